@@ -1,0 +1,1 @@
+//! Fused multi-head attention.
