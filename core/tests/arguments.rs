@@ -1,5 +1,7 @@
 //! Arguments that do not fit their problem are refused with the field and the number.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use fmha_core::args::{check_bwd, check_fwd};
 use fmha_core::{
     BwdArgs, BwdProblem, DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, MemorySpace, ScoreArgs,
