@@ -18,7 +18,7 @@
 use fmha_core::{Bias, BwdArgs, SeqSpan, ValidBwd};
 
 use crate::blocks::{
-    AddTo, Columns, Gather, GatherRows, GatherTransposed, Gradient, Multiply, RowDots, Rows, Scores,
+    AddTo, Columns, Gather, GatherRows, Gradient, Multiply, RowDots, Rows, Scores, TransposePanels,
     row_stride,
 };
 use crate::forward::{Blocks, Bytes, key_tiles};
@@ -565,7 +565,8 @@ impl Shared<'_> {
         ] {
             let from = from.skip(i as usize);
             s.run(Gather { from, rows: queries, cols, factor, to: to.as_mut_ptr(), capacity, finite });
-            s.run(GatherTransposed { from, rows: queries, cols, factor, to: transposed.as_mut_ptr() });
+            let (from, to) = (to.as_ptr(), transposed.as_mut_ptr());
+            s.run(TransposePanels { from, capacity, rows: queries, cols, to });
         }
         for lane in 0..capacity {
             let (mut lse, mut delta, mut dlse) = (f32::INFINITY, 0.0, 0.0);

@@ -69,6 +69,47 @@ impl<S: Simd> Op<S> for GatherTransposed {
     }
 }
 
+/// Transposes panels of the head dimension, `rows` of them live, into panels of queries.
+pub(crate) struct TransposePanels {
+    /// `[cols / PANEL][capacity][PANEL]`.
+    pub(crate) from: *const f32,
+    pub(crate) capacity: usize,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    /// `[rows / PANEL][cols][PANEL]`.
+    pub(crate) to: *mut f32,
+}
+
+impl<S: Simd> Op<S> for TransposePanels {
+    #[inline(always)]
+    fn call(self, _: S) {
+        let Self { from, capacity, rows, cols, to } = self;
+        let width = S::PANEL;
+        for first in (0..rows).step_by(width) {
+            let to = to.wrapping_add(first * cols);
+            for panel in (0..cols).step_by(width) {
+                let from = from.wrapping_add(panel * capacity + first * width);
+                let to = to.wrapping_add(panel * width);
+                let live = width.min(cols - panel);
+                // SAFETY: capacities are multiples of PANEL, so the whole panel of rows is there; rows
+                // beyond the last hold old numbers, and their lanes reach nothing.
+                unsafe {
+                    for row in (0..width).step_by(4) {
+                        for col in (0..live).step_by(4) {
+                            let at = |r: usize| from.add((row + r) * width + col).cast::<[f32; 4]>();
+                            let block = [at(0).read(), at(1).read(), at(2).read(), at(3).read()];
+                            for c in 0..(live - col).min(4) {
+                                let column = [block[0][c], block[1][c], block[2][c], block[3][c]];
+                                to.add((col + c) * width + row).cast::<[f32; 4]>().write(column);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// `scores[row][lane] = factor * sum_d keys[row][d] queries[d][lane]` for the rows of a panel.
 pub(crate) struct Scores {
     pub(crate) panel: Panel,
@@ -238,16 +279,15 @@ impl<S: Simd> Op<S> for Columns {
     fn call(self, s: S) {
         let mut lane = 0;
         while lane < self.panel.queries {
-            // A panel of 16 is 6 + 6 + 4 rows, one of 32 is 12 + 12 + 8.
-            let left = self.panel.queries - lane;
-            lane += match (S::TILE_ROWS, left) {
-                (_, 1) => self.group::<S, 1>(s, lane),
-                (_, 2..=4) => self.group::<S, 4>(s, lane),
-                (6, _) if lane + 6 <= S::PANEL => self.group::<S, 6>(s, lane),
-                (6, _) => self.group::<S, 4>(s, lane),
-                (_, 5..=8) => self.group::<S, 8>(s, lane),
-                (_, _) if lane + 12 <= S::PANEL => self.group::<S, 12>(s, lane),
-                (_, _) => self.group::<S, 8>(s, lane),
+            // A panel of 16 is 6 + 6 + 4 rows, one of 32 is 12 + 12 + 8, one of 8 is 6 + 2 or 8.
+            let (left, room) = (self.panel.queries - lane, S::PANEL - lane);
+            lane += match S::TILE_ROWS {
+                _ if left == 1 => self.group::<S, 1>(s, lane),
+                _ if left == 2 || room < 4 => self.group::<S, 2>(s, lane),
+                _ if left <= 4 || room < 6 => self.group::<S, 4>(s, lane),
+                6 => self.group::<S, 6>(s, lane),
+                _ if left <= 8 || room < 12 => self.group::<S, 8>(s, lane),
+                _ => self.group::<S, 12>(s, lane),
             };
         }
     }
