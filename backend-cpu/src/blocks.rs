@@ -459,6 +459,8 @@ impl<S: Simd> Op<S> for Gradient {
                     let at = row * width + lane;
                     let (score, dp) = (s.load(self.weights.add(at)), s.load(self.gradients.add(at)));
                     let p = exp(s, s.sub(score, lse));
+                    // Where a row's LSE is NaN, its hidden keys still have P = 0.
+                    let p = if self.panel.edge { s.select_le(score, hidden, zero, p) } else { p };
                     let (kept, dp) = match self.keep {
                         None => (p, dp),
                         Some(keep) => {

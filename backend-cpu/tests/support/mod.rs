@@ -1,5 +1,10 @@
 //! Random problems, run on the backend and by the definition, compared under the contract's rule.
-#![allow(dead_code, reason = "each test file uses its share")]
+#![allow(
+    dead_code,
+    unreachable_pub,
+    clippy::unwrap_used,
+    reason = "each test file uses its share; a test that cannot go on fails"
+)]
 
 use fmha_core::reference::{self, Precision};
 use fmha_core::{
