@@ -528,13 +528,21 @@ impl Shared<'_> {
             factor: head.descale_k,
             to: tile.keys.as_mut_ptr(),
             capacity,
+            pairs: false,
             finite: &mut tile.keys_finite,
         });
         for (from, cols, factor, to) in [
             (k, dim_qk, head.descale_k, &mut tile.key_rows),
             (v, dim_v, head.descale_v, &mut tile.value_rows),
         ] {
-            s.run(GatherRows { from: from.skip(j as usize), rows: keys, cols, factor, to: to.as_mut_ptr() });
+            s.run(GatherRows {
+                from: from.skip(j as usize),
+                rows: keys,
+                cols,
+                factor,
+                to: to.as_mut_ptr(),
+                pairs: false,
+            });
         }
     }
 
@@ -564,7 +572,16 @@ impl Shared<'_> {
             (dout, dim_v, 1.0, &mut tile.douts, &mut tile.douts_transposed, &mut tile.douts_finite),
         ] {
             let from = from.skip(i as usize);
-            s.run(Gather { from, rows: queries, cols, factor, to: to.as_mut_ptr(), capacity, finite });
+            s.run(Gather {
+                from,
+                rows: queries,
+                cols,
+                factor,
+                to: to.as_mut_ptr(),
+                capacity,
+                pairs: false,
+                finite,
+            });
             let (from, to) = (to.as_ptr(), transposed.as_mut_ptr());
             s.run(TransposePanels { from, capacity, rows: queries, cols, to });
         }
@@ -622,6 +639,7 @@ impl Shared<'_> {
                 dim: dim_qk,
                 factor: head.softmax_scale,
                 scores: weights,
+                pairs: false,
             });
             let capped = capped && head.softcap.is_some();
             if head.adjusts(&panel) {
@@ -635,6 +653,7 @@ impl Shared<'_> {
                 dim: dim_v,
                 factor: 1.0,
                 scores: gradients,
+                pairs: false,
             });
             let keep = tile.extra.as_mut_ptr();
             if head.drops {
@@ -670,6 +689,7 @@ impl Shared<'_> {
                 out: out.wrapping_add(number * S::PANEL * S::PANEL),
                 out_capacity,
                 store: Store::Add,
+                pairs: false,
             };
             if panel.edge && !tile.keys_finite {
                 columns.visible_only::<S>(head.band);

@@ -17,7 +17,7 @@
 
 use std::ops::Range;
 
-use fmha_core::{DevSliceMut, FwdArgs, FwdProblem, SeqSpan};
+use fmha_core::{DType, DevSliceMut, FwdArgs, FwdProblem, SeqSpan};
 
 use crate::blocks::{
     Columns, Gather, GatherRows, GatherTransposed, Multiply, RowState, Scores, Softmax, row_stride,
@@ -230,6 +230,10 @@ impl Shared<'_> {
         let dim_v = self.problem.dims.head_dim_v as usize;
         let queries = task.queries as usize;
         let capacity = block_n.next_multiple_of(S::TILE_ROWS);
+        // Two bf16 in each element of Q, K, P and V: half the steps of every product.
+        let pairs = S::BF16_DOT && dots_pairs(self.problem);
+        let (dim_units, capacity_v) =
+            if pairs { (dim_qk.div_ceil(2), capacity / 2) } else { (dim_qk, capacity) };
         let (k, v) = (self.k.k_rows(span, i_head_kv), self.v.k_rows(span, i_head_kv));
 
         s.run(GatherTransposed {
@@ -238,6 +242,7 @@ impl Shared<'_> {
             cols: dim_qk,
             factor: head.descale_q,
             to: scratch.queries.as_mut_ptr(),
+            pairs,
         });
         scratch.row_max.fill(f32::NEG_INFINITY);
         scratch.row_sum.fill(0.0);
@@ -252,6 +257,7 @@ impl Shared<'_> {
                 cols: dim_qk,
                 factor: head.descale_k,
                 to: scratch.keys.as_mut_ptr(),
+                pairs,
             });
             s.run(Gather {
                 from: v.skip(j as usize),
@@ -259,7 +265,8 @@ impl Shared<'_> {
                 cols: dim_v,
                 factor: head.descale_v,
                 to: scratch.values.as_mut_ptr(),
-                capacity,
+                capacity: capacity_v,
+                pairs,
                 finite: &mut values_finite,
             });
             for first in (0..queries).step_by(S::PANEL) {
@@ -271,10 +278,11 @@ impl Shared<'_> {
                 s.run(Scores {
                     panel,
                     keys: scratch.keys.as_ptr(),
-                    queries: scratch.queries.as_ptr().wrapping_add(first * dim_qk),
-                    dim: dim_qk,
+                    queries: scratch.queries.as_ptr().wrapping_add(first * dim_units),
+                    dim: dim_units,
                     factor: head.softmax_scale,
                     scores,
+                    pairs,
                 });
                 if head.adjusts(&panel) {
                     let bias = scratch.extra.as_mut_ptr();
@@ -286,7 +294,7 @@ impl Shared<'_> {
                     alpha: scratch.alpha.as_mut_ptr(),
                 };
                 let round = self.problem.dtype_v;
-                s.run(Softmax { panel, scores, state, round });
+                s.run(Softmax { panel, scores, state, round, pairs });
                 if head.drops {
                     let keep = scratch.extra.as_mut_ptr();
                     // 1 / (1 - p_drop) is a factor of the whole row: it comes at the end.
@@ -300,11 +308,12 @@ impl Shared<'_> {
                     panel,
                     weights: scores,
                     right: scratch.values.as_ptr(),
-                    capacity,
+                    capacity: capacity_v,
                     dim: dim_v,
                     out: scratch.out.as_mut_ptr().wrapping_add(first * S::PANEL),
                     out_capacity: block_m,
                     store: if is_fresh { Store::Scaled(1.0) } else { Store::Rescale(scratch.alpha.as_ptr()) },
+                    pairs,
                 };
                 if panel.edge && !values_finite {
                     columns.visible_only::<S>(head.band);
@@ -374,4 +383,9 @@ impl Shared<'_> {
             }
         }
     }
+}
+
+/// Whether an instruction set with dot products of bf16 pairs computes this problem with them.
+pub(crate) fn dots_pairs(problem: &FwdProblem) -> bool {
+    problem.dtype_qk == DType::Bf16 && problem.dtype_v == DType::Bf16 && !problem.drops()
 }

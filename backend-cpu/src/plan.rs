@@ -9,8 +9,8 @@ use fmha_core::{
 };
 
 use crate::CpuBackend;
-use crate::forward::Blocks;
-use crate::isa::{BACKWARD_BLOCKS, FORWARD_BLOCKS, Kernels};
+use crate::forward::{Blocks, dots_pairs};
+use crate::isa::{BACKWARD_BLOCKS, FORWARD_BLOCKS, Isa, Kernels};
 
 /// Every kernel.
 pub(crate) const KERNELS: [&str; 3] = ["cpu-fwd", "cpu-bwd", "cpu-combine"];
@@ -27,7 +27,14 @@ pub(crate) fn forward(backend: &CpuBackend, problem: &ValidFwd, options: &PlanOp
             ("block_m", blocks.block_m.to_string()),
             ("block_n", blocks.block_n.to_string()),
             ("task", "a tile of block_m queries of one head, the longest first".into()),
-            ("arithmetic", "f32, f32 sums".into()),
+            (
+                "arithmetic",
+                if backend.isa == Isa::Avx512Bf16 && dots_pairs(problem) {
+                    "bf16 dot products, f32 sums".into()
+                } else {
+                    "f32, f32 sums".into()
+                },
+            ),
         ]
     })
 }

@@ -152,8 +152,9 @@ fn rows_reached(backend: &CpuBackend, inputs: &Inputs, poison: impl Fn(&mut Inpu
 fn nan_reaches_only_the_rows_that_see_it() {
     for isa in available() {
         let backend = backend(isa, 2);
-        for mask in ["0", "t", "b:20,3,2", "g:5,-2"] {
-            let mut problem = problem(DType::F32, dims(1, 70, 150, (1, 1)));
+        let masks = ["0", "t", "b:20,3,2", "g:5,-2"];
+        for (mask, dtype) in masks.into_iter().flat_map(|mask| [(mask, DType::F32), (mask, DType::Bf16)]) {
+            let mut problem = problem(dtype, dims(1, 70, 150, (1, 1)));
             problem.mask = mask.parse().unwrap();
             let inputs = Inputs::random(problem, &[], 8);
             let band = inputs.problem.mask.band(70, 150);
@@ -231,7 +232,6 @@ fn combined_halves_are_the_whole() {
         let args = CombineArgs { parts: &parts, o: o.slice_mut(), lse: Some(DevSliceMut::host(&mut lse)) };
         let plan = backend.plan_combine(&problem, &PlanOptions::default()).unwrap();
         backend.run_combine(&plan, &args, Stream::DEFAULT).unwrap();
-        drop(args);
         for (ours, expected) in lse.iter().zip(&expected.lse) {
             assert!((ours - expected).abs() < 2e-6, "{isa} LSE {ours} {expected}");
         }

@@ -362,7 +362,6 @@ pub fn run_bwd(
         let same = reference::backward(&valid, &args, Precision::AsInput).unwrap();
         (what, exact, same)
     });
-    drop(args);
     if let Some((what, exact, same)) = wanted {
         for (name, ours, exact, same, queries) in [
             ("dQ", &dq, &exact.dq, &same.dq, true),
