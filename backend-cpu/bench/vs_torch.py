@@ -106,7 +106,8 @@ def main():
     memory = []
     if not args.no_memory:
         for what, dtype in (("fwd", "f32"), ("fwd", "bf16"), ("bwd", "f32")):
-            ours = Ours(args.binary, what, 16384, dtype, "causal", 0, args.threads)
+            ours = Ours(args.binary, what, 16384, dtype, "causal", 1, args.threads)
+            ours.turn()
             sizes = ours.close()
             quotient = sizes["peak"] / sizes["tensors"]
             memory.append(f"| {what} | {dtype} | {sizes['tensors']} | {sizes['peak']} | {quotient:.3f} |")

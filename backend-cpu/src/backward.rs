@@ -190,7 +190,7 @@ impl Shared<'_> {
 
     fn tasks(&self, threads: usize) -> fmha_core::Result<Vec<Task>> {
         let dims = self.problem.fwd.dims;
-        let Blocks { block_m, block_n } = self.blocks;
+        let Blocks { block_m, block_n, .. } = self.blocks;
         let spans = || self.spans.iter().enumerate();
         let kv_heads = self.spans.len() * dims.num_heads_kv as usize;
         let mut tasks = vec![];
@@ -382,7 +382,7 @@ impl Shared<'_> {
         with_dq: bool,
     ) {
         let span = self.spans[span];
-        let Blocks { block_m, block_n } = self.blocks;
+        let Blocks { block_m, block_n, .. } = self.blocks;
         let (dim_qk, dim_v) = self.dims();
         let ratio = self.problem.fwd.gqa_ratio();
         let keys = block_n.min((span.seqlen_k - j) as usize);
@@ -441,7 +441,7 @@ impl Shared<'_> {
     /// dQ of a tile of queries.
     fn query_tile<S: Simd>(&self, s: S, scratch: &mut Scratch, span: usize, i_head: u32, i: u32) {
         let span = self.spans[span];
-        let Blocks { block_m, block_n } = self.blocks;
+        let Blocks { block_m, block_n, .. } = self.blocks;
         let head = self.score.head(span, i_head);
         let queries = block_m.min((span.seqlen_q - i) as usize);
         let tile = &mut scratch.tile;
@@ -464,7 +464,7 @@ impl Shared<'_> {
         let (Some(to), Bias::Elementwise(bias)) = (&self.dbias, fwd.bias) else {
             return;
         };
-        let Blocks { block_m, block_n } = self.blocks;
+        let Blocks { block_m, block_n, .. } = self.blocks;
         let dims = fwd.dims;
         let rows = block_m.min((dims.seqlen_q - i) as usize);
         let capacity = self.key_capacity();

@@ -73,20 +73,27 @@ pub(crate) struct GatherTransposed {
     pub(crate) cols: usize,
     pub(crate) factor: f32,
     pub(crate) to: *mut f32,
+    /// Scratch of PANEL rows.
+    pub(crate) staging: *mut f32,
     pub(crate) pairs: bool,
 }
 
 impl<S: Simd> Op<S> for GatherTransposed {
     #[inline(always)]
     fn call(self, s: S) {
-        let Self { from, rows, cols, factor, to, pairs } = self;
-        // SAFETY: as for `Gather`.
-        unsafe {
-            if S::BF16_DOT && pairs {
-                from.gather_transposed_pairs::<S>(rows, cols, to);
-            } else {
-                from.gather_transposed(s, rows, cols, factor, to, cols);
-            }
+        let Self { from, rows, cols, factor, to, staging, pairs } = self;
+        if S::BF16_DOT && pairs {
+            // SAFETY: as for `Gather`.
+            unsafe { from.gather_transposed_pairs::<S>(rows, cols, to) };
+            return;
+        }
+        let capacity = S::PANEL;
+        for first in (0..rows).step_by(capacity) {
+            let live = capacity.min(rows - first);
+            // SAFETY: as for `Gather`.
+            unsafe { from.skip(first).gather(s, live, cols, factor, staging, capacity) };
+            let to = to.wrapping_add(first * cols);
+            TransposePanels { from: staging, capacity, rows: live, cols, to }.call(s);
         }
     }
 }

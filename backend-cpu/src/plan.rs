@@ -24,7 +24,14 @@ const MAX_BLOCK: usize = 1024;
 pub(crate) fn forward(backend: &CpuBackend, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
     plan(backend, "cpu-fwd", problem.clone(), options, |blocks| {
         vec![
-            ("block_m", blocks.block_m.to_string()),
+            (
+                "block_m",
+                if blocks.may_shrink {
+                    format!("{}, halved while there are fewer than 3 tasks a thread", blocks.block_m)
+                } else {
+                    blocks.block_m.to_string()
+                },
+            ),
             ("block_n", blocks.block_n.to_string()),
             ("task", "a tile of block_m queries of one head, the longest first".into()),
             (
@@ -88,7 +95,10 @@ fn plan<P>(
             _ => return refuse(format!("tile {name}={value} is unknown (known: block_m, block_n)")),
         };
         match value.parse::<usize>() {
-            Ok(size) if size.is_multiple_of(unit) && (1..=MAX_BLOCK).contains(&size) => *side = size,
+            Ok(size) if size.is_multiple_of(unit) && (1..=MAX_BLOCK).contains(&size) => {
+                *side = size;
+                blocks.may_shrink &= name != "block_m";
+            }
             _ => {
                 return refuse(format!("{name} {value} is not a multiple of {unit} in {unit}..={MAX_BLOCK}"));
             }
