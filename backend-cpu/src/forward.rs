@@ -17,21 +17,25 @@
 
 use std::ops::Range;
 
-use fmha_core::{DevSliceMut, FwdArgs, FwdProblem, SeqSpan};
+use fmha_core::{DType, DevSliceMut, FwdArgs, FwdProblem, SeqSpan};
 
-use crate::blocks::{Columns, Gather, GatherTransposed, Multiply, RowState, Scores, Softmax};
+use crate::blocks::{
+    Columns, Gather, GatherRows, GatherTransposed, Multiply, RowState, Scores, Softmax, row_stride,
+};
 use crate::memory::{Floats, reserve};
 use crate::score::{Adjust, HeadScore, Keep, Panel, ScoreInputs};
 use crate::simd::Simd;
 use crate::tasks::Threads;
-use crate::tensor::{Matrix, Source, Target, f32_at};
+use crate::tensor::{Source, Target, f32_at};
 use crate::tile::Store;
 
 /// Tile sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Blocks {
-    /// Queries of a task, a multiple of the query panel.
+    /// Queries of a task, a multiple of a panel.
     pub(crate) block_m: usize,
+    /// Whether `block_m` may shrink where there would be too few tasks for the threads.
+    pub(crate) may_shrink: bool,
     /// Keys of a tile.
     pub(crate) block_n: usize,
 }
@@ -58,6 +62,8 @@ struct Task {
 /// What a thread computes in.
 struct Scratch {
     queries: Floats,
+    /// One panel of queries, before it is transposed.
+    staging: Floats,
     keys: Floats,
     values: Floats,
     scores: Floats,
@@ -152,7 +158,7 @@ impl Forward<'_> {
         let shared = Shared {
             problem,
             spans: self.spans,
-            blocks: self.blocks,
+            blocks: self.blocks_for::<S>(threads.count()),
             score: ScoreInputs::new(problem, &args.score),
             q: Source::new(args.q, problem.dtype_qk, problem.q),
             k: Source::new(args.k, problem.dtype_qk, problem.k),
@@ -172,6 +178,26 @@ impl Forward<'_> {
             shared.attend(s, scratch, tasks[task]);
         });
         Ok(())
+    }
+}
+
+impl Forward<'_> {
+    /// Large tiles copy K and V less often; small ones keep every thread busy. No result depends on
+    /// the choice.
+    fn blocks_for<S: Simd>(&self, threads: usize) -> Blocks {
+        let mut blocks = self.blocks;
+        let tasks = |block_m: usize| {
+            let tiles = |span: &SeqSpan| (span.seqlen_q as usize).div_ceil(block_m);
+            self.spans.iter().map(tiles).sum::<usize>() * self.problem.dims.num_heads_q as usize
+        };
+        while blocks.may_shrink
+            && threads > 1
+            && tasks(blocks.block_m) < 3 * threads
+            && blocks.block_m.is_multiple_of(2 * S::PANEL)
+        {
+            blocks.block_m /= 2;
+        }
+        blocks
     }
 }
 
@@ -200,35 +226,39 @@ impl Shared<'_> {
     }
 
     fn scratch<S: Simd>(&self) -> fmha_core::Result<Scratch> {
-        let Blocks { block_m, block_n } = self.blocks;
+        let Blocks { block_m, block_n, .. } = self.blocks;
         let dims = self.problem.dims;
-        let dim_qk = (dims.head_dim_qk as usize).next_multiple_of(S::DIM_PANEL);
-        let dim_v = (dims.head_dim_v as usize).next_multiple_of(S::DIM_PANEL);
-        let keys = block_n.next_multiple_of(S::KEY_ROWS);
-        let extra = if self.problem.drops() || self.score.has_bias() { keys * S::QUERY_PANEL } else { 0 };
+        let dim_v = (dims.head_dim_v as usize).next_multiple_of(S::PANEL);
+        let keys = block_n.next_multiple_of(S::TILE_ROWS);
+        let extra = if self.problem.drops() || self.score.has_bias() { keys * S::PANEL } else { 0 };
         Ok(Scratch {
             queries: Floats::zeroed(block_m * dims.head_dim_qk as usize)?,
-            keys: Floats::zeroed(keys * dim_qk)?,
+            staging: Floats::zeroed(S::PANEL * (dims.head_dim_qk as usize).next_multiple_of(S::PANEL))?,
+            keys: Floats::zeroed(keys * row_stride(dims.head_dim_qk as usize))?,
             values: Floats::zeroed(keys * dim_v)?,
-            scores: Floats::zeroed(keys * S::QUERY_PANEL)?,
+            scores: Floats::zeroed(keys * S::PANEL)?,
             extra: Floats::zeroed(extra)?,
             out: Floats::zeroed(block_m * dim_v)?,
             row_max: Floats::zeroed(block_m)?,
             row_sum: Floats::zeroed(block_m)?,
-            alpha: Floats::zeroed(S::QUERY_PANEL)?,
+            alpha: Floats::zeroed(S::PANEL)?,
             row: Floats::zeroed(dim_v)?,
         })
     }
 
     fn attend<S: Simd>(&self, s: S, scratch: &mut Scratch, task: Task) {
-        let Blocks { block_m, block_n } = self.blocks;
+        let Blocks { block_m, block_n, .. } = self.blocks;
         let span = self.spans[task.span as usize];
         let head = self.score.head(span, task.i_head);
         let i_head_kv = task.i_head / self.problem.gqa_ratio();
         let dim_qk = self.problem.dims.head_dim_qk as usize;
         let dim_v = self.problem.dims.head_dim_v as usize;
         let queries = task.queries as usize;
-        let capacity = block_n.next_multiple_of(S::KEY_ROWS);
+        let capacity = block_n.next_multiple_of(S::TILE_ROWS);
+        // Two bf16 in each element of Q, K, P and V: half the steps of every product.
+        let pairs = S::BF16_DOT && dots_pairs(self.problem);
+        let (dim_units, capacity_v) =
+            if pairs { (dim_qk.div_ceil(2), capacity / 2) } else { (dim_qk, capacity) };
         let (k, v) = (self.k.k_rows(span, i_head_kv), self.v.k_rows(span, i_head_kv));
 
         s.run(GatherTransposed {
@@ -237,22 +267,36 @@ impl Shared<'_> {
             cols: dim_qk,
             factor: head.descale_q,
             to: scratch.queries.as_mut_ptr(),
+            staging: scratch.staging.as_mut_ptr(),
+            pairs,
         });
         scratch.row_max.fill(f32::NEG_INFINITY);
         scratch.row_sum.fill(0.0);
         let mut fresh = u128::MAX;
-        debug_assert!(block_m / S::QUERY_PANEL <= 128);
+        debug_assert!(block_m / S::PANEL <= 128);
 
         for (j, keys) in key_tiles(&head, task.i..task.i + task.queries, block_n) {
-            let gather = |from: Matrix, cols, factor, to| {
-                let (from, mut finite) = (from.skip(j as usize), true);
-                s.run(Gather { from, rows: keys, cols, factor, to, capacity, finite: &mut finite });
-                finite
-            };
-            gather(k, dim_qk, head.descale_k, scratch.keys.as_mut_ptr());
-            let values_finite = gather(v, dim_v, head.descale_v, scratch.values.as_mut_ptr());
-            for first in (0..queries).step_by(S::QUERY_PANEL) {
-                let live = S::QUERY_PANEL.min(queries - first);
+            let mut values_finite = true;
+            s.run(GatherRows {
+                from: k.skip(j as usize),
+                rows: keys,
+                cols: dim_qk,
+                factor: head.descale_k,
+                to: scratch.keys.as_mut_ptr(),
+                pairs,
+            });
+            s.run(Gather {
+                from: v.skip(j as usize),
+                rows: keys,
+                cols: dim_v,
+                factor: head.descale_v,
+                to: scratch.values.as_mut_ptr(),
+                capacity: capacity_v,
+                pairs,
+                finite: &mut values_finite,
+            });
+            for first in (0..queries).step_by(S::PANEL) {
+                let live = S::PANEL.min(queries - first);
                 let Some(panel) = Panel::new(head.band, task.i + first as u32, live, j, keys) else {
                     continue;
                 };
@@ -260,11 +304,11 @@ impl Shared<'_> {
                 s.run(Scores {
                     panel,
                     keys: scratch.keys.as_ptr(),
-                    capacity,
-                    queries: scratch.queries.as_ptr().wrapping_add(first * dim_qk),
-                    dim: dim_qk,
+                    queries: scratch.queries.as_ptr().wrapping_add(first * dim_units),
+                    dim: dim_units,
                     factor: head.softmax_scale,
                     scores,
+                    pairs,
                 });
                 if head.adjusts(&panel) {
                     let bias = scratch.extra.as_mut_ptr();
@@ -276,25 +320,26 @@ impl Shared<'_> {
                     alpha: scratch.alpha.as_mut_ptr(),
                 };
                 let round = self.problem.dtype_v;
-                s.run(Softmax { panel, scores, state, round });
+                s.run(Softmax { panel, scores, state, round, pairs });
                 if head.drops {
                     let keep = scratch.extra.as_mut_ptr();
                     // 1 / (1 - p_drop) is a factor of the whole row: it comes at the end.
                     s.run(Keep { mask: head.keep, panel, factor: 1.0, to: keep });
                     s.run(Multiply { panel, x: scores, y: keep });
                 }
-                let bit = 1u128 << (first / S::QUERY_PANEL);
+                let bit = 1u128 << (first / S::PANEL);
                 let is_fresh = fresh & bit != 0;
                 fresh &= !bit;
                 let columns = Columns {
                     panel,
                     weights: scores,
                     right: scratch.values.as_ptr(),
-                    capacity,
+                    capacity: capacity_v,
                     dim: dim_v,
-                    out: scratch.out.as_mut_ptr().wrapping_add(first * S::DIM_PANEL),
+                    out: scratch.out.as_mut_ptr().wrapping_add(first * S::PANEL),
                     out_capacity: block_m,
                     store: if is_fresh { Store::Scaled(1.0) } else { Store::Rescale(scratch.alpha.as_ptr()) },
+                    pairs,
                 };
                 if panel.edge && !values_finite {
                     columns.visible_only::<S>(head.band);
@@ -331,9 +376,9 @@ impl Shared<'_> {
                 };
                 let factor = (factor * f64::from(head.keep_scale)) as f32 * self.scale_o;
                 let out = std::slice::from_raw_parts_mut(scratch.row.as_mut_ptr(), dim_v);
-                let untouched = fresh & (1 << (row / S::QUERY_PANEL)) != 0;
-                for (panel, out) in out.chunks_mut(S::DIM_PANEL).enumerate() {
-                    let at = (panel * block_m + row) * S::DIM_PANEL;
+                let untouched = fresh & (1 << (row / S::PANEL)) != 0;
+                for (panel, out) in out.chunks_mut(S::PANEL).enumerate() {
+                    let at = (panel * block_m + row) * S::PANEL;
                     let from = scratch.out.as_ptr().add(at);
                     for (col, out) in out.iter_mut().enumerate() {
                         *out = if untouched { 0.0 } else { *from.add(col) * factor };
@@ -364,4 +409,9 @@ impl Shared<'_> {
             }
         }
     }
+}
+
+/// Whether an instruction set with dot products of bf16 pairs computes this problem with them.
+pub(crate) fn dots_pairs(problem: &FwdProblem) -> bool {
+    problem.dtype_qk == DType::Bf16 && problem.dtype_v == DType::Bf16 && !problem.drops()
 }

@@ -186,11 +186,11 @@ impl Matrix {
         }
     }
 
-    /// Copies `rows x cols` times `factor` into panels of `S::DIM_PANEL` columns, `capacity` rows
+    /// Copies `rows x cols` times `factor` into panels of `S::PANEL` columns, `capacity` rows
     /// each; zeros to the right of the last column. Whether all of it was finite.
     ///
     /// # Safety
-    /// The extents are inside the tensor; `to` holds `cols / DIM_PANEL` (rounded up) panels.
+    /// The extents are inside the tensor; `to` holds `cols / PANEL` (rounded up) panels.
     #[inline(always)]
     pub(crate) unsafe fn gather<S: Simd>(
         &self,
@@ -201,7 +201,7 @@ impl Matrix {
         to: *mut f32,
         capacity: usize,
     ) -> bool {
-        let width = S::DIM_PANEL;
+        let width = S::PANEL;
         let scale = s.splat(factor);
         // A finite x has x - x = 0; infinities and NaN leave NaN in the sum.
         let mut residue = s.splat(0.0);
@@ -236,8 +236,39 @@ impl Matrix {
         is_zero(s, residue)
     }
 
-    /// Copies `rows x cols` times `factor`, transposed, into panels of `S::QUERY_PANEL` rows:
-    /// `[rows / QUERY_PANEL][capacity][QUERY_PANEL]`; zeros beyond the last row.
+    /// Copies `rows x cols` times `factor` into rows that lie `stride` apart.
+    ///
+    /// # Safety
+    /// The extents are inside the tensor; `to` holds `rows * stride`, `stride` at least `cols`.
+    #[inline(always)]
+    pub(crate) unsafe fn gather_rows<S: Simd>(
+        &self,
+        s: S,
+        rows: usize,
+        cols: usize,
+        factor: f32,
+        to: *mut f32,
+        stride: usize,
+    ) {
+        let scale = s.splat(factor);
+        let dense = self.col == self.dtype.size_bytes() as isize;
+        let whole = if dense { cols - cols % S::LANES } else { 0 };
+        for row in 0..rows {
+            let to = to.wrapping_add(row * stride);
+            // SAFETY: the caller's promise, element by element.
+            unsafe {
+                for col in (0..whole).step_by(S::LANES) {
+                    s.store(to.add(col), s.mul(self.vector(s, row, col), scale));
+                }
+                for col in whole..cols {
+                    *to.add(col) = self.get(row, col) * factor;
+                }
+            }
+        }
+    }
+
+    /// Copies `rows x cols` times `factor`, transposed, into panels of `S::PANEL` rows:
+    /// `[rows / PANEL][capacity][PANEL]`; zeros beyond the last row.
     ///
     /// # Safety
     /// The extents are inside the tensor; `to` holds those panels, `capacity` at least `cols`.
@@ -251,7 +282,7 @@ impl Matrix {
         to: *mut f32,
         capacity: usize,
     ) {
-        let width = S::QUERY_PANEL;
+        let width = S::PANEL;
         for first in (0..rows).step_by(width) {
             let panel = to.wrapping_add(first * capacity);
             for lane in 0..width {
@@ -265,6 +296,125 @@ impl Matrix {
                 }
             }
         }
+    }
+}
+
+/// The same copies with two bf16 in each 32-bit element, for dot products of pairs. The matrix is
+/// bf16, and nothing is converted.
+impl Matrix {
+    #[inline(always)]
+    unsafe fn bits(&self, row: usize, col: usize) -> u32 {
+        // SAFETY: the caller's promise.
+        unsafe { u32::from(self.at(row, col).cast::<u16>().read_unaligned()) }
+    }
+
+    /// Columns `2 unit` and `2 unit + 1`, zero beyond `cols`.
+    #[inline(always)]
+    unsafe fn column_pair(&self, row: usize, unit: usize, cols: usize) -> f32 {
+        let col = 2 * unit;
+        // SAFETY: the caller's promise.
+        let high = if col + 1 < cols { unsafe { self.bits(row, col + 1) } } else { 0 };
+        // SAFETY: as above.
+        f32::from_bits(unsafe { self.bits(row, col) } | high << 16)
+    }
+
+    /// As [`gather_rows`](Self::gather_rows), pairs along columns.
+    ///
+    /// # Safety
+    /// As there, with half the columns, rounded up.
+    #[inline(always)]
+    pub(crate) unsafe fn gather_row_pairs(&self, rows: usize, cols: usize, to: *mut f32, stride: usize) {
+        let dense = self.col == 2;
+        for row in 0..rows {
+            let to = to.wrapping_add(row * stride);
+            // SAFETY: the caller's promise; the last pair is written whole first.
+            unsafe {
+                if dense {
+                    *to.add((cols - 1) / 2) = 0.0;
+                    std::ptr::copy_nonoverlapping(self.at(row, 0), to.cast::<u8>(), 2 * cols);
+                } else {
+                    for unit in 0..cols.div_ceil(2) {
+                        *to.add(unit) = self.column_pair(row, unit, cols);
+                    }
+                }
+            }
+        }
+    }
+
+    /// As [`gather_transposed`](Self::gather_transposed), pairs along columns.
+    ///
+    /// # Safety
+    /// As there, with half the columns, rounded up.
+    #[inline(always)]
+    pub(crate) unsafe fn gather_transposed_pairs<S: Simd>(&self, rows: usize, cols: usize, to: *mut f32) {
+        let (width, units) = (S::PANEL, cols.div_ceil(2));
+        for first in (0..rows).step_by(width) {
+            let panel = to.wrapping_add(first * units);
+            for lane in 0..width {
+                for unit in 0..units {
+                    // SAFETY: the caller's promise, element by element.
+                    unsafe {
+                        let live = first + lane < rows;
+                        let pair = if live { self.column_pair(first + lane, unit, cols) } else { 0.0 };
+                        *panel.add(unit * width + lane) = pair;
+                    }
+                }
+            }
+        }
+    }
+
+    /// As [`gather`](Self::gather), pairs along rows: `capacity` of them a panel. Whether all of it
+    /// was finite.
+    ///
+    /// # Safety
+    /// As there, with half the rows, rounded up.
+    #[inline(always)]
+    pub(crate) unsafe fn gather_pairs<S: Simd>(
+        &self,
+        rows: usize,
+        cols: usize,
+        to: *mut f32,
+        capacity: usize,
+    ) -> bool {
+        const EXPONENT: u32 = 0x7f80;
+        let width = S::PANEL;
+        let mut special = 0;
+        for first in (0..cols).step_by(width) {
+            let panel = to.wrapping_add(first * capacity);
+            let live = width.min(cols - first);
+            for unit in 0..rows.div_ceil(2) {
+                let row = 2 * unit;
+                let two = row + 1 < rows;
+                // SAFETY: the caller's promise, element by element.
+                unsafe {
+                    let to = panel.add(unit * width).cast::<u32>();
+                    if self.col == 2 && live == width {
+                        let low = self.at(row, first).cast::<u16>();
+                        let high = if two { self.at(row + 1, first).cast::<u16>() } else { low };
+                        let keep = if two { u32::MAX } else { 0 };
+                        for col in 0..width {
+                            let low = u32::from(low.add(col).read_unaligned());
+                            let high = u32::from(high.add(col).read_unaligned()) & keep;
+                            special |= u32::from(low & EXPONENT == EXPONENT);
+                            special |= u32::from(high & EXPONENT == EXPONENT);
+                            *to.add(col) = low | high << 16;
+                        }
+                    } else {
+                        for col in 0..width {
+                            let (mut low, mut high) = (0, 0);
+                            if col < live {
+                                low = self.bits(row, first + col);
+                                high = if two { self.bits(row + 1, first + col) } else { 0 };
+                            }
+                            special |= u32::from(low & EXPONENT == EXPONENT);
+                            special |= u32::from(high & EXPONENT == EXPONENT);
+                            *to.add(col) = low | high << 16;
+                        }
+                    }
+                }
+            }
+        }
+        special == 0
     }
 }
 
