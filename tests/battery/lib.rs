@@ -1,1 +1,6 @@
 //! The battery.
+pub mod execute;
+pub mod init;
+pub mod memory;
+pub mod tensor;
+pub mod tensors;
