@@ -101,7 +101,7 @@ fn a_reader_that_goes_away_is_no_error() {
     let ran = Ran::of(child.wait_with_output().unwrap());
     assert_eq!((ran.status, ran.err.as_str()), (141, ""));
 
-    let mut child = command(folder.path(), "run -b 1 -h 1 -s 600 -d 64 --repeat 3")
+    let mut child = command(folder.path(), "run -b 1 -h 1 -s 200 -d 64 --repeat 3")
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
@@ -120,7 +120,7 @@ fn too_little_memory_is_an_error_line() {
     for (kilobytes, line) in [
         ("unlimited", "run -b 60000 -h 8 -s 2147483647 -d 128 -v 0"),
         ("400000", "run -b 4 -h 16 -s 8192 -d 128 -v 0 --repeat 1"),
-        ("60000", "run -b 1 -h 4 -s 2048 -d 128 -v 0 --repeat 1"),
+        ("400000", "run -b 2 -h 8 -s 4096 -d 128 --bias e:2 -v 0 --repeat 1"),
     ] {
         let script = format!("ulimit -v {kilobytes}; exec {} {line}", env!("CARGO_BIN_EXE_fmha"));
         let output = Command::new("sh").args(["-c", &script]).output().unwrap();

@@ -162,7 +162,7 @@ const TABLE: &[(&str, &[&str])] = &[
     ("explain --kernel no-such-kernel", &["none takes"]),
     ("bench absent.toml", &["absent.toml"]),
     ("bench table.toml", &["table t, row 1", "seqlen_q -1"]),
-    ("bench twice.toml", &["line 3"]),
+    ("bench twice.toml", &["line 3", "duplicate"]),
     ("bench", &["FILE"]),
 ];
 
