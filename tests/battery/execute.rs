@@ -1,0 +1,191 @@
+//! Running a call on a backend: tensors to its memory, the plan, tensors back.
+
+use std::collections::BTreeMap;
+
+use fmha_core::{
+    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, Error,
+    FmhaBackend, FwdArgs, FwdPlan, MemorySpace, PartialResult, Result, Stream,
+};
+
+use crate::tensor::{Operand, Operands, Tensor};
+use crate::tensors::{HostBwd, HostCombine, HostFwd, score_of, seq_of};
+
+/// Runs a forward plan; O, LSE and the keep mask of `host` then hold its results.
+///
+/// # Errors
+/// What the backend said.
+pub fn run_fwd(backend: &dyn FmhaBackend, plan: &FwdPlan, host: &mut HostFwd) -> Result<()> {
+    let dropout = host.dropout;
+    let outputs = [Operand::O, Operand::Lse, Operand::KeepMask];
+    on_device(backend, &mut host.operands, &outputs, plan.workspace_bytes, |mut views| {
+        let args = FwdArgs {
+            q: views.input(Operand::Q)?,
+            k: views.input(Operand::K)?,
+            v: views.input(Operand::V)?,
+            o: views.output(Operand::O)?,
+            lse: views.outputs.remove(&Operand::Lse),
+            seq: seq_of(|operand| views.get(operand)),
+            score: score_of(dropout, |operand| views.get(operand)),
+            scale_o: views.get(Operand::ScaleO),
+            keep_mask: views.outputs.remove(&Operand::KeepMask),
+            workspace: views.workspace,
+        };
+        backend.run_fwd(plan, &args, Stream::DEFAULT)
+    })
+}
+
+/// Runs a backward plan; the gradients of `host` then hold its results.
+///
+/// # Errors
+/// What the backend said.
+pub fn run_bwd(backend: &dyn FmhaBackend, plan: &BwdPlan, host: &mut HostBwd) -> Result<()> {
+    let dropout = host.dropout;
+    let outputs = [Operand::Dq, Operand::Dk, Operand::Dv, Operand::Dbias, Operand::Dsink];
+    on_device(backend, &mut host.operands, &outputs, plan.workspace_bytes, |mut views| {
+        let args = BwdArgs {
+            q: views.input(Operand::Q)?,
+            k: views.input(Operand::K)?,
+            v: views.input(Operand::V)?,
+            o: views.input(Operand::O)?,
+            lse: views.input(Operand::Lse)?,
+            dout: views.input(Operand::Dout)?,
+            dlse: views.get(Operand::Dlse),
+            dq: views.output(Operand::Dq)?,
+            dk: views.output(Operand::Dk)?,
+            dv: views.output(Operand::Dv)?,
+            dbias: views.outputs.remove(&Operand::Dbias),
+            dsink: views.outputs.remove(&Operand::Dsink),
+            seq: seq_of(|operand| views.get(operand)),
+            score: score_of(dropout, |operand| views.get(operand)),
+            workspace: views.workspace,
+        };
+        backend.run_bwd(plan, &args, Stream::DEFAULT)
+    })
+}
+
+/// Runs a combine plan; O and LSE of `host` then hold its results.
+///
+/// # Errors
+/// What the backend said.
+pub fn run_combine(backend: &dyn FmhaBackend, plan: &CombinePlan, host: &mut HostCombine) -> Result<()> {
+    let num_parts = host.problem.num_parts;
+    on_device(
+        backend,
+        &mut host.operands,
+        &[Operand::O, Operand::Lse],
+        plan.workspace_bytes,
+        |mut views| {
+            let parts = (0..num_parts)
+                .map(|part| {
+                    let (o, lse) =
+                        (views.input(Operand::PartO(part))?, views.input(Operand::PartLse(part))?);
+                    Ok(PartialResult { o, lse })
+                })
+                .collect::<Result<Vec<_>>>()?;
+            let args = CombineArgs {
+                parts: &parts,
+                o: views.output(Operand::O)?,
+                lse: views.outputs.remove(&Operand::Lse),
+            };
+            backend.run_combine(plan, &args, Stream::DEFAULT)
+        },
+    )
+}
+
+/// The operands where the backend wants them.
+struct Views<'a> {
+    inputs: BTreeMap<Operand, DevSlice<'a>>,
+    outputs: BTreeMap<Operand, DevSliceMut<'a>>,
+    workspace: Option<DevSliceMut<'a>>,
+}
+
+impl<'a> Views<'a> {
+    fn get(&self, operand: Operand) -> Option<DevSlice<'a>> {
+        self.inputs.get(&operand).copied()
+    }
+
+    fn input(&self, operand: Operand) -> Result<DevSlice<'a>> {
+        self.get(operand).ok_or_else(|| missing(operand))
+    }
+
+    fn output(&mut self, operand: Operand) -> Result<DevSliceMut<'a>> {
+        self.outputs.remove(&operand).ok_or_else(|| missing(operand))
+    }
+}
+
+fn missing(operand: Operand) -> Error {
+    fmha_core::ProblemError::new("operands", format!("operands: {operand:?} (1) is missing")).into()
+}
+
+/// Places the operands, calls, waits, and brings the outputs back. Host tensors are used where they
+/// lie; a device gets them with their margins, so that what is written beside them comes back too.
+fn on_device(
+    backend: &dyn FmhaBackend,
+    operands: &mut Operands,
+    outputs: &[Operand],
+    workspace_bytes: u64,
+    call: impl FnOnce(Views<'_>) -> Result<()>,
+) -> Result<()> {
+    let memory = backend.memory();
+    let mut workspace = (workspace_bytes > 0).then(|| memory.alloc(workspace_bytes)).transpose()?;
+    if memory.space() == MemorySpace::Host {
+        let mut views = Views {
+            inputs: BTreeMap::new(),
+            outputs: BTreeMap::new(),
+            workspace: workspace.as_mut().map(DevBuffer::slice_mut),
+        };
+        for (&operand, tensor) in &mut operands.0 {
+            if outputs.contains(&operand) {
+                views.outputs.insert(operand, tensor.slice_mut());
+            } else {
+                views.inputs.insert(operand, tensor.slice());
+            }
+        }
+        call(views)?;
+        return memory.synchronize(Stream::DEFAULT);
+    }
+    let mut buffers = BTreeMap::new();
+    for (&operand, tensor) in &operands.0 {
+        let (bytes, _) = tensor.raw();
+        let mut buffer = memory.alloc(bytes.len() as u64)?;
+        memory.upload(bytes, &mut buffer)?;
+        buffers.insert(operand, buffer);
+    }
+    let mut views = Views {
+        inputs: BTreeMap::new(),
+        outputs: BTreeMap::new(),
+        workspace: workspace.as_mut().map(DevBuffer::slice_mut),
+    };
+    for (operand, buffer) in &mut buffers {
+        let Some(tensor) = operands.get(*operand) else { continue };
+        if outputs.contains(operand) {
+            views.outputs.insert(*operand, part_mut(memory, buffer, tensor));
+        } else {
+            views.inputs.insert(*operand, part(memory, buffer, tensor));
+        }
+    }
+    call(views)?;
+    memory.synchronize(Stream::DEFAULT)?;
+    for operand in outputs {
+        if let (Some(buffer), Some(tensor)) = (buffers.get(operand), operands.get_mut(*operand)) {
+            memory.download(buffer, tensor.raw_mut())?;
+        }
+    }
+    Ok(())
+}
+
+/// The elements of a tensor whose bytes, margins included, lie in `buffer`.
+fn part<'a>(memory: &dyn DeviceMemory, buffer: &'a DevBuffer, tensor: &Tensor) -> DevSlice<'a> {
+    let (_, first) = tensor.raw();
+    let bytes = tensor.elems().len() as u64;
+    // SAFETY: `buffer` holds all of the tensor's bytes and outlives 'a; the call is waited for
+    // before it is dropped.
+    unsafe { DevSlice::from_raw(memory.space(), buffer.as_ptr().wrapping_add(first), bytes) }
+}
+
+fn part_mut<'a>(memory: &dyn DeviceMemory, buffer: &'a mut DevBuffer, tensor: &Tensor) -> DevSliceMut<'a> {
+    let (_, first) = tensor.raw();
+    let bytes = tensor.elems().len() as u64;
+    // SAFETY: as in `part`, and the borrow is exclusive.
+    unsafe { DevSliceMut::from_raw(memory.space(), buffer.as_ptr().wrapping_add(first), bytes) }
+}
