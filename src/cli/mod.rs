@@ -11,7 +11,6 @@ mod devices;
 mod explain;
 mod failure;
 mod files;
-mod inputs;
 mod job;
 mod npy;
 mod options;

@@ -1,11 +1,12 @@
 //! One row: checked, then timed.
 
 use fmha::{DevBuffer, Error, FmhaBackend, MemorySpace, PlanOptions};
+use fmha_conformance::init::Init;
+use fmha_conformance::memory::Bytes;
 
-use crate::cli::check::{Checked, Verify, check};
+use crate::cli::check::{Verify, check};
 use crate::cli::failure::Failure;
-use crate::cli::inputs::{HostTensors, Init};
-use crate::cli::job::{Aligned, Job};
+use crate::cli::job::{Job, Source};
 use crate::cli::progress::Progress;
 use crate::cli::report::Speed;
 use crate::cli::setup::Setup;
@@ -39,8 +40,8 @@ pub(super) enum Measured {
 }
 
 /// More than any cache in front of the memory has.
-const FLUSH_BYTES_HOST: u64 = 64 << 20;
-const FLUSH_BYTES_DEVICE: u64 = 256 << 20;
+const FLUSH_BYTES_HOST: usize = 64 << 20;
+const FLUSH_BYTES_DEVICE: usize = 256 << 20;
 
 /// Runs one row. What the problem or the backend cannot do is an outcome; what fails is a failure.
 pub(super) fn measure(
@@ -60,21 +61,20 @@ pub(super) fn measure(
         Err(other) => return Err(other.into()),
         Ok(()) => {}
     }
-    let tensors = HostTensors::new(setup, None, Init::Normal, 0)?;
-    let mut job = Job::new(backend, setup, options, tensors)?;
-    job.call()?;
-    job.read_back()?;
+    let source = Source { own: None, init: Init::Normal, seed: 0 };
+    let mut job = Job::new(backend, setup, options, source)?;
+    job.run()?;
     let progress = Progress::new("checking against f64");
-    let checked = check(&job, verify, None, &progress)?;
+    let checked = check(job.read_back()?, verify, None, &progress)?;
     progress.finish();
-    if let Some(wrong) = checked.iter().find(|checked| !checked.passed()) {
-        return Ok(Measured::Wrong(wrong.to_string()));
+    if !checked.passed() {
+        return Ok(Measured::Wrong(checked.lines().join("; ")));
     }
     let timing = match protocol {
-        Protocol::Hot => back_to_back(&mut || job.call(), 0.7)?,
+        Protocol::Hot => back_to_back(&mut || job.run(), 0.7)?,
         Protocol::Burst(burst) => {
             let mut flush = Flush::new(backend)?;
-            burst.run(&mut || job.call(), &mut || flush.run(backend))?
+            burst.run(&mut || job.run(), &mut || flush.run(backend))?
         }
     };
     let speed = Speed::of(setup, &timing, &backend.roofline())?;
@@ -83,7 +83,7 @@ pub(super) fn measure(
 
 /// Memory that is written between calls, so that each finds the caches cold.
 struct Flush {
-    host: Aligned,
+    host: Bytes,
     device: Option<DevBuffer>,
     byte: u8,
 }
@@ -93,18 +93,18 @@ impl Flush {
         let memory = backend.memory();
         let (bytes, device) = match memory.space() {
             MemorySpace::Host => (FLUSH_BYTES_HOST, None),
-            MemorySpace::Device => (FLUSH_BYTES_DEVICE, Some(memory.alloc(FLUSH_BYTES_DEVICE)?)),
+            MemorySpace::Device => (FLUSH_BYTES_DEVICE, Some(memory.alloc(FLUSH_BYTES_DEVICE as u64)?)),
         };
-        Ok(Self { host: Aligned::zeros("flush", bytes)?, device, byte: 0 })
+        Ok(Self { host: Bytes::filled(bytes, 0).map_err(fmha::Error::from)?, device, byte: 0 })
     }
 
     fn run(&mut self, backend: &dyn FmhaBackend) -> Result<(), Failure> {
         match &mut self.device {
-            Some(buffer) => backend.memory().upload(self.host.as_ref(), buffer)?,
+            Some(buffer) => backend.memory().upload(&self.host, buffer)?,
             None => {
                 self.byte = self.byte.wrapping_add(1);
-                self.host.as_mut().fill(self.byte);
-                std::hint::black_box(self.host.as_ref());
+                self.host.fill(self.byte);
+                std::hint::black_box(&self.host);
             }
         }
         Ok(())
