@@ -17,7 +17,10 @@
 
 use fmha_core::{Bias, BwdArgs, SeqSpan, ValidBwd};
 
-use crate::blocks::{AddTo, Columns, Gather, GatherTransposed, Gradient, Multiply, RowDots, Rows, Scores};
+use crate::blocks::{
+    AddTo, Columns, Gather, GatherRows, GatherTransposed, Gradient, Multiply, RowDots, Rows, Scores,
+    row_stride,
+};
 use crate::forward::{Blocks, Bytes, key_tiles};
 use crate::memory::{Floats, reserve};
 use crate::score::{Adjust, HeadScore, Keep, Panel, ScoreInputs};
@@ -60,7 +63,9 @@ struct Scratch {
 /// A tile of queries against a tile of keys.
 struct Tile {
     keys: Floats,
-    values: Floats,
+    /// K and V once more, as dense rows.
+    key_rows: Floats,
+    value_rows: Floats,
     queries: Floats,
     douts: Floats,
     queries_transposed: Floats,
@@ -166,8 +171,8 @@ fn write_rows<S: Simd>(
     unsafe {
         let out = std::slice::from_raw_parts_mut(row.as_mut_ptr(), dim);
         for r in 0..rows {
-            for (panel, out) in out.chunks_mut(S::DIM_PANEL).enumerate() {
-                let from = panels.add((panel * capacity + r) * S::DIM_PANEL);
+            for (panel, out) in out.chunks_mut(S::PANEL).enumerate() {
+                let from = panels.add((panel * capacity + r) * S::PANEL);
                 for (col, out) in out.iter_mut().enumerate() {
                     *out = *from.add(col) * factor;
                 }
@@ -236,9 +241,9 @@ impl Shared<'_> {
     fn scratch<S: Simd>(&self, tasks: &[Task]) -> fmha_core::Result<Scratch> {
         let block_m = self.blocks.block_m;
         let (dim_qk, dim_v) = self.dims();
-        let (cols_qk, cols_v) = (dim_qk.next_multiple_of(S::DIM_PANEL), dim_v.next_multiple_of(S::DIM_PANEL));
+        let (cols_qk, cols_v) = (dim_qk.next_multiple_of(S::PANEL), dim_v.next_multiple_of(S::PANEL));
         let keys = self.key_capacity();
-        let panels = block_m / S::QUERY_PANEL;
+        let panels = block_m / S::PANEL;
         let fwd = self.problem.fwd();
         let optional = |wanted: bool, len: usize| Floats::zeroed(if wanted { len } else { 0 });
         let dq_rows = tasks
@@ -255,15 +260,16 @@ impl Shared<'_> {
         Ok(Scratch {
             tile: Tile {
                 keys: Floats::zeroed(keys * cols_qk)?,
-                values: Floats::zeroed(keys * cols_v)?,
+                key_rows: Floats::zeroed(keys * row_stride(dim_qk))?,
+                value_rows: Floats::zeroed(keys * row_stride(dim_v))?,
                 queries: Floats::zeroed(block_m * cols_qk)?,
                 douts: Floats::zeroed(block_m * cols_v)?,
                 queries_transposed: Floats::zeroed(block_m * dim_qk)?,
                 douts_transposed: Floats::zeroed(block_m * dim_v)?,
                 weights: Floats::zeroed(block_m * keys)?,
                 gradients: Floats::zeroed(block_m * keys)?,
-                extra: optional(fwd.drops() || self.score.has_bias(), keys * S::QUERY_PANEL)?,
-                slope: optional(fwd.softcap.is_some(), keys * S::QUERY_PANEL)?,
+                extra: optional(fwd.drops() || self.score.has_bias(), keys * S::PANEL)?,
+                slope: optional(fwd.softcap.is_some(), keys * S::PANEL)?,
                 lse: Floats::zeroed(block_m)?,
                 delta: Floats::zeroed(block_m)?,
                 dlse: Floats::zeroed(block_m)?,
@@ -282,7 +288,7 @@ impl Shared<'_> {
 
     /// Rows of a panel of keys: whole micro-tiles of every kind.
     fn key_capacity(&self) -> usize {
-        self.blocks.block_n.next_multiple_of(24)
+        self.blocks.block_n.next_multiple_of(12)
     }
 
     /// Rows of dQ of one head, in whole tiles.
@@ -361,7 +367,7 @@ impl Shared<'_> {
 
     /// Where dQ of the kv head's query head `g` lies.
     fn dq_offset<S: Simd>(&self, span: SeqSpan, g: u32) -> usize {
-        let cols = self.dims().0.next_multiple_of(S::DIM_PANEL);
+        let cols = self.dims().0.next_multiple_of(S::PANEL);
         g as usize * self.query_capacity(span) * cols
     }
 
@@ -420,7 +426,7 @@ impl Shared<'_> {
                     let out = scratch
                         .dq
                         .as_mut_ptr()
-                        .wrapping_add(self.dq_offset::<S>(span, g) + i as usize * S::DIM_PANEL);
+                        .wrapping_add(self.dq_offset::<S>(span, g) + i as usize * S::PANEL);
                     self.add_dq(s, &scratch.tile, &head, out, self.query_capacity(span));
                 }
             }
@@ -485,7 +491,7 @@ impl Shared<'_> {
                     self.gradients(s, tile, &head, i, queries, j, keys, false);
                     for (number, panel) in tile.panels.iter().enumerate() {
                         if let Some(panel) = *panel {
-                            let offset = number * capacity * S::QUERY_PANEL;
+                            let offset = number * capacity * S::PANEL;
                             s.run(AddTo {
                                 panel,
                                 from: tile.gradients.as_ptr().wrapping_add(offset),
@@ -496,12 +502,12 @@ impl Shared<'_> {
                 }
             }
             for row in 0..rows {
-                let (panel, lane) = (row / S::QUERY_PANEL, row % S::QUERY_PANEL);
+                let (panel, lane) = (row / S::PANEL, row % S::PANEL);
                 // SAFETY: columns of the tile; this row of dBias is this task's.
                 unsafe {
                     let out = std::slice::from_raw_parts_mut(scratch.row.as_mut_ptr(), cols);
                     for (col, out) in out.iter_mut().enumerate() {
-                        let at = (panel * capacity + col) * S::QUERY_PANEL + lane;
+                        let at = (panel * capacity + col) * S::PANEL + lane;
                         *out = *scratch.dbias.as_ptr().add(at);
                     }
                     to.write_row(b, i + row as u32, h, j, out);
@@ -524,16 +530,12 @@ impl Shared<'_> {
             capacity,
             finite: &mut tile.keys_finite,
         });
-        // V only enters dP, whose hidden elements are not used.
-        s.run(Gather {
-            from: v.skip(j as usize),
-            rows: keys,
-            cols: dim_v,
-            factor: head.descale_v,
-            to: tile.values.as_mut_ptr(),
-            capacity,
-            finite: &mut true,
-        });
+        for (from, cols, factor, to) in [
+            (k, dim_qk, head.descale_k, &mut tile.key_rows),
+            (v, dim_v, head.descale_v, &mut tile.value_rows),
+        ] {
+            s.run(GatherRows { from: from.skip(j as usize), rows: keys, cols, factor, to: to.as_mut_ptr() });
+        }
     }
 
     /// Q and dO of a tile, in panels and transposed; LSE and delta.
@@ -603,10 +605,10 @@ impl Shared<'_> {
         let (dim_qk, dim_v) = self.dims();
         let capacity = self.key_capacity();
         tile.panels.fill(None);
-        for first in (0..queries).step_by(S::QUERY_PANEL) {
-            let number = first / S::QUERY_PANEL;
-            let live = S::QUERY_PANEL.min(queries - first);
-            let offset = number * capacity * S::QUERY_PANEL;
+        for first in (0..queries).step_by(S::PANEL) {
+            let number = first / S::PANEL;
+            let live = S::PANEL.min(queries - first);
+            let offset = number * capacity * S::PANEL;
             let weights = tile.weights.as_mut_ptr().wrapping_add(offset);
             let gradients = tile.gradients.as_mut_ptr().wrapping_add(offset);
             let panel = Panel::new(head.band, i + first as u32, live, j, keys);
@@ -614,8 +616,7 @@ impl Shared<'_> {
             let Some(panel) = panel else { continue };
             s.run(Scores {
                 panel,
-                keys: tile.keys.as_ptr(),
-                capacity,
+                keys: tile.key_rows.as_ptr(),
                 queries: tile.queries_transposed.as_ptr().wrapping_add(first * dim_qk),
                 dim: dim_qk,
                 factor: head.softmax_scale,
@@ -628,8 +629,7 @@ impl Shared<'_> {
             }
             s.run(Scores {
                 panel,
-                keys: tile.values.as_ptr(),
-                capacity,
+                keys: tile.value_rows.as_ptr(),
                 queries: tile.douts_transposed.as_ptr().wrapping_add(first * dim_v),
                 dim: dim_v,
                 factor: 1.0,
@@ -662,11 +662,11 @@ impl Shared<'_> {
             let Some(panel) = *panel else { continue };
             let columns = Columns {
                 panel,
-                weights: tile.gradients.as_ptr().wrapping_add(number * capacity * S::QUERY_PANEL),
+                weights: tile.gradients.as_ptr().wrapping_add(number * capacity * S::PANEL),
                 right: tile.keys.as_ptr(),
                 capacity,
                 dim: self.dims().0,
-                out: out.wrapping_add(number * S::QUERY_PANEL * S::DIM_PANEL),
+                out: out.wrapping_add(number * S::PANEL * S::PANEL),
                 out_capacity,
                 store: Store::Add,
             };

@@ -27,6 +27,30 @@ impl<S: Simd> Op<S> for Gather<'_> {
     }
 }
 
+/// Copies rows of a tensor into dense rows, [`row_stride`] apart.
+pub(crate) struct GatherRows {
+    pub(crate) from: Matrix,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) factor: f32,
+    pub(crate) to: *mut f32,
+}
+
+impl<S: Simd> Op<S> for GatherRows {
+    #[inline(always)]
+    fn call(self, s: S) {
+        let Self { from, rows, cols, factor, to } = self;
+        // SAFETY: as for `Gather`.
+        unsafe { from.gather_rows(s, rows, cols, factor, to, row_stride(cols)) }
+    }
+}
+
+/// How far dense rows of `cols` numbers lie apart: an odd number of cache lines, since rows a power
+/// of two apart would meet in a few sets of the cache.
+pub(crate) fn row_stride(cols: usize) -> usize {
+    cols.next_multiple_of(16) / 16 * 16 + if cols.div_ceil(16) % 2 == 0 { 16 } else { 0 }
+}
+
 /// Copies rows of a tensor into transposed panels of queries.
 pub(crate) struct GatherTransposed {
     pub(crate) from: Matrix,
@@ -48,10 +72,9 @@ impl<S: Simd> Op<S> for GatherTransposed {
 /// `scores[row][lane] = factor * sum_d keys[row][d] queries[d][lane]` for the rows of a panel.
 pub(crate) struct Scores {
     pub(crate) panel: Panel,
-    /// Panels of the head dimension, `capacity` rows each.
+    /// Dense rows of `dim`.
     pub(crate) keys: *const f32,
-    pub(crate) capacity: usize,
-    /// One transposed panel, `[dim][QUERY_PANEL]`.
+    /// One transposed panel, `[dim][PANEL]`.
     pub(crate) queries: *const f32,
     pub(crate) dim: usize,
     pub(crate) factor: f32,
@@ -61,13 +84,11 @@ pub(crate) struct Scores {
 impl<S: Simd> Op<S> for Scores {
     #[inline(always)]
     fn call(self, s: S) {
-        match (S::KEY_ROWS, self.panel.vectors::<S>()) {
-            (4, 1) => self.rows::<S, 4, 1>(s),
-            (4, 2) => self.rows::<S, 4, 2>(s),
-            (4, _) => self.rows::<S, 4, 3>(s),
-            (_, 1) => self.rows::<S, 8, 1>(s),
-            (_, 2) => self.rows::<S, 8, 2>(s),
-            (_, _) => self.rows::<S, 8, 3>(s),
+        match (S::TILE_ROWS, self.panel.vectors::<S>()) {
+            (6, 1) => self.rows::<S, 6, 1>(s),
+            (6, _) => self.rows::<S, 6, 2>(s),
+            (_, 1) => self.rows::<S, 12, 1>(s),
+            (_, _) => self.rows::<S, 12, 2>(s),
         }
     }
 }
@@ -75,8 +96,9 @@ impl<S: Simd> Op<S> for Scores {
 impl Scores {
     #[inline(always)]
     fn rows<S: Simd, const R: usize, const VECTORS: usize>(self, s: S) {
-        let width = S::QUERY_PANEL;
-        let keys = Left::rows(self.keys, self.capacity, S::DIM_PANEL);
+        let width = S::PANEL;
+        let stride = row_stride(self.dim);
+        let keys = Left::dense(self.keys, stride);
         let queries = Right { base: self.queries, step: width };
         let (first, last) = self.panel.rows;
         for row in (first / R * R..last).step_by(R) {
@@ -84,7 +106,7 @@ impl Scores {
             // which reach no other row.
             unsafe {
                 let to = self.scores.add(row * width);
-                let a = keys.at(row * S::DIM_PANEL);
+                let a = keys.at(row * stride);
                 tile::<S, R, VECTORS, false>(s, a, queries, self.dim, to, width, Store::Scaled(self.factor));
             }
         }
@@ -115,14 +137,11 @@ impl<S: Simd> Op<S> for Softmax {
     fn call(self, s: S) {
         match (self.round, self.panel.vectors::<S>()) {
             (DType::Bf16, 1) => self.lanes::<S, 1, TO_BF16>(s),
-            (DType::Bf16, 2) => self.lanes::<S, 2, TO_BF16>(s),
-            (DType::Bf16, _) => self.lanes::<S, 3, TO_BF16>(s),
+            (DType::Bf16, _) => self.lanes::<S, 2, TO_BF16>(s),
             (DType::F16, 1) => self.lanes::<S, 1, TO_F16>(s),
-            (DType::F16, 2) => self.lanes::<S, 2, TO_F16>(s),
-            (DType::F16, _) => self.lanes::<S, 3, TO_F16>(s),
+            (DType::F16, _) => self.lanes::<S, 2, TO_F16>(s),
             (_, 1) => self.lanes::<S, 1, EXACT>(s),
-            (_, 2) => self.lanes::<S, 2, EXACT>(s),
-            (_, _) => self.lanes::<S, 3, EXACT>(s),
+            (_, _) => self.lanes::<S, 2, EXACT>(s),
         }
     }
 }
@@ -135,10 +154,10 @@ const TO_BF16: u8 = 2;
 impl Softmax {
     #[inline(always)]
     fn lanes<S: Simd, const VECTORS: usize, const ROUND: u8>(self, s: S) {
-        let width = S::QUERY_PANEL;
+        let width = S::PANEL;
         let (first, last) = self.panel.rows;
         let at = |row: usize, v: usize| self.scores.wrapping_add(row * width + v * S::LANES);
-        // SAFETY: rows and lanes of the panel, and QUERY_PANEL numbers of each state.
+        // SAFETY: rows and lanes of the panel, and PANEL numbers of each state.
         unsafe {
             let nothing = s.splat(f32::NEG_INFINITY);
             let mut row_max = [nothing; VECTORS];
@@ -192,7 +211,7 @@ impl<S: Simd> Op<S> for Multiply {
     #[inline(always)]
     fn call(self, s: S) {
         let (first, last) = self.panel.rows;
-        for at in (first * S::QUERY_PANEL..last * S::QUERY_PANEL).step_by(S::LANES) {
+        for at in (first * S::PANEL..last * S::PANEL).step_by(S::LANES) {
             // SAFETY: rows of two panels.
             unsafe { s.store(self.x.add(at), s.mul(s.load(self.x.add(at)), s.load(self.y.add(at)))) };
         }
@@ -202,7 +221,7 @@ impl<S: Simd> Op<S> for Multiply {
 /// `out[lane][col] (=|+=) sum_row weights[row][lane] right[row][col]`: O from P and V, dQ from dS and K.
 pub(crate) struct Columns {
     pub(crate) panel: Panel,
-    /// One panel `[rows][QUERY_PANEL]`.
+    /// One panel `[rows][PANEL]`.
     pub(crate) weights: *const f32,
     /// Panels of the head dimension, `capacity` rows each.
     pub(crate) right: *const f32,
@@ -217,36 +236,43 @@ pub(crate) struct Columns {
 impl<S: Simd> Op<S> for Columns {
     #[inline(always)]
     fn call(self, s: S) {
-        match (self.panel.queries, S::TILE_ROWS) {
-            (1, _) => self.groups::<S, 1>(s),
-            (2..=4, _) => self.groups::<S, 4>(s),
-            (_, 6) => self.groups::<S, 6>(s),
-            _ => self.groups::<S, 12>(s),
+        let mut lane = 0;
+        while lane < self.panel.queries {
+            // A panel of 16 is 6 + 6 + 4 rows, one of 32 is 12 + 12 + 8.
+            let left = self.panel.queries - lane;
+            lane += match (S::TILE_ROWS, left) {
+                (_, 1) => self.group::<S, 1>(s, lane),
+                (_, 2..=4) => self.group::<S, 4>(s, lane),
+                (6, _) if lane + 6 <= S::PANEL => self.group::<S, 6>(s, lane),
+                (6, _) => self.group::<S, 4>(s, lane),
+                (_, 5..=8) => self.group::<S, 8>(s, lane),
+                (_, _) if lane + 12 <= S::PANEL => self.group::<S, 12>(s, lane),
+                (_, _) => self.group::<S, 8>(s, lane),
+            };
         }
     }
 }
 
 impl Columns {
     #[inline(always)]
-    fn groups<S: Simd, const R: usize>(self, s: S) {
-        let width = S::DIM_PANEL;
+    fn group<S: Simd, const R: usize>(&self, s: S, lane: usize) -> usize {
+        let width = S::PANEL;
         let (first, last) = self.panel.rows;
-        let weights = Left::columns(self.weights, S::QUERY_PANEL).at(first * S::QUERY_PANEL);
+        let weights = Left::columns(self.weights, width).at(first * width + lane);
+        let store = match self.store {
+            Store::Rescale(factors) => Store::Rescale(factors.wrapping_add(lane)),
+            other => other,
+        };
         for col in (0..self.dim).step_by(width) {
             let b = Right { base: self.right.wrapping_add(col * self.capacity + first * width), step: width };
-            for lane in (0..self.panel.queries).step_by(R) {
-                let store = match self.store {
-                    Store::Rescale(factors) => Store::Rescale(factors.wrapping_add(lane)),
-                    other => other,
-                };
-                // SAFETY: QUERY_PANEL is a multiple of R or lanes end within the first R; lanes beyond
-                // the live ones compute rows of C that nobody reads.
-                unsafe {
-                    let c = self.out.add(col * self.out_capacity + lane * width);
-                    tile::<S, R, 2, false>(s, weights.at(lane), b, last - first, c, width, store);
-                }
+            // SAFETY: the R lanes are inside the panel; those beyond the live ones compute rows of C
+            // that nobody reads.
+            unsafe {
+                let c = self.out.add(col * self.out_capacity + lane * width);
+                tile::<S, R, 2, false>(s, weights, b, last - first, c, width, store);
             }
         }
+        R
     }
 }
 
@@ -254,7 +280,7 @@ impl Columns {
     /// The same product over visible pairs alone, for a tile where a hidden row of `right` is not
     /// finite: 0 times NaN would reach rows that do not see it.
     pub(crate) fn visible_only<S: Simd>(self, band: MaskBand) {
-        let (width, (first, last)) = (S::DIM_PANEL, self.panel.rows);
+        let (width, (first, last)) = (S::PANEL, self.panel.rows);
         for lane in 0..self.panel.queries {
             for col in 0..self.dim {
                 // SAFETY: rows, lanes and columns of the panels.
@@ -268,7 +294,7 @@ impl Columns {
                     };
                     for row in first..last {
                         if band.visible(self.panel.i + lane as u32, self.panel.j + row as u32) {
-                            let weight = *self.weights.add(row * S::QUERY_PANEL + lane);
+                            let weight = *self.weights.add(row * S::PANEL + lane);
                             *out += weight * *self.right.add(at(self.capacity, row));
                         }
                     }
@@ -283,7 +309,7 @@ impl Columns {
 pub(crate) struct Rows<'a> {
     /// Which panels of queries are live, and which of their rows.
     pub(crate) panels: &'a [Option<Panel>],
-    /// Panels `[capacity][QUERY_PANEL]`.
+    /// Panels `[capacity][PANEL]`.
     pub(crate) weights: *const f32,
     pub(crate) capacity: usize,
     pub(crate) rows: usize,
@@ -309,7 +335,7 @@ impl<S: Simd> Op<S> for Rows<'_> {
 impl Rows<'_> {
     #[inline(always)]
     fn groups<S: Simd, const R: usize>(self, s: S) {
-        let (width, lanes) = (S::DIM_PANEL, S::QUERY_PANEL);
+        let (width, lanes) = (S::PANEL, S::PANEL);
         for col in (0..self.dim).step_by(width) {
             for row in (0..self.rows).step_by(R) {
                 // Panels that see none of these rows hold zeros or nothing: leave out those at both ends.
@@ -336,7 +362,7 @@ impl Rows<'_> {
 
     /// The same product over visible pairs alone: see [`Columns::visible_only`].
     pub(crate) fn visible_only<S: Simd>(self, band: MaskBand) {
-        let (width, lanes) = (S::DIM_PANEL, S::QUERY_PANEL);
+        let (width, lanes) = (S::PANEL, S::PANEL);
         for (number, panel) in self.panels.iter().enumerate() {
             let Some(panel) = panel else { continue };
             for row in panel.rows.0..panel.rows.1 {
@@ -379,11 +405,11 @@ pub(crate) struct Gradient {
 impl<S: Simd> Op<S> for Gradient {
     #[inline(always)]
     fn call(self, s: S) {
-        let width = S::QUERY_PANEL;
+        let width = S::PANEL;
         let (first, last) = self.panel.rows;
         let hidden = s.splat(f32::NEG_INFINITY);
         let zero = s.splat(0.0);
-        // SAFETY: rows and lanes of the panels, QUERY_PANEL numbers of lse and delta.
+        // SAFETY: rows and lanes of the panels, PANEL numbers of lse and delta.
         unsafe {
             for v in 0..self.panel.vectors::<S>() {
                 let lane = v * S::LANES;
@@ -460,7 +486,7 @@ impl<S: Simd> Op<S> for AddTo {
     #[inline(always)]
     fn call(self, s: S) {
         let (first, last) = self.panel.rows;
-        for at in (first * S::QUERY_PANEL..last * S::QUERY_PANEL).step_by(S::LANES) {
+        for at in (first * S::PANEL..last * S::PANEL).step_by(S::LANES) {
             // SAFETY: rows of two panels.
             unsafe { s.store(self.to.add(at), s.add(s.load(self.from.add(at)), s.load(self.to.add(at)))) };
         }

@@ -19,12 +19,14 @@ use std::ops::Range;
 
 use fmha_core::{DevSliceMut, FwdArgs, FwdProblem, SeqSpan};
 
-use crate::blocks::{Columns, Gather, GatherTransposed, Multiply, RowState, Scores, Softmax};
+use crate::blocks::{
+    Columns, Gather, GatherRows, GatherTransposed, Multiply, RowState, Scores, Softmax, row_stride,
+};
 use crate::memory::{Floats, reserve};
 use crate::score::{Adjust, HeadScore, Keep, Panel, ScoreInputs};
 use crate::simd::Simd;
 use crate::tasks::Threads;
-use crate::tensor::{Matrix, Source, Target, f32_at};
+use crate::tensor::{Source, Target, f32_at};
 use crate::tile::Store;
 
 /// Tile sizes.
@@ -202,20 +204,19 @@ impl Shared<'_> {
     fn scratch<S: Simd>(&self) -> fmha_core::Result<Scratch> {
         let Blocks { block_m, block_n } = self.blocks;
         let dims = self.problem.dims;
-        let dim_qk = (dims.head_dim_qk as usize).next_multiple_of(S::DIM_PANEL);
-        let dim_v = (dims.head_dim_v as usize).next_multiple_of(S::DIM_PANEL);
-        let keys = block_n.next_multiple_of(S::KEY_ROWS);
-        let extra = if self.problem.drops() || self.score.has_bias() { keys * S::QUERY_PANEL } else { 0 };
+        let dim_v = (dims.head_dim_v as usize).next_multiple_of(S::PANEL);
+        let keys = block_n.next_multiple_of(S::TILE_ROWS);
+        let extra = if self.problem.drops() || self.score.has_bias() { keys * S::PANEL } else { 0 };
         Ok(Scratch {
             queries: Floats::zeroed(block_m * dims.head_dim_qk as usize)?,
-            keys: Floats::zeroed(keys * dim_qk)?,
+            keys: Floats::zeroed(keys * row_stride(dims.head_dim_qk as usize))?,
             values: Floats::zeroed(keys * dim_v)?,
-            scores: Floats::zeroed(keys * S::QUERY_PANEL)?,
+            scores: Floats::zeroed(keys * S::PANEL)?,
             extra: Floats::zeroed(extra)?,
             out: Floats::zeroed(block_m * dim_v)?,
             row_max: Floats::zeroed(block_m)?,
             row_sum: Floats::zeroed(block_m)?,
-            alpha: Floats::zeroed(S::QUERY_PANEL)?,
+            alpha: Floats::zeroed(S::PANEL)?,
             row: Floats::zeroed(dim_v)?,
         })
     }
@@ -228,7 +229,7 @@ impl Shared<'_> {
         let dim_qk = self.problem.dims.head_dim_qk as usize;
         let dim_v = self.problem.dims.head_dim_v as usize;
         let queries = task.queries as usize;
-        let capacity = block_n.next_multiple_of(S::KEY_ROWS);
+        let capacity = block_n.next_multiple_of(S::TILE_ROWS);
         let (k, v) = (self.k.k_rows(span, i_head_kv), self.v.k_rows(span, i_head_kv));
 
         s.run(GatherTransposed {
@@ -241,18 +242,28 @@ impl Shared<'_> {
         scratch.row_max.fill(f32::NEG_INFINITY);
         scratch.row_sum.fill(0.0);
         let mut fresh = u128::MAX;
-        debug_assert!(block_m / S::QUERY_PANEL <= 128);
+        debug_assert!(block_m / S::PANEL <= 128);
 
         for (j, keys) in key_tiles(&head, task.i..task.i + task.queries, block_n) {
-            let gather = |from: Matrix, cols, factor, to| {
-                let (from, mut finite) = (from.skip(j as usize), true);
-                s.run(Gather { from, rows: keys, cols, factor, to, capacity, finite: &mut finite });
-                finite
-            };
-            gather(k, dim_qk, head.descale_k, scratch.keys.as_mut_ptr());
-            let values_finite = gather(v, dim_v, head.descale_v, scratch.values.as_mut_ptr());
-            for first in (0..queries).step_by(S::QUERY_PANEL) {
-                let live = S::QUERY_PANEL.min(queries - first);
+            let mut values_finite = true;
+            s.run(GatherRows {
+                from: k.skip(j as usize),
+                rows: keys,
+                cols: dim_qk,
+                factor: head.descale_k,
+                to: scratch.keys.as_mut_ptr(),
+            });
+            s.run(Gather {
+                from: v.skip(j as usize),
+                rows: keys,
+                cols: dim_v,
+                factor: head.descale_v,
+                to: scratch.values.as_mut_ptr(),
+                capacity,
+                finite: &mut values_finite,
+            });
+            for first in (0..queries).step_by(S::PANEL) {
+                let live = S::PANEL.min(queries - first);
                 let Some(panel) = Panel::new(head.band, task.i + first as u32, live, j, keys) else {
                     continue;
                 };
@@ -260,7 +271,6 @@ impl Shared<'_> {
                 s.run(Scores {
                     panel,
                     keys: scratch.keys.as_ptr(),
-                    capacity,
                     queries: scratch.queries.as_ptr().wrapping_add(first * dim_qk),
                     dim: dim_qk,
                     factor: head.softmax_scale,
@@ -283,7 +293,7 @@ impl Shared<'_> {
                     s.run(Keep { mask: head.keep, panel, factor: 1.0, to: keep });
                     s.run(Multiply { panel, x: scores, y: keep });
                 }
-                let bit = 1u128 << (first / S::QUERY_PANEL);
+                let bit = 1u128 << (first / S::PANEL);
                 let is_fresh = fresh & bit != 0;
                 fresh &= !bit;
                 let columns = Columns {
@@ -292,7 +302,7 @@ impl Shared<'_> {
                     right: scratch.values.as_ptr(),
                     capacity,
                     dim: dim_v,
-                    out: scratch.out.as_mut_ptr().wrapping_add(first * S::DIM_PANEL),
+                    out: scratch.out.as_mut_ptr().wrapping_add(first * S::PANEL),
                     out_capacity: block_m,
                     store: if is_fresh { Store::Scaled(1.0) } else { Store::Rescale(scratch.alpha.as_ptr()) },
                 };
@@ -331,9 +341,9 @@ impl Shared<'_> {
                 };
                 let factor = (factor * f64::from(head.keep_scale)) as f32 * self.scale_o;
                 let out = std::slice::from_raw_parts_mut(scratch.row.as_mut_ptr(), dim_v);
-                let untouched = fresh & (1 << (row / S::QUERY_PANEL)) != 0;
-                for (panel, out) in out.chunks_mut(S::DIM_PANEL).enumerate() {
-                    let at = (panel * block_m + row) * S::DIM_PANEL;
+                let untouched = fresh & (1 << (row / S::PANEL)) != 0;
+                for (panel, out) in out.chunks_mut(S::PANEL).enumerate() {
+                    let at = (panel * block_m + row) * S::PANEL;
                     let from = scratch.out.as_ptr().add(at);
                     for (col, out) in out.iter_mut().enumerate() {
                         *out = if untouched { 0.0 } else { *from.add(col) * factor };

@@ -104,7 +104,7 @@ impl<S: Simd> Kernels for S {
     }
 
     fn query_panel(&self) -> usize {
-        S::QUERY_PANEL
+        S::PANEL
     }
 }
 

@@ -18,7 +18,7 @@ pub(crate) const KERNELS: [&str; 3] = ["cpu-fwd", "cpu-bwd", "cpu-combine"];
 const PROMISES: Promises = Promises { deterministic: true, batch_invariant: true, graph_capturable: false };
 
 /// The largest tile side: scratch stays within a few megabytes a thread.
-const MAX_BLOCK: usize = 1536;
+const MAX_BLOCK: usize = 1024;
 
 /// A forward plan.
 pub(crate) fn forward(backend: &CpuBackend, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {

@@ -144,7 +144,7 @@ impl HeadScore {
     }
 }
 
-/// Soft-cap, bias, ALiBi and mask, in place on a panel `[rows][QUERY_PANEL]`.
+/// Soft-cap, bias, ALiBi and mask, in place on a panel `[rows][PANEL]`.
 pub(crate) struct Adjust<'a> {
     pub(crate) head: &'a HeadScore,
     pub(crate) panel: Panel,
@@ -159,7 +159,7 @@ impl<S: Simd> Op<S> for Adjust<'_> {
     #[inline(always)]
     fn call(self, s: S) {
         let Self { head, panel, scores, bias, slope } = self;
-        let (width, (first, last)) = (S::QUERY_PANEL, panel.rows);
+        let (width, (first, last)) = (S::PANEL, panel.rows);
         if let Some(matrix) = head.bias {
             let tile = matrix.skip(panel.i as usize).skip_cols(panel.j as usize + first);
             let to = bias.wrapping_add(first * width);
@@ -168,8 +168,8 @@ impl<S: Simd> Op<S> for Adjust<'_> {
                 tile.gather_transposed(s, panel.queries, last - first, 1.0, to, last - first);
             }
         }
-        let mut lanes = [0.0; 48];
-        let (mut lo, mut hi) = ([0.0; 48], [0.0; 48]);
+        let mut lanes = [0.0; 32];
+        let (mut lo, mut hi) = ([0.0; 32], [0.0; 32]);
         for lane in 0..width {
             lanes[lane] = lane as f32;
             // Row numbers of the first and last visible key, clamped to the panel: small integers,
@@ -181,7 +181,7 @@ impl<S: Simd> Op<S> for Adjust<'_> {
         let hidden = s.splat(f32::NEG_INFINITY);
         for v in 0..panel.vectors::<S>() {
             let at_lane = v * S::LANES;
-            // SAFETY: 48 lanes are the widest panel.
+            // SAFETY: 32 lanes are the widest panel.
             let (lanes, lo, hi) = unsafe {
                 (
                     s.load(lanes.as_ptr().add(at_lane)),
@@ -250,7 +250,7 @@ impl<S: Simd> Op<S> for Keep {
                 for (word, &kept) in kept.iter().enumerate() {
                     let j = quad * 4 + word;
                     if (j_first..j_last).contains(&j) {
-                        let at = (j - panel.j as usize) * S::QUERY_PANEL + lane;
+                        let at = (j - panel.j as usize) * S::PANEL + lane;
                         // SAFETY: row and lane are inside the panel.
                         unsafe { *to.add(at) = if kept { factor } else { 0.0 } };
                     }

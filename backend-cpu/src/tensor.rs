@@ -186,11 +186,11 @@ impl Matrix {
         }
     }
 
-    /// Copies `rows x cols` times `factor` into panels of `S::DIM_PANEL` columns, `capacity` rows
+    /// Copies `rows x cols` times `factor` into panels of `S::PANEL` columns, `capacity` rows
     /// each; zeros to the right of the last column. Whether all of it was finite.
     ///
     /// # Safety
-    /// The extents are inside the tensor; `to` holds `cols / DIM_PANEL` (rounded up) panels.
+    /// The extents are inside the tensor; `to` holds `cols / PANEL` (rounded up) panels.
     #[inline(always)]
     pub(crate) unsafe fn gather<S: Simd>(
         &self,
@@ -201,7 +201,7 @@ impl Matrix {
         to: *mut f32,
         capacity: usize,
     ) -> bool {
-        let width = S::DIM_PANEL;
+        let width = S::PANEL;
         let scale = s.splat(factor);
         // A finite x has x - x = 0; infinities and NaN leave NaN in the sum.
         let mut residue = s.splat(0.0);
@@ -236,8 +236,39 @@ impl Matrix {
         is_zero(s, residue)
     }
 
-    /// Copies `rows x cols` times `factor`, transposed, into panels of `S::QUERY_PANEL` rows:
-    /// `[rows / QUERY_PANEL][capacity][QUERY_PANEL]`; zeros beyond the last row.
+    /// Copies `rows x cols` times `factor` into rows that lie `stride` apart.
+    ///
+    /// # Safety
+    /// The extents are inside the tensor; `to` holds `rows * stride`, `stride` at least `cols`.
+    #[inline(always)]
+    pub(crate) unsafe fn gather_rows<S: Simd>(
+        &self,
+        s: S,
+        rows: usize,
+        cols: usize,
+        factor: f32,
+        to: *mut f32,
+        stride: usize,
+    ) {
+        let scale = s.splat(factor);
+        let dense = self.col == self.dtype.size_bytes() as isize;
+        let whole = if dense { cols - cols % S::LANES } else { 0 };
+        for row in 0..rows {
+            let to = to.wrapping_add(row * stride);
+            // SAFETY: the caller's promise, element by element.
+            unsafe {
+                for col in (0..whole).step_by(S::LANES) {
+                    s.store(to.add(col), s.mul(self.vector(s, row, col), scale));
+                }
+                for col in whole..cols {
+                    *to.add(col) = self.get(row, col) * factor;
+                }
+            }
+        }
+    }
+
+    /// Copies `rows x cols` times `factor`, transposed, into panels of `S::PANEL` rows:
+    /// `[rows / PANEL][capacity][PANEL]`; zeros beyond the last row.
     ///
     /// # Safety
     /// The extents are inside the tensor; `to` holds those panels, `capacity` at least `cols`.
@@ -251,7 +282,7 @@ impl Matrix {
         to: *mut f32,
         capacity: usize,
     ) {
-        let width = S::QUERY_PANEL;
+        let width = S::PANEL;
         for first in (0..rows).step_by(width) {
             let panel = to.wrapping_add(first * capacity);
             for lane in 0..width {

@@ -2,8 +2,8 @@
 //!
 //! Every operand lies in *panels*: a matrix of `rows x cols` is cut into strips of `width` columns,
 //! and strip p holds its rows one after another, `[cols / width][rows][width]`. K, V, Q, dO, O and
-//! the gradients have panels of [`Simd::DIM_PANEL`] columns of the head dimension; S and P stand
-//! transposed, keys down and queries across, in panels of [`Simd::QUERY_PANEL`] queries, so that a
+//! the gradients have panels of [`Simd::PANEL`] columns of the head dimension; S and P stand
+//! transposed, keys down and queries across, in panels of [`Simd::PANEL`] queries, so that a
 //! row's softmax is a lane's and needs no sum across lanes.
 //!
 //! A micro-tile keeps `R x VECTORS` accumulators in registers; each step loads one row of B and
@@ -31,6 +31,11 @@ impl Left {
     /// Rows of a panelled matrix `[cols / width][rows][width]`, reduced over its columns.
     pub(crate) fn rows(base: *const f32, rows: usize, width: usize) -> Self {
         Self { base, row: width, step: 1, segment: width, jump: rows * width }
+    }
+
+    /// Rows that lie `stride` apart, reduced over their columns.
+    pub(crate) fn dense(base: *const f32, stride: usize) -> Self {
+        Self { base, row: stride, step: 1, segment: usize::MAX, jump: 0 }
     }
 
     /// Columns of one panel `[rows][width]`, reduced over its rows.

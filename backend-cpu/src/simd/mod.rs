@@ -28,18 +28,13 @@ pub(crate) trait Op<S: Simd> {
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// f32 in a vector.
     const LANES: usize;
-    /// Vectors across a panel of queries. With `LANES`, [`TILE_ROWS`](Self::TILE_ROWS) divides it.
-    const QUERY_VECTORS: usize = 3;
-    /// Rows of the micro-tile whose columns are queries: `KEY_ROWS * QUERY_VECTORS` accumulators.
-    const KEY_ROWS: usize;
-    /// Rows of the micro-tile whose columns are `2 * LANES` of a head dimension.
+    /// Rows of the micro-tile, which is two vectors wide: as many as leave registers for those two
+    /// and a broadcast.
     const TILE_ROWS: usize;
     /// Whether [`dot_bf16`](Self::dot_bf16) exists.
     const BF16_DOT: bool = false;
-    /// Queries across a panel.
-    const QUERY_PANEL: usize = Self::QUERY_VECTORS * Self::LANES;
-    /// Columns of a head dimension across a panel.
-    const DIM_PANEL: usize = 2 * Self::LANES;
+    /// Columns of a panel: queries, or a head dimension's.
+    const PANEL: usize = 2 * Self::LANES;
 
     /// A vector.
     type V: Copy;

@@ -19,7 +19,6 @@ impl Neon {
 
 impl Simd for Neon {
     const LANES: usize = 4;
-    const KEY_ROWS: usize = 8;
     const TILE_ROWS: usize = 12;
     type V = float32x4_t;
 

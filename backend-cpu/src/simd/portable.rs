@@ -21,7 +21,6 @@ macro_rules! lanes {
 
 impl Simd for Portable {
     const LANES: usize = N;
-    const KEY_ROWS: usize = 4;
     const TILE_ROWS: usize = 6;
     type V = [f32; N];
 

@@ -46,7 +46,6 @@ impl Avx512Bf16 {
 
 impl Simd for Avx2 {
     const LANES: usize = 8;
-    const KEY_ROWS: usize = 4;
     const TILE_ROWS: usize = 6;
     type V = __m256;
 
@@ -187,7 +186,6 @@ impl Simd for Avx2 {
 macro_rules! avx512_methods {
     ($name:ident, $features:literal) => {
         const LANES: usize = 16;
-        const KEY_ROWS: usize = 8;
         const TILE_ROWS: usize = 12;
         type V = __m512;
 
