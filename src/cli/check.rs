@@ -33,7 +33,7 @@ pub(super) fn verify(text: &str) -> Result<Verify, String> {
 }
 
 /// Multiplications of the reference that take a few seconds on two cores.
-const AUTO_BUDGET: f64 = 4e9;
+const AUTO_BUDGET: f64 = 5e9;
 const SAMPLE_BUDGET: f64 = 4e8;
 
 /// What was compared, and what came of it.

@@ -31,7 +31,7 @@ fn said_of(cu_seqlens_q: &[i32]) -> String {
 
 #[test]
 fn offsets_that_no_packing_has_are_refused_by_index() {
-    assert_eq!(said_of(&[0, 5, 4]), "cu_seqlens_q[2] 4 is less than cu_seqlens_q[1] 5");
+    assert_eq!(said_of(&[0, 4, 3]), "cu_seqlens_q[2] 3 is less than cu_seqlens_q[1] 4");
     assert_eq!(said_of(&[-1, 4, 8]), "cu_seqlens_q[0] -1 is negative");
     assert_eq!(said_of(&[0, 4, 9]), "cu_seqlens_q[2] 9 is larger than the 8 rows of the packed tensor");
     assert!(said_of(&[0, 4]).contains("cu_seqlens_q has 8 bytes"));

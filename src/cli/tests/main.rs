@@ -1,6 +1,8 @@
 //! The `fmha` command as its users meet it: what it takes, says, writes, and how it ends.
 
 mod api;
+mod bench;
+mod conformance;
 mod data;
 mod run;
 mod wrong_input;

@@ -164,6 +164,9 @@ const TABLE: &[(&str, &[&str])] = &[
     ("bench table.toml", &["table t, row 1", "seqlen_q -1"]),
     ("bench twice.toml", &["line 3", "duplicate"]),
     ("bench", &["FILE"]),
+    ("conformance --filter no-such-case", &["no-such-case", "0 of"]),
+    ("conformance --filter (", &["filter", "("]),
+    ("conformance --backend rocm", &["rocm"]),
 ];
 
 #[test]
