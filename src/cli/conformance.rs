@@ -92,9 +92,9 @@ impl ConformanceArgs {
             write_text(path, &String::from_utf8_lossy(&xml))?;
         }
         if self.json {
-            report.write_json(out)?
+            report.write_json(out)?;
         } else {
-            print(out, &report)?
+            print(out, &report)?;
         }
         Ok(if report.summary.failed > 0 { Verdict::Wrong } else { Verdict::Right })
     }

@@ -100,10 +100,11 @@ impl<'a> Job<'a> {
 
     /// Queues the call and waits until it is done.
     pub(super) fn run(&mut self) -> Result<(), Failure> {
-        Ok(match &mut self.call {
+        match &mut self.call {
             Call::Forward(host, plan) => self.resident.run_fwd(plan, host)?,
             Call::Backward(host, plan) => self.resident.run_bwd(plan, host)?,
-        })
+        }
+        Ok(())
     }
 
     /// Brings every result to the host.

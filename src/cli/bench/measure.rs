@@ -95,7 +95,7 @@ impl Flush {
             MemorySpace::Host => (FLUSH_BYTES_HOST, None),
             MemorySpace::Device => (FLUSH_BYTES_DEVICE, Some(memory.alloc(FLUSH_BYTES_DEVICE as u64)?)),
         };
-        Ok(Self { host: Bytes::filled(bytes, 0).map_err(fmha::Error::from)?, device, byte: 0 })
+        Ok(Self { host: Bytes::filled(bytes, 0)?, device, byte: 0 })
     }
 
     fn run(&mut self, backend: &dyn FmhaBackend) -> Result<(), Failure> {
