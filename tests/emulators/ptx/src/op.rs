@@ -622,7 +622,6 @@ pub(crate) enum Special {
     ClusterNctaid(u8),
     ClusterCtarank,
     ClusterNctarank,
-    IsExplicitCluster,
     DynamicSmemSize,
     TotalSmemSize,
     AggrSmemSize,

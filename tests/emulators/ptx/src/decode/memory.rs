@@ -264,7 +264,8 @@ impl Decoder<'_> {
         let mut ops = raw.operands.iter();
         let mut next = || ops.next().ok_or_else(|| unknown(raw));
         let none = (Reg::NONE, 0);
-        let (mut dst, mut src, mut bar) = (none, none, none);
+        let (mut dst, src, mut bar);
+        (dst, bar) = (none, none);
         let (mut size, mut mask) = (Reg::NONE, Reg::NONE);
         let mut coords = Vec::new();
         if tensor {

@@ -62,11 +62,11 @@ fn dispatch(warp: &mut Warp, inst: &Inst, mask: u32) -> bool {
             let p = warp.p[inst.src[2].row()];
             if inst.dst[0].is_double() {
                 let (a, b) = (&warp.d[inst.src[0].row()], &warp.d[inst.src[1].row()]);
-                let r = std::array::from_fn(|i| if p >> i & 1 != 0 { a[i] } else { b[i] });
+                let r = each_wide(|i| if p >> i & 1 != 0 { a[i] } else { b[i] });
                 warp.set_wide(inst.dst[0], &r, mask);
             } else {
                 let (a, b) = (&warp.w[inst.src[0].row()], &warp.w[inst.src[1].row()]);
-                let r = std::array::from_fn(|i| if p >> i & 1 != 0 { a[i] } else { b[i] });
+                let r = each(|i| if p >> i & 1 != 0 { a[i] } else { b[i] });
                 warp.set(inst.dst[0], &r, mask);
             }
         }
@@ -124,6 +124,26 @@ fn dispatch(warp: &mut Warp, inst: &Inst, mask: u32) -> bool {
     true
 }
 
+/// A row, lane by lane. A plain loop: closures of `array::from_fn` are compiled without the vector features.
+#[inline(always)]
+fn each(f: impl Fn(usize) -> u32) -> Row {
+    let mut r = [0; 32];
+    for (i, v) in r.iter_mut().enumerate() {
+        *v = f(i);
+    }
+    r
+}
+
+/// The same for 64-bit rows.
+#[inline(always)]
+fn each_wide(f: impl Fn(usize) -> u64) -> WideRow {
+    let mut r = [0; 32];
+    for (i, v) in r.iter_mut().enumerate() {
+        *v = f(i);
+    }
+    r
+}
+
 #[inline(always)]
 fn row_or_zero(warp: &Warp, reg: Reg) -> Row {
     if reg.is_some() { warp.w[reg.row()] } else { [0; 32] }
@@ -131,36 +151,32 @@ fn row_or_zero(warp: &Warp, reg: Reg) -> Row {
 
 #[inline(always)]
 fn word(warp: &mut Warp, inst: &Inst, mask: u32, f: Wf, ftz: bool) {
-    #[inline(always)]
-    fn map(warp: &mut Warp, inst: &Inst, mask: u32, f: impl Fn(u32, u32, u32) -> u32) {
-        let row = |i: usize| {
-            let reg = inst.src[i];
-            // Absent operands read as row 0, which the function ignores.
-            if reg.is_some() { reg.row() } else { inst.src[0].row() }
-        };
-        let (a, b, c) = (&warp.w[row(0)], &warp.w[row(1)], &warp.w[row(2)]);
-        let r: Row = std::array::from_fn(|i| f(a[i], b[i], c[i]));
-        warp.set(inst.dst[0], &r, mask);
-    }
+    // A macro, not a function of a closure: closures lose the vector features of the function around them.
     macro_rules! ints {
-        (|$a:ident, $b:ident, $c:ident| $e:expr) => {
-            map(warp, inst, mask, |$a: u32, $b: u32, $c: u32| {
+        (|$a:ident, $b:ident, $c:ident| $e:expr) => {{
+            // Absent operands read as the first, which the function ignores.
+            let row = |i: usize| if inst.src[i].is_some() { inst.src[i].row() } else { inst.src[0].row() };
+            let (x, y, z) = (&warp.w[row(0)], &warp.w[row(1)], &warp.w[row(2)]);
+            let mut r: Row = [0; 32];
+            for i in 0..32 {
+                let ($a, $b, $c) = (x[i], y[i], z[i]);
                 let _ = ($b, $c);
-                $e
-            })
-        };
+                r[i] = $e;
+            }
+            warp.set(inst.dst[0], &r, mask);
+        }};
     }
     macro_rules! floats {
         (|$a:ident, $b:ident, $c:ident| $e:expr) => {
             if ftz {
-                map(warp, inst, mask, |a, b, c| {
+                ints!(|a, b, c| {
                     let ($a, $b, $c) =
                         (f32::from_bits(flush(a)), f32::from_bits(flush(b)), f32::from_bits(flush(c)));
                     let _ = ($b, $c);
                     flush(canonical($e))
                 })
             } else {
-                map(warp, inst, mask, |a, b, c| {
+                ints!(|a, b, c| {
                     let ($a, $b, $c) = (f32::from_bits(a), f32::from_bits(b), f32::from_bits(c));
                     let _ = ($b, $c);
                     canonical($e)
@@ -258,7 +274,7 @@ fn word(warp: &mut Warp, inst: &Inst, mask: u32, f: Wf, ftz: bool) {
         }
         Wf::Lop3 => {
             let table = warp.w[inst.src[3].row()][0];
-            map(warp, inst, mask, |a, b, c| {
+            ints!(|a, b, c| {
                 let pick = |bit: u32, m: u32| if table >> bit & 1 != 0 { m } else { 0 };
                 pick(0, !a & !b & !c)
                     | pick(1, !a & !b & c)
@@ -366,24 +382,22 @@ fn slow_float(slow: Slow, a: u32, b: u32, c: u32) -> u32 {
 
 #[inline(always)]
 fn double(warp: &mut Warp, inst: &Inst, mask: u32, f: Df) {
-    #[inline(always)]
-    fn map(warp: &mut Warp, inst: &Inst, mask: u32, f: impl Fn(u64, u64, u64) -> u64) {
-        let row = |i: usize| if inst.src[i].is_some() { inst.src[i].row() } else { inst.src[0].row() };
-        let (a, b, c) = (&warp.d[row(0)], &warp.d[row(1)], &warp.d[row(2)]);
-        let r: WideRow = std::array::from_fn(|i| f(a[i], b[i], c[i]));
-        warp.set_wide(inst.dst[0], &r, mask);
-    }
     macro_rules! ints {
-        (|$a:ident, $b:ident, $c:ident| $e:expr) => {
-            map(warp, inst, mask, |$a: u64, $b: u64, $c: u64| {
+        (|$a:ident, $b:ident, $c:ident| $e:expr) => {{
+            let row = |i: usize| if inst.src[i].is_some() { inst.src[i].row() } else { inst.src[0].row() };
+            let (x, y, z) = (&warp.d[row(0)], &warp.d[row(1)], &warp.d[row(2)]);
+            let mut r: WideRow = [0; 32];
+            for i in 0..32 {
+                let ($a, $b, $c) = (x[i], y[i], z[i]);
                 let _ = ($b, $c);
-                $e
-            })
-        };
+                r[i] = $e;
+            }
+            warp.set_wide(inst.dst[0], &r, mask);
+        }};
     }
     macro_rules! floats {
         (|$a:ident, $b:ident, $c:ident| $e:expr) => {
-            map(warp, inst, mask, |a, b, c| {
+            ints!(|a, b, c| {
                 let ($a, $b, $c) = (f64::from_bits(a), f64::from_bits(b), f64::from_bits(c));
                 let _ = ($b, $c);
                 f64::to_bits($e)
@@ -476,23 +490,28 @@ fn compare_f32(cmp: Cmp, a: f32, b: f32) -> bool {
 
 #[inline(always)]
 fn compare_rows(warp: &Warp, inst: &Inst, cmp: Cmp, ty: Ty, ftz: bool) -> u32 {
-    #[inline(always)]
-    fn bits(f: impl Fn(usize) -> bool) -> u32 {
-        let r: Row = std::array::from_fn(|i| u32::from(f(i)) << i);
-        r.iter().fold(0, |m, b| m | b)
+    macro_rules! bits {
+        (|$i:ident| $e:expr) => {{
+            let mut m = 0u32;
+            for $i in 0..32 {
+                m |= u32::from($e) << $i;
+            }
+            m
+        }};
     }
-    #[inline(always)]
-    fn ints<T: Ord + Copy>(cmp: Cmp, a: impl Fn(usize) -> T, b: impl Fn(usize) -> T) -> u32 {
-        match cmp {
-            Cmp::Eq | Cmp::Equ => bits(|i| a(i) == b(i)),
-            Cmp::Ne | Cmp::Neu => bits(|i| a(i) != b(i)),
-            Cmp::Lt | Cmp::Ltu => bits(|i| a(i) < b(i)),
-            Cmp::Le | Cmp::Leu => bits(|i| a(i) <= b(i)),
-            Cmp::Gt | Cmp::Gtu => bits(|i| a(i) > b(i)),
-            Cmp::Ge | Cmp::Geu => bits(|i| a(i) >= b(i)),
-            Cmp::Num => u32::MAX,
-            Cmp::Nan => 0,
-        }
+    macro_rules! ints {
+        ($a:expr, $b:expr, $ty:ty) => {
+            match cmp {
+                Cmp::Eq | Cmp::Equ => bits!(|i| $a[i] as $ty == $b[i] as $ty),
+                Cmp::Ne | Cmp::Neu => bits!(|i| $a[i] as $ty != $b[i] as $ty),
+                Cmp::Lt | Cmp::Ltu => bits!(|i| ($a[i] as $ty) < $b[i] as $ty),
+                Cmp::Le | Cmp::Leu => bits!(|i| $a[i] as $ty <= $b[i] as $ty),
+                Cmp::Gt | Cmp::Gtu => bits!(|i| $a[i] as $ty > $b[i] as $ty),
+                Cmp::Ge | Cmp::Geu => bits!(|i| $a[i] as $ty >= $b[i] as $ty),
+                Cmp::Num => u32::MAX,
+                Cmp::Nan => 0,
+            }
+        };
     }
     let (x, y) = (inst.src[0].row(), inst.src[1].row());
     match ty.bytes() {
@@ -500,7 +519,7 @@ fn compare_rows(warp: &Warp, inst: &Inst, cmp: Cmp, ty: Ty, ftz: bool) -> u32 {
             let (a, b) = (&warp.d[x], &warp.d[y]);
             if ty == Ty::F64 {
                 let f = |v: u64| f64::from_bits(v);
-                return bits(|i| {
+                return bits!(|i| {
                     let (a, b) = (f(a[i]), f(b[i]));
                     let nan = a.is_nan() || b.is_nan();
                     // An order of two doubles, told by three single values.
@@ -509,9 +528,9 @@ fn compare_rows(warp: &Warp, inst: &Inst, cmp: Cmp, ty: Ty, ftz: bool) -> u32 {
                 });
             }
             if ty.is_signed() {
-                ints(cmp, |i| a[i] as i64, |i| b[i] as i64)
+                ints!(a, b, i64)
             } else {
-                ints(cmp, |i| a[i], |i| b[i])
+                ints!(a, b, u64)
             }
         }
         4 => {
@@ -519,14 +538,14 @@ fn compare_rows(warp: &Warp, inst: &Inst, cmp: Cmp, ty: Ty, ftz: bool) -> u32 {
             if ty == Ty::F32 {
                 let f = |v: u32| f32::from_bits(if ftz { flush(v) } else { v });
                 match cmp {
-                    Cmp::Lt => bits(|i| f(a[i]) < f(b[i])),
-                    Cmp::Gt => bits(|i| f(a[i]) > f(b[i])),
-                    _ => bits(|i| compare_f32(cmp, f(a[i]), f(b[i]))),
+                    Cmp::Lt => bits!(|i| f(a[i]) < f(b[i])),
+                    Cmp::Gt => bits!(|i| f(a[i]) > f(b[i])),
+                    _ => bits!(|i| compare_f32(cmp, f(a[i]), f(b[i]))),
                 }
             } else if ty.is_signed() {
-                ints(cmp, |i| a[i] as i32, |i| b[i] as i32)
+                ints!(a, b, i32)
             } else {
-                ints(cmp, |i| a[i], |i| b[i])
+                ints!(a, b, u32)
             }
         }
         _ => {
@@ -534,10 +553,10 @@ fn compare_rows(warp: &Warp, inst: &Inst, cmp: Cmp, ty: Ty, ftz: bool) -> u32 {
             match ty {
                 Ty::F16 | Ty::Bf16 => {
                     let f = |v: u32| half_to_f32(v as u16, ty == Ty::Bf16);
-                    bits(|i| compare_f32(cmp, f(a[i]), f(b[i])))
+                    bits!(|i| compare_f32(cmp, f(a[i]), f(b[i])))
                 }
-                Ty::S16 | Ty::S8 => ints(cmp, |i| a[i] as u16 as i16, |i| b[i] as u16 as i16),
-                _ => ints(cmp, |i| a[i] as u16, |i| b[i] as u16),
+                Ty::S16 | Ty::S8 => ints!(a, b, i16),
+                _ => ints!(a, b, u16),
             }
         }
     }

@@ -9,7 +9,7 @@ use super::bulk::Job;
 use super::mbarrier::Mbarrier;
 use super::tmem::TensorMemory;
 use super::warp::{Group, Wait, Warp, lanes};
-use super::wgmma::Warpgroup;
+use super::wgmma::{OperandCache, Warpgroup};
 use super::{Exec, alu, fault};
 use crate::counters::Counters;
 use crate::fault::{Fault, FaultKind, Place};
@@ -48,6 +48,7 @@ pub(crate) struct Block {
     pub(crate) free_registers: i64,
     pub(crate) warpgroups: Vec<Warpgroup>,
     pub(crate) tmem: TensorMemory,
+    pub(crate) operands: OperandCache,
 }
 
 /// What became of a call of [`Cluster::run`].
@@ -87,8 +88,6 @@ pub(crate) struct Cluster {
     /// Blocking test-waits give up in this round.
     pub(super) expired: bool,
     pub(super) hint: usize,
-    /// Room for matrix operands.
-    pub(super) scratch: Vec<f32>,
     rng: u64,
     idle_rounds: u32,
     quiet: u64,
@@ -121,6 +120,7 @@ impl Cluster {
                 free_registers: 65536 - i64::from(launch.registers) * i64::from(num_warps * 32),
                 warpgroups: (0..num_warps.div_ceil(4)).map(|_| Warpgroup::default()).collect(),
                 tmem: TensorMemory::default(),
+                operands: OperandCache::default(),
             });
             for w in 0..num_warps {
                 let count = (threads - w * 32).min(32);
@@ -147,7 +147,6 @@ impl Cluster {
             events: 0,
             expired: false,
             hint: 0,
-            scratch: Vec::new(),
             rng: seed,
             idle_rounds: 0,
             quiet: 0,
@@ -465,7 +464,7 @@ impl Cluster {
     fn check_block_exit(&mut self, rank: usize) -> Exec<()> {
         let block = &self.blocks[rank];
         let place = Some(Place { block: block.index, warp: 0, lanes: 0 });
-        let mut at_exit = |kind, text: String| {
+        let at_exit = |kind, text: String| {
             let mut f = fault(kind, text);
             f.place = place;
             Err(f)
@@ -580,7 +579,6 @@ fn fill_specials(warp: &mut Warp, launch: &Launch, cluster: u32, block: [u32; 3]
                 Special::ClusterNctaid(i) => c.cluster[usize::from(i)],
                 Special::ClusterCtarank => rank,
                 Special::ClusterNctarank => c.cluster.iter().product(),
-                Special::IsExplicitCluster => 1,
                 Special::DynamicSmemSize => c.dynamic_shared,
                 Special::TotalSmemSize | Special::AggrSmemSize => total,
                 Special::ReservedSmem => crate::decode::RESERVED_SHARED,

@@ -26,9 +26,10 @@ pub(crate) fn execute(warp: &mut Warp, inst: &Inst, cvt: Cvt, mask: u32) {
 fn pack_halves(warp: &mut Warp, inst: &Inst, mask: u32, f: impl Fn(f32) -> u16) {
     let (a, b) = (&warp.w[inst.src[0].row()], &warp.w[inst.src[1].row()]);
     // The first source is the upper half.
-    let r: Row = std::array::from_fn(|i| {
-        u32::from(f(f32::from_bits(a[i]))) << 16 | u32::from(f(f32::from_bits(b[i])))
-    });
+    let mut r: Row = [0; 32];
+    for i in 0..32 {
+        r[i] = u32::from(f(f32::from_bits(a[i]))) << 16 | u32::from(f(f32::from_bits(b[i])));
+    }
     warp.set(inst.dst[0], &r, mask);
 }
 

@@ -80,7 +80,6 @@ pub(crate) struct Asynchrony {
     pub(crate) bulk_done: u32,
     /// Of the bulk groups, those whose sources are known read (`wait_group.read`).
     pub(crate) bulk_read: u32,
-    pub(crate) copy_open: u32,
     pub(crate) copy_committed: u32,
     pub(crate) copy_done: u32,
     /// Generation of the cluster barrier at the last arrival.

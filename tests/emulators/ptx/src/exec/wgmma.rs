@@ -172,9 +172,19 @@ impl Operand {
     }
 
     /// Reads the operand as f32 into `out`: element (row, k) at `k * k_pitch + row * row_pitch`.
-    pub(super) fn read(&self, shared: &Shared, check: bool, out: &mut [f32], row_pitch: usize, k_pitch: usize) -> Exec<()> {
+    /// Returns the range of addresses.
+    fn read(
+        &self,
+        shared: &Shared,
+        check: bool,
+        out: &mut [f32],
+        row_pitch: usize,
+        k_pitch: usize,
+    ) -> Exec<(u32, u32)> {
         let size = element_bytes(self.kind) as usize;
+        let mut range = (u32::MAX, 0);
         self.chunks(|at, r, k| {
+            range = (range.0.min(at), range.1.max(at + 16));
             shared.check(at, 16, 16, self.what)?;
             if check {
                 shared.check_written(at, 16, self.what)?;
@@ -193,7 +203,52 @@ impl Operand {
                 out[start + i * pitch] = element(self.kind, bits);
             }
             Ok(())
-        })
+        })?;
+        Ok(range)
+    }
+}
+
+/// Operands read lately, as f32: the four warps of a warpgroup read the same ones.
+#[derive(Debug, Default)]
+pub(crate) struct OperandCache {
+    entries: VecDeque<Cached>,
+}
+
+#[derive(Debug)]
+struct Cached {
+    key: (u64, Elem, bool, u32, u32, u32),
+    /// The bytes it came from and the number of the last write before.
+    range: (u32, u32),
+    clock: u64,
+    values: std::sync::Arc<Vec<f32>>,
+}
+
+impl OperandCache {
+    /// The operand's values, read now unless nothing has changed since the last time.
+    pub(super) fn read(
+        &mut self,
+        shared: &Shared,
+        operand: &Operand,
+        bits: u64,
+        check: bool,
+        [row_pitch, k_pitch]: [usize; 2],
+    ) -> Exec<std::sync::Arc<Vec<f32>>> {
+        let key = (bits, operand.kind, operand.transposed, operand.first, operand.rows, operand.depth);
+        if let Some(at) = self.entries.iter().position(|e| e.key == key) {
+            let e = &self.entries[at];
+            if shared.unchanged(e.range.0, e.range.1, e.clock) {
+                return Ok(std::sync::Arc::clone(&e.values));
+            }
+            self.entries.remove(at);
+        }
+        let mut values = vec![0f32; (operand.rows * operand.depth) as usize];
+        let range = operand.read(shared, check, &mut values, row_pitch, k_pitch)?;
+        let values = std::sync::Arc::new(values);
+        self.entries.push_back(Cached { key, range, clock: shared.clock(), values: std::sync::Arc::clone(&values) });
+        if self.entries.len() > 64 {
+            self.entries.pop_front();
+        }
+        Ok(values)
     }
 }
 
@@ -362,9 +417,8 @@ impl Cluster {
             depth: w.k.into(),
             what: "wgmma operand B",
         };
-        let mut b = std::mem::take(&mut self.scratch);
-        b.resize(n * k, 0.0);
-        operand_b.read(&self.blocks[cta].shared, check, &mut b, 1, n)?;
+        let block = &mut self.blocks[cta];
+        let b = block.operands.read(&block.shared, &operand_b, q.b, check, [1, n])?;
         self.track_operand(warp, q, &operand_b)?;
         let mut a = if w.a_regs {
             a_fragment(warp, &src[dst.len()..], w.a, k)
@@ -378,10 +432,10 @@ impl Cluster {
                 depth: w.k.into(),
                 what: "wgmma operand A",
             };
-            let mut a = vec![0f32; 16 * k];
-            operand_a.read(&self.blocks[cta].shared, check, &mut a, k, 1)?;
+            let block = &mut self.blocks[cta];
+            let a = block.operands.read(&block.shared, &operand_a, q.a, check, [k, 1])?;
             self.track_operand(warp, q, &operand_a)?;
-            a
+            a.to_vec()
         };
         if w.neg_a != w.neg_b {
             a.iter_mut().for_each(|x| *x = -*x);
@@ -392,7 +446,6 @@ impl Cluster {
         }
         multiply(&a, &b, &mut d, n, k, self.launch.simd);
         store_accumulators(warp, dst, w, &d, q.accumulate);
-        self.scratch = b;
         self.counters.shared_matrix_bytes += (n * k) as u64 * u64::from(element_bytes(w.b));
         Ok(())
     }

@@ -3,7 +3,7 @@
 mod global;
 mod shared;
 
-pub(crate) use global::{Allocation, GlobalMemory, View};
+pub(crate) use global::{GlobalMemory, View};
 pub(crate) use shared::Shared;
 
 use crate::fault::{Fault, FaultKind};

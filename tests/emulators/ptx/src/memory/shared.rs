@@ -12,17 +12,16 @@ pub(crate) struct Shared {
     bytes: Vec<u8>,
     /// One bit a byte.
     init: Vec<u64>,
+    /// Number of the last write to each KiB, and of the last write at all.
+    stamps: Vec<u64>,
+    clock: u64,
 }
 
 impl Shared {
     /// `end` counts from address 0, the reserved bytes included.
     pub(crate) fn new(end: u32) -> Self {
         let n = end as usize;
-        Self { bytes: vec![0xa5; n], init: vec![0; n.div_ceil(64)] }
-    }
-
-    pub(crate) fn end(&self) -> u32 {
-        self.bytes.len() as u32
+        Self { bytes: vec![0xa5; n], init: vec![0; n.div_ceil(64)], stamps: vec![0; n.div_ceil(1024)], clock: 0 }
     }
 
     /// Checks bounds and alignment of an access.
@@ -53,7 +52,19 @@ impl Shared {
     #[inline(always)]
     pub(crate) fn get_mut(&mut self, at: u32, bytes: u32) -> &mut [u8] {
         self.mark(at, bytes);
+        self.clock += 1;
+        self.stamps[at as usize >> 10..=(at + bytes - 1) as usize >> 10].fill(self.clock);
         &mut self.bytes[at as usize..(at + bytes) as usize]
+    }
+
+    /// The number of the last write, for [`unchanged`](Self::unchanged).
+    pub(crate) fn clock(&self) -> u64 {
+        self.clock
+    }
+
+    /// Whether nothing was written to `[from, to)` after write number `since`.
+    pub(crate) fn unchanged(&self, from: u32, to: u32, since: u64) -> bool {
+        self.stamps[from as usize >> 10..=(to - 1) as usize >> 10].iter().all(|&s| s <= since)
     }
 
     #[inline(always)]
