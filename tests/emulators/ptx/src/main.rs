@@ -1,0 +1,3 @@
+//! The `ptx-emu` command.
+
+fn main() {}
