@@ -82,7 +82,10 @@ impl Ty {
     }
 
     pub(crate) fn is_float(self) -> bool {
-        matches!(self, Self::F16 | Self::Bf16 | Self::F32 | Self::F64 | Self::F16x2 | Self::Bf16x2 | Self::Tf32)
+        matches!(
+            self,
+            Self::F16 | Self::Bf16 | Self::F32 | Self::F64 | Self::F16x2 | Self::Bf16x2 | Self::Tf32
+        )
     }
 }
 
@@ -122,9 +125,15 @@ pub(crate) enum Operand {
     /// `{a, b}`
     Vector(Vec<Operand>),
     /// `[base + offset]`
-    Address { base: Box<Operand>, offset: i64 },
+    Address {
+        base: Box<Operand>,
+        offset: i64,
+    },
     /// `[map, {c0, c1}]`
-    Tensor { base: Box<Operand>, rest: Vec<Operand> },
+    Tensor {
+        base: Box<Operand>,
+        rest: Vec<Operand>,
+    },
     /// `a|b`
     Pair(Box<Operand>, Box<Operand>),
     /// `!p`
@@ -161,10 +170,17 @@ pub(crate) enum Stmt {
     Open,
     Close,
     /// `.reg .b32 %r<5>` (count) or `.reg .pred p, q` (names).
-    Regs { ty: Ty, name: String, count: Option<u32> },
+    Regs {
+        ty: Ty,
+        name: String,
+        count: Option<u32>,
+    },
     Var(Var),
     Label(String),
-    Targets { name: String, labels: Vec<String> },
+    Targets {
+        name: String,
+        labels: Vec<String>,
+    },
     Inst(RawInst),
 }
 

@@ -33,8 +33,10 @@ pub(crate) struct Format {
 
 pub(crate) const F32: Format =
     Format { man: 23, bias: 127, max: 0x7f7f_ffff, inf: Some(0x7f80_0000), nan: 0x7fff_ffff, sign: 31 };
-pub(crate) const F16: Format = Format { man: 10, bias: 15, max: 0x7bff, inf: Some(0x7c00), nan: 0x7fff, sign: 15 };
-pub(crate) const BF16: Format = Format { man: 7, bias: 127, max: 0x7f7f, inf: Some(0x7f80), nan: 0x7fff, sign: 15 };
+pub(crate) const F16: Format =
+    Format { man: 10, bias: 15, max: 0x7bff, inf: Some(0x7c00), nan: 0x7fff, sign: 15 };
+pub(crate) const BF16: Format =
+    Format { man: 7, bias: 127, max: 0x7f7f, inf: Some(0x7f80), nan: 0x7fff, sign: 15 };
 pub(crate) const E4M3: Format = Format { man: 3, bias: 7, max: 0x7e, inf: None, nan: 0x7f, sign: 7 };
 pub(crate) const E5M2: Format = Format { man: 2, bias: 15, max: 0x7b, inf: Some(0x7c), nan: 0x7f, sign: 7 };
 /// Single precision with a ten-bit mantissa, kept in the upper bits of a word by [`tf32`].
@@ -116,7 +118,13 @@ pub(crate) fn fma_odd(x: f64, y: f64, z: f64) -> f64 {
     }
     // The exact value lies between s and its neighbour on err's side; that neighbour has an odd mantissa.
     let away = (err > 0.0) == (s > 0.0);
-    f64::from_bits(if s == 0.0 { s.to_bits() } else if away { s.to_bits() + 1 } else { s.to_bits() - 1 })
+    f64::from_bits(if s == 0.0 {
+        s.to_bits()
+    } else if away {
+        s.to_bits() + 1
+    } else {
+        s.to_bits() - 1
+    })
 }
 
 #[inline(always)]
@@ -196,11 +204,18 @@ pub(crate) fn tf32(x: f32, round: Round) -> u32 {
 /// `ex2.approx`: below 2^-22 relative, the documented bound; vectorises.
 #[inline(always)]
 pub(crate) fn ex2(x: f32) -> f32 {
-    let c = if x > 129.0 { 129.0 } else if x < -152.0 { -152.0 } else { x };
+    let c = if x > 129.0 {
+        129.0
+    } else if x < -152.0 {
+        -152.0
+    } else {
+        x
+    };
     let n = (c + 12_582_912.0) - 12_582_912.0;
     let f = c - n;
     let mut p = 1.525_273_4e-5f32;
-    for k in [1.540_353e-4f32, 1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 2.402_265_1e-1, 6.931_472e-1, 1.0] {
+    for k in [1.540_353e-4f32, 1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 2.402_265_1e-1, 6.931_472e-1, 1.0]
+    {
         p = fma32(p, f, k);
     }
     let n = n as i32;

@@ -47,7 +47,11 @@ impl Access {
         let epoch = epoch.min((1 << 22) - 1);
         let pc = pc.min((1 << 21) - 1);
         Self(
-            u64::from(track) << 52 | u64::from(epoch) << 30 | u64::from(pc) << 9 | (lane as u64) << 4 | u64::from(bytes),
+            u64::from(track) << 52
+                | u64::from(epoch) << 30
+                | u64::from(pc) << 9
+                | (lane as u64) << 4
+                | u64::from(bytes),
         )
     }
 
@@ -90,8 +94,9 @@ struct Flight {
     /// Group of the last product that writes, or reads, each word row.
     accumulator: Vec<u32>,
     operand: Vec<u32>,
-    /// When each word row was last written by an ordinary instruction, and when `wgmma.fence` last ran.
+    /// When an ordinary instruction last wrote, or read, each word row, and when `wgmma.fence` last ran.
     written: Vec<u64>,
+    read: Vec<u64>,
     fence: u64,
     done: u32,
     newest: u32,
@@ -185,7 +190,14 @@ impl Tracker {
     }
 
     /// The warp has seen `phase` phases of a barrier complete.
-    pub(crate) fn observe_phase(&mut self, warp: &Warp, track: u32, phase: u64, published: &Clocks, relaxed: bool) {
+    pub(crate) fn observe_phase(
+        &mut self,
+        warp: &Warp,
+        track: u32,
+        phase: u64,
+        published: &Clocks,
+        relaxed: bool,
+    ) {
         if !relaxed {
             self.acquire(warp, published);
             self.advance(self.id(warp), track, phase as u32);
@@ -197,6 +209,16 @@ impl Tracker {
         self.generic_write(warp, cta, at, 8, lane, false)?;
         self.tracks += 1;
         Ok((self.tracks - 1).min(4095))
+    }
+
+    /// Any use of a barrier must come after its initialisation.
+    pub(crate) fn mbarrier_use(&mut self, warp: &Warp, cta: u32, at: u32) -> Exec<()> {
+        let write = self.cell(cta, at as usize / 4).write;
+        let clocks = &self.clocks[self.id(warp) as usize];
+        if write.is_some() && !self.ordered(write, &clocks.v) {
+            return Err(self.race("use as an mbarrier", "initialisation", write, cta, at));
+        }
+        Ok(())
     }
 
     pub(crate) fn bulk_done(&mut self, warp: &Warp) {
@@ -232,6 +254,7 @@ impl Tracker {
             flight.accumulator = vec![0; rows];
             flight.operand = vec![0; rows];
             flight.written = vec![0; rows];
+            flight.read = vec![0; rows];
         }
         let inst = &program.code[pc as usize];
         if matches!(inst.code, Code::Wgmma(_)) || active == 0 {
@@ -247,12 +270,11 @@ impl Tracker {
             }
             flight.written[row] = warp.executed;
         }
-        if busy {
-            for reg in inst.src.iter().chain(list_src).filter(word) {
-                if flight.accumulator[reg.row()] > flight.done {
-                    return Err(in_flight(flight, reg.row(), "read"));
-                }
+        for reg in inst.src.iter().chain(list_src).filter(word) {
+            if busy && flight.accumulator[reg.row()] > flight.done {
+                return Err(in_flight(flight, reg.row(), "read"));
             }
+            flight.read[reg.row()] = warp.executed;
         }
         Ok(())
     }
@@ -261,12 +283,15 @@ impl Tracker {
     pub(crate) fn wgmma_issue(&mut self, warp: &Warp, group: u32, dst: &[Reg], a: &[Reg]) -> Exec<()> {
         let id = self.id(warp) as usize;
         let flight = &mut self.flights[id];
-        for reg in dst.iter().chain(a) {
-            let row = reg.row();
-            if flight.written[row] > flight.fence {
-                let text = "wgmma uses a register that was written after the last wgmma.fence";
-                return Err(Box::new(Fault::new(FaultKind::MissingWgmmaFence, text)));
-            }
+        let missing = |what: &str| Box::new(Fault::new(FaultKind::MissingWgmmaFence, what));
+        if flight.fence == 0 {
+            return Err(missing("the first wgmma of the warp, and no wgmma.fence before it"));
+        }
+        if dst.iter().any(|r| flight.written[r.row()].max(flight.read[r.row()]) > flight.fence) {
+            return Err(missing("an accumulator was accessed after the last wgmma.fence"));
+        }
+        if a.iter().any(|r| flight.written[r.row()] > flight.fence) {
+            return Err(missing("a register of operand A was written after the last wgmma.fence"));
         }
         for reg in a {
             if flight.accumulator[reg.row()] > flight.done {
@@ -301,7 +326,11 @@ impl Tracker {
             1 | 4 => format!("wgmma of the warpgroup of {}", of(track % w)),
             2 => format!("bulk copy of {} lane {}", of(track % w), access.lane()),
             3 => format!("cp.async of {} lane {}", of(track % w), access.lane()),
-            _ => format!("asynchronous copy completing on mbarrier number {} lane {}", track - 5 * w, access.lane()),
+            _ => format!(
+                "asynchronous copy completing on mbarrier number {} lane {}",
+                track - 5 * w,
+                access.lane()
+            ),
         };
         let (line, source) = self.lines.get(access.pc() as usize).copied().unwrap_or((0, 0));
         format!("{who} at PTX line {line} (source line {source})")
@@ -330,7 +359,14 @@ impl Tracker {
         (15 >> (4 - (to - from))) << from
     }
 
-    fn read_cells(&mut self, clocks: &Clocks, me: (u32, u32, u32, usize), cta: u32, at: u32, n: u32) -> Exec<()> {
+    fn read_cells(
+        &mut self,
+        clocks: &Clocks,
+        me: (u32, u32, u32, usize),
+        cta: u32,
+        at: u32,
+        n: u32,
+    ) -> Exec<()> {
         let (track, epoch, pc, lane) = me;
         for index in at as usize / 4..(at + n).div_ceil(4) as usize {
             let bytes = Self::covered(index, at, n);
@@ -343,7 +379,8 @@ impl Tracker {
             }
             let access = Access::new(track, epoch, pc, lane, bytes);
             let cell = &self.cells[cta as usize][index];
-            let replaces = |old: &Access| !old.is_some() || old.track() == track || self.ordered(*old, &clocks.v);
+            let replaces =
+                |old: &Access| !old.is_some() || old.track() == track || self.ordered(*old, &clocks.v);
             let slot = cell.reads.iter().position(replaces);
             let extra = if slot.is_none() { cell.more.iter().position(replaces) } else { None };
             let cell = &mut self.cells[cta as usize][index];
@@ -359,7 +396,14 @@ impl Tracker {
         Ok(())
     }
 
-    fn write_cells(&mut self, clocks: &Clocks, me: (u32, u32, u32, usize), cta: u32, at: u32, n: u32) -> Exec<()> {
+    fn write_cells(
+        &mut self,
+        clocks: &Clocks,
+        me: (u32, u32, u32, usize),
+        cta: u32,
+        at: u32,
+        n: u32,
+    ) -> Exec<()> {
         let (track, epoch, pc, lane) = me;
         for index in at as usize / 4..(at + n).div_ceil(4) as usize {
             let bytes = Self::covered(index, at, n);
@@ -386,9 +430,18 @@ impl Tracker {
     }
 
     /// Generic writes reach the asynchronous proxy only through its fence.
-    fn check_proxy(&self, write: Access, clocks: &Clocks, track: u32, verb: &str, cta: u32, index: usize) -> Exec<()> {
+    fn check_proxy(
+        &self,
+        write: Access,
+        clocks: &Clocks,
+        track: u32,
+        verb: &str,
+        cta: u32,
+        index: usize,
+    ) -> Exec<()> {
         let generic = |t: u32| t < self.warps || (3 * self.warps..4 * self.warps).contains(&t);
-        if generic(track) || !generic(write.track()) || Clocks::at(&clocks.a, write.track()) >= write.epoch() {
+        if generic(track) || !generic(write.track()) || Clocks::at(&clocks.a, write.track()) >= write.epoch()
+        {
             return Ok(());
         }
         let text = format!(
@@ -400,7 +453,15 @@ impl Tracker {
     }
 
     /// A load by a warp.
-    pub(crate) fn generic_read(&mut self, warp: &Warp, cta: u32, at: u32, n: u32, lane: usize, strong: bool) -> Exec<()> {
+    pub(crate) fn generic_read(
+        &mut self,
+        warp: &Warp,
+        cta: u32,
+        at: u32,
+        n: u32,
+        lane: usize,
+        strong: bool,
+    ) -> Exec<()> {
         if strong {
             return Ok(());
         }
@@ -413,7 +474,15 @@ impl Tracker {
     }
 
     /// A store by a warp.
-    pub(crate) fn generic_write(&mut self, warp: &Warp, cta: u32, at: u32, n: u32, lane: usize, strong: bool) -> Exec<()> {
+    pub(crate) fn generic_write(
+        &mut self,
+        warp: &Warp,
+        cta: u32,
+        at: u32,
+        n: u32,
+        lane: usize,
+        strong: bool,
+    ) -> Exec<()> {
         if strong {
             return Ok(());
         }

@@ -307,21 +307,34 @@ fn check(kernel: &Kernel, config: &LaunchConfig, args: &[u8]) -> Result<(), Faul
         return Err(refuse(format!("{threads} threads a block, the kernel allows {}", kernel.max_threads())));
     }
     if program.required_block.is_some_and(|b| b != config.block) {
-        return Err(refuse(format!("block {:?}, the kernel demands {:?}", config.block, program.required_block)));
+        return Err(refuse(format!(
+            "block {:?}, the kernel demands {:?}",
+            config.block, program.required_block
+        )));
     }
     if program.cluster.is_some_and(|c| c != config.cluster) {
-        return Err(refuse(format!("cluster {:?}, the kernel demands {:?}", config.cluster, program.cluster)));
+        return Err(refuse(format!(
+            "cluster {:?}, the kernel demands {:?}",
+            config.cluster, program.cluster
+        )));
     }
     for i in 0..3 {
         if config.grid[i] % config.cluster[i] != 0 {
-            return Err(refuse(format!("grid {:?} is no multiple of cluster {:?}", config.grid, config.cluster)));
+            return Err(refuse(format!(
+                "grid {:?} is no multiple of cluster {:?}",
+                config.grid, config.cluster
+            )));
         }
     }
     if config.cluster.iter().product::<u32>() > 16 {
         return Err(refuse(format!("cluster {:?} of more than 16 blocks", config.cluster)));
     }
     if args.len() < program.param_bytes as usize {
-        return Err(refuse(format!("{} bytes of arguments, the kernel has {}", args.len(), program.param_bytes)));
+        return Err(refuse(format!(
+            "{} bytes of arguments, the kernel has {}",
+            args.len(),
+            program.param_bytes
+        )));
     }
     Ok(())
 }

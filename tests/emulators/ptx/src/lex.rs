@@ -64,7 +64,8 @@ pub(crate) fn lex(text: &str) -> Result<Vec<Spanned>, Fault> {
             out.push(Spanned { token: Token::Word(text[at..at + len].to_string()), line });
             at += len;
         } else if c.is_ascii_digit() {
-            let len = rest.iter().position(|&c| !(c.is_ascii_alphanumeric() || c == b'.')).unwrap_or(rest.len());
+            let len =
+                rest.iter().position(|&c| !(c.is_ascii_alphanumeric() || c == b'.')).unwrap_or(rest.len());
             out.push(Spanned { token: number(&text[at..at + len], line)?, line });
             at += len;
         } else {
@@ -81,7 +82,9 @@ fn word_length(rest: &[u8]) -> usize {
     while len < rest.len() {
         if is_word(rest[len]) {
             len += 1;
-        } else if rest[len..].starts_with(b"::") && rest.get(len + 2).is_some_and(|&c| is_word_start(c) || is_word(c)) {
+        } else if rest[len..].starts_with(b"::")
+            && rest.get(len + 2).is_some_and(|&c| is_word_start(c) || is_word(c))
+        {
             len += 2;
         } else {
             break;

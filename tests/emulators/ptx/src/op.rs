@@ -372,13 +372,22 @@ pub(crate) enum MbarOp {
     Init,
     Inval,
     /// `arrive`, with or without `.expect_tx`; `.drop`; `.noComplete`.
-    Arrive { expect: bool, drop: bool, no_complete: bool },
+    Arrive {
+        expect: bool,
+        drop: bool,
+        no_complete: bool,
+    },
     ExpectTx,
     CompleteTx,
-    Test { parity: bool, may_block: bool },
+    Test {
+        parity: bool,
+        may_block: bool,
+    },
     PendingCount,
     /// `cp.async.mbarrier.arrive`.
-    CpAsyncArrive { no_inc: bool },
+    CpAsyncArrive {
+        no_inc: bool,
+    },
 }
 
 /// One mbarrier instruction.
@@ -452,14 +461,29 @@ pub(crate) enum Tcgen {
     Alloc,
     Dealloc,
     Relinquish,
-    Ld { shape: TmemShape, repeat: u16, pack16: bool },
-    St { shape: TmemShape, repeat: u16, pack16: bool },
+    Ld {
+        shape: TmemShape,
+        repeat: u16,
+        pack16: bool,
+    },
+    St {
+        shape: TmemShape,
+        repeat: u16,
+        pack16: bool,
+    },
     WaitLd,
     WaitSt,
     /// `a_tmem`: A from tensor memory.
-    Mma { a_tmem: bool, kind: MmaKind },
-    Commit { multicast: bool },
-    Cp { shape: CpShape },
+    Mma {
+        a_tmem: bool,
+        kind: MmaKind,
+    },
+    Commit {
+        multicast: bool,
+    },
+    Cp {
+        shape: CpShape,
+    },
     Shift,
     FenceBefore,
     FenceAfter,
@@ -487,69 +511,152 @@ pub(crate) enum CpShape {
 /// What an instruction does. Registers stand in [`Inst`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Code {
-    W { f: Wf, ftz: bool },
+    W {
+        f: Wf,
+        ftz: bool,
+    },
     WSlow(Slow),
     /// `add.cc` and friends: add or subtract with carry in and out.
-    Carry { subtract: bool, carry_in: bool, carry_out: bool, wide: bool },
+    Carry {
+        subtract: bool,
+        carry_in: bool,
+        carry_out: bool,
+        wide: bool,
+    },
     D(Df),
     /// Packed single precision (`.f32x2`).
     Pair32(Slow),
     X(Xf),
-    Half { f: Hf, bf16: bool, lanes: u8, ftz: bool },
-    Short { f: Sf, signed: bool },
-    SetP { cmp: Cmp, ty: Ty, combine: Option<BoolOp>, ftz: bool },
+    Half {
+        f: Hf,
+        bf16: bool,
+        lanes: u8,
+        ftz: bool,
+    },
+    Short {
+        f: Sf,
+        signed: bool,
+    },
+    SetP {
+        cmp: Cmp,
+        ty: Ty,
+        combine: Option<BoolOp>,
+        ftz: bool,
+    },
     /// `set`: an all-ones or 1.0 word.
-    Set { cmp: Cmp, ty: Ty, float: bool, ftz: bool },
-    PairSetP { cmp: Cmp, bf16: bool },
+    Set {
+        cmp: Cmp,
+        ty: Ty,
+        float: bool,
+        ftz: bool,
+    },
+    PairSetP {
+        cmp: Cmp,
+        bf16: bool,
+    },
     Pred(BoolOp),
     Sel,
     /// `slct`: by the sign of the third source.
-    Slct { float: bool },
+    Slct {
+        float: bool,
+    },
     Cvt(Cvt),
     /// Splits: one source row to several; joins: several to one.
-    Unpack { unit: u8 },
-    Pack { unit: u8 },
+    Unpack {
+        unit: u8,
+    },
+    Pack {
+        unit: u8,
+    },
     Clock,
-    Bra { target: u32 },
-    Brx { table: u32 },
+    Bra {
+        target: u32,
+    },
+    Brx {
+        table: u32,
+    },
     Exit,
     Trap,
     Nop,
     Ld(Access),
     St(Access),
     Atom(Atom),
-    LdMatrix { num: u8, trans: bool, offset: i64 },
-    StMatrix { num: u8, trans: bool, offset: i64 },
+    LdMatrix {
+        num: u8,
+        trans: bool,
+        offset: i64,
+    },
+    StMatrix {
+        num: u8,
+        trans: bool,
+        offset: i64,
+    },
     MovMatrix,
     Shfl(Shfl),
     Vote(Vote),
     MatchAny,
     MatchAll,
     Elect,
-    Redux { op: AtomOp, ty: Ty, abs: bool, nan: bool },
+    Redux {
+        op: AtomOp,
+        ty: Ty,
+        abs: bool,
+        nan: bool,
+    },
     ActiveMask,
     WarpSync,
     /// `bar.sync`, `bar.arrive`, `bar.red` (its predicate op).
-    Bar { arrive: bool, red: Option<Vote>, popc: bool, aligned: bool },
-    ClusterArrive { relaxed: bool },
+    Bar {
+        arrive: bool,
+        red: Option<Vote>,
+        popc: bool,
+        aligned: bool,
+    },
+    ClusterArrive {
+        relaxed: bool,
+    },
     ClusterWait,
     Mbar(Mbar),
-    CpAsync { bytes: u8, dst_offset: i64, src_offset: i64 },
+    CpAsync {
+        bytes: u8,
+        dst_offset: i64,
+        src_offset: i64,
+    },
     CpAsyncCommit,
-    CpAsyncWait { all: bool },
+    CpAsyncWait {
+        all: bool,
+    },
     Bulk(Bulk),
     BulkCommit,
-    BulkWait { read: bool },
+    BulkWait {
+        read: bool,
+    },
     FenceMemory,
     FenceProxyAsync,
     FenceTensorMap,
-    TensorMapReplace { field: u8, dim: u8, wide: bool, offset: i64 },
-    CvtaTo { space: Space },
-    CvtaFrom { space: Space },
-    IsSpace { space: Space },
-    Mapa { generic: bool, space: Space },
+    TensorMapReplace {
+        field: u8,
+        dim: u8,
+        wide: bool,
+        offset: i64,
+    },
+    CvtaTo {
+        space: Space,
+    },
+    CvtaFrom {
+        space: Space,
+    },
+    IsSpace {
+        space: Space,
+    },
+    Mapa {
+        generic: bool,
+        space: Space,
+    },
     GetCtaRank,
-    SetMaxNReg { increase: bool },
+    SetMaxNReg {
+        increase: bool,
+    },
     GridDepWait,
     GridDepLaunch,
     WgmmaFence,
@@ -557,7 +664,10 @@ pub(crate) enum Code {
     WgmmaWait,
     Wgmma(Wgmma),
     Mma(Mma),
-    Tcgen { op: Tcgen, pair: bool },
+    Tcgen {
+        op: Tcgen,
+        pair: bool,
+    },
 }
 
 /// A decoded instruction.

@@ -17,7 +17,8 @@ pub(crate) fn parse(text: &str) -> Result<Module, Fault> {
             }
             ".section" => p.skip_braces()?,
             ".pragma" | ".alias" => p.skip_statement(),
-            ".visible" | ".weak" | ".extern" | ".common" | ".entry" | ".func" | ".global" | ".const" | ".shared" => {
+            ".visible" | ".weak" | ".extern" | ".common" | ".entry" | ".func" | ".global" | ".const"
+            | ".shared" => {
                 p.module_item(&mut module)?;
             }
             _ => return Err(p.error(format!("unexpected `{word}` at module scope"))),
@@ -66,11 +67,17 @@ impl Parser {
     }
 
     fn expect(&mut self, c: char) -> Result<(), Fault> {
-        if self.take(c) { Ok(()) } else { Err(self.error(format!("expected `{c}`, found {:?}", self.peek()))) }
+        if self.take(c) {
+            Ok(())
+        } else {
+            Err(self.error(format!("expected `{c}`, found {:?}", self.peek())))
+        }
     }
 
     fn word(&mut self) -> Result<String, Fault> {
-        let word = self.peek_word().ok_or_else(|| self.error(format!("expected a name, found {:?}", self.peek())))?;
+        let word = self
+            .peek_word()
+            .ok_or_else(|| self.error(format!("expected a name, found {:?}", self.peek())))?;
         self.at += 1;
         Ok(word)
     }
@@ -366,7 +373,9 @@ impl Parser {
                             self.rest_of_line();
                         }
                         ".reg" => self.registers(&mut out)?,
-                        w if w.starts_with('.') => out.extend(self.variables(false)?.into_iter().map(Stmt::Var)),
+                        w if w.starts_with('.') => {
+                            out.extend(self.variables(false)?.into_iter().map(Stmt::Var))
+                        }
                         _ => out.push(Stmt::Inst(self.instruction()?)),
                     }
                 }

@@ -81,30 +81,42 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(out: *mut c_int, attribute: c_uint
     let arch = state().arch;
     let hopper = c_int::from(arch.major >= 9);
     let value = match attribute {
-        1..=3 => 1024,                // threads per block, block x, block y
-        4 => 64,                      // block z
-        5 => i32::MAX,                // grid x
-        6 | 7 => 65535,               // grid y, z
-        8 => 49152,                   // shared memory per block without opting in
-        9 => 65536,                   // constant memory
-        10 => 32,                     // warp
-        12 | 82 => 65536,             // registers per block, per multiprocessor
-        13 => 1_830_000,              // clock, kHz
-        14 => 512,                    // texture alignment
-        16 => arch.num_sms,           // multiprocessors
-        19 | 31 | 41 | 78 => 1,       // host memory, concurrent kernels, unified addresses, priorities
-        36 => 3_201_000,              // memory clock, kHz
-        37 => 6144,                   // memory bus, bits
+        1..=3 => 1024,          // threads per block, block x, block y
+        4 => 64,                // block z
+        5 => i32::MAX,          // grid x
+        6 | 7 => 65535,         // grid y, z
+        8 => 49152,             // shared memory per block without opting in
+        9 => 65536,             // constant memory
+        10 => 32,               // warp
+        12 | 82 => 65536,       // registers per block, per multiprocessor
+        13 => 1_830_000,        // clock, kHz
+        14 => 512,              // texture alignment
+        16 => arch.num_sms,     // multiprocessors
+        19 | 31 | 41 | 78 => 1, // host memory, concurrent kernels, unified addresses, priorities
+        36 => 3_201_000,        // memory clock, kHz
+        37 => 6144,             // memory bus, bits
         38 => arch.l2_bytes,
-        39 => if arch.major == 12 { 1536 } else { 2048 }, // threads per multiprocessor
+        39 => {
+            if arch.major == 12 {
+                1536
+            } else {
+                2048
+            }
+        } // threads per multiprocessor
         75 => arch.major,
         76 => arch.minor,
         81 => arch.shared_optin + 1024, // shared memory per multiprocessor
-        95 | 115 => 1,                // cooperative launch, memory pools
+        95 | 115 => 1,                  // cooperative launch, memory pools
         97 => arch.shared_optin,
-        106 => if arch.major == 12 { 24 } else { 32 }, // blocks per multiprocessor
-        111 => 1024,                  // reserved shared memory
-        120 | 127 => hopper,          // cluster launch, tensor maps
+        106 => {
+            if arch.major == 12 {
+                24
+            } else {
+                32
+            }
+        } // blocks per multiprocessor
+        111 => 1024,         // reserved shared memory
+        120 | 127 => hopper, // cluster launch, tensor maps
         _ => 0,
     };
     // SAFETY: an output parameter of the driver API.
@@ -134,7 +146,11 @@ pub extern "C" fn cuDevicePrimaryCtxReset_v2(_device: c_int) -> Result {
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDevicePrimaryCtxGetState(_device: c_int, flags: *mut c_uint, active: *mut c_int) -> Result {
+pub unsafe extern "C" fn cuDevicePrimaryCtxGetState(
+    _device: c_int,
+    flags: *mut c_uint,
+    active: *mut c_int,
+) -> Result {
     // SAFETY: output parameters of the driver API.
     unsafe { put(flags, 0).max(put(active, 1)) }
 }
@@ -147,7 +163,12 @@ pub unsafe extern "C" fn cuCtxCreate_v2(out: *mut Handle, _flags: c_uint, _devic
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxCreate_v4(out: *mut Handle, _params: *mut c_void, flags: c_uint, device: c_int) -> Result {
+pub unsafe extern "C" fn cuCtxCreate_v4(
+    out: *mut Handle,
+    _params: *mut c_void,
+    flags: c_uint,
+    device: c_int,
+) -> Result {
     // SAFETY: handed on unchanged.
     unsafe { cuCtxCreate_v2(out, flags, device) }
 }

@@ -90,7 +90,11 @@ pub unsafe extern "C" fn cuGraphCreate(out: *mut Handle, _flags: c_uint) -> Resu
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGraphInstantiateWithFlags(out: *mut Handle, graph: Handle, _flags: c_ulonglong) -> Result {
+pub unsafe extern "C" fn cuGraphInstantiateWithFlags(
+    out: *mut Handle,
+    graph: Handle,
+    _flags: c_ulonglong,
+) -> Result {
     let mut s = state();
     let Some(nodes) = s.graphs.get(&graph).cloned() else { return INVALID_HANDLE };
     let handle = s.handle();

@@ -65,7 +65,11 @@ fn refuse(text: &str) -> Result {
 }
 
 /// The argument buffer from `kernelParams` (a pointer per parameter) or `extra` (one buffer).
-unsafe fn arguments(params: &[(u32, u32)], each: *mut *mut c_void, extra: *mut *mut c_void) -> Option<Vec<u8>> {
+unsafe fn arguments(
+    params: &[(u32, u32)],
+    each: *mut *mut c_void,
+    extra: *mut *mut c_void,
+) -> Option<Vec<u8>> {
     let total = params.iter().map(|(at, n)| at + n).max().unwrap_or(0) as usize;
     let mut out = vec![0u8; total];
     if !each.is_null() {
@@ -103,14 +107,23 @@ unsafe fn arguments(params: &[(u32, u32)], each: *mut *mut c_void, extra: *mut *
     Some(out)
 }
 
-unsafe fn launch(function: Handle, config: LaunchConfig, stream: Handle, each: *mut *mut c_void, extra: *mut *mut c_void) -> Result {
+unsafe fn launch(
+    function: Handle,
+    config: LaunchConfig,
+    stream: Handle,
+    each: *mut *mut c_void,
+    extra: *mut *mut c_void,
+) -> Result {
     let node = {
         let s = state();
         let Some(f) = s.functions.get(&function) else { return INVALID_HANDLE };
         let name = f.kernel.name();
         if config.dynamic_shared as i32 > f.max_dynamic_shared {
             let most = f.max_dynamic_shared;
-            return refuse(&format!("`{name}`: {} bytes of dynamic shared memory, {most} allowed", config.dynamic_shared));
+            return refuse(&format!(
+                "`{name}`: {} bytes of dynamic shared memory, {most} allowed",
+                config.dynamic_shared
+            ));
         }
         let cluster: u32 = config.cluster.iter().product();
         if cluster > 8 && !f.non_portable_cluster {
@@ -204,7 +217,11 @@ pub unsafe extern "C" fn cuLaunchKernelEx(
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuLaunchHostFunc(stream: Handle, function: Option<extern "C" fn(*mut c_void)>, data: *mut c_void) -> Result {
+pub extern "C" fn cuLaunchHostFunc(
+    stream: Handle,
+    function: Option<extern "C" fn(*mut c_void)>,
+    data: *mut c_void,
+) -> Result {
     match function {
         Some(function) => submit(stream, Node::Call { function, data: data as usize }),
         None => INVALID_VALUE,

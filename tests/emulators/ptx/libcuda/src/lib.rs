@@ -27,3 +27,35 @@ mod proc_address;
 mod state;
 mod stream;
 mod tensor_map;
+
+/// Functions that a program may look up and that this driver does not have: they answer
+/// `CUDA_ERROR_NOT_SUPPORTED`, where a missing symbol would end the program.
+macro_rules! not_supported {
+    ($($name:ident)*) => {
+        $(
+            #[unsafe(no_mangle)]
+            pub extern "C" fn $name() -> error::Result {
+                eprintln!("emulated driver: {} is not supported", stringify!($name));
+                error::NOT_SUPPORTED
+            }
+        )*
+    };
+}
+
+not_supported! {
+    cuCtxCreate_v3
+    cuDestroyExternalMemory
+    cuExternalMemoryGetMappedBuffer
+    cuImportExternalMemory
+    cuMemAdvise_v2
+    cuMemAllocManaged
+    cuMemPrefetchAsync_v2
+    cuMemcpyPeerAsync
+    cuOccupancyMaxPotentialBlockSizeWithFlags
+    cuOccupancyMaxPotentialClusterSize
+    cuTensorMapEncodeIm2col
+    cuTensorMapReplaceAddress
+    cuMulticastCreate
+    cuMemCreate
+    cuMemMap
+}

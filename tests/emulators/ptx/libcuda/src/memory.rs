@@ -1,6 +1,6 @@
 //! Device and host memory, pools, copies and fills.
 
-use std::ffi::{c_int, c_uint, c_uchar, c_ushort, c_void};
+use std::ffi::{c_int, c_uchar, c_uint, c_ushort, c_void};
 
 use crate::error::{INVALID_VALUE, Result, SUCCESS, put};
 use crate::graph::{Node, submit};
@@ -40,7 +40,12 @@ pub extern "C" fn cuMemFreeAsync(address: u64, stream: Handle) -> Result {
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemAllocFromPoolAsync(out: *mut u64, bytes: usize, _pool: Handle, _s: Handle) -> Result {
+pub unsafe extern "C" fn cuMemAllocFromPoolAsync(
+    out: *mut u64,
+    bytes: usize,
+    _pool: Handle,
+    _s: Handle,
+) -> Result {
     // SAFETY: handed on unchanged.
     unsafe { cuMemAlloc_v2(out, bytes) }
 }
@@ -70,7 +75,11 @@ pub extern "C" fn cuMemPoolSetAttribute(_pool: Handle, _attribute: c_uint, _valu
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemPoolGetAttribute(_pool: Handle, attribute: c_uint, value: *mut c_void) -> Result {
+pub unsafe extern "C" fn cuMemPoolGetAttribute(
+    _pool: Handle,
+    attribute: c_uint,
+    value: *mut c_void,
+) -> Result {
     let live = state().device.live_bytes();
     match attribute {
         // The reuse switches are 32-bit, thresholds and sizes 64-bit.

@@ -5,7 +5,8 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use sha2::{Digest, Sha256};
 
 use crate::error::{
-    FILE_NOT_FOUND, INVALID_HANDLE, INVALID_PTX, INVALID_VALUE, NO_BINARY_FOR_GPU, NOT_FOUND, Result, SUCCESS, put,
+    FILE_NOT_FOUND, INVALID_HANDLE, INVALID_PTX, INVALID_VALUE, NO_BINARY_FOR_GPU, NOT_FOUND, Result,
+    SUCCESS, put,
 };
 use crate::state::{Function, Handle, State, state};
 
@@ -127,7 +128,11 @@ pub extern "C" fn cuModuleUnload(module: Handle) -> Result {
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuModuleGetFunction(out: *mut Handle, module: Handle, name: *const c_char) -> Result {
+pub unsafe extern "C" fn cuModuleGetFunction(
+    out: *mut Handle,
+    module: Handle,
+    name: *const c_char,
+) -> Result {
     if name.is_null() {
         return INVALID_VALUE;
     }
@@ -195,7 +200,11 @@ pub extern "C" fn cuLibraryUnload(library: Handle) -> Result {
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuLibraryGetKernel(out: *mut Handle, library: Handle, name: *const c_char) -> Result {
+pub unsafe extern "C" fn cuLibraryGetKernel(
+    out: *mut Handle,
+    library: Handle,
+    name: *const c_char,
+) -> Result {
     // SAFETY: handed on unchanged.
     unsafe { cuModuleGetFunction(out, library, name) }
 }

@@ -60,7 +60,11 @@ pub unsafe extern "C" fn cuOccupancyAvailableDynamicSMemPerBlock(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuOccupancyMaxActiveClusters(out: *mut c_int, function: Handle, config: *const Config) -> Result {
+pub unsafe extern "C" fn cuOccupancyMaxActiveClusters(
+    out: *mut c_int,
+    function: Handle,
+    config: *const Config,
+) -> Result {
     if config.is_null() {
         return crate::error::INVALID_VALUE;
     }

@@ -50,7 +50,12 @@ pub unsafe extern "C" fn cuGetProcAddress_v2(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGetProcAddress(name: *const c_char, out: *mut *mut c_void, version: c_int, flags: u64) -> Result {
+pub unsafe extern "C" fn cuGetProcAddress(
+    name: *const c_char,
+    out: *mut *mut c_void,
+    version: c_int,
+    flags: u64,
+) -> Result {
     // SAFETY: handed on unchanged.
     unsafe { cuGetProcAddress_v2(name, out, version, flags, std::ptr::null_mut()) }
 }

@@ -25,15 +25,49 @@ pub(crate) struct Architecture {
 }
 
 const ARCHITECTURES: &[(&str, Architecture)] = &[
-    ("80", Architecture { major: 8, minor: 0, num_sms: 108, shared_optin: 166_912, l2_bytes: 41_943_040, name: "A100" }),
-    ("90", Architecture { major: 9, minor: 0, num_sms: 132, shared_optin: 232_448, l2_bytes: 52_428_800, name: "H200" }),
+    (
+        "80",
+        Architecture {
+            major: 8,
+            minor: 0,
+            num_sms: 108,
+            shared_optin: 166_912,
+            l2_bytes: 41_943_040,
+            name: "A100",
+        },
+    ),
+    (
+        "90",
+        Architecture {
+            major: 9,
+            minor: 0,
+            num_sms: 132,
+            shared_optin: 232_448,
+            l2_bytes: 52_428_800,
+            name: "H200",
+        },
+    ),
     (
         "100",
-        Architecture { major: 10, minor: 0, num_sms: 148, shared_optin: 232_448, l2_bytes: 132_644_864, name: "B200" },
+        Architecture {
+            major: 10,
+            minor: 0,
+            num_sms: 148,
+            shared_optin: 232_448,
+            l2_bytes: 132_644_864,
+            name: "B200",
+        },
     ),
     (
         "120",
-        Architecture { major: 12, minor: 0, num_sms: 188, shared_optin: 101_376, l2_bytes: 100_663_296, name: "RTX" },
+        Architecture {
+            major: 12,
+            minor: 0,
+            num_sms: 188,
+            shared_optin: 101_376,
+            l2_bytes: 100_663_296,
+            name: "RTX",
+        },
     ),
 ];
 
@@ -92,8 +126,7 @@ impl State {
         if mode == "hb" {
             options.happens_before = true;
         } else if let Some(seed) = mode.strip_prefix("late") {
-            options.asynchrony =
-                Asynchrony::Late { seed: seed.trim_start_matches(':').parse().unwrap_or(1) };
+            options.asynchrony = Asynchrony::Late { seed: seed.trim_start_matches(':').parse().unwrap_or(1) };
         }
         Self {
             device: Device::new(),

@@ -3,7 +3,9 @@
 use std::ffi::{c_int, c_uint, c_ulonglong};
 use std::time::Instant;
 
-use crate::error::{INVALID_HANDLE, INVALID_VALUE, NOT_READY, Result, STREAM_CAPTURE_UNSUPPORTED, SUCCESS, put};
+use crate::error::{
+    INVALID_HANDLE, INVALID_VALUE, NOT_READY, Result, STREAM_CAPTURE_UNSUPPORTED, SUCCESS, put,
+};
 use crate::state::{Handle, Stream, state};
 
 /// Handles that name the default streams.
@@ -18,7 +20,11 @@ pub unsafe extern "C" fn cuStreamCreate(out: *mut Handle, flags: c_uint) -> Resu
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuStreamCreateWithPriority(out: *mut Handle, _flags: c_uint, priority: c_int) -> Result {
+pub unsafe extern "C" fn cuStreamCreateWithPriority(
+    out: *mut Handle,
+    _flags: c_uint,
+    priority: c_int,
+) -> Result {
     let mut s = state();
     let handle = s.handle();
     s.streams.insert(handle, Stream { capture: None, priority });
@@ -73,7 +79,12 @@ pub unsafe extern "C" fn cuStreamGetPriority(stream: Handle, out: *mut c_int) ->
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuStreamAttachMemAsync(_stream: Handle, _address: u64, _bytes: usize, _flags: c_uint) -> Result {
+pub extern "C" fn cuStreamAttachMemAsync(
+    _stream: Handle,
+    _address: u64,
+    _bytes: usize,
+    _flags: c_uint,
+) -> Result {
     SUCCESS
 }
 
@@ -93,7 +104,9 @@ pub extern "C" fn cuStreamBeginCapture_v2(stream: Handle, _mode: c_uint) -> Resu
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamEndCapture(stream: Handle, out: *mut Handle) -> Result {
     let mut s = state();
-    let Some(nodes) = s.streams.get_mut(&stream).and_then(|found| found.capture.take()) else { return INVALID_VALUE };
+    let Some(nodes) = s.streams.get_mut(&stream).and_then(|found| found.capture.take()) else {
+        return INVALID_VALUE;
+    };
     let handle = s.handle();
     s.graphs.insert(handle, nodes);
     // SAFETY: an output parameter of the driver API.

@@ -94,10 +94,29 @@ impl Session {
             self.lib,
             "cuLaunchKernel",
             (
-                usize, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, usize, *mut *mut c_void,
+                usize,
+                c_uint,
+                c_uint,
+                c_uint,
+                c_uint,
+                c_uint,
+                c_uint,
+                c_uint,
+                usize,
+                *mut *mut c_void,
                 *mut *mut c_void
             ),
-            self.function, n.div_ceil(64), 1, 1, 64, 1, 1, 0, stream, params.as_mut_ptr(), std::ptr::null_mut()
+            self.function,
+            n.div_ceil(64),
+            1,
+            1,
+            64,
+            1,
+            1,
+            0,
+            stream,
+            params.as_mut_ptr(),
+            std::ptr::null_mut()
         )
     }
 
@@ -148,10 +167,30 @@ fn an_inner_box_wider_than_the_swizzle_span_is_refused() {
             lib,
             "cuTensorMapEncodeTiled",
             (
-                *mut [u8; 128], c_uint, c_uint, u64, *const u64, *const u64, *const u32, *const u32, c_uint, c_uint,
-                c_uint, c_uint
+                *mut [u8; 128],
+                c_uint,
+                c_uint,
+                u64,
+                *const u64,
+                *const u64,
+                *const u32,
+                *const u32,
+                c_uint,
+                c_uint,
+                c_uint,
+                c_uint
             ),
-            &raw mut map.0, 9, 2, 0x1_0000, dims.as_ptr(), strides.as_ptr(), boxes.as_ptr(), steps.as_ptr(), 0, 3, 0,
+            &raw mut map.0,
+            9,
+            2,
+            0x1_0000,
+            dims.as_ptr(),
+            strides.as_ptr(),
+            boxes.as_ptr(),
+            steps.as_ptr(),
+            0,
+            3,
+            0,
             0
         )
     };

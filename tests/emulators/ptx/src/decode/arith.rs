@@ -29,9 +29,9 @@ impl Decoder<'_> {
     pub(super) fn arith(&mut self, raw: &RawInst) -> Result<Option<Inst>, Fault> {
         let ops = &raw.operands;
         Ok(Some(match raw.words[0].as_str() {
-            "add" | "sub" | "mul" | "mad" | "div" | "rem" | "min" | "max" | "abs" | "neg" | "fma" | "and" | "or"
-            | "xor" | "not" | "cnot" | "shl" | "shr" | "sad" | "mul24" | "rcp" | "sqrt" | "rsqrt" | "ex2" | "lg2"
-            | "tanh" | "sin" | "cos" | "copysign" | "addc" | "subc" => self.function(raw)?,
+            "add" | "sub" | "mul" | "mad" | "div" | "rem" | "min" | "max" | "abs" | "neg" | "fma" | "and"
+            | "or" | "xor" | "not" | "cnot" | "shl" | "shr" | "sad" | "mul24" | "rcp" | "sqrt" | "rsqrt"
+            | "ex2" | "lg2" | "tanh" | "sin" | "cos" | "copysign" | "addc" | "subc" => self.function(raw)?,
             "popc" | "clz" | "bfind" => {
                 let ty = last_type(raw)?;
                 let f = match (raw.words[0].as_str(), ty.bytes() == 8, ty.is_signed()) {
@@ -318,7 +318,8 @@ impl Decoder<'_> {
                 Ok(inst)
             }
             _ => {
-                let code = if ty.bytes() == 8 { Code::D(Df::Mov) } else { Code::W { f: Wf::Mov, ftz: false } };
+                let code =
+                    if ty.bytes() == 8 { Code::D(Df::Mov) } else { Code::W { f: Wf::Mov, ftz: false } };
                 self.regs(code, raw, ty, &[ty])
             }
         }

@@ -200,8 +200,11 @@ impl Decoder<'_> {
         let ops = &raw.operands;
         let pair = raw.has("cta_group::2");
         let new = |op| Inst::new(Code::Tcgen { op, pair });
-        let repeat =
-            raw.words.iter().find_map(|w| w.strip_prefix('x').and_then(|n| n.parse::<u16>().ok())).unwrap_or(1);
+        let repeat = raw
+            .words
+            .iter()
+            .find_map(|w| w.strip_prefix('x').and_then(|n| n.parse::<u16>().ok()))
+            .unwrap_or(1);
         let shape = raw.words.iter().find_map(|w| {
             Some(match w.as_str() {
                 "32x32b" => TmemShape::L32x32b,

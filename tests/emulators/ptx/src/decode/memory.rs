@@ -152,7 +152,8 @@ impl Decoder<'_> {
         let ops = &raw.operands[usize::from(returns)..];
         let (base, offset) = self.address(&ops[0])?;
         let value = self.elements(&ops[1], ty)?;
-        let (acquire, release) = (raw.has("acquire") || raw.has("acq_rel"), raw.has("release") || raw.has("acq_rel"));
+        let (acquire, release) =
+            (raw.has("acquire") || raw.has("acq_rel"), raw.has("release") || raw.has("acq_rel"));
         let count = value.len() as u8;
         let mut inst =
             Inst::new(Code::Atom(Atom { op, ty, space: space(raw), offset, count, acquire, release }));
@@ -223,9 +224,17 @@ impl Decoder<'_> {
 
     /// Sources in the list: destination, source or map, barrier, size, mask, coordinates; absent ones are `NONE`.
     fn bulk(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
-        if ["im2col", "im2col_no_offs", "im2col::w", "tile::gather4", "tile::scatter4", "cp_mask", "ignore_oob"]
-            .iter()
-            .any(|w| raw.has(w))
+        if [
+            "im2col",
+            "im2col_no_offs",
+            "im2col::w",
+            "tile::gather4",
+            "tile::scatter4",
+            "cp_mask",
+            "ignore_oob",
+        ]
+        .iter()
+        .any(|w| raw.has(w))
         {
             return Err(unknown(raw));
         }
@@ -276,7 +285,11 @@ impl Decoder<'_> {
             let map = self.any(base, Ty::B64)?;
             let Some(Operand::Vector(items)) = rest.first() else { return Err(unknown(raw)) };
             if Some(items.len()) != dims {
-                return Err(Fault::unsupported(format!("`{}` with {} coordinates", raw.opcode(), items.len())));
+                return Err(Fault::unsupported(format!(
+                    "`{}` with {} coordinates",
+                    raw.opcode(),
+                    items.len()
+                )));
             }
             for item in items {
                 coords.push(self.src(item, Ty::S32)?);

@@ -22,7 +22,11 @@ pub(crate) struct Symbol {
 }
 
 /// Decodes `func`. `globals` are the module's global and constant variables; `shared` its shared ones.
-pub(crate) fn decode(func: &Func, globals: &HashMap<String, Symbol>, shared: &[Var]) -> Result<Program, Fault> {
+pub(crate) fn decode(
+    func: &Func,
+    globals: &HashMap<String, Symbol>,
+    shared: &[Var],
+) -> Result<Program, Fault> {
     let mut d = Decoder::new(func, globals);
     d.layout_shared(func, shared);
     d.collect_labels(func)?;
@@ -80,7 +84,9 @@ impl<'a> Decoder<'a> {
             _ => None,
         });
         let used = |name: &str| {
-            func.body.iter().any(|s| matches!(s, Stmt::Inst(i) if i.operands.iter().any(|o| mentions(o, name))))
+            func.body
+                .iter()
+                .any(|s| matches!(s, Stmt::Inst(i) if i.operands.iter().any(|o| mentions(o, name))))
         };
         let vars: Vec<&Var> = module.iter().filter(|v| used(&v.name)).chain(local).collect();
         let mut end = RESERVED_SHARED;
@@ -190,7 +196,9 @@ impl<'a> Decoder<'a> {
                 Ok(())
             }
             Space::Shared => Ok(()),
-            other => Err(Fault::unsupported(format!("variable `{}` in space {other:?} inside a kernel", v.name))),
+            other => {
+                Err(Fault::unsupported(format!("variable `{}` in space {other:?} inside a kernel", v.name)))
+            }
         }
     }
 
@@ -316,7 +324,8 @@ impl<'a> Decoder<'a> {
         match operand {
             Operand::Name(name) => {
                 let found = self.find_register(name);
-                let (reg, _) = found.ok_or_else(|| Fault::new(FaultKind::Syntax, format!("`{name}` is no register")))?;
+                let (reg, _) =
+                    found.ok_or_else(|| Fault::new(FaultKind::Syntax, format!("`{name}` is no register")))?;
                 self.check_width(reg, ty, name)
             }
             Operand::Sink => Ok(self.row(match ty.bytes() {
@@ -365,7 +374,9 @@ impl<'a> Decoder<'a> {
     pub(super) fn named_space(&self, operand: &Operand) -> Option<Space> {
         match operand {
             Operand::Address { base, .. } => match &**base {
-                Operand::Name(name) if self.find_register(name).is_none() => self.symbol(name).map(|s| s.space),
+                Operand::Name(name) if self.find_register(name).is_none() => {
+                    self.symbol(name).map(|s| s.space)
+                }
                 _ => None,
             },
             _ => None,

@@ -29,7 +29,9 @@ impl Decoder<'_> {
                 ("proxy", w) if w.starts_with("tensormap") => Inst::new(Code::FenceTensorMap),
                 ("proxy", "alias") => Inst::new(Code::FenceMemory),
                 ("proxy", w) if w.starts_with("async") => Inst::new(Code::FenceProxyAsync),
-                ("mbarrier_init" | "acq_rel" | "sc" | "acquire" | "release", _) => Inst::new(Code::FenceMemory),
+                ("mbarrier_init" | "acq_rel" | "sc" | "acquire" | "release", _) => {
+                    Inst::new(Code::FenceMemory)
+                }
                 _ => return Err(unknown(raw)),
             },
             "shfl" => {
@@ -178,7 +180,8 @@ impl Decoder<'_> {
             MbarOp::Arrive { .. } => dst = self.any(next()?, Ty::B64)?,
             MbarOp::Test { .. } => dst = self.dst(next()?, Ty::Pred)?,
             MbarOp::PendingCount => {
-                let mut inst = Inst::new(Code::Mbar(Mbar { op, space: space(raw), offset: 0, relaxed: false }));
+                let mut inst =
+                    Inst::new(Code::Mbar(Mbar { op, space: space(raw), offset: 0, relaxed: false }));
                 inst.dst[0] = self.dst(next()?, Ty::U32)?;
                 inst.src[1] = self.src(next()?, Ty::B64)?;
                 return Ok(inst);

@@ -461,7 +461,9 @@ fn mixed(warp: &mut Warp, inst: &Inst, mask: u32, f: Xf) {
         Xf::ClzD => return word(warp, &|i| a[i].leading_zeros()),
         Xf::BfindDU => return word(warp, &|i| 63u32.wrapping_sub(a[i].leading_zeros())),
         Xf::BfindDS => {
-            return word(warp, &|i| 63u32.wrapping_sub((a[i] ^ ((a[i] as i64) >> 63) as u64).leading_zeros()));
+            return word(warp, &|i| {
+                63u32.wrapping_sub((a[i] ^ ((a[i] as i64) >> 63) as u64).leading_zeros())
+            });
         }
     };
     warp.set_wide(inst.dst[0], &r, mask);
@@ -523,15 +525,12 @@ fn compare_rows(warp: &Warp, inst: &Inst, cmp: Cmp, ty: Ty, ftz: bool) -> u32 {
                     let (a, b) = (f(a[i]), f(b[i]));
                     let nan = a.is_nan() || b.is_nan();
                     // An order of two doubles, told by three single values.
-                    let sign = if nan { f32::NAN } else { f32::from((a > b) as u8) - f32::from((a < b) as u8) };
+                    let sign =
+                        if nan { f32::NAN } else { f32::from((a > b) as u8) - f32::from((a < b) as u8) };
                     compare_f32(cmp, sign, 0.0)
                 });
             }
-            if ty.is_signed() {
-                ints!(a, b, i64)
-            } else {
-                ints!(a, b, u64)
-            }
+            if ty.is_signed() { ints!(a, b, i64) } else { ints!(a, b, u64) }
         }
         4 => {
             let (a, b) = (&warp.w[x], &warp.w[y]);
@@ -680,4 +679,3 @@ fn carry(warp: &mut Warp, inst: &Inst, mask: u32, [subtract, carry_in, carry_out
         warp.carry = warp.carry & !mask | flags & mask;
     }
 }
-

@@ -37,7 +37,13 @@ impl Cluster {
         32 * (others + 1)
     }
 
-    pub(super) fn named_barrier(&mut self, warp: &mut Warp, g: usize, inst: &Inst, active: u32) -> Exec<Step> {
+    pub(super) fn named_barrier(
+        &mut self,
+        warp: &mut Warp,
+        g: usize,
+        inst: &Inst,
+        active: u32,
+    ) -> Exec<Step> {
         let Code::Bar { arrive, red, popc, aligned } = inst.code else { return Ok(Step::Next) };
         if aligned && let Err(step) = self.converged(warp, g) {
             return Ok(step);
@@ -49,7 +55,10 @@ impl Cluster {
         }
         let count = if inst.src[1].is_some() { warp.w[inst.src[1].row()][first] } else { 0 };
         if count % 32 != 0 {
-            return Err(fault(FaultKind::Barrier, format!("barrier {id} with {count} threads, no multiple of 32")));
+            return Err(fault(
+                FaultKind::Barrier,
+                format!("barrier {id} with {count} threads, no multiple of 32"),
+            ));
         }
         let all = self.live_threads(warp);
         let block = warp.cta as usize;
@@ -88,7 +97,10 @@ impl Cluster {
         let bar = &mut self.blocks[block].barriers[id as usize];
         bar.gathered = gathered;
         if bar.arrived > 0 && bar.expected != count {
-            let text = format!("barrier {id}: {count} threads here, {} at earlier arrivals (0 is all)", bar.expected);
+            let text = format!(
+                "barrier {id}: {count} threads here, {} at earlier arrivals (0 is all)",
+                bar.expected
+            );
             return Err(fault(FaultKind::Barrier, text));
         }
         bar.expected = count;
@@ -124,7 +136,13 @@ impl Cluster {
         }
     }
 
-    pub(super) fn cluster_barrier(&mut self, warp: &mut Warp, g: usize, inst: &Inst, active: u32) -> Exec<Step> {
+    pub(super) fn cluster_barrier(
+        &mut self,
+        warp: &mut Warp,
+        g: usize,
+        inst: &Inst,
+        active: u32,
+    ) -> Exec<Step> {
         if let Code::ClusterArrive { relaxed } = inst.code {
             if let Some(t) = &mut self.tracker
                 && !relaxed
@@ -155,7 +173,8 @@ impl Cluster {
 
     /// Exited threads count as arrived.
     fn complete_cluster_barrier(&mut self, running: &Warp) {
-        let alive: u32 = self.warps.iter().map(|w| w.live.count_ones()).sum::<u32>() + running.live.count_ones();
+        let alive: u32 =
+            self.warps.iter().map(|w| w.live.count_ones()).sum::<u32>() + running.live.count_ones();
         if self.barrier.arrived >= alive {
             self.barrier.arrived = 0;
             self.barrier.generation += 1;
@@ -164,7 +183,13 @@ impl Cluster {
         }
     }
 
-    pub(super) fn set_max_registers(&mut self, warp: &mut Warp, g: usize, inst: &Inst, increase: bool) -> Exec<Step> {
+    pub(super) fn set_max_registers(
+        &mut self,
+        warp: &mut Warp,
+        g: usize,
+        inst: &Inst,
+        increase: bool,
+    ) -> Exec<Step> {
         if let Err(step) = self.converged(warp, g) {
             return Ok(step);
         }

@@ -47,12 +47,19 @@ impl Cluster {
                     let take = match inst.src[2].file() {
                         None => n,
                         Some(crate::op::File::Pred) => {
-                            if warp.p[inst.src[2].row()] >> lane & 1 != 0 { 0 } else { n }
+                            if warp.p[inst.src[2].row()] >> lane & 1 != 0 {
+                                0
+                            } else {
+                                n
+                            }
                         }
                         Some(_) => warp.get(inst.src[2], lane),
                     };
                     if take > n {
-                        return Err(fault(FaultKind::OutOfBounds, format!("cp.async src-size {take} beyond {n}")));
+                        return Err(fault(
+                            FaultKind::OutOfBounds,
+                            format!("cp.async src-size {take} beyond {n}"),
+                        ));
                     }
                     let mut data = [0u8; 16];
                     if take > 0 {
@@ -101,11 +108,22 @@ impl Cluster {
     }
 
     fn shared_operand(&self, warp: &Warp, address: u64) -> Exec<(u32, u32)> {
-        let address = if address.wrapping_sub(SHARED_WINDOW) < WINDOW_BYTES { address - SHARED_WINDOW } else { address };
+        let address = if address.wrapping_sub(SHARED_WINDOW) < WINDOW_BYTES {
+            address - SHARED_WINDOW
+        } else {
+            address
+        };
         self.shared_target(warp, address)
     }
 
-    pub(super) fn bulk(&mut self, warp: &mut Warp, program: &Program, inst: &Inst, bulk: Bulk, active: u32) -> Exec<()> {
+    pub(super) fn bulk(
+        &mut self,
+        warp: &mut Warp,
+        program: &Program,
+        inst: &Inst,
+        bulk: Bulk,
+        active: u32,
+    ) -> Exec<()> {
         let list = program.list(inst).1;
         for lane in lanes(active) {
             let value = |i: usize| if list[i].is_some() { warp.get(list[i], lane) } else { 0 };
@@ -144,7 +162,10 @@ impl Cluster {
                 job.bytes = map.box_bytes();
                 job.map = Some(map);
             } else if bytes % 16 != 0 || bytes == 0 {
-                return Err(fault(FaultKind::Descriptor, format!("bulk copy of {bytes} bytes, no multiple of 16")));
+                return Err(fault(
+                    FaultKind::Descriptor,
+                    format!("bulk copy of {bytes} bytes, no multiple of 16"),
+                ));
             }
             match bulk.route {
                 Route::Prefetch => continue,
@@ -194,7 +215,8 @@ impl Cluster {
         (job.shared, job.bars) = (Vec::new(), Vec::new());
         for cta in (0..16).filter(|r| mask >> r & 1 != 0) {
             if cta as usize >= self.blocks.len() {
-                let text = format!("multicast mask {mask:#x} names rank {cta} of {} blocks", self.blocks.len());
+                let text =
+                    format!("multicast mask {mask:#x} names rank {cta} of {} blocks", self.blocks.len());
                 return Err(fault(FaultKind::OutOfBounds, text));
             }
             job.shared.push((cta, at));
@@ -329,7 +351,8 @@ impl Cluster {
     fn rows(map: &TensorMap, coords: [i32; 5], mut f: impl FnMut(usize, i64, bool) -> Exec<()>) -> Exec<()> {
         let rank = usize::from(map.rank);
         let row = (map.box_elements(0) * map.element_bytes()) as usize;
-        let counts: [u32; 5] = std::array::from_fn(|i| if i > 0 && i < rank { map.box_elements(i) } else { 1 });
+        let counts: [u32; 5] =
+            std::array::from_fn(|i| if i > 0 && i < rank { map.box_elements(i) } else { 1 });
         for n in 0..counts.iter().product::<u32>() {
             let (mut rest, mut address, mut inside) = (n, map.address as i64, true);
             for i in 1..rank {
@@ -399,7 +422,11 @@ impl Cluster {
                 let from = first.clamp(0, map.dims[0] as i64);
                 let to = (first + count as i64).clamp(from, map.dims[0] as i64);
                 let skip = (from - first).min(count as i64) as usize;
-                spans.push(((address + from * size as i64) as u64, at + skip * size, (to - from) as usize * size));
+                spans.push((
+                    (address + from * size as i64) as u64,
+                    at + skip * size,
+                    (to - from) as usize * size,
+                ));
             } else {
                 for i in 0..count {
                     let c = first + i as i64 * step;

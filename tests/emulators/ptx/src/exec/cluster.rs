@@ -65,7 +65,10 @@ pub(super) enum Step {
     /// Go to; for all lanes of the group.
     Jump(u32),
     /// Some lanes go to the target, the others on.
-    Split { target: u32, taken: u32 },
+    Split {
+        target: u32,
+        taken: u32,
+    },
     Exit(u32),
     Block(Wait),
 }
@@ -134,7 +137,9 @@ impl Cluster {
         let tracker = launch.options.happens_before.then(|| Box::new(Tracker::new(blocks.len(), num_warps)));
         let seed = match launch.options.asynchrony {
             Asynchrony::Eager => 0,
-            Asynchrony::Late { seed } => (seed ^ u64::from(index) << 32).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
+            Asynchrony::Late { seed } => {
+                (seed ^ u64::from(index) << 32).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1
+            }
         };
         Self {
             blocks,
@@ -270,7 +275,8 @@ impl Cluster {
                     break None;
                 }
                 let inst = &program.code[pc as usize];
-                let active = if inst.guard.is_some() { mask & warp.pred(inst.guard, inst.guard_not) } else { mask };
+                let active =
+                    if inst.guard.is_some() { mask & warp.pred(inst.guard, inst.guard_not) } else { mask };
                 left -= 1;
                 warp.executed += 1;
                 self.hits[pc as usize] += 1;
@@ -351,7 +357,14 @@ impl Cluster {
         f
     }
 
-    fn execute(&mut self, warp: &mut Warp, g: usize, program: &Program, inst: &Inst, active: u32) -> Exec<Step> {
+    fn execute(
+        &mut self,
+        warp: &mut Warp,
+        g: usize,
+        program: &Program,
+        inst: &Inst,
+        active: u32,
+    ) -> Exec<Step> {
         match inst.code {
             Code::Bra { target } => return Ok(Step::Jump(target)),
             Code::Brx { table } => {
@@ -414,7 +427,9 @@ impl Cluster {
             | Code::ActiveMask
             | Code::WarpSync => return self.collective(warp, g, inst, active),
             Code::Bar { .. } => return self.named_barrier(warp, g, inst, active),
-            Code::ClusterArrive { .. } | Code::ClusterWait => return self.cluster_barrier(warp, g, inst, active),
+            Code::ClusterArrive { .. } | Code::ClusterWait => {
+                return self.cluster_barrier(warp, g, inst, active);
+            }
             Code::SetMaxNReg { increase } => return self.set_max_registers(warp, g, inst, increase),
             Code::Mbar(mbar) => return self.mbarrier(warp, inst, mbar, active),
             Code::CpAsync { .. } | Code::CpAsyncCommit | Code::CpAsyncWait { .. } => {
@@ -470,7 +485,10 @@ impl Cluster {
             Err(f)
         };
         if let Some(columns) = block.tmem.leaked() {
-            return at_exit(FaultKind::TensorMemory, format!("{columns} tensor memory columns allocated at exit"));
+            return at_exit(
+                FaultKind::TensorMemory,
+                format!("{columns} tensor memory columns allocated at exit"),
+            );
         }
         for (id, group) in block.warpgroups.iter().enumerate() {
             if let Some(text) = group.unfinished() {
@@ -507,11 +525,10 @@ impl Cluster {
     }
 
     fn deadlock(&self) -> Box<Fault> {
-        let lanes_missing = self
-            .warps
-            .iter()
-            .flat_map(|w| w.groups.iter().map(move |g| (w, g)))
-            .find(|(w, g)| matches!(g.waits, Some(Wait::Lanes(_))) && w.groups.iter().all(|g| g.waits.is_some()));
+        let lanes_missing =
+            self.warps.iter().flat_map(|w| w.groups.iter().map(move |g| (w, g))).find(|(w, g)| {
+                matches!(g.waits, Some(Wait::Lanes(_))) && w.groups.iter().all(|g| g.waits.is_some())
+            });
         let kind = if lanes_missing.is_some() { FaultKind::DivergentCollective } else { FaultKind::Deadlock };
         let first = lanes_missing.or_else(|| {
             let mut waiting = self.warps.iter().flat_map(|w| w.groups.iter().map(move |g| (w, g)));
@@ -526,7 +543,8 @@ impl Cluster {
 
     fn warp_exits(&mut self, warp: &mut Warp) -> Exec<()> {
         self.blocks[warp.cta as usize].free_registers += i64::from(warp.max_registers) * 32;
-        if self.launch.options.happens_before && warp.asynchrony.wgmma_committed > warp.asynchrony.wgmma_done {
+        if self.launch.options.happens_before && warp.asynchrony.wgmma_committed > warp.asynchrony.wgmma_done
+        {
             return Err(fault(FaultKind::RegisterInFlight, "the warp exits with wgmma groups in flight"));
         }
         Ok(())
@@ -546,7 +564,14 @@ fn merge(warp: &mut Warp) {
     });
 }
 
-fn fill_specials(warp: &mut Warp, launch: &Launch, cluster: u32, block: [u32; 3], offset: [u32; 3], rank: u32) {
+fn fill_specials(
+    warp: &mut Warp,
+    launch: &Launch,
+    cluster: u32,
+    block: [u32; 3],
+    offset: [u32; 3],
+    rank: u32,
+) {
     let c = &launch.config;
     let [bx, by, _] = c.block;
     let first = warp.index * 32;

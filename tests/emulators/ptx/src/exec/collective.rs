@@ -22,7 +22,10 @@ impl Cluster {
             let masks = &warp.w[reg.row()];
             members = masks[first];
             if let Some(lane) = lanes(active).find(|&i| masks[i] != members) {
-                let text = format!("lane {first} gives the member mask {members:#x}, lane {lane} {:#x}", masks[lane]);
+                let text = format!(
+                    "lane {first} gives the member mask {members:#x}, lane {lane} {:#x}",
+                    masks[lane]
+                );
                 return Err(fault(FaultKind::DivergentCollective, text));
             }
             if active & !members != 0 {

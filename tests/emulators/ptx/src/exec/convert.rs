@@ -88,11 +88,7 @@ fn source(cvt: Cvt, v: u64) -> f64 {
 
 fn from_float(cvt: Cvt, x: f64) -> u64 {
     let x = if cvt.integral && cvt.to.is_float() { integral(x, cvt.round) } else { x };
-    let x = if cvt.sat && cvt.to.is_float() {
-        if x > 0.0 { x.min(1.0) } else { 0.0 }
-    } else {
-        x
-    };
+    let x = if cvt.sat && cvt.to.is_float() { if x > 0.0 { x.min(1.0) } else { 0.0 } } else { x };
     let x = if cvt.relu && x < 0.0 { 0.0 } else { x };
     match cvt.to {
         Ty::F64 => x.to_bits(),

@@ -10,7 +10,8 @@ use crate::ast::{Space, Ty};
 use crate::fault::FaultKind;
 use crate::fp;
 use crate::memory::{
-    LOCAL_WINDOW, PARAM_WINDOW, SHARED_BITS, SHARED_WINDOW, WINDOW_BYTES, misaligned, out_of_bounds, uninitialised,
+    LOCAL_WINDOW, PARAM_WINDOW, SHARED_BITS, SHARED_WINDOW, WINDOW_BYTES, misaligned, out_of_bounds,
+    uninitialised,
 };
 use crate::op::{Access, Atom, AtomOp, Code, Inst, Program};
 
@@ -53,13 +54,24 @@ impl Cluster {
                 let (cta, at) = self.shared_target(warp, address - SHARED_WINDOW)?;
                 Target::Shared { cta, at }
             }
-            Space::Generic if address.wrapping_sub(LOCAL_WINDOW) < WINDOW_BYTES => Target::Local(address - LOCAL_WINDOW),
-            Space::Generic if address.wrapping_sub(PARAM_WINDOW) < WINDOW_BYTES => Target::Param(address - PARAM_WINDOW),
+            Space::Generic if address.wrapping_sub(LOCAL_WINDOW) < WINDOW_BYTES => {
+                Target::Local(address - LOCAL_WINDOW)
+            }
+            Space::Generic if address.wrapping_sub(PARAM_WINDOW) < WINDOW_BYTES => {
+                Target::Param(address - PARAM_WINDOW)
+            }
             Space::Generic => Target::Global(address),
         })
     }
 
-    pub(super) fn load(&mut self, warp: &mut Warp, program: &Program, inst: &Inst, a: Access, active: u32) -> Exec<()> {
+    pub(super) fn load(
+        &mut self,
+        warp: &mut Warp,
+        program: &Program,
+        inst: &Inst,
+        a: Access,
+        active: u32,
+    ) -> Exec<()> {
         let base = warp.wide(inst.src[0]);
         let dst = program.list(inst).0;
         let unit = usize::from(a.unit);
@@ -126,7 +138,14 @@ impl Cluster {
     }
 
     /// Reads bytes for one lane; the caller has checked the alignment.
-    pub(super) fn read(&mut self, warp: &mut Warp, target: Target, out: &mut [u8], lane: usize, strong: bool) -> Exec<()> {
+    pub(super) fn read(
+        &mut self,
+        warp: &mut Warp,
+        target: Target,
+        out: &mut [u8],
+        lane: usize,
+        strong: bool,
+    ) -> Exec<()> {
         let n = out.len() as u32;
         match target {
             Target::Shared { cta, at } => {
@@ -141,7 +160,12 @@ impl Cluster {
                 }
             }
             Target::Global(address) => {
-                let a = self.launch.view.find(address, u64::from(n), &mut self.hint, "load from global memory")?;
+                let a = self.launch.view.find(
+                    address,
+                    u64::from(n),
+                    &mut self.hint,
+                    "load from global memory",
+                )?;
                 let at = address - a.base;
                 if self.launch.options.check_uninitialised
                     && let Some(first) = a.first_unwritten(at, u64::from(n))
@@ -161,10 +185,16 @@ impl Cluster {
                 let size = self.launch.program.local_bytes as usize;
                 let (from, n) = (at as usize, n as usize);
                 if from + n > size {
-                    return Err(out_of_bounds("load from local memory", at, n as u64, &format!("{size} bytes")));
+                    return Err(out_of_bounds(
+                        "load from local memory",
+                        at,
+                        n as u64,
+                        &format!("{size} bytes"),
+                    ));
                 }
                 let range = lane * size + from..lane * size + from + n;
-                if self.launch.options.check_uninitialised && warp.local_init[range.clone()].contains(&false) {
+                if self.launch.options.check_uninitialised && warp.local_init[range.clone()].contains(&false)
+                {
                     return Err(uninitialised("load from local memory", at));
                 }
                 out.copy_from_slice(&warp.local[range]);
@@ -183,7 +213,14 @@ impl Cluster {
     }
 
     /// Writes bytes for one lane; the caller has checked the alignment.
-    pub(super) fn write(&mut self, warp: &mut Warp, target: Target, data: &[u8], lane: usize, strong: bool) -> Exec<()> {
+    pub(super) fn write(
+        &mut self,
+        warp: &mut Warp,
+        target: Target,
+        data: &[u8],
+        lane: usize,
+        strong: bool,
+    ) -> Exec<()> {
         let n = data.len() as u32;
         match target {
             Target::Shared { cta, at } => {
@@ -195,7 +232,8 @@ impl Cluster {
                 shared.get_mut(at, n).copy_from_slice(data);
             }
             Target::Global(address) => {
-                let a = self.launch.view.find(address, u64::from(n), &mut self.hint, "store to global memory")?;
+                let a =
+                    self.launch.view.find(address, u64::from(n), &mut self.hint, "store to global memory")?;
                 a.write(address - a.base, data);
                 self.counters.global_written += u64::from(n);
                 self.launch.global_events.fetch_add(1, Relaxed);
@@ -204,20 +242,37 @@ impl Cluster {
                 let size = self.launch.program.local_bytes as usize;
                 let (from, n) = (at as usize, n as usize);
                 if from + n > size {
-                    return Err(out_of_bounds("store to local memory", at, n as u64, &format!("{size} bytes")));
+                    return Err(out_of_bounds(
+                        "store to local memory",
+                        at,
+                        n as u64,
+                        &format!("{size} bytes"),
+                    ));
                 }
                 let range = lane * size + from..lane * size + from + n;
                 warp.local_init[range.clone()].fill(true);
                 warp.local[range].copy_from_slice(data);
             }
             Target::Param(at) => {
-                return Err(out_of_bounds("store to a parameter", at, u64::from(n), "parameters are read-only"));
+                return Err(out_of_bounds(
+                    "store to a parameter",
+                    at,
+                    u64::from(n),
+                    "parameters are read-only",
+                ));
             }
         }
         Ok(())
     }
 
-    pub(super) fn atomic(&mut self, warp: &mut Warp, program: &Program, inst: &Inst, a: Atom, active: u32) -> Exec<()> {
+    pub(super) fn atomic(
+        &mut self,
+        warp: &mut Warp,
+        program: &Program,
+        inst: &Inst,
+        a: Atom,
+        active: u32,
+    ) -> Exec<()> {
         let base = warp.wide(inst.src[0]);
         let (dst, src) = program.list(inst);
         let bytes = a.ty.bytes() as usize;
@@ -312,11 +367,7 @@ impl Cluster {
         if let Code::IsSpace { space } = inst.code {
             let base = window(space);
             let in_space = |v: u64| {
-                if base != 0 {
-                    v.wrapping_sub(base) < WINDOW_BYTES
-                } else {
-                    v < SHARED_WINDOW
-                }
+                if base != 0 { v.wrapping_sub(base) < WINDOW_BYTES } else { v < SHARED_WINDOW }
             };
             let bits = lanes(active).filter(|&i| in_space(a[i])).fold(0, |m, i| m | 1 << i);
             warp.set_pred(inst.dst[0], bits, active);

@@ -104,7 +104,11 @@ impl Cluster {
     /// Where the 16 bytes of one matrix row lie: lane `lane` names them.
     fn row_address(&self, warp: &Warp, inst: &Inst, lane: usize, offset: i64) -> Exec<(u32, u32)> {
         let address = warp.get(inst.src[0], lane).wrapping_add(offset as u64);
-        let address = if address.wrapping_sub(SHARED_WINDOW) < WINDOW_BYTES { address - SHARED_WINDOW } else { address };
+        let address = if address.wrapping_sub(SHARED_WINDOW) < WINDOW_BYTES {
+            address - SHARED_WINDOW
+        } else {
+            address
+        };
         let (cta, at) = self.shared_target(warp, address)?;
         self.blocks[cta as usize].shared.check(at, 16, 16, "matrix row")?;
         Ok((cta, at))
@@ -137,7 +141,8 @@ fn multiply(warp: &mut Warp, program: &Program, inst: &Inst, mma: Mma) {
             let at = 4 / size * (lane % 4) + e;
             for (i, reg) in regs_a.iter().enumerate() {
                 // Registers alternate between rows r and r + 8, then step 16 bytes along K.
-                a[(lane / 4 + 8 * (i % 2)) * k + at + 16 / size * (i / 2)] = fragment(warp, *reg, mma.a, lane, e);
+                a[(lane / 4 + 8 * (i % 2)) * k + at + 16 / size * (i / 2)] =
+                    fragment(warp, *reg, mma.a, lane, e);
             }
             for (i, reg) in regs_b.iter().enumerate() {
                 b[(at + 16 / size * i) * 8 + lane / 4] = fragment(warp, *reg, mma.b, lane, e);

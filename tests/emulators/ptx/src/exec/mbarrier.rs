@@ -88,6 +88,11 @@ impl Cluster {
         for lane in lanes(active) {
             let (cta, at) = self.mbarrier_target(warp, mbar, inst, lane)?;
             let value = if inst.src[1].is_some() { warp.get(inst.src[1], lane) as u32 } else { 1 };
+            if mbar.op != MbarOp::Init
+                && let Some(t) = &mut self.tracker
+            {
+                t.mbarrier_use(warp, cta, at)?;
+            }
             match mbar.op {
                 MbarOp::Init => {
                     if value == 0 || value > MAX_COUNT {
@@ -99,7 +104,8 @@ impl Cluster {
                     };
                     let block = &mut self.blocks[cta as usize];
                     let bar = Mbarrier { expected: value, pending: value, track, ..Mbarrier::default() };
-                    if block.mbarriers.insert(at, bar).is_some() && self.launch.options.check_barriers_at_exit {
+                    if block.mbarriers.insert(at, bar).is_some() && self.launch.options.check_barriers_at_exit
+                    {
                         return Err(misuse(at, "initialised twice without mbarrier.inval"));
                     }
                     block.shared.get_mut(at, 8).fill(0);
@@ -222,6 +228,9 @@ impl Cluster {
                 // The same question has the same answer.
                 done |= (done >> (lane - 1) & 1) << lane;
                 continue;
+            }
+            if let Some(t) = &mut self.tracker {
+                t.mbarrier_use(warp, cta, at)?;
             }
             let bar = self.barrier_at(cta, at)?;
             let complete = if parity {

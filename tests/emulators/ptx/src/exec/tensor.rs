@@ -117,7 +117,10 @@ impl TensorMap {
                 return Err(refuse(format!("boxDim[{i}] {} is not in 1..=256", self.box_dims[i])));
             }
             if self.element_strides[i] == 0 || self.element_strides[i] > 8 {
-                return Err(refuse(format!("elementStrides[{i}] {} is not in 1..=8", self.element_strides[i])));
+                return Err(refuse(format!(
+                    "elementStrides[{i}] {} is not in 1..=8",
+                    self.element_strides[i]
+                )));
             }
         }
         for (i, &stride) in self.strides[..rank - 1].iter().enumerate() {
@@ -126,7 +129,9 @@ impl TensorMap {
             }
             let least = if i == 0 { self.dims[0] * size } else { self.strides[i - 1] };
             if i == 0 && stride < least {
-                return Err(refuse(format!("globalStrides[0] {stride} is less than the {least} bytes of a row")));
+                return Err(refuse(format!(
+                    "globalStrides[0] {stride} is less than the {least} bytes of a row"
+                )));
             }
         }
         let inner = u64::from(self.box_dims[0]) * size;
@@ -135,7 +140,9 @@ impl TensorMap {
         }
         let span = u64::from(self.swizzle_mode().span());
         if self.swizzle != 0 && inner > span {
-            return Err(refuse(format!("inner box of {inner} bytes is wider than the swizzle span of {span} bytes")));
+            return Err(refuse(format!(
+                "inner box of {inner} bytes is wider than the swizzle span of {span} bytes"
+            )));
         }
         Ok(())
     }
@@ -145,7 +152,13 @@ impl TensorMap {
     pub fn encode(&self) -> [u8; 128] {
         let mut out = [0u8; 128];
         out[..4].copy_from_slice(&MAGIC.to_le_bytes());
-        out[4..9].copy_from_slice(&[self.data_type, self.rank, self.interleave, self.swizzle, self.nan_fill.into()]);
+        out[4..9].copy_from_slice(&[
+            self.data_type,
+            self.rank,
+            self.interleave,
+            self.swizzle,
+            self.nan_fill.into(),
+        ]);
         out[16..24].copy_from_slice(&self.address.to_le_bytes());
         for i in 0..5 {
             out[24 + 4 * i..28 + 4 * i].copy_from_slice(&(self.dims[i].wrapping_sub(1) as u32).to_le_bytes());
@@ -163,7 +176,8 @@ impl TensorMap {
     /// # Errors
     /// The bytes are no map of this emulator.
     pub fn decode(bytes: &[u8; 128]) -> Result<Self, Fault> {
-        let word = |at: usize, n: usize| bytes[at..at + n].iter().rev().fold(0u64, |v, &b| v << 8 | u64::from(b));
+        let word =
+            |at: usize, n: usize| bytes[at..at + n].iter().rev().fold(0u64, |v, &b| v << 8 | u64::from(b));
         if word(0, 4) != u64::from(MAGIC) {
             return Err(refuse(format!("the 128 bytes begin with {:#x}: no encoded map", word(0, 4))));
         }

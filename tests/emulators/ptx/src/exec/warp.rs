@@ -30,7 +30,11 @@ pub(crate) enum Wait {
     /// Other lanes of the warp, named by the mask, at the same instruction.
     Lanes(u32),
     Barrier(u32),
-    Mbarrier { cta: u32, address: u32, parity: u32 },
+    Mbarrier {
+        cta: u32,
+        address: u32,
+        parity: u32,
+    },
     Cluster,
     Async(&'static str),
     Registers(u32),
@@ -112,7 +116,11 @@ impl Warp {
 
     /// A row of whatever width, as 64-bit values.
     pub(crate) fn wide(&self, reg: Reg) -> WideRow {
-        if reg.is_double() { self.d[reg.row()] } else { std::array::from_fn(|i| u64::from(self.w[reg.row()][i])) }
+        if reg.is_double() {
+            self.d[reg.row()]
+        } else {
+            std::array::from_fn(|i| u64::from(self.w[reg.row()][i]))
+        }
     }
 
     /// The lanes of a predicate source, [`Reg::NONE`] reading as false.

@@ -36,13 +36,7 @@ impl Warpgroup {
                 return Err(format!(
                     "warp {rank} of the warpgroup issues (instruction {}, descriptors {:#x}, {:#x}), \
                      another warp issued ({}, {:#x}, {:#x}) as its number {}",
-                    key.0,
-                    key.1,
-                    key.2,
-                    seen.0,
-                    seen.1,
-                    seen.2,
-                    self.count[rank]
+                    key.0, key.1, key.2, seen.0, seen.1, seen.2, self.count[rank]
                 ));
             }
         }
@@ -90,7 +84,8 @@ impl Descriptor {
             _ => Swizzle::B32,
         };
         if bits >> 49 & 7 != 0 {
-            let text = format!("descriptor {bits:#x} with base offset {}: not supported here", bits >> 49 & 7);
+            let text =
+                format!("descriptor {bits:#x} with base offset {}: not supported here", bits >> 49 & 7);
             return Err(fault(FaultKind::Descriptor, text));
         }
         Ok(Self { start: field(0), leading: field(16), stride: field(32), swizzle })
@@ -102,9 +97,13 @@ impl Descriptor {
         let span = self.swizzle.span();
         let group = row / 8 * self.stride + row % 8 * span;
         let at = match (self.swizzle, transposed) {
-            (Swizzle::None, false) => self.start + row / 8 * self.stride + row % 8 * 16 + byte / 16 * self.leading,
+            (Swizzle::None, false) => {
+                self.start + row / 8 * self.stride + row % 8 * 16 + byte / 16 * self.leading
+            }
             // Without a swizzle the two strides change roles for MN-major operands.
-            (Swizzle::None, true) => self.start + row / 8 * self.leading + row % 8 * 16 + byte / 16 * self.stride,
+            (Swizzle::None, true) => {
+                self.start + row / 8 * self.leading + row % 8 * 16 + byte / 16 * self.stride
+            }
             (_, false) => self.start + group + byte,
             (_, true) => self.start + byte / span * self.leading + group + byte % span,
         };
@@ -244,7 +243,12 @@ impl OperandCache {
         let mut values = vec![0f32; (operand.rows * operand.depth) as usize];
         let range = operand.read(shared, check, &mut values, row_pitch, k_pitch)?;
         let values = std::sync::Arc::new(values);
-        self.entries.push_back(Cached { key, range, clock: shared.clock(), values: std::sync::Arc::clone(&values) });
+        self.entries.push_back(Cached {
+            key,
+            range,
+            clock: shared.clock(),
+            values: std::sync::Arc::clone(&values),
+        });
         if self.entries.len() > 64 {
             self.entries.pop_front();
         }
@@ -313,7 +317,14 @@ fn a_fragment(warp: &Warp, regs: &[Reg], kind: Elem, k: usize) -> Vec<f32> {
 }
 
 impl Cluster {
-    pub(super) fn wgmma(&mut self, warp: &mut Warp, g: usize, program: &Program, inst: &Inst, active: u32) -> Exec<Step> {
+    pub(super) fn wgmma(
+        &mut self,
+        warp: &mut Warp,
+        g: usize,
+        program: &Program,
+        inst: &Inst,
+        active: u32,
+    ) -> Exec<Step> {
         if warp.live != u32::MAX || active != u32::MAX {
             if warp.live == u32::MAX && warp.groups[g].mask != u32::MAX {
                 return Ok(Step::Block(Wait::Lanes(u32::MAX)));
@@ -395,7 +406,10 @@ impl Cluster {
         match row.iter().position(|v| *v != row[0]) {
             None => Ok(row[0]),
             Some(lane) => {
-                let text = format!("lane 0 gives {:#x}, lane {lane} {:#x} for one matrix operand", row[0], row[lane]);
+                let text = format!(
+                    "lane 0 gives {:#x}, lane {lane} {:#x} for one matrix operand",
+                    row[0], row[lane]
+                );
                 Err(fault(FaultKind::DivergentCollective, text))
             }
         }
@@ -467,7 +481,8 @@ fn load_accumulators(warp: &Warp, dst: &[Reg], w: Wgmma, d: &mut [f32]) {
                 d[at] = fp::f16_to_f32(bits as u16);
                 d[at + 1] = fp::f16_to_f32((bits >> 16) as u16);
             } else {
-                d[(lane / 4 + 8 * (i / 2 % 2)) * n + i / 4 * 8 + 2 * (lane % 4) + i % 2] = f32::from_bits(bits);
+                d[(lane / 4 + 8 * (i / 2 % 2)) * n + i / 4 * 8 + 2 * (lane % 4) + i % 2] =
+                    f32::from_bits(bits);
             }
         }
     }

@@ -24,9 +24,15 @@ pub(crate) fn out_of_bounds(what: &str, address: u64, bytes: u64, of: &str) -> B
 }
 
 pub(crate) fn misaligned(what: &str, address: u64, bytes: u64) -> Box<Fault> {
-    Box::new(Fault::new(FaultKind::Misaligned, format!("{what} at {address:#x} is no multiple of {bytes} bytes")))
+    Box::new(Fault::new(
+        FaultKind::Misaligned,
+        format!("{what} at {address:#x} is no multiple of {bytes} bytes"),
+    ))
 }
 
 pub(crate) fn uninitialised(what: &str, address: u64) -> Box<Fault> {
-    Box::new(Fault::new(FaultKind::Uninitialised, format!("{what} of bytes never written, first {address:#x}")))
+    Box::new(Fault::new(
+        FaultKind::Uninitialised,
+        format!("{what} of bytes never written, first {address:#x}"),
+    ))
 }

@@ -21,7 +21,12 @@ impl Shared {
     /// `end` counts from address 0, the reserved bytes included.
     pub(crate) fn new(end: u32) -> Self {
         let n = end as usize;
-        Self { bytes: vec![0xa5; n], init: vec![0; n.div_ceil(64)], stamps: vec![0; n.div_ceil(1024)], clock: 0 }
+        Self {
+            bytes: vec![0xa5; n],
+            init: vec![0; n.div_ceil(64)],
+            stamps: vec![0; n.div_ceil(1024)],
+            clock: 0,
+        }
     }
 
     /// Checks bounds and alignment of an access.
