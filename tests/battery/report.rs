@@ -3,11 +3,11 @@
 use std::fmt;
 use std::io::Write;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use fmha_core::{FmhaBackend, MemorySpace};
 use quick_junit::{NonSuccessKind, TestCase, TestCaseStatus, TestSuite};
-use rayon::prelude::*;
 use regex_lite::Regex;
 use serde::Serialize;
 
@@ -99,11 +99,24 @@ pub fn run_cases(
         (index, report)
     };
     let (huge, small): (Vec<_>, Vec<_>) = cases.iter().enumerate().partition(|(_, case)| case.is_huge());
-    let mut reports: Vec<(usize, CaseReport)> = if backend.memory().space() == MemorySpace::Host {
-        small.into_par_iter().map(one).collect()
-    } else {
-        small.into_iter().map(one).collect()
+    let threads = match backend.memory().space() {
+        MemorySpace::Host => std::thread::available_parallelism().map_or(1, usize::from),
+        MemorySpace::Device => 1,
     };
+    // Threads of its own, not a pool: a pool's worker that waits for a backend's pool would take up
+    // one more case meanwhile, and another inside that one.
+    let next = AtomicUsize::new(0);
+    let worker = || {
+        let mut done = Vec::new();
+        while let Some(&case) = small.get(next.fetch_add(1, Ordering::Relaxed)) {
+            done.push(one(case));
+        }
+        done
+    };
+    let mut reports: Vec<(usize, CaseReport)> = std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(worker)).collect();
+        workers.into_iter().filter_map(|worker| worker.join().ok()).flatten().collect()
+    });
     reports.extend(huge.into_iter().map(one));
     reports.sort_by_key(|(index, _)| *index);
     let cases: Vec<CaseReport> = reports.into_iter().map(|(_, report)| report).collect();
