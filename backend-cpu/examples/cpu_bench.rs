@@ -1,10 +1,10 @@
 //! Times one problem of the CPU backend and prints, a line for each repetition, the seconds by the
-//! clock and the processor seconds of the calling thread (all of them where there is one thread;
-//! Linux only, 0 elsewhere).
+//! clock and the processor seconds of the calling thread (all of them where there is one thread).
 //!
 //! `cpu_bench fwd|bwd SEQLEN f32|f16|bf16 causal|full REPEAT [HEADS] [HEAD_DIM] [BLOCK_M] [BLOCK_N]`,
 //! at batch 1, b·h·s·d in memory; `FMHA_NUM_THREADS` and `FMHA_CPU_ISA` apply. Reads a line from
-//! standard input before each repetition, so that a script can take turns with a peer.
+//! standard input before each repetition, so that a script can take turns with a peer. Ends with the
+//! bytes of the tensors and the process' peak of resident memory (Linux only).
 
 use std::io::{BufRead, Write};
 use std::time::Instant;
@@ -17,8 +17,17 @@ use fmha_cpu::CpuBackend;
 
 /// Processor time of this thread, which other programs on the machine do not lengthen.
 fn thread_seconds() -> f64 {
-    let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
-    text.split(' ').next().and_then(|ns| ns.parse::<f64>().ok()).unwrap_or(0.0) * 1e-9
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` is writable; the call touches nothing else.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
+    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
+}
+
+/// The most memory that was resident at once.
+fn peak_bytes() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or_default();
+    line.split_whitespace().next().and_then(|kb| kb.parse::<u64>().ok()).unwrap_or(0) * 1024
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -61,15 +70,18 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
         data
     };
-    let (q, k, v, dout) = (random(), random(), random(), random());
+    let backward = text(0, "fwd") == "bwd";
+    let (q, k, v) = (random(), random(), random());
+    let dout = if backward { random() } else { vec![] };
     let mut o = vec![0u8; bytes];
     let mut lse = vec![0f32; problem.lse_elems() as usize];
-    let (mut dq, mut dk, mut dv) = (o.clone(), o.clone(), o.clone());
+    let grad = if backward { bytes } else { 0 };
+    let (mut dq, mut dk, mut dv) = (vec![0u8; grad], vec![0u8; grad], vec![0u8; grad]);
+    let tensors = 4 * bytes + 4 * lse.len() + 4 * grad;
 
     let backend = CpuBackend::new()?;
     let fwd = problem.clone().validate()?;
     let fwd_plan = backend.plan_fwd(&fwd, &options)?;
-    let backward = text(0, "fwd") == "bwd";
     let run_fwd = |o: &mut [u8], lse: &mut [f32]| {
         let mut args =
             FwdArgs::new(DevSlice::host(&q), DevSlice::host(&k), DevSlice::host(&v), DevSliceMut::host(o));
@@ -109,5 +121,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         println!("{:.9} {:.9}", start.elapsed().as_secs_f64(), thread_seconds() - start_cpu);
         std::io::stdout().flush()?;
     }
+    println!("tensors {tensors} peak {}", peak_bytes());
     Ok(())
 }

@@ -18,7 +18,7 @@
 use fmha_core::{Bias, BwdArgs, SeqSpan, ValidBwd};
 
 use crate::blocks::{
-    AddTo, Columns, Gather, GatherRows, GatherTransposed, Gradient, Multiply, RowDots, Rows, Scores,
+    AddTo, Columns, Gather, GatherRows, Gradient, Multiply, RowDots, Rows, Scores, TransposePanels,
     row_stride,
 };
 use crate::forward::{Blocks, Bytes, key_tiles};
@@ -190,7 +190,7 @@ impl Shared<'_> {
 
     fn tasks(&self, threads: usize) -> fmha_core::Result<Vec<Task>> {
         let dims = self.problem.fwd.dims;
-        let Blocks { block_m, block_n } = self.blocks;
+        let Blocks { block_m, block_n, .. } = self.blocks;
         let spans = || self.spans.iter().enumerate();
         let kv_heads = self.spans.len() * dims.num_heads_kv as usize;
         let mut tasks = vec![];
@@ -382,7 +382,7 @@ impl Shared<'_> {
         with_dq: bool,
     ) {
         let span = self.spans[span];
-        let Blocks { block_m, block_n } = self.blocks;
+        let Blocks { block_m, block_n, .. } = self.blocks;
         let (dim_qk, dim_v) = self.dims();
         let ratio = self.problem.fwd.gqa_ratio();
         let keys = block_n.min((span.seqlen_k - j) as usize);
@@ -441,7 +441,7 @@ impl Shared<'_> {
     /// dQ of a tile of queries.
     fn query_tile<S: Simd>(&self, s: S, scratch: &mut Scratch, span: usize, i_head: u32, i: u32) {
         let span = self.spans[span];
-        let Blocks { block_m, block_n } = self.blocks;
+        let Blocks { block_m, block_n, .. } = self.blocks;
         let head = self.score.head(span, i_head);
         let queries = block_m.min((span.seqlen_q - i) as usize);
         let tile = &mut scratch.tile;
@@ -464,7 +464,7 @@ impl Shared<'_> {
         let (Some(to), Bias::Elementwise(bias)) = (&self.dbias, fwd.bias) else {
             return;
         };
-        let Blocks { block_m, block_n } = self.blocks;
+        let Blocks { block_m, block_n, .. } = self.blocks;
         let dims = fwd.dims;
         let rows = block_m.min((dims.seqlen_q - i) as usize);
         let capacity = self.key_capacity();
@@ -528,13 +528,21 @@ impl Shared<'_> {
             factor: head.descale_k,
             to: tile.keys.as_mut_ptr(),
             capacity,
+            pairs: false,
             finite: &mut tile.keys_finite,
         });
         for (from, cols, factor, to) in [
             (k, dim_qk, head.descale_k, &mut tile.key_rows),
             (v, dim_v, head.descale_v, &mut tile.value_rows),
         ] {
-            s.run(GatherRows { from: from.skip(j as usize), rows: keys, cols, factor, to: to.as_mut_ptr() });
+            s.run(GatherRows {
+                from: from.skip(j as usize),
+                rows: keys,
+                cols,
+                factor,
+                to: to.as_mut_ptr(),
+                pairs: false,
+            });
         }
     }
 
@@ -564,8 +572,18 @@ impl Shared<'_> {
             (dout, dim_v, 1.0, &mut tile.douts, &mut tile.douts_transposed, &mut tile.douts_finite),
         ] {
             let from = from.skip(i as usize);
-            s.run(Gather { from, rows: queries, cols, factor, to: to.as_mut_ptr(), capacity, finite });
-            s.run(GatherTransposed { from, rows: queries, cols, factor, to: transposed.as_mut_ptr() });
+            s.run(Gather {
+                from,
+                rows: queries,
+                cols,
+                factor,
+                to: to.as_mut_ptr(),
+                capacity,
+                pairs: false,
+                finite,
+            });
+            let (from, to) = (to.as_ptr(), transposed.as_mut_ptr());
+            s.run(TransposePanels { from, capacity, rows: queries, cols, to });
         }
         for lane in 0..capacity {
             let (mut lse, mut delta, mut dlse) = (f32::INFINITY, 0.0, 0.0);
@@ -621,6 +639,7 @@ impl Shared<'_> {
                 dim: dim_qk,
                 factor: head.softmax_scale,
                 scores: weights,
+                pairs: false,
             });
             let capped = capped && head.softcap.is_some();
             if head.adjusts(&panel) {
@@ -634,6 +653,7 @@ impl Shared<'_> {
                 dim: dim_v,
                 factor: 1.0,
                 scores: gradients,
+                pairs: false,
             });
             let keep = tile.extra.as_mut_ptr();
             if head.drops {
@@ -669,6 +689,7 @@ impl Shared<'_> {
                 out: out.wrapping_add(number * S::PANEL * S::PANEL),
                 out_capacity,
                 store: Store::Add,
+                pairs: false,
             };
             if panel.edge && !tile.keys_finite {
                 columns.visible_only::<S>(head.band);

@@ -14,16 +14,24 @@ pub(crate) struct Gather<'a> {
     pub(crate) cols: usize,
     pub(crate) factor: f32,
     pub(crate) to: *mut f32,
+    /// Rows of a panel, or pairs of them.
     pub(crate) capacity: usize,
+    pub(crate) pairs: bool,
     pub(crate) finite: &'a mut bool,
 }
 
 impl<S: Simd> Op<S> for Gather<'_> {
     #[inline(always)]
     fn call(self, s: S) {
-        let Self { from, rows, cols, factor, to, capacity, finite } = self;
+        let Self { from, rows, cols, factor, to, capacity, pairs, finite } = self;
         // SAFETY: rows and columns are inside the tensor and the scratch by construction of the task.
-        *finite = unsafe { from.gather(s, rows, cols, factor, to, capacity) };
+        *finite = unsafe {
+            if S::BF16_DOT && pairs {
+                from.gather_pairs::<S>(rows, cols, to, capacity)
+            } else {
+                from.gather(s, rows, cols, factor, to, capacity)
+            }
+        };
     }
 }
 
@@ -34,21 +42,28 @@ pub(crate) struct GatherRows {
     pub(crate) cols: usize,
     pub(crate) factor: f32,
     pub(crate) to: *mut f32,
+    pub(crate) pairs: bool,
 }
 
 impl<S: Simd> Op<S> for GatherRows {
     #[inline(always)]
     fn call(self, s: S) {
-        let Self { from, rows, cols, factor, to } = self;
+        let Self { from, rows, cols, factor, to, pairs } = self;
         // SAFETY: as for `Gather`.
-        unsafe { from.gather_rows(s, rows, cols, factor, to, row_stride(cols)) }
+        unsafe {
+            if S::BF16_DOT && pairs {
+                from.gather_row_pairs(rows, cols, to, row_stride(cols.div_ceil(2)));
+            } else {
+                from.gather_rows(s, rows, cols, factor, to, row_stride(cols));
+            }
+        }
     }
 }
 
 /// How far dense rows of `cols` numbers lie apart: an odd number of cache lines, since rows a power
 /// of two apart would meet in a few sets of the cache.
 pub(crate) fn row_stride(cols: usize) -> usize {
-    cols.next_multiple_of(16) / 16 * 16 + if cols.div_ceil(16) % 2 == 0 { 16 } else { 0 }
+    (cols.div_ceil(16) | 1) * 16
 }
 
 /// Copies rows of a tensor into transposed panels of queries.
@@ -58,14 +73,69 @@ pub(crate) struct GatherTransposed {
     pub(crate) cols: usize,
     pub(crate) factor: f32,
     pub(crate) to: *mut f32,
+    /// Scratch of PANEL rows.
+    pub(crate) staging: *mut f32,
+    pub(crate) pairs: bool,
 }
 
 impl<S: Simd> Op<S> for GatherTransposed {
     #[inline(always)]
     fn call(self, s: S) {
-        let Self { from, rows, cols, factor, to } = self;
-        // SAFETY: as for `Gather`.
-        unsafe { from.gather_transposed(s, rows, cols, factor, to, cols) }
+        let Self { from, rows, cols, factor, to, staging, pairs } = self;
+        if S::BF16_DOT && pairs {
+            // SAFETY: as for `Gather`.
+            unsafe { from.gather_transposed_pairs::<S>(rows, cols, to) };
+            return;
+        }
+        let capacity = S::PANEL;
+        for first in (0..rows).step_by(capacity) {
+            let live = capacity.min(rows - first);
+            // SAFETY: as for `Gather`.
+            unsafe { from.skip(first).gather(s, live, cols, factor, staging, capacity) };
+            let to = to.wrapping_add(first * cols);
+            TransposePanels { from: staging, capacity, rows: live, cols, to }.call(s);
+        }
+    }
+}
+
+/// Transposes panels of the head dimension, `rows` of them live, into panels of queries.
+pub(crate) struct TransposePanels {
+    /// `[cols / PANEL][capacity][PANEL]`.
+    pub(crate) from: *const f32,
+    pub(crate) capacity: usize,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    /// `[rows / PANEL][cols][PANEL]`.
+    pub(crate) to: *mut f32,
+}
+
+impl<S: Simd> Op<S> for TransposePanels {
+    #[inline(always)]
+    fn call(self, _: S) {
+        let Self { from, capacity, rows, cols, to } = self;
+        let width = S::PANEL;
+        for first in (0..rows).step_by(width) {
+            let to = to.wrapping_add(first * cols);
+            for panel in (0..cols).step_by(width) {
+                let from = from.wrapping_add(panel * capacity + first * width);
+                let to = to.wrapping_add(panel * width);
+                let live = width.min(cols - panel);
+                // SAFETY: capacities are multiples of PANEL, so the whole panel of rows is there; rows
+                // beyond the last hold old numbers, and their lanes reach nothing.
+                unsafe {
+                    for row in (0..width).step_by(4) {
+                        for col in (0..live).step_by(4) {
+                            let at = |r: usize| from.add((row + r) * width + col).cast::<[f32; 4]>();
+                            let block = [at(0).read(), at(1).read(), at(2).read(), at(3).read()];
+                            let transposed: [[f32; 4]; 4] = std::array::from_fn(|c| block.map(|row| row[c]));
+                            for (c, column) in transposed.into_iter().enumerate().take(live - col) {
+                                to.add((col + c) * width + row).cast::<[f32; 4]>().write(column);
+                            }
+                        }
+                    }
+                }
+            }
+        }
     }
 }
 
@@ -79,23 +149,27 @@ pub(crate) struct Scores {
     pub(crate) dim: usize,
     pub(crate) factor: f32,
     pub(crate) scores: *mut f32,
+    /// Whether `dim` counts pairs of bf16.
+    pub(crate) pairs: bool,
 }
 
 impl<S: Simd> Op<S> for Scores {
     #[inline(always)]
     fn call(self, s: S) {
         match (S::TILE_ROWS, self.panel.vectors::<S>()) {
-            (6, 1) => self.rows::<S, 6, 1>(s),
-            (6, _) => self.rows::<S, 6, 2>(s),
-            (_, 1) => self.rows::<S, 12, 1>(s),
-            (_, _) => self.rows::<S, 12, 2>(s),
+            (6, 1) => self.rows::<S, 6, 1, false>(s),
+            (6, _) => self.rows::<S, 6, 2, false>(s),
+            (_, 1) if S::BF16_DOT && self.pairs => self.rows::<S, 12, 1, true>(s),
+            (_, _) if S::BF16_DOT && self.pairs => self.rows::<S, 12, 2, true>(s),
+            (_, 1) => self.rows::<S, 12, 1, false>(s),
+            (_, _) => self.rows::<S, 12, 2, false>(s),
         }
     }
 }
 
 impl Scores {
     #[inline(always)]
-    fn rows<S: Simd, const R: usize, const VECTORS: usize>(self, s: S) {
+    fn rows<S: Simd, const R: usize, const VECTORS: usize, const BF16: bool>(self, s: S) {
         let width = S::PANEL;
         let stride = row_stride(self.dim);
         let keys = Left::dense(self.keys, stride);
@@ -107,7 +181,7 @@ impl Scores {
             unsafe {
                 let to = self.scores.add(row * width);
                 let a = keys.at(row * stride);
-                tile::<S, R, VECTORS, false>(s, a, queries, self.dim, to, width, Store::Scaled(self.factor));
+                tile::<S, R, VECTORS, BF16>(s, a, queries, self.dim, to, width, Store::Scaled(self.factor));
             }
         }
     }
@@ -123,19 +197,22 @@ pub(crate) struct RowState {
 }
 
 /// Scores to probabilities, in place: `P = exp(S - row_max)`, rounded to `round` when that is a
-/// 16-bit type, and the running state (Milakov and Gimelshein, "Online normalizer calculation for
+/// 16-bit type (for `pairs`, two rows of P become one of bf16 pairs), and the running state (Milakov and Gimelshein, "Online normalizer calculation for
 /// softmax", arXiv 1805.02867).
 pub(crate) struct Softmax {
     pub(crate) panel: Panel,
     pub(crate) scores: *mut f32,
     pub(crate) state: RowState,
     pub(crate) round: DType,
+    pub(crate) pairs: bool,
 }
 
 impl<S: Simd> Op<S> for Softmax {
     #[inline(always)]
     fn call(self, s: S) {
         match (self.round, self.panel.vectors::<S>()) {
+            (_, 1) if S::BF16_DOT && self.pairs => self.lanes::<S, 1, TO_PAIRS>(s),
+            (_, _) if S::BF16_DOT && self.pairs => self.lanes::<S, 2, TO_PAIRS>(s),
             (DType::Bf16, 1) => self.lanes::<S, 1, TO_BF16>(s),
             (DType::Bf16, _) => self.lanes::<S, 2, TO_BF16>(s),
             (DType::F16, 1) => self.lanes::<S, 1, TO_F16>(s),
@@ -150,6 +227,7 @@ impl<S: Simd> Op<S> for Softmax {
 const EXACT: u8 = 0;
 const TO_F16: u8 = 1;
 const TO_BF16: u8 = 2;
+const TO_PAIRS: u8 = 3;
 
 impl Softmax {
     #[inline(always)]
@@ -179,16 +257,31 @@ impl Softmax {
                 s.store(self.state.alpha.add(v * S::LANES), exp(s, s.sub(s.load(old), *base)));
                 s.store(old, row_max[v]);
             }
-            for row in first..last {
-                for v in 0..VECTORS {
-                    let p = exp(s, s.sub(s.load(at(row, v)), base[v]));
-                    row_sum[v] = s.add(row_sum[v], p);
-                    let kept = match ROUND {
-                        TO_BF16 => s.round_to_bf16(p),
-                        TO_F16 => s.round_to_f16(p),
-                        _ => p,
-                    };
-                    s.store(at(row, v), kept);
+            if ROUND == TO_PAIRS {
+                for row in (first..last).step_by(2) {
+                    for v in 0..VECTORS {
+                        let low = exp(s, s.sub(s.load(at(row, v)), base[v]));
+                        row_sum[v] = s.add(row_sum[v], low);
+                        let mut high = s.splat(0.0);
+                        if row + 1 < last {
+                            high = exp(s, s.sub(s.load(at(row + 1, v)), base[v]));
+                            row_sum[v] = s.add(row_sum[v], high);
+                        }
+                        s.store(at(row / 2, v), s.pair_bf16(low, high));
+                    }
+                }
+            } else {
+                for row in first..last {
+                    for v in 0..VECTORS {
+                        let p = exp(s, s.sub(s.load(at(row, v)), base[v]));
+                        row_sum[v] = s.add(row_sum[v], p);
+                        let kept = match ROUND {
+                            TO_BF16 => s.round_to_bf16(p),
+                            TO_F16 => s.round_to_f16(p),
+                            _ => p,
+                        };
+                        s.store(at(row, v), kept);
+                    }
                 }
             }
             for (v, &sum) in row_sum.iter().enumerate() {
@@ -231,6 +324,8 @@ pub(crate) struct Columns {
     pub(crate) out: *mut f32,
     pub(crate) out_capacity: usize,
     pub(crate) store: Store,
+    /// Whether `weights` and `right` hold pairs of rows as bf16, `capacity` of them.
+    pub(crate) pairs: bool,
 }
 
 impl<S: Simd> Op<S> for Columns {
@@ -238,16 +333,15 @@ impl<S: Simd> Op<S> for Columns {
     fn call(self, s: S) {
         let mut lane = 0;
         while lane < self.panel.queries {
-            // A panel of 16 is 6 + 6 + 4 rows, one of 32 is 12 + 12 + 8.
-            let left = self.panel.queries - lane;
-            lane += match (S::TILE_ROWS, left) {
-                (_, 1) => self.group::<S, 1>(s, lane),
-                (_, 2..=4) => self.group::<S, 4>(s, lane),
-                (6, _) if lane + 6 <= S::PANEL => self.group::<S, 6>(s, lane),
-                (6, _) => self.group::<S, 4>(s, lane),
-                (_, 5..=8) => self.group::<S, 8>(s, lane),
-                (_, _) if lane + 12 <= S::PANEL => self.group::<S, 12>(s, lane),
-                (_, _) => self.group::<S, 8>(s, lane),
+            // A panel of 16 is 6 + 6 + 4 rows, one of 32 is 12 + 12 + 8, one of 8 is 6 + 2 or 8.
+            let (left, room) = (self.panel.queries - lane, S::PANEL - lane);
+            lane += match S::TILE_ROWS {
+                _ if left == 1 => self.group::<S, 1>(s, lane),
+                _ if left == 2 || room < 4 => self.group::<S, 2>(s, lane),
+                _ if left <= 4 || room < 6 => self.group::<S, 4>(s, lane),
+                6 => self.group::<S, 6>(s, lane),
+                _ if left <= 8 || room < 12 => self.group::<S, 8>(s, lane),
+                _ => self.group::<S, 12>(s, lane),
             };
         }
     }
@@ -257,7 +351,9 @@ impl Columns {
     #[inline(always)]
     fn group<S: Simd, const R: usize>(&self, s: S, lane: usize) -> usize {
         let width = S::PANEL;
+        let pairs = S::BF16_DOT && self.pairs;
         let (first, last) = self.panel.rows;
+        let (first, last) = if pairs { (first / 2, last.div_ceil(2)) } else { (first, last) };
         let weights = Left::columns(self.weights, width).at(first * width + lane);
         let store = match self.store {
             Store::Rescale(factors) => Store::Rescale(factors.wrapping_add(lane)),
@@ -269,7 +365,11 @@ impl Columns {
             // that nobody reads.
             unsafe {
                 let c = self.out.add(col * self.out_capacity + lane * width);
-                tile::<S, R, 2, false>(s, weights, b, last - first, c, width, store);
+                if pairs {
+                    tile::<S, R, 2, true>(s, weights, b, last - first, c, width, store);
+                } else {
+                    tile::<S, R, 2, false>(s, weights, b, last - first, c, width, store);
+                }
             }
         }
         R
@@ -294,8 +394,16 @@ impl Columns {
                     };
                     for row in first..last {
                         if band.visible(self.panel.i + lane as u32, self.panel.j + row as u32) {
-                            let weight = *self.weights.add(row * S::PANEL + lane);
-                            *out += weight * *self.right.add(at(self.capacity, row));
+                            let (weight, right) = if self.pairs {
+                                let half =
+                                    |pair: f32| f32::from_bits(pair.to_bits() >> (16 * (row % 2)) << 16);
+                                let weight = *self.weights.add(row / 2 * width + lane);
+                                (half(weight), half(*self.right.add(at(self.capacity, row / 2))))
+                            } else {
+                                let weight = *self.weights.add(row * width + lane);
+                                (weight, *self.right.add(at(self.capacity, row)))
+                            };
+                            *out += weight * right;
                         }
                     }
                 }
@@ -419,6 +527,8 @@ impl<S: Simd> Op<S> for Gradient {
                     let at = row * width + lane;
                     let (score, dp) = (s.load(self.weights.add(at)), s.load(self.gradients.add(at)));
                     let p = exp(s, s.sub(score, lse));
+                    // Where a row's LSE is NaN, its hidden keys still have P = 0.
+                    let p = if self.panel.edge { s.select_le(score, hidden, zero, p) } else { p };
                     let (kept, dp) = match self.keep {
                         None => (p, dp),
                         Some(keep) => {

@@ -17,7 +17,7 @@
 
 use std::ops::Range;
 
-use fmha_core::{DevSliceMut, FwdArgs, FwdProblem, SeqSpan};
+use fmha_core::{DType, DevSliceMut, FwdArgs, FwdProblem, SeqSpan};
 
 use crate::blocks::{
     Columns, Gather, GatherRows, GatherTransposed, Multiply, RowState, Scores, Softmax, row_stride,
@@ -32,8 +32,10 @@ use crate::tile::Store;
 /// Tile sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Blocks {
-    /// Queries of a task, a multiple of the query panel.
+    /// Queries of a task, a multiple of a panel.
     pub(crate) block_m: usize,
+    /// Whether `block_m` may shrink where there would be too few tasks for the threads.
+    pub(crate) may_shrink: bool,
     /// Keys of a tile.
     pub(crate) block_n: usize,
 }
@@ -60,6 +62,8 @@ struct Task {
 /// What a thread computes in.
 struct Scratch {
     queries: Floats,
+    /// One panel of queries, before it is transposed.
+    staging: Floats,
     keys: Floats,
     values: Floats,
     scores: Floats,
@@ -154,7 +158,7 @@ impl Forward<'_> {
         let shared = Shared {
             problem,
             spans: self.spans,
-            blocks: self.blocks,
+            blocks: self.blocks_for::<S>(threads.count()),
             score: ScoreInputs::new(problem, &args.score),
             q: Source::new(args.q, problem.dtype_qk, problem.q),
             k: Source::new(args.k, problem.dtype_qk, problem.k),
@@ -174,6 +178,26 @@ impl Forward<'_> {
             shared.attend(s, scratch, tasks[task]);
         });
         Ok(())
+    }
+}
+
+impl Forward<'_> {
+    /// Large tiles copy K and V less often; small ones keep every thread busy. No result depends on
+    /// the choice.
+    fn blocks_for<S: Simd>(&self, threads: usize) -> Blocks {
+        let mut blocks = self.blocks;
+        let tasks = |block_m: usize| {
+            let tiles = |span: &SeqSpan| (span.seqlen_q as usize).div_ceil(block_m);
+            self.spans.iter().map(tiles).sum::<usize>() * self.problem.dims.num_heads_q as usize
+        };
+        while blocks.may_shrink
+            && threads > 1
+            && tasks(blocks.block_m) < 3 * threads
+            && blocks.block_m.is_multiple_of(2 * S::PANEL)
+        {
+            blocks.block_m /= 2;
+        }
+        blocks
     }
 }
 
@@ -202,13 +226,14 @@ impl Shared<'_> {
     }
 
     fn scratch<S: Simd>(&self) -> fmha_core::Result<Scratch> {
-        let Blocks { block_m, block_n } = self.blocks;
+        let Blocks { block_m, block_n, .. } = self.blocks;
         let dims = self.problem.dims;
         let dim_v = (dims.head_dim_v as usize).next_multiple_of(S::PANEL);
         let keys = block_n.next_multiple_of(S::TILE_ROWS);
         let extra = if self.problem.drops() || self.score.has_bias() { keys * S::PANEL } else { 0 };
         Ok(Scratch {
             queries: Floats::zeroed(block_m * dims.head_dim_qk as usize)?,
+            staging: Floats::zeroed(S::PANEL * (dims.head_dim_qk as usize).next_multiple_of(S::PANEL))?,
             keys: Floats::zeroed(keys * row_stride(dims.head_dim_qk as usize))?,
             values: Floats::zeroed(keys * dim_v)?,
             scores: Floats::zeroed(keys * S::PANEL)?,
@@ -222,7 +247,7 @@ impl Shared<'_> {
     }
 
     fn attend<S: Simd>(&self, s: S, scratch: &mut Scratch, task: Task) {
-        let Blocks { block_m, block_n } = self.blocks;
+        let Blocks { block_m, block_n, .. } = self.blocks;
         let span = self.spans[task.span as usize];
         let head = self.score.head(span, task.i_head);
         let i_head_kv = task.i_head / self.problem.gqa_ratio();
@@ -230,6 +255,10 @@ impl Shared<'_> {
         let dim_v = self.problem.dims.head_dim_v as usize;
         let queries = task.queries as usize;
         let capacity = block_n.next_multiple_of(S::TILE_ROWS);
+        // Two bf16 in each element of Q, K, P and V: half the steps of every product.
+        let pairs = S::BF16_DOT && dots_pairs(self.problem);
+        let (dim_units, capacity_v) =
+            if pairs { (dim_qk.div_ceil(2), capacity / 2) } else { (dim_qk, capacity) };
         let (k, v) = (self.k.k_rows(span, i_head_kv), self.v.k_rows(span, i_head_kv));
 
         s.run(GatherTransposed {
@@ -238,6 +267,8 @@ impl Shared<'_> {
             cols: dim_qk,
             factor: head.descale_q,
             to: scratch.queries.as_mut_ptr(),
+            staging: scratch.staging.as_mut_ptr(),
+            pairs,
         });
         scratch.row_max.fill(f32::NEG_INFINITY);
         scratch.row_sum.fill(0.0);
@@ -252,6 +283,7 @@ impl Shared<'_> {
                 cols: dim_qk,
                 factor: head.descale_k,
                 to: scratch.keys.as_mut_ptr(),
+                pairs,
             });
             s.run(Gather {
                 from: v.skip(j as usize),
@@ -259,7 +291,8 @@ impl Shared<'_> {
                 cols: dim_v,
                 factor: head.descale_v,
                 to: scratch.values.as_mut_ptr(),
-                capacity,
+                capacity: capacity_v,
+                pairs,
                 finite: &mut values_finite,
             });
             for first in (0..queries).step_by(S::PANEL) {
@@ -271,10 +304,11 @@ impl Shared<'_> {
                 s.run(Scores {
                     panel,
                     keys: scratch.keys.as_ptr(),
-                    queries: scratch.queries.as_ptr().wrapping_add(first * dim_qk),
-                    dim: dim_qk,
+                    queries: scratch.queries.as_ptr().wrapping_add(first * dim_units),
+                    dim: dim_units,
                     factor: head.softmax_scale,
                     scores,
+                    pairs,
                 });
                 if head.adjusts(&panel) {
                     let bias = scratch.extra.as_mut_ptr();
@@ -286,7 +320,7 @@ impl Shared<'_> {
                     alpha: scratch.alpha.as_mut_ptr(),
                 };
                 let round = self.problem.dtype_v;
-                s.run(Softmax { panel, scores, state, round });
+                s.run(Softmax { panel, scores, state, round, pairs });
                 if head.drops {
                     let keep = scratch.extra.as_mut_ptr();
                     // 1 / (1 - p_drop) is a factor of the whole row: it comes at the end.
@@ -300,11 +334,12 @@ impl Shared<'_> {
                     panel,
                     weights: scores,
                     right: scratch.values.as_ptr(),
-                    capacity,
+                    capacity: capacity_v,
                     dim: dim_v,
                     out: scratch.out.as_mut_ptr().wrapping_add(first * S::PANEL),
                     out_capacity: block_m,
                     store: if is_fresh { Store::Scaled(1.0) } else { Store::Rescale(scratch.alpha.as_ptr()) },
+                    pairs,
                 };
                 if panel.edge && !values_finite {
                     columns.visible_only::<S>(head.band);
@@ -374,4 +409,9 @@ impl Shared<'_> {
             }
         }
     }
+}
+
+/// Whether an instruction set with dot products of bf16 pairs computes this problem with them.
+pub(crate) fn dots_pairs(problem: &FwdProblem) -> bool {
+    problem.dtype_qk == DType::Bf16 && problem.dtype_v == DType::Bf16 && !problem.drops()
 }

@@ -168,7 +168,7 @@ impl Engine {
 }
 
 /// Sizes of forward tiles when the caller names none.
-pub(crate) const FORWARD_BLOCKS: Blocks = Blocks { block_m: 192, block_n: 128 };
+pub(crate) const FORWARD_BLOCKS: Blocks = Blocks { block_m: 384, block_n: 128, may_shrink: true };
 
 /// Sizes of backward tiles when the caller names none.
-pub(crate) const BACKWARD_BLOCKS: Blocks = Blocks { block_m: 96, block_n: 128 };
+pub(crate) const BACKWARD_BLOCKS: Blocks = Blocks { block_m: 96, block_n: 128, may_shrink: false };

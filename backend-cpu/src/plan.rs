@@ -9,8 +9,8 @@ use fmha_core::{
 };
 
 use crate::CpuBackend;
-use crate::forward::Blocks;
-use crate::isa::{BACKWARD_BLOCKS, FORWARD_BLOCKS, Kernels};
+use crate::forward::{Blocks, dots_pairs};
+use crate::isa::{BACKWARD_BLOCKS, FORWARD_BLOCKS, Isa, Kernels};
 
 /// Every kernel.
 pub(crate) const KERNELS: [&str; 3] = ["cpu-fwd", "cpu-bwd", "cpu-combine"];
@@ -24,10 +24,24 @@ const MAX_BLOCK: usize = 1024;
 pub(crate) fn forward(backend: &CpuBackend, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
     plan(backend, "cpu-fwd", problem.clone(), options, |blocks| {
         vec![
-            ("block_m", blocks.block_m.to_string()),
+            (
+                "block_m",
+                if blocks.may_shrink {
+                    format!("{}, halved while there are fewer than 3 tasks a thread", blocks.block_m)
+                } else {
+                    blocks.block_m.to_string()
+                },
+            ),
             ("block_n", blocks.block_n.to_string()),
             ("task", "a tile of block_m queries of one head, the longest first".into()),
-            ("arithmetic", "f32, f32 sums".into()),
+            (
+                "arithmetic",
+                if backend.isa == Isa::Avx512Bf16 && dots_pairs(problem) {
+                    "bf16 dot products, f32 sums".into()
+                } else {
+                    "f32, f32 sums".into()
+                },
+            ),
         ]
     })
 }
@@ -81,7 +95,10 @@ fn plan<P>(
             _ => return refuse(format!("tile {name}={value} is unknown (known: block_m, block_n)")),
         };
         match value.parse::<usize>() {
-            Ok(size) if size.is_multiple_of(unit) && (1..=MAX_BLOCK).contains(&size) => *side = size,
+            Ok(size) if size.is_multiple_of(unit) && (1..=MAX_BLOCK).contains(&size) => {
+                *side = size;
+                blocks.may_shrink &= name != "block_m";
+            }
             _ => {
                 return refuse(format!("{name} {value} is not a multiple of {unit} in {unit}..={MAX_BLOCK}"));
             }

@@ -125,7 +125,8 @@ impl Panel {
                 if first >= last {
                     return None;
                 }
-                ((first - j) as usize, (last - j) as usize)
+                // Rows are taken in pairs by kernels that multiply pairs.
+                ((first - j) as usize & !1, (last - j) as usize)
             }
         };
         Some(Self { i, queries, j, rows, edge: class == BlockClass::Edge })

@@ -299,6 +299,125 @@ impl Matrix {
     }
 }
 
+/// The same copies with two bf16 in each 32-bit element, for dot products of pairs. The matrix is
+/// bf16, and nothing is converted.
+impl Matrix {
+    #[inline(always)]
+    unsafe fn bits(&self, row: usize, col: usize) -> u32 {
+        // SAFETY: the caller's promise.
+        unsafe { u32::from(self.at(row, col).cast::<u16>().read_unaligned()) }
+    }
+
+    /// Columns `2 unit` and `2 unit + 1`, zero beyond `cols`.
+    #[inline(always)]
+    unsafe fn column_pair(&self, row: usize, unit: usize, cols: usize) -> f32 {
+        let col = 2 * unit;
+        // SAFETY: the caller's promise.
+        let high = if col + 1 < cols { unsafe { self.bits(row, col + 1) } } else { 0 };
+        // SAFETY: as above.
+        f32::from_bits(unsafe { self.bits(row, col) } | high << 16)
+    }
+
+    /// As [`gather_rows`](Self::gather_rows), pairs along columns.
+    ///
+    /// # Safety
+    /// As there, with half the columns, rounded up.
+    #[inline(always)]
+    pub(crate) unsafe fn gather_row_pairs(&self, rows: usize, cols: usize, to: *mut f32, stride: usize) {
+        let dense = self.col == 2;
+        for row in 0..rows {
+            let to = to.wrapping_add(row * stride);
+            // SAFETY: the caller's promise; the last pair is written whole first.
+            unsafe {
+                if dense {
+                    *to.add((cols - 1) / 2) = 0.0;
+                    std::ptr::copy_nonoverlapping(self.at(row, 0), to.cast::<u8>(), 2 * cols);
+                } else {
+                    for unit in 0..cols.div_ceil(2) {
+                        *to.add(unit) = self.column_pair(row, unit, cols);
+                    }
+                }
+            }
+        }
+    }
+
+    /// As [`gather_transposed`](Self::gather_transposed), pairs along columns.
+    ///
+    /// # Safety
+    /// As there, with half the columns, rounded up.
+    #[inline(always)]
+    pub(crate) unsafe fn gather_transposed_pairs<S: Simd>(&self, rows: usize, cols: usize, to: *mut f32) {
+        let (width, units) = (S::PANEL, cols.div_ceil(2));
+        for first in (0..rows).step_by(width) {
+            let panel = to.wrapping_add(first * units);
+            for lane in 0..width {
+                for unit in 0..units {
+                    // SAFETY: the caller's promise, element by element.
+                    unsafe {
+                        let live = first + lane < rows;
+                        let pair = if live { self.column_pair(first + lane, unit, cols) } else { 0.0 };
+                        *panel.add(unit * width + lane) = pair;
+                    }
+                }
+            }
+        }
+    }
+
+    /// As [`gather`](Self::gather), pairs along rows: `capacity` of them a panel. Whether all of it
+    /// was finite.
+    ///
+    /// # Safety
+    /// As there, with half the rows, rounded up.
+    #[inline(always)]
+    pub(crate) unsafe fn gather_pairs<S: Simd>(
+        &self,
+        rows: usize,
+        cols: usize,
+        to: *mut f32,
+        capacity: usize,
+    ) -> bool {
+        const EXPONENT: u32 = 0x7f80;
+        let width = S::PANEL;
+        let mut special = 0;
+        for first in (0..cols).step_by(width) {
+            let panel = to.wrapping_add(first * capacity);
+            let live = width.min(cols - first);
+            for unit in 0..rows.div_ceil(2) {
+                let row = 2 * unit;
+                let two = row + 1 < rows;
+                // SAFETY: the caller's promise, element by element.
+                unsafe {
+                    let to = panel.add(unit * width).cast::<u32>();
+                    if self.col == 2 && live == width {
+                        let low = self.at(row, first).cast::<u16>();
+                        let high = if two { self.at(row + 1, first).cast::<u16>() } else { low };
+                        let keep = if two { u32::MAX } else { 0 };
+                        for col in 0..width {
+                            let low = u32::from(low.add(col).read_unaligned());
+                            let high = u32::from(high.add(col).read_unaligned()) & keep;
+                            special |= u32::from(low & EXPONENT == EXPONENT);
+                            special |= u32::from(high & EXPONENT == EXPONENT);
+                            *to.add(col) = low | high << 16;
+                        }
+                    } else {
+                        for col in 0..width {
+                            let (mut low, mut high) = (0, 0);
+                            if col < live {
+                                low = self.bits(row, first + col);
+                                high = if two { self.bits(row + 1, first + col) } else { 0 };
+                            }
+                            special |= u32::from(low & EXPONENT == EXPONENT);
+                            special |= u32::from(high & EXPONENT == EXPONENT);
+                            *to.add(col) = low | high << 16;
+                        }
+                    }
+                }
+            }
+        }
+        special == 0
+    }
+}
+
 /// Whether every lane is 0.
 #[inline(always)]
 fn is_zero<S: Simd>(s: S, v: S::V) -> bool {

@@ -1,5 +1,10 @@
 //! Random problems, run on the backend and by the definition, compared under the contract's rule.
-#![allow(dead_code, reason = "each test file uses its share")]
+#![allow(
+    dead_code,
+    unreachable_pub,
+    clippy::unwrap_used,
+    reason = "each test file uses its share; a test that cannot go on fails"
+)]
 
 use fmha_core::reference::{self, Precision};
 use fmha_core::{
@@ -357,7 +362,6 @@ pub fn run_bwd(
         let same = reference::backward(&valid, &args, Precision::AsInput).unwrap();
         (what, exact, same)
     });
-    drop(args);
     if let Some((what, exact, same)) = wanted {
         for (name, ours, exact, same, queries) in [
             ("dQ", &dq, &exact.dq, &same.dq, true),
