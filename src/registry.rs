@@ -209,7 +209,7 @@ mod tests {
     #[test]
     fn an_unknown_name_is_refused_by_that_name() {
         for name in ["tpu", "cpu:1", "auto:0", "cuda:x", "cuda:-1", ""] {
-            assert!(name.parse::<Backend>().unwrap_err().contains(&format!("{name}")), "{name}");
+            assert!(name.parse::<Backend>().unwrap_err().contains(name), "{name}");
         }
     }
 

@@ -2,15 +2,13 @@
 
 use std::fmt;
 
-use fmha::DType;
-use fmha::core::reference::{Inputs, Precision, forward_head};
-use fmha::core::seq::SeqSpan;
-use fmha::core::work::visible_pairs;
+use fmha_conformance::check::{Selection, check_bwd, check_fwd};
+use fmha_conformance::verdict::{TensorVerdict, Verdict};
 use serde_json::{Value, json};
 
 use super::failure::Failure;
 use super::files::Tensor;
-use super::job::Job;
+use super::job::Call;
 use super::progress::Progress;
 
 /// How much is compared with the reference.
@@ -30,86 +28,139 @@ pub(super) fn verify(text: &str) -> Result<Verify, String> {
         "1" | "auto" => Ok(Verify::Auto),
         "full" => Ok(Verify::Full),
         "sample" => Ok(Verify::Sample),
-        _ => Err(format!("verify `{text}` is none of 0 or none, 1, sample, full")),
+        _ => Err(format!("verify `{text}` is none of 0 or none, 1 or auto, sample, full")),
     }
 }
 
-/// One result's errors.
-#[derive(Clone, Debug)]
+/// Multiplications of the reference that take a few seconds on two cores.
+const AUTO_BUDGET: f64 = 5e9;
+const SAMPLE_BUDGET: f64 = 4e8;
+
+/// What was compared, and what came of it.
+#[derive(Debug, Default)]
 pub(super) struct Checked {
-    what: String,
+    verdict: Verdict,
+    expected: Option<Expected>,
+    /// How much, for people; empty where nothing was compared with the reference.
+    extent: String,
+}
+
+/// O against the user's own tensor.
+#[derive(Debug)]
+struct Expected {
     error: f64,
     allowed: f64,
-    /// (sequence, head) pairs compared, and how many there are.
-    pairs: (usize, usize),
 }
 
 impl Checked {
     pub(super) fn passed(&self) -> bool {
-        self.error <= self.allowed
+        self.verdict.pass() && self.expected.as_ref().is_none_or(|e| e.error <= e.allowed)
+    }
+
+    /// Whether nothing was compared with anything.
+    pub(super) fn is_empty(&self) -> bool {
+        self.verdict.tensors.is_empty() && self.expected.is_none()
     }
 
     pub(super) fn as_json(&self) -> Value {
         json!({
-            "what": self.what,
-            "error": self.error,
-            "allowed": self.allowed,
-            "pairs_compared": self.pairs.0,
-            "pairs": self.pairs.1,
+            "tensors": self.verdict.tensors,
+            "faults": self.verdict.faults,
+            "extent": self.extent,
+            "expected": self.expected.as_ref().map(|e| json!({ "error": e.error, "allowed": e.allowed })),
         })
     }
-}
 
-impl fmt::Display for Checked {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (compared, all) = self.pairs;
-        write!(f, "{}: largest error {:.2e}, allowed {:.2e}", self.what, self.error, self.allowed)?;
-        match compared == all {
-            true => write!(f, " (all {all} (sequence, head) pairs)"),
-            false => {
-                write!(f, " (a sample: {compared} of {all} (sequence, head) pairs; --verify full for all)")
-            }
-        }
+    /// What is to be told, a line each.
+    pub(super) fn lines(&self) -> Vec<String> {
+        let mut lines: Vec<String> = self.verdict.tensors.iter().map(ToString::to_string).collect();
+        lines.extend(self.verdict.faults.iter().cloned());
+        lines.extend((!self.extent.is_empty()).then(|| self.extent.clone()));
+        lines.extend(self.expected.as_ref().map(ToString::to_string));
+        lines
     }
 }
 
-/// Everything that was asked to be compared.
+impl fmt::Display for Expected {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "o against the expected one: max error {:.3e} (bound {:.3e})", self.error, self.allowed)
+    }
+}
+
+/// Everything that was asked to be compared. Results are on the host.
 pub(super) fn check(
-    job: &Job<'_>,
+    call: &Call,
     verify: Verify,
     expected: Option<&Tensor>,
     progress: &Progress,
-) -> Result<Vec<Checked>, Failure> {
-    let _ = (expected, Inputs::from(&job.host_forward(&mut [])), visible_pairs, DType::F32);
-    if verify == Verify::None || job.setup().bwd.is_some() {
-        return Ok(Vec::new());
-    }
-    let fwd = &job.setup().fwd;
-    let heads = fwd.dims.num_heads_q;
-    let spans = job.setup().spans()?;
-    let pairs: Vec<(SeqSpan, u32)> = spans.iter().flat_map(|&s| (0..heads).map(move |h| (s, h))).collect();
-    let mut unused = [];
-    let args = job.host_forward(&mut unused);
-    let inputs = Inputs::from(&args);
-    let (mut error, mut same_error) = (0.0f64, 0.0f64);
-    for (done, &(span, head)) in pairs.iter().enumerate() {
-        let exact = forward_head(fwd, &inputs, span, head, Precision::Exact)?;
-        let same = forward_head(fwd, &inputs, span, head, Precision::AsInput)?;
-        for i in 0..span.seqlen_q {
-            for d in 0..fwd.dims.head_dim_v {
-                let at = fwd.o.offset(span.storage_batch, span.q_row + i, head, d) as usize;
-                let index = (i * fwd.dims.head_dim_v + d) as usize;
-                let ours = fwd.dtype_o.read(&job.host_o()[at * fwd.dtype_o.size_bytes() as usize..]);
-                error = error.max((ours - exact.o[index]).abs());
-                same_error = same_error.max((same.o[index] - exact.o[index]).abs());
-            }
+) -> Result<Checked, Failure> {
+    // The bound of what is expected comes out of the same comparison.
+    let verify = if expected.is_some() && verify == Verify::None { Verify::Sample } else { verify };
+    let step = |done, total| progress.at(done, total);
+    match call {
+        _ if verify == Verify::None => Ok(Checked::default()),
+        Call::Forward(host, _) => {
+            let selection = match verify {
+                Verify::Auto => Selection::within(&host.problem, &host.spans, AUTO_BUDGET),
+                Verify::Sample => Selection::within(&host.problem, &host.spans, SAMPLE_BUDGET),
+                Verify::None | Verify::Full => Selection::default(),
+            };
+            let verdict = check_fwd(host, &selection, &step)?;
+            let pairs = host.spans.len() * host.problem.dims.num_heads_q as usize;
+            let extent = extent(&selection, pairs);
+            let found = host.operands.get(fmha_conformance::tensor::Operand::O);
+            let bound = verdict.tensors.iter().find(|tensor| tensor.tensor == "o");
+            let expected = match (expected, found, bound) {
+                (Some(expected), Some(found), Some(bound)) => {
+                    Some(against(expected, found.dtype, found.elems(), bound))
+                }
+                _ => None,
+            };
+            Ok(Checked { verdict, expected, extent })
         }
-        progress.at(done as u64 + 1, pairs.len() as u64);
+        Call::Backward(host, plan) => {
+            let dims = plan.problem.fwd.dims;
+            let cost: f64 = host
+                .spans
+                .iter()
+                .map(|span| f64::from(span.seqlen_q) * f64::from(span.seqlen_k))
+                .sum::<f64>()
+                * f64::from(dims.num_heads_q)
+                * f64::from(3 * dims.head_dim_qk + 2 * dims.head_dim_v);
+            // A gradient sums over every query or key, so that rows alone cannot be sampled.
+            if verify != Verify::Full && cost > 4.0 * AUTO_BUDGET {
+                let extent = format!(
+                    "gradients of this size take {cost:.0e} multiplications to check: --verify full does it"
+                );
+                return Ok(Checked { extent, ..Checked::default() });
+            }
+            let verdict = check_bwd(host, &step)?;
+            Ok(Checked { verdict, expected: None, extent: "every element compared".to_owned() })
+        }
     }
-    Ok(vec![Checked {
-        what: "O".into(),
-        error,
-        allowed: 2.0 * same_error + 1e-6,
-        pairs: (pairs.len(), pairs.len()),
-    }])
+}
+
+/// How much of a result was compared.
+fn extent(selection: &Selection, pairs: usize) -> String {
+    if !selection.is_partial() {
+        return "every element compared".to_owned();
+    }
+    let heads = selection.heads.as_ref().map_or(pairs, Vec::len);
+    let rows = selection.rows.map_or("all".to_owned(), |rows| format!("at most {rows}"));
+    format!(
+        "a sample: {heads} of {pairs} (sequence, head) pairs, {rows} rows each; --verify full compares all"
+    )
+}
+
+/// The largest difference, which may be as large as that from the reference.
+fn against(expected: &Tensor, dtype: fmha::DType, found: &[u8], bound: &TensorVerdict) -> Expected {
+    let size = dtype.size_bytes() as usize;
+    let pairs = found.chunks_exact(size).map(|elem| dtype.read(elem)).zip(expected.values());
+    let differs = |(found, expected): (f64, f64)| {
+        let same = found == expected || found.is_nan() && expected.is_nan();
+        if same { 0.0 } else { (found - expected).abs() }
+    };
+    // A NaN on one side alone is an infinite difference, not one that `max` would pass over.
+    let error = pairs.map(differs).map(|d| if d.is_nan() { f64::INFINITY } else { d }).fold(0.0, f64::max);
+    Expected { error, allowed: bound.max_bound }
 }

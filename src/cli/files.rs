@@ -91,10 +91,6 @@ impl Archive {
         })
     }
 
-    pub(super) fn has(&self, name: &str) -> Result<bool, Failure> {
-        Ok(self.parse()?.names().contains(&name))
-    }
-
     pub(super) fn tensor(&self, name: &str) -> Result<Tensor, Failure> {
         let tensors = self.parse()?;
         let Ok(view) = tensors.tensor(name) else {

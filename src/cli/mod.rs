@@ -2,6 +2,7 @@
 //!
 //! Exit status: 0 = done and right, 1 = a result is wrong, 2 = not done (one line says why).
 
+mod abort;
 mod argv;
 mod bench;
 mod check;
@@ -11,7 +12,6 @@ mod devices;
 mod explain;
 mod failure;
 mod files;
-mod inputs;
 mod job;
 mod npy;
 mod options;
@@ -81,6 +81,7 @@ enum Verdict {
 pub(crate) fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
     // A panic is a bug of ours; the user gets a line, not a trace, and no success.
     std::panic::set_hook(Box::new(|info| say(&format!("internal error, please report it: {info}"))));
+    abort::exits_with_an_error();
     let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| carry_out(&strings(args)?)));
     match outcome {
         Ok(Ok(Verdict::Right)) => ExitCode::SUCCESS,
@@ -119,6 +120,13 @@ fn carry_out(args: &[String]) -> Result<Verdict, Failure> {
         Ok(command) => command,
         Err(error) => return refuse(&error),
     };
+    let threads = !matches!(command.action, Action::Devices(_) | Action::Explain(_));
+    if threads {
+        // Started here, where a refusal of the system is an error; at first use it is a panic.
+        rayon::ThreadPoolBuilder::new()
+            .build_global()
+            .map_err(|error| Failure::wrong(format!("threads for the check, {} wanted: {error}", cores())))?;
+    }
     let out = &mut std::io::stdout().lock();
     match command.action {
         Action::Run(args) => args.carry_out(out),
@@ -127,6 +135,10 @@ fn carry_out(args: &[String]) -> Result<Verdict, Failure> {
         Action::Explain(args) => args.carry_out(out),
         Action::Bench(args) => args.carry_out(out),
     }
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// Help was asked for, or the arguments are wrong.

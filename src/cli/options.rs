@@ -185,19 +185,6 @@ impl BackendArgs {
             allow_fallback: self.allow_fallback,
         }
     }
-
-    /// These options as the user would type them.
-    pub(super) fn words(&self) -> Vec<String> {
-        let mut words = Vec::new();
-        if self.backend != Backend::Auto {
-            words.push(format!("--backend {}", self.backend));
-        }
-        words.extend(self.kernel.iter().map(|kernel| format!("--kernel {kernel}")));
-        words.extend(self.tile.iter().map(|(name, value)| format!("--tile {name}={value}")));
-        words.extend(self.allow_fallback.then(|| "--allow-fallback".to_owned()));
-        words.extend(self.emulate.iter().map(|arch| format!("--emulate {arch}")));
-        words
-    }
 }
 
 /// Equal extents or packed sequences.

@@ -116,8 +116,8 @@ impl ProblemArgs {
         let fwd = self.forward(mode, dims, given, q.used.is_some(), k.used.is_some())?;
         let bwd = self.backward.then(|| self.backward_of(&fwd));
         match &bwd {
-            Some(bwd) => drop(bwd.clone().validate()?),
-            None => drop(fwd.clone().validate()?),
+            Some(bwd) => bwd.clone().validate().map(|_| ())?,
+            None => fwd.clone().validate().map(|_| ())?,
         }
         let setup = Setup {
             fwd,

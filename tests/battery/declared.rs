@@ -28,9 +28,7 @@ pub const DECLARED: &[Declared] = &[
     Declared {
         backend: "cuda",
         what: "NVIDIA computes in the OCP FP8 types, not in FNUZ",
-        applies: |_, problem| {
-            uses(problem, |dtype| matches!(dtype, DType::E4m3Fnuz | DType::E5m2Fnuz))
-        },
+        applies: |_, problem| uses(problem, |dtype| matches!(dtype, DType::E4m3Fnuz | DType::E5m2Fnuz)),
     },
     Declared {
         backend: "rocm",

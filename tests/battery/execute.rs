@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use fmha_core::{
-    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, Error,
-    FmhaBackend, FwdArgs, FwdPlan, MemorySpace, PartialResult, Result, Stream,
+    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, DropoutSeed,
+    Error, FmhaBackend, FwdArgs, FwdPlan, MemorySpace, PartialResult, Result, Stream,
 };
 
 use crate::tensor::{Operand, Operands, Tensor};
@@ -15,23 +15,9 @@ use crate::tensors::{HostBwd, HostCombine, HostFwd, score_of, seq_of};
 /// # Errors
 /// What the backend said.
 pub fn run_fwd(backend: &dyn FmhaBackend, plan: &FwdPlan, host: &mut HostFwd) -> Result<()> {
-    let dropout = host.dropout;
-    let outputs = [Operand::O, Operand::Lse, Operand::KeepMask];
-    on_device(backend, &mut host.operands, &outputs, plan.workspace_bytes, |mut views| {
-        let args = FwdArgs {
-            q: views.input(Operand::Q)?,
-            k: views.input(Operand::K)?,
-            v: views.input(Operand::V)?,
-            o: views.output(Operand::O)?,
-            lse: views.outputs.remove(&Operand::Lse),
-            seq: seq_of(|operand| views.get(operand)),
-            score: score_of(dropout, |operand| views.get(operand)),
-            scale_o: views.get(Operand::ScaleO),
-            keep_mask: views.outputs.remove(&Operand::KeepMask),
-            workspace: views.workspace,
-        };
-        backend.run_fwd(plan, &args, Stream::DEFAULT)
-    })
+    let mut resident = Resident::place(backend, &host.operands, plan.workspace_bytes)?;
+    resident.run_fwd(plan, host)?;
+    resident.read_back(&mut host.operands)
 }
 
 /// Runs a backward plan; the gradients of `host` then hold its results.
@@ -39,28 +25,9 @@ pub fn run_fwd(backend: &dyn FmhaBackend, plan: &FwdPlan, host: &mut HostFwd) ->
 /// # Errors
 /// What the backend said.
 pub fn run_bwd(backend: &dyn FmhaBackend, plan: &BwdPlan, host: &mut HostBwd) -> Result<()> {
-    let dropout = host.dropout;
-    let outputs = [Operand::Dq, Operand::Dk, Operand::Dv, Operand::Dbias, Operand::Dsink];
-    on_device(backend, &mut host.operands, &outputs, plan.workspace_bytes, |mut views| {
-        let args = BwdArgs {
-            q: views.input(Operand::Q)?,
-            k: views.input(Operand::K)?,
-            v: views.input(Operand::V)?,
-            o: views.input(Operand::O)?,
-            lse: views.input(Operand::Lse)?,
-            dout: views.input(Operand::Dout)?,
-            dlse: views.get(Operand::Dlse),
-            dq: views.output(Operand::Dq)?,
-            dk: views.output(Operand::Dk)?,
-            dv: views.output(Operand::Dv)?,
-            dbias: views.outputs.remove(&Operand::Dbias),
-            dsink: views.outputs.remove(&Operand::Dsink),
-            seq: seq_of(|operand| views.get(operand)),
-            score: score_of(dropout, |operand| views.get(operand)),
-            workspace: views.workspace,
-        };
-        backend.run_bwd(plan, &args, Stream::DEFAULT)
-    })
+    let mut resident = Resident::place(backend, &host.operands, plan.workspace_bytes)?;
+    resident.run_bwd(plan, host)?;
+    resident.read_back(&mut host.operands)
 }
 
 /// Runs a combine plan; O and LSE of `host` then hold its results.
@@ -69,27 +36,172 @@ pub fn run_bwd(backend: &dyn FmhaBackend, plan: &BwdPlan, host: &mut HostBwd) ->
 /// What the backend said.
 pub fn run_combine(backend: &dyn FmhaBackend, plan: &CombinePlan, host: &mut HostCombine) -> Result<()> {
     let num_parts = host.problem.num_parts;
-    on_device(
-        backend,
-        &mut host.operands,
-        &[Operand::O, Operand::Lse],
-        plan.workspace_bytes,
-        |mut views| {
-            let parts = (0..num_parts)
-                .map(|part| {
-                    let (o, lse) =
-                        (views.input(Operand::PartO(part))?, views.input(Operand::PartLse(part))?);
-                    Ok(PartialResult { o, lse })
-                })
-                .collect::<Result<Vec<_>>>()?;
-            let args = CombineArgs {
-                parts: &parts,
+    let mut resident = Resident::place(backend, &host.operands, plan.workspace_bytes)?;
+    resident.call(&mut host.operands, &[Operand::O, Operand::Lse], |mut views| {
+        let parts = (0..num_parts)
+            .map(|part| {
+                let (o, lse) = (views.input(Operand::PartO(part))?, views.input(Operand::PartLse(part))?);
+                Ok(PartialResult { o, lse })
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let args = CombineArgs {
+            parts: &parts,
+            o: views.output(Operand::O)?,
+            lse: views.outputs.remove(&Operand::Lse),
+        };
+        backend.run_combine(plan, &args, Stream::DEFAULT)
+    })?;
+    resident.read_back(&mut host.operands)
+}
+
+/// Operands that stay where the backend wants them from call to call, as a caller's tensors do:
+/// what is timed is the call, not the copying.
+///
+/// Host tensors are used where they lie; a device gets them with their margins, so that what is
+/// written beside them comes back too.
+pub struct Resident<'a> {
+    backend: &'a dyn FmhaBackend,
+    /// Empty where the backend computes in host memory.
+    buffers: BTreeMap<Operand, DevBuffer>,
+    workspace: Option<DevBuffer>,
+    written: Vec<Operand>,
+}
+
+impl<'a> Resident<'a> {
+    /// Places the operands as they are now, and scratch for plans of so many bytes at most.
+    ///
+    /// # Errors
+    /// What the backend's memory said.
+    pub fn place(backend: &'a dyn FmhaBackend, operands: &Operands, workspace_bytes: u64) -> Result<Self> {
+        let memory = backend.memory();
+        let workspace = (workspace_bytes > 0).then(|| memory.alloc(workspace_bytes)).transpose()?;
+        let mut buffers = BTreeMap::new();
+        if memory.space() == MemorySpace::Device {
+            for (&operand, tensor) in &operands.0 {
+                let (bytes, _) = tensor.raw();
+                let mut buffer = memory.alloc(bytes.len() as u64)?;
+                memory.upload(bytes, &mut buffer)?;
+                buffers.insert(operand, buffer);
+            }
+        }
+        Ok(Self { backend, buffers, workspace, written: Vec::new() })
+    }
+
+    /// Queues a forward call over the operands of `host` and waits for it.
+    ///
+    /// # Errors
+    /// What the backend said.
+    pub fn run_fwd(&mut self, plan: &FwdPlan, host: &mut HostFwd) -> Result<()> {
+        self.forward(plan, &mut host.operands, host.dropout)
+    }
+
+    /// Queues the forward call that a backward one needs, which writes O and LSE, and waits for it.
+    ///
+    /// # Errors
+    /// What the backend said.
+    pub fn run_fwd_of(&mut self, plan: &FwdPlan, host: &mut HostBwd) -> Result<()> {
+        self.forward(plan, &mut host.operands, host.dropout)
+    }
+
+    fn forward(&mut self, plan: &FwdPlan, operands: &mut Operands, dropout: DropoutSeed) -> Result<()> {
+        let backend = self.backend;
+        let scratch = plan.workspace_bytes > 0;
+        self.call(operands, &[Operand::O, Operand::Lse, Operand::KeepMask], |mut views| {
+            let args = FwdArgs {
+                q: views.input(Operand::Q)?,
+                k: views.input(Operand::K)?,
+                v: views.input(Operand::V)?,
                 o: views.output(Operand::O)?,
                 lse: views.outputs.remove(&Operand::Lse),
+                seq: seq_of(|operand| views.get(operand)),
+                score: score_of(dropout, |operand| views.get(operand)),
+                scale_o: views.get(Operand::ScaleO),
+                keep_mask: views.outputs.remove(&Operand::KeepMask),
+                workspace: views.workspace.filter(|_| scratch),
             };
-            backend.run_combine(plan, &args, Stream::DEFAULT)
-        },
-    )
+            backend.run_fwd(plan, &args, Stream::DEFAULT)
+        })
+    }
+
+    /// Queues a backward call over the operands of `host` and waits for it.
+    ///
+    /// # Errors
+    /// What the backend said.
+    pub fn run_bwd(&mut self, plan: &BwdPlan, host: &mut HostBwd) -> Result<()> {
+        let (backend, dropout) = (self.backend, host.dropout);
+        let scratch = plan.workspace_bytes > 0;
+        let outputs = [Operand::Dq, Operand::Dk, Operand::Dv, Operand::Dbias, Operand::Dsink];
+        self.call(&mut host.operands, &outputs, |mut views| {
+            let args = BwdArgs {
+                q: views.input(Operand::Q)?,
+                k: views.input(Operand::K)?,
+                v: views.input(Operand::V)?,
+                o: views.input(Operand::O)?,
+                lse: views.input(Operand::Lse)?,
+                dout: views.input(Operand::Dout)?,
+                dlse: views.get(Operand::Dlse),
+                dq: views.output(Operand::Dq)?,
+                dk: views.output(Operand::Dk)?,
+                dv: views.output(Operand::Dv)?,
+                dbias: views.outputs.remove(&Operand::Dbias),
+                dsink: views.outputs.remove(&Operand::Dsink),
+                seq: seq_of(|operand| views.get(operand)),
+                score: score_of(dropout, |operand| views.get(operand)),
+                workspace: views.workspace.filter(|_| scratch),
+            };
+            backend.run_bwd(plan, &args, Stream::DEFAULT)
+        })
+    }
+
+    fn call(
+        &mut self,
+        operands: &mut Operands,
+        outputs: &[Operand],
+        call: impl FnOnce(Views<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let memory = self.backend.memory();
+        let workspace = self.workspace.as_mut().map(DevBuffer::slice_mut);
+        let mut views = Views { inputs: BTreeMap::new(), outputs: BTreeMap::new(), workspace };
+        if memory.space() == MemorySpace::Host {
+            for (&operand, tensor) in &mut operands.0 {
+                if outputs.contains(&operand) {
+                    views.outputs.insert(operand, tensor.slice_mut());
+                } else {
+                    views.inputs.insert(operand, tensor.slice());
+                }
+            }
+        } else {
+            for (operand, buffer) in &mut self.buffers {
+                let Some(tensor) = operands.get(*operand) else { continue };
+                if outputs.contains(operand) {
+                    views.outputs.insert(*operand, part_mut(memory, buffer, tensor));
+                } else {
+                    views.inputs.insert(*operand, part(memory, buffer, tensor));
+                }
+            }
+        }
+        call(views)?;
+        for operand in outputs {
+            if !self.written.contains(operand) {
+                self.written.push(*operand);
+            }
+        }
+        memory.synchronize(Stream::DEFAULT)
+    }
+
+    /// Brings what calls have written to `operands`.
+    ///
+    /// # Errors
+    /// What the backend's memory said.
+    pub fn read_back(&mut self, operands: &mut Operands) -> Result<()> {
+        let memory = self.backend.memory();
+        for operand in self.written.drain(..) {
+            if let (Some(buffer), Some(tensor)) = (self.buffers.get(&operand), operands.get_mut(operand)) {
+                memory.download(buffer, tensor.raw_mut())?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// The operands where the backend wants them.
@@ -115,63 +227,6 @@ impl<'a> Views<'a> {
 
 fn missing(operand: Operand) -> Error {
     fmha_core::ProblemError::new("operands", format!("operands: {operand:?} (1) is missing")).into()
-}
-
-/// Places the operands, calls, waits, and brings the outputs back. Host tensors are used where they
-/// lie; a device gets them with their margins, so that what is written beside them comes back too.
-fn on_device(
-    backend: &dyn FmhaBackend,
-    operands: &mut Operands,
-    outputs: &[Operand],
-    workspace_bytes: u64,
-    call: impl FnOnce(Views<'_>) -> Result<()>,
-) -> Result<()> {
-    let memory = backend.memory();
-    let mut workspace = (workspace_bytes > 0).then(|| memory.alloc(workspace_bytes)).transpose()?;
-    if memory.space() == MemorySpace::Host {
-        let mut views = Views {
-            inputs: BTreeMap::new(),
-            outputs: BTreeMap::new(),
-            workspace: workspace.as_mut().map(DevBuffer::slice_mut),
-        };
-        for (&operand, tensor) in &mut operands.0 {
-            if outputs.contains(&operand) {
-                views.outputs.insert(operand, tensor.slice_mut());
-            } else {
-                views.inputs.insert(operand, tensor.slice());
-            }
-        }
-        call(views)?;
-        return memory.synchronize(Stream::DEFAULT);
-    }
-    let mut buffers = BTreeMap::new();
-    for (&operand, tensor) in &operands.0 {
-        let (bytes, _) = tensor.raw();
-        let mut buffer = memory.alloc(bytes.len() as u64)?;
-        memory.upload(bytes, &mut buffer)?;
-        buffers.insert(operand, buffer);
-    }
-    let mut views = Views {
-        inputs: BTreeMap::new(),
-        outputs: BTreeMap::new(),
-        workspace: workspace.as_mut().map(DevBuffer::slice_mut),
-    };
-    for (operand, buffer) in &mut buffers {
-        let Some(tensor) = operands.get(*operand) else { continue };
-        if outputs.contains(operand) {
-            views.outputs.insert(*operand, part_mut(memory, buffer, tensor));
-        } else {
-            views.inputs.insert(*operand, part(memory, buffer, tensor));
-        }
-    }
-    call(views)?;
-    memory.synchronize(Stream::DEFAULT)?;
-    for operand in outputs {
-        if let (Some(buffer), Some(tensor)) = (buffers.get(operand), operands.get_mut(*operand)) {
-            memory.download(buffer, tensor.raw_mut())?;
-        }
-    }
-    Ok(())
 }
 
 /// The elements of a tensor whose bytes, margins included, lie in `buffer`.

@@ -26,7 +26,10 @@ fn refused(what: String, text: impl ToString) -> Error {
 pub struct Bytes(Storage);
 
 enum Storage {
-    Blocks { blocks: Vec<Block>, len: usize },
+    Blocks {
+        blocks: Vec<Block>,
+        len: usize,
+    },
     #[cfg(unix)]
     Mapped(mapped::Mapped),
 }

@@ -63,7 +63,12 @@ pub type OnCase<'a> = &'a (dyn Fn(u64, u64, &CaseReport) + Sync);
 /// Runs the cases whose names `filter` finds: on all cores where the backend computes in host memory,
 /// one after another on a device.
 #[must_use]
-pub fn run(backend: &dyn FmhaBackend, filter: Option<&Regex>, options: &Options, on_case: OnCase<'_>) -> Report {
+pub fn run(
+    backend: &dyn FmhaBackend,
+    filter: Option<&Regex>,
+    options: &Options,
+    on_case: OnCase<'_>,
+) -> Report {
     run_cases(backend, &matching(filter), options, on_case)
 }
 

@@ -96,7 +96,9 @@ impl Case {
                 if host && cfg!(target_os = "linux") || !host && options.huge_on_device {
                     None
                 } else {
-                    Some("gigabytes of reserved memory are used on the host under Linux, or on request".into())
+                    Some(
+                        "gigabytes of reserved memory are used on the host under Linux, or on request".into(),
+                    )
                 }
             }
         }
@@ -179,14 +181,13 @@ fn plant(host: &mut HostFwd, plant: Plant) {
             let problem: FwdProblem = (*host.problem).clone();
             for span in host.spans.clone() {
                 let band = problem.mask.band(span.seqlen_q, span.seqlen_k);
-                let hidden =
-                    (0..span.seqlen_k).filter(|&j| !(0..span.seqlen_q).any(|i| band.visible(i, j)));
+                let hidden = (0..span.seqlen_k).filter(|&j| !(0..span.seqlen_q).any(|i| band.visible(i, j)));
                 for j in hidden {
                     for (operand, dim) in
                         [(Operand::K, problem.dims.head_dim_qk), (Operand::V, problem.dims.head_dim_v)]
                     {
-                        for (head, d) in (0..problem.dims.num_heads_kv)
-                            .flat_map(|head| (0..dim).map(move |d| (head, d)))
+                        for (head, d) in
+                            (0..problem.dims.num_heads_kv).flat_map(|head| (0..dim).map(move |d| (head, d)))
                         {
                             let at = [span.storage_batch, span.k_row + j, head, d];
                             host.operands.expect_mut(operand).set(at, f64::NAN);

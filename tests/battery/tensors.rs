@@ -214,8 +214,8 @@ impl HostCombine {
                 let head = index as u32 / shape.seq % shape.head;
                 let batch = index as u32 / shape.seq / shape.head;
                 let choice = mix(data.seed ^ (index as u64) << 8);
-                let empty =
-                    choice.is_multiple_of(16) || choice % 4 == 1 && (choice >> 8) as u32 % problem.num_parts == part;
+                let empty = choice.is_multiple_of(16)
+                    || choice % 4 == 1 && (choice >> 8) as u32 % problem.num_parts == part;
                 if empty {
                     lse.set_nth(index, f64::NEG_INFINITY);
                     continue;
@@ -239,7 +239,10 @@ impl HostCombine {
 }
 
 /// Every (query head, query) of a sequence.
-pub(crate) fn heads_and_rows(problem: &FwdProblem, span: &SeqSpan) -> impl Iterator<Item = (u32, u32)> + use<> {
+pub(crate) fn heads_and_rows(
+    problem: &FwdProblem,
+    span: &SeqSpan,
+) -> impl Iterator<Item = (u32, u32)> + use<> {
     let rows = span.seqlen_q;
     (0..problem.dims.num_heads_q).flat_map(move |head| (0..rows).map(move |i| (head, i)))
 }
@@ -274,9 +277,7 @@ pub(crate) fn score_of<'a>(
 }
 
 /// The lengths, wherever they lie.
-pub(crate) fn seq_of<'a>(
-    mut input: impl FnMut(Operand) -> Option<fmha_core::DevSlice<'a>>,
-) -> SeqArgs<'a> {
+pub(crate) fn seq_of<'a>(mut input: impl FnMut(Operand) -> Option<fmha_core::DevSlice<'a>>) -> SeqArgs<'a> {
     SeqArgs {
         cu_seqlens_q: input(Operand::CuSeqlensQ),
         cu_seqlens_k: input(Operand::CuSeqlensK),
@@ -330,8 +331,7 @@ fn inputs(
             let rows = if per_batch { dims.batch } else { 1 };
             // The slopes of Press et al., "Train Short, Test Long": 2^(-8 (h + 1) / heads).
             let slope = |b: u32, h: u32| 2f32.powf(-8.0 * (h + 1) as f32 / heads as f32) * (1.0 + b as f32);
-            let slopes: Vec<f32> =
-                (0..rows).flat_map(|b| (0..heads).map(move |h| slope(b, h))).collect();
+            let slopes: Vec<f32> = (0..rows).flat_map(|b| (0..heads).map(move |h| slope(b, h))).collect();
             operands.put(Operand::AlibiSlopes, Tensor::f32s(&slopes, data.room)?);
         }
     }

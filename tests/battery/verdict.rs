@@ -81,7 +81,10 @@ impl fmt::Display for TensorVerdict {
         )?;
         if !self.pass {
             let Place { batch, head, row, dim, got, want } = self.worst;
-            write!(f, "; worst at batch {batch} head {head} row {row} dim {dim}: {got:e}, reference {want:e}")?;
+            write!(
+                f,
+                "; worst at batch {batch} head {head} row {row} dim {dim}: {got:e}, reference {want:e}"
+            )?;
         }
         Ok(())
     }

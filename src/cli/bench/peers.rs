@@ -79,7 +79,7 @@ fn csv(text: &str) -> Result<Peers, String> {
     };
     let (row, peer, speed) = (column("row")?, column("peer")?, column("speed")?);
     for (index, line) in lines.filter(|(_, line)| !line.trim().is_empty()) {
-        let cells: Vec<&str> = line.split(',').map(|cell| cell.trim().trim_matches('"')).collect();
+        let cells = cells(line);
         if cells.len() != header.len() {
             return Err(format!("line {}: {} cells, not {}", index + 1, cells.len(), header.len()));
         }
@@ -90,6 +90,17 @@ fn csv(text: &str) -> Result<Peers, String> {
         peers.add(Line { row: cells[row].to_owned(), peer: cells[peer].to_owned(), speed });
     }
     Ok(peers)
+}
+
+/// The cells of a line; a label between quotes may have commas.
+fn cells(line: &str) -> Vec<&str> {
+    let mut quoted = false;
+    line.split(|letter| {
+        quoted ^= letter == '"';
+        letter == ',' && !quoted
+    })
+    .map(|cell| cell.trim().trim_matches('"'))
+    .collect()
 }
 
 #[cfg(test)]
@@ -106,6 +117,12 @@ mod tests {
             assert_eq!(peers.names(["B1", "B2"].into_iter()), ["fa3"]);
             assert_eq!(peers.speed("B1", "fa3"), Some(7.5));
         }
+    }
+
+    #[test]
+    fn a_label_between_quotes_keeps_its_commas() {
+        let peers = csv("row,peer,speed\n\"B1 b:512,0 bf16\",fa3,7.5\n").unwrap();
+        assert_eq!(peers.speed("B1 b:512,0 bf16", "fa3"), Some(7.5));
     }
 
     #[test]

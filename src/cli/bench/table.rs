@@ -74,7 +74,7 @@ pub(super) fn read(path: &Path) -> Result<Vec<Table>, Failure> {
 
 fn parse(text: &str) -> Result<Vec<Table>, String> {
     let file: File = toml::from_str(text).map_err(|error| {
-        let line = error.span().map_or(1, |span| text[..span.start].lines().count().max(1));
+        let line = error.span().map_or(1, |span| 1 + text[..span.start].matches('\n').count());
         format!("line {line}: {}", error.message())
     })?;
     file.table.into_iter().map(RawTable::parse).collect()

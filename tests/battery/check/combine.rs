@@ -57,8 +57,7 @@ pub fn check_combine(host: &HostCombine) -> Result<Verdict> {
             }
         }
         if let Some(written) = operands.get(Operand::Lse) {
-            let place =
-                Place { batch, head, row, dim: 0, got: written.nth(index), want: want_lse };
+            let place = Place { batch, head, row, dim: 0, got: written.nth(index), want: want_lse };
             lse_stat.add(place, DType::F32.round(want_lse), 0.0);
             if want_lse.is_finite() {
                 max_lse = max_lse.max(want_lse.abs());

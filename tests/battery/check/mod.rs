@@ -32,10 +32,10 @@ impl Selection {
     #[must_use]
     pub fn within(problem: &FwdProblem, spans: &[SeqSpan], budget: f64) -> Self {
         let dims = problem.dims;
-        let all: Vec<(usize, u32)> = (0..spans.len())
-            .flat_map(|span| (0..dims.num_heads_q).map(move |head| (span, head)))
-            .collect();
-        let per_row = |span: &SeqSpan| f64::from(span.seqlen_k) * f64::from(dims.head_dim_qk + dims.head_dim_v);
+        let all: Vec<(usize, u32)> =
+            (0..spans.len()).flat_map(|span| (0..dims.num_heads_q).map(move |head| (span, head))).collect();
+        let per_row =
+            |span: &SeqSpan| f64::from(span.seqlen_k) * f64::from(dims.head_dim_qk + dims.head_dim_v);
         let cost = |pairs: &[(usize, u32)], rows: u32| -> f64 {
             pairs
                 .iter()

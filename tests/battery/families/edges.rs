@@ -73,8 +73,7 @@ fn lengths(cases: &mut Vec<Case>) {
         }
         let mut problem = masked(dtype, dims(9, 9, 32), "b");
         (problem.seqused_q, problem.seqused_k) = (true, true);
-        let lengths =
-            Lengths { seqused_q: vec![0, 9], seqused_k: vec![9, 0], ..Lengths::default() };
+        let lengths = Lengths { seqused_q: vec![0, 9], seqused_k: vec![9, 0], ..Lengths::default() };
         push(cases, format!("edges/nothing_used/{dtype}"), problem, lengths);
     }
 }
@@ -106,8 +105,26 @@ fn tiles(cases: &mut Vec<Case>) {
 /// Unlike lengths under every alignment, rows that see nothing, windows of nothing.
 fn masks(cases: &mut Vec<Case>) {
     let masks = [
-        "t", "b", "t:0,0", "b:0,0", "t:-1,0", "b:-1,-1", "t:0,-1", "b:3,0", "t:0,3", "b:200,200", "g:0,0",
-        "g:1,1", "g:-5,20", "g:9,-8", "g:100,-100", "g:-100,200", "t:0,0,1", "b:1,0,5", "t:2,0,300", "b:1,2,9",
+        "t",
+        "b",
+        "t:0,0",
+        "b:0,0",
+        "t:-1,0",
+        "b:-1,-1",
+        "t:0,-1",
+        "b:3,0",
+        "t:0,3",
+        "b:200,200",
+        "g:0,0",
+        "g:1,1",
+        "g:-5,20",
+        "g:9,-8",
+        "g:100,-100",
+        "g:-100,200",
+        "t:0,0,1",
+        "b:1,0,5",
+        "t:2,0,300",
+        "b:1,2,9",
         "g:0,-3,4",
     ];
     for dtype in [DType::F32, DType::F16, DType::Bf16] {
@@ -193,7 +210,12 @@ fn numbers(cases: &mut Vec<Case>) {
                 for (q, k) in [(50, 50), (33, 130)] {
                     let name = format!("edges/numbers/{init}/{dtype}/s{q}x{k}/{mask}");
                     let data = Data { init, ..data(&name) };
-                    cases.push(Case::forward(name, masked(dtype, dims(q, k, 64), mask), Lengths::default(), data));
+                    cases.push(Case::forward(
+                        name,
+                        masked(dtype, dims(q, k, 64), mask),
+                        Lengths::default(),
+                        data,
+                    ));
                 }
             }
         }

@@ -1,7 +1,8 @@
 //! A problem from one level of each axis: what the pairwise and the random cases are made of.
 
 use fmha_core::{
-    Bias, BiasBroadcast, DType, Descale, Dims, ElementwiseBias, FwdProblem, MaskSpec, SeqMode, Strides, VLayout,
+    Bias, BiasBroadcast, DType, Descale, Dims, ElementwiseBias, FwdProblem, MaskSpec, SeqMode, Strides,
+    VLayout,
 };
 
 use super::pairwise::Levels;
@@ -26,18 +27,8 @@ const HEAD_DIMS: [(u32, u32); 12] = [
     (256, 256),
 ];
 const HEADS: [(u32, u32); 6] = [(1, 1), (2, 2), (4, 2), (3, 1), (8, 2), (6, 3)];
-const LENGTHS: [(u32, u32); 10] = [
-    (1, 1),
-    (1, 65),
-    (17, 17),
-    (33, 70),
-    (64, 64),
-    (70, 33),
-    (5, 129),
-    (100, 96),
-    (31, 1),
-    (48, 80),
-];
+const LENGTHS: [(u32, u32); 10] =
+    [(1, 1), (1, 65), (17, 17), (33, 70), (64, 64), (70, 33), (5, 129), (100, 96), (31, 1), (48, 80)];
 const MASKS: [&str; 14] = [
     "0", "t", "b", "t:5,0", "b:7,0", "t:3,2", "b:0,0", "b:9,4,3", "t:0,0,2", "g:4,3", "g:-2,9", "g:1,-5",
     "b:-1,3", "b:16,-1",
