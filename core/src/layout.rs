@@ -111,6 +111,9 @@ impl Strides {
     /// reach. Every order of nested axes, with any padding between them, passes.
     #[must_use]
     pub fn is_injective(self, shape: Shape) -> bool {
+        if shape.num_elems() == 0 {
+            return true;
+        }
         let mut axes: Vec<_> = self.live(shape).collect();
         axes.sort_unstable();
         let mut reach: i128 = 0;
@@ -185,6 +188,12 @@ mod tests {
         let bogus = Strides { batch: -7, seq: i64::MIN, head: i64::MAX, dim: 1 };
         assert_eq!(bogus.extent(shape), Some(8));
         assert!(bogus.is_injective(shape));
+    }
+
+    #[test]
+    fn a_tensor_of_nothing_repeats_nothing() {
+        let shape = Shape { batch: 2, seq: 0, head: 3, dim: 8 };
+        assert!(Strides::bshd(shape).is_injective(shape) && Strides::bhsd(shape).is_injective(shape));
     }
 
     #[test]

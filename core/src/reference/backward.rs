@@ -41,6 +41,25 @@ pub struct HeadBackward {
     pub ds: Vec<f64>,
     /// dSink.
     pub dsink: f64,
+    /// How far independent relative errors of the terms move each gradient, per unit of error. In
+    /// [`Precision::Exact`] only, else empty.
+    pub spread: BackwardSpread,
+}
+
+/// The root of the summed squares of the terms of each gradient, where a difference counts with both
+/// its terms: what rounding errors are measured by. Shaped like the gradients.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct BackwardSpread {
+    /// Of dQ.
+    pub dq: Vec<f64>,
+    /// Of dK.
+    pub dk: Vec<f64>,
+    /// Of dV.
+    pub dv: Vec<f64>,
+    /// Of dS.
+    pub ds: Vec<f64>,
+    /// Of dSink.
+    pub dsink: f64,
 }
 
 /// Gradients of a whole problem.
@@ -157,6 +176,12 @@ fn differentiate<T: Float>(
     let mut dv = zeros(span.seqlen_k, dim_v);
     let mut ds_all = zeros(span.seqlen_q, span.seqlen_k as usize);
     let mut dsink = T::zero();
+    // Squares of the terms, summed beside the terms themselves.
+    let exact = head.is_exact();
+    let squares = |len: usize| vec![T::zero(); if exact { len } else { 0 }];
+    let (mut dq_square, mut dk_square) = (squares(dq.len()), squares(dk.len()));
+    let (mut dv_square, mut ds_square) = (squares(dv.len()), squares(ds_all.len()));
+    let mut dsink_square = T::zero();
 
     for i in 0..span.seqlen_q {
         let softmax = Softmax::of_row(&head, i);
@@ -172,25 +197,40 @@ fn differentiate<T: Float>(
             let p = head.probability(p) * head.keep_factor(i, j);
             axpy(&mut o, p, row(&head.v, j, dim_v));
             axpy(row_mut(&mut dv, j, dim_v), p, dout_i);
+            if exact {
+                axpy_squares(row_mut(&mut dv_square, j, dim_v), p, dout_i);
+            }
         }
         let o: Vec<T> = o.iter().map(|&o| real(head.as_result(o, fwd.dtype_o))).collect();
         let d = dot(dout_i, &o);
+        let d_square = dout_i.iter().zip(&o).fold(d * d, |sum, (&x, &y)| sum + (x * y) * (x * y));
 
         for (&j, &p) in softmax.visible.iter().zip(&p) {
             let dp = head.keep_factor(i, j) * dot(dout_i, row(&head.v, j, dim_v));
             let ds = p * (dp - d + dlse);
             ds_all[i as usize * span.seqlen_k as usize + j as usize] = ds;
             let (_, slope) = head.capped(i, j);
+            if exact {
+                let size = p * (dp * dp + d_square + dlse * dlse).sqrt();
+                ds_square[i as usize * span.seqlen_k as usize + j as usize] = size * size;
+                let size = size * slope * head.softmax_scale;
+                axpy_squares(row_mut(&mut dq_square, i, dim_qk), size, row(&head.k, j, dim_qk));
+                axpy_squares(row_mut(&mut dk_square, j, dim_qk), size, row(&head.q, i, dim_qk));
+            }
             let ds = head.score_gradient(ds * slope, problem.dtype_grad) * head.softmax_scale;
             axpy(row_mut(&mut dq, i, dim_qk), ds, row(&head.k, j, dim_qk));
             axpy(row_mut(&mut dk, j, dim_qk), ds, row(&head.q, i, dim_qk));
         }
         if let Some(sink) = head.sink {
-            dsink = dsink + (sink - softmax.lse).exp() * (dlse - d);
+            let share = (sink - softmax.lse).exp();
+            dsink = dsink + share * (dlse - d);
+            dsink_square = dsink_square + share * share * (dlse * dlse + d_square);
         }
     }
 
-    let plain = |values: Vec<T>| values.into_iter().map(|x| x.to_f64().unwrap_or(f64::NAN)).collect();
+    let plain =
+        |values: Vec<T>| values.into_iter().map(|x| x.to_f64().unwrap_or(f64::NAN)).collect::<Vec<_>>();
+    let roots = |squares: Vec<T>| plain(squares).into_iter().map(f64::sqrt).collect();
     Ok(HeadBackward {
         span,
         i_head,
@@ -199,11 +239,22 @@ fn differentiate<T: Float>(
         dv: plain(dv),
         ds: plain(ds_all),
         dsink: dsink.to_f64().unwrap_or(f64::NAN),
+        spread: BackwardSpread {
+            dq: roots(dq_square),
+            dk: roots(dk_square),
+            dv: roots(dv_square),
+            ds: roots(ds_square),
+            dsink: dsink_square.sqrt().to_f64().unwrap_or(f64::NAN),
+        },
     })
 }
 
 fn row_mut<T>(matrix: &mut [T], index: u32, dim: usize) -> &mut [T] {
     &mut matrix[index as usize * dim..][..dim]
+}
+
+fn axpy_squares<T: Float>(y: &mut [T], a: T, x: &[T]) {
+    y.iter_mut().zip(x).for_each(|(y, &x)| *y = *y + (a * x) * (a * x));
 }
 
 fn axpy<T: Float>(y: &mut [T], a: T, x: &[T]) {

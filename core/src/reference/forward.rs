@@ -19,6 +19,9 @@ pub struct HeadForward {
     pub o: Vec<f64>,
     /// LSE `[seqlen_q]`, natural log.
     pub lse: Vec<f64>,
+    /// `sqrt(sum_j (keep / (1 - p_drop) P V)^2)` beside each O: how far independent relative errors
+    /// of the products move it, per unit of error. In [`Precision::Exact`] only, else empty.
+    pub spread: Vec<f64>,
 }
 
 /// Every (sequence, query head), in that order. `args` are in host memory; O is not touched.
@@ -51,30 +54,57 @@ pub fn forward_head(
     i_head: u32,
     precision: Precision,
 ) -> Result<HeadForward, ProblemError> {
+    let rows: Vec<u32> = (0..span.seqlen_q).collect();
+    forward_rows(problem, inputs, span, i_head, &rows, precision)
+}
+
+/// Some queries of one (sequence, query head): O and LSE have a row for each of `rows`, which lie in
+/// `0..span.seqlen_q`.
+///
+/// # Errors
+/// Operands that are missing.
+pub fn forward_rows(
+    problem: &FwdProblem,
+    inputs: &Inputs<'_>,
+    span: SeqSpan,
+    i_head: u32,
+    rows: &[u32],
+    precision: Precision,
+) -> Result<HeadForward, ProblemError> {
     Ok(match precision {
-        Precision::Exact => attend(&Head::<f64>::gather(problem, inputs, span, i_head, precision)?, problem),
+        Precision::Exact => {
+            attend(&Head::<f64>::gather(problem, inputs, span, i_head, precision)?, problem, rows)
+        }
         Precision::AsInput => {
-            attend(&Head::<f32>::gather(problem, inputs, span, i_head, precision)?, problem)
+            attend(&Head::<f32>::gather(problem, inputs, span, i_head, precision)?, problem, rows)
         }
     })
 }
 
-fn attend<T: Float>(head: &Head<'_, T>, problem: &FwdProblem) -> HeadForward {
+fn attend<T: Float>(head: &Head<'_, T>, problem: &FwdProblem, rows: &[u32]) -> HeadForward {
     let mut o = Vec::new();
     let mut lse = Vec::new();
-    for i in 0..head.span.seqlen_q {
+    let mut spread = Vec::new();
+    for &i in rows {
         let softmax = Softmax::of_row(head, i);
         let mut row_o = vec![T::zero(); head.head_dim_v];
+        let mut squares = vec![T::zero(); if head.is_exact() { head.head_dim_v } else { 0 }];
         for (&j, &weight) in softmax.visible.iter().zip(&softmax.weights) {
             let p = head.probability(weight) * head.keep_factor(i, j);
             for (o, &v) in row_o.iter_mut().zip(row(&head.v, j, head.head_dim_v)) {
                 *o = *o + p * v;
             }
+            for (square, &v) in squares.iter_mut().zip(row(&head.v, j, head.head_dim_v)) {
+                *square = *square + (p * v) * (p * v);
+            }
         }
         o.extend(row_o.iter().map(|&o| head.as_result(o / softmax.row_sum, problem.dtype_o)));
+        spread.extend(
+            squares.iter().map(|square| (square.sqrt() / softmax.row_sum).to_f64().unwrap_or(f64::NAN)),
+        );
         lse.push(softmax.lse.to_f64().unwrap_or(f64::NAN));
     }
-    HeadForward { span: head.span, i_head: head.i_head, o, lse }
+    HeadForward { span: head.span, i_head: head.i_head, o, lse, spread }
 }
 
 /// One row of P, unnormalised: `P[j] = weights[j] / row_sum`.

@@ -149,6 +149,11 @@ impl<'a, T: Float> Head<'a, T> {
         })
     }
 
+    /// Whether nothing is rounded.
+    pub(super) fn is_exact(&self) -> bool {
+        self.precision == Precision::Exact
+    }
+
     /// The keys that query `i` sees, ascending.
     pub(super) fn visible(&self, i: u32) -> Vec<u32> {
         let keys = self.band.k_range(i..i + 1, self.span.seqlen_k);
@@ -208,7 +213,7 @@ impl<'a, T: Float> Head<'a, T> {
     }
 
     fn rounded(&self, value: T, scale: f64, dtype: DType) -> T {
-        if self.precision == Precision::Exact {
+        if self.is_exact() {
             return value;
         }
         real(dtype.round(value.to_f64().unwrap_or(f64::NAN) * scale) / scale)
@@ -217,7 +222,7 @@ impl<'a, T: Float> Head<'a, T> {
     /// What a result of type `dtype` keeps of `value`.
     pub(super) fn as_result(&self, value: T, dtype: DType) -> f64 {
         let value = value.to_f64().unwrap_or(f64::NAN);
-        if self.precision == Precision::Exact { value } else { dtype.round(value) }
+        if self.is_exact() { value } else { dtype.round(value) }
     }
 }
 

@@ -9,9 +9,9 @@ mod combine;
 mod forward;
 mod head;
 
-pub use backward::{Backward, HeadBackward, backward, backward_head};
+pub use backward::{Backward, BackwardSpread, HeadBackward, backward, backward_head};
 pub use combine::combine;
-pub use forward::{HeadForward, forward, forward_head};
+pub use forward::{HeadForward, forward, forward_head, forward_rows};
 pub use head::{Inputs, Precision};
 
 #[cfg(test)]
