@@ -97,8 +97,11 @@ def one(kernel, fields, rng):
         b = rng.randint(1, 3)
         sq, sk = rng.randint(1, 900), rng.choice([0, rng.randint(1, 1200), rng.randint(1, 200)])
         q, k, v = make(b, sq, hq, dqk), make(b, sk, hkv, dqk), make(b, sk, hkv, dv)
+        if sk and rng.random() < 0.3:  # broadcast over the batch, or over the heads: stride 0
+            axis = rng.choice([0, 2])
+            k, v = (x.narrow(axis, 0, 1).expand(x.shape) for x in (k, v))
         used_k = None
-        if rng.random() < 0.4:
+        if sk and k.is_contiguous() and rng.random() < 0.4:
             used = [rng.randint(0, sk) for _ in range(b)]
             used_k = torch.tensor(used, dtype=torch.int32, device="cuda")
             for x in range(b):

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 cuda = ctypes.CDLL("libcuda.so.1")
+DEFAULT_SECTION = 32 << 20
 UNBOUNDED_LO, UNBOUNDED_HI = -(2**31), 2**31 - 1
 
 
@@ -60,7 +61,7 @@ class Kernel:
 
     def prepare(
         self, q, k, v, *, mask=(UNBOUNDED_LO, UNBOUNDED_HI, 0, 0), scale=None, cu_q=None, cu_k=None, max_q=None,
-        max_k=None, used_q=None, used_k=None, dtype_o=None, softcap=0.0, sink=None, section_bytes=32 << 20,
+        max_k=None, used_q=None, used_k=None, dtype_o=None, softcap=0.0, sink=None, section_bytes=DEFAULT_SECTION,
         lse=True, alibi=None, o=None, bias=None,
     ):  # fmt: skip
         """(callable, o, lse): q, k, v are [batch, seqlen, heads, dim], or [total, heads, dim] with cu_q, cu_k."""
@@ -107,7 +108,8 @@ class Kernel:
         qs, ks, vs = strides(q), strides(k), strides(v)
         far = 1 << 20  # the stride of an axis of one: any that the driver takes
         q_map = tensor_map(
-            q, (dqk, ratio, rows_q, hkv, storage_batch), (qs[2], qs[1], qs[2] * ratio, qs[0] or far),
+            q, (dqk, ratio, rows_q, hkv, storage_batch),
+            (qs[2], qs[1], qs[2] * ratio, far if storage_batch == 1 else qs[0]),
             (box_qk, ratio if pack else 1, block_m // ratio if pack else block_m, 1, 1),
         )  # fmt: skip
 
@@ -115,11 +117,13 @@ class Kernel:
             rows = x.shape[0] if group else x.shape[1]
             if rows == 0:  # never read; the map needs an address
                 x, rows = q, 1
-            return tensor_map(x, (dim, rows, hkv, storage_batch), (s[1], s[2], s[0] or far), (box, block_n, 1, 1))
+            return tensor_map(x, (dim, rows, hkv, storage_batch), (s[1], s[2], far if storage_batch == 1 else s[0]), (box, block_n, 1, 1))
 
         maps = q_map + kv_map(k, ks, dqk, box_qk) + kv_map(v, vs, dv, box_v)
         num_m = -(-seqlen_q * (ratio if pack else 1) // block_m)
         heads = batch * (hkv if pack else hq)
+        unmasked = mask[0] == UNBOUNDED_LO and mask[1] == UNBOUNDED_HI
+        section_bytes = 0 if unmasked and section_bytes == DEFAULT_SECTION else section_bytes
         section = heads_per_section(heads, seqlen_k * (dqk + dv) * q.element_size(), 1 if pack else ratio, section_bytes)
         tiles = max(num_m * heads, 1)
         schedule = struct.pack("<4i", num_m * heads, max(num_m, 1), heads, section)

@@ -2,10 +2,13 @@
 
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
-use fmha_core::spec::{BiasKind, FwdSpec};
-use fmha_core::{DType, MaskKind, Refusal, VLayout, abi_enum, abi_spec, abi_struct};
+use fmha_core::spec::{BiasKind, FwdSpec, SeqKind};
+use fmha_core::{DType, FwdProblem, MaskKind, Refusal, VLayout, abi_enum, abi_spec, abi_struct};
 
 use crate::wgmma::{self, OperandA, WgmmaShape};
+
+/// The kernel's name in plans and refusals.
+pub const NAME: &str = "sm90";
 
 /// How CTAs come by their tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -90,14 +93,14 @@ impl Sm90Tile {
         let q_buffers = if self.lookahead { 2 } else { 1 };
         let q = q_buffers * tile_bytes(self.block_m, qk);
         let kv = self.stages * (tile_bytes(self.block_n, qk) + tile_bytes(self.block_n, v));
-        let barriers = 8 * (2 * q_buffers + 4 * self.stages + 4);
-        let work = 2 * 16 * 4;
+        let barriers = 8 * (2 * q_buffers + 4 * self.stages + 6);
+        let work = 3 * 17 * 4;
         (q + kv + barriers + work + 1023) / 1024 * 1024
     }
 
     /// The order of tiles for a problem's maximal lengths.
     #[must_use]
-    pub fn schedule(&self, problem: &fmha_core::FwdProblem) -> Sm90Schedule {
+    pub fn schedule(&self, problem: &FwdProblem) -> Sm90Schedule {
         let dims = problem.dims;
         let ratio = if self.pack_gqa { i64::from(problem.gqa_ratio()) } else { 1 };
         let rows = i64::from(dims.seqlen_q) * ratio;
@@ -109,7 +112,10 @@ impl Sm90Tile {
             * problem.dtype_qk.size_bytes() as i64;
         // Adjacent query heads of one kv head share its K and V.
         let sharing = if self.pack_gqa { 1 } else { i64::from(problem.gqa_ratio()) };
-        let heads_per_section = heads_per_section(num_heads, kv_bytes, sharing);
+        // Unmasked, tiles are alike: the row blocks of a head run together and share its K and V.
+        let masked = problem.mask.kind() != MaskKind::Full;
+        let section_bytes = if masked { SECTION_BYTES } else { 0 };
+        let heads_per_section = heads_per_section(num_heads, kv_bytes, sharing, section_bytes);
         Sm90Schedule {
             num_tiles: (num_heads * num_m_blocks).try_into().unwrap_or(i32::MAX),
             num_m_blocks: num_m_blocks as i32,
@@ -144,8 +150,8 @@ impl Sm90Tile {
 
 /// The largest count of heads whose K and V fit a section, a multiple of `sharing` where possible and
 /// as even over the sections as can be: a short last section leaves SMs idle.
-fn heads_per_section(num_heads: i64, kv_bytes: i64, sharing: i64) -> i64 {
-    let fitting = (SECTION_BYTES / kv_bytes.max(1)).max(1).saturating_mul(sharing).min(num_heads).max(1);
+fn heads_per_section(num_heads: i64, kv_bytes: i64, sharing: i64, section_bytes: i64) -> i64 {
+    let fitting = (section_bytes / kv_bytes.max(1)).max(1).saturating_mul(sharing).min(num_heads).max(1);
     let sections = (num_heads + fitting - 1) / fitting;
     let even = (num_heads + sections - 1) / sections;
     (even + sharing - 1) / sharing * sharing
@@ -165,63 +171,120 @@ const fn tile_bytes(rows: i32, padded: i32) -> i32 {
     (rows * padded * 2 + 1023) / 1024 * 1024
 }
 
-/// Whether the kernel computes this, and if not, why.
+/// Whether the kernel computes this problem, and if not, why. Addresses, which a problem has not, must
+/// be multiples of 16.
 ///
 /// # Errors
 /// The first fact that it does not take.
-pub fn accepts(spec: &FwdSpec) -> Result<(), Refusal> {
-    let refuse = |reason: String| Err(Refusal::new("sm90", reason));
-    if !matches!(spec.dtype_qk, DType::F16 | DType::Bf16) || spec.dtype_v != spec.dtype_qk {
-        return refuse(format!(
-            "dtype_qk {} with dtype_v {} is not f16 or bf16 twice",
-            spec.dtype_qk, spec.dtype_v
-        ));
+pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
+    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    let (qk, v) = (problem.dtype_qk, problem.dtype_v);
+    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
+        return refuse(format!("dtype_qk {qk} with dtype_v {v} is not f16 twice or bf16 twice"));
     }
-    if spec.dtype_o.is_fp8() {
-        return refuse(format!("dtype_o {} is not f16, bf16 or f32", spec.dtype_o));
+    if problem.dtype_o.is_fp8() {
+        return refuse(format!("dtype_o {} is not f16, bf16 or f32", problem.dtype_o));
     }
-    for (field, dim) in [("head_dim_qk", spec.head_dim_qk), ("head_dim_v", spec.head_dim_v)] {
+    let dims = problem.dims;
+    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
         if dim > 256 {
             return refuse(format!("{field} {dim} is larger than 256"));
         }
     }
-    if spec.v_layout != VLayout::RowMajor {
+    if problem.v_layout != VLayout::RowMajor {
         return refuse("v_layout is column-major".to_owned());
     }
-    if spec.dropout || spec.write_keep_mask {
-        return refuse("p_drop is not 0: dropout is not compiled in".to_owned());
+    if problem.drops() || problem.write_keep_mask {
+        return refuse(format!("p_drop {}: dropout is not compiled in", problem.p_drop));
+    }
+    for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
+        if length >= 1 << 29 {
+            return refuse(format!("{field} {length} is not below 2^29"));
+        }
+    }
+    for (name, strides, shape) in [
+        ("q", problem.q, problem.shape_q()),
+        ("k", problem.k, problem.shape_k()),
+        ("v", problem.v, problem.shape_v()),
+    ] {
+        let axes = [
+            ("batch", strides.batch, shape.batch),
+            ("seq", strides.seq, shape.seq),
+            ("head", strides.head, shape.head),
+        ];
+        for (axis, stride, extent) in axes {
+            if extent > 1 && (stride % 8 != 0 || stride >= 1 << 39) {
+                return refuse(format!(
+                    "{name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as the copy engine needs"
+                ));
+            }
+        }
     }
     Ok(())
 }
 
-/// The tile for a spec, measured on an H200 where a figure stands.
-///
-/// `decode`: whether the query heads of a group fit into fewer tiles packed than apart.
+/// The tile for a problem that the kernel [`accepts`].
+#[must_use]
+pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
+    let spec = FwdSpec::of(problem);
+    let dims = problem.dims;
+    let mut tile = default_tile(&spec);
+    let ratio = problem.gqa_ratio() as i32;
+    let seqlen_q = i64::from(dims.seqlen_q);
+
+    // A short query: the heads of a group side by side, where that saves a tenth of the rows.
+    if ratio > 1 && tile.block_m % ratio == 0 {
+        let block_m = i64::from(tile.block_m);
+        let apart = (seqlen_q + block_m - 1) / block_m * i64::from(ratio);
+        let packed = (seqlen_q * i64::from(ratio) + block_m - 1) / block_m;
+        tile.pack_gqa = packed * 10 <= apart * 9;
+    }
+    let rows = if tile.pack_gqa { seqlen_q * i64::from(ratio) } else { seqlen_q };
+    if rows <= 64 && (!tile.pack_gqa || 64 % ratio == 0) {
+        tile.block_m = 64;
+    }
+
+    let strides = problem.o;
+    let shape = problem.shape_o();
+    let whole = |stride: i64, extent: u32| extent <= 1 || stride % 8 == 0;
+    tile.vector_store &= dims.head_dim_v.is_multiple_of(8)
+        && whole(strides.batch, shape.batch)
+        && whole(strides.seq, shape.seq)
+        && whole(strides.head, shape.head);
+    tile
+}
+
+/// The tile for long sequences of a spec.
 #[must_use]
 pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
     let (qk, v) = (padded_dim(spec.head_dim_qk), padded_dim(spec.head_dim_v));
     let full = spec.mask == MaskKind::Full;
-    // (block_m, block_n, lookahead)
-    let (block_m, block_n, lookahead) = match qk.max(v) {
-        64 => (192, 128, true),
-        96 => (128, 128, true),
-        128 => (128, if full { 160 } else { 128 }, true),
-        160 => (128, 112, false),
-        192 if v <= 128 => (128, 128, false),
-        192 => (128, 112, false),
-        _ => (128, 80, false),
+    // (block_m, block_n, lookahead, wait_anchor)
+    let (block_m, block_n, lookahead, wait_anchor) = match qk.max(v) {
+        64 => (192, 128, true, 0),
+        96 if full => (128, 176, true, 44),
+        96 => (128, 144, true, 0),
+        128 if full => (128, 160, true, 40),
+        128 => (128, 128, true, 0),
+        160 => (128, 112, false, 0),
+        192 if v <= 128 => (128, 128, false, 0),
+        192 => (128, 112, false, 0),
+        _ => (128, 80, false, 0),
     };
     // The modifiers take registers.
     let modified = spec.softcap || spec.bias != BiasKind::None;
+    let block_n = if modified { block_n.min(if qk.max(v) > 192 { 64 } else { 96 }) } else { block_n };
     Sm90Tile {
         block_m,
-        block_n: if modified { block_n.min(if qk.max(v) > 192 { 64 } else { 96 }) } else { block_n },
+        block_n,
         stages: 2,
-        order: TileOrder::Static,
-        ping_pong: qk.max(v) <= 128,
+        // Of unlike tiles a fixed order leaves up to a fifth of the SMs idle: 16k causal, D 128, 576
+        // TFLOP/s fixed, 729 drawn.
+        order: if full && spec.seq == SeqKind::Batch { TileOrder::Static } else { TileOrder::Dynamic },
+        ping_pong: true,
         lookahead: lookahead && !modified,
         lazy_rescale_log2: 8,
-        wait_anchor: if full && qk == 128 && v == 128 && !modified { 40 } else { 0 },
+        wait_anchor: if modified { 0 } else { wait_anchor },
         exp2_polynomial_every: 0,
         pack_gqa: false,
         vector_store: spec.dtype_o != DType::F32,

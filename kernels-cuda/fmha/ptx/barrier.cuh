@@ -18,4 +18,16 @@ FMHA_DEVICE void bar_arrive() {
   asm volatile("bar.arrive %0, %1;" ::"n"(id), "n"(num_threads) : "memory");
 }
 
+// needs: sm_70. As bar_sync, from any one lane, which counts for its whole warp.
+template <int id, int num_threads>
+FMHA_DEVICE void barrier_sync() {
+  asm volatile("barrier.sync %0, %1;" ::"n"(id), "n"(num_threads) : "memory");
+}
+
+// needs: sm_70. As bar_arrive, from any one lane, which counts for its whole warp.
+template <int id, int num_threads>
+FMHA_DEVICE void barrier_arrive() {
+  asm volatile("barrier.arrive %0, %1;" ::"n"(id), "n"(num_threads) : "memory");
+}
+
 }  // namespace fmha::ptx

@@ -23,8 +23,7 @@ struct Regs {
 FMHA_DEVICE constexpr Regs regs(const Sm90Tile& tile) {
   switch (num_consumers(tile)) {
     case 1: return {56, 240};
-    // 24 spill the load role, which resolves sequences and masks; with a counter it needs more still.
-    case 2: return tile.order == TileOrder::Dynamic ? Regs{56, 224} : Regs{40, 232};
+    case 2: return {40, 232};  // 24 spill the schedule role
     default: return {32, 160};
   }
 }
@@ -37,7 +36,11 @@ struct Maps {
   TensorMap q, k, v;
 };
 
-// What one CTA does next, resolved by the load role for all.
+// Tiles that are known at a time: the one at work, its predecessor whose O is being stored, its
+// successor. With two, a tile of one block could wait for itself.
+constexpr int kWorkSlots = 3;
+
+// What one CTA does next, resolved by the schedule role for all.
 struct Work {
   int32_t num_blocks;   // key blocks, at least 1; 0: there is no more work
   int32_t i_batch, i_head, i_head_kv;
@@ -66,9 +69,9 @@ struct Smem {
   Barrier k_empty[tile.stages];  // one arrival per consumer warp of the cluster
   Barrier v_full[tile.stages];   // the bytes of one V block
   Barrier v_empty[tile.stages];  // one arrival per consumer warp of the cluster
-  Barrier work_full[2];          // the load role's arrival
-  Barrier work_empty[2];         // one arrival per consumer warp
-  Work work[2];
+  Barrier work_full[kWorkSlots];   // the schedule role's arrival
+  Barrier work_empty[kWorkSlots];  // one arrival per consumer warp, one of the load role
+  Work work[kWorkSlots];
 };
 
 // A slot of a ring, and the parity of its barriers.

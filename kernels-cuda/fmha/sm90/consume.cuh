@@ -34,7 +34,7 @@ struct Consumer {
   Softmax<tile> softmax;
   Slot<Shared::q_buffers> q_slot;
   Slot<tile.stages> k_slot, v_slot;
-  Slot<2> work_slot;
+  Slot<kWorkSlots> work_slot;
 
   // What a tile's rows see, in this thread's terms.
   struct Rows {
@@ -69,7 +69,7 @@ struct Consumer {
     if constexpr (tile.ping_pong && consumers > 1) {
       if (index == 0) ptx::bar_sync<1, 256>();
       if (index == 1) ptx::bar_sync<2, 256>();
-      if (index == 2) ptx::bar_sync<3, 256>();
+      if (consumers > 2 && index == 2) ptx::bar_sync<3, 256>();
     }
   }
   FMHA_DEVICE void pass_turn() const {
@@ -176,19 +176,14 @@ struct Consumer {
   FMHA_DEVICE uint32_t never() const { return ptx::shared_address(&smem.work[0]); }
 
   // S to P of block `block` of a tile.
-  template <bool edge>
-  FMHA_DEVICE void exponentiate(Scores& s, const Work& work, int32_t block) {
+  FMHA_DEVICE void exponentiate(Scores& s, const Work& work, int32_t block, bool edge) {
     modify(s, work, block);
     if (edge) mask(s, work, block);
     softmax.step(s, scale_log2, never());
   }
   FMHA_DEVICE void exponentiate_first(Scores& s, const Work& work) {
     const int32_t block = block_at(work, 0);
-    if (block < 0 || is_edge(block)) {
-      exponentiate<true>(s, work, block);
-    } else {
-      exponentiate<false>(s, work, block);
-    }
+    exponentiate(s, work, block, block < 0 || is_edge(block));
   }
 
   FMHA_DEVICE void clean_first(const Work& work) {
@@ -221,14 +216,14 @@ struct Consumer {
     clean_first(w);
   }
 
-  template <bool edge>
-  FMHA_DEVICE void step(int32_t block) {
+  // `edge` is a literal, or the same for the whole warpgroup.
+  FMHA_DEVICE void step(int32_t block, bool edge) {
     Scores s;
     start_scores(s);
     start_output();
     pass_turn();
     finish_scores();
-    exponentiate<edge>(s, work(), block);
+    exponentiate(s, work(), block, edge);
     finish_output();
     probs.template from<spec.dtype_v>(s);
     rescale();
@@ -241,27 +236,23 @@ struct Consumer {
 #pragma unroll 1
       for (; i < num_blocks; ++i) {
         const int32_t block = block_at(work(), i);
-        if (is_edge(block)) {
-          step<true>(block);
-        } else {
-          step<false>(block);
-        }
+        step(block, is_edge(block));
       }
     } else {
       const int32_t last_block = work().last_block;
       if constexpr (has_hi) {
 #pragma unroll 1
-        for (; i < num_blocks && last_block - i >= rows.inside_end; ++i) step<true>(last_block - i);
+        for (; i < num_blocks && last_block - i >= rows.inside_end; ++i) step(last_block - i, true);
       }
 #pragma unroll 1
-      for (; i < num_blocks; ++i) step<false>(last_block - i);
+      for (; i < num_blocks; ++i) step(last_block - i, false);
     }
   }
 
   // This tile's last P V beside the next tile's first S.
   FMHA_DEVICE void cross_to_next() {
     const Work& done = work();
-    Slot<2> next_slot = work_slot;
+    Slot<kWorkSlots> next_slot = work_slot;
     next_slot.advance();
     const Work& next = smem.work[next_slot.index];
     const int32_t done_row = rows.row;
@@ -296,7 +287,7 @@ struct Consumer {
     while (true) {
       other_blocks();
       release_q();
-      Slot<2> next_slot = work_slot;
+      Slot<kWorkSlots> next_slot = work_slot;
       next_slot.advance();
       ptx::mbarrier_wait_parity(smem.work_full[next_slot.index], next_slot.phase);
       const bool more = ptx::uniform(smem.work[next_slot.index].num_blocks) > 0;

@@ -1,7 +1,7 @@
 // Attention forward on Hopper: one warpgroup loads, one to three consume.
 //
-// The schedule of FlashAttention-3 (Shah et al., 2024), with one thread that resolves sequences,
-// masks and tile order for the whole CTA.
+// The schedule of FlashAttention-3 (Shah et al., 2024). The first warpgroup has two working threads:
+// one plans tiles (scheduler.cuh), one loads them (load.cuh).
 #pragma once
 #include <fmha/sm90/consume.cuh>
 #include <fmha/sm90/load.cuh>
@@ -21,9 +21,9 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
     ptx::mbarrier_init(smem.v_full[i], 1);
     ptx::mbarrier_init(smem.v_empty[i], warps);
   }
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < kWorkSlots; ++i) {
     ptx::mbarrier_init(smem.work_full[i], 1);
-    ptx::mbarrier_init(smem.work_empty[i], warps);
+    ptx::mbarrier_init(smem.work_empty[i], warps + 1);
   }
   ptx::fence_mbarrier_init();
 }
