@@ -10,7 +10,12 @@ use plain::{Fault, Plain};
 
 /// Every family, thinned to one case in `step`; those that reserve gigabytes always.
 fn thinned(step: usize) -> Vec<Case> {
-    all().into_iter().enumerate().filter(|(at, case)| at % step == 0 || case.is_huge()).map(|(_, c)| c).collect()
+    all()
+        .into_iter()
+        .enumerate()
+        .filter(|(at, case)| at % step == 0 || case.is_huge())
+        .map(|(_, c)| c)
+        .collect()
 }
 
 #[test]

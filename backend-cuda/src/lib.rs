@@ -88,8 +88,11 @@ impl CudaBackend {
     }
 }
 
-/// Kernels hold to the same bits: each row is one warpgroup's or one warp's, in one order of keys.
-const PROMISES: Promises = Promises { deterministic: true, batch_invariant: true, graph_capturable: true };
+/// The same bits every run: each row is one warpgroup's or one warp's, in one order of keys. A tile
+/// that is chosen for the longest sequence sets that order, so the company in a batch may matter.
+const fn promises(tiled: bool) -> Promises {
+    Promises { deterministic: true, batch_invariant: !tiled, graph_capturable: true }
+}
 
 impl FmhaBackend for CudaBackend {
     fn kind(&self) -> &'static str {
@@ -146,7 +149,7 @@ impl FmhaBackend for CudaBackend {
             refusals,
             is_fallback: kernel.is_fallback(),
             workspace_bytes: choice.workspace_bytes,
-            promises: PROMISES,
+            promises: promises(!kernel.is_fallback()),
             handle: Arc::new(FwdHandle { kernel, loaded, grid: choice.grid }),
         })
     }
@@ -196,7 +199,7 @@ impl FmhaBackend for CudaBackend {
             refusals: Vec::new(),
             is_fallback: false,
             workspace_bytes: 0,
-            promises: PROMISES,
+            promises: promises(false),
             handle: Arc::new(CombineHandle { loaded, grid }),
         })
     }

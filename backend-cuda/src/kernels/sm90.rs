@@ -2,7 +2,7 @@
 
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::FwdSpec;
-use fmha_core::{DType, FwdProblem, PlanOptions, SeqMode, Shape, Strides, ValidFwd};
+use fmha_core::{DType, PlanOptions, SeqMode, Shape, Strides, ValidFwd};
 use fmha_kernels_cuda::sm90::{self, Sm90Schedule, Sm90Tile};
 
 use super::{Call, Choice, DeviceFacts, Recipe};
@@ -21,9 +21,8 @@ struct Maps {
     v: TensorMap,
 }
 
-/// What the copy engine asks of addresses and strides, bytes.
+/// What the copy engine asks of addresses, bytes.
 const TMA_ALIGN: u64 = 16;
-const TMA_MAX_STRIDE: u64 = 1 << 40;
 
 impl Recipe for Sm90 {
     fn name(&self) -> &'static str {
@@ -40,17 +39,9 @@ impl Recipe for Sm90 {
         if facts.arch != "sm_90a" {
             return Err(refuse(format!("the device is {}, not sm_90a", facts.arch)));
         }
+        sm90::accepts(problem)?;
         let spec = FwdSpec::of(problem);
-        sm90::accepts(&spec)?;
-        for (name, strides, shape) in [
-            ("q", problem.q, problem.shape_q()),
-            ("k", problem.k, problem.shape_k()),
-            ("v", problem.v, problem.shape_v()),
-        ] {
-            takes_strides(name, strides, shape).map_err(refuse)?;
-        }
-        let mut tile = sm90::default_tile(&spec);
-        tile.vector_store &= stores_vectors(problem);
+        let mut tile = sm90::choose_tile(problem);
         for (key, value) in &options.tile {
             set(&mut tile, key, value).map_err(refuse)?;
         }
@@ -109,33 +100,6 @@ fn schedule_words(tile: &Sm90Tile) -> String {
         .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
     words.join(", ")
-}
-
-fn takes_strides(name: &str, strides: Strides, shape: Shape) -> Result<(), String> {
-    for (axis, stride, extent) in [
-        ("batch", strides.batch, shape.batch),
-        ("seq", strides.seq, shape.seq),
-        ("head", strides.head, shape.head),
-    ] {
-        let bytes = stride.unsigned_abs() * 2;
-        if extent > 1 && (bytes == 0 || bytes % TMA_ALIGN != 0 || bytes >= TMA_MAX_STRIDE) {
-            return Err(format!(
-                "{name}.{axis} stride {stride} is {bytes} bytes, not a positive multiple of {TMA_ALIGN} below 2^40"
-            ));
-        }
-    }
-    Ok(())
-}
-
-/// Whether every row of O starts on 16 bytes if the first does, and holds whole 16 bytes.
-fn stores_vectors(problem: &FwdProblem) -> bool {
-    let shape = problem.shape_o();
-    let whole = |stride: i64, extent: u32| extent <= 1 || stride % 8 == 0;
-    problem.dtype_o != DType::F32
-        && shape.dim.is_multiple_of(8)
-        && whole(problem.o.batch, shape.batch)
-        && whole(problem.o.seq, shape.seq)
-        && whole(problem.o.head, shape.head)
 }
 
 fn aligned(name: &'static str, address: u64) -> Result<()> {
