@@ -86,7 +86,8 @@ mod tests {
         x.iter().zip(&y).fold(0.0, |worst, (&x, &y)| {
             let exact = if tanh { f64::from(x).tanh() } else { f64::from(x).exp() };
             // The spacing of f32 at the exact value.
-            let ulp = 2f64.powi((exact.abs().log2().floor() as i32).saturating_sub(23)).max(f64::MIN_POSITIVE);
+            let ulp =
+                2f64.powi((exact.abs().log2().floor() as i32).saturating_sub(23)).max(f64::MIN_POSITIVE);
             worst.max((f64::from(y) - exact).abs() / ulp)
         })
     }
