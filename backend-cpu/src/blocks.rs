@@ -601,7 +601,9 @@ impl<S: Simd> Op<S> for AddTo {
         for row in (first..last).map(|row| row * S::PANEL) {
             for at in (row..row + whole).step_by(S::LANES) {
                 // SAFETY: rows of two panels.
-                unsafe { s.store(self.to.add(at), s.add(s.load(self.from.add(at)), s.load(self.to.add(at)))) };
+                unsafe {
+                    s.store(self.to.add(at), s.add(s.load(self.from.add(at)), s.load(self.to.add(at))));
+                };
             }
             for at in row + whole..row + self.panel.queries {
                 // SAFETY: as above.

@@ -5,11 +5,7 @@ use fmha_core::{Bias, BwdArgs, ProblemError, ValidBwd};
 use super::score::{Head, spans};
 use super::{Fault, Input, Output, floats};
 
-pub(super) fn run(
-    problem: &ValidBwd,
-    args: &BwdArgs<'_>,
-    fault: Option<Fault>,
-) -> Result<(), ProblemError> {
+pub(super) fn run(problem: &ValidBwd, args: &BwdArgs<'_>, fault: Option<Fault>) -> Result<(), ProblemError> {
     let fwd = problem.fwd();
     let (dims, ratio) = (fwd.dims, fwd.gqa_ratio());
     let is = |which| fault == Some(which);
@@ -38,12 +34,14 @@ pub(super) fn run(
             let mut dv = vec![0f32; (span.seqlen_k * dim_v) as usize];
             for i_head in i_head_kv * ratio..(i_head_kv + 1) * ratio {
                 let head = Head::new(fwd, [args.q, args.k, args.v], &args.score, span, i_head, fault);
-                let forgotten = is(Fault::DkHeadForgotten) && i_head + 1 == (i_head_kv + 1) * ratio && ratio > 1;
+                let forgotten =
+                    is(Fault::DkHeadForgotten) && i_head + 1 == (i_head_kv + 1) * ratio && ratio > 1;
                 for i in 0..span.seqlen_q {
                     let row = span.q_row + i;
                     let at = span.lse_index(fwd, i_head, i);
-                    let delta: f32 =
-                        (0..dim_v).map(|d| dout.at(batch, row, i_head, d) * o.at(batch, row, i_head, d)).sum();
+                    let delta: f32 = (0..dim_v)
+                        .map(|d| dout.at(batch, row, i_head, d) * o.at(batch, row, i_head, d))
+                        .sum();
                     let delta = if is(Fault::DeltaForgotten) { 0.0 } else { delta };
                     let dlse =
                         if is(Fault::DlseForgotten) { 0.0 } else { dlse.get(at).copied().unwrap_or(0.0) };
@@ -103,7 +101,8 @@ pub(super) fn run(
         for (at, &value) in dbias.iter().enumerate() {
             let at = at as u32;
             let (row, dim) = (at / shape.dim % shape.seq, at % shape.dim);
-            let (head, batch) = (at / shape.dim / shape.seq % shape.head, at / shape.dim / shape.seq / shape.head);
+            let (head, batch) =
+                (at / shape.dim / shape.seq % shape.head, at / shape.dim / shape.seq / shape.head);
             out.put([batch, row, head, dim], value);
         }
     }

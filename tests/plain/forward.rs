@@ -64,7 +64,8 @@ fn attend(head: &Head<'_>, i: u32) -> (Vec<f32>, f32) {
         let keys = tile * BLOCK_N..((tile + 1) * BLOCK_N).min(seqlen_k);
         let scores: Vec<(u32, f32)> =
             keys.clone().filter(|&j| head.band.visible(i, j)).map(|j| (j, head.score(i, j).0)).collect();
-        let tile_max = scores.iter().fold(row_max, |max, &(_, s)| if s > max || s.is_nan() { s } else { max });
+        let tile_max =
+            scores.iter().fold(row_max, |max, &(_, s)| if s > max || s.is_nan() { s } else { max });
         let new_max = if is(Fault::MaxForgotten) { 0.0 } else { tile_max };
         if new_max == f32::NEG_INFINITY && !is(Fault::EmptyRowDivides) {
             continue;

@@ -209,9 +209,7 @@ fn combine(problem: &ValidCombine, args: &CombineArgs<'_>, fault: Option<Fault>)
     let parts: Vec<(Input<'_>, Vec<f32>)> = args
         .parts
         .iter()
-        .map(|part| {
-            (Input::new(part.o, problem.dtype_part, problem.part, fault), floats(Some(&part.lse)))
-        })
+        .map(|part| (Input::new(part.o, problem.dtype_part, problem.part, fault), floats(Some(&part.lse))))
         .collect();
     let o = Output::new(&args.o, problem.dtype_o, problem.o, None);
     let lse = args.lse.as_ref().map(Output::floats);

@@ -2,7 +2,8 @@
 
 use fmha_core::dropout::{KeepMask, keep_scale};
 use fmha_core::{
-    Bias, Descale, DevSlice, FwdProblem, MaskBand, MaskShape, MaskAlign, ProblemError, ScoreArgs, SeqArgs, SeqSpan,
+    Bias, Descale, DevSlice, FwdProblem, MaskAlign, MaskBand, MaskShape, ProblemError, ScoreArgs, SeqArgs,
+    SeqSpan,
 };
 
 use super::{Fault, Input, floats, host};
@@ -36,11 +37,8 @@ impl<'a> Head<'a> {
     ) -> Self {
         let dims = problem.dims;
         let is = |which| fault == Some(which);
-        let i_head_kv = if is(Fault::KvHeadModulo) {
-            i_head % dims.num_heads_kv
-        } else {
-            i_head / problem.gqa_ratio()
-        };
+        let i_head_kv =
+            if is(Fault::KvHeadModulo) { i_head % dims.num_heads_kv } else { i_head / problem.gqa_ratio() };
         let descale = |slice: &Option<DevSlice<'_>>, kind: Descale| {
             let head = if is(Fault::DescaleOfHeadZero) { 0 } else { i_head_kv };
             let values = floats(slice.as_ref());
