@@ -3,7 +3,7 @@
 //! A warp is one thread of the relation (its lanes run in program order). An asynchronous operation has the clock
 //! component of whatever announces its end: a phase of an mbarrier, a bulk group, a wgmma group of four warps.
 //! Two clocks travel together: `v`, what has happened, and `a`, what of it the asynchronous proxy also sees.
-//! FastTrack (Flanagan and Freund, PLDI 2009) gave the idea of one last write and few reads a cell.
+//! `FastTrack` (Flanagan and Freund, PLDI 2009) gave the idea of one last write and few reads a cell.
 
 use crate::exec::Warp;
 use crate::fault::{Fault, FaultKind};

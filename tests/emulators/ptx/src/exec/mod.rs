@@ -16,6 +16,7 @@ mod wgmma;
 
 pub(crate) use alu::detect;
 pub(crate) use cluster::{Cluster, Launch, Status};
+pub(crate) use tensor::Swizzle;
 pub use tensor::TensorMap;
 pub(crate) use warp::Warp;
 

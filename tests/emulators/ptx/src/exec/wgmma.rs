@@ -185,6 +185,7 @@ impl Operand {
         self.chunks(|at, r, k| {
             range = (range.0.min(at), range.1.max(at + 16));
             shared.check(at, 16, 16, self.what)?;
+            shared.check_swizzle(at, self.desc.swizzle, self.what)?;
             if check {
                 shared.check_written(at, 16, self.what)?;
             }
