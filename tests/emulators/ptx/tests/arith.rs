@@ -25,7 +25,11 @@ fn operands(seed: u64) -> [[u64; 32]; 3] {
     std::array::from_fn(|_| {
         std::array::from_fn(|_| {
             let w = random.word();
-            if w % 3 == 0 { edges[(w >> 8) as usize % edges.len()] } else { random.word() >> (w >> 40 & 63) }
+            if w.is_multiple_of(3) {
+                edges[(w >> 8) as usize % edges.len()]
+            } else {
+                random.word() >> (w >> 40 & 63)
+            }
         })
     })
 }
@@ -100,7 +104,8 @@ fn integer_instructions_agree_with_rust() {
 
 #[test]
 fn sixty_four_bit_instructions_agree_with_rust() {
-    let cases: &[(&str, fn(u64, u64, u64) -> u64)] = &[
+    type Case = (&'static str, fn(u64, u64, u64) -> u64);
+    let cases: &[Case] = &[
         ("add.s64 %d, %a, %b;", |a, b, _| a.wrapping_add(b)),
         ("mad.lo.u64 %d, %a, %b, %c;", |a, b, c| a.wrapping_mul(b).wrapping_add(c)),
         ("mul.hi.s64 %d, %a, %b;", |a, b, _| ((i128::from(a as i64) * i128::from(b as i64)) >> 64) as u64),
@@ -163,7 +168,7 @@ fn single_precision_rounds_as_ieee_754_says() {
                 a.max(b)
             }
         }),
-        ("setp.neu.f32 %p, %a, %b; selp.f32 %d, %a, %b, %p;", |a, b, _| if a != b { a } else { b }),
+        ("setp.neu.f32 %p, %a, %b; selp.f32 %d, %a, %b, %p;", |a, b, _| if a == b { b } else { a }),
         ("setp.lt.f32 %p, %a, %b; selp.f32 %d, %a, %b, %p;", |a, b, _| if a < b { a } else { b }),
         ("cvt.rzi.s32.f32 %w0, %a; cvt.rn.f32.s32 %d, %w0;", |a, _, _| (a as i32) as f32),
         ("cvt.rn.f16.f32 %h0, %a; cvt.f32.f16 %d, %h0;", |a, _, _| half::f16::from_f32(a).to_f32()),

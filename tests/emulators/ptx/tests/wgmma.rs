@@ -95,7 +95,7 @@ fn kernel(p: Product, descriptor_swizzle: u64, wait_for_load: bool) -> String {
     let b_bytes = n * k * p.bytes;
     let code = [0u64, 3, 2, 1][descriptor_swizzle as usize] << 62;
     // K-major: groups of eight rows. MN-major: chunks of the span along N, groups of eight k.
-    let stride = u64::from(8 * span >> 4) << 32;
+    let stride = u64::from((8 * span) >> 4) << 32;
     let leading = if p.transposed { u64::from((k * span) >> 4) << 16 } else { 1 << 16 };
     let (a_bits, b_bits) = (code | stride | 1 << 16, code | stride | leading);
     let b_step = if p.transposed { step * span } else { 32 };

@@ -11,6 +11,7 @@ mod matrix;
 mod mbarrier;
 mod tensor;
 mod tmem;
+mod tmma;
 mod warp;
 mod wgmma;
 

@@ -75,7 +75,7 @@ pub(super) struct Descriptor {
 }
 
 impl Descriptor {
-    fn sm90(bits: u64) -> Exec<Self> {
+    pub(super) fn sm90(bits: u64) -> Exec<Self> {
         let field = |at: u32| ((bits >> at) as u32 & 0x3fff) << 4;
         let swizzle = match bits >> 62 {
             0 => Swizzle::None,

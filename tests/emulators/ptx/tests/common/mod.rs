@@ -1,36 +1,40 @@
 //! What the tests share: a device with buffers, small kernels around one instruction, random numbers.
-#![allow(dead_code, reason = "each test file uses its own part")]
+#![allow(
+    dead_code,
+    clippy::unwrap_used,
+    reason = "each test file uses its own part, and a failure here fails its test"
+)]
 
 use fmha_emu_ptx::{Device, Fault, LaunchConfig, Options, Report};
 
-pub const HEADER: &str = ".version 8.6\n.target sm_90a\n.address_size 64\n";
+pub(crate) const HEADER: &str = ".version 8.6\n.target sm_90a\n.address_size 64\n";
 
 /// A launch of one block.
-pub fn block(threads: u32, dynamic_shared: u32) -> LaunchConfig {
+pub(crate) fn block(threads: u32, dynamic_shared: u32) -> LaunchConfig {
     LaunchConfig { grid: [1; 3], block: [threads, 1, 1], cluster: [1; 3], dynamic_shared }
 }
 
 /// Uploads words.
-pub fn upload(device: &Device, words: &[u32]) -> u64 {
+pub(crate) fn upload(device: &Device, words: &[u32]) -> u64 {
     let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
     upload_bytes(device, &bytes)
 }
 
-pub fn upload_bytes(device: &Device, bytes: &[u8]) -> u64 {
+pub(crate) fn upload_bytes(device: &Device, bytes: &[u8]) -> u64 {
     let address = device.alloc(bytes.len() as u64);
     device.upload(address, bytes).unwrap();
     address
 }
 
 /// Downloads words.
-pub fn download(device: &Device, address: u64, count: usize) -> Vec<u32> {
+pub(crate) fn download(device: &Device, address: u64, count: usize) -> Vec<u32> {
     let mut bytes = vec![0; count * 4];
     device.download(address, &mut bytes).unwrap();
     bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
 }
 
 /// Loads and runs the only kernel of `ptx`.
-pub fn run(
+pub(crate) fn run(
     device: &Device,
     ptx: &str,
     config: &LaunchConfig,
@@ -43,7 +47,7 @@ pub fn run(
 }
 
 /// Happens-before mode.
-pub fn checked() -> Options {
+pub(crate) fn checked() -> Options {
     let mut options = Options::default();
     options.happens_before = true;
     options
@@ -51,7 +55,7 @@ pub fn checked() -> Options {
 
 /// Runs `body` on one warp: sources in `%a %b %c` (each lane its own words of 64 bits), result in `%d`. Registers
 /// are `.b32` or `.b64` by `width`.
-pub fn lanes(width: u32, body: &str, sources: [&[u64; 32]; 3]) -> [u64; 32] {
+pub(crate) fn lanes(width: u32, body: &str, sources: [&[u64; 32]; 3]) -> [u64; 32] {
     let device = Device::new();
     let step = width / 8;
     let flat: Vec<u8> = sources
@@ -84,10 +88,10 @@ pub fn lanes(width: u32, body: &str, sources: [&[u64; 32]; 3]) -> [u64; 32] {
 }
 
 /// Deterministic random words.
-pub struct Random(pub u64);
+pub(crate) struct Random(pub u64);
 
 impl Random {
-    pub fn word(&mut self) -> u64 {
+    pub(crate) fn word(&mut self) -> u64 {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let high = self.0 >> 32;
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -95,7 +99,7 @@ impl Random {
     }
 
     /// An integer in `[-limit, limit]`.
-    pub fn small(&mut self, limit: i32) -> i32 {
+    pub(crate) fn small(&mut self, limit: i32) -> i32 {
         (self.word() >> 33) as i32 % (2 * limit + 1) - limit
     }
 }
