@@ -1,5 +1,7 @@
 //! `wgmma` fed by TMA, every swizzle and both majors, against an integer product; and `mma.sync`.
 
+#![allow(clippy::unwrap_used, reason = "a failure in a helper fails its test")]
+
 mod common;
 
 use common::{HEADER, Random, block, checked, download, run, upload, upload_bytes};
