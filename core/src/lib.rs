@@ -1,1 +1,64 @@
-//! The contract of `fmha`.
+//! What attention means in `fmha`: one contract for every backend, no vendor's code in it.
+//!
+//! # The life of a call
+//!
+//! ```text
+//!  FwdProblem      shapes, dtypes, strides, mask, bias; no pointers
+//!      │ validate()                     Err(Problem): the caller's, names field and number
+//!  ValidFwd        cannot be made otherwise
+//!      │ backend.plan_fwd()             Err(Unsupported): every kernel's refusal
+//!  FwdPlan         plain data: kernel, tile, workspace_bytes, promises
+//!      │ backend.run_fwd(plan, args, stream)      many times
+//!      ├─ check    each slice covers its extent, outputs overlap nothing
+//!      └─ launch
+//!  O, LSE                               Err(Driver): which call, which code
+//! ```
+//!
+//! - [`FwdProblem`], [`BwdProblem`] and [`CombineProblem`] say what to compute. They are plain
+//!   structs with public fields; [`validate`](FwdProblem::validate) turns them into [`ValidFwd`],
+//!   [`ValidBwd`] and [`ValidCombine`], the only forms that a backend takes.
+//! - [`MaskSpec`] is what a user asks for; [`MaskBand`] is the one form that kernels see.
+//! - [`FmhaBackend`] is a device that can run attention: `plan_fwd` chooses, `run_fwd` queues.
+//! - [`FwdArgs`] has the pointers. [`DevSlice::from_raw`] is where the caller promises that they are
+//!   memory; everything after it is checked.
+//! - [`reference`] computes the same by definition, in f64.
+//!
+//! Words are those of the glossary in `ARCHITECTURE.md`.
+
+pub mod abi;
+pub mod args;
+pub mod backend;
+pub mod bwd;
+pub mod combine;
+pub mod dropout;
+pub mod dtype;
+pub mod env;
+pub mod error;
+pub mod fp8;
+pub mod layout;
+pub mod mask;
+pub mod plan;
+pub mod problem;
+pub mod reference;
+pub mod score;
+pub mod seq;
+pub mod source;
+pub mod spec;
+pub mod work;
+
+pub use args::{
+    BwdArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, MemorySpace, PartialResult, ScoreArgs, SeqArgs,
+};
+pub use backend::{DevBuffer, DeviceMemory, FmhaBackend, Roofline, Stream};
+pub use bwd::{BiasGrad, BwdProblem, ValidBwd};
+pub use combine::{CombineProblem, ValidCombine};
+pub use dropout::DropoutSeed;
+pub use dtype::DType;
+pub use error::{Error, ProblemError, Refusal, Result};
+pub use layout::{Shape, Strides, VLayout};
+pub use mask::{BlockClass, MaskAlign, MaskBand, MaskBounds, MaskKind, MaskShape, MaskSpec};
+pub use plan::{BwdPlan, CombinePlan, FwdPlan, Plan, PlanOptions, Promises};
+pub use problem::{Dims, FwdProblem, ValidFwd};
+pub use score::{Bias, BiasBroadcast, Descale, ElementwiseBias};
+pub use seq::{SeqMode, SeqSpan};
+pub use spec::FwdSpec;

@@ -1,0 +1,151 @@
+#!/usr/bin/env python3
+"""The CPU backend beside PyTorch's CPU scaled_dot_product_attention, in one run, taking turns.
+
+    cargo build --release -p fmha-cpu --example cpu_bench
+    python backend-cpu/bench/vs_torch.py --out docs/measured/cpu-NAME.md
+
+Batch 1, 8 heads, head dimension 128, b·h·s·d in memory, both sides with the same number of threads.
+Each row takes turns (ours, PyTorch, ours, ...) so that what else the machine does falls on both. A
+row gives each side's best GFLOP/s over its turns and the median over the turns of PyTorch's time
+divided by ours. Causal rows count the visible half of the work. Backward counts five products.
+
+With one thread the times are the thread's processor time, which other programs do not lengthen;
+with more they are wall-clock times, and the machine should be otherwise idle.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+HEADS, DIM = 8, 128
+
+
+class Ours:
+    """The bench example, one repetition a line of its standard input."""
+
+    def __init__(self, binary, what, seqlen, dtype, mask, turns, threads):
+        command = [binary, what, str(seqlen), dtype, mask, str(turns)]
+        env = {**os.environ, "FMHA_NUM_THREADS": str(threads)}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env)
+        self.name = self.process.stderr.readline().strip()
+        self.column = 1 if threads == 1 else 0
+
+    def turn(self):
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline().split()[self.column])
+
+    def close(self):
+        tail = self.process.communicate()[0].split()
+        return {tail[i]: int(tail[i + 1]) for i in range(0, len(tail) - 1, 2)}
+
+
+def torch_turn(what, seqlen, dtype, mask, clock):
+    dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    q, k, v, dout = (torch.randn(1, HEADS, seqlen, DIM, dtype=dtype) for _ in range(4))
+    causal = mask == "causal"
+    if what == "bwd":
+        for x in (q, k, v):
+            x.requires_grad_()
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        # The engine runs on a thread of its own when called from here: only wall time sees it.
+        run = lambda: torch.autograd.grad(o, (q, k, v), dout, retain_graph=True)
+    else:
+        run = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    def turn():
+        start = clock()
+        run()
+        return clock() - start
+
+    turn()
+    return turn
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--binary", default="target/release/examples/cpu_bench")
+    parser.add_argument("--out", help="the Markdown file to write; standard output if not given")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--seconds", type=float, default=4.0, help="about how long a row may take")
+    parser.add_argument("--most", type=int, default=8192, help="the longest sequence")
+    parser.add_argument("--no-memory", action="store_true", help="leave out the memory table")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    clock = time.thread_time if args.threads == 1 else time.perf_counter
+
+    rows, name = [], ""
+    lengths = [s for s in (512, 1024, 2048, 4096, 8192) if s <= args.most]
+    cases = [("fwd", s, d, m) for d in ("f32", "bf16") for m in ("full", "causal") for s in lengths]
+    if args.threads > 1:
+        cases += [("bwd", s, "f32", m) for m in ("full", "causal") for s in lengths]
+    for what, seqlen, dtype, mask in cases:
+        theirs = torch_turn(what, seqlen, dtype, mask, clock)
+        once = theirs()
+        turns = max(3, min(40, int(args.seconds / (2 * once))))
+        ours = Ours(args.binary, what, seqlen, dtype, mask, turns, args.threads)
+        name = ours.name
+        pairs = [(ours.turn(), theirs()) for _ in range(turns)]
+        ours.close()
+        flops = 4 * HEADS * seqlen**2 * DIM * (2.5 if what == "bwd" else 1)
+        if mask == "causal":
+            flops *= (seqlen + 1) / (2 * seqlen)
+        best = [flops / min(p[side] for p in pairs) / 1e9 for side in (0, 1)]
+        ratio = statistics.median(p[1] / p[0] for p in pairs)
+        rows.append(f"| {what} | {dtype} | {mask} | {seqlen} | {turns} | {best[0]:.1f} | {best[1]:.1f} | {ratio:.2f} |")
+        print(rows[-1], file=sys.stderr, flush=True)
+
+    memory = []
+    if not args.no_memory:
+        for what, dtype in (("fwd", "f32"), ("fwd", "bf16"), ("bwd", "f32")):
+            ours = Ours(args.binary, what, 16384, dtype, "causal", 1, args.threads)
+            ours.turn()
+            sizes = ours.close()
+            quotient = sizes["peak"] / sizes["tensors"]
+            memory.append(f"| {what} | {dtype} | {sizes['tensors']} | {sizes['peak']} | {quotient:.3f} |")
+            print(memory[-1], file=sys.stderr, flush=True)
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    clock_name = "processor time of the one thread" if args.threads == 1 else "wall-clock time"
+    text = [
+        f"# {name}, beside PyTorch {torch.__version__}",
+        "",
+        f"Written by `python backend-cpu/bench/vs_torch.py --threads {args.threads} "
+        f"--seconds {args.seconds:g} --most {args.most}{' --no-memory' if args.no_memory else ''}`.",
+        "",
+        f"{args.threads} thread{'s' if args.threads > 1 else ''} on both sides, PyTorch with {capability}, {clock_name}, "
+        f"{platform.system()}, load average at the end {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores. "
+        f"Batch 1, {HEADS} heads, head dimension {DIM}. The ratio is the median over turns of PyTorch's time "
+        "by ours: above 1 we are faster.",
+        "",
+        "| | type | mask | seqlen | turns | best GFLOP/s | PyTorch's best | ratio |",
+        "|---|---|---|---|---|---|---|---|",
+        *rows,
+    ]
+    if memory:
+        text += [
+            "",
+            "Peak of resident memory at 16384 causal, program and all (backward: with the forward before it):",
+            "",
+            "| | type | bytes of inputs and outputs | peak bytes | quotient |",
+            "|---|---|---|---|---|",
+            *memory,
+        ]
+    text = "\n".join(text) + "\n"
+    if args.out:
+        with open(args.out, "w", encoding="utf-8") as file:
+            file.write(text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+//! Times one problem of the CPU backend and prints, a line for each repetition, the seconds by the
+//! clock and the processor seconds of the calling thread (all of them where there is one thread).
+//!
+//! `cpu_bench fwd|bwd SEQLEN f32|f16|bf16 causal|full REPEAT [HEADS] [HEAD_DIM] [BLOCK_M] [BLOCK_N]`,
+//! at batch 1, b·h·s·d in memory; `FMHA_NUM_THREADS` and `FMHA_CPU_ISA` apply. Reads a line from
+//! standard input before each repetition, so that a script can take turns with a peer. Ends with the
+//! bytes of the tensors and the process' peak of resident memory (Linux only).
+
+use std::io::{BufRead, Write};
+use std::time::Instant;
+
+use fmha_core::{
+    BwdArgs, BwdProblem, DType, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdProblem, MaskSpec,
+    PlanOptions, Stream, Strides,
+};
+use fmha_cpu::CpuBackend;
+
+/// Processor time of this thread, which other programs on the machine do not lengthen.
+fn thread_seconds() -> f64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` is writable; the call touches nothing else.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
+    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
+}
+
+/// The most memory that was resident at once.
+fn peak_bytes() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or_default();
+    line.split_whitespace().next().and_then(|kb| kb.parse::<u64>().ok()).unwrap_or(0) * 1024
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let text = |i: usize, default: &str| args.get(i).map_or(default, String::as_str).to_owned();
+    let seqlen: u32 = text(1, "1024").parse()?;
+    let dtype: DType = text(2, "f32").parse()?;
+    let repeat: usize = text(4, "5").parse()?;
+    let (heads, dim): (u32, u32) = (text(5, "8").parse()?, text(6, "128").parse()?);
+    let dims = Dims {
+        batch: 1,
+        seqlen_q: seqlen,
+        seqlen_k: seqlen,
+        num_heads_q: heads,
+        num_heads_kv: heads,
+        head_dim_qk: dim,
+        head_dim_v: dim,
+    };
+    let mut problem = FwdProblem::batch(dtype, dims);
+    problem.write_lse = true;
+    if text(3, "full") == "causal" {
+        problem.mask = MaskSpec::CAUSAL;
+    }
+    let strides = Strides::bhsd(problem.shape_q());
+    (problem.q, problem.k, problem.v, problem.o) = (strides, strides, strides, strides);
+    let mut options = PlanOptions::default();
+    for (i, name) in [(7, "block_m"), (8, "block_n")] {
+        if let Some(value) = args.get(i) {
+            options.tile.push((name.into(), value.clone()));
+        }
+    }
+
+    let bytes = problem.shape_q().num_elems() as usize * dtype.size_bytes() as usize;
+    let mut state = 1u32;
+    let mut random = || {
+        let mut data = vec![0u8; bytes];
+        for element in data.chunks_exact_mut(dtype.size_bytes() as usize) {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            dtype.write(f64::from(state >> 8) / f64::from(1 << 23) - 1.0, element);
+        }
+        data
+    };
+    let backward = text(0, "fwd") == "bwd";
+    let (q, k, v) = (random(), random(), random());
+    let dout = if backward { random() } else { vec![] };
+    let mut o = vec![0u8; bytes];
+    let mut lse = vec![0f32; problem.lse_elems() as usize];
+    let grad = if backward { bytes } else { 0 };
+    let (mut dq, mut dk, mut dv) = (vec![0u8; grad], vec![0u8; grad], vec![0u8; grad]);
+    let tensors = 4 * bytes + 4 * lse.len() + 4 * grad;
+
+    let backend = CpuBackend::new()?;
+    let fwd = problem.clone().validate()?;
+    let fwd_plan = backend.plan_fwd(&fwd, &options)?;
+    let run_fwd = |o: &mut [u8], lse: &mut [f32]| {
+        let mut args =
+            FwdArgs::new(DevSlice::host(&q), DevSlice::host(&k), DevSlice::host(&v), DevSliceMut::host(o));
+        args.lse = Some(DevSliceMut::host(lse));
+        backend.run_fwd(&fwd_plan, &args, Stream::DEFAULT)
+    };
+    eprintln!("{}", backend.name());
+    run_fwd(&mut o, &mut lse)?;
+    let bwd_plan = backend.plan_bwd(&BwdProblem::new(problem).validate()?, &options)?;
+    let mut line = String::new();
+    for _ in 0..repeat {
+        line.clear();
+        std::io::stdin().lock().read_line(&mut line)?;
+        let (start, start_cpu) = (Instant::now(), thread_seconds());
+        if backward {
+            let args = BwdArgs {
+                q: DevSlice::host(&q),
+                k: DevSlice::host(&k),
+                v: DevSlice::host(&v),
+                o: DevSlice::host(&o),
+                lse: DevSlice::host(&lse),
+                dout: DevSlice::host(&dout),
+                dlse: None,
+                dq: DevSliceMut::host(&mut dq),
+                dk: DevSliceMut::host(&mut dk),
+                dv: DevSliceMut::host(&mut dv),
+                dbias: None,
+                dsink: None,
+                seq: fmha_core::SeqArgs::default(),
+                score: fmha_core::ScoreArgs::default(),
+                workspace: None,
+            };
+            backend.run_bwd(&bwd_plan, &args, Stream::DEFAULT)?;
+        } else {
+            run_fwd(&mut o, &mut lse)?;
+        }
+        println!("{:.9} {:.9}", start.elapsed().as_secs_f64(), thread_seconds() - start_cpu);
+        std::io::stdout().flush()?;
+    }
+    println!("tensors {tensors} peak {}", peak_bytes());
+    Ok(())
+}

@@ -1,0 +1,313 @@
+//! Laws that hold to the bit, for every instruction set.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod support;
+
+use fmha_core::{
+    Bias, BwdProblem, CombineArgs, CombineProblem, DType, DevSlice, DevSliceMut, Dims, FmhaBackend,
+    FwdProblem, MaskSpec, PartialResult, PlanOptions, Shape, Stream, Strides, VLayout,
+};
+use fmha_cpu::{Config, CpuBackend, Isa};
+use support::{Inputs, Tensor, run_bwd, run_fwd};
+
+fn backend(isa: Isa, threads: usize) -> CpuBackend {
+    CpuBackend::with(Config { threads: Some(threads), isa: Some(isa) }).unwrap()
+}
+
+fn available() -> impl Iterator<Item = Isa> {
+    Isa::ALL.into_iter().filter(|isa| isa.is_available())
+}
+
+fn dims(batch: u32, seqlen_q: u32, seqlen_k: u32, heads: (u32, u32)) -> Dims {
+    let (num_heads_q, num_heads_kv) = heads;
+    Dims { batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk: 40, head_dim_v: 24 }
+}
+
+fn problem(dtype: DType, dims: Dims) -> FwdProblem {
+    FwdProblem { write_lse: true, mask: MaskSpec::CAUSAL, ..FwdProblem::batch(dtype, dims) }
+}
+
+fn copy(from: &Tensor, to: &mut Tensor, place: impl Fn(u32, u32, u32) -> (u32, u32, u32), shape: Shape) {
+    for b in 0..shape.batch {
+        for s in 0..shape.seq {
+            for h in 0..shape.head {
+                for d in 0..shape.dim {
+                    let (b2, s2, h2) = place(b, s, h);
+                    to.set(b2, s2, h2, d, from.get(b, s, h, d));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn threads_and_blocks_of_queries_change_no_bit() {
+    for isa in available() {
+        let inputs = Inputs::random(problem(DType::F32, dims(2, 300, 310, (2, 1))), &[], 3);
+        let one = run_fwd(&backend(isa, 1), &inputs, &PlanOptions::default());
+        let tile = vec![("block_m".into(), "96".into())];
+        let other = run_fwd(&backend(isa, 3), &inputs, &PlanOptions { tile, ..PlanOptions::default() });
+        assert!(one.o.bytes == other.o.bytes && one.lse == other.lse, "{isa} forward");
+
+        let problem = BwdProblem::new(inputs.problem.clone());
+        // Two kv heads: one thread takes heads whole, five take tiles of keys and of queries.
+        let one = run_bwd(&backend(isa, 1), &inputs, problem.clone(), None);
+        let five = run_bwd(&backend(isa, 5), &inputs, problem.clone(), None);
+        assert!(one == five, "{isa} backward");
+        assert!(five == run_bwd(&backend(isa, 5), &inputs, problem, None), "{isa} backward again");
+    }
+}
+
+#[test]
+fn a_group_of_equal_lengths_is_a_batch() {
+    for isa in available() {
+        let backend = backend(isa, 2);
+        let sizes = dims(3, 70, 130, (2, 2));
+        let batch = Inputs::random(problem(DType::Bf16, sizes), &[], 4);
+        let mut group = batch.clone();
+        group.problem = FwdProblem {
+            write_lse: true,
+            mask: MaskSpec::CAUSAL,
+            ..FwdProblem::group(DType::Bf16, sizes, 210, 390)
+        };
+        (group.cu_q, group.cu_k) = (vec![0, 70, 140, 210], vec![0, 130, 260, 390]);
+        let (ours, theirs) = (
+            run_fwd(&backend, &batch, &PlanOptions::default()),
+            run_fwd(&backend, &group, &PlanOptions::default()),
+        );
+        assert!(ours.o.bytes == theirs.o.bytes, "{isa}");
+        for (b, h, i) in (0..3).flat_map(|b| (0..2).flat_map(move |h| (0..70).map(move |i| (b, h, i)))) {
+            assert_eq!(ours.lse[(b * 2 + h) * 70 + i].to_bits(), theirs.lse[h * 210 + b * 70 + i].to_bits());
+        }
+    }
+}
+
+#[test]
+fn a_sequence_does_not_depend_on_its_neighbours() {
+    for isa in available() {
+        let inputs = Inputs::random(problem(DType::F32, dims(3, 50, 200, (2, 1))), &[], 5);
+        let mut turned = inputs.clone();
+        let turn = |b: u32, s: u32, h: u32| ((b + 1) % 3, s, h);
+        copy(&inputs.q, &mut turned.q, turn, inputs.problem.shape_q());
+        copy(&inputs.k, &mut turned.k, turn, inputs.problem.shape_k());
+        copy(&inputs.v, &mut turned.v, turn, inputs.problem.shape_v());
+        let backend = backend(isa, 2);
+        let outputs = run_fwd(&backend, &inputs, &PlanOptions::default());
+        let mut expected = outputs.o.clone();
+        copy(&outputs.o, &mut expected, turn, inputs.problem.shape_o());
+        assert!(run_fwd(&backend, &turned, &PlanOptions::default()).o.bytes == expected.bytes, "{isa}");
+    }
+}
+
+#[test]
+fn col_major_v_is_row_major_v() {
+    for isa in available() {
+        let inputs = Inputs::random(problem(DType::F16, dims(2, 50, 140, (2, 2))), &[], 6);
+        let mut column = inputs.clone();
+        column.problem.v_layout = VLayout::ColMajor;
+        column.problem.v = Strides::bhds(inputs.problem.shape_v());
+        column.v = Tensor::poisoned(DType::F16, column.problem.v, inputs.problem.shape_v());
+        copy(&inputs.v, &mut column.v, |b, s, h| (b, s, h), inputs.problem.shape_v());
+        let backend = backend(isa, 2);
+        let (row, column) = (
+            run_fwd(&backend, &inputs, &PlanOptions::default()),
+            run_fwd(&backend, &column, &PlanOptions::default()),
+        );
+        assert!(row.o.bytes == column.o.bytes && row.lse == column.lse, "{isa}");
+    }
+}
+
+#[test]
+fn gqa_is_mha_with_repeated_keys() {
+    for isa in available() {
+        let inputs = Inputs::random(problem(DType::F32, dims(1, 90, 150, (6, 2))), &[], 7);
+        let mut repeated = inputs.clone();
+        repeated.problem = problem(DType::F32, dims(1, 90, 150, (6, 6)));
+        repeated.k = Tensor::poisoned(DType::F32, repeated.problem.k, repeated.problem.shape_k());
+        repeated.v = Tensor::poisoned(DType::F32, repeated.problem.v, repeated.problem.shape_v());
+        for g in 0..3 {
+            let place = |b: u32, s: u32, h: u32| (b, s, h * 3 + g);
+            copy(&inputs.k, &mut repeated.k, place, inputs.problem.shape_k());
+            copy(&inputs.v, &mut repeated.v, place, inputs.problem.shape_v());
+        }
+        let backend = backend(isa, 2);
+        let (gqa, mha) = (
+            run_fwd(&backend, &inputs, &PlanOptions::default()),
+            run_fwd(&backend, &repeated, &PlanOptions::default()),
+        );
+        assert!(gqa.o.bytes == mha.o.bytes && gqa.lse == mha.lse, "{isa}");
+    }
+}
+
+/// The rows of O that a value placed at (row, column 0) of one operand reaches.
+fn rows_reached(backend: &CpuBackend, inputs: &Inputs, poison: impl Fn(&mut Inputs)) -> Vec<bool> {
+    let mut poisoned = inputs.clone();
+    poison(&mut poisoned);
+    let outputs = run_fwd(backend, &poisoned, &PlanOptions::default());
+    let shape = inputs.problem.shape_o();
+    (0..shape.seq).map(|i| (0..shape.dim).any(|d| outputs.o.get(0, i, 0, d).is_nan())).collect()
+}
+
+#[test]
+fn nan_reaches_only_the_rows_that_see_it() {
+    for isa in available() {
+        let backend = backend(isa, 2);
+        let masks = ["0", "t", "b:20,3,2", "g:5,-2"];
+        for (mask, dtype) in masks.into_iter().flat_map(|mask| [(mask, DType::F32), (mask, DType::Bf16)]) {
+            let mut problem = problem(dtype, dims(1, 70, 150, (1, 1)));
+            problem.mask = mask.parse().unwrap();
+            let inputs = Inputs::random(problem, &[], 8);
+            let band = inputs.problem.mask.band(70, 150);
+            for j in [0, 1, 63, 100, 149] {
+                let seen: Vec<bool> = (0..70).map(|i| band.visible(i, j)).collect();
+                for (name, reached) in [
+                    ("K", rows_reached(&backend, &inputs, |x| x.k.set(0, j, 0, 0, f64::NAN))),
+                    ("V", rows_reached(&backend, &inputs, |x| x.v.set(0, j, 0, 0, f64::NAN))),
+                ] {
+                    assert_eq!(reached, seen, "{isa} {mask} {name} {j}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn nan_reaches_only_the_gradients_that_it_touches() {
+    for isa in available() {
+        for threads in [1, 5] {
+            let mut problem = problem(DType::F32, dims(1, 60, 60, (1, 1)));
+            problem.mask = "t".parse().unwrap();
+            let mut inputs = Inputs::random(problem, &[], 9);
+            // Query 20 sees keys 0..=20: dK and dV of those, and dQ of itself, are touched.
+            inputs.q.set(0, 20, 0, 3, f64::NAN);
+            let backward = BwdProblem::new(inputs.problem.clone());
+            let gradients = run_bwd(&backend(isa, threads), &inputs, backward.clone(), None);
+            let nan_rows = |bytes: &[u64], strides: Strides, dim: u32| -> Vec<u32> {
+                let bytes: &[u8] = bytemuck::cast_slice(bytes);
+                let at = |i, d| strides.offset(0, i, 0, d) as usize * 4;
+                (0..60).filter(|&i| (0..dim).any(|d| DType::F32.read(&bytes[at(i, d)..]).is_nan())).collect()
+            };
+            let touched: Vec<u32> = (0..=20).collect();
+            assert_eq!(nan_rows(&gradients.dq, backward.dq, 40), [20], "{isa} dQ");
+            assert_eq!(nan_rows(&gradients.dk, backward.dk, 40), touched, "{isa} dK");
+            assert_eq!(nan_rows(&gradients.dv, backward.dv, 24), touched, "{isa} dV");
+        }
+    }
+}
+
+#[test]
+fn combined_halves_are_the_whole() {
+    for isa in available() {
+        let backend = backend(isa, 2);
+        let mut whole = Inputs::random(problem(DType::F32, dims(2, 40, 200, (2, 1))), &[], 10);
+        whole.problem.mask = MaskSpec::NONE;
+        let expected = run_fwd(&backend, &whole, &PlanOptions::default());
+        let half = |first: u32, count: u32| {
+            let mut part = whole.clone();
+            part.problem = problem(DType::F32, dims(2, 40, count, (2, 1)));
+            part.problem.mask = MaskSpec::NONE;
+            part.k = Tensor::poisoned(DType::F32, part.problem.k, part.problem.shape_k());
+            part.v = Tensor::poisoned(DType::F32, part.problem.v, part.problem.shape_v());
+            for (from, to, dim) in [(&whole.k, &mut part.k, 40), (&whole.v, &mut part.v, 24)] {
+                for (b, s, d) in
+                    (0..2).flat_map(|b| (0..count).flat_map(move |s| (0..dim).map(move |d| (b, s, d))))
+                {
+                    to.set(b, s, 0, d, from.get(b, first + s, 0, d));
+                }
+            }
+            part.spans = (0..2).map(|b| fmha_core::SeqSpan { seqlen_k: count, ..whole.spans[b] }).collect();
+            run_fwd(&backend, &part, &PlanOptions::default())
+        };
+        let (left, right) = (half(0, 77), half(77, 123));
+        // A part that saw nothing is neutral, whatever its O holds.
+        let empty_o = Tensor::poisoned(DType::F32, whole.problem.o, whole.problem.shape_o());
+        let empty_lse = vec![f32::NEG_INFINITY; left.lse.len()];
+        let rows = Shape { batch: 2, seq: 40, head: 2, dim: 24 };
+        let mut problem = CombineProblem::new(3, DType::F32, DType::F32, rows);
+        problem.write_lse = true;
+        let problem = problem.validate().unwrap();
+        let (mut o, mut lse) = (empty_o.clone(), empty_lse.clone());
+        let parts = [(&left.o, &left.lse), (&empty_o, &empty_lse), (&right.o, &right.lse)]
+            .map(|(o, lse)| PartialResult { o: o.slice(), lse: DevSlice::host(lse) });
+        let args = CombineArgs { parts: &parts, o: o.slice_mut(), lse: Some(DevSliceMut::host(&mut lse)) };
+        let plan = backend.plan_combine(&problem, &PlanOptions::default()).unwrap();
+        backend.run_combine(&plan, &args, Stream::DEFAULT).unwrap();
+        for (ours, expected) in lse.iter().zip(&expected.lse) {
+            assert!((ours - expected).abs() < 2e-6, "{isa} LSE {ours} {expected}");
+        }
+        for (b, s, h, d) in (0..2).flat_map(|b| {
+            (0..40).flat_map(move |s| (0..2).flat_map(move |h| (0..24).map(move |d| (b, s, h, d))))
+        }) {
+            let (ours, expected) = (o.get(b, s, h, d), expected.o.get(b, s, h, d));
+            assert!((ours - expected).abs() < 2e-6, "{isa} O {ours} {expected}");
+        }
+    }
+}
+
+#[test]
+fn the_keep_mask_is_that_of_the_definition() {
+    let mut problem = problem(DType::F32, dims(2, 20, 33, (2, 1)));
+    (problem.p_drop, problem.write_keep_mask) = (0.4, true);
+    let inputs = Inputs::random(problem, &[], 11);
+    let outputs = run_fwd(&backend(Isa::Portable, 2), &inputs, &PlanOptions::default());
+    for (b, h, i, j) in (0..2)
+        .flat_map(|b| (0..2).flat_map(move |h| (0..20).flat_map(move |i| (0..33).map(move |j| (b, h, i, j)))))
+    {
+        let mask = fmha_core::dropout::KeepMask::new(0.4, inputs.score().dropout, b, h, 2);
+        let kept = outputs.keep[(((b * 2 + h) * 20 + i) * 33 + j) as usize];
+        assert_eq!(kept, u8::from(mask.keep(i, j)));
+    }
+}
+
+#[test]
+fn wrong_requests_are_refused_by_name_and_number() {
+    let backend = backend(Isa::Portable, 1);
+    let inputs = Inputs::random(problem(DType::F32, dims(1, 8, 8, (1, 1))), &[], 12);
+    let valid = inputs.problem.clone().validate().unwrap();
+    let refusal = |kernel: Option<&str>, tile: &[(&str, &str)]| {
+        let tile = tile.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
+        let options = PlanOptions { kernel: kernel.map(str::to_owned), tile, allow_fallback: false };
+        backend.plan_fwd(&valid, &options).unwrap_err().to_string()
+    };
+    assert!(refusal(Some("sm90-fwd"), &[]).contains("known: cpu-fwd, cpu-bwd, cpu-combine"));
+    assert!(refusal(Some("cpu-bwd"), &[]).contains("cpu-fwd"));
+    assert!(refusal(None, &[("block_k", "3")]).contains("block_k=3 is unknown (known: block_m, block_n)"));
+    assert!(refusal(None, &[("block_m", "7")]).contains("block_m 7 is not a multiple of 8"));
+
+    let plan = backend.plan_fwd(&valid, &PlanOptions::default()).unwrap();
+    let (mut o, mut short) = (inputs.q.clone(), vec![0u64; 3]);
+    let mut args = fmha_core::FwdArgs::new(
+        inputs.q.slice(),
+        inputs.k.slice(),
+        inputs.v.slice(),
+        DevSliceMut::host(&mut short),
+    );
+    let mut lse = vec![0f32; 8];
+    args.lse = Some(DevSliceMut::host(&mut lse));
+    let text = backend.run_fwd(&plan, &args, Stream::DEFAULT).unwrap_err().to_string();
+    assert!(text.contains("o has 24 bytes"), "{text}");
+    args.o = o.slice_mut();
+    args.lse = None;
+    let text = backend.run_fwd(&plan, &args, Stream::DEFAULT).unwrap_err().to_string();
+    assert!(text.contains("lse is missing"), "{text}");
+
+    let mut group = FwdProblem::group(DType::F32, dims(2, 8, 8, (1, 1)), 8, 8);
+    group.bias = Bias::None;
+    let mut group = Inputs::random(group, &[[(4, 4), (4, 4)], [(4, 4), (4, 4)]], 13);
+    let valid = group.problem.clone().validate().unwrap();
+    group.cu_q[1] = 9;
+    let plan = backend.plan_fwd(&valid, &PlanOptions::default()).unwrap();
+    let args = fmha_core::FwdArgs {
+        seq: group.seq(),
+        ..fmha_core::FwdArgs::new(group.q.slice(), group.k.slice(), group.v.slice(), o.slice_mut())
+    };
+    let text = backend.run_fwd(&plan, &args, Stream::DEFAULT).unwrap_err().to_string();
+    assert!(text.contains("cu_seqlens_q[1] 9"), "{text}");
+}
+
+#[test]
+fn memory_that_the_system_refuses_is_an_error_with_its_size() {
+    let backend = backend(Isa::Portable, 1);
+    let text = backend.memory().alloc(1 << 60).unwrap_err().to_string();
+    assert!(text.contains(&(1u64 << 60).to_string()), "{text}");
+}

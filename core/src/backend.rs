@@ -1,0 +1,194 @@
+//! What a backend is: two traits without generics, so that it can be chosen at run time.
+
+use crate::args::{BwdArgs, CombineArgs, FwdArgs, MemorySpace};
+use crate::bwd::ValidBwd;
+use crate::combine::ValidCombine;
+use crate::error::{Error, Result};
+use crate::plan::{BwdPlan, CombinePlan, FwdPlan, PlanOptions};
+use crate::problem::ValidFwd;
+
+/// A queue of work on a device: the vendor's own handle. The CPU has one, which is done at return.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Stream(pub u64);
+
+impl Stream {
+    /// The device's default queue.
+    pub const DEFAULT: Self = Self(0);
+}
+
+/// A device that can run attention.
+///
+/// `plan_*` chooses and compiles, and may take seconds the first time; `run_*` checks the pointers
+/// against the plan, queues the work on `stream` and returns. Nothing wrong is launched: an error
+/// leaves every output as it was, except [`Error::Driver`] from the device itself.
+pub trait FmhaBackend: Send + Sync {
+    /// The name that selects it: `cpu`.
+    fn kind(&self) -> &'static str;
+
+    /// For people and logs: which device, how many cores, which instructions.
+    fn name(&self) -> &str;
+
+    /// What the device could reach at best, for the share that a run reports.
+    fn roofline(&self) -> Roofline {
+        Roofline::default()
+    }
+
+    /// Every kernel this backend has, best first.
+    fn kernels(&self) -> Vec<&'static str>;
+
+    /// Where its memory is.
+    fn memory(&self) -> &dyn DeviceMemory;
+
+    /// Chooses a forward kernel.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] with every refusal, or what the compiler or driver said.
+    fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan>;
+
+    /// Queues a forward kernel.
+    ///
+    /// # Errors
+    /// [`Error::Problem`] for arguments that do not fit the plan, before anything is launched.
+    fn run_fwd(&self, plan: &FwdPlan, args: &FwdArgs<'_>, stream: Stream) -> Result<()>;
+
+    /// Chooses a backward kernel.
+    ///
+    /// # Errors
+    /// As [`plan_fwd`](Self::plan_fwd).
+    fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan>;
+
+    /// Queues a backward kernel.
+    ///
+    /// # Errors
+    /// As [`run_fwd`](Self::run_fwd).
+    fn run_bwd(&self, plan: &BwdPlan, args: &BwdArgs<'_>, stream: Stream) -> Result<()>;
+
+    /// Chooses a combine kernel.
+    ///
+    /// # Errors
+    /// As [`plan_fwd`](Self::plan_fwd).
+    fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<CombinePlan>;
+
+    /// Queues a combine kernel.
+    ///
+    /// # Errors
+    /// As [`run_fwd`](Self::run_fwd).
+    fn run_combine(&self, plan: &CombinePlan, args: &CombineArgs<'_>, stream: Stream) -> Result<()>;
+}
+
+/// Peak rates of a device, where they are known; measured or stated, as `source` says.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Roofline {
+    /// Floating-point operations a second, in the type a problem computes in.
+    pub flops_per_second: Option<f64>,
+    /// Bytes a second to and from the device's memory.
+    pub bytes_per_second: Option<f64>,
+    /// Where the numbers come from.
+    pub source: String,
+}
+
+/// Memory of a device, for callers who have no tensors of their own.
+pub trait DeviceMemory: Send + Sync {
+    /// Where a backend's arguments must lie.
+    fn space(&self) -> MemorySpace;
+
+    /// New memory, contents undefined; aligned to 256 bytes at least.
+    ///
+    /// # Errors
+    /// [`Error::System`] or [`Error::Driver`] with the size that was asked for.
+    fn alloc(&self, bytes: u64) -> Result<DevBuffer>;
+
+    /// Copies `bytes` to the front of `to`.
+    ///
+    /// # Errors
+    /// [`Error::Problem`] when `to` is too small, or what the driver said.
+    fn upload(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()>;
+
+    /// Copies the front of `from` to `bytes`.
+    ///
+    /// # Errors
+    /// [`Error::Problem`] when `from` is too small, or what the driver said.
+    fn download(&self, from: &DevBuffer, bytes: &mut [u8]) -> Result<()>;
+
+    /// Waits until all work queued on `stream` is done.
+    ///
+    /// # Errors
+    /// What the driver said, of that work too.
+    fn synchronize(&self, stream: Stream) -> Result<()>;
+}
+
+/// Memory that a [`DeviceMemory`] gave out; goes back when dropped.
+pub struct DevBuffer {
+    space: MemorySpace,
+    ptr: *mut u8,
+    bytes: u64,
+    free: Option<Box<dyn FnOnce(*mut u8) + Send>>,
+}
+
+// SAFETY: it owns its memory alone; the pointer is only handed out for launches and copies.
+unsafe impl Send for DevBuffer {}
+// SAFETY: as above.
+unsafe impl Sync for DevBuffer {}
+
+impl DevBuffer {
+    /// Takes charge of `bytes` at `ptr`; `free` gives them back.
+    ///
+    /// # Safety
+    /// `ptr .. ptr + bytes` is memory of `space` that nobody else uses and that lives until `free`
+    /// has run.
+    #[must_use]
+    pub unsafe fn from_raw(
+        space: MemorySpace,
+        ptr: *mut u8,
+        bytes: u64,
+        free: Box<dyn FnOnce(*mut u8) + Send>,
+    ) -> Self {
+        Self { space, ptr, bytes, free: Some(free) }
+    }
+
+    /// Its size.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Its first byte.
+    #[must_use]
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.ptr
+    }
+
+    /// As an input.
+    #[must_use]
+    pub fn slice(&self) -> crate::args::DevSlice<'_> {
+        // SAFETY: `from_raw` promised the memory; the borrow keeps it alive.
+        unsafe { crate::args::DevSlice::from_raw(self.space, self.ptr, self.bytes) }
+    }
+
+    /// As an output.
+    #[must_use]
+    pub fn slice_mut(&mut self) -> crate::args::DevSliceMut<'_> {
+        // SAFETY: `from_raw` promised the memory; the borrow is exclusive.
+        unsafe { crate::args::DevSliceMut::from_raw(self.space, self.ptr, self.bytes) }
+    }
+}
+
+impl Drop for DevBuffer {
+    fn drop(&mut self) {
+        if let Some(free) = self.free.take() {
+            free(self.ptr);
+        }
+    }
+}
+
+impl std::fmt::Debug for DevBuffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "DevBuffer({} bytes, {:?})", self.bytes, self.space)
+    }
+}
+
+/// [`Error::Unsupported`] for one reason that holds for every kernel of a backend.
+#[must_use]
+pub fn unsupported(backend: &str, refusals: Vec<crate::error::Refusal>) -> Error {
+    Error::Unsupported { backend: backend.to_owned(), refusals }
+}

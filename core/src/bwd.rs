@@ -1,0 +1,126 @@
+//! The backward problem: a forward problem and what its gradients look like.
+
+use crate::dtype::DType;
+use crate::error::{ProblemError, ensure};
+use crate::layout::{Strides, VLayout};
+use crate::problem::{FwdProblem, ValidFwd, check_input, check_output, check_unit_stride};
+use crate::score::Bias;
+
+/// The gradient of an elementwise bias: shaped like the bias, summed over its broadcast axes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BiasGrad {
+    /// f32, f16 or bf16.
+    pub dtype: DType,
+    /// `batch`, `head`, `seq` (the query) and `dim` (the key, 1). No two elements share an address.
+    pub strides: Strides,
+}
+
+/// A backward call without its pointers: dQ, dK, dV (and dBias, dSink) from dO, O and LSE.
+///
+/// Gradients of FP8 tensors are those of their dequantised values.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BwdProblem {
+    /// The forward call. Its `write_lse`, `write_keep_mask` and `scale_o` play no part.
+    pub fwd: FwdProblem,
+    /// The type of dQ, dK and dV: f32, f16 or bf16.
+    pub dtype_grad: DType,
+    /// Strides of dO, which has O's shape and type.
+    pub dout: Strides,
+    /// Strides of dQ.
+    pub dq: Strides,
+    /// Strides of dK.
+    pub dk: Strides,
+    /// Strides of dV: row-major, whatever V's layout.
+    pub dv: Strides,
+    /// The gradient of the elementwise bias, if wanted. Written whole: 0 where no score used it.
+    pub dbias: Option<BiasGrad>,
+    /// Whether the gradient of the sinks is written, f32 `[num_heads_q]`.
+    pub write_dsink: bool,
+    /// Whether there is a gradient of LSE, so that LSE is differentiated too.
+    pub has_dlse: bool,
+    /// The same bits every run, or a refusal.
+    pub deterministic: bool,
+}
+
+impl BwdProblem {
+    /// Gradients in the inputs' type (bf16 for FP8), with the strides of their tensors (contiguous
+    /// b·s·h·d for a column-major or overlapping one); every option off.
+    #[must_use]
+    pub fn new(fwd: FwdProblem) -> Self {
+        let like = |strides: Strides, shape| {
+            if strides.is_injective(shape) { strides } else { Strides::bshd(shape) }
+        };
+        let dv = match fwd.v_layout {
+            VLayout::RowMajor => like(fwd.v, fwd.shape_v()),
+            VLayout::ColMajor => Strides::bshd(fwd.shape_v()),
+        };
+        Self {
+            dtype_grad: if fwd.dtype_qk.is_fp8() { DType::Bf16 } else { fwd.dtype_qk },
+            dout: fwd.o,
+            dq: like(fwd.q, fwd.shape_q()),
+            dk: like(fwd.k, fwd.shape_k()),
+            dv,
+            dbias: None,
+            write_dsink: false,
+            has_dlse: false,
+            deterministic: false,
+            fwd,
+        }
+    }
+
+    /// Checks everything that can be checked without the device.
+    ///
+    /// # Errors
+    /// The first contradiction found, with the field's name and its number.
+    pub fn validate(self) -> Result<ValidBwd, ProblemError> {
+        let fwd = self.fwd.clone().validate()?;
+        ensure!(
+            !fwd.dtype_o.is_fp8(),
+            "dtype_o",
+            "dtype_o {}: there is no gradient of an FP8 O",
+            fwd.dtype_o
+        );
+        let grad = self.dtype_grad;
+        ensure!(!grad.is_fp8(), "dtype_grad", "dtype_grad {grad} is not f32, f16 or bf16");
+        check_input("dout", self.dout, fwd.shape_o(), fwd.dtype_o)?;
+        check_unit_stride("dout", "dim", self.dout.dim, fwd.dims.head_dim_v)?;
+        check_output("dq", self.dq, fwd.shape_q(), grad)?;
+        check_output("dk", self.dk, fwd.shape_k(), grad)?;
+        check_output("dv", self.dv, fwd.shape_v(), grad)?;
+        if let Some(dbias) = self.dbias {
+            let Bias::Elementwise(bias) = fwd.bias else {
+                return Err(ProblemError::new(
+                    "dbias",
+                    "dbias is wanted, but there is no elementwise bias (0 given)",
+                ));
+            };
+            ensure!(!dbias.dtype.is_fp8(), "dbias", "dbias.dtype {} is not f32, f16 or bf16", dbias.dtype);
+            check_output("dbias", dbias.strides, fwd.shape_bias(bias.broadcast), dbias.dtype)?;
+        }
+        ensure!(fwd.sink || !self.write_dsink, "dsink", "dsink is wanted, but there are no sinks (0 given)");
+        Ok(ValidBwd { fwd, problem: self })
+    }
+}
+
+/// A backward problem that contradicts itself nowhere.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ValidBwd {
+    fwd: ValidFwd,
+    problem: BwdProblem,
+}
+
+impl ValidBwd {
+    /// The forward problem, validated.
+    #[must_use]
+    pub fn fwd(&self) -> &ValidFwd {
+        &self.fwd
+    }
+}
+
+impl std::ops::Deref for ValidBwd {
+    type Target = BwdProblem;
+
+    fn deref(&self) -> &BwdProblem {
+        &self.problem
+    }
+}

@@ -1,0 +1,104 @@
+//! The combine problem: partial results over the same rows, merged by their LSE.
+//!
+//! Split-KV, shared prefixes, multi-segment caches and ring attention all end in it:
+//! `LSE = ln sum_n exp LSE_n`, `O = sum_n exp(LSE_n - LSE) O_n`. A part whose LSE is −inf is neutral,
+//! whatever its O holds.
+
+use crate::dtype::DType;
+use crate::error::{ProblemError, ensure};
+use crate::layout::{Shape, Strides};
+use crate::problem::{MAX_HEAD_DIM, check_input, check_output, check_unit_stride};
+
+/// A combine call without its pointers. Packed rows are a batch of one.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CombineProblem {
+    /// Parts to merge.
+    #[doc(alias = "num_splits")]
+    pub num_parts: u32,
+    /// Sequences.
+    pub batch: u32,
+    /// Rows of each.
+    pub seqlen_q: u32,
+    /// Heads.
+    pub num_heads_q: u32,
+    /// Elements of a row.
+    pub head_dim_v: u32,
+    /// The type of the parts' O: f32, f16 or bf16.
+    pub dtype_part: DType,
+    /// The type of the combined O: f32, f16 or bf16.
+    pub dtype_o: DType,
+    /// Strides of every part's O.
+    pub part: Strides,
+    /// Strides of the combined O.
+    pub o: Strides,
+    /// Whether the combined LSE is written, f32 `[batch, num_heads_q, seqlen_q]`.
+    pub write_lse: bool,
+}
+
+impl CombineProblem {
+    /// Contiguous b·s·h·d in and out.
+    #[must_use]
+    pub fn new(num_parts: u32, dtype_part: DType, dtype_o: DType, rows: Shape) -> Self {
+        Self {
+            num_parts,
+            batch: rows.batch,
+            seqlen_q: rows.seq,
+            num_heads_q: rows.head,
+            head_dim_v: rows.dim,
+            dtype_part,
+            dtype_o,
+            part: Strides::bshd(rows),
+            o: Strides::bshd(rows),
+            write_lse: false,
+        }
+    }
+
+    /// Shape of each O.
+    #[must_use]
+    pub fn shape(&self) -> Shape {
+        Shape { batch: self.batch, seq: self.seqlen_q, head: self.num_heads_q, dim: self.head_dim_v }
+    }
+
+    /// Elements of each LSE.
+    #[must_use]
+    pub fn lse_elems(&self) -> u64 {
+        Shape { dim: 1, ..self.shape() }.num_elems()
+    }
+
+    /// Checks everything that can be checked without the device.
+    ///
+    /// # Errors
+    /// The first contradiction found, with the field's name and its number.
+    pub fn validate(self) -> Result<ValidCombine, ProblemError> {
+        for (field, value) in
+            [("num_parts", self.num_parts), ("batch", self.batch), ("num_heads_q", self.num_heads_q)]
+        {
+            ensure!(value >= 1, field, "{field} {value} is not at least 1");
+        }
+        let dim = self.head_dim_v;
+        ensure!(
+            (1..=MAX_HEAD_DIM).contains(&dim),
+            "head_dim_v",
+            "head_dim_v {dim} is not in 1..={MAX_HEAD_DIM}"
+        );
+        for (field, dtype) in [("dtype_part", self.dtype_part), ("dtype_o", self.dtype_o)] {
+            ensure!(!dtype.is_fp8(), field, "{field} {dtype} is not f32, f16 or bf16");
+        }
+        check_input("part", self.part, self.shape(), self.dtype_part)?;
+        check_unit_stride("part", "dim", self.part.dim, dim)?;
+        check_output("o", self.o, self.shape(), self.dtype_o)?;
+        Ok(ValidCombine(self))
+    }
+}
+
+/// A combine problem that contradicts itself nowhere.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ValidCombine(CombineProblem);
+
+impl std::ops::Deref for ValidCombine {
+    type Target = CombineProblem;
+
+    fn deref(&self) -> &CombineProblem {
+        &self.0
+    }
+}

@@ -1,0 +1,123 @@
+//! Dropout by position: the same mask on every device and in every kernel.
+
+/// One block of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+#[must_use]
+pub fn philox4x32_10(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
+    const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
+    const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
+    for round in 0..10 {
+        if round > 0 {
+            key = [key[0].wrapping_add(WEYL[0]), key[1].wrapping_add(WEYL[1])];
+        }
+        let product = |multiplier: u32, word: u32| {
+            let wide = u64::from(multiplier) * u64::from(word);
+            ((wide >> 32) as u32, wide as u32)
+        };
+        let (high0, low0) = product(MULTIPLIERS[0], counter[0]);
+        let (high1, low1) = product(MULTIPLIERS[1], counter[2]);
+        counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0];
+    }
+    counter
+}
+
+/// Where the generator stands: chosen per call, so that a training step never repeats a mask.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct DropoutSeed {
+    /// The key of the generator.
+    pub seed: u64,
+    /// The last word of the counter (its low 32 bits).
+    pub offset: u64,
+}
+
+/// The keep decision for every score of one (batch, head).
+///
+/// Decides by position alone: key j, query i inside the sequence, the sequence's index and the
+/// query head. `keep iff word < floor((1 - p_drop) * 2^32)`.
+#[derive(Clone, Copy, Debug)]
+pub struct KeepMask {
+    key: [u32; 2],
+    head: u32,
+    offset: u32,
+    threshold: u64,
+}
+
+impl KeepMask {
+    /// The mask of sequence `i_batch`, query head `i_head`.
+    #[must_use]
+    pub fn new(p_drop: f32, at: DropoutSeed, i_batch: u32, i_head: u32, num_heads_q: u32) -> Self {
+        Self {
+            key: [at.seed as u32, (at.seed >> 32) as u32],
+            head: i_batch.wrapping_mul(num_heads_q).wrapping_add(i_head),
+            offset: at.offset as u32,
+            threshold: keep_threshold(p_drop),
+        }
+    }
+
+    /// Keep flags of keys `4 * j_quad .. 4 * j_quad + 4` for query `i`: one call of the generator.
+    #[must_use]
+    #[inline]
+    pub fn quad(&self, i: u32, j_quad: u32) -> [bool; 4] {
+        philox4x32_10([j_quad, i, self.head, self.offset], self.key)
+            .map(|word| u64::from(word) < self.threshold)
+    }
+
+    /// Whether the score of query `i` and key `j` is kept.
+    #[must_use]
+    pub fn keep(&self, i: u32, j: u32) -> bool {
+        self.quad(i, j / 4)[(j % 4) as usize]
+    }
+}
+
+/// `floor((1 - p_drop) * 2^32)`; in 64 bits, since it is 2^32 (keep all) where `p_drop` is 0.
+#[must_use]
+pub fn keep_threshold(p_drop: f32) -> u64 {
+    ((1.0 - f64::from(p_drop)) * 4_294_967_296.0) as u64
+}
+
+/// `1 / (1 - p_drop)`: what a kept probability is multiplied by.
+#[must_use]
+pub fn keep_scale(p_drop: f32) -> f64 {
+    1.0 / (1.0 - f64::from(p_drop))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn philox_gives_the_known_answers_of_random123() {
+        let ones = u32::MAX;
+        assert_eq!(philox4x32_10([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
+        assert_eq!(philox4x32_10([ones; 4], [ones; 2]), [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]);
+        assert_eq!(
+            philox4x32_10([0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344], [0xa409_3822, 0x299f_31d0]),
+            [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]
+        );
+    }
+
+    #[test]
+    fn the_share_kept_is_one_minus_p() {
+        for p_drop in [0.0, 0.1, 0.5, 0.9] {
+            let mask = KeepMask::new(p_drop, DropoutSeed { seed: 7, offset: 3 }, 1, 2, 4);
+            let kept = (0..100)
+                .flat_map(|i| (0..100).map(move |j| (i, j)))
+                .filter(|&(i, j)| mask.keep(i, j))
+                .count();
+            let expected = 10_000.0 * (1.0 - f64::from(p_drop));
+            assert!((kept as f64 - expected).abs() <= 4.0 * 50.0, "p_drop {p_drop}: {kept}");
+            assert!(p_drop > 0.0 || kept == 10_000);
+        }
+    }
+
+    #[test]
+    fn every_coordinate_of_the_counter_matters() {
+        let base = |i_batch, i_head, offset| {
+            let mask = KeepMask::new(0.5, DropoutSeed { seed: 1, offset }, i_batch, i_head, 4);
+            (0..64).map(|j| mask.keep(5, j)).collect::<Vec<_>>()
+        };
+        assert_ne!(base(0, 0, 0), base(1, 0, 0));
+        assert_ne!(base(0, 0, 0), base(0, 1, 0));
+        assert_ne!(base(0, 0, 0), base(0, 0, 1));
+        assert_eq!(base(0, 4, 0), base(1, 0, 0));
+    }
+}

@@ -1,0 +1,45 @@
+//! The environment variables, all of them.
+
+/// One environment variable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EnvVar {
+    /// Its name.
+    pub name: &'static str,
+    /// What it sets.
+    pub meaning: &'static str,
+}
+
+impl EnvVar {
+    /// Its value, if set and not empty.
+    #[must_use]
+    pub fn get(self) -> Option<String> {
+        std::env::var(self.name).ok().filter(|value| !value.is_empty())
+    }
+}
+
+/// How many threads the CPU backend uses.
+pub const NUM_THREADS: EnvVar =
+    EnvVar { name: "FMHA_NUM_THREADS", meaning: "threads of the CPU backend (default: one a core)" };
+
+/// Which instructions the CPU backend may use.
+pub const CPU_ISA: EnvVar = EnvVar {
+    name: "FMHA_CPU_ISA",
+    meaning: "highest instruction set of the CPU backend: avx512bf16, avx512, avx2, neon, portable",
+};
+
+/// Where NVRTC is.
+pub const NVRTC: EnvVar =
+    EnvVar { name: "FMHA_NVRTC", meaning: "path of the NVRTC library (default: searched for)" };
+
+/// Where sources that do not compile are written.
+pub const DUMP: EnvVar =
+    EnvVar { name: "FMHA_DUMP", meaning: "folder for the source and log of a kernel that does not compile" };
+
+/// What the test doubles of the drivers are; set by the backends themselves.
+pub const EMULATE: EnvVar = EnvVar {
+    name: "FMHA_EMULATE",
+    meaning: "architecture of a test double's device; a backend sets it when asked to emulate",
+};
+
+/// Every variable, in the order of the README's table.
+pub const ALL: &[EnvVar] = &[NUM_THREADS, CPU_ISA, NVRTC, DUMP, EMULATE];

@@ -1,0 +1,103 @@
+//! What can go wrong, and whose fault it is.
+
+use std::path::PathBuf;
+
+/// The caller's mistake: the field, and a sentence that starts with its name and has the number in it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{text}")]
+pub struct ProblemError {
+    /// The field of the problem or the argument that is wrong, as the API spells it.
+    pub field: &'static str,
+    /// The whole sentence: `num_heads_q 10 is not a multiple of num_heads_kv 4`.
+    pub text: String,
+}
+
+impl ProblemError {
+    /// A mistake in `field`; `text` names it and has its number.
+    #[must_use]
+    pub fn new(field: &'static str, text: impl Into<String>) -> Self {
+        Self { field, text: text.into() }
+    }
+}
+
+/// Why one kernel does not take a sound problem.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{kernel}: {reason}")]
+pub struct Refusal {
+    /// The kernel that refused.
+    pub kernel: String,
+    /// The field and its number: `head_dim_qk 300 is larger than 256`.
+    pub reason: String,
+}
+
+impl Refusal {
+    /// `kernel` refuses for `reason`.
+    #[must_use]
+    pub fn new(kernel: impl Into<String>, reason: impl Into<String>) -> Self {
+        Self { kernel: kernel.into(), reason: reason.into() }
+    }
+}
+
+/// Everything that can go wrong, by whose fault it is.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum Error {
+    /// The problem or its arguments contradict themselves. Fix the call.
+    #[error(transparent)]
+    Problem(#[from] ProblemError),
+    /// A sound problem that no kernel here takes, and why each refused.
+    #[error("{backend} has no kernel for this problem: {}", list(.refusals))]
+    Unsupported {
+        /// The backend that was asked.
+        backend: String,
+        /// One for each kernel that was considered.
+        refusals: Vec<Refusal>,
+    },
+    /// The kernel compiler said no: our bug.
+    #[error("{kernel} does not compile (source and log in {}): {log}", .dumped.display())]
+    Compile {
+        /// The kernel.
+        kernel: String,
+        /// The compiler's words.
+        log: String,
+        /// Where the source was written.
+        dumped: PathBuf,
+    },
+    /// The driver said no.
+    #[error("{call} failed with {code}: {text}")]
+    Driver {
+        /// The driver's function.
+        call: &'static str,
+        /// Its return code.
+        code: i32,
+        /// The driver's words for the code.
+        text: String,
+    },
+    /// The system said no: memory, files.
+    #[error("{what}: {text}")]
+    System {
+        /// What was asked for, with its size or name.
+        what: String,
+        /// The system's words.
+        text: String,
+    },
+    /// No such device or library.
+    #[error("{0}")]
+    NoDevice(String),
+}
+
+fn list(refusals: &[Refusal]) -> String {
+    refusals.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+}
+
+/// The result of everything in this crate that can fail.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Returns a [`ProblemError`] for `field` unless `condition` holds; the rest is its sentence.
+macro_rules! ensure {
+    ($condition:expr, $field:expr, $($sentence:tt)+) => {
+        if !$condition {
+            return Err($crate::error::ProblemError::new($field, format!($($sentence)+)).into());
+        }
+    };
+}
+pub(crate) use ensure;

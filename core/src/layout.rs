@@ -1,0 +1,204 @@
+//! Where a tensor's elements lie: logical axes, free strides.
+
+/// The extents of a tensor over its logical axes `[batch, seq, head, dim]`.
+///
+/// A packed tensor has `batch` 1 and `seq` = the total number of rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Shape {
+    /// Sequences, or 1 when packed.
+    pub batch: u32,
+    /// Rows of one sequence, or of the packed tensor.
+    pub seq: u32,
+    /// Heads.
+    pub head: u32,
+    /// Elements of one head's row.
+    pub dim: u32,
+}
+
+impl Shape {
+    /// Number of elements.
+    #[must_use]
+    pub fn num_elems(self) -> u64 {
+        self.axes().iter().map(|&(_, extent)| u64::from(extent)).product()
+    }
+
+    fn axes(self) -> [(&'static str, u32); 4] {
+        [("batch", self.batch), ("seq", self.seq), ("head", self.head), ("dim", self.dim)]
+    }
+}
+
+/// Element strides over the logical axes `[batch, seq, head, dim]`: the memory order is the
+/// caller's, and b·s·h·d, b·h·s·d and packed b·s·3·h·d are the same call.
+///
+/// The stride of an axis of extent 1 is never used and may be anything.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Strides {
+    /// From sequence to sequence; unused when packed.
+    pub batch: i64,
+    /// From row to row.
+    pub seq: i64,
+    /// From head to head.
+    pub head: i64,
+    /// From element to element of a row: 1, except for a column-major V.
+    pub dim: i64,
+}
+
+impl Strides {
+    /// Contiguous `[batch, seq, head, dim]`.
+    #[must_use]
+    pub fn bshd(shape: Shape) -> Self {
+        let head = i64::from(shape.dim);
+        let seq = head * i64::from(shape.head);
+        Self { batch: seq * i64::from(shape.seq), seq, head, dim: 1 }
+    }
+
+    /// Contiguous `[batch, head, seq, dim]`.
+    #[must_use]
+    pub fn bhsd(shape: Shape) -> Self {
+        let seq = i64::from(shape.dim);
+        let head = seq * i64::from(shape.seq);
+        Self { batch: head * i64::from(shape.head), seq, head, dim: 1 }
+    }
+
+    /// Contiguous `[batch, head, dim, seq]`: V column-major.
+    #[must_use]
+    pub fn bhds(shape: Shape) -> Self {
+        let dim = i64::from(shape.seq);
+        let head = dim * i64::from(shape.dim);
+        Self { batch: head * i64::from(shape.head), seq: 1, head, dim }
+    }
+
+    /// The element offset of a logical index. In i64, so it never wraps for a validated layout.
+    #[must_use]
+    #[inline]
+    pub fn offset(self, batch: u32, seq: u32, head: u32, dim: u32) -> i64 {
+        i64::from(batch) * self.batch
+            + i64::from(seq) * self.seq
+            + i64::from(head) * self.head
+            + i64::from(dim) * self.dim
+    }
+
+    /// One past the largest element offset that `shape` reaches; 0 when it is empty. `None` when a
+    /// stride is negative or the offset does not fit i64.
+    #[must_use]
+    pub fn extent(self, shape: Shape) -> Option<u64> {
+        if shape.num_elems() == 0 {
+            return Some(0);
+        }
+        let mut last: i64 = 0;
+        for (stride, extent) in self.live(shape) {
+            if stride < 0 {
+                return None;
+            }
+            last = last.checked_add(stride.checked_mul(i64::from(extent) - 1)?)?;
+        }
+        last.checked_add(1).map(i64::unsigned_abs)
+    }
+
+    /// The first axis with a negative stride, if one of more than one element has it.
+    pub(crate) fn negative_axis(self, shape: Shape) -> Option<(&'static str, i64)> {
+        let strides = [self.batch, self.seq, self.head, self.dim];
+        shape
+            .axes()
+            .into_iter()
+            .zip(strides)
+            .find_map(|((name, extent), stride)| (extent > 1 && stride < 0).then_some((name, stride)))
+    }
+
+    /// Whether no two elements of `shape` can share an address.
+    ///
+    /// Sufficient, not necessary: sorted by stride, each axis steps beyond all that the smaller ones
+    /// reach. Every order of nested axes, with any padding between them, passes.
+    #[must_use]
+    pub fn is_injective(self, shape: Shape) -> bool {
+        if shape.num_elems() == 0 {
+            return true;
+        }
+        let mut axes: Vec<_> = self.live(shape).collect();
+        axes.sort_unstable();
+        let mut reach: i128 = 0;
+        for (stride, extent) in axes {
+            if i128::from(stride) <= reach {
+                return false;
+            }
+            reach += i128::from(stride) * (i128::from(extent) - 1);
+        }
+        true
+    }
+
+    /// `(stride, extent)` of the axes that have more than one element.
+    fn live(self, shape: Shape) -> impl Iterator<Item = (i64, u32)> {
+        [(self.batch, shape.batch), (self.seq, shape.seq), (self.head, shape.head), (self.dim, shape.dim)]
+            .into_iter()
+            .filter(|&(_, extent)| extent > 1)
+    }
+}
+
+/// How V is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum VLayout {
+    /// `[.., seqlen_k, head_dim_v]`: the head_dim stride is 1.
+    RowMajor,
+    /// `[.., head_dim_v, seqlen_k]`: the sequence stride is 1.
+    ColMajor,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPE: Shape = Shape { batch: 2, seq: 5, head: 3, dim: 4 };
+
+    #[test]
+    fn contiguous_orders_cover_the_shape_exactly() {
+        for strides in [Strides::bshd(SHAPE), Strides::bhsd(SHAPE), Strides::bhds(SHAPE)] {
+            assert_eq!(strides.extent(SHAPE), Some(SHAPE.num_elems()));
+            assert!(strides.is_injective(SHAPE));
+        }
+    }
+
+    #[test]
+    fn injective_layouts_never_repeat_an_offset() {
+        let mut seen_refused = false;
+        for batch in [0, 1, 11, 60] {
+            for seq in [1, 4, 12] {
+                for head in [0, 4, 20] {
+                    let strides = Strides { batch, seq, head, dim: 1 };
+                    let mut offsets: Vec<i64> = Vec::new();
+                    for b in 0..2 {
+                        for s in 0..5 {
+                            for h in 0..3 {
+                                offsets.extend((0..4).map(|d| strides.offset(b, s, h, d)));
+                            }
+                        }
+                    }
+                    offsets.sort_unstable();
+                    let distinct = offsets.windows(2).all(|w| w[0] != w[1]);
+                    assert!(!strides.is_injective(SHAPE) || distinct);
+                    seen_refused |= !distinct;
+                }
+            }
+        }
+        assert!(seen_refused);
+    }
+
+    #[test]
+    fn a_stride_of_an_axis_of_one_is_ignored() {
+        let shape = Shape { batch: 1, seq: 1, head: 1, dim: 8 };
+        let bogus = Strides { batch: -7, seq: i64::MIN, head: i64::MAX, dim: 1 };
+        assert_eq!(bogus.extent(shape), Some(8));
+        assert!(bogus.is_injective(shape));
+    }
+
+    #[test]
+    fn a_tensor_of_nothing_repeats_nothing() {
+        let shape = Shape { batch: 2, seq: 0, head: 3, dim: 8 };
+        assert!(Strides::bshd(shape).is_injective(shape) && Strides::bhsd(shape).is_injective(shape));
+    }
+
+    #[test]
+    fn offsets_that_leave_i64_are_refused() {
+        let shape = Shape { batch: 3, seq: 1, head: 1, dim: 1 };
+        assert_eq!(Strides { batch: i64::MAX / 2 + 1, seq: 0, head: 0, dim: 1 }.extent(shape), None);
+    }
+}

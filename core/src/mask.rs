@@ -1,0 +1,414 @@
+//! Which keys a query sees. Every mask is one band `lo <= j - i <= hi`, resolved per sequence, plus
+//! some leading sink columns.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// Where the diagonal of a causal or window mask starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum MaskAlign {
+    /// At the first key: query 0 stands on key 0.
+    TopLeft,
+    /// At the last key: the last query stands on the last key.
+    BottomRight,
+}
+
+/// What the user asks for.
+#[doc(alias = "window_size")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum MaskShape {
+    /// Every key is visible.
+    None,
+    /// No key beyond the diagonal.
+    Causal(MaskAlign),
+    /// Keys from `left` before the diagonal to `right` beyond it, both included.
+    #[doc(alias = "local")]
+    Window {
+        /// Keys before the diagonal; `None` = all.
+        left: Option<u32>,
+        /// Keys beyond the diagonal; `None` = all.
+        right: Option<u32>,
+        /// Where the diagonal starts.
+        align: MaskAlign,
+    },
+    /// Generic coordinates, as Composable Kernel's documentation defines them: key j is visible to
+    /// query i iff `i - y + 1 <= j < min(i + x, seqlen_k)`.
+    Generic {
+        /// `1 - lo`.
+        y: i32,
+        /// `1 + hi`.
+        x: i32,
+    },
+}
+
+/// A mask: its shape, and how many leading keys stay visible whatever the lower bound says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MaskSpec {
+    /// The band.
+    pub shape: MaskShape,
+    /// Key `j < sink_columns` is visible below the lower bound too, but never beyond the upper one.
+    #[doc(alias = "attention sinks")]
+    pub sink_columns: u32,
+}
+
+/// The bounds of a mask before it meets a sequence: relative to the diagonal it names.
+///
+/// This is the form that reaches a device: two optional numbers and the alignment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MaskBounds {
+    /// Smallest visible `j - i - diag`.
+    pub lo: Option<i64>,
+    /// Largest visible `j - i - diag`.
+    pub hi: Option<i64>,
+    /// Sets `diag`: 0, or `seqlen_k - seqlen_q`.
+    pub align: MaskAlign,
+}
+
+/// Which bounds are live: what a kernel is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum MaskKind {
+    /// No bound.
+    Full,
+    /// An upper bound only.
+    Upper,
+    /// A lower bound, perhaps an upper one, perhaps sink columns.
+    Band,
+}
+
+/// The one form that kernels see: key j is visible to query i iff `lo <= j - i <= hi`, or
+/// `j < sink_columns` and `j - i <= hi`.
+///
+/// Clamped to `-seqlen_q..=seqlen_k`, which changes nothing (`j - i` lies within) and keeps every
+/// sum with a position inside i32 + 1 bit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MaskBand {
+    /// Smallest visible `j - i`.
+    pub lo: i64,
+    /// Largest visible `j - i`.
+    pub hi: i64,
+    /// Leading keys that `lo` does not hide.
+    pub sink_columns: i64,
+}
+
+/// How a tile of scores stands to the band.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BlockClass {
+    /// No key is visible to any query: costs nothing.
+    Skipped,
+    /// Some are: pays for the mask.
+    Edge,
+    /// All are: needs no mask.
+    Inside,
+}
+
+impl MaskSpec {
+    /// Every key visible.
+    pub const NONE: Self = Self { shape: MaskShape::None, sink_columns: 0 };
+
+    /// Causal, the last query on the last key: what FlashAttention calls causal.
+    pub const CAUSAL: Self = Self { shape: MaskShape::Causal(MaskAlign::BottomRight), sink_columns: 0 };
+
+    /// The bounds relative to the diagonal.
+    #[must_use]
+    pub fn bounds(self) -> MaskBounds {
+        match self.shape {
+            MaskShape::None => MaskBounds { lo: None, hi: None, align: MaskAlign::TopLeft },
+            MaskShape::Causal(align) => MaskBounds { lo: None, hi: Some(0), align },
+            MaskShape::Window { left, right, align } => {
+                MaskBounds { lo: left.map(|left| -i64::from(left)), hi: right.map(i64::from), align }
+            }
+            MaskShape::Generic { y, x } => MaskBounds {
+                lo: Some(1 - i64::from(y)),
+                hi: Some(i64::from(x) - 1),
+                align: MaskAlign::TopLeft,
+            },
+        }
+    }
+
+    /// Which bounds a kernel must compile in.
+    #[must_use]
+    pub fn kind(self) -> MaskKind {
+        match self.bounds() {
+            MaskBounds { lo: Some(_), .. } => MaskKind::Band,
+            MaskBounds { hi: Some(_), .. } => MaskKind::Upper,
+            _ => MaskKind::Full,
+        }
+    }
+
+    /// The band for one sequence of `seqlen_q` queries and `seqlen_k` keys.
+    #[must_use]
+    pub fn band(self, seqlen_q: u32, seqlen_k: u32) -> MaskBand {
+        let MaskBounds { lo, hi, align } = self.bounds();
+        let diag = align.diagonal(seqlen_q, seqlen_k);
+        let (least, most) = (-i64::from(seqlen_q), i64::from(seqlen_k));
+        MaskBand {
+            lo: lo.map_or(least, |lo| (lo + diag).clamp(least, most)),
+            hi: hi.map_or(most, |hi| (hi + diag).clamp(least, most)),
+            // Without a lower bound nothing is hidden that a sink column could show.
+            sink_columns: lo.map_or(0, |_| i64::from(self.sink_columns).min(most)),
+        }
+    }
+
+    /// Where ALiBi measures its distance from: this mask's diagonal, bottom-right where it has none.
+    #[must_use]
+    pub fn alibi_align(self) -> MaskAlign {
+        match self.shape {
+            MaskShape::Causal(align) | MaskShape::Window { align, .. } => align,
+            MaskShape::None | MaskShape::Generic { .. } => MaskAlign::BottomRight,
+        }
+    }
+}
+
+impl MaskAlign {
+    /// `j - i` of the diagonal.
+    #[must_use]
+    pub fn diagonal(self, seqlen_q: u32, seqlen_k: u32) -> i64 {
+        match self {
+            MaskAlign::TopLeft => 0,
+            MaskAlign::BottomRight => i64::from(seqlen_k) - i64::from(seqlen_q),
+        }
+    }
+}
+
+impl MaskBand {
+    /// Whether query `i` sees key `j`.
+    #[must_use]
+    #[inline]
+    pub fn visible(self, i: u32, j: u32) -> bool {
+        let (i, j) = (i64::from(i), i64::from(j));
+        let distance = j - i;
+        distance <= self.hi && (distance >= self.lo || j < self.sink_columns)
+    }
+
+    /// The keys, as a half-open range, outside which no query of `rows` sees anything; sink columns
+    /// apart, which [`sink_range`](Self::sink_range) gives. `rows` is half-open and not empty.
+    #[must_use]
+    pub fn k_range(self, rows: std::ops::Range<u32>, seqlen_k: u32) -> std::ops::Range<u32> {
+        let seqlen_k = i64::from(seqlen_k);
+        let first = (i64::from(rows.start) + self.lo).clamp(0, seqlen_k);
+        let last = (i64::from(rows.end) - 1 + self.hi + 1).clamp(first, seqlen_k);
+        first as u32..last as u32
+    }
+
+    /// The keys before `k_range(rows, ..)` that some query of `rows` sees as sink columns.
+    #[must_use]
+    pub fn sink_range(self, rows: std::ops::Range<u32>, seqlen_k: u32) -> std::ops::Range<u32> {
+        let last_visible = i64::from(rows.end) - 1 + self.hi + 1;
+        let before = i64::from(self.k_range(rows, seqlen_k).start);
+        0..self.sink_columns.min(last_visible).min(before).max(0) as u32
+    }
+
+    /// How the tile `rows` x `keys` (half-open, not empty) stands to the band.
+    #[must_use]
+    pub fn block_class(self, rows: std::ops::Range<u32>, keys: std::ops::Range<u32>) -> BlockClass {
+        let (i_first, i_last) = (i64::from(rows.start), i64::from(rows.end) - 1);
+        let (j_first, j_last) = (i64::from(keys.start), i64::from(keys.end) - 1);
+        let (least, most) = (j_first - i_last, j_last - i_first);
+        let some_below_hi = least <= self.hi;
+        let some_above_lo = most >= self.lo || j_first < self.sink_columns;
+        if !some_below_hi || !some_above_lo {
+            BlockClass::Skipped
+        } else if most <= self.hi && (least >= self.lo || j_last < self.sink_columns) {
+            BlockClass::Inside
+        } else {
+            BlockClass::Edge
+        }
+    }
+}
+
+impl fmt::Display for MaskSpec {
+    /// The text form that [`MaskSpec::from_str`] reads.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bound = |b: Option<u32>| b.map_or("-1".to_owned(), |b| b.to_string());
+        let letter = |align| if align == MaskAlign::TopLeft { "t" } else { "b" };
+        match (self.shape, self.sink_columns) {
+            // Nothing is hidden, so sink columns change nothing.
+            (MaskShape::None, _) => write!(f, "0"),
+            (MaskShape::Causal(align), 0) => write!(f, "{}", letter(align)),
+            (MaskShape::Causal(align), sink) => write!(f, "{}:-1,0,{sink}", letter(align)),
+            (MaskShape::Window { left, right, align }, sink) => {
+                write!(f, "{}:{},{}", letter(align), bound(left), bound(right))?;
+                if sink > 0 { write!(f, ",{sink}") } else { Ok(()) }
+            }
+            (MaskShape::Generic { y, x }, 0) => write!(f, "g:{y},{x}"),
+            (MaskShape::Generic { y, x }, sink) => write!(f, "g:{y},{x},{sink}"),
+        }
+    }
+}
+
+impl FromStr for MaskSpec {
+    type Err = String;
+
+    /// Reads `0`; `1` = `t` and `2` = `b` (causal, top-left and bottom-right); `t:l,r[,sink]` and
+    /// `b:l,r[,sink]` (windows, −1 = unbounded); `g:y,x[,sink]` (generic coordinates).
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let wrong = || {
+            format!(
+                "`{text}` is no mask (known: 0, 1 or t, 2 or b, t:LEFT,RIGHT[,SINK], \
+                 b:LEFT,RIGHT[,SINK], g:Y,X[,SINK])"
+            )
+        };
+        let plain = |shape| Ok(MaskSpec { shape, sink_columns: 0 });
+        let Some((letter, numbers)) = text.split_once(':') else {
+            return match text {
+                "0" => plain(MaskShape::None),
+                "1" | "t" => plain(MaskShape::Causal(MaskAlign::TopLeft)),
+                "2" | "b" => plain(MaskShape::Causal(MaskAlign::BottomRight)),
+                _ => Err(wrong()),
+            };
+        };
+        let numbers: Vec<i64> = numbers
+            .split(',')
+            .map(|number| number.trim().parse().map_err(|_| wrong()))
+            .collect::<Result<_, _>>()?;
+        let (first, second, sink) = match numbers[..] {
+            [first, second] => (first, second, 0),
+            [first, second, sink] => (first, second, sink),
+            _ => return Err(wrong()),
+        };
+        let sink_columns =
+            u32::try_from(sink).map_err(|_| format!("mask sink {sink} is negative or too large"))?;
+        let window = |align| {
+            Ok::<_, String>(MaskShape::Window {
+                left: bound("left", first)?,
+                right: bound("right", second)?,
+                align,
+            })
+        };
+        let coordinate = |name, value: i64| {
+            i32::try_from(value).map_err(|_| format!("mask {name} {value} does not fit 32 bits"))
+        };
+        let shape = match letter {
+            "t" => window(MaskAlign::TopLeft)?,
+            "b" => window(MaskAlign::BottomRight)?,
+            "g" => MaskShape::Generic { y: coordinate("y", first)?, x: coordinate("x", second)? },
+            _ => return Err(wrong()),
+        };
+        Ok(MaskSpec { shape, sink_columns })
+    }
+}
+
+/// −1 is unbounded, in text only.
+fn bound(name: &str, value: i64) -> Result<Option<u32>, String> {
+    match value {
+        -1 => Ok(None),
+        _ => u32::try_from(value)
+            .map(Some)
+            .map_err(|_| format!("mask {name} {value} is below -1 or too large")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn visible_by_the_contract(spec: MaskSpec, i: i64, j: i64, seqlen_q: i64, seqlen_k: i64) -> bool {
+        let diag = |align| if align == MaskAlign::TopLeft { 0 } else { seqlen_k - seqlen_q };
+        let (above_lo, below_hi) = match spec.shape {
+            MaskShape::None => (true, true),
+            MaskShape::Causal(align) => (true, j <= i + diag(align)),
+            MaskShape::Window { left, right, align } => (
+                left.is_none_or(|left| j >= i + diag(align) - i64::from(left)),
+                right.is_none_or(|right| j <= i + diag(align) + i64::from(right)),
+            ),
+            MaskShape::Generic { y, x } => (j > i - i64::from(y), j < (i + i64::from(x)).min(seqlen_k)),
+        };
+        below_hi && (above_lo || j < i64::from(spec.sink_columns))
+    }
+
+    fn all_specs() -> Vec<MaskSpec> {
+        let mut shapes = vec![MaskShape::None];
+        for align in [MaskAlign::TopLeft, MaskAlign::BottomRight] {
+            shapes.push(MaskShape::Causal(align));
+            for left in [None, Some(0), Some(1), Some(3)] {
+                for right in [None, Some(0), Some(2)] {
+                    shapes.push(MaskShape::Window { left, right, align });
+                }
+            }
+        }
+        for y in -3..7 {
+            for x in -3..7 {
+                shapes.push(MaskShape::Generic { y, x });
+            }
+        }
+        let with_sink = |sink_columns| shapes.iter().map(move |&shape| MaskSpec { shape, sink_columns });
+        with_sink(0).chain(with_sink(2)).collect()
+    }
+
+    #[test]
+    fn the_band_shows_what_the_contract_shows() {
+        for spec in all_specs() {
+            for seqlen_q in 1..7u32 {
+                for seqlen_k in 1..7u32 {
+                    let band = spec.band(seqlen_q, seqlen_k);
+                    for (i, j) in (0..seqlen_q).flat_map(|i| (0..seqlen_k).map(move |j| (i, j))) {
+                        let expected = visible_by_the_contract(
+                            spec,
+                            i.into(),
+                            j.into(),
+                            seqlen_q.into(),
+                            seqlen_k.into(),
+                        );
+                        assert_eq!(band.visible(i, j), expected, "{spec} {seqlen_q}x{seqlen_k} at {i},{j}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn skipped_tiles_are_empty_inside_tiles_are_full_and_ranges_lose_nothing() {
+        for spec in all_specs() {
+            let (seqlen_q, seqlen_k) = (7, 9);
+            let band = spec.band(seqlen_q, seqlen_k);
+            for start in 0..seqlen_q {
+                for end in start + 1..=seqlen_q {
+                    let range = band.k_range(start..end, seqlen_k);
+                    let sinks = band.sink_range(start..end, seqlen_k);
+                    for j in 0..seqlen_k {
+                        let seen = (start..end).any(|i| band.visible(i, j));
+                        assert!(
+                            !seen || range.contains(&j) || sinks.contains(&j),
+                            "{spec} {start}..{end} key {j}"
+                        );
+                    }
+                    for (k_start, k_end) in
+                        (0..seqlen_k).flat_map(|s| (s + 1..=seqlen_k).map(move |e| (s, e)))
+                    {
+                        let pairs = || (start..end).flat_map(|i| (k_start..k_end).map(move |j| (i, j)));
+                        match band.block_class(start..end, k_start..k_end) {
+                            BlockClass::Skipped => assert!(pairs().all(|(i, j)| !band.visible(i, j))),
+                            BlockClass::Inside => assert!(pairs().all(|(i, j)| band.visible(i, j))),
+                            BlockClass::Edge => {}
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn text_reads_back_to_the_same_mask() {
+        for spec in all_specs() {
+            let read: MaskSpec = spec.to_string().parse().unwrap();
+            assert_eq!(read.band(50, 70), spec.band(50, 70), "{spec}");
+            assert_eq!(read.alibi_align(), spec.alibi_align(), "{spec}");
+        }
+        assert_eq!("2".parse(), Ok(MaskSpec::CAUSAL));
+        assert_eq!("b".parse(), Ok(MaskSpec::CAUSAL));
+    }
+
+    #[test]
+    fn wrong_text_is_refused_with_its_number() {
+        for (text, part) in [
+            ("3", "`3`"),
+            ("t:1", "`t:1`"),
+            ("b:-2,0", "left -2"),
+            ("t:0,x", "`t:0,x`"),
+            ("t:0,0,-4", "sink -4"),
+        ] {
+            let error = text.parse::<MaskSpec>().unwrap_err();
+            assert!(error.contains(part), "{text}: {error}");
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! Forward, by definition.
+
+use num_traits::Float;
+
+use super::head::{Head, Inputs, Precision, real, row};
+use crate::args::FwdArgs;
+use crate::error::ProblemError;
+use crate::problem::FwdProblem;
+use crate::seq::{SeqSpan, spans};
+
+/// Forward results of one (sequence, query head).
+#[derive(Clone, Debug, PartialEq)]
+pub struct HeadForward {
+    /// The sequence.
+    pub span: SeqSpan,
+    /// The query head.
+    pub i_head: u32,
+    /// O `[seqlen_q, head_dim_v]`, before `scale_o`.
+    pub o: Vec<f64>,
+    /// LSE `[seqlen_q]`, natural log.
+    pub lse: Vec<f64>,
+    /// `sqrt(sum_j (keep / (1 - p_drop) P V)^2)` beside each O: how far independent relative errors
+    /// of the products move it, per unit of error. In [`Precision::Exact`] only, else empty.
+    pub spread: Vec<f64>,
+}
+
+/// Every (sequence, query head), in that order. `args` are in host memory; O is not touched.
+///
+/// # Errors
+/// Lengths or operands that are missing or do not fit.
+pub fn forward(
+    problem: &FwdProblem,
+    args: &FwdArgs<'_>,
+    precision: Precision,
+) -> Result<Vec<HeadForward>, ProblemError> {
+    let inputs = Inputs::from(args);
+    let mut heads = Vec::new();
+    for span in spans(problem, &args.seq)? {
+        for i_head in 0..problem.dims.num_heads_q {
+            heads.push(forward_head(problem, &inputs, span, i_head, precision)?);
+        }
+    }
+    Ok(heads)
+}
+
+/// One (sequence, query head).
+///
+/// # Errors
+/// Operands that are missing.
+pub fn forward_head(
+    problem: &FwdProblem,
+    inputs: &Inputs<'_>,
+    span: SeqSpan,
+    i_head: u32,
+    precision: Precision,
+) -> Result<HeadForward, ProblemError> {
+    let rows: Vec<u32> = (0..span.seqlen_q).collect();
+    forward_rows(problem, inputs, span, i_head, &rows, precision)
+}
+
+/// Some queries of one (sequence, query head): O and LSE have a row for each of `rows`, which lie in
+/// `0..span.seqlen_q`.
+///
+/// # Errors
+/// Operands that are missing.
+pub fn forward_rows(
+    problem: &FwdProblem,
+    inputs: &Inputs<'_>,
+    span: SeqSpan,
+    i_head: u32,
+    rows: &[u32],
+    precision: Precision,
+) -> Result<HeadForward, ProblemError> {
+    Ok(match precision {
+        Precision::Exact => {
+            attend(&Head::<f64>::gather(problem, inputs, span, i_head, precision)?, problem, rows)
+        }
+        Precision::AsInput => {
+            attend(&Head::<f32>::gather(problem, inputs, span, i_head, precision)?, problem, rows)
+        }
+    })
+}
+
+fn attend<T: Float>(head: &Head<'_, T>, problem: &FwdProblem, rows: &[u32]) -> HeadForward {
+    let mut o = Vec::new();
+    let mut lse = Vec::new();
+    let mut spread = Vec::new();
+    for &i in rows {
+        let softmax = Softmax::of_row(head, i);
+        let mut row_o = vec![T::zero(); head.head_dim_v];
+        let mut squares = vec![T::zero(); if head.is_exact() { head.head_dim_v } else { 0 }];
+        for (&j, &weight) in softmax.visible.iter().zip(&softmax.weights) {
+            let p = head.probability(weight) * head.keep_factor(i, j);
+            for (o, &v) in row_o.iter_mut().zip(row(&head.v, j, head.head_dim_v)) {
+                *o = *o + p * v;
+            }
+            for (square, &v) in squares.iter_mut().zip(row(&head.v, j, head.head_dim_v)) {
+                *square = *square + (p * v) * (p * v);
+            }
+        }
+        o.extend(row_o.iter().map(|&o| head.as_result(o / softmax.row_sum, problem.dtype_o)));
+        spread.extend(
+            squares.iter().map(|square| (square.sqrt() / softmax.row_sum).to_f64().unwrap_or(f64::NAN)),
+        );
+        lse.push(softmax.lse.to_f64().unwrap_or(f64::NAN));
+    }
+    HeadForward { span: head.span, i_head: head.i_head, o, lse, spread }
+}
+
+/// One row of P, unnormalised: `P[j] = weights[j] / row_sum`.
+pub(super) struct Softmax<T> {
+    /// The keys that are seen.
+    pub(super) visible: Vec<u32>,
+    /// `exp(S[j] - row_max)` of each.
+    pub(super) weights: Vec<T>,
+    /// Their sum, and the sink's share; 1 for a row that sees nothing.
+    pub(super) row_sum: T,
+    /// `ln sum_j exp S[j]`; −inf for a row that sees nothing.
+    pub(super) lse: T,
+}
+
+impl<T: Float> Softmax<T> {
+    pub(super) fn of_row(head: &Head<'_, T>, i: u32) -> Self {
+        let visible = head.visible(i);
+        let scores: Vec<T> = visible.iter().map(|&j| head.capped(i, j).0 + head.bias(i, j)).collect();
+        let nothing: T = real(f64::NEG_INFINITY);
+        let row_max = scores
+            .iter()
+            .chain(&head.sink)
+            .fold(nothing, |max, &s| if s > max || s.is_nan() { s } else { max });
+        if row_max == nothing {
+            // exp(-inf - -inf) would be NaN: a row that sees nothing has no weights.
+            let weights = vec![T::zero(); visible.len()];
+            return Self { visible, weights, row_sum: T::one(), lse: nothing };
+        }
+        let weights: Vec<T> = scores.iter().map(|&s| (s - row_max).exp()).collect();
+        let sink = head.sink.map_or(T::zero(), |sink| (sink - row_max).exp());
+        let row_sum = weights.iter().fold(sink, |sum, &weight| sum + weight);
+        Self { visible, weights, row_sum, lse: row_max + row_sum.ln() }
+    }
+}

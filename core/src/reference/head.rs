@@ -1,0 +1,290 @@
+//! One sequence and one query head: its operands as plain matrices, and its scores.
+
+use num_traits::Float;
+
+use crate::args::{BwdArgs, DevSlice, FwdArgs, ScoreArgs};
+use crate::dropout::{KeepMask, keep_scale};
+use crate::dtype::DType;
+use crate::error::ProblemError;
+use crate::layout::Strides;
+use crate::mask::MaskBand;
+use crate::problem::FwdProblem;
+use crate::score::{Bias, Descale};
+use crate::seq::SeqSpan;
+
+/// Which arithmetic the reference uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Precision {
+    /// f64 throughout, nothing rounded.
+    Exact,
+    /// The unfused algorithm as a user of the input's type would write it: sums and softmax in f32,
+    /// P (backward: dS too) rounded to the input's type, results to the output's type.
+    AsInput,
+}
+
+/// What attention reads, in host memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Inputs<'a> {
+    /// Q.
+    pub q: DevSlice<'a>,
+    /// K.
+    pub k: DevSlice<'a>,
+    /// V.
+    pub v: DevSlice<'a>,
+    /// Operands of the score.
+    pub score: ScoreArgs<'a>,
+}
+
+impl<'a> From<&FwdArgs<'a>> for Inputs<'a> {
+    fn from(args: &FwdArgs<'a>) -> Self {
+        Self { q: args.q, k: args.k, v: args.v, score: args.score }
+    }
+}
+
+impl<'a> From<&BwdArgs<'a>> for Inputs<'a> {
+    fn from(args: &BwdArgs<'a>) -> Self {
+        Self { q: args.q, k: args.k, v: args.v, score: args.score }
+    }
+}
+
+/// One (sequence, query head), its matrices gathered and descaled.
+pub(super) struct Head<'a, T> {
+    pub(super) span: SeqSpan,
+    pub(super) i_head: u32,
+    pub(super) head_dim_qk: usize,
+    pub(super) head_dim_v: usize,
+    /// `[seqlen_q, head_dim_qk]`.
+    pub(super) q: Vec<T>,
+    /// `[seqlen_k, head_dim_qk]`.
+    pub(super) k: Vec<T>,
+    /// `[seqlen_k, head_dim_v]`.
+    pub(super) v: Vec<T>,
+    pub(super) softmax_scale: T,
+    pub(super) softcap: Option<T>,
+    pub(super) sink: Option<T>,
+    pub(super) band: MaskBand,
+    problem: &'a FwdProblem,
+    bias: Option<&'a [u8]>,
+    /// Slope, and `diag` of its distance.
+    alibi: Option<(T, i64)>,
+    keep: Option<KeepMask>,
+    precision: Precision,
+}
+
+impl<'a, T: Float> Head<'a, T> {
+    pub(super) fn gather(
+        problem: &'a FwdProblem,
+        inputs: &Inputs<'a>,
+        span: SeqSpan,
+        i_head: u32,
+        precision: Precision,
+    ) -> Result<Self, ProblemError> {
+        let dims = problem.dims;
+        let i_head_kv = i_head / problem.gqa_ratio();
+        let score = &inputs.score;
+        let descale = |name, slice: &Option<DevSlice<'a>>, kind: Descale| match kind {
+            Descale::None => Ok(T::one()),
+            _ => f32_at(name, slice.as_ref(), kind.index(span.i_batch, i_head_kv, dims.num_heads_kv)),
+        };
+        let q = Rows { name: "q", slice: inputs.q, dtype: problem.dtype_qk, strides: problem.q };
+        let k = Rows { name: "k", slice: inputs.k, dtype: problem.dtype_qk, strides: problem.k };
+        let v = Rows { name: "v", slice: inputs.v, dtype: problem.dtype_v, strides: problem.v };
+        let batch = span.storage_batch;
+        let alibi = match problem.bias {
+            Bias::Alibi { per_batch } => {
+                let i_batch = if per_batch { span.i_batch as usize } else { 0 };
+                let index = i_batch * dims.num_heads_q as usize + i_head as usize;
+                let slope = f32_at("alibi_slopes", score.alibi_slopes.as_ref(), index)?;
+                Some((slope, problem.mask.alibi_align().diagonal(span.seqlen_q, span.seqlen_k)))
+            }
+            _ => None,
+        };
+        let bias = match problem.bias {
+            Bias::Elementwise(_) => Some(host("bias", score.bias.as_ref())?),
+            _ => None,
+        };
+        let sink =
+            if problem.sink { Some(f32_at("sink", score.sink.as_ref(), i_head as usize)?) } else { None };
+        let keep = problem
+            .drops()
+            .then(|| KeepMask::new(problem.p_drop, score.dropout, span.i_batch, i_head, dims.num_heads_q));
+        Ok(Self {
+            span,
+            i_head,
+            head_dim_qk: dims.head_dim_qk as usize,
+            head_dim_v: dims.head_dim_v as usize,
+            q: q.gather(
+                batch,
+                i_head,
+                span.q_row,
+                span.seqlen_q,
+                dims.head_dim_qk,
+                descale("descale_q", &score.descale_q, problem.descale_q)?,
+            )?,
+            k: k.gather(
+                batch,
+                i_head_kv,
+                span.k_row,
+                span.seqlen_k,
+                dims.head_dim_qk,
+                descale("descale_k", &score.descale_k, problem.descale_k)?,
+            )?,
+            v: v.gather(
+                batch,
+                i_head_kv,
+                span.k_row,
+                span.seqlen_k,
+                dims.head_dim_v,
+                descale("descale_v", &score.descale_v, problem.descale_v)?,
+            )?,
+            softmax_scale: real(f64::from(problem.resolved_softmax_scale())),
+            softcap: problem.softcap.map(|softcap| real(f64::from(softcap))),
+            sink,
+            band: problem.mask.band(span.seqlen_q, span.seqlen_k),
+            problem,
+            bias,
+            alibi,
+            keep,
+            precision,
+        })
+    }
+
+    /// Whether nothing is rounded.
+    pub(super) fn is_exact(&self) -> bool {
+        self.precision == Precision::Exact
+    }
+
+    /// The keys that query `i` sees, ascending.
+    pub(super) fn visible(&self, i: u32) -> Vec<u32> {
+        let keys = self.band.k_range(i..i + 1, self.span.seqlen_k);
+        self.band.sink_range(i..i + 1, self.span.seqlen_k).chain(keys).collect()
+    }
+
+    /// `softmax_scale * Q[i] . K[j]`, soft-capped, and what the cap's slope is there.
+    pub(super) fn capped(&self, i: u32, j: u32) -> (T, T) {
+        let scaled =
+            self.softmax_scale * dot(row(&self.q, i, self.head_dim_qk), row(&self.k, j, self.head_dim_qk));
+        match self.softcap {
+            None => (scaled, T::one()),
+            Some(softcap) => {
+                let tanh = (scaled / softcap).tanh();
+                (softcap * tanh, T::one() - tanh * tanh)
+            }
+        }
+    }
+
+    /// What is added to the score of (i, j).
+    pub(super) fn bias(&self, i: u32, j: u32) -> T {
+        if let (Bias::Elementwise(bias), Some(bytes)) = (self.problem.bias, self.bias) {
+            let (b, h) = bias.broadcast.index(self.span.i_batch, self.i_head);
+            let at = bias.strides.offset(b, i, h, j) as usize * bias.dtype.size_bytes() as usize;
+            return real(bias.dtype.read(&bytes[at..]));
+        }
+        self.alibi.map_or(T::zero(), |(slope, diag)| {
+            let distance = (i64::from(i) + diag - i64::from(j)).abs();
+            -slope * real(distance as f64)
+        })
+    }
+
+    /// `keep[i, j] / (1 - p_drop)`.
+    pub(super) fn keep_factor(&self, i: u32, j: u32) -> T {
+        match &self.keep {
+            None => T::one(),
+            Some(mask) if mask.keep(i, j) => real(keep_scale(self.problem.p_drop)),
+            Some(_) => T::zero(),
+        }
+    }
+
+    /// What the input's precision keeps of a P before its product with V.
+    ///
+    /// An FP8 P is scaled by a power of two up to the type's largest number first, as every FP8
+    /// kernel does: unscaled, the small ones would vanish.
+    pub(super) fn probability(&self, value: T) -> T {
+        let dtype = self.problem.dtype_v;
+        let scale = if dtype.is_fp8() { 2f64.powi(dtype.max_finite().log2().floor() as i32) } else { 1.0 };
+        self.rounded(value, scale, dtype)
+    }
+
+    /// What the input's precision keeps of a dS before its products with K and Q; FP8 inputs have
+    /// theirs in the gradients' type.
+    pub(super) fn score_gradient(&self, value: T, dtype_grad: DType) -> T {
+        let dtype = self.problem.dtype_qk;
+        self.rounded(value, 1.0, if dtype.is_fp8() { dtype_grad } else { dtype })
+    }
+
+    fn rounded(&self, value: T, scale: f64, dtype: DType) -> T {
+        if self.is_exact() {
+            return value;
+        }
+        real(dtype.round(value.to_f64().unwrap_or(f64::NAN) * scale) / scale)
+    }
+
+    /// What a result of type `dtype` keeps of `value`.
+    pub(super) fn as_result(&self, value: T, dtype: DType) -> f64 {
+        let value = value.to_f64().unwrap_or(f64::NAN);
+        if self.is_exact() { value } else { dtype.round(value) }
+    }
+}
+
+/// Rows of a strided tensor in host memory.
+pub(super) struct Rows<'a> {
+    pub(super) name: &'static str,
+    pub(super) slice: DevSlice<'a>,
+    pub(super) dtype: DType,
+    pub(super) strides: Strides,
+}
+
+impl Rows<'_> {
+    /// `count` rows of `dim` elements from row `first`, dense, times `factor`.
+    pub(super) fn gather<T: Float>(
+        &self,
+        batch: u32,
+        head: u32,
+        first: u32,
+        count: u32,
+        dim: u32,
+        factor: T,
+    ) -> Result<Vec<T>, ProblemError> {
+        let bytes = host(self.name, Some(&self.slice))?;
+        let size = self.dtype.size_bytes() as usize;
+        let mut rows = Vec::with_capacity(count as usize * dim as usize);
+        for seq in first..first + count {
+            for d in 0..dim {
+                let at = self.strides.offset(batch, seq, head, d) as usize * size;
+                rows.push(real::<T>(self.dtype.read(&bytes[at..])) * factor);
+            }
+        }
+        Ok(rows)
+    }
+}
+
+pub(super) fn row<T>(matrix: &[T], index: u32, dim: usize) -> &[T] {
+    &matrix[index as usize * dim..][..dim]
+}
+
+pub(super) fn dot<T: Float>(a: &[T], b: &[T]) -> T {
+    a.iter().zip(b).fold(T::zero(), |sum, (&a, &b)| sum + a * b)
+}
+
+/// To the arithmetic's own type.
+pub(super) fn real<T: Float>(value: f64) -> T {
+    T::from(value).unwrap_or_else(T::nan)
+}
+
+fn host<'a>(name: &'static str, slice: Option<&DevSlice<'a>>) -> Result<&'a [u8], ProblemError> {
+    slice
+        .and_then(DevSlice::as_host)
+        .ok_or_else(|| ProblemError::new(name, format!("{name} is missing or not in host memory")))
+}
+
+pub(super) fn f32_at<T: Float>(
+    name: &'static str,
+    slice: Option<&DevSlice<'_>>,
+    index: usize,
+) -> Result<T, ProblemError> {
+    let bytes = host(name, slice)?;
+    let at = bytes.get(index * 4..index * 4 + 4).ok_or_else(|| {
+        ProblemError::new(name, format!("{name} has {} bytes, but element {index} is read", bytes.len()))
+    })?;
+    Ok(real(DType::F32.read(at)))
+}

@@ -1,0 +1,101 @@
+//! What happens to a score between `Q K^T` and the softmax, and how FP8 tensors are scaled.
+
+use crate::dtype::DType;
+use crate::layout::{Shape, Strides};
+
+/// What is added to a score after the soft-cap.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Bias {
+    /// Nothing.
+    None,
+    /// `bias[b, h, i, j]`.
+    Elementwise(ElementwiseBias),
+    /// `-slope * |i + diag - j|`, `diag` as the mask aligns it
+    /// ([`MaskSpec::alibi_align`](crate::MaskSpec::alibi_align)); slopes f32 `[num_heads_q]`, or
+    /// `[batch, num_heads_q]`.
+    Alibi {
+        /// Whether the slopes have a batch axis.
+        per_batch: bool,
+    },
+}
+
+/// A bias tensor `[batch or 1, num_heads_q or 1, seqlen_q, seqlen_k]`.
+///
+/// In group mode the last two axes have the maximal lengths, and an element is addressed by the
+/// positions inside its sequence, so that a bias broadcasts over sequences of unlike lengths.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ElementwiseBias {
+    /// f32, or the input's type.
+    pub dtype: DType,
+    /// Which axes have extent 1.
+    pub broadcast: BiasBroadcast,
+    /// `batch`, `head`, `seq` (the query) and `dim` (the key, 1). A broadcast axis' stride is unused.
+    pub strides: Strides,
+}
+
+/// The extents of a bias over batch and head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BiasBroadcast {
+    /// One matrix for all.
+    OneOne,
+    /// One matrix per query head.
+    OneHead,
+    /// One matrix per sequence and query head.
+    BatchHead,
+}
+
+impl BiasBroadcast {
+    /// The bias' shape for a problem's extents.
+    #[must_use]
+    pub fn shape(self, batch: u32, num_heads_q: u32, seqlen_q: u32, seqlen_k: u32) -> Shape {
+        let (batch, head) = match self {
+            BiasBroadcast::OneOne => (1, 1),
+            BiasBroadcast::OneHead => (1, num_heads_q),
+            BiasBroadcast::BatchHead => (batch, num_heads_q),
+        };
+        Shape { batch, seq: seqlen_q, head, dim: seqlen_k }
+    }
+
+    /// The bias' own (batch, head) index for a problem's.
+    #[must_use]
+    pub fn index(self, i_batch: u32, i_head: u32) -> (u32, u32) {
+        match self {
+            BiasBroadcast::OneOne => (0, 0),
+            BiasBroadcast::OneHead => (0, i_head),
+            BiasBroadcast::BatchHead => (i_batch, i_head),
+        }
+    }
+}
+
+/// What an FP8 tensor's elements are multiplied by: f32 numbers on the device.
+#[doc(alias = "scale_inv")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Descale {
+    /// Nothing: the stored value is the value.
+    None,
+    /// One number, `[1]`.
+    PerTensor,
+    /// `[batch, num_heads_kv]`.
+    PerKvHead,
+}
+
+impl Descale {
+    /// How many f32 numbers there are.
+    #[must_use]
+    pub fn num_elems(self, batch: u32, num_heads_kv: u32) -> u64 {
+        match self {
+            Descale::None => 0,
+            Descale::PerTensor => 1,
+            Descale::PerKvHead => u64::from(batch) * u64::from(num_heads_kv),
+        }
+    }
+
+    /// Which of them belongs to a (batch, kv head).
+    #[must_use]
+    pub fn index(self, i_batch: u32, i_head_kv: u32, num_heads_kv: u32) -> usize {
+        match self {
+            Descale::None | Descale::PerTensor => 0,
+            Descale::PerKvHead => i_batch as usize * num_heads_kv as usize + i_head_kv as usize,
+        }
+    }
+}

@@ -1,0 +1,44 @@
+//! The life of a call, step by step: `cargo run --release --example explain`.
+
+use fmha::{Backend, Dims, FwdProblem, MaskSpec, PlanOptions};
+
+fn main() -> Result<(), fmha::Error> {
+    // What there is to run on, and why the rest is absent.
+    for device in fmha::devices() {
+        match &device.found {
+            Ok(backend) => println!("{}: {}", device.backend, backend.name()),
+            Err(reason) => println!("{}: {reason}", device.backend),
+        }
+    }
+
+    // A problem is plain data: shapes, types, strides, mask; no pointers.
+    let dims = Dims {
+        batch: 2,
+        seqlen_q: 1,
+        seqlen_k: 4096,
+        num_heads_q: 32,
+        num_heads_kv: 8,
+        head_dim_qk: 128,
+        head_dim_v: 128,
+    };
+    let mask = "b:1024,0".parse::<MaskSpec>().expect("a window of 1024 keys before the diagonal");
+    let problem = FwdProblem { mask, write_lse: true, ..FwdProblem::batch(fmha::DType::Bf16, dims) };
+
+    // A contradiction is refused here, by field and number.
+    let broken = FwdProblem { dims: Dims { num_heads_kv: 5, ..dims }, ..problem.clone() };
+    if let Err(error) = broken.validate() {
+        println!("\nrefused: {error}");
+    }
+
+    // What validates can be planned; the plan explains itself.
+    let backend = fmha::open(&Backend::Auto)?;
+    let plan = backend.plan_fwd(&problem.validate()?, &PlanOptions::default())?;
+    println!("\n{plan}");
+
+    // An explicit request is honoured or refused with every reason.
+    let wish = PlanOptions { kernel: Some("no-such-kernel".into()), ..PlanOptions::default() };
+    if let Err(error) = backend.plan_fwd(&plan.problem, &wish) {
+        println!("refused: {error}");
+    }
+    Ok(())
+}

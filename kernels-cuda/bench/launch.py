@@ -1,0 +1,150 @@
+"""Launches rendered and compiled sm90 forward kernels on torch tensors, through libcuda alone.
+
+What it binds is what any host has to bind: see the crate's README.
+"""
+
+import ctypes
+import struct
+from ctypes import byref, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+
+import torch
+
+cuda = ctypes.CDLL("libcuda.so.1")
+DEFAULT_SECTION = 32 << 20
+UNBOUNDED_LO, UNBOUNDED_HI = -(2**31), 2**31 - 1
+
+
+def check(status, call):
+    if status:
+        text = ctypes.c_char_p()
+        cuda.cuGetErrorString(status, byref(text))
+        raise RuntimeError(f"{call}: {status} {text.value}")
+
+
+def tensor_map(x, dims, strides, box):
+    """A tiled map; `strides` in elements, from dimension 1."""
+    out = (ctypes.c_char * 256)()
+    address = (ctypes.addressof(out) + 127) // 128 * 128
+    n = len(dims)
+    swizzle = {128: 3, 64: 2, 32: 1}[box[0] * x.element_size()]
+    kind = {torch.float16: 6, torch.bfloat16: 9}[x.dtype]
+    status = cuda.cuTensorMapEncodeTiled(
+        c_void_p(address), c_int(kind), c_uint32(n), c_void_p(x.data_ptr()), (c_uint64 * n)(*dims),
+        (c_uint64 * (n - 1))(*(s * x.element_size() for s in strides)), (c_uint32 * n)(*box),
+        (c_uint32 * n)(*[1] * n), c_int(0), c_int(swizzle), c_int(3), c_int(0),
+    )  # fmt: skip
+    check(status, f"cuTensorMapEncodeTiled dims {dims} strides {strides} box {box}")
+    return ctypes.string_at(address, 128)
+
+
+def heads_per_section(num_heads, kv_bytes, sharing, section_bytes):
+    fitting = max(1, min(max(section_bytes // max(kv_bytes, 1), 1) * sharing, num_heads))
+    sections = -(-num_heads // fitting)
+    even = -(-num_heads // sections)
+    return -(-even // sharing) * sharing
+
+
+class Kernel:
+    def __init__(self, folder):
+        folder = Path(folder)
+        self.meta = dict(line.split("=") for line in (folder / "meta.txt").read_text().split())
+        self.name = folder.name
+        torch.cuda.current_stream()
+        torch.zeros(1, device="cuda")
+        image = (folder / "kernel.cubin").read_bytes()
+        module, self.function = c_void_p(), c_void_p()
+        check(cuda.cuModuleLoadData(byref(module), image), "cuModuleLoadData")
+        check(cuda.cuModuleGetFunction(byref(self.function), module, b"fmha_kernel"), "cuModuleGetFunction")
+        self.smem, self.threads = int(self.meta["smem"]), int(self.meta["threads"])
+        check(cuda.cuFuncSetAttribute(self.function, c_int(8), c_int(self.smem)), "cuFuncSetAttribute")
+
+    def prepare(
+        self, q, k, v, *, mask=(UNBOUNDED_LO, UNBOUNDED_HI, 0, 0), scale=None, cu_q=None, cu_k=None, max_q=None,
+        max_k=None, used_q=None, used_k=None, dtype_o=None, softcap=0.0, sink=None, section_bytes=DEFAULT_SECTION,
+        lse=True, alibi=None, o=None, bias=None,
+    ):  # fmt: skip
+        """(callable, o, lse): q, k, v are [batch, seqlen, heads, dim], or [total, heads, dim] with cu_q, cu_k."""
+        m = self.meta
+        group = cu_q is not None
+        batch = len(cu_q) - 1 if group else q.shape[0]
+        hq, hkv = q.shape[-2], k.shape[-2]
+        dqk, dv = q.shape[-1], v.shape[-1]
+        ratio = hq // hkv
+        seqlen_q, seqlen_k = (max_q, max_k) if group else (q.shape[1], k.shape[1])
+        if o is None:
+            o = torch.full((*q.shape[:-1], dv), float("nan"), dtype=dtype_o or q.dtype, device=q.device)
+        rows_q = q.shape[0] if group else seqlen_q
+        lse_shape = (hq, rows_q) if group else (batch, hq, seqlen_q)
+        lse_out = torch.full(lse_shape, float("nan"), device=q.device) if lse else None
+        scale = dqk**-0.5 if scale is None else scale
+        block_m, block_n, pack = int(m["block_m"]), int(m["block_n"]), m["pack_gqa"] == "1"
+
+        def strides(x):
+            return (0 if group else x.stride(0), x.stride(-3), x.stride(-2))
+
+        def view(x, strides, dim=1):
+            return struct.pack("<Q4q", x.data_ptr() if x is not None else 0, *strides, dim)
+
+        def scalars(x, b, h):
+            return struct.pack("<Qii", x.data_ptr() if x is not None else 0, b, h)
+
+        pointer = lambda x: struct.pack("<Q", x.data_ptr() if x is not None else 0)
+        workspace = torch.zeros(1, dtype=torch.int32, device=q.device)
+        bias_strides = (0, 0, 0)
+        if bias is not None:
+            bias_strides = (bias.stride(0), bias.stride(2), bias.stride(1))
+        params = b"".join(view(x, strides(x)) for x in (q, k, v, o)) + view(bias, bias_strides)
+        params += pointer(lse_out) + struct.pack("<qq", 0 if group else hq * seqlen_q, rows_q)
+        params += struct.pack("<Q", 0) + b"".join(pointer(x) for x in (cu_q, cu_k, used_q, used_k))
+        params += scalars(alibi, 0, 1) + scalars(sink, 0, 1) + scalars(None, 0, 0) * 3
+        params += struct.pack("<Q", 0) + pointer(workspace)
+        params += struct.pack("<6i4ii", batch, seqlen_q, seqlen_k, hq, hkv, ratio, *mask, 1)
+        params += struct.pack("<ffIfIII", scale, softcap, 0, 1.0, 0, 0, 0)
+        assert len(params) == 5 * 40 + 3 * 8 + 5 * 8 + 5 * 16 + 2 * 8 + 72, len(params)
+
+        box_qk, box_v = int(m["box_qk"]), int(m["box_v"])
+        storage_batch = 1 if group else batch
+        qs, ks, vs = strides(q), strides(k), strides(v)
+        far = 1 << 20  # the stride of an axis of one: any that the driver takes
+        q_map = tensor_map(
+            q, (dqk, ratio, rows_q, hkv, storage_batch),
+            (qs[2], qs[1], qs[2] * ratio, far if storage_batch == 1 else qs[0]),
+            (box_qk, ratio if pack else 1, block_m // ratio if pack else block_m, 1, 1),
+        )  # fmt: skip
+
+        def kv_map(x, s, dim, box):
+            rows = x.shape[0] if group else x.shape[1]
+            if rows == 0:  # never read; the map needs an address
+                x, rows = q, 1
+            return tensor_map(x, (dim, rows, hkv, storage_batch), (s[1], s[2], far if storage_batch == 1 else s[0]), (box, block_n, 1, 1))
+
+        maps = q_map + kv_map(k, ks, dqk, box_qk) + kv_map(v, vs, dv, box_v)
+        num_m = -(-seqlen_q * (ratio if pack else 1) // block_m)
+        heads = batch * (hkv if pack else hq)
+        unmasked = mask[0] == UNBOUNDED_LO and mask[1] == UNBOUNDED_HI
+        section_bytes = 0 if unmasked and section_bytes == DEFAULT_SECTION else section_bytes
+        section = heads_per_section(heads, seqlen_k * (dqk + dv) * q.element_size(), 1 if pack else ratio, section_bytes)
+        tiles = max(num_m * heads, 1)
+        schedule = struct.pack("<4i", num_m * heads, max(num_m, 1), heads, section)
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        grid = tiles if m["order"] == "Single" else min(tiles, sms)
+
+        raw = (ctypes.c_char * 1024)()
+        base = (ctypes.addressof(raw) + 127) // 128 * 128
+        ctypes.memmove(base, maps, len(maps))
+        p, s = ctypes.create_string_buffer(params), ctypes.create_string_buffer(schedule)
+        arguments = (c_void_p * 3)(ctypes.addressof(p), base, ctypes.addressof(s))
+        stream = c_void_p(torch.cuda.current_stream().cuda_stream)
+        held = (q, k, v, o, lse_out, workspace, raw, p, s, cu_q, cu_k, used_q, used_k, sink, alibi, bias)
+        call = cuda.cuLaunchKernel
+        shape = [c_uint(n) for n in (grid, 1, 1, self.threads, 1, 1, self.smem)]
+
+        def run():
+            status = call(self.function, *shape, stream, arguments, None)
+            if status:
+                check(status, f"cuLaunchKernel {self.name}")
+            return o
+
+        run.held = held
+        return run, o, lse_out

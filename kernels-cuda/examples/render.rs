@@ -1,0 +1,113 @@
+//! Renders kernels for inspection or for a bench outside Rust: one folder a kernel, with its entry,
+//! its headers and `meta.txt`. Reads lines `NAME field=value ...` from standard input, where fields
+//! are those of `FwdSpec` and `Sm90Tile`; what is not named has its default.
+//!
+//! `echo 'd128 dtype=bf16 dim=128 mask=Upper block_n=128' | cargo run --example render -- out`
+
+use std::error::Error;
+use std::io::Read as _;
+use std::path::PathBuf;
+
+use fmha_core::spec::{BiasKind, FwdSpec, SeqKind};
+use fmha_core::{DType, MaskKind};
+use fmha_kernels_cuda::sm90::{self, Sm90Tile, TileOrder};
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let out = PathBuf::from(std::env::args().nth(1).ok_or("usage: render FOLDER < kernels.txt")?);
+    let mut text = String::new();
+    std::io::stdin().read_to_string(&mut text)?;
+    for line in text.lines().filter(|line| !line.trim().is_empty() && !line.starts_with('#')) {
+        let mut words = line.split_whitespace();
+        let name = words.next().ok_or("a line has no name")?;
+        let fields: Vec<(&str, &str)> = words.filter_map(|word| word.split_once('=')).collect();
+        let mut spec = FwdSpec::plain(DType::Bf16, 128, MaskKind::Full);
+        for &(field, value) in &fields {
+            set_spec(&mut spec, field, value)?;
+        }
+        let mut tile = sm90::default_tile(&spec);
+        for &(field, value) in &fields {
+            set_tile(&mut tile, field, value)?;
+        }
+        let source = sm90::fwd(&spec, &tile);
+        let folder = out.join(name);
+        for header in &source.headers {
+            let path = folder.join(header.name.as_ref());
+            std::fs::create_dir_all(path.parent().unwrap_or(&folder))?;
+            std::fs::write(path, header.text.as_ref())?;
+        }
+        std::fs::write(folder.join("entry.cu"), &source.entry)?;
+        let meta = format!(
+            "threads={}\nsmem={}\nblock_m={}\nblock_n={}\nbox_qk={}\nbox_v={}\npack_gqa={}\norder={:?}\n",
+            tile.num_threads(),
+            tile.smem_bytes(&spec),
+            tile.block_m,
+            tile.block_n,
+            Sm90Tile::box_dim(spec.head_dim_qk),
+            Sm90Tile::box_dim(spec.head_dim_v),
+            i32::from(tile.pack_gqa),
+            tile.order,
+        );
+        std::fs::write(folder.join("meta.txt"), meta)?;
+    }
+    Ok(())
+}
+
+fn set_spec(spec: &mut FwdSpec, field: &str, value: &str) -> Result<(), Box<dyn Error>> {
+    match field {
+        "dtype" => {
+            let dtype: DType = value.parse()?;
+            (spec.dtype_qk, spec.dtype_v, spec.dtype_o) = (dtype, dtype, dtype);
+        }
+        "dtype_o" => spec.dtype_o = value.parse()?,
+        "dim" => (spec.head_dim_qk, spec.head_dim_v) = (value.parse()?, value.parse()?),
+        "dim_v" => spec.head_dim_v = value.parse()?,
+        "mask" => {
+            spec.mask = match value {
+                "Full" => MaskKind::Full,
+                "Upper" => MaskKind::Upper,
+                "Band" => MaskKind::Band,
+                _ => return Err(format!("mask {value}").into()),
+            };
+        }
+        "group" => spec.seq = if value == "1" { SeqKind::Group } else { SeqKind::Batch },
+        "sink_columns" => spec.sink_columns = value == "1",
+        "softcap" => spec.softcap = value == "1",
+        "sink" => spec.sink = value == "1",
+        "negative_scale" => spec.negative_scale = value == "1",
+        "write_lse" => spec.write_lse = value == "1",
+        "bias" => {
+            spec.bias = match value {
+                "alibi" => BiasKind::Alibi,
+                "f32" => BiasKind::Elementwise,
+                _ => return Err(format!("bias {value}").into()),
+            };
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
+fn set_tile(tile: &mut Sm90Tile, field: &str, value: &str) -> Result<(), Box<dyn Error>> {
+    match field {
+        "block_m" => tile.block_m = value.parse()?,
+        "block_n" => tile.block_n = value.parse()?,
+        "stages" => tile.stages = value.parse()?,
+        "order" => {
+            tile.order = match value {
+                "single" => TileOrder::Single,
+                "static" => TileOrder::Static,
+                "dynamic" => TileOrder::Dynamic,
+                _ => return Err(format!("order {value}").into()),
+            };
+        }
+        "ping_pong" => tile.ping_pong = value == "1",
+        "lookahead" => tile.lookahead = value == "1",
+        "lazy" => tile.lazy_rescale_log2 = value.parse()?,
+        "anchor" => tile.wait_anchor = value.parse()?,
+        "poly" => tile.exp2_polynomial_every = value.parse()?,
+        "pack" => tile.pack_gqa = value == "1",
+        "vector" => tile.vector_store = value == "1",
+        _ => {}
+    }
+    Ok(())
+}

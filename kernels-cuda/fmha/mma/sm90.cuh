@@ -1,0 +1,82 @@
+// Typed products of one warpgroup: 64 rows of A against a tile in shared memory.
+//
+// Fragment: thread t of the warpgroup (warp w = t / 32, lane l = t % 32) holds rows
+// 16 w + l / 4 and that + 8, columns 8 c + 2 (l % 4) and the next, of every 8-column group c.
+// Element e of the fragment: column 8 (e / 4) + (e & 1) + 2 (l % 4), upper row iff e & 2.
+#pragma once
+#include <fmha/mma/smem_desc.cuh>
+#include <fmha/ptx/num.cuh>
+#include <fmha/ptx/wgmma.cuh>
+
+namespace fmha::mma {
+
+constexpr int kWarpgroup = 128;  // threads
+constexpr int kRows = 64;        // of one product
+constexpr int kDepth = 16;       // contracted by one instruction, 16-bit types
+
+// An accumulator of 64 x n.
+template <int n>
+struct Accumulator {
+  static constexpr int num_elems = n / 2;
+  float elems[num_elems];
+
+  // Row 0 or 1 of the thread's two.
+  static constexpr int row(int e) { return e >> 1 & 1; }
+  // Column, less what depends on the lane.
+  static constexpr int column(int e) { return 8 * (e / 4) + (e & 1); }
+
+  FMHA_DEVICE float& operator[](int e) { return elems[e]; }
+  FMHA_DEVICE void clear() {
+#pragma unroll
+    for (int e = 0; e < num_elems; ++e) elems[e] = 0.f;
+  }
+};
+
+// The first row of the thread's two, of the warpgroup's 64; the first column of its fragments.
+FMHA_DEVICE int32_t fragment_row() { return threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4; }
+FMHA_DEVICE int32_t fragment_column() { return threadIdx.x % 4 * 2; }
+
+// A of 64 x depth in registers: an accumulator's own layout, packed.
+template <int depth>
+struct RegisterTile {
+  uint32_t elems[depth / kDepth][4];
+
+  template <DType dtype>
+  FMHA_DEVICE void from(Accumulator<depth>& x) {
+#pragma unroll
+    for (int i = 0; i < depth / 4; ++i) elems[i / 4][i % 4] = ptx::cvt_rn_x2<dtype>(x[2 * i], x[2 * i + 1]);
+  }
+};
+
+// d = sign * A B^T: A's rows [row, row + 64) and B's rows, both along their dim. Starts, does not wait.
+template <int sign, class TileA, class TileB>
+FMHA_DEVICE void start_product_abt(Accumulator<TileB::rows>& d, const TileA& a, int row, const TileB& b) {
+  static_assert(TileA::dim == TileB::dim, "A and B share their inner dimension");
+  constexpr int steps_per_chunk = TileA::span / kDepth;
+  const uint32_t a0 = a.address() + row * TileA::span_bytes, b0 = b.address();
+  constexpr uint64_t bits = descriptor_bits<TileA::span_bytes>(16);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < TileA::dim / kDepth; ++step) {
+    const int chunk = step / steps_per_chunk, within = step % steps_per_chunk * (2 * kDepth);
+    ptx::wgmma_mma_async_ss<sign, 0>(d.elems, descriptor(a0 + chunk * TileA::chunk_bytes + within, bits),
+                                     descriptor(b0 + chunk * TileB::chunk_bytes + within, bits), step != 0);
+  }
+  ptx::wgmma_commit_group();
+}
+
+// d += A B: A in registers, B read across its rows. Starts, does not wait.
+template <class TileB>
+FMHA_DEVICE void start_product_ab(Accumulator<TileB::dim>& d, const RegisterTile<TileB::rows>& a, const TileB& b) {
+  const uint32_t b0 = b.address();
+  constexpr uint64_t bits = descriptor_bits<TileB::span_bytes>(TileB::chunk_bytes);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < TileB::rows / kDepth; ++step) {
+    ptx::wgmma_mma_async_rs<1, 1>(d.elems, a.elems[step], descriptor(b0 + step * kDepth * TileB::span_bytes, bits),
+                                  true);
+  }
+  ptx::wgmma_commit_group();
+}
+
+}  // namespace fmha::mma

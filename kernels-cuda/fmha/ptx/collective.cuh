@@ -1,0 +1,20 @@
+// What the lanes of a warp tell each other: broadcasts, votes.
+// PTX ISA, Data Movement and Conversion Instructions: shfl.sync
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-shfl-sync
+// PTX ISA, Parallel Synchronization and Communication Instructions: vote.sync
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-vote-sync
+#pragma once
+#include <fmha/portable.h>
+
+namespace fmha::ptx {
+
+// needs: sm_70. The value of one lane, in all. PTX ISA: shfl.sync.idx.
+template <class T>
+FMHA_DEVICE T shfl_idx(T value, int32_t lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
+}
+
+// needs: sm_70. Bit l is lane l's predicate. PTX ISA: vote.sync.ballot.
+FMHA_DEVICE uint32_t vote_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
+
+}  // namespace fmha::ptx

@@ -1,0 +1,65 @@
+// mbarrier: a fact in shared memory that threads and the copy engine make true, phase after phase.
+// PTX ISA, Parallel Synchronization and Communication Instructions: mbarrier
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier
+#pragma once
+#include <fmha/ptx/memory.cuh>
+
+namespace fmha::ptx {
+
+struct alignas(8) Barrier {
+  uint64_t state;
+};
+
+// needs: sm_80. `arrivals` per phase.
+FMHA_DEVICE void mbarrier_init(Barrier& barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals));
+}
+
+// needs: sm_90. Makes the inits above visible to the cluster and to the copy engine.
+FMHA_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// needs: sm_90. Arrives, and announces `bytes` that the copy engine will deliver in this phase.
+FMHA_DEVICE void mbarrier_arrive_expect_tx(Barrier& barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
+               : "memory");
+}
+
+// needs: sm_90. Only announces.
+FMHA_DEVICE void mbarrier_expect_tx(Barrier& barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
+               : "memory");
+}
+
+// needs: sm_90. Predicated in the instruction: a branch here, before an aligned wgmma, could leave
+// lanes unconverged.
+FMHA_DEVICE void mbarrier_arrive_if(Barrier& barrier, bool condition) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %1, 0;\n"
+      "@p mbarrier.arrive.shared::cta.b64 _, [%0]; }" ::"r"(shared_address(&barrier)),
+      "r"(int(condition))
+      : "memory");
+}
+
+// needs: sm_90. On the barrier at the same place in another CTA of the cluster. No `.release.cluster`:
+// that emits MEMBAR.ALL.GPU, and only reads have to be ordered here.
+FMHA_DEVICE void mbarrier_arrive_cluster_if(Barrier& barrier, uint32_t cta, bool condition) {
+  asm volatile(
+      "{ .reg .pred p; .reg .b32 remote; setp.ne.b32 p, %2, 0;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "@p mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(shared_address(&barrier)),
+      "r"(cta), "r"(int(condition))
+      : "memory");
+}
+
+// needs: sm_90. Until the phase of this parity is complete.
+FMHA_DEVICE void mbarrier_wait_parity(Barrier& barrier, uint32_t parity) {
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "wait_%=:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@!p bra wait_%=; }" ::"r"(shared_address(&barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+}  // namespace fmha::ptx

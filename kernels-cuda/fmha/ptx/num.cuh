@@ -1,0 +1,52 @@
+// Conversions and the special functions.
+// PTX ISA, Floating Point Instructions: ex2, lg2, rcp
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-ex2
+// PTX ISA, Data Movement and Conversion Instructions: cvt
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
+#pragma once
+#include <fmha/spec.h>
+
+namespace fmha::ptx {
+
+// needs: sm_50. Relative error 2^-22; 0 below 2^-126.
+FMHA_DEVICE float ex2_approx_ftz(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// needs: sm_50.
+FMHA_DEVICE float lg2_approx_ftz(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// needs: sm_50.
+FMHA_DEVICE float rcp_approx_ftz(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// needs: sm_50. The sum, rounded down.
+FMHA_DEVICE float add_rm_ftz(float x, float y) {
+  float z;
+  asm("add.rm.ftz.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
+// needs: sm_90. Two numbers to nearest even, packed; `low` in the low half.
+template <DType dtype>
+FMHA_DEVICE uint32_t cvt_rn_x2(float low, float high) {
+  static_assert(dtype == DType::F16 || dtype == DType::Bf16, "cvt_rn_x2 packs 16-bit types");
+  uint32_t packed;
+  if constexpr (dtype == DType::F16) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+}  // namespace fmha::ptx

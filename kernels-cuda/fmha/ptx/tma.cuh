@@ -1,0 +1,58 @@
+// The copy engine.
+// PTX ISA, Data Movement and Conversion Instructions: cp.async.bulk.tensor
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
+#pragma once
+#include <fmha/ptx/mbarrier.cuh>
+
+namespace fmha::ptx {
+
+// A CUtensorMap, opaque.
+struct alignas(64) TensorMap {
+  uint64_t opaque[16];
+};
+
+// What the L2 is to do with the lines: cache-policy words as createpolicy makes them.
+enum class CacheHint : uint64_t {
+  EvictNormal = 0x1000000000000000,
+  EvictFirst = 0x12F0000000000000,
+  EvictLast = 0x14F0000000000000,
+};
+
+// needs: sm_90. Coordinates from the innermost dimension; outside the tensor reads zeros.
+FMHA_DEVICE void cp_async_bulk_tensor_4d(uint32_t to, const TensorMap& map, Barrier& barrier, int32_t c0, int32_t c1,
+                                         int32_t c2, int32_t c3, CacheHint hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+      "l"(&map), "r"(shared_address(&barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(uint64_t(hint))
+      : "memory");
+}
+
+// needs: sm_90. To the same place in every CTA of `cta_mask`, completing on each one's own barrier.
+FMHA_DEVICE void cp_async_bulk_tensor_4d_multicast(uint32_t to, const TensorMap& map, Barrier& barrier, int32_t c0,
+                                                   int32_t c1, int32_t c2, int32_t c3, uint16_t cta_mask,
+                                                   CacheHint hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+      ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7, %8;" ::"r"(to),
+      "l"(&map), "r"(shared_address(&barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(cta_mask),
+      "l"(uint64_t(hint))
+      : "memory");
+}
+
+// needs: sm_90.
+FMHA_DEVICE void cp_async_bulk_tensor_5d(uint32_t to, const TensorMap& map, Barrier& barrier, int32_t c0, int32_t c1,
+                                         int32_t c2, int32_t c3, int32_t c4, CacheHint hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
+      "l"(&map), "r"(shared_address(&barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(uint64_t(hint))
+      : "memory");
+}
+
+// needs: sm_90. Fetches the descriptor itself ahead of its first use.
+FMHA_DEVICE void prefetch_tensormap(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+}  // namespace fmha::ptx

@@ -1,0 +1,22 @@
+// Warpgroup matrix products: ordering. The products themselves are rendered for the shapes that an
+// entry uses.
+// PTX ISA, Asynchronous Warpgroup Level Matrix Instructions: wgmma.fence, wgmma.commit_group, wgmma.wait_group
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-fence
+#pragma once
+#include <fmha/ptx/wgmma_shapes.cuh>
+
+namespace fmha::ptx {
+
+// needs: sm_90a. Orders this thread's register accesses before the products that follow.
+FMHA_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// needs: sm_90a. The products since the last commit become a group.
+FMHA_DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// needs: sm_90a. Until at most `pending` groups are unfinished.
+template <int pending>
+FMHA_DEVICE void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+}  // namespace fmha::ptx

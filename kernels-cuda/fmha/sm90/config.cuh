@@ -1,0 +1,99 @@
+// The Hopper forward kernel's derived numbers, shared memory, barriers and roles.
+#pragma once
+#include <fmha/mma/sm90.cuh>
+#include <fmha/params.h>
+#include <fmha/ptx/tma.cuh>
+#include <fmha/sm90_host.h>
+
+namespace fmha::sm90 {
+
+using mma::SmemTile;
+using ptx::Barrier;
+using ptx::TensorMap;
+
+// One warpgroup loads, the others consume 64 rows each.
+FMHA_DEVICE constexpr int num_consumers(const Sm90Tile& tile) { return tile.block_m / mma::kRows; }
+FMHA_DEVICE constexpr int num_threads(const Sm90Tile& tile) { return mma::kWarpgroup * (1 + num_consumers(tile)); }
+FMHA_DEVICE constexpr int num_consumer_warps(const Sm90Tile& tile) { return 4 * num_consumers(tile); }
+
+// Registers a thread after setmaxnreg; role by role they sum to the file's 64 K.
+struct Regs {
+  int load, consume;
+};
+FMHA_DEVICE constexpr Regs regs(const Sm90Tile& tile) {
+  switch (num_consumers(tile)) {
+    case 1: return {56, 240};
+    case 2: return {40, 232};  // 24 spill the schedule role
+    default: return {32, 160};
+  }
+}
+
+// A head dimension as the tiles have it: the copy engine fills with zeros what the tensor lacks.
+FMHA_DEVICE constexpr int padded_dim(int dim) { return dim <= 64 ? 64 : round_up(dim, 32); }
+
+// Three maps: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`.
+struct Maps {
+  TensorMap q, k, v;
+};
+
+// Tiles that are known at a time: the one at work, its predecessor whose O is being stored, its
+// successor. With two, a tile of one block could wait for itself.
+constexpr int kWorkSlots = 3;
+
+// What one CTA does next, resolved by the schedule role for all.
+struct Work {
+  int32_t num_blocks;   // key blocks, at least 1; 0: there is no more work
+  int32_t i_batch, i_head, i_head_kv;
+  int32_t first_row;    // of the tile; with packed heads a row is (query, head of the group)
+  int32_t storage_batch, q_row, k_row, seqlen_q, seqlen_k;
+  int32_t lo, hi, sink_columns;
+  int32_t last_block;   // blocks go down from this one,
+  int32_t num_band_blocks;    // this many,
+  int32_t last_sink_block;    // then down from this one
+  int32_t clean_from;   // keys of the first block from here on are not the sequence's, and not zero
+};
+
+template <FwdSpec spec, Sm90Tile tile>
+struct Smem {
+  static constexpr int q_buffers = tile.lookahead ? 2 : 1;
+  using QTile = SmemTile<tile.block_m, padded_dim(spec.head_dim_qk)>;
+  using KTile = SmemTile<tile.block_n, padded_dim(spec.head_dim_qk)>;
+  using VTile = SmemTile<tile.block_n, padded_dim(spec.head_dim_v)>;
+
+  QTile q[q_buffers];
+  KTile k[tile.stages];
+  VTile v[tile.stages];
+  Barrier q_full[q_buffers];     // the bytes of Q
+  Barrier q_empty[q_buffers];    // one arrival per consumer warp
+  Barrier k_full[tile.stages];   // the bytes of one K block
+  Barrier k_empty[tile.stages];  // one arrival per consumer warp of the cluster
+  Barrier v_full[tile.stages];   // the bytes of one V block
+  Barrier v_empty[tile.stages];  // one arrival per consumer warp of the cluster
+  Barrier work_full[kWorkSlots];   // the schedule role's arrival
+  Barrier work_empty[kWorkSlots];  // one arrival per consumer warp, one of the load role
+  Work work[kWorkSlots];
+};
+
+// A slot of a ring, and the parity of its barriers.
+template <int num_slots>
+struct Slot {
+  int32_t index = 0;
+  uint32_t phase = 0;
+
+  FMHA_DEVICE void advance() {
+    if constexpr (num_slots == 1) {
+      phase ^= 1;
+    } else {
+      index = index + 1 == num_slots ? 0 : index + 1;
+      phase ^= index == 0;
+    }
+  }
+};
+
+// Query and query head of a row.
+template <Sm90Tile tile>
+FMHA_DEVICE int32_t query_of(const FwdParams& p, int32_t row) {
+  return tile.pack_gqa ? row / p.gqa_ratio : row;
+}
+
+}  // namespace fmha::sm90

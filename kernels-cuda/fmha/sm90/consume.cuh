@@ -1,0 +1,317 @@
+// The consume role: a warpgroup's 64 rows.
+//
+//   step i   tensor cores                     this warpgroup
+//            S = Q K(i)^T, O += P V(i-1)      waits for S
+//            O += P V(i-1)                    mask, maximum, P = exp2(S - maximum)
+//            -                                P to 16 bit, O *= correction
+//
+// Two or three warpgroups take turns at the tensor cores (`ping_pong`), so that one's products run
+// under another's exponentials. With `lookahead` the next tile's first S is started together with
+// this tile's last P V, and the tensor cores do not wait for a tile's end either.
+#pragma once
+#include <fmha/ptx/barrier.cuh>
+#include <fmha/score.h>
+#include <fmha/sm90/epilogue.cuh>
+#include <fmha/sm90/scheduler.cuh>
+
+namespace fmha::sm90 {
+
+template <FwdSpec spec, Sm90Tile tile>
+struct Consumer {
+  using Shared = Smem<spec, tile>;
+  using Scores = mma::Accumulator<tile.block_n>;
+  static constexpr int consumers = num_consumers(tile);
+  static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
+
+  const FwdParams& p;
+  Shared& smem;
+  const int32_t index;      // of this warpgroup among the consumers
+  const float scale_log2;   // of what the softmax takes: S, or the modified score
+  const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
+
+  mma::Accumulator<padded_dim(spec.head_dim_v)> o;
+  mma::RegisterTile<tile.block_n> probs;
+  Softmax<tile> softmax;
+  Slot<Shared::q_buffers> q_slot;
+  Slot<tile.stages> k_slot, v_slot;
+  Slot<kWorkSlots> work_slot;
+
+  // What a tile's rows see, in this thread's terms.
+  struct Rows {
+    int32_t row;            // the thread's first, of the sequence's (packed) rows
+    int32_t inside_begin;   // blocks inside_begin <= n < inside_end need no mask for this warpgroup
+    int32_t inside_end;
+  };
+  Rows rows;
+
+  FMHA_DEVICE Rows rows_of(const Work& work) const {
+    const int32_t first_row = work.first_row + index * mma::kRows;
+    Rows r;
+    r.row = first_row + mma::fragment_row();
+    const int32_t first = query_of<tile>(p, first_row), last = query_of<tile>(p, first_row + mma::kRows - 1);
+    r.inside_end = (has_hi ? max(min(work.seqlen_k, first + work.hi + 1), 0) : work.seqlen_k) / tile.block_n;
+    r.inside_begin = has_lo ? ceil_div(max(last + work.lo, 0), tile.block_n) : 0;
+    return r;
+  }
+  FMHA_DEVICE bool is_edge(int32_t block) const {
+    return block >= rows.inside_end || (has_lo && block < rows.inside_begin);
+  }
+
+  FMHA_DEVICE const Work& work() const { return smem.work[work_slot.index]; }
+  FMHA_DEVICE void wait_work() { ptx::mbarrier_wait_parity(smem.work_full[work_slot.index], work_slot.phase); }
+  FMHA_DEVICE void release_work() {
+    ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], signals);
+    work_slot.advance();
+  }
+
+  // Turns at the tensor cores: barrier 1 + w says that warpgroup w may issue.
+  FMHA_DEVICE void take_turn() const {
+    if constexpr (tile.ping_pong && consumers > 1) {
+      if (index == 0) ptx::bar_sync<1, 256>();
+      if (index == 1) ptx::bar_sync<2, 256>();
+      if (consumers > 2 && index == 2) ptx::bar_sync<3, 256>();
+    }
+  }
+  FMHA_DEVICE void pass_turn() const {
+    if constexpr (tile.ping_pong && consumers > 1) {
+      if (index == consumers - 1) ptx::bar_arrive<1, 256>();
+      if (index == 0) ptx::bar_arrive<2, 256>();
+      if (consumers > 2 && index == 1) ptx::bar_arrive<3, 256>();
+    }
+  }
+  FMHA_DEVICE void sync_warpgroup() const {
+    if (index == 0) ptx::bar_sync<4, 128>();
+    if (index == 1) ptx::bar_sync<5, 128>();
+    if (index == 2) ptx::bar_sync<6, 128>();
+  }
+
+  FMHA_DEVICE void start_scores(Scores& s) {
+    ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
+    take_turn();
+    mma::start_product_abt<spec.negative_scale ? -1 : 1>(s, smem.q[q_slot.index], index * mma::kRows,
+                                                         smem.k[k_slot.index]);
+  }
+  FMHA_DEVICE void start_output() {
+    ptx::mbarrier_wait_parity(smem.v_full[v_slot.index], v_slot.phase);
+    mma::start_product_ab(o, probs, smem.v[v_slot.index]);
+  }
+  FMHA_DEVICE void finish_scores() {
+    ptx::wgmma_wait_group<1>();
+    release_k();
+  }
+  FMHA_DEVICE void finish_output() {
+    ptx::wgmma_wait_group<0>();
+    ptx::mbarrier_arrive_if(smem.v_empty[v_slot.index], signals);
+    v_slot.advance();
+  }
+  FMHA_DEVICE void release_k() {
+    ptx::mbarrier_arrive_if(smem.k_empty[k_slot.index], signals);
+    k_slot.advance();
+  }
+  FMHA_DEVICE void release_q() {
+    ptx::mbarrier_arrive_if(smem.q_empty[q_slot.index], signals);
+    q_slot.advance();
+    __syncwarp();
+  }
+
+  // Hides what the thread's two rows do not see of a block.
+  FMHA_DEVICE void mask(Scores& s, const Work& work, int32_t block) const {
+    const int32_t first_key = block * tile.block_n + mma::fragment_column();
+    // A tile without keys has block -1.
+    const int32_t seqlen_k = block < 0 ? -tile.block_n : work.seqlen_k;
+    int32_t end[2], begin[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t i = query_of<tile>(p, rows.row + 8 * r);
+      end[r] = (has_hi ? min(seqlen_k, i + work.hi + 1) : seqlen_k) - first_key;
+      begin[r] = has_lo ? i + work.lo - first_key : 0;
+    }
+    const int32_t sinks = work.sink_columns - first_key;
+#pragma unroll
+    for (int e = 0; e < Scores::num_elems; ++e) {
+      const int column = Scores::column(e), r = Scores::row(e);
+      bool hidden = column >= end[r];
+      if constexpr (has_lo) hidden |= column < begin[r] && !(spec.sink_columns && column < sinks);
+      if (hidden) s[e] = -infinity();
+    }
+  }
+
+  FMHA_DEVICE void modify(Scores& s, const Work& work, int32_t block) const {
+    if constexpr (modifies_score(spec)) {
+      const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int32_t row = rows.row + 8 * r, i = query_of<tile>(p, row);
+        const int32_t i_head = tile.pack_gqa ? work.i_head + row - i * p.gqa_ratio : work.i_head;
+        const float scale = spec.negative_scale ? -p.softmax_scale : p.softmax_scale;
+        const ScoreModifier modifier = score_modifier<spec>(p, span, i_head, scale);
+        const int32_t first_key = block * tile.block_n + mma::fragment_column();
+#pragma unroll
+        for (int e = 0; e < Scores::num_elems; ++e) {
+          if (Scores::row(e) != r) continue;
+          const int32_t j = first_key + Scores::column(e);
+          // The bias has no element beyond the lengths.
+          const bool there = i < work.seqlen_q && j < work.seqlen_k && block >= 0;
+          if (spec.bias != BiasKind::Elementwise || there) s[e] = modified_score<spec>(modifier, s[e], i, j);
+        }
+      }
+    }
+  }
+
+  // Zeros the rows of a V block that are not the sequence's.
+  FMHA_DEVICE void clean_v(int32_t first_row) {
+    using Tile = typename Shared::VTile;
+    ptx::mbarrier_wait_parity(smem.v_full[v_slot.index], v_slot.phase);
+    const uint32_t begin = max(first_row, 0) * Tile::span_bytes;
+#pragma unroll 1
+    for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
+      const uint32_t base = smem.v[v_slot.index].address() + chunk * Tile::chunk_bytes;
+      for (uint32_t at = begin + threadIdx.x % mma::kWarpgroup * 16; at < Tile::chunk_bytes; at += mma::kWarpgroup * 16)
+        ptx::st_shared_v4_zero(base + at);
+    }
+    ptx::fence_proxy_async();
+    sync_warpgroup();
+  }
+
+  FMHA_DEVICE uint32_t never() const { return ptx::shared_address(&smem.work[0]); }
+
+  // S to P of block `block` of a tile.
+  FMHA_DEVICE void exponentiate(Scores& s, const Work& work, int32_t block, bool edge) {
+    modify(s, work, block);
+    if (edge) mask(s, work, block);
+    softmax.step(s, scale_log2, never());
+  }
+  FMHA_DEVICE void exponentiate_first(Scores& s, const Work& work) {
+    const int32_t block = block_at(work, 0);
+    exponentiate(s, work, block, block < 0 || is_edge(block));
+  }
+
+  FMHA_DEVICE void clean_first(const Work& work) {
+    const int32_t first_bad = work.clean_from == kUnboundedHi ? tile.block_n
+                                                              : work.clean_from - block_at(work, 0) * tile.block_n;
+    if (first_bad < tile.block_n) clean_v(first_bad);
+  }
+
+  FMHA_DEVICE void rescale() {
+    if (softmax.corrects()) {
+#pragma unroll
+      for (int e = 0; e < o.num_elems; ++e) o[e] *= softmax.correction[o.row(e)];
+    }
+  }
+
+  // The first block of a tile, nothing of another under way.
+  FMHA_DEVICE void first_block() {
+    const Work& w = work();
+    rows = rows_of(w);
+    o.clear();
+    softmax.reset();
+    ptx::mbarrier_wait_parity(smem.q_full[q_slot.index], q_slot.phase);
+    Scores s;
+    start_scores(s);
+    pass_turn();
+    ptx::wgmma_wait_group<0>();
+    release_k();
+    exponentiate_first(s, w);
+    probs.template from<spec.dtype_v>(s);
+    clean_first(w);
+  }
+
+  // `edge` is a literal, or the same for the whole warpgroup.
+  FMHA_DEVICE void step(int32_t block, bool edge) {
+    Scores s;
+    start_scores(s);
+    start_output();
+    pass_turn();
+    finish_scores();
+    exponentiate(s, work(), block, edge);
+    finish_output();
+    probs.template from<spec.dtype_v>(s);
+    rescale();
+  }
+
+  FMHA_DEVICE void other_blocks() {
+    const int32_t num_blocks = work().num_blocks;
+    int32_t i = 1;
+    if constexpr (has_lo) {
+#pragma unroll 1
+      for (; i < num_blocks; ++i) {
+        const int32_t block = block_at(work(), i);
+        step(block, is_edge(block));
+      }
+    } else {
+      const int32_t last_block = work().last_block;
+      if constexpr (has_hi) {
+#pragma unroll 1
+        for (; i < num_blocks && last_block - i >= rows.inside_end; ++i) step(last_block - i, true);
+      }
+#pragma unroll 1
+      for (; i < num_blocks; ++i) step(last_block - i, false);
+    }
+  }
+
+  // This tile's last P V beside the next tile's first S.
+  FMHA_DEVICE void cross_to_next() {
+    const Work& done = work();
+    Slot<kWorkSlots> next_slot = work_slot;
+    next_slot.advance();
+    const Work& next = smem.work[next_slot.index];
+    const int32_t done_row = rows.row;
+    ptx::mbarrier_wait_parity(smem.q_full[q_slot.index], q_slot.phase);
+    Scores s;
+    start_scores(s);
+    start_output();
+    pass_turn();
+    finish_scores();
+    RowStats stats[2] = {softmax.rows[0], softmax.rows[1]};
+    softmax.reset();
+    rows = rows_of(next);
+    exponentiate_first(s, next);
+    finish_output();
+    probs.template from<spec.dtype_v>(s);
+    clean_first(next);
+    epilogue<spec, tile>(p, done, done_row, stats, scale_log2, o);
+    o.clear();
+  }
+
+  FMHA_DEVICE void last_output() {
+    start_output();
+    finish_output();
+    epilogue<spec, tile>(p, work(), rows.row, softmax.rows, scale_log2, o);
+  }
+
+  FMHA_DEVICE void run() {
+    if (index == consumers - 1) pass_turn();
+    wait_work();
+    if (work().num_blocks == 0) return;
+    first_block();
+    while (true) {
+      other_blocks();
+      release_q();
+      Slot<kWorkSlots> next_slot = work_slot;
+      next_slot.advance();
+      ptx::mbarrier_wait_parity(smem.work_full[next_slot.index], next_slot.phase);
+      const bool more = ptx::uniform(smem.work[next_slot.index].num_blocks) > 0;
+      if (tile.lookahead && more) {
+        cross_to_next();
+        release_work();
+        continue;
+      }
+      last_output();
+      release_work();
+      if (!more) return;
+      first_block();
+    }
+  }
+};
+
+template <FwdSpec spec, Sm90Tile tile>
+FMHA_DEVICE void consume(const FwdParams& p, Smem<spec, tile>& smem) {
+  ptx::setmaxnreg_inc<regs(tile).consume>();
+  const int32_t index = ptx::uniform(threadIdx.x / mma::kWarpgroup) - 1;
+  // A scale of 0 would make -inf * 0 of hidden scores; the smallest normal number scales to nothing too.
+  const float scale = modifies_score(spec) ? 1.f : fmaxf(fabsf(p.softmax_scale), 1.17549435e-38f);
+  Consumer<spec, tile> consumer{p, smem, index, scale * kLog2E};
+  consumer.run();
+}
+
+}  // namespace fmha::sm90

@@ -1,0 +1,86 @@
+// The running softmax of a consumer thread's two rows.
+#pragma once
+#include <fmha/mma/sm90.cuh>
+#include <fmha/online_softmax.h>
+#include <fmha/ptx/warp.cuh>
+#include <fmha/sm90_host.h>
+
+namespace fmha::sm90 {
+
+// exp2 on the multiply-add pipe, for the share of a tile that the special-function unit has no time
+// for. Rounds x down to n + r by adding 1.5 * 2^23 rounding down, then a cubic in r, relative error
+// 9e-5 (below f16's 5e-4), and n into the exponent. (Algorithm: Cody and Waite, 1980.)
+FMHA_DEVICE float exp2_polynomial(float x) {
+  constexpr float magic = 12582912.f;
+  x = max(x, -127.f);
+  const float shifted = ptx::add_rm_ftz(x, magic);
+  const float r = x - (shifted - magic);
+  float y = fmaf(r, 0.077119090f, 0.227564394f);
+  y = fmaf(r, y, 0.695146143f);
+  y = fmaf(r, y, 1.f);
+  return float_of((bits_of(shifted) << 23) + bits_of(y));
+}
+
+// Over the four lanes that share a row.
+template <class Op>
+FMHA_DEVICE float quad_reduce(float x, Op op) {
+  x = op(x, ptx::shfl_xor(x, 1));
+  return op(x, ptx::shfl_xor(x, 2));
+}
+
+// -inf, and not fmaxf's NaN handling alone, is what an unseen row has.
+struct RowStats {
+  float row_max = -infinity();  // of S, before the scale
+  float row_sum = 0.f;          // this thread's share of sum exp2((S - row_max) * scale_log2)
+};
+
+template <Sm90Tile tile>
+struct Softmax {
+  RowStats rows[2];
+  float correction[2];
+
+  FMHA_DEVICE void reset() { rows[0] = rows[1] = RowStats{}; }
+
+  // S becomes P, unnormalised. `never` is an address for the anchor, which is never written.
+  template <int n>
+  FMHA_DEVICE void step(mma::Accumulator<n>& s, float scale_log2, uint32_t never) {
+    using S = mma::Accumulator<n>;
+    float new_max[2] = {rows[0].row_max, rows[1].row_max};
+#pragma unroll
+    for (int e = 0; e < S::num_elems; ++e) new_max[S::row(e)] = fmaxf(new_max[S::row(e)], s[e]);
+
+    float shift[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      RowStats& row = rows[r];
+      new_max[r] = quad_reduce(new_max[r], [](float a, float b) { return fmaxf(a, b); });
+      // A maximum that grew little is kept: P may then exceed 1, up to 2^lazy_rescale_log2, which f32
+      // sums and 16-bit P hold as well, and O needs no correction.
+      if (row.row_max != -infinity() && (new_max[r] - row.row_max) * scale_log2 <= float(tile.lazy_rescale_log2))
+        new_max[r] = row.row_max;
+      const float base = finite_or_zero(new_max[r]);
+      correction[r] = ptx::ex2_approx_ftz((row.row_max - base) * scale_log2);
+      row.row_max = new_max[r];
+      row.row_sum *= correction[r];
+      shift[r] = base * scale_log2;
+    }
+
+#pragma unroll
+    for (int e = 0; e < S::num_elems; ++e) {
+      const float x = fmaf(s[e], scale_log2, -shift[S::row(e)]);
+      const bool on_fma_pipe = tile.exp2_polynomial_every > 0 && e % tile.exp2_polynomial_every == 0;
+      s[e] = on_fma_pipe ? exp2_polynomial(x) : ptx::ex2_approx_ftz(x);
+      rows[S::row(e)].row_sum += s[e];
+      // The wait for P V comes no earlier than this point: ptxas else moves all exponentials behind it.
+      // The sums are never negative.
+      if (tile.wait_anchor > 0 && e + 1 == tile.wait_anchor)
+        ptx::st_shared_b32_if(never, 0, rows[0].row_sum + rows[1].row_sum < 0.f);
+    }
+  }
+
+  FMHA_DEVICE bool corrects() const {
+    return __any_sync(ptx::kAllLanes, correction[0] != 1.f || correction[1] != 1.f);
+  }
+};
+
+}  // namespace fmha::sm90

@@ -1,0 +1,65 @@
+//! The CUDA device text of `fmha`, embedded: what to compile, and the numbers that a launch needs.
+//!
+//! Nothing here talks to a driver or a compiler. A kernel is a [`KernelSource`]: an entry file and
+//! the headers it includes, none of them a vendor's, so that NVRTC needs no include path.
+//! `README.md` beside this crate says what a launch binds.
+
+pub mod combine;
+pub mod simt;
+pub mod sm90;
+pub mod wgmma;
+
+use fmha_core::source::{Header, KernelSource};
+
+/// NVRTC options, besides `--gpu-architecture`.
+pub const COMPILE_OPTIONS: &[&str] = &["-std=c++20", "-default-device"];
+
+/// Every embedded header, the shared ones included.
+#[must_use]
+pub fn headers() -> Vec<Header> {
+    macro_rules! embedded {
+        ($($name:literal),* $(,)?) => {
+            [$(Header::embedded(
+                concat!("fmha/", $name),
+                include_str!(concat!("../fmha/", $name)),
+            )),*]
+        };
+    }
+    let mut headers = fmha_core::source::headers();
+    headers.extend(embedded!(
+        "ptx/barrier.cuh",
+        "ptx/collective.cuh",
+        "ptx/mbarrier.cuh",
+        "ptx/memory.cuh",
+        "ptx/num.cuh",
+        "ptx/tma.cuh",
+        "ptx/warp.cuh",
+        "ptx/wgmma.cuh",
+        "mma/smem_desc.cuh",
+        "mma/sm90.cuh",
+        "sm90/config.cuh",
+        "sm90/consume.cuh",
+        "sm90/epilogue.cuh",
+        "sm90/fwd.cuh",
+        "sm90/load.cuh",
+        "sm90/scheduler.cuh",
+        "sm90/softmax.cuh",
+        "simt/fwd.cuh",
+        "combine.cuh",
+    ));
+    headers
+}
+
+/// CTAs for a kernel in which a warp takes rows in turn: 16 CTAs to a multiprocessor, none without a
+/// row of its own.
+fn row_grid(num_rows: u64, num_threads: u32, num_sms: u32) -> u32 {
+    let needed = num_rows.div_ceil(u64::from(num_threads / 32)).max(1);
+    u32::try_from(needed).unwrap_or(u32::MAX).min(16 * num_sms)
+}
+
+/// An entry with the headers above and those rendered for it alone.
+fn source(entry: String, rendered: impl IntoIterator<Item = Header>) -> KernelSource {
+    let mut headers = headers();
+    headers.extend(rendered);
+    KernelSource { entry, headers }
+}

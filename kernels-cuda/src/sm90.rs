@@ -1,0 +1,329 @@
+//! The Hopper forward kernel: its tile, its schedule, its entry.
+
+use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
+use fmha_core::source::{Entry, Header, KernelSource, Literal};
+use fmha_core::spec::{BiasKind, FwdSpec, SeqKind};
+use fmha_core::{DType, FwdProblem, MaskKind, Refusal, VLayout, abi_enum, abi_spec, abi_struct};
+
+use crate::wgmma::{self, OperandA, WgmmaShape};
+
+/// The kernel's name in plans and refusals.
+pub const NAME: &str = "sm90";
+
+/// How CTAs come by their tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum TileOrder {
+    /// One tile a CTA, in the hardware's order.
+    Single,
+    /// A CTA per SM; tile t goes to CTA t mod CTAs, every second round backwards.
+    Static,
+    /// A CTA per SM; tiles are drawn from a counter: 4 zero bytes of workspace, left zero again.
+    Dynamic,
+}
+
+abi_enum!(TileOrder { Single, Static, Dynamic });
+
+abi_spec! {
+    /// How the kernel computes.
+    pub struct Sm90Tile {
+        /// Query rows of a CTA: 64, 128 or 192, 64 to a consumer warpgroup.
+        pub block_m: i32,
+        /// Keys of a block: a multiple of 16 up to 256.
+        pub block_n: i32,
+        /// Blocks of K, and of V, in shared memory at a time.
+        pub stages: i32,
+        /// How CTAs come by their tiles.
+        pub order: TileOrder,
+        /// Consumer warpgroups take turns at the tensor cores.
+        pub ping_pong: bool,
+        /// The next tile's first scores are started with this tile's last output; Q has two buffers.
+        pub lookahead: bool,
+        /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
+        pub lazy_rescale_log2: i32,
+        /// How many of a thread's `block_n / 2` exponentials ptxas must place before the wait for
+        /// `P V`; 0: where it likes.
+        pub wait_anchor: i32,
+        /// Every n-th exponential is a polynomial on the multiply-add pipe; 0: none.
+        pub exp2_polynomial_every: i32,
+        /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
+        pub pack_gqa: bool,
+        /// O is stored 16 bytes at a time; else element by element.
+        pub vector_store: bool,
+    }
+}
+
+abi_struct! {
+    /// The order of tiles, as the kernel's third argument.
+    pub struct Sm90Schedule {
+        /// `num_heads * num_m_blocks`.
+        pub num_tiles: i32,
+        /// Row blocks of the longest sequence.
+        pub num_m_blocks: i32,
+        /// Sequences times heads: query heads, or kv heads when they are packed.
+        pub num_heads: i32,
+        /// Of these, how many share the L2 at a time.
+        pub heads_per_section: i32,
+    }
+}
+
+/// Shared memory that one CTA can have, bytes.
+pub const MAX_SMEM_BYTES: i32 = 232_448;
+
+/// Bytes that a section's K and V may take of the L2. 60 MiB are there in two halves, and what one
+/// half has the other copies.
+pub const SECTION_BYTES: i64 = 32 << 20;
+
+impl Sm90Tile {
+    /// Consumer warpgroups.
+    #[must_use]
+    pub const fn num_consumers(&self) -> i32 {
+        self.block_m / 64
+    }
+
+    /// Threads of a CTA.
+    #[must_use]
+    pub const fn num_threads(&self) -> i32 {
+        128 * (1 + self.num_consumers())
+    }
+
+    /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
+    #[must_use]
+    pub const fn smem_bytes(&self, spec: &FwdSpec) -> i32 {
+        let (qk, v) = (padded_dim(spec.head_dim_qk), padded_dim(spec.head_dim_v));
+        let q_buffers = if self.lookahead { 2 } else { 1 };
+        let q = q_buffers * tile_bytes(self.block_m, qk);
+        let kv = self.stages * (tile_bytes(self.block_n, qk) + tile_bytes(self.block_n, v));
+        let barriers = 8 * (2 * q_buffers + 4 * self.stages + 6);
+        let work = 3 * 17 * 4;
+        (q + kv + barriers + work + 1023) / 1024 * 1024
+    }
+
+    /// The order of tiles for a problem's maximal lengths.
+    #[must_use]
+    pub fn schedule(&self, problem: &FwdProblem) -> Sm90Schedule {
+        let dims = problem.dims;
+        let ratio = if self.pack_gqa { i64::from(problem.gqa_ratio()) } else { 1 };
+        let rows = i64::from(dims.seqlen_q) * ratio;
+        let num_m_blocks = rows.div_euclid(i64::from(self.block_m))
+            + i64::from(rows.rem_euclid(i64::from(self.block_m)) != 0);
+        let num_heads = i64::from(dims.batch) * i64::from(dims.num_heads_q) / ratio;
+        let kv_bytes = i64::from(dims.seqlen_k)
+            * i64::from(dims.head_dim_qk + dims.head_dim_v)
+            * problem.dtype_qk.size_bytes() as i64;
+        // Adjacent query heads of one kv head share its K and V.
+        let sharing = if self.pack_gqa { 1 } else { i64::from(problem.gqa_ratio()) };
+        // Unmasked, tiles are alike: the row blocks of a head run together and share its K and V.
+        let masked = problem.mask.kind() != MaskKind::Full;
+        let section_bytes = if masked { SECTION_BYTES } else { 0 };
+        let heads_per_section = heads_per_section(num_heads, kv_bytes, sharing, section_bytes);
+        Sm90Schedule {
+            num_tiles: (num_heads * num_m_blocks).try_into().unwrap_or(i32::MAX),
+            num_m_blocks: num_m_blocks as i32,
+            num_heads: num_heads as i32,
+            heads_per_section: heads_per_section as i32,
+        }
+    }
+
+    /// CTAs to launch.
+    #[must_use]
+    pub fn grid(&self, schedule: &Sm90Schedule, num_sms: u32) -> u32 {
+        let tiles = schedule.num_tiles.max(1).unsigned_abs();
+        if self.order == TileOrder::Single { tiles } else { tiles.min(num_sms) }
+    }
+
+    /// Workspace bytes, zero before the first launch.
+    #[must_use]
+    pub const fn workspace_bytes(&self) -> u64 {
+        match self.order {
+            TileOrder::Dynamic => 4,
+            TileOrder::Single | TileOrder::Static => 0,
+        }
+    }
+
+    /// The inner box of the tensor maps of Q and K (`head_dim_qk`) or V (`head_dim_v`), elements; twice
+    /// that is the swizzle in bytes.
+    #[must_use]
+    pub const fn box_dim(head_dim: i32) -> i32 {
+        swizzle_span(padded_dim(head_dim))
+    }
+}
+
+/// The largest count of heads whose K and V fit a section, a multiple of `sharing` where possible and
+/// as even over the sections as can be: a short last section leaves SMs idle.
+fn heads_per_section(num_heads: i64, kv_bytes: i64, sharing: i64, section_bytes: i64) -> i64 {
+    let fitting = (section_bytes / kv_bytes.max(1)).max(1).saturating_mul(sharing).min(num_heads).max(1);
+    let sections = (num_heads + fitting - 1) / fitting;
+    let even = (num_heads + sections - 1) / sections;
+    (even + sharing - 1) / sharing * sharing
+}
+
+/// A head dimension as the tiles have it; the copy engine fills the rest with zeros.
+#[must_use]
+pub const fn padded_dim(head_dim: i32) -> i32 {
+    if head_dim <= 64 { 64 } else { (head_dim + 31) / 32 * 32 }
+}
+
+const fn swizzle_span(padded: i32) -> i32 {
+    if padded % 64 == 0 { 64 } else { 32 }
+}
+
+const fn tile_bytes(rows: i32, padded: i32) -> i32 {
+    (rows * padded * 2 + 1023) / 1024 * 1024
+}
+
+/// Whether the kernel computes this problem, and if not, why. Addresses, which a problem has not, must
+/// be multiples of 16.
+///
+/// # Errors
+/// The first fact that it does not take.
+pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
+    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    let (qk, v) = (problem.dtype_qk, problem.dtype_v);
+    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
+        return refuse(format!("dtype_qk {qk} with dtype_v {v} is not f16 twice or bf16 twice"));
+    }
+    if problem.dtype_o.is_fp8() {
+        return refuse(format!("dtype_o {} is not f16, bf16 or f32", problem.dtype_o));
+    }
+    let dims = problem.dims;
+    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
+        if dim > 256 {
+            return refuse(format!("{field} {dim} is larger than 256"));
+        }
+    }
+    if problem.v_layout != VLayout::RowMajor {
+        return refuse("v_layout is column-major".to_owned());
+    }
+    if problem.drops() || problem.write_keep_mask {
+        return refuse(format!("p_drop {}: dropout is not compiled in", problem.p_drop));
+    }
+    for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
+        if length >= 1 << 29 {
+            return refuse(format!("{field} {length} is not below 2^29"));
+        }
+    }
+    for (name, strides, shape) in [
+        ("q", problem.q, problem.shape_q()),
+        ("k", problem.k, problem.shape_k()),
+        ("v", problem.v, problem.shape_v()),
+    ] {
+        let axes = [
+            ("batch", strides.batch, shape.batch),
+            ("seq", strides.seq, shape.seq),
+            ("head", strides.head, shape.head),
+        ];
+        for (axis, stride, extent) in axes {
+            if extent > 1 && (stride % 8 != 0 || stride >= 1 << 39) {
+                return refuse(format!(
+                    "{name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as the copy engine needs"
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The tile for a problem that the kernel [`accepts`].
+#[must_use]
+pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
+    let spec = FwdSpec::of(problem);
+    let dims = problem.dims;
+    let mut tile = default_tile(&spec);
+    let ratio = problem.gqa_ratio() as i32;
+    let seqlen_q = i64::from(dims.seqlen_q);
+
+    // A short query: the heads of a group side by side, where that saves a tenth of the rows.
+    if ratio > 1 && tile.block_m % ratio == 0 {
+        let block_m = i64::from(tile.block_m);
+        let apart = (seqlen_q + block_m - 1) / block_m * i64::from(ratio);
+        let packed = (seqlen_q * i64::from(ratio) + block_m - 1) / block_m;
+        tile.pack_gqa = packed * 10 <= apart * 9;
+    }
+    let rows = if tile.pack_gqa { seqlen_q * i64::from(ratio) } else { seqlen_q };
+    if rows <= 64 && (!tile.pack_gqa || 64 % ratio == 0) {
+        tile.block_m = 64;
+    }
+
+    let strides = problem.o;
+    let shape = problem.shape_o();
+    let whole = |stride: i64, extent: u32| extent <= 1 || stride % 8 == 0;
+    tile.vector_store &= dims.head_dim_v.is_multiple_of(8)
+        && whole(strides.batch, shape.batch)
+        && whole(strides.seq, shape.seq)
+        && whole(strides.head, shape.head);
+    tile
+}
+
+/// The tile for long sequences of a spec.
+#[must_use]
+#[allow(clippy::match_same_arms, reason = "a table: a row a head dimension")]
+pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
+    let (qk, v) = (padded_dim(spec.head_dim_qk), padded_dim(spec.head_dim_v));
+    let full = spec.mask == MaskKind::Full;
+    // (block_m, block_n, lookahead, wait_anchor)
+    let (block_m, block_n, lookahead, wait_anchor) = match qk.max(v) {
+        64 => (192, 128, true, 0),
+        96 if full => (128, 176, true, 44),
+        96 => (128, 144, true, 0),
+        128 if full => (128, 160, true, 40),
+        128 => (128, 128, true, 0),
+        160 => (128, 112, false, 0),
+        192 if v <= 128 => (128, 128, false, 0),
+        192 => (128, 112, false, 0),
+        _ => (128, 80, false, 0),
+    };
+    // The modifiers take registers.
+    let modified = spec.softcap || spec.bias != BiasKind::None;
+    let block_n = if modified { block_n.min(if qk.max(v) > 192 { 64 } else { 96 }) } else { block_n };
+    Sm90Tile {
+        block_m,
+        block_n,
+        stages: 2,
+        // Of unlike tiles a fixed order leaves up to a fifth of the SMs idle: 16k causal, D 128, 576
+        // TFLOP/s fixed, 729 drawn.
+        order: if full && spec.seq == SeqKind::Batch { TileOrder::Static } else { TileOrder::Dynamic },
+        ping_pong: true,
+        lookahead: lookahead && !modified,
+        lazy_rescale_log2: 8,
+        wait_anchor: if modified { 0 } else { wait_anchor },
+        exp2_polynomial_every: 0,
+        pack_gqa: false,
+        vector_store: spec.dtype_o != DType::F32,
+    }
+}
+
+/// The kernel for a spec and a tile. What it binds is in the crate's README.
+#[must_use]
+pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
+    let smem_assert = format!(
+        "static_assert(sizeof(sm90::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
+         sm90::fwd<kSpec, kTile>(p, maps, schedule);",
+        tile.smem_bytes(spec)
+    );
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
+    let entry = Entry {
+        include: "fmha/sm90/fwd.cuh",
+        constants: &constants,
+        bounds: "__launch_bounds__(sm90::num_threads(kTile), 1)",
+        params: "const __grid_constant__ FwdParams p, const __grid_constant__ sm90::Maps maps, \
+                 const __grid_constant__ Sm90Schedule schedule",
+        call: &smem_assert,
+    };
+    let shapes = [
+        WgmmaShape { n: tile.block_n, a: OperandA::Shared },
+        WgmmaShape { n: padded_dim(spec.head_dim_v), a: OperandA::Registers },
+    ];
+    let rendered = [wgmma::header(spec.dtype_qk, &shapes), host_header()];
+    crate::source(entry.render(), rendered)
+}
+
+/// `fmha/sm90_host.h`: what this file shares with the device.
+fn host_header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n{}\n{}\n}}  // namespace fmha\n",
+        TileOrder::c_definition(),
+        Sm90Tile::c_definition(),
+        Sm90Schedule::c_definition()
+    );
+    Header::rendered("fmha/sm90_host.h", text)
+}

@@ -1,0 +1,100 @@
+//! Renders `fmha/ptx/wgmma_shapes.cuh`: the `wgmma.mma_async` of the shapes that one entry uses.
+//!
+//! Written out by hand the operand lists of all shapes are thousands of lines; each entry needs two.
+
+use std::fmt::Write as _;
+
+use fmha_core::DType;
+use fmha_core::source::Header;
+
+/// Where the A operand is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OperandA {
+    /// A shared-memory descriptor.
+    Shared,
+    /// Four registers a thread.
+    Registers,
+}
+
+/// One instruction: `m64 n k16` with f32 accumulators.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WgmmaShape {
+    /// Columns of the product: a multiple of 8 up to 256.
+    pub n: i32,
+    /// Where A is.
+    pub a: OperandA,
+}
+
+/// The header for these shapes, inputs of type `dtype` (f16 or bf16).
+#[must_use]
+pub fn header(dtype: DType, shapes: &[WgmmaShape]) -> Header {
+    let mut text = String::from(
+        "// Rendered for one entry. PTX ISA, Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async\n\
+         // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-mma-async\n\
+         #pragma once\n#include <fmha/portable.h>\n\nnamespace fmha::ptx {\n",
+    );
+    let mut seen = Vec::new();
+    for &shape in shapes {
+        if !seen.contains(&shape) {
+            seen.push(shape);
+            text.push_str(&function(dtype, shape));
+        }
+    }
+    text.push_str("\n}  // namespace fmha::ptx\n");
+    Header::rendered("fmha/ptx/wgmma_shapes.cuh", text)
+}
+
+/// One function: `d = scale_a * A B (+ d)`, 64 x n, f32.
+fn function(dtype: DType, WgmmaShape { n, a }: WgmmaShape) -> String {
+    let accumulators = n / 2;
+    let name = dtype.name();
+    let list =
+        |from: i32, count: i32| (from..from + count).map(|i| format!("%{i}")).collect::<Vec<_>>().join(", ");
+    let d_outputs = (0..accumulators).map(|i| format!("\"+f\"(d[{i}])")).collect::<Vec<_>>().join(", ");
+    let (suffix, a_param, a_text, a_input, num_a, transposes) = match a {
+        OperandA::Shared => ("ss", "uint64_t a", format!("%{accumulators}"), "\"l\"(a)", 1, "0, "),
+        OperandA::Registers => (
+            "rs",
+            "const uint32_t (&a)[4]",
+            format!("{{{}}}", list(accumulators, 4)),
+            "\"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3])",
+            4,
+            "",
+        ),
+    };
+    let b = accumulators + num_a;
+    let mut text = String::new();
+    let _ = write!(
+        text,
+        "\n// needs: sm_90a. wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name}, A from {}.\n\
+         template <int scale_a, int trans_b>\n\
+         FMHA_DEVICE void wgmma_mma_async_{suffix}(float (&d)[{accumulators}], {a_param}, uint64_t b, bool accumulate) {{\n\
+         \x20 asm volatile(\n\
+         \x20     \"{{ .reg .pred p; setp.ne.b32 p, %{}, 0;\\n\"\n\
+         \x20     \"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name} {{{}}}, \"\n\
+         \x20     \"{a_text}, %{b}, p, %{}, 1, {transposes}%{}; }}\"\n\
+         \x20     : {d_outputs}\n\
+         \x20     : {a_input}, \"l\"(b), \"r\"(int(accumulate)), \"n\"(scale_a), \"n\"(trans_b));\n}}\n",
+        if a == OperandA::Shared { "shared memory" } else { "registers" },
+        b + 1,
+        list(0, accumulators),
+        b + 2,
+        b + 3,
+    );
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shape_is_rendered_once_and_counts_its_operands() {
+        let shape = WgmmaShape { n: 16, a: OperandA::Registers };
+        let header = header(DType::Bf16, &[shape, shape]);
+        assert_eq!(header.text.matches("FMHA_DEVICE").count(), 1);
+        // Eight accumulators, four registers of A, then B, the predicate and two immediates.
+        assert!(header.text.contains("{%8, %9, %10, %11}, %12, p, %14, 1, %15;"), "{}", header.text);
+        assert!(header.text.contains("setp.ne.b32 p, %13, 0"), "{}", header.text);
+    }
+}

@@ -1,0 +1,114 @@
+//! `fmha explain`: the plan, or every refusal.
+
+use std::fmt;
+use std::io::Write;
+
+use clap::Args;
+use fmha::Error;
+use fmha::core::plan::Plan;
+use fmha::core::work::Work;
+use serde_json::{Value, json};
+
+use super::Verdict;
+use super::failure::Failure;
+use super::options::{BackendArgs, ProblemArgs};
+
+/// Options of `fmha explain`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  fmha explain -d 256 --prec bf16 --mask b     which kernel, which tile, what it promises
+  fmha explain --backend cuda --emulate sm_90a the same for a device that is not here
+  fmha explain --kernel no-such-kernel         every kernel's refusal
+
+Exit status 2 when no kernel takes the problem.")]
+pub(super) struct ExplainArgs {
+    #[command(flatten)]
+    problem: ProblemArgs,
+
+    #[command(flatten)]
+    backend: BackendArgs,
+
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+impl ExplainArgs {
+    pub(super) fn carry_out(&self, out: &mut dyn Write) -> Result<Verdict, Failure> {
+        let setup = self.problem.setup(None)?;
+        let opened = self.backend.open()?;
+        let backend = &*opened.backend;
+        let options = self.backend.plan_options();
+        let plan = match &setup.bwd {
+            None => {
+                let plan = backend.plan_fwd(&setup.fwd.clone().validate()?, &options);
+                plan.map(|plan| (plan.to_string(), as_json(&plan)))
+            }
+            Some(bwd) => {
+                let plan = backend.plan_bwd(&bwd.clone().validate()?, &options);
+                plan.map(|plan| (plan.to_string(), as_json(&plan)))
+            }
+        };
+        let work = Work::count(&setup.fwd, &setup.spans()?);
+        let flops = if setup.bwd.is_some() { work.bwd_flops } else { work.fwd_flops };
+        match plan {
+            Ok((text, mut object)) => {
+                if self.json {
+                    object["device"] = backend.name().into();
+                    object["flops"] = flops.into();
+                    object["bytes"] = work.fwd_bytes.into();
+                    writeln!(out, "{object:#}")?;
+                    return Ok(Verdict::Right);
+                }
+                writeln!(out, "{:<18} {}", "device", backend.name())?;
+                for passed in &opened.passed_over {
+                    writeln!(out, "{:<18} {}: {}", "passed over", passed.backend, passed.reason)?;
+                }
+                write!(out, "{text}")?;
+                writeln!(
+                    out,
+                    "{:<18} {:.3} GFLOP over {} visible pairs",
+                    "work",
+                    flops as f64 / 1e9,
+                    work.pairs
+                )?;
+                Ok(Verdict::Right)
+            }
+            Err(Error::Unsupported { backend, refusals }) => {
+                if self.json {
+                    let list: Vec<_> =
+                        refusals.iter().map(|r| json!({ "kernel": r.kernel, "reason": r.reason })).collect();
+                    writeln!(out, "{:#}", json!({ "backend": backend, "refusals": list }))?;
+                } else {
+                    for refusal in &refusals {
+                        writeln!(out, "{:<18} {refusal}", "refused")?;
+                    }
+                }
+                Err(Failure::wrong(format!(
+                    "{backend}: {} kernels asked, none takes this problem",
+                    refusals.len()
+                )))
+            }
+            Err(other) => Err(other.into()),
+        }
+    }
+}
+
+fn as_json<P: fmt::Debug>(plan: &Plan<P>) -> Value {
+    let details: serde_json::Map<String, Value> =
+        plan.details.iter().map(|(name, value)| ((*name).to_owned(), value.as_str().into())).collect();
+    let refusals: Vec<_> =
+        plan.refusals.iter().map(|r| json!({ "kernel": r.kernel, "reason": r.reason })).collect();
+    json!({
+        "backend": plan.backend,
+        "kernel": plan.kernel,
+        "details": details,
+        "refusals": refusals,
+        "is_fallback": plan.is_fallback,
+        "workspace_bytes": plan.workspace_bytes,
+        "deterministic": plan.promises.deterministic,
+        "batch_invariant": plan.promises.batch_invariant,
+        "graph_capturable": plan.promises.graph_capturable,
+    })
+}

@@ -1,0 +1,55 @@
+//! How a command ends when it does not end well.
+
+use std::io;
+use std::path::Path;
+
+/// Why the command stopped.
+#[derive(Debug)]
+pub(super) enum Failure {
+    /// Whoever read our output has gone: nothing to say, nobody to say it to.
+    Pipe,
+    /// One line for the user.
+    Wrong(String),
+}
+
+impl Failure {
+    pub(super) fn wrong(line: impl Into<String>) -> Self {
+        Self::Wrong(line.into())
+    }
+
+    /// What the system said of a file.
+    pub(super) fn file(path: &Path, error: &io::Error) -> Self {
+        Self::Wrong(format!("{}: {error}", path.display()))
+    }
+}
+
+impl From<fmha::Error> for Failure {
+    fn from(error: fmha::Error) -> Self {
+        Self::Wrong(error.to_string())
+    }
+}
+
+impl From<fmha::ProblemError> for Failure {
+    fn from(error: fmha::ProblemError) -> Self {
+        Self::Wrong(error.to_string())
+    }
+}
+
+/// Of writing to standard output; files go through [`Failure::file`].
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::BrokenPipe => Self::Pipe,
+            _ => Self::Wrong(format!("standard output: {error}")),
+        }
+    }
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Pipe => f.write_str("nobody reads the output"),
+            Self::Wrong(line) => f.write_str(line),
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! Wrong input at the library's door: what the command cannot express.
+
+use fmha::core::args::check_fwd;
+use fmha::core::seq::spans;
+use fmha::{
+    Backend, DType, DevSlice, DevSliceMut, Dims, Error, FwdArgs, FwdProblem, MaskSpec, MemorySpace,
+    PlanOptions, Stream,
+};
+
+const DIMS: Dims = Dims {
+    batch: 2,
+    seqlen_q: 4,
+    seqlen_k: 4,
+    num_heads_q: 2,
+    num_heads_kv: 2,
+    head_dim_qk: 8,
+    head_dim_v: 8,
+};
+
+/// What `spans` says of these offsets, for two packed sequences of at most 4 of 8 rows.
+fn said_of(cu_seqlens_q: &[i32]) -> String {
+    let problem = FwdProblem::group(DType::F32, DIMS, 8, 8);
+    let good = [0, 4, 8];
+    let seq = fmha::SeqArgs {
+        cu_seqlens_q: Some(DevSlice::host(cu_seqlens_q)),
+        cu_seqlens_k: Some(DevSlice::host(&good)),
+        ..fmha::SeqArgs::default()
+    };
+    spans(&problem, &seq).map(drop).unwrap_err().to_string()
+}
+
+#[test]
+fn offsets_that_no_packing_has_are_refused_by_index() {
+    assert_eq!(said_of(&[0, 4, 3]), "cu_seqlens_q[2] 3 is less than cu_seqlens_q[1] 4");
+    assert_eq!(said_of(&[-1, 4, 8]), "cu_seqlens_q[0] -1 is negative");
+    assert_eq!(said_of(&[0, 4, 9]), "cu_seqlens_q[2] 9 is larger than the 8 rows of the packed tensor");
+    assert!(said_of(&[0, 4]).contains("cu_seqlens_q has 8 bytes"));
+    assert!(said_of(&[0, 7, 8]).contains("sequence 0 has 7 rows, more than the maximal length 4"));
+}
+
+#[test]
+fn buffers_that_are_short_or_overlap_are_refused_and_nothing_is_written() {
+    let backend = fmha::open(&Backend::Cpu).unwrap();
+    let problem = FwdProblem::batch(DType::F32, DIMS).validate().unwrap();
+    let plan = backend.plan_fwd(&problem, &PlanOptions::default()).unwrap();
+    let q = vec![1.0f32; 128];
+    let mut o = vec![7.0f32; 128];
+
+    let run = |args: &FwdArgs<'_>| match backend.run_fwd(&plan, args, Stream::DEFAULT) {
+        Err(Error::Problem(error)) => error,
+        other => panic!("{other:?}"),
+    };
+    let short = run(&FwdArgs::new(
+        DevSlice::host(&q),
+        DevSlice::host(&q[..100]),
+        DevSlice::host(&q),
+        DevSliceMut::host(&mut o),
+    ));
+    assert_eq!(
+        (short.field, short.text.as_str()),
+        ("k", "k has 400 bytes, but its extents and strides reach 512")
+    );
+
+    let overlapping = {
+        // SAFETY: host memory of `o`, which lives; the call is refused before it touches it.
+        let same = unsafe { DevSlice::from_raw(MemorySpace::Host, o.as_ptr().cast(), 512) };
+        run(&FwdArgs::new(same, DevSlice::host(&q), DevSlice::host(&q), DevSliceMut::host(&mut o)))
+    };
+    assert_eq!(overlapping.field, "o");
+    assert!(
+        overlapping.text.contains("512 bytes") && overlapping.text.contains("overlaps q"),
+        "{overlapping}"
+    );
+
+    // SAFETY: never read: the space is not the backend's.
+    let elsewhere = unsafe { DevSlice::from_raw(MemorySpace::Device, q.as_ptr().cast(), 512) };
+    let elsewhere =
+        run(&FwdArgs::new(DevSlice::host(&q), elsewhere, DevSlice::host(&q), DevSliceMut::host(&mut o)));
+    assert_eq!(elsewhere.text, "k is in Device memory, not in Host memory");
+    assert!(o.iter().all(|&o| o == 7.0));
+}
+
+#[test]
+fn operands_are_there_iff_the_problem_has_them() {
+    let base = FwdProblem::batch(DType::F32, DIMS);
+    let with_lse = FwdProblem { write_lse: true, ..base.clone() }.validate().unwrap();
+    let q = vec![1.0f32; 128];
+    let mut o = vec![0.0f32; 128];
+    let args =
+        FwdArgs::new(DevSlice::host(&q), DevSlice::host(&q), DevSlice::host(&q), DevSliceMut::host(&mut o));
+    let missing = check_fwd(&with_lse, &args, MemorySpace::Host).unwrap_err();
+    assert_eq!(missing.text, "lse is missing: the problem has it");
+    let sinks = [0.0f32; 2];
+    let mut args = args;
+    args.score.sink = Some(DevSlice::host(&sinks));
+    let unwanted = check_fwd(&base.validate().unwrap(), &args, MemorySpace::Host).unwrap_err();
+    assert_eq!(unwanted.text, "sink is given, but the problem has none");
+}
+
+#[test]
+fn layouts_that_contradict_themselves_are_refused() {
+    let base = FwdProblem::batch(DType::F32, DIMS);
+    let said = |change: &dyn Fn(&mut FwdProblem)| {
+        let mut problem = base.clone();
+        change(&mut problem);
+        problem.validate().unwrap_err().to_string()
+    };
+    assert!(said(&|p| p.q.dim = 2).contains("q.dim stride 2 is not 1"));
+    assert!(said(&|p| p.k.seq = -16).contains("k.seq stride -16 is negative"));
+    assert!(said(&|p| p.o.head = 0).contains("o strides"));
+    assert!(said(&|p| p.softmax_scale = Some(f32::NAN)).contains("softmax_scale NaN"));
+    assert!(said(&|p| p.q.batch = i64::MAX).contains("q strides"));
+    assert!("b:1,2,3,4".parse::<MaskSpec>().is_err());
+}

@@ -1,0 +1,49 @@
+//! The `fmha` command as its users meet it: what it takes, says, writes, and how it ends.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+mod api;
+mod bench;
+mod conformance;
+mod data;
+mod run;
+mod wrong_input;
+
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+/// What a run of the command gave.
+struct Ran {
+    status: i32,
+    out: String,
+    err: String,
+}
+
+impl Ran {
+    fn of(output: Output) -> Self {
+        Self {
+            status: output.status.code().unwrap_or_else(|| panic!("ended by a signal: {output:?}")),
+            out: String::from_utf8(output.stdout).unwrap(),
+            err: String::from_utf8(output.stderr).unwrap(),
+        }
+    }
+}
+
+fn command(folder: &Path, line: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_fmha"));
+    command.args(line.split_whitespace()).current_dir(folder).stdin(Stdio::null());
+    command
+}
+
+/// Runs the command in `folder`.
+fn fmha_in(folder: &Path, line: &str) -> Ran {
+    Ran::of(command(folder, line).output().unwrap())
+}
+
+/// Runs the command where it has no file to write.
+fn fmha(line: &str) -> Ran {
+    let folder = tempfile::tempdir().unwrap();
+    let ran = fmha_in(folder.path(), line);
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "`fmha {line}` left a file");
+    ran
+}

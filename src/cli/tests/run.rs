@@ -1,0 +1,145 @@
+//! `fmha run` on made-up data: Composable Kernel's options, exit status, pipes, memory.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+
+use super::{Ran, command, fmha};
+
+fn passes(line: &str) {
+    let ran = fmha(line);
+    assert_eq!(ran.status, 0, "`fmha {line}`: {}{}", ran.out, ran.err);
+    assert!(ran.out.ends_with("PASS\n"), "`fmha {line}`: {}", ran.out);
+}
+
+#[test]
+fn a_run_ends_in_pass() {
+    passes("run -b 2 -h 4 -s 64 -d 32 --mask b");
+}
+
+#[test]
+fn composable_kernels_spelling_is_taken() {
+    passes(
+        "run -b=1 -h=4 -h_k=2 -s=40 -s_k=50 -d=24 -d_v=16 -mask=b:7,0 -prec=bf16 -iperm=1 -operm=0 -lse=1 -v=1 -warmup=0 -repeat=1",
+    );
+}
+
+#[test]
+fn every_option_of_the_problem_runs_and_is_checked() {
+    for options in [
+        "--prec fp32 --bias e:2 --softcap 20",
+        "--prec bf16 --bias a:1 --mask t",
+        "--prec fp16 --sink --lse --p-drop 0.3 --drop-seed 7 --drop-offset 9",
+        "--prec fp8 --qscale kv --prec-o fp16",
+        "--prec fp8-hybrid --qscale pt",
+        "--vlayout c --iperm",
+        "--vlayout c --operm",
+        "--mode 1 -s 30,0,17 --seqlen-k 30,5,0 --lse",
+        "--mode 1 -s 30,9 --padded-q 32,16 --padded-k 31,12",
+        "-b 2 --seqused-q 3,0 --seqused-k 30,1 --mask g:5,2",
+    ] {
+        let base = if options.contains("--mode 1") { "run -h 2 -d 16" } else { "run -b 2 -h 2 -s 32 -d 16" };
+        let base = if options.starts_with("-b") { "run -h 2 -s 32 -d 16" } else { base };
+        passes(&format!("{base} {options} --repeat 1"));
+    }
+}
+
+#[test]
+fn gradients_run_and_are_checked() {
+    for options in
+        ["--prec fp32", "--mask b --prec bf16", "--bias e:1 --dbias --sink --dsink --dlse", "--heads-kv 1"]
+    {
+        passes(&format!("run --backward -b 2 -h 2 -s 24 -d 16 --repeat 1 {options}"));
+    }
+}
+
+#[test]
+fn the_same_seed_gives_the_same_figures() {
+    let error = |seed: u32| {
+        let ran = fmha(&format!("run -b 1 -h 1 -s 16 -d 16 --repeat 1 --seed {seed} --json"));
+        serde_json::from_str::<serde_json::Value>(&ran.out).unwrap()["check"].clone()
+    };
+    assert_eq!(error(1), error(1));
+    assert_ne!(error(1), error(2));
+}
+
+#[test]
+fn json_is_one_object_with_the_verdict() {
+    let ran = fmha("run -b 1 -h 2 -s 16 -d 8 --repeat 2 --json --kname");
+    let report: serde_json::Value = serde_json::from_str(&ran.out).unwrap();
+    assert_eq!(report["passed"], true);
+    assert_eq!(report["calls"], 2);
+    assert!(report["median_seconds"].as_f64().unwrap() > 0.0);
+}
+
+#[test]
+fn an_unchecked_run_does_not_claim_to_pass() {
+    let ran = fmha("run -b 1 -h 1 -s 16 -d 8 -v 0 --repeat 1");
+    assert_eq!(ran.status, 0);
+    assert!(ran.out.ends_with("NOT CHECKED\n"), "{}", ran.out);
+}
+
+#[test]
+fn help_is_help_and_a_question_mark_and_teaches() {
+    for line in ["--help", "-?", "-h", "run --help", "run -?", "explain -?", "bench --help", "conformance -?"]
+    {
+        let ran = fmha(line);
+        assert_eq!(ran.status, 0, "{line}");
+        assert!(
+            ran.out.contains("Usage:") && ran.out.contains("fmha run") || ran.out.contains("Examples:"),
+            "{line}"
+        );
+    }
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut child =
+        command(folder.path(), "run --help").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    let ran = Ran::of(child.wait_with_output().unwrap());
+    assert_eq!((ran.status, ran.err.as_str()), (141, ""));
+
+    let mut child = command(folder.path(), "run -b 1 -h 1 -s 200 -d 64 --repeat 3")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut first = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut first).unwrap();
+    let ran = Ran::of(child.wait_with_output().unwrap());
+    assert_eq!((ran.status, ran.err.as_str()), (141, ""));
+}
+
+/// Under limits that the tensors, the threads or the kernels' scratch do not fit.
+#[cfg(target_os = "linux")]
+#[test]
+fn too_little_memory_is_an_error_line() {
+    let under = |kilobytes: &str, line: &str| {
+        let script = format!("ulimit -v {kilobytes}; exec {} {line}", env!("CARGO_BIN_EXE_fmha"));
+        let ran = Ran::of(Command::new("sh").args(["-c", &script]).output().unwrap());
+        if ran.status != 0 {
+            assert_eq!(ran.status, 2, "{kilobytes}: `{line}`: {}{}", ran.out, ran.err);
+            assert_eq!(ran.err.lines().count(), 1, "{kilobytes}: `{line}`: {}", ran.err);
+        }
+        ran
+    };
+    // 2^31 rows of 8 heads and 128 elements are beyond any machine; the others beyond the limit.
+    for (kilobytes, line) in [
+        ("unlimited", "run -b 60000 -h 8 -s 2147483647 -d 128 -v 0"),
+        ("400000", "run -b 4 -h 16 -s 8192 -d 128 -v 0 --repeat 1"),
+        ("400000", "run -b 2 -h 8 -s 4096 -d 128 --bias e:2 -v 0 --repeat 1"),
+    ] {
+        let ran = under(kilobytes, line);
+        assert_eq!(ran.status, 2, "`{line}`: {}{}", ran.out, ran.err);
+        assert!(ran.err.starts_with("error: ") && ran.err.contains("bytes"), "`{line}`: {}", ran.err);
+    }
+    // Wherever between too little and enough the limit falls, it is an error or a result.
+    let binary = std::fs::metadata(env!("CARGO_BIN_EXE_fmha")).unwrap().len() / 1000;
+    let mut refused = 0;
+    // From where the program itself can be loaded.
+    for kilobytes in (0..8).map(|step| binary + 4000 + step * 22_000) {
+        refused += under(&kilobytes.to_string(), "run -b 1 -h 1 -s 64 -d 16 --repeat 1").status;
+    }
+    assert!(refused > 0);
+}

@@ -1,0 +1,194 @@
+//! Wrong input: one line that names the field and the number, exit status 2, nothing written.
+
+use std::path::Path;
+
+use super::fmha_in;
+
+/// `f4` zeros of `shape`, as numpy writes them.
+fn npy(descr: &str, size: usize, shape: &[usize]) -> Vec<u8> {
+    let extents: String = shape.iter().map(|extent| format!("{extent}, ")).collect();
+    let dict = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({extents}), }}\n");
+    let mut file = b"\x93NUMPY\x01\x00".to_vec();
+    file.extend_from_slice(&(dict.len() as u16).to_le_bytes());
+    file.extend_from_slice(dict.as_bytes());
+    file.resize(file.len() + size * shape.iter().product::<usize>(), 0);
+    file
+}
+
+/// Tensors `q`, `k`, `v` of f32 `[1, 4, 2, 8]`, and `h` of f16, and `i` of i64.
+fn archive() -> Vec<u8> {
+    let tensor = |name: &str, dtype: &str, size: usize, at: usize| {
+        format!(
+            "\"{name}\":{{\"dtype\":\"{dtype}\",\"shape\":[1,4,2,8],\"data_offsets\":[{at},{}]}}",
+            at + 64 * size
+        )
+    };
+    let header = format!(
+        "{{{},{},{},{},{}}}",
+        tensor("q", "F32", 4, 0),
+        tensor("k", "F32", 4, 256),
+        tensor("v", "F32", 4, 512),
+        tensor("h", "F16", 2, 768),
+        tensor("i", "I64", 8, 896)
+    );
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend_from_slice(header.as_bytes());
+    file.resize(file.len() + 896 + 512, 0);
+    file
+}
+
+fn put_files(folder: &Path) {
+    let put = |name: &str, bytes: Vec<u8>| std::fs::write(folder.join(name), bytes).unwrap();
+    put("q.npy", npy("<f4", 4, &[1, 4, 2, 8]));
+    put("half.npy", npy("<f2", 2, &[1, 4, 2, 8]));
+    put("double.npy", npy("<f8", 8, &[1, 4, 2, 8]));
+    put("big_endian.npy", npy(">f4", 4, &[1, 4, 2, 8]));
+    put("integer.npy", npy("<i4", 4, &[1, 4, 2, 8]));
+    put("flat.npy", npy("<f4", 4, &[4, 16]));
+    put("deep.npy", npy("<f4", 4, &[1, 1, 4, 2, 8]));
+    put("three_heads.npy", npy("<f4", 4, &[1, 4, 3, 8]));
+    put("five_rows.npy", npy("<f4", 4, &[1, 5, 2, 8]));
+    put("wide.npy", npy("<f4", 4, &[1, 4, 2, 9]));
+    put("two.npy", npy("<f4", 4, &[2, 4, 2, 8]));
+    let whole = npy("<f4", 4, &[1, 4, 2, 8]);
+    put("truncated.npy", whole[..whole.len() - 7].to_vec());
+    put("overlong.npy", [whole.clone(), vec![0; 5]].concat());
+    put("header_only.npy", whole[..9].to_vec());
+    put("text.npy", b"not a tensor at all".to_vec());
+    put("all.safetensors", archive());
+    put("short.safetensors", archive()[..700].to_vec());
+    put("table.toml", b"[[table]]\nname = 't'\ntitle = ''\nrows = [{ s = -1 }]\n".to_vec());
+    put("twice.toml", b"[[table]]\nname = 't'\nname = 't'\n".to_vec());
+}
+
+/// Arguments, and what the line must have: the field, and the number or text that is wrong.
+const TABLE: &[(&str, &[&str])] = &[
+    // Sizes.
+    ("run -h 10 --heads-kv 4", &["num_heads_q 10", "num_heads_kv 4"]),
+    ("run -h_k=3", &["num_heads_q 8", "num_heads_kv 3"]),
+    ("run -h 0", &["num_heads_q 0"]),
+    ("run -h 8 --heads-kv 0", &["num_heads_kv 0"]),
+    ("run -b 0", &["batch 0"]),
+    ("run -b -2", &["batch -2"]),
+    ("run -b two", &["batch", "two"]),
+    ("run -s -5", &["seqlen_q -5"]),
+    ("run -s 1024,300", &["seqlen_q 1024,300", "--mode 1"]),
+    ("run -s 99999999999", &["seqlen_q 99999999999"]),
+    ("run --seqlen-k 1,2", &["seqlen_k 1,2"]),
+    ("run -d 0", &["head_dim_qk 0"]),
+    ("run -d 2000", &["head_dim_qk 2000", "1024"]),
+    ("run --d_v=0", &["head_dim_v 0"]),
+    ("run -d 64.5", &["head_dim_qk", "64.5"]),
+    ("run -b 70000 -h 70000 -s 1 -d 1", &["num_heads_q 70000", "batch 70000"]),
+    // Lengths.
+    ("run --mode 2", &["mode", "2"]),
+    ("run --mode 1 -b 3 -s 10,20", &["seqlen_q", "2 lengths", "batch is 3"]),
+    ("run --mode 1 -s 10,20 --seqlen-k 1,2,3", &["seqlen_k", "3 lengths", "batch is 2"]),
+    ("run --mode 1 -s 10,20 --padded-q 9,20", &["seqused_q[0] 10", "0..=9"]),
+    ("run --mode 1 -s 2147483647,1", &["cu_seqlens_q", "2147483648"]),
+    ("run --mode 1 -s 10 --seqused-q 5", &["seqused_q 5", "--mode 0"]),
+    ("run -b 2 -s 16 --seqused-q 8,17", &["seqused_q[1] 17", "0..=16"]),
+    ("run -b 2 -s 16 --seqused-k 1,2,3", &["seqused_k", "3 lengths"]),
+    ("run --padded-q 16", &["padded_q 16", "--mode 1"]),
+    // Score.
+    ("run --mask z", &["mask", "`z`"]),
+    ("run -mask=b:1", &["mask", "`b:1`"]),
+    ("run --softmax-scale NaN", &["softmax_scale NaN"]),
+    ("run --scale_s=inf", &["softmax_scale inf"]),
+    ("run --scale_s=fast", &["softmax_scale", "fast"]),
+    ("run --softcap -3", &["softcap -3"]),
+    ("run --p_drop 1.5", &["p_drop 1.5"]),
+    ("run --p-drop -0.1", &["p_drop -0.1"]),
+    ("run --drop-seed -1", &["drop_seed", "-1"]),
+    ("run --bias e:3", &["bias", "e:3"]),
+    ("run --dbias", &["dbias", "--backward"]),
+    ("run --backward --dbias", &["dbias", "0"]),
+    ("run --backward --dsink", &["dsink", "0"]),
+    // Types.
+    ("run --prec fp7", &["prec", "fp7"]),
+    ("run --prec fp16 --prec-o fp8", &["dtype_o e4m3fn", "f16"]),
+    ("run --vlayout x", &["vlayout", "`x`"]),
+    ("run --qscale 7", &["qscale", "7"]),
+    // Backend.
+    ("run --backend tpu", &["backend", "tpu"]),
+    ("run --backend cuda:999", &["cuda"]),
+    ("run -b 1 -h 1 -s 4 -d 8 --kernel no-such-kernel", &["no-such-kernel"]),
+    ("run --tile 128", &["tile", "128"]),
+    ("run --backend cpu --emulate sm_90a", &["cpu", "sm_90a"]),
+    ("run --init zz", &["init", "zz"]),
+    ("run --seed -1", &["seed", "-1"]),
+    ("run --repeat many", &["repeat", "many"]),
+    ("run -v 7", &["verify", "7"]),
+    ("run -num_splits=4", &["num_splits 4"]),
+    ("run -lse=2", &["lse 2"]),
+    ("run --banana 1", &["banana"]),
+    ("jog", &["jog"]),
+    ("", &["0 commands"]),
+    // Files.
+    ("run --q absent.npy --k q.npy --v q.npy", &["absent.npy"]),
+    ("run --q q.npy --k q.npy", &["v", "1 of q, k, v"]),
+    ("run --q truncated.npy --k q.npy --v q.npy", &["truncated.npy", "256 bytes", "249"]),
+    ("run --q overlong.npy --k q.npy --v q.npy", &["overlong.npy", "256 bytes", "261"]),
+    ("run --q header_only.npy --k q.npy --v q.npy", &["header_only.npy", "9 bytes"]),
+    ("run --q text.npy --k q.npy --v q.npy", &["text.npy", "19 bytes"]),
+    ("run --q double.npy --k q.npy --v q.npy", &["double.npy", "f64"]),
+    ("run --q big_endian.npy --k q.npy --v q.npy", &["big_endian.npy", ">f4"]),
+    ("run --q integer.npy --k q.npy --v q.npy", &["integer.npy", "<i4"]),
+    ("run --q half.npy --k q.npy --v q.npy", &["dtype_qk", "f16", "f32"]),
+    ("run --q q.npy --k q.npy --v half.npy", &["dtype_v f16", "dtype_qk f32"]),
+    ("run --q flat.npy --k q.npy --v q.npy", &["q has rank 2"]),
+    ("run --q q.npy --k deep.npy --v q.npy", &["k has rank 5"]),
+    ("run --q q.npy --k three_heads.npy --v q.npy", &["num_heads_kv is 3 in k", "2 in v"]),
+    ("run --q q.npy --k three_heads.npy --v three_heads.npy", &["num_heads_q 2", "num_heads_kv 3"]),
+    ("run --q q.npy --k five_rows.npy --v q.npy", &["seqlen_k is 5 in k", "4 in v"]),
+    ("run --q q.npy --k wide.npy --v q.npy", &["head_dim_qk is 8 in q", "9 in k"]),
+    ("run --q two.npy --k q.npy --v q.npy", &["batch is 2 in q", "1 in k"]),
+    ("run --q q.npy --k q.npy --v q.npy -d 16", &["head_dim_qk 16", "8"]),
+    ("run --q q.npy --k q.npy --v q.npy --prec bf16", &["dtype_qk bf16", "f32"]),
+    ("run --q q.npy --k q.npy --v q.npy --mode 1 -s 3,2", &["seqlen_q", "sum to 5", "4 rows"]),
+    ("run --q q.npy --k q.npy --v q.npy --out no/o.npy", &["no/o.npy"]),
+    ("run --q q.npy --k q.npy --v q.npy --out o.txt", &["o.txt", ".txt"]),
+    ("run --q q.npy --k q.npy --v q.npy --prec-o bf16 --out o.npy", &["o.npy", "bf16"]),
+    ("run --q q.npy --k q.npy --v q.npy --out-lse l.npy", &["l.npy", "--lse"]),
+    ("run --q q.npy --k q.npy --v q.npy --expect wide.npy", &["wide.npy", "[1, 4, 2, 9]", "[1, 4, 2, 8]"]),
+    ("run --input all.safetensors --q queries", &["queries", "5 (h, i, k, q, v)"]),
+    ("run --input all.safetensors --k h", &["dtype_qk", "f16"]),
+    ("run --input all.safetensors --q i", &["I64", "`i`"]),
+    ("run --input short.safetensors", &["short.safetensors"]),
+    ("run --input q.npy", &["q.npy"]),
+    ("run --input .", &["."]),
+    // The other commands.
+    ("explain -h 10 --heads-kv 4", &["num_heads_q 10"]),
+    ("explain --kernel no-such-kernel", &["none takes"]),
+    ("bench absent.toml", &["absent.toml"]),
+    ("bench table.toml", &["table t, row 1", "seqlen_q -1"]),
+    ("bench twice.toml", &["line 3", "duplicate"]),
+    ("bench", &["FILE"]),
+    ("conformance --filter no-such-case", &["no-such-case", "0 of"]),
+    ("conformance --filter (", &["filter", "("]),
+    ("conformance --backend rocm", &["rocm"]),
+];
+
+#[test]
+fn every_wrong_input_gets_one_line_with_the_field_and_the_number() {
+    let folder = tempfile::tempdir().unwrap();
+    put_files(folder.path());
+    let listing = || {
+        let mut names: Vec<_> =
+            std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort_unstable();
+        names
+    };
+    let before = listing();
+    for (line, wanted) in TABLE {
+        let ran = fmha_in(folder.path(), line);
+        assert_eq!(ran.status, 2, "`fmha {line}`: {}{}", ran.out, ran.err);
+        assert_eq!(ran.err.lines().count(), 1, "`fmha {line}`: {}", ran.err);
+        assert!(ran.err.starts_with("error: "), "`fmha {line}`: {}", ran.err);
+        for words in *wanted {
+            assert!(ran.err.contains(words), "`fmha {line}` does not say `{words}`: {}", ran.err);
+        }
+        assert_eq!(listing(), before, "`fmha {line}` wrote a file");
+    }
+    assert!(TABLE.len() >= 30);
+}

@@ -1,0 +1,151 @@
+//! A case is data: what to compute, on which numbers, and a name.
+
+use fmha_core::{BwdProblem, CombineProblem, DType, FwdProblem};
+use regex_lite::Regex;
+
+use crate::law::Law;
+use crate::memory::Placement;
+use crate::tensor::Operand;
+use crate::tensors::{Data, Lengths};
+
+/// One test of a backend.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// `family/what/dtype/...`, unique.
+    pub name: String,
+    /// What is done.
+    pub body: Body,
+}
+
+/// What a case does.
+#[derive(Clone, Debug)]
+pub enum Body {
+    /// Forward, against the reference.
+    Forward(Box<Forward>),
+    /// Every gradient, against the reference.
+    Backward(Box<Backward>),
+    /// Merging, against the reference.
+    Combine(Box<Combine>),
+    /// Two calls that must agree.
+    Law(Box<Law>),
+}
+
+/// A forward call.
+#[derive(Clone, Debug)]
+pub struct Forward {
+    /// What to compute.
+    pub problem: FwdProblem,
+    /// The lengths.
+    pub lengths: Lengths,
+    /// The numbers.
+    pub data: Data,
+    /// What is written over them.
+    pub plant: Plant,
+}
+
+/// A backward call.
+#[derive(Clone, Debug)]
+pub struct Backward {
+    /// What to compute.
+    pub problem: BwdProblem,
+    /// The lengths.
+    pub lengths: Lengths,
+    /// The numbers.
+    pub data: Data,
+}
+
+/// A combine call.
+#[derive(Clone, Debug)]
+pub struct Combine {
+    /// What to compute.
+    pub problem: CombineProblem,
+    /// The numbers.
+    pub data: Data,
+}
+
+/// A number written over the inputs before the call.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum Plant {
+    /// None.
+    #[default]
+    Nothing,
+    /// NaN in every row of K and V that no query sees.
+    HiddenKeys,
+    /// This number at `[storage batch, row, head, dim]`.
+    At(Operand, [u32; 4], f64),
+}
+
+impl Case {
+    /// A forward case with nothing planted.
+    #[must_use]
+    pub fn forward(name: impl Into<String>, problem: FwdProblem, lengths: Lengths, data: Data) -> Self {
+        let body = Forward { problem, lengths, data, plant: Plant::Nothing };
+        Self { name: name.into(), body: Body::Forward(Box::new(body)) }
+    }
+
+    /// A backward case.
+    #[must_use]
+    pub fn backward(name: impl Into<String>, problem: BwdProblem, lengths: Lengths, data: Data) -> Self {
+        Self { name: name.into(), body: Body::Backward(Box::new(Backward { problem, lengths, data })) }
+    }
+
+    /// The family: the name up to the first `/`.
+    #[must_use]
+    pub fn family(&self) -> &str {
+        self.name.split('/').next().unwrap_or(&self.name)
+    }
+
+    /// The command that repeats this case alone.
+    #[must_use]
+    pub fn repro(&self, backend: &str) -> String {
+        format!("fmha conformance --filter '^{}$' --backend {backend}", regex_lite::escape(&self.name))
+    }
+
+    /// The forward problem in it, if it is not about combining alone.
+    #[must_use]
+    pub fn problem(&self) -> Option<&FwdProblem> {
+        match &self.body {
+            Body::Forward(forward) => Some(&forward.problem),
+            Body::Backward(backward) => Some(&backward.problem.fwd),
+            Body::Law(law) => Some(&law.forward.problem),
+            Body::Combine(_) => None,
+        }
+    }
+
+    /// The seed that decides its numbers.
+    #[must_use]
+    pub fn data(&self) -> Data {
+        match &self.body {
+            Body::Forward(forward) => forward.data,
+            Body::Backward(backward) => backward.data,
+            Body::Law(law) => law.forward.data,
+            Body::Combine(combine) => combine.data,
+        }
+    }
+
+    /// Whether it reserves gigabytes and so runs alone.
+    #[must_use]
+    pub fn is_huge(&self) -> bool {
+        self.data().room.placement == Placement::Sparse
+    }
+}
+
+/// Every case there is, in the order of their families.
+#[must_use]
+pub fn all() -> Vec<Case> {
+    crate::families::all()
+}
+
+/// Those of [`all`] whose name `filter` finds; a regular expression, so that a part of a name will do.
+#[must_use]
+pub fn matching(filter: Option<&Regex>) -> Vec<Case> {
+    all().into_iter().filter(|case| filter.is_none_or(|filter| filter.is_match(&case.name))).collect()
+}
+
+/// The seed of a case, from its name: renaming a case changes its numbers, reordering does not.
+pub(crate) fn seed_of(name: &str) -> u64 {
+    name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| crate::init::mix(hash ^ u64::from(byte)))
+}
+
+/// Types that are neither f32 nor the narrowest: what a rule is tried on when one type will do.
+pub(crate) const WIDE: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];

@@ -1,0 +1,86 @@
+//! Merged partial results.
+
+use fmha_core::reference::combine;
+use fmha_core::{CombineArgs, DType, DevSliceMut, PartialResult, Result};
+
+use crate::tensor::Operand;
+use crate::tensors::HostCombine;
+use crate::tolerance::{Bound, Yardstick, bound, lse_bound, smallest_subnormal};
+use crate::verdict::{Place, Stat, Verdict};
+
+/// Compares the merged O and LSE that `host` holds with the reference.
+///
+/// The plain algorithm in this precision is f32 arithmetic and one rounding; its error is taken for
+/// that of rounding the exact result.
+///
+/// # Errors
+/// Operands that are missing.
+pub fn check_combine(host: &HostCombine) -> Result<Verdict> {
+    let problem = &*host.problem;
+    let operands = &host.operands;
+    let parts: Vec<PartialResult<'_>> = (0..problem.num_parts)
+        .map(|part| PartialResult {
+            o: operands.expect(Operand::PartO(part)).slice(),
+            lse: operands.expect(Operand::PartLse(part)).slice(),
+        })
+        .collect();
+    let args = CombineArgs { parts: &parts, o: DevSliceMut::host::<f32>(&mut []), lse: None };
+    let (o, lse) = combine(problem, &args)?;
+
+    let shape = problem.shape();
+    let (mut o_stat, mut lse_stat) = (Stat::default(), Stat::default());
+    let mut max_lse: f64 = 0.0;
+    let mut faults = Vec::new();
+    for (index, &want_lse) in lse.iter().enumerate() {
+        let at = index as u32;
+        let (row, head, batch) = (at % shape.seq, at / shape.seq % shape.head, at / shape.seq / shape.head);
+        let first = ((batch * shape.seq + row) * shape.head + head) as usize * shape.dim as usize;
+        let weights: Vec<f64> = (0..problem.num_parts)
+            .map(|part| (operands.expect(Operand::PartLse(part)).nth(index) - want_lse).exp())
+            .collect();
+        for dim in 0..shape.dim {
+            let got = operands.expect(Operand::O).get(batch, row, head, dim);
+            let want = o[first + dim as usize];
+            let place = Place { batch, head, row, dim, got, want };
+            let square: f64 = weights
+                .iter()
+                .enumerate()
+                .filter(|&(_, &weight)| weight > 0.0)
+                .map(|(part, &weight)| {
+                    let term = operands.expect(Operand::PartO(part as u32)).get(batch, row, head, dim);
+                    (weight * term).powi(2)
+                })
+                .sum();
+            o_stat.add(place, problem.dtype_o.round(want), square.sqrt());
+            if want_lse == f64::NEG_INFINITY && got != 0.0 {
+                faults.push(format!("o at row {row} dim {dim} is {got}, but no part saw a key: 0"));
+            }
+        }
+        if let Some(written) = operands.get(Operand::Lse) {
+            let place = Place { batch, head, row, dim: 0, got: written.nth(index), want: want_lse };
+            lse_stat.add(place, DType::F32.round(want_lse), 0.0);
+            if want_lse.is_finite() {
+                max_lse = max_lse.max(want_lse.abs());
+            }
+        }
+    }
+    faults.truncate(4);
+    let yardstick = Yardstick {
+        factor: 2.0,
+        max_same: o_stat.max_same,
+        rmse_same: o_stat.rmse_same(),
+        u_out: problem.dtype_o.unit_roundoff(),
+        tiny_out: smallest_subnormal(problem.dtype_o),
+        u_inner: 0.0,
+        reference: o_stat.reference(),
+        spread: o_stat.spread(),
+        logits: max_lse,
+        count: o_stat.count,
+    };
+    let mut verdict = Verdict { tensors: vec![o_stat.verdict("o", bound(&yardstick), None)], faults };
+    if problem.write_lse {
+        let most = lse_bound(lse_stat.max_same, max_lse, max_lse);
+        verdict.tensors.push(lse_stat.verdict("lse", Bound { max: most, rmse: most }, None));
+    }
+    Ok(verdict)
+}

@@ -1,0 +1,165 @@
+//! O, LSE and the keep mask of a forward call.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use fmha_core::dropout::KeepMask;
+use fmha_core::reference::{Inputs, Precision, forward_rows};
+use fmha_core::{FwdProblem, ProblemError, Result};
+use rayon::prelude::*;
+
+use super::{Progress, Selection, inner_roundoff, logits_bound};
+use crate::tensor::Operand;
+use crate::tensors::HostFwd;
+use crate::tolerance::{Yardstick, bound, least_cosine, lse_bound, smallest_subnormal};
+use crate::verdict::{Place, Stat, Verdict};
+
+/// One (sequence, head)'s sums.
+#[derive(Default)]
+struct Part {
+    o: Stat,
+    lse: Stat,
+    logits: f64,
+    max_lse: f64,
+    faults: Vec<String>,
+}
+
+/// Compares the O, LSE and keep mask that `host` holds with the reference, on all cores.
+///
+/// FP8 O is compared as it is stored, that is times `scale_o` and clamped to the type's range.
+///
+/// # Errors
+/// Operands that are missing.
+pub fn check_fwd(host: &HostFwd, selection: &Selection, progress: Progress<'_>) -> Result<Verdict> {
+    let pairs = selection.pairs(&host.problem, &host.spans);
+    let done = AtomicU64::new(0);
+    // The reference stores O before `scale_o`; FP8 O is scaled and rounded here.
+    let mut unscaled = (*host.problem).clone();
+    if unscaled.dtype_o.is_fp8() {
+        unscaled.dtype_o = fmha_core::DType::F32;
+    }
+    let inputs = host.inputs();
+    let parts = pairs
+        .par_iter()
+        .map(|&(span, i_head)| {
+            let part = check_head(host, &unscaled, &inputs, span, i_head, selection);
+            progress(done.fetch_add(1, Ordering::Relaxed) + 1, pairs.len() as u64);
+            part
+        })
+        .collect::<Result<Vec<Part>, ProblemError>>()?;
+
+    let mut all = Part::default();
+    for part in parts {
+        all.o.merge(&part.o);
+        all.lse.merge(&part.lse);
+        all.logits = all.logits.max(part.logits);
+        all.max_lse = all.max_lse.max(part.max_lse);
+        all.faults.extend(part.faults);
+    }
+    all.faults.truncate(4);
+
+    let (u_out, u_inner) = (host.problem.dtype_o.unit_roundoff(), inner_roundoff(&host.problem));
+    let yardstick = Yardstick {
+        factor: 2.0,
+        max_same: all.o.max_same,
+        rmse_same: all.o.rmse_same(),
+        u_out,
+        tiny_out: smallest_subnormal(host.problem.dtype_o),
+        u_inner,
+        reference: all.o.reference(),
+        spread: all.o.spread(),
+        logits: all.logits,
+        count: all.o.count,
+    };
+    // Few elements, or sums that cancel, have no direction to speak of.
+    let directed = all.o.count >= 64 && yardstick.reference.rms >= yardstick.spread.rms / 2.0;
+    let least = directed.then(|| least_cosine(u_out, u_inner));
+    let mut verdict =
+        Verdict { tensors: vec![all.o.verdict("o", bound(&yardstick), least)], faults: all.faults };
+    if host.problem.write_lse {
+        let most = lse_bound(all.lse.max_same, all.logits, all.max_lse);
+        let bound = crate::tolerance::Bound { max: most, rmse: most };
+        verdict.tensors.push(all.lse.verdict("lse", bound, None));
+    }
+    Ok(verdict)
+}
+
+fn check_head(
+    host: &HostFwd,
+    unscaled: &FwdProblem,
+    inputs: &Inputs<'_>,
+    i_span: usize,
+    i_head: u32,
+    selection: &Selection,
+) -> Result<Part, ProblemError> {
+    let problem = &*host.problem;
+    let span = host.spans[i_span];
+    let rows = selection.rows(span.seqlen_q);
+    let exact = forward_rows(unscaled, inputs, span, i_head, &rows, Precision::Exact)?;
+    let same = forward_rows(unscaled, inputs, span, i_head, &rows, Precision::AsInput)?;
+    let scale = host.operands.get(Operand::ScaleO).map_or(1.0, |scale| scale.nth(0));
+    let stored = |value: f64| {
+        let most = problem.dtype_o.max_finite();
+        if problem.dtype_o.is_fp8() && value.is_finite() { (value * scale).clamp(-most, most) } else { value }
+    };
+    let mut part = Part { logits: logits_bound(problem, &host.operands, span, i_head), ..Part::default() };
+    let o = host.operands.expect(Operand::O);
+    let dim = problem.dims.head_dim_v;
+    for (at, &i) in rows.iter().enumerate() {
+        for d in 0..dim {
+            let index = at * dim as usize + d as usize;
+            let place = Place {
+                batch: span.i_batch,
+                head: i_head,
+                row: i,
+                dim: d,
+                got: o.get(span.storage_batch, span.q_row + i, i_head, d),
+                want: stored(exact.o[index]),
+            };
+            let same = if problem.dtype_o.is_fp8() {
+                problem.dtype_o.round(stored(same.o[index]))
+            } else {
+                same.o[index]
+            };
+            part.o.add(place, same, exact.spread[index] * scale);
+            if exact.lse[at] == f64::NEG_INFINITY && place.got != 0.0 {
+                part.faults.push(format!(
+                    "o at batch {} head {i_head} row {i} dim {d} is {}, but that row sees no key: 0",
+                    span.i_batch, place.got
+                ));
+            }
+        }
+        if let Some(lse) = host.operands.get(Operand::Lse) {
+            let got = lse.nth(span.lse_index(problem, i_head, i));
+            let want = exact.lse[at];
+            let place = Place { batch: span.i_batch, head: i_head, row: i, dim: 0, got, want };
+            part.lse.add(place, same.lse[at], 0.0);
+            if want.is_finite() {
+                part.max_lse = part.max_lse.max(want.abs());
+            }
+        }
+    }
+    check_keep_mask(host, i_span, i_head, &rows, &mut part.faults);
+    Ok(part)
+}
+
+/// The keep mask has no tolerance.
+fn check_keep_mask(host: &HostFwd, i_span: usize, i_head: u32, rows: &[u32], faults: &mut Vec<String>) {
+    let Some(written) = host.operands.get(Operand::KeepMask) else { return };
+    let (problem, span) = (&*host.problem, host.spans[i_span]);
+    let dims = problem.dims;
+    let mask = KeepMask::new(problem.p_drop, host.dropout, span.i_batch, i_head, dims.num_heads_q);
+    let head = (span.i_batch * dims.num_heads_q + i_head) as usize;
+    for &i in rows {
+        let row = (head * dims.seqlen_q as usize + i as usize) * dims.seqlen_k as usize;
+        for j in 0..span.seqlen_k {
+            let (got, want) = (written.elems()[row + j as usize], u8::from(mask.keep(i, j)));
+            if got != want {
+                faults.push(format!(
+                    "keep_mask at batch {} head {i_head} row {i} key {j} is {got}, should be {want}",
+                    span.i_batch
+                ));
+                return;
+            }
+        }
+    }
+}

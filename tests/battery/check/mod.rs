@@ -1,0 +1,151 @@
+//! Results against the f64 reference.
+
+mod bwd;
+mod canary;
+mod combine;
+mod fwd;
+
+pub use bwd::check_bwd;
+pub use canary::{intact_bwd, intact_combine, intact_fwd};
+pub use combine::check_combine;
+pub use fwd::check_fwd;
+
+use fmha_core::{Bias, DType, FwdProblem, SeqSpan};
+
+use crate::tensor::{Operand, Operands};
+
+/// Called with how much is done and how much there is, from any thread.
+pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
+
+/// Which part of a result to compare: all of it, or as much as one has time for.
+#[derive(Clone, Debug, Default)]
+pub struct Selection {
+    /// (index of the sequence, query head); `None` = every one.
+    pub heads: Option<Vec<(usize, u32)>>,
+    /// So many rows of each, evenly spread, the first and the last among them; `None` = all.
+    pub rows: Option<u32>,
+}
+
+impl Selection {
+    /// As many (sequence, head) pairs and rows as about `budget` multiplications by the reference
+    /// allow: heads evenly spread, at least one; rows at least 16 where there are so many.
+    #[must_use]
+    pub fn within(problem: &FwdProblem, spans: &[SeqSpan], budget: f64) -> Self {
+        let dims = problem.dims;
+        let all: Vec<(usize, u32)> =
+            (0..spans.len()).flat_map(|span| (0..dims.num_heads_q).map(move |head| (span, head))).collect();
+        let per_row =
+            |span: &SeqSpan| f64::from(span.seqlen_k) * f64::from(dims.head_dim_qk + dims.head_dim_v);
+        let cost = |pairs: &[(usize, u32)], rows: u32| -> f64 {
+            pairs
+                .iter()
+                .map(|&(span, _)| per_row(&spans[span]) * f64::from(spans[span].seqlen_q.min(rows)))
+                .sum()
+        };
+        if cost(&all, u32::MAX) <= budget {
+            return Self::default();
+        }
+        let mut heads = all;
+        let mut rows = spans.iter().map(|span| span.seqlen_q).max().unwrap_or(0);
+        while cost(&heads, rows) > budget && (rows > 16 || heads.len() > 1) {
+            if rows > 256 || heads.len() == 1 {
+                rows = (rows / 2).max(16);
+                if heads.len() == 1 && rows == 16 {
+                    break;
+                }
+            } else if heads.len() > 4 || rows <= 16 {
+                let kept = heads.len().div_ceil(2);
+                heads = spread(heads.len() as u32, kept as u32).map(|at| heads[at as usize]).collect();
+            } else {
+                rows = (rows / 2).max(16);
+            }
+        }
+        Self { heads: Some(heads), rows: Some(rows) }
+    }
+
+    /// Whether this is not the whole.
+    #[must_use]
+    pub fn is_partial(&self) -> bool {
+        self.heads.is_some() || self.rows.is_some()
+    }
+
+    fn pairs(&self, problem: &FwdProblem, spans: &[SeqSpan]) -> Vec<(usize, u32)> {
+        self.heads.clone().unwrap_or_else(|| {
+            let heads = problem.dims.num_heads_q;
+            (0..spans.len()).flat_map(|span| (0..heads).map(move |head| (span, head))).collect()
+        })
+    }
+
+    fn rows(&self, seqlen_q: u32) -> Vec<u32> {
+        spread(seqlen_q, self.rows.unwrap_or(seqlen_q).min(seqlen_q)).collect()
+    }
+}
+
+/// `count` of `0..total`, evenly spread, ends included.
+fn spread(total: u32, count: u32) -> impl Iterator<Item = u32> {
+    let (last, gaps) = (u64::from(total.saturating_sub(1)), u64::from(count.saturating_sub(1)).max(1));
+    (0..count).map(move |n| if count == 1 { total / 2 } else { (u64::from(n) * last / gaps) as u32 })
+}
+
+/// The rounding that P and dS meet before their products.
+fn inner_roundoff(problem: &FwdProblem) -> f64 {
+    match problem.dtype_v {
+        // Its own rounding is part of f32's arithmetic.
+        DType::F32 => 0.0,
+        dtype => dtype.unit_roundoff(),
+    }
+}
+
+/// A bound of the scores of one (sequence, query head): by Cauchy and Schwarz, the cap, the bias.
+fn logits_bound(problem: &FwdProblem, operands: &Operands, span: SeqSpan, i_head: u32) -> f64 {
+    let i_head_kv = i_head / problem.gqa_ratio();
+    let norm = |operand, head, first: u32, count: u32| {
+        let tensor = operands.expect(operand);
+        (first..first + count)
+            .map(|row| {
+                (0..problem.dims.head_dim_qk)
+                    .map(|d| tensor.get(span.storage_batch, row, head, d).powi(2))
+                    .sum::<f64>()
+                    .sqrt()
+            })
+            .filter(|norm| norm.is_finite())
+            .fold(0.0, f64::max)
+    };
+    let scale_of = |operand, kind: fmha_core::Descale| {
+        let index = kind.index(span.i_batch, i_head_kv, problem.dims.num_heads_kv);
+        operands.get(operand).map_or(1.0, |tensor| tensor.nth(index).abs())
+    };
+    let product = norm(Operand::Q, i_head, span.q_row, span.seqlen_q)
+        * norm(Operand::K, i_head_kv, span.k_row, span.seqlen_k)
+        * scale_of(Operand::DescaleQ, problem.descale_q)
+        * scale_of(Operand::DescaleK, problem.descale_k)
+        * f64::from(problem.resolved_softmax_scale()).abs();
+    let capped = problem.softcap.map_or(product, |cap| product.min(f64::from(cap)));
+    let bias = match problem.bias {
+        Bias::None => 0.0,
+        // The battery's biases are normal numbers, or the user's of about that size.
+        Bias::Elementwise(_) => 5.0,
+        Bias::Alibi { per_batch } => {
+            let batch = if per_batch { span.i_batch } else { 0 };
+            let index = batch * problem.dims.num_heads_q + i_head;
+            let slope = operands.get(Operand::AlibiSlopes).map_or(0.0, |slopes| slopes.nth(index as usize));
+            slope.abs() * f64::from(span.seqlen_q + span.seqlen_k)
+        }
+    };
+    capped + bias
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spread_rows_hold_both_ends_and_never_repeat() {
+        for (total, count) in [(1, 1), (5, 5), (100, 16), (1000, 3)] {
+            let rows: Vec<u32> = spread(total, count).collect();
+            assert_eq!(rows.len(), count as usize);
+            assert!(rows.windows(2).all(|w| w[0] < w[1]), "{rows:?}");
+            assert!(count < 2 || rows[0] == 0 && rows.last() == Some(&(total - 1)));
+        }
+    }
+}

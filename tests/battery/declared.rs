@@ -1,0 +1,58 @@
+//! Which refusals are part of a backend's promise. Any other is a failure.
+
+use fmha_core::{DType, FwdProblem};
+
+use crate::case::{Body, Case};
+
+/// A refusal that a backend declares.
+pub struct Declared {
+    /// [`fmha_core::FmhaBackend::kind`].
+    pub backend: &'static str,
+    /// What it does not take, for the report.
+    pub what: &'static str,
+    /// The cases it may refuse for it.
+    pub applies: fn(&Case, Option<&FwdProblem>) -> bool,
+}
+
+fn uses(problem: Option<&FwdProblem>, dtype: impl Fn(DType) -> bool) -> bool {
+    problem.is_some_and(|p| dtype(p.dtype_qk) || dtype(p.dtype_v))
+}
+
+/// All of them. The CPU backend takes the whole contract and has none.
+pub const DECLARED: &[Declared] = &[
+    Declared {
+        backend: "cuda",
+        what: "f32 inputs are the CPU backend's",
+        applies: |_, problem| uses(problem, |dtype| dtype == DType::F32),
+    },
+    Declared {
+        backend: "cuda",
+        what: "NVIDIA computes in the OCP FP8 types, not in FNUZ",
+        applies: |_, problem| uses(problem, |dtype| matches!(dtype, DType::E4m3Fnuz | DType::E5m2Fnuz)),
+    },
+    Declared {
+        backend: "rocm",
+        what: "f32 inputs are the CPU backend's",
+        applies: |_, problem| uses(problem, |dtype| dtype == DType::F32),
+    },
+    Declared {
+        backend: "rocm",
+        what: "gfx942 computes in the FNUZ FP8 types, gfx950 in OCP: each takes two of the four",
+        applies: |_, problem| uses(problem, DType::is_fp8),
+    },
+    Declared {
+        backend: "cuda",
+        what: "there is no FP8 backward",
+        applies: |case, problem| matches!(case.body, Body::Backward(_)) && uses(problem, DType::is_fp8),
+    },
+];
+
+/// Why `backend` may refuse `case`, if it may.
+#[must_use]
+pub fn why(backend: &str, case: &Case) -> Option<&'static str> {
+    let problem = case.problem();
+    DECLARED
+        .iter()
+        .find(|declared| declared.backend == backend && (declared.applies)(case, problem))
+        .map(|declared| declared.what)
+}

@@ -1,0 +1,246 @@
+//! Running a call on a backend: tensors to its memory, the plan, tensors back.
+
+use std::collections::BTreeMap;
+
+use fmha_core::{
+    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, DropoutSeed,
+    Error, FmhaBackend, FwdArgs, FwdPlan, MemorySpace, PartialResult, Result, Stream,
+};
+
+use crate::tensor::{Operand, Operands, Tensor};
+use crate::tensors::{HostBwd, HostCombine, HostFwd, score_of, seq_of};
+
+/// Runs a forward plan; O, LSE and the keep mask of `host` then hold its results.
+///
+/// # Errors
+/// What the backend said.
+pub fn run_fwd(backend: &dyn FmhaBackend, plan: &FwdPlan, host: &mut HostFwd) -> Result<()> {
+    let mut resident = Resident::place(backend, &host.operands, plan.workspace_bytes)?;
+    resident.run_fwd(plan, host)?;
+    resident.read_back(&mut host.operands)
+}
+
+/// Runs a backward plan; the gradients of `host` then hold its results.
+///
+/// # Errors
+/// What the backend said.
+pub fn run_bwd(backend: &dyn FmhaBackend, plan: &BwdPlan, host: &mut HostBwd) -> Result<()> {
+    let mut resident = Resident::place(backend, &host.operands, plan.workspace_bytes)?;
+    resident.run_bwd(plan, host)?;
+    resident.read_back(&mut host.operands)
+}
+
+/// Runs a combine plan; O and LSE of `host` then hold its results.
+///
+/// # Errors
+/// What the backend said.
+pub fn run_combine(backend: &dyn FmhaBackend, plan: &CombinePlan, host: &mut HostCombine) -> Result<()> {
+    let num_parts = host.problem.num_parts;
+    let mut resident = Resident::place(backend, &host.operands, plan.workspace_bytes)?;
+    resident.call(&mut host.operands, &[Operand::O, Operand::Lse], |mut views| {
+        let parts = (0..num_parts)
+            .map(|part| {
+                let (o, lse) = (views.input(Operand::PartO(part))?, views.input(Operand::PartLse(part))?);
+                Ok(PartialResult { o, lse })
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let args = CombineArgs {
+            parts: &parts,
+            o: views.output(Operand::O)?,
+            lse: views.outputs.remove(&Operand::Lse),
+        };
+        backend.run_combine(plan, &args, Stream::DEFAULT)
+    })?;
+    resident.read_back(&mut host.operands)
+}
+
+/// Operands that stay where the backend wants them from call to call, as a caller's tensors do:
+/// what is timed is the call, not the copying.
+///
+/// Host tensors are used where they lie; a device gets them with their margins, so that what is
+/// written beside them comes back too.
+pub struct Resident<'a> {
+    backend: &'a dyn FmhaBackend,
+    /// Empty where the backend computes in host memory.
+    buffers: BTreeMap<Operand, DevBuffer>,
+    workspace: Option<DevBuffer>,
+    written: Vec<Operand>,
+}
+
+impl<'a> Resident<'a> {
+    /// Places the operands as they are now, and scratch for plans of so many bytes at most.
+    ///
+    /// # Errors
+    /// What the backend's memory said.
+    pub fn place(backend: &'a dyn FmhaBackend, operands: &Operands, workspace_bytes: u64) -> Result<Self> {
+        let memory = backend.memory();
+        let workspace = (workspace_bytes > 0).then(|| memory.alloc(workspace_bytes)).transpose()?;
+        let mut buffers = BTreeMap::new();
+        if memory.space() == MemorySpace::Device {
+            for (&operand, tensor) in &operands.0 {
+                let (bytes, _) = tensor.raw();
+                let mut buffer = memory.alloc(bytes.len() as u64)?;
+                memory.upload(bytes, &mut buffer)?;
+                buffers.insert(operand, buffer);
+            }
+        }
+        Ok(Self { backend, buffers, workspace, written: Vec::new() })
+    }
+
+    /// Queues a forward call over the operands of `host` and waits for it.
+    ///
+    /// # Errors
+    /// What the backend said.
+    pub fn run_fwd(&mut self, plan: &FwdPlan, host: &mut HostFwd) -> Result<()> {
+        self.forward(plan, &mut host.operands, host.dropout)
+    }
+
+    /// Queues the forward call that a backward one needs, which writes O and LSE, and waits for it.
+    ///
+    /// # Errors
+    /// What the backend said.
+    pub fn run_fwd_of(&mut self, plan: &FwdPlan, host: &mut HostBwd) -> Result<()> {
+        self.forward(plan, &mut host.operands, host.dropout)
+    }
+
+    fn forward(&mut self, plan: &FwdPlan, operands: &mut Operands, dropout: DropoutSeed) -> Result<()> {
+        let backend = self.backend;
+        let scratch = plan.workspace_bytes > 0;
+        self.call(operands, &[Operand::O, Operand::Lse, Operand::KeepMask], |mut views| {
+            let args = FwdArgs {
+                q: views.input(Operand::Q)?,
+                k: views.input(Operand::K)?,
+                v: views.input(Operand::V)?,
+                o: views.output(Operand::O)?,
+                lse: views.outputs.remove(&Operand::Lse),
+                seq: seq_of(|operand| views.get(operand)),
+                score: score_of(dropout, |operand| views.get(operand)),
+                scale_o: views.get(Operand::ScaleO),
+                keep_mask: views.outputs.remove(&Operand::KeepMask),
+                workspace: views.workspace.filter(|_| scratch),
+            };
+            backend.run_fwd(plan, &args, Stream::DEFAULT)
+        })
+    }
+
+    /// Queues a backward call over the operands of `host` and waits for it.
+    ///
+    /// # Errors
+    /// What the backend said.
+    pub fn run_bwd(&mut self, plan: &BwdPlan, host: &mut HostBwd) -> Result<()> {
+        let (backend, dropout) = (self.backend, host.dropout);
+        let scratch = plan.workspace_bytes > 0;
+        let outputs = [Operand::Dq, Operand::Dk, Operand::Dv, Operand::Dbias, Operand::Dsink];
+        self.call(&mut host.operands, &outputs, |mut views| {
+            let args = BwdArgs {
+                q: views.input(Operand::Q)?,
+                k: views.input(Operand::K)?,
+                v: views.input(Operand::V)?,
+                o: views.input(Operand::O)?,
+                lse: views.input(Operand::Lse)?,
+                dout: views.input(Operand::Dout)?,
+                dlse: views.get(Operand::Dlse),
+                dq: views.output(Operand::Dq)?,
+                dk: views.output(Operand::Dk)?,
+                dv: views.output(Operand::Dv)?,
+                dbias: views.outputs.remove(&Operand::Dbias),
+                dsink: views.outputs.remove(&Operand::Dsink),
+                seq: seq_of(|operand| views.get(operand)),
+                score: score_of(dropout, |operand| views.get(operand)),
+                workspace: views.workspace.filter(|_| scratch),
+            };
+            backend.run_bwd(plan, &args, Stream::DEFAULT)
+        })
+    }
+
+    fn call(
+        &mut self,
+        operands: &mut Operands,
+        outputs: &[Operand],
+        call: impl FnOnce(Views<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let memory = self.backend.memory();
+        let workspace = self.workspace.as_mut().map(DevBuffer::slice_mut);
+        let mut views = Views { inputs: BTreeMap::new(), outputs: BTreeMap::new(), workspace };
+        if memory.space() == MemorySpace::Host {
+            for (&operand, tensor) in &mut operands.0 {
+                if outputs.contains(&operand) {
+                    views.outputs.insert(operand, tensor.slice_mut());
+                } else {
+                    views.inputs.insert(operand, tensor.slice());
+                }
+            }
+        } else {
+            for (operand, buffer) in &mut self.buffers {
+                let Some(tensor) = operands.get(*operand) else { continue };
+                if outputs.contains(operand) {
+                    views.outputs.insert(*operand, part_mut(memory, buffer, tensor));
+                } else {
+                    views.inputs.insert(*operand, part(memory, buffer, tensor));
+                }
+            }
+        }
+        call(views)?;
+        for operand in outputs {
+            if !self.written.contains(operand) {
+                self.written.push(*operand);
+            }
+        }
+        memory.synchronize(Stream::DEFAULT)
+    }
+
+    /// Brings what calls have written to `operands`.
+    ///
+    /// # Errors
+    /// What the backend's memory said.
+    pub fn read_back(&mut self, operands: &mut Operands) -> Result<()> {
+        let memory = self.backend.memory();
+        for operand in self.written.drain(..) {
+            if let (Some(buffer), Some(tensor)) = (self.buffers.get(&operand), operands.get_mut(operand)) {
+                memory.download(buffer, tensor.raw_mut())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The operands where the backend wants them.
+struct Views<'a> {
+    inputs: BTreeMap<Operand, DevSlice<'a>>,
+    outputs: BTreeMap<Operand, DevSliceMut<'a>>,
+    workspace: Option<DevSliceMut<'a>>,
+}
+
+impl<'a> Views<'a> {
+    fn get(&self, operand: Operand) -> Option<DevSlice<'a>> {
+        self.inputs.get(&operand).copied()
+    }
+
+    fn input(&self, operand: Operand) -> Result<DevSlice<'a>> {
+        self.get(operand).ok_or_else(|| missing(operand))
+    }
+
+    fn output(&mut self, operand: Operand) -> Result<DevSliceMut<'a>> {
+        self.outputs.remove(&operand).ok_or_else(|| missing(operand))
+    }
+}
+
+fn missing(operand: Operand) -> Error {
+    fmha_core::ProblemError::new("operands", format!("operands: {operand:?} (1) is missing")).into()
+}
+
+/// The elements of a tensor whose bytes, margins included, lie in `buffer`.
+fn part<'a>(memory: &dyn DeviceMemory, buffer: &'a DevBuffer, tensor: &Tensor) -> DevSlice<'a> {
+    let (_, first) = tensor.raw();
+    let bytes = tensor.elems().len() as u64;
+    // SAFETY: `buffer` holds all of the tensor's bytes and outlives 'a; the call is waited for
+    // before it is dropped.
+    unsafe { DevSlice::from_raw(memory.space(), buffer.as_ptr().wrapping_add(first), bytes) }
+}
+
+fn part_mut<'a>(memory: &dyn DeviceMemory, buffer: &'a mut DevBuffer, tensor: &Tensor) -> DevSliceMut<'a> {
+    let (_, first) = tensor.raw();
+    let bytes = tensor.elems().len() as u64;
+    // SAFETY: as in `part`, and the borrow is exclusive.
+    unsafe { DevSliceMut::from_raw(memory.space(), buffer.as_ptr().wrapping_add(first), bytes) }
+}

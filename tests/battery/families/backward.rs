@@ -1,0 +1,114 @@
+//! Every gradient, over every axis that it knows.
+
+use fmha_core::{Bias, BiasGrad, BwdProblem, DType, Dims, FwdProblem, Strides};
+
+use super::edges::{data, masked};
+use super::pairwise::pairwise;
+use super::recipe::{AXES, Recipe, random_levels, recipe};
+use crate::case::{Case, WIDE, seed_of};
+use crate::init::{Init, mix};
+use crate::memory::Placement;
+use crate::tensor::Room;
+use crate::tensors::{Data, Lengths};
+
+const RANDOM: u64 = 150;
+
+pub(crate) fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    let pairs = pairwise(&AXES, 0xb4d).into_iter().enumerate();
+    let pairs = pairs.map(|(row, levels)| (format!("backward/pairs_{row:03}"), levels));
+    let random =
+        (0..RANDOM).map(|index| (format!("backward/random_{index:03}"), random_levels(0xbac5eed, index)));
+    for (name, levels) in pairs.chain(random) {
+        let seed = seed_of(&name);
+        let Recipe { label, mut problem, lengths, data } = recipe(&levels, seed);
+        if problem.dtype_o.is_fp8() {
+            problem.dtype_o = DType::Bf16;
+        }
+        (problem.scale_o, problem.write_keep_mask) = (false, false);
+        cases.push(Case::backward(format!("{name}/{label}"), options(problem, seed), lengths, data));
+    }
+    edges(&mut cases);
+    cases
+}
+
+/// Gradients on request, other types, other strides, as the seed decides.
+fn options(fwd: FwdProblem, seed: u64) -> BwdProblem {
+    let word = mix(seed ^ 0xb);
+    let mut problem = BwdProblem::new(fwd);
+    problem.has_dlse = word & 1 == 1;
+    problem.write_dsink = problem.fwd.sink;
+    problem.deterministic = word & 2 == 2;
+    if word & 12 == 12 {
+        problem.dtype_grad = DType::F32;
+    }
+    if let (Bias::Elementwise(bias), true) = (problem.fwd.bias, word & 16 == 16) {
+        let strides = Strides::bhsd(problem.fwd.shape_bias(bias.broadcast));
+        let dtype = if word & 32 == 32 { DType::F32 } else { bias.dtype };
+        problem.dbias = Some(BiasGrad { dtype, strides });
+    }
+    if word & 64 == 64 {
+        problem.dq = Strides::bhsd(problem.fwd.shape_q());
+        problem.dk = Strides::bhsd(problem.fwd.shape_k());
+        problem.dv = Strides::bhsd(problem.fwd.shape_v());
+        problem.dout = Strides::bhsd(problem.fwd.shape_o());
+    }
+    problem
+}
+
+fn edges(cases: &mut Vec<Case>) {
+    let dims = |seqlen_q, seqlen_k, head_dim| Dims {
+        batch: 2,
+        seqlen_q,
+        seqlen_k,
+        num_heads_q: 4,
+        num_heads_kv: 2,
+        head_dim_qk: head_dim,
+        head_dim_v: head_dim,
+    };
+    let mut push = |name: String, problem: BwdProblem, lengths: Lengths, room: Room, init: Init| {
+        let data = Data { room, init, ..data(&name) };
+        cases.push(Case::backward(name, problem, lengths, data));
+    };
+    let plain = Room::default();
+    for dtype in WIDE {
+        for mask in ["0", "b", "t", "b:3,1", "t:0,0,2", "g:0,-5", "g:1,-30"] {
+            for (q, k) in [(0, 4), (4, 0), (1, 1), (33, 20), (20, 33), (65, 130)] {
+                let mut problem = BwdProblem::new(masked(dtype, dims(q, k, 32), mask));
+                problem.has_dlse = q % 2 == 1;
+                let name = format!("backward/edges/{dtype}/s{q}x{k}/{mask}");
+                push(name, problem, Lengths::default(), plain, Init::Normal);
+            }
+        }
+        for init in Init::ALL {
+            let problem = BwdProblem::new(masked(dtype, dims(40, 50, 32), "b"));
+            push(format!("backward/numbers/{init}/{dtype}"), problem, Lengths::default(), plain, init);
+        }
+        for head_dim in [1, 3, 16, 40, 64, 96, 128, 192, 256] {
+            let problem = BwdProblem::new(masked(dtype, dims(20, 27, head_dim), "b"));
+            let name = format!("backward/head_dim/{dtype}/d{head_dim}");
+            push(name, problem, Lengths::default(), plain, Init::Normal);
+        }
+        for (side, placement) in
+            [("ends_at", Placement::EndsAtUnmapped), ("begins_at", Placement::BeginsAtUnmapped)]
+        {
+            for head_dim in [3, 24, 64] {
+                let problem = BwdProblem::new(masked(dtype, dims(19, 37, head_dim), "b:9,2"));
+                let name = format!("backward/{side}_unmapped/{dtype}/d{head_dim}");
+                let room = Room { placement, shift: 0 };
+                push(name, problem, Lengths::default(), room, Init::Normal);
+            }
+        }
+        let sequences = [(9, 0), (0, 6), (33, 40), (1, 1)];
+        let mut group = FwdProblem::group(dtype, Dims { batch: 4, ..dims(33, 40, 32) }, 45, 49);
+        group.sink = true;
+        let mut problem = BwdProblem::new(group);
+        problem.write_dsink = true;
+        let name = format!("backward/group_with_empty_sequences/{dtype}");
+        push(name, problem, Lengths::packed(&sequences), plain, Init::Normal);
+    }
+    let mut long = BwdProblem::new(masked(DType::Bf16, dims(300, 520, 64), "b"));
+    (long.fwd.dims.batch, long.fwd.dims.num_heads_q, long.fwd.dims.num_heads_kv) = (1, 2, 1);
+    let long = BwdProblem::new(masked(DType::Bf16, long.fwd.dims, "b"));
+    push("backward/long/bf16".into(), long, Lengths::default(), plain, Init::Normal);
+}

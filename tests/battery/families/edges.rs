@@ -1,0 +1,297 @@
+//! Where code goes wrong: empty and single rows, tile borders, hidden rows, odd strides, large scores,
+//! NaN beside what is read.
+
+use fmha_core::{DType, Dims, FwdProblem, MaskSpec, SeqMode, Shape, Strides};
+
+use crate::case::{Body, Case, Plant, WIDE, seed_of};
+use crate::init::Init;
+use crate::tensor::Operand;
+use crate::tensors::{Data, Lengths};
+
+pub(crate) fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    lengths(&mut cases);
+    tiles(&mut cases);
+    masks(&mut cases);
+    strides(&mut cases);
+    numbers(&mut cases);
+    poison(&mut cases);
+    head_dims(&mut cases);
+    cases
+}
+
+fn dims(seqlen_q: u32, seqlen_k: u32, head_dim: u32) -> Dims {
+    Dims {
+        batch: 2,
+        seqlen_q,
+        seqlen_k,
+        num_heads_q: 4,
+        num_heads_kv: 2,
+        head_dim_qk: head_dim,
+        head_dim_v: head_dim,
+    }
+}
+
+/// A problem with LSE and this mask.
+pub(super) fn masked(dtype: DType, dims: Dims, mask: &str) -> FwdProblem {
+    let mut problem = FwdProblem::batch(dtype, dims);
+    problem.mask = mask.parse().unwrap_or(MaskSpec::NONE);
+    problem.write_lse = true;
+    problem
+}
+
+pub(super) fn data(name: &str) -> Data {
+    Data { seed: seed_of(name), ..Data::default() }
+}
+
+fn push(cases: &mut Vec<Case>, name: String, problem: FwdProblem, lengths: Lengths) {
+    let data = data(&name);
+    cases.push(Case::forward(name, problem, lengths, data));
+}
+
+/// Lengths 0 and 1, in batch and in group mode.
+fn lengths(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for mask in ["0", "b", "t", "b:2,1"] {
+            for (q, k) in [(0, 0), (0, 5), (5, 0), (1, 1), (1, 2), (2, 1), (1, 257)] {
+                let name = format!("edges/lengths/{dtype}/s{q}x{k}/{mask}");
+                push(cases, name, masked(dtype, dims(q, k, 64), mask), Lengths::default());
+            }
+            let sequences = [(0, 7), (3, 0), (0, 0), (1, 1), (17, 5), (5, 33), (0, 0)];
+            let total_q = sequences.iter().map(|s| s.0).sum();
+            let total_k = sequences.iter().map(|s| s.1).sum();
+            let mut problem =
+                FwdProblem::group(dtype, Dims { batch: 7, ..dims(17, 33, 32) }, total_q, total_k);
+            problem.mask = mask.parse().unwrap_or(MaskSpec::NONE);
+            problem.write_lse = true;
+            let name = format!("edges/group_with_empty_sequences/{dtype}/{mask}");
+            push(cases, name, problem.clone(), Lengths::packed(&sequences));
+
+            problem.sink = true;
+            let name = format!("edges/group_with_empty_sequences_and_sinks/{dtype}/{mask}");
+            push(cases, name, problem, Lengths::packed(&sequences));
+        }
+        let mut problem = masked(dtype, dims(9, 9, 32), "b");
+        (problem.seqused_q, problem.seqused_k) = (true, true);
+        let lengths = Lengths { seqused_q: vec![0, 9], seqused_k: vec![9, 0], ..Lengths::default() };
+        push(cases, format!("edges/nothing_used/{dtype}"), problem, lengths);
+    }
+}
+
+/// One less and one more than the tiles that kernels like.
+fn tiles(cases: &mut Vec<Case>) {
+    for dtype in [DType::F32, DType::Bf16] {
+        for mask in ["0", "b", "b:40,0"] {
+            for (q, k) in
+                [(63, 64), (65, 63), (127, 129), (129, 127), (128, 191), (193, 176), (15, 255), (257, 31)]
+            {
+                let mut dims = dims(q, k, 64);
+                dims.batch = 1;
+                dims.num_heads_q = 2;
+                dims.num_heads_kv = 1;
+                let name = format!("edges/off_tile/{dtype}/s{q}x{k}/{mask}");
+                push(cases, name, masked(dtype, dims, mask), Lengths::default());
+            }
+        }
+        for (q, k, mask) in [(600, 1100, "b"), (1023, 513, "t"), (300, 2049, "b:513,0,7")] {
+            let mut dims = dims(q, k, 128);
+            (dims.batch, dims.num_heads_q, dims.num_heads_kv) = (1, 1, 1);
+            let name = format!("edges/long/{dtype}/s{q}x{k}/{mask}");
+            push(cases, name, masked(dtype, dims, mask), Lengths::default());
+        }
+    }
+}
+
+/// Unlike lengths under every alignment, rows that see nothing, windows of nothing.
+fn masks(cases: &mut Vec<Case>) {
+    let masks = [
+        "t",
+        "b",
+        "t:0,0",
+        "b:0,0",
+        "t:-1,0",
+        "b:-1,-1",
+        "t:0,-1",
+        "b:3,0",
+        "t:0,3",
+        "b:200,200",
+        "g:0,0",
+        "g:1,1",
+        "g:-5,20",
+        "g:9,-8",
+        "g:100,-100",
+        "g:-100,200",
+        "t:0,0,1",
+        "b:1,0,5",
+        "t:2,0,300",
+        "b:1,2,9",
+        "g:0,-3,4",
+    ];
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        for mask in masks {
+            for (q, k, shape) in [(40, 40, "sq_eq_sk"), (90, 33, "sq_gt_sk"), (21, 77, "sq_lt_sk")] {
+                let name = format!("edges/mask_{shape}/{dtype}/{mask}");
+                push(cases, name, masked(dtype, dims(q, k, 32), mask), Lengths::default());
+                if dtype == DType::F32 {
+                    let mut problem = masked(dtype, dims(q, k, 32), mask);
+                    problem.sink = true;
+                    let name = format!("edges/mask_{shape}_sinks/{dtype}/{mask}");
+                    push(cases, name, problem, Lengths::default());
+                }
+            }
+        }
+    }
+}
+
+/// Strides that are odd, nested the other way, nought, or bogus where no element uses them.
+fn strides(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        let odd = |shape: Shape, pad: i64| {
+            let head = i64::from(shape.dim) + pad;
+            let seq = head * i64::from(shape.head) + 1;
+            Strides { batch: seq * i64::from(shape.seq) + 7, seq, head, dim: 1 }
+        };
+        let mut problem = masked(dtype, dims(19, 23, 33), "b");
+        problem.q = odd(problem.shape_q(), 1);
+        problem.k = odd(problem.shape_k(), 3);
+        problem.v = odd(problem.shape_v(), 2);
+        problem.o = odd(problem.shape_o(), 5);
+        push(cases, format!("edges/odd_strides/{dtype}"), problem, Lengths::default());
+
+        // [seq, head, batch, dim] and [head, batch, seq, dim].
+        let mut problem = masked(dtype, dims(19, 23, 16), "b");
+        let sbhd = |s: Shape| {
+            let (dim, batch, head) = (i64::from(s.dim), i64::from(s.batch), i64::from(s.head));
+            Strides { batch: dim, head: dim * batch, seq: dim * batch * head, dim: 1 }
+        };
+        (problem.q, problem.k) = (sbhd(problem.shape_q()), sbhd(problem.shape_k()));
+        (problem.v, problem.o) = (sbhd(problem.shape_v()), sbhd(problem.shape_o()));
+        push(cases, format!("edges/batch_inside_sequence/{dtype}"), problem, Lengths::default());
+
+        for (what, batch, head) in
+            [("batch", true, false), ("head", false, true), ("batch_and_head", true, true)]
+        {
+            let mut problem = masked(dtype, dims(19, 23, 16), "0");
+            for strides in [&mut problem.k, &mut problem.v] {
+                strides.batch *= i64::from(!batch);
+                strides.head *= i64::from(!head);
+            }
+            let name = format!("edges/stride_0_over_{what}/{dtype}");
+            push(cases, name, problem, Lengths::default());
+        }
+        let mut problem = masked(dtype, dims(19, 23, 16), "0");
+        (problem.k.seq, problem.v.seq, problem.q.seq) = (0, 0, 0);
+        push(cases, format!("edges/stride_0_over_sequence/{dtype}"), problem, Lengths::default());
+
+        let one = Dims { batch: 1, num_heads_q: 1, num_heads_kv: 1, ..dims(1, 1, 24) };
+        let mut problem = masked(dtype, one, "b");
+        let bogus = Strides { batch: i64::MIN, seq: i64::MAX, head: -17, dim: 1 };
+        (problem.q, problem.k, problem.v, problem.o) = (bogus, bogus, bogus, bogus);
+        push(cases, format!("edges/bogus_strides_of_ones/{dtype}"), problem, Lengths::default());
+
+        let mut problem = masked(dtype, Dims { head_dim_qk: 1, head_dim_v: 1, ..dims(9, 11, 1) }, "b");
+        (problem.q.dim, problem.k.dim, problem.v.dim, problem.o.dim) = (-3, 1 << 40, 0, i64::MAX);
+        push(cases, format!("edges/bogus_dim_stride_of_one/{dtype}"), problem, Lengths::default());
+
+        let mut problem = FwdProblem::group(dtype, Dims { batch: 1, ..dims(9, 11, 8) }, 9, 11);
+        for strides in [&mut problem.q, &mut problem.k, &mut problem.v, &mut problem.o] {
+            strides.batch = -(1 << 50);
+        }
+        let lengths = Lengths::packed(&[(9, 11)]);
+        push(cases, format!("edges/bogus_batch_stride_when_packed/{dtype}"), problem, lengths);
+    }
+}
+
+/// Large scores, outliers, whole numbers, constants.
+fn numbers(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for init in Init::ALL {
+            for mask in ["0", "b", "b:20,0"] {
+                for (q, k) in [(50, 50), (33, 130)] {
+                    let name = format!("edges/numbers/{init}/{dtype}/s{q}x{k}/{mask}");
+                    let data = Data { init, ..data(&name) };
+                    cases.push(Case::forward(
+                        name,
+                        masked(dtype, dims(q, k, 64), mask),
+                        Lengths::default(),
+                        data,
+                    ));
+                }
+            }
+        }
+        for scale in [0.0, -0.5, 4.0, 1e-30] {
+            let mut problem = masked(dtype, dims(20, 30, 32), "b");
+            problem.softmax_scale = Some(scale);
+            push(cases, format!("edges/scale/{dtype}/{scale:e}"), problem, Lengths::default());
+        }
+        for cap in [0.01, 1.0, 50.0, 1e6] {
+            let mut problem = masked(dtype, dims(20, 30, 32), "b");
+            problem.softcap = Some(cap);
+            let name = format!("edges/softcap/{dtype}/{cap:e}");
+            let data = Data { init: Init::HugeLogits, ..data(&name) };
+            cases.push(Case::forward(name, problem, Lengths::default(), data));
+        }
+        for p_drop in [1e-9, 0.5, 0.999] {
+            let mut problem = masked(dtype, dims(37, 45, 32), "b");
+            problem.p_drop = p_drop;
+            problem.write_keep_mask = true;
+            push(cases, format!("edges/dropout/{dtype}/{p_drop:e}"), problem, Lengths::default());
+        }
+    }
+}
+
+/// NaN and infinity: hidden ones reach nothing, seen ones what they touch.
+fn poison(cases: &mut Vec<Case>) {
+    let mut planted = |name: String, problem: FwdProblem, plant: Plant| {
+        let data = data(&name);
+        let mut case = Case::forward(name, problem, Lengths::default(), data);
+        if let Body::Forward(forward) = &mut case.body {
+            forward.plant = plant;
+        }
+        cases.push(case);
+    };
+    for dtype in WIDE {
+        for mask in ["t", "b:2,0", "g:4,-9", "t:3,1", "g:1,2,3"] {
+            let name = format!("edges/nan_in_keys_nobody_sees/{dtype}/{mask}");
+            planted(name, masked(dtype, dims(20, 75, 32), mask), Plant::HiddenKeys);
+        }
+        for (what, operand, at) in [
+            ("q", Operand::Q, [1, 7, 2, 3]),
+            ("k", Operand::K, [0, 11, 1, 0]),
+            ("v", Operand::V, [1, 9, 0, 5]),
+        ] {
+            for (value, text) in [(f64::NAN, "nan"), (f64::INFINITY, "inf")] {
+                // An infinite score makes NaN of its row by inf - inf, and what an infinite Q gives
+                // depends on signs that a soft-max of infinities does not define.
+                if value.is_infinite() && operand != Operand::V {
+                    continue;
+                }
+                for mask in ["0", "t", "b:4,0", "b"] {
+                    let name = format!("edges/{text}_in_{what}/{dtype}/{mask}");
+                    planted(name, masked(dtype, dims(30, 40, 16), mask), Plant::At(operand, at, value));
+                }
+            }
+        }
+    }
+}
+
+/// Every head dimension has its own padding.
+fn head_dims(cases: &mut Vec<Case>) {
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        for head_dim in (1..=40).chain([47, 63, 65, 79, 95, 100, 127, 129, 160, 191, 200, 255, 256]) {
+            let mut dims = dims(18, 35, head_dim);
+            (dims.batch, dims.num_heads_q) = (1, 2);
+            let name = format!("edges/head_dim/{dtype}/d{head_dim}");
+            push(cases, name, masked(dtype, dims, "b"), Lengths::default());
+            let mut other = dims;
+            other.head_dim_v = 257 - head_dim;
+            let name = format!("edges/head_dim/{dtype}/d{head_dim}x{}", other.head_dim_v);
+            push(cases, name, masked(dtype, other, "0"), Lengths::default());
+        }
+    }
+    let many = Dims { batch: 5, num_heads_q: 24, num_heads_kv: 3, ..dims(7, 9, 16) };
+    push(cases, "edges/many_heads/f32".into(), masked(DType::F32, many, "b"), Lengths::default());
+    let mut packed = FwdProblem::group(DType::Bf16, Dims { batch: 40, ..dims(3, 4, 16) }, 120, 160);
+    packed.mode = SeqMode::Group { total_q: 120, total_k: 160 };
+    push(cases, "edges/many_sequences/bf16".into(), packed, Lengths::packed(&[(3, 4); 40]));
+}

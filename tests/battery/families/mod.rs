@@ -1,0 +1,59 @@
+//! The families of cases.
+
+mod backward;
+mod combine;
+mod definition;
+mod edges;
+mod fp8;
+mod guards;
+mod laws;
+mod pairwise;
+mod recipe;
+
+use crate::case::Case;
+
+/// Every case of every family.
+pub(crate) fn all() -> Vec<Case> {
+    [
+        definition::cases(),
+        edges::cases(),
+        laws::cases(),
+        fp8::cases(),
+        guards::cases(),
+        backward::cases(),
+        combine::cases(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn there_are_thousands_of_cases_and_no_two_share_a_name() {
+        let cases = all();
+        let names: HashSet<&str> = cases.iter().map(|case| case.name.as_str()).collect();
+        assert_eq!(names.len(), cases.len());
+        assert!(cases.len() > 2000, "{}", cases.len());
+    }
+
+    #[test]
+    fn every_problem_is_sound_and_every_list_is_the_same_each_time() {
+        let cases = all();
+        for case in &cases {
+            let valid = match &case.body {
+                crate::case::Body::Backward(backward) => backward.problem.clone().validate().map(|_| ()),
+                crate::case::Body::Combine(combine) => combine.problem.clone().validate().map(|_| ()),
+                _ => case.problem().map_or(Ok(()), |problem| problem.clone().validate().map(|_| ())),
+            };
+            assert_eq!(valid, Ok(()), "{}", case.name);
+        }
+        let again = all();
+        assert!(cases.iter().zip(&again).all(|(a, b)| a.name == b.name && a.data() == b.data()));
+    }
+}

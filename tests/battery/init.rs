@@ -1,0 +1,178 @@
+//! What tensors hold: numbers that a seed and a position decide, in any order and on any thread.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::tensor::Operand;
+
+/// Which numbers Q, K, V and the gradients that come in are filled with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Init {
+    /// Standard normal.
+    #[default]
+    Normal,
+    /// Uniform in −1..1.
+    Uniform,
+    /// A sine over the row's position and the element's: smooth, and every row unlike its neighbour.
+    Trig,
+    /// Whole numbers in −2..=2: the sums of Q K^T are exact in any order.
+    Integers,
+    /// Q and K normal, every V 0.625: O is that number wherever a row sees a key.
+    ConstantV,
+    /// Normal, one element in 64 sixteen times as large.
+    Outliers,
+    /// Q and K eight times the standard normal: the softmax is nearly one-hot, and an unshifted
+    /// `exp` overflows.
+    HugeLogits,
+}
+
+/// What [`Init::ConstantV`] fills V with; exact in every type.
+pub const CONSTANT_V: f64 = 0.625;
+
+impl Init {
+    /// Every kind.
+    pub const ALL: [Init; 7] = [
+        Init::Normal,
+        Init::Uniform,
+        Init::Trig,
+        Init::Integers,
+        Init::ConstantV,
+        Init::Outliers,
+        Init::HugeLogits,
+    ];
+
+    /// The name in case names and in the command.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Init::Normal => "normal",
+            Init::Uniform => "uniform",
+            Init::Trig => "trig",
+            Init::Integers => "integers",
+            Init::ConstantV => "constant_v",
+            Init::Outliers => "outliers",
+            Init::HugeLogits => "huge_logits",
+        }
+    }
+
+    /// Fills one row of `operand`; `at` is its (sequence, head, position inside the sequence).
+    pub(crate) fn fill(self, operand: Operand, seed: u64, at: [u32; 3], row: &mut [f32]) {
+        let [batch, head, i] = at;
+        let key = mix(mix(seed ^ operand.salt()) ^ (u64::from(batch) << 32 | u64::from(head)))
+            .wrapping_add(u64::from(i) << 24);
+        let key = mix(key);
+        let scores = matches!(operand, Operand::Q | Operand::K);
+        let tensor = scores || matches!(operand, Operand::V | Operand::Dout);
+        match self {
+            Init::ConstantV if operand == Operand::V => row.fill(CONSTANT_V as f32),
+            Init::Uniform if tensor => each(key, row, |word| unit(word) * 2.0 - 1.0),
+            Init::Integers if tensor => each(key, row, |word| (word % 5) as f32 - 2.0),
+            Init::Trig if tensor => {
+                let phase = (key % 1024) as f32 / 163.0;
+                for (d, x) in row.iter_mut().enumerate() {
+                    *x = (phase + d as f32 * 0.7 + i as f32 * 0.3).sin();
+                }
+            }
+            Init::Outliers if tensor => {
+                normal(key, row);
+                for (d, x) in row.iter_mut().enumerate() {
+                    if mix(key ^ 0x5eed ^ d as u64).is_multiple_of(64) {
+                        *x *= 16.0;
+                    }
+                }
+            }
+            Init::HugeLogits if scores => {
+                normal(key, row);
+                row.iter_mut().for_each(|x| *x *= 8.0);
+            }
+            _ => normal(key, row),
+        }
+    }
+}
+
+impl fmt::Display for Init {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Init {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Init::ALL.into_iter().find(|init| init.name() == text).ok_or_else(|| {
+            let known: Vec<_> = Init::ALL.iter().map(|init| init.name()).collect();
+            format!("init `{text}` is unknown (known: {})", known.join(", "))
+        })
+    }
+}
+
+/// The finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+/// generators", OOPSLA 2014): one call decides a number from its position.
+pub(crate) fn mix(counter: u64) -> u64 {
+    let z = counter.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// In 0..1, from the upper 24 bits.
+fn unit(word: u64) -> f32 {
+    (word >> 40) as f32 / (1u32 << 24) as f32
+}
+
+fn each(key: u64, row: &mut [f32], number: impl Fn(u64) -> f32) {
+    for (d, x) in row.iter_mut().enumerate() {
+        *x = number(mix(key.wrapping_add(d as u64)));
+    }
+}
+
+/// Standard normal by Box and Muller, two numbers a word.
+fn normal(key: u64, row: &mut [f32]) {
+    for (pair, two) in row.chunks_mut(2).enumerate() {
+        let word = mix(key.wrapping_add(pair as u64));
+        let radius = (-2.0 * (1.0 - unit(word)).ln()).sqrt();
+        let (sin, cos) = (unit(word << 24) * std::f32::consts::TAU).sin_cos();
+        for (x, part) in two.iter_mut().zip([cos, sin]) {
+            *x = radius * part;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn normal_numbers_have_mean_nought_and_variance_one() {
+        let mut sums = [0.0; 2];
+        let mut row = [0f32; 101];
+        for i in 0..500 {
+            Init::Normal.fill(Operand::Q, 7, [0, 1, i], &mut row);
+            sums[0] += row.iter().map(|&x| f64::from(x)).sum::<f64>();
+            sums[1] += row.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>();
+        }
+        let count = 500.0 * 101.0;
+        assert!((sums[0] / count).abs() < 0.02 && (sums[1] / count - 1.0).abs() < 0.03, "{sums:?}");
+    }
+
+    #[test]
+    fn every_coordinate_decides() {
+        let row = |operand, seed, at| {
+            let mut row = [0f32; 8];
+            Init::Normal.fill(operand, seed, at, &mut row);
+            row
+        };
+        let base = row(Operand::Q, 1, [0, 0, 0]);
+        assert_eq!(base, row(Operand::Q, 1, [0, 0, 0]));
+        for other in [
+            row(Operand::K, 1, [0, 0, 0]),
+            row(Operand::Q, 2, [0, 0, 0]),
+            row(Operand::Q, 1, [1, 0, 0]),
+            row(Operand::Q, 1, [0, 1, 0]),
+            row(Operand::Q, 1, [0, 0, 1]),
+        ] {
+            assert_ne!(base, other);
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! Laws: two calls that must agree, bit for bit where both run the same kernel and tile.
+
+use fmha_core::{
+    CombineProblem, DType, FmhaBackend, FwdPlan, FwdProblem, MaskShape, PlanOptions, Result, SeqMode, Shape,
+    Strides, VLayout,
+};
+
+use crate::case::Forward;
+use crate::check::{Selection, check_fwd};
+use crate::execute::{run_combine, run_fwd};
+use crate::run::Options;
+use crate::tensor::{Operand, Tensor};
+use crate::tensors::{Data, HostCombine, HostFwd, Lengths};
+use crate::verdict::Verdict;
+
+/// A forward call, and what it must agree with.
+#[derive(Clone, Debug)]
+pub struct Law {
+    /// The call.
+    pub forward: Forward,
+    /// The other one.
+    pub kind: LawKind,
+}
+
+/// What a call must agree with. Each but the last two is bit for bit if both plans have the same
+/// kernel and details; otherwise both calls are held to the reference.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LawKind {
+    /// The same sequences, packed.
+    GroupIsBatch,
+    /// The same V, stored `[dim, seq]`.
+    ColMajorIsRowMajor,
+    /// The same tensors, stored b·h·s·d.
+    AnyLayout,
+    /// As many kv heads as query heads, K and V repeated.
+    GqaIsMha,
+    /// The sequences in reverse order; where the plan promises batch invariance.
+    PermutedBatch,
+    /// Itself, again; where the plan promises to be deterministic.
+    Twice,
+    /// A window that hides nothing, instead of no mask; within the bound of the reference.
+    WideWindowIsNone,
+    /// The keys in so many parts, merged; within the bound of the reference.
+    SplitsCombine(u32),
+}
+
+impl Law {
+    pub(crate) fn run(&self, backend: &dyn FmhaBackend, options: &Options) -> Result<Verdict> {
+        let Forward { problem, lengths, data, .. } = &self.forward;
+        let mut a = HostFwd::new(problem.clone(), lengths, *data)?;
+        let plan_a = run(backend, &options.plan, &mut a)?;
+        let mut verdict = check_fwd(&a, &Selection::default(), &|_, _| ())?;
+        if let LawKind::SplitsCombine(parts) = self.kind {
+            let merged = split_and_merge(backend, options, &self.forward, parts, a)?;
+            verdict.tensors.extend(merged.tensors);
+            verdict.faults.extend(merged.faults);
+            return Ok(verdict);
+        }
+        let mut b = self.other(&a)?;
+        let plan_b = run(backend, &options.plan, &mut b)?;
+        let promised = match self.kind {
+            LawKind::Twice => plan_a.promises.deterministic,
+            LawKind::PermutedBatch => plan_a.promises.batch_invariant,
+            LawKind::WideWindowIsNone => false,
+            _ => true,
+        };
+        if promised && same_tile(&plan_a, &plan_b) {
+            let reversed = self.kind == LawKind::PermutedBatch;
+            verdict.faults.extend(difference(&a, &b, reversed));
+        } else {
+            let other = check_fwd(&b, &Selection::default(), &|_, _| ())?;
+            verdict.tensors.extend(other.tensors);
+            verdict.faults.extend(other.faults);
+        }
+        Ok(verdict)
+    }
+
+    /// The other call's tensors: the same numbers, because numbers are decided by sequence, head and
+    /// position; copied where those change.
+    fn other(&self, a: &HostFwd) -> Result<HostFwd> {
+        let Forward { problem, lengths, data, .. } = &self.forward;
+        let mut other = problem.clone();
+        match self.kind {
+            LawKind::GroupIsBatch => {
+                let dims = problem.dims;
+                let packed = vec![(dims.seqlen_q, dims.seqlen_k); dims.batch as usize];
+                other.mode = SeqMode::Group {
+                    total_q: dims.batch * dims.seqlen_q,
+                    total_k: dims.batch * dims.seqlen_k,
+                };
+                contiguous(&mut other);
+                HostFwd::new(other, &Lengths::packed(&packed), *data)
+            }
+            LawKind::ColMajorIsRowMajor => {
+                other.v_layout = VLayout::ColMajor;
+                other.v = Strides::bhds(other.shape_v());
+                HostFwd::new(other, lengths, *data)
+            }
+            LawKind::AnyLayout => {
+                other.q = Strides::bhsd(other.shape_q());
+                other.k = Strides::bhsd(other.shape_k());
+                other.o = Strides::bhsd(other.shape_o());
+                HostFwd::new(other, lengths, *data)
+            }
+            LawKind::WideWindowIsNone => {
+                let wide = MaskShape::Window {
+                    left: Some(problem.dims.seqlen_q + problem.dims.seqlen_k),
+                    right: Some(problem.dims.seqlen_q + problem.dims.seqlen_k),
+                    align: fmha_core::MaskAlign::BottomRight,
+                };
+                other.mask.shape = wide;
+                HostFwd::new(other, lengths, *data)
+            }
+            LawKind::GqaIsMha => {
+                other.dims.num_heads_kv = other.dims.num_heads_q;
+                contiguous(&mut other);
+                let mut b = HostFwd::new(other, lengths, *data)?;
+                let ratio = problem.gqa_ratio();
+                copy_keys(a, &mut b, |batch, row, head| (batch, row, head / ratio));
+                Ok(b)
+            }
+            LawKind::PermutedBatch => {
+                let mut b = HostFwd::new(other, lengths, *data)?;
+                let last = problem.dims.batch - 1;
+                copy_keys(a, &mut b, |batch, row, head| (last - batch, row, head));
+                copy(a, &mut b, Operand::Q, |batch, row, head| (last - batch, row, head));
+                Ok(b)
+            }
+            LawKind::Twice | LawKind::SplitsCombine(_) => HostFwd::new(other, lengths, *data),
+        }
+    }
+}
+
+fn run(backend: &dyn FmhaBackend, options: &PlanOptions, host: &mut HostFwd) -> Result<FwdPlan> {
+    let plan = backend.plan_fwd(&host.problem, options)?;
+    run_fwd(backend, &plan, host)?;
+    Ok(plan)
+}
+
+/// Contiguous b·s·h·d throughout, V row-major.
+fn contiguous(problem: &mut FwdProblem) {
+    problem.v_layout = VLayout::RowMajor;
+    problem.q = Strides::bshd(problem.shape_q());
+    problem.k = Strides::bshd(problem.shape_k());
+    problem.v = Strides::bshd(problem.shape_v());
+    problem.o = Strides::bshd(problem.shape_o());
+}
+
+fn same_tile(a: &FwdPlan, b: &FwdPlan) -> bool {
+    a.kernel == b.kernel && a.details == b.details
+}
+
+type Source = (u32, u32, u32);
+
+/// Fills one tensor of `to` with elements of `from`; `source` gives their (batch, row, head).
+fn copy(from: &HostFwd, to: &mut HostFwd, operand: Operand, source: impl Fn(u32, u32, u32) -> Source) {
+    let source_tensor = from.operands.expect(operand);
+    let tensor = to.operands.expect_mut(operand);
+    let Shape { batch, seq, head, dim } = tensor.shape;
+    for b in 0..batch {
+        for row in 0..seq {
+            for h in 0..head {
+                let (from_b, from_row, from_h) = source(b, row, h);
+                for d in 0..dim {
+                    tensor.set([b, row, h, d], source_tensor.get(from_b, from_row, from_h, d));
+                }
+            }
+        }
+    }
+}
+
+fn copy_keys(from: &HostFwd, to: &mut HostFwd, source: impl Fn(u32, u32, u32) -> Source + Copy) {
+    copy(from, to, Operand::K, source);
+    copy(from, to, Operand::V, source);
+}
+
+/// The first place where O or LSE differ in a bit.
+fn difference(a: &HostFwd, b: &HostFwd, reversed: bool) -> Option<String> {
+    let problem = &a.problem;
+    let (o_a, o_b) = (a.operands.expect(Operand::O), b.operands.expect(Operand::O));
+    for (index, span_a) in a.spans.iter().enumerate() {
+        let span_b = b.spans[if reversed { b.spans.len() - 1 - index } else { index }];
+        for head in 0..problem.dims.num_heads_q {
+            for i in 0..span_a.seqlen_q {
+                let place = format!("at batch {} head {head} row {i}", span_a.i_batch);
+                for d in 0..problem.dims.head_dim_v {
+                    let bits_a = o_a.bits(span_a.storage_batch, span_a.q_row + i, head, d);
+                    let bits_b = o_b.bits(span_b.storage_batch, span_b.q_row + i, head, d);
+                    if bits_a != bits_b {
+                        return Some(format!("o {place} dim {d}: bits {bits_a:#x} here, {bits_b:#x} there"));
+                    }
+                }
+                if let (Some(lse_a), Some(lse_b)) =
+                    (a.operands.get(Operand::Lse), b.operands.get(Operand::Lse))
+                {
+                    let bits = |lse: &Tensor, at: usize| lse.nth(at).to_bits();
+                    let bits_a = bits(lse_a, span_a.lse_index(problem, head, i));
+                    let bits_b = bits(lse_b, span_b.lse_index(&b.problem, head, i));
+                    if bits_a != bits_b {
+                        return Some(format!("lse {place} differs"));
+                    }
+                }
+            }
+        }
+    }
+    None
+}
+
+/// Attends to the keys in `parts` ranges (one of them empty if there are more than two), merges, and
+/// holds what comes out to the reference of the whole.
+///
+/// A mask is moved along with the keys: `j - i` of key `start + j` is larger by `start`.
+fn split_and_merge(
+    backend: &dyn FmhaBackend,
+    options: &Options,
+    forward: &Forward,
+    parts: u32,
+    mut whole: HostFwd,
+) -> Result<Verdict> {
+    let problem = &forward.problem;
+    let dims = problem.dims;
+    let rows = problem.shape_o();
+    let mut merge = CombineProblem::new(parts, DType::F32, problem.dtype_o, rows);
+    merge.write_lse = problem.write_lse;
+    let mut merged = HostCombine::new(merge, Data::default())?;
+    for part in 0..parts {
+        let cut = |part: u32| if parts > 2 && part == 1 { 0 } else { part * dims.seqlen_k / parts };
+        let (start, end) = if parts > 2 && part == 0 { (0, 0) } else { (cut(part), cut(part + 1)) };
+        let (start, end) = if part + 1 == parts { (start, dims.seqlen_k) } else { (start, end) };
+        let mut piece = problem.clone();
+        piece.dims.seqlen_k = end - start;
+        piece.dtype_o = DType::F32;
+        piece.write_lse = true;
+        if let MaskShape::Generic { y, x } = problem.mask.shape {
+            let shift = start.cast_signed();
+            piece.mask.shape = MaskShape::Generic { y: y + shift, x: x - shift };
+        }
+        contiguous(&mut piece);
+        let mut host = HostFwd::new(piece, &Lengths::default(), forward.data)?;
+        copy_keys(&whole, &mut host, |batch, row, head| (batch, start + row, head));
+        run(backend, &options.plan, &mut host)?;
+        let Some(o) = host.operands.0.remove(&Operand::O) else { continue };
+        let Some(lse) = host.operands.0.remove(&Operand::Lse) else { continue };
+        merged.operands.put(Operand::PartO(part), o);
+        merged.operands.put(Operand::PartLse(part), lse);
+    }
+    let plan = backend.plan_combine(&merged.problem, &options.plan)?;
+    run_combine(backend, &plan, &mut merged)?;
+    for operand in [Operand::O, Operand::Lse] {
+        if let Some(tensor) = merged.operands.0.remove(&operand) {
+            whole.operands.put(operand, tensor);
+        }
+    }
+    check_fwd(&whole, &Selection::default(), &|_, _| ())
+}

@@ -1,0 +1,203 @@
+//! Running many cases, and what is said of them.
+
+use std::fmt;
+use std::io::Write;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use fmha_core::{FmhaBackend, MemorySpace};
+use quick_junit::{NonSuccessKind, TestCase, TestCaseStatus, TestSuite};
+use regex_lite::Regex;
+use serde::Serialize;
+
+use crate::case::{Case, matching};
+use crate::run::{Options, Outcome};
+
+/// What became of one case.
+#[derive(Clone, Debug, Serialize)]
+pub struct CaseReport {
+    /// Its name.
+    pub name: String,
+    /// Its seed.
+    pub seed: u64,
+    /// Passed, failed, refused or absent.
+    pub outcome: Outcome,
+    /// The verdict, the refusal or the reason.
+    pub text: String,
+    /// The command that repeats it.
+    pub repro: String,
+    /// How long it took, the reference included.
+    pub seconds: f64,
+}
+
+/// The columns of the report.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Summary {
+    /// Ran, and everything holds.
+    pub passed: u64,
+    /// Does not hold, or was refused undeclared.
+    pub failed: u64,
+    /// Refused as declared.
+    pub refused: u64,
+    /// Could not run here.
+    pub absent: u64,
+}
+
+/// What a backend made of the battery. As JSON it ends in `summary`.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// The backend's kind.
+    pub backend: String,
+    /// Its device.
+    pub device: String,
+    /// Every case, in order.
+    pub cases: Vec<CaseReport>,
+    /// The counts.
+    pub summary: Summary,
+}
+
+/// Called after each case, from any thread: how many are done, of how many, and the case.
+pub type OnCase<'a> = &'a (dyn Fn(u64, u64, &CaseReport) + Sync);
+
+/// Runs the cases whose names `filter` finds: on all cores where the backend computes in host memory,
+/// one after another on a device.
+#[must_use]
+pub fn run(
+    backend: &dyn FmhaBackend,
+    filter: Option<&Regex>,
+    options: &Options,
+    on_case: OnCase<'_>,
+) -> Report {
+    run_cases(backend, &matching(filter), options, on_case)
+}
+
+/// Runs these cases; see [`run`].
+#[must_use]
+pub fn run_cases(
+    backend: &dyn FmhaBackend,
+    cases: &[Case],
+    options: &Options,
+    on_case: OnCase<'_>,
+) -> Report {
+    let done = Mutex::new(0);
+    let total = cases.len() as u64;
+    let one = |(index, case): (usize, &Case)| {
+        let start = Instant::now();
+        let (outcome, text) = case.run(backend, options);
+        let report = CaseReport {
+            name: case.name.clone(),
+            seed: case.data().seed,
+            outcome,
+            text,
+            repro: case.repro(backend.kind()),
+            seconds: start.elapsed().as_secs_f64(),
+        };
+        let mut done = done.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        *done += 1;
+        on_case(*done, total, &report);
+        (index, report)
+    };
+    let (huge, small): (Vec<_>, Vec<_>) = cases.iter().enumerate().partition(|(_, case)| case.is_huge());
+    let threads = match backend.memory().space() {
+        MemorySpace::Host => std::thread::available_parallelism().map_or(1, usize::from),
+        MemorySpace::Device => 1,
+    };
+    // Threads of its own, not a pool: a pool's worker that waits for a backend's pool would take up
+    // one more case meanwhile, and another inside that one.
+    let next = AtomicUsize::new(0);
+    let worker = || {
+        let mut done = Vec::new();
+        while let Some(&case) = small.get(next.fetch_add(1, Ordering::Relaxed)) {
+            done.push(one(case));
+        }
+        done
+    };
+    let mut reports: Vec<(usize, CaseReport)> = std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(worker)).collect();
+        workers.into_iter().filter_map(|worker| worker.join().ok()).flatten().collect()
+    });
+    reports.extend(huge.into_iter().map(one));
+    reports.sort_by_key(|(index, _)| *index);
+    let cases: Vec<CaseReport> = reports.into_iter().map(|(_, report)| report).collect();
+    let summary = Summary::of(&cases);
+    Report { backend: backend.kind().to_owned(), device: backend.name().to_owned(), cases, summary }
+}
+
+impl Summary {
+    fn of(cases: &[CaseReport]) -> Self {
+        let count = |outcome| cases.iter().filter(|case| case.outcome == outcome).count() as u64;
+        Self {
+            passed: count(Outcome::Passed),
+            failed: count(Outcome::Failed),
+            refused: count(Outcome::Refused),
+            absent: count(Outcome::Absent),
+        }
+    }
+}
+
+impl fmt::Display for Summary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { passed, failed, refused, absent } = self;
+        write!(f, "{passed} passed, {failed} failed, {refused} refused, {absent} absent")
+    }
+}
+
+impl Report {
+    /// The cases that failed.
+    pub fn failures(&self) -> impl Iterator<Item = &CaseReport> {
+        self.cases.iter().filter(|case| case.outcome == Outcome::Failed)
+    }
+
+    /// Counts by family, in the order in which they first appear.
+    #[must_use]
+    pub fn families(&self) -> Vec<(String, Summary)> {
+        let mut families: Vec<(String, Vec<CaseReport>)> = Vec::new();
+        for case in &self.cases {
+            let family = case.name.split('/').next().unwrap_or_default();
+            match families.iter_mut().find(|(name, _)| name == family) {
+                Some((_, cases)) => cases.push(case.clone()),
+                None => families.push((family.to_owned(), vec![case.clone()])),
+            }
+        }
+        families.into_iter().map(|(name, cases)| (name, Summary::of(&cases))).collect()
+    }
+
+    /// JSON: an object that ends in `summary`.
+    ///
+    /// # Errors
+    /// What the writer said.
+    pub fn write_json(&self, to: &mut dyn Write) -> std::io::Result<()> {
+        serde_json::to_writer_pretty(&mut *to, self)?;
+        writeln!(to)
+    }
+
+    /// JUnit XML: a suite for each family; refused and absent cases are skipped, with their reasons.
+    ///
+    /// # Errors
+    /// What the writer said.
+    pub fn write_junit(&self, to: &mut dyn Write) -> std::io::Result<()> {
+        let mut report = quick_junit::Report::new(format!("fmha conformance on {}", self.device));
+        for (family, _) in self.families() {
+            let mut suite = TestSuite::new(family.clone());
+            for case in self.cases.iter().filter(|case| case.name.split('/').next() == Some(&family)) {
+                let mut status = match case.outcome {
+                    Outcome::Passed => TestCaseStatus::success(),
+                    Outcome::Failed => TestCaseStatus::non_success(NonSuccessKind::Failure),
+                    Outcome::Refused | Outcome::Absent => TestCaseStatus::skipped(),
+                };
+                if case.outcome != Outcome::Passed {
+                    status.set_message(case.text.clone());
+                }
+                if case.outcome == Outcome::Failed {
+                    status.set_description(case.repro.clone());
+                }
+                let mut test = TestCase::new(case.name.clone(), status);
+                test.set_time(std::time::Duration::from_secs_f64(case.seconds));
+                suite.add_test_case(test);
+            }
+            report.add_test_suite(suite);
+        }
+        report.serialize(to).map_err(std::io::Error::other)
+    }
+}

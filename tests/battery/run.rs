@@ -1,0 +1,200 @@
+//! Running one case.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use fmha_core::{Error, FmhaBackend, FwdProblem, MemorySpace, PlanOptions, Result};
+use serde::Serialize;
+
+use crate::case::{Backward, Body, Case, Combine, Forward, Plant};
+use crate::check::{Selection, check_bwd, check_combine, check_fwd, intact_bwd, intact_combine, intact_fwd};
+use crate::declared;
+use crate::execute::{run_bwd, run_combine, run_fwd};
+use crate::memory::Placement;
+use crate::tensor::Operand;
+use crate::tensors::{HostBwd, HostCombine, HostFwd};
+use crate::verdict::Verdict;
+
+/// What became of a case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Outcome {
+    /// It ran, and everything holds.
+    Passed,
+    /// It ran and something does not hold, or it could not run for a reason nobody declared.
+    Failed,
+    /// The backend refused it, as declared.
+    Refused,
+    /// It needs what is not here.
+    Absent,
+}
+
+/// How to run cases.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Which kernel; a slow one may stand in unless the caller says otherwise.
+    pub plan: PlanOptions,
+    /// Whether cases that reserve gigabytes run on a device too; on the host they cost nothing.
+    pub huge_on_device: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { plan: PlanOptions { allow_fallback: true, ..PlanOptions::default() }, huge_on_device: false }
+    }
+}
+
+/// A case's outcome and the sentence that goes with it.
+pub type Ended = (Outcome, String);
+
+impl Case {
+    /// Runs it. A panic of the backend is a failure of the case.
+    #[must_use]
+    pub fn run(&self, backend: &dyn FmhaBackend, options: &Options) -> Ended {
+        if let Some(reason) = self.absent(backend, options) {
+            return (Outcome::Absent, reason);
+        }
+        let result = catch_unwind(AssertUnwindSafe(|| match &self.body {
+            Body::Forward(forward) => run_forward(forward, backend, options),
+            Body::Backward(backward) => run_backward(backward, backend, options),
+            Body::Combine(combine) => run_merge(combine, backend, options),
+            Body::Law(law) => law.run(backend, options),
+        }));
+        match result {
+            Ok(Ok(verdict)) if verdict.pass() => (Outcome::Passed, verdict.to_string()),
+            Ok(Ok(verdict)) => (Outcome::Failed, verdict.to_string()),
+            Ok(Err(error @ Error::Unsupported { .. })) => match declared::why(backend.kind(), self) {
+                Some(why) => (Outcome::Refused, format!("{why}: {error}")),
+                None => (Outcome::Failed, format!("undeclared refusal: {error}")),
+            },
+            Ok(Err(error)) => (Outcome::Failed, error.to_string()),
+            Err(panic) => {
+                let text = panic
+                    .downcast_ref::<String>()
+                    .map(String::as_str)
+                    .or_else(|| panic.downcast_ref::<&str>().copied())
+                    .unwrap_or("no message");
+                (Outcome::Failed, format!("panic: {text}"))
+            }
+        }
+    }
+
+    /// Why this case cannot run here.
+    fn absent(&self, backend: &dyn FmhaBackend, options: &Options) -> Option<String> {
+        let host = backend.memory().space() == MemorySpace::Host;
+        match self.data().room.placement {
+            Placement::Margins => None,
+            Placement::EndsAtUnmapped | Placement::BeginsAtUnmapped => {
+                if !host {
+                    Some("guard pages need a backend that computes in host memory".into())
+                } else if cfg!(unix) {
+                    None
+                } else {
+                    Some("guard pages need mmap".into())
+                }
+            }
+            Placement::Sparse => {
+                if host && cfg!(target_os = "linux") || !host && options.huge_on_device {
+                    None
+                } else {
+                    Some(
+                        "gigabytes of reserved memory are used on the host under Linux, or on request".into(),
+                    )
+                }
+            }
+        }
+    }
+}
+
+pub(crate) fn run_forward(case: &Forward, backend: &dyn FmhaBackend, options: &Options) -> Result<Verdict> {
+    let plan = backend.plan_fwd(&case.problem.clone().validate()?, &options.plan)?;
+    let mut host = HostFwd::new(case.problem.clone(), &case.lengths, case.data)?;
+    plant(&mut host, case.plant);
+    run_fwd(backend, &plan, &mut host)?;
+    let mut verdict = check_fwd(&host, &Selection::default(), &|_, _| ())?;
+    if case.data.room.placement != Placement::Sparse {
+        verdict.faults.extend(intact_fwd(&host));
+    }
+    verdict.faults.extend(constant_v_fault(case, &host));
+    Ok(verdict)
+}
+
+fn run_backward(case: &Backward, backend: &dyn FmhaBackend, options: &Options) -> Result<Verdict> {
+    let plan = backend.plan_bwd(&case.problem.clone().validate()?, &options.plan)?;
+    let mut host = HostBwd::new(case.problem.clone(), &case.lengths, case.data)?;
+    host.fill_forward()?;
+    run_bwd(backend, &plan, &mut host)?;
+    let mut verdict = check_bwd(&host, &|_, _| ())?;
+    verdict.faults.extend(intact_bwd(&host));
+    Ok(verdict)
+}
+
+fn run_merge(case: &Combine, backend: &dyn FmhaBackend, options: &Options) -> Result<Verdict> {
+    let plan = backend.plan_combine(&case.problem.clone().validate()?, &options.plan)?;
+    let mut host = HostCombine::new(case.problem.clone(), case.data)?;
+    run_combine(backend, &plan, &mut host)?;
+    let mut verdict = check_combine(&host)?;
+    verdict.faults.extend(intact_combine(&host));
+    Ok(verdict)
+}
+
+/// Rows of P sum to 1, so a constant V comes out as itself: within one rounding of O and the error of
+/// P's rounding, whatever the reference says. Needs every weight in the sum: no sink, no dropout.
+fn constant_v_fault(case: &Forward, host: &HostFwd) -> Option<String> {
+    let problem = &case.problem;
+    let wide = !problem.dtype_v.is_fp8() && !problem.dtype_o.is_fp8();
+    let plain = case.data.init == crate::init::Init::ConstantV && case.plant == Plant::Nothing;
+    if !plain || !wide || problem.sink || problem.drops() {
+        return None;
+    }
+    let u = problem.dtype_v.unit_roundoff() + problem.dtype_o.unit_roundoff() + 1e-5;
+    let most = 2.0 * u * crate::init::CONSTANT_V;
+    let o = host.operands.expect(Operand::O);
+    for span in &host.spans {
+        let band = problem.mask.band(span.seqlen_q, span.seqlen_k);
+        for i in 0..span.seqlen_q {
+            if !(0..span.seqlen_k).any(|j| band.visible(i, j)) {
+                continue;
+            }
+            for head in 0..problem.dims.num_heads_q {
+                let got = o.get(span.storage_batch, span.q_row + i, head, 0);
+                // Not `>`: a NaN is a fault too.
+                if (got - crate::init::CONSTANT_V).abs() <= most {
+                    continue;
+                }
+                return Some(format!(
+                    "every V is {}, but o at batch {} head {head} row {i} is {got}",
+                    crate::init::CONSTANT_V,
+                    span.i_batch
+                ));
+            }
+        }
+    }
+    None
+}
+
+/// Writes what the case plants.
+fn plant(host: &mut HostFwd, plant: Plant) {
+    match plant {
+        Plant::Nothing => {}
+        Plant::At(operand, at, value) => host.operands.expect_mut(operand).set(at, value),
+        Plant::HiddenKeys => {
+            let problem: FwdProblem = (*host.problem).clone();
+            for span in host.spans.clone() {
+                let band = problem.mask.band(span.seqlen_q, span.seqlen_k);
+                let hidden = (0..span.seqlen_k).filter(|&j| !(0..span.seqlen_q).any(|i| band.visible(i, j)));
+                for j in hidden {
+                    for (operand, dim) in
+                        [(Operand::K, problem.dims.head_dim_qk), (Operand::V, problem.dims.head_dim_v)]
+                    {
+                        for (head, d) in
+                            (0..problem.dims.num_heads_kv).flat_map(|head| (0..dim).map(move |d| (head, d)))
+                        {
+                            let at = [span.storage_batch, span.k_row + j, head, d];
+                            host.operands.expect_mut(operand).set(at, f64::NAN);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

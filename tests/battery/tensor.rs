@@ -1,0 +1,272 @@
+//! One owned tensor in host memory, and the named set of them that a call takes.
+
+use std::collections::BTreeMap;
+
+use fmha_core::{DType, DevSlice, DevSliceMut, Result, Shape, Strides, ValidFwd};
+
+use crate::memory::{Bytes, Placement};
+
+/// Which argument of a call a tensor is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[allow(missing_docs, reason = "each is the argument of that name")]
+pub enum Operand {
+    Q,
+    K,
+    V,
+    O,
+    Lse,
+    Dout,
+    Dlse,
+    Dq,
+    Dk,
+    Dv,
+    Dbias,
+    Dsink,
+    CuSeqlensQ,
+    CuSeqlensK,
+    SequsedQ,
+    SequsedK,
+    Bias,
+    AlibiSlopes,
+    Sink,
+    DescaleQ,
+    DescaleK,
+    DescaleV,
+    ScaleO,
+    KeepMask,
+    PartO(u32),
+    PartLse(u32),
+}
+
+impl Operand {
+    /// Sets one operand's random numbers apart from another's.
+    pub(crate) fn salt(self) -> u64 {
+        match self {
+            Operand::Q => 1,
+            Operand::K => 2,
+            Operand::V => 3,
+            Operand::Dout => 4,
+            Operand::Dlse => 5,
+            Operand::Bias => 6,
+            Operand::Sink => 7,
+            Operand::PartO(part) => 0x100 + u64::from(part),
+            Operand::PartLse(part) => 0x1_0000_0000 + u64::from(part),
+            _ => 8,
+        }
+    }
+}
+
+/// A tensor: its elements where its strides say, and poison everywhere else.
+///
+/// The poison is one byte, repeated, that is a NaN in the tensor's type. An element that nobody
+/// writes stays NaN and fails its check; a byte that nobody may write is compared with the poison.
+pub struct Tensor {
+    bytes: Bytes,
+    /// Bytes before the first element.
+    first: usize,
+    /// Bytes from the first element to the last.
+    extent: usize,
+    poison: u8,
+    /// The elements' type; meaningless for lengths and the keep mask.
+    pub dtype: DType,
+    /// Logical extents.
+    pub shape: Shape,
+    /// Element strides.
+    pub strides: Strides,
+}
+
+/// How tensors are laid into memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Room {
+    /// Beside what.
+    pub placement: Placement,
+    /// Elements by which the first one lies beyond an aligned address.
+    pub shift: u32,
+}
+
+impl Tensor {
+    /// Poison throughout (zeros where [`Placement::Sparse`]).
+    ///
+    /// # Errors
+    /// The size, where the system has not so much memory.
+    pub fn new(dtype: DType, shape: Shape, strides: Strides, room: Room) -> Result<Self> {
+        let extent = ValidFwd::extent_bytes(strides, shape, dtype) as usize;
+        let fnuz = matches!(dtype, DType::E4m3Fnuz | DType::E5m2Fnuz);
+        let poison = if fnuz { 0x80 } else { 0xff };
+        Self::with_extent(dtype, shape, strides, room, extent, poison)
+    }
+
+    fn with_extent(
+        dtype: DType,
+        shape: Shape,
+        strides: Strides,
+        room: Room,
+        extent: usize,
+        poison: u8,
+    ) -> Result<Self> {
+        let (bytes, first) = match room.placement {
+            Placement::Margins => {
+                let first = 256 + room.shift as usize * dtype.size_bytes() as usize;
+                (Bytes::filled(first + extent + 256, poison)?, first)
+            }
+            Placement::EndsAtUnmapped => (Bytes::beside_unmapped(extent, poison, true)?, 0),
+            Placement::BeginsAtUnmapped => (Bytes::beside_unmapped(extent, poison, false)?, 0),
+            Placement::Sparse => (Bytes::sparse(extent)?, 0),
+        };
+        Ok(Self { bytes, first, extent, poison, dtype, shape, strides })
+    }
+
+    /// A row of `count` elements.
+    pub(crate) fn row(dtype: DType, count: u64, room: Room) -> Result<Self> {
+        let dim = u32::try_from(count).unwrap_or(u32::MAX);
+        let shape = Shape { batch: 1, seq: 1, head: 1, dim };
+        let room = Room { placement: room.placement.dense(), ..room };
+        let extent = (count * dtype.size_bytes()) as usize;
+        Self::with_extent(dtype, shape, Strides::bshd(shape), room, extent, 0xff)
+    }
+
+    /// These numbers in a row of f32.
+    pub(crate) fn f32s(values: &[f32], room: Room) -> Result<Self> {
+        let mut tensor = Self::row(DType::F32, values.len() as u64, room)?;
+        tensor.elems_mut().copy_from_slice(bytemuck::cast_slice(values));
+        Ok(tensor)
+    }
+
+    /// These lengths in a row of i32.
+    pub(crate) fn i32s(values: &[i32], room: Room) -> Result<Self> {
+        let mut tensor = Self::row(DType::F32, values.len() as u64, room)?;
+        tensor.elems_mut().copy_from_slice(bytemuck::cast_slice(values));
+        Ok(tensor)
+    }
+
+    /// A row of bytes.
+    pub(crate) fn u8s(count: u64, room: Room) -> Result<Self> {
+        Self::row(DType::E4m3Fn, count, room)
+    }
+
+    /// From the first element to the last, gaps included.
+    #[must_use]
+    pub fn elems(&self) -> &[u8] {
+        &self.bytes[self.first..][..self.extent]
+    }
+
+    /// From the first element to the last, gaps included.
+    pub fn elems_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.first..][..self.extent]
+    }
+
+    /// All bytes, margins included, and where the first element lies in them.
+    pub(crate) fn raw(&self) -> (&[u8], usize) {
+        (&self.bytes, self.first)
+    }
+
+    pub(crate) fn raw_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes
+    }
+
+    /// What fills the bytes that belong to no element; `None` where nothing does.
+    pub(crate) fn poison(&self) -> u8 {
+        self.poison
+    }
+
+    fn at(&self, batch: u32, seq: u32, head: u32, dim: u32) -> usize {
+        (self.strides.offset(batch, seq, head, dim).unsigned_abs() * self.dtype.size_bytes()) as usize
+    }
+
+    /// One element.
+    #[must_use]
+    pub fn get(&self, batch: u32, seq: u32, head: u32, dim: u32) -> f64 {
+        self.dtype.read(&self.elems()[self.at(batch, seq, head, dim)..])
+    }
+
+    /// Writes one element, rounded to its type.
+    pub fn set(&mut self, at: [u32; 4], value: f64) {
+        let [batch, seq, head, dim] = at;
+        let (dtype, at) = (self.dtype, self.at(batch, seq, head, dim));
+        dtype.write(value, &mut self.elems_mut()[at..]);
+    }
+
+    /// The bits of one element, for comparisons without a tolerance.
+    #[must_use]
+    pub fn bits(&self, batch: u32, seq: u32, head: u32, dim: u32) -> u32 {
+        let at = self.at(batch, seq, head, dim);
+        let size = self.dtype.size_bytes() as usize;
+        let mut bits = [0; 4];
+        bits[..size].copy_from_slice(&self.elems()[at..at + size]);
+        u32::from_le_bytes(bits)
+    }
+
+    /// Element `index` of a row.
+    #[must_use]
+    pub fn nth(&self, index: usize) -> f64 {
+        self.dtype.read(&self.elems()[index * self.dtype.size_bytes() as usize..])
+    }
+
+    /// Writes element `index` of a row.
+    pub fn set_nth(&mut self, index: usize, value: f64) {
+        let dtype = self.dtype;
+        dtype.write(value, &mut self.elems_mut()[index * dtype.size_bytes() as usize..]);
+    }
+
+    /// As an input in host memory.
+    #[must_use]
+    pub fn slice(&self) -> DevSlice<'_> {
+        DevSlice::host(self.elems())
+    }
+
+    /// As an output in host memory.
+    pub fn slice_mut(&mut self) -> DevSliceMut<'_> {
+        DevSliceMut::host(self.elems_mut())
+    }
+}
+
+impl Placement {
+    /// Small operands of a sparse problem need no gigabytes.
+    fn dense(self) -> Self {
+        if self == Placement::Sparse { Placement::Margins } else { self }
+    }
+}
+
+/// The tensors of a call, by argument.
+#[derive(Default)]
+pub struct Operands(pub(crate) BTreeMap<Operand, Tensor>);
+
+impl Operands {
+    /// A tensor, if the call has it.
+    #[must_use]
+    pub fn get(&self, operand: Operand) -> Option<&Tensor> {
+        self.0.get(&operand)
+    }
+
+    /// A tensor, if the call has it.
+    pub fn get_mut(&mut self, operand: Operand) -> Option<&mut Tensor> {
+        self.0.get_mut(&operand)
+    }
+
+    /// A tensor that every call of this kind has.
+    ///
+    /// # Panics
+    /// Where the problem has no such operand.
+    #[must_use]
+    pub fn expect(&self, operand: Operand) -> &Tensor {
+        self.get(operand).unwrap_or_else(|| panic!("{operand:?} is no operand of this problem"))
+    }
+
+    /// A tensor that every call of this kind has.
+    ///
+    /// # Panics
+    /// Where the problem has no such operand.
+    pub fn expect_mut(&mut self, operand: Operand) -> &mut Tensor {
+        self.get_mut(operand).unwrap_or_else(|| panic!("{operand:?} is no operand of this problem"))
+    }
+
+    pub(crate) fn put(&mut self, operand: Operand, tensor: Tensor) {
+        self.0.insert(operand, tensor);
+    }
+
+    /// An operand as an input in host memory, if the call has it.
+    #[must_use]
+    pub fn input(&self, operand: Operand) -> Option<DevSlice<'_>> {
+        self.get(operand).map(Tensor::slice)
+    }
+}

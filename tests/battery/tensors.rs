@@ -1,0 +1,437 @@
+//! The owned tensors of a forward, backward or combine problem, filled from a seed.
+
+use fmha_core::reference::{Inputs, Precision, forward_head};
+use fmha_core::seq::spans;
+use fmha_core::{
+    Bias, BwdProblem, CombineProblem, DType, Descale, DropoutSeed, FwdProblem, Result, ScoreArgs, SeqArgs,
+    SeqMode, SeqSpan, Shape, Strides, ValidBwd, ValidCombine, ValidFwd,
+};
+use rayon::prelude::*;
+
+use crate::init::{Init, mix};
+use crate::tensor::{Operand, Operands, Room, Tensor};
+
+/// Lengths and offsets as the device reads them; empty where the problem has none.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Lengths {
+    /// Group mode: `[batch + 1]`.
+    pub cu_seqlens_q: Vec<i32>,
+    /// Group mode: `[batch + 1]`.
+    pub cu_seqlens_k: Vec<i32>,
+    /// `[batch]`, where the problem has `seqused_q`.
+    pub seqused_q: Vec<i32>,
+    /// `[batch]`, where the problem has `seqused_k`.
+    pub seqused_k: Vec<i32>,
+}
+
+impl Lengths {
+    /// Packed sequences of these (queries, keys), with no gap between.
+    #[must_use]
+    pub fn packed(sequences: &[(u32, u32)]) -> Self {
+        let sums = |length: fn(&(u32, u32)) -> u32| {
+            let mut sum = 0;
+            std::iter::once(0)
+                .chain(sequences.iter().map(|sequence| {
+                    sum += length(sequence).cast_signed();
+                    sum
+                }))
+                .collect()
+        };
+        Self {
+            cu_seqlens_q: sums(|s| s.0),
+            cu_seqlens_k: sums(|s| s.1),
+            seqused_q: vec![],
+            seqused_k: vec![],
+        }
+    }
+}
+
+/// What tensors hold and where they lie.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Data {
+    /// Which numbers.
+    pub init: Init,
+    /// Decides every number, the dropout mask too.
+    pub seed: u64,
+    /// Where in memory.
+    pub room: Room,
+}
+
+/// A forward call's tensors: inputs filled at every element that the mask or the lengths do not
+/// exclude, NaN everywhere else, outputs NaN throughout.
+pub struct HostFwd {
+    /// What to compute.
+    pub problem: ValidFwd,
+    /// Every operand.
+    pub operands: Operands,
+    /// Where the dropout generator stands.
+    pub dropout: DropoutSeed,
+    /// The sequences.
+    pub spans: Vec<SeqSpan>,
+}
+
+impl HostFwd {
+    /// Fills every input.
+    ///
+    /// # Errors
+    /// A problem that contradicts itself, lengths that do not fit it, or too little memory.
+    pub fn new(problem: FwdProblem, lengths: &Lengths, data: Data) -> Result<Self> {
+        let problem = problem.validate()?;
+        let mut operands = Operands::default();
+        let spans = inputs(&problem, lengths, data, &mut operands)?;
+        let tensor = |dtype, shape, strides| Tensor::new(dtype, shape, strides, data.room);
+        operands.put(Operand::O, tensor(problem.dtype_o, problem.shape_o(), problem.o)?);
+        if problem.write_lse {
+            operands.put(Operand::Lse, Tensor::row(DType::F32, problem.lse_elems(), data.room)?);
+        }
+        if problem.scale_o {
+            // No power of two, and nowhere near the largest number of any type.
+            operands.put(Operand::ScaleO, Tensor::f32s(&[11.0], data.room)?);
+        }
+        if problem.write_keep_mask {
+            operands.put(Operand::KeepMask, Tensor::u8s(problem.keep_mask_bytes(), data.room)?);
+        }
+        Ok(Self { problem, operands, dropout: dropout_seed(data.seed), spans })
+    }
+
+    /// What the reference reads.
+    #[must_use]
+    pub fn inputs(&self) -> Inputs<'_> {
+        inputs_of(&self.operands, self.dropout)
+    }
+}
+
+/// A backward call's tensors. O and LSE are NaN until [`fill_forward`](Self::fill_forward) or the
+/// caller writes them.
+pub struct HostBwd {
+    /// What to compute.
+    pub problem: ValidBwd,
+    /// Every operand.
+    pub operands: Operands,
+    /// Where the dropout generator stands.
+    pub dropout: DropoutSeed,
+    /// The sequences.
+    pub spans: Vec<SeqSpan>,
+}
+
+impl HostBwd {
+    /// Fills every input but O and LSE.
+    ///
+    /// # Errors
+    /// As [`HostFwd::new`].
+    pub fn new(problem: BwdProblem, lengths: &Lengths, data: Data) -> Result<Self> {
+        let problem = problem.validate()?;
+        let fwd = problem.fwd().clone();
+        let mut operands = Operands::default();
+        let spans = inputs(&fwd, lengths, data, &mut operands)?;
+        let tensor = |dtype, shape, strides| Tensor::new(dtype, shape, strides, data.room);
+        operands.put(Operand::O, tensor(fwd.dtype_o, fwd.shape_o(), fwd.o)?);
+        operands.put(Operand::Lse, Tensor::row(DType::F32, fwd.lse_elems(), data.room)?);
+        let mut dout = tensor(fwd.dtype_o, fwd.shape_o(), problem.dout)?;
+        fill(&mut dout, Operand::Dout, &q_rows(&spans), data);
+        operands.put(Operand::Dout, dout);
+        if problem.has_dlse {
+            let mut dlse = Tensor::row(DType::F32, fwd.lse_elems(), data.room)?;
+            for span in &spans {
+                for (i_head, i) in heads_and_rows(&fwd, span) {
+                    let mut value = [0.0];
+                    data.init.fill(Operand::Dlse, data.seed, [span.i_batch, i_head, i], &mut value);
+                    dlse.set_nth(span.lse_index(&fwd, i_head, i), f64::from(value[0]));
+                }
+            }
+            operands.put(Operand::Dlse, dlse);
+        }
+        let grad = problem.dtype_grad;
+        operands.put(Operand::Dq, tensor(grad, fwd.shape_q(), problem.dq)?);
+        operands.put(Operand::Dk, tensor(grad, fwd.shape_k(), problem.dk)?);
+        operands.put(Operand::Dv, tensor(grad, fwd.shape_v(), problem.dv)?);
+        if let (Some(dbias), Bias::Elementwise(bias)) = (problem.dbias, fwd.bias) {
+            let shape = fwd.shape_bias(bias.broadcast);
+            operands.put(Operand::Dbias, tensor(dbias.dtype, shape, dbias.strides)?);
+        }
+        if problem.write_dsink {
+            let heads = u64::from(fwd.dims.num_heads_q);
+            operands.put(Operand::Dsink, Tensor::row(DType::F32, heads, data.room)?);
+        }
+        Ok(Self { problem, operands, dropout: dropout_seed(data.seed), spans })
+    }
+
+    /// Writes O and LSE as an exact forward call would, rounded to their types.
+    ///
+    /// # Errors
+    /// Operands that are missing.
+    pub fn fill_forward(&mut self) -> Result<()> {
+        let fwd = self.problem.fwd().clone();
+        for span in self.spans.clone() {
+            for i_head in 0..fwd.dims.num_heads_q {
+                let head = forward_head(&fwd, &self.inputs(), span, i_head, Precision::Exact)?;
+                let dim = fwd.dims.head_dim_v;
+                for i in 0..span.seqlen_q {
+                    let o = self.operands.expect_mut(Operand::O);
+                    for d in 0..dim {
+                        let value = head.o[(i * dim + d) as usize];
+                        o.set([span.storage_batch, span.q_row + i, i_head, d], value);
+                    }
+                    let index = span.lse_index(&fwd, i_head, i);
+                    self.operands.expect_mut(Operand::Lse).set_nth(index, head.lse[i as usize]);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What the reference reads.
+    #[must_use]
+    pub fn inputs(&self) -> Inputs<'_> {
+        inputs_of(&self.operands, self.dropout)
+    }
+}
+
+/// A combine call's tensors.
+pub struct HostCombine {
+    /// What to compute.
+    pub problem: ValidCombine,
+    /// Every operand.
+    pub operands: Operands,
+}
+
+impl HostCombine {
+    /// Fills the parts: their O as `data` says, their LSE normal. One row in four has one part that
+    /// saw nothing (LSE −inf, its O NaN), one row in sixteen no part that saw anything.
+    ///
+    /// # Errors
+    /// A problem that contradicts itself, or too little memory.
+    pub fn new(problem: CombineProblem, data: Data) -> Result<Self> {
+        let problem = problem.validate()?;
+        let shape = problem.shape();
+        let mut operands = Operands::default();
+        for part in 0..problem.num_parts {
+            let mut o = Tensor::new(problem.dtype_part, shape, problem.part, data.room)?;
+            let mut lse = Tensor::row(DType::F32, problem.lse_elems(), data.room)?;
+            let mut row = vec![0.0; shape.dim as usize];
+            for index in 0..problem.lse_elems() as usize {
+                let i = index as u32 % shape.seq;
+                let head = index as u32 / shape.seq % shape.head;
+                let batch = index as u32 / shape.seq / shape.head;
+                let choice = mix(data.seed ^ (index as u64) << 8);
+                let empty = choice.is_multiple_of(16)
+                    || choice % 4 == 1 && (choice >> 8) as u32 % problem.num_parts == part;
+                if empty {
+                    lse.set_nth(index, f64::NEG_INFINITY);
+                    continue;
+                }
+                data.init.fill(Operand::PartLse(part), data.seed, [batch, head, i], &mut row[..1]);
+                lse.set_nth(index, f64::from(row[0]));
+                data.init.fill(Operand::PartO(part), data.seed, [batch, head, i], &mut row);
+                for (d, &value) in row.iter().enumerate() {
+                    o.set([batch, i, head, d as u32], f64::from(value));
+                }
+            }
+            operands.put(Operand::PartO(part), o);
+            operands.put(Operand::PartLse(part), lse);
+        }
+        operands.put(Operand::O, Tensor::new(problem.dtype_o, shape, problem.o, data.room)?);
+        if problem.write_lse {
+            operands.put(Operand::Lse, Tensor::row(DType::F32, problem.lse_elems(), data.room)?);
+        }
+        Ok(Self { problem, operands })
+    }
+}
+
+/// Every (query head, query) of a sequence.
+pub(crate) fn heads_and_rows(
+    problem: &FwdProblem,
+    span: &SeqSpan,
+) -> impl Iterator<Item = (u32, u32)> + use<> {
+    let rows = span.seqlen_q;
+    (0..problem.dims.num_heads_q).flat_map(move |head| (0..rows).map(move |i| (head, i)))
+}
+
+fn dropout_seed(seed: u64) -> DropoutSeed {
+    DropoutSeed { seed: mix(seed ^ 0xd0), offset: seed % 5 }
+}
+
+fn inputs_of(operands: &Operands, dropout: DropoutSeed) -> Inputs<'_> {
+    Inputs {
+        q: operands.expect(Operand::Q).slice(),
+        k: operands.expect(Operand::K).slice(),
+        v: operands.expect(Operand::V).slice(),
+        score: score_of(dropout, |operand| operands.input(operand)),
+    }
+}
+
+/// The score's operands, wherever they lie.
+pub(crate) fn score_of<'a>(
+    dropout: DropoutSeed,
+    mut input: impl FnMut(Operand) -> Option<fmha_core::DevSlice<'a>>,
+) -> ScoreArgs<'a> {
+    ScoreArgs {
+        bias: input(Operand::Bias),
+        alibi_slopes: input(Operand::AlibiSlopes),
+        sink: input(Operand::Sink),
+        descale_q: input(Operand::DescaleQ),
+        descale_k: input(Operand::DescaleK),
+        descale_v: input(Operand::DescaleV),
+        dropout,
+    }
+}
+
+/// The lengths, wherever they lie.
+pub(crate) fn seq_of<'a>(mut input: impl FnMut(Operand) -> Option<fmha_core::DevSlice<'a>>) -> SeqArgs<'a> {
+    SeqArgs {
+        cu_seqlens_q: input(Operand::CuSeqlensQ),
+        cu_seqlens_k: input(Operand::CuSeqlensK),
+        seqused_q: input(Operand::SequsedQ),
+        seqused_k: input(Operand::SequsedK),
+    }
+}
+
+/// Lengths, Q, K, V and the score's operands.
+fn inputs(
+    problem: &ValidFwd,
+    lengths: &Lengths,
+    data: Data,
+    operands: &mut Operands,
+) -> Result<Vec<SeqSpan>> {
+    let group = matches!(problem.mode, SeqMode::Group { .. });
+    for (operand, wanted, values) in [
+        (Operand::CuSeqlensQ, group, &lengths.cu_seqlens_q),
+        (Operand::CuSeqlensK, group, &lengths.cu_seqlens_k),
+        (Operand::SequsedQ, problem.seqused_q, &lengths.seqused_q),
+        (Operand::SequsedK, problem.seqused_k, &lengths.seqused_k),
+    ] {
+        if wanted {
+            operands.put(operand, Tensor::i32s(values, data.room)?);
+        }
+    }
+    let spans = spans(problem, &seq_of(|operand| operands.input(operand)))?;
+
+    let (rows_q, rows_k) = (q_rows(&spans), k_rows(&spans));
+    for (operand, dtype, shape, strides, rows) in [
+        (Operand::Q, problem.dtype_qk, problem.shape_q(), problem.q, &rows_q),
+        (Operand::K, problem.dtype_qk, problem.shape_k(), problem.k, &rows_k),
+        (Operand::V, problem.dtype_v, problem.shape_v(), problem.v, &rows_k),
+    ] {
+        let mut tensor = Tensor::new(dtype, shape, strides, data.room)?;
+        fill(&mut tensor, operand, rows, data);
+        operands.put(operand, tensor);
+    }
+
+    let dims = problem.dims;
+    let heads = dims.num_heads_q;
+    match problem.bias {
+        Bias::None => {}
+        Bias::Elementwise(bias) => {
+            let shape = problem.shape_bias(bias.broadcast);
+            let mut tensor = Tensor::new(bias.dtype, shape, bias.strides, data.room)?;
+            fill_bias(&mut tensor, problem, &spans, data);
+            operands.put(Operand::Bias, tensor);
+        }
+        Bias::Alibi { per_batch } => {
+            let rows = if per_batch { dims.batch } else { 1 };
+            // The slopes of Press et al., "Train Short, Test Long": 2^(-8 (h + 1) / heads).
+            let slope = |b: u32, h: u32| 2f32.powf(-8.0 * (h + 1) as f32 / heads as f32) * (1.0 + b as f32);
+            let slopes: Vec<f32> = (0..rows).flat_map(|b| (0..heads).map(move |h| slope(b, h))).collect();
+            operands.put(Operand::AlibiSlopes, Tensor::f32s(&slopes, data.room)?);
+        }
+    }
+    if problem.sink {
+        let mut sinks = vec![0.0; heads as usize];
+        data.init.fill(Operand::Sink, data.seed, [0, 0, 0], &mut sinks);
+        operands.put(Operand::Sink, Tensor::f32s(&sinks, data.room)?);
+    }
+    for (operand, kind, least) in [
+        (Operand::DescaleQ, problem.descale_q, 0.6),
+        (Operand::DescaleK, problem.descale_k, 0.7),
+        (Operand::DescaleV, problem.descale_v, 0.8),
+    ] {
+        let count = kind.num_elems(dims.batch, dims.num_heads_kv);
+        if kind != Descale::None {
+            let values: Vec<f32> = (0..count).map(|i| least + (i % 7) as f32 * 0.11).collect();
+            operands.put(operand, Tensor::f32s(&values, data.room)?);
+        }
+    }
+    Ok(spans)
+}
+
+/// A row to fill: where it lies, and which sequence's which position it is.
+struct Row {
+    storage_batch: u32,
+    row: u32,
+    i_batch: u32,
+    i: u32,
+}
+
+fn q_rows(spans: &[SeqSpan]) -> Vec<Row> {
+    rows(spans, |span| (span.q_row, span.seqlen_q))
+}
+
+fn k_rows(spans: &[SeqSpan]) -> Vec<Row> {
+    rows(spans, |span| (span.k_row, span.seqlen_k))
+}
+
+fn rows(spans: &[SeqSpan], side: impl Fn(&SeqSpan) -> (u32, u32)) -> Vec<Row> {
+    spans
+        .iter()
+        .flat_map(|span| {
+            let (first, count) = side(span);
+            let (storage_batch, i_batch) = (span.storage_batch, span.i_batch);
+            (0..count).map(move |i| Row { storage_batch, row: first + i, i_batch, i })
+        })
+        .collect()
+}
+
+/// Fills `rows` of every head. Numbers are made on all cores, a block of rows at a time.
+fn fill(tensor: &mut Tensor, operand: Operand, rows: &[Row], data: Data) {
+    let Shape { head: heads, dim, .. } = tensor.shape;
+    let width = heads as usize * dim as usize;
+    let block = (1 << 20) / width.max(1) + 1;
+    let mut numbers = vec![0f32; block.min(rows.len()) * width];
+    for rows in rows.chunks(block) {
+        numbers.par_chunks_mut(width).zip(rows).for_each(|(numbers, row)| {
+            for (head, numbers) in numbers.chunks_mut(dim as usize).enumerate() {
+                data.init.fill(operand, data.seed, [row.i_batch, head as u32, row.i], numbers);
+            }
+        });
+        for (numbers, row) in numbers.chunks(width).zip(rows) {
+            for (index, &number) in numbers.iter().enumerate() {
+                let (head, d) = (index as u32 / dim, index as u32 % dim);
+                tensor.set([row.storage_batch, row.row, head, d], f64::from(number));
+            }
+        }
+    }
+}
+
+/// Fills the elements of a bias that some score uses; the mask hides the others, which stay NaN.
+fn fill_bias(tensor: &mut Tensor, problem: &FwdProblem, spans: &[SeqSpan], data: Data) {
+    let Shape { batch, seq, head: heads, dim } = tensor.shape;
+    let mut numbers = vec![0f32; dim as usize];
+    let mut used = vec![false; dim as usize];
+    for b in 0..batch {
+        for i in 0..seq {
+            used.fill(false);
+            let sharers = spans.iter().filter(|span| batch == 1 || span.i_batch == b);
+            for span in sharers.filter(|span| i < span.seqlen_q) {
+                let band = problem.mask.band(span.seqlen_q, span.seqlen_k);
+                let keys = band.k_range(i..i + 1, span.seqlen_k);
+                for j in band.sink_range(i..i + 1, span.seqlen_k).chain(keys) {
+                    used[j as usize] = true;
+                }
+            }
+            for h in 0..heads {
+                data.init.fill(Operand::Bias, data.seed, [b, h, i], &mut numbers);
+                for j in (0..dim).filter(|&j| used[j as usize]) {
+                    tensor.set([b, i, h, j], f64::from(numbers[j as usize]));
+                }
+            }
+        }
+    }
+}
+
+/// Strides with gaps: every row padded to `row` elements, every head and sequence by a row more.
+#[must_use]
+pub fn padded(shape: Shape, gap: u32) -> Strides {
+    let head = i64::from(shape.dim) + i64::from(gap);
+    let seq = head * i64::from(shape.head) + i64::from(gap);
+    Strides { batch: seq * (i64::from(shape.seq) + 1), seq, head, dim: 1 }
+}

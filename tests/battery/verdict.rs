@@ -1,0 +1,223 @@
+//! What a comparison found.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::tolerance::{Bound, MaxRms};
+
+/// An element, by its position inside its sequence.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Place {
+    /// The sequence.
+    pub batch: u32,
+    /// The head of the tensor.
+    pub head: u32,
+    /// The row.
+    pub row: u32,
+    /// The element of the row.
+    pub dim: u32,
+    /// What was found there.
+    pub got: f64,
+    /// What the reference has.
+    pub want: f64,
+}
+
+/// How one tensor stands to the reference.
+#[derive(Clone, Debug, Serialize)]
+pub struct TensorVerdict {
+    /// Its name: `o`, `lse`, `dq`, ...
+    pub tensor: &'static str,
+    /// Elements compared.
+    pub checked: u64,
+    /// Largest error; infinite where one of the two is NaN or infinite and the other is not.
+    pub max_error: f64,
+    /// What it may be.
+    pub max_bound: f64,
+    /// Root mean square error.
+    pub rmse: f64,
+    /// What it may be.
+    pub rmse_bound: f64,
+    /// Cosine between result and reference; 1 where both are 0.
+    pub cosine: f64,
+    /// Least cosine that passes, where there is one.
+    pub least_cosine: Option<f64>,
+    /// Where the largest error is.
+    pub worst: Place,
+    /// Whether all of it holds.
+    pub pass: bool,
+}
+
+/// How a call's results stand to the reference.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Verdict {
+    /// One for each output.
+    pub tensors: Vec<TensorVerdict>,
+    /// What else is wrong: a byte written that is nobody's, a keep mask that differs.
+    pub faults: Vec<String>,
+}
+
+impl Verdict {
+    /// Whether everything holds.
+    #[must_use]
+    pub fn pass(&self) -> bool {
+        self.faults.is_empty() && self.tensors.iter().all(|tensor| tensor.pass)
+    }
+
+    /// The largest error of `o` or of the first tensor there is.
+    #[must_use]
+    pub fn max_error(&self) -> f64 {
+        self.tensors.first().map_or(0.0, |tensor| tensor.max_error)
+    }
+}
+
+impl fmt::Display for TensorVerdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { tensor, max_error, max_bound, rmse, rmse_bound, cosine, checked, .. } = self;
+        write!(
+            f,
+            "{tensor}: max error {max_error:.3e} (bound {max_bound:.3e}), RMSE {rmse:.3e} (bound \
+             {rmse_bound:.3e}), cosine {cosine:.9} over {checked} elements"
+        )?;
+        if !self.pass {
+            let Place { batch, head, row, dim, got, want } = self.worst;
+            write!(
+                f,
+                "; worst at batch {batch} head {head} row {row} dim {dim}: {got:e}, reference {want:e}"
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Verdict {
+    /// `PASS` or `FAIL`, and the figures of each tensor, those that fail first.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", if self.pass() { "PASS" } else { "FAIL" })?;
+        for passing in [false, true] {
+            for tensor in self.tensors.iter().filter(|tensor| tensor.pass == passing) {
+                write!(f, " | {tensor}")?;
+            }
+        }
+        for fault in &self.faults {
+            write!(f, " | {fault}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Sums over compared elements; two of them add up to that of both.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Stat {
+    pub(crate) count: u64,
+    pub(crate) max_error: f64,
+    pub(crate) max_same: f64,
+    square_error: f64,
+    square_same: f64,
+    max_ref: f64,
+    square_ref: f64,
+    max_spread: f64,
+    square_spread: f64,
+    square_got: f64,
+    product: f64,
+    worst: Place,
+}
+
+impl Stat {
+    /// Adds one element: found, exact, as the input's precision has it, and its spread.
+    pub(crate) fn add(&mut self, place: Place, same: f64, spread: f64) {
+        let Place { got, want, .. } = place;
+        self.count += 1;
+        let error = if want.is_finite() {
+            if got.is_finite() { (got - want).abs() } else { f64::INFINITY }
+        } else if got == want || got.is_nan() && want.is_nan() {
+            0.0
+        } else {
+            f64::INFINITY
+        };
+        if error > self.max_error || self.count == 1 {
+            self.worst = place;
+            self.max_error = error;
+        }
+        self.square_error += error * error;
+        if !want.is_finite() {
+            return;
+        }
+        let same = (same - want).abs();
+        if same.is_finite() {
+            self.max_same = self.max_same.max(same);
+            self.square_same += same * same;
+        }
+        self.max_ref = self.max_ref.max(want.abs());
+        self.square_ref += want * want;
+        self.max_spread = self.max_spread.max(spread);
+        self.square_spread += spread * spread;
+        if got.is_finite() {
+            self.square_got += got * got;
+            self.product += got * want;
+        }
+    }
+
+    pub(crate) fn merge(&mut self, other: &Stat) {
+        if other.count == 0 {
+            return;
+        }
+        if other.max_error > self.max_error || self.count == 0 {
+            self.worst = other.worst;
+        }
+        self.count += other.count;
+        self.max_error = self.max_error.max(other.max_error);
+        self.max_same = self.max_same.max(other.max_same);
+        self.square_error += other.square_error;
+        self.square_same += other.square_same;
+        self.max_ref = self.max_ref.max(other.max_ref);
+        self.square_ref += other.square_ref;
+        self.max_spread = self.max_spread.max(other.max_spread);
+        self.square_spread += other.square_spread;
+        self.square_got += other.square_got;
+        self.product += other.product;
+    }
+
+    fn rms(&self, square: f64) -> f64 {
+        (square / self.count.max(1) as f64).sqrt()
+    }
+
+    pub(crate) fn rmse_same(&self) -> f64 {
+        self.rms(self.square_same)
+    }
+
+    pub(crate) fn reference(&self) -> MaxRms {
+        MaxRms { max: self.max_ref, rms: self.rms(self.square_ref) }
+    }
+
+    pub(crate) fn spread(&self) -> MaxRms {
+        MaxRms { max: self.max_spread, rms: self.rms(self.square_spread) }
+    }
+
+    pub(crate) fn verdict(
+        &self,
+        tensor: &'static str,
+        bound: Bound,
+        least_cosine: Option<f64>,
+    ) -> TensorVerdict {
+        let lengths = (self.square_got * self.square_ref).sqrt();
+        let cosine = if lengths > 0.0 { self.product / lengths } else { 1.0 };
+        let rmse = self.rms(self.square_error);
+        // Written so that a NaN anywhere fails.
+        let pass = self.max_error <= bound.max
+            && rmse <= bound.rmse
+            && least_cosine.is_none_or(|least| cosine >= least);
+        TensorVerdict {
+            tensor,
+            checked: self.count,
+            max_error: self.max_error,
+            max_bound: bound.max,
+            rmse,
+            rmse_bound: bound.rmse,
+            cosine,
+            least_cosine,
+            worst: self.worst,
+            pass,
+        }
+    }
+}
