@@ -12,7 +12,7 @@ fn main() -> Result<(), fmha::Error> {
         head_dim_qk: 64,
         head_dim_v: 64,
     };
-    let wave = |count: usize, step: f32| (0..count).map(|i| bf16::from_f32((i as f32 * step).sin()));
+    let wave = |count: usize, step: f32| (0..count).map(move |i| bf16::from_f32((i as f32 * step).sin()));
     let q: Vec<bf16> = wave(256 * 8 * 64, 0.37).collect();
     let k: Vec<bf16> = wave(256 * 2 * 64, 0.73).collect();
     let v: Vec<bf16> = wave(256 * 2 * 64, 0.11).collect();

@@ -185,8 +185,13 @@ fn cpu() -> Result<Arc<dyn FmhaBackend>> {
     Ok(Arc::new(fmha_cpu::CpuBackend::new()?))
 }
 
-/// The seat of `fmha_cuda::CudaBackend::open(ordinal, emulate)`.
-fn cuda(_ordinal: u32, _emulate: Option<&str>) -> Result<Arc<dyn FmhaBackend>> {
+#[cfg(feature = "cuda")]
+fn cuda(ordinal: u32, emulate: Option<&str>) -> Result<Arc<dyn FmhaBackend>> {
+    Ok(Arc::new(fmha_cuda::CudaBackend::open(ordinal as usize, emulate)?))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda(_: u32, _: Option<&str>) -> Result<Arc<dyn FmhaBackend>> {
     Err(Error::NoDevice("this build has no cuda backend".into()))
 }
 

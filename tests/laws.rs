@@ -118,14 +118,14 @@ fn nothing_speaks_of_the_machine_it_was_written_on() {
 
 #[test]
 fn every_environment_variable_is_in_the_table_and_the_readme() {
-    let mentioned: BTreeSet<String> = files("", &[".rs", ".py"])
-        .iter()
+    // The emulators are crates of their own, with variables and READMEs of their own.
+    let sources = files("", &[".rs"]).into_iter().filter(|(name, _)| !name.starts_with("tests/emulators"));
+    let mentioned: BTreeSet<String> = sources
         .flat_map(|(_, text)| {
-            text.split(|c: char| !(c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_'))
-                .filter(|word| word.starts_with("FMHA_") && word.len() > "FMHA_".len())
-                .map(str::to_owned)
-                .collect::<Vec<_>>()
+            let quoted = text.split('"').filter(|word| word.starts_with("FMHA_"));
+            quoted.map(str::to_owned).collect::<Vec<_>>()
         })
+        .filter(|word| word.chars().all(|c| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_'))
         .collect();
     let readme = fs::read_to_string(root().join("README.md")).expect("README.md");
     let table: BTreeSet<&str> = fmha_core::env::ALL.iter().map(|var| var.name).collect();

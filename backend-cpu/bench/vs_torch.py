@@ -118,9 +118,10 @@ def main():
     text = [
         f"# {name}, beside PyTorch {torch.__version__}",
         "",
-        f"Written by `{' '.join(['python', 'backend-cpu/bench/vs_torch.py', *sys.argv[1:]])}`.",
+        f"Written by `python backend-cpu/bench/vs_torch.py --threads {args.threads} "
+        f"--seconds {args.seconds:g} --most {args.most}{' --no-memory' if args.no_memory else ''}`.",
         "",
-        f"{args.threads} threads on both sides, PyTorch with {capability}, {clock_name}, "
+        f"{args.threads} thread{'s' if args.threads > 1 else ''} on both sides, PyTorch with {capability}, {clock_name}, "
         f"{platform.system()}, load average at the end {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores. "
         f"Batch 1, {HEADS} heads, head dimension {DIM}. The ratio is the median over turns of PyTorch's time "
         "by ours: above 1 we are faster.",

@@ -134,7 +134,7 @@ impl Backward<'_> {
             dk: Target::new(&args.dk, grad, problem.dk),
             dv: Target::new(&args.dv, grad, problem.dv),
             dbias,
-            delta: Floats::zeroed(fwd.lse_elems() as usize)?,
+            delta: Floats::scratch(fwd.lse_elems() as usize)?,
         };
         let tasks = shared.tasks(threads.count())?;
         let used = threads.used(tasks.len());
@@ -245,7 +245,7 @@ impl Shared<'_> {
         let keys = self.key_capacity();
         let panels = block_m / S::PANEL;
         let fwd = self.problem.fwd();
-        let optional = |wanted: bool, len: usize| Floats::zeroed(if wanted { len } else { 0 });
+        let optional = |wanted: bool, len: usize| Floats::scratch(if wanted { len } else { 0 });
         let dq_rows = tasks
             .iter()
             .map(|task| match *task {
@@ -259,30 +259,30 @@ impl Shared<'_> {
         live.resize(panels, None);
         Ok(Scratch {
             tile: Tile {
-                keys: Floats::zeroed(keys * cols_qk)?,
-                key_rows: Floats::zeroed(keys * row_stride(dim_qk))?,
-                value_rows: Floats::zeroed(keys * row_stride(dim_v))?,
-                queries: Floats::zeroed(block_m * cols_qk)?,
-                douts: Floats::zeroed(block_m * cols_v)?,
-                queries_transposed: Floats::zeroed(block_m * dim_qk)?,
-                douts_transposed: Floats::zeroed(block_m * dim_v)?,
-                weights: Floats::zeroed(block_m * keys)?,
-                gradients: Floats::zeroed(block_m * keys)?,
+                keys: Floats::scratch(keys * cols_qk)?,
+                key_rows: Floats::scratch(keys * row_stride(dim_qk))?,
+                value_rows: Floats::scratch(keys * row_stride(dim_v))?,
+                queries: Floats::scratch(block_m * cols_qk)?,
+                douts: Floats::scratch(block_m * cols_v)?,
+                queries_transposed: Floats::scratch(block_m * dim_qk)?,
+                douts_transposed: Floats::scratch(block_m * dim_v)?,
+                weights: Floats::scratch(block_m * keys)?,
+                gradients: Floats::scratch(block_m * keys)?,
                 extra: optional(fwd.drops() || self.score.has_bias(), keys * S::PANEL)?,
                 slope: optional(fwd.softcap.is_some(), keys * S::PANEL)?,
-                lse: Floats::zeroed(block_m)?,
-                delta: Floats::zeroed(block_m)?,
-                dlse: Floats::zeroed(block_m)?,
+                lse: Floats::scratch(block_m)?,
+                delta: Floats::scratch(block_m)?,
+                dlse: Floats::scratch(block_m)?,
                 panels: live,
                 keys_finite: true,
                 queries_finite: true,
                 douts_finite: true,
             },
-            dk: Floats::zeroed(keys * cols_qk)?,
-            dv: Floats::zeroed(keys * cols_v)?,
-            dq: Floats::zeroed(dq_rows * cols_qk)?,
+            dk: Floats::scratch(keys * cols_qk)?,
+            dv: Floats::scratch(keys * cols_v)?,
+            dq: Floats::scratch(dq_rows * cols_qk)?,
             dbias: optional(self.dbias.is_some(), block_m * keys)?,
-            row: Floats::zeroed(cols_qk.max(cols_v).max(keys))?,
+            row: Floats::scratch(cols_qk.max(cols_v).max(keys))?,
         })
     }
 

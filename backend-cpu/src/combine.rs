@@ -36,7 +36,7 @@ impl Combine<'_> {
         let used = threads.used(tasks);
         let mut scratch = reserve(used)?;
         for _ in 0..used {
-            scratch.push(Floats::zeroed(dim)?);
+            scratch.push(Floats::scratch(dim)?);
         }
         threads.for_each(&mut scratch, tasks, |scratch, task| {
             // SAFETY: `dim` zeroed numbers of this thread's.

@@ -232,17 +232,17 @@ impl Shared<'_> {
         let keys = block_n.next_multiple_of(S::TILE_ROWS);
         let extra = if self.problem.drops() || self.score.has_bias() { keys * S::PANEL } else { 0 };
         Ok(Scratch {
-            queries: Floats::zeroed(block_m * dims.head_dim_qk as usize)?,
-            staging: Floats::zeroed(S::PANEL * (dims.head_dim_qk as usize).next_multiple_of(S::PANEL))?,
-            keys: Floats::zeroed(keys * row_stride(dims.head_dim_qk as usize))?,
-            values: Floats::zeroed(keys * dim_v)?,
-            scores: Floats::zeroed(keys * S::PANEL)?,
-            extra: Floats::zeroed(extra)?,
-            out: Floats::zeroed(block_m * dim_v)?,
-            row_max: Floats::zeroed(block_m)?,
-            row_sum: Floats::zeroed(block_m)?,
-            alpha: Floats::zeroed(S::PANEL)?,
-            row: Floats::zeroed(dim_v)?,
+            queries: Floats::scratch(block_m * dims.head_dim_qk as usize)?,
+            staging: Floats::scratch(S::PANEL * (dims.head_dim_qk as usize).next_multiple_of(S::PANEL))?,
+            keys: Floats::scratch(keys * row_stride(dims.head_dim_qk as usize))?,
+            values: Floats::scratch(keys * dim_v)?,
+            scores: Floats::scratch(keys * S::PANEL)?,
+            extra: Floats::scratch(extra)?,
+            out: Floats::scratch(block_m * dim_v)?,
+            row_max: Floats::scratch(block_m)?,
+            row_sum: Floats::scratch(block_m)?,
+            alpha: Floats::scratch(S::PANEL)?,
+            row: Floats::scratch(dim_v)?,
         })
     }
 

@@ -1,6 +1,7 @@
 //! Host memory: for callers who have no tensors of their own, and scratch that may be refused.
 
 use std::alloc::{Layout, alloc, dealloc};
+use std::sync::Mutex;
 
 use fmha_core::{DevBuffer, DeviceMemory, Error, MemorySpace, ProblemError, Result, Stream};
 
@@ -76,16 +77,32 @@ pub(crate) fn reserve<T>(count: usize) -> Result<Vec<T>> {
 #[repr(C, align(64))]
 struct Line([f32; 16]);
 
-/// Zeroed f32, aligned to 64 bytes.
+/// f32 to compute in, aligned to 64 bytes: always initialised, never of use until written.
+///
+/// Buffers go back to a store when dropped: at 16 threads and 512 keys, to get and touch new pages
+/// took longer than the whole of attention.
 pub(crate) struct Floats(Vec<Line>);
 
+/// What dropped [`Floats`] leave for later ones, while it is below [`MAX_SPARE_BYTES`].
+static SPARE: Mutex<Vec<Vec<Line>>> = Mutex::new(Vec::new());
+
+/// Enough for the scratch of a hundred threads at head dimension 128.
+const MAX_SPARE_BYTES: usize = 128 << 20;
+
 impl Floats {
-    /// `len` zeros, or the refusal with its size.
-    pub(crate) fn zeroed(len: usize) -> Result<Self> {
+    /// `len` numbers of no meaning, or the refusal with its size.
+    pub(crate) fn scratch(len: usize) -> Result<Self> {
         let lines = len.div_ceil(16);
-        let mut all = reserve(lines)?;
-        all.resize(lines, Line([0.0; 16]));
-        Ok(Self(all))
+        let fits = |spare: &Vec<Line>| (lines..=lines.saturating_mul(2)).contains(&spare.len());
+        if lines > 0
+            && let Ok(mut all) = SPARE.lock()
+            && let Some(found) = all.iter().position(fits)
+        {
+            return Ok(Self(all.swap_remove(found)));
+        }
+        let mut new = reserve(lines)?;
+        new.resize(lines, Line([0.0; 16]));
+        Ok(Self(new))
     }
 
     pub(crate) fn as_mut_ptr(&mut self) -> *mut f32 {
@@ -96,7 +113,21 @@ impl Floats {
         self.0.as_ptr().cast()
     }
 
+    /// Sets all of it, and a little more where a larger buffer was at hand.
     pub(crate) fn fill(&mut self, value: f32) {
         self.0.fill(Line([value; 16]));
+    }
+}
+
+impl Drop for Floats {
+    fn drop(&mut self) {
+        let Ok(mut all) = SPARE.lock() else { return };
+        let kept: usize = all.iter().map(|spare| size_of_val(spare.as_slice())).sum();
+        if !self.0.is_empty()
+            && kept + size_of_val(self.0.as_slice()) <= MAX_SPARE_BYTES
+            && all.try_reserve(1).is_ok()
+        {
+            all.push(std::mem::take(&mut self.0));
+        }
     }
 }

@@ -88,7 +88,7 @@ fn plan<P>(
     for (name, value) in &options.tile {
         let (side, unit) = match name.as_str() {
             "block_m" if kernel != "cpu-combine" => (&mut blocks.block_m, panel),
-            "block_n" if kernel != "cpu-combine" => (&mut blocks.block_n, 8),
+            "block_n" if kernel != "cpu-combine" => (&mut blocks.block_n, 4),
             _ if kernel == "cpu-combine" => {
                 return refuse(format!("tile {name}={value}: this kernel has no tile to set (known: none)"));
             }

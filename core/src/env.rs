@@ -27,5 +27,19 @@ pub const CPU_ISA: EnvVar = EnvVar {
     meaning: "highest instruction set of the CPU backend: avx512bf16, avx512, avx2, neon, portable",
 };
 
+/// Where NVRTC is.
+pub const NVRTC: EnvVar =
+    EnvVar { name: "FMHA_NVRTC", meaning: "path of the NVRTC library (default: searched for)" };
+
+/// Where sources that do not compile are written.
+pub const DUMP: EnvVar =
+    EnvVar { name: "FMHA_DUMP", meaning: "folder for the source and log of a kernel that does not compile" };
+
+/// What the test doubles of the drivers are; set by the backends themselves.
+pub const EMULATE: EnvVar = EnvVar {
+    name: "FMHA_EMULATE",
+    meaning: "architecture of a test double's device; a backend sets it when asked to emulate",
+};
+
 /// Every variable, in the order of the README's table.
-pub const ALL: &[EnvVar] = &[NUM_THREADS, CPU_ISA];
+pub const ALL: &[EnvVar] = &[NUM_THREADS, CPU_ISA, NVRTC, DUMP, EMULATE];

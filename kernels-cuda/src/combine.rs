@@ -1,10 +1,10 @@
 //! The kernel that merges partial results.
 
 use fmha_core::CombineProblem;
+use fmha_core::Refusal;
 use fmha_core::abi::MAX_PARTS;
 use fmha_core::source::{Entry, KernelSource, Literal};
 use fmha_core::spec::CombineSpec;
-use fmha_core::Refusal;
 
 /// Threads of a CTA; a warp merges one row at a time.
 pub const NUM_THREADS: u32 = 128;

@@ -28,6 +28,7 @@ pub fn headers() -> Vec<Header> {
     let mut headers = fmha_core::source::headers();
     headers.extend(embedded!(
         "ptx/barrier.cuh",
+        "ptx/collective.cuh",
         "ptx/mbarrier.cuh",
         "ptx/memory.cuh",
         "ptx/num.cuh",

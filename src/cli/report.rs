@@ -134,7 +134,7 @@ impl std::fmt::Display for Speed {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{:.3} TFLOP/s, {:.1} GB/s", self.tflops, self.gb_per_second)?;
         if let Some(share) = self.share {
-            write!(f, ", {:.0} % of the roofline ({})", share * 100.0, self.source)?;
+            write!(f, ", {:.0} % of the roofline", share * 100.0)?;
         }
         Ok(())
     }

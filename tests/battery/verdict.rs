@@ -91,11 +91,13 @@ impl fmt::Display for TensorVerdict {
 }
 
 impl fmt::Display for Verdict {
-    /// `PASS` or `FAIL`, and the figures of each tensor.
+    /// `PASS` or `FAIL`, and the figures of each tensor, those that fail first.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", if self.pass() { "PASS" } else { "FAIL" })?;
-        for tensor in &self.tensors {
-            write!(f, " | {tensor}")?;
+        for passing in [false, true] {
+            for tensor in self.tensors.iter().filter(|tensor| tensor.pass == passing) {
+                write!(f, " | {tensor}")?;
+            }
         }
         for fault in &self.faults {
             write!(f, " | {fault}")?;

@@ -36,7 +36,10 @@ fn test() -> ExitCode {
     let mut tally = Tally::default();
     // One invocation, in release: the battery inside it runs thousands of cases.
     let mut command = Command::new(env!("CARGO"));
-    command.args(["test", "--release", "--workspace", "--no-fail-fast"]).envs(environment);
+    // `--show-output`: the batteries' counts stand in the output of tests that pass.
+    command
+        .args(["test", "--release", "--workspace", "--no-fail-fast", "--", "--show-output"])
+        .envs(environment);
     let finished = match follow(&mut command, &mut tally) {
         Ok(success) => success,
         Err(error) => {

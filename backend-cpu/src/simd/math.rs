@@ -43,7 +43,8 @@ pub(crate) fn tanh<S: Simd>(s: S, x: S::V) -> S::V {
     let small = s.fma(s.mul(p, y), x, x);
 
     let one = s.splat(1.0);
-    let e = exp(s, s.add(magnitude, magnitude));
+    // tanh is 1 to the last bit from 10 on; `exp` of more than 88 is none.
+    let e = exp(s, s.min(s.splat(40.0), s.add(magnitude, magnitude)));
     let large = s.sub(one, s.div(s.splat(2.0), s.add(e, one)));
     let signed = s.select_le(s.splat(0.0), x, large, s.sub(s.splat(0.0), large));
     s.select_le(magnitude, s.splat(0.625), small, signed)

@@ -1,5 +1,7 @@
 //! The `fmha` command as its users meet it: what it takes, says, writes, and how it ends.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
 mod api;
 mod bench;
 mod conformance;

@@ -111,21 +111,35 @@ fn a_reader_that_goes_away_is_no_error() {
     assert_eq!((ran.status, ran.err.as_str()), (141, ""));
 }
 
-/// Under a limit that the tensors, or the threads, do not fit.
+/// Under limits that the tensors, the threads or the kernels' scratch do not fit.
 #[cfg(target_os = "linux")]
 #[test]
 fn too_little_memory_is_an_error_line() {
+    let under = |kilobytes: &str, line: &str| {
+        let script = format!("ulimit -v {kilobytes}; exec {} {line}", env!("CARGO_BIN_EXE_fmha"));
+        let ran = Ran::of(Command::new("sh").args(["-c", &script]).output().unwrap());
+        if ran.status != 0 {
+            assert_eq!(ran.status, 2, "{kilobytes}: `{line}`: {}{}", ran.out, ran.err);
+            assert_eq!(ran.err.lines().count(), 1, "{kilobytes}: `{line}`: {}", ran.err);
+        }
+        ran
+    };
     // 2^31 rows of 8 heads and 128 elements are beyond any machine; the others beyond the limit.
     for (kilobytes, line) in [
         ("unlimited", "run -b 60000 -h 8 -s 2147483647 -d 128 -v 0"),
         ("400000", "run -b 4 -h 16 -s 8192 -d 128 -v 0 --repeat 1"),
         ("400000", "run -b 2 -h 8 -s 4096 -d 128 --bias e:2 -v 0 --repeat 1"),
     ] {
-        let script = format!("ulimit -v {kilobytes}; exec {} {line}", env!("CARGO_BIN_EXE_fmha"));
-        let output = Command::new("sh").args(["-c", &script]).output().unwrap();
-        let ran = Ran::of(output);
+        let ran = under(kilobytes, line);
         assert_eq!(ran.status, 2, "`{line}`: {}{}", ran.out, ran.err);
-        assert!(ran.err.starts_with("error: ") && ran.err.lines().count() == 1, "`{line}`: {}", ran.err);
-        assert!(ran.err.contains("bytes"), "`{line}`: {}", ran.err);
+        assert!(ran.err.starts_with("error: ") && ran.err.contains("bytes"), "`{line}`: {}", ran.err);
     }
+    // Wherever between too little and enough the limit falls, it is an error or a result.
+    let binary = std::fs::metadata(env!("CARGO_BIN_EXE_fmha")).unwrap().len() / 1000;
+    let mut refused = 0;
+    // From where the program itself can be loaded.
+    for kilobytes in (0..8).map(|step| binary + 4000 + step * 22_000) {
+        refused += under(&kilobytes.to_string(), "run -b 1 -h 1 -s 64 -d 16 --repeat 1").status;
+    }
+    assert!(refused > 0);
 }

@@ -1,0 +1,112 @@
+//! A call's pointers and numbers as the kernels take them.
+
+use fmha_core::abi::{
+    CombineParams, DevPtr, FwdParams, HeadScalars, MAX_PARTS, MaskParams, PartPointers, View,
+};
+use fmha_core::dropout::{keep_scale, keep_threshold};
+use fmha_core::{
+    Bias, BiasBroadcast, CombineArgs, Descale, DevSlice, DevSliceMut, FwdArgs, MaskAlign, SeqMode,
+    ValidCombine, ValidFwd,
+};
+
+fn address(slice: &DevSlice<'_>) -> u64 {
+    slice.as_ptr() as u64
+}
+
+fn address_mut(slice: &DevSliceMut<'_>) -> u64 {
+    slice.as_mut_ptr() as u64
+}
+
+fn pointer<T>(slice: Option<&DevSlice<'_>>) -> DevPtr<T> {
+    DevPtr::new(slice.map_or(0, address))
+}
+
+fn pointer_mut<T>(slice: Option<&DevSliceMut<'_>>) -> DevPtr<T> {
+    DevPtr::new(slice.map_or(0, address_mut))
+}
+
+fn scalars(slice: Option<&DevSlice<'_>>, batch: u32, head: u32) -> HeadScalars {
+    HeadScalars { data: pointer(slice), batch: batch as i32, head: head as i32 }
+}
+
+/// The arguments of a forward kernel. `args` have been checked against `problem`.
+pub(crate) fn fwd_params(problem: &ValidFwd, args: &FwdArgs<'_>) -> FwdParams {
+    let dims = problem.dims;
+    let packed = matches!(problem.mode, SeqMode::Group { .. });
+    let (lse_batch, lse_head) = match problem.mode {
+        SeqMode::Batch => (i64::from(dims.num_heads_q) * i64::from(dims.seqlen_q), i64::from(dims.seqlen_q)),
+        SeqMode::Group { total_q, .. } => (0, i64::from(total_q)),
+    };
+    let score = &args.score;
+    let (bias, slopes_batch) = match problem.bias {
+        Bias::Elementwise(bias) => {
+            let mut view = View::new(score.bias.as_ref().map_or(0, address), bias.strides, false);
+            view.batch = if bias.broadcast == BiasBroadcast::BatchHead { view.batch } else { 0 };
+            view.head = if bias.broadcast == BiasBroadcast::OneOne { 0 } else { view.head };
+            (view, 0)
+        }
+        Bias::Alibi { per_batch: true } => (View::NULL, dims.num_heads_q),
+        Bias::Alibi { per_batch: false } | Bias::None => (View::NULL, 0),
+    };
+    let descale = |kind: Descale, slice: Option<&DevSlice<'_>>| match kind {
+        Descale::None => HeadScalars::NULL,
+        Descale::PerTensor => scalars(slice, 0, 0),
+        Descale::PerKvHead => scalars(slice, dims.num_heads_kv, 1),
+    };
+    FwdParams {
+        q: View::new(address(&args.q), problem.q, packed),
+        k: View::new(address(&args.k), problem.k, packed),
+        v: View::new(address(&args.v), problem.v, packed),
+        o: View::new(address_mut(&args.o), problem.o, packed),
+        bias,
+        lse: pointer_mut(args.lse.as_ref()),
+        lse_batch,
+        lse_head,
+        keep_mask: pointer_mut(args.keep_mask.as_ref()),
+        cu_seqlens_q: pointer(args.seq.cu_seqlens_q.as_ref()),
+        cu_seqlens_k: pointer(args.seq.cu_seqlens_k.as_ref()),
+        seqused_q: pointer(args.seq.seqused_q.as_ref()),
+        seqused_k: pointer(args.seq.seqused_k.as_ref()),
+        alibi_slopes: scalars(score.alibi_slopes.as_ref(), slopes_batch, 1),
+        sink: scalars(score.sink.as_ref(), 0, 1),
+        descale_q: descale(problem.descale_q, score.descale_q.as_ref()),
+        descale_k: descale(problem.descale_k, score.descale_k.as_ref()),
+        descale_v: descale(problem.descale_v, score.descale_v.as_ref()),
+        scale_o: pointer(args.scale_o.as_ref()),
+        workspace: pointer_mut(args.workspace.as_ref()),
+        batch: dims.batch as i32,
+        seqlen_q: dims.seqlen_q as i32,
+        seqlen_k: dims.seqlen_k as i32,
+        num_heads_q: dims.num_heads_q as i32,
+        num_heads_kv: dims.num_heads_kv as i32,
+        gqa_ratio: problem.gqa_ratio() as i32,
+        mask: MaskParams::from(problem.mask),
+        alibi_bottom_right: i32::from(problem.mask.alibi_align() == MaskAlign::BottomRight),
+        softmax_scale: problem.resolved_softmax_scale(),
+        softcap: problem.softcap.unwrap_or(0.0),
+        // 2^32 (keep all) is a kernel compiled without dropout.
+        dropout_threshold: u32::try_from(keep_threshold(problem.p_drop)).unwrap_or(u32::MAX),
+        dropout_scale: keep_scale(problem.p_drop) as f32,
+        dropout_key_low: score.dropout.seed as u32,
+        dropout_key_high: (score.dropout.seed >> 32) as u32,
+        dropout_offset: score.dropout.offset as u32,
+    }
+}
+
+/// The arguments of the combine kernel. `args` have been checked against `problem`.
+pub(crate) fn combine_params(problem: &ValidCombine, args: &CombineArgs<'_>) -> CombineParams {
+    let mut parts = [PartPointers { o: DevPtr::NULL, lse: DevPtr::NULL }; MAX_PARTS];
+    for (pointers, part) in parts.iter_mut().zip(args.parts) {
+        *pointers = PartPointers { o: pointer(Some(&part.o)), lse: pointer(Some(&part.lse)) };
+    }
+    CombineParams {
+        parts,
+        part: View::new(0, problem.part, false),
+        o: View::new(address_mut(&args.o), problem.o, false),
+        lse: pointer_mut(args.lse.as_ref()),
+        num_parts: problem.num_parts as i32,
+        batch: problem.batch as i32,
+        seqlen_q: problem.seqlen_q as i32,
+        num_heads_q: problem.num_heads_q as i32,
+    }
+}

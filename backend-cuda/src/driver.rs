@@ -1,0 +1,311 @@
+//! The driver, in the few calls that attention needs: the only file that says `cudarc::driver`.
+//!
+//! `cudarc` opens the library at the first call and panics where there is none, so nothing here is
+//! reachable before [`open`] has found it.
+
+use std::ffi::{CStr, CString, c_void};
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+use fmha_core::error::{Error, Result};
+
+/// A driver's answer as a [`Result`], with the call's name.
+fn check(call: &'static str, status: sys::CUresult) -> Result<()> {
+    if status == sys::CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    let mut words = std::ptr::null();
+    // SAFETY: `words` is a valid place for a pointer; the driver's strings are static.
+    let known = unsafe { sys::cuGetErrorString(status, &raw mut words) } == sys::CUresult::CUDA_SUCCESS;
+    let text = if known && !words.is_null() {
+        // SAFETY: the driver gave a NUL-terminated static string.
+        unsafe { CStr::from_ptr(words) }.to_string_lossy().into_owned()
+    } else {
+        "unknown error".to_owned()
+    };
+    Err(Error::Driver { call, code: status as i32, text })
+}
+
+/// Calls a driver function by name and checks its answer.
+macro_rules! call {
+    ($function:ident($($argument:expr),* $(,)?)) => {
+        // SAFETY: the library is open (`open` came first), and each caller here passes places and
+        // handles that live across the call.
+        check(stringify!($function), unsafe { sys::$function($($argument),*) })
+    };
+}
+
+/// One GPU, with its primary context retained.
+#[derive(Debug)]
+pub(crate) struct Device {
+    context: sys::CUcontext,
+    handle: sys::CUdevice,
+    /// `NVIDIA H200`.
+    pub(crate) name: String,
+    /// Compute capability, `(9, 0)`.
+    pub(crate) capability: (i32, i32),
+    /// Streaming multiprocessors.
+    pub(crate) num_sms: u32,
+    /// Largest dynamic shared memory of a CTA, bytes.
+    pub(crate) smem_bytes: u32,
+    /// Peak memory clock (kHz) and bus width (bits).
+    pub(crate) memory: (i32, i32),
+    /// Peak clock of the multiprocessors, kHz.
+    pub(crate) clock_khz: i32,
+}
+
+// SAFETY: a primary context may be current in any thread; the driver locks inside.
+unsafe impl Send for Device {}
+// SAFETY: as above.
+unsafe impl Sync for Device {}
+
+/// Opens the driver and device `ordinal`.
+///
+/// # Errors
+/// [`Error::NoDevice`] where there is no driver library or no such device; what the driver said.
+pub(crate) fn open(ordinal: usize) -> Result<Device> {
+    // SAFETY: only looks for the library.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(Error::NoDevice("no CUDA driver: libcuda.so.1 is not on the loader's path".to_owned()));
+    }
+    if let Err(error) = call!(cuInit(0)) {
+        return Err(Error::NoDevice(format!("the CUDA driver has no device: {error}")));
+    }
+    let mut count = 0;
+    call!(cuDeviceGetCount(&raw mut count))?;
+    if ordinal >= count.unsigned_abs() as usize {
+        return Err(Error::NoDevice(format!("there is no CUDA device {ordinal}: the driver has {count}")));
+    }
+    let mut handle = 0;
+    call!(cuDeviceGet(&raw mut handle, ordinal as i32))?;
+    let mut name = [0u8; 256];
+    call!(cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, handle))?;
+    let name =
+        CStr::from_bytes_until_nul(&name).map_or_else(|_| "?".into(), CStr::to_string_lossy).into_owned();
+    let attribute = |attribute| {
+        let mut value = 0;
+        call!(cuDeviceGetAttribute(&raw mut value, attribute, handle)).map(|()| value)
+    };
+    use sys::CUdevice_attribute_enum as A;
+    let capability = (
+        attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+        attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+    );
+    let num_sms = attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.unsigned_abs();
+    let smem_bytes = attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.unsigned_abs();
+    let memory = (
+        attribute(A::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE)?,
+        attribute(A::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)?,
+    );
+    let clock_khz = attribute(A::CU_DEVICE_ATTRIBUTE_CLOCK_RATE)?;
+    let mut context = std::ptr::null_mut();
+    call!(cuDevicePrimaryCtxRetain(&raw mut context, handle))?;
+    Ok(Device { context, handle, name, capability, num_sms, smem_bytes, memory, clock_khz })
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // At the process's end the driver may be gone already; there is nobody to tell.
+        let _ = call!(cuDevicePrimaryCtxRelease_v2(self.handle));
+    }
+}
+
+impl Device {
+    /// Makes the device's context this thread's.
+    fn enter(&self) -> Result<()> {
+        call!(cuCtxSetCurrent(self.context))
+    }
+
+    pub(crate) fn alloc(&self, bytes: u64) -> Result<u64> {
+        self.enter()?;
+        let mut address = 0;
+        call!(cuMemAlloc_v2(&raw mut address, bytes.max(1) as usize))?;
+        Ok(address)
+    }
+
+    /// Gives back what [`alloc`](Self::alloc) gave.
+    pub(crate) fn free(&self, address: u64) -> Result<()> {
+        self.enter()?;
+        call!(cuMemFree_v2(address))
+    }
+
+    pub(crate) fn upload(&self, from: &[u8], address: u64) -> Result<()> {
+        self.enter()?;
+        call!(cuMemcpyHtoD_v2(address, from.as_ptr().cast(), from.len()))
+    }
+
+    pub(crate) fn download(&self, address: u64, to: &mut [u8]) -> Result<()> {
+        self.enter()?;
+        call!(cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), address, to.len()))
+    }
+
+    pub(crate) fn synchronize(&self, stream: u64) -> Result<()> {
+        self.enter()?;
+        call!(cuStreamSynchronize(stream as sys::CUstream))
+    }
+
+    /// Loads a cubin or PTX, and finds its kernel.
+    ///
+    /// # Errors
+    /// What the driver said of the image, or that it has no such kernel.
+    pub(crate) fn load(self: &Arc<Self>, image: &[u8], kernel: &str, smem_bytes: u32) -> Result<Kernel> {
+        self.enter()?;
+        // PTX is a C string to the driver; a cubin may be followed by anything.
+        let mut terminated = image.to_vec();
+        terminated.push(0);
+        let mut module = std::ptr::null_mut();
+        call!(cuModuleLoadData(&raw mut module, terminated.as_ptr().cast()))?;
+        let mut loaded = Kernel {
+            device: Arc::clone(self),
+            module,
+            function: std::ptr::null_mut(),
+            smem_bytes,
+            num_regs: 0,
+            local_bytes: 0,
+        };
+        let symbol = CString::new(kernel).unwrap_or_default();
+        call!(cuModuleGetFunction(&raw mut loaded.function, module, symbol.as_ptr()))?;
+        use sys::CUfunction_attribute_enum as F;
+        if smem_bytes > 0 {
+            let attribute = F::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            call!(cuFuncSetAttribute(loaded.function, attribute, smem_bytes as i32))?;
+        }
+        call!(cuFuncGetAttribute(&raw mut loaded.num_regs, F::CU_FUNC_ATTRIBUTE_NUM_REGS, loaded.function))?;
+        let local = F::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES;
+        call!(cuFuncGetAttribute(&raw mut loaded.local_bytes, local, loaded.function))?;
+        Ok(loaded)
+    }
+}
+
+/// A loaded kernel.
+pub(crate) struct Kernel {
+    device: Arc<Device>,
+    module: sys::CUmodule,
+    function: sys::CUfunction,
+    smem_bytes: u32,
+    /// Registers a thread at launch.
+    pub(crate) num_regs: i32,
+    /// Local memory a thread: spills and arrays that found no registers.
+    pub(crate) local_bytes: i32,
+}
+
+// SAFETY: module and function handles may be used from any thread that has the context.
+unsafe impl Send for Kernel {}
+// SAFETY: as above.
+unsafe impl Sync for Kernel {}
+
+impl Drop for Kernel {
+    fn drop(&mut self) {
+        let unload = || {
+            self.device.enter()?;
+            call!(cuModuleUnload(self.module))
+        };
+        // A module that cannot be unloaded is the driver's to clean up.
+        let _: Result<()> = unload();
+    }
+}
+
+/// The shape of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Grid {
+    pub(crate) ctas: u32,
+    pub(crate) threads: u32,
+}
+
+impl Kernel {
+    /// Queues the kernel.
+    ///
+    /// # Safety
+    /// `arguments` point to the kernel's parameters, in order and of their types, and the device
+    /// memory they name is what the kernel's contract asks for.
+    pub(crate) unsafe fn launch(&self, grid: Grid, arguments: &mut [*mut c_void], stream: u64) -> Result<()> {
+        self.device.enter()?;
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.ctas,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: grid.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: self.smem_bytes,
+            hStream: stream as sys::CUstream,
+            attrs: std::ptr::null_mut(),
+            numAttrs: 0,
+        };
+        call!(cuLaunchKernelEx(
+            &raw const config,
+            self.function,
+            arguments.as_mut_ptr(),
+            std::ptr::null_mut()
+        ))
+    }
+}
+
+impl Kernel {
+    /// Queues zeros.
+    pub(crate) fn clear(&self, address: u64, bytes: u64, stream: u64) -> Result<()> {
+        self.device.enter()?;
+        call!(cuMemsetD8Async(address, 0, bytes as usize, stream as sys::CUstream))
+    }
+}
+
+/// What the copy engine knows of a tensor; opaque to all but the driver.
+#[derive(Clone, Copy)]
+#[repr(C, align(128))]
+pub(crate) struct TensorMap([u64; 16]);
+
+/// The facts of a tiled tensor map of 16-bit elements. Axis 0 has stride 1.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct TensorMapFacts {
+    /// For errors: which operand.
+    pub(crate) name: &'static str,
+    pub(crate) bf16: bool,
+    pub(crate) address: u64,
+    /// Extents, from axis 0.
+    pub(crate) dims: Vec<u64>,
+    /// Strides in bytes, from axis 1.
+    pub(crate) strides_bytes: Vec<u64>,
+    /// Elements of a box, from axis 0. Axis 0 times the element's bytes is the swizzle: 32, 64 or 128.
+    pub(crate) box_dims: Vec<u32>,
+}
+
+impl TensorMapFacts {
+    /// Encodes the map.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub(crate) fn encode(&self) -> Result<TensorMap> {
+        use sys::CUtensorMapDataType_enum as T;
+        use sys::CUtensorMapSwizzle_enum as S;
+        let mut map = TensorMap([0; 16]);
+        let swizzle = match self.box_dims[0] * 2 {
+            32 => S::CU_TENSOR_MAP_SWIZZLE_32B,
+            64 => S::CU_TENSOR_MAP_SWIZZLE_64B,
+            _ => S::CU_TENSOR_MAP_SWIZZLE_128B,
+        };
+        let dtype =
+            if self.bf16 { T::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 } else { T::CU_TENSOR_MAP_DATA_TYPE_FLOAT16 };
+        let element_strides = vec![1u32; self.dims.len()];
+        call!(cuTensorMapEncodeTiled(
+            (&raw mut map).cast(),
+            dtype,
+            self.dims.len() as u32,
+            self.address as *mut c_void,
+            self.dims.as_ptr(),
+            self.strides_bytes.as_ptr(),
+            self.box_dims.as_ptr(),
+            element_strides.as_ptr(),
+            sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            swizzle,
+            sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ))
+        .map_err(|error| match error {
+            Error::Driver { call, code, text } => {
+                Error::Driver { call, code, text: format!("{text}, for {}: {self:?}", self.name) }
+            }
+            other => other,
+        })?;
+        Ok(map)
+    }
+}

@@ -1,0 +1,59 @@
+//! The emulated device: a test double of the driver's library, put in the real one's place.
+//!
+//! The double is opened by path and bears the driver's own soname, so that whoever asks the loader
+//! for the driver afterwards, as `cudarc` does, is given the double. A process has one driver: a real
+//! device and an emulated one do not go together.
+
+use std::path::{Path, PathBuf};
+
+use fmha_core::env;
+use fmha_core::error::{Error, ProblemError, Result};
+use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+use once_cell::sync::OnceCell;
+
+/// The double's file, as Cargo builds it.
+const FILE: &str = "libfmha_emu_libcuda.so";
+
+/// The double that this process runs on, and its architecture.
+static DOUBLE: OnceCell<(Library, String)> = OnceCell::new();
+
+/// Puts the double for `arch` in the driver's place. Must come before the driver's first use.
+///
+/// # Errors
+/// [`Error::NoDevice`] where the double's file is not found or does not open; [`Error::Problem`] if
+/// this process emulates another architecture already.
+pub(crate) fn install(arch: &str) -> Result<()> {
+    let (_, installed) = DOUBLE.get_or_try_init(|| {
+        let tried = candidates();
+        let Some(path) = tried.iter().find(|path| path.exists()) else {
+            let tried: Vec<_> = tried.iter().map(|path| path.display().to_string()).collect();
+            return Err(Error::NoDevice(format!(
+                "no emulated CUDA device: {FILE} is not there (tried {}); `cargo build` makes it",
+                tried.join(", ")
+            )));
+        };
+        // SAFETY: set once, before the double's first call, which is where it is read. Other threads
+        // that read the environment at this moment use the standard library, which takes a lock.
+        unsafe { std::env::set_var(env::EMULATE.name, arch) };
+        // SAFETY: the double's initialisers only set up itself.
+        let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }
+            .map_err(|error| Error::NoDevice(format!("{} does not open: {error}", path.display())))?;
+        Ok((library, arch.to_owned()))
+    })?;
+    if installed == arch {
+        return Ok(());
+    }
+    let text = format!("emulate {arch}: this process emulates {installed} already");
+    Err(ProblemError::new("emulate", text).into())
+}
+
+/// Whether this process runs on the double.
+pub(crate) fn is_installed() -> bool {
+    DOUBLE.get().is_some()
+}
+
+/// Beside the executable (an installation, `target/release`) or above it (tests in `deps`).
+fn candidates() -> Vec<PathBuf> {
+    let exe = std::env::current_exe().unwrap_or_default();
+    exe.ancestors().skip(1).take(3).map(|folder: &Path| folder.join(FILE)).collect()
+}

@@ -1,0 +1,48 @@
+//! The kernel that computes every spec.
+
+use fmha_core::error::{Refusal, Result};
+use fmha_core::spec::FwdSpec;
+use fmha_core::{PlanOptions, ValidFwd};
+use fmha_kernels_cuda::simt;
+
+use super::{Call, Choice, DeviceFacts, Recipe};
+use crate::driver::{Grid, Kernel as Loaded};
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Simt;
+
+impl Recipe for Simt {
+    fn name(&self) -> &'static str {
+        "simt"
+    }
+
+    fn is_fallback(&self) -> bool {
+        true
+    }
+
+    fn choose(
+        &self,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice, Refusal> {
+        if let Some((key, value)) = options.tile.first() {
+            return Err(Refusal::new(self.name(), format!("tile {key}={value}: it has no tile to set")));
+        }
+        Ok(Choice {
+            source: simt::fwd(&FwdSpec::of(problem)),
+            grid: Grid { ctas: simt::grid(problem, facts.num_sms), threads: simt::NUM_THREADS },
+            smem_bytes: 0,
+            workspace_bytes: 0,
+            details: vec![("tile", "a warp to a row, 32 keys at a time".to_owned())],
+            kernel: (*self).into(),
+        })
+    }
+
+    fn launch(&self, loaded: &Loaded, call: &Call<'_>) -> Result<()> {
+        let mut params = call.params;
+        let mut arguments = [(&raw mut params).cast()];
+        // SAFETY: the kernel takes one FwdParams; `check_fwd` saw that its memory covers the problem.
+        unsafe { loaded.launch(call.grid, &mut arguments, call.stream) }
+    }
+}

@@ -1,0 +1,245 @@
+//! NVRTC, found at run time: never linked, never a panic.
+//!
+//! Looked for in `FMHA_NVRTC` (the library's path), `CUDA_HOME`, Python environments' `nvidia`
+//! packages, and last on the loader's path. Its companion `libnvrtc-builtins` is opened first by path
+//! where it lies beside: NVRTC 13.0 looks for it on the loader's path alone.
+
+use std::ffi::{CStr, CString, c_char, c_int};
+use std::path::{Path, PathBuf};
+
+use fmha_core::env;
+use fmha_core::error::{Error, Result};
+use fmha_core::source::KernelSource;
+use fmha_kernels_cuda::COMPILE_OPTIONS;
+use libloading::Library;
+use once_cell::sync::OnceCell;
+
+type Program = *mut std::ffi::c_void;
+type Status = c_int;
+
+/// What a compilation leaves.
+#[derive(Clone, Debug)]
+pub struct Compiled {
+    /// Machine code for the architecture.
+    pub cubin: Vec<u8>,
+    /// PTX of the same.
+    pub ptx: Vec<u8>,
+    /// The compiler's words: registers, spills, warnings.
+    pub log: String,
+}
+
+/// The opened compiler.
+pub struct Nvrtc {
+    create: unsafe extern "C" fn(
+        *mut Program,
+        *const c_char,
+        *const c_char,
+        c_int,
+        *const *const c_char,
+        *const *const c_char,
+    ) -> Status,
+    compile: unsafe extern "C" fn(Program, c_int, *const *const c_char) -> Status,
+    destroy: unsafe extern "C" fn(*mut Program) -> Status,
+    error_string: unsafe extern "C" fn(Status) -> *const c_char,
+    log: Output,
+    cubin: Output,
+    ptx: Output,
+    /// Major and minor.
+    pub version: (i32, i32),
+    /// Where it was found.
+    pub path: PathBuf,
+    // Last: the functions above are its.
+    _library: Library,
+    _builtins: Option<Library>,
+}
+
+/// A pair of calls: how many bytes, and the bytes.
+struct Output {
+    size: unsafe extern "C" fn(Program, *mut usize) -> Status,
+    get: unsafe extern "C" fn(Program, *mut c_char) -> Status,
+}
+
+impl std::fmt::Debug for Nvrtc {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "NVRTC {}.{} ({})", self.version.0, self.version.1, self.path.display())
+    }
+}
+
+/// The one compiler of this process.
+///
+/// # Errors
+/// [`Error::NoDevice`] with every place that was looked at.
+pub fn nvrtc() -> Result<&'static Nvrtc> {
+    static NVRTC: OnceCell<Nvrtc> = OnceCell::new();
+    NVRTC.get_or_try_init(|| {
+        let candidates = candidates();
+        candidates.iter().find_map(|path| open(path).ok()).ok_or_else(|| {
+            let tried: Vec<_> = candidates.iter().map(|path| path.display().to_string()).collect();
+            Error::NoDevice(format!("no NVRTC to compile kernels with; tried {}", tried.join(", ")))
+        })
+    })
+}
+
+fn candidates() -> Vec<PathBuf> {
+    const SONAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
+    if let Some(path) = env::NVRTC.get() {
+        // The user's word is not second-guessed.
+        return vec![PathBuf::from(path)];
+    }
+    let mut folders = Vec::new();
+    for variable in ["CUDA_HOME", "CUDA_PATH"] {
+        folders.extend(std::env::var_os(variable).map(|home| Path::new(&home).join("lib64")));
+    }
+    for variable in ["VIRTUAL_ENV", "CONDA_PREFIX"] {
+        let Some(root) = std::env::var_os(variable) else { continue };
+        let versions = std::fs::read_dir(Path::new(&root).join("lib")).into_iter().flatten().flatten();
+        for python in versions.filter(|entry| entry.file_name().to_string_lossy().starts_with("python")) {
+            let packages = python.path().join("site-packages/nvidia");
+            folders.extend([packages.join("cu13/lib"), packages.join("cuda_nvrtc/lib")]);
+        }
+    }
+    folders.push(PathBuf::from("/usr/local/cuda/lib64"));
+    let in_folders = folders.iter().flat_map(|folder| SONAMES.map(|name| folder.join(name)));
+    in_folders.filter(|path| path.exists()).chain(SONAMES.map(PathBuf::from)).collect()
+}
+
+fn open(path: &Path) -> std::result::Result<Nvrtc, libloading::Error> {
+    let builtins = builtins_beside(path);
+    // SAFETY: opening a compiler library runs its initialisers, which only set up itself.
+    let library = unsafe { Library::new(path)? };
+    /// A function of the library.
+    ///
+    /// # Safety
+    /// `T` is the function's type in nvrtc.h.
+    unsafe fn function<T: Copy>(library: &Library, name: &[u8]) -> std::result::Result<T, libloading::Error> {
+        // SAFETY: the caller's.
+        unsafe { library.get::<T>(name) }.map(|symbol| *symbol)
+    }
+    // SAFETY: the types are those of nvrtc.h, unchanged since CUDA 11.1.
+    unsafe {
+        let version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> Status =
+            function(&library, b"nvrtcVersion")?;
+        let (mut major, mut minor) = (0, 0);
+        version(&raw mut major, &raw mut minor);
+        Ok(Nvrtc {
+            create: function(&library, b"nvrtcCreateProgram")?,
+            compile: function(&library, b"nvrtcCompileProgram")?,
+            destroy: function(&library, b"nvrtcDestroyProgram")?,
+            error_string: function(&library, b"nvrtcGetErrorString")?,
+            log: Output {
+                size: function(&library, b"nvrtcGetProgramLogSize")?,
+                get: function(&library, b"nvrtcGetProgramLog")?,
+            },
+            cubin: Output {
+                size: function(&library, b"nvrtcGetCUBINSize")?,
+                get: function(&library, b"nvrtcGetCUBIN")?,
+            },
+            ptx: Output {
+                size: function(&library, b"nvrtcGetPTXSize")?,
+                get: function(&library, b"nvrtcGetPTX")?,
+            },
+            version: (major, minor),
+            path: path.to_owned(),
+            _library: library,
+            _builtins: builtins,
+        })
+    }
+}
+
+fn builtins_beside(path: &Path) -> Option<Library> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty())?;
+    let beside = std::fs::read_dir(folder).ok()?.flatten().find(|entry| {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        name.starts_with("libnvrtc-builtins.so") && !name.contains("alt")
+    })?;
+    // SAFETY: as for the library itself.
+    unsafe { Library::new(beside.path()) }.ok()
+}
+
+/// Warnings of ptxas that mean a kernel has lost what it was written for: wgmma serialised,
+/// setmaxnreg ignored.
+const FATAL_WARNINGS: [&str; 4] = ["C7508", "C7510", "C7512", "C7514"];
+
+impl Nvrtc {
+    /// Compiles for `arch`, such as `sm_90a`.
+    ///
+    /// # Errors
+    /// The log as `Err`; likewise where ptxas warns that wgmma is serialised or setmaxnreg ignored.
+    pub fn compile(&self, source: &KernelSource, arch: &str) -> std::result::Result<Compiled, String> {
+        let text = |text: &str| CString::new(text).map_err(|error| error.to_string());
+        let names =
+            source.headers.iter().map(|h| text(&h.name)).collect::<std::result::Result<Vec<_>, _>>()?;
+        let texts =
+            source.headers.iter().map(|h| text(&h.text)).collect::<std::result::Result<Vec<_>, _>>()?;
+        let name_pointers: Vec<_> = names.iter().map(|name| name.as_ptr()).collect();
+        let text_pointers: Vec<_> = texts.iter().map(|text| text.as_ptr()).collect();
+        let mut options =
+            COMPILE_OPTIONS.iter().map(|o| text(o)).collect::<std::result::Result<Vec<_>, _>>()?;
+        options.push(text(&format!("--gpu-architecture={arch}"))?);
+        options.push(text("--ptxas-options=-v")?);
+        let option_pointers: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();
+        let entry = text(&source.entry)?;
+
+        let mut program = Guard { nvrtc: self, program: std::ptr::null_mut() };
+        // SAFETY: every pointer is to a C string that lives to the end of this function.
+        let status = unsafe {
+            (self.create)(
+                &raw mut program.program,
+                entry.as_ptr(),
+                c"entry.cu".as_ptr(),
+                names.len() as c_int,
+                text_pointers.as_ptr(),
+                name_pointers.as_ptr(),
+            )
+        };
+        self.check(status)?;
+        // SAFETY: the program is there, the options live.
+        let status =
+            unsafe { (self.compile)(program.program, options.len() as c_int, option_pointers.as_ptr()) };
+        let log = self.read(&self.log, program.program)?;
+        let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned();
+        if let Err(error) = self.check(status) {
+            return Err(format!("{error}\n{log}"));
+        }
+        if let Some(warning) = FATAL_WARNINGS.iter().find(|warning| log.contains(*warning)) {
+            return Err(format!("ptxas warns {warning}\n{log}"));
+        }
+        let cubin = self.read(&self.cubin, program.program)?;
+        let ptx = self.read(&self.ptx, program.program)?;
+        Ok(Compiled { cubin, ptx, log })
+    }
+
+    fn check(&self, status: Status) -> std::result::Result<(), String> {
+        if status == 0 {
+            return Ok(());
+        }
+        // SAFETY: NVRTC gives a static string for any status.
+        let words = unsafe { CStr::from_ptr((self.error_string)(status)) };
+        Err(words.to_string_lossy().into_owned())
+    }
+
+    fn read(&self, output: &Output, program: Program) -> std::result::Result<Vec<u8>, String> {
+        let mut size = 0;
+        // SAFETY: the program is there.
+        self.check(unsafe { (output.size)(program, &raw mut size) })?;
+        let mut bytes = vec![0u8; size];
+        // SAFETY: `bytes` has the size that was asked for.
+        self.check(unsafe { (output.get)(program, bytes.as_mut_ptr().cast()) })?;
+        Ok(bytes)
+    }
+}
+
+/// Destroys the program on every way out.
+struct Guard<'a> {
+    nvrtc: &'a Nvrtc,
+    program: Program,
+}
+
+impl Drop for Guard<'_> {
+    fn drop(&mut self) {
+        if !self.program.is_null() {
+            // SAFETY: made by `create`, destroyed once.
+            unsafe { (self.nvrtc.destroy)(&raw mut self.program) };
+        }
+    }
+}

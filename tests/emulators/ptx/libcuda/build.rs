@@ -1,0 +1,7 @@
+//! Gives the library the name that cudarc asks for first: loaded once by path, it answers every later
+//! `dlopen("libcuda.so")`.
+
+fn main() {
+    println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libcuda.so");
+    println!("cargo:rerun-if-changed=build.rs");
+}

@@ -1,0 +1,172 @@
+//! The one device of the process, and everything that has a handle.
+
+use std::collections::{BTreeMap, HashMap};
+use std::io::Write;
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use fmha_emu_ptx::{Asynchrony, Device, Fault, Kernel, Module, Options};
+
+use crate::graph::Node;
+
+/// Handles are small numbers, never addresses: a wrong one is found, not followed.
+pub(crate) type Handle = usize;
+
+/// What a device of this architecture is like.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Architecture {
+    pub(crate) major: i32,
+    pub(crate) minor: i32,
+    pub(crate) num_sms: i32,
+    /// Most shared memory that a block may opt in to.
+    pub(crate) shared_optin: i32,
+    pub(crate) l2_bytes: i32,
+    pub(crate) name: &'static str,
+}
+
+const ARCHITECTURES: &[(&str, Architecture)] = &[
+    (
+        "80",
+        Architecture {
+            major: 8,
+            minor: 0,
+            num_sms: 108,
+            shared_optin: 166_912,
+            l2_bytes: 41_943_040,
+            name: "A100",
+        },
+    ),
+    (
+        "90",
+        Architecture {
+            major: 9,
+            minor: 0,
+            num_sms: 132,
+            shared_optin: 232_448,
+            l2_bytes: 52_428_800,
+            name: "H200",
+        },
+    ),
+    (
+        "100",
+        Architecture {
+            major: 10,
+            minor: 0,
+            num_sms: 148,
+            shared_optin: 232_448,
+            l2_bytes: 132_644_864,
+            name: "B200",
+        },
+    ),
+    (
+        "120",
+        Architecture {
+            major: 12,
+            minor: 0,
+            num_sms: 188,
+            shared_optin: 101_376,
+            l2_bytes: 100_663_296,
+            name: "RTX",
+        },
+    ),
+];
+
+/// A function handle's kernel and its attributes.
+#[derive(Clone, Debug)]
+pub(crate) struct Function {
+    pub(crate) kernel: Kernel,
+    pub(crate) max_dynamic_shared: i32,
+    pub(crate) non_portable_cluster: bool,
+}
+
+/// A stream: whether it is capturing, and what it has captured.
+#[derive(Debug, Default)]
+pub(crate) struct Stream {
+    pub(crate) capture: Option<Vec<Node>>,
+    pub(crate) priority: i32,
+}
+
+/// All of the process's state.
+pub(crate) struct State {
+    pub(crate) device: Device,
+    pub(crate) arch: Architecture,
+    /// `a` and `f` targets run only on their own architecture.
+    pub(crate) arch_name: String,
+    pub(crate) options: Options,
+    pub(crate) modules: BTreeMap<Handle, Module>,
+    pub(crate) functions: BTreeMap<Handle, Function>,
+    pub(crate) function_names: HashMap<(Handle, String), Handle>,
+    pub(crate) streams: BTreeMap<Handle, Stream>,
+    pub(crate) events: BTreeMap<Handle, Option<Instant>>,
+    pub(crate) graphs: BTreeMap<Handle, Vec<Node>>,
+    pub(crate) execs: BTreeMap<Handle, Vec<Node>>,
+    pub(crate) pools: BTreeMap<Handle, ()>,
+    pub(crate) host: BTreeMap<usize, Box<[u128]>>,
+    pub(crate) limits: HashMap<u32, usize>,
+    pub(crate) sticky: Option<u32>,
+    next: Handle,
+}
+
+static STATE: LazyLock<Mutex<State>> = LazyLock::new(|| Mutex::new(State::new()));
+
+/// The state, locked for one call.
+pub(crate) fn state() -> MutexGuard<'static, State> {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl State {
+    fn new() -> Self {
+        let asked = std::env::var("FMHA_EMULATE").unwrap_or_default();
+        let digits: String = asked.chars().filter(char::is_ascii_digit).collect();
+        let found = ARCHITECTURES.iter().find(|(n, _)| *n == digits);
+        let arch = found.map_or(ARCHITECTURES[1].1, |(_, a)| *a);
+        let mut options = Options::default();
+        options.num_sms = arch.num_sms as u32;
+        let mode = std::env::var("FMHA_EMULATE_MODE").unwrap_or_default();
+        if mode == "hb" {
+            options.happens_before = true;
+        } else if let Some(seed) = mode.strip_prefix("late") {
+            options.asynchrony = Asynchrony::Late { seed: seed.trim_start_matches(':').parse().unwrap_or(1) };
+        }
+        Self {
+            device: Device::new(),
+            arch,
+            arch_name: format!("{}{}", arch.major, arch.minor),
+            options,
+            modules: BTreeMap::new(),
+            functions: BTreeMap::new(),
+            function_names: HashMap::new(),
+            streams: BTreeMap::new(),
+            events: BTreeMap::new(),
+            graphs: BTreeMap::new(),
+            execs: BTreeMap::new(),
+            pools: BTreeMap::new(),
+            host: BTreeMap::new(),
+            limits: HashMap::new(),
+            sticky: None,
+            next: 0x1000,
+        }
+    }
+
+    /// A handle that no object has had.
+    pub(crate) fn handle(&mut self) -> Handle {
+        self.next += 0x10;
+        self.next
+    }
+
+    /// Prints a fault of a kernel and keeps it for the context's later calls.
+    pub(crate) fn report(&mut self, what: &str, fault: &Fault) {
+        let text = format!("emulated {what}: {fault}\n");
+        // Nothing useful can be done when the report itself cannot be written.
+        let _ = std::io::stderr().write_all(text.as_bytes());
+        if let Some(path) = std::env::var_os("FMHA_EMULATE_REPORT") {
+            let file = std::fs::OpenOptions::new().create(true).append(true).open(path);
+            let _ = file.and_then(|mut f| f.write_all(text.as_bytes()));
+        }
+    }
+
+    /// The stream's capture list, when it is capturing.
+    pub(crate) fn capturing(&mut self, stream: Handle) -> Option<&mut Vec<Node>> {
+        self.streams.get_mut(&stream).and_then(|s| s.capture.as_mut())
+    }
+}

@@ -1,0 +1,598 @@
+//! Decoding of arithmetic, comparison, selection, conversion and branches. PTX ISA 9.7.1 to 9.7.9 and 9.7.12.
+
+use super::{Decoder, unknown};
+use crate::ast::{Operand, RawInst, Ty};
+use crate::fault::Fault;
+use crate::fp::Round;
+use crate::op::{BoolOp, Cmp, Code, Cvt, Df, Hf, Inst, Reg, Sf, Slow, Wf, Xf};
+
+/// The last qualifier that names a type.
+pub(super) fn last_type(raw: &RawInst) -> Result<Ty, Fault> {
+    raw.words.iter().rev().find_map(|w| Ty::parse(w)).ok_or_else(|| unknown(raw))
+}
+
+fn rounding(raw: &RawInst) -> Round {
+    for w in &raw.words {
+        match w.as_str() {
+            "rn" | "rni" => return Round::Rn,
+            "rz" | "rzi" => return Round::Rz,
+            "rm" | "rmi" => return Round::Rm,
+            "rp" | "rpi" => return Round::Rp,
+            "rna" => return Round::Rna,
+            _ => {}
+        }
+    }
+    Round::Rn
+}
+
+impl Decoder<'_> {
+    pub(super) fn arith(&mut self, raw: &RawInst) -> Result<Option<Inst>, Fault> {
+        let ops = &raw.operands;
+        Ok(Some(match raw.words[0].as_str() {
+            "add" | "sub" | "mul" | "mad" | "div" | "rem" | "min" | "max" | "abs" | "neg" | "fma" | "and"
+            | "or" | "xor" | "not" | "cnot" | "shl" | "shr" | "sad" | "mul24" | "rcp" | "sqrt" | "rsqrt"
+            | "ex2" | "lg2" | "tanh" | "sin" | "cos" | "copysign" | "addc" | "subc" => self.function(raw)?,
+            "popc" | "clz" | "bfind" => {
+                let ty = last_type(raw)?;
+                let f = match (raw.words[0].as_str(), ty.bytes() == 8, ty.is_signed()) {
+                    ("popc", false, _) => Code::W { f: Wf::Popc, ftz: false },
+                    ("clz", false, _) => Code::W { f: Wf::Clz, ftz: false },
+                    ("bfind", false, true) => Code::W { f: Wf::BfindS, ftz: false },
+                    ("bfind", false, false) => Code::W { f: Wf::BfindU, ftz: false },
+                    ("popc", true, _) => Code::X(Xf::PopcD),
+                    ("clz", true, _) => Code::X(Xf::ClzD),
+                    (_, true, true) => Code::X(Xf::BfindDS),
+                    (_, true, false) => Code::X(Xf::BfindDU),
+                    _ => return Err(unknown(raw)),
+                };
+                if raw.has("shiftamt") {
+                    return Err(unknown(raw));
+                }
+                let mut inst = Inst::new(f);
+                inst.dst[0] = self.dst(&ops[0], Ty::B32)?;
+                inst.src[0] = self.src(&ops[1], ty)?;
+                inst
+            }
+            "brev" | "bfi" | "bfe" | "prmt" | "lop3" | "shf" | "dp4a" => self.bits(raw)?,
+            "mov" => self.mov(raw)?,
+            "setp" => self.setp(raw)?,
+            "set" => {
+                let (to, from) = self.two_types(raw)?;
+                let cmp = comparison(&raw.words[1]).ok_or_else(|| unknown(raw))?;
+                if ops.len() != 3 || from.bytes() < 4 {
+                    return Err(unknown(raw));
+                }
+                let code = Code::Set { cmp, ty: from, float: to == Ty::F32, ftz: raw.has("ftz") };
+                self.regs(code, raw, to, &[from, from])?
+            }
+            "selp" => {
+                let ty = last_type(raw)?;
+                let mut inst = Inst::new(Code::Sel);
+                inst.dst[0] = self.dst(&ops[0], ty)?;
+                let (p, negated) = self.pred(&ops[3])?;
+                let (a, b) = if negated { (2, 1) } else { (1, 2) };
+                inst.src = [self.src(&ops[a], ty)?, self.src(&ops[b], ty)?, p, Reg::NONE];
+                inst
+            }
+            "slct" => {
+                let (value, by) = self.two_types(raw)?;
+                self.regs(Code::Slct { float: by == Ty::F32 }, raw, value, &[value, value, by])?
+            }
+            "cvt" => self.cvt(raw)?,
+            "bra" => {
+                let Some(Operand::Name(label)) = ops.first() else { return Err(unknown(raw)) };
+                Inst::new(Code::Bra { target: self.label(label)? })
+            }
+            "brx" => {
+                let Some(Operand::Name(table)) = ops.get(1) else { return Err(unknown(raw)) };
+                let table = *self.tables.get(table).ok_or_else(|| unknown(raw))?;
+                let mut inst = Inst::new(Code::Brx { table });
+                inst.src[0] = self.src(&ops[0], Ty::U32)?;
+                inst
+            }
+            "ret" | "exit" => Inst::new(Code::Exit),
+            "trap" => Inst::new(Code::Trap),
+            _ => return Ok(None),
+        }))
+    }
+
+    /// Destination of type `to`, sources of types `from`, all in order.
+    fn regs(&mut self, code: Code, raw: &RawInst, to: Ty, from: &[Ty]) -> Result<Inst, Fault> {
+        if raw.operands.len() != from.len() + 1 {
+            return Err(unknown(raw));
+        }
+        let mut inst = Inst::new(code);
+        inst.dst[0] = self.dst(&raw.operands[0], to)?;
+        for (i, ty) in from.iter().enumerate() {
+            inst.src[i] = self.src(&raw.operands[i + 1], *ty)?;
+        }
+        Ok(inst)
+    }
+
+    fn two_types(&self, raw: &RawInst) -> Result<(Ty, Ty), Fault> {
+        let mut types = raw.words.iter().rev().filter_map(|w| Ty::parse(w));
+        let from = types.next().ok_or_else(|| unknown(raw))?;
+        let to = types.next().ok_or_else(|| unknown(raw))?;
+        Ok((to, from))
+    }
+
+    fn function(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
+        let name = raw.words[0].as_str();
+        let ty = last_type(raw)?;
+        let sources = raw.operands.len().saturating_sub(1);
+        if sources == 0 || sources > 3 {
+            return Err(unknown(raw));
+        }
+        if ty == Ty::Pred {
+            return self.predicate(raw);
+        }
+        if matches!(name, "addc" | "subc") || raw.has("cc") {
+            if !matches!(name, "add" | "addc" | "sub" | "subc") {
+                return Err(unknown(raw));
+            }
+            let code = Code::Carry {
+                subtract: name.starts_with("sub"),
+                carry_in: name.ends_with('c'),
+                carry_out: raw.has("cc"),
+                wide: ty.bytes() == 8,
+            };
+            return self.regs(code, raw, ty, &[ty, ty]);
+        }
+        if raw.has("wide") && ty.bytes() == 4 {
+            let f = match (name, ty.is_signed()) {
+                ("mul", true) => Xf::MulWideS,
+                ("mul", false) => Xf::MulWideU,
+                ("mad", true) => Xf::MadWideS,
+                ("mad", false) => Xf::MadWideU,
+                _ => return Err(unknown(raw)),
+            };
+            return self.regs(Code::X(f), raw, Ty::B64, &[ty, ty, Ty::B64][..sources]);
+        }
+        if matches!(name, "shl" | "shr") && ty.bytes() == 8 {
+            let f = match (name, ty.is_signed()) {
+                ("shl", _) => Xf::ShlD,
+                (_, true) => Xf::ShrDS,
+                (_, false) => Xf::ShrDU,
+            };
+            return self.regs(Code::X(f), raw, Ty::B64, &[Ty::B64, Ty::B32]);
+        }
+        let types = vec![ty; sources];
+        match ty {
+            Ty::F16 | Ty::Bf16 | Ty::F16x2 | Ty::Bf16x2 => {
+                let code = self.half(raw, ty)?;
+                self.regs(code, raw, ty, &types)
+            }
+            // Bitwise operations on 16-bit registers keep the upper half zero by themselves.
+            Ty::B16 if matches!(name, "and" | "or" | "xor") => {
+                let f = word_function(raw, ty)?;
+                self.regs(Code::W { f, ftz: false }, raw, ty, &types)
+            }
+            Ty::B16 | Ty::U16 | Ty::S16 => {
+                let wide = raw.has("wide");
+                let f = short_function(raw, wide)?;
+                let mut types = types;
+                if wide && sources == 3 {
+                    types[2] = Ty::B32;
+                }
+                if matches!(name, "shl" | "shr") {
+                    types[1] = Ty::B32;
+                }
+                let to = if wide { Ty::B32 } else { ty };
+                self.regs(Code::Short { f, signed: ty.is_signed() }, raw, to, &types)
+            }
+            Ty::F32x2 => {
+                let f = word_function(raw, Ty::F32)?;
+                if !matches!(f, Wf::FAdd | Wf::FSub | Wf::FMul | Wf::FFma) {
+                    return Err(unknown(raw));
+                }
+                let slow = Slow { f, round: rounding(raw), ftz: raw.has("ftz"), sat: false };
+                self.regs(Code::Pair32(slow), raw, ty, &types)
+            }
+            _ if ty.bytes() == 8 => {
+                let f = double_function(raw, ty)?;
+                self.regs(Code::D(f), raw, ty, &types)
+            }
+            _ if ty.bytes() == 4 => {
+                let f = word_function(raw, ty)?;
+                let (round, ftz, sat) = (rounding(raw), raw.has("ftz"), raw.has("sat"));
+                let exact = matches!(f, Wf::FDiv | Wf::FRcp | Wf::FSqrt) && raw.has("approx");
+                if ty == Ty::F32 && (sat || round != Round::Rn && !exact) {
+                    let slow = Slow { f, round, ftz, sat };
+                    if !matches!(f, Wf::FAdd | Wf::FSub | Wf::FMul | Wf::FFma) {
+                        return Err(unknown(raw));
+                    }
+                    return self.regs(Code::WSlow(slow), raw, ty, &types);
+                }
+                if ty != Ty::F32 && sat {
+                    return Err(unknown(raw));
+                }
+                self.regs(Code::W { f, ftz }, raw, ty, &types)
+            }
+            _ => Err(unknown(raw)),
+        }
+    }
+
+    fn half(&mut self, raw: &RawInst, ty: Ty) -> Result<Code, Fault> {
+        let nan = raw.has("NaN");
+        let f = match raw.words[0].as_str() {
+            "add" => Hf::Add,
+            "sub" => Hf::Sub,
+            "mul" => Hf::Mul,
+            "fma" if raw.has("relu") => Hf::FmaRelu,
+            "fma" => Hf::Fma,
+            "min" if nan => Hf::MinNan,
+            "max" if nan => Hf::MaxNan,
+            "min" => Hf::Min,
+            "max" => Hf::Max,
+            "abs" => Hf::Abs,
+            "neg" => Hf::Neg,
+            "ex2" => Hf::Ex2,
+            "tanh" => Hf::Tanh,
+            _ => return Err(unknown(raw)),
+        };
+        if raw.has("sat") || raw.has("xorsign") {
+            return Err(unknown(raw));
+        }
+        let bf16 = matches!(ty, Ty::Bf16 | Ty::Bf16x2);
+        Ok(Code::Half { f, bf16, lanes: if ty.bytes() == 4 { 2 } else { 1 }, ftz: raw.has("ftz") })
+    }
+
+    fn predicate(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
+        let op = match raw.words[0].as_str() {
+            "and" => BoolOp::And,
+            "or" => BoolOp::Or,
+            "xor" => BoolOp::Xor,
+            "not" => BoolOp::Not,
+            _ => return Err(unknown(raw)),
+        };
+        let sources = vec![Ty::Pred; raw.operands.len() - 1];
+        self.regs(Code::Pred(op), raw, Ty::Pred, &sources)
+    }
+
+    fn bits(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
+        let ty = last_type(raw)?;
+        let w = |f| Code::W { f, ftz: false };
+        match (raw.words[0].as_str(), ty.bytes()) {
+            ("brev", 8) => self.regs(Code::D(Df::Brev), raw, ty, &[ty]),
+            ("brev", _) => self.regs(w(Wf::Brev), raw, ty, &[ty]),
+            ("bfe", 4) => {
+                let f = if ty.is_signed() { Wf::BfeS } else { Wf::BfeU };
+                self.regs(w(f), raw, ty, &[ty, Ty::U32, Ty::U32])
+            }
+            ("bfe", 8) => {
+                let f = if ty.is_signed() { Xf::BfeDS } else { Xf::BfeDU };
+                self.regs(Code::X(f), raw, ty, &[ty, Ty::U32, Ty::U32])
+            }
+            ("bfi", 4) => self.regs(w(Wf::Bfi), raw, ty, &[ty, ty, Ty::U32, Ty::U32]),
+            ("prmt", _) if raw.words.len() == 2 => self.regs(w(Wf::Prmt), raw, ty, &[ty, ty, ty]),
+            ("lop3", _) if raw.operands.len() == 5 => self.regs(w(Wf::Lop3), raw, ty, &[ty, ty, ty, ty]),
+            ("shf", _) => {
+                let f = match (raw.has("l"), raw.has("wrap")) {
+                    (true, true) => Wf::ShfLWrap,
+                    (true, false) => Wf::ShfL,
+                    (false, true) => Wf::ShfRWrap,
+                    (false, false) => Wf::ShfR,
+                };
+                self.regs(w(f), raw, ty, &[ty, ty, ty])
+            }
+            ("dp4a", _) if raw.words[1] == raw.words[2] => {
+                let f = if ty.is_signed() { Wf::Dp4aS } else { Wf::Dp4aU };
+                self.regs(w(f), raw, ty, &[ty, ty, ty])
+            }
+            _ => Err(unknown(raw)),
+        }
+    }
+
+    fn mov(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
+        let ty = last_type(raw)?;
+        let [to, from] = raw.operands.as_slice() else { return Err(unknown(raw)) };
+        match (to, from) {
+            (Operand::Vector(parts), from) => {
+                let unit = (ty.bytes() as usize / parts.len()) as u8;
+                let mut inst = Inst::new(Code::Unpack { unit });
+                let part = part_type(unit).ok_or_else(|| unknown(raw))?;
+                let dst = parts.iter().map(|p| self.dst(p, part)).collect::<Result<Vec<_>, _>>()?;
+                inst.src[0] = self.src(from, ty)?;
+                inst.list = self.list(&dst, &[]);
+                Ok(inst)
+            }
+            (to, Operand::Vector(parts)) => {
+                let unit = (ty.bytes() as usize / parts.len()) as u8;
+                let mut inst = Inst::new(Code::Pack { unit });
+                let part = part_type(unit).ok_or_else(|| unknown(raw))?;
+                let src = parts.iter().map(|p| self.src(p, part)).collect::<Result<Vec<_>, _>>()?;
+                inst.dst[0] = self.dst(to, ty)?;
+                inst.list = self.list(&[], &src);
+                Ok(inst)
+            }
+            (to, Operand::Name(name)) if name.starts_with("%clock") || name.starts_with("%globaltimer") => {
+                let mut inst = Inst::new(Code::Clock);
+                inst.dst[0] = self.dst(to, ty)?;
+                Ok(inst)
+            }
+            (to, Operand::Address { .. }) => Err(Fault::unsupported(format!("mov from {to:?}"))),
+            (to, from) if ty == Ty::Pred => {
+                let mut inst = Inst::new(Code::Pred(BoolOp::Mov));
+                inst.dst[0] = self.dst(to, ty)?;
+                inst.src[0] = self.src(from, ty)?;
+                Ok(inst)
+            }
+            _ => {
+                let code =
+                    if ty.bytes() == 8 { Code::D(Df::Mov) } else { Code::W { f: Wf::Mov, ftz: false } };
+                self.regs(code, raw, ty, &[ty])
+            }
+        }
+    }
+
+    fn setp(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
+        let ty = last_type(raw)?;
+        let cmp = comparison(&raw.words[1]).ok_or_else(|| unknown(raw))?;
+        let combine = raw.words[2..].iter().find_map(|w| match w.as_str() {
+            "and" => Some(BoolOp::And),
+            "or" => Some(BoolOp::Or),
+            "xor" => Some(BoolOp::Xor),
+            _ => None,
+        });
+        let code = if matches!(ty, Ty::F16x2 | Ty::Bf16x2) {
+            if combine.is_some() {
+                return Err(unknown(raw));
+            }
+            Code::PairSetP { cmp, bf16: ty == Ty::Bf16x2 }
+        } else {
+            Code::SetP { cmp, ty, combine, ftz: raw.has("ftz") }
+        };
+        let mut inst = Inst::new(code);
+        match &raw.operands[0] {
+            Operand::Pair(p, q) => {
+                inst.dst[0] = self.dst(p, Ty::Pred)?;
+                inst.dst[1] = self.dst(q, Ty::Pred)?;
+            }
+            p => inst.dst[0] = self.dst(p, Ty::Pred)?,
+        }
+        inst.src[0] = self.src(&raw.operands[1], ty)?;
+        inst.src[1] = self.src(&raw.operands[2], ty)?;
+        if combine.is_some() {
+            let (p, negated) = self.pred(raw.operands.get(3).ok_or_else(|| unknown(raw))?)?;
+            if negated {
+                return Err(Fault::unsupported("a negated predicate as a source of setp"));
+            }
+            inst.src[2] = p;
+        }
+        Ok(inst)
+    }
+
+    fn cvt(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
+        let (to, from) = self.two_types(raw)?;
+        if raw.words[1] == "pack" {
+            return Err(unknown(raw));
+        }
+        let integral = raw.words.iter().any(|w| matches!(w.as_str(), "rni" | "rzi" | "rmi" | "rpi"));
+        let cvt = Cvt {
+            to,
+            from,
+            round: rounding(raw),
+            integral,
+            ftz: raw.has("ftz"),
+            sat: raw.has("sat"),
+            satfinite: raw.has("satfinite"),
+            relu: raw.has("relu"),
+            packed: raw.operands.len() == 3,
+        };
+        let fp8 = |t| matches!(t, Ty::E4m3x2 | Ty::E5m2x2);
+        let pair = |t| matches!(t, Ty::F16x2 | Ty::Bf16x2);
+        let known = if cvt.packed {
+            from == Ty::F32 && (fp8(to) || pair(to))
+        } else if fp8(to) || fp8(from) || pair(to) || pair(from) {
+            fp8(to) && pair(from) || pair(to) && fp8(from)
+        } else {
+            raw.operands.len() == 2 && !matches!(from, Ty::Tf32)
+        };
+        if !known {
+            return Err(unknown(raw));
+        }
+        let mut inst = Inst::new(Code::Cvt(cvt));
+        // Integer conversions may use registers wider than their types.
+        inst.dst[0] = self.any(&raw.operands[0], to)?;
+        inst.src[0] = self.any(&raw.operands[1], from)?;
+        if cvt.packed {
+            inst.src[1] = self.src(&raw.operands[2], from)?;
+        }
+        Ok(inst)
+    }
+}
+
+fn part_type(unit: u8) -> Option<Ty> {
+    match unit {
+        1 | 2 => Some(Ty::B16),
+        4 => Some(Ty::B32),
+        8 => Some(Ty::B64),
+        _ => None,
+    }
+}
+
+fn comparison(word: &str) -> Option<Cmp> {
+    Some(match word {
+        "eq" => Cmp::Eq,
+        "ne" => Cmp::Ne,
+        "lt" | "lo" => Cmp::Lt,
+        "le" | "ls" => Cmp::Le,
+        "gt" | "hi" => Cmp::Gt,
+        "ge" | "hs" => Cmp::Ge,
+        "equ" => Cmp::Equ,
+        "neu" => Cmp::Neu,
+        "ltu" => Cmp::Ltu,
+        "leu" => Cmp::Leu,
+        "gtu" => Cmp::Gtu,
+        "geu" => Cmp::Geu,
+        "num" => Cmp::Num,
+        "nan" => Cmp::Nan,
+        _ => return None,
+    })
+}
+
+fn word_function(raw: &RawInst, ty: Ty) -> Result<Wf, Fault> {
+    let (float, signed, nan) = (ty == Ty::F32, ty.is_signed(), raw.has("NaN"));
+    let (hi, three) = (raw.has("hi"), raw.operands.len() == 4);
+    Ok(match (raw.words[0].as_str(), float) {
+        ("add", true) => Wf::FAdd,
+        ("sub", true) => Wf::FSub,
+        ("mul", true) => Wf::FMul,
+        ("fma" | "mad", true) => Wf::FFma,
+        ("div", true) => Wf::FDiv,
+        ("min" | "max", true) if raw.has("xorsign") => return Err(unknown(raw)),
+        ("min", true) if three && !nan => Wf::FMin3,
+        ("max", true) if three && !nan => Wf::FMax3,
+        ("min" | "max", true) if three => return Err(unknown(raw)),
+        ("min", true) if nan => Wf::FMinNan,
+        ("max", true) if nan => Wf::FMaxNan,
+        ("min", true) => Wf::FMin,
+        ("max", true) => Wf::FMax,
+        ("abs", true) => Wf::FAbs,
+        ("neg", true) => Wf::FNeg,
+        ("rcp", true) => Wf::FRcp,
+        ("sqrt", true) => Wf::FSqrt,
+        ("rsqrt", true) => Wf::FRsqrt,
+        ("ex2", true) => Wf::FEx2,
+        ("lg2", true) => Wf::FLg2,
+        ("tanh", true) => Wf::FTanh,
+        ("sin", true) => Wf::FSin,
+        ("cos", true) => Wf::FCos,
+        ("copysign", true) => Wf::FCopysign,
+        ("add", false) => Wf::Add,
+        ("sub", false) => Wf::Sub,
+        ("mul", false) if hi && signed => Wf::MulHiS,
+        ("mul", false) if hi => Wf::MulHiU,
+        ("mul", false) if raw.has("lo") => Wf::Mul,
+        ("mul24", false) if raw.has("lo") => {
+            if signed {
+                Wf::Mul24S
+            } else {
+                Wf::Mul24U
+            }
+        }
+        ("mad", false) if hi && signed => Wf::MadHiS,
+        ("mad", false) if hi => Wf::MadHiU,
+        ("mad", false) if raw.has("lo") => Wf::Mad,
+        ("sad", false) => {
+            if signed {
+                Wf::SadS
+            } else {
+                Wf::SadU
+            }
+        }
+        ("div", false) => {
+            if signed {
+                Wf::DivS
+            } else {
+                Wf::DivU
+            }
+        }
+        ("rem", false) => {
+            if signed {
+                Wf::RemS
+            } else {
+                Wf::RemU
+            }
+        }
+        ("min", false) if !raw.has("relu") => {
+            if signed {
+                Wf::MinS
+            } else {
+                Wf::MinU
+            }
+        }
+        ("max", false) if !raw.has("relu") => {
+            if signed {
+                Wf::MaxS
+            } else {
+                Wf::MaxU
+            }
+        }
+        ("abs", false) => Wf::AbsS,
+        ("neg", false) => Wf::Neg,
+        ("and", false) => Wf::And,
+        ("or", false) => Wf::Or,
+        ("xor", false) => Wf::Xor,
+        ("not", false) => Wf::Not,
+        ("cnot", false) => Wf::Cnot,
+        ("shl", false) => Wf::Shl,
+        ("shr", false) => {
+            if signed {
+                Wf::ShrS
+            } else {
+                Wf::ShrU
+            }
+        }
+        _ => return Err(unknown(raw)),
+    })
+}
+
+fn double_function(raw: &RawInst, ty: Ty) -> Result<Df, Fault> {
+    let signed = ty.is_signed();
+    let name = raw.words[0].as_str();
+    if ty == Ty::F64 {
+        if rounding(raw) != Round::Rn {
+            return Err(unknown(raw));
+        }
+        return Ok(match name {
+            "add" => Df::FAdd,
+            "sub" => Df::FSub,
+            "mul" => Df::FMul,
+            "fma" | "mad" => Df::FFma,
+            "div" => Df::FDiv,
+            "rcp" => Df::FRcp,
+            "sqrt" => Df::FSqrt,
+            "min" => Df::FMin,
+            "max" => Df::FMax,
+            "abs" => Df::FAbs,
+            "neg" => Df::FNeg,
+            _ => return Err(unknown(raw)),
+        });
+    }
+    Ok(match (name, signed) {
+        ("add", _) => Df::Add,
+        ("sub", _) => Df::Sub,
+        ("mul", true) if raw.has("hi") => Df::MulHiS,
+        ("mul", false) if raw.has("hi") => Df::MulHiU,
+        ("mul", _) => Df::Mul,
+        ("mad", _) if raw.has("lo") => Df::Mad,
+        ("div", true) => Df::DivS,
+        ("div", false) => Df::DivU,
+        ("rem", true) => Df::RemS,
+        ("rem", false) => Df::RemU,
+        ("abs", _) => Df::AbsS,
+        ("neg", _) => Df::Neg,
+        ("min", true) => Df::MinS,
+        ("min", false) => Df::MinU,
+        ("max", true) => Df::MaxS,
+        ("max", false) => Df::MaxU,
+        ("and", _) => Df::And,
+        ("or", _) => Df::Or,
+        ("xor", _) => Df::Xor,
+        ("not", _) => Df::Not,
+        _ => return Err(unknown(raw)),
+    })
+}
+
+fn short_function(raw: &RawInst, wide: bool) -> Result<Sf, Fault> {
+    Ok(match raw.words[0].as_str() {
+        "add" => Sf::Add,
+        "sub" => Sf::Sub,
+        "mul" if wide => Sf::MulWide,
+        "mul" if raw.has("hi") => Sf::MulHi,
+        "mul" => Sf::Mul,
+        "mad" if wide => Sf::MadWide,
+        "mad" if raw.has("lo") => Sf::Mad,
+        "div" => Sf::Div,
+        "rem" => Sf::Rem,
+        "min" => Sf::Min,
+        "max" => Sf::Max,
+        "neg" => Sf::Neg,
+        "abs" => Sf::Abs,
+        "shl" => Sf::Shl,
+        "shr" => Sf::Shr,
+        "not" => Sf::Not,
+        _ => return Err(unknown(raw)),
+    })
+}

@@ -1,0 +1,681 @@
+//! Arithmetic on whole rows. Written as plain loops over 32 lanes that the compiler turns into vector code; the
+//! whole dispatch is compiled twice, once for AVX2 with FMA.
+
+use super::warp::{Row, Warp, WideRow};
+use crate::ast::Ty;
+use crate::fp::{self, Round, flush};
+use crate::op::{BoolOp, Cmp, Code, Df, Hf, Inst, Reg, Sf, Slow, Wf, Xf};
+
+/// Executes `inst` for the lanes of `mask` if it is pure arithmetic; false when it is something else.
+#[inline]
+pub(crate) fn execute(warp: &mut Warp, inst: &Inst, mask: u32, simd: bool) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    if simd {
+        // SAFETY: `simd` is only true when `detect` has found AVX2 and FMA on this processor.
+        return unsafe { execute_avx2(warp, inst, mask) };
+    }
+    let _ = simd;
+    dispatch(warp, inst, mask)
+}
+
+/// Whether the vector path may run here.
+pub(crate) fn detect() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        false
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+fn execute_avx2(warp: &mut Warp, inst: &Inst, mask: u32) -> bool {
+    dispatch(warp, inst, mask)
+}
+
+#[inline(always)]
+fn dispatch(warp: &mut Warp, inst: &Inst, mask: u32) -> bool {
+    match inst.code {
+        Code::W { f, ftz } => word(warp, inst, mask, f, ftz),
+        Code::D(f) => double(warp, inst, mask, f),
+        Code::SetP { cmp, ty, combine, ftz } => {
+            let bits = compare_rows(warp, inst, cmp, ty, ftz);
+            let (mut p, mut q) = (bits, !bits);
+            if let Some(op) = combine {
+                let c = warp.p[inst.src[2].row()];
+                (p, q) = (combine_bits(op, p, c), combine_bits(op, q, c));
+            }
+            warp.set_pred(inst.dst[0], p, mask);
+            if inst.dst[1].is_some() {
+                warp.set_pred(inst.dst[1], q, mask);
+            }
+        }
+        Code::Pred(op) => {
+            let a = warp.pred(inst.src[0], false);
+            let b = warp.pred(inst.src[1], false);
+            warp.set_pred(inst.dst[0], combine_bits(op, a, b), mask);
+        }
+        Code::Sel => {
+            let p = warp.p[inst.src[2].row()];
+            if inst.dst[0].is_double() {
+                let (a, b) = (&warp.d[inst.src[0].row()], &warp.d[inst.src[1].row()]);
+                let r = each_wide(|i| if p >> i & 1 != 0 { a[i] } else { b[i] });
+                warp.set_wide(inst.dst[0], &r, mask);
+            } else {
+                let (a, b) = (&warp.w[inst.src[0].row()], &warp.w[inst.src[1].row()]);
+                let r = each(|i| if p >> i & 1 != 0 { a[i] } else { b[i] });
+                warp.set(inst.dst[0], &r, mask);
+            }
+        }
+        Code::X(f) => mixed(warp, inst, mask, f),
+        Code::Cvt(cvt) => super::convert::execute(warp, inst, cvt, mask),
+        Code::Half { f, bf16, lanes, ftz } => half(warp, inst, mask, f, bf16, lanes, ftz),
+        Code::Short { f, signed } => short(warp, inst, mask, f, signed),
+        Code::WSlow(slow) => {
+            let [a, b, c] = [0, 1, 2].map(|i| row_or_zero(warp, inst.src[i]));
+            let r = std::array::from_fn(|i| slow_float(slow, a[i], b[i], c[i]));
+            warp.set(inst.dst[0], &r, mask);
+        }
+        Code::Pair32(slow) => {
+            let [a, b, c] =
+                [0, 1, 2].map(|i| if inst.src[i].is_some() { warp.d[inst.src[i].row()] } else { [0; 32] });
+            let r = std::array::from_fn(|i| {
+                let low = slow_float(slow, a[i] as u32, b[i] as u32, c[i] as u32);
+                let high = slow_float(slow, (a[i] >> 32) as u32, (b[i] >> 32) as u32, (c[i] >> 32) as u32);
+                u64::from(high) << 32 | u64::from(low)
+            });
+            warp.set_wide(inst.dst[0], &r, mask);
+        }
+        Code::Set { cmp, ty, float, ftz } => {
+            let bits = compare_rows(warp, inst, cmp, ty, ftz);
+            let one = if float { 1.0f32.to_bits() } else { u32::MAX };
+            let r = std::array::from_fn(|i| if bits >> i & 1 != 0 { one } else { 0 });
+            warp.set(inst.dst[0], &r, mask);
+        }
+        Code::PairSetP { cmp, bf16 } => {
+            let (a, b) = (warp.w[inst.src[0].row()], warp.w[inst.src[1].row()]);
+            for half in 0..2 {
+                let get = |v: u32| half_to_f32((v >> (16 * half)) as u16, bf16);
+                let bits = (0..32).fold(0, |m, i| m | u32::from(compare_f32(cmp, get(a[i]), get(b[i]))) << i);
+                if inst.dst[half].is_some() {
+                    warp.set_pred(inst.dst[half], bits, mask);
+                }
+            }
+        }
+        Code::Slct { float } => {
+            let c = warp.w[inst.src[2].row()];
+            let pick = |i: usize| if float { f32::from_bits(c[i]) >= 0.0 } else { c[i] as i32 >= 0 };
+            if inst.dst[0].is_double() {
+                let (a, b) = (warp.d[inst.src[0].row()], warp.d[inst.src[1].row()]);
+                warp.set_wide(inst.dst[0], &std::array::from_fn(|i| if pick(i) { a[i] } else { b[i] }), mask);
+            } else {
+                let (a, b) = (warp.w[inst.src[0].row()], warp.w[inst.src[1].row()]);
+                warp.set(inst.dst[0], &std::array::from_fn(|i| if pick(i) { a[i] } else { b[i] }), mask);
+            }
+        }
+        Code::Carry { subtract, carry_in, carry_out, wide } => {
+            carry(warp, inst, mask, [subtract, carry_in, carry_out, wide]);
+        }
+        _ => return false,
+    }
+    true
+}
+
+/// A row, lane by lane. A plain loop: closures of `array::from_fn` are compiled without the vector features.
+#[inline(always)]
+fn each(f: impl Fn(usize) -> u32) -> Row {
+    let mut r = [0; 32];
+    for (i, v) in r.iter_mut().enumerate() {
+        *v = f(i);
+    }
+    r
+}
+
+/// The same for 64-bit rows.
+#[inline(always)]
+fn each_wide(f: impl Fn(usize) -> u64) -> WideRow {
+    let mut r = [0; 32];
+    for (i, v) in r.iter_mut().enumerate() {
+        *v = f(i);
+    }
+    r
+}
+
+#[inline(always)]
+fn row_or_zero(warp: &Warp, reg: Reg) -> Row {
+    if reg.is_some() { warp.w[reg.row()] } else { [0; 32] }
+}
+
+#[inline(always)]
+fn word(warp: &mut Warp, inst: &Inst, mask: u32, f: Wf, ftz: bool) {
+    // A macro, not a function of a closure: closures lose the vector features of the function around them.
+    macro_rules! ints {
+        (|$a:ident, $b:ident, $c:ident| $e:expr) => {{
+            // Absent operands read as the first, which the function ignores.
+            let row = |i: usize| if inst.src[i].is_some() { inst.src[i].row() } else { inst.src[0].row() };
+            let (x, y, z) = (&warp.w[row(0)], &warp.w[row(1)], &warp.w[row(2)]);
+            let mut r: Row = [0; 32];
+            for i in 0..32 {
+                let ($a, $b, $c) = (x[i], y[i], z[i]);
+                let _ = ($b, $c);
+                r[i] = $e;
+            }
+            warp.set(inst.dst[0], &r, mask);
+        }};
+    }
+    macro_rules! floats {
+        (|$a:ident, $b:ident, $c:ident| $e:expr) => {
+            if ftz {
+                ints!(|a, b, c| {
+                    let ($a, $b, $c) =
+                        (f32::from_bits(flush(a)), f32::from_bits(flush(b)), f32::from_bits(flush(c)));
+                    let _ = ($b, $c);
+                    flush(canonical($e))
+                })
+            } else {
+                ints!(|a, b, c| {
+                    let ($a, $b, $c) = (f32::from_bits(a), f32::from_bits(b), f32::from_bits(c));
+                    let _ = ($b, $c);
+                    canonical($e)
+                })
+            }
+        };
+    }
+    match f {
+        Wf::Mov => ints!(|a, b, c| a),
+        Wf::Add => ints!(|a, b, c| a.wrapping_add(b)),
+        Wf::Sub => ints!(|a, b, c| a.wrapping_sub(b)),
+        Wf::Mul => ints!(|a, b, c| a.wrapping_mul(b)),
+        Wf::Mad => ints!(|a, b, c| a.wrapping_mul(b).wrapping_add(c)),
+        Wf::And => ints!(|a, b, c| a & b),
+        Wf::Or => ints!(|a, b, c| a | b),
+        Wf::Xor => ints!(|a, b, c| a ^ b),
+        Wf::Not => ints!(|a, b, c| !a),
+        Wf::Shl => ints!(|a, b, c| if b > 31 { 0 } else { a << (b & 31) }),
+        Wf::ShrU => ints!(|a, b, c| if b > 31 { 0 } else { a >> (b & 31) }),
+        Wf::ShrS => ints!(|a, b, c| ((a as i32) >> b.min(31)) as u32),
+        Wf::MinS => ints!(|a, b, c| (a as i32).min(b as i32) as u32),
+        Wf::MaxS => ints!(|a, b, c| (a as i32).max(b as i32) as u32),
+        Wf::MinU => ints!(|a, b, c| a.min(b)),
+        Wf::MaxU => ints!(|a, b, c| a.max(b)),
+        Wf::FAdd => floats!(|a, b, c| a + b),
+        Wf::FSub => floats!(|a, b, c| a - b),
+        Wf::FMul => floats!(|a, b, c| a * b),
+        Wf::FFma => floats!(|a, b, c| a.mul_add(b, c)),
+        Wf::FMin => floats!(|a, b, c| fmin(a, b)),
+        Wf::FMax => floats!(|a, b, c| fmax(a, b)),
+        Wf::FMin3 => floats!(|a, b, c| fmin(fmin(a, b), c)),
+        Wf::FMax3 => floats!(|a, b, c| fmax(fmax(a, b), c)),
+        Wf::FMinNan => floats!(|a, b, c| if a.is_nan() || b.is_nan() { fp::NAN } else { fmin(a, b) }),
+        Wf::FMaxNan => floats!(|a, b, c| if a.is_nan() || b.is_nan() { fp::NAN } else { fmax(a, b) }),
+        Wf::FEx2 => floats!(|a, b, c| fp::ex2(a)),
+        Wf::FDiv => floats!(|a, b, c| a / b),
+        Wf::FRcp => floats!(|a, b, c| 1.0 / a),
+        Wf::FSqrt => floats!(|a, b, c| a.sqrt()),
+        Wf::FRsqrt => floats!(|a, b, c| (1.0 / f64::from(a).sqrt()) as f32),
+        Wf::FLg2 => floats!(|a, b, c| f64::from(a).log2() as f32),
+        Wf::FTanh => floats!(|a, b, c| f64::from(a).tanh() as f32),
+        Wf::FSin => floats!(|a, b, c| f64::from(a).sin() as f32),
+        Wf::FCos => floats!(|a, b, c| f64::from(a).cos() as f32),
+        Wf::FAbs => ints!(|a, b, c| if ftz { flush(a) } else { a } & 0x7fff_ffff),
+        Wf::FNeg => ints!(|a, b, c| if ftz { flush(a) } else { a } ^ 0x8000_0000),
+        Wf::FCopysign => ints!(|a, b, c| b & 0x7fff_ffff | a & 0x8000_0000),
+        Wf::MulHiS => ints!(|a, b, c| mul_hi_s(a, b)),
+        Wf::MulHiU => ints!(|a, b, c| mul_hi_u(a, b)),
+        Wf::MadHiS => ints!(|a, b, c| mul_hi_s(a, b).wrapping_add(c)),
+        Wf::MadHiU => ints!(|a, b, c| mul_hi_u(a, b).wrapping_add(c)),
+        Wf::Mul24S => ints!(|a, b, c| (((a << 8) as i32 >> 8).wrapping_mul((b << 8) as i32 >> 8)) as u32),
+        Wf::Mul24U => ints!(|a, b, c| (a & 0xff_ffff).wrapping_mul(b & 0xff_ffff)),
+        Wf::SadS => ints!(|a, b, c| (a as i32).abs_diff(b as i32).wrapping_add(c)),
+        Wf::SadU => ints!(|a, b, c| a.abs_diff(b).wrapping_add(c)),
+        // Division by zero gives all ones on the hardware; PTX leaves it open.
+        Wf::DivS => ints!(|a, b, c| if b == 0 { u32::MAX } else { (a as i32).wrapping_div(b as i32) as u32 }),
+        Wf::DivU => ints!(|a, b, c| a.checked_div(b).unwrap_or(u32::MAX)),
+        Wf::RemS => ints!(|a, b, c| if b == 0 { a } else { (a as i32).wrapping_rem(b as i32) as u32 }),
+        Wf::RemU => ints!(|a, b, c| a.checked_rem(b).unwrap_or(a)),
+        Wf::AbsS => ints!(|a, b, c| (a as i32).wrapping_abs() as u32),
+        Wf::Neg => ints!(|a, b, c| a.wrapping_neg()),
+        Wf::Cnot => ints!(|a, b, c| u32::from(a == 0)),
+        Wf::ShfL => ints!(|a, b, c| (wide(b, a) << c.min(32) >> 32) as u32),
+        Wf::ShfR => ints!(|a, b, c| (wide(b, a) >> c.min(32)) as u32),
+        Wf::ShfLWrap => ints!(|a, b, c| (wide(b, a) << (c & 31) >> 32) as u32),
+        Wf::ShfRWrap => ints!(|a, b, c| (wide(b, a) >> (c & 31)) as u32),
+        Wf::Popc => ints!(|a, b, c| a.count_ones()),
+        Wf::Clz => ints!(|a, b, c| a.leading_zeros()),
+        Wf::Brev => ints!(|a, b, c| a.reverse_bits()),
+        Wf::BfindU => ints!(|a, b, c| 31u32.wrapping_sub(a.leading_zeros())),
+        Wf::BfindS => {
+            ints!(|a, b, c| 31u32.wrapping_sub((a ^ ((a as i32) >> 31) as u32).leading_zeros()))
+        }
+        Wf::BfeU => ints!(|a, b, c| bfe(u64::from(a), b, c, 32, false) as u32),
+        Wf::BfeS => ints!(|a, b, c| bfe(i64::from(a as i32) as u64, b, c, 32, true) as u32),
+        Wf::Prmt => ints!(|a, b, c| prmt(a, b, c)),
+        Wf::Dp4aU => ints!(|a, b, c| {
+            (0..4).fold(c, |s, i| s.wrapping_add((a >> (8 * i) & 255).wrapping_mul(b >> (8 * i) & 255)))
+        }),
+        Wf::Dp4aS => ints!(|a, b, c| (0..4).fold(c, |s, i| {
+            let (x, y) = ((a >> (8 * i)) as u8 as i8, (b >> (8 * i)) as u8 as i8);
+            s.wrapping_add((i32::from(x) * i32::from(y)) as u32)
+        })),
+        Wf::Bfi => {
+            let d = warp.w[inst.src[3].row()];
+            let [a, b, c] = [0, 1, 2].map(|i| warp.w[inst.src[i].row()]);
+            let r = std::array::from_fn(|i| {
+                let (pos, len) = (c[i] & 255, d[i] & 255);
+                let field = if len >= 32 { u64::from(u32::MAX) } else { (1u64 << len) - 1 };
+                let hole = if pos >= 32 { 0 } else { (field << pos) as u32 };
+                let put = if pos >= 32 { 0 } else { (u64::from(a[i]) << pos) as u32 };
+                b[i] & !hole | put & hole
+            });
+            warp.set(inst.dst[0], &r, mask);
+        }
+        Wf::Lop3 => {
+            let table = warp.w[inst.src[3].row()][0];
+            ints!(|a, b, c| {
+                let pick = |bit: u32, m: u32| if table >> bit & 1 != 0 { m } else { 0 };
+                pick(0, !a & !b & !c)
+                    | pick(1, !a & !b & c)
+                    | pick(2, !a & b & !c)
+                    | pick(3, !a & b & c)
+                    | pick(4, a & !b & !c)
+                    | pick(5, a & !b & c)
+                    | pick(6, a & b & !c)
+                    | pick(7, a & b & c)
+            });
+        }
+    }
+}
+
+/// NaN results are canonical on the hardware.
+#[inline(always)]
+fn canonical(x: f32) -> u32 {
+    if x.is_nan() { 0x7fff_ffff } else { x.to_bits() }
+}
+
+/// The smaller, the number when one is NaN, -0 below +0.
+#[inline(always)]
+fn fmin(a: f32, b: f32) -> f32 {
+    let r = if a < b { a } else { b };
+    let zero = f32::from_bits(a.to_bits() | b.to_bits());
+    let r = if a == 0.0 && b == 0.0 { zero } else { r };
+    if b.is_nan() { a } else { r }
+}
+
+#[inline(always)]
+fn fmax(a: f32, b: f32) -> f32 {
+    let r = if a > b { a } else { b };
+    let zero = f32::from_bits(a.to_bits() & b.to_bits());
+    let r = if a == 0.0 && b == 0.0 { zero } else { r };
+    if b.is_nan() { a } else { r }
+}
+
+fn wide(high: u32, low: u32) -> u64 {
+    u64::from(high) << 32 | u64::from(low)
+}
+
+#[inline(always)]
+fn mul_hi_s(a: u32, b: u32) -> u32 {
+    ((i64::from(a as i32) * i64::from(b as i32)) >> 32) as u32
+}
+
+#[inline(always)]
+fn mul_hi_u(a: u32, b: u32) -> u32 {
+    ((u64::from(a) * u64::from(b)) >> 32) as u32
+}
+
+fn bfe(a: u64, pos: u32, len: u32, width: u32, signed: bool) -> u64 {
+    let (pos, len) = (pos & 255, len & 255);
+    if len == 0 {
+        return 0;
+    }
+    let sign_at = (pos + len - 1).min(width - 1);
+    let sign = signed && a >> sign_at & 1 != 0;
+    let body = if pos >= width { 0 } else { (a & (u64::MAX >> (64 - width))) >> pos };
+    let keep = (sign_at + 1).saturating_sub(pos).min(64);
+    let field = if keep == 0 { 0 } else { u64::MAX >> (64 - keep) };
+    body & field | if sign { !field } else { 0 }
+}
+
+#[inline(always)]
+fn prmt(a: u32, b: u32, selector: u32) -> u32 {
+    let bytes = wide(b, a);
+    let mut r = 0;
+    for i in 0..4 {
+        let s = selector >> (4 * i) & 15;
+        let byte = (bytes >> (8 * (s & 7))) as u32 & 255;
+        let byte = if s & 8 != 0 { if byte & 128 != 0 { 255 } else { 0 } } else { byte };
+        r |= byte << (8 * i);
+    }
+    r
+}
+
+fn slow_float(slow: Slow, a: u32, b: u32, c: u32) -> u32 {
+    let z = |v: u32| if slow.ftz { flush(v) } else { v };
+    let (a, b, c) = (f32::from_bits(z(a)), f32::from_bits(z(b)), f32::from_bits(z(c)));
+    let r = if slow.round == Round::Rn {
+        canonical(match slow.f {
+            Wf::FAdd => a + b,
+            Wf::FSub => a - b,
+            Wf::FMul => a * b,
+            _ => a.mul_add(b, c),
+        })
+    } else {
+        let (a, b, c) = (f64::from(a), f64::from(b), f64::from(c));
+        let exact = match slow.f {
+            Wf::FAdd => fp::fma_odd(a, 1.0, b),
+            Wf::FSub => fp::fma_odd(a, 1.0, -b),
+            Wf::FMul => a * b,
+            _ => fp::fma_odd(a, b, c),
+        };
+        fp::encode(exact, fp::F32, slow.round, false)
+    };
+    let r = z(r);
+    if !slow.sat {
+        return r;
+    }
+    let x = f32::from_bits(r);
+    if x > 0.0 { x.min(1.0).to_bits() } else { 0 }
+}
+
+#[inline(always)]
+fn double(warp: &mut Warp, inst: &Inst, mask: u32, f: Df) {
+    macro_rules! ints {
+        (|$a:ident, $b:ident, $c:ident| $e:expr) => {{
+            let row = |i: usize| if inst.src[i].is_some() { inst.src[i].row() } else { inst.src[0].row() };
+            let (x, y, z) = (&warp.d[row(0)], &warp.d[row(1)], &warp.d[row(2)]);
+            let mut r: WideRow = [0; 32];
+            for i in 0..32 {
+                let ($a, $b, $c) = (x[i], y[i], z[i]);
+                let _ = ($b, $c);
+                r[i] = $e;
+            }
+            warp.set_wide(inst.dst[0], &r, mask);
+        }};
+    }
+    macro_rules! floats {
+        (|$a:ident, $b:ident, $c:ident| $e:expr) => {
+            ints!(|a, b, c| {
+                let ($a, $b, $c) = (f64::from_bits(a), f64::from_bits(b), f64::from_bits(c));
+                let _ = ($b, $c);
+                f64::to_bits($e)
+            })
+        };
+    }
+    match f {
+        Df::Mov => ints!(|a, b, c| a),
+        Df::Add => ints!(|a, b, c| a.wrapping_add(b)),
+        Df::Sub => ints!(|a, b, c| a.wrapping_sub(b)),
+        Df::Mul => ints!(|a, b, c| a.wrapping_mul(b)),
+        Df::Mad => ints!(|a, b, c| a.wrapping_mul(b).wrapping_add(c)),
+        Df::And => ints!(|a, b, c| a & b),
+        Df::Or => ints!(|a, b, c| a | b),
+        Df::Xor => ints!(|a, b, c| a ^ b),
+        Df::Not => ints!(|a, b, c| !a),
+        Df::Brev => ints!(|a, b, c| a.reverse_bits()),
+        Df::MulHiS => ints!(|a, b, c| ((i128::from(a as i64) * i128::from(b as i64)) >> 64) as u64),
+        Df::MulHiU => ints!(|a, b, c| ((u128::from(a) * u128::from(b)) >> 64) as u64),
+        Df::DivS => ints!(|a, b, c| if b == 0 { u64::MAX } else { (a as i64).wrapping_div(b as i64) as u64 }),
+        Df::DivU => ints!(|a, b, c| a.checked_div(b).unwrap_or(u64::MAX)),
+        Df::RemS => ints!(|a, b, c| if b == 0 { a } else { (a as i64).wrapping_rem(b as i64) as u64 }),
+        Df::RemU => ints!(|a, b, c| a.checked_rem(b).unwrap_or(a)),
+        Df::AbsS => ints!(|a, b, c| (a as i64).wrapping_abs() as u64),
+        Df::Neg => ints!(|a, b, c| a.wrapping_neg()),
+        Df::MinS => ints!(|a, b, c| (a as i64).min(b as i64) as u64),
+        Df::MaxS => ints!(|a, b, c| (a as i64).max(b as i64) as u64),
+        Df::MinU => ints!(|a, b, c| a.min(b)),
+        Df::MaxU => ints!(|a, b, c| a.max(b)),
+        Df::FAdd => floats!(|a, b, c| a + b),
+        Df::FSub => floats!(|a, b, c| a - b),
+        Df::FMul => floats!(|a, b, c| a * b),
+        Df::FFma => floats!(|a, b, c| a.mul_add(b, c)),
+        Df::FDiv => floats!(|a, b, c| a / b),
+        Df::FRcp => floats!(|a, b, c| 1.0 / a),
+        Df::FSqrt => floats!(|a, b, c| a.sqrt()),
+        Df::FMin => floats!(|a, b, c| a.min(b)),
+        Df::FMax => floats!(|a, b, c| a.max(b)),
+        Df::FAbs => ints!(|a, b, c| a & !(1 << 63)),
+        Df::FNeg => ints!(|a, b, c| a ^ 1 << 63),
+    }
+}
+
+fn mixed(warp: &mut Warp, inst: &Inst, mask: u32, f: Xf) {
+    let [a, b, c] = [0, 1, 2].map(|i| if inst.src[i].is_some() { warp.wide(inst.src[i]) } else { [0; 32] });
+    let s = |v: u64| i64::from(v as u32 as i32);
+    let word = |warp: &mut Warp, f: &dyn Fn(usize) -> u32| {
+        warp.set(inst.dst[0], &std::array::from_fn(f), mask);
+    };
+    let r: WideRow = match f {
+        Xf::MulWideS => std::array::from_fn(|i| s(a[i]).wrapping_mul(s(b[i])) as u64),
+        Xf::MulWideU => std::array::from_fn(|i| a[i].wrapping_mul(b[i])),
+        Xf::MadWideS => std::array::from_fn(|i| (s(a[i]).wrapping_mul(s(b[i])) as u64).wrapping_add(c[i])),
+        Xf::MadWideU => std::array::from_fn(|i| a[i].wrapping_mul(b[i]).wrapping_add(c[i])),
+        Xf::ShlD => std::array::from_fn(|i| if b[i] > 63 { 0 } else { a[i] << b[i] }),
+        Xf::ShrDU => std::array::from_fn(|i| if b[i] > 63 { 0 } else { a[i] >> b[i] }),
+        Xf::ShrDS => std::array::from_fn(|i| ((a[i] as i64) >> b[i].min(63)) as u64),
+        Xf::BfeDU => std::array::from_fn(|i| bfe(a[i], b[i] as u32, c[i] as u32, 64, false)),
+        Xf::BfeDS => std::array::from_fn(|i| bfe(a[i], b[i] as u32, c[i] as u32, 64, true)),
+        Xf::PopcD => return word(warp, &|i| a[i].count_ones()),
+        Xf::ClzD => return word(warp, &|i| a[i].leading_zeros()),
+        Xf::BfindDU => return word(warp, &|i| 63u32.wrapping_sub(a[i].leading_zeros())),
+        Xf::BfindDS => {
+            return word(warp, &|i| {
+                63u32.wrapping_sub((a[i] ^ ((a[i] as i64) >> 63) as u64).leading_zeros())
+            });
+        }
+    };
+    warp.set_wide(inst.dst[0], &r, mask);
+}
+
+#[inline(always)]
+fn compare_f32(cmp: Cmp, a: f32, b: f32) -> bool {
+    let unordered = a.is_nan() || b.is_nan();
+    match cmp {
+        Cmp::Eq => a == b,
+        Cmp::Ne => a != b && !unordered,
+        Cmp::Lt => a < b,
+        Cmp::Le => a <= b,
+        Cmp::Gt => a > b,
+        Cmp::Ge => a >= b,
+        Cmp::Equ => a == b || unordered,
+        Cmp::Neu => a != b,
+        Cmp::Ltu => !(a >= b),
+        Cmp::Leu => !(a > b),
+        Cmp::Gtu => !(a <= b),
+        Cmp::Geu => !(a < b),
+        Cmp::Num => !unordered,
+        Cmp::Nan => unordered,
+    }
+}
+
+#[inline(always)]
+fn compare_rows(warp: &Warp, inst: &Inst, cmp: Cmp, ty: Ty, ftz: bool) -> u32 {
+    macro_rules! bits {
+        (|$i:ident| $e:expr) => {{
+            let mut m = 0u32;
+            for $i in 0..32 {
+                m |= u32::from($e) << $i;
+            }
+            m
+        }};
+    }
+    macro_rules! ints {
+        ($a:expr, $b:expr, $ty:ty) => {
+            match cmp {
+                Cmp::Eq | Cmp::Equ => bits!(|i| $a[i] as $ty == $b[i] as $ty),
+                Cmp::Ne | Cmp::Neu => bits!(|i| $a[i] as $ty != $b[i] as $ty),
+                Cmp::Lt | Cmp::Ltu => bits!(|i| ($a[i] as $ty) < $b[i] as $ty),
+                Cmp::Le | Cmp::Leu => bits!(|i| $a[i] as $ty <= $b[i] as $ty),
+                Cmp::Gt | Cmp::Gtu => bits!(|i| $a[i] as $ty > $b[i] as $ty),
+                Cmp::Ge | Cmp::Geu => bits!(|i| $a[i] as $ty >= $b[i] as $ty),
+                Cmp::Num => u32::MAX,
+                Cmp::Nan => 0,
+            }
+        };
+    }
+    let (x, y) = (inst.src[0].row(), inst.src[1].row());
+    match ty.bytes() {
+        8 => {
+            let (a, b) = (&warp.d[x], &warp.d[y]);
+            if ty == Ty::F64 {
+                let f = |v: u64| f64::from_bits(v);
+                return bits!(|i| {
+                    let (a, b) = (f(a[i]), f(b[i]));
+                    let nan = a.is_nan() || b.is_nan();
+                    // An order of two doubles, told by three single values.
+                    let sign =
+                        if nan { f32::NAN } else { f32::from((a > b) as u8) - f32::from((a < b) as u8) };
+                    compare_f32(cmp, sign, 0.0)
+                });
+            }
+            if ty.is_signed() { ints!(a, b, i64) } else { ints!(a, b, u64) }
+        }
+        4 => {
+            let (a, b) = (&warp.w[x], &warp.w[y]);
+            if ty == Ty::F32 {
+                let f = |v: u32| f32::from_bits(if ftz { flush(v) } else { v });
+                match cmp {
+                    Cmp::Lt => bits!(|i| f(a[i]) < f(b[i])),
+                    Cmp::Gt => bits!(|i| f(a[i]) > f(b[i])),
+                    _ => bits!(|i| compare_f32(cmp, f(a[i]), f(b[i]))),
+                }
+            } else if ty.is_signed() {
+                ints!(a, b, i32)
+            } else {
+                ints!(a, b, u32)
+            }
+        }
+        _ => {
+            let (a, b) = (&warp.w[x], &warp.w[y]);
+            match ty {
+                Ty::F16 | Ty::Bf16 => {
+                    let f = |v: u32| half_to_f32(v as u16, ty == Ty::Bf16);
+                    bits!(|i| compare_f32(cmp, f(a[i]), f(b[i])))
+                }
+                Ty::S16 | Ty::S8 => ints!(a, b, i16),
+                _ => ints!(a, b, u16),
+            }
+        }
+    }
+}
+
+fn combine_bits(op: BoolOp, a: u32, b: u32) -> u32 {
+    match op {
+        BoolOp::And => a & b,
+        BoolOp::Or => a | b,
+        BoolOp::Xor => a ^ b,
+        BoolOp::Not => !a,
+        BoolOp::Mov => a,
+    }
+}
+
+pub(crate) fn half_to_f32(bits: u16, bf16: bool) -> f32 {
+    if bf16 { fp::bf16_to_f32(bits) } else { fp::f16_to_f32(bits) }
+}
+
+pub(crate) fn f32_to_half(x: f32, bf16: bool) -> u16 {
+    if bf16 { fp::f32_to_bf16(x) } else { fp::f32_to_f16(x) }
+}
+
+fn half(warp: &mut Warp, inst: &Inst, mask: u32, f: Hf, bf16: bool, lanes: u8, ftz: bool) {
+    let [a, b, c] = [0, 1, 2].map(|i| row_or_zero(warp, inst.src[i]));
+    let z = |v: u16| if ftz && v & 0x7c00 == 0 && !bf16 { v & 0x8000 } else { v };
+    let one = |a: u16, b: u16, c: u16| -> u16 {
+        match f {
+            Hf::Abs => return a & 0x7fff,
+            Hf::Neg => return a ^ 0x8000,
+            _ => {}
+        }
+        let (x, y, w) = (half_to_f32(z(a), bf16), half_to_f32(z(b), bf16), half_to_f32(z(c), bf16));
+        let fma = || {
+            let exact = fp::fma_odd(f64::from(x), f64::from(y), f64::from(w));
+            fp::encode(exact, if bf16 { fp::BF16 } else { fp::F16 }, Round::Rn, false) as u16
+        };
+        z(match f {
+            Hf::Fma => fma(),
+            Hf::FmaRelu => {
+                let r = fma();
+                // Negative results become +0, NaN stays.
+                if r & 0x8000 != 0 && r & 0x7fff <= 0x7c00 { 0 } else { r }
+            }
+            _ => f32_to_half(
+                match f {
+                    Hf::Add => x + y,
+                    Hf::Sub => x - y,
+                    Hf::Mul => x * y,
+                    Hf::Min => fmin(x, y),
+                    Hf::Max => fmax(x, y),
+                    Hf::MinNan if x.is_nan() || y.is_nan() => fp::NAN,
+                    Hf::MaxNan if x.is_nan() || y.is_nan() => fp::NAN,
+                    Hf::MinNan => fmin(x, y),
+                    Hf::MaxNan => fmax(x, y),
+                    Hf::Ex2 => f64::from(x).exp2() as f32,
+                    _ => f64::from(x).tanh() as f32,
+                },
+                bf16,
+            ),
+        })
+    };
+    let r = std::array::from_fn(|i| {
+        let low = u32::from(one(a[i] as u16, b[i] as u16, c[i] as u16));
+        if lanes == 1 {
+            return low;
+        }
+        low | u32::from(one((a[i] >> 16) as u16, (b[i] >> 16) as u16, (c[i] >> 16) as u16)) << 16
+    });
+    warp.set(inst.dst[0], &r, mask);
+}
+
+fn short(warp: &mut Warp, inst: &Inst, mask: u32, f: Sf, signed: bool) {
+    let [a, b, c] = [0, 1, 2].map(|i| row_or_zero(warp, inst.src[i]));
+    let v = |x: u32| if signed { i32::from(x as u16 as i16) } else { i32::from(x as u16) };
+    let r = std::array::from_fn(|i| {
+        let (x, y, raw_c) = (v(a[i]), v(b[i]), c[i]);
+        let product = x.wrapping_mul(y);
+        let r = match f {
+            Sf::MulWide => return product as u32,
+            Sf::MadWide => return (product as u32).wrapping_add(raw_c),
+            Sf::Add => x.wrapping_add(y),
+            Sf::Sub => x.wrapping_sub(y),
+            Sf::Mul => product,
+            Sf::MulHi if signed => product >> 16,
+            Sf::MulHi => ((product as u32) >> 16) as i32,
+            Sf::Mad => product.wrapping_add(v(raw_c)),
+            Sf::Div => x.checked_div(y).unwrap_or(-1),
+            Sf::Rem => x.checked_rem(y).unwrap_or(x),
+            Sf::Min => x.min(y),
+            Sf::Max => x.max(y),
+            Sf::Neg => x.wrapping_neg(),
+            Sf::Abs => x.wrapping_abs(),
+            // Amounts are 32-bit and clamp at 16.
+            Sf::Shr => x >> b[i].min(16),
+            Sf::Shl => x << b[i].min(16),
+            Sf::Not => !x,
+        };
+        r as u32 & 0xffff
+    });
+    warp.set(inst.dst[0], &r, mask);
+}
+
+fn carry(warp: &mut Warp, inst: &Inst, mask: u32, [subtract, carry_in, carry_out, wide]: [bool; 4]) {
+    let (a, b) = (warp.wide(inst.src[0]), warp.wide(inst.src[1]));
+    let mut flags = 0;
+    let bits = if wide { 64 } else { 32 };
+    let r: WideRow = std::array::from_fn(|i| {
+        let cin = u128::from(carry_in && warp.carry >> i & 1 != 0);
+        let (x, y) = (u128::from(a[i]), u128::from(b[i]));
+        let sum = if subtract { x.wrapping_sub(y).wrapping_sub(cin) } else { x + y + cin };
+        flags |= u32::from(sum >> bits & 1 != 0) << i;
+        sum as u64
+    });
+    if wide {
+        warp.set_wide(inst.dst[0], &r, mask);
+    } else {
+        warp.set(inst.dst[0], &r.map(|v| v as u32), mask);
+    }
+    if carry_out {
+        warp.carry = warp.carry & !mask | flags & mask;
+    }
+}

@@ -1,0 +1,614 @@
+//! One cluster: scheduling of its warps, divergence of their lanes, and what ends or stalls them.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+
+use super::barrier::{ClusterBarrier, NamedBarrier};
+use super::bulk::Job;
+use super::mbarrier::Mbarrier;
+use super::tmem::TensorMemory;
+use super::warp::{Group, Wait, Warp, lanes};
+use super::wgmma::{OperandCache, Warpgroup};
+use super::{Exec, alu, fault};
+use crate::counters::Counters;
+use crate::fault::{Fault, FaultKind, Place};
+use crate::hb::Tracker;
+use crate::launch::{Asynchrony, LaunchConfig, Options};
+use crate::memory::{Shared, View};
+use crate::op::{Code, Inst, Program, Special};
+
+/// What all clusters of a launch share.
+#[derive(Debug)]
+pub(crate) struct Launch {
+    pub(crate) program: Arc<Program>,
+    pub(crate) config: LaunchConfig,
+    pub(crate) options: Options,
+    pub(crate) params: Vec<u8>,
+    pub(crate) view: View,
+    /// Registers per thread at launch, when known.
+    pub(crate) registers: u32,
+    pub(crate) simd: bool,
+    /// Set by the first cluster that fails.
+    pub(crate) stop: AtomicBool,
+    /// Writes to global memory so far: what a spinning block may be waiting for.
+    pub(crate) global_events: AtomicU64,
+    /// Makes read-modify-write of two words indivisible.
+    pub(crate) wide_atomics: std::sync::Mutex<()>,
+}
+
+/// One block of the cluster.
+#[derive(Debug)]
+pub(crate) struct Block {
+    pub(crate) index: [u32; 3],
+    pub(crate) shared: Shared,
+    pub(crate) barriers: [NamedBarrier; 16],
+    pub(crate) mbarriers: HashMap<u32, Mbarrier>,
+    /// Registers of the file that no warp holds, in units of one thread's register.
+    pub(crate) free_registers: i64,
+    pub(crate) warpgroups: Vec<Warpgroup>,
+    pub(crate) tmem: TensorMemory,
+    pub(crate) operands: OperandCache,
+}
+
+/// What became of a call of [`Cluster::run`].
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Status {
+    Done,
+    /// The budget of this call is spent; the cluster can go on.
+    Yield,
+}
+
+/// What an instruction leaves behind.
+pub(super) enum Step {
+    Next,
+    /// Go to; for all lanes of the group.
+    Jump(u32),
+    /// Some lanes go to the target, the others on.
+    Split {
+        target: u32,
+        taken: u32,
+    },
+    Exit(u32),
+    Block(Wait),
+}
+
+/// A cluster in flight.
+#[derive(Debug)]
+pub(crate) struct Cluster {
+    pub(super) launch: Arc<Launch>,
+    pub(super) blocks: Vec<Block>,
+    pub(super) warps: Vec<Warp>,
+    pub(super) barrier: ClusterBarrier,
+    /// Times each instruction was executed.
+    pub(crate) hits: Vec<u64>,
+    pub(crate) counters: Counters,
+    /// Asynchronous operations not yet carried out (late mode).
+    pub(super) pending: Vec<Job>,
+    pub(super) tracker: Option<Box<Tracker>>,
+    /// Changes of state that another warp could be waiting for.
+    pub(super) events: u64,
+    /// Blocking test-waits give up in this round.
+    pub(super) expired: bool,
+    pub(super) hint: usize,
+    rng: u64,
+    idle_rounds: u32,
+    quiet: u64,
+    quiet_since: u64,
+}
+
+/// Rounds of expired waits, nothing changing, that count as a deadlock.
+const IDLE_LIMIT: u32 = 6;
+
+impl Cluster {
+    /// Cluster number `index` of the grid.
+    pub(crate) fn new(launch: &Arc<Launch>, index: u32) -> Self {
+        let config = &launch.config;
+        let [cx, cy, cz] = config.cluster;
+        let (gx, gy) = (config.grid[0] / cx, config.grid[1] / cy);
+        let at = [index % gx * cx, index / gx % gy * cy, index / gx / gy * cz];
+        let threads: u32 = config.block.iter().product();
+        let num_warps = threads.div_ceil(32);
+        let program = &launch.program;
+        let mut blocks = Vec::new();
+        let mut warps = Vec::new();
+        for rank in 0..cx * cy * cz {
+            let offset = [rank % cx, rank / cx % cy, rank / cx / cy];
+            let block = [at[0] + offset[0], at[1] + offset[1], at[2] + offset[2]];
+            blocks.push(Block {
+                index: block,
+                shared: Shared::new(program.dynamic_base + config.dynamic_shared),
+                barriers: Default::default(),
+                mbarriers: HashMap::new(),
+                free_registers: 65536 - i64::from(launch.registers) * i64::from(num_warps * 32),
+                warpgroups: (0..num_warps.div_ceil(4)).map(|_| Warpgroup::default()).collect(),
+                tmem: TensorMemory::default(),
+                operands: OperandCache::default(),
+            });
+            for w in 0..num_warps {
+                let count = (threads - w * 32).min(32);
+                let mask = if count == 32 { u32::MAX } else { (1 << count) - 1 };
+                let mut warp = Warp::new(program, rank, w, mask);
+                warp.max_registers = launch.registers;
+                fill_specials(&mut warp, launch, index, block, offset, rank);
+                warps.push(warp);
+            }
+        }
+        let tracker = launch.options.happens_before.then(|| Box::new(Tracker::new(blocks.len(), num_warps)));
+        let seed = match launch.options.asynchrony {
+            Asynchrony::Eager => 0,
+            Asynchrony::Late { seed } => {
+                (seed ^ u64::from(index) << 32).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1
+            }
+        };
+        Self {
+            blocks,
+            warps,
+            barrier: ClusterBarrier::default(),
+            hits: vec![0; program.code.len()],
+            counters: Counters::default(),
+            pending: Vec::new(),
+            tracker,
+            events: 0,
+            expired: false,
+            hint: 0,
+            rng: seed,
+            idle_rounds: 0,
+            quiet: 0,
+            quiet_since: 0,
+            launch: Arc::clone(launch),
+        }
+    }
+
+    /// A random number below `n` in late mode; 0 in eager mode.
+    pub(super) fn random(&mut self, n: u64) -> u64 {
+        if self.rng == 0 {
+            return 0;
+        }
+        self.rng ^= self.rng << 13;
+        self.rng ^= self.rng >> 7;
+        self.rng ^= self.rng << 17;
+        self.rng % n
+    }
+
+    pub(super) fn is_late(&self) -> bool {
+        self.rng != 0
+    }
+
+    /// Runs until the cluster ends, fails, or has executed about `budget` warp instructions.
+    pub(crate) fn run(&mut self, budget: u64) -> Exec<Status> {
+        let mut spent = 0;
+        loop {
+            let (events, mut executed, mut alive) = (self.events, 0, false);
+            let start = self.random(self.warps.len() as u64) as usize;
+            for i in 0..self.warps.len() {
+                let w = (i + start) % self.warps.len();
+                if !self.warps[w].is_done() {
+                    alive = true;
+                    executed += self.run_warp(w)?;
+                }
+            }
+            if !alive {
+                while self.complete_one()? {}
+                self.finish()?;
+                return Ok(Status::Done);
+            }
+            self.expired = false;
+            spent += executed;
+            if self.events != events {
+                self.idle_rounds = 0;
+                self.quiet = 0;
+            } else {
+                self.quiet += executed;
+            }
+            // In late mode nothing asynchronous completes while a warp can still go on.
+            if executed == 0 || self.idle_rounds > 0 {
+                if self.complete_one()? {
+                    self.idle_rounds = 0;
+                    continue;
+                }
+                self.idle_rounds += 1;
+                self.expired = true;
+                if self.idle_rounds > IDLE_LIMIT && !self.waits_for_grid() {
+                    return Err(self.deadlock());
+                }
+            }
+            if self.quiet > self.launch.options.spin_limit {
+                let global = self.launch.global_events.load(Relaxed);
+                if global == self.quiet_since {
+                    let text = format!(
+                        "{} warp instructions without any change of state: {}",
+                        self.quiet,
+                        self.places()
+                    );
+                    return Err(fault(FaultKind::Livelock, text));
+                }
+                (self.quiet, self.quiet_since) = (0, global);
+            }
+            if self.launch.stop.load(Relaxed) || spent >= budget {
+                return Ok(Status::Yield);
+            }
+        }
+    }
+
+    /// Carries out one pending asynchronous operation; false when there is none.
+    fn complete_one(&mut self) -> Exec<bool> {
+        if self.pending.is_empty() {
+            return Ok(false);
+        }
+        let at = self.random(self.pending.len() as u64) as usize;
+        let job = self.pending.swap_remove(at);
+        self.complete(&job)?;
+        Ok(true)
+    }
+
+    fn waits_for_grid(&self) -> bool {
+        self.warps.iter().flat_map(|w| &w.groups).any(|g| g.waits == Some(Wait::Grid))
+    }
+
+    fn run_warp(&mut self, w: usize) -> Exec<u64> {
+        let mut warp = std::mem::take(&mut self.warps[w]);
+        let before = warp.executed;
+        let quantum = if self.is_late() { 1 + self.random(200) as u32 } else { 1024 };
+        let result = self.run_groups(&mut warp, quantum);
+        let executed = warp.executed - before;
+        self.warps[w] = warp;
+        result.map(|()| executed)
+    }
+
+    /// Gives every group of the warp that can go on up to `quantum` instructions, lowest address first.
+    fn run_groups(&mut self, warp: &mut Warp, quantum: u32) -> Exec<()> {
+        let program = Arc::clone(&self.launch.program);
+        let mut tried: Vec<(u32, u32)> = Vec::new();
+        loop {
+            if warp.groups.len() > 1 {
+                merge(warp);
+            }
+            let next = warp.groups.iter().position(|g| !tried.contains(&(g.pc, g.mask)));
+            let Some(i) = next else { return Ok(()) };
+            let (mut pc, mask) = (warp.groups[i].pc, warp.groups[i].mask);
+            let alone = warp.groups.len() == 1;
+            let stop = warp.groups.iter().map(|g| g.pc).filter(|&p| p > pc).min().unwrap_or(u32::MAX);
+            let mut left = quantum;
+            let split = loop {
+                if left == 0 || pc >= stop {
+                    break None;
+                }
+                let inst = &program.code[pc as usize];
+                let active =
+                    if inst.guard.is_some() { mask & warp.pred(inst.guard, inst.guard_not) } else { mask };
+                left -= 1;
+                warp.executed += 1;
+                self.hits[pc as usize] += 1;
+                if let Some(t) = &mut self.tracker {
+                    t.step(warp, &program, pc, active).map_err(|f| self.placed(f, warp, pc, active))?;
+                }
+                if active == 0 {
+                    pc += 1;
+                    continue;
+                }
+                if alu::execute(warp, inst, active, self.launch.simd) {
+                    pc += 1;
+                    continue;
+                }
+                warp.groups[i].pc = pc;
+                warp.current_pc = pc;
+                match self.execute(warp, i, &program, inst, active) {
+                    Err(f) => return Err(self.placed(f, warp, pc, active)),
+                    Ok(Step::Next) => pc += 1,
+                    Ok(Step::Jump(target)) if active == mask => {
+                        let back = target <= pc;
+                        pc = target;
+                        if back && !alone {
+                            break None;
+                        }
+                    }
+                    Ok(Step::Jump(target)) => break Some(Step::Split { target, taken: active }),
+                    Ok(Step::Block(wait)) => {
+                        warp.executed -= 1;
+                        self.hits[pc as usize] -= 1;
+                        warp.groups[i].waits = Some(wait);
+                        tried.push((pc, mask));
+                        break None;
+                    }
+                    Ok(step) => break Some(step),
+                }
+            };
+            if left == 0 {
+                tried.push((pc, mask));
+            }
+            warp.groups[i].pc = pc;
+            if tried.last() != Some(&(pc, mask)) || left == 0 {
+                warp.groups[i].waits = None;
+            }
+            match split {
+                Some(Step::Split { target, taken }) => {
+                    warp.groups[i].pc = pc + 1;
+                    warp.groups[i].mask = mask & !taken;
+                    warp.groups.push(Group { pc: target, mask: taken, token: None, waits: None });
+                    warp.groups.retain(|g| g.mask != 0);
+                    self.counters.divergences += 1;
+                }
+                Some(Step::Exit(gone)) => {
+                    warp.live &= !gone;
+                    warp.groups[i].mask &= !gone;
+                    warp.groups[i].pc = pc + 1;
+                    warp.groups.retain(|g| g.mask != 0);
+                    self.events += 1;
+                    if warp.live == 0 {
+                        self.warp_exits(warp).map_err(|f| self.placed(f, warp, pc, gone))?;
+                        return Ok(());
+                    }
+                    // Others may wait for exactly these lanes.
+                    tried.clear();
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn placed(&self, mut f: Box<Fault>, warp: &Warp, pc: u32, lanes: u32) -> Box<Fault> {
+        let (line, source) = self.launch.program.lines[pc as usize];
+        *f = f.at(line, source);
+        if f.place.is_none() {
+            let block = self.blocks[warp.cta as usize].index;
+            f.place = Some(Place { block, warp: warp.index, lanes });
+        }
+        f
+    }
+
+    fn execute(
+        &mut self,
+        warp: &mut Warp,
+        g: usize,
+        program: &Program,
+        inst: &Inst,
+        active: u32,
+    ) -> Exec<Step> {
+        match inst.code {
+            Code::Bra { target } => return Ok(Step::Jump(target)),
+            Code::Brx { table } => {
+                let index = warp.w[inst.src[0].row()];
+                let targets = &program.tables[table as usize];
+                let first = index[active.trailing_zeros() as usize];
+                let same = lanes(active).filter(|&i| index[i] == first).fold(0, |m, i| m | 1 << i);
+                let Some(&target) = targets.get(first as usize) else {
+                    let text = format!("brx.idx {first} of {} targets", targets.len());
+                    return Err(fault(FaultKind::OutOfBounds, text));
+                };
+                // Lanes with another index come back to this instruction on their own.
+                if same != warp.groups[g].mask {
+                    return Ok(self.peel(warp, g, target, same));
+                }
+                return Ok(Step::Jump(target));
+            }
+            Code::Exit => return Ok(Step::Exit(active)),
+            Code::Trap => return Err(fault(FaultKind::Trap, "trap")),
+            Code::Nop => {}
+            Code::Clock => {
+                for i in lanes(active) {
+                    warp.put(inst.dst[0], i, warp.executed);
+                }
+            }
+            Code::Unpack { unit } => {
+                let source = warp.wide(inst.src[0]);
+                let bits = u32::from(unit) * 8;
+                for (n, &reg) in program.list(inst).0.iter().enumerate() {
+                    for i in lanes(active) {
+                        let part = source[i] >> (bits * n as u32) & (u64::MAX >> (64 - bits));
+                        warp.put(reg, i, part);
+                    }
+                }
+            }
+            Code::Pack { unit } => {
+                let bits = u32::from(unit) * 8;
+                for i in lanes(active) {
+                    let parts = program.list(inst).1.iter().enumerate();
+                    let v = parts.fold(0, |v, (n, &reg)| {
+                        v | (warp.get(reg, i) & (u64::MAX >> (64 - bits))) << (bits * n as u32)
+                    });
+                    warp.put(inst.dst[0], i, v);
+                }
+            }
+            Code::Ld(access) => self.load(warp, program, inst, access, active)?,
+            Code::St(access) => self.store(warp, program, inst, access, active)?,
+            Code::Atom(atom) => self.atomic(warp, program, inst, atom, active)?,
+            Code::CvtaTo { .. }
+            | Code::CvtaFrom { .. }
+            | Code::IsSpace { .. }
+            | Code::Mapa { .. }
+            | Code::GetCtaRank => self.address_conversion(warp, inst, active)?,
+            Code::Shfl(_)
+            | Code::Vote(_)
+            | Code::MatchAny
+            | Code::MatchAll
+            | Code::Elect
+            | Code::Redux { .. }
+            | Code::ActiveMask
+            | Code::WarpSync => return self.collective(warp, g, inst, active),
+            Code::Bar { .. } => return self.named_barrier(warp, g, inst, active),
+            Code::ClusterArrive { .. } | Code::ClusterWait => {
+                return self.cluster_barrier(warp, g, inst, active);
+            }
+            Code::SetMaxNReg { increase } => return self.set_max_registers(warp, g, inst, increase),
+            Code::Mbar(mbar) => return self.mbarrier(warp, inst, mbar, active),
+            Code::CpAsync { .. } | Code::CpAsyncCommit | Code::CpAsyncWait { .. } => {
+                self.copy_async(warp, inst, active)?;
+            }
+            Code::Bulk(bulk) => self.bulk(warp, program, inst, bulk, active)?,
+            Code::BulkCommit | Code::BulkWait { .. } => return self.bulk_group(warp, inst),
+            Code::FenceMemory | Code::FenceTensorMap | Code::GridDepLaunch | Code::GridDepWait => {}
+            Code::FenceProxyAsync => {
+                if let Some(t) = &mut self.tracker {
+                    t.proxy_fence(warp);
+                }
+            }
+            Code::TensorMapReplace { .. } => self.tensormap_replace(warp, inst, active)?,
+            Code::LdMatrix { .. } | Code::StMatrix { .. } | Code::MovMatrix | Code::Mma(_) => {
+                return self.warp_matrix(warp, g, program, inst, active);
+            }
+            Code::WgmmaFence | Code::WgmmaCommit | Code::WgmmaWait | Code::Wgmma(_) => {
+                return self.wgmma(warp, g, program, inst, active);
+            }
+            Code::Tcgen { op, pair } => return self.tcgen05(warp, g, program, inst, op, pair, active),
+            _ => return Err(fault(FaultKind::Unsupported, format!("{:?} reached the machine", inst.code))),
+        }
+        Ok(Step::Next)
+    }
+
+    /// Sends the lanes `same` to `target` and leaves the others where they are.
+    fn peel(&mut self, warp: &mut Warp, g: usize, target: u32, same: u32) -> Step {
+        warp.groups[g].mask &= !same;
+        warp.groups.push(Group { pc: target, mask: same, token: None, waits: None });
+        self.counters.divergences += 1;
+        Step::Block(Wait::Lanes(0))
+    }
+
+    /// All live lanes must stand here, as `.aligned` demands.
+    pub(super) fn converged(&self, warp: &Warp, g: usize) -> Result<(), Step> {
+        if warp.groups[g].mask == warp.live { Ok(()) } else { Err(Step::Block(Wait::Lanes(warp.live))) }
+    }
+
+    fn finish(&mut self) -> Exec<()> {
+        for rank in 0..self.blocks.len() {
+            self.check_block_exit(rank)?;
+        }
+        Ok(())
+    }
+
+    fn check_block_exit(&mut self, rank: usize) -> Exec<()> {
+        let block = &self.blocks[rank];
+        let place = Some(Place { block: block.index, warp: 0, lanes: 0 });
+        let at_exit = |kind, text: String| {
+            let mut f = fault(kind, text);
+            f.place = place;
+            Err(f)
+        };
+        if let Some(columns) = block.tmem.leaked() {
+            return at_exit(
+                FaultKind::TensorMemory,
+                format!("{columns} tensor memory columns allocated at exit"),
+            );
+        }
+        for (id, group) in block.warpgroups.iter().enumerate() {
+            if let Some(text) = group.unfinished() {
+                return at_exit(FaultKind::DivergentCollective, format!("warpgroup {id} at exit: {text}"));
+            }
+        }
+        if self.launch.options.check_barriers_at_exit {
+            let mut bars: Vec<_> = block.mbarriers.iter().collect();
+            bars.sort_by_key(|(at, _)| **at);
+            for (at, bar) in bars {
+                if bar.tx != 0 {
+                    let text = format!("mbarrier at {at:#x} ends with a transaction count of {}", bar.tx);
+                    return at_exit(FaultKind::Barrier, text);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn places(&self) -> String {
+        let mut out = String::new();
+        for warp in self.warps.iter().filter(|w| !w.is_done()) {
+            let block = self.blocks[warp.cta as usize].index;
+            for g in &warp.groups {
+                let (line, source) = self.launch.program.lines[g.pc as usize];
+                let wait = g.waits.map_or_else(|| "running".to_string(), |w| format!("waits for {w:?}"));
+                out.push_str(&format!(
+                    "\n  block {block:?} warp {} lanes {:#010x} at PTX line {line} (source line {source}): {wait}",
+                    warp.index, g.mask
+                ));
+            }
+        }
+        out
+    }
+
+    fn deadlock(&self) -> Box<Fault> {
+        let lanes_missing =
+            self.warps.iter().flat_map(|w| w.groups.iter().map(move |g| (w, g))).find(|(w, g)| {
+                matches!(g.waits, Some(Wait::Lanes(_))) && w.groups.iter().all(|g| g.waits.is_some())
+            });
+        let kind = if lanes_missing.is_some() { FaultKind::DivergentCollective } else { FaultKind::Deadlock };
+        let first = lanes_missing.or_else(|| {
+            let mut waiting = self.warps.iter().flat_map(|w| w.groups.iter().map(move |g| (w, g)));
+            waiting.find(|(_, g)| g.waits.is_some())
+        });
+        let mut f = fault(kind, format!("no warp can go on:{}", self.places()));
+        if let Some((w, g)) = first {
+            f = self.placed(f, w, g.pc, g.mask);
+        }
+        f
+    }
+
+    fn warp_exits(&mut self, warp: &mut Warp) -> Exec<()> {
+        self.blocks[warp.cta as usize].free_registers += i64::from(warp.max_registers) * 32;
+        if self.launch.options.happens_before && warp.asynchrony.wgmma_committed > warp.asynchrony.wgmma_done
+        {
+            return Err(fault(FaultKind::RegisterInFlight, "the warp exits with wgmma groups in flight"));
+        }
+        Ok(())
+    }
+}
+
+/// Joins groups that stand at the same instruction, and sorts them by address.
+fn merge(warp: &mut Warp) {
+    warp.groups.sort_by_key(|g| g.pc);
+    warp.groups.dedup_by(|b, a| {
+        let same = a.pc == b.pc && a.token == b.token;
+        if same {
+            a.mask |= b.mask;
+            a.waits = None;
+        }
+        same
+    });
+}
+
+fn fill_specials(
+    warp: &mut Warp,
+    launch: &Launch,
+    cluster: u32,
+    block: [u32; 3],
+    offset: [u32; 3],
+    rank: u32,
+) {
+    let c = &launch.config;
+    let [bx, by, _] = c.block;
+    let first = warp.index * 32;
+    let clusters: [u32; 3] = std::array::from_fn(|i| c.grid[i] / c.cluster[i]);
+    let total = launch.program.dynamic_base + c.dynamic_shared;
+    for &(reg, special) in &launch.program.specials {
+        for lane in 0..32u32 {
+            let t = first + lane;
+            let value = match special {
+                Special::Tid(0) => t % bx,
+                Special::Tid(1) => t / bx % by,
+                Special::Tid(_) => t / bx / by,
+                Special::Ntid(i) => c.block[usize::from(i)],
+                Special::Ctaid(i) => block[usize::from(i)],
+                Special::Nctaid(i) => c.grid[usize::from(i)],
+                Special::Laneid => lane,
+                Special::Warpid => warp.index,
+                Special::Nwarpid => c.block.iter().product::<u32>().div_ceil(32),
+                Special::Smid => cluster % launch.options.num_sms,
+                Special::Nsmid => launch.options.num_sms,
+                Special::Gridid | Special::Envreg => 0,
+                Special::LanemaskEq => 1 << lane,
+                Special::LanemaskLt => (1 << lane) - 1,
+                Special::LanemaskLe => u32::MAX >> (31 - lane),
+                Special::LanemaskGt => !(u32::MAX >> (31 - lane)),
+                Special::LanemaskGe => !((1 << lane) - 1),
+                Special::ClusterId(i) => block[usize::from(i)] / c.cluster[usize::from(i)],
+                Special::NclusterId(i) => clusters[usize::from(i)],
+                Special::ClusterCtaid(i) => offset[usize::from(i)],
+                Special::ClusterNctaid(i) => c.cluster[usize::from(i)],
+                Special::ClusterCtarank => rank,
+                Special::ClusterNctarank => c.cluster.iter().product(),
+                Special::DynamicSmemSize => c.dynamic_shared,
+                Special::TotalSmemSize | Special::AggrSmemSize => total,
+                Special::ReservedSmem => crate::decode::RESERVED_SHARED,
+            };
+            warp.put(reg, lane as usize, u64::from(value));
+        }
+    }
+}

@@ -1,0 +1,28 @@
+//! The machine: one cluster of blocks, its warps, and what each instruction does.
+
+mod alu;
+mod barrier;
+mod bulk;
+mod cluster;
+mod collective;
+mod convert;
+mod ldst;
+mod matrix;
+mod mbarrier;
+mod tensor;
+mod tmem;
+mod warp;
+mod wgmma;
+
+pub(crate) use alu::detect;
+pub(crate) use cluster::{Cluster, Launch, Status};
+pub use tensor::TensorMap;
+pub(crate) use warp::Warp;
+
+use crate::fault::{Fault, FaultKind};
+
+type Exec<T> = Result<T, Box<Fault>>;
+
+fn fault(kind: FaultKind, text: impl Into<String>) -> Box<Fault> {
+    Box::new(Fault::new(kind, text))
+}

@@ -1,0 +1,194 @@
+//! The state of one warp: its register rows and the groups its lanes have diverged into.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use crate::op::{Program, Reg};
+
+/// One register of 32 lanes.
+pub(crate) type Row = [u32; 32];
+/// One 64-bit register of 32 lanes.
+pub(crate) type WideRow = [u64; 32];
+
+/// What registers hold before their first write: a NaN in every float format, and no plausible address.
+const POISON: u32 = 0x7fff_dead;
+
+/// Lanes of a warp that stand at one instruction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Group {
+    pub(crate) pc: u32,
+    pub(crate) mask: u32,
+    /// The barrier generation or phase this group waits for, once it has arrived.
+    pub(crate) token: Option<u64>,
+    /// Why the group could not go on when it last tried.
+    pub(crate) waits: Option<Wait>,
+}
+
+/// What a group of lanes waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wait {
+    /// Other lanes of the warp, named by the mask, at the same instruction.
+    Lanes(u32),
+    Barrier(u32),
+    Mbarrier {
+        cta: u32,
+        address: u32,
+        parity: u32,
+    },
+    Cluster,
+    Async(&'static str),
+    Registers(u32),
+    Grid,
+    TensorColumns(u32),
+}
+
+/// One warp.
+#[derive(Debug, Default)]
+pub(crate) struct Warp {
+    pub(crate) cta: u32,
+    /// Warp of its block, from 0.
+    pub(crate) index: u32,
+    pub(crate) w: Vec<Row>,
+    pub(crate) d: Vec<WideRow>,
+    pub(crate) p: Vec<u32>,
+    pub(crate) carry: u32,
+    /// Lanes that exist and have not exited.
+    pub(crate) live: u32,
+    pub(crate) groups: Vec<Group>,
+    /// `.local` memory, lane after lane.
+    pub(crate) local: Vec<u8>,
+    pub(crate) local_init: Vec<bool>,
+    /// Registers per thread now, from `setmaxnreg`.
+    pub(crate) max_registers: u32,
+    /// Instructions executed.
+    pub(crate) executed: u64,
+    /// The instruction being executed.
+    pub(crate) current_pc: u32,
+    pub(crate) asynchrony: Asynchrony,
+    /// Products of `wgmma` put off (late mode).
+    pub(crate) queue: VecDeque<super::wgmma::Queued>,
+}
+
+/// Groups of asynchronous operations that a warp has open.
+#[derive(Debug, Default)]
+pub(crate) struct Asynchrony {
+    /// `wgmma` operations issued since the last commit.
+    pub(crate) wgmma_open: u32,
+    /// `wgmma` groups committed, and how many of them are known complete.
+    pub(crate) wgmma_committed: u32,
+    pub(crate) wgmma_done: u32,
+    /// Number of the next `wgmma` of this warp.
+    pub(crate) wgmma_issued: u64,
+    pub(crate) bulk_open: u32,
+    pub(crate) bulk_committed: u32,
+    pub(crate) bulk_done: u32,
+    /// Of the bulk groups, those whose sources are known read (`wait_group.read`).
+    pub(crate) bulk_read: u32,
+    pub(crate) copy_committed: u32,
+    pub(crate) copy_done: u32,
+    /// Generation of the cluster barrier at the last arrival.
+    pub(crate) cluster_generation: Option<u64>,
+}
+
+impl Warp {
+    /// A warp at its first instruction, constants in place, everything else poisoned.
+    pub(crate) fn new(program: &Arc<Program>, cta: u32, index: u32, lanes: u32) -> Self {
+        let mut warp = Self {
+            cta,
+            index,
+            w: vec![[POISON; 32]; program.words as usize],
+            d: vec![[u64::from(POISON) << 32 | u64::from(POISON); 32]; program.doubles as usize],
+            p: vec![0; program.preds as usize],
+            live: lanes,
+            groups: vec![Group { pc: 0, mask: lanes, token: None, waits: None }],
+            local: vec![0; program.local_bytes as usize * 32],
+            local_init: vec![false; program.local_bytes as usize * 32],
+            ..Self::default()
+        };
+        for &(row, value) in &program.const_words {
+            warp.w[usize::from(row)] = [value; 32];
+        }
+        for &(row, value) in &program.const_doubles {
+            warp.d[usize::from(row)] = [value; 32];
+        }
+        warp
+    }
+
+    /// A row of whatever width, as 64-bit values.
+    pub(crate) fn wide(&self, reg: Reg) -> WideRow {
+        if reg.is_double() {
+            self.d[reg.row()]
+        } else {
+            std::array::from_fn(|i| u64::from(self.w[reg.row()][i]))
+        }
+    }
+
+    /// The lanes of a predicate source, [`Reg::NONE`] reading as false.
+    pub(crate) fn pred(&self, reg: Reg, negated: bool) -> u32 {
+        let bits = if reg.is_some() { self.p[reg.row()] } else { 0 };
+        if negated { !bits } else { bits }
+    }
+
+    /// Writes `value` where `mask` says.
+    #[inline(always)]
+    pub(crate) fn set(&mut self, reg: Reg, value: &Row, mask: u32) {
+        let row = &mut self.w[reg.row()];
+        if mask == u32::MAX {
+            *row = *value;
+        } else {
+            for i in 0..32 {
+                row[i] = if mask >> i & 1 != 0 { value[i] } else { row[i] };
+            }
+        }
+    }
+
+    /// Writes `value` where `mask` says.
+    #[inline(always)]
+    pub(crate) fn set_wide(&mut self, reg: Reg, value: &WideRow, mask: u32) {
+        let row = &mut self.d[reg.row()];
+        if mask == u32::MAX {
+            *row = *value;
+        } else {
+            for i in 0..32 {
+                row[i] = if mask >> i & 1 != 0 { value[i] } else { row[i] };
+            }
+        }
+    }
+
+    /// Writes a predicate where `mask` says.
+    #[inline(always)]
+    pub(crate) fn set_pred(&mut self, reg: Reg, value: u32, mask: u32) {
+        let row = &mut self.p[reg.row()];
+        *row = *row & !mask | value & mask;
+    }
+
+    /// One lane of a word or double row.
+    pub(crate) fn put(&mut self, reg: Reg, lane: usize, value: u64) {
+        if reg.is_double() {
+            self.d[reg.row()][lane] = value;
+        } else if reg.is_some() {
+            self.w[reg.row()][lane] = value as u32;
+        }
+    }
+
+    pub(crate) fn get(&self, reg: Reg, lane: usize) -> u64 {
+        if reg.is_double() { self.d[reg.row()][lane] } else { u64::from(self.w[reg.row()][lane]) }
+    }
+
+    pub(crate) fn is_done(&self) -> bool {
+        self.groups.is_empty()
+    }
+}
+
+/// The lanes of a mask, lowest first.
+pub(crate) fn lanes(mask: u32) -> impl Iterator<Item = usize> {
+    let mut rest = mask;
+    std::iter::from_fn(move || {
+        if rest == 0 {
+            return None;
+        }
+        let lane = rest.trailing_zeros() as usize;
+        rest &= rest - 1;
+        Some(lane)
+    })
+}

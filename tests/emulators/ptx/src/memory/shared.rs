@@ -1,0 +1,101 @@
+//! Shared memory of one block.
+
+use super::{misaligned, out_of_bounds, uninitialised};
+use crate::decode::RESERVED_SHARED;
+use crate::fault::Fault;
+
+type Exec<T> = Result<T, Box<Fault>>;
+
+/// The bytes of one block's shared memory, and which of them have been written.
+#[derive(Debug, Default)]
+pub(crate) struct Shared {
+    bytes: Vec<u8>,
+    /// One bit a byte.
+    init: Vec<u64>,
+    /// Number of the last write to each KiB, and of the last write at all.
+    stamps: Vec<u64>,
+    clock: u64,
+}
+
+impl Shared {
+    /// `end` counts from address 0, the reserved bytes included.
+    pub(crate) fn new(end: u32) -> Self {
+        let n = end as usize;
+        Self {
+            bytes: vec![0xa5; n],
+            init: vec![0; n.div_ceil(64)],
+            stamps: vec![0; n.div_ceil(1024)],
+            clock: 0,
+        }
+    }
+
+    /// Checks bounds and alignment of an access.
+    #[inline(always)]
+    pub(crate) fn check(&self, at: u32, bytes: u32, align: u32, what: &str) -> Exec<()> {
+        if at & (align - 1) != 0 {
+            return Err(misaligned(what, u64::from(at), u64::from(align)));
+        }
+        if at < RESERVED_SHARED || u64::from(at) + u64::from(bytes) > self.bytes.len() as u64 {
+            return Err(self.outside(at, bytes, what));
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn outside(&self, at: u32, bytes: u32, what: &str) -> Box<Fault> {
+        let of = format!("shared memory of this block is [{RESERVED_SHARED:#x}, {:#x})", self.bytes.len());
+        out_of_bounds(what, u64::from(at), u64::from(bytes), &of)
+    }
+
+    /// Bytes that [`check`](Self::check) has accepted.
+    #[inline(always)]
+    pub(crate) fn get(&self, at: u32, bytes: u32) -> &[u8] {
+        &self.bytes[at as usize..(at + bytes) as usize]
+    }
+
+    /// The same, to write; marks them written.
+    #[inline(always)]
+    pub(crate) fn get_mut(&mut self, at: u32, bytes: u32) -> &mut [u8] {
+        self.mark(at, bytes);
+        self.clock += 1;
+        self.stamps[at as usize >> 10..=(at + bytes - 1) as usize >> 10].fill(self.clock);
+        &mut self.bytes[at as usize..(at + bytes) as usize]
+    }
+
+    /// The number of the last write, for [`unchanged`](Self::unchanged).
+    pub(crate) fn clock(&self) -> u64 {
+        self.clock
+    }
+
+    /// Whether nothing was written to `[from, to)` after write number `since`.
+    pub(crate) fn unchanged(&self, from: u32, to: u32, since: u64) -> bool {
+        self.stamps[from as usize >> 10..=(to - 1) as usize >> 10].iter().all(|&s| s <= since)
+    }
+
+    #[inline(always)]
+    fn mark(&mut self, at: u32, bytes: u32) {
+        let (mut at, end) = (at as usize, (at + bytes) as usize);
+        while at < end {
+            let (word, bit) = (at >> 6, at & 63);
+            let n = (64 - bit).min(end - at);
+            self.init[word] |= (u64::MAX >> (64 - n)) << bit;
+            at += n;
+        }
+    }
+
+    /// Fails when a byte of the range has never been written.
+    #[inline(always)]
+    pub(crate) fn check_written(&self, at: u32, bytes: u32, what: &str) -> Exec<()> {
+        let (mut from, end) = (at as usize, (at + bytes) as usize);
+        while from < end {
+            let (word, bit) = (from >> 6, from & 63);
+            let n = (64 - bit).min(end - from);
+            let missing = ((u64::MAX >> (64 - n)) << bit) & !self.init[word];
+            if missing != 0 {
+                return Err(uninitialised(what, (word * 64) as u64 + u64::from(missing.trailing_zeros())));
+            }
+            from += n;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,63 @@
+//! The battery tested: it passes on a sound kernel, and finds every fault planted in a copy of it.
+
+mod plain;
+
+use fmha_conformance::case::{Case, all};
+use fmha_conformance::report::run_cases;
+use fmha_conformance::run::{Options, Outcome};
+use fmha_core::MemorySpace;
+use plain::{Fault, Plain};
+
+/// Every family, thinned to one case in `step`; those that reserve gigabytes always.
+fn thinned(step: usize) -> Vec<Case> {
+    all()
+        .into_iter()
+        .enumerate()
+        .filter(|(at, case)| at % step == 0 || case.is_huge())
+        .map(|(_, c)| c)
+        .collect()
+}
+
+#[test]
+fn a_sound_kernel_passes_in_host_memory_and_in_a_devices() {
+    for (space, step) in [(MemorySpace::Host, 1), (MemorySpace::Device, 31)] {
+        let backend = Plain::new(None, space);
+        let report = run_cases(&backend, &thinned(step), &Options::default(), &|_, _, _| ());
+        for case in report.failures() {
+            println!("FAILED {}\n  {}", case.name, case.text);
+        }
+        println!("plain kernel, {space:?} memory: {}", report.summary);
+        assert_eq!((report.summary.failed, report.summary.refused), (0, 0));
+        assert!(report.summary.passed > 100);
+    }
+}
+
+/// The case that finds `fault` first. Cases are taken in a scattered order, so that near ones, which
+/// find the same things, do not come one after another.
+fn found_by(fault: Fault, cases: &[Case]) -> Option<(usize, &Case, String)> {
+    let backend = Plain::new(Some(fault), MemorySpace::Host);
+    let mut order: Vec<&Case> = cases.iter().collect();
+    order.sort_by_key(|case| case.data().seed);
+    order.into_iter().enumerate().find_map(|(tried, case)| match case.run(&backend, &Options::default()) {
+        (Outcome::Failed, text) => Some((tried + 1, case, text)),
+        _ => None,
+    })
+}
+
+#[test]
+fn every_planted_fault_is_found() {
+    let cases = all();
+    println!("{:<24} {:>6}  {:<60} how", "fault", "cases", "found by");
+    let mut missed = Vec::new();
+    for fault in Fault::ALL {
+        match found_by(fault, &cases) {
+            Some((tried, case, text)) => {
+                let how: String = text.split("; worst").next().unwrap_or(&text).chars().take(150).collect();
+                println!("{:<24} {tried:>6}  {:<60} {how}", format!("{fault:?}"), case.name);
+            }
+            None => missed.push(fault),
+        }
+    }
+    assert!(missed.is_empty(), "not found: {missed:?}");
+    println!("{} planted faults, all found", Fault::ALL.len());
+}

@@ -1,0 +1,241 @@
+//! A plain blocked attention on the CPU, into which faults can be planted: what the battery itself is
+//! tested on.
+
+mod backward;
+mod fault;
+mod forward;
+mod score;
+
+use std::sync::Arc;
+
+use fmha_core::args::{check_bwd, check_combine, check_fwd};
+use fmha_core::{
+    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, Error,
+    FmhaBackend, FwdArgs, FwdPlan, MemorySpace, Plan, PlanOptions, Promises, Result, Stream, Strides,
+    ValidBwd, ValidCombine, ValidFwd,
+};
+
+pub(crate) use fault::Fault;
+
+/// The backend.
+pub(crate) struct Plain {
+    fault: Option<Fault>,
+    memory: Memory,
+}
+
+impl Plain {
+    /// Sound, or with one fault. In [`MemorySpace::Device`] it pretends that its memory is a device's.
+    pub(crate) fn new(fault: Option<Fault>, space: MemorySpace) -> Self {
+        Self { fault, memory: Memory(space) }
+    }
+
+    fn plan<P>(&self, problem: P) -> Plan<P> {
+        Plan {
+            problem,
+            backend: "plain".into(),
+            kernel: "plain".into(),
+            details: vec![],
+            refusals: vec![],
+            is_fallback: false,
+            workspace_bytes: 0,
+            promises: Promises { deterministic: true, batch_invariant: true, graph_capturable: false },
+            handle: Arc::new(()),
+        }
+    }
+}
+
+impl FmhaBackend for Plain {
+    fn kind(&self) -> &'static str {
+        "plain"
+    }
+
+    fn name(&self) -> &str {
+        "plain"
+    }
+
+    fn kernels(&self) -> Vec<&'static str> {
+        vec!["plain"]
+    }
+
+    fn memory(&self) -> &dyn DeviceMemory {
+        &self.memory
+    }
+
+    fn plan_fwd(&self, problem: &ValidFwd, _: &PlanOptions) -> Result<FwdPlan> {
+        Ok(self.plan(problem.clone()))
+    }
+
+    fn run_fwd(&self, plan: &FwdPlan, args: &FwdArgs<'_>, _: Stream) -> Result<()> {
+        check_fwd(&plan.problem, args, self.memory.0)?;
+        Ok(forward::run(&plan.problem, args, self.fault)?)
+    }
+
+    fn plan_bwd(&self, problem: &ValidBwd, _: &PlanOptions) -> Result<BwdPlan> {
+        Ok(self.plan(problem.clone()))
+    }
+
+    fn run_bwd(&self, plan: &BwdPlan, args: &BwdArgs<'_>, _: Stream) -> Result<()> {
+        check_bwd(&plan.problem, args, self.memory.0)?;
+        Ok(backward::run(&plan.problem, args, self.fault)?)
+    }
+
+    fn plan_combine(&self, problem: &ValidCombine, _: &PlanOptions) -> Result<CombinePlan> {
+        Ok(self.plan(problem.clone()))
+    }
+
+    fn run_combine(&self, plan: &CombinePlan, args: &CombineArgs<'_>, _: Stream) -> Result<()> {
+        check_combine(&plan.problem, args, self.memory.0)?;
+        combine(&plan.problem, args, self.fault);
+        Ok(())
+    }
+}
+
+/// Host memory under either name.
+struct Memory(MemorySpace);
+
+impl DeviceMemory for Memory {
+    fn space(&self) -> MemorySpace {
+        self.0
+    }
+
+    fn alloc(&self, bytes: u64) -> Result<DevBuffer> {
+        let lines = (bytes as usize).div_ceil(16).max(1);
+        let memory: Box<[u128]> = vec![u128::MAX; lines].into_boxed_slice();
+        let ptr = Box::into_raw(memory);
+        let free = move |ptr: *mut u8| {
+            let whole = std::ptr::slice_from_raw_parts_mut(ptr.cast::<u128>(), lines);
+            // SAFETY: made by `into_raw` above, of this many lines.
+            drop(unsafe { Box::from_raw(whole) });
+        };
+        // SAFETY: the box is ours alone until `free` takes it back.
+        Ok(unsafe { DevBuffer::from_raw(self.0, ptr.cast(), bytes, Box::new(free)) })
+    }
+
+    fn upload(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()> {
+        assert!(bytes.len() as u64 <= to.bytes());
+        // SAFETY: `to` has as many bytes.
+        unsafe { to.as_ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    fn download(&self, from: &DevBuffer, bytes: &mut [u8]) -> Result<()> {
+        assert!(bytes.len() as u64 <= from.bytes());
+        // SAFETY: `from` has as many bytes.
+        unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(from.as_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    fn synchronize(&self, _: Stream) -> Result<(), Error> {
+        Ok(())
+    }
+}
+
+/// A slice as host memory, whatever it is called.
+fn host(slice: DevSlice<'_>) -> DevSlice<'_> {
+    // SAFETY: every slice of this backend is memory of the processor.
+    unsafe { DevSlice::from_raw(MemorySpace::Host, slice.as_ptr(), slice.bytes()) }
+}
+
+/// A tensor to read.
+#[derive(Clone, Copy)]
+struct Input<'a> {
+    bytes: &'a [u8],
+    dtype: DType,
+    strides: Strides,
+    wraps: bool,
+}
+
+impl<'a> Input<'a> {
+    fn new(slice: DevSlice<'a>, dtype: DType, strides: Strides, fault: Option<Fault>) -> Self {
+        let bytes = host(slice).as_host().unwrap_or_default();
+        Self { bytes, dtype, strides, wraps: fault == Some(Fault::OffsetsIn32Bits) }
+    }
+
+    fn at(&self, batch: u32, row: u32, head: u32, dim: u32) -> f32 {
+        let offset = self.strides.offset(batch, row, head, dim);
+        let offset = if self.wraps { offset & 0x7fff_ffff } else { offset };
+        self.dtype.read(&self.bytes[offset as usize * self.dtype.size_bytes() as usize..]) as f32
+    }
+}
+
+/// A row of f32 to read.
+fn floats(slice: Option<&DevSlice<'_>>) -> Vec<f32> {
+    let bytes = slice.and_then(|slice| host(*slice).as_host()).unwrap_or_default();
+    bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+}
+
+/// A tensor to write.
+struct Output {
+    ptr: *mut u8,
+    bytes: usize,
+    dtype: DType,
+    strides: Strides,
+    truncates: bool,
+}
+
+impl Output {
+    fn new(slice: &DevSliceMut<'_>, dtype: DType, strides: Strides, fault: Option<Fault>) -> Self {
+        let truncates = fault == Some(Fault::TruncatedOutput);
+        Self { ptr: slice.as_mut_ptr(), bytes: slice.bytes() as usize, dtype, strides, truncates }
+    }
+
+    fn floats(slice: &DevSliceMut<'_>) -> Self {
+        Self::new(slice, DType::F32, Strides { batch: 0, seq: 0, head: 0, dim: 1 }, None)
+    }
+
+    fn put(&self, [batch, row, head, dim]: [u32; 4], value: f32) {
+        self.put_at(self.strides.offset(batch, row, head, dim) as usize, value);
+    }
+
+    fn put_at(&self, index: usize, value: f32) {
+        let size = self.dtype.size_bytes() as usize;
+        assert!((index + 1) * size <= self.bytes);
+        let mut elem = [0; 4];
+        self.dtype.write(f64::from(value), &mut elem);
+        if self.truncates && size == 2 && value.is_finite() {
+            let rounded = self.dtype.read(&elem);
+            if rounded.abs() > f64::from(value).abs() {
+                let bits = u16::from_le_bytes([elem[0], elem[1]]) - 1;
+                elem[..2].copy_from_slice(&bits.to_le_bytes());
+            }
+        }
+        // SAFETY: inside the slice (asserted), which this call alone writes.
+        unsafe { self.ptr.add(index * size).copy_from_nonoverlapping(elem.as_ptr(), size) };
+    }
+}
+
+fn combine(problem: &ValidCombine, args: &CombineArgs<'_>, fault: Option<Fault>) {
+    let shape = problem.shape();
+    let parts: Vec<(Input<'_>, Vec<f32>)> = args
+        .parts
+        .iter()
+        .map(|part| (Input::new(part.o, problem.dtype_part, problem.part, fault), floats(Some(&part.lse))))
+        .collect();
+    let o = Output::new(&args.o, problem.dtype_o, problem.o, None);
+    let lse = args.lse.as_ref().map(Output::floats);
+    for index in 0..problem.lse_elems() as usize {
+        let at = index as u32;
+        let (i, head, batch) = (at % shape.seq, at / shape.seq % shape.head, at / shape.seq / shape.head);
+        let row_max = parts.iter().fold(f32::NEG_INFINITY, |max, (_, lse)| max.max(lse[index]));
+        let shift = if row_max == f32::NEG_INFINITY { 0.0 } else { row_max };
+        let sum: f32 = parts.iter().map(|(_, lse)| (lse[index] - shift).exp()).sum();
+        let total = shift + sum.ln();
+        for d in 0..shape.dim {
+            let mut value = 0.0;
+            for (part, part_lse) in &parts {
+                if part_lse[index] == f32::NEG_INFINITY && fault != Some(Fault::CombineOfEmptyParts) {
+                    continue;
+                }
+                let weight = match fault {
+                    Some(Fault::CombineNotNormalised) => (part_lse[index] - shift).exp(),
+                    _ => (part_lse[index] - total).exp(),
+                };
+                value += weight * part.at(batch, i, head, d);
+            }
+            o.put([batch, i, head, d], value);
+        }
+        if let Some(lse) = &lse {
+            lse.put_at(index, total);
+        }
+    }
+}
