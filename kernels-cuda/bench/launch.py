@@ -39,7 +39,7 @@ def tensor_map(x, dims, strides, box):
 
 
 def heads_per_section(num_heads, kv_bytes, sharing, section_bytes):
-    fitting = max(1, min(max(section_bytes // max(kv_bytes, 1), 1) * sharing, num_heads))
+    fitting = max(1, min(max(min(section_bytes // max(kv_bytes, 1), 32), 1) * sharing, num_heads))
     sections = -(-num_heads // fitting)
     even = -(-num_heads // sections)
     return -(-even // sharing) * sharing

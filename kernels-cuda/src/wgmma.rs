@@ -68,7 +68,7 @@ fn function(dtype: DType, WgmmaShape { n, a }: WgmmaShape) -> String {
         text,
         "\n// needs: sm_90a. wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name}, A from {}.\n\
          template <int scale_a, int trans_b>\n\
-         FMHA_DEVICE void wgmma_mma_async_{suffix}(float (&d)[{accumulators}], {a_param}, uint64_t b, bool accumulate) {{\n\
+         __device__ __forceinline__ void wgmma_mma_async_{suffix}(float (&d)[{accumulators}], {a_param}, uint64_t b, bool accumulate) {{\n\
          \x20 asm volatile(\n\
          \x20     \"{{ .reg .pred p; setp.ne.b32 p, %{}, 0;\\n\"\n\
          \x20     \"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name} {{{}}}, \"\n\
@@ -92,7 +92,7 @@ mod tests {
     fn a_shape_is_rendered_once_and_counts_its_operands() {
         let shape = WgmmaShape { n: 16, a: OperandA::Registers };
         let header = header(DType::Bf16, &[shape, shape]);
-        assert_eq!(header.text.matches("FMHA_DEVICE").count(), 1);
+        assert_eq!(header.text.matches("__forceinline__").count(), 1);
         // Eight accumulators, four registers of A, then B, the predicate and two immediates.
         assert!(header.text.contains("{%8, %9, %10, %11}, %12, p, %14, 1, %15;"), "{}", header.text);
         assert!(header.text.contains("setp.ne.b32 p, %13, 0"), "{}", header.text);

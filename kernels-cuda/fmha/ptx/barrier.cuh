@@ -7,24 +7,28 @@
 namespace fmha::ptx {
 
 // needs: sm_70. Waits until `num_threads`, itself included, have come.
+// PTX ISA: bar.sync.
 template <int id, int num_threads>
 FMHA_DEVICE void bar_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(id), "n"(num_threads) : "memory");
 }
 
 // needs: sm_70. Comes and goes on.
+// PTX ISA: bar.arrive.
 template <int id, int num_threads>
 FMHA_DEVICE void bar_arrive() {
   asm volatile("bar.arrive %0, %1;" ::"n"(id), "n"(num_threads) : "memory");
 }
 
 // needs: sm_70. As bar_sync, from any one lane, which counts for its whole warp.
+// PTX ISA: barrier.sync.
 template <int id, int num_threads>
 FMHA_DEVICE void barrier_sync() {
   asm volatile("barrier.sync %0, %1;" ::"n"(id), "n"(num_threads) : "memory");
 }
 
 // needs: sm_70. As bar_arrive, from any one lane, which counts for its whole warp.
+// PTX ISA: barrier.arrive.
 template <int id, int num_threads>
 FMHA_DEVICE void barrier_arrive() {
   asm volatile("barrier.arrive %0, %1;" ::"n"(id), "n"(num_threads) : "memory");

@@ -11,20 +11,24 @@ struct alignas(8) Barrier {
 };
 
 // needs: sm_80. `arrivals` per phase.
+// PTX ISA: mbarrier.init.
 FMHA_DEVICE void mbarrier_init(Barrier& barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals));
 }
 
 // needs: sm_90. Makes the inits above visible to the cluster and to the copy engine.
+// PTX ISA: fence.mbarrier_init.
 FMHA_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // needs: sm_90. Arrives, and announces `bytes` that the copy engine will deliver in this phase.
+// PTX ISA: mbarrier.arrive, expect-tx operation.
 FMHA_DEVICE void mbarrier_arrive_expect_tx(Barrier& barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
                : "memory");
 }
 
 // needs: sm_90. Only announces.
+// PTX ISA: mbarrier.expect_tx.
 FMHA_DEVICE void mbarrier_expect_tx(Barrier& barrier, uint32_t bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
                : "memory");
@@ -32,6 +36,7 @@ FMHA_DEVICE void mbarrier_expect_tx(Barrier& barrier, uint32_t bytes) {
 
 // needs: sm_90. Predicated in the instruction: a branch here, before an aligned wgmma, could leave
 // lanes unconverged.
+// PTX ISA: mbarrier.arrive.
 FMHA_DEVICE void mbarrier_arrive_if(Barrier& barrier, bool condition) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %1, 0;\n"
@@ -42,6 +47,7 @@ FMHA_DEVICE void mbarrier_arrive_if(Barrier& barrier, bool condition) {
 
 // needs: sm_90. On the barrier at the same place in another CTA of the cluster. No `.release.cluster`:
 // that emits MEMBAR.ALL.GPU, and only reads have to be ordered here.
+// PTX ISA: mbarrier.arrive, mapa.
 FMHA_DEVICE void mbarrier_arrive_cluster_if(Barrier& barrier, uint32_t cta, bool condition) {
   asm volatile(
       "{ .reg .pred p; .reg .b32 remote; setp.ne.b32 p, %2, 0;\n"
@@ -52,6 +58,7 @@ FMHA_DEVICE void mbarrier_arrive_cluster_if(Barrier& barrier, uint32_t cta, bool
 }
 
 // needs: sm_90. Until the phase of this parity is complete.
+// PTX ISA: mbarrier.try_wait.
 FMHA_DEVICE void mbarrier_wait_parity(Barrier& barrier, uint32_t parity) {
   asm volatile(
       "{ .reg .pred p;\n"

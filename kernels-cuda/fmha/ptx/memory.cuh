@@ -9,11 +9,13 @@
 namespace fmha::ptx {
 
 // A generic pointer into shared memory as the 32-bit address that instructions take.
+// PTX ISA: Generic Addressing.
 FMHA_DEVICE uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
 
 // Predicated in the instruction: a divergent last store in a persistent loop can leave lanes
 // unconverged at the next aligned wgmma.
 // needs: sm_70.
+// PTX ISA: st.
 FMHA_DEVICE void st_global_f32_if(float* address, float value, bool condition) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.f32 [%0], %1; }" ::"l"(address), "f"(value),
                "r"(int(condition))
@@ -21,6 +23,7 @@ FMHA_DEVICE void st_global_f32_if(float* address, float value, bool condition) {
 }
 
 // needs: sm_70.
+// PTX ISA: st.
 FMHA_DEVICE void st_global_u16_if(uint16_t* address, uint16_t value, bool condition) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.u16 [%0], %1; }" ::"l"(address), "h"(value),
                "r"(int(condition))
@@ -28,6 +31,7 @@ FMHA_DEVICE void st_global_u16_if(uint16_t* address, uint16_t value, bool condit
 }
 
 // needs: sm_70. `address` is a multiple of 16.
+// PTX ISA: st.
 FMHA_DEVICE void st_global_v4_b32_if(void* address, const uint32_t (&v)[4], bool condition) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p st.global.v4.b32 [%0], {%1, %2, %3, %4}; }" ::"l"(address),
                "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(int(condition))
@@ -36,6 +40,7 @@ FMHA_DEVICE void st_global_v4_b32_if(void* address, const uint32_t (&v)[4], bool
 
 // needs: sm_70. Never executed by design: `condition` is false for every input, but ptxas cannot
 // know, so what `condition` depends on is computed before this point.
+// PTX ISA: st.
 FMHA_DEVICE void st_shared_b32_if(uint32_t address, uint32_t value, bool condition) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.shared.b32 [%0], %1; }" ::"r"(address), "r"(value),
                "r"(int(condition))
@@ -43,12 +48,14 @@ FMHA_DEVICE void st_shared_b32_if(uint32_t address, uint32_t value, bool conditi
 }
 
 // needs: sm_70. 16 zero bytes.
+// PTX ISA: st.
 FMHA_DEVICE void st_shared_v4_zero(uint32_t address) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
 
 // needs: sm_90. Orders this thread's ordinary writes to shared memory before the tensor cores' and
 // the copy engine's reads that follow.
+// PTX ISA: fence.proxy.async.
 FMHA_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace fmha::ptx

@@ -9,6 +9,7 @@
 namespace fmha::ptx {
 
 // needs: sm_50. Relative error 2^-22; 0 below 2^-126.
+// PTX ISA: ex2.
 FMHA_DEVICE float ex2_approx_ftz(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -16,6 +17,7 @@ FMHA_DEVICE float ex2_approx_ftz(float x) {
 }
 
 // needs: sm_50.
+// PTX ISA: lg2.
 FMHA_DEVICE float lg2_approx_ftz(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -23,6 +25,7 @@ FMHA_DEVICE float lg2_approx_ftz(float x) {
 }
 
 // needs: sm_50.
+// PTX ISA: rcp.
 FMHA_DEVICE float rcp_approx_ftz(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -30,6 +33,7 @@ FMHA_DEVICE float rcp_approx_ftz(float x) {
 }
 
 // needs: sm_50. The sum, rounded down.
+// PTX ISA: add.
 FMHA_DEVICE float add_rm_ftz(float x, float y) {
   float z;
   asm("add.rm.ftz.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
@@ -37,6 +41,7 @@ FMHA_DEVICE float add_rm_ftz(float x, float y) {
 }
 
 // needs: sm_90. Two numbers to nearest even, packed; `low` in the low half.
+// PTX ISA: cvt.
 template <DType dtype>
 FMHA_DEVICE uint32_t cvt_rn_x2(float low, float high) {
   static_assert(dtype == DType::F16 || dtype == DType::Bf16, "cvt_rn_x2 packs 16-bit types");

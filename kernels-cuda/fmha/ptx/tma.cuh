@@ -19,6 +19,7 @@ enum class CacheHint : uint64_t {
 };
 
 // needs: sm_90. Coordinates from the innermost dimension; outside the tensor reads zeros.
+// PTX ISA: cp.async.bulk.tensor.
 FMHA_DEVICE void cp_async_bulk_tensor_4d(uint32_t to, const TensorMap& map, Barrier& barrier, int32_t c0, int32_t c1,
                                          int32_t c2, int32_t c3, CacheHint hint) {
   asm volatile(
@@ -29,6 +30,7 @@ FMHA_DEVICE void cp_async_bulk_tensor_4d(uint32_t to, const TensorMap& map, Barr
 }
 
 // needs: sm_90. To the same place in every CTA of `cta_mask`, completing on each one's own barrier.
+// PTX ISA: cp.async.bulk.tensor.
 FMHA_DEVICE void cp_async_bulk_tensor_4d_multicast(uint32_t to, const TensorMap& map, Barrier& barrier, int32_t c0,
                                                    int32_t c1, int32_t c2, int32_t c3, uint16_t cta_mask,
                                                    CacheHint hint) {
@@ -41,6 +43,7 @@ FMHA_DEVICE void cp_async_bulk_tensor_4d_multicast(uint32_t to, const TensorMap&
 }
 
 // needs: sm_90.
+// PTX ISA: cp.async.bulk.tensor.
 FMHA_DEVICE void cp_async_bulk_tensor_5d(uint32_t to, const TensorMap& map, Barrier& barrier, int32_t c0, int32_t c1,
                                          int32_t c2, int32_t c3, int32_t c4, CacheHint hint) {
   asm volatile(
@@ -51,6 +54,7 @@ FMHA_DEVICE void cp_async_bulk_tensor_5d(uint32_t to, const TensorMap& map, Barr
 }
 
 // needs: sm_90. Fetches the descriptor itself ahead of its first use.
+// PTX ISA: prefetch.
 FMHA_DEVICE void prefetch_tensormap(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }

@@ -11,21 +11,25 @@ namespace fmha::ptx {
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // needs: sm_70. The value of lane `lane ^ mask`.
+// PTX ISA: shfl.sync.
 template <class T>
 FMHA_DEVICE T shfl_xor(T value, int mask) {
   return __shfl_xor_sync(kAllLanes, value, mask);
 }
 
 // needs: sm_70. Tells the compiler that a value is the same in every lane.
+// PTX ISA: shfl.sync.
 FMHA_DEVICE int32_t uniform(int32_t value) { return __shfl_sync(kAllLanes, value, 0); }
 
 // needs: sm_90a. Gives registers back to the SM's pool; the whole warpgroup executes it.
+// PTX ISA: setmaxnreg.
 template <int registers>
 FMHA_DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
 // needs: sm_90a. Waits until the pool has them.
+// PTX ISA: setmaxnreg.
 template <int registers>
 FMHA_DEVICE void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));

@@ -8,12 +8,15 @@
 namespace fmha::ptx {
 
 // needs: sm_90a. Orders this thread's register accesses before the products that follow.
+// PTX ISA: wgmma.fence.
 FMHA_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // needs: sm_90a. The products since the last commit become a group.
+// PTX ISA: wgmma.commit_group.
 FMHA_DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // needs: sm_90a. Until at most `pending` groups are unfinished.
+// PTX ISA: wgmma.wait_group.
 template <int pending>
 FMHA_DEVICE void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");

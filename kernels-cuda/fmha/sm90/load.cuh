@@ -31,36 +31,54 @@ struct Loader {
     q_slot.advance();
   }
 
+  // Where a tile's key blocks are; in registers, so that a load follows its slot's release at once.
+  struct Keys {
+    int32_t i_head_kv, storage_batch, k_row, last_block, num_band_blocks, last_sink_block;
+
+    FMHA_DEVICE explicit Keys(const Work& work)
+        : i_head_kv(work.i_head_kv), storage_batch(work.storage_batch), k_row(work.k_row),
+          last_block(work.last_block), num_band_blocks(work.num_band_blocks), last_sink_block(work.last_sink_block) {}
+
+    FMHA_DEVICE int32_t row(int32_t i) const {
+      const int32_t block = spec.sink_columns && i >= num_band_blocks ? last_sink_block - (i - num_band_blocks)
+                                                                      : last_block - i;
+      // A tile without keys has block -1: rows before the tensor, zeros.
+      return block < 0 ? -tile.block_n : k_row + block * tile.block_n;
+    }
+  };
+
   template <class Tile>
   FMHA_DEVICE void load_block(Tile (&tiles)[tile.stages], const TensorMap& map, Barrier (&full)[tile.stages],
-                              Barrier (&empty)[tile.stages], Slot<tile.stages>& slot, const Work& work, int32_t i) {
+                              Barrier (&empty)[tile.stages], Slot<tile.stages>& slot, const Keys& keys, int32_t i) {
+    const int32_t row = keys.row(i);
     ptx::mbarrier_wait_parity(empty[slot.index], slot.phase ^ 1);
     ptx::mbarrier_arrive_expect_tx(full[slot.index], Tile::tile_bytes);
-    // A tile without keys has block -1: rows before the tensor, zeros.
-    const int32_t block = block_at(work, i);
-    const int32_t row = block < 0 ? -tile.block_n : work.k_row + block * tile.block_n;
 #pragma unroll
     for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
       ptx::cp_async_bulk_tensor_4d(tiles[slot.index].address() + chunk * Tile::chunk_bytes, map, full[slot.index],
-                                   chunk * Tile::span, row, work.i_head_kv, work.storage_batch,
+                                   chunk * Tile::span, row, keys.i_head_kv, keys.storage_batch,
                                    ptx::CacheHint::EvictLast);
     }
     slot.advance();
   }
-  FMHA_DEVICE void load_k(const Work& work, int32_t i) {
-    load_block(smem.k, maps.k, smem.k_full, smem.k_empty, k_slot, work, i);
+  FMHA_DEVICE void load_k(const Keys& keys, int32_t i) {
+    load_block(smem.k, maps.k, smem.k_full, smem.k_empty, k_slot, keys, i);
   }
-  FMHA_DEVICE void load_v(const Work& work, int32_t i) {
-    load_block(smem.v, maps.v, smem.v_full, smem.v_empty, v_slot, work, i);
+  FMHA_DEVICE void load_v(const Keys& keys, int32_t i) {
+    load_block(smem.v, maps.v, smem.v_full, smem.v_empty, v_slot, keys, i);
   }
 
   FMHA_DEVICE void ask() const { ptx::barrier_arrive<kWorkWanted, 64>(); }
 
-  // K runs one block ahead of V, over the tile's end too: at `last` the next tile's Q and K begin.
-  FMHA_DEVICE void load_next_k(const Work& work, const Work& next, int32_t i, bool last) {
-    if (last && next.num_blocks == 0) return;
-    if (last) load_q(next);
-    load_k(last ? next : work, last ? 0 : i + 1);
+  // The next tile, once it is planned: its Q and first K. Returns its number of blocks.
+  FMHA_DEVICE int32_t begin_tile() {
+    ptx::mbarrier_wait_parity(smem.work_full[work_slot.index], work_slot.phase);
+    const Work& work = smem.work[work_slot.index];
+    if (work.num_blocks > 0) {
+      load_q(work);
+      load_k(Keys(work), 0);
+    }
+    return work.num_blocks;
   }
 
   FMHA_DEVICE void run() {
@@ -68,35 +86,30 @@ struct Loader {
     ptx::prefetch_tensormap(maps.k);
     ptx::prefetch_tensormap(maps.v);
     ask();
-    // Before the first tile stands one of no blocks, at whose end the first begins.
-    int32_t num_blocks = 0, i = -1, ask_at = 0;
-    Slot<kWorkSlots> next_slot;
+    int32_t num_blocks = begin_tile();
+    while (num_blocks > 0) {
+      const Keys keys(smem.work[work_slot.index]);
+      ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], true);
+      work_slot.advance();
+      // Some blocks before the end: earlier, the tile would be held while others idle; later, its
+      // planning would show.
+      const int32_t ask_at = max(num_blocks - 3, 0);
 #pragma unroll 1
-    while (true) {
-      if (i == ask_at) ask();
-      const Work& work = smem.work[work_slot.index];
-      const Work& next = smem.work[next_slot.index];
-      const bool last = i + 1 == num_blocks;
-      if constexpr (!tile.lookahead) {
-        // The single Q buffer is free only after the tile's last scores: V goes first.
-        if (i >= 0) load_v(work, i);
+      for (int32_t i = 0; i < num_blocks - 1; ++i) {
+        if (i == ask_at) ask();
+        load_k(keys, i + 1);
+        load_v(keys, i);
       }
-      if (last) ptx::mbarrier_wait_parity(smem.work_full[next_slot.index], next_slot.phase);
-      load_next_k(work, next, i, last);
+      if (num_blocks == 1) ask();
+      // K runs one block ahead of V, over the tile's end too, unless the single Q buffer forbids: that
+      // is free only after the tile's last scores.
+      const int32_t last = num_blocks - 1;
       if constexpr (tile.lookahead) {
-        if (i >= 0) load_v(work, i);
-      }
-      ++i;
-      if (last) {
-        if (num_blocks > 0) ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], true);
-        num_blocks = next.num_blocks;
-        if (num_blocks == 0) return;
-        work_slot = next_slot;
-        next_slot.advance();
-        i = 0;
-        // Some blocks before the end: earlier, the tile would be held while others idle; later, its
-        // resolution would show.
-        ask_at = max(num_blocks - 3, 0);
+        num_blocks = begin_tile();
+        load_v(keys, last);
+      } else {
+        load_v(keys, last);
+        num_blocks = begin_tile();
       }
     }
   }

@@ -1,0 +1,114 @@
+//! Every kernel of the table compiles for Hopper without a GPU, in the registers that the committed
+//! table says, without a spill and without a serialised wgmma.
+//!
+//! Needs NVRTC: the library's path in `FMHA_NVRTC`, or its name on the loader's path. Where there is
+//! none, the test says so and checks nothing.
+
+#![allow(clippy::unwrap_used)]
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+
+use fmha_core::source::KernelSource;
+use fmha_core::spec::{CombineSpec, FwdSpec, SeqKind};
+use fmha_core::{DType, MaskKind};
+use fmha_kernels_cuda::{COMPILE_OPTIONS, combine, simt, sm90};
+use libloading::Library;
+
+/// Compiles with NVRTC and returns the log, or the compiler's complaint.
+fn compile(nvrtc: &Library, source: &KernelSource) -> Result<String, String> {
+    type Program = *mut c_void;
+    type Create = unsafe extern "C" fn(
+        *mut Program,
+        *const c_char,
+        *const c_char,
+        c_int,
+        *const *const c_char,
+        *const *const c_char,
+    ) -> c_int;
+    type Compile = unsafe extern "C" fn(Program, c_int, *const *const c_char) -> c_int;
+    type LogSize = unsafe extern "C" fn(Program, *mut usize) -> c_int;
+    type Log = unsafe extern "C" fn(Program, *mut c_char) -> c_int;
+    type Destroy = unsafe extern "C" fn(*mut Program) -> c_int;
+
+    let text = |text: &str| CString::new(text).unwrap();
+    let entry = text(&source.entry);
+    let names: Vec<CString> = source.headers.iter().map(|header| text(&header.name)).collect();
+    let texts: Vec<CString> = source.headers.iter().map(|header| text(&header.text)).collect();
+    let options: Vec<CString> = COMPILE_OPTIONS
+        .iter()
+        .chain(&["--gpu-architecture=sm_90a", "-Xptxas=-v"])
+        .map(|option| text(option))
+        .collect();
+    let pointers = |strings: &[CString]| strings.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
+    // SAFETY: the signatures are those of nvrtc.h; every pointer outlives its call, the log has the
+    // size that the library asked for.
+    unsafe {
+        let mut program: Program = std::ptr::null_mut();
+        let create = nvrtc.get::<Create>(b"nvrtcCreateProgram").unwrap();
+        let (names, texts, options) = (pointers(&names), pointers(&texts), pointers(&options));
+        let count = source.headers.len() as c_int;
+        let created =
+            create(&raw mut program, entry.as_ptr(), c"entry.cu".as_ptr(), count, texts.as_ptr(), names.as_ptr());
+        assert_eq!(created, 0, "nvrtcCreateProgram");
+        let status = nvrtc.get::<Compile>(b"nvrtcCompileProgram").unwrap()(
+            program,
+            options.len() as c_int,
+            options.as_ptr(),
+        );
+        let mut size = 0;
+        nvrtc.get::<LogSize>(b"nvrtcGetProgramLogSize").unwrap()(program, &raw mut size);
+        let mut log = vec![0u8; size.max(1)];
+        nvrtc.get::<Log>(b"nvrtcGetProgramLog").unwrap()(program, log.as_mut_ptr().cast());
+        nvrtc.get::<Destroy>(b"nvrtcDestroyProgram").unwrap()(&raw mut program);
+        let log = CStr::from_bytes_until_nul(&log).unwrap().to_string_lossy().into_owned();
+        if status == 0 { Ok(log) } else { Err(log) }
+    }
+}
+
+/// The number before `after`, in the log's last such line.
+fn number_before(log: &str, after: &str) -> u32 {
+    let before = &log[..log.rfind(after).unwrap_or_else(|| panic!("no `{after}` in {log}"))];
+    before.split_whitespace().next_back().unwrap().parse().unwrap()
+}
+
+fn kernels() -> Vec<(String, KernelSource)> {
+    let mut kernels = Vec::new();
+    for (mask, mask_name) in [(MaskKind::Full, "full"), (MaskKind::Upper, "upper"), (MaskKind::Band, "band")] {
+        for (qk, v) in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)] {
+            let spec = FwdSpec { head_dim_v: v, ..FwdSpec::plain(DType::Bf16, qk, mask) };
+            kernels.push((format!("sm90_{qk}x{v}_{mask_name}"), sm90::fwd(&spec, &sm90::default_tile(&spec))));
+        }
+    }
+    let group = FwdSpec { seq: SeqKind::Group, ..FwdSpec::plain(DType::F16, 128, MaskKind::Upper) };
+    kernels.push(("sm90_128_upper_group".to_owned(), sm90::fwd(&group, &sm90::default_tile(&group))));
+    kernels.push(("simt_128_band".to_owned(), simt::fwd(&FwdSpec::plain(DType::Bf16, 128, MaskKind::Band))));
+    let merge = CombineSpec { dtype_part: DType::F32, dtype_o: DType::Bf16, head_dim_v: 128 };
+    kernels.push(("combine_128".to_owned(), combine::merge(&merge)));
+    kernels
+}
+
+#[test]
+fn every_kernel_compiles_in_the_registers_of_the_table_without_spills() {
+    let path = fmha_core::env::NVRTC.get().unwrap_or_else(|| "libnvrtc.so.13".to_owned());
+    // The compiler finds its own built-in functions only if they are loaded already.
+    let builtins = std::path::Path::new(&path).with_file_name("libnvrtc-builtins.so.13.0");
+    // SAFETY: NVIDIA's libraries run no code of consequence when they are loaded.
+    let (_builtins, nvrtc) = unsafe { (Library::new(builtins), Library::new(&path)) };
+    let Ok(nvrtc) = nvrtc else {
+        eprintln!("absent: NVRTC ({path}), so no kernel was compiled");
+        return;
+    };
+    let expected = include_str!("resources.txt");
+    let mut found = String::new();
+    for (name, source) in kernels() {
+        let log = compile(&nvrtc, &source).unwrap_or_else(|log| panic!("{name} does not compile:\n{log}"));
+        for warning in ["C7508", "C7510", "C7512", "C7520"] {
+            assert!(!log.contains(warning), "{name}: {log}");
+        }
+        let registers = number_before(&log, " registers");
+        let spills = number_before(&log, " bytes spill stores") + number_before(&log, " bytes spill loads");
+        let stack = number_before(&log, " bytes stack frame");
+        found += &format!("{name:28} {registers:4} registers {spills:4} bytes spilled {stack:4} bytes of stack\n");
+    }
+    assert_eq!(found, expected, "the table as compiled now:\n{found}");
+}
