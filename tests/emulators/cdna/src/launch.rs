@@ -105,6 +105,12 @@ impl Device {
         Self { arch, memory: DeviceMemory::new(), options }
     }
 
+    /// A device whose addresses no device with another index (0..16) uses.
+    #[must_use]
+    pub fn with_index(arch: Arch, options: Options, index: u8) -> Self {
+        Self { arch, memory: DeviceMemory::with_index(index), options }
+    }
+
     /// Loads a code object.
     ///
     /// # Errors
@@ -121,9 +127,8 @@ impl Device {
         Ok(Module { object, program, base })
     }
 
-    /// Frees a module's image.
-    #[allow(clippy::needless_pass_by_value, reason = "the module is used up")]
-    pub fn unload(&self, module: Module) {
+    /// Frees a module's image; its kernels can no longer be launched.
+    pub fn unload(&self, module: &Module) {
         let _ = self.memory.free(module.base);
     }
 
@@ -132,7 +137,12 @@ impl Device {
     /// # Errors
     /// [`LaunchError::Refused`] before anything runs, [`LaunchError::Fault`] when the kernel did wrong; what it wrote
     /// until then stays.
-    pub fn launch(&self, module: &Module, kernel: &str, launch: &Launch<'_>) -> Result<Counters, LaunchError> {
+    pub fn launch(
+        &self,
+        module: &Module,
+        kernel: &str,
+        launch: &Launch<'_>,
+    ) -> Result<Counters, LaunchError> {
         let refuse = |text: String| Err(LaunchError::Refused(text));
         let Some(info) = module.kernel(kernel) else {
             return refuse(format!("the code object has no kernel {kernel}"));
@@ -271,13 +281,13 @@ impl Run<'_> {
             }
             return Ok(total);
         }
-        (0..x * y * z)
-            .into_par_iter()
-            .map_init(room, |room, i| self.workgroup(room, place(i)))
-            .try_reduce(Counters::default, |mut a, b| {
+        (0..x * y * z).into_par_iter().map_init(room, |room, i| self.workgroup(room, place(i))).try_reduce(
+            Counters::default,
+            |mut a, b| {
                 a.add(&b);
                 Ok(a)
-            })
+            },
+        )
     }
 
     fn workgroup(&self, room: &mut Room, id: [u32; 3]) -> Result<Counters, LaunchError> {

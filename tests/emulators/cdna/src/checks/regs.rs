@@ -90,13 +90,20 @@ impl RegChecks {
     pub(crate) fn read_vreg(&self, reg: VReg, lanes: u64) -> Exec {
         let at = usize::from(reg) % VREGS;
         if self.which.waits && self.pending[at / 64] >> (at % 64) & 1 == 1 {
-            return Err(Stop::new(FaultKind::MissingWait, format!("{} is used while a load fills it", name(reg))));
+            return Err(Stop::new(
+                FaultKind::MissingWait,
+                format!("{} is used while a load fills it", name(reg)),
+            ));
         }
         if self.which.uninit_registers {
             let missing = lanes & !self.valid[at];
             if missing != 0 {
                 let lane = missing.trailing_zeros() as usize;
-                return Err(Stop::lane(FaultKind::UninitRegister, lane, format!("{} was never written", name(reg))));
+                return Err(Stop::lane(
+                    FaultKind::UninitRegister,
+                    lane,
+                    format!("{} was never written", name(reg)),
+                ));
             }
         }
         Ok(())

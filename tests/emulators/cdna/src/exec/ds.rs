@@ -4,8 +4,8 @@ use super::atomics;
 use super::cross::{bpermute, permute, swizzle};
 use super::lanes::masked;
 use super::{Group, unknown};
-use crate::checks::regs::Outstanding;
 use crate::checks::lds::Touch;
+use crate::checks::regs::Outstanding;
 use crate::error::Exec;
 use crate::inst::{AtomicOp, Half, Inst, Mem, MemKind, VReg};
 use crate::op::Op;
@@ -66,7 +66,14 @@ impl Group<'_> {
             _ => return Err(unknown(inst)),
         }
         let fills = inst.writes.first().copied();
-        self.issue(wave, check, || Outstanding { vm: false, lgkm: true, unordered: false, fills, touches, dma: None });
+        self.issue(wave, check, || Outstanding {
+            vm: false,
+            lgkm: true,
+            unordered: false,
+            fills,
+            touches,
+            dma: None,
+        });
         Ok(())
     }
 
@@ -229,7 +236,8 @@ impl Group<'_> {
             let mut out = 0u64;
             for n in 0..count {
                 let from = base + column / count + lanes_per_row * n;
-                out |= (rows[from] >> (usize::from(bits) * (column % count)) & mask) << (usize::from(bits) * n);
+                out |=
+                    (rows[from] >> (usize::from(bits) * (column % count)) & mask) << (usize::from(bits) * n);
             }
             lo.0[l] = out as u32;
             hi.0[l] = (out >> 32) as u32;

@@ -113,9 +113,9 @@ fn valu_body(wave: &mut Wave, inst: &Inst) -> Exec<bool> {
         Op::VSubF32 => binary(wave, inst, |a, b| (f(a) - f(b)).to_bits()),
         Op::VSubrevF32 => binary(wave, inst, |a, b| (f(b) - f(a)).to_bits()),
         Op::VMulF32 => binary(wave, inst, |a, b| (f(a) * f(b)).to_bits()),
-        Op::VMulLegacyF32 => binary(wave, inst, |a, b| {
-            if f(a) == 0.0 || f(b) == 0.0 { 0 } else { (f(a) * f(b)).to_bits() }
-        }),
+        Op::VMulLegacyF32 => {
+            binary(wave, inst, |a, b| if f(a) == 0.0 || f(b) == 0.0 { 0 } else { (f(a) * f(b)).to_bits() })
+        }
         Op::VMinF32 => binary(wave, inst, |a, b| f(a).min(f(b)).to_bits()),
         Op::VMaxF32 => binary(wave, inst, |a, b| f(a).max(f(b)).to_bits()),
         Op::VFmaF32 | Op::VFmamkF32 | Op::VFmaakF32 => {
@@ -232,12 +232,12 @@ fn valu_body(wave: &mut Wave, inst: &Inst) -> Exec<bool> {
         }),
         Op::VBfeI32 => ternary(wave, inst, |a, b, c| bfe_i32(a, b, c)),
         Op::VBfiB32 => ternary(wave, inst, |a, b, c| a & b | !a & c),
-        Op::VAlignbitB32 => ternary(wave, inst, |a, b, c| {
-            ((u64::from(a) << 32 | u64::from(b)) >> (c & 31)) as u32
-        }),
-        Op::VAlignbyteB32 => ternary(wave, inst, |a, b, c| {
-            ((u64::from(a) << 32 | u64::from(b)) >> (8 * (c & 3))) as u32
-        }),
+        Op::VAlignbitB32 => {
+            ternary(wave, inst, |a, b, c| ((u64::from(a) << 32 | u64::from(b)) >> (c & 31)) as u32)
+        }
+        Op::VAlignbyteB32 => {
+            ternary(wave, inst, |a, b, c| ((u64::from(a) << 32 | u64::from(b)) >> (8 * (c & 3))) as u32)
+        }
         Op::VPermB32 => ternary(wave, inst, perm),
         Op::VLshlAddU32 => ternary(wave, inst, |a, b, c| (a << (b & 31)).wrapping_add(c)),
         Op::VAddLshlU32 => ternary(wave, inst, |a, b, c| a.wrapping_add(b) << (c & 31)),
