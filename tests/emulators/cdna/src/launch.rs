@@ -10,7 +10,7 @@ use crate::decode::Program;
 use crate::elf::{Arch, CodeObject, KernelInfo};
 use crate::error::{Fault, LaunchError, LoadError, Stop};
 use crate::exec::{Group, PRIVATE_BUFFER, salu};
-use crate::inst::{EXEC, MemKind};
+use crate::inst::{EXEC, MemKind, Space};
 use crate::memory::{DeviceMemory, View};
 use crate::wave::{LANES, State, Wave};
 
@@ -240,13 +240,20 @@ fn lds_grain(program: &Program) -> u32 {
     program
         .insts
         .iter()
-        .filter_map(|inst| match inst.mem?.kind {
-            MemKind::Store { bytes, .. } => Some(u32::from(bytes.min(4)).trailing_zeros()),
+        .filter_map(|inst| inst.mem)
+        .filter(|mem| {
+            !matches!(mem.space, Space::Global | Space::Scratch) || matches!(mem.kind, MemKind::ToLds { .. })
+        })
+        .filter_map(|mem| match mem.kind {
+            MemKind::Store { bytes, .. } | MemKind::Store2 { bytes, .. } => {
+                (mem.space != Space::Buffer).then_some(u32::from(bytes).trailing_zeros())
+            }
+            MemKind::ToLds { bytes, .. } => Some(u32::from(bytes.max(4)).trailing_zeros()),
+            MemKind::Atomic { .. } => Some(2),
             _ => None,
         })
         .min()
         .unwrap_or(2)
-        .min(2)
 }
 
 /// One launch under way.
@@ -346,7 +353,7 @@ impl Run<'_> {
         if group.checks.lds_races && group.checks.waits {
             for wave in waves.iter() {
                 for access in wave.checks.queue.iter().filter(|a| a.lgkm) {
-                    for touch in &access.touches {
+                    for touch in access.touches.iter().flatten() {
                         group.lds.postpone(touch, wave.id);
                     }
                 }

@@ -17,7 +17,7 @@ pub(crate) struct Outstanding {
     /// Registers it fills.
     pub(crate) fills: Option<Regs>,
     /// LDS it touches: at a barrier it may not have happened yet.
-    pub(crate) touches: Vec<Touch>,
+    pub(crate) touches: [Option<Box<Touch>>; 2],
     /// LDS that a direct load will fill.
     pub(crate) dma: Option<Box<DmaWrite>>,
 }

@@ -48,7 +48,7 @@ impl Group<'_> {
             lgkm: flat,
             unordered: flat,
             fills,
-            touches: Vec::new(),
+            touches: [None, None],
             dma,
         });
         Ok(())
