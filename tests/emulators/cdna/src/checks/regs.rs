@@ -285,12 +285,13 @@ impl RegChecks {
     }
 
     /// `s_waitcnt`: what is now certainly complete leaves the queue; the direct-to-LDS writes among it are returned.
-    pub(crate) fn wait(&mut self, vm: usize, lgkm: usize) -> Vec<Box<DmaWrite>> {
+    /// Also says whether the wait changed anything.
+    pub(crate) fn wait(&mut self, vm: usize, lgkm: usize) -> (Vec<Box<DmaWrite>>, bool) {
         if self.queue.is_empty() {
-            return Vec::new();
+            return (Vec::new(), false);
         }
-        settle(&mut self.queue, vm, |a| &mut a.vm);
-        settle(&mut self.queue, lgkm, |a| &mut a.lgkm);
+        let by_vm = settle(&mut self.queue, vm, |a| &mut a.vm);
+        let by_lgkm = settle(&mut self.queue, lgkm, |a| &mut a.lgkm);
         let mut done = Vec::new();
         let mut freed = Vec::new();
         self.queue.retain_mut(|access| {
@@ -310,13 +311,17 @@ impl RegChecks {
                 self.set_pending(regs, true);
             }
         }
-        done
+        (done, by_vm || by_lgkm)
     }
 }
 
 /// Clears one counter's flag on the accesses that `remaining` outstanding ones leave complete: the oldest, unless one
 /// among them completes in any order.
-fn settle(queue: &mut [Outstanding], remaining: usize, counter: impl Fn(&mut Outstanding) -> &mut bool) {
+fn settle(
+    queue: &mut [Outstanding],
+    remaining: usize,
+    counter: impl Fn(&mut Outstanding) -> &mut bool,
+) -> bool {
     let mut counted = 0;
     let mut unordered = false;
     for access in queue.iter_mut() {
@@ -326,9 +331,10 @@ fn settle(queue: &mut [Outstanding], remaining: usize, counter: impl Fn(&mut Out
         }
     }
     if remaining > 0 && unordered {
-        return;
+        return false;
     }
     let mut complete = usize::saturating_sub(counted, remaining);
+    let any = complete > 0;
     for access in queue.iter_mut() {
         if complete == 0 {
             break;
@@ -339,4 +345,5 @@ fn settle(queue: &mut [Outstanding], remaining: usize, counter: impl Fn(&mut Out
             complete -= 1;
         }
     }
+    any
 }
