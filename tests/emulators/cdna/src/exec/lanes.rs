@@ -100,7 +100,8 @@ fn modified(wave: &Wave, inst: &Inst, k: usize) -> Lanes {
         }
     }
     match ty {
-        Ty::F32 => signs(&mut lanes, inst, k, 0x8000_0000),
+        // v_cndmask and v_mov take signs on what is no float to them.
+        Ty::F32 | Ty::B32 => signs(&mut lanes, inst, k, 0x8000_0000),
         Ty::F16 => signs(&mut lanes, inst, k, 0x8000),
         // f64: the sign is in the high register.
         _ => {}
