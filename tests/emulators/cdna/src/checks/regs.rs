@@ -269,7 +269,11 @@ impl RegChecks {
         self.overwrites(inst)?;
         if self.which.uninit_registers && exec & !valid[0] & !valid[1] != 0 {
             let lane = (exec & !valid[0] & !valid[1]).trailing_zeros() as usize;
-            return Err(Stop::lane(FaultKind::UninitRegister, lane, "both halves come from registers never written"));
+            return Err(Stop::lane(
+                FaultKind::UninitRegister,
+                lane,
+                "both halves come from registers never written",
+            ));
         }
         for (half, lanes) in valid.into_iter().enumerate() {
             let slot = &mut self.valid[(usize::from(inst.vdst) + half) % VREGS];

@@ -292,7 +292,13 @@ fn finish(inst: &mut Inst, row: &Row) {
     }
     inst.halves = matches!(
         inst.op,
-        Op::VMadU64U32 | Op::VMadI64I32 | Op::VLshlAddU64 | Op::VLshlrevB64 | Op::VPkFmaF32 | Op::VPkMulF32 | Op::VPkAddF32
+        Op::VMadU64U32
+            | Op::VMadI64I32
+            | Op::VLshlAddU64
+            | Op::VLshlrevB64
+            | Op::VPkFmaF32
+            | Op::VPkMulF32
+            | Op::VPkAddF32
     );
     inst.copies = matches!(
         inst.op,
