@@ -4,3 +4,6 @@ pub(crate) mod bf16;
 pub(crate) mod f16;
 pub(crate) mod fp8;
 pub(crate) mod func;
+
+#[cfg(test)]
+mod tests;
