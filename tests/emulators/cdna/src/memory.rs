@@ -108,7 +108,7 @@ impl Allocation {
     /// Reads `bytes` (at most 16) at `at` into dwords. The caller checked the range.
     #[inline(always)]
     pub(crate) fn read(&self, at: usize, bytes: usize, out: &mut [u32; 4]) {
-        if at % 4 == 0 && bytes % 4 == 0 {
+        if at.is_multiple_of(4) && bytes.is_multiple_of(4) {
             for (i, word) in out.iter_mut().enumerate().take(bytes / 4) {
                 *word = self.word(at + 4 * i).load(Relaxed);
             }
@@ -127,7 +127,7 @@ impl Allocation {
     /// Writes `bytes` (at most 16) at `at`. The caller checked the range and [`Self::read_only`].
     #[inline(always)]
     pub(crate) fn write(&self, at: usize, bytes: usize, from: &[u32; 4]) {
-        if at % 4 == 0 && bytes % 4 == 0 {
+        if at.is_multiple_of(4) && bytes.is_multiple_of(4) {
             for (i, word) in from.iter().enumerate().take(bytes / 4) {
                 self.word(at + 4 * i).store(*word, Relaxed);
             }

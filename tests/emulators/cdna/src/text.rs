@@ -65,9 +65,8 @@ impl Inst {
             return out;
         }
         let loads = match mem.kind {
-            MemKind::Load { bytes, .. } => bytes_regs(bytes),
+            MemKind::Load { bytes, .. } | MemKind::Atomic { bytes, returns: true, .. } => bytes_regs(bytes),
             MemKind::Load2 { bytes, .. } => 2 * bytes_regs(bytes),
-            MemKind::Atomic { bytes, returns: true, .. } => bytes_regs(bytes),
             MemKind::ReadTranspose { bits: 6 } => 3,
             MemKind::ReadTranspose { .. } => 2,
             MemKind::Permute | MemKind::Bpermute | MemKind::Swizzle => 1,

@@ -322,7 +322,7 @@ impl Lds {
     #[inline(always)]
     pub(crate) fn load(&self, address: u32, bytes: u32, out: &mut [u32; 4]) {
         let at = (address / 4) as usize;
-        if address % 4 == 0 && bytes % 4 == 0 {
+        if address.is_multiple_of(4) && bytes.is_multiple_of(4) {
             let words = (bytes / 4) as usize;
             out[..words].copy_from_slice(&self.words[at..at + words]);
             return;
@@ -338,7 +338,7 @@ impl Lds {
     #[inline(always)]
     pub(crate) fn store(&mut self, address: u32, bytes: u32, from: &[u32; 4]) {
         let at = (address / 4) as usize;
-        if address % 4 == 0 && bytes % 4 == 0 {
+        if address.is_multiple_of(4) && bytes.is_multiple_of(4) {
             let words = (bytes / 4) as usize;
             self.words[at..at + words].copy_from_slice(&from[..words]);
             return;

@@ -22,6 +22,10 @@ pub(crate) struct Outstanding {
     pub(crate) dma: Option<Box<DmaWrite>>,
 }
 
+/// Direct loads that have arrived. Boxed as they are in the queue: each is a kilobyte, and most waits have none.
+#[allow(clippy::vec_box, reason = "they move from queue to queue")]
+pub(crate) type Arrivals = Vec<Box<DmaWrite>>;
+
 /// Shadow state of a wave's registers.
 pub(crate) struct RegChecks {
     pub(crate) which: Checks,
@@ -342,7 +346,7 @@ impl RegChecks {
 
     /// `s_waitcnt`: what is now certainly complete leaves the queue; the direct-to-LDS writes among it are returned.
     /// Also says whether the wait changed anything.
-    pub(crate) fn wait(&mut self, vm: usize, lgkm: usize) -> (Vec<Box<DmaWrite>>, bool) {
+    pub(crate) fn wait(&mut self, vm: usize, lgkm: usize) -> (Arrivals, bool) {
         if self.queue.is_empty() {
             return (Vec::new(), false);
         }

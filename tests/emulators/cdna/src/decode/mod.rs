@@ -50,7 +50,7 @@ impl Program {
     /// Index of the instruction at that address.
     pub(crate) fn index_of(&self, pc: u64) -> Option<u32> {
         let word = pc.checked_sub(self.start)? / 4;
-        self.index.get(word as usize).copied().filter(|i| *i != u32::MAX && pc % 4 == 0)
+        self.index.get(word as usize).copied().filter(|i| *i != u32::MAX && pc.is_multiple_of(4))
     }
 }
 

@@ -57,12 +57,6 @@ impl Table {
         };
         Some((enc, self.get(arch, enc, opcode)?))
     }
-
-    /// Every row, for tests.
-    #[cfg(test)]
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (Arch, Enc, u16, &Row)> {
-        self.rows.iter().map(|((arch, enc, opcode), row)| (*arch, *enc, *opcode, row))
-    }
 }
 
 /// The table of all architectures.

@@ -76,7 +76,9 @@ fn convert_body(wave: &mut Wave, inst: &Inst, arch: Arch) -> Exec<bool> {
         }),
         Op::VCvtPkF16F32 => binary(wave, inst, |a, b| to_h(f(a)) | to_h(f(b)) << 16),
         Op::VCvtPkBf16F32 => {
-            binary(wave, inst, |a, b| u32::from(bf16::from_f32(f(a))) | u32::from(bf16::from_f32(f(b))) << 16)
+            binary(wave, inst, |a, b| {
+                u32::from(bf16::from_f32(f(a))) | u32::from(bf16::from_f32(f(b))) << 16
+            });
         }
         Op::VCvtF32Bf16 => unary(wave, inst, |a| a << 16),
         Op::VCvtPkU16U32 => binary(wave, inst, |a, b| a.min(0xffff) | b.min(0xffff) << 16),
@@ -142,7 +144,7 @@ fn convert_body(wave: &mut Wave, inst: &Inst, arch: Arch) -> Exec<bool> {
         Op::VSubrevU16 if !inst.clamp => binary(wave, inst, |a, b| b.wrapping_sub(a) & 0xffff),
         Op::VMulLoU16 => binary(wave, inst, |a, b| (a & 0xffff).wrapping_mul(b & 0xffff) & 0xffff),
         Op::VMadU16 | Op::VMadI16 if !inst.clamp => {
-            ternary(wave, inst, |a, b, c| (a & 0xffff).wrapping_mul(b & 0xffff).wrapping_add(c) & 0xffff)
+            ternary(wave, inst, |a, b, c| (a & 0xffff).wrapping_mul(b & 0xffff).wrapping_add(c) & 0xffff);
         }
         Op::VLshlrevB16 => binary(wave, inst, |a, b| b << (a & 15) & 0xffff),
         Op::VLshrrevB16 => binary(wave, inst, |a, b| (b & 0xffff) >> (a & 15)),
@@ -178,7 +180,7 @@ fn from_f64(wave: &mut Wave, inst: &Inst, f: impl Fn(f64) -> u32) {
     put(wave, inst, out);
 }
 
-/// The long form of the FP8 conversions chooses a byte with op_sel: bit 0 the low bit of the byte, bit 1 the high.
+/// The long form of the FP8 conversions chooses a byte with `op_sel`: bit 0 the low bit of the byte, bit 1 the high.
 fn byte_select(inst: &Inst) -> u32 {
     if inst.sdwa.is_some() {
         return 0;
@@ -186,7 +188,7 @@ fn byte_select(inst: &Inst) -> u32 {
     u32::from(inst.op_sel & 1) << 1 | u32::from(inst.op_sel >> 1 & 1)
 }
 
-/// Two values into one half of the destination; op_sel bit 3 chooses it, the other half stays.
+/// Two values into one half of the destination; `op_sel` bit 3 chooses it, the other half stays.
 fn pack_fp8(wave: &mut Wave, inst: &Inst, format: Format) {
     let high = inst.op_sel & 8 != 0;
     let mut bare = inst.clone();
@@ -203,7 +205,7 @@ fn pack_fp8(wave: &mut Wave, inst: &Inst, format: Format) {
     put(wave, &bare, out);
 }
 
-/// One value into one byte, rounded by the random bits of source 1; op_sel bits 3:2 choose the byte.
+/// One value into one byte, rounded by the random bits of source 1; `op_sel` bits 3:2 choose the byte.
 fn stochastic_fp8(wave: &mut Wave, inst: &Inst, format: Format) {
     let shift = u32::from(inst.op_sel >> 2 & 3) * 8;
     let mut bare = inst.clone();

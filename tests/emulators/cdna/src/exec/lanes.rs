@@ -1,5 +1,5 @@
 //! Sources and destinations of vector instructions, with everything that may happen to them on the way: lane selection
-//! (DPP), byte selection (SDWA), halves (op_sel), signs, flushing, output modifiers, EXEC.
+//! (DPP), byte selection (SDWA), halves (`op_sel`), signs, flushing, output modifiers, EXEC.
 
 use crate::inst::{Dpp, Inst, Src, Ty};
 use crate::num::{f16, func};
@@ -143,7 +143,7 @@ fn sdwa_select(value: u32, select: u8, sext: bool) -> u32 {
     }
 }
 
-/// The lane that `lane` reads under a DPP control, if it is inside its row or wave (CDNA3 ISA, "DPP_CTRL").
+/// The lane that `lane` reads under a DPP control, if it is inside its row or wave (CDNA3 ISA, "`DPP_CTRL`").
 pub(crate) fn dpp_source(ctrl: u16, lane: usize) -> Option<usize> {
     let (row, in_row) = (lane & !15, lane & 15);
     let shift = usize::from(ctrl & 15);
@@ -226,7 +226,7 @@ fn put_modified(wave: &mut Wave, inst: &Inst, mut out: Lanes, mut exec: u64) {
         Ty::F32 | Ty::Mix => {
             for lane in &mut out.0 {
                 let scaled = f32::from_bits(*lane) * [1.0, 2.0, 4.0, 0.5][usize::from(inst.omod & 3)];
-                let scaled = if inst.clamp { scaled.max(0.0).min(1.0) } else { scaled };
+                let scaled = if inst.clamp { func::saturate(scaled) } else { scaled };
                 let modified = inst.omod != 0 || inst.clamp;
                 let value = if modified { scaled } else { f32::from_bits(*lane) };
                 *lane = if wave.flushes_f32() { func::flush(value) } else { value }.to_bits();
@@ -235,7 +235,7 @@ fn put_modified(wave: &mut Wave, inst: &Inst, mut out: Lanes, mut exec: u64) {
         Ty::F16 if inst.omod != 0 || inst.clamp => {
             for lane in &mut out.0 {
                 let value = f16::to_f32(*lane as u16) * [1.0, 2.0, 4.0, 0.5][usize::from(inst.omod & 3)];
-                let value = if inst.clamp { value.max(0.0).min(1.0) } else { value };
+                let value = if inst.clamp { func::saturate(value) } else { value };
                 *lane = u32::from(f16::from_f32(value));
             }
         }

@@ -319,9 +319,9 @@ fn product<const M: usize>(shape: &Shape, a: &Operand, b: &Operand, sums: &mut [
         // SAFETY: the host has the features that the function is compiled for.
         unsafe {
             if M == 32 {
-                product_avx2::<32, 4>(shape, a, b, sums)
+                product_avx2::<32, 4>(shape, a, b, sums);
             } else {
-                product_avx2::<16, 2>(shape, a, b, sums)
+                product_avx2::<16, 2>(shape, a, b, sums);
             }
         }
         return;

@@ -8,7 +8,7 @@ use crate::num::{bf16, f16, func};
 use crate::op::Op;
 use crate::wave::{LANES, Lanes, Wave};
 
-/// Both halves of source `k`, each in its own lanes, with op_sel and signs applied.
+/// Both halves of source `k`, each in its own lanes, with `op_sel` and signs applied.
 #[inline(always)]
 fn halves(wave: &Wave, inst: &Inst, k: usize) -> (Lanes, Lanes) {
     let raw = match inst.src[k] {
@@ -66,7 +66,7 @@ fn packed32(wave: &mut Wave, inst: &Inst, sources: usize, op: impl Fn(f32, f32, 
     }
     if inst.clamp {
         for lane in lo.0.iter_mut().chain(&mut hi.0) {
-            *lane = f(*lane).max(0.0).min(1.0).to_bits();
+            *lane = func::saturate(f(*lane)).to_bits();
         }
     }
     if wave.flushes_f32() {
@@ -89,7 +89,7 @@ fn packed16(wave: &mut Wave, inst: &Inst, sources: usize, op: impl Fn(u32, u32, 
         out.0[l] = lo | hi << 16;
     }
     if inst.clamp && inst.dst_ty == Ty::F16x2 {
-        let clamp = |x: u32| to_h(h(x).max(0.0).min(1.0));
+        let clamp = |x: u32| to_h(func::saturate(h(x)));
         for lane in &mut out.0 {
             *lane = clamp(*lane & 0xffff) | clamp(*lane >> 16) << 16;
         }
@@ -98,7 +98,7 @@ fn packed16(wave: &mut Wave, inst: &Inst, sources: usize, op: impl Fn(u32, u32, 
     masked(wave.vreg_mut(inst.vdst), &out, exec);
 }
 
-/// Source `k` of `v_fma_mix`: f32, or the half that op_sel names; neg_hi stands for absolute value.
+/// Source `k` of `v_fma_mix`: f32, or the half that `op_sel` names; `neg_hi` stands for absolute value.
 #[inline(always)]
 fn mix(wave: &Wave, inst: &Inst, k: usize) -> [f32; LANES] {
     let raw = match inst.src[k] {
@@ -194,7 +194,7 @@ fn packed_body(wave: &mut Wave, inst: &Inst) -> Exec<bool> {
                 sum[l] = a[l].mul_add(b[l], c[l]);
             }
             if inst.clamp {
-                sum = sum.map(|x| x.max(0.0).min(1.0));
+                sum = sum.map(func::saturate);
             }
             let old = *wave.vreg(inst.vdst);
             let mut out = Lanes::ZERO;

@@ -52,7 +52,7 @@ pub(crate) fn salu(wave: &mut Wave, inst: &Inst, next_pc: u64) -> Exec {
         Op::SGetpcB64 => (Out::Pair(next_pc), None),
         Op::SAbsI32 => nonzero((a() as i32).unsigned_abs()),
         Op::SBitreplicateB64B32 => {
-            let spread = (0..32).fold(0u64, |out, i| out | u64::from(a() >> i & 1) * 3 << (2 * i));
+            let spread = (0..32).fold(0u64, |out, i| out | (u64::from(a() >> i & 1) * 3) << (2 * i));
             (Out::Pair(spread), None)
         }
         Op::SAndSaveexecB64 => return saveexec(wave, inst, |s, e| s & e),

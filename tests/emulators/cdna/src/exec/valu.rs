@@ -148,7 +148,7 @@ fn valu_body(wave: &mut Wave, inst: &Inst) -> Exec<bool> {
         Op::VSubrevF32 => binary(wave, inst, |a, b| (f(b) - f(a)).to_bits()),
         Op::VMulF32 => binary(wave, inst, |a, b| (f(a) * f(b)).to_bits()),
         Op::VMulLegacyF32 => {
-            binary(wave, inst, |a, b| if f(a) == 0.0 || f(b) == 0.0 { 0 } else { (f(a) * f(b)).to_bits() })
+            binary(wave, inst, |a, b| if f(a) == 0.0 || f(b) == 0.0 { 0 } else { (f(a) * f(b)).to_bits() });
         }
         Op::VMinF32 => binary(wave, inst, |a, b| f(a).min(f(b)).to_bits()),
         Op::VMaxF32 => binary(wave, inst, |a, b| f(a).max(f(b)).to_bits()),
@@ -200,19 +200,17 @@ fn valu_body(wave: &mut Wave, inst: &Inst) -> Exec<bool> {
         Op::VFrexpExpI32F32 => unary(wave, inst, |a| frexp(f(a)).1 as u32),
 
         Op::VAddU32 if inst.clamp => binary(wave, inst, u32::saturating_add),
-        Op::VAddU32 => binary(wave, inst, u32::wrapping_add),
         Op::VSubU32 if inst.clamp => binary(wave, inst, u32::saturating_sub),
-        Op::VSubU32 => binary(wave, inst, u32::wrapping_sub),
         Op::VSubrevU32 if inst.clamp => binary(wave, inst, |a, b| b.saturating_sub(a)),
         Op::VSubrevU32 => binary(wave, inst, |a, b| b.wrapping_sub(a)),
         Op::VAddI32 if inst.clamp => {
             binary(wave, inst, |a, b| (a as i32).saturating_add(b as i32) as u32);
         }
-        Op::VAddI32 => binary(wave, inst, u32::wrapping_add),
+        Op::VAddU32 | Op::VAddI32 => binary(wave, inst, u32::wrapping_add),
         Op::VSubI32 if inst.clamp => {
             binary(wave, inst, |a, b| (a as i32).saturating_sub(b as i32) as u32);
         }
-        Op::VSubI32 => binary(wave, inst, u32::wrapping_sub),
+        Op::VSubU32 | Op::VSubI32 => binary(wave, inst, u32::wrapping_sub),
         Op::VMulLoU32 => binary(wave, inst, u32::wrapping_mul),
         Op::VMulHiU32 => binary(wave, inst, |a, b| ((u64::from(a) * u64::from(b)) >> 32) as u32),
         Op::VMulHiI32 => {
@@ -264,13 +262,13 @@ fn valu_body(wave: &mut Wave, inst: &Inst) -> Exec<bool> {
             let (offset, width) = (b & 31, c & 31);
             a >> offset & ((1u32 << width) - 1)
         }),
-        Op::VBfeI32 => ternary(wave, inst, |a, b, c| bfe_i32(a, b, c)),
+        Op::VBfeI32 => ternary(wave, inst, bfe_i32),
         Op::VBfiB32 => ternary(wave, inst, |a, b, c| a & b | !a & c),
         Op::VAlignbitB32 => {
-            ternary(wave, inst, |a, b, c| ((u64::from(a) << 32 | u64::from(b)) >> (c & 31)) as u32)
+            ternary(wave, inst, |a, b, c| ((u64::from(a) << 32 | u64::from(b)) >> (c & 31)) as u32);
         }
         Op::VAlignbyteB32 => {
-            ternary(wave, inst, |a, b, c| ((u64::from(a) << 32 | u64::from(b)) >> (8 * (c & 3))) as u32)
+            ternary(wave, inst, |a, b, c| ((u64::from(a) << 32 | u64::from(b)) >> (8 * (c & 3))) as u32);
         }
         Op::VPermB32 => ternary(wave, inst, perm),
         Op::VLshlAddU32 => ternary(wave, inst, |a, b, c| (a << (b & 31)).wrapping_add(c)),

@@ -35,7 +35,7 @@ impl Group<'_> {
             MemKind::ToLds { bytes, sext } => {
                 let places = self.places(wave, inst, &mem, u32::from(bytes))?;
                 self.profile_lines(&places, bytes);
-                dma = Some(self.to_lds(wave, &mem, &places, bytes, sext)?);
+                dma = Some(self.load_to_lds(wave, &mem, &places, bytes, sext)?);
             }
             _ => return Err(unknown(inst)),
         }
@@ -267,7 +267,7 @@ impl Group<'_> {
 
     /// Reads memory now and gives the LDS write that completes at the wait. LDS address: M0 plus the instruction's
     /// offset, lanes one behind the other (CDNA3 ISA, "Memory reads to LDS").
-    fn to_lds(
+    fn load_to_lds(
         &mut self,
         wave: &mut Wave,
         mem: &Mem,
@@ -275,10 +275,7 @@ impl Group<'_> {
         bytes: u8,
         sext: bool,
     ) -> Exec<Box<DmaWrite>> {
-        let base = (wave.s[usize::from(M0)] & 0x3_ffff).wrapping_add(match mem.space {
-            Space::Buffer => mem.offset as u32,
-            _ => mem.offset as u32,
-        });
+        let base = (wave.s[usize::from(M0)] & 0x3_ffff).wrapping_add(mem.offset as u32);
         // Narrow loads still take a dword a lane.
         let slot = u32::from(bytes.max(4));
         let mut write = Box::new(DmaWrite {

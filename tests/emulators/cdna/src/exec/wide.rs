@@ -37,12 +37,23 @@ fn f64s(wave: &Wave, inst: &Inst, k: usize) -> [f64; LANES] {
     wide(wave, inst, k).map(f64::from_bits)
 }
 
+/// The clamp modifier: into [0, 1], NaN to 0.
+fn saturate64(x: f64) -> f64 {
+    if x > 1.0 {
+        1.0
+    } else if x > 0.0 {
+        x
+    } else {
+        0.0
+    }
+}
+
 /// f64 results with their output modifiers.
 fn store_f64(wave: &mut Wave, inst: &Inst, f: impl Fn(usize) -> f64) {
     store(wave, inst, |l| {
         let value =
             f(l) * if inst.omod == 0 { 1.0 } else { [1.0, 2.0, 4.0, 0.5][usize::from(inst.omod & 3)] };
-        (if inst.clamp { value.max(0.0).min(1.0) } else { value }).to_bits()
+        (if inst.clamp { saturate64(value) } else { value }).to_bits()
     });
 }
 

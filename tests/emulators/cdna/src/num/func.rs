@@ -28,6 +28,18 @@ pub(crate) fn log2(x: f32) -> f32 {
     f64::from(flush(x)).log2() as f32
 }
 
+/// The clamp modifier: into [0, 1], NaN to 0.
+#[inline(always)]
+pub(crate) fn saturate(x: f32) -> f32 {
+    if x > 1.0 {
+        1.0
+    } else if x > 0.0 {
+        x
+    } else {
+        0.0
+    }
+}
+
 /// Subnormals become zero of the same sign.
 #[inline(always)]
 pub(crate) fn flush(x: f32) -> f32 {

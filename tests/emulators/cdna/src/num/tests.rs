@@ -45,18 +45,17 @@ const EIGHT_BIT: [Format; 4] = [Format::E4M3_OCP, Format::E5M2_OCP, Format::E4M3
 
 #[test]
 fn fp8_formats_have_the_published_extremes() {
-    let largest = |f: Format| {
-        (0..=255).map(|c| f.decode(c)).filter(|x| x.is_finite()).fold(0f32, f32::max)
-    };
-    let smallest = |f: Format| {
-        (0..=255).map(|c| f.decode(c)).filter(|x| *x > 0.0).fold(f32::MAX, f32::min)
-    };
+    let largest = |f: Format| (0..=255).map(|c| f.decode(c)).filter(|x| x.is_finite()).fold(0f32, f32::max);
+    let smallest = |f: Format| (0..=255).map(|c| f.decode(c)).filter(|x| *x > 0.0).fold(f32::MAX, f32::min);
     // OCP 8-bit Floating Point Specification; the FNUZ formats of the CDNA3 ISA.
     assert_eq!(EIGHT_BIT.map(largest), [448.0, 57344.0, 240.0, 57344.0]);
     assert_eq!(EIGHT_BIT.map(smallest), [2f32.powi(-9), 2f32.powi(-16), 2f32.powi(-10), 2f32.powi(-17)]);
     let nans = |f: Format| (0..=255).filter(|c| f.decode(*c).is_nan()).count();
     assert_eq!(EIGHT_BIT.map(nans), [2, 6, 1, 1]);
-    assert_eq!([Format::E2M3, Format::E3M2, Format::E2M1].map(|f| f.decode((1 << (f.bits() - 1)) - 1)), [7.5, 28.0, 6.0]);
+    assert_eq!(
+        [Format::E2M3, Format::E3M2, Format::E2M1].map(|f| f.decode((1 << (f.bits() - 1)) - 1)),
+        [7.5, 28.0, 6.0]
+    );
 }
 
 #[test]
@@ -105,13 +104,9 @@ fn exp2_log2_and_rcp_are_within_one_ulp() {
             assert!(want == 0.0 || ulps(func::log2(x), want) <= 1.0, "log2 {x:e}");
         }
     }
-    assert_eq!([f32::NEG_INFINITY, -200.0, -127.0, 0.0, 128.0, f32::INFINITY].map(func::exp2), [
-        0.0,
-        0.0,
-        0.0,
-        1.0,
-        f32::INFINITY,
-        f32::INFINITY
-    ]);
+    assert_eq!(
+        [f32::NEG_INFINITY, -200.0, -127.0, 0.0, 128.0, f32::INFINITY].map(func::exp2),
+        [0.0, 0.0, 0.0, 1.0, f32::INFINITY, f32::INFINITY]
+    );
     assert!(func::exp2(f32::NAN).is_nan());
 }
