@@ -47,8 +47,14 @@ fn compile(nvrtc: &Library, source: &KernelSource) -> Result<String, String> {
         let create = nvrtc.get::<Create>(b"nvrtcCreateProgram").unwrap();
         let (names, texts, options) = (pointers(&names), pointers(&texts), pointers(&options));
         let count = source.headers.len() as c_int;
-        let created =
-            create(&raw mut program, entry.as_ptr(), c"entry.cu".as_ptr(), count, texts.as_ptr(), names.as_ptr());
+        let created = create(
+            &raw mut program,
+            entry.as_ptr(),
+            c"entry.cu".as_ptr(),
+            count,
+            texts.as_ptr(),
+            names.as_ptr(),
+        );
         assert_eq!(created, 0, "nvrtcCreateProgram");
         let status = nvrtc.get::<Compile>(b"nvrtcCompileProgram").unwrap()(
             program,
@@ -73,10 +79,12 @@ fn number_before(log: &str, after: &str) -> u32 {
 
 fn kernels() -> Vec<(String, KernelSource)> {
     let mut kernels = Vec::new();
-    for (mask, mask_name) in [(MaskKind::Full, "full"), (MaskKind::Upper, "upper"), (MaskKind::Band, "band")] {
+    for (mask, mask_name) in [(MaskKind::Full, "full"), (MaskKind::Upper, "upper"), (MaskKind::Band, "band")]
+    {
         for (qk, v) in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)] {
             let spec = FwdSpec { head_dim_v: v, ..FwdSpec::plain(DType::Bf16, qk, mask) };
-            kernels.push((format!("sm90_{qk}x{v}_{mask_name}"), sm90::fwd(&spec, &sm90::default_tile(&spec))));
+            kernels
+                .push((format!("sm90_{qk}x{v}_{mask_name}"), sm90::fwd(&spec, &sm90::default_tile(&spec))));
         }
     }
     let group = FwdSpec { seq: SeqKind::Group, ..FwdSpec::plain(DType::F16, 128, MaskKind::Upper) };
@@ -108,7 +116,8 @@ fn every_kernel_compiles_in_the_registers_of_the_table_without_spills() {
         let registers = number_before(&log, " registers");
         let spills = number_before(&log, " bytes spill stores") + number_before(&log, " bytes spill loads");
         let stack = number_before(&log, " bytes stack frame");
-        found += &format!("{name:28} {registers:4} registers {spills:4} bytes spilled {stack:4} bytes of stack\n");
+        found +=
+            &format!("{name:28} {registers:4} registers {spills:4} bytes spilled {stack:4} bytes of stack\n");
     }
     assert_eq!(found, expected, "the table as compiled now:\n{found}");
 }
