@@ -152,7 +152,8 @@ impl Sm90Tile {
 /// as even over the sections as can be: a short last section leaves SMs idle.
 fn heads_per_section(num_heads: i64, kv_bytes: i64, sharing: i64, section_bytes: i64) -> i64 {
     // More than 32 make their first tiles compete for the memory: 512 causal, 337 with 128, 359 with 32.
-    let fitting = (section_bytes / kv_bytes.max(1)).clamp(1, 32).saturating_mul(sharing).min(num_heads).max(1);
+    let fitting =
+        (section_bytes / kv_bytes.max(1)).clamp(1, 32).saturating_mul(sharing).min(num_heads).max(1);
     let sections = (num_heads + fitting - 1) / fitting;
     let even = (num_heads + sections - 1) / sections;
     (even + sharing - 1) / sharing * sharing

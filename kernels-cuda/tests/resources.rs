@@ -9,8 +9,9 @@
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 
 use fmha_core::source::KernelSource;
-use fmha_core::spec::{CombineSpec, FwdSpec, SeqKind};
+use fmha_core::spec::{BiasKind, CombineSpec, FwdSpec, SeqKind};
 use fmha_core::{DType, MaskKind};
+use fmha_kernels_cuda::sm90::Sm90Tile;
 use fmha_kernels_cuda::{COMPILE_OPTIONS, combine, simt, sm90};
 use libloading::Library;
 
@@ -47,8 +48,14 @@ fn compile(nvrtc: &Library, source: &KernelSource) -> Result<String, String> {
         let create = nvrtc.get::<Create>(b"nvrtcCreateProgram").unwrap();
         let (names, texts, options) = (pointers(&names), pointers(&texts), pointers(&options));
         let count = source.headers.len() as c_int;
-        let created =
-            create(&raw mut program, entry.as_ptr(), c"entry.cu".as_ptr(), count, texts.as_ptr(), names.as_ptr());
+        let created = create(
+            &raw mut program,
+            entry.as_ptr(),
+            c"entry.cu".as_ptr(),
+            count,
+            texts.as_ptr(),
+            names.as_ptr(),
+        );
         assert_eq!(created, 0, "nvrtcCreateProgram");
         let status = nvrtc.get::<Compile>(b"nvrtcCompileProgram").unwrap()(
             program,
@@ -73,12 +80,26 @@ fn number_before(log: &str, after: &str) -> u32 {
 
 fn kernels() -> Vec<(String, KernelSource)> {
     let mut kernels = Vec::new();
-    for (mask, mask_name) in [(MaskKind::Full, "full"), (MaskKind::Upper, "upper"), (MaskKind::Band, "band")] {
+    for (mask, mask_name) in [(MaskKind::Full, "full"), (MaskKind::Upper, "upper"), (MaskKind::Band, "band")]
+    {
         for (qk, v) in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)] {
             let spec = FwdSpec { head_dim_v: v, ..FwdSpec::plain(DType::Bf16, qk, mask) };
-            kernels.push((format!("sm90_{qk}x{v}_{mask_name}"), sm90::fwd(&spec, &sm90::default_tile(&spec))));
+            kernels
+                .push((format!("sm90_{qk}x{v}_{mask_name}"), sm90::fwd(&spec, &sm90::default_tile(&spec))));
         }
     }
+    let mut variant = |name: &str, spec: FwdSpec, change: fn(&mut Sm90Tile)| {
+        let mut tile = sm90::default_tile(&spec);
+        change(&mut tile);
+        kernels.push((name.to_owned(), sm90::fwd(&spec, &tile)));
+    };
+    let upper = |dim| FwdSpec::plain(DType::Bf16, dim, MaskKind::Upper);
+    variant("sm90_64_upper_short", upper(64), |tile| tile.block_m = 128);
+    variant("sm90_128_upper_long", upper(128), |tile| (tile.block_n, tile.wait_anchor) = (160, 40));
+    variant("sm90_128_upper_few_rows", upper(128), |tile| tile.block_m = 64);
+    variant("sm90_128_upper_packed", upper(128), |tile| tile.pack_gqa = true);
+    variant("sm90_128_softcap", FwdSpec { softcap: true, ..upper(128) }, |_| {});
+    variant("sm90_256_alibi", FwdSpec { bias: BiasKind::Alibi, ..upper(256) }, |_| {});
     let group = FwdSpec { seq: SeqKind::Group, ..FwdSpec::plain(DType::F16, 128, MaskKind::Upper) };
     kernels.push(("sm90_128_upper_group".to_owned(), sm90::fwd(&group, &sm90::default_tile(&group))));
     kernels.push(("simt_128_band".to_owned(), simt::fwd(&FwdSpec::plain(DType::Bf16, 128, MaskKind::Band))));
@@ -108,7 +129,8 @@ fn every_kernel_compiles_in_the_registers_of_the_table_without_spills() {
         let registers = number_before(&log, " registers");
         let spills = number_before(&log, " bytes spill stores") + number_before(&log, " bytes spill loads");
         let stack = number_before(&log, " bytes stack frame");
-        found += &format!("{name:28} {registers:4} registers {spills:4} bytes spilled {stack:4} bytes of stack\n");
+        found +=
+            &format!("{name:28} {registers:4} registers {spills:4} bytes spilled {stack:4} bytes of stack\n");
     }
     assert_eq!(found, expected, "the table as compiled now:\n{found}");
 }
