@@ -9,8 +9,9 @@ Each row takes turns (ours, PyTorch, ours, ...) so that what else the machine do
 row gives each side's best GFLOP/s over its turns and the median over the turns of PyTorch's time
 divided by ours. Causal rows count the visible half of the work. Backward counts five products.
 
-With one thread the times are the thread's processor time, which other programs do not lengthen;
-with more they are wall-clock times, and the machine should be otherwise idle.
+With one thread the times are processor time, which other programs do not lengthen (though they do
+take their share of caches and clocks); with more they are wall-clock times, and the machine should
+be otherwise idle: the load average at the end is in the table's text.
 """
 
 import argparse
@@ -56,7 +57,6 @@ def torch_turn(what, seqlen, dtype, mask, clock):
         for x in (q, k, v):
             x.requires_grad_()
         o = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        # The engine runs on a thread of its own when called from here: only wall time sees it.
         run = lambda: torch.autograd.grad(o, (q, k, v), dout, retain_graph=True)
     else:
         run = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -80,13 +80,12 @@ def main():
     parser.add_argument("--no-memory", action="store_true", help="leave out the memory table")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    clock = time.thread_time if args.threads == 1 else time.perf_counter
+    clock = time.process_time if args.threads == 1 else time.perf_counter
 
     rows, name = [], ""
     lengths = [s for s in (512, 1024, 2048, 4096, 8192) if s <= args.most]
     cases = [("fwd", s, d, m) for d in ("f32", "bf16") for m in ("full", "causal") for s in lengths]
-    if args.threads > 1:
-        cases += [("bwd", s, "f32", m) for m in ("full", "causal") for s in lengths]
+    cases += [("bwd", s, "f32", m) for m in ("full", "causal") for s in lengths]
     for what, seqlen, dtype, mask in cases:
         theirs = torch_turn(what, seqlen, dtype, mask, clock)
         once = theirs()
@@ -114,7 +113,7 @@ def main():
             print(memory[-1], file=sys.stderr, flush=True)
 
     capability = torch.backends.cpu.get_cpu_capability()
-    clock_name = "processor time of the one thread" if args.threads == 1 else "wall-clock time"
+    clock_name = "processor time" if args.threads == 1 else "wall-clock time"
     text = [
         f"# {name}, beside PyTorch {torch.__version__}",
         "",

@@ -131,3 +131,14 @@ impl Drop for Floats {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scratch_that_the_system_refuses_is_an_error_with_its_size() {
+        let text = Floats::scratch(1 << 60).map(|_| ()).unwrap_err().to_string();
+        assert!(text.contains(&(1u64 << 62).to_string()), "{text}");
+    }
+}

@@ -1,12 +1,12 @@
 //! The micro-tile: the one matrix product that everything here is made of.
 //!
-//! Every operand lies in *panels*: a matrix of `rows x cols` is cut into strips of `width` columns,
-//! and strip p holds its rows one after another, `[cols / width][rows][width]`. K, V, Q, dO, O and
-//! the gradients have panels of [`Simd::PANEL`] columns of the head dimension; S and P stand
-//! transposed, keys down and queries across, in panels of [`Simd::PANEL`] queries, so that a
-//! row's softmax is a lane's and needs no sum across lanes.
+//! Operands lie in *panels*: a matrix of `rows x cols` is cut into strips of [`Simd::PANEL`] columns,
+//! and each strip holds its rows one after another, `[cols / PANEL][rows][PANEL]`. V, O, dO and the
+//! gradients have panels along the head dimension; S and P stand transposed, keys down and queries
+//! across, so that a row's softmax is a lane's and needs no sum across lanes. Where rows of K or V
+//! are A, they lie densely.
 //!
-//! A micro-tile keeps `R x VECTORS` accumulators in registers; each step loads one row of B and
+//! A micro-tile keeps `R x VECTORS` accumulators (6 x 2 of AVX2's 16 registers, 12 x 2 of 32) in registers; each step loads one row of B and
 //! broadcasts R elements of A. Every element of the result is one chain of FMAs in the order of the
 //! reduction, whatever R and the tile's place: results do not depend on how work was cut.
 

@@ -141,6 +141,8 @@ fn normal(key: u64, row: &mut [f32]) {
 
 #[cfg(test)]
 mod tests {
+    use approx::assert_abs_diff_eq;
+
     use super::*;
 
     #[test]
@@ -153,7 +155,9 @@ mod tests {
             sums[1] += row.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>();
         }
         let count = 500.0 * 101.0;
-        assert!((sums[0] / count).abs() < 0.02 && (sums[1] / count - 1.0).abs() < 0.03, "{sums:?}");
+        // Four standard deviations of each over so many numbers.
+        assert_abs_diff_eq!(sums[0] / count, 0.0, epsilon = 0.02);
+        assert_abs_diff_eq!(sums[1] / count, 1.0, epsilon = 0.03);
     }
 
     #[test]

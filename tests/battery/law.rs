@@ -44,6 +44,9 @@ pub enum LawKind {
     SplitsCombine(u32),
 }
 
+/// The note of a law whose two calls were compared in every bit.
+pub const BIT_FOR_BIT: &str = "bit for bit";
+
 impl Law {
     pub(crate) fn run(&self, backend: &dyn FmhaBackend, options: &Options) -> Result<Verdict> {
         let Forward { problem, lengths, data, .. } = &self.forward;
@@ -67,10 +70,12 @@ impl Law {
         if promised && same_tile(&plan_a, &plan_b) {
             let reversed = self.kind == LawKind::PermutedBatch;
             verdict.faults.extend(difference(&a, &b, reversed));
+            verdict.note = Some(BIT_FOR_BIT);
         } else {
             let other = check_fwd(&b, &Selection::default(), &|_, _| ())?;
             verdict.tensors.extend(other.tensors);
             verdict.faults.extend(other.faults);
+            verdict.note = Some("both calls within the bound: other kernels or tiles");
         }
         Ok(verdict)
     }

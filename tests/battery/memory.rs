@@ -18,7 +18,7 @@ pub enum Placement {
     Sparse,
 }
 
-fn refused(what: String, text: impl ToString) -> Error {
+fn refused(what: String, text: &dyn ToString) -> Error {
     Error::System { what, text: text.to_string() }
 }
 
@@ -48,7 +48,7 @@ impl Bytes {
         let count = len.div_ceil(256);
         blocks
             .try_reserve_exact(count)
-            .map_err(|_| refused(format!("{len} bytes of host memory"), "the system has not so much"))?;
+            .map_err(|_| refused(format!("{len} bytes of host memory"), &"the system has not so much"))?;
         blocks.resize(count, Block([fill; 256]));
         Ok(Self(Storage::Blocks { blocks, len }))
     }
@@ -67,7 +67,7 @@ impl Bytes {
         #[cfg(not(unix))]
         {
             let _ = (len, fill, at_end);
-            Err(refused(format!("{len} bytes beside an unmapped page"), "this system has no mmap"))
+            Err(refused(format!("{len} bytes beside an unmapped page"), &"this system has no mmap"))
         }
     }
 
@@ -82,7 +82,7 @@ impl Bytes {
         }
         #[cfg(not(unix))]
         {
-            Err(refused(format!("{len} bytes reserved"), "this system has no mmap"))
+            Err(refused(format!("{len} bytes reserved"), &"this system has no mmap"))
         }
     }
 }
@@ -143,7 +143,7 @@ mod mapped {
                     MapFlags::PRIVATE | flags,
                 )
             }
-            .map_err(|error| refused(format!("mmap of {map_len} bytes"), error))
+            .map_err(|error| refused(format!("mmap of {map_len} bytes"), &error))
         }
 
         pub(super) fn guarded(len: usize, at_end: bool) -> Result<Self> {
@@ -156,7 +156,7 @@ mod mapped {
             for at in [0, page + body] {
                 // SAFETY: both pages lie in the mapping made above; nothing refers to them.
                 unsafe { mprotect(map.byte_add(at), page, MprotectFlags::empty()) }
-                    .map_err(|error| refused(format!("mprotect of {page} bytes"), error))?;
+                    .map_err(|error| refused(format!("mprotect of {page} bytes"), &error))?;
             }
             Ok(mapped)
         }

@@ -55,6 +55,8 @@ pub struct Verdict {
     pub tensors: Vec<TensorVerdict>,
     /// What else is wrong: a byte written that is nobody's, a keep mask that differs.
     pub faults: Vec<String>,
+    /// What a reader should know of how it was found: whether a law held bit for bit.
+    pub note: Option<&'static str>,
 }
 
 impl Verdict {
@@ -101,6 +103,9 @@ impl fmt::Display for Verdict {
         }
         for fault in &self.faults {
             write!(f, " | {fault}")?;
+        }
+        if let Some(note) = self.note {
+            write!(f, " | {note}")?;
         }
         Ok(())
     }

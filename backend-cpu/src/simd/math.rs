@@ -49,3 +49,80 @@ pub(crate) fn tanh<S: Simd>(s: S, x: S::V) -> S::V {
     let signed = s.select_le(s.splat(0.0), x, large, s.sub(s.splat(0.0), large));
     s.select_le(magnitude, s.splat(0.625), small, signed)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Op, Portable, Simd};
+    use super::*;
+
+    /// A function of one vector, over a slice.
+    struct Map<'a> {
+        tanh: bool,
+        x: &'a mut [f32],
+    }
+
+    impl<S: Simd> Op<S> for Map<'_> {
+        #[inline(always)]
+        fn call(self, s: S) {
+            for chunk in self.x.chunks_exact_mut(S::LANES) {
+                // SAFETY: a chunk is a vector.
+                unsafe {
+                    let x = s.load(chunk.as_ptr());
+                    s.store(chunk.as_mut_ptr(), if self.tanh { tanh(s, x) } else { exp(s, x) });
+                }
+            }
+        }
+    }
+
+    fn map<S: Simd>(s: S, tanh: bool, mut x: Vec<f32>) -> Vec<f32> {
+        x.resize(x.len().next_multiple_of(16), 0.0);
+        s.run(Map { tanh, x: &mut x });
+        x
+    }
+
+    fn worst_ulps<S: Simd>(s: S, tanh: bool, low: f32, high: f32) -> f64 {
+        const POINTS: usize = 200_000;
+        let x: Vec<f32> = (0..POINTS).map(|i| low + (high - low) * i as f32 / POINTS as f32).collect();
+        let y = map(s, tanh, x.clone());
+        x.iter().zip(&y).fold(0.0, |worst, (&x, &y)| {
+            let exact = if tanh { f64::from(x).tanh() } else { f64::from(x).exp() };
+            // The spacing of f32 at the exact value.
+            let ulp =
+                2f64.powi((exact.abs().log2().floor() as i32).saturating_sub(23)).max(f64::MIN_POSITIVE);
+            worst.max((f64::from(y) - exact).abs() / ulp)
+        })
+    }
+
+    fn keeps_its_errors<S: Simd>(s: S) {
+        assert!(worst_ulps(s, false, -87.0, 88.0) < 1.2);
+        assert!(worst_ulps(s, false, -1.0, 1.0) < 1.2);
+        assert!(worst_ulps(s, true, -9.0, 9.0) < 3.0);
+        assert!(worst_ulps(s, true, 1e-4, 0.7) < 3.0);
+    }
+
+    fn keeps_its_limits<S: Simd>(s: S) {
+        let y = map(s, false, vec![f32::NEG_INFINITY, -90.0, 0.0, 89.0, f32::INFINITY, f32::NAN]);
+        assert_eq!(y[..5], [0.0, 0.0, 1.0, f32::INFINITY, f32::INFINITY]);
+        assert!(y[5].is_nan());
+        let y = map(s, true, vec![f32::NEG_INFINITY, -0.0, 0.0, f32::INFINITY, f32::NAN]);
+        assert_eq!(y[..4], [-1.0, 0.0, 0.0, 1.0]);
+        assert!(y[4].is_nan());
+    }
+
+    fn holds<S: Simd>(s: S) {
+        keeps_its_errors(s);
+        keeps_its_limits(s);
+    }
+
+    #[test]
+    fn exp_and_tanh_keep_their_errors_and_limits() {
+        holds(Portable);
+        #[cfg(target_arch = "x86_64")]
+        {
+            super::super::Avx2::detect().into_iter().for_each(holds);
+            super::super::Avx512::detect().into_iter().for_each(holds);
+        }
+        #[cfg(target_arch = "aarch64")]
+        super::super::Neon::detect().into_iter().for_each(holds);
+    }
+}

@@ -77,7 +77,8 @@ pub fn check_combine(host: &HostCombine) -> Result<Verdict> {
         logits: max_lse,
         count: o_stat.count,
     };
-    let mut verdict = Verdict { tensors: vec![o_stat.verdict("o", bound(&yardstick), None)], faults };
+    let mut verdict =
+        Verdict { tensors: vec![o_stat.verdict("o", bound(&yardstick), None)], faults, note: None };
     if problem.write_lse {
         let most = lse_bound(lse_stat.max_same, max_lse, max_lse);
         verdict.tensors.push(lse_stat.verdict("lse", Bound { max: most, rmse: most }, None));

@@ -73,8 +73,11 @@ pub fn check_fwd(host: &HostFwd, selection: &Selection, progress: Progress<'_>) 
     // Few elements, or sums that cancel, have no direction to speak of.
     let directed = all.o.count >= 64 && yardstick.reference.rms >= yardstick.spread.rms / 2.0;
     let least = directed.then(|| least_cosine(u_out, u_inner));
-    let mut verdict =
-        Verdict { tensors: vec![all.o.verdict("o", bound(&yardstick), least)], faults: all.faults };
+    let mut verdict = Verdict {
+        tensors: vec![all.o.verdict("o", bound(&yardstick), least)],
+        faults: all.faults,
+        note: None,
+    };
     if host.problem.write_lse {
         let most = lse_bound(all.lse.max_same, all.logits, all.max_lse);
         let bound = crate::tolerance::Bound { max: most, rmse: most };

@@ -67,7 +67,7 @@ fn edges(cases: &mut Vec<Case>) {
         head_dim_v: head_dim,
     };
     let mut push = |name: String, problem: BwdProblem, lengths: Lengths, room: Room, init: Init| {
-        let data = Data { room, init, ..data(&name) };
+        let data = Data { init, room, ..data(&name) };
         cases.push(Case::backward(name, problem, lengths, data));
     };
     let plain = Room::default();

@@ -204,18 +204,11 @@ pub(crate) fn tf32(x: f32, round: Round) -> u32 {
 /// `ex2.approx`: below 2^-22 relative, the documented bound; vectorises.
 #[inline(always)]
 pub(crate) fn ex2(x: f32) -> f32 {
-    let c = if x > 129.0 {
-        129.0
-    } else if x < -152.0 {
-        -152.0
-    } else {
-        x
-    };
+    let c = x.clamp(-152.0, 129.0);
     let n = (c + 12_582_912.0) - 12_582_912.0;
     let f = c - n;
     let mut p = 1.525_273_4e-5f32;
-    for k in [1.540_353e-4f32, 1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 2.402_265_1e-1, 6.931_472e-1, 1.0]
-    {
+    for k in [1.540_353e-4f32, 1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 2.402_265e-1, 6.931_472e-1, 1.0] {
         p = fma32(p, f, k);
     }
     let n = n as i32;

@@ -3,7 +3,7 @@
 //! A warp is one thread of the relation (its lanes run in program order). An asynchronous operation has the clock
 //! component of whatever announces its end: a phase of an mbarrier, a bulk group, a wgmma group of four warps.
 //! Two clocks travel together: `v`, what has happened, and `a`, what of it the asynchronous proxy also sees.
-//! FastTrack (Flanagan and Freund, PLDI 2009) gave the idea of one last write and few reads a cell.
+//! `FastTrack` (Flanagan and Freund, PLDI 2009) gave the idea of one last write and few reads a cell.
 
 use crate::exec::Warp;
 use crate::fault::{Fault, FaultKind};
@@ -107,6 +107,7 @@ struct Flight {
 pub(crate) struct Tracker {
     warps: u32,
     per_block: u32,
+    blocks: u32,
     clocks: Vec<Clocks>,
     tracks: u32,
     cells: Vec<Vec<Cell>>,
@@ -126,8 +127,9 @@ impl Tracker {
             warps,
             per_block,
             clocks,
-            tracks: 5 * warps,
-            cells: vec![Vec::new(); blocks],
+            tracks: 6 * warps,
+            cells: vec![Vec::new(); 2 * blocks],
+            blocks: blocks as u32,
             flights: vec![Flight::default(); warps as usize],
             lines: Vec::new(),
         }
@@ -152,7 +154,7 @@ impl Tracker {
 
     /// The track of a warpgroup's products: complete for a reader when all four warps have waited.
     pub(crate) fn warpgroup_track(&self, warp: &Warp) -> u32 {
-        4 * self.warps + self.id(warp) / 4 * 4
+        4 * self.warps + warp.cta * self.per_block + warp.index / 4 * 4
     }
 
     /// The clocks of a warp now.
@@ -326,9 +328,10 @@ impl Tracker {
             1 | 4 => format!("wgmma of the warpgroup of {}", of(track % w)),
             2 => format!("bulk copy of {} lane {}", of(track % w), access.lane()),
             3 => format!("cp.async of {} lane {}", of(track % w), access.lane()),
+            5 => format!("tcgen05 of {}", of(track % w)),
             _ => format!(
                 "asynchronous copy completing on mbarrier number {} lane {}",
-                track - 5 * w,
+                track - 6 * w,
                 access.lane()
             ),
         };
@@ -337,10 +340,17 @@ impl Tracker {
     }
 
     fn race(&self, what: &str, earlier: &str, access: Access, cta: u32, at: u32) -> Box<Fault> {
-        let text = format!(
-            "{what} of shared memory {at:#x} of block rank {cta}, unordered with the {earlier} by {}",
-            self.describe(access)
-        );
+        let place = if cta < self.blocks {
+            format!("shared memory {at:#x} of block rank {cta}")
+        } else {
+            let (lane, column) = (at / 4 / 512 * 32, at / 4 % 512);
+            format!(
+                "tensor memory lanes {lane} to {} column {column} of block rank {}",
+                lane + 31,
+                cta - self.blocks
+            )
+        };
+        let text = format!("{what} of {place}, unordered with the {earlier} by {}", self.describe(access));
         Box::new(Fault::new(FaultKind::Race, text))
     }
 
@@ -440,7 +450,10 @@ impl Tracker {
         index: usize,
     ) -> Exec<()> {
         let generic = |t: u32| t < self.warps || (3 * self.warps..4 * self.warps).contains(&t);
-        if generic(track) || !generic(write.track()) || Clocks::at(&clocks.a, write.track()) >= write.epoch()
+        if cta >= self.blocks
+            || generic(track)
+            || !generic(write.track())
+            || Clocks::at(&clocks.a, write.track()) >= write.epoch()
         {
             return Ok(());
         }
@@ -502,6 +515,75 @@ impl Tracker {
         let result = self.write_cells(&clocks, me, cta, at, n);
         self.clocks[id as usize] = clocks;
         result
+    }
+
+    /// A `tcgen05` operation is issued: its clocks, ordered after the warp's earlier ones.
+    pub(crate) fn tcgen_issue(&mut self, warp: &mut Warp) -> Clocks {
+        warp.asynchrony.tcgen_issued += 1;
+        let mut clocks = self.snapshot(warp);
+        let track = self.tcgen_track(warp);
+        if clocks.v.len() <= track as usize {
+            clocks.v.resize(track as usize + 1, 0);
+        }
+        clocks.v[track as usize] = warp.asynchrony.tcgen_issued;
+        clocks
+    }
+
+    fn tcgen_track(&self, warp: &Warp) -> u32 {
+        5 * self.warps + self.id(warp)
+    }
+
+    /// A commit: whoever sees the barrier's phase sees the warp's `tcgen05` operations complete.
+    pub(crate) fn tcgen_release(&mut self, warp: &Warp, into: &mut Clocks) {
+        let id = self.id(warp) as usize;
+        let track = self.tcgen_track(warp) as usize;
+        into.join(&self.clocks[id]);
+        if into.v.len() <= track {
+            into.v.resize(track + 1, 0);
+        }
+        into.v[track] = into.v[track].max(warp.asynchrony.tcgen_issued);
+        self.clocks[id].v[id] += 1;
+    }
+
+    /// A `tcgen05` operation reads 16 bytes of shared memory.
+    pub(crate) fn tcgen_read_shared(&mut self, warp: &Warp, clocks: &Clocks, cta: u32, at: u32) -> Exec<()> {
+        let me = (self.tcgen_track(warp), warp.asynchrony.tcgen_issued, warp.current_pc, 0);
+        self.read_cells(clocks, me, cta, at, 16)
+    }
+
+    /// A `tcgen05` operation reads or writes tensor memory: quadrant of lanes, first column, columns.
+    pub(crate) fn tcgen_tmem(
+        &mut self,
+        warp: &Warp,
+        clocks: &Clocks,
+        cta: u32,
+        [quadrant, column, columns]: [u32; 3],
+        read: bool,
+    ) -> Exec<()> {
+        let me = (self.tcgen_track(warp), warp.asynchrony.tcgen_issued, warp.current_pc, 0);
+        let (cta, at) = (self.blocks + cta, (quadrant * 512 + column) * 4);
+        if read {
+            self.read_cells(clocks, me, cta, at, columns * 4)
+        } else {
+            self.write_cells(clocks, me, cta, at, columns * 4)
+        }
+    }
+
+    /// `tcgen05.ld` or `.st` by a warp.
+    pub(crate) fn tmem_access(
+        &mut self,
+        warp: &Warp,
+        quadrant: u32,
+        column: u32,
+        columns: u32,
+        load: bool,
+    ) -> Exec<()> {
+        let (cta, at) = (self.blocks + warp.cta, (quadrant * 512 + column) * 4);
+        if load {
+            self.generic_read(warp, cta, at, columns * 4, 0, false)
+        } else {
+            self.generic_write(warp, cta, at, columns * 4, 0, false)
+        }
     }
 
     /// A read by the asynchronous proxy, issued when the clocks were `clocks`.

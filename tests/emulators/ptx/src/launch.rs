@@ -319,7 +319,7 @@ fn check(kernel: &Kernel, config: &LaunchConfig, args: &[u8]) -> Result<(), Faul
         )));
     }
     for i in 0..3 {
-        if config.grid[i] % config.cluster[i] != 0 {
+        if !config.grid[i].is_multiple_of(config.cluster[i]) {
             return Err(refuse(format!(
                 "grid {:?} is no multiple of cluster {:?}",
                 config.grid, config.cluster

@@ -317,9 +317,8 @@ impl Parser {
         let operand = self.operand()?;
         let size = ty.bytes() as usize;
         let value = match operand {
-            Operand::Int(v) => v,
+            Operand::Int(v) | Operand::F64(v) => v,
             Operand::F32(v) => u64::from(v),
-            Operand::F64(v) => v,
             Operand::Float(v) if ty == Ty::F64 => v.to_bits(),
             Operand::Float(v) => u64::from((v as f32).to_bits()),
             other => return Err(self.error(format!("initialiser {other:?} is not supported"))),
@@ -374,7 +373,7 @@ impl Parser {
                         }
                         ".reg" => self.registers(&mut out)?,
                         w if w.starts_with('.') => {
-                            out.extend(self.variables(false)?.into_iter().map(Stmt::Var))
+                            out.extend(self.variables(false)?.into_iter().map(Stmt::Var));
                         }
                         _ => out.push(Stmt::Inst(self.instruction()?)),
                     }

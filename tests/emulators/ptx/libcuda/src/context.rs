@@ -13,25 +13,25 @@ thread_local! {
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuInit(_flags: c_uint) -> Result {
+pub(crate) extern "C" fn cuInit(_flags: c_uint) -> Result {
     drop(state());
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDriverGetVersion(out: *mut c_int) -> Result {
+pub(crate) unsafe extern "C" fn cuDriverGetVersion(out: *mut c_int) -> Result {
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, 13_000) }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDeviceGetCount(out: *mut c_int) -> Result {
+pub(crate) unsafe extern "C" fn cuDeviceGetCount(out: *mut c_int) -> Result {
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, 1) }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDeviceGet(out: *mut c_int, ordinal: c_int) -> Result {
+pub(crate) unsafe extern "C" fn cuDeviceGet(out: *mut c_int, ordinal: c_int) -> Result {
     if ordinal != 0 {
         return INVALID_DEVICE;
     }
@@ -40,7 +40,7 @@ pub unsafe extern "C" fn cuDeviceGet(out: *mut c_int, ordinal: c_int) -> Result 
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDeviceGetName(out: *mut c_char, len: c_int, device: c_int) -> Result {
+pub(crate) unsafe extern "C" fn cuDeviceGetName(out: *mut c_char, len: c_int, device: c_int) -> Result {
     if device != 0 || out.is_null() || len <= 0 {
         return INVALID_VALUE;
     }
@@ -55,26 +55,31 @@ pub unsafe extern "C" fn cuDeviceGetName(out: *mut c_char, len: c_int, device: c
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDeviceTotalMem_v2(out: *mut usize, _device: c_int) -> Result {
+pub(crate) unsafe extern "C" fn cuDeviceTotalMem_v2(out: *mut usize, _device: c_int) -> Result {
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, 141 << 30) }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDeviceGetUuid(out: *mut [u8; 16], _device: c_int) -> Result {
+pub(crate) unsafe extern "C" fn cuDeviceGetUuid(out: *mut [u8; 16], _device: c_int) -> Result {
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, *b"emulated-by-fmha") }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDeviceGetUuid_v2(out: *mut [u8; 16], device: c_int) -> Result {
+pub(crate) unsafe extern "C" fn cuDeviceGetUuid_v2(out: *mut [u8; 16], device: c_int) -> Result {
     // SAFETY: handed on unchanged.
     unsafe { cuDeviceGetUuid(out, device) }
 }
 
+#[allow(clippy::match_same_arms, reason = "one line an attribute, in the order of cuda.h")]
 /// `CUdevice_attribute` by number. What is not listed reads as 0.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDeviceGetAttribute(out: *mut c_int, attribute: c_uint, device: c_int) -> Result {
+pub(crate) unsafe extern "C" fn cuDeviceGetAttribute(
+    out: *mut c_int,
+    attribute: c_uint,
+    device: c_int,
+) -> Result {
     if device != 0 {
         return INVALID_DEVICE;
     }
@@ -124,29 +129,29 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(out: *mut c_int, attribute: c_uint
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(out: *mut Handle, _device: c_int) -> Result {
+pub(crate) unsafe extern "C" fn cuDevicePrimaryCtxRetain(out: *mut Handle, _device: c_int) -> Result {
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, CONTEXT) }
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuDevicePrimaryCtxRelease_v2(_device: c_int) -> Result {
+pub(crate) extern "C" fn cuDevicePrimaryCtxRelease_v2(_device: c_int) -> Result {
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuDevicePrimaryCtxSetFlags_v2(_device: c_int, _flags: c_uint) -> Result {
+pub(crate) extern "C" fn cuDevicePrimaryCtxSetFlags_v2(_device: c_int, _flags: c_uint) -> Result {
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuDevicePrimaryCtxReset_v2(_device: c_int) -> Result {
+pub(crate) extern "C" fn cuDevicePrimaryCtxReset_v2(_device: c_int) -> Result {
     state().sticky = None;
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDevicePrimaryCtxGetState(
+pub(crate) unsafe extern "C" fn cuDevicePrimaryCtxGetState(
     _device: c_int,
     flags: *mut c_uint,
     active: *mut c_int,
@@ -156,14 +161,14 @@ pub unsafe extern "C" fn cuDevicePrimaryCtxGetState(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxCreate_v2(out: *mut Handle, _flags: c_uint, _device: c_int) -> Result {
+pub(crate) unsafe extern "C" fn cuCtxCreate_v2(out: *mut Handle, _flags: c_uint, _device: c_int) -> Result {
     STACK.with_borrow_mut(|s| s.push(CONTEXT));
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, CONTEXT) }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxCreate_v4(
+pub(crate) unsafe extern "C" fn cuCtxCreate_v4(
     out: *mut Handle,
     _params: *mut c_void,
     flags: c_uint,
@@ -174,13 +179,13 @@ pub unsafe extern "C" fn cuCtxCreate_v4(
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuCtxDestroy_v2(_context: Handle) -> Result {
+pub(crate) extern "C" fn cuCtxDestroy_v2(_context: Handle) -> Result {
     STACK.with_borrow_mut(Vec::pop);
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuCtxSetCurrent(context: Handle) -> Result {
+pub(crate) extern "C" fn cuCtxSetCurrent(context: Handle) -> Result {
     STACK.with_borrow_mut(|s| {
         s.pop();
         s.push(context);
@@ -189,20 +194,20 @@ pub extern "C" fn cuCtxSetCurrent(context: Handle) -> Result {
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxGetCurrent(out: *mut Handle) -> Result {
+pub(crate) unsafe extern "C" fn cuCtxGetCurrent(out: *mut Handle) -> Result {
     let current = STACK.with_borrow(|s| s.last().copied().unwrap_or(0));
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, current) }
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuCtxPushCurrent_v2(context: Handle) -> Result {
+pub(crate) extern "C" fn cuCtxPushCurrent_v2(context: Handle) -> Result {
     STACK.with_borrow_mut(|s| s.push(context));
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxPopCurrent_v2(out: *mut Handle) -> Result {
+pub(crate) unsafe extern "C" fn cuCtxPopCurrent_v2(out: *mut Handle) -> Result {
     let popped = STACK.with_borrow_mut(Vec::pop).unwrap_or(0);
     if out.is_null() {
         return SUCCESS;
@@ -212,59 +217,62 @@ pub unsafe extern "C" fn cuCtxPopCurrent_v2(out: *mut Handle) -> Result {
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxGetDevice(out: *mut c_int) -> Result {
+pub(crate) unsafe extern "C" fn cuCtxGetDevice(out: *mut c_int) -> Result {
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, 0) }
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuCtxSynchronize() -> Result {
+pub(crate) extern "C" fn cuCtxSynchronize() -> Result {
     state().sticky.unwrap_or(SUCCESS)
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuCtxSetFlags(_flags: c_uint) -> Result {
+pub(crate) extern "C" fn cuCtxSetFlags(_flags: c_uint) -> Result {
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxGetFlags(out: *mut c_uint) -> Result {
+pub(crate) unsafe extern "C" fn cuCtxGetFlags(out: *mut c_uint) -> Result {
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, 0) }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxGetApiVersion(_context: Handle, out: *mut c_uint) -> Result {
+pub(crate) unsafe extern "C" fn cuCtxGetApiVersion(_context: Handle, out: *mut c_uint) -> Result {
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, 13_000) }
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuCtxSetLimit(limit: c_uint, value: usize) -> Result {
+pub(crate) extern "C" fn cuCtxSetLimit(limit: c_uint, value: usize) -> Result {
     state().limits.insert(limit, value);
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxGetLimit(out: *mut usize, limit: c_uint) -> Result {
+pub(crate) unsafe extern "C" fn cuCtxGetLimit(out: *mut usize, limit: c_uint) -> Result {
     let value = state().limits.get(&limit).copied().unwrap_or(1024);
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, value) }
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuCtxSetCacheConfig(_config: c_uint) -> Result {
+pub(crate) extern "C" fn cuCtxSetCacheConfig(_config: c_uint) -> Result {
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxGetCacheConfig(out: *mut c_uint) -> Result {
+pub(crate) unsafe extern "C" fn cuCtxGetCacheConfig(out: *mut c_uint) -> Result {
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, 0) }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) -> Result {
+pub(crate) unsafe extern "C" fn cuCtxGetStreamPriorityRange(
+    least: *mut c_int,
+    greatest: *mut c_int,
+) -> Result {
     // SAFETY: output parameters of the driver API; either may be null.
     unsafe {
         put(least, 0);
@@ -274,18 +282,22 @@ pub unsafe extern "C" fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuCtxEnablePeerAccess(_context: Handle, _flags: c_uint) -> Result {
+pub(crate) extern "C" fn cuCtxEnablePeerAccess(_context: Handle, _flags: c_uint) -> Result {
     NOT_SUPPORTED
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDeviceCanAccessPeer(out: *mut c_int, _device: c_int, _peer: c_int) -> Result {
+pub(crate) unsafe extern "C" fn cuDeviceCanAccessPeer(
+    out: *mut c_int,
+    _device: c_int,
+    _peer: c_int,
+) -> Result {
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, 0) }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDeviceGetPCIBusId(out: *mut c_char, len: c_int, _device: c_int) -> Result {
+pub(crate) unsafe extern "C" fn cuDeviceGetPCIBusId(out: *mut c_char, len: c_int, _device: c_int) -> Result {
     let id = b"0000:00:00.0\0";
     if out.is_null() || (len as usize) < id.len() {
         return INVALID_VALUE;
@@ -296,11 +308,11 @@ pub unsafe extern "C" fn cuDeviceGetPCIBusId(out: *mut c_char, len: c_int, _devi
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuProfilerStart() -> Result {
+pub(crate) extern "C" fn cuProfilerStart() -> Result {
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuProfilerStop() -> Result {
+pub(crate) extern "C" fn cuProfilerStop() -> Result {
     SUCCESS
 }

@@ -59,14 +59,14 @@ fn find(code: Result) -> Option<&'static (Result, &'static CStr, &'static CStr)>
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGetErrorName(code: Result, out: *mut *const c_char) -> Result {
+pub(crate) unsafe extern "C" fn cuGetErrorName(code: Result, out: *mut *const c_char) -> Result {
     let name = find(code).map_or(c"CUDA_ERROR_UNKNOWN", |(_, n, _)| n);
     // SAFETY: the caller passes a place for one pointer, as the driver API demands.
     unsafe { put(out, name.as_ptr()) }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGetErrorString(code: Result, out: *mut *const c_char) -> Result {
+pub(crate) unsafe extern "C" fn cuGetErrorString(code: Result, out: *mut *const c_char) -> Result {
     let text = find(code).map_or(c"unknown error", |(.., t)| t);
     // SAFETY: the caller passes a place for one pointer, as the driver API demands.
     unsafe { put(out, text.as_ptr()) }

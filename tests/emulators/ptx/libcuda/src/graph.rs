@@ -81,7 +81,7 @@ pub(crate) fn submit(stream: Handle, node: Node) -> Result {
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGraphCreate(out: *mut Handle, _flags: c_uint) -> Result {
+pub(crate) unsafe extern "C" fn cuGraphCreate(out: *mut Handle, _flags: c_uint) -> Result {
     let mut s = state();
     let handle = s.handle();
     s.graphs.insert(handle, Vec::new());
@@ -90,7 +90,7 @@ pub unsafe extern "C" fn cuGraphCreate(out: *mut Handle, _flags: c_uint) -> Resu
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGraphInstantiateWithFlags(
+pub(crate) unsafe extern "C" fn cuGraphInstantiateWithFlags(
     out: *mut Handle,
     graph: Handle,
     _flags: c_ulonglong,
@@ -104,7 +104,7 @@ pub unsafe extern "C" fn cuGraphInstantiateWithFlags(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGraphInstantiate_v2(
+pub(crate) unsafe extern "C" fn cuGraphInstantiate_v2(
     out: *mut Handle,
     graph: Handle,
     _node: *mut Handle,
@@ -116,29 +116,33 @@ pub unsafe extern "C" fn cuGraphInstantiate_v2(
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuGraphUpload(exec: Handle, _stream: Handle) -> Result {
+pub(crate) extern "C" fn cuGraphUpload(exec: Handle, _stream: Handle) -> Result {
     if state().execs.contains_key(&exec) { SUCCESS } else { INVALID_HANDLE }
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuGraphLaunch(exec: Handle, _stream: Handle) -> Result {
+pub(crate) extern "C" fn cuGraphLaunch(exec: Handle, _stream: Handle) -> Result {
     let Some(nodes) = state().execs.get(&exec).cloned() else { return INVALID_HANDLE };
     nodes.iter().map(Node::run).find(|&code| code != SUCCESS).unwrap_or(SUCCESS)
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuGraphDestroy(graph: Handle) -> Result {
+pub(crate) extern "C" fn cuGraphDestroy(graph: Handle) -> Result {
     if state().graphs.remove(&graph).is_some() { SUCCESS } else { INVALID_HANDLE }
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuGraphExecDestroy(exec: Handle) -> Result {
+pub(crate) extern "C" fn cuGraphExecDestroy(exec: Handle) -> Result {
     if state().execs.remove(&exec).is_some() { SUCCESS } else { INVALID_HANDLE }
 }
 
 /// Replaces what an instantiated graph replays. The real driver refuses a changed topology; the count stands for it.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGraphExecUpdate_v2(exec: Handle, graph: Handle, info: *mut c_int) -> Result {
+pub(crate) unsafe extern "C" fn cuGraphExecUpdate_v2(
+    exec: Handle,
+    graph: Handle,
+    info: *mut c_int,
+) -> Result {
     let mut s = state();
     let Some(nodes) = s.graphs.get(&graph).cloned() else { return INVALID_HANDLE };
     let Some(old) = s.execs.get_mut(&exec) else { return INVALID_HANDLE };
@@ -154,7 +158,11 @@ pub unsafe extern "C" fn cuGraphExecUpdate_v2(exec: Handle, graph: Handle, info:
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGraphGetNodes(graph: Handle, nodes: *mut Handle, count: *mut usize) -> Result {
+pub(crate) unsafe extern "C" fn cuGraphGetNodes(
+    graph: Handle,
+    nodes: *mut Handle,
+    count: *mut usize,
+) -> Result {
     let s = state();
     let Some(list) = s.graphs.get(&graph) else { return INVALID_HANDLE };
     if !nodes.is_null() {

@@ -10,7 +10,7 @@ use crate::state::{Handle, state};
 
 /// `CUlaunchAttribute`: a number, padding to 8 bytes, 64 bytes of value.
 #[repr(C)]
-pub struct Attribute {
+pub(crate) struct Attribute {
     id: c_uint,
     pad: c_uint,
     value: [c_uint; 16],
@@ -18,7 +18,7 @@ pub struct Attribute {
 
 /// `CUlaunchConfig`.
 #[repr(C)]
-pub struct Config {
+pub(crate) struct Config {
     grid: [c_uint; 3],
     block: [c_uint; 3],
     shared_bytes: c_uint,
@@ -150,7 +150,7 @@ fn cluster_of(function: Handle) -> [u32; 3] {
 
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments, reason = "the driver's signature")]
-pub unsafe extern "C" fn cuLaunchKernel(
+pub(crate) unsafe extern "C" fn cuLaunchKernel(
     function: Handle,
     grid_x: c_uint,
     grid_y: c_uint,
@@ -175,7 +175,7 @@ pub unsafe extern "C" fn cuLaunchKernel(
 
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments, reason = "the driver's signature")]
-pub unsafe extern "C" fn cuLaunchCooperativeKernel(
+pub(crate) unsafe extern "C" fn cuLaunchCooperativeKernel(
     function: Handle,
     grid_x: c_uint,
     grid_y: c_uint,
@@ -198,7 +198,7 @@ pub unsafe extern "C" fn cuLaunchCooperativeKernel(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuLaunchKernelEx(
+pub(crate) unsafe extern "C" fn cuLaunchKernelEx(
     config: *const Config,
     function: Handle,
     params: *mut *mut c_void,
@@ -217,7 +217,7 @@ pub unsafe extern "C" fn cuLaunchKernelEx(
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuLaunchHostFunc(
+pub(crate) extern "C" fn cuLaunchHostFunc(
     stream: Handle,
     function: Option<extern "C" fn(*mut c_void)>,
     data: *mut c_void,

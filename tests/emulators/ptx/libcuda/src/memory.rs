@@ -10,7 +10,7 @@ use crate::state::{Handle, state};
 const DEFAULT_POOL: Handle = 0xb0;
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemAlloc_v2(out: *mut u64, bytes: usize) -> Result {
+pub(crate) unsafe extern "C" fn cuMemAlloc_v2(out: *mut u64, bytes: usize) -> Result {
     if bytes == 0 {
         return INVALID_VALUE;
     }
@@ -20,19 +20,19 @@ pub unsafe extern "C" fn cuMemAlloc_v2(out: *mut u64, bytes: usize) -> Result {
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemFree_v2(address: u64) -> Result {
+pub(crate) extern "C" fn cuMemFree_v2(address: u64) -> Result {
     if address == 0 || state().device.free(address) { SUCCESS } else { INVALID_VALUE }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemAllocAsync(out: *mut u64, bytes: usize, _stream: Handle) -> Result {
+pub(crate) unsafe extern "C" fn cuMemAllocAsync(out: *mut u64, bytes: usize, _stream: Handle) -> Result {
     // SAFETY: handed on unchanged.
     unsafe { cuMemAlloc_v2(out, bytes) }
 }
 
 /// While its stream is captured the memory stays: the graph will use it again.
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemFreeAsync(address: u64, stream: Handle) -> Result {
+pub(crate) extern "C" fn cuMemFreeAsync(address: u64, stream: Handle) -> Result {
     if state().capturing(stream).is_some() {
         return SUCCESS;
     }
@@ -40,7 +40,7 @@ pub extern "C" fn cuMemFreeAsync(address: u64, stream: Handle) -> Result {
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemAllocFromPoolAsync(
+pub(crate) unsafe extern "C" fn cuMemAllocFromPoolAsync(
     out: *mut u64,
     bytes: usize,
     _pool: Handle,
@@ -51,7 +51,7 @@ pub unsafe extern "C" fn cuMemAllocFromPoolAsync(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemPoolCreate(out: *mut Handle, _props: *const c_void) -> Result {
+pub(crate) unsafe extern "C" fn cuMemPoolCreate(out: *mut Handle, _props: *const c_void) -> Result {
     let mut s = state();
     let handle = s.handle();
     s.pools.insert(handle, ());
@@ -60,22 +60,26 @@ pub unsafe extern "C" fn cuMemPoolCreate(out: *mut Handle, _props: *const c_void
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemPoolDestroy(pool: Handle) -> Result {
+pub(crate) extern "C" fn cuMemPoolDestroy(pool: Handle) -> Result {
     if state().pools.remove(&pool).is_some() { SUCCESS } else { INVALID_VALUE }
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemPoolTrimTo(_pool: Handle, _bytes: usize) -> Result {
+pub(crate) extern "C" fn cuMemPoolTrimTo(_pool: Handle, _bytes: usize) -> Result {
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemPoolSetAttribute(_pool: Handle, _attribute: c_uint, _value: *const c_void) -> Result {
+pub(crate) extern "C" fn cuMemPoolSetAttribute(
+    _pool: Handle,
+    _attribute: c_uint,
+    _value: *const c_void,
+) -> Result {
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemPoolGetAttribute(
+pub(crate) unsafe extern "C" fn cuMemPoolGetAttribute(
     _pool: Handle,
     attribute: c_uint,
     value: *mut c_void,
@@ -94,24 +98,24 @@ pub unsafe extern "C" fn cuMemPoolGetAttribute(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDeviceGetDefaultMemPool(out: *mut Handle, _device: c_int) -> Result {
+pub(crate) unsafe extern "C" fn cuDeviceGetDefaultMemPool(out: *mut Handle, _device: c_int) -> Result {
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, DEFAULT_POOL) }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuDeviceGetMemPool(out: *mut Handle, _device: c_int) -> Result {
+pub(crate) unsafe extern "C" fn cuDeviceGetMemPool(out: *mut Handle, _device: c_int) -> Result {
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, DEFAULT_POOL) }
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuDeviceSetMemPool(_device: c_int, _pool: Handle) -> Result {
+pub(crate) extern "C" fn cuDeviceSetMemPool(_device: c_int, _pool: Handle) -> Result {
     SUCCESS
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> Result {
+pub(crate) unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> Result {
     let all = 141usize << 30;
     let used = state().device.live_bytes() as usize;
     // SAFETY: output parameters of the driver API.
@@ -119,7 +123,11 @@ pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) ->
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemGetAddressRange_v2(base: *mut u64, bytes: *mut usize, address: u64) -> Result {
+pub(crate) unsafe extern "C" fn cuMemGetAddressRange_v2(
+    base: *mut u64,
+    bytes: *mut usize,
+    address: u64,
+) -> Result {
     let Some((start, size)) = state().device.allocation(address) else { return INVALID_VALUE };
     // SAFETY: output parameters of the driver API; either may be null.
     unsafe {
@@ -130,7 +138,11 @@ pub unsafe extern "C" fn cuMemGetAddressRange_v2(base: *mut u64, bytes: *mut usi
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuPointerGetAttribute(out: *mut c_void, attribute: c_uint, address: u64) -> Result {
+pub(crate) unsafe extern "C" fn cuPointerGetAttribute(
+    out: *mut c_void,
+    attribute: c_uint,
+    address: u64,
+) -> Result {
     let Some((start, size)) = state().device.allocation(address) else { return INVALID_VALUE };
     match attribute {
         // SAFETY: an output parameter whose width the attribute fixes.
@@ -150,7 +162,11 @@ pub unsafe extern "C" fn cuPointerGetAttribute(out: *mut c_void, attribute: c_ui
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemHostAlloc(out: *mut *mut c_void, bytes: usize, _flags: c_uint) -> Result {
+pub(crate) unsafe extern "C" fn cuMemHostAlloc(
+    out: *mut *mut c_void,
+    bytes: usize,
+    _flags: c_uint,
+) -> Result {
     let mut block = vec![0u128; bytes.div_ceil(16).max(1)].into_boxed_slice();
     let address = block.as_mut_ptr();
     state().host.insert(address as usize, block);
@@ -159,49 +175,59 @@ pub unsafe extern "C" fn cuMemHostAlloc(out: *mut *mut c_void, bytes: usize, _fl
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemAllocHost_v2(out: *mut *mut c_void, bytes: usize) -> Result {
+pub(crate) unsafe extern "C" fn cuMemAllocHost_v2(out: *mut *mut c_void, bytes: usize) -> Result {
     // SAFETY: handed on unchanged.
     unsafe { cuMemHostAlloc(out, bytes, 0) }
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemFreeHost(address: *mut c_void) -> Result {
+pub(crate) extern "C" fn cuMemFreeHost(address: *mut c_void) -> Result {
     if state().host.remove(&(address as usize)).is_some() { SUCCESS } else { INVALID_VALUE }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemHostGetFlags(out: *mut c_uint, _address: *mut c_void) -> Result {
+pub(crate) unsafe extern "C" fn cuMemHostGetFlags(out: *mut c_uint, _address: *mut c_void) -> Result {
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, 0) }
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, bytes: usize) -> Result {
+pub(crate) extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, bytes: usize) -> Result {
     Node::HostToDevice { to, from: from as usize, bytes }.run()
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemcpyDtoH_v2(to: *mut c_void, from: u64, bytes: usize) -> Result {
+pub(crate) extern "C" fn cuMemcpyDtoH_v2(to: *mut c_void, from: u64, bytes: usize) -> Result {
     Node::DeviceToHost { to: to as usize, from, bytes }.run()
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemcpyDtoD_v2(to: u64, from: u64, bytes: usize) -> Result {
+pub(crate) extern "C" fn cuMemcpyDtoD_v2(to: u64, from: u64, bytes: usize) -> Result {
     Node::DeviceToDevice { to, from, bytes }.run()
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, bytes: usize, stream: Handle) -> Result {
+pub(crate) extern "C" fn cuMemcpyHtoDAsync_v2(
+    to: u64,
+    from: *const c_void,
+    bytes: usize,
+    stream: Handle,
+) -> Result {
     submit(stream, Node::HostToDevice { to, from: from as usize, bytes })
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, bytes: usize, stream: Handle) -> Result {
+pub(crate) extern "C" fn cuMemcpyDtoHAsync_v2(
+    to: *mut c_void,
+    from: u64,
+    bytes: usize,
+    stream: Handle,
+) -> Result {
     submit(stream, Node::DeviceToHost { to: to as usize, from, bytes })
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: Handle) -> Result {
+pub(crate) extern "C" fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: Handle) -> Result {
     submit(stream, Node::DeviceToDevice { to, from, bytes })
 }
 
@@ -210,31 +236,31 @@ fn fill(to: u64, pattern: u32, width: usize, count: usize) -> Node {
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemsetD8_v2(to: u64, value: c_uchar, count: usize) -> Result {
+pub(crate) extern "C" fn cuMemsetD8_v2(to: u64, value: c_uchar, count: usize) -> Result {
     fill(to, value.into(), 1, count).run()
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemsetD16_v2(to: u64, value: c_ushort, count: usize) -> Result {
+pub(crate) extern "C" fn cuMemsetD16_v2(to: u64, value: c_ushort, count: usize) -> Result {
     fill(to, value.into(), 2, count).run()
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemsetD32_v2(to: u64, value: c_uint, count: usize) -> Result {
+pub(crate) extern "C" fn cuMemsetD32_v2(to: u64, value: c_uint, count: usize) -> Result {
     fill(to, value, 4, count).run()
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemsetD8Async(to: u64, value: c_uchar, count: usize, stream: Handle) -> Result {
+pub(crate) extern "C" fn cuMemsetD8Async(to: u64, value: c_uchar, count: usize, stream: Handle) -> Result {
     submit(stream, fill(to, value.into(), 1, count))
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemsetD16Async(to: u64, value: c_ushort, count: usize, stream: Handle) -> Result {
+pub(crate) extern "C" fn cuMemsetD16Async(to: u64, value: c_ushort, count: usize, stream: Handle) -> Result {
     submit(stream, fill(to, value.into(), 2, count))
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemsetD32Async(to: u64, value: c_uint, count: usize, stream: Handle) -> Result {
+pub(crate) extern "C" fn cuMemsetD32Async(to: u64, value: c_uint, count: usize, stream: Handle) -> Result {
     submit(stream, fill(to, value, 4, count))
 }

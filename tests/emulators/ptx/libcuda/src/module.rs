@@ -90,13 +90,13 @@ unsafe fn load(out: *mut Handle, image: *const c_void) -> Result {
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuModuleLoadData(out: *mut Handle, image: *const c_void) -> Result {
+pub(crate) unsafe extern "C" fn cuModuleLoadData(out: *mut Handle, image: *const c_void) -> Result {
     // SAFETY: handed on unchanged.
     unsafe { load(out, image) }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuModuleLoadDataEx(
+pub(crate) unsafe extern "C" fn cuModuleLoadDataEx(
     out: *mut Handle,
     image: *const c_void,
     _count: c_uint,
@@ -108,7 +108,7 @@ pub unsafe extern "C" fn cuModuleLoadDataEx(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuModuleLoad(out: *mut Handle, path: *const c_char) -> Result {
+pub(crate) unsafe extern "C" fn cuModuleLoad(out: *mut Handle, path: *const c_char) -> Result {
     if path.is_null() {
         return INVALID_VALUE;
     }
@@ -121,14 +121,14 @@ pub unsafe extern "C" fn cuModuleLoad(out: *mut Handle, path: *const c_char) -> 
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuModuleUnload(module: Handle) -> Result {
+pub(crate) extern "C" fn cuModuleUnload(module: Handle) -> Result {
     let mut s = state();
     s.function_names.retain(|(m, _), _| *m != module);
     if s.modules.remove(&module).is_some() { SUCCESS } else { INVALID_HANDLE }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuModuleGetFunction(
+pub(crate) unsafe extern "C" fn cuModuleGetFunction(
     out: *mut Handle,
     module: Handle,
     name: *const c_char,
@@ -156,7 +156,7 @@ pub unsafe extern "C" fn cuModuleGetFunction(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuModuleGetGlobal_v2(
+pub(crate) unsafe extern "C" fn cuModuleGetGlobal_v2(
     out: *mut u64,
     bytes: *mut usize,
     module: Handle,
@@ -180,7 +180,7 @@ pub unsafe extern "C" fn cuModuleGetGlobal_v2(
 
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments, reason = "the driver's signature")]
-pub unsafe extern "C" fn cuLibraryLoadData(
+pub(crate) unsafe extern "C" fn cuLibraryLoadData(
     out: *mut Handle,
     image: *const c_void,
     _jit: *mut c_uint,
@@ -195,12 +195,12 @@ pub unsafe extern "C" fn cuLibraryLoadData(
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuLibraryUnload(library: Handle) -> Result {
+pub(crate) extern "C" fn cuLibraryUnload(library: Handle) -> Result {
     cuModuleUnload(library)
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuLibraryGetKernel(
+pub(crate) unsafe extern "C" fn cuLibraryGetKernel(
     out: *mut Handle,
     library: Handle,
     name: *const c_char,
@@ -210,20 +210,24 @@ pub unsafe extern "C" fn cuLibraryGetKernel(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuLibraryGetModule(out: *mut Handle, library: Handle) -> Result {
+pub(crate) unsafe extern "C" fn cuLibraryGetModule(out: *mut Handle, library: Handle) -> Result {
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, library) }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuKernelGetFunction(out: *mut Handle, kernel: Handle) -> Result {
+pub(crate) unsafe extern "C" fn cuKernelGetFunction(out: *mut Handle, kernel: Handle) -> Result {
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, kernel) }
 }
 
 /// `CUfunction_attribute` by number.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuFuncGetAttribute(out: *mut c_int, attribute: c_uint, function: Handle) -> Result {
+pub(crate) unsafe extern "C" fn cuFuncGetAttribute(
+    out: *mut c_int,
+    attribute: c_uint,
+    function: Handle,
+) -> Result {
     let s = state();
     let Some(f) = s.functions.get(&function) else { return INVALID_HANDLE };
     let value = match attribute {
@@ -244,7 +248,7 @@ pub unsafe extern "C" fn cuFuncGetAttribute(out: *mut c_int, attribute: c_uint, 
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuFuncSetAttribute(function: Handle, attribute: c_uint, value: c_int) -> Result {
+pub(crate) extern "C" fn cuFuncSetAttribute(function: Handle, attribute: c_uint, value: c_int) -> Result {
     let mut s = state();
     let optin = s.arch.shared_optin;
     let Some(f) = s.functions.get_mut(&function) else { return INVALID_HANDLE };
@@ -271,6 +275,6 @@ pub extern "C" fn cuFuncSetAttribute(function: Handle, attribute: c_uint, value:
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuFuncSetCacheConfig(_function: Handle, _config: c_uint) -> Result {
+pub(crate) extern "C" fn cuFuncSetCacheConfig(_function: Handle, _config: c_uint) -> Result {
     SUCCESS
 }

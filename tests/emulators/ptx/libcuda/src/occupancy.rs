@@ -22,7 +22,7 @@ fn blocks_per_sm(function: Handle, threads: u32, dynamic: usize) -> Option<i32> 
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuOccupancyMaxActiveBlocksPerMultiprocessor(
+pub(crate) unsafe extern "C" fn cuOccupancyMaxActiveBlocksPerMultiprocessor(
     out: *mut c_int,
     function: Handle,
     threads: c_int,
@@ -36,7 +36,7 @@ pub unsafe extern "C" fn cuOccupancyMaxActiveBlocksPerMultiprocessor(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
+pub(crate) unsafe extern "C" fn cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
     out: *mut c_int,
     function: Handle,
     threads: c_int,
@@ -48,7 +48,7 @@ pub unsafe extern "C" fn cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuOccupancyAvailableDynamicSMemPerBlock(
+pub(crate) unsafe extern "C" fn cuOccupancyAvailableDynamicSMemPerBlock(
     out: *mut usize,
     _function: Handle,
     blocks: c_int,
@@ -60,7 +60,7 @@ pub unsafe extern "C" fn cuOccupancyAvailableDynamicSMemPerBlock(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuOccupancyMaxActiveClusters(
+pub(crate) unsafe extern "C" fn cuOccupancyMaxActiveClusters(
     out: *mut c_int,
     function: Handle,
     config: *const Config,
@@ -77,7 +77,7 @@ pub unsafe extern "C" fn cuOccupancyMaxActiveClusters(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuOccupancyMaxPotentialBlockSize(
+pub(crate) unsafe extern "C" fn cuOccupancyMaxPotentialBlockSize(
     min_grid: *mut c_int,
     block: *mut c_int,
     function: Handle,

@@ -27,7 +27,7 @@ fn find(name: &str) -> *mut c_void {
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGetProcAddress_v2(
+pub(crate) unsafe extern "C" fn cuGetProcAddress_v2(
     name: *const c_char,
     out: *mut *mut c_void,
     _version: c_int,
@@ -50,7 +50,7 @@ pub unsafe extern "C" fn cuGetProcAddress_v2(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGetProcAddress(
+pub(crate) unsafe extern "C" fn cuGetProcAddress(
     name: *const c_char,
     out: *mut *mut c_void,
     version: c_int,

@@ -14,13 +14,13 @@ fn is_default(stream: Handle) -> bool {
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuStreamCreate(out: *mut Handle, flags: c_uint) -> Result {
+pub(crate) unsafe extern "C" fn cuStreamCreate(out: *mut Handle, flags: c_uint) -> Result {
     // SAFETY: handed on unchanged.
     unsafe { cuStreamCreateWithPriority(out, flags, 0) }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuStreamCreateWithPriority(
+pub(crate) unsafe extern "C" fn cuStreamCreateWithPriority(
     out: *mut Handle,
     _flags: c_uint,
     priority: c_int,
@@ -33,12 +33,12 @@ pub unsafe extern "C" fn cuStreamCreateWithPriority(
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuStreamDestroy_v2(stream: Handle) -> Result {
+pub(crate) extern "C" fn cuStreamDestroy_v2(stream: Handle) -> Result {
     if state().streams.remove(&stream).is_some() { SUCCESS } else { INVALID_HANDLE }
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuStreamSynchronize(stream: Handle) -> Result {
+pub(crate) extern "C" fn cuStreamSynchronize(stream: Handle) -> Result {
     let mut s = state();
     if s.capturing(stream).is_some() {
         return STREAM_CAPTURE_UNSUPPORTED;
@@ -50,36 +50,36 @@ pub extern "C" fn cuStreamSynchronize(stream: Handle) -> Result {
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuStreamQuery(stream: Handle) -> Result {
+pub(crate) extern "C" fn cuStreamQuery(stream: Handle) -> Result {
     cuStreamSynchronize(stream)
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuStreamWaitEvent(stream: Handle, _event: Handle, _flags: c_uint) -> Result {
+pub(crate) extern "C" fn cuStreamWaitEvent(stream: Handle, _event: Handle, _flags: c_uint) -> Result {
     if is_default(stream) || state().streams.contains_key(&stream) { SUCCESS } else { INVALID_HANDLE }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuStreamGetCtx(_stream: Handle, out: *mut Handle) -> Result {
+pub(crate) unsafe extern "C" fn cuStreamGetCtx(_stream: Handle, out: *mut Handle) -> Result {
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, 0xc0) }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuStreamGetFlags(_stream: Handle, out: *mut c_uint) -> Result {
+pub(crate) unsafe extern "C" fn cuStreamGetFlags(_stream: Handle, out: *mut c_uint) -> Result {
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, 1) }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuStreamGetPriority(stream: Handle, out: *mut c_int) -> Result {
+pub(crate) unsafe extern "C" fn cuStreamGetPriority(stream: Handle, out: *mut c_int) -> Result {
     let priority = state().streams.get(&stream).map_or(0, |s| s.priority);
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, priority) }
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuStreamAttachMemAsync(
+pub(crate) extern "C" fn cuStreamAttachMemAsync(
     _stream: Handle,
     _address: u64,
     _bytes: usize,
@@ -89,7 +89,7 @@ pub extern "C" fn cuStreamAttachMemAsync(
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuStreamBeginCapture_v2(stream: Handle, _mode: c_uint) -> Result {
+pub(crate) extern "C" fn cuStreamBeginCapture_v2(stream: Handle, _mode: c_uint) -> Result {
     let mut s = state();
     match s.streams.get_mut(&stream) {
         Some(found) if found.capture.is_none() => {
@@ -102,7 +102,7 @@ pub extern "C" fn cuStreamBeginCapture_v2(stream: Handle, _mode: c_uint) -> Resu
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuStreamEndCapture(stream: Handle, out: *mut Handle) -> Result {
+pub(crate) unsafe extern "C" fn cuStreamEndCapture(stream: Handle, out: *mut Handle) -> Result {
     let mut s = state();
     let Some(nodes) = s.streams.get_mut(&stream).and_then(|found| found.capture.take()) else {
         return INVALID_VALUE;
@@ -114,14 +114,14 @@ pub unsafe extern "C" fn cuStreamEndCapture(stream: Handle, out: *mut Handle) ->
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuStreamIsCapturing(stream: Handle, out: *mut c_uint) -> Result {
+pub(crate) unsafe extern "C" fn cuStreamIsCapturing(stream: Handle, out: *mut c_uint) -> Result {
     let capturing = state().capturing(stream).is_some();
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, c_uint::from(capturing)) }
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuStreamGetCaptureInfo_v2(
+pub(crate) unsafe extern "C" fn cuStreamGetCaptureInfo_v2(
     stream: Handle,
     status: *mut c_uint,
     id: *mut c_ulonglong,
@@ -141,7 +141,7 @@ pub unsafe extern "C" fn cuStreamGetCaptureInfo_v2(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuEventCreate(out: *mut Handle, _flags: c_uint) -> Result {
+pub(crate) unsafe extern "C" fn cuEventCreate(out: *mut Handle, _flags: c_uint) -> Result {
     let mut s = state();
     let handle = s.handle();
     s.events.insert(handle, None);
@@ -150,12 +150,12 @@ pub unsafe extern "C" fn cuEventCreate(out: *mut Handle, _flags: c_uint) -> Resu
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuEventDestroy_v2(event: Handle) -> Result {
+pub(crate) extern "C" fn cuEventDestroy_v2(event: Handle) -> Result {
     if state().events.remove(&event).is_some() { SUCCESS } else { INVALID_HANDLE }
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuEventRecord(event: Handle, _stream: Handle) -> Result {
+pub(crate) extern "C" fn cuEventRecord(event: Handle, _stream: Handle) -> Result {
     match state().events.get_mut(&event) {
         Some(at) => {
             *at = Some(Instant::now());
@@ -166,23 +166,23 @@ pub extern "C" fn cuEventRecord(event: Handle, _stream: Handle) -> Result {
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuEventRecordWithFlags(event: Handle, stream: Handle, _flags: c_uint) -> Result {
+pub(crate) extern "C" fn cuEventRecordWithFlags(event: Handle, stream: Handle, _flags: c_uint) -> Result {
     cuEventRecord(event, stream)
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuEventQuery(event: Handle) -> Result {
+pub(crate) extern "C" fn cuEventQuery(event: Handle) -> Result {
     if state().events.contains_key(&event) { SUCCESS } else { INVALID_HANDLE }
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuEventSynchronize(event: Handle) -> Result {
+pub(crate) extern "C" fn cuEventSynchronize(event: Handle) -> Result {
     cuEventQuery(event)
 }
 
 /// Time of the host between the two records: the emulator's, never a device's.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuEventElapsedTime_v2(out: *mut f32, start: Handle, end: Handle) -> Result {
+pub(crate) unsafe extern "C" fn cuEventElapsedTime_v2(out: *mut f32, start: Handle, end: Handle) -> Result {
     let s = state();
     let (Some(a), Some(b)) = (s.events.get(&start), s.events.get(&end)) else { return INVALID_HANDLE };
     let (Some(a), Some(b)) = (a, b) else { return NOT_READY };
@@ -191,7 +191,7 @@ pub unsafe extern "C" fn cuEventElapsedTime_v2(out: *mut f32, start: Handle, end
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuEventElapsedTime(out: *mut f32, start: Handle, end: Handle) -> Result {
+pub(crate) unsafe extern "C" fn cuEventElapsedTime(out: *mut f32, start: Handle, end: Handle) -> Result {
     // SAFETY: handed on unchanged.
     unsafe { cuEventElapsedTime_v2(out, start, end) }
 }

@@ -17,7 +17,7 @@ unsafe fn list<T: Copy, U: From<T> + Copy, const N: usize>(from: *const T, n: us
 
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments, reason = "the driver's signature")]
-pub unsafe extern "C" fn cuTensorMapEncodeTiled(
+pub(crate) unsafe extern "C" fn cuTensorMapEncodeTiled(
     map: *mut [u8; 128],
     data_type: c_uint,
     rank: c_uint,
@@ -34,7 +34,7 @@ pub unsafe extern "C" fn cuTensorMapEncodeTiled(
     if map.is_null() || dims.is_null() || box_dims.is_null() || element_strides.is_null() {
         return INVALID_VALUE;
     }
-    if map as usize % 64 != 0 {
+    if !(map as usize).is_multiple_of(64) {
         eprintln!("emulated driver: tensor map at {map:?} is not aligned to 64 bytes");
         return INVALID_VALUE;
     }

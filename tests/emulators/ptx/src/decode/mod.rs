@@ -38,12 +38,15 @@ pub(crate) fn decode(
     Ok(d.finish(func))
 }
 
+/// File, type, first row, and the count of a ranged declaration (`%r<9>`).
+type Declared = (File, Ty, u32, Option<u32>);
+
 struct Decoder<'a> {
     program: Program,
     globals: &'a HashMap<String, Symbol>,
     symbols: HashMap<String, Symbol>,
     /// Registers by name, innermost scope last.
-    scopes: Vec<(usize, HashMap<String, (File, Ty, u32, Option<u32>)>)>,
+    scopes: Vec<(usize, HashMap<String, Declared>)>,
     /// `(scope, name)` to instruction index.
     labels: HashMap<(usize, String), u32>,
     next_scope: usize,
@@ -175,8 +178,7 @@ impl<'a> Decoder<'a> {
     fn declare(&mut self, ty: Ty, name: &str, count: Option<u32>) {
         let file = match ty.bytes() {
             0 => File::Pred,
-            8 => File::Double,
-            16 => File::Double,
+            8 | 16 => File::Double,
             _ => File::Word,
         };
         // A 128-bit register is two rows.

@@ -248,7 +248,7 @@ fn word(warp: &mut Warp, inst: &Inst, mask: u32, f: Wf, ftz: bool) {
         Wf::Brev => ints!(|a, b, c| a.reverse_bits()),
         Wf::BfindU => ints!(|a, b, c| 31u32.wrapping_sub(a.leading_zeros())),
         Wf::BfindS => {
-            ints!(|a, b, c| 31u32.wrapping_sub((a ^ ((a as i32) >> 31) as u32).leading_zeros()))
+            ints!(|a, b, c| 31u32.wrapping_sub((a ^ ((a as i32) >> 31) as u32).leading_zeros()));
         }
         Wf::BfeU => ints!(|a, b, c| bfe(u64::from(a), b, c, 32, false) as u32),
         Wf::BfeS => ints!(|a, b, c| bfe(i64::from(a as i32) as u64, b, c, 32, true) as u32),
@@ -470,6 +470,7 @@ fn mixed(warp: &mut Warp, inst: &Inst, mask: u32, f: Xf) {
 }
 
 #[inline(always)]
+#[allow(clippy::neg_cmp_op_on_partial_ord, reason = "the unordered forms are the negated opposites")]
 fn compare_f32(cmp: Cmp, a: f32, b: f32) -> bool {
     let unordered = a.is_nan() || b.is_nan();
     match cmp {
@@ -526,7 +527,7 @@ fn compare_rows(warp: &Warp, inst: &Inst, cmp: Cmp, ty: Ty, ftz: bool) -> u32 {
                     let nan = a.is_nan() || b.is_nan();
                     // An order of two doubles, told by three single values.
                     let sign =
-                        if nan { f32::NAN } else { f32::from((a > b) as u8) - f32::from((a < b) as u8) };
+                        if nan { f32::NAN } else { f32::from(u8::from(a > b)) - f32::from(u8::from(a < b)) };
                     compare_f32(cmp, sign, 0.0)
                 });
             }
@@ -605,12 +606,9 @@ fn half(warp: &mut Warp, inst: &Inst, mask: u32, f: Hf, bf16: bool, lanes: u8, f
                     Hf::Add => x + y,
                     Hf::Sub => x - y,
                     Hf::Mul => x * y,
-                    Hf::Min => fmin(x, y),
-                    Hf::Max => fmax(x, y),
-                    Hf::MinNan if x.is_nan() || y.is_nan() => fp::NAN,
-                    Hf::MaxNan if x.is_nan() || y.is_nan() => fp::NAN,
-                    Hf::MinNan => fmin(x, y),
-                    Hf::MaxNan => fmax(x, y),
+                    Hf::MinNan | Hf::MaxNan if x.is_nan() || y.is_nan() => fp::NAN,
+                    Hf::Min | Hf::MinNan => fmin(x, y),
+                    Hf::Max | Hf::MaxNan => fmax(x, y),
                     Hf::Ex2 => f64::from(x).exp2() as f32,
                     _ => f64::from(x).tanh() as f32,
                 },

@@ -194,7 +194,7 @@ impl Cluster {
             return Ok(step);
         }
         let want = warp.w[inst.src[0].row()][0];
-        if !(24..=256).contains(&want) || want % 8 != 0 {
+        if !(24..=256).contains(&want) || !want.is_multiple_of(8) {
             let text = format!("setmaxnreg {want}: not a multiple of 8 from 24 to 256");
             return Err(fault(FaultKind::RegisterBudget, text));
         }

@@ -8,7 +8,7 @@ use super::{Exec, fault};
 use crate::ast::{Space, Ty};
 use crate::fault::{Fault, FaultKind};
 use crate::hb::Clocks;
-use crate::memory::{PARAM_WINDOW, SHARED_WINDOW, WINDOW_BYTES, misaligned, out_of_bounds, uninitialised};
+use crate::memory::{SHARED_WINDOW, WINDOW_BYTES, misaligned, out_of_bounds, uninitialised};
 use crate::op::{AtomOp, Bulk, Code, Completion, Inst, Program, Route};
 
 /// One asynchronous operation, its operands evaluated.
@@ -101,7 +101,7 @@ impl Cluster {
         }
         let mut bytes = [0u8; 128];
         // NVRTC hands over the bare parameter address where the parameter lives in its own space.
-        let space = if address < PARAM_WINDOW && address < 1 << 16 { Space::Param } else { Space::Generic };
+        let space = if address < 1 << 16 { Space::Param } else { Space::Generic };
         let target = self.resolve(warp, space, address)?;
         self.read(warp, target, &mut bytes, lane, true)?;
         TensorMap::decode(&bytes).map_err(Box::new)
@@ -235,7 +235,7 @@ impl Cluster {
         for &(cta, at) in job.shared.iter().chain(end.iter()) {
             self.blocks[cta as usize].shared.check(at, job.bytes, align, "bulk copy in shared memory")?;
         }
-        if job.map.is_none() && job.global % 16 != 0 {
+        if job.map.is_none() && !job.global.is_multiple_of(16) {
             return Err(misaligned("bulk copy in global memory", job.global, 16));
         }
         Ok(())
@@ -314,6 +314,7 @@ impl Cluster {
                         let to = (swizzle.apply(at + 16 * n as u32) - at) as usize;
                         all[to..to + 16].copy_from_slice(chunk);
                     }
+                    shared.note_swizzle(at, job.bytes, swizzle);
                 }
                 (None, None) => shared.get_mut(at, job.bytes).copy_from_slice(data),
             }
@@ -371,8 +372,7 @@ impl Cluster {
         let size = map.element_bytes() as usize;
         let fill: &[u8] = match (map.nan_fill, map.data_type) {
             (false, _) => &[0; 8],
-            (true, 6) => &[0xff, 0x7f],
-            (true, 9) => &[0xff, 0x7f],
+            (true, 6 | 9) => &[0xff, 0x7f],
             (true, _) => &[0xff, 0xff, 0xff, 0x7f],
         };
         let step = i64::from(map.element_strides[0]);
@@ -459,7 +459,7 @@ impl Cluster {
         if let Some(first) = a.first_unwritten(at, data.len() as u64) {
             return Err(uninitialised("bulk reduction into global memory", a.base + first));
         }
-        if at % 4 != 0 || data.len() % 4 != 0 || ty.bytes() == 8 {
+        if !at.is_multiple_of(4) || !data.len().is_multiple_of(4) || ty.bytes() == 8 {
             let launch = std::sync::Arc::clone(&self.launch);
             let _guard = launch.wide_atomics.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
             let mut old = vec![0u8; data.len()];

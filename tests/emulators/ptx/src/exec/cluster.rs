@@ -195,11 +195,11 @@ impl Cluster {
             }
             self.expired = false;
             spent += executed;
-            if self.events != events {
+            if self.events == events {
+                self.quiet += executed;
+            } else {
                 self.idle_rounds = 0;
                 self.quiet = 0;
-            } else {
-                self.quiet += executed;
             }
             // In late mode nothing asynchronous completes while a warp can still go on.
             if executed == 0 || self.idle_rounds > 0 {
@@ -384,7 +384,6 @@ impl Cluster {
             }
             Code::Exit => return Ok(Step::Exit(active)),
             Code::Trap => return Err(fault(FaultKind::Trap, "trap")),
-            Code::Nop => {}
             Code::Clock => {
                 for i in lanes(active) {
                     warp.put(inst.dst[0], i, warp.executed);
@@ -437,7 +436,11 @@ impl Cluster {
             }
             Code::Bulk(bulk) => self.bulk(warp, program, inst, bulk, active)?,
             Code::BulkCommit | Code::BulkWait { .. } => return self.bulk_group(warp, inst),
-            Code::FenceMemory | Code::FenceTensorMap | Code::GridDepLaunch | Code::GridDepWait => {}
+            Code::Nop
+            | Code::FenceMemory
+            | Code::FenceTensorMap
+            | Code::GridDepLaunch
+            | Code::GridDepWait => {}
             Code::FenceProxyAsync => {
                 if let Some(t) = &mut self.tracker {
                     t.proxy_fence(warp);

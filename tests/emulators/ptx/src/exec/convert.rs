@@ -70,7 +70,7 @@ fn general(warp: &mut Warp, inst: &Inst, cvt: Cvt, mask: u32) {
 
 fn narrow(r: u64, ty: Ty) -> u64 {
     match ty {
-        Ty::S8 => u64::from(r as i8 as i16 as u16),
+        Ty::S8 => u64::from(i16::from(r as i8) as u16),
         _ if ty.bytes() == 1 => r & 0xff,
         _ if ty.bytes() == 2 => r & 0xffff,
         _ => r,

@@ -39,7 +39,6 @@ impl Cluster {
 
     pub(super) fn resolve(&self, warp: &Warp, space: Space, address: u64) -> Exec<Target> {
         Ok(match space {
-            Space::Global | Space::Const => Target::Global(address),
             Space::Shared | Space::SharedCluster => {
                 let (cta, at) = self.shared_target(warp, address)?;
                 if space == Space::Shared && cta != warp.cta {
@@ -60,7 +59,7 @@ impl Cluster {
             Space::Generic if address.wrapping_sub(PARAM_WINDOW) < WINDOW_BYTES => {
                 Target::Param(address - PARAM_WINDOW)
             }
-            Space::Generic => Target::Global(address),
+            Space::Generic | Space::Global | Space::Const => Target::Global(address),
         })
     }
 

@@ -123,6 +123,7 @@ impl Cluster {
     }
 }
 
+#[allow(clippy::needless_range_loop, reason = "lanes index several rows")]
 /// `d = a * b + c` for one warp: m16n8 with K of 16 or 32 bytes.
 fn multiply(warp: &mut Warp, program: &Program, inst: &Inst, mma: Mma) {
     let (dst, src) = program.list(inst);

@@ -209,6 +209,11 @@ impl Cluster {
         Ok(state)
     }
 
+    /// The clocks gathered so far, to be handed back through [`arrive_plain`](Self::arrive_plain).
+    pub(super) fn take_gathered(&mut self, cta: u32, at: u32) -> Exec<Clocks> {
+        Ok(std::mem::take(&mut self.barrier_at(cta, at)?.gathered))
+    }
+
     fn test_wait(
         &mut self,
         warp: &mut Warp,

@@ -11,11 +11,13 @@ mod matrix;
 mod mbarrier;
 mod tensor;
 mod tmem;
+mod tmma;
 mod warp;
 mod wgmma;
 
 pub(crate) use alu::detect;
 pub(crate) use cluster::{Cluster, Launch, Status};
+pub(crate) use tensor::Swizzle;
 pub use tensor::TensorMap;
 pub(crate) use warp::Warp;
 

@@ -62,8 +62,8 @@ pub struct TensorMap {
 /// The first bytes of an encoded map. The rest of the encoding is this emulator's own.
 const MAGIC: u32 = 0x7e4a_50a7;
 
-fn refuse(text: String) -> Fault {
-    Fault::new(FaultKind::Descriptor, format!("tensor map: {text}"))
+fn refuse(text: impl Into<String>) -> Fault {
+    Fault::new(FaultKind::Descriptor, format!("tensor map: {}", text.into()))
 }
 
 impl TensorMap {
@@ -105,7 +105,7 @@ impl TensorMap {
         if self.interleave != 0 {
             return Err(refuse(format!("interleave {} is not supported here", self.interleave)));
         }
-        if self.address % 16 != 0 {
+        if !self.address.is_multiple_of(16) {
             return Err(refuse(format!("globalAddress {:#x} is no multiple of 16", self.address)));
         }
         let size = u64::from(self.element_bytes());

@@ -84,6 +84,8 @@ pub(crate) struct Asynchrony {
     pub(crate) bulk_done: u32,
     /// Of the bulk groups, those whose sources are known read (`wait_group.read`).
     pub(crate) bulk_read: u32,
+    /// `tcgen05` products and copies issued.
+    pub(crate) tcgen_issued: u32,
     pub(crate) copy_committed: u32,
     pub(crate) copy_done: u32,
     /// Generation of the cluster barrier at the last arrival.

@@ -75,7 +75,7 @@ pub(super) struct Descriptor {
 }
 
 impl Descriptor {
-    fn sm90(bits: u64) -> Exec<Self> {
+    pub(super) fn sm90(bits: u64) -> Exec<Self> {
         let field = |at: u32| ((bits >> at) as u32 & 0x3fff) << 4;
         let swizzle = match bits >> 62 {
             0 => Swizzle::None,
@@ -185,6 +185,7 @@ impl Operand {
         self.chunks(|at, r, k| {
             range = (range.0.min(at), range.1.max(at + 16));
             shared.check(at, 16, 16, self.what)?;
+            shared.check_swizzle(at, self.desc.swizzle, self.what)?;
             if check {
                 shared.check_written(at, 16, self.what)?;
             }

@@ -2,7 +2,8 @@
 
 use super::{misaligned, out_of_bounds, uninitialised};
 use crate::decode::RESERVED_SHARED;
-use crate::fault::Fault;
+use crate::exec::Swizzle;
+use crate::fault::{Fault, FaultKind};
 
 type Exec<T> = Result<T, Box<Fault>>;
 
@@ -15,6 +16,8 @@ pub(crate) struct Shared {
     /// Number of the last write to each KiB, and of the last write at all.
     stamps: Vec<u64>,
     clock: u64,
+    /// Swizzle of the tensor copy that wrote each KiB last; `None` after any other write.
+    swizzles: Vec<Option<Swizzle>>,
 }
 
 impl Shared {
@@ -26,6 +29,7 @@ impl Shared {
             init: vec![0; n.div_ceil(64)],
             stamps: vec![0; n.div_ceil(1024)],
             clock: 0,
+            swizzles: vec![None; n.div_ceil(1024)],
         }
     }
 
@@ -58,8 +62,31 @@ impl Shared {
     pub(crate) fn get_mut(&mut self, at: u32, bytes: u32) -> &mut [u8] {
         self.mark(at, bytes);
         self.clock += 1;
-        self.stamps[at as usize >> 10..=(at + bytes - 1) as usize >> 10].fill(self.clock);
+        let pages = at as usize >> 10..=(at + bytes - 1) as usize >> 10;
+        self.stamps[pages.clone()].fill(self.clock);
+        self.swizzles[pages].fill(None);
         &mut self.bytes[at as usize..(at + bytes) as usize]
+    }
+
+    /// Notes that a tensor copy wrote whole KiB of the range with `swizzle`.
+    pub(crate) fn note_swizzle(&mut self, at: u32, bytes: u32, swizzle: Swizzle) {
+        let whole = at.div_ceil(1024) as usize..((at + bytes) / 1024) as usize;
+        if !whole.is_empty() {
+            self.swizzles[whole].fill(Some(swizzle));
+        }
+    }
+
+    /// Fails when a tensor copy wrote the bytes at `at` with another swizzle.
+    pub(crate) fn check_swizzle(&self, at: u32, reads: Swizzle, what: &str) -> Exec<()> {
+        match self.swizzles[at as usize >> 10] {
+            Some(wrote) if wrote != reads => {
+                let text = format!(
+                    "{what} at {at:#x} with swizzle {reads:?}, a tensor copy wrote it with {wrote:?}"
+                );
+                Err(Box::new(Fault::new(FaultKind::Swizzle, text)))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The number of the last write, for [`unchanged`](Self::unchanged).

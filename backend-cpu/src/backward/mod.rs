@@ -15,19 +15,18 @@
 //! in one pass. Where there are fewer, tiles of keys (dK, dV) and tiles of queries (dQ) are tasks of
 //! their own: seven products instead of five, on every thread, with the same bits.
 
+mod tile;
+
 use fmha_core::{Bias, BwdArgs, SeqSpan, ValidBwd};
 
-use crate::blocks::{
-    AddTo, Columns, Gather, GatherRows, Gradient, Multiply, RowDots, Rows, Scores, TransposePanels,
-    row_stride,
-};
+use crate::blocks::{AddTo, RowDots, Rows};
 use crate::forward::{Blocks, Bytes, key_tiles};
 use crate::memory::{Floats, reserve};
-use crate::score::{Adjust, HeadScore, Keep, Panel, ScoreInputs};
+use crate::score::{Panel, ScoreInputs};
 use crate::simd::Simd;
 use crate::tasks::Threads;
 use crate::tensor::{Source, Target, f32_at};
-use crate::tile::Store;
+use tile::Tile;
 
 /// A backward call with its arguments checked.
 pub(crate) struct Backward<'a> {
@@ -58,32 +57,6 @@ struct Scratch {
     dq: Floats,
     dbias: Floats,
     row: Floats,
-}
-
-/// A tile of queries against a tile of keys.
-struct Tile {
-    keys: Floats,
-    /// K and V once more, as dense rows.
-    key_rows: Floats,
-    value_rows: Floats,
-    queries: Floats,
-    douts: Floats,
-    queries_transposed: Floats,
-    douts_transposed: Floats,
-    /// S, then P times its keep factor: a panel for each panel of queries.
-    weights: Floats,
-    /// dP, then dS.
-    gradients: Floats,
-    extra: Floats,
-    slope: Floats,
-    lse: Floats,
-    delta: Floats,
-    dlse: Floats,
-    /// Which rows of each panel are live.
-    panels: Vec<Option<Panel>>,
-    keys_finite: bool,
-    queries_finite: bool,
-    douts_finite: bool,
 }
 
 /// What every task of a call shares.
@@ -243,7 +216,6 @@ impl Shared<'_> {
         let (dim_qk, dim_v) = self.dims();
         let (cols_qk, cols_v) = (dim_qk.next_multiple_of(S::PANEL), dim_v.next_multiple_of(S::PANEL));
         let keys = self.key_capacity();
-        let panels = block_m / S::PANEL;
         let fwd = self.problem.fwd();
         let optional = |wanted: bool, len: usize| Floats::scratch(if wanted { len } else { 0 });
         let dq_rows = tasks
@@ -255,29 +227,8 @@ impl Shared<'_> {
             })
             .max()
             .unwrap_or(0);
-        let mut live = reserve(panels)?;
-        live.resize(panels, None);
         Ok(Scratch {
-            tile: Tile {
-                keys: Floats::scratch(keys * cols_qk)?,
-                key_rows: Floats::scratch(keys * row_stride(dim_qk))?,
-                value_rows: Floats::scratch(keys * row_stride(dim_v))?,
-                queries: Floats::scratch(block_m * cols_qk)?,
-                douts: Floats::scratch(block_m * cols_v)?,
-                queries_transposed: Floats::scratch(block_m * dim_qk)?,
-                douts_transposed: Floats::scratch(block_m * dim_v)?,
-                weights: Floats::scratch(block_m * keys)?,
-                gradients: Floats::scratch(block_m * keys)?,
-                extra: optional(fwd.drops() || self.score.has_bias(), keys * S::PANEL)?,
-                slope: optional(fwd.softcap.is_some(), keys * S::PANEL)?,
-                lse: Floats::scratch(block_m)?,
-                delta: Floats::scratch(block_m)?,
-                dlse: Floats::scratch(block_m)?,
-                panels: live,
-                keys_finite: true,
-                queries_finite: true,
-                douts_finite: true,
-            },
+            tile: self.tile::<S>()?,
             dk: Floats::scratch(keys * cols_qk)?,
             dv: Floats::scratch(keys * cols_v)?,
             dq: Floats::scratch(dq_rows * cols_qk)?,
@@ -514,194 +465,5 @@ impl Shared<'_> {
                 }
             }
         }
-    }
-
-    /// K and V of a tile, in panels.
-    fn load_keys<S: Simd>(&self, s: S, tile: &mut Tile, head: &HeadScore, j: u32, keys: usize) {
-        let (dim_qk, dim_v) = self.dims();
-        let capacity = self.key_capacity();
-        let (k, v) = (self.k.k_rows(head.span, head.i_head_kv), self.v.k_rows(head.span, head.i_head_kv));
-        s.run(Gather {
-            from: k.skip(j as usize),
-            rows: keys,
-            cols: dim_qk,
-            factor: head.descale_k,
-            to: tile.keys.as_mut_ptr(),
-            capacity,
-            pairs: false,
-            finite: &mut tile.keys_finite,
-        });
-        for (from, cols, factor, to) in [
-            (k, dim_qk, head.descale_k, &mut tile.key_rows),
-            (v, dim_v, head.descale_v, &mut tile.value_rows),
-        ] {
-            s.run(GatherRows {
-                from: from.skip(j as usize),
-                rows: keys,
-                cols,
-                factor,
-                to: to.as_mut_ptr(),
-                pairs: false,
-            });
-        }
-    }
-
-    /// Q and dO of a tile, in panels and transposed; LSE and delta.
-    fn load_queries<S: Simd>(
-        &self,
-        s: S,
-        tile: &mut Tile,
-        head: &HeadScore,
-        i_head: u32,
-        i: u32,
-        queries: usize,
-    ) {
-        let (dim_qk, dim_v) = self.dims();
-        let span = head.span;
-        let (q, dout) = (self.q.q_rows(span, i_head), self.dout.q_rows(span, i_head));
-        let capacity = self.blocks.block_m;
-        for (from, cols, factor, to, transposed, finite) in [
-            (
-                q,
-                dim_qk,
-                head.descale_q,
-                &mut tile.queries,
-                &mut tile.queries_transposed,
-                &mut tile.queries_finite,
-            ),
-            (dout, dim_v, 1.0, &mut tile.douts, &mut tile.douts_transposed, &mut tile.douts_finite),
-        ] {
-            let from = from.skip(i as usize);
-            s.run(Gather {
-                from,
-                rows: queries,
-                cols,
-                factor,
-                to: to.as_mut_ptr(),
-                capacity,
-                pairs: false,
-                finite,
-            });
-            let (from, to) = (to.as_ptr(), transposed.as_mut_ptr());
-            s.run(TransposePanels { from, capacity, rows: queries, cols, to });
-        }
-        for lane in 0..capacity {
-            let (mut lse, mut delta, mut dlse) = (f32::INFINITY, 0.0, 0.0);
-            if lane < queries {
-                let index = span.lse_index(self.problem.fwd(), i_head, i + lane as u32);
-                lse = f32_at(&self.args.lse, index);
-                // SAFETY: one number for each row.
-                delta = unsafe { *self.delta.as_ptr().add(index) };
-                dlse = self.dlse_at(index) as f32;
-                // A row that saw nothing has P = 0 = exp(S - inf).
-                if lse == f32::NEG_INFINITY {
-                    lse = f32::INFINITY;
-                }
-            }
-            // SAFETY: block_m numbers each.
-            unsafe {
-                *tile.lse.as_mut_ptr().add(lane) = lse;
-                *tile.delta.as_mut_ptr().add(lane) = delta;
-                *tile.dlse.as_mut_ptr().add(lane) = dlse;
-            }
-        }
-    }
-
-    /// P and dS of the tile, and which of its panels are live; dS through the soft-cap if `capped`.
-    #[expect(clippy::too_many_arguments, reason = "a tile is two ranges")]
-    fn gradients<S: Simd>(
-        &self,
-        s: S,
-        tile: &mut Tile,
-        head: &HeadScore,
-        i: u32,
-        queries: usize,
-        j: u32,
-        keys: usize,
-        capped: bool,
-    ) {
-        let (dim_qk, dim_v) = self.dims();
-        let capacity = self.key_capacity();
-        tile.panels.fill(None);
-        for first in (0..queries).step_by(S::PANEL) {
-            let number = first / S::PANEL;
-            let live = S::PANEL.min(queries - first);
-            let offset = number * capacity * S::PANEL;
-            let weights = tile.weights.as_mut_ptr().wrapping_add(offset);
-            let gradients = tile.gradients.as_mut_ptr().wrapping_add(offset);
-            let panel = Panel::new(head.band, i + first as u32, live, j, keys);
-            tile.panels[number] = panel;
-            let Some(panel) = panel else { continue };
-            s.run(Scores {
-                panel,
-                keys: tile.key_rows.as_ptr(),
-                queries: tile.queries_transposed.as_ptr().wrapping_add(first * dim_qk),
-                dim: dim_qk,
-                factor: head.softmax_scale,
-                scores: weights,
-                pairs: false,
-            });
-            let capped = capped && head.softcap.is_some();
-            if head.adjusts(&panel) {
-                let slope = capped.then(|| tile.slope.as_mut_ptr());
-                s.run(Adjust { head, panel, scores: weights, bias: tile.extra.as_mut_ptr(), slope });
-            }
-            s.run(Scores {
-                panel,
-                keys: tile.value_rows.as_ptr(),
-                queries: tile.douts_transposed.as_ptr().wrapping_add(first * dim_v),
-                dim: dim_v,
-                factor: 1.0,
-                scores: gradients,
-                pairs: false,
-            });
-            let keep = tile.extra.as_mut_ptr();
-            if head.drops {
-                s.run(Keep { mask: head.keep, panel, factor: head.keep_scale, to: keep });
-            }
-            s.run(Gradient {
-                panel,
-                capacity,
-                weights,
-                gradients,
-                keep: head.drops.then_some(keep.cast_const()),
-                lse: tile.lse.as_ptr().wrapping_add(first),
-                delta: tile.delta.as_ptr().wrapping_add(first),
-                dlse: tile.dlse.as_ptr().wrapping_add(first),
-            });
-            if capped {
-                s.run(Multiply { panel, x: gradients, y: tile.slope.as_ptr() });
-            }
-        }
-    }
-
-    /// `dQ += dS K` of the tile.
-    fn add_dq<S: Simd>(&self, s: S, tile: &Tile, head: &HeadScore, out: *mut f32, out_capacity: usize) {
-        let capacity = self.key_capacity();
-        for (number, panel) in tile.panels.iter().enumerate() {
-            let Some(panel) = *panel else { continue };
-            let columns = Columns {
-                panel,
-                weights: tile.gradients.as_ptr().wrapping_add(number * capacity * S::PANEL),
-                right: tile.keys.as_ptr(),
-                capacity,
-                dim: self.dims().0,
-                out: out.wrapping_add(number * S::PANEL * S::PANEL),
-                out_capacity,
-                store: Store::Add,
-                pairs: false,
-            };
-            if panel.edge && !tile.keys_finite {
-                columns.visible_only::<S>(head.band);
-            } else {
-                s.run(columns);
-            }
-        }
-    }
-}
-
-impl Tile {
-    fn has_edge(&self) -> bool {
-        self.panels.iter().flatten().any(|panel| panel.edge)
     }
 }

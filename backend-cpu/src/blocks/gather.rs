@@ -1,0 +1,136 @@
+//! From the caller's tensors to panels and rows.
+
+use crate::simd::{Op, Simd};
+use crate::tensor::Matrix;
+
+/// Copies rows of a tensor into panels of the head dimension; says whether all were finite.
+pub(crate) struct Gather<'a> {
+    pub(crate) from: Matrix,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) factor: f32,
+    pub(crate) to: *mut f32,
+    /// Rows of a panel, or pairs of them.
+    pub(crate) capacity: usize,
+    pub(crate) pairs: bool,
+    pub(crate) finite: &'a mut bool,
+}
+
+impl<S: Simd> Op<S> for Gather<'_> {
+    #[inline(always)]
+    fn call(self, s: S) {
+        let Self { from, rows, cols, factor, to, capacity, pairs, finite } = self;
+        // SAFETY: rows and columns are inside the tensor and the scratch by construction of the task.
+        *finite = unsafe {
+            if S::BF16_DOT && pairs {
+                from.gather_pairs::<S>(rows, cols, to, capacity)
+            } else {
+                from.gather(s, rows, cols, factor, to, capacity)
+            }
+        };
+    }
+}
+
+/// Copies rows of a tensor into dense rows, [`row_stride`] apart.
+pub(crate) struct GatherRows {
+    pub(crate) from: Matrix,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) factor: f32,
+    pub(crate) to: *mut f32,
+    pub(crate) pairs: bool,
+}
+
+impl<S: Simd> Op<S> for GatherRows {
+    #[inline(always)]
+    fn call(self, s: S) {
+        let Self { from, rows, cols, factor, to, pairs } = self;
+        // SAFETY: as for `Gather`.
+        unsafe {
+            if S::BF16_DOT && pairs {
+                from.gather_row_pairs(rows, cols, to, row_stride(cols.div_ceil(2)));
+            } else {
+                from.gather_rows(s, rows, cols, factor, to, row_stride(cols));
+            }
+        }
+    }
+}
+
+/// How far dense rows of `cols` numbers lie apart: an odd number of cache lines, since rows a power
+/// of two apart would meet in a few sets of the cache.
+pub(crate) fn row_stride(cols: usize) -> usize {
+    (cols.div_ceil(16) | 1) * 16
+}
+
+/// Copies rows of a tensor into transposed panels of queries.
+pub(crate) struct GatherTransposed {
+    pub(crate) from: Matrix,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) factor: f32,
+    pub(crate) to: *mut f32,
+    /// Scratch of PANEL rows.
+    pub(crate) staging: *mut f32,
+    pub(crate) pairs: bool,
+}
+
+impl<S: Simd> Op<S> for GatherTransposed {
+    #[inline(always)]
+    fn call(self, s: S) {
+        let Self { from, rows, cols, factor, to, staging, pairs } = self;
+        if S::BF16_DOT && pairs {
+            // SAFETY: as for `Gather`.
+            unsafe { from.gather_transposed_pairs::<S>(rows, cols, to) };
+            return;
+        }
+        let capacity = S::PANEL;
+        for first in (0..rows).step_by(capacity) {
+            let live = capacity.min(rows - first);
+            // SAFETY: as for `Gather`.
+            unsafe { from.skip(first).gather(s, live, cols, factor, staging, capacity) };
+            let to = to.wrapping_add(first * cols);
+            TransposePanels { from: staging, capacity, rows: live, cols, to }.call(s);
+        }
+    }
+}
+
+/// Transposes panels of the head dimension, `rows` of them live, into panels of queries.
+pub(crate) struct TransposePanels {
+    /// `[cols / PANEL][capacity][PANEL]`.
+    pub(crate) from: *const f32,
+    pub(crate) capacity: usize,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    /// `[rows / PANEL][cols][PANEL]`.
+    pub(crate) to: *mut f32,
+}
+
+impl<S: Simd> Op<S> for TransposePanels {
+    #[inline(always)]
+    fn call(self, _: S) {
+        let Self { from, capacity, rows, cols, to } = self;
+        let width = S::PANEL;
+        for first in (0..rows).step_by(width) {
+            let to = to.wrapping_add(first * cols);
+            for panel in (0..cols).step_by(width) {
+                let from = from.wrapping_add(panel * capacity + first * width);
+                let to = to.wrapping_add(panel * width);
+                let live = width.min(cols - panel);
+                // SAFETY: capacities are multiples of PANEL, so the whole panel of rows is there; rows
+                // beyond the last hold old numbers, and their lanes reach nothing.
+                unsafe {
+                    for row in (0..width).step_by(4) {
+                        for col in (0..live).step_by(4) {
+                            let at = |r: usize| from.add((row + r) * width + col).cast::<[f32; 4]>();
+                            let block = [at(0).read(), at(1).read(), at(2).read(), at(3).read()];
+                            let transposed: [[f32; 4]; 4] = std::array::from_fn(|c| block.map(|row| row[c]));
+                            for (c, column) in transposed.into_iter().enumerate().take(live - col) {
+                                to.add((col + c) * width + row).cast::<[f32; 4]>().write(column);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,9 @@
+//! The kernels of a tile, each an [`Op`](crate::simd::Op): what a task calls one after another.
+
+mod gather;
+mod product;
+mod softmax;
+
+pub(crate) use gather::{Gather, GatherRows, GatherTransposed, TransposePanels, row_stride};
+pub(crate) use product::{Columns, FmaLoop, RowDots, Rows, Scores};
+pub(crate) use softmax::{AddTo, Gradient, Multiply, RowState, Softmax};

@@ -1,0 +1,208 @@
+//! What happens to a panel of scores once it is there: softmax forward, its gradient backward.
+
+use fmha_core::DType;
+
+use crate::score::Panel;
+use crate::simd::{Op, Simd, exp};
+
+/// Running state of the online softmax, a lane each.
+#[derive(Clone, Copy)]
+pub(crate) struct RowState {
+    pub(crate) row_max: *mut f32,
+    pub(crate) row_sum: *mut f32,
+    /// `exp(old row_max - new row_max)`, written.
+    pub(crate) alpha: *mut f32,
+}
+
+/// Scores to probabilities, in place: `P = exp(S - row_max)`, rounded to `round` when that is a
+/// 16-bit type (for `pairs`, two rows of P become one of bf16 pairs), and the running state (Milakov and Gimelshein, "Online normalizer calculation for
+/// softmax", arXiv 1805.02867).
+pub(crate) struct Softmax {
+    pub(crate) panel: Panel,
+    pub(crate) scores: *mut f32,
+    pub(crate) state: RowState,
+    pub(crate) round: DType,
+    pub(crate) pairs: bool,
+}
+
+impl<S: Simd> Op<S> for Softmax {
+    #[inline(always)]
+    fn call(self, s: S) {
+        match (self.round, self.panel.vectors::<S>()) {
+            (_, 1) if S::BF16_DOT && self.pairs => self.lanes::<S, 1, TO_PAIRS>(s),
+            (_, _) if S::BF16_DOT && self.pairs => self.lanes::<S, 2, TO_PAIRS>(s),
+            (DType::Bf16, 1) => self.lanes::<S, 1, TO_BF16>(s),
+            (DType::Bf16, _) => self.lanes::<S, 2, TO_BF16>(s),
+            (DType::F16, 1) => self.lanes::<S, 1, TO_F16>(s),
+            (DType::F16, _) => self.lanes::<S, 2, TO_F16>(s),
+            (_, 1) => self.lanes::<S, 1, EXACT>(s),
+            (_, _) => self.lanes::<S, 2, EXACT>(s),
+        }
+    }
+}
+
+/// What becomes of a P: kept in f32, or rounded to a 16-bit type.
+const EXACT: u8 = 0;
+const TO_F16: u8 = 1;
+const TO_BF16: u8 = 2;
+const TO_PAIRS: u8 = 3;
+
+impl Softmax {
+    #[inline(always)]
+    fn lanes<S: Simd, const VECTORS: usize, const ROUND: u8>(self, s: S) {
+        let width = S::PANEL;
+        let (first, last) = self.panel.rows;
+        let at = |row: usize, v: usize| self.scores.wrapping_add(row * width + v * S::LANES);
+        // SAFETY: rows and lanes of the panel, and PANEL numbers of each state.
+        unsafe {
+            let nothing = s.splat(f32::NEG_INFINITY);
+            let mut row_max = [nothing; VECTORS];
+            for (v, row_max) in row_max.iter_mut().enumerate() {
+                *row_max = s.load(self.state.row_max.add(v * S::LANES));
+            }
+            for row in first..last {
+                for (v, row_max) in row_max.iter_mut().enumerate() {
+                    // A NaN leaves the maximum alone and shows in P.
+                    *row_max = s.max(s.load(at(row, v)), *row_max);
+                }
+            }
+            let mut row_sum = [s.splat(0.0); VECTORS];
+            let mut base = row_max;
+            for (v, base) in base.iter_mut().enumerate() {
+                let old = self.state.row_max.add(v * S::LANES);
+                // Where nothing is seen yet, exp(-inf - 0) is the 0 that exp(-inf - -inf) is not.
+                *base = s.select_le(*base, nothing, s.splat(0.0), *base);
+                s.store(self.state.alpha.add(v * S::LANES), exp(s, s.sub(s.load(old), *base)));
+                s.store(old, row_max[v]);
+            }
+            if ROUND == TO_PAIRS {
+                for row in (first..last).step_by(2) {
+                    for v in 0..VECTORS {
+                        let low = exp(s, s.sub(s.load(at(row, v)), base[v]));
+                        row_sum[v] = s.add(row_sum[v], low);
+                        let mut high = s.splat(0.0);
+                        if row + 1 < last {
+                            high = exp(s, s.sub(s.load(at(row + 1, v)), base[v]));
+                            row_sum[v] = s.add(row_sum[v], high);
+                        }
+                        s.store(at(row / 2, v), s.pair_bf16(low, high));
+                    }
+                }
+            } else {
+                for row in first..last {
+                    for v in 0..VECTORS {
+                        let p = exp(s, s.sub(s.load(at(row, v)), base[v]));
+                        row_sum[v] = s.add(row_sum[v], p);
+                        let kept = match ROUND {
+                            TO_BF16 => s.round_to_bf16(p),
+                            TO_F16 => s.round_to_f16(p),
+                            _ => p,
+                        };
+                        s.store(at(row, v), kept);
+                    }
+                }
+            }
+            for (v, &sum) in row_sum.iter().enumerate() {
+                let (total, alpha) =
+                    (self.state.row_sum.add(v * S::LANES), self.state.alpha.add(v * S::LANES));
+                s.store(total, s.fma(s.load(total), s.load(alpha), sum));
+            }
+        }
+    }
+}
+
+/// `x *= y` over the rows of a panel.
+pub(crate) struct Multiply {
+    pub(crate) panel: Panel,
+    pub(crate) x: *mut f32,
+    pub(crate) y: *const f32,
+}
+
+impl<S: Simd> Op<S> for Multiply {
+    #[inline(always)]
+    fn call(self, s: S) {
+        let (first, last) = self.panel.rows;
+        for at in (first * S::PANEL..last * S::PANEL).step_by(S::LANES) {
+            // SAFETY: rows of two panels.
+            unsafe { s.store(self.x.add(at), s.mul(s.load(self.x.add(at)), s.load(self.y.add(at)))) };
+        }
+    }
+}
+
+/// S to P and dP to dS, in place on two panels: `P = exp(S - lse)`, `dS = P (keep dP - delta +
+/// dLSE)`, and the weights of dV, `keep P`. Rows outside the panel's live ones become 0.
+pub(crate) struct Gradient {
+    pub(crate) panel: Panel,
+    /// Rows of the panels.
+    pub(crate) capacity: usize,
+    pub(crate) weights: *mut f32,
+    pub(crate) gradients: *mut f32,
+    /// Keep factors, a panel.
+    pub(crate) keep: Option<*const f32>,
+    pub(crate) lse: *const f32,
+    pub(crate) delta: *const f32,
+    pub(crate) dlse: *const f32,
+}
+
+impl<S: Simd> Op<S> for Gradient {
+    #[inline(always)]
+    fn call(self, s: S) {
+        let width = S::PANEL;
+        let (first, last) = self.panel.rows;
+        let hidden = s.splat(f32::NEG_INFINITY);
+        let zero = s.splat(0.0);
+        // SAFETY: rows and lanes of the panels, PANEL numbers of lse and delta.
+        unsafe {
+            for v in 0..self.panel.vectors::<S>() {
+                let lane = v * S::LANES;
+                let (lse, delta) = (s.load(self.lse.add(lane)), s.load(self.delta.add(lane)));
+                let dlse = s.load(self.dlse.add(lane));
+                for row in first..last {
+                    let at = row * width + lane;
+                    let (score, dp) = (s.load(self.weights.add(at)), s.load(self.gradients.add(at)));
+                    let p = exp(s, s.sub(score, lse));
+                    // Where a row's LSE is NaN, its hidden keys still have P = 0.
+                    let p = if self.panel.edge { s.select_le(score, hidden, zero, p) } else { p };
+                    let (kept, dp) = match self.keep {
+                        None => (p, dp),
+                        Some(keep) => {
+                            let keep = s.load(keep.add(at));
+                            (s.mul(p, keep), s.mul(dp, keep))
+                        }
+                    };
+                    // dP - delta cancels, exactly where a query sees one key: dLSE comes after.
+                    let ds = s.mul(p, s.add(s.sub(dp, delta), dlse));
+                    // A hidden key's V, or a hidden query's dO, may hold NaN: 0 times it is not 0.
+                    let ds = if self.panel.edge { s.select_le(score, hidden, zero, ds) } else { ds };
+                    s.store(self.weights.add(at), kept);
+                    s.store(self.gradients.add(at), ds);
+                }
+            }
+            if self.panel.edge || last < self.capacity {
+                for panel in [self.weights, self.gradients] {
+                    std::slice::from_raw_parts_mut(panel, first * width).fill(0.0);
+                    let rest = (self.capacity - last) * width;
+                    std::slice::from_raw_parts_mut(panel.add(last * width), rest).fill(0.0);
+                }
+            }
+        }
+    }
+}
+
+/// `to += from` over the rows of a panel.
+pub(crate) struct AddTo {
+    pub(crate) panel: Panel,
+    pub(crate) from: *const f32,
+    pub(crate) to: *mut f32,
+}
+
+impl<S: Simd> Op<S> for AddTo {
+    #[inline(always)]
+    fn call(self, s: S) {
+        let (first, last) = self.panel.rows;
+        for at in (first * S::PANEL..last * S::PANEL).step_by(S::LANES) {
+            // SAFETY: rows of two panels.
+            unsafe { s.store(self.to.add(at), s.add(s.load(self.from.add(at)), s.load(self.to.add(at)))) };
+        }
+    }
+}

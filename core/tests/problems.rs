@@ -1,0 +1,301 @@
+//! What validates never leaves its extents; what does not is told by field and number.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use fmha_core::args::SeqArgs;
+use fmha_core::seq::spans;
+use fmha_core::{
+    Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale, DevSlice, Dims,
+    ElementwiseBias, FwdProblem, ProblemError, SeqMode, Shape, Strides, VLayout, ValidFwd,
+};
+use proptest::prelude::*;
+
+fn strides() -> impl Strategy<Value = Strides> {
+    let stride = prop_oneof![
+        4 => -3i64..200,
+        1 => Just(i64::MAX),
+        1 => Just(i64::MIN),
+        1 => (1i64 << 31) - 2..(1 << 31) + 2,
+        1 => (1i64 << 60) - 2..(1 << 62) + 2,
+    ];
+    let dim = prop_oneof![8 => Just(1i64), 1 => -2i64..30];
+    (stride.clone(), stride.clone(), stride, dim).prop_map(|(batch, seq, head, dim)| Strides {
+        batch,
+        seq,
+        head,
+        dim,
+    })
+}
+
+prop_compose! {
+    fn dims()(
+        batch in 0u32..4,
+        seqlen_q in 0u32..6,
+        seqlen_k in 0u32..6,
+        num_heads_q in 0u32..7,
+        num_heads_kv in 0u32..4,
+        head_dim_qk in 0u32..6,
+        head_dim_v in 0u32..6,
+    ) -> Dims {
+        Dims { batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v }
+    }
+}
+
+prop_compose! {
+    /// Anything; or, so that the strides alone decide, sound in everything else.
+    fn problem(sound: bool)(
+        mut dims in dims(),
+        packed in proptest::option::of((0u32..12, 0u32..12)),
+        dtypes in (0usize..7, 0usize..7, 0usize..7),
+        layouts in (strides(), strides(), strides(), strides()),
+        contiguous in any::<[bool; 4]>(),
+        col_major in any::<bool>(),
+        scale in proptest::option::of(any::<f32>()),
+        softcap in proptest::option::of(any::<f32>()),
+        p_drop in prop_oneof![Just(0.0f32), -0.5f32..1.5],
+        descale in any::<bool>(),
+    ) -> FwdProblem {
+        if sound {
+            dims.batch += 1;
+            dims.num_heads_kv += 1;
+            dims.num_heads_q = dims.num_heads_kv * (1 + dims.num_heads_q % 3);
+            (dims.head_dim_qk, dims.head_dim_v) = (dims.head_dim_qk + 1, dims.head_dim_v + 1);
+        }
+        let mode = packed
+            .map_or(SeqMode::Batch, |(total_q, total_k)| SeqMode::Group { total_q, total_k });
+        let mut problem = FwdProblem::batch(DType::ALL[dtypes.0], dims);
+        problem.mode = mode;
+        if dtypes.1 > 3 && !sound {
+            problem.dtype_v = DType::ALL[dtypes.1];
+        }
+        if dtypes.2 > 3 && !sound {
+            problem.dtype_o = DType::ALL[dtypes.2];
+        }
+        if col_major {
+            problem.v_layout = VLayout::ColMajor;
+        }
+        let pick = |contiguous, shape, other| if contiguous { Strides::bshd(shape) } else { other };
+        problem.q = pick(contiguous[0], problem.shape_q(), layouts.0);
+        problem.k = pick(contiguous[1], problem.shape_k(), layouts.1);
+        problem.v = match (contiguous[2], col_major) {
+            (true, true) => Strides::bhds(problem.shape_v()),
+            (contiguous, _) => pick(contiguous, problem.shape_v(), layouts.2),
+        };
+        problem.o = pick(contiguous[3], problem.shape_o(), layouts.3);
+        if !sound {
+            (problem.softmax_scale, problem.softcap, problem.p_drop) = (scale, softcap, p_drop);
+            problem.descale_q = if descale { Descale::PerTensor } else { Descale::None };
+        }
+        problem
+    }
+}
+
+/// Every element's offset, by the definition of strides in 128 bits.
+fn offsets(strides: Strides, shape: Shape) -> Vec<i128> {
+    let mut all = Vec::new();
+    for b in 0..shape.batch {
+        for s in 0..shape.seq {
+            for h in 0..shape.head {
+                for d in 0..shape.dim {
+                    all.push(
+                        [(b, strides.batch), (s, strides.seq), (h, strides.head), (d, strides.dim)]
+                            .iter()
+                            .map(|&(index, stride)| i128::from(index) * i128::from(stride))
+                            .sum(),
+                    );
+                }
+            }
+        }
+    }
+    all
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 4000,
+        max_global_rejects: 400_000,
+        failure_persistence: None,
+        ..ProptestConfig::default() })]
+
+    #[test]
+    fn what_validates_never_indexes_out_of_its_extents(problem in problem(true)) {
+        prop_assume!(problem.clone().validate().is_ok());
+        let Ok(valid) = problem.validate() else { return Ok(()) };
+        let dtypes = [valid.dtype_qk, valid.dtype_qk, valid.dtype_v, valid.dtype_o];
+        let tensors = [
+            (valid.q, valid.shape_q()),
+            (valid.k, valid.shape_k()),
+            (valid.v, valid.shape_v()),
+            (valid.o, valid.shape_o()),
+        ];
+        for ((strides, shape), dtype) in tensors.into_iter().zip(dtypes) {
+            let extent = i128::from(ValidFwd::extent_bytes(strides, shape, dtype));
+            let size = i128::from(dtype.size_bytes());
+            for offset in offsets(strides, shape) {
+                prop_assert!(offset >= 0 && (offset + 1) * size <= extent, "{strides:?} {shape:?}");
+            }
+        }
+        let mut written = offsets(valid.o, valid.shape_o());
+        written.sort_unstable();
+        prop_assert!(written.windows(2).all(|pair| pair[0] != pair[1]), "an element of O is written twice");
+    }
+
+    #[test]
+    fn a_refusal_names_its_field_and_a_number(problem in problem(false)) {
+        if let Err(error) = problem.validate() {
+            named(&error)?;
+        }
+    }
+
+    #[test]
+    fn spans_lie_inside_the_packed_tensors_or_are_refused(
+        cu_q in prop::collection::vec(-2i32..14, 4),
+        cu_k in prop::collection::vec(-2i32..14, 4),
+        used in prop::collection::vec(-1i32..6, 3),
+    ) {
+        let dims = Dims {
+            batch: 3, seqlen_q: 6, seqlen_k: 6, num_heads_q: 1, num_heads_kv: 1, head_dim_qk: 2, head_dim_v: 2,
+        };
+        let mut problem = FwdProblem::group(DType::F32, dims, 10, 11);
+        problem.seqused_k = true;
+        let args = SeqArgs {
+            cu_seqlens_q: Some(DevSlice::host(&cu_q)),
+            cu_seqlens_k: Some(DevSlice::host(&cu_k)),
+            seqused_k: Some(DevSlice::host(&used)),
+            seqused_q: None,
+        };
+        match spans(&problem, &args) {
+            Ok(spans) => for span in spans {
+                prop_assert!(span.q_row + span.seqlen_q <= 10 && span.seqlen_q <= 6);
+                prop_assert!(span.k_row + span.seqlen_k <= 11 && span.seqlen_k <= 6);
+            },
+            Err(error) => named(&error)?,
+        }
+    }
+}
+
+/// The sentence starts with the field, and has a number in it.
+fn named(error: &ProblemError) -> Result<(), TestCaseError> {
+    prop_assert!(error.text.starts_with(error.field), "`{}` does not name `{}`", error.text, error.field);
+    let number = error.text.chars().any(|c| c.is_ascii_digit());
+    let number = number || ["NaN", "inf"].iter().any(|word| error.text.contains(word));
+    let dtype = error.field.contains("dtype");
+    prop_assert!(number || dtype, "`{}` has no number", error.text);
+    Ok(())
+}
+
+const DIMS: Dims = Dims {
+    batch: 2,
+    seqlen_q: 3,
+    seqlen_k: 5,
+    num_heads_q: 4,
+    num_heads_kv: 2,
+    head_dim_qk: 8,
+    head_dim_v: 8,
+};
+
+/// A field, what its refusal must say, and the mistake.
+type Wrong<P> = (&'static str, &'static str, fn(&mut P));
+
+#[test]
+fn every_wrong_forward_problem_is_refused_by_field_and_number() {
+    let table: &[Wrong<FwdProblem>] = &[
+        ("batch", "0", |p| p.dims.batch = 0),
+        ("batch", "2147483648", |p| p.dims.batch = 1 << 31),
+        ("num_heads_q", "0", |p| p.dims.num_heads_q = 0),
+        ("num_heads_kv", "0", |p| p.dims.num_heads_kv = 0),
+        ("num_heads_q", "5", |p| p.dims.num_heads_q = 5),
+        ("head_dim_qk", "0", |p| p.dims.head_dim_qk = 0),
+        ("head_dim_qk", "1025", |p| p.dims.head_dim_qk = 1025),
+        ("head_dim_v", "0", |p| p.dims.head_dim_v = 0),
+        ("head_dim_v", "4096", |p| p.dims.head_dim_v = 4096),
+        ("seqlen_q", "2147483648", |p| p.dims.seqlen_q = 1 << 31),
+        ("seqlen_k", "4294967295", |p| p.dims.seqlen_k = u32::MAX),
+        ("total_q", "2147483648", |p| p.mode = SeqMode::Group { total_q: 1 << 31, total_k: 4 }),
+        ("total_k", "2147483648", |p| p.mode = SeqMode::Group { total_q: 4, total_k: 1 << 31 }),
+        ("dtype_v", "f16", |p| p.dtype_v = DType::F16),
+        ("dtype_o", "e4m3fn", |p| p.dtype_o = DType::E4m3Fn),
+        ("descale_q", "f32", |p| p.descale_q = Descale::PerTensor),
+        ("descale_k", "f32", |p| p.descale_k = Descale::PerKvHead),
+        ("descale_v", "f32", |p| p.descale_v = Descale::PerTensor),
+        ("scale_o", "f32", |p| p.scale_o = true),
+        ("q", "-32", |p| p.q.seq = -32),
+        ("q", "3", |p| p.q.dim = 3),
+        ("k", "2", |p| p.k.dim = 2),
+        ("k", "9223372036854775807", |p| p.k.batch = i64::MAX),
+        ("v", "0", |p| p.v.dim = 0),
+        ("v", "16", |p| p.v_layout = VLayout::ColMajor),
+        ("o", "0", |p| p.o.head = 0),
+        ("o", "7", |p| p.o.head = 7),
+        ("o", "-1", |p| p.o.batch = -1),
+        ("softmax_scale", "NaN", |p| p.softmax_scale = Some(f32::NAN)),
+        ("softmax_scale", "inf", |p| p.softmax_scale = Some(f32::INFINITY)),
+        ("softcap", "0", |p| p.softcap = Some(0.0)),
+        ("softcap", "-3", |p| p.softcap = Some(-3.0)),
+        ("softcap", "NaN", |p| p.softcap = Some(f32::NAN)),
+        ("p_drop", "1", |p| p.p_drop = 1.0),
+        ("p_drop", "-0.25", |p| p.p_drop = -0.25),
+        ("p_drop", "NaN", |p| p.p_drop = f32::NAN),
+        ("bias.dtype", "bf16", |p| p.bias = elementwise(DType::Bf16, 1)),
+        ("bias", "2", |p| p.bias = elementwise(DType::F32, 2)),
+    ];
+    for (field, number, change) in table {
+        let mut problem = FwdProblem::batch(DType::F32, DIMS);
+        change(&mut problem);
+        match problem.validate() {
+            Ok(_) => panic!("{field} {number} validates"),
+            Err(error) => {
+                assert_eq!(error.field, *field, "{error}");
+                assert!(error.text.contains(number), "`{error}` does not say {number}");
+            }
+        }
+    }
+}
+
+fn elementwise(dtype: DType, dim: i64) -> Bias {
+    let strides = Strides { batch: 60, seq: 5, head: 15, dim };
+    Bias::Elementwise(ElementwiseBias { dtype, broadcast: BiasBroadcast::BatchHead, strides })
+}
+
+#[test]
+fn every_wrong_backward_problem_is_refused_by_field_and_number() {
+    let table: &[Wrong<BwdProblem>] = &[
+        ("dtype_grad", "e5m2", |p| p.dtype_grad = DType::E5m2),
+        ("dq", "0", |p| p.dq.head = 0),
+        ("dk", "5", |p| p.dk.dim = 5),
+        ("dv", "-2", |p| p.dv.seq = -2),
+        ("dout", "2", |p| p.dout.dim = 2),
+        ("dsink", "0", |p| p.write_dsink = true),
+        ("dbias", "0", |p| p.dbias = Some(BiasGrad { dtype: DType::F32, strides: p.dq })),
+        ("num_heads_q", "5", |p| p.fwd.dims.num_heads_q = 5),
+    ];
+    for (field, number, change) in table {
+        let mut problem = BwdProblem::new(FwdProblem::batch(DType::F32, DIMS));
+        change(&mut problem);
+        let error = problem.validate().unwrap_err();
+        assert_eq!(error.field, *field, "{error}");
+        assert!(error.text.contains(number), "`{error}` does not say {number}");
+    }
+}
+
+#[test]
+fn every_wrong_combine_problem_is_refused_by_field_and_number() {
+    let rows = Shape { batch: 2, seq: 3, head: 4, dim: 8 };
+    let table: &[Wrong<CombineProblem>] = &[
+        ("num_parts", "0", |p| p.num_parts = 0),
+        ("batch", "0", |p| p.batch = 0),
+        ("num_heads_q", "0", |p| p.num_heads_q = 0),
+        ("head_dim_v", "2000", |p| p.head_dim_v = 2000),
+        ("dtype_part", "e4m3fn", |p| p.dtype_part = DType::E4m3Fn),
+        ("dtype_o", "e5m2fnuz", |p| p.dtype_o = DType::E5m2Fnuz),
+        ("part", "-8", |p| p.part.head = -8),
+        ("o", "0", |p| p.o.seq = 0),
+    ];
+    for (field, number, change) in table {
+        let mut problem = CombineProblem::new(2, DType::F32, DType::F32, rows);
+        change(&mut problem);
+        let error = problem.validate().unwrap_err();
+        assert_eq!(error.field, *field, "{error}");
+        assert!(error.text.contains(number), "`{error}` does not say {number}");
+    }
+}

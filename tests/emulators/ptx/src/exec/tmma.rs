@@ -1,0 +1,251 @@
+//! `tcgen05.mma`: products whose accumulator lies in tensor memory. PTX ISA 9.7.16.10.
+
+use super::cluster::Cluster;
+use super::tmem::COLUMNS;
+use super::warp::Warp;
+use super::wgmma::{Descriptor, Operand, element, element_bytes, multiply};
+use super::{Exec, fault};
+use crate::fault::FaultKind;
+use crate::op::{Elem, Inst, MmaKind, Program};
+
+/// An instruction descriptor, decoded (table 45 of the ISA).
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    m: usize,
+    n: usize,
+    a: Elem,
+    b: Elem,
+    negate: bool,
+    trans_a: bool,
+    trans_b: bool,
+}
+
+impl Shape {
+    fn decode(bits: u32, kind: MmaKind, pair: bool) -> Exec<Self> {
+        let bad =
+            |what: &str| fault(FaultKind::Descriptor, format!("instruction descriptor {bits:#x}: {what}"));
+        let elem = |code: u32| match (kind, code) {
+            (MmaKind::F16, 0) => Ok(Elem::F16),
+            (MmaKind::F16, 1) => Ok(Elem::Bf16),
+            (MmaKind::Tf32, 2) => Ok(Elem::Tf32),
+            (MmaKind::F8f6f4, 0) => Ok(Elem::E4m3),
+            (MmaKind::F8f6f4, 1) => Ok(Elem::E5m2),
+            _ => Err(bad(&format!("element type {code} of {kind:?} is not supported"))),
+        };
+        if bits >> 4 & 3 != 1 {
+            return Err(bad("only single precision accumulators are supported"));
+        }
+        if bits & 0b100 != 0 {
+            return Err(bad("sparse products are not supported"));
+        }
+        let shape = Self {
+            m: ((bits >> 24 & 31) * 16) as usize,
+            n: ((bits >> 17 & 63) * 8) as usize,
+            a: elem(bits >> 7 & 7)?,
+            b: elem(bits >> 10 & 7)?,
+            negate: (bits >> 13 & 1) != (bits >> 14 & 1),
+            trans_a: bits >> 15 & 1 != 0,
+            trans_b: bits >> 16 & 1 != 0,
+        };
+        let (m, n) = (shape.m, shape.n);
+        let fits = match (pair, m) {
+            (false, 64) => n % 8 == 0,
+            (false, 128) => n % 16 == 0,
+            (true, 128 | 256) => n % 32 == 0,
+            _ => false,
+        };
+        if !fits || n == 0 || n > 256 {
+            return Err(bad(&format!("M {m}, N {n} is no shape of cta_group::{}", 1 + u32::from(pair))));
+        }
+        Ok(shape)
+    }
+
+    /// Lane and column of element (m, n) of one block's part of D.
+    fn place(&self, pair: bool, m: usize, n: usize) -> (usize, usize) {
+        match (pair, self.m) {
+            (false, 64) => (m % 16 + 32 * (m / 16), n),
+            (true, 128) => (m + 64 * (n / (self.n / 2)), n % (self.n / 2)),
+            _ => (m, n),
+        }
+    }
+}
+
+impl Descriptor {
+    /// The shared-memory descriptor of `sm_100`.
+    pub(super) fn sm100(bits: u64) -> Exec<Self> {
+        let bad =
+            |what: &str| fault(FaultKind::Descriptor, format!("shared memory descriptor {bits:#x}: {what}"));
+        if bits >> 46 & 7 != 1 {
+            return Err(bad("bits 46 to 48 must be 0b001"));
+        }
+        if bits >> 49 & 7 != 0 || bits >> 52 & 1 != 0 {
+            return Err(bad("base offset and absolute strides are not supported"));
+        }
+        // The same fields as on sm_90, another code for the swizzle.
+        let swizzle = match bits >> 61 {
+            0 => 0,
+            2 => 1,
+            4 => 2,
+            6 => 3,
+            _ => return Err(bad("this swizzle is not supported")),
+        };
+        Self::sm90(bits & ((1 << 46) - 1) | swizzle << 62)
+    }
+}
+
+impl Cluster {
+    #[allow(clippy::too_many_arguments)] // One per part of the instruction.
+    pub(super) fn tensor_product(
+        &mut self,
+        warp: &mut Warp,
+        program: &Program,
+        inst: &Inst,
+        lane: usize,
+        a_tmem: bool,
+        kind: MmaKind,
+        pair: bool,
+    ) -> Exec<()> {
+        let list = program.list(inst).1;
+        let (b_bits, i_bits) = (warp.get(list[0], lane), warp.get(list[1], lane) as u32);
+        let shape = Shape::decode(i_bits, kind, pair)?;
+        let disabled: Vec<u32> = list[2..].iter().map(|r| warp.get(*r, lane) as u32).collect();
+        let accumulate = warp.pred(inst.src[2], inst.src_not) >> lane & 1 != 0;
+        let (_, column0) = self.tmem_address(warp, inst, lane);
+        let a_bits = warp.get(inst.src[1], lane);
+        let k = 32 / element_bytes(shape.a) as usize;
+        let ctas = if pair { vec![warp.cta & !1, warp.cta | 1] } else { vec![warp.cta] };
+        let clocks = self.tracker.as_mut().map(|t| t.tcgen_issue(warp)).unwrap_or_default();
+        let check = self.launch.options.check_uninitialised;
+        // Each block of a pair holds half of B's columns.
+        let part = shape.n / ctas.len();
+        let mut b = vec![0f32; k * shape.n];
+        for (i, &cta) in ctas.iter().enumerate() {
+            let operand = Operand {
+                desc: Descriptor::sm100(b_bits)?,
+                kind: shape.b,
+                transposed: shape.trans_b,
+                first: 0,
+                rows: part as u32,
+                depth: k as u32,
+                what: "tcgen05.mma operand B",
+            };
+            let block = &mut self.blocks[cta as usize];
+            let half = block.operands.read(&block.shared, &operand, b_bits, check, [1, part])?;
+            for row in 0..k {
+                b[row * shape.n + i * part..][..part].copy_from_slice(&half[row * part..(row + 1) * part]);
+            }
+            if let Some(t) = &mut self.tracker {
+                operand.chunks(|at, _, _| t.tcgen_read_shared(warp, &clocks, cta, at))?;
+            }
+        }
+        let rows = shape.m / ctas.len();
+        for &cta in &ctas {
+            let mut a = if a_tmem {
+                self.a_from_tmem(cta, a_bits as u32, shape, rows, k, pair)?
+            } else {
+                let operand = Operand {
+                    desc: Descriptor::sm100(a_bits)?,
+                    kind: shape.a,
+                    transposed: shape.trans_a,
+                    first: 0,
+                    rows: rows as u32,
+                    depth: k as u32,
+                    what: "tcgen05.mma operand A",
+                };
+                let block = &mut self.blocks[cta as usize];
+                let a = block.operands.read(&block.shared, &operand, a_bits, check, [k, 1])?;
+                if let Some(t) = &mut self.tracker {
+                    operand.chunks(|at, _, _| t.tcgen_read_shared(warp, &clocks, cta, at))?;
+                }
+                a.to_vec()
+            };
+            if a_tmem && let Some(t) = &mut self.tracker {
+                let columns = (k as u32 * element_bytes(shape.a)) / 4;
+                for quadrant in 0..4 {
+                    t.tcgen_tmem(warp, &clocks, cta, [quadrant, a_bits as u32 & 0xffff, columns], true)?;
+                }
+            }
+            if shape.negate {
+                a.iter_mut().for_each(|x| *x = -*x);
+            }
+            self.accumulate(cta, shape, pair, rows, column0, accumulate, [&a, &b], &disabled)?;
+            if let Some(t) = &mut self.tracker {
+                let columns = if pair && shape.m == 128 { shape.n / 2 } else { shape.n } as u32;
+                for quadrant in 0..4 {
+                    t.tcgen_tmem(warp, &clocks, cta, [quadrant, column0 as u32, columns], false)?;
+                }
+            }
+        }
+        self.counters.tensor_macs += (shape.m * shape.n * k) as u64;
+        Ok(())
+    }
+
+    /// A in tensor memory: row m in lane m (as D lies), packed along the columns.
+    fn a_from_tmem(
+        &self,
+        cta: u32,
+        address: u32,
+        shape: Shape,
+        rows: usize,
+        k: usize,
+        pair: bool,
+    ) -> Exec<Vec<f32>> {
+        let size = element_bytes(shape.a) as usize;
+        let column0 = (address & 0xffff) as usize;
+        let tmem = &self.blocks[cta as usize].tmem;
+        let mut a = vec![0f32; rows * k];
+        for m in 0..rows {
+            let (lane, _) = shape.place(pair, m, 0);
+            for column in 0..k * size / 4 {
+                let bits = tmem.get(lane, column0 + column)?;
+                for e in 0..4 / size {
+                    a[m * k + column * 4 / size + e] = element(shape.a, bits >> (8 * size * e));
+                }
+            }
+        }
+        Ok(a)
+    }
+
+    #[allow(clippy::too_many_arguments)] // Where, what shape, which operands.
+    fn accumulate(
+        &mut self,
+        cta: u32,
+        shape: Shape,
+        pair: bool,
+        rows: usize,
+        column0: usize,
+        accumulate: bool,
+        [a, b]: [&[f32]; 2],
+        disabled: &[u32],
+    ) -> Exec<()> {
+        let n = shape.n;
+        let k = a.len() / rows;
+        let last = shape.place(pair, rows - 1, n - 1).1;
+        if column0 + last >= COLUMNS {
+            let text = format!("D covers columns {column0} to {}, beyond {}", column0 + last, COLUMNS - 1);
+            return Err(fault(FaultKind::TensorMemory, text));
+        }
+        let mut d = vec![0f32; rows * n];
+        let tmem = &mut self.blocks[cta as usize].tmem;
+        if accumulate {
+            for m in 0..rows {
+                for j in 0..n {
+                    let (lane, column) = shape.place(pair, m, j);
+                    d[m * n + j] = f32::from_bits(tmem.get(lane, column0 + column)?);
+                }
+            }
+        }
+        multiply(a, b, &mut d, n, k, self.launch.simd);
+        let tmem = &mut self.blocks[cta as usize].tmem;
+        for m in 0..rows {
+            for j in 0..n {
+                let (lane, column) = shape.place(pair, m, j);
+                if disabled.get(lane / 32).is_some_and(|mask| mask >> (lane % 32) & 1 != 0) {
+                    continue;
+                }
+                tmem.set(lane, column0 + column, d[m * n + j].to_bits())?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,192 @@
+//! Each planted mistake is reported by its own name, and the sound twin of it is not.
+
+mod common;
+
+use common::{HEADER, block, checked, run, upload};
+use fmha_emu_ptx::{Device, Fault, FaultKind, LaunchConfig, Options, Report};
+
+/// Runs `body` with `%t` the thread, `%s` shared memory of 4 KiB, `%g` 128 words of zeros.
+fn try_body(body: &str, config: &LaunchConfig, options: &Options) -> Result<Report, Fault> {
+    let device = Device::new();
+    let data = upload(&device, &[0; 128]);
+    let ptx = format!(
+        "{HEADER}.visible .entry k(.param .u64 d) {{ .shared .align 128 .b8 mem[4096];
+        .reg .pred %p, %q; .reg .b32 %t, %s, %w<8>; .reg .b64 %g, %l, %x<4>;
+        mov.u32 %t, %tid.x; mov.u32 %s, mem; ld.param.u64 %g, [d]; mul.wide.u32 %l, %t, 4;
+        {body} ret; }}"
+    );
+    run(&device, &ptx, config, &data.to_le_bytes(), options)
+}
+
+fn kind(body: &str, threads: u32, options: &Options) -> Option<FaultKind> {
+    try_body(body, &block(threads, 0), options).err().map(|f| f.kind)
+}
+
+#[test]
+fn a_store_and_a_load_of_two_warps_need_a_barrier() {
+    let exchange = |barrier: &str| {
+        format!(
+            "shl.b32 %w0, %t, 2; add.u32 %w0, %s, %w0; st.shared.b32 [%w0], %t; {barrier}
+             xor.b32 %w1, %t, 32; shl.b32 %w1, %w1, 2; add.u32 %w1, %s, %w1; ld.shared.b32 %w2, [%w1];"
+        )
+    };
+    let mut options = checked();
+    options.check_uninitialised = false;
+    assert_eq!(kind(&exchange(""), 64, &options), Some(FaultKind::Race));
+    assert_eq!(kind(&exchange("bar.sync 0;"), 64, &options), None);
+}
+
+#[test]
+fn generic_writes_need_a_proxy_fence_before_a_bulk_store() {
+    let store = |fence: &str| {
+        format!(
+            "setp.eq.u32 %p, %t, 0; st.shared.b32 [%s], %t; st.shared.b32 [%s+4], %t; st.shared.b32 [%s+8], %t;
+             st.shared.b32 [%s+12], %t; {fence}
+             @%p cp.async.bulk.global.shared::cta.bulk_group [%g], [%s], 16;
+             @%p cp.async.bulk.commit_group; @%p cp.async.bulk.wait_group 0;"
+        )
+    };
+    assert_eq!(kind(&store(""), 1, &checked()), Some(FaultKind::MissingProxyFence));
+    assert_eq!(kind(&store("fence.proxy.async.shared::cta;"), 1, &checked()), None);
+}
+
+#[test]
+fn overwriting_the_source_of_a_bulk_store_needs_its_wait() {
+    let store = |wait: &str| {
+        format!(
+            "st.shared.v4.b32 [%s], {{%t, %t, %t, %t}}; fence.proxy.async.shared::cta;
+             cp.async.bulk.global.shared::cta.bulk_group [%g], [%s], 16; cp.async.bulk.commit_group;
+             {wait} st.shared.b32 [%s], 5; cp.async.bulk.wait_group 0;"
+        )
+    };
+    assert_eq!(kind(&store(""), 1, &checked()), Some(FaultKind::Race));
+    assert_eq!(kind(&store("cp.async.bulk.wait_group.read 0;"), 1, &checked()), None);
+}
+
+#[test]
+fn a_copy_into_shared_memory_needs_its_wait_group() {
+    let copy = |wait: &str| {
+        format!(
+            "cp.async.ca.shared.global [%s], [%g], 16; cp.async.commit_group; {wait} ld.shared.b32 %w0, [%s];"
+        )
+    };
+    assert_eq!(kind(&copy(""), 1, &checked()), Some(FaultKind::Race));
+    assert_eq!(kind(&copy("cp.async.wait_group 0;"), 1, &checked()), None);
+}
+
+#[test]
+fn an_mbarrier_orders_what_was_before_the_arrival() {
+    let pass = |wait: &str| {
+        format!(
+            "setp.eq.u32 %p, %t, 0; add.u32 %w5, %s, 1024;
+             @%p mbarrier.init.shared::cta.b64 [%w5], 1; bar.sync 0;
+             @%p st.shared.b32 [%s], 7; @%p mbarrier.arrive.shared::cta.b64 _, [%w5];
+             {wait} ld.shared.b32 %w2, [%s];"
+        )
+    };
+    let mut options = checked();
+    options.check_uninitialised = false;
+    let wait = "W: mbarrier.try_wait.parity.shared::cta.b64 %q, [%w5], 0; @!%q bra W;";
+    assert_eq!(kind(&pass(""), 64, &options), Some(FaultKind::Race));
+    assert_eq!(kind(&pass(wait), 64, &options), None);
+}
+
+#[test]
+fn a_phase_that_never_completes_is_a_deadlock_with_every_place() {
+    let body = "setp.eq.u32 %p, %t, 0; @%p mbarrier.init.shared::cta.b64 [%s], 2; bar.sync 0;
+        @%p mbarrier.arrive.shared::cta.b64 _, [%s];
+        W: mbarrier.try_wait.parity.shared::cta.b64 %q, [%s], 0; @!%q bra W;";
+    let fault = try_body(body, &block(64, 0), &Options::default()).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Deadlock);
+    assert!(fault.text.contains("warp 0") && fault.text.contains("warp 1"), "{fault}");
+}
+
+#[test]
+fn a_loop_that_changes_nothing_is_a_livelock() {
+    let mut options = Options::default();
+    options.spin_limit = 100_000;
+    assert_eq!(
+        kind("L: ld.volatile.global.b32 %w0, [%g]; setp.eq.u32 %p, %w0, 0; @%p bra L;", 32, &options),
+        Some(FaultKind::Livelock)
+    );
+}
+
+#[test]
+fn over_reads_misalignment_and_unwritten_bytes_have_their_own_names() {
+    let options = Options::default();
+    assert_eq!(kind("ld.global.b32 %w0, [%g+512];", 1, &options), Some(FaultKind::OutOfBounds));
+    assert_eq!(kind("ld.global.b32 %w0, [%g-4];", 1, &options), Some(FaultKind::OutOfBounds));
+    assert_eq!(kind("ld.global.b32 %w0, [%g+508];", 1, &options), None);
+    assert_eq!(kind("ld.global.b32 %w0, [%g+2];", 1, &options), Some(FaultKind::Misaligned));
+    assert_eq!(kind("ld.global.v4.b32 {%w0,%w1,%w2,%w3}, [%g+8];", 1, &options), Some(FaultKind::Misaligned));
+    assert_eq!(kind("ld.shared.b32 %w0, [%s+8];", 1, &options), Some(FaultKind::Uninitialised));
+    assert_eq!(kind("ld.shared.b32 %w0, [%s+4096];", 1, &options), Some(FaultKind::OutOfBounds));
+    assert_eq!(kind("ld.shared.b32 %w0, [16];", 1, &options), Some(FaultKind::OutOfBounds));
+}
+
+#[test]
+fn collectives_without_all_their_lanes_are_named() {
+    let options = Options::default();
+    let some = "setp.lt.u32 %p, %t, 16; @%p bra S; bra E;
+        S: shfl.sync.idx.b32 %w0, %t, 0, 31, -1; bra F; E: bar.sync 0; F: bar.sync 1;";
+    assert_eq!(kind(some, 32, &options), Some(FaultKind::DivergentCollective));
+    assert_eq!(
+        kind("setp.lt.u32 %p, %t, 16; @%p shfl.sync.idx.b32 %w0, %t, 0, 31, -1;", 32, &options),
+        Some(FaultKind::DivergentCollective)
+    );
+}
+
+#[test]
+fn a_register_budget_beyond_the_file_is_refused_or_waits() {
+    let options = Options::default();
+    assert_eq!(kind("setmaxnreg.inc.sync.aligned.u32 257;", 128, &options), Some(FaultKind::RegisterBudget));
+    // 384 threads start with 168 each; without a decrease the increase can never be granted.
+    assert_eq!(kind("setmaxnreg.inc.sync.aligned.u32 240;", 384, &options), Some(FaultKind::Deadlock));
+    let balanced = "setp.lt.u32 %p, %t, 128; @%p bra P; setmaxnreg.inc.sync.aligned.u32 240; bra E;
+        P: setmaxnreg.dec.sync.aligned.u32 24; E:";
+    assert_eq!(kind(balanced, 384, &options), None);
+}
+
+#[test]
+fn bank_conflicts_are_counted_and_broadcasts_are_not() {
+    let conflicts = |shift: u32| {
+        let body = format!(
+            "shl.b32 %w0, %t, {shift}; and.b32 %w0, %w0, 4095; add.u32 %w0, %s, %w0; st.shared.b32 [%w0], %t;"
+        );
+        try_body(&body, &block(32, 0), &Options::default()).unwrap().counters.bank_conflicts
+    };
+    assert_eq!(conflicts(2), 0);
+    assert_eq!(conflicts(3), 1);
+    assert_eq!(conflicts(7), 31);
+    assert_eq!(conflicts(31), 0);
+}
+
+#[test]
+fn an_unknown_instruction_is_an_error_with_its_line() {
+    let fault = try_body(
+        "\nwgmma.mma_async.sp.sync.aligned.m64n8k32.f32.f16.f16 %w0;",
+        &block(32, 0),
+        &Options::default(),
+    )
+    .unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Unsupported);
+    assert_eq!(fault.line, 8);
+}
+
+#[test]
+fn a_cluster_exchanges_through_distributed_shared_memory() {
+    let config = LaunchConfig { grid: [2, 1, 1], block: [32, 1, 1], cluster: [2, 1, 1], dynamic_shared: 0 };
+    let body = "mov.u32 %w0, %cluster_ctarank; st.shared.b32 [%s], %w0;
+        barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;
+        xor.b32 %w1, %w0, 1; mapa.shared::cluster.u32 %w2, %s, %w1; ld.shared::cluster.b32 %w3, [%w2];
+        setp.ne.u32 %p, %w3, %w1; @%p trap;
+        barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;";
+    let one_lane = body.replace("st.shared.b32", "setp.eq.u32 %q, %t, 0; @%q st.shared.b32");
+    assert!(try_body(&one_lane, &config, &checked()).is_ok());
+    let racing = one_lane
+        .replacen("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", "", 1)
+        .replace("@%p trap;", "");
+    let mut options = checked();
+    options.check_uninitialised = false;
+    assert_eq!(try_body(&racing, &config, &options).unwrap_err().kind, FaultKind::Race);
+}
