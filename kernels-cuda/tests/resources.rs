@@ -9,8 +9,9 @@
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 
 use fmha_core::source::KernelSource;
-use fmha_core::spec::{CombineSpec, FwdSpec, SeqKind};
+use fmha_core::spec::{BiasKind, CombineSpec, FwdSpec, SeqKind};
 use fmha_core::{DType, MaskKind};
+use fmha_kernels_cuda::sm90::Sm90Tile;
 use fmha_kernels_cuda::{COMPILE_OPTIONS, combine, simt, sm90};
 use libloading::Library;
 
@@ -87,6 +88,18 @@ fn kernels() -> Vec<(String, KernelSource)> {
                 .push((format!("sm90_{qk}x{v}_{mask_name}"), sm90::fwd(&spec, &sm90::default_tile(&spec))));
         }
     }
+    let mut variant = |name: &str, spec: FwdSpec, change: fn(&mut Sm90Tile)| {
+        let mut tile = sm90::default_tile(&spec);
+        change(&mut tile);
+        kernels.push((name.to_owned(), sm90::fwd(&spec, &tile)));
+    };
+    let upper = |dim| FwdSpec::plain(DType::Bf16, dim, MaskKind::Upper);
+    variant("sm90_64_upper_short", upper(64), |tile| tile.block_m = 128);
+    variant("sm90_128_upper_long", upper(128), |tile| (tile.block_n, tile.wait_anchor) = (160, 40));
+    variant("sm90_128_upper_few_rows", upper(128), |tile| tile.block_m = 64);
+    variant("sm90_128_upper_packed", upper(128), |tile| tile.pack_gqa = true);
+    variant("sm90_128_softcap", FwdSpec { softcap: true, ..upper(128) }, |_| {});
+    variant("sm90_256_alibi", FwdSpec { bias: BiasKind::Alibi, ..upper(256) }, |_| {});
     let group = FwdSpec { seq: SeqKind::Group, ..FwdSpec::plain(DType::F16, 128, MaskKind::Upper) };
     kernels.push(("sm90_128_upper_group".to_owned(), sm90::fwd(&group, &sm90::default_tile(&group))));
     kernels.push(("simt_128_band".to_owned(), simt::fwd(&FwdSpec::plain(DType::Bf16, 128, MaskKind::Band))));

@@ -27,13 +27,6 @@ FMHA_DEVICE void mbarrier_arrive_expect_tx(Barrier& barrier, uint32_t bytes) {
                : "memory");
 }
 
-// needs: sm_90. Only announces.
-// PTX ISA: mbarrier.expect_tx.
-FMHA_DEVICE void mbarrier_expect_tx(Barrier& barrier, uint32_t bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
-               : "memory");
-}
-
 // needs: sm_90. Predicated in the instruction: a branch here, before an aligned wgmma, could leave
 // lanes unconverged.
 // PTX ISA: mbarrier.arrive.
@@ -42,18 +35,6 @@ FMHA_DEVICE void mbarrier_arrive_if(Barrier& barrier, bool condition) {
       "{ .reg .pred p; setp.ne.b32 p, %1, 0;\n"
       "@p mbarrier.arrive.shared::cta.b64 _, [%0]; }" ::"r"(shared_address(&barrier)),
       "r"(int(condition))
-      : "memory");
-}
-
-// needs: sm_90. On the barrier at the same place in another CTA of the cluster. No `.release.cluster`:
-// that emits MEMBAR.ALL.GPU, and only reads have to be ordered here.
-// PTX ISA: mbarrier.arrive, mapa.
-FMHA_DEVICE void mbarrier_arrive_cluster_if(Barrier& barrier, uint32_t cta, bool condition) {
-  asm volatile(
-      "{ .reg .pred p; .reg .b32 remote; setp.ne.b32 p, %2, 0;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "@p mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(shared_address(&barrier)),
-      "r"(cta), "r"(int(condition))
       : "memory");
 }
 

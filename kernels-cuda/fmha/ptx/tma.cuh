@@ -13,7 +13,6 @@ struct alignas(64) TensorMap {
 
 // What the L2 is to do with the lines: cache-policy words as createpolicy makes them.
 enum class CacheHint : uint64_t {
-  EvictNormal = 0x1000000000000000,
   EvictFirst = 0x12F0000000000000,
   EvictLast = 0x14F0000000000000,
 };
@@ -26,19 +25,6 @@ FMHA_DEVICE void cp_async_bulk_tensor_4d(uint32_t to, const TensorMap& map, Barr
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
       "l"(&map), "r"(shared_address(&barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(uint64_t(hint))
-      : "memory");
-}
-
-// needs: sm_90. To the same place in every CTA of `cta_mask`, completing on each one's own barrier.
-// PTX ISA: cp.async.bulk.tensor.
-FMHA_DEVICE void cp_async_bulk_tensor_4d_multicast(uint32_t to, const TensorMap& map, Barrier& barrier, int32_t c0,
-                                                   int32_t c1, int32_t c2, int32_t c3, uint16_t cta_mask,
-                                                   CacheHint hint) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-      ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7, %8;" ::"r"(to),
-      "l"(&map), "r"(shared_address(&barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(cta_mask),
-      "l"(uint64_t(hint))
       : "memory");
 }
 
