@@ -610,7 +610,6 @@ pub(crate) enum Code {
         arrive: bool,
         red: Option<Vote>,
         popc: bool,
-        aligned: bool,
     },
     ClusterArrive {
         relaxed: bool,

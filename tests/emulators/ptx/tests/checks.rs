@@ -190,3 +190,10 @@ fn a_cluster_exchanges_through_distributed_shared_memory() {
     options.check_uninitialised = false;
     assert_eq!(try_body(&racing, &config, &options).unwrap_err().kind, FaultKind::Race);
 }
+
+#[test]
+fn the_last_lane_of_a_warp_counts_for_the_whole_warp_at_a_barrier() {
+    let body =
+        "setp.ne.u32 %p, %t, 0; setp.ne.u32 %q, %t, 32; and.pred %p, %p, %q; @%p exit; barrier.sync 7, 64;";
+    assert_eq!(kind(body, 64, &checked()), None);
+}

@@ -129,12 +129,11 @@ impl Decoder<'_> {
     }
 
     fn barrier(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
-        let aligned = raw.words[0] == "bar" || raw.has("aligned");
         let ops = &raw.operands;
         let mut inst;
         if raw.has("sync") || raw.has("arrive") {
             let arrive = raw.has("arrive");
-            inst = Inst::new(Code::Bar { arrive, red: None, popc: false, aligned });
+            inst = Inst::new(Code::Bar { arrive, red: None, popc: false });
             inst.src[0] = self.src(&ops[0], Ty::U32)?;
             if let Some(count) = ops.get(1) {
                 inst.src[1] = self.src(count, Ty::U32)?;
@@ -142,7 +141,7 @@ impl Decoder<'_> {
         } else if raw.has("red") {
             let popc = raw.has("popc");
             let red = if raw.has("and") { Vote::All } else { Vote::Any };
-            inst = Inst::new(Code::Bar { arrive: false, red: Some(red), popc, aligned });
+            inst = Inst::new(Code::Bar { arrive: false, red: Some(red), popc });
             inst.dst[0] = self.dst(&ops[0], if popc { Ty::U32 } else { Ty::Pred })?;
             inst.src[0] = self.src(&ops[1], Ty::U32)?;
             if ops.len() == 4 {

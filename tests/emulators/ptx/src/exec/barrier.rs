@@ -44,8 +44,9 @@ impl Cluster {
         inst: &Inst,
         active: u32,
     ) -> Exec<Step> {
-        let Code::Bar { arrive, red, popc, aligned } = inst.code else { return Ok(Step::Next) };
-        if aligned && let Err(step) = self.converged(warp, g) {
+        let Code::Bar { arrive, red, popc } = inst.code else { return Ok(Step::Next) };
+        // Aligned or not, a barrier waits for all non-exited lanes of the warp and counts the whole warp.
+        if let Err(step) = self.converged(warp, g) {
             return Ok(step);
         }
         let first = active.trailing_zeros() as usize;
@@ -88,7 +89,7 @@ impl Cluster {
             }
             return Ok(Step::Next);
         }
-        let threads = if aligned { 32 } else { active.count_ones() };
+        let threads = 32;
         let votes = (warp.pred(inst.src[2], inst.src_not) & active).count_ones();
         let mut gathered = std::mem::take(&mut self.blocks[block].barriers[id as usize].gathered);
         if let Some(t) = &mut self.tracker {
