@@ -25,6 +25,7 @@
 //!
 //! Words are those of the glossary in `ARCHITECTURE.md`.
 
+pub mod abi;
 pub mod args;
 pub mod backend;
 pub mod bwd;
@@ -41,6 +42,8 @@ pub mod problem;
 pub mod reference;
 pub mod score;
 pub mod seq;
+pub mod source;
+pub mod spec;
 pub mod work;
 
 pub use args::{
@@ -58,3 +61,4 @@ pub use plan::{BwdPlan, CombinePlan, FwdPlan, Plan, PlanOptions, Promises};
 pub use problem::{Dims, FwdProblem, ValidFwd};
 pub use score::{Bias, BiasBroadcast, Descale, ElementwiseBias};
 pub use seq::{SeqMode, SeqSpan};
+pub use spec::FwdSpec;

@@ -1,0 +1,66 @@
+// Which keys a query sees: the device's half of the mask. A kernel calls `resolve_band` once per
+// sequence, then `k_range` and `sink_range` to walk, `block_class` and `visible` to hide.
+#pragma once
+#include <fmha/params.h>
+
+namespace fmha {
+
+constexpr int32_t kUnboundedLo = -2147483647 - 1;
+constexpr int32_t kUnboundedHi = 2147483647;
+
+// Key j is visible to query i iff lo <= j - i <= hi, or j < sink_columns and j - i <= hi.
+// Clamped to -seqlen_q..seqlen_k, which changes nothing, since j - i lies within.
+struct MaskBand {
+  int32_t lo, hi, sink_columns;
+};
+
+// Half-open.
+struct Range {
+  int32_t begin, end;
+  FMHA_DEVICE bool empty() const { return begin >= end; }
+};
+
+enum class BlockClass { Skipped, Edge, Inside };
+
+FMHA_DEVICE MaskBand resolve_band(const MaskParams& mask, int32_t seqlen_q, int32_t seqlen_k) {
+  const int64_t diag = mask.bottom_right ? int64_t(seqlen_k) - seqlen_q : 0;
+  const int64_t least = -int64_t(seqlen_q), most = seqlen_k;
+  MaskBand band;
+  band.lo = int32_t(mask.lo == kUnboundedLo ? least : clamp(mask.lo + diag, least, most));
+  band.hi = int32_t(mask.hi == kUnboundedHi ? most : clamp(mask.hi + diag, least, most));
+  // Without a lower bound nothing is hidden that a sink column could show.
+  band.sink_columns = mask.lo == kUnboundedLo ? 0 : min(mask.sink_columns, seqlen_k);
+  return band;
+}
+
+FMHA_DEVICE bool visible(const MaskBand& band, int32_t i, int32_t j) {
+  const int32_t distance = j - i;
+  return distance <= band.hi && (distance >= band.lo || j < band.sink_columns);
+}
+
+// The keys outside which no query of the non-empty `rows` sees anything, sink columns apart.
+FMHA_DEVICE Range k_range(const MaskBand& band, Range rows, int32_t seqlen_k) {
+  const int64_t first = clamp<int64_t>(int64_t(rows.begin) + band.lo, 0, seqlen_k);
+  const int64_t last = clamp<int64_t>(int64_t(rows.end) + band.hi, first, seqlen_k);
+  return {int32_t(first), int32_t(last)};
+}
+
+// The keys before `k_range` that some query of `rows` sees as sink columns.
+FMHA_DEVICE Range sink_range(const MaskBand& band, Range rows, int32_t seqlen_k) {
+  const int64_t last_visible = int64_t(rows.end) + band.hi;
+  const int64_t before = k_range(band, rows, seqlen_k).begin;
+  const int64_t end = min<int64_t>(min<int64_t>(band.sink_columns, last_visible), before);
+  return {0, int32_t(max<int64_t>(end, 0))};
+}
+
+// How the non-empty tile `rows` x `keys` stands to the band.
+FMHA_DEVICE BlockClass block_class(const MaskBand& band, Range rows, Range keys) {
+  const int32_t least = keys.begin - (rows.end - 1), most = keys.end - 1 - rows.begin;
+  const bool some_below_hi = least <= band.hi;
+  const bool some_above_lo = most >= band.lo || keys.begin < band.sink_columns;
+  if (!some_below_hi || !some_above_lo) return BlockClass::Skipped;
+  if (most <= band.hi && (least >= band.lo || keys.end <= band.sink_columns)) return BlockClass::Inside;
+  return BlockClass::Edge;
+}
+
+}  // namespace fmha

@@ -1,0 +1,32 @@
+// Dropout by position: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+// SC 2011), the same bits on every device.
+#pragma once
+#include <fmha/params.h>
+
+namespace fmha {
+
+FMHA_DEVICE Array<uint32_t, 4> philox4x32_10(Array<uint32_t, 4> counter, uint32_t key0, uint32_t key1) {
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t(0xD2511F53u) * counter[0];
+    const uint64_t b = uint64_t(0xCD9E8D57u) * counter[2];
+    counter = {{uint32_t(b >> 32) ^ counter[1] ^ key0, uint32_t(b),
+                uint32_t(a >> 32) ^ counter[3] ^ key1, uint32_t(a)}};
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return counter;
+}
+
+// The words of keys 4 * j_quad .. 4 * j_quad + 3 for query i; `batch_head` is
+// i_batch * num_heads_q + i_head.
+FMHA_DEVICE Array<uint32_t, 4> dropout_words(const FwdParams& p, int32_t batch_head, int32_t i, int32_t j_quad) {
+  return philox4x32_10({{uint32_t(j_quad), uint32_t(i), uint32_t(batch_head), p.dropout_offset}},
+                       p.dropout_key_low, p.dropout_key_high);
+}
+
+FMHA_DEVICE bool dropout_keeps(const FwdParams& p, int32_t batch_head, int32_t i, int32_t j) {
+  return dropout_words(p, batch_head, i, j / 4)[j % 4] < p.dropout_threshold;
+}
+
+}  // namespace fmha

@@ -1,0 +1,437 @@
+//! What host and device share, declared once in Rust and rendered to C++.
+//!
+//! - [`abi_struct!`](crate::abi_struct): a `repr(C)` struct that a kernel takes as an argument. The
+//!   compiler of the kernel checks its size against Rust's; since there is no implicit padding
+//!   (checked in Rust), size and order settle the layout.
+//! - [`abi_spec!`](crate::abi_spec): a struct of compile-time facts. It crosses as text, a C++20
+//!   designated initialiser, so names stand on both ends and no layout has to agree.
+//! - [`abi_enum!`](crate::abi_enum): an enum that a spec holds, spelled alike on both sides.
+
+use std::marker::PhantomData;
+
+use crate::dtype::DType;
+use crate::layout::{Strides, VLayout};
+use crate::mask::{MaskAlign, MaskKind, MaskSpec};
+
+/// A type that both sides know.
+pub trait AbiType: Copy {
+    /// Its C++ name.
+    fn c_name() -> String;
+}
+
+/// A struct of run-time arguments.
+pub trait AbiStruct: AbiType {
+    /// Its C++ definition, with the assertion that host and device agree.
+    fn c_definition() -> String;
+}
+
+/// A type whose values cross as text.
+pub trait AbiLiteral {
+    /// The C++ type's name.
+    fn c_type() -> &'static str;
+    /// The C++ definition of that type; empty for what C++ has by itself.
+    fn c_definition() -> String {
+        String::new()
+    }
+    /// This value as a C++ expression.
+    fn c_literal(&self) -> String;
+}
+
+macro_rules! scalars {
+    ($($rust:ty => $c:literal),* $(,)?) => {$(
+        impl AbiType for $rust {
+            fn c_name() -> String {
+                $c.to_owned()
+            }
+        }
+    )*};
+}
+scalars!(f32 => "float", i32 => "int32_t", u32 => "uint32_t", i64 => "int64_t", u64 => "uint64_t", u8 => "uint8_t");
+
+impl AbiLiteral for bool {
+    fn c_type() -> &'static str {
+        "bool"
+    }
+    fn c_literal(&self) -> String {
+        self.to_string()
+    }
+}
+
+impl AbiLiteral for i32 {
+    fn c_type() -> &'static str {
+        "int32_t"
+    }
+    fn c_literal(&self) -> String {
+        self.to_string()
+    }
+}
+
+/// Elements whose type is a fact of the spec: `void` to C++.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Untyped;
+
+impl AbiType for Untyped {
+    fn c_name() -> String {
+        "void".to_owned()
+    }
+}
+
+/// An address in the device's memory; 0 where a call has no such operand.
+#[repr(transparent)]
+#[derive(Debug, PartialEq, Eq)]
+pub struct DevPtr<T>(pub u64, PhantomData<T>);
+
+impl<T> DevPtr<T> {
+    /// No operand.
+    pub const NULL: Self = Self(0, PhantomData);
+
+    /// An address on the device.
+    #[must_use]
+    pub const fn new(address: u64) -> Self {
+        Self(address, PhantomData)
+    }
+}
+
+impl<T> Clone for DevPtr<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for DevPtr<T> {}
+
+impl<T: AbiType> AbiType for DevPtr<T> {
+    fn c_name() -> String {
+        format!("{}*", T::c_name())
+    }
+}
+
+impl<T: AbiType, const N: usize> AbiType for [T; N] {
+    fn c_name() -> String {
+        format!("Array<{}, {N}>", T::c_name())
+    }
+}
+
+/// Declares a `repr(C)` struct and its C++ definition.
+#[macro_export]
+macro_rules! abi_struct {
+    ($(#[$meta:meta])* pub struct $name:ident {
+        $($(#[$field_meta:meta])* pub $field:ident : $type:ty,)*
+    }) => {
+        $(#[$meta])*
+        #[repr(C)]
+        #[derive(Clone, Copy, Debug, PartialEq)]
+        pub struct $name { $($(#[$field_meta])* pub $field: $type,)* }
+
+        // No implicit padding: size and order alone settle the layout.
+        const _: () = assert!(
+            0 $(+ size_of::<$type>())* == size_of::<$name>(),
+            concat!(stringify!($name), " has implicit padding")
+        );
+
+        impl $crate::abi::AbiType for $name {
+            fn c_name() -> String { stringify!($name).to_owned() }
+        }
+
+        impl $crate::abi::AbiStruct for $name {
+            fn c_definition() -> String {
+                let fields: &[(String, &str)] =
+                    &[$((<$type as $crate::abi::AbiType>::c_name(), stringify!($field)),)*];
+                $crate::abi::struct_text(stringify!($name), fields, size_of::<$name>(), align_of::<$name>())
+            }
+        }
+    };
+}
+
+/// Declares a struct of compile-time facts, its C++ definition and its C++ literal.
+#[macro_export]
+macro_rules! abi_spec {
+    ($(#[$meta:meta])* pub struct $name:ident {
+        $($(#[$field_meta:meta])* pub $field:ident : $type:ty,)*
+    }) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub struct $name { $($(#[$field_meta])* pub $field: $type,)* }
+
+        impl $crate::abi::AbiLiteral for $name {
+            fn c_type() -> &'static str { stringify!($name) }
+            fn c_definition() -> String {
+                let fields: &[(&str, &str)] =
+                    &[$((<$type as $crate::abi::AbiLiteral>::c_type(), stringify!($field)),)*];
+                let fields: String =
+                    fields.iter().map(|(ty, field)| format!("  {ty} {field};\n")).collect();
+                format!("struct {} {{\n{fields}}};\n", stringify!($name))
+            }
+            fn c_literal(&self) -> String {
+                let fields: Vec<String> = vec![$(format!(
+                    ".{} = {}", stringify!($field), $crate::abi::AbiLiteral::c_literal(&self.$field)
+                ),)*];
+                format!("{{ {} }}", fields.join(", "))
+            }
+        }
+    };
+}
+
+/// Spells an enum alike in Rust and in C++. A variant that is left out does not compile.
+#[macro_export]
+macro_rules! abi_enum {
+    ($name:ident { $($variant:ident),* $(,)? }) => {
+        impl $crate::abi::AbiLiteral for $name {
+            fn c_type() -> &'static str { stringify!($name) }
+            fn c_definition() -> String {
+                let variants: &[&str] = &[$(stringify!($variant)),*];
+                format!("enum class {} {{ {} }};\n", stringify!($name), variants.join(", "))
+            }
+            fn c_literal(&self) -> String {
+                match self { $($name::$variant => concat!(stringify!($name), "::", stringify!($variant)),)* }
+                    .to_owned()
+            }
+        }
+    };
+}
+
+abi_enum!(DType { F32, F16, Bf16, E4m3Fn, E5m2, E4m3Fnuz, E5m2Fnuz });
+abi_enum!(MaskKind { Full, Upper, Band });
+abi_enum!(VLayout { RowMajor, ColMajor });
+
+#[doc(hidden)]
+#[must_use]
+pub fn struct_text(name: &str, fields: &[(String, &str)], size: usize, align: usize) -> String {
+    let fields: String = fields.iter().map(|(ty, field)| format!("  {ty} {field};\n")).collect();
+    format!(
+        "struct {name} {{\n{fields}}};\n\
+         static_assert(sizeof({name}) == {size} && alignof({name}) == {align}, \
+         \"{name}: host and device disagree\");\n"
+    )
+}
+
+abi_struct! {
+    /// A tensor over the logical axes `[batch, row, head, dim]`; strides in elements.
+    pub struct View {
+        /// Its first element.
+        pub data: DevPtr<Untyped>,
+        /// From sequence to sequence: 0 when packed, or when broadcast.
+        pub batch: i64,
+        /// From row to row.
+        pub row: i64,
+        /// From head to head.
+        pub head: i64,
+        /// From element to element: 1, but for a column-major V.
+        pub dim: i64,
+    }
+}
+
+impl View {
+    /// No tensor.
+    pub const NULL: Self = Self { data: DevPtr::NULL, batch: 0, row: 0, head: 0, dim: 0 };
+
+    /// A tensor of a problem at `address`. `packed` tensors have no batch axis.
+    #[must_use]
+    pub fn new(address: u64, strides: Strides, packed: bool) -> Self {
+        let batch = if packed { 0 } else { strides.batch };
+        Self { data: DevPtr::new(address), batch, row: strides.seq, head: strides.head, dim: strides.dim }
+    }
+}
+
+abi_struct! {
+    /// f32 numbers of a (batch, head): element `i_batch * batch + i_head * head`. Descales count kv
+    /// heads, slopes and sinks query heads; a stride of 0 broadcasts.
+    pub struct HeadScalars {
+        /// The first.
+        pub data: DevPtr<f32>,
+        /// From sequence to sequence.
+        pub batch: i32,
+        /// From head to head.
+        pub head: i32,
+    }
+}
+
+impl HeadScalars {
+    /// None given.
+    pub const NULL: Self = Self { data: DevPtr::NULL, batch: 0, head: 0 };
+}
+
+abi_struct! {
+    /// A mask before it meets a sequence, as [`MaskSpec::bounds`] has it.
+    pub struct MaskParams {
+        /// Smallest visible `j - i - diag`; `i32::MIN` = unbounded.
+        pub lo: i32,
+        /// Largest visible `j - i - diag`; `i32::MAX` = unbounded.
+        pub hi: i32,
+        /// 1: `diag` is `seqlen_k - seqlen_q`; 0: it is 0.
+        pub bottom_right: i32,
+        /// Leading keys that `lo` does not hide.
+        pub sink_columns: i32,
+    }
+}
+
+impl From<MaskSpec> for MaskParams {
+    /// Exact although it saturates: lengths fit 31 bits, so a bound outside i32 hides nothing that
+    /// the nearest i32 would show, nor the reverse.
+    fn from(mask: MaskSpec) -> Self {
+        let bounds = mask.bounds();
+        let saturated = |bound: i64| bound.clamp(i32::MIN.into(), i32::MAX.into()) as i32;
+        Self {
+            lo: bounds.lo.map_or(i32::MIN, saturated),
+            hi: bounds.hi.map_or(i32::MAX, saturated),
+            bottom_right: i32::from(bounds.align == MaskAlign::BottomRight),
+            sink_columns: i32::try_from(mask.sink_columns).unwrap_or(i32::MAX),
+        }
+    }
+}
+
+abi_struct! {
+    /// What a forward kernel reads. Facts known at compile time are in
+    /// [`FwdSpec`](crate::spec::FwdSpec), not here.
+    pub struct FwdParams {
+        /// `[batch, seqlen_q, num_heads_q, head_dim_qk]`, or packed by `cu_seqlens_q`.
+        pub q: View,
+        /// `[batch, seqlen_k, num_heads_kv, head_dim_qk]`, or packed by `cu_seqlens_k`.
+        pub k: View,
+        /// `[batch, seqlen_k, num_heads_kv, head_dim_v]`, or packed by `cu_seqlens_k`.
+        pub v: View,
+        /// `[batch, seqlen_q, num_heads_q, head_dim_v]`, or packed by `cu_seqlens_q`.
+        pub o: View,
+        /// `[batch, num_heads_q, seqlen_q, seqlen_k]` with the query as row and the key as dim;
+        /// broadcast axes have stride 0.
+        pub bias: View,
+        /// Natural log-sum-exp; null when not wanted.
+        pub lse: DevPtr<f32>,
+        /// From sequence to sequence of `lse`; 0 when packed.
+        pub lse_batch: i64,
+        /// From head to head of `lse`; rows are adjacent.
+        pub lse_head: i64,
+        /// `[batch, num_heads_q, seqlen_q, seqlen_k]`, 1 = kept; null when not wanted.
+        pub keep_mask: DevPtr<u8>,
+        /// `[batch + 1]`, first row of each packed sequence; null in batch mode.
+        pub cu_seqlens_q: DevPtr<i32>,
+        /// `[batch + 1]`, first row of each packed sequence; null in batch mode.
+        pub cu_seqlens_k: DevPtr<i32>,
+        /// `[batch]`, logical lengths; null: the physical ones.
+        pub seqused_q: DevPtr<i32>,
+        /// `[batch]`, logical lengths; null: the physical ones.
+        pub seqused_k: DevPtr<i32>,
+        /// `ALiBi`'s slopes.
+        pub alibi_slopes: HeadScalars,
+        /// The learnable sinks.
+        pub sink: HeadScalars,
+        /// What FP8 Q is multiplied by; null: nothing.
+        pub descale_q: HeadScalars,
+        /// What FP8 K is multiplied by; null: nothing.
+        pub descale_k: HeadScalars,
+        /// What FP8 V is multiplied by; null: nothing.
+        pub descale_v: HeadScalars,
+        /// What O is multiplied by before it is rounded to FP8; null: nothing.
+        pub scale_o: DevPtr<f32>,
+        /// Scratch of the kernel's own; null when it needs none.
+        pub workspace: DevPtr<Untyped>,
+        /// Sequences.
+        pub batch: i32,
+        /// Queries of a sequence; in group mode an upper bound.
+        pub seqlen_q: i32,
+        /// Keys of a sequence; in group mode an upper bound.
+        pub seqlen_k: i32,
+        /// Query heads.
+        pub num_heads_q: i32,
+        /// Key and value heads.
+        pub num_heads_kv: i32,
+        /// `num_heads_q / num_heads_kv`.
+        pub gqa_ratio: i32,
+        /// The mask.
+        pub mask: MaskParams,
+        /// 1: `ALiBi` measures from the diagonal `seqlen_k - seqlen_q`; 0: from 0.
+        pub alibi_bottom_right: i32,
+        /// Multiplies `Q K^T`.
+        pub softmax_scale: f32,
+        /// The soft-cap; 0 when there is none.
+        pub softcap: f32,
+        /// Keep iff the Philox word is less.
+        pub dropout_threshold: u32,
+        /// `1 / (1 - p_drop)`.
+        pub dropout_scale: f32,
+        /// Low word of the seed.
+        pub dropout_key_low: u32,
+        /// High word of the seed.
+        pub dropout_key_high: u32,
+        /// Last word of the counter.
+        pub dropout_offset: u32,
+    }
+}
+
+/// Most parts that one combine launch merges: their addresses travel in the kernel's 4 KB of arguments.
+pub const MAX_PARTS: usize = 128;
+
+abi_struct! {
+    /// One partial result.
+    pub struct PartPointers {
+        /// Its O.
+        pub o: DevPtr<Untyped>,
+        /// Its LSE, `[batch, num_heads_q, seqlen_q]`.
+        pub lse: DevPtr<f32>,
+    }
+}
+
+abi_struct! {
+    /// What the combine kernel reads: partial results over the same rows.
+    pub struct CombineParams {
+        /// The first `num_parts` are there.
+        pub parts: [PartPointers; MAX_PARTS],
+        /// Every part's strides; `data` is unused.
+        pub part: View,
+        /// `[batch, seqlen_q, num_heads_q, head_dim_v]`.
+        pub o: View,
+        /// The combined LSE, `[batch, num_heads_q, seqlen_q]`; null when not wanted.
+        pub lse: DevPtr<f32>,
+        /// Parts.
+        pub num_parts: i32,
+        /// Sequences.
+        pub batch: i32,
+        /// Rows of each.
+        pub seqlen_q: i32,
+        /// Heads.
+        pub num_heads_q: i32,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_definition_has_every_field_in_order_and_both_sizes() {
+        let text = HeadScalars::c_definition();
+        assert_eq!(
+            text,
+            "struct HeadScalars {\n  float* data;\n  int32_t batch;\n  int32_t head;\n};\n\
+             static_assert(sizeof(HeadScalars) == 16 && alignof(HeadScalars) == 8, \
+             \"HeadScalars: host and device disagree\");\n"
+        );
+    }
+
+    #[test]
+    fn mask_params_resolve_to_the_band_that_the_mask_has() {
+        for text in [
+            "0",
+            "t",
+            "b",
+            "t:3,2",
+            "b:3,-1,2",
+            "b:-1,4",
+            "g:-2147483648,5",
+            "g:2147483647,-2147483648",
+            "t:4294967295,0",
+        ] {
+            let mask: MaskSpec = text.parse().unwrap();
+            for (seqlen_q, seqlen_k) in [(5u32, 9u32), (9, 5), (i32::MAX as u32, 1), (1, i32::MAX as u32)] {
+                let params = MaskParams::from(mask);
+                let diag = i64::from(params.bottom_right) * (i64::from(seqlen_k) - i64::from(seqlen_q));
+                let (least, most) = (-i64::from(seqlen_q), i64::from(seqlen_k));
+                let bound = |value: i32, unbounded: i32, at: i64| {
+                    if value == unbounded { at } else { (i64::from(value) + diag).clamp(least, most) }
+                };
+                let band = mask.band(seqlen_q, seqlen_k);
+                assert_eq!(bound(params.lo, i32::MIN, least), band.lo, "{text} {seqlen_q} {seqlen_k}");
+                assert_eq!(bound(params.hi, i32::MAX, most), band.hi, "{text} {seqlen_q} {seqlen_k}");
+            }
+        }
+    }
+}

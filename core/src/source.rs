@@ -1,0 +1,186 @@
+//! Device text: the headers that every vendor's kernels share, those rendered from Rust, and the
+//! entry file of one kernel.
+//!
+//! A kernel is compiled from one entry file of a few lines and a set of headers, given to the
+//! compiler by name. Nothing here reads a file at run time.
+
+use std::borrow::Cow;
+
+use crate::abi::{self, AbiLiteral, AbiStruct};
+use crate::dtype::DType;
+use crate::layout::VLayout;
+use crate::mask::MaskKind;
+use crate::spec::{BiasKind, CombineSpec, FwdSpec, SeqKind};
+
+/// One header: the name that `#include <...>` uses, and its text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// Such as `fmha/mask.h`.
+    pub name: Cow<'static, str>,
+    /// Its text.
+    pub text: Cow<'static, str>,
+}
+
+impl Header {
+    /// A header embedded in the program.
+    #[must_use]
+    pub const fn embedded(name: &'static str, text: &'static str) -> Self {
+        Self { name: Cow::Borrowed(name), text: Cow::Borrowed(text) }
+    }
+
+    /// A header rendered at run time.
+    #[must_use]
+    pub fn rendered(name: &'static str, text: String) -> Self {
+        Self { name: Cow::Borrowed(name), text: Cow::Owned(text) }
+    }
+}
+
+/// What one kernel is compiled from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KernelSource {
+    /// The translation unit; defines one `extern "C"` kernel named [`ENTRY`].
+    pub entry: String,
+    /// Everything it includes, directly or not.
+    pub headers: Vec<Header>,
+}
+
+/// The symbol of every kernel.
+pub const ENTRY: &str = "fmha_kernel";
+
+/// The shared headers.
+#[must_use]
+pub fn headers() -> Vec<Header> {
+    macro_rules! embedded {
+        ($($name:literal),* $(,)?) => {
+            [$(Header::embedded(
+                concat!("fmha/", $name),
+                include_str!(concat!("../device/fmha/", $name)),
+            )),*]
+        };
+    }
+    let mut headers = Vec::from(embedded!(
+        "portable.h",
+        "mask.h",
+        "seq.h",
+        "score.h",
+        "philox.h",
+        "online_softmax.h",
+        "num.h",
+    ));
+    headers.push(Header::rendered("fmha/params.h", params_h()));
+    headers.push(Header::rendered("fmha/spec.h", spec_h()));
+    headers
+}
+
+/// `fmha/params.h`: the run-time arguments.
+#[must_use]
+pub fn params_h() -> String {
+    let structs = [
+        abi::View::c_definition(),
+        abi::HeadScalars::c_definition(),
+        abi::MaskParams::c_definition(),
+        abi::FwdParams::c_definition(),
+        abi::PartPointers::c_definition(),
+        abi::CombineParams::c_definition(),
+    ];
+    header_text(&structs)
+}
+
+/// `fmha/spec.h`: the compile-time facts.
+#[must_use]
+pub fn spec_h() -> String {
+    let types = [
+        DType::c_definition(),
+        MaskKind::c_definition(),
+        VLayout::c_definition(),
+        SeqKind::c_definition(),
+        BiasKind::c_definition(),
+        FwdSpec::c_definition(),
+        CombineSpec::c_definition(),
+    ];
+    header_text(&types)
+}
+
+fn header_text(definitions: &[String]) -> String {
+    format!(
+        "#pragma once\n#include <fmha/portable.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
+        definitions.join("\n")
+    )
+}
+
+/// The parts of an entry file.
+#[derive(Clone, Copy, Debug)]
+pub struct Entry<'a> {
+    /// Header with the kernel's body, such as `fmha/sm90/fwd.cuh`.
+    pub include: &'a str,
+    /// Named compile-time constants: `("kSpec", &spec)`.
+    pub constants: &'a [(&'a str, &'a dyn Literal)],
+    /// What stands between `extern "C" __global__ void` and the name: launch bounds.
+    pub bounds: &'a str,
+    /// The kernel's parameters.
+    pub params: &'a str,
+    /// The body: one call.
+    pub call: &'a str,
+}
+
+/// [`AbiLiteral`] as an object.
+pub trait Literal: std::fmt::Debug {
+    /// `constexpr TYPE NAME = VALUE;`
+    fn declare(&self, name: &str) -> String;
+}
+
+impl<T: AbiLiteral + std::fmt::Debug> Literal for T {
+    fn declare(&self, name: &str) -> String {
+        format!("constexpr {} {name} = {};", T::c_type(), self.c_literal())
+    }
+}
+
+impl Entry<'_> {
+    /// The translation unit.
+    #[must_use]
+    pub fn render(&self) -> String {
+        let constants: String =
+            self.constants.iter().map(|(name, value)| value.declare(name) + "\n").collect();
+        format!(
+            "#include <{}>\nusing namespace fmha;\n{constants}\
+             extern \"C\" __global__ void {} {ENTRY}({}) {{ {} }}\n",
+            self.include, self.bounds, self.params, self.call
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_entry_names_every_fact_of_its_spec() {
+        let spec = FwdSpec::plain(DType::Bf16, 128, MaskKind::Upper);
+        let entry = Entry {
+            include: "fmha/x.cuh",
+            constants: &[("kSpec", &spec)],
+            bounds: "__launch_bounds__(128, 1)",
+            params: "FwdParams p",
+            call: "x::fwd<kSpec>(p);",
+        };
+        let text = entry.render();
+        assert!(text.contains("constexpr FwdSpec kSpec = { .dtype_qk = DType::Bf16, "), "{text}");
+        assert!(text.contains(".head_dim_qk = 128, "), "{text}");
+        assert!(text.contains(".mask = MaskKind::Upper, "), "{text}");
+        assert!(
+            text.contains("extern \"C\" __global__ void __launch_bounds__(128, 1) fmha_kernel("),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn every_include_of_a_shared_header_is_a_shared_header() {
+        let headers = headers();
+        for header in &headers {
+            for line in header.text.lines().filter_map(|line| line.strip_prefix("#include <")) {
+                let name = line.trim_end_matches('>');
+                assert!(headers.iter().any(|header| header.name == name), "{}: {name}", header.name);
+            }
+        }
+    }
+}

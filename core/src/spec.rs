@@ -1,0 +1,160 @@
+//! What a kernel is compiled for: the facts of a problem that change instructions or registers.
+
+use crate::abi_enum;
+use crate::abi_spec;
+use crate::combine::CombineProblem;
+use crate::dtype::DType;
+use crate::layout::VLayout;
+use crate::mask::MaskKind;
+use crate::problem::FwdProblem;
+use crate::score::Bias;
+use crate::seq::SeqMode;
+
+/// How sequences lie in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum SeqKind {
+    /// Equal extents, a batch axis.
+    Batch,
+    /// Packed, by `cu_seqlens_q/k`.
+    Group,
+}
+
+/// What is added to a score.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BiasKind {
+    /// Nothing.
+    None,
+    /// A tensor.
+    Elementwise,
+    /// A slope times the distance from the diagonal.
+    Alibi,
+}
+
+abi_enum!(SeqKind { Batch, Group });
+abi_enum!(BiasKind { None, Elementwise, Alibi });
+
+abi_spec! {
+    /// What a forward kernel computes. Numbers (lengths, strides, scale, bounds) are in
+    /// [`FwdParams`](crate::abi::FwdParams); how it computes is a kernel's own tile.
+    pub struct FwdSpec {
+        /// Q and K.
+        pub dtype_qk: DType,
+        /// V, and P.
+        pub dtype_v: DType,
+        /// O.
+        pub dtype_o: DType,
+        /// The elementwise bias; F32 when there is none.
+        pub dtype_bias: DType,
+        /// Elements of a query's or key's row.
+        pub head_dim_qk: i32,
+        /// Elements of a value's or output's row.
+        pub head_dim_v: i32,
+        /// Equal or packed sequences.
+        pub seq: SeqKind,
+        /// Which axis of V has stride 1.
+        pub v_layout: VLayout,
+        /// Which bounds are live.
+        pub mask: MaskKind,
+        /// Whether some leading keys stay visible below the band.
+        pub sink_columns: bool,
+        /// What is added to a score.
+        pub bias: BiasKind,
+        /// Whether scores are soft-capped.
+        pub softcap: bool,
+        /// Whether a learnable sink enters the denominator.
+        pub sink: bool,
+        /// Whether probabilities are dropped.
+        pub dropout: bool,
+        /// Whether `softmax_scale` is below 0: a kernel that takes its maximum before it scales must
+        /// then take it over `-S`.
+        pub negative_scale: bool,
+        /// Whether LSE is written.
+        pub write_lse: bool,
+        /// Whether the dropout keep mask is written.
+        pub write_keep_mask: bool,
+    }
+}
+
+impl FwdSpec {
+    /// The compile-time facts of a problem.
+    #[must_use]
+    pub fn of(problem: &FwdProblem) -> Self {
+        let (bias, dtype_bias) = match problem.bias {
+            Bias::None => (BiasKind::None, DType::F32),
+            Bias::Elementwise(bias) => (BiasKind::Elementwise, bias.dtype),
+            Bias::Alibi { .. } => (BiasKind::Alibi, DType::F32),
+        };
+        let mask = problem.mask.kind();
+        Self {
+            dtype_qk: problem.dtype_qk,
+            dtype_v: problem.dtype_v,
+            dtype_o: problem.dtype_o,
+            dtype_bias,
+            head_dim_qk: problem.dims.head_dim_qk as i32,
+            head_dim_v: problem.dims.head_dim_v as i32,
+            seq: match problem.mode {
+                SeqMode::Batch => SeqKind::Batch,
+                SeqMode::Group { .. } => SeqKind::Group,
+            },
+            v_layout: problem.v_layout,
+            mask,
+            // Without a lower bound nothing is hidden that a sink column could show.
+            sink_columns: mask == MaskKind::Band && problem.mask.sink_columns > 0,
+            bias,
+            softcap: problem.softcap.is_some(),
+            sink: problem.sink,
+            dropout: problem.drops(),
+            negative_scale: problem.resolved_softmax_scale() < 0.0,
+            write_lse: problem.write_lse,
+            write_keep_mask: problem.write_keep_mask,
+        }
+    }
+
+    /// The spec of a plain call of one type: the short way to write an example or a test.
+    #[must_use]
+    pub const fn plain(dtype: DType, head_dim: i32, mask: MaskKind) -> Self {
+        Self {
+            dtype_qk: dtype,
+            dtype_v: dtype,
+            dtype_o: dtype,
+            dtype_bias: DType::F32,
+            head_dim_qk: head_dim,
+            head_dim_v: head_dim,
+            seq: SeqKind::Batch,
+            v_layout: VLayout::RowMajor,
+            mask,
+            sink_columns: false,
+            bias: BiasKind::None,
+            softcap: false,
+            sink: false,
+            dropout: false,
+            negative_scale: false,
+            write_lse: true,
+            write_keep_mask: false,
+        }
+    }
+}
+
+abi_spec! {
+    /// What a combine kernel computes.
+    pub struct CombineSpec {
+        /// The parts' O.
+        pub dtype_part: DType,
+        /// The combined O.
+        pub dtype_o: DType,
+        /// Elements of a row.
+        pub head_dim_v: i32,
+    }
+}
+
+impl CombineSpec {
+    /// The compile-time facts of a problem.
+    #[must_use]
+    pub fn of(problem: &CombineProblem) -> Self {
+        Self {
+            dtype_part: problem.dtype_part,
+            dtype_o: problem.dtype_o,
+            head_dim_v: problem.head_dim_v as i32,
+        }
+    }
+}

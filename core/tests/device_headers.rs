@@ -1,0 +1,206 @@
+//! The device headers, built with the host's C++ compiler, compute what Rust computes, bit for bit.
+
+#![allow(clippy::unwrap_used)]
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::process::Command;
+
+use fmha_core::abi::MaskParams;
+use fmha_core::dropout::{DropoutSeed, KeepMask, keep_threshold};
+use fmha_core::{BlockClass, DType, MaskBand, MaskSpec, source};
+
+/// Builds `program` against the shared headers and returns what it prints; `None`, with a note,
+/// where there is no C++ compiler.
+fn run_cpp(name: &str, program: &str) -> Option<String> {
+    let dir = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+    std::fs::create_dir_all(dir.join("fmha")).unwrap();
+    for header in source::headers() {
+        std::fs::write(dir.join(header.name.as_ref()), header.text.as_ref()).unwrap();
+    }
+    let unit = dir.join("main.cc");
+    std::fs::write(&unit, program).unwrap();
+    let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
+    let built = Command::new(&compiler)
+        .args(["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-I"])
+        .arg(&dir)
+        .arg("-o")
+        .arg(dir.join("main"))
+        .arg(&unit)
+        .output();
+    let Ok(built) = built else {
+        eprintln!("absent: no C++ compiler `{compiler}`, so {name} was not checked");
+        return None;
+    };
+    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    let ran = Command::new(dir.join("main")).output().unwrap();
+    assert!(ran.status.success());
+    Some(String::from_utf8(ran.stdout).unwrap())
+}
+
+fn assert_same_lines(device: &str, host: &str) {
+    let different = device.lines().zip(host.lines()).enumerate().find(|(_, (a, b))| a != b);
+    assert!(different.is_none(), "line {different:?}");
+    assert_eq!(device.lines().count(), host.lines().count());
+}
+
+#[test]
+fn masks_agree() {
+    let masks = ["0", "t", "b", "t:2,1", "b:0,-1", "b:3,0,2", "t:-1,2", "g:-1,4", "g:3,2,1", "g:5,-2"];
+    let mut program = String::from(
+        "#include <cstdio>\n#include <fmha/mask.h>\nusing namespace fmha;\nint main() {\n  const MaskParams masks[] = {\n",
+    );
+    for mask in masks {
+        let MaskParams { lo, hi, bottom_right, sink_columns } = mask.parse::<MaskSpec>().unwrap().into();
+        let lo = if lo == i32::MIN { "kUnboundedLo".to_owned() } else { lo.to_string() };
+        writeln!(program, "    {{{lo}, {hi}, {bottom_right}, {sink_columns}}},").unwrap();
+    }
+    program.push_str(
+        r#"  };
+  for (const auto& mask : masks)
+    for (int sq = 1; sq < 7; ++sq)
+      for (int sk = 0; sk < 7; ++sk) {
+        const MaskBand band = resolve_band(mask, sq, sk);
+        printf("band %d %d %d\n", band.lo, band.hi, band.sink_columns);
+        for (int begin = 0; begin < sq; ++begin)
+          for (int end = begin + 1; end <= sq; ++end) {
+            const Range keys = k_range(band, {begin, end}, sk), sinks = sink_range(band, {begin, end}, sk);
+            printf("range %d %d %d\n", keys.begin, keys.end, sinks.end);
+            for (int k = 0; k < sk; ++k)
+              printf("%d %d\n", int(visible(band, begin, k)), int(block_class(band, {begin, end}, {k / 2, k + 1})));
+          }
+      }
+}
+"#,
+    );
+    let Some(device) = run_cpp("masks", &program) else { return };
+    let mut host = String::new();
+    for mask in masks {
+        let mask: MaskSpec = mask.parse().unwrap();
+        for (sq, sk) in (1..7u32).flat_map(|sq| (0..7u32).map(move |sk| (sq, sk))) {
+            let band = mask.band(sq, sk);
+            let MaskBand { lo, hi, sink_columns } = band;
+            writeln!(host, "band {lo} {hi} {sink_columns}").unwrap();
+            for (begin, end) in (0..sq).flat_map(|begin| (begin + 1..=sq).map(move |end| (begin, end))) {
+                let keys = band.k_range(begin..end, sk);
+                let sinks = band.sink_range(begin..end, sk);
+                writeln!(host, "range {} {} {}", keys.start, keys.end, sinks.end).unwrap();
+                for k in 0..sk {
+                    let class = match band.block_class(begin..end, k / 2..k + 1) {
+                        BlockClass::Skipped => 0,
+                        BlockClass::Edge => 1,
+                        BlockClass::Inside => 2,
+                    };
+                    writeln!(host, "{} {class}", u8::from(band.visible(begin, k))).unwrap();
+                }
+            }
+        }
+    }
+    assert_same_lines(&device, &host);
+}
+
+#[test]
+fn number_formats_agree() {
+    let program = r#"
+#include <cstdio>
+#include <initializer_list>
+#include <fmha/num.h>
+using namespace fmha;
+template <DType dtype> void show() {
+  const int codes = dtype == DType::F16 ? 65536 : 256;
+  for (int code = 0; code < codes; ++code) {
+    const float x = decode(format_of(dtype), code);
+    printf("%08x\n", is_nan(x) ? 0x7fc00000 : bits_of(x));
+  }
+  uint32_t bits = 1;
+  for (int n = 0; n < 20000; ++n) {
+    bits = bits * 1664525u + 1013904223u;
+    // Exponents around the format's, where rounding happens.
+    const float x = float_of((bits & 0x80ffffffu) | 0x30000000u | (bits >> 3 & 0x0f000000u));
+    printf("%x\n", encode(format_of(dtype), x));
+  }
+  for (float x : {infinity(), -infinity(), 0.f, -0.f, 1e30f, -1e-30f}) printf("%x\n", encode(format_of(dtype), x));
+}
+int main() {
+  show<DType::F16>();
+  show<DType::E4m3Fn>();
+  show<DType::E5m2>();
+  show<DType::E4m3Fnuz>();
+  show<DType::E5m2Fnuz>();
+}
+"#;
+    let Some(device) = run_cpp("numbers", program) else { return };
+    let mut host = String::new();
+    for dtype in [DType::F16, DType::E4m3Fn, DType::E5m2, DType::E4m3Fnuz, DType::E5m2Fnuz] {
+        let size = dtype.size_bytes();
+        for code in 0..1u32 << (8 * size) {
+            let value = dtype.read(&code.to_le_bytes()) as f32;
+            writeln!(host, "{:08x}", if value.is_nan() { 0x7fc0_0000 } else { value.to_bits() }).unwrap();
+        }
+        let code_of = |value: f32| {
+            let mut bytes = [0; 4];
+            dtype.write(value.into(), &mut bytes);
+            u32::from_le_bytes(bytes)
+        };
+        let mut bits = 1u32;
+        for _ in 0..20000 {
+            bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let value = f32::from_bits(bits & 0x80ff_ffff | 0x3000_0000 | bits >> 3 & 0x0f00_0000);
+            writeln!(host, "{:x}", code_of(value)).unwrap();
+        }
+        for value in [f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0, 1e30, -1e-30] {
+            writeln!(host, "{:x}", code_of(value)).unwrap();
+        }
+    }
+    assert_same_lines(&device, &host);
+}
+
+#[test]
+fn dropout_keeps_the_same_elements() {
+    let (at, p_drop) = (DropoutSeed { seed: 0x1234_5678_9abc_def0, offset: 77 }, 0.3f32);
+    let program = format!(
+        r#"
+#include <cstdio>
+#include <fmha/philox.h>
+using namespace fmha;
+int main() {{
+  FwdParams p{{}};
+  p.dropout_key_low = {}u;
+  p.dropout_key_high = {}u;
+  p.dropout_offset = {}u;
+  p.dropout_threshold = {}u;
+  for (int i = 0; i < 9; ++i)
+    for (int j = 0; j < 70; ++j) printf("%d\n", int(dropout_keeps(p, 3 * 8 + 5, i, j)));
+}}
+"#,
+        at.seed as u32,
+        (at.seed >> 32) as u32,
+        at.offset as u32,
+        keep_threshold(p_drop)
+    );
+    let Some(device) = run_cpp("dropout", &program) else { return };
+    let mask = KeepMask::new(p_drop, at, 3, 5, 8);
+    let mut host = String::new();
+    for (i, j) in (0..9).flat_map(|i| (0..70).map(move |j| (i, j))) {
+        writeln!(host, "{}", u8::from(mask.keep(i, j))).unwrap();
+    }
+    assert_same_lines(&device, &host);
+}
+
+#[test]
+fn tanh_is_right_to_a_few_ulps_of_one() {
+    let program = r#"
+#include <cstdio>
+#include <fmha/score.h>
+#include <fmha/online_softmax.h>
+int main() {
+  for (int n = -4000; n <= 4000; ++n) printf("%08x\n", fmha::bits_of(fmha::tanh_of(float(n) / 256)));
+}
+"#;
+    let Some(device) = run_cpp("tanh", program) else { return };
+    for (n, line) in (-4000..=4000).zip(device.lines()) {
+        let value = f64::from(f32::from_bits(u32::from_str_radix(line, 16).unwrap()));
+        let expected = (f64::from(n) / 256.0).tanh();
+        assert!((value - expected).abs() <= 3e-7, "tanh({n}/256) = {value}, not {expected}");
+    }
+}
