@@ -27,5 +27,17 @@ pub const CPU_ISA: EnvVar = EnvVar {
     meaning: "highest instruction set of the CPU backend: avx512bf16, avx512, avx2, neon, portable",
 };
 
+/// Which clang compiles AMD kernels.
+pub const HIP_CLANG: EnvVar = EnvVar {
+    name: "FMHA_HIP_CLANG",
+    meaning: "clang that compiles kernels for AMD (default: clang-22, clang, ROCm's, then hipRTC)",
+};
+
+/// Where the emulator's driver library lies.
+pub const EMULATOR_DIR: EnvVar = EnvVar {
+    name: "FMHA_EMULATOR_DIR",
+    meaning: "folder of the emulator's libamdhip64.so (default: beside the program)",
+};
+
 /// Every variable, in the order of the README's table.
-pub const ALL: &[EnvVar] = &[NUM_THREADS, CPU_ISA];
+pub const ALL: &[EnvVar] = &[NUM_THREADS, CPU_ISA, HIP_CLANG, EMULATOR_DIR];

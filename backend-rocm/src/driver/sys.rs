@@ -38,6 +38,7 @@ macro_rules! functions {
             _library: Library,
         }
 
+        #[allow(non_snake_case)]
         impl $table {
             /// Looks up every function.
             ///
@@ -79,7 +80,6 @@ macro_rules! functions {
     };
     (@take optional, $name:ident) => { $name.ok() };
 }
-pub(crate) use functions;
 
 functions! {
     /// libamdhip64.
@@ -143,7 +143,6 @@ functions! {
     required fn hiprtcGetCodeSize(program: Handle, bytes: *mut usize) -> c_int;
     required fn hiprtcGetCode(program: Handle, code: *mut c_char) -> c_int;
     required fn hiprtcGetErrorString(status: c_int) -> *const c_char;
-    required fn hiprtcVersion(major: *mut c_int, minor: *mut c_int) -> c_int;
 }
 
 #[cfg(test)]

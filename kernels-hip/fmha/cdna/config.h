@@ -35,15 +35,15 @@ template <FwdSpec spec, CdnaTile tile>
 struct Config {
   static constexpr int qk_bytes = size_bytes(spec.dtype_qk);
   static constexpr int v_bytes = size_bytes(spec.dtype_v);
-  static constexpr int num_waves = tile.block_m / kTile;
+  static constexpr int num_waves = tile.block_m / kEdge;
   static constexpr int num_threads = num_waves * kWaveSize;
 
   static constexpr int qk_row_bytes = spec.head_dim_qk * qk_bytes;
   static constexpr int qk_steps = ceil_div(qk_row_bytes, kStepBytes);
   static constexpr int v_row_bytes = spec.head_dim_v * v_bytes;
-  static constexpr int d_blocks = ceil_div(spec.head_dim_v, kTile);
-  static constexpr int head_dim_v_padded = d_blocks * kTile;
-  static constexpr int n_tiles = tile.block_n / kTile;
+  static constexpr int d_blocks = ceil_div(spec.head_dim_v, kEdge);
+  static constexpr int head_dim_v_padded = d_blocks * kEdge;
+  static constexpr int n_tiles = tile.block_n / kEdge;
   static constexpr int pv_steps = tile.block_n * v_bytes / kStepBytes;
   static constexpr int pv_steps_per_tile = pv_steps / n_tiles;
 

@@ -2,13 +2,9 @@
 // AMD's builtins take.
 #pragma once
 
-#ifndef __device__
-#define __device__ __attribute__((device))
+#ifndef __global__
 #define __global__ __attribute__((global))
 #define __shared__ __attribute__((shared))
-#endif
-#ifndef __forceinline__
-#define __forceinline__ inline __attribute__((always_inline))
 #endif
 
 #include <fmha/portable.h>

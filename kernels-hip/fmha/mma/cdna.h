@@ -13,7 +13,7 @@
 
 namespace fmha {
 
-constexpr int kTile = 32;        // rows and columns of a product
+constexpr int kEdge = 32;        // rows, and columns, of a product
 constexpr int kFragBytes = 16;   // of a lane, of an operand, of one step
 constexpr int kStepBytes = 2 * kFragBytes;
 
@@ -21,8 +21,8 @@ using Frag = u32x4;
 using Acc = f32x16;
 
 FMHA_DEVICE int lane_idx() { return thread_idx() % kWaveSize; }
-FMHA_DEVICE int lane_col() { return thread_idx() % kTile; }
-FMHA_DEVICE int lane_half() { return thread_idx() / kTile % 2; }
+FMHA_DEVICE int lane_col() { return thread_idx() % kEdge; }
+FMHA_DEVICE int lane_half() { return thread_idx() / kEdge % 2; }
 
 // Row of register i of an accumulator: registers come in runs of four adjacent rows.
 // CDNA3 ISA 7.1.4.2, "32x32 output".
@@ -166,7 +166,7 @@ FMHA_DEVICE float other_half(float x) {
   const u32x2 swapped = v_permlane32_swap_b32(bits_of(x), bits_of(x));
   return float_of(lane_half() ? swapped[0] : swapped[1]);
 #else
-  return ds_bpermute_b32(lane_idx() ^ kTile, x);
+  return ds_bpermute_b32(lane_idx() ^ kEdge, x);
 #endif
 }
 

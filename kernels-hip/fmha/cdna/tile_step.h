@@ -1,0 +1,178 @@
+// One step of the main loop for one wave: 32 queries against one tile of keys.
+//
+//   S^T = K Q^T     accumulators hold keys along registers, queries along lanes
+//   P^T = exp2(S^T) stays in the same registers: they are the operand that the next product wants
+//   O^T += V^T P^T
+#pragma once
+#include <fmha/cdna/config.h>
+#include <fmha/mask.h>
+#include <fmha/online_softmax.h>
+#include <fmha/philox.h>
+#include <fmha/score.h>
+
+namespace fmha::cdna {
+
+// What one workgroup works on.
+struct Job {
+  SeqSpan span;
+  int32_t i_head, i_head_kv;
+  MaskBand band;
+  ScoreModifier modifier;
+  float scale_log2;  // of raw scores, not negative; unused where the modifier scales
+};
+
+// What one wave has of its 32 queries: lane l and lane l + 32 share query l, with half of the keys
+// and of the output's rows each.
+template <FwdSpec spec, CdnaTile tile>
+struct Wave {
+  using C = Config<spec, tile>;
+  int32_t first_query, query;
+  Array<Frag, C::qk_steps> q;
+  Array<Acc, C::d_blocks> o;
+  OnlineRow row;  // row_sum is this half's share
+};
+
+// S^T of one wave and tile; P in the order in which P V takes it.
+template <FwdSpec spec, CdnaTile tile>
+using Scores = Array<Acc, Config<spec, tile>::n_tiles>;
+template <FwdSpec spec, CdnaTile tile>
+using PFrags = Array<Frag, Config<spec, tile>::pv_steps>;
+
+template <FwdSpec spec, CdnaTile tile>
+FMHA_DEVICE void scores(Scores<spec, tile>& s, const Wave<spec, tile>& wave,
+                        const typename Config<spec, tile>::KMatrix& k) {
+  using C = Config<spec, tile>;
+#pragma unroll
+  for (int n = 0; n < C::n_tiles; ++n) {
+    Acc acc = {};
+    auto key_frag = [&](int c) __attribute__((always_inline)) {
+      return k.frag(n * kEdge + lane_col(), 2 * c + lane_half());
+    };
+#pragma unroll
+    for (int c = 0; c + 1 < C::qk_steps; c += 2) {
+      acc = mma_two_steps<spec.dtype_qk>(key_frag(c), wave.q[c], key_frag(c + 1), wave.q[c + 1], acc);
+    }
+    if constexpr (C::qk_steps % 2 == 1) {
+      acc = mma_step<spec.dtype_qk>(key_frag(C::qk_steps - 1), wave.q[C::qk_steps - 1], acc);
+    }
+    s[n] = acc;
+  }
+}
+
+// Modifiers and mask; afterwards s is in units of `scale_log2`, or in log2 where modifiers scale.
+template <FwdSpec spec, CdnaTile tile, BlockClass block>
+FMHA_DEVICE void modify_and_mask(Scores<spec, tile>& s, const Job& job,
+                                 const Wave<spec, tile>& wave, int32_t first_key) {
+  const int32_t last_query = job.span.seqlen_q - 1, last_key = job.span.seqlen_k - 1;
+#pragma unroll
+  for (int n = 0; n < Config<spec, tile>::n_tiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int32_t key = first_key + n * kEdge + acc_row(i, lane_half());
+      if constexpr (modifies_score(spec)) {
+        // Clamped: the bias ends where the sequence does.
+        s[n][i] = kLog2E * modified_score<spec>(job.modifier, s[n][i], min(wave.query, last_query), min(key, last_key));
+      }
+      if constexpr (block == BlockClass::Edge) {
+        const bool seen = key <= last_key && (spec.mask == MaskKind::Full || visible(job.band, wave.query, key));
+        s[n][i] = seen ? s[n][i] : -infinity();
+      }
+    }
+  }
+}
+
+template <int n_tiles>
+FMHA_DEVICE float max_of(const Array<Acc, n_tiles>& s) {
+  float most = s[0][0];
+#pragma unroll
+  for (int n = 0; n < n_tiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) most = v_max_f32(most, s[n][i]);
+  }
+  return v_max_f32(most, other_half(most));
+}
+
+// Takes the tile's maximum in. Sums and outputs are rescaled only when some query of the wave
+// outgrows its old maximum by more than 2^lazy_log2; until then P may exceed 1.
+template <FwdSpec spec, CdnaTile tile>
+FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, float tile_max_log2) {
+  using C = Config<spec, tile>;
+  if (v_cmp_ballot(tile_max_log2 > wave.row.row_max + C::lazy_log2) == 0) return;
+  const float correction = wave.row.raise_to(v_max_f32(wave.row.row_max, tile_max_log2));
+#pragma unroll
+  for (int d = 0; d < C::d_blocks; ++d) wave.o[d] *= correction;
+}
+
+template <FwdSpec spec>
+FMHA_DEVICE void drop(Acc& p_tile, const FwdParams& p, const Job& job, int32_t query, int32_t first_key) {
+  const int32_t batch_head = job.span.i_batch * p.num_heads_q + job.i_head;
+#pragma unroll
+  for (int i = 0; i < 16; i += kRun) {
+    // A run of an accumulator's rows is one call of the generator.
+    const Array<uint32_t, 4> words = dropout_words(p, batch_head, query, (first_key + acc_row(i, lane_half())) / kRun);
+#pragma unroll
+    for (int r = 0; r < kRun; ++r) p_tile[i + r] = words[r] < p.dropout_threshold ? p_tile[i + r] : 0.f;
+  }
+}
+
+// P in fragments, and its sum into the row's.
+template <FwdSpec spec, CdnaTile tile>
+FMHA_DEVICE void probabilities(PFrags<spec, tile>& p_frags, Scores<spec, tile>& s,
+                               Wave<spec, tile>& wave, const FwdParams& p, const Job& job, int32_t first_key) {
+  using C = Config<spec, tile>;
+  const float scale_log2 = modifies_score(spec) ? 1.f : job.scale_log2;
+  const float base = C::p_scale_log2 - finite_or_zero(wave.row.row_max);
+  f32x2 sum = {0.f, 0.f};
+#pragma unroll
+  for (int n = 0; n < C::n_tiles; ++n) {
+    Acc p_tile;
+#pragma unroll
+    for (int i = 0; i < 16; i += 2) {
+      const f32x2 exponent = v_pk_fma_f32(f32x2{s[n][i], s[n][i + 1]}, f32x2{scale_log2, scale_log2}, f32x2{base, base});
+      const f32x2 two = {v_exp_f32(exponent[0]), v_exp_f32(exponent[1])};
+      sum += two;
+      p_tile[i] = two[0], p_tile[i + 1] = two[1];
+    }
+    if constexpr (spec.dropout) drop<spec>(p_tile, p, job, wave.query, first_key + n * kEdge);
+#pragma unroll
+    for (int c = 0; c < C::pv_steps_per_tile; ++c) {
+      p_frags[n * C::pv_steps_per_tile + c] = p_frag<spec.dtype_v>(p_tile, c * (16 / C::pv_steps_per_tile));
+    }
+  }
+  wave.row.row_sum += sum[0] + sum[1];
+}
+
+template <FwdSpec spec, CdnaTile tile>
+FMHA_DEVICE void weighted_values(Wave<spec, tile>& wave, const PFrags<spec, tile>& p_frags,
+                                 const typename Config<spec, tile>::VMatrix& v) {
+  using C = Config<spec, tile>;
+#pragma unroll
+  for (int d = 0; d < C::d_blocks; ++d) {
+    auto value_frag = [&](int c) __attribute__((always_inline)) {
+      return v.frag(d * kEdge + lane_col(), 2 * c + lane_half());
+    };
+#pragma unroll
+    for (int c = 0; c + 1 < C::pv_steps; c += 2) {
+      wave.o[d] = mma_two_steps<spec.dtype_v>(value_frag(c), p_frags[c], value_frag(c + 1), p_frags[c + 1], wave.o[d]);
+    }
+    if constexpr (C::pv_steps % 2 == 1) {
+      wave.o[d] = mma_step<spec.dtype_v>(value_frag(C::pv_steps - 1), p_frags[C::pv_steps - 1], wave.o[d]);
+    }
+  }
+}
+
+template <FwdSpec spec, CdnaTile tile, BlockClass block>
+FMHA_DEVICE void tile_step(Wave<spec, tile>& wave, const typename Config<spec, tile>::Stage& stage,
+                           const FwdParams& p, const Job& job, int32_t first_key) {
+  using C = Config<spec, tile>;
+  Scores<spec, tile> s;
+  scores<spec, tile>(s, wave, stage.k);
+  modify_and_mask<spec, tile, block>(s, job, wave, first_key);
+  const float scale_log2 = modifies_score(spec) ? 1.f : job.scale_log2;
+  raise_row_max<spec, tile>(wave, max_of(s) * scale_log2);
+  PFrags<spec, tile> p_frags;
+  probabilities<spec, tile>(p_frags, s, wave, p, job, first_key);
+  weighted_values<spec, tile>(wave, p_frags, stage.v);
+}
+
+}  // namespace fmha::cdna
