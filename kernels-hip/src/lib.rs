@@ -36,8 +36,6 @@ abi_spec! {
         pub block_m: i32,
         /// Keys of a step of the main loop.
         pub block_n: i32,
-        /// K and V tiles in LDS.
-        pub stages: i32,
         /// How Q, K and V are read.
         pub load: LoadPath,
         /// How O is written.

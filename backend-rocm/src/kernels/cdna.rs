@@ -15,6 +15,8 @@ const WAVE_ROWS: i32 = 32;
 const WAVE_THREADS: i32 = 64;
 const MAX_HEAD_DIM: i32 = 256;
 const DWORD: i64 = 4;
+/// Tiles of K, and of V, in LDS.
+const STAGES: i64 = 2;
 
 /// Whether this kernel computes `problem` on `arch`, and with which tile.
 ///
@@ -45,13 +47,12 @@ pub(crate) fn accept(problem: &FwdProblem, arch: Arch, options: &PlanOptions) ->
 }
 
 fn tile(spec: &FwdSpec, problem: &FwdProblem, arch: Arch, options: &PlanOptions) -> Result<CdnaTile, Refusal> {
-    let (mut block_m, mut block_n, mut stages) = (None, None, None);
+    let (mut block_m, mut block_n) = (None, None);
     for (name, value) in &options.tile {
         let seat = match name.as_str() {
             "block_m" => &mut block_m,
             "block_n" => &mut block_n,
-            "stages" => &mut stages,
-            _ => refuse!(NAME, "tile {name}={value} is unknown (known: block_m, block_n, stages)"),
+            _ => refuse!(NAME, "tile {name}={value} is unknown (known: block_m, block_n)"),
         };
         *seat = Some(number(NAME, name, value)?);
     }
@@ -59,28 +60,22 @@ fn tile(spec: &FwdSpec, problem: &FwdProblem, arch: Arch, options: &PlanOptions)
     if !(WAVE_ROWS..=512).contains(&block_m) || block_m % WAVE_ROWS != 0 {
         refuse!(NAME, "tile block_m={block_m} is not a multiple of {WAVE_ROWS} in {WAVE_ROWS}..=512");
     }
-    let default_n = if spec.head_dim_qk.max(spec.head_dim_v) * spec.dtype_v.size_bytes() as i32 > 256 { 32 } else { 64 };
-    let block_n = block_n.unwrap_or(default_n);
+    let fits = |block_n: &i32| lds_bytes(spec, *block_n) <= i64::from(arch.lds_bytes());
+    let block_n = block_n.unwrap_or_else(|| default_block_n(spec, arch));
     if ![32, 64, 128].contains(&block_n) {
         refuse!(NAME, "tile block_n={block_n} is not 32, 64 or 128");
     }
-    let fits = |stages| lds_bytes(spec, block_n, stages) <= i64::from(arch.lds_bytes());
-    let stages = stages.unwrap_or(if fits(2) { 2 } else { 1 });
-    if ![1, 2].contains(&stages) {
-        refuse!(NAME, "tile stages={stages} is not 1 or 2");
-    }
-    if !fits(stages) {
+    if !fits(&block_n) {
         refuse!(
             NAME,
-            "tile block_n={block_n} stages={stages} takes {} bytes of LDS, more than {}",
-            lds_bytes(spec, block_n, stages),
+            "tile block_n={block_n} takes {} bytes of LDS, more than {}",
+            lds_bytes(spec, block_n),
             arch.lds_bytes()
         );
     }
     let mut tile = CdnaTile {
         block_m,
         block_n,
-        stages,
         load: LoadPath::Vector,
         store: StorePath::Vector,
         num_xcds: arch.num_xcds(),
@@ -90,8 +85,14 @@ fn tile(spec: &FwdSpec, problem: &FwdProblem, arch: Arch, options: &PlanOptions)
     Ok(tile)
 }
 
+/// The widest step whose tiles fit the LDS and whose accumulators fit the registers.
+fn default_block_n(spec: &FwdSpec, arch: Arch) -> i32 {
+    let wide = spec.head_dim_qk.max(spec.head_dim_v) > 128;
+    if !wide && lds_bytes(spec, 64) <= i64::from(arch.lds_bytes()) { 64 } else { 32 }
+}
+
 /// LDS of the tiles, as `cdna/config.h` lays them out; the compiler has the last word.
-fn lds_bytes(spec: &FwdSpec, block_n: i32, stages: i32) -> i64 {
+fn lds_bytes(spec: &FwdSpec, block_n: i32) -> i64 {
     let pitch = |row_bytes: i32| {
         let chunks = row_bytes.div_euclid(16);
         16 * if chunks & (chunks - 1) == 0 { chunks } else { chunks | 1 }
@@ -99,7 +100,7 @@ fn lds_bytes(spec: &FwdSpec, block_n: i32, stages: i32) -> i64 {
     let up = |x: i32, to: i32| (x + to - 1) / to * to;
     let k = block_n * pitch(up(spec.head_dim_qk * spec.dtype_qk.size_bytes() as i32, 32));
     let v = up(spec.head_dim_v, WAVE_ROWS) * pitch(block_n * spec.dtype_v.size_bytes() as i32);
-    i64::from(stages) * i64::from(k + v)
+    STAGES * i64::from(k + v)
 }
 
 /// Whether every row of Q, K and V starts and ends on a dword, and a tile's rows within 2^31 bytes.
@@ -186,10 +187,10 @@ pub(crate) fn source(spec: &FwdSpec, tile: &CdnaTile) -> KernelSource {
 /// The rows that a plan prints.
 pub(crate) fn details(spec: &FwdSpec, tile: &CdnaTile, problem: &FwdProblem) -> Vec<(&'static str, String)> {
     vec![
-        ("tile", format!("block_m {} block_n {} stages {}", tile.block_m, tile.block_n, tile.stages)),
+        ("tile", format!("block_m {} block_n {}", tile.block_m, tile.block_n)),
         ("loads", format!("{:?}", tile.load)),
         ("stores", format!("{:?}", tile.store)),
-        ("lds", format!("{} bytes", lds_bytes(spec, tile.block_n, tile.stages))),
+        ("lds", format!("{} bytes", lds_bytes(spec, tile.block_n))),
         ("workgroup", format!("{} threads", num_threads(tile))),
         ("grid", format!("{} workgroups", num_workgroups(problem, tile))),
         ("matrix type", format!("{} x {}, then {}", spec.dtype_qk, spec.dtype_qk, dtype_of_p(spec))),

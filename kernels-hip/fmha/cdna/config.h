@@ -15,19 +15,32 @@ struct LdsMatrix {
   static constexpr int chunks = row_bytes / kFragBytes;
   static constexpr bool permuted = is_power_of_two(chunks);
   static constexpr int pitch = permuted ? chunks : chunks | 1;
-  static constexpr int rows_per_line = chunks < 8 ? 8 / chunks : 1;  // a line is all banks: 128 bytes
-
-  // Rows d and d + 8 differ too: the transposing writer's lanes are eight rows apart.
-  static FMHA_DEVICE int offset(int row, int chunk) {
-    if constexpr (!permuted) return (row * pitch + chunk) * kFragBytes;
-    const int turn = row / rows_per_line + row / 8;
-    return (row * pitch + (chunk ^ (turn % (chunks < 8 ? chunks : 8)))) * kFragBytes;
-  }
+  static constexpr int period = chunks < 8 ? chunks : 8;     // chunks that are exchanged
+  static constexpr int rows_per_line = 8 / period;           // a line is all banks: 128 bytes
 
   alignas(16) uint8_t bytes[num_rows * pitch * kFragBytes];
 
-  FMHA_DEVICE Frag frag(int row, int chunk) const {
-    return *reinterpret_cast<const Frag*>(&bytes[offset(row, chunk)]);
+  // Rows d and d + 8 are turned differently too: the transposing writer's lanes are eight rows apart.
+  static FMHA_DEVICE int turn(int row) { return (row / rows_per_line + row / 8) % period; }
+
+  static FMHA_DEVICE int offset(int row, int chunk) {
+    if constexpr (!permuted) return (row * pitch + chunk) * kFragBytes;
+    return (row * pitch + (chunk / period * period) + (chunk % period ^ turn(row))) * kFragBytes;
+  }
+
+  // This lane's fragment of step `c` of rows 32 * block ... In all but the last line it is the same
+  // for every block and every fourth step but for a constant: four addresses serve all reads.
+  FMHA_DEVICE const Frag& frag(int block, int c) const {
+    const int row = lane_col(), chunk = 2 * c, half = lane_half();
+    int at;
+    if constexpr (permuted && period >= 2) {
+      const int block_turn = (block * kEdge / rows_per_line + block * kEdge / 8) % period;
+      const int low = (chunk % period ^ block_turn) ^ (half ^ turn(row));
+      at = (row * pitch + low) * kFragBytes + (block * kEdge * pitch + chunk / period * period) * kFragBytes;
+    } else {
+      at = (row * pitch + half) * kFragBytes + (block * kEdge * pitch + chunk) * kFragBytes;
+    }
+    return *reinterpret_cast<const Frag*>(&bytes[at]);
   }
 };
 
@@ -54,8 +67,10 @@ struct Config {
     KMatrix k;
     VMatrix v;
   };
+  // While tile n is finished, K of tile n + 1 is read and the tiles after both are written.
+  static constexpr int stages = 2;
   struct Lds {
-    Stage stage[tile.stages];
+    Stage stage[stages];
   };
   static_assert(sizeof(Lds) <= (kArch == Arch::Gfx950 ? 160 : 64) * 1024, "K and V do not fit the LDS");
 

@@ -1,10 +1,13 @@
 // The CDNA forward kernel: one workgroup, block_m queries of one head.
 //
-//   before    Q to registers; K0, V0 to LDS
-//   step n    issue loads of K(n+1), V(n+1) -> registers
-//             S, P, O of tile n              <- LDS
-//             K(n+1), V(n+1)                 -> the other stage; barrier
-//   after     O / sum, LSE
+//   prologue   Q to registers; K0, V0, K1 to LDS; S0
+//   steady n   loads of K(n+2), V(n+1) are issued
+//              S(n+1) = K(n+1) Q      with   P(n) = exp2(S(n) - max)
+//              O += V(n) P(n)         with   max S(n+1); K(n+2), V(n+1) to LDS
+//              barrier
+//   drain      P and O of the last tile; O / sum, LSE
+//
+// In each line the matrix unit has the left side and the vector unit the right one.
 #pragma once
 #include <fmha/cdna/epilogue.h>
 #include <fmha/cdna/load.h>
@@ -99,13 +102,18 @@ FMHA_DEVICE Rows rows_of(const View& x, int64_t first_row, const SeqSpan& span, 
 }
 
 template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE void issue_tile(KLoad<spec, tile>& k, VLoad<spec, tile>& v, const FwdParams& p, const Job& job,
-                            int32_t first_key) {
+FMHA_DEVICE void issue_k(KLoad<spec, tile>& k, const FwdParams& p, const Job& job, int32_t first_key) {
   using C = Config<spec, tile>;
-  const int64_t row = int64_t(job.span.k_row) + first_key;
+  k.issue(rows_of<spec>(p.k, int64_t(job.span.k_row) + first_key, job.span, job.i_head_kv,
+                        job.span.seqlen_k - first_key, C::qk_row_bytes, C::qk_bytes));
+}
+
+template <FwdSpec spec, CdnaTile tile>
+FMHA_DEVICE void issue_v(VLoad<spec, tile>& v, const FwdParams& p, const Job& job, int32_t first_key) {
+  using C = Config<spec, tile>;
   const int32_t num_keys = job.span.seqlen_k - first_key;
-  k.issue(rows_of<spec>(p.k, row, job.span, job.i_head_kv, num_keys, C::qk_row_bytes, C::qk_bytes));
-  Rows values = rows_of<spec>(p.v, row, job.span, job.i_head_kv, num_keys, C::v_row_bytes, C::v_bytes);
+  Rows values = rows_of<spec>(p.v, int64_t(job.span.k_row) + first_key, job.span, job.i_head_kv, num_keys,
+                              C::v_row_bytes, C::v_bytes);
   if constexpr (spec.v_layout == VLayout::ColMajor) {
     values.stride_bytes = p.v.dim * C::v_bytes;
     values.num_rows = spec.head_dim_v;
@@ -127,19 +135,48 @@ FMHA_DEVICE void write_keep_mask(const FwdParams& p, const Job& job, Range queri
   }
 }
 
+// All tiles of keys, for one wave. Every wave of the workgroup walks alike: barriers are inside.
 template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE void step(Wave<spec, tile>& wave, const typename Config<spec, tile>::Stage& stage, const FwdParams& p,
-                      const Job& job, int32_t first_key) {
-  const Range queries = {wave.first_query, wave.first_query + kEdge};
-  const Range keys = {first_key, first_key + tile.block_n};
-  // Classified by the wave's own queries: its neighbours' edges cost it nothing.
-  const BlockClass block = spec.mask == MaskKind::Full ? BlockClass::Inside : block_class(job.band, queries, keys);
-  if (block == BlockClass::Skipped) return;
-  if (block == BlockClass::Inside && keys.end <= job.span.seqlen_k) {
-    tile_step<spec, tile, BlockClass::Inside>(wave, stage, p, job, first_key);
-  } else {
-    tile_step<spec, tile, BlockClass::Edge>(wave, stage, p, job, first_key);
+FMHA_DEVICE void main_loop(Wave<spec, tile>& wave, typename Config<spec, tile>::Lds& lds, const FwdParams& p,
+                           const Job& job, const TileWalk& walk) {
+  auto first_key = [&](int32_t n) __attribute__((always_inline)) { return walk.tile_at(n) * tile.block_n; };
+  const int32_t last = walk.num_tiles - 1;
+
+  KLoad<spec, tile> k;
+  VLoad<spec, tile> v;
+  {
+    KLoad<spec, tile> k1;
+    issue_k(k, p, job, first_key(0));
+    issue_v(v, p, job, first_key(0));
+    issue_k(k1, p, job, first_key(1));  // beyond the last tile nobody reads it
+    k.store(lds.stage[0].k);
+    v.store(lds.stage[0].v);
+    k1.store(lds.stage[1].k);
   }
+  s_barrier();
+  Scores<spec, tile> s = scores<spec, tile>(wave, lds.stage[0].k);
+  modify_and_mask<spec, tile>(s, job, wave, first_key(0));
+  raise_row_max<spec, tile>(wave, job, max_of(s));
+
+  for (int32_t n = 0; n < last; ++n) {
+    auto& now = lds.stage[n % 2];
+    auto& next = lds.stage[(n + 1) % 2];
+    issue_k(k, p, job, first_key(n + 2));
+    issue_v(v, p, job, first_key(n + 1));
+    Scores<spec, tile> s_next = scores<spec, tile>(wave, next.k);
+    const PFrags<spec, tile> p_frags = probabilities<spec, tile>(s, wave, p, job, first_key(n));
+    modify_and_mask<spec, tile>(s_next, job, wave, first_key(n + 1));
+    weighted_values<spec, tile>(wave, p_frags, now.v);
+    const float next_max = max_of(s_next);
+    k.store(now.k);
+    v.store(next.v);
+    raise_row_max<spec, tile>(wave, job, next_max);
+    s = s_next;
+    s_barrier();
+  }
+
+  const PFrags<spec, tile> p_frags = probabilities<spec, tile>(s, wave, p, job, first_key(last));
+  weighted_values<spec, tile>(wave, p_frags, lds.stage[last % 2].v);
 }
 
 template <FwdSpec spec, CdnaTile tile>
@@ -171,28 +208,10 @@ FMHA_DEVICE void fwd(const FwdParams& p) {
 #pragma unroll
   for (int d = 0; d < C::d_blocks; ++d) wave.o[d] = Acc{};
 
+  wave.row = OnlineRow{};
+
   const TileWalk walk = TileWalk::of<spec, tile>(job, queries);
-  KLoad<spec, tile> k;
-  VLoad<spec, tile> v;
-  auto first_key = [&](int32_t n) __attribute__((always_inline)) { return walk.tile_at(n) * tile.block_n; };
-  if (walk.num_tiles > 0) {
-    issue_tile<spec, tile>(k, v, p, job, first_key(0));
-    k.store(lds.stage[0].k);
-    v.store(lds.stage[0].v);
-    s_barrier();
-  }
-  for (int32_t n = 0; n < walk.num_tiles; ++n) {
-    const bool more = n + 1 < walk.num_tiles;
-    if (more) issue_tile<spec, tile>(k, v, p, job, first_key(n + 1));
-    step<spec, tile>(wave, lds.stage[n % tile.stages], p, job, first_key(n));
-    if constexpr (tile.stages == 1) s_barrier();  // all have read the tile that is overwritten now
-    if (more) {
-      auto& next = lds.stage[(n + 1) % tile.stages];
-      k.store(next.k);
-      v.store(next.v);
-    }
-    s_barrier();
-  }
+  if (walk.num_tiles > 0) main_loop<spec, tile>(wave, lds, p, job, walk);
   epilogue<spec, tile>(wave, p, job);
 }
 

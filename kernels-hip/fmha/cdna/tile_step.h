@@ -1,4 +1,4 @@
-// One step of the main loop for one wave: 32 queries against one tile of keys.
+// The parts of one step of the main loop, for one wave: 32 queries against one tile of keys.
 //
 //   S^T = K Q^T     accumulators hold keys along registers, queries along lanes
 //   P^T = exp2(S^T) stays in the same registers: they are the operand that the next product wants
@@ -39,46 +39,64 @@ template <FwdSpec spec, CdnaTile tile>
 using PFrags = Array<Frag, Config<spec, tile>::pv_steps>;
 
 template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE void scores(Scores<spec, tile>& s, const Wave<spec, tile>& wave,
-                        const typename Config<spec, tile>::KMatrix& k) {
+FMHA_DEVICE Scores<spec, tile> scores(const Wave<spec, tile>& wave, const typename Config<spec, tile>::KMatrix& k) {
   using C = Config<spec, tile>;
+  Scores<spec, tile> s;
 #pragma unroll
-  for (int n = 0; n < C::n_tiles; ++n) {
-    Acc acc = {};
-    auto key_frag = [&](int c) __attribute__((always_inline)) {
-      return k.frag(n * kEdge + lane_col(), 2 * c + lane_half());
-    };
+  for (int n = 0; n < C::n_tiles; ++n) s[n] = Acc{};
+  // Tiles inside steps: a product does not wait for the one before it.
 #pragma unroll
-    for (int c = 0; c + 1 < C::qk_steps; c += 2) {
-      acc = mma_two_steps<spec.dtype_qk>(key_frag(c), wave.q[c], key_frag(c + 1), wave.q[c + 1], acc);
+  for (int c = 0; c + 1 < C::qk_steps; c += 2) {
+#pragma unroll
+    for (int n = 0; n < C::n_tiles; ++n) {
+      s[n] = mma_two_steps<spec.dtype_qk>(k.frag(n, c), wave.q[c], k.frag(n, c + 1), wave.q[c + 1], s[n]);
     }
-    if constexpr (C::qk_steps % 2 == 1) {
-      acc = mma_step<spec.dtype_qk>(key_frag(C::qk_steps - 1), wave.q[C::qk_steps - 1], acc);
+  }
+  if constexpr (C::qk_steps % 2 == 1) {
+    constexpr int c = C::qk_steps - 1;
+#pragma unroll
+    for (int n = 0; n < C::n_tiles; ++n) s[n] = mma_step<spec.dtype_qk>(k.frag(n, c), wave.q[c], s[n]);
+  }
+  return s;
+}
+
+// Afterwards s is in log2; for problems whose scores need more than their scale.
+template <FwdSpec spec, CdnaTile tile>
+FMHA_DEVICE void modify(Scores<spec, tile>& s, const Job& job, const Wave<spec, tile>& wave, int32_t first_key) {
+  const int32_t query = min(wave.query, job.span.seqlen_q - 1), last_key = job.span.seqlen_k - 1;
+#pragma unroll
+  for (int n = 0; n < Config<spec, tile>::n_tiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      // Clamped: the bias ends where the sequence does.
+      const int32_t key = min(first_key + n * kEdge + acc_row(i, lane_half()), last_key);
+      s[n][i] = kLog2E * modified_score<spec>(job.modifier, s[n][i], query, key);
     }
-    s[n] = acc;
   }
 }
 
-// Modifiers and mask; afterwards s is in units of `scale_log2`, or in log2 where modifiers scale.
-template <FwdSpec spec, CdnaTile tile, BlockClass block>
-FMHA_DEVICE void modify_and_mask(Scores<spec, tile>& s, const Job& job,
-                                 const Wave<spec, tile>& wave, int32_t first_key) {
-  const int32_t last_query = job.span.seqlen_q - 1, last_key = job.span.seqlen_k - 1;
+template <FwdSpec spec, CdnaTile tile>
+FMHA_DEVICE void mask(Scores<spec, tile>& s, const Job& job, const Wave<spec, tile>& wave, int32_t first_key) {
 #pragma unroll
   for (int n = 0; n < Config<spec, tile>::n_tiles; ++n) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const int32_t key = first_key + n * kEdge + acc_row(i, lane_half());
-      if constexpr (modifies_score(spec)) {
-        // Clamped: the bias ends where the sequence does.
-        s[n][i] = kLog2E * modified_score<spec>(job.modifier, s[n][i], min(wave.query, last_query), min(key, last_key));
-      }
-      if constexpr (block == BlockClass::Edge) {
-        const bool seen = key <= last_key && (spec.mask == MaskKind::Full || visible(job.band, wave.query, key));
-        s[n][i] = seen ? s[n][i] : -infinity();
-      }
+      const bool seen = key < job.span.seqlen_k && (spec.mask == MaskKind::Full || visible(job.band, wave.query, key));
+      s[n][i] = seen ? s[n][i] : -infinity();
     }
   }
+}
+
+// Modifiers, and the mask where the wave's tile needs one: its neighbours' edges cost it nothing.
+template <FwdSpec spec, CdnaTile tile>
+FMHA_DEVICE void modify_and_mask(Scores<spec, tile>& s, const Job& job, const Wave<spec, tile>& wave,
+                                 int32_t first_key) {
+  if constexpr (modifies_score(spec)) modify<spec, tile>(s, job, wave, first_key);
+  const Range queries = {wave.first_query, wave.first_query + kEdge}, keys = {first_key, first_key + tile.block_n};
+  const bool inside = keys.end <= job.span.seqlen_k &&
+                      (spec.mask == MaskKind::Full || block_class(job.band, queries, keys) == BlockClass::Inside);
+  if (!inside) mask<spec, tile>(s, job, wave, first_key);
 }
 
 template <int n_tiles>
@@ -95,8 +113,9 @@ FMHA_DEVICE float max_of(const Array<Acc, n_tiles>& s) {
 // Takes the tile's maximum in. Sums and outputs are rescaled only when some query of the wave
 // outgrows its old maximum by more than 2^lazy_log2; until then P may exceed 1.
 template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, float tile_max_log2) {
+FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Job& job, float tile_max) {
   using C = Config<spec, tile>;
+  const float tile_max_log2 = modifies_score(spec) ? tile_max : tile_max * job.scale_log2;
   if (v_cmp_ballot(tile_max_log2 > wave.row.row_max + C::lazy_log2) == 0) return;
   const float correction = wave.row.raise_to(v_max_f32(wave.row.row_max, tile_max_log2));
 #pragma unroll
@@ -117,9 +136,10 @@ FMHA_DEVICE void drop(Acc& p_tile, const FwdParams& p, const Job& job, int32_t q
 
 // P in fragments, and its sum into the row's.
 template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE void probabilities(PFrags<spec, tile>& p_frags, Scores<spec, tile>& s,
-                               Wave<spec, tile>& wave, const FwdParams& p, const Job& job, int32_t first_key) {
+FMHA_DEVICE PFrags<spec, tile> probabilities(const Scores<spec, tile>& s, Wave<spec, tile>& wave, const FwdParams& p,
+                                             const Job& job, int32_t first_key) {
   using C = Config<spec, tile>;
+  PFrags<spec, tile> p_frags;
   const float scale_log2 = modifies_score(spec) ? 1.f : job.scale_log2;
   const float base = C::p_scale_log2 - finite_or_zero(wave.row.row_max);
   f32x2 sum = {0.f, 0.f};
@@ -140,6 +160,7 @@ FMHA_DEVICE void probabilities(PFrags<spec, tile>& p_frags, Scores<spec, tile>& 
     }
   }
   wave.row.row_sum += sum[0] + sum[1];
+  return p_frags;
 }
 
 template <FwdSpec spec, CdnaTile tile>
@@ -147,32 +168,17 @@ FMHA_DEVICE void weighted_values(Wave<spec, tile>& wave, const PFrags<spec, tile
                                  const typename Config<spec, tile>::VMatrix& v) {
   using C = Config<spec, tile>;
 #pragma unroll
-  for (int d = 0; d < C::d_blocks; ++d) {
-    auto value_frag = [&](int c) __attribute__((always_inline)) {
-      return v.frag(d * kEdge + lane_col(), 2 * c + lane_half());
-    };
+  for (int c = 0; c + 1 < C::pv_steps; c += 2) {
 #pragma unroll
-    for (int c = 0; c + 1 < C::pv_steps; c += 2) {
-      wave.o[d] = mma_two_steps<spec.dtype_v>(value_frag(c), p_frags[c], value_frag(c + 1), p_frags[c + 1], wave.o[d]);
-    }
-    if constexpr (C::pv_steps % 2 == 1) {
-      wave.o[d] = mma_step<spec.dtype_v>(value_frag(C::pv_steps - 1), p_frags[C::pv_steps - 1], wave.o[d]);
+    for (int d = 0; d < C::d_blocks; ++d) {
+      wave.o[d] = mma_two_steps<spec.dtype_v>(v.frag(d, c), p_frags[c], v.frag(d, c + 1), p_frags[c + 1], wave.o[d]);
     }
   }
-}
-
-template <FwdSpec spec, CdnaTile tile, BlockClass block>
-FMHA_DEVICE void tile_step(Wave<spec, tile>& wave, const typename Config<spec, tile>::Stage& stage,
-                           const FwdParams& p, const Job& job, int32_t first_key) {
-  using C = Config<spec, tile>;
-  Scores<spec, tile> s;
-  scores<spec, tile>(s, wave, stage.k);
-  modify_and_mask<spec, tile, block>(s, job, wave, first_key);
-  const float scale_log2 = modifies_score(spec) ? 1.f : job.scale_log2;
-  raise_row_max<spec, tile>(wave, max_of(s) * scale_log2);
-  PFrags<spec, tile> p_frags;
-  probabilities<spec, tile>(p_frags, s, wave, p, job, first_key);
-  weighted_values<spec, tile>(wave, p_frags, stage.v);
+  if constexpr (C::pv_steps % 2 == 1) {
+    constexpr int c = C::pv_steps - 1;
+#pragma unroll
+    for (int d = 0; d < C::d_blocks; ++d) wave.o[d] = mma_step<spec.dtype_v>(v.frag(d, c), p_frags[c], wave.o[d]);
+  }
 }
 
 }  // namespace fmha::cdna
