@@ -1,0 +1,335 @@
+//! Which registers hold something, and which are still being filled.
+
+use super::Checks;
+use super::lds::{DmaWrite, Touch};
+use crate::error::{Exec, FaultKind, Stop};
+use crate::inst::{Inst, Regs, VReg};
+use crate::wave::VREGS;
+
+/// A memory access that may still be under way.
+pub(crate) struct Outstanding {
+    /// Counted by vmcnt, not yet waited for.
+    pub(crate) vm: bool,
+    /// Counted by lgkmcnt, not yet waited for.
+    pub(crate) lgkm: bool,
+    /// Completes in any order: scalar loads, flat accesses.
+    pub(crate) unordered: bool,
+    /// Registers it fills.
+    pub(crate) fills: Option<Regs>,
+    /// LDS it touches: at a barrier it may not have happened yet.
+    pub(crate) touches: Vec<Touch>,
+    /// LDS that a direct load will fill.
+    pub(crate) dma: Option<Box<DmaWrite>>,
+}
+
+/// Shadow state of a wave's registers.
+pub(crate) struct RegChecks {
+    pub(crate) which: Checks,
+    /// Lanes that have been written, per register.
+    valid: Box<[u64; VREGS]>,
+    valid_s: u128,
+    /// Registers being filled by an outstanding access.
+    pending: [u64; VREGS / 64],
+    pending_s: u128,
+    pub(crate) queue: Vec<Outstanding>,
+}
+
+impl Default for RegChecks {
+    fn default() -> Self {
+        Self {
+            which: Checks::NONE,
+            valid: Box::new([0; VREGS]),
+            valid_s: 0,
+            pending: [0; VREGS / 64],
+            pending_s: 0,
+            queue: Vec::new(),
+        }
+    }
+}
+
+fn name(reg: VReg) -> String {
+    if reg < 256 { format!("v{reg}") } else { format!("a{}", reg - 256) }
+}
+
+fn scalar_name(reg: u32) -> String {
+    match reg {
+        106 | 107 => "vcc".to_owned(),
+        124 => "m0".to_owned(),
+        126 | 127 => "exec".to_owned(),
+        other => format!("s{other}"),
+    }
+}
+
+/// Bits of a run of scalar registers.
+fn scalar_bits(first: u8, count: u8) -> u128 {
+    (((1u128 << count.min(127)) - 1) << (first & 127)) & !(0b11 << 126)
+}
+
+impl RegChecks {
+    pub(crate) fn reset(&mut self, which: Checks) {
+        self.which = which;
+        self.valid.fill(0);
+        self.valid_s = 0;
+        self.pending = [0; VREGS / 64];
+        self.pending_s = 0;
+        self.queue.clear();
+    }
+
+    /// Marks lanes of a vector register as written.
+    #[inline(always)]
+    pub(crate) fn define(&mut self, reg: VReg, lanes: u64) {
+        self.valid[usize::from(reg) % VREGS] |= lanes;
+    }
+
+    pub(crate) fn define_s(&mut self, first: u8, count: u8) {
+        self.valid_s |= scalar_bits(first, count);
+    }
+
+    /// Checks a read of one vector register.
+    #[inline(always)]
+    pub(crate) fn read_vreg(&self, reg: VReg, lanes: u64) -> Exec {
+        let at = usize::from(reg) % VREGS;
+        if self.which.waits && self.pending[at / 64] >> (at % 64) & 1 == 1 {
+            return Err(Stop::new(FaultKind::MissingWait, format!("{} is used while a load fills it", name(reg))));
+        }
+        if self.which.uninit_registers {
+            let missing = lanes & !self.valid[at];
+            if missing != 0 {
+                let lane = missing.trailing_zeros() as usize;
+                return Err(Stop::lane(FaultKind::UninitRegister, lane, format!("{} was never written", name(reg))));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks what an instruction is about to read and overwrite.
+    #[inline(always)]
+    pub(crate) fn before(&mut self, inst: &Inst, exec: u64) -> Exec {
+        if inst.copies {
+            return self.before_copy(inst, exec);
+        }
+        let lanes_read = if inst.dpp.is_some() {
+            crate::exec::cross::dpp_read_mask(inst, exec).unwrap_or(exec)
+        } else {
+            exec
+        };
+        for (i, regs) in inst.reads.iter().enumerate() {
+            match *regs {
+                Regs::V(first, count) => {
+                    let lanes = if i == 0 { lanes_read } else { exec };
+                    for reg in first..first + u16::from(count) {
+                        self.read_vreg(reg, lanes)?;
+                    }
+                }
+                Regs::VAll(first, count) => {
+                    for reg in first..first + u16::from(count) {
+                        self.read_vreg(reg, !0)?;
+                    }
+                }
+                Regs::S(first, count) => self.read_s(first, count, true)?,
+            }
+        }
+        self.overwrites(inst)
+    }
+
+    #[cold]
+    fn scalar_fault(&self, bits: u128, kind: FaultKind) -> Box<Stop> {
+        let reg = scalar_name(bits.trailing_zeros());
+        let detail = match kind {
+            FaultKind::MissingWait => format!("{reg} is used while a load fills it"),
+            _ => format!("{reg} was never written"),
+        };
+        Stop::new(kind, detail)
+    }
+
+    #[inline(always)]
+    fn read_s(&self, first: u8, count: u8, defined: bool) -> Exec {
+        let bits = scalar_bits(first, count);
+        if self.which.waits && self.pending_s & bits != 0 {
+            return Err(self.scalar_fault(self.pending_s & bits, FaultKind::MissingWait));
+        }
+        if defined && self.which.uninit_registers && bits & !self.valid_s != 0 {
+            return Err(self.scalar_fault(bits & !self.valid_s, FaultKind::UninitRegister));
+        }
+        Ok(())
+    }
+
+    /// A destination that an outstanding load will still overwrite.
+    #[inline(always)]
+    fn overwrites(&self, inst: &Inst) -> Exec {
+        if !self.which.waits {
+            return Ok(());
+        }
+        for regs in &inst.writes {
+            match *regs {
+                Regs::V(first, count) | Regs::VAll(first, count) => {
+                    for reg in first..first + u16::from(count) {
+                        let at = usize::from(reg) % VREGS;
+                        // Two loads into one register complete in order: that is a waste, not a fault.
+                        if self.pending[at / 64] >> (at % 64) & 1 == 1 && inst.mem.is_none() {
+                            return Err(Stop::new(
+                                FaultKind::MissingWait,
+                                format!("{} is overwritten while a load fills it", name(reg)),
+                            ));
+                        }
+                    }
+                }
+                Regs::S(first, count) => {
+                    let bits = scalar_bits(first, count) & self.pending_s;
+                    if bits != 0 {
+                        return Err(self.scalar_fault(bits, FaultKind::MissingWait));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A copy may carry undefined values: its destination is then undefined too.
+    fn before_copy(&mut self, inst: &Inst, exec: u64) -> Exec {
+        let mut valid = !0u64;
+        for regs in &inst.reads {
+            match *regs {
+                Regs::V(first, count) | Regs::VAll(first, count) => {
+                    for reg in first..first + u16::from(count) {
+                        let at = usize::from(reg) % VREGS;
+                        if self.which.waits && self.pending[at / 64] >> (at % 64) & 1 == 1 {
+                            return self.read_vreg(reg, 0);
+                        }
+                        // Lane-crossing copies are judged whole.
+                        valid &= if inst.dpp.is_some() { !0 } else { self.valid[at] };
+                    }
+                }
+                Regs::S(first, count) => {
+                    self.read_s(first, count, false)?;
+                    if scalar_bits(first, count) & !self.valid_s != 0 {
+                        valid = 0;
+                    }
+                }
+            }
+        }
+        self.overwrites(inst)?;
+        for regs in &inst.writes {
+            match *regs {
+                Regs::V(first, count) | Regs::VAll(first, count) => {
+                    for reg in first..first + u16::from(count) {
+                        let at = usize::from(reg) % VREGS;
+                        self.valid[at] = self.valid[at] & !exec | exec & valid;
+                    }
+                }
+                Regs::S(first, count) => {
+                    let bits = scalar_bits(first, count);
+                    if valid == !0 {
+                        self.valid_s |= bits;
+                    } else {
+                        self.valid_s &= !bits;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Records what an instruction wrote.
+    #[inline(always)]
+    pub(crate) fn after(&mut self, inst: &Inst, exec: u64) {
+        if inst.copies {
+            return;
+        }
+        for regs in &inst.writes {
+            match *regs {
+                Regs::V(first, count) => {
+                    for reg in first..first + u16::from(count) {
+                        self.define(reg, exec);
+                    }
+                }
+                Regs::VAll(first, count) => {
+                    for reg in first..first + u16::from(count) {
+                        self.define(reg, !0);
+                    }
+                }
+                Regs::S(first, count) => self.valid_s |= scalar_bits(first, count),
+            }
+        }
+    }
+
+    /// Queues an access.
+    pub(crate) fn issue(&mut self, access: Outstanding) {
+        if let Some(regs) = access.fills {
+            self.set_pending(regs, true);
+        }
+        self.queue.push(access);
+    }
+
+    fn set_pending(&mut self, regs: Regs, on: bool) {
+        match regs {
+            Regs::V(first, count) | Regs::VAll(first, count) => {
+                for reg in first..first + u16::from(count) {
+                    let at = usize::from(reg) % VREGS;
+                    let bit = 1u64 << (at % 64);
+                    if on { self.pending[at / 64] |= bit } else { self.pending[at / 64] &= !bit }
+                }
+            }
+            Regs::S(first, count) => {
+                let bits = scalar_bits(first, count);
+                if on { self.pending_s |= bits } else { self.pending_s &= !bits }
+            }
+        }
+    }
+
+    /// `s_waitcnt`: what is now certainly complete leaves the queue; the direct-to-LDS writes among it are returned.
+    pub(crate) fn wait(&mut self, vm: usize, lgkm: usize) -> Vec<Box<DmaWrite>> {
+        if self.queue.is_empty() {
+            return Vec::new();
+        }
+        settle(&mut self.queue, vm, |a| &mut a.vm);
+        settle(&mut self.queue, lgkm, |a| &mut a.lgkm);
+        let mut done = Vec::new();
+        let mut freed = Vec::new();
+        self.queue.retain_mut(|access| {
+            let finished = !access.vm && !access.lgkm;
+            if finished {
+                done.extend(access.dma.take());
+                freed.extend(access.fills);
+            }
+            !finished
+        });
+        for regs in freed {
+            self.set_pending(regs, false);
+        }
+        // A register that two loads fill stays pending while the second is under way.
+        for i in 0..self.queue.len() {
+            if let Some(regs) = self.queue[i].fills {
+                self.set_pending(regs, true);
+            }
+        }
+        done
+    }
+}
+
+/// Clears one counter's flag on the accesses that `remaining` outstanding ones leave complete: the oldest, unless one
+/// among them completes in any order.
+fn settle(queue: &mut [Outstanding], remaining: usize, counter: impl Fn(&mut Outstanding) -> &mut bool) {
+    let mut counted = 0;
+    let mut unordered = false;
+    for access in queue.iter_mut() {
+        if *counter(access) {
+            counted += 1;
+            unordered |= access.unordered;
+        }
+    }
+    if remaining > 0 && unordered {
+        return;
+    }
+    let mut complete = usize::saturating_sub(counted, remaining);
+    for access in queue.iter_mut() {
+        if complete == 0 {
+            break;
+        }
+        let flag = counter(access);
+        if *flag {
+            *flag = false;
+            complete -= 1;
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! The architectural state of one wave.
+
+use crate::checks::regs::RegChecks;
+use crate::inst::{EXEC, Src, VReg};
+
+/// Lanes of a wave.
+pub(crate) const LANES: usize = 64;
+/// Vector and accumulator registers of a lane.
+pub(crate) const VREGS: usize = 512;
+
+/// One vector register: a value a lane.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
+pub(crate) struct Lanes(pub(crate) [u32; LANES]);
+
+impl Lanes {
+    pub(crate) const ZERO: Self = Self([0; LANES]);
+
+    #[inline(always)]
+    pub(crate) fn splat(value: u32) -> Self {
+        Self([value; LANES])
+    }
+}
+
+/// What a wave waits for, or that it has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    Running,
+    AtBarrier,
+    Ended,
+}
+
+/// Registers and flags of one wave.
+pub(crate) struct Wave {
+    pub(crate) v: Box<[Lanes; VREGS]>,
+    /// Indexed by operand number: s0.., VCC at 106, M0 at 124, EXEC at 126.
+    pub(crate) s: [u32; 128],
+    pub(crate) scc: bool,
+    /// Index of the next instruction.
+    pub(crate) pc: u32,
+    /// The MODE register: rounding and denormal control.
+    pub(crate) mode: u32,
+    pub(crate) state: State,
+    /// Wave in the workgroup.
+    pub(crate) id: u32,
+    /// EXEC when the wave began.
+    pub(crate) launched: u64,
+    /// Private memory, `scratch_bytes` a lane.
+    pub(crate) scratch: Vec<u8>,
+    pub(crate) scratch_bytes: u32,
+    pub(crate) checks: RegChecks,
+    /// Instructions executed.
+    pub(crate) executed: u64,
+    /// Allocation that the last access fell in.
+    pub(crate) last_allocation: usize,
+    /// MODE asks for nothing but the default: round to nearest, keep subnormals.
+    pub(crate) plain_mode: bool,
+    pub(crate) workspace: Option<Box<crate::exec::mfma::Workspace>>,
+}
+
+impl Wave {
+    pub(crate) fn new() -> Self {
+        let v: Box<[Lanes]> = vec![Lanes::ZERO; VREGS].into_boxed_slice();
+        let v: Box<[Lanes; VREGS]> = v.try_into().unwrap_or_else(|_| unreachable!());
+        Self {
+            v,
+            s: [0; 128],
+            scc: false,
+            pc: 0,
+            mode: 0,
+            state: State::Ended,
+            id: 0,
+            launched: 0,
+            scratch: Vec::new(),
+            scratch_bytes: 0,
+            checks: RegChecks::default(),
+            executed: 0,
+            last_allocation: 0,
+            plain_mode: true,
+            workspace: None,
+        }
+    }
+
+    /// The register; the number wraps, as an instruction near the end of the file would.
+    #[inline(always)]
+    pub(crate) fn vreg(&self, reg: VReg) -> &Lanes {
+        &self.v[usize::from(reg) % VREGS]
+    }
+
+    #[inline(always)]
+    pub(crate) fn vreg_mut(&mut self, reg: VReg) -> &mut Lanes {
+        &mut self.v[usize::from(reg) % VREGS]
+    }
+
+    #[inline(always)]
+    pub(crate) fn exec(&self) -> u64 {
+        self.s64(EXEC)
+    }
+
+    #[inline(always)]
+    pub(crate) fn s64(&self, reg: u8) -> u64 {
+        let reg = usize::from(reg & 127);
+        u64::from(self.s[reg]) | u64::from(self.s[(reg + 1) & 127]) << 32
+    }
+
+    #[inline(always)]
+    pub(crate) fn set_s64(&mut self, reg: u8, value: u64) {
+        let reg = usize::from(reg & 127);
+        self.s[reg] = value as u32;
+        self.s[(reg + 1) & 127] = (value >> 32) as u32;
+    }
+
+    /// A scalar operand of 32 bits.
+    #[inline(always)]
+    pub(crate) fn scalar(&self, src: Src) -> u32 {
+        match src {
+            Src::S(reg) => self.s[usize::from(reg & 127)],
+            Src::K(lo, _) => lo,
+            Src::Scc => u32::from(self.scc),
+            Src::Vccz => u32::from(self.s64(crate::inst::VCC) == 0),
+            Src::Execz => u32::from(self.exec() == 0),
+            Src::V(_) | Src::None => 0,
+        }
+    }
+
+    /// A scalar operand of 64 bits.
+    #[inline(always)]
+    pub(crate) fn scalar64(&self, src: Src) -> u64 {
+        match src {
+            Src::S(reg) => self.s64(reg),
+            Src::K(lo, hi) => u64::from(lo) | u64::from(hi) << 32,
+            other => u64::from(self.scalar(other)),
+        }
+    }
+
+    /// Bits of the MODE register say that f32 subnormals are flushed.
+    #[inline(always)]
+    pub(crate) fn flushes_f32(&self) -> bool {
+        self.mode >> 4 & 3 != 3
+    }
+
+    #[inline(always)]
+    pub(crate) fn flushes_f16(&self) -> bool {
+        self.mode >> 6 & 3 != 3
+    }
+}
