@@ -1,1 +1,170 @@
-//! The CPU backend of `fmha`.
+//! The CPU backend of `fmha`: the whole contract on any machine, forward, backward and combine.
+//!
+//! ```text
+//! CpuBackend      what a user meets: plans, checks arguments and lengths      lib
+//!   Engine        the instruction set chosen at run time                      isa
+//!     Forward     a task is a tile of queries of one head                     forward
+//!     Backward    a task is a kv head, or tiles of it                         backward
+//!     Combine     rows of partial results                                     combine
+//!       blocks    the kernels of a tile: gather, scores, softmax, products    blocks, score
+//!         tile    the micro-tile that every product is made of                tile
+//!           simd  vectors of f32, one trait, five instruction sets            simd
+//! ```
+//!
+//! Arithmetic is f32 with f32 sums, whatever the tensors' types: f16, bf16 and the four FP8 types
+//! are converted as tiles are copied into panels. Memory is O(seqlen): no matrix of scores exists
+//! beyond one panel a thread.
+
+mod backward;
+mod blocks;
+mod combine;
+mod forward;
+mod isa;
+mod memory;
+mod plan;
+mod roofline;
+mod score;
+mod simd;
+mod tasks;
+mod tensor;
+mod tile;
+
+use fmha_core::args::{check_bwd, check_combine, check_fwd};
+use fmha_core::seq::spans;
+use fmha_core::{
+    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DeviceMemory, Error, FmhaBackend, FwdArgs, FwdPlan,
+    MemorySpace, PlanOptions, Result, Roofline, Stream, ValidBwd, ValidCombine, ValidFwd, env,
+};
+
+pub use isa::Isa;
+use isa::{Engine, Kernels};
+use memory::HostMemory;
+use tasks::Threads;
+
+/// How a [`CpuBackend`] runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Config {
+    /// Threads; `None` = `FMHA_NUM_THREADS`, or one for each core.
+    pub threads: Option<usize>,
+    /// The highest instruction set to use; `None` = `FMHA_CPU_ISA`, or the best there is.
+    pub isa: Option<Isa>,
+}
+
+/// Attention on this machine's processor.
+pub struct CpuBackend {
+    name: String,
+    isa: Isa,
+    engine: Engine,
+    threads: Threads,
+    roofline: roofline::Measured,
+}
+
+impl CpuBackend {
+    /// With the environment's configuration.
+    ///
+    /// # Errors
+    /// An environment variable that says nothing sensible, or threads that the system refuses.
+    pub fn new() -> Result<Self> {
+        Self::with(Config::default())
+    }
+
+    /// With this configuration; what it leaves open comes from the environment.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with(config: Config) -> Result<Self> {
+        let threads = match (config.threads, env::NUM_THREADS.get()) {
+            (Some(threads), _) => threads,
+            (None, Some(text)) => {
+                text.parse().map_err(|_| misset(env::NUM_THREADS, format!("`{text}` is no number")))?
+            }
+            (None, None) => std::thread::available_parallelism().map_or(1, usize::from),
+        };
+        if !(1..=4096).contains(&threads) {
+            return Err(misset(env::NUM_THREADS, format!("{threads} threads are not in 1..=4096")));
+        }
+        let cap = match (config.isa, env::CPU_ISA.get()) {
+            (Some(isa), _) => Some(isa),
+            (None, Some(text)) => Some(text.parse().map_err(|text| misset(env::CPU_ISA, text))?),
+            (None, None) => None,
+        };
+        let (isa, engine) = Engine::best(cap)?;
+        let threads = Threads::new(threads)?;
+        let plural = if threads.count() == 1 { "thread" } else { "threads" };
+        let name = format!("cpu ({}, {} {plural}, {isa})", roofline::processor(), threads.count());
+        Ok(Self { name, isa, engine, threads, roofline: roofline::Measured::default() })
+    }
+
+    /// The instruction set in use.
+    #[must_use]
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// The number of threads.
+    #[must_use]
+    pub fn threads(&self) -> usize {
+        self.threads.count()
+    }
+}
+
+fn misset(variable: env::EnvVar, text: String) -> Error {
+    Error::System { what: variable.name.to_owned(), text }
+}
+
+impl FmhaBackend for CpuBackend {
+    fn kind(&self) -> &'static str {
+        "cpu"
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn roofline(&self) -> Roofline {
+        self.roofline.get(self.engine, &self.threads)
+    }
+
+    fn kernels(&self) -> Vec<&'static str> {
+        plan::KERNELS.to_vec()
+    }
+
+    fn memory(&self) -> &dyn DeviceMemory {
+        &HostMemory
+    }
+
+    fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
+        plan::forward(self, problem, options)
+    }
+
+    fn run_fwd(&self, plan: &FwdPlan, args: &FwdArgs<'_>, _stream: Stream) -> Result<()> {
+        let blocks = plan::blocks_of(plan)?;
+        check_fwd(&plan.problem, args, MemorySpace::Host)?;
+        let spans = spans(&plan.problem, &args.seq)?;
+        let call = forward::Forward { problem: &plan.problem, args, spans: &spans, blocks };
+        self.engine.forward(&call, &self.threads)
+    }
+
+    fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {
+        plan::backward(self, problem, options)
+    }
+
+    fn run_bwd(&self, plan: &BwdPlan, args: &BwdArgs<'_>, _stream: Stream) -> Result<()> {
+        let blocks = plan::blocks_of(plan)?;
+        check_bwd(&plan.problem, args, MemorySpace::Host)?;
+        let spans = spans(plan.problem.fwd(), &args.seq)?;
+        let call = backward::Backward { problem: &plan.problem, args, spans: &spans, blocks };
+        self.engine.backward(&call, &self.threads)
+    }
+
+    fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<CombinePlan> {
+        plan::combine(self, problem, options)
+    }
+
+    fn run_combine(&self, plan: &CombinePlan, args: &CombineArgs<'_>, _stream: Stream) -> Result<()> {
+        plan::blocks_of(plan)?;
+        check_combine(&plan.problem, args, MemorySpace::Host)?;
+        let call = combine::Combine { problem: &plan.problem, args };
+        self.engine.combine(&call, &self.threads)
+    }
+}

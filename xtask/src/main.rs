@@ -1,2 +1,66 @@
-//! xtask
-fn main() {}
+//! `cargo xtask test`: everything the tests need is set up, then everything is tested.
+//!
+//! The set-up installs what can be had (a compiler from the system's packages, one from PyPI into
+//! `target/`) and reports what cannot: tests that need it then say `absent`, and are not counted as
+//! passed.
+
+mod setup;
+mod tally;
+
+use std::io::{BufRead, BufReader};
+use std::process::{Command, ExitCode, Stdio};
+
+use tally::Tally;
+
+const USAGE: &str = "\
+usage: cargo xtask test      set up, test everything in release, print the counts
+       cargo xtask setup     only the set-up";
+
+fn main() -> ExitCode {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    match words.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["test"] => test(),
+        ["setup"] => {
+            setup::run();
+            ExitCode::SUCCESS
+        }
+        _ => {
+            eprintln!("{USAGE}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn test() -> ExitCode {
+    let environment = setup::run();
+    let mut tally = Tally::default();
+    // One invocation, in release: the battery inside it runs thousands of cases.
+    let mut command = Command::new(env!("CARGO"));
+    command.args(["test", "--release", "--workspace", "--no-fail-fast"]).envs(environment);
+    let finished = match follow(&mut command, &mut tally) {
+        Ok(success) => success,
+        Err(error) => {
+            eprintln!("cargo test: {error}");
+            false
+        }
+    };
+    if !finished && tally.failed == 0 {
+        // A crate that does not compile, or a test that aborted, counts as one failure.
+        tally.failed = 1;
+    }
+    println!("{tally}");
+    if tally.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Runs `command`, passing its output through and counting from it.
+fn follow(command: &mut Command, tally: &mut Tally) -> std::io::Result<bool> {
+    let mut child = command.stdout(Stdio::piped()).spawn()?;
+    if let Some(stdout) = child.stdout.take() {
+        for line in BufReader::new(stdout).lines() {
+            let line = line?;
+            println!("{line}");
+            tally.read(&line);
+        }
+    }
+    Ok(child.wait()?.success())
+}

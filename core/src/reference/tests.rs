@@ -1,1 +1,328 @@
+//! The reference against finite differences and against identities that need no tolerance.
 
+use approx::assert_relative_eq;
+
+use super::*;
+use crate::args::{BwdArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, PartialResult, ScoreArgs, SeqArgs};
+use crate::bwd::{BiasGrad, BwdProblem};
+use crate::combine::CombineProblem;
+use crate::dropout::DropoutSeed;
+use crate::dtype::DType;
+use crate::layout::{Shape, Strides};
+use crate::problem::{Dims, FwdProblem};
+use crate::score::{Bias, BiasBroadcast, ElementwiseBias};
+
+/// f32 operands of a small problem; f32 holds every perturbation of the finite differences.
+#[derive(Clone)]
+struct Operands {
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    bias: Vec<f32>,
+    slopes: Vec<f32>,
+    sink: Vec<f32>,
+    dout: Vec<f32>,
+    dlse: Vec<f32>,
+}
+
+/// Numbers in −1..1 that look random and are multiples of 2^-10.
+fn noise(count: u64, salt: u32) -> Vec<f32> {
+    (0..count as u32)
+        .map(|i| {
+            let word = crate::dropout::philox4x32_10([i, salt, 0, 0], [1, 2])[0];
+            (word >> 21) as f32 / 1024.0 - 1.0
+        })
+        .collect()
+}
+
+impl Operands {
+    fn of(problem: &FwdProblem) -> Self {
+        let bias = match problem.bias {
+            Bias::Elementwise(bias) => problem.shape_bias(bias.broadcast).num_elems(),
+            _ => 0,
+        };
+        let heads = u64::from(problem.dims.num_heads_q);
+        Self {
+            q: noise(problem.shape_q().num_elems(), 1),
+            k: noise(problem.shape_k().num_elems(), 2),
+            v: noise(problem.shape_v().num_elems(), 3),
+            bias: noise(bias, 4),
+            slopes: noise(heads, 5),
+            sink: noise(heads, 6),
+            dout: noise(problem.shape_o().num_elems(), 7),
+            dlse: noise(problem.lse_elems(), 8),
+        }
+    }
+
+    fn score(&self, problem: &FwdProblem) -> ScoreArgs<'_> {
+        ScoreArgs {
+            bias: matches!(problem.bias, Bias::Elementwise(_)).then(|| DevSlice::host(&self.bias)),
+            alibi_slopes: matches!(problem.bias, Bias::Alibi { .. }).then(|| DevSlice::host(&self.slopes)),
+            sink: problem.sink.then(|| DevSlice::host(&self.sink)),
+            dropout: DropoutSeed { seed: 5, offset: 1 },
+            ..ScoreArgs::default()
+        }
+    }
+
+    fn forward(&self, problem: &FwdProblem) -> Vec<HeadForward> {
+        let mut args = FwdArgs::new(
+            DevSlice::host(&self.q),
+            DevSlice::host(&self.k),
+            DevSlice::host(&self.v),
+            DevSliceMut::host::<f32>(&mut []),
+        );
+        args.score = self.score(problem);
+        forward(problem, &args, Precision::Exact).unwrap()
+    }
+
+    /// `sum dO * O + sum dLSE * LSE`: the scalar whose gradients backward gives.
+    fn loss(&self, problem: &FwdProblem, has_dlse: bool) -> f64 {
+        let mut loss = 0.0;
+        for head in self.forward(problem) {
+            let dim = problem.dims.head_dim_v as usize;
+            for i in 0..head.span.seqlen_q {
+                let at = problem.o.offset(head.span.storage_batch, i, head.i_head, 0) as usize;
+                for d in 0..dim {
+                    loss += f64::from(self.dout[at + d]) * head.o[i as usize * dim + d];
+                }
+                // An empty row's LSE is the constant −inf: it has no slope.
+                if has_dlse && head.lse[i as usize] > f64::NEG_INFINITY {
+                    let dlse = self.dlse[head.span.lse_index(problem, head.i_head, i)];
+                    loss += f64::from(dlse) * head.lse[i as usize];
+                }
+            }
+        }
+        loss
+    }
+
+    fn backward(&self, problem: &BwdProblem) -> Backward {
+        let (mut dq, mut dk, mut dv) = ([0f32; 0], [0f32; 0], [0f32; 0]);
+        let args = BwdArgs {
+            q: DevSlice::host(&self.q),
+            k: DevSlice::host(&self.k),
+            v: DevSlice::host(&self.v),
+            o: DevSlice::host::<f32>(&[]),
+            lse: DevSlice::host::<f32>(&[]),
+            dout: DevSlice::host(&self.dout),
+            dlse: problem.has_dlse.then(|| DevSlice::host(&self.dlse)),
+            dq: DevSliceMut::host(&mut dq),
+            dk: DevSliceMut::host(&mut dk),
+            dv: DevSliceMut::host(&mut dv),
+            dbias: None,
+            dsink: None,
+            seq: SeqArgs::default(),
+            score: self.score(&problem.fwd),
+            workspace: None,
+        };
+        backward(&problem.clone().validate().unwrap(), &args, Precision::Exact).unwrap()
+    }
+
+    /// The central difference of the loss in one element.
+    fn slope(&self, problem: &BwdProblem, pick: impl Fn(&mut Self) -> &mut f32) -> f64 {
+        const STEP: f32 = 1.0 / 1024.0;
+        let at = |step: f32| {
+            let mut moved = self.clone();
+            *pick(&mut moved) += step;
+            moved.loss(&problem.fwd, problem.has_dlse)
+        };
+        (at(STEP) - at(-STEP)) / f64::from(2.0 * STEP)
+    }
+}
+
+fn small(mask: &str) -> FwdProblem {
+    let mut problem = FwdProblem::batch(
+        DType::F32,
+        Dims {
+            batch: 2,
+            seqlen_q: 4,
+            seqlen_k: 5,
+            num_heads_q: 4,
+            num_heads_kv: 2,
+            head_dim_qk: 3,
+            head_dim_v: 2,
+        },
+    );
+    problem.mask = mask.parse().unwrap();
+    problem
+}
+
+fn elementwise(problem: &mut FwdProblem, broadcast: BiasBroadcast) {
+    let strides = Strides::bhsd(problem.shape_bias(broadcast));
+    problem.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
+}
+
+/// Every gradient of every operand equals its finite difference.
+fn gradients_hold(mut problem: BwdProblem) {
+    problem.has_dlse = true;
+    let fwd = problem.fwd.clone();
+    let operands = Operands::of(&fwd);
+    let all = operands.backward(&problem);
+    let close = |gradient: f64, slope: f64, what: &str, at: usize| {
+        assert!(
+            (gradient - slope).abs() <= 1e-5 * (1.0 + slope.abs()),
+            "{what}[{at}]: {gradient} against {slope}"
+        );
+    };
+    let places = |span: &crate::SeqSpan, strides: Strides, head: u32, rows: u32, dim: u32| {
+        let batch = span.storage_batch;
+        (0..rows)
+            .flat_map(move |i| (0..dim).map(move |d| strides.offset(batch, i, head, d) as usize))
+            .collect::<Vec<_>>()
+    };
+    let dims = fwd.dims;
+    for (span, head, dq) in &all.dq {
+        for (&gradient, at) in dq.iter().zip(places(span, fwd.q, *head, span.seqlen_q, dims.head_dim_qk)) {
+            close(gradient, operands.slope(&problem, |o| &mut o.q[at]), "dq", at);
+        }
+    }
+    for (span, head, dk) in &all.dk {
+        for (&gradient, at) in dk.iter().zip(places(span, fwd.k, *head, span.seqlen_k, dims.head_dim_qk)) {
+            close(gradient, operands.slope(&problem, |o| &mut o.k[at]), "dk", at);
+        }
+    }
+    for (span, head, dv) in &all.dv {
+        for (&gradient, at) in dv.iter().zip(places(span, fwd.v, *head, span.seqlen_k, dims.head_dim_v)) {
+            close(gradient, operands.slope(&problem, |o| &mut o.v[at]), "dv", at);
+        }
+    }
+    if fwd.sink {
+        for (at, &gradient) in all.dsink.iter().enumerate() {
+            close(gradient, operands.slope(&problem, |o| &mut o.sink[at]), "dsink", at);
+        }
+    }
+    for (at, &gradient) in all.dbias.iter().enumerate() {
+        close(gradient, operands.slope(&problem, |o| &mut o.bias[at]), "dbias", at);
+    }
+}
+
+#[test]
+fn gradients_are_finite_differences_for_every_mask() {
+    for mask in ["0", "b", "t", "b:2,1", "t:0,0,2", "g:-1,4"] {
+        gradients_hold(BwdProblem::new(small(mask)));
+    }
+}
+
+#[test]
+fn gradients_are_finite_differences_through_cap_bias_sink_and_dropout() {
+    for broadcast in [BiasBroadcast::OneOne, BiasBroadcast::OneHead, BiasBroadcast::BatchHead] {
+        let mut fwd = small("b:2,1");
+        fwd.softcap = Some(0.75);
+        fwd.softmax_scale = Some(1.5);
+        fwd.sink = true;
+        fwd.p_drop = 0.3;
+        elementwise(&mut fwd, broadcast);
+        let mut problem = BwdProblem::new(fwd);
+        problem.write_dsink = true;
+        problem.dbias =
+            Some(BiasGrad { dtype: DType::F32, strides: Strides::bhsd(problem.fwd.shape_bias(broadcast)) });
+        gradients_hold(problem);
+    }
+}
+
+#[test]
+fn gradients_are_finite_differences_under_alibi() {
+    let mut fwd = small("t");
+    fwd.bias = Bias::Alibi { per_batch: false };
+    gradients_hold(BwdProblem::new(fwd));
+}
+
+#[test]
+fn a_row_that_sees_no_key_is_zero_and_its_lse_minus_infinity_or_the_sink() {
+    let mut problem = small("g:0,-2");
+    let operands = Operands::of(&problem);
+    let first = &operands.forward(&problem)[0];
+    assert!(first.o[..2].iter().all(|&o| o == 0.0));
+    assert_eq!(first.lse[0], f64::NEG_INFINITY);
+    problem.sink = true;
+    let first = &operands.forward(&problem)[0];
+    assert!(first.o[..2].iter().all(|&o| o == 0.0));
+    assert_relative_eq!(first.lse[0], f64::from(operands.sink[0]));
+}
+
+#[test]
+fn rows_of_p_sum_to_one_so_constant_v_gives_that_constant() {
+    let mut problem = small("b:2,0");
+    elementwise(&mut problem, BiasBroadcast::OneHead);
+    let mut operands = Operands::of(&problem);
+    operands.v.fill(0.625);
+    for head in operands.forward(&problem) {
+        for (o, lse) in head.o.chunks(2).zip(&head.lse) {
+            if *lse > f64::NEG_INFINITY {
+                assert_relative_eq!(o[0], 0.625, max_relative = 1e-14);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_hidden_nan_reaches_nothing_and_a_seen_one_its_rows_alone() {
+    let problem = small("t");
+    let mut operands = Operands::of(&problem);
+    let clean = operands.forward(&problem);
+    let at = problem.v.offset(0, 2, 0, 0) as usize;
+    operands.v[at] = f32::NAN;
+    let poisoned = operands.forward(&problem);
+    for (clean, poisoned) in clean.iter().zip(&poisoned) {
+        assert_eq!(clean.lse, poisoned.lse);
+        let touched = clean.span.i_batch == 0 && clean.i_head < 2;
+        for (index, (a, b)) in clean.o.iter().zip(&poisoned.o).enumerate() {
+            let (i, d) = (index / 2, index % 2);
+            assert_eq!(b.is_nan(), touched && i >= 2 && d == 0);
+            assert!(b.is_nan() || a == b);
+        }
+    }
+}
+
+#[test]
+fn combining_the_halves_of_the_keys_gives_the_whole() {
+    let whole = small("0");
+    let operands = Operands::of(&whole);
+    let expected = operands.forward(&whole);
+
+    let cut = 2;
+    let part = |range: std::ops::Range<u32>| {
+        let mut problem = whole.clone();
+        problem.dims.seqlen_k = range.end - range.start;
+        let mut operands = operands.clone();
+        // The same strides, from a later first row: K and V keep their batch stride.
+        operands.k.drain(..(i64::from(range.start) * problem.k.seq) as usize);
+        operands.v.drain(..(i64::from(range.start) * problem.v.seq) as usize);
+        let heads = operands.forward(&problem);
+        let mut o = vec![0f32; problem.shape_o().num_elems() as usize];
+        let mut lse = vec![0f32; problem.lse_elems() as usize];
+        for head in heads {
+            for i in 0..head.span.seqlen_q {
+                lse[head.span.lse_index(&problem, head.i_head, i)] = head.lse[i as usize] as f32;
+                for d in 0..2 {
+                    let at = problem.o.offset(head.span.storage_batch, i, head.i_head, d) as usize;
+                    o[at] = head.o[(i * 2 + d) as usize] as f32;
+                }
+            }
+        }
+        (o, lse)
+    };
+    let parts = [part(0..cut), part(cut..5), {
+        let mut empty = part(0..cut);
+        empty.0.fill(f32::NAN);
+        empty.1.fill(f32::NEG_INFINITY);
+        empty
+    }];
+    let parts: Vec<_> = parts
+        .iter()
+        .map(|(o, lse)| PartialResult { o: DevSlice::host(o), lse: DevSlice::host(lse) })
+        .collect();
+    let rows = Shape { batch: 2, seq: 4, head: 4, dim: 2 };
+    let problem = CombineProblem::new(3, DType::F32, DType::F32, rows);
+    let args = CombineArgs { parts: &parts, o: DevSliceMut::host::<f32>(&mut []), lse: None };
+    let (o, lse) = combine(&problem, &args).unwrap();
+    for head in expected {
+        for i in 0..4 {
+            let at = head.span.lse_index(&whole, head.i_head, i);
+            assert_relative_eq!(lse[at], head.lse[i as usize], epsilon = 1e-6);
+            for d in 0..2 {
+                let at = whole.o.offset(head.span.storage_batch, i, head.i_head, d) as usize;
+                assert_relative_eq!(o[at], head.o[(i * 2 + d) as usize], epsilon = 1e-6);
+            }
+        }
+    }
+}

@@ -1,0 +1,686 @@
+//! Backward: P is computed anew from LSE, tile by tile (Dao et al., "FlashAttention", arXiv
+//! 2205.14135, appendix B.4).
+//!
+//! ```text
+//! delta[i] = dO[i] . O[i]
+//! for each tile of keys
+//!     for each query head of the kv head, for each tile of queries that the band touches
+//!         P  = exp(S - LSE)                    keys down, queries across
+//!         dS = P (keep dO V^T - delta + dLSE)  times the soft-cap's slope
+//!         dV += (keep P)^T dO,  dK += dS^T Q,  dQ += dS K
+//! ```
+//!
+//! Every sum has a fixed order, ascending over tiles: dK and dV over heads and queries, dQ over keys.
+//! Where there are at least as many kv heads as threads, a task is a kv head and computes all three
+//! in one pass. Where there are fewer, tiles of keys (dK, dV) and tiles of queries (dQ) are tasks of
+//! their own: seven products instead of five, on every thread, with the same bits.
+
+use fmha_core::{Bias, BwdArgs, SeqSpan, ValidBwd};
+
+use crate::blocks::{AddTo, Columns, Gather, GatherTransposed, Gradient, Multiply, RowDots, Rows, Scores};
+use crate::forward::{Blocks, Bytes, key_tiles};
+use crate::memory::{Floats, reserve};
+use crate::score::{Adjust, HeadScore, Keep, Panel, ScoreInputs};
+use crate::simd::Simd;
+use crate::tasks::Threads;
+use crate::tensor::{Source, Target, f32_at};
+use crate::tile::Store;
+
+/// A backward call with its arguments checked.
+pub(crate) struct Backward<'a> {
+    pub(crate) problem: &'a ValidBwd,
+    pub(crate) args: &'a BwdArgs<'a>,
+    pub(crate) spans: &'a [SeqSpan],
+    pub(crate) blocks: Blocks,
+}
+
+/// What a task computes.
+#[derive(Clone, Copy)]
+enum Task {
+    /// dQ, dK and dV of a kv head.
+    KvHead { span: usize, i_head_kv: u32 },
+    /// dK and dV of the tile of keys from `j` on.
+    Keys { span: usize, i_head_kv: u32, j: u32 },
+    /// dQ of the tile of queries from `i` on.
+    Queries { span: usize, i_head: u32, i: u32 },
+    /// dBias of the rows from `i` on of one matrix.
+    Bias { i_batch: u32, i_head: u32, i: u32 },
+}
+
+/// What a thread computes in.
+struct Scratch {
+    tile: Tile,
+    dk: Floats,
+    dv: Floats,
+    dq: Floats,
+    dbias: Floats,
+    row: Floats,
+}
+
+/// A tile of queries against a tile of keys.
+struct Tile {
+    keys: Floats,
+    values: Floats,
+    queries: Floats,
+    douts: Floats,
+    queries_transposed: Floats,
+    douts_transposed: Floats,
+    /// S, then P times its keep factor: a panel for each panel of queries.
+    weights: Floats,
+    /// dP, then dS.
+    gradients: Floats,
+    extra: Floats,
+    slope: Floats,
+    lse: Floats,
+    delta: Floats,
+    dlse: Floats,
+    /// Which rows of each panel are live.
+    panels: Vec<Option<Panel>>,
+    keys_finite: bool,
+    queries_finite: bool,
+    douts_finite: bool,
+}
+
+/// What every task of a call shares.
+struct Shared<'a> {
+    problem: &'a ValidBwd,
+    args: &'a BwdArgs<'a>,
+    spans: &'a [SeqSpan],
+    blocks: Blocks,
+    score: ScoreInputs<'a>,
+    q: Source,
+    k: Source,
+    v: Source,
+    dout: Source,
+    dq: Target,
+    dk: Target,
+    dv: Target,
+    dbias: Option<Target>,
+    delta: Floats,
+}
+
+// SAFETY: `delta` is only read while tasks run; the rest is read or written as `Source` and `Target` say.
+unsafe impl Sync for Shared<'_> {}
+
+impl Backward<'_> {
+    /// Computes it.
+    ///
+    /// # Errors
+    /// Memory for scratch that the system refuses, before anything is written.
+    pub(crate) fn run<S: Simd>(&self, s: S, threads: &Threads) -> fmha_core::Result<()> {
+        let (problem, args) = (self.problem, self.args);
+        let fwd = problem.fwd();
+        let grad = problem.dtype_grad;
+        let dbias = match (problem.dbias, &args.dbias) {
+            (Some(wanted), Some(slice)) => Some(Target::new(slice, wanted.dtype, wanted.strides)),
+            _ => None,
+        };
+        let mut shared = Shared {
+            problem,
+            args,
+            spans: self.spans,
+            blocks: self.blocks,
+            score: ScoreInputs::new(fwd, &args.score),
+            q: Source::new(args.q, fwd.dtype_qk, fwd.q),
+            k: Source::new(args.k, fwd.dtype_qk, fwd.k),
+            v: Source::new(args.v, fwd.dtype_v, fwd.v),
+            dout: Source::new(args.dout, fwd.dtype_o, problem.dout),
+            dq: Target::new(&args.dq, grad, problem.dq),
+            dk: Target::new(&args.dk, grad, problem.dk),
+            dv: Target::new(&args.dv, grad, problem.dv),
+            dbias,
+            delta: Floats::zeroed(fwd.lse_elems() as usize)?,
+        };
+        let tasks = shared.tasks(threads.count())?;
+        let used = threads.used(tasks.len());
+        let mut scratch = reserve(used)?;
+        for _ in 0..used {
+            scratch.push(shared.scratch::<S>(&tasks)?);
+        }
+        shared.row_sums(s, threads)?;
+        shared.write_dsink();
+        threads.for_each(&mut scratch, tasks.len(), |scratch, task| match tasks[task] {
+            Task::KvHead { span, i_head_kv } => shared.kv_head(s, scratch, span, i_head_kv),
+            Task::Keys { span, i_head_kv, j } => {
+                shared.key_tile(s, scratch, span, i_head_kv, j, false);
+            }
+            Task::Queries { span, i_head, i } => shared.query_tile(s, scratch, span, i_head, i),
+            Task::Bias { i_batch, i_head, i } => shared.bias_rows(s, scratch, i_batch, i_head, i),
+        });
+        Ok(())
+    }
+}
+
+/// Rows of a panelled gradient.
+fn write_rows<S: Simd>(
+    to: &Target,
+    at: (u32, u32, u32),
+    rows: usize,
+    dim: usize,
+    from: (*const f32, usize),
+    factor: f32,
+    row: &mut Floats,
+) {
+    let ((batch, first, head), (panels, capacity)) = (at, from);
+    // SAFETY: `dim` numbers of scratch; panels of at least `rows` rows; the rows are this task's.
+    unsafe {
+        let out = std::slice::from_raw_parts_mut(row.as_mut_ptr(), dim);
+        for r in 0..rows {
+            for (panel, out) in out.chunks_mut(S::DIM_PANEL).enumerate() {
+                let from = panels.add((panel * capacity + r) * S::DIM_PANEL);
+                for (col, out) in out.iter_mut().enumerate() {
+                    *out = *from.add(col) * factor;
+                }
+            }
+            to.write_row(batch, first + r as u32, head, 0, out);
+        }
+    }
+}
+
+impl Shared<'_> {
+    fn dims(&self) -> (usize, usize) {
+        let dims = self.problem.fwd.dims;
+        (dims.head_dim_qk as usize, dims.head_dim_v as usize)
+    }
+
+    fn tasks(&self, threads: usize) -> fmha_core::Result<Vec<Task>> {
+        let dims = self.problem.fwd.dims;
+        let Blocks { block_m, block_n } = self.blocks;
+        let spans = || self.spans.iter().enumerate();
+        let kv_heads = self.spans.len() * dims.num_heads_kv as usize;
+        let mut tasks = vec![];
+        let grow = |tasks: &mut Vec<Task>, more: usize| {
+            let bytes = (more as u64).saturating_mul(size_of::<Task>() as u64);
+            tasks.try_reserve(more).map_err(|_| crate::memory::no_memory(bytes))
+        };
+        if kv_heads >= threads {
+            grow(&mut tasks, kv_heads)?;
+            for (span, _) in spans() {
+                tasks.extend((0..dims.num_heads_kv).map(|i_head_kv| Task::KvHead { span, i_head_kv }));
+            }
+            tasks.sort_by_key(|task| {
+                let Task::KvHead { span, .. } = *task else { return std::cmp::Reverse(0) };
+                let SeqSpan { seqlen_q, seqlen_k, .. } = self.spans[span];
+                std::cmp::Reverse(u64::from(seqlen_q) * u64::from(seqlen_k))
+            });
+        } else {
+            for (span, lengths) in spans() {
+                let key_tiles = (lengths.seqlen_k as usize).div_ceil(block_n);
+                let query_tiles = (lengths.seqlen_q as usize).div_ceil(block_m);
+                let (heads, heads_kv) = (dims.num_heads_q, dims.num_heads_kv);
+                grow(&mut tasks, key_tiles * heads_kv as usize + query_tiles * heads as usize)?;
+                for j in (0..lengths.seqlen_k).step_by(block_n) {
+                    tasks.extend((0..heads_kv).map(|i_head_kv| Task::Keys { span, i_head_kv, j }));
+                }
+                // The last queries see most under a causal mask: they come first.
+                for tile in (0..query_tiles).rev() {
+                    let i = (tile * block_m) as u32;
+                    tasks.extend((0..heads).map(|i_head| Task::Queries { span, i_head, i }));
+                }
+            }
+        }
+        if let (Some(_), Bias::Elementwise(bias)) = (&self.dbias, self.problem.fwd.bias) {
+            let shape = self.problem.fwd.shape_bias(bias.broadcast);
+            let tiles = (shape.seq as usize).div_ceil(block_m);
+            grow(&mut tasks, tiles * shape.batch as usize * shape.head as usize)?;
+            for i_batch in 0..shape.batch {
+                for i_head in 0..shape.head {
+                    let rows = (0..shape.seq).step_by(block_m);
+                    tasks.extend(rows.map(|i| Task::Bias { i_batch, i_head, i }));
+                }
+            }
+        }
+        Ok(tasks)
+    }
+
+    fn scratch<S: Simd>(&self, tasks: &[Task]) -> fmha_core::Result<Scratch> {
+        let block_m = self.blocks.block_m;
+        let (dim_qk, dim_v) = self.dims();
+        let (cols_qk, cols_v) = (dim_qk.next_multiple_of(S::DIM_PANEL), dim_v.next_multiple_of(S::DIM_PANEL));
+        let keys = self.key_capacity();
+        let panels = block_m / S::QUERY_PANEL;
+        let fwd = self.problem.fwd();
+        let optional = |wanted: bool, len: usize| Floats::zeroed(if wanted { len } else { 0 });
+        let dq_rows = tasks
+            .iter()
+            .map(|task| match *task {
+                Task::KvHead { span, .. } => self.query_capacity(self.spans[span]) * fwd.gqa_ratio() as usize,
+                Task::Queries { .. } => block_m,
+                Task::Keys { .. } | Task::Bias { .. } => 0,
+            })
+            .max()
+            .unwrap_or(0);
+        let mut live = reserve(panels)?;
+        live.resize(panels, None);
+        Ok(Scratch {
+            tile: Tile {
+                keys: Floats::zeroed(keys * cols_qk)?,
+                values: Floats::zeroed(keys * cols_v)?,
+                queries: Floats::zeroed(block_m * cols_qk)?,
+                douts: Floats::zeroed(block_m * cols_v)?,
+                queries_transposed: Floats::zeroed(block_m * dim_qk)?,
+                douts_transposed: Floats::zeroed(block_m * dim_v)?,
+                weights: Floats::zeroed(block_m * keys)?,
+                gradients: Floats::zeroed(block_m * keys)?,
+                extra: optional(fwd.drops() || self.score.has_bias(), keys * S::QUERY_PANEL)?,
+                slope: optional(fwd.softcap.is_some(), keys * S::QUERY_PANEL)?,
+                lse: Floats::zeroed(block_m)?,
+                delta: Floats::zeroed(block_m)?,
+                dlse: Floats::zeroed(block_m)?,
+                panels: live,
+                keys_finite: true,
+                queries_finite: true,
+                douts_finite: true,
+            },
+            dk: Floats::zeroed(keys * cols_qk)?,
+            dv: Floats::zeroed(keys * cols_v)?,
+            dq: Floats::zeroed(dq_rows * cols_qk)?,
+            dbias: optional(self.dbias.is_some(), block_m * keys)?,
+            row: Floats::zeroed(cols_qk.max(cols_v).max(keys))?,
+        })
+    }
+
+    /// Rows of a panel of keys: whole micro-tiles of every kind.
+    fn key_capacity(&self) -> usize {
+        self.blocks.block_n.next_multiple_of(24)
+    }
+
+    /// Rows of dQ of one head, in whole tiles.
+    fn query_capacity(&self, span: SeqSpan) -> usize {
+        (span.seqlen_q as usize).next_multiple_of(self.blocks.block_m)
+    }
+
+    /// `delta = dO . O` of every row.
+    fn row_sums<S: Simd>(&mut self, s: S, threads: &Threads) -> fmha_core::Result<()> {
+        let fwd = self.problem.fwd();
+        let o = Source::new(self.args.o, fwd.dtype_o, fwd.o);
+        let heads = fwd.dims.num_heads_q;
+        let cols = fwd.dims.head_dim_v as usize;
+        let to = Bytes::of(&mut self.delta);
+        let (spans, dout) = (self.spans, self.dout);
+        let tasks = spans.len() * heads as usize;
+        let mut states = reserve(threads.used(tasks))?;
+        states.resize(threads.used(tasks), ());
+        threads.for_each(&mut states, tasks, |(), task| {
+            let (span, i_head) = (spans[task / heads as usize], (task % heads as usize) as u32);
+            let (left, right) = (dout.q_rows(span, i_head), o.q_rows(span, i_head));
+            let first = span.lse_index(fwd, i_head, 0);
+            s.run(RowDots { left, right, rows: span.seqlen_q as usize, cols, to: to.f32_from(first) });
+        });
+        Ok(())
+    }
+
+    /// `dSink = sum_i exp(sink - LSE[i]) (dLSE[i] - delta[i])`, in f64, sequences and rows ascending.
+    fn write_dsink(&self) {
+        let fwd = self.problem.fwd();
+        let (Some(to), Some(sink)) = (&self.args.dsink, &self.args.score.sink) else {
+            return;
+        };
+        let to = Bytes::new(to);
+        for i_head in 0..fwd.dims.num_heads_q {
+            let sink = f64::from(f32_at(sink, i_head as usize));
+            let mut sum = 0.0;
+            for span in self.spans {
+                for i in 0..span.seqlen_q {
+                    let index = span.lse_index(fwd, i_head, i);
+                    let lse = f64::from(f32_at(&self.args.lse, index));
+                    if lse != f64::NEG_INFINITY {
+                        // SAFETY: one number for each row.
+                        let delta = unsafe { *self.delta.as_ptr().add(index) };
+                        sum += (sink - lse).exp() * (self.dlse_at(index) - f64::from(delta));
+                    }
+                }
+            }
+            // SAFETY: the argument check measured it.
+            unsafe { to.write_f32(i_head as usize, sum as f32) };
+        }
+    }
+
+    fn dlse_at(&self, index: usize) -> f64 {
+        self.args.dlse.as_ref().map_or(0.0, |dlse| f64::from(f32_at(dlse, index)))
+    }
+
+    /// All gradients of a kv head.
+    fn kv_head<S: Simd>(&self, s: S, scratch: &mut Scratch, span_index: usize, i_head_kv: u32) {
+        let span = self.spans[span_index];
+        scratch.dq.fill(0.0);
+        for j in (0..span.seqlen_k).step_by(self.blocks.block_n) {
+            self.key_tile(s, scratch, span_index, i_head_kv, j, true);
+        }
+        let ratio = self.problem.fwd.gqa_ratio();
+        let (dim_qk, _) = self.dims();
+        let capacity = self.query_capacity(span);
+        for g in 0..ratio {
+            let from = scratch.dq.as_ptr().wrapping_add(self.dq_offset::<S>(span, g));
+            let at = (span.storage_batch, span.q_row, i_head_kv * ratio + g);
+            let scale = self.problem.fwd.resolved_softmax_scale();
+            let rows = span.seqlen_q as usize;
+            write_rows::<S>(&self.dq, at, rows, dim_qk, (from, capacity), scale, &mut scratch.row);
+        }
+    }
+
+    /// Where dQ of the kv head's query head `g` lies.
+    fn dq_offset<S: Simd>(&self, span: SeqSpan, g: u32) -> usize {
+        let cols = self.dims().0.next_multiple_of(S::DIM_PANEL);
+        g as usize * self.query_capacity(span) * cols
+    }
+
+    /// dK and dV of a tile of keys, and their share of dQ if `with_dq`.
+    fn key_tile<S: Simd>(
+        &self,
+        s: S,
+        scratch: &mut Scratch,
+        span: usize,
+        i_head_kv: u32,
+        j: u32,
+        with_dq: bool,
+    ) {
+        let span = self.spans[span];
+        let Blocks { block_m, block_n } = self.blocks;
+        let (dim_qk, dim_v) = self.dims();
+        let ratio = self.problem.fwd.gqa_ratio();
+        let keys = block_n.min((span.seqlen_k - j) as usize);
+        let capacity = self.key_capacity();
+        scratch.dk.fill(0.0);
+        scratch.dv.fill(0.0);
+        self.load_keys(s, &mut scratch.tile, &self.score.head(span, i_head_kv * ratio), j, keys);
+        for g in 0..ratio {
+            let i_head = i_head_kv * ratio + g;
+            let head = self.score.head(span, i_head);
+            for i in (0..span.seqlen_q).step_by(block_m) {
+                let queries = block_m.min((span.seqlen_q - i) as usize);
+                if Panel::new(head.band, i, queries, j, keys).is_none() {
+                    continue;
+                }
+                let tile = &mut scratch.tile;
+                self.load_queries(s, tile, &head, i_head, i, queries);
+                self.gradients(s, tile, &head, i, queries, j, keys, true);
+                for (left, right, finite, dim, out) in [
+                    (&tile.weights, &tile.douts, tile.douts_finite, dim_v, &mut scratch.dv),
+                    (&tile.gradients, &tile.queries, tile.queries_finite, dim_qk, &mut scratch.dk),
+                ] {
+                    let rows = Rows {
+                        panels: &tile.panels,
+                        weights: left.as_ptr(),
+                        capacity,
+                        rows: keys,
+                        queries,
+                        right: right.as_ptr(),
+                        right_capacity: block_m,
+                        dim,
+                        out: out.as_mut_ptr(),
+                    };
+                    if finite || !tile.has_edge() {
+                        s.run(rows);
+                    } else {
+                        rows.visible_only::<S>(head.band);
+                    }
+                }
+                if with_dq {
+                    let out = scratch
+                        .dq
+                        .as_mut_ptr()
+                        .wrapping_add(self.dq_offset::<S>(span, g) + i as usize * S::DIM_PANEL);
+                    self.add_dq(s, &scratch.tile, &head, out, self.query_capacity(span));
+                }
+            }
+        }
+        let at = (span.storage_batch, span.k_row + j, i_head_kv);
+        let scale = self.problem.fwd.resolved_softmax_scale();
+        let Scratch { dk, dv, row, .. } = scratch;
+        write_rows::<S>(&self.dk, at, keys, dim_qk, (dk.as_ptr(), capacity), scale, row);
+        write_rows::<S>(&self.dv, at, keys, dim_v, (dv.as_ptr(), capacity), 1.0, row);
+    }
+
+    /// dQ of a tile of queries.
+    fn query_tile<S: Simd>(&self, s: S, scratch: &mut Scratch, span: usize, i_head: u32, i: u32) {
+        let span = self.spans[span];
+        let Blocks { block_m, block_n } = self.blocks;
+        let head = self.score.head(span, i_head);
+        let queries = block_m.min((span.seqlen_q - i) as usize);
+        let tile = &mut scratch.tile;
+        scratch.dq.fill(0.0);
+        self.load_queries(s, tile, &head, i_head, i, queries);
+        for (j, keys) in key_tiles(&head, i..i + queries as u32, block_n) {
+            self.load_keys(s, tile, &head, j, keys);
+            self.gradients(s, tile, &head, i, queries, j, keys, true);
+            self.add_dq(s, tile, &head, scratch.dq.as_mut_ptr(), block_m);
+        }
+        let at = (span.storage_batch, span.q_row + i, i_head);
+        let from = (scratch.dq.as_ptr(), block_m);
+        let scale = head.softmax_scale;
+        write_rows::<S>(&self.dq, at, queries, self.dims().0, from, scale, &mut scratch.row);
+    }
+
+    /// dBias of rows of one matrix: the sum over every sequence and head that it serves.
+    fn bias_rows<S: Simd>(&self, s: S, scratch: &mut Scratch, b: u32, h: u32, i: u32) {
+        let fwd = self.problem.fwd();
+        let (Some(to), Bias::Elementwise(bias)) = (&self.dbias, fwd.bias) else {
+            return;
+        };
+        let Blocks { block_m, block_n } = self.blocks;
+        let dims = fwd.dims;
+        let rows = block_m.min((dims.seqlen_q - i) as usize);
+        let capacity = self.key_capacity();
+        for j in (0..dims.seqlen_k).step_by(block_n) {
+            let cols = block_n.min((dims.seqlen_k - j) as usize);
+            scratch.dbias.fill(0.0);
+            for span in self.spans {
+                for i_head in 0..dims.num_heads_q {
+                    if bias.broadcast.index(span.i_batch, i_head) != (b, h)
+                        || i >= span.seqlen_q
+                        || j >= span.seqlen_k
+                    {
+                        continue;
+                    }
+                    let head = self.score.head(*span, i_head);
+                    let queries = rows.min((span.seqlen_q - i) as usize);
+                    let keys = cols.min((span.seqlen_k - j) as usize);
+                    if Panel::new(head.band, i, queries, j, keys).is_none() {
+                        continue;
+                    }
+                    let tile = &mut scratch.tile;
+                    self.load_keys(s, tile, &head, j, keys);
+                    self.load_queries(s, tile, &head, i_head, i, queries);
+                    self.gradients(s, tile, &head, i, queries, j, keys, false);
+                    for (number, panel) in tile.panels.iter().enumerate() {
+                        if let Some(panel) = *panel {
+                            let offset = number * capacity * S::QUERY_PANEL;
+                            s.run(AddTo {
+                                panel,
+                                from: tile.gradients.as_ptr().wrapping_add(offset),
+                                to: scratch.dbias.as_mut_ptr().wrapping_add(offset),
+                            });
+                        }
+                    }
+                }
+            }
+            for row in 0..rows {
+                let (panel, lane) = (row / S::QUERY_PANEL, row % S::QUERY_PANEL);
+                // SAFETY: columns of the tile; this row of dBias is this task's.
+                unsafe {
+                    let out = std::slice::from_raw_parts_mut(scratch.row.as_mut_ptr(), cols);
+                    for (col, out) in out.iter_mut().enumerate() {
+                        let at = (panel * capacity + col) * S::QUERY_PANEL + lane;
+                        *out = *scratch.dbias.as_ptr().add(at);
+                    }
+                    to.write_row(b, i + row as u32, h, j, out);
+                }
+            }
+        }
+    }
+
+    /// K and V of a tile, in panels.
+    fn load_keys<S: Simd>(&self, s: S, tile: &mut Tile, head: &HeadScore, j: u32, keys: usize) {
+        let (dim_qk, dim_v) = self.dims();
+        let capacity = self.key_capacity();
+        let (k, v) = (self.k.k_rows(head.span, head.i_head_kv), self.v.k_rows(head.span, head.i_head_kv));
+        s.run(Gather {
+            from: k.skip(j as usize),
+            rows: keys,
+            cols: dim_qk,
+            factor: head.descale_k,
+            to: tile.keys.as_mut_ptr(),
+            capacity,
+            finite: &mut tile.keys_finite,
+        });
+        // V only enters dP, whose hidden elements are not used.
+        s.run(Gather {
+            from: v.skip(j as usize),
+            rows: keys,
+            cols: dim_v,
+            factor: head.descale_v,
+            to: tile.values.as_mut_ptr(),
+            capacity,
+            finite: &mut true,
+        });
+    }
+
+    /// Q and dO of a tile, in panels and transposed; LSE and delta.
+    fn load_queries<S: Simd>(
+        &self,
+        s: S,
+        tile: &mut Tile,
+        head: &HeadScore,
+        i_head: u32,
+        i: u32,
+        queries: usize,
+    ) {
+        let (dim_qk, dim_v) = self.dims();
+        let span = head.span;
+        let (q, dout) = (self.q.q_rows(span, i_head), self.dout.q_rows(span, i_head));
+        let capacity = self.blocks.block_m;
+        for (from, cols, factor, to, transposed, finite) in [
+            (
+                q,
+                dim_qk,
+                head.descale_q,
+                &mut tile.queries,
+                &mut tile.queries_transposed,
+                &mut tile.queries_finite,
+            ),
+            (dout, dim_v, 1.0, &mut tile.douts, &mut tile.douts_transposed, &mut tile.douts_finite),
+        ] {
+            let from = from.skip(i as usize);
+            s.run(Gather { from, rows: queries, cols, factor, to: to.as_mut_ptr(), capacity, finite });
+            s.run(GatherTransposed { from, rows: queries, cols, factor, to: transposed.as_mut_ptr() });
+        }
+        for lane in 0..capacity {
+            let (mut lse, mut delta, mut dlse) = (f32::INFINITY, 0.0, 0.0);
+            if lane < queries {
+                let index = span.lse_index(self.problem.fwd(), i_head, i + lane as u32);
+                lse = f32_at(&self.args.lse, index);
+                // SAFETY: one number for each row.
+                delta = unsafe { *self.delta.as_ptr().add(index) };
+                dlse = self.dlse_at(index) as f32;
+                // A row that saw nothing has P = 0 = exp(S - inf).
+                if lse == f32::NEG_INFINITY {
+                    lse = f32::INFINITY;
+                }
+            }
+            // SAFETY: block_m numbers each.
+            unsafe {
+                *tile.lse.as_mut_ptr().add(lane) = lse;
+                *tile.delta.as_mut_ptr().add(lane) = delta;
+                *tile.dlse.as_mut_ptr().add(lane) = dlse;
+            }
+        }
+    }
+
+    /// P and dS of the tile, and which of its panels are live; dS through the soft-cap if `capped`.
+    #[expect(clippy::too_many_arguments, reason = "a tile is two ranges")]
+    fn gradients<S: Simd>(
+        &self,
+        s: S,
+        tile: &mut Tile,
+        head: &HeadScore,
+        i: u32,
+        queries: usize,
+        j: u32,
+        keys: usize,
+        capped: bool,
+    ) {
+        let (dim_qk, dim_v) = self.dims();
+        let capacity = self.key_capacity();
+        tile.panels.fill(None);
+        for first in (0..queries).step_by(S::QUERY_PANEL) {
+            let number = first / S::QUERY_PANEL;
+            let live = S::QUERY_PANEL.min(queries - first);
+            let offset = number * capacity * S::QUERY_PANEL;
+            let weights = tile.weights.as_mut_ptr().wrapping_add(offset);
+            let gradients = tile.gradients.as_mut_ptr().wrapping_add(offset);
+            let panel = Panel::new(head.band, i + first as u32, live, j, keys);
+            tile.panels[number] = panel;
+            let Some(panel) = panel else { continue };
+            s.run(Scores {
+                panel,
+                keys: tile.keys.as_ptr(),
+                capacity,
+                queries: tile.queries_transposed.as_ptr().wrapping_add(first * dim_qk),
+                dim: dim_qk,
+                factor: head.softmax_scale,
+                scores: weights,
+            });
+            let capped = capped && head.softcap.is_some();
+            if head.adjusts(&panel) {
+                let slope = capped.then(|| tile.slope.as_mut_ptr());
+                s.run(Adjust { head, panel, scores: weights, bias: tile.extra.as_mut_ptr(), slope });
+            }
+            s.run(Scores {
+                panel,
+                keys: tile.values.as_ptr(),
+                capacity,
+                queries: tile.douts_transposed.as_ptr().wrapping_add(first * dim_v),
+                dim: dim_v,
+                factor: 1.0,
+                scores: gradients,
+            });
+            let keep = tile.extra.as_mut_ptr();
+            if head.drops {
+                s.run(Keep { mask: head.keep, panel, factor: head.keep_scale, to: keep });
+            }
+            s.run(Gradient {
+                panel,
+                capacity,
+                weights,
+                gradients,
+                keep: head.drops.then_some(keep.cast_const()),
+                lse: tile.lse.as_ptr().wrapping_add(first),
+                delta: tile.delta.as_ptr().wrapping_add(first),
+                dlse: tile.dlse.as_ptr().wrapping_add(first),
+            });
+            if capped {
+                s.run(Multiply { panel, x: gradients, y: tile.slope.as_ptr() });
+            }
+        }
+    }
+
+    /// `dQ += dS K` of the tile.
+    fn add_dq<S: Simd>(&self, s: S, tile: &Tile, head: &HeadScore, out: *mut f32, out_capacity: usize) {
+        let capacity = self.key_capacity();
+        for (number, panel) in tile.panels.iter().enumerate() {
+            let Some(panel) = *panel else { continue };
+            let columns = Columns {
+                panel,
+                weights: tile.gradients.as_ptr().wrapping_add(number * capacity * S::QUERY_PANEL),
+                right: tile.keys.as_ptr(),
+                capacity,
+                dim: self.dims().0,
+                out: out.wrapping_add(number * S::QUERY_PANEL * S::DIM_PANEL),
+                out_capacity,
+                store: Store::Add,
+            };
+            if panel.edge && !tile.keys_finite {
+                columns.visible_only::<S>(head.band);
+            } else {
+                s.run(columns);
+            }
+        }
+    }
+}
+
+impl Tile {
+    fn has_edge(&self) -> bool {
+        self.panels.iter().flatten().any(|panel| panel.edge)
+    }
+}

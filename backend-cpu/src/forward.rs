@@ -1,0 +1,367 @@
+//! Forward: blocked online softmax (Dao, "FlashAttention-2", arXiv 2307.08691), a tile of queries
+//! a task.
+//!
+//! ```text
+//! for each tile of keys that the band touches
+//!     copy K and V into panels, as f32
+//!     for each panel of queries
+//!         S = K Q^T        keys down, queries across
+//!         adjust S         soft-cap, bias, ALiBi; the mask only on edges
+//!         P, alpha         online softmax, a query a lane
+//!         O = alpha O + P V
+//! O /= row_sum, LSE = row_max + ln row_sum
+//! ```
+//!
+//! A row's arithmetic depends on where tiles of keys begin (multiples of `block_n`) and on nothing
+//! else: not on `block_m`, the number of threads or the rest of the batch.
+
+use std::ops::Range;
+
+use fmha_core::{DevSliceMut, FwdArgs, FwdProblem, SeqSpan};
+
+use crate::blocks::{Columns, Gather, GatherTransposed, Multiply, RowState, Scores, Softmax};
+use crate::memory::{Floats, reserve};
+use crate::score::{Adjust, HeadScore, Keep, Panel, ScoreInputs};
+use crate::simd::Simd;
+use crate::tasks::Threads;
+use crate::tensor::{Matrix, Source, Target, f32_at};
+use crate::tile::Store;
+
+/// Tile sizes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Blocks {
+    /// Queries of a task, a multiple of the query panel.
+    pub(crate) block_m: usize,
+    /// Keys of a tile.
+    pub(crate) block_n: usize,
+}
+
+/// A forward call with its arguments checked.
+pub(crate) struct Forward<'a> {
+    pub(crate) problem: &'a FwdProblem,
+    pub(crate) args: &'a FwdArgs<'a>,
+    pub(crate) spans: &'a [SeqSpan],
+    pub(crate) blocks: Blocks,
+}
+
+/// A tile of queries of one head.
+#[derive(Clone, Copy)]
+struct Task {
+    span: u32,
+    i_head: u32,
+    i: u32,
+    queries: u32,
+    /// Keys that it visits.
+    keys: u32,
+}
+
+/// What a thread computes in.
+struct Scratch {
+    queries: Floats,
+    keys: Floats,
+    values: Floats,
+    scores: Floats,
+    /// Of a bias, or of keep factors.
+    extra: Floats,
+    out: Floats,
+    row_max: Floats,
+    row_sum: Floats,
+    alpha: Floats,
+    row: Floats,
+}
+
+/// What every task of a call shares.
+struct Shared<'a> {
+    problem: &'a FwdProblem,
+    spans: &'a [SeqSpan],
+    blocks: Blocks,
+    score: ScoreInputs<'a>,
+    q: Source,
+    k: Source,
+    v: Source,
+    o: Target,
+    scale_o: f32,
+    lse: Option<Bytes>,
+    keep_mask: Option<Bytes>,
+}
+
+/// An output of plain numbers, each written by one thread.
+#[derive(Clone, Copy)]
+pub(crate) struct Bytes(*mut u8);
+
+// SAFETY: tasks write disjoint elements.
+unsafe impl Send for Bytes {}
+// SAFETY: as above.
+unsafe impl Sync for Bytes {}
+
+impl Bytes {
+    pub(crate) fn new(slice: &DevSliceMut<'_>) -> Self {
+        Self(slice.as_mut_ptr())
+    }
+
+    /// Scratch that threads share.
+    pub(crate) fn of(floats: &mut Floats) -> Self {
+        Self(floats.as_mut_ptr().cast())
+    }
+
+    /// Those from f32 `index` on.
+    pub(crate) fn f32_from(self, index: usize) -> *mut f32 {
+        self.0.cast::<f32>().wrapping_add(index)
+    }
+
+    /// # Safety
+    /// f32 `index` is inside, and no other thread writes it.
+    pub(crate) unsafe fn write_f32(self, index: usize, value: f32) {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.cast::<f32>().add(index).write_unaligned(value) }
+    }
+
+    /// # Safety
+    /// Byte `index` is inside, and no other thread writes it.
+    unsafe fn write_u8(self, index: usize, value: u8) {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.add(index).write(value) }
+    }
+}
+
+/// Tiles of `block_n` keys that some of `rows` see, ascending: those of the sink columns, then those
+/// of the band.
+pub(crate) fn key_tiles(
+    head: &HeadScore,
+    rows: Range<u32>,
+    block_n: usize,
+) -> impl Iterator<Item = (u32, usize)> + use<> {
+    let seqlen_k = head.span.seqlen_k;
+    let band = head.band.k_range(rows.clone(), seqlen_k);
+    let sinks = (head.band.sink_range(rows, seqlen_k).end as usize).div_ceil(block_n);
+    let first = (band.start as usize / block_n).max(sinks);
+    let last = if band.is_empty() { 0 } else { (band.end as usize).div_ceil(block_n) };
+    (0..sinks).chain(first..last).map(move |tile| {
+        let j = tile * block_n;
+        (j as u32, block_n.min(seqlen_k as usize - j))
+    })
+}
+
+impl Forward<'_> {
+    /// Computes it.
+    ///
+    /// # Errors
+    /// Memory for scratch that the system refuses, before anything is written.
+    pub(crate) fn run<S: Simd>(&self, s: S, threads: &Threads) -> fmha_core::Result<()> {
+        let (problem, args) = (self.problem, self.args);
+        let shared = Shared {
+            problem,
+            spans: self.spans,
+            blocks: self.blocks,
+            score: ScoreInputs::new(problem, &args.score),
+            q: Source::new(args.q, problem.dtype_qk, problem.q),
+            k: Source::new(args.k, problem.dtype_qk, problem.k),
+            v: Source::new(args.v, problem.dtype_v, problem.v),
+            o: Target::new(&args.o, problem.dtype_o, problem.o),
+            scale_o: args.scale_o.as_ref().map_or(1.0, |scale| f32_at(scale, 0)),
+            lse: args.lse.as_ref().map(Bytes::new),
+            keep_mask: args.keep_mask.as_ref().map(Bytes::new),
+        };
+        let tasks = shared.tasks()?;
+        let used = threads.used(tasks.len());
+        let mut scratch = reserve(used)?;
+        for _ in 0..used {
+            scratch.push(shared.scratch::<S>()?);
+        }
+        threads.for_each(&mut scratch, tasks.len(), |scratch, task| {
+            shared.attend(s, scratch, tasks[task]);
+        });
+        Ok(())
+    }
+}
+
+impl Shared<'_> {
+    /// Every tile of queries, the longest first.
+    fn tasks(&self) -> fmha_core::Result<Vec<Task>> {
+        let block_m = self.blocks.block_m;
+        let heads = self.problem.dims.num_heads_q;
+        let tiles: usize = self.spans.iter().map(|span| (span.seqlen_q as usize).div_ceil(block_m)).sum();
+        let mut tasks = reserve(tiles.saturating_mul(heads as usize))?;
+        for (number, span) in self.spans.iter().enumerate() {
+            let band = self.problem.mask.band(span.seqlen_q, span.seqlen_k);
+            for i in (0..span.seqlen_q).step_by(block_m) {
+                let queries = (span.seqlen_q - i).min(block_m as u32);
+                let rows = i..i + queries;
+                let keys = band.k_range(rows.clone(), span.seqlen_k).len() as u32
+                    + band.sink_range(rows, span.seqlen_k).len() as u32;
+                for i_head in 0..heads {
+                    tasks.push(Task { span: number as u32, i_head, i, queries, keys });
+                }
+            }
+        }
+        let work = |task: &Task| u64::from(task.keys) * u64::from(task.queries);
+        tasks.sort_unstable_by_key(|task| (std::cmp::Reverse(work(task)), task.span, task.i_head, task.i));
+        Ok(tasks)
+    }
+
+    fn scratch<S: Simd>(&self) -> fmha_core::Result<Scratch> {
+        let Blocks { block_m, block_n } = self.blocks;
+        let dims = self.problem.dims;
+        let dim_qk = (dims.head_dim_qk as usize).next_multiple_of(S::DIM_PANEL);
+        let dim_v = (dims.head_dim_v as usize).next_multiple_of(S::DIM_PANEL);
+        let keys = block_n.next_multiple_of(S::KEY_ROWS);
+        let extra = if self.problem.drops() || self.score.has_bias() { keys * S::QUERY_PANEL } else { 0 };
+        Ok(Scratch {
+            queries: Floats::zeroed(block_m * dims.head_dim_qk as usize)?,
+            keys: Floats::zeroed(keys * dim_qk)?,
+            values: Floats::zeroed(keys * dim_v)?,
+            scores: Floats::zeroed(keys * S::QUERY_PANEL)?,
+            extra: Floats::zeroed(extra)?,
+            out: Floats::zeroed(block_m * dim_v)?,
+            row_max: Floats::zeroed(block_m)?,
+            row_sum: Floats::zeroed(block_m)?,
+            alpha: Floats::zeroed(S::QUERY_PANEL)?,
+            row: Floats::zeroed(dim_v)?,
+        })
+    }
+
+    fn attend<S: Simd>(&self, s: S, scratch: &mut Scratch, task: Task) {
+        let Blocks { block_m, block_n } = self.blocks;
+        let span = self.spans[task.span as usize];
+        let head = self.score.head(span, task.i_head);
+        let i_head_kv = task.i_head / self.problem.gqa_ratio();
+        let dim_qk = self.problem.dims.head_dim_qk as usize;
+        let dim_v = self.problem.dims.head_dim_v as usize;
+        let queries = task.queries as usize;
+        let capacity = block_n.next_multiple_of(S::KEY_ROWS);
+        let (k, v) = (self.k.k_rows(span, i_head_kv), self.v.k_rows(span, i_head_kv));
+
+        s.run(GatherTransposed {
+            from: self.q.q_rows(span, task.i_head).skip(task.i as usize),
+            rows: queries,
+            cols: dim_qk,
+            factor: head.descale_q,
+            to: scratch.queries.as_mut_ptr(),
+        });
+        scratch.row_max.fill(f32::NEG_INFINITY);
+        scratch.row_sum.fill(0.0);
+        let mut fresh = u128::MAX;
+        debug_assert!(block_m / S::QUERY_PANEL <= 128);
+
+        for (j, keys) in key_tiles(&head, task.i..task.i + task.queries, block_n) {
+            let gather = |from: Matrix, cols, factor, to| {
+                let (from, mut finite) = (from.skip(j as usize), true);
+                s.run(Gather { from, rows: keys, cols, factor, to, capacity, finite: &mut finite });
+                finite
+            };
+            gather(k, dim_qk, head.descale_k, scratch.keys.as_mut_ptr());
+            let values_finite = gather(v, dim_v, head.descale_v, scratch.values.as_mut_ptr());
+            for first in (0..queries).step_by(S::QUERY_PANEL) {
+                let live = S::QUERY_PANEL.min(queries - first);
+                let Some(panel) = Panel::new(head.band, task.i + first as u32, live, j, keys) else {
+                    continue;
+                };
+                let scores = scratch.scores.as_mut_ptr();
+                s.run(Scores {
+                    panel,
+                    keys: scratch.keys.as_ptr(),
+                    capacity,
+                    queries: scratch.queries.as_ptr().wrapping_add(first * dim_qk),
+                    dim: dim_qk,
+                    factor: head.softmax_scale,
+                    scores,
+                });
+                if head.adjusts(&panel) {
+                    let bias = scratch.extra.as_mut_ptr();
+                    s.run(Adjust { head: &head, panel, scores, bias, slope: None });
+                }
+                let state = RowState {
+                    row_max: scratch.row_max.as_mut_ptr().wrapping_add(first),
+                    row_sum: scratch.row_sum.as_mut_ptr().wrapping_add(first),
+                    alpha: scratch.alpha.as_mut_ptr(),
+                };
+                let round = self.problem.dtype_v;
+                s.run(Softmax { panel, scores, state, round });
+                if head.drops {
+                    let keep = scratch.extra.as_mut_ptr();
+                    // 1 / (1 - p_drop) is a factor of the whole row: it comes at the end.
+                    s.run(Keep { mask: head.keep, panel, factor: 1.0, to: keep });
+                    s.run(Multiply { panel, x: scores, y: keep });
+                }
+                let bit = 1u128 << (first / S::QUERY_PANEL);
+                let is_fresh = fresh & bit != 0;
+                fresh &= !bit;
+                let columns = Columns {
+                    panel,
+                    weights: scores,
+                    right: scratch.values.as_ptr(),
+                    capacity,
+                    dim: dim_v,
+                    out: scratch.out.as_mut_ptr().wrapping_add(first * S::DIM_PANEL),
+                    out_capacity: block_m,
+                    store: if is_fresh { Store::Scaled(1.0) } else { Store::Rescale(scratch.alpha.as_ptr()) },
+                };
+                if panel.edge && !values_finite {
+                    columns.visible_only::<S>(head.band);
+                } else {
+                    s.run(columns);
+                }
+            }
+        }
+        self.finish::<S>(scratch, task, &head, fresh);
+        if let Some(to) = self.keep_mask {
+            self.write_keep(to, head.keep, task, span);
+        }
+    }
+
+    /// Divides by the row sums and writes O and LSE.
+    fn finish<S: Simd>(&self, scratch: &mut Scratch, task: Task, head: &HeadScore, fresh: u128) {
+        let span = head.span;
+        let dim_v = self.problem.dims.head_dim_v as usize;
+        let block_m = self.blocks.block_m;
+        for row in 0..task.queries as usize {
+            let i = task.i + row as u32;
+            // SAFETY: a live row of the scratch; O and LSE of this row belong to this task.
+            unsafe {
+                let row_max = f64::from(*scratch.row_max.as_ptr().add(row));
+                let row_sum = f64::from(*scratch.row_sum.as_ptr().add(row));
+                let sink = head.sink.map_or(f64::NEG_INFINITY, f64::from);
+                let top = row_max.max(sink);
+                let (factor, lse) = if top == f64::NEG_INFINITY && row_sum == 0.0 && !sink.is_nan() {
+                    (0.0, f64::NEG_INFINITY)
+                } else {
+                    let share = (row_max - top).exp();
+                    let total = row_sum * share + (sink - top).exp();
+                    (share / total, top + total.ln())
+                };
+                let factor = (factor * f64::from(head.keep_scale)) as f32 * self.scale_o;
+                let out = std::slice::from_raw_parts_mut(scratch.row.as_mut_ptr(), dim_v);
+                let untouched = fresh & (1 << (row / S::QUERY_PANEL)) != 0;
+                for (panel, out) in out.chunks_mut(S::DIM_PANEL).enumerate() {
+                    let at = (panel * block_m + row) * S::DIM_PANEL;
+                    let from = scratch.out.as_ptr().add(at);
+                    for (col, out) in out.iter_mut().enumerate() {
+                        *out = if untouched { 0.0 } else { *from.add(col) * factor };
+                    }
+                }
+                self.o.write_row(span.storage_batch, span.q_row + i, task.i_head, 0, out);
+                if let Some(to) = self.lse {
+                    to.write_f32(span.lse_index(self.problem, task.i_head, i), lse as f32);
+                }
+            }
+        }
+    }
+
+    /// The keep flags of the task's queries and every key of the sequence.
+    fn write_keep(&self, to: Bytes, mask: fmha_core::dropout::KeepMask, task: Task, span: SeqSpan) {
+        let dims = self.problem.dims;
+        let head = span.i_batch as usize * dims.num_heads_q as usize + task.i_head as usize;
+        for i in task.i..task.i + task.queries {
+            let row = (head * dims.seqlen_q as usize + i as usize) * dims.seqlen_k as usize;
+            for quad in 0..span.seqlen_k.div_ceil(4) {
+                for (word, kept) in mask.quad(i, quad).into_iter().enumerate() {
+                    let j = quad as usize * 4 + word;
+                    if j < span.seqlen_k as usize {
+                        // SAFETY: the argument check measured the mask over the maximal lengths.
+                        unsafe { to.write_u8(row + j, u8::from(kept)) };
+                    }
+                }
+            }
+        }
+    }
+}

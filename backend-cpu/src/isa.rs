@@ -1,0 +1,174 @@
+//! Which instructions: what the processor has, capped by the configuration.
+
+use std::fmt;
+use std::str::FromStr;
+
+use enum_dispatch::enum_dispatch;
+use fmha_core::{Error, Result};
+
+use crate::backward::Backward;
+use crate::blocks::FmaLoop;
+use crate::combine::Combine;
+use crate::forward::{Blocks, Forward};
+#[cfg(target_arch = "aarch64")]
+use crate::simd::Neon;
+#[cfg(target_arch = "x86_64")]
+use crate::simd::{Avx2, Avx512, Avx512Bf16};
+use crate::simd::{Portable, Simd};
+use crate::tasks::Threads;
+
+/// An instruction set, by rising rank within its architecture.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Isa {
+    /// The target's baseline.
+    Portable,
+    /// AArch64 Advanced SIMD.
+    Neon,
+    /// AVX2, FMA, F16C.
+    Avx2,
+    /// AVX-512 F and VL.
+    Avx512,
+    /// AVX-512 BF16: dot products of bf16 pairs.
+    Avx512Bf16,
+}
+
+impl Isa {
+    /// Every set, best first.
+    pub const ALL: [Isa; 5] = [Isa::Avx512Bf16, Isa::Avx512, Isa::Avx2, Isa::Neon, Isa::Portable];
+
+    /// The name in `FMHA_CPU_ISA` and in plans.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Isa::Portable => "portable",
+            Isa::Neon => "neon",
+            Isa::Avx2 => "avx2",
+            Isa::Avx512 => "avx512",
+            Isa::Avx512Bf16 => "avx512bf16",
+        }
+    }
+
+    /// Whether this processor has it.
+    #[must_use]
+    pub fn is_available(self) -> bool {
+        Engine::new(self).is_some()
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Isa {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Isa::ALL.into_iter().find(|isa| isa.name() == text).ok_or_else(|| {
+            let known = Isa::ALL.map(Isa::name).join(", ");
+            format!("`{text}` is no instruction set (known: {known})")
+        })
+    }
+}
+
+/// What every instruction set runs: each is compiled once, behind this one choice at run time.
+#[enum_dispatch]
+pub(crate) trait Kernels {
+    fn forward(&self, call: &Forward<'_>, threads: &Threads) -> Result<()>;
+    fn backward(&self, call: &Backward<'_>, threads: &Threads) -> Result<()>;
+    fn combine(&self, call: &Combine<'_>, threads: &Threads) -> Result<()>;
+    /// Runs a fixed number of FMAs in registers: how many operations.
+    fn fma_loop(&self) -> f64;
+    /// Queries across a panel: what `block_m` is a multiple of.
+    fn query_panel(&self) -> usize;
+}
+
+impl<S: Simd> Kernels for S {
+    fn forward(&self, call: &Forward<'_>, threads: &Threads) -> Result<()> {
+        call.run(*self, threads)
+    }
+
+    fn backward(&self, call: &Backward<'_>, threads: &Threads) -> Result<()> {
+        call.run(*self, threads)
+    }
+
+    fn combine(&self, call: &Combine<'_>, threads: &Threads) -> Result<()> {
+        call.run(*self, threads)
+    }
+
+    fn fma_loop(&self) -> f64 {
+        let mut flops = 0.0;
+        self.run(FmaLoop { flops: &mut flops });
+        flops
+    }
+
+    fn query_panel(&self) -> usize {
+        S::QUERY_PANEL
+    }
+}
+
+/// An instruction set that this processor has, with its kernels.
+#[cfg(target_arch = "x86_64")]
+#[enum_dispatch(Kernels)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Engine {
+    Portable,
+    Avx2,
+    Avx512,
+    Avx512Bf16,
+}
+
+/// An instruction set that this processor has, with its kernels.
+#[cfg(target_arch = "aarch64")]
+#[enum_dispatch(Kernels)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Engine {
+    Portable,
+    Neon,
+}
+
+/// An instruction set that this processor has, with its kernels.
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+#[enum_dispatch(Kernels)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Engine {
+    Portable,
+}
+
+impl Engine {
+    /// The kernels of `isa`, if the processor has it.
+    pub(crate) fn new(isa: Isa) -> Option<Self> {
+        match isa {
+            Isa::Portable => Some(Portable.into()),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => Neon::detect().map(Into::into),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => Avx2::detect().map(Into::into),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => Avx512::detect().map(Into::into),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16 => Avx512Bf16::detect().map(Into::into),
+            #[allow(unreachable_patterns)]
+            _ => None,
+        }
+    }
+
+    /// The best that the processor has, not above `cap`.
+    ///
+    /// # Errors
+    /// The cap names instructions of another processor.
+    pub(crate) fn best(cap: Option<Isa>) -> Result<(Isa, Self)> {
+        let best = Isa::ALL
+            .into_iter()
+            .filter(|&isa| cap.is_none_or(|cap| isa <= cap))
+            .find_map(|isa| Engine::new(isa).map(|engine| (isa, engine)));
+        best.ok_or_else(|| Error::NoDevice("no instruction set is available".into()))
+    }
+}
+
+/// Sizes of forward tiles when the caller names none.
+pub(crate) const FORWARD_BLOCKS: Blocks = Blocks { block_m: 192, block_n: 128 };
+
+/// Sizes of backward tiles when the caller names none.
+pub(crate) const BACKWARD_BLOCKS: Blocks = Blocks { block_m: 96, block_n: 128 };

@@ -1,0 +1,111 @@
+//! Plans: which kernel, how, and what it promises.
+
+use std::sync::Arc;
+
+use fmha_core::backend::unsupported;
+use fmha_core::{
+    BwdPlan, CombinePlan, Error, FwdPlan, Plan, PlanOptions, Promises, Refusal, Result, ValidBwd,
+    ValidCombine, ValidFwd,
+};
+
+use crate::CpuBackend;
+use crate::forward::Blocks;
+use crate::isa::{BACKWARD_BLOCKS, FORWARD_BLOCKS, Kernels};
+
+/// Every kernel.
+pub(crate) const KERNELS: [&str; 3] = ["cpu-fwd", "cpu-bwd", "cpu-combine"];
+
+const PROMISES: Promises = Promises { deterministic: true, batch_invariant: true, graph_capturable: false };
+
+/// The largest tile side: scratch stays within a few megabytes a thread.
+const MAX_BLOCK: usize = 1536;
+
+/// A forward plan.
+pub(crate) fn forward(backend: &CpuBackend, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
+    plan(backend, "cpu-fwd", problem.clone(), options, |blocks| {
+        vec![
+            ("block_m", blocks.block_m.to_string()),
+            ("block_n", blocks.block_n.to_string()),
+            ("task", "a tile of block_m queries of one head, the longest first".into()),
+            ("arithmetic", "f32, f32 sums".into()),
+        ]
+    })
+}
+
+/// A backward plan.
+pub(crate) fn backward(backend: &CpuBackend, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {
+    plan(backend, "cpu-bwd", problem.clone(), options, |blocks| {
+        vec![
+            ("block_m", blocks.block_m.to_string()),
+            ("block_n", blocks.block_n.to_string()),
+            ("task", "a kv head, or a part of one where there are fewer heads than threads".into()),
+            ("arithmetic", "f32, f32 sums".into()),
+        ]
+    })
+}
+
+/// A combine plan.
+pub(crate) fn combine(
+    backend: &CpuBackend,
+    problem: &ValidCombine,
+    options: &PlanOptions,
+) -> Result<CombinePlan> {
+    plan(backend, "cpu-combine", problem.clone(), options, |_| vec![("task", "64 rows".into())])
+}
+
+fn plan<P>(
+    backend: &CpuBackend,
+    kernel: &'static str,
+    problem: P,
+    options: &PlanOptions,
+    details: impl FnOnce(Blocks) -> Vec<(&'static str, String)>,
+) -> Result<Plan<P>> {
+    let refuse = |reason: String| Err(unsupported("cpu", vec![Refusal::new(kernel, reason)]));
+    if let Some(wanted) = options.kernel.as_deref().filter(|&wanted| wanted != kernel) {
+        let reason = if KERNELS.contains(&wanted) {
+            format!("it computes something else: this problem is {kernel}'s")
+        } else {
+            format!("no such kernel (known: {})", KERNELS.join(", "))
+        };
+        return Err(unsupported("cpu", vec![Refusal::new(wanted, reason)]));
+    }
+    let panel = backend.engine.query_panel();
+    let mut blocks = if kernel == "cpu-bwd" { BACKWARD_BLOCKS } else { FORWARD_BLOCKS };
+    for (name, value) in &options.tile {
+        let (side, unit) = match name.as_str() {
+            "block_m" if kernel != "cpu-combine" => (&mut blocks.block_m, panel),
+            "block_n" if kernel != "cpu-combine" => (&mut blocks.block_n, 8),
+            _ if kernel == "cpu-combine" => {
+                return refuse(format!("tile {name}={value}: this kernel has no tile to set (known: none)"));
+            }
+            _ => return refuse(format!("tile {name}={value} is unknown (known: block_m, block_n)")),
+        };
+        match value.parse::<usize>() {
+            Ok(size) if size.is_multiple_of(unit) && (1..=MAX_BLOCK).contains(&size) => *side = size,
+            _ => {
+                return refuse(format!("{name} {value} is not a multiple of {unit} in {unit}..={MAX_BLOCK}"));
+            }
+        }
+    }
+    let mut facts = vec![("isa", backend.isa.to_string()), ("threads", backend.threads.count().to_string())];
+    facts.extend(details(blocks));
+    Ok(Plan {
+        problem,
+        backend: backend.name.clone(),
+        kernel: kernel.to_owned(),
+        details: facts,
+        refusals: vec![],
+        is_fallback: false,
+        workspace_bytes: 0,
+        promises: PROMISES,
+        handle: Arc::new(blocks),
+    })
+}
+
+/// The tile of a plan that this backend made.
+pub(crate) fn blocks_of<P>(plan: &Plan<P>) -> Result<Blocks> {
+    plan.handle.downcast_ref::<Blocks>().copied().ok_or_else(|| Error::System {
+        what: format!("a plan of {}", plan.backend),
+        text: "only the backend that made a plan can run it".into(),
+    })
+}

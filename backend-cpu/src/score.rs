@@ -1,0 +1,261 @@
+//! What happens to a panel of scores between `Q K^T` and the softmax.
+
+use fmha_core::dropout::{KeepMask, keep_scale};
+use fmha_core::{Bias, BlockClass, DevSlice, FwdProblem, MaskBand, ScoreArgs, SeqSpan};
+
+use crate::simd::{Op, Simd, tanh};
+use crate::tensor::{Matrix, Source, f32_at};
+
+/// Operands of the score for a whole call.
+#[derive(Clone, Copy)]
+pub(crate) struct ScoreInputs<'a> {
+    problem: &'a FwdProblem,
+    args: ScoreArgs<'a>,
+    bias: Option<Source>,
+}
+
+impl<'a> ScoreInputs<'a> {
+    pub(crate) fn new(problem: &'a FwdProblem, args: &ScoreArgs<'a>) -> Self {
+        let bias = match (problem.bias, args.bias) {
+            (Bias::Elementwise(bias), Some(slice)) => Some(Source::new(slice, bias.dtype, bias.strides)),
+            _ => None,
+        };
+        Self { problem, args: *args, bias }
+    }
+
+    /// Whether there is an elementwise bias.
+    pub(crate) fn has_bias(&self) -> bool {
+        self.bias.is_some()
+    }
+
+    /// Those of one sequence and query head.
+    pub(crate) fn head(&self, span: SeqSpan, i_head: u32) -> HeadScore {
+        let (problem, args) = (self.problem, &self.args);
+        let dims = problem.dims;
+        let i_head_kv = i_head / problem.gqa_ratio();
+        let descale = |slice: &Option<DevSlice<'_>>, kind: fmha_core::Descale| {
+            slice
+                .as_ref()
+                .map_or(1.0, |slice| f32_at(slice, kind.index(span.i_batch, i_head_kv, dims.num_heads_kv)))
+        };
+        let alibi = match (problem.bias, &args.alibi_slopes) {
+            (Bias::Alibi { per_batch }, Some(slopes)) => {
+                let i_batch = if per_batch { span.i_batch as usize } else { 0 };
+                let slope = f32_at(slopes, i_batch * dims.num_heads_q as usize + i_head as usize);
+                Some((slope, problem.mask.alibi_align().diagonal(span.seqlen_q, span.seqlen_k)))
+            }
+            _ => None,
+        };
+        let bias = match (problem.bias, &self.bias) {
+            (Bias::Elementwise(bias), Some(source)) => {
+                let (b, h) = bias.broadcast.index(span.i_batch, i_head);
+                Some(source.matrix(b, h, 0))
+            }
+            _ => None,
+        };
+        HeadScore {
+            span,
+            i_head_kv,
+            band: problem.mask.band(span.seqlen_q, span.seqlen_k),
+            softmax_scale: problem.resolved_softmax_scale(),
+            softcap: problem.softcap,
+            bias,
+            alibi,
+            drops: problem.drops(),
+            keep: KeepMask::new(problem.p_drop, args.dropout, span.i_batch, i_head, dims.num_heads_q),
+            keep_scale: if problem.drops() { keep_scale(problem.p_drop) as f32 } else { 1.0 },
+            sink: args.sink.as_ref().map(|sink| f32_at(sink, i_head as usize)),
+            descale_q: descale(&args.descale_q, problem.descale_q),
+            descale_k: descale(&args.descale_k, problem.descale_k),
+            descale_v: descale(&args.descale_v, problem.descale_v),
+        }
+    }
+}
+
+/// The score of one sequence and query head.
+#[derive(Clone, Copy)]
+pub(crate) struct HeadScore {
+    pub(crate) span: SeqSpan,
+    pub(crate) i_head_kv: u32,
+    pub(crate) band: MaskBand,
+    pub(crate) softmax_scale: f32,
+    pub(crate) softcap: Option<f32>,
+    pub(crate) bias: Option<Matrix>,
+    /// Slope, and `diag` of its distance.
+    alibi: Option<(f32, i64)>,
+    /// Whether any score can be dropped.
+    pub(crate) drops: bool,
+    pub(crate) keep: KeepMask,
+    /// `1 / (1 - p_drop)`.
+    pub(crate) keep_scale: f32,
+    pub(crate) sink: Option<f32>,
+    pub(crate) descale_q: f32,
+    pub(crate) descale_k: f32,
+    pub(crate) descale_v: f32,
+}
+
+/// A panel of scores: queries `i .. i + queries` (lanes) of keys `j + rows.start .. j + rows.end`.
+#[derive(Clone, Copy)]
+pub(crate) struct Panel {
+    /// First query.
+    pub(crate) i: u32,
+    /// Live lanes.
+    pub(crate) queries: usize,
+    /// The key of row 0.
+    pub(crate) j: u32,
+    /// First and one past the last row that any lane sees.
+    pub(crate) rows: (usize, usize),
+    /// Whether some of it is hidden.
+    pub(crate) edge: bool,
+}
+
+impl Panel {
+    /// Queries `i .. i + queries` against the `keys` keys from `j` on; `None` where none is seen.
+    pub(crate) fn new(band: MaskBand, i: u32, queries: usize, j: u32, keys: usize) -> Option<Self> {
+        let (i_range, j_range) = (i..i + queries as u32, j..j + keys as u32);
+        let class = band.block_class(i_range.clone(), j_range.clone());
+        let rows = match class {
+            BlockClass::Skipped => return None,
+            BlockClass::Inside => (0, keys),
+            BlockClass::Edge => {
+                let seen = band.k_range(i_range.clone(), j_range.end);
+                let sinks = band.sink_range(i_range, j_range.end);
+                let first = if sinks.end > j { j } else { seen.start.max(j) };
+                let last = seen.end.max(sinks.end).min(j_range.end);
+                if first >= last {
+                    return None;
+                }
+                ((first - j) as usize, (last - j) as usize)
+            }
+        };
+        Some(Self { i, queries, j, rows, edge: class == BlockClass::Edge })
+    }
+
+    /// Vectors that hold live lanes.
+    pub(crate) fn vectors<S: Simd>(&self) -> usize {
+        self.queries.div_ceil(S::LANES)
+    }
+}
+
+impl HeadScore {
+    /// Whether [`Adjust`] has anything to do to a panel.
+    pub(crate) fn adjusts(&self, panel: &Panel) -> bool {
+        panel.edge || self.softcap.is_some() || self.bias.is_some() || self.alibi.is_some()
+    }
+}
+
+/// Soft-cap, bias, ALiBi and mask, in place on a panel `[rows][QUERY_PANEL]`.
+pub(crate) struct Adjust<'a> {
+    pub(crate) head: &'a HeadScore,
+    pub(crate) panel: Panel,
+    pub(crate) scores: *mut f32,
+    /// Scratch of the panel's size, used with an elementwise bias.
+    pub(crate) bias: *mut f32,
+    /// Where the cap's slope `1 - tanh^2` goes, if it is wanted.
+    pub(crate) slope: Option<*mut f32>,
+}
+
+impl<S: Simd> Op<S> for Adjust<'_> {
+    #[inline(always)]
+    fn call(self, s: S) {
+        let Self { head, panel, scores, bias, slope } = self;
+        let (width, (first, last)) = (S::QUERY_PANEL, panel.rows);
+        if let Some(matrix) = head.bias {
+            let tile = matrix.skip(panel.i as usize).skip_cols(panel.j as usize + first);
+            let to = bias.wrapping_add(first * width);
+            // SAFETY: queries and keys of the panel are inside the bias; scratch is a panel.
+            unsafe {
+                tile.gather_transposed(s, panel.queries, last - first, 1.0, to, last - first);
+            }
+        }
+        let mut lanes = [0.0; 48];
+        let (mut lo, mut hi) = ([0.0; 48], [0.0; 48]);
+        for lane in 0..width {
+            lanes[lane] = lane as f32;
+            // Row numbers of the first and last visible key, clamped to the panel: small integers,
+            // exact in f32.
+            let i = i64::from(panel.i) + lane as i64 - i64::from(panel.j);
+            let clamp = |row: i64| row.clamp(-1, last as i64 + 1) as f32;
+            (lo[lane], hi[lane]) = (clamp(i + head.band.lo), clamp(i + head.band.hi));
+        }
+        let hidden = s.splat(f32::NEG_INFINITY);
+        for v in 0..panel.vectors::<S>() {
+            let at_lane = v * S::LANES;
+            // SAFETY: 48 lanes are the widest panel.
+            let (lanes, lo, hi) = unsafe {
+                (
+                    s.load(lanes.as_ptr().add(at_lane)),
+                    s.load(lo.as_ptr().add(at_lane)),
+                    s.load(hi.as_ptr().add(at_lane)),
+                )
+            };
+            for row in first..last {
+                let at = row * width + at_lane;
+                // SAFETY: row and lane are inside the panel.
+                let mut x = unsafe { s.load(scores.add(at)) };
+                if let Some(softcap) = head.softcap {
+                    let cap = s.splat(softcap);
+                    let t = tanh(s, s.div(x, cap));
+                    x = s.mul(cap, t);
+                    if let Some(slope) = slope {
+                        let one = s.splat(1.0);
+                        // (1 - t)(1 + t) keeps the small slopes that 1 - t^2 would cancel away.
+                        let value = s.mul(s.sub(one, t), s.add(one, t));
+                        // SAFETY: `slope` is a panel.
+                        unsafe { s.store(slope.add(at), value) };
+                    }
+                }
+                if head.bias.is_some() {
+                    // SAFETY: filled above.
+                    x = s.add(x, unsafe { s.load(bias.add(at)) });
+                }
+                if let Some((slope, diag)) = head.alibi {
+                    let from = i64::from(panel.i) + diag - i64::from(panel.j) - row as i64;
+                    let distance = s.abs(s.add(s.splat(from as f32), lanes));
+                    x = s.fma(s.splat(-slope), distance, x);
+                }
+                if panel.edge {
+                    let j = s.splat(row as f32);
+                    let sink = i64::from(panel.j) + (row as i64) < head.band.sink_columns;
+                    if !sink {
+                        x = s.select_le(lo, j, x, hidden);
+                    }
+                    x = s.select_le(j, hi, x, hidden);
+                }
+                // SAFETY: as for the load.
+                unsafe { s.store(scores.add(at), x) };
+            }
+        }
+    }
+}
+
+/// The keep decisions of a panel: `factor` where kept, 0 where dropped.
+pub(crate) struct Keep {
+    pub(crate) mask: KeepMask,
+    pub(crate) panel: Panel,
+    pub(crate) factor: f32,
+    pub(crate) to: *mut f32,
+}
+
+impl<S: Simd> Op<S> for Keep {
+    #[inline(always)]
+    fn call(self, _: S) {
+        let Self { mask, panel, factor, to } = self;
+        let (first, last) = panel.rows;
+        let j_first = panel.j as usize + first;
+        let j_last = panel.j as usize + last;
+        for quad in j_first / 4..j_last.div_ceil(4) {
+            for lane in 0..panel.queries {
+                let kept = mask.quad(panel.i + lane as u32, quad as u32);
+                for (word, &kept) in kept.iter().enumerate() {
+                    let j = quad * 4 + word;
+                    if (j_first..j_last).contains(&j) {
+                        let at = (j - panel.j as usize) * S::QUERY_PANEL + lane;
+                        // SAFETY: row and lane are inside the panel.
+                        unsafe { *to.add(at) = if kept { factor } else { 0.0 } };
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! Vectors of f32 behind one small trait, so that every kernel is written once.
+//!
+//! A value of a [`Simd`] type is the proof that this processor has the instructions: it is made by
+//! its `detect` alone. Kernels are [`Op`]s, and [`Simd::run`] is the one place where code that was
+//! compiled for those instructions is entered; inside, everything is `inline(always)`.
+
+mod math;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod portable;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+pub(crate) use math::{exp, tanh};
+#[cfg(target_arch = "aarch64")]
+pub(crate) use neon::Neon;
+pub(crate) use portable::Portable;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use x86::{Avx2, Avx512, Avx512Bf16};
+
+/// A kernel: what [`Simd::run`] compiles for one instruction set.
+pub(crate) trait Op<S: Simd> {
+    /// Runs it. Implementations are `#[inline(always)]`.
+    fn call(self, simd: S);
+}
+
+/// One instruction set.
+pub(crate) trait Simd: Copy + Send + Sync + 'static {
+    /// f32 in a vector.
+    const LANES: usize;
+    /// Vectors across a panel of queries. With `LANES`, [`TILE_ROWS`](Self::TILE_ROWS) divides it.
+    const QUERY_VECTORS: usize = 3;
+    /// Rows of the micro-tile whose columns are queries: `KEY_ROWS * QUERY_VECTORS` accumulators.
+    const KEY_ROWS: usize;
+    /// Rows of the micro-tile whose columns are `2 * LANES` of a head dimension.
+    const TILE_ROWS: usize;
+    /// Whether [`dot_bf16`](Self::dot_bf16) exists.
+    const BF16_DOT: bool = false;
+    /// Queries across a panel.
+    const QUERY_PANEL: usize = Self::QUERY_VECTORS * Self::LANES;
+    /// Columns of a head dimension across a panel.
+    const DIM_PANEL: usize = 2 * Self::LANES;
+
+    /// A vector.
+    type V: Copy;
+
+    /// Runs `op`, compiled for these instructions.
+    fn run<O: Op<Self>>(self, op: O);
+
+    fn splat(self, x: f32) -> Self::V;
+    /// # Safety
+    /// `LANES` f32 are readable at `from`, aligned or not.
+    unsafe fn load(self, from: *const f32) -> Self::V;
+    /// # Safety
+    /// `LANES` f32 are writable at `to`, aligned or not.
+    unsafe fn store(self, to: *mut f32, v: Self::V);
+    fn add(self, a: Self::V, b: Self::V) -> Self::V;
+    fn sub(self, a: Self::V, b: Self::V) -> Self::V;
+    fn mul(self, a: Self::V, b: Self::V) -> Self::V;
+    fn div(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `a * b + c`.
+    fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// The larger; `b` where either is NaN.
+    fn max(self, a: Self::V, b: Self::V) -> Self::V;
+    /// The smaller; `b` where either is NaN.
+    fn min(self, a: Self::V, b: Self::V) -> Self::V;
+    fn abs(self, a: Self::V) -> Self::V;
+    /// Nearest integer, ties to even.
+    fn round(self, a: Self::V) -> Self::V;
+    /// `2^n` for integers n in `-127..=128`: 0 at −127, infinity at 128.
+    fn power_of_two(self, n: Self::V) -> Self::V;
+    /// `if a <= b { yes } else { no }`; `no` where either is NaN.
+    fn select_le(self, a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V;
+    /// What bf16 keeps of each, ties to even; NaN stays NaN.
+    fn round_to_bf16(self, a: Self::V) -> Self::V;
+    /// What f16 keeps of each, ties to even.
+    fn round_to_f16(self, a: Self::V) -> Self::V;
+    /// # Safety
+    /// `LANES` bf16 are readable at `from`, aligned or not.
+    unsafe fn load_bf16(self, from: *const u16) -> Self::V;
+    /// # Safety
+    /// `LANES` f16 are readable at `from`, aligned or not.
+    unsafe fn load_f16(self, from: *const u16) -> Self::V;
+
+    /// Lane by lane two bf16, the low half of the lane's 32 bits first: `acc + a0*b0 + a1*b1`.
+    fn dot_bf16(self, acc: Self::V, a: Self::V, b: Self::V) -> Self::V {
+        let _ = (a, b);
+        acc
+    }
+
+    /// Lane by lane (low, high) rounded to bf16 into one 32-bit pair for
+    /// [`dot_bf16`](Self::dot_bf16).
+    fn pair_bf16(self, low: Self::V, high: Self::V) -> Self::V {
+        let _ = high;
+        low
+    }
+}

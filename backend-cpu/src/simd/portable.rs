@@ -1,0 +1,131 @@
+//! Any processor: arrays of four that the compiler may vectorise.
+
+use half::{bf16, f16};
+
+use super::{Op, Simd};
+
+/// No instruction beyond the target's baseline.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Portable;
+
+const N: usize = 4;
+
+macro_rules! lanes {
+    ($i:ident => $value:expr) => {
+        std::array::from_fn(
+            #[inline(always)]
+            |$i| $value,
+        )
+    };
+}
+
+impl Simd for Portable {
+    const LANES: usize = N;
+    const KEY_ROWS: usize = 4;
+    const TILE_ROWS: usize = 6;
+    type V = [f32; N];
+
+    #[inline(always)]
+    fn run<O: Op<Self>>(self, op: O) {
+        op.call(self);
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Self::V {
+        [x; N]
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, from: *const f32) -> Self::V {
+        // SAFETY: the caller promised N f32; an array of f32 has f32's alignment.
+        unsafe { from.cast::<[f32; N]>().read_unaligned() }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32, v: Self::V) {
+        // SAFETY: the caller promised N f32.
+        unsafe { to.cast::<[f32; N]>().write_unaligned(v) }
+    }
+
+    #[inline(always)]
+    fn add(self, a: Self::V, b: Self::V) -> Self::V {
+        lanes!(i => a[i] + b[i])
+    }
+
+    #[inline(always)]
+    fn sub(self, a: Self::V, b: Self::V) -> Self::V {
+        lanes!(i => a[i] - b[i])
+    }
+
+    #[inline(always)]
+    fn mul(self, a: Self::V, b: Self::V) -> Self::V {
+        lanes!(i => a[i] * b[i])
+    }
+
+    #[inline(always)]
+    fn div(self, a: Self::V, b: Self::V) -> Self::V {
+        lanes!(i => a[i] / b[i])
+    }
+
+    #[inline(always)]
+    fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        // Two roundings: without the instruction, `mul_add` is a library call.
+        lanes!(i => a[i] * b[i] + c[i])
+    }
+
+    #[inline(always)]
+    fn max(self, a: Self::V, b: Self::V) -> Self::V {
+        lanes!(i => if a[i] > b[i] { a[i] } else { b[i] })
+    }
+
+    #[inline(always)]
+    fn min(self, a: Self::V, b: Self::V) -> Self::V {
+        lanes!(i => if a[i] < b[i] { a[i] } else { b[i] })
+    }
+
+    #[inline(always)]
+    fn abs(self, a: Self::V) -> Self::V {
+        lanes!(i => a[i].abs())
+    }
+
+    #[inline(always)]
+    fn round(self, a: Self::V) -> Self::V {
+        // Adding and taking away 1.5 * 2^23 leaves the nearest integer for |a| < 2^22.
+        const MAGIC: f32 = 12_582_912.0;
+        lanes!(i => (a[i] + MAGIC) - MAGIC)
+    }
+
+    #[inline(always)]
+    fn power_of_two(self, n: Self::V) -> Self::V {
+        lanes!(i => f32::from_bits(((n[i] as i32 + 127) << 23).cast_unsigned()))
+    }
+
+    #[inline(always)]
+    fn select_le(self, a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V {
+        lanes!(i => if a[i] <= b[i] { yes[i] } else { no[i] })
+    }
+
+    #[inline(always)]
+    fn round_to_bf16(self, a: Self::V) -> Self::V {
+        lanes!(i => bf16::from_f32(a[i]).to_f32())
+    }
+
+    #[inline(always)]
+    fn round_to_f16(self, a: Self::V) -> Self::V {
+        lanes!(i => f16::from_f32(a[i]).to_f32())
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(self, from: *const u16) -> Self::V {
+        // SAFETY: the caller promised N bf16.
+        let bits = unsafe { from.cast::<[u16; N]>().read_unaligned() };
+        lanes!(i => f32::from_bits(u32::from(bits[i]) << 16))
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, from: *const u16) -> Self::V {
+        // SAFETY: the caller promised N f16.
+        let bits = unsafe { from.cast::<[u16; N]>().read_unaligned() };
+        lanes!(i => f16::from_bits(bits[i]).to_f32())
+    }
+}

@@ -1,0 +1,356 @@
+//! x86-64: AVX2 with FMA and F16C, AVX-512 F, and AVX-512 BF16.
+
+use std::arch::x86_64::*;
+
+use super::{Op, Simd};
+
+/// AVX2, FMA, F16C: eight lanes, sixteen registers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Avx2(());
+
+/// AVX-512 F (and what [`Avx2`] has): sixteen lanes, thirty-two registers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Avx512(());
+
+/// [`Avx512`] with the bf16 dot products of AVX-512 BF16.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Avx512Bf16(());
+
+impl Avx2 {
+    /// Whether this processor has the instructions.
+    pub(crate) fn detect() -> Option<Self> {
+        let all = is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c");
+        all.then_some(Self(()))
+    }
+}
+
+impl Avx512 {
+    /// Whether this processor has the instructions.
+    pub(crate) fn detect() -> Option<Self> {
+        let all = Avx2::detect().is_some()
+            && is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512vl");
+        all.then_some(Self(()))
+    }
+}
+
+impl Avx512Bf16 {
+    /// Whether this processor has the instructions.
+    pub(crate) fn detect() -> Option<Self> {
+        let all = Avx512::detect().is_some() && is_x86_feature_detected!("avx512bf16");
+        all.then_some(Self(()))
+    }
+}
+
+impl Simd for Avx2 {
+    const LANES: usize = 8;
+    const KEY_ROWS: usize = 4;
+    const TILE_ROWS: usize = 6;
+    type V = __m256;
+
+    #[inline(always)]
+    fn run<O: Op<Self>>(self, op: O) {
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn compiled<O: Op<Avx2>>(simd: Avx2, op: O) {
+            op.call(simd);
+        }
+        // SAFETY: `self` exists because `detect` saw these features.
+        unsafe { compiled(self, op) }
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Self::V {
+        // SAFETY: AVX, as `self` proves; so for every arithmetic method below.
+        unsafe { _mm256_set1_ps(x) }
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, from: *const f32) -> Self::V {
+        // SAFETY: the caller promised eight f32.
+        unsafe { _mm256_loadu_ps(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32, v: Self::V) {
+        // SAFETY: the caller promised eight f32.
+        unsafe { _mm256_storeu_ps(to, v) }
+    }
+
+    #[inline(always)]
+    fn add(self, a: Self::V, b: Self::V) -> Self::V {
+        // SAFETY: see `splat`.
+        unsafe { _mm256_add_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn sub(self, a: Self::V, b: Self::V) -> Self::V {
+        // SAFETY: see `splat`.
+        unsafe { _mm256_sub_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn mul(self, a: Self::V, b: Self::V) -> Self::V {
+        // SAFETY: see `splat`.
+        unsafe { _mm256_mul_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn div(self, a: Self::V, b: Self::V) -> Self::V {
+        // SAFETY: see `splat`.
+        unsafe { _mm256_div_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        // SAFETY: see `splat`.
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+
+    #[inline(always)]
+    fn max(self, a: Self::V, b: Self::V) -> Self::V {
+        // SAFETY: see `splat`.
+        unsafe { _mm256_max_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn min(self, a: Self::V, b: Self::V) -> Self::V {
+        // SAFETY: see `splat`.
+        unsafe { _mm256_min_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn abs(self, a: Self::V) -> Self::V {
+        // SAFETY: see `splat`.
+        unsafe { _mm256_andnot_ps(_mm256_set1_ps(-0.0), a) }
+    }
+
+    #[inline(always)]
+    fn round(self, a: Self::V) -> Self::V {
+        // SAFETY: see `splat`.
+        unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
+    }
+
+    #[inline(always)]
+    fn power_of_two(self, n: Self::V) -> Self::V {
+        // SAFETY: see `splat`.
+        unsafe {
+            let biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased))
+        }
+    }
+
+    #[inline(always)]
+    fn select_le(self, a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V {
+        // SAFETY: see `splat`.
+        unsafe { _mm256_blendv_ps(no, yes, _mm256_cmp_ps::<_CMP_LE_OQ>(a, b)) }
+    }
+
+    #[inline(always)]
+    fn round_to_bf16(self, a: Self::V) -> Self::V {
+        // SAFETY: see `splat`.
+        unsafe {
+            let bits = _mm256_castps_si256(a);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            let carried = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+            let kept = _mm256_and_si256(carried, _mm256_set1_epi32(0xffff_0000_u32.cast_signed()));
+            // A NaN's bits could carry into the sign: leave NaN alone.
+            let is_nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(a, a);
+            _mm256_blendv_ps(_mm256_castsi256_ps(kept), a, is_nan)
+        }
+    }
+
+    #[inline(always)]
+    fn round_to_f16(self, a: Self::V) -> Self::V {
+        // SAFETY: see `splat`.
+        unsafe { _mm256_cvtph_ps(_mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(a)) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(self, from: *const u16) -> Self::V {
+        // SAFETY: the caller promised eight bf16.
+        unsafe {
+            let narrow = _mm_loadu_si128(from.cast());
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(narrow)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, from: *const u16) -> Self::V {
+        // SAFETY: the caller promised eight f16.
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
+    }
+}
+
+/// The methods that [`Avx512`] and [`Avx512Bf16`] share.
+macro_rules! avx512_methods {
+    ($name:ident, $features:literal) => {
+        const LANES: usize = 16;
+        const KEY_ROWS: usize = 8;
+        const TILE_ROWS: usize = 12;
+        type V = __m512;
+
+        #[inline(always)]
+        fn run<O: Op<Self>>(self, op: O) {
+            #[target_feature(enable = $features)]
+            fn compiled<O: Op<$name>>(simd: $name, op: O) {
+                op.call(simd);
+            }
+            // SAFETY: `self` exists because `detect` saw these features.
+            unsafe { compiled(self, op) }
+        }
+
+        #[inline(always)]
+        fn splat(self, x: f32) -> Self::V {
+            // SAFETY: AVX-512 F, as `self` proves; so for every arithmetic method below.
+            unsafe { _mm512_set1_ps(x) }
+        }
+
+        #[inline(always)]
+        unsafe fn load(self, from: *const f32) -> Self::V {
+            // SAFETY: the caller promised sixteen f32.
+            unsafe { _mm512_loadu_ps(from) }
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, to: *mut f32, v: Self::V) {
+            // SAFETY: the caller promised sixteen f32.
+            unsafe { _mm512_storeu_ps(to, v) }
+        }
+
+        #[inline(always)]
+        fn add(self, a: Self::V, b: Self::V) -> Self::V {
+            // SAFETY: see `splat`.
+            unsafe { _mm512_add_ps(a, b) }
+        }
+
+        #[inline(always)]
+        fn sub(self, a: Self::V, b: Self::V) -> Self::V {
+            // SAFETY: see `splat`.
+            unsafe { _mm512_sub_ps(a, b) }
+        }
+
+        #[inline(always)]
+        fn mul(self, a: Self::V, b: Self::V) -> Self::V {
+            // SAFETY: see `splat`.
+            unsafe { _mm512_mul_ps(a, b) }
+        }
+
+        #[inline(always)]
+        fn div(self, a: Self::V, b: Self::V) -> Self::V {
+            // SAFETY: see `splat`.
+            unsafe { _mm512_div_ps(a, b) }
+        }
+
+        #[inline(always)]
+        fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+            // SAFETY: see `splat`.
+            unsafe { _mm512_fmadd_ps(a, b, c) }
+        }
+
+        #[inline(always)]
+        fn max(self, a: Self::V, b: Self::V) -> Self::V {
+            // SAFETY: see `splat`.
+            unsafe { _mm512_max_ps(a, b) }
+        }
+
+        #[inline(always)]
+        fn min(self, a: Self::V, b: Self::V) -> Self::V {
+            // SAFETY: see `splat`.
+            unsafe { _mm512_min_ps(a, b) }
+        }
+
+        #[inline(always)]
+        fn abs(self, a: Self::V) -> Self::V {
+            // SAFETY: see `splat`.
+            unsafe { _mm512_abs_ps(a) }
+        }
+
+        #[inline(always)]
+        fn round(self, a: Self::V) -> Self::V {
+            // SAFETY: see `splat`.
+            unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
+        }
+
+        #[inline(always)]
+        fn power_of_two(self, n: Self::V) -> Self::V {
+            // SAFETY: see `splat`.
+            unsafe {
+                let biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+                _mm512_castsi512_ps(_mm512_slli_epi32::<23>(biased))
+            }
+        }
+
+        #[inline(always)]
+        fn select_le(self, a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V {
+            // SAFETY: see `splat`.
+            unsafe { _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LE_OQ>(a, b), no, yes) }
+        }
+
+        #[inline(always)]
+        fn round_to_bf16(self, a: Self::V) -> Self::V {
+            // SAFETY: see `splat`.
+            unsafe {
+                let bits = _mm512_castps_si512(a);
+                let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+                let carried = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+                let kept = _mm512_and_si512(carried, _mm512_set1_epi32(0xffff_0000_u32.cast_signed()));
+                // A NaN's bits could carry into the sign: leave NaN alone.
+                let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, a);
+                _mm512_mask_blend_ps(is_nan, _mm512_castsi512_ps(kept), a)
+            }
+        }
+
+        #[inline(always)]
+        fn round_to_f16(self, a: Self::V) -> Self::V {
+            // SAFETY: see `splat`.
+            unsafe { _mm512_cvtph_ps(_mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(a)) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_bf16(self, from: *const u16) -> Self::V {
+            // SAFETY: the caller promised sixteen bf16.
+            unsafe {
+                let narrow = _mm256_loadu_si256(from.cast());
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(narrow)))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_f16(self, from: *const u16) -> Self::V {
+            // SAFETY: the caller promised sixteen f16.
+            unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
+        }
+    };
+}
+
+impl Simd for Avx512 {
+    avx512_methods!(Avx512, "avx2,fma,f16c,avx512f,avx512vl");
+}
+
+impl Simd for Avx512Bf16 {
+    const BF16_DOT: bool = true;
+    avx512_methods!(Avx512Bf16, "avx2,fma,f16c,avx512f,avx512vl,avx512bf16");
+
+    #[inline(always)]
+    fn dot_bf16(self, acc: Self::V, a: Self::V, b: Self::V) -> Self::V {
+        // SAFETY: AVX-512 BF16, as `self` proves; the operands are 512 bits of bf16 pairs.
+        unsafe {
+            let a = std::mem::transmute::<__m512, __m512bh>(a);
+            let b = std::mem::transmute::<__m512, __m512bh>(b);
+            _mm512_dpbf16_ps(acc, a, b)
+        }
+    }
+
+    #[inline(always)]
+    fn pair_bf16(self, low: Self::V, high: Self::V) -> Self::V {
+        // SAFETY: as above; `__m256bh` is 256 bits of bf16.
+        unsafe {
+            let low = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(low));
+            let high = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(high));
+            let high = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(high));
+            _mm512_castsi512_ps(_mm512_or_si512(_mm512_cvtepu16_epi32(low), high))
+        }
+    }
+}

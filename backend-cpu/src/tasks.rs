@@ -1,0 +1,71 @@
+//! Threads: a pool of this backend's own, and a queue of tasks, the longest first.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use fmha_core::{Error, Result};
+
+/// A fixed number of threads.
+pub(crate) struct Threads {
+    /// `None` runs on the caller's thread alone.
+    pool: Option<rayon::ThreadPool>,
+    count: usize,
+}
+
+impl Threads {
+    pub(crate) fn new(count: usize) -> Result<Self> {
+        let pool = match count {
+            0 | 1 => None,
+            _ => Some(
+                rayon::ThreadPoolBuilder::new()
+                    .num_threads(count)
+                    .thread_name(|i| format!("fmha-cpu-{i}"))
+                    .build()
+                    .map_err(|error| Error::System {
+                        what: format!("a pool of {count} threads"),
+                        text: error.to_string(),
+                    })?,
+            ),
+        };
+        Ok(Self { pool, count: count.max(1) })
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.count
+    }
+
+    /// How many of the threads a call of `tasks` tasks uses.
+    pub(crate) fn used(&self, tasks: usize) -> usize {
+        self.count.min(tasks).max(1)
+    }
+
+    /// Runs `work(state, task)` for every task number below `tasks`, in order of the numbers, each
+    /// thread with one of `states`.
+    pub(crate) fn for_each<T: Send>(
+        &self,
+        states: &mut [T],
+        tasks: usize,
+        work: impl Fn(&mut T, usize) + Sync,
+    ) {
+        let next = AtomicUsize::new(0);
+        let drain = |state: &mut T| loop {
+            let task = next.fetch_add(1, Ordering::Relaxed);
+            if task >= tasks {
+                break;
+            }
+            work(state, task);
+        };
+        match (&self.pool, states) {
+            (_, []) => {}
+            (Some(pool), states @ [_, _, ..]) => {
+                let states: &[Mutex<&mut T>] = &states.iter_mut().map(Mutex::new).collect::<Vec<_>>();
+                pool.broadcast(|thread| {
+                    if let Some(Ok(mut state)) = states.get(thread.index()).map(Mutex::lock) {
+                        drain(&mut state);
+                    }
+                });
+            }
+            (_, [state, ..]) => drain(state),
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! Every instruction set against the f64 definition, under the contract's 2x and 3x rules.
+
+mod support;
+
+use fmha_core::{
+    Bias, BiasBroadcast, BiasGrad, BwdProblem, DType, Descale, Dims, ElementwiseBias, FwdProblem, MaskSpec,
+    Strides, VLayout,
+};
+use fmha_cpu::{Config, CpuBackend, Isa};
+use support::{Inputs, Lengths, check_fwd, run_bwd};
+
+fn backends() -> Vec<CpuBackend> {
+    Isa::ALL
+        .into_iter()
+        .filter(|isa| isa.is_available())
+        .map(|isa| CpuBackend::with(Config { threads: Some(2), isa: Some(isa) }).unwrap())
+        .collect()
+}
+
+fn dims(batch: u32, seqlen_q: u32, seqlen_k: u32, heads: (u32, u32), head_dims: (u32, u32)) -> Dims {
+    Dims {
+        batch,
+        seqlen_q,
+        seqlen_k,
+        num_heads_q: heads.0,
+        num_heads_kv: heads.1,
+        head_dim_qk: head_dims.0,
+        head_dim_v: head_dims.1,
+    }
+}
+
+fn bias(problem: &FwdProblem, dtype: DType, broadcast: BiasBroadcast) -> Bias {
+    // The memory order of a bias is b, h, i, j.
+    let shape = problem.shape_bias(broadcast);
+    Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides: Strides::bhsd(shape) })
+}
+
+/// A name, a problem and its lengths.
+fn problems() -> Vec<(String, FwdProblem, Vec<Lengths>)> {
+    let mut all = Vec::new();
+    let mut add = |name: &str, problem: FwdProblem, lengths: &[Lengths]| {
+        let problem = FwdProblem { write_lse: true, ..problem };
+        all.push((name.to_owned(), problem, lengths.to_vec()));
+    };
+    let plain = || FwdProblem::batch(DType::F32, dims(2, 77, 150, (2, 2), (64, 64)));
+    for dtype in DType::ALL {
+        add(&format!("{dtype}"), FwdProblem::batch(dtype, dims(1, 65, 140, (2, 1), (32, 48))), &[]);
+    }
+    for (qk, v) in
+        [(1, 1), (3, 5), (40, 72), (80, 96), (128, 128), (192, 128), (256, 256), (300, 33), (1024, 9)]
+    {
+        add(&format!("d{qk}/{v}"), FwdProblem::batch(DType::F32, dims(1, 30, 133, (1, 1), (qk, v))), &[]);
+    }
+    for (seqlen_q, seqlen_k) in [(1, 1), (1, 300), (3, 129), (8, 7), (200, 24), (97, 0), (0, 9), (193, 257)] {
+        let sizes = dims(1, seqlen_q, seqlen_k, (2, 1), (16, 16));
+        add(&format!("{seqlen_q}x{seqlen_k}"), FwdProblem::batch(DType::F32, sizes), &[]);
+        for mask in ["t", "b", "t:5,3", "b:40,0", "b:-1,7", "t:9,-1,4", "b:3,2,130", "g:4,-2", "g:-3,60,2"] {
+            let mask: MaskSpec = mask.parse().unwrap();
+            let problem = FwdProblem { mask, ..FwdProblem::batch(DType::F32, sizes) };
+            add(&format!("{seqlen_q}x{seqlen_k} {mask}"), problem, &[]);
+        }
+    }
+    for broadcast in [BiasBroadcast::OneOne, BiasBroadcast::OneHead, BiasBroadcast::BatchHead] {
+        let mut problem = FwdProblem { mask: MaskSpec::CAUSAL, ..plain() };
+        problem.bias = bias(&problem, DType::F32, broadcast);
+        add(&format!("bias {broadcast:?}"), problem, &[]);
+    }
+    let mut bf16 = FwdProblem::batch(DType::Bf16, dims(1, 50, 140, (2, 1), (64, 64)));
+    bf16.bias = bias(&bf16, DType::Bf16, BiasBroadcast::OneHead);
+    add("bf16 bias", bf16, &[]);
+    for per_batch in [false, true] {
+        add("alibi", FwdProblem { bias: Bias::Alibi { per_batch }, ..plain() }, &[]);
+    }
+    add("softcap", FwdProblem { softcap: Some(1.5), mask: MaskSpec::CAUSAL, ..plain() }, &[]);
+    add("softcap 50", FwdProblem { softcap: Some(50.0), ..plain() }, &[]);
+    add(
+        "sink",
+        FwdProblem { sink: true, mask: "t:3,-2".parse().unwrap_or(MaskSpec::CAUSAL), ..plain() },
+        &[],
+    );
+    add("sink, nothing seen", FwdProblem { sink: true, mask: "g:0,-400".parse().unwrap(), ..plain() }, &[]);
+    add("dropout", FwdProblem { p_drop: 0.3, mask: MaskSpec::CAUSAL, ..plain() }, &[]);
+    add("scale", FwdProblem { softmax_scale: Some(-0.3), ..plain() }, &[]);
+    add("scale 0", FwdProblem { softmax_scale: Some(0.0), ..plain() }, &[]);
+    for (dtype_qk, dtype_v, dtype_o, descale) in [
+        (DType::E4m3Fn, DType::E4m3Fn, DType::E4m3Fn, Descale::PerTensor),
+        (DType::E5m2, DType::E5m2, DType::F32, Descale::PerKvHead),
+        (DType::E4m3Fnuz, DType::Bf16, DType::F16, Descale::PerKvHead),
+        (DType::E5m2Fnuz, DType::E5m2Fnuz, DType::E5m2Fnuz, Descale::None),
+    ] {
+        let problem = FwdProblem {
+            dtype_v,
+            dtype_o,
+            descale_q: descale,
+            descale_k: descale,
+            descale_v: if dtype_v.is_fp8() { descale } else { Descale::None },
+            scale_o: dtype_o.is_fp8(),
+            ..FwdProblem::batch(dtype_qk, dims(2, 40, 150, (4, 2), (64, 64)))
+        };
+        add(&format!("{dtype_qk} {dtype_v} {dtype_o}"), problem, &[]);
+    }
+    let lengths = [[(50, 40), (60, 60)], [(0, 0), (7, 3)], [(13, 13), (0, 0)], [(1, 1), (200, 137)]];
+    for mask in ["0", "t", "b", "b:30,5,2"] {
+        let mut problem = FwdProblem::group(DType::F32, dims(4, 50, 200, (4, 2), (32, 32)), 70, 280);
+        problem.mask = mask.parse().unwrap();
+        (problem.seqused_q, problem.seqused_k) = (true, true);
+        add(&format!("group {mask}"), problem, &lengths);
+    }
+    let mut column = FwdProblem::batch(DType::F16, dims(2, 60, 131, (2, 2), (64, 40)));
+    column.v_layout = VLayout::ColMajor;
+    column.v = Strides::bhds(column.shape_v());
+    add("V col-major", column, &[]);
+    let mut packed = FwdProblem::batch(DType::F32, dims(2, 60, 60, (2, 2), (20, 20)));
+    packed.q = Strides { batch: 60 * 120, seq: 120, head: 20, dim: 1 };
+    packed.k = packed.q;
+    packed.v = Strides { head: 0, ..packed.q };
+    packed.o = Strides::bhsd(packed.shape_o());
+    add("packed, shared head", packed, &[]);
+    all
+}
+
+#[test]
+fn forward_keeps_the_accuracy_promise() {
+    for backend in backends() {
+        for (name, problem, lengths) in problems() {
+            let inputs = Inputs::random(problem, &lengths, 1);
+            check_fwd(&backend, &inputs, &format!("{} {name}", backend.isa()));
+        }
+    }
+}
+
+#[test]
+fn backward_keeps_the_accuracy_promise() {
+    for backend in backends() {
+        for (name, problem, lengths) in problems() {
+            if problem.dtype_o.is_fp8() {
+                continue;
+            }
+            let inputs = Inputs::random(problem.clone(), &lengths, 2);
+            let mut backward = BwdProblem::new(problem.clone());
+            backward.has_dlse = true;
+            backward.write_dsink = problem.sink;
+            if let Bias::Elementwise(bias) = problem.bias {
+                backward.dbias = Some(BiasGrad { dtype: DType::F32, strides: bias.strides });
+            }
+            run_bwd(&backend, &inputs, backward, Some(&format!("{} {name}", backend.isa())));
+        }
+    }
+}

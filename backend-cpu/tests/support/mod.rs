@@ -1,0 +1,404 @@
+//! Random problems, run on the backend and by the definition, compared under the contract's rule.
+#![allow(dead_code, reason = "each test file uses its share")]
+
+use fmha_core::reference::{self, Precision};
+use fmha_core::{
+    Bias, BwdArgs, BwdProblem, DType, DevSlice, DevSliceMut, DropoutSeed, FmhaBackend, FwdArgs, FwdProblem,
+    PlanOptions, ScoreArgs, SeqArgs, SeqSpan, Shape, Stream, Strides, ValidFwd,
+};
+
+/// A small generator of numbers: SplitMix64.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub fn unit(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    /// Near a normal number.
+    pub fn normal(&mut self) -> f64 {
+        (0..12).map(|_| self.unit()).sum::<f64>() - 6.0
+    }
+}
+
+/// A tensor's memory: NaN wherever no logical element lies.
+#[derive(Clone)]
+pub struct Tensor {
+    pub bytes: Vec<u64>,
+    pub dtype: DType,
+    pub strides: Strides,
+}
+
+impl Tensor {
+    pub fn poisoned(dtype: DType, strides: Strides, shape: Shape) -> Self {
+        let bytes = ValidFwd::extent_bytes(strides, shape, dtype) as usize;
+        let size = dtype.size_bytes() as usize;
+        let mut pattern = [0u8; 8];
+        for at in (0..8).step_by(size) {
+            dtype.write(f64::NAN, &mut pattern[at..]);
+        }
+        Self { bytes: vec![u64::from_le_bytes(pattern); bytes.div_ceil(8) + 1], dtype, strides }
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.bytes)
+    }
+
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        bytemuck::cast_slice_mut(&mut self.bytes)
+    }
+
+    fn at(&self, b: u32, s: u32, h: u32, d: u32) -> usize {
+        self.strides.offset(b, s, h, d) as usize * self.dtype.size_bytes() as usize
+    }
+
+    pub fn get(&self, b: u32, s: u32, h: u32, d: u32) -> f64 {
+        self.dtype.read(&self.bytes()[self.at(b, s, h, d)..])
+    }
+
+    pub fn set(&mut self, b: u32, s: u32, h: u32, d: u32, value: f64) {
+        let (at, dtype) = (self.at(b, s, h, d), self.dtype);
+        dtype.write(value, &mut self.bytes_mut()[at..]);
+    }
+
+    pub fn fill(&mut self, spans: &[SeqSpan], queries: bool, heads: u32, dim: u32, random: &mut Random) {
+        for span in spans {
+            let (first, count) =
+                if queries { (span.q_row, span.seqlen_q) } else { (span.k_row, span.seqlen_k) };
+            for s in first..first + count {
+                for h in 0..heads {
+                    for d in 0..dim {
+                        self.set(span.storage_batch, s, h, d, random.normal());
+                    }
+                }
+            }
+        }
+    }
+
+    pub fn slice(&self) -> DevSlice<'_> {
+        DevSlice::host(&self.bytes)
+    }
+
+    pub fn slice_mut(&mut self) -> DevSliceMut<'_> {
+        DevSliceMut::host(&mut self.bytes)
+    }
+}
+
+/// Everything a call reads.
+#[derive(Clone)]
+pub struct Inputs {
+    pub problem: FwdProblem,
+    pub spans: Vec<SeqSpan>,
+    pub q: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
+    pub bias: Option<Tensor>,
+    pub slopes: Vec<f32>,
+    pub sink: Vec<f32>,
+    pub descales: [Vec<f32>; 3],
+    pub scale_o: Vec<f32>,
+    pub cu_q: Vec<i32>,
+    pub cu_k: Vec<i32>,
+    pub used_q: Vec<i32>,
+    pub used_k: Vec<i32>,
+}
+
+/// Physical and logical lengths of a sequence.
+pub type Lengths = [(u32, u32); 2];
+
+impl Inputs {
+    /// Random operands; `lengths` are those of each sequence, empty for full ones.
+    pub fn random(problem: FwdProblem, lengths: &[Lengths], seed: u64) -> Self {
+        let mut random = Random(seed);
+        let dims = problem.dims;
+        let prefix = |side: usize| {
+            let mut sums = vec![0];
+            for lengths in lengths {
+                sums.push(sums[sums.len() - 1] + lengths[side].0 as i32);
+            }
+            sums
+        };
+        let used = |side: usize| lengths.iter().map(|lengths| lengths[side].1 as i32).collect::<Vec<_>>();
+        let (cu_q, cu_k, used_q, used_k) = (prefix(0), prefix(1), used(0), used(1));
+        let seq = SeqArgs {
+            cu_seqlens_q: Some(DevSlice::host(&cu_q)),
+            cu_seqlens_k: Some(DevSlice::host(&cu_k)),
+            seqused_q: Some(DevSlice::host(&used_q)),
+            seqused_k: Some(DevSlice::host(&used_k)),
+        };
+        let spans = fmha_core::seq::spans(&problem, &seq).unwrap();
+        let mut q = Tensor::poisoned(problem.dtype_qk, problem.q, problem.shape_q());
+        let mut k = Tensor::poisoned(problem.dtype_qk, problem.k, problem.shape_k());
+        let mut v = Tensor::poisoned(problem.dtype_v, problem.v, problem.shape_v());
+        q.fill(&spans, true, dims.num_heads_q, dims.head_dim_qk, &mut random);
+        k.fill(&spans, false, dims.num_heads_kv, dims.head_dim_qk, &mut random);
+        v.fill(&spans, false, dims.num_heads_kv, dims.head_dim_v, &mut random);
+        let bias = match problem.bias {
+            Bias::Elementwise(wanted) => {
+                let shape = problem.shape_bias(wanted.broadcast);
+                let mut bias = Tensor::poisoned(wanted.dtype, wanted.strides, shape);
+                for b in 0..shape.batch {
+                    for h in 0..shape.head {
+                        for i in 0..shape.seq {
+                            for j in 0..shape.dim {
+                                bias.set(b, i, h, j, random.normal());
+                            }
+                        }
+                    }
+                }
+                Some(bias)
+            }
+            _ => None,
+        };
+        let mut numbers = |count: usize, low: f64, high: f64| {
+            (0..count).map(|_| (low + (high - low) * random.unit()) as f32).collect::<Vec<_>>()
+        };
+        let (batch, heads) = (dims.batch as usize, dims.num_heads_q as usize);
+        let slopes = match problem.bias {
+            Bias::Alibi { per_batch } => numbers(if per_batch { batch * heads } else { heads }, 0.01, 0.5),
+            _ => vec![],
+        };
+        let sink = numbers(if problem.sink { heads } else { 0 }, -1.0, 2.0);
+        let descales = [problem.descale_q, problem.descale_k, problem.descale_v]
+            .map(|kind| numbers(kind.num_elems(dims.batch, dims.num_heads_kv) as usize, 0.5, 1.5));
+        let scale_o = if problem.scale_o { vec![1.75] } else { vec![] };
+        Self { problem, spans, q, k, v, bias, slopes, sink, descales, scale_o, cu_q, cu_k, used_q, used_k }
+    }
+
+    pub fn seq(&self) -> SeqArgs<'_> {
+        let group = matches!(self.problem.mode, fmha_core::SeqMode::Group { .. });
+        SeqArgs {
+            cu_seqlens_q: group.then(|| DevSlice::host(&self.cu_q)),
+            cu_seqlens_k: group.then(|| DevSlice::host(&self.cu_k)),
+            seqused_q: self.problem.seqused_q.then(|| DevSlice::host(&self.used_q)),
+            seqused_k: self.problem.seqused_k.then(|| DevSlice::host(&self.used_k)),
+        }
+    }
+
+    pub fn score(&self) -> ScoreArgs<'_> {
+        fn some(numbers: &[f32]) -> Option<DevSlice<'_>> {
+            (!numbers.is_empty()).then(|| DevSlice::host(numbers))
+        }
+        ScoreArgs {
+            bias: self.bias.as_ref().map(Tensor::slice),
+            alibi_slopes: some(&self.slopes),
+            sink: some(&self.sink),
+            descale_q: some(&self.descales[0]),
+            descale_k: some(&self.descales[1]),
+            descale_v: some(&self.descales[2]),
+            dropout: DropoutSeed { seed: 0x1234_5678_9abc, offset: 5 },
+        }
+    }
+}
+
+/// What a forward call writes.
+pub struct Outputs {
+    pub o: Tensor,
+    pub lse: Vec<f32>,
+    pub keep: Vec<u8>,
+}
+
+pub fn run_fwd(backend: &dyn FmhaBackend, inputs: &Inputs, options: &PlanOptions) -> Outputs {
+    let problem = inputs.problem.clone().validate().unwrap();
+    let plan = backend.plan_fwd(&problem, options).unwrap();
+    let mut o = Tensor::poisoned(problem.dtype_o, problem.o, problem.shape_o());
+    let mut lse = vec![f32::NAN; problem.lse_elems() as usize];
+    let mut keep = vec![9; problem.keep_mask_bytes() as usize];
+    let args = FwdArgs {
+        lse: problem.write_lse.then(|| DevSliceMut::host(&mut lse)),
+        keep_mask: problem.write_keep_mask.then(|| DevSliceMut::host(&mut keep)),
+        seq: inputs.seq(),
+        score: inputs.score(),
+        scale_o: problem.scale_o.then(|| DevSlice::host(&inputs.scale_o)),
+        ..FwdArgs::new(inputs.q.slice(), inputs.k.slice(), inputs.v.slice(), o.slice_mut())
+    };
+    backend.run_fwd(&plan, &args, Stream::DEFAULT).unwrap();
+    Outputs { o, lse, keep }
+}
+
+/// The largest difference, and the largest magnitude of the reference.
+#[derive(Default)]
+pub struct Error {
+    pub ours: f64,
+    pub same: f64,
+    pub most: f64,
+}
+
+impl Error {
+    pub fn add(&mut self, ours: f64, same: f64, exact: f64) {
+        if !exact.is_finite() {
+            let alike = ours == exact || ours.is_nan() && exact.is_nan();
+            self.ours = if alike { self.ours } else { f64::INFINITY };
+            return;
+        }
+        // A NaN fails: `max` alone would lose it.
+        let difference = (ours - exact).abs();
+        self.ours = if difference.is_nan() { f64::INFINITY } else { self.ours.max(difference) };
+        self.same = self.same.max((same - exact).abs());
+        self.most = self.most.max(exact.abs());
+    }
+
+    pub fn check(&self, factor: f64, what: &str) {
+        // Terms are of size 1 and more (normal inputs, whole dot products) even where they cancel.
+        let allowed = factor * self.same + 8.0 * DType::F32.unit_roundoff() * self.most.max(1.0);
+        assert!(self.ours <= allowed, "{what}: error {:e}, allowed {allowed:e}", self.ours);
+    }
+}
+
+/// Forward against the definition: O, LSE, and that nothing but logical rows is written.
+pub fn check_fwd(backend: &dyn FmhaBackend, inputs: &Inputs, what: &str) {
+    let problem = &inputs.problem;
+    let outputs = run_fwd(backend, inputs, &PlanOptions::default());
+    let mut unused = [0u64; 1];
+    let args = FwdArgs {
+        seq: inputs.seq(),
+        score: inputs.score(),
+        ..FwdArgs::new(inputs.q.slice(), inputs.k.slice(), inputs.v.slice(), DevSliceMut::host(&mut unused))
+    };
+    let exact = reference::forward(problem, &args, Precision::Exact).unwrap();
+    let same = reference::forward(problem, &args, Precision::AsInput).unwrap();
+    let (mut error_o, mut error_lse) = (Error::default(), Error::default());
+    let mut o = outputs.o;
+    let scale_o = inputs.scale_o.first().map_or(1.0, |&scale| f64::from(scale));
+    for (exact, same) in exact.iter().zip(&same) {
+        let span = exact.span;
+        for i in 0..span.seqlen_q {
+            for d in 0..problem.dims.head_dim_v {
+                let at = i as usize * problem.dims.head_dim_v as usize + d as usize;
+                let row = span.q_row + i;
+                let ours = o.get(span.storage_batch, row, exact.i_head, d);
+                let round =
+                    |x: f64| if problem.dtype_o.is_fp8() { problem.dtype_o.round(x * scale_o) } else { x };
+                let limit = problem.dtype_o.max_finite();
+                let clamp =
+                    |x: f64| if problem.dtype_o.is_fp8() { (x * scale_o).clamp(-limit, limit) } else { x };
+                error_o.add(ours, round(same.o[at]), clamp(exact.o[at]));
+                o.set(span.storage_batch, row, exact.i_head, d, f64::NAN);
+            }
+            if problem.write_lse {
+                let index = span.lse_index(problem, exact.i_head, i);
+                let (exact, same) = (exact.lse[i as usize], same.lse[i as usize]);
+                error_lse.add(f64::from(outputs.lse[index]), same, exact);
+            }
+        }
+    }
+    error_o.check(2.0, &format!("{what}: O"));
+    error_lse.check(2.0, &format!("{what}: LSE"));
+    let untouched = Tensor::poisoned(problem.dtype_o, problem.o, problem.shape_o());
+    assert!(o.bytes == untouched.bytes, "{what}: a row beyond the lengths was written");
+}
+
+/// What a backward call writes.
+#[derive(PartialEq)]
+pub struct Gradients {
+    pub dq: Vec<u64>,
+    pub dk: Vec<u64>,
+    pub dv: Vec<u64>,
+    pub dbias: Vec<u64>,
+    pub dsink: Vec<f32>,
+}
+
+/// Backward, from O and LSE of the backend's own forward; `check` compares with the definition.
+pub fn run_bwd(
+    backend: &dyn FmhaBackend,
+    inputs: &Inputs,
+    problem: BwdProblem,
+    check: Option<&str>,
+) -> Gradients {
+    let mut forward = inputs.clone();
+    forward.problem = FwdProblem { write_lse: true, ..problem.fwd.clone() };
+    let outputs = run_fwd(backend, &forward, &PlanOptions::default());
+    let valid = problem.validate().unwrap();
+    let fwd = valid.fwd();
+    let dims = fwd.dims;
+    let mut random = Random(99);
+    let mut dout = Tensor::poisoned(fwd.dtype_o, valid.dout, fwd.shape_o());
+    dout.fill(&inputs.spans, true, dims.num_heads_q, dims.head_dim_v, &mut random);
+    let dlse: Vec<f32> = (0..fwd.lse_elems()).map(|_| random.normal() as f32).collect();
+    let mut dq = Tensor::poisoned(valid.dtype_grad, valid.dq, fwd.shape_q());
+    let mut dk = Tensor::poisoned(valid.dtype_grad, valid.dk, fwd.shape_k());
+    let mut dv = Tensor::poisoned(valid.dtype_grad, valid.dv, fwd.shape_v());
+    let mut dbias = match (valid.dbias, fwd.bias) {
+        (Some(wanted), Bias::Elementwise(bias)) => {
+            Some(Tensor::poisoned(wanted.dtype, wanted.strides, fwd.shape_bias(bias.broadcast)))
+        }
+        _ => None,
+    };
+    let mut dsink = vec![f32::NAN; dims.num_heads_q as usize];
+    let args = BwdArgs {
+        q: inputs.q.slice(),
+        k: inputs.k.slice(),
+        v: inputs.v.slice(),
+        o: outputs.o.slice(),
+        lse: DevSlice::host(&outputs.lse),
+        dout: dout.slice(),
+        dlse: valid.has_dlse.then(|| DevSlice::host(&dlse)),
+        dq: dq.slice_mut(),
+        dk: dk.slice_mut(),
+        dv: dv.slice_mut(),
+        dbias: dbias.as_mut().map(Tensor::slice_mut),
+        dsink: valid.write_dsink.then(|| DevSliceMut::host(&mut dsink)),
+        seq: inputs.seq(),
+        score: inputs.score(),
+        workspace: None,
+    };
+    let plan = backend.plan_bwd(&valid, &PlanOptions::default()).unwrap();
+    backend.run_bwd(&plan, &args, Stream::DEFAULT).unwrap();
+    let wanted = check.map(|what| {
+        let exact = reference::backward(&valid, &args, Precision::Exact).unwrap();
+        let same = reference::backward(&valid, &args, Precision::AsInput).unwrap();
+        (what, exact, same)
+    });
+    drop(args);
+    if let Some((what, exact, same)) = wanted {
+        for (name, ours, exact, same, queries) in [
+            ("dQ", &dq, &exact.dq, &same.dq, true),
+            ("dK", &dk, &exact.dk, &same.dk, false),
+            ("dV", &dv, &exact.dv, &same.dv, false),
+        ] {
+            let dim = if name == "dV" { dims.head_dim_v } else { dims.head_dim_qk } as usize;
+            let mut error = Error::default();
+            for ((span, head, exact), (_, _, same)) in exact.iter().zip(same) {
+                let first = if queries { span.q_row } else { span.k_row };
+                for (at, (&exact, &same)) in exact.iter().zip(same).enumerate() {
+                    let (row, d) = (first + (at / dim) as u32, (at % dim) as u32);
+                    error.add(ours.get(span.storage_batch, row, *head, d), same, exact);
+                }
+            }
+            error.check(3.0, &format!("{what}: {name}"));
+        }
+        if let (Some(ours), Bias::Elementwise(bias)) = (&dbias, fwd.bias) {
+            let shape = fwd.shape_bias(bias.broadcast);
+            let mut error = Error::default();
+            for (at, (&exact, &same)) in exact.dbias.iter().zip(&same.dbias).enumerate() {
+                let (j, i) = (at as u32 % shape.dim, at as u32 / shape.dim % shape.seq);
+                let head = at as u32 / shape.dim / shape.seq;
+                error.add(ours.get(head / shape.head, i, head % shape.head, j), same, exact);
+            }
+            error.check(3.0, &format!("{what}: dBias"));
+        }
+        if valid.write_dsink {
+            let mut error = Error::default();
+            for (h, (&exact, &same)) in exact.dsink.iter().zip(&same.dsink).enumerate() {
+                error.add(f64::from(dsink[h]), same, exact);
+            }
+            error.check(3.0, &format!("{what}: dSink"));
+        }
+    }
+    let dbias = dbias.map_or(vec![], |dbias| dbias.bytes);
+    Gradients {
+        dq: dq.bytes,
+        dk: dk.bytes,
+        dv: dv.bytes,
+        dbias,
+        dsink: if valid.write_dsink { dsink } else { vec![] },
+    }
+}

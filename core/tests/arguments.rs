@@ -1,0 +1,121 @@
+//! Arguments that do not fit their problem are refused with the field and the number.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use fmha_core::args::{check_bwd, check_fwd};
+use fmha_core::{
+    BwdArgs, BwdProblem, DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, MemorySpace, ScoreArgs,
+    SeqArgs, Strides,
+};
+
+const DIMS: Dims = Dims {
+    batch: 2,
+    seqlen_q: 3,
+    seqlen_k: 5,
+    num_heads_q: 4,
+    num_heads_kv: 2,
+    head_dim_qk: 8,
+    head_dim_v: 8,
+};
+
+/// Host memory that no test reads: only addresses and sizes matter to the checks.
+fn input(address: usize, elems: u64) -> DevSlice<'static> {
+    // SAFETY: `check_fwd` and `check_bwd` never read through a slice.
+    unsafe { DevSlice::from_raw(MemorySpace::Host, address as *const u8, elems * 4) }
+}
+
+fn output(address: usize, elems: u64) -> DevSliceMut<'static> {
+    // SAFETY: as above.
+    unsafe { DevSliceMut::from_raw(MemorySpace::Host, address as *mut u8, elems * 4) }
+}
+
+fn args() -> FwdArgs<'static> {
+    FwdArgs::new(input(0x10000, 192), input(0x20000, 160), input(0x30000, 160), output(0x40000, 192))
+}
+
+fn refusal(problem: FwdProblem, args: &FwdArgs<'_>) -> String {
+    let problem = problem.validate().unwrap();
+    check_fwd(&problem, args, MemorySpace::Host).unwrap_err().text
+}
+
+#[test]
+fn arguments_that_fit_pass() {
+    let problem = FwdProblem::batch(DType::F32, DIMS).validate().unwrap();
+    check_fwd(&problem, &args(), MemorySpace::Host).unwrap();
+}
+
+#[test]
+fn short_misplaced_missing_and_superfluous_arguments_are_named() {
+    let problem = FwdProblem::batch(DType::F32, DIMS);
+    let short = FwdArgs { k: input(0x20000, 159), ..args() };
+    assert_eq!(refusal(problem.clone(), &short), "k has 636 bytes, but its extents and strides reach 640");
+    let odd = FwdArgs { v: input(0x30002, 160), ..args() };
+    assert_eq!(
+        refusal(problem.clone(), &odd),
+        "v starts at 0x30002, which is no multiple of its element's 4 bytes"
+    );
+    let superfluous = FwdArgs { lse: Some(output(0x50000, 24)), ..args() };
+    assert_eq!(refusal(problem.clone(), &superfluous), "lse is given, but the problem has none");
+
+    let mut with_lse = problem.clone();
+    with_lse.write_lse = true;
+    assert_eq!(refusal(with_lse.clone(), &args()), "lse is missing: the problem has it");
+    assert_eq!(
+        refusal(with_lse, &FwdArgs { lse: Some(output(0x50000, 23)), ..args() }),
+        "lse has 92 bytes, but its extents and strides reach 96"
+    );
+    let mut group = FwdProblem::group(DType::F32, DIMS, 6, 10);
+    group.seqused_k = true;
+    assert_eq!(refusal(group, &args()), "cu_seqlens_q is missing: the problem has it");
+
+    let problem = problem.validate().unwrap();
+    let elsewhere = check_fwd(&problem, &args(), MemorySpace::Device).unwrap_err();
+    assert_eq!(
+        (elsewhere.field, elsewhere.text.as_str()),
+        ("q", "q is in Host memory, not in Device memory")
+    );
+}
+
+#[test]
+fn an_output_over_an_input_or_another_output_is_refused() {
+    let problem = FwdProblem::batch(DType::F32, DIMS);
+    let over_v = FwdArgs { o: output(0x30000 + 636, 192), ..args() };
+    assert!(refusal(problem.clone(), &over_v).starts_with("o (768 bytes at 0x3027c) overlaps v (640 bytes"));
+    let mut with_lse = problem;
+    with_lse.write_lse = true;
+    let lse_in_o = FwdArgs { lse: Some(output(0x40000 + 4, 24)), ..args() };
+    assert!(refusal(with_lse, &lse_in_o).contains("overlaps"));
+}
+
+fn packed_gradients(offset_dv: usize) -> Result<(), fmha_core::ProblemError> {
+    let dims = Dims { num_heads_kv: 4, seqlen_k: 3, ..DIMS };
+    let mut problem = BwdProblem::new(FwdProblem::batch(DType::F32, dims));
+    let packed = Strides { batch: 3 * 3 * 32, seq: 3 * 32, head: 8, dim: 1 };
+    (problem.dq, problem.dk, problem.dv) = (packed, packed, packed);
+    let args = BwdArgs {
+        q: input(0x10000, 192),
+        k: input(0x20000, 192),
+        v: input(0x30000, 192),
+        o: input(0x40000, 192),
+        lse: input(0x50000, 24),
+        dout: input(0x60000, 192),
+        dlse: None,
+        dq: output(0x70000, 576),
+        dk: output(0x70000 + 32 * 4, 544),
+        dv: output(0x70000 + offset_dv, 512),
+        dbias: None,
+        dsink: None,
+        seq: SeqArgs::default(),
+        score: ScoreArgs::default(),
+        workspace: None,
+    };
+    check_bwd(&problem.validate().unwrap(), &args, MemorySpace::Host)
+}
+
+#[test]
+fn gradients_may_interleave_in_one_packed_buffer_but_not_collide() {
+    packed_gradients(64 * 4).unwrap();
+    let collision = packed_gradients(63 * 4).unwrap_err();
+    assert_eq!(collision.field, "dk");
+    assert!(collision.text.contains("overlaps dv"), "{collision}");
+}

@@ -1,0 +1,195 @@
+//! What the house style promises and a machine can keep.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace's folder").to_owned()
+}
+
+/// Files of the repository below `folder` whose name ends in one of `endings`, build output apart.
+fn files(folder: &str, endings: &[&str]) -> Vec<(String, String)> {
+    fn walk(folder: &Path, found: &mut Vec<PathBuf>) {
+        let Ok(entries) = fs::read_dir(folder) else { return };
+        for entry in entries.flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if entry.path().is_dir() {
+                if name != "target" && !name.starts_with('.') {
+                    walk(&entry.path(), found);
+                }
+            } else {
+                found.push(entry.path());
+            }
+        }
+    }
+    let mut found = Vec::new();
+    walk(&root().join(folder), &mut found);
+    found.sort();
+    found
+        .into_iter()
+        .filter(|path| endings.iter().any(|ending| path.to_string_lossy().ends_with(ending)))
+        .filter(|path| !path.ends_with("tests/laws.rs"))
+        .filter_map(|path| {
+            let name = path.strip_prefix(root()).ok()?.to_string_lossy().into_owned();
+            Some((name, fs::read_to_string(path).ok()?))
+        })
+        .collect()
+}
+
+const SOURCE: &[&str] = &[".rs", ".h", ".cuh", ".cu", ".hip", ".py", ".toml", ".md"];
+const DEVICE: &[&str] = &[".h", ".cuh", ".cu", ".hip"];
+
+/// A line without its comment.
+fn code(line: &str) -> &str {
+    line.split("//").next().unwrap_or("").trim()
+}
+
+/// Lines of code as `file:line: text` that `broken` picks.
+fn violations(files: &[(String, String)], broken: impl Fn(&str, &str) -> bool) -> Vec<String> {
+    files
+        .iter()
+        .flat_map(|(name, text)| text.lines().enumerate().map(move |(i, line)| (name, i + 1, line)))
+        .filter(|(name, _, line)| broken(name, line))
+        .map(|(name, number, line)| format!("{name}:{number}: {}", line.trim()))
+        .collect()
+}
+
+fn none(broken: &[String]) {
+    assert!(broken.is_empty(), "\n{}", broken.join("\n"));
+}
+
+fn words(line: &str) -> impl Iterator<Item = String> {
+    line.split(|c: char| !c.is_alphanumeric()).map(str::to_ascii_lowercase)
+}
+
+#[test]
+fn core_names_no_vendor_in_its_code() {
+    let vendors = ["cuda", "nvidia", "nvrtc", "hip", "rocm", "amd", "hiprtc", "cubin"];
+    none(&violations(&files("core/src", SOURCE), |name, line| {
+        // The table of environment variables is the one place that knows every backend's.
+        name != "core/src/env.rs" && words(code(line)).any(|word| vendors.contains(&word.as_str()))
+    }));
+}
+
+#[test]
+fn instructions_are_spelt_only_where_instructions_live() {
+    let mut device = files("kernels-cuda", DEVICE);
+    device.extend(files("kernels-hip", DEVICE));
+    device.extend(files("core/device", DEVICE));
+    none(&violations(&device, |name, line| {
+        let home = name.contains("/ptx/") || name.contains("/isa/");
+        !home && words(code(line)).any(|word| word == "asm")
+    }));
+}
+
+#[test]
+fn every_static_assert_says_what_it_means() {
+    let mut device = files("kernels-cuda", DEVICE);
+    device.extend(files("kernels-hip", DEVICE));
+    device.extend(files("core/device", DEVICE));
+    let mut broken = Vec::new();
+    for (name, text) in &device {
+        for statement in text.split("static_assert").skip(1) {
+            let end = statement.find(';').unwrap_or(statement.len());
+            if !statement[..end].contains('"') {
+                broken.push(format!("{name}: static_assert{}", &statement[..end]));
+            }
+        }
+    }
+    none(&broken);
+}
+
+#[test]
+fn nothing_asks_to_be_kept_in_sync_and_nothing_is_left_to_do() {
+    none(&violations(&files("", SOURCE), |_, line| {
+        let lower = line.to_ascii_lowercase();
+        lower.contains("keep in sync")
+            || words(line).any(|word| word == "todo" || word == "fixme" || word == "xxx")
+    }));
+}
+
+#[test]
+fn nothing_speaks_of_the_machine_it_was_written_on() {
+    none(&violations(&files("", SOURCE), |_, line| {
+        ["/work/", "/root/", "/home/"].iter().any(|path| line.contains(path))
+    }));
+}
+
+#[test]
+fn every_environment_variable_is_in_the_table_and_the_readme() {
+    let mentioned: BTreeSet<String> = files("", &[".rs", ".py"])
+        .iter()
+        .flat_map(|(_, text)| {
+            text.split(|c: char| !(c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_'))
+                .filter(|word| word.starts_with("FMHA_") && word.len() > "FMHA_".len())
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+        })
+        .collect();
+    let readme = fs::read_to_string(root().join("README.md")).expect("README.md");
+    let table: BTreeSet<&str> = fmha_core::env::ALL.iter().map(|var| var.name).collect();
+    let missing: Vec<String> = mentioned
+        .iter()
+        .filter(|name| !table.contains(name.as_str()) || !readme.contains(name.as_str()))
+        .cloned()
+        .collect();
+    none(&missing);
+}
+
+#[test]
+fn the_arrows_between_crates_are_as_drawn() {
+    let may_depend = |krate: &str| -> &[&str] {
+        match krate {
+            "fmha-core" => &[],
+            "fmha-cpu" | "fmha-kernels-cuda" | "fmha-kernels-hip" | "fmha-conformance" => &["fmha-core"],
+            "fmha-cuda" => &["fmha-core", "fmha-kernels-cuda"],
+            "fmha-rocm" => &["fmha-core", "fmha-kernels-hip"],
+            "fmha" => &["fmha-core", "fmha-cpu", "fmha-cuda", "fmha-rocm", "fmha-conformance"],
+            _ => &["fmha", "fmha-core"],
+        }
+    };
+    let mut broken = Vec::new();
+    for (name, text) in files("", &["Cargo.toml"]) {
+        let Some(krate) = text.lines().find_map(|line| line.strip_prefix("name = ")) else { continue };
+        let krate = krate.trim_matches('"');
+        let section = |heading: &str| {
+            text.split(heading).nth(1).map(|rest| rest.split("\n[").next().unwrap_or("")).unwrap_or_default()
+        };
+        for line in section("\n[dependencies]").lines() {
+            let dependency = line.split(['.', ' ', '=']).next().unwrap_or("");
+            let ours = dependency == "fmha" || dependency.starts_with("fmha-");
+            if ours && !may_depend(krate).contains(&dependency) {
+                broken.push(format!("{name}: {krate} -> {dependency}"));
+            }
+        }
+    }
+    none(&broken);
+}
+
+#[test]
+fn every_instruction_names_its_section_of_the_manual() {
+    let mut broken = Vec::new();
+    let families =
+        files("kernels-cuda/fmha/ptx", DEVICE).into_iter().chain(files("kernels-hip/fmha/isa", DEVICE));
+    for (name, text) in families {
+        for (i, line) in text.lines().enumerate() {
+            let function = code(line).starts_with("FMHA_DEVICE") && line.contains('(');
+            if !function {
+                continue;
+            }
+            let above = text.lines().take(i).collect::<Vec<_>>();
+            let documented = above
+                .iter()
+                .rev()
+                .take_while(|line| {
+                    line.trim_start().starts_with("//") || line.trim_start().starts_with("template")
+                })
+                .any(|line| line.contains("ISA") || line.contains("http"));
+            if !documented {
+                broken.push(format!("{name}:{}: {}", i + 1, line.trim()));
+            }
+        }
+    }
+    none(&broken);
+}

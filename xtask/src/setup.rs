@@ -1,0 +1,91 @@
+//! What the tests use beyond Rust: each part is installed if it can be, and named if it cannot.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// The compiler of the AMD kernels: Debian's and Ubuntu's packages of that name.
+const CLANG: &str = "clang-22";
+const CLANG_PACKAGES: [&str; 3] = ["clang-22", "lld-22", "llvm-22"];
+
+/// The compiler of the NVIDIA kernels: a PyPI package that holds the vendor's library. Its licence
+/// lets a user fetch it, not us ship it.
+const NVRTC_PACKAGE: &str = "nvidia-cuda-nvrtc==13.0.88";
+const NVRTC_LIBRARY: &str = "nvidia/cu13/lib/libnvrtc.so.13";
+
+/// Sets everything up; returns the environment variables that tell the tests where it is.
+pub(crate) fn run() -> Vec<(String, String)> {
+    let mut environment = Vec::new();
+    if let Err(reason) = clang() {
+        println!("absent: {CLANG} ({reason}); AMD kernels are not compiled");
+    }
+    match nvrtc() {
+        Ok(library) => environment.push(("FMHA_NVRTC".to_owned(), library.display().to_string())),
+        Err(reason) => println!("absent: NVRTC ({reason}); NVIDIA kernels are not compiled"),
+    }
+    environment
+}
+
+fn clang() -> Result<(), String> {
+    if runs(Command::new(CLANG).arg("--version")) {
+        return Ok(());
+    }
+    if !runs(Command::new("apt-get").arg("--version")) {
+        return Err("not installed, and there is no apt-get".to_owned());
+    }
+    println!("setting up {}", CLANG_PACKAGES.join(", "));
+    let install = |first: &str| {
+        let mut command = Command::new("apt-get");
+        command.args([first, "-y", "-q"]).env("DEBIAN_FRONTEND", "noninteractive");
+        command
+    };
+    // A bare machine has no package lists yet; a stale one still installs.
+    loudly(&mut install("update")).ok();
+    loudly(install("install").arg("--no-install-recommends").args(CLANG_PACKAGES))
+}
+
+/// Fetches and unpacks NVRTC into `target/nvrtc`, once.
+fn nvrtc() -> Result<PathBuf, String> {
+    let folder = target().join("nvrtc");
+    let library = folder.join(NVRTC_LIBRARY);
+    if library.exists() {
+        return Ok(library);
+    }
+    let python = ["python3", "python"]
+        .into_iter()
+        .find(|python| runs(Command::new(python).args(["-m", "pip", "--version"])))
+        .ok_or("there is no Python with pip")?;
+    println!("setting up {NVRTC_PACKAGE}");
+    let wheels = folder.join("wheels");
+    loudly(
+        Command::new(python)
+            .args(["-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"])
+            .arg(&wheels)
+            .arg(NVRTC_PACKAGE),
+    )?;
+    let wheel = std::fs::read_dir(&wheels)
+        .map_err(|error| error.to_string())?
+        .flatten()
+        .map(|entry| entry.path())
+        .find(|path| path.extension().is_some_and(|ending| ending == "whl"))
+        .ok_or("pip left no wheel")?;
+    loudly(Command::new(python).args(["-m", "zipfile", "-e"]).arg(wheel).arg(&folder))?;
+    if library.exists() { Ok(library) } else { Err(format!("{NVRTC_PACKAGE} has no {NVRTC_LIBRARY}")) }
+}
+
+fn target() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../target")
+}
+
+/// Whether a program is there and works.
+fn runs(command: &mut Command) -> bool {
+    command.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
+}
+
+/// Runs a step of the set-up; its own words reach the reader.
+fn loudly(command: &mut Command) -> Result<(), String> {
+    match command.status() {
+        Ok(status) if status.success() => Ok(()),
+        Ok(status) => Err(format!("{:?} ended with {status}", command.get_program())),
+        Err(error) => Err(format!("{:?}: {error}", command.get_program())),
+    }
+}
