@@ -9,6 +9,8 @@ mod arch;
 mod bind;
 mod compile;
 mod driver;
+#[cfg(test)]
+mod emulated;
 mod kernels;
 mod memory;
 

@@ -157,6 +157,7 @@ FMHA_DEVICE void main_loop(Wave<spec, tile>& wave, typename Config<spec, tile>::
   Scores<spec, tile> s = scores<spec, tile>(wave, lds.stage[0].k);
   modify_and_mask<spec, tile>(s, job, wave, first_key(0));
   raise_row_max<spec, tile>(wave, job, max_of(s));
+  s_barrier();  // the first step overwrites K0, which all have read now
 
   for (int32_t n = 0; n < last; ++n) {
     auto& now = lds.stage[n % 2];
