@@ -74,9 +74,6 @@ struct Config {
   };
   static_assert(sizeof(Lds) <= (kArch == Arch::Gfx950 ? 160 : 64) * 1024, "K and V do not fit the LDS");
 
-  // P beyond 1 while the maximum is stale: 2^8 is exact in every type but FP8, whose range P fills.
-  static constexpr float lazy_log2 = is_fp8(spec.dtype_v) ? 0.f : 8.f;
-
   // A power of two that fills FP8's range with P.
   static constexpr float p_scale_log2 = spec.dtype_v == DType::E4m3Fnuz ? 7.f
                                         : spec.dtype_v == DType::E4m3Fn ? 8.f
