@@ -191,14 +191,15 @@ impl RocmBackend {
     }
 }
 
-/// Beside the program, and one folder up: tests lie in `deps`.
+/// Beside the program, and one and two folders up: tests lie in `deps`, examples in `examples`. Not
+/// named like the real library, which a loader's path must never confuse with this one.
 fn emulator_places() -> Vec<PathBuf> {
-    const FILE: &str = "libamdhip64.so";
+    const FILE: &str = "libfmha_emu_amdhip64.so";
     if let Some(folder) = fmha_core::env::EMULATOR_DIR.get() {
         return vec![PathBuf::from(folder).join(FILE)];
     }
     let program = std::env::current_exe().unwrap_or_default();
-    program.ancestors().skip(1).take(2).map(|folder| folder.join(FILE)).collect()
+    program.ancestors().skip(1).take(3).map(|folder| folder.join(FILE)).collect()
 }
 
 const FWD_PROMISES: Promises = Promises { deterministic: true, batch_invariant: true, graph_capturable: true };

@@ -36,7 +36,7 @@ pub const HIP_CLANG: EnvVar = EnvVar {
 /// Where the emulator's driver library lies.
 pub const EMULATOR_DIR: EnvVar = EnvVar {
     name: "FMHA_EMULATOR_DIR",
-    meaning: "folder of the emulator's libamdhip64.so (default: beside the program)",
+    meaning: "folder of the emulators' driver libraries (default: beside the program)",
 };
 
 /// Every variable, in the order of the README's table.

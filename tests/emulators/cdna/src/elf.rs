@@ -138,8 +138,7 @@ impl CodeObject {
     /// # Errors
     /// [`LoadError`] when the bytes are no AMDGPU code object, or one for another architecture.
     pub fn parse(bytes: &[u8]) -> Result<Self, LoadError> {
-        let file: ElfFile64<'_> =
-            ElfFile64::parse(bytes).map_err(|e| LoadError::NotElf(e.to_string()))?;
+        let file: ElfFile64<'_> = ElfFile64::parse(bytes).map_err(|e| LoadError::NotElf(e.to_string()))?;
         let machine = file.elf_header().e_machine.get(object::Endianness::Little);
         if machine != object::elf::EM_AMDGPU {
             return Err(LoadError::WrongMachine(machine));
@@ -147,8 +146,7 @@ impl CodeObject {
         let flags = file.elf_header().e_flags.get(object::Endianness::Little);
         let arch = Arch::from_elf_flags(flags).ok_or(LoadError::UnknownArch(flags & 0xff))?;
         let image = load_image(&file)?;
-        let text_section =
-            file.section_by_name(".text").ok_or(LoadError::Missing("section .text"))?;
+        let text_section = file.section_by_name(".text").ok_or(LoadError::Missing("section .text"))?;
         let text = text_section.address()..text_section.address() + text_section.size();
         let symbols: HashMap<&str, (u64, u64)> = file
             .dynamic_symbols()
@@ -196,9 +194,7 @@ fn metadata_note(file: &ElfFile64<'_>) -> Result<Value, LoadError> {
             continue;
         }
         let data = section.data().map_err(|e| LoadError::NotElf(e.to_string()))?;
-        let word = |at: usize| {
-            data.get(at..at + 4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-        };
+        let word = |at: usize| data.get(at..at + 4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
         let mut at = 0;
         while let (Some(name_len), Some(desc_len), Some(kind)) = (word(at), word(at + 4), word(at + 8)) {
             let desc_at = at + 12 + (name_len as usize).next_multiple_of(4);
@@ -206,8 +202,7 @@ fn metadata_note(file: &ElfFile64<'_>) -> Result<Value, LoadError> {
                 .get(desc_at..desc_at + desc_len as usize)
                 .ok_or(LoadError::Missing("whole metadata note"))?;
             if kind == NT_AMDGPU_METADATA {
-                return rmpv::decode::read_value(&mut &*desc)
-                    .map_err(|e| LoadError::Metadata(e.to_string()));
+                return rmpv::decode::read_value(&mut &*desc).map_err(|e| LoadError::Metadata(e.to_string()));
             }
             at = desc_at + (desc_len as usize).next_multiple_of(4);
         }
@@ -225,9 +220,8 @@ fn kernel_info(
     image: &[u8],
 ) -> Result<KernelInfo, LoadError> {
     let number = |key: &str| map_get(kernel, key).and_then(Value::as_u64).unwrap_or(0) as u32;
-    let text = |value: &Value, key: &str| {
-        map_get(value, key).and_then(Value::as_str).unwrap_or_default().to_owned()
-    };
+    let text =
+        |value: &Value, key: &str| map_get(value, key).and_then(Value::as_str).unwrap_or_default().to_owned();
     let name = text(kernel, ".name");
     let symbol = text(kernel, ".symbol");
     let (at, _) = *symbols
@@ -246,13 +240,8 @@ fn kernel_info(
         args: args
             .iter()
             .map(|arg| {
-                let number =
-                    |key: &str| map_get(arg, key).and_then(Value::as_u64).unwrap_or(0) as u32;
-                KernelArg {
-                    offset: number(".offset"),
-                    size: number(".size"),
-                    kind: text(arg, ".value_kind"),
-                }
+                let number = |key: &str| map_get(arg, key).and_then(Value::as_u64).unwrap_or(0) as u32;
+                KernelArg { offset: number(".offset"), size: number(".size"), kind: text(arg, ".value_kind") }
             })
             .collect(),
         lds_bytes: number(".group_segment_fixed_size"),

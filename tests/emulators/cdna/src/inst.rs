@@ -179,21 +179,47 @@ pub(crate) enum AtomicOp {
 /// What a memory instruction does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MemKind {
-    Load { bytes: u8, sext: bool, half: Half },
-    Store { bytes: u8, half: Half },
+    Load {
+        bytes: u8,
+        sext: bool,
+        half: Half,
+    },
+    Store {
+        bytes: u8,
+        half: Half,
+    },
     /// Two loads or stores of `bytes`, offsets scaled by `bytes * stride`.
-    Load2 { bytes: u8, stride: u8 },
-    Store2 { bytes: u8, stride: u8 },
-    Atomic { op: AtomicOp, bytes: u8, returns: bool },
+    Load2 {
+        bytes: u8,
+        stride: u8,
+    },
+    Store2 {
+        bytes: u8,
+        stride: u8,
+    },
+    Atomic {
+        op: AtomicOp,
+        bytes: u8,
+        returns: bool,
+    },
     /// Global or buffer memory straight into LDS.
-    ToLds { bytes: u8, sext: bool },
+    ToLds {
+        bytes: u8,
+        sext: bool,
+    },
     /// Transposing LDS read of elements of that many bits.
-    ReadTranspose { bits: u8 },
+    ReadTranspose {
+        bits: u8,
+    },
     Permute,
     Bpermute,
     Swizzle,
-    ScalarLoad { dwords: u8 },
-    ScalarStore { dwords: u8 },
+    ScalarLoad {
+        dwords: u8,
+    },
+    ScalarStore {
+        dwords: u8,
+    },
     /// Cache maintenance: nothing to do here.
     Cache,
     /// The clock.

@@ -10,7 +10,7 @@ use crate::decode::Program;
 use crate::elf::{Arch, CodeObject, KernelInfo};
 use crate::error::{Fault, LaunchError, LoadError, Stop};
 use crate::exec::{Group, PRIVATE_BUFFER, salu};
-use crate::inst::{EXEC, MemKind};
+use crate::inst::{EXEC, MemKind, Space};
 use crate::memory::{DeviceMemory, View};
 use crate::wave::{LANES, State, Wave};
 
@@ -105,6 +105,12 @@ impl Device {
         Self { arch, memory: DeviceMemory::new(), options }
     }
 
+    /// A device whose addresses no device with another index (0..16) uses.
+    #[must_use]
+    pub fn with_index(arch: Arch, options: Options, index: u8) -> Self {
+        Self { arch, memory: DeviceMemory::with_index(index), options }
+    }
+
     /// Loads a code object.
     ///
     /// # Errors
@@ -121,9 +127,8 @@ impl Device {
         Ok(Module { object, program, base })
     }
 
-    /// Frees a module's image.
-    #[allow(clippy::needless_pass_by_value, reason = "the module is used up")]
-    pub fn unload(&self, module: Module) {
+    /// Frees a module's image; its kernels can no longer be launched.
+    pub fn unload(&self, module: &Module) {
         let _ = self.memory.free(module.base);
     }
 
@@ -132,7 +137,12 @@ impl Device {
     /// # Errors
     /// [`LaunchError::Refused`] before anything runs, [`LaunchError::Fault`] when the kernel did wrong; what it wrote
     /// until then stays.
-    pub fn launch(&self, module: &Module, kernel: &str, launch: &Launch<'_>) -> Result<Counters, LaunchError> {
+    pub fn launch(
+        &self,
+        module: &Module,
+        kernel: &str,
+        launch: &Launch<'_>,
+    ) -> Result<Counters, LaunchError> {
         let refuse = |text: String| Err(LaunchError::Refused(text));
         let Some(info) = module.kernel(kernel) else {
             return refuse(format!("the code object has no kernel {kernel}"));
@@ -230,13 +240,20 @@ fn lds_grain(program: &Program) -> u32 {
     program
         .insts
         .iter()
-        .filter_map(|inst| match inst.mem?.kind {
-            MemKind::Store { bytes, .. } => Some(u32::from(bytes.min(4)).trailing_zeros()),
+        .filter_map(|inst| inst.mem)
+        .filter(|mem| {
+            !matches!(mem.space, Space::Global | Space::Scratch) || matches!(mem.kind, MemKind::ToLds { .. })
+        })
+        .filter_map(|mem| match mem.kind {
+            MemKind::Store { bytes, .. } | MemKind::Store2 { bytes, .. } => {
+                (mem.space != Space::Buffer).then_some(u32::from(bytes).trailing_zeros())
+            }
+            MemKind::ToLds { bytes, .. } => Some(u32::from(bytes.max(4)).trailing_zeros()),
+            MemKind::Atomic { .. } => Some(2),
             _ => None,
         })
         .min()
         .unwrap_or(2)
-        .min(2)
 }
 
 /// One launch under way.
@@ -271,13 +288,13 @@ impl Run<'_> {
             }
             return Ok(total);
         }
-        (0..x * y * z)
-            .into_par_iter()
-            .map_init(room, |room, i| self.workgroup(room, place(i)))
-            .try_reduce(Counters::default, |mut a, b| {
+        (0..x * y * z).into_par_iter().map_init(room, |room, i| self.workgroup(room, place(i))).try_reduce(
+            Counters::default,
+            |mut a, b| {
                 a.add(&b);
                 Ok(a)
-            })
+            },
+        )
     }
 
     fn workgroup(&self, room: &mut Room, id: [u32; 3]) -> Result<Counters, LaunchError> {
@@ -336,7 +353,7 @@ impl Run<'_> {
         if group.checks.lds_races && group.checks.waits {
             for wave in waves.iter() {
                 for access in wave.checks.queue.iter().filter(|a| a.lgkm) {
-                    for touch in &access.touches {
+                    for touch in access.touches.iter().flatten() {
                         group.lds.postpone(touch, wave.id);
                     }
                 }

@@ -70,7 +70,8 @@ impl Allocation {
         if data.is_null() || written.is_null() {
             handle_alloc_error(layout);
         }
-        let this = Self { base, bytes, data, written, layout, all_written: AtomicBool::new(false), read_only };
+        let this =
+            Self { base, bytes, data, written, layout, all_written: AtomicBool::new(false), read_only };
         if bytes <= POISON_LIMIT {
             for at in (0..layout.size()).step_by(4) {
                 this.word(at).store(POISON, Relaxed);
@@ -195,6 +196,13 @@ impl DeviceMemory {
         Self::default()
     }
 
+    /// No allocations; addresses of devices with different indices (0..16) never meet.
+    #[must_use]
+    pub fn with_index(index: u8) -> Self {
+        let inner = Inner { next: BASE + (u64::from(index & 15) << 43), ..Inner::default() };
+        Self { inner: RwLock::new(inner) }
+    }
+
     /// Allocates `bytes`; the address is a multiple of 256 and never used before by this device. The content counts as
     /// unwritten, and is NaN in every format.
     pub fn alloc(&self, bytes: usize) -> u64 {
@@ -265,6 +273,25 @@ impl DeviceMemory {
         let (allocation, at) = self.range(address, to.len())?;
         for (i, byte) in to.iter_mut().enumerate() {
             *byte = allocation.byte(at + i).load(Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Copies from device memory, this one's or another's; what was unwritten stays unwritten.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfRange`] when a range is not inside one allocation.
+    pub fn copy_from(&self, to: u64, source: &Self, from: u64, bytes: usize) -> Result<(), MemoryError> {
+        let (from, from_at) = source.range(from, bytes)?;
+        let (to, to_at) = self.range(to, bytes)?;
+        let copy: Vec<(u8, bool)> = (from_at..from_at + bytes)
+            .map(|at| (from.byte(at).load(Relaxed), from.is_written(at, 1)))
+            .collect();
+        for (i, (byte, written)) in copy.into_iter().enumerate() {
+            to.byte(to_at + i).store(byte, Relaxed);
+            if written {
+                to.mark_written(to_at + i, 1);
+            }
         }
         Ok(())
     }

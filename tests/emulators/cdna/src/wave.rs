@@ -8,6 +8,13 @@ pub(crate) const LANES: usize = 64;
 /// Vector and accumulator registers of a lane.
 pub(crate) const VREGS: usize = 512;
 
+/// Slots behind the registers: three for sources that are no plain register, one for a result on its way.
+const SLOTS: usize = 4;
+/// The first of them.
+pub(crate) const SLOT: usize = VREGS;
+/// Where a result waits for its modifiers.
+pub(crate) const RESULT: usize = VREGS + 3;
+
 /// One vector register: a value a lane.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
@@ -32,7 +39,7 @@ pub(crate) enum State {
 
 /// Registers and flags of one wave.
 pub(crate) struct Wave {
-    pub(crate) v: Box<[Lanes; VREGS]>,
+    pub(crate) v: Box<[Lanes; VREGS + SLOTS]>,
     /// Indexed by operand number: s0.., VCC at 106, M0 at 124, EXEC at 126.
     pub(crate) s: [u32; 128],
     pub(crate) scc: bool,
@@ -60,8 +67,8 @@ pub(crate) struct Wave {
 
 impl Wave {
     pub(crate) fn new() -> Self {
-        let v: Box<[Lanes]> = vec![Lanes::ZERO; VREGS].into_boxed_slice();
-        let v: Box<[Lanes; VREGS]> = v.try_into().unwrap_or_else(|_| unreachable!());
+        let v: Box<[Lanes]> = vec![Lanes::ZERO; VREGS + SLOTS].into_boxed_slice();
+        let v: Box<[Lanes; VREGS + SLOTS]> = v.try_into().unwrap_or_else(|_| unreachable!());
         Self {
             v,
             s: [0; 128],

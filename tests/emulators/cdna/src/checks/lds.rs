@@ -10,7 +10,7 @@ pub(crate) struct Touch {
     pub(crate) write: bool,
     pub(crate) exec: u64,
     pub(crate) bytes: u32,
-    pub(crate) addresses: Box<[u32; LANES]>,
+    pub(crate) addresses: [u32; LANES],
 }
 
 /// Data on its way from memory to LDS.
@@ -33,7 +33,8 @@ pub(crate) struct Lds {
     pub(crate) words: Vec<u32>,
     pub(crate) bytes: u32,
     which: Checks,
-    /// log2 of the bytes that share a shadow entry: the smallest store of the kernel decides.
+    /// log2 of the bytes that share a shadow entry: at first the kernel's smallest store, finer after one that covers
+    /// an entry in part. Every write covers whole entries, so a conflict on an entry is a conflict on its bytes.
     grain: u32,
     /// Barriers passed, from 1.
     epoch: u32,
@@ -67,7 +68,7 @@ impl Lds {
         self.writers.clear();
         self.readers.clear();
         if which.any() {
-            let entries = (bytes.next_multiple_of(4) >> grain) as usize;
+            let entries = (bytes.next_multiple_of(16) >> grain) as usize;
             self.writers.resize(entries, 0);
             self.readers.resize(entries, 0);
         }
@@ -122,6 +123,73 @@ impl Lds {
         Ok(())
     }
 
+    /// Whether all active lanes' ranges are inside and at whole dwords.
+    #[inline(always)]
+    pub(crate) fn all_inside(&self, addresses: &[u32; LANES], bytes: u32, exec: u64) -> bool {
+        if bytes > self.bytes {
+            return false;
+        }
+        let last = self.bytes - bytes;
+        let mut outside = 0u32;
+        for l in 0..LANES {
+            let bad = u32::from(addresses[l] > last) | addresses[l] & 3;
+            outside |= if exec >> l & 1 == 1 { bad } else { 0 };
+        }
+        outside == 0
+    }
+
+    /// Checks the reads of all active lanes.
+    #[inline(always)]
+    pub(crate) fn check_reads(&mut self, addresses: &[u32; LANES], bytes: u32, wave: u32, exec: u64) -> Exec {
+        let mine = self.epoch << 8 | (wave + 1);
+        let grain = self.grain;
+        for l in 0..LANES {
+            if exec >> l & 1 == 0 {
+                continue;
+            }
+            let first = (addresses[l] >> grain) as usize;
+            let last = ((addresses[l] + bytes - 1) >> grain) as usize;
+            for entry in first..=last {
+                let writer = self.writers[entry];
+                let settled = writer != 0 && writer >> 8 < self.epoch;
+                if (settled || writer == mine) && self.readers[entry] >> 8 != self.epoch {
+                    self.readers[entry] = mine;
+                } else if !(settled || writer == mine) || self.readers[entry] != mine {
+                    self.check_read(addresses[l], bytes, wave, l)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks the writes of all active lanes.
+    #[inline(always)]
+    pub(crate) fn check_writes(
+        &mut self,
+        addresses: &[u32; LANES],
+        bytes: u32,
+        wave: u32,
+        exec: u64,
+    ) -> Exec {
+        for l in 0..LANES {
+            if exec >> l & 1 == 1 {
+                self.check_write(addresses[l], bytes, wave, l)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A write that covers an entry in part: entries become smaller, so that each is written whole.
+    #[cold]
+    fn refine(&mut self, address: u32, bytes: u32) {
+        let grain = (address | bytes).trailing_zeros().min(self.grain);
+        let times = 1usize << (self.grain - grain);
+        for table in [&mut self.writers, &mut self.readers] {
+            *table = table.iter().flat_map(|entry| std::iter::repeat_n(*entry, times)).collect();
+        }
+        self.grain = grain;
+    }
+
     #[inline(always)]
     pub(crate) fn check_read(&mut self, address: u32, bytes: u32, wave: u32, lane: usize) -> Exec {
         let (first, last) = self.entries(address, bytes);
@@ -161,6 +229,9 @@ impl Lds {
 
     /// Atomics of several waves may meet; an atomic and a plain access may not.
     pub(crate) fn check_atomic(&mut self, address: u32, bytes: u32, wave: u32, lane: usize) -> Exec {
+        if (address | bytes) & ((1 << self.grain) - 1) != 0 {
+            self.refine(address, bytes);
+        }
         let (first, last) = self.entries(address, bytes);
         for entry in first..=last {
             let (writer, reader) = (self.writers[entry], self.readers[entry]);
@@ -193,6 +264,9 @@ impl Lds {
 
     #[inline(always)]
     fn claim(&mut self, address: u32, bytes: u32, wave: u32, lane: usize, tag: u32) -> Exec {
+        if (address | bytes) & ((1 << self.grain) - 1) != 0 {
+            self.refine(address, bytes);
+        }
         let (first, last) = self.entries(address, bytes);
         let mine = wave + 1;
         for entry in first..=last {

@@ -17,7 +17,7 @@ pub(crate) struct Outstanding {
     /// Registers it fills.
     pub(crate) fills: Option<Regs>,
     /// LDS it touches: at a barrier it may not have happened yet.
-    pub(crate) touches: Vec<Touch>,
+    pub(crate) touches: [Option<Box<Touch>>; 2],
     /// LDS that a direct load will fill.
     pub(crate) dma: Option<Box<DmaWrite>>,
 }
@@ -90,13 +90,20 @@ impl RegChecks {
     pub(crate) fn read_vreg(&self, reg: VReg, lanes: u64) -> Exec {
         let at = usize::from(reg) % VREGS;
         if self.which.waits && self.pending[at / 64] >> (at % 64) & 1 == 1 {
-            return Err(Stop::new(FaultKind::MissingWait, format!("{} is used while a load fills it", name(reg))));
+            return Err(Stop::new(
+                FaultKind::MissingWait,
+                format!("{} is used while a load fills it", name(reg)),
+            ));
         }
         if self.which.uninit_registers {
             let missing = lanes & !self.valid[at];
             if missing != 0 {
                 let lane = missing.trailing_zeros() as usize;
-                return Err(Stop::lane(FaultKind::UninitRegister, lane, format!("{} was never written", name(reg))));
+                return Err(Stop::lane(
+                    FaultKind::UninitRegister,
+                    lane,
+                    format!("{} was never written", name(reg)),
+                ));
             }
         }
         Ok(())

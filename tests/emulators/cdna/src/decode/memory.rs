@@ -160,8 +160,20 @@ fn ds_atomic(rest: &str) -> Option<MemKind> {
         "rsub" => AtomicOp::Rsub,
         "inc" => AtomicOp::Inc,
         "dec" => AtomicOp::Dec,
-        "min" => if signed { AtomicOp::Smin } else { AtomicOp::Umin },
-        "max" => if signed { AtomicOp::Smax } else { AtomicOp::Umax },
+        "min" => {
+            if signed {
+                AtomicOp::Smin
+            } else {
+                AtomicOp::Umin
+            }
+        }
+        "max" => {
+            if signed {
+                AtomicOp::Smax
+            } else {
+                AtomicOp::Umax
+            }
+        }
         "and" => AtomicOp::And,
         "or" => AtomicOp::Or,
         "xor" => AtomicOp::Xor,
@@ -350,7 +362,13 @@ fn effects(inst: &mut Inst) {
     if let Some(vaddr) = mem.vaddr {
         let count = match mem.space {
             Space::Flat => 2,
-            Space::Global => if mem.sbase.is_some() { 1 } else { 2 },
+            Space::Global => {
+                if mem.sbase.is_some() {
+                    1
+                } else {
+                    2
+                }
+            }
             Space::Buffer => u8::from(mem.idxen) + u8::from(mem.offen),
             _ => 1,
         };

@@ -287,6 +287,11 @@ fn finish(inst: &mut Inst, row: &Row) {
     }
     inst.copies = matches!(
         inst.op,
-        Op::VMovB32 | Op::VMovB64 | Op::VAccvgprReadB32 | Op::VAccvgprWriteB32 | Op::VAccvgprMovB32 | Op::VPkMovB32
+        Op::VMovB32
+            | Op::VMovB64
+            | Op::VAccvgprReadB32
+            | Op::VAccvgprWriteB32
+            | Op::VAccvgprMovB32
+            | Op::VPkMovB32
     );
 }

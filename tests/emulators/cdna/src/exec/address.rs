@@ -18,7 +18,10 @@ pub(super) enum Place {
     Memory(u64),
     /// Device memory through a buffer descriptor: dwords from this many bytes on are out of range, read as zero and
     /// are not written.
-    Buffer { address: u64, in_range: u32 },
+    Buffer {
+        address: u64,
+        in_range: u32,
+    },
     Lds(u32),
     /// Byte of the lane's private memory.
     Private(u32),
@@ -110,7 +113,13 @@ fn buffer(wave: &Wave, inst: &Inst, mem: &Mem, bytes: u32) -> Exec<Places> {
             0
         };
         // Dwords are in range or out of it as a whole.
-        let in_range = if bytes >= 4 { in_range & !3 } else if in_range < bytes { 0 } else { in_range };
+        let in_range = if bytes >= 4 {
+            in_range & !3
+        } else if in_range < bytes {
+            0
+        } else {
+            in_range
+        };
         places[l] = Place::Buffer { address: base.wrapping_add(at), in_range };
     }
     Ok(places)

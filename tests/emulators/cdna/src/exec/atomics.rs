@@ -8,7 +8,11 @@ use crate::num::{bf16, f16};
 
 /// The new value of a location that holds `old`.
 pub(super) fn apply(op: AtomicOp, wide: bool, old: u64, data: u64, compare: u64) -> u64 {
-    if wide { apply64(op, old, data, compare) } else { u64::from(apply32(op, old as u32, data as u32, compare as u32)) }
+    if wide {
+        apply64(op, old, data, compare)
+    } else {
+        u64::from(apply32(op, old as u32, data as u32, compare as u32))
+    }
 }
 
 fn apply32(op: AtomicOp, old: u32, data: u32, compare: u32) -> u32 {
@@ -17,8 +21,20 @@ fn apply32(op: AtomicOp, old: u32, data: u32, compare: u32) -> u32 {
         AtomicOp::Add => old.wrapping_add(data),
         AtomicOp::Sub => old.wrapping_sub(data),
         AtomicOp::Rsub => data.wrapping_sub(old),
-        AtomicOp::Inc => if old >= data { 0 } else { old + 1 },
-        AtomicOp::Dec => if old == 0 || old > data { data } else { old - 1 },
+        AtomicOp::Inc => {
+            if old >= data {
+                0
+            } else {
+                old + 1
+            }
+        }
+        AtomicOp::Dec => {
+            if old == 0 || old > data {
+                data
+            } else {
+                old - 1
+            }
+        }
         AtomicOp::Smin => (old as i32).min(data as i32) as u32,
         AtomicOp::Smax => (old as i32).max(data as i32) as u32,
         AtomicOp::Umin => old.min(data),
@@ -27,16 +43,24 @@ fn apply32(op: AtomicOp, old: u32, data: u32, compare: u32) -> u32 {
         AtomicOp::Or => old | data,
         AtomicOp::Xor => old ^ data,
         AtomicOp::Swap => data,
-        AtomicOp::CmpSwap => if old == compare { data } else { old },
+        AtomicOp::CmpSwap => {
+            if old == compare {
+                data
+            } else {
+                old
+            }
+        }
         AtomicOp::AddF => float(|a, b| a + b),
         AtomicOp::MinF => float(f32::min),
         AtomicOp::MaxF => float(f32::max),
         AtomicOp::PkAddF16 => {
-            let add = |s: u32| f16::from_f32(f16::to_f32((old >> s) as u16) + f16::to_f32((data >> s) as u16));
+            let add =
+                |s: u32| f16::from_f32(f16::to_f32((old >> s) as u16) + f16::to_f32((data >> s) as u16));
             u32::from(add(0)) | u32::from(add(16)) << 16
         }
         AtomicOp::PkAddBf16 => {
-            let add = |s: u32| bf16::from_f32(bf16::to_f32((old >> s) as u16) + bf16::to_f32((data >> s) as u16));
+            let add =
+                |s: u32| bf16::from_f32(bf16::to_f32((old >> s) as u16) + bf16::to_f32((data >> s) as u16));
             u32::from(add(0)) | u32::from(add(16)) << 16
         }
     }
@@ -48,8 +72,20 @@ fn apply64(op: AtomicOp, old: u64, data: u64, compare: u64) -> u64 {
         AtomicOp::Add => old.wrapping_add(data),
         AtomicOp::Sub => old.wrapping_sub(data),
         AtomicOp::Rsub => data.wrapping_sub(old),
-        AtomicOp::Inc => if old >= data { 0 } else { old + 1 },
-        AtomicOp::Dec => if old == 0 || old > data { data } else { old - 1 },
+        AtomicOp::Inc => {
+            if old >= data {
+                0
+            } else {
+                old + 1
+            }
+        }
+        AtomicOp::Dec => {
+            if old == 0 || old > data {
+                data
+            } else {
+                old - 1
+            }
+        }
         AtomicOp::Smin => (old as i64).min(data as i64) as u64,
         AtomicOp::Smax => (old as i64).max(data as i64) as u64,
         AtomicOp::Umin => old.min(data),
@@ -57,7 +93,13 @@ fn apply64(op: AtomicOp, old: u64, data: u64, compare: u64) -> u64 {
         AtomicOp::And => old & data,
         AtomicOp::Or => old | data,
         AtomicOp::Xor => old ^ data,
-        AtomicOp::CmpSwap => if old == compare { data } else { old },
+        AtomicOp::CmpSwap => {
+            if old == compare {
+                data
+            } else {
+                old
+            }
+        }
         AtomicOp::AddF => float(|a, b| a + b),
         AtomicOp::MinF => float(f64::min),
         AtomicOp::MaxF => float(f64::max),

@@ -26,7 +26,9 @@ fn compare_body(wave: &mut Wave, inst: &Inst) -> Exec {
         0x0 => {
             let b = *b;
             match predicate >> 1 {
-                0 => lanes(|l| class(f64::from(f32_of(a.0[l])), subnormal32(a.0[l]), quiet32(a.0[l])) & b.0[l] != 0),
+                0 => lanes(|l| {
+                    class(f64::from(f32_of(a.0[l])), subnormal32(a.0[l]), quiet32(a.0[l])) & b.0[l] != 0
+                }),
                 2 => lanes(|l| {
                     let bits = a.0[l] as u16;
                     let subnormal = bits & 0x7c00 == 0 && bits & 0x3ff != 0;

@@ -75,9 +75,9 @@ fn convert_body(wave: &mut Wave, inst: &Inst, arch: Arch) -> Exec<bool> {
             u32::from(f16::from_f32_rtz(f(a))) | u32::from(f16::from_f32_rtz(f(b))) << 16
         }),
         Op::VCvtPkF16F32 => binary(wave, inst, |a, b| to_h(f(a)) | to_h(f(b)) << 16),
-        Op::VCvtPkBf16F32 => binary(wave, inst, |a, b| {
-            u32::from(bf16::from_f32(f(a))) | u32::from(bf16::from_f32(f(b))) << 16
-        }),
+        Op::VCvtPkBf16F32 => {
+            binary(wave, inst, |a, b| u32::from(bf16::from_f32(f(a))) | u32::from(bf16::from_f32(f(b))) << 16)
+        }
         Op::VCvtF32Bf16 => unary(wave, inst, |a| a << 16),
         Op::VCvtPkU16U32 => binary(wave, inst, |a, b| a.min(0xffff) | b.min(0xffff) << 16),
         Op::VCvtPkI16I32 => binary(wave, inst, |a, b| {
@@ -110,7 +110,8 @@ fn convert_body(wave: &mut Wave, inst: &Inst, arch: Arch) -> Exec<bool> {
             let mut room = Lanes::ZERO;
             let a = *source(wave, inst, 0, &mut room);
             let shift = if inst.op_sel & 1 == 1 { 16 } else { 0 };
-            let pick = |s: u32| Lanes(std::array::from_fn(|l| table[(a.0[l] >> s & 0xff) as usize].to_bits()));
+            let pick =
+                |s: u32| Lanes(std::array::from_fn(|l| table[(a.0[l] >> s & 0xff) as usize].to_bits()));
             put64(wave, inst, &pick(shift), &pick(shift + 8));
         }
 
@@ -140,9 +141,9 @@ fn convert_body(wave: &mut Wave, inst: &Inst, arch: Arch) -> Exec<bool> {
         Op::VSubU16 | Op::VSubI16 if !inst.clamp => binary(wave, inst, |a, b| a.wrapping_sub(b) & 0xffff),
         Op::VSubrevU16 if !inst.clamp => binary(wave, inst, |a, b| b.wrapping_sub(a) & 0xffff),
         Op::VMulLoU16 => binary(wave, inst, |a, b| (a & 0xffff).wrapping_mul(b & 0xffff) & 0xffff),
-        Op::VMadU16 | Op::VMadI16 if !inst.clamp => ternary(wave, inst, |a, b, c| {
-            (a & 0xffff).wrapping_mul(b & 0xffff).wrapping_add(c) & 0xffff
-        }),
+        Op::VMadU16 | Op::VMadI16 if !inst.clamp => {
+            ternary(wave, inst, |a, b, c| (a & 0xffff).wrapping_mul(b & 0xffff).wrapping_add(c) & 0xffff)
+        }
         Op::VLshlrevB16 => binary(wave, inst, |a, b| b << (a & 15) & 0xffff),
         Op::VLshrrevB16 => binary(wave, inst, |a, b| (b & 0xffff) >> (a & 15)),
         Op::VAshrrevI16 => {
@@ -172,9 +173,8 @@ fn from_f64(wave: &mut Wave, inst: &Inst, f: impl Fn(f64) -> u32) {
     let (mut room_lo, mut room_hi) = (Lanes::ZERO, Lanes::ZERO);
     let lo = source(wave, inst, 0, &mut room_lo);
     let hi = source_hi(wave, inst, 0, &mut room_hi);
-    let out = Lanes(std::array::from_fn(|l| {
-        f(f64::from_bits(u64::from(lo.0[l]) | u64::from(hi.0[l]) << 32))
-    }));
+    let out =
+        Lanes(std::array::from_fn(|l| f(f64::from_bits(u64::from(lo.0[l]) | u64::from(hi.0[l]) << 32))));
     put(wave, inst, out);
 }
 

@@ -4,18 +4,18 @@ use super::atomics;
 use super::cross::{bpermute, permute, swizzle};
 use super::lanes::masked;
 use super::{Group, unknown};
-use crate::checks::regs::Outstanding;
 use crate::checks::lds::Touch;
+use crate::checks::regs::Outstanding;
 use crate::error::Exec;
 use crate::inst::{AtomicOp, Half, Inst, Mem, MemKind, VReg};
 use crate::op::Op;
-use crate::wave::{LANES, Lanes, Wave};
+use crate::wave::{LANES, Lanes, VREGS, Wave};
 
 impl Group<'_> {
     pub(super) fn lds(&mut self, wave: &mut Wave, inst: &Inst, check: bool) -> Exec {
         let (Some(mem), Op::Memory) = (inst.mem, inst.op) else { return Err(unknown(inst)) };
         let exec = wave.exec();
-        let mut touches = Vec::new();
+        let mut touches = [None, None];
         match mem.kind {
             MemKind::Load { bytes, sext, half } => {
                 let addresses = lane_addresses(wave, &mem, mem.offset);
@@ -66,13 +66,20 @@ impl Group<'_> {
             _ => return Err(unknown(inst)),
         }
         let fills = inst.writes.first().copied();
-        self.issue(wave, check, || Outstanding { vm: false, lgkm: true, unordered: false, fills, touches, dma: None });
+        self.issue(wave, check, || Outstanding {
+            vm: false,
+            lgkm: true,
+            unordered: false,
+            fills,
+            touches,
+            dma: None,
+        });
         Ok(())
     }
 
     fn touch(
         &mut self,
-        touches: &mut Vec<Touch>,
+        touches: &mut [Option<Box<Touch>>; 2],
         check: bool,
         write: bool,
         exec: u64,
@@ -80,7 +87,9 @@ impl Group<'_> {
         addresses: &[u32; LANES],
     ) {
         if check {
-            touches.push(Touch { write, exec, bytes: u32::from(bytes), addresses: Box::new(*addresses) });
+            let touch = Box::new(Touch { write, exec, bytes: u32::from(bytes), addresses: *addresses });
+            let free = usize::from(touches[0].is_some());
+            touches[free] = Some(touch);
         }
         if self.profile {
             self.counters.bank_conflicts(self.arch, exec, u32::from(bytes), addresses);
@@ -97,6 +106,18 @@ impl Group<'_> {
         sext: bool,
         half: Half,
     ) -> Exec {
+        if bytes >= 4 && self.lds.all_inside(addresses, u32::from(bytes), wave.exec()) {
+            if self.lds.checked() {
+                self.lds.check_reads(addresses, u32::from(bytes), wave.id, wave.exec())?;
+            }
+            match bytes {
+                4 => self.gather::<1>(wave, vdst, addresses),
+                8 => self.gather::<2>(wave, vdst, addresses),
+                12 => self.gather::<3>(wave, vdst, addresses),
+                _ => self.gather::<4>(wave, vdst, addresses),
+            }
+            return Ok(());
+        }
         let (exec, checked) = (wave.exec(), self.lds.checked());
         let size = u32::from(bytes);
         let dwords = u16::from(bytes.div_ceil(4));
@@ -122,6 +143,41 @@ impl Group<'_> {
         Ok(())
     }
 
+    /// Loads of whole dwords, already checked.
+    #[inline(always)]
+    fn gather<const N: usize>(&self, wave: &mut Wave, vdst: VReg, addresses: &[u32; LANES]) {
+        let exec = wave.exec();
+        let words = &self.lds.words[..];
+        let first = usize::from(vdst) % VREGS;
+        let registers = &mut wave.v[first..first + N];
+        for l in 0..LANES {
+            if exec >> l & 1 == 1 {
+                let at = (addresses[l] / 4) as usize;
+                let from = &words[at..at + N];
+                for d in 0..N {
+                    registers[d].0[l] = from[d];
+                }
+            }
+        }
+    }
+
+    /// Stores of whole dwords, already checked.
+    #[inline(always)]
+    fn scatter<const N: usize>(&mut self, wave: &Wave, data: VReg, addresses: &[u32; LANES]) {
+        let exec = wave.exec();
+        let first = usize::from(data) % VREGS;
+        let registers = &wave.v[first..first + N];
+        for l in 0..LANES {
+            if exec >> l & 1 == 1 {
+                let at = (addresses[l] / 4) as usize;
+                let to = &mut self.lds.words[at..at + N];
+                for d in 0..N {
+                    to[d] = registers[d].0[l];
+                }
+            }
+        }
+    }
+
     #[inline(always)]
     fn lds_store(
         &mut self,
@@ -131,6 +187,18 @@ impl Group<'_> {
         bytes: u8,
         half: Half,
     ) -> Exec {
+        if bytes >= 4 && self.lds.all_inside(addresses, u32::from(bytes), wave.exec()) {
+            if self.lds.checked() {
+                self.lds.check_writes(addresses, u32::from(bytes), wave.id, wave.exec())?;
+            }
+            match bytes {
+                4 => self.scatter::<1>(wave, data, addresses),
+                8 => self.scatter::<2>(wave, data, addresses),
+                12 => self.scatter::<3>(wave, data, addresses),
+                _ => self.scatter::<4>(wave, data, addresses),
+            }
+            return Ok(());
+        }
         let (exec, checked) = (wave.exec(), self.lds.checked());
         let size = u32::from(bytes);
         let dwords = u16::from(bytes.div_ceil(4));
@@ -229,7 +297,8 @@ impl Group<'_> {
             let mut out = 0u64;
             for n in 0..count {
                 let from = base + column / count + lanes_per_row * n;
-                out |= (rows[from] >> (usize::from(bits) * (column % count)) & mask) << (usize::from(bits) * n);
+                out |=
+                    (rows[from] >> (usize::from(bits) * (column % count)) & mask) << (usize::from(bits) * n);
             }
             lo.0[l] = out as u32;
             hi.0[l] = (out >> 32) as u32;
@@ -241,8 +310,11 @@ impl Group<'_> {
 }
 
 fn lane_addresses(wave: &Wave, mem: &Mem, offset: i32) -> [u32; LANES] {
-    let base = mem.vaddr.map_or(&Lanes::ZERO, |reg| wave.vreg(reg));
-    std::array::from_fn(|l| base.0[l].wrapping_add_signed(offset))
+    let mut out = mem.vaddr.map_or([0; LANES], |reg| wave.vreg(reg).0);
+    for address in &mut out {
+        *address = address.wrapping_add_signed(offset);
+    }
+    out
 }
 
 /// Puts an 8- or 16-bit value into a register.

@@ -3,7 +3,7 @@
 
 use crate::inst::{Dpp, Inst, Src, Ty};
 use crate::num::{f16, func};
-use crate::wave::{LANES, Lanes, Wave};
+use crate::wave::{LANES, Lanes, RESULT, SLOT, VREGS, Wave};
 
 /// Source `k`, its low register.
 #[inline(always)]
@@ -17,6 +17,47 @@ pub(crate) fn source<'w>(wave: &'w Wave, inst: &Inst, k: usize, room: &'w mut La
     }
     *room = modified(wave, inst, k);
     room
+}
+
+/// Where source `k` lies: its register, or a slot that it was put into.
+#[inline(always)]
+pub(crate) fn operand(wave: &mut Wave, inst: &Inst, k: usize) -> usize {
+    if inst.plain && wave.plain_mode {
+        if let Src::V(reg) = inst.src[k] {
+            return usize::from(reg) % VREGS;
+        }
+        let value = wave.scalar(inst.src[k]);
+        wave.v[SLOT + k].0.fill(value);
+        return SLOT + k;
+    }
+    modified_into_slot(wave, inst, k);
+    SLOT + k
+}
+
+#[inline(never)]
+fn modified_into_slot(wave: &mut Wave, inst: &Inst, k: usize) {
+    wave.v[SLOT + k] = modified(wave, inst, k);
+}
+
+/// Where a result may be written at once, if it may.
+#[inline(always)]
+pub(crate) fn destination(wave: &Wave, inst: &Inst) -> usize {
+    let direct = inst.plain && wave.plain_mode && wave.exec() == !0;
+    if direct { usize::from(inst.vdst) % VREGS } else { RESULT }
+}
+
+/// Takes a result from its slot to its register.
+#[inline(always)]
+pub(crate) fn deliver(wave: &mut Wave, inst: &Inst, at: usize) {
+    if at == RESULT {
+        deliver_modified(wave, inst);
+    }
+}
+
+#[inline(never)]
+fn deliver_modified(wave: &mut Wave, inst: &Inst) {
+    let out = wave.v[RESULT];
+    put(wave, inst, out);
 }
 
 /// Source `k`, its high register; for a 64-bit operand.

@@ -213,9 +213,7 @@ fn element(wave: &Wave, arch: Arch, elem: Elem, first: u16, j: usize, lanes: &mu
             }
         }
         Elem::F16 => {
-            for l in 0..LANES {
-                lanes[l] = f16::to_f32((reg[l] >> shift) as u16);
-            }
+            f16::widen(reg, shift as u32, lanes);
         }
         Elem::Bf16 => {
             for l in 0..LANES {
@@ -313,27 +311,91 @@ fn mfma_body(wave: &mut Wave, inst: &Inst, arch: Arch) -> Exec {
     Ok(())
 }
 
+/// Two rows of D at a time: each row of B that is fetched serves both.
 #[inline(always)]
 fn product<const M: usize>(shape: &Shape, a: &Operand, b: &Operand, sums: &mut [Lanes; 32]) {
+    #[cfg(target_arch = "x86_64")]
+    if super::has_avx2() && M >= 16 {
+        // SAFETY: the host has the features that the function is compiled for.
+        unsafe {
+            if M == 32 {
+                product_avx2::<32, 4>(shape, a, b, sums)
+            } else {
+                product_avx2::<16, 2>(shape, a, b, sums)
+            }
+        }
+        return;
+    }
     for block in 0..shape.blocks {
         let base = block * shape.k * M;
         let a = &a.values[base..base + shape.k * M];
         let b = &b.values[base..base + shape.k * M];
-        for row in 0..M {
-            let (reg, lane) = shape.row(block, row);
-            let out = &mut sums[reg].0[lane..lane + M];
-            let mut acc = [0f32; M];
-            for n in 0..M {
-                acc[n] = f32::from_bits(out[n]);
-            }
-            for (a_row, b_row) in a.chunks_exact(M).zip(b.chunks_exact(M)) {
-                let factor = a_row[row];
+        for row in (0..M).step_by(2) {
+            let places = [shape.row(block, row), shape.row(block, row + 1)];
+            let (mut first, mut second) = ([0f32; M], [0f32; M]);
+            for (acc, (reg, lane)) in [&mut first, &mut second].into_iter().zip(places) {
                 for n in 0..M {
-                    acc[n] = factor.mul_add(b_row[n], acc[n]);
+                    acc[n] = f32::from_bits(sums[reg].0[lane + n]);
                 }
             }
-            for n in 0..M {
-                out[n] = acc[n].to_bits();
+            for (a_row, b_row) in a.chunks_exact(M).zip(b.chunks_exact(M)) {
+                for n in 0..M {
+                    first[n] = a_row[row].mul_add(b_row[n], first[n]);
+                    second[n] = a_row[row + 1].mul_add(b_row[n], second[n]);
+                }
+            }
+            for ((reg, lane), acc) in places.into_iter().zip([first, second]) {
+                for n in 0..M {
+                    sums[reg].0[lane + n] = acc[n].to_bits();
+                }
+            }
+        }
+    }
+}
+
+/// The same with the sums kept in the host's vector registers, `V` of eight to a row: the compiler's own loop spills
+/// them, and takes five times as long.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+fn product_avx2<const M: usize, const V: usize>(
+    shape: &Shape,
+    a: &Operand,
+    b: &Operand,
+    sums: &mut [Lanes; 32],
+) {
+    use std::arch::x86_64::{
+        _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_setzero_ps, _mm256_storeu_ps,
+    };
+    for block in 0..shape.blocks {
+        let base = block * shape.k * M;
+        let a = &a.values[base..base + shape.k * M];
+        let b = &b.values[base..base + shape.k * M];
+        for row in (0..M).step_by(2) {
+            let mut acc = [[_mm256_setzero_ps(); V]; 2];
+            for r in 0..2 {
+                let (reg, lane) = shape.row(block, row + r);
+                let from = &sums[reg].0[lane..lane + M];
+                for v in 0..V {
+                    // SAFETY: `from` has M = 8 V values, of the same size and alignment as f32.
+                    acc[r][v] = unsafe { _mm256_loadu_ps(from.as_ptr().cast::<f32>().add(8 * v)) };
+                }
+            }
+            for (a_row, b_row) in a.chunks_exact(M).zip(b.chunks_exact(M)) {
+                let (first, second) = (_mm256_set1_ps(a_row[row]), _mm256_set1_ps(a_row[row + 1]));
+                for v in 0..V {
+                    // SAFETY: `b_row` has M = 8 V values.
+                    let column = unsafe { _mm256_loadu_ps(b_row.as_ptr().add(8 * v)) };
+                    acc[0][v] = _mm256_fmadd_ps(first, column, acc[0][v]);
+                    acc[1][v] = _mm256_fmadd_ps(second, column, acc[1][v]);
+                }
+            }
+            for r in 0..2 {
+                let (reg, lane) = shape.row(block, row + r);
+                let to = &mut sums[reg].0[lane..lane + M];
+                for v in 0..V {
+                    // SAFETY: `to` has M = 8 V values, of the same size and alignment as f32.
+                    unsafe { _mm256_storeu_ps(to.as_mut_ptr().cast::<f32>().add(8 * v), acc[r][v]) };
+                }
             }
         }
     }

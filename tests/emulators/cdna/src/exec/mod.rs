@@ -169,10 +169,9 @@ impl Group<'_> {
     }
 
     fn jump(&self, wave: &mut Wave, to: u64) -> Exec {
-        wave.pc = self
-            .program
-            .index_of(to)
-            .ok_or_else(|| Stop::new(FaultKind::OutOfBounds, format!("jump to 0x{to:x}, where no instruction begins")))?;
+        wave.pc = self.program.index_of(to).ok_or_else(|| {
+            Stop::new(FaultKind::OutOfBounds, format!("jump to 0x{to:x}, where no instruction begins"))
+        })?;
         Ok(())
     }
 

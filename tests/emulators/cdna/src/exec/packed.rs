@@ -18,7 +18,11 @@ fn halves(wave: &Wave, inst: &Inst, k: usize) -> (Lanes, Lanes) {
     let pick = |select: u8, negate: u8| {
         let shift = if select >> k & 1 == 1 { 16 } else { 0 };
         let sign = if negate >> k & 1 == 1 && inst.src_ty[k] == Ty::F16x2 { 0x8000 } else { 0 };
-        Lanes(raw.0.map(|x| (x >> shift & 0xffff) ^ sign))
+        let mut out = raw;
+        for lane in &mut out.0 {
+            *lane = (*lane >> shift & 0xffff) ^ sign;
+        }
+        out
     };
     (pick(inst.op_sel, inst.neg), pick(inst.op_sel_hi, inst.neg_hi))
 }
@@ -33,8 +37,14 @@ fn pair(wave: &Wave, inst: &Inst, k: usize) -> (Lanes, Lanes) {
             Src::S(reg) => Lanes::splat(wave.s[usize::from(reg + u8::from(high)) & 127]),
             other => Lanes::splat((wave.scalar64(other) >> if high { 32 } else { 0 }) as u32),
         };
-        let sign = if negate >> k & 1 == 1 { 0x8000_0000 } else { 0 };
-        Lanes(raw.0.map(|x| x ^ sign))
+        if negate >> k & 1 == 0 {
+            return raw;
+        }
+        let mut out = raw;
+        for lane in &mut out.0 {
+            *lane ^= 0x8000_0000;
+        }
+        out
     };
     (pick(inst.op_sel, inst.neg), pick(inst.op_sel_hi, inst.neg_hi))
 }

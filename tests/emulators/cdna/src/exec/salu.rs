@@ -149,7 +149,12 @@ pub(crate) fn salu(wave: &mut Wave, inst: &Inst, next_pc: u64) -> Exec {
         Op::SSetregB32 | Op::SSetregImm32B32 => return setreg(wave, inst),
         _ => match condition(wave, inst) {
             Some(scc) => (Out::Nothing, Some(scc)),
-            None => return Err(Stop::new(FaultKind::UnknownInstruction, format!("no executor for {}", inst.name))),
+            None => {
+                return Err(Stop::new(
+                    FaultKind::UnknownInstruction,
+                    format!("no executor for {}", inst.name),
+                ));
+            }
         },
     };
     match out {

@@ -26,7 +26,7 @@ impl Group<'_> {
             lgkm: true,
             unordered: true,
             fills,
-            touches: Vec::new(),
+            touches: [None, None],
             dma: None,
         });
         Ok(())

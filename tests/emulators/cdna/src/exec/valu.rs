@@ -1,60 +1,89 @@
 //! Vector arithmetic on 32-bit values.
 
-use super::lanes::{put, source};
+use super::lanes::{deliver, destination, operand};
 use crate::error::Exec;
 use crate::inst::Inst;
 use crate::num::func;
 use crate::op::Op;
-use crate::wave::{LANES, Lanes, Wave};
+use crate::wave::{LANES, VREGS, Wave};
+
+/// Lanes that a loop handles at a time: one vector register of the host. Sources are read before the result is written,
+/// so that source and destination may be one register.
+const STEP: usize = 8;
+
+#[inline(always)]
+fn take(wave: &Wave, at: usize, step: usize) -> [u32; STEP] {
+    let mut out = [0; STEP];
+    out.copy_from_slice(&wave.v[at].0[step * STEP..(step + 1) * STEP]);
+    out
+}
+
+#[inline(always)]
+fn give(wave: &mut Wave, at: usize, step: usize, values: [u32; STEP]) {
+    wave.v[at].0[step * STEP..(step + 1) * STEP].copy_from_slice(&values);
+}
 
 #[inline(always)]
 pub(super) fn unary(wave: &mut Wave, inst: &Inst, f: impl Fn(u32) -> u32) {
-    let mut room = Lanes::ZERO;
-    let mut out = Lanes::ZERO;
-    let a = source(wave, inst, 0, &mut room);
-    for l in 0..LANES {
-        out.0[l] = f(a.0[l]);
+    let a = operand(wave, inst, 0);
+    let out = destination(wave, inst);
+    for step in 0..LANES / STEP {
+        let a = take(wave, a, step);
+        let mut values = [0; STEP];
+        for i in 0..STEP {
+            values[i] = f(a[i]);
+        }
+        give(wave, out, step, values);
     }
-    put(wave, inst, out);
+    deliver(wave, inst, out);
 }
 
 #[inline(always)]
 pub(super) fn binary(wave: &mut Wave, inst: &Inst, f: impl Fn(u32, u32) -> u32) {
-    let (mut room_a, mut room_b) = (Lanes::ZERO, Lanes::ZERO);
-    let mut out = Lanes::ZERO;
-    let a = source(wave, inst, 0, &mut room_a);
-    let b = source(wave, inst, 1, &mut room_b);
-    for l in 0..LANES {
-        out.0[l] = f(a.0[l], b.0[l]);
+    let a = operand(wave, inst, 0);
+    let b = operand(wave, inst, 1);
+    let out = destination(wave, inst);
+    for step in 0..LANES / STEP {
+        let (a, b) = (take(wave, a, step), take(wave, b, step));
+        let mut values = [0; STEP];
+        for i in 0..STEP {
+            values[i] = f(a[i], b[i]);
+        }
+        give(wave, out, step, values);
     }
-    put(wave, inst, out);
+    deliver(wave, inst, out);
 }
 
 #[inline(always)]
 pub(super) fn ternary(wave: &mut Wave, inst: &Inst, f: impl Fn(u32, u32, u32) -> u32) {
-    let (mut room_a, mut room_b, mut room_c) = (Lanes::ZERO, Lanes::ZERO, Lanes::ZERO);
-    let mut out = Lanes::ZERO;
-    let a = source(wave, inst, 0, &mut room_a);
-    let b = source(wave, inst, 1, &mut room_b);
-    let c = source(wave, inst, 2, &mut room_c);
-    for l in 0..LANES {
-        out.0[l] = f(a.0[l], b.0[l], c.0[l]);
-    }
-    put(wave, inst, out);
+    let a = operand(wave, inst, 0);
+    let b = operand(wave, inst, 1);
+    let c = operand(wave, inst, 2);
+    three(wave, inst, [a, b, c], f);
 }
 
 /// The old destination is the third source.
 #[inline(always)]
 pub(super) fn accumulate(wave: &mut Wave, inst: &Inst, f: impl Fn(u32, u32, u32) -> u32) {
-    let (mut room_a, mut room_b) = (Lanes::ZERO, Lanes::ZERO);
-    let mut out = Lanes::ZERO;
-    let a = source(wave, inst, 0, &mut room_a);
-    let b = source(wave, inst, 1, &mut room_b);
-    let c = wave.vreg(inst.vdst);
-    for l in 0..LANES {
-        out.0[l] = f(a.0[l], b.0[l], c.0[l]);
+    let a = operand(wave, inst, 0);
+    let b = operand(wave, inst, 1);
+    three(wave, inst, [a, b, usize::from(inst.vdst) % VREGS], f);
+}
+
+#[inline(always)]
+fn three(wave: &mut Wave, inst: &Inst, sources: [usize; 3], f: impl Fn(u32, u32, u32) -> u32) {
+    let out = destination(wave, inst);
+    for step in 0..LANES / STEP {
+        let a = take(wave, sources[0], step);
+        let b = take(wave, sources[1], step);
+        let c = take(wave, sources[2], step);
+        let mut values = [0; STEP];
+        for i in 0..STEP {
+            values[i] = f(a[i], b[i], c[i]);
+        }
+        give(wave, out, step, values);
     }
-    put(wave, inst, out);
+    deliver(wave, inst, out);
 }
 
 #[inline(always)]
@@ -99,23 +128,28 @@ fn valu_body(wave: &mut Wave, inst: &Inst) -> Exec<bool> {
         Op::VNop => {}
         Op::VCndmaskB32 => {
             let mask = wave.scalar64(inst.src[2]);
-            let (mut room_a, mut room_b) = (Lanes::ZERO, Lanes::ZERO);
-            let mut out = Lanes::ZERO;
-            let a = source(wave, inst, 0, &mut room_a);
-            let b = source(wave, inst, 1, &mut room_b);
-            for l in 0..LANES {
-                out.0[l] = if mask >> l & 1 == 1 { b.0[l] } else { a.0[l] };
+            let a = operand(wave, inst, 0);
+            let b = operand(wave, inst, 1);
+            let out = destination(wave, inst);
+            for step in 0..LANES / STEP {
+                let (a, b) = (take(wave, a, step), take(wave, b, step));
+                let bits = (mask >> (step * STEP)) as u32;
+                let mut values = a;
+                for i in 0..STEP {
+                    values[i] = if bits >> i & 1 == 1 { b[i] } else { a[i] };
+                }
+                give(wave, out, step, values);
             }
-            put(wave, inst, out);
+            deliver(wave, inst, out);
         }
 
         Op::VAddF32 => binary(wave, inst, |a, b| (f(a) + f(b)).to_bits()),
         Op::VSubF32 => binary(wave, inst, |a, b| (f(a) - f(b)).to_bits()),
         Op::VSubrevF32 => binary(wave, inst, |a, b| (f(b) - f(a)).to_bits()),
         Op::VMulF32 => binary(wave, inst, |a, b| (f(a) * f(b)).to_bits()),
-        Op::VMulLegacyF32 => binary(wave, inst, |a, b| {
-            if f(a) == 0.0 || f(b) == 0.0 { 0 } else { (f(a) * f(b)).to_bits() }
-        }),
+        Op::VMulLegacyF32 => {
+            binary(wave, inst, |a, b| if f(a) == 0.0 || f(b) == 0.0 { 0 } else { (f(a) * f(b)).to_bits() })
+        }
         Op::VMinF32 => binary(wave, inst, |a, b| f(a).min(f(b)).to_bits()),
         Op::VMaxF32 => binary(wave, inst, |a, b| f(a).max(f(b)).to_bits()),
         Op::VFmaF32 | Op::VFmamkF32 | Op::VFmaakF32 => {
@@ -232,12 +266,12 @@ fn valu_body(wave: &mut Wave, inst: &Inst) -> Exec<bool> {
         }),
         Op::VBfeI32 => ternary(wave, inst, |a, b, c| bfe_i32(a, b, c)),
         Op::VBfiB32 => ternary(wave, inst, |a, b, c| a & b | !a & c),
-        Op::VAlignbitB32 => ternary(wave, inst, |a, b, c| {
-            ((u64::from(a) << 32 | u64::from(b)) >> (c & 31)) as u32
-        }),
-        Op::VAlignbyteB32 => ternary(wave, inst, |a, b, c| {
-            ((u64::from(a) << 32 | u64::from(b)) >> (8 * (c & 3))) as u32
-        }),
+        Op::VAlignbitB32 => {
+            ternary(wave, inst, |a, b, c| ((u64::from(a) << 32 | u64::from(b)) >> (c & 31)) as u32)
+        }
+        Op::VAlignbyteB32 => {
+            ternary(wave, inst, |a, b, c| ((u64::from(a) << 32 | u64::from(b)) >> (8 * (c & 3))) as u32)
+        }
         Op::VPermB32 => ternary(wave, inst, perm),
         Op::VLshlAddU32 => ternary(wave, inst, |a, b, c| (a << (b & 31)).wrapping_add(c)),
         Op::VAddLshlU32 => ternary(wave, inst, |a, b, c| a.wrapping_add(b) << (c & 31)),

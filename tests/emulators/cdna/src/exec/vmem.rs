@@ -48,7 +48,7 @@ impl Group<'_> {
             lgkm: flat,
             unordered: flat,
             fills,
-            touches: Vec::new(),
+            touches: [None, None],
             dma,
         });
         Ok(())
@@ -56,11 +56,14 @@ impl Group<'_> {
 
     fn profile_lines(&mut self, places: &Places, bytes: u8) {
         if self.profile {
-            self.counters.lines(places.iter().filter_map(|place| match *place {
-                Place::Memory(address) => Some(address),
-                Place::Buffer { address, in_range } if in_range > 0 => Some(address),
-                _ => None,
-            }), u64::from(bytes));
+            self.counters.lines(
+                places.iter().filter_map(|place| match *place {
+                    Place::Memory(address) => Some(address),
+                    Place::Buffer { address, in_range } if in_range > 0 => Some(address),
+                    _ => None,
+                }),
+                u64::from(bytes),
+            );
         }
     }
 
@@ -118,7 +121,15 @@ impl Group<'_> {
         Ok(value)
     }
 
-    fn load(&mut self, wave: &mut Wave, inst: &Inst, places: &Places, bytes: u8, sext: bool, half: Half) -> Exec {
+    fn load(
+        &mut self,
+        wave: &mut Wave,
+        inst: &Inst,
+        places: &Places,
+        bytes: u8,
+        sext: bool,
+        half: Half,
+    ) -> Exec {
         let dwords = u16::from(bytes.div_ceil(4));
         for (l, spot) in places.iter().enumerate() {
             if matches!(spot, Place::Off) {
@@ -256,7 +267,14 @@ impl Group<'_> {
 
     /// Reads memory now and gives the LDS write that completes at the wait. LDS address: M0 plus the instruction's
     /// offset, lanes one behind the other (CDNA3 ISA, "Memory reads to LDS").
-    fn to_lds(&mut self, wave: &mut Wave, mem: &Mem, places: &Places, bytes: u8, sext: bool) -> Exec<Box<DmaWrite>> {
+    fn to_lds(
+        &mut self,
+        wave: &mut Wave,
+        mem: &Mem,
+        places: &Places,
+        bytes: u8,
+        sext: bool,
+    ) -> Exec<Box<DmaWrite>> {
         let base = (wave.s[usize::from(M0)] & 0x3_ffff).wrapping_add(match mem.space {
             Space::Buffer => mem.offset as u32,
             _ => mem.offset as u32,
@@ -292,13 +310,23 @@ impl Group<'_> {
 
 fn writable(allocation: &Allocation, address: u64, lane: usize) -> Exec {
     if allocation.is_read_only() {
-        return Err(Stop::lane(FaultKind::OutOfBounds, lane, format!("store to 0x{address:x}, in a code object")));
+        return Err(Stop::lane(
+            FaultKind::OutOfBounds,
+            lane,
+            format!("store to 0x{address:x}, in a code object"),
+        ));
     }
     Ok(())
 }
 
 /// Visits the bytes of an access to a lane's private memory.
-fn private(wave: &mut Wave, address: u32, bytes: usize, lane: usize, mut f: impl FnMut(&mut u8, usize)) -> Exec {
+fn private(
+    wave: &mut Wave,
+    address: u32,
+    bytes: usize,
+    lane: usize,
+    mut f: impl FnMut(&mut u8, usize),
+) -> Exec {
     let size = wave.scratch_bytes as usize;
     let at = address as usize;
     if at + bytes > size {

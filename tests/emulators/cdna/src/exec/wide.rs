@@ -40,7 +40,8 @@ fn f64s(wave: &Wave, inst: &Inst, k: usize) -> [f64; LANES] {
 /// f64 results with their output modifiers.
 fn store_f64(wave: &mut Wave, inst: &Inst, f: impl Fn(usize) -> f64) {
     store(wave, inst, |l| {
-        let value = f(l) * if inst.omod == 0 { 1.0 } else { [1.0, 2.0, 4.0, 0.5][usize::from(inst.omod & 3)] };
+        let value =
+            f(l) * if inst.omod == 0 { 1.0 } else { [1.0, 2.0, 4.0, 0.5][usize::from(inst.omod & 3)] };
         (if inst.clamp { value.max(0.0).min(1.0) } else { value }).to_bits()
     });
 }
@@ -210,9 +211,8 @@ fn wide_body(wave: &mut Wave, inst: &Inst) -> Exec<bool> {
         Op::VDivScaleF32 => {
             let a = narrow(wave, inst, 0);
             let (b, c) = (narrow(wave, inst, 1), narrow(wave, inst, 2));
-            let scaled = |l: usize| {
-                div_scale(f32::from_bits(a[l]), f32::from_bits(b[l]), f32::from_bits(c[l]))
-            };
+            let scaled =
+                |l: usize| div_scale(f32::from_bits(a[l]), f32::from_bits(b[l]), f32::from_bits(c[l]));
             set_mask(wave, inst, |l| scaled(l).1);
             put(wave, inst, Lanes(std::array::from_fn(|l| scaled(l).0.to_bits())));
         }

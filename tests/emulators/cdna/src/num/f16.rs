@@ -58,3 +58,35 @@ pub(crate) fn to_f32(bits: u16) -> f32 {
 pub(crate) fn flush(bits: u16) -> u16 {
     if bits & 0x7c00 == 0 { bits & 0x8000 } else { bits }
 }
+
+/// A half of each of 64 registers to f32: with the host's own instruction where there is one.
+#[inline(always)]
+pub(crate) fn widen(registers: &[u32; 64], shift: u32, out: &mut [f32; 64]) {
+    #[cfg(target_arch = "x86_64")]
+    if crate::exec::has_avx2() {
+        // SAFETY: the host has the features that the function is compiled for.
+        unsafe { widen_f16c(registers, shift, out) };
+        return;
+    }
+    for (to, from) in out.iter_mut().zip(registers) {
+        *to = to_f32((from >> shift) as u16);
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,f16c")]
+#[inline]
+fn widen_f16c(registers: &[u32; 64], shift: u32, out: &mut [f32; 64]) {
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm256_cvtph_ps, _mm256_storeu_ps};
+    for (to, from) in out.chunks_exact_mut(8).zip(registers.chunks_exact(8)) {
+        let mut halves = [0u16; 8];
+        for i in 0..8 {
+            halves[i] = (from[i] >> shift) as u16;
+        }
+        // SAFETY: both sides have the 16 and 32 bytes that are read and written.
+        unsafe {
+            let packed = _mm_loadu_si128(halves.as_ptr().cast::<__m128i>());
+            _mm256_storeu_ps(to.as_mut_ptr(), _mm256_cvtph_ps(packed));
+        }
+    }
+}
