@@ -1,6 +1,7 @@
 //! Sources and destinations of vector instructions, with everything that may happen to them on the way: lane selection
 //! (DPP), byte selection (SDWA), halves (op_sel), signs, flushing, output modifiers, EXEC.
 
+use crate::op::Op;
 use crate::inst::{Dpp, Inst, Src, Ty};
 use crate::num::{f16, func};
 use crate::wave::{LANES, Lanes, RESULT, SLOT, VREGS, Wave};
@@ -102,6 +103,8 @@ fn modified(wave: &Wave, inst: &Inst, k: usize) -> Lanes {
     match ty {
         Ty::F32 => signs(&mut lanes, inst, k, 0x8000_0000),
         Ty::F16 => signs(&mut lanes, inst, k, 0x8000),
+        // A choice of bits, but its operands take a float's signs (LLVM: `v_cndmask_b32_e64 v0, -v1, 1.0, vcc`).
+        _ if inst.op == Op::VCndmaskB32 && k < 2 => signs(&mut lanes, inst, k, 0x8000_0000),
         // f64: the sign is in the high register.
         _ => {}
     }
