@@ -163,14 +163,16 @@ pub(crate) fn num_workgroups(problem: &FwdProblem, tile: &CdnaTile) -> i64 {
     m_blocks.saturating_mul(i64::from(problem.dims.num_heads_q) * i64::from(problem.dims.batch))
 }
 
-/// Waves of a SIMD that the compiler is to leave registers for.
-fn waves_per_simd(spec: &FwdSpec) -> i32 {
-    if spec.head_dim_qk.max(spec.head_dim_v) > 128 { 1 } else { 2 }
+/// Waves of a SIMD that the compiler is to leave registers for: what a workgroup alone brings. A second
+/// one would halve the registers, and both products' accumulators would spill.
+fn waves_per_simd(tile: &CdnaTile) -> i32 {
+    const SIMDS: i32 = 4;
+    (tile.block_m / WAVE_ROWS + SIMDS - 1) / SIMDS
 }
 
 pub(crate) fn source(spec: &FwdSpec, tile: &CdnaTile) -> KernelSource {
     let threads = num_threads(tile);
-    let waves = waves_per_simd(spec);
+    let waves = waves_per_simd(tile);
     let entry = Entry {
         include: "fmha/cdna/fwd.h",
         constants: &[("kSpec", spec), ("kTile", tile)],
