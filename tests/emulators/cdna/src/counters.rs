@@ -1,5 +1,7 @@
 //! What a launch did, counted.
 
+use std::collections::BTreeSet;
+
 use crate::elf::Arch;
 use crate::inst::Class;
 use crate::wave::LANES;
@@ -11,6 +13,8 @@ pub struct Counters {
     pub executed: [u64; Class::ALL.len()],
     /// Passes (four cycles each) that the matrix instructions take, by the published peak rates.
     pub mfma_passes: u64,
+    /// Addresses of the `s_waitcnt` that had something to wait for at least once. Filled only while checking.
+    pub useful_waits: BTreeSet<u64>,
     /// LDS instructions measured. This and what follows only with [`crate::Options::profile`].
     pub lds_accesses: u64,
     /// Cycles those need when no two lanes of a cycle fall into one bank.
@@ -42,6 +46,7 @@ impl Counters {
         for (sum, count) in self.executed.iter_mut().zip(other.executed) {
             *sum += count;
         }
+        self.useful_waits.extend(&other.useful_waits);
         self.mfma_passes += other.mfma_passes;
         self.lds_accesses += other.lds_accesses;
         self.lds_cycles_min += other.lds_cycles_min;

@@ -117,6 +117,23 @@ pub(crate) struct Descriptor {
     pub(crate) kernarg_preload: u16,
 }
 
+/// One instruction of a code object, for tools.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Instruction {
+    /// Address inside the code object.
+    pub pc: u64,
+    /// Where its bytes are in the ELF file.
+    pub file_offset: usize,
+    /// Bytes.
+    pub size: usize,
+    /// Without operands, encoding suffix or modifiers.
+    pub mnemonic: String,
+    /// Registers and constants, destination first.
+    pub operands: Vec<String>,
+    /// `file:line`, where the code object has line information.
+    pub source: Option<String>,
+}
+
 /// A loaded code object: its image, kernels and line table.
 pub struct CodeObject {
     /// What it was compiled for.
@@ -127,6 +144,8 @@ pub struct CodeObject {
     pub(crate) image: Vec<u8>,
     /// Executable range, addresses inside the image.
     pub(crate) text: std::ops::Range<u64>,
+    /// Where the text section begins in the file.
+    text_offset: usize,
     pub(crate) lines: crate::line::LineTable,
     /// Symbols of data objects: name, address, size.
     pub(crate) globals: HashMap<String, (u64, u64)>,
@@ -148,6 +167,7 @@ impl CodeObject {
         let image = load_image(&file)?;
         let text_section = file.section_by_name(".text").ok_or(LoadError::Missing("section .text"))?;
         let text = text_section.address()..text_section.address() + text_section.size();
+        let text_offset = text_section.file_range().map_or(0, |range| range.0 as usize);
         let symbols: HashMap<&str, (u64, u64)> = file
             .dynamic_symbols()
             .chain(file.symbols())
@@ -162,7 +182,32 @@ impl CodeObject {
             .map(|kernel| kernel_info(kernel, &symbols, &image))
             .collect::<Result<Vec<_>, _>>()?;
         let globals = symbols.iter().map(|(name, range)| ((*name).to_owned(), *range)).collect();
-        Ok(Self { arch, kernels, image, text, lines: crate::line::LineTable::read(&file), globals })
+        Ok(Self {
+            arch,
+            kernels,
+            image,
+            text,
+            text_offset,
+            lines: crate::line::LineTable::read(&file),
+            globals,
+        })
+    }
+
+    /// The instructions of the text section.
+    #[must_use]
+    pub fn disassemble(&self) -> Vec<Instruction> {
+        crate::decode::Program::decode(self)
+            .insts
+            .iter()
+            .map(|inst| Instruction {
+                pc: inst.pc,
+                file_offset: self.text_offset + (inst.pc - self.text.start) as usize,
+                size: usize::from(inst.size),
+                mnemonic: inst.mnemonic(),
+                operands: inst.operands(),
+                source: self.lines.find(inst.pc),
+            })
+            .collect()
     }
 
     /// The kernel of that name.

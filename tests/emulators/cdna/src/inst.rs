@@ -282,5 +282,8 @@ pub(crate) struct Inst {
     pub(crate) plain: bool,
     /// A pure copy: undefined registers may pass through it.
     pub(crate) copies: bool,
+    /// The halves of its 64-bit sources may be undefined one by one: compilers widen a value without defining the half
+    /// whose result nobody reads. The low half of the result is defined by the low halves.
+    pub(crate) halves: bool,
     pub(crate) words: [u32; 4],
 }

@@ -460,7 +460,7 @@ impl Run<'_> {
             kind: stop.kind,
             kernel: self.info.name.clone(),
             pc,
-            instruction: inst.map_or_else(String::new, |i| i.name.to_owned()),
+            instruction: inst.map_or_else(String::new, crate::inst::Inst::text),
             source: self.module.object.lines.find(pc),
             workgroup,
             wave: wave.id,

@@ -33,11 +33,12 @@ mod line;
 mod memory;
 mod num;
 mod op;
+mod text;
 mod wave;
 
 pub use checks::Checks;
 pub use counters::Counters;
-pub use elf::{Arch, CodeObject, KernelArg, KernelInfo};
+pub use elf::{Arch, CodeObject, Instruction, KernelArg, KernelInfo};
 pub use error::{Fault, FaultKind, LaunchError, LoadError};
 pub use inst::Class;
 pub use launch::{Device, Launch, Module, Options, pack_args};

@@ -3,7 +3,7 @@
 use super::Checks;
 use super::lds::{DmaWrite, Touch};
 use crate::error::{Exec, FaultKind, Stop};
-use crate::inst::{Inst, Regs, VReg};
+use crate::inst::{Inst, Regs, Src, Ty, VReg};
 use crate::wave::VREGS;
 
 /// A memory access that may still be under way.
@@ -114,6 +114,9 @@ impl RegChecks {
     pub(crate) fn before(&mut self, inst: &Inst, exec: u64) -> Exec {
         if inst.copies {
             return self.before_copy(inst, exec);
+        }
+        if inst.halves {
+            return self.before_halves(inst, exec);
         }
         let lanes_read = if inst.dpp.is_some() {
             crate::exec::cross::dpp_read_mask(inst, exec).unwrap_or(exec)
@@ -237,10 +240,59 @@ impl RegChecks {
         Ok(())
     }
 
+    /// Each half of the result is as defined as the source halves that it is made of.
+    fn before_halves(&mut self, inst: &Inst, exec: u64) -> Exec {
+        let packed = matches!(inst.src_ty[0], Ty::F32x2);
+        let mut valid = [!0u64; 2];
+        for (k, src) in inst.src.iter().enumerate() {
+            let wide = inst.src_ty[k].dwords() == 2;
+            match *src {
+                Src::V(reg) if wide => {
+                    for half in 0..2u16 {
+                        self.waited(reg + half)?;
+                        let lanes = self.valid[usize::from(reg + half) % VREGS];
+                        let chosen = |result: usize| {
+                            let select = if result == 0 { inst.op_sel } else { inst.op_sel_hi };
+                            u16::from(select >> k & 1) == half
+                        };
+                        let feeds = if packed { [chosen(0), chosen(1)] } else { [half == 0, true] };
+                        for (result, feeds) in valid.iter_mut().zip(feeds) {
+                            *result &= if feeds { lanes } else { !0 };
+                        }
+                    }
+                }
+                Src::V(reg) => self.read_vreg(reg, exec)?,
+                Src::S(reg) => self.read_s(reg, inst.src_ty[k].dwords(), !wide)?,
+                _ => {}
+            }
+        }
+        self.overwrites(inst)?;
+        if self.which.uninit_registers && exec & !valid[0] & !valid[1] != 0 {
+            let lane = (exec & !valid[0] & !valid[1]).trailing_zeros() as usize;
+            return Err(Stop::lane(FaultKind::UninitRegister, lane, "both halves come from registers never written"));
+        }
+        for (half, lanes) in valid.into_iter().enumerate() {
+            let slot = &mut self.valid[(usize::from(inst.vdst) + half) % VREGS];
+            *slot = *slot & !exec | exec & lanes;
+        }
+        for regs in &inst.writes {
+            if let Regs::S(first, count) = *regs {
+                self.valid_s |= scalar_bits(first, count);
+            }
+        }
+        Ok(())
+    }
+
+    /// No outstanding load fills the register.
+    #[inline(always)]
+    fn waited(&self, reg: VReg) -> Exec {
+        self.read_vreg(reg, 0)
+    }
+
     /// Records what an instruction wrote.
     #[inline(always)]
     pub(crate) fn after(&mut self, inst: &Inst, exec: u64) {
-        if inst.copies {
+        if inst.copies || inst.halves {
             return;
         }
         for regs in &inst.writes {
@@ -285,12 +337,13 @@ impl RegChecks {
     }
 
     /// `s_waitcnt`: what is now certainly complete leaves the queue; the direct-to-LDS writes among it are returned.
-    pub(crate) fn wait(&mut self, vm: usize, lgkm: usize) -> Vec<Box<DmaWrite>> {
+    /// Also says whether the wait changed anything.
+    pub(crate) fn wait(&mut self, vm: usize, lgkm: usize) -> (Vec<Box<DmaWrite>>, bool) {
         if self.queue.is_empty() {
-            return Vec::new();
+            return (Vec::new(), false);
         }
-        settle(&mut self.queue, vm, |a| &mut a.vm);
-        settle(&mut self.queue, lgkm, |a| &mut a.lgkm);
+        let by_vm = settle(&mut self.queue, vm, |a| &mut a.vm);
+        let by_lgkm = settle(&mut self.queue, lgkm, |a| &mut a.lgkm);
         let mut done = Vec::new();
         let mut freed = Vec::new();
         self.queue.retain_mut(|access| {
@@ -310,13 +363,17 @@ impl RegChecks {
                 self.set_pending(regs, true);
             }
         }
-        done
+        (done, by_vm || by_lgkm)
     }
 }
 
 /// Clears one counter's flag on the accesses that `remaining` outstanding ones leave complete: the oldest, unless one
 /// among them completes in any order.
-fn settle(queue: &mut [Outstanding], remaining: usize, counter: impl Fn(&mut Outstanding) -> &mut bool) {
+fn settle(
+    queue: &mut [Outstanding],
+    remaining: usize,
+    counter: impl Fn(&mut Outstanding) -> &mut bool,
+) -> bool {
     let mut counted = 0;
     let mut unordered = false;
     for access in queue.iter_mut() {
@@ -326,9 +383,10 @@ fn settle(queue: &mut [Outstanding], remaining: usize, counter: impl Fn(&mut Out
         }
     }
     if remaining > 0 && unordered {
-        return;
+        return false;
     }
     let mut complete = usize::saturating_sub(counted, remaining);
+    let any = complete > 0;
     for access in queue.iter_mut() {
         if complete == 0 {
             break;
@@ -339,4 +397,5 @@ fn settle(queue: &mut [Outstanding], remaining: usize, counter: impl Fn(&mut Out
             complete -= 1;
         }
     }
+    any
 }

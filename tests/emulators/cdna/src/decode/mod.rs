@@ -98,6 +98,7 @@ fn blank(pc: u64, words: &[u32], name: &'static str) -> Inst {
         writes: Vec::new(),
         plain: true,
         copies: false,
+        halves: false,
         words: copy,
     }
 }

@@ -109,6 +109,11 @@ pub(super) fn vop3(arch: Arch, pc: u64, words: &[u32]) -> Option<Inst> {
     inst.clamp = bits(word, 15, 1) == 1;
     inst.omod = bits(second, 27, 2) as u8;
     inst.neg = bits(second, 29, 3) as u8;
+    if row.name.starts_with("v_bitop3") {
+        // The truth table lies where other instructions have their modifiers.
+        inst.imm = i32::from(inst.omod) << 6 | i32::from(inst.abs & 7) << 3 | i32::from(inst.neg & 7);
+        (inst.neg, inst.abs, inst.omod) = (0, 0, 0);
+    }
     let mut source = Source::new(words, 2);
     let count = row.operands.len() - 1 - usize::from(has_mask_dst);
     for i in 0..count.min(3) {
@@ -285,6 +290,10 @@ fn finish(inst: &mut Inst, row: &Row) {
             }
         }
     }
+    inst.halves = matches!(
+        inst.op,
+        Op::VMadU64U32 | Op::VMadI64I32 | Op::VLshlAddU64 | Op::VLshlrevB64 | Op::VPkFmaF32 | Op::VPkMulF32 | Op::VPkAddF32
+    );
     inst.copies = matches!(
         inst.op,
         Op::VMovB32

@@ -101,7 +101,8 @@ fn modified(wave: &Wave, inst: &Inst, k: usize) -> Lanes {
         }
     }
     match ty {
-        Ty::F32 => signs(&mut lanes, inst, k, 0x8000_0000),
+        // v_cndmask and v_mov take signs on what is no float to them.
+        Ty::F32 | Ty::B32 => signs(&mut lanes, inst, k, 0x8000_0000),
         Ty::F16 => signs(&mut lanes, inst, k, 0x8000),
         // A choice of bits, but its operands take a float's signs (LLVM: `v_cndmask_b32_e64 v0, -v1, 1.0, vcc`).
         _ if inst.op == Op::VCndmaskB32 && k < 2 => signs(&mut lanes, inst, k, 0x8000_0000),

@@ -213,7 +213,9 @@ impl Group<'_> {
                 let vm = if vm == 63 { usize::MAX } else { vm as usize };
                 let lgkm = imm >> 8 & 15;
                 let lgkm = if lgkm == 15 { usize::MAX } else { lgkm as usize };
-                self.wait(wave, vm, lgkm);
+                if self.wait(wave, vm, lgkm) {
+                    self.counters.useful_waits.insert(inst.pc);
+                }
                 false
             }
             Op::STrap => return Err(Stop::new(FaultKind::Trap, format!("s_trap {}", inst.imm))),
@@ -231,10 +233,12 @@ impl Group<'_> {
         Ok(())
     }
 
-    fn wait(&mut self, wave: &mut Wave, vm: usize, lgkm: usize) {
-        for write in wave.checks.wait(vm, lgkm) {
+    fn wait(&mut self, wave: &mut Wave, vm: usize, lgkm: usize) -> bool {
+        let (arrived, useful) = wave.checks.wait(vm, lgkm);
+        for write in arrived {
             self.lds.arrive(&write, wave.id);
         }
+        useful
     }
 
     /// Queues an access where somebody may ask about it.

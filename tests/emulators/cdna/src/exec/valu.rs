@@ -281,11 +281,8 @@ fn valu_body(wave: &mut Wave, inst: &Inst) -> Exec<bool> {
         Op::VOr3B32 => ternary(wave, inst, |a, b, c| a | b | c),
         Op::VXadU32 => ternary(wave, inst, |a, b, c| (a ^ b).wrapping_add(c)),
         Op::VBitop3B32 => {
-            // The truth table: op_sel, neg and abs bits hold it (CDNA4 ISA, V_BITOP3_B32).
-            let table = bitop3_table(inst);
-            let mut bare = inst.clone();
-            (bare.neg, bare.abs, bare.op_sel, bare.omod, bare.plain) = (0, 0, 0, 0, true);
-            ternary(wave, &bare, |a, b, c| bitop3(table, a, b, c));
+            let table = inst.imm as u32;
+            ternary(wave, inst, |a, b, c| bitop3(table, a, b, c));
         }
         _ => return Ok(false),
     }
@@ -349,11 +346,7 @@ fn perm(a: u32, b: u32, selectors: u32) -> u32 {
     out
 }
 
-/// Eight bits: op_sel[2:0], neg[2:0] and omod as LLVM assembles them.
-fn bitop3_table(inst: &Inst) -> u32 {
-    u32::from(inst.omod) << 6 | u32::from(inst.abs & 7) << 3 | u32::from(inst.neg & 7)
-}
-
+/// Any function of three bits, by its truth table: bit `4 a + 2 b + c`.
 #[inline(always)]
 fn bitop3(table: u32, a: u32, b: u32, c: u32) -> u32 {
     let mut out = 0;
