@@ -4,7 +4,7 @@
 use fmha_core::reference::{Precision, forward};
 use fmha_core::{
     Bias, BiasBroadcast, DType, Descale, DevSlice, DevSliceMut, Dims, DropoutSeed, ElementwiseBias, FmhaBackend,
-    FwdArgs, FwdProblem, MemorySpace, PlanOptions, ScoreArgs, SeqArgs, SeqMode, Strides, VLayout, ValidFwd,
+    FwdArgs, FwdProblem, MemorySpace, PlanOptions, ScoreArgs, SeqArgs, Strides, VLayout, ValidFwd,
 };
 use fmha_emu_cdna as emu;
 
@@ -145,11 +145,7 @@ fn check(arch: &str, case: &Case, tile: &[(&str, &str)]) -> Result<(f64, f64), S
             "gfx942" => emu::Arch::Gfx942,
             _ => emu::Arch::Gfx950,
         },
-        // LLVM gives `v_mad_u64_u32` an addend whose high half nobody reads, hence nobody writes.
-        emu::Options {
-            checks: emu::Checks { uninit_registers: false, ..emu::Checks::default() },
-            ..emu::Options::default()
-        },
+        emu::Options::default(),
     );
     let module = device.load(&handle.kernel.code).map_err(|e| e.to_string())?;
     let mut addresses = Vec::new();
@@ -191,7 +187,9 @@ fn check(arch: &str, case: &Case, tile: &[(&str, &str)]) -> Result<(f64, f64), S
         .zip(&same)
         .flat_map(|(exact, same)| exact.o.iter().zip(&same.o))
         .fold(0.0f64, |worst, (exact, same)| worst.max((exact - same).abs()));
-    let allowance = 2.0 * worst_same + 1e-5;
+    // gfx90a's matrix instructions read subnormal f16 as 0: an error of at most 2^-14 for each V.
+    let flushed = if arch == "gfx90a" && problem.dtype_v == DType::F16 { 2f64.powi(-14) } else { 0.0 };
+    let allowance = 2.0 * worst_same + 1e-5 + flushed;
     let (mut worst, mut worst_lse) = (0.0f64, 0.0f64);
     let dim_v = problem.dims.head_dim_v as usize;
     for head in &exact {
@@ -372,6 +370,3 @@ fn forward_agrees_with_the_reference_on_gfx942() {
 fn forward_agrees_with_the_reference_on_gfx950() {
     all_pass("gfx950");
 }
-
-#[allow(dead_code)]
-fn unused(_: SeqMode) {}

@@ -64,22 +64,12 @@ impl RocmBackend {
     /// # Errors
     /// [`Error::NoDevice`] with every library that was tried, or the driver's words.
     pub fn open(ordinal: usize, emulate: Option<&str>) -> Result<Self> {
-        let hip = match emulate {
-            None => search::hip()?,
-            Some(arch) => {
-                let arch = Arch::from_gcn_name(arch)?;
-                search::emulator(&emulator_places(), arch.name())?
-            }
+        let driver = match emulate {
+            None => Driver::open(search::hip()?, ordinal)?,
+            Some(arch) => emulated(Arch::from_gcn_name(arch)?, ordinal)?,
         };
-        let driver = Driver::open(hip, ordinal)?;
         let info = driver.info()?;
         let arch = Arch::from_gcn_name(&info.gcn_arch_name)?;
-        if let Some(wanted) = emulate.filter(|wanted| *wanted != arch.name()) {
-            return Err(Error::NoDevice(format!(
-                "the emulator's driver library has {}, not {wanted}",
-                info.gcn_arch_name
-            )));
-        }
         let emulated = if emulate.is_some() { ", emulated" } else { "" };
         let name = format!(
             "rocm:{ordinal} ({}, {}, {} compute units, HIP {}{emulated})",
@@ -188,6 +178,21 @@ impl RocmBackend {
             return Ok(());
         }
         Err(ProblemError::new("plan", format!("plan is {}'s, not {}'s", plan.backend, self.name)).into())
+    }
+}
+
+/// The `ordinal`-th device of `arch` among those of the emulator's library.
+fn emulated(arch: Arch, ordinal: usize) -> Result<Driver> {
+    let mut driver = Driver::open(search::hip_at(&emulator_places())?, 0)?;
+    let mut left = ordinal;
+    loop {
+        if driver.info()?.gcn_arch_name.split(':').next() == Some(arch.name()) {
+            if left == 0 {
+                return Ok(driver);
+            }
+            left -= 1;
+        }
+        driver = driver.next()?;
     }
 }
 

@@ -3,6 +3,7 @@
 #include <fmha/isa/lane.h>
 #include <fmha/num.h>
 #include <fmha/online_softmax.h>
+#include <fmha/params.h>
 
 namespace fmha {
 

@@ -36,18 +36,31 @@ impl Driver {
     /// # Errors
     /// [`Error::NoDevice`] with the driver's words.
     pub(crate) fn open(hip: Hip, ordinal: usize) -> Result<Self> {
-        let driver = Self { hip: Arc::new(hip), ordinal: c_int::try_from(ordinal).unwrap_or(c_int::MAX) };
-        let no_device = |error: Error| Error::NoDevice(format!("HIP has no device: {error}"));
+        let driver = Self { hip: Arc::new(hip), ordinal: 0 };
         // SAFETY: HIP's own entry; no arguments but a flag that must be 0.
-        driver.check("hipInit", unsafe { (driver.hip.hipInit)(0) }).map_err(no_device)?;
+        driver
+            .check("hipInit", unsafe { (driver.hip.hipInit)(0) })
+            .map_err(|error| Error::NoDevice(format!("HIP has no device: {error}")))?;
+        driver.at(ordinal)
+    }
+
+    /// The device after this one.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] after the last.
+    pub(crate) fn next(&self) -> Result<Self> {
+        self.at(usize::try_from(self.ordinal).map_or(usize::MAX, |ordinal| ordinal + 1))
+    }
+
+    fn at(&self, ordinal: usize) -> Result<Self> {
         let mut count: c_int = 0;
         // SAFETY: `count` is a c_int.
-        let status = unsafe { (driver.hip.hipGetDeviceCount)(&raw mut count) };
-        driver.check("hipGetDeviceCount", status).map_err(no_device)?;
-        if usize::try_from(count).is_ok_and(|count| ordinal < count) {
-            Ok(driver)
-        } else {
-            Err(Error::NoDevice(format!("ordinal {ordinal} is not below HIP's number of devices {count}")))
+        let status = unsafe { (self.hip.hipGetDeviceCount)(&raw mut count) };
+        self.check("hipGetDeviceCount", status)
+            .map_err(|error| Error::NoDevice(format!("HIP has no device: {error}")))?;
+        match c_int::try_from(ordinal) {
+            Ok(ordinal) if ordinal < count => Ok(Self { hip: Arc::clone(&self.hip), ordinal }),
+            _ => Err(Error::NoDevice(format!("ordinal {ordinal} is not below HIP's number of devices {count}"))),
         }
     }
 

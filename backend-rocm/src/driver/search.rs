@@ -35,14 +35,6 @@ pub(crate) fn hip_at(places: &[PathBuf]) -> Result<Hip, Error> {
     first(places, Hip::resolve)
 }
 
-/// The emulator's libamdhip64, made to stand for one device of `arch`.
-///
-/// # Errors
-/// As [`hip`].
-pub(crate) fn emulator(places: &[PathBuf], _arch: &str) -> Result<Hip, Error> {
-    hip_at(places)
-}
-
 fn system(names: &[&str]) -> Vec<PathBuf> {
     let rocm = std::env::var_os("ROCM_PATH").map(PathBuf::from);
     let folders = rocm.into_iter().chain([PathBuf::from("/opt/rocm")]).map(|root| root.join("lib"));
