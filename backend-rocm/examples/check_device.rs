@@ -5,8 +5,8 @@
 
 use fmha_core::reference::{Inputs, Precision, forward_head};
 use fmha_core::{
-    DType, DevBuffer, DevSlice, DevSliceMut, Dims, Error, FmhaBackend, FwdArgs, FwdProblem, PlanOptions, SeqSpan,
-    Stream, ValidFwd,
+    DType, DevBuffer, DevSlice, DevSliceMut, Dims, Error, FmhaBackend, FwdArgs, FwdProblem, PlanOptions,
+    SeqSpan, Stream, ValidFwd,
 };
 use fmha_rocm::{Arch, RocmBackend};
 
@@ -53,9 +53,13 @@ fn types(arch: Arch) -> Vec<DType> {
 fn cases(arch: Arch) -> Vec<(String, FwdProblem)> {
     let mut all = Vec::new();
     for dtype in types(arch) {
-        for (head_dim, mask, seqlen_q, seqlen_k) in
-            [(128, "0", 200, 333), (128, "b", 333, 333), (64, "t:50,0", 150, 200), (72, "b", 100, 64), (256, "0", 64, 130)]
-        {
+        for (head_dim, mask, seqlen_q, seqlen_k) in [
+            (128, "0", 200, 333),
+            (128, "b", 333, 333),
+            (64, "t:50,0", 150, 200),
+            (72, "b", 100, 64),
+            (256, "0", 64, 130),
+        ] {
             let dims = Dims {
                 batch: 2,
                 seqlen_q,
@@ -125,7 +129,12 @@ fn check(backend: &RocmBackend, problem: &ValidFwd) -> Result<f64, Error> {
     backend.memory().synchronize(Stream::DEFAULT)?;
     backend.memory().download(&o, &mut bytes)?;
 
-    let host = FwdArgs::new(DevSlice::host(&q), DevSlice::host(&k), DevSlice::host(&v), DevSliceMut::host::<u8>(&mut []));
+    let host = FwdArgs::new(
+        DevSlice::host(&q),
+        DevSlice::host(&k),
+        DevSlice::host(&v),
+        DevSliceMut::host::<u8>(&mut []),
+    );
     let dims = problem.dims;
     let (mut error, mut same_error) = (0.0f64, 0.0f64);
     for i_head in [0, dims.num_heads_q - 1] {
@@ -142,7 +151,8 @@ fn check(backend: &RocmBackend, problem: &ValidFwd) -> Result<f64, Error> {
         let same = forward_head(problem, &Inputs::from(&host), span, i_head, Precision::AsInput)?;
         for (at, (exact, same)) in exact.o.iter().zip(&same.o).enumerate() {
             let (i, d) = (at as u32 / dims.head_dim_v, at as u32 % dims.head_dim_v);
-            let offset = problem.o.offset(i_batch, i, i_head, d) as usize * problem.dtype_o.size_bytes() as usize;
+            let offset =
+                problem.o.offset(i_batch, i, i_head, d) as usize * problem.dtype_o.size_bytes() as usize;
             let ours = problem.dtype_o.read(&bytes[offset..]);
             if ours.is_nan() {
                 return Ok(f64::NAN);

@@ -1,6 +1,8 @@
 //! From a problem and its pointers to the kernels' argument structs.
 
-use fmha_core::abi::{CombineParams, DevPtr, FwdParams, HeadScalars, MAX_PARTS, MaskParams, PartPointers, View};
+use fmha_core::abi::{
+    CombineParams, DevPtr, FwdParams, HeadScalars, MAX_PARTS, MaskParams, PartPointers, View,
+};
 use fmha_core::dropout::{keep_scale, keep_threshold};
 use fmha_core::{
     Bias, BiasBroadcast, CombineArgs, CombineProblem, Descale, DevSlice, DevSliceMut, FwdArgs, FwdProblem,
@@ -19,9 +21,7 @@ pub(crate) fn fwd(problem: &FwdProblem, args: &FwdArgs<'_>) -> FwdParams {
         Descale::PerKvHead => scalars(slice.as_ref(), dims.num_heads_kv, 1),
     };
     let (lse_batch, lse_head) = match problem.mode {
-        SeqMode::Batch => {
-            (i64::from(dims.num_heads_q) * i64::from(dims.seqlen_q), i64::from(dims.seqlen_q))
-        }
+        SeqMode::Batch => (i64::from(dims.num_heads_q) * i64::from(dims.seqlen_q), i64::from(dims.seqlen_q)),
         SeqMode::Group { total_q, .. } => (0, i64::from(total_q)),
     };
     let (bias, alibi_slopes) = match problem.bias {

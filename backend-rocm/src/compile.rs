@@ -43,14 +43,14 @@ impl Compiler {
     /// Every one that was tried.
     pub(crate) fn find() -> Result<Self> {
         if let Some(named) = HIP_CLANG.get() {
-            return knows_amdgpu(Path::new(&named)).then(|| Compiler::Clang(PathBuf::from(&named))).ok_or_else(
-                || {
+            return knows_amdgpu(Path::new(&named))
+                .then(|| Compiler::Clang(PathBuf::from(&named)))
+                .ok_or_else(|| {
                     Error::NoDevice(format!(
                         "{} is {named}, which does not run or lists no target amdgcn",
                         HIP_CLANG.name
                     ))
-                },
-            );
+                });
         }
         if let Some(clang) = CLANGS.iter().map(Path::new).find(|clang| knows_amdgpu(clang)) {
             return Ok(Compiler::Clang(clang.to_owned()));
@@ -82,10 +82,9 @@ impl Compiler {
 }
 
 fn knows_amdgpu(clang: &Path) -> bool {
-    Command::new(clang)
-        .arg("--print-targets")
-        .output()
-        .is_ok_and(|output| output.status.success() && String::from_utf8_lossy(&output.stdout).contains("amdgcn"))
+    Command::new(clang).arg("--print-targets").output().is_ok_and(|output| {
+        output.status.success() && String::from_utf8_lossy(&output.stdout).contains("amdgcn")
+    })
 }
 
 /// A folder with the source and its headers as files; left behind when the compiler says no.
@@ -96,9 +95,9 @@ fn dump(source: &KernelSource) -> Result<PathBuf> {
     let write = |name: &str, text: &str| {
         let path = folder.join(name);
         let parent = path.parent().unwrap_or(&folder);
-        std::fs::create_dir_all(parent).and_then(|()| std::fs::write(&path, text)).map_err(|error| {
-            Error::System { what: path.display().to_string(), text: error.to_string() }
-        })
+        std::fs::create_dir_all(parent)
+            .and_then(|()| std::fs::write(&path, text))
+            .map_err(|error| Error::System { what: path.display().to_string(), text: error.to_string() })
     };
     write("entry.hip", &source.entry)?;
     for header in &source.headers {
@@ -166,14 +165,19 @@ fn with_hiprtc(rtc: &Hiprtc, kernel: &str, arch: Arch, source: &KernelSource) ->
     };
     check("hiprtcCreateProgram", status)?;
     // SAFETY: the program was created; the options end in NUL.
-    let compiled = unsafe { (rtc.hiprtcCompileProgram)(program.handle, options.len() as i32, options.as_ptr()) };
+    let compiled =
+        unsafe { (rtc.hiprtcCompileProgram)(program.handle, options.len() as i32, options.as_ptr()) };
     if compiled != 0 {
         let mut bytes = 0;
         // SAFETY: the program was created.
-        check("hiprtcGetProgramLogSize", unsafe { (rtc.hiprtcGetProgramLogSize)(program.handle, &raw mut bytes) })?;
+        check("hiprtcGetProgramLogSize", unsafe {
+            (rtc.hiprtcGetProgramLogSize)(program.handle, &raw mut bytes)
+        })?;
         let mut log = vec![0u8; bytes];
         // SAFETY: the buffer has the size that hipRTC asked for.
-        check("hiprtcGetProgramLog", unsafe { (rtc.hiprtcGetProgramLog)(program.handle, log.as_mut_ptr().cast()) })?;
+        check("hiprtcGetProgramLog", unsafe {
+            (rtc.hiprtcGetProgramLog)(program.handle, log.as_mut_ptr().cast())
+        })?;
         let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned();
         return Err(Error::Compile { kernel: kernel.to_owned(), log, dumped: dump(source)? });
     }

@@ -3,8 +3,9 @@
 
 use fmha_core::reference::{Precision, forward};
 use fmha_core::{
-    Bias, BiasBroadcast, DType, Descale, DevSlice, DevSliceMut, Dims, DropoutSeed, ElementwiseBias, FmhaBackend,
-    FwdArgs, FwdProblem, MemorySpace, PlanOptions, ScoreArgs, SeqArgs, Strides, VLayout, ValidFwd,
+    Bias, BiasBroadcast, DType, Descale, DevSlice, DevSliceMut, Dims, DropoutSeed, ElementwiseBias,
+    FmhaBackend, FwdArgs, FwdProblem, MemorySpace, PlanOptions, ScoreArgs, SeqArgs, Strides, VLayout,
+    ValidFwd,
 };
 use fmha_emu_cdna as emu;
 
@@ -110,9 +111,12 @@ impl Case {
             bias: self.bias.as_deref().map(&mut bytes),
             alibi_slopes: self.slopes.as_deref().map(|x| bytes(bytemuck::cast_slice(x))),
             sink: self.sink.as_deref().map(|x| bytes(bytemuck::cast_slice(x))),
-            descale_q: (problem.descale_q != Descale::None).then(|| bytes(bytemuck::cast_slice(&self.descale))),
-            descale_k: (problem.descale_k != Descale::None).then(|| bytes(bytemuck::cast_slice(&self.descale))),
-            descale_v: (problem.descale_v != Descale::None).then(|| bytes(bytemuck::cast_slice(&self.descale))),
+            descale_q: (problem.descale_q != Descale::None)
+                .then(|| bytes(bytemuck::cast_slice(&self.descale))),
+            descale_k: (problem.descale_k != Descale::None)
+                .then(|| bytes(bytemuck::cast_slice(&self.descale))),
+            descale_v: (problem.descale_v != Descale::None)
+                .then(|| bytes(bytemuck::cast_slice(&self.descale))),
             dropout: self.seed,
         };
         let seq = SeqArgs {
@@ -195,12 +199,16 @@ fn check(arch: &str, case: &Case, tile: &[(&str, &str)]) -> Result<(f64, f64), S
     for head in &exact {
         for i in 0..head.span.seqlen_q {
             for d in 0..dim_v {
-                let at = problem.o.offset(head.span.storage_batch, head.span.q_row + i, head.i_head, d as u32) as usize;
+                let at = problem.o.offset(head.span.storage_batch, head.span.q_row + i, head.i_head, d as u32)
+                    as usize;
                 let ours = problem.dtype_o.read(&o[at * problem.dtype_o.size_bytes() as usize..]);
                 let theirs = head.o[i as usize * dim_v + d];
                 let error = (ours - theirs).abs() / allowance;
                 if error.is_nan() || error > 1.0 {
-                    return Err(format!("O at head {} query {i} dim {d}: {ours}, not {theirs} (allowance {allowance:e})", head.i_head));
+                    return Err(format!(
+                        "O at head {} query {i} dim {d}: {ours}, not {theirs} (allowance {allowance:e})",
+                        head.i_head
+                    ));
                 }
                 worst = worst.max(error);
             }
@@ -254,7 +262,9 @@ fn cases(arch: &str) -> Vec<(String, Case)> {
     let mut add = |name: String, case: Case| all.push((name, case));
     let with_lse = |problem: FwdProblem| FwdProblem { write_lse: true, ..problem };
     for dtype in [DType::F16, DType::Bf16] {
-        for (qk, v) in [(128, 128), (64, 64), (32, 32), (96, 96), (192, 128), (40, 72), (256, 256), (33, 5), (1, 1)] {
+        for (qk, v) in
+            [(128, 128), (64, 64), (32, 32), (96, 96), (192, 128), (40, 72), (256, 256), (33, 5), (1, 1)]
+        {
             let problem = with_lse(FwdProblem::batch(dtype, dims(70, 150, qk, v)));
             add(format!("{dtype}/d{qk}x{v}"), Case::new(problem));
         }
@@ -278,15 +288,27 @@ fn cases(arch: &str) -> Vec<(String, Case)> {
         for bias_dtype in [DType::F32, dtype] {
             for broadcast in [BiasBroadcast::BatchHead, BiasBroadcast::OneHead, BiasBroadcast::OneOne] {
                 let bias = Bias::Elementwise(ElementwiseBias { dtype: bias_dtype, broadcast, strides });
-                add(format!("{dtype}/bias/{bias_dtype}/{broadcast:?}"), Case::new(FwdProblem { bias, ..base() }));
+                add(
+                    format!("{dtype}/bias/{bias_dtype}/{broadcast:?}"),
+                    Case::new(FwdProblem { bias, ..base() }),
+                );
             }
         }
         let alibi = Bias::Alibi { per_batch: false };
-        add(format!("{dtype}/alibi"), Case::new(FwdProblem { bias: alibi, mask: "b".parse().unwrap(), ..base() }));
+        add(
+            format!("{dtype}/alibi"),
+            Case::new(FwdProblem { bias: alibi, mask: "b".parse().unwrap(), ..base() }),
+        );
         add(format!("{dtype}/softcap"), Case::new(FwdProblem { softcap: Some(3.0), ..base() }));
-        add(format!("{dtype}/sink"), Case::new(FwdProblem { sink: true, mask: "t:3,0".parse().unwrap(), ..base() }));
+        add(
+            format!("{dtype}/sink"),
+            Case::new(FwdProblem { sink: true, mask: "t:3,0".parse().unwrap(), ..base() }),
+        );
         for scale in [-0.3, 0.0, 4.0, 1e-30] {
-            add(format!("{dtype}/scale/{scale}"), Case::new(FwdProblem { softmax_scale: Some(scale), mask: "t".parse().unwrap(), ..base() }));
+            add(
+                format!("{dtype}/scale/{scale}"),
+                Case::new(FwdProblem { softmax_scale: Some(scale), mask: "t".parse().unwrap(), ..base() }),
+            );
         }
         let dropout = FwdProblem { p_drop: 0.3, write_keep_mask: true, mask: "b".parse().unwrap(), ..base() };
         add(format!("{dtype}/dropout"), Case::new(dropout));
@@ -334,7 +356,10 @@ fn cases(arch: &str) -> Vec<(String, Case)> {
             col_major.v = Strides::bhds(col_major.shape_v());
             add(format!("{dtype}/v-col-major"), Case::new(col_major));
             let negative = with_lse(FwdProblem::batch(dtype, dims(70, 150, 64, 64)));
-            add(format!("{dtype}/scale/-0.3"), Case::new(FwdProblem { softmax_scale: Some(-0.3), ..negative }));
+            add(
+                format!("{dtype}/scale/-0.3"),
+                Case::new(FwdProblem { softmax_scale: Some(-0.3), ..negative }),
+            );
         }
     }
     all
@@ -352,7 +377,10 @@ fn all_pass(arch: &str) {
             Err(error) => failed.push(format!("{name}: {error}")),
         }
     }
-    println!("{arch}: {count} cases, worst O {:.2} of its allowance, worst LSE error {:.1e}", worst.0, worst.1);
+    println!(
+        "{arch}: {count} cases, worst O {:.2} of its allowance, worst LSE error {:.1e}",
+        worst.0, worst.1
+    );
     assert!(failed.is_empty(), "{} of {count} failed:\n{}", failed.len(), failed.join("\n"));
 }
 

@@ -23,8 +23,9 @@ use fmha_core::backend::unsupported;
 use fmha_core::source::KernelSource;
 use fmha_core::spec::FwdSpec;
 use fmha_core::{
-    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DeviceMemory, Error, FmhaBackend, FwdArgs, FwdPlan, MemorySpace, Plan,
-    PlanOptions, ProblemError, Promises, Refusal, Result, Roofline, Stream, ValidBwd, ValidCombine, ValidFwd,
+    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DeviceMemory, Error, FmhaBackend, FwdArgs, FwdPlan,
+    MemorySpace, Plan, PlanOptions, ProblemError, Promises, Refusal, Result, Roofline, Stream, ValidBwd,
+    ValidCombine, ValidFwd,
 };
 use fmha_kernels_hip::CdnaTile;
 
@@ -166,9 +167,10 @@ impl RocmBackend {
     /// A refusal when `options` ask for another kernel.
     fn asked_for(&self, kernel: &'static str, options: &PlanOptions) -> Result<()> {
         match &options.kernel {
-            Some(asked) if asked != kernel => {
-                Err(self.unsupported(Refusal::new(asked.clone(), format!("kernel {asked} is not {kernel}, the one there is"))))
-            }
+            Some(asked) if asked != kernel => Err(self.unsupported(Refusal::new(
+                asked.clone(),
+                format!("kernel {asked} is not {kernel}, the one there is"),
+            ))),
             _ => Ok(()),
         }
     }
@@ -207,7 +209,8 @@ fn emulator_places() -> Vec<PathBuf> {
     program.ancestors().skip(1).take(3).map(|folder| folder.join(FILE)).collect()
 }
 
-const FWD_PROMISES: Promises = Promises { deterministic: true, batch_invariant: true, graph_capturable: true };
+const FWD_PROMISES: Promises =
+    Promises { deterministic: true, batch_invariant: true, graph_capturable: true };
 
 impl FmhaBackend for RocmBackend {
     fn kind(&self) -> &'static str {

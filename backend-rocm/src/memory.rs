@@ -47,5 +47,6 @@ fn covers(name: &'static str, bytes: usize, buffer: &DevBuffer) -> Result<()> {
     if bytes as u64 <= buffer.bytes() {
         return Ok(());
     }
-    Err(ProblemError::new(name, format!("{name} has {} bytes, but {bytes} are copied", buffer.bytes())).into())
+    Err(ProblemError::new(name, format!("{name} has {} bytes, but {bytes} are copied", buffer.bytes()))
+        .into())
 }

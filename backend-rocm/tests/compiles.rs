@@ -2,8 +2,8 @@
 //! architecture cannot do is refused with the field and the number. Needs a clang, no device.
 
 use fmha_core::{
-    Bias, BiasBroadcast, DType, Descale, Dims, ElementwiseBias, Error, FmhaBackend, FwdProblem, PlanOptions, Strides,
-    VLayout,
+    Bias, BiasBroadcast, DType, Descale, Dims, ElementwiseBias, Error, FmhaBackend, FwdProblem, PlanOptions,
+    Strides, VLayout,
 };
 use fmha_rocm::{Arch, RocmBackend};
 
@@ -27,7 +27,9 @@ fn problems(fp8: DType, fp8_wide: DType) -> Vec<(String, FwdProblem)> {
     let mut all = Vec::new();
     let mut add = |name: &str, problem: FwdProblem| all.push((name.to_owned(), problem));
     for dtype in [DType::F16, DType::Bf16] {
-        for (qk, v) in [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (40, 72), (256, 256), (33, 5), (1, 1)] {
+        for (qk, v) in
+            [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (40, 72), (256, 256), (33, 5), (1, 1)]
+        {
             let mut problem = FwdProblem::batch(dtype, dims(qk, v));
             problem.write_lse = true;
             add(&format!("{dtype}/d{qk}x{v}"), problem);

@@ -3,8 +3,8 @@
 
 use fmha_core::reference::{Precision, combine, forward};
 use fmha_core::{
-    CombineArgs, CombineProblem, DType, DevBuffer, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdProblem,
-    PartialResult, PlanOptions, Shape, Stream,
+    CombineArgs, CombineProblem, DType, DevBuffer, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs,
+    FwdProblem, PartialResult, PlanOptions, Shape, Stream,
 };
 use fmha_rocm::RocmBackend;
 
@@ -66,7 +66,12 @@ fn agrees(dtype: DType, ours: &[u8], theirs: &[f64], allowance: f64) {
 
 /// O in memory's order from the reference's heads.
 fn reference_o(problem: &FwdProblem, q: &[u8], k: &[u8], v: &[u8]) -> Vec<f64> {
-    let args = FwdArgs::new(DevSlice::host(q), DevSlice::host(k), DevSlice::host(v), DevSliceMut::host::<u8>(&mut []));
+    let args = FwdArgs::new(
+        DevSlice::host(q),
+        DevSlice::host(k),
+        DevSlice::host(v),
+        DevSliceMut::host::<u8>(&mut []),
+    );
     let mut o = vec![0.0; problem.shape_o().num_elems() as usize];
     for head in forward(problem, &args, Precision::Exact).unwrap() {
         for (at, value) in head.o.iter().enumerate() {
@@ -82,12 +87,20 @@ fn a_call_a_stream_and_a_graph_give_the_same_bits() {
     let Some(backend) = device("gfx942") else { return };
     assert!(backend.name().contains("emulated"), "{}", backend.name());
     let problem = FwdProblem::batch(DType::F16, DIMS).validate().unwrap();
-    let (q, k, v) = (numbers(DType::F16, 48 * 2 * 64, 1), numbers(DType::F16, 80 * 64, 2), numbers(DType::F16, 80 * 64, 3));
+    let (q, k, v) = (
+        numbers(DType::F16, 48 * 2 * 64, 1),
+        numbers(DType::F16, 80 * 64, 2),
+        numbers(DType::F16, 80 * 64, 3),
+    );
     let (dev_q, dev_k, dev_v) = (upload(&backend, &q), upload(&backend, &k), upload(&backend, &v));
     let plan = backend.plan_fwd(&problem, &PlanOptions::default()).unwrap();
     let mut o = backend.memory().alloc(q.len() as u64).unwrap();
     let run = |o: &mut DevBuffer, stream: Stream| {
-        backend.run_fwd(&plan, &FwdArgs::new(dev_q.slice(), dev_k.slice(), dev_v.slice(), o.slice_mut()), stream)
+        backend.run_fwd(
+            &plan,
+            &FwdArgs::new(dev_q.slice(), dev_k.slice(), dev_v.slice(), o.slice_mut()),
+            stream,
+        )
     };
 
     run(&mut o, Stream::DEFAULT).unwrap();
@@ -132,8 +145,10 @@ fn combine_agrees_with_the_reference_and_empty_parts_are_neutral() {
             for part in &mut lse {
                 DType::F32.write(f64::NEG_INFINITY, &mut part[12..]);
             }
-            let dev: Vec<_> = o.iter().zip(&lse).map(|(o, lse)| (upload(&backend, o), upload(&backend, lse))).collect();
-            let parts: Vec<_> = dev.iter().map(|(o, lse)| PartialResult { o: o.slice(), lse: lse.slice() }).collect();
+            let dev: Vec<_> =
+                o.iter().zip(&lse).map(|(o, lse)| (upload(&backend, o), upload(&backend, lse))).collect();
+            let parts: Vec<_> =
+                dev.iter().map(|(o, lse)| PartialResult { o: o.slice(), lse: lse.slice() }).collect();
             let mut out = backend.memory().alloc(o[0].len() as u64).unwrap();
             let mut out_lse = backend.memory().alloc(120).unwrap();
             let plan = backend.plan_combine(&problem, &PlanOptions::default()).unwrap();
@@ -150,7 +165,10 @@ fn combine_agrees_with_the_reference_and_empty_parts_are_neutral() {
             agrees(dtype, &download(&backend, &out), &want_o, 2.0 * dtype.unit_roundoff());
             for (ours, theirs) in download(&backend, &out_lse).chunks_exact(4).zip(want_lse) {
                 let ours = DType::F32.read(ours);
-                assert!(ours == theirs || (ours - theirs).abs() < 1e-5, "{arch} {dtype}: LSE {ours}, not {theirs}");
+                assert!(
+                    ours == theirs || (ours - theirs).abs() < 1e-5,
+                    "{arch} {dtype}: LSE {ours}, not {theirs}"
+                );
             }
         }
     }

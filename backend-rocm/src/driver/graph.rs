@@ -87,7 +87,11 @@ impl Drop for Event {
 
 impl Graph {
     /// Captures what `queue` puts on `stream`, which is not the default one, instead of running it.
-    pub(crate) fn capture(driver: &Driver, stream: Stream, queue: impl FnOnce() -> Result<()>) -> Result<Self> {
+    pub(crate) fn capture(
+        driver: &Driver,
+        stream: Stream,
+        queue: impl FnOnce() -> Result<()>,
+    ) -> Result<Self> {
         driver.select()?;
         let (begin, end, instantiate, destroy) = (
             optional!(driver, hipStreamBeginCapture)?,
@@ -104,9 +108,8 @@ impl Graph {
         queued.and(ended)?;
         let mut executable: Handle = std::ptr::null_mut();
         // SAFETY: `graph` was captured; the error node and the log are optional.
-        let status = unsafe {
-            instantiate(&raw mut executable, graph, std::ptr::null_mut(), std::ptr::null_mut(), 0)
-        };
+        let status =
+            unsafe { instantiate(&raw mut executable, graph, std::ptr::null_mut(), std::ptr::null_mut(), 0) };
         // SAFETY: the executable graph is a copy; this one is used no more.
         unsafe { destroy(graph) };
         driver.check("hipGraphInstantiate", status)?;

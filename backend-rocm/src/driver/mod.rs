@@ -38,9 +38,9 @@ impl Driver {
     pub(crate) fn open(hip: Hip, ordinal: usize) -> Result<Self> {
         let driver = Self { hip: Arc::new(hip), ordinal: 0 };
         // SAFETY: HIP's own entry; no arguments but a flag that must be 0.
-        driver
-            .check("hipInit", unsafe { (driver.hip.hipInit)(0) })
-            .map_err(|error| Error::NoDevice(format!("HIP has no device: {error}")))?;
+        let status = unsafe { (driver.hip.hipInit)(0) };
+        let no_device = |error| Error::NoDevice(format!("HIP has no device: {error}"));
+        driver.check("hipInit", status).map_err(no_device)?;
         driver.at(ordinal)
     }
 
@@ -60,7 +60,9 @@ impl Driver {
             .map_err(|error| Error::NoDevice(format!("HIP has no device: {error}")))?;
         match c_int::try_from(ordinal) {
             Ok(ordinal) if ordinal < count => Ok(Self { hip: Arc::clone(&self.hip), ordinal }),
-            _ => Err(Error::NoDevice(format!("ordinal {ordinal} is not below HIP's number of devices {count}"))),
+            _ => Err(Error::NoDevice(format!(
+                "ordinal {ordinal} is not below HIP's number of devices {count}"
+            ))),
         }
     }
 
@@ -80,7 +82,8 @@ impl Driver {
         self.check("hipGetDevicePropertiesR0600", status)?;
         let text = |at: usize| {
             let bytes = &properties.0[at..at + 256];
-            CStr::from_bytes_until_nul(bytes).map_or_else(|_| String::new(), |c| c.to_string_lossy().into_owned())
+            CStr::from_bytes_until_nul(bytes)
+                .map_or_else(|_| String::new(), |c| c.to_string_lossy().into_owned())
         };
         let at = DeviceProperties::MULTI_PROCESSOR_COUNT;
         let count: [u8; 4] = std::array::from_fn(|i| properties.0[at + i]);
@@ -174,7 +177,8 @@ impl Driver {
             what: format!("kernel {entry:?}"),
             text: "a symbol has no NUL".to_owned(),
         })?;
-        let mut function = Function { driver: self.clone(), module: std::ptr::null_mut(), function: std::ptr::null_mut() };
+        let mut function =
+            Function { driver: self.clone(), module: std::ptr::null_mut(), function: std::ptr::null_mut() };
         // SAFETY: `image` is a whole ELF, which says its own size.
         let status = unsafe { (self.hip.hipModuleLoadData)(&raw mut function.module, image.as_ptr().cast()) };
         self.check("hipModuleLoadData", status)?;
@@ -201,7 +205,7 @@ impl Driver {
             return Ok(());
         }
         // SAFETY: HIP returns a static C string for every code, known or not.
-        let text = unsafe { owned(( self.hip.hipGetErrorString)(status)) };
+        let text = unsafe { owned((self.hip.hipGetErrorString)(status)) };
         Err(Error::Driver { call, code: status, text })
     }
 }

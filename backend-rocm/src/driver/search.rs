@@ -76,7 +76,8 @@ mod tests {
     #[test]
     fn an_incomplete_library_is_refused_with_what_it_lacks() {
         // libc is a library, but not HIP.
-        let error = hip_at(&[PathBuf::from("libc.so.6")]).err().map(|error| error.to_string()).unwrap_or_default();
+        let error =
+            hip_at(&[PathBuf::from("libc.so.6")]).err().map(|error| error.to_string()).unwrap_or_default();
         assert!(error.contains("libc.so.6 lacks hipInit, "), "{error}");
     }
 

@@ -22,7 +22,11 @@ const STAGES: i64 = 2;
 ///
 /// # Errors
 /// The field that it does not take, and its number.
-pub(crate) fn accept(problem: &FwdProblem, arch: Arch, options: &PlanOptions) -> Result<(FwdSpec, CdnaTile), Refusal> {
+pub(crate) fn accept(
+    problem: &FwdProblem,
+    arch: Arch,
+    options: &PlanOptions,
+) -> Result<(FwdSpec, CdnaTile), Refusal> {
     let spec = FwdSpec::of(problem);
     for (field, dtype) in [("dtype_qk", spec.dtype_qk), ("dtype_v", spec.dtype_v)] {
         if !arch.multiplies(dtype) {
@@ -46,7 +50,12 @@ pub(crate) fn accept(problem: &FwdProblem, arch: Arch, options: &PlanOptions) ->
     Ok((spec, tile))
 }
 
-fn tile(spec: &FwdSpec, problem: &FwdProblem, arch: Arch, options: &PlanOptions) -> Result<CdnaTile, Refusal> {
+fn tile(
+    spec: &FwdSpec,
+    problem: &FwdProblem,
+    arch: Arch,
+    options: &PlanOptions,
+) -> Result<CdnaTile, Refusal> {
     let (mut block_m, mut block_n) = (None, None);
     for (name, value) in &options.tile {
         let seat = match name.as_str() {
@@ -108,7 +117,9 @@ fn loads_dwords(problem: &FwdProblem, tile: &CdnaTile) -> bool {
     let (q, k, v) = (problem.shape_q(), problem.shape_k(), problem.shape_v());
     let (qk_size, v_size) = (problem.dtype_qk.size_bytes() as i64, problem.dtype_v.size_bytes() as i64);
     let fits = |strides: Strides, rows: i64, row_stride: i64, row_bytes: i64, size: i64| {
-        [strides.batch * size, strides.head * size, row_stride * size, row_bytes].iter().all(|n| n % DWORD == 0)
+        [strides.batch * size, strides.head * size, row_stride * size, row_bytes]
+            .iter()
+            .all(|n| n % DWORD == 0)
             && (rows + 1).saturating_mul(row_stride * size) < i64::from(i32::MAX) / 2
     };
     let qk_bytes = i64::from(q.dim) * qk_size;
@@ -118,7 +129,8 @@ fn loads_dwords(problem: &FwdProblem, tile: &CdnaTile) -> bool {
         }
         // A packed sequence may start at any key, so at any byte of the row.
         VLayout::ColMajor => {
-            problem.mode == SeqMode::Batch && fits(problem.v, MAX_HEAD_DIM.into(), problem.v.dim, DWORD, v_size)
+            problem.mode == SeqMode::Batch
+                && fits(problem.v, MAX_HEAD_DIM.into(), problem.v.dim, DWORD, v_size)
         }
     };
     let live = |strides: Strides, shape: fmha_core::Shape| Strides {
@@ -134,7 +146,7 @@ fn loads_dwords(problem: &FwdProblem, tile: &CdnaTile) -> bool {
 /// Whether every run of four elements of O is aligned to its size.
 fn stores_runs(problem: &FwdProblem) -> bool {
     let (o, shape) = (problem.o, problem.shape_o());
-    problem.dims.head_dim_v % 4 == 0
+    problem.dims.head_dim_v.is_multiple_of(4)
         && (shape.batch <= 1 || o.batch % 4 == 0)
         && (shape.head <= 1 || o.head % 4 == 0)
         && (shape.seq <= 1 || o.seq % 4 == 0)
@@ -159,7 +171,7 @@ pub(crate) fn num_threads(tile: &CdnaTile) -> i32 {
 
 pub(crate) fn num_workgroups(problem: &FwdProblem, tile: &CdnaTile) -> i64 {
     let m_blocks = i64::from(problem.dims.seqlen_q).div_euclid(i64::from(tile.block_m))
-        + i64::from(problem.dims.seqlen_q % tile.block_m as u32 != 0);
+        + i64::from(!problem.dims.seqlen_q.is_multiple_of(tile.block_m as u32));
     m_blocks.saturating_mul(i64::from(problem.dims.num_heads_q) * i64::from(problem.dims.batch))
 }
 
@@ -182,7 +194,8 @@ pub(crate) fn source(spec: &FwdSpec, tile: &CdnaTile) -> KernelSource {
         params: "FwdParams p",
         call: "cdna::fwd<kSpec, kTile>(p);",
     };
-    let text = entry.render().replace("using namespace fmha;", "using namespace fmha;\nusing namespace fmha::cdna;");
+    let text =
+        entry.render().replace("using namespace fmha;", "using namespace fmha;\nusing namespace fmha::cdna;");
     KernelSource { entry: text, headers: fmha_kernels_hip::headers() }
 }
 

@@ -19,7 +19,11 @@ pub(crate) fn accept(problem: &CombineProblem) -> Result<CombineSpec, Refusal> {
     }
     let workgroups = num_workgroups(problem);
     if workgroups > u64::from(u32::MAX / NUM_THREADS) {
-        refuse!(NAME, "batch, seqlen_q, num_heads_q and head_dim_v make {workgroups} workgroups, more than {}", u32::MAX / NUM_THREADS);
+        refuse!(
+            NAME,
+            "batch, seqlen_q, num_heads_q and head_dim_v make {workgroups} workgroups, more than {}",
+            u32::MAX / NUM_THREADS
+        );
     }
     Ok(CombineSpec::of(problem))
 }

@@ -35,7 +35,8 @@ pub(crate) fn resources(code: &[u8]) -> Resources {
     let number = |key: &str| {
         let key = [&[0xa0 | key.len() as u8][..], key.as_bytes()].concat();
         let long_key = [&[0xd9, (key.len() - 1) as u8][..], &key[1..]].concat();
-        let after = |key: &[u8]| code.windows(key.len()).position(|window| window == key).map(|at| at + key.len());
+        let after =
+            |key: &[u8]| code.windows(key.len()).position(|window| window == key).map(|at| at + key.len());
         let at = if key.len() <= 32 { after(&key) } else { after(&long_key) };
         let at = at.unwrap_or_else(|| panic!("no {} in the notes", String::from_utf8_lossy(&key[1..])));
         match code[at] {

@@ -105,7 +105,10 @@ fn main_loop(code: &Path) -> Vec<String> {
         let (address, rest) = comment.trim().split_once(':').unwrap_or((comment.trim(), ""));
         let Ok(address) = u64::from_str_radix(address, 16) else { continue };
         if text.contains("branch") {
-            let offset = rest.split("+0x").nth(1).and_then(|hex| u64::from_str_radix(hex.trim_end_matches('>'), 16).ok());
+            let offset = rest
+                .split("+0x")
+                .nth(1)
+                .and_then(|hex| u64::from_str_radix(hex.trim_end_matches('>'), 16).ok());
             targets.insert(address, offset.unwrap_or(0));
         }
         instructions.push((address, text.trim().to_owned()));
@@ -139,7 +142,8 @@ fn main_loop(code: &Path) -> Vec<String> {
     for back in 0..blocks.len() {
         for head in after(back).into_iter().filter(|&head| head <= back) {
             // Blocks lie in the order of the flow, so one sweep finds the best way to each.
-            let mut ways: BTreeMap<usize, ((i64, i64), Vec<usize>)> = BTreeMap::from([(head, (worth(head), vec![head]))]);
+            let mut ways: BTreeMap<usize, ((i64, i64), Vec<usize>)> =
+                BTreeMap::from([(head, (worth(head), vec![head]))]);
             for i in head..back {
                 let Some((value, way)) = ways.get(&i).cloned() else { continue };
                 for next in after(i).into_iter().filter(|&next| next > i && next <= back) {
@@ -150,7 +154,9 @@ fn main_loop(code: &Path) -> Vec<String> {
                     }
                 }
             }
-            if let Some(found) = ways.remove(&back).filter(|found| best.as_ref().is_none_or(|best| found.0 > best.0)) {
+            if let Some(found) =
+                ways.remove(&back).filter(|found| best.as_ref().is_none_or(|best| found.0 > best.0))
+            {
                 best = Some(found);
             }
         }
@@ -175,7 +181,8 @@ fn passes(arch: Arch, main_loop: &[String]) -> Passes {
     std::fs::remove_file(&file).unwrap();
     let total = report.lines().find_map(|line| line.strip_prefix("Total Cycles:")).unwrap();
     let pressure = report.split("Resource pressure per iteration:").nth(1).unwrap().lines().nth(2).unwrap();
-    let pressure: Vec<f64> = pressure.split_whitespace().map(|number| number.parse().unwrap_or(0.0)).collect();
+    let pressure: Vec<f64> =
+        pressure.split_whitespace().map(|number| number.parse().unwrap_or(0.0)).collect();
     let uncounted = F8F6F4_UNCOUNTED * main_loop.iter().filter(|text| text.contains("f8f6f4")).count() as f64;
     // HWBranch, HWExport, HWLGKM, HWSALU, HWVALU, HWVMEM, HWXDL.
     Passes {
