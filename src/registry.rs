@@ -195,8 +195,13 @@ fn cuda(_: u32, _: Option<&str>) -> Result<Arc<dyn FmhaBackend>> {
     Err(Error::NoDevice("this build has no cuda backend".into()))
 }
 
-/// The seat of `fmha_rocm::RocmBackend::open(ordinal, emulate)`.
-fn rocm(_ordinal: u32, _emulate: Option<&str>) -> Result<Arc<dyn FmhaBackend>> {
+#[cfg(feature = "rocm")]
+fn rocm(ordinal: u32, emulate: Option<&str>) -> Result<Arc<dyn FmhaBackend>> {
+    Ok(Arc::new(fmha_rocm::RocmBackend::open(ordinal as usize, emulate)?))
+}
+
+#[cfg(not(feature = "rocm"))]
+fn rocm(_: u32, _: Option<&str>) -> Result<Arc<dyn FmhaBackend>> {
     Err(Error::NoDevice("this build has no rocm backend".into()))
 }
 

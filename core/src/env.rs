@@ -41,5 +41,17 @@ pub const EMULATE: EnvVar = EnvVar {
     meaning: "architecture of a test double's device; a backend sets it when asked to emulate",
 };
 
+/// Which clang compiles AMD kernels.
+pub const HIP_CLANG: EnvVar = EnvVar {
+    name: "FMHA_HIP_CLANG",
+    meaning: "clang that compiles kernels for AMD (default: clang-22, clang, ROCm's, then hipRTC)",
+};
+
+/// Where the emulator's driver library lies.
+pub const EMULATOR_DIR: EnvVar = EnvVar {
+    name: "FMHA_EMULATOR_DIR",
+    meaning: "folder of the emulators' driver libraries (default: beside the program)",
+};
+
 /// Every variable, in the order of the README's table.
-pub const ALL: &[EnvVar] = &[NUM_THREADS, CPU_ISA, NVRTC, DUMP, EMULATE];
+pub const ALL: &[EnvVar] = &[NUM_THREADS, CPU_ISA, NVRTC, HIP_CLANG, DUMP, EMULATE, EMULATOR_DIR];

@@ -2,7 +2,10 @@
 // the few mathematical functions. Header-free: it compiles where no system header is found.
 #pragma once
 
-#if defined(__CUDACC__) || defined(__HIP__)
+#if defined(__HIP__)
+// Attributes, since a bare clang has no header that names them.
+#define FMHA_DEVICE __attribute__((device)) inline __attribute__((always_inline))
+#elif defined(__CUDACC__)
 #define FMHA_DEVICE __device__ __forceinline__
 #else
 #define FMHA_DEVICE inline

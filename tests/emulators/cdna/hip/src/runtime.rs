@@ -55,7 +55,8 @@ pub(crate) struct Stream {
 }
 
 static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| {
-    let names = std::env::var("FMHA_EMULATE").unwrap_or_default();
+    // Nobody loads this library but to emulate: unless told otherwise it has one device of each kind.
+    let names = std::env::var("FMHA_EMULATE").unwrap_or_else(|_| "gfx90a,gfx942,gfx950".to_owned());
     let checks = match std::env::var("FMHA_EMULATE_CHECKS").as_deref() {
         Ok("none") => Checks::NONE,
         _ => Checks::ALL,

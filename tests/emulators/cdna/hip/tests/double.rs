@@ -24,7 +24,7 @@ fn library(name: &str) -> &'static Library {
 
 fn hip<T>(name: &str) -> Symbol<'static, T> {
     // SAFETY: each use gives the type that HIP's headers give.
-    unsafe { library("libamdhip64.so").get(name.as_bytes()) }.unwrap()
+    unsafe { library("libfmha_emu_amdhip64.so").get(name.as_bytes()) }.unwrap()
 }
 
 macro_rules! call {

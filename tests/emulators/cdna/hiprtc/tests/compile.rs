@@ -10,7 +10,8 @@ use libloading::{Library, Symbol};
 fn library() -> Library {
     let test = std::env::current_exe().unwrap();
     let folder = test.parent().unwrap();
-    let places = [folder.join("libhiprtc.so"), folder.parent().unwrap().join("libhiprtc.so")];
+    let places =
+        [folder.join("libfmha_emu_hiprtc.so"), folder.parent().unwrap().join("libfmha_emu_hiprtc.so")];
     let path = places.iter().find(|p| p.exists()).unwrap_or(&places[0]);
     // SAFETY: the library is ours; loading it runs no code.
     unsafe { Library::new(path) }.unwrap()

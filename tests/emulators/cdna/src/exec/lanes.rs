@@ -3,6 +3,7 @@
 
 use crate::inst::{Dpp, Inst, Src, Ty};
 use crate::num::{f16, func};
+use crate::op::Op;
 use crate::wave::{LANES, Lanes, RESULT, SLOT, VREGS, Wave};
 
 /// Source `k`, its low register.
@@ -103,6 +104,8 @@ fn modified(wave: &Wave, inst: &Inst, k: usize) -> Lanes {
         // v_cndmask and v_mov take signs on what is no float to them.
         Ty::F32 | Ty::B32 => signs(&mut lanes, inst, k, 0x8000_0000),
         Ty::F16 => signs(&mut lanes, inst, k, 0x8000),
+        // A choice of bits, but its operands take a float's signs (LLVM: `v_cndmask_b32_e64 v0, -v1, 1.0, vcc`).
+        _ if inst.op == Op::VCndmaskB32 && k < 2 => signs(&mut lanes, inst, k, 0x8000_0000),
         // f64: the sign is in the high register.
         _ => {}
     }

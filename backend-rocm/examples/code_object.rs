@@ -1,0 +1,34 @@
+//! Writes the code object of one plain call: `code_object ARCH DTYPE HEAD_DIM MASK FILE [name=value ...]`.
+
+use fmha_core::{Dims, FmhaBackend, FwdProblem, PlanOptions};
+use fmha_rocm::RocmBackend;
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let [arch, dtype, head_dim, mask, file, tile @ ..] = &args[..] else {
+        return Err("usage: code_object ARCH DTYPE HEAD_DIM MASK FILE [name=value ...]".into());
+    };
+    let head_dim = head_dim.parse()?;
+    let dims = Dims {
+        batch: 4,
+        seqlen_q: 8192,
+        seqlen_k: 8192,
+        num_heads_q: 64,
+        num_heads_kv: 8,
+        head_dim_qk: head_dim,
+        head_dim_v: head_dim,
+    };
+    let mut problem = FwdProblem::batch(dtype.parse()?, dims);
+    problem.mask = mask.parse()?;
+    problem.write_lse = true;
+    let tile = tile
+        .iter()
+        .filter_map(|pair| pair.split_once('='))
+        .map(|(name, value)| (name.to_owned(), value.to_owned()))
+        .collect();
+    let backend = RocmBackend::pretend(arch)?;
+    let plan = backend.plan_fwd(&problem.validate()?, &PlanOptions { tile, ..PlanOptions::default() })?;
+    print!("{plan}");
+    std::fs::write(file, RocmBackend::code_object(&plan).ok_or("no code object")?)?;
+    Ok(())
+}

@@ -1,0 +1,111 @@
+//! The architectures that the kernels know.
+
+use fmha_core::{DType, Error, Result, Roofline};
+
+/// An architecture with MFMA.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Arch {
+    /// CDNA 2: MI210, MI250, MI250X. No FP8.
+    Gfx90a,
+    /// CDNA 3: MI300A, MI300X, MI325X. FP8 in the FNUZ forms.
+    Gfx942,
+    /// CDNA 4: MI350X, MI355X. FP8 in the OCP forms.
+    Gfx950,
+}
+
+impl Arch {
+    /// All of them, oldest first.
+    pub const ALL: [Arch; 3] = [Arch::Gfx90a, Arch::Gfx942, Arch::Gfx950];
+
+    /// From a `gcnArchName` such as `gfx942:sramecc+:xnack-`, or the bare name.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] with the name and the reason.
+    pub fn from_gcn_name(name: &str) -> Result<Self> {
+        let bare = name.split(':').next().unwrap_or(name);
+        Self::ALL.into_iter().find(|arch| arch.name() == bare).ok_or_else(|| {
+            Error::NoDevice(format!(
+                "{name} is no architecture that these kernels know (gfx90a, gfx942, gfx950): they are written \
+                 for waves of 64 and MFMA, which RDNA has not"
+            ))
+        })
+    }
+
+    /// The compiler's name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Arch::Gfx90a => "gfx90a",
+            Arch::Gfx942 => "gfx942",
+            Arch::Gfx950 => "gfx950",
+        }
+    }
+
+    /// LDS of a compute unit, all of which one workgroup may take.
+    #[must_use]
+    pub const fn lds_bytes(self) -> u32 {
+        match self {
+            Arch::Gfx90a | Arch::Gfx942 => 64 * 1024,
+            Arch::Gfx950 => 160 * 1024,
+        }
+    }
+
+    /// Dies with an L2 of their own that workgroups are dealt to in turn.
+    pub(crate) const fn num_xcds(self) -> i32 {
+        match self {
+            Arch::Gfx90a => 1,
+            Arch::Gfx942 | Arch::Gfx950 => 8,
+        }
+    }
+
+    /// Whether its matrix instructions take operands of this type.
+    #[must_use]
+    pub const fn multiplies(self, dtype: DType) -> bool {
+        match dtype {
+            DType::F32 => false,
+            DType::F16 | DType::Bf16 => true,
+            DType::E4m3Fn | DType::E5m2 => matches!(self, Arch::Gfx950),
+            DType::E4m3Fnuz | DType::E5m2Fnuz => matches!(self, Arch::Gfx942),
+        }
+    }
+
+    /// Peak of f16 and bf16, and of memory, as AMD states them for the largest part.
+    pub(crate) fn roofline(self) -> Roofline {
+        let (flops, bytes, part) = match self {
+            Arch::Gfx90a => (383.0e12, 3.2e12, "MI250X"),
+            Arch::Gfx942 => (1307.4e12, 5.3e12, "MI300X"),
+            Arch::Gfx950 => (2516.6e12, 8.0e12, "MI355X"),
+        };
+        Roofline {
+            flops_per_second: Some(flops),
+            bytes_per_second: Some(bytes),
+            source: format!("AMD's stated peak of {part}, f16 and bf16, dense"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn features_after_the_colon_do_not_change_the_architecture() {
+        assert_eq!(Arch::from_gcn_name("gfx942:sramecc+:xnack-").ok(), Some(Arch::Gfx942));
+        assert_eq!(Arch::from_gcn_name("gfx950").ok(), Some(Arch::Gfx950));
+    }
+
+    #[test]
+    fn an_unknown_architecture_is_refused_by_its_name() {
+        let error = Arch::from_gcn_name("gfx1100").unwrap_err().to_string();
+        assert!(error.starts_with("gfx1100 is no architecture"), "{error}");
+    }
+
+    #[test]
+    fn no_architecture_reads_one_fp8_form_as_the_other() {
+        for arch in Arch::ALL {
+            let ocp = arch.multiplies(DType::E4m3Fn) || arch.multiplies(DType::E5m2);
+            let fnuz = arch.multiplies(DType::E4m3Fnuz) || arch.multiplies(DType::E5m2Fnuz);
+            assert!(!(ocp && fnuz), "{arch:?}");
+        }
+    }
+}

@@ -1,0 +1,282 @@
+//! HIP behind `Result`: the only folder that calls the driver.
+
+pub(crate) mod graph;
+pub(crate) mod search;
+pub(crate) mod sys;
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::sync::Arc;
+
+use fmha_core::{Error, Result, Stream};
+
+use self::sys::{DeviceProperties, Handle, Hip, HipStatus};
+
+/// The driver and one of its devices.
+#[derive(Clone)]
+pub(crate) struct Driver {
+    hip: Arc<Hip>,
+    ordinal: c_int,
+}
+
+/// What the driver says of a device.
+#[derive(Clone, Debug)]
+pub(crate) struct DeviceInfo {
+    /// Such as `AMD Instinct MI300X`.
+    pub(crate) name: String,
+    /// Such as `gfx942:sramecc+:xnack-`.
+    pub(crate) gcn_arch_name: String,
+    pub(crate) num_compute_units: u32,
+    /// HIP's own number, 0 where it has none.
+    pub(crate) runtime_version: i32,
+}
+
+impl Driver {
+    /// Initialises `hip` and finds device `ordinal`.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] with the driver's words.
+    pub(crate) fn open(hip: Hip, ordinal: usize) -> Result<Self> {
+        let driver = Self { hip: Arc::new(hip), ordinal: 0 };
+        // SAFETY: HIP's own entry; no arguments but a flag that must be 0.
+        let status = unsafe { (driver.hip.hipInit)(0) };
+        let no_device = |error| Error::NoDevice(format!("HIP has no device: {error}"));
+        driver.check("hipInit", status).map_err(no_device)?;
+        driver.at(ordinal)
+    }
+
+    /// The device after this one.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] after the last.
+    pub(crate) fn next(&self) -> Result<Self> {
+        self.at(usize::try_from(self.ordinal).map_or(usize::MAX, |ordinal| ordinal + 1))
+    }
+
+    fn at(&self, ordinal: usize) -> Result<Self> {
+        let mut count: c_int = 0;
+        // SAFETY: `count` is a c_int.
+        let status = unsafe { (self.hip.hipGetDeviceCount)(&raw mut count) };
+        self.check("hipGetDeviceCount", status)
+            .map_err(|error| Error::NoDevice(format!("HIP has no device: {error}")))?;
+        match c_int::try_from(ordinal) {
+            Ok(ordinal) if ordinal < count => Ok(Self { hip: Arc::clone(&self.hip), ordinal }),
+            _ => Err(Error::NoDevice(format!(
+                "ordinal {ordinal} is not below HIP's number of devices {count}"
+            ))),
+        }
+    }
+
+    /// The device's name and architecture.
+    ///
+    /// # Errors
+    /// What the driver said; [`Error::NoDevice`] for libraries before ROCm 6.
+    pub(crate) fn info(&self) -> Result<DeviceInfo> {
+        let Some(get) = self.hip.hipGetDevicePropertiesR0600 else {
+            return Err(Error::NoDevice(
+                "libamdhip64 has no hipGetDevicePropertiesR0600: it is older than ROCm 6.0".to_owned(),
+            ));
+        };
+        let mut properties = Box::new(DeviceProperties([0; DeviceProperties::BYTES]));
+        // SAFETY: the struct has room for HIP's; see its size.
+        let status = unsafe { get(&raw mut *properties, self.ordinal) };
+        self.check("hipGetDevicePropertiesR0600", status)?;
+        let text = |at: usize| {
+            let bytes = &properties.0[at..at + 256];
+            CStr::from_bytes_until_nul(bytes)
+                .map_or_else(|_| String::new(), |c| c.to_string_lossy().into_owned())
+        };
+        let at = DeviceProperties::MULTI_PROCESSOR_COUNT;
+        let count: [u8; 4] = std::array::from_fn(|i| properties.0[at + i]);
+        let mut runtime_version = 0;
+        if let Some(version) = self.hip.hipRuntimeGetVersion {
+            // SAFETY: writes one c_int. Absence of a version is no error: it stays 0.
+            unsafe { version(&raw mut runtime_version) };
+        }
+        Ok(DeviceInfo {
+            name: text(DeviceProperties::NAME),
+            gcn_arch_name: text(DeviceProperties::GCN_ARCH_NAME),
+            num_compute_units: u32::from_ne_bytes(count),
+            runtime_version,
+        })
+    }
+
+    /// Device memory; HIP aligns it to 256 bytes.
+    pub(crate) fn alloc(&self, bytes: u64) -> Result<*mut u8> {
+        self.select()?;
+        let size = usize::try_from(bytes.max(1)).map_err(|_| Error::System {
+            what: format!("{bytes} bytes of device memory"),
+            text: "more than an address can express".to_owned(),
+        })?;
+        let mut address: Handle = std::ptr::null_mut();
+        // SAFETY: `address` is a pointer to fill.
+        let status = unsafe { (self.hip.hipMalloc)(&raw mut address, size) };
+        self.check("hipMalloc", status)?;
+        Ok(address.cast())
+    }
+
+    /// Gives memory of [`alloc`](Self::alloc) back.
+    pub(crate) fn free(&self, address: *mut u8) {
+        // SAFETY: `alloc` gave the address out, and its one owner gives it back once. A failure has
+        // nobody left to hear of it.
+        unsafe { (self.hip.hipFree)(address.cast()) };
+    }
+
+    /// # Safety
+    /// `to .. to + bytes.len()` is device memory that no queued work uses.
+    pub(crate) unsafe fn upload(&self, bytes: &[u8], to: *mut u8) -> Result<()> {
+        self.select()?;
+        // SAFETY: the caller promised `to`; `bytes` is a slice.
+        let status = unsafe { (self.hip.hipMemcpyHtoD)(to.cast(), bytes.as_ptr().cast(), bytes.len()) };
+        self.check("hipMemcpyHtoD", status)
+    }
+
+    /// # Safety
+    /// `from .. from + bytes.len()` is device memory.
+    pub(crate) unsafe fn download(&self, from: *mut u8, bytes: &mut [u8]) -> Result<()> {
+        self.select()?;
+        // SAFETY: the caller promised `from`; `bytes` is a slice.
+        let status = unsafe { (self.hip.hipMemcpyDtoH)(bytes.as_mut_ptr().cast(), from.cast(), bytes.len()) };
+        self.check("hipMemcpyDtoH", status)
+    }
+
+    /// Waits for a stream's work.
+    pub(crate) fn synchronize(&self, stream: Stream) -> Result<()> {
+        self.select()?;
+        if stream == Stream::DEFAULT {
+            // SAFETY: no arguments.
+            let status = unsafe { (self.hip.hipDeviceSynchronize)() };
+            return self.check("hipDeviceSynchronize", status);
+        }
+        // SAFETY: a `Stream` is a handle of this driver's, as its maker says.
+        let status = unsafe { (self.hip.hipStreamSynchronize)(handle(stream)) };
+        self.check("hipStreamSynchronize", status)
+    }
+
+    /// A new queue of work.
+    pub(crate) fn create_stream(&self) -> Result<Stream> {
+        self.select()?;
+        let mut stream: Handle = std::ptr::null_mut();
+        // SAFETY: `stream` is a pointer to fill.
+        let status = unsafe { (self.hip.hipStreamCreate)(&raw mut stream) };
+        self.check("hipStreamCreate", status)?;
+        Ok(Stream(stream as u64))
+    }
+
+    /// Ends a queue of [`create_stream`](Self::create_stream).
+    pub(crate) fn destroy_stream(&self, stream: Stream) -> Result<()> {
+        self.select()?;
+        // SAFETY: `create_stream` made it.
+        let status = unsafe { (self.hip.hipStreamDestroy)(handle(stream)) };
+        self.check("hipStreamDestroy", status)
+    }
+
+    /// Loads a code object and finds `entry` in it.
+    pub(crate) fn load(&self, image: &[u8], entry: &str) -> Result<Function> {
+        self.select()?;
+        let name = CString::new(entry).map_err(|_| Error::System {
+            what: format!("kernel {entry:?}"),
+            text: "a symbol has no NUL".to_owned(),
+        })?;
+        let mut function =
+            Function { driver: self.clone(), module: std::ptr::null_mut(), function: std::ptr::null_mut() };
+        // SAFETY: `image` is a whole ELF, which says its own size.
+        let status = unsafe { (self.hip.hipModuleLoadData)(&raw mut function.module, image.as_ptr().cast()) };
+        self.check("hipModuleLoadData", status)?;
+        // SAFETY: the module is loaded; the name ends in NUL.
+        let status = unsafe {
+            (self.hip.hipModuleGetFunction)(&raw mut function.function, function.module, name.as_ptr())
+        };
+        self.check("hipModuleGetFunction", status)?;
+        Ok(function)
+    }
+
+    pub(super) fn select(&self) -> Result<()> {
+        // HIP's current device belongs to the thread, and the caller's threads are unknown here.
+        // SAFETY: `open` saw that the ordinal exists.
+        self.check("hipSetDevice", unsafe { (self.hip.hipSetDevice)(self.ordinal) })
+    }
+
+    pub(super) fn hip(&self) -> &Hip {
+        &self.hip
+    }
+
+    pub(super) fn check(&self, call: &'static str, status: HipStatus) -> Result<()> {
+        if status == 0 {
+            return Ok(());
+        }
+        // SAFETY: HIP returns a static C string for every code, known or not.
+        let text = unsafe { owned((self.hip.hipGetErrorString)(status)) };
+        Err(Error::Driver { call, code: status, text })
+    }
+}
+
+/// A loaded kernel.
+pub(crate) struct Function {
+    driver: Driver,
+    module: Handle,
+    function: Handle,
+}
+
+// SAFETY: handles of the driver, which is thread-safe; nothing here is changed after loading.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+impl Function {
+    /// Queues the kernel.
+    ///
+    /// # Safety
+    /// `params` is the argument struct that the kernel takes, and the addresses in it are device
+    /// memory as the kernel uses them.
+    pub(crate) unsafe fn launch<P: Copy>(
+        &self,
+        num_workgroups: u32,
+        num_threads: u32,
+        params: &P,
+        stream: Stream,
+    ) -> Result<()> {
+        self.driver.select()?;
+        let mut argument = std::ptr::from_ref(params).cast_mut().cast::<c_void>();
+        // SAFETY: HIP copies the arguments before it returns; the kernel takes one struct, as the
+        // caller promised.
+        let status = unsafe {
+            (self.driver.hip.hipModuleLaunchKernel)(
+                self.function,
+                num_workgroups,
+                1,
+                1,
+                num_threads,
+                1,
+                1,
+                0,
+                handle(stream),
+                &raw mut argument,
+                std::ptr::null_mut(),
+            )
+        };
+        self.driver.check("hipModuleLaunchKernel", status)
+    }
+}
+
+impl Drop for Function {
+    fn drop(&mut self) {
+        if !self.module.is_null() {
+            // SAFETY: loaded by `load`, unloaded once.
+            unsafe { (self.driver.hip.hipModuleUnload)(self.module) };
+        }
+    }
+}
+
+pub(crate) fn handle(stream: Stream) -> Handle {
+    stream.0 as Handle
+}
+
+/// # Safety
+/// `text` is null or a C string.
+pub(crate) unsafe fn owned(text: *const c_char) -> String {
+    if text.is_null() {
+        return String::new();
+    }
+    // SAFETY: promised by the caller.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}

@@ -1,0 +1,217 @@
+//! `cdna_fwd`: forward on MFMA.
+
+use fmha_core::source::{Entry, KernelSource};
+use fmha_core::spec::FwdSpec;
+use fmha_core::{DType, FwdArgs, FwdProblem, PlanOptions, Refusal, SeqMode, Strides, VLayout};
+use fmha_kernels_hip::{CdnaTile, LoadPath, StorePath};
+
+use super::{number, refuse};
+use crate::arch::Arch;
+
+pub(crate) const NAME: &str = "cdna_fwd";
+
+/// Rows of a matrix instruction, hence queries of a wave.
+const WAVE_ROWS: i32 = 32;
+const WAVE_THREADS: i32 = 64;
+const MAX_HEAD_DIM: i32 = 256;
+const DWORD: i64 = 4;
+/// Tiles of K, and of V, in LDS.
+const STAGES: i64 = 2;
+
+/// Whether this kernel computes `problem` on `arch`, and with which tile.
+///
+/// # Errors
+/// The field that it does not take, and its number.
+pub(crate) fn accept(
+    problem: &FwdProblem,
+    arch: Arch,
+    options: &PlanOptions,
+) -> Result<(FwdSpec, CdnaTile), Refusal> {
+    let spec = FwdSpec::of(problem);
+    for (field, dtype) in [("dtype_qk", spec.dtype_qk), ("dtype_v", spec.dtype_v)] {
+        if !arch.multiplies(dtype) {
+            refuse!(NAME, "{field} {dtype} is no operand of {}'s matrix instructions", arch.name());
+        }
+    }
+    if spec.dtype_o.is_fp8() && !arch.multiplies(spec.dtype_o) {
+        refuse!(NAME, "dtype_o {} has no conversion on {}", spec.dtype_o, arch.name());
+    }
+    for (field, dim) in [("head_dim_qk", spec.head_dim_qk), ("head_dim_v", spec.head_dim_v)] {
+        if dim > MAX_HEAD_DIM {
+            refuse!(NAME, "{field} {dim} is larger than {MAX_HEAD_DIM}");
+        }
+    }
+    let tile = tile(&spec, problem, arch, options)?;
+    let workgroups = num_workgroups(problem, &tile);
+    let most = i64::from(u32::MAX) / i64::from(num_threads(&tile));
+    if workgroups > most {
+        refuse!(NAME, "seqlen_q, num_heads_q and batch make {workgroups} workgroups, more than {most}");
+    }
+    Ok((spec, tile))
+}
+
+fn tile(
+    spec: &FwdSpec,
+    problem: &FwdProblem,
+    arch: Arch,
+    options: &PlanOptions,
+) -> Result<CdnaTile, Refusal> {
+    let (mut block_m, mut block_n) = (None, None);
+    for (name, value) in &options.tile {
+        let seat = match name.as_str() {
+            "block_m" => &mut block_m,
+            "block_n" => &mut block_n,
+            _ => refuse!(NAME, "tile {name}={value} is unknown (known: block_m, block_n)"),
+        };
+        *seat = Some(number(NAME, name, value)?);
+    }
+    let block_m = block_m.unwrap_or(128);
+    if !(WAVE_ROWS..=512).contains(&block_m) || block_m % WAVE_ROWS != 0 {
+        refuse!(NAME, "tile block_m={block_m} is not a multiple of {WAVE_ROWS} in {WAVE_ROWS}..=512");
+    }
+    let fits = |block_n: &i32| lds_bytes(spec, *block_n) <= i64::from(arch.lds_bytes());
+    let block_n = block_n.unwrap_or_else(|| default_block_n(spec, arch));
+    if ![32, 64, 128].contains(&block_n) {
+        refuse!(NAME, "tile block_n={block_n} is not 32, 64 or 128");
+    }
+    if !fits(&block_n) {
+        refuse!(
+            NAME,
+            "tile block_n={block_n} takes {} bytes of LDS, more than {}",
+            lds_bytes(spec, block_n),
+            arch.lds_bytes()
+        );
+    }
+    let mut tile = CdnaTile {
+        block_m,
+        block_n,
+        load: LoadPath::Vector,
+        store: StorePath::Vector,
+        num_xcds: arch.num_xcds(),
+    };
+    tile.load = if loads_dwords(problem, &tile) { LoadPath::Vector } else { LoadPath::Element };
+    tile.store = if stores_runs(problem) { StorePath::Vector } else { StorePath::Element };
+    Ok(tile)
+}
+
+/// The widest step whose tiles fit the LDS and whose accumulators fit the registers.
+fn default_block_n(spec: &FwdSpec, arch: Arch) -> i32 {
+    let wide = spec.head_dim_qk.max(spec.head_dim_v) > 128;
+    if !wide && lds_bytes(spec, 64) <= i64::from(arch.lds_bytes()) { 64 } else { 32 }
+}
+
+/// LDS of the tiles, as `cdna/config.h` lays them out; the compiler has the last word.
+fn lds_bytes(spec: &FwdSpec, block_n: i32) -> i64 {
+    let pitch = |row_bytes: i32| {
+        let chunks = row_bytes.div_euclid(16);
+        16 * if chunks & (chunks - 1) == 0 { chunks } else { chunks | 1 }
+    };
+    let up = |x: i32, to: i32| (x + to - 1) / to * to;
+    let k = block_n * pitch(up(spec.head_dim_qk * spec.dtype_qk.size_bytes() as i32, 32));
+    let v = up(spec.head_dim_v, WAVE_ROWS) * pitch(block_n * spec.dtype_v.size_bytes() as i32);
+    STAGES * i64::from(k + v)
+}
+
+/// Whether every row of Q, K and V starts and ends on a dword, and a tile's rows within 2^31 bytes.
+fn loads_dwords(problem: &FwdProblem, tile: &CdnaTile) -> bool {
+    let (q, k, v) = (problem.shape_q(), problem.shape_k(), problem.shape_v());
+    let (qk_size, v_size) = (problem.dtype_qk.size_bytes() as i64, problem.dtype_v.size_bytes() as i64);
+    let fits = |strides: Strides, rows: i64, row_stride: i64, row_bytes: i64, size: i64| {
+        [strides.batch * size, strides.head * size, row_stride * size, row_bytes]
+            .iter()
+            .all(|n| n % DWORD == 0)
+            && (rows + 1).saturating_mul(row_stride * size) < i64::from(i32::MAX) / 2
+    };
+    let qk_bytes = i64::from(q.dim) * qk_size;
+    let v_fits = match problem.v_layout {
+        VLayout::RowMajor => {
+            fits(problem.v, tile.block_n.into(), problem.v.seq, i64::from(v.dim) * v_size, v_size)
+        }
+        // A packed sequence may start at any key, so at any byte of the row.
+        VLayout::ColMajor => {
+            problem.mode == SeqMode::Batch
+                && fits(problem.v, MAX_HEAD_DIM.into(), problem.v.dim, DWORD, v_size)
+        }
+    };
+    let live = |strides: Strides, shape: fmha_core::Shape| Strides {
+        batch: if shape.batch > 1 { strides.batch } else { 0 },
+        head: if shape.head > 1 { strides.head } else { 0 },
+        ..strides
+    };
+    fits(live(problem.q, q), tile.block_m.into(), problem.q.seq, qk_bytes, qk_size)
+        && fits(live(problem.k, k), tile.block_n.into(), problem.k.seq, qk_bytes, qk_size)
+        && v_fits
+}
+
+/// Whether every run of four elements of O is aligned to its size.
+fn stores_runs(problem: &FwdProblem) -> bool {
+    let (o, shape) = (problem.o, problem.shape_o());
+    problem.dims.head_dim_v.is_multiple_of(4)
+        && (shape.batch <= 1 || o.batch % 4 == 0)
+        && (shape.head <= 1 || o.head % 4 == 0)
+        && (shape.seq <= 1 || o.seq % 4 == 0)
+}
+
+/// The tile that these pointers allow: the plan's, or the one that takes any address.
+pub(crate) fn tile_for(tile: CdnaTile, problem: &FwdProblem, args: &FwdArgs<'_>) -> CdnaTile {
+    let inputs = [args.q.as_ptr(), args.k.as_ptr(), args.v.as_ptr()];
+    let dwords = inputs.iter().all(|ptr| (*ptr as i64) % DWORD == 0);
+    let run_bytes = 4 * problem.dtype_o.size_bytes() as usize;
+    let runs = (args.o.as_mut_ptr() as usize).is_multiple_of(run_bytes);
+    CdnaTile {
+        load: if dwords { tile.load } else { LoadPath::Element },
+        store: if runs { tile.store } else { StorePath::Element },
+        ..tile
+    }
+}
+
+pub(crate) fn num_threads(tile: &CdnaTile) -> i32 {
+    tile.block_m / WAVE_ROWS * WAVE_THREADS
+}
+
+pub(crate) fn num_workgroups(problem: &FwdProblem, tile: &CdnaTile) -> i64 {
+    let m_blocks = i64::from(problem.dims.seqlen_q).div_euclid(i64::from(tile.block_m))
+        + i64::from(!problem.dims.seqlen_q.is_multiple_of(tile.block_m as u32));
+    m_blocks.saturating_mul(i64::from(problem.dims.num_heads_q) * i64::from(problem.dims.batch))
+}
+
+/// Waves of a SIMD that the compiler is to leave registers for: what a workgroup alone brings. A second
+/// one would halve the registers, and both products' accumulators would spill.
+fn waves_per_simd(tile: &CdnaTile) -> i32 {
+    const SIMDS: i32 = 4;
+    (tile.block_m / WAVE_ROWS + SIMDS - 1) / SIMDS
+}
+
+pub(crate) fn source(spec: &FwdSpec, tile: &CdnaTile) -> KernelSource {
+    let threads = num_threads(tile);
+    let waves = waves_per_simd(tile);
+    let entry = Entry {
+        include: "fmha/cdna/fwd.h",
+        constants: &[("kSpec", spec), ("kTile", tile)],
+        bounds: &format!(
+            "__attribute__((amdgpu_flat_work_group_size({threads}, {threads}), amdgpu_waves_per_eu({waves}, {waves})))"
+        ),
+        params: "FwdParams p",
+        call: "cdna::fwd<kSpec, kTile>(p);",
+    };
+    let text =
+        entry.render().replace("using namespace fmha;", "using namespace fmha;\nusing namespace fmha::cdna;");
+    KernelSource { entry: text, headers: fmha_kernels_hip::headers() }
+}
+
+/// The rows that a plan prints.
+pub(crate) fn details(spec: &FwdSpec, tile: &CdnaTile, problem: &FwdProblem) -> Vec<(&'static str, String)> {
+    vec![
+        ("tile", format!("block_m {} block_n {}", tile.block_m, tile.block_n)),
+        ("loads", format!("{:?}", tile.load)),
+        ("stores", format!("{:?}", tile.store)),
+        ("lds", format!("{} bytes", lds_bytes(spec, tile.block_n))),
+        ("workgroup", format!("{} threads", num_threads(tile))),
+        ("grid", format!("{} workgroups", num_workgroups(problem, tile))),
+        ("matrix type", format!("{} x {}, then {}", spec.dtype_qk, spec.dtype_qk, dtype_of_p(spec))),
+    ]
+}
+
+fn dtype_of_p(spec: &FwdSpec) -> DType {
+    spec.dtype_v
+}

@@ -1,0 +1,136 @@
+//! Every branch of the contract compiles for every architecture, without spills, and what an
+//! architecture cannot do is refused with the field and the number. Needs a clang, no device.
+
+use fmha_core::{
+    Bias, BiasBroadcast, DType, Descale, Dims, ElementwiseBias, Error, FmhaBackend, FwdProblem, PlanOptions,
+    Strides, VLayout,
+};
+use fmha_rocm::{Arch, RocmBackend};
+
+mod support;
+
+const DIMS: Dims = Dims {
+    batch: 2,
+    seqlen_q: 300,
+    seqlen_k: 500,
+    num_heads_q: 4,
+    num_heads_kv: 2,
+    head_dim_qk: 128,
+    head_dim_v: 128,
+};
+
+fn dims(head_dim_qk: u32, head_dim_v: u32) -> Dims {
+    Dims { head_dim_qk, head_dim_v, ..DIMS }
+}
+
+fn problems(fp8: DType, fp8_wide: DType) -> Vec<(String, FwdProblem)> {
+    let mut all = Vec::new();
+    let mut add = |name: &str, problem: FwdProblem| all.push((name.to_owned(), problem));
+    for dtype in [DType::F16, DType::Bf16] {
+        for (qk, v) in
+            [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (40, 72), (256, 256), (33, 5), (1, 1)]
+        {
+            let mut problem = FwdProblem::batch(dtype, dims(qk, v));
+            problem.write_lse = true;
+            add(&format!("{dtype}/d{qk}x{v}"), problem);
+        }
+    }
+    for dtype in [fp8, fp8_wide] {
+        for (qk, v) in [(64, 64), (128, 128), (256, 256), (72, 40)] {
+            let mut problem = FwdProblem::batch(dtype, dims(qk, v));
+            problem.descale_q = Descale::PerTensor;
+            problem.descale_k = Descale::PerKvHead;
+            problem.descale_v = Descale::PerKvHead;
+            add(&format!("{dtype}/d{qk}x{v}"), problem.clone());
+            problem.descale_v = Descale::None;
+            problem.dtype_v = DType::Bf16;
+            add(&format!("{dtype}+bf16/d{qk}x{v}"), problem.clone());
+        }
+        let mut problem = FwdProblem::batch(dtype, DIMS);
+        problem.dtype_o = dtype;
+        problem.scale_o = true;
+        add(&format!("{dtype}/o-fp8"), problem);
+    }
+    let base = FwdProblem::batch(DType::Bf16, DIMS);
+    for mask in ["t", "b:30,5", "b:30,0,4", "g:3,9"] {
+        add(&format!("mask/{mask}"), FwdProblem { mask: mask.parse().unwrap(), ..base.clone() });
+    }
+    let mut group = FwdProblem::group(DType::Bf16, DIMS, 500, 700);
+    group.seqused_k = true;
+    add("group", group);
+    for dtype in [DType::F32, DType::Bf16] {
+        let strides = Strides { batch: 4 * 150_000, seq: 500, head: 150_000, dim: 1 };
+        let bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast: BiasBroadcast::BatchHead, strides });
+        add(&format!("bias/{dtype}"), FwdProblem { bias, ..base.clone() });
+    }
+    add("alibi", FwdProblem { bias: Bias::Alibi { per_batch: false }, ..base.clone() });
+    add("softcap", FwdProblem { softcap: Some(20.0), ..base.clone() });
+    add("sink", FwdProblem { sink: true, ..base.clone() });
+    add("dropout", FwdProblem { p_drop: 0.2, write_keep_mask: true, ..base.clone() });
+    let mut col_major = base.clone();
+    col_major.v_layout = VLayout::ColMajor;
+    col_major.v = Strides::bhds(col_major.shape_v());
+    add("v-col-major", col_major);
+    let mut odd = base.clone();
+    odd.q.seq += 1;
+    odd.o.seq += 1;
+    odd.o.batch += 300;
+    odd.q.batch += 300;
+    add("odd-strides", odd);
+    add("f32-output", FwdProblem { dtype_o: DType::F32, ..base });
+    all
+}
+
+#[test]
+fn every_branch_of_the_contract_compiles_without_spills() {
+    if !support::clang_is_there() {
+        return;
+    }
+    let mut spilled = Vec::new();
+    for arch in Arch::ALL {
+        let backend = RocmBackend::pretend(arch.name()).unwrap();
+        let (fp8, wide) = if arch == Arch::Gfx950 {
+            (DType::E4m3Fn, DType::E5m2)
+        } else {
+            (DType::E4m3Fnuz, DType::E5m2Fnuz)
+        };
+        for (name, problem) in problems(fp8, wide) {
+            let is_fp8 = problem.dtype_qk.is_fp8();
+            let planned = backend.plan_fwd(&problem.validate().unwrap(), &PlanOptions::default());
+            if is_fp8 && arch == Arch::Gfx90a {
+                let error = planned.unwrap_err();
+                assert!(matches!(error, Error::Unsupported { .. }), "{name}: {error}");
+                assert!(error.to_string().contains("dtype_qk"), "{name}: {error}");
+                continue;
+            }
+            let plan = planned.unwrap_or_else(|error| panic!("{arch:?} {name}: {error}"));
+            let resources = support::resources(&RocmBackend::code_object(&plan).unwrap());
+            if resources.vgpr_spills + resources.sgpr_spills > 0 {
+                spilled.push(format!("{arch:?} {name}: {resources:?}"));
+            }
+        }
+    }
+    assert!(spilled.is_empty(), "{}", spilled.join("\n"));
+}
+
+#[test]
+fn what_the_kernel_does_not_take_is_refused_with_field_and_number() {
+    let backend = RocmBackend::pretend("gfx942").unwrap();
+    let refusal = |problem: FwdProblem, tile: &[(&str, &str)]| {
+        let tile = tile.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+        let options = PlanOptions { tile, ..PlanOptions::default() };
+        backend.plan_fwd(&problem.validate().unwrap(), &options).unwrap_err().to_string()
+    };
+    let bf16 = || FwdProblem::batch(DType::Bf16, DIMS);
+    for (problem, tile, part) in [
+        (FwdProblem::batch(DType::Bf16, dims(320, 128)), &[][..], "head_dim_qk 320 is larger than 256"),
+        (FwdProblem::batch(DType::F32, DIMS), &[], "dtype_qk f32"),
+        (FwdProblem::batch(DType::E4m3Fn, DIMS), &[], "dtype_qk e4m3fn"),
+        (bf16(), &[("block_m", "100")], "block_m=100"),
+        (bf16(), &[("block_n", "128")], "131072 bytes of LDS, more than 65536"),
+        (bf16(), &[("block_k", "1")], "block_k=1 is unknown"),
+    ] {
+        let text = refusal(problem, tile);
+        assert!(text.contains(part), "{text}");
+    }
+}

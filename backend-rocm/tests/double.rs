@@ -1,0 +1,187 @@
+//! The backend as it is, over the emulator's driver library: memory, launches, streams, events, graphs.
+//! Emulated, never run on hardware.
+
+use fmha_core::reference::{Precision, combine, forward};
+use fmha_core::{
+    CombineArgs, CombineProblem, DType, DevBuffer, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs,
+    FwdProblem, PartialResult, PlanOptions, Shape, Stream,
+};
+use fmha_rocm::RocmBackend;
+
+mod support;
+
+const DIMS: Dims = Dims {
+    batch: 1,
+    seqlen_q: 48,
+    seqlen_k: 80,
+    num_heads_q: 2,
+    num_heads_kv: 1,
+    head_dim_qk: 64,
+    head_dim_v: 64,
+};
+
+/// The emulated device, or a word that it is absent.
+fn device(arch: &str) -> Option<RocmBackend> {
+    if !support::clang_is_there() {
+        return None;
+    }
+    match RocmBackend::open(0, Some(arch)) {
+        Ok(backend) => Some(backend),
+        Err(error) => {
+            println!("absent: no emulated {arch}: {error}");
+            None
+        }
+    }
+}
+
+fn numbers(dtype: DType, elems: usize, seed: u32) -> Vec<u8> {
+    let size = dtype.size_bytes() as usize;
+    let mut state = seed;
+    let mut bytes = vec![0; elems * size];
+    for elem in bytes.chunks_exact_mut(size) {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        dtype.write(f64::from(state >> 8) / f64::from(1 << 23) - 1.0, elem);
+    }
+    bytes
+}
+
+fn upload(backend: &RocmBackend, bytes: &[u8]) -> DevBuffer {
+    let mut buffer = backend.memory().alloc(bytes.len() as u64).unwrap();
+    backend.memory().upload(bytes, &mut buffer).unwrap();
+    buffer
+}
+
+fn download(backend: &RocmBackend, buffer: &DevBuffer) -> Vec<u8> {
+    let mut bytes = vec![0; buffer.bytes() as usize];
+    backend.memory().download(buffer, &mut bytes).unwrap();
+    bytes
+}
+
+fn agrees(dtype: DType, ours: &[u8], theirs: &[f64], allowance: f64) {
+    for (index, (elem, theirs)) in ours.chunks_exact(dtype.size_bytes() as usize).zip(theirs).enumerate() {
+        let ours = dtype.read(elem);
+        assert!((ours - theirs).abs() <= allowance, "element {index}: {ours}, not {theirs}");
+    }
+}
+
+/// O in memory's order from the reference's heads.
+fn reference_o(problem: &FwdProblem, q: &[u8], k: &[u8], v: &[u8]) -> Vec<f64> {
+    let args = FwdArgs::new(
+        DevSlice::host(q),
+        DevSlice::host(k),
+        DevSlice::host(v),
+        DevSliceMut::host::<u8>(&mut []),
+    );
+    let mut o = vec![0.0; problem.shape_o().num_elems() as usize];
+    for head in forward(problem, &args, Precision::Exact).unwrap() {
+        for (at, value) in head.o.iter().enumerate() {
+            let (i, d) = (at as u32 / DIMS.head_dim_v, at as u32 % DIMS.head_dim_v);
+            o[problem.o.offset(head.span.storage_batch, i, head.i_head, d) as usize] = *value;
+        }
+    }
+    o
+}
+
+#[test]
+fn a_call_a_stream_and_a_graph_give_the_same_bits() {
+    let Some(backend) = device("gfx942") else { return };
+    assert!(backend.name().contains("emulated"), "{}", backend.name());
+    let problem = FwdProblem::batch(DType::F16, DIMS).validate().unwrap();
+    let (q, k, v) = (
+        numbers(DType::F16, 48 * 2 * 64, 1),
+        numbers(DType::F16, 80 * 64, 2),
+        numbers(DType::F16, 80 * 64, 3),
+    );
+    let (dev_q, dev_k, dev_v) = (upload(&backend, &q), upload(&backend, &k), upload(&backend, &v));
+    let plan = backend.plan_fwd(&problem, &PlanOptions::default()).unwrap();
+    let mut o = backend.memory().alloc(q.len() as u64).unwrap();
+    let run = |o: &mut DevBuffer, stream: Stream| {
+        backend.run_fwd(
+            &plan,
+            &FwdArgs::new(dev_q.slice(), dev_k.slice(), dev_v.slice(), o.slice_mut()),
+            stream,
+        )
+    };
+
+    run(&mut o, Stream::DEFAULT).unwrap();
+    backend.memory().synchronize(Stream::DEFAULT).unwrap();
+    let plain = download(&backend, &o);
+    agrees(DType::F16, &plain, &reference_o(&problem, &q, &k, &v), 2e-3);
+
+    let stream = backend.create_stream().unwrap();
+    let (start, stop) = (backend.create_event().unwrap(), backend.create_event().unwrap());
+    backend.memory().upload(&vec![0; q.len()], &mut o).unwrap();
+    start.record(stream).unwrap();
+    run(&mut o, stream).unwrap();
+    stop.record(stream).unwrap();
+    assert!(stop.milliseconds_since(&start).unwrap() >= 0.0);
+    assert_eq!(download(&backend, &o), plain);
+
+    backend.memory().upload(&vec![0; q.len()], &mut o).unwrap();
+    let graph = backend.capture(stream, || run(&mut o, stream)).unwrap();
+    assert!(download(&backend, &o).iter().all(|&byte| byte == 0), "a captured call ran");
+    // SAFETY: the buffers of the captured call live until the end of this test.
+    unsafe { graph.launch(stream) }.unwrap();
+    backend.memory().synchronize(stream).unwrap();
+    assert_eq!(download(&backend, &o), plain);
+    backend.destroy_stream(stream).unwrap();
+}
+
+#[test]
+fn combine_agrees_with_the_reference_and_empty_parts_are_neutral() {
+    let rows = Shape { batch: 2, seq: 5, head: 3, dim: 40 };
+    for arch in ["gfx90a", "gfx942", "gfx950"] {
+        let Some(backend) = device(arch) else { return };
+        for dtype in [DType::F32, DType::F16, DType::Bf16] {
+            let mut problem = CombineProblem::new(3, dtype, dtype, rows);
+            problem.write_lse = true;
+            let problem = problem.validate().unwrap();
+            let o: Vec<Vec<u8>> = (0..3).map(|n| numbers(dtype, rows.num_elems() as usize, 7 + n)).collect();
+            let mut lse: Vec<Vec<u8>> = (0..3).map(|n| numbers(DType::F32, 30, 70 + n)).collect();
+            // The second part saw nothing, and row 3 no part at all.
+            for elem in lse[1].chunks_exact_mut(4) {
+                DType::F32.write(f64::NEG_INFINITY, elem);
+            }
+            for part in &mut lse {
+                DType::F32.write(f64::NEG_INFINITY, &mut part[12..]);
+            }
+            let dev: Vec<_> =
+                o.iter().zip(&lse).map(|(o, lse)| (upload(&backend, o), upload(&backend, lse))).collect();
+            let parts: Vec<_> =
+                dev.iter().map(|(o, lse)| PartialResult { o: o.slice(), lse: lse.slice() }).collect();
+            let mut out = backend.memory().alloc(o[0].len() as u64).unwrap();
+            let mut out_lse = backend.memory().alloc(120).unwrap();
+            let plan = backend.plan_combine(&problem, &PlanOptions::default()).unwrap();
+            let args = CombineArgs { parts: &parts, o: out.slice_mut(), lse: Some(out_lse.slice_mut()) };
+            backend.run_combine(&plan, &args, Stream::DEFAULT).unwrap();
+
+            let host: Vec<_> = o
+                .iter()
+                .zip(&lse)
+                .map(|(o, lse)| PartialResult { o: DevSlice::host(o), lse: DevSlice::host(lse) })
+                .collect();
+            let args = CombineArgs { parts: &host, o: DevSliceMut::host::<u8>(&mut []), lse: None };
+            let (want_o, want_lse) = combine(&problem, &args).unwrap();
+            agrees(dtype, &download(&backend, &out), &want_o, 2.0 * dtype.unit_roundoff());
+            for (ours, theirs) in download(&backend, &out_lse).chunks_exact(4).zip(want_lse) {
+                let ours = DType::F32.read(ours);
+                assert!(
+                    ours == theirs || (ours - theirs).abs() < 1e-5,
+                    "{arch} {dtype}: LSE {ours}, not {theirs}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn arguments_that_do_not_fit_are_refused_before_anything_runs() {
+    let Some(backend) = device("gfx950") else { return };
+    let problem = FwdProblem::batch(DType::F16, DIMS).validate().unwrap();
+    let plan = backend.plan_fwd(&problem, &PlanOptions::default()).unwrap();
+    let (small, enough) = (backend.memory().alloc(64).unwrap(), backend.memory().alloc(1 << 14).unwrap());
+    let mut o = backend.memory().alloc(1 << 14).unwrap();
+    let args = FwdArgs::new(enough.slice(), small.slice(), enough.slice(), o.slice_mut());
+    let error = backend.run_fwd(&plan, &args, Stream::DEFAULT).unwrap_err().to_string();
+    assert!(error.contains("k has 64 bytes"), "{error}");
+}

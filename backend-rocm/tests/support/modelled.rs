@@ -1,0 +1,199 @@
+//! What the compiler and llvm-mca say of a kernel: registers, LDS, and the passes of its main loop.
+//! Modelled, not measured.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::process::Command;
+
+use fmha_core::{DType, Dims, FmhaBackend, FwdProblem, PlanOptions};
+use fmha_rocm::{Arch, RocmBackend};
+
+use crate::support::{Resources, resources};
+
+const OBJDUMP: &str = "llvm-objdump-22";
+const MCA: &str = "llvm-mca-22";
+/// Passes that llvm-mca 22 does not count of V_MFMA_F32_32X32X64_F8F6F4 on FP8: it takes 16, not 8.
+const F8F6F4_UNCOUNTED: f64 = 8.0;
+
+/// Whether the two tools are there.
+pub(crate) fn tools_are_there() -> bool {
+    let there = [OBJDUMP, MCA].iter().all(|tool| Command::new(tool).arg("--version").output().is_ok());
+    if !there {
+        println!("absent: no {OBJDUMP} or no {MCA}, nothing was modelled");
+    }
+    there
+}
+
+/// The table, tab-separated, with a header line.
+pub(crate) fn table() -> String {
+    let mut text = String::from(
+        "arch\tcall\tvgprs\tagprs\tspills\tlds_bytes\twaves_per_simd\tloop_passes\tmfma_passes\tmfma_percent\tvalu_passes\n",
+    );
+    for arch in Arch::ALL {
+        let fp8 = if arch == Arch::Gfx950 { DType::E4m3Fn } else { DType::E4m3Fnuz };
+        for dtype in [DType::F16, DType::Bf16, fp8] {
+            for (head_dim, mask) in [(64, "0"), (128, "0"), (128, "b"), (256, "0")] {
+                if arch.multiplies(dtype) {
+                    text += &row(arch, dtype, head_dim, mask);
+                }
+            }
+        }
+    }
+    text
+}
+
+fn row(arch: Arch, dtype: DType, head_dim: u32, mask: &str) -> String {
+    let dims = Dims {
+        batch: 4,
+        seqlen_q: 8192,
+        seqlen_k: 8192,
+        num_heads_q: 64,
+        num_heads_kv: 8,
+        head_dim_qk: head_dim,
+        head_dim_v: head_dim,
+    };
+    let mut problem = FwdProblem::batch(dtype, dims);
+    problem.mask = mask.parse().unwrap();
+    problem.write_lse = true;
+    let backend = RocmBackend::pretend(arch.name()).unwrap();
+    let plan = backend.plan_fwd(&problem.validate().unwrap(), &PlanOptions::default()).unwrap();
+    let code = RocmBackend::code_object(&plan).unwrap();
+    let threads = plan.details.iter().find(|(name, _)| *name == "workgroup").unwrap().1.clone();
+    let waves = threads.split(' ').next().unwrap().parse::<u64>().unwrap() / 64;
+    let found = resources(&code);
+    let file = std::env::temp_dir().join(format!("fmha-modelled-{}-{}.co", std::process::id(), arch.name()));
+    std::fs::write(&file, &code).unwrap();
+    let main_loop = main_loop(&file);
+    let passes = passes(arch, &main_loop);
+    std::fs::remove_file(&file).unwrap();
+    format!(
+        "{}\t{dtype}/d{head_dim}/mask {mask}\t{}\t{}\t{}\t{}\t{}\t{:.0}\t{:.0}\t{:.1}\t{:.0}\n",
+        arch.name(),
+        found.vgprs,
+        found.agprs,
+        found.vgpr_spills + found.sgpr_spills,
+        found.lds_bytes,
+        waves_per_simd(arch, &found, waves),
+        passes.total,
+        passes.mfma,
+        100.0 * passes.mfma / passes.total,
+        passes.valu,
+    )
+}
+
+/// Of 512 registers of a SIMD, given out in eights, and of the LDS of a compute unit of four SIMDs.
+fn waves_per_simd(arch: Arch, found: &Resources, waves: u64) -> u64 {
+    let by_registers = 512 / found.vgprs.div_ceil(8).max(1) / 8;
+    let by_lds = u64::from(arch.lds_bytes()) / found.lds_bytes.max(1) * waves / 4;
+    by_registers.min(by_lds).min(8)
+}
+
+struct Passes {
+    total: f64,
+    mfma: f64,
+    valu: f64,
+}
+
+/// One step of the loop with the most matrix instructions: of the ways through it that have them all,
+/// the one with fewest others, which is the step that masks and rescales nothing.
+fn main_loop(code: &Path) -> Vec<String> {
+    let listing = output(Command::new(OBJDUMP).args(["-d", "--no-show-raw-insn"]).arg(code));
+    let mut instructions: Vec<(u64, String)> = Vec::new();
+    let mut targets: BTreeMap<u64, u64> = BTreeMap::new();
+    for line in listing.lines().filter(|line| line.starts_with('\t')) {
+        let Some((text, comment)) = line.trim().split_once("//") else { continue };
+        let (address, rest) = comment.trim().split_once(':').unwrap_or((comment.trim(), ""));
+        let Ok(address) = u64::from_str_radix(address, 16) else { continue };
+        if text.contains("branch") {
+            let offset = rest
+                .split("+0x")
+                .nth(1)
+                .and_then(|hex| u64::from_str_radix(hex.trim_end_matches('>'), 16).ok());
+            targets.insert(address, offset.unwrap_or(0));
+        }
+        instructions.push((address, text.trim().to_owned()));
+    }
+    let base = instructions[0].0;
+    let starts: BTreeSet<u64> = targets.values().map(|offset| base + offset).collect();
+    let mut blocks: Vec<Vec<(u64, String)>> = vec![Vec::new()];
+    for (address, text) in instructions {
+        let ends = text.contains("branch") || text.starts_with("s_endpgm");
+        if starts.contains(&address) && !blocks[blocks.len() - 1].is_empty() {
+            blocks.push(Vec::new());
+        }
+        blocks.last_mut().unwrap().push((address, text));
+        if ends {
+            blocks.push(Vec::new());
+        }
+    }
+    blocks.retain(|block| !block.is_empty());
+    let at: BTreeMap<u64, usize> = blocks.iter().enumerate().map(|(i, block)| (block[0].0, i)).collect();
+    let after = |i: usize| {
+        let (address, text) = blocks[i].last().unwrap();
+        let falls = !text.starts_with("s_branch") && !text.starts_with("s_endpgm") && i + 1 < blocks.len();
+        let jumps = targets.get(address).and_then(|offset| at.get(&(base + offset)).copied());
+        falls.then_some(i + 1).into_iter().chain(jumps).collect::<Vec<_>>()
+    };
+    let worth = |i: usize| {
+        let matrix = blocks[i].iter().filter(|(_, text)| text.contains("mfma")).count() as i64;
+        (matrix, -(blocks[i].len() as i64))
+    };
+    let mut best: Option<((i64, i64), Vec<usize>)> = None;
+    for back in 0..blocks.len() {
+        for head in after(back).into_iter().filter(|&head| head <= back) {
+            // Blocks lie in the order of the flow, so one sweep finds the best way to each.
+            let mut ways: BTreeMap<usize, ((i64, i64), Vec<usize>)> =
+                BTreeMap::from([(head, (worth(head), vec![head]))]);
+            for i in head..back {
+                let Some((value, way)) = ways.get(&i).cloned() else { continue };
+                for next in after(i).into_iter().filter(|&next| next > i && next <= back) {
+                    let (matrix, length) = worth(next);
+                    let value = (value.0 + matrix, value.1 + length);
+                    if ways.get(&next).is_none_or(|(old, _)| value > *old) {
+                        ways.insert(next, (value, way.iter().copied().chain([next]).collect()));
+                    }
+                }
+            }
+            if let Some(found) =
+                ways.remove(&back).filter(|found| best.as_ref().is_none_or(|best| found.0 > best.0))
+            {
+                best = Some(found);
+            }
+        }
+    }
+    let way = best.expect("a kernel with a main loop").1;
+    way.iter()
+        .flat_map(|&i| blocks[i].iter().map(|(_, text)| text.clone()))
+        .filter(|text| !text.contains("branch"))
+        .collect()
+}
+
+fn passes(arch: Arch, main_loop: &[String]) -> Passes {
+    const STEPS: f64 = 100.0;
+    let file = std::env::temp_dir().join(format!("fmha-modelled-{}-{}.s", std::process::id(), arch.name()));
+    std::fs::write(&file, main_loop.join("\n") + "\n").unwrap();
+    let report = output(
+        Command::new(MCA)
+            .args(["-mtriple=amdgcn-amd-amdhsa", "--iterations=100", "--instruction-info=false"])
+            .arg(format!("-mcpu={}", arch.name()))
+            .arg(&file),
+    );
+    std::fs::remove_file(&file).unwrap();
+    let total = report.lines().find_map(|line| line.strip_prefix("Total Cycles:")).unwrap();
+    let pressure = report.split("Resource pressure per iteration:").nth(1).unwrap().lines().nth(2).unwrap();
+    let pressure: Vec<f64> =
+        pressure.split_whitespace().map(|number| number.parse().unwrap_or(0.0)).collect();
+    let uncounted = F8F6F4_UNCOUNTED * main_loop.iter().filter(|text| text.contains("f8f6f4")).count() as f64;
+    // HWBranch, HWExport, HWLGKM, HWSALU, HWVALU, HWVMEM, HWXDL.
+    Passes {
+        total: total.trim().parse::<f64>().unwrap() / STEPS + uncounted,
+        mfma: pressure[6] + uncounted,
+        valu: pressure[4],
+    }
+}
+
+fn output(command: &mut Command) -> String {
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}

@@ -1,0 +1,280 @@
+// From global memory to registers, and from there to LDS: K as it lies, V transposed, so that both
+// products read their operands as 16-byte fragments.
+#pragma once
+#include <fmha/cdna/config.h>
+#include <fmha/isa/buffer.h>
+
+namespace fmha::cdna {
+
+// Rows of a matrix in global memory, from one tile's first element on. What lies outside them, and
+// outside the first `row_bytes` of each, reads as 0 and is not touched.
+struct Rows {
+  const uint8_t* data;
+  int64_t stride_bytes;
+  int32_t num_rows;
+  int32_t row_bytes;
+};
+
+template <int words>
+using Words = Array<uint32_t, words>;
+
+// Reads `words` dwords at (row, byte) through a descriptor. Rows start and end on dwords.
+template <int words, bool whole_reads>
+class VectorReader {
+ public:
+  FMHA_DEVICE VectorReader(Rows rows, int32_t block_rows)
+      : stride_bytes_(int32_t(rows.stride_bytes)), row_bytes_(rows.row_bytes) {
+    const int32_t num_rows = min(rows.num_rows, block_rows);
+    from_ = buffer_descriptor(rows.data, num_rows > 0 ? (num_rows - 1) * stride_bytes_ + row_bytes_ : 0);
+  }
+
+  FMHA_DEVICE Words<words> read(int32_t row, int32_t byte) const {
+    const int32_t offset = byte < row_bytes_ ? row * stride_bytes_ + byte : kOutOfRange;
+    Words<words> x;
+    if constexpr (words == 4) {
+      const u32x4 loaded = buffer_load_dwordx4(from_, offset);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) x[w] = loaded[w];
+    } else if constexpr (words == 2) {
+      const u32x2 loaded = buffer_load_dwordx2(from_, offset);
+      x[0] = loaded[0], x[1] = loaded[1];
+    } else {
+      x[0] = buffer_load_dword(from_, offset);
+    }
+    if constexpr (!whole_reads) {
+      // Beyond the row's end stands the next row, whose NaN is no business of this one.
+#pragma unroll
+      for (int w = 1; w < words; ++w) x[w] = byte + 4 * w < row_bytes_ ? x[w] : 0;
+    }
+    return x;
+  }
+
+ private:
+  BufferDescriptor from_;
+  int32_t stride_bytes_, row_bytes_;
+};
+
+// Reads element by element, at any address.
+template <int words, int elem_bytes>
+class ElementReader {
+ public:
+  FMHA_DEVICE ElementReader(Rows rows, int32_t) : rows_(rows) {}
+
+  FMHA_DEVICE Words<words> read(int32_t row, int32_t byte) const {
+    Words<words> x;
+#pragma unroll
+    for (int w = 0; w < words; ++w) {
+      x[w] = 0;
+#pragma unroll
+      for (int b = 0; b < 4; b += elem_bytes) {
+        const int32_t at = byte + 4 * w + b;
+        if (row < rows_.num_rows && at < rows_.row_bytes) {
+          x[w] |= elem(rows_.data + row * rows_.stride_bytes + at) << (8 * b);
+        }
+      }
+    }
+    return x;
+  }
+
+ private:
+  static FMHA_DEVICE uint32_t elem(const uint8_t* from) {
+    if constexpr (elem_bytes == 1) return *from;
+    return *reinterpret_cast<const uint16_t*>(from);
+  }
+
+  Rows rows_;
+};
+
+template <LoadPath path, int words, int elem_bytes, bool whole_reads>
+struct ReaderOf {
+  using type = VectorReader<words, whole_reads>;
+};
+template <int words, int elem_bytes, bool whole_reads>
+struct ReaderOf<LoadPath::Element, words, elem_bytes, whole_reads> {
+  using type = ElementReader<words, elem_bytes>;
+};
+
+FMHA_DEVICE Frag frag_of(const Words<4>& x) { return Frag{x[0], x[1], x[2], x[3]}; }
+
+// Q of one wave: its lane's query, in fragments.
+template <FwdSpec spec, CdnaTile tile>
+FMHA_DEVICE void load_q(Array<Frag, Config<spec, tile>::qk_steps>& q, Rows rows, int32_t row) {
+  using C = Config<spec, tile>;
+  using Reader = typename ReaderOf<tile.load, 4, C::qk_bytes, C::qk_row_bytes % kFragBytes == 0>::type;
+  const Reader reader(rows, tile.block_m);
+#pragma unroll
+  for (int c = 0; c < C::qk_steps; ++c) {
+    q[c] = frag_of(reader.read(row, c * kStepBytes + lane_half() * kFragBytes));
+  }
+}
+
+// One K tile on its way: read by all threads, 16 bytes each in turn.
+template <FwdSpec spec, CdnaTile tile>
+class KLoad {
+  using C = Config<spec, tile>;
+  static constexpr int chunks_per_row = C::qk_steps * 2;
+  static constexpr int num_chunks = tile.block_n * chunks_per_row;
+  static constexpr int per_thread = ceil_div(num_chunks, C::num_threads);
+
+ public:
+  FMHA_DEVICE void issue(Rows rows) {
+    using Reader = typename ReaderOf<tile.load, 4, C::qk_bytes, C::qk_row_bytes % kFragBytes == 0>::type;
+    const Reader reader(rows, tile.block_n);
+#pragma unroll
+    for (int c = 0; c < per_thread; ++c) {
+      const int id = c * C::num_threads + thread_idx();
+      // A row past the tile is past the descriptor, and past `num_rows` of the reader by elements.
+      chunk_[c] = reader.read(id / chunks_per_row, id % chunks_per_row * kFragBytes);
+    }
+  }
+
+  FMHA_DEVICE void store(typename C::KMatrix& k) const {
+#pragma unroll
+    for (int c = 0; c < per_thread; ++c) {
+      const int id = c * C::num_threads + thread_idx();
+      if (num_chunks % C::num_threads != 0 && id >= num_chunks) continue;
+      *reinterpret_cast<Frag*>(&k.bytes[k.offset(id / chunks_per_row, id % chunks_per_row)]) = frag_of(chunk_[c]);
+    }
+  }
+
+ private:
+  Words<4> chunk_[per_thread];
+};
+
+// Element j of each of four rows, packed: a column of a 4 x n tile of `elem_bytes`.
+template <int elem_bytes, int words>
+FMHA_DEVICE Words<elem_bytes> column_of(const Words<words> (&rows)[kRun], int j) {
+  if constexpr (elem_bytes == 2) {
+    const uint32_t halves = j % 2 ? 0x07060302 : 0x05040100;
+    return {{v_perm_b32(rows[1][j / 2], rows[0][j / 2], halves), v_perm_b32(rows[3][j / 2], rows[2][j / 2], halves)}};
+  } else {
+    const uint32_t bytes = 0x0c0c0400 + (j % 4) * 0x0101;  // 0x0c gives a zero byte
+    return {{v_perm_b32(rows[1][j / 4], rows[0][j / 4], bytes) |
+             v_perm_b32(rows[3][j / 4], rows[2][j / 4], bytes) << 16}};
+  }
+}
+
+// A run of four keys of one column of V goes to its place in the transposed tile.
+template <int elem_bytes, class Matrix>
+FMHA_DEVICE void store_run(Matrix& v, int d, int i_run, Words<elem_bytes> run) {
+  const int byte = i_run * kRun * elem_bytes;
+  uint8_t* to = &v.bytes[v.offset(d, byte / kFragBytes) + byte % kFragBytes];
+  if constexpr (elem_bytes == 2) {
+    *reinterpret_cast<u32x2*>(to) = u32x2{run[0], run[1]};
+  } else {
+    *reinterpret_cast<uint32_t*>(to) = run[0];
+  }
+}
+
+template <FwdSpec spec, CdnaTile tile, VLayout layout = spec.v_layout>
+class VLoad;
+
+// V `[key, dim]`: a thread reads a piece of four adjacent keys and writes its columns.
+template <FwdSpec spec, CdnaTile tile>
+class VLoad<spec, tile, VLayout::RowMajor> {
+  using C = Config<spec, tile>;
+  static constexpr int num_runs = tile.block_n / kRun;
+
+  // The widest piece that gives every thread work.
+  static constexpr int pieces(int words) { return num_runs * (C::head_dim_v_padded * C::v_bytes / (4 * words)); }
+  static constexpr int words = pieces(4) >= C::num_threads ? 4 : pieces(2) >= C::num_threads ? 2 : 1;
+  static constexpr int dims = 4 * words / C::v_bytes;
+  static constexpr int pieces_per_row = C::head_dim_v_padded / dims;
+  static constexpr int num_pieces = pieces(words);
+  static constexpr int per_thread = ceil_div(num_pieces, C::num_threads);
+
+ public:
+  FMHA_DEVICE void issue(Rows rows) {
+    using Reader = typename ReaderOf<tile.load, words, C::v_bytes, C::v_row_bytes % (4 * words) == 0>::type;
+    const Reader reader(rows, tile.block_n);
+#pragma unroll
+    for (int c = 0; c < per_thread; ++c) {
+      const Piece at = piece(c);
+#pragma unroll
+      for (int r = 0; r < kRun; ++r) piece_[c][r] = reader.read(at.first_key + r, at.i_piece * 4 * words);
+    }
+  }
+
+  FMHA_DEVICE void store(typename C::VMatrix& v) const {
+#pragma unroll
+    for (int c = 0; c < per_thread; ++c) {
+      if (num_pieces % C::num_threads != 0 && c * C::num_threads + thread_idx() >= num_pieces) continue;
+      const Piece at = piece(c);
+#pragma unroll
+      for (int j = 0; j < dims; ++j) {
+        store_run<C::v_bytes>(v, at.i_piece * dims + j, at.i_run, column_of<C::v_bytes>(piece_[c], j));
+      }
+    }
+  }
+
+ private:
+  struct Piece {
+    int i_run, first_key, i_piece;
+  };
+
+  // Eight lanes read 8 adjacent pieces of a row, the next eight the keys whose runs share a 16-byte
+  // chunk with theirs: global reads stay 128 bytes wide and LDS writes meet each bank once.
+  static FMHA_DEVICE Piece piece(int c) {
+    const int id = c * C::num_threads + thread_idx();
+    constexpr int low = pieces_per_row % 8 == 0 ? 8 : pieces_per_row;
+    constexpr int runs = num_runs % 2 == 0 ? 2 : 1;
+    const int rest = id / (low * runs);
+    const int i_piece = id % low + rest % (pieces_per_row / low) * low;
+    const int i_run = id / low % runs + rest / (pieces_per_row / low) * runs;
+    return {i_run, KeyOrder<C::v_bytes>::first_key(i_run), i_piece};
+  }
+
+  Words<words> piece_[per_thread][kRun];
+};
+
+// V `[dim, key]`: it lies transposed already; only the order of the keys changes.
+template <FwdSpec spec, CdnaTile tile>
+class VLoad<spec, tile, VLayout::ColMajor> {
+  using C = Config<spec, tile>;
+  static constexpr int keys = kFragBytes / C::v_bytes;
+  static constexpr int chunks_per_row = tile.block_n / keys;
+  static constexpr int num_chunks = C::head_dim_v_padded * chunks_per_row;
+  static constexpr int per_thread = ceil_div(num_chunks, C::num_threads);
+
+ public:
+  // Keys past the end are no dword's whole business: the last tile goes element by element.
+  FMHA_DEVICE void issue(Rows rows) {
+    if (rows.row_bytes >= tile.block_n * C::v_bytes) {
+      rows.row_bytes = tile.block_n * C::v_bytes;
+      issue_with<typename ReaderOf<tile.load, 4, C::v_bytes, true>::type>(rows);
+    } else {
+      issue_with<ElementReader<4, C::v_bytes>>(rows);
+    }
+  }
+
+  FMHA_DEVICE void store(typename C::VMatrix& v) const {
+#pragma unroll
+    for (int c = 0; c < per_thread; ++c) {
+      const int id = c * C::num_threads + thread_idx();
+      if (num_chunks % C::num_threads != 0 && id >= num_chunks) continue;
+      const int first_key = id % chunks_per_row * keys;
+#pragma unroll
+      for (int r = 0; r < keys / kRun; ++r) {
+        Words<C::v_bytes> run;
+#pragma unroll
+        for (int w = 0; w < C::v_bytes; ++w) run[w] = chunk_[c][r * C::v_bytes + w];
+        store_run<C::v_bytes>(v, id / chunks_per_row, KeyOrder<C::v_bytes>::run_of(first_key + r * kRun), run);
+      }
+    }
+  }
+
+ private:
+  template <class Reader>
+  FMHA_DEVICE void issue_with(Rows rows) {
+    const Reader reader(rows, C::head_dim_v_padded);
+#pragma unroll
+    for (int c = 0; c < per_thread; ++c) {
+      const int id = c * C::num_threads + thread_idx();
+      chunk_[c] = reader.read(id / chunks_per_row, id % chunks_per_row * kFragBytes);
+    }
+  }
+
+  Words<4> chunk_[per_thread];
+};
+
+}  // namespace fmha::cdna

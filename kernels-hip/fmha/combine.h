@@ -1,0 +1,39 @@
+// Merges partial results over the same rows by their LSE: a thread has one element of O.
+#pragma once
+#include <fmha/isa/lane.h>
+#include <fmha/num.h>
+#include <fmha/online_softmax.h>
+#include <fmha/params.h>
+
+namespace fmha {
+
+constexpr int kCombineThreads = 256;
+
+template <CombineSpec spec>
+FMHA_DEVICE void combine(const CombineParams& p) {
+  const int64_t id = int64_t(workgroup_idx()) * kCombineThreads + thread_idx();
+  const int64_t num_rows = int64_t(p.batch) * p.num_heads_q * p.seqlen_q;
+  const int64_t row = id / spec.head_dim_v;
+  if (row >= num_rows) return;
+  const int32_t dim = int32_t(id % spec.head_dim_v);
+  const int32_t i = int32_t(row % p.seqlen_q);
+  const int32_t i_head = int32_t(row / p.seqlen_q % p.num_heads_q);
+  const int32_t i_batch = int32_t(row / p.seqlen_q / p.num_heads_q);
+
+  OnlineRow merged;
+  float o = 0.f;
+  const int64_t at = i_batch * p.part.batch + i * p.part.row + i_head * p.part.head + dim;
+  for (int32_t n = 0; n < p.num_parts; ++n) {
+    const float lse_log2 = p.parts[n].lse[row] * kLog2E;
+    if (lse_log2 == -infinity()) continue;  // neutral, whatever its O holds
+    const float old_share = merged.raise_to(max(merged.row_max, lse_log2));
+    const float weight = exp2_of(lse_log2 - merged.row_max);
+    merged.row_sum += weight;
+    o = o * old_share + weight * load_elem<spec.dtype_part>(p.parts[n].o, at);
+  }
+  const int64_t to = i_batch * p.o.batch + i * p.o.row + i_head * p.o.head + dim;
+  store_elem<spec.dtype_o>(p.o.data, to, o * merged.normaliser());
+  if (p.lse && dim == 0) p.lse[row] = merged.lse();
+}
+
+}  // namespace fmha

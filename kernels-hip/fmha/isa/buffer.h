@@ -1,0 +1,42 @@
+// Buffer instructions: loads through a descriptor, which gives 0 beyond its end.
+#pragma once
+#include <fmha/isa/hip.h>
+
+namespace fmha {
+
+using BufferDescriptor = __amdgpu_buffer_rsrc_t;
+
+// An offset that no descriptor of ours covers.
+constexpr int32_t kOutOfRange = -2147483647 - 1;
+
+// needs: gfx90a. Buffer resource descriptor, CDNA3 ISA 9.1.5: raw (stride 0), 32-bit data format;
+// `bytes` is less than 2^31.
+FMHA_DEVICE BufferDescriptor buffer_descriptor(const void* base, int32_t bytes) {
+  constexpr int kRawDword = 0x00027000;
+  return __builtin_amdgcn_make_buffer_rsrc(const_cast<void*>(base), 0, bytes, kRawDword);
+}
+
+// needs: gfx90a. BUFFER_LOAD_DWORDX4, CDNA3 ISA 12.13; a dword beyond the end is 0.
+FMHA_DEVICE u32x4 buffer_load_dwordx4(BufferDescriptor from, int32_t offset) {
+  return __builtin_amdgcn_raw_buffer_load_b128(from, offset, 0, 0);
+}
+
+// needs: gfx90a. BUFFER_LOAD_DWORDX2, CDNA3 ISA 12.13; a dword beyond the end is 0.
+FMHA_DEVICE u32x2 buffer_load_dwordx2(BufferDescriptor from, int32_t offset) {
+  return __builtin_amdgcn_raw_buffer_load_b64(from, offset, 0, 0);
+}
+
+// needs: gfx90a. BUFFER_LOAD_DWORD, CDNA3 ISA 12.13; 0 beyond the end.
+FMHA_DEVICE uint32_t buffer_load_dword(BufferDescriptor from, int32_t offset) {
+  return __builtin_amdgcn_raw_buffer_load_b32(from, offset, 0, 0);
+}
+
+#if defined(__gfx950__)
+// needs: gfx950. BUFFER_LOAD_DWORDX4 with LDS = 1, CDNA4 ISA 9.1.9: lane l's 16 bytes go to
+// `to` + 16 l, where `to` is equal in all lanes. Done when vmcnt says so.
+FMHA_DEVICE void buffer_load_dwordx4_lds(BufferDescriptor from, int32_t offset, FMHA_LDS void* to) {
+  __builtin_amdgcn_raw_ptr_buffer_load_lds(from, to, 16, offset, 0, 0, 0);
+}
+#endif
+
+}  // namespace fmha

@@ -1,0 +1,35 @@
+// Where a thread stands, and exchanges between lanes of a wave.
+#pragma once
+#include <fmha/isa/hip.h>
+
+namespace fmha {
+
+constexpr int kWaveSize = 64;
+
+// needs: gfx90a. VGPR initialisation: work-item id X. LLVM AMDGPU usage, "Initial Kernel Execution State".
+FMHA_DEVICE int thread_idx() { return __builtin_amdgcn_workitem_id_x(); }
+
+// needs: gfx90a. SGPR initialisation: workgroup id X. LLVM AMDGPU usage, "Initial Kernel Execution State".
+FMHA_DEVICE int workgroup_idx() { return __builtin_amdgcn_workgroup_id_x(); }
+
+// needs: gfx90a. V_READFIRSTLANE_B32, CDNA3 ISA 12.8: for numbers that are equal in all lanes, so
+// that they live in a scalar register.
+FMHA_DEVICE int v_readfirstlane_b32(int x) { return __builtin_amdgcn_readfirstlane(x); }
+
+// needs: gfx90a. DS_BPERMUTE_B32, CDNA3 ISA 12.12: the value of lane `lane`.
+FMHA_DEVICE float ds_bpermute_b32(int lane, float x) {
+  return __builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute(lane * 4, __builtin_bit_cast(int, x)));
+}
+
+#if defined(__gfx950__)
+// needs: gfx950. V_PERMLANE32_SWAP_B32, CDNA4 ISA 12.8: {low half of a and b, high half of a and b}.
+FMHA_DEVICE u32x2 v_permlane32_swap_b32(uint32_t a, uint32_t b) {
+  auto r = __builtin_amdgcn_permlane32_swap(a, b, false, false);
+  return u32x2{r[0], r[1]};
+}
+#endif
+
+// needs: gfx90a. V_CMP with a scalar destination, CDNA3 ISA 12.9: a bit for each lane.
+FMHA_DEVICE uint64_t v_cmp_ballot(bool x) { return __builtin_amdgcn_ballot_w64(x); }
+
+}  // namespace fmha

@@ -1,0 +1,23 @@
+// Waits and barriers.
+#pragma once
+#include <fmha/isa/hip.h>
+
+namespace fmha {
+
+// needs: gfx90a. S_BARRIER, CDNA3 ISA 4.4: all waves of the workgroup arrive; LDS writes before it
+// are seen after it.
+FMHA_DEVICE void s_barrier() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+  __builtin_amdgcn_s_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+
+// needs: gfx90a. S_WAITCNT, CDNA3 ISA 4.4: until at most `loads` vector memory loads are under way.
+template <int loads>
+FMHA_DEVICE void s_waitcnt_vmcnt() {
+  static_assert(loads >= 0 && loads < 64, "vmcnt has six bits");
+  constexpr int kNoExpWait = 7 << 4, kNoLgkmWait = 15 << 8;
+  __builtin_amdgcn_s_waitcnt((loads & 15) | (loads >> 4) << 14 | kNoExpWait | kNoLgkmWait);
+}
+
+}  // namespace fmha

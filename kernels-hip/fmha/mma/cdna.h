@@ -1,0 +1,173 @@
+// Typed tiles of CDNA's matrix instructions: which register holds which (row, col), products over
+// 32-byte steps, and conversions between an accumulator and an operand.
+//
+// Every product here is 32 x 32 over a wave of 64. Lane l has column (or row) l % 32 of an operand
+// and half l / 32 of each step. A step is 32 bytes of the contracted axis, 16 for each half: 16
+// elements of two bytes, 32 of one. Which elements the hardware pairs inside a step differs from
+// instruction to instruction; a sum does not care, as long as A and B agree.
+#pragma once
+#include <fmha/isa/lane.h>
+#include <fmha/isa/mfma.h>
+#include <fmha/isa/num.h>
+#include <fmha/num.h>
+
+namespace fmha {
+
+constexpr int kEdge = 32;        // rows, and columns, of a product
+constexpr int kFragBytes = 16;   // of a lane, of an operand, of one step
+constexpr int kStepBytes = 2 * kFragBytes;
+
+using Frag = u32x4;
+using Acc = f32x16;
+
+FMHA_DEVICE int lane_idx() { return thread_idx() % kWaveSize; }
+FMHA_DEVICE int lane_col() { return thread_idx() % kEdge; }
+FMHA_DEVICE int lane_half() { return thread_idx() / kEdge % 2; }
+
+// Row of register i of an accumulator: registers come in runs of four adjacent rows.
+// CDNA3 ISA 7.1.4.2, "32x32 output".
+constexpr int kRun = 4;
+FMHA_DEVICE constexpr int acc_row(int i, int half) { return 8 * (i / kRun) + 4 * half + i % kRun; }
+
+// The contraction of P V runs over the rows of an accumulator of S, in the order in which its
+// registers become fragments. So V's row `key` stands at this place of its 32-byte step.
+template <int elem_bytes>
+struct KeyOrder {
+  static constexpr int per_step = kStepBytes / elem_bytes;
+  static constexpr int runs_per_half = per_step / 2 / kRun;
+
+  // The first key of the run of four keys at places 4 * i_run .. 4 * i_run + 3.
+  static FMHA_DEVICE constexpr int first_key(int i_run) {
+    const int in_step = i_run % (2 * runs_per_half);
+    return i_run / (2 * runs_per_half) * per_step + 8 * (in_step % runs_per_half) + 4 * (in_step / runs_per_half);
+  }
+
+  // Inverse of `first_key`, for a key that is a multiple of four.
+  static FMHA_DEVICE constexpr int run_of(int key) {
+    const int in_step = key % per_step;
+    return key / per_step * 2 * runs_per_half + in_step / 4 % 2 * runs_per_half + in_step / 8;
+  }
+};
+
+FMHA_DEVICE long low_half(Frag x) { return __builtin_bit_cast(long, u32x2{x[0], x[1]}); }
+FMHA_DEVICE long high_half(Frag x) { return __builtin_bit_cast(long, u32x2{x[2], x[3]}); }
+
+constexpr bool is_e4m3(DType dtype) { return dtype == DType::E4m3Fn || dtype == DType::E4m3Fnuz; }
+
+// C += A B over one step.
+template <DType dtype>
+FMHA_DEVICE Acc mma_step(Frag a, Frag b, Acc c) {
+  static_assert(dtype != DType::F32, "MFMA of f32 operands is no kernel's here");
+#if defined(__gfx950__)
+  if constexpr (dtype == DType::F16)
+    return v_mfma_f32_32x32x16_f16(__builtin_bit_cast(f16x8, a), __builtin_bit_cast(f16x8, b), c);
+  if constexpr (dtype == DType::Bf16)
+    return v_mfma_f32_32x32x16_bf16(__builtin_bit_cast(bf16x8, a), __builtin_bit_cast(bf16x8, b), c);
+#else
+  if constexpr (dtype == DType::F16) {
+    c = v_mfma_f32_32x32x8_f16(__builtin_bit_cast(f16x4, low_half(a)), __builtin_bit_cast(f16x4, low_half(b)), c);
+    return v_mfma_f32_32x32x8_f16(__builtin_bit_cast(f16x4, high_half(a)), __builtin_bit_cast(f16x4, high_half(b)), c);
+  }
+  if constexpr (dtype == DType::Bf16) {
+    c = v_mfma_f32_32x32x8_bf16(__builtin_bit_cast(s16x4, low_half(a)), __builtin_bit_cast(s16x4, low_half(b)), c);
+    return v_mfma_f32_32x32x8_bf16(__builtin_bit_cast(s16x4, high_half(a)), __builtin_bit_cast(s16x4, high_half(b)), c);
+  }
+#endif
+#if defined(__gfx942__) || defined(__gfx950__)
+  if constexpr (is_e4m3(dtype)) {
+    c = v_mfma_f32_32x32x16_fp8_fp8(low_half(a), low_half(b), c);
+    return v_mfma_f32_32x32x16_fp8_fp8(high_half(a), high_half(b), c);
+  } else if constexpr (is_fp8(dtype)) {
+    c = v_mfma_f32_32x32x16_bf8_bf8(low_half(a), low_half(b), c);
+    return v_mfma_f32_32x32x16_bf8_bf8(high_half(a), high_half(b), c);
+  }
+#else
+  static_assert(!is_fp8(dtype), "gfx90a has no FP8 instructions");
+#endif
+}
+
+// C += A B over two steps; on gfx950 FP8 takes both at once, at twice the rate.
+template <DType dtype>
+FMHA_DEVICE Acc mma_two_steps(Frag a0, Frag b0, Frag a1, Frag b1, Acc c) {
+#if defined(__gfx950__)
+  if constexpr (is_fp8(dtype)) {
+    constexpr F8f6f4 type = is_e4m3(dtype) ? F8f6f4::Fp8 : F8f6f4::Bf8;
+    auto joined = [](Frag x, Frag y) __attribute__((always_inline)) {
+      return s32x8{int(x[0]), int(x[1]), int(x[2]), int(x[3]), int(y[0]), int(y[1]), int(y[2]), int(y[3])};
+    };
+    return v_mfma_f32_32x32x64_f8f6f4<type>(joined(a0, a1), joined(b0, b1), c);
+  }
+#endif
+  c = mma_step<dtype>(a0, b0, c);
+  return mma_step<dtype>(a1, b1, c);
+}
+
+// Four values of at most `max_finite(dtype)` in `dtype`, in the low bytes.
+template <DType dtype>
+FMHA_DEVICE u32x4 pack_run(float a, float b, float c, float d) {
+  if constexpr (dtype == DType::F32) {
+    return u32x4{bits_of(a), bits_of(b), bits_of(c), bits_of(d)};
+  } else if constexpr (dtype == DType::F16) {
+    const u32x2 x = __builtin_bit_cast(u32x2, f16x4{f16(a), f16(b), f16(c), f16(d)});
+    return u32x4{x[0], x[1], 0, 0};
+  } else if constexpr (dtype == DType::Bf16) {
+    using bf16x4 = Vec<bf16, 4>;
+    const u32x2 x = __builtin_bit_cast(u32x2, bf16x4{bf16(a), bf16(b), bf16(c), bf16(d)});
+    return u32x4{x[0], x[1], 0, 0};
+  } else {
+#if defined(__gfx942__) || defined(__gfx950__)
+    if constexpr (is_e4m3(dtype)) {
+      return u32x4{v_cvt_pk_fp8_f32<true>(c, d, v_cvt_pk_fp8_f32<false>(a, b, 0)), 0, 0, 0};
+    } else {
+      return u32x4{v_cvt_pk_bf8_f32<true>(c, d, v_cvt_pk_bf8_f32<false>(a, b, 0)), 0, 0, 0};
+    }
+#else
+    static_assert(!is_fp8(dtype), "gfx90a has no FP8 instructions");
+#endif
+  }
+}
+
+// Two P in bf16 in one word. P is not negative and not subnormal, so half a unit added to the bits
+// rounds to nearest (ties away from 0); gfx950 has an instruction, which rounds ties to even.
+FMHA_DEVICE uint32_t pack_p_bf16(float a, float b) {
+  if constexpr (kArch == Arch::Gfx950) {
+    return __builtin_bit_cast(uint32_t, Vec<bf16, 2>{bf16(a), bf16(b)});
+  } else {
+    constexpr uint32_t kHalfUnit = 0x8000, kHighHalves = 0x07060302;
+    return v_perm_b32(bits_of(b) + kHalfUnit, bits_of(a) + kHalfUnit, kHighHalves);
+  }
+}
+
+// Registers first .. of P become the fragment of one step of P V.
+template <DType dtype>
+FMHA_DEVICE Frag p_frag(const Acc& p, int first) {
+  if constexpr (dtype == DType::F16) {
+    f16x8 x;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = f16(p[first + i]);
+    return __builtin_bit_cast(Frag, x);
+  } else if constexpr (dtype == DType::Bf16) {
+    Frag x;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = pack_p_bf16(p[first + 2 * i], p[first + 2 * i + 1]);
+    return x;
+  } else {
+    Frag x;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      x[i] = pack_run<dtype>(p[first + 4 * i], p[first + 4 * i + 1], p[first + 4 * i + 2], p[first + 4 * i + 3])[0];
+    return x;
+  }
+}
+
+// What the other half of the wave has for the same column.
+FMHA_DEVICE float other_half(float x) {
+#if defined(__gfx950__)
+  const u32x2 swapped = v_permlane32_swap_b32(bits_of(x), bits_of(x));
+  return float_of(lane_half() ? swapped[0] : swapped[1]);
+#else
+  return ds_bpermute_b32(lane_idx() ^ kEdge, x);
+#endif
+}
+
+}  // namespace fmha
