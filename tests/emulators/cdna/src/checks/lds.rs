@@ -141,8 +141,8 @@ impl Lds {
     /// Checks the reads of all active lanes.
     #[inline(always)]
     pub(crate) fn check_reads(&mut self, addresses: &[u32; LANES], bytes: u32, wave: u32, exec: u64) -> Exec {
-        let mine = self.epoch << 8 | (wave + 1);
-        let grain = self.grain;
+        let now = self.epoch << 8;
+        let (mine, grain) = (now | (wave + 1), self.grain);
         for l in 0..LANES {
             if exec >> l & 1 == 0 {
                 continue;
@@ -151,12 +151,14 @@ impl Lds {
             let last = ((addresses[l] + bytes - 1) >> grain) as usize;
             for entry in first..=last {
                 let writer = self.writers[entry];
-                let settled = writer != 0 && writer >> 8 < self.epoch;
-                if (settled || writer == mine) && self.readers[entry] >> 8 != self.epoch {
-                    self.readers[entry] = mine;
-                } else if !(settled || writer == mine) || self.readers[entry] != mine {
+                // Written at all, and before the last barrier.
+                let settled = writer.wrapping_sub(1) < now - 1;
+                if !settled && writer != mine {
                     self.check_read(addresses[l], bytes, wave, l)?;
                 }
+                let reader = self.readers[entry];
+                let other = reader >= now && reader != mine;
+                self.readers[entry] = if other { now | MANY } else { mine };
             }
         }
         Ok(())
