@@ -275,7 +275,6 @@ impl Device {
         options: &Options,
     ) -> Result<Report, Fault> {
         check(kernel, config, args)?;
-        let uses_setmaxnreg = kernel.0.code.iter().any(|i| matches!(i.code, Code::SetMaxNReg { .. }));
         let threads = config.block.iter().product::<u32>().next_multiple_of(32);
         let launch = Arc::new(Launch {
             program: Arc::clone(&kernel.0),
@@ -283,7 +282,7 @@ impl Device {
             options: options.clone(),
             params: args.to_vec(),
             view: self.memory.view(),
-            registers: if uses_setmaxnreg { (65536 / threads / 8 * 8).min(255 / 8 * 8) } else { 32 },
+            registers: launch_registers(&kernel.0, threads),
             simd: detect(),
             stop: AtomicBool::new(false),
             global_events: AtomicU64::new(0),
@@ -291,6 +290,25 @@ impl Device {
         });
         run_grid(&launch)
     }
+}
+
+/// Registers a thread holds at launch. Without `setmaxnreg` the number has no consequence; with it, compilers give
+/// the most that fits the file, yet no more than any `setmaxnreg.inc` asks for.
+fn launch_registers(program: &Program, threads: u32) -> u32 {
+    let value = |reg: crate::op::Reg| {
+        program.const_words.iter().find(|(row, _)| usize::from(*row) == reg.row()).map(|&(_, value)| value)
+    };
+    let mut uses = false;
+    let mut most = 65536 / threads / 8 * 8;
+    for inst in &program.code {
+        if let Code::SetMaxNReg { increase } = inst.code {
+            uses = true;
+            if increase {
+                most = most.min(value(inst.src[0]).unwrap_or(most));
+            }
+        }
+    }
+    if uses { most.min(248) } else { 32 }
 }
 
 fn refuse(text: String) -> Fault {
