@@ -146,6 +146,10 @@ fn the_arrows_between_crates_are_as_drawn() {
             "fmha-cuda" => &["fmha-core", "fmha-kernels-cuda"],
             "fmha-rocm" => &["fmha-core", "fmha-kernels-hip"],
             "fmha" => &["fmha-core", "fmha-cpu", "fmha-cuda", "fmha-rocm", "fmha-conformance"],
+            // The emulators stand apart: they know instructions, not attention.
+            "fmha-emu-hip" | "fmha-emu-hiprtc" => &["fmha-emu-cdna"],
+            "fmha-emu-libcuda" => &["fmha-emu-ptx"],
+            "fmha-emu-cdna" | "fmha-emu-ptx" => &[],
             _ => &["fmha", "fmha-core"],
         }
     };
