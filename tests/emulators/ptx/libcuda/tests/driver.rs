@@ -38,7 +38,8 @@ DONE:
 fn library() -> Library {
     let exe = std::env::current_exe().unwrap();
     let folder = exe.parent().unwrap();
-    let candidates: [PathBuf; 2] = [folder.join("libfmha_emu_libcuda.so"), folder.parent().unwrap().join("libfmha_emu_libcuda.so")];
+    let candidates: [PathBuf; 2] =
+        [folder.join("libfmha_emu_libcuda.so"), folder.parent().unwrap().join("libfmha_emu_libcuda.so")];
     let path = candidates.iter().find(|p| p.exists()).expect("cargo builds the library before its tests");
     // SAFETY: the library's initialisers are Rust's own.
     unsafe { Library::new(path) }.unwrap()
