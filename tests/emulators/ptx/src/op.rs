@@ -754,6 +754,7 @@ pub(crate) struct Program {
     /// Rows that hold constants.
     pub(crate) const_words: Vec<(u16, u32)>,
     pub(crate) const_doubles: Vec<(u16, u64)>,
+    pub(crate) const_preds: Vec<(u16, bool)>,
     pub(crate) specials: Vec<(Reg, Special)>,
     pub(crate) local_bytes: u32,
     pub(crate) static_shared: u32,

@@ -88,6 +88,7 @@ fn integer_instructions_agree_with_rust() {
         ("setp.ne.b32 %q, %c, 0; setp.eq.and.s32 %p, %a, %b, %q; selp.b32 %d, 1, 0, %p;", |a, b, c| {
             u32::from(a == b && c != 0)
         }),
+        ("mov.pred %p, -1; mov.pred %q, 0; and.pred %q, %p, %q; selp.b32 %d, %a, %b, %q;", |_, b, _| b),
         ("add.cc.u32 %w0, %a, %b; addc.u32 %d, 0, 0;", |a, b, _| u32::from(a.checked_add(b).is_none())),
         ("cvt.u16.u32 %h0, %a; cvt.s32.s16 %d, %h0;", |a, _, _| i32::from(a as u16 as i16) as u32),
         ("cvt.s32.s8 %d, %a;", |a, _, _| i32::from(a as u8 as i8) as u32),

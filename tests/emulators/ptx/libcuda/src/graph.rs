@@ -51,7 +51,13 @@ impl Node {
             }
             Self::Launch { kernel, config, args } => {
                 let options = state.options.clone();
-                let result = state.device.launch(kernel, config, args, &options).map(drop);
+                // A panic must not cross the C interface; it is a fault of the emulator, and said so.
+                let run = || state.device.launch(kernel, config, args, &options).map(drop);
+                let Ok(result) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) else {
+                    eprintln!("emulated driver: the emulator itself failed in `{}`", kernel.name());
+                    state.sticky = Some(LAUNCH_FAILED);
+                    return LAUNCH_FAILED;
+                };
                 if let Err(fault) = result {
                     state.report(&format!("kernel `{}`", kernel.name()), &fault);
                     state.sticky = Some(LAUNCH_FAILED);

@@ -275,6 +275,11 @@ impl<'a> Decoder<'a> {
 
     /// A source operand of type `ty`, as a row of the file that holds such values.
     pub(super) fn src(&mut self, operand: &Operand, ty: Ty) -> Result<Reg, Fault> {
+        if let (Ty::Pred, Operand::Int(v)) = (ty, operand) {
+            let reg = self.row(File::Pred);
+            self.program.const_preds.push((reg.row() as u16, *v != 0));
+            return Ok(reg);
+        }
         let wide = ty.bytes() == 8;
         let constant = match operand {
             Operand::Name(name) => {

@@ -110,6 +110,9 @@ impl Warp {
         for &(row, value) in &program.const_words {
             warp.w[usize::from(row)] = [value; 32];
         }
+        for &(row, value) in &program.const_preds {
+            warp.p[usize::from(row)] = if value { u32::MAX } else { 0 };
+        }
         for &(row, value) in &program.const_doubles {
             warp.d[usize::from(row)] = [value; 32];
         }
