@@ -129,11 +129,7 @@ FMHA_DEVICE void drop(Acc& p_tile, const FwdParams& p, const Job& job, int32_t q
 #pragma unroll
   for (int i = 0; i < 16; i += kRun) {
     // A run of an accumulator's rows is one call of the generator.
-    // Its ten keys are made anew each time: hoisted out of the loop they would not fit the scalar registers.
-    const uint32_t key_low = v_readfirstlane_b32(p.dropout_key_low), key_high = v_readfirstlane_b32(p.dropout_key_high);
-    const uint32_t j_quad = (first_key + acc_row(i, lane_half())) / kRun;
-    const Array<uint32_t, 4> words = philox4x32_10(
-        {{j_quad, uint32_t(query), uint32_t(batch_head), p.dropout_offset}}, key_low, key_high);
+    const Array<uint32_t, 4> words = dropout_words(p, batch_head, query, (first_key + acc_row(i, lane_half())) / kRun);
 #pragma unroll
     for (int r = 0; r < kRun; ++r) p_tile[i + r] = words[r] < p.dropout_threshold ? p_tile[i + r] : 0.f;
   }
