@@ -23,7 +23,7 @@ use fmha_core::{
 use fmha_kernels_cuda::combine;
 
 use driver::{Device, Grid, Kernel as Loaded};
-use kernels::{Call, DeviceFacts, Kernel, Recipe as _};
+use kernels::{Call, Choice, DeviceFacts, Kernel, Recipe as _};
 use modules::Modules;
 
 /// A GPU behind NVIDIA's driver.
@@ -39,6 +39,13 @@ struct CudaMemory(Arc<Device>);
 
 /// What a forward plan keeps of its choice.
 struct FwdHandle {
+    chosen: Ready,
+    /// What serves operands whose addresses the chosen kernel does not take, if the caller allows it.
+    stand_in: Option<Ready>,
+}
+
+/// A kernel that can be launched.
+struct Ready {
     kernel: Kernel,
     loaded: Arc<Loaded>,
     grid: Grid,
@@ -88,6 +95,15 @@ impl CudaBackend {
     }
 }
 
+impl CudaBackend {
+    /// Compiles and loads what was chosen.
+    fn ready(&self, choice: &Choice) -> Result<Ready> {
+        let kernel = choice.kernel;
+        let loaded = self.modules.load(kernel.name(), &choice.source, &self.facts.arch, choice.smem_bytes)?;
+        Ok(Ready { kernel, loaded, grid: choice.grid })
+    }
+}
+
 /// The same bits every run: each row is one warpgroup's or one warp's, in one order of keys. A tile
 /// that is chosen for the longest sequence sets that order, so the company in a batch may matter.
 const fn promises(tiled: bool) -> Promises {
@@ -133,7 +149,15 @@ impl FmhaBackend for CudaBackend {
     fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
         let (choice, refusals) = kernels::select(&self.name, problem, &self.facts, options)?;
         let kernel = choice.kernel;
-        let loaded = self.modules.load(kernel.name(), &choice.source, &self.facts.arch, choice.smem_bytes)?;
+        let chosen = self.ready(&choice)?;
+        let stand_in = if options.allow_fallback && !kernel.is_fallback() {
+            let any = PlanOptions { kernel: Some("simt".to_owned()), ..PlanOptions::default() };
+            let (choice, _) = kernels::select(&self.name, problem, &self.facts, &any)?;
+            Some(self.ready(&choice)?)
+        } else {
+            None
+        };
+        let loaded = &chosen.loaded;
         let mut details = vec![("arch", self.facts.arch.clone())];
         details.extend(choice.details);
         details.push(("grid", format!("{} CTAs of {} threads", choice.grid.ctas, choice.grid.threads)));
@@ -141,6 +165,9 @@ impl FmhaBackend for CudaBackend {
             "registers",
             format!("{} a thread at launch, {} bytes of local memory", loaded.num_regs, loaded.local_bytes),
         ));
+        if stand_in.is_some() {
+            details.push(("unaligned operands", "kernel simt takes them: correct, not fast".to_owned()));
+        }
         Ok(Plan {
             problem: problem.clone(),
             backend: self.name.clone(),
@@ -150,7 +177,7 @@ impl FmhaBackend for CudaBackend {
             is_fallback: kernel.is_fallback(),
             workspace_bytes: choice.workspace_bytes,
             promises: promises(!kernel.is_fallback()),
-            handle: Arc::new(FwdHandle { kernel, loaded, grid: choice.grid }),
+            handle: Arc::new(FwdHandle { chosen, stand_in }),
         })
     }
 
@@ -162,8 +189,13 @@ impl FmhaBackend for CudaBackend {
             return Ok(());
         }
         let params = bind::fwd_params(&plan.problem, args);
-        let call = Call { problem: &plan.problem, args, params, grid: handle.grid, stream: stream.0 };
-        handle.kernel.launch(&handle.loaded, &call)
+        let ready = match (handle.chosen.kernel.takes_addresses(&params), &handle.stand_in) {
+            (Ok(()), _) => &handle.chosen,
+            (Err(_), Some(stand_in)) => stand_in,
+            (Err(unaligned), None) => return Err(unaligned.into()),
+        };
+        let call = Call { problem: &plan.problem, args, params, grid: ready.grid, stream: stream.0 };
+        ready.kernel.launch(&ready.loaded, &call)
     }
 
     fn plan_bwd(&self, _: &ValidBwd, _: &PlanOptions) -> Result<BwdPlan> {

@@ -1,6 +1,8 @@
 //! The backend as it is, over the emulator's driver library: memory, launches, streams, events, graphs.
 //! Emulated, never run on hardware.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use fmha_core::reference::{Precision, combine, forward};
 use fmha_core::{
     CombineArgs, CombineProblem, DType, DevBuffer, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs,

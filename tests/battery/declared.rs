@@ -42,8 +42,13 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backend: "cuda",
-        what: "there is no FP8 backward",
-        applies: |case, problem| matches!(case.body, Body::Backward(_)) && uses(problem, DType::is_fp8),
+        what: "there is no backward kernel",
+        applies: |case, _| matches!(case.body, Body::Backward(_)),
+    },
+    Declared {
+        backend: "rocm",
+        what: "there is no backward kernel",
+        applies: |case, _| matches!(case.body, Body::Backward(_)),
     },
 ];
 

@@ -5,7 +5,7 @@ pub(crate) mod sm90;
 
 use enum_dispatch::enum_dispatch;
 use fmha_core::abi::FwdParams;
-use fmha_core::error::{Error, Refusal, Result};
+use fmha_core::error::{Error, ProblemError, Refusal, Result};
 use fmha_core::source::KernelSource;
 use fmha_core::{FwdArgs, PlanOptions, ValidFwd};
 
@@ -50,6 +50,12 @@ pub(crate) trait Recipe {
         facts: &DeviceFacts,
         options: &PlanOptions,
     ) -> Result<Choice, Refusal>;
+
+    /// Takes the operands where they lie, or names the first that it does not: addresses are not known
+    /// when a plan is made.
+    fn takes_addresses(&self, _: &FwdParams) -> Result<(), ProblemError> {
+        Ok(())
+    }
 
     /// Queues a launch.
     fn launch(&self, loaded: &Loaded, call: &Call<'_>) -> Result<()>;

@@ -1,5 +1,6 @@
 //! The Hopper kernel: which problems it takes, its tile, its tensor maps.
 
+use fmha_core::abi::FwdParams;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::FwdSpec;
 use fmha_core::{DType, PlanOptions, SeqMode, Shape, Strides, ValidFwd};
@@ -21,8 +22,8 @@ struct Maps {
     v: TensorMap,
 }
 
-/// What the copy engine asks of addresses, bytes.
-const TMA_ALIGN: u64 = 16;
+/// What the copy engine and 16-byte stores ask of addresses.
+const ALIGN: u64 = 16;
 
 impl Recipe for Sm90 {
     fn name(&self) -> &'static str {
@@ -72,13 +73,31 @@ impl Recipe for Sm90 {
         })
     }
 
+    fn takes_addresses(&self, params: &FwdParams) -> Result<(), ProblemError> {
+        let stores_vectors = self.chosen.is_some_and(|(tile, _)| tile.vector_store);
+        for (name, view, matters) in [
+            ("q", params.q, true),
+            ("k", params.k, params.seqlen_k > 0),
+            ("v", params.v, params.seqlen_k > 0),
+            ("o", params.o, stores_vectors),
+        ] {
+            let address = view.data.0;
+            if matters && !address.is_multiple_of(ALIGN) {
+                return Err(ProblemError::new(
+                    name,
+                    format!(
+                        "{name} starts at {address:#x}, which is no multiple of the {ALIGN} bytes that kernel sm90 needs"
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+
     fn launch(&self, loaded: &Loaded, call: &Call<'_>) -> Result<()> {
         let Some((tile, schedule)) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
         };
-        if tile.vector_store {
-            aligned("o", call.params.o.data.0)?;
-        }
         if tile.workspace_bytes() > 0 {
             // The counter of tiles starts at 0.
             loaded.clear(call.params.workspace.0, tile.workspace_bytes(), call.stream)?;
@@ -100,16 +119,6 @@ fn schedule_words(tile: &Sm90Tile) -> String {
         .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
     words.join(", ")
-}
-
-fn aligned(name: &'static str, address: u64) -> Result<()> {
-    if address.is_multiple_of(TMA_ALIGN) {
-        return Ok(());
-    }
-    let text = format!(
-        "{name} starts at {address:#x}, which is no multiple of the {TMA_ALIGN} bytes that kernel sm90 needs"
-    );
-    Err(ProblemError::new(name, text).into())
 }
 
 /// Sets one field of the tile from the command's words.
@@ -212,8 +221,5 @@ fn maps(call: &Call<'_>, tile: &Sm90Tile) -> Result<Maps> {
     };
     let k_map = kv_map("k", call.args.k.as_ptr() as u64, problem.k, problem.shape_k());
     let v_map = kv_map("v", call.args.v.as_ptr() as u64, problem.v, problem.shape_v());
-    for (name, map) in [("q", &q_map), ("k", &k_map), ("v", &v_map)] {
-        aligned(name, map.address)?;
-    }
     Ok(Maps { q: q_map.encode()?, k: k_map.encode()?, v: v_map.encode()? })
 }
