@@ -5,6 +5,7 @@
 //! passed.
 
 mod setup;
+mod support;
 mod tally;
 
 use std::io::{BufRead, BufReader};
@@ -14,7 +15,9 @@ use tally::Tally;
 
 const USAGE: &str = "\
 usage: cargo xtask test      set up, test everything in release, print the counts
-       cargo xtask setup     only the set-up";
+       cargo xtask setup     only the set-up
+       cargo xtask support [BACKEND[@ARCH]]...
+                             the README's support table from the battery's results (default: cpu)";
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
@@ -23,6 +26,16 @@ fn main() -> ExitCode {
         ["setup"] => {
             setup::run();
             ExitCode::SUCCESS
+        }
+        ["support", ref backends @ ..] => {
+            let backends = if backends.is_empty() { &["cpu"] } else { backends };
+            match support::write(backends) {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(error) => {
+                    eprintln!("error: {error}");
+                    ExitCode::FAILURE
+                }
+            }
         }
         _ => {
             eprintln!("{USAGE}");
