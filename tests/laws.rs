@@ -147,6 +147,7 @@ fn the_arrows_between_crates_are_as_drawn() {
             "fmha-cuda" => &["fmha-core", "fmha-kernels-cuda"],
             "fmha-rocm" => &["fmha-core", "fmha-kernels-hip"],
             "fmha" => &["fmha-core", "fmha-cpu", "fmha-cuda", "fmha-rocm", "fmha-conformance"],
+            "fmha-c" => &["fmha-core", "fmha-cuda"],
             "fmha-emu-hip" | "fmha-emu-hiprtc" => &["fmha-emu-cdna"],
             "fmha-emu-libcuda" => &["fmha-emu-ptx"],
             _ => &["fmha", "fmha-core"],

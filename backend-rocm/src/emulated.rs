@@ -366,7 +366,7 @@ fn cases(arch: &str) -> Vec<(String, Case)> {
 }
 
 fn all_pass(arch: &str) {
-    let filter = std::env::var("FMHA_CASE").unwrap_or_default();
+    let filter = std::env::var("CASES").unwrap_or_default();
     let mut failed = Vec::new();
     let mut worst = (0.0f64, 0.0f64);
     let (mut count, cases) = (0, cases(arch));

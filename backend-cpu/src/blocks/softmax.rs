@@ -189,7 +189,8 @@ impl<S: Simd> Op<S> for Gradient {
     }
 }
 
-/// `to += from` over the rows of a panel.
+/// `to += from` over the rows and live lanes of a panel. The other lanes hold anything, and may be
+/// live in a longer sequence that shares the sum.
 pub(crate) struct AddTo {
     pub(crate) panel: Panel,
     pub(crate) from: *const f32,
@@ -200,9 +201,18 @@ impl<S: Simd> Op<S> for AddTo {
     #[inline(always)]
     fn call(self, s: S) {
         let (first, last) = self.panel.rows;
-        for at in (first * S::PANEL..last * S::PANEL).step_by(S::LANES) {
-            // SAFETY: rows of two panels.
-            unsafe { s.store(self.to.add(at), s.add(s.load(self.from.add(at)), s.load(self.to.add(at)))) };
+        let whole = self.panel.queries / S::LANES * S::LANES;
+        for row in (first..last).map(|row| row * S::PANEL) {
+            for at in (row..row + whole).step_by(S::LANES) {
+                // SAFETY: rows of two panels.
+                unsafe {
+                    s.store(self.to.add(at), s.add(s.load(self.from.add(at)), s.load(self.to.add(at))))
+                };
+            }
+            for at in row + whole..row + self.panel.queries {
+                // SAFETY: as above.
+                unsafe { *self.to.add(at) += *self.from.add(at) };
+            }
         }
     }
 }

@@ -163,8 +163,8 @@ fn the_committed_header_is_the_generated_one() {
     bindings.write(&mut generated);
     let generated = String::from_utf8(generated).expect("UTF-8");
     let path = format!("{root}fmha.h");
-    if std::env::var_os("FMHA_BLESS").is_some() {
+    if std::env::var_os("BLESS").is_some() {
         std::fs::write(&path, &generated).expect("writable");
     }
-    assert_eq!(std::fs::read_to_string(&path).expect("fmha.h"), generated, "run with FMHA_BLESS=1");
+    assert_eq!(std::fs::read_to_string(&path).expect("fmha.h"), generated, "run with BLESS=1");
 }

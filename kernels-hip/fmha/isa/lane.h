@@ -6,10 +6,12 @@ namespace fmha {
 
 constexpr int kWaveSize = 64;
 
-// needs: gfx90a. VGPR initialisation: work-item id X. LLVM AMDGPU usage, "Initial Kernel Execution State".
+// needs: gfx90a. VGPR initialisation: work-item id X.
+// https://llvm.org/docs/AMDGPUUsage.html#initial-kernel-execution-state
 FMHA_DEVICE int thread_idx() { return __builtin_amdgcn_workitem_id_x(); }
 
-// needs: gfx90a. SGPR initialisation: workgroup id X. LLVM AMDGPU usage, "Initial Kernel Execution State".
+// needs: gfx90a. SGPR initialisation: workgroup id X.
+// https://llvm.org/docs/AMDGPUUsage.html#initial-kernel-execution-state
 FMHA_DEVICE int workgroup_idx() { return __builtin_amdgcn_workgroup_id_x(); }
 
 // needs: gfx90a. V_READFIRSTLANE_B32, CDNA3 ISA 12.8: for numbers that are equal in all lanes, so
