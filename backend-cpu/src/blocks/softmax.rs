@@ -206,7 +206,7 @@ impl<S: Simd> Op<S> for AddTo {
             for at in (row..row + whole).step_by(S::LANES) {
                 // SAFETY: rows of two panels.
                 unsafe {
-                    s.store(self.to.add(at), s.add(s.load(self.from.add(at)), s.load(self.to.add(at))))
+                    s.store(self.to.add(at), s.add(s.load(self.from.add(at)), s.load(self.to.add(at))));
                 };
             }
             for at in row + whole..row + self.panel.queries {
