@@ -46,8 +46,11 @@ pub struct RocmBackend {
     memory: RocmMemory,
     compiler: OnceLock<Compiler>,
     /// By entry text: the headers are the same for all.
-    compiled: Mutex<HashMap<String, Arc<Compiled>>>,
+    compiled: Mutex<HashMap<String, Arc<Slot>>>,
 }
+
+/// A kernel, once somebody has compiled it; whoever wants the same one meanwhile waits.
+type Slot = Mutex<Option<Arc<Compiled>>>;
 
 /// What a forward plan holds.
 struct FwdHandle {
@@ -146,8 +149,12 @@ impl RocmBackend {
 
     /// Compiles, or finds what was compiled before, and loads it where there is a device.
     fn kernel(&self, name: &str, source: &KernelSource) -> Result<Arc<Compiled>> {
-        let lock = || self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(kernel) = lock().get(&source.entry) {
+        let slot = {
+            let mut slots = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
+            Arc::clone(slots.entry(source.entry.clone()).or_default())
+        };
+        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(kernel) = &*slot {
             return Ok(Arc::clone(kernel));
         }
         let code: Arc<[u8]> = self.compiler()?.compile(name, self.arch, source)?.into();
@@ -155,8 +162,7 @@ impl RocmBackend {
             Some(driver) => Some(driver.load(&code, fmha_core::source::ENTRY)?),
             None => None,
         };
-        let kernel = Arc::new(Compiled { code, function });
-        Ok(Arc::clone(lock().entry(source.entry.clone()).or_insert(kernel)))
+        Ok(Arc::clone(slot.insert(Arc::new(Compiled { code, function }))))
     }
 
     fn unsupported(&self, refusal: Refusal) -> Error {

@@ -67,6 +67,7 @@ pub fn headers() -> Vec<Header> {
         "cdna/load.h",
         "cdna/tile_step.h",
         "cdna/epilogue.h",
+        "cdna/nonfinite.h",
         "cdna/fwd.h",
         "combine.h",
     ));
