@@ -34,7 +34,7 @@ pub use crate::driver::graph::{Event, Graph};
 
 use crate::compile::Compiler;
 use crate::driver::{Driver, search};
-use crate::kernels::{Compiled, cdna, combine};
+use crate::kernels::{Compiled, cdna, combine, simt};
 use crate::memory::RocmMemory;
 
 const KIND: &str = "rocm";
@@ -53,7 +53,13 @@ pub struct RocmBackend {
 type Slot = Mutex<Option<Arc<Compiled>>>;
 
 /// What a forward plan holds.
-struct FwdHandle {
+enum FwdHandle {
+    Cdna(CdnaHandle),
+    Simt(Arc<Compiled>),
+}
+
+/// The tile kernel of a plan.
+struct CdnaHandle {
     spec: FwdSpec,
     tile: CdnaTile,
     kernel: Arc<Compiled>,
@@ -136,7 +142,10 @@ impl RocmBackend {
     /// The code object of a forward plan of this backend: an ELF for `arch`.
     #[must_use]
     pub fn code_object(plan: &FwdPlan) -> Option<Arc<[u8]>> {
-        plan.handle.downcast_ref::<FwdHandle>().map(|handle| Arc::clone(&handle.kernel.code))
+        plan.handle.downcast_ref::<FwdHandle>().map(|handle| match handle {
+            FwdHandle::Cdna(handle) => Arc::clone(&handle.kernel.code),
+            FwdHandle::Simt(kernel) => Arc::clone(&kernel.code),
+        })
     }
 
     fn compiler(&self) -> Result<&Compiler> {
@@ -232,7 +241,7 @@ impl FmhaBackend for RocmBackend {
     }
 
     fn kernels(&self) -> Vec<&'static str> {
-        vec![cdna::NAME, combine::NAME]
+        vec![cdna::NAME, simt::NAME, combine::NAME]
     }
 
     fn memory(&self) -> &dyn DeviceMemory {
@@ -240,49 +249,47 @@ impl FmhaBackend for RocmBackend {
     }
 
     fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
-        self.asked_for(cdna::NAME, options)?;
-        let (spec, tile) =
-            cdna::accept(problem, self.arch, options).map_err(|refusal| self.unsupported(refusal))?;
-        let kernel = self.kernel(cdna::NAME, &cdna::source(&spec, &tile))?;
-        let mut details = cdna::details(&spec, &tile, problem);
+        let chosen = self.choose_fwd(problem, options)?;
+        let (kernel, mut details, code) = match &chosen.handle {
+            FwdHandle::Cdna(handle) => {
+                (cdna::NAME, cdna::details(&handle.spec, &handle.tile, problem), &handle.kernel.code)
+            }
+            FwdHandle::Simt(kernel) => (simt::NAME, simt::details(problem), &kernel.code),
+        };
         details.push(("compiler", self.compiler()?.name()));
-        details.push(("code object", format!("{} bytes for {}", kernel.code.len(), self.arch.name())));
+        details.push(("code object", format!("{} bytes for {}", code.len(), self.arch.name())));
         Ok(Plan {
             problem: problem.clone(),
             backend: self.name.clone(),
-            kernel: cdna::NAME.to_owned(),
+            kernel: kernel.to_owned(),
             details,
-            refusals: Vec::new(),
-            is_fallback: false,
+            refusals: chosen.refusals,
+            is_fallback: kernel == simt::NAME,
             workspace_bytes: 0,
             promises: FWD_PROMISES,
-            handle: Arc::new(FwdHandle { spec, tile, kernel, any_address: Mutex::default() }),
+            handle: Arc::new(chosen.handle),
         })
     }
 
     fn run_fwd(&self, plan: &FwdPlan, args: &FwdArgs<'_>, stream: Stream) -> Result<()> {
         self.check_owner(plan)?;
         check_fwd(&plan.problem, args, MemorySpace::Device)?;
+        let params = bind::fwd(&plan.problem, args);
         let handle = plan.handle.downcast_ref::<FwdHandle>().ok_or_else(|| {
             Error::Problem(ProblemError::new("plan", "plan has no handle of this backend's: 0 kernels"))
         })?;
-        let tile = cdna::tile_for(handle.tile, &plan.problem, args);
-        let kernel = if tile == handle.tile {
-            Arc::clone(&handle.kernel)
-        } else {
-            let mut others = handle.any_address.lock().unwrap_or_else(PoisonError::into_inner);
-            match others.get(&tile) {
-                Some(kernel) => Arc::clone(kernel),
-                None => {
-                    let kernel = self.kernel(cdna::NAME, &cdna::source(&handle.spec, &tile))?;
-                    others.insert(tile, Arc::clone(&kernel));
-                    kernel
-                }
+        match handle {
+            FwdHandle::Cdna(handle) => {
+                let tile = cdna::tile_for(handle.tile, &plan.problem, args);
+                let kernel = self.kernel_of(handle, tile)?;
+                let workgroups = cdna::num_workgroups(&plan.problem, &tile) as u32;
+                self.launch(&kernel, workgroups, cdna::num_threads(&tile) as u32, &params, stream)
             }
-        };
-        let workgroups = cdna::num_workgroups(&plan.problem, &tile) as u32;
-        let params = bind::fwd(&plan.problem, args);
-        self.launch(&kernel, workgroups, cdna::num_threads(&tile) as u32, &params, stream)
+            FwdHandle::Simt(kernel) => {
+                let workgroups = simt::num_workgroups(&plan.problem) as u32;
+                self.launch(kernel, workgroups, simt::NUM_THREADS, &params, stream)
+            }
+        }
     }
 
     fn plan_bwd(&self, _problem: &ValidBwd, _options: &PlanOptions) -> Result<BwdPlan> {
@@ -322,7 +329,60 @@ impl FmhaBackend for RocmBackend {
     }
 }
 
+/// A forward kernel and what was passed over for it.
+struct ChosenFwd {
+    handle: FwdHandle,
+    refusals: Vec<Refusal>,
+}
+
 impl RocmBackend {
+    /// The tile kernel; where it does not take the problem and the caller allows it, the slow one.
+    fn choose_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<ChosenFwd> {
+        let asked = options.kernel.as_deref();
+        let mut refusals = Vec::new();
+        if asked.is_none_or(|name| name == cdna::NAME) {
+            match cdna::accept(problem, self.arch, options) {
+                Ok((spec, tile)) => {
+                    let kernel = self.kernel(cdna::NAME, &cdna::source(&spec, &tile))?;
+                    let handle = CdnaHandle { spec, tile, kernel, any_address: Mutex::default() };
+                    return Ok(ChosenFwd { handle: FwdHandle::Cdna(handle), refusals });
+                }
+                Err(refusal) => refusals.push(refusal),
+            }
+        }
+        if asked == Some(simt::NAME) || asked.is_none() && options.allow_fallback {
+            match simt::accept(problem, options) {
+                Ok(spec) => {
+                    let kernel = self.kernel(simt::NAME, &simt::source(&spec))?;
+                    return Ok(ChosenFwd { handle: FwdHandle::Simt(kernel), refusals });
+                }
+                Err(refusal) => refusals.push(refusal),
+            }
+        } else if asked.is_none() {
+            let reason = "it is the slow fallback, and allow_fallback is false";
+            refusals.push(Refusal::new(simt::NAME, reason));
+        }
+        if let (Some(name), true) = (asked, refusals.is_empty()) {
+            let reason = format!("there is no such forward kernel (known: {}, {})", cdna::NAME, simt::NAME);
+            refusals.push(Refusal::new(name.to_owned(), reason));
+        }
+        Err(unsupported(&self.name, refusals))
+    }
+
+    /// The plan's kernel with another tile, compiled when a call first needs it.
+    fn kernel_of(&self, handle: &CdnaHandle, tile: CdnaTile) -> Result<Arc<Compiled>> {
+        if tile == handle.tile {
+            return Ok(Arc::clone(&handle.kernel));
+        }
+        let mut others = handle.any_address.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(kernel) = others.get(&tile) {
+            return Ok(Arc::clone(kernel));
+        }
+        let kernel = self.kernel(cdna::NAME, &cdna::source(&handle.spec, &tile))?;
+        others.insert(tile, Arc::clone(&kernel));
+        Ok(kernel)
+    }
+
     fn launch<P: Copy>(
         &self,
         kernel: &Compiled,

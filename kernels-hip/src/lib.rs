@@ -69,6 +69,7 @@ pub fn headers() -> Vec<Header> {
         "cdna/epilogue.h",
         "cdna/nonfinite.h",
         "cdna/fwd.h",
+        "simt/fwd.h",
         "combine.h",
     ));
     headers.push(Header::rendered("fmha/cdna/tile.h", tile_h()));

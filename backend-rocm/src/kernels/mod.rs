@@ -2,6 +2,7 @@
 
 pub(crate) mod cdna;
 pub(crate) mod combine;
+pub(crate) mod simt;
 
 use std::sync::Arc;
 
