@@ -4,7 +4,6 @@
 //! Kernels are text in `fmha-kernels-cuda`; which one takes a problem is said in `kernels`. The
 //! driver's functions are called in `driver` alone.
 
-mod bind;
 mod driver;
 mod emulated;
 mod kernels;
@@ -14,6 +13,7 @@ pub mod nvrtc;
 use std::sync::Arc;
 
 use fmha_core::args::{check_combine, check_fwd, check_workspace};
+use fmha_core::bind;
 use fmha_core::error::{Error, ProblemError, Refusal, Result};
 use fmha_core::spec::CombineSpec;
 use fmha_core::{

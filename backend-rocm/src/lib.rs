@@ -6,7 +6,6 @@
 //! [`RocmBackend::pretend`] plans and compiles for an architecture without any.
 
 mod arch;
-mod bind;
 mod compile;
 mod driver;
 #[cfg(test)]
@@ -20,6 +19,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use fmha_core::args::{check_combine, check_fwd};
 use fmha_core::backend::unsupported;
+use fmha_core::bind;
 use fmha_core::source::KernelSource;
 use fmha_core::spec::FwdSpec;
 use fmha_core::{
@@ -274,7 +274,7 @@ impl FmhaBackend for RocmBackend {
     fn run_fwd(&self, plan: &FwdPlan, args: &FwdArgs<'_>, stream: Stream) -> Result<()> {
         self.check_owner(plan)?;
         check_fwd(&plan.problem, args, MemorySpace::Device)?;
-        let params = bind::fwd(&plan.problem, args);
+        let params = bind::fwd_params(&plan.problem, args);
         let handle = plan.handle.downcast_ref::<FwdHandle>().ok_or_else(|| {
             Error::Problem(ProblemError::new("plan", "plan has no handle of this backend's: 0 kernels"))
         })?;
@@ -325,7 +325,13 @@ impl FmhaBackend for RocmBackend {
             Error::Problem(ProblemError::new("plan", "plan has no handle of this backend's: 0 kernels"))
         })?;
         let workgroups = combine::num_workgroups(&plan.problem) as u32;
-        self.launch(kernel, workgroups, combine::NUM_THREADS, &bind::combine(&plan.problem, args), stream)
+        self.launch(
+            kernel,
+            workgroups,
+            combine::NUM_THREADS,
+            &bind::combine_params(&plan.problem, args),
+            stream,
+        )
     }
 }
 

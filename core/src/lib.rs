@@ -28,6 +28,7 @@
 pub mod abi;
 pub mod args;
 pub mod backend;
+pub mod bind;
 pub mod bwd;
 pub mod combine;
 pub mod dropout;

@@ -66,24 +66,14 @@ struct Consumer {
 
   // Turns at the tensor cores: barrier 1 + w says that warpgroup w may issue.
   FMHA_DEVICE void take_turn() const {
-    if constexpr (tile.ping_pong && consumers > 1) {
-      if (index == 0) ptx::bar_sync<1, 256>();
-      if (index == 1) ptx::bar_sync<2, 256>();
-      if (consumers > 2 && index == 2) ptx::bar_sync<3, 256>();
-    }
+    if constexpr (tile.ping_pong && consumers > 1) ptx::bar_sync<2 * mma::kWarpgroup>(1 + index);
   }
   FMHA_DEVICE void pass_turn() const {
     if constexpr (tile.ping_pong && consumers > 1) {
-      if (index == consumers - 1) ptx::bar_arrive<1, 256>();
-      if (index == 0) ptx::bar_arrive<2, 256>();
-      if (consumers > 2 && index == 1) ptx::bar_arrive<3, 256>();
+      ptx::bar_arrive<2 * mma::kWarpgroup>(1 + (index + 1 == consumers ? 0 : index + 1));
     }
   }
-  FMHA_DEVICE void sync_warpgroup() const {
-    if (index == 0) ptx::bar_sync<4, 128>();
-    if (index == 1) ptx::bar_sync<5, 128>();
-    if (index == 2) ptx::bar_sync<6, 128>();
-  }
+  FMHA_DEVICE void sync_warpgroup() const { ptx::bar_sync<mma::kWarpgroup>(4 + index); }
 
   FMHA_DEVICE void start_scores(Scores& s) {
     ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
