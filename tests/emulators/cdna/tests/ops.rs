@@ -78,7 +78,10 @@ fn quotients_are_correctly_rounded_over_the_whole_range() {
             for (i, x) in input.chunks_exact(3).enumerate() {
                 let [a, b] = [x[0], x[1]].map(f32::from_bits);
                 let (got, want) = (f32::from_bits(got[i]), a / b);
-                assert!(got == want || got.is_nan() && want.is_nan(), "{arch}: {a:e} / {b:e} = {got:e}, not {want:e}");
+                assert!(
+                    got == want || got.is_nan() && want.is_nan(),
+                    "{arch}: {a:e} / {b:e} = {got:e}, not {want:e}"
+                );
             }
         }
     }
