@@ -241,16 +241,13 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         let packed = (seqlen_q * i64::from(ratio) + block_m - 1) / block_m;
         tile.pack_gqa = packed * 10 <= apart * 9;
     }
-    // Measured on an H200, bf16, TFLOP/s, the larger tile first: full D 128 482 and 560 at 512 keys, 700 and
-    // 705 at 2k, 768 and 757 at 16k; causal D 128 583 and 598 at 2k, 671 and 673 at 4k, 750 and 736 at 16k;
-    // causal D 64 235 and 261 at 512, 311 and 346 at 1k, 431 and 416 at 2k.
+    // Measured on an H200, bf16, TFLOP/s, the larger tile first: full D 128 492 and 569 at 512 keys, 712 and
+    // 719 at 2k, 743 and 742 at 4k, 768 and 761 at 16k; causal D 64 242 and 261 at 512, 316 and 347 at 1k,
+    // 445 and 413 at 2k.
     let plain = !spec.softcap && spec.bias == BiasKind::None;
     match (padded_dim(spec.head_dim_qk).max(padded_dim(spec.head_dim_v)), spec.mask) {
         (128, MaskKind::Full) if plain && dims.seqlen_k < 4096 => {
             (tile.block_n, tile.wait_anchor) = (128, 32);
-        }
-        (128, MaskKind::Upper) if plain && dims.seqlen_k >= 8192 => {
-            (tile.block_n, tile.wait_anchor) = (160, 40);
         }
         (64, MaskKind::Upper) if dims.seqlen_k <= 1024 => tile.block_m = 128,
         _ => {}
@@ -282,11 +279,14 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         96 if full => (128, 176, true, 44),
         96 => (192, 112, false, 0),
         128 if full => (128, 160, true, 40),
-        128 => (128, 128, true, 0),
+        // 160 keys: 727 beside 735 at 8k.
+        128 => (128, 128, true, 32),
         160 => (128, 112, false, 0),
         192 if v <= 128 => (128, 128, false, 32),
         192 => (128, 112, false, 0),
-        _ => (128, 80, false, 0),
+        _ if full => (128, 80, false, 0),
+        // 80 keys: 331 beside 351 at 512, 798 beside 803 at 8k.
+        _ => (128, 64, false, 0),
     };
     // The modifiers take registers.
     let modified = spec.softcap || spec.bias != BiasKind::None;
