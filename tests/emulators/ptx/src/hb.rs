@@ -88,6 +88,14 @@ struct Cell {
     more: Vec<Access>,
 }
 
+/// Reads of one operand since its bytes were last written: by whom, and the last writes of those bytes. Kept with the
+/// operand, so that three warps of a warpgroup need not repeat what the first has recorded of the same product.
+#[derive(Debug, Default)]
+pub(crate) struct SeenReads {
+    readers: Vec<(u32, u32)>,
+    writes: Vec<Access>,
+}
+
 /// Registers of a warp in flight.
 #[derive(Clone, Debug, Default)]
 struct Flight {
@@ -599,6 +607,33 @@ impl Tracker {
         n: u32,
     ) -> Exec<()> {
         self.read_cells(clocks, (track, epoch, pc, lane), cta, at, n)
+    }
+
+    /// Whether `me`, a track and epoch, has recorded its reads of these bytes and all their writes are ordered before
+    /// `clocks` too. If not, the reads are to be recorded one by one, which finds the race.
+    pub(crate) fn read_before(&self, clocks: &Clocks, me: (u32, u32), cta: u32, seen: &SeenReads) -> bool {
+        seen.readers.contains(&me)
+            && seen.writes.iter().all(|w| {
+                self.ordered(*w, &clocks.v) && self.check_proxy(*w, clocks, me.0, "read", cta, 0).is_ok()
+            })
+    }
+
+    /// Notes that `me` has recorded its reads of the 16-byte chunks at `chunks`.
+    pub(crate) fn note_reads(&mut self, me: (u32, u32), cta: u32, chunks: &[u32], seen: &mut SeenReads) {
+        if seen.readers.is_empty() {
+            for index in chunks.iter().flat_map(|at| *at as usize / 4..*at as usize / 4 + 4) {
+                let write = self.cell(cta, index).write;
+                let same = |w: &Access| (w.track(), w.epoch()) == (write.track(), write.epoch());
+                if write.is_some() && !seen.writes.last().is_some_and(same) && !seen.writes.iter().any(same) {
+                    seen.writes.push(write);
+                }
+            }
+        }
+        // Few are still to come for the same product; the newest suffice.
+        if seen.readers.len() == 4 {
+            seen.readers.remove(0);
+        }
+        seen.readers.push(me);
     }
 
     /// A write by the asynchronous proxy, issued when the clocks were `clocks`.

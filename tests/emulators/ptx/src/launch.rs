@@ -306,9 +306,8 @@ impl Device {
 /// Registers a thread holds at launch. Without `setmaxnreg` the number has no consequence; with it, compilers give
 /// the most that fits the file, yet no more than any `setmaxnreg.inc` asks for.
 fn launch_registers(program: &Program, threads: u32) -> u32 {
-    let value = |reg: crate::op::Reg| {
-        program.const_words.iter().find(|(row, _)| usize::from(*row) == reg.row()).map(|&(_, value)| value)
-    };
+    let value =
+        |reg: crate::op::Reg| program.const_words.iter().find(|(r, _)| *r == reg).map(|&(_, value)| value);
     let mut uses = false;
     let mut most = 65536 / threads / 8 * 8;
     for inst in &program.code {
