@@ -44,7 +44,9 @@ impl Modules {
         if let Some(kernel) = loaded.get(&key) {
             return Ok(Arc::clone(kernel));
         }
-        let compiled = nvrtc()?.compile(source, arch).map_err(|log| Error::Compile {
+        // An interpreter's reports name source lines.
+        let more: &[&str] = if self.interprets { &["-lineinfo"] } else { &[] };
+        let compiled = nvrtc()?.compile(source, arch, more).map_err(|log| Error::Compile {
             kernel: name.to_owned(),
             dumped: dump(name, source, &log),
             log,

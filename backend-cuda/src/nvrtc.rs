@@ -161,11 +161,16 @@ fn builtins_beside(path: &Path) -> Option<Library> {
 const FATAL_WARNINGS: [&str; 4] = ["C7508", "C7510", "C7512", "C7514"];
 
 impl Nvrtc {
-    /// Compiles for `arch`, such as `sm_90a`.
+    /// Compiles for `arch`, such as `sm_90a`, with the options that all kernels have and `more`.
     ///
     /// # Errors
     /// The log as `Err`; likewise where ptxas warns that wgmma is serialised or setmaxnreg ignored.
-    pub fn compile(&self, source: &KernelSource, arch: &str) -> std::result::Result<Compiled, String> {
+    pub fn compile(
+        &self,
+        source: &KernelSource,
+        arch: &str,
+        more: &[&str],
+    ) -> std::result::Result<Compiled, String> {
         let text = |text: &str| CString::new(text).map_err(|error| error.to_string());
         let names =
             source.headers.iter().map(|h| text(&h.name)).collect::<std::result::Result<Vec<_>, _>>()?;
@@ -174,7 +179,7 @@ impl Nvrtc {
         let name_pointers: Vec<_> = names.iter().map(|name| name.as_ptr()).collect();
         let text_pointers: Vec<_> = texts.iter().map(|text| text.as_ptr()).collect();
         let mut options =
-            COMPILE_OPTIONS.iter().map(|o| text(o)).collect::<std::result::Result<Vec<_>, _>>()?;
+            COMPILE_OPTIONS.iter().chain(more).map(|o| text(o)).collect::<std::result::Result<Vec<_>, _>>()?;
         options.push(text(&format!("--gpu-architecture={arch}"))?);
         options.push(text("--ptxas-options=-v")?);
         let option_pointers: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();

@@ -13,6 +13,7 @@
 //! [`Fault`].
 
 mod ast;
+mod class;
 mod counters;
 mod decode;
 mod exec;
@@ -22,10 +23,16 @@ mod hb;
 mod launch;
 mod lex;
 mod memory;
+mod mutate;
 mod op;
 mod parse;
+mod recording;
+mod source;
 
 pub use counters::Counters;
 pub use exec::TensorMap;
 pub use fault::{Fault, FaultKind, Place};
 pub use launch::{Asynchrony, Device, Kernel, LaunchConfig, Module, Options, Report};
+pub use mutate::{Mutant, mutants};
+pub use recording::{Ended, Recording, Region};
+pub use source::{SourceMap, SourceLine};

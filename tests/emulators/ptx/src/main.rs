@@ -1,5 +1,7 @@
 //! `ptx-emu run kernel.ptx --kernel NAME --grid X[,Y[,Z]] --block X[,Y[,Z]] --arg …`: runs a kernel of a PTX file.
 
+mod mutation;
+
 use std::process::ExitCode;
 
 use fmha_emu_ptx::{Asynchrony, Device, Kernel, LaunchConfig, Options};
@@ -8,6 +10,7 @@ const USAGE: &str = "\
 usage: ptx-emu run FILE.ptx [--kernel NAME] --grid X[,Y[,Z]] --block X[,Y[,Z]] [--cluster X[,Y[,Z]]]
                    [--shared BYTES] [--mode eager|hb|late:SEED] [--seeds N] [--lines] [--arg ARG]...
        ptx-emu list FILE.ptx
+       ptx-emu mutate [TITLE=]FILE.launch... [--schedules N] [--out FILE.md] [--sources FOLDER]... [--wrappers PREFIX]
 
 An ARG is one parameter of the kernel, in order:
   u32:N  s32:N  u64:N  f32:X       a number
@@ -18,7 +21,12 @@ An ARG is one parameter of the kernel, in order:
   out:BYTES:FILE                   a zeroed buffer, written to FILE when the kernel has ended
   hex:BYTES                        bytes of the parameter itself, as hexadecimal digits
 
---seeds N runs N late schedules, seeds 1 to N. --lines prints the warp instructions of each source line.";
+--seeds N runs N late schedules, seeds 1 to N. --lines prints the warp instructions of each source line.
+
+mutate takes launches that the driver's double has recorded (FMHA_EMULATE_RECORD=FOLDER), leaves out or miscounts
+each instruction that synchronises, one at a time, runs each such kernel once, tracking happens-before, and prints
+what reports it. The sound kernel is run under N late schedules first. --out rewrites the table in a Markdown file;
+--sources adds each source line's text; --wrappers names the files whose callers are the lines to show.";
 
 struct Arguments {
     kernel: Option<String>,
@@ -164,7 +172,10 @@ fn run_once(text: &str, a: &Arguments, options: &Options) -> Result<(), String> 
 }
 
 fn main() -> ExitCode {
-    let mut words = std::env::args().skip(1);
+    let mut words = std::env::args().skip(1).peekable();
+    if words.next_if_eq("mutate").is_some() {
+        return end(mutation::run(words));
+    }
     let (command, file) = (words.next(), words.next());
     let (Some(command), Some(file)) = (command, file) else {
         eprintln!("{USAGE}");
@@ -195,6 +206,10 @@ fn main() -> ExitCode {
             _ => Err(USAGE.to_string()),
         }
     });
+    end(result)
+}
+
+fn end(result: Result<(), String>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(text) => {

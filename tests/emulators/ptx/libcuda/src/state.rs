@@ -2,12 +2,13 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::Write;
-use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use fmha_emu_ptx::{Asynchrony, Device, Fault, Kernel, Module, Options};
 
 use crate::graph::Node;
+use crate::observe::Observer;
 
 /// Handles are small numbers, never addresses: a wrong one is found, not followed.
 pub(crate) type Handle = usize;
@@ -75,6 +76,8 @@ const ARCHITECTURES: &[(&str, Architecture)] = &[
 #[derive(Clone, Debug)]
 pub(crate) struct Function {
     pub(crate) kernel: Kernel,
+    /// The text of its module.
+    pub(crate) ptx: Arc<str>,
     pub(crate) max_dynamic_shared: i32,
     pub(crate) non_portable_cluster: bool,
 }
@@ -93,7 +96,8 @@ pub(crate) struct State {
     /// `a` and `f` targets run only on their own architecture.
     pub(crate) arch_name: String,
     pub(crate) options: Options,
-    pub(crate) modules: BTreeMap<Handle, Module>,
+    pub(crate) modules: BTreeMap<Handle, (Module, Arc<str>)>,
+    pub(crate) observer: Observer,
     pub(crate) functions: BTreeMap<Handle, Function>,
     pub(crate) function_names: HashMap<(Handle, String), Handle>,
     pub(crate) streams: BTreeMap<Handle, Stream>,
@@ -119,7 +123,10 @@ impl State {
         let asked = std::env::var("FMHA_EMULATE").unwrap_or_default();
         let digits: String = asked.chars().filter(char::is_ascii_digit).collect();
         let found = ARCHITECTURES.iter().find(|(n, _)| *n == digits);
-        let arch = found.map_or(ARCHITECTURES[1].1, |(_, a)| *a);
+        let mut arch = found.map_or(ARCHITECTURES[1].1, |(_, a)| *a);
+        // Fewer multiprocessors make a persistent kernel walk several tiles of a small problem.
+        let fewer = std::env::var("FMHA_EMULATE_SMS").ok().and_then(|text| text.parse().ok());
+        arch.num_sms = fewer.map_or(arch.num_sms, |n: i32| n.clamp(1, arch.num_sms));
         let mut options = Options::default();
         options.num_sms = arch.num_sms as u32;
         let mode = std::env::var("FMHA_EMULATE_MODE").unwrap_or_default();
@@ -134,6 +141,7 @@ impl State {
             arch_name: format!("{}{}", arch.major, arch.minor),
             options,
             modules: BTreeMap::new(),
+            observer: Observer::default(),
             functions: BTreeMap::new(),
             function_names: HashMap::new(),
             streams: BTreeMap::new(),

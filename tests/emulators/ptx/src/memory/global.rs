@@ -81,6 +81,11 @@ impl Allocation {
         }
     }
 
+    /// One bit a byte, lowest first: whether something has written it.
+    pub(crate) fn written(&self) -> Vec<u8> {
+        self.init.iter().flat_map(|word| word.load(Relaxed).to_le_bytes()).collect()
+    }
+
     pub(crate) fn mark(&self, at: u64, bytes: u64) {
         let mut at = at;
         let end = at + bytes;
@@ -139,6 +144,26 @@ impl GlobalMemory {
         base
     }
 
+    /// Allocates `bytes` at `base`, as another device's memory had them, with those bytes written that `written` has
+    /// a bit for. False when something lies there, or where nothing may.
+    pub(crate) fn place(&self, base: u64, bytes: &[u8], written: &[u8]) -> bool {
+        let end = base.saturating_add(bytes.len() as u64);
+        let mut inner = self.lock();
+        let clear = inner.live.range(..end).next_back().is_none_or(|(_, a)| a.base + a.bytes <= base);
+        if !clear || base < FIRST || end - FIRST >= 1 << 48 {
+            return false;
+        }
+        let a = Allocation::new(base, bytes.len() as u64);
+        a.write(0, bytes);
+        for (i, word) in a.init.iter().enumerate() {
+            let bits = (0..4).fold(0, |v, j| v | u32::from(*written.get(4 * i + j).unwrap_or(&0)) << (8 * j));
+            word.store(bits, Relaxed);
+        }
+        inner.next = inner.next.max((end - FIRST + GUARD).next_multiple_of(512));
+        inner.live.insert(base, Arc::new(a));
+        true
+    }
+
     /// Frees; false when `base` is no live allocation.
     pub(crate) fn free(&self, base: u64) -> bool {
         self.lock().live.remove(&base).is_some()
@@ -161,6 +186,11 @@ pub(crate) struct View {
 }
 
 impl View {
+    /// Every allocation, by address.
+    pub(crate) fn allocations(&self) -> &[Arc<Allocation>] {
+        &self.sorted
+    }
+
     /// The allocation that holds `[address, address + bytes)`; `hint` remembers the last hit.
     #[inline(always)]
     pub(crate) fn find(&self, address: u64, bytes: u64, hint: &mut usize, what: &str) -> Exec<&Allocation> {

@@ -1,0 +1,113 @@
+//! What the driver tells of the launches it carried out: recordings, line coverage, counters.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::ffi::{CString, c_char};
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+use fmha_emu_ptx::{Device, Kernel, LaunchConfig, Recording, Report, SourceLine, SourceMap};
+
+use crate::state::state;
+
+/// Launches whose counters are kept until somebody asks.
+const KEPT: usize = 64;
+
+/// What has been seen so far.
+#[derive(Debug, Default)]
+pub(crate) struct Observer {
+    /// Counters of the last launches, as JSON objects.
+    launches: VecDeque<String>,
+    /// Each source line that has code: whether that was executed.
+    covered: BTreeMap<SourceLine, bool>,
+    /// By the module text's address, which lives as long as the map.
+    maps: HashMap<usize, (Arc<str>, SourceMap)>,
+}
+
+/// Writes the launch that is about to be carried out to a file of `FMHA_EMULATE_RECORD`, if that is set.
+pub(crate) fn record(device: &Device, ptx: &str, kernel: &Kernel, config: &LaunchConfig, args: &[u8]) {
+    static NUMBER: AtomicU32 = AtomicU32::new(0);
+    let Some(folder) = std::env::var_os("FMHA_EMULATE_RECORD").map(PathBuf::from) else { return };
+    let number = NUMBER.fetch_add(1, Relaxed);
+    let path = folder.join(format!("{:05}-{number:04}.launch", std::process::id()));
+    let bytes = Recording::take(device, ptx, kernel, config, args).encode();
+    let written = std::fs::create_dir_all(&folder).and_then(|()| std::fs::write(&path, bytes));
+    if let Err(error) = written {
+        eprintln!("emulated driver: {}: {error}", path.display());
+    }
+}
+
+impl Observer {
+    /// A launch has ended.
+    pub(crate) fn note(&mut self, ptx: &Arc<str>, kernel: &Kernel, config: &LaunchConfig, report: &Report) {
+        if self.launches.len() == KEPT {
+            self.launches.pop_front();
+        }
+        self.launches.push_back(json(kernel, config, report));
+        if let Some(path) = std::env::var_os("FMHA_EMULATE_COVERAGE") {
+            self.cover(ptx, report, PathBuf::from(path));
+        }
+    }
+
+    /// Adds the launch's lines and rewrites the file when that told something new.
+    fn cover(&mut self, ptx: &Arc<str>, report: &Report, path: PathBuf) {
+        let key = ptx.as_ptr() as usize;
+        let (_, map) = self.maps.entry(key).or_insert_with(|| (Arc::clone(ptx), SourceMap::of(ptx)));
+        let mut news = false;
+        for (&line, &hits) in &report.lines {
+            for place in map.chain(line) {
+                let known = self.covered.get(&place).copied();
+                if known.is_none_or(|executed| !executed && hits > 0) {
+                    self.covered.insert(place, hits > 0);
+                    news = true;
+                }
+            }
+        }
+        if news {
+            let mut text = String::new();
+            for (place, executed) in &self.covered {
+                // Writing to a string cannot fail.
+                let _ = writeln!(text, "{} {} {}", place.file, place.line, u8::from(*executed));
+            }
+            if let Err(error) = std::fs::write(&path, text) {
+                eprintln!("emulated driver: {}: {error}", path.display());
+            }
+        }
+    }
+}
+
+fn json(kernel: &Kernel, config: &LaunchConfig, report: &Report) -> String {
+    let object = |pairs: &mut dyn Iterator<Item = (&'static str, u64)>| {
+        let fields: Vec<String> = pairs.map(|(name, value)| format!("\"{name}\":{value}")).collect();
+        format!("{{{}}}", fields.join(","))
+    };
+    let counters = object(&mut report.counters.named().into_iter());
+    let instructions = object(&mut report.instructions.iter().map(|(name, hits)| (*name, *hits)));
+    let name = kernel.name().replace(['"', '\\'], "_");
+    format!(
+        "{{\"kernel\":\"{name}\",\"grid\":{:?},\"block\":{:?},\"counters\":{counters},\"instructions\":{instructions}}}",
+        config.grid, config.block
+    )
+}
+
+/// Not of NVIDIA's interface: what the last launches (at most 64) did, as a JSON array, oldest first; asking forgets
+/// them. The text is the caller's until [`fmha_emu_forget`].
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn fmha_emu_launches() -> *mut c_char {
+    let launches: Vec<String> = state().observer.launches.drain(..).collect();
+    // The objects hold no zero byte: names and numbers.
+    CString::new(format!("[{}]", launches.join(","))).unwrap_or_default().into_raw()
+}
+
+/// Frees a text of [`fmha_emu_launches`].
+///
+/// # Safety
+/// `text` came from there and is not used again.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn fmha_emu_forget(text: *mut c_char) {
+    if !text.is_null() {
+        // SAFETY: the caller promises that `into_raw` made it, and that this is its last use.
+        drop(unsafe { CString::from_raw(text) });
+    }
+}
