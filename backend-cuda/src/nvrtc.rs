@@ -178,8 +178,11 @@ impl Nvrtc {
             source.headers.iter().map(|h| text(&h.text)).collect::<std::result::Result<Vec<_>, _>>()?;
         let name_pointers: Vec<_> = names.iter().map(|name| name.as_ptr()).collect();
         let text_pointers: Vec<_> = texts.iter().map(|text| text.as_ptr()).collect();
-        let mut options =
-            COMPILE_OPTIONS.iter().chain(more).map(|o| text(o)).collect::<std::result::Result<Vec<_>, _>>()?;
+        let mut options = COMPILE_OPTIONS
+            .iter()
+            .chain(more)
+            .map(|o| text(o))
+            .collect::<std::result::Result<Vec<_>, _>>()?;
         options.push(text(&format!("--gpu-architecture={arch}"))?);
         options.push(text("--ptxas-options=-v")?);
         let option_pointers: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();

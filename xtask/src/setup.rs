@@ -72,7 +72,8 @@ fn nvrtc() -> Result<PathBuf, String> {
     if library.exists() { Ok(library) } else { Err(format!("{NVRTC_PACKAGE} has no {NVRTC_LIBRARY}")) }
 }
 
-fn target() -> PathBuf {
+/// Where Cargo builds, and downloads are kept.
+pub(crate) fn target() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../target")
 }
 

@@ -12,13 +12,18 @@ pub(crate) fn class_of(code: &Code) -> &'static str {
         Code::Cvt(_) => "conversion",
         Code::Ld(_) | Code::St(_) | Code::Atom(_) => "load, store, atomic",
         Code::LdMatrix { .. } | Code::StMatrix { .. } | Code::MovMatrix => "matrix load, store",
-        Code::Shfl(_) | Code::Vote(_) | Code::MatchAny | Code::MatchAll | Code::Elect | Code::Redux { .. } => {
-            "shuffle, vote"
-        }
+        Code::Shfl(_)
+        | Code::Vote(_)
+        | Code::MatchAny
+        | Code::MatchAll
+        | Code::Elect
+        | Code::Redux { .. } => "shuffle, vote",
         Code::Bra { .. } | Code::Brx { .. } | Code::Exit => "branch",
-        Code::Bar { .. } | Code::WarpSync | Code::ClusterArrive { .. } | Code::ClusterWait | Code::Mbar(_) => {
-            "barrier"
-        }
+        Code::Bar { .. }
+        | Code::WarpSync
+        | Code::ClusterArrive { .. }
+        | Code::ClusterWait
+        | Code::Mbar(_) => "barrier",
         Code::CpAsync { .. } | Code::Bulk(_) | Code::CpAsyncCommit | Code::BulkCommit => "asynchronous copy",
         Code::Wgmma(_) | Code::Mma(_) | Code::Tcgen { .. } => "tensor",
         Code::CpAsyncWait { .. }
@@ -27,7 +32,8 @@ pub(crate) fn class_of(code: &Code) -> &'static str {
         | Code::WgmmaCommit
         | Code::WgmmaWait
         | Code::FenceMemory
-        | Code::FenceProxyAsync => "fence, group",
+        | Code::FenceProxyAsync
+        | Code::FenceMbarrierInit => "fence, group",
         _ => "integer, move, predicate",
     }
 }

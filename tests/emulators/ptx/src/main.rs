@@ -1,16 +1,18 @@
 //! `ptx-emu run kernel.ptx --kernel NAME --grid X[,Y[,Z]] --block X[,Y[,Z]] --arg …`: runs a kernel of a PTX file.
 
-mod mutation;
+mod observed;
 
 use std::process::ExitCode;
 
-use fmha_emu_ptx::{Asynchrony, Device, Kernel, LaunchConfig, Options};
+use fmha_emu_ptx::{Asynchrony, Device, Kernel, LaunchConfig, Options, mutation};
 
 const USAGE: &str = "\
 usage: ptx-emu run FILE.ptx [--kernel NAME] --grid X[,Y[,Z]] --block X[,Y[,Z]] [--cluster X[,Y[,Z]]]
                    [--shared BYTES] [--mode eager|hb|late:SEED] [--seeds N] [--lines] [--arg ARG]...
        ptx-emu list FILE.ptx
-       ptx-emu mutate [TITLE=]FILE.launch... [--schedules N] [--out FILE.md] [--sources FOLDER]... [--wrappers PREFIX]
+       ptx-emu record FOLDER [--sms N] -- COMMAND...
+       ptx-emu cover FILE -- COMMAND...
+       ptx-emu mutate [TITLE=]FILE.launch... [--schedules N] [--out FILE.md] [--reasons FILE] [--sources FOLDER]... [--wrappers PREFIX]
 
 An ARG is one parameter of the kernel, in order:
   u32:N  s32:N  u64:N  f32:X       a number
@@ -23,10 +25,14 @@ An ARG is one parameter of the kernel, in order:
 
 --seeds N runs N late schedules, seeds 1 to N. --lines prints the warp instructions of each source line.
 
-mutate takes launches that the driver's double has recorded (FMHA_EMULATE_RECORD=FOLDER), leaves out or miscounts
+record runs a command that uses the driver's double and keeps each of its launches in a file of FOLDER; the device
+has N multiprocessors. cover writes the source lines that its launches have code for, and whether each was executed.
+
+mutate takes recorded launches, leaves out or miscounts
 each instruction that synchronises, one at a time, runs each such kernel once, tracking happens-before, and prints
-what reports it. The sound kernel is run under N late schedules first. --out rewrites the table in a Markdown file;
---sources adds each source line's text; --wrappers names the files whose callers are the lines to show.";
+what reports it. The sound kernel is run under N late schedules first. Launches of one TITLE must have one text: a
+mutant is run on each that executes its instruction. --out rewrites the table in a Markdown file; --reasons says why
+some are no faults (`opcode | part of the line | part of its caller | ... | reason`); --sources adds each source line's text; --wrappers names the files whose callers are the lines to show.";
 
 struct Arguments {
     kernel: Option<String>,
@@ -175,6 +181,12 @@ fn main() -> ExitCode {
     let mut words = std::env::args().skip(1).peekable();
     if words.next_if_eq("mutate").is_some() {
         return end(mutation::run(words));
+    }
+    if words.next_if_eq("record").is_some() {
+        return end(observed::record(words));
+    }
+    if words.next_if_eq("cover").is_some() {
+        return end(observed::cover(words));
     }
     let (command, file) = (words.next(), words.next());
     let (Some(command), Some(file)) = (command, file) else {

@@ -92,7 +92,9 @@ impl<'a> Found<'a> {
             ["wgmma", "wait_group", ..] => {
                 out.push(("left out", self.skipped()));
                 let more = self.operands.parse::<u32>().ok().map(|n| n + 1);
-                out.extend(more.map(|n| ("one group more pending", format!("{} {} {n}", self.guard, self.opcode))));
+                out.extend(
+                    more.map(|n| ("one group more pending", format!("{} {} {n}", self.guard, self.opcode))),
+                );
             }
             ["mbarrier", "arrive" | "arrive_drop", ..]
             | ["wgmma", "fence" | "commit_group", ..]
@@ -136,7 +138,8 @@ pub fn mutants(ptx: &str) -> Vec<Mutant> {
         let mut start = 0;
         for statement in code.split_inclusive(';').filter(|s| s.ends_with(';')) {
             let body = &statement[..statement.len() - 1];
-            let skipped = body.len() - body.trim_start_matches(|c: char| c.is_whitespace() || "{}".contains(c)).len();
+            let skipped =
+                body.len() - body.trim_start_matches(|c: char| c.is_whitespace() || "{}".contains(c)).len();
             let body = body[skipped..].trim_end();
             let from = line_start + start + skipped;
             if let Some(found) = Found::of(body) {

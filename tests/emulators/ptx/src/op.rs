@@ -632,6 +632,8 @@ pub(crate) enum Code {
     },
     FenceMemory,
     FenceProxyAsync,
+    /// `fence.mbarrier_init`.
+    FenceMbarrierInit,
     FenceTensorMap,
     TensorMapReplace {
         field: u8,

@@ -72,7 +72,8 @@ impl Recording {
             }
         }
         let module = device.load(ptx)?;
-        let kernel = module.kernel(&self.kernel).ok_or_else(|| refuse(format!("no kernel `{}`", self.kernel)))?;
+        let kernel =
+            module.kernel(&self.kernel).ok_or_else(|| refuse(format!("no kernel `{}`", self.kernel)))?;
         let report = device.launch(kernel, &self.config, &self.args, options)?;
         let mut memory = Vec::new();
         for region in &self.memory {

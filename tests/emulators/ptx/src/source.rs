@@ -49,7 +49,8 @@ impl SourceMap {
                     now = map.chains.len();
                     map.chains.push(followed(at, &callers));
                 }
-            } else if line.starts_with(".visible") || line.starts_with(".entry") || line.starts_with(".func") {
+            } else if line.starts_with(".visible") || line.starts_with(".entry") || line.starts_with(".func")
+            {
                 now = 0;
             }
             map.lines.push(now);
@@ -76,7 +77,9 @@ impl SourceMap {
 fn followed(at: Position, callers: &HashMap<Position, Option<Position>>) -> Vec<Position> {
     let mut chain = vec![at];
     // A function inlined into itself is text that no compiler writes; it must not hang its reader.
-    while let Some(Some(caller)) = chain.last().and_then(|last| callers.get(last)).filter(|_| chain.len() < 64) {
+    while let Some(Some(caller)) =
+        chain.last().and_then(|last| callers.get(last)).filter(|_| chain.len() < 64)
+    {
         chain.push(*caller);
     }
     chain
@@ -110,7 +113,8 @@ mod tests {
                    \t.loc 3 11 1, function_name $L1+4, inlined_at 2 40 5\n\tmul;\n}\n\t.file\t1 \"/x/entry.cu\"\n\
                    .file 2 \"/x/y/a.cuh\"\n.file 3 \"/x/y/b.cuh\"\n";
         let map = SourceMap::of(ptx);
-        let text = |line| map.chain(line).iter().map(|s| format!("{}:{}", s.file, s.line)).collect::<Vec<_>>();
+        let text =
+            |line| map.chain(line).iter().map(|s| format!("{}:{}", s.file, s.line)).collect::<Vec<_>>();
         assert!(text(2).is_empty());
         assert_eq!(text(4), ["entry.cu:7"]);
         assert_eq!(text(7), ["y/b.cuh:11", "y/a.cuh:40", "entry.cu:9"]);
