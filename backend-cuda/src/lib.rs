@@ -13,6 +13,8 @@ pub mod nvrtc;
 
 use std::sync::Arc;
 
+pub use emulated::emulated_launches;
+
 use fmha_core::args::{check_combine, check_fwd, check_workspace};
 use fmha_core::error::{Error, ProblemError, Refusal, Result};
 use fmha_core::spec::CombineSpec;

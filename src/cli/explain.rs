@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 use super::Verdict;
 use super::failure::Failure;
+use super::modelled;
 use super::options::{BackendArgs, ProblemArgs};
 
 /// Options of `fmha explain`.
@@ -18,7 +19,8 @@ use super::options::{BackendArgs, ProblemArgs};
 #[command(after_help = "\
 Examples:
   fmha explain -d 256 --prec bf16 --mask b     which kernel, which tile, what it promises
-  fmha explain --backend cuda --emulate sm_90a the same for a device that is not here
+  fmha explain --backend cuda --emulate sm_90a the same for a device that is not here, and what the
+                                               kernel does to each unit of a multiprocessor, modelled
   fmha explain --kernel no-such-kernel         every kernel's refusal
 
 Exit status 2 when no kernel takes the problem.")]
@@ -73,6 +75,9 @@ impl ExplainArgs {
                     flops as f64 / 1e9,
                     work.pairs
                 )?;
+                if self.backend.emulates() {
+                    modelled::write(out, &self.problem, &setup, backend, &options)?;
+                }
                 Ok(Verdict::Right)
             }
             Err(Error::Unsupported { backend, refusals }) => {

@@ -13,6 +13,7 @@ mod explain;
 mod failure;
 mod files;
 mod job;
+mod modelled;
 mod npy;
 mod options;
 mod progress;

@@ -4,6 +4,7 @@
 //! `target/`) and reports what cannot: tests that need it then say `absent`, and are not counted as
 //! passed.
 
+mod coverage;
 mod mutation;
 mod setup;
 mod support;
@@ -21,7 +22,10 @@ usage: cargo xtask test      set up, test everything in release, print the count
                              the README's support table from the battery's results (default: cpu)
        cargo xtask mutation [SCHEDULES]
                              the sm90 kernel broken instruction by instruction in the emulator, into
-                             docs/kernels/sm90-mutation.md; sound, under 100 schedules";
+                             docs/kernels/sm90-mutation.md; sound, under 100 schedules
+       cargo xtask coverage [FILE]
+                             lines of the CUDA device text that the battery executes in the emulator, into
+                             docs/kernels/cuda-coverage.md; FILE: what an earlier `ptx-emu cover` wrote";
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
@@ -35,6 +39,8 @@ fn main() -> ExitCode {
             let backends = if backends.is_empty() { &["cpu"] } else { backends };
             ended(support::write(backends))
         }
+        ["coverage"] => ended(coverage::run(None)),
+        ["coverage", path] => ended(coverage::run(Some(path))),
         ["mutation"] => ended(mutation::run(100)),
         ["mutation", number] => match number.parse() {
             Ok(schedules) => ended(mutation::run(schedules)),

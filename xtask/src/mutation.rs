@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::setup;
+use crate::setup::{self, loudly};
 
 /// Kernels, and the problems that make each of their instructions matter: long tiles, tiles of one block, both in turn.
 const KERNELS: &[(&str, &[&str])] = &[
@@ -58,7 +58,7 @@ pub(crate) fn run(schedules: u32) -> Result<(), String> {
     let environment = setup::run();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let build = |packages: &[&str]| {
-        finished(Command::new(env!("CARGO")).args(["build", "--release"]).args(packages).current_dir(&root))
+        loudly(Command::new(env!("CARGO")).args(["build", "--release"]).args(packages).current_dir(&root))
     };
     build(&[])?;
     build(&["-p", "fmha-emu-ptx"])?;
@@ -80,7 +80,7 @@ pub(crate) fn run(schedules: u32) -> Result<(), String> {
                 .args(problem.split_whitespace())
                 .envs(environment.iter().cloned())
                 .current_dir(&root);
-            finished(&mut record)?;
+            loudly(&mut record)?;
             for launch in recorded(&folder)? {
                 mutate.arg(format!("{title}={}", launch.display()));
             }
@@ -90,7 +90,7 @@ pub(crate) fn run(schedules: u32) -> Result<(), String> {
         .args(["--schedules", &schedules.to_string(), "--wrappers", "fmha/ptx/"])
         .args(["--sources", "kernels-cuda", "--sources", "core/device"])
         .args(["--reasons", "docs/kernels/sm90-mutation.reasons", "--out", "docs/kernels/sm90-mutation.md"]);
-    finished(&mut mutate)
+    loudly(&mut mutate)
 }
 
 fn recorded(folder: &Path) -> Result<Vec<PathBuf>, String> {
@@ -98,9 +98,4 @@ fn recorded(folder: &Path) -> Result<Vec<PathBuf>, String> {
     let mut paths: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
     paths.sort_unstable();
     if paths.is_empty() { Err(format!("{}: nothing was recorded", folder.display())) } else { Ok(paths) }
-}
-
-fn finished(command: &mut Command) -> Result<(), String> {
-    let status = command.status().map_err(|error| format!("{command:?}: {error}"))?;
-    if status.success() { Ok(()) } else { Err(format!("{command:?}: {status}")) }
 }

@@ -83,7 +83,8 @@ fn runs(command: &mut Command) -> bool {
 }
 
 /// Runs a step of the set-up; its own words reach the reader.
-fn loudly(command: &mut Command) -> Result<(), String> {
+/// Runs a command to its end; anything but success is an error.
+pub(crate) fn loudly(command: &mut Command) -> Result<(), String> {
     match command.status() {
         Ok(status) if status.success() => Ok(()),
         Ok(status) => Err(format!("{:?} ended with {status}", command.get_program())),
