@@ -43,6 +43,7 @@ pub fn headers() -> Vec<Header> {
         "sm90/fwd.cuh",
         "sm90/load.cuh",
         "sm90/scheduler.cuh",
+        "sm90/scrub.cuh",
         "sm90/softmax.cuh",
         "simt/fwd.cuh",
         "combine.cuh",

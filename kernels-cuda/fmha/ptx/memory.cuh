@@ -47,10 +47,22 @@ FMHA_DEVICE void st_shared_b32_if(uint32_t address, uint32_t value, bool conditi
                : "memory");
 }
 
-// needs: sm_70. 16 zero bytes.
+// needs: sm_70. `address` is a multiple of 16.
+// PTX ISA: ld.
+FMHA_DEVICE uint4 ld_shared_v4_b32(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+// needs: sm_70. `address` is a multiple of 16.
 // PTX ISA: st.
-FMHA_DEVICE void st_shared_v4_zero(uint32_t address) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+FMHA_DEVICE void st_shared_v4_b32(uint32_t address, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 }
 
 // needs: sm_90. Orders this thread's ordinary writes to shared memory before the tensor cores' and

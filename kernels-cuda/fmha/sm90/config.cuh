@@ -50,7 +50,8 @@ struct Work {
   int32_t last_block;   // blocks go down from this one,
   int32_t num_band_blocks;    // this many,
   int32_t last_sink_block;    // then down from this one
-  int32_t clean_from;   // keys of the first block from here on are not the sequence's, and not zero
+  int32_t whole_begin, whole_end;  // blocks from, and before, of which every row sees every key
+  int32_t spoiled;      // 1: the scrub role took something out of V
 };
 
 template <FwdSpec spec, Sm90Tile tile>
@@ -67,10 +68,11 @@ struct Smem {
   Barrier q_empty[q_buffers];    // one arrival per consumer warp
   Barrier k_full[tile.stages];   // the bytes of one K block
   Barrier k_empty[tile.stages];  // one arrival per consumer warp of the cluster
-  Barrier v_full[tile.stages];   // the bytes of one V block
+  Barrier v_full[tile.stages];   // the bytes of one V block, or the scrub role's word for them
+  Barrier v_raw[tile.stages];    // the bytes of one V block, to be scrubbed
   Barrier v_empty[tile.stages];  // one arrival per consumer warp of the cluster
   Barrier work_full[kWorkSlots];   // the schedule role's arrival
-  Barrier work_empty[kWorkSlots];  // one arrival per consumer warp, one of the load role
+  Barrier work_empty[kWorkSlots];  // one arrival per warp that reads it: consumers, load, scrub
   Work work[kWorkSlots];
 };
 

@@ -1,7 +1,7 @@
 // O and LSE of a finished tile, from registers to memory.
 #pragma once
 #include <fmha/num.h>
-#include <fmha/sm90/config.cuh>
+#include <fmha/sm90/scrub.cuh>
 #include <fmha/sm90/softmax.cuh>
 
 namespace fmha::sm90 {
@@ -49,6 +49,7 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
                           mma::Accumulator<padded_dim(spec.head_dim_v)>& o) {
   constexpr int dim = spec.head_dim_v;
   const int32_t quad_lane = threadIdx.x % 4;
+  if (work.spoiled) restore<spec, tile>(p, work, row, o);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int32_t packed_row = row + 8 * r, i = query_of<tile>(p, packed_row);
