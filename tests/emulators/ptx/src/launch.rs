@@ -299,7 +299,7 @@ impl Device {
 /// the most that fits the file, yet no more than any `setmaxnreg.inc` asks for.
 fn launch_registers(program: &Program, threads: u32) -> u32 {
     let value = |reg: crate::op::Reg| {
-        program.const_words.iter().find(|(row, _)| usize::from(*row) == reg.row()).map(|&(_, value)| value)
+        program.const_words.iter().find(|(row, _)| *row as usize == reg.row()).map(|&(_, value)| value)
     };
     let mut uses = false;
     let mut most = 65536 / threads / 8 * 8;

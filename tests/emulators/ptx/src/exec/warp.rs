@@ -108,13 +108,13 @@ impl Warp {
             ..Self::default()
         };
         for &(row, value) in &program.const_words {
-            warp.w[usize::from(row)] = [value; 32];
+            warp.w[row as usize] = [value; 32];
         }
         for &(row, value) in &program.const_preds {
-            warp.p[usize::from(row)] = if value { u32::MAX } else { 0 };
+            warp.p[row as usize] = if value { u32::MAX } else { 0 };
         }
         for &(row, value) in &program.const_doubles {
-            warp.d[usize::from(row)] = [value; 32];
+            warp.d[row as usize] = [value; 32];
         }
         warp
     }
