@@ -38,8 +38,7 @@ FMHA_DEVICE void st_global_v4_b32_if(void* address, const uint32_t (&v)[4], bool
                : "memory");
 }
 
-// needs: sm_70. Never executed by design: `condition` is false for every input, but ptxas cannot
-// know, so what `condition` depends on is computed before this point.
+// needs: sm_70.
 // PTX ISA: st.
 FMHA_DEVICE void st_shared_b32_if(uint32_t address, uint32_t value, bool condition) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.shared.b32 [%0], %1; }" ::"r"(address), "r"(value),
@@ -47,22 +46,10 @@ FMHA_DEVICE void st_shared_b32_if(uint32_t address, uint32_t value, bool conditi
                : "memory");
 }
 
-// needs: sm_70. `address` is a multiple of 16.
-// PTX ISA: ld.
-FMHA_DEVICE uint4 ld_shared_v4_b32(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-
-// needs: sm_70. `address` is a multiple of 16.
+// needs: sm_70. 16 zero bytes; `address` is a multiple of 16.
 // PTX ISA: st.
-FMHA_DEVICE void st_shared_v4_b32(uint32_t address, uint4 v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
+FMHA_DEVICE void st_shared_v4_zero(uint32_t address) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
 
 // needs: sm_90. Orders this thread's ordinary writes to shared memory before the tensor cores' and

@@ -240,22 +240,14 @@ struct Consumer {
     }
   }
 
-  // This tile's last P V beside the next tile's first S.
-  FMHA_DEVICE void cross_to_next() {
-    const Work& done = work();
-    Slot<kWorkSlots> next_slot = work_slot;
-    next_slot.advance();
-    const Work& next = smem.work[next_slot.index];
-    const int32_t done_row = rows.row;
-    RowStats stats[2];
+  // A tile's end, with the next tile's first S started beside the last P V.
+  FMHA_DEVICE void cross_to(const Work& next, RowStats (&stats)[2]) {
     ptx::mbarrier_wait_parity(smem.q_full[q_slot.index], q_slot.phase);
     if (sees_half(next)) {
       cross_products<half_n>(next, stats);
     } else {
       cross_products<tile.block_n>(next, stats);
     }
-    epilogue<spec, tile>(p, done, done_row, stats, scale_log2, o);
-    o.clear();
   }
   template <int n>
   FMHA_DEVICE void cross_products(const Work& next, RowStats (&stats)[2]) {
@@ -273,12 +265,6 @@ struct Consumer {
     probs.template from<spec.dtype_v>(s, zero());
   }
 
-  FMHA_DEVICE void last_output() {
-    start_output();
-    finish_output();
-    epilogue<spec, tile>(p, work(), rows.row, softmax.rows, scale_log2, o);
-  }
-
   FMHA_DEVICE void run() {
     if (index == consumers - 1) pass_turn();
     wait_work();
@@ -287,19 +273,30 @@ struct Consumer {
     while (true) {
       other_blocks();
       release_q();
+      const Work& done = work();
+      const int32_t done_row = rows.row;
       Slot<kWorkSlots> next_slot = work_slot;
       next_slot.advance();
+      const Work& next = smem.work[next_slot.index];
       ptx::mbarrier_wait_parity(smem.work_full[next_slot.index], next_slot.phase);
-      const bool more = ptx::uniform(smem.work[next_slot.index].num_blocks) > 0;
+      const bool more = ptx::uniform(next.num_blocks) > 0;
+      RowStats stats[2];
       if (tile.lookahead && more) {
-        cross_to_next();
-        release_work();
-        continue;
+        cross_to(next, stats);
+      } else {
+        start_output();
+        finish_output();
+        stats[0] = softmax.rows[0];
+        stats[1] = softmax.rows[1];
       }
-      last_output();
+      epilogue<spec, tile>(p, done, done_row, stats, scale_log2, o);
       release_work();
       if (!more) return;
-      first_block();
+      if constexpr (tile.lookahead) {
+        o.clear();
+      } else {
+        first_block();
+      }
     }
   }
 };

@@ -1,7 +1,7 @@
 // The load role: one thread keeps the copy engine fed.
 #pragma once
 #include <fmha/ptx/barrier.cuh>
-#include <fmha/sm90/scrub.cuh>
+#include <fmha/sm90/clean.cuh>
 
 namespace fmha::sm90 {
 
@@ -33,19 +33,17 @@ struct Loader {
 
   // Where a tile's key blocks are; in registers, so that a load follows its slot's release at once.
   struct Keys {
-    int32_t i_head_kv, storage_batch, k_row, last_block, num_band_blocks, last_sink_block, whole_begin, whole_end;
+    int32_t i_head_kv, storage_batch, k_row, last_block, num_band_blocks, last_sink_block;
+    bool dirty;
 
     FMHA_DEVICE explicit Keys(const Work& work)
         : i_head_kv(work.i_head_kv), storage_batch(work.storage_batch), k_row(work.k_row),
           last_block(work.last_block), num_band_blocks(work.num_band_blocks), last_sink_block(work.last_sink_block),
-          whole_begin(work.whole_begin), whole_end(work.whole_end) {}
+          dirty(work.first_dirty < tile.block_n) {}
 
-    FMHA_DEVICE int32_t block(int32_t i) const {
-      return spec.sink_columns && i >= num_band_blocks ? last_sink_block - (i - num_band_blocks) : last_block - i;
-    }
-    FMHA_DEVICE bool is_partial(int32_t i) const { return sm90::is_partial(whole_begin, whole_end, block(i)); }
     FMHA_DEVICE int32_t row(int32_t i) const {
-      const int32_t block = this->block(i);
+      const int32_t block = spec.sink_columns && i >= num_band_blocks ? last_sink_block - (i - num_band_blocks)
+                                                                      : last_block - i;
       // A tile without keys has block -1: rows before the tensor, zeros.
       return block < 0 ? -tile.block_n : k_row + block * tile.block_n;
     }
@@ -69,7 +67,7 @@ struct Loader {
     load_block(smem.k, maps.k, smem.k_full[k_slot.index], smem.k_empty, k_slot, keys, i);
   }
   FMHA_DEVICE void load_v(const Keys& keys, int32_t i) {
-    Barrier& full = keys.is_partial(i) ? smem.v_raw[v_slot.index] : smem.v_full[v_slot.index];
+    Barrier& full = keys.dirty && i == 0 ? smem.v_raw[v_slot.index] : smem.v_full[v_slot.index];
     load_block(smem.v, maps.v, full, smem.v_empty, v_slot, keys, i);
   }
 
@@ -128,9 +126,10 @@ FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const Sm90Schedule& 
     loader.run();
   } else if (threadIdx.x == 32) {
     schedule_tiles<spec, tile>(p, schedule, smem);
-  } else if (threadIdx.x >= 64) {
-    Scrubber<spec, tile> scrubber{smem};
-    scrubber.run();
+  } else if (ptx::uniform(threadIdx.x / 32) == 2) {
+    Cleaner<spec, tile> cleaner{smem};
+    cleaner.run();
+
   }
 }
 

@@ -1,6 +1,7 @@
 //! Small CUDA C++ kernels, as NVRTC compiles them, against the same arithmetic in Rust.
 #![allow(clippy::unwrap_used, reason = "a failure in a helper fails its test")]
 
+use fmha_core::cache::{Compiler, ImageKind, KernelJob};
 use fmha_core::source::KernelSource;
 use fmha_emu_ptx::{Device, Fault, FaultKind, LaunchConfig, Options, SourceMap};
 
@@ -18,10 +19,15 @@ fn compile(body: &str) -> Option<String> {
     let entry = format!(
         "extern \"C\" __global__ void k(const unsigned* in, unsigned* out, unsigned n) {{\n{body}\n}}\n"
     );
-    let source = KernelSource { entry, headers: Vec::new() };
-    let compiled =
-        nvrtc.compile(&source, "sm_90a", &["-lineinfo"]).unwrap_or_else(|log| panic!("{body}: {log}"));
-    Some(String::from_utf8(compiled.ptx).unwrap().trim_end_matches('\0').to_owned())
+    let job = KernelJob {
+        kernel: "k",
+        arch: "sm_90a".to_owned(),
+        flags: vec!["-lineinfo".to_owned()],
+        source: KernelSource { entry, headers: Vec::new() },
+        image: ImageKind::Assembly,
+    };
+    let compiled = nvrtc.compile(&job).unwrap_or_else(|error| panic!("{body}: {error}"));
+    Some(String::from_utf8(compiled.assembly).unwrap().trim_end_matches('\0').to_owned())
 }
 
 /// Runs it on two blocks, happens-before tracked.
