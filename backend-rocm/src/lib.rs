@@ -23,7 +23,7 @@ use fmha_core::bind;
 use fmha_core::source::KernelSource;
 use fmha_core::spec::FwdSpec;
 use fmha_core::{
-    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DeviceMemory, Error, FmhaBackend, FwdArgs, FwdPlan,
+    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DeviceMemory, Error, Explain, FmhaBackend, FwdArgs, FwdPlan,
     MemorySpace, Plan, PlanOptions, ProblemError, Promises, Refusal, Result, Roofline, Stream, ValidBwd,
     ValidCombine, ValidFwd,
 };
