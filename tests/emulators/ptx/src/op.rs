@@ -90,6 +90,9 @@ pub(crate) enum Wf {
     Brev,
     BfindS,
     BfindU,
+    /// How far left the bit that `bfind` finds must go to become the highest.
+    BfindShiftS,
+    BfindShiftU,
     BfeS,
     BfeU,
     Bfi,
