@@ -20,7 +20,7 @@ const KERNELS: &[(&str, &[&str])] = &[
             "-b 1 --heads 2 -s 700 -d 128 --prec bf16 --mask t",
             "-b 1 --heads 4 -s 200 -d 128 --prec bf16 --mask t",
             "-b 1 --heads 3 -s 200 -d 128 --prec bf16 --mask t",
-            "-b 1 --heads 2 -s 200 --seqlen-k 264 -d 128 --prec bf16 --mask b",
+            "-b 1 --heads 3 -s 138 --seqlen-k 202 -d 128 --prec bf16 --mask b",
         ],
     ),
     (
