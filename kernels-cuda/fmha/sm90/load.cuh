@@ -121,14 +121,12 @@ struct Loader {
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const Sm90Schedule& schedule, Smem<spec, tile>& smem) {
   ptx::setmaxnreg_dec<regs(tile).load>();
-  // Before the lanes part: all of a warp's take part.
-  const int32_t warp = ptx::uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) {
     Loader<spec, tile> loader{p, maps, smem};
     loader.run();
   } else if (threadIdx.x == 32) {
     schedule_tiles<spec, tile>(p, schedule, smem);
-  } else if (warp == 2) {
+  } else if (threadIdx.x / 32 == 2) {
     Cleaner<spec, tile> cleaner{smem};
     cleaner.run();
   }

@@ -35,5 +35,5 @@ pub use exec::TensorMap;
 pub use fault::{Fault, FaultKind, Place};
 pub use launch::{Asynchrony, Device, Kernel, LaunchConfig, Module, Options, Report};
 pub use mutate::{Mutant, mutants};
-pub use recording::{Ended, Recording, Region};
+pub use recording::{Ended, Ready, Recording};
 pub use source::{SourceLine, SourceMap};

@@ -4,15 +4,17 @@ mod observed;
 
 use std::process::ExitCode;
 
-use fmha_emu_ptx::{Asynchrony, Device, Kernel, LaunchConfig, Options, mutation};
+use fmha_emu_ptx::{Asynchrony, Device, Kernel, LaunchConfig, Options, Recording, mutation};
 
 const USAGE: &str = "\
 usage: ptx-emu run FILE.ptx [--kernel NAME] --grid X[,Y[,Z]] --block X[,Y[,Z]] [--cluster X[,Y[,Z]]]
                    [--shared BYTES] [--mode eager|hb|late:SEED] [--seeds N] [--lines] [--arg ARG]...
+       ptx-emu bench FILE.launch... [--mode eager|hb|late:SEED] [--repeat N] [--ptx FILE.ptx]
        ptx-emu list FILE.ptx
        ptx-emu record FOLDER [--sms N] -- COMMAND...
        ptx-emu cover FILE -- COMMAND...
-       ptx-emu mutate [TITLE=]FILE.launch... [--schedules N] [--out FILE.md] [--reasons FILE] [--sources FOLDER]... [--wrappers PREFIX]
+       ptx-emu mutate [TITLE=]FILE.launch... [--schedules N] [--out FILE.md] [--reasons FILE] [--sources FOLDER]...
+                      [--wrappers PREFIX]
 
 An ARG is one parameter of the kernel, in order:
   u32:N  s32:N  u64:N  f32:X       a number
@@ -23,16 +25,20 @@ An ARG is one parameter of the kernel, in order:
   out:BYTES:FILE                   a zeroed buffer, written to FILE when the kernel has ended
   hex:BYTES                        bytes of the parameter itself, as hexadecimal digits
 
---seeds N runs N late schedules, seeds 1 to N. --lines prints the warp instructions of each source line.
+`bench` runs recorded launches (the driver double writes them to the folder FMHA_EMULATE_RECORD) on one thread and
+prints warp instructions a second of processor time; --ptx puts another module in the recorded one's place.
 
-record runs a command that uses the driver's double and keeps each of its launches in a file of FOLDER; the device
-has N multiprocessors. cover writes the source lines that its launches have code for, and whether each was executed.
+`record` runs a command that uses the driver double and keeps each of its launches in a file of FOLDER; the device has
+N multiprocessors. `cover` writes the source lines that its launches have code for, and whether each was executed.
 
-mutate takes recorded launches, leaves out or miscounts
-each instruction that synchronises, one at a time, runs each such kernel once, tracking happens-before, and prints
-what reports it. The sound kernel is run under N late schedules first. Launches of one TITLE must have one text: a
-mutant is run on each that executes its instruction. --out rewrites the table in a Markdown file; --reasons says why
-some are no faults (`opcode | part of the line | part of its caller | ... | reason`); --sources adds each source line's text; --wrappers names the files whose callers are the lines to show.";
+`mutate` takes recorded launches, leaves out or miscounts each instruction that synchronises, one at a time, runs each
+such kernel, tracking happens-before, and prints what reports it. The sound kernel is run under N late schedules first.
+Launches of one TITLE must have one text: a mutant is run on each that executes its instruction, until one reports.
+--out rewrites the table in a Markdown file; --reasons says why some mutants are no faults (`opcode | part of the line |
+part of its caller | ... | reason`); --sources adds each source line's text; --wrappers names the files whose callers
+are the lines to show.
+
+--seeds N runs N late schedules, seeds 1 to N. --lines prints the warp instructions of each source line.";
 
 struct Arguments {
     kernel: Option<String>,
@@ -53,6 +59,16 @@ fn triple(text: &str) -> Result<[u32; 3], String> {
 
 fn number<T: std::str::FromStr>(text: &str) -> Result<T, String> {
     text.parse().map_err(|_| format!("`{text}` is no number of that type"))
+}
+
+fn mode(text: &str, options: &mut Options) -> Result<(), String> {
+    match text.split_once(':') {
+        Some(("late", seed)) => options.asynchrony = Asynchrony::Late { seed: number(seed)? },
+        _ if text == "hb" => options.happens_before = true,
+        _ if text == "eager" => {}
+        _ => return Err(format!("`{text}` is no mode")),
+    }
+    Ok(())
 }
 
 fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
@@ -79,12 +95,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
             "--shared" => out.config.dynamic_shared = number(&value)?,
             "--seeds" => out.seeds = number(&value)?,
             "--arg" => out.args.push(value),
-            "--mode" => match value.split_once(':') {
-                Some(("late", seed)) => out.options.asynchrony = Asynchrony::Late { seed: number(seed)? },
-                _ if value == "hb" => out.options.happens_before = true,
-                _ if value == "eager" => {}
-                _ => return Err(format!("`{value}` is no mode")),
-            },
+            "--mode" => mode(&value, &mut out.options)?,
             _ => return Err(format!("unknown option `{flag}`")),
         }
     }
@@ -177,16 +188,63 @@ fn run_once(text: &str, a: &Arguments, options: &Options) -> Result<(), String> 
     Ok(())
 }
 
+/// Seconds of processor time of this thread.
+fn seconds() -> f64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    now.tv_sec as f64 + now.tv_nsec as f64 * 1e-9
+}
+
+fn bench(words: &[String]) -> Result<(), String> {
+    let (mut files, mut options, mut repeat, mut ptx) = (Vec::new(), Options::default(), 1, None);
+    options.parallel = false;
+    let mut words = words.iter();
+    while let Some(word) = words.next() {
+        let mut value = || words.next().ok_or_else(|| format!("`{word}` needs a value"));
+        match word.as_str() {
+            "--mode" => mode(value()?, &mut options)?,
+            "--repeat" => repeat = number(value()?)?,
+            "--ptx" => {
+                let path = value()?;
+                ptx = Some(std::fs::read_to_string(path).map_err(|e| format!("{path}: {e}"))?);
+            }
+            _ => files.push(word),
+        }
+    }
+    let (mut all, mut spent) = (0, 0.0);
+    for file in files {
+        let bytes = std::fs::read(file).map_err(|e| format!("{file}: {e}"))?;
+        let mut recording = Recording::from_bytes(&bytes).map_err(|f| format!("{file}: {f}"))?;
+        if let Some(text) = &ptx {
+            recording.ptx.clone_from(text);
+        }
+        let ready = recording.prepare().map_err(|f| format!("{file}: {f}"))?;
+        for _ in 0..repeat {
+            let start = seconds();
+            let report = ready.run(&options).map_err(|f| format!("{file}: {f}"))?;
+            let took = seconds() - start;
+            let n = report.counters.warp_instructions;
+            println!("{n:>10} warp instructions, {:6.2} M/s: {file}", n as f64 / took * 1e-6);
+            (all, spent) = (all + n, spent + took);
+        }
+    }
+    println!("{all:>10} warp instructions, {:6.2} M/s of processor time", all as f64 / spent * 1e-6);
+    Ok(())
+}
+
 fn main() -> ExitCode {
-    let mut words = std::env::args().skip(1).peekable();
-    if words.next_if_eq("mutate").is_some() {
-        return end(mutation::run(words));
+    let all: Vec<String> = std::env::args().skip(1).collect();
+    if let Some(("bench", rest)) = all.split_first().map(|(command, rest)| (command.as_str(), rest)) {
+        return finish(bench(rest));
     }
-    if words.next_if_eq("record").is_some() {
-        return end(observed::record(words));
+    let mut words = all.into_iter().peekable();
+    if words.next_if(|word| word == "mutate").is_some() {
+        return finish(mutation::run(words));
     }
-    if words.next_if_eq("cover").is_some() {
-        return end(observed::cover(words));
+    if words.next_if(|word| word == "record").is_some() {
+        return finish(observed::record(words));
+    }
+    if words.next_if(|word| word == "cover").is_some() {
+        return finish(observed::cover(words));
     }
     let (command, file) = (words.next(), words.next());
     let (Some(command), Some(file)) = (command, file) else {
@@ -218,10 +276,10 @@ fn main() -> ExitCode {
             _ => Err(USAGE.to_string()),
         }
     });
-    end(result)
+    finish(result)
 }
 
-fn end(result: Result<(), String>) -> ExitCode {
+fn finish(result: Result<(), String>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(text) => {

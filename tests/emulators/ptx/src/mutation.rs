@@ -97,7 +97,7 @@ pub fn run(words: impl Iterator<Item = String>) -> Result<(), String> {
     let mut kernels: Vec<(&str, Vec<Recording>)> = Vec::new();
     for (title, file) in &arguments.recordings {
         let bytes = std::fs::read(file).map_err(|error| format!("{file}: {error}"))?;
-        let recording = Recording::decode(&bytes).map_err(|fault| format!("{file}: {fault}"))?;
+        let recording = Recording::from_bytes(&bytes).map_err(|fault| format!("{file}: {fault}"))?;
         match kernels.iter_mut().find(|(known, _)| known == title) {
             Some((_, launches)) if launches[0].ptx == recording.ptx => launches.push(recording),
             Some(_) => {
@@ -197,7 +197,7 @@ fn one(
     let mut sound = Vec::new();
     for launch in launches {
         let ended =
-            launch.run(ptx, &options()).map_err(|fault| format!("{title}, the sound kernel: {fault}"))?;
+            launch.run_as(ptx, &options()).map_err(|fault| format!("{title}, the sound kernel: {fault}"))?;
         sound.push((launch, ended));
     }
     no_false_alarm(arguments.schedules, title, &sound)?;
@@ -238,7 +238,7 @@ fn no_false_alarm(schedules: u64, title: &str, sound: &[(&Recording, Ended)]) ->
     let alarm = |seed: u64| {
         let mut options = options();
         options.asynchrony = Asynchrony::Late { seed };
-        sound.iter().find_map(|(launch, ended)| match launch.run(&launch.ptx, &options) {
+        sound.iter().find_map(|(launch, ended)| match launch.run_as(&launch.ptx, &options) {
             Err(fault) => Some(format!("{title}, the sound kernel, schedule {seed}: {fault}")),
             Ok(late) if late.memory != ended.memory => {
                 Some(format!("{title}, the sound kernel, schedule {seed}: other results"))
@@ -260,7 +260,7 @@ fn outcome(mutant: &Mutant, sound: &[(&Recording, Ended)]) -> Outcome {
         if ended.report.lines.get(&mutant.line).is_none_or(|&hits| hits == 0) {
             continue;
         }
-        match launch.run(&mutant.apply(&launch.ptx), &options()) {
+        match launch.run_as(&mutant.apply(&launch.ptx), &options()) {
             Err(fault) => return Outcome::Caught(fault.kind.name().to_owned()),
             Ok(broken) => {
                 let same = broken.memory == ended.memory && !matches!(outcome, Outcome::Survived(false));

@@ -12,7 +12,9 @@ pub(crate) fn record(mut words: impl Iterator<Item = String>) -> Result<(), Stri
         None => None,
     };
     let mut command = command(words)?;
-    command.env("FMHA_EMULATE_RECORD", absolute(&folder)?);
+    let folder = absolute(&folder)?;
+    std::fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    command.env("FMHA_EMULATE_RECORD", folder);
     if let Some(sms) = sms {
         let number: u32 = sms.parse().map_err(|_| format!("--sms `{sms}` is no number"))?;
         command.env("FMHA_EMULATE_SMS", number.to_string());

@@ -2,11 +2,10 @@
 
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 
-use fmha_emu_ptx::LaunchConfig;
+use fmha_emu_ptx::{Kernel, LaunchConfig};
 
 use crate::error::{INVALID_HANDLE, INVALID_VALUE, LAUNCH_FAILED, Result, SUCCESS, put};
-use crate::observe;
-use crate::state::{Function, Handle, state};
+use crate::state::{Handle, state};
 
 /// One piece of work on a stream. Host addresses are numbers: the caller promised they stay valid.
 #[derive(Clone, Debug)]
@@ -15,7 +14,7 @@ pub(crate) enum Node {
     DeviceToHost { to: usize, from: u64, bytes: usize },
     DeviceToDevice { to: u64, from: u64, bytes: usize },
     Fill { to: u64, pattern: u32, width: usize, count: usize },
-    Launch { function: Function, config: LaunchConfig, args: Vec<u8> },
+    Launch { kernel: Kernel, config: LaunchConfig, args: Vec<u8> },
     Call { function: extern "C" fn(*mut c_void), data: usize },
 }
 
@@ -50,9 +49,9 @@ impl Node {
                 let cell = &pattern.to_le_bytes()[..*width];
                 device.upload(*to, &cell.repeat(*count))
             }
-            Self::Launch { function: Function { kernel, ptx, .. }, config, args } => {
+            Self::Launch { kernel, config, args } => {
                 let options = state.options.clone();
-                observe::record(&state.device, ptx, kernel, config, args);
+                state.record(kernel, config, args);
                 // A panic must not cross the C interface; it is a fault of the emulator, and said so.
                 let run = || state.device.launch(kernel, config, args, &options);
                 let Ok(result) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) else {
@@ -68,7 +67,7 @@ impl Node {
                         return LAUNCH_FAILED;
                     }
                 };
-                state.observer.note(ptx, kernel, config, &report);
+                state.observer.note(kernel, config, &report);
                 return SUCCESS;
             }
             Self::Call { .. } => Ok(()),

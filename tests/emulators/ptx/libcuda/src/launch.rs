@@ -139,7 +139,7 @@ unsafe fn launch(
         let Some(args) = (unsafe { arguments(&f.kernel.params(), each, extra) }) else {
             return refuse(&format!("`{name}`: no arguments, or fewer bytes than its parameters"));
         };
-        Node::Launch { function: f.clone(), config, args }
+        Node::Launch { kernel: f.kernel.clone(), config, args }
     };
     submit(stream, node)
 }

@@ -1,7 +1,6 @@
 //! Modules, libraries and functions.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
 
@@ -85,7 +84,7 @@ unsafe fn load(out: *mut Handle, image: *const c_void) -> Result {
         return NO_BINARY_FOR_GPU;
     }
     let handle = s.handle();
-    s.modules.insert(handle, (module, text.into()));
+    s.modules.insert(handle, module);
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, handle) }
 }
@@ -140,16 +139,15 @@ pub(crate) unsafe extern "C" fn cuModuleGetFunction(
     // SAFETY: not null, and the caller promised a zero-terminated name.
     let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
     let mut s = state();
-    let Some((found, ptx)) = s.modules.get(&module) else { return INVALID_HANDLE };
+    let Some(found) = s.modules.get(&module) else { return INVALID_HANDLE };
     let Some(kernel) = found.kernel(&name).cloned() else { return NOT_FOUND };
-    let ptx = Arc::clone(ptx);
     let key = (module, name);
     let handle = if let Some(&handle) = s.function_names.get(&key) {
         handle
     } else {
         let handle = s.handle();
         let max_dynamic_shared = 49152 - kernel.static_shared() as i32;
-        s.functions.insert(handle, Function { kernel, ptx, max_dynamic_shared, non_portable_cluster: false });
+        s.functions.insert(handle, Function { kernel, max_dynamic_shared, non_portable_cluster: false });
         s.function_names.insert(key, handle);
         handle
     };
@@ -170,7 +168,7 @@ pub(crate) unsafe extern "C" fn cuModuleGetGlobal_v2(
     // SAFETY: not null, and the caller promised a zero-terminated name.
     let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
     let s = state();
-    let Some((found, _)) = s.modules.get(&module) else { return INVALID_HANDLE };
+    let Some(found) = s.modules.get(&module) else { return INVALID_HANDLE };
     let Some((address, size)) = found.global(&name) else { return NOT_FOUND };
     // SAFETY: output parameters of the driver API; either may be null.
     unsafe {

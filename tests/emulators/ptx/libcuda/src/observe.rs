@@ -1,13 +1,11 @@
-//! What the driver tells of the launches it carried out: recordings, line coverage, counters.
+//! What the driver tells of the launches it carried out: line coverage, counters.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ffi::{CString, c_char};
 use std::fmt::Write as _;
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
-use fmha_emu_ptx::{Device, Kernel, LaunchConfig, Recording, Report, SourceLine, SourceMap};
+use fmha_emu_ptx::{Kernel, LaunchConfig, Report, SourceLine, SourceMap};
 
 use crate::state::state;
 
@@ -21,39 +19,27 @@ pub(crate) struct Observer {
     launches: VecDeque<String>,
     /// Each source line that has code: whether that was executed.
     covered: BTreeMap<SourceLine, bool>,
-    /// By the module text's address, which lives as long as the map.
-    maps: HashMap<usize, (Arc<str>, SourceMap)>,
-}
-
-/// Writes the launch that is about to be carried out to a file of `FMHA_EMULATE_RECORD`, if that is set.
-pub(crate) fn record(device: &Device, ptx: &str, kernel: &Kernel, config: &LaunchConfig, args: &[u8]) {
-    static NUMBER: AtomicU32 = AtomicU32::new(0);
-    let Some(folder) = std::env::var_os("FMHA_EMULATE_RECORD").map(PathBuf::from) else { return };
-    let number = NUMBER.fetch_add(1, Relaxed);
-    let path = folder.join(format!("{:05}-{number:04}.launch", std::process::id()));
-    let bytes = Recording::take(device, ptx, kernel, config, args).encode();
-    let written = std::fs::create_dir_all(&folder).and_then(|()| std::fs::write(&path, bytes));
-    if let Err(error) = written {
-        eprintln!("emulated driver: {}: {error}", path.display());
-    }
+    /// By the address of the module's text, which the kernel kept beside holds in place.
+    maps: HashMap<usize, (Kernel, SourceMap)>,
 }
 
 impl Observer {
     /// A launch has ended.
-    pub(crate) fn note(&mut self, ptx: &Arc<str>, kernel: &Kernel, config: &LaunchConfig, report: &Report) {
+    pub(crate) fn note(&mut self, kernel: &Kernel, config: &LaunchConfig, report: &Report) {
         if self.launches.len() == KEPT {
             self.launches.pop_front();
         }
         self.launches.push_back(json(kernel, config, report));
         if let Some(path) = std::env::var_os("FMHA_EMULATE_COVERAGE") {
-            self.cover(ptx, report, PathBuf::from(path));
+            self.cover(kernel, report, PathBuf::from(path));
         }
     }
 
     /// Adds the launch's lines and rewrites the file when that told something new.
-    fn cover(&mut self, ptx: &Arc<str>, report: &Report, path: PathBuf) {
-        let key = ptx.as_ptr() as usize;
-        let (_, map) = self.maps.entry(key).or_insert_with(|| (Arc::clone(ptx), SourceMap::of(ptx)));
+    fn cover(&mut self, kernel: &Kernel, report: &Report, path: PathBuf) {
+        let key = kernel.source().as_ptr() as usize;
+        let entry = self.maps.entry(key);
+        let (_, map) = entry.or_insert_with(|| (kernel.clone(), SourceMap::of(kernel.source())));
         let mut news = false;
         for (&line, &hits) in &report.lines {
             for place in map.chain(line) {

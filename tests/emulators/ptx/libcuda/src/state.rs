@@ -2,10 +2,11 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::Write;
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use fmha_emu_ptx::{Asynchrony, Device, Fault, Kernel, Module, Options};
+use fmha_emu_ptx::{Asynchrony, Device, Fault, Kernel, LaunchConfig, Module, Options, Recording};
 
 use crate::graph::Node;
 use crate::observe::Observer;
@@ -76,8 +77,6 @@ const ARCHITECTURES: &[(&str, Architecture)] = &[
 #[derive(Clone, Debug)]
 pub(crate) struct Function {
     pub(crate) kernel: Kernel,
-    /// The text of its module.
-    pub(crate) ptx: Arc<str>,
     pub(crate) max_dynamic_shared: i32,
     pub(crate) non_portable_cluster: bool,
 }
@@ -96,7 +95,7 @@ pub(crate) struct State {
     /// `a` and `f` targets run only on their own architecture.
     pub(crate) arch_name: String,
     pub(crate) options: Options,
-    pub(crate) modules: BTreeMap<Handle, (Module, Arc<str>)>,
+    pub(crate) modules: BTreeMap<Handle, Module>,
     pub(crate) observer: Observer,
     pub(crate) functions: BTreeMap<Handle, Function>,
     pub(crate) function_names: HashMap<(Handle, String), Handle>,
@@ -170,6 +169,17 @@ impl State {
         if let Some(path) = std::env::var_os("FMHA_EMULATE_REPORT") {
             let file = std::fs::OpenOptions::new().create(true).append(true).open(path);
             let _ = file.and_then(|mut f| f.write_all(text.as_bytes()));
+        }
+    }
+
+    /// Writes the launch to a file of its own in the folder `FMHA_EMULATE_RECORD`, where that is set.
+    pub(crate) fn record(&self, kernel: &Kernel, config: &LaunchConfig, args: &[u8]) {
+        static NUMBER: AtomicUsize = AtomicUsize::new(0);
+        let Some(folder) = std::env::var_os("FMHA_EMULATE_RECORD") else { return };
+        let name = format!("{:04}-{}.launch", NUMBER.fetch_add(1, Relaxed), kernel.name());
+        let bytes = Recording::new(&self.device, kernel, config, args).to_bytes();
+        if let Err(error) = std::fs::write(std::path::Path::new(&folder).join(&name), bytes) {
+            eprintln!("emulated driver: {name} is not recorded: {error}");
         }
     }
 

@@ -36,6 +36,7 @@ fn every_synchronising_instruction_of_the_hopper_kernel_is_missed_when_broken() 
     }
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("mutation");
     let _ = std::fs::remove_dir_all(&folder);
+    std::fs::create_dir_all(&folder).unwrap();
     // SAFETY: this test is alone in its process, and nothing else reads the environment yet.
     unsafe {
         std::env::set_var("FMHA_EMULATE_SMS", "1");

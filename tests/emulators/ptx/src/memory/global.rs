@@ -81,11 +81,6 @@ impl Allocation {
         }
     }
 
-    /// One bit a byte, lowest first: whether something has written it.
-    pub(crate) fn written(&self) -> Vec<u8> {
-        self.init.iter().flat_map(|word| word.load(Relaxed).to_le_bytes()).collect()
-    }
-
     pub(crate) fn mark(&self, at: u64, bytes: u64) {
         let mut at = at;
         let end = at + bytes;
@@ -144,23 +139,20 @@ impl GlobalMemory {
         base
     }
 
-    /// Allocates `bytes` at `base`, as another device's memory had them, with those bytes written that `written` has
-    /// a bit for. False when something lies there, or where nothing may.
-    pub(crate) fn place(&self, base: u64, bytes: &[u8], written: &[u8]) -> bool {
-        let end = base.saturating_add(bytes.len() as u64);
+    /// An allocation as a recording has it: base, contents, bytes written. False unless it lies above all others.
+    pub(crate) fn restore(&self, base: u64, data: &[u8], init: &[u32]) -> bool {
         let mut inner = self.lock();
-        let clear = inner.live.range(..end).next_back().is_none_or(|(_, a)| a.base + a.bytes <= base);
-        if !clear || base < FIRST || end - FIRST >= 1 << 48 {
+        if base < FIRST + inner.next || !base.is_multiple_of(512) {
             return false;
         }
-        let a = Allocation::new(base, bytes.len() as u64);
-        a.write(0, bytes);
-        for (i, word) in a.init.iter().enumerate() {
-            let bits = (0..4).fold(0, |v, j| v | u32::from(*written.get(4 * i + j).unwrap_or(&0)) << (8 * j));
-            word.store(bits, Relaxed);
+        let bytes = data.len() as u64;
+        let allocation = Allocation::new(base, bytes);
+        allocation.write(0, data);
+        for (word, bits) in allocation.init.iter().zip(init) {
+            word.store(*bits, Relaxed);
         }
-        inner.next = inner.next.max((end - FIRST + GUARD).next_multiple_of(512));
-        inner.live.insert(base, Arc::new(a));
+        inner.next = (base - FIRST + bytes + GUARD).next_multiple_of(512);
+        inner.live.insert(base, Arc::new(allocation));
         true
     }
 
@@ -186,9 +178,14 @@ pub(crate) struct View {
 }
 
 impl View {
-    /// Every allocation, by address.
-    pub(crate) fn allocations(&self) -> &[Arc<Allocation>] {
-        &self.sorted
+    /// Base, contents and bytes written of every allocation.
+    pub(crate) fn contents(&self) -> Vec<(u64, Vec<u8>, Vec<u32>)> {
+        let one = |a: &Arc<Allocation>| {
+            let mut data = vec![0; a.bytes as usize];
+            a.read(0, &mut data);
+            (a.base, data, a.init.iter().map(|w| w.load(Relaxed)).collect())
+        };
+        self.sorted.iter().map(one).collect()
     }
 
     /// The allocation that holds `[address, address + bytes)`; `hint` remembers the last hit.
