@@ -12,6 +12,8 @@ pub mod nvrtc;
 
 use std::sync::Arc;
 
+pub use emulated::emulated_launches;
+
 use fmha_core::args::{check_combine, check_fwd, check_workspace};
 use fmha_core::bind;
 use fmha_core::cache::{CompiledKernel, KernelJob};

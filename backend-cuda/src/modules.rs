@@ -60,7 +60,11 @@ impl Modules {
 
     /// What is compiled for a source.
     pub(crate) fn job(&self, kernel: &'static str, source: KernelSource) -> KernelJob {
-        let flags = COMPILE_OPTIONS.iter().map(|&option| option.to_owned()).collect();
+        let mut flags: Vec<_> = COMPILE_OPTIONS.iter().map(|&option| option.to_owned()).collect();
+        if self.image == ImageKind::Assembly {
+            // An interpreter's reports name source lines.
+            flags.push("-lineinfo".to_owned());
+        }
         KernelJob { kernel, arch: self.arch.clone(), flags, source, image: self.image }
     }
 

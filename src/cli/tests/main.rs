@@ -6,6 +6,7 @@ mod api;
 mod bench;
 mod conformance;
 mod data;
+mod explain;
 mod run;
 mod wrong_input;
 

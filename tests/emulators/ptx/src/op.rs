@@ -90,6 +90,9 @@ pub(crate) enum Wf {
     Brev,
     BfindS,
     BfindU,
+    /// How far left the bit that `bfind` finds must go to become the highest.
+    BfindShiftS,
+    BfindShiftU,
     BfeS,
     BfeU,
     Bfi,
@@ -632,6 +635,8 @@ pub(crate) enum Code {
     },
     FenceMemory,
     FenceProxyAsync,
+    /// `fence.mbarrier_init`.
+    FenceMbarrierInit,
     FenceTensorMap,
     TensorMapReplace {
         field: u8,
