@@ -64,7 +64,7 @@ impl BundleArgs {
                 self.filter
             )));
         }
-        let kernels = compile(wanted.into_values().collect())?;
+        let kernels = compile(&wanted.into_values().collect::<Vec<_>>())?;
         let kernels =
             kernels.into_iter().map(|kernel| if self.keep_assembly { kernel } else { bare(kernel) });
         let bundle = Bundle::new(self.out.display().to_string(), kernels);
@@ -107,7 +107,7 @@ impl BundleArgs {
 }
 
 /// Compiles on all cores, or finds in the cache.
-fn compile(wanted: Vec<Wanted<'_>>) -> Result<Vec<Arc<CompiledKernel>>, Failure> {
+fn compile(wanted: &[Wanted<'_>]) -> Result<Vec<Arc<CompiledKernel>>, Failure> {
     let progress = Progress::new("compile");
     let (done, total) = (AtomicU64::new(0), wanted.len() as u64);
     let compiled: Result<Vec<_>, Error> = wanted
