@@ -25,8 +25,8 @@ use fmha_core::source::KernelSource;
 use fmha_core::spec::FwdSpec;
 use fmha_core::{
     BwdArgs, BwdPlan, CombineArgs, CombinePlan, DeviceMemory, Error, Explain, FmhaBackend, FwdArgs, FwdPlan,
-    MemorySpace, Plan, PlanOptions, Precompile, ProblemError, Promises, Refusal, Result, Roofline, Stream,
-    ValidBwd, ValidCombine, ValidFwd,
+    MemorySpace, Plan, PlanOptions, Precompile, ProblemError, Promises, Queues, Refusal, Result, Roofline,
+    Stream, ValidBwd, ValidCombine, ValidFwd,
 };
 use fmha_kernels_hip::CdnaTile;
 
@@ -259,6 +259,10 @@ impl FmhaBackend for RocmBackend {
         Some(self)
     }
 
+    fn queues(&self) -> Option<&dyn Queues> {
+        self.memory.0.as_ref().map(|driver| -> &dyn Queues { driver })
+    }
+
     fn memory(&self) -> &dyn DeviceMemory {
         &self.memory
     }
@@ -272,14 +276,13 @@ impl FmhaBackend for RocmBackend {
             FwdHandle::Simt(kernel) => (simt::NAME, simt::details(problem), kernel),
         };
         let Compiled { code, origin, .. } = &**compiled;
-        details.push(("code", origin.to_string()));
         details.push(("code object", format!("{} bytes for {}", code.len(), self.arch.name())));
         Ok(Plan {
             problem: problem.clone(),
             backend: self.name.clone(),
             kernel: kernel.to_owned(),
             details,
-            explain: Explain::default(),
+            explain: Explain { code: origin.to_string(), ..Explain::default() },
             refusals: chosen.refusals,
             is_fallback: kernel == simt::NAME,
             workspace_bytes: 0,
