@@ -126,10 +126,9 @@ FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const Sm90Schedule& 
     loader.run();
   } else if (threadIdx.x == 32) {
     schedule_tiles<spec, tile>(p, schedule, smem);
-  } else if (ptx::uniform(threadIdx.x / 32) == 2) {
+  } else if (threadIdx.x / 32 == 2) {
     Cleaner<spec, tile> cleaner{smem};
     cleaner.run();
-
   }
 }
 
