@@ -90,6 +90,7 @@ pub(crate) enum Wf {
     Brev,
     BfindS,
     BfindU,
+    BfindShiftU,
     BfeS,
     BfeU,
     Bfi,
