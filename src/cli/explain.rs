@@ -146,6 +146,7 @@ fn as_json<P: fmt::Debug>(plan: &Plan<P>) -> Value {
         "details": details,
         "refusals": refusals,
         "is_fallback": plan.is_fallback,
+        "code": plan.explain.code,
         "resources": plan.explain.resources,
         "launch": plan.explain.launch.map(|launch| json!({
             "groups": launch.groups,

@@ -147,6 +147,7 @@ fn report(setup: &Setup, job: &Job<'_>, timing: &Timing, speed: &Speed, checked:
         "fastest_seconds": timing.fastest(),
         "slowest_seconds": timing.slowest(),
         "calls": timing.calls(),
+        "clock": timing.clock(),
         "flops": speed.flops,
         "bytes": speed.bytes,
         "tflops": speed.tflops,

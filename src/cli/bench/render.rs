@@ -206,6 +206,7 @@ fn row_json(results: &Results, index: usize, row: &Row) -> Value {
             object["kernel"] = kernel.as_str().into();
             object["speed"] = results.ours(row).into();
             object["median_seconds"] = timing.median().into();
+            object["clock"] = timing.clock().into();
             object["fastest_seconds"] = timing.fastest().into();
             object["slowest_seconds"] = timing.slowest().into();
             object["flops"] = speed.flops.into();

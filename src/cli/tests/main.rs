@@ -4,6 +4,7 @@
 
 mod api;
 mod bench;
+mod bundle;
 mod conformance;
 mod data;
 mod explain;
