@@ -370,8 +370,8 @@ impl Shared<'_> {
                 let (factor, lse) = if top == f64::NEG_INFINITY && row_sum == 0.0 && !sink.is_nan() {
                     (0.0, f64::NEG_INFINITY)
                 } else {
-                    let share = (row_max - top).exp();
-                    let total = row_sum * share + (sink - top).exp();
+                    let share = exp(row_max - top);
+                    let total = row_sum * share + exp(sink - top);
                     (share / total, top + total.ln())
                 };
                 let factor = (factor * f64::from(head.keep_scale)) as f32 * self.scale_o;
@@ -408,6 +408,15 @@ impl Shared<'_> {
                 }
             }
         }
+    }
+}
+
+/// `e^x`, at once where there is no sink: a call took as long as the rest of the row.
+fn exp(x: f64) -> f64 {
+    match x {
+        0.0 => 1.0,
+        f64::NEG_INFINITY => 0.0,
+        x => x.exp(),
     }
 }
 

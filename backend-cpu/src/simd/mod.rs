@@ -77,6 +77,20 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// `LANES` f16 are readable at `from`, aligned or not.
     unsafe fn load_f16(self, from: *const u16) -> Self::V;
 
+    /// Transposes a block of LANES x LANES: `to[c * to_step + r] = from[r * from_step + c]`.
+    ///
+    /// # Safety
+    /// The block is readable at `from` and writable at `to`.
+    #[inline(always)]
+    unsafe fn transpose(self, from: *const f32, from_step: usize, to: *mut f32, to_step: usize) {
+        for r in 0..Self::LANES {
+            for c in 0..Self::LANES {
+                // SAFETY: the caller's promise.
+                unsafe { *to.add(c * to_step + r) = *from.add(r * from_step + c) };
+            }
+        }
+    }
+
     /// Lane by lane two bf16, the low half of the lane's 32 bits first: `acc + a0*b0 + a1*b1`.
     fn dot_bf16(self, acc: Self::V, a: Self::V, b: Self::V) -> Self::V {
         let _ = (a, b);

@@ -78,6 +78,39 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn transpose(self, from: *const f32, from_step: usize, to: *mut f32, to_step: usize) {
+        // SAFETY: the caller promised eight rows of eight f32 at both ends.
+        unsafe {
+            let r: [__m256; 8] = std::array::from_fn(
+                #[inline(always)]
+                |i| _mm256_loadu_ps(from.add(i * from_step)),
+            );
+            // Pairs of rows, then fours, within halves; then the halves.
+            let (a0, a1) = (_mm256_unpacklo_ps(r[0], r[1]), _mm256_unpackhi_ps(r[0], r[1]));
+            let (a2, a3) = (_mm256_unpacklo_ps(r[2], r[3]), _mm256_unpackhi_ps(r[2], r[3]));
+            let (a4, a5) = (_mm256_unpacklo_ps(r[4], r[5]), _mm256_unpackhi_ps(r[4], r[5]));
+            let (a6, a7) = (_mm256_unpacklo_ps(r[6], r[7]), _mm256_unpackhi_ps(r[6], r[7]));
+            let low = [
+                _mm256_shuffle_ps::<0x44>(a0, a2),
+                _mm256_shuffle_ps::<0xee>(a0, a2),
+                _mm256_shuffle_ps::<0x44>(a1, a3),
+                _mm256_shuffle_ps::<0xee>(a1, a3),
+            ];
+            let high = [
+                _mm256_shuffle_ps::<0x44>(a4, a6),
+                _mm256_shuffle_ps::<0xee>(a4, a6),
+                _mm256_shuffle_ps::<0x44>(a5, a7),
+                _mm256_shuffle_ps::<0xee>(a5, a7),
+            ];
+            for c in 0..4 {
+                _mm256_storeu_ps(to.add(c * to_step), _mm256_permute2f128_ps::<0x20>(low[c], high[c]));
+                let second = _mm256_permute2f128_ps::<0x31>(low[c], high[c]);
+                _mm256_storeu_ps(to.add((c + 4) * to_step), second);
+            }
+        }
+    }
+
+    #[inline(always)]
     fn add(self, a: Self::V, b: Self::V) -> Self::V {
         // SAFETY: see `splat`.
         unsafe { _mm256_add_ps(a, b) }
@@ -215,6 +248,44 @@ macro_rules! avx512_methods {
         unsafe fn store(self, to: *mut f32, v: Self::V) {
             // SAFETY: the caller promised sixteen f32.
             unsafe { _mm512_storeu_ps(to, v) }
+        }
+
+        #[inline(always)]
+        unsafe fn transpose(self, from: *const f32, from_step: usize, to: *mut f32, to_step: usize) {
+            // SAFETY: the caller promised sixteen rows of sixteen f32 at both ends.
+            unsafe {
+                let r: [__m512; 16] = std::array::from_fn(
+                    #[inline(always)]
+                    |i| _mm512_loadu_ps(from.add(i * from_step)),
+                );
+                // Fours of rows: `fours[q][c]` holds columns c, c + 4, c + 8, c + 12 of rows 4 q .. 4 q + 4.
+                let fours: [[__m512; 4]; 4] = std::array::from_fn(
+                    #[inline(always)]
+                    |q| {
+                        let r = [r[4 * q], r[4 * q + 1], r[4 * q + 2], r[4 * q + 3]];
+                        let (a, b) = (_mm512_unpacklo_ps(r[0], r[1]), _mm512_unpackhi_ps(r[0], r[1]));
+                        let (c, d) = (_mm512_unpacklo_ps(r[2], r[3]), _mm512_unpackhi_ps(r[2], r[3]));
+                        [
+                            _mm512_shuffle_ps::<0x44>(a, c),
+                            _mm512_shuffle_ps::<0xee>(a, c),
+                            _mm512_shuffle_ps::<0x44>(b, d),
+                            _mm512_shuffle_ps::<0xee>(b, d),
+                        ]
+                    },
+                );
+                for c in 0..4 {
+                    let [q0, q1, q2, q3] = [fours[0][c], fours[1][c], fours[2][c], fours[3][c]];
+                    // Quarters 0 and 2, then 1 and 3, of two fours each.
+                    let (even, odd) =
+                        (_mm512_shuffle_f32x4::<0x88>(q0, q1), _mm512_shuffle_f32x4::<0xdd>(q0, q1));
+                    let (even2, odd2) =
+                        (_mm512_shuffle_f32x4::<0x88>(q2, q3), _mm512_shuffle_f32x4::<0xdd>(q2, q3));
+                    _mm512_storeu_ps(to.add(c * to_step), _mm512_shuffle_f32x4::<0x88>(even, even2));
+                    _mm512_storeu_ps(to.add((c + 8) * to_step), _mm512_shuffle_f32x4::<0xdd>(even, even2));
+                    _mm512_storeu_ps(to.add((c + 4) * to_step), _mm512_shuffle_f32x4::<0x88>(odd, odd2));
+                    _mm512_storeu_ps(to.add((c + 12) * to_step), _mm512_shuffle_f32x4::<0xdd>(odd, odd2));
+                }
+            }
         }
 
         #[inline(always)]
