@@ -118,24 +118,16 @@ pub(super) fn check(
             };
             Ok(Checked { verdict, expected, extent })
         }
-        Call::Backward(host, plan) => {
-            let dims = plan.problem.fwd.dims;
-            let cost: f64 = host
-                .spans
-                .iter()
-                .map(|span| f64::from(span.seqlen_q) * f64::from(span.seqlen_k))
-                .sum::<f64>()
-                * f64::from(dims.num_heads_q)
-                * f64::from(3 * dims.head_dim_qk + 2 * dims.head_dim_v);
-            // A gradient sums over every query or key, so that rows alone cannot be sampled.
-            if verify != Verify::Full && cost > 4.0 * AUTO_BUDGET {
-                let extent = format!(
-                    "gradients of this size take {cost:.0e} multiplications to check: --verify full does it"
-                );
-                return Ok(Checked { extent, ..Checked::default() });
-            }
-            let verdict = check_bwd(host, &step)?;
-            Ok(Checked { verdict, expected: None, extent: "every element compared".to_owned() })
+        Call::Backward(host, _) => {
+            let (problem, spans) = (&*host.problem, &host.spans);
+            let selection = match verify {
+                Verify::Auto => Selection::within_bwd(problem, spans, AUTO_BUDGET),
+                Verify::Sample => Selection::within_bwd(problem, spans, SAMPLE_BUDGET),
+                Verify::None | Verify::Full => Selection::default(),
+            };
+            let verdict = check_bwd(host, &selection, &step)?;
+            let pairs = spans.len() * problem.fwd.dims.num_heads_kv as usize;
+            Ok(Checked { verdict, expected: None, extent: extent(&selection, pairs) })
         }
     }
 }

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::measure::Measured;
 use super::peers::Peers;
-use super::plot::{Series, svg};
+use super::plot::{Label, Series, svg};
 use super::table::{Table, Unit};
 
 /// One row's label and what came of it.
@@ -63,27 +63,43 @@ impl Results {
         svg(&self.title, self.unit.name(), &self.short_labels(), &series)
     }
 
-    /// The words of the labels that tell the rows apart.
-    fn short_labels(&self) -> Vec<String> {
+    /// The words of the labels that tell the rows apart: a length tells rows of a group apart, the other
+    /// words groups. Where that makes hardly any group, or no length differs, all are the rows' own.
+    fn short_labels(&self) -> Vec<Label> {
         let words: Vec<Vec<&str>> = self.rows.iter().map(|row| row.label.split(' ').collect()).collect();
         let differs = |at: usize| words.iter().any(|label| label.get(at) != words[0].get(at));
+        let is_length = |at: usize| at == LENGTH_WORD && differs(LENGTH_WORD);
+        let pick = |label: &[&str], wanted: &dyn Fn(usize) -> bool| {
+            let picked = label.iter().enumerate().filter(|(at, _)| wanted(*at)).map(|(_, word)| *word);
+            picked.collect::<Vec<_>>().join(" ")
+        };
+        // The batch that keeps the number of tokens constant tells nothing that the length does not.
+        let telling = |at: usize| differs(at) && !(at == 0 && differs(LENGTH_WORD));
+        let grouped: Vec<Label> = words
+            .iter()
+            .map(|label| Label {
+                tick: pick(label, &is_length),
+                group: pick(label, &|at| telling(at) && at != LENGTH_WORD),
+            })
+            .collect();
+        let groups = grouped.chunk_by(|a, b| a.group == b.group).count();
+        let is_unique = |label: &Label| grouped.iter().filter(|other| *other == label).count() == 1;
+        if differs(LENGTH_WORD) && 2 * groups <= words.len() && grouped.iter().all(is_unique) {
+            return grouped;
+        }
         words
             .iter()
-            .map(|label| {
-                let telling: Vec<&str> =
-                    label.iter().enumerate().filter(|(at, _)| differs(*at)).map(|(_, word)| *word).collect();
-                // B and S go together where the number of tokens is constant: S alone tells.
-                match telling.as_slice() {
-                    [batch, length] if batch.starts_with('B') && length.starts_with('S') => {
-                        (*length).to_owned()
-                    }
-                    [] => label.join(" "),
-                    _ => telling.join(" "),
-                }
+            .map(|label| match pick(label, &differs) {
+                none if none.is_empty() => label.join(" "),
+                tick => tick,
             })
+            .map(|tick| Label { tick, group: String::new() })
             .collect()
     }
 }
+
+/// Which word of a label is the length: `B4 H32 S1024 D128 causal fp16`.
+const LENGTH_WORD: usize = 2;
 
 fn cell(speed: Option<f64>) -> String {
     match speed {
