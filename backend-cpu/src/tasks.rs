@@ -59,8 +59,7 @@ impl Threads {
             (_, []) => {}
             (Some(pool), [own, others @ ..]) if !others.is_empty() => {
                 let others: &[Mutex<&mut T>] = &others.iter_mut().map(Mutex::new).collect::<Vec<_>>();
-                // The caller begins at once and need not be woken at the end: a thread that sleeps takes
-                // some 50 us to wake.
+                // The caller begins at once; only the others have to be woken.
                 pool.in_place_scope(|scope| {
                     scope.spawn_broadcast(|_, thread| {
                         if let Some(Ok(mut state)) = others.get(thread.index()).map(Mutex::lock) {

@@ -107,7 +107,7 @@ pub(super) fn check(
             };
             let verdict = check_fwd(host, &selection, &step)?;
             let pairs = host.spans.len() * host.problem.dims.num_heads_q as usize;
-            let extent = extent(&selection, pairs);
+            let extent = extent(&selection, pairs, "(sequence, head) pairs", "rows");
             let found = host.operands.get(fmha_conformance::tensor::Operand::O);
             let bound = verdict.tensors.iter().find(|tensor| tensor.tensor == "o");
             let expected = match (expected, found, bound) {
@@ -127,21 +127,20 @@ pub(super) fn check(
             };
             let verdict = check_bwd(host, &selection, &step)?;
             let pairs = spans.len() * problem.fwd.dims.num_heads_kv as usize;
-            Ok(Checked { verdict, expected: None, extent: extent(&selection, pairs) })
+            let extent = extent(&selection, pairs, "(sequence, kv head) pairs", "queries and keys");
+            Ok(Checked { verdict, expected: None, extent })
         }
     }
 }
 
 /// How much of a result was compared.
-fn extent(selection: &Selection, pairs: usize) -> String {
+fn extent(selection: &Selection, pairs: usize, of_pairs: &str, of_rows: &str) -> String {
     if !selection.is_partial() {
         return "every element compared".to_owned();
     }
     let heads = selection.heads.as_ref().map_or(pairs, Vec::len);
     let rows = selection.rows.map_or("all".to_owned(), |rows| format!("at most {rows}"));
-    format!(
-        "a sample: {heads} of {pairs} (sequence, head) pairs, {rows} rows each; --verify full compares all"
-    )
+    format!("a sample: {heads} of {pairs} {of_pairs}, {rows} {of_rows} each; --verify full compares all")
 }
 
 /// The largest difference, which may be as large as that from the reference.

@@ -12,7 +12,7 @@ pub(super) struct Timing {
 
 impl Timing {
     /// At least one time.
-    fn of(mut seconds: Vec<f64>) -> Self {
+    pub(super) fn of(mut seconds: Vec<f64>) -> Self {
         seconds.sort_unstable_by(f64::total_cmp);
         Self { sorted: seconds }
     }

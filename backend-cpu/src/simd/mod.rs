@@ -104,3 +104,49 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         low
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Transpose<'a> {
+        from: &'a [f32],
+        to: &'a mut [f32],
+    }
+
+    /// Of the test's matrices: unlike at the two ends, and no multiple of a vector.
+    const FROM_STEP: usize = 19;
+    const TO_STEP: usize = 23;
+
+    impl<S: Simd> Op<S> for Transpose<'_> {
+        #[inline(always)]
+        fn call(self, s: S) {
+            assert!(self.from.len() >= 16 * FROM_STEP && self.to.len() >= 16 * TO_STEP);
+            // SAFETY: sixteen rows are there at both ends, which is the widest block.
+            unsafe { s.transpose(self.from.as_ptr(), FROM_STEP, self.to.as_mut_ptr(), TO_STEP) };
+        }
+    }
+
+    fn transposes<S: Simd>(s: S) {
+        let from: Vec<f32> = (0..16 * FROM_STEP).map(|i| i as f32).collect();
+        let mut to = vec![-1.0; 16 * TO_STEP];
+        s.run(Transpose { from: &from, to: &mut to });
+        for (at, &found) in to.iter().enumerate() {
+            let (c, r) = (at / TO_STEP, at % TO_STEP);
+            let inside = c < S::LANES && r < S::LANES;
+            assert_eq!(found, if inside { from[r * FROM_STEP + c] } else { -1.0 }, "row {r}, column {c}");
+        }
+    }
+
+    #[test]
+    fn a_transposed_block_has_rows_where_columns_were_and_touches_nothing_else() {
+        transposes(Portable);
+        #[cfg(target_arch = "x86_64")]
+        {
+            Avx2::detect().into_iter().for_each(transposes);
+            Avx512::detect().into_iter().for_each(transposes);
+        }
+        #[cfg(target_arch = "aarch64")]
+        Neon::detect().into_iter().for_each(transposes);
+    }
+}

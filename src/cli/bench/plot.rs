@@ -69,19 +69,21 @@ fn draw(
     let legend = places(series, width);
     let legend_lines = legend.last().map_or(0, |&(_, line)| line + 1);
     let tick_lines = labels.iter().map(|label| label.tick.split(' ').count()).max().unwrap_or(0) as i32;
-    let top = MARGIN + TITLE + legend_lines * (LINE + 2) + 8;
+    let top = MARGIN + TITLE + legend_lines.max(1) * (LINE + 2) + 8;
     let below = 8 + (tick_lines + 2) * LINE;
     let height = top + PLOT_HEIGHT + below;
 
     let area = SVGBackend::with_string(text, (width as u32, height as u32)).into_drawing_area();
     area.fill(&WHITE)?;
     write_text(&area, title, (width / 2, MARGIN), HPos::Center, 19)?;
+    let unit_line = (legend_lines - 1).max(0);
+    write_text(&area, unit, (MARGIN, MARGIN + TITLE + unit_line * (LINE + 2) + 1), HPos::Left, FONT)?;
     for (index, (one, &(x, line))) in series.iter().zip(&legend).enumerate() {
         let y = MARGIN + TITLE + line * (LINE + 2) + LINE / 2;
         let (colour, stroke) = style(index);
         area.draw(&PathElement::new([(x, y), (x + 24, y)], colour.stroke_width(stroke)))?;
         area.draw(&Circle::new((x + 12, y), 2 + stroke, colour.filled()))?;
-        write_text(&area, &one.name, (x + 30, y - LINE / 2 + 1), HPos::Left, FONT)?;
+        write_text(&area, &one.name, (x + 30, y - LINE / 2 + 2), HPos::Left, FONT)?;
     }
 
     let largest = series.iter().flat_map(|s| s.speeds.iter().flatten()).fold(0.0f64, |most, &s| most.max(s));
@@ -100,8 +102,6 @@ fn draw(
         // 0.30000000000000004 is 0.3.
         .y_label_formatter(&|y| format!("{}", (y * 1e6).round() / 1e6))
         .y_label_style(("sans-serif", FONT))
-        .y_desc(unit)
-        .axis_desc_style(("sans-serif", FONT))
         .axis_style(GREY)
         .bold_line_style(BLACK.mix(0.12))
         .light_line_style(TRANSPARENT)
@@ -128,13 +128,13 @@ fn style(index: usize) -> (RGBColor, u32) {
 
 /// Where each name of the legend begins: x, and the line it is on.
 fn places(series: &[Series], width: i32) -> Vec<(i32, i32)> {
-    let (mut x, mut line) = (LEFT as i32, 0);
+    let (mut x, mut line) = (LEFT as i32 + 8, 0);
     series
         .iter()
         .map(|one| {
             let wide = 30 + one.name.chars().count() as i32 * LETTER + 20;
-            if x + wide > width - MARGIN && x > LEFT as i32 {
-                (x, line) = (LEFT as i32, line + 1);
+            if x + wide > width - MARGIN && x > LEFT as i32 + 8 {
+                (x, line) = (LEFT as i32 + 8, line + 1);
             }
             x += wide;
             (x - wide, line)
@@ -233,6 +233,6 @@ mod tests {
         let long = |name: &str| Series { name: name.repeat(20), speeds: vec![] };
         let places = places(&[long("ours"), long("them"), long("more")], 800);
         assert_eq!(places.iter().map(|place| place.1).collect::<Vec<_>>(), [0, 1, 2]);
-        assert!(places.iter().all(|place| place.0 == LEFT as i32));
+        assert!(places.iter().all(|place| place.0 == LEFT as i32 + 8));
     }
 }
