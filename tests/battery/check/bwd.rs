@@ -330,3 +330,86 @@ fn head(
         Some(part) => backward_part(&host.problem, &args, span, i_head, part, precision)?,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use fmha_core::bwd::BiasGrad;
+    use fmha_core::{BiasBroadcast, BwdProblem, DType, Dims, ElementwiseBias, FwdProblem, Strides};
+
+    use super::*;
+    use crate::tensors::{Data, Lengths};
+
+    /// A call whose results are right: two heads of queries to one of keys, every gradient wanted.
+    fn solved() -> HostBwd {
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: 40,
+            seqlen_k: 30,
+            num_heads_q: 2,
+            num_heads_kv: 1,
+            head_dim_qk: 4,
+            head_dim_v: 4,
+        };
+        let mut fwd = FwdProblem::batch(DType::F32, dims);
+        (fwd.mask, fwd.sink) = ("b".parse().unwrap(), true);
+        let broadcast = BiasBroadcast::OneHead;
+        let strides = Strides::bhsd(fwd.shape_bias(broadcast));
+        fwd.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
+        let mut problem = BwdProblem::new(fwd);
+        (problem.write_dsink, problem.dbias) = (true, Some(BiasGrad { dtype: DType::F32, strides }));
+        let mut host = HostBwd::new(problem, &Lengths::default(), Data::default()).unwrap();
+        host.fill_forward().unwrap();
+        let heads = [0, 1].map(|i_head| super::head(&host, 0, i_head, None, Precision::Exact).unwrap());
+        let sum = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a + b).collect::<Vec<_>>();
+        let (dk, dv) = (sum(&heads[0].dk, &heads[1].dk), sum(&heads[0].dv, &heads[1].dv));
+        let mut put = |operand, head: u32, values: &[f64], dim: usize| {
+            for (at, &value) in values.iter().enumerate() {
+                let place = [0, (at / dim) as u32, head, (at % dim) as u32];
+                host.operands.expect_mut(operand).set(place, value);
+            }
+        };
+        put(Operand::Dk, 0, &dk, 4);
+        put(Operand::Dv, 0, &dv, 4);
+        for (i_head, head) in heads.iter().enumerate() {
+            put(Operand::Dq, i_head as u32, &head.dq, 4);
+            put(Operand::Dbias, i_head as u32, &head.ds, 30);
+        }
+        for (i_head, head) in heads.iter().enumerate() {
+            host.operands.expect_mut(Operand::Dsink).set_nth(i_head, head.dsink);
+        }
+        host
+    }
+
+    fn failing(host: &HostBwd, selection: &Selection) -> Vec<&'static str> {
+        let verdict = check_bwd(host, selection, &|_, _| ()).unwrap();
+        verdict.tensors.iter().filter(|tensor| !tensor.pass).map(|tensor| tensor.tensor).collect()
+    }
+
+    #[test]
+    fn a_sample_passes_what_is_right_and_finds_a_wrong_element_of_every_tensor() {
+        let sample = Selection { heads: Some(vec![(0, 0)]), rows: Some(5) };
+        for selection in [&Selection::default(), &sample] {
+            assert_eq!(failing(&solved(), selection), [""; 0]);
+        }
+        // The last row is in every sample of more than one.
+        for (operand, place, name) in [
+            (Operand::Dq, [0, 39, 1, 2], "dq"),
+            (Operand::Dk, [0, 29, 0, 2], "dk"),
+            (Operand::Dv, [0, 29, 0, 2], "dv"),
+            (Operand::Dbias, [0, 39, 1, 7], "dbias"),
+            (Operand::O, [0, 39, 1, 2], "o"),
+        ] {
+            let mut host = solved();
+            let tensor = host.operands.expect_mut(operand);
+            let value = tensor.get(place[0], place[1], place[2], place[3]);
+            tensor.set(place, value + 0.01);
+            assert!(failing(&host, &sample).contains(&name), "{name}");
+        }
+        let mut host = solved();
+        host.operands.expect_mut(Operand::Dsink).set_nth(1, 0.5);
+        assert_eq!(failing(&host, &sample), ["dsink"]);
+        let mut host = solved();
+        host.operands.expect_mut(Operand::Lse).set_nth(79, 0.5);
+        assert!(failing(&host, &sample).contains(&"lse"));
+    }
+}
