@@ -4,6 +4,8 @@
 //! its `detect` alone. Kernels are [`Op`]s, and [`Simd::run`] is the one place where code that was
 //! compiled for those instructions is entered; inside, everything is `inline(always)`.
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod math;
 #[cfg(target_arch = "aarch64")]
 mod neon;
@@ -11,10 +13,14 @@ mod portable;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-pub(crate) use math::{exp, tanh};
+#[cfg(target_arch = "x86_64")]
+pub(crate) use amx::Amx;
+pub(crate) use math::{exp, exp_coarse, tanh};
 #[cfg(target_arch = "aarch64")]
 pub(crate) use neon::Neon;
 pub(crate) use portable::Portable;
+#[cfg(test)]
+pub(crate) use portable::SoftTiles;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86::{Avx2, Avx512, Avx512Bf16};
 
@@ -22,6 +28,24 @@ pub(crate) use x86::{Avx2, Avx512, Avx512Bf16};
 pub(crate) trait Op<S: Simd> {
     /// Runs it. Implementations are `#[inline(always)]`.
     fn call(self, simd: S);
+}
+
+/// `C (=|+=) A B` over a block of 32 x 32 f32: A has 32 rows of bf16, reduced 32 at a time (a *step*); B has
+/// a row of 32 pairs of bf16 for each pair of the reduction, 16 rows a step. Distances are in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TileProduct {
+    pub(crate) a: *const u8,
+    /// From row to row of A.
+    pub(crate) a_row: usize,
+    pub(crate) b: *const u8,
+    /// From row to row of B.
+    pub(crate) b_row: usize,
+    /// At least 1.
+    pub(crate) steps: usize,
+    pub(crate) c: *mut f32,
+    /// From row to row of C.
+    pub(crate) c_row: usize,
+    pub(crate) add: bool,
 }
 
 /// One instruction set.
@@ -33,6 +57,12 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     const TILE_ROWS: usize;
     /// Whether [`dot_bf16`](Self::dot_bf16) exists.
     const BF16_DOT: bool = false;
+    /// Whether [`tile_product`](Self::tile_product) exists; then a panel has 32 columns.
+    const TILES: bool = false;
+    /// What the rows of a tile of keys are rounded up to.
+    const KEY_ROWS: usize = Self::TILE_ROWS;
+    /// Where `e^x` is 0 at the latest, with [`times_power`](Self::times_power).
+    const LEAST_EXP: f32 = -88.2;
     /// Columns of a panel: queries, or a head dimension's.
     const PANEL: usize = 2 * Self::LANES;
 
@@ -89,6 +119,24 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
                 unsafe { *to.add(c * to_step + r) = *from.add(r * from_step + c) };
             }
         }
+    }
+
+    /// Before the first [`tile_product`](Self::tile_product) of a thread's task.
+    fn enter_tiles(self) {}
+
+    /// After the last one.
+    fn leave_tiles(self) {}
+
+    /// # Safety
+    /// A, B and C are there over the extents of [`TileProduct`]; this thread has entered tiles.
+    unsafe fn tile_product(self, block: &TileProduct) {
+        let _ = block;
+    }
+
+    /// `p 2^n` for integers n from `LEAST_EXP log2 e` on, 0 there.
+    #[inline(always)]
+    fn times_power(self, p: Self::V, n: Self::V) -> Self::V {
+        self.mul(p, self.power_of_two(n))
     }
 
     /// Lane by lane two bf16, the low half of the lane's 32 bits first: `acc + a0*b0 + a1*b1`.

@@ -2,7 +2,8 @@
 
 use std::arch::x86_64::*;
 
-use super::{Op, Simd};
+use super::amx::{self, Amx};
+use super::{Op, Simd, TileProduct};
 
 /// AVX2, FMA, F16C: eight lanes, sixteen registers.
 #[derive(Clone, Copy, Debug)]
@@ -420,6 +421,58 @@ impl Simd for Avx512Bf16 {
             let high = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(high));
             let high = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(high));
             _mm512_castsi512_ps(_mm512_or_si512(_mm512_cvtepu16_epi32(low), high))
+        }
+    }
+}
+
+impl Simd for Amx {
+    const BF16_DOT: bool = true;
+    const TILES: bool = true;
+    // Whole tiles, and whole micro-tiles for what runs on f32.
+    const KEY_ROWS: usize = 96;
+    const LEAST_EXP: f32 = -120.0;
+    avx512_methods!(Amx, "avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512bf16");
+
+    #[inline(always)]
+    fn enter_tiles(self) {
+        // SAFETY: `self` is an Amx.
+        unsafe { amx::enter() };
+    }
+
+    #[inline(always)]
+    fn leave_tiles(self) {
+        // SAFETY: as above.
+        unsafe { amx::leave() };
+    }
+
+    #[inline(always)]
+    unsafe fn tile_product(self, block: &TileProduct) {
+        // SAFETY: the caller's promise.
+        unsafe { amx::product(block) };
+    }
+
+    #[inline(always)]
+    fn times_power(self, p: Self::V, n: Self::V) -> Self::V {
+        // SAFETY: AVX-512, as `self` proves.
+        unsafe { _mm512_scalef_ps(p, n) }
+    }
+
+    #[inline(always)]
+    fn pair_bf16(self, low: Self::V, high: Self::V) -> Self::V {
+        const ORDER: [u16; 32] = {
+            let mut order = [0; 32];
+            let mut lane = 0;
+            while lane < 16 {
+                (order[2 * lane], order[2 * lane + 1]) = (lane as u16, lane as u16 + 16);
+                lane += 1;
+            }
+            order
+        };
+        // SAFETY: AVX-512 BF16 and BW, as `self` proves; `__m512bh` is 512 bits of bf16, those of `low` first.
+        unsafe {
+            let both = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+            let order = _mm512_loadu_si512(ORDER.as_ptr().cast());
+            _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, both))
         }
     }
 }
