@@ -159,6 +159,7 @@ mod tests {
         {
             super::super::Avx2::detect().into_iter().for_each(holds);
             super::super::Avx512::detect().into_iter().for_each(holds);
+            super::super::Amx::detect().into_iter().for_each(holds);
         }
         #[cfg(target_arch = "aarch64")]
         super::super::Neon::detect().into_iter().for_each(holds);
