@@ -481,12 +481,13 @@ pub(crate) fn dots_pairs(problem: &FwdProblem) -> bool {
 }
 
 /// Whether an instruction set with tiles of bf16 computes this problem in them.
-pub(crate) fn in_tiles<S: Simd>(problem: &FwdProblem) -> bool {
-    let dims = problem.dims;
-    S::TILES
-        && dots_pairs(problem)
-        && (dims.head_dim_qk as usize).is_multiple_of(TILE)
-        && (dims.head_dim_v as usize).is_multiple_of(TILE)
+pub(crate) fn fits_tiles(problem: &FwdProblem) -> bool {
+    let whole = |dim: u32| (dim as usize).is_multiple_of(TILE);
+    dots_pairs(problem) && whole(problem.dims.head_dim_qk) && whole(problem.dims.head_dim_v)
+}
+
+fn in_tiles<S: Simd>(problem: &FwdProblem) -> bool {
+    S::TILES && fits_tiles(problem)
 }
 
 #[cfg(test)]

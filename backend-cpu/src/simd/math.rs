@@ -39,10 +39,10 @@ pub(crate) fn exp_coarse<S: Simd>(s: S, x: S::V) -> S::V {
     let n = s.round(scaled);
     let r = s.sub(scaled, n);
     let q = s.splat(9.570_105e-3);
-    let q = s.fma(q, r, s.splat(5.591_786e-2));
+    let q = s.fma(q, r, s.splat(5.591_786_2e-2));
     let q = s.fma(q, r, s.splat(2.402_474_5e-1));
     let q = s.fma(q, r, s.splat(6.931_218e-1));
-    let q = s.fma(q, r, s.splat(9.999_992_6e-1));
+    let q = s.fma(q, r, s.splat(0.999_999_3));
     s.times_power(q, n)
 }
 
