@@ -64,8 +64,8 @@ pub(super) struct RunArgs {
     #[arg(long, value_name = "N", value_parser = at_least_0("repeat"), allow_negative_numbers = true, help_heading = "Time and check")]
     repeat: Option<u32>,
 
-    /// Against f64: full; sample (some (sequence, head) pairs); none = 0; 1 = full where that is
-    /// small, else sample
+    /// Against f64: full; sample (some rows of some (sequence, head) pairs; of gradients, some queries'
+    /// dQ and keys' dK, dV); none = 0; 1 = full where that is small, else sample
     #[arg(short = 'v', long, value_name = "HOW", default_value = "1", value_parser = verify, help_heading = "Time and check")]
     verify: Verify,
 

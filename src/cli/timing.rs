@@ -15,7 +15,7 @@ pub(super) struct Timing {
 
 impl Timing {
     /// At least one time.
-    fn of(times: &[CallTime]) -> Self {
+    pub(super) fn of(times: &[CallTime]) -> Self {
         let mut sorted: Vec<f64> = times.iter().map(|time| time.seconds).collect();
         sorted.sort_unstable_by(f64::total_cmp);
         Self { sorted, on_device: times.iter().all(|time| time.on_device) }

@@ -251,7 +251,6 @@ fn word(warp: &mut Warp, inst: &Inst, mask: u32, f: Wf, ftz: bool) {
         Wf::BfindS => {
             ints!(|a, b, c| 31u32.wrapping_sub((a ^ ((a as i32) >> 31) as u32).leading_zeros()));
         }
-        Wf::BfindShiftU => ints!(|a, b, c| if a == 0 { u32::MAX } else { a.leading_zeros() }),
         Wf::BfindShiftS => {
             ints!(|a, b, c| match a ^ ((a as i32) >> 31) as u32 {
                 0 => u32::MAX,
