@@ -25,7 +25,7 @@ pub(crate) enum Compiler {
 const CLANGS: [&str; 4] = ["clang-22", "clang", "/opt/rocm/llvm/bin/clang", "clang-21"];
 
 /// Flags beside the architecture. `-fuse-cuid=none`: else equal text gives unequal bytes.
-const CLANG_FLAGS: [&str; 7] = [
+const CLANG_FLAGS: [&str; 8] = [
     "-x",
     "hip",
     "--offload-device-only",
@@ -33,6 +33,8 @@ const CLANG_FLAGS: [&str; 7] = [
     "-nogpulib",
     "--no-gpu-bundle-output",
     "-fuse-cuid=none",
+    // Line tables cost no instruction, and a fault can name its source line.
+    "-gline-tables-only",
 ];
 
 /// What either compiler is told of the code.
@@ -76,7 +78,17 @@ impl cache::Compiler for Compiler {
     fn identity(&self) -> String {
         match self {
             Compiler::Clang { path, version } => format!("{version} ({})", path.display()),
-            Compiler::Hiprtc(_) => "hipRTC".to_owned(),
+            Compiler::Hiprtc(hiprtc) => {
+                let (mut major, mut minor) = (0, 0);
+                // SAFETY: both are places for an int.
+                let status =
+                    hiprtc.hiprtcVersion.map(|version| unsafe { version(&raw mut major, &raw mut minor) });
+                if status == Some(0) {
+                    format!("hipRTC {major}.{minor}")
+                } else {
+                    "hipRTC without a version".to_owned()
+                }
+            }
         }
     }
 
@@ -127,8 +139,7 @@ fn with_clang(clang: &Path, job: &KernelJob) -> Result<Vec<u8>> {
         .args(CLANG_FLAGS)
         .args(&job.flags)
         .arg(format!("--offload-arch={}", job.arch))
-        // Line tables cost no instruction, and a fault can name its source line.
-        .args(["-gline-tables-only", "-I."])
+        .arg("-I.")
         .args(["entry.hip", "-o", "kernel.co"])
         .current_dir(&folder)
         .output()

@@ -23,7 +23,7 @@ use fmha_core::cache::{CompiledKernel, KernelJob};
 use fmha_core::source::KernelSource;
 use fmha_core::{
     BwdArgs, BwdPlan, CombineArgs, CombinePlan, DeviceMemory, Error, Explain, FmhaBackend, FwdArgs, FwdPlan,
-    LaunchShape, MemorySpace, Plan, PlanOptions, Precompile, ProblemError, Promises, Refusal, Result,
+    LaunchShape, MemorySpace, Plan, PlanOptions, Precompile, ProblemError, Promises, Queues, Refusal, Result,
     Roofline, Stream, ValidBwd, ValidCombine, ValidFwd,
 };
 
@@ -50,9 +50,11 @@ pub struct RocmBackend {
 /// What a forward plan holds.
 struct FwdHandle {
     forward: Forward,
-    /// None where there is neither a device nor a compiler.
-    module: Option<Arc<Module>>,
+    ready: Ready,
 }
+
+/// A kernel, or why there is none: neither a device nor a compiler.
+struct Ready(std::result::Result<Arc<Module>, String>);
 
 impl RocmBackend {
     /// Device `ordinal` of the machine, or with `emulate` (`gfx90a`, `gfx942`, `gfx950`) of the
@@ -130,16 +132,16 @@ impl RocmBackend {
     /// The code object of a forward plan of this backend: an ELF for `arch`.
     #[must_use]
     pub fn code_object(plan: &FwdPlan) -> Option<&[u8]> {
-        let module = plan.handle.downcast_ref::<FwdHandle>()?.module.as_ref()?;
-        Some(&module.compiled.machine)
+        let module = plan.handle.downcast_ref::<FwdHandle>()?.ready.0.as_ref();
+        module.ok().map(|module| &*module.compiled.machine)
     }
 
-    /// Finds or compiles, and loads where there is a device; `None` where there is neither a device nor a
-    /// compiler.
-    fn module(&self, kernel: &'static str, source: KernelSource) -> Result<Option<Arc<Module>>> {
+    /// Finds or compiles, and loads where there is a device. Without a device a compiler may be missing
+    /// too.
+    fn ready(&self, kernel: &'static str, source: KernelSource) -> Result<Ready> {
         match self.modules.load(kernel, source, self.memory.0.as_ref()) {
-            Err(Error::NoDevice(_)) if self.memory.0.is_none() => Ok(None),
-            loaded => loaded.map(Some),
+            Err(Error::NoDevice(text)) if self.memory.0.is_none() => Ok(Ready(Err(text))),
+            loaded => loaded.map(|module| Ready(Ok(module))),
         }
     }
 
@@ -207,21 +209,20 @@ impl FmhaBackend for RocmBackend {
 
     fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
         let Choice { forward, refusals } = self.choose_fwd(problem, options)?;
-        let (kernel, mut details) = (forward.name(), forward.details());
-        let module = self.module(kernel, forward.source())?;
-        details.extend(code(module.as_ref()));
+        let kernel = forward.name();
+        let ready = self.ready(kernel, forward.source())?;
         let (groups, threads) = forward.grid(problem);
         Ok(Plan {
             problem: problem.clone(),
             backend: self.name.clone(),
             kernel: kernel.to_owned(),
-            details,
-            explain: self.explain(module.as_ref(), groups, threads),
+            details: forward.details(),
+            explain: self.explain(&ready, groups, threads),
             refusals,
             is_fallback: kernel == simt::NAME,
             workspace_bytes: 0,
             promises: FWD_PROMISES,
-            handle: Arc::new(FwdHandle { forward, module }),
+            handle: Arc::new(FwdHandle { forward, ready }),
         })
     }
 
@@ -232,11 +233,11 @@ impl FmhaBackend for RocmBackend {
         let params = bind::fwd_params(&plan.problem, args);
         let grid = handle.forward.grid(&plan.problem);
         match handle.forward.for_addresses(&plan.problem, args) {
-            None => self.launch(handle.module.as_ref(), grid, &params, stream),
+            None => self.launch(&handle.ready, grid, &params, stream),
             // Pointers less aligned than the plan's strides promise: compiled when such a call comes.
             Some(other) => {
-                let module = self.module(other.name(), other.source())?;
-                self.launch(module.as_ref(), grid, &params, stream)
+                let ready = self.ready(other.name(), other.source())?;
+                self.launch(&ready, grid, &params, stream)
             }
         }
     }
@@ -256,31 +257,35 @@ impl FmhaBackend for RocmBackend {
             return Err(self.unsupported(Refusal::new(asked.clone(), reason)));
         }
         let spec = combine::accept(problem).map_err(|refusal| self.unsupported(refusal))?;
-        let module = self.module(combine::NAME, combine::source(&spec))?;
+        let ready = self.ready(combine::NAME, combine::source(&spec))?;
         Ok(Plan {
             problem: problem.clone(),
             backend: self.name.clone(),
             kernel: combine::NAME.to_owned(),
-            details: code(module.as_ref()).into_iter().collect(),
-            explain: self.explain(module.as_ref(), combine::num_workgroups(problem), combine::NUM_THREADS),
+            details: Vec::new(),
+            explain: self.explain(&ready, combine::num_workgroups(problem), combine::NUM_THREADS),
             refusals: Vec::new(),
             is_fallback: false,
             workspace_bytes: 0,
             promises: FWD_PROMISES,
-            handle: Arc::new(module),
+            handle: Arc::new(ready),
         })
     }
 
     fn run_combine(&self, plan: &CombinePlan, args: &CombineArgs<'_>, stream: Stream) -> Result<()> {
         self.check_owner(plan)?;
         check_combine(&plan.problem, args, MemorySpace::Device)?;
-        let module = plan.handle.downcast_ref::<Option<Arc<Module>>>().ok_or_else(no_handle)?;
+        let ready = plan.handle.downcast_ref::<Ready>().ok_or_else(no_handle)?;
         let grid = (combine::num_workgroups(&plan.problem), combine::NUM_THREADS);
-        self.launch(module.as_ref(), grid, &bind::combine_params(&plan.problem, args), stream)
+        self.launch(ready, grid, &bind::combine_params(&plan.problem, args), stream)
     }
 
     fn precompiler(&self) -> Option<&dyn Precompile> {
         Some(self)
+    }
+
+    fn queues(&self) -> Option<&dyn Queues> {
+        self.memory.0.as_ref().map(|driver| -> &dyn Queues { driver })
     }
 }
 
@@ -299,20 +304,20 @@ fn no_handle() -> Error {
     ProblemError::new("plan", "plan has no handle of this backend's: 0 kernels").into()
 }
 
-/// The row of a plan that says where the machine code is from.
-fn code(module: Option<&Arc<Module>>) -> Option<(&'static str, String)> {
-    module.map(|module| ("code", module.origin.to_string()))
-}
-
 impl RocmBackend {
     /// The tile kernel; where it does not take the problem and the caller allows it, the slow one.
     fn choose_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<Choice> {
         kernels::select(problem, self.arch, options).map_err(|refusals| unsupported(&self.name, refusals))
     }
 
-    fn explain(&self, module: Option<&Arc<Module>>, groups: u64, threads: u32) -> Explain {
+    fn explain(&self, ready: &Ready, groups: u64, threads: u32) -> Explain {
+        let (resources, code) = match &ready.0 {
+            Ok(module) => (Some(module.compiled.resources), module.origin.to_string()),
+            Err(why) => (None, format!("none: {why}")),
+        };
         Explain {
-            resources: module.map(|module| module.compiled.resources),
+            resources,
+            code,
             launch: Some(LaunchShape {
                 groups,
                 threads,
@@ -326,12 +331,12 @@ impl RocmBackend {
 
     fn launch<P: Copy>(
         &self,
-        module: Option<&Arc<Module>>,
+        Ready(module): &Ready,
         (num_workgroups, num_threads): (u64, u32),
         params: &P,
         stream: Stream,
     ) -> Result<()> {
-        let Some(function) = module.and_then(|module| module.function.as_ref()) else {
+        let Some(function) = module.as_ref().ok().and_then(|module| module.function.as_ref()) else {
             return self.memory.driver().map(|_| ());
         };
         if num_workgroups == 0 {

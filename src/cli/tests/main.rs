@@ -8,8 +8,10 @@ mod amd;
 mod amd_check;
 mod api;
 mod bench;
+mod bundle;
 mod conformance;
 mod data;
+mod explain;
 mod run;
 mod wrong_input;
 
