@@ -90,6 +90,9 @@ pub(crate) enum Wf {
     Brev,
     BfindS,
     BfindU,
+    /// How far left the found bit is to be shifted to become the highest; all ones when there is none.
+    BfindShiftS,
+    BfindShiftU,
     BfeS,
     BfeU,
     Bfi,

@@ -247,6 +247,8 @@ fn word(warp: &mut Warp, inst: &Inst, mask: u32, f: Wf, ftz: bool) {
         Wf::Clz => ints!(|a, b, c| a.leading_zeros()),
         Wf::Brev => ints!(|a, b, c| a.reverse_bits()),
         Wf::BfindU => ints!(|a, b, c| 31u32.wrapping_sub(a.leading_zeros())),
+        Wf::BfindShiftU => ints!(|a, b, c| bfind_shift(a)),
+        Wf::BfindShiftS => ints!(|a, b, c| bfind_shift(a ^ ((a as i32) >> 31) as u32)),
         Wf::BfindS => {
             ints!(|a, b, c| 31u32.wrapping_sub((a ^ ((a as i32) >> 31) as u32).leading_zeros()));
         }
@@ -324,6 +326,11 @@ fn mul_hi_s(a: u32, b: u32) -> u32 {
 #[inline(always)]
 fn mul_hi_u(a: u32, b: u32) -> u32 {
     ((u64::from(a) * u64::from(b)) >> 32) as u32
+}
+
+#[inline(always)]
+fn bfind_shift(a: u32) -> u32 {
+    if a == 0 { u32::MAX } else { a.leading_zeros() }
 }
 
 fn bfe(a: u64, pos: u32, len: u32, width: u32, signed: bool) -> u64 {
