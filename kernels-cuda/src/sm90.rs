@@ -154,6 +154,11 @@ fn heads_per_section(num_heads: i64, kv_bytes: i64, sharing: i64, section_bytes:
     // More than 32 make their first tiles compete for the memory: 512 causal, 337 with 128, 359 with 32.
     let fitting =
         (section_bytes / kv_bytes.max(1)).clamp(1, 32).saturating_mul(sharing).min(num_heads).max(1);
+    // 32 heads in sections of 5 (and one of 2): 757; in sections of 4 or 8: 785. D 192 causal, 8k.
+    let whole = |heads: &i64| num_heads % heads == 0 && heads % sharing == 0;
+    if let Some(heads) = (fitting / 2 + 1..=fitting).rev().find(whole) {
+        return heads;
+    }
     let sections = (num_heads + fitting - 1) / fitting;
     let even = (num_heads + sections - 1) / sections;
     (even + sharing - 1) / sharing * sharing
@@ -241,16 +246,13 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         let packed = (seqlen_q * i64::from(ratio) + block_m - 1) / block_m;
         tile.pack_gqa = packed * 10 <= apart * 9;
     }
-    // Measured on an H200, bf16, TFLOP/s, the larger tile first: full D 128 482 and 560 at 512 keys, 700 and
-    // 705 at 2k, 768 and 757 at 16k; causal D 128 583 and 598 at 2k, 671 and 673 at 4k, 750 and 736 at 16k;
-    // causal D 64 235 and 261 at 512, 311 and 346 at 1k, 431 and 416 at 2k.
+    // Measured on an H200, bf16, TFLOP/s, the larger tile first: full D 128 492 and 569 at 512 keys, 712 and
+    // 719 at 2k, 743 and 742 at 4k, 768 and 761 at 16k; causal D 64 242 and 261 at 512, 316 and 347 at 1k,
+    // 445 and 413 at 2k.
     let plain = !spec.softcap && spec.bias == BiasKind::None;
     match (padded_dim(spec.head_dim_qk).max(padded_dim(spec.head_dim_v)), spec.mask) {
         (128, MaskKind::Full) if plain && dims.seqlen_k < 4096 => {
             (tile.block_n, tile.wait_anchor) = (128, 32);
-        }
-        (128, MaskKind::Upper) if plain && dims.seqlen_k >= 8192 => {
-            (tile.block_n, tile.wait_anchor) = (160, 40);
         }
         (64, MaskKind::Upper) if dims.seqlen_k <= 1024 => tile.block_m = 128,
         _ => {}
@@ -282,11 +284,13 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         96 if full => (128, 176, true, 44),
         96 => (192, 112, false, 0),
         128 if full => (128, 160, true, 40),
-        128 => (128, 128, true, 0),
+        // 160 keys: 727 beside 735 at 8k.
+        128 => (128, 128, true, 32),
         160 => (128, 112, false, 0),
         192 if v <= 128 => (128, 128, false, 32),
         192 => (128, 112, false, 0),
-        _ => (128, 80, false, 0),
+        // 80 keys: full 541 beside 571 at 512, 817 beside 818 at 8k; causal 331 beside 351, 798 beside 803.
+        _ => (128, 64, false, 0),
     };
     // The modifiers take registers.
     let modified = spec.softcap || spec.bias != BiasKind::None;

@@ -4,6 +4,9 @@
 //! `target/`) and reports what cannot: tests that need it then say `absent`, and are not counted as
 //! passed.
 
+mod coverage;
+mod emulated;
+mod mutation;
 mod setup;
 mod support;
 mod tally;
@@ -15,31 +18,54 @@ use tally::Tally;
 
 const USAGE: &str = "\
 usage: cargo xtask test      set up, test everything in release, print the counts
+       cargo xtask emulated  the battery on CUDA kernels, interpreted: the part that CI runs
        cargo xtask setup     only the set-up
        cargo xtask support [BACKEND[@ARCH]]...
-                             the README's support table from the battery's results (default: cpu)";
+                             the README's support table from the battery's results (default: cpu)
+       cargo xtask mutation [SCHEDULES]
+                             the sm90 kernel broken instruction by instruction in the emulator, into
+                             docs/kernels/sm90-mutation.md; sound, under 100 schedules
+       cargo xtask coverage [FILE]
+                             lines of the CUDA device text that the battery executes in the emulator, into
+                             docs/kernels/cuda-coverage.md; FILE: what an earlier `ptx-emu cover` wrote";
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
     match words.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["test"] => test(),
+        ["emulated"] => {
+            let mut tally = Tally::default();
+            emulated::battery(&setup::run(), &mut tally);
+            finish(&tally)
+        }
         ["setup"] => {
             setup::run();
             ExitCode::SUCCESS
         }
         ["support", ref backends @ ..] => {
             let backends = if backends.is_empty() { &["cpu"] } else { backends };
-            match support::write(backends) {
-                Ok(()) => ExitCode::SUCCESS,
-                Err(error) => {
-                    eprintln!("error: {error}");
-                    ExitCode::FAILURE
-                }
-            }
+            ended(support::write(backends))
         }
+        ["coverage"] => ended(coverage::run(None)),
+        ["coverage", path] => ended(coverage::run(Some(path))),
+        ["mutation"] => ended(mutation::run(100)),
+        ["mutation", number] => match number.parse() {
+            Ok(schedules) => ended(mutation::run(schedules)),
+            Err(_) => ended(Err(format!("schedules `{number}` is no number"))),
+        },
         _ => {
             eprintln!("{USAGE}");
             ExitCode::from(2)
+        }
+    }
+}
+
+fn ended(result: Result<(), String>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
         }
     }
 }
@@ -52,7 +78,7 @@ fn test() -> ExitCode {
     // `--show-output`: the batteries' counts stand in the output of tests that pass.
     command
         .args(["test", "--release", "--workspace", "--no-fail-fast", "--", "--show-output"])
-        .envs(environment);
+        .envs(environment.iter().cloned());
     let finished = match follow(&mut command, &mut tally) {
         Ok(success) => success,
         Err(error) => {
@@ -64,6 +90,11 @@ fn test() -> ExitCode {
         // A crate that does not compile, or a test that aborted, counts as one failure.
         tally.failed = 1;
     }
+    emulated::battery(&environment, &mut tally);
+    finish(&tally)
+}
+
+fn finish(tally: &Tally) -> ExitCode {
     println!("{tally}");
     if tally.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

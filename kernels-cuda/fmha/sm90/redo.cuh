@@ -83,15 +83,20 @@ struct RedoneRow {
   }
 };
 
-// `row` is the thread's first in its tile, `lse` that of its two rows; `suspects` has a bit for each of
-// the warp's 16 rows.
+// `row` is the thread's first in its tile; of its two rows `suspect` says whether their values in this
+// thread are not finite, and `lse` what their log-sum-exp is. The rows have been stored, as they were,
+// before the warp's last synchronisation.
 template <FwdSpec spec, Sm90Tile tile>
-FMHA_DEVICE void redo_rows(const FwdParams& p, const Work& work, int32_t row, uint32_t suspects, const float (&lse)[2]) {
+FMHA_DEVICE void redo_rows(const FwdParams& p, const Work& work, int32_t row, const bool (&suspect)[2],
+                           const float (&lse)[2]) {
   const int32_t first_row = row - threadIdx.x % 32 / 4;
   const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
+  const uint32_t lanes[2] = {ptx::vote_ballot(suspect[0]), ptx::vote_ballot(suspect[1])};
 #pragma unroll 1
-  for (uint32_t left = suspects; left; left &= left - 1) {
-    const int32_t within = __ffs(left) - 1, packed_row = ptx::uniform(first_row + within);
+  for (int32_t within = 0; within < 16; ++within) {
+    const uint32_t quad = (within < 8 ? lanes[0] : lanes[1]) >> within % 8 * 4 & 15;
+    if (!ptx::uniform(quad)) continue;
+    const int32_t packed_row = ptx::uniform(first_row + within);
     const int32_t i = query_of<tile>(p, packed_row);
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
     const float row_lse = ptx::shfl_idx(within < 8 ? lse[0] : lse[1], within % 8 * 4);

@@ -120,6 +120,8 @@ pub(crate) struct Tracker {
     tracks: u32,
     cells: Vec<Vec<Cell>>,
     flights: Vec<Flight>,
+    /// Initialised barriers that the asynchronous proxy cannot see yet: block, address, the warp's number.
+    unfenced: Vec<(u32, u32, u32)>,
     lines: Vec<(u32, u32)>,
 }
 
@@ -139,6 +141,7 @@ impl Tracker {
             cells: vec![Vec::new(); 2 * blocks],
             blocks: blocks as u32,
             flights: vec![Flight::default(); warps as usize],
+            unfenced: Vec::new(),
             lines: Vec::new(),
         }
     }
@@ -189,6 +192,27 @@ impl Tracker {
         let c = &mut self.clocks[id];
         join(&mut c.a, &c.v);
         c.v[id] += 1;
+        self.init_fence(warp);
+    }
+
+    /// `fence.mbarrier_init`: the asynchronous proxy sees the barriers that the warp has initialised.
+    pub(crate) fn init_fence(&mut self, warp: &Warp) {
+        let id = self.id(warp);
+        self.unfenced.retain(|&(_, _, by)| by != id);
+    }
+
+    /// An asynchronous operation is to complete on a barrier.
+    pub(crate) fn async_barrier(&self, cta: u32, at: u32) -> Exec<()> {
+        let Some(&(_, _, by)) = self.unfenced.iter().find(|&&(c, a, _)| (c, a) == (cta, at)) else {
+            return Ok(());
+        };
+        let text = format!(
+            "an asynchronous operation completes on the mbarrier at {at:#x} of block rank {cta}, which warp {} of \
+             block rank {} initialised without fence.mbarrier_init",
+            by % self.per_block,
+            by / self.per_block
+        );
+        Err(Box::new(Fault::new(FaultKind::MissingProxyFence, text)))
     }
 
     fn advance(&mut self, id: u32, track: u32, to: u32) {
@@ -217,6 +241,7 @@ impl Tracker {
     /// A new barrier: its track. Writing the barrier must not race with earlier uses of the bytes.
     pub(crate) fn mbarrier_init(&mut self, warp: &Warp, cta: u32, at: u32, lane: usize) -> Exec<u32> {
         self.generic_write(warp, cta, at, 8, lane, false)?;
+        self.unfenced.push((cta, at, self.id(warp)));
         self.tracks += 1;
         Ok((self.tracks - 1).min(4095))
     }

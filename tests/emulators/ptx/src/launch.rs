@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::ast::{Space, Var};
+use crate::class::class_of;
 use crate::counters::Counters;
 use crate::decode::{Symbol, decode};
 use crate::exec::{Cluster, Launch, Status, detect};
@@ -79,6 +80,8 @@ pub struct LaunchConfig {
 pub struct Report {
     /// Totals over all blocks.
     pub counters: Counters,
+    /// Warp instructions by what they do.
+    pub instructions: BTreeMap<&'static str, u64>,
     /// Warp instructions executed on each PTX line.
     pub lines: BTreeMap<u32, u64>,
     /// Warp instructions executed on each source line, where `.loc` says.
@@ -400,6 +403,7 @@ fn run_grid(launch: &Arc<Launch>) -> Result<Report, Fault> {
     }
     for (inst, hits) in launch.program.code.iter().zip(&shared.hits) {
         shared.report.counters.count_instruction(inst, *hits);
+        *shared.report.instructions.entry(class_of(&inst.code)).or_default() += hits;
     }
     for (&(line, source), hits) in launch.program.lines.iter().zip(&shared.hits) {
         *shared.report.lines.entry(line).or_default() += hits;

@@ -90,7 +90,7 @@ pub(crate) enum Wf {
     Brev,
     BfindS,
     BfindU,
-    /// How far left the found bit is to be shifted to become the highest; all ones when there is none.
+    /// How far left the bit that `bfind` finds must go to become the highest.
     BfindShiftS,
     BfindShiftU,
     BfeS,
@@ -635,6 +635,8 @@ pub(crate) enum Code {
     },
     FenceMemory,
     FenceProxyAsync,
+    /// `fence.mbarrier_init`.
+    FenceMbarrierInit,
     FenceTensorMap,
     TensorMapReplace {
         field: u8,

@@ -516,7 +516,9 @@ impl Cluster {
             multiply(a, &b, &mut d, n, k, self.launch.simd);
             store_accumulators(warp, dst, w, &d, q.accumulate);
         }
-        self.counters.shared_matrix_bytes += (n * k) as u64 * u64::from(element_bytes(w.b));
+        // The warpgroup reads B once, each warp its own rows of A.
+        let a_rows = if w.a_regs { 0 } else { 16 };
+        self.counters.shared_matrix_bytes += ((n / 4 + a_rows) * k) as u64 * u64::from(element_bytes(w.b));
         Ok(())
     }
 }
