@@ -248,13 +248,15 @@ fn row_json(results: &Results, index: usize, row: &Row) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use fmha_conformance::execute::CallTime;
+
     use super::*;
     use crate::cli::report::Speed;
     use crate::cli::timing::Timing;
 
     /// A row that was timed and one that no kernel takes, beside a peer with a difficult name.
     fn results() -> [Results; 1] {
-        let timing = Timing::of(vec![2e-3, 1e-3, 4e-3]);
+        let timing = Timing::of(&[2e-3, 1e-3, 4e-3].map(|seconds| CallTime { seconds, on_device: false }));
         let speed = Speed {
             flops: 6,
             bytes: 5,
