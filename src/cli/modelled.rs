@@ -128,7 +128,7 @@ pub(super) fn write(
     let mut job = Job::new(backend, &part, options, Source { own: None, init: Init::Normal, seed: 1 })?;
     let _ = launches();
     job.run()?;
-    let Some(launch) = launches().and_then(last) else { return Ok(()) };
+    let Some(launch) = launches().and_then(|text| last(&text)) else { return Ok(()) };
     let tiles = tiles(&plan, &launch);
     let counted = Counted { launch, tiles };
     let dims = part.fwd.dims;
@@ -223,8 +223,8 @@ fn tiles(plan: &FwdPlan, launch: &Value) -> f64 {
     number.unwrap_or_else(ctas).max(1.0)
 }
 
-fn last(launches: String) -> Option<Value> {
-    serde_json::from_str::<Vec<Value>>(&launches).ok()?.pop()
+fn last(launches: &str) -> Option<Value> {
+    serde_json::from_str::<Vec<Value>>(launches).ok()?.pop()
 }
 
 #[cfg(feature = "cuda")]

@@ -253,6 +253,7 @@ mod tests {
     use super::*;
     use crate::cli::report::Speed;
     use crate::cli::timing::Timing;
+    use fmha_conformance::execute::CallTime;
 
     /// A row that was timed and one that no kernel takes, beside a peer with a difficult name.
     fn results() -> [Results; 1] {
