@@ -63,11 +63,10 @@ impl Modules {
 
     /// What is compiled for a source.
     pub(crate) fn job(&self, kernel: &'static str, source: KernelSource) -> KernelJob {
-        let mut flags: Vec<_> = COMPILE_OPTIONS.iter().map(|&option| option.to_owned()).collect();
-        if self.image == ImageKind::Assembly {
-            // An interpreter's reports name source lines.
-            flags.push("-lineinfo".to_owned());
-        }
+        // Source lines for profilers and for the interpreter's reports: the code stays the same, and so a
+        // bundle's kernel serves both.
+        let options = COMPILE_OPTIONS.iter().chain(&["-lineinfo"]);
+        let flags = options.map(|&option| option.to_owned()).collect();
         KernelJob { kernel, arch: self.arch.clone(), flags, source, image: self.image }
     }
 
