@@ -86,13 +86,12 @@ fn page(files: &BTreeMap<String, Lines>, root: &Path, reasons: &str) -> Result<(
         }
         for (number, line) in text.lines().enumerate().map(|(i, line)| (i as u32 + 1, line.trim())) {
             let what = match lines.get(&number) {
-                Some(true) => continue,
                 Some(false) => "not executed",
                 // What calls an instruction has code wherever it is compiled at all.
                 None if line.contains("ptx::") && line.ends_with(';') && !is_declaration(line) => {
                     "in no kernel"
                 }
-                None => continue,
+                _ => continue,
             };
             let why = reason(reasons, file, line, &mut unused);
             unexplained += usize::from(why.is_none());

@@ -78,13 +78,9 @@ fn arguments(words: impl Iterator<Item = String>) -> Result<Arguments, String> {
     if out.recordings.is_empty() { Err("mutate needs a recorded launch".to_owned()) } else { Ok(out) }
 }
 
+/// One schedule, the same on every machine. Mutants run beside each other instead.
 fn options() -> Options {
-    let mut options = Options::default();
-    options.happens_before = true;
-    // One schedule, the same on every machine. Mutants run beside each other instead.
-    options.parallel = false;
-    options.spin_limit = 1_000_000;
-    options
+    Options { happens_before: true, parallel: false, spin_limit: 1_000_000, ..Options::default() }
 }
 
 /// Runs the command. `words` are what stands behind `ptx-emu mutate`.

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ffi::{CString, c_char};
 use std::fmt::Write as _;
-use std::path::PathBuf;
+use std::path::Path;
 
 use fmha_emu_ptx::{Kernel, LaunchConfig, Report, SourceLine, SourceMap};
 
@@ -31,12 +31,12 @@ impl Observer {
         }
         self.launches.push_back(json(kernel, config, report));
         if let Some(path) = std::env::var_os("FMHA_EMULATE_COVERAGE") {
-            self.cover(kernel, report, PathBuf::from(path));
+            self.cover(kernel, report, Path::new(&path));
         }
     }
 
     /// Adds the launch's lines and rewrites the file when that told something new.
-    fn cover(&mut self, kernel: &Kernel, report: &Report, path: PathBuf) {
+    fn cover(&mut self, kernel: &Kernel, report: &Report, path: &Path) {
         let key = kernel.source().as_ptr() as usize;
         let entry = self.maps.entry(key);
         let (_, map) = entry.or_insert_with(|| (kernel.clone(), SourceMap::of(kernel.source())));
@@ -56,7 +56,7 @@ impl Observer {
                 // Writing to a string cannot fail.
                 let _ = writeln!(text, "{} {} {}", place.file, place.line, u8::from(*executed));
             }
-            if let Err(error) = std::fs::write(&path, text) {
+            if let Err(error) = std::fs::write(path, text) {
                 eprintln!("emulated driver: {}: {error}", path.display());
             }
         }

@@ -70,7 +70,7 @@ fn integer_intrinsics_are_those_of_rust() {
         x.count_ones() ^ x.leading_zeros() << 8 ^ x.reverse_bits()
     });
     each("y = __umulhi(x, 0x9e3779b9u) + __funnelshift_l(x, ~x, x & 31);", |x| {
-        let high = (u64::from(x) * 0x9e37_79b9 >> 32) as u32;
+        let high = ((u64::from(x) * 0x9e37_79b9) >> 32) as u32;
         let pair = u64::from(!x) << 32 | u64::from(x);
         high.wrapping_add((pair << (x & 31) >> 32) as u32)
     });

@@ -27,10 +27,11 @@ impl Decoder<'_> {
             "fence" => match (second, raw.words.get(2).map_or("", String::as_str)) {
                 ("proxy", "async" | "async::generic") => Inst::new(Code::FenceProxyAsync),
                 ("proxy", w) if w.starts_with("tensormap") => Inst::new(Code::FenceTensorMap),
-                ("proxy", "alias") => Inst::new(Code::FenceMemory),
                 ("proxy", w) if w.starts_with("async") => Inst::new(Code::FenceProxyAsync),
                 ("mbarrier_init", _) => Inst::new(Code::FenceMbarrierInit),
-                ("acq_rel" | "sc" | "acquire" | "release", _) => Inst::new(Code::FenceMemory),
+                ("acq_rel" | "sc" | "acquire" | "release", _) | ("proxy", "alias") => {
+                    Inst::new(Code::FenceMemory)
+                }
                 _ => return Err(unknown(raw)),
             },
             "shfl" => {
