@@ -49,8 +49,8 @@ struct RegisterTile {
 };
 
 // d = sign * A B^T: A's rows [row, row + 64) and B's rows, both along their dim. Starts, does not wait.
-template <int sign, class TileA, class TileB>
-FMHA_DEVICE void start_product_abt(Accumulator<TileB::rows>& d, const TileA& a, int row, const TileB& b) {
+template <int sign, class D, class TileA, class TileB>
+FMHA_DEVICE void start_product_abt(D& d, const TileA& a, int row, const TileB& b) {
   static_assert(TileA::dim == TileB::dim, "A and B share their inner dimension");
   constexpr int steps_per_chunk = TileA::span / kDepth;
   const Descriptor a0 = descriptor<TileA::span_bytes>(a.address() + row * TileA::span_bytes, 16);
@@ -66,8 +66,8 @@ FMHA_DEVICE void start_product_abt(Accumulator<TileB::rows>& d, const TileA& a, 
 }
 
 // d += A B: A in registers, B read across its rows. Starts, does not wait.
-template <class TileB>
-FMHA_DEVICE void start_product_ab(Accumulator<TileB::dim>& d, const RegisterTile<TileB::rows>& a, const TileB& b) {
+template <class D, class TileB>
+FMHA_DEVICE void start_product_ab(D& d, const RegisterTile<TileB::rows>& a, const TileB& b) {
   const Descriptor b0 = descriptor<TileB::span_bytes>(b.address(), TileB::chunk_bytes);
   ptx::wgmma_fence();
 #pragma unroll

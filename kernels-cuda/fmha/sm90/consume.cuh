@@ -9,8 +9,13 @@
 // under another's exponentials. With `lookahead` the next tile's first S is started together with
 // this tile's last P V, and the tensor cores do not wait for a tile's end either.
 #pragma once
+#include <fmha/mma/half_accumulator.cuh>
+#include <fmha/mma/register_product.cuh>
 #include <fmha/ptx/barrier.cuh>
+#include <fmha/ptx/cluster.cuh>
 #include <fmha/score.h>
+#include <fmha/sm90/clean.cuh>
+#include <fmha/sm90/dropout.cuh>
 #include <fmha/sm90/epilogue.cuh>
 #include <fmha/sm90/scheduler.cuh>
 
@@ -20,6 +25,8 @@ template <FwdSpec spec, Sm90Tile tile>
 struct Consumer {
   using Shared = Smem<spec, tile>;
   using Scores = mma::Accumulator<tile.block_n>;
+  using ScoreSums = mma::AccumulatorOf<tile.block_n, tile.f16_scores>;  // as the product leaves them
+  static constexpr int dim_qk = padded_dim(spec.head_dim_qk), dim_v = padded_dim(spec.head_dim_v);
   static constexpr int consumers = num_consumers(tile);
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
 
@@ -29,7 +36,8 @@ struct Consumer {
   const float scale_log2;   // of what the softmax takes: S, or the modified score
   const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
 
-  mma::Accumulator<padded_dim(spec.head_dim_v)> o;
+  mma::AccumulatorOf<dim_v, tile.f16_output> o;
+  mma::RegisterTile<tile.q_in_registers ? dim_qk : mma::kDepth> q;
   mma::RegisterTile<tile.block_n> probs;
   Softmax<tile> softmax;
   Slot<Shared::q_buffers> q_slot;
@@ -75,15 +83,42 @@ struct Consumer {
   }
   FMHA_DEVICE void sync_warpgroup() const { ptx::bar_sync<mma::kWarpgroup>(4 + index); }
 
-  FMHA_DEVICE void start_scores(Scores& s) {
+  // One arrival for the warp, in each CTA that the slot's loads fill.
+  FMHA_DEVICE void release_slot(Barrier& empty) const {
+    if constexpr (tile.cluster > 1) {
+      const uint32_t rank = threadIdx.x % 32;
+      ptx::mbarrier_arrive_at_if(empty, rank, rank < uint32_t(tile.cluster));
+    } else {
+      ptx::mbarrier_arrive_if(empty, signals);
+    }
+  }
+
+  // Waits for a tile's Q.
+  FMHA_DEVICE void take_q() {
+    ptx::mbarrier_wait_parity(smem.q_full[q_slot.index], q_slot.phase);
+    if constexpr (tile.q_in_registers) {
+      mma::load_a(q, smem.q[q_slot.index], index * mma::kRows);
+      __syncwarp();
+      release_q();
+    }
+  }
+  FMHA_DEVICE void start_scores(ScoreSums& s) {
+    constexpr int sign = spec.negative_scale ? -1 : 1;
     ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
     take_turn();
-    mma::start_product_abt<spec.negative_scale ? -1 : 1>(s, smem.q[q_slot.index], index * mma::kRows,
-                                                         smem.k[k_slot.index]);
+    if constexpr (tile.q_in_registers) {
+      mma::start_register_product_abt<sign, false>(s, q, smem.k[k_slot.index]);
+    } else {
+      mma::start_product_abt<sign>(s, smem.q[q_slot.index], index * mma::kRows, smem.k[k_slot.index]);
+    }
   }
   FMHA_DEVICE void start_output() {
     ptx::mbarrier_wait_parity(smem.v_full[v_slot.index], v_slot.phase);
-    mma::start_product_ab(o, probs, smem.v[v_slot.index]);
+    if constexpr (Shared::v_columns) {
+      mma::start_register_product_abt<1, true>(o, probs, smem.v[v_slot.index]);
+    } else {
+      mma::start_product_ab(o, probs, smem.v[v_slot.index]);
+    }
   }
   FMHA_DEVICE void finish_scores() {
     ptx::wgmma_wait_group<1>();
@@ -91,11 +126,11 @@ struct Consumer {
   }
   FMHA_DEVICE void finish_output() {
     ptx::wgmma_wait_group<0>();
-    ptx::mbarrier_arrive_if(smem.v_empty[v_slot.index], signals);
+    release_slot(smem.v_empty[v_slot.index]);
     v_slot.advance();
   }
   FMHA_DEVICE void release_k() {
-    ptx::mbarrier_arrive_if(smem.k_empty[k_slot.index], signals);
+    release_slot(smem.k_empty[k_slot.index]);
     k_slot.advance();
   }
   FMHA_DEVICE void release_q() {
@@ -165,11 +200,24 @@ struct Consumer {
 
   FMHA_DEVICE uint32_t never() const { return ptx::shared_address(&smem.work[0]); }
 
+  FMHA_DEVICE void drop_some(Scores& s, const Work& work, int32_t block) const {
+    int32_t i[2], batch_head[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t row = rows.row + 8 * r;
+      i[r] = query_of<tile>(p, row);
+      const int32_t i_head = tile.pack_gqa ? work.i_head + row - i[r] * p.gqa_ratio : work.i_head;
+      batch_head[r] = work.i_batch * p.num_heads_q + i_head;
+    }
+    drop(s, p, i, batch_head, block * tile.block_n);
+  }
+
   // S to P of block `block` of a tile.
   FMHA_DEVICE void exponentiate(Scores& s, const Work& work, int32_t block, bool edge) {
     modify(s, work, block);
     if (edge) mask(s, work, block);
     softmax.step(s, scale_log2, never());
+    if constexpr (spec.dropout) drop_some(s, work, block);
   }
   FMHA_DEVICE void exponentiate_first(Scores& s, const Work& work) {
     const int32_t block = block_at(work, 0);
@@ -179,14 +227,30 @@ struct Consumer {
   FMHA_DEVICE void clean_first(const Work& work) {
     const int32_t first_bad = work.clean_from == kUnboundedHi ? tile.block_n
                                                               : work.clean_from - block_at(work, 0) * tile.block_n;
-    if (first_bad < tile.block_n) clean_v(first_bad);
+    if (first_bad >= tile.block_n) return;
+    if constexpr (Shared::v_columns) {
+      ptx::mbarrier_wait_parity(smem.v_full[v_slot.index], v_slot.phase);
+      clean_columns(smem.v[v_slot.index], max(first_bad, 0));
+      ptx::fence_proxy_async();
+      sync_warpgroup();
+    } else {
+      clean_v(first_bad);
+    }
   }
 
   FMHA_DEVICE void rescale() {
-    if (softmax.corrects()) {
+    if (!softmax.corrects()) return;
+    if constexpr (tile.f16_output) {
+      o.scale(softmax.correction);
+    } else {
 #pragma unroll
       for (int e = 0; e < o.num_elems; ++e) o[e] *= softmax.correction[o.row(e)];
     }
+  }
+
+  FMHA_DEVICE void store(const Work& done, int32_t row, RowStats (&stats)[2]) {
+    auto&& sums = mma::in_f32(o);
+    epilogue<spec, tile>(p, done, row, stats, scale_log2, sums);
   }
 
   // The first block of a tile, nothing of another under way.
@@ -195,12 +259,13 @@ struct Consumer {
     rows = rows_of(w);
     o.clear();
     softmax.reset();
-    ptx::mbarrier_wait_parity(smem.q_full[q_slot.index], q_slot.phase);
-    Scores s;
-    start_scores(s);
+    take_q();
+    ScoreSums sums;
+    start_scores(sums);
     pass_turn();
     ptx::wgmma_wait_group<0>();
     release_k();
+    auto&& s = mma::in_f32(sums);
     exponentiate_first(s, w);
     probs.template from<spec.dtype_v>(s);
     clean_first(w);
@@ -208,11 +273,12 @@ struct Consumer {
 
   // `edge` is a literal, or the same for the whole warpgroup.
   FMHA_DEVICE void step(int32_t block, bool edge) {
-    Scores s;
-    start_scores(s);
+    ScoreSums sums;
+    start_scores(sums);
     start_output();
     pass_turn();
     finish_scores();
+    auto&& s = mma::in_f32(sums);
     exponentiate(s, work(), block, edge);
     finish_output();
     probs.template from<spec.dtype_v>(s);
@@ -246,12 +312,13 @@ struct Consumer {
     next_slot.advance();
     const Work& next = smem.work[next_slot.index];
     const int32_t done_row = rows.row;
-    ptx::mbarrier_wait_parity(smem.q_full[q_slot.index], q_slot.phase);
-    Scores s;
-    start_scores(s);
+    take_q();
+    ScoreSums sums;
+    start_scores(sums);
     start_output();
     pass_turn();
     finish_scores();
+    auto&& s = mma::in_f32(sums);
     RowStats stats[2] = {softmax.rows[0], softmax.rows[1]};
     softmax.reset();
     rows = rows_of(next);
@@ -259,14 +326,14 @@ struct Consumer {
     finish_output();
     probs.template from<spec.dtype_v>(s);
     clean_first(next);
-    epilogue<spec, tile>(p, done, done_row, stats, scale_log2, o);
+    store(done, done_row, stats);
     o.clear();
   }
 
   FMHA_DEVICE void last_output() {
     start_output();
     finish_output();
-    epilogue<spec, tile>(p, work(), rows.row, softmax.rows, scale_log2, o);
+    store(work(), rows.row, softmax.rows);
   }
 
   FMHA_DEVICE void run() {
@@ -276,7 +343,7 @@ struct Consumer {
     first_block();
     while (true) {
       other_blocks();
-      release_q();
+      if constexpr (!tile.q_in_registers) release_q();
       Slot<kWorkSlots> next_slot = work_slot;
       next_slot.advance();
       ptx::mbarrier_wait_parity(smem.work_full[next_slot.index], next_slot.phase);
@@ -295,12 +362,17 @@ struct Consumer {
 };
 
 template <FwdSpec spec, Sm90Tile tile>
-FMHA_DEVICE void consume(const FwdParams& p, Smem<spec, tile>& smem) {
-  ptx::setmaxnreg_inc<regs(tile).consume>();
-  const int32_t index = ptx::uniform(threadIdx.x / mma::kWarpgroup) - 1;
+FMHA_DEVICE Consumer<spec, tile> consumer_of(const FwdParams& p, Smem<spec, tile>& smem) {
+  const int32_t index = ptx::uniform(threadIdx.x / mma::kWarpgroup) - first_consumer(tile);
   // A scale of 0 would make -inf * 0 of hidden scores; the smallest normal number scales to nothing too.
   const float scale = modifies_score(spec) ? 1.f : fmaxf(fabsf(p.softmax_scale), 1.17549435e-38f);
-  Consumer<spec, tile> consumer{p, smem, index, scale * kLog2E};
+  return Consumer<spec, tile>{p, smem, index, scale * kLog2E};
+}
+
+template <FwdSpec spec, Sm90Tile tile>
+FMHA_DEVICE void consume(const FwdParams& p, Smem<spec, tile>& smem) {
+  ptx::setmaxnreg_inc<regs(tile).consume>();
+  auto consumer = consumer_of<spec, tile>(p, smem);
   consumer.run();
 }
 

@@ -54,7 +54,8 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
     const int32_t packed_row = row + 8 * r, i = query_of<tile>(p, packed_row);
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
     const bool stored = i < work.seqlen_q;
-    const RowResult result = finish_row<spec>(p, rows[r], scale_log2, stored ? i_head : 0);
+    RowResult result = finish_row<spec>(p, rows[r], scale_log2, stored ? i_head : 0);
+    if constexpr (spec.dropout) result.factor *= p.dropout_scale;
     const int64_t at = work.storage_batch * p.o.batch + int64_t(work.q_row + i) * p.o.row + i_head * p.o.head;
 
     if constexpr (tile.vector_store) {
