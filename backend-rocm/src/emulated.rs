@@ -1,6 +1,7 @@
 //! The forward kernel, compiled as a user would get it, on the emulator, against the f64 reference.
 //! Verified in emulation, never on hardware.
 
+use fmha_core::bind;
 use fmha_core::reference::{Precision, forward};
 use fmha_core::{
     Bias, BiasBroadcast, DType, Descale, DevSlice, DevSliceMut, Dims, DropoutSeed, ElementwiseBias,
@@ -10,7 +11,7 @@ use fmha_core::{
 use fmha_emu_cdna as emu;
 
 use crate::kernels::cdna;
-use crate::{FwdHandle, RocmBackend, bind};
+use crate::{FwdHandle, RocmBackend};
 
 /// A problem with its inputs in host memory.
 struct Case {
@@ -166,7 +167,7 @@ fn check(arch: &str, case: &Case, tile: &[(&str, &str)]) -> Result<(f64, f64), S
             unsafe { DevSliceMut::from_raw(MemorySpace::Device, address as *mut u8, bytes) }
         },
     );
-    let params = bind::fwd(problem, &args);
+    let params = bind::fwd_params(problem, &args);
     // SAFETY: a `repr(C)` struct without padding, as its macro asserts.
     let bytes = unsafe { std::slice::from_raw_parts((&raw const params).cast::<u8>(), size_of_val(&params)) };
     let launch = emu::Launch {

@@ -6,7 +6,6 @@
 //! [`RocmBackend::pretend`] plans and compiles for an architecture without any.
 
 mod arch;
-mod bind;
 mod compile;
 mod driver;
 #[cfg(test)]
@@ -20,10 +19,11 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use fmha_core::args::{check_combine, check_fwd};
 use fmha_core::backend::unsupported;
+use fmha_core::bind;
 use fmha_core::source::KernelSource;
 use fmha_core::spec::FwdSpec;
 use fmha_core::{
-    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DeviceMemory, Error, FmhaBackend, FwdArgs, FwdPlan,
+    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DeviceMemory, Error, Explain, FmhaBackend, FwdArgs, FwdPlan,
     MemorySpace, Plan, PlanOptions, ProblemError, Promises, Refusal, Result, Roofline, Stream, ValidBwd,
     ValidCombine, ValidFwd,
 };
@@ -246,6 +246,7 @@ impl FmhaBackend for RocmBackend {
             backend: self.name.clone(),
             kernel: cdna::NAME.to_owned(),
             details,
+            explain: Explain::default(),
             refusals: Vec::new(),
             is_fallback: false,
             workspace_bytes: 0,
@@ -275,7 +276,7 @@ impl FmhaBackend for RocmBackend {
             }
         };
         let workgroups = cdna::num_workgroups(&plan.problem, &tile) as u32;
-        let params = bind::fwd(&plan.problem, args);
+        let params = bind::fwd_params(&plan.problem, args);
         self.launch(&kernel, workgroups, cdna::num_threads(&tile) as u32, &params, stream)
     }
 
@@ -297,6 +298,7 @@ impl FmhaBackend for RocmBackend {
             backend: self.name.clone(),
             kernel: combine::NAME.to_owned(),
             details: vec![("grid", format!("{} workgroups", combine::num_workgroups(problem)))],
+            explain: Explain::default(),
             refusals: Vec::new(),
             is_fallback: false,
             workspace_bytes: 0,
@@ -312,7 +314,13 @@ impl FmhaBackend for RocmBackend {
             Error::Problem(ProblemError::new("plan", "plan has no handle of this backend's: 0 kernels"))
         })?;
         let workgroups = combine::num_workgroups(&plan.problem) as u32;
-        self.launch(kernel, workgroups, combine::NUM_THREADS, &bind::combine(&plan.problem, args), stream)
+        self.launch(
+            kernel,
+            workgroups,
+            combine::NUM_THREADS,
+            &bind::combine_params(&plan.problem, args),
+            stream,
+        )
     }
 }
 

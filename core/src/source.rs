@@ -36,7 +36,7 @@ impl Header {
 }
 
 /// What one kernel is compiled from.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KernelSource {
     /// The translation unit; defines one `extern "C"` kernel named [`ENTRY`].
     pub entry: String,

@@ -74,7 +74,7 @@ impl<'a> Resident<'a> {
     /// What the backend's memory said.
     pub fn place(backend: &'a dyn FmhaBackend, operands: &Operands, workspace_bytes: u64) -> Result<Self> {
         let memory = backend.memory();
-        let workspace = (workspace_bytes > 0).then(|| memory.alloc(workspace_bytes)).transpose()?;
+        let workspace = memory.workspace(workspace_bytes)?;
         let mut buffers = BTreeMap::new();
         if memory.space() == MemorySpace::Device {
             for (&operand, tensor) in &operands.0 {

@@ -9,7 +9,7 @@ namespace fmha::mma {
 
 template <int n>
 struct HalfAccumulator {
-  static constexpr int num_pairs = n / 4;
+  static constexpr int columns = n, num_pairs = n / 4;
   uint32_t elems[num_pairs];
 
   FMHA_DEVICE void clear() {

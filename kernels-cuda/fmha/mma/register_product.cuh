@@ -26,7 +26,7 @@ FMHA_DEVICE void load_a(RegisterTile<Tile::dim>& a, const Tile& tile, int32_t ro
   }
 }
 
-// d = sign * A B^T (+ d): B's rows along their dim. Starts, does not wait.
+// d = sign * A B^T (+ d): as many of B's rows as D has columns, along their dim. Starts, does not wait.
 template <int sign, bool accumulate, class D, class TileB>
 FMHA_DEVICE void start_register_product_abt(D& d, const RegisterTile<TileB::dim>& a, const TileB& b) {
   constexpr int steps_per_chunk = TileB::span / kDepth;

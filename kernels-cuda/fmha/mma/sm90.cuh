@@ -17,7 +17,7 @@ constexpr int kDepth = 16;       // contracted by one instruction, 16-bit types
 // An accumulator of 64 x n.
 template <int n>
 struct Accumulator {
-  static constexpr int num_elems = n / 2;
+  static constexpr int columns = n, num_elems = n / 2;
   float elems[num_elems];
 
   // Row 0 or 1 of the thread's two.
@@ -26,6 +26,7 @@ struct Accumulator {
   static constexpr int column(int e) { return 8 * (e / 4) + (e & 1); }
 
   FMHA_DEVICE float& operator[](int e) { return elems[e]; }
+  FMHA_DEVICE float operator[](int e) const { return elems[e]; }
   FMHA_DEVICE void clear() {
 #pragma unroll
     for (int e = 0; e < num_elems; ++e) elems[e] = 0.f;
@@ -41,17 +42,23 @@ template <int depth>
 struct RegisterTile {
   uint32_t elems[depth / kDepth][4];
 
-  template <DType dtype>
-  FMHA_DEVICE void from(Accumulator<depth>& x) {
+  // Columns that x lacks become `zero`: a 0 that ptxas does not know for one, since it writes known
+  // constants before the wait for the product that still reads these registers, and then serialises.
+  template <DType dtype, int n>
+  FMHA_DEVICE void from(const Accumulator<n>& x, uint32_t zero) {
+    static_assert(n <= depth, "a tile takes no more columns than it has");
 #pragma unroll
-    for (int i = 0; i < depth / 4; ++i) elems[i / 4][i % 4] = ptx::cvt_rn_x2<dtype>(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < depth / 4; ++i) {
+      elems[i / 4][i % 4] = i < n / 4 ? ptx::cvt_rn_x2<dtype>(x[2 * i], x[2 * i + 1]) : zero;
+    }
   }
 };
 
-// d = sign * A B^T: A's rows [row, row + 64) and B's rows, both along their dim. Starts, does not wait.
+// d = sign * A B^T: A's rows [row, row + 64) and as many of B's rows as D has columns, both along their
+// dim. Starts, does not wait.
 template <int sign, class D, class TileA, class TileB>
 FMHA_DEVICE void start_product_abt(D& d, const TileA& a, int row, const TileB& b) {
-  static_assert(TileA::dim == TileB::dim, "A and B share their inner dimension");
+  static_assert(TileA::dim == TileB::dim && D::columns <= TileB::rows, "A and B share their inner dimension");
   constexpr int steps_per_chunk = TileA::span / kDepth;
   const Descriptor a0 = descriptor<TileA::span_bytes>(a.address() + row * TileA::span_bytes, 16);
   const Descriptor b0 = descriptor<TileB::span_bytes>(b.address(), 16);

@@ -18,10 +18,12 @@ FMHA_DEVICE constexpr int first_consumer(const Sm90Tile& tile) { return tile.war
 FMHA_DEVICE constexpr int num_consumer_warps(const Sm90Tile& tile) { return 4 * num_consumers(tile); }
 
 // Threads that load: one, which tells the copy engine; or three warps that copy, all of the first
-// warpgroup but the schedule role's.
+// warpgroup but the schedule role's, the clean role's included: they copy zeros instead.
 constexpr int kCopyThreads = 96;
-FMHA_DEVICE constexpr int num_load_warps(const Sm90Tile& tile) { return tile.copy_bytes > 0 ? kCopyThreads / 32 : 1; }
 FMHA_DEVICE constexpr int num_load_arrivals(const Sm90Tile& tile) { return tile.copy_bytes > 0 ? kCopyThreads : 1; }
+FMHA_DEVICE constexpr int num_work_readers(const Sm90Tile& tile) {
+  return num_consumer_warps(tile) + (tile.copy_bytes > 0 ? kCopyThreads / 32 : 2);
+}
 
 // This CTA's place in its cluster, whose CTAs have neighbouring query blocks of one head.
 FMHA_DEVICE int32_t cluster_rank(const Sm90Tile& tile) { return tile.cluster > 1 ? blockIdx.x % tile.cluster : 0; }
@@ -61,7 +63,7 @@ struct Work {
   int32_t last_block;   // blocks go down from this one,
   int32_t num_band_blocks;    // this many,
   int32_t last_sink_block;    // then down from this one
-  int32_t clean_from;   // keys of the first block from here on are not the sequence's, and not zero
+  int32_t first_dirty;  // rows of the first V block from here on are to be zeroed; block_n: none
 };
 
 template <FwdSpec spec, Sm90Tile tile>
@@ -80,10 +82,11 @@ struct Smem {
   Barrier q_empty[q_buffers];    // one arrival per consumer warp
   Barrier k_full[tile.stages];   // likewise of one K block
   Barrier k_empty[tile.stages];  // one arrival per consumer warp of the cluster
-  Barrier v_full[tile.stages];   // likewise of one V block
+  Barrier v_full[tile.stages];   // likewise of one V block, or the clean role's word for them
+  Barrier v_raw[tile.stages];    // the bytes of one V block, to be cleaned
   Barrier v_empty[tile.stages];  // one arrival per consumer warp of the cluster
   Barrier work_full[kWorkSlots];   // the schedule role's arrival
-  Barrier work_empty[kWorkSlots];  // one arrival per consumer warp and per warp of the load role
+  Barrier work_empty[kWorkSlots];  // one arrival per warp that reads it: consumers, load, clean
   Work work[kWorkSlots];
 };
 
@@ -100,6 +103,11 @@ struct Slot {
       index = index + 1 == num_slots ? 0 : index + 1;
       phase ^= index == 0;
     }
+  }
+  FMHA_DEVICE void advance_by(int32_t count) {
+    const int32_t sum = index + count, rounds = sum / num_slots;
+    index = sum - rounds * num_slots;
+    phase ^= rounds & 1;
   }
 };
 

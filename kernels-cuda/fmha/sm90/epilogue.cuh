@@ -2,6 +2,7 @@
 #pragma once
 #include <fmha/num.h>
 #include <fmha/sm90/config.cuh>
+#include <fmha/sm90/redo.cuh>
 #include <fmha/sm90/softmax.cuh>
 
 namespace fmha::sm90 {
@@ -44,11 +45,22 @@ FMHA_DEVICE void quad_transpose(uint32_t (&w)[4]) {
   }
 }
 
+// Whether a thread's part of a row of O is not finite.
+template <int n>
+FMHA_DEVICE bool has_non_finite(const mma::Accumulator<n>& o, int r) {
+  float zero = 0.f;
+#pragma unroll
+  for (int e = 2 * r; e < o.num_elems; e += 4) zero = fmaf(o[e], 0.f, fmaf(o[e + 1], 0.f, zero));
+  return is_nan(zero);
+}
+
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, RowStats (&rows)[2], float scale_log2,
                           mma::Accumulator<padded_dim(spec.head_dim_v)>& o) {
   constexpr int dim = spec.head_dim_v;
   const int32_t quad_lane = threadIdx.x % 4;
+  bool suspect[2] = {false, false};
+  float lse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int32_t packed_row = row + 8 * r, i = query_of<tile>(p, packed_row);
@@ -56,6 +68,9 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
     const bool stored = i < work.seqlen_q;
     RowResult result = finish_row<spec>(p, rows[r], scale_log2, stored ? i_head : 0);
     if constexpr (spec.dropout) result.factor *= p.dropout_scale;
+    lse[r] = result.lse;
+    // A row without a key is to be 0, and is none if hidden values have reached it.
+    if constexpr (spec.mask != MaskKind::Full) suspect[r] = stored && has_non_finite(o, r) && result.lse < infinity();
     const int64_t at = work.storage_batch * p.o.batch + int64_t(work.q_row + i) * p.o.row + i_head * p.o.head;
 
     if constexpr (tile.vector_store) {
@@ -90,11 +105,14 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
       }
     }
     if constexpr (spec.write_lse) {
-      float* lse = p.lse + work.storage_batch * p.lse_batch + i_head * p.lse_head + work.q_row + i;
-      ptx::st_global_f32_if(lse, result.lse, stored && quad_lane == 0);
+      float* out = p.lse + work.storage_batch * p.lse_batch + i_head * p.lse_head + work.q_row + i;
+      ptx::st_global_f32_if(out, result.lse, stored && quad_lane == 0);
     }
   }
   __syncwarp();
+  if constexpr (spec.mask != MaskKind::Full) {
+    if (__any_sync(ptx::kAllLanes, suspect[0] || suspect[1])) redo_rows<spec, tile>(p, work, row, suspect, lse);
+  }
 }
 
 }  // namespace fmha::sm90

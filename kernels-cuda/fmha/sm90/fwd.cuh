@@ -1,8 +1,8 @@
-// Attention forward on Hopper: one warpgroup loads, one to three consume. Without
-// `warp_specialised` one to three do both.
+// Attention forward on Hopper: one warpgroup loads, one to three consume; without `warp_specialised`
+// one to three do both (multistage.cuh).
 //
-// The schedule of FlashAttention-3 (Shah et al., 2024). The first warpgroup has two working threads:
-// one plans tiles (scheduler.cuh), one loads them (load.cuh).
+// The schedule of FlashAttention-3 (Shah et al., 2024). Of the first warpgroup's warps one loads
+// (load.cuh), one plans tiles (scheduler.cuh), one zeroes what is not the sequence's (clean.cuh).
 #pragma once
 #include <fmha/sm90/consume.cuh>
 #include <fmha/sm90/load.cuh>
@@ -21,11 +21,12 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
     ptx::mbarrier_init(smem.k_full[i], loads);
     ptx::mbarrier_init(smem.k_empty[i], tile.cluster * warps);
     ptx::mbarrier_init(smem.v_full[i], loads);
+    ptx::mbarrier_init(smem.v_raw[i], 1);
     ptx::mbarrier_init(smem.v_empty[i], tile.cluster * warps);
   }
   for (int i = 0; i < kWorkSlots; ++i) {
     ptx::mbarrier_init(smem.work_full[i], 1);
-    ptx::mbarrier_init(smem.work_empty[i], warps + num_load_warps(tile));
+    ptx::mbarrier_init(smem.work_empty[i], num_work_readers(tile));
   }
   ptx::fence_mbarrier_init();
 }

@@ -1,8 +1,8 @@
 // The load role: one thread keeps the copy engine fed, or three warps copy themselves.
 #pragma once
 #include <fmha/ptx/barrier.cuh>
+#include <fmha/sm90/clean.cuh>
 #include <fmha/sm90/copy.cuh>
-#include <fmha/sm90/scheduler.cuh>
 
 namespace fmha::sm90 {
 
@@ -60,11 +60,12 @@ struct Loader {
 
   // Where a tile's key blocks are; in registers, so that a load follows its slot's release at once.
   struct Keys {
-    int32_t i_head_kv, storage_batch, k_row, seqlen_k, last_block, num_band_blocks, last_sink_block;
+    int32_t i_head_kv, storage_batch, k_row, seqlen_k, last_block, num_band_blocks, last_sink_block, first_dirty;
 
     FMHA_DEVICE explicit Keys(const Work& work)
         : i_head_kv(work.i_head_kv), storage_batch(work.storage_batch), k_row(work.k_row),
-          seqlen_k(work.seqlen_k), last_block(work.last_block), num_band_blocks(work.num_band_blocks), last_sink_block(work.last_sink_block) {}
+          seqlen_k(work.seqlen_k), last_block(work.last_block), num_band_blocks(work.num_band_blocks), last_sink_block(work.last_sink_block),
+          first_dirty(work.first_dirty) {}
 
     FMHA_DEVICE int32_t block(int32_t i) const {
       return spec.sink_columns && i >= num_band_blocks ? last_sink_block - (i - num_band_blocks) : last_block - i;
@@ -78,11 +79,11 @@ struct Loader {
 
   // `columns`: the keys of a row lie side by side, [dim, keys].
   template <bool columns, class Tile>
-  FMHA_DEVICE void load_block(Tile (&tiles)[tile.stages], const TensorMap& map, Barrier (&full)[tile.stages],
+  FMHA_DEVICE void load_block(Tile (&tiles)[tile.stages], const TensorMap& map, Barrier& full,
                               Barrier (&empty)[tile.stages], Slot<tile.stages>& slot, const Keys& keys, int32_t i) {
     const int32_t row = keys.row(i);
     wait(empty[slot.index], slot.phase ^ 1);
-    ptx::mbarrier_arrive_expect_tx(full[slot.index], Tile::tile_bytes);
+    ptx::mbarrier_arrive_expect_tx(full, Tile::tile_bytes);
     // A cluster's CTAs load a share of the rows each, for all.
     constexpr int share = Tile::rows / tile.cluster;
     const int32_t first = cluster_rank(tile) * share;
@@ -91,10 +92,10 @@ struct Loader {
       const uint32_t to = tiles[slot.index].address() + chunk * Tile::chunk_bytes + first * Tile::span_bytes;
       const int32_t c0 = chunk * Tile::span + (columns ? row : 0), c1 = first + (columns ? 0 : row);
       if constexpr (tile.cluster > 1) {
-        ptx::cp_async_bulk_tensor_4d_multicast(to, map, full[slot.index], c0, c1, keys.i_head_kv, keys.storage_batch,
+        ptx::cp_async_bulk_tensor_4d_multicast(to, map, full, c0, c1, keys.i_head_kv, keys.storage_batch,
                                                (1 << tile.cluster) - 1, ptx::CacheHint::EvictLast);
       } else {
-        ptx::cp_async_bulk_tensor_4d(to, map, full[slot.index], c0, c1, keys.i_head_kv, keys.storage_batch,
+        ptx::cp_async_bulk_tensor_4d(to, map, full, c0, c1, keys.i_head_kv, keys.storage_batch,
                                      ptx::CacheHint::EvictLast);
       }
     }
@@ -106,11 +107,13 @@ struct Loader {
                               Barrier (&empty)[tile.stages], Slot<tile.stages>& slot, const Keys& keys, int32_t i) {
     wait(empty[slot.index], slot.phase ^ 1);
     const int32_t first_key = keys.block(i) * tile.block_n;
+    // Nobody cleans after a copy: keys that no query sees are copied as zeros.
+    const int32_t end = i == 0 ? min(keys.seqlen_k, first_key + keys.first_dirty) : keys.seqlen_k;
     const uint16_t* data = static_cast<const uint16_t*>(view.data);
     const uint16_t* head = data + row_offset(view, keys.storage_batch, keys.k_row, keys.i_head_kv);
     copier.copy(tiles[slot.index], dim, data, [&](int32_t row) -> const uint16_t* {
       const int32_t j = first_key + row;
-      return j >= 0 && j < keys.seqlen_k ? head + j * view.row : nullptr;
+      return j >= 0 && j < end ? head + j * view.row : nullptr;
     });
     copier.finish(full[slot.index]);
     slot.advance();
@@ -120,14 +123,16 @@ struct Loader {
     if constexpr (copies) {
       copy_block(smem.k, p.k, spec.head_dim_qk, smem.k_full, smem.k_empty, k_slot, keys, i);
     } else {
-      load_block<false>(smem.k, maps.k, smem.k_full, smem.k_empty, k_slot, keys, i);
+      load_block<false>(smem.k, maps.k, smem.k_full[k_slot.index], smem.k_empty, k_slot, keys, i);
     }
   }
   FMHA_DEVICE void load_v(const Keys& keys, int32_t i) {
     if constexpr (copies) {
       copy_block(smem.v, p.v, spec.head_dim_v, smem.v_full, smem.v_empty, v_slot, keys, i);
     } else {
-      load_block<Shared::v_columns>(smem.v, maps.v, smem.v_full, smem.v_empty, v_slot, keys, i);
+      const bool raw = tile.warp_specialised && i == 0 && keys.first_dirty < tile.block_n;
+      Barrier& full = raw ? smem.v_raw[v_slot.index] : smem.v_full[v_slot.index];
+      load_block<Shared::v_columns>(smem.v, maps.v, full, smem.v_empty, v_slot, keys, i);
     }
   }
 
@@ -192,6 +197,9 @@ FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const Sm90Schedule& 
     loader.run();
   } else if (threadIdx.x == 32) {
     schedule_tiles<spec, tile>(p, schedule, smem);
+  } else if (tile.copy_bytes == 0 && threadIdx.x / 32 == 2) {
+    Cleaner<spec, tile> cleaner{smem};
+    cleaner.run();
   }
 }
 

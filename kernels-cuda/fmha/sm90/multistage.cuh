@@ -28,6 +28,21 @@ struct Multistage {
     __syncwarp();
   }
 
+  // V rows that are not the sequence's, before the first product takes them.
+  FMHA_DEVICE void clean() {
+    const int32_t first_dirty = work().first_dirty;
+    if (first_dirty >= tile.block_n) return;
+    const int32_t stage = consumer.v_slot.index;
+    ptx::mbarrier_wait_parity(smem.v_full[stage], consumer.v_slot.phase);
+    if constexpr (Smem<spec, tile>::v_columns) {
+      clean_columns(smem.v[stage], first_dirty, threadIdx.x, num_threads(tile));
+    } else {
+      clean_rows(smem.v[stage], first_dirty, threadIdx.x, num_threads(tile));
+    }
+    ptx::fence_proxy_async();
+    __syncthreads();
+  }
+
   // The slots of block `i`'s K and of its predecessor's V are free, once all have left them.
   FMHA_DEVICE void refill(int32_t i) {
     if (loads) {
@@ -40,6 +55,7 @@ struct Multistage {
 
   FMHA_DEVICE void run_tile() {
     fill();
+    clean();
     consumer.first_block();
     refill(0);
     const int32_t num_blocks = work().num_blocks;
@@ -50,7 +66,10 @@ struct Multistage {
       refill(i);
     }
     if constexpr (!tile.q_in_registers) consumer.release_q();
-    consumer.last_output();
+    consumer.start_output();
+    consumer.finish_output();
+    auto&& sums = mma::in_f32(consumer.o);
+    epilogue<spec, tile>(consumer.p, work(), consumer.rows.row, consumer.softmax.rows, consumer.scale_log2, sums);
   }
 
   FMHA_DEVICE void run(const FwdParams& p, const Sm90Schedule& schedule) {

@@ -78,9 +78,9 @@ struct Softmax {
       s[e] = on_fma_pipe ? exp2_polynomial(x) : ptx::ex2_approx_ftz(x);
       rows[S::row(e)].row_sum += s[e];
       // The wait for P V comes no earlier than this point: ptxas else moves all exponentials behind it.
-      // The sums are never negative.
+      // No sum is negative; of its bits, unlike of `< 0`, ptxas does not know that.
       if (tile.wait_anchor > 0 && e + 1 == tile.wait_anchor)
-        ptx::st_shared_b32_if(never, 0, rows[0].row_sum + rows[1].row_sum < 0.f);
+        ptx::st_shared_b32_if(never, 0, bits_of(rows[0].row_sum + rows[1].row_sum) == 0x80000001u);
     }
   }
 
