@@ -9,7 +9,7 @@ use fmha_core::{
 };
 
 use crate::CpuBackend;
-use crate::forward::{Blocks, dots_pairs};
+use crate::forward::{Blocks, dots_pairs, fits_tiles};
 use crate::isa::{BACKWARD_BLOCKS, FORWARD_BLOCKS, Isa, Kernels};
 
 /// Every kernel.
@@ -36,10 +36,10 @@ pub(crate) fn forward(backend: &CpuBackend, problem: &ValidFwd, options: &PlanOp
             ("task", "a tile of block_m queries of one head, the longest first".into()),
             (
                 "arithmetic",
-                if backend.isa == Isa::Avx512Bf16 && dots_pairs(problem) {
-                    "bf16 dot products, f32 sums".into()
-                } else {
-                    "f32, f32 sums".into()
+                match backend.isa {
+                    Isa::Amx if fits_tiles(problem) => "products of bf16 tiles, f32 sums".into(),
+                    Isa::Avx512Bf16 if dots_pairs(problem) => "bf16 dot products, f32 sums".into(),
+                    _ => "f32, f32 sums".into(),
                 },
             ),
         ]

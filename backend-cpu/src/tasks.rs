@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use fmha_core::{Error, Result};
 
-/// A fixed number of threads.
+/// A fixed number of threads, the caller's among them.
 pub(crate) struct Threads {
-    /// `None` runs on the caller's thread alone.
+    /// The others; `None` where there are none.
     pool: Option<rayon::ThreadPool>,
     count: usize,
 }
@@ -18,8 +18,8 @@ impl Threads {
             0 | 1 => None,
             _ => Some(
                 rayon::ThreadPoolBuilder::new()
-                    .num_threads(count)
-                    .thread_name(|i| format!("fmha-cpu-{i}"))
+                    .num_threads(count - 1)
+                    .thread_name(|i| format!("fmha-cpu-{}", i + 1))
                     .build()
                     .map_err(|error| Error::System {
                         what: format!("a pool of {count} threads"),
@@ -57,12 +57,16 @@ impl Threads {
         };
         match (&self.pool, states) {
             (_, []) => {}
-            (Some(pool), states @ [_, _, ..]) => {
-                let states: &[Mutex<&mut T>] = &states.iter_mut().map(Mutex::new).collect::<Vec<_>>();
-                pool.broadcast(|thread| {
-                    if let Some(Ok(mut state)) = states.get(thread.index()).map(Mutex::lock) {
-                        drain(&mut state);
-                    }
+            (Some(pool), [own, others @ ..]) if !others.is_empty() => {
+                let others: &[Mutex<&mut T>] = &others.iter_mut().map(Mutex::new).collect::<Vec<_>>();
+                // The caller begins at once; only the others have to be woken.
+                pool.in_place_scope(|scope| {
+                    scope.spawn_broadcast(|_, thread| {
+                        if let Some(Ok(mut state)) = others.get(thread.index()).map(Mutex::lock) {
+                            drain(&mut state);
+                        }
+                    });
+                    drain(own);
                 });
             }
             (_, [state, ..]) => drain(state),

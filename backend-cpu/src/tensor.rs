@@ -123,6 +123,121 @@ fn fp8_table(dtype: DType) -> &'static [f32; 256] {
     }
 }
 
+/// A type of elements, settled before the loops over them.
+trait Elem: Copy {
+    const BYTES: usize;
+    /// # Safety
+    /// An element is readable there.
+    unsafe fn one(self, at: *const u8) -> f32;
+    /// # Safety
+    /// A whole vector of elements is readable there.
+    unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V;
+}
+
+#[derive(Clone, Copy)]
+struct OfF32;
+#[derive(Clone, Copy)]
+struct OfF16;
+#[derive(Clone, Copy)]
+struct OfBf16;
+/// By the value of every byte.
+#[derive(Clone, Copy)]
+struct OfFp8(&'static [f32; 256]);
+
+impl Elem for OfF32 {
+    const BYTES: usize = 4;
+
+    #[inline(always)]
+    unsafe fn one(self, at: *const u8) -> f32 {
+        // SAFETY: the caller's promise; so for every method below.
+        unsafe { at.cast::<f32>().read_unaligned() }
+    }
+
+    #[inline(always)]
+    unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
+        // SAFETY: as above.
+        unsafe { s.load(at.cast()) }
+    }
+}
+
+impl Elem for OfF16 {
+    const BYTES: usize = 2;
+
+    #[inline(always)]
+    unsafe fn one(self, at: *const u8) -> f32 {
+        // SAFETY: as above.
+        unsafe { f16::from_bits(at.cast::<u16>().read_unaligned()).to_f32() }
+    }
+
+    #[inline(always)]
+    unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
+        // SAFETY: as above.
+        unsafe { s.load_f16(at.cast()) }
+    }
+}
+
+impl Elem for OfBf16 {
+    const BYTES: usize = 2;
+
+    #[inline(always)]
+    unsafe fn one(self, at: *const u8) -> f32 {
+        // SAFETY: as above.
+        unsafe { bf16::from_bits(at.cast::<u16>().read_unaligned()).to_f32() }
+    }
+
+    #[inline(always)]
+    unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
+        // SAFETY: as above.
+        unsafe { s.load_bf16(at.cast()) }
+    }
+}
+
+impl Elem for OfFp8 {
+    const BYTES: usize = 1;
+
+    #[inline(always)]
+    unsafe fn one(self, at: *const u8) -> f32 {
+        // SAFETY: as above.
+        self.0[usize::from(unsafe { at.read() })]
+    }
+
+    #[inline(always)]
+    unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
+        let mut lanes = [0.0; 16];
+        // SAFETY: as above; no vector has more than sixteen lanes.
+        unsafe {
+            for (i, lane) in lanes[..S::LANES].iter_mut().enumerate() {
+                *lane = self.one(at.add(i));
+            }
+            s.load(lanes.as_ptr())
+        }
+    }
+}
+
+/// `$body` once for each type of elements, the type chosen here.
+macro_rules! of_type {
+    ($dtype:expr, $elem:ident => $body:expr) => {
+        match $dtype {
+            DType::F32 => {
+                let $elem = OfF32;
+                $body
+            }
+            DType::F16 => {
+                let $elem = OfF16;
+                $body
+            }
+            DType::Bf16 => {
+                let $elem = OfBf16;
+                $body
+            }
+            fp8 => {
+                let $elem = OfFp8(fp8_table(fp8));
+                $body
+            }
+        }
+    };
+}
+
 impl Matrix {
     /// The address of element (row, col).
     #[inline(always)]
@@ -149,41 +264,14 @@ impl Matrix {
     /// It is inside the tensor.
     #[inline(always)]
     pub(crate) unsafe fn get(&self, row: usize, col: usize) -> f32 {
-        let at = self.at(row, col);
         // SAFETY: the caller's promise.
-        unsafe {
-            match self.dtype {
-                DType::F32 => at.cast::<f32>().read_unaligned(),
-                DType::F16 => f16::from_bits(at.cast::<u16>().read_unaligned()).to_f32(),
-                DType::Bf16 => bf16::from_bits(at.cast::<u16>().read_unaligned()).to_f32(),
-                fp8 => fp8_table(fp8)[usize::from(at.read())],
-            }
-        }
+        of_type!(self.dtype, elem => unsafe { elem.one(self.at(row, col)) })
     }
 
-    /// A whole vector from element (row, col) on; columns are one element apart.
-    ///
-    /// # Safety
-    /// `LANES` elements are inside the tensor.
+    /// Whether columns are one element apart.
     #[inline(always)]
-    unsafe fn vector<S: Simd>(&self, s: S, row: usize, col: usize) -> S::V {
-        let at = self.at(row, col);
-        // SAFETY: the caller's promise.
-        unsafe {
-            match self.dtype {
-                DType::F32 => s.load(at.cast()),
-                DType::F16 => s.load_f16(at.cast()),
-                DType::Bf16 => s.load_bf16(at.cast()),
-                fp8 => {
-                    let table = fp8_table(fp8);
-                    let mut lanes = [0.0; 16];
-                    for (i, lane) in lanes[..S::LANES].iter_mut().enumerate() {
-                        *lane = table[usize::from(*at.add(i))];
-                    }
-                    s.load(lanes.as_ptr())
-                }
-            }
-        }
+    fn is_dense<E: Elem>(&self, _: E) -> bool {
+        self.col == E::BYTES as isize
     }
 
     /// Copies `rows x cols` times `factor` into panels of `S::PANEL` columns, `capacity` rows
@@ -201,39 +289,58 @@ impl Matrix {
         to: *mut f32,
         capacity: usize,
     ) -> bool {
+        // SAFETY: the caller's promise.
+        of_type!(self.dtype, elem => unsafe { self.gather_of(elem, s, rows, cols, factor, to, capacity) })
+    }
+
+    #[inline(always)]
+    #[expect(clippy::too_many_arguments, reason = "`gather`'s, and the type")]
+    unsafe fn gather_of<E: Elem, S: Simd>(
+        &self,
+        elem: E,
+        s: S,
+        rows: usize,
+        cols: usize,
+        factor: f32,
+        to: *mut f32,
+        capacity: usize,
+    ) -> bool {
         let width = S::PANEL;
         let scale = s.splat(factor);
-        // A finite x has x - x = 0; infinities and NaN leave NaN in the sum.
-        let mut residue = s.splat(0.0);
-        let dense = self.col == self.dtype.size_bytes() as isize;
+        // A finite x has 0 x = 0; infinities and NaN leave NaN in the sum.
+        let zero = s.splat(0.0);
+        let mut residue = [zero; 2];
         for first in (0..cols).step_by(width) {
             let panel = to.wrapping_add(first * capacity);
             let live = width.min(cols - first);
             // SAFETY: the caller's promise, element by element.
             unsafe {
-                if dense && live == width {
-                    for row in 0..rows {
-                        for v in 0..2 {
-                            let x = s.mul(self.vector(s, row, first + v * S::LANES), scale);
-                            residue = s.add(residue, s.sub(x, x));
-                            s.store(panel.add(row * width + v * S::LANES), x);
+                if self.is_dense(elem) && live == width {
+                    let (mut from, mut to) = (self.at(0, first), panel);
+                    for _ in 0..rows {
+                        for (v, residue) in residue.iter_mut().enumerate() {
+                            let x = s.mul(elem.vector(s, from.add(v * S::LANES * E::BYTES)), scale);
+                            *residue = s.fma(x, zero, *residue);
+                            s.store(to.add(v * S::LANES), x);
                         }
+                        from = from.wrapping_offset(self.row);
+                        to = to.wrapping_add(width);
                     }
                 } else {
                     for col in 0..width {
                         for row in 0..rows {
-                            let x = if col < live { self.get(row, first + col) * factor } else { 0.0 };
+                            let x =
+                                if col < live { elem.one(self.at(row, first + col)) * factor } else { 0.0 };
                             *panel.add(row * width + col) = x;
                         }
                     }
                     for at in (0..rows * width).step_by(S::LANES) {
-                        let x = s.load(panel.add(at));
-                        residue = s.add(residue, s.sub(x, x));
+                        residue[0] = s.fma(s.load(panel.add(at)), zero, residue[0]);
                     }
                 }
             }
         }
-        is_zero(s, residue)
+        is_zero(s, s.add(residue[0], residue[1]))
     }
 
     /// Copies `rows x cols` times `factor` into rows that lie `stride` apart.
@@ -250,20 +357,37 @@ impl Matrix {
         to: *mut f32,
         stride: usize,
     ) {
+        // SAFETY: the caller's promise.
+        of_type!(self.dtype, elem => unsafe { self.gather_rows_of(elem, s, rows, cols, factor, to, stride) });
+    }
+
+    #[inline(always)]
+    #[expect(clippy::too_many_arguments, reason = "`gather_rows`' own, and the type")]
+    unsafe fn gather_rows_of<E: Elem, S: Simd>(
+        &self,
+        elem: E,
+        s: S,
+        rows: usize,
+        cols: usize,
+        factor: f32,
+        to: *mut f32,
+        stride: usize,
+    ) {
         let scale = s.splat(factor);
-        let dense = self.col == self.dtype.size_bytes() as isize;
-        let whole = if dense { cols - cols % S::LANES } else { 0 };
+        let whole = if self.is_dense(elem) { cols - cols % S::LANES } else { 0 };
+        let (mut from, mut to) = (self.ptr, to);
         for row in 0..rows {
-            let to = to.wrapping_add(row * stride);
             // SAFETY: the caller's promise, element by element.
             unsafe {
                 for col in (0..whole).step_by(S::LANES) {
-                    s.store(to.add(col), s.mul(self.vector(s, row, col), scale));
+                    s.store(to.add(col), s.mul(elem.vector(s, from.add(col * E::BYTES)), scale));
                 }
                 for col in whole..cols {
-                    *to.add(col) = self.get(row, col) * factor;
+                    *to.add(col) = elem.one(self.at(row, col)) * factor;
                 }
             }
+            from = from.wrapping_offset(self.row);
+            to = to.wrapping_add(stride);
         }
     }
 

@@ -144,6 +144,21 @@ impl Device {
         call!(cuStreamSynchronize(stream as sys::CUstream))
     }
 
+    pub(crate) fn create_stream(&self) -> Result<u64> {
+        self.enter()?;
+        let mut stream = std::ptr::null_mut();
+        // One that does not wait for the default stream.
+        let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
+        call!(cuStreamCreate(&raw mut stream, flags))?;
+        Ok(stream as u64)
+    }
+
+    /// Ends what [`create_stream`](Self::create_stream) made.
+    pub(crate) fn destroy_stream(&self, stream: u64) -> Result<()> {
+        self.enter()?;
+        call!(cuStreamDestroy_v2(stream as sys::CUstream))
+    }
+
     /// Loads a cubin or PTX, and finds its kernel.
     ///
     /// # Errors
@@ -295,5 +310,95 @@ impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
             other => other,
         })?;
         Ok(map)
+    }
+}
+
+/// A moment on a stream.
+pub(crate) struct Event {
+    device: Arc<Device>,
+    event: sys::CUevent,
+}
+
+impl Event {
+    pub(crate) fn new(device: &Arc<Device>) -> Result<Self> {
+        device.enter()?;
+        let mut event = std::ptr::null_mut();
+        call!(cuEventCreate(&raw mut event, sys::CUevent_flags_enum::CU_EVENT_DEFAULT as u32))?;
+        Ok(Self { device: Arc::clone(device), event })
+    }
+
+    /// Is reached when the stream's work so far is done.
+    pub(crate) fn record(&self, stream: u64) -> Result<()> {
+        self.device.enter()?;
+        call!(cuEventRecord(self.event, stream as sys::CUstream))
+    }
+
+    /// Waits for both; the device's clock has half a microsecond.
+    pub(crate) fn seconds_since(&self, start: &Event) -> Result<f64> {
+        self.device.enter()?;
+        call!(cuEventSynchronize(self.event))?;
+        let mut milliseconds = 0.0f32;
+        call!(cuEventElapsedTime(&raw mut milliseconds, start.event, self.event))?;
+        Ok(f64::from(milliseconds) * 1e-3)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // An event that cannot be destroyed went with its context.
+        let _ = self.device.enter().and_then(|()| call!(cuEventDestroy_v2(self.event)));
+    }
+}
+
+/// Work captured from a stream.
+pub(crate) struct Graph {
+    device: Arc<Device>,
+    executable: sys::CUgraphExec,
+}
+
+// SAFETY: the handle may be used from any thread that has the context, one at a time.
+unsafe impl Send for Graph {}
+
+impl Graph {
+    /// Captures what `queue` puts on `stream`.
+    ///
+    /// # Errors
+    /// What `queue` or the driver said; the capture has ended in either case.
+    pub(crate) fn capture(
+        device: &Arc<Device>,
+        stream: u64,
+        queue: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Self> {
+        device.enter()?;
+        let stream = stream as sys::CUstream;
+        // Other threads' calls do not disturb the capture.
+        let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        call!(cuStreamBeginCapture_v2(stream, mode))?;
+        let queued = queue();
+        let mut graph = std::ptr::null_mut();
+        let ended = call!(cuStreamEndCapture(stream, &raw mut graph));
+        queued.and(ended)?;
+        let mut executable = std::ptr::null_mut();
+        let instantiated = call!(cuGraphInstantiateWithFlags(&raw mut executable, graph, 0));
+        // The executable graph is a copy.
+        call!(cuGraphDestroy(graph))?;
+        instantiated?;
+        Ok(Self { device: Arc::clone(device), executable })
+    }
+
+    /// Queues the captured work.
+    ///
+    /// # Safety
+    /// The device memory that it names is there, and nothing else uses it until the work is done.
+    pub(crate) unsafe fn launch(&self, stream: u64) -> Result<()> {
+        self.device.enter()?;
+        call!(cuGraphLaunch(self.executable, stream as sys::CUstream))
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // A graph that cannot be destroyed went with its context.
+        let _ = self.device.enter().and_then(|()| call!(cuGraphExecDestroy(self.executable)));
     }
 }

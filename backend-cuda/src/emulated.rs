@@ -4,6 +4,7 @@
 //! for the driver afterwards, as `cudarc` does, is given the double. A process has one driver: a real
 //! device and an emulated one do not go together.
 
+use std::ffi::{CStr, c_char};
 use std::path::{Path, PathBuf};
 
 use fmha_core::env;
@@ -50,6 +51,27 @@ pub(crate) fn install(arch: &str) -> Result<()> {
 /// Whether this process runs on the double.
 pub(crate) fn is_installed() -> bool {
     DOUBLE.get().is_some()
+}
+
+/// What the last launches (at most 64) on the double did, as a JSON array, oldest first: `kernel`, `grid`, `block`,
+/// `counters` and `instructions` by name. Asking forgets them. `None` where this process runs on no double.
+#[must_use]
+pub fn emulated_launches() -> Option<String> {
+    let (library, _) = DOUBLE.get()?;
+    // SAFETY: the double's own functions have these types.
+    let (launches, forget) = unsafe {
+        (
+            library.get::<unsafe extern "C" fn() -> *mut c_char>(b"fmha_emu_launches\0").ok()?,
+            library.get::<unsafe extern "C" fn(*mut c_char)>(b"fmha_emu_forget\0").ok()?,
+        )
+    };
+    // SAFETY: it takes nothing.
+    let text = unsafe { launches() };
+    // SAFETY: the double gives a string that lives until it is told to forget it.
+    let launches = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
+    // SAFETY: it came from there, and is not used again.
+    unsafe { forget(text) };
+    Some(launches)
 }
 
 /// Beside the executable (an installation, `target/release`) or above it (tests in `deps`).

@@ -9,8 +9,11 @@ mod emulated;
 mod kernels;
 mod modules;
 pub mod nvrtc;
+mod queues;
 
 use std::sync::Arc;
+
+pub use emulated::emulated_launches;
 
 use fmha_core::args::{check_combine, check_fwd, check_workspace};
 use fmha_core::bind;
@@ -19,8 +22,8 @@ use fmha_core::error::{Error, ProblemError, Refusal, Result};
 use fmha_core::spec::CombineSpec;
 use fmha_core::{
     BwdArgs, BwdPlan, CombineArgs, CombinePlan, DevBuffer, DeviceMemory, Explain, FmhaBackend, FwdArgs,
-    FwdPlan, LaunchShape, MemorySpace, Plan, PlanOptions, Precompile, Promises, Roofline, Stream, ValidBwd,
-    ValidCombine, ValidFwd,
+    FwdPlan, LaunchShape, MemorySpace, Plan, PlanOptions, Precompile, Promises, Queues, Roofline, Stream,
+    ValidBwd, ValidCombine, ValidFwd,
 };
 use fmha_kernels_cuda::combine;
 
@@ -51,6 +54,8 @@ struct Ready {
     kernel: Kernel,
     /// Absent where a backend only plans and could not compile.
     module: Option<Arc<Module>>,
+    /// Where it is from, or why it is absent.
+    code: String,
     grid: Grid,
 }
 
@@ -118,18 +123,16 @@ impl CudaBackend {
 
     /// Compiles and loads what was chosen.
     fn ready(&self, choice: &mut Choice) -> Result<Ready> {
-        let kernel = choice.kernel;
+        let (kernel, grid) = (choice.kernel, choice.grid);
         let source = std::mem::take(&mut choice.source);
-        let module = match self.modules.load(kernel.name(), source, choice.smem_bytes) {
-            Ok(module) => Some(module),
+        match self.modules.load(kernel.name(), source, choice.smem_bytes) {
+            Ok(module) => Ok(Ready { kernel, code: module.origin.to_string(), module: Some(module), grid }),
             // A plan for no device is a plan without a compiler too.
             Err(Error::NoDevice(text)) if self.memory.0.is_none() => {
-                choice.details.push(("not compiled", text));
-                None
+                Ok(Ready { kernel, code: format!("none: {text}"), module: None, grid })
             }
-            Err(error) => return Err(error),
-        };
-        Ok(Ready { kernel, module, grid: choice.grid })
+            Err(error) => Err(error),
+        }
     }
 }
 
@@ -160,6 +163,10 @@ impl FmhaBackend for CudaBackend {
         Some(self)
     }
 
+    fn queues(&self) -> Option<&dyn Queues> {
+        self.memory.0.as_ref().map(|_| -> &dyn Queues { &self.memory })
+    }
+
     fn memory(&self) -> &dyn DeviceMemory {
         &self.memory
     }
@@ -177,9 +184,6 @@ impl FmhaBackend for CudaBackend {
         };
         let mut details = vec![("arch", self.facts.arch.clone())];
         details.extend(choice.details);
-        if let Some(module) = &chosen.module {
-            details.push(("code", module.origin.to_string()));
-        }
         if stand_in.is_some() {
             details.push(("unaligned operands", "kernel simt takes them: correct, not fast".to_owned()));
         }
@@ -192,6 +196,7 @@ impl FmhaBackend for CudaBackend {
                 tiles: choice.tiles,
                 tiles_at_once: choice.tiles_at_once,
             }),
+            code: chosen.code.clone(),
         };
         Ok(Plan {
             problem: problem.clone(),
@@ -250,7 +255,7 @@ impl FmhaBackend for CudaBackend {
             problem: problem.clone(),
             backend: self.name.clone(),
             kernel: "combine".to_owned(),
-            details: vec![("arch", self.facts.arch.clone()), ("code", module.origin.to_string())],
+            details: vec![("arch", self.facts.arch.clone())],
             explain: Explain {
                 resources: Some(module.compiled.resources),
                 launch: Some(LaunchShape {
@@ -260,6 +265,7 @@ impl FmhaBackend for CudaBackend {
                     tiles: grid.ctas.into(),
                     tiles_at_once: u64::from(kernels::ROW_CTAS_PER_SM * self.facts.num_sms),
                 }),
+                code: module.origin.to_string(),
             },
             refusals: Vec::new(),
             is_fallback: false,

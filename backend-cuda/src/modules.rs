@@ -19,8 +19,11 @@ pub(crate) struct Modules {
     cache: Cache,
     /// The double of the driver reads PTX and no machine code.
     image: ImageKind,
-    modules: Mutex<HashMap<(SourceKey, u32), Arc<Module>>>,
+    modules: Mutex<HashMap<(SourceKey, u32), Slot>>,
 }
+
+/// A kernel, once somebody has it; whoever wants the same one meanwhile waits.
+type Slot = Arc<Mutex<Option<Arc<Module>>>>;
 
 /// A compiled kernel, loaded where there is a device.
 pub(crate) struct Module {
@@ -60,7 +63,11 @@ impl Modules {
 
     /// What is compiled for a source.
     pub(crate) fn job(&self, kernel: &'static str, source: KernelSource) -> KernelJob {
-        let flags = COMPILE_OPTIONS.iter().map(|&option| option.to_owned()).collect();
+        let mut flags: Vec<_> = COMPILE_OPTIONS.iter().map(|&option| option.to_owned()).collect();
+        if self.image == ImageKind::Assembly {
+            // An interpreter's reports name source lines.
+            flags.push("-lineinfo".to_owned());
+        }
         KernelJob { kernel, arch: self.arch.clone(), flags, source, image: self.image }
     }
 
@@ -79,9 +86,13 @@ impl Modules {
     ) -> Result<Arc<Module>> {
         let job = self.job(kernel, source);
         let key = (job.key(), smem_bytes);
-        // A panic elsewhere while the lock was held leaves a map that is still sound.
-        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(module) = modules.get(&key) {
+        // A panic elsewhere while a lock was held leaves a map and a slot that are still sound.
+        let slot = {
+            let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+            Arc::clone(modules.entry(key).or_default())
+        };
+        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(module) = &*slot {
             return Ok(Arc::clone(module));
         }
         let (compiled, origin) = self.compile(&job)?;
@@ -89,8 +100,6 @@ impl Modules {
             (Some(device), Some(image)) => Some(device.load(image, ENTRY, smem_bytes)?),
             _ => None,
         };
-        let module = Arc::new(Module { compiled, origin, loaded });
-        modules.insert(key, Arc::clone(&module));
-        Ok(module)
+        Ok(Arc::clone(slot.insert(Arc::new(Module { compiled, origin, loaded }))))
     }
 }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use fmha_core::cache::{self, CompilerOutput, ImageKind, KernelJob};
 use fmha_core::env::HIP_CLANG;
 use fmha_core::source::KernelSource;
 use fmha_core::{Error, Result};
@@ -15,7 +16,11 @@ use crate::driver::{owned, search, sys::Handle, sys::Hiprtc};
 /// What compiles.
 pub(crate) enum Compiler {
     /// A clang that knows AMDGPU. It needs neither ROCm's headers nor its device library.
-    Clang(PathBuf),
+    Clang {
+        path: PathBuf,
+        /// The first line of its `--version`.
+        version: String,
+    },
     /// ROCm's compiler as a library.
     Hiprtc(Box<Hiprtc>),
 }
@@ -24,7 +29,7 @@ pub(crate) enum Compiler {
 const CLANGS: [&str; 4] = ["clang-22", "clang", "/opt/rocm/llvm/bin/clang", "clang-21"];
 
 /// Flags beside the architecture. `-fuse-cuid=none`: else equal text gives unequal bytes.
-const CLANG_FLAGS: [&str; 9] = [
+const CLANG_FLAGS: [&str; 10] = [
     "-x",
     "hip",
     "--offload-device-only",
@@ -34,6 +39,8 @@ const CLANG_FLAGS: [&str; 9] = [
     "-fuse-cuid=none",
     "-O3",
     "-std=c++20",
+    // Line tables cost no instruction, and a fault can name its source line.
+    "-gline-tables-only",
 ];
 
 impl Compiler {
@@ -43,17 +50,15 @@ impl Compiler {
     /// Every one that was tried.
     pub(crate) fn find() -> Result<Self> {
         if let Some(named) = HIP_CLANG.get() {
-            return knows_amdgpu(Path::new(&named))
-                .then(|| Compiler::Clang(PathBuf::from(&named)))
-                .ok_or_else(|| {
-                    Error::NoDevice(format!(
-                        "{} is {named}, which does not run or lists no target amdgcn",
-                        HIP_CLANG.name
-                    ))
-                });
+            return clang(Path::new(&named)).ok_or_else(|| {
+                Error::NoDevice(format!(
+                    "{} is {named}, which does not run or lists no target amdgcn",
+                    HIP_CLANG.name
+                ))
+            });
         }
-        if let Some(clang) = CLANGS.iter().map(Path::new).find(|clang| knows_amdgpu(clang)) {
-            return Ok(Compiler::Clang(clang.to_owned()));
+        if let Some(clang) = CLANGS.iter().map(Path::new).find_map(clang) {
+            return Ok(clang);
         }
         search::hiprtc().map(|hiprtc| Compiler::Hiprtc(Box::new(hiprtc))).map_err(|error| {
             Error::NoDevice(format!(
@@ -62,29 +67,56 @@ impl Compiler {
             ))
         })
     }
+}
 
-    /// For plans and logs.
-    pub(crate) fn name(&self) -> String {
+impl cache::Compiler for Compiler {
+    fn identity(&self) -> String {
         match self {
-            Compiler::Clang(path) => path.display().to_string(),
-            Compiler::Hiprtc(_) => "hipRTC".to_owned(),
+            Compiler::Clang { version, .. } => version.clone(),
+            Compiler::Hiprtc(hiprtc) => {
+                let (mut major, mut minor) = (0, 0);
+                // SAFETY: both are places for an int.
+                let status =
+                    hiprtc.hiprtcVersion.map(|version| unsafe { version(&raw mut major, &raw mut minor) });
+                if status == Some(0) {
+                    format!("hipRTC {major}.{minor}")
+                } else {
+                    "hipRTC without a version".to_owned()
+                }
+            }
         }
     }
 
-    /// # Errors
-    /// [`Error::Compile`] with the compiler's words and where the source was left.
-    pub(crate) fn compile(&self, kernel: &str, arch: Arch, source: &KernelSource) -> Result<Vec<u8>> {
-        match self {
-            Compiler::Clang(clang) => with_clang(clang, kernel, arch, source),
-            Compiler::Hiprtc(hiprtc) => with_hiprtc(hiprtc, kernel, arch, source),
-        }
+    /// [`Error::Compile`] has the compiler's words and where the source was left.
+    fn compile(&self, job: &KernelJob) -> Result<CompilerOutput> {
+        let machine = match self {
+            Compiler::Clang { path, .. } => with_clang(path, job)?,
+            Compiler::Hiprtc(hiprtc) => with_hiprtc(hiprtc, job)?,
+        };
+        Ok(CompilerOutput { machine, ..CompilerOutput::default() })
     }
 }
 
-fn knows_amdgpu(clang: &Path) -> bool {
-    Command::new(clang).arg("--print-targets").output().is_ok_and(|output| {
-        output.status.success() && String::from_utf8_lossy(&output.stdout).contains("amdgcn")
-    })
+/// What is compiled for a source. The flags are clang's; hipRTC's follow from its identity.
+pub(crate) fn job(kernel: &'static str, arch: Arch, source: KernelSource) -> KernelJob {
+    KernelJob {
+        kernel,
+        arch: arch.name().to_owned(),
+        flags: CLANG_FLAGS.map(str::to_owned).to_vec(),
+        source,
+        image: ImageKind::Machine,
+    }
+}
+
+/// The clang at `path`, if it runs and knows AMDGPU.
+fn clang(path: &Path) -> Option<Compiler> {
+    let says = |argument| {
+        let output = Command::new(path).arg(argument).output().ok()?;
+        output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
+    };
+    says("--print-targets").filter(|targets| targets.contains("amdgcn"))?;
+    let version = says("--version")?.lines().next()?.to_owned();
+    Some(Compiler::Clang { path: path.to_owned(), version })
 }
 
 /// A folder with the source and its headers as files; left behind when the compiler says no.
@@ -106,21 +138,19 @@ fn dump(source: &KernelSource) -> Result<PathBuf> {
     Ok(folder)
 }
 
-fn with_clang(clang: &Path, kernel: &str, arch: Arch, source: &KernelSource) -> Result<Vec<u8>> {
-    let folder = dump(source)?;
+fn with_clang(clang: &Path, job: &KernelJob) -> Result<Vec<u8>> {
+    let folder = dump(&job.source)?;
     let object = folder.join("kernel.co");
     let output = Command::new(clang)
-        .args(CLANG_FLAGS)
-        .arg(format!("--offload-arch={}", arch.name()))
-        // Line tables cost no instruction, and a fault can name its source line.
-        .args(["-gline-tables-only", "-I."])
-        .args(["entry.hip", "-o", "kernel.co"])
+        .args(&job.flags)
+        .arg(format!("--offload-arch={}", job.arch))
+        .args(["-I.", "entry.hip", "-o", "kernel.co"])
         .current_dir(&folder)
         .output()
         .map_err(|error| Error::System { what: clang.display().to_string(), text: error.to_string() })?;
     if !output.status.success() {
         let log = String::from_utf8_lossy(&output.stderr).into_owned();
-        return Err(Error::Compile { kernel: kernel.to_owned(), log, dumped: folder });
+        return Err(Error::Compile { kernel: job.kernel.to_owned(), log, dumped: folder });
     }
     let code = std::fs::read(&object)
         .map_err(|error| Error::System { what: object.display().to_string(), text: error.to_string() })?;
@@ -129,7 +159,8 @@ fn with_clang(clang: &Path, kernel: &str, arch: Arch, source: &KernelSource) -> 
     Ok(code)
 }
 
-fn with_hiprtc(rtc: &Hiprtc, kernel: &str, arch: Arch, source: &KernelSource) -> Result<Vec<u8>> {
+fn with_hiprtc(rtc: &Hiprtc, job: &KernelJob) -> Result<Vec<u8>> {
+    let (kernel, source) = (job.kernel, &job.source);
     let text = |text: &str| {
         CString::new(text)
             .map_err(|_| Error::System { what: kernel.to_owned(), text: "its source has a NUL".to_owned() })
@@ -145,7 +176,7 @@ fn with_hiprtc(rtc: &Hiprtc, kernel: &str, arch: Arch, source: &KernelSource) ->
     let entry = text(&source.entry)?;
     let texts = source.headers.iter().map(|h| text(&h.text)).collect::<Result<Vec<_>>>()?;
     let names = source.headers.iter().map(|h| text(&h.name)).collect::<Result<Vec<_>>>()?;
-    let options = [format!("--offload-arch={}", arch.name()), "-O3".to_owned(), "-std=c++20".to_owned()];
+    let options = [format!("--offload-arch={}", job.arch), "-O3".to_owned(), "-std=c++20".to_owned()];
     let options = options.iter().map(|option| text(option)).collect::<Result<Vec<_>>>()?;
     let pointers = |strings: &[CString]| strings.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
     let (texts, names, options) = (pointers(&texts), pointers(&names), pointers(&options));

@@ -142,7 +142,9 @@ fn check(arch: &str, case: &Case, tile: &[(&str, &str)]) -> Result<(f64, f64), S
     let tile = tile.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
     let options = PlanOptions { tile, ..PlanOptions::default() };
     let plan = backend.plan_fwd(problem, &options).map_err(|e| e.to_string())?;
-    let handle = plan.handle.downcast_ref::<FwdHandle>().unwrap();
+    let FwdHandle::Cdna(handle) = plan.handle.downcast_ref::<FwdHandle>().unwrap() else {
+        return Err(plan.kernel.clone());
+    };
 
     let device = emu::Device::new(
         match arch {

@@ -20,12 +20,13 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use fmha_core::args::{check_combine, check_fwd};
 use fmha_core::backend::unsupported;
 use fmha_core::bind;
+use fmha_core::cache::{Cache, CompiledKernel, KernelJob};
 use fmha_core::source::KernelSource;
 use fmha_core::spec::FwdSpec;
 use fmha_core::{
     BwdArgs, BwdPlan, CombineArgs, CombinePlan, DeviceMemory, Error, Explain, FmhaBackend, FwdArgs, FwdPlan,
-    MemorySpace, Plan, PlanOptions, ProblemError, Promises, Refusal, Result, Roofline, Stream, ValidBwd,
-    ValidCombine, ValidFwd,
+    MemorySpace, Plan, PlanOptions, Precompile, ProblemError, Promises, Queues, Refusal, Result, Roofline,
+    Stream, ValidBwd, ValidCombine, ValidFwd,
 };
 use fmha_kernels_hip::CdnaTile;
 
@@ -34,7 +35,7 @@ pub use crate::driver::graph::{Event, Graph};
 
 use crate::compile::Compiler;
 use crate::driver::{Driver, search};
-use crate::kernels::{Compiled, cdna, combine};
+use crate::kernels::{Compiled, cdna, combine, simt};
 use crate::memory::RocmMemory;
 
 const KIND: &str = "rocm";
@@ -45,12 +46,22 @@ pub struct RocmBackend {
     name: String,
     memory: RocmMemory,
     compiler: OnceLock<Compiler>,
+    cache: Cache,
     /// By entry text: the headers are the same for all.
-    compiled: Mutex<HashMap<String, Arc<Compiled>>>,
+    compiled: Mutex<HashMap<String, Arc<Slot>>>,
 }
 
+/// A kernel, once somebody has compiled it; whoever wants the same one meanwhile waits.
+type Slot = Mutex<Option<Arc<Compiled>>>;
+
 /// What a forward plan holds.
-struct FwdHandle {
+enum FwdHandle {
+    Cdna(CdnaHandle),
+    Simt(Arc<Compiled>),
+}
+
+/// The tile kernel of a plan.
+struct CdnaHandle {
     spec: FwdSpec,
     tile: CdnaTile,
     kernel: Arc<Compiled>,
@@ -76,7 +87,7 @@ impl RocmBackend {
             "rocm:{ordinal} ({}, {}, {} compute units, HIP {}{emulated})",
             info.name, info.gcn_arch_name, info.num_compute_units, info.runtime_version
         );
-        Ok(Self::new(arch, name, Some(driver)))
+        Self::new(arch, name, Some(driver))
     }
 
     /// No device: plans and compiles for `arch` (`gfx90a`, `gfx942`, `gfx950`), runs nothing.
@@ -85,11 +96,18 @@ impl RocmBackend {
     /// [`Error::NoDevice`] for an architecture that the kernels do not know.
     pub fn pretend(arch: &str) -> Result<Self> {
         let arch = Arch::from_gcn_name(arch)?;
-        Ok(Self::new(arch, format!("rocm ({}, no device)", arch.name()), None))
+        Self::new(arch, format!("rocm ({}, no device)", arch.name()), None)
     }
 
-    fn new(arch: Arch, name: String, driver: Option<Driver>) -> Self {
-        Self { arch, name, memory: RocmMemory(driver), compiler: OnceLock::new(), compiled: Mutex::default() }
+    fn new(arch: Arch, name: String, driver: Option<Driver>) -> Result<Self> {
+        Ok(Self {
+            arch,
+            name,
+            memory: RocmMemory(driver),
+            compiler: OnceLock::new(),
+            cache: Cache::from_env()?,
+            compiled: Mutex::default(),
+        })
     }
 
     /// The architecture that decides the code object.
@@ -133,7 +151,10 @@ impl RocmBackend {
     /// The code object of a forward plan of this backend: an ELF for `arch`.
     #[must_use]
     pub fn code_object(plan: &FwdPlan) -> Option<Arc<[u8]>> {
-        plan.handle.downcast_ref::<FwdHandle>().map(|handle| Arc::clone(&handle.kernel.code))
+        plan.handle.downcast_ref::<FwdHandle>().map(|handle| match handle {
+            FwdHandle::Cdna(handle) => Arc::clone(&handle.kernel.code),
+            FwdHandle::Simt(kernel) => Arc::clone(&kernel.code),
+        })
     }
 
     fn compiler(&self) -> Result<&Compiler> {
@@ -145,18 +166,23 @@ impl RocmBackend {
     }
 
     /// Compiles, or finds what was compiled before, and loads it where there is a device.
-    fn kernel(&self, name: &str, source: &KernelSource) -> Result<Arc<Compiled>> {
-        let lock = || self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(kernel) = lock().get(&source.entry) {
+    fn kernel(&self, name: &'static str, source: &KernelSource) -> Result<Arc<Compiled>> {
+        let slot = {
+            let mut slots = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
+            Arc::clone(slots.entry(source.entry.clone()).or_default())
+        };
+        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(kernel) = &*slot {
             return Ok(Arc::clone(kernel));
         }
-        let code: Arc<[u8]> = self.compiler()?.compile(name, self.arch, source)?.into();
+        let (compiled, origin) =
+            self.cache.get(&compile::job(name, self.arch, source.clone()), || self.compiler())?;
+        let code: Arc<[u8]> = compiled.machine.as_slice().into();
         let function = match &self.memory.0 {
             Some(driver) => Some(driver.load(&code, fmha_core::source::ENTRY)?),
             None => None,
         };
-        let kernel = Arc::new(Compiled { code, function });
-        Ok(Arc::clone(lock().entry(source.entry.clone()).or_insert(kernel)))
+        Ok(Arc::clone(slot.insert(Arc::new(Compiled { code, origin, function }))))
     }
 
     fn unsupported(&self, refusal: Refusal) -> Error {
@@ -226,7 +252,15 @@ impl FmhaBackend for RocmBackend {
     }
 
     fn kernels(&self) -> Vec<&'static str> {
-        vec![cdna::NAME, combine::NAME]
+        vec![cdna::NAME, simt::NAME, combine::NAME]
+    }
+
+    fn precompiler(&self) -> Option<&dyn Precompile> {
+        Some(self)
+    }
+
+    fn queues(&self) -> Option<&dyn Queues> {
+        self.memory.0.as_ref().map(|driver| -> &dyn Queues { driver })
     }
 
     fn memory(&self) -> &dyn DeviceMemory {
@@ -234,50 +268,48 @@ impl FmhaBackend for RocmBackend {
     }
 
     fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
-        self.asked_for(cdna::NAME, options)?;
-        let (spec, tile) =
-            cdna::accept(problem, self.arch, options).map_err(|refusal| self.unsupported(refusal))?;
-        let kernel = self.kernel(cdna::NAME, &cdna::source(&spec, &tile))?;
-        let mut details = cdna::details(&spec, &tile, problem);
-        details.push(("compiler", self.compiler()?.name()));
-        details.push(("code object", format!("{} bytes for {}", kernel.code.len(), self.arch.name())));
+        let chosen = self.choose_fwd(problem, options)?;
+        let (kernel, mut details, compiled) = match &chosen.handle {
+            FwdHandle::Cdna(handle) => {
+                (cdna::NAME, cdna::details(&handle.spec, &handle.tile, problem), &handle.kernel)
+            }
+            FwdHandle::Simt(kernel) => (simt::NAME, simt::details(problem), kernel),
+        };
+        let Compiled { code, origin, .. } = &**compiled;
+        details.push(("code object", format!("{} bytes for {}", code.len(), self.arch.name())));
         Ok(Plan {
             problem: problem.clone(),
             backend: self.name.clone(),
-            kernel: cdna::NAME.to_owned(),
+            kernel: kernel.to_owned(),
             details,
-            explain: Explain::default(),
-            refusals: Vec::new(),
-            is_fallback: false,
+            explain: Explain { code: origin.to_string(), ..Explain::default() },
+            refusals: chosen.refusals,
+            is_fallback: kernel == simt::NAME,
             workspace_bytes: 0,
             promises: FWD_PROMISES,
-            handle: Arc::new(FwdHandle { spec, tile, kernel, any_address: Mutex::default() }),
+            handle: Arc::new(chosen.handle),
         })
     }
 
     fn run_fwd(&self, plan: &FwdPlan, args: &FwdArgs<'_>, stream: Stream) -> Result<()> {
         self.check_owner(plan)?;
         check_fwd(&plan.problem, args, MemorySpace::Device)?;
+        let params = bind::fwd_params(&plan.problem, args);
         let handle = plan.handle.downcast_ref::<FwdHandle>().ok_or_else(|| {
             Error::Problem(ProblemError::new("plan", "plan has no handle of this backend's: 0 kernels"))
         })?;
-        let tile = cdna::tile_for(handle.tile, &plan.problem, args);
-        let kernel = if tile == handle.tile {
-            Arc::clone(&handle.kernel)
-        } else {
-            let mut others = handle.any_address.lock().unwrap_or_else(PoisonError::into_inner);
-            match others.get(&tile) {
-                Some(kernel) => Arc::clone(kernel),
-                None => {
-                    let kernel = self.kernel(cdna::NAME, &cdna::source(&handle.spec, &tile))?;
-                    others.insert(tile, Arc::clone(&kernel));
-                    kernel
-                }
+        match handle {
+            FwdHandle::Cdna(handle) => {
+                let tile = cdna::tile_for(handle.tile, &plan.problem, args);
+                let kernel = self.kernel_of(handle, tile)?;
+                let workgroups = cdna::num_workgroups(&plan.problem, &tile) as u32;
+                self.launch(&kernel, workgroups, cdna::num_threads(&tile) as u32, &params, stream)
             }
-        };
-        let workgroups = cdna::num_workgroups(&plan.problem, &tile) as u32;
-        let params = bind::fwd_params(&plan.problem, args);
-        self.launch(&kernel, workgroups, cdna::num_threads(&tile) as u32, &params, stream)
+            FwdHandle::Simt(kernel) => {
+                let workgroups = simt::num_workgroups(&plan.problem) as u32;
+                self.launch(kernel, workgroups, simt::NUM_THREADS, &params, stream)
+            }
+        }
     }
 
     fn plan_bwd(&self, _problem: &ValidBwd, _options: &PlanOptions) -> Result<BwdPlan> {
@@ -324,7 +356,72 @@ impl FmhaBackend for RocmBackend {
     }
 }
 
+impl Precompile for RocmBackend {
+    fn fwd_job(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<KernelJob> {
+        let (spec, tile) =
+            cdna::accept(problem, self.arch, options).map_err(|refusal| self.unsupported(refusal))?;
+        Ok(compile::job(cdna::NAME, self.arch, cdna::source(&spec, &tile)))
+    }
+
+    fn precompile(&self, job: &KernelJob) -> Result<Arc<CompiledKernel>> {
+        self.cache.get(job, || self.compiler()).map(|(kernel, _)| kernel)
+    }
+}
+
+/// A forward kernel and what was passed over for it.
+struct ChosenFwd {
+    handle: FwdHandle,
+    refusals: Vec<Refusal>,
+}
+
 impl RocmBackend {
+    /// The tile kernel; where it does not take the problem and the caller allows it, the slow one.
+    fn choose_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<ChosenFwd> {
+        let asked = options.kernel.as_deref();
+        let mut refusals = Vec::new();
+        if asked.is_none_or(|name| name == cdna::NAME) {
+            match cdna::accept(problem, self.arch, options) {
+                Ok((spec, tile)) => {
+                    let kernel = self.kernel(cdna::NAME, &cdna::source(&spec, &tile))?;
+                    let handle = CdnaHandle { spec, tile, kernel, any_address: Mutex::default() };
+                    return Ok(ChosenFwd { handle: FwdHandle::Cdna(handle), refusals });
+                }
+                Err(refusal) => refusals.push(refusal),
+            }
+        }
+        if asked == Some(simt::NAME) || asked.is_none() && options.allow_fallback {
+            match simt::accept(problem, options) {
+                Ok(spec) => {
+                    let kernel = self.kernel(simt::NAME, &simt::source(&spec))?;
+                    return Ok(ChosenFwd { handle: FwdHandle::Simt(kernel), refusals });
+                }
+                Err(refusal) => refusals.push(refusal),
+            }
+        } else if asked.is_none() {
+            let reason = "it is the slow fallback, and allow_fallback is false";
+            refusals.push(Refusal::new(simt::NAME, reason));
+        }
+        if let (Some(name), true) = (asked, refusals.is_empty()) {
+            let reason = format!("there is no such forward kernel (known: {}, {})", cdna::NAME, simt::NAME);
+            refusals.push(Refusal::new(name.to_owned(), reason));
+        }
+        Err(unsupported(&self.name, refusals))
+    }
+
+    /// The plan's kernel with another tile, compiled when a call first needs it.
+    fn kernel_of(&self, handle: &CdnaHandle, tile: CdnaTile) -> Result<Arc<Compiled>> {
+        if tile == handle.tile {
+            return Ok(Arc::clone(&handle.kernel));
+        }
+        let mut others = handle.any_address.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(kernel) = others.get(&tile) {
+            return Ok(Arc::clone(kernel));
+        }
+        let kernel = self.kernel(cdna::NAME, &cdna::source(&handle.spec, &tile))?;
+        others.insert(tile, Arc::clone(&kernel));
+        Ok(kernel)
+    }
+
     fn launch<P: Copy>(
         &self,
         kernel: &Compiled,

@@ -3,6 +3,7 @@
 use std::marker::PhantomData;
 
 use bytemuck::{AnyBitPattern, NoUninit};
+use smallvec::SmallVec;
 
 use crate::bwd::ValidBwd;
 use crate::combine::ValidCombine;
@@ -402,12 +403,13 @@ struct Operand {
 
 struct Operands {
     space: MemorySpace,
-    all: Vec<Operand>,
+    /// A call allocates nothing, unless it merges a dozen parts or more.
+    all: SmallVec<[Operand; 24]>,
 }
 
 impl Operands {
     fn new(space: MemorySpace) -> Self {
-        Self { space, all: Vec::with_capacity(24) }
+        Self { space, all: SmallVec::new() }
     }
 
     fn inputs(

@@ -7,6 +7,7 @@ use crate::combine::ValidCombine;
 use crate::error::{Error, Result};
 use crate::plan::{BwdPlan, CombinePlan, FwdPlan, PlanOptions};
 use crate::problem::ValidFwd;
+use crate::queues::Queues;
 
 /// A queue of work on a device: the vendor's own handle. The CPU has one, which is done at return.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -39,6 +40,11 @@ pub trait FmhaBackend: Send + Sync {
 
     /// Itself as a compiler of kernels, if it compiles any.
     fn precompiler(&self) -> Option<&dyn Precompile> {
+        None
+    }
+
+    /// Its streams, if it has any.
+    fn queues(&self) -> Option<&dyn Queues> {
         None
     }
 

@@ -41,6 +41,7 @@ pub mod layout;
 pub mod mask;
 pub mod plan;
 pub mod problem;
+pub mod queues;
 pub mod reference;
 pub mod score;
 pub mod seq;
@@ -64,6 +65,7 @@ pub use plan::{
     BwdPlan, CombinePlan, Explain, FwdPlan, LaunchShape, Plan, PlanOptions, Promises, ResourceUsage,
 };
 pub use problem::{Dims, FwdProblem, ValidFwd};
+pub use queues::{Queues, Recording};
 pub use score::{Bias, BiasBroadcast, Descale, ElementwiseBias};
 pub use seq::{SeqMode, SeqSpan};
 pub use spec::FwdSpec;

@@ -99,6 +99,9 @@ pub struct Explain {
     pub resources: Option<ResourceUsage>,
     /// Its launch; `None` where there is none.
     pub launch: Option<LaunchShape>,
+    /// Where its machine code is from, or why there is none; empty where kernels are not compiled one
+    /// by one.
+    pub code: String,
 }
 
 impl Explain {
@@ -181,6 +184,9 @@ impl<P> fmt::Display for Plan<P> {
         }
         if let Some(resources) = self.explain.resources {
             row("resources", &resources)?;
+        }
+        if !self.explain.code.is_empty() {
+            row("code", &self.explain.code)?;
         }
         row("workspace", &format_args!("{} bytes", self.workspace_bytes))?;
         let promises = [

@@ -65,6 +65,7 @@ pub fn headers() -> Vec<Header> {
         "score.h",
         "philox.h",
         "online_softmax.h",
+        "row_fwd.h",
         "num.h",
     ));
     headers.push(Header::rendered("fmha/params.h", params_h()));

@@ -40,6 +40,9 @@ def tensor_map(x, dims, strides, box):
 
 def heads_per_section(num_heads, kv_bytes, sharing, section_bytes):
     fitting = max(1, min(max(min(section_bytes // max(kv_bytes, 1), 32), 1) * sharing, num_heads))
+    for heads in range(fitting, fitting // 2, -1):
+        if num_heads % heads == 0 and heads % sharing == 0:
+            return heads
     sections = -(-num_heads // fitting)
     even = -(-num_heads // sections)
     return -(-even // sharing) * sharing

@@ -36,7 +36,7 @@ pub(super) struct BundleArgs {
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
 
-    /// Only problems whose name has this in it: bf16/d128x128/causal/batch/lse/q2048k2048/gqa4
+    /// Only problems with these parts in their names: bf16/d128x128/causal/batch/lse/q2048k2048/gqa4
     #[arg(long, value_name = "TEXT", default_value = "")]
     filter: String,
 
@@ -64,7 +64,7 @@ impl BundleArgs {
                 self.filter
             )));
         }
-        let kernels = compile(wanted.into_values().collect())?;
+        let kernels = compile(&wanted.into_values().collect::<Vec<_>>())?;
         let kernels =
             kernels.into_iter().map(|kernel| if self.keep_assembly { kernel } else { bare(kernel) });
         let bundle = Bundle::new(self.out.display().to_string(), kernels);
@@ -72,6 +72,11 @@ impl BundleArgs {
         let bytes = std::fs::metadata(&self.out).map_err(|error| Failure::file(&self.out, &error))?.len();
         writeln!(out, "{}: {} kernels, {:.1} MB", self.out.display(), bundle.len(), bytes as f64 / 1e6)?;
         Ok(Verdict::Right)
+    }
+
+    /// Whether a part of the name, from its start or from a `/`, is the filter.
+    fn wants(&self, name: &str) -> bool {
+        name.starts_with(&self.filter) || name.contains(&format!("/{}", self.filter))
     }
 
     /// Adds what a backend compiles for the table, each kernel once.
@@ -88,7 +93,7 @@ impl BundleArgs {
         let (mut problems, mut kernels, mut refused) = (0, 0, 0);
         // Most problems share their kernel, and a key is a hash of all headers: texts are compared first.
         let mut seen = std::collections::BTreeSet::new();
-        for entry in forward_table()?.iter().filter(|entry| entry.name.contains(&self.filter)) {
+        for entry in forward_table()?.iter().filter(|entry| self.wants(&entry.name)) {
             problems += 1;
             match compiler.fwd_job(&entry.problem, &PlanOptions::default()) {
                 Ok(job) if seen.contains(&job.source.entry) => {}
@@ -107,7 +112,7 @@ impl BundleArgs {
 }
 
 /// Compiles on all cores, or finds in the cache.
-fn compile(wanted: Vec<Wanted<'_>>) -> Result<Vec<Arc<CompiledKernel>>, Failure> {
+fn compile(wanted: &[Wanted<'_>]) -> Result<Vec<Arc<CompiledKernel>>, Failure> {
     let progress = Progress::new("compile");
     let (done, total) = (AtomicU64::new(0), wanted.len() as u64);
     let compiled: Result<Vec<_>, Error> = wanted

@@ -107,7 +107,7 @@ pub(super) fn check(
             };
             let verdict = check_fwd(host, &selection, &step)?;
             let pairs = host.spans.len() * host.problem.dims.num_heads_q as usize;
-            let extent = extent(&selection, pairs);
+            let extent = extent(&selection, pairs, "(sequence, head) pairs", "rows");
             let found = host.operands.get(fmha_conformance::tensor::Operand::O);
             let bound = verdict.tensors.iter().find(|tensor| tensor.tensor == "o");
             let expected = match (expected, found, bound) {
@@ -118,38 +118,29 @@ pub(super) fn check(
             };
             Ok(Checked { verdict, expected, extent })
         }
-        Call::Backward(host, plan) => {
-            let dims = plan.problem.fwd.dims;
-            let cost: f64 = host
-                .spans
-                .iter()
-                .map(|span| f64::from(span.seqlen_q) * f64::from(span.seqlen_k))
-                .sum::<f64>()
-                * f64::from(dims.num_heads_q)
-                * f64::from(3 * dims.head_dim_qk + 2 * dims.head_dim_v);
-            // A gradient sums over every query or key, so that rows alone cannot be sampled.
-            if verify != Verify::Full && cost > 4.0 * AUTO_BUDGET {
-                let extent = format!(
-                    "gradients of this size take {cost:.0e} multiplications to check: --verify full does it"
-                );
-                return Ok(Checked { extent, ..Checked::default() });
-            }
-            let verdict = check_bwd(host, &step)?;
-            Ok(Checked { verdict, expected: None, extent: "every element compared".to_owned() })
+        Call::Backward(host, _) => {
+            let (problem, spans) = (&*host.problem, &host.spans);
+            let selection = match verify {
+                Verify::Auto => Selection::within_bwd(problem, spans, AUTO_BUDGET),
+                Verify::Sample => Selection::within_bwd(problem, spans, SAMPLE_BUDGET),
+                Verify::None | Verify::Full => Selection::default(),
+            };
+            let verdict = check_bwd(host, &selection, &step)?;
+            let pairs = spans.len() * problem.fwd.dims.num_heads_kv as usize;
+            let extent = extent(&selection, pairs, "(sequence, kv head) pairs", "queries and keys");
+            Ok(Checked { verdict, expected: None, extent })
         }
     }
 }
 
 /// How much of a result was compared.
-fn extent(selection: &Selection, pairs: usize) -> String {
+fn extent(selection: &Selection, pairs: usize, of_pairs: &str, of_rows: &str) -> String {
     if !selection.is_partial() {
         return "every element compared".to_owned();
     }
     let heads = selection.heads.as_ref().map_or(pairs, Vec::len);
     let rows = selection.rows.map_or("all".to_owned(), |rows| format!("at most {rows}"));
-    format!(
-        "a sample: {heads} of {pairs} (sequence, head) pairs, {rows} rows each; --verify full compares all"
-    )
+    format!("a sample: {heads} of {pairs} {of_pairs}, {rows} {of_rows} each; --verify full compares all")
 }
 
 /// The largest difference, which may be as large as that from the reference.

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 use super::Verdict;
 use super::failure::Failure;
+use super::modelled;
 use super::options::{BackendArgs, ProblemArgs};
 use super::timing::duration;
 
@@ -20,6 +21,8 @@ use super::timing::duration;
 Examples:
   fmha explain -d 256 --prec bf16 --mask b     which kernel, which tile, what it promises
   fmha explain --arch sm_90a                   the same for a device that is not here
+  fmha explain --emulate sm_90a                and what the kernel asks of each unit of its multiprocessors,
+                                               counted in the emulator
   fmha explain --kernel no-such-kernel         every kernel's refusal
 
 Exit status 2 when no kernel takes the problem.")]
@@ -94,6 +97,9 @@ impl ExplainArgs {
                         duration(seconds)
                     )?;
                 }
+                if self.backend.emulates() {
+                    modelled::write(out, &self.problem, &setup, backend, &options)?;
+                }
                 Ok(Verdict::Right)
             }
             Err(Error::Unsupported { backend, refusals }) => {
@@ -140,6 +146,7 @@ fn as_json<P: fmt::Debug>(plan: &Plan<P>) -> Value {
         "details": details,
         "refusals": refusals,
         "is_fallback": plan.is_fallback,
+        "code": plan.explain.code,
         "resources": plan.explain.resources,
         "launch": plan.explain.launch.map(|launch| json!({
             "groups": launch.groups,

@@ -1,7 +1,7 @@
 //! One problem with its tensors on a backend: planned once, called many times, read back.
 
 use fmha::{BwdPlan, Error, FmhaBackend, FwdPlan, PlanOptions, ValidFwd};
-use fmha_conformance::execute::Resident;
+use fmha_conformance::execute::{CallTime, Resident};
 use fmha_conformance::init::Init;
 use fmha_conformance::tensor::{Operand, Operands, Room};
 use fmha_conformance::tensors::{Data, HostBwd, HostFwd, Lengths};
@@ -98,13 +98,12 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Queues the call and waits until it is done.
-    pub(super) fn run(&mut self) -> Result<(), Failure> {
-        match &mut self.call {
+    /// Queues the call and waits until it is done; how long it took.
+    pub(super) fn run(&mut self) -> Result<CallTime, Failure> {
+        Ok(match &mut self.call {
             Call::Forward(host, plan) => self.resident.run_fwd(plan, host)?,
             Call::Backward(host, plan) => self.resident.run_bwd(plan, host)?,
-        }
-        Ok(())
+        })
     }
 
     /// Brings every result to the host.

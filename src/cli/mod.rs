@@ -14,6 +14,7 @@ mod explain;
 mod failure;
 mod files;
 mod job;
+mod modelled;
 mod npy;
 mod options;
 mod progress;

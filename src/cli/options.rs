@@ -171,6 +171,11 @@ impl BackendArgs {
         Ok(fmha::open_explained(&self.choice()?)?)
     }
 
+    /// Whether an architecture is to be emulated.
+    pub(super) fn emulates(&self) -> bool {
+        self.emulate.is_some()
+    }
+
     pub(super) fn choice(&self) -> Result<Backend, Failure> {
         Ok(match &self.emulate {
             Some(arch) => self.backend.clone().emulated(arch)?,

@@ -122,8 +122,9 @@ impl Speed {
 /// Median and spread.
 pub(super) fn time(timing: &Timing) -> String {
     format!(
-        "{} (median of {}; {} to {})",
+        "{} ({} clock, median of {}; {} to {})",
         duration(timing.median()),
+        timing.clock(),
         timing.calls(),
         duration(timing.fastest()),
         duration(timing.slowest())

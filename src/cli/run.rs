@@ -64,8 +64,8 @@ pub(super) struct RunArgs {
     #[arg(long, value_name = "N", value_parser = at_least_0("repeat"), allow_negative_numbers = true, help_heading = "Time and check")]
     repeat: Option<u32>,
 
-    /// Against f64: full; sample (some (sequence, head) pairs); none = 0; 1 = full where that is
-    /// small, else sample
+    /// Against f64: full; sample (some rows of some (sequence, head) pairs; of gradients, some queries'
+    /// dQ and keys' dK, dV); none = 0; 1 = full where that is small, else sample
     #[arg(short = 'v', long, value_name = "HOW", default_value = "1", value_parser = verify, help_heading = "Time and check")]
     verify: Verify,
 
@@ -147,6 +147,7 @@ fn report(setup: &Setup, job: &Job<'_>, timing: &Timing, speed: &Speed, checked:
         "fastest_seconds": timing.fastest(),
         "slowest_seconds": timing.slowest(),
         "calls": timing.calls(),
+        "clock": timing.clock(),
         "flops": speed.flops,
         "bytes": speed.bytes,
         "tflops": speed.tflops,

@@ -1,6 +1,8 @@
-//! How long a call takes: by the clock of the host, from the call to the end of its work.
+//! How long a call takes: by the device's clock where it has one, else by the host's.
 
 use std::time::{Duration, Instant};
+
+use fmha_conformance::execute::CallTime;
 
 use super::failure::Failure;
 
@@ -8,13 +10,20 @@ use super::failure::Failure;
 #[derive(Clone, Debug)]
 pub(super) struct Timing {
     sorted: Vec<f64>,
+    on_device: bool,
 }
 
 impl Timing {
     /// At least one time.
-    fn of(mut seconds: Vec<f64>) -> Self {
-        seconds.sort_unstable_by(f64::total_cmp);
-        Self { sorted: seconds }
+    pub(super) fn of(times: &[CallTime]) -> Self {
+        let mut sorted: Vec<f64> = times.iter().map(|time| time.seconds).collect();
+        sorted.sort_unstable_by(f64::total_cmp);
+        Self { sorted, on_device: times.iter().all(|time| time.on_device) }
+    }
+
+    /// Whose time it is.
+    pub(super) fn clock(&self) -> &'static str {
+        if self.on_device { "device" } else { "host" }
     }
 
     pub(super) fn median(&self) -> f64 {
@@ -38,12 +47,10 @@ impl Timing {
 }
 
 /// One call, queued and waited for.
-pub(super) type Call<'a> = dyn FnMut() -> Result<(), Failure> + 'a;
+pub(super) type Call<'a> = dyn FnMut() -> Result<CallTime, Failure> + 'a;
 
-fn timed(call: &mut Call<'_>) -> Result<f64, Failure> {
-    let start = Instant::now();
-    call()?;
-    Ok(start.elapsed().as_secs_f64())
+fn sum(times: &[CallTime]) -> f64 {
+    times.iter().map(|time| time.seconds).sum()
 }
 
 /// Calls in a row, as Composable Kernel's `warmup` and `repeat` count them; where they are not
@@ -56,15 +63,15 @@ pub(super) fn in_a_row(
     for _ in 0..warmup.unwrap_or(1) {
         call()?;
     }
-    let mut seconds = Vec::new();
-    let enough = |seconds: &[f64]| match repeat {
-        Some(repeat) => seconds.len() >= repeat.max(1) as usize,
-        None => seconds.len() >= 3 && (seconds.len() >= 20 || seconds.iter().sum::<f64>() >= 1.0),
+    let mut times = Vec::new();
+    let enough = |times: &[CallTime]| match repeat {
+        Some(repeat) => times.len() >= repeat.max(1) as usize,
+        None => times.len() >= 3 && (times.len() >= 20 || sum(times) >= 1.0),
     };
-    while !enough(&seconds) {
-        seconds.push(timed(call)?);
+    while !enough(&times) {
+        times.push(call()?);
     }
-    Ok(Timing::of(seconds))
+    Ok(Timing::of(&times))
 }
 
 /// Calls back to back for `seconds`; of their times the last half: a device that is hot by then.
@@ -72,9 +79,9 @@ pub(super) fn back_to_back(call: &mut Call<'_>, seconds: f64) -> Result<Timing, 
     let start = Instant::now();
     let mut times = Vec::new();
     while times.len() < 2 || start.elapsed().as_secs_f64() < seconds {
-        times.push(timed(call)?);
+        times.push(call()?);
     }
-    Ok(Timing::of(times.split_off(times.len() / 2)))
+    Ok(Timing::of(&times[times.len() / 2..]))
 }
 
 /// The burst protocol: short enough that a device limited by power keeps its clock.
@@ -104,14 +111,15 @@ impl Burst {
         for _ in 0..self.rounds.max(1) {
             std::thread::sleep(self.idle);
             call()?;
-            let mut seconds = Vec::new();
-            while seconds.is_empty() || seconds.iter().sum::<f64>() < self.seconds {
+            let mut times = Vec::new();
+            while times.is_empty() || sum(&times) < self.seconds {
                 flush()?;
-                seconds.push(timed(call)?);
+                times.push(call()?);
             }
-            medians.push(Timing::of(seconds).median());
+            let round = Timing::of(&times);
+            medians.push(CallTime { seconds: round.median(), on_device: round.on_device });
         }
-        Ok(Timing::of(medians))
+        Ok(Timing::of(&medians))
     }
 }
 
@@ -128,10 +136,24 @@ pub(super) fn duration(seconds: f64) -> String {
 mod tests {
     use super::*;
 
+    const ONE_SECOND: CallTime = CallTime { seconds: 1.0, on_device: true };
+
     #[test]
     fn the_median_is_the_middle_of_the_sorted_times() {
-        assert_eq!(Timing::of(vec![3.0, 1.0, 2.0]).median(), 2.0);
-        assert_eq!(Timing::of(vec![4.0, 1.0, 3.0, 2.0]).median(), 2.5);
+        let timing = |seconds: &[f64]| {
+            Timing::of(
+                &seconds.iter().map(|&s| CallTime { seconds: s, on_device: false }).collect::<Vec<_>>(),
+            )
+        };
+        assert_eq!(timing(&[3.0, 1.0, 2.0]).median(), 2.0);
+        assert_eq!(timing(&[4.0, 1.0, 3.0, 2.0]).median(), 2.5);
+    }
+
+    #[test]
+    fn one_call_by_the_hosts_clock_makes_it_the_hosts_time() {
+        let time = |on_device| CallTime { seconds: 1.0, on_device };
+        assert_eq!(Timing::of(&[time(true), time(true)]).clock(), "device");
+        assert_eq!(Timing::of(&[time(true), time(false)]).clock(), "host");
     }
 
     #[test]
@@ -140,7 +162,7 @@ mod tests {
         let timing = in_a_row(
             &mut || {
                 calls += 1;
-                Ok(())
+                Ok(ONE_SECOND)
             },
             Some(2),
             Some(5),
@@ -157,7 +179,7 @@ mod tests {
             .run(
                 &mut || {
                     calls += 1;
-                    Ok(())
+                    Ok(ONE_SECOND)
                 },
                 &mut || {
                     flushes += 1;

@@ -1,10 +1,12 @@
 //! Running a call on a backend: tensors to its memory, the plan, tensors back.
 
 use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use fmha_core::{
     BwdArgs, BwdPlan, CombineArgs, CombinePlan, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, DropoutSeed,
-    Error, FmhaBackend, FwdArgs, FwdPlan, MemorySpace, PartialResult, Result, Stream,
+    Error, FmhaBackend, FwdArgs, FwdPlan, MemorySpace, PartialResult, Queues, Result, Stream,
 };
 
 use crate::tensor::{Operand, Operands, Tensor};
@@ -15,6 +17,7 @@ use crate::tensors::{HostBwd, HostCombine, HostFwd, score_of, seq_of};
 /// # Errors
 /// What the backend said.
 pub fn run_fwd(backend: &dyn FmhaBackend, plan: &FwdPlan, host: &mut HostFwd) -> Result<()> {
+    let _turn = turn(backend);
     let mut resident = Resident::place(backend, &host.operands, plan.workspace_bytes)?;
     resident.run_fwd(plan, host)?;
     resident.read_back(&mut host.operands)
@@ -25,6 +28,7 @@ pub fn run_fwd(backend: &dyn FmhaBackend, plan: &FwdPlan, host: &mut HostFwd) ->
 /// # Errors
 /// What the backend said.
 pub fn run_bwd(backend: &dyn FmhaBackend, plan: &BwdPlan, host: &mut HostBwd) -> Result<()> {
+    let _turn = turn(backend);
     let mut resident = Resident::place(backend, &host.operands, plan.workspace_bytes)?;
     resident.run_bwd(plan, host)?;
     resident.read_back(&mut host.operands)
@@ -35,6 +39,7 @@ pub fn run_bwd(backend: &dyn FmhaBackend, plan: &BwdPlan, host: &mut HostBwd) ->
 /// # Errors
 /// What the backend said.
 pub fn run_combine(backend: &dyn FmhaBackend, plan: &CombinePlan, host: &mut HostCombine) -> Result<()> {
+    let _turn = turn(backend);
     let num_parts = host.problem.num_parts;
     let mut resident = Resident::place(backend, &host.operands, plan.workspace_bytes)?;
     resident.call(&mut host.operands, &[Operand::O, Operand::Lse], |mut views| {
@@ -51,7 +56,45 @@ pub fn run_combine(backend: &dyn FmhaBackend, plan: &CombinePlan, host: &mut Hos
         };
         backend.run_combine(plan, &args, Stream::DEFAULT)
     })?;
+    backend.memory().synchronize(Stream::DEFAULT)?;
     resident.read_back(&mut host.operands)
+}
+
+/// Records a forward call over the operands of `first` and replays it over those of `then`, which lie in
+/// the same memory by then; O, LSE and the keep mask of `then` hold the results.
+///
+/// # Errors
+/// What the backend said.
+pub fn replay_fwd(
+    backend: &dyn FmhaBackend,
+    queues: &dyn Queues,
+    plan: &FwdPlan,
+    first: &mut HostFwd,
+    then: &mut HostFwd,
+) -> Result<()> {
+    let _turn = turn(backend);
+    let mut resident = Resident::place(backend, &first.operands, plan.workspace_bytes)?;
+    let stream = queues.create_stream()?;
+    let mut replay = || {
+        let dropout = first.dropout;
+        let recording =
+            queues.record(stream, &mut || resident.forward(plan, &mut first.operands, dropout, stream))?;
+        resident.upload(&then.operands)?;
+        // SAFETY: `resident` owns the memory that the call was recorded with, and waits below.
+        unsafe { recording.replay(stream)? };
+        backend.memory().synchronize(stream)?;
+        resident.read_back(&mut then.operands)
+    };
+    let replayed = replay();
+    replayed.and(queues.destroy_stream(stream))
+}
+
+/// A device has one call at a time, from the first copy to the last: a fault that it reports is then the
+/// call's own. Plans and checks of other cases go on meanwhile.
+fn turn(backend: &dyn FmhaBackend) -> Option<MutexGuard<'static, ()>> {
+    static DEVICE: Mutex<()> = Mutex::new(());
+    let device = backend.memory().space() == MemorySpace::Device;
+    device.then(|| DEVICE.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
 /// Operands that stay where the backend wants them from call to call, as a caller's tensors do:
@@ -78,21 +121,31 @@ impl<'a> Resident<'a> {
         let mut buffers = BTreeMap::new();
         if memory.space() == MemorySpace::Device {
             for (&operand, tensor) in &operands.0 {
-                let (bytes, _) = tensor.raw();
-                let mut buffer = memory.alloc(bytes.len() as u64)?;
-                memory.upload(bytes, &mut buffer)?;
-                buffers.insert(operand, buffer);
+                buffers.insert(operand, memory.alloc(tensor.raw().0.len() as u64)?);
             }
         }
-        Ok(Self { backend, buffers, workspace, written: Vec::new() })
+        let mut resident = Self { backend, buffers, workspace, written: Vec::new() };
+        resident.upload(operands)?;
+        Ok(resident)
+    }
+
+    /// Puts other operands of the same sizes where the placed ones lie.
+    fn upload(&mut self, operands: &Operands) -> Result<()> {
+        for (operand, buffer) in &mut self.buffers {
+            if let Some(tensor) = operands.get(*operand) {
+                self.backend.memory().upload(tensor.raw().0, buffer)?;
+            }
+        }
+        Ok(())
     }
 
     /// Queues a forward call over the operands of `host` and waits for it.
     ///
     /// # Errors
     /// What the backend said.
-    pub fn run_fwd(&mut self, plan: &FwdPlan, host: &mut HostFwd) -> Result<()> {
-        self.forward(plan, &mut host.operands, host.dropout)
+    pub fn run_fwd(&mut self, plan: &FwdPlan, host: &mut HostFwd) -> Result<CallTime> {
+        let dropout = host.dropout;
+        timed(self.backend, || self.forward(plan, &mut host.operands, dropout, Stream::DEFAULT))
     }
 
     /// Queues the forward call that a backward one needs, which writes O and LSE, and waits for it.
@@ -100,10 +153,17 @@ impl<'a> Resident<'a> {
     /// # Errors
     /// What the backend said.
     pub fn run_fwd_of(&mut self, plan: &FwdPlan, host: &mut HostBwd) -> Result<()> {
-        self.forward(plan, &mut host.operands, host.dropout)
+        self.forward(plan, &mut host.operands, host.dropout, Stream::DEFAULT)?;
+        self.backend.memory().synchronize(Stream::DEFAULT)
     }
 
-    fn forward(&mut self, plan: &FwdPlan, operands: &mut Operands, dropout: DropoutSeed) -> Result<()> {
+    fn forward(
+        &mut self,
+        plan: &FwdPlan,
+        operands: &mut Operands,
+        dropout: DropoutSeed,
+        stream: Stream,
+    ) -> Result<()> {
         let backend = self.backend;
         let scratch = plan.workspace_bytes > 0;
         self.call(operands, &[Operand::O, Operand::Lse, Operand::KeepMask], |mut views| {
@@ -119,7 +179,7 @@ impl<'a> Resident<'a> {
                 keep_mask: views.outputs.remove(&Operand::KeepMask),
                 workspace: views.workspace.filter(|_| scratch),
             };
-            backend.run_fwd(plan, &args, Stream::DEFAULT)
+            backend.run_fwd(plan, &args, stream)
         })
     }
 
@@ -127,7 +187,11 @@ impl<'a> Resident<'a> {
     ///
     /// # Errors
     /// What the backend said.
-    pub fn run_bwd(&mut self, plan: &BwdPlan, host: &mut HostBwd) -> Result<()> {
+    pub fn run_bwd(&mut self, plan: &BwdPlan, host: &mut HostBwd) -> Result<CallTime> {
+        timed(self.backend, || self.backward(plan, host))
+    }
+
+    fn backward(&mut self, plan: &BwdPlan, host: &mut HostBwd) -> Result<()> {
         let (backend, dropout) = (self.backend, host.dropout);
         let scratch = plan.workspace_bytes > 0;
         let outputs = [Operand::Dq, Operand::Dk, Operand::Dv, Operand::Dbias, Operand::Dsink];
@@ -186,7 +250,7 @@ impl<'a> Resident<'a> {
                 self.written.push(*operand);
             }
         }
-        memory.synchronize(Stream::DEFAULT)
+        Ok(())
     }
 
     /// Brings what calls have written to `operands`.
@@ -202,6 +266,27 @@ impl<'a> Resident<'a> {
         }
         Ok(())
     }
+}
+
+/// How long a call took, and by which clock.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CallTime {
+    /// From the start of its work to its end.
+    pub seconds: f64,
+    /// By the device's clock; else by the host's, from the call to the end of its work.
+    pub on_device: bool,
+}
+
+/// Queues work on the default stream and waits for it.
+fn timed(backend: &dyn FmhaBackend, mut queue: impl FnMut() -> Result<()>) -> Result<CallTime> {
+    if let Some(queues) = backend.queues() {
+        let seconds = queues.seconds(Stream::DEFAULT, &mut queue)?;
+        return Ok(CallTime { seconds, on_device: true });
+    }
+    let start = Instant::now();
+    queue()?;
+    backend.memory().synchronize(Stream::DEFAULT)?;
+    Ok(CallTime { seconds: start.elapsed().as_secs_f64(), on_device: false })
 }
 
 /// The operands where the backend wants them.

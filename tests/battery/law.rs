@@ -7,7 +7,7 @@ use fmha_core::{
 
 use crate::case::Forward;
 use crate::check::{Selection, check_fwd};
-use crate::execute::{run_combine, run_fwd};
+use crate::execute::{replay_fwd, run_combine, run_fwd};
 use crate::run::Options;
 use crate::tensor::{Operand, Tensor};
 use crate::tensors::{Data, HostCombine, HostFwd, Lengths};
@@ -38,6 +38,8 @@ pub enum LawKind {
     PermutedBatch,
     /// Itself, again; where the plan promises to be deterministic.
     Twice,
+    /// Itself, recorded with other lengths and replayed; where the plan promises to be capturable.
+    Recorded,
     /// A window that hides nothing, instead of no mask; within the bound of the reference.
     WideWindowIsNone,
     /// The keys in so many parts, merged; within the bound of the reference.
@@ -49,6 +51,9 @@ pub const BIT_FOR_BIT: &str = "bit for bit";
 
 impl Law {
     pub(crate) fn run(&self, backend: &dyn FmhaBackend, options: &Options) -> Result<Verdict> {
+        if self.kind == LawKind::Recorded {
+            return recorded(backend, options, &self.forward);
+        }
         let Forward { problem, lengths, data, .. } = &self.forward;
         let mut a = HostFwd::new(problem.clone(), lengths, *data)?;
         let plan_a = run(backend, &options.plan, &mut a)?;
@@ -131,7 +136,9 @@ impl Law {
                 copy(a, &mut b, Operand::Q, |batch, row, head| (last - batch, row, head));
                 Ok(b)
             }
-            LawKind::Twice | LawKind::SplitsCombine(_) => HostFwd::new(other, lengths, *data),
+            LawKind::Twice | LawKind::Recorded | LawKind::SplitsCombine(_) => {
+                HostFwd::new(other, lengths, *data)
+            }
         }
     }
 }
@@ -209,6 +216,31 @@ fn difference(a: &HostFwd, b: &HostFwd, reversed: bool) -> Option<String> {
         }
     }
     None
+}
+
+/// Runs a call afresh, then replays it from a recording that was made with the lengths of other sequences
+/// in the same buffers.
+fn recorded(backend: &dyn FmhaBackend, options: &Options, forward: &Forward) -> Result<Verdict> {
+    let Forward { problem, lengths, data, .. } = forward;
+    let mut fresh = HostFwd::new(problem.clone(), lengths, *data)?;
+    let plan = run(backend, &options.plan, &mut fresh)?;
+    let mut verdict = check_fwd(&fresh, &Selection::default(), &|_, _| ())?;
+    let Some(queues) = backend.queues().filter(|_| plan.promises.graph_capturable) else {
+        verdict.note = Some("one call within the bound: nothing here can be recorded");
+        return Ok(verdict);
+    };
+    let reversed = |lengths: &[i32]| lengths.iter().rev().copied().collect();
+    let others = Lengths {
+        seqused_q: reversed(&lengths.seqused_q),
+        seqused_k: reversed(&lengths.seqused_k),
+        ..lengths.clone()
+    };
+    let mut first = HostFwd::new(problem.clone(), &others, *data)?;
+    let mut replayed = HostFwd::new(problem.clone(), lengths, *data)?;
+    replay_fwd(backend, queues, &plan, &mut first, &mut replayed)?;
+    verdict.faults.extend(difference(&replayed, &fresh, false));
+    verdict.note = Some(BIT_FOR_BIT);
+    Ok(verdict)
 }
 
 /// Attends to the keys in `parts` ranges (one of them empty if there are more than two), merges, and

@@ -123,7 +123,7 @@ fn run_backward(case: &Backward, backend: &dyn FmhaBackend, options: &Options) -
     let mut host = HostBwd::new(case.problem.clone(), &case.lengths, case.data)?;
     host.fill_forward()?;
     run_bwd(backend, &plan, &mut host)?;
-    let mut verdict = check_bwd(&host, &|_, _| ())?;
+    let mut verdict = check_bwd(&host, &Selection::default(), &|_, _| ())?;
     verdict.faults.extend(intact_bwd(&host));
     Ok(verdict)
 }

@@ -4,6 +4,8 @@
 //! `target/`) and reports what cannot: tests that need it then say `absent`, and are not counted as
 //! passed.
 
+mod coverage;
+mod mutation;
 mod setup;
 mod support;
 mod tally;
@@ -17,7 +19,13 @@ const USAGE: &str = "\
 usage: cargo xtask test      set up, test everything in release, print the counts
        cargo xtask setup     only the set-up
        cargo xtask support [BACKEND[@ARCH]]...
-                             the README's support table from the battery's results (default: cpu)";
+                             the README's support table from the battery's results (default: cpu)
+       cargo xtask mutation [SCHEDULES]
+                             the sm90 kernel broken instruction by instruction in the emulator, into
+                             docs/kernels/sm90-mutation.md; sound, under 100 schedules
+       cargo xtask coverage [FILE]
+                             lines of the CUDA device text that the battery executes in the emulator, into
+                             docs/kernels/cuda-coverage.md; FILE: what an earlier `ptx-emu cover` wrote";
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
@@ -29,17 +37,28 @@ fn main() -> ExitCode {
         }
         ["support", ref backends @ ..] => {
             let backends = if backends.is_empty() { &["cpu"] } else { backends };
-            match support::write(backends) {
-                Ok(()) => ExitCode::SUCCESS,
-                Err(error) => {
-                    eprintln!("error: {error}");
-                    ExitCode::FAILURE
-                }
-            }
+            ended(support::write(backends))
         }
+        ["coverage"] => ended(coverage::run(None)),
+        ["coverage", path] => ended(coverage::run(Some(path))),
+        ["mutation"] => ended(mutation::run(100)),
+        ["mutation", number] => match number.parse() {
+            Ok(schedules) => ended(mutation::run(schedules)),
+            Err(_) => ended(Err(format!("schedules `{number}` is no number"))),
+        },
         _ => {
             eprintln!("{USAGE}");
             ExitCode::from(2)
+        }
+    }
+}
+
+fn ended(result: Result<(), String>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
         }
     }
 }

@@ -72,7 +72,8 @@ fn nvrtc() -> Result<PathBuf, String> {
     if library.exists() { Ok(library) } else { Err(format!("{NVRTC_PACKAGE} has no {NVRTC_LIBRARY}")) }
 }
 
-fn target() -> PathBuf {
+/// Where Cargo builds, and downloads are kept.
+pub(crate) fn target() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../target")
 }
 
@@ -82,7 +83,8 @@ fn runs(command: &mut Command) -> bool {
 }
 
 /// Runs a step of the set-up; its own words reach the reader.
-fn loudly(command: &mut Command) -> Result<(), String> {
+/// Runs a command to its end; anything but success is an error.
+pub(crate) fn loudly(command: &mut Command) -> Result<(), String> {
     match command.status() {
         Ok(status) if status.success() => Ok(()),
         Ok(status) => Err(format!("{:?} ended with {status}", command.get_program())),

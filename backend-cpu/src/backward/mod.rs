@@ -256,13 +256,17 @@ impl Shared<'_> {
         let to = Bytes::of(&mut self.delta);
         let (spans, dout) = (self.spans, self.dout);
         let tasks = spans.len() * heads as usize;
-        let mut states = reserve(threads.used(tasks))?;
-        states.resize(threads.used(tasks), ());
-        threads.for_each(&mut states, tasks, |(), task| {
+        let used = threads.used(tasks);
+        let mut states = reserve(used)?;
+        for _ in 0..used {
+            states.push(Floats::scratch(RowDots::scratch::<S>(cols))?);
+        }
+        threads.for_each(&mut states, tasks, |scratch, task| {
             let (span, i_head) = (spans[task / heads as usize], (task % heads as usize) as u32);
             let (left, right) = (dout.q_rows(span, i_head), o.q_rows(span, i_head));
             let first = span.lse_index(fwd, i_head, 0);
-            s.run(RowDots { left, right, rows: span.seqlen_q as usize, cols, to: to.f32_from(first) });
+            let (scratch, to) = (scratch.as_mut_ptr(), to.f32_from(first));
+            s.run(RowDots { left, right, rows: span.seqlen_q as usize, cols, scratch, to });
         });
         Ok(())
     }

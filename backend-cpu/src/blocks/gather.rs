@@ -107,7 +107,7 @@ pub(crate) struct TransposePanels {
 
 impl<S: Simd> Op<S> for TransposePanels {
     #[inline(always)]
-    fn call(self, _: S) {
+    fn call(self, s: S) {
         let Self { from, capacity, rows, cols, to } = self;
         let width = S::PANEL;
         for first in (0..rows).step_by(width) {
@@ -119,13 +119,15 @@ impl<S: Simd> Op<S> for TransposePanels {
                 // SAFETY: capacities are multiples of PANEL, so the whole panel of rows is there; rows
                 // beyond the last hold old numbers, and their lanes reach nothing.
                 unsafe {
-                    for row in (0..width).step_by(4) {
-                        for col in (0..live).step_by(4) {
-                            let at = |r: usize| from.add((row + r) * width + col).cast::<[f32; 4]>();
-                            let block = [at(0).read(), at(1).read(), at(2).read(), at(3).read()];
-                            let transposed: [[f32; 4]; 4] = std::array::from_fn(|c| block.map(|row| row[c]));
-                            for (c, column) in transposed.into_iter().enumerate().take(live - col) {
-                                to.add((col + c) * width + row).cast::<[f32; 4]>().write(column);
+                    for row in (0..width).step_by(S::LANES) {
+                        let whole = live - live % S::LANES;
+                        for col in (0..whole).step_by(S::LANES) {
+                            let (from, to) = (from.add(row * width + col), to.add(col * width + row));
+                            s.transpose(from, width, to, width);
+                        }
+                        for col in whole..live {
+                            for lane in row..row + S::LANES {
+                                *to.add(col * width + lane) = *from.add(lane * width + col);
                             }
                         }
                     }

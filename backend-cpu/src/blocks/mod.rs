@@ -3,7 +3,9 @@
 mod gather;
 mod product;
 mod softmax;
+mod tiles;
 
 pub(crate) use gather::{Gather, GatherRows, GatherTransposed, TransposePanels, row_stride};
 pub(crate) use product::{Columns, FmaLoop, RowDots, Rows, Scores};
-pub(crate) use softmax::{AddTo, Gradient, Multiply, RowState, Softmax};
+pub(crate) use softmax::{AddTo, Gradient, Multiply, RowState, Scale, Softmax};
+pub(crate) use tiles::{TILE, TileColumns, TileScores, TileSoftmax, TransposeValues, UntransposeOut};

@@ -2,7 +2,7 @@
 
 use fmha_core::MaskBand;
 
-use super::row_stride;
+use super::{GatherTransposed, row_stride};
 use crate::score::Panel;
 use crate::simd::{Op, Simd};
 use crate::tensor::Matrix;
@@ -241,30 +241,49 @@ impl Rows<'_> {
 }
 
 /// `to[row] = left[row] . right[row]`, each a chain of FMAs as in the micro-tile: where O is one row
-/// of V, delta is dP to the bit.
+/// of V, delta is dP to the bit. A row a lane, so that chains run side by side.
 pub(crate) struct RowDots {
     pub(crate) left: Matrix,
     pub(crate) right: Matrix,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
+    /// Scratch of [`RowDots::scratch`] numbers.
+    pub(crate) scratch: *mut f32,
     pub(crate) to: *mut f32,
+}
+
+impl RowDots {
+    /// How many numbers it computes in.
+    pub(crate) fn scratch<S: Simd>(cols: usize) -> usize {
+        S::PANEL * (cols.next_multiple_of(S::PANEL) + 2 * cols)
+    }
 }
 
 impl<S: Simd> Op<S> for RowDots {
     #[inline(always)]
     fn call(self, s: S) {
-        for row in 0..self.rows {
-            let mut sum = s.splat(0.0);
-            for col in 0..self.cols {
-                // SAFETY: rows of the sequence.
-                let (a, b) = unsafe { (self.left.get(row, col), self.right.get(row, col)) };
-                sum = s.fma(s.splat(a), s.splat(b), sum);
+        let Self { left, right, rows, cols, scratch, to } = self;
+        let staging = scratch.wrapping_add(2 * S::PANEL * cols);
+        let transposed = [scratch, scratch.wrapping_add(S::PANEL * cols)];
+        for first in (0..rows).step_by(S::PANEL) {
+            let live = S::PANEL.min(rows - first);
+            for (from, to) in [left, right].into_iter().zip(transposed) {
+                let from = from.skip(first);
+                GatherTransposed { from, rows: live, cols, factor: 1.0, to, staging, pairs: false }.call(s);
             }
-            let mut lanes = [0.0; 16];
-            // SAFETY: no vector has more than sixteen lanes; each row is written by one thread.
+            let mut sums = [s.splat(0.0); 2];
+            let mut lanes = [0.0; 32];
+            // SAFETY: two panels of `cols` rows; each row of `to` is written by one thread.
             unsafe {
-                s.store(lanes.as_mut_ptr(), sum);
-                *self.to.add(row) = lanes[0];
+                for at in (0..cols * S::PANEL).step_by(S::PANEL) {
+                    for (v, sum) in sums.iter_mut().enumerate() {
+                        let [a, b] = transposed.map(|panel| s.load(panel.add(at + v * S::LANES)));
+                        *sum = s.fma(a, b, *sum);
+                    }
+                }
+                s.store(lanes.as_mut_ptr(), sums[0]);
+                s.store(lanes.as_mut_ptr().add(S::LANES), sums[1]);
+                to.add(first).copy_from_nonoverlapping(lanes.as_ptr(), live);
             }
         }
     }

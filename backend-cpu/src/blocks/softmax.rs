@@ -129,6 +129,25 @@ impl<S: Simd> Op<S> for Multiply {
     }
 }
 
+/// `x *= factor` over the rows of a panel.
+pub(crate) struct Scale {
+    pub(crate) panel: Panel,
+    pub(crate) x: *mut f32,
+    pub(crate) factor: f32,
+}
+
+impl<S: Simd> Op<S> for Scale {
+    #[inline(always)]
+    fn call(self, s: S) {
+        let (first, last) = self.panel.rows;
+        let factor = s.splat(self.factor);
+        for at in (first * S::PANEL..last * S::PANEL).step_by(S::LANES) {
+            // SAFETY: rows of a panel.
+            unsafe { s.store(self.x.add(at), s.mul(s.load(self.x.add(at)), factor)) };
+        }
+    }
+}
+
 /// S to P and dP to dS, in place on two panels: `P = exp(S - lse)`, `dS = P (keep dP - delta +
 /// dLSE)`, and the weights of dV, `keep P`. Rows outside the panel's live ones become 0.
 pub(crate) struct Gradient {

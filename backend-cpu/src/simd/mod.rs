@@ -4,6 +4,8 @@
 //! its `detect` alone. Kernels are [`Op`]s, and [`Simd::run`] is the one place where code that was
 //! compiled for those instructions is entered; inside, everything is `inline(always)`.
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod math;
 #[cfg(target_arch = "aarch64")]
 mod neon;
@@ -11,10 +13,14 @@ mod portable;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-pub(crate) use math::{exp, tanh};
+#[cfg(target_arch = "x86_64")]
+pub(crate) use amx::Amx;
+pub(crate) use math::{exp, exp_coarse, tanh};
 #[cfg(target_arch = "aarch64")]
 pub(crate) use neon::Neon;
 pub(crate) use portable::Portable;
+#[cfg(test)]
+pub(crate) use portable::SoftTiles;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86::{Avx2, Avx512, Avx512Bf16};
 
@@ -22,6 +28,24 @@ pub(crate) use x86::{Avx2, Avx512, Avx512Bf16};
 pub(crate) trait Op<S: Simd> {
     /// Runs it. Implementations are `#[inline(always)]`.
     fn call(self, simd: S);
+}
+
+/// `C (=|+=) A B` over a block of 32 x 32 f32: A has 32 rows of bf16, reduced 32 at a time (a *step*); B has
+/// a row of 32 pairs of bf16 for each pair of the reduction, 16 rows a step. Distances are in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TileProduct {
+    pub(crate) a: *const u8,
+    /// From row to row of A.
+    pub(crate) a_row: usize,
+    pub(crate) b: *const u8,
+    /// From row to row of B.
+    pub(crate) b_row: usize,
+    /// At least 1.
+    pub(crate) steps: usize,
+    pub(crate) c: *mut f32,
+    /// From row to row of C.
+    pub(crate) c_row: usize,
+    pub(crate) add: bool,
 }
 
 /// One instruction set.
@@ -33,6 +57,12 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     const TILE_ROWS: usize;
     /// Whether [`dot_bf16`](Self::dot_bf16) exists.
     const BF16_DOT: bool = false;
+    /// Whether [`tile_product`](Self::tile_product) exists; then a panel has 32 columns.
+    const TILES: bool = false;
+    /// What the rows of a tile of keys are rounded up to.
+    const KEY_ROWS: usize = Self::TILE_ROWS;
+    /// Where `e^x` is 0 at the latest, with [`times_power`](Self::times_power).
+    const LEAST_EXP: f32 = -88.2;
     /// Columns of a panel: queries, or a head dimension's.
     const PANEL: usize = 2 * Self::LANES;
 
@@ -77,6 +107,38 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// `LANES` f16 are readable at `from`, aligned or not.
     unsafe fn load_f16(self, from: *const u16) -> Self::V;
 
+    /// Transposes a block of LANES x LANES: `to[c * to_step + r] = from[r * from_step + c]`.
+    ///
+    /// # Safety
+    /// The block is readable at `from` and writable at `to`.
+    #[inline(always)]
+    unsafe fn transpose(self, from: *const f32, from_step: usize, to: *mut f32, to_step: usize) {
+        for r in 0..Self::LANES {
+            for c in 0..Self::LANES {
+                // SAFETY: the caller's promise.
+                unsafe { *to.add(c * to_step + r) = *from.add(r * from_step + c) };
+            }
+        }
+    }
+
+    /// Before the first [`tile_product`](Self::tile_product) of a thread's task.
+    fn enter_tiles(self) {}
+
+    /// After the last one.
+    fn leave_tiles(self) {}
+
+    /// # Safety
+    /// A, B and C are there over the extents of [`TileProduct`]; this thread has entered tiles.
+    unsafe fn tile_product(self, block: &TileProduct) {
+        let _ = block;
+    }
+
+    /// `p 2^n` for integers n from `LEAST_EXP log2 e` on, 0 there.
+    #[inline(always)]
+    fn times_power(self, p: Self::V, n: Self::V) -> Self::V {
+        self.mul(p, self.power_of_two(n))
+    }
+
     /// Lane by lane two bf16, the low half of the lane's 32 bits first: `acc + a0*b0 + a1*b1`.
     fn dot_bf16(self, acc: Self::V, a: Self::V, b: Self::V) -> Self::V {
         let _ = (a, b);
@@ -88,5 +150,51 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn pair_bf16(self, low: Self::V, high: Self::V) -> Self::V {
         let _ = high;
         low
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Transpose<'a> {
+        from: &'a [f32],
+        to: &'a mut [f32],
+    }
+
+    /// Of the test's matrices: unlike at the two ends, and no multiple of a vector.
+    const FROM_STEP: usize = 19;
+    const TO_STEP: usize = 23;
+
+    impl<S: Simd> Op<S> for Transpose<'_> {
+        #[inline(always)]
+        fn call(self, s: S) {
+            assert!(self.from.len() >= 16 * FROM_STEP && self.to.len() >= 16 * TO_STEP);
+            // SAFETY: sixteen rows are there at both ends, which is the widest block.
+            unsafe { s.transpose(self.from.as_ptr(), FROM_STEP, self.to.as_mut_ptr(), TO_STEP) };
+        }
+    }
+
+    fn transposes<S: Simd>(s: S) {
+        let from: Vec<f32> = (0..16 * FROM_STEP).map(|i| i as f32).collect();
+        let mut to = vec![-1.0; 16 * TO_STEP];
+        s.run(Transpose { from: &from, to: &mut to });
+        for (at, &found) in to.iter().enumerate() {
+            let (c, r) = (at / TO_STEP, at % TO_STEP);
+            let inside = c < S::LANES && r < S::LANES;
+            assert_eq!(found, if inside { from[r * FROM_STEP + c] } else { -1.0 }, "row {r}, column {c}");
+        }
+    }
+
+    #[test]
+    fn a_transposed_block_has_rows_where_columns_were_and_touches_nothing_else() {
+        transposes(Portable);
+        #[cfg(target_arch = "x86_64")]
+        {
+            Avx2::detect().into_iter().for_each(transposes);
+            Avx512::detect().into_iter().for_each(transposes);
+        }
+        #[cfg(target_arch = "aarch64")]
+        Neon::detect().into_iter().for_each(transposes);
     }
 }

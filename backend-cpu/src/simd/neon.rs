@@ -51,6 +51,24 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
+    unsafe fn transpose(self, from: *const f32, from_step: usize, to: *mut f32, to_step: usize) {
+        // SAFETY: the caller promised four rows of four f32 at both ends.
+        unsafe {
+            let r = [0, 1, 2, 3].map(|i| vld1q_f32(from.add(i * from_step)));
+            let (a, b) = (vtrnq_f32(r[0], r[1]), vtrnq_f32(r[2], r[3]));
+            let columns = [
+                vcombine_f32(vget_low_f32(a.0), vget_low_f32(b.0)),
+                vcombine_f32(vget_low_f32(a.1), vget_low_f32(b.1)),
+                vcombine_f32(vget_high_f32(a.0), vget_high_f32(b.0)),
+                vcombine_f32(vget_high_f32(a.1), vget_high_f32(b.1)),
+            ];
+            for (c, column) in columns.into_iter().enumerate() {
+                vst1q_f32(to.add(c * to_step), column);
+            }
+        }
+    }
+
+    #[inline(always)]
     fn add(self, a: Self::V, b: Self::V) -> Self::V {
         // SAFETY: see `splat`.
         unsafe { vaddq_f32(a, b) }

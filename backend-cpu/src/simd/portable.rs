@@ -8,8 +8,6 @@ use super::{Op, Simd};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Portable;
 
-const N: usize = 4;
-
 macro_rules! lanes {
     ($i:ident => $value:expr) => {
         std::array::from_fn(
@@ -19,112 +17,158 @@ macro_rules! lanes {
     };
 }
 
+macro_rules! array_methods {
+    ($n:literal) => {
+        const LANES: usize = $n;
+        type V = [f32; $n];
+
+        #[inline(always)]
+        fn run<O: Op<Self>>(self, op: O) {
+            op.call(self);
+        }
+
+        #[inline(always)]
+        fn splat(self, x: f32) -> Self::V {
+            [x; $n]
+        }
+
+        #[inline(always)]
+        unsafe fn load(self, from: *const f32) -> Self::V {
+            // SAFETY: the caller promised $n f32; an array of f32 has f32's alignment.
+            unsafe { from.cast::<[f32; $n]>().read_unaligned() }
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, to: *mut f32, v: Self::V) {
+            // SAFETY: the caller promised $n f32.
+            unsafe { to.cast::<[f32; $n]>().write_unaligned(v) }
+        }
+
+        #[inline(always)]
+        fn add(self, a: Self::V, b: Self::V) -> Self::V {
+            lanes!(i => a[i] + b[i])
+        }
+
+        #[inline(always)]
+        fn sub(self, a: Self::V, b: Self::V) -> Self::V {
+            lanes!(i => a[i] - b[i])
+        }
+
+        #[inline(always)]
+        fn mul(self, a: Self::V, b: Self::V) -> Self::V {
+            lanes!(i => a[i] * b[i])
+        }
+
+        #[inline(always)]
+        fn div(self, a: Self::V, b: Self::V) -> Self::V {
+            lanes!(i => a[i] / b[i])
+        }
+
+        #[inline(always)]
+        fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+            // Two roundings: without the instruction, `mul_add` is a library call.
+            lanes!(i => a[i] * b[i] + c[i])
+        }
+
+        #[inline(always)]
+        fn max(self, a: Self::V, b: Self::V) -> Self::V {
+            lanes!(i => if a[i] > b[i] { a[i] } else { b[i] })
+        }
+
+        #[inline(always)]
+        fn min(self, a: Self::V, b: Self::V) -> Self::V {
+            lanes!(i => if a[i] < b[i] { a[i] } else { b[i] })
+        }
+
+        #[inline(always)]
+        fn abs(self, a: Self::V) -> Self::V {
+            lanes!(i => a[i].abs())
+        }
+
+        #[inline(always)]
+        fn round(self, a: Self::V) -> Self::V {
+            // Adding and taking away 1.5 * 2^23 leaves the nearest integer for |a| < 2^22.
+            const MAGIC: f32 = 12_582_912.0;
+            lanes!(i => (a[i] + MAGIC) - MAGIC)
+        }
+
+        #[inline(always)]
+        fn power_of_two(self, n: Self::V) -> Self::V {
+            lanes!(i => f32::from_bits(((n[i] as i32 + 127) << 23).cast_unsigned()))
+        }
+
+        #[inline(always)]
+        fn select_le(self, a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V {
+            lanes!(i => if a[i] <= b[i] { yes[i] } else { no[i] })
+        }
+
+        #[inline(always)]
+        fn round_to_bf16(self, a: Self::V) -> Self::V {
+            lanes!(i => bf16::from_f32(a[i]).to_f32())
+        }
+
+        #[inline(always)]
+        fn round_to_f16(self, a: Self::V) -> Self::V {
+            lanes!(i => f16::from_f32(a[i]).to_f32())
+        }
+
+        #[inline(always)]
+        unsafe fn load_bf16(self, from: *const u16) -> Self::V {
+            // SAFETY: the caller promised $n bf16.
+            let bits = unsafe { from.cast::<[u16; $n]>().read_unaligned() };
+            lanes!(i => f32::from_bits(u32::from(bits[i]) << 16))
+        }
+
+        #[inline(always)]
+        unsafe fn load_f16(self, from: *const u16) -> Self::V {
+            // SAFETY: the caller promised $n f16.
+            let bits = unsafe { from.cast::<[u16; $n]>().read_unaligned() };
+            lanes!(i => f16::from_bits(bits[i]).to_f32())
+        }
+    };
+}
+
 impl Simd for Portable {
-    const LANES: usize = N;
     const TILE_ROWS: usize = 6;
-    type V = [f32; N];
+    array_methods!(4);
+}
 
-    #[inline(always)]
-    fn run<O: Op<Self>>(self, op: O) {
-        op.call(self);
+/// What tiles of bf16 compute, in software: sixteen lanes as AVX-512 has, for tests of everything around
+/// the tiles where no processor has them.
+#[cfg(test)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SoftTiles;
+
+#[cfg(test)]
+impl Simd for SoftTiles {
+    const TILE_ROWS: usize = 12;
+    const BF16_DOT: bool = true;
+    const TILES: bool = true;
+    const KEY_ROWS: usize = 96;
+    array_methods!(16);
+
+    fn pair_bf16(self, low: Self::V, high: Self::V) -> Self::V {
+        let bits = |x: f32| u32::from(bf16::from_f32(x).to_bits());
+        lanes!(i => f32::from_bits(bits(low[i]) | bits(high[i]) << 16))
     }
 
-    #[inline(always)]
-    fn splat(self, x: f32) -> Self::V {
-        [x; N]
-    }
-
-    #[inline(always)]
-    unsafe fn load(self, from: *const f32) -> Self::V {
-        // SAFETY: the caller promised N f32; an array of f32 has f32's alignment.
-        unsafe { from.cast::<[f32; N]>().read_unaligned() }
-    }
-
-    #[inline(always)]
-    unsafe fn store(self, to: *mut f32, v: Self::V) {
-        // SAFETY: the caller promised N f32.
-        unsafe { to.cast::<[f32; N]>().write_unaligned(v) }
-    }
-
-    #[inline(always)]
-    fn add(self, a: Self::V, b: Self::V) -> Self::V {
-        lanes!(i => a[i] + b[i])
-    }
-
-    #[inline(always)]
-    fn sub(self, a: Self::V, b: Self::V) -> Self::V {
-        lanes!(i => a[i] - b[i])
-    }
-
-    #[inline(always)]
-    fn mul(self, a: Self::V, b: Self::V) -> Self::V {
-        lanes!(i => a[i] * b[i])
-    }
-
-    #[inline(always)]
-    fn div(self, a: Self::V, b: Self::V) -> Self::V {
-        lanes!(i => a[i] / b[i])
-    }
-
-    #[inline(always)]
-    fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        // Two roundings: without the instruction, `mul_add` is a library call.
-        lanes!(i => a[i] * b[i] + c[i])
-    }
-
-    #[inline(always)]
-    fn max(self, a: Self::V, b: Self::V) -> Self::V {
-        lanes!(i => if a[i] > b[i] { a[i] } else { b[i] })
-    }
-
-    #[inline(always)]
-    fn min(self, a: Self::V, b: Self::V) -> Self::V {
-        lanes!(i => if a[i] < b[i] { a[i] } else { b[i] })
-    }
-
-    #[inline(always)]
-    fn abs(self, a: Self::V) -> Self::V {
-        lanes!(i => a[i].abs())
-    }
-
-    #[inline(always)]
-    fn round(self, a: Self::V) -> Self::V {
-        // Adding and taking away 1.5 * 2^23 leaves the nearest integer for |a| < 2^22.
-        const MAGIC: f32 = 12_582_912.0;
-        lanes!(i => (a[i] + MAGIC) - MAGIC)
-    }
-
-    #[inline(always)]
-    fn power_of_two(self, n: Self::V) -> Self::V {
-        lanes!(i => f32::from_bits(((n[i] as i32 + 127) << 23).cast_unsigned()))
-    }
-
-    #[inline(always)]
-    fn select_le(self, a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V {
-        lanes!(i => if a[i] <= b[i] { yes[i] } else { no[i] })
-    }
-
-    #[inline(always)]
-    fn round_to_bf16(self, a: Self::V) -> Self::V {
-        lanes!(i => bf16::from_f32(a[i]).to_f32())
-    }
-
-    #[inline(always)]
-    fn round_to_f16(self, a: Self::V) -> Self::V {
-        lanes!(i => f16::from_f32(a[i]).to_f32())
-    }
-
-    #[inline(always)]
-    unsafe fn load_bf16(self, from: *const u16) -> Self::V {
-        // SAFETY: the caller promised N bf16.
-        let bits = unsafe { from.cast::<[u16; N]>().read_unaligned() };
-        lanes!(i => f32::from_bits(u32::from(bits[i]) << 16))
-    }
-
-    #[inline(always)]
-    unsafe fn load_f16(self, from: *const u16) -> Self::V {
-        // SAFETY: the caller promised N f16.
-        let bits = unsafe { from.cast::<[u16; N]>().read_unaligned() };
-        lanes!(i => f16::from_bits(bits[i]).to_f32())
+    unsafe fn tile_product(self, block: &super::TileProduct) {
+        assert!(block.steps > 0);
+        let half = |pair: u32| [pair << 16, pair & 0xffff_0000].map(f32::from_bits);
+        for row in 0..32 {
+            for col in 0..32 {
+                // SAFETY: the caller promised the extents.
+                unsafe {
+                    let c = block.c.cast::<u8>().add(row * block.c_row).cast::<f32>().add(col);
+                    let mut sum = if block.add { *c } else { 0.0 };
+                    for unit in 0..16 * block.steps {
+                        let a = half(block.a.add(row * block.a_row).cast::<u32>().add(unit).read());
+                        let b = half(block.b.add(unit * block.b_row).cast::<u32>().add(col).read());
+                        sum += a[0] * b[0] + a[1] * b[1];
+                    }
+                    *c = sum;
+                }
+            }
+        }
     }
 }

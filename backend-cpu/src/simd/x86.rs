@@ -2,7 +2,8 @@
 
 use std::arch::x86_64::*;
 
-use super::{Op, Simd};
+use super::amx::{self, Amx};
+use super::{Op, Simd, TileProduct};
 
 /// AVX2, FMA, F16C: eight lanes, sixteen registers.
 #[derive(Clone, Copy, Debug)]
@@ -75,6 +76,39 @@ impl Simd for Avx2 {
     unsafe fn store(self, to: *mut f32, v: Self::V) {
         // SAFETY: the caller promised eight f32.
         unsafe { _mm256_storeu_ps(to, v) }
+    }
+
+    #[inline(always)]
+    unsafe fn transpose(self, from: *const f32, from_step: usize, to: *mut f32, to_step: usize) {
+        // SAFETY: the caller promised eight rows of eight f32 at both ends.
+        unsafe {
+            let r: [__m256; 8] = std::array::from_fn(
+                #[inline(always)]
+                |i| _mm256_loadu_ps(from.add(i * from_step)),
+            );
+            // Pairs of rows, then fours, within halves; then the halves.
+            let (a0, a1) = (_mm256_unpacklo_ps(r[0], r[1]), _mm256_unpackhi_ps(r[0], r[1]));
+            let (a2, a3) = (_mm256_unpacklo_ps(r[2], r[3]), _mm256_unpackhi_ps(r[2], r[3]));
+            let (a4, a5) = (_mm256_unpacklo_ps(r[4], r[5]), _mm256_unpackhi_ps(r[4], r[5]));
+            let (a6, a7) = (_mm256_unpacklo_ps(r[6], r[7]), _mm256_unpackhi_ps(r[6], r[7]));
+            let low = [
+                _mm256_shuffle_ps::<0x44>(a0, a2),
+                _mm256_shuffle_ps::<0xee>(a0, a2),
+                _mm256_shuffle_ps::<0x44>(a1, a3),
+                _mm256_shuffle_ps::<0xee>(a1, a3),
+            ];
+            let high = [
+                _mm256_shuffle_ps::<0x44>(a4, a6),
+                _mm256_shuffle_ps::<0xee>(a4, a6),
+                _mm256_shuffle_ps::<0x44>(a5, a7),
+                _mm256_shuffle_ps::<0xee>(a5, a7),
+            ];
+            for c in 0..4 {
+                _mm256_storeu_ps(to.add(c * to_step), _mm256_permute2f128_ps::<0x20>(low[c], high[c]));
+                let second = _mm256_permute2f128_ps::<0x31>(low[c], high[c]);
+                _mm256_storeu_ps(to.add((c + 4) * to_step), second);
+            }
+        }
     }
 
     #[inline(always)]
@@ -218,6 +252,44 @@ macro_rules! avx512_methods {
         }
 
         #[inline(always)]
+        unsafe fn transpose(self, from: *const f32, from_step: usize, to: *mut f32, to_step: usize) {
+            // SAFETY: the caller promised sixteen rows of sixteen f32 at both ends.
+            unsafe {
+                let r: [__m512; 16] = std::array::from_fn(
+                    #[inline(always)]
+                    |i| _mm512_loadu_ps(from.add(i * from_step)),
+                );
+                // Fours of rows: `fours[q][c]` holds columns c, c + 4, c + 8, c + 12 of rows 4 q .. 4 q + 4.
+                let fours: [[__m512; 4]; 4] = std::array::from_fn(
+                    #[inline(always)]
+                    |q| {
+                        let r = [r[4 * q], r[4 * q + 1], r[4 * q + 2], r[4 * q + 3]];
+                        let (a, b) = (_mm512_unpacklo_ps(r[0], r[1]), _mm512_unpackhi_ps(r[0], r[1]));
+                        let (c, d) = (_mm512_unpacklo_ps(r[2], r[3]), _mm512_unpackhi_ps(r[2], r[3]));
+                        [
+                            _mm512_shuffle_ps::<0x44>(a, c),
+                            _mm512_shuffle_ps::<0xee>(a, c),
+                            _mm512_shuffle_ps::<0x44>(b, d),
+                            _mm512_shuffle_ps::<0xee>(b, d),
+                        ]
+                    },
+                );
+                for c in 0..4 {
+                    let [q0, q1, q2, q3] = [fours[0][c], fours[1][c], fours[2][c], fours[3][c]];
+                    // Quarters 0 and 2, then 1 and 3, of two fours each.
+                    let (even, odd) =
+                        (_mm512_shuffle_f32x4::<0x88>(q0, q1), _mm512_shuffle_f32x4::<0xdd>(q0, q1));
+                    let (even2, odd2) =
+                        (_mm512_shuffle_f32x4::<0x88>(q2, q3), _mm512_shuffle_f32x4::<0xdd>(q2, q3));
+                    _mm512_storeu_ps(to.add(c * to_step), _mm512_shuffle_f32x4::<0x88>(even, even2));
+                    _mm512_storeu_ps(to.add((c + 8) * to_step), _mm512_shuffle_f32x4::<0xdd>(even, even2));
+                    _mm512_storeu_ps(to.add((c + 4) * to_step), _mm512_shuffle_f32x4::<0x88>(odd, odd2));
+                    _mm512_storeu_ps(to.add((c + 12) * to_step), _mm512_shuffle_f32x4::<0xdd>(odd, odd2));
+                }
+            }
+        }
+
+        #[inline(always)]
         fn add(self, a: Self::V, b: Self::V) -> Self::V {
             // SAFETY: see `splat`.
             unsafe { _mm512_add_ps(a, b) }
@@ -349,6 +421,58 @@ impl Simd for Avx512Bf16 {
             let high = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(high));
             let high = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(high));
             _mm512_castsi512_ps(_mm512_or_si512(_mm512_cvtepu16_epi32(low), high))
+        }
+    }
+}
+
+impl Simd for Amx {
+    const BF16_DOT: bool = true;
+    const TILES: bool = true;
+    // Whole tiles, and whole micro-tiles for what runs on f32.
+    const KEY_ROWS: usize = 96;
+    const LEAST_EXP: f32 = -120.0;
+    avx512_methods!(Amx, "avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512bf16");
+
+    #[inline(always)]
+    fn enter_tiles(self) {
+        // SAFETY: `self` is an Amx.
+        unsafe { amx::enter() };
+    }
+
+    #[inline(always)]
+    fn leave_tiles(self) {
+        // SAFETY: as above.
+        unsafe { amx::leave() };
+    }
+
+    #[inline(always)]
+    unsafe fn tile_product(self, block: &TileProduct) {
+        // SAFETY: the caller's promise.
+        unsafe { amx::product(block) };
+    }
+
+    #[inline(always)]
+    fn times_power(self, p: Self::V, n: Self::V) -> Self::V {
+        // SAFETY: AVX-512, as `self` proves.
+        unsafe { _mm512_scalef_ps(p, n) }
+    }
+
+    #[inline(always)]
+    fn pair_bf16(self, low: Self::V, high: Self::V) -> Self::V {
+        const ORDER: [u16; 32] = {
+            let mut order = [0; 32];
+            let mut lane = 0;
+            while lane < 16 {
+                (order[2 * lane], order[2 * lane + 1]) = (lane as u16, lane as u16 + 16);
+                lane += 1;
+            }
+            order
+        };
+        // SAFETY: AVX-512 BF16 and BW, as `self` proves; `__m512bh` is 512 bits of bf16, those of `low` first.
+        unsafe {
+            let both = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+            let order = _mm512_loadu_si512(ORDER.as_ptr().cast());
+            _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, both))
         }
     }
 }

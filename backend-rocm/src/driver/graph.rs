@@ -2,7 +2,7 @@
 
 use std::ffi::c_int;
 
-use fmha_core::{Error, Result, Stream};
+use fmha_core::{Error, Queues, Recording, Result, Stream};
 
 use super::sys::Handle;
 use super::{Driver, handle};
@@ -129,6 +129,35 @@ impl Graph {
         let launch = optional!(self.driver, hipGraphLaunch)?;
         // SAFETY: the handles are the driver's; the caller promised the memory.
         self.driver.check("hipGraphLaunch", unsafe { launch(self.executable, handle(stream)) })
+    }
+}
+
+impl Queues for Driver {
+    fn create_stream(&self) -> Result<Stream> {
+        Driver::create_stream(self)
+    }
+
+    fn destroy_stream(&self, stream: Stream) -> Result<()> {
+        Driver::destroy_stream(self, stream)
+    }
+
+    fn seconds(&self, stream: Stream, queue: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
+        let (start, stop) = (Event::new(self)?, Event::new(self)?);
+        start.record(stream)?;
+        queue()?;
+        stop.record(stream)?;
+        stop.milliseconds_since(&start).map(|milliseconds| f64::from(milliseconds) * 1e-3)
+    }
+
+    fn record(&self, stream: Stream, queue: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Recording>> {
+        Ok(Box::new(Graph::capture(self, stream, queue)?))
+    }
+}
+
+impl Recording for Graph {
+    unsafe fn replay(&self, stream: Stream) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(stream) }
     }
 }
 

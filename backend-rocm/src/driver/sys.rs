@@ -134,6 +134,7 @@ functions! {
         source: *const c_char, name: *const c_char,
         num_headers: c_int, headers: *const *const c_char, include_names: *const *const c_char
     ) -> c_int;
+    optional fn hiprtcVersion(major: *mut c_int, minor: *mut c_int) -> c_int;
     required fn hiprtcCompileProgram(
         program: Handle, num_options: c_int, options: *const *const c_char
     ) -> c_int;

@@ -2,6 +2,7 @@
 
 pub(crate) mod cdna;
 pub(crate) mod combine;
+pub(crate) mod simt;
 
 use std::sync::Arc;
 
@@ -12,6 +13,7 @@ use crate::driver::Function;
 /// A compiled kernel, loaded where there is a device.
 pub(crate) struct Compiled {
     pub(crate) code: Arc<[u8]>,
+    pub(crate) origin: fmha_core::cache::Origin,
     pub(crate) function: Option<Function>,
 }
 

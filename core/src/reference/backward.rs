@@ -17,7 +17,8 @@
 use num_traits::Float;
 
 use super::forward::Softmax;
-use super::head::{Head, Inputs, Precision, Rows, dot, f32_at, real, row};
+use super::head::{Head, Inputs, Precision, Rows, f32_at, real, row};
+use super::pair::{HeadSums, Query, axpy};
 use crate::args::BwdArgs;
 use crate::bwd::{BwdProblem, ValidBwd};
 use crate::error::ProblemError;
@@ -156,6 +157,35 @@ pub fn backward_head(
     }
 }
 
+/// Some gradients of one (sequence, query head), as functions of the O and LSE that `args` hold: dQ
+/// and dS have a row for each of `rows`, dK and dV one for each of `keys`; dSink is whole. What whole
+/// gradients cost is quadratic in the length, this is linear.
+///
+/// # Errors
+/// Operands that are missing.
+pub fn backward_part(
+    problem: &BwdProblem,
+    args: &BwdArgs<'_>,
+    span: SeqSpan,
+    i_head: u32,
+    part: Part<'_>,
+    precision: Precision,
+) -> Result<HeadBackward, ProblemError> {
+    match precision {
+        Precision::Exact => differentiate_part::<f64>(problem, args, span, i_head, part, precision),
+        Precision::AsInput => differentiate_part::<f32>(problem, args, span, i_head, part, precision),
+    }
+}
+
+/// Which rows of the gradients [`backward_part`] computes.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Part<'a> {
+    /// Queries, in `0..span.seqlen_q`.
+    pub rows: &'a [u32],
+    /// Keys, in `0..span.seqlen_k`.
+    pub keys: &'a [u32],
+}
+
 fn differentiate<T: Float>(
     problem: &BwdProblem,
     args: &BwdArgs<'_>,
@@ -165,98 +195,92 @@ fn differentiate<T: Float>(
 ) -> Result<HeadBackward, ProblemError> {
     let fwd = &problem.fwd;
     let head = Head::<T>::gather(fwd, &Inputs::from(args), span, i_head, precision)?;
-    let (dim_qk, dim_v) = (head.head_dim_qk, head.head_dim_v);
-    let dout = Rows { name: "dout", slice: args.dout, dtype: fwd.dtype_o, strides: problem.dout };
-    let dout: Vec<T> =
-        dout.gather(span.storage_batch, i_head, span.q_row, span.seqlen_q, dim_v as u32, T::one())?;
-
-    let zeros = |rows: u32, dim: usize| vec![T::zero(); rows as usize * dim];
-    let mut dq = zeros(span.seqlen_q, dim_qk);
-    let mut dk = zeros(span.seqlen_k, dim_qk);
-    let mut dv = zeros(span.seqlen_k, dim_v);
-    let mut ds_all = zeros(span.seqlen_q, span.seqlen_k as usize);
-    let mut dsink = T::zero();
-    // Squares of the terms, summed beside the terms themselves.
-    let exact = head.is_exact();
-    let squares = |len: usize| vec![T::zero(); if exact { len } else { 0 }];
-    let (mut dq_square, mut dk_square) = (squares(dq.len()), squares(dk.len()));
-    let (mut dv_square, mut ds_square) = (squares(dv.len()), squares(ds_all.len()));
-    let mut dsink_square = T::zero();
-
+    let dout = gather_dout(problem, args, span, i_head)?;
+    let mut sums = HeadSums::zeros(&head, span.seqlen_q as usize, span.seqlen_k as usize);
     for i in 0..span.seqlen_q {
         let softmax = Softmax::of_row(&head, i);
-        let dout_i = row(&dout, i, dim_v);
-        let dlse = match (problem.has_dlse, args.dlse) {
-            (true, dlse) => f32_at("dlse", dlse.as_ref(), span.lse_index(fwd, i_head, i))?,
-            (false, _) => T::zero(),
-        };
         let p: Vec<T> = softmax.weights.iter().map(|&weight| weight / softmax.row_sum).collect();
-
-        let mut o = vec![T::zero(); dim_v];
+        let mut o = vec![T::zero(); head.head_dim_v];
         for (&j, &p) in softmax.visible.iter().zip(&p) {
-            let p = head.probability(p) * head.keep_factor(i, j);
-            axpy(&mut o, p, row(&head.v, j, dim_v));
-            axpy(row_mut(&mut dv, j, dim_v), p, dout_i);
-            if exact {
-                axpy_squares(row_mut(&mut dv_square, j, dim_v), p, dout_i);
-            }
+            axpy(&mut o, head.probability(p) * head.keep_factor(i, j), row(&head.v, j, head.head_dim_v));
         }
         let o: Vec<T> = o.iter().map(|&o| real(head.as_result(o, fwd.dtype_o))).collect();
-        let d = dot(dout_i, &o);
-        let d_square = dout_i.iter().zip(&o).fold(d * d, |sum, (&x, &y)| sum + (x * y) * (x * y));
-
+        let dlse = dlse_at(problem, args, span, i_head, i)?;
+        let query = Query::new(&head, i, row(&dout, i, head.head_dim_v), &o, softmax.lse, dlse);
         for (&j, &p) in softmax.visible.iter().zip(&p) {
-            let dp = head.keep_factor(i, j) * dot(dout_i, row(&head.v, j, dim_v));
-            let ds = p * (dp - d + dlse);
-            ds_all[i as usize * span.seqlen_k as usize + j as usize] = ds;
-            let (_, slope) = head.capped(i, j);
-            if exact {
-                let size = p * (dp * dp + d_square + dlse * dlse).sqrt();
-                ds_square[i as usize * span.seqlen_k as usize + j as usize] = size * size;
-                let size = size * slope * head.softmax_scale;
-                axpy_squares(row_mut(&mut dq_square, i, dim_qk), size, row(&head.k, j, dim_qk));
-                axpy_squares(row_mut(&mut dk_square, j, dim_qk), size, row(&head.q, i, dim_qk));
-            }
-            let ds = head.score_gradient(ds * slope, problem.dtype_grad) * head.softmax_scale;
-            axpy(row_mut(&mut dq, i, dim_qk), ds, row(&head.k, j, dim_qk));
-            axpy(row_mut(&mut dk, j, dim_qk), ds, row(&head.q, i, dim_qk));
+            let pair = query.pair(&head, j, p, problem.dtype_grad);
+            sums.add_to_row(&head, i as usize, j, &pair);
+            sums.add_to_key(j as usize, &query, &pair);
         }
-        if let Some(sink) = head.sink {
-            let share = (sink - softmax.lse).exp();
-            dsink = dsink + share * (dlse - d);
-            dsink_square = dsink_square + share * share * (dlse * dlse + d_square);
+        sums.add_sink(&head, &query);
+    }
+    Ok(sums.finish(span, i_head))
+}
+
+fn differentiate_part<T: Float>(
+    problem: &BwdProblem,
+    args: &BwdArgs<'_>,
+    span: SeqSpan,
+    i_head: u32,
+    part: Part<'_>,
+    precision: Precision,
+) -> Result<HeadBackward, ProblemError> {
+    let fwd = &problem.fwd;
+    let head = Head::<T>::gather(fwd, &Inputs::from(args), span, i_head, precision)?;
+    let dout = gather_dout(problem, args, span, i_head)?;
+    let o = Rows { name: "o", slice: args.o, dtype: fwd.dtype_o, strides: fwd.o };
+    let dim_v = head.head_dim_v;
+    let o: Vec<T> =
+        o.gather(span.storage_batch, i_head, span.q_row, span.seqlen_q, dim_v as u32, T::one())?;
+    let queries = (0..span.seqlen_q)
+        .map(|i| {
+            let lse = f32_at("lse", Some(&args.lse), span.lse_index(fwd, i_head, i))?;
+            let dlse = dlse_at(problem, args, span, i_head, i)?;
+            Ok(Query::new(&head, i, row(&dout, i, dim_v), row(&o, i, dim_v), lse, dlse))
+        })
+        .collect::<Result<Vec<_>, ProblemError>>()?;
+
+    let mut sums = HeadSums::zeros(&head, part.rows.len(), part.keys.len());
+    let pair = |query: &Query<'_, T>, j: u32| {
+        let score = head.capped(query.i, j).0 + head.bias(query.i, j);
+        // A row that saw nothing has P = 0 = exp(S - inf).
+        let lse = if query.lse == T::neg_infinity() { T::infinity() } else { query.lse };
+        query.pair(&head, j, (score - lse).exp(), problem.dtype_grad)
+    };
+    for (at, &i) in part.rows.iter().enumerate() {
+        for j in head.visible(i) {
+            sums.add_to_row(&head, at, j, &pair(&queries[i as usize], j));
         }
     }
-
-    let plain =
-        |values: Vec<T>| values.into_iter().map(|x| x.to_f64().unwrap_or(f64::NAN)).collect::<Vec<_>>();
-    let roots = |squares: Vec<T>| plain(squares).into_iter().map(f64::sqrt).collect();
-    Ok(HeadBackward {
-        span,
-        i_head,
-        dq: plain(dq),
-        dk: plain(dk),
-        dv: plain(dv),
-        ds: plain(ds_all),
-        dsink: dsink.to_f64().unwrap_or(f64::NAN),
-        spread: BackwardSpread {
-            dq: roots(dq_square),
-            dk: roots(dk_square),
-            dv: roots(dv_square),
-            ds: roots(ds_square),
-            dsink: dsink_square.sqrt().to_f64().unwrap_or(f64::NAN),
-        },
-    })
+    for (at, &j) in part.keys.iter().enumerate() {
+        for query in queries.iter().filter(|query| head.band.visible(query.i, j)) {
+            sums.add_to_key(at, query, &pair(query, j));
+        }
+    }
+    queries.iter().for_each(|query| sums.add_sink(&head, query));
+    Ok(sums.finish(span, i_head))
 }
 
-fn row_mut<T>(matrix: &mut [T], index: u32, dim: usize) -> &mut [T] {
-    &mut matrix[index as usize * dim..][..dim]
+fn gather_dout<T: Float>(
+    problem: &BwdProblem,
+    args: &BwdArgs<'_>,
+    span: SeqSpan,
+    i_head: u32,
+) -> Result<Vec<T>, ProblemError> {
+    let fwd = &problem.fwd;
+    let dout = Rows { name: "dout", slice: args.dout, dtype: fwd.dtype_o, strides: problem.dout };
+    dout.gather(span.storage_batch, i_head, span.q_row, span.seqlen_q, fwd.dims.head_dim_v, T::one())
 }
 
-fn axpy_squares<T: Float>(y: &mut [T], a: T, x: &[T]) {
-    y.iter_mut().zip(x).for_each(|(y, &x)| *y = *y + (a * x) * (a * x));
-}
-
-fn axpy<T: Float>(y: &mut [T], a: T, x: &[T]) {
-    y.iter_mut().zip(x).for_each(|(y, &x)| *y = *y + a * x);
+fn dlse_at<T: Float>(
+    problem: &BwdProblem,
+    args: &BwdArgs<'_>,
+    span: SeqSpan,
+    i_head: u32,
+    i: u32,
+) -> Result<T, ProblemError> {
+    if !problem.has_dlse {
+        return Ok(T::zero());
+    }
+    f32_at("dlse", args.dlse.as_ref(), span.lse_index(&problem.fwd, i_head, i))
 }

@@ -8,8 +8,9 @@ mod backward;
 mod combine;
 mod forward;
 mod head;
+mod pair;
 
-pub use backward::{Backward, BackwardSpread, HeadBackward, backward, backward_head};
+pub use backward::{Backward, BackwardSpread, HeadBackward, Part, backward, backward_head, backward_part};
 pub use combine::combine;
 pub use forward::{HeadForward, forward, forward_head, forward_rows};
 pub use head::{Inputs, Precision};

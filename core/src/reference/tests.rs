@@ -96,13 +96,26 @@ impl Operands {
     }
 
     fn backward(&self, problem: &BwdProblem) -> Backward {
+        self.with_args(problem, &[], &[], |args| {
+            backward(&problem.clone().validate().unwrap(), args, Precision::Exact).unwrap()
+        })
+    }
+
+    /// Calls with backward's arguments, O and LSE these.
+    fn with_args<R>(
+        &self,
+        problem: &BwdProblem,
+        o: &[f32],
+        lse: &[f32],
+        call: impl FnOnce(&BwdArgs<'_>) -> R,
+    ) -> R {
         let (mut dq, mut dk, mut dv) = ([0f32; 0], [0f32; 0], [0f32; 0]);
-        let args = BwdArgs {
+        call(&BwdArgs {
             q: DevSlice::host(&self.q),
             k: DevSlice::host(&self.k),
             v: DevSlice::host(&self.v),
-            o: DevSlice::host::<f32>(&[]),
-            lse: DevSlice::host::<f32>(&[]),
+            o: DevSlice::host(o),
+            lse: DevSlice::host(lse),
             dout: DevSlice::host(&self.dout),
             dlse: problem.has_dlse.then(|| DevSlice::host(&self.dlse)),
             dq: DevSliceMut::host(&mut dq),
@@ -113,8 +126,7 @@ impl Operands {
             seq: SeqArgs::default(),
             score: self.score(&problem.fwd),
             workspace: None,
-        };
-        backward(&problem.clone().validate().unwrap(), &args, Precision::Exact).unwrap()
+        })
     }
 
     /// The central difference of the loss in one element.
@@ -224,6 +236,56 @@ fn gradients_are_finite_differences_under_alibi() {
     let mut fwd = small("t");
     fwd.bias = Bias::Alibi { per_batch: false };
     gradients_hold(BwdProblem::new(fwd));
+}
+
+#[test]
+fn a_part_of_the_gradients_from_o_and_lse_is_that_part_of_the_whole() {
+    for mask in ["0", "b:2,1", "g:0,-2"] {
+        let mut fwd = small(mask);
+        (fwd.softcap, fwd.sink, fwd.p_drop) = (Some(0.75), mask == "b:2,1", 0.3);
+        elementwise(&mut fwd, BiasBroadcast::OneHead);
+        let mut problem = BwdProblem::new(fwd.clone());
+        problem.has_dlse = true;
+        let operands = Operands::of(&fwd);
+        let mut o = vec![f32::NAN; fwd.shape_o().num_elems() as usize];
+        let mut lse = vec![f32::NAN; fwd.lse_elems() as usize];
+        for head in operands.forward(&fwd) {
+            for i in 0..head.span.seqlen_q {
+                lse[head.span.lse_index(&fwd, head.i_head, i)] = head.lse[i as usize] as f32;
+                for d in 0..2 {
+                    let at = fwd.o.offset(head.span.storage_batch, i, head.i_head, d) as usize;
+                    o[at] = head.o[(i * 2 + d) as usize] as f32;
+                }
+            }
+        }
+        operands.with_args(&problem, &o, &lse, |args| {
+            let (rows, keys) = ([0, 3], [1, 2, 4]);
+            for span in crate::seq::spans(&fwd, &args.seq).unwrap() {
+                for i_head in 0..fwd.dims.num_heads_q {
+                    let whole = backward_head(&problem, args, span, i_head, Precision::Exact).unwrap();
+                    let part = Part { rows: &rows, keys: &keys };
+                    let part = backward_part(&problem, args, span, i_head, part, Precision::Exact).unwrap();
+                    let pick = |all: &[f64], rows: &[u32], dim: usize| -> Vec<f64> {
+                        rows.iter().flat_map(|&r| all[r as usize * dim..][..dim].to_vec()).collect()
+                    };
+                    for (part, whole) in [
+                        (&part.dq, pick(&whole.dq, &rows, 3)),
+                        (&part.ds, pick(&whole.ds, &rows, 5)),
+                        (&part.dk, pick(&whole.dk, &keys, 3)),
+                        (&part.dv, pick(&whole.dv, &keys, 2)),
+                        (&vec![part.dsink], vec![whole.dsink]),
+                        (&part.spread.dq, pick(&whole.spread.dq, &rows, 3)),
+                        (&part.spread.dk, pick(&whole.spread.dk, &keys, 3)),
+                    ] {
+                        assert_eq!(part.len(), whole.len());
+                        for (&part, whole) in part.iter().zip(whole) {
+                            assert_relative_eq!(part, whole, epsilon = 2e-6, max_relative = 2e-6);
+                        }
+                    }
+                }
+            }
+        });
+    }
 }
 
 #[test]

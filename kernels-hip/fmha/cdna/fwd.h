@@ -11,6 +11,7 @@
 #pragma once
 #include <fmha/cdna/epilogue.h>
 #include <fmha/cdna/load.h>
+#include <fmha/cdna/nonfinite.h>
 #include <fmha/isa/sync.h>
 
 namespace fmha::cdna {
@@ -137,8 +138,8 @@ FMHA_DEVICE void write_keep_mask(const FwdParams& p, const Job& job, Range queri
 
 // All tiles of keys, for one wave. Every wave of the workgroup walks alike: barriers are inside.
 template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE void main_loop(Wave<spec, tile>& wave, typename Config<spec, tile>::Lds& lds, const FwdParams& p,
-                           const Job& job, const TileWalk& walk) {
+FMHA_DEVICE bool main_loop(Wave<spec, tile>& wave, typename Config<spec, tile>::Lds& lds, const FwdParams& p,
+                           const Job& job, Range queries, const TileWalk& walk) {
   auto first_key = [&](int32_t n) __attribute__((always_inline)) { return walk.tile_at(n) * tile.block_n; };
   const int32_t last = walk.num_tiles - 1;
 
@@ -154,6 +155,7 @@ FMHA_DEVICE void main_loop(Wave<spec, tile>& wave, typename Config<spec, tile>::
     k1.store(lds.stage[1].k);
   }
   s_barrier();
+  bool hidden = hide_nonfinite<spec, tile>(lds.stage[0].v, job, queries, first_key(0));
   Scores<spec, tile> s = scores<spec, tile>(wave, lds.stage[0].k);
   modify_and_mask<spec, tile>(s, job, wave, first_key(0));
   raise_row_max<spec, tile>(wave, job, max_of(s));
@@ -174,10 +176,12 @@ FMHA_DEVICE void main_loop(Wave<spec, tile>& wave, typename Config<spec, tile>::
     raise_row_max<spec, tile>(wave, job, next_max);
     s = s_next;
     s_barrier();
+    hidden |= hide_nonfinite<spec, tile>(next.v, job, queries, first_key(n + 1));
   }
 
   const PFrags<spec, tile> p_frags = probabilities<spec, tile>(s, wave, p, job, first_key(last));
   weighted_values<spec, tile>(wave, p_frags, lds.stage[last % 2].v);
+  return hidden;
 }
 
 template <FwdSpec spec, CdnaTile tile>
@@ -212,8 +216,14 @@ FMHA_DEVICE void fwd(const FwdParams& p) {
   wave.row = OnlineRow{};
 
   const TileWalk walk = TileWalk::of<spec, tile>(job, queries);
-  if (walk.num_tiles > 0) main_loop<spec, tile>(wave, lds, p, job, walk);
+  const bool hidden = walk.num_tiles > 0 && main_loop<spec, tile>(wave, lds, p, job, queries, walk);
   epilogue<spec, tile>(wave, p, job);
+  if (hidden) {
+#pragma nounroll
+    for (int32_t n = 0; n < walk.num_tiles; ++n) {
+      show_nonfinite<spec, tile>(wave, p, job, queries, walk.tile_at(n) * tile.block_n);
+    }
+  }
 }
 
 }  // namespace fmha::cdna

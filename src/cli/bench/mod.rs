@@ -151,7 +151,7 @@ impl BenchArgs {
 
         let text = match self.format {
             Format::Markdown => render::markdown(&all, backend.name()),
-            Format::Csv => render::csv(&all),
+            Format::Csv => render::csv(&all).map_err(Failure::wrong)?,
             Format::Json => render::json(&all, backend.name()),
         };
         match &self.out {

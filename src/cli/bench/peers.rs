@@ -72,35 +72,30 @@ fn json(text: &str) -> Result<Peers, String> {
 
 fn csv(text: &str) -> Result<Peers, String> {
     let mut peers = Peers::default();
-    let mut lines = text.lines().enumerate();
-    let header: Vec<&str> = lines.next().map_or("", |(_, line)| line).split(',').map(str::trim).collect();
+    let mut table = csv::ReaderBuilder::new().trim(csv::Trim::All).from_reader(text.as_bytes());
+    let header = table.headers().map_err(|error| error.to_string())?.clone();
     let column = |name: &str| {
-        header.iter().position(|&column| column == name).ok_or_else(|| format!("line 1: no column `{name}`"))
+        header.iter().position(|column| column == name).ok_or_else(|| format!("line 1: no column `{name}`"))
     };
     let (row, peer, speed) = (column("row")?, column("peer")?, column("speed")?);
-    for (index, line) in lines.filter(|(_, line)| !line.trim().is_empty()) {
-        let cells = cells(line);
-        if cells.len() != header.len() {
-            return Err(format!("line {}: {} cells, not {}", index + 1, cells.len(), header.len()));
-        }
-        let speed = match cells[speed] {
+    for record in table.records() {
+        let record = record.map_err(|error| match error.kind() {
+            csv::ErrorKind::UnequalLengths { pos, expected_len, len } => {
+                format!(
+                    "line {}: {len} cells, not {expected_len}",
+                    pos.as_ref().map_or(0, csv::Position::line)
+                )
+            }
+            _ => error.to_string(),
+        })?;
+        let line = record.position().map_or(0, csv::Position::line);
+        let speed = match &record[speed] {
             "" | "-" => None,
-            number => Some(number.parse().map_err(|_| format!("line {}: speed `{number}`", index + 1))?),
+            number => Some(number.parse().map_err(|_| format!("line {line}: speed `{number}`"))?),
         };
-        peers.add(Line { row: cells[row].to_owned(), peer: cells[peer].to_owned(), speed });
+        peers.add(Line { row: record[row].to_owned(), peer: record[peer].to_owned(), speed });
     }
     Ok(peers)
-}
-
-/// The cells of a line; a label between quotes may have commas.
-fn cells(line: &str) -> Vec<&str> {
-    let mut quoted = false;
-    line.split(|letter| {
-        quoted ^= letter == '"';
-        letter == ',' && !quoted
-    })
-    .map(|cell| cell.trim().trim_matches('"'))
-    .collect()
 }
 
 #[cfg(test)]
@@ -129,6 +124,7 @@ mod tests {
     fn a_wrong_line_is_named_by_its_number() {
         assert!(json("{}\n").unwrap_err().starts_with("line 1"));
         assert!(csv("row,peer,speed\nB1,fa3,fast").unwrap_err().starts_with("line 2"));
+        assert!(csv("row,peer,speed\nB1,fa3\n").unwrap_err().starts_with("line 2: 2 cells, not 3"));
         assert!(csv("row,speed\n").unwrap_err().contains("`peer`"));
     }
 }

@@ -4,8 +4,10 @@
 
 mod api;
 mod bench;
+mod bundle;
 mod conformance;
 mod data;
+mod explain;
 mod run;
 mod wrong_input;
 

@@ -53,6 +53,29 @@ fn gradients_run_and_are_checked() {
 }
 
 #[test]
+fn a_sample_of_the_gradients_is_checked_where_all_would_take_long() {
+    for options in ["--mask b --prec bf16", "--prec fp32 --bias e:0 --dbias --sink --dsink --heads-kv 1"] {
+        let line = format!("run --backward -b 2 -h 2 -s 600 -d 64 --repeat 1 -v sample --json {options}");
+        let ran = fmha(&line);
+        assert_eq!(ran.status, 0, "`fmha {line}`: {}{}", ran.out, ran.err);
+        let report: serde_json::Value = serde_json::from_str(&ran.out).unwrap();
+        assert!(report["check"]["extent"].as_str().unwrap().starts_with("a sample: "), "{}", ran.out);
+        let names: Vec<&str> = report["check"]["tensors"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|tensor| tensor["tensor"].as_str().unwrap())
+            .collect();
+        let wanted: &[&str] = if options.contains("--dbias") {
+            &["dq", "dk", "dv", "dbias", "dsink", "o", "lse"]
+        } else {
+            &["dq", "dk", "dv", "o", "lse"]
+        };
+        assert_eq!(names, wanted);
+    }
+}
+
+#[test]
 fn the_same_seed_gives_the_same_figures() {
     let error = |seed: u32| {
         let ran = fmha(&format!("run -b 1 -h 1 -s 16 -d 16 --repeat 1 --seed {seed} --json"));

@@ -1,11 +1,14 @@
 //! Gradients.
 
-use fmha_core::reference::{BackwardSpread, HeadBackward, Precision, backward_head};
+use fmha_core::reference::{
+    BackwardSpread, HeadBackward, Part as Rows, Precision, backward_head, backward_part, forward_rows,
+};
 use fmha_core::{Bias, BwdArgs, DevSliceMut, Result};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{Progress, inner_roundoff, logits_bound};
+use super::fwd::Forward;
+use super::{Progress, Selection, inner_roundoff, logits_bound, spread};
 use crate::tensor::{Operand, Tensor};
 use crate::tensors::{HostBwd, score_of, seq_of};
 use crate::tolerance::{Yardstick, bound, smallest_subnormal};
@@ -57,42 +60,50 @@ impl Shared {
 /// What one (sequence, kv head) adds.
 struct Part {
     stats: Stats,
+    forward: Forward,
     logits: f64,
     dbias: Shared,
     dsink: Shared,
 }
 
-/// Compares every gradient that `host` holds with the reference, on all cores. Scores are held whole,
-/// in f64, a (sequence, head) at a time.
+/// Compares the gradients that `host` holds with the reference, on all cores.
+///
+/// Whole, they are compared with those of the inputs alone, scores held in f64, a (sequence, head) at a
+/// time. Of a partial `selection`, whose heads are kv heads, so many queries' dQ and keys' dK and dV are
+/// compared with those that follow from the O and LSE which `host` holds, and those queries' O and LSE
+/// with the forward reference; so many rows of dBias; dSink whole.
 ///
 /// # Errors
 /// Operands that are missing.
-pub fn check_bwd(host: &HostBwd, progress: Progress<'_>) -> Result<Verdict> {
+pub fn check_bwd(host: &HostBwd, selection: &Selection, progress: Progress<'_>) -> Result<Verdict> {
     let fwd = host.problem.fwd();
-    let heads_kv = fwd.dims.num_heads_kv;
-    let pairs: Vec<(usize, u32)> =
-        (0..host.spans.len()).flat_map(|span| (0..heads_kv).map(move |head| (span, head))).collect();
+    let pairs = selection.pairs(fwd.dims.num_heads_kv, &host.spans);
     let done = AtomicU64::new(0);
     let parts = pairs
         .par_iter()
         .map(|&(span, i_head_kv)| {
-            let part = check_kv_head(host, span, i_head_kv);
+            let part = check_kv_head(host, selection, span, i_head_kv);
             progress(done.fetch_add(1, Ordering::Relaxed) + 1, pairs.len() as u64);
             part
         })
         .collect::<Result<Vec<Part>>>()?;
 
     let mut stats = Stats::default();
+    let mut forward = Forward::default();
     let mut logits: f64 = 0.0;
     let mut dbias = Shared::zeros(bias_len(host));
     let mut dsink = Shared::zeros(fwd.dims.num_heads_q as usize);
     for part in parts {
         stats.iter_mut().zip(&part.stats).for_each(|(sum, stat)| sum.merge(stat));
         logits = logits.max(part.logits);
+        forward.merge(part.forward);
         dbias = dbias.merge(&part.dbias);
         dsink = dsink.merge(&part.dsink);
     }
-    if let Some(tensor) = host.operands.get(Operand::Dbias) {
+    if selection.is_partial() {
+        dsink = whole_dsink(host)?;
+        compare_dbias_rows(host, selection, &mut stats[3])?;
+    } else if let Some(tensor) = host.operands.get(Operand::Dbias) {
         compare_dbias(tensor, &dbias, &mut stats[3]);
     }
     if let Some(tensor) = host.operands.get(Operand::Dsink) {
@@ -120,6 +131,9 @@ pub fn check_bwd(host: &HostBwd, progress: Progress<'_>) -> Result<Verdict> {
         };
         verdict.tensors.push(stat.verdict(name, bound(&yardstick), None));
     }
+    if selection.is_partial() {
+        verdict.tensors.extend(forward.verdicts(fwd, true));
+    }
     Ok(verdict)
 }
 
@@ -132,26 +146,29 @@ fn bias_len(host: &HostBwd) -> usize {
     }
 }
 
-fn check_kv_head(host: &HostBwd, i_span: usize, i_head_kv: u32) -> Result<Part> {
+fn check_kv_head(host: &HostBwd, selection: &Selection, i_span: usize, i_head_kv: u32) -> Result<Part> {
     let fwd = host.problem.fwd();
     let (dims, span) = (fwd.dims, host.spans[i_span]);
     let mut part = Part {
         stats: Stats::default(),
+        forward: Forward::default(),
         logits: 0.0,
-        dbias: Shared::zeros(bias_len(host)),
+        dbias: Shared::zeros(if selection.is_partial() { 0 } else { bias_len(host) }),
         dsink: Shared::zeros(dims.num_heads_q as usize),
     };
+    let (rows, keys) = (selection.rows(span.seqlen_q), selection.rows(span.seqlen_k));
+    let chosen = selection.is_partial().then_some(Rows { rows: &rows, keys: &keys });
     let grad = host.problem.dtype_grad;
     let rounded = |value: f64| grad.round(value);
-    let mut dk = Shared::zeros(span.seqlen_k as usize * dims.head_dim_qk as usize);
-    let mut dv = Shared::zeros(span.seqlen_k as usize * dims.head_dim_v as usize);
+    let mut dk = Shared::zeros(keys.len() * dims.head_dim_qk as usize);
+    let mut dv = Shared::zeros(keys.len() * dims.head_dim_v as usize);
     for i_head in i_head_kv * fwd.gqa_ratio()..(i_head_kv + 1) * fwd.gqa_ratio() {
         part.logits = part.logits.max(logits_bound(fwd, &host.operands, span, i_head));
-        let exact = head(host, i_span, i_head, Precision::Exact)?;
-        let same = head(host, i_span, i_head, Precision::AsInput)?;
+        let exact = head(host, i_span, i_head, chosen, Precision::Exact)?;
+        let same = head(host, i_span, i_head, chosen, Precision::AsInput)?;
         let spread: &BackwardSpread = &exact.spread;
         for (at, &want) in exact.dq.iter().enumerate() {
-            let (row, dim) = (at as u32 / dims.head_dim_qk, at as u32 % dims.head_dim_qk);
+            let (row, dim) = (rows[at / dims.head_dim_qk as usize], at as u32 % dims.head_dim_qk);
             let got =
                 host.operands.expect(Operand::Dq).get(span.storage_batch, span.q_row + row, i_head, dim);
             let place = Place { batch: span.i_batch, head: i_head, row, dim, got, want };
@@ -162,6 +179,9 @@ fn check_kv_head(host: &HostBwd, i_span: usize, i_head_kv: u32) -> Result<Part> 
         }
         for at in 0..exact.dv.len() {
             dv.add(at, exact.dv[at], same.dv[at], spread.dv[at]);
+        }
+        if chosen.is_some() {
+            check_forward(host, i_span, i_head, &rows, &mut part.forward)?;
         }
         part.dsink.add(i_head as usize, exact.dsink, same.dsink, spread.dsink);
         if let (true, Bias::Elementwise(bias)) = (!part.dbias.exact.is_empty(), fwd.bias) {
@@ -178,7 +198,7 @@ fn check_kv_head(host: &HostBwd, i_span: usize, i_head_kv: u32) -> Result<Part> 
     for (which, sums, width) in [(1, &dk, dims.head_dim_qk), (2, &dv, dims.head_dim_v)] {
         let tensor = host.operands.expect(NAMES[which].1);
         for (at, &want) in sums.exact.iter().enumerate() {
-            let (row, dim) = (at as u32 / width, at as u32 % width);
+            let (row, dim) = (keys[at / width as usize], at as u32 % width);
             let got = tensor.get(span.storage_batch, span.k_row + row, i_head_kv, dim);
             let place = Place { batch: span.i_batch, head: i_head_kv, row, dim, got, want };
             part.stats[which].add(place, rounded(sums.same[at]), sums.square[at].sqrt());
@@ -201,7 +221,91 @@ fn compare_dbias(tensor: &Tensor, sums: &Shared, stat: &mut Stat) {
     }
 }
 
-fn head(host: &HostBwd, i_span: usize, i_head: u32, precision: Precision) -> Result<HeadBackward> {
+/// O and LSE of some queries, which partial gradients follow from.
+fn check_forward(
+    host: &HostBwd,
+    i_span: usize,
+    i_head: u32,
+    rows: &[u32],
+    forward: &mut Forward,
+) -> Result<()> {
+    let (fwd, span) = (host.problem.fwd(), host.spans[i_span]);
+    let exact = forward_rows(fwd, &host.inputs(), span, i_head, rows, Precision::Exact)?;
+    let same = forward_rows(fwd, &host.inputs(), span, i_head, rows, Precision::AsInput)?;
+    forward.add(fwd, &host.operands, rows, [&exact, &same], |o| o);
+    forward.logits = forward.logits.max(logits_bound(fwd, &host.operands, span, i_head));
+    Ok(())
+}
+
+/// dSink of every head, from O and LSE.
+fn whole_dsink(host: &HostBwd) -> Result<Shared> {
+    let heads = host.problem.fwd().dims.num_heads_q;
+    let mut dsink = Shared::zeros(heads as usize);
+    if host.operands.get(Operand::Dsink).is_some() {
+        for i_span in 0..host.spans.len() {
+            for i_head in 0..heads {
+                let none = Some(Rows::default());
+                let exact = head(host, i_span, i_head, none, Precision::Exact)?;
+                let same = head(host, i_span, i_head, none, Precision::AsInput)?;
+                dsink.add(i_head as usize, exact.dsink, same.dsink, exact.spread.dsink);
+            }
+        }
+    }
+    Ok(dsink)
+}
+
+/// Some rows of dBias, of at most as many of its matrices as heads were chosen: each the sum over every
+/// sequence and head that shares it.
+fn compare_dbias_rows(host: &HostBwd, selection: &Selection, stat: &mut Stat) -> Result<()> {
+    let fwd = host.problem.fwd();
+    let (Some(tensor), Bias::Elementwise(bias)) = (host.operands.get(Operand::Dbias), fwd.bias) else {
+        return Ok(());
+    };
+    let (shape, ratio) = (tensor.shape, fwd.gqa_ratio());
+    let matrices = shape.batch * shape.head;
+    let sharing = |b: u32, h: u32| {
+        (0..host.spans.len())
+            .flat_map(move |i_span| (0..fwd.dims.num_heads_q).map(move |i_head| (i_span, i_head)))
+            .filter(move |&(i_span, i_head)| {
+                bias.broadcast.index(host.spans[i_span].i_batch, i_head) == (b, h)
+            })
+    };
+    let chosen = selection.heads.as_ref().map_or(matrices, |heads| heads.len() as u32 * ratio).min(matrices);
+    for matrix in spread(matrices, chosen) {
+        let (b, h) = (matrix / shape.head, matrix % shape.head);
+        let shares = sharing(b, h).count().max(1) as u32;
+        // As many rows as for dQ, over all that share the matrix.
+        let rows = selection.rows(shape.seq);
+        let rows: Vec<u32> = spread(shape.seq, (rows.len() as u32 / shares).clamp(1, shape.seq)).collect();
+        let dim = shape.dim as usize;
+        let mut sums = Shared::zeros(rows.len() * dim);
+        for (i_span, i_head) in sharing(b, h) {
+            let span = host.spans[i_span];
+            let live: Vec<u32> = rows.iter().copied().filter(|&i| i < span.seqlen_q).collect();
+            let part = Some(Rows { rows: &live, keys: &[] });
+            let exact = head(host, i_span, i_head, part, Precision::Exact)?;
+            let same = head(host, i_span, i_head, part, Precision::AsInput)?;
+            for at in 0..exact.ds.len() {
+                let (row, j) = (at / span.seqlen_k as usize, at % span.seqlen_k as usize);
+                sums.add(row * dim + j, exact.ds[at], same.ds[at], exact.spread.ds[at]);
+            }
+        }
+        for (at, &want) in sums.exact.iter().enumerate() {
+            let (row, dim) = (rows[at / dim], (at % dim) as u32);
+            let place = Place { batch: b, head: h, row, dim, got: tensor.get(b, row, h, dim), want };
+            stat.add(place, tensor.dtype.round(sums.same[at]), sums.square[at].sqrt());
+        }
+    }
+    Ok(())
+}
+
+fn head(
+    host: &HostBwd,
+    i_span: usize,
+    i_head: u32,
+    part: Option<Rows<'_>>,
+    precision: Precision,
+) -> Result<HeadBackward> {
     let operands = &host.operands;
     let args = BwdArgs {
         q: operands.expect(Operand::Q).slice(),
@@ -221,5 +325,91 @@ fn head(host: &HostBwd, i_span: usize, i_head: u32, precision: Precision) -> Res
         workspace: None,
     };
     let span = host.spans[i_span];
-    Ok(backward_head(&host.problem, &args, span, i_head, precision)?)
+    Ok(match part {
+        None => backward_head(&host.problem, &args, span, i_head, precision)?,
+        Some(part) => backward_part(&host.problem, &args, span, i_head, part, precision)?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use fmha_core::bwd::BiasGrad;
+    use fmha_core::{BiasBroadcast, BwdProblem, DType, Dims, ElementwiseBias, FwdProblem, Strides};
+
+    use super::*;
+    use crate::tensors::{Data, Lengths};
+
+    /// A call whose results are right: two heads of queries to one of keys, every gradient wanted.
+    fn solved() -> HostBwd {
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: 40,
+            seqlen_k: 30,
+            num_heads_q: 2,
+            num_heads_kv: 1,
+            head_dim_qk: 4,
+            head_dim_v: 4,
+        };
+        let mut fwd = FwdProblem::batch(DType::F32, dims);
+        (fwd.mask, fwd.sink) = ("b".parse().unwrap(), true);
+        let broadcast = BiasBroadcast::OneHead;
+        let strides = Strides::bhsd(fwd.shape_bias(broadcast));
+        fwd.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
+        let mut problem = BwdProblem::new(fwd);
+        (problem.write_dsink, problem.dbias) = (true, Some(BiasGrad { dtype: DType::F32, strides }));
+        let mut host = HostBwd::new(problem, &Lengths::default(), Data::default()).unwrap();
+        host.fill_forward().unwrap();
+        let heads = [0, 1].map(|i_head| super::head(&host, 0, i_head, None, Precision::Exact).unwrap());
+        let sum = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a + b).collect::<Vec<_>>();
+        let (dk, dv) = (sum(&heads[0].dk, &heads[1].dk), sum(&heads[0].dv, &heads[1].dv));
+        let mut put = |operand, head: u32, values: &[f64], dim: usize| {
+            for (at, &value) in values.iter().enumerate() {
+                let place = [0, (at / dim) as u32, head, (at % dim) as u32];
+                host.operands.expect_mut(operand).set(place, value);
+            }
+        };
+        put(Operand::Dk, 0, &dk, 4);
+        put(Operand::Dv, 0, &dv, 4);
+        for (i_head, head) in heads.iter().enumerate() {
+            put(Operand::Dq, i_head as u32, &head.dq, 4);
+            put(Operand::Dbias, i_head as u32, &head.ds, 30);
+        }
+        for (i_head, head) in heads.iter().enumerate() {
+            host.operands.expect_mut(Operand::Dsink).set_nth(i_head, head.dsink);
+        }
+        host
+    }
+
+    fn failing(host: &HostBwd, selection: &Selection) -> Vec<&'static str> {
+        let verdict = check_bwd(host, selection, &|_, _| ()).unwrap();
+        verdict.tensors.iter().filter(|tensor| !tensor.pass).map(|tensor| tensor.tensor).collect()
+    }
+
+    #[test]
+    fn a_sample_passes_what_is_right_and_finds_a_wrong_element_of_every_tensor() {
+        let sample = Selection { heads: Some(vec![(0, 0)]), rows: Some(5) };
+        for selection in [&Selection::default(), &sample] {
+            assert_eq!(failing(&solved(), selection), [""; 0]);
+        }
+        // The last row is in every sample of more than one.
+        for (operand, place, name) in [
+            (Operand::Dq, [0, 39, 1, 2], "dq"),
+            (Operand::Dk, [0, 29, 0, 2], "dk"),
+            (Operand::Dv, [0, 29, 0, 2], "dv"),
+            (Operand::Dbias, [0, 39, 1, 7], "dbias"),
+            (Operand::O, [0, 39, 1, 2], "o"),
+        ] {
+            let mut host = solved();
+            let tensor = host.operands.expect_mut(operand);
+            let value = tensor.get(place[0], place[1], place[2], place[3]);
+            tensor.set(place, value + 0.01);
+            assert!(failing(&host, &sample).contains(&name), "{name}");
+        }
+        let mut host = solved();
+        host.operands.expect_mut(Operand::Dsink).set_nth(1, 0.5);
+        assert_eq!(failing(&host, &sample), ["dsink"]);
+        let mut host = solved();
+        host.operands.expect_mut(Operand::Lse).set_nth(79, 0.5);
+        assert!(failing(&host, &sample).contains(&"lse"));
+    }
 }

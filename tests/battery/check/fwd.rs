@@ -3,22 +3,22 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use fmha_core::dropout::KeepMask;
-use fmha_core::reference::{Inputs, Precision, forward_rows};
+use fmha_core::reference::{HeadForward, Inputs, Precision, forward_rows};
 use fmha_core::{FwdProblem, ProblemError, Result};
 use rayon::prelude::*;
 
 use super::{Progress, Selection, inner_roundoff, logits_bound};
-use crate::tensor::Operand;
+use crate::tensor::{Operand, Operands};
 use crate::tensors::HostFwd;
-use crate::tolerance::{Yardstick, bound, least_cosine, lse_bound, smallest_subnormal};
-use crate::verdict::{Place, Stat, Verdict};
+use crate::tolerance::{Bound, Yardstick, bound, least_cosine, lse_bound, smallest_subnormal};
+use crate::verdict::{Place, Stat, TensorVerdict, Verdict};
 
-/// One (sequence, head)'s sums.
+/// O and LSE of some (sequence, head) pairs against the reference.
 #[derive(Default)]
-struct Part {
+pub(super) struct Forward {
     o: Stat,
     lse: Stat,
-    logits: f64,
+    pub(super) logits: f64,
     max_lse: f64,
     faults: Vec<String>,
 }
@@ -30,7 +30,7 @@ struct Part {
 /// # Errors
 /// Operands that are missing.
 pub fn check_fwd(host: &HostFwd, selection: &Selection, progress: Progress<'_>) -> Result<Verdict> {
-    let pairs = selection.pairs(&host.problem, &host.spans);
+    let pairs = selection.pairs(host.problem.dims.num_heads_q, &host.spans);
     let done = AtomicU64::new(0);
     // The reference stores O before `scale_o`; FP8 O is scaled and rounded here.
     let mut unscaled = (*host.problem).clone();
@@ -45,45 +45,13 @@ pub fn check_fwd(host: &HostFwd, selection: &Selection, progress: Progress<'_>) 
             progress(done.fetch_add(1, Ordering::Relaxed) + 1, pairs.len() as u64);
             part
         })
-        .collect::<Result<Vec<Part>, ProblemError>>()?;
+        .collect::<Result<Vec<Forward>, ProblemError>>()?;
 
-    let mut all = Part::default();
-    for part in parts {
-        all.o.merge(&part.o);
-        all.lse.merge(&part.lse);
-        all.logits = all.logits.max(part.logits);
-        all.max_lse = all.max_lse.max(part.max_lse);
-        all.faults.extend(part.faults);
-    }
+    let mut all = Forward::default();
+    parts.into_iter().for_each(|part| all.merge(part));
+    let tensors = all.verdicts(&host.problem, host.problem.write_lse);
     all.faults.truncate(4);
-
-    let (u_out, u_inner) = (host.problem.dtype_o.unit_roundoff(), inner_roundoff(&host.problem));
-    let yardstick = Yardstick {
-        factor: 2.0,
-        max_same: all.o.max_same,
-        rmse_same: all.o.rmse_same(),
-        u_out,
-        tiny_out: smallest_subnormal(host.problem.dtype_o),
-        u_inner,
-        reference: all.o.reference(),
-        spread: all.o.spread(),
-        logits: all.logits,
-        count: all.o.count,
-    };
-    // Few elements, or sums that cancel, have no direction to speak of.
-    let directed = all.o.count >= 64 && yardstick.reference.rms >= yardstick.spread.rms / 2.0;
-    let least = directed.then(|| least_cosine(u_out, u_inner));
-    let mut verdict = Verdict {
-        tensors: vec![all.o.verdict("o", bound(&yardstick), least)],
-        faults: all.faults,
-        note: None,
-    };
-    if host.problem.write_lse {
-        let most = lse_bound(all.lse.max_same, all.logits, all.max_lse);
-        let bound = crate::tolerance::Bound { max: most, rmse: most };
-        verdict.tensors.push(all.lse.verdict("lse", bound, None));
-    }
-    Ok(verdict)
+    Ok(Verdict { tensors, faults: all.faults, note: None })
 }
 
 fn check_head(
@@ -93,7 +61,7 @@ fn check_head(
     i_span: usize,
     i_head: u32,
     selection: &Selection,
-) -> Result<Part, ProblemError> {
+) -> Result<Forward, ProblemError> {
     let problem = &*host.problem;
     let span = host.spans[i_span];
     let rows = selection.rows(span.seqlen_q);
@@ -104,45 +72,96 @@ fn check_head(
         let most = problem.dtype_o.max_finite();
         if problem.dtype_o.is_fp8() && value.is_finite() { (value * scale).clamp(-most, most) } else { value }
     };
-    let mut part = Part { logits: logits_bound(problem, &host.operands, span, i_head), ..Part::default() };
-    let o = host.operands.expect(Operand::O);
-    let dim = problem.dims.head_dim_v;
-    for (at, &i) in rows.iter().enumerate() {
-        for d in 0..dim {
-            let index = at * dim as usize + d as usize;
-            let place = Place {
-                batch: span.i_batch,
-                head: i_head,
-                row: i,
-                dim: d,
-                got: o.get(span.storage_batch, span.q_row + i, i_head, d),
-                want: stored(exact.o[index]),
-            };
-            let same = if problem.dtype_o.is_fp8() {
-                problem.dtype_o.round(stored(same.o[index]))
-            } else {
-                same.o[index]
-            };
-            part.o.add(place, same, exact.spread[index] * scale);
-            if exact.lse[at] == f64::NEG_INFINITY && place.got != 0.0 {
-                part.faults.push(format!(
-                    "o at batch {} head {i_head} row {i} dim {d} is {}, but that row sees no key: 0",
-                    span.i_batch, place.got
-                ));
+    let mut part =
+        Forward { logits: logits_bound(problem, &host.operands, span, i_head), ..Forward::default() };
+    part.add(problem, &host.operands, &rows, [&exact, &same], stored);
+    check_keep_mask(host, i_span, i_head, &rows, &mut part.faults);
+    Ok(part)
+}
+
+impl Forward {
+    pub(super) fn merge(&mut self, other: Self) {
+        self.o.merge(&other.o);
+        self.lse.merge(&other.lse);
+        self.logits = self.logits.max(other.logits);
+        self.max_lse = self.max_lse.max(other.max_lse);
+        self.faults.extend(other.faults);
+    }
+
+    /// Compares `rows` of O and, where it was written, LSE with [exact, as the input's precision has
+    /// it]; `stored` is what an FP8 O makes of a value.
+    pub(super) fn add(
+        &mut self,
+        problem: &FwdProblem,
+        operands: &Operands,
+        rows: &[u32],
+        [exact, same]: [&HeadForward; 2],
+        stored: impl Fn(f64) -> f64,
+    ) {
+        let (span, i_head, dim) = (exact.span, exact.i_head, problem.dims.head_dim_v);
+        let o = operands.expect(Operand::O);
+        let scale = operands.get(Operand::ScaleO).map_or(1.0, |scale| scale.nth(0));
+        for (at, &i) in rows.iter().enumerate() {
+            for d in 0..dim {
+                let index = at * dim as usize + d as usize;
+                let place = Place {
+                    batch: span.i_batch,
+                    head: i_head,
+                    row: i,
+                    dim: d,
+                    got: o.get(span.storage_batch, span.q_row + i, i_head, d),
+                    want: stored(exact.o[index]),
+                };
+                let same = if problem.dtype_o.is_fp8() {
+                    problem.dtype_o.round(stored(same.o[index]))
+                } else {
+                    same.o[index]
+                };
+                self.o.add(place, same, exact.spread[index] * scale);
+                if exact.lse[at] == f64::NEG_INFINITY && place.got != 0.0 {
+                    self.faults.push(format!(
+                        "o at batch {} head {i_head} row {i} dim {d} is {}, but that row sees no key: 0",
+                        span.i_batch, place.got
+                    ));
+                }
             }
-        }
-        if let Some(lse) = host.operands.get(Operand::Lse) {
-            let got = lse.nth(span.lse_index(problem, i_head, i));
-            let want = exact.lse[at];
-            let place = Place { batch: span.i_batch, head: i_head, row: i, dim: 0, got, want };
-            part.lse.add(place, same.lse[at], 0.0);
-            if want.is_finite() {
-                part.max_lse = part.max_lse.max(want.abs());
+            if let Some(lse) = operands.get(Operand::Lse) {
+                let got = lse.nth(span.lse_index(problem, i_head, i));
+                let want = exact.lse[at];
+                let place = Place { batch: span.i_batch, head: i_head, row: i, dim: 0, got, want };
+                self.lse.add(place, same.lse[at], 0.0);
+                if want.is_finite() {
+                    self.max_lse = self.max_lse.max(want.abs());
+                }
             }
         }
     }
-    check_keep_mask(host, i_span, i_head, &rows, &mut part.faults);
-    Ok(part)
+
+    /// Of O, and of LSE if it is wanted.
+    pub(super) fn verdicts(&self, problem: &FwdProblem, with_lse: bool) -> Vec<TensorVerdict> {
+        let (u_out, u_inner) = (problem.dtype_o.unit_roundoff(), inner_roundoff(problem));
+        let yardstick = Yardstick {
+            factor: 2.0,
+            max_same: self.o.max_same,
+            rmse_same: self.o.rmse_same(),
+            u_out,
+            tiny_out: smallest_subnormal(problem.dtype_o),
+            u_inner,
+            reference: self.o.reference(),
+            spread: self.o.spread(),
+            logits: self.logits,
+            count: self.o.count,
+        };
+        // Few elements, or sums that cancel, have no direction to speak of.
+        let directed = self.o.count >= 64 && yardstick.reference.rms >= yardstick.spread.rms / 2.0;
+        let least = directed.then(|| least_cosine(u_out, u_inner));
+        let mut tensors = vec![self.o.verdict("o", bound(&yardstick), least)];
+        if with_lse {
+            let most = lse_bound(self.lse.max_same, self.logits, self.max_lse);
+            tensors.push(self.lse.verdict("lse", Bound { max: most, rmse: most }, None));
+        }
+        tensors
+    }
 }
 
 /// The keep mask has no tolerance.

@@ -10,7 +10,7 @@ pub use canary::{intact_bwd, intact_combine, intact_fwd};
 pub use combine::check_combine;
 pub use fwd::check_fwd;
 
-use fmha_core::{Bias, DType, FwdProblem, SeqSpan};
+use fmha_core::{Bias, BwdProblem, DType, FwdProblem, SeqSpan};
 
 use crate::tensor::{Operand, Operands};
 
@@ -20,33 +20,49 @@ pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 /// Which part of a result to compare: all of it, or as much as one has time for.
 #[derive(Clone, Debug, Default)]
 pub struct Selection {
-    /// (index of the sequence, query head); `None` = every one.
+    /// (index of the sequence, query head; of gradients, kv head); `None` = every one.
     pub heads: Option<Vec<(usize, u32)>>,
-    /// So many rows of each, evenly spread, the first and the last among them; `None` = all.
+    /// So many rows of each (of gradients, queries and keys), evenly spread, the first and the last among
+    /// them; `None` = all.
     pub rows: Option<u32>,
 }
 
 impl Selection {
-    /// As many (sequence, head) pairs and rows as about `budget` multiplications by the reference
-    /// allow: heads evenly spread, at least one; rows at least 16 where there are so many.
+    /// As many (sequence, query head) pairs and rows as about `budget` multiplications by the forward
+    /// reference allow: heads evenly spread, at least one; rows at least 16 where there are so many.
     #[must_use]
     pub fn within(problem: &FwdProblem, spans: &[SeqSpan], budget: f64) -> Self {
         let dims = problem.dims;
-        let all: Vec<(usize, u32)> =
-            (0..spans.len()).flat_map(|span| (0..dims.num_heads_q).map(move |head| (span, head))).collect();
-        let per_row =
-            |span: &SeqSpan| f64::from(span.seqlen_k) * f64::from(dims.head_dim_qk + dims.head_dim_v);
+        let per_pair = f64::from(dims.head_dim_qk + dims.head_dim_v);
+        let pairs = |span: &SeqSpan, rows: u32| f64::from(span.seqlen_k) * f64::from(span.seqlen_q.min(rows));
+        Self::of(dims.num_heads_q, spans, budget, |span, rows| per_pair * pairs(span, rows))
+    }
+
+    /// As [`within`](Self::within) for gradients: (sequence, kv head) pairs, and rows of dQ, dK and dV.
+    #[must_use]
+    pub fn within_bwd(problem: &BwdProblem, spans: &[SeqSpan], budget: f64) -> Self {
+        let dims = problem.fwd.dims;
+        let per_pair =
+            f64::from(3 * dims.head_dim_qk + 2 * dims.head_dim_v) * f64::from(problem.fwd.gqa_ratio());
+        let pairs = |span: &SeqSpan, rows: u32| {
+            let (seqlen_q, seqlen_k) = (f64::from(span.seqlen_q), f64::from(span.seqlen_k));
+            let rows = f64::from(rows);
+            (rows * (seqlen_q + seqlen_k)).min(seqlen_q * seqlen_k)
+        };
+        Self::of(dims.num_heads_kv, spans, budget, |span, rows| per_pair * pairs(span, rows))
+    }
+
+    /// `cost` is that of so many rows of one head of a sequence.
+    fn of(num_heads: u32, spans: &[SeqSpan], budget: f64, cost: impl Fn(&SeqSpan, u32) -> f64) -> Self {
+        let all = Self::default().pairs(num_heads, spans);
         let cost = |pairs: &[(usize, u32)], rows: u32| -> f64 {
-            pairs
-                .iter()
-                .map(|&(span, _)| per_row(&spans[span]) * f64::from(spans[span].seqlen_q.min(rows)))
-                .sum()
+            pairs.iter().map(|&(span, _)| cost(&spans[span], rows)).sum()
         };
         if cost(&all, u32::MAX) <= budget {
             return Self::default();
         }
         let mut heads = all;
-        let mut rows = spans.iter().map(|span| span.seqlen_q).max().unwrap_or(0);
+        let mut rows = spans.iter().map(|span| span.seqlen_q.max(span.seqlen_k)).max().unwrap_or(0);
         while cost(&heads, rows) > budget && (rows > 16 || heads.len() > 1) {
             if rows > 256 || heads.len() == 1 {
                 rows = (rows / 2).max(16);
@@ -69,15 +85,15 @@ impl Selection {
         self.heads.is_some() || self.rows.is_some()
     }
 
-    fn pairs(&self, problem: &FwdProblem, spans: &[SeqSpan]) -> Vec<(usize, u32)> {
+    /// Of so many heads a sequence.
+    fn pairs(&self, num_heads: u32, spans: &[SeqSpan]) -> Vec<(usize, u32)> {
         self.heads.clone().unwrap_or_else(|| {
-            let heads = problem.dims.num_heads_q;
-            (0..spans.len()).flat_map(|span| (0..heads).map(move |head| (span, head))).collect()
+            (0..spans.len()).flat_map(|span| (0..num_heads).map(move |head| (span, head))).collect()
         })
     }
 
-    fn rows(&self, seqlen_q: u32) -> Vec<u32> {
-        spread(seqlen_q, self.rows.unwrap_or(seqlen_q).min(seqlen_q)).collect()
+    fn rows(&self, seqlen: u32) -> Vec<u32> {
+        spread(seqlen, self.rows.unwrap_or(seqlen).min(seqlen)).collect()
     }
 }
 

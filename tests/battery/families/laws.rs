@@ -7,13 +7,14 @@ use crate::case::{Body, Case, Forward, Plant};
 use crate::law::{Law, LawKind};
 use crate::tensors::Lengths;
 
-const KINDS: [(&str, LawKind); 9] = [
+const KINDS: [(&str, LawKind); 10] = [
     ("group_of_equal_lengths_is_batch", LawKind::GroupIsBatch),
     ("column_major_v_is_row_major_v", LawKind::ColMajorIsRowMajor),
     ("any_layout_gives_the_same", LawKind::AnyLayout),
     ("gqa_is_mha_with_keys_repeated", LawKind::GqaIsMha),
     ("permuted_batch_permutes_the_output", LawKind::PermutedBatch),
     ("twice_gives_the_same_bits", LawKind::Twice),
+    ("a_recorded_call_replays_with_new_lengths", LawKind::Recorded),
     ("a_window_of_everything_is_no_mask", LawKind::WideWindowIsNone),
     ("two_parts_combine_to_the_whole", LawKind::SplitsCombine(2)),
     ("five_parts_combine_to_the_whole", LawKind::SplitsCombine(5)),
@@ -40,7 +41,7 @@ pub(crate) fn cases() -> Vec<Case> {
                     modify(&mut problem, kind);
                     let forward = Forward {
                         problem,
-                        lengths: Lengths::default(),
+                        lengths: lengths(kind, dims),
                         data: data(&name),
                         plant: Plant::Nothing,
                     };
@@ -61,6 +62,16 @@ fn masks(kind: LawKind) -> &'static [&'static str] {
     }
 }
 
+/// Sequences of unlike lengths where the law is about them; else the whole tensors.
+fn lengths(kind: LawKind, dims: Dims) -> Lengths {
+    if kind != LawKind::Recorded {
+        return Lengths::default();
+    }
+    let some = |most: u32| [most, most / 2, 0].map(u32::cast_signed).to_vec();
+    let others = |most: u32| [most / 3, most, 1].map(u32::cast_signed).to_vec();
+    Lengths { seqused_q: some(dims.seqlen_q), seqused_k: others(dims.seqlen_k), ..Lengths::default() }
+}
+
 /// More of the contract, where the law holds for it.
 fn modify(problem: &mut FwdProblem, kind: LawKind) {
     match kind {
@@ -71,6 +82,7 @@ fn modify(problem: &mut FwdProblem, kind: LawKind) {
         }
         LawKind::ColMajorIsRowMajor | LawKind::AnyLayout => problem.softcap = Some(9.0),
         LawKind::GqaIsMha => problem.bias = Bias::Alibi { per_batch: false },
+        LawKind::Recorded => (problem.seqused_q, problem.seqused_k) = (true, true),
         LawKind::PermutedBatch | LawKind::WideWindowIsNone | LawKind::SplitsCombine(_) => {}
     }
 }

@@ -53,6 +53,26 @@ impl Counters {
 }
 
 impl Counters {
+    /// Every count by its field's name.
+    #[must_use]
+    pub fn named(&self) -> [(&'static str, u64); 13] {
+        [
+            ("warp_instructions", self.warp_instructions),
+            ("divergences", self.divergences),
+            ("shared_bytes", self.shared_bytes),
+            ("shared_passes", self.shared_passes),
+            ("bank_conflicts", self.bank_conflicts),
+            ("shared_matrix_bytes", self.shared_matrix_bytes),
+            ("global_read", self.global_read),
+            ("global_written", self.global_written),
+            ("bulk_bytes", self.bulk_bytes),
+            ("bulk_copies", self.bulk_copies),
+            ("barrier_waits", self.barrier_waits),
+            ("tensor_macs", self.tensor_macs),
+            ("special_functions", self.special_functions),
+        ]
+    }
+
     /// Adds `hits` executions of an instruction.
     pub(crate) fn count_instruction(&mut self, inst: &Inst, hits: u64) {
         self.warp_instructions += hits;

@@ -88,6 +88,14 @@ struct Cell {
     more: Vec<Access>,
 }
 
+/// Reads of one operand since its bytes were last written: by whom, and the last writes of those bytes. Kept with the
+/// operand, so that three warps of a warpgroup need not repeat what the first has recorded of the same product.
+#[derive(Debug, Default)]
+pub(crate) struct SeenReads {
+    readers: Vec<(u32, u32)>,
+    writes: Vec<Access>,
+}
+
 /// Registers of a warp in flight.
 #[derive(Clone, Debug, Default)]
 struct Flight {
@@ -112,6 +120,8 @@ pub(crate) struct Tracker {
     tracks: u32,
     cells: Vec<Vec<Cell>>,
     flights: Vec<Flight>,
+    /// Initialised barriers that the asynchronous proxy cannot see yet: block, address, the warp's number.
+    unfenced: Vec<(u32, u32, u32)>,
     lines: Vec<(u32, u32)>,
 }
 
@@ -131,6 +141,7 @@ impl Tracker {
             cells: vec![Vec::new(); 2 * blocks],
             blocks: blocks as u32,
             flights: vec![Flight::default(); warps as usize],
+            unfenced: Vec::new(),
             lines: Vec::new(),
         }
     }
@@ -181,6 +192,27 @@ impl Tracker {
         let c = &mut self.clocks[id];
         join(&mut c.a, &c.v);
         c.v[id] += 1;
+        self.init_fence(warp);
+    }
+
+    /// `fence.mbarrier_init`: the asynchronous proxy sees the barriers that the warp has initialised.
+    pub(crate) fn init_fence(&mut self, warp: &Warp) {
+        let id = self.id(warp);
+        self.unfenced.retain(|&(_, _, by)| by != id);
+    }
+
+    /// An asynchronous operation is to complete on a barrier.
+    pub(crate) fn async_barrier(&self, cta: u32, at: u32) -> Exec<()> {
+        let Some(&(_, _, by)) = self.unfenced.iter().find(|&&(c, a, _)| (c, a) == (cta, at)) else {
+            return Ok(());
+        };
+        let text = format!(
+            "an asynchronous operation completes on the mbarrier at {at:#x} of block rank {cta}, which warp {} of \
+             block rank {} initialised without fence.mbarrier_init",
+            by % self.per_block,
+            by / self.per_block
+        );
+        Err(Box::new(Fault::new(FaultKind::MissingProxyFence, text)))
     }
 
     fn advance(&mut self, id: u32, track: u32, to: u32) {
@@ -209,6 +241,7 @@ impl Tracker {
     /// A new barrier: its track. Writing the barrier must not race with earlier uses of the bytes.
     pub(crate) fn mbarrier_init(&mut self, warp: &Warp, cta: u32, at: u32, lane: usize) -> Exec<u32> {
         self.generic_write(warp, cta, at, 8, lane, false)?;
+        self.unfenced.push((cta, at, self.id(warp)));
         self.tracks += 1;
         Ok((self.tracks - 1).min(4095))
     }
@@ -599,6 +632,33 @@ impl Tracker {
         n: u32,
     ) -> Exec<()> {
         self.read_cells(clocks, (track, epoch, pc, lane), cta, at, n)
+    }
+
+    /// Whether `me`, a track and epoch, has recorded its reads of these bytes and all their writes are ordered before
+    /// `clocks` too. If not, the reads are to be recorded one by one, which finds the race.
+    pub(crate) fn read_before(&self, clocks: &Clocks, me: (u32, u32), cta: u32, seen: &SeenReads) -> bool {
+        seen.readers.contains(&me)
+            && seen.writes.iter().all(|w| {
+                self.ordered(*w, &clocks.v) && self.check_proxy(*w, clocks, me.0, "read", cta, 0).is_ok()
+            })
+    }
+
+    /// Notes that `me` has recorded its reads of the 16-byte chunks at `chunks`.
+    pub(crate) fn note_reads(&mut self, me: (u32, u32), cta: u32, chunks: &[u32], seen: &mut SeenReads) {
+        if seen.readers.is_empty() {
+            for index in chunks.iter().flat_map(|at| *at as usize / 4..*at as usize / 4 + 4) {
+                let write = self.cell(cta, index).write;
+                let same = |w: &Access| (w.track(), w.epoch()) == (write.track(), write.epoch());
+                if write.is_some() && !seen.writes.last().is_some_and(same) && !seen.writes.iter().any(same) {
+                    seen.writes.push(write);
+                }
+            }
+        }
+        // Few are still to come for the same product; the newest suffice.
+        if seen.readers.len() == 4 {
+            seen.readers.remove(0);
+        }
+        seen.readers.push(me);
     }
 
     /// A write by the asynchronous proxy, issued when the clocks were `clocks`.

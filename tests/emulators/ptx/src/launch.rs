@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::ast::{Space, Var};
+use crate::class::class_of;
 use crate::counters::Counters;
 use crate::decode::{Symbol, decode};
 use crate::exec::{Cluster, Launch, Status, detect};
@@ -79,6 +80,8 @@ pub struct LaunchConfig {
 pub struct Report {
     /// Totals over all blocks.
     pub counters: Counters,
+    /// Warp instructions by what they do.
+    pub instructions: BTreeMap<&'static str, u64>,
     /// Warp instructions executed on each PTX line.
     pub lines: BTreeMap<u32, u64>,
     /// Warp instructions executed on each source line, where `.loc` says.
@@ -306,9 +309,8 @@ impl Device {
 /// Registers a thread holds at launch. Without `setmaxnreg` the number has no consequence; with it, compilers give
 /// the most that fits the file, yet no more than any `setmaxnreg.inc` asks for.
 fn launch_registers(program: &Program, threads: u32) -> u32 {
-    let value = |reg: crate::op::Reg| {
-        program.const_words.iter().find(|(row, _)| usize::from(*row) == reg.row()).map(|&(_, value)| value)
-    };
+    let value =
+        |reg: crate::op::Reg| program.const_words.iter().find(|(r, _)| *r == reg).map(|&(_, value)| value);
     let mut uses = false;
     let mut most = 65536 / threads / 8 * 8;
     for inst in &program.code {
@@ -401,6 +403,7 @@ fn run_grid(launch: &Arc<Launch>) -> Result<Report, Fault> {
     }
     for (inst, hits) in launch.program.code.iter().zip(&shared.hits) {
         shared.report.counters.count_instruction(inst, *hits);
+        *shared.report.instructions.entry(class_of(&inst.code)).or_default() += hits;
     }
     for (&(line, source), hits) in launch.program.lines.iter().zip(&shared.hits) {
         *shared.report.lines.entry(line).or_default() += hits;

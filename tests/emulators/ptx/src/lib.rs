@@ -13,6 +13,7 @@
 //! [`Fault`].
 
 mod ast;
+mod class;
 mod counters;
 mod decode;
 mod exec;
@@ -22,12 +23,17 @@ mod hb;
 mod launch;
 mod lex;
 mod memory;
+mod mutate;
+pub mod mutation;
 mod op;
 mod parse;
 mod recording;
+mod source;
 
 pub use counters::Counters;
 pub use exec::TensorMap;
 pub use fault::{Fault, FaultKind, Place};
 pub use launch::{Asynchrony, Device, Kernel, LaunchConfig, Module, Options, Report};
-pub use recording::{Ready, Recording};
+pub use mutate::{Mutant, mutants};
+pub use recording::{Ended, Ready, Recording};
+pub use source::{SourceLine, SourceMap};

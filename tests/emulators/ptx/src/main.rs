@@ -1,14 +1,20 @@
 //! `ptx-emu run kernel.ptx --kernel NAME --grid X[,Y[,Z]] --block X[,Y[,Z]] --arg …`: runs a kernel of a PTX file.
 
+mod observed;
+
 use std::process::ExitCode;
 
-use fmha_emu_ptx::{Asynchrony, Device, Kernel, LaunchConfig, Options, Recording};
+use fmha_emu_ptx::{Asynchrony, Device, Kernel, LaunchConfig, Options, Recording, mutation};
 
 const USAGE: &str = "\
 usage: ptx-emu run FILE.ptx [--kernel NAME] --grid X[,Y[,Z]] --block X[,Y[,Z]] [--cluster X[,Y[,Z]]]
                    [--shared BYTES] [--mode eager|hb|late:SEED] [--seeds N] [--lines] [--arg ARG]...
        ptx-emu bench FILE.launch... [--mode eager|hb|late:SEED] [--repeat N] [--ptx FILE.ptx]
        ptx-emu list FILE.ptx
+       ptx-emu record FOLDER [--sms N] -- COMMAND...
+       ptx-emu cover FILE -- COMMAND...
+       ptx-emu mutate [TITLE=]FILE.launch... [--schedules N] [--out FILE.md] [--reasons FILE] [--sources FOLDER]...
+                      [--wrappers PREFIX]
 
 An ARG is one parameter of the kernel, in order:
   u32:N  s32:N  u64:N  f32:X       a number
@@ -21,6 +27,16 @@ An ARG is one parameter of the kernel, in order:
 
 `bench` runs recorded launches (the driver double writes them to the folder FMHA_EMULATE_RECORD) on one thread and
 prints warp instructions a second of processor time; --ptx puts another module in the recorded one's place.
+
+`record` runs a command that uses the driver double and keeps each of its launches in a file of FOLDER; the device has
+N multiprocessors. `cover` writes the source lines that its launches have code for, and whether each was executed.
+
+`mutate` takes recorded launches, leaves out or miscounts each instruction that synchronises, one at a time, runs each
+such kernel, tracking happens-before, and prints what reports it. The sound kernel is run under N late schedules first.
+Launches of one TITLE must have one text: a mutant is run on each that executes its instruction, until one reports.
+--out rewrites the table in a Markdown file; --reasons says why some mutants are no faults (`opcode | part of the line |
+part of its caller | ... | reason`); --sources adds each source line's text; --wrappers names the files whose callers
+are the lines to show.
 
 --seeds N runs N late schedules, seeds 1 to N. --lines prints the warp instructions of each source line.";
 
@@ -220,7 +236,16 @@ fn main() -> ExitCode {
     if let Some(("bench", rest)) = all.split_first().map(|(command, rest)| (command.as_str(), rest)) {
         return finish(bench(rest));
     }
-    let mut words = all.into_iter();
+    let mut words = all.into_iter().peekable();
+    if words.next_if(|word| word == "mutate").is_some() {
+        return finish(mutation::run(words));
+    }
+    if words.next_if(|word| word == "record").is_some() {
+        return finish(observed::record(words));
+    }
+    if words.next_if(|word| word == "cover").is_some() {
+        return finish(observed::cover(words));
+    }
     let (command, file) = (words.next(), words.next());
     let (Some(command), Some(file)) = (command, file) else {
         eprintln!("{USAGE}");

@@ -5,7 +5,7 @@ use crate::fp::Round;
 
 /// A row of the register file of a warp: 32 lanes of one register. Two tag bits name the file.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub(crate) struct Reg(u16);
+pub(crate) struct Reg(u32);
 
 /// The files: 32-bit words (16-bit registers live here, upper half zero), 64-bit words, predicates.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -17,20 +17,20 @@ pub(crate) enum File {
 
 impl Reg {
     /// Rows in one file.
-    pub(crate) const MAX_ROWS: u32 = 1 << 14;
+    pub(crate) const MAX_ROWS: u32 = 1 << 20;
     /// No register.
-    pub(crate) const NONE: Self = Self(u16::MAX);
+    pub(crate) const NONE: Self = Self(u32::MAX);
 
     pub(crate) fn new(file: File, row: u32) -> Self {
-        Self((file as u16) << 14 | row as u16)
+        Self((file as u32) << 30 | row)
     }
 
     pub(crate) fn row(self) -> usize {
-        usize::from(self.0 & 0x3fff)
+        (self.0 & 0x3fff_ffff) as usize
     }
 
     pub(crate) fn file(self) -> Option<File> {
-        match self.0 >> 14 {
+        match self.0 >> 30 {
             0 => Some(File::Word),
             1 => Some(File::Double),
             2 => Some(File::Pred),
@@ -90,6 +90,9 @@ pub(crate) enum Wf {
     Brev,
     BfindS,
     BfindU,
+    /// How far left the bit that `bfind` finds must go to become the highest.
+    BfindShiftS,
+    BfindShiftU,
     BfeS,
     BfeU,
     Bfi,
@@ -632,6 +635,8 @@ pub(crate) enum Code {
     },
     FenceMemory,
     FenceProxyAsync,
+    /// `fence.mbarrier_init`.
+    FenceMbarrierInit,
     FenceTensorMap,
     TensorMapReplace {
         field: u8,
@@ -752,9 +757,9 @@ pub(crate) struct Program {
     pub(crate) doubles: u32,
     pub(crate) preds: u32,
     /// Rows that hold constants.
-    pub(crate) const_words: Vec<(u16, u32)>,
-    pub(crate) const_doubles: Vec<(u16, u64)>,
-    pub(crate) const_preds: Vec<(u16, bool)>,
+    pub(crate) const_words: Vec<(Reg, u32)>,
+    pub(crate) const_doubles: Vec<(Reg, u64)>,
+    pub(crate) const_preds: Vec<(Reg, bool)>,
     pub(crate) specials: Vec<(Reg, Special)>,
     pub(crate) local_bytes: u32,
     pub(crate) static_shared: u32,

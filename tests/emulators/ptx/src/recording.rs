@@ -123,6 +123,11 @@ impl Recording {
     /// # Errors
     /// As [`Device::load`]; an allocation that a device would not give; PTX without the kernel.
     pub fn prepare(&self) -> Result<Ready<'_>, Fault> {
+        self.prepare_as(&self.ptx)
+    }
+
+    /// The same with `ptx` in its text's place.
+    fn prepare_as(&self, ptx: &str) -> Result<Ready<'_>, Fault> {
         let device = Device::new();
         for (base, bytes, init) in &self.memory {
             if !device.memory().restore(*base, bytes, init) {
@@ -131,11 +136,36 @@ impl Recording {
                 )));
             }
         }
-        let module = device.load(&self.ptx)?;
+        let module = device.load(ptx)?;
         let kernel = module.kernel(&self.kernel).cloned();
         let kernel = kernel.ok_or_else(|| broken(&format!("no kernel `{}` in its PTX", self.kernel)))?;
         Ok(Ready { recording: self, device, kernel })
     }
+
+    /// Runs it once on a device of its own, with `ptx` in its text's place.
+    ///
+    /// # Errors
+    /// As [`prepare`](Self::prepare) and [`Device::launch`].
+    pub fn run_as(&self, ptx: &str, options: &Options) -> Result<Ended, Fault> {
+        let ready = self.prepare_as(ptx)?;
+        let report = ready.run(options)?;
+        let mut memory = Vec::new();
+        for (base, bytes, _) in &self.memory {
+            let mut now = vec![0; bytes.len()];
+            ready.device.download(*base, &mut now)?;
+            memory.push(now);
+        }
+        Ok(Ended { report, memory })
+    }
+}
+
+/// What a recorded launch left.
+#[derive(Debug)]
+pub struct Ended {
+    /// What it did.
+    pub report: Report,
+    /// The bytes of each of the recording's allocations afterwards.
+    pub memory: Vec<Vec<u8>>,
 }
 
 /// A recorded launch on its device.

@@ -70,6 +70,12 @@ fn integer_instructions_agree_with_rust() {
         ("popc.b32 %d, %a;", |a, _, _| a.count_ones()),
         ("clz.b32 %d, %a;", |a, _, _| a.leading_zeros()),
         ("brev.b32 %d, %a;", |a, _, _| a.reverse_bits()),
+        ("bfind.shiftamt.u32 %d, %a;", |a, _, _| if a == 0 { u32::MAX } else { a.leading_zeros() }),
+        ("bfind.shiftamt.s32 %d, %a;", |a, _, _| match a as i32 {
+            0 | -1 => u32::MAX,
+            x if x < 0 => (!a).leading_zeros(),
+            _ => a.leading_zeros(),
+        }),
         ("bfind.u32 %d, %a;", |a, _, _| if a == 0 { u32::MAX } else { 31 - a.leading_zeros() }),
         ("sad.s32 %d, %a, %b, %c;", |a, b, c| s(a).abs_diff(s(b)).wrapping_add(c)),
         ("lop3.b32 %d, %a, %b, %c, 0xCA;", |a, b, c| a & b | !a & c),

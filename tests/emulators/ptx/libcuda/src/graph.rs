@@ -53,17 +53,21 @@ impl Node {
                 let options = state.options.clone();
                 state.record(kernel, config, args);
                 // A panic must not cross the C interface; it is a fault of the emulator, and said so.
-                let run = || state.device.launch(kernel, config, args, &options).map(drop);
+                let run = || state.device.launch(kernel, config, args, &options);
                 let Ok(result) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) else {
                     eprintln!("emulated driver: the emulator itself failed in `{}`", kernel.name());
                     state.sticky = Some(LAUNCH_FAILED);
                     return LAUNCH_FAILED;
                 };
-                if let Err(fault) = result {
-                    state.report(&format!("kernel `{}`", kernel.name()), &fault);
-                    state.sticky = Some(LAUNCH_FAILED);
-                    return LAUNCH_FAILED;
-                }
+                let report = match result {
+                    Ok(report) => report,
+                    Err(fault) => {
+                        state.report(&format!("kernel `{}`", kernel.name()), &fault);
+                        state.sticky = Some(LAUNCH_FAILED);
+                        return LAUNCH_FAILED;
+                    }
+                };
+                state.observer.note(kernel, config, &report);
                 return SUCCESS;
             }
             Self::Call { .. } => Ok(()),

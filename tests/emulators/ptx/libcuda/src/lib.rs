@@ -22,6 +22,7 @@ mod graph;
 mod launch;
 mod memory;
 mod module;
+mod observe;
 mod occupancy;
 mod proc_address;
 mod state;

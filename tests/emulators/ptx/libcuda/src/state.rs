@@ -9,6 +9,7 @@ use std::time::Instant;
 use fmha_emu_ptx::{Asynchrony, Device, Fault, Kernel, LaunchConfig, Module, Options, Recording};
 
 use crate::graph::Node;
+use crate::observe::Observer;
 
 /// Handles are small numbers, never addresses: a wrong one is found, not followed.
 pub(crate) type Handle = usize;
@@ -95,6 +96,7 @@ pub(crate) struct State {
     pub(crate) arch_name: String,
     pub(crate) options: Options,
     pub(crate) modules: BTreeMap<Handle, Module>,
+    pub(crate) observer: Observer,
     pub(crate) functions: BTreeMap<Handle, Function>,
     pub(crate) function_names: HashMap<(Handle, String), Handle>,
     pub(crate) streams: BTreeMap<Handle, Stream>,
@@ -120,7 +122,10 @@ impl State {
         let asked = std::env::var("FMHA_EMULATE").unwrap_or_default();
         let digits: String = asked.chars().filter(char::is_ascii_digit).collect();
         let found = ARCHITECTURES.iter().find(|(n, _)| *n == digits);
-        let arch = found.map_or(ARCHITECTURES[1].1, |(_, a)| *a);
+        let mut arch = found.map_or(ARCHITECTURES[1].1, |(_, a)| *a);
+        // Fewer multiprocessors make a persistent kernel walk several tiles of a small problem.
+        let fewer = std::env::var("FMHA_EMULATE_SMS").ok().and_then(|text| text.parse().ok());
+        arch.num_sms = fewer.map_or(arch.num_sms, |n: i32| n.clamp(1, arch.num_sms));
         let mut options = Options::default();
         options.num_sms = arch.num_sms as u32;
         let mode = std::env::var("FMHA_EMULATE_MODE").unwrap_or_default();
@@ -135,6 +140,7 @@ impl State {
             arch_name: format!("{}{}", arch.major, arch.minor),
             options,
             modules: BTreeMap::new(),
+            observer: Observer::default(),
             functions: BTreeMap::new(),
             function_names: HashMap::new(),
             streams: BTreeMap::new(),

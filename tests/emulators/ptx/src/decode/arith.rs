@@ -34,9 +34,13 @@ impl Decoder<'_> {
             | "ex2" | "lg2" | "tanh" | "sin" | "cos" | "copysign" | "addc" | "subc" => self.function(raw)?,
             "popc" | "clz" | "bfind" => {
                 let ty = last_type(raw)?;
+                let shift = raw.has("shiftamt");
                 let f = match (raw.words[0].as_str(), ty.bytes() == 8, ty.is_signed()) {
                     ("popc", false, _) => Code::W { f: Wf::Popc, ftz: false },
                     ("clz", false, _) => Code::W { f: Wf::Clz, ftz: false },
+                    ("bfind", false, true) if shift => Code::W { f: Wf::BfindShiftS, ftz: false },
+                    ("bfind", false, false) if shift => Code::W { f: Wf::BfindShiftU, ftz: false },
+                    (_, true, _) if shift => return Err(unknown(raw)),
                     ("bfind", false, true) => Code::W { f: Wf::BfindS, ftz: false },
                     ("bfind", false, false) => Code::W { f: Wf::BfindU, ftz: false },
                     ("popc", true, _) => Code::X(Xf::PopcD),
@@ -45,9 +49,6 @@ impl Decoder<'_> {
                     (_, true, false) => Code::X(Xf::BfindDU),
                     _ => return Err(unknown(raw)),
                 };
-                if raw.has("shiftamt") {
-                    return Err(unknown(raw));
-                }
                 let mut inst = Inst::new(f);
                 inst.dst[0] = self.dst(&ops[0], Ty::B32)?;
                 inst.src[0] = self.src(&ops[1], ty)?;

@@ -231,12 +231,12 @@ pub(super) fn compact(program: &mut Program) {
     let lives = intervals(program, &numbers);
     // Constants and special registers are written once, before the first instruction.
     let mut fixed = vec![false; numbers.all];
-    let first_pred = numbers.words + numbers.doubles;
-    program.const_words.iter().for_each(|c| fixed[usize::from(c.0)] = true);
-    program.const_doubles.iter().for_each(|c| fixed[numbers.words + usize::from(c.0)] = true);
-    program.const_preds.iter().for_each(|c| fixed[first_pred + usize::from(c.0)] = true);
-    program.specials.iter().filter_map(|s| numbers.of(s.0)).for_each(|n| fixed[n] = true);
+    let constants = program.const_words.iter().map(|c| c.0).chain(program.const_doubles.iter().map(|c| c.0));
+    let constants = constants.chain(program.const_preds.iter().map(|c| c.0));
+    let written_once = constants.chain(program.specials.iter().map(|s| s.0));
+    written_once.filter_map(|r| numbers.of(r)).for_each(|n| fixed[n] = true);
 
+    let first_pred = numbers.words + numbers.doubles;
     let part = |range: std::ops::Range<usize>| assign(&lives[range.clone()], &fixed[range]);
     let (words, word_count) = part(0..numbers.words);
     let (doubles, double_count) = part(numbers.words..first_pred);
@@ -258,8 +258,8 @@ pub(super) fn compact(program: &mut Program) {
     }
     program.pool.iter_mut().for_each(place);
     program.specials.iter_mut().for_each(|s| place(&mut s.0));
-    program.const_words.iter_mut().for_each(|c| c.0 = words[usize::from(c.0)] as u16);
-    program.const_doubles.iter_mut().for_each(|c| c.0 = doubles[usize::from(c.0)] as u16);
-    program.const_preds.iter_mut().for_each(|c| c.0 = preds[usize::from(c.0)] as u16);
+    program.const_words.iter_mut().for_each(|c| place(&mut c.0));
+    program.const_doubles.iter_mut().for_each(|c| place(&mut c.0));
+    program.const_preds.iter_mut().for_each(|c| place(&mut c.0));
     (program.words, program.doubles, program.preds) = (word_count, double_count, pred_count);
 }

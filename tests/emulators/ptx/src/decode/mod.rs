@@ -166,8 +166,8 @@ impl<'a> Decoder<'a> {
     fn finish(mut self, func: &Func) -> Program {
         let [words, doubles, preds] = self.rows;
         (self.program.words, self.program.doubles, self.program.preds) = (words, doubles, preds);
-        self.program.const_words = self.word_consts.iter().map(|(&v, r)| (r.row() as u16, v)).collect();
-        self.program.const_doubles = self.double_consts.iter().map(|(&v, r)| (r.row() as u16, v)).collect();
+        self.program.const_words = self.word_consts.iter().map(|(&v, &r)| (r, v)).collect();
+        self.program.const_doubles = self.double_consts.iter().map(|(&v, &r)| (r, v)).collect();
         self.program.specials = self.specials.iter().map(|(&s, &r)| (r, s)).collect();
         self.program.params.clone_from(&func.params);
         self.program.param_bytes = func.params.iter().map(|p| p.offset + p.bytes).max().unwrap_or(0);
@@ -280,7 +280,7 @@ impl<'a> Decoder<'a> {
     pub(super) fn src(&mut self, operand: &Operand, ty: Ty) -> Result<Reg, Fault> {
         if let (Ty::Pred, Operand::Int(v)) = (ty, operand) {
             let reg = self.row(File::Pred);
-            self.program.const_preds.push((reg.row() as u16, *v != 0));
+            self.program.const_preds.push((reg, *v != 0));
             return Ok(reg);
         }
         let wide = ty.bytes() == 8;

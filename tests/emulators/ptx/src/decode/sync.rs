@@ -29,9 +29,8 @@ impl Decoder<'_> {
                 ("proxy", w) if w.starts_with("tensormap") => Inst::new(Code::FenceTensorMap),
                 ("proxy", "alias") => Inst::new(Code::FenceMemory),
                 ("proxy", w) if w.starts_with("async") => Inst::new(Code::FenceProxyAsync),
-                ("mbarrier_init" | "acq_rel" | "sc" | "acquire" | "release", _) => {
-                    Inst::new(Code::FenceMemory)
-                }
+                ("mbarrier_init", _) => Inst::new(Code::FenceMbarrierInit),
+                ("acq_rel" | "sc" | "acquire" | "release", _) => Inst::new(Code::FenceMemory),
                 _ => return Err(unknown(raw)),
             },
             "shfl" => {

@@ -247,8 +247,15 @@ fn word(warp: &mut Warp, inst: &Inst, mask: u32, f: Wf, ftz: bool) {
         Wf::Clz => ints!(|a, b, c| a.leading_zeros()),
         Wf::Brev => ints!(|a, b, c| a.reverse_bits()),
         Wf::BfindU => ints!(|a, b, c| 31u32.wrapping_sub(a.leading_zeros())),
+        Wf::BfindShiftU => ints!(|a, b, c| if a == 0 { u32::MAX } else { a.leading_zeros() }),
         Wf::BfindS => {
             ints!(|a, b, c| 31u32.wrapping_sub((a ^ ((a as i32) >> 31) as u32).leading_zeros()));
+        }
+        Wf::BfindShiftS => {
+            ints!(|a, b, c| match a ^ ((a as i32) >> 31) as u32 {
+                0 => u32::MAX,
+                bits => bits.leading_zeros(),
+            });
         }
         Wf::BfeU => ints!(|a, b, c| bfe(u64::from(a), b, c, 32, false) as u32),
         Wf::BfeS => ints!(|a, b, c| bfe(i64::from(a as i32) as u64, b, c, 32, true) as u32),

@@ -11,6 +11,8 @@ use crate::op::{Code, Inst, Vote};
 #[derive(Debug, Default)]
 pub(crate) struct NamedBarrier {
     arrived: u32,
+    /// The warps among them, as bits.
+    present: u32,
     /// Threads that the arrivals so far have named; 0 before the first and for "all of the block".
     expected: u32,
     generation: u64,
@@ -104,6 +106,14 @@ impl Cluster {
             );
             return Err(fault(FaultKind::Barrier, text));
         }
+        if bar.present >> (warp.index % 32) & 1 != 0 {
+            let text = format!(
+                "barrier {id}: warp {} arrives twice in one phase: an arrival that nobody waits for",
+                warp.index
+            );
+            return Err(fault(FaultKind::Barrier, text));
+        }
+        bar.present |= 1 << (warp.index % 32);
         bar.expected = count;
         bar.arrived += threads;
         bar.votes[0] += votes;
@@ -130,6 +140,7 @@ impl Cluster {
         if bar.arrived >= expected {
             bar.generation += 1;
             bar.arrived = 0;
+            bar.present = 0;
             bar.expected = 0;
             bar.result = std::mem::take(&mut bar.votes);
             bar.published = std::mem::take(&mut bar.gathered);

@@ -298,6 +298,9 @@ impl Cluster {
                 None => (0, 0),
             };
             if let Some(t) = &mut self.tracker {
+                if let Some((c, a)) = bar {
+                    t.async_barrier(c, a)?;
+                }
                 t.async_write(&job.clocks, epoch, job.pc, job.lane, cta, at, job.bytes)?;
             }
             let shared = &mut self.blocks[cta as usize].shared;

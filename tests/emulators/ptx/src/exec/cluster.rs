@@ -446,6 +446,11 @@ impl Cluster {
                     t.proxy_fence(warp);
                 }
             }
+            Code::FenceMbarrierInit => {
+                if let Some(t) = &mut self.tracker {
+                    t.init_fence(warp);
+                }
+            }
             Code::TensorMapReplace { .. } => self.tensormap_replace(warp, inst, active)?,
             Code::LdMatrix { .. } | Code::StMatrix { .. } | Code::MovMatrix | Code::Mma(_) => {
                 return self.warp_matrix(warp, g, program, inst, active);

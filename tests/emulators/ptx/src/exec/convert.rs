@@ -12,6 +12,19 @@ pub(crate) fn execute(warp: &mut Warp, inst: &Inst, cvt: Cvt, mask: u32) {
     match (cvt.to, cvt.from) {
         (Ty::Bf16x2, Ty::F32) if plain => pack_halves(warp, inst, mask, fp::f32_to_bf16),
         (Ty::F16x2, Ty::F32) if plain => pack_halves(warp, inst, mask, fp::f32_to_f16),
+        (Ty::U64 | Ty::S64, Ty::U32) => {
+            let r = warp.wide(inst.src[0]);
+            warp.set_wide(inst.dst[0], &r, mask);
+        }
+        (Ty::U64 | Ty::S64, Ty::S32) if !cvt.sat => {
+            let mut r = warp.wide(inst.src[0]);
+            r.iter_mut().for_each(|v| *v = extend(*v, Ty::S32));
+            warp.set_wide(inst.dst[0], &r, mask);
+        }
+        (Ty::U32 | Ty::S32, Ty::U64 | Ty::S64) if !cvt.sat => {
+            let r = warp.d[inst.src[0].row()].map(|v| v as u32);
+            warp.set(inst.dst[0], &r, mask);
+        }
         (Ty::U32 | Ty::S32, Ty::U32 | Ty::S32) if !cvt.sat => {
             let a = warp.wide(inst.src[0]);
             for i in lanes(mask) {

@@ -389,14 +389,25 @@ impl Cluster {
         }
         let _ = (warp, store);
         let lanes_per_wave = (128 / unit.max(4)).clamp(1, 32) as usize;
-        let all: Vec<u64> = lanes(active).map(|i| base[i].wrapping_add(a.offset as u64)).collect();
+        let words = unit.div_ceil(4);
+        let (mut all, mut count) = ([0u64; 32], 0);
+        for lane in lanes(active) {
+            all[count] = base[lane].wrapping_add(a.offset as u64) >> 2;
+            count += 1;
+        }
         let (mut passes, mut ideal) = (0, 0);
-        for wave in all.chunks(lanes_per_wave) {
-            let words = wave.iter().flat_map(|&at| (0..unit.div_ceil(4)).map(move |w| (at >> 2) + w));
-            passes += bank_passes(words);
+        for wave in all[..count].chunks(lanes_per_wave) {
+            // One word for all, or neighbours: a single pass.
+            let same = words == 1 && wave.iter().all(|at| *at == wave[0]);
+            let next = wave.windows(2).all(|w| w[1] == w[0] + words) && wave.len() as u64 * words <= 32;
+            passes += if same || next {
+                1
+            } else {
+                bank_passes(wave.iter().flat_map(|&at| (0..words).map(move |w| at + w)))
+            };
             ideal += 1;
         }
-        self.counters.shared_bytes += unit * all.len() as u64;
+        self.counters.shared_bytes += unit * count as u64;
         self.counters.shared_passes += passes;
         self.counters.bank_conflicts += passes.saturating_sub(ideal);
     }
@@ -404,16 +415,24 @@ impl Cluster {
 
 /// Passes that the banks need for these words: the most distinct words any one bank must give.
 pub(super) fn bank_passes(words: impl Iterator<Item = u64>) -> u64 {
-    let mut seen = [[u64::MAX; 32]; 32];
-    let mut depth = [0usize; 32];
-    for word in words {
+    // At most 128 words come, those of one bank from the front of its chain.
+    let (mut seen, mut chain) = ([0u64; 128], [u8::MAX; 128]);
+    let (mut head, mut depth) = ([u8::MAX; 32], [0u8; 32]);
+    let mut count = 0;
+    for word in words.take(128) {
         let bank = (word & 31) as usize;
-        if !seen[bank][..depth[bank]].contains(&word) && depth[bank] < 32 {
-            seen[bank][depth[bank]] = word;
+        let mut at = head[bank];
+        while at != u8::MAX && seen[usize::from(at)] != word {
+            at = chain[usize::from(at)];
+        }
+        if at == u8::MAX {
+            (seen[count], chain[count]) = (word, head[bank]);
+            head[bank] = count as u8;
             depth[bank] += 1;
+            count += 1;
         }
     }
-    depth.into_iter().max().unwrap_or(0) as u64
+    u64::from(depth.into_iter().max().unwrap_or(0))
 }
 
 /// One atomic operation on values of type `ty`.

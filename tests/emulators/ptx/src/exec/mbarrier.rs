@@ -257,7 +257,7 @@ impl Cluster {
                 // Only a lane right above may copy this answer.
                 last = (active >> (lane + 1).min(31) & 1 != 0 && lane < 31).then_some((cta, at, value));
             } else {
-                last = None;
+                last = (active >> (lane + 1).min(31) & 1 != 0 && lane < 31).then_some((cta, at, value));
                 waits = Wait::Mbarrier { cta, address: at, parity: value as u32 };
             }
         }

@@ -280,6 +280,7 @@ impl Cluster {
         for target in (0..self.blocks.len() as u32).filter(|r| mask >> r & 1 != 0) {
             let mut gathered = self.take_gathered(target, at)?;
             if let Some(t) = &mut self.tracker {
+                t.async_barrier(target, at)?;
                 t.tcgen_release(warp, &mut gathered);
             }
             self.arrive_plain(target, at, 1, false, false, gathered)?;

@@ -107,14 +107,14 @@ impl Warp {
             local_init: vec![false; program.local_bytes as usize * 32],
             ..Self::default()
         };
-        for &(row, value) in &program.const_words {
-            warp.w[usize::from(row)] = [value; 32];
+        for &(reg, value) in &program.const_words {
+            warp.w[reg.row()] = [value; 32];
         }
-        for &(row, value) in &program.const_preds {
-            warp.p[usize::from(row)] = if value { u32::MAX } else { 0 };
+        for &(reg, value) in &program.const_preds {
+            warp.p[reg.row()] = if value { u32::MAX } else { 0 };
         }
-        for &(row, value) in &program.const_doubles {
-            warp.d[usize::from(row)] = [value; 32];
+        for &(reg, value) in &program.const_doubles {
+            warp.d[reg.row()] = [value; 32];
         }
         warp
     }

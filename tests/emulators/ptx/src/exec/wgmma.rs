@@ -4,6 +4,7 @@
 //! sequence is checked beside it. So a warp that runs ahead reads operands as early as the ISA lets it.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use super::cluster::{Cluster, Step};
 use super::tensor::Swizzle;
@@ -11,7 +12,7 @@ use super::warp::{Row, Wait, Warp};
 use super::{Exec, fault, fragment};
 use crate::fault::FaultKind;
 use crate::fp;
-use crate::hb::Clocks;
+use crate::hb::{Clocks, SeenReads, Tracker};
 use crate::memory::Shared;
 use crate::op::{Code, Elem, Inst, Program, Reg, Wgmma};
 
@@ -186,6 +187,7 @@ pub(super) struct Operand {
 
 impl Operand {
     /// Calls `f` with the address of each 16-byte chunk, its first row and its first k.
+    #[inline(always)]
     pub(super) fn chunks(&self, mut f: impl FnMut(u32, u32, u32) -> Exec<()>) -> Exec<()> {
         let size = element_bytes(self.kind);
         let per = 16 / size;
@@ -209,11 +211,6 @@ impl Operand {
     fn read(&self, shared: &Shared, check: bool, out: &mut [f32], layout: Layout) -> Exec<(u32, u32)> {
         let count = (16 / element_bytes(self.kind)) as usize;
         let (rows, depth) = (self.rows as usize, self.depth as usize);
-        let place = |r: usize, k: usize| match layout {
-            Layout::Rows => r * depth + k,
-            Layout::Columns => k * rows + r,
-            Layout::Fragments => k * rows + fragment::column(r),
-        };
         let mut range = (u32::MAX, 0);
         let mut values = [0f32; 16];
         self.chunks(|at, r, k| {
@@ -225,8 +222,19 @@ impl Operand {
             }
             elements(self.kind, shared.get(at, 16), &mut values);
             let (r, k) = (r as usize, k as usize);
-            for (i, value) in values[..count].iter().enumerate() {
-                out[if self.transposed { place(r + i, k) } else { place(r, k + i) }] = *value;
+            let (to, stride) = match (layout, self.transposed) {
+                (Layout::Rows, transposed) => (r * depth + k, if transposed { depth } else { 1 }),
+                (Layout::Columns, transposed) => (k * rows + r, if transposed { 1 } else { rows }),
+                (Layout::Fragments, false) => (k * rows + fragment::column(r), rows),
+                (Layout::Fragments, true) => {
+                    for (i, value) in values[..count].iter().enumerate() {
+                        out[k * rows + fragment::column(r + i)] = *value;
+                    }
+                    return Ok(());
+                }
+            };
+            for (o, value) in out[to..].iter_mut().step_by(stride).zip(&values[..count]) {
+                *o = *value;
             }
             Ok(())
         })?;
@@ -234,19 +242,31 @@ impl Operand {
     }
 }
 
-/// Operands read lately, as f32: the four warps of a warpgroup read the same ones.
-#[derive(Debug, Default)]
+/// Operands read lately, as f32: the four warps of a warpgroup read the same ones. One slot a hash of the key.
+#[derive(Debug)]
 pub(crate) struct OperandCache {
-    entries: VecDeque<Cached>,
+    slots: Vec<Option<Cached>>,
 }
 
+impl Default for OperandCache {
+    fn default() -> Self {
+        Self { slots: (0..SLOTS).map(|_| None).collect() }
+    }
+}
+
+const SLOTS: usize = 256;
+
+type Key = (u64, Elem, bool, u32, u32, u32, Layout);
+
 #[derive(Debug)]
-struct Cached {
-    key: (u64, Elem, bool, u32, u32, u32, Layout),
+pub(super) struct Cached {
+    key: Key,
     /// The bytes it came from and the number of the last write before.
     range: (u32, u32),
     clock: u64,
-    values: std::sync::Arc<Vec<f32>>,
+    pub(super) values: Arc<Vec<f32>>,
+    /// What happens-before knows of these bytes since they were written.
+    pub(super) seen: SeenReads,
 }
 
 impl OperandCache {
@@ -258,29 +278,20 @@ impl OperandCache {
         bits: u64,
         check: bool,
         layout: Layout,
-    ) -> Exec<std::sync::Arc<Vec<f32>>> {
+    ) -> Exec<&mut Cached> {
         let Operand { kind, transposed, first, rows, depth, .. } = *operand;
         let key = (bits, kind, transposed, first, rows, depth, layout);
-        if let Some(at) = self.entries.iter().position(|e| e.key == key) {
-            let e = &self.entries[at];
-            if shared.unchanged(e.range.0, e.range.1, e.clock) {
-                return Ok(std::sync::Arc::clone(&e.values));
-            }
-            self.entries.remove(at);
+        let mixed = (bits ^ u64::from(first) << 50).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let slot = &mut self.slots[(mixed >> 56) as usize % SLOTS];
+        let valid = |e: &Cached| e.key == key && shared.unchanged(e.range.0, e.range.1, e.clock);
+        if !slot.as_ref().is_some_and(valid) {
+            let mut values = vec![0f32; (operand.rows * operand.depth) as usize];
+            let range = operand.read(shared, check, &mut values, layout)?;
+            let values = Arc::new(values);
+            *slot = Some(Cached { key, range, clock: shared.clock(), values, seen: SeenReads::default() });
         }
-        let mut values = vec![0f32; (operand.rows * operand.depth) as usize];
-        let range = operand.read(shared, check, &mut values, layout)?;
-        let values = std::sync::Arc::new(values);
-        self.entries.push_back(Cached {
-            key,
-            range,
-            clock: shared.clock(),
-            values: std::sync::Arc::clone(&values),
-        });
-        if self.entries.len() > 64 {
-            self.entries.pop_front();
-        }
-        Ok(values)
+        // Filled above where it was empty.
+        slot.as_mut().ok_or_else(|| fault(FaultKind::Unsupported, "an operand that was not read"))
     }
 }
 
@@ -328,15 +339,23 @@ fn multiply_body(a: &[f32], b: &[f32], d: &mut [f32], n: usize, k: usize) {
 
 /// The sixteen rows of A that a warp holds in four registers, row-major.
 fn a_fragment(warp: &Warp, regs: &[Reg], kind: Elem, k: usize, a: &mut [f32]) {
-    let size = element_bytes(kind);
+    match kind {
+        Elem::F16 => a_rows::<2>(warp, regs, k, a, |bits| fp::f16_to_f32(bits as u16)),
+        Elem::Bf16 => a_rows::<2>(warp, regs, k, a, |bits| fp::bf16_to_f32(bits as u16)),
+        _ if element_bytes(kind) == 4 => a_rows::<4>(warp, regs, k, a, |bits| element(kind, bits)),
+        _ => a_rows::<1>(warp, regs, k, a, |bits| element(kind, bits)),
+    }
+}
+
+/// The same for elements of `SIZE` bytes.
+#[inline(always)]
+fn a_rows<const SIZE: usize>(warp: &Warp, regs: &[Reg], k: usize, a: &mut [f32], value: impl Fn(u32) -> f32) {
     for (n, reg) in regs.iter().enumerate() {
         let row: &Row = &warp.w[reg.row()];
         for (lane, &bits) in row.iter().enumerate() {
-            let m = lane / 4 + 8 * (n % 2);
-            for e in 0..4 / size {
-                let byte = 4 * (lane % 4) + 16 * (n / 2);
-                let at = byte / size as usize + e as usize;
-                a[m * k + at] = element(kind, bits >> (8 * size * e));
+            let at = (lane / 4 + 8 * (n % 2)) * k + (4 * (lane % 4) + 16 * (n / 2)) / SIZE;
+            for (e, o) in a[at..at + 4 / SIZE].iter_mut().enumerate() {
+                *o = value(bits >> (8 * SIZE * e));
             }
         }
     }
@@ -458,8 +477,9 @@ impl Cluster {
             what: "wgmma operand B",
         };
         let block = &mut self.blocks[cta];
-        let b = block.operands.read(&block.shared, &operand_b, q.b, check, Layout::Fragments)?;
-        self.track_operand(warp, q, &operand_b)?;
+        let cached = block.operands.read(&block.shared, &operand_b, q.b, check, Layout::Fragments)?;
+        let b = Arc::clone(&cached.values);
+        track_operand(self.tracker.as_deref_mut(), warp, q, &operand_b, cached)?;
         let mut scratch = [0f32; 16 * 32];
         let shared_a;
         let mut a: &[f32] = if w.a_regs {
@@ -476,8 +496,9 @@ impl Cluster {
                 what: "wgmma operand A",
             };
             let block = &mut self.blocks[cta];
-            shared_a = block.operands.read(&block.shared, &operand_a, q.a, check, Layout::Rows)?;
-            self.track_operand(warp, q, &operand_a)?;
+            let cached = block.operands.read(&block.shared, &operand_a, q.a, check, Layout::Rows)?;
+            shared_a = Arc::clone(&cached.values);
+            track_operand(self.tracker.as_deref_mut(), warp, q, &operand_a, cached)?;
             &shared_a
         };
         let negated: Vec<f32>;
@@ -495,15 +516,34 @@ impl Cluster {
             multiply(a, &b, &mut d, n, k, self.launch.simd);
             store_accumulators(warp, dst, w, &d, q.accumulate);
         }
-        self.counters.shared_matrix_bytes += (n * k) as u64 * u64::from(element_bytes(w.b));
+        // The warpgroup reads B once, each warp its own rows of A.
+        let a_rows = if w.a_regs { 0 } else { 16 };
+        self.counters.shared_matrix_bytes += ((n / 4 + a_rows) * k) as u64 * u64::from(element_bytes(w.b));
         Ok(())
     }
+}
 
-    fn track_operand(&mut self, warp: &Warp, q: &Queued, operand: &Operand) -> Exec<()> {
-        let Some(t) = &mut self.tracker else { return Ok(()) };
-        let track = t.warpgroup_track(warp);
-        operand.chunks(|at, _, _| t.async_read(&q.clocks, (track, q.group), q.pc, 0, warp.cta, at, 16))
+/// Tells happens-before of a product's read of one operand.
+fn track_operand(
+    tracker: Option<&mut Tracker>,
+    warp: &Warp,
+    q: &Queued,
+    operand: &Operand,
+    cached: &mut Cached,
+) -> Exec<()> {
+    let Some(t) = tracker else { return Ok(()) };
+    let me = (t.warpgroup_track(warp), q.group);
+    if t.read_before(&q.clocks, me, warp.cta, &cached.seen) {
+        return Ok(());
     }
+    operand.chunks(|at, _, _| t.async_read(&q.clocks, me, q.pc, 0, warp.cta, at, 16))?;
+    let mut chunks = Vec::new();
+    operand.chunks(|at, _, _| {
+        chunks.push(at);
+        Ok(())
+    })?;
+    t.note_reads(me, warp.cta, &chunks, &mut cached.seen);
+    Ok(())
 }
 
 /// Where a lane's pair of halves `i` lies in `[16][n]` with the columns exchanged; the odd one four later.

@@ -1,0 +1,156 @@
+//! AMX: products of tiles of bf16, in the tile registers of Xeons since the fourth generation.
+//!
+//! Rust has no stable intrinsics for them, so this is inline assembly, by Intel's "64 and IA-32
+//! Architectures Software Developer's Manual", volume 1, chapter 18 (programming with AMX), and volume 2
+//! (LDTILECFG, TILELOADD, TDPBF16PS, TILESTORED). Vectors are AVX-512's.
+
+use std::arch::asm;
+use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
+
+use super::TileProduct;
+use super::x86::Avx512Bf16;
+
+/// [`Avx512Bf16`] with tiles of bf16.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Amx(());
+
+/// What LDTILECFG reads: every tile has 16 rows of 64 bytes.
+#[repr(C, align(64))]
+struct Config {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    row_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+static CONFIG: Config = Config {
+    palette: 1,
+    start_row: 0,
+    reserved: [0; 14],
+    row_bytes: [64, 64, 64, 64, 64, 64, 64, 64, 0, 0, 0, 0, 0, 0, 0, 0],
+    rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
+};
+
+impl Amx {
+    /// Whether this processor has the instructions, and the system lets this process use them.
+    pub(crate) fn detect() -> Option<Self> {
+        let vectors = Avx512Bf16::detect().is_some() && is_x86_feature_detected!("avx512bw");
+        (vectors && has_tiles() && permitted()).then_some(Self(()))
+    }
+}
+
+/// CPUID leaf 7: EDX bits 22 (AMX-BF16) and 24 (AMX-TILE); XCR0 bits 17 and 18 (the system saves the
+/// tiles and their configuration).
+fn has_tiles() -> bool {
+    const WANTED: u32 = 1 << 22 | 1 << 24;
+    const SAVED: u64 = 1 << 17 | 1 << 18;
+    __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & WANTED == WANTED && {
+        #[target_feature(enable = "xsave")]
+        fn saved() -> u64 {
+            // SAFETY: register 0 is there where XSAVE is.
+            unsafe { _xgetbv(0) }
+        }
+        // SAFETY: processors with AVX-512 that the system uses have XSAVE.
+        is_x86_feature_detected!("xsave") && unsafe { saved() } & SAVED == SAVED
+    }
+}
+
+/// Linux gives tiles only to a process that asks, once for all its threads.
+#[cfg(target_os = "linux")]
+fn permitted() -> bool {
+    const ARCH_PRCTL: i64 = 158;
+    const ARCH_REQ_XCOMP_PERM: i64 = 0x1023;
+    const XFEATURE_XTILEDATA: i64 = 18;
+    let result: i64;
+    // SAFETY: the call changes nothing but the permission; `syscall` writes rax, rcx and r11.
+    unsafe {
+        asm!("syscall", inlateout("rax") ARCH_PRCTL => result, in("rdi") ARCH_REQ_XCOMP_PERM,
+            in("rsi") XFEATURE_XTILEDATA, lateout("rcx") _, lateout("r11") _, options(nostack));
+    }
+    result == 0
+}
+
+#[cfg(not(target_os = "linux"))]
+fn permitted() -> bool {
+    false
+}
+
+/// Gives this thread's tiles their shape.
+///
+/// # Safety
+/// An [`Amx`] exists.
+pub(super) unsafe fn enter() {
+    // SAFETY: the configuration is valid for palette 1, and this thread may use tiles: see `detect`.
+    unsafe {
+        asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, out("tmm0") _, out("tmm1") _, out("tmm2") _,
+            out("tmm3") _, out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack, preserves_flags, readonly));
+    }
+}
+
+/// Gives the tiles back, so that switches of threads have nothing to save.
+///
+/// # Safety
+/// As [`enter`].
+pub(super) unsafe fn leave() {
+    // SAFETY: the caller's promise.
+    unsafe { asm!("tilerelease", options(nostack, preserves_flags, nomem)) };
+}
+
+/// Four accumulators, two tiles of A, two of B.
+///
+/// # Safety
+/// What [`TileProduct`] says is readable and writable; this thread is between [`enter`] and [`leave`].
+#[inline(always)]
+pub(super) unsafe fn product(block: &TileProduct) {
+    let &TileProduct { a, a_row, b, b_row, steps, c, c_row, add } = block;
+    let lower = c.cast::<u8>().wrapping_add(16 * c_row);
+    // SAFETY: the caller's promise.
+    unsafe {
+        if add {
+            asm!(
+                "tileloadd tmm0, [{c} + {c_row}*1]",
+                "tileloadd tmm1, [{c} + {c_row}*1 + 64]",
+                "tileloadd tmm2, [{lower} + {c_row}*1]",
+                "tileloadd tmm3, [{lower} + {c_row}*1 + 64]",
+                c = in(reg) c, lower = in(reg) lower, c_row = in(reg) c_row,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                options(nostack, preserves_flags, readonly),
+            );
+        } else {
+            asm!(
+                "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                options(nostack, preserves_flags, nomem),
+            );
+        }
+        // The compiler itself never uses tiles: what the block above left in them is still there.
+        asm!(
+            "2:",
+            "tileloadd tmm4, [{a} + {a_row}*1]",
+            "tileloadd tmm6, [{b} + {b_row}*1]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tileloadd tmm7, [{b} + {b_row}*1 + 64]",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tileloadd tmm5, [{a2} + {a_row}*1]",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "add {a}, 64",
+            "add {a2}, 64",
+            "add {b}, {b_step}",
+            "dec {steps}",
+            "jnz 2b",
+            "tilestored [{c} + {c_row}*1], tmm0",
+            "tilestored [{c} + {c_row}*1 + 64], tmm1",
+            "tilestored [{lower} + {c_row}*1], tmm2",
+            "tilestored [{lower} + {c_row}*1 + 64], tmm3",
+            a = inout(reg) a => _, a2 = inout(reg) a.wrapping_add(16 * a_row) => _, a_row = in(reg) a_row,
+            b = inout(reg) b => _, b_row = in(reg) b_row, b_step = in(reg) 16 * b_row,
+            steps = inout(reg) steps => _, c = in(reg) c, lower = in(reg) lower, c_row = in(reg) c_row,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
+    }
+}

@@ -1,0 +1,192 @@
+//! The backend on the test double of the driver: an emulated device that interprets the compiled
+//! kernels. Needs NVRTC; where there is none, a test says `absent` and checks nothing.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+use fmha_core::{
+    DType, DevBuffer, Dims, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, MaskSpec, PlanOptions, Stream,
+};
+use fmha_cuda::CudaBackend;
+
+/// Counts what this thread allocates. The double has an allocator of its own.
+struct Counting;
+
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+// SAFETY: the system's allocator, unchanged.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // A thread that ends has no counter any more.
+        let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// The emulated device, or why there is none.
+fn device() -> Option<CudaBackend> {
+    match fmha_cuda::nvrtc::nvrtc() {
+        Ok(_) => Some(CudaBackend::open(0, Some("sm_90a")).unwrap()),
+        Err(reason) => {
+            println!("absent: {reason}");
+            None
+        }
+    }
+}
+
+/// A call's operands on the device.
+struct Call {
+    plan: FwdPlan,
+    q: DevBuffer,
+    k: DevBuffer,
+    v: DevBuffer,
+    o: DevBuffer,
+    lse: DevBuffer,
+    workspace: Option<DevBuffer>,
+}
+
+impl Call {
+    /// Causal f16 attention of two sequences: a kernel that draws its tiles from a counter.
+    fn new(backend: &CudaBackend) -> Self {
+        let dims = Dims {
+            batch: 2,
+            seqlen_q: 150,
+            seqlen_k: 150,
+            num_heads_q: 2,
+            num_heads_kv: 1,
+            head_dim_qk: 64,
+            head_dim_v: 64,
+        };
+        let problem =
+            FwdProblem { mask: MaskSpec::CAUSAL, write_lse: true, ..FwdProblem::batch(DType::F16, dims) };
+        let problem = problem.validate().unwrap();
+        let options =
+            PlanOptions { tile: vec![("order".to_owned(), "dynamic".to_owned())], ..PlanOptions::default() };
+        let plan = backend.plan_fwd(&problem, &options).unwrap();
+        let memory = backend.memory();
+        let filled = |elems: u64, salt: u64| {
+            let bytes: Vec<u8> = (0..elems)
+                .flat_map(|i| half::f16::from_f64(((i * 37 + salt) % 101) as f64 / 50.0 - 1.0).to_le_bytes())
+                .collect();
+            let mut buffer = memory.alloc(bytes.len() as u64).unwrap();
+            memory.upload(&bytes, &mut buffer).unwrap();
+            buffer
+        };
+        Self {
+            q: filled(problem.shape_q().num_elems(), 1),
+            k: filled(problem.shape_k().num_elems(), 2),
+            v: filled(problem.shape_v().num_elems(), 3),
+            o: filled(problem.shape_o().num_elems(), 4),
+            lse: memory.alloc(problem.lse_elems() * 4).unwrap(),
+            workspace: memory.workspace(plan.workspace_bytes).unwrap(),
+            plan,
+        }
+    }
+
+    fn run(&mut self, backend: &CudaBackend, stream: Stream) {
+        let mut args = FwdArgs::new(self.q.slice(), self.k.slice(), self.v.slice(), self.o.slice_mut());
+        args.lse = Some(self.lse.slice_mut());
+        args.workspace = self.workspace.as_mut().map(DevBuffer::slice_mut);
+        backend.run_fwd(&self.plan, &args, stream).unwrap();
+    }
+
+    fn output(&self, backend: &CudaBackend) -> Vec<u8> {
+        let mut bytes = vec![0; self.o.bytes() as usize];
+        backend.memory().synchronize(Stream::DEFAULT).unwrap();
+        backend.memory().download(&self.o, &mut bytes).unwrap();
+        bytes
+    }
+}
+
+#[test]
+fn a_run_allocates_nothing() {
+    let Some(backend) = device() else { return };
+    let mut call = Call::new(&backend);
+    call.run(&backend, Stream::DEFAULT);
+    let before = ALLOCATIONS.get();
+    call.run(&backend, Stream::DEFAULT);
+    assert_eq!(ALLOCATIONS.get() - before, 0);
+    let counts = ALLOCATIONS.get();
+    drop(std::hint::black_box(vec![0u8; 1]));
+    assert_eq!(ALLOCATIONS.get() - counts, 1, "the counter does not count");
+}
+
+#[test]
+fn the_counter_of_tiles_needs_no_clearing_between_runs() {
+    let Some(backend) = device() else { return };
+    let mut call = Call::new(&backend);
+    assert!(call.plan.workspace_bytes > 0);
+    call.run(&backend, Stream::DEFAULT);
+    let first = call.output(&backend);
+    let mut counter = vec![1; call.plan.workspace_bytes as usize];
+    backend.memory().download(call.workspace.as_ref().unwrap(), &mut counter).unwrap();
+    assert!(counter.iter().all(|&byte| byte == 0), "{counter:?}");
+    let nothing = vec![0xFF; first.len()];
+    backend.memory().upload(&nothing, &mut call.o).unwrap();
+    call.run(&backend, Stream::DEFAULT);
+    assert!(call.output(&backend) == first);
+}
+
+#[test]
+fn a_run_is_captured_and_replayed() {
+    let Some(backend) = device() else { return };
+    let queues = backend.queues().unwrap();
+    let mut call = Call::new(&backend);
+    call.run(&backend, Stream::DEFAULT);
+    let expected = call.output(&backend);
+    let nothing = vec![0xFF; expected.len()];
+    backend.memory().upload(&nothing, &mut call.o).unwrap();
+
+    let stream = queues.create_stream().unwrap();
+    let recording = queues
+        .record(stream, &mut || {
+            call.run(&backend, stream);
+            Ok(())
+        })
+        .unwrap();
+    assert!(call.output(&backend) == nothing, "it ran while it was captured");
+    for _ in 0..2 {
+        backend.memory().upload(&nothing, &mut call.o).unwrap();
+        // SAFETY: the buffers of `call` live, and nothing else runs.
+        unsafe { recording.replay(stream).unwrap() };
+        backend.memory().synchronize(stream).unwrap();
+        assert!(call.output(&backend) == expected);
+    }
+    drop(recording);
+    queues.destroy_stream(stream).unwrap();
+}
+
+#[test]
+fn a_backend_without_a_device_plans_and_refuses_to_run() {
+    let backend = CudaBackend::pretend("sm_90a").unwrap();
+    let dims = Dims {
+        batch: 1,
+        seqlen_q: 4096,
+        seqlen_k: 4096,
+        num_heads_q: 8,
+        num_heads_kv: 8,
+        head_dim_qk: 128,
+        head_dim_v: 128,
+    };
+    let problem = FwdProblem::batch(DType::Bf16, dims).validate().unwrap();
+    let plan = backend.plan_fwd(&problem, &PlanOptions::default()).unwrap();
+    assert_eq!(plan.kernel, "sm90");
+    assert_eq!(plan.explain.launch.unwrap().groups, 132);
+    let registers = plan.explain.resources.and_then(|resources| resources.registers);
+    assert_eq!(registers.is_some(), fmha_cuda::nvrtc::nvrtc().is_ok(), "{}", plan.explain.code);
+    assert!(backend.memory().alloc(1).unwrap_err().to_string().contains("no device"));
+    assert!(CudaBackend::pretend("sm_12").is_err());
+}

@@ -1,0 +1,72 @@
+//! The real kernel of Hopper, recorded through the driver's double, broken at each synchronising instruction.
+//!
+//! The whole table, of every variant of the kernel, is `cargo xtask mutation`.
+#![allow(clippy::unwrap_used, reason = "a failure in a helper fails its test")]
+
+use std::path::Path;
+
+use fmha_conformance::case::Case;
+use fmha_conformance::init::Init;
+use fmha_conformance::run::{Options, Outcome};
+use fmha_conformance::tensors::{Data, Lengths};
+use fmha_core::{DType, Dims, FwdProblem, MaskSpec, PlanOptions};
+use fmha_cuda::CudaBackend;
+
+fn causal(num_heads: u32, seqlen: u32) -> Case {
+    let dims = Dims {
+        batch: 1,
+        num_heads_q: num_heads,
+        num_heads_kv: num_heads,
+        seqlen_q: seqlen,
+        seqlen_k: seqlen,
+        head_dim_qk: 128,
+        head_dim_v: 128,
+    };
+    let problem =
+        FwdProblem { mask: "t".parse::<MaskSpec>().unwrap(), ..FwdProblem::batch(DType::Bf16, dims) };
+    let data = Data { init: Init::Normal, seed: 7, room: fmha_conformance::tensor::Room::default() };
+    Case::forward(format!("causal, {num_heads} heads, {seqlen} rows"), problem, Lengths::default(), data)
+}
+
+#[test]
+fn every_synchronising_instruction_of_the_hopper_kernel_is_missed_when_broken() {
+    if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
+        println!("absent: {reason}");
+        return;
+    }
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("mutation");
+    let _ = std::fs::remove_dir_all(&folder);
+    std::fs::create_dir_all(&folder).unwrap();
+    // SAFETY: this test is alone in its process, and nothing else reads the environment yet.
+    unsafe {
+        std::env::set_var("FMHA_EMULATE_SMS", "1");
+        std::env::set_var("FMHA_EMULATE_RECORD", &folder);
+    }
+    let backend = CudaBackend::open(0, Some("sm_90a")).unwrap();
+    let options = Options {
+        plan: PlanOptions { kernel: Some("sm90".to_owned()), ..PlanOptions::default() },
+        ..Options::default()
+    };
+    // Long tiles, then tiles of two blocks before tiles of one, in both buffers of Q.
+    for case in [causal(1, 600), causal(4, 200), causal(3, 200)] {
+        let (outcome, text) = case.run(&backend, &options);
+        assert_eq!(outcome, Outcome::Passed, "{}: {text}", case.name);
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../..");
+    let mut words = Vec::new();
+    for entry in std::fs::read_dir(&folder).unwrap() {
+        words.push(format!("causal={}", entry.unwrap().path().display()));
+    }
+    assert_eq!(words.len(), 3);
+    words.sort();
+    let path = |name: &str| root.join(name).display().to_string();
+    for (option, value) in [
+        ("--schedules", "2".to_owned()),
+        ("--wrappers", "fmha/ptx/".to_owned()),
+        ("--sources", path("kernels-cuda")),
+        ("--reasons", path("docs/kernels/sm90-mutation.reasons")),
+    ] {
+        words.extend([option.to_owned(), value]);
+    }
+    fmha_emu_ptx::mutation::run(words.into_iter()).unwrap();
+}

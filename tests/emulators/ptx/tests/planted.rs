@@ -1,0 +1,123 @@
+//! Faults that a kernel's author makes, each reported by its own name; the sound twin of each is not reported.
+//!
+//! A descriptor with the wrong swizzle is in `wgmma.rs`, tensor memory read from the wrong warp in `tcgen05.rs`.
+#![allow(clippy::unwrap_used, reason = "a failure in a helper fails its test")]
+
+mod common;
+
+use common::{HEADER, block, checked, run, upload_bytes};
+use fmha_emu_ptx::{Device, Fault, FaultKind, Options, Report, TensorMap};
+
+/// A tile of 64 rows of 128 bytes, stored by rows and read by columns of 16 bytes, as an epilogue does.
+fn transposed_tile(swizzled: bool) -> Report {
+    let device = Device::new();
+    let swizzle = if swizzled { "and.b32 %w, %t, 7; shl.b32 %w, %w, 4; xor.b32 %a, %a, %w;" } else { "" };
+    let ptx = format!(
+        "{HEADER}.visible .entry k() {{ .shared .align 128 .b8 mem[4096];
+        .reg .b32 %t, %a, %s, %w, %v<4>;
+        mov.u32 %t, %tid.x; mov.u32 %s, mem; shl.b32 %a, %t, 7; {swizzle} add.u32 %a, %a, %s;
+        st.shared.v4.b32 [%a], {{%t, %t, %t, %t}}; bar.warp.sync -1;
+        ld.shared.v4.b32 {{%v0, %v1, %v2, %v3}}, [%a]; ret; }}"
+    );
+    run(&device, &ptx, &block(32, 0), &[], &checked()).unwrap()
+}
+
+#[test]
+fn rows_a_bank_cycle_apart_conflict_and_a_swizzle_parts_them() {
+    // Eight lanes move 128 bytes in a pass; a row is 128 bytes long, so without a swizzle all eight want one bank.
+    let planted = transposed_tile(false).counters;
+    assert_eq!((planted.shared_passes, planted.bank_conflicts), (2 * 32, 2 * 28));
+    let sound = transposed_tile(true).counters;
+    assert_eq!((sound.shared_passes, sound.bank_conflicts), (2 * 4, 0));
+    assert_eq!(planted.shared_bytes, sound.shared_bytes);
+}
+
+/// A tile of 64 rows from row `first` on of a tensor that has memory for 64 rows, and whose map says `rows`.
+fn tile(rows: u64, first: u32, inner: u32, options: &Options) -> Result<Report, Fault> {
+    let device = Device::new();
+    let data = upload_bytes(&device, &[1; 64 * 256]);
+    let map = TensorMap {
+        data_type: 9,
+        rank: 2,
+        address: data,
+        dims: [128, rows, 1, 1, 1],
+        strides: [256, 0, 0, 0],
+        box_dims: [inner, 64, 1, 1, 1],
+        element_strides: [1; 5],
+        interleave: 0,
+        swizzle: 3,
+        nan_fill: false,
+    };
+    let ptx = format!(
+        "{HEADER}.extern .shared .align 1024 .b8 raw[];
+        .visible .entry k(.param .align 64 .b8 map[128]) {{
+        .reg .pred %p, %q; .reg .b32 %t, %a, %bar;
+        mov.u32 %t, %tid.x; setp.eq.u32 %p, %t, 0; mov.u32 %a, raw; add.u32 %bar, %a, 32768;
+        @%p mbarrier.init.shared::cta.b64 [%bar], 1; @%p fence.mbarrier_init.release.cluster; bar.sync 0;
+        @%p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], {};
+        @%p cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%a], [map, {{0, {first}}}], [%bar];
+        W: mbarrier.try_wait.parity.shared::cta.b64 %q, [%bar], 0; @!%q bra W; ret; }}",
+        inner * 64 * 2
+    );
+    run(&device, &ptx, &block(32, 40960), &map.encode(), options)
+}
+
+#[test]
+fn an_inner_box_wider_than_the_swizzle_span_is_a_bad_descriptor() {
+    let fault = tile(64, 0, 128, &checked()).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Descriptor, "{fault}");
+    assert!(
+        fault.text.contains("inner box of 256 bytes is wider than the swizzle span of 128 bytes"),
+        "{fault}"
+    );
+    assert!(tile(64, 0, 64, &checked()).is_ok());
+}
+
+#[test]
+fn a_tile_that_reads_one_row_too_many_is_out_of_bounds() {
+    // The map says 65 rows where memory has 64: the tile that begins at row 1 ends in the guard.
+    for options in [Options::default(), checked()] {
+        let fault = tile(65, 1, 64, &options).unwrap_err();
+        assert_eq!(fault.kind, FaultKind::OutOfBounds, "{fault}");
+        assert!(fault.text.contains("past the end of the 16384 bytes"), "{fault}");
+        // With the right map the same tile's last row is filled with zeros.
+        assert!(tile(64, 1, 64, &options).is_ok());
+    }
+}
+
+#[test]
+fn a_barrier_that_the_copy_engine_cannot_see_yet_is_named() {
+    let device = Device::new();
+    let data = upload_bytes(&device, &[1; 256]);
+    let copy = |fence: &str| {
+        format!(
+            "{HEADER}.visible .entry k(.param .u64 d) {{ .shared .align 128 .b8 mem[512];
+            .reg .pred %q; .reg .b32 %a, %bar; .reg .b64 %g;
+            ld.param.u64 %g, [d]; mov.u32 %a, mem; add.u32 %bar, %a, 256;
+            mbarrier.init.shared::cta.b64 [%bar], 1; {fence}
+            mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], 256;
+            cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%a], [%g], 256, [%bar];
+            W: mbarrier.try_wait.parity.shared::cta.b64 %q, [%bar], 0; @!%q bra W; ret; }}"
+        )
+    };
+    let ran = |fence: &str| run(&device, &copy(fence), &block(1, 0), &data.to_le_bytes(), &checked());
+    assert_eq!(ran("").unwrap_err().kind, FaultKind::MissingProxyFence);
+    assert!(ran("fence.mbarrier_init.release.cluster;").is_ok());
+    assert!(ran("fence.proxy.async.shared::cta;").is_ok());
+}
+
+#[test]
+fn an_arrival_at_a_named_barrier_that_nobody_waits_for_is_named() {
+    let pass = |waits: &str| {
+        format!(
+            "{HEADER}.visible .entry k() {{ .reg .pred %p; .reg .b32 %t;
+            mov.u32 %t, %tid.x; setp.lt.u32 %p, %t, 32; @%p bra P;
+            {waits} bra E; P: bar.arrive 1, 64; bar.sync 2, 64; bar.arrive 1, 64; E: ret; }}"
+        )
+    };
+    let ran = |waits: &str| run(&Device::new(), &pass(waits), &block(64, 0), &[], &checked());
+    assert!(ran("bar.sync 1, 64; bar.arrive 2, 64; bar.sync 1, 64;").is_ok());
+    let fault = ran("bar.arrive 2, 64;").unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Barrier, "{fault}");
+    assert!(fault.text.contains("arrives twice in one phase"), "{fault}");
+}

@@ -1,0 +1,102 @@
+//! `cargo xtask mutation`: the sm90 kernel broken instruction by instruction in the emulator.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::setup::{self, loudly};
+
+/// Kernels, and the problems that make each of their instructions matter: long tiles, tiles of one block, both in turn.
+const KERNELS: &[(&str, &[&str])] = &[
+    (
+        "full, D 128",
+        &[
+            "-b 1 --heads 4 -s 200 --seqlen-k 700 -d 128 --prec f16",
+            "-b 1 --heads 8 -s 300 --seqlen-k 100 -d 128 --prec f16",
+        ],
+    ),
+    (
+        "causal, D 128",
+        &[
+            "-b 1 --heads 2 -s 700 -d 128 --prec bf16 --mask t",
+            "-b 1 --heads 4 -s 200 -d 128 --prec bf16 --mask t",
+            "-b 1 --heads 3 -s 200 -d 128 --prec bf16 --mask t",
+            "-b 1 --heads 3 -s 138 --seqlen-k 202 -d 128 --prec bf16 --mask b",
+        ],
+    ),
+    (
+        "window with sinks, D 64, three consumers",
+        &[
+            "-b 1 --heads 2 -s 700 -d 64 --prec f16 --mask b:100,0,20",
+            "-b 1 --heads 3 -s 250 --seqlen-k 180 -d 64 --prec f16 --mask b:100,0,20",
+            "-b 1 --heads 4 -s 250 --seqlen-k 180 -d 64 --prec f16 --mask b:100,0,20",
+        ],
+    ),
+    (
+        "causal, D 256, no lookahead",
+        &[
+            "-b 1 --heads 2 -s 400 -d 256 --prec bf16 --mask b",
+            "-b 1 --heads 4 -s 70 -d 256 --prec bf16 --mask b",
+        ],
+    ),
+    (
+        "packed query heads, one consumer",
+        &[
+            "-b 3 --heads 8 --heads-kv 2 -s 5 --seqlen-k 600 -d 128 --prec bf16 --mask b",
+            "-b 5 --heads 8 --heads-kv 2 -s 5 --seqlen-k 60 -d 128 --prec bf16 --mask b",
+        ],
+    ),
+    (
+        "packed sequences, causal, D 128",
+        &[
+            "--mode 1 -b 3 --heads 2 -s 150,300,40 --seqlen-k 200,330,100 -d 128 --prec bf16 --mask b",
+            "--mode 1 -b 4 --heads 3 -s 50,30,40,100 --seqlen-k 20,30,200,70 -d 128 --prec bf16 --mask b",
+        ],
+    ),
+];
+
+/// Records the launches, breaks them, rewrites `docs/kernels/sm90-mutation.md`.
+pub(crate) fn run(schedules: u32) -> Result<(), String> {
+    let environment = setup::run();
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let build = |packages: &[&str]| {
+        loudly(Command::new(env!("CARGO")).args(["build", "--release"]).args(packages).current_dir(&root))
+    };
+    build(&[])?;
+    build(&["-p", "fmha-emu-ptx"])?;
+    let release = setup::target().join("release");
+    let launches = setup::target().join("mutation");
+    let mut mutate = Command::new(release.join("ptx-emu"));
+    mutate.arg("mutate").current_dir(&root);
+    for (i, (title, problems)) in KERNELS.iter().enumerate() {
+        for (j, problem) in problems.iter().enumerate() {
+            let folder = launches.join(format!("{i}-{j}"));
+            // What an earlier run left there would count as launches of this one.
+            if folder.exists() {
+                std::fs::remove_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+            }
+            let mut record = Command::new(release.join("ptx-emu"));
+            record.arg("record").arg(&folder).args(["--sms", "1", "--"]).arg(release.join("fmha"));
+            record
+                .args(["run", "--backend", "cuda", "--emulate", "sm_90a", "--warmup", "0", "--repeat", "1"])
+                .args(problem.split_whitespace())
+                .envs(environment.iter().cloned())
+                .current_dir(&root);
+            loudly(&mut record)?;
+            for launch in recorded(&folder)? {
+                mutate.arg(format!("{title}={}", launch.display()));
+            }
+        }
+    }
+    mutate
+        .args(["--schedules", &schedules.to_string(), "--wrappers", "fmha/ptx/"])
+        .args(["--sources", "kernels-cuda", "--sources", "core/device"])
+        .args(["--reasons", "docs/kernels/sm90-mutation.reasons", "--out", "docs/kernels/sm90-mutation.md"]);
+    loudly(&mut mutate)
+}
+
+fn recorded(folder: &Path) -> Result<Vec<PathBuf>, String> {
+    let entries = std::fs::read_dir(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    let mut paths: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
+    paths.sort_unstable();
+    if paths.is_empty() { Err(format!("{}: nothing was recorded", folder.display())) } else { Ok(paths) }
+}
