@@ -242,11 +242,9 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             return refuse(format!("{field} {length} is not below 2^29"));
         }
     }
-    // The copy engine alone turns a column-major V.
-    if let (VLayout::ColMajor, Some((name, axis, stride))) = (problem.v_layout, odd_stride(problem)) {
+    if let Some((name, axis, stride)) = odd_stride(problem) {
         return refuse(format!(
-            "{name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as the copy engine needs, which \
-             alone loads a column-major V"
+            "{name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as the copy engine needs"
         ));
     }
     Ok(())
@@ -260,8 +258,7 @@ fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static
         ("v", problem.v, problem.shape_v(), problem.v_layout == VLayout::RowMajor),
     ];
     operands.into_iter().flat_map(|(name, strides, shape, rows)| {
-        let inner =
-            if rows { ("seq", strides.seq, shape.seq) } else { ("dim", strides.dim, shape.dim) };
+        let inner = if rows { ("seq", strides.seq, shape.seq) } else { ("dim", strides.dim, shape.dim) };
         [("batch", strides.batch, shape.batch), inner, ("head", strides.head, shape.head)]
             .into_iter()
             .filter(|&(_, _, extent)| extent > 1)
@@ -272,12 +269,6 @@ fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static
 /// The first stride that the copy engine does not take.
 fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64)> {
     strides(problem).find(|&(_, _, stride)| stride % 8 != 0 || stride >= 1 << 39)
-}
-
-/// `copy_bytes` for a problem's strides: the most that divide all.
-fn copy_bytes(problem: &FwdProblem) -> i32 {
-    let bits = strides(problem).fold(8, |bits, (_, _, stride)| bits | stride);
-    if odd_stride(problem).is_some() { 2 << bits.trailing_zeros() } else { 0 }
 }
 
 /// The tile for a problem that the kernel [`accepts`].
@@ -312,7 +303,6 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         tile.block_m = 64;
     }
 
-    tile.copy_bytes = copy_bytes(problem);
     let strides = problem.o;
     let shape = problem.shape_o();
     let whole = |stride: i64, extent: u32| extent <= 1 || stride % 8 == 0;
@@ -391,10 +381,8 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
         call: &smem_assert,
     };
     let sums = |f16| if f16 { Sums::F16 } else { Sums::F32 };
-    let (q, scores) = (
-        if tile.q_in_registers { OperandA::Registers } else { OperandA::Shared },
-        sums(tile.f16_scores),
-    );
+    let (q, scores) =
+        (if tile.q_in_registers { OperandA::Registers } else { OperandA::Shared }, sums(tile.f16_scores));
     let shapes = [
         WgmmaShape { n: tile.block_n, a: q, sums: scores },
         WgmmaShape { n: (tile.block_n / 2 + 15) / 16 * 16, a: q, sums: scores },

@@ -64,7 +64,8 @@ fn function(dtype: DType, WgmmaShape { n, a, sums }: WgmmaShape) -> String {
     let name = dtype.name();
     let list =
         |from: i32, count: i32| (from..from + count).map(|i| format!("%{i}")).collect::<Vec<_>>().join(", ");
-    let d_outputs = (0..accumulators).map(|i| format!("\"{constraint}\"(d[{i}])")).collect::<Vec<_>>().join(", ");
+    let d_outputs =
+        (0..accumulators).map(|i| format!("\"{constraint}\"(d[{i}])")).collect::<Vec<_>>().join(", ");
     let (suffix, a_param, a_text, a_input, num_a, transposes) = match a {
         OperandA::Shared => ("ss", "uint64_t a", format!("%{accumulators}"), "\"l\"(a)", 1, "0, "),
         OperandA::Registers => (

@@ -176,7 +176,8 @@ fn maps(call: &Call<'_>, tile: &Sm90Tile) -> Result<Maps> {
         // A tensor without rows is never read, but a map needs an address.
         address: if shape.seq == 0 { q_address } else { address },
         dims: {
-            let (inner, outer) = if columns(name) { (rows(shape), shape.dim) } else { (shape.dim, rows(shape)) };
+            let (inner, outer) =
+                if columns(name) { (rows(shape), shape.dim) } else { (shape.dim, rows(shape)) };
             [inner, outer, shape.head, shape.batch].map(u64::from)
         },
         strides_bytes: [
