@@ -11,6 +11,7 @@ mod modules;
 pub mod nvrtc;
 mod queues;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 pub use emulated::emulated_launches;
@@ -20,6 +21,7 @@ use fmha_core::bind;
 use fmha_core::cache::{CompiledKernel, KernelJob};
 use fmha_core::error::{Error, ProblemError, Refusal, Result};
 use fmha_core::spec::CombineSpec;
+use fmha_core::tune::{TileOptions, Tune, TunedTile, TunedTiles};
 use fmha_core::{
     BwdArgs, BwdPlan, CombineArgs, CombinePlan, DevBuffer, DeviceMemory, Explain, FmhaBackend, FwdArgs,
     FwdPlan, LaunchShape, MemorySpace, Plan, PlanOptions, Precompile, Promises, Queues, Roofline, Stream,
@@ -28,7 +30,7 @@ use fmha_core::{
 use fmha_kernels_cuda::combine;
 
 use driver::{Device, Grid, Kernel as Loaded};
-use kernels::{Call, Choice, DeviceFacts, Kernel, Recipe as _};
+use kernels::{Call, Choice, DeviceFacts, Kernel, Recipe as _, sm90};
 use modules::{Module, Modules};
 
 /// A GPU behind NVIDIA's driver, or only its architecture.
@@ -40,7 +42,10 @@ pub struct CudaBackend {
 }
 
 /// The device's memory; none where a backend only plans.
-struct CudaMemory(Option<Arc<Device>>);
+struct CudaMemory {
+    device: Option<Arc<Device>>,
+    emulated: bool,
+}
 
 /// What a forward plan keeps of its choice.
 struct FwdHandle {
@@ -92,6 +97,7 @@ impl CudaBackend {
         let device = Arc::new(driver::open(ordinal)?);
         let mut facts = DeviceFacts::of(&device);
         if emulated {
+            facts.tuned = TunedTiles::default();
             facts.roofline =
                 Roofline { source: "emulated: it has no speed".to_owned(), ..Roofline::default() };
         }
@@ -101,7 +107,7 @@ impl CudaBackend {
             name,
             modules: Modules::new(&facts.arch, Some(Arc::clone(&device)), emulated)?,
             facts,
-            memory: CudaMemory(Some(device)),
+            memory: CudaMemory { device: Some(device), emulated },
         })
     }
 
@@ -117,7 +123,7 @@ impl CudaBackend {
             name: format!("cuda ({arch}, no device)"),
             modules: Modules::new(arch, None, false)?,
             facts,
-            memory: CudaMemory(None),
+            memory: CudaMemory { device: None, emulated: false },
         })
     }
 
@@ -128,7 +134,7 @@ impl CudaBackend {
         match self.modules.load(kernel.name(), source, choice.smem_bytes) {
             Ok(module) => Ok(Ready { kernel, code: module.origin.to_string(), module: Some(module), grid }),
             // A plan for no device is a plan without a compiler too.
-            Err(Error::NoDevice(text)) if self.memory.0.is_none() => {
+            Err(Error::NoDevice(text)) if self.memory.device.is_none() => {
                 Ok(Ready { kernel, code: format!("none: {text}"), module: None, grid })
             }
             Err(error) => Err(error),
@@ -163,8 +169,12 @@ impl FmhaBackend for CudaBackend {
         Some(self)
     }
 
+    fn tuner(&self) -> Option<&dyn Tune> {
+        self.memory.device.as_ref().map(|_| -> &dyn Tune { self })
+    }
+
     fn queues(&self) -> Option<&dyn Queues> {
-        self.memory.0.as_ref().map(|_| -> &dyn Queues { &self.memory })
+        self.memory.device.as_ref().map(|_| -> &dyn Queues { &self.memory })
     }
 
     fn memory(&self) -> &dyn DeviceMemory {
@@ -289,6 +299,26 @@ impl FmhaBackend for CudaBackend {
     }
 }
 
+impl Tune for CudaBackend {
+    fn default_tile(&self, problem: &ValidFwd) -> Result<TileOptions> {
+        sm90::own_tile(problem, &self.facts)
+            .map_err(|refusal| Error::Unsupported { backend: self.name.clone(), refusals: vec![refusal] })
+    }
+
+    fn knobs(&self) -> Vec<(&'static str, Vec<String>)> {
+        sm90::knobs()
+    }
+
+    fn keep(&self, problem: &ValidFwd, tile: TunedTile) -> Result<PathBuf> {
+        if self.memory.emulated {
+            return Err(Error::NoDevice("the device is emulated: its times are no device's".to_owned()));
+        }
+        let mut tiles = self.facts.load_tuned();
+        tiles.insert(problem, tile);
+        tiles.save()
+    }
+}
+
 impl Precompile for CudaBackend {
     fn fwd_job(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<KernelJob> {
         let (choice, _) = kernels::select(&self.name, problem, &self.facts, options)?;
@@ -312,7 +342,7 @@ fn foreign_plan(made_by: &str, run_on: &str) -> Error {
 
 impl CudaMemory {
     fn device(&self) -> Result<&Arc<Device>> {
-        self.0.as_ref().ok_or_else(modules::no_device)
+        self.device.as_ref().ok_or_else(modules::no_device)
     }
 }
 

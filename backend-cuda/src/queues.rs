@@ -17,6 +17,10 @@ impl Queues for CudaMemory {
         self.device()?.destroy_stream(stream.0)
     }
 
+    fn has_clock(&self) -> bool {
+        !self.emulated
+    }
+
     fn seconds(&self, stream: Stream, queue: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
         let device: &Arc<Device> = self.device()?;
         let (start, stop) = (Event::new(device)?, Event::new(device)?);

@@ -6,6 +6,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
+use fmha_core::tune::TunedTile;
 use fmha_core::{
     DType, DevBuffer, Dims, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, MaskSpec, PlanOptions, Stream,
 };
@@ -167,6 +168,25 @@ fn a_run_is_captured_and_replayed() {
     }
     drop(recording);
     queues.destroy_stream(stream).unwrap();
+}
+
+#[test]
+fn an_emulated_device_keeps_no_tile_and_its_own_tile_spelt_out_is_its_plan() {
+    let Some(backend) = device() else { return };
+    let problem = Call::new(&backend).plan.problem;
+    let tuner = backend.tuner().unwrap();
+    let tile = tuner.default_tile(&problem).unwrap();
+    for (knob, _) in tuner.knobs() {
+        assert!(tile.iter().any(|(name, _)| name == knob), "{knob} is not spelt out");
+    }
+    let own = backend.plan_fwd(&problem, &PlanOptions::default()).unwrap();
+    let options = PlanOptions { tile: tile.clone(), ..PlanOptions::default() };
+    let spelt = backend.plan_fwd(&problem, &options).unwrap();
+    assert_eq!((own.details, own.explain.launch), (spelt.details, spelt.explain.launch));
+
+    let tile = TunedTile { tile, seconds: 1.0, default_seconds: 2.0 };
+    assert!(tuner.keep(&problem, tile).unwrap_err().to_string().contains("emulated"));
+    assert!(!backend.queues().unwrap().has_clock());
 }
 
 #[test]

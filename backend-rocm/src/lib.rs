@@ -8,35 +8,33 @@
 mod arch;
 mod compile;
 mod driver;
-#[cfg(test)]
-mod emulated;
 mod kernels;
 mod memory;
+mod modules;
+mod resources;
 
-use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::Arc;
 
 use fmha_core::args::{check_combine, check_fwd};
 use fmha_core::backend::unsupported;
 use fmha_core::bind;
-use fmha_core::cache::{Cache, CompiledKernel, KernelJob};
+use fmha_core::cache::{CompiledKernel, KernelJob};
 use fmha_core::source::KernelSource;
-use fmha_core::spec::FwdSpec;
 use fmha_core::{
     BwdArgs, BwdPlan, CombineArgs, CombinePlan, DeviceMemory, Error, Explain, FmhaBackend, FwdArgs, FwdPlan,
-    MemorySpace, Plan, PlanOptions, Precompile, ProblemError, Promises, Queues, Refusal, Result, Roofline,
-    Stream, ValidBwd, ValidCombine, ValidFwd,
+    LaunchShape, MemorySpace, Plan, PlanOptions, Precompile, ProblemError, Promises, Queues, Refusal, Result,
+    Roofline, Stream, ValidBwd, ValidCombine, ValidFwd,
 };
-use fmha_kernels_hip::CdnaTile;
 
 pub use crate::arch::Arch;
 pub use crate::driver::graph::{Event, Graph};
+pub use crate::resources::Resources;
 
-use crate::compile::Compiler;
 use crate::driver::{Driver, search};
-use crate::kernels::{Compiled, cdna, combine, simt};
+use crate::kernels::{Choice, Forward, cdna, combine, simt};
 use crate::memory::RocmMemory;
+use crate::modules::{Module, Modules};
 
 const KIND: &str = "rocm";
 
@@ -44,30 +42,19 @@ const KIND: &str = "rocm";
 pub struct RocmBackend {
     arch: Arch,
     name: String,
+    num_compute_units: u32,
     memory: RocmMemory,
-    compiler: OnceLock<Compiler>,
-    cache: Cache,
-    /// By entry text: the headers are the same for all.
-    compiled: Mutex<HashMap<String, Arc<Slot>>>,
+    modules: Modules,
 }
-
-/// A kernel, once somebody has compiled it; whoever wants the same one meanwhile waits.
-type Slot = Mutex<Option<Arc<Compiled>>>;
 
 /// What a forward plan holds.
-enum FwdHandle {
-    Cdna(CdnaHandle),
-    Simt(Arc<Compiled>),
+struct FwdHandle {
+    forward: Forward,
+    ready: Ready,
 }
 
-/// The tile kernel of a plan.
-struct CdnaHandle {
-    spec: FwdSpec,
-    tile: CdnaTile,
-    kernel: Arc<Compiled>,
-    /// For pointers less aligned than the plan's strides promise; compiled when such a call comes.
-    any_address: Mutex<HashMap<CdnaTile, Arc<Compiled>>>,
-}
+/// A kernel, or why there is none: neither a device nor a compiler.
+struct Ready(std::result::Result<Arc<Module>, String>);
 
 impl RocmBackend {
     /// Device `ordinal` of the machine, or with `emulate` (`gfx90a`, `gfx942`, `gfx950`) of the
@@ -87,27 +74,21 @@ impl RocmBackend {
             "rocm:{ordinal} ({}, {}, {} compute units, HIP {}{emulated})",
             info.name, info.gcn_arch_name, info.num_compute_units, info.runtime_version
         );
-        Self::new(arch, name, Some(driver))
+        Self::new(arch, name, info.num_compute_units, Some(driver))
     }
 
-    /// No device: plans and compiles for `arch` (`gfx90a`, `gfx942`, `gfx950`), runs nothing.
+    /// No device: plans for `arch` (`gfx90a`, `gfx942`, `gfx950`), compiles where there is a compiler,
+    /// runs nothing.
     ///
     /// # Errors
     /// [`Error::NoDevice`] for an architecture that the kernels do not know.
     pub fn pretend(arch: &str) -> Result<Self> {
         let arch = Arch::from_gcn_name(arch)?;
-        Self::new(arch, format!("rocm ({}, no device)", arch.name()), None)
+        Self::new(arch, format!("rocm ({}, no device)", arch.name()), arch.num_compute_units(), None)
     }
 
-    fn new(arch: Arch, name: String, driver: Option<Driver>) -> Result<Self> {
-        Ok(Self {
-            arch,
-            name,
-            memory: RocmMemory(driver),
-            compiler: OnceLock::new(),
-            cache: Cache::from_env()?,
-            compiled: Mutex::default(),
-        })
+    fn new(arch: Arch, name: String, num_compute_units: u32, driver: Option<Driver>) -> Result<Self> {
+        Ok(Self { arch, name, num_compute_units, memory: RocmMemory(driver), modules: Modules::new(arch)? })
     }
 
     /// The architecture that decides the code object.
@@ -150,55 +131,22 @@ impl RocmBackend {
 
     /// The code object of a forward plan of this backend: an ELF for `arch`.
     #[must_use]
-    pub fn code_object(plan: &FwdPlan) -> Option<Arc<[u8]>> {
-        plan.handle.downcast_ref::<FwdHandle>().map(|handle| match handle {
-            FwdHandle::Cdna(handle) => Arc::clone(&handle.kernel.code),
-            FwdHandle::Simt(kernel) => Arc::clone(&kernel.code),
-        })
+    pub fn code_object(plan: &FwdPlan) -> Option<&[u8]> {
+        let module = plan.handle.downcast_ref::<FwdHandle>()?.ready.0.as_ref();
+        module.ok().map(|module| &*module.compiled.machine)
     }
 
-    fn compiler(&self) -> Result<&Compiler> {
-        if let Some(compiler) = self.compiler.get() {
-            return Ok(compiler);
+    /// Finds or compiles, and loads where there is a device. Without a device a compiler may be missing
+    /// too.
+    fn ready(&self, kernel: &'static str, source: KernelSource) -> Result<Ready> {
+        match self.modules.load(kernel, source, self.memory.0.as_ref()) {
+            Err(Error::NoDevice(text)) if self.memory.0.is_none() => Ok(Ready(Err(text))),
+            loaded => loaded.map(|module| Ready(Ok(module))),
         }
-        let found = Compiler::find()?;
-        Ok(self.compiler.get_or_init(|| found))
-    }
-
-    /// Compiles, or finds what was compiled before, and loads it where there is a device.
-    fn kernel(&self, name: &'static str, source: &KernelSource) -> Result<Arc<Compiled>> {
-        let slot = {
-            let mut slots = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
-            Arc::clone(slots.entry(source.entry.clone()).or_default())
-        };
-        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(kernel) = &*slot {
-            return Ok(Arc::clone(kernel));
-        }
-        let (compiled, origin) =
-            self.cache.get(&compile::job(name, self.arch, source.clone()), || self.compiler())?;
-        let code: Arc<[u8]> = compiled.machine.as_slice().into();
-        let function = match &self.memory.0 {
-            Some(driver) => Some(driver.load(&code, fmha_core::source::ENTRY)?),
-            None => None,
-        };
-        Ok(Arc::clone(slot.insert(Arc::new(Compiled { code, origin, function }))))
     }
 
     fn unsupported(&self, refusal: Refusal) -> Error {
         unsupported(&self.name, vec![refusal])
-    }
-
-    /// # Errors
-    /// A refusal when `options` ask for another kernel.
-    fn asked_for(&self, kernel: &'static str, options: &PlanOptions) -> Result<()> {
-        match &options.kernel {
-            Some(asked) if asked != kernel => Err(self.unsupported(Refusal::new(
-                asked.clone(),
-                format!("kernel {asked} is not {kernel}, the one there is"),
-            ))),
-            _ => Ok(()),
-        }
     }
 
     fn check_owner<P>(&self, plan: &Plan<P>) -> Result<()> {
@@ -255,59 +203,41 @@ impl FmhaBackend for RocmBackend {
         vec![cdna::NAME, simt::NAME, combine::NAME]
     }
 
-    fn precompiler(&self) -> Option<&dyn Precompile> {
-        Some(self)
-    }
-
-    fn queues(&self) -> Option<&dyn Queues> {
-        self.memory.0.as_ref().map(|driver| -> &dyn Queues { driver })
-    }
-
     fn memory(&self) -> &dyn DeviceMemory {
         &self.memory
     }
 
     fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
-        let chosen = self.choose_fwd(problem, options)?;
-        let (kernel, mut details, compiled) = match &chosen.handle {
-            FwdHandle::Cdna(handle) => {
-                (cdna::NAME, cdna::details(&handle.spec, &handle.tile, problem), &handle.kernel)
-            }
-            FwdHandle::Simt(kernel) => (simt::NAME, simt::details(problem), kernel),
-        };
-        let Compiled { code, origin, .. } = &**compiled;
-        details.push(("code object", format!("{} bytes for {}", code.len(), self.arch.name())));
+        let Choice { forward, refusals } = self.choose_fwd(problem, options)?;
+        let kernel = forward.name();
+        let ready = self.ready(kernel, forward.source())?;
+        let (groups, threads) = forward.grid(problem);
         Ok(Plan {
             problem: problem.clone(),
             backend: self.name.clone(),
             kernel: kernel.to_owned(),
-            details,
-            explain: Explain { code: origin.to_string(), ..Explain::default() },
-            refusals: chosen.refusals,
+            details: forward.details(),
+            explain: self.explain(&ready, groups, threads),
+            refusals,
             is_fallback: kernel == simt::NAME,
             workspace_bytes: 0,
             promises: FWD_PROMISES,
-            handle: Arc::new(chosen.handle),
+            handle: Arc::new(FwdHandle { forward, ready }),
         })
     }
 
     fn run_fwd(&self, plan: &FwdPlan, args: &FwdArgs<'_>, stream: Stream) -> Result<()> {
         self.check_owner(plan)?;
         check_fwd(&plan.problem, args, MemorySpace::Device)?;
+        let handle = plan.handle.downcast_ref::<FwdHandle>().ok_or_else(no_handle)?;
         let params = bind::fwd_params(&plan.problem, args);
-        let handle = plan.handle.downcast_ref::<FwdHandle>().ok_or_else(|| {
-            Error::Problem(ProblemError::new("plan", "plan has no handle of this backend's: 0 kernels"))
-        })?;
-        match handle {
-            FwdHandle::Cdna(handle) => {
-                let tile = cdna::tile_for(handle.tile, &plan.problem, args);
-                let kernel = self.kernel_of(handle, tile)?;
-                let workgroups = cdna::num_workgroups(&plan.problem, &tile) as u32;
-                self.launch(&kernel, workgroups, cdna::num_threads(&tile) as u32, &params, stream)
-            }
-            FwdHandle::Simt(kernel) => {
-                let workgroups = simt::num_workgroups(&plan.problem) as u32;
-                self.launch(kernel, workgroups, simt::NUM_THREADS, &params, stream)
+        let grid = handle.forward.grid(&plan.problem);
+        match handle.forward.for_addresses(&plan.problem, args) {
+            None => self.launch(&handle.ready, grid, &params, stream),
+            // Pointers less aligned than the plan's strides promise: compiled when such a call comes.
+            Some(other) => {
+                let ready = self.ready(other.name(), other.source())?;
+                self.launch(&ready, grid, &params, stream)
             }
         }
     }
@@ -322,115 +252,91 @@ impl FmhaBackend for RocmBackend {
     }
 
     fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<CombinePlan> {
-        self.asked_for(combine::NAME, options)?;
+        if let Some(asked) = options.kernel.as_ref().filter(|asked| *asked != combine::NAME) {
+            let reason = format!("there is no such combine kernel (known: {})", combine::NAME);
+            return Err(self.unsupported(Refusal::new(asked.clone(), reason)));
+        }
         let spec = combine::accept(problem).map_err(|refusal| self.unsupported(refusal))?;
-        let kernel = self.kernel(combine::NAME, &combine::source(&spec))?;
+        let ready = self.ready(combine::NAME, combine::source(&spec))?;
         Ok(Plan {
             problem: problem.clone(),
             backend: self.name.clone(),
             kernel: combine::NAME.to_owned(),
-            details: vec![("grid", format!("{} workgroups", combine::num_workgroups(problem)))],
-            explain: Explain::default(),
+            details: Vec::new(),
+            explain: self.explain(&ready, combine::num_workgroups(problem), combine::NUM_THREADS),
             refusals: Vec::new(),
             is_fallback: false,
             workspace_bytes: 0,
             promises: FWD_PROMISES,
-            handle: kernel,
+            handle: Arc::new(ready),
         })
     }
 
     fn run_combine(&self, plan: &CombinePlan, args: &CombineArgs<'_>, stream: Stream) -> Result<()> {
         self.check_owner(plan)?;
         check_combine(&plan.problem, args, MemorySpace::Device)?;
-        let kernel = plan.handle.downcast_ref::<Compiled>().ok_or_else(|| {
-            Error::Problem(ProblemError::new("plan", "plan has no handle of this backend's: 0 kernels"))
-        })?;
-        let workgroups = combine::num_workgroups(&plan.problem) as u32;
-        self.launch(
-            kernel,
-            workgroups,
-            combine::NUM_THREADS,
-            &bind::combine_params(&plan.problem, args),
-            stream,
-        )
+        let ready = plan.handle.downcast_ref::<Ready>().ok_or_else(no_handle)?;
+        let grid = (combine::num_workgroups(&plan.problem), combine::NUM_THREADS);
+        self.launch(ready, grid, &bind::combine_params(&plan.problem, args), stream)
+    }
+
+    fn precompiler(&self) -> Option<&dyn Precompile> {
+        Some(self)
+    }
+
+    fn queues(&self) -> Option<&dyn Queues> {
+        self.memory.0.as_ref().map(|driver| -> &dyn Queues { driver })
     }
 }
 
 impl Precompile for RocmBackend {
     fn fwd_job(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<KernelJob> {
-        let (spec, tile) =
-            cdna::accept(problem, self.arch, options).map_err(|refusal| self.unsupported(refusal))?;
-        Ok(compile::job(cdna::NAME, self.arch, cdna::source(&spec, &tile)))
+        let forward = self.choose_fwd(problem, options)?.forward;
+        Ok(self.modules.job(forward.name(), forward.source()))
     }
 
     fn precompile(&self, job: &KernelJob) -> Result<Arc<CompiledKernel>> {
-        self.cache.get(job, || self.compiler()).map(|(kernel, _)| kernel)
+        self.modules.compile(job).map(|(kernel, _)| kernel)
     }
 }
 
-/// A forward kernel and what was passed over for it.
-struct ChosenFwd {
-    handle: FwdHandle,
-    refusals: Vec<Refusal>,
+fn no_handle() -> Error {
+    ProblemError::new("plan", "plan has no handle of this backend's: 0 kernels").into()
 }
 
 impl RocmBackend {
     /// The tile kernel; where it does not take the problem and the caller allows it, the slow one.
-    fn choose_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<ChosenFwd> {
-        let asked = options.kernel.as_deref();
-        let mut refusals = Vec::new();
-        if asked.is_none_or(|name| name == cdna::NAME) {
-            match cdna::accept(problem, self.arch, options) {
-                Ok((spec, tile)) => {
-                    let kernel = self.kernel(cdna::NAME, &cdna::source(&spec, &tile))?;
-                    let handle = CdnaHandle { spec, tile, kernel, any_address: Mutex::default() };
-                    return Ok(ChosenFwd { handle: FwdHandle::Cdna(handle), refusals });
-                }
-                Err(refusal) => refusals.push(refusal),
-            }
-        }
-        if asked == Some(simt::NAME) || asked.is_none() && options.allow_fallback {
-            match simt::accept(problem, options) {
-                Ok(spec) => {
-                    let kernel = self.kernel(simt::NAME, &simt::source(&spec))?;
-                    return Ok(ChosenFwd { handle: FwdHandle::Simt(kernel), refusals });
-                }
-                Err(refusal) => refusals.push(refusal),
-            }
-        } else if asked.is_none() {
-            let reason = "it is the slow fallback, and allow_fallback is false";
-            refusals.push(Refusal::new(simt::NAME, reason));
-        }
-        if let (Some(name), true) = (asked, refusals.is_empty()) {
-            let reason = format!("there is no such forward kernel (known: {}, {})", cdna::NAME, simt::NAME);
-            refusals.push(Refusal::new(name.to_owned(), reason));
-        }
-        Err(unsupported(&self.name, refusals))
+    fn choose_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<Choice> {
+        kernels::select(problem, self.arch, options).map_err(|refusals| unsupported(&self.name, refusals))
     }
 
-    /// The plan's kernel with another tile, compiled when a call first needs it.
-    fn kernel_of(&self, handle: &CdnaHandle, tile: CdnaTile) -> Result<Arc<Compiled>> {
-        if tile == handle.tile {
-            return Ok(Arc::clone(&handle.kernel));
+    fn explain(&self, ready: &Ready, groups: u64, threads: u32) -> Explain {
+        let (resources, code) = match &ready.0 {
+            Ok(module) => (Some(module.compiled.resources), module.origin.to_string()),
+            Err(why) => (None, format!("none: {why}")),
+        };
+        Explain {
+            resources,
+            code,
+            launch: Some(LaunchShape {
+                groups,
+                threads,
+                shared_bytes: 0,
+                tiles: groups,
+                // One workgroup has all of a compute unit's registers.
+                tiles_at_once: self.num_compute_units.into(),
+            }),
         }
-        let mut others = handle.any_address.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(kernel) = others.get(&tile) {
-            return Ok(Arc::clone(kernel));
-        }
-        let kernel = self.kernel(cdna::NAME, &cdna::source(&handle.spec, &tile))?;
-        others.insert(tile, Arc::clone(&kernel));
-        Ok(kernel)
     }
 
     fn launch<P: Copy>(
         &self,
-        kernel: &Compiled,
-        num_workgroups: u32,
-        num_threads: u32,
+        Ready(module): &Ready,
+        (num_workgroups, num_threads): (u64, u32),
         params: &P,
         stream: Stream,
     ) -> Result<()> {
-        let Some(function) = &kernel.function else {
+        let Some(function) = module.as_ref().ok().and_then(|module| module.function.as_ref()) else {
             return self.memory.driver().map(|_| ());
         };
         if num_workgroups == 0 {
@@ -438,6 +344,6 @@ impl RocmBackend {
         }
         // SAFETY: the kernel was compiled with this struct's definition, whose size it asserts; the
         // addresses are those of slices that passed the check, whose makers promised the memory.
-        unsafe { function.launch(num_workgroups, num_threads, params, stream) }
+        unsafe { function.launch(num_workgroups as u32, num_threads, params, stream) }
     }
 }

@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::plan::{BwdPlan, CombinePlan, FwdPlan, PlanOptions};
 use crate::problem::ValidFwd;
 use crate::queues::Queues;
+use crate::tune::Tune;
 
 /// A queue of work on a device: the vendor's own handle. The CPU has one, which is done at return.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -40,6 +41,11 @@ pub trait FmhaBackend: Send + Sync {
 
     /// Itself as a compiler of kernels, if it compiles any.
     fn precompiler(&self) -> Option<&dyn Precompile> {
+        None
+    }
+
+    /// Itself as something whose tiles can be measured, if they can.
+    fn tuner(&self) -> Option<&dyn Tune> {
         None
     }
 

@@ -47,6 +47,7 @@ pub mod score;
 pub mod seq;
 pub mod source;
 pub mod spec;
+pub mod tune;
 pub mod work;
 
 pub use args::{

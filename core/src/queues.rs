@@ -18,6 +18,12 @@ pub trait Queues: Send + Sync {
     /// What the driver said.
     fn destroy_stream(&self, stream: Stream) -> Result<()>;
 
+    /// Whether there is a device whose clock it is: an emulated one has none, and its seconds are the
+    /// emulator's.
+    fn has_clock(&self) -> bool {
+        true
+    }
+
     /// Seconds, by the device's clock, of the work that `queue` puts on `stream`; waits for it.
     ///
     /// # Errors

@@ -22,6 +22,7 @@ mod report;
 mod run;
 mod setup;
 mod timing;
+mod tune;
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -68,6 +69,8 @@ enum Action {
     Explain(Box<explain::ExplainArgs>),
     /// Time tables of shapes, with other libraries' figures beside
     Bench(bench::BenchArgs),
+    /// Measure the tiles of one problem on this device, and keep the best
+    Tune(Box<tune::TuneArgs>),
     /// Compile kernels into a file, for machines without a compiler
     Bundle(bundle::BundleArgs),
 }
@@ -139,6 +142,7 @@ fn carry_out(args: &[String]) -> Result<Verdict, Failure> {
         Action::Explain(args) => args.carry_out(out),
         Action::Bench(args) => args.carry_out(out),
         Action::Bundle(args) => args.carry_out(out),
+        Action::Tune(args) => args.carry_out(out),
     }
 }
 

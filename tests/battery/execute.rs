@@ -273,7 +273,7 @@ impl<'a> Resident<'a> {
 pub struct CallTime {
     /// From the start of its work to its end.
     pub seconds: f64,
-    /// By the device's clock; else by the host's, from the call to the end of its work.
+    /// By a device's clock; else by the host's, from the call to the end of its work.
     pub on_device: bool,
 }
 
@@ -281,7 +281,7 @@ pub struct CallTime {
 fn timed(backend: &dyn FmhaBackend, mut queue: impl FnMut() -> Result<()>) -> Result<CallTime> {
     if let Some(queues) = backend.queues() {
         let seconds = queues.seconds(Stream::DEFAULT, &mut queue)?;
-        return Ok(CallTime { seconds, on_device: true });
+        return Ok(CallTime { seconds, on_device: queues.has_clock() });
     }
     let start = Instant::now();
     queue()?;

@@ -90,7 +90,7 @@ pub fn run_cases(
             seed: case.data().seed,
             outcome,
             text,
-            repro: case.repro(backend.kind()),
+            repro: case.repro(format!("{} {}", backend.kind(), options.repro_words).trim_end()),
             seconds: start.elapsed().as_secs_f64(),
         };
         let mut done = done.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

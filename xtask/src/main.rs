@@ -5,6 +5,7 @@
 //! passed.
 
 mod coverage;
+mod emulated;
 mod mutation;
 mod setup;
 mod support;
@@ -17,6 +18,7 @@ use tally::Tally;
 
 const USAGE: &str = "\
 usage: cargo xtask test      set up, test everything in release, print the counts
+       cargo xtask emulated  the battery on CUDA kernels, interpreted: the part that CI runs
        cargo xtask setup     only the set-up
        cargo xtask support [BACKEND[@ARCH]]...
                              the README's support table from the battery's results (default: cpu)
@@ -31,6 +33,11 @@ fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
     match words.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["test"] => test(),
+        ["emulated"] => {
+            let mut tally = Tally::default();
+            emulated::battery(&setup::run(), &mut tally);
+            finish(&tally)
+        }
         ["setup"] => {
             setup::run();
             ExitCode::SUCCESS
@@ -71,7 +78,7 @@ fn test() -> ExitCode {
     // `--show-output`: the batteries' counts stand in the output of tests that pass.
     command
         .args(["test", "--release", "--workspace", "--no-fail-fast", "--", "--show-output"])
-        .envs(environment);
+        .envs(environment.iter().cloned());
     let finished = match follow(&mut command, &mut tally) {
         Ok(success) => success,
         Err(error) => {
@@ -83,6 +90,11 @@ fn test() -> ExitCode {
         // A crate that does not compile, or a test that aborted, counts as one failure.
         tally.failed = 1;
     }
+    emulated::battery(&environment, &mut tally);
+    finish(&tally)
+}
+
+fn finish(tally: &Tally) -> ExitCode {
     println!("{tally}");
     if tally.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

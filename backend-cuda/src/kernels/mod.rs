@@ -7,6 +7,7 @@ use enum_dispatch::enum_dispatch;
 use fmha_core::abi::FwdParams;
 use fmha_core::error::{Error, ProblemError, Refusal, Result};
 use fmha_core::source::KernelSource;
+use fmha_core::tune::TunedTiles;
 use fmha_core::{FwdArgs, PlanOptions, Roofline, ValidFwd};
 
 use crate::driver::{Device, Grid, Kernel as Loaded};
@@ -25,6 +26,10 @@ pub(crate) struct DeviceFacts {
     /// Shared memory that one CTA can have, bytes.
     pub(crate) smem_bytes: u32,
     pub(crate) roofline: Roofline,
+    /// `NVIDIA H200, sm_90a, 132 SMs`: what tiles are kept for.
+    pub(crate) device: String,
+    /// Tiles that were measured on it.
+    pub(crate) tuned: TunedTiles,
 }
 
 /// Dense f16 and bf16 tensor work of a Hopper SM in a clock: floating-point operations (NVIDIA H100
@@ -42,8 +47,11 @@ impl DeviceFacts {
         let (memory_khz, bus_bits) = device.memory;
         // Two transfers a clock.
         let bytes = f64::from(memory_khz) * 1e3 * 2.0 * f64::from(bus_bits) / 8.0;
-        Self {
-            arch: format!("sm_{major}{minor}{suffix}"),
+        let arch = format!("sm_{major}{minor}{suffix}");
+        let mut facts = Self {
+            device: format!("{}, {arch}, {} SMs", device.name, device.num_sms),
+            tuned: TunedTiles::default(),
+            arch,
             num_sms: device.num_sms,
             smem_bytes: device.smem_bytes,
             roofline: Roofline {
@@ -51,7 +59,14 @@ impl DeviceFacts {
                 bytes_per_second: Some(bytes),
                 source: "stated peak: tensor rate times the highest clock, memory clock times bus".to_owned(),
             },
-        }
+        };
+        facts.tuned = facts.load_tuned();
+        facts
+    }
+
+    /// The device's tiles as they are kept now.
+    pub(crate) fn load_tuned(&self) -> TunedTiles {
+        TunedTiles::load(&self.device, &fmha_kernels_cuda::headers())
     }
 
     /// An architecture without a device: the numbers that NVIDIA states of one that has it.
@@ -64,6 +79,8 @@ impl DeviceFacts {
         let num_sms = 132;
         Ok(Self {
             arch: arch.to_owned(),
+            device: String::new(),
+            tuned: TunedTiles::default(),
             num_sms,
             smem_bytes: fmha_kernels_cuda::sm90::MAX_SMEM_BYTES.unsigned_abs(),
             roofline: Roofline {

@@ -3,6 +3,7 @@
 use fmha_core::abi::FwdParams;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::FwdSpec;
+use fmha_core::tune::TileOptions;
 use fmha_core::{DType, PlanOptions, SeqMode, Shape, Strides, VLayout, ValidFwd};
 use fmha_kernels_cuda::sm90::{self, Sm90Schedule, Sm90Tile};
 
@@ -48,7 +49,8 @@ impl Recipe for Sm90 {
         sm90::accepts(problem)?;
         let spec = FwdSpec::of(problem);
         let mut tile = sm90::choose_tile(problem);
-        for (key, value) in &options.tile {
+        let tuned = facts.tuned.get(problem).filter(|_| options.tile.is_empty());
+        for (key, value) in tuned.map_or(&options.tile, |tuned| &tuned.tile) {
             tile.set(key, value).map_err(refuse)?;
         }
         tile.check(&spec, problem.gqa_ratio()).map_err(refuse)?;
@@ -72,6 +74,10 @@ impl Recipe for Sm90 {
             tiles_at_once: facts.num_sms.into(),
             details: vec![
                 ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),
+                (
+                    "tile from",
+                    if tuned.is_some() { "`fmha tune` on this device" } else { "the table" }.to_owned(),
+                ),
                 ("order", format!("{:?}, {} heads a section", tile.order, schedule.heads_per_section)),
                 ("schedule", schedule_words(&tile)),
             ],
@@ -132,6 +138,52 @@ fn schedule_words(tile: &Sm90Tile) -> String {
     words.extend(tile.f16_scores.then(|| "scores summed in f16".to_owned()));
     words.extend(tile.f16_output.then(|| "O summed in f16".to_owned()));
     words.join(", ")
+}
+
+/// The tile that the table gives, as [`Sm90Tile::set`] takes it.
+///
+/// # Errors
+/// Why the kernel does not take the problem.
+pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOptions, Refusal> {
+    Sm90::default().choose(problem, facts, &PlanOptions::default())?;
+    let tile = sm90::choose_tile(problem);
+    let flag = |flag: bool| i32::from(flag).to_string();
+    let order = match tile.order {
+        sm90::TileOrder::Single => "single",
+        sm90::TileOrder::Static => "static",
+        sm90::TileOrder::Dynamic => "dynamic",
+    };
+    let pairs = [
+        ("block_m", tile.block_m.to_string()),
+        ("block_n", tile.block_n.to_string()),
+        ("stages", tile.stages.to_string()),
+        ("order", order.to_owned()),
+        ("ping_pong", flag(tile.ping_pong)),
+        ("lookahead", flag(tile.lookahead)),
+        ("lazy_rescale_log2", tile.lazy_rescale_log2.to_string()),
+        ("wait_anchor", tile.wait_anchor.to_string()),
+        ("exp2_polynomial_every", tile.exp2_polynomial_every.to_string()),
+        ("pack_gqa", flag(tile.pack_gqa)),
+    ];
+    Ok(pairs.map(|(knob, value)| (knob.to_owned(), value)).to_vec())
+}
+
+/// What `fmha tune` tries of each knob, the weightiest first. What does not go together (shared memory,
+/// registers, rows that no group divides) is refused by the plan or by the compiler.
+pub(crate) fn knobs() -> Vec<(&'static str, Vec<String>)> {
+    let knobs: [(&'static str, &[&str]); 10] = [
+        ("block_n", &["64", "80", "96", "112", "128", "144", "160", "176", "192"]),
+        ("block_m", &["64", "128", "192"]),
+        ("lookahead", &["0", "1"]),
+        ("wait_anchor", &["0", "16", "32", "40", "48"]),
+        ("stages", &["2", "3", "4"]),
+        ("order", &["single", "static", "dynamic"]),
+        ("ping_pong", &["0", "1"]),
+        ("lazy_rescale_log2", &["0", "8"]),
+        ("exp2_polynomial_every", &["0", "4", "8"]),
+        ("pack_gqa", &["0", "1"]),
+    ];
+    knobs.map(|(knob, values)| (knob, values.iter().map(|&value| value.to_owned()).collect())).to_vec()
 }
 
 /// The tensor maps: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`.

@@ -39,12 +39,3 @@ pub(crate) fn source(spec: &FwdSpec) -> KernelSource {
     };
     KernelSource { entry: entry.render(), headers: fmha_kernels_hip::headers() }
 }
-
-/// The rows that a plan prints.
-pub(crate) fn details(problem: &FwdProblem) -> Vec<(&'static str, String)> {
-    vec![
-        ("tile", "a wave to a row, 64 keys at a time".to_owned()),
-        ("workgroup", format!("{NUM_THREADS} threads")),
-        ("grid", format!("{} workgroups", num_workgroups(problem))),
-    ]
-}

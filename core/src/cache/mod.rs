@@ -23,7 +23,7 @@ use crate::env;
 use crate::error::{Error, Result};
 use crate::plan::{PlanOptions, ResourceUsage};
 use crate::problem::ValidFwd;
-use crate::source::KernelSource;
+use crate::source::{Header, KernelSource};
 use disk::Disk;
 
 /// What a kernel is compiled from: its text, all headers, the architecture and the flags, hashed
@@ -43,6 +43,25 @@ impl fmt::Debug for SourceKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.hex())
     }
+}
+
+/// The user's folder for what can be made again; `None` where `FMHA_CACHE_DIR` is `none`, or there is
+/// no home.
+pub(crate) fn folder() -> Option<PathBuf> {
+    disk::folder()
+}
+
+/// Writes a file of the cache, whole or not at all.
+pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    if let Some(folder) = path.parent() {
+        std::fs::create_dir_all(folder)?;
+    }
+    bundle::write_whole(path, bytes)
+}
+
+/// Names the text of all kernels.
+pub(crate) fn headers_hash(headers: &[Header]) -> String {
+    hex(&hash(headers.iter().flat_map(|h| [h.name.as_bytes(), h.text.as_bytes()])))
 }
 
 fn hex(bytes: &[u8]) -> String {

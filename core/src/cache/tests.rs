@@ -155,6 +155,24 @@ fn beyond_its_limit_the_cache_forgets_what_was_unused_for_longest() {
 }
 
 #[test]
+fn a_dump_has_source_log_resources_and_metadata() {
+    let folder = tempfile::tempdir().unwrap();
+    let cache = Cache { dump: Some(folder.path().to_owned()), ..Cache::new(Vec::new(), None) };
+    cache.get(&job("one"), || Ok(Counting::default())).unwrap();
+    let kernel = std::fs::read_dir(folder.path()).unwrap().next().unwrap().unwrap().path();
+    assert!(kernel.file_name().unwrap().to_string_lossy().starts_with("made-up-arch-1-"));
+    let read = |name: &str| std::fs::read_to_string(kernel.join(name)).unwrap();
+    assert_eq!(
+        (read("entry.txt").as_str(), read("fmha/a.h").as_str(), read("log.txt").as_str()),
+        ("one", "a", "fine")
+    );
+    let about = read("about.txt");
+    for word in ["made-up", "arch-1", "counting 1", "-x", &job("one").key().hex(), "300 bytes", "not known"] {
+        assert!(about.contains(word), "{about}");
+    }
+}
+
+#[test]
 fn the_table_names_each_problem_once() {
     let table = forward_table().unwrap();
     let names: std::collections::BTreeSet<_> = table.iter().map(|entry| &entry.name).collect();

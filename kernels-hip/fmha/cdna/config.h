@@ -1,6 +1,7 @@
 // The CDNA forward kernel's choices and every number that follows from them.
 #pragma once
 #include <fmha/cdna/tile.h>
+#include <fmha/isa/sched.h>
 #include <fmha/mma/cdna.h>
 
 namespace fmha::cdna {
@@ -20,27 +21,45 @@ struct LdsMatrix {
 
   alignas(16) uint8_t bytes[num_rows * pitch * kFragBytes];
 
-  // Rows d and d + 8 are turned differently too: the transposing writer's lanes are eight rows apart.
-  static FMHA_DEVICE int turn(int row) { return (row / rows_per_line + row / 8) % period; }
+  // Linear in the bits of the row, so that a sum of rows without a carry turns by both their turns. Rows d
+  // and d + 8 are turned differently too: the transposing writer's lanes are eight rows apart.
+  static FMHA_DEVICE constexpr int turn(int row) { return (row / rows_per_line ^ row / 8) % period; }
 
-  static FMHA_DEVICE int offset(int row, int chunk) {
+  static FMHA_DEVICE constexpr int offset(int row, int chunk) {
     if constexpr (!permuted) return (row * pitch + chunk) * kFragBytes;
     return (row * pitch + (chunk / period * period) + (chunk % period ^ turn(row))) * kFragBytes;
   }
 
-  // This lane's fragment of step `c` of rows 32 * block ... In all but the last line it is the same
-  // for every block and every fourth step but for a constant: four addresses serve all reads.
-  FMHA_DEVICE const Frag& frag(int block, int c) const {
-    const int row = lane_col(), chunk = 2 * c, half = lane_half();
-    int at;
-    if constexpr (permuted && period >= 2) {
-      const int block_turn = (block * kEdge / rows_per_line + block * kEdge / 8) % period;
-      const int low = (chunk % period ^ block_turn) ^ (half ^ turn(row));
-      at = (row * pitch + low) * kFragBytes + (block * kEdge * pitch + chunk / period * period) * kFragBytes;
-    } else {
-      at = (row * pitch + half) * kFragBytes + (block * kEdge * pitch + chunk) * kFragBytes;
+  // The place `rows` rows below the one at `at`, where `rows` shares no bit with its row.
+  static FMHA_DEVICE int below(int at, int rows) {
+    return (permuted ? at ^ turn(rows) * kFragBytes : at) + rows * pitch * kFragBytes;
+  }
+
+  // Where this lane's fragments begin. They serve all steps and blocks but for constants: the compiler is
+  // kept from making a register of each.
+  static constexpr int num_lane_addresses = permuted && period >= 2 ? period / 2 : 1;
+  using LaneAddresses = Array<int, num_lane_addresses>;
+  static FMHA_DEVICE LaneAddresses lane_addresses() {
+    LaneAddresses at;
+#pragma unroll
+    for (int x = 0; x < num_lane_addresses; ++x) {
+      const int low = num_lane_addresses > 1 || permuted ? (2 * x) ^ lane_half() ^ turn(lane_col()) : lane_half();
+      at[x] = (lane_col() * pitch + low) * kFragBytes;
+      computed_here(at[x]);
     }
-    return *reinterpret_cast<const Frag*>(&bytes[at]);
+    return at;
+  }
+
+  // This lane's fragment of step `c` of rows 32 * block ...
+  FMHA_DEVICE const Frag& frag(const LaneAddresses& lane, int block, int c) const {
+    const int chunk = 2 * c;
+    if constexpr (!permuted) {
+      return *reinterpret_cast<const Frag*>(&bytes[lane[0] + (block * kEdge * pitch + chunk) * kFragBytes]);
+    } else {
+      const int which = (chunk % period ^ turn(block * kEdge)) / 2;
+      return *reinterpret_cast<const Frag*>(
+          &bytes[lane[which] + (block * kEdge * pitch + chunk / period * period) * kFragBytes]);
+    }
   }
 };
 
@@ -58,7 +77,21 @@ struct Config {
   static constexpr int head_dim_v_padded = d_blocks * kEdge;
   static constexpr int n_tiles = tile.block_n / kEdge;
   static constexpr int pv_steps = tile.block_n * v_bytes / kStepBytes;
-  static constexpr int pv_steps_per_tile = pv_steps / n_tiles;
+
+  // A slot is a matrix instruction, or the two of one operand of 16 bytes.
+  static constexpr int qk_at_once = Mma<spec.dtype_qk>::steps_at_once;
+  static constexpr int pv_at_once = Mma<spec.dtype_v>::steps_at_once;
+  static constexpr int slots_per_tile = ceil_div(qk_steps, qk_at_once);
+  static constexpr int qk_slots = slots_per_tile * n_tiles;
+  static constexpr int pv_slots = ceil_div(pv_steps, pv_at_once) * d_blocks;
+
+  // Slots by which LDS reads run ahead of the matrix unit. A step's slots are a multiple, so that a
+  // register holds the same slot's operand in every step.
+  static constexpr int wanted_ahead = kArch == Arch::Gfx950 ? 4 : 2;
+  static constexpr int most_ahead = min(wanted_ahead, min(qk_slots, pv_slots));
+  static constexpr int slots_ahead = most_ahead >= 4 && (qk_slots + pv_slots) % 4 == 0   ? 4
+                                     : most_ahead >= 2 && (qk_slots + pv_slots) % 2 == 0 ? 2
+                                                                                         : 1;
 
   using KMatrix = LdsMatrix<tile.block_n, qk_steps * kStepBytes>;
   using VMatrix = LdsMatrix<head_dim_v_padded, tile.block_n * v_bytes>;  // transposed, keys in KeyOrder

@@ -28,8 +28,17 @@ class VectorReader {
     from_ = buffer_descriptor(rows.data, num_rows > 0 ? (num_rows - 1) * stride_bytes_ + row_bytes_ : 0);
   }
 
+  // Of a place in a row; `rows` further down it is `rows` strides more, out of range included.
+  static FMHA_DEVICE int32_t place(const Rows& rows, int32_t row, int32_t byte) {
+    return byte < rows.row_bytes ? row * int32_t(rows.stride_bytes) + byte : kOutOfRange;
+  }
+
   FMHA_DEVICE Words<words> read(int32_t row, int32_t byte) const {
-    const int32_t offset = byte < row_bytes_ ? row * stride_bytes_ + byte : kOutOfRange;
+    return read_below(byte < row_bytes_ ? row * stride_bytes_ + byte : kOutOfRange, 0, byte);
+  }
+
+  FMHA_DEVICE Words<words> read_below(int32_t place, int32_t rows, int32_t byte) const {
+    const int32_t offset = place + rows * stride_bytes_;
     Words<words> x;
     if constexpr (words == 4) {
       const u32x4 loaded = buffer_load_dwordx4(from_, offset);
@@ -59,6 +68,12 @@ template <int words, int elem_bytes>
 class ElementReader {
  public:
   FMHA_DEVICE ElementReader(Rows rows, int32_t) : rows_(rows) {}
+
+  static FMHA_DEVICE int32_t place(const Rows&, int32_t row, int32_t) { return row; }
+
+  FMHA_DEVICE Words<words> read_below(int32_t place, int32_t rows, int32_t byte) const {
+    return read(place + rows, byte);
+  }
 
   FMHA_DEVICE Words<words> read(int32_t row, int32_t byte) const {
     Words<words> x;
@@ -108,37 +123,54 @@ FMHA_DEVICE void load_q(Array<Frag, Config<spec, tile>::qk_steps>& q, Rows rows,
   }
 }
 
-// One K tile on its way: read by all threads, 16 bytes each in turn.
+// One K tile on its way: read by all threads, 16 bytes each in turn. It comes and goes in parts, for the
+// main loop to deal out between matrix instructions.
 template <FwdSpec spec, CdnaTile tile>
 class KLoad {
   using C = Config<spec, tile>;
   static constexpr int chunks_per_row = C::qk_steps * 2;
   static constexpr int num_chunks = tile.block_n * chunks_per_row;
   static constexpr int per_thread = ceil_div(num_chunks, C::num_threads);
+  using Reader = typename ReaderOf<tile.load, 4, C::qk_bytes, C::qk_row_bytes % kFragBytes == 0>::type;
 
  public:
-  FMHA_DEVICE void issue(Rows rows) {
-    using Reader = typename ReaderOf<tile.load, 4, C::qk_bytes, C::qk_row_bytes % kFragBytes == 0>::type;
+  static constexpr int issue_parts = per_thread, store_parts = per_thread;
+
+  FMHA_DEVICE void issue(Rows rows, int part) {
     const Reader reader(rows, tile.block_n);
-#pragma unroll
-    for (int c = 0; c < per_thread; ++c) {
-      const int id = c * C::num_threads + thread_idx();
-      // A row past the tile is past the descriptor, and past `num_rows` of the reader by elements.
-      chunk_[c] = reader.read(id / chunks_per_row, id % chunks_per_row * kFragBytes);
-    }
+    const int id = part * C::num_threads + thread_idx();
+    // A row past the tile is past the descriptor, and past `num_rows` of the reader by elements.
+    const int byte = id % chunks_per_row * kFragBytes;
+    chunk_[part] = adjacent ? reader.read_below(from_, part * rows_per_part, byte)
+                            : reader.read(id / chunks_per_row, byte);
   }
 
-  FMHA_DEVICE void store(typename C::KMatrix& k) const {
-#pragma unroll
-    for (int c = 0; c < per_thread; ++c) {
-      const int id = c * C::num_threads + thread_idx();
-      if (num_chunks % C::num_threads != 0 && id >= num_chunks) continue;
-      *reinterpret_cast<Frag*>(&k.bytes[k.offset(id / chunks_per_row, id % chunks_per_row)]) = frag_of(chunk_[c]);
-    }
+  FMHA_DEVICE void store(typename C::KMatrix& k, int part) const {
+    const int id = part * C::num_threads + thread_idx();
+    if (num_chunks % C::num_threads != 0 && id >= num_chunks) return;
+    const int at = adjacent ? k.below(place_, part * rows_per_part)
+                            : k.offset(id / chunks_per_row, id % chunks_per_row);
+    *reinterpret_cast<Frag*>(&k.bytes[at]) = frag_of(chunk_[part]);
   }
+
+  // Before the first load: the strides of `rows` are those of every tile.
+  FMHA_DEVICE void find_places(const Rows& rows) {
+    const int row = thread_idx() / chunks_per_row, chunk = thread_idx() % chunks_per_row;
+    from_ = Reader::place(rows, row, chunk * kFragBytes);
+    place_ = C::KMatrix::offset(row, chunk);
+  }
+
+  // In every step: what follows from the two is computed anew and takes no registers between.
+  FMHA_DEVICE void keep_places() { computed_here(from_), computed_here(place_); }
 
  private:
+  // Every part lies whole rows below the one before, and their numbers share no bit.
+  static constexpr int rows_per_part = C::num_threads / chunks_per_row;
+  static constexpr bool adjacent = is_power_of_two(C::num_threads) && is_power_of_two(chunks_per_row);
+
   Words<4> chunk_[per_thread];
+  int32_t from_;
+  int place_;
 };
 
 // Element j of each of four rows, packed: a column of a 4 x n tile of `elem_bytes`.
@@ -154,11 +186,16 @@ FMHA_DEVICE Words<elem_bytes> column_of(const Words<words> (&rows)[kRun], int j)
   }
 }
 
-// A run of four keys of one column of V goes to its place in the transposed tile.
+// Where a run of four keys of one column of V stands in the transposed tile.
 template <int elem_bytes, class Matrix>
-FMHA_DEVICE void store_run(Matrix& v, int d, int i_run, Words<elem_bytes> run) {
+FMHA_DEVICE int place_of_run(int d, int i_run) {
   const int byte = i_run * kRun * elem_bytes;
-  uint8_t* to = &v.bytes[v.offset(d, byte / kFragBytes) + byte % kFragBytes];
+  return Matrix::offset(d, byte / kFragBytes) + byte % kFragBytes;
+}
+
+template <int elem_bytes, class Matrix>
+FMHA_DEVICE void store_run(Matrix& v, int place, Words<elem_bytes> run) {
+  uint8_t* to = &v.bytes[place];
   if constexpr (elem_bytes == 2) {
     *reinterpret_cast<u32x2*>(to) = u32x2{run[0], run[1]};
   } else {
@@ -182,29 +219,36 @@ class VLoad<spec, tile, VLayout::RowMajor> {
   static constexpr int pieces_per_row = C::head_dim_v_padded / dims;
   static constexpr int num_pieces = pieces(words);
   static constexpr int per_thread = ceil_div(num_pieces, C::num_threads);
+  using Reader = typename ReaderOf<tile.load, words, C::v_bytes, C::v_row_bytes % (4 * words) == 0>::type;
 
  public:
-  FMHA_DEVICE void issue(Rows rows) {
-    using Reader = typename ReaderOf<tile.load, words, C::v_bytes, C::v_row_bytes % (4 * words) == 0>::type;
+  static constexpr int issue_parts = per_thread * kRun, store_parts = per_thread * dims;
+
+  FMHA_DEVICE void issue(Rows rows, int part) {
     const Reader reader(rows, tile.block_n);
+    const int c = part / kRun, r = part % kRun;
+    piece_[c][r] = reader.read_below(from_[c], r, piece(c).i_piece * 4 * words);
+  }
+
+  FMHA_DEVICE void store(typename C::VMatrix& v, int part) const {
+    const int c = part / dims, j = part % dims;
+    if (num_pieces % C::num_threads != 0 && c * C::num_threads + thread_idx() >= num_pieces) return;
+    store_run<C::v_bytes>(v, v.below(place_[c], j), column_of<C::v_bytes>(piece_[c], j));
+  }
+
+  // As KLoad's.
+  FMHA_DEVICE void find_places(const Rows& rows) {
 #pragma unroll
     for (int c = 0; c < per_thread; ++c) {
       const Piece at = piece(c);
-#pragma unroll
-      for (int r = 0; r < kRun; ++r) piece_[c][r] = reader.read(at.first_key + r, at.i_piece * 4 * words);
+      from_[c] = Reader::place(rows, at.first_key, at.i_piece * 4 * words);
+      place_[c] = place_of_run<C::v_bytes, typename C::VMatrix>(at.i_piece * dims, at.i_run);
     }
   }
 
-  FMHA_DEVICE void store(typename C::VMatrix& v) const {
+  FMHA_DEVICE void keep_places() {
 #pragma unroll
-    for (int c = 0; c < per_thread; ++c) {
-      if (num_pieces % C::num_threads != 0 && c * C::num_threads + thread_idx() >= num_pieces) continue;
-      const Piece at = piece(c);
-#pragma unroll
-      for (int j = 0; j < dims; ++j) {
-        store_run<C::v_bytes>(v, at.i_piece * dims + j, at.i_run, column_of<C::v_bytes>(piece_[c], j));
-      }
-    }
+    for (int c = 0; c < per_thread; ++c) computed_here(from_[c]), computed_here(place_[c]);
   }
 
  private:
@@ -225,6 +269,8 @@ class VLoad<spec, tile, VLayout::RowMajor> {
   }
 
   Words<words> piece_[per_thread][kRun];
+  int32_t from_[per_thread];
+  int place_[per_thread];  // of the first column of a piece; `dims` is a power of two, the others lie below
 };
 
 // V `[dim, key]`: it lies transposed already; only the order of the keys changes.
@@ -237,8 +283,10 @@ class VLoad<spec, tile, VLayout::ColMajor> {
   static constexpr int per_thread = ceil_div(num_chunks, C::num_threads);
 
  public:
+  static constexpr int issue_parts = 1, store_parts = per_thread;
+
   // Keys past the end are no dword's whole business: the last tile goes element by element.
-  FMHA_DEVICE void issue(Rows rows) {
+  FMHA_DEVICE void issue(Rows rows, int) {
     if (rows.row_bytes >= tile.block_n * C::v_bytes) {
       rows.row_bytes = tile.block_n * C::v_bytes;
       issue_with<typename ReaderOf<tile.load, 4, C::v_bytes, true>::type>(rows);
@@ -247,21 +295,22 @@ class VLoad<spec, tile, VLayout::ColMajor> {
     }
   }
 
-  FMHA_DEVICE void store(typename C::VMatrix& v) const {
+  FMHA_DEVICE void store(typename C::VMatrix& v, int part) const {
+    const int id = part * C::num_threads + thread_idx();
+    if (num_chunks % C::num_threads != 0 && id >= num_chunks) return;
+    const int first_key = id % chunks_per_row * keys;
 #pragma unroll
-    for (int c = 0; c < per_thread; ++c) {
-      const int id = c * C::num_threads + thread_idx();
-      if (num_chunks % C::num_threads != 0 && id >= num_chunks) continue;
-      const int first_key = id % chunks_per_row * keys;
+    for (int r = 0; r < keys / kRun; ++r) {
+      Words<C::v_bytes> run;
 #pragma unroll
-      for (int r = 0; r < keys / kRun; ++r) {
-        Words<C::v_bytes> run;
-#pragma unroll
-        for (int w = 0; w < C::v_bytes; ++w) run[w] = chunk_[c][r * C::v_bytes + w];
-        store_run<C::v_bytes>(v, id / chunks_per_row, KeyOrder<C::v_bytes>::run_of(first_key + r * kRun), run);
-      }
+      for (int w = 0; w < C::v_bytes; ++w) run[w] = chunk_[part][r * C::v_bytes + w];
+      const int i_run = KeyOrder<C::v_bytes>::run_of(first_key + r * kRun);
+      store_run<C::v_bytes>(v, place_of_run<C::v_bytes, typename C::VMatrix>(id / chunks_per_row, i_run), run);
     }
   }
+
+  FMHA_DEVICE void find_places(const Rows&) {}
+  FMHA_DEVICE void keep_places() {}
 
  private:
   template <class Reader>

@@ -30,6 +30,8 @@ struct Wave {
   Array<Frag, C::qk_steps> q;
   Array<Acc, C::d_blocks> o;
   OnlineRow row;  // row_sum is this half's share
+  typename C::KMatrix::LaneAddresses k_lane;
+  typename C::VMatrix::LaneAddresses v_lane;
 };
 
 // S^T of one wave and tile; P in the order in which P V takes it.
@@ -38,25 +40,76 @@ using Scores = Array<Acc, Config<spec, tile>::n_tiles>;
 template <FwdSpec spec, CdnaTile tile>
 using PFrags = Array<Frag, Config<spec, tile>::pv_steps>;
 
+// What a matrix slot reads from LDS. S goes tile by tile, so that a tile of the step before is P by the
+// time that the next one's accumulators are written; O goes through all its blocks for each part of P.
+template <FwdSpec spec, CdnaTile tile>
+FMHA_DEVICE typename Mma<spec.dtype_qk>::Operand k_operand(const Wave<spec, tile>& wave,
+                                                        const typename Config<spec, tile>::KMatrix& k, int slot) {
+  using C = Config<spec, tile>;
+  const int n = slot / C::slots_per_tile, first = slot % C::slots_per_tile * C::qk_at_once;
+  typename Mma<spec.dtype_qk>::Operand x;
+#pragma unroll
+  for (int c = 0; c < C::qk_at_once; ++c) x[c] = first + c < C::qk_steps ? k.frag(wave.k_lane, n, first + c) : Frag{};
+  return x;
+}
+
+template <FwdSpec spec, CdnaTile tile>
+FMHA_DEVICE typename Mma<spec.dtype_v>::Operand v_operand(const Wave<spec, tile>& wave,
+                                                       const typename Config<spec, tile>::VMatrix& v, int slot) {
+  using C = Config<spec, tile>;
+  const int d = slot % C::d_blocks, first = slot / C::d_blocks * C::pv_at_once;
+  typename Mma<spec.dtype_v>::Operand x;
+#pragma unroll
+  for (int c = 0; c < C::pv_at_once; ++c) x[c] = first + c < C::pv_steps ? v.frag(wave.v_lane, d, first + c) : Frag{};
+  return x;
+}
+
+// An index that the compiler knows while it reads the text: what is dealt out between the slots must not
+// wait for an unroller.
+template <int i>
+struct Index {
+  static constexpr int value = i;
+};
+
+template <int begin, int end, class Body>
+FMHA_DEVICE void for_each(Body body) {
+  if constexpr (begin < end) {
+    body(Index<begin>{});
+    for_each<begin + 1, end>(body);
+  }
+}
+
+// The instructions of one slot: C += A B over the steps from `first` on. `between` is what the vector
+// unit has to do after each.
+template <DType dtype, int first, int steps, class Between>
+FMHA_DEVICE Acc mma_slot(const typename Mma<dtype>::Operand& a, const Array<Frag, steps>& b, Acc c, Between between) {
+  using M = Mma<dtype>;
+#if defined(__gfx950__)
+  if constexpr (M::steps_at_once == 2 && first + 1 < steps) {
+    c = mma_two_steps<dtype>(a[0], b[first], a[1], b[first + 1], c);
+    for_each<0, M::parts>(between);
+    return c;
+  }
+#endif
+  for_each<0, M::parts>([&](auto part) __attribute__((always_inline)) {
+    c = mma_part<dtype>(a[0], b[first], part.value, c);
+    between(part);
+  });
+  return c;
+}
+
+// S^T alone.
 template <FwdSpec spec, CdnaTile tile>
 FMHA_DEVICE Scores<spec, tile> scores(const Wave<spec, tile>& wave, const typename Config<spec, tile>::KMatrix& k) {
   using C = Config<spec, tile>;
   Scores<spec, tile> s;
 #pragma unroll
   for (int n = 0; n < C::n_tiles; ++n) s[n] = Acc{};
-  // Tiles inside steps: a product does not wait for the one before it.
-#pragma unroll
-  for (int c = 0; c + 1 < C::qk_steps; c += 2) {
-#pragma unroll
-    for (int n = 0; n < C::n_tiles; ++n) {
-      s[n] = mma_two_steps<spec.dtype_qk>(k.frag(n, c), wave.q[c], k.frag(n, c + 1), wave.q[c + 1], s[n]);
-    }
-  }
-  if constexpr (C::qk_steps % 2 == 1) {
-    constexpr int c = C::qk_steps - 1;
-#pragma unroll
-    for (int n = 0; n < C::n_tiles; ++n) s[n] = mma_step<spec.dtype_qk>(k.frag(n, c), wave.q[c], s[n]);
-  }
+  for_each<0, C::qk_slots>([&](auto slot) __attribute__((always_inline)) {
+    constexpr int i = slot.value, n = i / C::slots_per_tile;
+    s[n] = mma_slot<spec.dtype_qk, i % C::slots_per_tile * C::qk_at_once>(k_operand<spec, tile>(wave, k, i), wave.q, s[n],
+                                                                   [](auto) __attribute__((always_inline)) { sched_barrier(); });
+  });
   return s;
 }
 
@@ -99,15 +152,26 @@ FMHA_DEVICE void modify_and_mask(Scores<spec, tile>& s, const Job& job, const Wa
   if (!inside) mask<spec, tile>(s, job, wave, first_key);
 }
 
-template <int n_tiles>
-FMHA_DEVICE float max_of(const Array<Acc, n_tiles>& s) {
-  float most = s[0][0];
-#pragma unroll
-  for (int n = 0; n < n_tiles; ++n) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) most = v_max_f32(most, s[n][i]);
+// The maximum of a tile, two elements at a time.
+template <FwdSpec spec, CdnaTile tile>
+struct RunningMax {
+  static constexpr int parts = Config<spec, tile>::n_tiles * 8;
+  float most;
+
+  FMHA_DEVICE void take(const Scores<spec, tile>& s, int part) {
+    const Acc& x = s[part / 8];
+    const int i = part % 8 * 2;
+    most = v_max_f32(part == 0 ? x[0] : v_max_f32(most, x[i]), x[i + 1]);
+    computed_here(most);
   }
-  return v_max_f32(most, other_half(most));
+};
+
+template <FwdSpec spec, CdnaTile tile>
+FMHA_DEVICE float max_of(const Scores<spec, tile>& s) {
+  RunningMax<spec, tile> x;
+#pragma unroll
+  for (int i = 0; i < x.parts; ++i) x.take(s, i);
+  return v_max_f32(x.most, other_half(x.most));
 }
 
 // Takes the tile's maximum in. Sums and outputs are rescaled only when it rose for some query of the
@@ -123,63 +187,91 @@ FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Job& job, float til
   for (int d = 0; d < C::d_blocks; ++d) wave.o[d] *= correction;
 }
 
+// One run of four registers of P, which is one call of the generator.
 template <FwdSpec spec>
-FMHA_DEVICE void drop(Acc& p_tile, const FwdParams& p, const Job& job, int32_t query, int32_t first_key) {
+FMHA_DEVICE void drop_run(Acc& p_tile, int i, const FwdParams& p, const Job& job, int32_t query, int32_t first_key) {
   const int32_t batch_head = job.span.i_batch * p.num_heads_q + job.i_head;
+  const Array<uint32_t, 4> words = dropout_words(p, batch_head, query, (first_key + acc_row(i, lane_half())) / kRun);
 #pragma unroll
-  for (int i = 0; i < 16; i += kRun) {
-    // A run of an accumulator's rows is one call of the generator.
-    const Array<uint32_t, 4> words = dropout_words(p, batch_head, query, (first_key + acc_row(i, lane_half())) / kRun);
-#pragma unroll
-    for (int r = 0; r < kRun; ++r) p_tile[i + r] = words[r] < p.dropout_threshold ? p_tile[i + r] : 0.f;
-  }
+  for (int r = 0; r < kRun; ++r) p_tile[i + r] = words[r] < p.dropout_threshold ? p_tile[i + r] : 0.f;
 }
 
-// P in fragments, and its sum into the row's.
+// P of a tile in the place of its scores, two elements at a time, packed to fragments as it grows.
 template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE PFrags<spec, tile> probabilities(const Scores<spec, tile>& s, Wave<spec, tile>& wave, const FwdParams& p,
-                                             const Job& job, int32_t first_key) {
+struct Probabilities {
   using C = Config<spec, tile>;
-  PFrags<spec, tile> p_frags;
-  const float scale_log2 = modifies_score(spec) ? 1.f : job.scale_log2;
-  const float base = C::p_scale_log2 - finite_or_zero(wave.row.row_max);
+  static constexpr int parts = C::n_tiles * 8;
+  static constexpr int per_word = Mma<spec.dtype_v>::per_word;
+  float scale_log2, base;
   f32x2 sum = {0.f, 0.f};
-#pragma unroll
-  for (int n = 0; n < C::n_tiles; ++n) {
-    Acc p_tile;
-#pragma unroll
-    for (int i = 0; i < 16; i += 2) {
-      const f32x2 exponent = v_pk_fma_f32(f32x2{s[n][i], s[n][i + 1]}, f32x2{scale_log2, scale_log2}, f32x2{base, base});
-      const f32x2 two = {v_exp_f32(exponent[0]), v_exp_f32(exponent[1])};
-      sum += two;
-      p_tile[i] = two[0], p_tile[i + 1] = two[1];
-    }
-    if constexpr (spec.dropout) drop<spec>(p_tile, p, job, wave.query, first_key + n * kEdge);
-#pragma unroll
-    for (int c = 0; c < C::pv_steps_per_tile; ++c) {
-      p_frags[n * C::pv_steps_per_tile + c] = p_frag<spec.dtype_v>(p_tile, c * (16 / C::pv_steps_per_tile));
+  f32x2 exponent;  // of the part that is made next
+  PFrags<spec, tile> frags;
+
+  FMHA_DEVICE Probabilities(const Scores<spec, tile>& s, const Wave<spec, tile>& wave, const Job& job)
+      : scale_log2(modifies_score(spec) ? 1.f : job.scale_log2),
+        base(C::p_scale_log2 - finite_or_zero(wave.row.row_max)),
+        exponent(exponent_of(s, 0)) {}
+
+  // The next part's exponents stand between the exponentials and what takes them, which would wait a pass.
+  FMHA_DEVICE void make(Scores<spec, tile>& s, int part, const Wave<spec, tile>& wave, const FwdParams& p,
+                        const Job& job, int32_t first_key) {
+    Acc& x = s[part / 8];
+    const int i = part % 8 * 2, done = i + 2;
+    const f32x2 two = {v_exp_f32(exponent[0]), v_exp_f32(exponent[1])};
+    if (part + 1 < parts) exponent = exponent_of(s, part + 1);
+    sum += two;
+    computed_here(sum);
+    x[i] = two[0], x[i + 1] = two[1];
+    if constexpr (spec.dropout) {
+      if (done % kRun != 0) return;
+      drop_run<spec>(x, done - kRun, p, job, wave.query, first_key + part / 8 * kEdge);
+      pack<kRun>(x, part / 8, done - kRun);
+    } else if (done % per_word == 0) {
+      pack<per_word>(x, part / 8, done - per_word);
     }
   }
-  wave.row.row_sum += sum[0] + sum[1];
-  return p_frags;
+
+ private:
+  FMHA_DEVICE f32x2 exponent_of(const Scores<spec, tile>& s, int part) const {
+    const Acc& x = s[part / 8];
+    const int i = part % 8 * 2;
+    return v_pk_fma_f32(f32x2{x[i], x[i + 1]}, f32x2{scale_log2, scale_log2}, f32x2{base, base});
+  }
+
+  template <int num>
+  FMHA_DEVICE void pack(const Acc& x, int n, int first) {
+#pragma unroll
+    for (int i = first; i < first + num; i += per_word) {
+      const int word = (n * 16 + i) / per_word;
+      uint32_t made = p_word<spec.dtype_v>(x, i);
+      computed_here(made);
+      frags[word / 4][word % 4] = made;
+    }
+  }
+};
+
+// P alone, and its sum into the row's.
+template <FwdSpec spec, CdnaTile tile>
+FMHA_DEVICE PFrags<spec, tile> probabilities(Scores<spec, tile>& s, Wave<spec, tile>& wave, const FwdParams& p,
+                                             const Job& job, int32_t first_key) {
+  Probabilities<spec, tile> made(s, wave, job);
+#pragma unroll
+  for (int i = 0; i < made.parts; ++i) made.make(s, i, wave, p, job, first_key);
+  wave.row.row_sum += made.sum[0] + made.sum[1];
+  return made.frags;
 }
 
+// O^T alone.
 template <FwdSpec spec, CdnaTile tile>
 FMHA_DEVICE void weighted_values(Wave<spec, tile>& wave, const PFrags<spec, tile>& p_frags,
                                  const typename Config<spec, tile>::VMatrix& v) {
   using C = Config<spec, tile>;
-#pragma unroll
-  for (int c = 0; c + 1 < C::pv_steps; c += 2) {
-#pragma unroll
-    for (int d = 0; d < C::d_blocks; ++d) {
-      wave.o[d] = mma_two_steps<spec.dtype_v>(v.frag(d, c), p_frags[c], v.frag(d, c + 1), p_frags[c + 1], wave.o[d]);
-    }
-  }
-  if constexpr (C::pv_steps % 2 == 1) {
-    constexpr int c = C::pv_steps - 1;
-#pragma unroll
-    for (int d = 0; d < C::d_blocks; ++d) wave.o[d] = mma_step<spec.dtype_v>(v.frag(d, c), p_frags[c], wave.o[d]);
-  }
+  for_each<0, C::pv_slots>([&](auto slot) __attribute__((always_inline)) {
+    constexpr int i = slot.value;
+    Acc& o = wave.o[i % C::d_blocks];
+    o = mma_slot<spec.dtype_v, i / C::d_blocks * C::pv_at_once>(v_operand<spec, tile>(wave, v, i), p_frags, o,
+                                                                [](auto) __attribute__((always_inline)) { sched_barrier(); });
+  });
 }
 
 }  // namespace fmha::cdna

@@ -54,53 +54,55 @@ FMHA_DEVICE long high_half(Frag x) { return __builtin_bit_cast(long, u32x2{x[2],
 
 constexpr bool is_e4m3(DType dtype) { return dtype == DType::E4m3Fn || dtype == DType::E4m3Fnuz; }
 
-// C += A B over one step.
+// Steps that a matrix slot takes, and the instructions it is made of. On gfx950 FP8 takes two steps at
+// once, at twice the rate.
 template <DType dtype>
-FMHA_DEVICE Acc mma_step(Frag a, Frag b, Acc c) {
+struct Mma {
+  static constexpr bool wide = kArch == Arch::Gfx950;
+  static constexpr int steps_at_once = wide && is_fp8(dtype) ? 2 : 1;
+  static constexpr int parts = wide && !is_fp8(dtype) ? 1 : 2;
+  static constexpr int per_word = 4 / size_bytes(dtype);  // elements in a word of a fragment
+
+  // Fragments of `steps_at_once` steps, side by side.
+  using Operand = Array<Frag, steps_at_once>;
+};
+
+// Instruction `part` of C += A B over one step.
+template <DType dtype>
+FMHA_DEVICE Acc mma_part(Frag a, Frag b, int part, Acc c) {
   static_assert(dtype != DType::F32, "MFMA of f32 operands is no kernel's here");
 #if defined(__gfx950__)
   if constexpr (dtype == DType::F16)
     return v_mfma_f32_32x32x16_f16(__builtin_bit_cast(f16x8, a), __builtin_bit_cast(f16x8, b), c);
   if constexpr (dtype == DType::Bf16)
     return v_mfma_f32_32x32x16_bf16(__builtin_bit_cast(bf16x8, a), __builtin_bit_cast(bf16x8, b), c);
-#else
-  if constexpr (dtype == DType::F16) {
-    c = v_mfma_f32_32x32x8_f16(__builtin_bit_cast(f16x4, low_half(a)), __builtin_bit_cast(f16x4, low_half(b)), c);
-    return v_mfma_f32_32x32x8_f16(__builtin_bit_cast(f16x4, high_half(a)), __builtin_bit_cast(f16x4, high_half(b)), c);
-  }
-  if constexpr (dtype == DType::Bf16) {
-    c = v_mfma_f32_32x32x8_bf16(__builtin_bit_cast(s16x4, low_half(a)), __builtin_bit_cast(s16x4, low_half(b)), c);
-    return v_mfma_f32_32x32x8_bf16(__builtin_bit_cast(s16x4, high_half(a)), __builtin_bit_cast(s16x4, high_half(b)), c);
-  }
+#endif
+  const long a_half = part == 0 ? low_half(a) : high_half(a), b_half = part == 0 ? low_half(b) : high_half(b);
+#if !defined(__gfx950__)
+  if constexpr (dtype == DType::F16)
+    return v_mfma_f32_32x32x8_f16(__builtin_bit_cast(f16x4, a_half), __builtin_bit_cast(f16x4, b_half), c);
+  if constexpr (dtype == DType::Bf16)
+    return v_mfma_f32_32x32x8_bf16(__builtin_bit_cast(s16x4, a_half), __builtin_bit_cast(s16x4, b_half), c);
 #endif
 #if defined(__gfx942__) || defined(__gfx950__)
-  if constexpr (is_e4m3(dtype)) {
-    c = v_mfma_f32_32x32x16_fp8_fp8(low_half(a), low_half(b), c);
-    return v_mfma_f32_32x32x16_fp8_fp8(high_half(a), high_half(b), c);
-  } else if constexpr (is_fp8(dtype)) {
-    c = v_mfma_f32_32x32x16_bf8_bf8(low_half(a), low_half(b), c);
-    return v_mfma_f32_32x32x16_bf8_bf8(high_half(a), high_half(b), c);
-  }
+  if constexpr (is_e4m3(dtype)) return v_mfma_f32_32x32x16_fp8_fp8(a_half, b_half, c);
+  if constexpr (is_fp8(dtype) && !is_e4m3(dtype)) return v_mfma_f32_32x32x16_bf8_bf8(a_half, b_half, c);
 #else
   static_assert(!is_fp8(dtype), "gfx90a has no FP8 instructions");
 #endif
 }
 
-// C += A B over two steps; on gfx950 FP8 takes both at once, at twice the rate.
+#if defined(__gfx950__)
+// C += A B over two steps of FP8.
 template <DType dtype>
 FMHA_DEVICE Acc mma_two_steps(Frag a0, Frag b0, Frag a1, Frag b1, Acc c) {
-#if defined(__gfx950__)
-  if constexpr (is_fp8(dtype)) {
-    constexpr F8f6f4 type = is_e4m3(dtype) ? F8f6f4::Fp8 : F8f6f4::Bf8;
-    auto joined = [](Frag x, Frag y) __attribute__((always_inline)) {
-      return s32x8{int(x[0]), int(x[1]), int(x[2]), int(x[3]), int(y[0]), int(y[1]), int(y[2]), int(y[3])};
-    };
-    return v_mfma_f32_32x32x64_f8f6f4<type>(joined(a0, a1), joined(b0, b1), c);
-  }
-#endif
-  c = mma_step<dtype>(a0, b0, c);
-  return mma_step<dtype>(a1, b1, c);
+  constexpr F8f6f4 type = is_e4m3(dtype) ? F8f6f4::Fp8 : F8f6f4::Bf8;
+  auto joined = [](Frag x, Frag y) __attribute__((always_inline)) {
+    return s32x8{int(x[0]), int(x[1]), int(x[2]), int(x[3]), int(y[0]), int(y[1]), int(y[2]), int(y[3])};
+  };
+  return v_mfma_f32_32x32x64_f8f6f4<type>(joined(a0, a1), joined(b0, b1), c);
 }
+#endif
 
 // Four values of at most `max_finite(dtype)` in `dtype`, in the low bytes.
 template <DType dtype>
@@ -138,25 +140,15 @@ FMHA_DEVICE uint32_t pack_p_bf16(float a, float b) {
   }
 }
 
-// Registers first .. of P become the fragment of one step of P V.
+// Registers first .. of P become one word of a fragment of P V.
 template <DType dtype>
-FMHA_DEVICE Frag p_frag(const Acc& p, int first) {
+FMHA_DEVICE uint32_t p_word(const Acc& p, int first) {
   if constexpr (dtype == DType::F16) {
-    f16x8 x;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = f16(p[first + i]);
-    return __builtin_bit_cast(Frag, x);
+    return __builtin_bit_cast(uint32_t, Vec<f16, 2>{f16(p[first]), f16(p[first + 1])});
   } else if constexpr (dtype == DType::Bf16) {
-    Frag x;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = pack_p_bf16(p[first + 2 * i], p[first + 2 * i + 1]);
-    return x;
+    return pack_p_bf16(p[first], p[first + 1]);
   } else {
-    Frag x;
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      x[i] = pack_run<dtype>(p[first + 4 * i], p[first + 4 * i + 1], p[first + 4 * i + 2], p[first + 4 * i + 3])[0];
-    return x;
+    return pack_run<dtype>(p[first], p[first + 1], p[first + 2], p[first + 3])[0];
   }
 }
 

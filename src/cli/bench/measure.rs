@@ -14,20 +14,20 @@ use crate::cli::timing::{Burst, Timing, back_to_back};
 
 /// How calls are timed.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Protocol {
+pub(in crate::cli) enum Protocol {
     Burst(Burst),
     Hot,
 }
 
 impl Protocol {
-    pub(super) fn burst(rounds: u32) -> Self {
+    pub(in crate::cli) fn burst(rounds: u32) -> Self {
         Self::Burst(Burst { rounds, ..Burst::default() })
     }
 }
 
 /// What came of a row.
 #[derive(Debug)]
-pub(super) enum Measured {
+pub(in crate::cli) enum Measured {
     Timed {
         kernel: String,
         timing: Timing,
@@ -44,7 +44,7 @@ const FLUSH_BYTES_HOST: usize = 64 << 20;
 const FLUSH_BYTES_DEVICE: usize = 256 << 20;
 
 /// Runs one row. What the problem or the backend cannot do is an outcome; what fails is a failure.
-pub(super) fn measure(
+pub(in crate::cli) fn measure(
     backend: &dyn FmhaBackend,
     setup: &Setup,
     options: &PlanOptions,

@@ -1,6 +1,6 @@
 //! `fmha bench`: tables of shapes, timed as libraries are compared.
 
-mod measure;
+pub(super) mod measure;
 mod peers;
 mod plot;
 mod render;

@@ -248,6 +248,8 @@ fn row_json(results: &Results, index: usize, row: &Row) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use fmha_conformance::execute::CallTime;
+
     use super::*;
     use crate::cli::report::Speed;
     use crate::cli::timing::Timing;

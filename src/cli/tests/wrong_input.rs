@@ -161,6 +161,8 @@ const TABLE: &[(&str, &[&str])] = &[
     ("explain -h 10 --heads-kv 4", &["num_heads_q 10"]),
     ("explain --kernel no-such-kernel", &["none takes"]),
     ("bench absent.toml", &["absent.toml"]),
+    ("tune --backend cpu -s 16", &["cpu", "0 kernels"]),
+    ("tune --backend cpu -s 16 --backward", &["backward 1"]),
     ("bench table.toml", &["table t, row 1", "seqlen_q -1"]),
     ("bench twice.toml", &["line 3", "duplicate"]),
     ("bench", &["FILE"]),

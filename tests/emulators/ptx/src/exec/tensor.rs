@@ -128,7 +128,8 @@ impl TensorMap {
                 return Err(refuse(format!("globalStrides[{i}] {stride} is no multiple of 16 below 2^40")));
             }
             let least = if i == 0 { self.dims[0] * size } else { self.strides[i - 1] };
-            if i == 0 && stride < least {
+            // A stride of 0 repeats one row; an H200's driver (580.159) takes it.
+            if i == 0 && stride != 0 && stride < least {
                 return Err(refuse(format!(
                     "globalStrides[0] {stride} is less than the {least} bytes of a row"
                 )));

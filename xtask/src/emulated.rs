@@ -1,0 +1,79 @@
+//! The battery on the CUDA backend with no GPU: the kernels that NVRTC compiles, interpreted.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+
+use crate::tally::Tally;
+
+const ARCH: &str = "sm_90a";
+
+/// The families that CI interprets. Edges, laws and FP8 are where kernels break; `definition` sweeps the same kernels
+/// over pairs of features and would double the time. `guards` need host memory, and backward and combining have no
+/// CUDA kernel yet.
+const FAMILIES: [&str; 3] = ["edges", "laws", "fp8"];
+const LEFT_OUT: [&str; 4] = ["backward", "combine", "definition", "guards"];
+
+/// Runs those families and counts them; what does not run is counted absent, by name.
+pub(crate) fn battery(environment: &[(String, String)], tally: &mut Tally) {
+    let mut say = |line: &str| {
+        println!("{line}");
+        tally.read(line);
+    };
+    if !environment.iter().any(|(name, _)| name == "FMHA_NVRTC") {
+        say(&format!("absent: the battery on emulated {ARCH}: it needs NVRTC"));
+        return;
+    }
+    say(&format!(
+        "absent: the families {} on emulated {ARCH}: not in the part that CI runs",
+        LEFT_OUT.join(", ")
+    ));
+    if let Err(reason) = run(environment, &mut say) {
+        say(&format!("battery cuda, {ARCH} emulated: 0 passed, 1 failed: {reason}"));
+    }
+}
+
+fn run(environment: &[(String, String)], say: &mut dyn FnMut(&str)) -> Result<(), String> {
+    let cargo = |words: &[&str]| {
+        let mut command = Command::new(env!("CARGO"));
+        command.args(words).envs(environment.iter().cloned());
+        command
+    };
+    // The command and the driver's double beside it.
+    let built = cargo(&["build", "--release", "--quiet"]).status();
+    if !built.is_ok_and(|status| status.success()) {
+        return Err("cargo build does not end well".to_owned());
+    }
+    let filter = format!("^({})/", FAMILIES.join("|"));
+    let mut child = cargo(&["run", "--release", "--quiet", "--", "conformance", "--allow-fallback"])
+        .args(["--backend", "cuda", "--emulate", ARCH, "--filter", &filter])
+        .stdout(Stdio::piped())
+        .spawn()
+        .map_err(|error| error.to_string())?;
+    let mut sum = None;
+    for line in child.stdout.take().map(BufReader::new).into_iter().flat_map(BufRead::lines) {
+        let line = line.map_err(|error| error.to_string())?;
+        println!("{line}");
+        if let Some(counts) = line.trim().strip_prefix("all ") {
+            sum = Some(counts.trim().to_owned());
+        }
+    }
+    child.wait().map_err(|error| error.to_string())?;
+    let sum = sum.ok_or("the battery ended without its counts")?;
+    say(&format!("battery cuda, {ARCH} emulated: {sum}"));
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_families_that_run_and_those_left_out_are_all_there_are() {
+        let text = include_str!("../../tests/battery/families/mod.rs");
+        let mut named: Vec<&str> = text.lines().filter_map(|l| l.trim().strip_suffix("::cases(),")).collect();
+        let mut ours = [&FAMILIES[..], &LEFT_OUT[..]].concat();
+        named.sort_unstable();
+        ours.sort_unstable();
+        assert_eq!(named, ours);
+    }
+}
