@@ -105,7 +105,7 @@ impl Sm90Tile {
                 self.block_n / 2
             ));
         }
-        if self.pack_gqa && self.block_m.unsigned_abs() % gqa_ratio.max(1) != 0 {
+        if self.pack_gqa && !self.block_m.unsigned_abs().is_multiple_of(gqa_ratio.max(1)) {
             return refuse(format!("pack_gqa=1: {gqa_ratio} heads do not divide block_m={}", self.block_m));
         }
         if !self.warp_specialised {
