@@ -248,6 +248,11 @@ impl Kernel {
 #[repr(C, align(128))]
 pub(crate) struct TensorMap([u64; 16]);
 
+impl TensorMap {
+    /// In the place of a map that no kernel reads.
+    pub(crate) const UNREAD: Self = Self([0; 16]);
+}
+
 /// The facts of a tiled tensor map of 16-bit elements with `AXES` axes, `STRIDES` one fewer. Axis 0 has
 /// stride 1.
 #[derive(Clone, Debug, PartialEq, Eq)]

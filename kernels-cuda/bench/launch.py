@@ -82,6 +82,7 @@ class Kernel:
         lse_out = torch.full(lse_shape, float("nan"), device=q.device) if lse else None
         scale = dqk**-0.5 if scale is None else scale
         block_m, block_n, pack = int(m["block_m"]), int(m["block_n"]), m["pack_gqa"] == "1"
+        cluster = int(m.get("cluster", 1))
 
         def strides(x):
             return (0 if group else x.stride(0), x.stride(-3), x.stride(-2))
@@ -120,10 +121,10 @@ class Kernel:
             rows = x.shape[0] if group else x.shape[1]
             if rows == 0:  # never read; the map needs an address
                 x, rows = q, 1
-            return tensor_map(x, (dim, rows, hkv, storage_batch), (s[1], s[2], far if storage_batch == 1 else s[0]), (box, block_n, 1, 1))
+            return tensor_map(x, (dim, rows, hkv, storage_batch), (s[1], s[2], far if storage_batch == 1 else s[0]), (box, block_n // cluster, 1, 1))
 
         maps = q_map + kv_map(k, ks, dqk, box_qk) + kv_map(v, vs, dv, box_v)
-        num_m = -(-seqlen_q * (ratio if pack else 1) // block_m)
+        num_m = -(-seqlen_q * (ratio if pack else 1) // (block_m * cluster))
         heads = batch * (hkv if pack else hq)
         unmasked = mask[0] == UNBOUNDED_LO and mask[1] == UNBOUNDED_HI
         section_bytes = 0 if unmasked and section_bytes == DEFAULT_SECTION else section_bytes
@@ -131,7 +132,7 @@ class Kernel:
         tiles = max(num_m * heads, 1)
         schedule = struct.pack("<4i", num_m * heads, max(num_m, 1), heads, section)
         sms = torch.cuda.get_device_properties(0).multi_processor_count
-        grid = tiles if m["order"] == "Single" else min(tiles, sms)
+        grid = cluster * (tiles if m["order"] == "Single" else min(tiles, sms // cluster))
 
         raw = (ctypes.c_char * 1024)()
         base = (ctypes.addressof(raw) + 127) // 128 * 128

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use fmha_core::spec::{BiasKind, FwdSpec, SeqKind};
 use fmha_core::{DType, MaskKind};
-use fmha_kernels_cuda::sm90::{self, Sm90Tile, TileOrder};
+use fmha_kernels_cuda::sm90::{self, Sm90Tile};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let out = PathBuf::from(std::env::args().nth(1).ok_or("usage: render FOLDER < kernels.txt")?);
@@ -31,6 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 return Err(format!("{name}: no field {field} in FwdSpec or Sm90Tile").into());
             }
         }
+        tile.check(&spec, 1).map_err(|why| format!("{name}: {why}"))?;
         let source = sm90::fwd(&spec, &tile);
         let folder = out.join(name);
         for header in &source.headers {
@@ -40,7 +41,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
         std::fs::write(folder.join("entry.cu"), &source.entry)?;
         let meta = format!(
-            "threads={}\nsmem={}\nblock_m={}\nblock_n={}\nbox_qk={}\nbox_v={}\npack_gqa={}\norder={:?}\n",
+            "threads={}\nsmem={}\nblock_m={}\nblock_n={}\nbox_qk={}\nbox_v={}\npack_gqa={}\norder={:?}\ncluster={}\n",
             tile.num_threads(),
             tile.smem_bytes(&spec),
             tile.block_m,
@@ -49,6 +50,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             Sm90Tile::box_dim(spec.head_dim_v),
             i32::from(tile.pack_gqa),
             tile.order,
+            tile.cluster,
         );
         std::fs::write(folder.join("meta.txt"), meta)?;
     }
@@ -73,6 +75,11 @@ fn set_spec(spec: &mut FwdSpec, field: &str, value: &str) -> Result<bool, Box<dy
             };
         }
         "group" => spec.seq = if value == "1" { SeqKind::Group } else { SeqKind::Batch },
+        "dropout" => spec.dropout = value == "1",
+        "v_columns" => {
+            spec.v_layout =
+                if value == "1" { fmha_core::VLayout::ColMajor } else { fmha_core::VLayout::RowMajor };
+        }
         "sink_columns" => spec.sink_columns = value == "1",
         "softcap" => spec.softcap = value == "1",
         "sink" => spec.sink = value == "1",
@@ -90,27 +97,19 @@ fn set_spec(spec: &mut FwdSpec, field: &str, value: &str) -> Result<bool, Box<dy
     Ok(true)
 }
 
+/// The short names are those of older plans.
 fn set_tile(tile: &mut Sm90Tile, field: &str, value: &str) -> Result<bool, Box<dyn Error>> {
-    match field {
-        "block_m" => tile.block_m = value.parse()?,
-        "block_n" => tile.block_n = value.parse()?,
-        "stages" => tile.stages = value.parse()?,
-        "order" => {
-            tile.order = match value {
-                "single" => TileOrder::Single,
-                "static" => TileOrder::Static,
-                "dynamic" => TileOrder::Dynamic,
-                _ => return Err(format!("order {value}").into()),
-            };
-        }
-        "ping_pong" => tile.ping_pong = value == "1",
-        "lookahead" => tile.lookahead = value == "1",
-        "lazy" => tile.lazy_rescale_log2 = value.parse()?,
-        "anchor" => tile.wait_anchor = value.parse()?,
-        "poly" => tile.exp2_polynomial_every = value.parse()?,
-        "pack" => tile.pack_gqa = value == "1",
-        "vector" => tile.vector_store = value == "1",
-        _ => return Ok(false),
+    let field = match field {
+        "lazy" => "lazy_rescale_log2",
+        "anchor" => "wait_anchor",
+        "poly" => "exp2_polynomial_every",
+        "pack" => "pack_gqa",
+        "vector" => "vector_store",
+        other => other,
+    };
+    if !sm90::FIELDS.split(", ").any(|known| known == field) {
+        return Ok(false);
     }
+    tile.set(field, value)?;
     Ok(true)
 }

@@ -5,7 +5,11 @@ use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{BiasKind, FwdSpec, SeqKind};
 use fmha_core::{DType, FwdProblem, MaskKind, Refusal, VLayout, abi_enum, abi_spec, abi_struct};
 
-use crate::wgmma::{self, OperandA, WgmmaShape};
+use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
+
+mod knobs;
+
+pub use knobs::FIELDS;
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm90";
@@ -49,6 +53,20 @@ abi_spec! {
         pub pack_gqa: bool,
         /// O is stored 16 bytes at a time; else element by element.
         pub vector_store: bool,
+        /// 0: the copy engine loads. Else three warps copy so many bytes at a time, which divide every
+        /// stride and address of Q, K and V: 16, 8, 4, or 2 (element by element).
+        pub copy_bytes: i32,
+        /// A warpgroup loads and the others consume. Else every warpgroup consumes, and one thread also
+        /// refills shared memory, `stages` blocks ahead.
+        pub warp_specialised: bool,
+        /// CTAs that share the loads of K and V: 1, or 2 with neighbouring query blocks of one head.
+        pub cluster: i32,
+        /// Q is held in registers through a tile, not read from shared memory by each product.
+        pub q_in_registers: bool,
+        /// `Q K` is summed in f16. Inputs of f16 only.
+        pub f16_scores: bool,
+        /// `P V` is summed in f16, beyond whose 65504 it is infinite. Inputs of f16 only.
+        pub f16_output: bool,
     }
 }
 
@@ -57,7 +75,7 @@ abi_struct! {
     pub struct Sm90Schedule {
         /// `num_heads * num_m_blocks`.
         pub num_tiles: i32,
-        /// Row blocks of the longest sequence.
+        /// Row blocks of the longest sequence; with clusters, pairs of them.
         pub num_m_blocks: i32,
         /// Sequences times heads: query heads, or kv heads when they are packed.
         pub num_heads: i32,
@@ -83,7 +101,7 @@ impl Sm90Tile {
     /// Threads of a CTA.
     #[must_use]
     pub const fn num_threads(&self) -> i32 {
-        128 * (1 + self.num_consumers())
+        128 * (self.warp_specialised as i32 + self.num_consumers())
     }
 
     /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
@@ -104,8 +122,8 @@ impl Sm90Tile {
         let dims = problem.dims;
         let ratio = if self.pack_gqa { i64::from(problem.gqa_ratio()) } else { 1 };
         let rows = i64::from(dims.seqlen_q) * ratio;
-        let num_m_blocks = rows.div_euclid(i64::from(self.block_m))
-            + i64::from(rows.rem_euclid(i64::from(self.block_m)) != 0);
+        let block_m = i64::from(self.block_m) * i64::from(self.cluster);
+        let num_m_blocks = rows.div_euclid(block_m) + i64::from(rows.rem_euclid(block_m) != 0);
         let num_heads = i64::from(dims.batch) * i64::from(dims.num_heads_q) / ratio;
         let kv_bytes = i64::from(dims.seqlen_k)
             * i64::from(dims.head_dim_qk + dims.head_dim_v)
@@ -128,7 +146,8 @@ impl Sm90Tile {
     #[must_use]
     pub fn grid(&self, schedule: &Sm90Schedule, num_sms: u32) -> u32 {
         let tiles = schedule.num_tiles.max(1).unsigned_abs();
-        if self.order == TileOrder::Single { tiles } else { tiles.min(num_sms) }
+        let cluster = self.cluster.unsigned_abs();
+        cluster * if self.order == TileOrder::Single { tiles } else { tiles.min(num_sms / cluster) }
     }
 
     /// Workspace bytes, zero before the first launch.
@@ -145,6 +164,17 @@ impl Sm90Tile {
     #[must_use]
     pub const fn box_dim(head_dim: i32) -> i32 {
         swizzle_span(padded_dim(head_dim))
+    }
+
+    /// The box of the tensor map of K, or of V: a CTA's share of a block. Row-major `(dim, keys)`; of a
+    /// column-major V (`columns`) `(keys, dim)`.
+    #[must_use]
+    pub const fn kv_box(&self, head_dim: i32, columns: bool) -> [i32; 4] {
+        if columns {
+            [swizzle_span(self.block_n), padded_dim(head_dim) / self.cluster, 1, 1]
+        } else {
+            [Self::box_dim(head_dim), self.block_n / self.cluster, 1, 1]
+        }
     }
 }
 
@@ -170,8 +200,14 @@ pub const fn padded_dim(head_dim: i32) -> i32 {
     if head_dim <= 64 { 64 } else { (head_dim + 31) / 32 * 32 }
 }
 
-const fn swizzle_span(padded: i32) -> i32 {
-    if padded % 64 == 0 { 64 } else { 32 }
+const fn swizzle_span(elems: i32) -> i32 {
+    if elems % 64 == 0 {
+        64
+    } else if elems % 32 == 0 {
+        32
+    } else {
+        16
+    }
 }
 
 const fn tile_bytes(rows: i32, padded: i32) -> i32 {
@@ -198,36 +234,41 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             return refuse(format!("{field} {dim} is larger than 256"));
         }
     }
-    if problem.v_layout != VLayout::RowMajor {
-        return refuse("v_layout is column-major".to_owned());
-    }
-    if problem.drops() || problem.write_keep_mask {
-        return refuse(format!("p_drop {}: dropout is not compiled in", problem.p_drop));
+    if problem.write_keep_mask {
+        return refuse("write_keep_mask: it skips the blocks that the mask hides".to_owned());
     }
     for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
         if length >= 1 << 29 {
             return refuse(format!("{field} {length} is not below 2^29"));
         }
     }
-    for (name, strides, shape) in [
-        ("q", problem.q, problem.shape_q()),
-        ("k", problem.k, problem.shape_k()),
-        ("v", problem.v, problem.shape_v()),
-    ] {
-        let axes = [
-            ("batch", strides.batch, shape.batch),
-            ("seq", strides.seq, shape.seq),
-            ("head", strides.head, shape.head),
-        ];
-        for (axis, stride, extent) in axes {
-            if extent > 1 && (stride % 8 != 0 || stride >= 1 << 39) {
-                return refuse(format!(
-                    "{name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as the copy engine needs"
-                ));
-            }
-        }
+    if let Some((name, axis, stride)) = odd_stride(problem) {
+        return refuse(format!(
+            "{name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as the copy engine needs"
+        ));
     }
     Ok(())
+}
+
+/// The strides that are used, but those of 1 between the elements of a row.
+fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static str, i64)> {
+    let operands = [
+        ("q", problem.q, problem.shape_q(), true),
+        ("k", problem.k, problem.shape_k(), true),
+        ("v", problem.v, problem.shape_v(), problem.v_layout == VLayout::RowMajor),
+    ];
+    operands.into_iter().flat_map(|(name, strides, shape, rows)| {
+        let inner = if rows { ("seq", strides.seq, shape.seq) } else { ("dim", strides.dim, shape.dim) };
+        [("batch", strides.batch, shape.batch), inner, ("head", strides.head, shape.head)]
+            .into_iter()
+            .filter(|&(_, _, extent)| extent > 1)
+            .map(move |(axis, stride, _)| (name, axis, stride))
+    })
+}
+
+/// The first stride that the copy engine does not take.
+fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64)> {
+    strides(problem).find(|&(_, _, stride)| stride % 8 != 0 || stride >= 1 << 39)
 }
 
 /// The tile for a problem that the kernel [`accepts`].
@@ -249,7 +290,7 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     // Measured on an H200, bf16, TFLOP/s, the larger tile first: full D 128 492 and 569 at 512 keys, 712 and
     // 719 at 2k, 743 and 742 at 4k, 768 and 761 at 16k; causal D 64 242 and 261 at 512, 316 and 347 at 1k,
     // 445 and 413 at 2k.
-    let plain = !spec.softcap && spec.bias == BiasKind::None;
+    let plain = !spec.softcap && spec.bias == BiasKind::None && !spec.dropout;
     match (padded_dim(spec.head_dim_qk).max(padded_dim(spec.head_dim_v)), spec.mask) {
         (128, MaskKind::Full) if plain && dims.seqlen_k < 4096 => {
             (tile.block_n, tile.wait_anchor) = (128, 32);
@@ -293,7 +334,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         _ => (128, 64, false, 0),
     };
     // The modifiers take registers.
-    let modified = spec.softcap || spec.bias != BiasKind::None;
+    let modified = spec.softcap || spec.bias != BiasKind::None || spec.dropout;
     let block_n = if modified { block_n.min(if qk.max(v) > 192 { 64 } else { 96 }) } else { block_n };
     Sm90Tile {
         block_m,
@@ -309,6 +350,12 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         exp2_polynomial_every: 0,
         pack_gqa: false,
         vector_store: spec.dtype_o != DType::F32,
+        copy_bytes: 0,
+        warp_specialised: true,
+        cluster: 1,
+        q_in_registers: false,
+        f16_scores: false,
+        f16_output: false,
     }
 }
 
@@ -324,15 +371,22 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     let entry = Entry {
         include: "fmha/sm90/fwd.cuh",
         constants: &constants,
-        bounds: "__launch_bounds__(sm90::num_threads(kTile), 1)",
+        bounds: if tile.cluster > 1 {
+            "__cluster_dims__(kTile.cluster, 1, 1) __launch_bounds__(sm90::num_threads(kTile), 1)"
+        } else {
+            "__launch_bounds__(sm90::num_threads(kTile), 1)"
+        },
         params: "const __grid_constant__ FwdParams p, const __grid_constant__ sm90::Maps maps, \
                  const __grid_constant__ Sm90Schedule schedule",
         call: &smem_assert,
     };
+    let sums = |f16| if f16 { Sums::F16 } else { Sums::F32 };
+    let (q, scores) =
+        (if tile.q_in_registers { OperandA::Registers } else { OperandA::Shared }, sums(tile.f16_scores));
     let shapes = [
-        WgmmaShape { n: tile.block_n, a: OperandA::Shared },
-        WgmmaShape { n: (tile.block_n / 2 + 15) / 16 * 16, a: OperandA::Shared },
-        WgmmaShape { n: padded_dim(spec.head_dim_v), a: OperandA::Registers },
+        WgmmaShape { n: tile.block_n, a: q, sums: scores },
+        WgmmaShape { n: (tile.block_n / 2 + 15) / 16 * 16, a: q, sums: scores },
+        WgmmaShape { n: padded_dim(spec.head_dim_v), a: OperandA::Registers, sums: sums(tile.f16_output) },
     ];
     let rendered = [wgmma::header(spec.dtype_qk, &shapes), host_header()];
     crate::source(entry.render(), rendered)

@@ -16,13 +16,24 @@ pub enum OperandA {
     Registers,
 }
 
-/// One instruction: `m64 n k16` with f32 accumulators.
+/// What products are summed in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sums {
+    /// A register a sum.
+    F32,
+    /// Half a register.
+    F16,
+}
+
+/// One instruction: `m64 n k16`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WgmmaShape {
     /// Columns of the product: a multiple of 8 up to 256.
     pub n: i32,
     /// Where A is.
     pub a: OperandA,
+    /// The accumulators.
+    pub sums: Sums,
 }
 
 /// The header for these shapes, inputs of type `dtype` (f16 or bf16).
@@ -44,13 +55,17 @@ pub fn header(dtype: DType, shapes: &[WgmmaShape]) -> Header {
     Header::rendered("fmha/ptx/wgmma_shapes.cuh", text)
 }
 
-/// One function: `d = scale_a * A B (+ d)`, 64 x n, f32.
-fn function(dtype: DType, WgmmaShape { n, a }: WgmmaShape) -> String {
-    let accumulators = n / 2;
+/// One function: `d = scale_a * A B (+ d)`, 64 x n.
+fn function(dtype: DType, WgmmaShape { n, a, sums }: WgmmaShape) -> String {
+    let (accumulators, sum, c_type, constraint) = match sums {
+        Sums::F32 => (n / 2, "f32", "float", "+f"),
+        Sums::F16 => (n / 4, "f16", "uint32_t", "+r"),
+    };
     let name = dtype.name();
     let list =
         |from: i32, count: i32| (from..from + count).map(|i| format!("%{i}")).collect::<Vec<_>>().join(", ");
-    let d_outputs = (0..accumulators).map(|i| format!("\"+f\"(d[{i}])")).collect::<Vec<_>>().join(", ");
+    let d_outputs =
+        (0..accumulators).map(|i| format!("\"{constraint}\"(d[{i}])")).collect::<Vec<_>>().join(", ");
     let (suffix, a_param, a_text, a_input, num_a, transposes) = match a {
         OperandA::Shared => ("ss", "uint64_t a", format!("%{accumulators}"), "\"l\"(a)", 1, "0, "),
         OperandA::Registers => (
@@ -66,12 +81,12 @@ fn function(dtype: DType, WgmmaShape { n, a }: WgmmaShape) -> String {
     let mut text = String::new();
     let _ = write!(
         text,
-        "\n// needs: sm_90a. wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name}, A from {}.\n\
+        "\n// needs: sm_90a. wgmma.mma_async.sync.aligned.m64n{n}k16.{sum}.{name}.{name}, A from {}.\n\
          template <int scale_a, int trans_b>\n\
-         __device__ __forceinline__ void wgmma_mma_async_{suffix}(float (&d)[{accumulators}], {a_param}, uint64_t b, bool accumulate) {{\n\
+         __device__ __forceinline__ void wgmma_mma_async_{suffix}({c_type} (&d)[{accumulators}], {a_param}, uint64_t b, bool accumulate) {{\n\
          \x20 asm volatile(\n\
          \x20     \"{{ .reg .pred p; setp.ne.b32 p, %{}, 0;\\n\"\n\
-         \x20     \"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name} {{{}}}, \"\n\
+         \x20     \"wgmma.mma_async.sync.aligned.m64n{n}k16.{sum}.{name}.{name} {{{}}}, \"\n\
          \x20     \"{a_text}, %{b}, p, %{}, 1, {transposes}%{}; }}\"\n\
          \x20     : {d_outputs}\n\
          \x20     : {a_input}, \"l\"(b), \"r\"(int(accumulate)), \"n\"(scale_a), \"n\"(trans_b));\n}}\n",
@@ -90,7 +105,7 @@ mod tests {
 
     #[test]
     fn a_shape_is_rendered_once_and_counts_its_operands() {
-        let shape = WgmmaShape { n: 16, a: OperandA::Registers };
+        let shape = WgmmaShape { n: 16, a: OperandA::Registers, sums: Sums::F32 };
         let header = header(DType::Bf16, &[shape, shape]);
         assert_eq!(header.text.matches("__forceinline__").count(), 1);
         // Eight accumulators, four registers of A, then B, the predicate and two immediates.

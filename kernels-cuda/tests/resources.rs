@@ -10,7 +10,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 
 use fmha_core::source::KernelSource;
 use fmha_core::spec::{BiasKind, CombineSpec, FwdSpec, SeqKind};
-use fmha_core::{DType, MaskKind};
+use fmha_core::{DType, MaskKind, VLayout};
 use fmha_kernels_cuda::sm90::Sm90Tile;
 use fmha_kernels_cuda::{COMPILE_OPTIONS, combine, simt, sm90};
 use libloading::Library;
@@ -100,6 +100,18 @@ fn kernels() -> Vec<(String, KernelSource)> {
     variant("sm90_128_upper_packed", upper(128), |tile| tile.pack_gqa = true);
     variant("sm90_128_softcap", FwdSpec { softcap: true, ..upper(128) }, |_| {});
     variant("sm90_256_alibi", FwdSpec { bias: BiasKind::Alibi, ..upper(256) }, |_| {});
+    let f16 = |mask| FwdSpec::plain(DType::F16, 128, mask);
+    variant("sm90_128_upper_q_in_registers", upper(128), |tile| tile.q_in_registers = true);
+    variant("sm90_128_upper_f16_scores", f16(MaskKind::Upper), |tile| tile.f16_scores = true);
+    variant("sm90_128_upper_f16_output", f16(MaskKind::Upper), |tile| {
+        (tile.f16_output, tile.lazy_rescale_log2) = (true, 0);
+    });
+    variant("sm90_128_upper_multistage", upper(128), |tile| {
+        (tile.warp_specialised, tile.ping_pong, tile.lookahead) = (false, false, false);
+    });
+    variant("sm90_128_upper_dropout", FwdSpec { dropout: true, ..upper(128) }, |_| {});
+    let columns = FwdSpec { v_layout: VLayout::ColMajor, ..upper(128) };
+    variant("sm90_128_upper_v_columns", columns, |_| {});
     let group = FwdSpec { seq: SeqKind::Group, ..FwdSpec::plain(DType::F16, 128, MaskKind::Upper) };
     kernels.push(("sm90_128_upper_group".to_owned(), sm90::fwd(&group, &sm90::default_tile(&group))));
     kernels.push(("simt_128_band".to_owned(), simt::fwd(&FwdSpec::plain(DType::Bf16, 128, MaskKind::Band))));

@@ -152,8 +152,8 @@ pub(super) struct BackendArgs {
     #[arg(long, value_name = "NAME")]
     kernel: Option<String>,
 
-    /// A tile parameter of that kernel, honoured or refused: block_m=128
-    #[arg(long, value_name = "K=V", value_parser = tile)]
+    /// Tile parameters of that kernel, honoured or refused: block_m=128,stages=3
+    #[arg(long, value_name = "K=V", value_delimiter = ',', value_parser = tile)]
     tile: Vec<(String, String)>,
 
     /// A kernel that is correct but far from fast may serve

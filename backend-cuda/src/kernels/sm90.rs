@@ -4,7 +4,7 @@ use fmha_core::abi::FwdParams;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{DType, PlanOptions, SeqMode, Shape, Strides, ValidFwd};
+use fmha_core::{DType, PlanOptions, SeqMode, Shape, Strides, VLayout, ValidFwd};
 use fmha_kernels_cuda::sm90::{self, Sm90Schedule, Sm90Tile};
 
 use super::{Call, Choice, DeviceFacts, Recipe};
@@ -21,6 +21,11 @@ struct Maps {
     q: TensorMap,
     k: TensorMap,
     v: TensorMap,
+}
+
+impl Maps {
+    /// For a kernel that copies without the copy engine.
+    const UNREAD: Self = Self { q: TensorMap::UNREAD, k: TensorMap::UNREAD, v: TensorMap::UNREAD };
 }
 
 /// What the copy engine and 16-byte stores ask of addresses.
@@ -46,8 +51,9 @@ impl Recipe for Sm90 {
         let mut tile = sm90::choose_tile(problem);
         let tuned = facts.tuned.get(problem).filter(|_| options.tile.is_empty());
         for (key, value) in tuned.map_or(&options.tile, |tuned| &tuned.tile) {
-            set(&mut tile, key, value).map_err(refuse)?;
+            tile.set(key, value).map_err(refuse)?;
         }
+        tile.check(&spec, problem.gqa_ratio()).map_err(refuse)?;
         let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
         if smem_bytes > facts.smem_bytes {
             return Err(refuse(format!(
@@ -80,19 +86,24 @@ impl Recipe for Sm90 {
     }
 
     fn takes_addresses(&self, params: &FwdParams) -> Result<(), ProblemError> {
-        let stores_vectors = self.chosen.is_some_and(|(tile, _)| tile.vector_store);
-        for (name, view, matters) in [
-            ("q", params.q, true),
-            ("k", params.k, params.seqlen_k > 0),
-            ("v", params.v, params.seqlen_k > 0),
-            ("o", params.o, stores_vectors),
+        let tile = self.chosen.map(|(tile, _)| tile);
+        let stores_vectors = tile.is_some_and(|tile| tile.vector_store);
+        let loads = match tile {
+            Some(tile) if tile.copy_bytes > 0 => u64::from(tile.copy_bytes.unsigned_abs()),
+            _ => ALIGN,
+        };
+        for (name, view, align, matters) in [
+            ("q", params.q, loads, true),
+            ("k", params.k, loads, params.seqlen_k > 0),
+            ("v", params.v, loads, params.seqlen_k > 0),
+            ("o", params.o, ALIGN, stores_vectors),
         ] {
             let address = view.data.0;
-            if matters && !address.is_multiple_of(ALIGN) {
+            if matters && !address.is_multiple_of(align) {
                 return Err(ProblemError::new(
                     name,
                     format!(
-                        "{name} starts at {address:#x}, which is no multiple of the {ALIGN} bytes that kernel sm90 needs"
+                        "{name} starts at {address:#x}, which is no multiple of the {align} bytes that kernel sm90 needs"
                     ),
                 ));
             }
@@ -104,7 +115,7 @@ impl Recipe for Sm90 {
         let Some((tile, schedule)) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
         };
-        let mut maps = maps(call, &tile)?;
+        let mut maps = if tile.copy_bytes > 0 { Maps::UNREAD } else { maps(call, &tile)? };
         let (mut params, mut schedule) = (call.params, schedule);
         let mut arguments = [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
         // SAFETY: the kernel takes FwdParams, Maps and Sm90Schedule; `check_fwd` saw that the memory
@@ -120,10 +131,16 @@ fn schedule_words(tile: &Sm90Tile) -> String {
     words
         .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
+    words.extend((tile.copy_bytes > 0).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
+    words.extend((!tile.warp_specialised).then(|| "no load role".to_owned()));
+    words.extend((tile.cluster > 1).then(|| format!("clusters of {}", tile.cluster)));
+    words.extend(tile.q_in_registers.then(|| "Q in registers".to_owned()));
+    words.extend(tile.f16_scores.then(|| "scores summed in f16".to_owned()));
+    words.extend(tile.f16_output.then(|| "O summed in f16".to_owned()));
     words.join(", ")
 }
 
-/// The tile that the table gives, as [`set`] takes it.
+/// The tile that the table gives, as [`Sm90Tile::set`] takes it.
 ///
 /// # Errors
 /// Why the kernel does not take the problem.
@@ -169,57 +186,6 @@ pub(crate) fn knobs() -> Vec<(&'static str, Vec<String>)> {
     knobs.map(|(knob, values)| (knob, values.iter().map(|&value| value.to_owned()).collect())).to_vec()
 }
 
-/// Sets one field of the tile from the command's words.
-fn set(tile: &mut Sm90Tile, key: &str, value: &str) -> Result<(), String> {
-    let number = || value.parse::<i32>().map_err(|_| format!("tile {key}={value} is no whole number"));
-    let flag = || match value {
-        "1" | "true" => Ok(true),
-        "0" | "false" => Ok(false),
-        _ => Err(format!("tile {key}={value} is neither 0 nor 1")),
-    };
-    match key {
-        "block_m" => {
-            tile.block_m = number()?;
-            if ![64, 128, 192].contains(&tile.block_m) {
-                return Err(format!("tile block_m={value} is not 64, 128 or 192"));
-            }
-        }
-        "block_n" => {
-            tile.block_n = number()?;
-            if tile.block_n % 16 != 0 || !(16..=256).contains(&tile.block_n) {
-                return Err(format!("tile block_n={value} is no multiple of 16 in 16..=256"));
-            }
-        }
-        "stages" => {
-            tile.stages = number()?;
-            if !(1..=8).contains(&tile.stages) {
-                return Err(format!("tile stages={value} is not in 1..=8"));
-            }
-        }
-        "order" => {
-            tile.order = match value {
-                "single" => sm90::TileOrder::Single,
-                "static" => sm90::TileOrder::Static,
-                "dynamic" => sm90::TileOrder::Dynamic,
-                _ => return Err(format!("tile order={value} is not single, static or dynamic")),
-            }
-        }
-        "ping_pong" => tile.ping_pong = flag()?,
-        "lookahead" => tile.lookahead = flag()?,
-        "lazy_rescale_log2" => tile.lazy_rescale_log2 = number()?,
-        "wait_anchor" => tile.wait_anchor = number()?,
-        "exp2_polynomial_every" => tile.exp2_polynomial_every = number()?,
-        "pack_gqa" => tile.pack_gqa = flag()?,
-        _ => {
-            return Err(format!(
-                "tile {key}={value}: there is no such field (known: block_m, block_n, stages, order, ping_pong, \
-                 lookahead, lazy_rescale_log2, wait_anchor, exp2_polynomial_every, pack_gqa)"
-            ));
-        }
-    }
-    Ok(())
-}
-
 /// The tensor maps: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`.
 fn maps(call: &Call<'_>, tile: &Sm90Tile) -> Result<Maps> {
     let problem = call.problem;
@@ -254,18 +220,24 @@ fn maps(call: &Call<'_>, tile: &Sm90Tile) -> Result<Maps> {
             1,
         ],
     };
+    let columns = |name| name == "v" && problem.v_layout == VLayout::ColMajor;
+    let rows = |shape: Shape| shape.seq.max(1);
     let kv_map = |name, address: u64, strides: Strides, shape: Shape| TensorMapFacts {
         name,
         bf16,
         // A tensor without rows is never read, but a map needs an address.
         address: if shape.seq == 0 { q_address } else { address },
-        dims: [shape.dim, shape.seq.max(1), shape.head, shape.batch].map(u64::from),
+        dims: {
+            let (inner, outer) =
+                if columns(name) { (rows(shape), shape.dim) } else { (shape.dim, rows(shape)) };
+            [inner, outer, shape.head, shape.batch].map(u64::from)
+        },
         strides_bytes: [
-            bytes(strides.seq, shape.seq),
+            if columns(name) { bytes(strides.dim, shape.dim) } else { bytes(strides.seq, shape.seq) },
             bytes(strides.head, shape.head),
             batch_bytes(strides.batch, shape),
         ],
-        box_dims: [Sm90Tile::box_dim(shape.dim as i32).unsigned_abs(), tile.block_n.unsigned_abs(), 1, 1],
+        box_dims: tile.kv_box(shape.dim as i32, columns(name)).map(i32::unsigned_abs),
     };
     let k_map = kv_map("k", call.args.k.as_ptr() as u64, problem.k, problem.shape_k());
     let v_map = kv_map("v", call.args.v.as_ptr() as u64, problem.v, problem.shape_v());

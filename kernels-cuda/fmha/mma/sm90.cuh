@@ -17,7 +17,7 @@ constexpr int kDepth = 16;       // contracted by one instruction, 16-bit types
 // An accumulator of 64 x n.
 template <int n>
 struct Accumulator {
-  static constexpr int num_elems = n / 2;
+  static constexpr int columns = n, num_elems = n / 2;
   float elems[num_elems];
 
   // Row 0 or 1 of the thread's two.
@@ -54,10 +54,11 @@ struct RegisterTile {
   }
 };
 
-// d = sign * A B^T: A's rows [row, row + 64) and B's first n rows, both along their dim. Starts, does not wait.
-template <int sign, int n, class TileA, class TileB>
-FMHA_DEVICE void start_product_abt(Accumulator<n>& d, const TileA& a, int row, const TileB& b) {
-  static_assert(TileA::dim == TileB::dim && n <= TileB::rows, "A and B share their inner dimension");
+// d = sign * A B^T: A's rows [row, row + 64) and as many of B's rows as D has columns, both along their
+// dim. Starts, does not wait.
+template <int sign, class D, class TileA, class TileB>
+FMHA_DEVICE void start_product_abt(D& d, const TileA& a, int row, const TileB& b) {
+  static_assert(TileA::dim == TileB::dim && D::columns <= TileB::rows, "A and B share their inner dimension");
   constexpr int steps_per_chunk = TileA::span / kDepth;
   const Descriptor a0 = descriptor<TileA::span_bytes>(a.address() + row * TileA::span_bytes, 16);
   const Descriptor b0 = descriptor<TileB::span_bytes>(b.address(), 16);
@@ -72,8 +73,8 @@ FMHA_DEVICE void start_product_abt(Accumulator<n>& d, const TileA& a, int row, c
 }
 
 // d += A B: A in registers, B read across its rows. Starts, does not wait.
-template <class TileB>
-FMHA_DEVICE void start_product_ab(Accumulator<TileB::dim>& d, const RegisterTile<TileB::rows>& a, const TileB& b) {
+template <class D, class TileB>
+FMHA_DEVICE void start_product_ab(D& d, const RegisterTile<TileB::rows>& a, const TileB& b) {
   const Descriptor b0 = descriptor<TileB::span_bytes>(b.address(), TileB::chunk_bytes);
   ptx::wgmma_fence();
 #pragma unroll

@@ -38,6 +38,20 @@ FMHA_DEVICE void mbarrier_arrive_if(Barrier& barrier, bool condition) {
       : "memory");
 }
 
+// needs: sm_90. Whether the phase of this parity is complete.
+// PTX ISA: mbarrier.test_wait.
+FMHA_DEVICE bool mbarrier_test_parity(Barrier& barrier, uint32_t parity) {
+  uint32_t complete;
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, p; }"
+      : "=r"(complete)
+      : "r"(shared_address(&barrier)), "r"(parity)
+      : "memory");
+  return complete;
+}
+
 // needs: sm_90. Until the phase of this parity is complete.
 // PTX ISA: mbarrier.try_wait.
 FMHA_DEVICE void mbarrier_wait_parity(Barrier& barrier, uint32_t parity) {

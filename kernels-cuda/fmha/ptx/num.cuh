@@ -54,4 +54,20 @@ FMHA_DEVICE uint32_t cvt_rn_x2(float low, float high) {
   return packed;
 }
 
+// needs: sm_53. The f32 values of a packed pair of f16.
+// PTX ISA: cvt.
+FMHA_DEVICE void unpack_f16x2(uint32_t packed, float& low, float& high) {
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+      : "=f"(low), "=f"(high)
+      : "r"(packed));
+}
+
+// needs: sm_53. The products of two packed pairs of f16.
+// PTX ISA: mul.
+FMHA_DEVICE uint32_t mul_f16x2(uint32_t x, uint32_t y) {
+  uint32_t z;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+
 }  // namespace fmha::ptx

@@ -39,6 +39,17 @@ FMHA_DEVICE void cp_async_bulk_tensor_5d(uint32_t to, const TensorMap& map, Barr
       : "memory");
 }
 
+// needs: sm_90. As above, to the same addresses and barriers of every CTA whose bit is in `ctas`.
+// PTX ISA: cp.async.bulk.tensor, .multicast::cluster.
+FMHA_DEVICE void cp_async_bulk_tensor_4d_multicast(uint32_t to, const TensorMap& map, Barrier& barrier, int32_t c0,
+                                                   int32_t c1, int32_t c2, int32_t c3, uint16_t ctas, CacheHint hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+      ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7, %8;" ::"r"(to),
+      "l"(&map), "r"(shared_address(&barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(ctas), "l"(uint64_t(hint))
+      : "memory");
+}
+
 // needs: sm_90. Fetches the descriptor itself ahead of its first use.
 // PTX ISA: prefetch.
 FMHA_DEVICE void prefetch_tensormap(const TensorMap& map) {

@@ -11,16 +11,29 @@ using mma::SmemTile;
 using ptx::Barrier;
 using ptx::TensorMap;
 
-// One warpgroup loads, the others consume 64 rows each.
+// One warpgroup loads, the others consume 64 rows each; or each does both (multistage.cuh).
 FMHA_DEVICE constexpr int num_consumers(const Sm90Tile& tile) { return tile.block_m / mma::kRows; }
-FMHA_DEVICE constexpr int num_threads(const Sm90Tile& tile) { return mma::kWarpgroup * (1 + num_consumers(tile)); }
+FMHA_DEVICE constexpr int num_threads(const Sm90Tile& tile) { return mma::kWarpgroup * (tile.warp_specialised + num_consumers(tile)); }
+FMHA_DEVICE constexpr int first_consumer(const Sm90Tile& tile) { return tile.warp_specialised; }
 FMHA_DEVICE constexpr int num_consumer_warps(const Sm90Tile& tile) { return 4 * num_consumers(tile); }
+
+// Threads that load: one, which tells the copy engine; or three warps that copy, all of the first
+// warpgroup but the schedule role's, the clean role's included: they copy zeros instead.
+constexpr int kCopyThreads = 96;
+FMHA_DEVICE constexpr int num_load_arrivals(const Sm90Tile& tile) { return tile.copy_bytes > 0 ? kCopyThreads : 1; }
+FMHA_DEVICE constexpr int num_work_readers(const Sm90Tile& tile) {
+  return num_consumer_warps(tile) + (tile.copy_bytes > 0 ? kCopyThreads / 32 : 2);
+}
+
+// This CTA's place in its cluster, whose CTAs have neighbouring query blocks of one head.
+FMHA_DEVICE int32_t cluster_rank(const Sm90Tile& tile) { return tile.cluster > 1 ? blockIdx.x % tile.cluster : 0; }
 
 // Registers a thread after setmaxnreg; role by role they sum to the file's 64 K.
 struct Regs {
   int load, consume;
 };
 FMHA_DEVICE constexpr Regs regs(const Sm90Tile& tile) {
+  if (tile.copy_bytes > 0 && num_consumers(tile) == 2) return {72, 216};
   switch (num_consumers(tile)) {
     case 1: return {56, 240};
     case 2: return {40, 232};  // 24 spill the schedule role
@@ -58,16 +71,18 @@ struct Smem {
   static constexpr int q_buffers = tile.lookahead ? 2 : 1;
   using QTile = SmemTile<tile.block_m, padded_dim(spec.head_dim_qk)>;
   using KTile = SmemTile<tile.block_n, padded_dim(spec.head_dim_qk)>;
-  using VTile = SmemTile<tile.block_n, padded_dim(spec.head_dim_v)>;
+  static constexpr bool v_columns = spec.v_layout == VLayout::ColMajor;
+  static constexpr int dim_v = padded_dim(spec.head_dim_v);
+  using VTile = SmemTile<v_columns ? dim_v : tile.block_n, v_columns ? tile.block_n : dim_v>;
 
   QTile q[q_buffers];
   KTile k[tile.stages];
   VTile v[tile.stages];
-  Barrier q_full[q_buffers];     // the bytes of Q
+  Barrier q_full[q_buffers];     // the bytes of Q, or the arrivals of those who copied them
   Barrier q_empty[q_buffers];    // one arrival per consumer warp
-  Barrier k_full[tile.stages];   // the bytes of one K block
+  Barrier k_full[tile.stages];   // likewise of one K block
   Barrier k_empty[tile.stages];  // one arrival per consumer warp of the cluster
-  Barrier v_full[tile.stages];   // the bytes of one V block, or the clean role's word for them
+  Barrier v_full[tile.stages];   // likewise of one V block, or the clean role's word for them
   Barrier v_raw[tile.stages];    // the bytes of one V block, to be cleaned
   Barrier v_empty[tile.stages];  // one arrival per consumer warp of the cluster
   Barrier work_full[kWorkSlots];   // the schedule role's arrival

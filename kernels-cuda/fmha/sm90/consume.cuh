@@ -9,8 +9,12 @@
 // under another's exponentials. With `lookahead` the next tile's first S is started together with
 // this tile's last P V, and the tensor cores do not wait for a tile's end either.
 #pragma once
+#include <fmha/mma/half_accumulator.cuh>
+#include <fmha/mma/register_product.cuh>
 #include <fmha/ptx/barrier.cuh>
+#include <fmha/ptx/cluster.cuh>
 #include <fmha/score.h>
+#include <fmha/sm90/dropout.cuh>
 #include <fmha/sm90/epilogue.cuh>
 #include <fmha/sm90/scheduler.cuh>
 
@@ -21,6 +25,9 @@ struct Consumer {
   using Shared = Smem<spec, tile>;
   template <int n>
   using Scores = mma::Accumulator<n>;  // of a block's first n keys
+  template <int n>
+  using ScoreSums = mma::AccumulatorOf<n, tile.f16_scores>;  // as the product leaves them
+  static constexpr int dim_qk = padded_dim(spec.head_dim_qk), dim_v = padded_dim(spec.head_dim_v);
   // A first block of which the warpgroup sees this many keys at most is computed that far only: on the
   // diagonal, the upper warpgroup's half.
   static constexpr int half_n = round_up(tile.block_n / 2, mma::kDepth);
@@ -33,7 +40,8 @@ struct Consumer {
   const float scale_log2;   // of what the softmax takes: S, or the modified score
   const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
 
-  mma::Accumulator<padded_dim(spec.head_dim_v)> o;
+  mma::AccumulatorOf<dim_v, tile.f16_output> o;
+  mma::RegisterTile<tile.q_in_registers ? dim_qk : mma::kDepth> q;
   mma::RegisterTile<tile.block_n> probs;
   Softmax<tile> softmax;
   Slot<Shared::q_buffers> q_slot;
@@ -78,16 +86,42 @@ struct Consumer {
     }
   }
 
-  template <int n>
-  FMHA_DEVICE void start_scores(Scores<n>& s) {
+  // One arrival for the warp, in each CTA whose loads fill the slot.
+  FMHA_DEVICE void release_slot(Barrier& empty) const {
+    if constexpr (tile.cluster > 1) {
+      const uint32_t rank = threadIdx.x % 32;
+      ptx::mbarrier_arrive_at_if(empty, rank, rank < uint32_t(tile.cluster));
+    } else {
+      ptx::mbarrier_arrive_if(empty, signals);
+    }
+  }
+
+  FMHA_DEVICE void take_q() {
+    ptx::mbarrier_wait_parity(smem.q_full[q_slot.index], q_slot.phase);
+    if constexpr (tile.q_in_registers) {
+      mma::load_a(q, smem.q[q_slot.index], index * mma::kRows);
+      __syncwarp();
+      release_q();
+    }
+  }
+  template <class Sums>
+  FMHA_DEVICE void start_scores(Sums& s) {
+    constexpr int sign = spec.negative_scale ? -1 : 1;
     ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
     take_turn();
-    mma::start_product_abt<spec.negative_scale ? -1 : 1>(s, smem.q[q_slot.index], index * mma::kRows,
-                                                         smem.k[k_slot.index]);
+    if constexpr (tile.q_in_registers) {
+      mma::start_register_product_abt<sign, false>(s, q, smem.k[k_slot.index]);
+    } else {
+      mma::start_product_abt<sign>(s, smem.q[q_slot.index], index * mma::kRows, smem.k[k_slot.index]);
+    }
   }
   FMHA_DEVICE void start_output() {
     ptx::mbarrier_wait_parity(smem.v_full[v_slot.index], v_slot.phase);
-    mma::start_product_ab(o, probs, smem.v[v_slot.index]);
+    if constexpr (Shared::v_columns) {
+      mma::start_register_product_abt<1, true>(o, probs, smem.v[v_slot.index]);
+    } else {
+      mma::start_product_ab(o, probs, smem.v[v_slot.index]);
+    }
   }
   FMHA_DEVICE void finish_scores() {
     ptx::wgmma_wait_group<1>();
@@ -95,11 +129,11 @@ struct Consumer {
   }
   FMHA_DEVICE void finish_output() {
     ptx::wgmma_wait_group<0>();
-    ptx::mbarrier_arrive_if(smem.v_empty[v_slot.index], signals);
+    release_slot(smem.v_empty[v_slot.index]);
     v_slot.advance();
   }
   FMHA_DEVICE void release_k() {
-    ptx::mbarrier_arrive_if(smem.k_empty[k_slot.index], signals);
+    release_slot(smem.k_empty[k_slot.index]);
     k_slot.advance();
   }
   FMHA_DEVICE void release_q() {
@@ -157,12 +191,26 @@ struct Consumer {
   FMHA_DEVICE uint32_t zero() const { return uint32_t(work().num_blocks) >> 31; }
   FMHA_DEVICE uint32_t never() const { return ptx::shared_address(&smem.work[0]); }
 
+  template <int n>
+  FMHA_DEVICE void drop_some(Scores<n>& s, const Work& work, int32_t block) const {
+    int32_t i[2], batch_head[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t row = rows.row + 8 * r;
+      i[r] = query_of<tile>(p, row);
+      const int32_t i_head = tile.pack_gqa ? work.i_head + row - i[r] * p.gqa_ratio : work.i_head;
+      batch_head[r] = work.i_batch * p.num_heads_q + i_head;
+    }
+    drop(s, p, i, batch_head, block * tile.block_n);
+  }
+
   // S to P of block `block` of a tile.
   template <int n>
   FMHA_DEVICE void exponentiate(Scores<n>& s, const Work& work, int32_t block, bool edge) {
     modify(s, work, block);
     if (edge) mask(s, work, block);
     softmax.step(s, scale_log2, never());
+    if constexpr (spec.dropout) drop_some(s, work, block);
   }
   template <int n>
   FMHA_DEVICE void exponentiate_first(Scores<n>& s, const Work& work) {
@@ -171,7 +219,10 @@ struct Consumer {
   }
 
   FMHA_DEVICE void rescale() {
-    if (softmax.corrects()) {
+    if (!softmax.corrects()) return;
+    if constexpr (tile.f16_output) {
+      o.scale(softmax.correction);
+    } else {
 #pragma unroll
       for (int e = 0; e < o.num_elems; ++e) o[e] *= softmax.correction[o.row(e)];
     }
@@ -189,7 +240,7 @@ struct Consumer {
     rows = rows_of(w);
     o.clear();
     softmax.reset();
-    ptx::mbarrier_wait_parity(smem.q_full[q_slot.index], q_slot.phase);
+    take_q();
     if (sees_half(w)) {
       first_scores<half_n>(w);
     } else {
@@ -198,22 +249,24 @@ struct Consumer {
   }
   template <int n>
   FMHA_DEVICE void first_scores(const Work& w) {
-    Scores<n> s;
-    start_scores(s);
+    ScoreSums<n> sums;
+    start_scores(sums);
     pass_turn();
     ptx::wgmma_wait_group<0>();
     release_k();
+    auto&& s = mma::in_f32(sums);
     exponentiate_first(s, w);
     probs.template from<spec.dtype_v>(s, zero());
   }
 
   // `edge` is a literal, or the same for the whole warpgroup.
   FMHA_DEVICE void step(int32_t block, bool edge) {
-    Scores<tile.block_n> s;
-    start_scores(s);
+    ScoreSums<tile.block_n> sums;
+    start_scores(sums);
     start_output();
     pass_turn();
     finish_scores();
+    auto&& s = mma::in_f32(sums);
     exponentiate(s, work(), block, edge);
     finish_output();
     probs.template from<spec.dtype_v>(s, zero());
@@ -242,7 +295,7 @@ struct Consumer {
 
   // A tile's end, with the next tile's first S started beside the last P V.
   FMHA_DEVICE void cross_to(const Work& next, RowStats (&stats)[2]) {
-    ptx::mbarrier_wait_parity(smem.q_full[q_slot.index], q_slot.phase);
+    take_q();
     if (sees_half(next)) {
       cross_products<half_n>(next, stats);
     } else {
@@ -251,11 +304,12 @@ struct Consumer {
   }
   template <int n>
   FMHA_DEVICE void cross_products(const Work& next, RowStats (&stats)[2]) {
-    Scores<n> s;
-    start_scores(s);
+    ScoreSums<n> sums;
+    start_scores(sums);
     start_output();
     pass_turn();
     finish_scores();
+    auto&& s = mma::in_f32(sums);
     stats[0] = softmax.rows[0];
     stats[1] = softmax.rows[1];
     softmax.reset();
@@ -272,7 +326,7 @@ struct Consumer {
     first_block();
     while (true) {
       other_blocks();
-      release_q();
+      if constexpr (!tile.q_in_registers) release_q();
       const Work& done = work();
       const int32_t done_row = rows.row;
       Slot<kWorkSlots> next_slot = work_slot;
@@ -289,7 +343,8 @@ struct Consumer {
         stats[0] = softmax.rows[0];
         stats[1] = softmax.rows[1];
       }
-      epilogue<spec, tile>(p, done, done_row, stats, scale_log2, o);
+      auto&& sums = mma::in_f32(o);
+      epilogue<spec, tile>(p, done, done_row, stats, scale_log2, sums);
       release_work();
       if (!more) return;
       if constexpr (tile.lookahead) {
@@ -302,12 +357,17 @@ struct Consumer {
 };
 
 template <FwdSpec spec, Sm90Tile tile>
-FMHA_DEVICE void consume(const FwdParams& p, Smem<spec, tile>& smem) {
-  ptx::setmaxnreg_inc<regs(tile).consume>();
-  const int32_t index = ptx::uniform(threadIdx.x / mma::kWarpgroup) - 1;
+FMHA_DEVICE Consumer<spec, tile> consumer_of(const FwdParams& p, Smem<spec, tile>& smem) {
+  const int32_t index = ptx::uniform(threadIdx.x / mma::kWarpgroup) - first_consumer(tile);
   // A scale of 0 would make -inf * 0 of hidden scores; the smallest normal number scales to nothing too.
   const float scale = modifies_score(spec) ? 1.f : fmaxf(fabsf(p.softmax_scale), 1.17549435e-38f);
-  Consumer<spec, tile> consumer{p, smem, index, scale * kLog2E};
+  return Consumer<spec, tile>{p, smem, index, scale * kLog2E};
+}
+
+template <FwdSpec spec, Sm90Tile tile>
+FMHA_DEVICE void consume(const FwdParams& p, Smem<spec, tile>& smem) {
+  ptx::setmaxnreg_inc<regs(tile).consume>();
+  auto consumer = consumer_of<spec, tile>(p, smem);
   consumer.run();
 }
 

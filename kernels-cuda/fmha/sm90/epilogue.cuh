@@ -66,7 +66,8 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
     const int32_t packed_row = row + 8 * r, i = query_of<tile>(p, packed_row);
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
     const bool stored = i < work.seqlen_q;
-    const RowResult result = finish_row<spec>(p, rows[r], scale_log2, stored ? i_head : 0);
+    RowResult result = finish_row<spec>(p, rows[r], scale_log2, stored ? i_head : 0);
+    if constexpr (spec.dropout) result.factor *= p.dropout_scale;
     lse[r] = result.lse;
     // A row without a key is to be 0, and is none if hidden values have reached it.
     if constexpr (spec.mask != MaskKind::Full) suspect[r] = stored && has_non_finite(o, r) && result.lse < infinity();

@@ -1,30 +1,32 @@
-// Attention forward on Hopper: one warpgroup loads, one to three consume.
+// Attention forward on Hopper: one warpgroup loads, one to three consume; without `warp_specialised`
+// one to three do both (multistage.cuh).
 //
 // The schedule of FlashAttention-3 (Shah et al., 2024). Of the first warpgroup's warps one loads
 // (load.cuh), one plans tiles (scheduler.cuh), one zeroes what is not the sequence's (clean.cuh).
 #pragma once
 #include <fmha/sm90/consume.cuh>
 #include <fmha/sm90/load.cuh>
+#include <fmha/sm90/multistage.cuh>
 
 namespace fmha::sm90 {
 
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
-  constexpr int warps = num_consumer_warps(tile);
+  constexpr int warps = num_consumer_warps(tile), loads = num_load_arrivals(tile);
   for (int i = 0; i < Smem<spec, tile>::q_buffers; ++i) {
-    ptx::mbarrier_init(smem.q_full[i], 1);
+    ptx::mbarrier_init(smem.q_full[i], loads);
     ptx::mbarrier_init(smem.q_empty[i], warps);
   }
   for (int i = 0; i < tile.stages; ++i) {
-    ptx::mbarrier_init(smem.k_full[i], 1);
-    ptx::mbarrier_init(smem.k_empty[i], warps);
-    ptx::mbarrier_init(smem.v_full[i], 1);
+    ptx::mbarrier_init(smem.k_full[i], loads);
+    ptx::mbarrier_init(smem.k_empty[i], tile.cluster * warps);
+    ptx::mbarrier_init(smem.v_full[i], loads);
     ptx::mbarrier_init(smem.v_raw[i], 1);
-    ptx::mbarrier_init(smem.v_empty[i], warps);
+    ptx::mbarrier_init(smem.v_empty[i], tile.cluster * warps);
   }
   for (int i = 0; i < kWorkSlots; ++i) {
     ptx::mbarrier_init(smem.work_full[i], 1);
-    ptx::mbarrier_init(smem.work_empty[i], warps + 2);
+    ptx::mbarrier_init(smem.work_empty[i], num_work_readers(tile));
   }
   ptx::fence_mbarrier_init();
 }
@@ -33,17 +35,30 @@ template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const Sm90Schedule& schedule) {
   static_assert(spec.dtype_qk == spec.dtype_v, "sm90: Q, K and V share a type");
   static_assert(spec.dtype_qk == DType::F16 || spec.dtype_qk == DType::Bf16, "sm90: 16-bit types");
-  static_assert(spec.v_layout == VLayout::RowMajor, "sm90: V is row-major");
-  static_assert(!spec.dropout && !spec.write_keep_mask, "sm90: no dropout");
+  static_assert(!spec.write_keep_mask, "sm90: it does not write the keep mask");
+  static_assert(spec.v_layout == VLayout::RowMajor || tile.copy_bytes == 0, "sm90: only the copy engine turns V");
+  static_assert(!(tile.f16_scores || tile.f16_output) || spec.dtype_qk == DType::F16, "sm90: f16 sums of f16 products");
+  static_assert(tile.cluster == 1 || (tile.order != TileOrder::Dynamic && tile.warp_specialised && tile.copy_bytes == 0),
+                "sm90: a cluster loads by the copy engine, in a fixed order");
+  static_assert(tile.warp_specialised || !(tile.ping_pong || tile.lookahead || tile.copy_bytes > 0),
+                "sm90: without a load role no turns, no lookahead, no copies");
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
   if (threadIdx.x == 0) init_barriers(smem);
-  __syncthreads();
-  if (ptx::uniform(threadIdx.x / mma::kWarpgroup) == 0) {
+  if constexpr (tile.cluster > 1) {
+    ptx::cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  if constexpr (!tile.warp_specialised) {
+    multistage<spec, tile>(p, maps, schedule, smem);
+  } else if (ptx::uniform(threadIdx.x / mma::kWarpgroup) == 0) {
     load<spec, tile>(p, maps, schedule, smem);
   } else {
     consume<spec, tile>(p, smem);
   }
+  // Until the others have taken what this CTA loads for them, and it what they load.
+  if constexpr (tile.cluster > 1) ptx::cluster_sync();
 }
 
 }  // namespace fmha::sm90

@@ -10,6 +10,7 @@
 #pragma once
 #include <fmha/mask.h>
 #include <fmha/num.h>
+#include <fmha/philox.h>
 #include <fmha/score.h>
 #include <fmha/seq.h>
 #include <fmha/ptx/collective.cuh>
@@ -52,12 +53,19 @@ struct RedoneRow {
 #pragma unroll 1
     for (int32_t j = begin; j < end; ++j) {
       const float score = modified_score<spec>(modifier, product(j), i, j);
-      const float weight = round_to<spec.dtype_v>(ptx::ex2_approx_ftz((score - lse) * kLog2E));
+      float weight = round_to<spec.dtype_v>(ptx::ex2_approx_ftz((score - lse) * kLog2E));
+      if constexpr (spec.dropout) {
+        // Not words[j % 4], which would put them on the stack.
+        const Array<uint32_t, 4> words = dropout_words(p, span.i_batch * p.num_heads_q + i_head, i, j / 4);
+        const uint32_t even = j & 2 ? words[2] : words[0], odd = j & 2 ? words[3] : words[1];
+        weight = (j & 1 ? odd : even) < p.dropout_threshold ? weight * p.dropout_scale : 0.f;
+      }
       const int64_t v = row_offset(p.v, span.storage_batch, span.k_row + j, i_head_kv);
 #pragma unroll
       for (int32_t c = 0; c < columns; ++c) {
         const int32_t d = min(c * 32 + lane, spec.head_dim_v - 1);
-        o[c] += weight * load_elem<spec.dtype_v>(p.v.data, v + d);
+        const int64_t at = spec.v_layout == VLayout::ColMajor ? v + d * p.v.dim : v + d;
+        o[c] += weight * load_elem<spec.dtype_v>(p.v.data, at);
       }
     }
   }

@@ -39,14 +39,16 @@ FMHA_DEVICE Work resolve_tile(const FwdParams& p, const Sm90Schedule& schedule, 
   work.k_row = span.k_row;
   work.seqlen_q = span.seqlen_q;
   work.seqlen_k = span.seqlen_k;
-  work.first_row = m_block * tile.block_m;
+  // The CTAs of a cluster walk the same key blocks: those that any of their rows sees.
+  const int32_t cluster_row = m_block * tile.cluster * tile.block_m;
+  work.first_row = cluster_row + cluster_rank(tile) * tile.block_m;
   work.num_blocks = 0;
   const int32_t num_rows = span.seqlen_q * (tile.pack_gqa ? p.gqa_ratio : 1);
-  if (work.first_row >= num_rows) return work;
+  if (cluster_row >= num_rows) return work;
 
   const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
-  const int32_t last_row = min(work.first_row + tile.block_m, num_rows) - 1;
-  const Range queries = {query_of<tile>(p, work.first_row), query_of<tile>(p, last_row) + 1};
+  const int32_t last_row = min(cluster_row + tile.cluster * tile.block_m, num_rows) - 1;
+  const Range queries = {query_of<tile>(p, cluster_row), query_of<tile>(p, last_row) + 1};
   const Range keys = k_range(band, queries, span.seqlen_k);
   const Range sinks = spec.sink_columns ? sink_range(band, queries, span.seqlen_k) : Range{0, 0};
   const int32_t first_block = keys.begin / tile.block_n;
@@ -80,7 +82,8 @@ struct Scheduler {
   int32_t round = 0;
 
   FMHA_DEVICE int32_t static_index() const {
-    const int32_t worker = blockIdx.x, num_workers = gridDim.x, first = round * num_workers;
+    const int32_t worker = blockIdx.x / tile.cluster, num_workers = gridDim.x / tile.cluster;
+    const int32_t first = round * num_workers;
     // Masked tiles differ in length: who had the longest of a round has the shortest of the next.
     const bool backwards = spec.mask != MaskKind::Full && (round & 1);
     return first + (backwards ? num_workers - 1 - worker : worker);
