@@ -2,8 +2,8 @@
 //! never on hardware.
 //!
 //! Nearly all of the time goes into compiling kernels (about a second each; the disk cache keeps them), so
-//! cases are dealt out by their seeds: what all three architectures take runs on one of them, and of the
-//! families in which nearly each case has a kernel of its own, half of the cases run. All of them:
+//! cases are dealt out by their seeds: one in twelve runs on each architecture, and of the families in which
+//! nearly each case has a kernel of its own one in 64. All of them:
 //! `fmha conformance --backend rocm --emulate gfx942`.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -20,17 +20,17 @@ use fmha_rocm::RocmBackend;
 const ARCHS: [&str; 3] = ["gfx90a", "gfx942", "gfx950"];
 
 /// Families, by the beginnings of names, of which nearly each case has a kernel of its own.
-const HALVED: [&str; 4] = ["definition/", "laws/", "fp8/", "edges/head_dim/"];
+const SAMPLED: [&str; 4] = ["definition/", "laws/", "fp8/", "edges/head_dim/"];
 /// What may be wrong on one architecture alone: its matrix instructions, its waits.
 const EVERYWHERE: [&str; 2] = ["edges/off_tile/", "combine/"];
 
 fn is_dealt_to(arch: usize, case: &Case) -> bool {
     let any = |families: &[&str]| families.iter().any(|family| case.name.starts_with(family));
     let card = case.data().seed >> 20;
-    let runs = !any(&HALVED) || card.is_multiple_of(2);
+    let runs = !any(&SAMPLED) || card.is_multiple_of(64);
     // Each FP8 type is the business of one architecture.
     let fp8 = case.problem().is_some_and(|problem| problem.dtype_qk.is_fp8());
-    runs && (fp8 || any(&EVERYWHERE) || (card / 2) % ARCHS.len() as u64 == arch as u64)
+    runs && (fp8 || any(&EVERYWHERE) || card % 12 == arch as u64)
 }
 
 fn open(arch: &str) -> Option<RocmBackend> {
@@ -67,7 +67,7 @@ fn the_tile_kernel_keeps_the_contract_on_every_emulated_architecture() {
         }
         println!("battery rocm ({arch}, emulated): {}", report.summary);
         failed += report.summary.failed;
-        assert!(report.summary.passed > 300, "{}", report.summary);
+        assert!(report.summary.passed > 100, "{}", report.summary);
     }
     assert_eq!(failed, 0);
 }

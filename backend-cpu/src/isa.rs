@@ -172,17 +172,12 @@ impl Engine {
             .into_iter()
             .filter(|&isa| match cap {
                 Some(cap) => isa <= cap,
-                None if isa == Isa::Amx => AMX_UNASKED,
                 None => isa != Isa::Avx512Bf16 || has_fast_bf16_dots(),
             })
             .find_map(|isa| Engine::new(isa).map(|engine| (isa, engine)));
         best.ok_or_else(|| Error::NoDevice("no instruction set is available".into()))
     }
 }
-
-/// Whether AMX is taken by itself: not before it has run on a processor that has it. Its data flow is
-/// tested with its tiles in software.
-const AMX_UNASKED: bool = false;
 
 /// Whether bf16 dot products outrun f32 FMAs: AMD's do (matrix products on an EPYC with both: 378
 /// GFLOP/s in bf16, 181 in f32), Intel's do not.

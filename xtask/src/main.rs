@@ -18,7 +18,7 @@ use tally::Tally;
 
 const USAGE: &str = "\
 usage: cargo xtask test      set up, test everything in release, print the counts
-       cargo xtask emulated  the battery on CUDA kernels, interpreted: the part that CI runs
+       cargo xtask emulated  the battery on CUDA kernels, interpreted: three families
        cargo xtask setup     only the set-up
        cargo xtask support [BACKEND[@ARCH]]...
                              the README's support table from the battery's results (default: cpu)
@@ -35,7 +35,7 @@ fn main() -> ExitCode {
         ["test"] => test(),
         ["emulated"] => {
             let mut tally = Tally::default();
-            emulated::battery(&setup::run(), &mut tally);
+            emulated::battery(&setup::run(), emulated::Part::Whole, &mut tally);
             finish(&tally)
         }
         ["setup"] => {
@@ -90,7 +90,7 @@ fn test() -> ExitCode {
         // A crate that does not compile, or a test that aborted, counts as one failure.
         tally.failed = 1;
     }
-    emulated::battery(&environment, &mut tally);
+    emulated::battery(&environment, emulated::Part::InTest, &mut tally);
     finish(&tally)
 }
 

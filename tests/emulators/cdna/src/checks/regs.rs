@@ -4,6 +4,7 @@ use super::Checks;
 use super::lds::{DmaWrite, Touch};
 use crate::error::{Exec, FaultKind, Stop};
 use crate::inst::{Inst, Regs, Src, Ty, VReg};
+use crate::op::Op;
 use crate::wave::VREGS;
 
 /// A memory access that may still be under way.
@@ -49,6 +50,10 @@ impl Default for RegChecks {
             queue: Vec::new(),
         }
     }
+}
+
+fn is_lane_copy(inst: &Inst) -> bool {
+    matches!(inst.op, Op::VWritelaneB32 | Op::VReadlaneB32)
 }
 
 fn name(reg: VReg) -> String {
@@ -121,6 +126,9 @@ impl RegChecks {
         }
         if inst.halves {
             return self.before_halves(inst, exec);
+        }
+        if is_lane_copy(inst) {
+            return self.before_lane_copy(inst);
         }
         let lanes_read = if inst.dpp.is_some() {
             crate::exec::cross::dpp_read_mask(inst, exec).unwrap_or(exec)
@@ -197,6 +205,35 @@ impl RegChecks {
             }
         }
         Ok(())
+    }
+
+    /// Scalar registers are spilled to lanes, undefined ones too: see [`RegChecks::after_lane_copy`].
+    fn before_lane_copy(&self, inst: &Inst) -> Exec {
+        if let Src::S(first) = inst.src[1] {
+            self.read_s(first, 1, true)?;
+        }
+        match inst.src[0] {
+            Src::S(first) => self.read_s(first, 1, false)?,
+            Src::V(reg) => self.waited(reg)?,
+            _ => {}
+        }
+        self.overwrites(inst)
+    }
+
+    /// What one lane or scalar register got is as defined as what it came from.
+    pub(crate) fn after_lane_copy(&mut self, inst: &Inst, lane: usize) {
+        let defined = match inst.src[0] {
+            Src::S(first) => scalar_bits(first, 1) & !self.valid_s == 0,
+            Src::V(reg) => self.valid[usize::from(reg) % VREGS] >> lane & 1 == 1,
+            _ => true,
+        };
+        if inst.op == Op::VWritelaneB32 {
+            let lanes = &mut self.valid[usize::from(inst.vdst) % VREGS];
+            *lanes = *lanes & !(1 << lane) | u64::from(defined) << lane;
+        } else {
+            let bits = scalar_bits(inst.sdst, 1);
+            self.valid_s = self.valid_s & !bits | if defined { bits } else { 0 };
+        }
     }
 
     /// A copy may carry undefined values: its destination is then undefined too.
@@ -300,7 +337,7 @@ impl RegChecks {
     /// Records what an instruction wrote.
     #[inline(always)]
     pub(crate) fn after(&mut self, inst: &Inst, exec: u64) {
-        if inst.copies || inst.halves {
+        if inst.copies || inst.halves || is_lane_copy(inst) {
             return;
         }
         for regs in &inst.writes {

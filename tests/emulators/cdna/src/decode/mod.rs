@@ -214,4 +214,13 @@ fn scalar_effects(inst: &mut Inst, enc: Enc) {
         inst.writes.push(dst);
     }
     inst.copies = inst.name.starts_with("s_mov_b") || inst.name.starts_with("s_cselect");
+    // A field of the lower half is taken without a look at the upper, which compilers leave undefined.
+    if matches!(inst.op, Op::SBfeI64 | Op::SBfeU64)
+        && let (Src::S(first), Src::K(field, _)) = (inst.src[0], inst.src[1])
+        && (field & 63) + (field >> 16 & 127) <= 32
+    {
+        for regs in inst.reads.iter_mut().filter(|regs| **regs == Regs::S(first, 2)) {
+            *regs = Regs::S(first, 1);
+        }
+    }
 }

@@ -17,14 +17,17 @@ pub(crate) fn cross(wave: &mut Wave, inst: &Inst, check: bool) -> Exec<bool> {
         }
         Op::VReadlaneB32 => {
             let lane = wave.scalar(inst.src[1]) as usize & 63;
-            read_lane(wave, inst, lane, check)?;
+            read_lane(wave, inst, lane, false)?;
+            if check {
+                wave.checks.after_lane_copy(inst, lane);
+            }
         }
         Op::VWritelaneB32 => {
             let value = wave.scalar(inst.src[0]);
             let lane = wave.scalar(inst.src[1]) as usize & 63;
             wave.vreg_mut(inst.vdst).0[lane] = value;
             if check {
-                wave.checks.define(inst.vdst, 1 << lane);
+                wave.checks.after_lane_copy(inst, lane);
             }
         }
         Op::VSwapB32 => {

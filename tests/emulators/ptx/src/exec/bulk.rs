@@ -388,7 +388,7 @@ impl Cluster {
             if inside && step == 1 {
                 let from = first.clamp(0, map.dims[0] as i64);
                 let to = (first + count as i64).clamp(0, map.dims[0] as i64);
-                let (skip, n) = ((from - first).min(count as i64) as usize, (to - from).max(0) as usize);
+                let (skip, n) = ((from - first).clamp(0, count as i64) as usize, (to - from).max(0) as usize);
                 fill_with(&mut out[..skip * size], fill);
                 fill_with(&mut out[(skip + n) * size..], fill);
                 if n > 0 {
@@ -424,7 +424,7 @@ impl Cluster {
             if step == 1 {
                 let from = first.clamp(0, map.dims[0] as i64);
                 let to = (first + count as i64).clamp(from, map.dims[0] as i64);
-                let skip = (from - first).min(count as i64) as usize;
+                let skip = (from - first).clamp(0, count as i64) as usize;
                 spans.push((
                     (address + from * size as i64) as u64,
                     at + skip * size,
