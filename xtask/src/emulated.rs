@@ -45,7 +45,9 @@ pub(crate) fn battery(environment: &[(String, String)], part: Part, tally: &mut 
         Part::Whole => format!("^({})/", FAMILIES.join("|")),
     };
     if part == Part::InTest {
-        say(&format!("absent: the rest on emulated {ARCH}, what {IN_TEST} does not match: cargo xtask emulated"));
+        say(&format!(
+            "absent: the rest on emulated {ARCH}, what {IN_TEST} does not match: cargo xtask emulated"
+        ));
     }
     if let Err(reason) = run(environment, &filter, &mut say) {
         say(&format!("battery cuda, {ARCH} emulated: 0 passed, 1 failed: {reason}"));
