@@ -73,6 +73,11 @@ fn ended(result: Result<(), String>) -> ExitCode {
 fn test() -> ExitCode {
     let environment = setup::run();
     let mut tally = Tally::default();
+    // The drivers' doubles lie beside the command, where tests of it look for them.
+    let built = Command::new(env!("CARGO")).args(["build", "--release"]).status();
+    if !built.is_ok_and(|status| status.success()) {
+        tally.failed += 1;
+    }
     // One invocation, in release: the battery inside it runs thousands of cases.
     let mut command = Command::new(env!("CARGO"));
     // `--show-output`: the batteries' counts stand in the output of tests that pass.

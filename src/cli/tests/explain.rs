@@ -5,7 +5,7 @@ use super::fmha;
 #[test]
 fn an_emulated_kernel_is_counted_and_its_cycles_are_called_modelled() {
     let ran = fmha("explain --backend cuda --emulate sm_90a -b 3 --heads 2 -s 128 -d 128 --prec bf16");
-    if ran.err.contains("NVRTC") {
+    if ran.err.contains("NVRTC") || ran.err.contains("`cargo build` makes it") {
         println!("absent: {}", ran.err.trim());
         return;
     }

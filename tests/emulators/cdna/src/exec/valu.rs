@@ -282,6 +282,10 @@ fn valu_body(wave: &mut Wave, inst: &Inst) -> Exec<bool> {
             let table = inst.imm as u32;
             ternary(wave, inst, |a, b, c| bitop3(table, a, b, c));
         }
+        Op::VBitop3B16 => {
+            let table = inst.imm as u32;
+            ternary(wave, inst, |a, b, c| bitop3(table, a, b, c) & 0xffff);
+        }
         _ => return Ok(false),
     }
     Ok(true)
