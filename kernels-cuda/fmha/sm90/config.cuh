@@ -69,11 +69,12 @@ struct Work {
 template <FwdSpec spec, Sm90Tile tile>
 struct Smem {
   static constexpr int q_buffers = tile.lookahead ? 2 : 1;
-  using QTile = SmemTile<tile.block_m, padded_dim(spec.head_dim_qk)>;
-  using KTile = SmemTile<tile.block_n, padded_dim(spec.head_dim_qk)>;
+  static constexpr bool clustered = tile.cluster > 1;
+  using QTile = SmemTile<tile.block_m, padded_dim(spec.head_dim_qk), clustered>;
+  using KTile = SmemTile<tile.block_n, padded_dim(spec.head_dim_qk), clustered>;
   static constexpr bool v_columns = spec.v_layout == VLayout::ColMajor;
   static constexpr int dim_v = padded_dim(spec.head_dim_v);
-  using VTile = SmemTile<v_columns ? dim_v : tile.block_n, v_columns ? tile.block_n : dim_v>;
+  using VTile = SmemTile<v_columns ? dim_v : tile.block_n, v_columns ? tile.block_n : dim_v, clustered>;
 
   QTile q[q_buffers];
   KTile k[tile.stages];

@@ -200,6 +200,8 @@ FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const Sm90Schedule& 
   } else if (tile.copy_bytes == 0 && threadIdx.x / 32 == 2) {
     Cleaner<spec, tile> cleaner{smem};
     cleaner.run();
+  } else if constexpr (tile.cluster > 1) {
+    ptx::exit_thread();  // a lane beside its warp's only one would stand before the cluster's barrier
   }
 }
 
