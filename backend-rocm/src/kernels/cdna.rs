@@ -14,6 +14,8 @@ pub(crate) const NAME: &str = "cdna_fwd";
 const WAVE_ROWS: i32 = 32;
 const WAVE_THREADS: i32 = 64;
 const MAX_HEAD_DIM: i32 = 256;
+/// Queries of the smallest workgroup that the plan picks: a wave for each SIMD.
+const MIN_BLOCK_M: i32 = 128;
 const DWORD: i64 = 4;
 /// Tiles of K, and of V, in LDS.
 const STAGES: i64 = 2;
@@ -65,7 +67,8 @@ fn tile(
         };
         *seat = Some(number(NAME, name, value)?);
     }
-    let block_m = block_m.unwrap_or(128);
+    let given_block_m = block_m;
+    let block_m = block_m.unwrap_or(MIN_BLOCK_M);
     if !(WAVE_ROWS..=512).contains(&block_m) || block_m % WAVE_ROWS != 0 {
         refuse!(NAME, "tile block_m={block_m} is not a multiple of {WAVE_ROWS} in {WAVE_ROWS}..=512");
     }
@@ -82,6 +85,7 @@ fn tile(
             arch.lds_bytes()
         );
     }
+    let block_m = given_block_m.unwrap_or_else(|| default_block_m(spec, problem, arch, block_n));
     let mut tile = CdnaTile {
         block_m,
         block_n,
@@ -92,6 +96,18 @@ fn tile(
     tile.load = if loads_dwords(problem, &tile) { LoadPath::Vector } else { LoadPath::Element };
     tile.store = if stores_runs(problem) { StorePath::Vector } else { StorePath::Element };
     Ok(tile)
+}
+
+/// Four waves where two such workgroups share a compute unit, else eight: two waves a SIMD either way, where
+/// there are queries enough and the registers of a wave are not more than half of a SIMD's.
+fn default_block_m(spec: &FwdSpec, problem: &FwdProblem, arch: Arch, block_n: i32) -> i32 {
+    let shared = 2 * lds_bytes(spec, block_n) <= i64::from(arch.lds_bytes());
+    let few_queries = problem.dims.seqlen_q <= MIN_BLOCK_M as u32;
+    if shared || few_queries || !fits_half_of_the_registers(spec) { MIN_BLOCK_M } else { 2 * MIN_BLOCK_M }
+}
+
+fn fits_half_of_the_registers(spec: &FwdSpec) -> bool {
+    spec.head_dim_qk.max(spec.head_dim_v) <= 128
 }
 
 /// The widest step whose tiles fit the LDS and whose accumulators fit the registers.
@@ -175,16 +191,16 @@ pub(crate) fn num_workgroups(problem: &FwdProblem, tile: &CdnaTile) -> i64 {
     m_blocks.saturating_mul(i64::from(problem.dims.num_heads_q) * i64::from(problem.dims.batch))
 }
 
-/// Waves of a SIMD that the compiler is to leave registers for: what a workgroup alone brings. A second
-/// one would halve the registers, and both products' accumulators would spill.
-fn waves_per_simd(tile: &CdnaTile) -> i32 {
+/// Waves of a SIMD that the compiler is to leave registers for.
+fn waves_per_simd(spec: &FwdSpec, tile: &CdnaTile) -> i32 {
     const SIMDS: i32 = 4;
-    (tile.block_m / WAVE_ROWS + SIMDS - 1) / SIMDS
+    let of_workgroup = (tile.block_m / WAVE_ROWS + SIMDS - 1) / SIMDS;
+    if fits_half_of_the_registers(spec) { of_workgroup.max(2) } else { of_workgroup }
 }
 
 pub(crate) fn source(spec: &FwdSpec, tile: &CdnaTile) -> KernelSource {
     let threads = num_threads(tile);
-    let waves = waves_per_simd(tile);
+    let waves = waves_per_simd(spec, tile);
     let entry = Entry {
         include: "fmha/cdna/fwd.h",
         constants: &[("kSpec", spec), ("kTile", tile)],
