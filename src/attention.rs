@@ -151,8 +151,7 @@ pub fn attention_on<T: Element>(
     let (q, k, v) = (Input::new(memory, q)?, Input::new(memory, k)?, Input::new(memory, v)?);
     let mut o = Output::new(memory, &mut result.o)?;
     let mut lse = Output::new(memory, &mut result.lse)?;
-    let mut workspace =
-        if plan.workspace_bytes > 0 { Some(memory.alloc(plan.workspace_bytes)?) } else { None };
+    let mut workspace = memory.workspace(plan.workspace_bytes)?;
 
     let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
     args.lse = Some(lse.slice_mut());

@@ -181,6 +181,19 @@ fn open_one(choice: &Backend) -> Result<Arc<dyn FmhaBackend>> {
     }
 }
 
+/// A backend without a device: plans for `arch` (`sm_90a`, `gfx942`), compiles where there is a
+/// compiler, and runs nothing.
+///
+/// # Errors
+/// [`Error::NoDevice`] for an architecture that no backend of this build knows.
+pub fn pretend(arch: &str) -> Result<Arc<dyn FmhaBackend>> {
+    match Backend::Auto.emulated(arch) {
+        Ok(Backend::Cuda { .. }) => cuda_pretended(arch),
+        Ok(Backend::Rocm { .. }) => rocm_pretended(arch),
+        _ => Err(Error::NoDevice(format!("no backend plans for `{arch}` (known: sm_..., gfx...)"))),
+    }
+}
+
 fn cpu() -> Result<Arc<dyn FmhaBackend>> {
     Ok(Arc::new(fmha_cpu::CpuBackend::new()?))
 }
@@ -188,6 +201,16 @@ fn cpu() -> Result<Arc<dyn FmhaBackend>> {
 #[cfg(feature = "cuda")]
 fn cuda(ordinal: u32, emulate: Option<&str>) -> Result<Arc<dyn FmhaBackend>> {
     Ok(Arc::new(fmha_cuda::CudaBackend::open(ordinal as usize, emulate)?))
+}
+
+#[cfg(feature = "cuda")]
+fn cuda_pretended(arch: &str) -> Result<Arc<dyn FmhaBackend>> {
+    Ok(Arc::new(fmha_cuda::CudaBackend::pretend(arch)?))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda_pretended(_: &str) -> Result<Arc<dyn FmhaBackend>> {
+    cuda(0, None)
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -198,6 +221,16 @@ fn cuda(_: u32, _: Option<&str>) -> Result<Arc<dyn FmhaBackend>> {
 #[cfg(feature = "rocm")]
 fn rocm(ordinal: u32, emulate: Option<&str>) -> Result<Arc<dyn FmhaBackend>> {
     Ok(Arc::new(fmha_rocm::RocmBackend::open(ordinal as usize, emulate)?))
+}
+
+#[cfg(feature = "rocm")]
+fn rocm_pretended(arch: &str) -> Result<Arc<dyn FmhaBackend>> {
+    Ok(Arc::new(fmha_rocm::RocmBackend::pretend(arch)?))
+}
+
+#[cfg(not(feature = "rocm"))]
+fn rocm_pretended(_: &str) -> Result<Arc<dyn FmhaBackend>> {
+    rocm(0, None)
 }
 
 #[cfg(not(feature = "rocm"))]

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use fmha_core::backend::unsupported;
 use fmha_core::{
-    BwdPlan, CombinePlan, Error, FwdPlan, Plan, PlanOptions, Promises, Refusal, Result, ValidBwd,
+    BwdPlan, CombinePlan, Error, Explain, FwdPlan, Plan, PlanOptions, Promises, Refusal, Result, ValidBwd,
     ValidCombine, ValidFwd,
 };
 
@@ -111,6 +111,7 @@ fn plan<P>(
         backend: backend.name.clone(),
         kernel: kernel.to_owned(),
         details: facts,
+        explain: Explain::default(),
         refusals: vec![],
         is_fallback: false,
         workspace_bytes: 0,

@@ -155,14 +155,8 @@ impl Device {
         terminated.push(0);
         let mut module = std::ptr::null_mut();
         call!(cuModuleLoadData(&raw mut module, terminated.as_ptr().cast()))?;
-        let mut loaded = Kernel {
-            device: Arc::clone(self),
-            module,
-            function: std::ptr::null_mut(),
-            smem_bytes,
-            num_regs: 0,
-            local_bytes: 0,
-        };
+        let mut loaded =
+            Kernel { device: Arc::clone(self), module, function: std::ptr::null_mut(), smem_bytes };
         let symbol = CString::new(kernel).unwrap_or_default();
         call!(cuModuleGetFunction(&raw mut loaded.function, module, symbol.as_ptr()))?;
         use sys::CUfunction_attribute_enum as F;
@@ -170,9 +164,6 @@ impl Device {
             let attribute = F::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             call!(cuFuncSetAttribute(loaded.function, attribute, smem_bytes as i32))?;
         }
-        call!(cuFuncGetAttribute(&raw mut loaded.num_regs, F::CU_FUNC_ATTRIBUTE_NUM_REGS, loaded.function))?;
-        let local = F::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES;
-        call!(cuFuncGetAttribute(&raw mut loaded.local_bytes, local, loaded.function))?;
         Ok(loaded)
     }
 }
@@ -183,10 +174,6 @@ pub(crate) struct Kernel {
     module: sys::CUmodule,
     function: sys::CUfunction,
     smem_bytes: u32,
-    /// Registers a thread at launch.
-    pub(crate) num_regs: i32,
-    /// Local memory a thread: spills and arrays that found no registers.
-    pub(crate) local_bytes: i32,
 }
 
 // SAFETY: module and function handles may be used from any thread that has the context.
@@ -241,40 +228,36 @@ impl Kernel {
     }
 }
 
-impl Kernel {
-    /// Queues zeros.
-    pub(crate) fn clear(&self, address: u64, bytes: u64, stream: u64) -> Result<()> {
-        self.device.enter()?;
-        call!(cuMemsetD8Async(address, 0, bytes as usize, stream as sys::CUstream))
-    }
-}
-
 /// What the copy engine knows of a tensor; opaque to all but the driver.
 #[derive(Clone, Copy)]
 #[repr(C, align(128))]
 pub(crate) struct TensorMap([u64; 16]);
 
-/// The facts of a tiled tensor map of 16-bit elements. Axis 0 has stride 1.
+/// The facts of a tiled tensor map of 16-bit elements with `AXES` axes, `STRIDES` one fewer. Axis 0 has
+/// stride 1.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct TensorMapFacts {
+pub(crate) struct TensorMapFacts<const AXES: usize, const STRIDES: usize> {
     /// For errors: which operand.
     pub(crate) name: &'static str,
     pub(crate) bf16: bool,
     pub(crate) address: u64,
     /// Extents, from axis 0.
-    pub(crate) dims: Vec<u64>,
+    pub(crate) dims: [u64; AXES],
     /// Strides in bytes, from axis 1.
-    pub(crate) strides_bytes: Vec<u64>,
+    pub(crate) strides_bytes: [u64; STRIDES],
     /// Elements of a box, from axis 0. Axis 0 times the element's bytes is the swizzle: 32, 64 or 128.
-    pub(crate) box_dims: Vec<u32>,
+    pub(crate) box_dims: [u32; AXES],
 }
 
-impl TensorMapFacts {
+impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
+    const ONE_STRIDE_FEWER: () = assert!(STRIDES + 1 == AXES, "a map has a stride an axis, but for axis 0");
+
     /// Encodes the map.
     ///
     /// # Errors
     /// What the driver refuses.
     pub(crate) fn encode(&self) -> Result<TensorMap> {
+        const { Self::ONE_STRIDE_FEWER };
         use sys::CUtensorMapDataType_enum as T;
         use sys::CUtensorMapSwizzle_enum as S;
         let mut map = TensorMap([0; 16]);
@@ -285,11 +268,11 @@ impl TensorMapFacts {
         };
         let dtype =
             if self.bf16 { T::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 } else { T::CU_TENSOR_MAP_DATA_TYPE_FLOAT16 };
-        let element_strides = vec![1u32; self.dims.len()];
+        let element_strides = [1u32; AXES];
         call!(cuTensorMapEncodeTiled(
             (&raw mut map).cast(),
             dtype,
-            self.dims.len() as u32,
+            AXES as u32,
             self.address as *mut c_void,
             self.dims.as_ptr(),
             self.strides_bytes.as_ptr(),

@@ -4,7 +4,6 @@
 //! Kernels are text in `fmha-kernels-cuda`; which one takes a problem is said in `kernels`. The
 //! driver's functions are called in `driver` alone.
 
-mod bind;
 mod driver;
 mod emulated;
 mod kernels;
@@ -14,19 +13,22 @@ pub mod nvrtc;
 use std::sync::Arc;
 
 use fmha_core::args::{check_combine, check_fwd, check_workspace};
+use fmha_core::bind;
+use fmha_core::cache::{CompiledKernel, KernelJob};
 use fmha_core::error::{Error, ProblemError, Refusal, Result};
 use fmha_core::spec::CombineSpec;
 use fmha_core::{
-    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DevBuffer, DeviceMemory, FmhaBackend, FwdArgs, FwdPlan,
-    MemorySpace, Plan, PlanOptions, Promises, Roofline, Stream, ValidBwd, ValidCombine, ValidFwd,
+    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DevBuffer, DeviceMemory, Explain, FmhaBackend, FwdArgs,
+    FwdPlan, LaunchShape, MemorySpace, Plan, PlanOptions, Precompile, Promises, Roofline, Stream, ValidBwd,
+    ValidCombine, ValidFwd,
 };
 use fmha_kernels_cuda::combine;
 
 use driver::{Device, Grid, Kernel as Loaded};
 use kernels::{Call, Choice, DeviceFacts, Kernel, Recipe as _};
-use modules::Modules;
+use modules::{Module, Modules};
 
-/// A GPU behind NVIDIA's driver.
+/// A GPU behind NVIDIA's driver, or only its architecture.
 pub struct CudaBackend {
     name: String,
     facts: DeviceFacts,
@@ -34,8 +36,8 @@ pub struct CudaBackend {
     memory: CudaMemory,
 }
 
-/// The device's memory.
-struct CudaMemory(Arc<Device>);
+/// The device's memory; none where a backend only plans.
+struct CudaMemory(Option<Arc<Device>>);
 
 /// What a forward plan keeps of its choice.
 struct FwdHandle {
@@ -47,13 +49,20 @@ struct FwdHandle {
 /// A kernel that can be launched.
 struct Ready {
     kernel: Kernel,
-    loaded: Arc<Loaded>,
+    /// Absent where a backend only plans and could not compile.
+    module: Option<Arc<Module>>,
     grid: Grid,
+}
+
+impl Ready {
+    fn loaded(&self) -> Result<&Loaded> {
+        self.module.as_ref().ok_or_else(modules::no_device)?.loaded()
+    }
 }
 
 /// What a combine plan keeps of its choice.
 struct CombineHandle {
-    loaded: Arc<Loaded>,
+    module: Arc<Module>,
     grid: Grid,
 }
 
@@ -63,7 +72,7 @@ impl CudaBackend {
     ///
     /// # Errors
     /// [`Error::NoDevice`] where there is no driver or no such device, or no double; what the driver
-    /// said.
+    /// said; a bundle of `FMHA_BUNDLE` that is not whole.
     pub fn open(ordinal: usize, emulate: Option<&str>) -> Result<Self> {
         let emulated = match emulate {
             Some(arch) => {
@@ -76,31 +85,51 @@ impl CudaBackend {
             None => false,
         };
         let device = Arc::new(driver::open(ordinal)?);
-        let (major, minor) = device.capability;
-        // Kernels for 9.0 and 10.0 use instructions of that very architecture.
-        let suffix = if major >= 9 { "a" } else { "" };
-        let facts = DeviceFacts {
-            arch: format!("sm_{major}{minor}{suffix}"),
-            num_sms: device.num_sms,
-            smem_bytes: device.smem_bytes,
-        };
+        let mut facts = DeviceFacts::of(&device);
+        if emulated {
+            facts.roofline =
+                Roofline { source: "emulated: it has no speed".to_owned(), ..Roofline::default() };
+        }
         let emulated_words = if emulated { ", emulated" } else { "" };
         let name = format!("cuda:{ordinal} ({}, {}{emulated_words})", device.name, facts.arch);
         Ok(Self {
             name,
+            modules: Modules::new(&facts.arch, Some(Arc::clone(&device)), emulated)?,
             facts,
-            modules: Modules::new(Arc::clone(&device), emulated),
-            memory: CudaMemory(device),
+            memory: CudaMemory(Some(device)),
         })
     }
-}
 
-impl CudaBackend {
+    /// No device: plans, and compiles where there is a compiler, for `arch` (`sm_90a`, with an H200's
+    /// numbers); runs nothing.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] for an architecture that it has no numbers of; a bundle of `FMHA_BUNDLE`
+    /// that is not whole.
+    pub fn pretend(arch: &str) -> Result<Self> {
+        let facts = DeviceFacts::stated(arch)?;
+        Ok(Self {
+            name: format!("cuda ({arch}, no device)"),
+            modules: Modules::new(arch, None, false)?,
+            facts,
+            memory: CudaMemory(None),
+        })
+    }
+
     /// Compiles and loads what was chosen.
-    fn ready(&self, choice: &Choice) -> Result<Ready> {
+    fn ready(&self, choice: &mut Choice) -> Result<Ready> {
         let kernel = choice.kernel;
-        let loaded = self.modules.load(kernel.name(), &choice.source, &self.facts.arch, choice.smem_bytes)?;
-        Ok(Ready { kernel, loaded, grid: choice.grid })
+        let source = std::mem::take(&mut choice.source);
+        let module = match self.modules.load(kernel.name(), source, choice.smem_bytes) {
+            Ok(module) => Some(module),
+            // A plan for no device is a plan without a compiler too.
+            Err(Error::NoDevice(text)) if self.memory.0.is_none() => {
+                choice.details.push(("not compiled", text));
+                None
+            }
+            Err(error) => return Err(error),
+        };
+        Ok(Ready { kernel, module, grid: choice.grid })
     }
 }
 
@@ -120,26 +149,15 @@ impl FmhaBackend for CudaBackend {
     }
 
     fn roofline(&self) -> Roofline {
-        let device = &self.memory.0;
-        if self.modules.interprets() {
-            return Roofline { source: "emulated: it has no speed".to_owned(), ..Roofline::default() };
-        }
-        // Dense f16/bf16 tensor work of Hopper: 4096 floating-point operations a clock and SM (NVIDIA
-        // H100 Tensor Core GPU Architecture, 2022, table 2: 989 TFLOP/s at 1830 MHz with 132 SMs).
-        let flops = (device.capability == (9, 0))
-            .then(|| 4096.0 * f64::from(device.num_sms) * f64::from(device.clock_khz) * 1e3);
-        let (memory_khz, bus_bits) = device.memory;
-        // Two transfers a clock.
-        let bytes = f64::from(memory_khz) * 1e3 * 2.0 * f64::from(bus_bits) / 8.0;
-        Roofline {
-            flops_per_second: flops,
-            bytes_per_second: Some(bytes),
-            source: "stated peak: tensor rate times the highest clock, memory clock times bus".to_owned(),
-        }
+        self.facts.roofline.clone()
     }
 
     fn kernels(&self) -> Vec<&'static str> {
         Kernel::all().map(|kernel| kernel.name()).to_vec()
+    }
+
+    fn precompiler(&self) -> Option<&dyn Precompile> {
+        Some(self)
     }
 
     fn memory(&self) -> &dyn DeviceMemory {
@@ -147,32 +165,40 @@ impl FmhaBackend for CudaBackend {
     }
 
     fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
-        let (choice, refusals) = kernels::select(&self.name, problem, &self.facts, options)?;
+        let (mut choice, refusals) = kernels::select(&self.name, problem, &self.facts, options)?;
         let kernel = choice.kernel;
-        let chosen = self.ready(&choice)?;
+        let chosen = self.ready(&mut choice)?;
         let stand_in = if options.allow_fallback && !kernel.is_fallback() {
             let any = PlanOptions { kernel: Some("simt".to_owned()), ..PlanOptions::default() };
-            let (choice, _) = kernels::select(&self.name, problem, &self.facts, &any)?;
-            Some(self.ready(&choice)?)
+            let (mut choice, _) = kernels::select(&self.name, problem, &self.facts, &any)?;
+            Some(self.ready(&mut choice)?)
         } else {
             None
         };
-        let loaded = &chosen.loaded;
         let mut details = vec![("arch", self.facts.arch.clone())];
         details.extend(choice.details);
-        details.push(("grid", format!("{} CTAs of {} threads", choice.grid.ctas, choice.grid.threads)));
-        details.push((
-            "registers",
-            format!("{} a thread at launch, {} bytes of local memory", loaded.num_regs, loaded.local_bytes),
-        ));
+        if let Some(module) = &chosen.module {
+            details.push(("code", module.origin.to_string()));
+        }
         if stand_in.is_some() {
             details.push(("unaligned operands", "kernel simt takes them: correct, not fast".to_owned()));
         }
+        let explain = Explain {
+            resources: chosen.module.as_ref().map(|module| module.compiled.resources),
+            launch: Some(LaunchShape {
+                groups: choice.grid.ctas.into(),
+                threads: choice.grid.threads,
+                shared_bytes: choice.smem_bytes,
+                tiles: choice.tiles,
+                tiles_at_once: choice.tiles_at_once,
+            }),
+        };
         Ok(Plan {
             problem: problem.clone(),
             backend: self.name.clone(),
             kernel: kernel.name().to_owned(),
             details,
+            explain,
             refusals,
             is_fallback: kernel.is_fallback(),
             workspace_bytes: choice.workspace_bytes,
@@ -195,7 +221,7 @@ impl FmhaBackend for CudaBackend {
             (Err(unaligned), None) => return Err(unaligned.into()),
         };
         let call = Call { problem: &plan.problem, args, params, grid: ready.grid, stream: stream.0 };
-        ready.kernel.launch(&ready.loaded, &call)
+        ready.kernel.launch(ready.loaded()?, &call)
     }
 
     fn plan_bwd(&self, _: &ValidBwd, _: &PlanOptions) -> Result<BwdPlan> {
@@ -218,21 +244,28 @@ impl FmhaBackend for CudaBackend {
         }
         combine::accepts(problem).map_err(unsupported)?;
         let source = combine::merge(&CombineSpec::of(problem));
-        let loaded = self.modules.load("combine", &source, &self.facts.arch, 0)?;
+        let module = self.modules.load("combine", source, 0)?;
         let grid = Grid { ctas: combine::grid(problem, self.facts.num_sms), threads: combine::NUM_THREADS };
         Ok(Plan {
             problem: problem.clone(),
             backend: self.name.clone(),
             kernel: "combine".to_owned(),
-            details: vec![
-                ("arch", self.facts.arch.clone()),
-                ("grid", format!("{} CTAs of {} threads", grid.ctas, grid.threads)),
-            ],
+            details: vec![("arch", self.facts.arch.clone()), ("code", module.origin.to_string())],
+            explain: Explain {
+                resources: Some(module.compiled.resources),
+                launch: Some(LaunchShape {
+                    groups: grid.ctas.into(),
+                    threads: grid.threads,
+                    shared_bytes: 0,
+                    tiles: grid.ctas.into(),
+                    tiles_at_once: u64::from(kernels::ROW_CTAS_PER_SM * self.facts.num_sms),
+                }),
+            },
             refusals: Vec::new(),
             is_fallback: false,
             workspace_bytes: 0,
             promises: promises(false),
-            handle: Arc::new(CombineHandle { loaded, grid }),
+            handle: Arc::new(CombineHandle { module, grid }),
         })
     }
 
@@ -246,7 +279,18 @@ impl FmhaBackend for CudaBackend {
         let mut arguments = [(&raw mut params).cast()];
         // SAFETY: the kernel takes one CombineParams; `check_combine` saw that its memory covers the
         // problem.
-        unsafe { handle.loaded.launch(handle.grid, &mut arguments, stream.0) }
+        unsafe { handle.module.loaded()?.launch(handle.grid, &mut arguments, stream.0) }
+    }
+}
+
+impl Precompile for CudaBackend {
+    fn fwd_job(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<KernelJob> {
+        let (choice, _) = kernels::select(&self.name, problem, &self.facts, options)?;
+        Ok(self.modules.job(choice.kernel.name(), choice.source))
+    }
+
+    fn precompile(&self, job: &KernelJob) -> Result<Arc<CompiledKernel>> {
+        self.modules.compile(job).map(|(kernel, _)| kernel)
     }
 }
 
@@ -260,14 +304,20 @@ fn foreign_plan(made_by: &str, run_on: &str) -> Error {
     ProblemError::new("plan", format!("plan was made by {made_by}, not by {run_on}")).into()
 }
 
+impl CudaMemory {
+    fn device(&self) -> Result<&Arc<Device>> {
+        self.0.as_ref().ok_or_else(modules::no_device)
+    }
+}
+
 impl DeviceMemory for CudaMemory {
     fn space(&self) -> MemorySpace {
         MemorySpace::Device
     }
 
     fn alloc(&self, bytes: u64) -> Result<DevBuffer> {
-        let address = self.0.alloc(bytes)?;
-        let device = Arc::clone(&self.0);
+        let device = Arc::clone(self.device()?);
+        let address = device.alloc(bytes)?;
         let free = move |ptr: *mut u8| {
             // A buffer that cannot be freed went with its context.
             let _ = device.free(ptr as u64);
@@ -278,16 +328,16 @@ impl DeviceMemory for CudaMemory {
 
     fn upload(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()> {
         fits("to", bytes.len(), to.bytes())?;
-        if bytes.is_empty() { Ok(()) } else { self.0.upload(bytes, to.as_ptr() as u64) }
+        if bytes.is_empty() { Ok(()) } else { self.device()?.upload(bytes, to.as_ptr() as u64) }
     }
 
     fn download(&self, from: &DevBuffer, bytes: &mut [u8]) -> Result<()> {
         fits("from", bytes.len(), from.bytes())?;
-        if bytes.is_empty() { Ok(()) } else { self.0.download(from.as_ptr() as u64, bytes) }
+        if bytes.is_empty() { Ok(()) } else { self.device()?.download(from.as_ptr() as u64, bytes) }
     }
 
     fn synchronize(&self, stream: Stream) -> Result<()> {
-        self.0.synchronize(stream.0)
+        self.device()?.synchronize(stream.0)
     }
 }
 

@@ -1,10 +1,9 @@
-//! From a kernel's source to a loaded kernel: this process' memory, the disk, the compiler.
+//! From a kernel's source to a loaded kernel: this process' memory, then the cache of `fmha-core`.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use fmha_core::env;
+use fmha_core::cache::{Cache, CompiledKernel, ImageKind, KernelJob, Origin, SourceKey};
 use fmha_core::error::{Error, Result};
 use fmha_core::source::{ENTRY, KernelSource};
 use fmha_kernels_cuda::COMPILE_OPTIONS;
@@ -12,64 +11,86 @@ use fmha_kernels_cuda::COMPILE_OPTIONS;
 use crate::driver::{Device, Kernel};
 use crate::nvrtc::nvrtc;
 
-/// Kernels that this process has loaded, by what they were compiled from.
+/// Kernels that this process has, by what they were compiled from.
 pub(crate) struct Modules {
-    device: Arc<Device>,
-    loaded: Mutex<HashMap<String, Arc<Kernel>>>,
-    /// Whether the driver is the double, which reads PTX and no machine code.
-    interprets: bool,
+    arch: String,
+    /// Where they are loaded; none where a backend only plans.
+    device: Option<Arc<Device>>,
+    cache: Cache,
+    /// The double of the driver reads PTX and no machine code.
+    image: ImageKind,
+    modules: Mutex<HashMap<(SourceKey, u32), Arc<Module>>>,
+}
+
+/// A compiled kernel, loaded where there is a device.
+pub(crate) struct Module {
+    pub(crate) compiled: Arc<CompiledKernel>,
+    pub(crate) origin: Origin,
+    loaded: Option<Kernel>,
+}
+
+impl Module {
+    /// What can be launched.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] where there is no device.
+    pub(crate) fn loaded(&self) -> Result<&Kernel> {
+        self.loaded.as_ref().ok_or_else(no_device)
+    }
+}
+
+/// A backend that only plans was asked for more.
+pub(crate) fn no_device() -> Error {
+    Error::NoDevice("this backend only plans: it has no device".to_owned())
 }
 
 impl Modules {
-    pub(crate) fn new(device: Arc<Device>, interprets: bool) -> Self {
-        Self { device, loaded: Mutex::default(), interprets }
+    /// # Errors
+    /// A bundle of `FMHA_BUNDLE` that is not whole.
+    pub(crate) fn new(arch: &str, device: Option<Arc<Device>>, interprets: bool) -> Result<Self> {
+        let image = if interprets { ImageKind::Assembly } else { ImageKind::Machine };
+        Ok(Self {
+            arch: arch.to_owned(),
+            device,
+            cache: Cache::from_env()?,
+            image,
+            modules: Mutex::default(),
+        })
     }
 
-    /// Whether kernels are interpreted.
-    pub(crate) fn interprets(&self) -> bool {
-        self.interprets
+    /// What is compiled for a source.
+    pub(crate) fn job(&self, kernel: &'static str, source: KernelSource) -> KernelJob {
+        let flags = COMPILE_OPTIONS.iter().map(|&option| option.to_owned()).collect();
+        KernelJob { kernel, arch: self.arch.clone(), flags, source, image: self.image }
     }
 
-    /// The kernel of a source, compiled at its first use.
+    /// Finds or compiles.
+    pub(crate) fn compile(&self, job: &KernelJob) -> Result<(Arc<CompiledKernel>, Origin)> {
+        self.cache.get(job, nvrtc)
+    }
+
+    /// The kernel of a source, found or compiled at its first use, launched with `smem_bytes` of
+    /// dynamic shared memory.
     pub(crate) fn load(
         &self,
-        name: &str,
-        source: &KernelSource,
-        arch: &str,
+        kernel: &'static str,
+        source: KernelSource,
         smem_bytes: u32,
-    ) -> Result<Arc<Kernel>> {
-        let key = format!("{arch} {}\n{}", COMPILE_OPTIONS.join(" "), source.entry);
+    ) -> Result<Arc<Module>> {
+        let job = self.job(kernel, source);
+        let key = (job.key(), smem_bytes);
         // A panic elsewhere while the lock was held leaves a map that is still sound.
-        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(kernel) = loaded.get(&key) {
-            return Ok(Arc::clone(kernel));
+        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(module) = modules.get(&key) {
+            return Ok(Arc::clone(module));
         }
-        let compiled = nvrtc()?.compile(source, arch).map_err(|log| Error::Compile {
-            kernel: name.to_owned(),
-            dumped: dump(name, source, &log),
-            log,
-        })?;
-        let image = if self.interprets { &compiled.ptx } else { &compiled.cubin };
-        let kernel = Arc::new(self.device.load(image, ENTRY, smem_bytes)?);
-        loaded.insert(key, Arc::clone(&kernel));
-        Ok(kernel)
+        let (compiled, origin) = self.compile(&job)?;
+        let loaded = match (&self.device, compiled.image(self.image)) {
+            (Some(device), Some(image)) => Some(device.load(image, ENTRY, smem_bytes)?),
+            _ => None,
+        };
+        let module = Arc::new(Module { compiled, origin, loaded });
+        modules.insert(key, Arc::clone(&module));
+        Ok(module)
     }
-}
-
-/// Writes a source that did not compile, and the compiler's words, where a reader can find them.
-fn dump(name: &str, source: &KernelSource, log: &str) -> PathBuf {
-    let folder =
-        env::DUMP.get().map_or_else(|| std::env::temp_dir().join("fmha-dump"), PathBuf::from).join(name);
-    let write = || -> std::io::Result<()> {
-        for header in &source.headers {
-            let path = folder.join(&*header.name);
-            std::fs::create_dir_all(path.parent().unwrap_or(&folder))?;
-            std::fs::write(path, &*header.text)?;
-        }
-        std::fs::write(folder.join("entry.cu"), &source.entry)?;
-        std::fs::write(folder.join("log.txt"), log)
-    };
-    // The error that follows carries the log itself; a dump that fails must not hide it.
-    let _ = write();
-    folder
 }

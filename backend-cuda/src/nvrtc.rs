@@ -7,26 +7,15 @@
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::{Path, PathBuf};
 
+use fmha_core::ResourceUsage;
+use fmha_core::cache::{Compiler, CompilerOutput, KernelJob, dump_source};
 use fmha_core::env;
 use fmha_core::error::{Error, Result};
-use fmha_core::source::KernelSource;
-use fmha_kernels_cuda::COMPILE_OPTIONS;
 use libloading::Library;
 use once_cell::sync::OnceCell;
 
 type Program = *mut std::ffi::c_void;
 type Status = c_int;
-
-/// What a compilation leaves.
-#[derive(Clone, Debug)]
-pub struct Compiled {
-    /// Machine code for the architecture.
-    pub cubin: Vec<u8>,
-    /// PTX of the same.
-    pub ptx: Vec<u8>,
-    /// The compiler's words: registers, spills, warnings.
-    pub log: String,
-}
 
 /// The opened compiler.
 pub struct Nvrtc {
@@ -160,12 +149,46 @@ fn builtins_beside(path: &Path) -> Option<Library> {
 /// setmaxnreg ignored.
 const FATAL_WARNINGS: [&str; 4] = ["C7508", "C7510", "C7512", "C7514"];
 
+impl Compiler for Nvrtc {
+    /// Its version has two numbers; the file's size tells the builds of one version apart.
+    fn identity(&self) -> String {
+        let (major, minor) = self.version;
+        match std::fs::metadata(&self.path) {
+            Ok(file) => format!("NVRTC {major}.{minor} ({} bytes)", file.len()),
+            Err(_) => format!("NVRTC {major}.{minor}"),
+        }
+    }
+
+    fn compile(&self, job: &KernelJob) -> Result<CompilerOutput> {
+        self.run(job).map_err(|log| Error::Compile {
+            kernel: job.kernel.to_owned(),
+            dumped: dump_source(job, &log),
+            log,
+        })
+    }
+}
+
+/// What ptxas says of the one kernel in a log.
+fn resources(log: &str) -> ResourceUsage {
+    let before = |words: &str| {
+        let number = log[..log.rfind(words)?].rsplit(|c: char| !c.is_ascii_digit()).next()?;
+        number.parse().ok()
+    };
+    let (stores, loads) = (before(" bytes spill stores"), before(" bytes spill loads"));
+    let registers = before(" registers");
+    ResourceUsage {
+        registers,
+        spill_bytes: stores.max(loads),
+        stack_bytes: before(" bytes stack frame"),
+        // Not mentioned where there is none.
+        shared_bytes: before(" bytes smem").or(registers.map(|_| 0)),
+    }
+}
+
 impl Nvrtc {
-    /// Compiles for `arch`, such as `sm_90a`.
-    ///
-    /// # Errors
     /// The log as `Err`; likewise where ptxas warns that wgmma is serialised or setmaxnreg ignored.
-    pub fn compile(&self, source: &KernelSource, arch: &str) -> std::result::Result<Compiled, String> {
+    fn run(&self, job: &KernelJob) -> std::result::Result<CompilerOutput, String> {
+        let source = &job.source;
         let text = |text: &str| CString::new(text).map_err(|error| error.to_string());
         let names =
             source.headers.iter().map(|h| text(&h.name)).collect::<std::result::Result<Vec<_>, _>>()?;
@@ -173,9 +196,8 @@ impl Nvrtc {
             source.headers.iter().map(|h| text(&h.text)).collect::<std::result::Result<Vec<_>, _>>()?;
         let name_pointers: Vec<_> = names.iter().map(|name| name.as_ptr()).collect();
         let text_pointers: Vec<_> = texts.iter().map(|text| text.as_ptr()).collect();
-        let mut options =
-            COMPILE_OPTIONS.iter().map(|o| text(o)).collect::<std::result::Result<Vec<_>, _>>()?;
-        options.push(text(&format!("--gpu-architecture={arch}"))?);
+        let mut options = job.flags.iter().map(|o| text(o)).collect::<std::result::Result<Vec<_>, _>>()?;
+        options.push(text(&format!("--gpu-architecture={}", job.arch))?);
         options.push(text("--ptxas-options=-v")?);
         let option_pointers: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();
         let entry = text(&source.entry)?;
@@ -206,7 +228,7 @@ impl Nvrtc {
         }
         let cubin = self.read(&self.cubin, program.program)?;
         let ptx = self.read(&self.ptx, program.program)?;
-        Ok(Compiled { cubin, ptx, log })
+        Ok(CompilerOutput { machine: cubin, assembly: ptx, resources: resources(&log), log })
     }
 
     fn check(&self, status: Status) -> std::result::Result<(), String> {
@@ -241,5 +263,27 @@ impl Drop for Guard<'_> {
             // SAFETY: made by `create`, destroyed once.
             unsafe { (self.nvrtc.destroy)(&raw mut self.program) };
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn resources_are_those_that_ptxas_names() {
+        let log = "ptxas info    : Compiling entry function 'fmha_kernel' for 'sm_90a'\n\
+                   ptxas info    : Function properties for fmha_kernel\n    \
+                   16 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads\n\
+                   ptxas info    : Used 168 registers, used 9 barriers, 48 bytes smem\n";
+        let expected = ResourceUsage {
+            registers: Some(168),
+            spill_bytes: Some(20),
+            stack_bytes: Some(16),
+            shared_bytes: Some(48),
+        };
+        assert_eq!(resources(log), expected);
+        assert_eq!(resources("Used 48 registers").shared_bytes, Some(0));
+        assert_eq!(resources(""), ResourceUsage::default());
     }
 }

@@ -50,6 +50,15 @@ impl Arch {
         }
     }
 
+    /// Compute units of the largest device (of one die of MI250X; MI300X; MI355X).
+    pub(crate) const fn num_compute_units(self) -> u32 {
+        match self {
+            Arch::Gfx90a => 110,
+            Arch::Gfx942 => 304,
+            Arch::Gfx950 => 256,
+        }
+    }
+
     /// Dies with an L2 of their own that workgroups are dealt to in turn.
     pub(crate) const fn num_xcds(self) -> i32 {
         match self {

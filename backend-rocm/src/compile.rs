@@ -5,17 +5,18 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use fmha_core::cache::{self, CompilerOutput, KernelJob, dump_source};
 use fmha_core::env::HIP_CLANG;
 use fmha_core::source::KernelSource;
 use fmha_core::{Error, Result};
 
-use crate::arch::Arch;
 use crate::driver::{owned, search, sys::Handle, sys::Hiprtc};
+use crate::resources::Resources;
 
 /// What compiles.
 pub(crate) enum Compiler {
     /// A clang that knows AMDGPU. It needs neither ROCm's headers nor its device library.
-    Clang(PathBuf),
+    Clang { path: PathBuf, version: String },
     /// ROCm's compiler as a library.
     Hiprtc(Box<Hiprtc>),
 }
@@ -24,7 +25,7 @@ pub(crate) enum Compiler {
 const CLANGS: [&str; 4] = ["clang-22", "clang", "/opt/rocm/llvm/bin/clang", "clang-21"];
 
 /// Flags beside the architecture. `-fuse-cuid=none`: else equal text gives unequal bytes.
-const CLANG_FLAGS: [&str; 9] = [
+const CLANG_FLAGS: [&str; 7] = [
     "-x",
     "hip",
     "--offload-device-only",
@@ -32,9 +33,10 @@ const CLANG_FLAGS: [&str; 9] = [
     "-nogpulib",
     "--no-gpu-bundle-output",
     "-fuse-cuid=none",
-    "-O3",
-    "-std=c++20",
 ];
+
+/// What either compiler is told of the code.
+pub(crate) const COMPILE_OPTIONS: [&str; 2] = ["-O3", "-std=c++20"];
 
 impl Compiler {
     /// `FMHA_HIP_CLANG`, then a clang that runs and knows AMDGPU, then hipRTC.
@@ -43,17 +45,15 @@ impl Compiler {
     /// Every one that was tried.
     pub(crate) fn find() -> Result<Self> {
         if let Some(named) = HIP_CLANG.get() {
-            return knows_amdgpu(Path::new(&named))
-                .then(|| Compiler::Clang(PathBuf::from(&named)))
-                .ok_or_else(|| {
-                    Error::NoDevice(format!(
-                        "{} is {named}, which does not run or lists no target amdgcn",
-                        HIP_CLANG.name
-                    ))
-                });
+            return clang(Path::new(&named)).ok_or_else(|| {
+                Error::NoDevice(format!(
+                    "{} is {named}, which does not run or lists no target amdgcn",
+                    HIP_CLANG.name
+                ))
+            });
         }
-        if let Some(clang) = CLANGS.iter().map(Path::new).find(|clang| knows_amdgpu(clang)) {
-            return Ok(Compiler::Clang(clang.to_owned()));
+        if let Some(found) = CLANGS.iter().map(Path::new).find_map(clang) {
+            return Ok(found);
         }
         search::hiprtc().map(|hiprtc| Compiler::Hiprtc(Box::new(hiprtc))).map_err(|error| {
             Error::NoDevice(format!(
@@ -63,32 +63,47 @@ impl Compiler {
         })
     }
 
-    /// For plans and logs.
-    pub(crate) fn name(&self) -> String {
+    fn run(&self, job: &KernelJob) -> Result<Vec<u8>> {
         match self {
-            Compiler::Clang(path) => path.display().to_string(),
+            Compiler::Clang { path, .. } => with_clang(path, job),
+            Compiler::Hiprtc(hiprtc) => with_hiprtc(hiprtc, job),
+        }
+    }
+}
+
+impl cache::Compiler for Compiler {
+    /// A clang is told by its path too: a script may stand in for it.
+    fn identity(&self) -> String {
+        match self {
+            Compiler::Clang { path, version } => format!("{version} ({})", path.display()),
             Compiler::Hiprtc(_) => "hipRTC".to_owned(),
         }
     }
 
-    /// # Errors
-    /// [`Error::Compile`] with the compiler's words and where the source was left.
-    pub(crate) fn compile(&self, kernel: &str, arch: Arch, source: &KernelSource) -> Result<Vec<u8>> {
-        match self {
-            Compiler::Clang(clang) => with_clang(clang, kernel, arch, source),
-            Compiler::Hiprtc(hiprtc) => with_hiprtc(hiprtc, kernel, arch, source),
-        }
+    fn compile(&self, job: &KernelJob) -> Result<CompilerOutput> {
+        let machine = self.run(job)?;
+        let resources = Resources::of(&machine).map(Resources::usage).unwrap_or_default();
+        Ok(CompilerOutput { machine, resources, ..CompilerOutput::default() })
     }
 }
 
-fn knows_amdgpu(clang: &Path) -> bool {
-    Command::new(clang).arg("--print-targets").output().is_ok_and(|output| {
-        output.status.success() && String::from_utf8_lossy(&output.stdout).contains("amdgcn")
-    })
+fn failed(job: &KernelJob, log: String) -> Error {
+    Error::Compile { kernel: job.kernel.to_owned(), dumped: dump_source(job, &log), log }
 }
 
-/// A folder with the source and its headers as files; left behind when the compiler says no.
-fn dump(source: &KernelSource) -> Result<PathBuf> {
+/// The clang of that name, if it runs and knows AMDGPU.
+fn clang(path: &Path) -> Option<Compiler> {
+    let says = |flag: &str| {
+        let output = Command::new(path).arg(flag).output().ok().filter(|output| output.status.success())?;
+        String::from_utf8(output.stdout).ok()
+    };
+    let knows_amdgpu = says("--print-targets")?.contains("amdgcn");
+    let version = says("--version")?.lines().next()?.to_owned();
+    knows_amdgpu.then(|| Compiler::Clang { path: path.to_owned(), version })
+}
+
+/// A folder with the source and its headers as files.
+fn lay_out(source: &KernelSource) -> Result<PathBuf> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let number = COUNT.fetch_add(1, Ordering::Relaxed);
     let folder = std::env::temp_dir().join(format!("fmha-hip-{}-{number}", std::process::id()));
@@ -106,30 +121,33 @@ fn dump(source: &KernelSource) -> Result<PathBuf> {
     Ok(folder)
 }
 
-fn with_clang(clang: &Path, kernel: &str, arch: Arch, source: &KernelSource) -> Result<Vec<u8>> {
-    let folder = dump(source)?;
-    let object = folder.join("kernel.co");
+fn with_clang(clang: &Path, job: &KernelJob) -> Result<Vec<u8>> {
+    let folder = lay_out(&job.source)?;
     let output = Command::new(clang)
         .args(CLANG_FLAGS)
-        .arg(format!("--offload-arch={}", arch.name()))
+        .args(&job.flags)
+        .arg(format!("--offload-arch={}", job.arch))
         // Line tables cost no instruction, and a fault can name its source line.
         .args(["-gline-tables-only", "-I."])
         .args(["entry.hip", "-o", "kernel.co"])
         .current_dir(&folder)
         .output()
-        .map_err(|error| Error::System { what: clang.display().to_string(), text: error.to_string() })?;
-    if !output.status.success() {
-        let log = String::from_utf8_lossy(&output.stderr).into_owned();
-        return Err(Error::Compile { kernel: kernel.to_owned(), log, dumped: folder });
-    }
-    let code = std::fs::read(&object)
-        .map_err(|error| Error::System { what: object.display().to_string(), text: error.to_string() })?;
+        .map_err(|error| Error::System { what: clang.display().to_string(), text: error.to_string() });
+    let object = folder.join("kernel.co");
+    let code = output.and_then(|output| {
+        if !output.status.success() {
+            return Err(failed(job, String::from_utf8_lossy(&output.stderr).into_owned()));
+        }
+        std::fs::read(&object)
+            .map_err(|error| Error::System { what: object.display().to_string(), text: error.to_string() })
+    });
     // A folder that stays is litter, not an error.
     let _ = std::fs::remove_dir_all(&folder);
-    Ok(code)
+    code
 }
 
-fn with_hiprtc(rtc: &Hiprtc, kernel: &str, arch: Arch, source: &KernelSource) -> Result<Vec<u8>> {
+fn with_hiprtc(rtc: &Hiprtc, job: &KernelJob) -> Result<Vec<u8>> {
+    let (kernel, source) = (job.kernel, &job.source);
     let text = |text: &str| {
         CString::new(text)
             .map_err(|_| Error::System { what: kernel.to_owned(), text: "its source has a NUL".to_owned() })
@@ -145,8 +163,9 @@ fn with_hiprtc(rtc: &Hiprtc, kernel: &str, arch: Arch, source: &KernelSource) ->
     let entry = text(&source.entry)?;
     let texts = source.headers.iter().map(|h| text(&h.text)).collect::<Result<Vec<_>>>()?;
     let names = source.headers.iter().map(|h| text(&h.name)).collect::<Result<Vec<_>>>()?;
-    let options = [format!("--offload-arch={}", arch.name()), "-O3".to_owned(), "-std=c++20".to_owned()];
-    let options = options.iter().map(|option| text(option)).collect::<Result<Vec<_>>>()?;
+    let arch = format!("--offload-arch={}", job.arch);
+    let options =
+        [&arch].into_iter().chain(&job.flags).map(|option| text(option)).collect::<Result<Vec<_>>>()?;
     let pointers = |strings: &[CString]| strings.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
     let (texts, names, options) = (pointers(&texts), pointers(&names), pointers(&options));
 
@@ -179,7 +198,7 @@ fn with_hiprtc(rtc: &Hiprtc, kernel: &str, arch: Arch, source: &KernelSource) ->
             (rtc.hiprtcGetProgramLog)(program.handle, log.as_mut_ptr().cast())
         })?;
         let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned();
-        return Err(Error::Compile { kernel: kernel.to_owned(), log, dumped: dump(source)? });
+        return Err(failed(job, log));
     }
     let mut bytes = 0;
     // SAFETY: the program was compiled.

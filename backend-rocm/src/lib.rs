@@ -6,36 +6,35 @@
 //! [`RocmBackend::pretend`] plans and compiles for an architecture without any.
 
 mod arch;
-mod bind;
 mod compile;
 mod driver;
-#[cfg(test)]
-mod emulated;
 mod kernels;
 mod memory;
+mod modules;
+mod resources;
 
-use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::Arc;
 
 use fmha_core::args::{check_combine, check_fwd};
 use fmha_core::backend::unsupported;
+use fmha_core::bind;
+use fmha_core::cache::{CompiledKernel, KernelJob};
 use fmha_core::source::KernelSource;
-use fmha_core::spec::FwdSpec;
 use fmha_core::{
-    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DeviceMemory, Error, FmhaBackend, FwdArgs, FwdPlan,
-    MemorySpace, Plan, PlanOptions, ProblemError, Promises, Refusal, Result, Roofline, Stream, ValidBwd,
-    ValidCombine, ValidFwd,
+    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DeviceMemory, Error, Explain, FmhaBackend, FwdArgs, FwdPlan,
+    LaunchShape, MemorySpace, Plan, PlanOptions, Precompile, ProblemError, Promises, Refusal, Result,
+    Roofline, Stream, ValidBwd, ValidCombine, ValidFwd,
 };
-use fmha_kernels_hip::CdnaTile;
 
 pub use crate::arch::Arch;
 pub use crate::driver::graph::{Event, Graph};
+pub use crate::resources::Resources;
 
-use crate::compile::Compiler;
 use crate::driver::{Driver, search};
-use crate::kernels::{Compiled, cdna, combine};
+use crate::kernels::{Choice, Forward, cdna, combine, simt};
 use crate::memory::RocmMemory;
+use crate::modules::{Module, Modules};
 
 const KIND: &str = "rocm";
 
@@ -43,19 +42,16 @@ const KIND: &str = "rocm";
 pub struct RocmBackend {
     arch: Arch,
     name: String,
+    num_compute_units: u32,
     memory: RocmMemory,
-    compiler: OnceLock<Compiler>,
-    /// By entry text: the headers are the same for all.
-    compiled: Mutex<HashMap<String, Arc<Compiled>>>,
+    modules: Modules,
 }
 
 /// What a forward plan holds.
 struct FwdHandle {
-    spec: FwdSpec,
-    tile: CdnaTile,
-    kernel: Arc<Compiled>,
-    /// For pointers less aligned than the plan's strides promise; compiled when such a call comes.
-    any_address: Mutex<HashMap<CdnaTile, Arc<Compiled>>>,
+    forward: Forward,
+    /// None where there is neither a device nor a compiler.
+    module: Option<Arc<Module>>,
 }
 
 impl RocmBackend {
@@ -76,20 +72,21 @@ impl RocmBackend {
             "rocm:{ordinal} ({}, {}, {} compute units, HIP {}{emulated})",
             info.name, info.gcn_arch_name, info.num_compute_units, info.runtime_version
         );
-        Ok(Self::new(arch, name, Some(driver)))
+        Self::new(arch, name, info.num_compute_units, Some(driver))
     }
 
-    /// No device: plans and compiles for `arch` (`gfx90a`, `gfx942`, `gfx950`), runs nothing.
+    /// No device: plans for `arch` (`gfx90a`, `gfx942`, `gfx950`), compiles where there is a compiler,
+    /// runs nothing.
     ///
     /// # Errors
     /// [`Error::NoDevice`] for an architecture that the kernels do not know.
     pub fn pretend(arch: &str) -> Result<Self> {
         let arch = Arch::from_gcn_name(arch)?;
-        Ok(Self::new(arch, format!("rocm ({}, no device)", arch.name()), None))
+        Self::new(arch, format!("rocm ({}, no device)", arch.name()), arch.num_compute_units(), None)
     }
 
-    fn new(arch: Arch, name: String, driver: Option<Driver>) -> Self {
-        Self { arch, name, memory: RocmMemory(driver), compiler: OnceLock::new(), compiled: Mutex::default() }
+    fn new(arch: Arch, name: String, num_compute_units: u32, driver: Option<Driver>) -> Result<Self> {
+        Ok(Self { arch, name, num_compute_units, memory: RocmMemory(driver), modules: Modules::new(arch)? })
     }
 
     /// The architecture that decides the code object.
@@ -132,47 +129,22 @@ impl RocmBackend {
 
     /// The code object of a forward plan of this backend: an ELF for `arch`.
     #[must_use]
-    pub fn code_object(plan: &FwdPlan) -> Option<Arc<[u8]>> {
-        plan.handle.downcast_ref::<FwdHandle>().map(|handle| Arc::clone(&handle.kernel.code))
+    pub fn code_object(plan: &FwdPlan) -> Option<&[u8]> {
+        let module = plan.handle.downcast_ref::<FwdHandle>()?.module.as_ref()?;
+        Some(&module.compiled.machine)
     }
 
-    fn compiler(&self) -> Result<&Compiler> {
-        if let Some(compiler) = self.compiler.get() {
-            return Ok(compiler);
+    /// Finds or compiles, and loads where there is a device; `None` where there is neither a device nor a
+    /// compiler.
+    fn module(&self, kernel: &'static str, source: KernelSource) -> Result<Option<Arc<Module>>> {
+        match self.modules.load(kernel, source, self.memory.0.as_ref()) {
+            Err(Error::NoDevice(_)) if self.memory.0.is_none() => Ok(None),
+            loaded => loaded.map(Some),
         }
-        let found = Compiler::find()?;
-        Ok(self.compiler.get_or_init(|| found))
-    }
-
-    /// Compiles, or finds what was compiled before, and loads it where there is a device.
-    fn kernel(&self, name: &str, source: &KernelSource) -> Result<Arc<Compiled>> {
-        let lock = || self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(kernel) = lock().get(&source.entry) {
-            return Ok(Arc::clone(kernel));
-        }
-        let code: Arc<[u8]> = self.compiler()?.compile(name, self.arch, source)?.into();
-        let function = match &self.memory.0 {
-            Some(driver) => Some(driver.load(&code, fmha_core::source::ENTRY)?),
-            None => None,
-        };
-        let kernel = Arc::new(Compiled { code, function });
-        Ok(Arc::clone(lock().entry(source.entry.clone()).or_insert(kernel)))
     }
 
     fn unsupported(&self, refusal: Refusal) -> Error {
         unsupported(&self.name, vec![refusal])
-    }
-
-    /// # Errors
-    /// A refusal when `options` ask for another kernel.
-    fn asked_for(&self, kernel: &'static str, options: &PlanOptions) -> Result<()> {
-        match &options.kernel {
-            Some(asked) if asked != kernel => Err(self.unsupported(Refusal::new(
-                asked.clone(),
-                format!("kernel {asked} is not {kernel}, the one there is"),
-            ))),
-            _ => Ok(()),
-        }
     }
 
     fn check_owner<P>(&self, plan: &Plan<P>) -> Result<()> {
@@ -226,7 +198,7 @@ impl FmhaBackend for RocmBackend {
     }
 
     fn kernels(&self) -> Vec<&'static str> {
-        vec![cdna::NAME, combine::NAME]
+        vec![cdna::NAME, simt::NAME, combine::NAME]
     }
 
     fn memory(&self) -> &dyn DeviceMemory {
@@ -234,49 +206,39 @@ impl FmhaBackend for RocmBackend {
     }
 
     fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
-        self.asked_for(cdna::NAME, options)?;
-        let (spec, tile) =
-            cdna::accept(problem, self.arch, options).map_err(|refusal| self.unsupported(refusal))?;
-        let kernel = self.kernel(cdna::NAME, &cdna::source(&spec, &tile))?;
-        let mut details = cdna::details(&spec, &tile, problem);
-        details.push(("compiler", self.compiler()?.name()));
-        details.push(("code object", format!("{} bytes for {}", kernel.code.len(), self.arch.name())));
+        let Choice { forward, refusals } = self.choose_fwd(problem, options)?;
+        let (kernel, mut details) = (forward.name(), forward.details());
+        let module = self.module(kernel, forward.source())?;
+        details.extend(code(module.as_ref()));
+        let (groups, threads) = forward.grid(problem);
         Ok(Plan {
             problem: problem.clone(),
             backend: self.name.clone(),
-            kernel: cdna::NAME.to_owned(),
+            kernel: kernel.to_owned(),
             details,
-            refusals: Vec::new(),
-            is_fallback: false,
+            explain: self.explain(module.as_ref(), groups, threads),
+            refusals,
+            is_fallback: kernel == simt::NAME,
             workspace_bytes: 0,
             promises: FWD_PROMISES,
-            handle: Arc::new(FwdHandle { spec, tile, kernel, any_address: Mutex::default() }),
+            handle: Arc::new(FwdHandle { forward, module }),
         })
     }
 
     fn run_fwd(&self, plan: &FwdPlan, args: &FwdArgs<'_>, stream: Stream) -> Result<()> {
         self.check_owner(plan)?;
         check_fwd(&plan.problem, args, MemorySpace::Device)?;
-        let handle = plan.handle.downcast_ref::<FwdHandle>().ok_or_else(|| {
-            Error::Problem(ProblemError::new("plan", "plan has no handle of this backend's: 0 kernels"))
-        })?;
-        let tile = cdna::tile_for(handle.tile, &plan.problem, args);
-        let kernel = if tile == handle.tile {
-            Arc::clone(&handle.kernel)
-        } else {
-            let mut others = handle.any_address.lock().unwrap_or_else(PoisonError::into_inner);
-            match others.get(&tile) {
-                Some(kernel) => Arc::clone(kernel),
-                None => {
-                    let kernel = self.kernel(cdna::NAME, &cdna::source(&handle.spec, &tile))?;
-                    others.insert(tile, Arc::clone(&kernel));
-                    kernel
-                }
+        let handle = plan.handle.downcast_ref::<FwdHandle>().ok_or_else(no_handle)?;
+        let params = bind::fwd_params(&plan.problem, args);
+        let grid = handle.forward.grid(&plan.problem);
+        match handle.forward.for_addresses(&plan.problem, args) {
+            None => self.launch(handle.module.as_ref(), grid, &params, stream),
+            // Pointers less aligned than the plan's strides promise: compiled when such a call comes.
+            Some(other) => {
+                let module = self.module(other.name(), other.source())?;
+                self.launch(module.as_ref(), grid, &params, stream)
             }
-        };
-        let workgroups = cdna::num_workgroups(&plan.problem, &tile) as u32;
-        let params = bind::fwd(&plan.problem, args);
-        self.launch(&kernel, workgroups, cdna::num_threads(&tile) as u32, &params, stream)
+        }
     }
 
     fn plan_bwd(&self, _problem: &ValidBwd, _options: &PlanOptions) -> Result<BwdPlan> {
@@ -289,43 +251,87 @@ impl FmhaBackend for RocmBackend {
     }
 
     fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<CombinePlan> {
-        self.asked_for(combine::NAME, options)?;
+        if let Some(asked) = options.kernel.as_ref().filter(|asked| *asked != combine::NAME) {
+            let reason = format!("there is no such combine kernel (known: {})", combine::NAME);
+            return Err(self.unsupported(Refusal::new(asked.clone(), reason)));
+        }
         let spec = combine::accept(problem).map_err(|refusal| self.unsupported(refusal))?;
-        let kernel = self.kernel(combine::NAME, &combine::source(&spec))?;
+        let module = self.module(combine::NAME, combine::source(&spec))?;
         Ok(Plan {
             problem: problem.clone(),
             backend: self.name.clone(),
             kernel: combine::NAME.to_owned(),
-            details: vec![("grid", format!("{} workgroups", combine::num_workgroups(problem)))],
+            details: code(module.as_ref()).into_iter().collect(),
+            explain: self.explain(module.as_ref(), combine::num_workgroups(problem), combine::NUM_THREADS),
             refusals: Vec::new(),
             is_fallback: false,
             workspace_bytes: 0,
             promises: FWD_PROMISES,
-            handle: kernel,
+            handle: Arc::new(module),
         })
     }
 
     fn run_combine(&self, plan: &CombinePlan, args: &CombineArgs<'_>, stream: Stream) -> Result<()> {
         self.check_owner(plan)?;
         check_combine(&plan.problem, args, MemorySpace::Device)?;
-        let kernel = plan.handle.downcast_ref::<Compiled>().ok_or_else(|| {
-            Error::Problem(ProblemError::new("plan", "plan has no handle of this backend's: 0 kernels"))
-        })?;
-        let workgroups = combine::num_workgroups(&plan.problem) as u32;
-        self.launch(kernel, workgroups, combine::NUM_THREADS, &bind::combine(&plan.problem, args), stream)
+        let module = plan.handle.downcast_ref::<Option<Arc<Module>>>().ok_or_else(no_handle)?;
+        let grid = (combine::num_workgroups(&plan.problem), combine::NUM_THREADS);
+        self.launch(module.as_ref(), grid, &bind::combine_params(&plan.problem, args), stream)
+    }
+
+    fn precompiler(&self) -> Option<&dyn Precompile> {
+        Some(self)
     }
 }
 
+impl Precompile for RocmBackend {
+    fn fwd_job(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<KernelJob> {
+        let forward = self.choose_fwd(problem, options)?.forward;
+        Ok(self.modules.job(forward.name(), forward.source()))
+    }
+
+    fn precompile(&self, job: &KernelJob) -> Result<Arc<CompiledKernel>> {
+        self.modules.compile(job).map(|(kernel, _)| kernel)
+    }
+}
+
+fn no_handle() -> Error {
+    ProblemError::new("plan", "plan has no handle of this backend's: 0 kernels").into()
+}
+
+/// The row of a plan that says where the machine code is from.
+fn code(module: Option<&Arc<Module>>) -> Option<(&'static str, String)> {
+    module.map(|module| ("code", module.origin.to_string()))
+}
+
 impl RocmBackend {
+    /// The tile kernel; where it does not take the problem and the caller allows it, the slow one.
+    fn choose_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<Choice> {
+        kernels::select(problem, self.arch, options).map_err(|refusals| unsupported(&self.name, refusals))
+    }
+
+    fn explain(&self, module: Option<&Arc<Module>>, groups: u64, threads: u32) -> Explain {
+        Explain {
+            resources: module.map(|module| module.compiled.resources),
+            launch: Some(LaunchShape {
+                groups,
+                threads,
+                shared_bytes: 0,
+                tiles: groups,
+                // One workgroup has all of a compute unit's registers.
+                tiles_at_once: self.num_compute_units.into(),
+            }),
+        }
+    }
+
     fn launch<P: Copy>(
         &self,
-        kernel: &Compiled,
-        num_workgroups: u32,
-        num_threads: u32,
+        module: Option<&Arc<Module>>,
+        (num_workgroups, num_threads): (u64, u32),
         params: &P,
         stream: Stream,
     ) -> Result<()> {
-        let Some(function) = &kernel.function else {
+        let Some(function) = module.and_then(|module| module.function.as_ref()) else {
             return self.memory.driver().map(|_| ());
         };
         if num_workgroups == 0 {
@@ -333,6 +339,6 @@ impl RocmBackend {
         }
         // SAFETY: the kernel was compiled with this struct's definition, whose size it asserts; the
         // addresses are those of slices that passed the check, whose makers promised the memory.
-        unsafe { function.launch(num_workgroups, num_threads, params, stream) }
+        unsafe { function.launch(num_workgroups as u32, num_threads, params, stream) }
     }
 }

@@ -7,7 +7,7 @@ use fmha_core::{
     Bias, BiasBroadcast, DType, Descale, Dims, ElementwiseBias, Error, FmhaBackend, FwdProblem, PlanOptions,
     Strides, VLayout,
 };
-use fmha_rocm::{Arch, RocmBackend};
+use fmha_rocm::{Arch, Resources, RocmBackend};
 
 mod support;
 
@@ -106,7 +106,7 @@ fn every_branch_of_the_contract_compiles_without_spills() {
                 continue;
             }
             let plan = planned.unwrap_or_else(|error| panic!("{arch:?} {name}: {error}"));
-            let resources = support::resources(&RocmBackend::code_object(&plan).unwrap());
+            let resources = Resources::of(RocmBackend::code_object(&plan).unwrap()).unwrap();
             // The generator's twenty round keys do not fit the scalar registers: they go to lanes of a
             // vector register. Known, and to be mended.
             let known_scalar_spills = if name == "dropout" { 24 } else { 0 };

@@ -129,6 +129,55 @@ fn a_call_a_stream_and_a_graph_give_the_same_bits() {
     backend.destroy_stream(stream).unwrap();
 }
 
+/// Lengths are read where the kernel runs, so a graph follows what stands there when it is launched.
+#[test]
+fn a_captured_graph_replays_with_the_lengths_of_the_moment() {
+    let Some(backend) = device("gfx942") else { return };
+    let dims = Dims { batch: 2, ..DIMS };
+    let mut problem = FwdProblem::group(DType::Bf16, dims, 48, 80);
+    problem.mask = "b".parse().unwrap();
+    let problem = problem.validate().unwrap();
+    let plan = backend.plan_fwd(&problem, &PlanOptions::default()).unwrap();
+    assert!(plan.promises.graph_capturable);
+    let inputs = [(48 * 2 * 64, 1), (80 * 64, 2), (80 * 64, 3)];
+    let [q, k, v] = inputs.map(|(elems, seed)| upload(&backend, &numbers(DType::Bf16, elems, seed)));
+    let mut o = backend.memory().alloc(q.bytes()).unwrap();
+    let zeros = vec![0; q.bytes() as usize];
+    let lengths = |offsets: [i32; 3]| offsets.iter().flat_map(|at| at.to_le_bytes()).collect::<Vec<u8>>();
+    // Sequences of 40 and 8 queries, then of 3 and 45.
+    let times = [(lengths([0, 40, 48]), lengths([0, 70, 80])), (lengths([0, 3, 48]), lengths([0, 11, 80]))];
+    let (mut cu_q, mut cu_k) = (upload(&backend, &times[0].0), upload(&backend, &times[0].1));
+    let run = |o: &mut DevBuffer, cu_q: &DevBuffer, cu_k: &DevBuffer, stream: Stream| {
+        let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
+        (args.seq.cu_seqlens_q, args.seq.cu_seqlens_k) = (Some(cu_q.slice()), Some(cu_k.slice()));
+        backend.run_fwd(&plan, &args, stream)
+    };
+    let stream = backend.create_stream().unwrap();
+    let graph = backend.capture(stream, || run(&mut o, &cu_q, &cu_k, stream)).unwrap();
+    let mut results = Vec::new();
+    for (q_offsets, k_offsets) in &times {
+        backend.memory().upload(q_offsets, &mut cu_q).unwrap();
+        backend.memory().upload(k_offsets, &mut cu_k).unwrap();
+        let mut both = Vec::new();
+        for replay in [true, false] {
+            backend.memory().upload(&zeros, &mut o).unwrap();
+            if replay {
+                // SAFETY: the buffers of the captured call live until the end of this test.
+                unsafe { graph.launch(stream) }.unwrap();
+            } else {
+                run(&mut o, &cu_q, &cu_k, stream).unwrap();
+            }
+            backend.memory().synchronize(stream).unwrap();
+            both.push(download(&backend, &o));
+        }
+        assert_eq!(both[0], both[1], "the graph and the call differ");
+        results.push(both.remove(0));
+    }
+    assert_ne!(results[0], results[1], "the graph did not see the new lengths");
+    drop(graph);
+    backend.destroy_stream(stream).unwrap();
+}
+
 #[test]
 fn combine_agrees_with_the_reference_and_empty_parts_are_neutral() {
     let rows = Shape { batch: 2, seq: 5, head: 3, dim: 40 };

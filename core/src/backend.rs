@@ -2,6 +2,7 @@
 
 use crate::args::{BwdArgs, CombineArgs, FwdArgs, MemorySpace};
 use crate::bwd::ValidBwd;
+use crate::cache::Precompile;
 use crate::combine::ValidCombine;
 use crate::error::{Error, Result};
 use crate::plan::{BwdPlan, CombinePlan, FwdPlan, PlanOptions};
@@ -35,6 +36,11 @@ pub trait FmhaBackend: Send + Sync {
 
     /// Every kernel this backend has, best first.
     fn kernels(&self) -> Vec<&'static str>;
+
+    /// Itself as a compiler of kernels, if it compiles any.
+    fn precompiler(&self) -> Option<&dyn Precompile> {
+        None
+    }
 
     /// Where its memory is.
     fn memory(&self) -> &dyn DeviceMemory;
@@ -87,6 +93,17 @@ pub struct Roofline {
     pub source: String,
 }
 
+impl std::fmt::Display for Roofline {
+    /// `989.50 TFLOP/s, 4.80 TB/s (where they come from)`.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let tera =
+            |rate: Option<f64>| rate.map_or("unknown".to_owned(), |rate| format!("{:.2}", rate / 1e12));
+        let source = if self.source.is_empty() { "not known" } else { &self.source };
+        let (flops, bytes) = (tera(self.flops_per_second), tera(self.bytes_per_second));
+        write!(f, "{flops} TFLOP/s, {bytes} TB/s ({source})")
+    }
+}
+
 /// Memory of a device, for callers who have no tensors of their own.
 pub trait DeviceMemory: Send + Sync {
     /// Where a backend's arguments must lie.
@@ -97,6 +114,17 @@ pub trait DeviceMemory: Send + Sync {
     /// # Errors
     /// [`Error::System`] or [`Error::Driver`] with the size that was asked for.
     fn alloc(&self, bytes: u64) -> Result<DevBuffer>;
+
+    /// New memory for a plan's [`workspace_bytes`](crate::Plan::workspace_bytes): zeros; none for 0.
+    ///
+    /// # Errors
+    /// As [`alloc`](Self::alloc) and [`upload`](Self::upload).
+    fn workspace(&self, bytes: u64) -> Result<Option<DevBuffer>> {
+        let Some(size) = usize::try_from(bytes).ok().filter(|&size| size > 0) else { return Ok(None) };
+        let mut buffer = self.alloc(bytes)?;
+        self.upload(&vec![0; size], &mut buffer)?;
+        Ok(Some(buffer))
+    }
 
     /// Copies `bytes` to the front of `to`.
     ///

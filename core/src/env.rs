@@ -31,9 +31,19 @@ pub const CPU_ISA: EnvVar = EnvVar {
 pub const NVRTC: EnvVar =
     EnvVar { name: "FMHA_NVRTC", meaning: "path of the NVRTC library (default: searched for)" };
 
-/// Where sources that do not compile are written.
+/// Where compiled kernels are kept.
+pub const CACHE_DIR: EnvVar = EnvVar {
+    name: "FMHA_CACHE_DIR",
+    meaning: "folder of the cache of compiled kernels, at most 1 GiB, or none (default: fmha in the user's cache folder)",
+};
+
+/// Kernels that were compiled elsewhere.
+pub const BUNDLE: EnvVar =
+    EnvVar { name: "FMHA_BUNDLE", meaning: "files of compiled kernels, as `fmha bundle` writes them" };
+
+/// Where kernels are written for a reader.
 pub const DUMP: EnvVar =
-    EnvVar { name: "FMHA_DUMP", meaning: "folder for the source and log of a kernel that does not compile" };
+    EnvVar { name: "FMHA_DUMP", meaning: "folder for each kernel's source, log, resources and metadata" };
 
 /// What the test doubles of the drivers are; set by the backends themselves.
 pub const EMULATE: EnvVar = EnvVar {
@@ -54,4 +64,5 @@ pub const EMULATOR_DIR: EnvVar = EnvVar {
 };
 
 /// Every variable, in the order of the README's table.
-pub const ALL: &[EnvVar] = &[NUM_THREADS, CPU_ISA, NVRTC, HIP_CLANG, DUMP, EMULATE, EMULATOR_DIR];
+pub const ALL: &[EnvVar] =
+    &[NUM_THREADS, CPU_ISA, NVRTC, HIP_CLANG, CACHE_DIR, BUNDLE, DUMP, EMULATE, EMULATOR_DIR];

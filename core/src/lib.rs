@@ -28,7 +28,9 @@
 pub mod abi;
 pub mod args;
 pub mod backend;
+pub mod bind;
 pub mod bwd;
+pub mod cache;
 pub mod combine;
 pub mod dropout;
 pub mod dtype;
@@ -51,13 +53,16 @@ pub use args::{
 };
 pub use backend::{DevBuffer, DeviceMemory, FmhaBackend, Roofline, Stream};
 pub use bwd::{BiasGrad, BwdProblem, ValidBwd};
+pub use cache::{Bundle, Precompile};
 pub use combine::{CombineProblem, ValidCombine};
 pub use dropout::DropoutSeed;
 pub use dtype::DType;
 pub use error::{Error, ProblemError, Refusal, Result};
 pub use layout::{Shape, Strides, VLayout};
 pub use mask::{BlockClass, MaskAlign, MaskBand, MaskBounds, MaskKind, MaskShape, MaskSpec};
-pub use plan::{BwdPlan, CombinePlan, FwdPlan, Plan, PlanOptions, Promises};
+pub use plan::{
+    BwdPlan, CombinePlan, Explain, FwdPlan, LaunchShape, Plan, PlanOptions, Promises, ResourceUsage,
+};
 pub use problem::{Dims, FwdProblem, ValidFwd};
 pub use score::{Bias, BiasBroadcast, Descale, ElementwiseBias};
 pub use seq::{SeqMode, SeqSpan};

@@ -36,7 +36,7 @@ impl Header {
 }
 
 /// What one kernel is compiled from.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KernelSource {
     /// The translation unit; defines one `extern "C"` kernel named [`ENTRY`].
     pub entry: String,
@@ -65,6 +65,7 @@ pub fn headers() -> Vec<Header> {
         "score.h",
         "philox.h",
         "online_softmax.h",
+        "row_fwd.h",
         "num.h",
     ));
     headers.push(Header::rendered("fmha/params.h", params_h()));

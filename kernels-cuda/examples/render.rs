@@ -21,12 +21,15 @@ fn main() -> Result<(), Box<dyn Error>> {
         let name = words.next().ok_or("a line has no name")?;
         let fields: Vec<(&str, &str)> = words.filter_map(|word| word.split_once('=')).collect();
         let mut spec = FwdSpec::plain(DType::Bf16, 128, MaskKind::Full);
+        let mut of_spec = Vec::new();
         for &(field, value) in &fields {
-            set_spec(&mut spec, field, value)?;
+            of_spec.push(set_spec(&mut spec, field, value)?);
         }
         let mut tile = sm90::default_tile(&spec);
-        for &(field, value) in &fields {
-            set_tile(&mut tile, field, value)?;
+        for (&(field, value), of_spec) in fields.iter().zip(of_spec) {
+            if !set_tile(&mut tile, field, value)? && !of_spec {
+                return Err(format!("{name}: no field {field} in FwdSpec or Sm90Tile").into());
+            }
         }
         let source = sm90::fwd(&spec, &tile);
         let folder = out.join(name);
@@ -52,7 +55,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-fn set_spec(spec: &mut FwdSpec, field: &str, value: &str) -> Result<(), Box<dyn Error>> {
+fn set_spec(spec: &mut FwdSpec, field: &str, value: &str) -> Result<bool, Box<dyn Error>> {
     match field {
         "dtype" => {
             let dtype: DType = value.parse()?;
@@ -82,12 +85,12 @@ fn set_spec(spec: &mut FwdSpec, field: &str, value: &str) -> Result<(), Box<dyn 
                 _ => return Err(format!("bias {value}").into()),
             };
         }
-        _ => {}
+        _ => return Ok(false),
     }
-    Ok(())
+    Ok(true)
 }
 
-fn set_tile(tile: &mut Sm90Tile, field: &str, value: &str) -> Result<(), Box<dyn Error>> {
+fn set_tile(tile: &mut Sm90Tile, field: &str, value: &str) -> Result<bool, Box<dyn Error>> {
     match field {
         "block_m" => tile.block_m = value.parse()?,
         "block_n" => tile.block_n = value.parse()?,
@@ -107,7 +110,7 @@ fn set_tile(tile: &mut Sm90Tile, field: &str, value: &str) -> Result<(), Box<dyn
         "poly" => tile.exp2_polynomial_every = value.parse()?,
         "pack" => tile.pack_gqa = value == "1",
         "vector" => tile.vector_store = value == "1",
-        _ => {}
+        _ => return Ok(false),
     }
-    Ok(())
+    Ok(true)
 }

@@ -93,7 +93,7 @@ impl Sm90Tile {
         let q_buffers = if self.lookahead { 2 } else { 1 };
         let q = q_buffers * tile_bytes(self.block_m, qk);
         let kv = self.stages * (tile_bytes(self.block_n, qk) + tile_bytes(self.block_n, v));
-        let barriers = 8 * (2 * q_buffers + 4 * self.stages + 6);
+        let barriers = 8 * (2 * q_buffers + 5 * self.stages + 6);
         let work = 3 * 17 * 4;
         (q + kv + barriers + work + 1023) / 1024 * 1024
     }
@@ -327,6 +327,7 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     };
     let shapes = [
         WgmmaShape { n: tile.block_n, a: OperandA::Shared },
+        WgmmaShape { n: (tile.block_n / 2 + 15) / 16 * 16, a: OperandA::Shared },
         WgmmaShape { n: padded_dim(spec.head_dim_v), a: OperandA::Registers },
     ];
     let rendered = [wgmma::header(spec.dtype_qk, &shapes), host_header()];

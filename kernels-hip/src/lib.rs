@@ -68,8 +68,10 @@ pub fn headers() -> Vec<Header> {
         "cdna/load.h",
         "cdna/tile_step.h",
         "cdna/epilogue.h",
+        "cdna/nonfinite.h",
         "cdna/main_loop.h",
         "cdna/fwd.h",
+        "simt/fwd.h",
         "combine.h",
     ));
     headers.push(Header::rendered("fmha/cdna/tile.h", tile_h()));

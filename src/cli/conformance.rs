@@ -74,7 +74,8 @@ impl ConformanceArgs {
         let mut plan = self.backend.plan_options();
         // Any kernel that is right will do, unless it is one kernel that is asked about.
         plan.allow_fallback |= plan.kernel.is_none();
-        let options = Options { plan, huge_on_device: self.huge_on_device };
+        let options =
+            Options { plan, huge_on_device: self.huge_on_device, repro_words: self.backend.words() };
         if !self.json {
             writeln!(out, "{} cases on {}", cases.len(), backend.name())?;
             out.flush()?;

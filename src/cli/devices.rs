@@ -33,18 +33,7 @@ impl DevicesArgs {
                 Ok(backend) => {
                     writeln!(out, "{:<8} present  {}", device.backend.to_string(), backend.name())?;
                     writeln!(out, "{:<8}          kernels: {}", "", backend.kernels().join(", "))?;
-                    let roofline = backend.roofline();
-                    let tera = |rate: Option<f64>| {
-                        rate.map_or("unknown".into(), |rate| format!("{:.2}", rate / 1e12))
-                    };
-                    writeln!(
-                        out,
-                        "{:<8}          roofline: {} TFLOP/s, {} TB/s ({})",
-                        "",
-                        tera(roofline.flops_per_second),
-                        tera(roofline.bytes_per_second),
-                        if roofline.source.is_empty() { "not known" } else { &roofline.source }
-                    )?;
+                    writeln!(out, "{:<8}          roofline: {}", "", backend.roofline())?;
                 }
                 Err(reason) => writeln!(out, "{:<8} absent   {reason}", device.backend.to_string())?,
             }

@@ -4,21 +4,22 @@ use std::fmt;
 use std::io::Write;
 
 use clap::Args;
-use fmha::Error;
 use fmha::core::plan::Plan;
 use fmha::core::work::Work;
+use fmha::{Error, Explain, Opened, Roofline};
 use serde_json::{Value, json};
 
 use super::Verdict;
 use super::failure::Failure;
 use super::options::{BackendArgs, ProblemArgs};
+use super::timing::duration;
 
 /// Options of `fmha explain`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   fmha explain -d 256 --prec bf16 --mask b     which kernel, which tile, what it promises
-  fmha explain --backend cuda --emulate sm_90a the same for a device that is not here
+  fmha explain --arch sm_90a                   the same for a device that is not here
   fmha explain --kernel no-such-kernel         every kernel's refusal
 
 Exit status 2 when no kernel takes the problem.")]
@@ -29,6 +30,10 @@ pub(super) struct ExplainArgs {
     #[command(flatten)]
     backend: BackendArgs,
 
+    /// Plan for this architecture (sm_90a, gfx942) with no device: nothing is opened, nothing runs
+    #[arg(long, value_name = "ARCH", conflicts_with_all = ["backend", "emulate"])]
+    arch: Option<String>,
+
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -37,27 +42,34 @@ pub(super) struct ExplainArgs {
 impl ExplainArgs {
     pub(super) fn carry_out(&self, out: &mut dyn Write) -> Result<Verdict, Failure> {
         let setup = self.problem.setup(None)?;
-        let opened = self.backend.open()?;
+        let opened = match &self.arch {
+            None => self.backend.open()?,
+            Some(arch) => Opened { backend: fmha::pretend(arch)?, passed_over: Vec::new() },
+        };
         let backend = &*opened.backend;
         let options = self.backend.plan_options();
         let plan = match &setup.bwd {
             None => {
                 let plan = backend.plan_fwd(&setup.fwd.clone().validate()?, &options);
-                plan.map(|plan| (plan.to_string(), as_json(&plan)))
+                plan.map(|plan| (plan.to_string(), as_json(&plan), modelled(&plan)))
             }
             Some(bwd) => {
                 let plan = backend.plan_bwd(&bwd.clone().validate()?, &options);
-                plan.map(|plan| (plan.to_string(), as_json(&plan)))
+                plan.map(|plan| (plan.to_string(), as_json(&plan), modelled(&plan)))
             }
         };
         let work = Work::count(&setup.fwd, &setup.spans()?);
         let flops = if setup.bwd.is_some() { work.bwd_flops } else { work.fwd_flops };
         match plan {
-            Ok((text, mut object)) => {
+            Ok((text, mut object, explain)) => {
+                let roofline = backend.roofline();
+                let seconds = explain.and_then(|e| e.modelled_seconds(&roofline, flops, work.fwd_bytes));
                 if self.json {
                     object["device"] = backend.name().into();
                     object["flops"] = flops.into();
                     object["bytes"] = work.fwd_bytes.into();
+                    object["roofline"] = roofline_json(&roofline);
+                    object["modelled_seconds"] = seconds.into();
                     writeln!(out, "{object:#}")?;
                     return Ok(Verdict::Right);
                 }
@@ -73,6 +85,15 @@ impl ExplainArgs {
                     flops as f64 / 1e9,
                     work.pairs
                 )?;
+                writeln!(out, "{:<18} {roofline}", "roofline")?;
+                if let Some(seconds) = seconds {
+                    writeln!(
+                        out,
+                        "{:<18} {} at the roofline, its last wave counted whole: modelled, not measured",
+                        "expected time",
+                        duration(seconds)
+                    )?;
+                }
                 Ok(Verdict::Right)
             }
             Err(Error::Unsupported { backend, refusals }) => {
@@ -95,6 +116,19 @@ impl ExplainArgs {
     }
 }
 
+/// What a time can be modelled from: a slow kernel's has nothing to do with the device's peaks.
+fn modelled<P>(plan: &Plan<P>) -> Option<Explain> {
+    (!plan.is_fallback).then(|| plan.explain.clone())
+}
+
+fn roofline_json(roofline: &Roofline) -> Value {
+    json!({
+        "flops_per_second": roofline.flops_per_second,
+        "bytes_per_second": roofline.bytes_per_second,
+        "source": roofline.source,
+    })
+}
+
 fn as_json<P: fmt::Debug>(plan: &Plan<P>) -> Value {
     let details: serde_json::Map<String, Value> =
         plan.details.iter().map(|(name, value)| ((*name).to_owned(), value.as_str().into())).collect();
@@ -106,6 +140,15 @@ fn as_json<P: fmt::Debug>(plan: &Plan<P>) -> Value {
         "details": details,
         "refusals": refusals,
         "is_fallback": plan.is_fallback,
+        "resources": plan.explain.resources,
+        "launch": plan.explain.launch.map(|launch| json!({
+            "groups": launch.groups,
+            "threads": launch.threads,
+            "shared_bytes": launch.shared_bytes,
+            "tiles": launch.tiles,
+            "tiles_at_once": launch.tiles_at_once,
+            "waves": launch.waves(),
+        })),
         "workspace_bytes": plan.workspace_bytes,
         "deterministic": plan.promises.deterministic,
         "batch_invariant": plan.promises.batch_invariant,

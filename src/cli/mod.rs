@@ -5,6 +5,7 @@
 mod abort;
 mod argv;
 mod bench;
+mod bundle;
 mod check;
 mod conformance;
 mod data;
@@ -66,6 +67,8 @@ enum Action {
     Explain(Box<explain::ExplainArgs>),
     /// Time tables of shapes, with other libraries' figures beside
     Bench(bench::BenchArgs),
+    /// Compile kernels into a file, for machines without a compiler
+    Bundle(bundle::BundleArgs),
 }
 
 /// How a command that was carried out ends.
@@ -134,6 +137,7 @@ fn carry_out(args: &[String]) -> Result<Verdict, Failure> {
         Action::Devices(args) => args.carry_out(out),
         Action::Explain(args) => args.carry_out(out),
         Action::Bench(args) => args.carry_out(out),
+        Action::Bundle(args) => args.carry_out(out),
     }
 }
 

@@ -178,6 +178,14 @@ impl BackendArgs {
         })
     }
 
+    /// What a command needs beside the backend's name to get the same kernels.
+    pub(super) fn words(&self) -> String {
+        let emulate = self.emulate.iter().map(|arch| format!("--emulate {arch}"));
+        let kernel = self.kernel.iter().map(|kernel| format!("--kernel {kernel}"));
+        let tile = self.tile.iter().map(|(name, value)| format!("--tile {name}={value}"));
+        emulate.chain(kernel).chain(tile).collect::<Vec<_>>().join(" ")
+    }
+
     pub(super) fn plan_options(&self) -> PlanOptions {
         PlanOptions {
             kernel: self.kernel.clone(),

@@ -95,7 +95,7 @@ impl Case {
         self.name.split('/').next().unwrap_or(&self.name)
     }
 
-    /// The command that repeats this case alone.
+    /// The command that repeats this case alone; `backend` is the name and what else the command needs.
     #[must_use]
     pub fn repro(&self, backend: &str) -> String {
         format!("fmha conformance --filter '^{}$' --backend {backend}", regex_lite::escape(&self.name))

@@ -1,6 +1,7 @@
 //! Running a call on a backend: tensors to its memory, the plan, tensors back.
 
 use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fmha_core::{
     BwdArgs, BwdPlan, CombineArgs, CombinePlan, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, DropoutSeed,
@@ -15,6 +16,7 @@ use crate::tensors::{HostBwd, HostCombine, HostFwd, score_of, seq_of};
 /// # Errors
 /// What the backend said.
 pub fn run_fwd(backend: &dyn FmhaBackend, plan: &FwdPlan, host: &mut HostFwd) -> Result<()> {
+    let _turn = turn(backend);
     let mut resident = Resident::place(backend, &host.operands, plan.workspace_bytes)?;
     resident.run_fwd(plan, host)?;
     resident.read_back(&mut host.operands)
@@ -25,6 +27,7 @@ pub fn run_fwd(backend: &dyn FmhaBackend, plan: &FwdPlan, host: &mut HostFwd) ->
 /// # Errors
 /// What the backend said.
 pub fn run_bwd(backend: &dyn FmhaBackend, plan: &BwdPlan, host: &mut HostBwd) -> Result<()> {
+    let _turn = turn(backend);
     let mut resident = Resident::place(backend, &host.operands, plan.workspace_bytes)?;
     resident.run_bwd(plan, host)?;
     resident.read_back(&mut host.operands)
@@ -35,6 +38,7 @@ pub fn run_bwd(backend: &dyn FmhaBackend, plan: &BwdPlan, host: &mut HostBwd) ->
 /// # Errors
 /// What the backend said.
 pub fn run_combine(backend: &dyn FmhaBackend, plan: &CombinePlan, host: &mut HostCombine) -> Result<()> {
+    let _turn = turn(backend);
     let num_parts = host.problem.num_parts;
     let mut resident = Resident::place(backend, &host.operands, plan.workspace_bytes)?;
     resident.call(&mut host.operands, &[Operand::O, Operand::Lse], |mut views| {
@@ -52,6 +56,14 @@ pub fn run_combine(backend: &dyn FmhaBackend, plan: &CombinePlan, host: &mut Hos
         backend.run_combine(plan, &args, Stream::DEFAULT)
     })?;
     resident.read_back(&mut host.operands)
+}
+
+/// A device has one call at a time, from the first copy to the last: a fault that it reports is then the
+/// call's own. Plans and checks of other cases go on meanwhile.
+fn turn(backend: &dyn FmhaBackend) -> Option<MutexGuard<'static, ()>> {
+    static DEVICE: Mutex<()> = Mutex::new(());
+    let device = backend.memory().space() == MemorySpace::Device;
+    device.then(|| DEVICE.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
 /// Operands that stay where the backend wants them from call to call, as a caller's tensors do:
@@ -74,7 +86,7 @@ impl<'a> Resident<'a> {
     /// What the backend's memory said.
     pub fn place(backend: &'a dyn FmhaBackend, operands: &Operands, workspace_bytes: u64) -> Result<Self> {
         let memory = backend.memory();
-        let workspace = (workspace_bytes > 0).then(|| memory.alloc(workspace_bytes)).transpose()?;
+        let workspace = memory.workspace(workspace_bytes)?;
         let mut buffers = BTreeMap::new();
         if memory.space() == MemorySpace::Device {
             for (&operand, tensor) in &operands.0 {

@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-use fmha_core::{FmhaBackend, MemorySpace};
+use fmha_core::FmhaBackend;
 use quick_junit::{NonSuccessKind, TestCase, TestCaseStatus, TestSuite};
 use regex_lite::Regex;
 use serde::Serialize;
@@ -60,8 +60,8 @@ pub struct Report {
 /// Called after each case, from any thread: how many are done, of how many, and the case.
 pub type OnCase<'a> = &'a (dyn Fn(u64, u64, &CaseReport) + Sync);
 
-/// Runs the cases whose names `filter` finds: on all cores where the backend computes in host memory,
-/// one after another on a device.
+/// Runs the cases whose names `filter` finds on all cores: a device has one call at a time, while other
+/// cases are compiled and checked.
 #[must_use]
 pub fn run(
     backend: &dyn FmhaBackend,
@@ -90,7 +90,7 @@ pub fn run_cases(
             seed: case.data().seed,
             outcome,
             text,
-            repro: case.repro(backend.kind()),
+            repro: case.repro(format!("{} {}", backend.kind(), options.repro_words).trim_end()),
             seconds: start.elapsed().as_secs_f64(),
         };
         let mut done = done.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -99,10 +99,7 @@ pub fn run_cases(
         (index, report)
     };
     let (huge, small): (Vec<_>, Vec<_>) = cases.iter().enumerate().partition(|(_, case)| case.is_huge());
-    let threads = match backend.memory().space() {
-        MemorySpace::Host => std::thread::available_parallelism().map_or(1, usize::from),
-        MemorySpace::Device => 1,
-    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
     // Threads of its own, not a pool: a pool's worker that waits for a backend's pool would take up
     // one more case meanwhile, and another inside that one.
     let next = AtomicUsize::new(0);

@@ -35,11 +35,17 @@ pub struct Options {
     pub plan: PlanOptions,
     /// Whether cases that reserve gigabytes run on a device too; on the host they cost nothing.
     pub huge_on_device: bool,
+    /// What `fmha conformance` needs beside the backend's name to repeat a case: `--emulate gfx942`.
+    pub repro_words: String,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { plan: PlanOptions { allow_fallback: true, ..PlanOptions::default() }, huge_on_device: false }
+        Self {
+            plan: PlanOptions { allow_fallback: true, ..PlanOptions::default() },
+            huge_on_device: false,
+            repro_words: String::new(),
+        }
     }
 }
 

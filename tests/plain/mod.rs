@@ -11,8 +11,8 @@ use std::sync::Arc;
 use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::{
     BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, Error,
-    FmhaBackend, FwdArgs, FwdPlan, MemorySpace, Plan, PlanOptions, Promises, Result, Stream, Strides,
-    ValidBwd, ValidCombine, ValidFwd,
+    Explain, FmhaBackend, FwdArgs, FwdPlan, MemorySpace, Plan, PlanOptions, Promises, Result, Stream,
+    Strides, ValidBwd, ValidCombine, ValidFwd,
 };
 
 pub(crate) use fault::Fault;
@@ -35,6 +35,7 @@ impl Plain {
             backend: "plain".into(),
             kernel: "plain".into(),
             details: vec![],
+            explain: Explain::default(),
             refusals: vec![],
             is_fallback: false,
             workspace_bytes: 0,

@@ -7,11 +7,14 @@ use enum_dispatch::enum_dispatch;
 use fmha_core::abi::FwdParams;
 use fmha_core::error::{Error, ProblemError, Refusal, Result};
 use fmha_core::source::KernelSource;
-use fmha_core::{FwdArgs, PlanOptions, ValidFwd};
+use fmha_core::{FwdArgs, PlanOptions, Roofline, ValidFwd};
 
-use crate::driver::{Grid, Kernel as Loaded};
+use crate::driver::{Device, Grid, Kernel as Loaded};
 use simt::Simt;
 use sm90::Sm90;
+
+/// CTAs of a row kernel that a multiprocessor holds at a time: 128 threads each, of 2048.
+pub(crate) const ROW_CTAS_PER_SM: u32 = 16;
 
 /// What a choice depends on besides the problem.
 #[derive(Clone, Debug)]
@@ -19,7 +22,57 @@ pub(crate) struct DeviceFacts {
     /// `sm_90a`.
     pub(crate) arch: String,
     pub(crate) num_sms: u32,
+    /// Shared memory that one CTA can have, bytes.
     pub(crate) smem_bytes: u32,
+    pub(crate) roofline: Roofline,
+}
+
+/// Dense f16 and bf16 tensor work of a Hopper SM in a clock: floating-point operations (NVIDIA H100
+/// Tensor Core GPU Architecture, 2022, table 2: 989 TFLOP/s at 1830 MHz with 132 SMs).
+const HOPPER_FLOPS_PER_CLOCK: f64 = 4096.0;
+
+impl DeviceFacts {
+    /// What the driver says of a device.
+    pub(crate) fn of(device: &Device) -> Self {
+        let (major, minor) = device.capability;
+        // Kernels for 9.0 and 10.0 use instructions of that very architecture.
+        let suffix = if major >= 9 { "a" } else { "" };
+        let flops = (device.capability == (9, 0))
+            .then(|| HOPPER_FLOPS_PER_CLOCK * f64::from(device.num_sms) * f64::from(device.clock_khz) * 1e3);
+        let (memory_khz, bus_bits) = device.memory;
+        // Two transfers a clock.
+        let bytes = f64::from(memory_khz) * 1e3 * 2.0 * f64::from(bus_bits) / 8.0;
+        Self {
+            arch: format!("sm_{major}{minor}{suffix}"),
+            num_sms: device.num_sms,
+            smem_bytes: device.smem_bytes,
+            roofline: Roofline {
+                flops_per_second: flops,
+                bytes_per_second: Some(bytes),
+                source: "stated peak: tensor rate times the highest clock, memory clock times bus".to_owned(),
+            },
+        }
+    }
+
+    /// An architecture without a device: the numbers that NVIDIA states of one that has it.
+    pub(crate) fn stated(arch: &str) -> Result<Self> {
+        if arch != "sm_90a" {
+            return Err(Error::NoDevice(format!(
+                "no device is known for architecture {arch}: cuda plans without one for sm_90a"
+            )));
+        }
+        let num_sms = 132;
+        Ok(Self {
+            arch: arch.to_owned(),
+            num_sms,
+            smem_bytes: fmha_kernels_cuda::sm90::MAX_SMEM_BYTES.unsigned_abs(),
+            roofline: Roofline {
+                flops_per_second: Some(HOPPER_FLOPS_PER_CLOCK * f64::from(num_sms) * 1.83e9),
+                bytes_per_second: Some(4.8e12),
+                source: "an H200 SXM as NVIDIA states it: 989 TFLOP/s, 4.8 TB/s".to_owned(),
+            },
+        })
+    }
 }
 
 /// A kernel that takes a problem: what to compile and how much of it to launch.
@@ -28,6 +81,9 @@ pub(crate) struct Choice {
     pub(crate) grid: Grid,
     pub(crate) smem_bytes: u32,
     pub(crate) workspace_bytes: u64,
+    /// As in [`LaunchShape`](fmha_core::LaunchShape).
+    pub(crate) tiles: u64,
+    pub(crate) tiles_at_once: u64,
     pub(crate) details: Vec<(&'static str, String)>,
     /// The kernel again, with what its launch needs.
     pub(crate) kernel: Kernel,

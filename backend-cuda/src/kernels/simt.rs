@@ -5,7 +5,7 @@ use fmha_core::spec::FwdSpec;
 use fmha_core::{PlanOptions, ValidFwd};
 use fmha_kernels_cuda::simt;
 
-use super::{Call, Choice, DeviceFacts, Recipe};
+use super::{Call, Choice, DeviceFacts, ROW_CTAS_PER_SM, Recipe};
 use crate::driver::{Grid, Kernel as Loaded};
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -29,11 +29,14 @@ impl Recipe for Simt {
         if let Some((key, value)) = options.tile.first() {
             return Err(Refusal::new(self.name(), format!("tile {key}={value}: it has no tile to set")));
         }
+        let grid = Grid { ctas: simt::grid(problem, facts.num_sms), threads: simt::NUM_THREADS };
         Ok(Choice {
             source: simt::fwd(&FwdSpec::of(problem)),
-            grid: Grid { ctas: simt::grid(problem, facts.num_sms), threads: simt::NUM_THREADS },
+            grid,
             smem_bytes: 0,
             workspace_bytes: 0,
+            tiles: grid.ctas.into(),
+            tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
             details: vec![("tile", "a warp to a row, 32 keys at a time".to_owned())],
             kernel: (*self).into(),
         })

@@ -56,18 +56,18 @@ impl Recipe for Sm90 {
         let schedule = tile.schedule(problem);
         let grid =
             Grid { ctas: tile.grid(&schedule, facts.num_sms), threads: tile.num_threads().unsigned_abs() };
-        let waves = f64::from(schedule.num_tiles) / f64::from(grid.ctas);
         Ok(Choice {
             source: sm90::fwd(&spec, &tile),
             grid,
             smem_bytes,
             workspace_bytes: tile.workspace_bytes(),
+            tiles: u64::from(schedule.num_tiles.unsigned_abs()),
+            // One CTA an SM: two would not find the registers.
+            tiles_at_once: facts.num_sms.into(),
             details: vec![
                 ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),
                 ("order", format!("{:?}, {} heads a section", tile.order, schedule.heads_per_section)),
                 ("schedule", schedule_words(&tile)),
-                ("tiles", format!("{} ({waves:.2} a CTA)", schedule.num_tiles)),
-                ("shared memory", format!("{smem_bytes} bytes a CTA")),
             ],
             kernel: Sm90 { chosen: Some((tile, schedule)) }.into(),
         })
@@ -98,10 +98,6 @@ impl Recipe for Sm90 {
         let Some((tile, schedule)) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
         };
-        if tile.workspace_bytes() > 0 {
-            // The counter of tiles starts at 0.
-            loaded.clear(call.params.workspace.0, tile.workspace_bytes(), call.stream)?;
-        }
         let mut maps = maps(call, &tile)?;
         let (mut params, mut schedule) = (call.params, schedule);
         let mut arguments = [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
@@ -191,14 +187,14 @@ fn maps(call: &Call<'_>, tile: &Sm90Tile) -> Result<Maps> {
         name: "q",
         bf16,
         address: q_address,
-        dims: [q.dim, ratio, q.seq.max(1), dims.num_heads_kv, q.batch].map(u64::from).to_vec(),
-        strides_bytes: vec![
+        dims: [q.dim, ratio, q.seq.max(1), dims.num_heads_kv, q.batch].map(u64::from),
+        strides_bytes: [
             bytes(problem.q.head, ratio),
             bytes(problem.q.seq, q.seq),
             bytes(problem.q.head * i64::from(ratio), dims.num_heads_kv),
             batch_bytes(problem.q.batch, q),
         ],
-        box_dims: vec![
+        box_dims: [
             Sm90Tile::box_dim(q.dim as i32).unsigned_abs(),
             if tile.pack_gqa { ratio } else { 1 },
             rows_in_box,
@@ -211,13 +207,13 @@ fn maps(call: &Call<'_>, tile: &Sm90Tile) -> Result<Maps> {
         bf16,
         // A tensor without rows is never read, but a map needs an address.
         address: if shape.seq == 0 { q_address } else { address },
-        dims: [shape.dim, shape.seq.max(1), shape.head, shape.batch].map(u64::from).to_vec(),
-        strides_bytes: vec![
+        dims: [shape.dim, shape.seq.max(1), shape.head, shape.batch].map(u64::from),
+        strides_bytes: [
             bytes(strides.seq, shape.seq),
             bytes(strides.head, shape.head),
             batch_bytes(strides.batch, shape),
         ],
-        box_dims: vec![Sm90Tile::box_dim(shape.dim as i32).unsigned_abs(), tile.block_n.unsigned_abs(), 1, 1],
+        box_dims: [Sm90Tile::box_dim(shape.dim as i32).unsigned_abs(), tile.block_n.unsigned_abs(), 1, 1],
     };
     let k_map = kv_map("k", call.args.k.as_ptr() as u64, problem.k, problem.shape_k());
     let v_map = kv_map("v", call.args.v.as_ptr() as u64, problem.v, problem.shape_v());

@@ -216,14 +216,12 @@ pub(crate) fn source(spec: &FwdSpec, tile: &CdnaTile) -> KernelSource {
 }
 
 /// The rows that a plan prints.
-pub(crate) fn details(spec: &FwdSpec, tile: &CdnaTile, problem: &FwdProblem) -> Vec<(&'static str, String)> {
+pub(crate) fn details(spec: &FwdSpec, tile: &CdnaTile) -> Vec<(&'static str, String)> {
     vec![
         ("tile", format!("block_m {} block_n {}", tile.block_m, tile.block_n)),
         ("loads", format!("{:?}", tile.load)),
         ("stores", format!("{:?}", tile.store)),
         ("lds", format!("{} bytes", lds_bytes(spec, tile.block_n))),
-        ("workgroup", format!("{} threads", num_threads(tile))),
-        ("grid", format!("{} workgroups", num_workgroups(problem, tile))),
         ("matrix type", format!("{} x {}, then {}", spec.dtype_qk, spec.dtype_qk, dtype_of_p(spec))),
     ]
 }

@@ -8,9 +8,7 @@ use std::path::Path;
 use std::process::Command;
 
 use fmha_core::{DType, Dims, FmhaBackend, FwdProblem, PlanOptions};
-use fmha_rocm::{Arch, RocmBackend};
-
-use crate::support::{Resources, resources};
+use fmha_rocm::{Arch, Resources, RocmBackend};
 
 const OBJDUMP: &str = "llvm-objdump-22";
 const MCA: &str = "llvm-mca-22";
@@ -60,11 +58,10 @@ fn row(arch: Arch, dtype: DType, head_dim: u32, mask: &str) -> String {
     let backend = RocmBackend::pretend(arch.name()).unwrap();
     let plan = backend.plan_fwd(&problem.validate().unwrap(), &PlanOptions::default()).unwrap();
     let code = RocmBackend::code_object(&plan).unwrap();
-    let threads = plan.details.iter().find(|(name, _)| *name == "workgroup").unwrap().1.clone();
-    let waves = threads.split(' ').next().unwrap().parse::<u64>().unwrap() / 64;
-    let found = resources(&code);
+    let waves = u64::from(plan.explain.launch.unwrap().threads / 64);
+    let found = Resources::of(code).unwrap();
     let file = std::env::temp_dir().join(format!("fmha-modelled-{}-{}.co", std::process::id(), arch.name()));
-    std::fs::write(&file, &code).unwrap();
+    std::fs::write(&file, code).unwrap();
     let main_loop = main_loop(&file);
     let passes = passes(arch, &main_loop);
     std::fs::remove_file(&file).unwrap();

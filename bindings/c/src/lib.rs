@@ -31,16 +31,7 @@ impl FmhaPlan {
         // SAFETY: passed on.
         let problem = unsafe { call.problem(backend)? };
         let plan = backend.plan_fwd(&problem, &PlanOptions::default())?;
-        let mut workspace = None;
-        if plan.workspace_bytes > 0 {
-            let bytes = usize::try_from(plan.workspace_bytes).map_err(|_| {
-                ProblemError::new("workspace", format!("workspace of {} bytes", plan.workspace_bytes))
-            })?;
-            let mut buffer = backend.memory().alloc(plan.workspace_bytes)?;
-            // Kernels find their scratch zero and leave it so.
-            backend.memory().upload(&vec![0; bytes], &mut buffer)?;
-            workspace = Some(buffer);
-        }
+        let workspace = backend.memory().workspace(plan.workspace_bytes)?;
         Ok(Self { plan, workspace })
     }
 

@@ -26,6 +26,7 @@ struct Accumulator {
   static constexpr int column(int e) { return 8 * (e / 4) + (e & 1); }
 
   FMHA_DEVICE float& operator[](int e) { return elems[e]; }
+  FMHA_DEVICE float operator[](int e) const { return elems[e]; }
   FMHA_DEVICE void clear() {
 #pragma unroll
     for (int e = 0; e < num_elems; ++e) elems[e] = 0.f;
@@ -41,26 +42,31 @@ template <int depth>
 struct RegisterTile {
   uint32_t elems[depth / kDepth][4];
 
-  template <DType dtype>
-  FMHA_DEVICE void from(Accumulator<depth>& x) {
+  // Columns that x lacks become `zero`: a 0 that ptxas does not know for one, since it writes known
+  // constants before the wait for the product that still reads these registers, and then serialises.
+  template <DType dtype, int n>
+  FMHA_DEVICE void from(const Accumulator<n>& x, uint32_t zero) {
+    static_assert(n <= depth, "a tile takes no more columns than it has");
 #pragma unroll
-    for (int i = 0; i < depth / 4; ++i) elems[i / 4][i % 4] = ptx::cvt_rn_x2<dtype>(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < depth / 4; ++i) {
+      elems[i / 4][i % 4] = i < n / 4 ? ptx::cvt_rn_x2<dtype>(x[2 * i], x[2 * i + 1]) : zero;
+    }
   }
 };
 
-// d = sign * A B^T: A's rows [row, row + 64) and B's rows, both along their dim. Starts, does not wait.
-template <int sign, class TileA, class TileB>
-FMHA_DEVICE void start_product_abt(Accumulator<TileB::rows>& d, const TileA& a, int row, const TileB& b) {
-  static_assert(TileA::dim == TileB::dim, "A and B share their inner dimension");
+// d = sign * A B^T: A's rows [row, row + 64) and B's first n rows, both along their dim. Starts, does not wait.
+template <int sign, int n, class TileA, class TileB>
+FMHA_DEVICE void start_product_abt(Accumulator<n>& d, const TileA& a, int row, const TileB& b) {
+  static_assert(TileA::dim == TileB::dim && n <= TileB::rows, "A and B share their inner dimension");
   constexpr int steps_per_chunk = TileA::span / kDepth;
-  const uint32_t a0 = a.address() + row * TileA::span_bytes, b0 = b.address();
-  constexpr uint64_t bits = descriptor_bits<TileA::span_bytes>(16);
+  const Descriptor a0 = descriptor<TileA::span_bytes>(a.address() + row * TileA::span_bytes, 16);
+  const Descriptor b0 = descriptor<TileB::span_bytes>(b.address(), 16);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < TileA::dim / kDepth; ++step) {
     const int chunk = step / steps_per_chunk, within = step % steps_per_chunk * (2 * kDepth);
-    ptx::wgmma_mma_async_ss<sign, 0>(d.elems, descriptor(a0 + chunk * TileA::chunk_bytes + within, bits),
-                                     descriptor(b0 + chunk * TileB::chunk_bytes + within, bits), step != 0);
+    ptx::wgmma_mma_async_ss<sign, 0>(d.elems, a0.plus_bytes(chunk * TileA::chunk_bytes + within).bits(),
+                                     b0.plus_bytes(chunk * TileB::chunk_bytes + within).bits(), step != 0);
   }
   ptx::wgmma_commit_group();
 }
@@ -68,13 +74,12 @@ FMHA_DEVICE void start_product_abt(Accumulator<TileB::rows>& d, const TileA& a, 
 // d += A B: A in registers, B read across its rows. Starts, does not wait.
 template <class TileB>
 FMHA_DEVICE void start_product_ab(Accumulator<TileB::dim>& d, const RegisterTile<TileB::rows>& a, const TileB& b) {
-  const uint32_t b0 = b.address();
-  constexpr uint64_t bits = descriptor_bits<TileB::span_bytes>(TileB::chunk_bytes);
+  const Descriptor b0 = descriptor<TileB::span_bytes>(b.address(), TileB::chunk_bytes);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < TileB::rows / kDepth; ++step) {
-    ptx::wgmma_mma_async_rs<1, 1>(d.elems, a.elems[step], descriptor(b0 + step * kDepth * TileB::span_bytes, bits),
-                                  true);
+    ptx::wgmma_mma_async_rs<1, 1>(d.elems, a.elems[step],
+                                  b0.plus_bytes(step * kDepth * TileB::span_bytes).bits(), true);
   }
   ptx::wgmma_commit_group();
 }

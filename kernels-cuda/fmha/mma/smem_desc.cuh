@@ -27,15 +27,22 @@ struct alignas(1024) SmemTile {
   FMHA_DEVICE uint32_t address() const { return ptx::shared_address(this); }
 };
 
-// Descriptor bits that do not depend on the address. `leading_bytes`: from chunk to chunk, for a
-// tile read across its rows; ignored for one read along them.
-template <int span_bytes>
-FMHA_DEVICE constexpr uint64_t descriptor_bits(uint32_t leading_bytes) {
-  constexpr uint64_t swizzle = span_bytes == 128 ? 1 : span_bytes == 64 ? 2 : 3;
-  constexpr uint64_t eight_rows = 8 * span_bytes;
-  return swizzle << 62 | (eight_rows >> 4) << 32 | uint64_t(leading_bytes >> 4) << 16;
-}
+// A matrix descriptor. Its low word alone holds the address, so that a step within a tile is one
+// 32-bit addition, which never carries: shared memory ends below 2^18.
+struct Descriptor {
+  uint32_t low;
+  uint32_t high;
 
-FMHA_DEVICE uint64_t descriptor(uint32_t address, uint64_t bits) { return bits | (address & 0x3ffff) >> 4; }
+  FMHA_DEVICE Descriptor plus_bytes(uint32_t bytes) const { return {low + (bytes >> 4), high}; }
+  FMHA_DEVICE uint64_t bits() const { return uint64_t(high) << 32 | low; }
+};
+
+// `leading_bytes`: from chunk to chunk, for a tile read across its rows; ignored for one read along them.
+template <int span_bytes>
+FMHA_DEVICE Descriptor descriptor(uint32_t address, uint32_t leading_bytes) {
+  constexpr uint32_t swizzle = span_bytes == 128 ? 1 : span_bytes == 64 ? 2 : 3;
+  constexpr uint32_t eight_rows = 8 * span_bytes;
+  return {address >> 4 | (leading_bytes >> 4) << 16, eight_rows >> 4 | swizzle << 30};
+}
 
 }  // namespace fmha::mma

@@ -6,18 +6,18 @@
 
 namespace fmha::ptx {
 
-// needs: sm_70. Waits until `num_threads`, itself included, have come.
+// needs: sm_70. Waits until `num_threads`, itself included, have come to barrier `id`.
 // PTX ISA: bar.sync.
-template <int id, int num_threads>
-FMHA_DEVICE void bar_sync() {
-  asm volatile("bar.sync %0, %1;" ::"n"(id), "n"(num_threads) : "memory");
+template <int num_threads>
+FMHA_DEVICE void bar_sync(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(num_threads) : "memory");
 }
 
 // needs: sm_70. Comes and goes on.
 // PTX ISA: bar.arrive.
-template <int id, int num_threads>
-FMHA_DEVICE void bar_arrive() {
-  asm volatile("bar.arrive %0, %1;" ::"n"(id), "n"(num_threads) : "memory");
+template <int num_threads>
+FMHA_DEVICE void bar_arrive(int id) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(num_threads) : "memory");
 }
 
 // needs: sm_70. As bar_sync, from any one lane, which counts for its whole warp.

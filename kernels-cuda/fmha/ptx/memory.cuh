@@ -38,8 +38,7 @@ FMHA_DEVICE void st_global_v4_b32_if(void* address, const uint32_t (&v)[4], bool
                : "memory");
 }
 
-// needs: sm_70. Never executed by design: `condition` is false for every input, but ptxas cannot
-// know, so what `condition` depends on is computed before this point.
+// needs: sm_70.
 // PTX ISA: st.
 FMHA_DEVICE void st_shared_b32_if(uint32_t address, uint32_t value, bool condition) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.shared.b32 [%0], %1; }" ::"r"(address), "r"(value),
@@ -47,7 +46,7 @@ FMHA_DEVICE void st_shared_b32_if(uint32_t address, uint32_t value, bool conditi
                : "memory");
 }
 
-// needs: sm_70. 16 zero bytes.
+// needs: sm_70. 16 zero bytes; `address` is a multiple of 16.
 // PTX ISA: st.
 FMHA_DEVICE void st_shared_v4_zero(uint32_t address) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");

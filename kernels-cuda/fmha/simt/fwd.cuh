@@ -1,154 +1,24 @@
-// Attention forward, right for every spec of the contract and fast for none: the second opinion on
-// the device, and what stands in where no fast kernel takes a problem and the caller allows it.
-//
-// A warp computes one row of O. It takes 32 keys at a time: lane l has the score of key l, then the
-// lanes share out the columns of O and take the keys one after another. Nothing is staged, so any
-// stride will do, and a key that is hidden is not read.
+// `fmha/row_fwd.h` on warps: every spec of the contract, slowly.
 #pragma once
-#include <fmha/num.h>
-#include <fmha/online_softmax.h>
-#include <fmha/philox.h>
 #include <fmha/ptx/collective.cuh>
-#include <fmha/score.h>
-#include <fmha/mask.h>
-#include <fmha/seq.h>
+#include <fmha/row_fwd.h>
 
 namespace fmha::simt {
 
-constexpr int32_t kWarp = 32;
-
-FMHA_DEVICE float warp_reduce(float x, float (*combine)(float, float)) {
-#pragma unroll
-  for (int32_t step = kWarp / 2; step > 0; step /= 2)
-    x = combine(x, ptx::shfl_idx(x, int32_t(threadIdx.x % kWarp) ^ step));
-  return x;
-}
-FMHA_DEVICE float larger(float a, float b) { return a < b ? b : a; }
-FMHA_DEVICE float sum(float a, float b) { return a + b; }
-
-// One query of one (sequence, query head).
-template <FwdSpec spec>
-struct Row {
-  static constexpr int32_t columns = ceil_div(spec.head_dim_v, kWarp);  // of O, to a lane
-
-  const FwdParams& p;
-  const SeqSpan span;
-  const int32_t i_head, i;
-  const int32_t lane = threadIdx.x % kWarp;
-  const int32_t i_head_kv = i_head / p.gqa_ratio;
-  const int32_t batch_head = span.i_batch * p.num_heads_q + i_head;
-  const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
-
-  OnlineRow softmax;
-  Array<float, columns> o = {};
-
-  FMHA_DEVICE float descale(const HeadScalars& x) const { return scalar_of(x, span.i_batch, i_head_kv, 1.f); }
-
-  // Q[i] . K[j], as stored.
-  FMHA_DEVICE float product(int32_t j) const {
-    const int64_t q = row_offset(p.q, span.storage_batch, span.q_row + i, i_head);
-    const int64_t k = row_offset(p.k, span.storage_batch, span.k_row + j, i_head_kv);
-    float dot = 0.f;
-    for (int32_t d = 0; d < spec.head_dim_qk; ++d)
-      dot += load_elem<spec.dtype_qk>(p.q.data, q + d) * load_elem<spec.dtype_qk>(p.k.data, k + d);
-    return dot;
-  }
-
-  // What of a weight reaches its product with V.
-  FMHA_DEVICE float kept(float weight, int32_t j) const {
-    constexpr float scale = p_scale(spec.dtype_v);
-    const float rounded = round_to<spec.dtype_v>(weight * scale) / scale;
-    if constexpr (!spec.dropout) return rounded;
-    return dropout_keeps(p, batch_head, i, j) ? rounded * p.dropout_scale : 0.f;
-  }
-
-  // Keys `keys`, 32 at a time.
-  FMHA_DEVICE void take(Range keys, const ScoreModifier& modifier) {
-    for (int32_t first = keys.begin; first < keys.end; first += kWarp) {
-      const int32_t j = first + lane;
-      const bool seen = j < keys.end && visible(band, i, j);
-      const uint32_t seen_lanes = ptx::vote_ballot(seen);
-      if (seen_lanes == 0) continue;
-
-      const float score = seen ? modified_score<spec>(modifier, product(j), i, j) * kLog2E : -infinity();
-      const float correction = softmax.raise_to(max(softmax.row_max, warp_reduce(score, larger)));
-      const float weight = seen ? exp2_of(score - finite_or_zero(softmax.row_max)) : 0.f;
-      softmax.row_sum += warp_reduce(weight, sum);
-      const float p_j = seen ? kept(weight, j) : 0.f;
-
-#pragma unroll
-      for (int32_t c = 0; c < columns; ++c) o[c] *= correction;
-      for (int32_t l = 0; l < kWarp; ++l) {
-        if (!(seen_lanes >> l & 1)) continue;  // a hidden V may hold NaN
-        add_value(first + l, ptx::shfl_idx(p_j, l));
-      }
-    }
-  }
-
-  FMHA_DEVICE void add_value(int32_t j, float weight) {
-    const int64_t v = row_offset(p.v, span.storage_batch, span.k_row + j, i_head_kv);
-#pragma unroll
-    for (int32_t c = 0; c < columns; ++c) {
-      const int32_t d = c * kWarp + lane;
-      if (d < spec.head_dim_v) o[c] += weight * load_elem<spec.dtype_v>(p.v.data, v + d * p.v.dim);
-    }
-  }
-
-  FMHA_DEVICE void take_sink() {
-    if constexpr (spec.sink) {
-      const float sink = scalar_of(p.sink, 0, i_head, 0.f) * kLog2E;
-      const float correction = softmax.raise_to(max(softmax.row_max, sink));
-      softmax.row_sum += exp2_of(sink - finite_or_zero(softmax.row_max));
-#pragma unroll
-      for (int32_t c = 0; c < columns; ++c) o[c] *= correction;
-    }
-  }
-
-  FMHA_DEVICE void store() const {
-    const float scale_o = p.scale_o ? *p.scale_o : 1.f;
-    const float factor = softmax.normaliser() * descale(p.descale_v) * scale_o;
-    const int64_t at = row_offset(p.o, span.storage_batch, span.q_row + i, i_head);
-#pragma unroll
-    for (int32_t c = 0; c < columns; ++c) {
-      const int32_t d = c * kWarp + lane;
-      if (d < spec.head_dim_v) store_elem<spec.dtype_o>(p.o.data, at + d, o[c] * factor);
-    }
-    if (spec.write_lse && lane == 0) p.lse[lse_offset(p, span, i_head, i)] = softmax.lse();
-  }
-
-  // Every key of the sequence, seen or not.
-  FMHA_DEVICE void store_keep_mask() const {
-    if constexpr (spec.write_keep_mask) {
-      uint8_t* row = p.keep_mask + (int64_t(batch_head) * p.seqlen_q + i) * p.seqlen_k;
-      for (int32_t j = lane; j < span.seqlen_k; j += kWarp)
-        row[j] = !spec.dropout || dropout_keeps(p, batch_head, i, j);
-    }
-  }
-
-  FMHA_DEVICE void run() {
-    const float scale = p.softmax_scale * descale(p.descale_q) * descale(p.descale_k);
-    const ScoreModifier modifier = score_modifier<spec>(p, span, i_head, scale);
-    const Range row = {i, i + 1};
-    take(sink_range(band, row, span.seqlen_k), modifier);
-    take(k_range(band, row, span.seqlen_k), modifier);
-    take_sink();
-    store();
-    store_keep_mask();
-  }
+struct Warp {
+  static constexpr int32_t count = 32;
+  static FMHA_DEVICE int32_t index() { return int32_t(threadIdx.x % count); }
+  static FMHA_DEVICE uint64_t ballot(bool x) { return ptx::vote_ballot(x); }
+  static FMHA_DEVICE float from(float x, int32_t lane) { return ptx::shfl_idx(x, lane); }
 };
 
 // Any grid of whole warps: each takes rows until none is left.
 template <FwdSpec spec>
 FMHA_DEVICE void fwd(const FwdParams& p) {
-  const int64_t num_warps = int64_t(gridDim.x) * (blockDim.x / kWarp);
-  const int64_t num_rows = int64_t(p.batch) * p.num_heads_q * p.seqlen_q;
-  for (int64_t at = int64_t(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp; at < num_rows; at += num_warps) {
-    const int32_t i = int32_t(at % p.seqlen_q);
-    const int32_t i_head = int32_t(at / p.seqlen_q % p.num_heads_q);
-    const SeqSpan span = resolve_seq(p, spec.seq, int32_t(at / p.seqlen_q / p.num_heads_q));
-    if (i >= span.seqlen_q) continue;
-    Row<spec> row{p, span, i_head, i};
-    row.run();
+  const int64_t num_warps = int64_t(gridDim.x) * (blockDim.x / Warp::count), num_rows = num_fwd_rows(p);
+  for (int64_t at = int64_t(blockIdx.x) * (blockDim.x / Warp::count) + threadIdx.x / Warp::count; at < num_rows;
+       at += num_warps) {
+    fwd_row<spec, Warp>(p, at);
   }
 }
 

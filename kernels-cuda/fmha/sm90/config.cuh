@@ -50,7 +50,7 @@ struct Work {
   int32_t last_block;   // blocks go down from this one,
   int32_t num_band_blocks;    // this many,
   int32_t last_sink_block;    // then down from this one
-  int32_t clean_from;   // keys of the first block from here on are not the sequence's, and not zero
+  int32_t first_dirty;  // rows of the first V block from here on are to be zeroed; block_n: none
 };
 
 template <FwdSpec spec, Sm90Tile tile>
@@ -67,10 +67,11 @@ struct Smem {
   Barrier q_empty[q_buffers];    // one arrival per consumer warp
   Barrier k_full[tile.stages];   // the bytes of one K block
   Barrier k_empty[tile.stages];  // one arrival per consumer warp of the cluster
-  Barrier v_full[tile.stages];   // the bytes of one V block
+  Barrier v_full[tile.stages];   // the bytes of one V block, or the clean role's word for them
+  Barrier v_raw[tile.stages];    // the bytes of one V block, to be cleaned
   Barrier v_empty[tile.stages];  // one arrival per consumer warp of the cluster
   Barrier work_full[kWorkSlots];   // the schedule role's arrival
-  Barrier work_empty[kWorkSlots];  // one arrival per consumer warp, one of the load role
+  Barrier work_empty[kWorkSlots];  // one arrival per warp that reads it: consumers, load, clean
   Work work[kWorkSlots];
 };
 
@@ -87,6 +88,11 @@ struct Slot {
       index = index + 1 == num_slots ? 0 : index + 1;
       phase ^= index == 0;
     }
+  }
+  FMHA_DEVICE void advance_by(int32_t count) {
+    const int32_t sum = index + count, rounds = sum / num_slots;
+    index = sum - rounds * num_slots;
+    phase ^= rounds & 1;
   }
 };
 

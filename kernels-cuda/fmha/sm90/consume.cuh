@@ -19,7 +19,11 @@ namespace fmha::sm90 {
 template <FwdSpec spec, Sm90Tile tile>
 struct Consumer {
   using Shared = Smem<spec, tile>;
-  using Scores = mma::Accumulator<tile.block_n>;
+  template <int n>
+  using Scores = mma::Accumulator<n>;  // of a block's first n keys
+  // A first block of which the warpgroup sees this many keys at most is computed that far only: on the
+  // diagonal, the upper warpgroup's half.
+  static constexpr int half_n = round_up(tile.block_n / 2, mma::kDepth);
   static constexpr int consumers = num_consumers(tile);
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
 
@@ -66,26 +70,16 @@ struct Consumer {
 
   // Turns at the tensor cores: barrier 1 + w says that warpgroup w may issue.
   FMHA_DEVICE void take_turn() const {
-    if constexpr (tile.ping_pong && consumers > 1) {
-      if (index == 0) ptx::bar_sync<1, 256>();
-      if (index == 1) ptx::bar_sync<2, 256>();
-      if (consumers > 2 && index == 2) ptx::bar_sync<3, 256>();
-    }
+    if constexpr (tile.ping_pong && consumers > 1) ptx::bar_sync<2 * mma::kWarpgroup>(1 + index);
   }
   FMHA_DEVICE void pass_turn() const {
     if constexpr (tile.ping_pong && consumers > 1) {
-      if (index == consumers - 1) ptx::bar_arrive<1, 256>();
-      if (index == 0) ptx::bar_arrive<2, 256>();
-      if (consumers > 2 && index == 1) ptx::bar_arrive<3, 256>();
+      ptx::bar_arrive<2 * mma::kWarpgroup>(1 + (index + 1 == consumers ? 0 : index + 1));
     }
   }
-  FMHA_DEVICE void sync_warpgroup() const {
-    if (index == 0) ptx::bar_sync<4, 128>();
-    if (index == 1) ptx::bar_sync<5, 128>();
-    if (index == 2) ptx::bar_sync<6, 128>();
-  }
 
-  FMHA_DEVICE void start_scores(Scores& s) {
+  template <int n>
+  FMHA_DEVICE void start_scores(Scores<n>& s) {
     ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
     take_turn();
     mma::start_product_abt<spec.negative_scale ? -1 : 1>(s, smem.q[q_slot.index], index * mma::kRows,
@@ -115,7 +109,8 @@ struct Consumer {
   }
 
   // Hides what the thread's two rows do not see of a block.
-  FMHA_DEVICE void mask(Scores& s, const Work& work, int32_t block) const {
+  template <int n>
+  FMHA_DEVICE void mask(Scores<n>& s, const Work& work, int32_t block) const {
     const int32_t first_key = block * tile.block_n + mma::fragment_column();
     // A tile without keys has block -1.
     const int32_t seqlen_k = block < 0 ? -tile.block_n : work.seqlen_k;
@@ -128,15 +123,16 @@ struct Consumer {
     }
     const int32_t sinks = work.sink_columns - first_key;
 #pragma unroll
-    for (int e = 0; e < Scores::num_elems; ++e) {
-      const int column = Scores::column(e), r = Scores::row(e);
+    for (int e = 0; e < s.num_elems; ++e) {
+      const int column = s.column(e), r = s.row(e);
       bool hidden = column >= end[r];
       if constexpr (has_lo) hidden |= column < begin[r] && !(spec.sink_columns && column < sinks);
       if (hidden) s[e] = -infinity();
     }
   }
 
-  FMHA_DEVICE void modify(Scores& s, const Work& work, int32_t block) const {
+  template <int n>
+  FMHA_DEVICE void modify(Scores<n>& s, const Work& work, int32_t block) const {
     if constexpr (modifies_score(spec)) {
       const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
 #pragma unroll
@@ -147,9 +143,9 @@ struct Consumer {
         const ScoreModifier modifier = score_modifier<spec>(p, span, i_head, scale);
         const int32_t first_key = block * tile.block_n + mma::fragment_column();
 #pragma unroll
-        for (int e = 0; e < Scores::num_elems; ++e) {
-          if (Scores::row(e) != r) continue;
-          const int32_t j = first_key + Scores::column(e);
+        for (int e = 0; e < s.num_elems; ++e) {
+          if (s.row(e) != r) continue;
+          const int32_t j = first_key + s.column(e);
           // The bias has no element beyond the lengths.
           const bool there = i < work.seqlen_q && j < work.seqlen_k && block >= 0;
           if (spec.bias != BiasKind::Elementwise || there) s[e] = modified_score<spec>(modifier, s[e], i, j);
@@ -158,38 +154,20 @@ struct Consumer {
     }
   }
 
-  // Zeros the rows of a V block that are not the sequence's.
-  FMHA_DEVICE void clean_v(int32_t first_row) {
-    using Tile = typename Shared::VTile;
-    ptx::mbarrier_wait_parity(smem.v_full[v_slot.index], v_slot.phase);
-    const uint32_t begin = max(first_row, 0) * Tile::span_bytes;
-#pragma unroll 1
-    for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
-      const uint32_t base = smem.v[v_slot.index].address() + chunk * Tile::chunk_bytes;
-      for (uint32_t at = begin + threadIdx.x % mma::kWarpgroup * 16; at < Tile::chunk_bytes; at += mma::kWarpgroup * 16)
-        ptx::st_shared_v4_zero(base + at);
-    }
-    ptx::fence_proxy_async();
-    sync_warpgroup();
-  }
-
+  FMHA_DEVICE uint32_t zero() const { return uint32_t(work().num_blocks) >> 31; }
   FMHA_DEVICE uint32_t never() const { return ptx::shared_address(&smem.work[0]); }
 
   // S to P of block `block` of a tile.
-  FMHA_DEVICE void exponentiate(Scores& s, const Work& work, int32_t block, bool edge) {
+  template <int n>
+  FMHA_DEVICE void exponentiate(Scores<n>& s, const Work& work, int32_t block, bool edge) {
     modify(s, work, block);
     if (edge) mask(s, work, block);
     softmax.step(s, scale_log2, never());
   }
-  FMHA_DEVICE void exponentiate_first(Scores& s, const Work& work) {
+  template <int n>
+  FMHA_DEVICE void exponentiate_first(Scores<n>& s, const Work& work) {
     const int32_t block = block_at(work, 0);
     exponentiate(s, work, block, block < 0 || is_edge(block));
-  }
-
-  FMHA_DEVICE void clean_first(const Work& work) {
-    const int32_t first_bad = work.clean_from == kUnboundedHi ? tile.block_n
-                                                              : work.clean_from - block_at(work, 0) * tile.block_n;
-    if (first_bad < tile.block_n) clean_v(first_bad);
   }
 
   FMHA_DEVICE void rescale() {
@@ -199,6 +177,12 @@ struct Consumer {
     }
   }
 
+  FMHA_DEVICE bool sees_half(const Work& work) const {
+    if constexpr (!has_hi || spec.sink_columns) return false;
+    const int32_t last_query = query_of<tile>(p, work.first_row + index * mma::kRows + mma::kRows - 1);
+    return ptx::uniform(last_query + work.hi < work.last_block * tile.block_n + half_n);
+  }
+
   // The first block of a tile, nothing of another under way.
   FMHA_DEVICE void first_block() {
     const Work& w = work();
@@ -206,26 +190,33 @@ struct Consumer {
     o.clear();
     softmax.reset();
     ptx::mbarrier_wait_parity(smem.q_full[q_slot.index], q_slot.phase);
-    Scores s;
+    if (sees_half(w)) {
+      first_scores<half_n>(w);
+    } else {
+      first_scores<tile.block_n>(w);
+    }
+  }
+  template <int n>
+  FMHA_DEVICE void first_scores(const Work& w) {
+    Scores<n> s;
     start_scores(s);
     pass_turn();
     ptx::wgmma_wait_group<0>();
     release_k();
     exponentiate_first(s, w);
-    probs.template from<spec.dtype_v>(s);
-    clean_first(w);
+    probs.template from<spec.dtype_v>(s, zero());
   }
 
   // `edge` is a literal, or the same for the whole warpgroup.
   FMHA_DEVICE void step(int32_t block, bool edge) {
-    Scores s;
+    Scores<tile.block_n> s;
     start_scores(s);
     start_output();
     pass_turn();
     finish_scores();
     exponentiate(s, work(), block, edge);
     finish_output();
-    probs.template from<spec.dtype_v>(s);
+    probs.template from<spec.dtype_v>(s, zero());
     rescale();
   }
 
@@ -249,34 +240,29 @@ struct Consumer {
     }
   }
 
-  // This tile's last P V beside the next tile's first S.
-  FMHA_DEVICE void cross_to_next() {
-    const Work& done = work();
-    Slot<kWorkSlots> next_slot = work_slot;
-    next_slot.advance();
-    const Work& next = smem.work[next_slot.index];
-    const int32_t done_row = rows.row;
+  // A tile's end, with the next tile's first S started beside the last P V.
+  FMHA_DEVICE void cross_to(const Work& next, RowStats (&stats)[2]) {
     ptx::mbarrier_wait_parity(smem.q_full[q_slot.index], q_slot.phase);
-    Scores s;
+    if (sees_half(next)) {
+      cross_products<half_n>(next, stats);
+    } else {
+      cross_products<tile.block_n>(next, stats);
+    }
+  }
+  template <int n>
+  FMHA_DEVICE void cross_products(const Work& next, RowStats (&stats)[2]) {
+    Scores<n> s;
     start_scores(s);
     start_output();
     pass_turn();
     finish_scores();
-    RowStats stats[2] = {softmax.rows[0], softmax.rows[1]};
+    stats[0] = softmax.rows[0];
+    stats[1] = softmax.rows[1];
     softmax.reset();
     rows = rows_of(next);
     exponentiate_first(s, next);
     finish_output();
-    probs.template from<spec.dtype_v>(s);
-    clean_first(next);
-    epilogue<spec, tile>(p, done, done_row, stats, scale_log2, o);
-    o.clear();
-  }
-
-  FMHA_DEVICE void last_output() {
-    start_output();
-    finish_output();
-    epilogue<spec, tile>(p, work(), rows.row, softmax.rows, scale_log2, o);
+    probs.template from<spec.dtype_v>(s, zero());
   }
 
   FMHA_DEVICE void run() {
@@ -287,19 +273,30 @@ struct Consumer {
     while (true) {
       other_blocks();
       release_q();
+      const Work& done = work();
+      const int32_t done_row = rows.row;
       Slot<kWorkSlots> next_slot = work_slot;
       next_slot.advance();
+      const Work& next = smem.work[next_slot.index];
       ptx::mbarrier_wait_parity(smem.work_full[next_slot.index], next_slot.phase);
-      const bool more = ptx::uniform(smem.work[next_slot.index].num_blocks) > 0;
+      const bool more = ptx::uniform(next.num_blocks) > 0;
+      RowStats stats[2];
       if (tile.lookahead && more) {
-        cross_to_next();
-        release_work();
-        continue;
+        cross_to(next, stats);
+      } else {
+        start_output();
+        finish_output();
+        stats[0] = softmax.rows[0];
+        stats[1] = softmax.rows[1];
       }
-      last_output();
+      epilogue<spec, tile>(p, done, done_row, stats, scale_log2, o);
       release_work();
       if (!more) return;
-      first_block();
+      if constexpr (tile.lookahead) {
+        o.clear();
+      } else {
+        first_block();
+      }
     }
   }
 };

@@ -2,6 +2,7 @@
 #pragma once
 #include <fmha/num.h>
 #include <fmha/sm90/config.cuh>
+#include <fmha/sm90/redo.cuh>
 #include <fmha/sm90/softmax.cuh>
 
 namespace fmha::sm90 {
@@ -44,17 +45,37 @@ FMHA_DEVICE void quad_transpose(uint32_t (&w)[4]) {
   }
 }
 
+// Whether a thread's part of a row of O is not finite.
+template <int n>
+FMHA_DEVICE bool has_non_finite(const mma::Accumulator<n>& o, int r) {
+  float zero = 0.f;
+#pragma unroll
+  for (int e = 2 * r; e < o.num_elems; e += 4) zero = fmaf(o[e], 0.f, fmaf(o[e + 1], 0.f, zero));
+  return is_nan(zero);
+}
+
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, RowStats (&rows)[2], float scale_log2,
                           mma::Accumulator<padded_dim(spec.head_dim_v)>& o) {
   constexpr int dim = spec.head_dim_v;
   const int32_t quad_lane = threadIdx.x % 4;
+  uint32_t suspects = 0;  // of the warp's 16 rows, a bit each
+  float lse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int32_t packed_row = row + 8 * r, i = query_of<tile>(p, packed_row);
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
-    const bool stored = i < work.seqlen_q;
-    const RowResult result = finish_row<spec>(p, rows[r], scale_log2, stored ? i_head : 0);
+    const bool inside = i < work.seqlen_q;
+    const RowResult result = finish_row<spec>(p, rows[r], scale_log2, inside ? i_head : 0);
+    lse[r] = result.lse;
+    bool stored = inside;
+    if constexpr (spec.mask != MaskKind::Full) {
+      const bool suspect = inside && has_non_finite(o, r) && abs_of(result.lse) < infinity();
+      const uint32_t lanes = __ballot_sync(ptx::kAllLanes, suspect);
+#pragma unroll
+      for (int quad = 0; quad < 8; ++quad) suspects |= uint32_t((lanes >> 4 * quad & 15) != 0) << (8 * r + quad);
+      stored = inside && !(suspects >> (8 * r + threadIdx.x % 32 / 4) & 1);
+    }
     const int64_t at = work.storage_batch * p.o.batch + int64_t(work.q_row + i) * p.o.row + i_head * p.o.head;
 
     if constexpr (tile.vector_store) {
@@ -78,22 +99,25 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
         for (int k = 0; k < 2; ++k) {
           const int32_t column = o.column(e + k) + 2 * quad_lane;
           const float value = o[e + k] * result.factor;
-          const bool inside = stored && column < dim;
+          const bool there = stored && column < dim;
           if constexpr (spec.dtype_o == DType::F32) {
-            ptx::st_global_f32_if(static_cast<float*>(p.o.data) + at + column, value, inside);
+            ptx::st_global_f32_if(static_cast<float*>(p.o.data) + at + column, value, there);
           } else {
             const uint16_t half = uint16_t(ptx::cvt_rn_x2<spec.dtype_o>(value, 0.f));
-            ptx::st_global_u16_if(static_cast<uint16_t*>(p.o.data) + at + column, half, inside);
+            ptx::st_global_u16_if(static_cast<uint16_t*>(p.o.data) + at + column, half, there);
           }
         }
       }
     }
     if constexpr (spec.write_lse) {
-      float* lse = p.lse + work.storage_batch * p.lse_batch + i_head * p.lse_head + work.q_row + i;
-      ptx::st_global_f32_if(lse, result.lse, stored && quad_lane == 0);
+      float* out = p.lse + work.storage_batch * p.lse_batch + i_head * p.lse_head + work.q_row + i;
+      ptx::st_global_f32_if(out, result.lse, inside && quad_lane == 0);
     }
   }
   __syncwarp();
+  if constexpr (spec.mask != MaskKind::Full) {
+    if (ptx::uniform(suspects)) redo_rows<spec, tile>(p, work, row, ptx::uniform(suspects), lse);
+  }
 }
 
 }  // namespace fmha::sm90

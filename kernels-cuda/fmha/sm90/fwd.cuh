@@ -1,7 +1,7 @@
 // Attention forward on Hopper: one warpgroup loads, one to three consume.
 //
-// The schedule of FlashAttention-3 (Shah et al., 2024). The first warpgroup has two working threads:
-// one plans tiles (scheduler.cuh), one loads them (load.cuh).
+// The schedule of FlashAttention-3 (Shah et al., 2024). Of the first warpgroup's warps one loads
+// (load.cuh), one plans tiles (scheduler.cuh), one zeroes what is not the sequence's (clean.cuh).
 #pragma once
 #include <fmha/sm90/consume.cuh>
 #include <fmha/sm90/load.cuh>
@@ -19,11 +19,12 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
     ptx::mbarrier_init(smem.k_full[i], 1);
     ptx::mbarrier_init(smem.k_empty[i], warps);
     ptx::mbarrier_init(smem.v_full[i], 1);
+    ptx::mbarrier_init(smem.v_raw[i], 1);
     ptx::mbarrier_init(smem.v_empty[i], warps);
   }
   for (int i = 0; i < kWorkSlots; ++i) {
     ptx::mbarrier_init(smem.work_full[i], 1);
-    ptx::mbarrier_init(smem.work_empty[i], warps + 1);
+    ptx::mbarrier_init(smem.work_empty[i], warps + 2);
   }
   ptx::fence_mbarrier_init();
 }

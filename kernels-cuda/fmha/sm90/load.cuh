@@ -1,7 +1,7 @@
 // The load role: one thread keeps the copy engine fed.
 #pragma once
 #include <fmha/ptx/barrier.cuh>
-#include <fmha/sm90/scheduler.cuh>
+#include <fmha/sm90/clean.cuh>
 
 namespace fmha::sm90 {
 
@@ -34,10 +34,12 @@ struct Loader {
   // Where a tile's key blocks are; in registers, so that a load follows its slot's release at once.
   struct Keys {
     int32_t i_head_kv, storage_batch, k_row, last_block, num_band_blocks, last_sink_block;
+    bool dirty;
 
     FMHA_DEVICE explicit Keys(const Work& work)
         : i_head_kv(work.i_head_kv), storage_batch(work.storage_batch), k_row(work.k_row),
-          last_block(work.last_block), num_band_blocks(work.num_band_blocks), last_sink_block(work.last_sink_block) {}
+          last_block(work.last_block), num_band_blocks(work.num_band_blocks), last_sink_block(work.last_sink_block),
+          dirty(work.first_dirty < tile.block_n) {}
 
     FMHA_DEVICE int32_t row(int32_t i) const {
       const int32_t block = spec.sink_columns && i >= num_band_blocks ? last_sink_block - (i - num_band_blocks)
@@ -48,24 +50,25 @@ struct Loader {
   };
 
   template <class Tile>
-  FMHA_DEVICE void load_block(Tile (&tiles)[tile.stages], const TensorMap& map, Barrier (&full)[tile.stages],
+  FMHA_DEVICE void load_block(Tile (&tiles)[tile.stages], const TensorMap& map, Barrier& full,
                               Barrier (&empty)[tile.stages], Slot<tile.stages>& slot, const Keys& keys, int32_t i) {
     const int32_t row = keys.row(i);
     ptx::mbarrier_wait_parity(empty[slot.index], slot.phase ^ 1);
-    ptx::mbarrier_arrive_expect_tx(full[slot.index], Tile::tile_bytes);
+    ptx::mbarrier_arrive_expect_tx(full, Tile::tile_bytes);
 #pragma unroll
     for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
-      ptx::cp_async_bulk_tensor_4d(tiles[slot.index].address() + chunk * Tile::chunk_bytes, map, full[slot.index],
+      ptx::cp_async_bulk_tensor_4d(tiles[slot.index].address() + chunk * Tile::chunk_bytes, map, full,
                                    chunk * Tile::span, row, keys.i_head_kv, keys.storage_batch,
                                    ptx::CacheHint::EvictLast);
     }
     slot.advance();
   }
   FMHA_DEVICE void load_k(const Keys& keys, int32_t i) {
-    load_block(smem.k, maps.k, smem.k_full, smem.k_empty, k_slot, keys, i);
+    load_block(smem.k, maps.k, smem.k_full[k_slot.index], smem.k_empty, k_slot, keys, i);
   }
   FMHA_DEVICE void load_v(const Keys& keys, int32_t i) {
-    load_block(smem.v, maps.v, smem.v_full, smem.v_empty, v_slot, keys, i);
+    Barrier& full = keys.dirty && i == 0 ? smem.v_raw[v_slot.index] : smem.v_full[v_slot.index];
+    load_block(smem.v, maps.v, full, smem.v_empty, v_slot, keys, i);
   }
 
   FMHA_DEVICE void ask() const { ptx::barrier_arrive<kWorkWanted, 64>(); }
@@ -123,6 +126,9 @@ FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const Sm90Schedule& 
     loader.run();
   } else if (threadIdx.x == 32) {
     schedule_tiles<spec, tile>(p, schedule, smem);
+  } else if (threadIdx.x / 32 == 2) {
+    Cleaner<spec, tile> cleaner{smem};
+    cleaner.run();
   }
 }
 

@@ -11,6 +11,11 @@
 
 namespace fmha::sm90 {
 
+// The i-th key block of a tile.
+FMHA_DEVICE int32_t block_at(const Work& work, int32_t i) {
+  return i < work.num_band_blocks ? work.last_block - i : work.last_sink_block - (i - work.num_band_blocks);
+}
+
 // Tile `index` of the order, resolved; num_blocks 0 if its sequence has no such rows.
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE Work resolve_tile(const FwdParams& p, const Sm90Schedule& schedule, int32_t index) {
@@ -54,24 +59,19 @@ FMHA_DEVICE Work resolve_tile(const FwdParams& p, const Sm90Schedule& schedule, 
   work.last_sink_block = ceil_div(sinks.end, tile.block_n) - 1;
   if (work.num_band_blocks > 0) work.last_sink_block = min(work.last_sink_block, first_block - 1);
   work.num_blocks = work.num_band_blocks + work.last_sink_block + 1;
-
-  // Rows that no query of the sequence sees may hold anything, NaN included, which 0 * NaN would
-  // spread. Beyond the tensor the copy engine has put zeros.
-  const int32_t live_end = min(span.seqlen_k, span.seqlen_q + band.hi);
-  const bool zeros_follow = spec.seq == SeqKind::Batch && !p.seqused_k && live_end == span.seqlen_k;
-  work.clean_from = zeros_follow ? kUnboundedHi : live_end;
-
   if (work.num_blocks == 0) {  // no key at all: one block outside the tensor, zeros that are hidden
     work.num_blocks = work.num_band_blocks = 1;
     work.last_block = -1;
-    work.clean_from = kUnboundedHi;
   }
-  return work;
-}
 
-// The i-th key block of a tile.
-FMHA_DEVICE int32_t block_at(const Work& work, int32_t i) {
-  return i < work.num_band_blocks ? work.last_block - i : work.last_sink_block - (i - work.num_band_blocks);
+  // Keys that no query of the sequence sees. Beyond the tensor, in block -1 too, the copy engine has put
+  // zeros.
+  const int32_t live_end = min(span.seqlen_k, span.seqlen_q + band.hi);
+  const bool zeros_follow = spec.seq == SeqKind::Batch && !p.seqused_k && live_end == span.seqlen_k;
+  const int32_t first_block_begin = block_at(work, 0) * tile.block_n;
+  work.first_dirty = zeros_follow || work.last_block < 0 ? tile.block_n
+                                                         : clamp(live_end - first_block_begin, 0, tile.block_n);
+  return work;
 }
 
 // Walks the order for one CTA (or one cluster).

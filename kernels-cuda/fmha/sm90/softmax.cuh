@@ -45,15 +45,21 @@ struct Softmax {
   template <int n>
   FMHA_DEVICE void step(mma::Accumulator<n>& s, float scale_log2, uint32_t never) {
     using S = mma::Accumulator<n>;
+    // Two chains a row: one of 32 links, each waiting for the last, takes 140 clocks, in which the
+    // warp has nothing else to issue.
     float new_max[2] = {rows[0].row_max, rows[1].row_max};
+    float other_max[2] = {s[1], s[3]};
 #pragma unroll
-    for (int e = 0; e < S::num_elems; ++e) new_max[S::row(e)] = fmaxf(new_max[S::row(e)], s[e]);
+    for (int e = 0; e < S::num_elems; ++e) {
+      float& chain = e & 1 ? other_max[S::row(e)] : new_max[S::row(e)];
+      chain = fmaxf(chain, s[e]);
+    }
 
     float shift[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       RowStats& row = rows[r];
-      new_max[r] = quad_reduce(new_max[r], [](float a, float b) { return fmaxf(a, b); });
+      new_max[r] = quad_reduce(fmaxf(new_max[r], other_max[r]), [](float a, float b) { return fmaxf(a, b); });
       // A maximum that grew little is kept: P may then exceed 1, up to 2^lazy_rescale_log2, which f32
       // sums and 16-bit P hold as well, and O needs no correction.
       if (row.row_max != -infinity() && (new_max[r] - row.row_max) * scale_log2 <= float(tile.lazy_rescale_log2))
@@ -72,9 +78,9 @@ struct Softmax {
       s[e] = on_fma_pipe ? exp2_polynomial(x) : ptx::ex2_approx_ftz(x);
       rows[S::row(e)].row_sum += s[e];
       // The wait for P V comes no earlier than this point: ptxas else moves all exponentials behind it.
-      // The sums are never negative.
+      // No sum is negative; of its bits, unlike of `< 0`, ptxas does not know that.
       if (tile.wait_anchor > 0 && e + 1 == tile.wait_anchor)
-        ptx::st_shared_b32_if(never, 0, rows[0].row_sum + rows[1].row_sum < 0.f);
+        ptx::st_shared_b32_if(never, 0, bits_of(rows[0].row_sum + rows[1].row_sum) == 0x80000001u);
     }
   }
 

@@ -108,8 +108,14 @@ FMHA_DEVICE void fwd(const FwdParams& p) {
   wave.row = OnlineRow{};
 
   const TileWalk walk = TileWalk::of<spec, tile>(job, queries);
-  if (walk.num_tiles > 0) MainLoop<spec, tile>(wave, lds, p, job, walk).run();
+  const bool hidden = walk.num_tiles > 0 && MainLoop<spec, tile>(wave, lds, p, job, queries, walk).run();
   epilogue<spec, tile>(wave, p, job);
+  if (hidden) {
+#pragma nounroll
+    for (int32_t n = 0; n < walk.num_tiles; ++n) {
+      show_nonfinite<spec, tile>(wave, p, job, queries, walk.tile_at(n) * tile.block_n);
+    }
+  }
 }
 
 }  // namespace fmha::cdna

@@ -12,6 +12,7 @@
 // the matrix instructions in one row and the exponentials behind them.
 #pragma once
 #include <fmha/cdna/load.h>
+#include <fmha/cdna/nonfinite.h>
 #include <fmha/cdna/tile_step.h>
 #include <fmha/isa/sched.h>
 #include <fmha/isa/sync.h>
@@ -101,14 +102,15 @@ class MainLoop {
 
  public:
   FMHA_DEVICE MainLoop(Wave<spec, tile>& wave, typename C::Lds& lds, const FwdParams& p, const Job& job,
-                       const TileWalk& walk)
-      : wave_(wave), lds_(lds), p_(p), job_(job), walk_(walk), k_cursor_(k_cursor<spec, tile>(p, job)),
+                       Range queries, const TileWalk& walk)
+      : wave_(wave), lds_(lds), p_(p), job_(job), queries_(queries), walk_(walk), k_cursor_(k_cursor<spec, tile>(p, job)),
         v_cursor_(v_cursor<spec, tile>(p, job)) {
     k_cursor_.advance(walk.tile_at(0));
     v_cursor_.advance(walk.tile_at(0));
   }
 
-  FMHA_DEVICE void run() {
+  // Whether V had NaN or infinity that was hidden: then `show_nonfinite` is due when O is written.
+  FMHA_DEVICE bool run() {
     // Two steps a round, with everything in the registers and stages that the next round finds it in. An odd
     // step goes first: a way out in the middle of a round would cost a copy of O.
     const int32_t last = walk_.num_tiles - 1, odd = last % 2;
@@ -123,6 +125,7 @@ class MainLoop {
     }
     const PFrags<spec, tile> p_frags = probabilities<spec, tile>(s_[0], wave_, p_, job_, first_key(last));
     weighted_values<spec, tile>(wave_, p_frags, lds_.stage[0].v);
+    return hidden_;
   }
 
  private:
@@ -154,6 +157,7 @@ class MainLoop {
 #pragma unroll
     for (int i = 0; i < K::store_parts; ++i) k_.store(second.k, i);
     s_barrier();
+    hidden_ = hide_nonfinite<spec, tile>(first.v, job_, queries_, first_key(0));
     Scores<spec, tile> s = scores<spec, tile>(wave_, first.k);
     modify_and_mask<spec, tile>(s, job_, wave_, first_key(0));
     raise_row_max<spec, tile>(wave_, job_, max_of<spec, tile>(s));
@@ -183,6 +187,7 @@ class MainLoop {
     const float next_max = values_beside(make, made.frags, s_next, now, next, v_ahead);
     wave_.row.row_sum += made.sum[0] + made.sum[1];
     raise_row_max<spec, tile>(wave_, job_, next_max);
+    hidden_ |= hide_nonfinite<spec, tile>(next.v, job_, queries_, first_key(n + 1));
   }
 
   // Parts of P that are made beside the second product: those of its second half, as far as they leave
@@ -287,7 +292,9 @@ class MainLoop {
   typename C::Lds& lds_;
   const FwdParams& p_;
   const Job& job_;
+  Range queries_;
   const TileWalk& walk_;
+  bool hidden_ = false;
   Cursor<tile> k_cursor_, v_cursor_;
   K k_;
   V v_;

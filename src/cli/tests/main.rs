@@ -2,6 +2,10 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
+#[cfg(unix)]
+mod amd;
+#[cfg(unix)]
+mod amd_check;
 mod api;
 mod bench;
 mod conformance;

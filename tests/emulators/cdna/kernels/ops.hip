@@ -26,6 +26,11 @@ GLOBAL void floats(const float *in, float *out) {
   out[i] = r;
 }
 
+GLOBAL void quotients(const float *in, float *out) {
+  int i = __builtin_amdgcn_workitem_id_x();
+  out[i] = in[3 * i] / in[3 * i + 1];
+}
+
 GLOBAL void halves(const f16x2 *in, f16x2 *out) {
   int i = __builtin_amdgcn_workitem_id_x();
   f16x2 a = in[3 * i], b = in[3 * i + 1], c = in[3 * i + 2];

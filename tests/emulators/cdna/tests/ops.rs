@@ -59,6 +59,34 @@ fn float_arithmetic_is_the_hosts() {
     }
 }
 
+/// Down to subnormal operands and quotients, up to those that overflow.
+#[test]
+fn quotients_are_correctly_rounded_over_the_whole_range() {
+    for arch in Arch::ALL {
+        let Some(code) = compile("ops.hip", arch) else { return };
+        let mut random = Random(7);
+        for round in 0..50 {
+            let input: Vec<u32> = (0..192)
+                .map(|i| match (round, i % 3) {
+                    // About the edge at which 1 / b and a / b become subnormal.
+                    (0, 0) => 2f32.to_bits(),
+                    (0, 1) => (2f32.powi(126) * (1.0 + i as f32 / 64.0)).to_bits(),
+                    _ => random.bits(),
+                })
+                .collect();
+            let got = run(arch, &code, "quotients", &input);
+            for (i, x) in input.chunks_exact(3).enumerate() {
+                let [a, b] = [x[0], x[1]].map(f32::from_bits);
+                let (got, want) = (f32::from_bits(got[i]), a / b);
+                assert!(
+                    got == want || got.is_nan() && want.is_nan(),
+                    "{arch}: {a:e} / {b:e} = {got:e}, not {want:e}"
+                );
+            }
+        }
+    }
+}
+
 #[test]
 fn lane_moves_follow_their_definitions() {
     for arch in Arch::ALL {

@@ -102,13 +102,19 @@ pub struct Module {
 
 /// A kernel, ready to launch.
 #[derive(Clone, Debug)]
-pub struct Kernel(Arc<Program>);
+pub struct Kernel(Arc<Program>, Arc<str>);
 
 impl Kernel {
     /// Its name.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.0.name
+    }
+
+    /// The PTX of its module.
+    #[must_use]
+    pub fn source(&self) -> &str {
+        &self.1
     }
 
     /// Offset and bytes of each parameter in the argument buffer.
@@ -191,6 +197,10 @@ impl Device {
         Self::default()
     }
 
+    pub(crate) fn memory(&self) -> &GlobalMemory {
+        &self.memory
+    }
+
     /// Allocates `bytes`; the address is no host address.
     #[must_use]
     pub fn alloc(&self, bytes: u64) -> u64 {
@@ -255,10 +265,11 @@ impl Device {
             globals.insert(var.name.clone(), (address, var.bytes));
         }
         let shared: Vec<Var> = ast.vars.iter().filter(|v| v.space == Space::Shared).cloned().collect();
+        let source: Arc<str> = ptx.into();
         let mut kernels = HashMap::new();
         for func in &ast.kernels {
             let program = decode(func, &symbols, &shared)?;
-            kernels.insert(func.name.clone(), Kernel(Arc::new(program)));
+            kernels.insert(func.name.clone(), Kernel(Arc::new(program), Arc::clone(&source)));
         }
         Ok(Module { kernels, globals, target: ast.target, version: ast.version })
     }

@@ -24,8 +24,10 @@ mod lex;
 mod memory;
 mod op;
 mod parse;
+mod recording;
 
 pub use counters::Counters;
 pub use exec::TensorMap;
 pub use fault::{Fault, FaultKind, Place};
 pub use launch::{Asynchrony, Device, Kernel, LaunchConfig, Module, Options, Report};
+pub use recording::{Ready, Recording};

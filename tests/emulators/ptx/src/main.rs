@@ -2,11 +2,12 @@
 
 use std::process::ExitCode;
 
-use fmha_emu_ptx::{Asynchrony, Device, Kernel, LaunchConfig, Options};
+use fmha_emu_ptx::{Asynchrony, Device, Kernel, LaunchConfig, Options, Recording};
 
 const USAGE: &str = "\
 usage: ptx-emu run FILE.ptx [--kernel NAME] --grid X[,Y[,Z]] --block X[,Y[,Z]] [--cluster X[,Y[,Z]]]
                    [--shared BYTES] [--mode eager|hb|late:SEED] [--seeds N] [--lines] [--arg ARG]...
+       ptx-emu bench FILE.launch... [--mode eager|hb|late:SEED] [--repeat N] [--ptx FILE.ptx]
        ptx-emu list FILE.ptx
 
 An ARG is one parameter of the kernel, in order:
@@ -17,6 +18,9 @@ An ARG is one parameter of the kernel, in order:
   in:FILE                          a buffer with a file's bytes
   out:BYTES:FILE                   a zeroed buffer, written to FILE when the kernel has ended
   hex:BYTES                        bytes of the parameter itself, as hexadecimal digits
+
+`bench` runs recorded launches (the driver double writes them to the folder FMHA_EMULATE_RECORD) on one thread and
+prints warp instructions a second of processor time; --ptx puts another module in the recorded one's place.
 
 --seeds N runs N late schedules, seeds 1 to N. --lines prints the warp instructions of each source line.";
 
@@ -39,6 +43,16 @@ fn triple(text: &str) -> Result<[u32; 3], String> {
 
 fn number<T: std::str::FromStr>(text: &str) -> Result<T, String> {
     text.parse().map_err(|_| format!("`{text}` is no number of that type"))
+}
+
+fn mode(text: &str, options: &mut Options) -> Result<(), String> {
+    match text.split_once(':') {
+        Some(("late", seed)) => options.asynchrony = Asynchrony::Late { seed: number(seed)? },
+        _ if text == "hb" => options.happens_before = true,
+        _ if text == "eager" => {}
+        _ => return Err(format!("`{text}` is no mode")),
+    }
+    Ok(())
 }
 
 fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
@@ -65,12 +79,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
             "--shared" => out.config.dynamic_shared = number(&value)?,
             "--seeds" => out.seeds = number(&value)?,
             "--arg" => out.args.push(value),
-            "--mode" => match value.split_once(':') {
-                Some(("late", seed)) => out.options.asynchrony = Asynchrony::Late { seed: number(seed)? },
-                _ if value == "hb" => out.options.happens_before = true,
-                _ if value == "eager" => {}
-                _ => return Err(format!("`{value}` is no mode")),
-            },
+            "--mode" => mode(&value, &mut out.options)?,
             _ => return Err(format!("unknown option `{flag}`")),
         }
     }
@@ -163,8 +172,55 @@ fn run_once(text: &str, a: &Arguments, options: &Options) -> Result<(), String> 
     Ok(())
 }
 
+/// Seconds of processor time of this thread.
+fn seconds() -> f64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    now.tv_sec as f64 + now.tv_nsec as f64 * 1e-9
+}
+
+fn bench(words: &[String]) -> Result<(), String> {
+    let (mut files, mut options, mut repeat, mut ptx) = (Vec::new(), Options::default(), 1, None);
+    options.parallel = false;
+    let mut words = words.iter();
+    while let Some(word) = words.next() {
+        let mut value = || words.next().ok_or_else(|| format!("`{word}` needs a value"));
+        match word.as_str() {
+            "--mode" => mode(value()?, &mut options)?,
+            "--repeat" => repeat = number(value()?)?,
+            "--ptx" => {
+                let path = value()?;
+                ptx = Some(std::fs::read_to_string(path).map_err(|e| format!("{path}: {e}"))?);
+            }
+            _ => files.push(word),
+        }
+    }
+    let (mut all, mut spent) = (0, 0.0);
+    for file in files {
+        let bytes = std::fs::read(file).map_err(|e| format!("{file}: {e}"))?;
+        let mut recording = Recording::from_bytes(&bytes).map_err(|f| format!("{file}: {f}"))?;
+        if let Some(text) = &ptx {
+            recording.ptx.clone_from(text);
+        }
+        let ready = recording.prepare().map_err(|f| format!("{file}: {f}"))?;
+        for _ in 0..repeat {
+            let start = seconds();
+            let report = ready.run(&options).map_err(|f| format!("{file}: {f}"))?;
+            let took = seconds() - start;
+            let n = report.counters.warp_instructions;
+            println!("{n:>10} warp instructions, {:6.2} M/s: {file}", n as f64 / took * 1e-6);
+            (all, spent) = (all + n, spent + took);
+        }
+    }
+    println!("{all:>10} warp instructions, {:6.2} M/s of processor time", all as f64 / spent * 1e-6);
+    Ok(())
+}
+
 fn main() -> ExitCode {
-    let mut words = std::env::args().skip(1);
+    let all: Vec<String> = std::env::args().skip(1).collect();
+    if let Some(("bench", rest)) = all.split_first().map(|(command, rest)| (command.as_str(), rest)) {
+        return finish(bench(rest));
+    }
+    let mut words = all.into_iter();
     let (command, file) = (words.next(), words.next());
     let (Some(command), Some(file)) = (command, file) else {
         eprintln!("{USAGE}");
@@ -195,6 +251,10 @@ fn main() -> ExitCode {
             _ => Err(USAGE.to_string()),
         }
     });
+    finish(result)
+}
+
+fn finish(result: Result<(), String>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(text) => {

@@ -232,8 +232,7 @@ fn wide_body(wave: &mut Wave, inst: &Inst) -> Exec<bool> {
             let (a, b, c) = (narrow(wave, inst, 0), narrow(wave, inst, 1), narrow(wave, inst, 2));
             let out = std::array::from_fn(|l| {
                 let f = f32::from_bits;
-                let scale = if vcc >> l & 1 == 1 { 32 } else { 0 };
-                ldexp(f(a[l]).mul_add(f(b[l]), f(c[l])), scale).to_bits()
+                div_fmas(f(a[l]), f(b[l]), f(c[l]), vcc >> l & 1 == 1).to_bits()
             });
             put(wave, inst, Lanes(out));
         }
@@ -290,8 +289,9 @@ fn div_scale(a: f32, b: f32, c: f32) -> (f32, bool) {
     if subnormal(b) {
         return (ldexp(a, 64), false);
     }
+    // The manual's pseudocode has +64 here, which would overflow.
     if subnormal(1.0 / b) && subnormal(c / b) {
-        return (if is_denominator { ldexp(a, 64) } else { a }, true);
+        return (if is_denominator { ldexp(a, -64) } else { a }, true);
     }
     if subnormal(1.0 / b) {
         return (ldexp(a, -64), false);
@@ -303,6 +303,18 @@ fn div_scale(a: f32, b: f32, c: f32) -> (f32, bool) {
         return (ldexp(a, 64), false);
     }
     (a, false)
+}
+
+/// The last step towards the quotient, whose scale is undone: it was made small if it was large, and large if it was
+/// small, which the sum's exponent tells. (The manual's pseudocode has a factor of 2^32 both ways, which would give no
+/// quotient.)
+fn div_fmas(a: f32, b: f32, c: f32, scaled: bool) -> f32 {
+    if !scaled {
+        return a.mul_add(b, c);
+    }
+    // Rounded once, after it is scaled: f64 holds the product and loses nothing of the sum that f32 would keep.
+    let sum = f64::from(a) * f64::from(b) + f64::from(c);
+    (sum * if c.abs() >= 2.0 { 2f64.powi(64) } else { 2f64.powi(-64) }) as f32
 }
 
 /// `quotient` of `numerator / denominator`, special cases put right.
@@ -319,6 +331,12 @@ fn div_fixup(quotient: f32, denominator: f32, numerator: f32) -> f32 {
         sign(f32::INFINITY)
     } else if denominator.is_infinite() || numerator == 0.0 {
         sign(0.0)
+    } else if frexp(numerator).1 - frexp(denominator).1 < -150 {
+        // Below half the smallest subnormal.
+        sign(0.0)
+    } else if frexp(numerator).1 - frexp(denominator).1 > 129 {
+        // Beyond the largest number.
+        sign(f32::INFINITY)
     } else {
         sign(quotient.abs())
     }

@@ -51,6 +51,7 @@ impl Node {
             }
             Self::Launch { kernel, config, args } => {
                 let options = state.options.clone();
+                state.record(kernel, config, args);
                 // A panic must not cross the C interface; it is a fault of the emulator, and said so.
                 let run = || state.device.launch(kernel, config, args, &options).map(drop);
                 let Ok(result) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) else {

@@ -2,10 +2,11 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::Write;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use fmha_emu_ptx::{Asynchrony, Device, Fault, Kernel, Module, Options};
+use fmha_emu_ptx::{Asynchrony, Device, Fault, Kernel, LaunchConfig, Module, Options, Recording};
 
 use crate::graph::Node;
 
@@ -162,6 +163,17 @@ impl State {
         if let Some(path) = std::env::var_os("FMHA_EMULATE_REPORT") {
             let file = std::fs::OpenOptions::new().create(true).append(true).open(path);
             let _ = file.and_then(|mut f| f.write_all(text.as_bytes()));
+        }
+    }
+
+    /// Writes the launch to a file of its own in the folder `FMHA_EMULATE_RECORD`, where that is set.
+    pub(crate) fn record(&self, kernel: &Kernel, config: &LaunchConfig, args: &[u8]) {
+        static NUMBER: AtomicUsize = AtomicUsize::new(0);
+        let Some(folder) = std::env::var_os("FMHA_EMULATE_RECORD") else { return };
+        let name = format!("{:04}-{}.launch", NUMBER.fetch_add(1, Relaxed), kernel.name());
+        let bytes = Recording::new(&self.device, kernel, config, args).to_bytes();
+        if let Err(error) = std::fs::write(std::path::Path::new(&folder).join(&name), bytes) {
+            eprintln!("emulated driver: {name} is not recorded: {error}");
         }
     }
 

@@ -1,6 +1,7 @@
 //! Turns a parsed kernel into the compact form that runs: names become rows, labels become indices.
 
 mod arith;
+mod compact;
 mod matrix;
 mod memory;
 mod sync;
@@ -35,7 +36,9 @@ pub(crate) fn decode(
     }
     // Falling off the end is `ret`.
     d.push(Inst::new(Code::Exit), 0, 0);
-    Ok(d.finish(func))
+    let mut program = d.finish(func);
+    compact::compact(&mut program);
+    Ok(program)
 }
 
 /// File, type, first row, and the count of a ranged declaration (`%r<9>`).

@@ -6,6 +6,7 @@ mod bulk;
 mod cluster;
 mod collective;
 mod convert;
+mod fragment;
 mod ldst;
 mod matrix;
 mod mbarrier;

@@ -3,7 +3,7 @@
 use super::cluster::Cluster;
 use super::tmem::COLUMNS;
 use super::warp::Warp;
-use super::wgmma::{Descriptor, Operand, element, element_bytes, multiply};
+use super::wgmma::{Descriptor, Layout, Operand, element, element_bytes, multiply};
 use super::{Exec, fault};
 use crate::fault::FaultKind;
 use crate::op::{Elem, Inst, MmaKind, Program};
@@ -130,7 +130,7 @@ impl Cluster {
                 what: "tcgen05.mma operand B",
             };
             let block = &mut self.blocks[cta as usize];
-            let half = block.operands.read(&block.shared, &operand, b_bits, check, [1, part])?;
+            let half = block.operands.read(&block.shared, &operand, b_bits, check, Layout::Columns)?;
             for row in 0..k {
                 b[row * shape.n + i * part..][..part].copy_from_slice(&half[row * part..(row + 1) * part]);
             }
@@ -153,7 +153,7 @@ impl Cluster {
                     what: "tcgen05.mma operand A",
                 };
                 let block = &mut self.blocks[cta as usize];
-                let a = block.operands.read(&block.shared, &operand, a_bits, check, [k, 1])?;
+                let a = block.operands.read(&block.shared, &operand, a_bits, check, Layout::Rows)?;
                 if let Some(t) = &mut self.tracker {
                     operand.chunks(|at, _, _| t.tcgen_read_shared(warp, &clocks, cta, at))?;
                 }

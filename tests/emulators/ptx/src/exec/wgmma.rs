@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use super::cluster::{Cluster, Step};
 use super::tensor::Swizzle;
 use super::warp::{Row, Wait, Warp};
-use super::{Exec, fault};
+use super::{Exec, fault, fragment};
 use crate::fault::FaultKind;
 use crate::fp;
 use crate::hb::Clocks;
@@ -135,6 +135,41 @@ pub(super) fn element_bytes(kind: Elem) -> u32 {
     }
 }
 
+/// How an operand that was read lies in f32.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Layout {
+    /// `[row][k]`.
+    Rows,
+    /// `[k][row]`.
+    Columns,
+    /// `[k][row]`, the rows exchanged as [`fragment::column`] says.
+    Fragments,
+}
+
+/// The elements of one 16-byte chunk as f32.
+#[inline(always)]
+fn elements(kind: Elem, bytes: &[u8], out: &mut [f32; 16]) {
+    // One loop a kind, so that `element` is known in each.
+    match kind {
+        Elem::F16 | Elem::Bf16 => {
+            for (o, c) in out.iter_mut().zip(bytes.chunks_exact(2)) {
+                let bits = u16::from_le_bytes([c[0], c[1]]);
+                *o = if kind == Elem::F16 { fp::f16_to_f32(bits) } else { fp::bf16_to_f32(bits) };
+            }
+        }
+        _ if element_bytes(kind) == 4 => {
+            for (o, c) in out.iter_mut().zip(bytes.chunks_exact(4)) {
+                *o = element(kind, u32::from_le_bytes([c[0], c[1], c[2], c[3]]));
+            }
+        }
+        _ => {
+            for (o, c) in out.iter_mut().zip(bytes) {
+                *o = element(kind, u32::from(*c));
+            }
+        }
+    }
+}
+
 /// Where a matrix operand lies and how it is read.
 pub(super) struct Operand {
     pub(super) desc: Descriptor,
@@ -170,18 +205,17 @@ impl Operand {
         Ok(())
     }
 
-    /// Reads the operand as f32 into `out`: element (row, k) at `k * k_pitch + row * row_pitch`.
-    /// Returns the range of addresses.
-    fn read(
-        &self,
-        shared: &Shared,
-        check: bool,
-        out: &mut [f32],
-        row_pitch: usize,
-        k_pitch: usize,
-    ) -> Exec<(u32, u32)> {
-        let size = element_bytes(self.kind) as usize;
+    /// Reads the operand as f32 into `out`. Returns the range of addresses.
+    fn read(&self, shared: &Shared, check: bool, out: &mut [f32], layout: Layout) -> Exec<(u32, u32)> {
+        let count = (16 / element_bytes(self.kind)) as usize;
+        let (rows, depth) = (self.rows as usize, self.depth as usize);
+        let place = |r: usize, k: usize| match layout {
+            Layout::Rows => r * depth + k,
+            Layout::Columns => k * rows + r,
+            Layout::Fragments => k * rows + fragment::column(r),
+        };
         let mut range = (u32::MAX, 0);
+        let mut values = [0f32; 16];
         self.chunks(|at, r, k| {
             range = (range.0.min(at), range.1.max(at + 16));
             shared.check(at, 16, 16, self.what)?;
@@ -189,18 +223,10 @@ impl Operand {
             if check {
                 shared.check_written(at, 16, self.what)?;
             }
-            let bytes = shared.get(at, 16);
-            let (start, pitch) = (
-                r as usize * row_pitch + k as usize * k_pitch,
-                if self.transposed { row_pitch } else { k_pitch },
-            );
-            for (i, cell) in bytes.chunks_exact(size).enumerate() {
-                let bits = match size {
-                    1 => u32::from(cell[0]),
-                    2 => u32::from(u16::from_le_bytes([cell[0], cell[1]])),
-                    _ => u32::from_le_bytes([cell[0], cell[1], cell[2], cell[3]]),
-                };
-                out[start + i * pitch] = element(self.kind, bits);
+            elements(self.kind, shared.get(at, 16), &mut values);
+            let (r, k) = (r as usize, k as usize);
+            for (i, value) in values[..count].iter().enumerate() {
+                out[if self.transposed { place(r + i, k) } else { place(r, k + i) }] = *value;
             }
             Ok(())
         })?;
@@ -216,7 +242,7 @@ pub(crate) struct OperandCache {
 
 #[derive(Debug)]
 struct Cached {
-    key: (u64, Elem, bool, u32, u32, u32),
+    key: (u64, Elem, bool, u32, u32, u32, Layout),
     /// The bytes it came from and the number of the last write before.
     range: (u32, u32),
     clock: u64,
@@ -231,9 +257,10 @@ impl OperandCache {
         operand: &Operand,
         bits: u64,
         check: bool,
-        [row_pitch, k_pitch]: [usize; 2],
+        layout: Layout,
     ) -> Exec<std::sync::Arc<Vec<f32>>> {
-        let key = (bits, operand.kind, operand.transposed, operand.first, operand.rows, operand.depth);
+        let Operand { kind, transposed, first, rows, depth, .. } = *operand;
+        let key = (bits, kind, transposed, first, rows, depth, layout);
         if let Some(at) = self.entries.iter().position(|e| e.key == key) {
             let e = &self.entries[at];
             if shared.unchanged(e.range.0, e.range.1, e.clock) {
@@ -242,7 +269,7 @@ impl OperandCache {
             self.entries.remove(at);
         }
         let mut values = vec![0f32; (operand.rows * operand.depth) as usize];
-        let range = operand.read(shared, check, &mut values, row_pitch, k_pitch)?;
+        let range = operand.read(shared, check, &mut values, layout)?;
         let values = std::sync::Arc::new(values);
         self.entries.push_back(Cached {
             key,
@@ -300,9 +327,8 @@ fn multiply_body(a: &[f32], b: &[f32], d: &mut [f32], n: usize, k: usize) {
 }
 
 /// The sixteen rows of A that a warp holds in four registers, row-major.
-fn a_fragment(warp: &Warp, regs: &[Reg], kind: Elem, k: usize) -> Vec<f32> {
+fn a_fragment(warp: &Warp, regs: &[Reg], kind: Elem, k: usize, a: &mut [f32]) {
     let size = element_bytes(kind);
-    let mut a = vec![0f32; 16 * k];
     for (n, reg) in regs.iter().enumerate() {
         let row: &Row = &warp.w[reg.row()];
         for (lane, &bits) in row.iter().enumerate() {
@@ -314,7 +340,6 @@ fn a_fragment(warp: &Warp, regs: &[Reg], kind: Elem, k: usize) -> Vec<f32> {
             }
         }
     }
-    a
 }
 
 impl Cluster {
@@ -433,10 +458,13 @@ impl Cluster {
             what: "wgmma operand B",
         };
         let block = &mut self.blocks[cta];
-        let b = block.operands.read(&block.shared, &operand_b, q.b, check, [1, n])?;
+        let b = block.operands.read(&block.shared, &operand_b, q.b, check, Layout::Fragments)?;
         self.track_operand(warp, q, &operand_b)?;
-        let mut a = if w.a_regs {
-            a_fragment(warp, &src[dst.len()..], w.a, k)
+        let mut scratch = [0f32; 16 * 32];
+        let shared_a;
+        let mut a: &[f32] = if w.a_regs {
+            a_fragment(warp, &src[dst.len()..], w.a, k, &mut scratch);
+            &scratch[..16 * k]
         } else {
             let operand_a = Operand {
                 desc: Descriptor::sm90(q.a)?,
@@ -448,19 +476,25 @@ impl Cluster {
                 what: "wgmma operand A",
             };
             let block = &mut self.blocks[cta];
-            let a = block.operands.read(&block.shared, &operand_a, q.a, check, [k, 1])?;
+            shared_a = block.operands.read(&block.shared, &operand_a, q.a, check, Layout::Rows)?;
             self.track_operand(warp, q, &operand_a)?;
-            a.to_vec()
+            &shared_a
         };
+        let negated: Vec<f32>;
         if w.neg_a != w.neg_b {
-            a.iter_mut().for_each(|x| *x = -*x);
+            negated = a.iter().map(|x| -*x).collect();
+            a = &negated;
         }
-        let mut d = vec![0f32; 16 * n];
-        if q.accumulate && w.d != Elem::S32 {
-            load_accumulators(warp, dst, w, &mut d);
+        if w.d == Elem::F32 {
+            fragment::multiply(&mut warp.w, dst, a, &b, q.accumulate, self.launch.simd);
+        } else {
+            let mut d = vec![0f32; 16 * n];
+            if q.accumulate && w.d == Elem::F16 {
+                load_halves(warp, dst, n, &mut d);
+            }
+            multiply(a, &b, &mut d, n, k, self.launch.simd);
+            store_accumulators(warp, dst, w, &d, q.accumulate);
         }
-        multiply(&a, &b, &mut d, n, k, self.launch.simd);
-        store_accumulators(warp, dst, w, &d, q.accumulate);
         self.counters.shared_matrix_bytes += (n * k) as u64 * u64::from(element_bytes(w.b));
         Ok(())
     }
@@ -472,40 +506,34 @@ impl Cluster {
     }
 }
 
-fn load_accumulators(warp: &Warp, dst: &[Reg], w: Wgmma, d: &mut [f32]) {
-    let n = usize::from(w.n);
+/// Where a lane's pair of halves `i` lies in `[16][n]` with the columns exchanged; the odd one four later.
+fn half_place(i: usize, lane: usize, n: usize) -> usize {
+    (lane / 4 + 8 * (i % 2)) * n + i / 2 * 8 + lane % 4
+}
+
+fn load_halves(warp: &Warp, dst: &[Reg], n: usize, d: &mut [f32]) {
     for (i, reg) in dst.iter().enumerate() {
-        let row = &warp.w[reg.row()];
-        for (lane, &bits) in row.iter().enumerate() {
-            if w.d == Elem::F16 {
-                let at = (lane / 4 + 8 * (i % 2)) * n + i / 2 * 8 + 2 * (lane % 4);
-                d[at] = fp::f16_to_f32(bits as u16);
-                d[at + 1] = fp::f16_to_f32((bits >> 16) as u16);
-            } else {
-                d[(lane / 4 + 8 * (i / 2 % 2)) * n + i / 4 * 8 + 2 * (lane % 4) + i % 2] =
-                    f32::from_bits(bits);
-            }
+        for (lane, &bits) in warp.w[reg.row()].iter().enumerate() {
+            let at = half_place(i, lane, n);
+            d[at] = fp::f16_to_f32(bits as u16);
+            d[at + 4] = fp::f16_to_f32((bits >> 16) as u16);
         }
     }
 }
 
+/// Half precision, or integer, accumulators.
 fn store_accumulators(warp: &mut Warp, dst: &[Reg], w: Wgmma, d: &[f32], accumulate: bool) {
     let n = usize::from(w.n);
     for (i, reg) in dst.iter().enumerate() {
-        let row = &mut warp.w[reg.row()];
-        for (lane, bits) in row.iter_mut().enumerate() {
+        for (lane, bits) in warp.w[reg.row()].iter_mut().enumerate() {
             if w.d == Elem::F16 {
-                let at = (lane / 4 + 8 * (i % 2)) * n + i / 2 * 8 + 2 * (lane % 4);
-                *bits = u32::from(fp::f32_to_f16(d[at])) | u32::from(fp::f32_to_f16(d[at + 1])) << 16;
+                let at = half_place(i, lane, n);
+                *bits = u32::from(fp::f32_to_f16(d[at])) | u32::from(fp::f32_to_f16(d[at + 4])) << 16;
                 continue;
             }
-            let v = d[(lane / 4 + 8 * (i / 2 % 2)) * n + i / 4 * 8 + 2 * (lane % 4) + i % 2];
-            *bits = if w.d == Elem::S32 {
-                // One step of 32 eight-bit products is exact in f32; the running sum is not.
-                (v as i32 as u32).wrapping_add(if accumulate { *bits } else { 0 })
-            } else {
-                v.to_bits()
-            };
+            let v = d[(lane / 4 + 8 * (i / 2 % 2)) * n + i / 4 * 8 + lane % 4 + 4 * (i % 2)];
+            // One step of 32 eight-bit products is exact in f32; the running sum is not.
+            *bits = (v as i32 as u32).wrapping_add(if accumulate { *bits } else { 0 });
         }
     }
 }

@@ -139,6 +139,23 @@ impl GlobalMemory {
         base
     }
 
+    /// An allocation as a recording has it: base, contents, bytes written. False unless it lies above all others.
+    pub(crate) fn restore(&self, base: u64, data: &[u8], init: &[u32]) -> bool {
+        let mut inner = self.lock();
+        if base < FIRST + inner.next || !base.is_multiple_of(512) {
+            return false;
+        }
+        let bytes = data.len() as u64;
+        let allocation = Allocation::new(base, bytes);
+        allocation.write(0, data);
+        for (word, bits) in allocation.init.iter().zip(init) {
+            word.store(*bits, Relaxed);
+        }
+        inner.next = (base - FIRST + bytes + GUARD).next_multiple_of(512);
+        inner.live.insert(base, Arc::new(allocation));
+        true
+    }
+
     /// Frees; false when `base` is no live allocation.
     pub(crate) fn free(&self, base: u64) -> bool {
         self.lock().live.remove(&base).is_some()
@@ -161,6 +178,16 @@ pub(crate) struct View {
 }
 
 impl View {
+    /// Base, contents and bytes written of every allocation.
+    pub(crate) fn contents(&self) -> Vec<(u64, Vec<u8>, Vec<u32>)> {
+        let one = |a: &Arc<Allocation>| {
+            let mut data = vec![0; a.bytes as usize];
+            a.read(0, &mut data);
+            (a.base, data, a.init.iter().map(|w| w.load(Relaxed)).collect())
+        };
+        self.sorted.iter().map(one).collect()
+    }
+
     /// The allocation that holds `[address, address + bytes)`; `hint` remembers the last hit.
     #[inline(always)]
     pub(crate) fn find(&self, address: u64, bytes: u64, hint: &mut usize, what: &str) -> Exec<&Allocation> {

@@ -1,36 +1,18 @@
-//! A call's pointers and numbers as the kernels take them.
+//! A call's pointers and numbers as the kernels of every vendor take them.
 
-use fmha_core::abi::{
-    CombineParams, DevPtr, FwdParams, HeadScalars, MAX_PARTS, MaskParams, PartPointers, View,
-};
-use fmha_core::dropout::{keep_scale, keep_threshold};
-use fmha_core::{
-    Bias, BiasBroadcast, CombineArgs, Descale, DevSlice, DevSliceMut, FwdArgs, MaskAlign, SeqMode,
-    ValidCombine, ValidFwd,
-};
+use crate::abi::{CombineParams, DevPtr, FwdParams, HeadScalars, MAX_PARTS, MaskParams, PartPointers, View};
+use crate::args::{CombineArgs, DevSlice, DevSliceMut, FwdArgs};
+use crate::combine::CombineProblem;
+use crate::dropout::{keep_scale, keep_threshold};
+use crate::layout::Strides;
+use crate::mask::MaskAlign;
+use crate::problem::FwdProblem;
+use crate::score::{Bias, BiasBroadcast, Descale};
+use crate::seq::SeqMode;
 
-fn address(slice: &DevSlice<'_>) -> u64 {
-    slice.as_ptr() as u64
-}
-
-fn address_mut(slice: &DevSliceMut<'_>) -> u64 {
-    slice.as_mut_ptr() as u64
-}
-
-fn pointer<T>(slice: Option<&DevSlice<'_>>) -> DevPtr<T> {
-    DevPtr::new(slice.map_or(0, address))
-}
-
-fn pointer_mut<T>(slice: Option<&DevSliceMut<'_>>) -> DevPtr<T> {
-    DevPtr::new(slice.map_or(0, address_mut))
-}
-
-fn scalars(slice: Option<&DevSlice<'_>>, batch: u32, head: u32) -> HeadScalars {
-    HeadScalars { data: pointer(slice), batch: batch as i32, head: head as i32 }
-}
-
-/// The arguments of a forward kernel. `args` have been checked against `problem`.
-pub(crate) fn fwd_params(problem: &ValidFwd, args: &FwdArgs<'_>) -> FwdParams {
+/// The arguments of a forward kernel. `args` have passed [`check_fwd`](crate::args::check_fwd).
+#[must_use]
+pub fn fwd_params(problem: &FwdProblem, args: &FwdArgs<'_>) -> FwdParams {
     let dims = problem.dims;
     let packed = matches!(problem.mode, SeqMode::Group { .. });
     let (lse_batch, lse_head) = match problem.mode {
@@ -40,10 +22,13 @@ pub(crate) fn fwd_params(problem: &ValidFwd, args: &FwdArgs<'_>) -> FwdParams {
     let score = &args.score;
     let (bias, slopes_batch) = match problem.bias {
         Bias::Elementwise(bias) => {
-            let mut view = View::new(score.bias.as_ref().map_or(0, address), bias.strides, false);
-            view.batch = if bias.broadcast == BiasBroadcast::BatchHead { view.batch } else { 0 };
-            view.head = if bias.broadcast == BiasBroadcast::OneOne { 0 } else { view.head };
-            (view, 0)
+            let (batch, head) = match bias.broadcast {
+                BiasBroadcast::OneOne => (0, 0),
+                BiasBroadcast::OneHead => (0, bias.strides.head),
+                BiasBroadcast::BatchHead => (bias.strides.batch, bias.strides.head),
+            };
+            let strides = Strides { batch, head, ..bias.strides };
+            (View::new(score.bias.as_ref().map_or(0, address), strides, false), 0)
         }
         Bias::Alibi { per_batch: true } => (View::NULL, dims.num_heads_q),
         Bias::Alibi { per_batch: false } | Bias::None => (View::NULL, 0),
@@ -93,8 +78,10 @@ pub(crate) fn fwd_params(problem: &ValidFwd, args: &FwdArgs<'_>) -> FwdParams {
     }
 }
 
-/// The arguments of the combine kernel. `args` have been checked against `problem`.
-pub(crate) fn combine_params(problem: &ValidCombine, args: &CombineArgs<'_>) -> CombineParams {
+/// The arguments of a combine kernel. `args` have passed
+/// [`check_combine`](crate::args::check_combine), and there are at most [`MAX_PARTS`] parts.
+#[must_use]
+pub fn combine_params(problem: &CombineProblem, args: &CombineArgs<'_>) -> CombineParams {
     let mut parts = [PartPointers { o: DevPtr::NULL, lse: DevPtr::NULL }; MAX_PARTS];
     for (pointers, part) in parts.iter_mut().zip(args.parts) {
         *pointers = PartPointers { o: pointer(Some(&part.o)), lse: pointer(Some(&part.lse)) };
@@ -109,4 +96,24 @@ pub(crate) fn combine_params(problem: &ValidCombine, args: &CombineArgs<'_>) -> 
         seqlen_q: problem.seqlen_q as i32,
         num_heads_q: problem.num_heads_q as i32,
     }
+}
+
+fn address(slice: &DevSlice<'_>) -> u64 {
+    slice.as_ptr() as u64
+}
+
+fn address_mut(slice: &DevSliceMut<'_>) -> u64 {
+    slice.as_mut_ptr() as u64
+}
+
+fn pointer<T>(slice: Option<&DevSlice<'_>>) -> DevPtr<T> {
+    DevPtr::new(slice.map_or(0, address))
+}
+
+fn pointer_mut<T>(slice: Option<&DevSliceMut<'_>>) -> DevPtr<T> {
+    DevPtr::new(slice.map_or(0, address_mut))
+}
+
+fn scalars(slice: Option<&DevSlice<'_>>, batch: u32, head: u32) -> HeadScalars {
+    HeadScalars { data: pointer(slice), batch: batch as i32, head: head as i32 }
 }

@@ -1,0 +1,41 @@
+//! `simt`: every forward problem, a wave to a row. Correct for all, fast for none.
+
+use fmha_core::source::{Entry, KernelSource};
+use fmha_core::spec::FwdSpec;
+use fmha_core::{FwdProblem, PlanOptions, Refusal};
+
+use super::refuse;
+
+pub(crate) const NAME: &str = "simt";
+pub(crate) const NUM_THREADS: u32 = 256;
+const ROWS_OF_A_WORKGROUP: u64 = 4;
+
+/// # Errors
+/// The number that is too large, or a tile that it has not.
+pub(crate) fn accept(problem: &FwdProblem, options: &PlanOptions) -> Result<FwdSpec, Refusal> {
+    if let Some((name, value)) = options.tile.first() {
+        refuse!(NAME, "tile {name}={value}: it has no tile to set");
+    }
+    let (workgroups, most) = (num_workgroups(problem), u64::from(u32::MAX / NUM_THREADS));
+    if workgroups > most {
+        refuse!(NAME, "seqlen_q, num_heads_q and batch make {workgroups} workgroups, more than {most}");
+    }
+    Ok(FwdSpec::of(problem))
+}
+
+pub(crate) fn num_workgroups(problem: &FwdProblem) -> u64 {
+    let dims = problem.dims;
+    let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
+    rows.div_ceil(ROWS_OF_A_WORKGROUP)
+}
+
+pub(crate) fn source(spec: &FwdSpec) -> KernelSource {
+    let entry = Entry {
+        include: "fmha/simt/fwd.h",
+        constants: &[("kSpec", spec)],
+        bounds: &format!("__attribute__((amdgpu_flat_work_group_size({NUM_THREADS}, {NUM_THREADS})))"),
+        params: "FwdParams p",
+        call: "simt::fwd<kSpec>(p);",
+    };
+    KernelSource { entry: entry.render(), headers: fmha_kernels_hip::headers() }
+}

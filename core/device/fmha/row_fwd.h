@@ -1,0 +1,153 @@
+// Attention forward, a row at a time: right for every spec of the contract and fast for none. The second
+// opinion on a device, and what stands in where no fast kernel takes a problem and the caller allows it.
+//
+// A group of lanes that run together computes one row of O. It takes as many keys at a time as it has
+// lanes: lane l has the score of key l, then the lanes share out the columns of O and take the keys one
+// after another. Nothing is staged, so any stride will do, and a key that is hidden is not read.
+//
+// `Lanes` is the vendor's: `count`, `index()`, `ballot(bool)` and `from(x, lane)`.
+#pragma once
+#include <fmha/mask.h>
+#include <fmha/num.h>
+#include <fmha/online_softmax.h>
+#include <fmha/philox.h>
+#include <fmha/score.h>
+#include <fmha/seq.h>
+
+namespace fmha {
+
+FMHA_DEVICE float larger_of(float a, float b) { return a < b ? b : a; }
+FMHA_DEVICE float sum_of(float a, float b) { return a + b; }
+
+// One query of one (sequence, query head).
+template <FwdSpec spec, class Lanes>
+struct FwdRow {
+  static constexpr int32_t columns = ceil_div(spec.head_dim_v, Lanes::count);  // of O, to a lane
+
+  const FwdParams& p;
+  const SeqSpan span;
+  const int32_t i_head, i;
+  const int32_t lane = Lanes::index();
+  const int32_t i_head_kv = i_head / p.gqa_ratio;
+  const int32_t batch_head = span.i_batch * p.num_heads_q + i_head;
+  const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
+
+  OnlineRow softmax;
+  Array<float, columns> o = {};
+
+  FMHA_DEVICE float descale(const HeadScalars& x) const { return scalar_of(x, span.i_batch, i_head_kv, 1.f); }
+
+  template <class Combine>
+  FMHA_DEVICE float over_lanes(float x, Combine combine) const {
+#pragma unroll
+    for (int32_t step = Lanes::count / 2; step > 0; step /= 2) x = combine(x, Lanes::from(x, lane ^ step));
+    return x;
+  }
+
+  // Q[i] . K[j], as stored.
+  FMHA_DEVICE float product(int32_t j) const {
+    const int64_t q = row_offset(p.q, span.storage_batch, int64_t(span.q_row) + i, i_head);
+    const int64_t k = row_offset(p.k, span.storage_batch, int64_t(span.k_row) + j, i_head_kv);
+    float dot = 0.f;
+    for (int32_t d = 0; d < spec.head_dim_qk; ++d)
+      dot += load_elem<spec.dtype_qk>(p.q.data, q + d) * load_elem<spec.dtype_qk>(p.k.data, k + d);
+    return dot;
+  }
+
+  // What of a weight reaches its product with V.
+  FMHA_DEVICE float kept(float weight, int32_t j) const {
+    constexpr float scale = p_scale(spec.dtype_v);
+    const float rounded = round_to<spec.dtype_v>(weight * scale) / scale;
+    if constexpr (!spec.dropout) return rounded;
+    return dropout_keeps(p, batch_head, i, j) ? rounded * p.dropout_scale : 0.f;
+  }
+
+  // Keys `keys`, one to a lane at a time.
+  FMHA_DEVICE void take(Range keys, const ScoreModifier& modifier) {
+    for (int32_t first = keys.begin; first < keys.end; first += Lanes::count) {
+      const int32_t j = first + lane;
+      const bool seen = j < keys.end && visible(band, i, j);
+      const uint64_t seen_lanes = Lanes::ballot(seen);
+      if (seen_lanes == 0) continue;
+
+      const float score = seen ? modified_score<spec>(modifier, product(j), i, j) * kLog2E : -infinity();
+      const float correction = softmax.raise_to(max(softmax.row_max, over_lanes(score, larger_of)));
+      const float weight = seen ? exp2_of(score - finite_or_zero(softmax.row_max)) : 0.f;
+      softmax.row_sum += over_lanes(weight, sum_of);
+      const float p_j = seen ? kept(weight, j) : 0.f;
+
+#pragma unroll
+      for (int32_t c = 0; c < columns; ++c) o[c] *= correction;
+      for (int32_t l = 0; l < Lanes::count; ++l) {
+        if (!(seen_lanes >> l & 1)) continue;  // a hidden V may hold NaN
+        add_value(first + l, Lanes::from(p_j, l));
+      }
+    }
+  }
+
+  FMHA_DEVICE void add_value(int32_t j, float weight) {
+    const int64_t v = row_offset(p.v, span.storage_batch, int64_t(span.k_row) + j, i_head_kv);
+#pragma unroll
+    for (int32_t c = 0; c < columns; ++c) {
+      const int32_t d = c * Lanes::count + lane;
+      if (d < spec.head_dim_v) o[c] += weight * load_elem<spec.dtype_v>(p.v.data, v + d * p.v.dim);
+    }
+  }
+
+  FMHA_DEVICE void take_sink() {
+    if constexpr (spec.sink) {
+      const float sink = scalar_of(p.sink, 0, i_head, 0.f) * kLog2E;
+      const float correction = softmax.raise_to(max(softmax.row_max, sink));
+      softmax.row_sum += exp2_of(sink - finite_or_zero(softmax.row_max));
+#pragma unroll
+      for (int32_t c = 0; c < columns; ++c) o[c] *= correction;
+    }
+  }
+
+  FMHA_DEVICE void store() const {
+    const float scale_o = p.scale_o ? *p.scale_o : 1.f;
+    const float factor = softmax.normaliser() * descale(p.descale_v) * scale_o;
+    const int64_t at = row_offset(p.o, span.storage_batch, int64_t(span.q_row) + i, i_head);
+#pragma unroll
+    for (int32_t c = 0; c < columns; ++c) {
+      const int32_t d = c * Lanes::count + lane;
+      if (d < spec.head_dim_v) store_elem<spec.dtype_o>(p.o.data, at + d, o[c] * factor);
+    }
+    if (spec.write_lse && lane == 0) p.lse[lse_offset(p, span, i_head, i)] = softmax.lse();
+  }
+
+  // Every key of the sequence, seen or not.
+  FMHA_DEVICE void store_keep_mask() const {
+    if constexpr (spec.write_keep_mask) {
+      uint8_t* row = p.keep_mask + (int64_t(batch_head) * p.seqlen_q + i) * p.seqlen_k;
+      for (int32_t j = lane; j < span.seqlen_k; j += Lanes::count)
+        row[j] = !spec.dropout || dropout_keeps(p, batch_head, i, j);
+    }
+  }
+
+  FMHA_DEVICE void run() {
+    const float scale = p.softmax_scale * descale(p.descale_q) * descale(p.descale_k);
+    const ScoreModifier modifier = score_modifier<spec>(p, span, i_head, scale);
+    const Range row = {i, i + 1};
+    take(sink_range(band, row, span.seqlen_k), modifier);
+    take(k_range(band, row, span.seqlen_k), modifier);
+    take_sink();
+    store();
+    store_keep_mask();
+  }
+};
+
+// Row `at` of all queries of all heads of all sequences; a sequence may have fewer than the most.
+template <FwdSpec spec, class Lanes>
+FMHA_DEVICE void fwd_row(const FwdParams& p, int64_t at) {
+  const int32_t i = int32_t(at % p.seqlen_q);
+  const int32_t i_head = int32_t(at / p.seqlen_q % p.num_heads_q);
+  const SeqSpan span = resolve_seq(p, spec.seq, int32_t(at / p.seqlen_q / p.num_heads_q));
+  if (i >= span.seqlen_q) return;
+  FwdRow<spec, Lanes> row{p, span, i_head, i};
+  row.run();
+}
+
+FMHA_DEVICE int64_t num_fwd_rows(const FwdParams& p) { return int64_t(p.batch) * p.num_heads_q * p.seqlen_q; }
+
+}  // namespace fmha

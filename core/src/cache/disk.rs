@@ -1,0 +1,119 @@
+//! The disk cache: a folder of bundles of one kernel each. Safe with any number of processes at once:
+//! a file appears whole by being renamed, and one that is not whole is not taken.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use super::bundle::{Bundle, write_whole};
+use super::{CompiledKernel, SourceKey, hash, hex};
+use crate::env;
+
+/// Bytes that the folder may have: some thousand kernels. Beyond it, those unused for longest go.
+const LIMIT_BYTES: u64 = 1 << 30;
+
+/// `FMHA_CACHE_DIR`, else `fmha` in the user's cache folder as the XDG Base Directory Specification
+/// (0.8) has it; none if the variable says `none`, or where there is no home.
+pub(super) fn folder() -> Option<PathBuf> {
+    match env::CACHE_DIR.get() {
+        Some(none) if none == "none" => None,
+        Some(folder) => Some(folder.into()),
+        None => {
+            let absolute = |variable| {
+                std::env::var_os(variable).map(PathBuf::from).filter(|folder: &PathBuf| folder.is_absolute())
+            };
+            let cache = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")))?;
+            Some(cache.join("fmha"))
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Disk {
+    folder: PathBuf,
+    limit_bytes: u64,
+}
+
+/// Unlocks when dropped.
+pub(super) struct Lock {
+    _file: File,
+}
+
+impl Disk {
+    pub(super) fn new(folder: &Path) -> Self {
+        Self { folder: folder.join("kernels"), limit_bytes: LIMIT_BYTES }
+    }
+
+    #[cfg(test)]
+    pub(super) fn with_limit(folder: &Path, limit_bytes: u64) -> Self {
+        Self { limit_bytes, ..Self::new(folder) }
+    }
+
+    pub(super) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    fn name(key: SourceKey, compiler: &str) -> String {
+        hex(&hash([&key.0, compiler.as_bytes()]))
+    }
+
+    pub(super) fn path(&self, key: SourceKey, compiler: &str) -> PathBuf {
+        self.folder.join(Self::name(key, compiler) + ".fmha")
+    }
+
+    /// The kernel, if a whole file has it. Any other file is as good as none: it will be replaced.
+    pub(super) fn load(&self, key: SourceKey, compiler: &str) -> Option<CompiledKernel> {
+        let path = self.path(key, compiler);
+        let kernel = Bundle::open(&path).ok()?.get(key).filter(|kernel| kernel.compiler == compiler)?;
+        // A folder that cannot be written still serves; its files only look unused.
+        if let Ok(file) = OpenOptions::new().append(true).open(&path) {
+            let _ = file.set_modified(SystemTime::now());
+        }
+        Some(Arc::unwrap_or_clone(kernel))
+    }
+
+    pub(super) fn store(&self, kernel: &Arc<CompiledKernel>) -> io::Result<()> {
+        fs::create_dir_all(&self.folder)?;
+        let bytes = Bundle::new("", [Arc::clone(kernel)])
+            .to_bytes()
+            .map_err(|error| io::Error::other(error.to_string()))?;
+        write_whole(&self.path(kernel.key, &kernel.compiler), &bytes)?;
+        self.trim()
+    }
+
+    /// Waits until no other process compiles what this one is about to; `None` on a file system
+    /// without locks, where two may compile the same.
+    pub(super) fn lock(&self, key: SourceKey, compiler: &str) -> Option<Lock> {
+        fs::create_dir_all(&self.folder).ok()?;
+        // 256 files, however many kernels there are.
+        let file = format!("{}.lock", &Self::name(key, compiler)[..2]);
+        let file =
+            OpenOptions::new().create(true).truncate(false).write(true).open(self.folder.join(file)).ok()?;
+        file.lock().ok()?;
+        Some(Lock { _file: file })
+    }
+
+    /// Removes what was unused for longest until the rest is within the limit.
+    fn trim(&self) -> io::Result<()> {
+        let mut files = Vec::new();
+        for entry in fs::read_dir(&self.folder)?.flatten() {
+            // What another process has just removed is not there to be counted.
+            let Ok(metadata) = entry.metadata() else { continue };
+            files.push((metadata.modified()?, metadata.len(), entry.path()));
+        }
+        let mut bytes: u64 = files.iter().map(|(_, bytes, _)| bytes).sum();
+        files.sort_unstable();
+        for (_, size, path) in files {
+            if bytes <= self.limit_bytes {
+                break;
+            }
+            if path.extension().is_some_and(|extension| extension == "fmha") && fs::remove_file(path).is_ok()
+            {
+                bytes -= size;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,337 @@
+//! Where a kernel's machine code comes from: a bundle, the disk, the compiler, in this order.
+//!
+//! One key names a kernel in all three: what it is compiled from ([`SourceKey`]) and by which
+//! compiler. A bundle says its compiler itself, so it serves a machine that has none.
+
+mod bundle;
+mod disk;
+mod dump;
+mod table;
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
+
+pub use bundle::Bundle;
+pub use dump::dump_source;
+pub use table::{TableEntry, forward_table};
+
+use crate::env;
+use crate::error::{Error, Result};
+use crate::plan::{PlanOptions, ResourceUsage};
+use crate::problem::ValidFwd;
+use crate::source::KernelSource;
+use disk::Disk;
+
+/// What a kernel is compiled from: its text, all headers, the architecture and the flags, hashed
+/// (SHA-256, FIPS 180-4).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct SourceKey([u8; 32]);
+
+impl SourceKey {
+    /// The key's 64 hexadecimal digits.
+    #[must_use]
+    pub fn hex(&self) -> String {
+        hex(&self.0)
+    }
+}
+
+impl fmt::Debug for SourceKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.hex())
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Hashes texts such that no two lists of them give the same bytes.
+fn hash<'a>(texts: impl IntoIterator<Item = &'a [u8]>) -> [u8; 32] {
+    let mut hasher = Sha256::new();
+    for text in texts {
+        hasher.update((text.len() as u64).to_le_bytes());
+        hasher.update(text);
+    }
+    hasher.finalize().into()
+}
+
+/// Which output of a compiler a device runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ImageKind {
+    /// Machine code.
+    Machine,
+    /// The compiler's assembly text, which an emulated device may want.
+    Assembly,
+}
+
+/// A kernel to be compiled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KernelJob {
+    /// The kernel's name in plans.
+    pub kernel: &'static str,
+    /// The architecture, as its compiler spells it.
+    pub arch: String,
+    /// Options besides the architecture that change the code.
+    pub flags: Vec<String>,
+    /// What is compiled.
+    pub source: KernelSource,
+    /// What the device runs.
+    pub image: ImageKind,
+}
+
+impl KernelJob {
+    /// What names this kernel, whichever compiler makes it.
+    #[must_use]
+    pub fn key(&self) -> SourceKey {
+        let count = self.flags.len().to_string();
+        let flags = self.flags.iter().map(String::as_bytes);
+        let headers = self.source.headers.iter().flat_map(|h| [h.name.as_bytes(), h.text.as_bytes()]);
+        let texts = [self.arch.as_bytes(), self.source.entry.as_bytes(), count.as_bytes()];
+        SourceKey(hash(texts.into_iter().chain(flags).chain(headers)))
+    }
+}
+
+/// What a compiler leaves of a kernel.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CompilerOutput {
+    /// Machine code.
+    pub machine: Vec<u8>,
+    /// Assembly text; empty where the compiler has none to give.
+    pub assembly: Vec<u8>,
+    /// The compiler's words.
+    pub log: String,
+    /// What the kernel takes of the device.
+    pub resources: ResourceUsage,
+}
+
+/// What compiles kernels for one vendor's devices.
+pub trait Compiler {
+    /// Its name and version: whatever decides what it makes of a source.
+    fn identity(&self) -> String;
+
+    /// Compiles.
+    ///
+    /// # Errors
+    /// [`Error::Compile`] with the compiler's words.
+    fn compile(&self, job: &KernelJob) -> Result<CompilerOutput>;
+}
+
+impl<C: Compiler> Compiler for &C {
+    fn identity(&self) -> String {
+        C::identity(self)
+    }
+
+    fn compile(&self, job: &KernelJob) -> Result<CompilerOutput> {
+        C::compile(self, job)
+    }
+}
+
+/// A compiled kernel, as it is kept.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CompiledKernel {
+    /// What it was compiled from.
+    pub key: SourceKey,
+    /// The kernel's name in plans.
+    pub kernel: String,
+    /// The architecture.
+    pub arch: String,
+    /// [`Compiler::identity`] of what compiled it.
+    pub compiler: String,
+    /// The translation unit, for readers: the headers are in `key` alone.
+    pub entry: String,
+    /// Machine code.
+    #[serde(with = "serde_bytes")]
+    pub machine: Vec<u8>,
+    /// Assembly text; empty where it was not kept.
+    #[serde(with = "serde_bytes")]
+    pub assembly: Vec<u8>,
+    /// The compiler's words.
+    pub log: String,
+    /// What it takes of the device.
+    pub resources: ResourceUsage,
+}
+
+impl CompiledKernel {
+    /// What a device runs; `None` where it was not kept.
+    #[must_use]
+    pub fn image(&self, kind: ImageKind) -> Option<&[u8]> {
+        let image = match kind {
+            ImageKind::Machine => &self.machine,
+            ImageKind::Assembly => &self.assembly,
+        };
+        (!image.is_empty()).then_some(image)
+    }
+}
+
+/// Where a kernel was found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// A bundle, by its name.
+    Bundle(String),
+    /// The disk cache.
+    Disk(PathBuf),
+    /// The compiler, just now; `not_kept` says why the disk cache has not got it.
+    Compiler {
+        /// Its identity.
+        compiler: String,
+        /// The system's words, or that there is no cache.
+        not_kept: Option<String>,
+    },
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bundle(name) => write!(f, "bundle {name}"),
+            Self::Disk(folder) => write!(f, "disk cache {}", folder.display()),
+            Self::Compiler { compiler, not_kept: None } => write!(f, "compiled by {compiler}"),
+            Self::Compiler { compiler, not_kept: Some(why) } => {
+                write!(f, "compiled by {compiler}, not kept: {why}")
+            }
+        }
+    }
+}
+
+/// A backend that can compile for its architecture without running anything: what fills a bundle.
+pub trait Precompile: Sync {
+    /// What [`plan_fwd`](crate::FmhaBackend::plan_fwd) compiles for a problem.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] with every refusal.
+    fn fwd_job(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<KernelJob>;
+
+    /// Finds or compiles it.
+    ///
+    /// # Errors
+    /// What the compiler said, or that there is none.
+    fn precompile(&self, job: &KernelJob) -> Result<Arc<CompiledKernel>>;
+}
+
+/// Bundles that every cache of this process looks into.
+static EMBEDDED: Mutex<Vec<Arc<Bundle>>> = Mutex::new(Vec::new());
+
+/// Gives the backends that are opened from now on a bundle, such as one that the program embeds.
+pub fn embed(bundle: Bundle) {
+    EMBEDDED.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::new(bundle));
+}
+
+/// The sources of compiled kernels, in their order.
+#[derive(Clone, Debug)]
+pub struct Cache {
+    bundles: Vec<Arc<Bundle>>,
+    disk: Option<Disk>,
+    dump: Option<PathBuf>,
+}
+
+impl Cache {
+    /// Bundles of [`embed`] and `FMHA_BUNDLE`, the disk cache in `FMHA_CACHE_DIR`, and
+    /// `FMHA_DUMP`.
+    ///
+    /// # Errors
+    /// A bundle of `FMHA_BUNDLE` that is not whole.
+    pub fn from_env() -> Result<Self> {
+        let mut bundles = EMBEDDED.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        for path in env::BUNDLE.get().iter().flat_map(std::env::split_paths) {
+            bundles.push(Arc::new(Bundle::open(&path)?));
+        }
+        Ok(Self { dump: env::DUMP.get().map(PathBuf::from), ..Self::new(bundles, disk::folder().as_deref()) })
+    }
+
+    /// These bundles, and the disk cache in `folder`.
+    #[must_use]
+    pub fn new(bundles: Vec<Arc<Bundle>>, folder: Option<&Path>) -> Self {
+        Self { bundles, disk: folder.map(Disk::new), dump: None }
+    }
+
+    /// The kernel of a job. `compiler` is asked for only when no bundle has the kernel.
+    ///
+    /// # Errors
+    /// What the compiler said, or that there is none and no bundle has the kernel.
+    pub fn get<C: Compiler>(
+        &self,
+        job: &KernelJob,
+        compiler: impl FnOnce() -> Result<C>,
+    ) -> Result<(Arc<CompiledKernel>, Origin)> {
+        let key = job.key();
+        let found = self.find(job, key, compiler)?;
+        if let Some(folder) = &self.dump {
+            dump::dump(folder, job, &found.0, &found.1)?;
+        }
+        Ok(found)
+    }
+
+    fn find<C: Compiler>(
+        &self,
+        job: &KernelJob,
+        key: SourceKey,
+        compiler: impl FnOnce() -> Result<C>,
+    ) -> Result<(Arc<CompiledKernel>, Origin)> {
+        for bundle in &self.bundles {
+            if let Some(kernel) = bundle.get(key).filter(|kernel| kernel.image(job.image).is_some()) {
+                return Ok((kernel, Origin::Bundle(bundle.name().to_owned())));
+            }
+        }
+        let compiler = compiler().map_err(|error| self.without_compiler(job, error))?;
+        let identity = compiler.identity();
+        let Some(disk) = &self.disk else {
+            let not_kept = Some(format!("{} is none", env::CACHE_DIR.name));
+            let kernel = Arc::new(compile(job, key, &compiler, &identity)?);
+            return Ok((kernel, Origin::Compiler { compiler: identity, not_kept }));
+        };
+        let on_disk = || disk.load(key, &identity).filter(|kernel| kernel.image(job.image).is_some());
+        if let Some(kernel) = on_disk() {
+            return Ok((Arc::new(kernel), Origin::Disk(disk.folder().to_owned())));
+        }
+        // One process compiles; the others wait for it, and find the kernel.
+        let locked = disk.lock(key, &identity);
+        if let Some(kernel) = locked.as_ref().and_then(|_| on_disk()) {
+            return Ok((Arc::new(kernel), Origin::Disk(disk.folder().to_owned())));
+        }
+        let kernel = Arc::new(compile(job, key, &compiler, &identity)?);
+        let not_kept = disk.store(&kernel).err().map(|error| format!("{}: {error}", disk.folder().display()));
+        Ok((kernel, Origin::Compiler { compiler: identity, not_kept }))
+    }
+
+    fn without_compiler(&self, job: &KernelJob, error: Error) -> Error {
+        match error {
+            Error::NoDevice(text) if !self.bundles.is_empty() => {
+                let names: Vec<_> = self.bundles.iter().map(|bundle| bundle.name()).collect();
+                Error::NoDevice(format!(
+                    "{text}; and this kernel {} for {} is not in {} ({} kernels)",
+                    job.kernel,
+                    job.arch,
+                    names.join(", "),
+                    self.bundles.iter().map(|bundle| bundle.len()).sum::<usize>()
+                ))
+            }
+            other => other,
+        }
+    }
+}
+
+fn compile(
+    job: &KernelJob,
+    key: SourceKey,
+    compiler: &impl Compiler,
+    identity: &str,
+) -> Result<CompiledKernel> {
+    let CompilerOutput { machine, assembly, log, resources } = compiler.compile(job)?;
+    Ok(CompiledKernel {
+        key,
+        kernel: job.kernel.to_owned(),
+        arch: job.arch.clone(),
+        compiler: identity.to_owned(),
+        entry: job.source.entry.clone(),
+        machine,
+        assembly,
+        log,
+        resources,
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,48 @@
+// The clean role: V rows that are not the sequence's (padding, another sequence) may hold anything, NaN
+// included, which times their P of 0 would spread. They stand in a tile's first block alone; a warp that
+// the load role has to spare zeroes them before the block is announced.
+#pragma once
+#include <fmha/sm90/scheduler.cuh>
+
+namespace fmha::sm90 {
+
+template <FwdSpec spec, Sm90Tile tile>
+struct Cleaner {
+  using Shared = Smem<spec, tile>;
+  using Tile = typename Shared::VTile;
+  Shared& smem;
+  Slot<tile.stages> v_slot;
+  Slot<kWorkSlots> work_slot;
+  uint32_t raw_phases = 0;  // a bit a stage: v_raw completes only where a block is cleaned
+
+  FMHA_DEVICE void clean(int32_t first_row) {
+    const int32_t stage = v_slot.index, lane = threadIdx.x % 32;
+    ptx::mbarrier_wait_parity(smem.v_raw[stage], raw_phases >> stage & 1);
+    raw_phases ^= 1u << stage;
+#pragma unroll 1
+    for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
+      const uint32_t base = smem.v[stage].address() + chunk * Tile::chunk_bytes;
+      for (uint32_t at = first_row * Tile::span_bytes + lane * 16; at < Tile::chunk_bytes; at += 32 * 16)
+        ptx::st_shared_v4_zero(base + at);
+    }
+    ptx::fence_proxy_async();
+    __syncwarp();
+    ptx::mbarrier_arrive_if(smem.v_full[stage], lane == 0);
+  }
+
+  FMHA_DEVICE void run() {
+    while (true) {
+      ptx::mbarrier_wait_parity(smem.work_full[work_slot.index], work_slot.phase);
+      const int32_t num_blocks = smem.work[work_slot.index].num_blocks;
+      const int32_t first_dirty = smem.work[work_slot.index].first_dirty;
+      __syncwarp();
+      ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], threadIdx.x % 32 == 0);
+      work_slot.advance();
+      if (num_blocks == 0) return;
+      if (first_dirty < tile.block_n) clean(first_dirty);
+      v_slot.advance_by(num_blocks);
+    }
+  }
+};
+
+}  // namespace fmha::sm90

@@ -1,0 +1,101 @@
+// NaN and infinity in V, where the mask hides their keys from some queries of a tile.
+//
+// The matrix unit multiplies a hidden key's P, which is 0, with its V, and 0 x NaN is NaN. So on tiles
+// that the mask cuts, and on no others, V is searched where it lies in LDS: each wave reads it once.
+// Nothing is found in sound data. If something is, it becomes 0 in LDS, and when O is written the
+// queries that do see it get it added there. A tile that all queries see needs none of this.
+#pragma once
+#include <fmha/cdna/tile_step.h>
+#include <fmha/isa/sync.h>
+
+namespace fmha::cdna {
+
+// The top bit of each element of a word whose value is not finite.
+template <DType dtype>
+FMHA_DEVICE uint32_t nonfinite_elems(uint32_t word) {
+  constexpr uint32_t ones = size_bytes(dtype) == 2 ? 0x00010001 : 0x01010101;
+  constexpr uint32_t tops = ones << (8 * size_bytes(dtype) - 1);
+  if constexpr (dtype == DType::E4m3Fnuz || dtype == DType::E5m2Fnuz) {
+    // One code, that of -0.
+    return ~((word & ~tops) + ~tops) & word & tops;
+  } else {
+    constexpr uint32_t least = dtype == DType::F16    ? 0x7c00
+                               : dtype == DType::Bf16 ? 0x7f80
+                               : dtype == DType::E5m2 ? 0x7c
+                                                      : 0x7f;
+    constexpr uint32_t to_top = (tops / ones) - least;
+    return ((word & ~tops) + to_top * ones) & tops;
+  }
+}
+
+template <DType dtype>
+FMHA_DEVICE uint32_t without_nonfinite(uint32_t word) {
+  constexpr uint32_t bits = 8 * size_bytes(dtype);
+  return word & ~((nonfinite_elems<dtype>(word) >> (bits - 1)) * ((1u << bits) - 1));
+}
+
+template <FwdSpec spec, CdnaTile tile>
+FMHA_DEVICE bool is_cut(const Job& job, Range queries, int32_t first_key) {
+  if constexpr (spec.mask == MaskKind::Full) return false;
+  return block_class(job.band, queries, {first_key, first_key + tile.block_n}) != BlockClass::Inside;
+}
+
+// Called by all waves when V of the tile at `first_key` has landed: true if it held NaN or infinity, of
+// which it is then free.
+template <FwdSpec spec, CdnaTile tile>
+FMHA_DEVICE bool hide_nonfinite(typename Config<spec, tile>::VMatrix& v, const Job& job, Range queries,
+                                int32_t first_key) {
+  using C = Config<spec, tile>;
+  if (!is_cut<spec, tile>(job, queries, first_key)) return false;
+  constexpr int num_frags = sizeof(v.bytes) / kFragBytes;
+  Frag* const frags = reinterpret_cast<Frag*>(v.bytes);
+  uint32_t found = 0;
+#pragma unroll 4
+  for (int at = lane_idx(); at < num_frags; at += kWaveSize) {
+    const Frag frag = frags[at];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) found |= nonfinite_elems<spec.dtype_v>(frag[w]);
+  }
+  // Every wave has read the same, so all take the same way.
+  if (v_cmp_ballot(found != 0) == 0) return false;
+  s_barrier();
+#pragma nounroll
+  for (int at = thread_idx(); at < num_frags; at += C::num_threads) {
+    Frag frag = frags[at];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) frag[w] = without_nonfinite<spec.dtype_v>(frag[w]);
+    frags[at] = frag;
+  }
+  s_barrier();
+  return true;
+}
+
+// After O is written: adds what was hidden to the queries that see it. One element after another: only
+// broken data comes here.
+template <FwdSpec spec, CdnaTile tile>
+FMHA_DEVICE void show_nonfinite(const Wave<spec, tile>& wave, const FwdParams& p, const Job& job, Range queries,
+                                int32_t first_key) {
+  if (!is_cut<spec, tile>(job, queries, first_key) || wave.query >= job.span.seqlen_q) return;
+  const float scale = scalar_of(p.descale_v, job.span.i_batch, job.i_head_kv, 1.f) *
+                      (is_fp8(spec.dtype_o) && p.scale_o ? *p.scale_o : 1.f);
+  const int64_t o = row_offset(p.o, job.span.storage_batch, int64_t(job.span.q_row) + wave.query, job.i_head);
+  const int32_t end = min(first_key + tile.block_n, job.span.seqlen_k);
+#pragma nounroll
+  for (int32_t key = first_key; key < end; ++key) {
+    if (!visible(job.band, wave.query, key)) continue;
+    const int64_t v = row_offset(p.v, job.span.storage_batch, int64_t(job.span.k_row) + key, job.i_head_kv);
+    // The lane's own elements of O: no other wrote them.
+#pragma nounroll
+    for (int32_t dim = lane_half() * kRun; dim < spec.head_dim_v; dim += dim % kRun == kRun - 1 ? kRun + 1 : 1) {
+      float value = load_elem<spec.dtype_v>(p.v.data, v + dim * p.v.dim) * scale;
+      if (value - value == 0.f) continue;
+      if constexpr (spec.dropout) {
+        const int32_t batch_head = job.span.i_batch * p.num_heads_q + job.i_head;
+        if (!dropout_keeps(p, batch_head, wave.query, key)) value *= 0.f;
+      }
+      store_elem<spec.dtype_o>(p.o.data, o + dim, load_elem<spec.dtype_o>(p.o.data, o + dim) + value);
+    }
+  }
+}
+
+}  // namespace fmha::cdna
