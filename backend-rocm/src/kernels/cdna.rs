@@ -1,7 +1,7 @@
 //! `cdna_fwd`: forward on MFMA.
 
 use fmha_core::source::{Entry, KernelSource};
-use fmha_core::spec::FwdSpec;
+use fmha_core::spec::{BiasKind, FwdSpec};
 use fmha_core::{DType, FwdArgs, FwdProblem, PlanOptions, Refusal, SeqMode, Strides, VLayout};
 use fmha_kernels_hip::{CdnaTile, LoadPath, StorePath};
 
@@ -85,7 +85,7 @@ fn tile(
             arch.lds_bytes()
         );
     }
-    let block_m = given_block_m.unwrap_or_else(|| default_block_m(spec, problem, arch, block_n));
+    let block_m = given_block_m.unwrap_or_else(|| default_block_m(spec, problem, block_n));
     let mut tile = CdnaTile {
         block_m,
         block_n,
@@ -98,16 +98,17 @@ fn tile(
     Ok(tile)
 }
 
-/// Four waves where two such workgroups share a compute unit, else eight: two waves a SIMD either way, where
-/// there are queries enough and the registers of a wave are not more than half of a SIMD's.
-fn default_block_m(spec: &FwdSpec, problem: &FwdProblem, arch: Arch, block_n: i32) -> i32 {
-    let shared = 2 * lds_bytes(spec, block_n) <= i64::from(arch.lds_bytes());
+/// Eight waves where the tiles of a workgroup fill the LDS of the smaller architectures: two waves a SIMD, and
+/// half of the registers that loads wait in. Four where two workgroups fit, where there are few queries, and
+/// where a wave needs more than half of a SIMD's registers.
+fn default_block_m(spec: &FwdSpec, problem: &FwdProblem, block_n: i32) -> i32 {
+    const HALF_OF_LDS: i64 = 32 * 1024;
+    let shared = lds_bytes(spec, block_n) <= HALF_OF_LDS;
     let few_queries = problem.dims.seqlen_q <= MIN_BLOCK_M as u32;
-    if shared || few_queries || !fits_half_of_the_registers(spec) { MIN_BLOCK_M } else { 2 * MIN_BLOCK_M }
-}
-
-fn fits_half_of_the_registers(spec: &FwdSpec) -> bool {
-    spec.head_dim_qk.max(spec.head_dim_v) <= 128
+    let wide = spec.head_dim_qk.max(spec.head_dim_v) > 128;
+    // Their vector work beside the exponentials takes the registers that eight waves do not have.
+    let busy = spec.dropout || spec.softcap || spec.bias != BiasKind::None;
+    if shared || few_queries || wide || busy { MIN_BLOCK_M } else { 2 * MIN_BLOCK_M }
 }
 
 /// The widest step whose tiles fit the LDS and whose accumulators fit the registers.
@@ -191,16 +192,15 @@ pub(crate) fn num_workgroups(problem: &FwdProblem, tile: &CdnaTile) -> i64 {
     m_blocks.saturating_mul(i64::from(problem.dims.num_heads_q) * i64::from(problem.dims.batch))
 }
 
-/// Waves of a SIMD that the compiler is to leave registers for.
-fn waves_per_simd(spec: &FwdSpec, tile: &CdnaTile) -> i32 {
+/// Waves of a SIMD that the compiler is to leave registers for: what a workgroup alone brings.
+fn waves_per_simd(tile: &CdnaTile) -> i32 {
     const SIMDS: i32 = 4;
-    let of_workgroup = (tile.block_m / WAVE_ROWS + SIMDS - 1) / SIMDS;
-    if fits_half_of_the_registers(spec) { of_workgroup.max(2) } else { of_workgroup }
+    (tile.block_m / WAVE_ROWS + SIMDS - 1) / SIMDS
 }
 
 pub(crate) fn source(spec: &FwdSpec, tile: &CdnaTile) -> KernelSource {
     let threads = num_threads(tile);
-    let waves = waves_per_simd(spec, tile);
+    let waves = waves_per_simd(tile);
     let entry = Entry {
         include: "fmha/cdna/fwd.h",
         constants: &[("kSpec", spec), ("kTile", tile)],
