@@ -106,8 +106,9 @@ fn default_block_m(spec: &FwdSpec, problem: &FwdProblem, block_n: i32) -> i32 {
     let shared = lds_bytes(spec, block_n) <= HALF_OF_LDS;
     let few_queries = problem.dims.seqlen_q <= MIN_BLOCK_M as u32;
     let wide = spec.head_dim_qk.max(spec.head_dim_v) > 128;
-    // Their vector work beside the exponentials takes the registers that eight waves do not have.
-    let busy = spec.dropout || spec.softcap || spec.bias != BiasKind::None;
+    // They take registers that eight waves do not have.
+    let busy =
+        spec.dropout || spec.softcap || spec.bias != BiasKind::None || spec.v_layout == VLayout::ColMajor;
     if shared || few_queries || wide || busy { MIN_BLOCK_M } else { 2 * MIN_BLOCK_M }
 }
 
