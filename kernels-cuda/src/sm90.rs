@@ -49,6 +49,9 @@ abi_spec! {
         pub wait_anchor: i32,
         /// Every n-th exponential is a polynomial on the multiply-add pipe; 0: none.
         pub exp2_polynomial_every: i32,
+        /// Maxima are of the scores' bits, three at a time, where a warpgroup's are not negative: half the
+        /// instructions, and a loop more. Of masks that have a lower bound: never.
+        pub integer_max: bool,
         /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
         pub pack_gqa: bool,
         /// O is stored 16 bytes at a time; else element by element.
@@ -348,6 +351,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         lazy_rescale_log2: 8,
         wait_anchor: if modified { 0 } else { wait_anchor },
         exp2_polynomial_every: 0,
+        integer_max: spec.mask != MaskKind::Band && !modified,
         pack_gqa: false,
         vector_store: spec.dtype_o != DType::F32,
         copy_bytes: 0,

@@ -8,7 +8,7 @@ use super::{MAX_SMEM_BYTES, Sm90Tile, TileOrder};
 
 /// The fields that [`Sm90Tile::set`] knows.
 pub const FIELDS: &str = "block_m, block_n, stages, order, ping_pong, lookahead, lazy_rescale_log2, wait_anchor, \
-                          exp2_polynomial_every, pack_gqa, vector_store, copy_bytes, warp_specialised, cluster, \
+                          exp2_polynomial_every, integer_max, pack_gqa, vector_store, copy_bytes, warp_specialised, cluster, \
                           q_in_registers, f16_scores, f16_output";
 
 impl Sm90Tile {
@@ -54,6 +54,7 @@ impl Sm90Tile {
             "lazy_rescale_log2" => self.lazy_rescale_log2 = within(0, 15)?,
             "wait_anchor" => self.wait_anchor = within(0, 128)?,
             "exp2_polynomial_every" => self.exp2_polynomial_every = within(0, 128)?,
+            "integer_max" => self.integer_max = flag()?,
             "pack_gqa" => self.pack_gqa = flag()?,
             "vector_store" => self.vector_store = flag()?,
             "copy_bytes" => match number()? {
