@@ -245,9 +245,10 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             return refuse(format!("{field} {length} is not below 2^29"));
         }
     }
-    if let Some((name, axis, stride)) = odd_stride(problem) {
+    if let (Some((name, axis, stride)), VLayout::ColMajor) = (odd_stride(problem), problem.v_layout) {
         return refuse(format!(
-            "{name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as the copy engine needs"
+            "{name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as the copy engine needs, which alone \
+             turns a column-major V"
         ));
     }
     Ok(())
@@ -272,6 +273,16 @@ fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static
 /// The first stride that the copy engine does not take.
 fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64)> {
     strides(problem).find(|&(_, _, stride)| stride % 8 != 0 || stride >= 1 << 39)
+}
+
+/// [`Sm90Tile::copy_bytes`] for a problem: 0 where the copy engine takes its strides, else the most bytes
+/// that divide every one.
+fn copy_bytes(problem: &FwdProblem) -> i32 {
+    if odd_stride(problem).is_none() {
+        return 0;
+    }
+    let divides = |&bytes: &i32| strides(problem).all(|(_, _, stride)| stride * 2 % i64::from(bytes) == 0);
+    [16, 8, 4].into_iter().find(divides).unwrap_or(2)
 }
 
 /// The tile for a problem that the kernel [`accepts`].
@@ -304,6 +315,12 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     let rows = if tile.pack_gqa { seqlen_q * i64::from(ratio) } else { seqlen_q };
     if rows <= 64 && (!tile.pack_gqa || 64 % ratio == 0) {
         tile.block_m = 64;
+    }
+
+    tile.copy_bytes = copy_bytes(problem);
+    if tile.copy_bytes > 0 {
+        // Beside three warpgroups the threads that copy would have too few registers.
+        tile.block_m = tile.block_m.min(128);
     }
 
     let strides = problem.o;

@@ -33,7 +33,7 @@ struct Regs {
   int load, consume;
 };
 FMHA_DEVICE constexpr Regs regs(const Sm90Tile& tile) {
-  if (tile.copy_bytes > 0 && num_consumers(tile) == 2) return {72, 216};
+  if (tile.copy_bytes > 0) return num_consumers(tile) == 1 ? Regs{80, 240} : Regs{72, 216};
   switch (num_consumers(tile)) {
     case 1: return {56, 240};
     case 2: return {40, 232};  // 24 spill the schedule role

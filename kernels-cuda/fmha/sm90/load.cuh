@@ -137,7 +137,9 @@ struct Loader {
   }
 
   FMHA_DEVICE void ask() const {
-    if (threadIdx.x == 0) ptx::barrier_arrive<kWorkWanted, 64>();
+    if (threadIdx.x >= 32) return;
+    if constexpr (copies) __syncwarp();  // a lane arrives for its warp, but not before the others
+    ptx::barrier_arrive<kWorkWanted, 64>();
   }
 
   // The next tile, once it is planned: its Q and first K. Returns its number of blocks.

@@ -92,10 +92,6 @@ impl Sm90Tile {
     /// A text that names the fields and numbers that do not go together.
     pub fn check(&self, spec: &FwdSpec, gqa_ratio: u32) -> Result<(), String> {
         let refuse = |words: String| Err(format!("tile {words}"));
-        // It compiles, and has not run right yet.
-        if self.copy_bytes > 0 {
-            return refuse(format!("copy_bytes={}: not proven yet", self.copy_bytes));
-        }
         if self.wait_anchor > self.block_n / 2 {
             return refuse(format!(
                 "wait_anchor={} is more than the block_n / 2 = {} exponentials of a thread",
@@ -128,6 +124,12 @@ impl Sm90Tile {
                     self.copy_bytes
                 ));
             }
+        }
+        if self.copy_bytes > 0 && self.num_consumers() > 2 {
+            return refuse(format!(
+                "copy_bytes={} with block_m={}: the threads that copy would have too few registers",
+                self.copy_bytes, self.block_m
+            ));
         }
         if self.copy_bytes > 0 && spec.v_layout == VLayout::ColMajor {
             return refuse(format!("copy_bytes={}: v_layout is column-major", self.copy_bytes));
