@@ -34,10 +34,6 @@ struct RowStats {
   float row_sum = 0.f;          // this thread's share of sum exp2((S - row_max) * scale_log2)
 };
 
-// How far below its base, in powers of two, a row's largest P may lie: 16-bit floats keep all their bits down to
-// 2^-14, so what counts for a row does.
-constexpr float kNearZero = 4.f;
-
 template <Sm90Tile tile>
 struct Softmax {
   RowStats rows[2];
@@ -60,12 +56,12 @@ struct Softmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(row_max[r], other_max[r]);
   }
-  // The same by integer maxima of three, half the instructions: where the maximum so far is no negative
-  // number, the bits of what exceeds it compare as the numbers do.
+  // The same by integer maxima of three, half the instructions. Of floats' bits the order of integers is
+  // that of the numbers down to 0, so 0 is the least that this finds.
   template <int n>
-  FMHA_DEVICE void raise_positive(float (&row_max)[2], const mma::Accumulator<n>& s) const {
+  FMHA_DEVICE void raise_by_bits(float (&row_max)[2], const mma::Accumulator<n>& s) const {
     using S = mma::Accumulator<n>;
-    int32_t chain[2][2] = {{int32_t(bits_of(row_max[0])), 0}, {int32_t(bits_of(row_max[1])), 0}};
+    int32_t chain[2][2] = {};
 #pragma unroll
     for (int e = 0; e < S::num_elems; e += 4) {
 #pragma unroll
@@ -75,20 +71,22 @@ struct Softmax {
       }
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) row_max[r] = float_of(uint32_t(max(chain[r][0], chain[r][1])));
+    for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(row_max[r], float_of(uint32_t(max(chain[r][0], chain[r][1]))));
+  }
+  // Whether that serves this thread's rows, now and until the next tile: a 0 in place of a negative maximum
+  // is then kept out by the lazy rescaling, as the maximum itself would be.
+  FMHA_DEVICE bool bits_serve(float scale_log2) const {
+    const float least = -float(tile.lazy_rescale_log2);
+    return rows[0].row_max * scale_log2 >= least && rows[1].row_max * scale_log2 >= least;
   }
 
-  // Of this thread's rows; stays so until the next tile.
-  FMHA_DEVICE bool is_positive() const { return rows[0].row_max >= 0.f && rows[1].row_max >= 0.f; }
-
-  // S becomes P, unnormalised. `positive`: no maximum is negative. `never` is an address for the anchor,
-  // which is never written.
-  template <bool positive, int n>
+  // S becomes P, unnormalised. `never` is an address for the anchor, which is never written.
+  template <bool by_bits, int n>
   FMHA_DEVICE void step(mma::Accumulator<n>& s, float scale_log2, uint32_t never) {
     using S = mma::Accumulator<n>;
     float new_max[2] = {rows[0].row_max, rows[1].row_max};
-    if constexpr (positive) {
-      raise_positive(new_max, s);
+    if constexpr (by_bits) {
+      raise_by_bits(new_max, s);
     } else {
       raise(new_max, s);
     }
@@ -102,9 +100,6 @@ struct Softmax {
       // sums and 16-bit P hold as well, and O needs no correction.
       if (row.row_max != -infinity() && (new_max[r] - row.row_max) * scale_log2 <= float(tile.lazy_rescale_log2))
         new_max[r] = row.row_max;
-      // A row of few keys may have seen negative scores alone. Near 0 they have 0 for their maximum, or the
-      // whole warpgroup could not take the shorter way.
-      if (tile.integer_max && !positive && new_max[r] < 0.f && new_max[r] * scale_log2 >= -kNearZero) new_max[r] = 0.f;
       const float base = finite_or_zero(new_max[r]);
       correction[r] = ptx::ex2_approx_ftz((row.row_max - base) * scale_log2);
       row.row_max = new_max[r];
