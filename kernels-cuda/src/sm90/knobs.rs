@@ -188,7 +188,7 @@ mod tests {
             (&[("wait_anchor", "100")], &["wait_anchor", "100", "64"]),
             (&[("warp_specialised", "0"), ("ping_pong", "1")], &["ping_pong", "warp_specialised"]),
             (&[("cluster", "2"), ("order", "dynamic")], &["cluster", "2"]),
-            (&[("copy_bytes", "4")], &["copy_bytes", "4"]),
+            (&[("block_m", "192"), ("copy_bytes", "4")], &["copy_bytes", "4", "block_m", "192"]),
             (&[("blok_n", "1")], &["blok_n", "block_n"]),
         ] {
             let text = refusal(words);
