@@ -15,13 +15,15 @@
 //! A row's arithmetic depends on where tiles of keys begin (multiples of `block_n`) and on nothing
 //! else: not on `block_m`, the number of threads or the rest of the batch.
 
+use std::f32::consts::LOG2_E;
+use std::f64::consts::LN_2;
 use std::ops::Range;
 
 use fmha_core::{DType, DevSliceMut, FwdArgs, FwdProblem, SeqSpan};
 
 use crate::blocks::{
-    Columns, Gather, GatherRows, GatherTransposed, Multiply, RowState, Scale, Scores, Softmax, TILE,
-    TileColumns, TileScores, TileSoftmax, TransposeValues, UntransposeOut, row_stride,
+    Columns, Factors, Gather, GatherRows, GatherTransposed, Multiply, RowState, Scale, Scores, Softmax, TILE,
+    TileColumns, TileScores, TileSoftmax, TransposeValues, UntransposeOut, WriteRows, row_stride,
 };
 use crate::memory::{Floats, reserve};
 use crate::score::{Adjust, HeadScore, Keep, Panel, ScoreInputs};
@@ -325,7 +327,7 @@ impl Shared<'_> {
                 let mut later = 1.0;
                 if tiles {
                     s.run(TileScores { panel, keys, queries, units: dim_units, scores });
-                    if adjusts {
+                    if head.changes() || factor <= 0.0 {
                         s.run(Scale { panel, x: scores, factor });
                     } else {
                         later = factor;
@@ -348,7 +350,7 @@ impl Shared<'_> {
                 let edge_of_nan = panel.edge && !values_finite;
                 let alpha = scratch.alpha.as_ptr();
                 if tiles {
-                    s.run(TileSoftmax { panel, scores, factor: later, state });
+                    s.run(TileSoftmax { panel, scores, factor: later * LOG2_E, state });
                     let columns = TileColumns {
                         panel,
                         weights: scores,
@@ -402,23 +404,24 @@ impl Shared<'_> {
                 });
             }
         }
-        self.finish::<S>(scratch, task, &head, fresh);
+        self.finish(s, scratch, task, &head, fresh);
         if let Some(to) = self.keep_mask {
             self.write_keep(to, head.keep, task, span);
         }
     }
 
     /// Divides by the row sums and writes O and LSE.
-    fn finish<S: Simd>(&self, scratch: &mut Scratch, task: Task, head: &HeadScore, fresh: u128) {
+    fn finish<S: Simd>(&self, s: S, scratch: &mut Scratch, task: Task, head: &HeadScore, fresh: u128) {
         let span = head.span;
-        let dim_v = self.problem.dims.head_dim_v as usize;
-        let block_m = self.blocks.block_m;
-        let found = if in_tiles::<S>(self.problem) { &scratch.out_rows } else { &scratch.out }.as_ptr();
+        let tiles = in_tiles::<S>(self.problem);
+        // Tiles count in powers of 2.
+        let unit = if tiles { LN_2 } else { 1.0 };
+        let found = if tiles { &scratch.out_rows } else { &scratch.out }.as_ptr();
         for row in 0..task.queries as usize {
             let i = task.i + row as u32;
-            // SAFETY: a live row of the scratch; O and LSE of this row belong to this task.
+            // SAFETY: a live row of the scratch; LSE of this row belongs to this task.
             unsafe {
-                let row_max = f64::from(*scratch.row_max.as_ptr().add(row));
+                let row_max = f64::from(*scratch.row_max.as_ptr().add(row)) * unit;
                 let row_sum = f64::from(*scratch.row_sum.as_ptr().add(row));
                 let sink = head.sink.map_or(f64::NEG_INFINITY, f64::from);
                 let top = row_max.max(sink);
@@ -429,22 +432,25 @@ impl Shared<'_> {
                     let total = row_sum * share + exp(sink - top);
                     (share / total, top + total.ln())
                 };
-                let factor = (factor * f64::from(head.keep_scale)) as f32 * self.scale_o;
-                let out = std::slice::from_raw_parts_mut(scratch.row.as_mut_ptr(), dim_v);
-                let untouched = fresh & (1 << (row / S::PANEL)) != 0;
-                for (panel, out) in out.chunks_mut(S::PANEL).enumerate() {
-                    let at = (panel * block_m + row) * S::PANEL;
-                    let from = found.add(at);
-                    for (col, out) in out.iter_mut().enumerate() {
-                        *out = if untouched { 0.0 } else { *from.add(col) * factor };
-                    }
-                }
-                self.o.write_row(span.storage_batch, span.q_row + i, task.i_head, 0, out);
+                // The row's factor takes the place of its sum.
+                *scratch.row_sum.as_mut_ptr().add(row) =
+                    (factor * f64::from(head.keep_scale)) as f32 * self.scale_o;
                 if let Some(to) = self.lse {
                     to.write_f32(span.lse_index(self.problem, task.i_head, i), lse as f32);
                 }
             }
         }
+        s.run(WriteRows {
+            to: &self.o,
+            at: (span.storage_batch, span.q_row + task.i, task.i_head),
+            rows: task.queries as usize,
+            cols: self.problem.dims.head_dim_v as usize,
+            from: found,
+            capacity: self.blocks.block_m,
+            factors: Factors::Each(scratch.row_sum.as_ptr()),
+            untouched: fresh,
+            row: scratch.row.as_mut_ptr(),
+        });
     }
 
     /// The keep flags of the task's queries and every key of the sequence.

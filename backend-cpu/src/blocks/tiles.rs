@@ -5,7 +5,7 @@ use fmha_core::MaskBand;
 
 use super::row_stride;
 use crate::score::Panel;
-use crate::simd::{Op, Simd, TileProduct, exp, exp_coarse};
+use crate::simd::{Op, Simd, TileProduct};
 
 /// bf16 that a step of a product reduces, and rows of A in a block.
 pub(crate) const TILE: usize = 32;
@@ -79,14 +79,21 @@ impl<S: Simd> Op<S> for TransposeValues {
     }
 }
 
-/// Scores to pairs of probabilities, as [`Softmax`](super::Softmax) does, from scores times `factor`; zeros
-/// beside the live rows of the tiles that they touch.
+/// Scores to pairs of probabilities, `P = 2^(factor S - row_max)`, zeros beside the live rows of the tiles
+/// that they touch, and the running state as [`Softmax`](super::Softmax) keeps it, but in powers of 2.
+///
+/// `row_max` follows the maximum only when that is [`SLACK`] above it: any base serves that keeps P in
+/// range, and O is mostly spared its rescaling (Dao and others use it in FlashAttention-4).
 pub(crate) struct TileSoftmax {
     pub(crate) panel: Panel,
     pub(crate) scores: *mut f32,
+    /// Above 0.
     pub(crate) factor: f32,
     pub(crate) state: super::RowState,
 }
+
+/// P stays below 2 to this power.
+const SLACK: f32 = 8.0;
 
 impl<S: Simd> Op<S> for TileSoftmax {
     #[inline(always)]
@@ -108,32 +115,33 @@ impl TileSoftmax {
         let nothing = s.splat(f32::NEG_INFINITY);
         // SAFETY: rows and lanes of the panel, and PANEL numbers of each state.
         unsafe {
-            let mut row_max: [S::V; VECTORS] = std::array::from_fn(
-                #[inline(always)]
-                |v| s.load(state.row_max.add(v * S::LANES)),
-            );
+            let mut largest = [nothing; VECTORS];
             for row in first..last {
-                for (v, row_max) in row_max.iter_mut().enumerate() {
-                    *row_max = s.max(s.mul(s.load(at(row, v)), factor), *row_max);
+                for (v, largest) in largest.iter_mut().enumerate() {
+                    // A NaN leaves the maximum alone and shows in P.
+                    *largest = s.max(s.load(at(row, v)), *largest);
                 }
             }
-            let mut base = row_max;
+            let mut base = largest;
             for (v, base) in base.iter_mut().enumerate() {
-                let old = state.row_max.add(v * S::LANES);
-                // Where nothing is seen yet, exp(-inf - 0) is the 0 that exp(-inf - -inf) is not.
-                *base = s.select_le(*base, nothing, s.splat(0.0), *base);
-                s.store(state.alpha.add(v * S::LANES), exp(s, s.sub(s.load(old), *base)));
-                s.store(old, row_max[v]);
+                let row_max = state.row_max.add(v * S::LANES);
+                let (old, seen) = (s.load(row_max), s.mul(*base, factor));
+                // Where both are -inf, the difference is NaN, and the new one is as good.
+                let new = s.select_le(s.sub(seen, old), s.splat(SLACK), old, seen);
+                // Where nothing is seen yet, 2^(-inf - 0) is the 0 that 2^(-inf - -inf) is not.
+                *base = s.select_le(new, nothing, s.splat(0.0), new);
+                s.store(state.alpha.add(v * S::LANES), s.exp2_coarse(s.sub(old, *base)));
+                s.store(row_max, new);
                 *base = s.sub(s.splat(0.0), *base);
             }
             let mut row_sum = [s.splat(0.0); VECTORS];
             for row in (first..last).step_by(2) {
                 for v in 0..VECTORS {
-                    let low = exp_coarse(s, s.fma(s.load(at(row, v)), factor, base[v]));
+                    let low = s.exp2_coarse(s.fma(s.load(at(row, v)), factor, base[v]));
                     row_sum[v] = s.add(row_sum[v], low);
                     let mut high = s.splat(0.0);
                     if row + 1 < last {
-                        high = exp_coarse(s, s.fma(s.load(at(row + 1, v)), factor, base[v]));
+                        high = s.exp2_coarse(s.fma(s.load(at(row + 1, v)), factor, base[v]));
                         row_sum[v] = s.add(row_sum[v], high);
                     }
                     s.store(at(row / 2, v), s.pair_bf16(low, high));
@@ -201,7 +209,7 @@ impl TileColumns {
         // SAFETY: `dim` rows of a panel.
         unsafe {
             let alphas = [s.load(alpha), s.load(alpha.add(S::LANES))];
-            // The maximum has mostly been seen in the first tiles.
+            // So it is in most tiles: see `TileSoftmax`.
             if (0..self.panel.queries).all(|lane| *alpha.add(lane) == 1.0) {
                 return;
             }

@@ -15,7 +15,7 @@ mod x86;
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) use amx::Amx;
-pub(crate) use math::{exp, exp_coarse, tanh};
+pub(crate) use math::{exp, tanh};
 #[cfg(target_arch = "aarch64")]
 pub(crate) use neon::Neon;
 pub(crate) use portable::Portable;
@@ -61,8 +61,6 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     const TILES: bool = false;
     /// What the rows of a tile of keys are rounded up to.
     const KEY_ROWS: usize = Self::TILE_ROWS;
-    /// Where `e^x` is 0 at the latest, with [`times_power`](Self::times_power).
-    const LEAST_EXP: f32 = -88.2;
     /// Columns of a panel: queries, or a head dimension's.
     const PANEL: usize = 2 * Self::LANES;
 
@@ -107,6 +105,43 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// `LANES` f16 are readable at `from`, aligned or not.
     unsafe fn load_f16(self, from: *const u16) -> Self::V;
 
+    /// Stores what [`round_to_bf16`](Self::round_to_bf16) leaves.
+    ///
+    /// # Safety
+    /// `LANES` bf16 are writable at `to`, aligned or not.
+    #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut u16, v: Self::V) {
+        let mut lanes = [0.0f32; 16];
+        // SAFETY: no vector has more than sixteen lanes; the caller's promise.
+        unsafe {
+            self.store(lanes.as_mut_ptr(), self.round_to_bf16(v));
+            for (i, lane) in lanes[..Self::LANES].iter().enumerate() {
+                to.add(i).write_unaligned((lane.to_bits() >> 16) as u16);
+            }
+        }
+    }
+
+    /// Two rows of PANEL bf16 to one of pairs, `low` in the low halves; whether all of it was finite.
+    ///
+    /// # Safety
+    /// PANEL bf16 are readable at `low` and at `high`, PANEL f32 writable at `to`.
+    #[inline(always)]
+    unsafe fn interleave_bf16(self, low: *const u16, high: *const u16, to: *mut f32) -> bool {
+        const EXPONENT: u32 = 0x7f80;
+        let mut special = 0;
+        for col in 0..Self::PANEL {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let low = u32::from(low.add(col).read_unaligned());
+                let high = u32::from(high.add(col).read_unaligned());
+                special |= u32::from(low & EXPONENT == EXPONENT);
+                special |= u32::from(high & EXPONENT == EXPONENT);
+                to.add(col).cast::<u32>().write(low | high << 16);
+            }
+        }
+        special == 0
+    }
+
     /// Transposes a block of LANES x LANES: `to[c * to_step + r] = from[r * from_step + c]`.
     ///
     /// # Safety
@@ -133,10 +168,10 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         let _ = block;
     }
 
-    /// `p 2^n` for integers n from `LEAST_EXP log2 e` on, 0 there.
+    /// [`math::exp2_coarse`], or what keeps its promises in fewer instructions.
     #[inline(always)]
-    fn times_power(self, p: Self::V, n: Self::V) -> Self::V {
-        self.mul(p, self.power_of_two(n))
+    fn exp2_coarse(self, x: Self::V) -> Self::V {
+        math::exp2_coarse(self, x)
     }
 
     /// Lane by lane two bf16, the low half of the lane's 32 bits first: `acc + a0*b0 + a1*b1`.
@@ -145,7 +180,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         acc
     }
 
-    /// Lane by lane (low, high) rounded to bf16 into one 32-bit pair for
+    /// Lane by lane (low, high) rounded to the nearest bf16 into one 32-bit pair for
     /// [`dot_bf16`](Self::dot_bf16).
     fn pair_bf16(self, low: Self::V, high: Self::V) -> Self::V {
         let _ = high;

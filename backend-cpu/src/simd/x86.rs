@@ -430,8 +430,7 @@ impl Simd for Amx {
     const TILES: bool = true;
     // Whole tiles, and whole micro-tiles for what runs on f32.
     const KEY_ROWS: usize = 96;
-    const LEAST_EXP: f32 = -120.0;
-    avx512_methods!(Amx, "avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512bf16");
+    avx512_methods!(Amx, "avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512dq,avx512bf16");
 
     #[inline(always)]
     fn enter_tiles(self) {
@@ -451,28 +450,52 @@ impl Simd for Amx {
         unsafe { amx::product(block) };
     }
 
+    /// A quartic on [0, 1) that is 1 at 0, 2.9e-6 off at most: VREDUCEPS leaves the fraction and VSCALEFPS
+    /// multiplies by the power of the floor, so that nothing else is needed, nor a bound of x.
     #[inline(always)]
-    fn times_power(self, p: Self::V, n: Self::V) -> Self::V {
-        // SAFETY: AVX-512, as `self` proves.
-        unsafe { _mm512_scalef_ps(p, n) }
+    fn exp2_coarse(self, x: Self::V) -> Self::V {
+        const NO_FRACTION_BITS_KEPT_TOWARDS_MINUS_INFINITY: i32 = 0x09;
+        // SAFETY: AVX-512 DQ, as `self` proves.
+        let r = unsafe { _mm512_reduce_ps::<NO_FRACTION_BITS_KEPT_TOWARDS_MINUS_INFINITY>(x) };
+        let q = self.splat(1.342_668_5e-2);
+        let q = self.fma(q, r, self.splat(5.224_247_3e-2));
+        let q = self.fma(q, r, self.splat(2.412_802e-1));
+        let q = self.fma(q, r, self.splat(6.930_448_4e-1));
+        let q = self.fma(q, r, self.splat(1.0));
+        // SAFETY: AVX-512 F.
+        unsafe { _mm512_scalef_ps(q, x) }
     }
 
     #[inline(always)]
-    fn pair_bf16(self, low: Self::V, high: Self::V) -> Self::V {
-        const ORDER: [u16; 32] = {
-            let mut order = [0; 32];
-            let mut lane = 0;
-            while lane < 16 {
-                (order[2 * lane], order[2 * lane + 1]) = (lane as u16, lane as u16 + 16);
-                lane += 1;
-            }
-            order
-        };
-        // SAFETY: AVX-512 BF16 and BW, as `self` proves; `__m512bh` is 512 bits of bf16, those of `low` first.
+    unsafe fn interleave_bf16(self, low: *const u16, high: *const u16, to: *mut f32) -> bool {
+        // Quarters of four pairs: unpacking leaves columns 0, 8, 16, 24 and 4, 12, 20, 28 and those after them.
+        const FIRST: [u64; 8] = [0, 1, 8, 9, 2, 3, 10, 11];
+        const SECOND: [u64; 8] = [4, 5, 12, 13, 6, 7, 14, 15];
+        // SAFETY: AVX-512 BW; the caller promised 32 bf16 twice, and room for 32 pairs.
         unsafe {
-            let both = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
-            let order = _mm512_loadu_si512(ORDER.as_ptr().cast());
-            _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, both))
+            let (a, b) = (_mm512_loadu_si512(low.cast()), _mm512_loadu_si512(high.cast()));
+            let (even, odd) = (_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b));
+            let first = _mm512_loadu_si512(FIRST.as_ptr().cast());
+            let second = _mm512_loadu_si512(SECOND.as_ptr().cast());
+            _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi64(even, first, odd));
+            _mm512_storeu_si512(to.add(16).cast(), _mm512_permutex2var_epi64(even, second, odd));
+            let exponent = _mm512_set1_epi16(0x7f80);
+            let special = |x| _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent);
+            special(a) | special(b) == 0
+        }
+    }
+
+    /// Halves away from 0: what else is rounded as VCVTNE2PS2BF16 would takes two more instructions a pair.
+    #[inline(always)]
+    fn pair_bf16(self, low: Self::V, high: Self::V) -> Self::V {
+        const HIGH_HALF_OF_A_OR_C: i32 = 0xea;
+        // SAFETY: AVX-512 F, as `self` proves.
+        unsafe {
+            let half = _mm512_set1_epi32(0x8000);
+            let low = _mm512_srli_epi32::<16>(_mm512_add_epi32(_mm512_castps_si512(low), half));
+            let high = _mm512_add_epi32(_mm512_castps_si512(high), half);
+            let mask = _mm512_set1_epi32(0xffff_0000_u32.cast_signed());
+            _mm512_castsi512_ps(_mm512_ternarylogic_epi32::<HIGH_HALF_OF_A_OR_C>(high, mask, low))
         }
     }
 }
