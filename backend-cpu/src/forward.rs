@@ -43,13 +43,16 @@ pub(crate) struct Blocks {
     pub(crate) block_n: usize,
 }
 
-/// A forward call with its arguments checked.
-pub(crate) struct Forward<'a> {
-    pub(crate) problem: &'a FwdProblem,
-    pub(crate) args: &'a FwdArgs<'a>,
+/// A call with its arguments checked.
+pub(crate) struct Call<'a, Problem, Args> {
+    pub(crate) problem: &'a Problem,
+    pub(crate) args: &'a Args,
     pub(crate) spans: &'a [SeqSpan],
     pub(crate) blocks: Blocks,
 }
+
+/// A forward call.
+pub(crate) type Forward<'a> = Call<'a, FwdProblem, FwdArgs<'a>>;
 
 /// A tile of queries of one head.
 #[derive(Clone, Copy)]

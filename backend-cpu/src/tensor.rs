@@ -149,67 +149,44 @@ struct OfBf16;
 #[derive(Clone, Copy)]
 struct OfFp8(&'static [f32; 256]);
 
-impl Elem for OfF32 {
-    const BYTES: usize = 4;
+/// A type that vectors load by one instruction: its bits, how one is converted, and how a vector is.
+macro_rules! vector_elem {
+    ($name:ident, $bits:ty, $one:expr, $vector:ident) => {
+        impl Elem for $name {
+            const BYTES: usize = size_of::<$bits>();
 
-    #[inline(always)]
-    unsafe fn one(self, at: *const u8) -> f32 {
-        // SAFETY: the caller's promise; so for every method below.
-        unsafe { at.cast::<f32>().read_unaligned() }
-    }
+            #[inline(always)]
+            unsafe fn one(self, at: *const u8) -> f32 {
+                // SAFETY: the caller's promise.
+                $one(unsafe { at.cast::<$bits>().read_unaligned() })
+            }
 
-    #[inline(always)]
-    unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
-        // SAFETY: as above.
-        unsafe { s.load(at.cast()) }
-    }
+            #[inline(always)]
+            unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
+                // SAFETY: the caller's promise.
+                unsafe { s.$vector(at.cast()) }
+            }
+        }
+    };
 }
 
-impl Elem for OfF16 {
-    const BYTES: usize = 2;
-
-    #[inline(always)]
-    unsafe fn one(self, at: *const u8) -> f32 {
-        // SAFETY: as above.
-        unsafe { f16::from_bits(at.cast::<u16>().read_unaligned()).to_f32() }
-    }
-
-    #[inline(always)]
-    unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
-        // SAFETY: as above.
-        unsafe { s.load_f16(at.cast()) }
-    }
-}
-
-impl Elem for OfBf16 {
-    const BYTES: usize = 2;
-
-    #[inline(always)]
-    unsafe fn one(self, at: *const u8) -> f32 {
-        // SAFETY: as above.
-        unsafe { bf16::from_bits(at.cast::<u16>().read_unaligned()).to_f32() }
-    }
-
-    #[inline(always)]
-    unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
-        // SAFETY: as above.
-        unsafe { s.load_bf16(at.cast()) }
-    }
-}
+vector_elem!(OfF32, f32, std::convert::identity, load);
+vector_elem!(OfF16, u16, |bits| f16::from_bits(bits).to_f32(), load_f16);
+vector_elem!(OfBf16, u16, |bits| bf16::from_bits(bits).to_f32(), load_bf16);
 
 impl Elem for OfFp8 {
     const BYTES: usize = 1;
 
     #[inline(always)]
     unsafe fn one(self, at: *const u8) -> f32 {
-        // SAFETY: as above.
+        // SAFETY: the caller's promise.
         self.0[usize::from(unsafe { at.read() })]
     }
 
     #[inline(always)]
     unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
         let mut lanes = [0.0; 16];
-        // SAFETY: as above; no vector has more than sixteen lanes.
+        // SAFETY: the caller's promise; no vector has more than sixteen lanes.
         unsafe {
             for (i, lane) in lanes[..S::LANES].iter_mut().enumerate() {
                 *lane = self.one(at.add(i));

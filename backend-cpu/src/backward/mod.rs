@@ -20,7 +20,7 @@ mod tile;
 use fmha_core::{Bias, BwdArgs, SeqSpan, ValidBwd};
 
 use crate::blocks::{AddTo, Factors, RowDots, Rows, WriteRows};
-use crate::forward::{Blocks, Bytes, key_tiles};
+use crate::forward::{Blocks, Bytes, Call, key_tiles};
 use crate::memory::{Floats, reserve};
 use crate::score::{Panel, ScoreInputs};
 use crate::simd::Simd;
@@ -28,13 +28,8 @@ use crate::tasks::Threads;
 use crate::tensor::{Source, Target, f32_at};
 use tile::Tile;
 
-/// A backward call with its arguments checked.
-pub(crate) struct Backward<'a> {
-    pub(crate) problem: &'a ValidBwd,
-    pub(crate) args: &'a BwdArgs<'a>,
-    pub(crate) spans: &'a [SeqSpan],
-    pub(crate) blocks: Blocks,
-}
+/// A backward call.
+pub(crate) type Backward<'a> = Call<'a, ValidBwd, BwdArgs<'a>>;
 
 /// What a task computes.
 #[derive(Clone, Copy)]
