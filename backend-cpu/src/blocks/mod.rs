@@ -9,5 +9,7 @@ mod write;
 pub(crate) use gather::{Gather, GatherRows, GatherTransposed, TransposePanels, row_stride};
 pub(crate) use product::{Columns, FmaLoop, RowDots, Rows, Scores};
 pub(crate) use softmax::{AddTo, Gradient, Multiply, RowState, Scale, Softmax};
-pub(crate) use tiles::{TILE, TileColumns, TileScores, TileSoftmax, TransposeValues, UntransposeOut};
+pub(crate) use tiles::{
+    TILE, TileColumns, TileScores, TileSoftmax, TileStage, TransposeValues, UntransposeOut,
+};
 pub(crate) use write::{Factors, WriteRows};

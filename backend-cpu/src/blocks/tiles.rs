@@ -5,7 +5,7 @@ use fmha_core::MaskBand;
 
 use super::row_stride;
 use crate::score::Panel;
-use crate::simd::{Op, Simd, TileProduct};
+use crate::simd::{Between, Nothing, Op, Simd, TileProduct};
 
 /// bf16 that a step of a product reduces, and rows of A in a block.
 pub(crate) const TILE: usize = 32;
@@ -24,9 +24,10 @@ pub(crate) struct TileScores {
     pub(crate) scores: *mut f32,
 }
 
-impl<S: Simd> Op<S> for TileScores {
+impl TileScores {
+    /// Computes them, going on with `between` after each step.
     #[inline(always)]
-    fn call(self, s: S) {
+    fn run<S: Simd>(self, s: S, between: &mut impl Between<S>) {
         let Self { panel, keys, queries, units, scores } = self;
         let stride = row_stride(units);
         for row in (panel.rows.0 / TILE * TILE..panel.rows.1).step_by(TILE) {
@@ -42,8 +43,12 @@ impl<S: Simd> Op<S> for TileScores {
             };
             // SAFETY: capacities are multiples of a tile; rows beyond the last live one hold old numbers,
             // which reach no other row.
-            unsafe { s.tile_product(&block) };
+            unsafe { block.run(s, between) };
         }
+    }
+
+    fn steps(&self) -> usize {
+        (self.panel.rows.1.div_ceil(TILE) - self.panel.rows.0 / TILE) * (self.units / LANES)
     }
 }
 
@@ -84,6 +89,7 @@ impl<S: Simd> Op<S> for TransposeValues {
 ///
 /// `row_max` follows the maximum only when that is [`SLACK`] above it: any base serves that keeps P in
 /// range, and O is mostly spared its rescaling (Dao and others use it in FlashAttention-4).
+#[derive(Clone, Copy)]
 pub(crate) struct TileSoftmax {
     pub(crate) panel: Panel,
     pub(crate) scores: *mut f32,
@@ -95,59 +101,103 @@ pub(crate) struct TileSoftmax {
 /// P stays below 2 to this power.
 const SLACK: f32 = 8.0;
 
-impl<S: Simd> Op<S> for TileSoftmax {
+/// How far a [`TileSoftmax`] is.
+struct Progress<S: Simd, const VECTORS: usize> {
+    softmax: TileSoftmax,
+    factor: S::V,
+    /// What is added to a score.
+    base: [S::V; VECTORS],
+    row_sum: [S::V; VECTORS],
+    /// The next row.
+    row: usize,
+    /// Of rows, between two steps of a product.
+    pairs: usize,
+}
+
+impl<S: Simd, const VECTORS: usize> Between<S> for Progress<S, VECTORS> {
     #[inline(always)]
-    fn call(self, s: S) {
-        match self.panel.vectors::<S>() {
-            1 => self.lanes::<S, 1>(s),
-            _ => self.lanes::<S, 2>(s),
-        }
+    fn go_on(&mut self, s: S) {
+        self.advance(s, self.pairs);
     }
 }
 
 impl TileSoftmax {
+    /// The running state's part, from all scores.
     #[inline(always)]
-    fn lanes<S: Simd, const VECTORS: usize>(self, s: S) {
-        let Self { panel, scores, factor, state } = self;
-        let (first, last) = panel.rows;
-        let at = |row: usize, v: usize| scores.wrapping_add(row * S::PANEL + v * S::LANES);
-        let factor = s.splat(factor);
+    fn begin<S: Simd, const VECTORS: usize>(self, s: S) -> Progress<S, VECTORS> {
+        let (first, last) = self.panel.rows;
+        let factor = s.splat(self.factor);
         let nothing = s.splat(f32::NEG_INFINITY);
+        let mut base = [nothing; VECTORS];
         // SAFETY: rows and lanes of the panel, and PANEL numbers of each state.
         unsafe {
-            let mut largest = [nothing; VECTORS];
             for row in first..last {
-                for (v, largest) in largest.iter_mut().enumerate() {
+                for (v, largest) in base.iter_mut().enumerate() {
                     // A NaN leaves the maximum alone and shows in P.
-                    *largest = s.max(s.load(at(row, v)), *largest);
+                    *largest = s.max(s.load(self.at::<S>(row, v)), *largest);
                 }
             }
-            let mut base = largest;
             for (v, base) in base.iter_mut().enumerate() {
-                let row_max = state.row_max.add(v * S::LANES);
+                let row_max = self.state.row_max.add(v * S::LANES);
                 let (old, seen) = (s.load(row_max), s.mul(*base, factor));
                 // Where both are -inf, the difference is NaN, and the new one is as good.
                 let new = s.select_le(s.sub(seen, old), s.splat(SLACK), old, seen);
                 // Where nothing is seen yet, 2^(-inf - 0) is the 0 that 2^(-inf - -inf) is not.
                 *base = s.select_le(new, nothing, s.splat(0.0), new);
-                s.store(state.alpha.add(v * S::LANES), s.exp2_coarse(s.sub(old, *base)));
+                s.store(self.state.alpha.add(v * S::LANES), s.exp2_coarse(s.sub(old, *base)));
                 s.store(row_max, new);
                 *base = s.sub(s.splat(0.0), *base);
             }
-            let mut row_sum = [s.splat(0.0); VECTORS];
-            for row in (first..last).step_by(2) {
+        }
+        Progress { softmax: self, factor, base, row_sum: [s.splat(0.0); VECTORS], row: first, pairs: 0 }
+    }
+
+    #[inline(always)]
+    fn at<S: Simd>(&self, row: usize, v: usize) -> *mut f32 {
+        self.scores.wrapping_add(row * S::PANEL + v * S::LANES)
+    }
+}
+
+impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
+    /// Probabilities of a row's vector.
+    #[inline(always)]
+    fn exp(&mut self, s: S, row: usize, v: usize) -> S::V {
+        // SAFETY: a row and a vector of the panel.
+        let score = unsafe { s.load(self.softmax.at::<S>(row, v)) };
+        let p = s.exp2_coarse(s.fma(score, self.factor, self.base[v]));
+        self.row_sum[v] = s.add(self.row_sum[v], p);
+        p
+    }
+
+    /// The next `pairs` of rows, but for a row that has no other.
+    #[inline(always)]
+    fn advance(&mut self, s: S, pairs: usize) {
+        let stop = (self.row + 2 * pairs).min(self.softmax.panel.rows.1 & !1);
+        while self.row < stop {
+            for v in 0..VECTORS {
+                let (low, high) = (self.exp(s, self.row, v), self.exp(s, self.row + 1, v));
+                // SAFETY: half as many rows as there are scores.
+                unsafe { s.store(self.softmax.at::<S>(self.row / 2, v), s.pair_bf16(low, high)) };
+            }
+            self.row += 2;
+        }
+    }
+
+    /// What is left.
+    #[inline(always)]
+    fn finish(mut self, s: S) {
+        let (first, last) = self.softmax.panel.rows;
+        self.advance(s, last);
+        // SAFETY: rows and lanes of the panel, and PANEL numbers of each state.
+        unsafe {
+            if self.row < last {
                 for v in 0..VECTORS {
-                    let low = s.exp2_coarse(s.fma(s.load(at(row, v)), factor, base[v]));
-                    row_sum[v] = s.add(row_sum[v], low);
-                    let mut high = s.splat(0.0);
-                    if row + 1 < last {
-                        high = s.exp2_coarse(s.fma(s.load(at(row + 1, v)), factor, base[v]));
-                        row_sum[v] = s.add(row_sum[v], high);
-                    }
-                    s.store(at(row / 2, v), s.pair_bf16(low, high));
+                    let low = self.exp(s, self.row, v);
+                    s.store(self.softmax.at::<S>(self.row / 2, v), s.pair_bf16(low, s.splat(0.0)));
                 }
             }
-            for (v, &sum) in row_sum.iter().enumerate() {
+            let state = self.softmax.state;
+            for (v, &sum) in self.row_sum.iter().enumerate() {
                 let (total, alpha) = (state.row_sum.add(v * S::LANES), state.alpha.add(v * S::LANES));
                 s.store(total, s.fma(s.load(total), s.load(alpha), sum));
             }
@@ -155,9 +205,51 @@ impl TileSoftmax {
             let before = live.start / LANES * LANES..live.start;
             for unit in before.chain(live.end..live.end.next_multiple_of(LANES)) {
                 for v in 0..2 {
-                    s.store(at(unit, v), s.splat(0.0));
+                    s.store(self.softmax.at::<S>(unit, v), s.splat(0.0));
                 }
             }
+        }
+    }
+}
+
+/// What is done at once, since tiles and vectors are units of their own: products of the panel before and
+/// of the one after, and between their steps the softmax of a panel.
+pub(crate) struct TileStage {
+    pub(crate) columns: Option<TileColumns>,
+    pub(crate) softmax: Option<TileSoftmax>,
+    pub(crate) scores: Option<TileScores>,
+}
+
+impl<S: Simd> Op<S> for TileStage {
+    #[inline(always)]
+    fn call(self, s: S) {
+        match self.softmax {
+            Some(softmax) if softmax.panel.queries <= S::LANES => self.with::<S, 1>(s, softmax),
+            Some(softmax) => self.with::<S, 2>(s, softmax),
+            None => self.products(s, &mut Nothing),
+        }
+    }
+}
+
+impl TileStage {
+    #[inline(always)]
+    fn with<S: Simd, const VECTORS: usize>(self, s: S, softmax: TileSoftmax) {
+        let steps = self.columns.as_ref().map_or(0, TileColumns::steps)
+            + self.scores.as_ref().map_or(0, TileScores::steps);
+        let pairs = (softmax.panel.rows.1 - softmax.panel.rows.0).div_ceil(2 * steps.max(1));
+        let mut progress = softmax.begin::<S, VECTORS>(s);
+        progress.pairs = pairs;
+        self.products(s, &mut progress);
+        progress.finish(s);
+    }
+
+    #[inline(always)]
+    fn products<S: Simd>(self, s: S, between: &mut impl Between<S>) {
+        if let Some(columns) = self.columns {
+            columns.run(s, between);
+        }
+        if let Some(scores) = self.scores {
+            scores.run(s, between);
         }
     }
 }
@@ -178,12 +270,23 @@ pub(crate) struct TileColumns {
     pub(crate) alpha: Option<*const f32>,
 }
 
-impl<S: Simd> Op<S> for TileColumns {
+impl TileColumns {
+    /// Pairs of keys from the first live tile on, to the last.
+    fn units(&self) -> (usize, usize) {
+        (self.panel.rows.0 / TILE * LANES, self.panel.rows.1.div_ceil(TILE) * LANES)
+    }
+
+    fn steps(&self) -> usize {
+        let (first, last) = self.units();
+        (last - first) / LANES * (self.dim / TILE)
+    }
+
+    /// As [`TileScores::run`].
     #[inline(always)]
-    fn call(self, s: S) {
+    fn run<S: Simd>(self, s: S, between: &mut impl Between<S>) {
         self.rescale(s);
-        let Self { panel, weights, columns, capacity, dim, out, alpha } = self;
-        let (first, last) = (panel.rows.0 / TILE * LANES, panel.rows.1.div_ceil(TILE) * LANES);
+        let (first, last) = self.units();
+        let Self { weights, columns, capacity, dim, out, alpha, .. } = self;
         let stride = row_stride(capacity);
         for col in (0..dim).step_by(TILE) {
             let block = TileProduct {
@@ -197,12 +300,10 @@ impl<S: Simd> Op<S> for TileColumns {
                 add: alpha.is_some(),
             };
             // SAFETY: whole tiles of keys and columns; lanes beyond the live ones reach no other lane.
-            unsafe { s.tile_product(&block) };
+            unsafe { block.run(s, between) };
         }
     }
-}
 
-impl TileColumns {
     #[inline(always)]
     fn rescale<S: Simd>(&self, s: S) {
         let Some(alpha) = self.alpha else { return };

@@ -48,6 +48,45 @@ pub(crate) struct TileProduct {
     pub(crate) add: bool,
 }
 
+/// What runs beside tiles, a little after each of their steps.
+pub(crate) trait Between<S: Simd> {
+    /// Implementations are `#[inline(always)]`.
+    fn go_on(&mut self, s: S);
+}
+
+/// Nothing to do.
+pub(crate) struct Nothing;
+
+impl<S: Simd> Between<S> for Nothing {
+    #[inline(always)]
+    fn go_on(&mut self, _: S) {}
+}
+
+impl TileProduct {
+    /// Computes it, going on with `between` after each step.
+    ///
+    /// # Safety
+    /// A, B and C are there over their extents; this thread has entered tiles.
+    #[inline(always)]
+    pub(crate) unsafe fn run<S: Simd>(&self, s: S, between: &mut impl Between<S>) {
+        let (mut a, mut b) = (self.a, self.b);
+        // SAFETY: the caller's promise.
+        unsafe {
+            if self.add {
+                s.tile_load(self.c, self.c_row);
+            } else {
+                s.tile_zero();
+            }
+            for _ in 0..self.steps {
+                s.tile_step(a, self.a_row, b, self.b_row);
+                (a, b) = (a.add(64), b.add(16 * self.b_row));
+                between.go_on(s);
+            }
+            s.tile_store(self.c, self.c_row);
+        }
+    }
+}
+
 /// One instruction set.
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// f32 in a vector.
@@ -57,7 +96,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     const TILE_ROWS: usize;
     /// Whether [`dot_bf16`](Self::dot_bf16) exists.
     const BF16_DOT: bool = false;
-    /// Whether [`tile_product`](Self::tile_product) exists; then a panel has 32 columns.
+    /// Whether [`tile_step`](Self::tile_step) and its like exist; then a panel has 32 columns.
     const TILES: bool = false;
     /// What the rows of a tile of keys are rounded up to.
     const KEY_ROWS: usize = Self::TILE_ROWS;
@@ -156,16 +195,40 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         }
     }
 
-    /// Before the first [`tile_product`](Self::tile_product) of a thread's task.
+    /// Before the first [`tile_step`](Self::tile_step) of a thread's task.
     fn enter_tiles(self) {}
 
     /// After the last one.
     fn leave_tiles(self) {}
 
+    /// Sets the accumulators, a block of 32 x 32, to 0.
+    ///
     /// # Safety
-    /// A, B and C are there over the extents of [`TileProduct`]; this thread has entered tiles.
-    unsafe fn tile_product(self, block: &TileProduct) {
-        let _ = block;
+    /// This thread has entered tiles; so for the three methods below.
+    unsafe fn tile_zero(self) {}
+
+    /// Loads the accumulators.
+    ///
+    /// # Safety
+    /// 32 x 32 f32 are readable at `c`, rows `c_row` bytes apart.
+    unsafe fn tile_load(self, c: *const f32, c_row: usize) {
+        let _ = (c, c_row);
+    }
+
+    /// Adds the product of a step of [`TileProduct`]'s A and B.
+    ///
+    /// # Safety
+    /// 32 rows of 64 bytes are readable at `a`, 16 of 128 at `b`, that many bytes apart.
+    unsafe fn tile_step(self, a: *const u8, a_row: usize, b: *const u8, b_row: usize) {
+        let _ = (a, a_row, b, b_row);
+    }
+
+    /// Stores the accumulators.
+    ///
+    /// # Safety
+    /// As for [`tile_load`](Self::tile_load), writable.
+    unsafe fn tile_store(self, c: *mut f32, c_row: usize) {
+        let _ = (c, c_row);
     }
 
     /// [`math::exp2_coarse`], or what keeps its promises in fewer instructions.

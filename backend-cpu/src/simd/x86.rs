@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::amx::{self, Amx};
-use super::{Op, Simd, TileProduct};
+use super::{Op, Simd};
 
 /// AVX2, FMA, F16C: eight lanes, sixteen registers.
 #[derive(Clone, Copy, Debug)]
@@ -445,9 +445,27 @@ impl Simd for Amx {
     }
 
     #[inline(always)]
-    unsafe fn tile_product(self, block: &TileProduct) {
-        // SAFETY: the caller's promise.
-        unsafe { amx::product(block) };
+    unsafe fn tile_zero(self) {
+        // SAFETY: the caller's promise; so for the three below.
+        unsafe { amx::zero() };
+    }
+
+    #[inline(always)]
+    unsafe fn tile_load(self, c: *const f32, c_row: usize) {
+        // SAFETY: see `tile_zero`.
+        unsafe { amx::load(c, c_row) };
+    }
+
+    #[inline(always)]
+    unsafe fn tile_step(self, a: *const u8, a_row: usize, b: *const u8, b_row: usize) {
+        // SAFETY: see `tile_zero`.
+        unsafe { amx::step(a, a_row, b, b_row) };
+    }
+
+    #[inline(always)]
+    unsafe fn tile_store(self, c: *mut f32, c_row: usize) {
+        // SAFETY: see `tile_zero`.
+        unsafe { amx::store(c, c_row) };
     }
 
     /// A quartic on [0, 1) that is 1 at 0, 2.9e-6 off at most: VREDUCEPS leaves the fraction and VSCALEFPS

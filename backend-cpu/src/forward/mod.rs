@@ -15,15 +15,15 @@
 //! A row's arithmetic depends on where tiles of keys begin (multiples of `block_n`) and on nothing
 //! else: not on `block_m`, the number of threads or the rest of the batch.
 
-use std::f32::consts::LOG2_E;
-use std::f64::consts::LN_2;
+mod tiles;
+
 use std::ops::Range;
 
 use fmha_core::{DType, DevSliceMut, FwdArgs, FwdProblem, SeqSpan};
 
 use crate::blocks::{
-    Columns, Factors, Gather, GatherRows, GatherTransposed, Multiply, RowState, Scale, Scores, Softmax, TILE,
-    TileColumns, TileScores, TileSoftmax, TransposeValues, UntransposeOut, WriteRows, row_stride,
+    Columns, Factors, Gather, GatherRows, GatherTransposed, Multiply, RowState, Scores, Softmax, TILE,
+    WriteRows, row_stride,
 };
 use crate::memory::{Floats, reserve};
 use crate::score::{Adjust, HeadScore, Keep, Panel, ScoreInputs};
@@ -74,6 +74,7 @@ struct Scratch {
     values: Floats,
     /// V's columns, for products in tiles.
     columns: Floats,
+    /// A panel's, or those of three panels for products in tiles.
     scores: Floats,
     /// Of a bias, or of keep factors.
     extra: Floats,
@@ -185,7 +186,11 @@ impl Forward<'_> {
             scratch.push(shared.scratch::<S>()?);
         }
         threads.for_each(&mut scratch, tasks.len(), |scratch, task| {
-            shared.attend(s, scratch, tasks[task]);
+            if in_tiles::<S>(problem) {
+                shared.attend_in_tiles(s, scratch, tasks[task]);
+            } else {
+                shared.attend(s, scratch, tasks[task]);
+            }
         });
         Ok(())
     }
@@ -248,13 +253,13 @@ impl Shared<'_> {
             keys: Floats::scratch(keys * row_stride(dims.head_dim_qk as usize))?,
             values: Floats::scratch(keys * dim_v)?,
             columns: tiled(dim_v * row_stride(keys / 2))?,
-            scores: Floats::scratch(keys * S::PANEL)?,
+            scores: Floats::scratch(keys * S::PANEL * if in_tiles::<S>(self.problem) { 3 } else { 1 })?,
             extra: Floats::scratch(extra)?,
             out: Floats::scratch(block_m * dim_v)?,
             out_rows: tiled(block_m * dim_v)?,
             row_max: Floats::scratch(block_m)?,
             row_sum: Floats::scratch(block_m)?,
-            alpha: Floats::scratch(S::PANEL)?,
+            alpha: Floats::scratch(if in_tiles::<S>(self.problem) { block_m } else { S::PANEL })?,
             row: Floats::scratch(dim_v)?,
         })
     }
@@ -269,11 +274,7 @@ impl Shared<'_> {
         let queries = task.queries as usize;
         let capacity = block_n.next_multiple_of(S::KEY_ROWS);
         // Two bf16 in each element of Q, K, P and V: half the steps of every product.
-        let tiles = in_tiles::<S>(self.problem);
-        let pairs = tiles || S::BF16_DOT && !S::TILES && dots_pairs(self.problem);
-        if tiles {
-            s.enter_tiles();
-        }
+        let pairs = S::BF16_DOT && !S::TILES && dots_pairs(self.problem);
         let (dim_units, capacity_v) =
             if pairs { (dim_qk.div_ceil(2), capacity / 2) } else { (dim_qk, capacity) };
         let (k, v) = (self.k.k_rows(span, i_head_kv), self.v.k_rows(span, i_head_kv));
@@ -312,33 +313,17 @@ impl Shared<'_> {
                 pairs,
                 finite: &mut values_finite,
             });
-            if tiles {
-                let (from, to) = (scratch.values.as_mut_ptr(), scratch.columns.as_mut_ptr());
-                s.run(TransposeValues { from, capacity: capacity_v, keys, dim: dim_v, to });
-            }
             for first in (0..queries).step_by(S::PANEL) {
                 let live = S::PANEL.min(queries - first);
                 let Some(panel) = Panel::new(head.band, task.i + first as u32, live, j, keys) else {
                     continue;
                 };
                 let scores = scratch.scores.as_mut_ptr();
-                let adjusts = head.adjusts(&panel);
                 let keys = scratch.keys.as_ptr();
                 let queries = scratch.queries.as_ptr().wrapping_add(first * dim_units);
                 let factor = head.softmax_scale;
-                // Tiles do not scale: the softmax does, or whoever looks at the scores before.
-                let mut later = 1.0;
-                if tiles {
-                    s.run(TileScores { panel, keys, queries, units: dim_units, scores });
-                    if head.changes() || factor <= 0.0 {
-                        s.run(Scale { panel, x: scores, factor });
-                    } else {
-                        later = factor;
-                    }
-                } else {
-                    s.run(Scores { panel, keys, queries, dim: dim_units, factor, scores, pairs });
-                }
-                if adjusts {
+                s.run(Scores { panel, keys, queries, dim: dim_units, factor, scores, pairs });
+                if head.adjusts(&panel) {
                     let bias = scratch.extra.as_mut_ptr();
                     s.run(Adjust { head: &head, panel, scores, bias, slope: None });
                 }
@@ -350,26 +335,7 @@ impl Shared<'_> {
                 let bit = 1u128 << (first / S::PANEL);
                 let is_fresh = fresh & bit != 0;
                 fresh &= !bit;
-                let edge_of_nan = panel.edge && !values_finite;
                 let alpha = scratch.alpha.as_ptr();
-                if tiles {
-                    s.run(TileSoftmax { panel, scores, factor: later * LOG2_E, state });
-                    let columns = TileColumns {
-                        panel,
-                        weights: scores,
-                        columns: scratch.columns.as_ptr(),
-                        capacity: capacity_v,
-                        dim: dim_v,
-                        out: scratch.out.as_mut_ptr().wrapping_add(first * dim_v),
-                        alpha: (!is_fresh).then_some(alpha),
-                    };
-                    if edge_of_nan {
-                        columns.visible_only(s, head.band, scratch.values.as_ptr());
-                    } else {
-                        s.run(columns);
-                    }
-                    continue;
-                }
                 let round = self.problem.dtype_v;
                 s.run(Softmax { panel, scores, state, round, pairs });
                 if head.drops {
@@ -389,37 +355,31 @@ impl Shared<'_> {
                     store: if is_fresh { Store::Scaled(1.0) } else { Store::Rescale(alpha) },
                     pairs,
                 };
-                if edge_of_nan {
+                if panel.edge && !values_finite {
                     columns.visible_only::<S>(head.band);
                 } else {
                     s.run(columns);
                 }
             }
         }
-        if tiles {
-            s.leave_tiles();
-            for first in (0..queries).step_by(S::PANEL) {
-                s.run(UntransposeOut {
-                    from: scratch.out.as_ptr().wrapping_add(first * dim_v),
-                    dim: dim_v,
-                    to: scratch.out_rows.as_mut_ptr().wrapping_add(first * S::PANEL),
-                    capacity: block_m,
-                });
-            }
-        }
-        self.finish(s, scratch, task, &head, fresh);
-        if let Some(to) = self.keep_mask {
-            self.write_keep(to, head.keep, task, span);
-        }
+        let found = scratch.out.as_ptr();
+        self.finish(s, scratch, task, &head, fresh, found, 1.0);
     }
 
-    /// Divides by the row sums and writes O and LSE.
-    fn finish<S: Simd>(&self, s: S, scratch: &mut Scratch, task: Task, head: &HeadScore, fresh: u128) {
+    /// Divides what was `found`, panels of the head dimension, by the row sums and writes the outputs; row
+    /// maxima count in `unit`s, and panels of queries with a bit in `fresh` have seen nothing.
+    #[expect(clippy::too_many_arguments, reason = "what two ways of attending leave behind")]
+    fn finish<S: Simd>(
+        &self,
+        s: S,
+        scratch: &mut Scratch,
+        task: Task,
+        head: &HeadScore,
+        fresh: u128,
+        found: *const f32,
+        unit: f64,
+    ) {
         let span = head.span;
-        let tiles = in_tiles::<S>(self.problem);
-        // Tiles count in powers of 2.
-        let unit = if tiles { LN_2 } else { 1.0 };
-        let found = if tiles { &scratch.out_rows } else { &scratch.out }.as_ptr();
         for row in 0..task.queries as usize {
             let i = task.i + row as u32;
             // SAFETY: a live row of the scratch; LSE of this row belongs to this task.
@@ -454,6 +414,9 @@ impl Shared<'_> {
             untouched: fresh,
             row: scratch.row.as_mut_ptr(),
         });
+        if let Some(to) = self.keep_mask {
+            self.write_keep(to, head.keep, task, span);
+        }
     }
 
     /// The keep flags of the task's queries and every key of the sequence.
@@ -497,142 +460,4 @@ pub(crate) fn fits_tiles(problem: &FwdProblem) -> bool {
 
 fn in_tiles<S: Simd>(problem: &FwdProblem) -> bool {
     S::TILES && fits_tiles(problem)
-}
-
-#[cfg(test)]
-mod tests {
-    use fmha_core::reference::{Inputs, Precision, forward_head};
-    use fmha_core::{DevSlice, Dims, FwdArgs, SeqArgs};
-    use half::bf16;
-
-    use super::*;
-    use crate::isa::FORWARD_BLOCKS;
-    use crate::simd::SoftTiles;
-
-    /// bf16 that look random, of mean 0.
-    fn noise(count: u64, salt: u32) -> Vec<bf16> {
-        let word = |i: u64| fmha_core::dropout::philox4x32_10([i as u32, salt, 0, 0], [1, 2])[0];
-        (0..count).map(|i| bf16::from_f32(((word(i) >> 8) as f32 / (1 << 23) as f32 - 1.0) * 2.0)).collect()
-    }
-
-    /// Largest difference of O and of LSE from f64, over the largest of the plain algorithm in bf16.
-    fn errors(problem: &FwdProblem, blocks: Blocks, change: impl Fn(&mut [bf16])) -> (f64, f64) {
-        let soft = errors_of(SoftTiles, problem, blocks, &change);
-        // What these tiles stand for, where it is there.
-        #[cfg(target_arch = "x86_64")]
-        if let Some(amx) = crate::simd::Amx::detect() {
-            let (o, lse) = errors_of(amx, problem, blocks, &change);
-            return (soft.0.max(o), soft.1.max(lse));
-        }
-        soft
-    }
-
-    fn errors_of<S: Simd>(
-        s: S,
-        problem: &FwdProblem,
-        blocks: Blocks,
-        change: &impl Fn(&mut [bf16]),
-    ) -> (f64, f64) {
-        let valid = problem.clone().validate().unwrap();
-        let (q, k) = (noise(valid.shape_q().num_elems(), 1), noise(valid.shape_k().num_elems(), 2));
-        let mut v = noise(valid.shape_v().num_elems(), 3);
-        change(&mut v);
-        let mut o = vec![bf16::NAN; valid.shape_o().num_elems() as usize];
-        let mut lse = vec![f32::NAN; valid.lse_elems() as usize];
-        let spans = fmha_core::seq::spans(&valid, &SeqArgs::default()).unwrap();
-        let mut args = FwdArgs::new(
-            DevSlice::host(&q),
-            DevSlice::host(&k),
-            DevSlice::host(&v),
-            DevSliceMut::host(&mut o),
-        );
-        args.lse = Some(DevSliceMut::host(&mut lse));
-        assert!(in_tiles::<S>(&valid));
-        let call = Forward { problem: &valid, args: &args, spans: &spans, blocks };
-        call.run(s, &Threads::new(1).unwrap()).unwrap();
-
-        let inputs = Inputs {
-            q: DevSlice::host(&q),
-            k: DevSlice::host(&k),
-            v: DevSlice::host(&v),
-            score: fmha_core::ScoreArgs::default(),
-        };
-        let (mut worst, mut same_worst, mut lse_worst) = (0.0f64, 0.0f64, 0.0f64);
-        for &span in &spans {
-            for i_head in 0..valid.dims.num_heads_q {
-                let exact = forward_head(&valid, &inputs, span, i_head, Precision::Exact).unwrap();
-                let same = forward_head(&valid, &inputs, span, i_head, Precision::AsInput).unwrap();
-                let dim = valid.dims.head_dim_v;
-                for i in 0..span.seqlen_q {
-                    let found = f64::from(lse[span.lse_index(&valid, i_head, i)]);
-                    let wanted = exact.lse[i as usize];
-                    assert_eq!(found.is_infinite(), wanted.is_infinite(), "LSE of row {i}");
-                    if wanted.is_finite() {
-                        lse_worst = lse_worst.max((found - wanted).abs());
-                    }
-                    for d in 0..dim {
-                        let at = valid.o.offset(span.storage_batch, i, i_head, d) as usize;
-                        let found = o[at].to_f64();
-                        let index = (i * dim + d) as usize;
-                        if exact.o[index].is_nan() {
-                            assert!(found.is_nan(), "row {i} column {d} is {found}");
-                            continue;
-                        }
-                        worst = worst.max((found - exact.o[index]).abs());
-                        same_worst = same_worst.max((same.o[index] - exact.o[index]).abs());
-                        assert!(found.is_finite(), "row {i} column {d} is {found}");
-                    }
-                }
-            }
-        }
-        (worst / same_worst.max(1e-6), lse_worst)
-    }
-
-    fn problem(seqlen_q: u32, seqlen_k: u32, dims: (u32, u32), mask: &str) -> FwdProblem {
-        let dims = Dims {
-            batch: 2,
-            seqlen_q,
-            seqlen_k,
-            num_heads_q: 2,
-            num_heads_kv: 1,
-            head_dim_qk: dims.0,
-            head_dim_v: dims.1,
-        };
-        let mut problem = FwdProblem::batch(DType::Bf16, dims);
-        (problem.mask, problem.write_lse) = (mask.parse().unwrap(), true);
-        problem
-    }
-
-    #[test]
-    fn products_in_tiles_keep_the_accuracy_promise() {
-        for (seqlen_q, seqlen_k, dims, mask) in [
-            (64, 128, (32, 32), "0"),
-            (1, 1, (32, 64), "0"),
-            (33, 47, (64, 32), "0"),
-            (70, 301, (64, 96), "b"),
-            (150, 150, (128, 128), "t"),
-            (150, 150, (32, 32), "b:37,5"),
-            (90, 200, (32, 32), "t:3,0,2"),
-            (40, 20, (32, 32), "b"),
-        ] {
-            for blocks in [FORWARD_BLOCKS, Blocks { block_m: 64, block_n: 36, ..FORWARD_BLOCKS }] {
-                let (o, lse) = errors(&problem(seqlen_q, seqlen_k, dims, mask), blocks, |_| {});
-                assert!(o <= 2.0 && lse < 1e-5, "{seqlen_q}x{seqlen_k} {dims:?} {mask}: O {o}, LSE {lse}");
-            }
-        }
-        let mut capped = problem(50, 60, (32, 32), "b");
-        (capped.softcap, capped.softmax_scale) = (Some(1.5), Some(-0.3));
-        assert!(errors(&capped, FORWARD_BLOCKS, |_| {}).0 <= 2.0);
-        let mut negative = problem(50, 60, (32, 32), "0");
-        negative.softmax_scale = Some(-0.3);
-        assert!(errors(&negative, FORWARD_BLOCKS, |_| {}).0 <= 2.0);
-    }
-
-    #[test]
-    fn a_nan_of_v_reaches_only_the_rows_that_see_it_through_tiles() {
-        let problem = problem(100, 100, (32, 32), "t");
-        let at = problem.v.offset(0, 50, 0, 3) as usize;
-        let (o, _) = errors(&problem, FORWARD_BLOCKS, |v| v[at] = bf16::NAN);
-        assert!(o <= 2.0, "{o}");
-    }
 }
