@@ -429,19 +429,26 @@ impl Matrix {
     /// # Safety
     /// As there, with half the columns, rounded up.
     #[inline(always)]
-    pub(crate) unsafe fn gather_row_pairs(&self, rows: usize, cols: usize, to: *mut f32, stride: usize) {
-        let dense = self.col == 2;
+    pub(crate) unsafe fn gather_row_pairs<S: Simd>(
+        &self,
+        s: S,
+        rows: usize,
+        cols: usize,
+        to: *mut f32,
+        stride: usize,
+    ) {
+        let units = cols.div_ceil(2);
+        let whole = if self.col == 2 { cols / 2 / S::LANES * S::LANES } else { 0 };
         for row in 0..rows {
             let to = to.wrapping_add(row * stride);
-            // SAFETY: the caller's promise; the last pair is written whole first.
+            // SAFETY: the caller's promise, pair by pair.
             unsafe {
-                if dense {
-                    *to.add((cols - 1) / 2) = 0.0;
-                    std::ptr::copy_nonoverlapping(self.at(row, 0), to.cast::<u8>(), 2 * cols);
-                } else {
-                    for unit in 0..cols.div_ceil(2) {
-                        *to.add(unit) = self.column_pair(row, unit, cols);
-                    }
+                let from = self.at(row, 0).cast::<f32>();
+                for unit in (0..whole).step_by(S::LANES) {
+                    s.store(to.add(unit), s.load(from.add(unit)));
+                }
+                for unit in whole..units {
+                    *to.add(unit) = self.column_pair(row, unit, cols);
                 }
             }
         }

@@ -48,7 +48,7 @@ impl<S: Simd> Op<S> for GatherRows {
         // SAFETY: as for `Gather`.
         unsafe {
             if S::BF16_DOT && pairs {
-                from.gather_row_pairs(rows, cols, to, row_stride(cols.div_ceil(2)));
+                from.gather_row_pairs(s, rows, cols, to, row_stride(cols.div_ceil(2)));
             } else {
                 from.gather_rows(s, rows, cols, factor, to, row_stride(cols));
             }
@@ -86,7 +86,7 @@ impl<S: Simd> Op<S> for GatherTransposed {
                 let to = to.wrapping_add(first * units);
                 // SAFETY: as for `Gather`; rows of pairs are shorter than PANEL-wide panels of columns are.
                 unsafe {
-                    from.skip(first).gather_row_pairs(live, cols, staging, stride);
+                    from.skip(first).gather_row_pairs(s, live, cols, staging, stride);
                     transpose_rows(s, staging, stride, units, to);
                 }
             }

@@ -10,6 +10,6 @@ pub(crate) use gather::{Gather, GatherRows, GatherTransposed, TransposePanels, r
 pub(crate) use product::{Columns, FmaLoop, RowDots, Rows, Scores};
 pub(crate) use softmax::{AddTo, Gradient, Multiply, RowState, Scale, Softmax};
 pub(crate) use tiles::{
-    TILE, TileColumns, TileScores, TileSoftmax, TileStage, TransposeValues, UntransposeOut,
+    TILE, TileColumns, TileScores, TileSoftmax, TileStage, TransposeValues, UntransposeOut, WriteTransposed,
 };
 pub(crate) use write::{Factors, WriteRows};

@@ -6,6 +6,7 @@ use fmha_core::MaskBand;
 use super::row_stride;
 use crate::score::Panel;
 use crate::simd::{Between, Nothing, Op, Simd, TileProduct};
+use crate::tensor::Target;
 
 /// bf16 that a step of a product reduces, and rows of A in a block.
 pub(crate) const TILE: usize = 32;
@@ -101,55 +102,51 @@ pub(crate) struct TileSoftmax {
 /// P stays below 2 to this power.
 const SLACK: f32 = 8.0;
 
-/// How far a [`TileSoftmax`] is.
+/// How far a [`TileSoftmax`] is: first the largest scores, then probabilities.
 struct Progress<S: Simd, const VECTORS: usize> {
     softmax: TileSoftmax,
     factor: S::V,
+    /// The largest so far, of even and of odd rows: one chain of maxima would take twice as long.
+    largest: [[S::V; VECTORS]; 2],
+    /// The row that comes next to be compared.
+    compared: usize,
     /// What is added to a score.
     base: [S::V; VECTORS],
     row_sum: [S::V; VECTORS],
-    /// The next row.
+    /// The row whose probabilities come next.
     row: usize,
-    /// Of rows, between two steps of a product.
+    /// Pairs of rows between two steps of a product.
     pairs: usize,
 }
+
+/// Comparing takes that much less time than a probability.
+const COMPARED_AT_ONCE: usize = 8;
 
 impl<S: Simd, const VECTORS: usize> Between<S> for Progress<S, VECTORS> {
     #[inline(always)]
     fn go_on(&mut self, s: S) {
-        self.advance(s, self.pairs);
+        if self.compared < self.softmax.panel.rows.1 {
+            self.compare(s, 2 * COMPARED_AT_ONCE * self.pairs);
+        } else {
+            self.advance(s, self.pairs);
+        }
     }
 }
 
 impl TileSoftmax {
-    /// The running state's part, from all scores.
     #[inline(always)]
-    fn begin<S: Simd, const VECTORS: usize>(self, s: S) -> Progress<S, VECTORS> {
-        let (first, last) = self.panel.rows;
-        let factor = s.splat(self.factor);
-        let nothing = s.splat(f32::NEG_INFINITY);
-        let mut base = [nothing; VECTORS];
-        // SAFETY: rows and lanes of the panel, and PANEL numbers of each state.
-        unsafe {
-            for row in first..last {
-                for (v, largest) in base.iter_mut().enumerate() {
-                    // A NaN leaves the maximum alone and shows in P.
-                    *largest = s.max(s.load(self.at::<S>(row, v)), *largest);
-                }
-            }
-            for (v, base) in base.iter_mut().enumerate() {
-                let row_max = self.state.row_max.add(v * S::LANES);
-                let (old, seen) = (s.load(row_max), s.mul(*base, factor));
-                // Where both are -inf, the difference is NaN, and the new one is as good.
-                let new = s.select_le(s.sub(seen, old), s.splat(SLACK), old, seen);
-                // Where nothing is seen yet, 2^(-inf - 0) is the 0 that 2^(-inf - -inf) is not.
-                *base = s.select_le(new, nothing, s.splat(0.0), new);
-                s.store(self.state.alpha.add(v * S::LANES), s.exp2_coarse(s.sub(old, *base)));
-                s.store(row_max, new);
-                *base = s.sub(s.splat(0.0), *base);
-            }
+    fn begin<S: Simd, const VECTORS: usize>(self, s: S, pairs: usize) -> Progress<S, VECTORS> {
+        let (zero, first) = ([s.splat(0.0); VECTORS], self.panel.rows.0);
+        Progress {
+            softmax: self,
+            factor: s.splat(self.factor),
+            largest: [[s.splat(f32::NEG_INFINITY); VECTORS]; 2],
+            compared: first,
+            base: zero,
+            row_sum: zero,
+            row: first,
+            pairs,
         }
-        Progress { softmax: self, factor, base, row_sum: [s.splat(0.0); VECTORS], row: first, pairs: 0 }
     }
 
     #[inline(always)]
@@ -159,6 +156,45 @@ impl TileSoftmax {
 }
 
 impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
+    /// The next `rows` into the largest; after the last of them, the running state's part.
+    #[inline(always)]
+    fn compare(&mut self, s: S, rows: usize) {
+        let stop = (self.compared + rows).min(self.softmax.panel.rows.1);
+        for row in (self.compared..stop).step_by(2) {
+            // Where there is no other row, the same once more.
+            for (parity, row) in [row, (row + 1).min(stop - 1)].into_iter().enumerate() {
+                for (v, largest) in self.largest[parity].iter_mut().enumerate() {
+                    // SAFETY: a row and a vector of the panel. A NaN leaves the maximum alone and shows in P.
+                    *largest = s.max(unsafe { s.load(self.softmax.at::<S>(row, v)) }, *largest);
+                }
+            }
+        }
+        self.compared = stop;
+        if stop == self.softmax.panel.rows.1 {
+            self.settle(s);
+        }
+    }
+
+    #[inline(always)]
+    fn settle(&mut self, s: S) {
+        let state = self.softmax.state;
+        let nothing = s.splat(f32::NEG_INFINITY);
+        for (v, base) in self.base.iter_mut().enumerate() {
+            // SAFETY: PANEL numbers of each state.
+            unsafe {
+                let row_max = state.row_max.add(v * S::LANES);
+                let (old, seen) = (s.load(row_max), s.mul(s.max(self.largest[0][v], self.largest[1][v]), self.factor));
+                // Where both are -inf, the difference is NaN, and the new one is as good.
+                let new = s.select_le(s.sub(seen, old), s.splat(SLACK), old, seen);
+                // Where nothing is seen yet, 2^(-inf - 0) is the 0 that 2^(-inf - -inf) is not.
+                let finite = s.select_le(new, nothing, s.splat(0.0), new);
+                s.store(state.alpha.add(v * S::LANES), s.exp2_coarse(s.sub(old, finite)));
+                s.store(row_max, new);
+                *base = s.sub(s.splat(0.0), finite);
+            }
+        }
+    }
+
     /// Probabilities of a row's vector.
     #[inline(always)]
     fn exp(&mut self, s: S, row: usize, v: usize) -> S::V {
@@ -177,7 +213,7 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
             for v in 0..VECTORS {
                 let (low, high) = (self.exp(s, self.row, v), self.exp(s, self.row + 1, v));
                 // SAFETY: half as many rows as there are scores.
-                unsafe { s.store(self.softmax.at::<S>(self.row / 2, v), s.pair_bf16(low, high)) };
+                unsafe { s.store(self.softmax.at::<S>(self.row / 2, v), s.pair_weights(low, high)) };
             }
             self.row += 2;
         }
@@ -187,13 +223,16 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
     #[inline(always)]
     fn finish(mut self, s: S) {
         let (first, last) = self.softmax.panel.rows;
+        if self.compared < last {
+            self.compare(s, last);
+        }
         self.advance(s, last);
         // SAFETY: rows and lanes of the panel, and PANEL numbers of each state.
         unsafe {
             if self.row < last {
                 for v in 0..VECTORS {
                     let low = self.exp(s, self.row, v);
-                    s.store(self.softmax.at::<S>(self.row / 2, v), s.pair_bf16(low, s.splat(0.0)));
+                    s.store(self.softmax.at::<S>(self.row / 2, v), s.pair_weights(low, s.splat(0.0)));
                 }
             }
             let state = self.softmax.state;
@@ -236,9 +275,10 @@ impl TileStage {
     fn with<S: Simd, const VECTORS: usize>(self, s: S, softmax: TileSoftmax) {
         let steps = self.columns.as_ref().map_or(0, TileColumns::steps)
             + self.scores.as_ref().map_or(0, TileScores::steps);
-        let pairs = (softmax.panel.rows.1 - softmax.panel.rows.0).div_ceil(2 * steps.max(1));
-        let mut progress = softmax.begin::<S, VECTORS>(s);
-        progress.pairs = pairs;
+        // A ninth of the steps compares.
+        let half_rows = (softmax.panel.rows.1 - softmax.panel.rows.0).div_ceil(2);
+        let pairs = (half_rows + half_rows.div_ceil(COMPARED_AT_ONCE)).div_ceil(steps.max(1));
+        let mut progress = softmax.begin::<S, VECTORS>(s, pairs);
         self.products(s, &mut progress);
         progress.finish(s);
     }
@@ -342,6 +382,57 @@ impl TileColumns {
                             let at = (col / S::PANEL * self.capacity + row / 2) * S::PANEL + col % S::PANEL;
                             *out += weight * half(*panels.add(at), row);
                         }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Panels of queries `[dim][PANEL]`, times the factors of their rows, to rows of a tensor of bf16.
+pub(crate) struct WriteTransposed<'a> {
+    pub(crate) to: &'a Target,
+    /// Batch, first row, head.
+    pub(crate) at: (u32, u32, u32),
+    pub(crate) rows: usize,
+    pub(crate) dim: usize,
+    pub(crate) from: *const f32,
+    /// One for each row, in whole panels.
+    pub(crate) factors: *const f32,
+    /// A bit for each panel that nothing was written to, and that is 0.
+    pub(crate) untouched: u128,
+    /// Scratch of two blocks of LANES x LANES.
+    pub(crate) staging: *mut f32,
+}
+
+impl<S: Simd> Op<S> for WriteTransposed<'_> {
+    #[inline(always)]
+    fn call(self, s: S) {
+        let Self { to, at: (batch, first_row, head), rows, dim, from, factors, untouched, staging } = self;
+        let rounded = staging.wrapping_add(S::LANES * S::LANES);
+        for first in (0..rows).step_by(S::LANES) {
+            let (panel, lane) = (first / S::PANEL, first % S::PANEL);
+            let from = from.wrapping_add(panel * S::PANEL * dim + lane);
+            let live = S::LANES.min(rows - first);
+            // SAFETY: whole panels of queries and of the head dimension; the rows are this task's.
+            unsafe {
+                let factors = s.load(factors.add(first));
+                for col in (0..dim).step_by(2 * S::LANES) {
+                    for unit in 0..S::LANES {
+                        let from = from.add((col + 2 * unit) * S::PANEL);
+                        let pair = if untouched & 1 << panel != 0 {
+                            s.splat(0.0)
+                        } else {
+                            let (low, high) = (s.load(from), s.load(from.add(S::PANEL)));
+                            s.pair_bf16(s.mul(low, factors), s.mul(high, factors))
+                        };
+                        s.store(rounded.add(unit * S::LANES), pair);
+                    }
+                    s.transpose(rounded, S::LANES, staging, S::LANES);
+                    for row in 0..live {
+                        let to =
+                            to.row_ptr(batch, (first_row as usize + first + row) as u32, head, col as u32);
+                        s.store(to.cast(), s.load(staging.add(row * S::LANES)));
                     }
                 }
             }

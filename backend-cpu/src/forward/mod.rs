@@ -363,22 +363,13 @@ impl Shared<'_> {
             }
         }
         let found = scratch.out.as_ptr();
-        self.finish(s, scratch, task, &head, fresh, found, 1.0);
+        self.settle_rows(scratch, task, &head, 1.0);
+        self.write_rows(s, scratch, task, fresh, found);
     }
 
-    /// Divides what was `found`, panels of the head dimension, by the row sums and writes the outputs; row
-    /// maxima count in `unit`s, and panels of queries with a bit in `fresh` have seen nothing.
-    #[expect(clippy::too_many_arguments, reason = "what two ways of attending leave behind")]
-    fn finish<S: Simd>(
-        &self,
-        s: S,
-        scratch: &mut Scratch,
-        task: Task,
-        head: &HeadScore,
-        fresh: u128,
-        found: *const f32,
-        unit: f64,
-    ) {
+    /// LSE and the keep flags; what rows of O are to be multiplied by takes the place of their sums. Row
+    /// maxima count in `unit`s.
+    fn settle_rows(&self, scratch: &mut Scratch, task: Task, head: &HeadScore, unit: f64) {
         let span = head.span;
         for row in 0..task.queries as usize {
             let i = task.i + row as u32;
@@ -395,7 +386,6 @@ impl Shared<'_> {
                     let total = row_sum * share + exp(sink - top);
                     (share / total, top + total.ln())
                 };
-                // The row's factor takes the place of its sum.
                 *scratch.row_sum.as_mut_ptr().add(row) =
                     (factor * f64::from(head.keep_scale)) as f32 * self.scale_o;
                 if let Some(to) = self.lse {
@@ -403,9 +393,23 @@ impl Shared<'_> {
                 }
             }
         }
+        if let Some(to) = self.keep_mask {
+            self.write_keep(to, head.keep, task, span);
+        }
+    }
+
+    /// Batch, row and head of a task's first row of O.
+    fn first_row(&self, task: Task) -> (u32, u32, u32) {
+        let span = self.spans[task.span as usize];
+        (span.storage_batch, span.q_row + task.i, task.i_head)
+    }
+
+    /// Writes O, which was `found` in panels of the head dimension; where `fresh` has a bit, a panel of queries has
+    /// seen nothing.
+    fn write_rows<S: Simd>(&self, s: S, scratch: &mut Scratch, task: Task, fresh: u128, found: *const f32) {
         s.run(WriteRows {
             to: &self.o,
-            at: (span.storage_batch, span.q_row + task.i, task.i_head),
+            at: self.first_row(task),
             rows: task.queries as usize,
             cols: self.problem.dims.head_dim_v as usize,
             from: found,
@@ -414,9 +418,6 @@ impl Shared<'_> {
             untouched: fresh,
             row: scratch.row.as_mut_ptr(),
         });
-        if let Some(to) = self.keep_mask {
-            self.write_keep(to, head.keep, task, span);
-        }
     }
 
     /// The keep flags of the task's queries and every key of the sequence.

@@ -14,10 +14,12 @@
 use std::f32::consts::LOG2_E;
 use std::f64::consts::LN_2;
 
+use fmha_core::DType;
+
 use super::{Scratch, Shared, Task, key_tiles};
 use crate::blocks::{
     Gather, GatherRows, GatherTransposed, RowState, Scale, TileColumns, TileScores, TileSoftmax, TileStage,
-    TransposeValues, UntransposeOut,
+    TransposeValues, UntransposeOut, WriteTransposed,
 };
 use crate::score::{Adjust, HeadScore, Panel};
 use crate::simd::Simd;
@@ -101,6 +103,20 @@ impl Shared<'_> {
             self.pipeline(s, scratch, &tile, &mut fresh);
         }
         s.leave_tiles();
+        self.settle_rows(scratch, task, &head, LN_2);
+        if self.o.dtype == DType::Bf16 {
+            s.run(WriteTransposed {
+                to: &self.o,
+                at: self.first_row(task),
+                rows: queries,
+                dim: dim_v,
+                from: scratch.out.as_ptr(),
+                factors: scratch.row_sum.as_ptr(),
+                untouched: fresh,
+                staging: scratch.staging.as_mut_ptr(),
+            });
+            return;
+        }
         for first in (0..queries).step_by(S::PANEL) {
             s.run(UntransposeOut {
                 from: scratch.out.as_ptr().wrapping_add(first * dim_v),
@@ -110,7 +126,7 @@ impl Shared<'_> {
             });
         }
         let found = scratch.out_rows.as_ptr();
-        self.finish(s, scratch, task, &head, fresh, found, LN_2);
+        self.write_rows(s, scratch, task, fresh, found);
     }
 
     /// All panels against a tile of keys.

@@ -243,7 +243,13 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         acc
     }
 
-    /// Lane by lane (low, high) rounded to the nearest bf16 into one 32-bit pair for
+    /// As [`pair_bf16`](Self::pair_bf16) for numbers from 0 on, where halves may be rounded away from 0 and NaN may
+    /// become anything.
+    fn pair_weights(self, low: Self::V, high: Self::V) -> Self::V {
+        self.pair_bf16(low, high)
+    }
+
+    /// Lane by lane (low, high) rounded to bf16 into one 32-bit pair for
     /// [`dot_bf16`](Self::dot_bf16).
     fn pair_bf16(self, low: Self::V, high: Self::V) -> Self::V {
         let _ = high;
