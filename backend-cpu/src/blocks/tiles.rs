@@ -183,7 +183,8 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
             // SAFETY: PANEL numbers of each state.
             unsafe {
                 let row_max = state.row_max.add(v * S::LANES);
-                let (old, seen) = (s.load(row_max), s.mul(s.max(self.largest[0][v], self.largest[1][v]), self.factor));
+                let (old, seen) =
+                    (s.load(row_max), s.mul(s.max(self.largest[0][v], self.largest[1][v]), self.factor));
                 // Where both are -inf, the difference is NaN, and the new one is as good.
                 let new = s.select_le(s.sub(seen, old), s.splat(SLACK), old, seen);
                 // Where nothing is seen yet, 2^(-inf - 0) is the 0 that 2^(-inf - -inf) is not.

@@ -42,6 +42,10 @@ impl<S: Simd> Op<S> for WriteRows<'_> {
                     Factors::All(factor) => factor,
                     Factors::Each(factors) => *factors.add(r),
                 });
+                // Straight to a row of f32 where it ends with a vector.
+                let out = to.row_ptr(batch, first + r as u32, head, 0);
+                let direct = to.dtype == DType::F32 && cols.is_multiple_of(S::PANEL);
+                let row = if direct { out.cast() } else { row };
                 for panel in 0..cols.div_ceil(S::PANEL) {
                     let from = from.add((panel * capacity + r) * S::PANEL);
                     for lane in (0..S::PANEL).step_by(S::LANES) {
@@ -50,15 +54,15 @@ impl<S: Simd> Op<S> for WriteRows<'_> {
                     }
                 }
                 if to.dtype == DType::Bf16 {
-                    let to = to.row_ptr(batch, first + r as u32, head, 0).cast::<u16>();
+                    let out = out.cast::<u16>();
                     let whole = cols - cols % S::LANES;
                     for col in (0..whole).step_by(S::LANES) {
-                        s.store_bf16(to.add(col), s.load(row.add(col)));
+                        s.store_bf16(out.add(col), s.load(row.add(col)));
                     }
                     for col in whole..cols {
-                        to.add(col).write(half::bf16::from_f32(*row.add(col)).to_bits());
+                        out.add(col).write(half::bf16::from_f32(*row.add(col)).to_bits());
                     }
-                } else {
+                } else if !direct {
                     let values = std::slice::from_raw_parts(row, cols);
                     to.write_row(batch, first + r as u32, head, 0, values);
                 }

@@ -259,6 +259,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::*;
 
     struct Transpose<'a> {
@@ -290,15 +292,132 @@ mod tests {
         }
     }
 
+    struct Rounded<'a> {
+        low: &'a [f32; 32],
+        high: &'a [f32; 32],
+        single: &'a mut [u16; 32],
+        pairs: &'a mut [f32; 32],
+        weights: &'a mut [f32; 32],
+    }
+
+    impl<S: Simd> Op<S> for Rounded<'_> {
+        #[inline(always)]
+        fn call(self, s: S) {
+            for at in (0..32).step_by(S::LANES) {
+                // SAFETY: vectors of arrays of 32.
+                unsafe {
+                    let (low, high) = (s.load(self.low[at..].as_ptr()), s.load(self.high[at..].as_ptr()));
+                    s.store_bf16(self.single[at..].as_mut_ptr(), low);
+                    s.store(self.pairs[at..].as_mut_ptr(), s.pair_bf16(low, high));
+                    let (low, high) = (s.abs(low), s.abs(high));
+                    s.store(self.weights[at..].as_mut_ptr(), s.pair_weights(low, high));
+                }
+            }
+        }
+    }
+
+    /// Numbers whose rounding differs from truncation, carries, is a tie, or overflows, and NaN.
+    fn rounds_to_bf16<S: Simd>(s: S) {
+        let low: [f32; 32] = std::array::from_fn(|i| match i {
+            0 => f32::NAN,
+            1 => f32::NEG_INFINITY,
+            2 => f32::from_bits(0x7fff_ffff),
+            3 => f32::MAX,
+            4 => -0.0,
+            5 => f32::from_bits(0x3f80_8000),
+            6 => f32::from_bits(0x3f81_8000),
+            7 => f32::from_bits(0xbfff_ffff),
+            _ => (i as f32 - 17.3) * 1.234_567,
+        });
+        let high = low.map(|x| x * -3.7);
+        let (mut single, mut pairs, mut weights) = ([0; 32], [0.0; 32], [0.0; 32]);
+        let of =
+            Rounded { low: &low, high: &high, single: &mut single, pairs: &mut pairs, weights: &mut weights };
+        s.run(of);
+        for i in 0..32 {
+            let same = |bits: u32, x: f32| {
+                let (found, wanted) = (bf16::from_bits(bits as u16), bf16::from_f32(x));
+                found.to_bits() == wanted.to_bits() || found.is_nan() && wanted.is_nan()
+            };
+            assert!(same(single[i].into(), low[i]), "{} became {:#x}", low[i], single[i]);
+            if !S::BF16_DOT {
+                continue;
+            }
+            let pair = pairs[i].to_bits();
+            assert!(same(pair, low[i]) && same(pair >> 16, high[i]), "{}, {}: {pair:#x}", low[i], high[i]);
+            for (bits, x) in
+                [(weights[i].to_bits(), low[i].abs()), (weights[i].to_bits() >> 16, high[i].abs())]
+            {
+                let found = bf16::from_bits(bits as u16).to_f32();
+                if x.is_finite() && x < 1e38 {
+                    assert!((found - x).abs() <= x / 256.0, "{x} became {found}");
+                }
+            }
+        }
+    }
+
+    struct Interleaved<'a> {
+        low: &'a [u16],
+        high: &'a [u16],
+        to: &'a mut [f32],
+        finite: &'a mut bool,
+    }
+
+    impl<S: Simd> Op<S> for Interleaved<'_> {
+        #[inline(always)]
+        fn call(self, s: S) {
+            assert!(self.low.len() >= S::PANEL && self.high.len() >= S::PANEL && self.to.len() >= S::PANEL);
+            // SAFETY: a panel each.
+            *self.finite =
+                unsafe { s.interleave_bf16(self.low.as_ptr(), self.high.as_ptr(), self.to.as_mut_ptr()) };
+        }
+    }
+
+    fn interleaves<S: Simd>(s: S) {
+        let (low, mut high): (Vec<u16>, Vec<u16>) = (0..32u16).map(|i| (7 * i + 1, 1000 + 11 * i)).unzip();
+        let (mut to, mut finite) = ([0.0; 32], false);
+        s.run(Interleaved { low: &low, high: &high, to: &mut to, finite: &mut finite });
+        for col in 0..S::PANEL {
+            assert_eq!(to[col].to_bits(), u32::from(low[col]) | u32::from(high[col]) << 16, "column {col}");
+        }
+        assert!(finite);
+        for special in [bf16::INFINITY, bf16::NAN, bf16::NEG_INFINITY] {
+            high[S::PANEL - 1] = special.to_bits();
+            s.run(Interleaved { low: &high, high: &low, to: &mut to, finite: &mut finite });
+            assert!(!finite, "{special}");
+        }
+    }
+
+    /// Runs a test for every instruction set of this processor, and says which ones it has not.
+    macro_rules! for_each_set {
+        ($test:ident) => {
+            $test(Portable);
+            $test(SoftTiles);
+            #[cfg(target_arch = "x86_64")]
+            {
+                let absent = |name| eprintln!("absent: {name}, which this processor has not");
+                Avx2::detect().map_or_else(|| absent("avx2"), $test);
+                Avx512::detect().map_or_else(|| absent("avx512"), $test);
+                Avx512Bf16::detect().map_or_else(|| absent("avx512bf16"), $test);
+                Amx::detect().map_or_else(|| absent("amx"), $test);
+            }
+            #[cfg(target_arch = "aarch64")]
+            Neon::detect().into_iter().for_each($test);
+        };
+    }
+
+    #[test]
+    fn a_number_becomes_the_nearest_bf16_alone_and_in_pairs() {
+        for_each_set!(rounds_to_bf16);
+    }
+
+    #[test]
+    fn rows_are_interleaved_column_by_column_and_what_is_not_finite_is_seen() {
+        for_each_set!(interleaves);
+    }
+
     #[test]
     fn a_transposed_block_has_rows_where_columns_were_and_touches_nothing_else() {
-        transposes(Portable);
-        #[cfg(target_arch = "x86_64")]
-        {
-            Avx2::detect().into_iter().for_each(transposes);
-            Avx512::detect().into_iter().for_each(transposes);
-        }
-        #[cfg(target_arch = "aarch64")]
-        Neon::detect().into_iter().for_each(transposes);
+        for_each_set!(transposes);
     }
 }
