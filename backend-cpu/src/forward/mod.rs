@@ -244,7 +244,7 @@ impl Shared<'_> {
         let Blocks { block_m, block_n, .. } = self.blocks;
         let dims = self.problem.dims;
         let dim_v = (dims.head_dim_v as usize).next_multiple_of(S::PANEL);
-        let keys = block_n.next_multiple_of(S::KEY_ROWS);
+        let keys = block_n.next_multiple_of(if in_tiles::<S>(self.problem) { TILE } else { S::TILE_ROWS });
         let tiled = |len: usize| Floats::scratch(if in_tiles::<S>(self.problem) { len } else { 0 });
         let extra = if self.problem.drops() || self.score.has_bias() { keys * S::PANEL } else { 0 };
         Ok(Scratch {
@@ -272,7 +272,7 @@ impl Shared<'_> {
         let dim_qk = self.problem.dims.head_dim_qk as usize;
         let dim_v = self.problem.dims.head_dim_v as usize;
         let queries = task.queries as usize;
-        let capacity = block_n.next_multiple_of(S::KEY_ROWS);
+        let capacity = block_n.next_multiple_of(S::TILE_ROWS);
         // Two bf16 in each element of Q, K, P and V: half the steps of every product.
         let pairs = S::BF16_DOT && !S::TILES && dots_pairs(self.problem);
         let (dim_units, capacity_v) =

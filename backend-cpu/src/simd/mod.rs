@@ -98,8 +98,6 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     const BF16_DOT: bool = false;
     /// Whether [`tile_step`](Self::tile_step) and its like exist; then a panel has 32 columns.
     const TILES: bool = false;
-    /// What the rows of a tile of keys are rounded up to.
-    const KEY_ROWS: usize = Self::TILE_ROWS;
     /// Columns of a panel: queries, or a head dimension's.
     const PANEL: usize = 2 * Self::LANES;
 
@@ -193,6 +191,11 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
                 unsafe { *to.add(c * to_step + r) = *from.add(r * from_step + c) };
             }
         }
+    }
+
+    /// Asks for a cache line in the second-level cache.
+    fn prefetch(self, at: *const u8) {
+        let _ = at;
     }
 
     /// Before the first [`tile_step`](Self::tile_step) of a thread's task.

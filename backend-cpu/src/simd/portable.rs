@@ -150,7 +150,6 @@ impl Simd for SoftTiles {
     const TILE_ROWS: usize = 12;
     const BF16_DOT: bool = true;
     const TILES: bool = true;
-    const KEY_ROWS: usize = 96;
     array_methods!(16);
 
     fn pair_bf16(self, low: Self::V, high: Self::V) -> Self::V {

@@ -427,8 +427,6 @@ impl Simd for Avx512Bf16 {
 impl Simd for Amx {
     const BF16_DOT: bool = true;
     const TILES: bool = true;
-    // Whole tiles, and whole micro-tiles for what runs on f32.
-    const KEY_ROWS: usize = 96;
     avx512_methods!(Amx, "avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512dq,avx512bf16");
 
     #[inline(always)]
@@ -441,6 +439,12 @@ impl Simd for Amx {
     fn leave_tiles(self) {
         // SAFETY: as above.
         unsafe { amx::leave() };
+    }
+
+    #[inline(always)]
+    fn prefetch(self, at: *const u8) {
+        // SAFETY: a prefetch faults nowhere.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) };
     }
 
     #[inline(always)]
