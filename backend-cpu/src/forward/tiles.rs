@@ -232,7 +232,7 @@ impl Shared<'_> {
 #[cfg(test)]
 mod tests {
     use fmha_core::reference::{Inputs, Precision, forward_head};
-    use fmha_core::{DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, SeqArgs};
+    use fmha_core::{DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, SeqArgs, ValidFwd};
     use half::bf16;
 
     use super::super::*;
@@ -257,6 +257,22 @@ mod tests {
         soft
     }
 
+    fn attend<S: Simd>(
+        s: S,
+        valid: &ValidFwd,
+        blocks: Blocks,
+        [q, k, v]: [&[bf16]; 3],
+        o: DevSliceMut<'_>,
+        lse: &mut [f32],
+    ) {
+        let spans = fmha_core::seq::spans(valid, &SeqArgs::default()).unwrap();
+        let mut args = FwdArgs::new(DevSlice::host(q), DevSlice::host(k), DevSlice::host(v), o);
+        args.lse = Some(DevSliceMut::host(lse));
+        assert!(in_tiles::<S>(valid));
+        let call = Forward { problem: valid, args: &args, spans: &spans, blocks };
+        call.run(s, &Threads::new(1).unwrap()).unwrap();
+    }
+
     fn errors_of<S: Simd>(
         s: S,
         problem: &FwdProblem,
@@ -270,16 +286,7 @@ mod tests {
         let mut o = vec![bf16::NAN; valid.shape_o().num_elems() as usize];
         let mut lse = vec![f32::NAN; valid.lse_elems() as usize];
         let spans = fmha_core::seq::spans(&valid, &SeqArgs::default()).unwrap();
-        let mut args = FwdArgs::new(
-            DevSlice::host(&q),
-            DevSlice::host(&k),
-            DevSlice::host(&v),
-            DevSliceMut::host(&mut o),
-        );
-        args.lse = Some(DevSliceMut::host(&mut lse));
-        assert!(in_tiles::<S>(&valid));
-        let call = Forward { problem: &valid, args: &args, spans: &spans, blocks };
-        call.run(s, &Threads::new(1).unwrap()).unwrap();
+        attend(s, &valid, blocks, [&q, &k, &v], DevSliceMut::host(&mut o), &mut lse);
 
         let inputs = Inputs {
             q: DevSlice::host(&q),
@@ -364,5 +371,30 @@ mod tests {
         let at = problem.v.offset(0, 50, 0, 3) as usize;
         let (o, _) = errors(&problem, FORWARD_BLOCKS, |v| v[at] = bf16::NAN);
         assert!(o <= 2.0, "{o}");
+    }
+
+    /// The two ways out of tiles: rounded before they are transposed, and transposed to f32.
+    fn writes_alike<S: Simd>(s: S) {
+        let problem = problem(70, 90, (32, 64), "t:40,3");
+        let in_f32 = FwdProblem { dtype_o: DType::F32, ..problem.clone() }.validate().unwrap();
+        let valid = problem.validate().unwrap();
+        let [q, k, v] = [(valid.shape_q(), 1), (valid.shape_k(), 2), (valid.shape_v(), 3)]
+            .map(|(shape, salt)| noise(shape.num_elems(), salt));
+        let count = valid.shape_o().num_elems() as usize;
+        let (mut narrow, mut wide) = (vec![bf16::NAN; count], vec![f32::NAN; count]);
+        let mut lse = vec![f32::NAN; valid.lse_elems() as usize];
+        attend(s, &valid, FORWARD_BLOCKS, [&q, &k, &v], DevSliceMut::host(&mut narrow), &mut lse);
+        attend(s, &in_f32, FORWARD_BLOCKS, [&q, &k, &v], DevSliceMut::host(&mut wide), &mut lse);
+        for (at, (narrow, wide)) in narrow.iter().zip(&wide).enumerate() {
+            assert_eq!(*narrow, bf16::from_f32(*wide), "element {at}");
+        }
+    }
+
+    #[test]
+    fn o_of_tiles_in_bf16_is_o_in_f32_rounded() {
+        writes_alike(SoftTiles);
+        #[cfg(target_arch = "x86_64")]
+        crate::simd::Amx::detect()
+            .map_or_else(|| eprintln!("absent: amx, which this processor has not"), writes_alike);
     }
 }
