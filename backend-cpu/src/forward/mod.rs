@@ -74,7 +74,7 @@ struct Scratch {
     values: Floats,
     /// V's columns, for products in tiles.
     columns: Floats,
-    /// A panel's, or those of three panels for products in tiles.
+    /// A panel's, or those of two panels for products in tiles.
     scores: Floats,
     /// Of a bias, or of keep factors.
     extra: Floats,
@@ -253,7 +253,7 @@ impl Shared<'_> {
             keys: Floats::scratch(keys * row_stride(dims.head_dim_qk as usize))?,
             values: Floats::scratch(keys * dim_v)?,
             columns: tiled(dim_v * row_stride(keys / 2))?,
-            scores: Floats::scratch(keys * S::PANEL * if in_tiles::<S>(self.problem) { 3 } else { 1 })?,
+            scores: Floats::scratch(keys * S::PANEL * if in_tiles::<S>(self.problem) { 2 } else { 1 })?,
             extra: Floats::scratch(extra)?,
             out: Floats::scratch(block_m * dim_v)?,
             out_rows: tiled(block_m * dim_v)?,

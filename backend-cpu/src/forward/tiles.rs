@@ -140,11 +140,11 @@ impl Shared<'_> {
     fn pipeline<S: Simd>(&self, s: S, scratch: &mut Scratch, tile: &Keys<'_>, fresh: &mut u128) {
         let dim_v = self.problem.dims.head_dim_v as usize;
         let units = self.problem.dims.head_dim_qk as usize / 2;
-        // Scores of three panels: those that are computed, those of the softmax, and P.
+        // Two panels: the softmax is in one, and P of the panel before has left the other when new scores come.
         let mut number = 0;
         let mut before: Option<TileColumns> = None;
         let scores_of = |number: usize, scratch: &mut Scratch| {
-            scratch.scores.as_mut_ptr().wrapping_add(number % 3 * tile.capacity * S::PANEL)
+            scratch.scores.as_mut_ptr().wrapping_add(number % 2 * tile.capacity * S::PANEL)
         };
         let product = |(first, panel): (usize, Panel), number: usize, scratch: &mut Scratch| TileScores {
             panel,
