@@ -1,6 +1,5 @@
 //! Between the caller's strided tensors and the panels of the micro-tile.
 
-use std::ops::Range;
 use std::sync::LazyLock;
 
 use fmha_core::fp8::{E4m3Fn, E4m3Fnuz, E5m2, E5m2Fnuz};
@@ -249,19 +248,6 @@ impl Matrix {
     pub(crate) unsafe fn get(&self, row: usize, col: usize) -> f32 {
         // SAFETY: the caller's promise.
         of_type!(self.dtype, elem => unsafe { elem.one(self.at(row, col)) })
-    }
-
-    /// Asks for rows whose columns lie densely; others are left to come when they are read.
-    #[inline(always)]
-    pub(crate) fn prefetch<S: Simd>(&self, s: S, rows: Range<usize>, cols: usize) {
-        let bytes = cols * self.dtype.size_bytes() as usize;
-        if self.col == self.dtype.size_bytes() as isize {
-            for row in rows {
-                for at in (0..bytes).step_by(64) {
-                    s.prefetch(self.at(row, 0).wrapping_add(at));
-                }
-            }
-        }
     }
 
     /// Whether columns are one element apart.

@@ -1,7 +1,5 @@
 //! From the caller's tensors to panels and rows.
 
-use std::ops::Range;
-
 use crate::simd::{Op, Simd};
 use crate::tensor::Matrix;
 
@@ -30,20 +28,6 @@ impl<S: Simd> Op<S> for Gather<'_> {
                 from.gather(s, rows, cols, factor, to, capacity)
             }
         };
-    }
-}
-
-/// Asks for rows of a tensor that will be copied later.
-pub(crate) struct Prefetch {
-    pub(crate) from: Matrix,
-    pub(crate) rows: Range<usize>,
-    pub(crate) cols: usize,
-}
-
-impl<S: Simd> Op<S> for Prefetch {
-    #[inline(always)]
-    fn call(self, s: S) {
-        self.from.prefetch(s, self.rows, self.cols);
     }
 }
 

@@ -6,7 +6,7 @@ mod softmax;
 mod tiles;
 mod write;
 
-pub(crate) use gather::{Gather, GatherRows, GatherTransposed, Prefetch, TransposePanels, row_stride};
+pub(crate) use gather::{Gather, GatherRows, GatherTransposed, TransposePanels, row_stride};
 pub(crate) use product::{Columns, FmaLoop, RowDots, Rows, Scores};
 pub(crate) use softmax::{AddTo, Gradient, Multiply, RowState, Scale, Softmax};
 pub(crate) use tiles::{

@@ -35,7 +35,6 @@ impl TileScores {
             let block = TileProduct {
                 a: keys.wrapping_add(row * stride).cast(),
                 a_row: 4 * stride,
-                next_a: keys.wrapping_add((row + TILE) * stride).cast(),
                 b: queries.cast(),
                 b_row: 4 * S::PANEL,
                 steps: units / LANES,
@@ -334,7 +333,6 @@ impl TileColumns {
             let block = TileProduct {
                 a: columns.wrapping_add(col * stride + first).cast(),
                 a_row: 4 * stride,
-                next_a: columns.wrapping_add((col + TILE) * stride + first).cast(),
                 b: weights.wrapping_add(first * S::PANEL).cast(),
                 b_row: 4 * S::PANEL,
                 steps: (last - first) / LANES,

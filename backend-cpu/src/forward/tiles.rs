@@ -18,12 +18,11 @@ use fmha_core::DType;
 
 use super::{Scratch, Shared, Task, key_tiles};
 use crate::blocks::{
-    Gather, GatherRows, GatherTransposed, Prefetch, RowState, Scale, TILE, TileColumns, TileScores,
-    TileSoftmax, TileStage, TransposeValues, UntransposeOut, WriteTransposed,
+    Gather, GatherRows, GatherTransposed, RowState, Scale, TILE, TileColumns, TileScores, TileSoftmax,
+    TileStage, TransposeValues, UntransposeOut, WriteTransposed,
 };
 use crate::score::{Adjust, HeadScore, Panel};
 use crate::simd::Simd;
-use crate::tensor::Matrix;
 
 /// A tile of keys as a task sees it.
 struct Keys<'a> {
@@ -38,9 +37,6 @@ struct Keys<'a> {
     capacity: usize,
     /// Whether V is finite.
     finite: bool,
-    /// The keys and values of the next tile.
-    next: Option<[Matrix; 2]>,
-    num_next: usize,
 }
 
 impl Keys<'_> {
@@ -81,8 +77,7 @@ impl Shared<'_> {
         scratch.row_max.fill(f32::NEG_INFINITY);
         scratch.row_sum.fill(0.0);
         let mut fresh = u128::MAX;
-        let mut key_tiles = key_tiles(&head, task.i..task.i + task.queries, block_n).peekable();
-        while let Some((j, keys)) = key_tiles.next() {
+        for (j, keys) in key_tiles(&head, task.i..task.i + task.queries, block_n) {
             let mut finite = true;
             s.run(GatherRows {
                 from: k.skip(j as usize),
@@ -104,9 +99,7 @@ impl Shared<'_> {
             });
             let (from, to) = (scratch.values.as_mut_ptr(), scratch.columns.as_mut_ptr());
             s.run(TransposeValues { from, capacity: capacity / 2, keys, dim: dim_v, to });
-            let next = key_tiles.peek().map(|&(j, _)| [k.skip(j as usize), v.skip(j as usize)]);
-            let num_next = key_tiles.peek().map_or(0, |&(_, keys)| keys);
-            let tile = Keys { head: &head, i: task.i, queries, j, keys, capacity, finite, next, num_next };
+            let tile = Keys { head: &head, i: task.i, queries, j, keys, capacity, finite };
             self.pipeline(s, scratch, &tile, &mut fresh);
         }
         s.leave_tiles();
@@ -160,7 +153,6 @@ impl Shared<'_> {
         }
         while let Some((first, panel)) = current {
             let next = tile.panel::<S>(first + S::PANEL);
-            self.prefetch(s, tile, first);
             let scores = scores_of(number, scratch);
             let factor = self.adjust(s, scratch, tile.head, panel, scores);
             let alpha = scratch.alpha.as_mut_ptr().wrapping_add(first);
@@ -192,18 +184,6 @@ impl Shared<'_> {
         }
         if before.is_some() {
             s.run(TileStage { columns: before, softmax: None, scores: None });
-        }
-    }
-
-    /// The share of the panel from query `first` on in asking for the next keys and values: where that is left to the
-    /// copies, they wait for the third-level cache.
-    fn prefetch<S: Simd>(&self, s: S, tile: &Keys<'_>, first: usize) {
-        let panels = tile.queries.div_ceil(S::PANEL);
-        let share = |panel: usize| panel * tile.num_next / panels;
-        let rows = share(first / S::PANEL)..share(first / S::PANEL + 1);
-        let dims = self.problem.dims;
-        for (from, cols) in tile.next.into_iter().flatten().zip([dims.head_dim_qk, dims.head_dim_v]) {
-            s.run(Prefetch { from, rows: rows.clone(), cols: cols as usize });
         }
     }
 

@@ -37,8 +37,6 @@ pub(crate) struct TileProduct {
     pub(crate) a: *const u8,
     /// From row to row of A.
     pub(crate) a_row: usize,
-    /// A of the product that comes next, as many steps of it as of this one: asked for, not read.
-    pub(crate) next_a: *const u8,
     pub(crate) b: *const u8,
     /// From row to row of B.
     pub(crate) b_row: usize,
@@ -79,11 +77,8 @@ impl TileProduct {
             } else {
                 s.tile_zero();
             }
-            for step in 0..self.steps {
+            for _ in 0..self.steps {
                 s.tile_step(a, self.a_row, b, self.b_row);
-                for row in 0..32 {
-                    s.prefetch_near(self.next_a.wrapping_add(row * self.a_row + 64 * step));
-                }
                 (a, b) = (a.add(64), b.add(16 * self.b_row));
                 between.go_on(s);
             }
@@ -196,16 +191,6 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
                 unsafe { *to.add(c * to_step + r) = *from.add(r * from_step + c) };
             }
         }
-    }
-
-    /// Asks for a cache line in the second-level cache.
-    fn prefetch(self, at: *const u8) {
-        let _ = at;
-    }
-
-    /// Asks for a cache line in the first-level cache.
-    fn prefetch_near(self, at: *const u8) {
-        let _ = at;
     }
 
     /// Before the first [`tile_step`](Self::tile_step) of a thread's task.

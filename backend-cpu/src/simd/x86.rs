@@ -442,18 +442,6 @@ impl Simd for Amx {
     }
 
     #[inline(always)]
-    fn prefetch(self, at: *const u8) {
-        // SAFETY: a prefetch faults nowhere.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) };
-    }
-
-    #[inline(always)]
-    fn prefetch_near(self, at: *const u8) {
-        // SAFETY: as above.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
-    }
-
-    #[inline(always)]
     unsafe fn tile_zero(self) {
         // SAFETY: the caller's promise; so for the three below.
         unsafe { amx::zero() };
