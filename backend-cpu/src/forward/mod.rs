@@ -264,11 +264,57 @@ impl Shared<'_> {
         })
     }
 
+    /// Q of a task, transposed; nothing seen yet.
+    fn load_queries<S: Simd>(&self, s: S, scratch: &mut Scratch, task: Task, head: &HeadScore, pairs: bool) {
+        s.run(GatherTransposed {
+            from: self.q.q_rows(head.span, task.i_head).skip(task.i as usize),
+            rows: task.queries as usize,
+            cols: self.problem.dims.head_dim_qk as usize,
+            factor: head.descale_q,
+            to: scratch.queries.as_mut_ptr(),
+            staging: scratch.staging.as_mut_ptr(),
+            pairs,
+        });
+        scratch.row_max.fill(f32::NEG_INFINITY);
+        scratch.row_sum.fill(0.0);
+    }
+
+    /// K in rows and V in panels of `capacity`, of `keys` keys from `j` on; whether V is finite.
+    fn load_keys<S: Simd>(
+        &self,
+        s: S,
+        scratch: &mut Scratch,
+        head: &HeadScore,
+        (j, keys): (u32, usize),
+        capacity: usize,
+        pairs: bool,
+    ) -> bool {
+        let mut finite = true;
+        s.run(GatherRows {
+            from: self.k.k_rows(head.span, head.i_head_kv).skip(j as usize),
+            rows: keys,
+            cols: self.problem.dims.head_dim_qk as usize,
+            factor: head.descale_k,
+            to: scratch.keys.as_mut_ptr(),
+            pairs,
+        });
+        s.run(Gather {
+            from: self.v.k_rows(head.span, head.i_head_kv).skip(j as usize),
+            rows: keys,
+            cols: self.problem.dims.head_dim_v as usize,
+            factor: head.descale_v,
+            to: scratch.values.as_mut_ptr(),
+            capacity,
+            pairs,
+            finite: &mut finite,
+        });
+        finite
+    }
+
     fn attend<S: Simd>(&self, s: S, scratch: &mut Scratch, task: Task) {
         let Blocks { block_m, block_n, .. } = self.blocks;
         let span = self.spans[task.span as usize];
         let head = self.score.head(span, task.i_head);
-        let i_head_kv = task.i_head / self.problem.gqa_ratio();
         let dim_qk = self.problem.dims.head_dim_qk as usize;
         let dim_v = self.problem.dims.head_dim_v as usize;
         let queries = task.queries as usize;
@@ -277,42 +323,12 @@ impl Shared<'_> {
         let pairs = S::BF16_DOT && !S::TILES && dots_pairs(self.problem);
         let (dim_units, capacity_v) =
             if pairs { (dim_qk.div_ceil(2), capacity / 2) } else { (dim_qk, capacity) };
-        let (k, v) = (self.k.k_rows(span, i_head_kv), self.v.k_rows(span, i_head_kv));
-
-        s.run(GatherTransposed {
-            from: self.q.q_rows(span, task.i_head).skip(task.i as usize),
-            rows: queries,
-            cols: dim_qk,
-            factor: head.descale_q,
-            to: scratch.queries.as_mut_ptr(),
-            staging: scratch.staging.as_mut_ptr(),
-            pairs,
-        });
-        scratch.row_max.fill(f32::NEG_INFINITY);
-        scratch.row_sum.fill(0.0);
+        self.load_queries(s, scratch, task, &head, pairs);
         let mut fresh = u128::MAX;
         debug_assert!(block_m / S::PANEL <= 128);
 
         for (j, keys) in key_tiles(&head, task.i..task.i + task.queries, block_n) {
-            let mut values_finite = true;
-            s.run(GatherRows {
-                from: k.skip(j as usize),
-                rows: keys,
-                cols: dim_qk,
-                factor: head.descale_k,
-                to: scratch.keys.as_mut_ptr(),
-                pairs,
-            });
-            s.run(Gather {
-                from: v.skip(j as usize),
-                rows: keys,
-                cols: dim_v,
-                factor: head.descale_v,
-                to: scratch.values.as_mut_ptr(),
-                capacity: capacity_v,
-                pairs,
-                finite: &mut values_finite,
-            });
+            let values_finite = self.load_keys(s, scratch, &head, (j, keys), capacity_v, pairs);
             for first in (0..queries).step_by(S::PANEL) {
                 let live = S::PANEL.min(queries - first);
                 let Some(panel) = Panel::new(head.band, task.i + first as u32, live, j, keys) else {

@@ -18,8 +18,8 @@ use fmha_core::DType;
 
 use super::{Scratch, Shared, Task, key_tiles};
 use crate::blocks::{
-    Gather, GatherRows, GatherTransposed, RowState, Scale, TILE, TileColumns, TileScores, TileSoftmax,
-    TileStage, TransposeValues, UntransposeOut, WriteTransposed,
+    RowState, Scale, TILE, TileColumns, TileScores, TileSoftmax, TileStage, TransposeValues, UntransposeOut,
+    WriteTransposed,
 };
 use crate::score::{Adjust, HeadScore, Panel};
 use crate::simd::Simd;
@@ -59,44 +59,14 @@ impl Shared<'_> {
         let block_n = self.blocks.block_n;
         let span = self.spans[task.span as usize];
         let head = self.score.head(span, task.i_head);
-        let dim_qk = self.problem.dims.head_dim_qk as usize;
         let dim_v = self.problem.dims.head_dim_v as usize;
         let queries = task.queries as usize;
         let capacity = block_n.next_multiple_of(TILE);
-        let (k, v) = (self.k.k_rows(span, head.i_head_kv), self.v.k_rows(span, head.i_head_kv));
         s.enter_tiles();
-        s.run(GatherTransposed {
-            from: self.q.q_rows(span, task.i_head).skip(task.i as usize),
-            rows: queries,
-            cols: dim_qk,
-            factor: head.descale_q,
-            to: scratch.queries.as_mut_ptr(),
-            staging: scratch.staging.as_mut_ptr(),
-            pairs: true,
-        });
-        scratch.row_max.fill(f32::NEG_INFINITY);
-        scratch.row_sum.fill(0.0);
+        self.load_queries(s, scratch, task, &head, true);
         let mut fresh = u128::MAX;
         for (j, keys) in key_tiles(&head, task.i..task.i + task.queries, block_n) {
-            let mut finite = true;
-            s.run(GatherRows {
-                from: k.skip(j as usize),
-                rows: keys,
-                cols: dim_qk,
-                factor: head.descale_k,
-                to: scratch.keys.as_mut_ptr(),
-                pairs: true,
-            });
-            s.run(Gather {
-                from: v.skip(j as usize),
-                rows: keys,
-                cols: dim_v,
-                factor: head.descale_v,
-                to: scratch.values.as_mut_ptr(),
-                capacity: capacity / 2,
-                pairs: true,
-                finite: &mut finite,
-            });
+            let finite = self.load_keys(s, scratch, &head, (j, keys), capacity / 2, true);
             let (from, to) = (scratch.values.as_mut_ptr(), scratch.columns.as_mut_ptr());
             s.run(TransposeValues { from, capacity: capacity / 2, keys, dim: dim_v, to });
             let tile = Keys { head: &head, i: task.i, queries, j, keys, capacity, finite };
