@@ -49,7 +49,7 @@ pub struct Module {
     object: CodeObject,
     program: Program,
     /// Device address of the image's first byte.
-    base: u64,
+    pub(crate) base: u64,
     /// The code object as it was loaded.
     pub(crate) bytes: Vec<u8>,
 }

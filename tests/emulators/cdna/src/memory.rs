@@ -227,15 +227,15 @@ impl DeviceMemory {
         base
     }
 
-    /// Base, bytes and which of them were ever written (0 or 1 a byte) of all allocations but code objects' images.
-    pub(crate) fn contents(&self) -> Vec<(u64, Vec<u8>, Vec<u8>)> {
+    /// Base, bytes and which of them were ever written (0 or 1 a byte) of all allocations but that at `image`.
+    pub(crate) fn contents_but(&self, image: u64) -> Vec<(u64, Vec<u8>, Vec<u8>)> {
         let view = self.view();
         let of = |a: &Arc<Allocation>| {
             let bytes = (0..a.bytes).map(|at| a.byte(at).load(Relaxed)).collect();
             let written = (0..a.bytes).map(|at| u8::from(a.is_written(at, 1))).collect();
             (a.base, bytes, written)
         };
-        view.allocations.iter().filter(|a| !a.read_only).map(of).collect()
+        view.allocations.iter().filter(|a| a.base != image).map(of).collect()
     }
 
     /// Makes an allocation of an earlier [`Self::contents`] anew, at its address. False where that is not above all

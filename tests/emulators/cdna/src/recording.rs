@@ -57,7 +57,7 @@ impl Recording {
             block: launch.block,
             dynamic_lds: launch.dynamic_lds,
             args: launch.args.to_vec(),
-            memory: device.memory.contents(),
+            memory: device.memory.contents_but(module.base),
         }
     }
 
