@@ -35,6 +35,7 @@ const KERNELS: &[(&str, &[&str])] = &[
         "causal, D 256, no lookahead",
         &[
             "-b 1 --heads 2 -s 400 -d 256 --prec bf16 --mask b",
+            "-b 1 --heads 1 -s 300 --seqlen-k 437 -d 256 --prec bf16 --mask b",
             "-b 1 --heads 4 -s 70 -d 256 --prec bf16 --mask b",
         ],
     ),
@@ -50,6 +51,38 @@ const KERNELS: &[(&str, &[&str])] = &[
         &[
             "--mode 1 -b 3 --heads 2 -s 150,300,40 --seqlen-k 200,330,100 -d 128 --prec bf16 --mask b",
             "--mode 1 -b 4 --heads 3 -s 50,30,40,100 --seqlen-k 20,30,200,70 -d 128 --prec bf16 --mask b",
+        ],
+    ),
+    (
+        "column-major V, packed sequences, causal, D 128",
+        &[
+            "--mode 1 -b 3 --heads 2 -s 150,300,40 --seqlen-k 202,334,104 -d 128 --prec bf16 --mask b --vlayout c",
+            "--mode 1 -b 4 --heads 3 -s 50,30,40,100 --seqlen-k 20,30,200,70 -d 128 --prec bf16 --mask b --vlayout c",
+        ],
+    ),
+    (
+        "causal with dropout, D 96, three consumers",
+        &[
+            "-b 1 --heads 2 -s 500 -d 96 --prec f16 --mask t --p-drop 0.2",
+            "-b 1 --heads 4 -s 200 -d 96 --prec f16 --mask t --p-drop 0.2",
+            "-b 1 --heads 3 -s 200 --seqlen-k 290 -d 96 --prec f16 --mask b --p-drop 0.2",
+        ],
+    ),
+    (
+        "Q in registers, causal, D 64",
+        &[
+            "-b 1 --heads 2 -s 500 -d 64 --prec bf16 --mask t --tile q_in_registers=1",
+            "-b 1 --heads 4 -s 200 -d 64 --prec bf16 --mask t --tile q_in_registers=1",
+            "-b 1 --heads 3 -s 138 --seqlen-k 250 -d 64 --prec bf16 --mask b --tile q_in_registers=1",
+        ],
+    ),
+    (
+        "no load role, packed sequences, causal, D 128",
+        &[
+            "--mode 1 -b 3 --heads 2 -s 150,300,40 --seqlen-k 200,330,100 -d 128 --prec bf16 --mask b \
+             --tile warp_specialised=0",
+            "--mode 1 -b 4 --heads 3 -s 50,30,40,100 --seqlen-k 20,30,200,70 -d 128 --prec bf16 --mask b \
+             --tile warp_specialised=0",
         ],
     ),
 ];
@@ -77,7 +110,19 @@ pub(crate) fn run(schedules: u32) -> Result<(), String> {
             let mut record = Command::new(release.join("ptx-emu"));
             record.arg("record").arg(&folder).args(["--sms", "1", "--"]).arg(release.join("fmha"));
             record
-                .args(["run", "--backend", "cuda", "--emulate", "sm_90a", "--warmup", "0", "--repeat", "1"])
+                .args([
+                    "run",
+                    "--backend",
+                    "cuda",
+                    "--kernel",
+                    "sm90",
+                    "--emulate",
+                    "sm_90a",
+                    "--warmup",
+                    "0",
+                    "--repeat",
+                    "1",
+                ])
                 .args(problem.split_whitespace())
                 .envs(environment.iter().cloned())
                 .current_dir(&root);

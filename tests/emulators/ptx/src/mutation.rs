@@ -108,11 +108,11 @@ pub fn run(words: impl Iterator<Item = String>) -> Result<(), String> {
         println!("{line}");
         let _ = writeln!(summary, "* {line}");
     }
-    let unexplained = explain(&arguments, &mut rows)?;
+    let unexplained = explain(&arguments, &mut rows);
     let table = table(&rows, &arguments.sources);
     let survivors: usize = rows.values().map(|row| row.survived.len()).sum();
     let end = format!(
-        "{} rows; {survivors} executed mutants without a report, {} of them without a reason",
+        "{} rows; {survivors} executed mutants without a report, {} of them, or of the reasons, in want of the other",
         rows.len(),
         unexplained.len()
     );
@@ -153,9 +153,9 @@ fn reasons(path: &str) -> Result<Vec<Reason>, String> {
     lines.map(reason).collect()
 }
 
-/// Puts reasons to survivors; returns those that have none. A reason that nothing needs is an error where the table is
+/// Puts reasons to survivors; returns those that have none, and the reasons that nothing needs where the table is
 /// written: a part of the kernels need not need them all.
-fn explain(arguments: &Arguments, rows: &mut BTreeMap<Key, Row>) -> Result<Vec<String>, String> {
+fn explain(arguments: &Arguments, rows: &mut BTreeMap<Key, Row>) -> Vec<String> {
     let mut needed = vec![false; arguments.reasons.len()];
     let mut unexplained = Vec::new();
     for ((place, opcode, what), row) in rows.iter_mut().filter(|(_, row)| !row.survived.is_empty()) {
@@ -176,10 +176,13 @@ fn explain(arguments: &Arguments, rows: &mut BTreeMap<Key, Row>) -> Result<Vec<S
             }
         }
     }
-    match needed.iter().position(|needed| !needed && arguments.out.is_some()) {
-        Some(i) => Err(format!("no survivor needs the reason `{}`", arguments.reasons[i].why)),
-        None => Ok(unexplained),
+    if arguments.out.is_some() {
+        let unneeded = arguments.reasons.iter().zip(&needed).filter(|(_, needed)| !**needed);
+        unexplained.extend(unneeded.map(|(reason, _)| {
+            format!("no survivor needs the reason `{}` of {} {:?}", reason.why, reason.opcode, reason.texts)
+        }));
     }
+    unexplained
 }
 
 /// All mutants of one kernel. Returns the line that sums it up.
@@ -256,7 +259,10 @@ fn outcome(mutant: &Mutant, sound: &[(&Recording, Ended)]) -> Outcome {
         if ended.report.lines.get(&mutant.line).is_none_or(|&hits| hits == 0) {
             continue;
         }
-        match launch.run_as(&mutant.apply(&launch.ptx), &options()) {
+        // A broken kernel may go round for ever and change something each time.
+        let limit = 1_000_000 + 10 * ended.report.counters.warp_instructions;
+        let options = Options { instruction_limit: limit, ..options() };
+        match launch.run_as(&mutant.apply(&launch.ptx), &options) {
             Err(fault) => return Outcome::Caught(fault.kind.name().to_owned()),
             Ok(broken) => {
                 let same = broken.memory == ended.memory && !matches!(outcome, Outcome::Survived(false));
@@ -271,7 +277,7 @@ fn outcome(mutant: &Mutant, sound: &[(&Recording, Ended)]) -> Outcome {
 fn place(map: &SourceMap, line: u32, wrappers: Option<&str>) -> Vec<SourceLine> {
     let chain = map.chain(line);
     let wraps = |s: &SourceLine| wrappers.is_some_and(|prefix| s.file.starts_with(prefix));
-    let outside: Vec<SourceLine> = chain.iter().skip_while(|s| wraps(s)).take(4).cloned().collect();
+    let outside: Vec<SourceLine> = chain.iter().skip_while(|s| wraps(s)).take(5).cloned().collect();
     if outside.is_empty() { vec![SourceLine { file: "PTX".to_owned(), line }] } else { outside }
 }
 
