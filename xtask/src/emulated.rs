@@ -5,11 +5,12 @@ use std::process::{Command, Stdio};
 
 use crate::tally::Tally;
 
-const ARCH: &str = "sm_90a";
+/// The architecture whose kernels are interpreted.
+pub(crate) const ARCH: &str = "sm_90a";
 
 /// Of these families `cargo xtask test` interprets what this matches: bf16, a third of the cases, in
 /// minutes. `cargo xtask emulated` takes them whole.
-const IN_TEST: &str = "^(edges|laws)/.*bf16";
+pub(crate) const IN_TEST: &str = "^(edges|laws|fp8|combine)/";
 
 /// The families that are interpreted. Edges, laws and FP8 are where kernels break; `definition` sweeps the same kernels
 /// over pairs of features and would double the time. `guards` need host memory, and backward and combining have no

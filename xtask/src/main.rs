@@ -25,9 +25,9 @@ usage: cargo xtask test      set up, test everything in release, print the count
        cargo xtask mutation [SCHEDULES]
                              the sm90 kernel broken instruction by instruction in the emulator, into
                              docs/kernels/sm90-mutation.md; sound, under 100 schedules
-       cargo xtask coverage [FILE]
-                             lines of the CUDA device text that the battery executes in the emulator, into
-                             docs/kernels/cuda-coverage.md; FILE: what an earlier `ptx-emu cover` wrote";
+       cargo xtask coverage [FILE]...
+                             lines of the CUDA device text that emulated runs execute, into
+                             docs/kernels/cuda-coverage.md; FILE: what earlier runs of `ptx-emu cover` wrote";
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
@@ -46,8 +46,7 @@ fn main() -> ExitCode {
             let backends = if backends.is_empty() { &["cpu"] } else { backends };
             ended(support::write(backends))
         }
-        ["coverage"] => ended(coverage::run(None)),
-        ["coverage", path] => ended(coverage::run(Some(path))),
+        ["coverage", ref paths @ ..] => ended(coverage::run(paths)),
         ["mutation"] => ended(mutation::run(100)),
         ["mutation", number] => match number.parse() {
             Ok(schedules) => ended(mutation::run(schedules)),

@@ -6,7 +6,7 @@ use std::process::Command;
 use crate::setup::{self, loudly};
 
 /// Kernels, and the problems that make each of their instructions matter: long tiles, tiles of one block, both in turn.
-const KERNELS: &[(&str, &[&str])] = &[
+pub(crate) const KERNELS: &[(&str, &[&str])] = &[
     (
         "full, D 128",
         &[
@@ -69,11 +69,18 @@ const KERNELS: &[(&str, &[&str])] = &[
         ],
     ),
     (
-        "Q in registers, causal, D 64",
+        "Q in registers, two buffers, causal, D 64",
         &[
             "-b 1 --heads 2 -s 500 -d 64 --prec bf16 --mask t --tile q_in_registers=1",
             "-b 1 --heads 4 -s 200 -d 64 --prec bf16 --mask t --tile q_in_registers=1",
             "-b 1 --heads 3 -s 138 --seqlen-k 250 -d 64 --prec bf16 --mask b --tile q_in_registers=1",
+        ],
+    ),
+    (
+        "Q in registers, one buffer, causal, D 64",
+        &[
+            "-b 1 --heads 2 -s 500 -d 64 --prec bf16 --mask t --tile q_in_registers=1,lookahead=0",
+            "-b 1 --heads 3 -s 138 --seqlen-k 250 -d 64 --prec bf16 --mask b --tile q_in_registers=1,lookahead=0",
         ],
     ),
     (

@@ -40,8 +40,15 @@ struct Row {
     copies: usize,
     executed: usize,
     caught: BTreeMap<String, usize>,
-    survived: Vec<String>,
-    reason: String,
+    survived: Vec<Survivor>,
+}
+
+/// A broken copy that nothing reports.
+struct Survivor {
+    kernel: String,
+    /// Where it is, and what came out.
+    text: String,
+    reason: Option<String>,
 }
 
 /// Place (innermost line first), opcode, what was done.
@@ -133,8 +140,9 @@ const BEGIN: &str = "<!-- written by ptx-emu mutate -->";
 const END: &str = "<!-- end of what ptx-emu mutate wrote -->";
 
 /// Why a mutant that nothing reports is no fault: `opcode | text of the line | text of its caller | ... | reason`,
-/// each text a part of that line's.
+/// each text a part of that line's. `KERNEL: opcode`: only in kernels with these words in their title.
 struct Reason {
+    kernel: String,
     opcode: String,
     texts: Vec<String>,
     why: String,
@@ -146,7 +154,11 @@ fn reasons(path: &str) -> Result<Vec<Reason>, String> {
     let reason = |line: &str| {
         let mut words: Vec<String> = line.split(" | ").map(|word| word.trim().to_owned()).collect();
         match (words.pop(), words.is_empty()) {
-            (Some(why), false) => Ok(Reason { opcode: words.remove(0), texts: words, why }),
+            (Some(why), false) => {
+                let first = words.remove(0);
+                let (kernel, opcode) = first.split_once(": ").unwrap_or(("", &first));
+                Ok(Reason { kernel: kernel.to_owned(), opcode: opcode.to_owned(), texts: words, why })
+            }
             _ => Err(format!("{path}: `{line}` is no `opcode | line | reason`")),
         }
     };
@@ -165,14 +177,17 @@ fn explain(arguments: &Arguments, rows: &mut BTreeMap<Key, Row>) -> Vec<String> 
             opcode.starts_with(&reason.opcode)
                 && texts.all(|(i, text)| lines.get(i).is_some_and(|line| line.contains(text.as_str())))
         };
-        match arguments.reasons.iter().position(fits) {
-            Some(i) => {
-                needed[i] = true;
-                row.reason.clone_from(&arguments.reasons[i].why);
-            }
-            None => {
-                let at = words(place, &arguments.sources);
-                unexplained.extend(row.survived.iter().map(|one| format!("{at}, {opcode} {what}: {one}")));
+        let fitting: Vec<usize> = (0..needed.len()).filter(|&i| fits(&arguments.reasons[i])).collect();
+        for one in &mut row.survived {
+            match fitting.iter().find(|&&i| one.kernel.contains(&arguments.reasons[i].kernel)) {
+                Some(&i) => {
+                    needed[i] = true;
+                    one.reason = Some(arguments.reasons[i].why.clone());
+                }
+                None => {
+                    let at = words(place, &arguments.sources);
+                    unexplained.push(format!("{at}, {opcode} {what}: {}", one.text));
+                }
             }
         }
     }
@@ -217,7 +232,11 @@ fn one(
             }
             Outcome::Survived(same) => {
                 let results = if same { "the same results" } else { "other results" };
-                row.survived.push(format!("{title}, PTX line {}: {results}", mutant.line));
+                row.survived.push(Survivor {
+                    kernel: title.to_owned(),
+                    text: format!("{title}, PTX line {}: {results}", mutant.line),
+                    reason: None,
+                });
             }
         }
         row.executed += 1;
@@ -291,11 +310,12 @@ fn table(rows: &BTreeMap<Key, Row>, sources: &[String]) -> String {
             (_, true) => String::new(),
             _ => row.caught.iter().map(|(name, n)| format!("{name} {n}")).collect::<Vec<_>>().join(", "),
         };
-        let survived = match (row.survived.len(), row.reason.as_str()) {
-            (0, _) => String::new(),
-            (n, "") => format!("{n}: {}", row.survived.join("; ")),
-            (n, why) => format!("{n}: {why}"),
-        };
+        let mut survived = BTreeMap::<&str, usize>::new();
+        for one in &row.survived {
+            *survived.entry(one.reason.as_ref().unwrap_or(&one.text)).or_default() += 1;
+        }
+        let survived: Vec<String> = survived.iter().map(|(why, n)| format!("{n}: {why}")).collect();
+        let survived = survived.join("; ");
         let _ = writeln!(
             text,
             "| {} | `{opcode}` | {what} | {} of {} | {caught} | {survived} |",
