@@ -18,7 +18,7 @@ use tally::Tally;
 
 const USAGE: &str = "\
 usage: cargo xtask test      set up, test everything in release, print the counts
-       cargo xtask emulated  the battery on CUDA kernels, interpreted: three families
+       cargo xtask emulated  the battery on CUDA kernels, interpreted: four families
        cargo xtask setup     only the set-up
        cargo xtask support [BACKEND[@ARCH]]...
                              the README's support table from the battery's results (default: cpu)

@@ -84,6 +84,22 @@ pub(crate) const KERNELS: &[(&str, &[&str])] = &[
         ],
     ),
     (
+        "clusters of two, D 128",
+        &[
+            "-b 1 --heads 4 -s 200 --seqlen-k 700 -d 128 --prec f16 --tile cluster=2",
+            "-b 1 --heads 8 -s 300 --seqlen-k 100 -d 128 --prec f16 --tile cluster=2",
+        ],
+    ),
+    (
+        "loads by copies, causal, D 64",
+        &[
+            "-b 1 --heads 2 -s 500 -d 64 --prec bf16 --mask t --tile copy_bytes=8",
+            "-b 1 --heads 3 -s 138 --seqlen-k 250 -d 64 --prec bf16 --mask b --tile copy_bytes=8",
+            // A warp's lanes arrive together: an arrival less tells after as many phases as it has lanes.
+            "-b 1 --heads 72 -s 100 -d 64 --prec bf16 --mask t --tile copy_bytes=8",
+        ],
+    ),
+    (
         "no load role, packed sequences, causal, D 128",
         &[
             "--mode 1 -b 3 --heads 2 -s 150,300,40 --seqlen-k 200,330,100 -d 128 --prec bf16 --mask b \
@@ -93,6 +109,11 @@ pub(crate) const KERNELS: &[(&str, &[&str])] = &[
         ],
     ),
 ];
+
+/// Multiprocessors: the fewest, so that a CTA walks several tiles.
+pub(crate) fn sms(title: &str) -> &'static str {
+    if title.starts_with("clusters of two") { "2" } else { "1" }
+}
 
 /// Records the launches, breaks them, rewrites `docs/kernels/sm90-mutation.md`.
 pub(crate) fn run(schedules: u32) -> Result<(), String> {
@@ -115,7 +136,7 @@ pub(crate) fn run(schedules: u32) -> Result<(), String> {
                 std::fs::remove_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
             }
             let mut record = Command::new(release.join("ptx-emu"));
-            record.arg("record").arg(&folder).args(["--sms", "1", "--"]).arg(release.join("fmha"));
+            record.arg("record").arg(&folder).args(["--sms", sms(title), "--"]).arg(release.join("fmha"));
             record
                 .args([
                     "run",
