@@ -7,6 +7,7 @@
 mod coverage;
 mod emulated;
 mod mutation;
+mod mutation_amd;
 mod setup;
 mod support;
 mod tally;
@@ -25,6 +26,9 @@ usage: cargo xtask test      set up, test everything in release, print the count
        cargo xtask mutation [SCHEDULES]
                              the sm90 kernel broken instruction by instruction in the emulator, into
                              docs/kernels/sm90-mutation.md; sound, under 100 schedules
+       cargo xtask mutation-amd
+                             the CDNA kernel's waits and barriers left out one by one in the emulator, into
+                             docs/kernels/cdna-mutation.md
        cargo xtask coverage [FILE]...
                              lines of the CUDA device text that emulated runs execute, into
                              docs/kernels/cuda-coverage.md; FILE: what earlier runs of `ptx-emu cover` wrote";
@@ -47,6 +51,7 @@ fn main() -> ExitCode {
             ended(support::write(backends))
         }
         ["coverage", ref paths @ ..] => ended(coverage::run(paths)),
+        ["mutation-amd"] => ended(mutation_amd::run()),
         ["mutation"] => ended(mutation::run(100)),
         ["mutation", number] => match number.parse() {
             Ok(schedules) => ended(mutation::run(schedules)),
