@@ -1,10 +1,13 @@
-//! `cargo xtask coverage`: which lines of the CUDA device text the battery's emulated cases execute.
+//! `cargo xtask coverage`: which lines of the CUDA device text emulated runs execute: the battery's cases, the launches
+//! that `cargo xtask mutation` breaks, and those below.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::emulated;
+use crate::mutation;
 use crate::setup::{self, loudly};
 
 const BEGIN: &str = "<!-- written by cargo xtask coverage -->";
@@ -15,31 +18,45 @@ const REASONS: &str = "docs/kernels/cuda-coverage.reasons";
 /// Kernels that are to be fast, and all that they are made of.
 const FAST: [&str; 4] = ["fmha/sm90/", "fmha/mma/", "fmha/ptx/", "fmha/combine.cuh"];
 
+/// Of the battery: one type in all its edges but the head dimensions, of which one kernel each would tell nothing new.
+const BATTERY: &str = "^(edges/[^h].*bf16|laws/column.*bf16|combine/)";
+/// What neither that nor the mutants' launches run: knobs that no table chooses, values that lie hidden.
+const EXTRA: &[&str] = &[
+    "-b 1 --heads 2 -s 200 -d 64 --prec f16 --mask t --tile f16_scores=1,f16_output=1",
+    "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile copy_bytes=2",
+    "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile exp2_polynomial_every=4",
+    "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile warp_specialised=0 --vlayout c",
+    "--mode 1 -b 2 --heads 2 -s 50,30 --seqlen-k 24,32 -d 64 --prec bf16 --tile warp_specialised=0 --vlayout c --mask b",
+    "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile vector_store=0",
+    "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --prec-o fp32 --mask t --lse",
+];
+
 /// Lines of one file: those that some kernel has code for, and whether it was executed.
 type Lines = BTreeMap<u32, bool>;
 
-/// Runs the battery on the emulated device and rewrites the page. With `lines`, the file of an earlier run is taken.
-pub(crate) fn run(lines: Option<&str>) -> Result<(), String> {
+/// Runs all that on the emulated device and rewrites the page. With `lines`, the files of earlier runs are taken.
+pub(crate) fn run(lines: &[&str]) -> Result<(), String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let path = match lines {
-        Some(path) => PathBuf::from(path),
-        None => observe(&root)?,
-    };
-    let text = std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
-    let files = read(&text)?;
+    let paths = if lines.is_empty() { observe(&root)? } else { lines.iter().map(PathBuf::from).collect() };
+    let mut files = BTreeMap::new();
+    for path in &paths {
+        let text = std::fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
+        read(&text, &mut files)?;
+    }
     let reasons =
         std::fs::read_to_string(root.join(REASONS)).map_err(|error| format!("{REASONS}: {error}"))?;
-    let (page, unexplained) = page(&files, &root, &reasons)?;
+    let (page, faults) = page(&files, &root, &reasons);
     print!("{page}");
     let old = std::fs::read_to_string(root.join(PAGE)).map_err(|error| format!("{PAGE}: {error}"))?;
     let (before, rest) = old.split_once(BEGIN).ok_or_else(|| format!("{PAGE} has no `{BEGIN}`"))?;
     let (_, after) = rest.split_once(END).ok_or_else(|| format!("{PAGE} has no `{END}`"))?;
     std::fs::write(root.join(PAGE), format!("{before}{BEGIN}\n\n{page}\n{END}{after}"))
         .map_err(|error| format!("{PAGE}: {error}"))?;
-    if unexplained == 0 { Ok(()) } else { Err(format!("{unexplained} lines not executed, and no reason")) }
+    if faults.is_empty() { Ok(()) } else { Err(faults.join("\n")) }
 }
 
-fn observe(root: &Path) -> Result<PathBuf, String> {
+/// Runs everything with lines noted; returns the files that tell of them.
+fn observe(root: &Path) -> Result<Vec<PathBuf>, String> {
     let environment = setup::run();
     let cargo = |packages: &[&str]| {
         loudly(Command::new(env!("CARGO")).args(["build", "--release"]).args(packages).current_dir(root))
@@ -47,16 +64,34 @@ fn observe(root: &Path) -> Result<PathBuf, String> {
     cargo(&[])?;
     cargo(&["-p", "fmha-emu-ptx"])?;
     let release = setup::target().join("release");
-    let path = setup::target().join("cuda-lines.txt");
-    let mut cover = Command::new(release.join("ptx-emu"));
-    cover.arg("cover").arg(&path).arg("--").arg(release.join("fmha"));
-    cover.args(["conformance", "--allow-fallback", "--backend", "cuda", "--emulate", "sm_90a"]);
-    loudly(cover.envs(environment).current_dir(root))?;
-    Ok(path)
+    let folder = setup::target().join("coverage");
+    std::fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    let cover = |name: &str| {
+        let path = folder.join(name);
+        let mut command = Command::new(release.join("ptx-emu"));
+        command.arg("cover").arg(&path).arg("--").arg(release.join("fmha")).current_dir(root);
+        command.envs(environment.iter().cloned());
+        (path, command)
+    };
+    let (path, mut battery) = cover("battery.txt");
+    battery.args(["conformance", "--allow-fallback", "--backend", "cuda", "--emulate", emulated::ARCH]);
+    loudly(battery.args(["--filter", BATTERY]))?;
+    let mut paths = vec![path];
+    // What comes out right is the battery's and the mutants' business.
+    let launches =
+        mutation::KERNELS.iter().flat_map(|(title, all)| all.iter().map(|one| (mutation::sms(title), one)));
+    for (i, (sms, problem)) in launches.chain(EXTRA.iter().map(|one| ("1", one))).enumerate() {
+        let (path, mut one) = cover(&format!("{i}.txt"));
+        one.args(["run", "--backend", "cuda", "--kernel", "sm90", "--emulate", emulated::ARCH]);
+        one.args(["--warmup", "0", "--repeat", "1", "--verify", "none"]).args(problem.split_whitespace());
+        loudly(one.env("FMHA_EMULATE_SMS", sms))?;
+        paths.push(path);
+    }
+    Ok(paths)
 }
 
-fn read(text: &str) -> Result<BTreeMap<String, Lines>, String> {
-    let mut files = BTreeMap::<String, Lines>::new();
+/// Adds the lines that one file tells of.
+fn read(text: &str, files: &mut BTreeMap<String, Lines>) -> Result<(), String> {
     for line in text.lines() {
         let mut words = line.rsplitn(3, ' ');
         let executed = words.next().map(|word| word == "1");
@@ -64,15 +99,15 @@ fn read(text: &str) -> Result<BTreeMap<String, Lines>, String> {
         let (Some(executed), Some(number), Some(file)) = (executed, number, words.next()) else {
             return Err(format!("`{line}` is no line of a coverage file"));
         };
-        files.entry(file.to_owned()).or_default().insert(number, executed);
+        *files.entry(file.to_owned()).or_default().entry(number).or_default() |= executed;
     }
-    Ok(files)
+    Ok(())
 }
 
-/// The page's text, and how many lines of the fast kernels lack a reason.
-fn page(files: &BTreeMap<String, Lines>, root: &Path, reasons: &str) -> Result<(String, usize), String> {
+/// The page's text; lines of the fast kernels that lack a reason, and reasons that lack a line.
+fn page(files: &BTreeMap<String, Lines>, root: &Path, reasons: &str) -> (String, Vec<String>) {
     let mut table = String::from("| file | lines with code | executed |\n|---|---|---|\n");
-    let (mut list, mut unexplained) = (String::new(), 0);
+    let (mut list, mut faults) = (String::new(), Vec::new());
     let mut unused: BTreeSet<&str> =
         reasons.lines().filter(|l| !l.is_empty() && !l.starts_with('#')).collect();
     let sources = sources(root);
@@ -94,7 +129,9 @@ fn page(files: &BTreeMap<String, Lines>, root: &Path, reasons: &str) -> Result<(
                 _ => continue,
             };
             let why = reason(reasons, file, line, &mut unused);
-            unexplained += usize::from(why.is_none());
+            if why.is_none() {
+                faults.push(format!("{file}:{number} `{line}`: {what}, and no reason"));
+            }
             let _ = writeln!(
                 list,
                 "| {file}:{number} | `{}` | {what} | {} |",
@@ -103,15 +140,13 @@ fn page(files: &BTreeMap<String, Lines>, root: &Path, reasons: &str) -> Result<(
             );
         }
     }
-    if let Some(reason) = unused.first() {
-        return Err(format!("{REASONS}: no line needs `{reason}`"));
-    }
+    faults.extend(unused.iter().map(|reason| format!("{REASONS}: no line needs `{reason}`")));
     if list.is_empty() {
         list.push_str("Every line of the fast kernels was executed.\n");
     } else {
         list.insert_str(0, "| line of a fast kernel | text | | reason |\n|---|---|---|---|\n");
     }
-    Ok((format!("{table}\n{list}"), unexplained))
+    (format!("{table}\n{list}"), faults)
 }
 
 fn is_declaration(line: &str) -> bool {
@@ -160,14 +195,18 @@ mod tests {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
         let text = std::fs::read_to_string(root.join("kernels-cuda/fmha/sm90/fwd.cuh")).unwrap_or_default();
         let at = text.lines().position(|line| line.contains("__syncthreads();")).map_or(0, |i| i + 1);
-        let files = read(&format!("fmha/sm90/fwd.cuh {at} 0\n")).unwrap_or_default();
-        let count =
-            |reasons: &str| page(&files, &root, reasons).map(|(page, n)| (page.contains("not executed"), n));
-        let (listed, alone) = count("").unwrap_or_default();
-        assert!(listed && alone > 0);
-        let with = count("fmha/sm90/fwd.cuh | __syncthreads(); | for the test");
-        assert_eq!(with, Ok((true, alone - 1)));
-        assert!(count("fmha/sm90/fwd.cuh | no such text | for the test").is_err());
-        assert!(read("fmha/sm90/fwd.cuh one 0").is_err());
+        let mut files = BTreeMap::new();
+        assert_eq!(read(&format!("fmha/sm90/fwd.cuh {at} 0\n"), &mut files), Ok(()));
+        let faults = |files: &BTreeMap<String, Lines>, reasons: &str| page(files, &root, reasons).1.len();
+        let alone = faults(&files, "");
+        assert!(alone > 0 && page(&files, &root, "").0.contains("not executed"));
+        assert_eq!(faults(&files, "fmha/sm90/fwd.cuh | __syncthreads(); | for the test"), alone - 1);
+        assert_eq!(faults(&files, "fmha/sm90/fwd.cuh | no such text | for the test"), alone + 1);
+        // Another run executes it; what one run has executed stays so.
+        for executed in [1, 0] {
+            assert_eq!(read(&format!("fmha/sm90/fwd.cuh {at} {executed}\n"), &mut files), Ok(()));
+            assert_eq!(faults(&files, ""), alone - 1);
+        }
+        assert!(read("fmha/sm90/fwd.cuh one 0", &mut files).is_err());
     }
 }

@@ -19,7 +19,7 @@ use tally::Tally;
 
 const USAGE: &str = "\
 usage: cargo xtask test      set up, test everything in release, print the counts
-       cargo xtask emulated  the battery on CUDA kernels, interpreted: three families
+       cargo xtask emulated  the battery on CUDA kernels, interpreted: four families
        cargo xtask setup     only the set-up
        cargo xtask support [BACKEND[@ARCH]]...
                              the README's support table from the battery's results (default: cpu)
@@ -29,9 +29,9 @@ usage: cargo xtask test      set up, test everything in release, print the count
        cargo xtask mutation-amd
                              the CDNA kernel's waits and barriers left out one by one in the emulator, into
                              docs/kernels/cdna-mutation.md
-       cargo xtask coverage [FILE]
-                             lines of the CUDA device text that the battery executes in the emulator, into
-                             docs/kernels/cuda-coverage.md; FILE: what an earlier `ptx-emu cover` wrote";
+       cargo xtask coverage [FILE]...
+                             lines of the CUDA device text that emulated runs execute, into
+                             docs/kernels/cuda-coverage.md; FILE: what earlier runs of `ptx-emu cover` wrote";
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
@@ -50,8 +50,7 @@ fn main() -> ExitCode {
             let backends = if backends.is_empty() { &["cpu"] } else { backends };
             ended(support::write(backends))
         }
-        ["coverage"] => ended(coverage::run(None)),
-        ["coverage", path] => ended(coverage::run(Some(path))),
+        ["coverage", ref paths @ ..] => ended(coverage::run(paths)),
         ["mutation-amd"] => ended(mutation_amd::run()),
         ["mutation"] => ended(mutation::run(100)),
         ["mutation", number] => match number.parse() {

@@ -6,7 +6,7 @@ use std::process::Command;
 use crate::setup::{self, loudly};
 
 /// Kernels, and the problems that make each of their instructions matter: long tiles, tiles of one block, both in turn.
-const KERNELS: &[(&str, &[&str])] = &[
+pub(crate) const KERNELS: &[(&str, &[&str])] = &[
     (
         "full, D 128",
         &[
@@ -35,6 +35,7 @@ const KERNELS: &[(&str, &[&str])] = &[
         "causal, D 256, no lookahead",
         &[
             "-b 1 --heads 2 -s 400 -d 256 --prec bf16 --mask b",
+            "-b 1 --heads 1 -s 300 --seqlen-k 437 -d 256 --prec bf16 --mask b",
             "-b 1 --heads 4 -s 70 -d 256 --prec bf16 --mask b",
         ],
     ),
@@ -52,7 +53,67 @@ const KERNELS: &[(&str, &[&str])] = &[
             "--mode 1 -b 4 --heads 3 -s 50,30,40,100 --seqlen-k 20,30,200,70 -d 128 --prec bf16 --mask b",
         ],
     ),
+    (
+        "column-major V, packed sequences, causal, D 128",
+        &[
+            "--mode 1 -b 3 --heads 2 -s 150,300,40 --seqlen-k 202,334,104 -d 128 --prec bf16 --mask b --vlayout c",
+            "--mode 1 -b 4 --heads 3 -s 50,30,40,100 --seqlen-k 20,30,200,70 -d 128 --prec bf16 --mask b --vlayout c",
+        ],
+    ),
+    (
+        "causal with dropout, D 96, three consumers",
+        &[
+            "-b 1 --heads 2 -s 500 -d 96 --prec f16 --mask t --p-drop 0.2",
+            "-b 1 --heads 4 -s 200 -d 96 --prec f16 --mask t --p-drop 0.2",
+            "-b 1 --heads 3 -s 200 --seqlen-k 290 -d 96 --prec f16 --mask b --p-drop 0.2",
+        ],
+    ),
+    (
+        "Q in registers, two buffers, causal, D 64",
+        &[
+            "-b 1 --heads 2 -s 500 -d 64 --prec bf16 --mask t --tile q_in_registers=1",
+            "-b 1 --heads 4 -s 200 -d 64 --prec bf16 --mask t --tile q_in_registers=1",
+            "-b 1 --heads 3 -s 138 --seqlen-k 250 -d 64 --prec bf16 --mask b --tile q_in_registers=1",
+        ],
+    ),
+    (
+        "Q in registers, one buffer, causal, D 64",
+        &[
+            "-b 1 --heads 2 -s 500 -d 64 --prec bf16 --mask t --tile q_in_registers=1,lookahead=0",
+            "-b 1 --heads 3 -s 138 --seqlen-k 250 -d 64 --prec bf16 --mask b --tile q_in_registers=1,lookahead=0",
+        ],
+    ),
+    (
+        "clusters of two, D 128",
+        &[
+            "-b 1 --heads 4 -s 200 --seqlen-k 700 -d 128 --prec f16 --tile cluster=2",
+            "-b 1 --heads 8 -s 300 --seqlen-k 100 -d 128 --prec f16 --tile cluster=2",
+        ],
+    ),
+    (
+        "loads by copies, causal, D 64",
+        &[
+            "-b 1 --heads 2 -s 500 -d 64 --prec bf16 --mask t --tile copy_bytes=8",
+            "-b 1 --heads 3 -s 138 --seqlen-k 250 -d 64 --prec bf16 --mask b --tile copy_bytes=8",
+            // A warp's lanes arrive together: an arrival less tells after as many phases as it has lanes.
+            "-b 1 --heads 72 -s 100 -d 64 --prec bf16 --mask t --tile copy_bytes=8",
+        ],
+    ),
+    (
+        "no load role, packed sequences, causal, D 128",
+        &[
+            "--mode 1 -b 3 --heads 2 -s 150,300,40 --seqlen-k 200,330,100 -d 128 --prec bf16 --mask b \
+             --tile warp_specialised=0",
+            "--mode 1 -b 4 --heads 3 -s 50,30,40,100 --seqlen-k 20,30,200,70 -d 128 --prec bf16 --mask b \
+             --tile warp_specialised=0",
+        ],
+    ),
 ];
+
+/// Multiprocessors: the fewest, so that a CTA walks several tiles.
+pub(crate) fn sms(title: &str) -> &'static str {
+    if title.starts_with("clusters of two") { "2" } else { "1" }
+}
 
 /// Records the launches, breaks them, rewrites `docs/kernels/sm90-mutation.md`.
 pub(crate) fn run(schedules: u32) -> Result<(), String> {
@@ -75,9 +136,21 @@ pub(crate) fn run(schedules: u32) -> Result<(), String> {
                 std::fs::remove_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
             }
             let mut record = Command::new(release.join("ptx-emu"));
-            record.arg("record").arg(&folder).args(["--sms", "1", "--"]).arg(release.join("fmha"));
+            record.arg("record").arg(&folder).args(["--sms", sms(title), "--"]).arg(release.join("fmha"));
             record
-                .args(["run", "--backend", "cuda", "--emulate", "sm_90a", "--warmup", "0", "--repeat", "1"])
+                .args([
+                    "run",
+                    "--backend",
+                    "cuda",
+                    "--kernel",
+                    "sm90",
+                    "--emulate",
+                    "sm_90a",
+                    "--warmup",
+                    "0",
+                    "--repeat",
+                    "1",
+                ])
                 .args(problem.split_whitespace())
                 .envs(environment.iter().cloned())
                 .current_dir(&root);

@@ -41,6 +41,8 @@ pub struct Options {
     pub check_barriers_at_exit: bool,
     /// Warp instructions without any change of state that count as a livelock.
     pub spin_limit: u64,
+    /// Warp instructions of one cluster that count as a livelock, whatever they change.
+    pub instruction_limit: u64,
     /// Multiprocessors of the device, as `%nsmid` and persistent kernels see them.
     pub num_sms: u32,
     /// Run blocks on all cores; off, they run one after another in order.
@@ -55,6 +57,7 @@ impl Default for Options {
             check_uninitialised: true,
             check_barriers_at_exit: true,
             spin_limit: 20_000_000,
+            instruction_limit: u64::MAX,
             num_sms: 132,
             parallel: true,
         }

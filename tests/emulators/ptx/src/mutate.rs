@@ -97,6 +97,12 @@ impl<'a> Found<'a> {
                     more.map(|n| ("one group more pending", format!("{} {} {n}", self.guard, self.opcode))),
                 );
             }
+            ["bar" | "barrier", .., "red", _, "pred"] => {
+                let all = split(self.operands);
+                if let (Some(to), Some(own)) = (all.first(), all.last()) {
+                    out.push(("each thread for itself", format!("{} mov.pred {to}, {own}", self.guard)));
+                }
+            }
             ["mbarrier", "arrive" | "arrive_drop", ..]
             | ["wgmma", "fence" | "commit_group", ..]
             | ["fence", "proxy" | "mbarrier_init", ..]

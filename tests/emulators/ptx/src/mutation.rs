@@ -40,8 +40,15 @@ struct Row {
     copies: usize,
     executed: usize,
     caught: BTreeMap<String, usize>,
-    survived: Vec<String>,
-    reason: String,
+    survived: Vec<Survivor>,
+}
+
+/// A broken copy that nothing reports.
+struct Survivor {
+    kernel: String,
+    /// Where it is, and what came out.
+    text: String,
+    reason: Option<String>,
 }
 
 /// Place (innermost line first), opcode, what was done.
@@ -108,11 +115,11 @@ pub fn run(words: impl Iterator<Item = String>) -> Result<(), String> {
         println!("{line}");
         let _ = writeln!(summary, "* {line}");
     }
-    let unexplained = explain(&arguments, &mut rows)?;
+    let unexplained = explain(&arguments, &mut rows);
     let table = table(&rows, &arguments.sources);
     let survivors: usize = rows.values().map(|row| row.survived.len()).sum();
     let end = format!(
-        "{} rows; {survivors} executed mutants without a report, {} of them without a reason",
+        "{} rows; {survivors} executed mutants without a report, {} of them, or of the reasons, in want of the other",
         rows.len(),
         unexplained.len()
     );
@@ -133,8 +140,9 @@ const BEGIN: &str = "<!-- written by ptx-emu mutate -->";
 const END: &str = "<!-- end of what ptx-emu mutate wrote -->";
 
 /// Why a mutant that nothing reports is no fault: `opcode | text of the line | text of its caller | ... | reason`,
-/// each text a part of that line's.
+/// each text a part of that line's. `KERNEL: opcode`: only in kernels with these words in their title.
 struct Reason {
+    kernel: String,
     opcode: String,
     texts: Vec<String>,
     why: String,
@@ -146,16 +154,20 @@ fn reasons(path: &str) -> Result<Vec<Reason>, String> {
     let reason = |line: &str| {
         let mut words: Vec<String> = line.split(" | ").map(|word| word.trim().to_owned()).collect();
         match (words.pop(), words.is_empty()) {
-            (Some(why), false) => Ok(Reason { opcode: words.remove(0), texts: words, why }),
+            (Some(why), false) => {
+                let first = words.remove(0);
+                let (kernel, opcode) = first.split_once(": ").unwrap_or(("", &first));
+                Ok(Reason { kernel: kernel.to_owned(), opcode: opcode.to_owned(), texts: words, why })
+            }
             _ => Err(format!("{path}: `{line}` is no `opcode | line | reason`")),
         }
     };
     lines.map(reason).collect()
 }
 
-/// Puts reasons to survivors; returns those that have none. A reason that nothing needs is an error where the table is
+/// Puts reasons to survivors; returns those that have none, and the reasons that nothing needs where the table is
 /// written: a part of the kernels need not need them all.
-fn explain(arguments: &Arguments, rows: &mut BTreeMap<Key, Row>) -> Result<Vec<String>, String> {
+fn explain(arguments: &Arguments, rows: &mut BTreeMap<Key, Row>) -> Vec<String> {
     let mut needed = vec![false; arguments.reasons.len()];
     let mut unexplained = Vec::new();
     for ((place, opcode, what), row) in rows.iter_mut().filter(|(_, row)| !row.survived.is_empty()) {
@@ -165,21 +177,27 @@ fn explain(arguments: &Arguments, rows: &mut BTreeMap<Key, Row>) -> Result<Vec<S
             opcode.starts_with(&reason.opcode)
                 && texts.all(|(i, text)| lines.get(i).is_some_and(|line| line.contains(text.as_str())))
         };
-        match arguments.reasons.iter().position(fits) {
-            Some(i) => {
-                needed[i] = true;
-                row.reason.clone_from(&arguments.reasons[i].why);
-            }
-            None => {
-                let at = words(place, &arguments.sources);
-                unexplained.extend(row.survived.iter().map(|one| format!("{at}, {opcode} {what}: {one}")));
+        let fitting: Vec<usize> = (0..needed.len()).filter(|&i| fits(&arguments.reasons[i])).collect();
+        for one in &mut row.survived {
+            match fitting.iter().find(|&&i| one.kernel.contains(&arguments.reasons[i].kernel)) {
+                Some(&i) => {
+                    needed[i] = true;
+                    one.reason = Some(arguments.reasons[i].why.clone());
+                }
+                None => {
+                    let at = words(place, &arguments.sources);
+                    unexplained.push(format!("{at}, {opcode} {what}: {}", one.text));
+                }
             }
         }
     }
-    match needed.iter().position(|needed| !needed && arguments.out.is_some()) {
-        Some(i) => Err(format!("no survivor needs the reason `{}`", arguments.reasons[i].why)),
-        None => Ok(unexplained),
+    if arguments.out.is_some() {
+        let unneeded = arguments.reasons.iter().zip(&needed).filter(|(_, needed)| !**needed);
+        unexplained.extend(unneeded.map(|(reason, _)| {
+            format!("no survivor needs the reason `{}` of {} {:?}", reason.why, reason.opcode, reason.texts)
+        }));
     }
+    unexplained
 }
 
 /// All mutants of one kernel. Returns the line that sums it up.
@@ -214,7 +232,11 @@ fn one(
             }
             Outcome::Survived(same) => {
                 let results = if same { "the same results" } else { "other results" };
-                row.survived.push(format!("{title}, PTX line {}: {results}", mutant.line));
+                row.survived.push(Survivor {
+                    kernel: title.to_owned(),
+                    text: format!("{title}, PTX line {}: {results}", mutant.line),
+                    reason: None,
+                });
             }
         }
         row.executed += 1;
@@ -256,7 +278,10 @@ fn outcome(mutant: &Mutant, sound: &[(&Recording, Ended)]) -> Outcome {
         if ended.report.lines.get(&mutant.line).is_none_or(|&hits| hits == 0) {
             continue;
         }
-        match launch.run_as(&mutant.apply(&launch.ptx), &options()) {
+        // A broken kernel may go round for ever and change something each time.
+        let limit = 1_000_000 + 10 * ended.report.counters.warp_instructions;
+        let options = Options { instruction_limit: limit, ..options() };
+        match launch.run_as(&mutant.apply(&launch.ptx), &options) {
             Err(fault) => return Outcome::Caught(fault.kind.name().to_owned()),
             Ok(broken) => {
                 let same = broken.memory == ended.memory && !matches!(outcome, Outcome::Survived(false));
@@ -271,7 +296,7 @@ fn outcome(mutant: &Mutant, sound: &[(&Recording, Ended)]) -> Outcome {
 fn place(map: &SourceMap, line: u32, wrappers: Option<&str>) -> Vec<SourceLine> {
     let chain = map.chain(line);
     let wraps = |s: &SourceLine| wrappers.is_some_and(|prefix| s.file.starts_with(prefix));
-    let outside: Vec<SourceLine> = chain.iter().skip_while(|s| wraps(s)).take(4).cloned().collect();
+    let outside: Vec<SourceLine> = chain.iter().skip_while(|s| wraps(s)).take(5).cloned().collect();
     if outside.is_empty() { vec![SourceLine { file: "PTX".to_owned(), line }] } else { outside }
 }
 
@@ -285,11 +310,12 @@ fn table(rows: &BTreeMap<Key, Row>, sources: &[String]) -> String {
             (_, true) => String::new(),
             _ => row.caught.iter().map(|(name, n)| format!("{name} {n}")).collect::<Vec<_>>().join(", "),
         };
-        let survived = match (row.survived.len(), row.reason.as_str()) {
-            (0, _) => String::new(),
-            (n, "") => format!("{n}: {}", row.survived.join("; ")),
-            (n, why) => format!("{n}: {why}"),
-        };
+        let mut survived = BTreeMap::<&str, usize>::new();
+        for one in &row.survived {
+            *survived.entry(one.reason.as_ref().unwrap_or(&one.text)).or_default() += 1;
+        }
+        let survived: Vec<String> = survived.iter().map(|(why, n)| format!("{n}: {why}")).collect();
+        let survived = survived.join("; ");
         let _ = writeln!(
             text,
             "| {} | `{opcode}` | {what} | {} of {} | {caught} | {survived} |",

@@ -102,6 +102,32 @@ fn a_phase_that_never_completes_is_a_deadlock_with_every_place() {
 }
 
 #[test]
+fn lanes_that_spin_do_not_keep_the_other_lanes_of_their_warp_out() {
+    // One lane waits for a word that another lane of its warp is to write.
+    let flag = "setp.ne.u32 %p, %t, 0; @%p bra SET;
+        L: ld.volatile.shared.b32 %w0, [%s]; setp.eq.u32 %q, %w0, 0; @%q bra L; bra E;
+        SET: st.volatile.shared.b32 [%s], 1; E: bar.warp.sync -1;";
+    let mut options = Options::default();
+    options.check_uninitialised = false;
+    assert_eq!(kind(flag, 32, &options), None);
+    // One lane waits for a phase that never comes, the others for that lane: an end all the same.
+    let phase = "setp.eq.u32 %p, %t, 0; @%p mbarrier.init.shared::cta.b64 [%s], 2; @!%p bra E;
+        W: mbarrier.try_wait.parity.shared::cta.b64 %q, [%s], 0; @!%q bra W;
+        E: bar.warp.sync -1;";
+    assert_eq!(kind(phase, 32, &options), Some(FaultKind::Deadlock));
+}
+
+#[test]
+fn a_loop_that_changes_something_each_time_ends_at_the_limit_of_instructions() {
+    let mut options = Options::default();
+    options.instruction_limit = 100_000;
+    let count = "L: atom.global.add.u32 %w0, [%g], 1; setp.lt.u32 %p, %w0, 100000; @%p bra L;";
+    assert_eq!(kind(count, 32, &options), None);
+    options.instruction_limit = 1000;
+    assert_eq!(kind(count, 32, &options), Some(FaultKind::Livelock));
+}
+
+#[test]
 fn a_loop_that_changes_nothing_is_a_livelock() {
     let mut options = Options::default();
     options.spin_limit = 100_000;

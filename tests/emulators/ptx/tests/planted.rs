@@ -121,3 +121,45 @@ fn an_arrival_at_a_named_barrier_that_nobody_waits_for_is_named() {
     assert_eq!(fault.kind, FaultKind::Barrier, "{fault}");
     assert!(fault.text.contains("arrives twice in one phase"), "{fault}");
 }
+
+/// Two warpgroups multiply by one tile that the copy engine brings: the first waits as told and then hands its turn on,
+/// the second does as told before it reads.
+fn two_readers(first_waits: bool, second: &str) -> Option<FaultKind> {
+    let device = Device::new();
+    let data = upload_bytes(&device, &[0; 2048]);
+    let wait = "W{n}: mbarrier.try_wait.parity.shared::cta.b64 %q, [%bar], 0; @!%q bra W{n};";
+    let product = "wgmma.fence.sync.aligned;
+        wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f0, %f1, %f2, %f3}, %da, %db, 0, 1, 1, 0, 0;
+        wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;";
+    let first = if first_waits { wait.replace("{n}", "1") } else { String::new() };
+    let second = second.replace("WAIT", &wait.replace("{n}", "2")).replace("PRODUCT", product);
+    let ptx = format!(
+        "{HEADER}.extern .shared .align 1024 .b8 raw[];
+        .visible .entry k(.param .u64 d) {{ .reg .pred %p, %q; .reg .b32 %t, %a, %bar; .reg .f32 %f<4>;
+        .reg .b64 %g, %da, %db;
+        ld.param.u64 %g, [d]; mov.u32 %t, %tid.x; mov.u32 %a, raw; add.u32 %bar, %a, 2048;
+        shr.u32 %a, %a, 4; cvt.u64.u32 %da, %a; or.b64 %da, %da, 0x1000080000; mov.b64 %db, %da; mov.u32 %a, raw;
+        setp.eq.u32 %p, %t, 0;
+        @%p mbarrier.init.shared::cta.b64 [%bar], 1; @%p fence.mbarrier_init.release.cluster; bar.sync 0;
+        @%p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], 2048;
+        @%p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%a], [%g], 2048, [%bar];
+        setp.ge.u32 %p, %t, 128; @%p bra SECOND;
+        {first} bar.arrive 1, 256; {product} ret;
+        SECOND: {second} {product} ret; }}"
+    );
+    // Whether the bytes have come by then is luck; the report is to need none.
+    let mut options = checked();
+    options.check_uninitialised = false;
+    run(&device, &ptx, &block(256, 3072), &data.to_le_bytes(), &options).err().map(|fault| fault.kind)
+}
+
+#[test]
+fn a_turn_taken_from_a_warpgroup_that_has_waited_stands_for_the_wait_and_nothing_else_does() {
+    assert_eq!(two_readers(true, "bar.sync 1, 256; WAIT"), None);
+    // Barrier and turn are cumulative: what the first has seen complete, the second sees behind its turn.
+    assert_eq!(two_readers(true, "bar.sync 1, 256;"), None);
+    // The same copy and the same turn, and nobody has waited before the turn was passed on.
+    assert_eq!(two_readers(false, "bar.sync 1, 256;"), Some(FaultKind::Race));
+    // The first has waited, and the second reads before it takes the turn.
+    assert_eq!(two_readers(true, "PRODUCT bar.sync 1, 256;"), Some(FaultKind::Race));
+}

@@ -95,6 +95,8 @@ pub(crate) struct Cluster {
     idle_rounds: u32,
     quiet: u64,
     quiet_since: u64,
+    /// Warp instructions so far.
+    spent: u64,
 }
 
 /// Rounds of expired waits, nothing changing, that count as a deadlock.
@@ -156,6 +158,7 @@ impl Cluster {
             idle_rounds: 0,
             quiet: 0,
             quiet_since: 0,
+            spent: 0,
             launch: Arc::clone(launch),
         }
     }
@@ -225,6 +228,11 @@ impl Cluster {
                 }
                 (self.quiet, self.quiet_since) = (0, global);
             }
+            self.spent += executed;
+            if self.spent > self.launch.options.instruction_limit {
+                let text = format!("{} warp instructions and no end: {}", self.spent, self.places());
+                return Err(fault(FaultKind::Livelock, text));
+            }
             if self.launch.stop.load(Relaxed) || spent >= budget {
                 return Ok(Status::Yield);
             }
@@ -260,6 +268,8 @@ impl Cluster {
     fn run_groups(&mut self, warp: &mut Warp, quantum: u32) -> Exec<()> {
         let program = Arc::clone(&self.launch.program);
         let mut tried: Vec<(u32, u32)> = Vec::new();
+        // Instructions that the lanes of a mask have had in this call: lanes that spin must not keep the others out.
+        let mut had: Vec<(u32, u32)> = Vec::new();
         loop {
             if warp.groups.len() > 1 {
                 merge(warp);
@@ -269,7 +279,9 @@ impl Cluster {
             let (mut pc, mask) = (warp.groups[i].pc, warp.groups[i].mask);
             let alone = warp.groups.len() == 1;
             let stop = warp.groups.iter().map(|g| g.pc).filter(|&p| p > pc).min().unwrap_or(u32::MAX);
-            let mut left = quantum;
+            let before = had.iter().find(|(lanes, _)| *lanes == mask).map_or(0, |(_, count)| *count);
+            let mut left = quantum.saturating_sub(before).max(1);
+            let given = left;
             let split = loop {
                 if left == 0 || pc >= stop {
                     break None;
@@ -300,6 +312,8 @@ impl Cluster {
                         let back = target <= pc;
                         pc = target;
                         if back && !alone {
+                            had.retain(|(lanes, _)| *lanes != mask);
+                            had.push((mask, before + given - left));
                             break None;
                         }
                     }
