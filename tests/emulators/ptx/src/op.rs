@@ -364,6 +364,8 @@ pub(crate) struct Bulk {
     pub(crate) completion: Completion,
     /// `.cta_group::2`: the barrier may live in the peer.
     pub(crate) pair: bool,
+    /// Into `shared::cta`: the own block's, barrier included.
+    pub(crate) own: bool,
     pub(crate) dst_offset: i64,
     pub(crate) src_offset: i64,
     pub(crate) bar_offset: i64,
@@ -741,6 +743,11 @@ pub(crate) enum Special {
     AggrSmemSize,
     ReservedSmem,
     Envreg,
+    /// The address of a variable in the block's own shared memory, as the cluster sees it.
+    Shared {
+        at: u32,
+        wide: bool,
+    },
 }
 
 /// A kernel ready to run.

@@ -8,7 +8,7 @@ use super::{Exec, fault};
 use crate::ast::{Space, Ty};
 use crate::fault::{Fault, FaultKind};
 use crate::hb::Clocks;
-use crate::memory::{SHARED_WINDOW, WINDOW_BYTES, misaligned, out_of_bounds, uninitialised};
+use crate::memory::{misaligned, out_of_bounds, uninitialised};
 use crate::op::{AtomOp, Bulk, Code, Completion, Inst, Program, Route};
 
 /// One asynchronous operation, its operands evaluated.
@@ -65,7 +65,7 @@ impl Cluster {
                     if take > 0 {
                         self.read(warp, Target::Global(from), &mut data[..take as usize], lane, false)?;
                     }
-                    let (cta, at) = self.shared_target(warp, to)?;
+                    let (cta, at) = self.own_target(warp, to)?;
                     let shared = &mut self.blocks[cta as usize].shared;
                     shared.check(at, n as u32, n as u32, "cp.async destination")?;
                     shared.get_mut(at, n as u32).copy_from_slice(&data[..n as usize]);
@@ -105,15 +105,6 @@ impl Cluster {
         let target = self.resolve(warp, space, address)?;
         self.read(warp, target, &mut bytes, lane, true)?;
         TensorMap::decode(&bytes).map_err(Box::new)
-    }
-
-    fn shared_operand(&self, warp: &Warp, address: u64) -> Exec<(u32, u32)> {
-        let address = if address.wrapping_sub(SHARED_WINDOW) < WINDOW_BYTES {
-            address - SHARED_WINDOW
-        } else {
-            address
-        };
-        self.shared_target(warp, address)
     }
 
     pub(super) fn bulk(
@@ -167,23 +158,26 @@ impl Cluster {
                     format!("bulk copy of {bytes} bytes, no multiple of 16"),
                 ));
             }
+            let reach = |address| {
+                if bulk.own { self.own_target(warp, address) } else { self.cluster_target(address) }
+            };
             match bulk.route {
                 Route::Prefetch => continue,
                 Route::GlobalToShared => {
                     job.global = src;
-                    job.shared.push(self.shared_operand(warp, dst)?);
+                    job.shared.push(reach(dst)?);
                 }
                 Route::SharedToGlobal => {
                     job.global = dst;
-                    job.source = self.shared_operand(warp, src)?;
+                    job.source = self.own_target(warp, src)?;
                 }
                 Route::SharedToCluster => {
-                    job.source = self.shared_operand(warp, src)?;
-                    job.shared.push(self.shared_operand(warp, dst)?);
+                    job.source = self.own_target(warp, src)?;
+                    job.shared.push(reach(dst)?);
                 }
             }
             if bulk.completion == Completion::Mbarrier {
-                job.bars.push(self.shared_operand(warp, bar)?);
+                job.bars.push(reach(bar)?);
             }
             if bulk.multicast {
                 self.multicast(&mut job, mask)?;

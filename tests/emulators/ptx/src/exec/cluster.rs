@@ -15,7 +15,7 @@ use crate::counters::Counters;
 use crate::fault::{Fault, FaultKind, Place};
 use crate::hb::Tracker;
 use crate::launch::{Asynchrony, LaunchConfig, Options};
-use crate::memory::{Shared, View};
+use crate::memory::{SHARED_BITS, Shared, View};
 use crate::op::{Code, Inst, Program, Special};
 
 /// What all clusters of a launch share.
@@ -615,6 +615,7 @@ fn fill_specials(
                 Special::DynamicSmemSize => c.dynamic_shared,
                 Special::TotalSmemSize | Special::AggrSmemSize => total,
                 Special::ReservedSmem => crate::decode::RESERVED_SHARED,
+                Special::Shared { at, .. } => rank << SHARED_BITS | at,
             };
             warp.put(reg, lane as usize, u64::from(value));
         }

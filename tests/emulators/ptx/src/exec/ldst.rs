@@ -25,32 +25,42 @@ pub(super) enum Target {
 }
 
 impl Cluster {
-    /// Finds the block and offset of a shared address: the upper byte is the rank plus one, or 0 for the own block.
-    pub(super) fn shared_target(&self, warp: &Warp, address: u64) -> Exec<(u32, u32)> {
-        let tag = (address as u32) >> SHARED_BITS;
-        let at = address as u32 & ((1 << SHARED_BITS) - 1);
-        let cta = if tag == 0 { warp.cta } else { tag - 1 };
+    /// Block rank and offset of an address of the cluster's shared memory, generic or not.
+    pub(super) fn cluster_target(&self, address: u64) -> Exec<(u32, u32)> {
+        let in_window = address.wrapping_sub(SHARED_WINDOW) < WINDOW_BYTES;
+        let address = if in_window { address - SHARED_WINDOW } else { address } as u32;
+        let (cta, at) = (address >> SHARED_BITS, address & ((1 << SHARED_BITS) - 1));
         if cta as usize >= self.blocks.len() {
             let of = format!("block rank {cta} of a cluster of {}", self.blocks.len());
-            return Err(out_of_bounds("shared::cluster access", address, 1, &of));
+            return Err(out_of_bounds("shared::cluster access", address.into(), 1, &of));
         }
         Ok((cta, at))
     }
 
+    /// The same of a `shared::cta` access, which reaches the own block, be its rank in the address or not.
+    pub(super) fn own_target(&self, warp: &Warp, address: u64) -> Exec<(u32, u32)> {
+        let (cta, at) = self.cluster_target(address)?;
+        if cta != 0 && cta != warp.cta {
+            let of = format!("the address names block rank {cta}, the access says shared::cta");
+            return Err(out_of_bounds("shared::cta access", address, 1, &of));
+        }
+        Ok((warp.cta, at))
+    }
+
     pub(super) fn resolve(&self, warp: &Warp, space: Space, address: u64) -> Exec<Target> {
         Ok(match space {
-            Space::Shared | Space::SharedCluster => {
-                let (cta, at) = self.shared_target(warp, address)?;
-                if space == Space::Shared && cta != warp.cta {
-                    let of = format!("the address names block rank {cta}, the access says shared::cta");
-                    return Err(out_of_bounds("shared::cta access", address, 1, &of));
-                }
+            Space::Shared => {
+                let (cta, at) = self.own_target(warp, address)?;
+                Target::Shared { cta, at }
+            }
+            Space::SharedCluster => {
+                let (cta, at) = self.cluster_target(address)?;
                 Target::Shared { cta, at }
             }
             Space::Local => Target::Local(address),
             Space::Param => Target::Param(address),
             Space::Generic if address.wrapping_sub(SHARED_WINDOW) < WINDOW_BYTES => {
-                let (cta, at) = self.shared_target(warp, address - SHARED_WINDOW)?;
+                let (cta, at) = self.cluster_target(address)?;
                 Target::Shared { cta, at }
             }
             Space::Generic if address.wrapping_sub(LOCAL_WINDOW) < WINDOW_BYTES => {
@@ -352,13 +362,9 @@ impl Cluster {
                     }
                     let base = if generic { SHARED_WINDOW } else { 0 };
                     let at = (a[lane] - base) & ((1 << SHARED_BITS) - 1);
-                    base + ((rank + 1) << SHARED_BITS) + at
+                    base + (rank << SHARED_BITS) + at
                 }
-                Code::GetCtaRank => {
-                    let in_window = a[lane].wrapping_sub(SHARED_WINDOW) < WINDOW_BYTES;
-                    let at = if in_window { a[lane] - SHARED_WINDOW } else { a[lane] };
-                    u64::from(self.shared_target(warp, at)?.0)
-                }
+                Code::GetCtaRank => u64::from(self.cluster_target(a[lane])?.0),
                 _ => continue,
             };
             warp.put(inst.dst[0], lane, v);
