@@ -98,8 +98,6 @@ pub(crate) enum Wf {
     Bfi,
     Prmt,
     Lop3,
-    Dp4aS,
-    Dp4aU,
     FAdd,
     FSub,
     FMul,
@@ -223,6 +221,53 @@ pub(crate) enum Sf {
     Not,
 }
 
+/// Functions of words that kernels rarely use.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Rare {
+    AddSat,
+    SubSat,
+    MinRelu,
+    MaxRelu,
+    Mul24HiS,
+    Mul24HiU,
+    Prmt(Prmt),
+    /// Dot product of bytes, or of halves and half of the bytes, onto a sum.
+    Dot {
+        halves: bool,
+        high: bool,
+        signed: [bool; 2],
+    },
+    /// Two whole numbers of 16 bits.
+    PairAdd,
+    PairMin {
+        signed: bool,
+    },
+    PairMax {
+        signed: bool,
+    },
+    /// `.xorsign.abs`.
+    SignMin,
+    SignMax,
+    /// `cvt.pack.sat`: two numbers saturated to so many bits.
+    Pack {
+        bits: u8,
+        signed: bool,
+    },
+    TestFinite,
+    TestSubnormal,
+}
+
+/// Modes of `prmt`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Prmt {
+    Forward,
+    Backward,
+    Replicate8,
+    ClampLeft,
+    ClampRight,
+    Replicate16,
+}
+
 /// Comparisons; the unordered forms are true when an operand is NaN.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Cmp {
@@ -275,6 +320,8 @@ pub(crate) struct Cvt {
     pub(crate) relu: bool,
     /// Two sources packed into one result.
     pub(crate) packed: bool,
+    /// The result's register is wider than its type: a signed result fills it.
+    pub(crate) widen: bool,
 }
 
 /// A load or store.
@@ -521,13 +568,21 @@ pub(crate) enum Code {
         ftz: bool,
     },
     WSlow(Slow),
+    /// Single precision of sources that are halves, but for the last.
+    Mixed {
+        slow: Slow,
+        bf16: bool,
+    },
     /// `add.cc` and friends: add or subtract with carry in and out.
     Carry {
         subtract: bool,
         carry_in: bool,
         carry_out: bool,
         wide: bool,
+        /// Of a product first: its lower or its upper half.
+        product: Option<Wf>,
     },
+    Rare(Rare),
     D(Df),
     /// Packed single precision (`.f32x2`).
     Pair32(Slow),
@@ -537,6 +592,7 @@ pub(crate) enum Code {
         bf16: bool,
         lanes: u8,
         ftz: bool,
+        sat: bool,
     },
     Short {
         f: Sf,

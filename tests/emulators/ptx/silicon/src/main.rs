@@ -4,6 +4,7 @@
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
+use fmha_emu_silicon::program::Program;
 use fmha_emu_silicon::record::{ProgramRecord, Recording};
 use fmha_emu_silicon::run::{Driver, Emulated, Runner};
 use fmha_emu_silicon::{compare, forward, programs};
@@ -11,10 +12,12 @@ use fmha_emu_silicon::{compare, forward, programs};
 const USAGE: &str = "\
 usage: silicon record FOLDER [--driver LIBRARY | --emulated]
        silicon compare RECORDING
+       silicon differences FOLDER
        silicon list [FOLDER]
 
 `record` runs every program and every attention call on the first device of the driver (default libcuda.so.1), or all
 emulated, and writes FOLDER/recording.txt. FOLDER/differences.txt has what the emulator makes otherwise of a program.
+`differences` emulates anew the programs that have a file NUMBER.words there and tells what still differs.
 `compare` runs them emulated and holds the results to a recording. `list` prints the names; with a folder, the PTX of
 each program goes there.";
 
@@ -24,6 +27,42 @@ fn write(path: String, text: &str) -> Result<(), String> {
 
 /// Differences of one program that are told in full.
 const MOST_TOLD: usize = 40;
+
+/// What the emulator makes otherwise than a device.
+fn tell(program: &Program, emulated: Result<Vec<u32>, String>, device: &[u32], told: &mut String) {
+    let emulated = match emulated {
+        Ok(emulated) => emulated,
+        Err(error) => {
+            let _ = writeln!(told, "NOT EMULATED {}: {error}", program.name);
+            return;
+        }
+    };
+    let input = program.input();
+    let words = emulated.iter().zip(device).enumerate();
+    let differ: Vec<String> = words
+        .filter_map(|(at, (&emulated, &device))| compare::word(program, &input, at, emulated, device).err())
+        .collect();
+    for text in differ.iter().take(MOST_TOLD) {
+        let _ = writeln!(told, "{text}");
+    }
+    if !differ.is_empty() {
+        let _ = writeln!(told, "{}: {} of {} words differ", program.name, differ.len(), device.len());
+    }
+}
+
+fn differences(folder: &str) -> Result<(), String> {
+    let (mut told, mut count) = (String::new(), 0);
+    for (program, number) in programs::all().into_iter().zip(1..) {
+        let Ok(bytes) = std::fs::read(format!("{folder}/{number:03}.words")) else { continue };
+        let words: Vec<u32> =
+            bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+        count += 1;
+        tell(&program, Emulated.run(&program), &words, &mut told);
+    }
+    print!("{told}");
+    println!("{count} programs compared in full");
+    if told.is_empty() { Ok(()) } else { Err("some differ".into()) }
+}
 
 fn record(folder: &str, driver: Option<&str>) -> Result<(), String> {
     std::fs::create_dir_all(folder).map_err(|error| format!("{folder}: {error}"))?;
@@ -56,27 +95,7 @@ fn record(folder: &str, driver: Option<&str>) -> Result<(), String> {
             let path = format!("{folder}/{number:03}.words");
             std::fs::write(&path, bytes).map_err(|error| format!("{path}: {error}"))?;
         }
-        match emulated {
-            Ok(emulated) => {
-                let input = program.input();
-                let all = emulated.iter().zip(&output).enumerate();
-                let mut differ = 0;
-                for (at, (&emulated, &device)) in all {
-                    if let Err(text) = compare::word(&program, &input, at, emulated, device) {
-                        differ += 1;
-                        if differ <= MOST_TOLD {
-                            let _ = writeln!(told, "{text}");
-                        }
-                    }
-                }
-                if differ > 0 {
-                    let _ = writeln!(told, "{}: {differ} of {} words differ", program.name, output.len());
-                }
-            }
-            Err(error) => {
-                let _ = writeln!(told, "NOT EMULATED {}: {error}", program.name);
-            }
-        }
+        tell(&program, emulated, &output, &mut told);
     }
     write(format!("{folder}/differences.txt"), &told)?;
     println!("{} programs recorded, {refused} not run", recording.programs.len());
@@ -143,6 +162,7 @@ fn main() -> ExitCode {
         ["record", folder, "--driver", path] => record(folder, Some(path)),
         ["record", folder, "--emulated"] => record(folder, None),
         ["compare", path] => compare(path),
+        ["differences", folder] => differences(folder),
         ["list"] => list(None),
         ["list", folder] => list(Some(folder)),
         _ => Err(USAGE.into()),

@@ -73,15 +73,20 @@ fn bytes(words: &[u32]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
-/// Positions of the words that are kept: few where a digest says all, more where each is compared alone.
-#[must_use]
-pub fn chosen(program: &Program) -> Vec<usize> {
-    let total = program.outputs * program.total() as usize;
-    let kept = total.min(match program.truth {
+/// How many words are kept: few where a digest says all, more where each is compared alone.
+fn num_kept(program: &Program) -> usize {
+    match program.truth {
         Truth::Exact => 8,
         Truth::Near(..) => 128,
         Truth::Approximate { .. } => 256,
-    });
+    }
+}
+
+/// Positions of the words that are kept, when so many are.
+#[must_use]
+pub fn chosen(program: &Program, kept: usize) -> Vec<usize> {
+    let total = program.outputs * program.total() as usize;
+    let kept = total.min(kept);
     // An odd step, so that neighbours are not always the same lane.
     let step = (total / kept.max(1)) | 1;
     (0..kept).map(|at| at * step % total.max(1)).collect()
@@ -94,7 +99,7 @@ impl ProgramRecord {
         Self {
             asked: asked(program),
             output: digest([bytes(output).as_slice()]),
-            words: chosen(program).into_iter().map(|at| output[at]).collect(),
+            words: chosen(program, num_kept(program)).into_iter().map(|at| output[at]).collect(),
         }
     }
 }

@@ -4,7 +4,7 @@ use super::{Decoder, unknown};
 use crate::ast::{Operand, RawInst, Ty};
 use crate::fault::Fault;
 use crate::fp::Round;
-use crate::op::{BoolOp, Cmp, Code, Cvt, Df, Hf, Inst, Reg, Sf, Slow, Wf, Xf};
+use crate::op::{BoolOp, Cmp, Code, Cvt, Df, Hf, Inst, Prmt, Rare, Reg, Sf, Slow, Wf, Xf};
 
 /// The last qualifier that names a type.
 pub(super) fn last_type(raw: &RawInst) -> Result<Ty, Fault> {
@@ -31,7 +31,8 @@ impl Decoder<'_> {
         Ok(Some(match raw.words[0].as_str() {
             "add" | "sub" | "mul" | "mad" | "div" | "rem" | "min" | "max" | "abs" | "neg" | "fma" | "and"
             | "or" | "xor" | "not" | "cnot" | "shl" | "shr" | "sad" | "mul24" | "rcp" | "sqrt" | "rsqrt"
-            | "ex2" | "lg2" | "tanh" | "sin" | "cos" | "copysign" | "addc" | "subc" => self.function(raw)?,
+            | "ex2" | "lg2" | "tanh" | "sin" | "cos" | "copysign" | "addc" | "subc" | "madc" | "dp2a"
+            | "dp4a" => self.function(raw)?,
             "popc" | "clz" | "bfind" => {
                 let ty = last_type(raw)?;
                 let shift = raw.has("shiftamt");
@@ -54,7 +55,18 @@ impl Decoder<'_> {
                 inst.src[0] = self.src(&ops[1], ty)?;
                 inst
             }
-            "brev" | "bfi" | "bfe" | "prmt" | "lop3" | "shf" | "dp4a" => self.bits(raw)?,
+            "testp" => {
+                let f = match raw.words[1].as_str() {
+                    "finite" => Rare::TestFinite,
+                    "subnormal" => Rare::TestSubnormal,
+                    _ => return Err(unknown(raw)),
+                };
+                if last_type(raw)? != Ty::F32 {
+                    return Err(unknown(raw));
+                }
+                self.regs(Code::Rare(f), raw, Ty::Pred, &[Ty::F32])?
+            }
+            "brev" | "bfi" | "bfe" | "prmt" | "lop3" | "shf" => self.bits(raw)?,
             "mov" => self.mov(raw)?,
             "setp" => self.setp(raw)?,
             "set" => {
@@ -127,17 +139,31 @@ impl Decoder<'_> {
         if ty == Ty::Pred {
             return self.predicate(raw);
         }
-        if matches!(name, "addc" | "subc") || raw.has("cc") {
-            if !matches!(name, "add" | "addc" | "sub" | "subc") {
-                return Err(unknown(raw));
-            }
+        if let Some(f) = rare(raw, ty) {
+            return self.regs(Code::Rare(f), raw, ty, &[ty, ty, ty][..sources]);
+        }
+        if matches!(ty, Ty::U16x2 | Ty::S16x2) {
+            return Err(unknown(raw));
+        }
+        if raw.words.iter().filter(|w| Ty::parse(w).is_some()).count() > 1 {
+            return self.mixed(raw);
+        }
+        if matches!(name, "addc" | "subc" | "madc") || raw.has("cc") {
+            let product = match (name, raw.has("hi"), ty.is_signed()) {
+                ("add" | "addc" | "sub" | "subc", ..) => None,
+                ("mad" | "madc", true, true) if ty.bytes() == 4 => Some(Wf::MulHiS),
+                ("mad" | "madc", true, false) if ty.bytes() == 4 => Some(Wf::MulHiU),
+                ("mad" | "madc", false, _) if ty.bytes() == 4 && raw.has("lo") => Some(Wf::Mul),
+                _ => return Err(unknown(raw)),
+            };
             let code = Code::Carry {
                 subtract: name.starts_with("sub"),
                 carry_in: name.ends_with('c'),
                 carry_out: raw.has("cc"),
                 wide: ty.bytes() == 8,
+                product,
             };
-            return self.regs(code, raw, ty, &[ty, ty]);
+            return self.regs(code, raw, ty, &[ty, ty, ty][..sources]);
         }
         if raw.has("wide") && ty.bytes() == 4 {
             let f = match (name, ty.is_signed()) {
@@ -213,6 +239,23 @@ impl Decoder<'_> {
         }
     }
 
+    /// `fma.rn.f32.bf16` and its like: halves are widened, the sum is a single.
+    fn mixed(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
+        let (to, half) = self.two_types(raw)?;
+        let f = match raw.words[0].as_str() {
+            "fma" => Wf::FFma,
+            "add" => Wf::FAdd,
+            "sub" => Wf::FSub,
+            _ => return Err(unknown(raw)),
+        };
+        if to != Ty::F32 || !matches!(half, Ty::F16 | Ty::Bf16) {
+            return Err(unknown(raw));
+        }
+        let slow = Slow { f, round: rounding(raw), ftz: false, sat: raw.has("sat") };
+        let sources: &[Ty] = if f == Wf::FFma { &[half, half, Ty::F32] } else { &[half, Ty::F32] };
+        self.regs(Code::Mixed { slow, bf16: half == Ty::Bf16 }, raw, Ty::F32, sources)
+    }
+
     fn half(&mut self, raw: &RawInst, ty: Ty) -> Result<Code, Fault> {
         let nan = raw.has("NaN");
         let f = match raw.words[0].as_str() {
@@ -231,11 +274,12 @@ impl Decoder<'_> {
             "tanh" => Hf::Tanh,
             _ => return Err(unknown(raw)),
         };
-        if raw.has("sat") || raw.has("xorsign") {
+        let sat = raw.has("sat");
+        if sat && !matches!(f, Hf::Add | Hf::Sub | Hf::Mul | Hf::Fma) || raw.has("xorsign") {
             return Err(unknown(raw));
         }
         let bf16 = matches!(ty, Ty::Bf16 | Ty::Bf16x2);
-        Ok(Code::Half { f, bf16, lanes: if ty.bytes() == 4 { 2 } else { 1 }, ftz: raw.has("ftz") })
+        Ok(Code::Half { f, bf16, lanes: if ty.bytes() == 4 { 2 } else { 1 }, ftz: raw.has("ftz"), sat })
     }
 
     fn predicate(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
@@ -265,6 +309,9 @@ impl Decoder<'_> {
                 self.regs(Code::X(f), raw, ty, &[ty, Ty::U32, Ty::U32])
             }
             ("bfi", 4) => self.regs(w(Wf::Bfi), raw, ty, &[ty, ty, Ty::U32, Ty::U32]),
+            ("prmt", _) if let Some(mode) = raw.words.get(2).and_then(|word| prmt_mode(word)) => {
+                self.regs(Code::Rare(Rare::Prmt(mode)), raw, ty, &[ty, ty, ty])
+            }
             ("prmt", _) if raw.words.len() == 2 => self.regs(w(Wf::Prmt), raw, ty, &[ty, ty, ty]),
             ("lop3", _) if raw.operands.len() == 5 => self.regs(w(Wf::Lop3), raw, ty, &[ty, ty, ty, ty]),
             ("shf", _) => {
@@ -274,10 +321,6 @@ impl Decoder<'_> {
                     (false, true) => Wf::ShfRWrap,
                     (false, false) => Wf::ShfR,
                 };
-                self.regs(w(f), raw, ty, &[ty, ty, ty])
-            }
-            ("dp4a", _) if raw.words[1] == raw.words[2] => {
-                let f = if ty.is_signed() { Wf::Dp4aS } else { Wf::Dp4aU };
                 self.regs(w(f), raw, ty, &[ty, ty, ty])
             }
             _ => Err(unknown(raw)),
@@ -326,6 +369,19 @@ impl Decoder<'_> {
         }
     }
 
+    /// `cvt.pack.sat`.
+    fn pack_whole(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
+        let (bits, signed, sources) = match raw.words[2..].iter().map(String::as_str).collect::<Vec<_>>()[..]
+        {
+            ["sat", "s16", "s32"] => (16, true, 2),
+            ["sat", "u16", "s32"] => (16, false, 2),
+            ["sat", "s8", "s32", "b32"] => (8, true, 3),
+            ["sat", "u8", "s32", "b32"] => (8, false, 3),
+            _ => return Err(unknown(raw)),
+        };
+        self.regs(Code::Rare(Rare::Pack { bits, signed }), raw, Ty::B32, &[Ty::B32; 3][..sources])
+    }
+
     fn setp(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
         let ty = last_type(raw)?;
         let cmp = comparison(&raw.words[1]).ok_or_else(|| unknown(raw))?;
@@ -366,7 +422,7 @@ impl Decoder<'_> {
     fn cvt(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
         let (to, from) = self.two_types(raw)?;
         if raw.words[1] == "pack" {
-            return Err(unknown(raw));
+            return self.pack_whole(raw);
         }
         let integral = raw.words.iter().any(|w| matches!(w.as_str(), "rni" | "rzi" | "rmi" | "rpi"));
         let cvt = Cvt {
@@ -379,6 +435,7 @@ impl Decoder<'_> {
             satfinite: raw.has("satfinite"),
             relu: raw.has("relu"),
             packed: raw.operands.len() == 3,
+            widen: to.is_signed() && self.width(&raw.operands[0]).is_some_and(|bytes| bytes > to.bytes()),
         };
         let fp8 = |t| matches!(t, Ty::E4m3x2 | Ty::E5m2x2);
         let pair = |t| matches!(t, Ty::F16x2 | Ty::Bf16x2);
@@ -401,6 +458,42 @@ impl Decoder<'_> {
         }
         Ok(inst)
     }
+}
+
+fn prmt_mode(word: &str) -> Option<Prmt> {
+    Some(match word {
+        "f4e" => Prmt::Forward,
+        "b4e" => Prmt::Backward,
+        "rc8" => Prmt::Replicate8,
+        "ecl" => Prmt::ClampLeft,
+        "ecr" => Prmt::ClampRight,
+        "rc16" => Prmt::Replicate16,
+        _ => return None,
+    })
+}
+
+/// The forms of common instructions that [`Rare`] has.
+fn rare(raw: &RawInst, ty: Ty) -> Option<Rare> {
+    let signed = ty.is_signed();
+    Some(match (raw.words[0].as_str(), ty) {
+        ("add", Ty::S32) if raw.has("sat") => Rare::AddSat,
+        ("sub", Ty::S32) if raw.has("sat") => Rare::SubSat,
+        ("min", Ty::S32) if raw.has("relu") => Rare::MinRelu,
+        ("max", Ty::S32) if raw.has("relu") => Rare::MaxRelu,
+        ("mul24", Ty::S32) if raw.has("hi") => Rare::Mul24HiS,
+        ("mul24", Ty::U32) if raw.has("hi") => Rare::Mul24HiU,
+        ("add", Ty::S16x2 | Ty::U16x2) => Rare::PairAdd,
+        ("min", Ty::S16x2 | Ty::U16x2) if !raw.has("relu") => Rare::PairMin { signed: ty == Ty::S16x2 },
+        ("max", Ty::S16x2 | Ty::U16x2) if !raw.has("relu") => Rare::PairMax { signed: ty == Ty::S16x2 },
+        ("min", Ty::F32) if raw.words[1..] == ["xorsign", "abs", "f32"] => Rare::SignMin,
+        ("max", Ty::F32) if raw.words[1..] == ["xorsign", "abs", "f32"] => Rare::SignMax,
+        ("dp4a", _) => Rare::Dot { halves: false, high: false, signed: [raw.words[1] == "s32", signed] },
+        ("dp2a", _) => {
+            let high = raw.words[1] == "hi";
+            Rare::Dot { halves: true, high, signed: [raw.words[2] == "s32", signed] }
+        }
+        _ => return None,
+    })
 }
 
 fn part_type(unit: u8) -> Option<Ty> {

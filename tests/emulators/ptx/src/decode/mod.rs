@@ -359,6 +359,14 @@ impl<'a> Decoder<'a> {
         }
     }
 
+    /// Bytes of the type that a register was declared with.
+    pub(super) fn width(&self, operand: &Operand) -> Option<u32> {
+        match operand {
+            Operand::Name(name) => self.find_register(name).map(|(_, ty)| ty.bytes()),
+            _ => None,
+        }
+    }
+
     /// A register of whatever width it was declared with, or a constant of width `ty`.
     pub(super) fn any(&mut self, operand: &Operand, ty: Ty) -> Result<Reg, Fault> {
         if let Operand::Name(name) = operand {

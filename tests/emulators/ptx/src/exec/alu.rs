@@ -72,11 +72,24 @@ fn dispatch(warp: &mut Warp, inst: &Inst, mask: u32) -> bool {
         }
         Code::X(f) => mixed(warp, inst, mask, f),
         Code::Cvt(cvt) => super::convert::execute(warp, inst, cvt, mask),
-        Code::Half { f, bf16, lanes, ftz } => half(warp, inst, mask, f, bf16, lanes, ftz),
+        Code::Half { .. } => half(warp, inst, mask),
+        Code::Rare(f) => super::rare::execute(warp, inst, f, mask),
         Code::Short { f, signed } => short(warp, inst, mask, f, signed),
         Code::WSlow(slow) => {
             let [a, b, c] = [0, 1, 2].map(|i| row_or_zero(warp, inst.src[i]));
             let r = std::array::from_fn(|i| slow_float(slow, a[i], b[i], c[i]));
+            warp.set(inst.dst[0], &r, mask);
+        }
+        Code::Mixed { slow, bf16 } => {
+            let rows = [0, 1, 2].map(|i| row_or_zero(warp, inst.src[i]));
+            let halves = inst.src.iter().filter(|reg| reg.is_some()).count() - 1;
+            let r = std::array::from_fn(|i| {
+                let [a, b, c] = std::array::from_fn(|n| {
+                    let bits = rows[n][i];
+                    if n < halves { half_to_f32(bits as u16, bf16).to_bits() } else { bits }
+                });
+                slow_float(slow, a, b, c)
+            });
             warp.set(inst.dst[0], &r, mask);
         }
         Code::Pair32(slow) => {
@@ -116,9 +129,7 @@ fn dispatch(warp: &mut Warp, inst: &Inst, mask: u32) -> bool {
                 warp.set(inst.dst[0], &std::array::from_fn(|i| if pick(i) { a[i] } else { b[i] }), mask);
             }
         }
-        Code::Carry { subtract, carry_in, carry_out, wide } => {
-            carry(warp, inst, mask, [subtract, carry_in, carry_out, wide]);
-        }
+        Code::Carry { .. } => carry(warp, inst, mask),
         _ => return false,
     }
     true
@@ -220,8 +231,8 @@ fn word(warp: &mut Warp, inst: &Inst, mask: u32, f: Wf, ftz: bool) {
         Wf::FTanh => floats!(|a, b, c| f64::from(a).tanh() as f32),
         Wf::FSin => floats!(|a, b, c| f64::from(a).sin() as f32),
         Wf::FCos => floats!(|a, b, c| f64::from(a).cos() as f32),
-        Wf::FAbs => ints!(|a, b, c| if ftz { flush(a) } else { a } & 0x7fff_ffff),
-        Wf::FNeg => ints!(|a, b, c| if ftz { flush(a) } else { a } ^ 0x8000_0000),
+        Wf::FAbs => floats!(|a, b, c| a.abs()),
+        Wf::FNeg => floats!(|a, b, c| -a),
         Wf::FCopysign => ints!(|a, b, c| b & 0x7fff_ffff | a & 0x8000_0000),
         Wf::MulHiS => ints!(|a, b, c| mul_hi_s(a, b)),
         Wf::MulHiU => ints!(|a, b, c| mul_hi_u(a, b)),
@@ -231,11 +242,11 @@ fn word(warp: &mut Warp, inst: &Inst, mask: u32, f: Wf, ftz: bool) {
         Wf::Mul24U => ints!(|a, b, c| (a & 0xff_ffff).wrapping_mul(b & 0xff_ffff)),
         Wf::SadS => ints!(|a, b, c| (a as i32).abs_diff(b as i32).wrapping_add(c)),
         Wf::SadU => ints!(|a, b, c| a.abs_diff(b).wrapping_add(c)),
-        // Division by zero gives all ones on the hardware; PTX leaves it open.
+        // Division by zero, and its rest, are all ones on an H200; PTX leaves it open.
         Wf::DivS => ints!(|a, b, c| if b == 0 { u32::MAX } else { (a as i32).wrapping_div(b as i32) as u32 }),
         Wf::DivU => ints!(|a, b, c| a.checked_div(b).unwrap_or(u32::MAX)),
-        Wf::RemS => ints!(|a, b, c| if b == 0 { a } else { (a as i32).wrapping_rem(b as i32) as u32 }),
-        Wf::RemU => ints!(|a, b, c| a.checked_rem(b).unwrap_or(a)),
+        Wf::RemS => ints!(|a, b, c| if b == 0 { u32::MAX } else { (a as i32).wrapping_rem(b as i32) as u32 }),
+        Wf::RemU => ints!(|a, b, c| a.checked_rem(b).unwrap_or(u32::MAX)),
         Wf::AbsS => ints!(|a, b, c| (a as i32).wrapping_abs() as u32),
         Wf::Neg => ints!(|a, b, c| a.wrapping_neg()),
         Wf::Cnot => ints!(|a, b, c| u32::from(a == 0)),
@@ -257,16 +268,10 @@ fn word(warp: &mut Warp, inst: &Inst, mask: u32, f: Wf, ftz: bool) {
                 bits => bits.leading_zeros(),
             });
         }
-        Wf::BfeU => ints!(|a, b, c| bfe(u64::from(a), b, c, 32, false) as u32),
-        Wf::BfeS => ints!(|a, b, c| bfe(i64::from(a as i32) as u64, b, c, 32, true) as u32),
+        // Position and length have eight bits here, all of theirs in the 64-bit form.
+        Wf::BfeU => ints!(|a, b, c| bfe(u64::from(a), b & 255, c & 255, 32, false) as u32),
+        Wf::BfeS => ints!(|a, b, c| bfe(i64::from(a as i32) as u64, b & 255, c & 255, 32, true) as u32),
         Wf::Prmt => ints!(|a, b, c| prmt(a, b, c)),
-        Wf::Dp4aU => ints!(|a, b, c| {
-            (0..4).fold(c, |s, i| s.wrapping_add((a >> (8 * i) & 255).wrapping_mul(b >> (8 * i) & 255)))
-        }),
-        Wf::Dp4aS => ints!(|a, b, c| (0..4).fold(c, |s, i| {
-            let (x, y) = ((a >> (8 * i)) as u8 as i8, (b >> (8 * i)) as u8 as i8);
-            s.wrapping_add((i32::from(x) * i32::from(y)) as u32)
-        })),
         Wf::Bfi => {
             let d = warp.w[inst.src[3].row()];
             let [a, b, c] = [0, 1, 2].map(|i| warp.w[inst.src[i].row()]);
@@ -334,11 +339,10 @@ fn mul_hi_u(a: u32, b: u32) -> u32 {
 }
 
 fn bfe(a: u64, pos: u32, len: u32, width: u32, signed: bool) -> u64 {
-    let (pos, len) = (pos & 255, len & 255);
     if len == 0 {
         return 0;
     }
-    let sign_at = (pos + len - 1).min(width - 1);
+    let sign_at = pos.saturating_add(len - 1).min(width - 1);
     let sign = signed && a >> sign_at & 1 != 0;
     let body = if pos >= width { 0 } else { (a & (u64::MAX >> (64 - width))) >> pos };
     let keep = (sign_at + 1).saturating_sub(pos).min(64);
@@ -371,7 +375,14 @@ fn slow_float(slow: Slow, a: u32, b: u32, c: u32) -> u32 {
         })
     } else {
         let (a, b, c) = (f64::from(a), f64::from(b), f64::from(c));
+        // A sum that cancels is -0 towards minus infinity.
+        let cancels = |x: f64, y: f64| {
+            slow.round == Round::Rm && x + y == 0.0 && (x.is_sign_negative() || y.is_sign_negative())
+        };
         let exact = match slow.f {
+            Wf::FAdd if cancels(a, b) => -0.0,
+            Wf::FSub if cancels(a, -b) => -0.0,
+            Wf::FFma if cancels(a * b, c) => -0.0,
             Wf::FAdd => fp::fma_odd(a, 1.0, b),
             Wf::FSub => fp::fma_odd(a, 1.0, -b),
             Wf::FMul => a * b,
@@ -426,8 +437,8 @@ fn double(warp: &mut Warp, inst: &Inst, mask: u32, f: Df) {
         Df::MulHiU => ints!(|a, b, c| ((u128::from(a) * u128::from(b)) >> 64) as u64),
         Df::DivS => ints!(|a, b, c| if b == 0 { u64::MAX } else { (a as i64).wrapping_div(b as i64) as u64 }),
         Df::DivU => ints!(|a, b, c| a.checked_div(b).unwrap_or(u64::MAX)),
-        Df::RemS => ints!(|a, b, c| if b == 0 { a } else { (a as i64).wrapping_rem(b as i64) as u64 }),
-        Df::RemU => ints!(|a, b, c| a.checked_rem(b).unwrap_or(a)),
+        Df::RemS => ints!(|a, b, c| if b == 0 { u64::MAX } else { (a as i64).wrapping_rem(b as i64) as u64 }),
+        Df::RemU => ints!(|a, b, c| a.checked_rem(b).unwrap_or(u64::MAX)),
         Df::AbsS => ints!(|a, b, c| (a as i64).wrapping_abs() as u64),
         Df::Neg => ints!(|a, b, c| a.wrapping_neg()),
         Df::MinS => ints!(|a, b, c| (a as i64).min(b as i64) as u64),
@@ -443,8 +454,9 @@ fn double(warp: &mut Warp, inst: &Inst, mask: u32, f: Df) {
         Df::FSqrt => floats!(|a, b, c| a.sqrt()),
         Df::FMin => floats!(|a, b, c| a.min(b)),
         Df::FMax => floats!(|a, b, c| a.max(b)),
-        Df::FAbs => ints!(|a, b, c| a & !(1 << 63)),
-        Df::FNeg => ints!(|a, b, c| a ^ 1 << 63),
+        // A NaN is only made quiet.
+        Df::FAbs => ints!(|a, b, c| if f64::from_bits(a).is_nan() { a | 1 << 51 } else { a & !(1 << 63) }),
+        Df::FNeg => ints!(|a, b, c| if f64::from_bits(a).is_nan() { a | 1 << 51 } else { a ^ 1 << 63 }),
     }
 }
 
@@ -587,13 +599,18 @@ pub(crate) fn f32_to_half(x: f32, bf16: bool) -> u16 {
     if bf16 { fp::f32_to_bf16(x) } else { fp::f32_to_f16(x) }
 }
 
-fn half(warp: &mut Warp, inst: &Inst, mask: u32, f: Hf, bf16: bool, lanes: u8, ftz: bool) {
+const F16_LEAST_NORMAL: f32 = 1.0 / 16384.0;
+
+fn half(warp: &mut Warp, inst: &Inst, mask: u32) {
+    let Code::Half { f, bf16, lanes, ftz, sat } = inst.code else { return };
     let [a, b, c] = [0, 1, 2].map(|i| row_or_zero(warp, inst.src[i]));
     let z = |v: u16| if ftz && v & 0x7c00 == 0 && !bf16 { v & 0x8000 } else { v };
     let one = |a: u16, b: u16, c: u16| -> u16 {
+        let nan = half_to_f32(a, bf16).is_nan();
         match f {
-            Hf::Abs => return a & 0x7fff,
-            Hf::Neg => return a ^ 0x8000,
+            Hf::Abs | Hf::Neg if nan => return 0x7fff,
+            Hf::Abs => return z(a) & 0x7fff,
+            Hf::Neg => return z(a) ^ 0x8000,
             _ => {}
         }
         let (x, y, w) = (half_to_f32(z(a), bf16), half_to_f32(z(b), bf16), half_to_f32(z(c), bf16));
@@ -601,12 +618,14 @@ fn half(warp: &mut Warp, inst: &Inst, mask: u32, f: Hf, bf16: bool, lanes: u8, f
             let exact = fp::fma_odd(f64::from(x), f64::from(y), f64::from(w));
             fp::encode(exact, if bf16 { fp::BF16 } else { fp::F16 }, Round::Rn, false) as u16
         };
-        z(match f {
+        let r = z(match f {
             Hf::Fma => fma(),
+            // Flushed for what it is before it is rounded.
+            Hf::Mul if ftz && !bf16 && (x * y).abs() < F16_LEAST_NORMAL => f32_to_half((x * y) * 0.0, bf16),
             Hf::FmaRelu => {
                 let r = fma();
                 // Negative results become +0, NaN stays.
-                if r & 0x8000 != 0 && r & 0x7fff <= 0x7c00 { 0 } else { r }
+                if r & 0x8000 != 0 && !half_to_f32(r, bf16).is_nan() { 0 } else { r }
             }
             _ => f32_to_half(
                 match f {
@@ -621,7 +640,13 @@ fn half(warp: &mut Warp, inst: &Inst, mask: u32, f: Hf, bf16: bool, lanes: u8, f
                 },
                 bf16,
             ),
-        })
+        });
+        if !sat {
+            return r;
+        }
+        // NaN saturates to 0.
+        let value = half_to_f32(r, bf16);
+        if value > 0.0 { f32_to_half(value.min(1.0), bf16) } else { 0 }
     };
     let r = std::array::from_fn(|i| {
         let low = u32::from(one(a[i] as u16, b[i] as u16, c[i] as u16));
@@ -664,8 +689,20 @@ fn short(warp: &mut Warp, inst: &Inst, mask: u32, f: Sf, signed: bool) {
     warp.set(inst.dst[0], &r, mask);
 }
 
-fn carry(warp: &mut Warp, inst: &Inst, mask: u32, [subtract, carry_in, carry_out, wide]: [bool; 4]) {
-    let (a, b) = (warp.wide(inst.src[0]), warp.wide(inst.src[1]));
+fn carry(warp: &mut Warp, inst: &Inst, mask: u32) {
+    let Code::Carry { subtract, carry_in, carry_out, wide, product } = inst.code else { return };
+    let (mut a, mut b) = (warp.wide(inst.src[0]), warp.wide(inst.src[1]));
+    if let Some(f) = product {
+        for i in 0..32 {
+            let (x, y) = (a[i] as u32, b[i] as u32);
+            a[i] = u64::from(match f {
+                Wf::MulHiS => mul_hi_s(x, y),
+                Wf::MulHiU => mul_hi_u(x, y),
+                _ => x.wrapping_mul(y),
+            });
+        }
+        b = warp.wide(inst.src[2]);
+    }
     let mut flags = 0;
     let bits = if wide { 64 } else { 32 };
     let r: WideRow = std::array::from_fn(|i| {

@@ -10,6 +10,7 @@ mod fragment;
 mod ldst;
 mod matrix;
 mod mbarrier;
+mod rare;
 mod tensor;
 mod tmem;
 mod tmma;

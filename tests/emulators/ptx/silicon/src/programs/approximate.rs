@@ -27,7 +27,8 @@ pub(super) fn programs() -> Vec<Program> {
         ("tanh.approx.f32 %o0, %i0;", F32, f64::tanh, f32, Relative(p(-11.0))),
         ("tanh.approx.f32 %o0, %i0; // -4..4", Range(-4.0, 4.0), f64::tanh, f32, Relative(p(-11.0))),
         ("tanh.approx.f16x2 %o0, %i0;", Halves, f64::tanh, f16, Absolute(p(-10.987))),
-        ("tanh.approx.bf16x2 %o0, %i0;", Halves, f64::tanh, bf16, Absolute(p(-8.0))),
+        // Documented: 2^-8. An H200 is 3e-7 beyond it at 0.746.
+        ("tanh.approx.bf16x2 %o0, %i0;", Halves, f64::tanh, bf16, Absolute(p(-8.0) + p(-21.0))),
         ("rcp.approx.ftz.f32 %o0, %i0;", F32, rcp, f32, Relative(p(-23.0))),
         ("rcp.approx.f32 %o0, %i0; // 1..4096", Range(1.0, 4096.0), rcp, f32, Relative(p(-23.0))),
         (
@@ -59,14 +60,18 @@ pub(super) fn programs() -> Vec<Program> {
             })
         })
         .collect();
-    // Powers of two come out whole: a row sum of 2^n divides exactly.
+    // Powers of two come out whole, so that a row sum of 2^n divides exactly; but for negative logarithms, which an H200
+    // has one unit in the last place nearer to 0.
     for text in
         ["rcp.approx.ftz.f32 %o0, %w0;", "lg2.approx.ftz.f32 %o0, %w0;", "ex2.approx.ftz.f32 %o0, %w1;"]
     {
         let body = format!(
             "add.s32 %w0, %t, 63; shl.b32 %w0, %w0, 23; sub.s32 %w1, %t, 64; cvt.rn.f32.s32 %w1, %w1;\n{text}"
         );
-        all.push(Program::new(format!("approx/of powers of two: {text}"), &[], body).shape(1, 128));
+        let truth = if text.starts_with("lg2") { Truth::Near(f32, p(-18.0)) } else { Truth::Exact };
+        all.push(
+            Program::new(format!("approx/of powers of two: {text}"), &[], body).shape(1, 128).truth(truth),
+        );
     }
     all
 }
