@@ -71,8 +71,7 @@ pub fn word(
             for (e, d) in format.values(emulated).into_iter().zip(format.values(device)) {
                 let share = (e - d).abs() / most;
                 add(e.to_bits() == d.to_bits(), share);
-                // NaN is not at most 1 either.
-                if !(share <= 1.0) {
+                if share.is_nan() || share > 1.0 {
                     return Err(differ(format!(": {e:e} and {d:e}, at most {most:e} apart")));
                 }
             }
@@ -96,7 +95,7 @@ pub fn word(
                 let most = error.at(want);
                 let share = (e - want).abs().max((d - want).abs()) / most;
                 add(same, share);
-                if !(share <= 1.0) {
+                if share.is_nan() || share > 1.0 {
                     return Err(differ(format!(
                         ": {e:e} and {d:e} of {x:e}, which is {want:e} give or take {most:e}"
                     )));

@@ -65,7 +65,7 @@ impl Element {
             Element::E5m2 => DType::E5m2,
             // The bits below tf32's mantissa are not read.
             Element::Tf32 => return (value as f32).to_bits(),
-            Element::S8 | Element::U8 => return value as i8 as u8 as u32,
+            Element::S8 | Element::U8 => return u32::from(value as i8 as u8),
         };
         let mut bytes = [0; 4];
         dtype.write(value, &mut bytes);

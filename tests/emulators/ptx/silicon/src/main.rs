@@ -21,8 +21,8 @@ emulated, and writes FOLDER/recording.txt. FOLDER/differences.txt has what the e
 `compare` runs them emulated and holds the results to a recording. `list` prints the names; with a folder, the PTX of
 each program goes there.";
 
-fn write(path: String, text: &str) -> Result<(), String> {
-    std::fs::write(&path, text).map_err(|error| format!("{path}: {error}"))
+fn write(path: &str, text: &str) -> Result<(), String> {
+    std::fs::write(path, text).map_err(|error| format!("{path}: {error}"))
 }
 
 /// Differences of one program that are told in full.
@@ -97,15 +97,15 @@ fn record(folder: &str, driver: Option<&str>) -> Result<(), String> {
         }
         tell(&program, emulated, &output, &mut told);
     }
-    write(format!("{folder}/differences.txt"), &told)?;
+    write(&format!("{folder}/differences.txt"), &told)?;
     println!("{} programs recorded, {refused} not run", recording.programs.len());
-    write(format!("{folder}/recording.txt"), &recording.to_text())?;
+    write(&format!("{folder}/recording.txt"), &recording.to_text())?;
     let backend = forward::open(driver.is_none())?;
     for (call, number) in forward::calls().into_iter().zip(1..) {
         // A machine that is taken away leaves what was done by then.
         if number % 32 == 0 {
             println!("{number} calls");
-            write(format!("{folder}/recording.txt"), &recording.to_text())?;
+            write(&format!("{folder}/recording.txt"), &recording.to_text())?;
         }
         match forward::record(&*backend, &call) {
             Ok(record) => {
@@ -117,8 +117,8 @@ fn record(folder: &str, driver: Option<&str>) -> Result<(), String> {
             }
         }
     }
-    write(format!("{folder}/differences.txt"), &told)?;
-    write(format!("{folder}/recording.txt"), &recording.to_text())?;
+    write(&format!("{folder}/differences.txt"), &told)?;
+    write(&format!("{folder}/recording.txt"), &recording.to_text())?;
     println!("{} calls recorded; {refused} programs and calls not run", recording.calls.len());
     if refused > 0 {
         Err(format!("{refused} were not run: {folder}/differences.txt says why"))
@@ -145,7 +145,7 @@ fn list(folder: Option<&str>) -> Result<(), String> {
     for (program, number) in programs::all().iter().zip(1..) {
         println!("program {}", program.name);
         if let Some(folder) = folder {
-            write(format!("{folder}/{number:03}.ptx"), &program.ptx())?;
+            write(&format!("{folder}/{number:03}.ptx"), &program.ptx())?;
         }
     }
     for call in forward::calls() {

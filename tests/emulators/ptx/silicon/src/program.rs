@@ -131,7 +131,7 @@ impl Program {
     /// With another shape.
     #[must_use]
     pub fn shape(self, blocks: u32, threads: u32) -> Self {
-        Self { blocks, threads, ..self }
+        Self { threads, blocks, ..self }
     }
 
     /// With a result that is less than exact.

@@ -5,6 +5,9 @@ use crate::program::{Error, Format, Program, Truth};
 
 type Row = (&'static str, Fill, fn(f64) -> f64, Format, Error);
 
+/// Two decimals of it.
+const NEARLY_PI: f32 = 314.0 / 100.0;
+
 fn rcp(x: f64) -> f64 {
     1.0 / x
 }
@@ -47,8 +50,20 @@ pub(super) fn programs() -> Vec<Program> {
         ),
         ("lg2.approx.ftz.f32 %o0, %i0; // 2..1e30", Range(2.0, 1e30), f64::log2, f32, Relative(p(-22.0))),
         ("lg2.approx.ftz.f32 %o0, %i0; // 0.5..2", Range(0.5, 2.0), f64::log2, f32, Absolute(p(-22.0))),
-        ("sin.approx.ftz.f32 %o0, %i0; // -pi..pi", Range(-3.14, 3.14), f64::sin, f32, Absolute(p(-20.5))),
-        ("cos.approx.ftz.f32 %o0, %i0; // -pi..pi", Range(-3.14, 3.14), f64::cos, f32, Absolute(p(-20.5))),
+        (
+            "sin.approx.ftz.f32 %o0, %i0; // -pi..pi",
+            Range(-NEARLY_PI, NEARLY_PI),
+            f64::sin,
+            f32,
+            Absolute(p(-20.5)),
+        ),
+        (
+            "cos.approx.ftz.f32 %o0, %i0; // -pi..pi",
+            Range(-NEARLY_PI, NEARLY_PI),
+            f64::cos,
+            f32,
+            Absolute(p(-20.5)),
+        ),
     ];
     let mut all: Vec<Program> = rows
         .into_iter()
