@@ -508,15 +508,7 @@ impl Tracker {
         lane: usize,
         strong: bool,
     ) -> Exec<()> {
-        if strong {
-            return Ok(());
-        }
-        let id = self.id(warp);
-        let clocks = std::mem::take(&mut self.clocks[id as usize]);
-        let me = (id, clocks.v[id as usize], warp.current_pc, lane);
-        let result = self.read_cells(&clocks, me, cta, at, n);
-        self.clocks[id as usize] = clocks;
-        result
+        self.generic(warp, lane, strong, |t, clocks, me| t.read_cells(clocks, me, cta, at, n))
     }
 
     /// A store by a warp.
@@ -529,13 +521,23 @@ impl Tracker {
         lane: usize,
         strong: bool,
     ) -> Exec<()> {
+        self.generic(warp, lane, strong, |t, clocks, me| t.write_cells(clocks, me, cta, at, n))
+    }
+
+    /// An access at the warp's own time; a strong one races with nothing.
+    fn generic(
+        &mut self,
+        warp: &Warp,
+        lane: usize,
+        strong: bool,
+        access: impl FnOnce(&mut Self, &Clocks, (u32, u32, u32, usize)) -> Exec<()>,
+    ) -> Exec<()> {
         if strong {
             return Ok(());
         }
         let id = self.id(warp);
         let clocks = std::mem::take(&mut self.clocks[id as usize]);
-        let me = (id, clocks.v[id as usize], warp.current_pc, lane);
-        let result = self.write_cells(&clocks, me, cta, at, n);
+        let result = access(self, &clocks, (id, clocks.v[id as usize], warp.current_pc, lane));
         self.clocks[id as usize] = clocks;
         result
     }

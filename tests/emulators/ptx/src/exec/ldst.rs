@@ -4,7 +4,7 @@ use std::sync::PoisonError;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::cluster::Cluster;
-use super::warp::{Warp, lanes};
+use super::warp::{Warp, WideRow, lanes};
 use super::{Exec, alu, fault};
 use crate::ast::{Space, Ty};
 use crate::fault::FaultKind;
@@ -22,6 +22,12 @@ pub(super) enum Target {
     Shared { cta: u32, at: u32 },
     Local(u64),
     Param(u64),
+}
+
+/// Where a lane's access begins.
+fn aligned(base: &WideRow, a: Access, lane: usize, what: &str) -> Exec<u64> {
+    let (address, bytes) = (base[lane].wrapping_add(a.offset as u64), a.sizes().0 as u64);
+    if address & (bytes - 1) != 0 { Err(misaligned(what, address, bytes)) } else { Ok(address) }
 }
 
 impl Cluster {
@@ -83,16 +89,11 @@ impl Cluster {
     ) -> Exec<()> {
         let base = warp.wide(inst.src[0]);
         let dst = program.list(inst).0;
-        let unit = usize::from(a.unit);
-        let bytes = if a.unit == 16 { 16 } else { unit * usize::from(a.count) };
-        let step = unit.min(8);
+        let (bytes, step) = a.sizes();
         let mut buffer = [0u8; 64];
         self.count_access(warp, &base, a, active, false);
         for lane in lanes(active) {
-            let address = base[lane].wrapping_add(a.offset as u64);
-            if address & (bytes as u64 - 1) != 0 {
-                return Err(misaligned("load", address, bytes as u64));
-            }
+            let address = aligned(&base, a, lane, "load")?;
             self.read(warp, self.resolve(warp, a.space, address)?, &mut buffer[..bytes], lane, a.strong)?;
             for (n, &reg) in dst.iter().enumerate() {
                 if !reg.is_some() {
@@ -125,17 +126,12 @@ impl Cluster {
     ) -> Exec<()> {
         let base = warp.wide(inst.src[0]);
         let src = program.list(inst).1;
-        let unit = usize::from(a.unit);
-        let bytes = if a.unit == 16 { 16 } else { unit * usize::from(a.count) };
-        let step = unit.min(8);
+        let (bytes, step) = a.sizes();
         let mut buffer = [0u8; 64];
         self.events += 1;
         self.count_access(warp, &base, a, active, true);
         for lane in lanes(active) {
-            let address = base[lane].wrapping_add(a.offset as u64);
-            if address & (bytes as u64 - 1) != 0 {
-                return Err(misaligned("store", address, bytes as u64));
-            }
+            let address = aligned(&base, a, lane, "store")?;
             for (n, &reg) in src.iter().enumerate() {
                 let word = warp.get(reg, lane).to_le_bytes();
                 buffer[n * step..(n + 1) * step].copy_from_slice(&word[..step]);
