@@ -187,7 +187,7 @@ pub(crate) unsafe extern "C" fn cuLaunchCooperativeKernel(
     stream: Handle,
     params: *mut *mut c_void,
 ) -> Result {
-    let [none, x, y, z] = [std::ptr::null_mut(), block_x, block_y, block_z];
+    let ([x, y, z], none) = ([block_x, block_y, block_z], std::ptr::null_mut());
     // SAFETY: handed on unchanged.
     unsafe { cuLaunchKernel(function, grid_x, grid_y, grid_z, x, y, z, shared_bytes, stream, params, none) }
 }

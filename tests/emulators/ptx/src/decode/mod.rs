@@ -2,6 +2,7 @@
 
 mod arith;
 mod compact;
+mod function;
 mod matrix;
 mod memory;
 mod sync;

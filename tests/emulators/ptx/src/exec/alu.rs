@@ -1,10 +1,12 @@
 //! Arithmetic on whole rows. Written as plain loops over 32 lanes that the compiler turns into vector code; the
 //! whole dispatch is compiled twice, once for AVX2 with FMA.
 
+use super::compare::{combine_bits, compare_f32, compare_rows};
+use super::half::{half, half_to_f32, short};
 use super::warp::{Row, Warp, WideRow};
-use crate::ast::Ty;
+use super::wide::{carry, double, mixed};
 use crate::fp::{self, Round, flush};
-use crate::op::{BoolOp, Cmp, Code, Df, Hf, Inst, Reg, Sf, Slow, Wf, Xf};
+use crate::op::{Code, Inst, Reg, Slow, Wf};
 
 /// Executes `inst` for the lanes of `mask` if it is pure arithmetic; false when it is something else.
 #[inline]
@@ -156,7 +158,7 @@ fn each_wide(f: impl Fn(usize) -> u64) -> WideRow {
 }
 
 #[inline(always)]
-fn row_or_zero(warp: &Warp, reg: Reg) -> Row {
+pub(super) fn row_or_zero(warp: &Warp, reg: Reg) -> Row {
     if reg.is_some() { warp.w[reg.row()] } else { [0; 32] }
 }
 
@@ -309,7 +311,7 @@ fn canonical(x: f32) -> u32 {
 
 /// The smaller, the number when one is NaN, -0 below +0.
 #[inline(always)]
-fn fmin(a: f32, b: f32) -> f32 {
+pub(super) fn fmin(a: f32, b: f32) -> f32 {
     let r = if a < b { a } else { b };
     let zero = f32::from_bits(a.to_bits() | b.to_bits());
     let r = if a == 0.0 && b == 0.0 { zero } else { r };
@@ -317,7 +319,7 @@ fn fmin(a: f32, b: f32) -> f32 {
 }
 
 #[inline(always)]
-fn fmax(a: f32, b: f32) -> f32 {
+pub(super) fn fmax(a: f32, b: f32) -> f32 {
     let r = if a > b { a } else { b };
     let zero = f32::from_bits(a.to_bits() & b.to_bits());
     let r = if a == 0.0 && b == 0.0 { zero } else { r };
@@ -329,16 +331,16 @@ fn wide(high: u32, low: u32) -> u64 {
 }
 
 #[inline(always)]
-fn mul_hi_s(a: u32, b: u32) -> u32 {
+pub(super) fn mul_hi_s(a: u32, b: u32) -> u32 {
     ((i64::from(a as i32) * i64::from(b as i32)) >> 32) as u32
 }
 
 #[inline(always)]
-fn mul_hi_u(a: u32, b: u32) -> u32 {
+pub(super) fn mul_hi_u(a: u32, b: u32) -> u32 {
     ((u64::from(a) * u64::from(b)) >> 32) as u32
 }
 
-fn bfe(a: u64, pos: u32, len: u32, width: u32, signed: bool) -> u64 {
+pub(super) fn bfe(a: u64, pos: u32, len: u32, width: u32, signed: bool) -> u64 {
     if len == 0 {
         return 0;
     }
@@ -396,328 +398,4 @@ fn slow_float(slow: Slow, a: u32, b: u32, c: u32) -> u32 {
     }
     let x = f32::from_bits(r);
     if x > 0.0 { x.min(1.0).to_bits() } else { 0 }
-}
-
-#[inline(always)]
-fn double(warp: &mut Warp, inst: &Inst, mask: u32, f: Df) {
-    macro_rules! ints {
-        (|$a:ident, $b:ident, $c:ident| $e:expr) => {{
-            let row = |i: usize| if inst.src[i].is_some() { inst.src[i].row() } else { inst.src[0].row() };
-            let (x, y, z) = (&warp.d[row(0)], &warp.d[row(1)], &warp.d[row(2)]);
-            let mut r: WideRow = [0; 32];
-            for i in 0..32 {
-                let ($a, $b, $c) = (x[i], y[i], z[i]);
-                let _ = ($b, $c);
-                r[i] = $e;
-            }
-            warp.set_wide(inst.dst[0], &r, mask);
-        }};
-    }
-    macro_rules! floats {
-        (|$a:ident, $b:ident, $c:ident| $e:expr) => {
-            ints!(|a, b, c| {
-                let ($a, $b, $c) = (f64::from_bits(a), f64::from_bits(b), f64::from_bits(c));
-                let _ = ($b, $c);
-                f64::to_bits($e)
-            })
-        };
-    }
-    match f {
-        Df::Mov => ints!(|a, b, c| a),
-        Df::Add => ints!(|a, b, c| a.wrapping_add(b)),
-        Df::Sub => ints!(|a, b, c| a.wrapping_sub(b)),
-        Df::Mul => ints!(|a, b, c| a.wrapping_mul(b)),
-        Df::Mad => ints!(|a, b, c| a.wrapping_mul(b).wrapping_add(c)),
-        Df::And => ints!(|a, b, c| a & b),
-        Df::Or => ints!(|a, b, c| a | b),
-        Df::Xor => ints!(|a, b, c| a ^ b),
-        Df::Not => ints!(|a, b, c| !a),
-        Df::Brev => ints!(|a, b, c| a.reverse_bits()),
-        Df::MulHiS => ints!(|a, b, c| ((i128::from(a as i64) * i128::from(b as i64)) >> 64) as u64),
-        Df::MulHiU => ints!(|a, b, c| ((u128::from(a) * u128::from(b)) >> 64) as u64),
-        Df::DivS => ints!(|a, b, c| if b == 0 { u64::MAX } else { (a as i64).wrapping_div(b as i64) as u64 }),
-        Df::DivU => ints!(|a, b, c| a.checked_div(b).unwrap_or(u64::MAX)),
-        Df::RemS => ints!(|a, b, c| if b == 0 { u64::MAX } else { (a as i64).wrapping_rem(b as i64) as u64 }),
-        Df::RemU => ints!(|a, b, c| a.checked_rem(b).unwrap_or(u64::MAX)),
-        Df::AbsS => ints!(|a, b, c| (a as i64).wrapping_abs() as u64),
-        Df::Neg => ints!(|a, b, c| a.wrapping_neg()),
-        Df::MinS => ints!(|a, b, c| (a as i64).min(b as i64) as u64),
-        Df::MaxS => ints!(|a, b, c| (a as i64).max(b as i64) as u64),
-        Df::MinU => ints!(|a, b, c| a.min(b)),
-        Df::MaxU => ints!(|a, b, c| a.max(b)),
-        Df::FAdd => floats!(|a, b, c| a + b),
-        Df::FSub => floats!(|a, b, c| a - b),
-        Df::FMul => floats!(|a, b, c| a * b),
-        Df::FFma => floats!(|a, b, c| a.mul_add(b, c)),
-        Df::FDiv => floats!(|a, b, c| a / b),
-        Df::FRcp => floats!(|a, b, c| 1.0 / a),
-        Df::FSqrt => floats!(|a, b, c| a.sqrt()),
-        Df::FMin => floats!(|a, b, c| a.min(b)),
-        Df::FMax => floats!(|a, b, c| a.max(b)),
-        // A NaN is only made quiet.
-        Df::FAbs => ints!(|a, b, c| if f64::from_bits(a).is_nan() { a | 1 << 51 } else { a & !(1 << 63) }),
-        Df::FNeg => ints!(|a, b, c| if f64::from_bits(a).is_nan() { a | 1 << 51 } else { a ^ 1 << 63 }),
-    }
-}
-
-fn mixed(warp: &mut Warp, inst: &Inst, mask: u32, f: Xf) {
-    let [a, b, c] = [0, 1, 2].map(|i| if inst.src[i].is_some() { warp.wide(inst.src[i]) } else { [0; 32] });
-    let s = |v: u64| i64::from(v as u32 as i32);
-    let word = |warp: &mut Warp, f: &dyn Fn(usize) -> u32| {
-        warp.set(inst.dst[0], &std::array::from_fn(f), mask);
-    };
-    let r: WideRow = match f {
-        Xf::MulWideS => std::array::from_fn(|i| s(a[i]).wrapping_mul(s(b[i])) as u64),
-        Xf::MulWideU => std::array::from_fn(|i| a[i].wrapping_mul(b[i])),
-        Xf::MadWideS => std::array::from_fn(|i| (s(a[i]).wrapping_mul(s(b[i])) as u64).wrapping_add(c[i])),
-        Xf::MadWideU => std::array::from_fn(|i| a[i].wrapping_mul(b[i]).wrapping_add(c[i])),
-        Xf::ShlD => std::array::from_fn(|i| if b[i] > 63 { 0 } else { a[i] << b[i] }),
-        Xf::ShrDU => std::array::from_fn(|i| if b[i] > 63 { 0 } else { a[i] >> b[i] }),
-        Xf::ShrDS => std::array::from_fn(|i| ((a[i] as i64) >> b[i].min(63)) as u64),
-        Xf::BfeDU => std::array::from_fn(|i| bfe(a[i], b[i] as u32, c[i] as u32, 64, false)),
-        Xf::BfeDS => std::array::from_fn(|i| bfe(a[i], b[i] as u32, c[i] as u32, 64, true)),
-        Xf::PopcD => return word(warp, &|i| a[i].count_ones()),
-        Xf::ClzD => return word(warp, &|i| a[i].leading_zeros()),
-        Xf::BfindDU => return word(warp, &|i| 63u32.wrapping_sub(a[i].leading_zeros())),
-        Xf::BfindDS => {
-            return word(warp, &|i| {
-                63u32.wrapping_sub((a[i] ^ ((a[i] as i64) >> 63) as u64).leading_zeros())
-            });
-        }
-    };
-    warp.set_wide(inst.dst[0], &r, mask);
-}
-
-#[inline(always)]
-#[allow(clippy::neg_cmp_op_on_partial_ord, reason = "the unordered forms are the negated opposites")]
-fn compare_f32(cmp: Cmp, a: f32, b: f32) -> bool {
-    let unordered = a.is_nan() || b.is_nan();
-    match cmp {
-        Cmp::Eq => a == b,
-        Cmp::Ne => a != b && !unordered,
-        Cmp::Lt => a < b,
-        Cmp::Le => a <= b,
-        Cmp::Gt => a > b,
-        Cmp::Ge => a >= b,
-        Cmp::Equ => a == b || unordered,
-        Cmp::Neu => a != b,
-        Cmp::Ltu => !(a >= b),
-        Cmp::Leu => !(a > b),
-        Cmp::Gtu => !(a <= b),
-        Cmp::Geu => !(a < b),
-        Cmp::Num => !unordered,
-        Cmp::Nan => unordered,
-    }
-}
-
-#[inline(always)]
-fn compare_rows(warp: &Warp, inst: &Inst, cmp: Cmp, ty: Ty, ftz: bool) -> u32 {
-    macro_rules! bits {
-        (|$i:ident| $e:expr) => {{
-            let mut m = 0u32;
-            for $i in 0..32 {
-                m |= u32::from($e) << $i;
-            }
-            m
-        }};
-    }
-    macro_rules! ints {
-        ($a:expr, $b:expr, $ty:ty) => {
-            match cmp {
-                Cmp::Eq | Cmp::Equ => bits!(|i| $a[i] as $ty == $b[i] as $ty),
-                Cmp::Ne | Cmp::Neu => bits!(|i| $a[i] as $ty != $b[i] as $ty),
-                Cmp::Lt | Cmp::Ltu => bits!(|i| ($a[i] as $ty) < $b[i] as $ty),
-                Cmp::Le | Cmp::Leu => bits!(|i| $a[i] as $ty <= $b[i] as $ty),
-                Cmp::Gt | Cmp::Gtu => bits!(|i| $a[i] as $ty > $b[i] as $ty),
-                Cmp::Ge | Cmp::Geu => bits!(|i| $a[i] as $ty >= $b[i] as $ty),
-                Cmp::Num => u32::MAX,
-                Cmp::Nan => 0,
-            }
-        };
-    }
-    let (x, y) = (inst.src[0].row(), inst.src[1].row());
-    match ty.bytes() {
-        8 => {
-            let (a, b) = (&warp.d[x], &warp.d[y]);
-            if ty == Ty::F64 {
-                let f = |v: u64| f64::from_bits(v);
-                return bits!(|i| {
-                    let (a, b) = (f(a[i]), f(b[i]));
-                    let nan = a.is_nan() || b.is_nan();
-                    // An order of two doubles, told by three single values.
-                    let sign =
-                        if nan { f32::NAN } else { f32::from(u8::from(a > b)) - f32::from(u8::from(a < b)) };
-                    compare_f32(cmp, sign, 0.0)
-                });
-            }
-            if ty.is_signed() { ints!(a, b, i64) } else { ints!(a, b, u64) }
-        }
-        4 => {
-            let (a, b) = (&warp.w[x], &warp.w[y]);
-            if ty == Ty::F32 {
-                let f = |v: u32| f32::from_bits(if ftz { flush(v) } else { v });
-                match cmp {
-                    Cmp::Lt => bits!(|i| f(a[i]) < f(b[i])),
-                    Cmp::Gt => bits!(|i| f(a[i]) > f(b[i])),
-                    _ => bits!(|i| compare_f32(cmp, f(a[i]), f(b[i]))),
-                }
-            } else if ty.is_signed() {
-                ints!(a, b, i32)
-            } else {
-                ints!(a, b, u32)
-            }
-        }
-        _ => {
-            let (a, b) = (&warp.w[x], &warp.w[y]);
-            match ty {
-                Ty::F16 | Ty::Bf16 => {
-                    let f = |v: u32| half_to_f32(v as u16, ty == Ty::Bf16);
-                    bits!(|i| compare_f32(cmp, f(a[i]), f(b[i])))
-                }
-                Ty::S16 | Ty::S8 => ints!(a, b, i16),
-                _ => ints!(a, b, u16),
-            }
-        }
-    }
-}
-
-fn combine_bits(op: BoolOp, a: u32, b: u32) -> u32 {
-    match op {
-        BoolOp::And => a & b,
-        BoolOp::Or => a | b,
-        BoolOp::Xor => a ^ b,
-        BoolOp::Not => !a,
-        BoolOp::Mov => a,
-    }
-}
-
-pub(crate) fn half_to_f32(bits: u16, bf16: bool) -> f32 {
-    if bf16 { fp::bf16_to_f32(bits) } else { fp::f16_to_f32(bits) }
-}
-
-pub(crate) fn f32_to_half(x: f32, bf16: bool) -> u16 {
-    if bf16 { fp::f32_to_bf16(x) } else { fp::f32_to_f16(x) }
-}
-
-const F16_LEAST_NORMAL: f32 = 1.0 / 16384.0;
-
-fn half(warp: &mut Warp, inst: &Inst, mask: u32) {
-    let Code::Half { f, bf16, lanes, ftz, sat } = inst.code else { return };
-    let [a, b, c] = [0, 1, 2].map(|i| row_or_zero(warp, inst.src[i]));
-    let z = |v: u16| if ftz && v & 0x7c00 == 0 && !bf16 { v & 0x8000 } else { v };
-    let one = |a: u16, b: u16, c: u16| -> u16 {
-        let nan = half_to_f32(a, bf16).is_nan();
-        match f {
-            Hf::Abs | Hf::Neg if nan => return 0x7fff,
-            Hf::Abs => return z(a) & 0x7fff,
-            Hf::Neg => return z(a) ^ 0x8000,
-            _ => {}
-        }
-        let (x, y, w) = (half_to_f32(z(a), bf16), half_to_f32(z(b), bf16), half_to_f32(z(c), bf16));
-        let fma = || {
-            let exact = fp::fma_odd(f64::from(x), f64::from(y), f64::from(w));
-            fp::encode(exact, if bf16 { fp::BF16 } else { fp::F16 }, Round::Rn, false) as u16
-        };
-        let r = z(match f {
-            Hf::Fma => fma(),
-            // Flushed for what it is before it is rounded.
-            Hf::Mul if ftz && !bf16 && (x * y).abs() < F16_LEAST_NORMAL => f32_to_half((x * y) * 0.0, bf16),
-            Hf::FmaRelu => {
-                let r = fma();
-                // Negative results become +0, NaN stays.
-                if r & 0x8000 != 0 && !half_to_f32(r, bf16).is_nan() { 0 } else { r }
-            }
-            _ => f32_to_half(
-                match f {
-                    Hf::Add => x + y,
-                    Hf::Sub => x - y,
-                    Hf::Mul => x * y,
-                    Hf::MinNan | Hf::MaxNan if x.is_nan() || y.is_nan() => fp::NAN,
-                    Hf::Min | Hf::MinNan => fmin(x, y),
-                    Hf::Max | Hf::MaxNan => fmax(x, y),
-                    Hf::Ex2 => f64::from(x).exp2() as f32,
-                    _ => f64::from(x).tanh() as f32,
-                },
-                bf16,
-            ),
-        });
-        if !sat {
-            return r;
-        }
-        // NaN saturates to 0.
-        let value = half_to_f32(r, bf16);
-        if value > 0.0 { f32_to_half(value.min(1.0), bf16) } else { 0 }
-    };
-    let r = std::array::from_fn(|i| {
-        let low = u32::from(one(a[i] as u16, b[i] as u16, c[i] as u16));
-        if lanes == 1 {
-            return low;
-        }
-        low | u32::from(one((a[i] >> 16) as u16, (b[i] >> 16) as u16, (c[i] >> 16) as u16)) << 16
-    });
-    warp.set(inst.dst[0], &r, mask);
-}
-
-fn short(warp: &mut Warp, inst: &Inst, mask: u32, f: Sf, signed: bool) {
-    let [a, b, c] = [0, 1, 2].map(|i| row_or_zero(warp, inst.src[i]));
-    let v = |x: u32| if signed { i32::from(x as u16 as i16) } else { i32::from(x as u16) };
-    let r = std::array::from_fn(|i| {
-        let (x, y, raw_c) = (v(a[i]), v(b[i]), c[i]);
-        let product = x.wrapping_mul(y);
-        let r = match f {
-            Sf::MulWide => return product as u32,
-            Sf::MadWide => return (product as u32).wrapping_add(raw_c),
-            Sf::Add => x.wrapping_add(y),
-            Sf::Sub => x.wrapping_sub(y),
-            Sf::Mul => product,
-            Sf::MulHi if signed => product >> 16,
-            Sf::MulHi => ((product as u32) >> 16) as i32,
-            Sf::Mad => product.wrapping_add(v(raw_c)),
-            Sf::Div => x.checked_div(y).unwrap_or(-1),
-            Sf::Rem => x.checked_rem(y).unwrap_or(x),
-            Sf::Min => x.min(y),
-            Sf::Max => x.max(y),
-            Sf::Neg => x.wrapping_neg(),
-            Sf::Abs => x.wrapping_abs(),
-            // Amounts are 32-bit and clamp at 16.
-            Sf::Shr => x >> b[i].min(16),
-            Sf::Shl => x << b[i].min(16),
-            Sf::Not => !x,
-        };
-        r as u32 & 0xffff
-    });
-    warp.set(inst.dst[0], &r, mask);
-}
-
-fn carry(warp: &mut Warp, inst: &Inst, mask: u32) {
-    let Code::Carry { subtract, carry_in, carry_out, wide, product } = inst.code else { return };
-    let (mut a, mut b) = (warp.wide(inst.src[0]), warp.wide(inst.src[1]));
-    if let Some(f) = product {
-        for i in 0..32 {
-            let (x, y) = (a[i] as u32, b[i] as u32);
-            a[i] = u64::from(match f {
-                Wf::MulHiS => mul_hi_s(x, y),
-                Wf::MulHiU => mul_hi_u(x, y),
-                _ => x.wrapping_mul(y),
-            });
-        }
-        b = warp.wide(inst.src[2]);
-    }
-    let mut flags = 0;
-    let bits = if wide { 64 } else { 32 };
-    let r: WideRow = std::array::from_fn(|i| {
-        let cin = u128::from(carry_in && warp.carry >> i & 1 != 0);
-        let (x, y) = (u128::from(a[i]), u128::from(b[i]));
-        let sum = if subtract { x.wrapping_sub(y).wrapping_sub(cin) } else { x + y + cin };
-        flags |= u32::from(sum >> bits & 1 != 0) << i;
-        sum as u64
-    });
-    if wide {
-        warp.set_wide(inst.dst[0], &r, mask);
-    } else {
-        warp.set(inst.dst[0], &r.map(|v| v as u32), mask);
-    }
-    if carry_out {
-        warp.carry = warp.carry & !mask | flags & mask;
-    }
 }

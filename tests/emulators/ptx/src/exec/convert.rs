@@ -66,7 +66,7 @@ fn general(warp: &mut Warp, inst: &Inst, cvt: Cvt, mask: u32) {
         let r = if cvt.packed {
             pair(cvt, f64::from(f32::from_bits(a[i] as u32)), f64::from(f32::from_bits(b[i] as u32)))
         } else if matches!(cvt.to, Ty::E4m3x2 | Ty::E5m2x2) {
-            let half = |v: u64| f64::from(super::alu::half_to_f32(v as u16, cvt.from == Ty::Bf16x2));
+            let half = |v: u64| f64::from(super::half::half_to_f32(v as u16, cvt.from == Ty::Bf16x2));
             pair(cvt, half(a[i] >> 16), half(a[i]))
         } else if matches!(cvt.to, Ty::F16x2 | Ty::Bf16x2) {
             widen_fp8(cvt, a[i] as u16)

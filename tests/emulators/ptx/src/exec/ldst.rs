@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use super::cluster::Cluster;
 use super::warp::{Warp, WideRow, lanes};
-use super::{Exec, alu, fault};
+use super::{Exec, fault, half};
 use crate::ast::{Space, Ty};
 use crate::fault::FaultKind;
 use crate::fp;
@@ -442,13 +442,13 @@ pub(super) fn combine(op: AtomOp, ty: Ty, old: u64, value: u64, swap: u64) -> u6
     let halves = |bf16: bool, pair: bool| {
         let one = |shift: u32| {
             let (x, y) = ((old >> shift) as u16, (value >> shift) as u16);
-            let (a, b) = (alu::half_to_f32(x, bf16), alu::half_to_f32(y, bf16));
+            let (a, b) = (half::half_to_f32(x, bf16), half::half_to_f32(y, bf16));
             let r = match op {
                 AtomOp::Add => a + b,
                 AtomOp::Min => a.min(b),
                 _ => a.max(b),
             };
-            u64::from(alu::f32_to_half(r, bf16)) << shift
+            u64::from(half::f32_to_half(r, bf16)) << shift
         };
         if pair { one(0) | one(16) } else { one(0) }
     };

@@ -2,8 +2,8 @@
 
 use super::cluster::{Cluster, Step};
 use super::ldst::bank_passes;
+use super::operand::{element, element_bytes};
 use super::warp::{Row, Wait, Warp};
-use super::wgmma::{element, element_bytes};
 use super::{Exec, fault};
 use crate::fault::FaultKind;
 use crate::fp;

@@ -4,8 +4,8 @@
 //! of [`tmma`](super::tmma). `shift` is refused.
 
 use super::cluster::{Cluster, Step};
+use super::operand::Descriptor;
 use super::warp::{Wait, Warp, lanes};
-use super::wgmma::Descriptor;
 use super::{Exec, fault};
 use crate::fault::{Fault, FaultKind};
 use crate::op::{CpShape, Inst, Program, Tcgen, TmemShape};

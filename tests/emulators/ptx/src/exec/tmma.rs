@@ -1,9 +1,10 @@
 //! `tcgen05.mma`: products whose accumulator lies in tensor memory. PTX ISA 9.7.16.10.
 
 use super::cluster::Cluster;
+use super::operand::{Descriptor, Layout, Operand, element, element_bytes};
 use super::tmem::COLUMNS;
 use super::warp::Warp;
-use super::wgmma::{Descriptor, Layout, Operand, element, element_bytes, multiply};
+use super::wgmma::multiply;
 use super::{Exec, fault};
 use crate::fault::FaultKind;
 use crate::op::{Elem, Inst, MmaKind, Program};
