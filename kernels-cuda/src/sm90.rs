@@ -49,6 +49,9 @@ abi_spec! {
         pub wait_anchor: i32,
         /// Every n-th exponential is a polynomial on the multiply-add pipe; 0: none.
         pub exp2_polynomial_every: i32,
+        /// Maxima are of the scores' bits, three at a time, where a warpgroup's are not negative: half the
+        /// instructions, and a loop more. Of masks that have a lower bound: never.
+        pub integer_max: bool,
         /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
         pub pack_gqa: bool,
         /// O is stored 16 bytes at a time; else element by element.
@@ -242,9 +245,10 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             return refuse(format!("{field} {length} is not below 2^29"));
         }
     }
-    if let Some((name, axis, stride)) = odd_stride(problem) {
+    if let (Some((name, axis, stride)), VLayout::ColMajor) = (odd_stride(problem), problem.v_layout) {
         return refuse(format!(
-            "{name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as the copy engine needs"
+            "{name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as the copy engine needs, which alone \
+             turns a column-major V"
         ));
     }
     Ok(())
@@ -271,6 +275,16 @@ fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64)>
     strides(problem).find(|&(_, _, stride)| stride % 8 != 0 || stride >= 1 << 39)
 }
 
+/// [`Sm90Tile::copy_bytes`] for a problem: 0 where the copy engine takes its strides, else the most bytes
+/// that divide every one.
+fn copy_bytes(problem: &FwdProblem) -> i32 {
+    if odd_stride(problem).is_none() {
+        return 0;
+    }
+    let divides = |&bytes: &i32| strides(problem).all(|(_, _, stride)| stride * 2 % i64::from(bytes) == 0);
+    [16, 8, 4].into_iter().find(divides).unwrap_or(2)
+}
+
 /// The tile for a problem that the kernel [`accepts`].
 #[must_use]
 pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
@@ -295,12 +309,27 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         (128, MaskKind::Full) if plain && dims.seqlen_k < 4096 => {
             (tile.block_n, tile.wait_anchor) = (128, 32);
         }
+        // Shared loads: 746 and 754 at 8k; 590 and 537 with D 64.
+        (128, MaskKind::Full) if plain && tile.order == TileOrder::Static && seqlen_q >= 8192 => tile.cluster = 2,
         (64, MaskKind::Upper) if dims.seqlen_k <= 1024 => tile.block_m = 128,
         _ => {}
     }
+    // Without and with: full D 64 415 and 415 at 512, 592 and 598 at 8k; causal D 64 352 and 344 at 1k, 448 and 452
+    // at 2k, 563 and 570 at 8k; D 128 696 and 695 at 4k, 732 and 734 at 8k, 704 and 710 at 16k.
+    tile.integer_max &= match (padded_dim(spec.head_dim_qk), spec.mask) {
+        (64, MaskKind::Full) => true,
+        (64, _) => dims.seqlen_k >= 2048,
+        _ => spec.mask == MaskKind::Upper && dims.seqlen_k >= 8192,
+    };
     let rows = if tile.pack_gqa { seqlen_q * i64::from(ratio) } else { seqlen_q };
     if rows <= 64 && (!tile.pack_gqa || 64 % ratio == 0) {
         tile.block_m = 64;
+    }
+
+    tile.copy_bytes = copy_bytes(problem);
+    if tile.copy_bytes > 0 {
+        // Beside three warpgroups the threads that copy would have too few registers.
+        tile.block_m = tile.block_m.min(128);
     }
 
     let strides = problem.o;
@@ -348,6 +377,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         lazy_rescale_log2: 8,
         wait_anchor: if modified { 0 } else { wait_anchor },
         exp2_polynomial_every: 0,
+        integer_max: spec.mask != MaskKind::Band && !modified && qk.max(v) <= 128,
         pack_gqa: false,
         vector_store: spec.dtype_o != DType::F32,
         copy_bytes: 0,

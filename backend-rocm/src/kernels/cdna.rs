@@ -1,7 +1,7 @@
 //! `cdna_fwd`: forward on MFMA.
 
 use fmha_core::source::{Entry, KernelSource};
-use fmha_core::spec::FwdSpec;
+use fmha_core::spec::{BiasKind, FwdSpec};
 use fmha_core::{DType, FwdArgs, FwdProblem, PlanOptions, Refusal, SeqMode, Strides, VLayout};
 use fmha_kernels_hip::{CdnaTile, LoadPath, StorePath};
 
@@ -14,6 +14,8 @@ pub(crate) const NAME: &str = "cdna_fwd";
 const WAVE_ROWS: i32 = 32;
 const WAVE_THREADS: i32 = 64;
 const MAX_HEAD_DIM: i32 = 256;
+/// Queries of the smallest workgroup that the plan picks: a wave for each SIMD.
+const MIN_BLOCK_M: i32 = 128;
 const DWORD: i64 = 4;
 /// Tiles of K, and of V, in LDS.
 const STAGES: i64 = 2;
@@ -65,7 +67,8 @@ fn tile(
         };
         *seat = Some(number(NAME, name, value)?);
     }
-    let block_m = block_m.unwrap_or(128);
+    let given_block_m = block_m;
+    let block_m = block_m.unwrap_or(MIN_BLOCK_M);
     if !(WAVE_ROWS..=512).contains(&block_m) || block_m % WAVE_ROWS != 0 {
         refuse!(NAME, "tile block_m={block_m} is not a multiple of {WAVE_ROWS} in {WAVE_ROWS}..=512");
     }
@@ -82,6 +85,7 @@ fn tile(
             arch.lds_bytes()
         );
     }
+    let block_m = given_block_m.unwrap_or_else(|| default_block_m(spec, problem, block_n));
     let mut tile = CdnaTile {
         block_m,
         block_n,
@@ -92,6 +96,20 @@ fn tile(
     tile.load = if loads_dwords(problem, &tile) { LoadPath::Vector } else { LoadPath::Element };
     tile.store = if stores_runs(problem) { StorePath::Vector } else { StorePath::Element };
     Ok(tile)
+}
+
+/// Eight waves where the tiles of a workgroup fill the LDS of the smaller architectures: two waves a SIMD, and
+/// half of the registers that loads wait in. Four where two workgroups fit, where there are few queries, and
+/// where a wave needs more than half of a SIMD's registers.
+fn default_block_m(spec: &FwdSpec, problem: &FwdProblem, block_n: i32) -> i32 {
+    const HALF_OF_LDS: i64 = 32 * 1024;
+    let shared = lds_bytes(spec, block_n) <= HALF_OF_LDS;
+    let few_queries = problem.dims.seqlen_q <= MIN_BLOCK_M as u32;
+    let wide = spec.head_dim_qk.max(spec.head_dim_v) > 128;
+    // They take registers that eight waves do not have.
+    let busy =
+        spec.dropout || spec.softcap || spec.bias != BiasKind::None || spec.v_layout == VLayout::ColMajor;
+    if shared || few_queries || wide || busy { MIN_BLOCK_M } else { 2 * MIN_BLOCK_M }
 }
 
 /// The widest step whose tiles fit the LDS and whose accumulators fit the registers.
@@ -175,8 +193,7 @@ pub(crate) fn num_workgroups(problem: &FwdProblem, tile: &CdnaTile) -> i64 {
     m_blocks.saturating_mul(i64::from(problem.dims.num_heads_q) * i64::from(problem.dims.batch))
 }
 
-/// Waves of a SIMD that the compiler is to leave registers for: what a workgroup alone brings. A second
-/// one would halve the registers, and both products' accumulators would spill.
+/// Waves of a SIMD that the compiler is to leave registers for: what a workgroup alone brings.
 fn waves_per_simd(tile: &CdnaTile) -> i32 {
     const SIMDS: i32 = 4;
     (tile.block_m / WAVE_ROWS + SIMDS - 1) / SIMDS

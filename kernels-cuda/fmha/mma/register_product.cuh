@@ -30,7 +30,7 @@ FMHA_DEVICE void load_a(RegisterTile<Tile::dim>& a, const Tile& tile, int32_t ro
 template <int sign, bool accumulate, class D, class TileB>
 FMHA_DEVICE void start_register_product_abt(D& d, const RegisterTile<TileB::dim>& a, const TileB& b) {
   constexpr int steps_per_chunk = TileB::span / kDepth;
-  const Descriptor b0 = descriptor<TileB::span_bytes>(b.address(), 16);
+  const Descriptor b0 = descriptor<TileB::span_bytes>(b.offset(), 16);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < TileB::dim / kDepth; ++step) {

@@ -60,8 +60,8 @@ template <int sign, class D, class TileA, class TileB>
 FMHA_DEVICE void start_product_abt(D& d, const TileA& a, int row, const TileB& b) {
   static_assert(TileA::dim == TileB::dim && D::columns <= TileB::rows, "A and B share their inner dimension");
   constexpr int steps_per_chunk = TileA::span / kDepth;
-  const Descriptor a0 = descriptor<TileA::span_bytes>(a.address() + row * TileA::span_bytes, 16);
-  const Descriptor b0 = descriptor<TileB::span_bytes>(b.address(), 16);
+  const Descriptor a0 = descriptor<TileA::span_bytes>(a.offset() + row * TileA::span_bytes, 16);
+  const Descriptor b0 = descriptor<TileB::span_bytes>(b.offset(), 16);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < TileA::dim / kDepth; ++step) {
@@ -75,7 +75,7 @@ FMHA_DEVICE void start_product_abt(D& d, const TileA& a, int row, const TileB& b
 // d += A B: A in registers, B read across its rows. Starts, does not wait.
 template <class D, class TileB>
 FMHA_DEVICE void start_product_ab(D& d, const RegisterTile<TileB::rows>& a, const TileB& b) {
-  const Descriptor b0 = descriptor<TileB::span_bytes>(b.address(), TileB::chunk_bytes);
+  const Descriptor b0 = descriptor<TileB::span_bytes>(b.offset(), TileB::chunk_bytes);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < TileB::rows / kDepth; ++step) {

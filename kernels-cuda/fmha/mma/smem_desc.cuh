@@ -10,8 +10,9 @@ namespace fmha::mma {
 // tensor map, `swizzle_bytes / 2` elements.
 constexpr int swizzle_bytes(int dim) { return dim % 64 == 0 ? 128 : dim % 32 == 0 ? 64 : 32; }
 
-// A [rows, dim] tile of 16-bit elements: chunks of one swizzle span, [dim / span][rows][span].
-template <int num_rows, int num_cols>
+// A [rows, dim] tile of 16-bit elements: chunks of one swizzle span, [dim / span][rows][span]. `clustered`:
+// its address may hold the rank of a CTA in a cluster.
+template <int num_rows, int num_cols, bool clustered = false>
 struct alignas(1024) SmemTile {
   static constexpr int rows = num_rows, dim = num_cols;
   static constexpr int span_bytes = swizzle_bytes(dim);
@@ -25,6 +26,9 @@ struct alignas(1024) SmemTile {
   uint16_t elems[num_chunks][rows][span];
 
   FMHA_DEVICE uint32_t address() const { return ptx::shared_address(this); }
+  // As descriptors have it: in a cluster an address of the CTA's own carries its rank from bit 24 up (seen on
+  // an H200), which would get into the descriptor's next field.
+  FMHA_DEVICE uint32_t offset() const { return clustered ? address() & 0x3ffff : address(); }
 };
 
 // A matrix descriptor. Its low word alone holds the address, so that a step within a tile is one

@@ -20,6 +20,21 @@ FMHA_DEVICE void bar_arrive(int id) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(num_threads) : "memory");
 }
 
+// needs: sm_70. Waits as bar_sync does; whether `value` is true of all threads.
+// PTX ISA: bar.red.
+template <int num_threads>
+FMHA_DEVICE bool bar_red_and(int id, bool value) {
+  uint32_t all;
+  asm volatile(
+      "{ .reg .pred mine, all; setp.ne.b32 mine, %3, 0;\n"
+      "bar.red.and.pred all, %1, %2, mine;\n"
+      "selp.b32 %0, 1, 0, all; }"
+      : "=r"(all)
+      : "r"(id), "n"(num_threads), "r"(uint32_t(value))
+      : "memory");
+  return all != 0;
+}
+
 // needs: sm_70. As bar_sync, from any one lane, which counts for its whole warp.
 // PTX ISA: barrier.sync.
 template <int id, int num_threads>

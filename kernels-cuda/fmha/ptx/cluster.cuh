@@ -6,8 +6,8 @@
 
 namespace fmha::ptx {
 
-// needs: sm_90. Waits for every thread of the cluster. Not the aligned form: lanes of the load role
-// come one by one.
+// needs: sm_90. Waits for every thread of the cluster that has not exited. Not the aligned form: lanes of
+// the load role come one by one.
 // PTX ISA: barrier.cluster.
 FMHA_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");

@@ -1,4 +1,4 @@
-// Warps: shuffles, register budgets.
+// Warps: shuffles, register budgets, exit.
 // PTX ISA, Data Movement and Conversion Instructions: shfl.sync
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-shfl-sync
 // PTX ISA, Miscellaneous Instructions: setmaxnreg
@@ -20,6 +20,10 @@ FMHA_DEVICE T shfl_xor(T value, int mask) {
 // needs: sm_70. Tells the compiler that a value is the same in every lane.
 // PTX ISA: shfl.sync.
 FMHA_DEVICE int32_t uniform(int32_t value) { return __shfl_sync(kAllLanes, value, 0); }
+
+// needs: sm_70. Ends this thread; barriers of the cluster do not wait for it.
+// PTX ISA: exit.
+FMHA_DEVICE void exit_thread() { asm volatile("exit;"); }
 
 // needs: sm_90a. Gives registers back to the SM's pool; the whole warpgroup executes it.
 // PTX ISA: setmaxnreg.

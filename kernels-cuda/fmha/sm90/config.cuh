@@ -33,7 +33,7 @@ struct Regs {
   int load, consume;
 };
 FMHA_DEVICE constexpr Regs regs(const Sm90Tile& tile) {
-  if (tile.copy_bytes > 0 && num_consumers(tile) == 2) return {72, 216};
+  if (tile.copy_bytes > 0) return num_consumers(tile) == 1 ? Regs{80, 240} : Regs{72, 216};
   switch (num_consumers(tile)) {
     case 1: return {56, 240};
     case 2: return {40, 232};  // 24 spill the schedule role
@@ -69,11 +69,12 @@ struct Work {
 template <FwdSpec spec, Sm90Tile tile>
 struct Smem {
   static constexpr int q_buffers = tile.lookahead ? 2 : 1;
-  using QTile = SmemTile<tile.block_m, padded_dim(spec.head_dim_qk)>;
-  using KTile = SmemTile<tile.block_n, padded_dim(spec.head_dim_qk)>;
+  static constexpr bool clustered = tile.cluster > 1;
+  using QTile = SmemTile<tile.block_m, padded_dim(spec.head_dim_qk), clustered>;
+  using KTile = SmemTile<tile.block_n, padded_dim(spec.head_dim_qk), clustered>;
   static constexpr bool v_columns = spec.v_layout == VLayout::ColMajor;
   static constexpr int dim_v = padded_dim(spec.head_dim_v);
-  using VTile = SmemTile<v_columns ? dim_v : tile.block_n, v_columns ? tile.block_n : dim_v>;
+  using VTile = SmemTile<v_columns ? dim_v : tile.block_n, v_columns ? tile.block_n : dim_v, clustered>;
 
   QTile q[q_buffers];
   KTile k[tile.stages];

@@ -76,6 +76,9 @@ struct Consumer {
     work_slot.advance();
   }
 
+  // Named barriers of each warpgroup for itself.
+  static constexpr int kFirstVote = kWorkWanted + 1;
+
   // Turns at the tensor cores: barrier 1 + w says that warpgroup w may issue.
   FMHA_DEVICE void take_turn() const {
     if constexpr (tile.ping_pong && consumers > 1) ptx::bar_sync<2 * mma::kWarpgroup>(1 + index);
@@ -205,17 +208,17 @@ struct Consumer {
   }
 
   // S to P of block `block` of a tile.
-  template <int n>
+  template <bool by_bits, int n>
   FMHA_DEVICE void exponentiate(Scores<n>& s, const Work& work, int32_t block, bool edge) {
     modify(s, work, block);
     if (edge) mask(s, work, block);
-    softmax.step(s, scale_log2, never());
+    softmax.template step<by_bits>(s, scale_log2, never());
     if constexpr (spec.dropout) drop_some(s, work, block);
   }
   template <int n>
   FMHA_DEVICE void exponentiate_first(Scores<n>& s, const Work& work) {
     const int32_t block = block_at(work, 0);
-    exponentiate(s, work, block, block < 0 || is_edge(block));
+    exponentiate<false>(s, work, block, block < 0 || is_edge(block));
   }
 
   FMHA_DEVICE void rescale() {
@@ -259,7 +262,8 @@ struct Consumer {
     probs.template from<spec.dtype_v>(s, zero());
   }
 
-  // `edge` is a literal, or the same for the whole warpgroup.
+  // `edge` is a literal, or the same for the whole warpgroup; `by_bits` is how maxima are found.
+  template <bool by_bits = false>
   FMHA_DEVICE void step(int32_t block, bool edge) {
     ScoreSums<tile.block_n> sums;
     start_scores(sums);
@@ -267,10 +271,15 @@ struct Consumer {
     pass_turn();
     finish_scores();
     auto&& s = mma::in_f32(sums);
-    exponentiate(s, work(), block, edge);
+    exponentiate<by_bits>(s, work(), block, edge);
     finish_output();
     probs.template from<spec.dtype_v>(s, zero());
     rescale();
+  }
+
+  // Of the whole warpgroup, whose warps must come to the same products.
+  FMHA_DEVICE bool bits_serve() const {
+    return ptx::bar_red_and<mma::kWarpgroup>(kFirstVote + index, softmax.bits_serve(scale_log2));
   }
 
   FMHA_DEVICE void other_blocks() {
@@ -289,7 +298,11 @@ struct Consumer {
         for (; i < num_blocks && last_block - i >= rows.inside_end; ++i) step(last_block - i, true);
       }
 #pragma unroll 1
-      for (; i < num_blocks; ++i) step(last_block - i, false);
+      for (; i < num_blocks && !(tile.integer_max && bits_serve()); ++i) step(last_block - i, false);
+      if constexpr (tile.integer_max) {
+#pragma unroll 1
+        for (; i < num_blocks; ++i) step<true>(last_block - i, false);
+      }
     }
   }
 

@@ -137,7 +137,9 @@ struct Loader {
   }
 
   FMHA_DEVICE void ask() const {
-    if (threadIdx.x == 0) ptx::barrier_arrive<kWorkWanted, 64>();
+    if (threadIdx.x >= 32) return;
+    if constexpr (copies) __syncwarp();  // a lane arrives for its warp, but not before the others
+    ptx::barrier_arrive<kWorkWanted, 64>();
   }
 
   // The next tile, once it is planned: its Q and first K. Returns its number of blocks.
@@ -200,6 +202,8 @@ FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const Sm90Schedule& 
   } else if (tile.copy_bytes == 0 && threadIdx.x / 32 == 2) {
     Cleaner<spec, tile> cleaner{smem};
     cleaner.run();
+  } else if constexpr (tile.cluster > 1) {
+    ptx::exit_thread();  // a lane beside its warp's only one would stand before the cluster's barrier
   }
 }
 

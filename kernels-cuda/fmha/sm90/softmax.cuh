@@ -41,25 +41,61 @@ struct Softmax {
 
   FMHA_DEVICE void reset() { rows[0] = rows[1] = RowStats{}; }
 
-  // S becomes P, unnormalised. `never` is an address for the anchor, which is never written.
+  // The largest of S and of the maxima so far, of this thread's columns.
   template <int n>
-  FMHA_DEVICE void step(mma::Accumulator<n>& s, float scale_log2, uint32_t never) {
+  FMHA_DEVICE void raise(float (&row_max)[2], const mma::Accumulator<n>& s) const {
     using S = mma::Accumulator<n>;
     // Two chains a row: one of 32 links, each waiting for the last, takes 140 clocks, in which the
     // warp has nothing else to issue.
-    float new_max[2] = {rows[0].row_max, rows[1].row_max};
     float other_max[2] = {s[1], s[3]};
 #pragma unroll
     for (int e = 0; e < S::num_elems; ++e) {
-      float& chain = e & 1 ? other_max[S::row(e)] : new_max[S::row(e)];
+      float& chain = e & 1 ? other_max[S::row(e)] : row_max[S::row(e)];
       chain = fmaxf(chain, s[e]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(row_max[r], other_max[r]);
+  }
+  // The same by integer maxima of three, half the instructions. Of floats' bits the order of integers is
+  // that of the numbers down to 0, so 0 is the least that this finds.
+  template <int n>
+  FMHA_DEVICE void raise_by_bits(float (&row_max)[2], const mma::Accumulator<n>& s) const {
+    using S = mma::Accumulator<n>;
+    int32_t chain[2][2] = {};
+#pragma unroll
+    for (int e = 0; e < S::num_elems; e += 4) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        int32_t& link = chain[r][e / 4 & 1];
+        link = ptx::max_bits(link, s[e + 2 * r], s[e + 2 * r + 1]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(row_max[r], float_of(uint32_t(max(chain[r][0], chain[r][1]))));
+  }
+  // Whether that serves this thread's rows, now and until the next tile: a 0 in place of a negative maximum
+  // is then kept out by the lazy rescaling, as the maximum itself would be.
+  FMHA_DEVICE bool bits_serve(float scale_log2) const {
+    const float least = -float(tile.lazy_rescale_log2);
+    return rows[0].row_max * scale_log2 >= least && rows[1].row_max * scale_log2 >= least;
+  }
+
+  // S becomes P, unnormalised. `never` is an address for the anchor, which is never written.
+  template <bool by_bits, int n>
+  FMHA_DEVICE void step(mma::Accumulator<n>& s, float scale_log2, uint32_t never) {
+    using S = mma::Accumulator<n>;
+    float new_max[2] = {rows[0].row_max, rows[1].row_max};
+    if constexpr (by_bits) {
+      raise_by_bits(new_max, s);
+    } else {
+      raise(new_max, s);
     }
 
     float shift[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       RowStats& row = rows[r];
-      new_max[r] = quad_reduce(fmaxf(new_max[r], other_max[r]), [](float a, float b) { return fmaxf(a, b); });
+      new_max[r] = quad_reduce(new_max[r], [](float a, float b) { return fmaxf(a, b); });
       // A maximum that grew little is kept: P may then exceed 1, up to 2^lazy_rescale_log2, which f32
       // sums and 16-bit P hold as well, and O needs no correction.
       if (row.row_max != -infinity() && (new_max[r] - row.row_max) * scale_log2 <= float(tile.lazy_rescale_log2))

@@ -8,7 +8,7 @@ use super::{MAX_SMEM_BYTES, Sm90Tile, TileOrder};
 
 /// The fields that [`Sm90Tile::set`] knows.
 pub const FIELDS: &str = "block_m, block_n, stages, order, ping_pong, lookahead, lazy_rescale_log2, wait_anchor, \
-                          exp2_polynomial_every, pack_gqa, vector_store, copy_bytes, warp_specialised, cluster, \
+                          exp2_polynomial_every, integer_max, pack_gqa, vector_store, copy_bytes, warp_specialised, cluster, \
                           q_in_registers, f16_scores, f16_output";
 
 impl Sm90Tile {
@@ -54,6 +54,7 @@ impl Sm90Tile {
             "lazy_rescale_log2" => self.lazy_rescale_log2 = within(0, 15)?,
             "wait_anchor" => self.wait_anchor = within(0, 128)?,
             "exp2_polynomial_every" => self.exp2_polynomial_every = within(0, 128)?,
+            "integer_max" => self.integer_max = flag()?,
             "pack_gqa" => self.pack_gqa = flag()?,
             "vector_store" => self.vector_store = flag()?,
             "copy_bytes" => match number()? {
@@ -91,13 +92,6 @@ impl Sm90Tile {
     /// A text that names the fields and numbers that do not go together.
     pub fn check(&self, spec: &FwdSpec, gqa_ratio: u32) -> Result<(), String> {
         let refuse = |words: String| Err(format!("tile {words}"));
-        // Both compile, and neither has run right yet.
-        if self.cluster > 1 {
-            return refuse(format!("cluster={}: not proven yet", self.cluster));
-        }
-        if self.copy_bytes > 0 {
-            return refuse(format!("copy_bytes={}: not proven yet", self.copy_bytes));
-        }
         if self.wait_anchor > self.block_n / 2 {
             return refuse(format!(
                 "wait_anchor={} is more than the block_n / 2 = {} exponentials of a thread",
@@ -130,6 +124,12 @@ impl Sm90Tile {
                     self.copy_bytes
                 ));
             }
+        }
+        if self.copy_bytes > 0 && self.num_consumers() > 2 {
+            return refuse(format!(
+                "copy_bytes={} with block_m={}: the threads that copy would have too few registers",
+                self.copy_bytes, self.block_m
+            ));
         }
         if self.copy_bytes > 0 && spec.v_layout == VLayout::ColMajor {
             return refuse(format!("copy_bytes={}: v_layout is column-major", self.copy_bytes));
@@ -188,7 +188,7 @@ mod tests {
             (&[("wait_anchor", "100")], &["wait_anchor", "100", "64"]),
             (&[("warp_specialised", "0"), ("ping_pong", "1")], &["ping_pong", "warp_specialised"]),
             (&[("cluster", "2"), ("order", "dynamic")], &["cluster", "2"]),
-            (&[("copy_bytes", "4")], &["copy_bytes", "4"]),
+            (&[("block_m", "192"), ("copy_bytes", "4")], &["copy_bytes", "4", "block_m", "192"]),
             (&[("blok_n", "1")], &["blok_n", "block_n"]),
         ] {
             let text = refusal(words);

@@ -87,7 +87,8 @@ struct Config {
 
   // Slots by which LDS reads run ahead of the matrix unit. A step's slots are a multiple, so that a
   // register holds the same slot's operand in every step.
-  static constexpr int wanted_ahead = kArch == Arch::Gfx950 ? 4 : 2;
+  // gfx950's instructions are half as long; a mask's edges take the registers of the other two.
+  static constexpr int wanted_ahead = kArch == Arch::Gfx950 && spec.mask == MaskKind::Full ? 4 : 2;
   static constexpr int most_ahead = min(wanted_ahead, min(qk_slots, pv_slots));
   static constexpr int slots_ahead = most_ahead >= 4 && (qk_slots + pv_slots) % 4 == 0   ? 4
                                      : most_ahead >= 2 && (qk_slots + pv_slots) % 2 == 0 ? 2

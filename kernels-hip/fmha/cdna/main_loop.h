@@ -3,7 +3,8 @@
 //   prologue   K0, V0, K1 to LDS; S0
 //   step n     loads of K(n+2), V(n+1) are issued
 //              S(n+1) = K(n+1) Q      between its instructions   P(n) = exp2(S(n) - max)
-//              O += V(n) P(n)         between its instructions   max S(n+1); K(n+2), V(n+1) to LDS
+//              O += V(n) P(n)         between its instructions   the rest of P(n); max S(n+1);
+//                                                                K(n+2), V(n+1) to LDS
 //   drain      P and O of the last tile
 //
 // The order of the instructions is written out here: after each one of the matrix unit stands its share
@@ -88,7 +89,7 @@ FMHA_DEVICE Cursor<tile> v_cursor(const FwdParams& p, const Job& job) {
 template <int done, int slots, int items, class Body>
 FMHA_DEVICE void for_each_due(Body body) {
   constexpr auto before = [](int n) { return n >= slots ? items : n * items / slots; };
-  for_each<before(done), before(done + 1)>(body);
+  if constexpr (done < slots) for_each<before(done), before(done + 1)>(body);
 }
 
 // Every wave of a workgroup walks alike: barriers are inside.
@@ -175,54 +176,79 @@ class MainLoop {
     k_.keep_places();
     v_.keep_places();
 
-    const PFrags<spec, tile> p_frags = scores_beside_probabilities(s_next, s, next.k, now.v, v_ahead, first_key(n));
+    Probabilities<spec, tile> made(s, wave_, job_);
+    auto make = [&](auto part) __attribute__((always_inline)) {
+      made.make(s, part.value, wave_, p_, job_, first_key(n));
+    };
+    scores_beside(make, s_next, next.k, now.v, v_ahead);
     advance(k_cursor_, n + 3);
     advance(v_cursor_, n + 2);
     modify_and_mask<spec, tile>(s_next, job_, wave_, first_key(n + 1));
-    const float next_max = values_beside_max(p_frags, s_next, now, next, v_ahead);
+    const float next_max = values_beside(make, made.frags, s_next, now, next, v_ahead);
+    wave_.row.row_sum += made.sum[0] + made.sum[1];
     raise_row_max<spec, tile>(wave_, job_, next_max);
     hidden_ |= hide_nonfinite<spec, tile>(next.v, job_, queries_, first_key(n + 1));
   }
 
-  // S(n+1) = K(n+1) Q, and P(n) between.
-  FMHA_DEVICE PFrags<spec, tile> scores_beside_probabilities(Scores<spec, tile>& s_next, Scores<spec, tile>& s,
-                                                             const typename C::KMatrix& k,
-                                                             const typename C::VMatrix& v,
-                                                             Array<typename Mma<spec.dtype_v>::Operand, ahead>& v_ahead,
-                                                             int32_t keys) {
+  // Parts of P that are made beside the second product: those of its second half, as far as they leave
+  // both products equal work.
+  static constexpr int p_parts = Probabilities<spec, tile>::parts;
+  static constexpr int late_parts = C::pv_slots / C::d_blocks % 2 == 0 ? p_parts / 4 : 0;
+  static constexpr int early_parts = p_parts - late_parts;
+
+  // Operands are read two at a time where slots allow it: one wait for both.
+  static constexpr bool reads_pairs = ahead == 4 && C::qk_slots % 2 == 0 && C::pv_slots % 2 == 0;
+  template <int slot, class Read>
+  static FMHA_DEVICE void read_ahead(Read read) {
+    if constexpr (!reads_pairs) {
+      read(Index<slot + ahead>{});
+    } else if constexpr (slot % 2 == 1) {
+      read(Index<slot - 1 + ahead>{});
+      read(Index<slot + ahead>{});
+    }
+  }
+
+  // S(n+1) = K(n+1) Q. Between: the loads, and most of P(n).
+  template <class Make>
+  FMHA_DEVICE void scores_beside(Make make, Scores<spec, tile>& s_next, const typename C::KMatrix& k,
+                                 const typename C::VMatrix& v,
+                                 Array<typename Mma<spec.dtype_v>::Operand, ahead>& v_ahead) {
     constexpr int slots = C::qk_slots, parts = Mma<spec.dtype_qk>::parts, shares = slots * parts;
-    Probabilities<spec, tile> made(s, wave_, job_);
+    constexpr int load_shares = ceil_div(shares, 3);  // early: a load needs the whole product to arrive
 #pragma unroll
     for (int n = 0; n < C::n_tiles; ++n) s_next[n] = Acc{};
     for_each<0, slots>([&](auto slot) __attribute__((always_inline)) {
-      constexpr int i = slot.value, n = i / C::slots_per_tile, later = i + ahead;
+      constexpr int i = slot.value, n = i / C::slots_per_tile;
+      auto read = [&](auto later) __attribute__((always_inline)) {
+        constexpr int at = later.value;
+        if constexpr (at < slots) k_ahead_[at % ahead] = k_operand<spec, tile>(wave_, k, at);
+        else v_ahead[at - slots] = v_operand<spec, tile>(wave_, v, at - slots);
+      };
       auto between = [&](auto part) __attribute__((always_inline)) {
         constexpr int done = i * parts + part.value;
-        if constexpr (part.value == parts - 1 && later < slots) k_ahead_[i % ahead] = k_operand<spec, tile>(wave_, k, later);
-        if constexpr (part.value == parts - 1 && later >= slots) v_ahead[later - slots] = v_operand<spec, tile>(wave_, v, later - slots);
-        for_each_due<done, shares, K::issue_parts>(
+        if constexpr (part.value == parts - 1) read_ahead<i>(read);
+        for_each_due<done, load_shares, K::issue_parts>(
             [&](auto x) __attribute__((always_inline)) { k_.issue(k_cursor_.rows, x.value); });
-        for_each_due<done, shares, V::issue_parts>(
+        for_each_due<done, load_shares, V::issue_parts>(
             [&](auto x) __attribute__((always_inline)) { v_.issue(v_cursor_.rows, x.value); });
-        for_each_due<done, shares, made.parts>(
-            [&](auto x) __attribute__((always_inline)) { made.make(s, x.value, wave_, p_, job_, keys); });
+        for_each_due<done, shares, early_parts>(make);
         sched_barrier();
       };
-      s_next[n] = mma_slot<spec.dtype_qk, i % C::slots_per_tile * C::qk_at_once>(k_ahead_[i % ahead], wave_.q, s_next[n], between);
+      s_next[n] = mma_slot<spec.dtype_qk, i % C::slots_per_tile * C::qk_at_once>(k_ahead_[i % ahead], wave_.q,
+                                                                                s_next[n], between);
     });
-    wave_.row.row_sum += made.sum[0] + made.sum[1];
-    return made.frags;
   }
 
-  // O += V(n) P(n), and max S(n+1) and the stores to LDS between. Once this wave has read the last of
-  // V(n), a barrier: what lies in LDS then is read ahead for the next step.
-  FMHA_DEVICE float values_beside_max(const PFrags<spec, tile>& p_frags, const Scores<spec, tile>& s_next,
-                                      typename C::Stage& now, typename C::Stage& next,
-                                      Array<typename Mma<spec.dtype_v>::Operand, ahead>& v_ahead) {
+  // O += V(n) P(n). Between: the rest of P(n), max S(n+1), and the stores to LDS. Once this wave has read
+  // the last of V(n), a barrier: what lies in LDS then is read ahead for the next step.
+  template <class Make>
+  FMHA_DEVICE float values_beside(Make make, const PFrags<spec, tile>& p_frags, const Scores<spec, tile>& s_next,
+                                  typename C::Stage& now, typename C::Stage& next,
+                                  Array<typename Mma<spec.dtype_v>::Operand, ahead>& v_ahead) {
     constexpr int slots = C::pv_slots, parts = Mma<spec.dtype_v>::parts;
     constexpr int before_barrier = (slots - ahead) * parts;
-    constexpr int max_shares = before_barrier > 0 ? before_barrier : slots * parts;
-    constexpr int stores = K::store_parts + V::store_parts;
+    constexpr int shares = slots * parts, before_max = shares / 2, max_shares = shares - before_max - 1;
+    constexpr int stores = K::store_parts + V::store_parts, before_stores = before_barrier / 4;
     RunningMax<spec, tile> max;
     float both_halves = 0.f;
     auto store = [&](auto x) __attribute__((always_inline)) {
@@ -234,15 +260,25 @@ class MainLoop {
       s_barrier();
     }
     for_each<0, slots>([&](auto slot) __attribute__((always_inline)) {
-      constexpr int i = slot.value, later = i + ahead;
+      constexpr int i = slot.value;
+      auto read = [&](auto later) __attribute__((always_inline)) {
+        constexpr int at = later.value;
+        if constexpr (at < slots) v_ahead[at % ahead] = v_operand<spec, tile>(wave_, now.v, at);
+        else k_ahead_[at - slots] = k_operand<spec, tile>(wave_, now.k, at - slots);
+      };
       auto between = [&](auto part) __attribute__((always_inline)) {
         constexpr int done = i * parts + part.value;
-        if constexpr (part.value == parts - 1 && later < slots) v_ahead[i % ahead] = v_operand<spec, tile>(wave_, now.v, later);
-        if constexpr (part.value == parts - 1 && later >= slots) k_ahead_[later - slots] = k_operand<spec, tile>(wave_, now.k, later - slots);
-        for_each_due<done, max_shares, max.parts>(
-            [&](auto x) __attribute__((always_inline)) { max.take(s_next, x.value); });
-        if constexpr (done + 1 == max_shares) both_halves = v_max_f32(max.most, other_half(max.most));
-        if constexpr (before_barrier > 0) for_each_due<done, before_barrier, stores>(store);
+        if constexpr (part.value == parts - 1) read_ahead<i>(read);
+        for_each_due<done, before_max, late_parts>(
+            [&](auto x) __attribute__((always_inline)) { make(Index<early_parts + x.value>{}); });
+        if constexpr (done >= before_max) {
+          for_each_due<done - before_max, max_shares, max.parts>(
+              [&](auto x) __attribute__((always_inline)) { max.take(s_next, x.value); });
+        }
+        if constexpr (done + 1 == shares) both_halves = v_max_f32(max.most, other_half(max.most));
+        if constexpr (done >= before_stores && before_barrier > 0) {
+          for_each_due<done - before_stores, before_barrier - before_stores, stores>(store);
+        }
         if constexpr (done + 1 == before_barrier) s_barrier();
         sched_barrier();
       };

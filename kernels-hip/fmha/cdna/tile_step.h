@@ -212,16 +212,23 @@ struct Probabilities {
         base(C::p_scale_log2 - finite_or_zero(wave.row.row_max)),
         exponent(exponent_of(s, 0)) {}
 
-  // The next part's exponents stand between the exponentials and what takes them, which would wait a pass.
+  // Three parts are under way: an exponential's result is taken a part later, four passes after.
   FMHA_DEVICE void make(Scores<spec, tile>& s, int part, const Wave<spec, tile>& wave, const FwdParams& p,
                         const Job& job, int32_t first_key) {
     Acc& x = s[part / 8];
-    const int i = part % 8 * 2, done = i + 2;
-    const f32x2 two = {v_exp_f32(exponent[0]), v_exp_f32(exponent[1])};
+    const int i = part % 8 * 2;
+    x[i] = v_exp_f32(exponent[0]), x[i + 1] = v_exp_f32(exponent[1]);
     if (part + 1 < parts) exponent = exponent_of(s, part + 1);
-    sum += two;
+    if (part > 0) take(s, part - 1, wave, p, job, first_key);
+    if (part + 1 == parts) take(s, part, wave, p, job, first_key);
+  }
+
+  FMHA_DEVICE void take(Scores<spec, tile>& s, int part, const Wave<spec, tile>& wave, const FwdParams& p,
+                        const Job& job, int32_t first_key) {
+    Acc& x = s[part / 8];
+    const int i = part % 8 * 2, done = i + 2;
+    sum += f32x2{x[i], x[i + 1]};
     computed_here(sum);
-    x[i] = two[0], x[i + 1] = two[1];
     if constexpr (spec.dropout) {
       if (done % kRun != 0) return;
       drop_run<spec>(x, done - kRun, p, job, wave.query, first_key + part / 8 * kEdge);
@@ -231,7 +238,6 @@ struct Probabilities {
     }
   }
 
- private:
   FMHA_DEVICE f32x2 exponent_of(const Scores<spec, tile>& s, int part) const {
     const Acc& x = s[part / 8];
     const int i = part % 8 * 2;
