@@ -91,6 +91,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=4.0, help="about how long a row may take")
     parser.add_argument("--least", type=int, default=512, help="the shortest sequence")
     parser.add_argument("--most", type=int, default=8192, help="the longest sequence")
+    parser.add_argument("--rows", default="fwd-f32,fwd-bf16,bwd-f32", help="which rows, by pass and type")
     parser.add_argument("--no-memory", action="store_true", help="leave out the memory table")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -98,8 +99,8 @@ def main():
 
     rows, name = [], ""
     lengths = [s for s in (512, 1024, 2048, 4096, 8192) if args.least <= s <= args.most]
-    cases = [("fwd", s, d, m) for d in ("f32", "bf16") for m in ("full", "causal") for s in lengths]
-    cases += [("bwd", s, "f32", m) for m in ("full", "causal") for s in lengths]
+    kinds = [kind.split("-") for kind in args.rows.split(",")]
+    cases = [(what, s, dtype, mask) for what, dtype in kinds for mask in ("full", "causal") for s in lengths]
     for what, seqlen, dtype, mask in cases:
         theirs = torch_turn(what, seqlen, dtype, mask, clock)
         once = theirs()
@@ -133,6 +134,7 @@ def main():
         "",
         f"Written by `python backend-cpu/bench/vs_torch.py --threads {args.threads} "
         f"--seconds {args.seconds:g} --least {args.least} --most {args.most}"
+        f"{'' if args.rows == parser.get_default('rows') else f' --rows {args.rows}'}"
         f"{' --no-memory' if args.no_memory else ''}`.",
         "",
         f"{args.threads} thread{'s' if args.threads > 1 else ''} on both sides, PyTorch with {capability}, {clock_name}, "

@@ -141,7 +141,12 @@ impl Panel {
 impl HeadScore {
     /// Whether [`Adjust`] has anything to do to a panel.
     pub(crate) fn adjusts(&self, panel: &Panel) -> bool {
-        panel.edge || self.softcap.is_some() || self.bias.is_some() || self.alibi.is_some()
+        panel.edge || self.changes()
+    }
+
+    /// Whether visible scores are more than a scaled product.
+    pub(crate) fn changes(&self) -> bool {
+        self.softcap.is_some() || self.bias.is_some() || self.alibi.is_some()
     }
 }
 
@@ -179,6 +184,14 @@ impl<S: Simd> Op<S> for Adjust<'_> {
             let clamp = |row: i64| row.clamp(-1, last as i64 + 1) as f32;
             (lo[lane], hi[lane]) = (clamp(i + head.band.lo), clamp(i + head.band.hi));
         }
+        // Rows that every live lane sees need nothing where only the mask has something to do.
+        let spared = if head.changes() {
+            0..0
+        } else {
+            let latest_lo = lo[..panel.queries].iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b));
+            let earliest_hi = hi[..panel.queries].iter().fold(f32::INFINITY, |a, &b| a.min(b));
+            latest_lo.max(0.0) as usize..(earliest_hi + 1.0).max(0.0) as usize
+        };
         let hidden = s.splat(f32::NEG_INFINITY);
         for v in 0..panel.vectors::<S>() {
             let at_lane = v * S::LANES;
@@ -190,7 +203,7 @@ impl<S: Simd> Op<S> for Adjust<'_> {
                     s.load(hi.as_ptr().add(at_lane)),
                 )
             };
-            for row in first..last {
+            for row in (first..last).filter(|row| !spared.contains(row)) {
                 let at = row * width + at_lane;
                 // SAFETY: row and lane are inside the panel.
                 let mut x = unsafe { s.load(scores.add(at)) };

@@ -76,14 +76,19 @@ impl Target {
         Self { ptr: slice.as_mut_ptr(), dtype, strides }
     }
 
+    /// Where a row's column `first` is.
+    #[inline(always)]
+    pub(crate) fn row_ptr(&self, batch: u32, seq: u32, head: u32, first: u32) -> *mut u8 {
+        let offset = self.strides.offset(batch, seq, head, 0) + i64::from(first);
+        self.ptr.wrapping_offset(offset as isize * self.dtype.size_bytes() as isize)
+    }
+
     /// Writes one row of results, from column `first` on.
     ///
     /// # Safety
     /// The row is inside the tensor, and no other thread writes it.
     pub(crate) unsafe fn write_row(&self, batch: u32, seq: u32, head: u32, first: u32, values: &[f32]) {
-        let size = self.dtype.size_bytes() as isize;
-        let offset = self.strides.offset(batch, seq, head, 0) + i64::from(first);
-        let to = self.ptr.wrapping_offset(offset as isize * size);
+        let to = self.row_ptr(batch, seq, head, first);
         // SAFETY: the caller's promise; the output check says that columns are one element apart and
         // that elements are aligned.
         unsafe {
@@ -144,67 +149,44 @@ struct OfBf16;
 #[derive(Clone, Copy)]
 struct OfFp8(&'static [f32; 256]);
 
-impl Elem for OfF32 {
-    const BYTES: usize = 4;
+/// A type that vectors load by one instruction: its bits, how one is converted, and how a vector is.
+macro_rules! vector_elem {
+    ($name:ident, $bits:ty, $one:expr, $vector:ident) => {
+        impl Elem for $name {
+            const BYTES: usize = size_of::<$bits>();
 
-    #[inline(always)]
-    unsafe fn one(self, at: *const u8) -> f32 {
-        // SAFETY: the caller's promise; so for every method below.
-        unsafe { at.cast::<f32>().read_unaligned() }
-    }
+            #[inline(always)]
+            unsafe fn one(self, at: *const u8) -> f32 {
+                // SAFETY: the caller's promise.
+                $one(unsafe { at.cast::<$bits>().read_unaligned() })
+            }
 
-    #[inline(always)]
-    unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
-        // SAFETY: as above.
-        unsafe { s.load(at.cast()) }
-    }
+            #[inline(always)]
+            unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
+                // SAFETY: the caller's promise.
+                unsafe { s.$vector(at.cast()) }
+            }
+        }
+    };
 }
 
-impl Elem for OfF16 {
-    const BYTES: usize = 2;
-
-    #[inline(always)]
-    unsafe fn one(self, at: *const u8) -> f32 {
-        // SAFETY: as above.
-        unsafe { f16::from_bits(at.cast::<u16>().read_unaligned()).to_f32() }
-    }
-
-    #[inline(always)]
-    unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
-        // SAFETY: as above.
-        unsafe { s.load_f16(at.cast()) }
-    }
-}
-
-impl Elem for OfBf16 {
-    const BYTES: usize = 2;
-
-    #[inline(always)]
-    unsafe fn one(self, at: *const u8) -> f32 {
-        // SAFETY: as above.
-        unsafe { bf16::from_bits(at.cast::<u16>().read_unaligned()).to_f32() }
-    }
-
-    #[inline(always)]
-    unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
-        // SAFETY: as above.
-        unsafe { s.load_bf16(at.cast()) }
-    }
-}
+vector_elem!(OfF32, f32, std::convert::identity, load);
+vector_elem!(OfF16, u16, |bits| f16::from_bits(bits).to_f32(), load_f16);
+vector_elem!(OfBf16, u16, |bits| bf16::from_bits(bits).to_f32(), load_bf16);
 
 impl Elem for OfFp8 {
     const BYTES: usize = 1;
 
     #[inline(always)]
     unsafe fn one(self, at: *const u8) -> f32 {
-        // SAFETY: as above.
+        // SAFETY: the caller's promise.
         self.0[usize::from(unsafe { at.read() })]
     }
 
     #[inline(always)]
     unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
         let mut lanes = [0.0; 16];
-        // SAFETY: as above; no vector has more than sixteen lanes.
+        // SAFETY: the caller's promise; no vector has more than sixteen lanes.
         unsafe {
             for (i, lane) in lanes[..S::LANES].iter_mut().enumerate() {
                 *lane = self.one(at.add(i));
@@ -447,41 +429,26 @@ impl Matrix {
     /// # Safety
     /// As there, with half the columns, rounded up.
     #[inline(always)]
-    pub(crate) unsafe fn gather_row_pairs(&self, rows: usize, cols: usize, to: *mut f32, stride: usize) {
-        let dense = self.col == 2;
+    pub(crate) unsafe fn gather_row_pairs<S: Simd>(
+        &self,
+        s: S,
+        rows: usize,
+        cols: usize,
+        to: *mut f32,
+        stride: usize,
+    ) {
+        let units = cols.div_ceil(2);
+        let whole = if self.col == 2 { cols / 2 / S::LANES * S::LANES } else { 0 };
         for row in 0..rows {
             let to = to.wrapping_add(row * stride);
-            // SAFETY: the caller's promise; the last pair is written whole first.
+            // SAFETY: the caller's promise, pair by pair.
             unsafe {
-                if dense {
-                    *to.add((cols - 1) / 2) = 0.0;
-                    std::ptr::copy_nonoverlapping(self.at(row, 0), to.cast::<u8>(), 2 * cols);
-                } else {
-                    for unit in 0..cols.div_ceil(2) {
-                        *to.add(unit) = self.column_pair(row, unit, cols);
-                    }
+                let from = self.at(row, 0).cast::<f32>();
+                for unit in (0..whole).step_by(S::LANES) {
+                    s.store(to.add(unit), s.load(from.add(unit)));
                 }
-            }
-        }
-    }
-
-    /// As [`gather_transposed`](Self::gather_transposed), pairs along columns.
-    ///
-    /// # Safety
-    /// As there, with half the columns, rounded up.
-    #[inline(always)]
-    pub(crate) unsafe fn gather_transposed_pairs<S: Simd>(&self, rows: usize, cols: usize, to: *mut f32) {
-        let (width, units) = (S::PANEL, cols.div_ceil(2));
-        for first in (0..rows).step_by(width) {
-            let panel = to.wrapping_add(first * units);
-            for lane in 0..width {
-                for unit in 0..units {
-                    // SAFETY: the caller's promise, element by element.
-                    unsafe {
-                        let live = first + lane < rows;
-                        let pair = if live { self.column_pair(first + lane, unit, cols) } else { 0.0 };
-                        *panel.add(unit * width + lane) = pair;
-                    }
+                for unit in whole..units {
+                    *to.add(unit) = self.column_pair(row, unit, cols);
                 }
             }
         }
@@ -495,50 +462,40 @@ impl Matrix {
     #[inline(always)]
     pub(crate) unsafe fn gather_pairs<S: Simd>(
         &self,
+        s: S,
         rows: usize,
         cols: usize,
         to: *mut f32,
         capacity: usize,
     ) -> bool {
-        const EXPONENT: u32 = 0x7f80;
         let width = S::PANEL;
-        let mut special = 0;
+        let mut finite = true;
         for first in (0..cols).step_by(width) {
             let panel = to.wrapping_add(first * capacity);
             let live = width.min(cols - first);
-            for unit in 0..rows.div_ceil(2) {
-                let row = 2 * unit;
+            for row in (0..rows).step_by(2) {
                 let two = row + 1 < rows;
+                let to = panel.wrapping_add(row / 2 * width);
+                // What is not there is 0; 32 columns are the widest panel.
+                let mut edge = [[0u16; 32]; 2];
                 // SAFETY: the caller's promise, element by element.
-                unsafe {
-                    let to = panel.add(unit * width).cast::<u32>();
+                finite &= unsafe {
                     if self.col == 2 && live == width {
-                        let low = self.at(row, first).cast::<u16>();
-                        let high = if two { self.at(row + 1, first).cast::<u16>() } else { low };
-                        let keep = if two { u32::MAX } else { 0 };
-                        for col in 0..width {
-                            let low = u32::from(low.add(col).read_unaligned());
-                            let high = u32::from(high.add(col).read_unaligned()) & keep;
-                            special |= u32::from(low & EXPONENT == EXPONENT);
-                            special |= u32::from(high & EXPONENT == EXPONENT);
-                            *to.add(col) = low | high << 16;
-                        }
+                        let low = self.at(row, first).cast();
+                        let high = if two { self.at(row + 1, first).cast() } else { edge[1].as_ptr() };
+                        s.interleave_bf16(low, high, to)
                     } else {
-                        for col in 0..width {
-                            let (mut low, mut high) = (0, 0);
-                            if col < live {
-                                low = self.bits(row, first + col);
-                                high = if two { self.bits(row + 1, first + col) } else { 0 };
+                        for (row, edge) in (row..rows).zip(&mut edge) {
+                            for (col, to) in edge[..live].iter_mut().enumerate() {
+                                *to = self.bits(row, first + col) as u16;
                             }
-                            special |= u32::from(low & EXPONENT == EXPONENT);
-                            special |= u32::from(high & EXPONENT == EXPONENT);
-                            *to.add(col) = low | high << 16;
                         }
+                        s.interleave_bf16(edge[0].as_ptr(), edge[1].as_ptr(), to)
                     }
-                }
+                };
             }
         }
-        special == 0
+        finite
     }
 }
 

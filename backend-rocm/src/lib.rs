@@ -64,7 +64,7 @@ impl RocmBackend {
     /// [`Error::NoDevice`] with every library that was tried, or the driver's words.
     pub fn open(ordinal: usize, emulate: Option<&str>) -> Result<Self> {
         let driver = match emulate {
-            None => Driver::open(search::hip()?, ordinal)?,
+            None => Driver::open(search::hip()?, ordinal, false)?,
             Some(arch) => emulated(Arch::from_gcn_name(arch)?, ordinal)?,
         };
         let info = driver.info()?;
@@ -159,7 +159,7 @@ impl RocmBackend {
 
 /// The `ordinal`-th device of `arch` among those of the emulator's library.
 fn emulated(arch: Arch, ordinal: usize) -> Result<Driver> {
-    let mut driver = Driver::open(search::hip_at(&emulator_places())?, 0)?;
+    let mut driver = Driver::open(search::hip_at(&emulator_places())?, 0, true)?;
     let mut left = ordinal;
     loop {
         if driver.info()?.gcn_arch_name.split(':').next() == Some(arch.name()) {

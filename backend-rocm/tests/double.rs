@@ -236,3 +236,9 @@ fn arguments_that_do_not_fit_are_refused_before_anything_runs() {
     let error = backend.run_fwd(&plan, &args, Stream::DEFAULT).unwrap_err().to_string();
     assert!(error.contains("k has 64 bytes"), "{error}");
 }
+
+#[test]
+fn an_emulated_device_has_no_clock() {
+    let Some(backend) = device("gfx942") else { return };
+    assert!(!backend.queues().unwrap().has_clock());
+}

@@ -66,6 +66,8 @@ pub fn headers() -> Vec<Header> {
         "mma/cdna.h",
         "cdna/config.h",
         "cdna/load.h",
+        "cdna/direct.h",
+        "cdna/schedule.h",
         "cdna/tile_step.h",
         "cdna/epilogue.h",
         "cdna/nonfinite.h",

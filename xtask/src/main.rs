@@ -7,6 +7,7 @@
 mod coverage;
 mod emulated;
 mod mutation;
+mod mutation_amd;
 mod setup;
 mod support;
 mod tally;
@@ -25,6 +26,9 @@ usage: cargo xtask test      set up, test everything in release, print the count
        cargo xtask mutation [SCHEDULES]
                              the sm90 kernel broken instruction by instruction in the emulator, into
                              docs/kernels/sm90-mutation.md; sound, under 100 schedules
+       cargo xtask mutation-amd
+                             the CDNA kernel's waits and barriers left out one by one in the emulator, into
+                             docs/kernels/cdna-mutation.md
        cargo xtask coverage [FILE]
                              lines of the CUDA device text that the battery executes in the emulator, into
                              docs/kernels/cuda-coverage.md; FILE: what an earlier `ptx-emu cover` wrote";
@@ -48,6 +52,7 @@ fn main() -> ExitCode {
         }
         ["coverage"] => ended(coverage::run(None)),
         ["coverage", path] => ended(coverage::run(Some(path))),
+        ["mutation-amd"] => ended(mutation_amd::run()),
         ["mutation"] => ended(mutation::run(100)),
         ["mutation", number] => match number.parse() {
             Ok(schedules) => ended(mutation::run(schedules)),

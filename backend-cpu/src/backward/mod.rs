@@ -19,8 +19,8 @@ mod tile;
 
 use fmha_core::{Bias, BwdArgs, SeqSpan, ValidBwd};
 
-use crate::blocks::{AddTo, RowDots, Rows};
-use crate::forward::{Blocks, Bytes, key_tiles};
+use crate::blocks::{AddTo, Factors, RowDots, Rows, WriteRows};
+use crate::forward::{Blocks, Bytes, Call, key_tiles};
 use crate::memory::{Floats, reserve};
 use crate::score::{Panel, ScoreInputs};
 use crate::simd::Simd;
@@ -28,13 +28,8 @@ use crate::tasks::Threads;
 use crate::tensor::{Source, Target, f32_at};
 use tile::Tile;
 
-/// A backward call with its arguments checked.
-pub(crate) struct Backward<'a> {
-    pub(crate) problem: &'a ValidBwd,
-    pub(crate) args: &'a BwdArgs<'a>,
-    pub(crate) spans: &'a [SeqSpan],
-    pub(crate) blocks: Blocks,
-}
+/// A backward call.
+pub(crate) type Backward<'a> = Call<'a, ValidBwd, BwdArgs<'a>>;
 
 /// What a task computes.
 #[derive(Clone, Copy)]
@@ -126,32 +121,6 @@ impl Backward<'_> {
             Task::Bias { i_batch, i_head, i } => shared.bias_rows(s, scratch, i_batch, i_head, i),
         });
         Ok(())
-    }
-}
-
-/// Rows of a panelled gradient.
-fn write_rows<S: Simd>(
-    to: &Target,
-    at: (u32, u32, u32),
-    rows: usize,
-    dim: usize,
-    from: (*const f32, usize),
-    factor: f32,
-    row: &mut Floats,
-) {
-    let ((batch, first, head), (panels, capacity)) = (at, from);
-    // SAFETY: `dim` numbers of scratch; panels of at least `rows` rows; the rows are this task's.
-    unsafe {
-        let out = std::slice::from_raw_parts_mut(row.as_mut_ptr(), dim);
-        for r in 0..rows {
-            for (panel, out) in out.chunks_mut(S::PANEL).enumerate() {
-                let from = panels.add((panel * capacity + r) * S::PANEL);
-                for (col, out) in out.iter_mut().enumerate() {
-                    *out = *from.add(col) * factor;
-                }
-            }
-            to.write_row(batch, first + r as u32, head, 0, out);
-        }
     }
 }
 
@@ -316,8 +285,24 @@ impl Shared<'_> {
             let at = (span.storage_batch, span.q_row, i_head_kv * ratio + g);
             let scale = self.problem.fwd.resolved_softmax_scale();
             let rows = span.seqlen_q as usize;
-            write_rows::<S>(&self.dq, at, rows, dim_qk, (from, capacity), scale, &mut scratch.row);
+            self.write(s, &self.dq, at, (rows, dim_qk), (from, capacity), scale, &mut scratch.row);
         }
+    }
+
+    /// Writes rows of a gradient from panels.
+    #[expect(clippy::too_many_arguments, reason = "two matrices and a factor")]
+    fn write<S: Simd>(
+        &self,
+        s: S,
+        to: &Target,
+        at: (u32, u32, u32),
+        (rows, cols): (usize, usize),
+        (from, capacity): (*const f32, usize),
+        factor: f32,
+        row: &mut Floats,
+    ) {
+        let (factors, row) = (Factors::All(factor), row.as_mut_ptr());
+        s.run(WriteRows { to, at, rows, cols, from, capacity, factors, untouched: 0, row });
     }
 
     /// Where dQ of the kv head's query head `g` lies.
@@ -389,8 +374,8 @@ impl Shared<'_> {
         let at = (span.storage_batch, span.k_row + j, i_head_kv);
         let scale = self.problem.fwd.resolved_softmax_scale();
         let Scratch { dk, dv, row, .. } = scratch;
-        write_rows::<S>(&self.dk, at, keys, dim_qk, (dk.as_ptr(), capacity), scale, row);
-        write_rows::<S>(&self.dv, at, keys, dim_v, (dv.as_ptr(), capacity), 1.0, row);
+        self.write(s, &self.dk, at, (keys, dim_qk), (dk.as_ptr(), capacity), scale, row);
+        self.write(s, &self.dv, at, (keys, dim_v), (dv.as_ptr(), capacity), 1.0, row);
     }
 
     /// dQ of a tile of queries.
@@ -410,7 +395,7 @@ impl Shared<'_> {
         let at = (span.storage_batch, span.q_row + i, i_head);
         let from = (scratch.dq.as_ptr(), block_m);
         let scale = head.softmax_scale;
-        write_rows::<S>(&self.dq, at, queries, self.dims().0, from, scale, &mut scratch.row);
+        self.write(s, &self.dq, at, (queries, self.dims().0), from, scale, &mut scratch.row);
     }
 
     /// dBias of rows of one matrix: the sum over every sequence and head that it serves.

@@ -23,7 +23,7 @@ impl<S: Simd> Op<S> for Gather<'_> {
         // SAFETY: rows and columns are inside the tensor and the scratch by construction of the task.
         *finite = unsafe {
             if S::BF16_DOT && pairs {
-                from.gather_pairs::<S>(rows, cols, to, capacity)
+                from.gather_pairs(s, rows, cols, to, capacity)
             } else {
                 from.gather(s, rows, cols, factor, to, capacity)
             }
@@ -48,7 +48,7 @@ impl<S: Simd> Op<S> for GatherRows {
         // SAFETY: as for `Gather`.
         unsafe {
             if S::BF16_DOT && pairs {
-                from.gather_row_pairs(rows, cols, to, row_stride(cols.div_ceil(2)));
+                from.gather_row_pairs(s, rows, cols, to, row_stride(cols.div_ceil(2)));
             } else {
                 from.gather_rows(s, rows, cols, factor, to, row_stride(cols));
             }
@@ -79,8 +79,17 @@ impl<S: Simd> Op<S> for GatherTransposed {
     fn call(self, s: S) {
         let Self { from, rows, cols, factor, to, staging, pairs } = self;
         if S::BF16_DOT && pairs {
-            // SAFETY: as for `Gather`.
-            unsafe { from.gather_transposed_pairs::<S>(rows, cols, to) };
+            let units = cols.div_ceil(2);
+            let stride = row_stride(units);
+            for first in (0..rows).step_by(S::PANEL) {
+                let live = S::PANEL.min(rows - first);
+                let to = to.wrapping_add(first * units);
+                // SAFETY: as for `Gather`; rows of pairs are shorter than PANEL-wide panels of columns are.
+                unsafe {
+                    from.skip(first).gather_row_pairs(s, live, cols, staging, stride);
+                    transpose_rows(s, staging, stride, units, to);
+                }
+            }
             return;
         }
         let capacity = S::PANEL;
@@ -118,19 +127,28 @@ impl<S: Simd> Op<S> for TransposePanels {
                 let live = width.min(cols - panel);
                 // SAFETY: capacities are multiples of PANEL, so the whole panel of rows is there; rows
                 // beyond the last hold old numbers, and their lanes reach nothing.
-                unsafe {
-                    for row in (0..width).step_by(S::LANES) {
-                        let whole = live - live % S::LANES;
-                        for col in (0..whole).step_by(S::LANES) {
-                            let (from, to) = (from.add(row * width + col), to.add(col * width + row));
-                            s.transpose(from, width, to, width);
-                        }
-                        for col in whole..live {
-                            for lane in row..row + S::LANES {
-                                *to.add(col * width + lane) = *from.add(lane * width + col);
-                            }
-                        }
-                    }
+                unsafe { transpose_rows(s, from, width, live, to) };
+            }
+        }
+    }
+}
+
+/// PANEL rows of `cols` numbers, `stride` apart, to `cols` rows of PANEL.
+///
+/// # Safety
+/// All of that is readable and writable.
+#[inline(always)]
+unsafe fn transpose_rows<S: Simd>(s: S, from: *const f32, stride: usize, cols: usize, to: *mut f32) {
+    let (width, whole) = (S::PANEL, cols - cols % S::LANES);
+    // SAFETY: the caller's promise.
+    unsafe {
+        for row in (0..width).step_by(S::LANES) {
+            for col in (0..whole).step_by(S::LANES) {
+                s.transpose(from.add(row * stride + col), stride, to.add(col * width + row), width);
+            }
+            for col in whole..cols {
+                for lane in row..row + S::LANES {
+                    *to.add(col * width + lane) = *from.add(lane * stride + col);
                 }
             }
         }

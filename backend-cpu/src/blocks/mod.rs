@@ -4,8 +4,12 @@ mod gather;
 mod product;
 mod softmax;
 mod tiles;
+mod write;
 
 pub(crate) use gather::{Gather, GatherRows, GatherTransposed, TransposePanels, row_stride};
 pub(crate) use product::{Columns, FmaLoop, RowDots, Rows, Scores};
 pub(crate) use softmax::{AddTo, Gradient, Multiply, RowState, Scale, Softmax};
-pub(crate) use tiles::{TILE, TileColumns, TileScores, TileSoftmax, TransposeValues, UntransposeOut};
+pub(crate) use tiles::{
+    TILE, TileColumns, TileScores, TileSoftmax, TileStage, TransposeValues, UntransposeOut, WriteTransposed,
+};
+pub(crate) use write::{Factors, WriteRows};

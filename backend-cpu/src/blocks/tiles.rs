@@ -5,7 +5,8 @@ use fmha_core::MaskBand;
 
 use super::row_stride;
 use crate::score::Panel;
-use crate::simd::{Op, Simd, TileProduct, exp, exp_coarse};
+use crate::simd::{Between, Nothing, Op, Simd, TileProduct};
+use crate::tensor::Target;
 
 /// bf16 that a step of a product reduces, and rows of A in a block.
 pub(crate) const TILE: usize = 32;
@@ -24,9 +25,10 @@ pub(crate) struct TileScores {
     pub(crate) scores: *mut f32,
 }
 
-impl<S: Simd> Op<S> for TileScores {
+impl TileScores {
+    /// Computes them, going on with `between` after each step.
     #[inline(always)]
-    fn call(self, s: S) {
+    fn run<S: Simd>(self, s: S, between: &mut impl Between<S>) {
         let Self { panel, keys, queries, units, scores } = self;
         let stride = row_stride(units);
         for row in (panel.rows.0 / TILE * TILE..panel.rows.1).step_by(TILE) {
@@ -42,8 +44,12 @@ impl<S: Simd> Op<S> for TileScores {
             };
             // SAFETY: capacities are multiples of a tile; rows beyond the last live one hold old numbers,
             // which reach no other row.
-            unsafe { s.tile_product(&block) };
+            unsafe { block.run(s, between) };
         }
+    }
+
+    fn steps(&self) -> usize {
+        (self.panel.rows.1.div_ceil(TILE) - self.panel.rows.0 / TILE) * (self.units / LANES)
     }
 }
 
@@ -79,67 +85,159 @@ impl<S: Simd> Op<S> for TransposeValues {
     }
 }
 
-/// Scores to pairs of probabilities, as [`Softmax`](super::Softmax) does, from scores times `factor`; zeros
-/// beside the live rows of the tiles that they touch.
+/// Scores to pairs of probabilities, `P = 2^(factor S - row_max)`, zeros beside the live rows of the tiles
+/// that they touch, and the running state as [`Softmax`](super::Softmax) keeps it, but in powers of 2.
+///
+/// `row_max` follows the maximum only when that is [`SLACK`] above it: any base serves that keeps P in
+/// range, and O is mostly spared its rescaling (Dao and others use it in FlashAttention-4).
+#[derive(Clone, Copy)]
 pub(crate) struct TileSoftmax {
     pub(crate) panel: Panel,
     pub(crate) scores: *mut f32,
+    /// Above 0.
     pub(crate) factor: f32,
     pub(crate) state: super::RowState,
 }
 
-impl<S: Simd> Op<S> for TileSoftmax {
+/// P stays below 2 to this power.
+const SLACK: f32 = 8.0;
+
+/// How far a [`TileSoftmax`] is: first the largest scores, then probabilities.
+struct Progress<S: Simd, const VECTORS: usize> {
+    softmax: TileSoftmax,
+    factor: S::V,
+    /// The largest so far, of even and of odd rows: one chain of maxima would take twice as long.
+    largest: [[S::V; VECTORS]; 2],
+    /// The row that comes next to be compared.
+    compared: usize,
+    /// What is added to a score.
+    base: [S::V; VECTORS],
+    row_sum: [S::V; VECTORS],
+    /// The row whose probabilities come next.
+    row: usize,
+    /// Pairs of rows between two steps of a product.
+    pairs: usize,
+}
+
+/// Comparing takes that much less time than a probability.
+const COMPARED_AT_ONCE: usize = 8;
+
+impl<S: Simd, const VECTORS: usize> Between<S> for Progress<S, VECTORS> {
     #[inline(always)]
-    fn call(self, s: S) {
-        match self.panel.vectors::<S>() {
-            1 => self.lanes::<S, 1>(s),
-            _ => self.lanes::<S, 2>(s),
+    fn go_on(&mut self, s: S) {
+        if self.compared < self.softmax.panel.rows.1 {
+            self.compare(s, 2 * COMPARED_AT_ONCE * self.pairs);
+        } else {
+            self.advance(s, self.pairs);
         }
     }
 }
 
 impl TileSoftmax {
     #[inline(always)]
-    fn lanes<S: Simd, const VECTORS: usize>(self, s: S) {
-        let Self { panel, scores, factor, state } = self;
-        let (first, last) = panel.rows;
-        let at = |row: usize, v: usize| scores.wrapping_add(row * S::PANEL + v * S::LANES);
-        let factor = s.splat(factor);
+    fn begin<S: Simd, const VECTORS: usize>(self, s: S, pairs: usize) -> Progress<S, VECTORS> {
+        let (zero, first) = ([s.splat(0.0); VECTORS], self.panel.rows.0);
+        Progress {
+            softmax: self,
+            factor: s.splat(self.factor),
+            largest: [[s.splat(f32::NEG_INFINITY); VECTORS]; 2],
+            compared: first,
+            base: zero,
+            row_sum: zero,
+            row: first,
+            pairs,
+        }
+    }
+
+    #[inline(always)]
+    fn at<S: Simd>(&self, row: usize, v: usize) -> *mut f32 {
+        self.scores.wrapping_add(row * S::PANEL + v * S::LANES)
+    }
+}
+
+impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
+    /// The next `rows` into the largest; after the last of them, the running state's part.
+    #[inline(always)]
+    fn compare(&mut self, s: S, rows: usize) {
+        let stop = (self.compared + rows).min(self.softmax.panel.rows.1);
+        for row in (self.compared..stop).step_by(2) {
+            // Where there is no other row, the same once more.
+            for (parity, row) in [row, (row + 1).min(stop - 1)].into_iter().enumerate() {
+                for (v, largest) in self.largest[parity].iter_mut().enumerate() {
+                    // SAFETY: a row and a vector of the panel. A NaN leaves the maximum alone and shows in P.
+                    *largest = s.max(unsafe { s.load(self.softmax.at::<S>(row, v)) }, *largest);
+                }
+            }
+        }
+        self.compared = stop;
+        if stop == self.softmax.panel.rows.1 {
+            self.settle(s);
+        }
+    }
+
+    #[inline(always)]
+    fn settle(&mut self, s: S) {
+        let state = self.softmax.state;
         let nothing = s.splat(f32::NEG_INFINITY);
+        for (v, base) in self.base.iter_mut().enumerate() {
+            // SAFETY: PANEL numbers of each state.
+            unsafe {
+                let row_max = state.row_max.add(v * S::LANES);
+                let (old, seen) =
+                    (s.load(row_max), s.mul(s.max(self.largest[0][v], self.largest[1][v]), self.factor));
+                // Where both are -inf, the difference is NaN, and the new one is as good.
+                let new = s.select_le(s.sub(seen, old), s.splat(SLACK), old, seen);
+                // Where nothing is seen yet, 2^(-inf - 0) is the 0 that 2^(-inf - -inf) is not.
+                let finite = s.select_le(new, nothing, s.splat(0.0), new);
+                s.store(state.alpha.add(v * S::LANES), s.exp2_coarse(s.sub(old, finite)));
+                s.store(row_max, new);
+                *base = s.sub(s.splat(0.0), finite);
+            }
+        }
+    }
+
+    /// Probabilities of a row's vector.
+    #[inline(always)]
+    fn exp(&mut self, s: S, row: usize, v: usize) -> S::V {
+        // SAFETY: a row and a vector of the panel.
+        let score = unsafe { s.load(self.softmax.at::<S>(row, v)) };
+        let p = s.exp2_coarse(s.fma(score, self.factor, self.base[v]));
+        self.row_sum[v] = s.add(self.row_sum[v], p);
+        p
+    }
+
+    /// The next `pairs` of rows, but for a row that has no other.
+    #[inline(always)]
+    fn advance(&mut self, s: S, pairs: usize) {
+        let stop = (self.row + 2 * pairs).min(self.softmax.panel.rows.1 & !1);
+        while self.row < stop {
+            for v in 0..VECTORS {
+                let (low, high) = (self.exp(s, self.row, v), self.exp(s, self.row + 1, v));
+                // SAFETY: half as many rows as there are scores.
+                unsafe { s.store(self.softmax.at::<S>(self.row / 2, v), s.pair_weights(low, high)) };
+            }
+            self.row += 2;
+        }
+    }
+
+    /// What is left.
+    #[inline(always)]
+    fn finish(mut self, s: S) {
+        let (first, last) = self.softmax.panel.rows;
+        if self.compared < last {
+            self.compare(s, last);
+        }
+        self.advance(s, last);
         // SAFETY: rows and lanes of the panel, and PANEL numbers of each state.
         unsafe {
-            let mut row_max: [S::V; VECTORS] = std::array::from_fn(
-                #[inline(always)]
-                |v| s.load(state.row_max.add(v * S::LANES)),
-            );
-            for row in first..last {
-                for (v, row_max) in row_max.iter_mut().enumerate() {
-                    *row_max = s.max(s.mul(s.load(at(row, v)), factor), *row_max);
-                }
-            }
-            let mut base = row_max;
-            for (v, base) in base.iter_mut().enumerate() {
-                let old = state.row_max.add(v * S::LANES);
-                // Where nothing is seen yet, exp(-inf - 0) is the 0 that exp(-inf - -inf) is not.
-                *base = s.select_le(*base, nothing, s.splat(0.0), *base);
-                s.store(state.alpha.add(v * S::LANES), exp(s, s.sub(s.load(old), *base)));
-                s.store(old, row_max[v]);
-                *base = s.sub(s.splat(0.0), *base);
-            }
-            let mut row_sum = [s.splat(0.0); VECTORS];
-            for row in (first..last).step_by(2) {
+            if self.row < last {
                 for v in 0..VECTORS {
-                    let low = exp_coarse(s, s.fma(s.load(at(row, v)), factor, base[v]));
-                    row_sum[v] = s.add(row_sum[v], low);
-                    let mut high = s.splat(0.0);
-                    if row + 1 < last {
-                        high = exp_coarse(s, s.fma(s.load(at(row + 1, v)), factor, base[v]));
-                        row_sum[v] = s.add(row_sum[v], high);
-                    }
-                    s.store(at(row / 2, v), s.pair_bf16(low, high));
+                    let low = self.exp(s, self.row, v);
+                    s.store(self.softmax.at::<S>(self.row / 2, v), s.pair_weights(low, s.splat(0.0)));
                 }
             }
-            for (v, &sum) in row_sum.iter().enumerate() {
+            let state = self.softmax.state;
+            for (v, &sum) in self.row_sum.iter().enumerate() {
                 let (total, alpha) = (state.row_sum.add(v * S::LANES), state.alpha.add(v * S::LANES));
                 s.store(total, s.fma(s.load(total), s.load(alpha), sum));
             }
@@ -147,9 +245,52 @@ impl TileSoftmax {
             let before = live.start / LANES * LANES..live.start;
             for unit in before.chain(live.end..live.end.next_multiple_of(LANES)) {
                 for v in 0..2 {
-                    s.store(at(unit, v), s.splat(0.0));
+                    s.store(self.softmax.at::<S>(unit, v), s.splat(0.0));
                 }
             }
+        }
+    }
+}
+
+/// What is done at once, since tiles and vectors are units of their own: products of the panel before and
+/// of the one after, and between their steps the softmax of a panel.
+pub(crate) struct TileStage {
+    pub(crate) columns: Option<TileColumns>,
+    pub(crate) softmax: Option<TileSoftmax>,
+    pub(crate) scores: Option<TileScores>,
+}
+
+impl<S: Simd> Op<S> for TileStage {
+    #[inline(always)]
+    fn call(self, s: S) {
+        match self.softmax {
+            Some(softmax) if softmax.panel.queries <= S::LANES => self.with::<S, 1>(s, softmax),
+            Some(softmax) => self.with::<S, 2>(s, softmax),
+            None => self.products(s, &mut Nothing),
+        }
+    }
+}
+
+impl TileStage {
+    #[inline(always)]
+    fn with<S: Simd, const VECTORS: usize>(self, s: S, softmax: TileSoftmax) {
+        let steps = self.columns.as_ref().map_or(0, TileColumns::steps)
+            + self.scores.as_ref().map_or(0, TileScores::steps);
+        // A ninth of the steps compares.
+        let half_rows = (softmax.panel.rows.1 - softmax.panel.rows.0).div_ceil(2);
+        let pairs = (half_rows + half_rows.div_ceil(COMPARED_AT_ONCE)).div_ceil(steps.max(1));
+        let mut progress = softmax.begin::<S, VECTORS>(s, pairs);
+        self.products(s, &mut progress);
+        progress.finish(s);
+    }
+
+    #[inline(always)]
+    fn products<S: Simd>(self, s: S, between: &mut impl Between<S>) {
+        if let Some(columns) = self.columns {
+            columns.run(s, between);
+        }
+        if let Some(scores) = self.scores {
+            scores.run(s, between);
         }
     }
 }
@@ -170,12 +311,23 @@ pub(crate) struct TileColumns {
     pub(crate) alpha: Option<*const f32>,
 }
 
-impl<S: Simd> Op<S> for TileColumns {
+impl TileColumns {
+    /// Pairs of keys from the first live tile on, to the last.
+    fn units(&self) -> (usize, usize) {
+        (self.panel.rows.0 / TILE * LANES, self.panel.rows.1.div_ceil(TILE) * LANES)
+    }
+
+    fn steps(&self) -> usize {
+        let (first, last) = self.units();
+        (last - first) / LANES * (self.dim / TILE)
+    }
+
+    /// As [`TileScores::run`].
     #[inline(always)]
-    fn call(self, s: S) {
+    fn run<S: Simd>(self, s: S, between: &mut impl Between<S>) {
         self.rescale(s);
-        let Self { panel, weights, columns, capacity, dim, out, alpha } = self;
-        let (first, last) = (panel.rows.0 / TILE * LANES, panel.rows.1.div_ceil(TILE) * LANES);
+        let (first, last) = self.units();
+        let Self { weights, columns, capacity, dim, out, alpha, .. } = self;
         let stride = row_stride(capacity);
         for col in (0..dim).step_by(TILE) {
             let block = TileProduct {
@@ -189,19 +341,17 @@ impl<S: Simd> Op<S> for TileColumns {
                 add: alpha.is_some(),
             };
             // SAFETY: whole tiles of keys and columns; lanes beyond the live ones reach no other lane.
-            unsafe { s.tile_product(&block) };
+            unsafe { block.run(s, between) };
         }
     }
-}
 
-impl TileColumns {
     #[inline(always)]
     fn rescale<S: Simd>(&self, s: S) {
         let Some(alpha) = self.alpha else { return };
         // SAFETY: `dim` rows of a panel.
         unsafe {
             let alphas = [s.load(alpha), s.load(alpha.add(S::LANES))];
-            // The maximum has mostly been seen in the first tiles.
+            // So it is in most tiles: see `TileSoftmax`.
             if (0..self.panel.queries).all(|lane| *alpha.add(lane) == 1.0) {
                 return;
             }
@@ -233,6 +383,57 @@ impl TileColumns {
                             let at = (col / S::PANEL * self.capacity + row / 2) * S::PANEL + col % S::PANEL;
                             *out += weight * half(*panels.add(at), row);
                         }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Panels of queries `[dim][PANEL]`, times the factors of their rows, to rows of a tensor of bf16.
+pub(crate) struct WriteTransposed<'a> {
+    pub(crate) to: &'a Target,
+    /// Batch, first row, head.
+    pub(crate) at: (u32, u32, u32),
+    pub(crate) rows: usize,
+    pub(crate) dim: usize,
+    pub(crate) from: *const f32,
+    /// One for each row, in whole panels.
+    pub(crate) factors: *const f32,
+    /// A bit for each panel that nothing was written to, and that is 0.
+    pub(crate) untouched: u128,
+    /// Scratch of two blocks of LANES x LANES.
+    pub(crate) staging: *mut f32,
+}
+
+impl<S: Simd> Op<S> for WriteTransposed<'_> {
+    #[inline(always)]
+    fn call(self, s: S) {
+        let Self { to, at: (batch, first_row, head), rows, dim, from, factors, untouched, staging } = self;
+        let rounded = staging.wrapping_add(S::LANES * S::LANES);
+        for first in (0..rows).step_by(S::LANES) {
+            let (panel, lane) = (first / S::PANEL, first % S::PANEL);
+            let from = from.wrapping_add(panel * S::PANEL * dim + lane);
+            let live = S::LANES.min(rows - first);
+            // SAFETY: whole panels of queries and of the head dimension; the rows are this task's.
+            unsafe {
+                let factors = s.load(factors.add(first));
+                for col in (0..dim).step_by(2 * S::LANES) {
+                    for unit in 0..S::LANES {
+                        let from = from.add((col + 2 * unit) * S::PANEL);
+                        let pair = if untouched & 1 << panel != 0 {
+                            s.splat(0.0)
+                        } else {
+                            let (low, high) = (s.load(from), s.load(from.add(S::PANEL)));
+                            s.pair_bf16(s.mul(low, factors), s.mul(high, factors))
+                        };
+                        s.store(rounded.add(unit * S::LANES), pair);
+                    }
+                    s.transpose(rounded, S::LANES, staging, S::LANES);
+                    for row in 0..live {
+                        let to =
+                            to.row_ptr(batch, (first_row as usize + first + row) as u32, head, col as u32);
+                        s.store(to.cast(), s.load(staging.add(row * S::LANES)));
                     }
                 }
             }

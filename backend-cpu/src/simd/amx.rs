@@ -7,7 +7,6 @@
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
 
-use super::TileProduct;
 use super::x86::Avx512Bf16;
 
 /// [`Avx512Bf16`] with tiles of bf16.
@@ -35,7 +34,9 @@ static CONFIG: Config = Config {
 impl Amx {
     /// Whether this processor has the instructions, and the system lets this process use them.
     pub(crate) fn detect() -> Option<Self> {
-        let vectors = Avx512Bf16::detect().is_some() && is_x86_feature_detected!("avx512bw");
+        let vectors = Avx512Bf16::detect().is_some()
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq");
         (vectors && has_tiles() && permitted()).then_some(Self(()))
     }
 }
@@ -98,59 +99,80 @@ pub(super) unsafe fn leave() {
     unsafe { asm!("tilerelease", options(nostack, preserves_flags, nomem)) };
 }
 
-/// Four accumulators, two tiles of A, two of B.
+/// Sets the accumulators to 0: tiles 0 and 1 are the upper rows, 2 and 3 the lower ones. They stay in
+/// their registers from call to call, since the compiler itself never uses tiles.
 ///
 /// # Safety
-/// What [`TileProduct`] says is readable and writable; this thread is between [`enter`] and [`leave`].
+/// This thread is between [`enter`] and [`leave`]; so for every function below.
 #[inline(always)]
-pub(super) unsafe fn product(block: &TileProduct) {
-    let &TileProduct { a, a_row, b, b_row, steps, c, c_row, add } = block;
-    let lower = c.cast::<u8>().wrapping_add(16 * c_row);
+pub(super) unsafe fn zero() {
     // SAFETY: the caller's promise.
     unsafe {
-        if add {
-            asm!(
-                "tileloadd tmm0, [{c} + {c_row}*1]",
-                "tileloadd tmm1, [{c} + {c_row}*1 + 64]",
-                "tileloadd tmm2, [{lower} + {c_row}*1]",
-                "tileloadd tmm3, [{lower} + {c_row}*1 + 64]",
-                c = in(reg) c, lower = in(reg) lower, c_row = in(reg) c_row,
-                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                options(nostack, preserves_flags, readonly),
-            );
-        } else {
-            asm!(
-                "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
-                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                options(nostack, preserves_flags, nomem),
-            );
-        }
-        // The compiler itself never uses tiles: what the block above left in them is still there.
         asm!(
-            "2:",
+            "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            options(nostack, preserves_flags, nomem),
+        );
+    }
+}
+
+/// # Safety
+/// What [`Simd::tile_load`](super::Simd::tile_load) says is readable.
+#[inline(always)]
+pub(super) unsafe fn load(c: *const f32, c_row: usize) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        asm!(
+            "tileloadd tmm0, [{c} + {c_row}*1]",
+            "tileloadd tmm1, [{c} + {c_row}*1 + 64]",
+            "tileloadd tmm2, [{lower} + {c_row}*1]",
+            "tileloadd tmm3, [{lower} + {c_row}*1 + 64]",
+            c = in(reg) c, lower = in(reg) c.cast::<u8>().wrapping_add(16 * c_row), c_row = in(reg) c_row,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            options(nostack, preserves_flags, readonly),
+        );
+    }
+}
+
+/// Two tiles of A by two of B.
+///
+/// # Safety
+/// What [`Simd::tile_step`](super::Simd::tile_step) says is readable.
+#[inline(always)]
+pub(super) unsafe fn step(a: *const u8, a_row: usize, b: *const u8, b_row: usize) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        asm!(
             "tileloadd tmm4, [{a} + {a_row}*1]",
             "tileloadd tmm6, [{b} + {b_row}*1]",
             "tdpbf16ps tmm0, tmm4, tmm6",
             "tileloadd tmm7, [{b} + {b_row}*1 + 64]",
             "tdpbf16ps tmm1, tmm4, tmm7",
-            "tileloadd tmm5, [{a2} + {a_row}*1]",
+            "tileloadd tmm5, [{lower} + {a_row}*1]",
             "tdpbf16ps tmm2, tmm5, tmm6",
             "tdpbf16ps tmm3, tmm5, tmm7",
-            "add {a}, 64",
-            "add {a2}, 64",
-            "add {b}, {b_step}",
-            "dec {steps}",
-            "jnz 2b",
+            a = in(reg) a, lower = in(reg) a.wrapping_add(16 * a_row), a_row = in(reg) a_row,
+            b = in(reg) b, b_row = in(reg) b_row,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack, preserves_flags, readonly),
+        );
+    }
+}
+
+/// # Safety
+/// What [`Simd::tile_store`](super::Simd::tile_store) says is writable.
+#[inline(always)]
+pub(super) unsafe fn store(c: *mut f32, c_row: usize) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        asm!(
             "tilestored [{c} + {c_row}*1], tmm0",
             "tilestored [{c} + {c_row}*1 + 64], tmm1",
             "tilestored [{lower} + {c_row}*1], tmm2",
             "tilestored [{lower} + {c_row}*1 + 64], tmm3",
-            a = inout(reg) a => _, a2 = inout(reg) a.wrapping_add(16 * a_row) => _, a_row = in(reg) a_row,
-            b = inout(reg) b => _, b_row = in(reg) b_row, b_step = in(reg) 16 * b_row,
-            steps = inout(reg) steps => _, c = in(reg) c, lower = in(reg) lower, c_row = in(reg) c_row,
-            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-            options(nostack),
+            c = in(reg) c, lower = in(reg) c.cast::<u8>().wrapping_add(16 * c_row), c_row = in(reg) c_row,
+            options(nostack, preserves_flags),
         );
     }
 }

@@ -15,7 +15,7 @@ mod x86;
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) use amx::Amx;
-pub(crate) use math::{exp, exp_coarse, tanh};
+pub(crate) use math::{exp, tanh};
 #[cfg(target_arch = "aarch64")]
 pub(crate) use neon::Neon;
 pub(crate) use portable::Portable;
@@ -48,6 +48,45 @@ pub(crate) struct TileProduct {
     pub(crate) add: bool,
 }
 
+/// What runs beside tiles, a little after each of their steps.
+pub(crate) trait Between<S: Simd> {
+    /// Implementations are `#[inline(always)]`.
+    fn go_on(&mut self, s: S);
+}
+
+/// Nothing to do.
+pub(crate) struct Nothing;
+
+impl<S: Simd> Between<S> for Nothing {
+    #[inline(always)]
+    fn go_on(&mut self, _: S) {}
+}
+
+impl TileProduct {
+    /// Computes it, going on with `between` after each step.
+    ///
+    /// # Safety
+    /// A, B and C are there over their extents; this thread has entered tiles.
+    #[inline(always)]
+    pub(crate) unsafe fn run<S: Simd>(&self, s: S, between: &mut impl Between<S>) {
+        let (mut a, mut b) = (self.a, self.b);
+        // SAFETY: the caller's promise.
+        unsafe {
+            if self.add {
+                s.tile_load(self.c, self.c_row);
+            } else {
+                s.tile_zero();
+            }
+            for _ in 0..self.steps {
+                s.tile_step(a, self.a_row, b, self.b_row);
+                (a, b) = (a.add(64), b.add(16 * self.b_row));
+                between.go_on(s);
+            }
+            s.tile_store(self.c, self.c_row);
+        }
+    }
+}
+
 /// One instruction set.
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// f32 in a vector.
@@ -57,12 +96,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     const TILE_ROWS: usize;
     /// Whether [`dot_bf16`](Self::dot_bf16) exists.
     const BF16_DOT: bool = false;
-    /// Whether [`tile_product`](Self::tile_product) exists; then a panel has 32 columns.
+    /// Whether [`tile_step`](Self::tile_step) and its like exist; then a panel has 32 columns.
     const TILES: bool = false;
-    /// What the rows of a tile of keys are rounded up to.
-    const KEY_ROWS: usize = Self::TILE_ROWS;
-    /// Where `e^x` is 0 at the latest, with [`times_power`](Self::times_power).
-    const LEAST_EXP: f32 = -88.2;
     /// Columns of a panel: queries, or a head dimension's.
     const PANEL: usize = 2 * Self::LANES;
 
@@ -107,6 +142,43 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// `LANES` f16 are readable at `from`, aligned or not.
     unsafe fn load_f16(self, from: *const u16) -> Self::V;
 
+    /// Stores what [`round_to_bf16`](Self::round_to_bf16) leaves.
+    ///
+    /// # Safety
+    /// `LANES` bf16 are writable at `to`, aligned or not.
+    #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut u16, v: Self::V) {
+        let mut lanes = [0.0f32; 16];
+        // SAFETY: no vector has more than sixteen lanes; the caller's promise.
+        unsafe {
+            self.store(lanes.as_mut_ptr(), self.round_to_bf16(v));
+            for (i, lane) in lanes[..Self::LANES].iter().enumerate() {
+                to.add(i).write_unaligned((lane.to_bits() >> 16) as u16);
+            }
+        }
+    }
+
+    /// Two rows of PANEL bf16 to one of pairs, `low` in the low halves; whether all of it was finite.
+    ///
+    /// # Safety
+    /// PANEL bf16 are readable at `low` and at `high`, PANEL f32 writable at `to`.
+    #[inline(always)]
+    unsafe fn interleave_bf16(self, low: *const u16, high: *const u16, to: *mut f32) -> bool {
+        const EXPONENT: u32 = 0x7f80;
+        let mut special = 0;
+        for col in 0..Self::PANEL {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let low = u32::from(low.add(col).read_unaligned());
+                let high = u32::from(high.add(col).read_unaligned());
+                special |= u32::from(low & EXPONENT == EXPONENT);
+                special |= u32::from(high & EXPONENT == EXPONENT);
+                to.add(col).cast::<u32>().write(low | high << 16);
+            }
+        }
+        special == 0
+    }
+
     /// Transposes a block of LANES x LANES: `to[c * to_step + r] = from[r * from_step + c]`.
     ///
     /// # Safety
@@ -121,28 +193,58 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         }
     }
 
-    /// Before the first [`tile_product`](Self::tile_product) of a thread's task.
+    /// Before the first [`tile_step`](Self::tile_step) of a thread's task.
     fn enter_tiles(self) {}
 
     /// After the last one.
     fn leave_tiles(self) {}
 
+    /// Sets the accumulators, a block of 32 x 32, to 0.
+    ///
     /// # Safety
-    /// A, B and C are there over the extents of [`TileProduct`]; this thread has entered tiles.
-    unsafe fn tile_product(self, block: &TileProduct) {
-        let _ = block;
+    /// This thread has entered tiles; so for the three methods below.
+    unsafe fn tile_zero(self) {}
+
+    /// Loads the accumulators.
+    ///
+    /// # Safety
+    /// 32 x 32 f32 are readable at `c`, rows `c_row` bytes apart.
+    unsafe fn tile_load(self, c: *const f32, c_row: usize) {
+        let _ = (c, c_row);
     }
 
-    /// `p 2^n` for integers n from `LEAST_EXP log2 e` on, 0 there.
+    /// Adds the product of a step of [`TileProduct`]'s A and B.
+    ///
+    /// # Safety
+    /// 32 rows of 64 bytes are readable at `a`, 16 of 128 at `b`, that many bytes apart.
+    unsafe fn tile_step(self, a: *const u8, a_row: usize, b: *const u8, b_row: usize) {
+        let _ = (a, a_row, b, b_row);
+    }
+
+    /// Stores the accumulators.
+    ///
+    /// # Safety
+    /// As for [`tile_load`](Self::tile_load), writable.
+    unsafe fn tile_store(self, c: *mut f32, c_row: usize) {
+        let _ = (c, c_row);
+    }
+
+    /// [`math::exp2_coarse`], or what keeps its promises in fewer instructions.
     #[inline(always)]
-    fn times_power(self, p: Self::V, n: Self::V) -> Self::V {
-        self.mul(p, self.power_of_two(n))
+    fn exp2_coarse(self, x: Self::V) -> Self::V {
+        math::exp2_coarse(self, x)
     }
 
     /// Lane by lane two bf16, the low half of the lane's 32 bits first: `acc + a0*b0 + a1*b1`.
     fn dot_bf16(self, acc: Self::V, a: Self::V, b: Self::V) -> Self::V {
         let _ = (a, b);
         acc
+    }
+
+    /// As [`pair_bf16`](Self::pair_bf16) for numbers from 0 on, where halves may be rounded away from 0 and NaN may
+    /// become anything.
+    fn pair_weights(self, low: Self::V, high: Self::V) -> Self::V {
+        self.pair_bf16(low, high)
     }
 
     /// Lane by lane (low, high) rounded to bf16 into one 32-bit pair for
@@ -155,6 +257,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::*;
 
     struct Transpose<'a> {
@@ -186,15 +290,132 @@ mod tests {
         }
     }
 
+    struct Rounded<'a> {
+        low: &'a [f32; 32],
+        high: &'a [f32; 32],
+        single: &'a mut [u16; 32],
+        pairs: &'a mut [f32; 32],
+        weights: &'a mut [f32; 32],
+    }
+
+    impl<S: Simd> Op<S> for Rounded<'_> {
+        #[inline(always)]
+        fn call(self, s: S) {
+            for at in (0..32).step_by(S::LANES) {
+                // SAFETY: vectors of arrays of 32.
+                unsafe {
+                    let (low, high) = (s.load(self.low[at..].as_ptr()), s.load(self.high[at..].as_ptr()));
+                    s.store_bf16(self.single[at..].as_mut_ptr(), low);
+                    s.store(self.pairs[at..].as_mut_ptr(), s.pair_bf16(low, high));
+                    let (low, high) = (s.abs(low), s.abs(high));
+                    s.store(self.weights[at..].as_mut_ptr(), s.pair_weights(low, high));
+                }
+            }
+        }
+    }
+
+    /// Numbers whose rounding differs from truncation, carries, is a tie, or overflows, and NaN.
+    fn rounds_to_bf16<S: Simd>(s: S) {
+        let low: [f32; 32] = std::array::from_fn(|i| match i {
+            0 => f32::NAN,
+            1 => f32::NEG_INFINITY,
+            2 => f32::from_bits(0x7fff_ffff),
+            3 => f32::MAX,
+            4 => -0.0,
+            5 => f32::from_bits(0x3f80_8000),
+            6 => f32::from_bits(0x3f81_8000),
+            7 => f32::from_bits(0xbfff_ffff),
+            _ => (i as f32 - 17.3) * 1.234_567,
+        });
+        let high = low.map(|x| x * -3.7);
+        let (mut single, mut pairs, mut weights) = ([0; 32], [0.0; 32], [0.0; 32]);
+        let of =
+            Rounded { low: &low, high: &high, single: &mut single, pairs: &mut pairs, weights: &mut weights };
+        s.run(of);
+        for i in 0..32 {
+            let same = |bits: u32, x: f32| {
+                let (found, wanted) = (bf16::from_bits(bits as u16), bf16::from_f32(x));
+                found.to_bits() == wanted.to_bits() || found.is_nan() && wanted.is_nan()
+            };
+            assert!(same(single[i].into(), low[i]), "{} became {:#x}", low[i], single[i]);
+            if !S::BF16_DOT {
+                continue;
+            }
+            let pair = pairs[i].to_bits();
+            assert!(same(pair, low[i]) && same(pair >> 16, high[i]), "{}, {}: {pair:#x}", low[i], high[i]);
+            for (bits, x) in
+                [(weights[i].to_bits(), low[i].abs()), (weights[i].to_bits() >> 16, high[i].abs())]
+            {
+                let found = bf16::from_bits(bits as u16).to_f32();
+                if x.is_finite() && x < 1e38 {
+                    assert!((found - x).abs() <= x / 256.0, "{x} became {found}");
+                }
+            }
+        }
+    }
+
+    struct Interleaved<'a> {
+        low: &'a [u16],
+        high: &'a [u16],
+        to: &'a mut [f32],
+        finite: &'a mut bool,
+    }
+
+    impl<S: Simd> Op<S> for Interleaved<'_> {
+        #[inline(always)]
+        fn call(self, s: S) {
+            assert!(self.low.len() >= S::PANEL && self.high.len() >= S::PANEL && self.to.len() >= S::PANEL);
+            // SAFETY: a panel each.
+            *self.finite =
+                unsafe { s.interleave_bf16(self.low.as_ptr(), self.high.as_ptr(), self.to.as_mut_ptr()) };
+        }
+    }
+
+    fn interleaves<S: Simd>(s: S) {
+        let (low, mut high): (Vec<u16>, Vec<u16>) = (0..32u16).map(|i| (7 * i + 1, 1000 + 11 * i)).unzip();
+        let (mut to, mut finite) = ([0.0; 32], false);
+        s.run(Interleaved { low: &low, high: &high, to: &mut to, finite: &mut finite });
+        for col in 0..S::PANEL {
+            assert_eq!(to[col].to_bits(), u32::from(low[col]) | u32::from(high[col]) << 16, "column {col}");
+        }
+        assert!(finite);
+        for special in [bf16::INFINITY, bf16::NAN, bf16::NEG_INFINITY] {
+            high[S::PANEL - 1] = special.to_bits();
+            s.run(Interleaved { low: &high, high: &low, to: &mut to, finite: &mut finite });
+            assert!(!finite, "{special}");
+        }
+    }
+
+    /// Runs a test for every instruction set of this processor, and says which ones it has not.
+    macro_rules! for_each_set {
+        ($test:ident) => {
+            $test(Portable);
+            $test(SoftTiles);
+            #[cfg(target_arch = "x86_64")]
+            {
+                let absent = |name| eprintln!("absent: {name}, which this processor has not");
+                Avx2::detect().map_or_else(|| absent("avx2"), $test);
+                Avx512::detect().map_or_else(|| absent("avx512"), $test);
+                Avx512Bf16::detect().map_or_else(|| absent("avx512bf16"), $test);
+                Amx::detect().map_or_else(|| absent("amx"), $test);
+            }
+            #[cfg(target_arch = "aarch64")]
+            Neon::detect().into_iter().for_each($test);
+        };
+    }
+
+    #[test]
+    fn a_number_becomes_the_nearest_bf16_alone_and_in_pairs() {
+        for_each_set!(rounds_to_bf16);
+    }
+
+    #[test]
+    fn rows_are_interleaved_column_by_column_and_what_is_not_finite_is_seen() {
+        for_each_set!(interleaves);
+    }
+
     #[test]
     fn a_transposed_block_has_rows_where_columns_were_and_touches_nothing_else() {
-        transposes(Portable);
-        #[cfg(target_arch = "x86_64")]
-        {
-            Avx2::detect().into_iter().for_each(transposes);
-            Avx512::detect().into_iter().for_each(transposes);
-        }
-        #[cfg(target_arch = "aarch64")]
-        Neon::detect().into_iter().for_each(transposes);
+        for_each_set!(transposes);
     }
 }

@@ -140,11 +140,16 @@ impl Simd for Portable {
 pub(crate) struct SoftTiles;
 
 #[cfg(test)]
+thread_local! {
+    /// Those of [`SoftTiles`].
+    static ACCUMULATORS: std::cell::Cell<[[f32; 32]; 32]> = const { std::cell::Cell::new([[0.0; 32]; 32]) };
+}
+
+#[cfg(test)]
 impl Simd for SoftTiles {
     const TILE_ROWS: usize = 12;
     const BF16_DOT: bool = true;
     const TILES: bool = true;
-    const KEY_ROWS: usize = 96;
     array_methods!(16);
 
     fn pair_bf16(self, low: Self::V, high: Self::V) -> Self::V {
@@ -152,23 +157,38 @@ impl Simd for SoftTiles {
         lanes!(i => f32::from_bits(bits(low[i]) | bits(high[i]) << 16))
     }
 
-    unsafe fn tile_product(self, block: &super::TileProduct) {
-        assert!(block.steps > 0);
+    unsafe fn tile_zero(self) {
+        ACCUMULATORS.set([[0.0; 32]; 32]);
+    }
+
+    unsafe fn tile_load(self, c: *const f32, c_row: usize) {
+        // SAFETY: the caller promised the extents; so for the two below.
+        ACCUMULATORS
+            .set(std::array::from_fn(|row| unsafe { c.byte_add(row * c_row).cast::<[f32; 32]>().read() }));
+    }
+
+    unsafe fn tile_step(self, a: *const u8, a_row: usize, b: *const u8, b_row: usize) {
         let half = |pair: u32| [pair << 16, pair & 0xffff_0000].map(f32::from_bits);
-        for row in 0..32 {
-            for col in 0..32 {
-                // SAFETY: the caller promised the extents.
+        let mut sums = ACCUMULATORS.get();
+        for unit in 0..16 {
+            for (row, sums) in sums.iter_mut().enumerate() {
+                // SAFETY: see `tile_load`.
                 unsafe {
-                    let c = block.c.cast::<u8>().add(row * block.c_row).cast::<f32>().add(col);
-                    let mut sum = if block.add { *c } else { 0.0 };
-                    for unit in 0..16 * block.steps {
-                        let a = half(block.a.add(row * block.a_row).cast::<u32>().add(unit).read());
-                        let b = half(block.b.add(unit * block.b_row).cast::<u32>().add(col).read());
-                        sum += a[0] * b[0] + a[1] * b[1];
+                    let a = half(a.add(row * a_row).cast::<u32>().add(unit).read());
+                    for (col, sum) in sums.iter_mut().enumerate() {
+                        let b = half(b.add(unit * b_row).cast::<u32>().add(col).read());
+                        *sum += a[0] * b[0] + a[1] * b[1];
                     }
-                    *c = sum;
                 }
             }
+        }
+        ACCUMULATORS.set(sums);
+    }
+
+    unsafe fn tile_store(self, c: *mut f32, c_row: usize) {
+        for (row, sums) in ACCUMULATORS.get().iter().enumerate() {
+            // SAFETY: see `tile_load`.
+            unsafe { c.byte_add(row * c_row).cast::<[f32; 32]>().write(*sums) };
         }
     }
 }

@@ -130,6 +130,7 @@ fn schedule_words(tile: &Sm90Tile) -> String {
     words.extend(tile.lookahead.then(|| "next tile's first product early".to_owned()));
     words
         .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
+    words.extend(tile.integer_max.then(|| "maxima by bits".to_owned()));
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
     words.extend((tile.copy_bytes > 0).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
     words.extend((!tile.warp_specialised).then(|| "no load role".to_owned()));
@@ -163,7 +164,10 @@ pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOp
         ("lazy_rescale_log2", tile.lazy_rescale_log2.to_string()),
         ("wait_anchor", tile.wait_anchor.to_string()),
         ("exp2_polynomial_every", tile.exp2_polynomial_every.to_string()),
+        ("integer_max", flag(tile.integer_max)),
         ("pack_gqa", flag(tile.pack_gqa)),
+        ("cluster", tile.cluster.to_string()),
+        ("q_in_registers", flag(tile.q_in_registers)),
     ];
     Ok(pairs.map(|(knob, value)| (knob.to_owned(), value)).to_vec())
 }
@@ -171,7 +175,7 @@ pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOp
 /// What `fmha tune` tries of each knob, the weightiest first. What does not go together (shared memory,
 /// registers, rows that no group divides) is refused by the plan or by the compiler.
 pub(crate) fn knobs() -> Vec<(&'static str, Vec<String>)> {
-    let knobs: [(&'static str, &[&str]); 10] = [
+    let knobs: [(&'static str, &[&str]); 13] = [
         ("block_n", &["64", "80", "96", "112", "128", "144", "160", "176", "192"]),
         ("block_m", &["64", "128", "192"]),
         ("lookahead", &["0", "1"]),
@@ -181,7 +185,10 @@ pub(crate) fn knobs() -> Vec<(&'static str, Vec<String>)> {
         ("ping_pong", &["0", "1"]),
         ("lazy_rescale_log2", &["0", "8"]),
         ("exp2_polynomial_every", &["0", "4", "8"]),
+        ("integer_max", &["0", "1"]),
         ("pack_gqa", &["0", "1"]),
+        ("cluster", &["1", "2"]),
+        ("q_in_registers", &["0", "1"]),
     ];
     knobs.map(|(knob, values)| (knob, values.iter().map(|&value| value.to_owned()).collect())).to_vec()
 }

@@ -141,6 +141,10 @@ impl Queues for Driver {
         Driver::destroy_stream(self, stream)
     }
 
+    fn has_clock(&self) -> bool {
+        !self.emulated()
+    }
+
     fn seconds(&self, stream: Stream, queue: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
         let (start, stop) = (Event::new(self)?, Event::new(self)?);
         start.record(stream)?;

@@ -16,6 +16,8 @@ use self::sys::{DeviceProperties, Handle, Hip, HipStatus};
 pub(crate) struct Driver {
     hip: Arc<Hip>,
     ordinal: c_int,
+    /// Whether `hip` is the emulator's: its events tell the emulator's time.
+    emulated: bool,
 }
 
 /// What the driver says of a device.
@@ -31,17 +33,21 @@ pub(crate) struct DeviceInfo {
 }
 
 impl Driver {
-    /// Initialises `hip` and finds device `ordinal`.
+    /// Initialises `hip`, the emulator's or a device's, and finds device `ordinal`.
     ///
     /// # Errors
     /// [`Error::NoDevice`] with the driver's words.
-    pub(crate) fn open(hip: Hip, ordinal: usize) -> Result<Self> {
-        let driver = Self { hip: Arc::new(hip), ordinal: 0 };
+    pub(crate) fn open(hip: Hip, ordinal: usize, emulated: bool) -> Result<Self> {
+        let driver = Self { hip: Arc::new(hip), ordinal: 0, emulated };
         // SAFETY: HIP's own entry; no arguments but a flag that must be 0.
         let status = unsafe { (driver.hip.hipInit)(0) };
         let no_device = |error| Error::NoDevice(format!("HIP has no device: {error}"));
         driver.check("hipInit", status).map_err(no_device)?;
         driver.at(ordinal)
+    }
+
+    pub(crate) fn emulated(&self) -> bool {
+        self.emulated
     }
 
     /// The device after this one.
@@ -59,7 +65,7 @@ impl Driver {
         self.check("hipGetDeviceCount", status)
             .map_err(|error| Error::NoDevice(format!("HIP has no device: {error}")))?;
         match c_int::try_from(ordinal) {
-            Ok(ordinal) if ordinal < count => Ok(Self { hip: Arc::clone(&self.hip), ordinal }),
+            Ok(ordinal) if ordinal < count => Ok(Self { ordinal, ..self.clone() }),
             _ => Err(Error::NoDevice(format!(
                 "ordinal {ordinal} is not below HIP's number of devices {count}"
             ))),

@@ -85,7 +85,7 @@ fn tile(
             arch.lds_bytes()
         );
     }
-    let block_m = given_block_m.unwrap_or_else(|| default_block_m(spec, problem, block_n));
+    let block_m = given_block_m.unwrap_or_else(|| default_block_m(spec, problem));
     let mut tile = CdnaTile {
         block_m,
         block_n,
@@ -98,18 +98,17 @@ fn tile(
     Ok(tile)
 }
 
-/// Eight waves where the tiles of a workgroup fill the LDS of the smaller architectures: two waves a SIMD, and
-/// half of the registers that loads wait in. Four where two workgroups fit, where there are few queries, and
-/// where a wave needs more than half of a SIMD's registers.
-fn default_block_m(spec: &FwdSpec, problem: &FwdProblem, block_n: i32) -> i32 {
-    const HALF_OF_LDS: i64 = 32 * 1024;
-    let shared = lds_bytes(spec, block_n) <= HALF_OF_LDS;
+/// Eight waves share the tiles of K and V: two waves a SIMD, and half of the loads, and of their registers, a
+/// wave. Four where rows are short and two workgroups fit, where there are few queries, and where a wave needs
+/// more than half of a SIMD's registers.
+fn default_block_m(spec: &FwdSpec, problem: &FwdProblem) -> i32 {
+    let short = spec.head_dim_qk.max(spec.head_dim_v) <= 64;
     let few_queries = problem.dims.seqlen_q <= MIN_BLOCK_M as u32;
     let wide = spec.head_dim_qk.max(spec.head_dim_v) > 128;
     // They take registers that eight waves do not have.
     let busy =
         spec.dropout || spec.softcap || spec.bias != BiasKind::None || spec.v_layout == VLayout::ColMajor;
-    if shared || few_queries || wide || busy { MIN_BLOCK_M } else { 2 * MIN_BLOCK_M }
+    if short || few_queries || wide || busy { MIN_BLOCK_M } else { 2 * MIN_BLOCK_M }
 }
 
 /// The widest step whose tiles fit the LDS and whose accumulators fit the registers.
@@ -130,7 +129,8 @@ fn lds_bytes(spec: &FwdSpec, block_n: i32) -> i64 {
     STAGES * i64::from(k + v)
 }
 
-/// Whether every row of Q, K and V starts and ends on a dword, and a tile's rows within 2^31 bytes.
+/// Whether every row of Q, K and V starts and ends on a dword, and a tile's rows lie within 2^28 bytes: a descriptor
+/// reaches several tiles.
 fn loads_dwords(problem: &FwdProblem, tile: &CdnaTile) -> bool {
     let (q, k, v) = (problem.shape_q(), problem.shape_k(), problem.shape_v());
     let (qk_size, v_size) = (problem.dtype_qk.size_bytes() as i64, problem.dtype_v.size_bytes() as i64);
@@ -138,7 +138,7 @@ fn loads_dwords(problem: &FwdProblem, tile: &CdnaTile) -> bool {
         [strides.batch * size, strides.head * size, row_stride * size, row_bytes]
             .iter()
             .all(|n| n % DWORD == 0)
-            && (rows + 1).saturating_mul(row_stride * size) < i64::from(i32::MAX) / 2
+            && (rows + 1).saturating_mul(row_stride * size) < 1 << 28
     };
     let qk_bytes = i64::from(q.dim) * qk_size;
     let v_fits = match problem.v_layout {

@@ -27,7 +27,7 @@ pub(crate) fn tools_are_there() -> bool {
 /// The table, tab-separated, with a header line.
 pub(crate) fn table() -> String {
     let mut text = String::from(
-        "arch\tcall\tvgprs\tagprs\tspills\tlds_bytes\twaves_per_simd\tloop_passes\tmfma_passes\tmfma_percent\tvalu_passes\n",
+        "arch\tcall\tvgprs\tagprs\tspills\tlds_bytes\twaves_per_simd\tloop_passes\tmfma_passes\tmfma_percent\tvalu_passes\tsimd_percent\n",
     );
     let mut kinds = Vec::new();
     for arch in Arch::ALL {
@@ -73,7 +73,7 @@ fn row(arch: Arch, dtype: DType, head_dim: u32, mask: &str) -> String {
     let passes = passes(arch, &main_loop);
     std::fs::remove_file(&file).unwrap();
     format!(
-        "{}\t{dtype}/d{head_dim}/mask {mask}\t{}\t{}\t{}\t{}\t{}\t{:.0}\t{:.0}\t{:.1}\t{:.0}\n",
+        "{}\t{dtype}/d{head_dim}/mask {mask}\t{}\t{}\t{}\t{}\t{}\t{:.0}\t{:.0}\t{:.1}\t{:.0}\t{:.1}\n",
         arch.name(),
         found.vgprs,
         found.agprs,
@@ -84,6 +84,7 @@ fn row(arch: Arch, dtype: DType, head_dim: u32, mask: &str) -> String {
         passes.mfma,
         100.0 * passes.mfma / passes.total,
         passes.valu,
+        100.0 * passes.simd_share(waves_per_simd(arch, &found, waves) as f64),
     )
 }
 
@@ -105,6 +106,18 @@ struct Passes {
     total: f64,
     mfma: f64,
     valu: f64,
+    /// What the vector unit is occupied for: `valu`, a pass for each matrix instruction's issue, and the passes of
+    /// exponentials that llvm-mca leaves out: they take four, on gfx950 two.
+    vector: f64,
+}
+
+impl Passes {
+    /// Share of the matrix unit's time that `waves` of a SIMD fill together, if nothing but the units limits them:
+    /// the longest of all their matrix passes, all their vector passes, and one of them alone. A rule, no simulation.
+    fn simd_share(&self, waves: f64) -> f64 {
+        let matrix = waves * self.mfma;
+        matrix / matrix.max(waves * self.vector).max(self.total)
+    }
 }
 
 /// One step of the loop with the most matrix instructions: of the ways through it that have them all,
@@ -209,7 +222,10 @@ fn passes(arch: Arch, main_loop: &[String]) -> Passes {
         pressure.split_whitespace().map(|number| number.parse().unwrap_or(0.0)).collect();
     let uncounted = F8F6F4_UNCOUNTED * main_loop.iter().filter(|text| text.contains("f8f6f4")).count() as f64;
     // HWBranch, HWExport, HWLGKM, HWSALU, HWVALU, HWVMEM, HWXDL.
+    let of = |name: &str| main_loop.iter().filter(|text| text.contains(name)).count() as f64;
+    let uncounted_exp = if arch == Arch::Gfx950 { 1.0 } else { 3.0 };
     Passes {
+        vector: pressure[4] + of("mfma") + uncounted_exp * of("v_exp_f32"),
         total: total.trim().parse::<f64>().unwrap() / STEPS + uncounted,
         mfma: pressure[6] + uncounted,
         valu: pressure[4],

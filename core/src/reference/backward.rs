@@ -151,9 +151,10 @@ pub fn backward_head(
     i_head: u32,
     precision: Precision,
 ) -> Result<HeadBackward, ProblemError> {
+    let one = OneHead { problem, args, span, i_head };
     match precision {
-        Precision::Exact => differentiate::<f64>(problem, args, span, i_head, precision),
-        Precision::AsInput => differentiate::<f32>(problem, args, span, i_head, precision),
+        Precision::Exact => one.differentiate::<f64>(precision),
+        Precision::AsInput => one.differentiate::<f32>(precision),
     }
 }
 
@@ -171,9 +172,10 @@ pub fn backward_part(
     part: Part<'_>,
     precision: Precision,
 ) -> Result<HeadBackward, ProblemError> {
+    let one = OneHead { problem, args, span, i_head };
     match precision {
-        Precision::Exact => differentiate_part::<f64>(problem, args, span, i_head, part, precision),
-        Precision::AsInput => differentiate_part::<f32>(problem, args, span, i_head, part, precision),
+        Precision::Exact => one.differentiate_part::<f64>(part, precision),
+        Precision::AsInput => one.differentiate_part::<f32>(part, precision),
     }
 }
 
@@ -186,101 +188,104 @@ pub struct Part<'a> {
     pub keys: &'a [u32],
 }
 
-fn differentiate<T: Float>(
-    problem: &BwdProblem,
-    args: &BwdArgs<'_>,
+/// One (sequence, query head) of a call.
+#[derive(Clone, Copy)]
+struct OneHead<'a> {
+    problem: &'a BwdProblem,
+    args: &'a BwdArgs<'a>,
     span: SeqSpan,
     i_head: u32,
-    precision: Precision,
-) -> Result<HeadBackward, ProblemError> {
-    let fwd = &problem.fwd;
-    let head = Head::<T>::gather(fwd, &Inputs::from(args), span, i_head, precision)?;
-    let dout = gather_dout(problem, args, span, i_head)?;
-    let mut sums = HeadSums::zeros(&head, span.seqlen_q as usize, span.seqlen_k as usize);
-    for i in 0..span.seqlen_q {
-        let softmax = Softmax::of_row(&head, i);
-        let p: Vec<T> = softmax.weights.iter().map(|&weight| weight / softmax.row_sum).collect();
-        let mut o = vec![T::zero(); head.head_dim_v];
-        for (&j, &p) in softmax.visible.iter().zip(&p) {
-            axpy(&mut o, head.probability(p) * head.keep_factor(i, j), row(&head.v, j, head.head_dim_v));
-        }
-        let o: Vec<T> = o.iter().map(|&o| real(head.as_result(o, fwd.dtype_o))).collect();
-        let dlse = dlse_at(problem, args, span, i_head, i)?;
-        let query = Query::new(&head, i, row(&dout, i, head.head_dim_v), &o, softmax.lse, dlse);
-        for (&j, &p) in softmax.visible.iter().zip(&p) {
-            let pair = query.pair(&head, j, p, problem.dtype_grad);
-            sums.add_to_row(&head, i as usize, j, &pair);
-            sums.add_to_key(j as usize, &query, &pair);
-        }
-        sums.add_sink(&head, &query);
-    }
-    Ok(sums.finish(span, i_head))
 }
 
-fn differentiate_part<T: Float>(
-    problem: &BwdProblem,
-    args: &BwdArgs<'_>,
-    span: SeqSpan,
-    i_head: u32,
-    part: Part<'_>,
-    precision: Precision,
-) -> Result<HeadBackward, ProblemError> {
-    let fwd = &problem.fwd;
-    let head = Head::<T>::gather(fwd, &Inputs::from(args), span, i_head, precision)?;
-    let dout = gather_dout(problem, args, span, i_head)?;
-    let o = Rows { name: "o", slice: args.o, dtype: fwd.dtype_o, strides: fwd.o };
-    let dim_v = head.head_dim_v;
-    let o: Vec<T> =
-        o.gather(span.storage_batch, i_head, span.q_row, span.seqlen_q, dim_v as u32, T::one())?;
-    let queries = (0..span.seqlen_q)
-        .map(|i| {
-            let lse = f32_at("lse", Some(&args.lse), span.lse_index(fwd, i_head, i))?;
-            let dlse = dlse_at(problem, args, span, i_head, i)?;
-            Ok(Query::new(&head, i, row(&dout, i, dim_v), row(&o, i, dim_v), lse, dlse))
-        })
-        .collect::<Result<Vec<_>, ProblemError>>()?;
-
-    let mut sums = HeadSums::zeros(&head, part.rows.len(), part.keys.len());
-    let pair = |query: &Query<'_, T>, j: u32| {
-        let score = head.capped(query.i, j).0 + head.bias(query.i, j);
-        // A row that saw nothing has P = 0 = exp(S - inf).
-        let lse = if query.lse == T::neg_infinity() { T::infinity() } else { query.lse };
-        query.pair(&head, j, (score - lse).exp(), problem.dtype_grad)
-    };
-    for (at, &i) in part.rows.iter().enumerate() {
-        for j in head.visible(i) {
-            sums.add_to_row(&head, at, j, &pair(&queries[i as usize], j));
+impl<'a> OneHead<'a> {
+    fn differentiate<T: Float>(self, precision: Precision) -> Result<HeadBackward, ProblemError> {
+        let (head, dout) = self.gather::<T>(precision)?;
+        let Self { problem, span, i_head, .. } = self;
+        let fwd = &problem.fwd;
+        let mut sums = HeadSums::zeros(&head, span.seqlen_q as usize, span.seqlen_k as usize);
+        for i in 0..span.seqlen_q {
+            let softmax = Softmax::of_row(&head, i);
+            let p: Vec<T> = softmax.weights.iter().map(|&weight| weight / softmax.row_sum).collect();
+            let mut o = vec![T::zero(); head.head_dim_v];
+            for (&j, &p) in softmax.visible.iter().zip(&p) {
+                axpy(&mut o, head.probability(p) * head.keep_factor(i, j), row(&head.v, j, head.head_dim_v));
+            }
+            let o: Vec<T> = o.iter().map(|&o| real(head.as_result(o, fwd.dtype_o))).collect();
+            let dlse = self.dlse_at(i)?;
+            let query = Query::new(&head, i, row(&dout, i, head.head_dim_v), &o, softmax.lse, dlse);
+            for (&j, &p) in softmax.visible.iter().zip(&p) {
+                let pair = query.pair(&head, j, p, problem.dtype_grad);
+                sums.add_to_row(&head, i as usize, j, &pair);
+                sums.add_to_key(j as usize, &query, &pair);
+            }
+            sums.add_sink(&head, &query);
         }
+        Ok(sums.finish(span, i_head))
     }
-    for (at, &j) in part.keys.iter().enumerate() {
-        for query in queries.iter().filter(|query| head.band.visible(query.i, j)) {
-            sums.add_to_key(at, query, &pair(query, j));
+
+    fn differentiate_part<T: Float>(
+        self,
+        part: Part<'_>,
+        precision: Precision,
+    ) -> Result<HeadBackward, ProblemError> {
+        let (head, dout) = self.gather::<T>(precision)?;
+        let Self { problem, args, span, i_head } = self;
+        let fwd = &problem.fwd;
+        let o = Rows { name: "o", slice: args.o, dtype: fwd.dtype_o, strides: fwd.o };
+        let dim_v = head.head_dim_v;
+        let o: Vec<T> =
+            o.gather(span.storage_batch, i_head, span.q_row, span.seqlen_q, dim_v as u32, T::one())?;
+        let queries = (0..span.seqlen_q)
+            .map(|i| {
+                let lse = f32_at("lse", Some(&args.lse), span.lse_index(fwd, i_head, i))?;
+                let dlse = self.dlse_at(i)?;
+                Ok(Query::new(&head, i, row(&dout, i, dim_v), row(&o, i, dim_v), lse, dlse))
+            })
+            .collect::<Result<Vec<_>, ProblemError>>()?;
+
+        let mut sums = HeadSums::zeros(&head, part.rows.len(), part.keys.len());
+        let pair = |query: &Query<'_, T>, j: u32| {
+            let score = head.capped(query.i, j).0 + head.bias(query.i, j);
+            // A row that saw nothing has P = 0 = exp(S - inf).
+            let lse = if query.lse == T::neg_infinity() { T::infinity() } else { query.lse };
+            query.pair(&head, j, (score - lse).exp(), problem.dtype_grad)
+        };
+        for (at, &i) in part.rows.iter().enumerate() {
+            for j in head.visible(i) {
+                sums.add_to_row(&head, at, j, &pair(&queries[i as usize], j));
+            }
         }
+        for (at, &j) in part.keys.iter().enumerate() {
+            for query in queries.iter().filter(|query| head.band.visible(query.i, j)) {
+                sums.add_to_key(at, query, &pair(query, j));
+            }
+        }
+        queries.iter().for_each(|query| sums.add_sink(&head, query));
+        Ok(sums.finish(span, i_head))
     }
-    queries.iter().for_each(|query| sums.add_sink(&head, query));
-    Ok(sums.finish(span, i_head))
-}
 
-fn gather_dout<T: Float>(
-    problem: &BwdProblem,
-    args: &BwdArgs<'_>,
-    span: SeqSpan,
-    i_head: u32,
-) -> Result<Vec<T>, ProblemError> {
-    let fwd = &problem.fwd;
-    let dout = Rows { name: "dout", slice: args.dout, dtype: fwd.dtype_o, strides: problem.dout };
-    dout.gather(span.storage_batch, i_head, span.q_row, span.seqlen_q, fwd.dims.head_dim_v, T::one())
-}
-
-fn dlse_at<T: Float>(
-    problem: &BwdProblem,
-    args: &BwdArgs<'_>,
-    span: SeqSpan,
-    i_head: u32,
-    i: u32,
-) -> Result<T, ProblemError> {
-    if !problem.has_dlse {
-        return Ok(T::zero());
+    /// The head's operands, and dO.
+    fn gather<T: Float>(self, precision: Precision) -> Result<(Head<'a, T>, Vec<T>), ProblemError> {
+        let Self { problem, args, span, i_head } = self;
+        let fwd = &problem.fwd;
+        let head = Head::<T>::gather(fwd, &Inputs::from(args), span, i_head, precision)?;
+        let dout = Rows { name: "dout", slice: args.dout, dtype: fwd.dtype_o, strides: problem.dout };
+        let dout = dout.gather(
+            span.storage_batch,
+            i_head,
+            span.q_row,
+            span.seqlen_q,
+            fwd.dims.head_dim_v,
+            T::one(),
+        )?;
+        Ok((head, dout))
     }
-    f32_at("dlse", args.dlse.as_ref(), span.lse_index(&problem.fwd, i_head, i))
+
+    fn dlse_at<T: Float>(self, i: u32) -> Result<T, ProblemError> {
+        if !self.problem.has_dlse {
+            return Ok(T::zero());
+        }
+        let index = self.span.lse_index(&self.problem.fwd, self.i_head, i);
+        f32_at("dlse", self.args.dlse.as_ref(), index)
+    }
 }

@@ -11,7 +11,9 @@ FMHA_DEVICE constexpr bool is_power_of_two(int x) { return (x & (x - 1)) == 0; }
 // A matrix in LDS, rows of 16-byte chunks, laid out so that eight lanes that read one chunk column
 // of eight adjacent rows meet all 32 banks. A power of two of chunks a row is permuted inside its
 // row; any other number gets an odd pitch.
-template <int num_rows, int row_bytes>
+//
+// `eights`: rows d and d + 8 are turned differently too, for a writer whose lanes are eight rows apart.
+template <int num_rows, int row_bytes, bool eights>
 struct LdsMatrix {
   static constexpr int chunks = row_bytes / kFragBytes;
   static constexpr bool permuted = is_power_of_two(chunks);
@@ -21,9 +23,11 @@ struct LdsMatrix {
 
   alignas(16) uint8_t bytes[num_rows * pitch * kFragBytes];
 
-  // Linear in the bits of the row, so that a sum of rows without a carry turns by both their turns. Rows d
-  // and d + 8 are turned differently too: the transposing writer's lanes are eight rows apart.
-  static FMHA_DEVICE constexpr int turn(int row) { return (row / rows_per_line ^ row / 8) % period; }
+  // Linear in the bits of the row, so that a sum of rows without a carry turns by both their turns.
+  static FMHA_DEVICE constexpr int turn(int row) { return (row / rows_per_line ^ (eights ? row / 8 : 0)) % period; }
+
+  // The chunk of a row that stands at place `chunk` of it.
+  static FMHA_DEVICE constexpr int chunk_at(int row, int chunk) { return permuted ? chunk ^ turn(row) : chunk; }
 
   static FMHA_DEVICE constexpr int offset(int row, int chunk) {
     if constexpr (!permuted) return (row * pitch + chunk) * kFragBytes;
@@ -51,7 +55,7 @@ struct LdsMatrix {
   }
 
   // This lane's fragment of step `c` of rows 32 * block ...
-  FMHA_DEVICE const Frag& frag(const LaneAddresses& lane, int block, int c) const {
+  FMHA_DEVICE Frag frag(const LaneAddresses& lane, int block, int c) const {
     const int chunk = 2 * c;
     if constexpr (!permuted) {
       return *reinterpret_cast<const Frag*>(&bytes[lane[0] + (block * kEdge * pitch + chunk) * kFragBytes]);
@@ -61,6 +65,58 @@ struct LdsMatrix {
           &bytes[lane[which] + (block * kEdge * pitch + chunk / period * period) * kFragBytes]);
     }
   }
+};
+
+#if defined(__gfx950__)
+// V in LDS as it lies in memory, keys along rows, read transposed: a 16-byte fragment of 32 columns is two
+// reads of 8 bytes a lane, each of four rows a half of the wave. Blocks of 64 bytes are exchanged inside a row,
+// so that the four rows that 32 lanes read at once meet all 64 banks.
+template <int num_keys, int row_bytes>
+struct TransposedOnReading {
+  static constexpr int pitch = row_bytes / kFragBytes;
+  static constexpr int column_bytes = kEdge * 2;  // of a row, a fragment's
+  static constexpr int chunks_per_block = column_bytes / kFragBytes;
+  static constexpr int period = row_bytes % 256 == 0 ? 4 : row_bytes % 128 == 0 ? 2 : 1;
+
+  alignas(16) uint8_t bytes[num_keys * row_bytes];
+
+  static FMHA_DEVICE constexpr int turn(int key) { return period == 4 ? key % 4 : period == 2 ? key / 2 % 2 : 0; }
+  static FMHA_DEVICE constexpr int chunk_at(int key, int chunk) { return chunk ^ turn(key) * chunks_per_block; }
+
+  // Of this lane's bytes in each of the blocks that are exchanged.
+  using LaneAddresses = Array<int, period>;
+  static FMHA_DEVICE LaneAddresses lane_addresses() {
+    const int lane = lane_idx() % 16, key = lane_half() * kRun + lane / 4;
+    LaneAddresses at;
+#pragma unroll
+    for (int x = 0; x < period; ++x) {
+      at[x] = key * row_bytes + (x ^ turn(key)) * column_bytes + lane_idx() / 16 % 2 * 32 + lane % 4 * 8;
+      computed_here(at[x]);
+    }
+    return at;
+  }
+
+  // Columns 32 * d ... of keys 16 * step ..., in KeyOrder.
+  FMHA_DEVICE Frag frag(const LaneAddresses& lane, int d, int step) const {
+    const uint8_t* const from =
+        &bytes[lane[d % period] + d / period * period * column_bytes + step * KeyOrder<2>::per_step * row_bytes];
+    const u32x2 low = ds_read_b64_tr_b16((const FMHA_LDS uint8_t*)from);
+    const u32x2 high = ds_read_b64_tr_b16((const FMHA_LDS uint8_t*)(from + 2 * kRun * row_bytes));
+    return Frag{low[0], low[1], high[0], high[1]};
+  }
+};
+#else
+template <int num_keys, int row_bytes>
+struct TransposedOnReading {};
+#endif
+
+template <bool condition, class A, class B>
+struct Choose {
+  using type = A;
+};
+template <class A, class B>
+struct Choose<false, A, B> {
+  using type = B;
 };
 
 template <FwdSpec spec, CdnaTile tile>
@@ -85,17 +141,34 @@ struct Config {
   static constexpr int qk_slots = slots_per_tile * n_tiles;
   static constexpr int pv_slots = ceil_div(pv_steps, pv_at_once) * d_blocks;
 
+  // Packed f32 instructions do the work of two, but not beside a matrix instruction: the compiler parts those that
+  // stand right behind one. They pay where vector work is the longer part.
+  static constexpr bool packs_f32 = kArch == Arch::Gfx950 && is_fp8(spec.dtype_qk) && is_fp8(spec.dtype_v);
+
   // Slots by which LDS reads run ahead of the matrix unit. A step's slots are a multiple, so that a
   // register holds the same slot's operand in every step.
-  // gfx950's instructions are half as long; a mask's edges take the registers of the other two.
-  static constexpr int wanted_ahead = kArch == Arch::Gfx950 && spec.mask == MaskKind::Full ? 4 : 2;
+  // gfx950's 16-bit instructions are half as long.
+  static constexpr int wanted_ahead = kArch == Arch::Gfx950 && qk_at_once == 1 && pv_at_once == 1 ? 4 : 2;
   static constexpr int most_ahead = min(wanted_ahead, min(qk_slots, pv_slots));
   static constexpr int slots_ahead = most_ahead >= 4 && (qk_slots + pv_slots) % 4 == 0   ? 4
                                      : most_ahead >= 2 && (qk_slots + pv_slots) % 2 == 0 ? 2
                                                                                          : 1;
 
-  using KMatrix = LdsMatrix<tile.block_n, qk_steps * kStepBytes>;
-  using VMatrix = LdsMatrix<head_dim_v_padded, tile.block_n * v_bytes>;  // transposed, keys in KeyOrder
+  // Whether rows go straight to LDS: all threads have an equal number of chunks, which lie whole periods of
+  // eight rows apart.
+  static constexpr bool goes_direct(int lds_row_bytes, int row_bytes) {
+    const int chunks = lds_row_bytes / kFragBytes;
+    return kArch == Arch::Gfx950 && tile.load == LoadPath::Vector && row_bytes % kFragBytes == 0 &&
+           is_power_of_two(chunks) && num_threads % (8 * chunks) == 0 && tile.block_n * chunks % num_threads == 0;
+  }
+  static constexpr bool direct_k = goes_direct(qk_steps * kStepBytes, qk_row_bytes);
+  static constexpr bool direct_v = spec.v_layout == VLayout::RowMajor && v_bytes == 2 &&
+                                   goes_direct(head_dim_v_padded * v_bytes, v_row_bytes);
+
+  using KMatrix = LdsMatrix<tile.block_n, qk_steps * kStepBytes, !direct_k>;
+  // Else transposed, keys in KeyOrder.
+  using VMatrix = typename Choose<direct_v, TransposedOnReading<tile.block_n, head_dim_v_padded * v_bytes>,
+                                  LdsMatrix<head_dim_v_padded, tile.block_n * v_bytes, true>>::type;
 
   struct Stage {
     KMatrix k;

@@ -39,6 +39,7 @@ template <FwdSpec spec, CdnaTile tile>
 FMHA_DEVICE void epilogue(Wave<spec, tile>& wave, const FwdParams& p, const Job& job) {
   using C = Config<spec, tile>;
   OnlineRow row = wave.row;
+  row.row_sum += wave.other_sum;
   row.row_sum += other_half(row.row_sum);
   // P's own scale leaves the sum here and the output below.
   constexpr float unscale = 1.f / (1 << int(C::p_scale_log2));

@@ -106,6 +106,8 @@ FMHA_DEVICE void fwd(const FwdParams& p) {
   for (int d = 0; d < C::d_blocks; ++d) wave.o[d] = Acc{};
 
   wave.row = OnlineRow{};
+  wave.p_base = C::p_scale_log2;
+  wave.other_sum = 0.f;
 
   const TileWalk walk = TileWalk::of<spec, tile>(job, queries);
   const bool hidden = walk.num_tiles > 0 && MainLoop<spec, tile>(wave, lds, p, job, queries, walk).run();

@@ -6,14 +6,20 @@
 
 namespace fmha::cdna {
 
-// Rows of a matrix in global memory, from one tile's first element on. What lies outside them, and
-// outside the first `row_bytes` of each, reads as 0 and is not touched.
+// Rows of a matrix in global memory. What lies outside them, and outside the first `row_bytes` of each,
+// reads as 0 and is not touched. Only the first 2^31 bytes can be read.
 struct Rows {
   const uint8_t* data;
   int64_t stride_bytes;
   int32_t num_rows;
   int32_t row_bytes;
 };
+
+// Of a descriptor that ends with the last row.
+FMHA_DEVICE int32_t described_bytes(const Rows& rows) {
+  constexpr int64_t kMost = 0x7fffffff;
+  return rows.num_rows > 0 ? int32_t(min((rows.num_rows - 1) * rows.stride_bytes + rows.row_bytes, kMost)) : 0;
+}
 
 template <int words>
 using Words = Array<uint32_t, words>;
@@ -22,16 +28,16 @@ using Words = Array<uint32_t, words>;
 template <int words, bool whole_reads>
 class VectorReader {
  public:
-  FMHA_DEVICE VectorReader(Rows rows, int32_t block_rows)
-      : stride_bytes_(int32_t(rows.stride_bytes)), row_bytes_(rows.row_bytes) {
-    const int32_t num_rows = min(rows.num_rows, block_rows);
-    from_ = buffer_descriptor(rows.data, num_rows > 0 ? (num_rows - 1) * stride_bytes_ + row_bytes_ : 0);
-  }
+  FMHA_DEVICE explicit VectorReader(const Rows& rows)
+      : from_(buffer_descriptor(rows.data, described_bytes(rows))),
+        stride_bytes_(int32_t(rows.stride_bytes)),
+        row_bytes_(rows.row_bytes) {}
 
   // Of a place in a row; `rows` further down it is `rows` strides more, out of range included.
   static FMHA_DEVICE int32_t place(const Rows& rows, int32_t row, int32_t byte) {
     return byte < rows.row_bytes ? row * int32_t(rows.stride_bytes) + byte : kOutOfRange;
   }
+  static FMHA_DEVICE int32_t below(const Rows& rows, int32_t num_rows) { return num_rows * int32_t(rows.stride_bytes); }
 
   FMHA_DEVICE Words<words> read(int32_t row, int32_t byte) const {
     return read_below(byte < row_bytes_ ? row * stride_bytes_ + byte : kOutOfRange, 0, byte);
@@ -58,6 +64,13 @@ class VectorReader {
     return x;
   }
 
+#if defined(__gfx950__)
+  // 16 bytes a lane, to LDS address `to` and on. Rows end on 16 bytes.
+  FMHA_DEVICE void read_to_lds(int32_t place, int32_t rows, uint32_t to) const {
+    buffer_load_dwordx4_lds(from_, place + rows * stride_bytes_, to);
+  }
+#endif
+
  private:
   BufferDescriptor from_;
   int32_t stride_bytes_, row_bytes_;
@@ -67,9 +80,10 @@ class VectorReader {
 template <int words, int elem_bytes>
 class ElementReader {
  public:
-  FMHA_DEVICE ElementReader(Rows rows, int32_t) : rows_(rows) {}
+  FMHA_DEVICE explicit ElementReader(const Rows& rows) : rows_(rows) {}
 
   static FMHA_DEVICE int32_t place(const Rows&, int32_t row, int32_t) { return row; }
+  static FMHA_DEVICE int32_t below(const Rows&, int32_t num_rows) { return num_rows; }
 
   FMHA_DEVICE Words<words> read_below(int32_t place, int32_t rows, int32_t byte) const {
     return read(place + rows, byte);
@@ -116,7 +130,7 @@ template <FwdSpec spec, CdnaTile tile>
 FMHA_DEVICE void load_q(Array<Frag, Config<spec, tile>::qk_steps>& q, Rows rows, int32_t row) {
   using C = Config<spec, tile>;
   using Reader = typename ReaderOf<tile.load, 4, C::qk_bytes, C::qk_row_bytes % kFragBytes == 0>::type;
-  const Reader reader(rows, tile.block_m);
+  const Reader reader(rows);
 #pragma unroll
   for (int c = 0; c < C::qk_steps; ++c) {
     q[c] = frag_of(reader.read(row, c * kStepBytes + lane_half() * kFragBytes));
@@ -136,13 +150,14 @@ class KLoad {
  public:
   static constexpr int issue_parts = per_thread, store_parts = per_thread;
 
-  FMHA_DEVICE void issue(Rows rows, int part) {
-    const Reader reader(rows, tile.block_n);
+  template <int part>
+  FMHA_DEVICE void issue(const Rows& rows, typename C::KMatrix&, uint32_t) {
+    const Reader reader(rows);
     const int id = part * C::num_threads + thread_idx();
-    // A row past the tile is past the descriptor, and past `num_rows` of the reader by elements.
     const int byte = id % chunks_per_row * kFragBytes;
+    // Not adjacent: the place of a thread is its tile's.
     chunk_[part] = adjacent ? reader.read_below(from_, part * rows_per_part, byte)
-                            : reader.read(id / chunks_per_row, byte);
+                            : reader.read_below(Reader::place(rows, id / chunks_per_row, byte) + from_, 0, byte);
   }
 
   FMHA_DEVICE void store(typename C::KMatrix& k, int part) const {
@@ -156,9 +171,12 @@ class KLoad {
   // Before the first load: the strides of `rows` are those of every tile.
   FMHA_DEVICE void find_places(const Rows& rows) {
     const int row = thread_idx() / chunks_per_row, chunk = thread_idx() % chunks_per_row;
-    from_ = Reader::place(rows, row, chunk * kFragBytes);
+    from_ = adjacent ? Reader::place(rows, row, chunk * kFragBytes) : 0;
     place_ = C::KMatrix::offset(row, chunk);
   }
+
+  // By whole tiles, forwards or back.
+  FMHA_DEVICE void move(const Rows& rows, int32_t tiles) { from_ += Reader::below(rows, tiles * tile.block_n); }
 
   // In every step: what follows from the two is computed anew and takes no registers between.
   FMHA_DEVICE void keep_places() { computed_here(from_), computed_here(place_); }
@@ -180,9 +198,11 @@ FMHA_DEVICE Words<elem_bytes> column_of(const Words<words> (&rows)[kRun], int j)
     const uint32_t halves = j % 2 ? 0x07060302 : 0x05040100;
     return {{v_perm_b32(rows[1][j / 2], rows[0][j / 2], halves), v_perm_b32(rows[3][j / 2], rows[2][j / 2], halves)}};
   } else {
-    const uint32_t bytes = 0x0c0c0400 + (j % 4) * 0x0101;  // 0x0c gives a zero byte
-    return {{v_perm_b32(rows[1][j / 4], rows[0][j / 4], bytes) |
-             v_perm_b32(rows[3][j / 4], rows[2][j / 4], bytes) << 16}};
+    // Columns j and j + 1 of two rows each: the neighbour's call makes them too, and the compiler does it once.
+    const uint32_t two_columns = j % 4 < 2 ? 0x05010400 : 0x07030602, halves = j % 2 ? 0x07060302 : 0x05040100;
+    const uint32_t upper = v_perm_b32(rows[1][j / 4], rows[0][j / 4], two_columns);
+    const uint32_t lower = v_perm_b32(rows[3][j / 4], rows[2][j / 4], two_columns);
+    return {{v_perm_b32(lower, upper, halves)}};
   }
 }
 
@@ -224,9 +244,10 @@ class VLoad<spec, tile, VLayout::RowMajor> {
  public:
   static constexpr int issue_parts = per_thread * kRun, store_parts = per_thread * dims;
 
-  FMHA_DEVICE void issue(Rows rows, int part) {
-    const Reader reader(rows, tile.block_n);
-    const int c = part / kRun, r = part % kRun;
+  template <int part>
+  FMHA_DEVICE void issue(const Rows& rows, typename C::VMatrix&, uint32_t) {
+    const Reader reader(rows);
+    constexpr int c = part / kRun, r = part % kRun;
     piece_[c][r] = reader.read_below(from_[c], r, piece(c).i_piece * 4 * words);
   }
 
@@ -244,6 +265,11 @@ class VLoad<spec, tile, VLayout::RowMajor> {
       from_[c] = Reader::place(rows, at.first_key, at.i_piece * 4 * words);
       place_[c] = place_of_run<C::v_bytes, typename C::VMatrix>(at.i_piece * dims, at.i_run);
     }
+  }
+
+  FMHA_DEVICE void move(const Rows& rows, int32_t tiles) {
+#pragma unroll
+    for (int c = 0; c < per_thread; ++c) from_[c] += Reader::below(rows, tiles * tile.block_n);
   }
 
   FMHA_DEVICE void keep_places() {
@@ -286,7 +312,8 @@ class VLoad<spec, tile, VLayout::ColMajor> {
   static constexpr int issue_parts = 1, store_parts = per_thread;
 
   // Keys past the end are no dword's whole business: the last tile goes element by element.
-  FMHA_DEVICE void issue(Rows rows, int) {
+  template <int>
+  FMHA_DEVICE void issue(Rows rows, typename C::VMatrix&, uint32_t) {
     if (rows.row_bytes >= tile.block_n * C::v_bytes) {
       rows.row_bytes = tile.block_n * C::v_bytes;
       issue_with<typename ReaderOf<tile.load, 4, C::v_bytes, true>::type>(rows);
@@ -310,12 +337,13 @@ class VLoad<spec, tile, VLayout::ColMajor> {
   }
 
   FMHA_DEVICE void find_places(const Rows&) {}
+  FMHA_DEVICE void move(const Rows&, int32_t) {}
   FMHA_DEVICE void keep_places() {}
 
  private:
   template <class Reader>
   FMHA_DEVICE void issue_with(Rows rows) {
-    const Reader reader(rows, C::head_dim_v_padded);
+    const Reader reader(rows);
 #pragma unroll
     for (int c = 0; c < per_thread; ++c) {
       const int id = c * C::num_threads + thread_idx();

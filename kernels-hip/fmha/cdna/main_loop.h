@@ -11,8 +11,10 @@
 // of the vector unit's work, and the compiler's scheduler may not mix the shares. Left to itself it puts
 // the matrix instructions in one row and the exponentials behind them.
 #pragma once
+#include <fmha/cdna/direct.h>
 #include <fmha/cdna/load.h>
 #include <fmha/cdna/nonfinite.h>
+#include <fmha/cdna/schedule.h>
 #include <fmha/cdna/tile_step.h>
 #include <fmha/isa/sched.h>
 #include <fmha/isa/sync.h>
@@ -47,7 +49,8 @@ FMHA_DEVICE Rows rows_of(const View& x, int64_t first_row, const SeqSpan& span, 
   return {static_cast<const uint8_t*>(x.data) + first * elem_bytes, x.row * elem_bytes, num_rows, row_bytes};
 }
 
-// Where the tiles of K, or of V, lie: the tile that is loaded next.
+// Where the tiles of K, or of V, lie: a tile near the one that is loaded next. How far beyond it a thread reads
+// is its own business, up to 2^30 bytes.
 template <CdnaTile tile>
 struct Cursor {
   Rows rows;
@@ -85,19 +88,19 @@ FMHA_DEVICE Cursor<tile> v_cursor(const FwdParams& p, const Job& job) {
   return {rows, tile.block_n * p.v.row * C::v_bytes, false, C::v_bytes};
 }
 
-// The items due in slot `done` of `slots`, of `items` dealt out evenly.
-template <int done, int slots, int items, class Body>
-FMHA_DEVICE void for_each_due(Body body) {
-  constexpr auto before = [](int n) { return n >= slots ? items : n * items / slots; };
-  if constexpr (done < slots) for_each<before(done), before(done + 1)>(body);
-}
-
 // Every wave of a workgroup walks alike: barriers are inside.
 template <FwdSpec spec, CdnaTile tile>
 class MainLoop {
   using C = Config<spec, tile>;
+#if defined(__gfx950__)
+  using K = typename Choose<C::direct_k, DirectLoad<typename C::KMatrix, tile.block_n, C::num_threads>, KLoad<spec, tile>>::type;
+  using V = typename Choose<C::direct_v, DirectLoad<typename C::VMatrix, tile.block_n, C::num_threads>, VLoad<spec, tile>>::type;
+#else
   using K = KLoad<spec, tile>;
   using V = VLoad<spec, tile>;
+#endif
+  // Whether threads walk along the sequence, or the matrix comes to them.
+  static constexpr bool k_walks = !spec.sink_columns, v_walks = k_walks && spec.v_layout == VLayout::RowMajor;
   static constexpr int ahead = C::slots_ahead;
 
  public:
@@ -114,53 +117,128 @@ class MainLoop {
     // Two steps a round, with everything in the registers and stages that the next round finds it in. An odd
     // step goes first: a way out in the middle of a round would cost a copy of O.
     const int32_t last = walk_.num_tiles - 1, odd = last % 2;
+    find_steps();
     s_[0] = prologue(lds_.stage[odd], lds_.stage[1 - odd]);
     if (odd) {
       s_[1] = s_[0];
       step<1>(0);
     }
-    for (int32_t n = odd; n < last; n += 2) {
-      step<0>(n);
-      step<1>(n + 1);
+    const int32_t tiles_at_once = tiles_in_reach();
+    for (int32_t n = odd; n < last;) {
+      const int32_t end = min(last, n + tiles_at_once), begin = n;
+      for (; n < end; n += 2) {
+        step<0>(n);
+        step<1>(n + 1);
+      }
+      bring_near(n - begin);
     }
     const PFrags<spec, tile> p_frags = probabilities<spec, tile>(s_[0], wave_, p_, job_, first_key(last));
     weighted_values<spec, tile>(wave_, p_frags, lds_.stage[0].v);
-    return hidden_;
+    return hidden_ != 0;
   }
 
  private:
   FMHA_DEVICE int32_t first_key(int32_t n) const { return walk_.tile_at(n) * tile.block_n; }
 
-  FMHA_DEVICE void advance(Cursor<tile>& cursor, int32_t to) const {
-    cursor.advance(spec.sink_columns ? walk_.tile_at(to) - walk_.tile_at(to - 1) : 1);
+  // The steps of which something holds. Without sink columns they are adjacent, and the loop asks no more than
+  // whether a step is among them.
+  struct Steps {
+    int32_t begin, num;
+
+    template <class Holds>
+    static FMHA_DEVICE Steps of(int32_t num_tiles, Holds holds) {
+      int32_t begin = 0, end = num_tiles;
+      while (begin < end && !holds(begin)) ++begin;
+      while (end > begin && !holds(end - 1)) --end;
+      return {v_readfirstlane_b32(begin), v_readfirstlane_b32(end - begin)};
+    }
+
+    FMHA_DEVICE bool has(int32_t n) const { return uint32_t(n - begin) < uint32_t(num); }
+  };
+
+  FMHA_DEVICE void find_steps() {
+    if constexpr (spec.sink_columns) return;
+    whole_ = Steps::of(walk_.num_tiles, [&](int32_t n) __attribute__((always_inline)) {
+      return sees_all<spec, tile>(job_, wave_, first_key(n));
+    });
+    uncut_ = Steps::of(walk_.num_tiles, [&](int32_t n) __attribute__((always_inline)) {
+      return !is_cut<spec, tile>(job_, queries_, first_key(n));
+    });
+  }
+
+  // Modifiers, and the mask where the wave's tile needs one: its neighbours' edges cost it nothing.
+  FMHA_DEVICE void modify_and_mask(Scores<spec, tile>& s, int32_t n) const {
+    if constexpr (modifies_score(spec)) modify<spec, tile>(s, job_, wave_, first_key(n));
+    const bool whole = spec.sink_columns ? sees_all<spec, tile>(job_, wave_, first_key(n)) : whole_.has(n);
+    if (!whole) mask<spec, tile>(s, job_, wave_, first_key(n));
+  }
+
+  FMHA_DEVICE void hide(typename C::VMatrix& v, int32_t n) {
+    if constexpr (spec.mask == MaskKind::Full) return;
+    const bool uncut = spec.sink_columns ? !is_cut<spec, tile>(job_, queries_, first_key(n)) : uncut_.has(n);
+    if (!uncut && hide_nonfinite<spec, tile>(v)) hidden_ = 1;
+  }
+
+  // An even number of tiles, so few that their rows can be read from where a cursor stands.
+  FMHA_DEVICE int32_t tiles_in_reach() const {
+    constexpr int64_t kReach = 1 << 30;
+    const int64_t most_bytes = max(max(k_cursor_.tile_bytes, v_cursor_.tile_bytes), int64_t(1));
+    return v_readfirstlane_b32(int32_t(min(kReach / most_bytes, kReach))) & ~1;
+  }
+
+  FMHA_DEVICE void bring_near(int32_t tiles) {
+    if constexpr (k_walks) k_cursor_.advance(tiles), k_.move(k_cursor_.rows, -tiles);
+    if constexpr (v_walks) v_cursor_.advance(tiles), v_.move(v_cursor_.rows, -tiles);
+  }
+
+  FMHA_DEVICE void advance_k(int32_t to) {
+    if constexpr (k_walks) k_.move(k_cursor_.rows, 1);
+    else k_cursor_.advance(walk_.tile_at(to) - walk_.tile_at(to - 1));
+  }
+  FMHA_DEVICE void advance_v(int32_t to) {
+    if constexpr (v_walks) v_.move(v_cursor_.rows, 1);
+    else v_cursor_.advance(spec.sink_columns ? walk_.tile_at(to) - walk_.tile_at(to - 1) : 1);
+  }
+
+  template <class Load, class Matrix>
+  FMHA_DEVICE void issue_all(Load& load, const Rows& rows, Matrix& to) const {
+    for_each<0, Load::issue_parts>(
+        [&](auto part) __attribute__((always_inline)) { load.template issue<part.value>(rows, to, wave_bytes_); });
+  }
+
+  // Of registers' loads the compiler knows.
+  static FMHA_DEVICE void loads_have_landed() {
+    if constexpr (C::direct_k || C::direct_v) s_waitcnt_vmcnt<0>();
   }
 
   FMHA_DEVICE Scores<spec, tile> prologue(typename C::Stage& first, typename C::Stage& second) {
+    wave_bytes_ = v_readfirstlane_b32(thread_idx() / kWaveSize * kWaveSize * kFragBytes);
+    computed_here_once(wave_bytes_);
+    wave_.lowest = -infinity();
+    computed_here(wave_.lowest);
     wave_.k_lane = C::KMatrix::lane_addresses();
     wave_.v_lane = C::VMatrix::lane_addresses();
     k_.find_places(k_cursor_.rows);
     v_.find_places(v_cursor_.rows);
     K k0 = k_;
-#pragma unroll
-    for (int i = 0; i < K::issue_parts; ++i) k0.issue(k_cursor_.rows, i);
-#pragma unroll
-    for (int i = 0; i < V::issue_parts; ++i) v_.issue(v_cursor_.rows, i);
-    advance(k_cursor_, 1);
-    advance(v_cursor_, 1);
-#pragma unroll
-    for (int i = 0; i < K::issue_parts; ++i) k_.issue(k_cursor_.rows, i);  // beyond the last tile nobody reads it
-    advance(k_cursor_, 2);
+    issue_all(k0, k_cursor_.rows, first.k);
+    issue_all(v_, v_cursor_.rows, first.v);
+    advance_k(1);
+    advance_v(1);
+    issue_all(k_, k_cursor_.rows, second.k);  // beyond the last tile nobody reads it
+    advance_k(2);
 #pragma unroll
     for (int i = 0; i < K::store_parts; ++i) k0.store(first.k, i);
 #pragma unroll
     for (int i = 0; i < V::store_parts; ++i) v_.store(first.v, i);
 #pragma unroll
     for (int i = 0; i < K::store_parts; ++i) k_.store(second.k, i);
+    loads_have_landed();
     s_barrier();
-    hidden_ = hide_nonfinite<spec, tile>(first.v, job_, queries_, first_key(0));
+    hide(first.v, 0);
     Scores<spec, tile> s = scores<spec, tile>(wave_, first.k);
-    modify_and_mask<spec, tile>(s, job_, wave_, first_key(0));
-    raise_row_max<spec, tile>(wave_, job_, max_of<spec, tile>(s));
+    modify_and_mask(s, 0);
+    raise_row_max<spec, tile>(wave_, job_, max_of<spec, tile>(wave_, s));
 #pragma unroll
     for (int i = 0; i < ahead; ++i) k_ahead_[i] = k_operand<spec, tile>(wave_, second.k, i);
     s_barrier();  // the first step overwrites K0, which all have read now
@@ -180,60 +258,59 @@ class MainLoop {
     auto make = [&](auto part) __attribute__((always_inline)) {
       made.make(s, part.value, wave_, p_, job_, first_key(n));
     };
-    scores_beside(make, s_next, next.k, now.v, v_ahead);
-    advance(k_cursor_, n + 3);
-    advance(v_cursor_, n + 2);
-    modify_and_mask<spec, tile>(s_next, job_, wave_, first_key(n + 1));
+    scores_beside(make, s_next, now, next, v_ahead);
+    advance_k(n + 3);
+    advance_v(n + 2);
+    modify_and_mask(s_next, n + 1);
     const float next_max = values_beside(make, made.frags, s_next, now, next, v_ahead);
-    wave_.row.row_sum += made.sum[0] + made.sum[1];
+    made.leave_sums(wave_);
     raise_row_max<spec, tile>(wave_, job_, next_max);
-    hidden_ |= hide_nonfinite<spec, tile>(next.v, job_, queries_, first_key(n + 1));
+    hide(next.v, n + 1);
   }
 
-  // Parts of P that are made beside the second product: those of its second half, as far as they leave
-  // both products equal work.
-  static constexpr int p_parts = Probabilities<spec, tile>::parts;
-  static constexpr int late_parts = C::pv_slots / C::d_blocks % 2 == 0 ? p_parts / 4 : 0;
-  static constexpr int early_parts = p_parts - late_parts;
+  using Deal = Schedule<spec, tile, K::issue_parts + V::issue_parts, K::store_parts + V::store_parts>;
+  static constexpr Deal kDeal{};
 
-  // Operands are read two at a time where slots allow it: one wait for both.
-  static constexpr bool reads_pairs = ahead == 4 && C::qk_slots % 2 == 0 && C::pv_slots % 2 == 0;
-  template <int slot, class Read>
-  static FMHA_DEVICE void read_ahead(Read read) {
-    if constexpr (!reads_pairs) {
-      read(Index<slot + ahead>{});
-    } else if constexpr (slot % 2 == 1) {
-      read(Index<slot - 1 + ahead>{});
-      read(Index<slot + ahead>{});
+  // One wait for the operands of two slots, where they are read so far ahead that it costs nothing. Writes to
+  // LDS since then make it longer than it had to be; the compiler sees to it that it is no shorter.
+  template <int slot>
+  static FMHA_DEVICE void wait_for_pair() {
+    constexpr auto reads = [](int at) {
+      const bool of_k = at % (C::qk_slots + C::pv_slots) < C::qk_slots;
+      return of_k ? C::qk_at_once : C::pv_at_once * (C::direct_v ? 2 : 1);
+    };
+    if constexpr (ahead == 4 && slot % 2 == 0) {
+      s_waitcnt_lgkmcnt<reads(slot + 2) + reads(slot + 3)>();
+      sched_barrier();
     }
   }
 
   // S(n+1) = K(n+1) Q. Between: the loads, and most of P(n).
   template <class Make>
-  FMHA_DEVICE void scores_beside(Make make, Scores<spec, tile>& s_next, const typename C::KMatrix& k,
-                                 const typename C::VMatrix& v,
+  FMHA_DEVICE void scores_beside(Make make, Scores<spec, tile>& s_next, typename C::Stage& now,
+                                 typename C::Stage& next,
                                  Array<typename Mma<spec.dtype_v>::Operand, ahead>& v_ahead) {
-    constexpr int slots = C::qk_slots, parts = Mma<spec.dtype_qk>::parts, shares = slots * parts;
-    constexpr int load_shares = ceil_div(shares, 3);  // early: a load needs the whole product to arrive
+    constexpr int slots = C::qk_slots, parts = Mma<spec.dtype_qk>::parts;
 #pragma unroll
     for (int n = 0; n < C::n_tiles; ++n) s_next[n] = Acc{};
     for_each<0, slots>([&](auto slot) __attribute__((always_inline)) {
       constexpr int i = slot.value, n = i / C::slots_per_tile;
-      auto read = [&](auto later) __attribute__((always_inline)) {
-        constexpr int at = later.value;
-        if constexpr (at < slots) k_ahead_[at % ahead] = k_operand<spec, tile>(wave_, k, at);
-        else v_ahead[at - slots] = v_operand<spec, tile>(wave_, v, at - slots);
-      };
       auto between = [&](auto part) __attribute__((always_inline)) {
-        constexpr int done = i * parts + part.value;
-        if constexpr (part.value == parts - 1) read_ahead<i>(read);
-        for_each_due<done, load_shares, K::issue_parts>(
-            [&](auto x) __attribute__((always_inline)) { k_.issue(k_cursor_.rows, x.value); });
-        for_each_due<done, load_shares, V::issue_parts>(
-            [&](auto x) __attribute__((always_inline)) { v_.issue(v_cursor_.rows, x.value); });
-        for_each_due<done, shares, early_parts>(make);
+        sched_barrier();
+        constexpr int share = i * parts + part.value;
+        if constexpr (part.value == parts - 1) {
+          constexpr int at = i + ahead;
+          if constexpr (at < slots) k_ahead_[at % ahead] = k_operand<spec, tile>(wave_, next.k, at);
+          else v_ahead[at - slots] = v_operand<spec, tile>(wave_, now.v, at - slots);
+        }
+        for_each<kDeal.loads.before[share], kDeal.loads.before[share + 1]>([&](auto x) __attribute__((always_inline)) {
+          if constexpr (x.value < K::issue_parts) k_.template issue<x.value>(k_cursor_.rows, now.k, wave_bytes_);
+          else v_.template issue<x.value - K::issue_parts>(v_cursor_.rows, next.v, wave_bytes_);
+        });
+        for_each<kDeal.parts.before[share], kDeal.parts.before[share + 1]>(make);
         sched_barrier();
       };
+      wait_for_pair<i>();
       s_next[n] = mma_slot<spec.dtype_qk, i % C::slots_per_tile * C::qk_at_once>(k_ahead_[i % ahead], wave_.q,
                                                                                 s_next[n], between);
     });
@@ -246,42 +323,37 @@ class MainLoop {
                                   typename C::Stage& now, typename C::Stage& next,
                                   Array<typename Mma<spec.dtype_v>::Operand, ahead>& v_ahead) {
     constexpr int slots = C::pv_slots, parts = Mma<spec.dtype_v>::parts;
-    constexpr int before_barrier = (slots - ahead) * parts;
-    constexpr int shares = slots * parts, before_max = shares / 2, max_shares = shares - before_max - 1;
-    constexpr int stores = K::store_parts + V::store_parts, before_stores = before_barrier / 4;
-    RunningMax<spec, tile> max;
+    RunningMax<spec, tile> max(wave_.lowest);
     float both_halves = 0.f;
     auto store = [&](auto x) __attribute__((always_inline)) {
       if constexpr (x.value < K::store_parts) k_.store(now.k, x.value);
       else v_.store(next.v, x.value - K::store_parts);
     };
-    if constexpr (before_barrier == 0) {
-      for_each<0, stores>(store);
+    if constexpr (Deal::before_barrier == Deal::qk_shares) {
+      for_each<0, K::store_parts + V::store_parts>(store);
+      loads_have_landed();
       s_barrier();
     }
     for_each<0, slots>([&](auto slot) __attribute__((always_inline)) {
       constexpr int i = slot.value;
-      auto read = [&](auto later) __attribute__((always_inline)) {
-        constexpr int at = later.value;
-        if constexpr (at < slots) v_ahead[at % ahead] = v_operand<spec, tile>(wave_, now.v, at);
-        else k_ahead_[at - slots] = k_operand<spec, tile>(wave_, now.k, at - slots);
-      };
       auto between = [&](auto part) __attribute__((always_inline)) {
-        constexpr int done = i * parts + part.value;
-        if constexpr (part.value == parts - 1) read_ahead<i>(read);
-        for_each_due<done, before_max, late_parts>(
-            [&](auto x) __attribute__((always_inline)) { make(Index<early_parts + x.value>{}); });
-        if constexpr (done >= before_max) {
-          for_each_due<done - before_max, max_shares, max.parts>(
-              [&](auto x) __attribute__((always_inline)) { max.take(s_next, x.value); });
+        sched_barrier();
+        constexpr int share = Deal::qk_shares + i * parts + part.value;
+        if constexpr (part.value == parts - 1) {
+          constexpr int at = i + ahead;
+          if constexpr (at < slots) v_ahead[at % ahead] = v_operand<spec, tile>(wave_, now.v, at);
+          else k_ahead_[at - slots] = k_operand<spec, tile>(wave_, now.k, at - slots);
         }
-        if constexpr (done + 1 == shares) both_halves = v_max_f32(max.most, other_half(max.most));
-        if constexpr (done >= before_stores && before_barrier > 0) {
-          for_each_due<done - before_stores, before_barrier - before_stores, stores>(store);
-        }
-        if constexpr (done + 1 == before_barrier) s_barrier();
+        for_each<kDeal.parts.before[share], kDeal.parts.before[share + 1]>(make);
+        for_each<kDeal.stores.before[share], kDeal.stores.before[share + 1]>(store);
+        for_each<kDeal.maxima.before[share], kDeal.maxima.before[share + 1]>(
+            [&](auto x) __attribute__((always_inline)) { max.take(s_next, x.value); });
+        if constexpr (kDeal.maxima.before[share] < kDeal.maxima.before[share + 1]) max.keep();
+        if constexpr (share + 1 == Deal::shares) both_halves = max.of_both_halves();
+        if constexpr (share + 1 == Deal::before_barrier) loads_have_landed(), s_barrier();
         sched_barrier();
       };
+      wait_for_pair<C::qk_slots + i>();
       Acc& o = wave_.o[i % C::d_blocks];
       o = mma_slot<spec.dtype_v, i / C::d_blocks * C::pv_at_once>(v_ahead[i % ahead], p_frags, o, between);
     });
@@ -294,7 +366,9 @@ class MainLoop {
   const Job& job_;
   Range queries_;
   const TileWalk& walk_;
-  bool hidden_ = false;
+  int32_t hidden_ = 0;
+  Steps whole_, uncut_;  // that need no mask; in which no query of the workgroup lacks a key
+  uint32_t wave_bytes_;  // in a row of fragments of all threads: of the waves before this one
   Cursor<tile> k_cursor_, v_cursor_;
   K k_;
   V v_;

@@ -40,13 +40,11 @@ FMHA_DEVICE bool is_cut(const Job& job, Range queries, int32_t first_key) {
   return block_class(job.band, queries, {first_key, first_key + tile.block_n}) != BlockClass::Inside;
 }
 
-// Called by all waves when V of the tile at `first_key` has landed: true if it held NaN or infinity, of
-// which it is then free.
+// Called by all waves when V of a tile that is cut has landed: true if it held NaN or infinity, of which it is
+// then free.
 template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE bool hide_nonfinite(typename Config<spec, tile>::VMatrix& v, const Job& job, Range queries,
-                                int32_t first_key) {
+FMHA_DEVICE bool hide_nonfinite(typename Config<spec, tile>::VMatrix& v) {
   using C = Config<spec, tile>;
-  if (!is_cut<spec, tile>(job, queries, first_key)) return false;
   constexpr int num_frags = sizeof(v.bytes) / kFragBytes;
   Frag* const frags = reinterpret_cast<Frag*>(v.bytes);
   uint32_t found = 0;

@@ -29,7 +29,10 @@ struct Wave {
   int32_t first_query, query;
   Array<Frag, C::qk_steps> q;
   Array<Acc, C::d_blocks> o;
-  OnlineRow row;  // row_sum is this half's share
+  OnlineRow row;    // row_sum is this half's share
+  float other_sum;  // of every second key, not in row_sum
+  float p_base;   // P = exp2(scaled score + p_base): follows row.row_max
+  float lowest;   // -infinity, in a register of which the compiler knows nothing
   typename C::KMatrix::LaneAddresses k_lane;
   typename C::VMatrix::LaneAddresses v_lane;
 };
@@ -130,48 +133,59 @@ FMHA_DEVICE void modify(Scores<spec, tile>& s, const Job& job, const Wave<spec, 
 
 template <FwdSpec spec, CdnaTile tile>
 FMHA_DEVICE void mask(Scores<spec, tile>& s, const Job& job, const Wave<spec, tile>& wave, int32_t first_key) {
+  // Here and not before the loop: a register for each row of a tile would live through all steps.
+  int32_t query = wave.query, first = first_key + acc_row(0, lane_half());
+  computed_here(query), computed_here(first);
 #pragma unroll
   for (int n = 0; n < Config<spec, tile>::n_tiles; ++n) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const int32_t key = first_key + n * kEdge + acc_row(i, lane_half());
-      const bool seen = key < job.span.seqlen_k && (spec.mask == MaskKind::Full || visible(job.band, wave.query, key));
+      const int32_t key = first + n * kEdge + acc_row(i, 0);
+      const bool seen = key < job.span.seqlen_k && (spec.mask == MaskKind::Full || visible(job.band, query, key));
       s[n][i] = seen ? s[n][i] : -infinity();
     }
   }
 }
 
-// Modifiers, and the mask where the wave's tile needs one: its neighbours' edges cost it nothing.
+// Whether the wave's tile needs no mask.
 template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE void modify_and_mask(Scores<spec, tile>& s, const Job& job, const Wave<spec, tile>& wave,
-                                 int32_t first_key) {
-  if constexpr (modifies_score(spec)) modify<spec, tile>(s, job, wave, first_key);
+FMHA_DEVICE bool sees_all(const Job& job, const Wave<spec, tile>& wave, int32_t first_key) {
   const Range queries = {wave.first_query, wave.first_query + kEdge}, keys = {first_key, first_key + tile.block_n};
-  const bool inside = keys.end <= job.span.seqlen_k &&
-                      (spec.mask == MaskKind::Full || block_class(job.band, queries, keys) == BlockClass::Inside);
-  if (!inside) mask<spec, tile>(s, job, wave, first_key);
+  return keys.end <= job.span.seqlen_k &&
+         (spec.mask == MaskKind::Full || block_class(job.band, queries, keys) == BlockClass::Inside);
 }
 
-// The maximum of a tile, two elements at a time.
+// The maximum of a tile, two elements at a time, by two that take turns: neither waits for the other.
 template <FwdSpec spec, CdnaTile tile>
 struct RunningMax {
   static constexpr int parts = Config<spec, tile>::n_tiles * 8;
-  float most;
+  float lowest, most[2];
+
+  // It starts from what the compiler does not know, so that no element is a first one, whose NaN would have to
+  // be made quiet.
+  FMHA_DEVICE explicit RunningMax(float lowest) : lowest(lowest), most{lowest, lowest} {}
 
   FMHA_DEVICE void take(const Scores<spec, tile>& s, int part) {
     const Acc& x = s[part / 8];
     const int i = part % 8 * 2;
-    most = v_max_f32(part == 0 ? x[0] : v_max_f32(most, x[i]), x[i + 1]);
-    computed_here(most);
+    float& mine = most[part % 2];
+    mine = v_max3_f32(mine, x[i], x[i + 1]);
+  }
+
+  // After what one share takes.
+  FMHA_DEVICE void keep() { computed_here(most[0]), computed_here(most[1]); }
+
+  FMHA_DEVICE float of_both_halves() const {
+    return max_of_halves(v_max3_f32(lowest, most[0], most[1]), lowest);
   }
 };
 
 template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE float max_of(const Scores<spec, tile>& s) {
-  RunningMax<spec, tile> x;
+FMHA_DEVICE float max_of(const Wave<spec, tile>& wave, const Scores<spec, tile>& s) {
+  RunningMax<spec, tile> x(wave.lowest);
 #pragma unroll
   for (int i = 0; i < x.parts; ++i) x.take(s, i);
-  return v_max_f32(x.most, other_half(x.most));
+  return x.of_both_halves();
 }
 
 // Takes the tile's maximum in. Sums and outputs are rescaled only when it rose for some query of the
@@ -183,6 +197,8 @@ FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Job& job, float til
   const float tile_max_log2 = modifies_score(spec) ? tile_max : tile_max * job.scale_log2;
   if (v_cmp_ballot(tile_max_log2 > wave.row.row_max) == 0) return;
   const float correction = wave.row.raise_to(v_max_f32(wave.row.row_max, tile_max_log2));
+  wave.other_sum *= correction;
+  wave.p_base = C::p_scale_log2 - finite_or_zero(wave.row.row_max);
 #pragma unroll
   for (int d = 0; d < C::d_blocks; ++d) wave.o[d] *= correction;
 }
@@ -200,49 +216,87 @@ FMHA_DEVICE void drop_run(Acc& p_tile, int i, const FwdParams& p, const Job& job
 template <FwdSpec spec, CdnaTile tile>
 struct Probabilities {
   using C = Config<spec, tile>;
-  static constexpr int parts = C::n_tiles * 8;
+  // What is done to two elements, one thing after the other; then what is left of the last two.
+  enum What { kExp, kExpOfSecond, kProducts, kSums, kPack, kWhats };
+  static constexpr int pairs = C::n_tiles * 8, parts = (pairs + 1) * kWhats;
   static constexpr int per_word = Mma<spec.dtype_v>::per_word;
   float scale_log2, base;
-  f32x2 sum = {0.f, 0.f};
-  f32x2 exponent;  // of the part that is made next
+  f32x2 sum, exponent;  // of all so far; of the next two elements
   PFrags<spec, tile> frags;
 
   FMHA_DEVICE Probabilities(const Scores<spec, tile>& s, const Wave<spec, tile>& wave, const Job& job)
-      : scale_log2(modifies_score(spec) ? 1.f : job.scale_log2),
-        base(C::p_scale_log2 - finite_or_zero(wave.row.row_max)),
-        exponent(exponent_of(s, 0)) {}
-
-  // Three parts are under way: an exponential's result is taken a part later, four passes after.
-  FMHA_DEVICE void make(Scores<spec, tile>& s, int part, const Wave<spec, tile>& wave, const FwdParams& p,
-                        const Job& job, int32_t first_key) {
-    Acc& x = s[part / 8];
-    const int i = part % 8 * 2;
-    x[i] = v_exp_f32(exponent[0]), x[i + 1] = v_exp_f32(exponent[1]);
-    if (part + 1 < parts) exponent = exponent_of(s, part + 1);
-    if (part > 0) take(s, part - 1, wave, p, job, first_key);
-    if (part + 1 == parts) take(s, part, wave, p, job, first_key);
+      : scale_log2(modifies_score(spec) ? 1.f : job.scale_log2), base(wave.p_base),
+        sum{wave.row.row_sum, wave.other_sum} {
+    products(s, 0);
   }
 
-  FMHA_DEVICE void take(Scores<spec, tile>& s, int part, const Wave<spec, tile>& wave, const FwdParams& p,
+  static constexpr int pair_of(int part) { return part / kWhats; }
+  static constexpr What what_of(int part) { return What(part % kWhats); }
+
+  // Two pairs are under way: products are taken a pair later, and so are exponentials' results.
+  FMHA_DEVICE void make(Scores<spec, tile>& s, int part, const Wave<spec, tile>& wave, const FwdParams& p,
                         const Job& job, int32_t first_key) {
-    Acc& x = s[part / 8];
-    const int i = part % 8 * 2, done = i + 2;
-    sum += f32x2{x[i], x[i + 1]};
-    computed_here(sum);
-    if constexpr (spec.dropout) {
-      if (done % kRun != 0) return;
-      drop_run<spec>(x, done - kRun, p, job, wave.query, first_key + part / 8 * kEdge);
-      pack<kRun>(x, part / 8, done - kRun);
-    } else if (done % per_word == 0) {
-      pack<per_word>(x, part / 8, done - per_word);
+    const int pair = pair_of(part), i = pair % 8 * 2;
+    switch (what_of(part)) {
+      case kExp:
+      case kExpOfSecond: {
+        const int which = part % kWhats;
+        if (pair < pairs) s[pair / 8][i + which] = v_exp_f32(exponent[which]);
+        break;
+      }
+      case kProducts:
+        if (pair + 1 < pairs) products(s, pair + 1);
+        break;
+      case kSums:
+        if (pair > 0) add(s, pair - 1);
+        break;
+      default:
+        if (pair > 0) pack_two(s, pair - 1, wave, p, job, first_key);
     }
   }
 
-  FMHA_DEVICE f32x2 exponent_of(const Scores<spec, tile>& s, int part) const {
-    const Acc& x = s[part / 8];
-    const int i = part % 8 * 2;
-    return v_pk_fma_f32(f32x2{x[i], x[i + 1]}, f32x2{scale_log2, scale_log2}, f32x2{base, base});
+  FMHA_DEVICE void products(const Scores<spec, tile>& s, int pair) {
+    const Acc& x = s[pair / 8];
+    const int i = pair % 8 * 2;
+    if constexpr (C::packs_f32) {
+      exponent = v_pk_fma_f32(f32x2{x[i], x[i + 1]}, f32x2{scale_log2, scale_log2}, f32x2{base, base});
+      computed_here(exponent);
+    } else {
+      float first = v_fma_f32(x[i], scale_log2, base), second = v_fma_f32(x[i + 1], scale_log2, base);
+      computed_here(first), computed_here(second);
+      exponent = f32x2{first, second};
+    }
   }
+
+  FMHA_DEVICE void add(const Scores<spec, tile>& s, int pair) {
+    const Acc& x = s[pair / 8];
+    const int i = pair % 8 * 2;
+    if constexpr (C::packs_f32) {
+      sum += f32x2{x[i], x[i + 1]};
+      computed_here(sum);
+    } else {
+      float first = sum[0] + x[i], second = sum[1] + x[i + 1];
+      computed_here(first), computed_here(second);
+      sum = f32x2{first, second};
+    }
+  }
+
+  // As far as the word, or the run that drops at once, is full.
+  FMHA_DEVICE void pack_two(Scores<spec, tile>& s, int pair, const Wave<spec, tile>& wave, const FwdParams& p,
+                            const Job& job, int32_t first_key) {
+    Acc& x = s[pair / 8];
+    const int done = pair % 8 * 2 + 2;
+    if constexpr (spec.dropout) {
+      if (done % kRun != 0) return;
+      drop_run<spec>(x, done - kRun, p, job, wave.query, first_key + pair / 8 * kEdge);
+      pack<kRun>(x, pair / 8, done - kRun);
+    } else if (done % per_word == 0) {
+      pack<per_word>(x, pair / 8, done - per_word);
+    }
+  }
+
+  // When all is made.
+  FMHA_DEVICE void leave_sums(Wave<spec, tile>& wave) const { wave.row.row_sum = sum[0], wave.other_sum = sum[1]; }
 
   template <int num>
   FMHA_DEVICE void pack(const Acc& x, int n, int first) {
@@ -261,9 +315,10 @@ template <FwdSpec spec, CdnaTile tile>
 FMHA_DEVICE PFrags<spec, tile> probabilities(Scores<spec, tile>& s, Wave<spec, tile>& wave, const FwdParams& p,
                                              const Job& job, int32_t first_key) {
   Probabilities<spec, tile> made(s, wave, job);
-#pragma unroll
-  for (int i = 0; i < made.parts; ++i) made.make(s, i, wave, p, job, first_key);
-  wave.row.row_sum += made.sum[0] + made.sum[1];
+  for_each<0, made.parts>([&](auto part) __attribute__((always_inline)) {
+    made.make(s, part.value, wave, p, job, first_key);
+  });
+  made.leave_sums(wave);
   return made.frags;
 }
 

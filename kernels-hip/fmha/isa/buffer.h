@@ -31,11 +31,23 @@ FMHA_DEVICE uint32_t buffer_load_dword(BufferDescriptor from, int32_t offset) {
   return __builtin_amdgcn_raw_buffer_load_b32(from, offset, 0, 0);
 }
 
+// The address that LDS instructions know these bytes by.
+FMHA_DEVICE uint32_t lds_address(const void* bytes) {
+  return uint32_t(reinterpret_cast<__UINTPTR_TYPE__>((const FMHA_LDS uint8_t*)bytes));
+}
+
 #if defined(__gfx950__)
-// needs: gfx950. BUFFER_LOAD_DWORDX4 with LDS = 1, CDNA4 ISA 9.1.9: lane l's 16 bytes go to
-// `to` + 16 l, where `to` is equal in all lanes. Done when vmcnt says so.
-FMHA_DEVICE void buffer_load_dwordx4_lds(BufferDescriptor from, int32_t offset, FMHA_LDS void* to) {
-  __builtin_amdgcn_raw_ptr_buffer_load_lds(from, to, 16, offset, 0, 0, 0);
+// needs: gfx950. BUFFER_LOAD_DWORDX4 with LDS = 1, CDNA4 ISA 9.1.9: lane l's 16 bytes go to LDS address
+// `to` + 16 l, where `to` is equal in all lanes; zeros beyond the descriptor's end. Done when
+// `s_waitcnt_vmcnt` says so. Text and no builtin: after the builtin the compiler lets every read of LDS
+// wait for it, whichever bytes it reads.
+FMHA_DEVICE void buffer_load_dwordx4_lds(BufferDescriptor from, int32_t offset, uint32_t to) {
+  asm volatile(
+      "s_nop 0\n\t"  // M0 is read a wait state after it is written
+      "buffer_load_dwordx4 %1, %2, 0 offen lds"
+      :
+      : "{m0}"(to), "v"(offset), "s"(from)
+      : "memory");
 }
 #endif
 

@@ -31,6 +31,15 @@ FMHA_DEVICE u32x2 v_permlane32_swap_b32(uint32_t a, uint32_t b) {
 }
 #endif
 
+#if defined(__gfx950__)
+// needs: gfx950. DS_READ_B64_TR_B16, CDNA4 ISA 12.12: 16 lanes read four rows of 16 elements of two bytes,
+// eight bytes a lane, and each gets a column: lane l's element n is element l % 4 of lane 4 n + l / 4.
+FMHA_DEVICE u32x2 ds_read_b64_tr_b16(const void FMHA_LDS* from) {
+  using Column = __attribute__((vector_size(8))) short;
+  return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr16_b64_v4i16((Column FMHA_LDS*)from));
+}
+#endif
+
 // needs: gfx90a. V_CMP with a scalar destination, CDNA3 ISA 12.9: a bit for each lane.
 FMHA_DEVICE uint64_t v_cmp_ballot(bool x) { return __builtin_amdgcn_ballot_w64(x); }
 

@@ -16,8 +16,14 @@ FMHA_DEVICE float v_rcp_f32(float x) { return __builtin_amdgcn_rcpf(x); }
 // needs: gfx90a. V_MAX_F32, CDNA3 ISA 12.7: a NaN yields to a number.
 FMHA_DEVICE float v_max_f32(float a, float b) { return __builtin_fmaxf(a, b); }
 
+// needs: gfx90a. V_MAX3_F32, CDNA3 ISA 12.11: NaN as V_MAX_F32.
+FMHA_DEVICE float v_max3_f32(float a, float b, float c) { return v_max_f32(v_max_f32(a, b), c); }
+
 // needs: gfx90a. V_PK_FMA_F32, CDNA3 ISA 12.10: two at a time.
 FMHA_DEVICE f32x2 v_pk_fma_f32(f32x2 a, f32x2 b, f32x2 c) { return __builtin_elementwise_fma(a, b, c); }
+
+// needs: gfx90a. V_FMA_F32, CDNA3 ISA 12.11.
+FMHA_DEVICE float v_fma_f32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 // needs: gfx90a. V_PERM_B32, CDNA3 ISA 12.11: byte i of the result is byte `selector[i]` of {low, high}.
 FMHA_DEVICE uint32_t v_perm_b32(uint32_t high, uint32_t low, uint32_t selector) {

@@ -16,4 +16,8 @@ FMHA_DEVICE void computed_here(T& x) {
   asm volatile("" : "+v"(x));
 }
 
+// needs: gfx90a. The same for what is equal in all lanes.
+// https://llvm.org/docs/AMDGPUUsage.html#amdgpu-inline-assembly
+FMHA_DEVICE void computed_here_once(uint32_t& x) { asm volatile("" : "+s"(x)); }
+
 }  // namespace fmha

@@ -20,4 +20,12 @@ FMHA_DEVICE void s_waitcnt_vmcnt() {
   __builtin_amdgcn_s_waitcnt((loads & 15) | (loads >> 4) << 14 | kNoExpWait | kNoLgkmWait);
 }
 
+// needs: gfx90a. S_WAITCNT, CDNA3 ISA 4.4: until at most `accesses` of LDS and scalar memory are under way.
+template <int accesses>
+FMHA_DEVICE void s_waitcnt_lgkmcnt() {
+  static_assert(accesses >= 0 && accesses < 16, "lgkmcnt has four bits");
+  constexpr int kNoVmWait = 15 | 3 << 14, kNoExpWait = 7 << 4;
+  __builtin_amdgcn_s_waitcnt(accesses << 8 | kNoVmWait | kNoExpWait);
+}
+
 }  // namespace fmha

@@ -118,10 +118,11 @@ FMHA_DEVICE u32x4 pack_run(float a, float b, float c, float d) {
     return u32x4{x[0], x[1], 0, 0};
   } else {
 #if defined(__gfx942__) || defined(__gfx950__)
+    // Both halves are written: whose register they take does not matter, and `a` needs its own no more.
     if constexpr (is_e4m3(dtype)) {
-      return u32x4{v_cvt_pk_fp8_f32<true>(c, d, v_cvt_pk_fp8_f32<false>(a, b, 0)), 0, 0, 0};
+      return u32x4{v_cvt_pk_fp8_f32<true>(c, d, v_cvt_pk_fp8_f32<false>(a, b, bits_of(a))), 0, 0, 0};
     } else {
-      return u32x4{v_cvt_pk_bf8_f32<true>(c, d, v_cvt_pk_bf8_f32<false>(a, b, 0)), 0, 0, 0};
+      return u32x4{v_cvt_pk_bf8_f32<true>(c, d, v_cvt_pk_bf8_f32<false>(a, b, bits_of(a))), 0, 0, 0};
     }
 #else
     static_assert(!is_fp8(dtype), "gfx90a has no FP8 instructions");
@@ -159,6 +160,18 @@ FMHA_DEVICE float other_half(float x) {
   return float_of(lane_half() ? swapped[0] : swapped[1]);
 #else
   return ds_bpermute_b32(lane_idx() ^ kEdge, x);
+#endif
+}
+
+// The maximum over both halves of the wave, of the same column, and of `lowest`, which spares two instructions that
+// would make a NaN quiet.
+FMHA_DEVICE float max_of_halves(float x, float lowest) {
+#if defined(__gfx950__)
+  // Each half of the wave finds its own in one result and the other's in the other.
+  const u32x2 swapped = v_permlane32_swap_b32(bits_of(x), bits_of(x));
+  return v_max3_f32(lowest, float_of(swapped[0]), float_of(swapped[1]));
+#else
+  return v_max3_f32(lowest, x, other_half(x));
 #endif
 }
 

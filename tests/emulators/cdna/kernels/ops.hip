@@ -40,6 +40,16 @@ GLOBAL void halves(const f16x2 *in, f16x2 *out) {
   out[i] = r;
 }
 
+GLOBAL void shorts(const int *in, int *out) {
+  int i = __builtin_amdgcn_workitem_id_x();
+  int a = in[3 * i], b = in[3 * i + 1], c = in[3 * i + 2], low, high, least, most;
+  asm("v_min3_u16 %0, %1, %2, %3" : "=v"(low) : "v"(a), "v"(b), "v"(c));
+  asm("v_max3_u16 %0, %1, %2, %3" : "=v"(high) : "v"(a), "v"(b), "v"(c));
+  asm("v_min3_i16 %0, %1, %2, %3" : "=v"(least) : "v"(a), "v"(b), "v"(c));
+  asm("v_max3_i16 %0, %1, %2, %3" : "=v"(most) : "v"(a), "v"(b), "v"(c));
+  out[i] = (low & 0xffff) + 3 * (high & 0xffff) + 5 * (least & 0xffff) + 7 * (most & 0xffff);
+}
+
 GLOBAL void lanes(const int *in, int *out) {
   int i = __builtin_amdgcn_workitem_id_x();
   int a = in[i];

@@ -15,6 +15,8 @@ pub struct Counters {
     pub mfma_passes: u64,
     /// Addresses of the `s_waitcnt` that had something to wait for at least once. Filled only while checking.
     pub useful_waits: BTreeSet<u64>,
+    /// Addresses of the `s_waitcnt` and `s_barrier` that were executed. Filled only while checking.
+    pub synchronised: BTreeSet<u64>,
     /// LDS instructions measured. This and what follows only with [`crate::Options::profile`].
     pub lds_accesses: u64,
     /// Cycles those need when no two lanes of a cycle fall into one bank.
@@ -47,6 +49,7 @@ impl Counters {
             *sum += count;
         }
         self.useful_waits.extend(&other.useful_waits);
+        self.synchronised.extend(&other.synchronised);
         self.mfma_passes += other.mfma_passes;
         self.lds_accesses += other.lds_accesses;
         self.lds_cycles_min += other.lds_cycles_min;

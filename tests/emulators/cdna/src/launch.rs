@@ -9,7 +9,7 @@ use crate::counters::Counters;
 use crate::decode::Program;
 use crate::elf::{Arch, CodeObject, KernelInfo};
 use crate::error::{Fault, LaunchError, LoadError, Stop};
-use crate::exec::{Group, PRIVATE_BUFFER, salu};
+use crate::exec::{Group, PRIVATE_BUFFER, USEFUL, salu};
 use crate::inst::{EXEC, MemKind, Space};
 use crate::memory::{DeviceMemory, View};
 use crate::wave::{LANES, State, Wave};
@@ -49,7 +49,9 @@ pub struct Module {
     object: CodeObject,
     program: Program,
     /// Device address of the image's first byte.
-    base: u64,
+    pub(crate) base: u64,
+    /// The code object as it was loaded.
+    pub(crate) bytes: Vec<u8>,
 }
 
 impl Module {
@@ -124,7 +126,7 @@ impl Device {
         let base = self.memory.insert(object.image.len(), false);
         // The allocation was just made with the image's size.
         let _ = self.memory.write(base, &object.image);
-        Ok(Module { object, program, base })
+        Ok(Module { object, program, base, bytes: bytes.to_vec() })
     }
 
     /// Frees a module's image; its kernels can no longer be launched.
@@ -273,12 +275,14 @@ struct Run<'l> {
 struct Room {
     waves: Vec<Wave>,
     lds: Lds,
+    /// See [`Group::marks`]; empty where nothing is checked.
+    marks: Vec<u8>,
 }
 
 impl Run<'_> {
     fn all(&self) -> Result<Counters, LaunchError> {
         let [x, y, z] = self.launch.grid.map(u64::from);
-        let room = || Room { waves: Vec::new(), lds: Lds::new() };
+        let room = || Room { waves: Vec::new(), lds: Lds::new(), marks: Vec::new() };
         let place = |i: u64| [(i % x) as u32, (i / x % y) as u32, (i / x / y) as u32];
         if self.device.options.sequential {
             let mut room = room();
@@ -308,6 +312,8 @@ impl Run<'_> {
         for w in 0..count {
             self.start(&mut room.waves[w], w as u32, id, items)?;
         }
+        room.marks.clear();
+        room.marks.resize(if options.checks.any() { self.module.program.insts.len() } else { 0 }, 0);
         let mut counters = Counters::default();
         let mut group = Group {
             program: &self.module.program,
@@ -318,6 +324,7 @@ impl Run<'_> {
             lds: &mut room.lds,
             counters: &mut counters,
             profile: options.profile,
+            marks: &mut room.marks,
             limit: options.limit,
         };
         loop {
@@ -327,6 +334,14 @@ impl Run<'_> {
                 }
             }
             if room.waves[..count].iter().all(|w| w.state == State::Ended) {
+                for (inst, mark) in
+                    self.module.program.insts.iter().zip(&room.marks).filter(|(_, m)| **m != 0)
+                {
+                    counters.synchronised.insert(inst.pc);
+                    if mark & USEFUL != 0 {
+                        counters.useful_waits.insert(inst.pc);
+                    }
+                }
                 return Ok(counters);
             }
             self.meet(&mut room.waves[..count], &mut group, id)?;

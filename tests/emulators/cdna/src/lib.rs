@@ -31,8 +31,10 @@ mod inst;
 mod launch;
 mod line;
 mod memory;
+pub mod mutation;
 mod num;
 mod op;
+mod recording;
 mod text;
 mod wave;
 
@@ -43,3 +45,4 @@ pub use error::{Fault, FaultKind, LaunchError, LoadError};
 pub use inst::Class;
 pub use launch::{Device, Launch, Module, Options, pack_args};
 pub use memory::{DeviceMemory, MemoryError};
+pub use recording::{Ended, Ready, Recording};

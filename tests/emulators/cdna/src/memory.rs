@@ -227,6 +227,39 @@ impl DeviceMemory {
         base
     }
 
+    /// Base, bytes and which of them were ever written (0 or 1 a byte) of all allocations but that at `image`.
+    pub(crate) fn contents_but(&self, image: u64) -> Vec<(u64, Vec<u8>, Vec<u8>)> {
+        let view = self.view();
+        let of = |a: &Arc<Allocation>| {
+            let bytes = (0..a.bytes).map(|at| a.byte(at).load(Relaxed)).collect();
+            let written = (0..a.bytes).map(|at| u8::from(a.is_written(at, 1))).collect();
+            (a.base, bytes, written)
+        };
+        view.allocations.iter().filter(|a| a.base != image).map(of).collect()
+    }
+
+    /// Makes an allocation of an earlier [`Self::contents`] anew, at its address. False where that is not above all
+    /// others.
+    pub(crate) fn restore(&self, base: u64, bytes: &[u8], written: &[u8]) -> bool {
+        let mut inner = self.inner.write().unwrap_or_else(PoisonError::into_inner);
+        if base < inner.next.max(BASE) || bytes.len() != written.len() {
+            return false;
+        }
+        inner.next = base;
+        drop(inner);
+        if self.insert(bytes.len(), false) != base {
+            return false;
+        }
+        let Ok((allocation, _)) = self.range(base, bytes.len()) else { return false };
+        for (at, byte) in bytes.iter().enumerate() {
+            allocation.byte(at).store(*byte, Relaxed);
+            if written[at] == 1 {
+                allocation.mark_written(at, 1);
+            }
+        }
+        true
+    }
+
     /// Frees the allocation that begins at `address`.
     ///
     /// # Errors

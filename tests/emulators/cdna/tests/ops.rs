@@ -59,6 +59,24 @@ fn float_arithmetic_is_the_hosts() {
     }
 }
 
+#[test]
+fn the_ends_of_three_16_bit_numbers_are_the_hosts() {
+    for arch in Arch::ALL {
+        let Some(code) = compile("ops.hip", arch) else { return };
+        let mut random = Random(11);
+        let input: Vec<u32> = (0..192).map(|_| random.bits()).collect();
+        let got = run(arch, &code, "shorts", &input);
+        for (i, x) in input.chunks_exact(3).enumerate() {
+            let [a, b, c] = [x[0] as u16, x[1] as u16, x[2] as u16];
+            let [d, e, f] = [a as i16, b as i16, c as i16];
+            let signed = [d.min(e).min(f) as u16, d.max(e).max(f) as u16].map(u32::from);
+            let unsigned = [a.min(b).min(c), a.max(b).max(c)].map(u32::from);
+            let want = unsigned[0] + 3 * unsigned[1] + 5 * signed[0] + 7 * signed[1];
+            assert_eq!(got[i], want, "{arch} lane {i}");
+        }
+    }
+}
+
 /// Down to subnormal operands and quotients, up to those that overflow.
 #[test]
 fn quotients_are_correctly_rounded_over_the_whole_range() {

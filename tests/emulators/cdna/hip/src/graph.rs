@@ -1,9 +1,9 @@
 //! Work that can run now or be captured, and graphs of it.
 
+use fmha_emu_cdna::{Launch, Recording};
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::sync::Arc;
-
-use fmha_emu_cdna::Launch;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use crate::runtime::{Failure, Loaded, execute, put, state};
 use crate::status::{Call, Status, report};
@@ -44,6 +44,7 @@ impl Node {
         match self {
             Self::Kernel { on, name, grid, block, dynamic_lds, args } => {
                 let launch = Launch { grid: *grid, block: *block, dynamic_lds: *dynamic_lds, args };
+                record(|| Recording::new(&on.device, &on.module, name, &launch));
                 on.device.launch(&on.module, name, &launch).map_err(Failure::Launch)?;
                 Ok(())
             }
@@ -51,6 +52,17 @@ impl Node {
             Self::Copy { to, from, bytes } => Ok(unsafe { crate::memory::copy(*to, *from, *bytes) }?),
             Self::Fill { to, value, width, count } => Ok(crate::memory::fill(*to, *value, *width, *count)?),
         }
+    }
+}
+
+/// Writes the launch to a file of its own in the folder `FMHA_EMULATE_RECORD`, where that is set.
+fn record(launch: impl FnOnce() -> Recording) {
+    static NUMBER: AtomicUsize = AtomicUsize::new(0);
+    let Some(folder) = std::env::var_os("FMHA_EMULATE_RECORD") else { return };
+    let launch = launch();
+    let name = format!("{:04}-{}.launch", NUMBER.fetch_add(1, Relaxed), launch.kernel);
+    if let Err(error) = std::fs::write(std::path::Path::new(&folder).join(&name), launch.to_bytes()) {
+        eprintln!("emulated driver: {name} is not recorded: {error}");
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use fmha_emu_cdna::{Checks, Class, CodeObject, Device, Launch, Options};
+use fmha_emu_cdna::{Checks, Class, CodeObject, Device, Launch, Options, Recording};
 
 const HELP: &str = "\
 cdna-emu info FILE.co                       kernels, arguments, registers, LDS
@@ -15,6 +15,13 @@ cdna-emu run FILE.co --kernel NAME [OPTIONS]
                             zeros:BYTES, new:BYTES (unwritten), file:PATH; out:PATH=BYTES is written to PATH after the run
     --fast                  no checks
     --profile               count LDS bank conflicts and cache lines
+cdna-emu bench FILE.launch... [--fast] [--repeat N]
+                            runs recorded launches on one thread and prints wave instructions a second of processor time;
+                            the driver double writes each launch to the folder FMHA_EMULATE_RECORD
+cdna-emu mutate [TITLE=]FILE.launch... [--out FILE.md] [--reasons FILE] [--sources FOLDER]...
+                            leaves out each s_waitcnt and s_barrier in turn and prints what reports it; --out rewrites
+                            the table in a Markdown file; --reasons says why some mutants are no faults
+                            (mnemonic | part of the source line | reason); --sources adds each source line's text
 ";
 
 type Failure = Box<dyn std::error::Error>;
@@ -26,6 +33,8 @@ fn main() -> ExitCode {
         ["info", path] => info(path),
         ["disasm", path] => disasm(path),
         ["run", path, ..] => run(path, &words[2..]),
+        ["bench", ..] => bench(&words[1..]),
+        ["mutate", ..] => fmha_emu_cdna::mutation::run(&words[1..]).map_err(Failure::from),
         _ => {
             print!("{HELP}");
             Ok(())
@@ -121,6 +130,39 @@ fn run(path: &str, options: &[&str]) -> Result<(), Failure> {
     for (path, address, bytes) in outputs {
         std::fs::write(path, device.memory.read_vec(address, bytes)?)?;
     }
+    Ok(())
+}
+
+/// Seconds of processor time of this thread.
+fn seconds() -> f64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    now.tv_sec as f64 + now.tv_nsec as f64 * 1e-9
+}
+
+fn bench(words: &[&str]) -> Result<(), Failure> {
+    let (mut files, mut repeat) = (Vec::new(), 1);
+    let mut options = Options { sequential: true, ..Options::default() };
+    let mut words = words.iter();
+    while let Some(word) = words.next() {
+        match *word {
+            "--fast" => options.checks = Checks::NONE,
+            "--repeat" => repeat = words.next().ok_or("--repeat needs a value")?.parse()?,
+            file => files.push(file),
+        }
+    }
+    let (mut all, mut spent) = (0, 0.0);
+    for file in files {
+        let recording = Recording::from_bytes(&std::fs::read(file)?)?;
+        let ready = recording.prepare(&recording.code, options)?;
+        for _ in 0..repeat {
+            let start = seconds();
+            let n = ready.run()?.total();
+            let took = seconds() - start;
+            println!("{n:>10} wave instructions, {:6.2} M/s: {file}", n as f64 / took * 1e-6);
+            (all, spent) = (all + n, spent + took);
+        }
+    }
+    println!("{all:>10} wave instructions, {:6.2} M/s of processor time", all as f64 / spent * 1e-6);
     Ok(())
 }
 

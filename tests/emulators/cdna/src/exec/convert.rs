@@ -151,6 +151,14 @@ fn convert_body(wave: &mut Wave, inst: &Inst, arch: Arch) -> Exec<bool> {
         Op::VAshrrevI16 => {
             binary(wave, inst, |a, b| (i32::from(b as i16) >> (a & 15)) as u32 & 0xffff);
         }
+        Op::VMin3U16 => ternary(wave, inst, |a, b, c| u32::from((a as u16).min(b as u16).min(c as u16))),
+        Op::VMax3U16 => ternary(wave, inst, |a, b, c| u32::from((a as u16).max(b as u16).max(c as u16))),
+        Op::VMin3I16 => {
+            ternary(wave, inst, |a, b, c| u32::from((a as i16).min(b as i16).min(c as i16) as u16));
+        }
+        Op::VMax3I16 => {
+            ternary(wave, inst, |a, b, c| u32::from((a as i16).max(b as i16).max(c as i16) as u16));
+        }
         Op::VMaxU16 => binary(wave, inst, |a, b| (a & 0xffff).max(b & 0xffff)),
         Op::VMinU16 => binary(wave, inst, |a, b| (a & 0xffff).min(b & 0xffff)),
         Op::VMaxI16 => binary(wave, inst, |a, b| u32::from((a as i16).max(b as i16) as u16)),

@@ -68,6 +68,11 @@ pub(crate) fn has_avx2() -> bool {
     *HAS
 }
 
+/// Mark of a wait or barrier that was executed.
+pub(crate) const EXECUTED: u8 = 1;
+/// Mark of a wait that had something to wait for.
+pub(crate) const USEFUL: u8 = 2;
+
 /// What the waves of a workgroup share.
 pub(crate) struct Group<'l> {
     pub(crate) program: &'l Program,
@@ -79,6 +84,8 @@ pub(crate) struct Group<'l> {
     pub(crate) lds: &'l mut Lds,
     pub(crate) counters: &'l mut Counters,
     pub(crate) profile: bool,
+    /// By instruction: [`EXECUTED`], [`USEFUL`]. Of waits and barriers alone, while checking.
+    pub(crate) marks: &'l mut [u8],
     /// Instructions a wave may execute.
     pub(crate) limit: u64,
 }
@@ -204,6 +211,7 @@ impl Group<'_> {
                     ));
                 }
                 wave.state = State::AtBarrier;
+                self.mark(wave, EXECUTED);
                 false
             }
             Op::SWaitcnt => {
@@ -213,9 +221,8 @@ impl Group<'_> {
                 let vm = if vm == 63 { usize::MAX } else { vm as usize };
                 let lgkm = imm >> 8 & 15;
                 let lgkm = if lgkm == 15 { usize::MAX } else { lgkm as usize };
-                if self.wait(wave, vm, lgkm) {
-                    self.counters.useful_waits.insert(inst.pc);
-                }
+                let useful = self.wait(wave, vm, lgkm);
+                self.mark(wave, if useful { EXECUTED | USEFUL } else { EXECUTED });
                 false
             }
             Op::STrap => return Err(Stop::new(FaultKind::Trap, format!("s_trap {}", inst.imm))),
@@ -231,6 +238,14 @@ impl Group<'_> {
             wave.pc += 1;
         }
         Ok(())
+    }
+
+    /// On the instruction that the wave executes.
+    #[inline(always)]
+    fn mark(&mut self, wave: &Wave, mark: u8) {
+        if let Some(slot) = self.marks.get_mut(wave.pc as usize) {
+            *slot |= mark;
+        }
     }
 
     fn wait(&mut self, wave: &mut Wave, vm: usize, lgkm: usize) -> bool {

@@ -1,0 +1,72 @@
+//! From panels to the caller's tensors.
+
+use fmha_core::DType;
+
+use crate::simd::{Op, Simd};
+use crate::tensor::Target;
+
+/// What rows are multiplied by.
+#[derive(Clone, Copy)]
+pub(crate) enum Factors {
+    All(f32),
+    /// One for each row, at this address.
+    Each(*const f32),
+}
+
+/// Rows of panels of the head dimension, times their factors, to rows of a tensor.
+pub(crate) struct WriteRows<'a> {
+    pub(crate) to: &'a Target,
+    /// Batch, first row, head.
+    pub(crate) at: (u32, u32, u32),
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    /// `[cols / PANEL][capacity][PANEL]`.
+    pub(crate) from: *const f32,
+    pub(crate) capacity: usize,
+    pub(crate) factors: Factors,
+    /// A bit for each PANEL of rows that nothing was written to, and that are 0.
+    pub(crate) untouched: u128,
+    /// Scratch of whole panels of columns.
+    pub(crate) row: *mut f32,
+}
+
+impl<S: Simd> Op<S> for WriteRows<'_> {
+    #[inline(always)]
+    fn call(self, s: S) {
+        let Self { to, at: (batch, first, head), rows, cols, from, capacity, factors, untouched, row } = self;
+        for r in 0..rows {
+            let touched = r / S::PANEL >= 128 || untouched & 1 << (r / S::PANEL) == 0;
+            // SAFETY: the panels and the scratch have whole panels of columns; the rows are this task's.
+            unsafe {
+                let factor = s.splat(match factors {
+                    Factors::All(factor) => factor,
+                    Factors::Each(factors) => *factors.add(r),
+                });
+                // Straight to a row of f32 where it ends with a vector.
+                let out = to.row_ptr(batch, first + r as u32, head, 0);
+                let direct = to.dtype == DType::F32 && cols.is_multiple_of(S::PANEL);
+                let row = if direct { out.cast() } else { row };
+                for panel in 0..cols.div_ceil(S::PANEL) {
+                    let from = from.add((panel * capacity + r) * S::PANEL);
+                    for lane in (0..S::PANEL).step_by(S::LANES) {
+                        let x = if touched { s.mul(s.load(from.add(lane)), factor) } else { s.splat(0.0) };
+                        s.store(row.add(panel * S::PANEL + lane), x);
+                    }
+                }
+                if to.dtype == DType::Bf16 {
+                    let out = out.cast::<u16>();
+                    let whole = cols - cols % S::LANES;
+                    for col in (0..whole).step_by(S::LANES) {
+                        s.store_bf16(out.add(col), s.load(row.add(col)));
+                    }
+                    for col in whole..cols {
+                        out.add(col).write(half::bf16::from_f32(*row.add(col)).to_bits());
+                    }
+                } else if !direct {
+                    let values = std::slice::from_raw_parts(row, cols);
+                    to.write_row(batch, first + r as u32, head, 0, values);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,350 @@
+//! Forward with products in tiles of bf16, a pipeline over the panels of queries.
+//!
+//! ```text
+//! for each tile of keys that the band touches
+//!     copy K; copy V transposed
+//!     for each panel of queries, at once:
+//!         O^T of the panel before = alpha O^T + V^T P     in tiles
+//!         P of this panel, alpha                          in vectors
+//!         S = K Q^T of the panel after                    in tiles
+//! ```
+//!
+//! A panel's own order is that of the other way to attend, and so is what its numbers depend on.
+
+use std::f32::consts::LOG2_E;
+use std::f64::consts::LN_2;
+
+use fmha_core::DType;
+
+use super::{Scratch, Shared, Task, key_tiles};
+use crate::blocks::{
+    RowState, Scale, TILE, TileColumns, TileScores, TileSoftmax, TileStage, TransposeValues, UntransposeOut,
+    WriteTransposed,
+};
+use crate::score::{Adjust, HeadScore, Panel};
+use crate::simd::Simd;
+
+/// A tile of keys as a task sees it.
+struct Keys<'a> {
+    head: &'a HeadScore,
+    /// The task's first query, and how many there are.
+    i: u32,
+    queries: usize,
+    /// The first key, and how many there are.
+    j: u32,
+    keys: usize,
+    /// Rows of a panel.
+    capacity: usize,
+    /// Whether V is finite.
+    finite: bool,
+}
+
+impl Keys<'_> {
+    /// The next panel from query `first` on that sees some of the keys, and where it begins.
+    fn panel<S: Simd>(&self, mut first: usize) -> Option<(usize, Panel)> {
+        while first < self.queries {
+            let live = S::PANEL.min(self.queries - first);
+            if let Some(panel) = Panel::new(self.head.band, self.i + first as u32, live, self.j, self.keys) {
+                return Some((first, panel));
+            }
+            first += S::PANEL;
+        }
+        None
+    }
+}
+
+impl Shared<'_> {
+    /// A task whose problem fits tiles.
+    pub(super) fn attend_in_tiles<S: Simd>(&self, s: S, scratch: &mut Scratch, task: Task) {
+        let block_n = self.blocks.block_n;
+        let span = self.spans[task.span as usize];
+        let head = self.score.head(span, task.i_head);
+        let dim_v = self.problem.dims.head_dim_v as usize;
+        let queries = task.queries as usize;
+        let capacity = block_n.next_multiple_of(TILE);
+        s.enter_tiles();
+        self.load_queries(s, scratch, task, &head, true);
+        let mut fresh = u128::MAX;
+        for (j, keys) in key_tiles(&head, task.i..task.i + task.queries, block_n) {
+            let finite = self.load_keys(s, scratch, &head, (j, keys), capacity / 2, true);
+            let (from, to) = (scratch.values.as_mut_ptr(), scratch.columns.as_mut_ptr());
+            s.run(TransposeValues { from, capacity: capacity / 2, keys, dim: dim_v, to });
+            let tile = Keys { head: &head, i: task.i, queries, j, keys, capacity, finite };
+            self.pipeline(s, scratch, &tile, &mut fresh);
+        }
+        s.leave_tiles();
+        self.settle_rows(scratch, task, &head, LN_2);
+        if self.o.dtype == DType::Bf16 {
+            s.run(WriteTransposed {
+                to: &self.o,
+                at: self.first_row(task),
+                rows: queries,
+                dim: dim_v,
+                from: scratch.out.as_ptr(),
+                factors: scratch.row_sum.as_ptr(),
+                untouched: fresh,
+                staging: scratch.staging.as_mut_ptr(),
+            });
+            return;
+        }
+        for first in (0..queries).step_by(S::PANEL) {
+            s.run(UntransposeOut {
+                from: scratch.out.as_ptr().wrapping_add(first * dim_v),
+                dim: dim_v,
+                to: scratch.out_rows.as_mut_ptr().wrapping_add(first * S::PANEL),
+                capacity: self.blocks.block_m,
+            });
+        }
+        let found = scratch.out_rows.as_ptr();
+        self.write_rows(s, scratch, task, fresh, found);
+    }
+
+    /// All panels against a tile of keys.
+    fn pipeline<S: Simd>(&self, s: S, scratch: &mut Scratch, tile: &Keys<'_>, fresh: &mut u128) {
+        let dim_v = self.problem.dims.head_dim_v as usize;
+        let units = self.problem.dims.head_dim_qk as usize / 2;
+        // Two panels: the softmax is in one, and P of the panel before has left the other when new scores come.
+        let mut number = 0;
+        let mut before: Option<TileColumns> = None;
+        let scores_of = |number: usize, scratch: &mut Scratch| {
+            scratch.scores.as_mut_ptr().wrapping_add(number % 2 * tile.capacity * S::PANEL)
+        };
+        let product = |(first, panel): (usize, Panel), number: usize, scratch: &mut Scratch| TileScores {
+            panel,
+            keys: scratch.keys.as_ptr(),
+            queries: scratch.queries.as_ptr().wrapping_add(first * units),
+            units,
+            scores: scores_of(number, scratch),
+        };
+        let mut current = tile.panel::<S>(0);
+        if let Some(current) = current {
+            let scores = Some(product(current, 0, scratch));
+            s.run(TileStage { columns: None, softmax: None, scores });
+        }
+        while let Some((first, panel)) = current {
+            let next = tile.panel::<S>(first + S::PANEL);
+            let scores = scores_of(number, scratch);
+            let factor = self.adjust(s, scratch, tile.head, panel, scores);
+            let alpha = scratch.alpha.as_mut_ptr().wrapping_add(first);
+            let state = RowState {
+                row_max: scratch.row_max.as_mut_ptr().wrapping_add(first),
+                row_sum: scratch.row_sum.as_mut_ptr().wrapping_add(first),
+                alpha,
+            };
+            let softmax = Some(TileSoftmax { panel, scores, factor: factor * LOG2_E, state });
+            let after = next.map(|next| product(next, number + 1, scratch));
+            s.run(TileStage { columns: before.take(), softmax, scores: after });
+            let bit = 1u128 << (first / S::PANEL);
+            let columns = TileColumns {
+                panel,
+                weights: scores,
+                columns: scratch.columns.as_ptr(),
+                capacity: tile.capacity / 2,
+                dim: dim_v,
+                out: scratch.out.as_mut_ptr().wrapping_add(first * dim_v),
+                alpha: (*fresh & bit == 0).then_some(alpha.cast_const()),
+            };
+            *fresh &= !bit;
+            if panel.edge && !tile.finite {
+                columns.visible_only(s, tile.head.band, scratch.values.as_ptr());
+            } else {
+                before = Some(columns);
+            }
+            (current, number) = (next, number + 1);
+        }
+        if before.is_some() {
+            s.run(TileStage { columns: before, softmax: None, scores: None });
+        }
+    }
+
+    /// What a panel's scores need before their softmax, and the factor that they are still to be multiplied by:
+    /// tiles do not scale.
+    fn adjust<S: Simd>(
+        &self,
+        s: S,
+        scratch: &mut Scratch,
+        head: &HeadScore,
+        panel: Panel,
+        scores: *mut f32,
+    ) -> f32 {
+        let mut factor = head.softmax_scale;
+        if head.changes() || factor <= 0.0 {
+            s.run(Scale { panel, x: scores, factor });
+            factor = 1.0;
+        }
+        if head.adjusts(&panel) {
+            s.run(Adjust { head, panel, scores, bias: scratch.extra.as_mut_ptr(), slope: None });
+        }
+        factor
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fmha_core::reference::{Inputs, Precision, forward_head};
+    use fmha_core::{DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, SeqArgs, ValidFwd};
+    use half::bf16;
+
+    use super::super::*;
+    use crate::isa::FORWARD_BLOCKS;
+    use crate::simd::SoftTiles;
+
+    /// bf16 that look random, of mean 0.
+    fn noise(count: u64, salt: u32) -> Vec<bf16> {
+        let word = |i: u64| fmha_core::dropout::philox4x32_10([i as u32, salt, 0, 0], [1, 2])[0];
+        (0..count).map(|i| bf16::from_f32(((word(i) >> 8) as f32 / (1 << 23) as f32 - 1.0) * 2.0)).collect()
+    }
+
+    /// Largest difference of O and of LSE from f64, over the largest of the plain algorithm in bf16.
+    fn errors(problem: &FwdProblem, blocks: Blocks, change: impl Fn(&mut [bf16])) -> (f64, f64) {
+        let soft = errors_of(SoftTiles, problem, blocks, &change);
+        // What these tiles stand for, where it is there.
+        #[cfg(target_arch = "x86_64")]
+        if let Some(amx) = crate::simd::Amx::detect() {
+            let (o, lse) = errors_of(amx, problem, blocks, &change);
+            return (soft.0.max(o), soft.1.max(lse));
+        }
+        soft
+    }
+
+    fn attend<S: Simd>(
+        s: S,
+        valid: &ValidFwd,
+        blocks: Blocks,
+        [q, k, v]: [&[bf16]; 3],
+        o: DevSliceMut<'_>,
+        lse: &mut [f32],
+    ) {
+        let spans = fmha_core::seq::spans(valid, &SeqArgs::default()).unwrap();
+        let mut args = FwdArgs::new(DevSlice::host(q), DevSlice::host(k), DevSlice::host(v), o);
+        args.lse = Some(DevSliceMut::host(lse));
+        assert!(in_tiles::<S>(valid));
+        let call = Forward { problem: valid, args: &args, spans: &spans, blocks };
+        call.run(s, &Threads::new(1).unwrap()).unwrap();
+    }
+
+    fn errors_of<S: Simd>(
+        s: S,
+        problem: &FwdProblem,
+        blocks: Blocks,
+        change: &impl Fn(&mut [bf16]),
+    ) -> (f64, f64) {
+        let valid = problem.clone().validate().unwrap();
+        let (q, k) = (noise(valid.shape_q().num_elems(), 1), noise(valid.shape_k().num_elems(), 2));
+        let mut v = noise(valid.shape_v().num_elems(), 3);
+        change(&mut v);
+        let mut o = vec![bf16::NAN; valid.shape_o().num_elems() as usize];
+        let mut lse = vec![f32::NAN; valid.lse_elems() as usize];
+        let spans = fmha_core::seq::spans(&valid, &SeqArgs::default()).unwrap();
+        attend(s, &valid, blocks, [&q, &k, &v], DevSliceMut::host(&mut o), &mut lse);
+
+        let inputs = Inputs {
+            q: DevSlice::host(&q),
+            k: DevSlice::host(&k),
+            v: DevSlice::host(&v),
+            score: fmha_core::ScoreArgs::default(),
+        };
+        let (mut worst, mut same_worst, mut lse_worst) = (0.0f64, 0.0f64, 0.0f64);
+        for &span in &spans {
+            for i_head in 0..valid.dims.num_heads_q {
+                let exact = forward_head(&valid, &inputs, span, i_head, Precision::Exact).unwrap();
+                let same = forward_head(&valid, &inputs, span, i_head, Precision::AsInput).unwrap();
+                let dim = valid.dims.head_dim_v;
+                for i in 0..span.seqlen_q {
+                    let found = f64::from(lse[span.lse_index(&valid, i_head, i)]);
+                    let wanted = exact.lse[i as usize];
+                    assert_eq!(found.is_infinite(), wanted.is_infinite(), "LSE of row {i}");
+                    if wanted.is_finite() {
+                        lse_worst = lse_worst.max((found - wanted).abs());
+                    }
+                    for d in 0..dim {
+                        let at = valid.o.offset(span.storage_batch, i, i_head, d) as usize;
+                        let found = o[at].to_f64();
+                        let index = (i * dim + d) as usize;
+                        if exact.o[index].is_nan() {
+                            assert!(found.is_nan(), "row {i} column {d} is {found}");
+                            continue;
+                        }
+                        worst = worst.max((found - exact.o[index]).abs());
+                        same_worst = same_worst.max((same.o[index] - exact.o[index]).abs());
+                        assert!(found.is_finite(), "row {i} column {d} is {found}");
+                    }
+                }
+            }
+        }
+        (worst / same_worst.max(1e-6), lse_worst)
+    }
+
+    fn problem(seqlen_q: u32, seqlen_k: u32, dims: (u32, u32), mask: &str) -> FwdProblem {
+        let dims = Dims {
+            batch: 2,
+            seqlen_q,
+            seqlen_k,
+            num_heads_q: 2,
+            num_heads_kv: 1,
+            head_dim_qk: dims.0,
+            head_dim_v: dims.1,
+        };
+        let mut problem = FwdProblem::batch(DType::Bf16, dims);
+        (problem.mask, problem.write_lse) = (mask.parse().unwrap(), true);
+        problem
+    }
+
+    #[test]
+    fn products_in_tiles_keep_the_accuracy_promise() {
+        for (seqlen_q, seqlen_k, dims, mask) in [
+            (64, 128, (32, 32), "0"),
+            (1, 1, (32, 64), "0"),
+            (33, 47, (64, 32), "0"),
+            (70, 301, (64, 96), "b"),
+            (150, 150, (128, 128), "t"),
+            (150, 150, (32, 32), "b:37,5"),
+            (90, 200, (32, 32), "t:3,0,2"),
+            (40, 20, (32, 32), "b"),
+        ] {
+            for blocks in [FORWARD_BLOCKS, Blocks { block_m: 64, block_n: 36, ..FORWARD_BLOCKS }] {
+                let (o, lse) = errors(&problem(seqlen_q, seqlen_k, dims, mask), blocks, |_| {});
+                assert!(o <= 2.0 && lse < 1e-5, "{seqlen_q}x{seqlen_k} {dims:?} {mask}: O {o}, LSE {lse}");
+            }
+        }
+        let mut capped = problem(50, 60, (32, 32), "b");
+        (capped.softcap, capped.softmax_scale) = (Some(1.5), Some(-0.3));
+        assert!(errors(&capped, FORWARD_BLOCKS, |_| {}).0 <= 2.0);
+        let mut negative = problem(50, 60, (32, 32), "0");
+        negative.softmax_scale = Some(-0.3);
+        assert!(errors(&negative, FORWARD_BLOCKS, |_| {}).0 <= 2.0);
+    }
+
+    #[test]
+    fn a_nan_of_v_reaches_only_the_rows_that_see_it_through_tiles() {
+        let problem = problem(100, 100, (32, 32), "t");
+        let at = problem.v.offset(0, 50, 0, 3) as usize;
+        let (o, _) = errors(&problem, FORWARD_BLOCKS, |v| v[at] = bf16::NAN);
+        assert!(o <= 2.0, "{o}");
+    }
+
+    /// The two ways out of tiles: rounded before they are transposed, and transposed to f32.
+    fn writes_alike<S: Simd>(s: S) {
+        let problem = problem(70, 90, (32, 64), "t:40,3");
+        let in_f32 = FwdProblem { dtype_o: DType::F32, ..problem.clone() }.validate().unwrap();
+        let valid = problem.validate().unwrap();
+        let [q, k, v] = [(valid.shape_q(), 1), (valid.shape_k(), 2), (valid.shape_v(), 3)]
+            .map(|(shape, salt)| noise(shape.num_elems(), salt));
+        let count = valid.shape_o().num_elems() as usize;
+        let (mut narrow, mut wide) = (vec![bf16::NAN; count], vec![f32::NAN; count]);
+        let mut lse = vec![f32::NAN; valid.lse_elems() as usize];
+        attend(s, &valid, FORWARD_BLOCKS, [&q, &k, &v], DevSliceMut::host(&mut narrow), &mut lse);
+        attend(s, &in_f32, FORWARD_BLOCKS, [&q, &k, &v], DevSliceMut::host(&mut wide), &mut lse);
+        for (at, (narrow, wide)) in narrow.iter().zip(&wide).enumerate() {
+            assert_eq!(*narrow, bf16::from_f32(*wide), "element {at}");
+        }
+    }
+
+    #[test]
+    fn o_of_tiles_in_bf16_is_o_in_f32_rounded() {
+        writes_alike(SoftTiles);
+        #[cfg(target_arch = "x86_64")]
+        crate::simd::Amx::detect()
+            .map_or_else(|| eprintln!("absent: amx, which this processor has not"), writes_alike);
+    }
+}

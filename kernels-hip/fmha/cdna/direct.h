@@ -1,0 +1,39 @@
+// From global memory straight to LDS, on gfx950: no register waits for the data and no instruction writes
+// it. K lies as the other path lays it. V lies as in memory, and is transposed as it is read.
+#pragma once
+#include <fmha/cdna/load.h>
+
+namespace fmha::cdna {
+
+#if defined(__gfx950__)
+// Tiles of one matrix on their way. A thread brings chunk `part * num_threads + thread_idx()` of the LDS
+// matrix, in its order: it is the address in memory that undoes the permutation.
+template <class Matrix, int num_rows, int num_threads>
+class DirectLoad {
+  static constexpr int chunks_per_row = Matrix::pitch;
+  static constexpr int rows_per_part = num_threads / chunks_per_row;
+  using Reader = VectorReader<4, true>;
+
+ public:
+  static constexpr int issue_parts = num_rows * chunks_per_row / num_threads, store_parts = 0;
+
+  template <int part>
+  FMHA_DEVICE void issue(const Rows& rows, Matrix& to, uint32_t wave_bytes) const {
+    const uint32_t at = lds_address(&to) + wave_bytes + part * num_threads * kFragBytes;
+    Reader(rows).read_to_lds(from_, part * rows_per_part, at);
+  }
+  FMHA_DEVICE void store(Matrix&, int) const {}
+
+  FMHA_DEVICE void find_places(const Rows& rows) {
+    const int row = thread_idx() / chunks_per_row;
+    from_ = Reader::place(rows, row, Matrix::chunk_at(row, thread_idx() % chunks_per_row) * kFragBytes);
+  }
+  FMHA_DEVICE void move(const Rows& rows, int32_t tiles) { from_ += Reader::below(rows, tiles * num_rows); }
+  FMHA_DEVICE void keep_places() { computed_here(from_); }
+
+ private:
+  int32_t from_;
+};
+#endif
+
+}  // namespace fmha::cdna

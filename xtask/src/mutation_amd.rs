@@ -1,0 +1,71 @@
+//! `cargo xtask mutation-amd`: the CDNA kernel's waits and barriers left out one by one in the emulator.
+
+use std::path::Path;
+use std::process::Command;
+
+use crate::setup::{self, loudly};
+
+const ARCHS: [&str; 3] = ["gfx90a", "gfx942", "gfx950"];
+
+/// Kernels, and a problem for each: some whole tiles, an edge, two workgroups. `FP8` is the architecture's own e4m3.
+const KERNELS: [(&str, &str); 4] = [
+    ("bf16 D128 causal", "-b 1 --heads 1 -s 300 --seqlen-k 400 -d 128 --prec bf16 --mask b"),
+    ("f16 D64 full", "-b 1 --heads 1 -s 100 --seqlen-k 300 -d 64 --prec fp16"),
+    ("bf16 D100 causal, padded", "-b 1 --heads 1 -s 300 --seqlen-k 300 -d 100 --prec bf16 --mask b"),
+    ("FP8 D128 full", "-b 1 --heads 1 -s 300 --seqlen-k 300 -d 128 --qscale kv --prec FP8"),
+];
+
+/// Records the launches, breaks them, rewrites `docs/kernels/cdna-mutation.md`.
+pub(crate) fn run() -> Result<(), String> {
+    let environment = setup::run();
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let build = |packages: &[&str]| {
+        loudly(Command::new(env!("CARGO")).args(["build", "--release"]).args(packages).current_dir(&root))
+    };
+    build(&[])?;
+    build(&["-p", "fmha-emu-cdna"])?;
+    let release = setup::target().join("release");
+    let mut mutate = Command::new(release.join("cdna-emu"));
+    mutate.arg("mutate").current_dir(&root);
+    for arch in ARCHS {
+        for (i, (title, problem)) in KERNELS.iter().enumerate() {
+            let fp8 = match arch {
+                "gfx942" => "e4m3fnuz",
+                "gfx950" => "fp8",
+                _ if problem.contains("FP8") => continue,
+                _ => "",
+            };
+            let folder = setup::target().join("mutation-amd").join(format!("{arch}-{i}"));
+            // What an earlier run left there is of other kernels.
+            let _ = std::fs::remove_dir_all(&folder);
+            std::fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+            let mut record = Command::new(release.join("fmha"));
+            record
+                .args([
+                    "run",
+                    "--backend",
+                    "rocm",
+                    "--emulate",
+                    arch,
+                    "--warmup",
+                    "0",
+                    "--repeat",
+                    "1",
+                    "--lse",
+                ])
+                .args(problem.replace("FP8", fp8).split_whitespace())
+                .env("FMHA_EMULATE_RECORD", &folder)
+                .envs(environment.iter().cloned())
+                .current_dir(&root);
+            loudly(&mut record)?;
+            mutate.arg(format!("{arch}, {title}={}", folder.join("0000-fmha_kernel.launch").display()));
+        }
+    }
+    mutate.args(["--sources", "kernels-hip", "--sources", "core/device"]).args([
+        "--reasons",
+        "docs/kernels/cdna-mutation.reasons",
+        "--out",
+        "docs/kernels/cdna-mutation.md",
+    ]);
+    loudly(&mut mutate)
+}
