@@ -57,7 +57,7 @@ impl Cluster {
                 if let Some((c, a)) = bar {
                     t.async_barrier(c, a)?;
                 }
-                t.async_write(&job.clocks, epoch, job.pc, job.lane, cta, at, job.bytes)?;
+                t.write_cells(&job.clocks, (epoch.0, epoch.1, job.pc, job.lane), cta, at, job.bytes)?;
             }
             let shared = &mut self.blocks[cta as usize].shared;
             match (job.bulk.reduce, swizzle) {
@@ -89,7 +89,7 @@ impl Cluster {
         let (cta, at) = job.source;
         if let Some(t) = &mut self.tracker {
             let track = t.bulk_track(job.cta, job.warp);
-            t.async_read(&job.clocks, (track, job.group), job.pc, job.lane, cta, at, job.bytes)?;
+            t.read_cells(&job.clocks, (track, job.group, job.pc, job.lane), cta, at, job.bytes)?;
         }
         let shared = &self.blocks[cta as usize].shared;
         shared.check_written(at, job.bytes, "bulk copy from shared memory")?;

@@ -306,7 +306,7 @@ fn track_operand(
     if t.read_before(&q.clocks, me, warp.cta, &cached.seen) {
         return Ok(());
     }
-    operand.chunks(|at, _, _| t.async_read(&q.clocks, me, q.pc, 0, warp.cta, at, 16))?;
+    operand.chunks(|at, _, _| t.read_cells(&q.clocks, (me.0, me.1, q.pc, 0), warp.cta, at, 16))?;
     let mut chunks = Vec::new();
     operand.chunks(|at, _, _| {
         chunks.push(at);

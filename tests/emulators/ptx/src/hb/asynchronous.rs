@@ -83,21 +83,6 @@ impl Tracker {
         }
     }
 
-    /// A read by the asynchronous proxy, issued when the clocks were `clocks`.
-    #[allow(clippy::too_many_arguments)] // Who, when, what: grouping them would only rename them.
-    pub(crate) fn async_read(
-        &mut self,
-        clocks: &Clocks,
-        (track, epoch): (u32, u32),
-        pc: u32,
-        lane: usize,
-        cta: u32,
-        at: u32,
-        n: u32,
-    ) -> Exec<()> {
-        self.read_cells(clocks, (track, epoch, pc, lane), cta, at, n)
-    }
-
     /// Whether `me`, a track and epoch, has recorded its reads of these bytes and all their writes are ordered before
     /// `clocks` too. If not, the reads are to be recorded one by one, which finds the race.
     pub(crate) fn read_before(&self, clocks: &Clocks, me: (u32, u32), cta: u32, seen: &SeenReads) -> bool {
@@ -123,20 +108,5 @@ impl Tracker {
             seen.readers.remove(0);
         }
         seen.readers.push(me);
-    }
-
-    /// A write by the asynchronous proxy, issued when the clocks were `clocks`.
-    #[allow(clippy::too_many_arguments)] // Who, when, what: grouping them would only rename them.
-    pub(crate) fn async_write(
-        &mut self,
-        clocks: &Clocks,
-        (track, epoch): (u32, u32),
-        pc: u32,
-        lane: usize,
-        cta: u32,
-        at: u32,
-        n: u32,
-    ) -> Exec<()> {
-        self.write_cells(clocks, (track, epoch, pc, lane), cta, at, n)
     }
 }

@@ -13,6 +13,9 @@ use crate::op::{Code, File, Program, Reg};
 
 type Exec<T> = Result<T, Box<Fault>>;
 
+/// Who accesses: track, epoch, instruction, lane.
+type Doer = (u32, u32, u32, usize);
+
 /// A pair of vector clocks.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Clocks {
@@ -404,24 +407,32 @@ impl Tracker {
         (15 >> (4 - (to - from))) << from
     }
 
-    fn read_cells(
-        &mut self,
+    /// The last write of a cell, if it is of any of these bytes, must have come before.
+    fn check_last_write(
+        &self,
+        write: Access,
+        bytes: u32,
         clocks: &Clocks,
-        me: (u32, u32, u32, usize),
-        cta: u32,
-        at: u32,
-        n: u32,
+        track: u32,
+        [what, done]: [&str; 2],
+        (cta, index): (u32, usize),
     ) -> Exec<()> {
+        if !write.is_some() || write.bytes() & bytes == 0 {
+            return Ok(());
+        }
+        if !self.ordered(write, &clocks.v) {
+            return Err(self.race(what, "write", write, cta, index as u32 * 4));
+        }
+        self.check_proxy(write, clocks, track, done, cta, index)
+    }
+
+    /// A read of `n` bytes, issued when the clocks were `clocks`, by `me`: track, epoch, instruction, lane.
+    pub(crate) fn read_cells(&mut self, clocks: &Clocks, me: Doer, cta: u32, at: u32, n: u32) -> Exec<()> {
         let (track, epoch, pc, lane) = me;
         for index in at as usize / 4..(at + n).div_ceil(4) as usize {
             let bytes = Self::covered(index, at, n);
             let write = self.cell(cta, index).write;
-            if write.is_some() && write.bytes() & bytes != 0 {
-                if !self.ordered(write, &clocks.v) {
-                    return Err(self.race("read", "write", write, cta, index as u32 * 4));
-                }
-                self.check_proxy(write, clocks, track, "read", cta, index)?;
-            }
+            self.check_last_write(write, bytes, clocks, track, ["read", "read"], (cta, index))?;
             let access = Access::new(track, epoch, pc, lane, bytes);
             let cell = &self.cells[cta as usize][index];
             let replaces =
@@ -441,26 +452,14 @@ impl Tracker {
         Ok(())
     }
 
-    fn write_cells(
-        &mut self,
-        clocks: &Clocks,
-        me: (u32, u32, u32, usize),
-        cta: u32,
-        at: u32,
-        n: u32,
-    ) -> Exec<()> {
+    /// A write, as [`read_cells`](Self::read_cells).
+    pub(crate) fn write_cells(&mut self, clocks: &Clocks, me: Doer, cta: u32, at: u32, n: u32) -> Exec<()> {
         let (track, epoch, pc, lane) = me;
         for index in at as usize / 4..(at + n).div_ceil(4) as usize {
             let bytes = Self::covered(index, at, n);
             self.cell(cta, index);
             let cell = &self.cells[cta as usize][index];
-            let write = cell.write;
-            if write.is_some() && write.bytes() & bytes != 0 {
-                if !self.ordered(write, &clocks.v) {
-                    return Err(self.race("write", "write", write, cta, index as u32 * 4));
-                }
-                self.check_proxy(write, clocks, track, "overwrite", cta, index)?;
-            }
+            self.check_last_write(cell.write, bytes, clocks, track, ["write", "overwrite"], (cta, index))?;
             for &read in cell.reads.iter().chain(&cell.more) {
                 if read.is_some() && read.bytes() & bytes != 0 && !self.ordered(read, &clocks.v) {
                     return Err(self.race("write", "read", read, cta, index as u32 * 4));
@@ -532,7 +531,7 @@ impl Tracker {
         warp: &Warp,
         lane: usize,
         strong: bool,
-        access: impl FnOnce(&mut Self, &Clocks, (u32, u32, u32, usize)) -> Exec<()>,
+        access: impl FnOnce(&mut Self, &Clocks, Doer) -> Exec<()>,
     ) -> Exec<()> {
         if strong {
             return Ok(());
