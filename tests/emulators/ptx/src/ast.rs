@@ -19,6 +19,8 @@ pub(crate) enum Ty {
     Tf32,
     F16x2,
     Bf16x2,
+    U16x2,
+    S16x2,
     E4m3x2,
     E5m2x2,
     E4m3,
@@ -51,6 +53,8 @@ impl Ty {
             "tf32" => Self::Tf32,
             "f16x2" => Self::F16x2,
             "bf16x2" => Self::Bf16x2,
+            "u16x2" => Self::U16x2,
+            "s16x2" => Self::S16x2,
             "e4m3x2" => Self::E4m3x2,
             "e5m2x2" => Self::E5m2x2,
             "e4m3" => Self::E4m3,
@@ -71,7 +75,15 @@ impl Ty {
             Self::Pred => 0,
             Self::B8 | Self::U8 | Self::S8 | Self::E4m3 | Self::E5m2 => 1,
             Self::B16 | Self::U16 | Self::S16 | Self::F16 | Self::Bf16 | Self::E4m3x2 | Self::E5m2x2 => 2,
-            Self::B32 | Self::U32 | Self::S32 | Self::F32 | Self::Tf32 | Self::F16x2 | Self::Bf16x2 => 4,
+            Self::B32
+            | Self::U32
+            | Self::S32
+            | Self::F32
+            | Self::Tf32
+            | Self::F16x2
+            | Self::Bf16x2
+            | Self::U16x2
+            | Self::S16x2 => 4,
             Self::B64 | Self::U64 | Self::S64 | Self::F64 | Self::F32x2 => 8,
             Self::B128 => 16,
         }

@@ -269,6 +269,24 @@ fn packed_halves_and_pairs_of_singles_equal_their_elements() {
 }
 
 #[test]
+fn sums_of_a_single_and_halves_are_singles() {
+    let halves = [1.5f32, -0.37, 3.25, 65504.0];
+    let a: [u64; 32] =
+        std::array::from_fn(|i| u64::from(half::bf16::from_f32(halves[i % 4] * (1 + i) as f32).to_bits()));
+    let b: [u64; 32] = std::array::from_fn(|i| u64::from(half::bf16::from_f32(0.1 * i as f32).to_bits()));
+    let c: [u64; 32] = std::array::from_fn(|i| u64::from((1.0 / (1 + i) as f32).to_bits()));
+    let split = "cvt.u16.u32 %h0, %a; cvt.u16.u32 %h1, %b;";
+    let fma = lanes(32, &format!("{split} fma.rn.f32.bf16 %d, %h0, %h1, %c;"), [&a, &b, &c]);
+    let add = lanes(32, &format!("{split} add.f32.bf16 %d, %h0, %c;"), [&a, &b, &c]);
+    for i in 0..32 {
+        let [x, y] = [a, b].map(|row| half::bf16::from_bits(row[i] as u16).to_f32());
+        let z = f32::from_bits(c[i] as u32);
+        assert_eq!(f32::from_bits(fma[i] as u32), x.mul_add(y, z));
+        assert_eq!(f32::from_bits(add[i] as u32), x + z);
+    }
+}
+
+#[test]
 fn fp8_conversions_round_to_nearest_and_saturate() {
     let values = [0.0f32, 1.0, -1.0, 448.0, 1e9, -1e9, 0.3, 1.0 / 512.0, 17.0, 19.0];
     let want = [0x00, 0x38, 0xb8, 0x7e, 0x7e, 0xfe, 0x2a, 0x01, 0x58, 0x5a];

@@ -187,14 +187,9 @@ pub(crate) unsafe extern "C" fn cuLaunchCooperativeKernel(
     stream: Handle,
     params: *mut *mut c_void,
 ) -> Result {
-    let config = LaunchConfig {
-        grid: [grid_x, grid_y, grid_z],
-        block: [block_x, block_y, block_z],
-        cluster: cluster_of(function),
-        dynamic_shared: shared_bytes,
-    };
+    let ([x, y, z], none) = ([block_x, block_y, block_z], std::ptr::null_mut());
     // SAFETY: handed on unchanged.
-    unsafe { launch(function, config, stream, params, std::ptr::null_mut()) }
+    unsafe { cuLaunchKernel(function, grid_x, grid_y, grid_z, x, y, z, shared_bytes, stream, params, none) }
 }
 
 #[unsafe(no_mangle)]

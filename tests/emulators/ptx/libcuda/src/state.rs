@@ -128,6 +128,7 @@ impl State {
         arch.num_sms = fewer.map_or(arch.num_sms, |n: i32| n.clamp(1, arch.num_sms));
         let mut options = Options::default();
         options.num_sms = arch.num_sms as u32;
+        options.check_barriers_at_exit = std::env::var_os("FMHA_EMULATE_LOOSE_ENDS").is_none();
         let mode = std::env::var("FMHA_EMULATE_MODE").unwrap_or_default();
         if mode == "hb" {
             options.happens_before = true;

@@ -1,28 +1,17 @@
 //! Decoding of arithmetic, comparison, selection, conversion and branches. PTX ISA 9.7.1 to 9.7.9 and 9.7.12.
 
+use super::function::{
+    comparison, double_function, prmt_mode, rare, rounding, short_function, word_function,
+};
 use super::{Decoder, unknown};
 use crate::ast::{Operand, RawInst, Ty};
 use crate::fault::Fault;
 use crate::fp::Round;
-use crate::op::{BoolOp, Cmp, Code, Cvt, Df, Hf, Inst, Reg, Sf, Slow, Wf, Xf};
+use crate::op::{BoolOp, Code, Cvt, Df, Hf, Inst, Rare, Reg, Slow, Wf, Xf};
 
 /// The last qualifier that names a type.
 pub(super) fn last_type(raw: &RawInst) -> Result<Ty, Fault> {
     raw.words.iter().rev().find_map(|w| Ty::parse(w)).ok_or_else(|| unknown(raw))
-}
-
-fn rounding(raw: &RawInst) -> Round {
-    for w in &raw.words {
-        match w.as_str() {
-            "rn" | "rni" => return Round::Rn,
-            "rz" | "rzi" => return Round::Rz,
-            "rm" | "rmi" => return Round::Rm,
-            "rp" | "rpi" => return Round::Rp,
-            "rna" => return Round::Rna,
-            _ => {}
-        }
-    }
-    Round::Rn
 }
 
 impl Decoder<'_> {
@@ -31,7 +20,8 @@ impl Decoder<'_> {
         Ok(Some(match raw.words[0].as_str() {
             "add" | "sub" | "mul" | "mad" | "div" | "rem" | "min" | "max" | "abs" | "neg" | "fma" | "and"
             | "or" | "xor" | "not" | "cnot" | "shl" | "shr" | "sad" | "mul24" | "rcp" | "sqrt" | "rsqrt"
-            | "ex2" | "lg2" | "tanh" | "sin" | "cos" | "copysign" | "addc" | "subc" => self.function(raw)?,
+            | "ex2" | "lg2" | "tanh" | "sin" | "cos" | "copysign" | "addc" | "subc" | "madc" | "dp2a"
+            | "dp4a" => self.function(raw)?,
             "popc" | "clz" | "bfind" => {
                 let ty = last_type(raw)?;
                 let shift = raw.has("shiftamt");
@@ -54,7 +44,18 @@ impl Decoder<'_> {
                 inst.src[0] = self.src(&ops[1], ty)?;
                 inst
             }
-            "brev" | "bfi" | "bfe" | "prmt" | "lop3" | "shf" | "dp4a" => self.bits(raw)?,
+            "testp" => {
+                let f = match raw.words[1].as_str() {
+                    "finite" => Rare::TestFinite,
+                    "subnormal" => Rare::TestSubnormal,
+                    _ => return Err(unknown(raw)),
+                };
+                if last_type(raw)? != Ty::F32 {
+                    return Err(unknown(raw));
+                }
+                self.regs(Code::Rare(f), raw, Ty::Pred, &[Ty::F32])?
+            }
+            "brev" | "bfi" | "bfe" | "prmt" | "lop3" | "shf" => self.bits(raw)?,
             "mov" => self.mov(raw)?,
             "setp" => self.setp(raw)?,
             "set" => {
@@ -127,17 +128,31 @@ impl Decoder<'_> {
         if ty == Ty::Pred {
             return self.predicate(raw);
         }
-        if matches!(name, "addc" | "subc") || raw.has("cc") {
-            if !matches!(name, "add" | "addc" | "sub" | "subc") {
-                return Err(unknown(raw));
-            }
+        if let Some(f) = rare(raw, ty) {
+            return self.regs(Code::Rare(f), raw, ty, &[ty, ty, ty][..sources]);
+        }
+        if matches!(ty, Ty::U16x2 | Ty::S16x2) {
+            return Err(unknown(raw));
+        }
+        if raw.words.iter().filter(|w| Ty::parse(w).is_some()).count() > 1 {
+            return self.mixed(raw);
+        }
+        if matches!(name, "addc" | "subc" | "madc") || raw.has("cc") {
+            let product = match (name, raw.has("hi"), ty.is_signed()) {
+                ("add" | "addc" | "sub" | "subc", ..) => None,
+                ("mad" | "madc", true, true) if ty.bytes() == 4 => Some(Wf::MulHiS),
+                ("mad" | "madc", true, false) if ty.bytes() == 4 => Some(Wf::MulHiU),
+                ("mad" | "madc", false, _) if ty.bytes() == 4 && raw.has("lo") => Some(Wf::Mul),
+                _ => return Err(unknown(raw)),
+            };
             let code = Code::Carry {
                 subtract: name.starts_with("sub"),
                 carry_in: name.ends_with('c'),
                 carry_out: raw.has("cc"),
                 wide: ty.bytes() == 8,
+                product,
             };
-            return self.regs(code, raw, ty, &[ty, ty]);
+            return self.regs(code, raw, ty, &[ty, ty, ty][..sources]);
         }
         if raw.has("wide") && ty.bytes() == 4 {
             let f = match (name, ty.is_signed()) {
@@ -213,6 +228,23 @@ impl Decoder<'_> {
         }
     }
 
+    /// `fma.rn.f32.bf16` and its like: halves are widened, the sum is a single.
+    fn mixed(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
+        let (to, half) = self.two_types(raw)?;
+        let f = match raw.words[0].as_str() {
+            "fma" => Wf::FFma,
+            "add" => Wf::FAdd,
+            "sub" => Wf::FSub,
+            _ => return Err(unknown(raw)),
+        };
+        if to != Ty::F32 || !matches!(half, Ty::F16 | Ty::Bf16) {
+            return Err(unknown(raw));
+        }
+        let slow = Slow { f, round: rounding(raw), ftz: false, sat: raw.has("sat") };
+        let sources: &[Ty] = if f == Wf::FFma { &[half, half, Ty::F32] } else { &[half, Ty::F32] };
+        self.regs(Code::Mixed { slow, bf16: half == Ty::Bf16 }, raw, Ty::F32, sources)
+    }
+
     fn half(&mut self, raw: &RawInst, ty: Ty) -> Result<Code, Fault> {
         let nan = raw.has("NaN");
         let f = match raw.words[0].as_str() {
@@ -231,11 +263,12 @@ impl Decoder<'_> {
             "tanh" => Hf::Tanh,
             _ => return Err(unknown(raw)),
         };
-        if raw.has("sat") || raw.has("xorsign") {
+        let sat = raw.has("sat");
+        if sat && !matches!(f, Hf::Add | Hf::Sub | Hf::Mul | Hf::Fma) || raw.has("xorsign") {
             return Err(unknown(raw));
         }
         let bf16 = matches!(ty, Ty::Bf16 | Ty::Bf16x2);
-        Ok(Code::Half { f, bf16, lanes: if ty.bytes() == 4 { 2 } else { 1 }, ftz: raw.has("ftz") })
+        Ok(Code::Half { f, bf16, lanes: if ty.bytes() == 4 { 2 } else { 1 }, ftz: raw.has("ftz"), sat })
     }
 
     fn predicate(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
@@ -265,6 +298,9 @@ impl Decoder<'_> {
                 self.regs(Code::X(f), raw, ty, &[ty, Ty::U32, Ty::U32])
             }
             ("bfi", 4) => self.regs(w(Wf::Bfi), raw, ty, &[ty, ty, Ty::U32, Ty::U32]),
+            ("prmt", _) if let Some(mode) = raw.words.get(2).and_then(|word| prmt_mode(word)) => {
+                self.regs(Code::Rare(Rare::Prmt(mode)), raw, ty, &[ty, ty, ty])
+            }
             ("prmt", _) if raw.words.len() == 2 => self.regs(w(Wf::Prmt), raw, ty, &[ty, ty, ty]),
             ("lop3", _) if raw.operands.len() == 5 => self.regs(w(Wf::Lop3), raw, ty, &[ty, ty, ty, ty]),
             ("shf", _) => {
@@ -274,10 +310,6 @@ impl Decoder<'_> {
                     (false, true) => Wf::ShfRWrap,
                     (false, false) => Wf::ShfR,
                 };
-                self.regs(w(f), raw, ty, &[ty, ty, ty])
-            }
-            ("dp4a", _) if raw.words[1] == raw.words[2] => {
-                let f = if ty.is_signed() { Wf::Dp4aS } else { Wf::Dp4aU };
                 self.regs(w(f), raw, ty, &[ty, ty, ty])
             }
             _ => Err(unknown(raw)),
@@ -326,6 +358,19 @@ impl Decoder<'_> {
         }
     }
 
+    /// `cvt.pack.sat`.
+    fn pack_whole(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
+        let (bits, signed, sources) = match raw.words[2..].iter().map(String::as_str).collect::<Vec<_>>()[..]
+        {
+            ["sat", "s16", "s32"] => (16, true, 2),
+            ["sat", "u16", "s32"] => (16, false, 2),
+            ["sat", "s8", "s32", "b32"] => (8, true, 3),
+            ["sat", "u8", "s32", "b32"] => (8, false, 3),
+            _ => return Err(unknown(raw)),
+        };
+        self.regs(Code::Rare(Rare::Pack { bits, signed }), raw, Ty::B32, &[Ty::B32; 3][..sources])
+    }
+
     fn setp(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
         let ty = last_type(raw)?;
         let cmp = comparison(&raw.words[1]).ok_or_else(|| unknown(raw))?;
@@ -366,7 +411,7 @@ impl Decoder<'_> {
     fn cvt(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
         let (to, from) = self.two_types(raw)?;
         if raw.words[1] == "pack" {
-            return Err(unknown(raw));
+            return self.pack_whole(raw);
         }
         let integral = raw.words.iter().any(|w| matches!(w.as_str(), "rni" | "rzi" | "rmi" | "rpi"));
         let cvt = Cvt {
@@ -379,6 +424,7 @@ impl Decoder<'_> {
             satfinite: raw.has("satfinite"),
             relu: raw.has("relu"),
             packed: raw.operands.len() == 3,
+            widen: to.is_signed() && self.width(&raw.operands[0]).is_some_and(|bytes| bytes > to.bytes()),
         };
         let fp8 = |t| matches!(t, Ty::E4m3x2 | Ty::E5m2x2);
         let pair = |t| matches!(t, Ty::F16x2 | Ty::Bf16x2);
@@ -410,190 +456,4 @@ fn part_type(unit: u8) -> Option<Ty> {
         8 => Some(Ty::B64),
         _ => None,
     }
-}
-
-fn comparison(word: &str) -> Option<Cmp> {
-    Some(match word {
-        "eq" => Cmp::Eq,
-        "ne" => Cmp::Ne,
-        "lt" | "lo" => Cmp::Lt,
-        "le" | "ls" => Cmp::Le,
-        "gt" | "hi" => Cmp::Gt,
-        "ge" | "hs" => Cmp::Ge,
-        "equ" => Cmp::Equ,
-        "neu" => Cmp::Neu,
-        "ltu" => Cmp::Ltu,
-        "leu" => Cmp::Leu,
-        "gtu" => Cmp::Gtu,
-        "geu" => Cmp::Geu,
-        "num" => Cmp::Num,
-        "nan" => Cmp::Nan,
-        _ => return None,
-    })
-}
-
-fn word_function(raw: &RawInst, ty: Ty) -> Result<Wf, Fault> {
-    let (float, signed, nan) = (ty == Ty::F32, ty.is_signed(), raw.has("NaN"));
-    let (hi, three) = (raw.has("hi"), raw.operands.len() == 4);
-    Ok(match (raw.words[0].as_str(), float) {
-        ("add", true) => Wf::FAdd,
-        ("sub", true) => Wf::FSub,
-        ("mul", true) => Wf::FMul,
-        ("fma" | "mad", true) => Wf::FFma,
-        ("div", true) => Wf::FDiv,
-        ("min" | "max", true) if raw.has("xorsign") => return Err(unknown(raw)),
-        ("min", true) if three && !nan => Wf::FMin3,
-        ("max", true) if three && !nan => Wf::FMax3,
-        ("min" | "max", true) if three => return Err(unknown(raw)),
-        ("min", true) if nan => Wf::FMinNan,
-        ("max", true) if nan => Wf::FMaxNan,
-        ("min", true) => Wf::FMin,
-        ("max", true) => Wf::FMax,
-        ("abs", true) => Wf::FAbs,
-        ("neg", true) => Wf::FNeg,
-        ("rcp", true) => Wf::FRcp,
-        ("sqrt", true) => Wf::FSqrt,
-        ("rsqrt", true) => Wf::FRsqrt,
-        ("ex2", true) => Wf::FEx2,
-        ("lg2", true) => Wf::FLg2,
-        ("tanh", true) => Wf::FTanh,
-        ("sin", true) => Wf::FSin,
-        ("cos", true) => Wf::FCos,
-        ("copysign", true) => Wf::FCopysign,
-        ("add", false) => Wf::Add,
-        ("sub", false) => Wf::Sub,
-        ("mul", false) if hi && signed => Wf::MulHiS,
-        ("mul", false) if hi => Wf::MulHiU,
-        ("mul", false) if raw.has("lo") => Wf::Mul,
-        ("mul24", false) if raw.has("lo") => {
-            if signed {
-                Wf::Mul24S
-            } else {
-                Wf::Mul24U
-            }
-        }
-        ("mad", false) if hi && signed => Wf::MadHiS,
-        ("mad", false) if hi => Wf::MadHiU,
-        ("mad", false) if raw.has("lo") => Wf::Mad,
-        ("sad", false) => {
-            if signed {
-                Wf::SadS
-            } else {
-                Wf::SadU
-            }
-        }
-        ("div", false) => {
-            if signed {
-                Wf::DivS
-            } else {
-                Wf::DivU
-            }
-        }
-        ("rem", false) => {
-            if signed {
-                Wf::RemS
-            } else {
-                Wf::RemU
-            }
-        }
-        ("min", false) if !raw.has("relu") => {
-            if signed {
-                Wf::MinS
-            } else {
-                Wf::MinU
-            }
-        }
-        ("max", false) if !raw.has("relu") => {
-            if signed {
-                Wf::MaxS
-            } else {
-                Wf::MaxU
-            }
-        }
-        ("abs", false) => Wf::AbsS,
-        ("neg", false) => Wf::Neg,
-        ("and", false) => Wf::And,
-        ("or", false) => Wf::Or,
-        ("xor", false) => Wf::Xor,
-        ("not", false) => Wf::Not,
-        ("cnot", false) => Wf::Cnot,
-        ("shl", false) => Wf::Shl,
-        ("shr", false) => {
-            if signed {
-                Wf::ShrS
-            } else {
-                Wf::ShrU
-            }
-        }
-        _ => return Err(unknown(raw)),
-    })
-}
-
-fn double_function(raw: &RawInst, ty: Ty) -> Result<Df, Fault> {
-    let signed = ty.is_signed();
-    let name = raw.words[0].as_str();
-    if ty == Ty::F64 {
-        if rounding(raw) != Round::Rn {
-            return Err(unknown(raw));
-        }
-        return Ok(match name {
-            "add" => Df::FAdd,
-            "sub" => Df::FSub,
-            "mul" => Df::FMul,
-            "fma" | "mad" => Df::FFma,
-            "div" => Df::FDiv,
-            "rcp" => Df::FRcp,
-            "sqrt" => Df::FSqrt,
-            "min" => Df::FMin,
-            "max" => Df::FMax,
-            "abs" => Df::FAbs,
-            "neg" => Df::FNeg,
-            _ => return Err(unknown(raw)),
-        });
-    }
-    Ok(match (name, signed) {
-        ("add", _) => Df::Add,
-        ("sub", _) => Df::Sub,
-        ("mul", true) if raw.has("hi") => Df::MulHiS,
-        ("mul", false) if raw.has("hi") => Df::MulHiU,
-        ("mul", _) => Df::Mul,
-        ("mad", _) if raw.has("lo") => Df::Mad,
-        ("div", true) => Df::DivS,
-        ("div", false) => Df::DivU,
-        ("rem", true) => Df::RemS,
-        ("rem", false) => Df::RemU,
-        ("abs", _) => Df::AbsS,
-        ("neg", _) => Df::Neg,
-        ("min", true) => Df::MinS,
-        ("min", false) => Df::MinU,
-        ("max", true) => Df::MaxS,
-        ("max", false) => Df::MaxU,
-        ("and", _) => Df::And,
-        ("or", _) => Df::Or,
-        ("xor", _) => Df::Xor,
-        ("not", _) => Df::Not,
-        _ => return Err(unknown(raw)),
-    })
-}
-
-fn short_function(raw: &RawInst, wide: bool) -> Result<Sf, Fault> {
-    Ok(match raw.words[0].as_str() {
-        "add" => Sf::Add,
-        "sub" => Sf::Sub,
-        "mul" if wide => Sf::MulWide,
-        "mul" if raw.has("hi") => Sf::MulHi,
-        "mul" => Sf::Mul,
-        "mad" if wide => Sf::MadWide,
-        "mad" if raw.has("lo") => Sf::Mad,
-        "div" => Sf::Div,
-        "rem" => Sf::Rem,
-        "min" => Sf::Min,
-        "max" => Sf::Max,
-        "neg" => Sf::Neg,
-        "abs" => Sf::Abs,
-        "shl" => Sf::Shl,
-        "shr" => Sf::Shr,
-        "not" => Sf::Not,
-        _ => return Err(unknown(raw)),
-    })
 }

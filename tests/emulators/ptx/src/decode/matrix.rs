@@ -300,7 +300,8 @@ impl Decoder<'_> {
         })
     }
 
-    /// Sources in the list: B descriptor, instruction descriptor, lane masks (four or eight, or none).
+    /// Sources in the list: B descriptor, instruction descriptor, what is added to A's address in tensor memory, lane
+    /// masks (four or eight, or none).
     fn tcgen05_mma(&mut self, raw: &RawInst, pair: bool) -> Result<Inst, Fault> {
         let ops = &raw.operands;
         let kind = match () {
@@ -315,18 +316,11 @@ impl Decoder<'_> {
         let a_tmem = matches!(ops[1], Operand::Address { .. });
         let mut inst = Inst::new(Code::Tcgen { op: Tcgen::Mma { a_tmem, kind }, pair });
         self.tmem(&mut inst, &ops[0])?;
-        let mut list = Vec::new();
-        if a_tmem {
-            let (base, offset) = self.address(&ops[1])?;
-            if offset != 0 {
-                return Err(unknown(raw));
-            }
-            inst.src[1] = base;
-        } else {
-            inst.src[1] = self.src(&ops[1], Ty::B64)?;
-        }
-        list.push(self.src(&ops[2], Ty::B64)?);
-        list.push(self.src(&ops[3], Ty::B32)?);
+        let a_offset;
+        (inst.src[1], a_offset) =
+            if a_tmem { self.address(&ops[1])? } else { (self.src(&ops[1], Ty::B64)?, 0) };
+        let mut list = vec![self.src(&ops[2], Ty::B64)?, self.src(&ops[3], Ty::B32)?];
+        list.push(self.word_const(a_offset as u32));
         let mut at = 4;
         if let Some(Operand::Vector(masks)) = ops.get(4) {
             for m in masks {
@@ -342,7 +336,6 @@ impl Decoder<'_> {
         if ops.len() > at + 1 {
             return Err(unknown(raw));
         }
-        let list: Vec<Reg> = list;
         inst.list = self.list(&[], &list);
         Ok(inst)
     }

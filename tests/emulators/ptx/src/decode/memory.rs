@@ -320,6 +320,7 @@ impl Decoder<'_> {
             reduce,
             completion: if bar_group { Completion::BulkGroup } else { Completion::Mbarrier },
             pair: raw.has("cta_group::2"),
+            own: spaces[0] == "shared::cta" && !raw.has("cta_group::2"),
             dst_offset: dst.1,
             src_offset: src.1,
             bar_offset: bar.1,

@@ -2,6 +2,7 @@
 
 mod arith;
 mod compact;
+mod function;
 mod matrix;
 mod memory;
 mod sync;
@@ -268,12 +269,21 @@ impl<'a> Decoder<'a> {
 
     fn special(&mut self, name: &str) -> Option<Reg> {
         let (special, double) = special(name)?;
+        Some(self.special_row(special, double))
+    }
+
+    fn special_row(&mut self, special: Special, double: bool) -> Reg {
         if let Some(&reg) = self.specials.get(&special) {
-            return Some(reg);
+            return reg;
         }
         let reg = self.row(if double { File::Double } else { File::Word });
         self.specials.insert(special, reg);
-        Some(reg)
+        reg
+    }
+
+    /// The address of a shared variable, in which the block's rank in its cluster stands.
+    fn shared_address(&mut self, at: u32, wide: bool) -> Reg {
+        self.special_row(Special::Shared { at, wide }, wide)
     }
 
     /// A source operand of type `ty`, as a row of the file that holds such values.
@@ -294,6 +304,9 @@ impl<'a> Decoder<'a> {
                 } else if let Some(reg) = self.special(name) {
                     return self.check_width(reg, ty, name);
                 } else if let Some(symbol) = self.symbol(name) {
+                    if symbol.space == Space::Shared {
+                        return Ok(self.shared_address(symbol.address as u32, wide));
+                    }
                     symbol.address
                 } else {
                     return Err(Fault::new(FaultKind::Syntax, format!("`{name}` is not declared")));
@@ -347,6 +360,14 @@ impl<'a> Decoder<'a> {
         }
     }
 
+    /// Bytes of the type that a register was declared with.
+    pub(super) fn width(&self, operand: &Operand) -> Option<u32> {
+        match operand {
+            Operand::Name(name) => self.find_register(name).map(|(_, ty)| ty.bytes()),
+            _ => None,
+        }
+    }
+
     /// A register of whatever width it was declared with, or a constant of width `ty`.
     pub(super) fn any(&mut self, operand: &Operand, ty: Ty) -> Result<Reg, Fault> {
         if let Operand::Name(name) = operand {
@@ -371,7 +392,11 @@ impl<'a> Decoder<'a> {
                     let symbol = self
                         .symbol(name)
                         .ok_or_else(|| Fault::new(FaultKind::Syntax, format!("`{name}` is not declared")))?;
-                    Ok((self.double_const(symbol.address), *offset))
+                    let base = match symbol.space {
+                        Space::Shared => self.shared_address(symbol.address as u32, true),
+                        _ => self.double_const(symbol.address),
+                    };
+                    Ok((base, *offset))
                 }
                 Operand::Int(v) => Ok((self.double_const(*v), *offset)),
                 other => Ok((self.any(other, Ty::B64)?, *offset)),

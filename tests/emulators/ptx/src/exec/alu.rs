@@ -1,10 +1,12 @@
 //! Arithmetic on whole rows. Written as plain loops over 32 lanes that the compiler turns into vector code; the
 //! whole dispatch is compiled twice, once for AVX2 with FMA.
 
+use super::compare::{combine_bits, compare_f32, compare_rows};
+use super::half::{half, half_to_f32, short};
 use super::warp::{Row, Warp, WideRow};
-use crate::ast::Ty;
+use super::wide::{carry, double, mixed};
 use crate::fp::{self, Round, flush};
-use crate::op::{BoolOp, Cmp, Code, Df, Hf, Inst, Reg, Sf, Slow, Wf, Xf};
+use crate::op::{Code, Inst, Reg, Slow, Wf};
 
 /// Executes `inst` for the lanes of `mask` if it is pure arithmetic; false when it is something else.
 #[inline]
@@ -72,11 +74,24 @@ fn dispatch(warp: &mut Warp, inst: &Inst, mask: u32) -> bool {
         }
         Code::X(f) => mixed(warp, inst, mask, f),
         Code::Cvt(cvt) => super::convert::execute(warp, inst, cvt, mask),
-        Code::Half { f, bf16, lanes, ftz } => half(warp, inst, mask, f, bf16, lanes, ftz),
+        Code::Half { .. } => half(warp, inst, mask),
+        Code::Rare(f) => super::rare::execute(warp, inst, f, mask),
         Code::Short { f, signed } => short(warp, inst, mask, f, signed),
         Code::WSlow(slow) => {
             let [a, b, c] = [0, 1, 2].map(|i| row_or_zero(warp, inst.src[i]));
             let r = std::array::from_fn(|i| slow_float(slow, a[i], b[i], c[i]));
+            warp.set(inst.dst[0], &r, mask);
+        }
+        Code::Mixed { slow, bf16 } => {
+            let rows = [0, 1, 2].map(|i| row_or_zero(warp, inst.src[i]));
+            let halves = inst.src.iter().filter(|reg| reg.is_some()).count() - 1;
+            let r = std::array::from_fn(|i| {
+                let [a, b, c] = std::array::from_fn(|n| {
+                    let bits = rows[n][i];
+                    if n < halves { half_to_f32(bits as u16, bf16).to_bits() } else { bits }
+                });
+                slow_float(slow, a, b, c)
+            });
             warp.set(inst.dst[0], &r, mask);
         }
         Code::Pair32(slow) => {
@@ -116,9 +131,7 @@ fn dispatch(warp: &mut Warp, inst: &Inst, mask: u32) -> bool {
                 warp.set(inst.dst[0], &std::array::from_fn(|i| if pick(i) { a[i] } else { b[i] }), mask);
             }
         }
-        Code::Carry { subtract, carry_in, carry_out, wide } => {
-            carry(warp, inst, mask, [subtract, carry_in, carry_out, wide]);
-        }
+        Code::Carry { .. } => carry(warp, inst, mask),
         _ => return false,
     }
     true
@@ -145,7 +158,7 @@ fn each_wide(f: impl Fn(usize) -> u64) -> WideRow {
 }
 
 #[inline(always)]
-fn row_or_zero(warp: &Warp, reg: Reg) -> Row {
+pub(super) fn row_or_zero(warp: &Warp, reg: Reg) -> Row {
     if reg.is_some() { warp.w[reg.row()] } else { [0; 32] }
 }
 
@@ -220,8 +233,8 @@ fn word(warp: &mut Warp, inst: &Inst, mask: u32, f: Wf, ftz: bool) {
         Wf::FTanh => floats!(|a, b, c| f64::from(a).tanh() as f32),
         Wf::FSin => floats!(|a, b, c| f64::from(a).sin() as f32),
         Wf::FCos => floats!(|a, b, c| f64::from(a).cos() as f32),
-        Wf::FAbs => ints!(|a, b, c| if ftz { flush(a) } else { a } & 0x7fff_ffff),
-        Wf::FNeg => ints!(|a, b, c| if ftz { flush(a) } else { a } ^ 0x8000_0000),
+        Wf::FAbs => floats!(|a, b, c| a.abs()),
+        Wf::FNeg => floats!(|a, b, c| -a),
         Wf::FCopysign => ints!(|a, b, c| b & 0x7fff_ffff | a & 0x8000_0000),
         Wf::MulHiS => ints!(|a, b, c| mul_hi_s(a, b)),
         Wf::MulHiU => ints!(|a, b, c| mul_hi_u(a, b)),
@@ -231,11 +244,11 @@ fn word(warp: &mut Warp, inst: &Inst, mask: u32, f: Wf, ftz: bool) {
         Wf::Mul24U => ints!(|a, b, c| (a & 0xff_ffff).wrapping_mul(b & 0xff_ffff)),
         Wf::SadS => ints!(|a, b, c| (a as i32).abs_diff(b as i32).wrapping_add(c)),
         Wf::SadU => ints!(|a, b, c| a.abs_diff(b).wrapping_add(c)),
-        // Division by zero gives all ones on the hardware; PTX leaves it open.
+        // Division by zero, and its rest, are all ones on an H200; PTX leaves it open.
         Wf::DivS => ints!(|a, b, c| if b == 0 { u32::MAX } else { (a as i32).wrapping_div(b as i32) as u32 }),
         Wf::DivU => ints!(|a, b, c| a.checked_div(b).unwrap_or(u32::MAX)),
-        Wf::RemS => ints!(|a, b, c| if b == 0 { a } else { (a as i32).wrapping_rem(b as i32) as u32 }),
-        Wf::RemU => ints!(|a, b, c| a.checked_rem(b).unwrap_or(a)),
+        Wf::RemS => ints!(|a, b, c| if b == 0 { u32::MAX } else { (a as i32).wrapping_rem(b as i32) as u32 }),
+        Wf::RemU => ints!(|a, b, c| a.checked_rem(b).unwrap_or(u32::MAX)),
         Wf::AbsS => ints!(|a, b, c| (a as i32).wrapping_abs() as u32),
         Wf::Neg => ints!(|a, b, c| a.wrapping_neg()),
         Wf::Cnot => ints!(|a, b, c| u32::from(a == 0)),
@@ -257,16 +270,10 @@ fn word(warp: &mut Warp, inst: &Inst, mask: u32, f: Wf, ftz: bool) {
                 bits => bits.leading_zeros(),
             });
         }
-        Wf::BfeU => ints!(|a, b, c| bfe(u64::from(a), b, c, 32, false) as u32),
-        Wf::BfeS => ints!(|a, b, c| bfe(i64::from(a as i32) as u64, b, c, 32, true) as u32),
+        // Position and length have eight bits here, all of theirs in the 64-bit form.
+        Wf::BfeU => ints!(|a, b, c| bfe(u64::from(a), b & 255, c & 255, 32, false) as u32),
+        Wf::BfeS => ints!(|a, b, c| bfe(i64::from(a as i32) as u64, b & 255, c & 255, 32, true) as u32),
         Wf::Prmt => ints!(|a, b, c| prmt(a, b, c)),
-        Wf::Dp4aU => ints!(|a, b, c| {
-            (0..4).fold(c, |s, i| s.wrapping_add((a >> (8 * i) & 255).wrapping_mul(b >> (8 * i) & 255)))
-        }),
-        Wf::Dp4aS => ints!(|a, b, c| (0..4).fold(c, |s, i| {
-            let (x, y) = ((a >> (8 * i)) as u8 as i8, (b >> (8 * i)) as u8 as i8);
-            s.wrapping_add((i32::from(x) * i32::from(y)) as u32)
-        })),
         Wf::Bfi => {
             let d = warp.w[inst.src[3].row()];
             let [a, b, c] = [0, 1, 2].map(|i| warp.w[inst.src[i].row()]);
@@ -304,7 +311,7 @@ fn canonical(x: f32) -> u32 {
 
 /// The smaller, the number when one is NaN, -0 below +0.
 #[inline(always)]
-fn fmin(a: f32, b: f32) -> f32 {
+pub(super) fn fmin(a: f32, b: f32) -> f32 {
     let r = if a < b { a } else { b };
     let zero = f32::from_bits(a.to_bits() | b.to_bits());
     let r = if a == 0.0 && b == 0.0 { zero } else { r };
@@ -312,7 +319,7 @@ fn fmin(a: f32, b: f32) -> f32 {
 }
 
 #[inline(always)]
-fn fmax(a: f32, b: f32) -> f32 {
+pub(super) fn fmax(a: f32, b: f32) -> f32 {
     let r = if a > b { a } else { b };
     let zero = f32::from_bits(a.to_bits() & b.to_bits());
     let r = if a == 0.0 && b == 0.0 { zero } else { r };
@@ -324,21 +331,20 @@ fn wide(high: u32, low: u32) -> u64 {
 }
 
 #[inline(always)]
-fn mul_hi_s(a: u32, b: u32) -> u32 {
+pub(super) fn mul_hi_s(a: u32, b: u32) -> u32 {
     ((i64::from(a as i32) * i64::from(b as i32)) >> 32) as u32
 }
 
 #[inline(always)]
-fn mul_hi_u(a: u32, b: u32) -> u32 {
+pub(super) fn mul_hi_u(a: u32, b: u32) -> u32 {
     ((u64::from(a) * u64::from(b)) >> 32) as u32
 }
 
-fn bfe(a: u64, pos: u32, len: u32, width: u32, signed: bool) -> u64 {
-    let (pos, len) = (pos & 255, len & 255);
+pub(super) fn bfe(a: u64, pos: u32, len: u32, width: u32, signed: bool) -> u64 {
     if len == 0 {
         return 0;
     }
-    let sign_at = (pos + len - 1).min(width - 1);
+    let sign_at = pos.saturating_add(len - 1).min(width - 1);
     let sign = signed && a >> sign_at & 1 != 0;
     let body = if pos >= width { 0 } else { (a & (u64::MAX >> (64 - width))) >> pos };
     let keep = (sign_at + 1).saturating_sub(pos).min(64);
@@ -371,7 +377,14 @@ fn slow_float(slow: Slow, a: u32, b: u32, c: u32) -> u32 {
         })
     } else {
         let (a, b, c) = (f64::from(a), f64::from(b), f64::from(c));
+        // A sum that cancels is -0 towards minus infinity.
+        let cancels = |x: f64, y: f64| {
+            slow.round == Round::Rm && x + y == 0.0 && (x.is_sign_negative() || y.is_sign_negative())
+        };
         let exact = match slow.f {
+            Wf::FAdd if cancels(a, b) => -0.0,
+            Wf::FSub if cancels(a, -b) => -0.0,
+            Wf::FFma if cancels(a * b, c) => -0.0,
             Wf::FAdd => fp::fma_odd(a, 1.0, b),
             Wf::FSub => fp::fma_odd(a, 1.0, -b),
             Wf::FMul => a * b,
@@ -385,302 +398,4 @@ fn slow_float(slow: Slow, a: u32, b: u32, c: u32) -> u32 {
     }
     let x = f32::from_bits(r);
     if x > 0.0 { x.min(1.0).to_bits() } else { 0 }
-}
-
-#[inline(always)]
-fn double(warp: &mut Warp, inst: &Inst, mask: u32, f: Df) {
-    macro_rules! ints {
-        (|$a:ident, $b:ident, $c:ident| $e:expr) => {{
-            let row = |i: usize| if inst.src[i].is_some() { inst.src[i].row() } else { inst.src[0].row() };
-            let (x, y, z) = (&warp.d[row(0)], &warp.d[row(1)], &warp.d[row(2)]);
-            let mut r: WideRow = [0; 32];
-            for i in 0..32 {
-                let ($a, $b, $c) = (x[i], y[i], z[i]);
-                let _ = ($b, $c);
-                r[i] = $e;
-            }
-            warp.set_wide(inst.dst[0], &r, mask);
-        }};
-    }
-    macro_rules! floats {
-        (|$a:ident, $b:ident, $c:ident| $e:expr) => {
-            ints!(|a, b, c| {
-                let ($a, $b, $c) = (f64::from_bits(a), f64::from_bits(b), f64::from_bits(c));
-                let _ = ($b, $c);
-                f64::to_bits($e)
-            })
-        };
-    }
-    match f {
-        Df::Mov => ints!(|a, b, c| a),
-        Df::Add => ints!(|a, b, c| a.wrapping_add(b)),
-        Df::Sub => ints!(|a, b, c| a.wrapping_sub(b)),
-        Df::Mul => ints!(|a, b, c| a.wrapping_mul(b)),
-        Df::Mad => ints!(|a, b, c| a.wrapping_mul(b).wrapping_add(c)),
-        Df::And => ints!(|a, b, c| a & b),
-        Df::Or => ints!(|a, b, c| a | b),
-        Df::Xor => ints!(|a, b, c| a ^ b),
-        Df::Not => ints!(|a, b, c| !a),
-        Df::Brev => ints!(|a, b, c| a.reverse_bits()),
-        Df::MulHiS => ints!(|a, b, c| ((i128::from(a as i64) * i128::from(b as i64)) >> 64) as u64),
-        Df::MulHiU => ints!(|a, b, c| ((u128::from(a) * u128::from(b)) >> 64) as u64),
-        Df::DivS => ints!(|a, b, c| if b == 0 { u64::MAX } else { (a as i64).wrapping_div(b as i64) as u64 }),
-        Df::DivU => ints!(|a, b, c| a.checked_div(b).unwrap_or(u64::MAX)),
-        Df::RemS => ints!(|a, b, c| if b == 0 { a } else { (a as i64).wrapping_rem(b as i64) as u64 }),
-        Df::RemU => ints!(|a, b, c| a.checked_rem(b).unwrap_or(a)),
-        Df::AbsS => ints!(|a, b, c| (a as i64).wrapping_abs() as u64),
-        Df::Neg => ints!(|a, b, c| a.wrapping_neg()),
-        Df::MinS => ints!(|a, b, c| (a as i64).min(b as i64) as u64),
-        Df::MaxS => ints!(|a, b, c| (a as i64).max(b as i64) as u64),
-        Df::MinU => ints!(|a, b, c| a.min(b)),
-        Df::MaxU => ints!(|a, b, c| a.max(b)),
-        Df::FAdd => floats!(|a, b, c| a + b),
-        Df::FSub => floats!(|a, b, c| a - b),
-        Df::FMul => floats!(|a, b, c| a * b),
-        Df::FFma => floats!(|a, b, c| a.mul_add(b, c)),
-        Df::FDiv => floats!(|a, b, c| a / b),
-        Df::FRcp => floats!(|a, b, c| 1.0 / a),
-        Df::FSqrt => floats!(|a, b, c| a.sqrt()),
-        Df::FMin => floats!(|a, b, c| a.min(b)),
-        Df::FMax => floats!(|a, b, c| a.max(b)),
-        Df::FAbs => ints!(|a, b, c| a & !(1 << 63)),
-        Df::FNeg => ints!(|a, b, c| a ^ 1 << 63),
-    }
-}
-
-fn mixed(warp: &mut Warp, inst: &Inst, mask: u32, f: Xf) {
-    let [a, b, c] = [0, 1, 2].map(|i| if inst.src[i].is_some() { warp.wide(inst.src[i]) } else { [0; 32] });
-    let s = |v: u64| i64::from(v as u32 as i32);
-    let word = |warp: &mut Warp, f: &dyn Fn(usize) -> u32| {
-        warp.set(inst.dst[0], &std::array::from_fn(f), mask);
-    };
-    let r: WideRow = match f {
-        Xf::MulWideS => std::array::from_fn(|i| s(a[i]).wrapping_mul(s(b[i])) as u64),
-        Xf::MulWideU => std::array::from_fn(|i| a[i].wrapping_mul(b[i])),
-        Xf::MadWideS => std::array::from_fn(|i| (s(a[i]).wrapping_mul(s(b[i])) as u64).wrapping_add(c[i])),
-        Xf::MadWideU => std::array::from_fn(|i| a[i].wrapping_mul(b[i]).wrapping_add(c[i])),
-        Xf::ShlD => std::array::from_fn(|i| if b[i] > 63 { 0 } else { a[i] << b[i] }),
-        Xf::ShrDU => std::array::from_fn(|i| if b[i] > 63 { 0 } else { a[i] >> b[i] }),
-        Xf::ShrDS => std::array::from_fn(|i| ((a[i] as i64) >> b[i].min(63)) as u64),
-        Xf::BfeDU => std::array::from_fn(|i| bfe(a[i], b[i] as u32, c[i] as u32, 64, false)),
-        Xf::BfeDS => std::array::from_fn(|i| bfe(a[i], b[i] as u32, c[i] as u32, 64, true)),
-        Xf::PopcD => return word(warp, &|i| a[i].count_ones()),
-        Xf::ClzD => return word(warp, &|i| a[i].leading_zeros()),
-        Xf::BfindDU => return word(warp, &|i| 63u32.wrapping_sub(a[i].leading_zeros())),
-        Xf::BfindDS => {
-            return word(warp, &|i| {
-                63u32.wrapping_sub((a[i] ^ ((a[i] as i64) >> 63) as u64).leading_zeros())
-            });
-        }
-    };
-    warp.set_wide(inst.dst[0], &r, mask);
-}
-
-#[inline(always)]
-#[allow(clippy::neg_cmp_op_on_partial_ord, reason = "the unordered forms are the negated opposites")]
-fn compare_f32(cmp: Cmp, a: f32, b: f32) -> bool {
-    let unordered = a.is_nan() || b.is_nan();
-    match cmp {
-        Cmp::Eq => a == b,
-        Cmp::Ne => a != b && !unordered,
-        Cmp::Lt => a < b,
-        Cmp::Le => a <= b,
-        Cmp::Gt => a > b,
-        Cmp::Ge => a >= b,
-        Cmp::Equ => a == b || unordered,
-        Cmp::Neu => a != b,
-        Cmp::Ltu => !(a >= b),
-        Cmp::Leu => !(a > b),
-        Cmp::Gtu => !(a <= b),
-        Cmp::Geu => !(a < b),
-        Cmp::Num => !unordered,
-        Cmp::Nan => unordered,
-    }
-}
-
-#[inline(always)]
-fn compare_rows(warp: &Warp, inst: &Inst, cmp: Cmp, ty: Ty, ftz: bool) -> u32 {
-    macro_rules! bits {
-        (|$i:ident| $e:expr) => {{
-            let mut m = 0u32;
-            for $i in 0..32 {
-                m |= u32::from($e) << $i;
-            }
-            m
-        }};
-    }
-    macro_rules! ints {
-        ($a:expr, $b:expr, $ty:ty) => {
-            match cmp {
-                Cmp::Eq | Cmp::Equ => bits!(|i| $a[i] as $ty == $b[i] as $ty),
-                Cmp::Ne | Cmp::Neu => bits!(|i| $a[i] as $ty != $b[i] as $ty),
-                Cmp::Lt | Cmp::Ltu => bits!(|i| ($a[i] as $ty) < $b[i] as $ty),
-                Cmp::Le | Cmp::Leu => bits!(|i| $a[i] as $ty <= $b[i] as $ty),
-                Cmp::Gt | Cmp::Gtu => bits!(|i| $a[i] as $ty > $b[i] as $ty),
-                Cmp::Ge | Cmp::Geu => bits!(|i| $a[i] as $ty >= $b[i] as $ty),
-                Cmp::Num => u32::MAX,
-                Cmp::Nan => 0,
-            }
-        };
-    }
-    let (x, y) = (inst.src[0].row(), inst.src[1].row());
-    match ty.bytes() {
-        8 => {
-            let (a, b) = (&warp.d[x], &warp.d[y]);
-            if ty == Ty::F64 {
-                let f = |v: u64| f64::from_bits(v);
-                return bits!(|i| {
-                    let (a, b) = (f(a[i]), f(b[i]));
-                    let nan = a.is_nan() || b.is_nan();
-                    // An order of two doubles, told by three single values.
-                    let sign =
-                        if nan { f32::NAN } else { f32::from(u8::from(a > b)) - f32::from(u8::from(a < b)) };
-                    compare_f32(cmp, sign, 0.0)
-                });
-            }
-            if ty.is_signed() { ints!(a, b, i64) } else { ints!(a, b, u64) }
-        }
-        4 => {
-            let (a, b) = (&warp.w[x], &warp.w[y]);
-            if ty == Ty::F32 {
-                let f = |v: u32| f32::from_bits(if ftz { flush(v) } else { v });
-                match cmp {
-                    Cmp::Lt => bits!(|i| f(a[i]) < f(b[i])),
-                    Cmp::Gt => bits!(|i| f(a[i]) > f(b[i])),
-                    _ => bits!(|i| compare_f32(cmp, f(a[i]), f(b[i]))),
-                }
-            } else if ty.is_signed() {
-                ints!(a, b, i32)
-            } else {
-                ints!(a, b, u32)
-            }
-        }
-        _ => {
-            let (a, b) = (&warp.w[x], &warp.w[y]);
-            match ty {
-                Ty::F16 | Ty::Bf16 => {
-                    let f = |v: u32| half_to_f32(v as u16, ty == Ty::Bf16);
-                    bits!(|i| compare_f32(cmp, f(a[i]), f(b[i])))
-                }
-                Ty::S16 | Ty::S8 => ints!(a, b, i16),
-                _ => ints!(a, b, u16),
-            }
-        }
-    }
-}
-
-fn combine_bits(op: BoolOp, a: u32, b: u32) -> u32 {
-    match op {
-        BoolOp::And => a & b,
-        BoolOp::Or => a | b,
-        BoolOp::Xor => a ^ b,
-        BoolOp::Not => !a,
-        BoolOp::Mov => a,
-    }
-}
-
-pub(crate) fn half_to_f32(bits: u16, bf16: bool) -> f32 {
-    if bf16 { fp::bf16_to_f32(bits) } else { fp::f16_to_f32(bits) }
-}
-
-pub(crate) fn f32_to_half(x: f32, bf16: bool) -> u16 {
-    if bf16 { fp::f32_to_bf16(x) } else { fp::f32_to_f16(x) }
-}
-
-fn half(warp: &mut Warp, inst: &Inst, mask: u32, f: Hf, bf16: bool, lanes: u8, ftz: bool) {
-    let [a, b, c] = [0, 1, 2].map(|i| row_or_zero(warp, inst.src[i]));
-    let z = |v: u16| if ftz && v & 0x7c00 == 0 && !bf16 { v & 0x8000 } else { v };
-    let one = |a: u16, b: u16, c: u16| -> u16 {
-        match f {
-            Hf::Abs => return a & 0x7fff,
-            Hf::Neg => return a ^ 0x8000,
-            _ => {}
-        }
-        let (x, y, w) = (half_to_f32(z(a), bf16), half_to_f32(z(b), bf16), half_to_f32(z(c), bf16));
-        let fma = || {
-            let exact = fp::fma_odd(f64::from(x), f64::from(y), f64::from(w));
-            fp::encode(exact, if bf16 { fp::BF16 } else { fp::F16 }, Round::Rn, false) as u16
-        };
-        z(match f {
-            Hf::Fma => fma(),
-            Hf::FmaRelu => {
-                let r = fma();
-                // Negative results become +0, NaN stays.
-                if r & 0x8000 != 0 && r & 0x7fff <= 0x7c00 { 0 } else { r }
-            }
-            _ => f32_to_half(
-                match f {
-                    Hf::Add => x + y,
-                    Hf::Sub => x - y,
-                    Hf::Mul => x * y,
-                    Hf::MinNan | Hf::MaxNan if x.is_nan() || y.is_nan() => fp::NAN,
-                    Hf::Min | Hf::MinNan => fmin(x, y),
-                    Hf::Max | Hf::MaxNan => fmax(x, y),
-                    Hf::Ex2 => f64::from(x).exp2() as f32,
-                    _ => f64::from(x).tanh() as f32,
-                },
-                bf16,
-            ),
-        })
-    };
-    let r = std::array::from_fn(|i| {
-        let low = u32::from(one(a[i] as u16, b[i] as u16, c[i] as u16));
-        if lanes == 1 {
-            return low;
-        }
-        low | u32::from(one((a[i] >> 16) as u16, (b[i] >> 16) as u16, (c[i] >> 16) as u16)) << 16
-    });
-    warp.set(inst.dst[0], &r, mask);
-}
-
-fn short(warp: &mut Warp, inst: &Inst, mask: u32, f: Sf, signed: bool) {
-    let [a, b, c] = [0, 1, 2].map(|i| row_or_zero(warp, inst.src[i]));
-    let v = |x: u32| if signed { i32::from(x as u16 as i16) } else { i32::from(x as u16) };
-    let r = std::array::from_fn(|i| {
-        let (x, y, raw_c) = (v(a[i]), v(b[i]), c[i]);
-        let product = x.wrapping_mul(y);
-        let r = match f {
-            Sf::MulWide => return product as u32,
-            Sf::MadWide => return (product as u32).wrapping_add(raw_c),
-            Sf::Add => x.wrapping_add(y),
-            Sf::Sub => x.wrapping_sub(y),
-            Sf::Mul => product,
-            Sf::MulHi if signed => product >> 16,
-            Sf::MulHi => ((product as u32) >> 16) as i32,
-            Sf::Mad => product.wrapping_add(v(raw_c)),
-            Sf::Div => x.checked_div(y).unwrap_or(-1),
-            Sf::Rem => x.checked_rem(y).unwrap_or(x),
-            Sf::Min => x.min(y),
-            Sf::Max => x.max(y),
-            Sf::Neg => x.wrapping_neg(),
-            Sf::Abs => x.wrapping_abs(),
-            // Amounts are 32-bit and clamp at 16.
-            Sf::Shr => x >> b[i].min(16),
-            Sf::Shl => x << b[i].min(16),
-            Sf::Not => !x,
-        };
-        r as u32 & 0xffff
-    });
-    warp.set(inst.dst[0], &r, mask);
-}
-
-fn carry(warp: &mut Warp, inst: &Inst, mask: u32, [subtract, carry_in, carry_out, wide]: [bool; 4]) {
-    let (a, b) = (warp.wide(inst.src[0]), warp.wide(inst.src[1]));
-    let mut flags = 0;
-    let bits = if wide { 64 } else { 32 };
-    let r: WideRow = std::array::from_fn(|i| {
-        let cin = u128::from(carry_in && warp.carry >> i & 1 != 0);
-        let (x, y) = (u128::from(a[i]), u128::from(b[i]));
-        let sum = if subtract { x.wrapping_sub(y).wrapping_sub(cin) } else { x + y + cin };
-        flags |= u32::from(sum >> bits & 1 != 0) << i;
-        sum as u64
-    });
-    if wide {
-        warp.set_wide(inst.dst[0], &r, mask);
-    } else {
-        warp.set(inst.dst[0], &r.map(|v| v as u32), mask);
-    }
-    if carry_out {
-        warp.carry = warp.carry & !mask | flags & mask;
-    }
 }

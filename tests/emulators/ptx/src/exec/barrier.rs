@@ -11,8 +11,8 @@ use crate::op::{Code, Inst, Vote};
 #[derive(Debug, Default)]
 pub(crate) struct NamedBarrier {
     arrived: u32,
-    /// The warps among them, as bits.
-    present: u32,
+    /// The warps among them that went on without waiting, as bits.
+    passed: u32,
     /// Threads that the arrivals so far have named; 0 before the first and for "all of the block".
     expected: u32,
     generation: u64,
@@ -106,14 +106,15 @@ impl Cluster {
             );
             return Err(fault(FaultKind::Barrier, text));
         }
-        if bar.present >> (warp.index % 32) & 1 != 0 {
+        // A warp that announces itself and then waits too counts twice: published programs rely on it.
+        if arrive && bar.passed >> (warp.index % 32) & 1 != 0 {
             let text = format!(
                 "barrier {id}: warp {} arrives twice in one phase: an arrival that nobody waits for",
                 warp.index
             );
             return Err(fault(FaultKind::Barrier, text));
         }
-        bar.present |= 1 << (warp.index % 32);
+        bar.passed |= u32::from(arrive) << (warp.index % 32);
         bar.expected = count;
         bar.arrived += threads;
         bar.votes[0] += votes;
@@ -140,7 +141,7 @@ impl Cluster {
         if bar.arrived >= expected {
             bar.generation += 1;
             bar.arrived = 0;
-            bar.present = 0;
+            bar.passed = 0;
             bar.expected = 0;
             bar.result = std::mem::take(&mut bar.votes);
             bar.published = std::mem::take(&mut bar.gathered);

@@ -7,16 +7,18 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use super::barrier::{ClusterBarrier, NamedBarrier};
 use super::bulk::Job;
 use super::mbarrier::Mbarrier;
+use super::operand::OperandCache;
+use super::specials::fill_specials;
 use super::tmem::TensorMemory;
 use super::warp::{Group, Wait, Warp, lanes};
-use super::wgmma::{OperandCache, Warpgroup};
+use super::wgmma::Warpgroup;
 use super::{Exec, alu, fault};
 use crate::counters::Counters;
 use crate::fault::{Fault, FaultKind, Place};
 use crate::hb::Tracker;
 use crate::launch::{Asynchrony, LaunchConfig, Options};
 use crate::memory::{Shared, View};
-use crate::op::{Code, Inst, Program, Special};
+use crate::op::{Code, Inst, Program};
 
 /// What all clusters of a launch share.
 #[derive(Debug)]
@@ -361,7 +363,7 @@ impl Cluster {
         }
     }
 
-    fn placed(&self, mut f: Box<Fault>, warp: &Warp, pc: u32, lanes: u32) -> Box<Fault> {
+    pub(super) fn placed(&self, mut f: Box<Fault>, warp: &Warp, pc: u32, lanes: u32) -> Box<Fault> {
         let (line, source) = self.launch.program.lines[pc as usize];
         *f = f.at(line, source);
         if f.place.is_none() {
@@ -491,78 +493,6 @@ impl Cluster {
         if warp.groups[g].mask == warp.live { Ok(()) } else { Err(Step::Block(Wait::Lanes(warp.live))) }
     }
 
-    fn finish(&mut self) -> Exec<()> {
-        for rank in 0..self.blocks.len() {
-            self.check_block_exit(rank)?;
-        }
-        Ok(())
-    }
-
-    fn check_block_exit(&mut self, rank: usize) -> Exec<()> {
-        let block = &self.blocks[rank];
-        let place = Some(Place { block: block.index, warp: 0, lanes: 0 });
-        let at_exit = |kind, text: String| {
-            let mut f = fault(kind, text);
-            f.place = place;
-            Err(f)
-        };
-        if let Some(columns) = block.tmem.leaked() {
-            return at_exit(
-                FaultKind::TensorMemory,
-                format!("{columns} tensor memory columns allocated at exit"),
-            );
-        }
-        for (id, group) in block.warpgroups.iter().enumerate() {
-            if let Some(text) = group.unfinished() {
-                return at_exit(FaultKind::DivergentCollective, format!("warpgroup {id} at exit: {text}"));
-            }
-        }
-        if self.launch.options.check_barriers_at_exit {
-            let mut bars: Vec<_> = block.mbarriers.iter().collect();
-            bars.sort_by_key(|(at, _)| **at);
-            for (at, bar) in bars {
-                if bar.tx != 0 {
-                    let text = format!("mbarrier at {at:#x} ends with a transaction count of {}", bar.tx);
-                    return at_exit(FaultKind::Barrier, text);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn places(&self) -> String {
-        let mut out = String::new();
-        for warp in self.warps.iter().filter(|w| !w.is_done()) {
-            let block = self.blocks[warp.cta as usize].index;
-            for g in &warp.groups {
-                let (line, source) = self.launch.program.lines[g.pc as usize];
-                let wait = g.waits.map_or_else(|| "running".to_string(), |w| format!("waits for {w:?}"));
-                out.push_str(&format!(
-                    "\n  block {block:?} warp {} lanes {:#010x} at PTX line {line} (source line {source}): {wait}",
-                    warp.index, g.mask
-                ));
-            }
-        }
-        out
-    }
-
-    fn deadlock(&self) -> Box<Fault> {
-        let lanes_missing =
-            self.warps.iter().flat_map(|w| w.groups.iter().map(move |g| (w, g))).find(|(w, g)| {
-                matches!(g.waits, Some(Wait::Lanes(_))) && w.groups.iter().all(|g| g.waits.is_some())
-            });
-        let kind = if lanes_missing.is_some() { FaultKind::DivergentCollective } else { FaultKind::Deadlock };
-        let first = lanes_missing.or_else(|| {
-            let mut waiting = self.warps.iter().flat_map(|w| w.groups.iter().map(move |g| (w, g)));
-            waiting.find(|(_, g)| g.waits.is_some())
-        });
-        let mut f = fault(kind, format!("no warp can go on:{}", self.places()));
-        if let Some((w, g)) = first {
-            f = self.placed(f, w, g.pc, g.mask);
-        }
-        f
-    }
-
     fn warp_exits(&mut self, warp: &mut Warp) -> Exec<()> {
         self.blocks[warp.cta as usize].free_registers += i64::from(warp.max_registers) * 32;
         if self.launch.options.happens_before && warp.asynchrony.wgmma_committed > warp.asynchrony.wgmma_done
@@ -584,53 +514,4 @@ fn merge(warp: &mut Warp) {
         }
         same
     });
-}
-
-fn fill_specials(
-    warp: &mut Warp,
-    launch: &Launch,
-    cluster: u32,
-    block: [u32; 3],
-    offset: [u32; 3],
-    rank: u32,
-) {
-    let c = &launch.config;
-    let [bx, by, _] = c.block;
-    let first = warp.index * 32;
-    let clusters: [u32; 3] = std::array::from_fn(|i| c.grid[i] / c.cluster[i]);
-    let total = launch.program.dynamic_base + c.dynamic_shared;
-    for &(reg, special) in &launch.program.specials {
-        for lane in 0..32u32 {
-            let t = first + lane;
-            let value = match special {
-                Special::Tid(0) => t % bx,
-                Special::Tid(1) => t / bx % by,
-                Special::Tid(_) => t / bx / by,
-                Special::Ntid(i) => c.block[usize::from(i)],
-                Special::Ctaid(i) => block[usize::from(i)],
-                Special::Nctaid(i) => c.grid[usize::from(i)],
-                Special::Laneid => lane,
-                Special::Warpid => warp.index,
-                Special::Nwarpid => c.block.iter().product::<u32>().div_ceil(32),
-                Special::Smid => cluster % launch.options.num_sms,
-                Special::Nsmid => launch.options.num_sms,
-                Special::Gridid | Special::Envreg => 0,
-                Special::LanemaskEq => 1 << lane,
-                Special::LanemaskLt => (1 << lane) - 1,
-                Special::LanemaskLe => u32::MAX >> (31 - lane),
-                Special::LanemaskGt => !(u32::MAX >> (31 - lane)),
-                Special::LanemaskGe => !((1 << lane) - 1),
-                Special::ClusterId(i) => block[usize::from(i)] / c.cluster[usize::from(i)],
-                Special::NclusterId(i) => clusters[usize::from(i)],
-                Special::ClusterCtaid(i) => offset[usize::from(i)],
-                Special::ClusterNctaid(i) => c.cluster[usize::from(i)],
-                Special::ClusterCtarank => rank,
-                Special::ClusterNctarank => c.cluster.iter().product(),
-                Special::DynamicSmemSize => c.dynamic_shared,
-                Special::TotalSmemSize | Special::AggrSmemSize => total,
-                Special::ReservedSmem => crate::decode::RESERVED_SHARED,
-            };
-            warp.put(reg, lane as usize, u64::from(value));
-        }
-    }
 }

@@ -66,18 +66,38 @@ fn general(warp: &mut Warp, inst: &Inst, cvt: Cvt, mask: u32) {
         let r = if cvt.packed {
             pair(cvt, f64::from(f32::from_bits(a[i] as u32)), f64::from(f32::from_bits(b[i] as u32)))
         } else if matches!(cvt.to, Ty::E4m3x2 | Ty::E5m2x2) {
-            let half = |v: u64| f64::from(super::alu::half_to_f32(v as u16, cvt.from == Ty::Bf16x2));
+            let half = |v: u64| f64::from(super::half::half_to_f32(v as u16, cvt.from == Ty::Bf16x2));
             pair(cvt, half(a[i] >> 16), half(a[i]))
         } else if matches!(cvt.to, Ty::F16x2 | Ty::Bf16x2) {
             widen_fp8(cvt, a[i] as u16)
+        } else if let Some(nan) = nan_of(cvt, a[i]) {
+            nan
         } else if cvt.from.is_float() {
             from_float(cvt, source(cvt, a[i]))
         } else {
             from_int(cvt, extend(a[i], cvt.from))
         };
         // A signed result in a wider register is sign-extended; 16-bit rows keep their upper half zero.
-        let r = if inst.dst[0].is_double() { extend(r, cvt.to) } else { narrow(r, cvt.to) };
+        let r = if inst.dst[0].is_double() || cvt.widen { extend(r, cvt.to) } else { narrow(r, cvt.to) };
         warp.put(inst.dst[0], i, r);
+    }
+}
+
+/// What a NaN becomes where that is no canonical one: cut off and made quiet from double precision, only shifted from
+/// bfloat16, all ones as TF32 (cut off, where ties go away from zero).
+fn nan_of(cvt: Cvt, v: u64) -> Option<u64> {
+    if !cvt.from.is_float() || !source(cvt, v).is_nan() {
+        return None;
+    }
+    let single = v >> 32 & 0x8000_0000 | 0x7fc0_0000 | v >> 29 & 0x3f_ffff;
+    match (cvt.from, cvt.to) {
+        (Ty::F64, Ty::F32) => Some(single),
+        (Ty::F64, Ty::F16) => Some(single >> 16 & 0x8000 | 0x7c00 | single >> 13 & 0x3ff),
+        (Ty::F64, Ty::S32) => Some(0x8000_0000),
+        (Ty::Bf16, Ty::F32) => Some((v & 0xffff) << 16),
+        (Ty::F32, Ty::Tf32) if cvt.round == Round::Rna => Some(v & !0x1fff),
+        (Ty::F32, Ty::Tf32) => Some(0x7fff_e000),
+        _ => None,
     }
 }
 
@@ -102,7 +122,7 @@ fn source(cvt: Cvt, v: u64) -> f64 {
 fn from_float(cvt: Cvt, x: f64) -> u64 {
     let x = if cvt.integral && cvt.to.is_float() { integral(x, cvt.round) } else { x };
     let x = if cvt.sat && cvt.to.is_float() { if x > 0.0 { x.min(1.0) } else { 0.0 } } else { x };
-    let x = if cvt.relu && x < 0.0 { 0.0 } else { x };
+    let x = if cvt.relu { relu(x) } else { x };
     match cvt.to {
         Ty::F64 => x.to_bits(),
         Ty::F32 => {
@@ -127,6 +147,11 @@ fn from_float(cvt: Cvt, x: f64) -> u64 {
             }
         }
     }
+}
+
+/// -0 becomes +0 too, NaN stays.
+fn relu(x: f64) -> f64 {
+    if x <= 0.0 { 0.0 } else { x }
 }
 
 fn integral(x: f64, round: Round) -> f64 {
@@ -175,7 +200,7 @@ fn pair(cvt: Cvt, high: f64, low: f64) -> u64 {
         _ => (fp::E5M2, 8, true),
     };
     let one = |x: f64| {
-        let x = if cvt.relu && x < 0.0 { 0.0 } else { x };
+        let x = if cvt.relu { relu(x) } else { x };
         u64::from(fp::encode(x, format, cvt.round, saturates))
     };
     one(high) << bits | one(low)
@@ -185,7 +210,7 @@ fn pair(cvt: Cvt, high: f64, low: f64) -> u64 {
 fn widen_fp8(cvt: Cvt, v: u16) -> u64 {
     let one = |b: u8| {
         let x = if cvt.from == Ty::E4m3x2 { fp::e4m3_to_f32(b) } else { fp::e5m2_to_f32(b) };
-        let x = if cvt.relu && x < 0.0 { 0.0 } else { x };
+        let x = if cvt.relu { relu(x.into()) as f32 } else { x };
         u64::from(if cvt.to == Ty::F16x2 { fp::f32_to_f16(x) } else { fp::f32_to_bf16(x) })
     };
     one((v >> 8) as u8) << 16 | one(v as u8)

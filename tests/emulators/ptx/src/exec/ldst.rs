@@ -4,8 +4,8 @@ use std::sync::PoisonError;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::cluster::Cluster;
-use super::warp::{Warp, lanes};
-use super::{Exec, alu, fault};
+use super::warp::{Warp, WideRow, lanes};
+use super::{Exec, fault, half};
 use crate::ast::{Space, Ty};
 use crate::fault::FaultKind;
 use crate::fp;
@@ -24,33 +24,49 @@ pub(super) enum Target {
     Param(u64),
 }
 
+/// Where a lane's access begins.
+fn aligned(base: &WideRow, a: Access, lane: usize, what: &str) -> Exec<u64> {
+    let (address, bytes) = (base[lane].wrapping_add(a.offset as u64), a.sizes().0 as u64);
+    if address & (bytes - 1) != 0 { Err(misaligned(what, address, bytes)) } else { Ok(address) }
+}
+
 impl Cluster {
-    /// Finds the block and offset of a shared address: the upper byte is the rank plus one, or 0 for the own block.
-    pub(super) fn shared_target(&self, warp: &Warp, address: u64) -> Exec<(u32, u32)> {
-        let tag = (address as u32) >> SHARED_BITS;
-        let at = address as u32 & ((1 << SHARED_BITS) - 1);
-        let cta = if tag == 0 { warp.cta } else { tag - 1 };
+    /// Block rank and offset of an address of the cluster's shared memory, generic or not.
+    pub(super) fn cluster_target(&self, address: u64) -> Exec<(u32, u32)> {
+        let in_window = address.wrapping_sub(SHARED_WINDOW) < WINDOW_BYTES;
+        let address = if in_window { address - SHARED_WINDOW } else { address } as u32;
+        let (cta, at) = (address >> SHARED_BITS, address & ((1 << SHARED_BITS) - 1));
         if cta as usize >= self.blocks.len() {
             let of = format!("block rank {cta} of a cluster of {}", self.blocks.len());
-            return Err(out_of_bounds("shared::cluster access", address, 1, &of));
+            return Err(out_of_bounds("shared::cluster access", address.into(), 1, &of));
         }
         Ok((cta, at))
     }
 
+    /// The same of a `shared::cta` access, which reaches the own block, be its rank in the address or not.
+    pub(super) fn own_target(&self, warp: &Warp, address: u64) -> Exec<(u32, u32)> {
+        let (cta, at) = self.cluster_target(address)?;
+        if cta != 0 && cta != warp.cta {
+            let of = format!("the address names block rank {cta}, the access says shared::cta");
+            return Err(out_of_bounds("shared::cta access", address, 1, &of));
+        }
+        Ok((warp.cta, at))
+    }
+
     pub(super) fn resolve(&self, warp: &Warp, space: Space, address: u64) -> Exec<Target> {
         Ok(match space {
-            Space::Shared | Space::SharedCluster => {
-                let (cta, at) = self.shared_target(warp, address)?;
-                if space == Space::Shared && cta != warp.cta {
-                    let of = format!("the address names block rank {cta}, the access says shared::cta");
-                    return Err(out_of_bounds("shared::cta access", address, 1, &of));
-                }
+            Space::Shared => {
+                let (cta, at) = self.own_target(warp, address)?;
+                Target::Shared { cta, at }
+            }
+            Space::SharedCluster => {
+                let (cta, at) = self.cluster_target(address)?;
                 Target::Shared { cta, at }
             }
             Space::Local => Target::Local(address),
             Space::Param => Target::Param(address),
             Space::Generic if address.wrapping_sub(SHARED_WINDOW) < WINDOW_BYTES => {
-                let (cta, at) = self.shared_target(warp, address - SHARED_WINDOW)?;
+                let (cta, at) = self.cluster_target(address)?;
                 Target::Shared { cta, at }
             }
             Space::Generic if address.wrapping_sub(LOCAL_WINDOW) < WINDOW_BYTES => {
@@ -73,16 +89,11 @@ impl Cluster {
     ) -> Exec<()> {
         let base = warp.wide(inst.src[0]);
         let dst = program.list(inst).0;
-        let unit = usize::from(a.unit);
-        let bytes = if a.unit == 16 { 16 } else { unit * usize::from(a.count) };
-        let step = unit.min(8);
+        let (bytes, step) = a.sizes();
         let mut buffer = [0u8; 64];
         self.count_access(warp, &base, a, active, false);
         for lane in lanes(active) {
-            let address = base[lane].wrapping_add(a.offset as u64);
-            if address & (bytes as u64 - 1) != 0 {
-                return Err(misaligned("load", address, bytes as u64));
-            }
+            let address = aligned(&base, a, lane, "load")?;
             self.read(warp, self.resolve(warp, a.space, address)?, &mut buffer[..bytes], lane, a.strong)?;
             for (n, &reg) in dst.iter().enumerate() {
                 if !reg.is_some() {
@@ -115,17 +126,12 @@ impl Cluster {
     ) -> Exec<()> {
         let base = warp.wide(inst.src[0]);
         let src = program.list(inst).1;
-        let unit = usize::from(a.unit);
-        let bytes = if a.unit == 16 { 16 } else { unit * usize::from(a.count) };
-        let step = unit.min(8);
+        let (bytes, step) = a.sizes();
         let mut buffer = [0u8; 64];
         self.events += 1;
         self.count_access(warp, &base, a, active, true);
         for lane in lanes(active) {
-            let address = base[lane].wrapping_add(a.offset as u64);
-            if address & (bytes as u64 - 1) != 0 {
-                return Err(misaligned("store", address, bytes as u64));
-            }
+            let address = aligned(&base, a, lane, "store")?;
             for (n, &reg) in src.iter().enumerate() {
                 let word = warp.get(reg, lane).to_le_bytes();
                 buffer[n * step..(n + 1) * step].copy_from_slice(&word[..step]);
@@ -352,13 +358,9 @@ impl Cluster {
                     }
                     let base = if generic { SHARED_WINDOW } else { 0 };
                     let at = (a[lane] - base) & ((1 << SHARED_BITS) - 1);
-                    base + ((rank + 1) << SHARED_BITS) + at
+                    base + (rank << SHARED_BITS) + at
                 }
-                Code::GetCtaRank => {
-                    let in_window = a[lane].wrapping_sub(SHARED_WINDOW) < WINDOW_BYTES;
-                    let at = if in_window { a[lane] - SHARED_WINDOW } else { a[lane] };
-                    u64::from(self.shared_target(warp, at)?.0)
-                }
+                Code::GetCtaRank => u64::from(self.cluster_target(a[lane])?.0),
                 _ => continue,
             };
             warp.put(inst.dst[0], lane, v);
@@ -440,13 +442,13 @@ pub(super) fn combine(op: AtomOp, ty: Ty, old: u64, value: u64, swap: u64) -> u6
     let halves = |bf16: bool, pair: bool| {
         let one = |shift: u32| {
             let (x, y) = ((old >> shift) as u16, (value >> shift) as u16);
-            let (a, b) = (alu::half_to_f32(x, bf16), alu::half_to_f32(y, bf16));
+            let (a, b) = (half::half_to_f32(x, bf16), half::half_to_f32(y, bf16));
             let r = match op {
                 AtomOp::Add => a + b,
                 AtomOp::Min => a.min(b),
                 _ => a.max(b),
             };
-            u64::from(alu::f32_to_half(r, bf16)) << shift
+            u64::from(half::f32_to_half(r, bf16)) << shift
         };
         if pair { one(0) | one(16) } else { one(0) }
     };

@@ -2,12 +2,11 @@
 
 use super::cluster::{Cluster, Step};
 use super::ldst::bank_passes;
+use super::operand::{element, element_bytes};
 use super::warp::{Row, Wait, Warp};
-use super::wgmma::{element, element_bytes};
 use super::{Exec, fault};
 use crate::fault::FaultKind;
 use crate::fp;
-use crate::memory::{SHARED_WINDOW, WINDOW_BYTES};
 use crate::op::{Code, Elem, Inst, Mma, Program, Reg};
 
 impl Cluster {
@@ -104,12 +103,7 @@ impl Cluster {
     /// Where the 16 bytes of one matrix row lie: lane `lane` names them.
     fn row_address(&self, warp: &Warp, inst: &Inst, lane: usize, offset: i64) -> Exec<(u32, u32)> {
         let address = warp.get(inst.src[0], lane).wrapping_add(offset as u64);
-        let address = if address.wrapping_sub(SHARED_WINDOW) < WINDOW_BYTES {
-            address - SHARED_WINDOW
-        } else {
-            address
-        };
-        let (cta, at) = self.shared_target(warp, address)?;
+        let (cta, at) = self.own_target(warp, address)?;
         self.blocks[cta as usize].shared.check(at, 16, 16, "matrix row")?;
         Ok((cta, at))
     }

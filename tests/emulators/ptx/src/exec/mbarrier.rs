@@ -8,7 +8,7 @@ use super::{Exec, fault};
 use crate::ast::Space;
 use crate::fault::{Fault, FaultKind};
 use crate::hb::Clocks;
-use crate::memory::{SHARED_WINDOW, WINDOW_BYTES, misaligned};
+use crate::memory::misaligned;
 use crate::op::{Inst, Mbar, MbarOp};
 
 /// One mbarrier.
@@ -53,12 +53,10 @@ impl Cluster {
     /// Block and offset of the barrier that a lane names.
     fn mbarrier_target(&self, warp: &Warp, mbar: Mbar, inst: &Inst, lane: usize) -> Exec<(u32, u32)> {
         let address = warp.get(inst.src[0], lane).wrapping_add(mbar.offset as u64);
-        let address = if address.wrapping_sub(SHARED_WINDOW) < WINDOW_BYTES && mbar.space == Space::Generic {
-            address - SHARED_WINDOW
-        } else {
-            address
+        let (cta, at) = match mbar.space {
+            Space::Shared => self.own_target(warp, address)?,
+            _ => self.cluster_target(address)?,
         };
-        let (cta, at) = self.shared_target(warp, address)?;
         if at & 7 != 0 {
             return Err(misaligned("mbarrier", u64::from(at), 8));
         }

@@ -172,15 +172,15 @@ impl TensorMap {
         out
     }
 
-    /// Reads an encoded map.
+    /// Reads an encoded map: this emulator's own, or one in the hardware's layout.
     ///
     /// # Errors
-    /// The bytes are no map of this emulator.
+    /// The bytes are neither.
     pub fn decode(bytes: &[u8; 128]) -> Result<Self, Fault> {
         let word =
             |at: usize, n: usize| bytes[at..at + n].iter().rev().fold(0u64, |v, &b| v << 8 | u64::from(b));
         if word(0, 4) != u64::from(MAGIC) {
-            return Err(refuse(format!("the 128 bytes begin with {:#x}: no encoded map", word(0, 4))));
+            return Self::from_hardware(&word);
         }
         Ok(Self {
             data_type: bytes[4],
@@ -194,6 +194,38 @@ impl TensorMap {
             box_dims: std::array::from_fn(|i| word(48 + 2 * i, 2) as u32),
             element_strides: std::array::from_fn(|i| u32::from(bytes[58 + i])),
         })
+    }
+
+    /// Reads a map in the hardware's layout, which nobody documents; programs whose compiler writes maps itself (the
+    /// CUTLASS DSL) have it. Fields found by comparing such maps with what was asked for: tiled, without interleave.
+    fn from_hardware(word: &impl Fn(usize, usize) -> u64) -> Result<Self, Fault> {
+        let bits = |at: usize, from: u32, count: u32| word(at, 4) >> from & ((1 << count) - 1);
+        let rank = bits(8, 4, 3) + 1;
+        // `CUtensorMapDataType` of each code that was seen or lies between two that were.
+        let data_type = [0, 1, 2, 3, 4, 5, 6, 7, 10, 8, 9, 11].get(bits(8, 7, 4) as usize);
+        let (Some(&data_type), true, 1..=5) = (data_type, bits(8, 0, 4) == 2 && bits(8, 11, 2) == 0, rank)
+        else {
+            return Err(refuse(format!(
+                "the 128 bytes begin with {:#x}, {:#x}: no encoded map",
+                word(0, 8),
+                word(8, 8)
+            )));
+        };
+        let map = Self {
+            data_type,
+            rank: rank as u8,
+            interleave: 0,
+            swizzle: bits(8, 13, 2) as u8,
+            nan_fill: bits(8, 15, 1) != 0,
+            address: word(0, 8),
+            dims: std::array::from_fn(|i| word(32 + 4 * i, 4) + 1),
+            // The upper four bits of each lie together behind the lower ones.
+            strides: std::array::from_fn(|i| (word(12 + 4 * i, 4) | bits(28, 4 * i as u32, 4) << 32) << 4),
+            box_dims: std::array::from_fn(|i| word(55 + i, 1) as u32 + 1),
+            element_strides: std::array::from_fn(|i| bits(52, 3 * i as u32, 3) as u32 + 1),
+        };
+        map.validate()?;
+        Ok(map)
     }
 
     /// Elements that a box holds along dimension `i`.

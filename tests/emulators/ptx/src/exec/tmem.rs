@@ -4,11 +4,10 @@
 //! of [`tmma`](super::tmma). `shift` is refused.
 
 use super::cluster::{Cluster, Step};
+use super::operand::Descriptor;
 use super::warp::{Wait, Warp, lanes};
-use super::wgmma::Descriptor;
 use super::{Exec, fault};
 use crate::fault::{Fault, FaultKind};
-use crate::memory::{SHARED_WINDOW, WINDOW_BYTES};
 use crate::op::{CpShape, Inst, Program, Tcgen, TmemShape};
 
 /// Lanes and columns of one block's tensor memory.
@@ -169,12 +168,7 @@ impl Cluster {
             return Err(misuse("alloc after relinquish_alloc_permit"));
         }
         let Some(at) = tmem.allocate(columns) else { return Ok(Step::Block(Wait::TensorColumns(columns))) };
-        let address = if address.wrapping_sub(SHARED_WINDOW) < WINDOW_BYTES {
-            address - SHARED_WINDOW
-        } else {
-            address
-        };
-        let (cta, to) = self.shared_target(warp, address)?;
+        let (cta, to) = self.own_target(warp, address)?;
         let shared = &mut self.blocks[cta as usize].shared;
         shared.check(to, 4, 4, "tcgen05.alloc result")?;
         shared.get_mut(to, 4).copy_from_slice(&at.to_le_bytes());
@@ -270,12 +264,7 @@ impl Cluster {
     /// All products and copies of this warp so far, announced to an mbarrier when they end.
     fn tmem_commit(&mut self, warp: &mut Warp, inst: &Inst, lane: usize, multicast: bool) -> Exec<()> {
         let address = warp.get(inst.src[0], lane).wrapping_add(warp.get(inst.src[3], lane));
-        let address = if address.wrapping_sub(SHARED_WINDOW) < WINDOW_BYTES {
-            address - SHARED_WINDOW
-        } else {
-            address
-        };
-        let (cta, at) = self.shared_target(warp, address)?;
+        let (cta, at) = self.cluster_target(address)?;
         let mask = if multicast { warp.get(inst.src[1], lane) as u32 } else { 1 << cta };
         for target in (0..self.blocks.len() as u32).filter(|r| mask >> r & 1 != 0) {
             let mut gathered = self.take_gathered(target, at)?;

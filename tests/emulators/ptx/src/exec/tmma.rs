@@ -1,9 +1,10 @@
 //! `tcgen05.mma`: products whose accumulator lies in tensor memory. PTX ISA 9.7.16.10.
 
 use super::cluster::Cluster;
+use super::operand::{Descriptor, Layout, Operand, element, element_bytes};
 use super::tmem::COLUMNS;
 use super::warp::Warp;
-use super::wgmma::{Descriptor, Layout, Operand, element, element_bytes, multiply};
+use super::wgmma::multiply;
 use super::{Exec, fault};
 use crate::fault::FaultKind;
 use crate::op::{Elem, Inst, MmaKind, Program};
@@ -108,10 +109,10 @@ impl Cluster {
         let list = program.list(inst).1;
         let (b_bits, i_bits) = (warp.get(list[0], lane), warp.get(list[1], lane) as u32);
         let shape = Shape::decode(i_bits, kind, pair)?;
-        let disabled: Vec<u32> = list[2..].iter().map(|r| warp.get(*r, lane) as u32).collect();
+        let disabled: Vec<u32> = list[3..].iter().map(|r| warp.get(*r, lane) as u32).collect();
         let accumulate = warp.pred(inst.src[2], inst.src_not) >> lane & 1 != 0;
         let (_, column0) = self.tmem_address(warp, inst, lane);
-        let a_bits = warp.get(inst.src[1], lane);
+        let a_bits = warp.get(inst.src[1], lane).wrapping_add(warp.get(list[2], lane));
         let k = 32 / element_bytes(shape.a) as usize;
         let ctas = if pair { vec![warp.cta & !1, warp.cta | 1] } else { vec![warp.cta] };
         let clocks = self.tracker.as_mut().map(|t| t.tcgen_issue(warp)).unwrap_or_default();

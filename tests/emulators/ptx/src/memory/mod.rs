@@ -8,7 +8,8 @@ pub(crate) use shared::Shared;
 
 use crate::fault::{Fault, FaultKind};
 
-/// Where generic addresses of shared memory begin; block rank `r` of the cluster sits at `r + 1` times 2^24.
+/// Where generic addresses of shared memory begin; block rank `r` of the cluster sits at `r` times 2^24, as an H200 has
+/// it: a block's addresses of its own variables have its rank in them, and one without names block 0.
 pub(crate) const SHARED_WINDOW: u64 = 0x0002_0000_0000_0000;
 /// Where generic addresses of local memory begin.
 pub(crate) const LOCAL_WINDOW: u64 = 0x0002_1000_0000_0000;

@@ -5,11 +5,16 @@
 //! Two clocks travel together: `v`, what has happened, and `a`, what of it the asynchronous proxy also sees.
 //! `FastTrack` (Flanagan and Freund, PLDI 2009) gave the idea of one last write and few reads a cell.
 
+mod asynchronous;
+
 use crate::exec::Warp;
 use crate::fault::{Fault, FaultKind};
 use crate::op::{Code, File, Program, Reg};
 
 type Exec<T> = Result<T, Box<Fault>>;
+
+/// Who accesses: track, epoch, instruction, lane.
+type Doer = (u32, u32, u32, usize);
 
 /// A pair of vector clocks.
 #[derive(Clone, Debug, Default)]
@@ -402,24 +407,32 @@ impl Tracker {
         (15 >> (4 - (to - from))) << from
     }
 
-    fn read_cells(
-        &mut self,
+    /// The last write of a cell, if it is of any of these bytes, must have come before.
+    fn check_last_write(
+        &self,
+        write: Access,
+        bytes: u32,
         clocks: &Clocks,
-        me: (u32, u32, u32, usize),
-        cta: u32,
-        at: u32,
-        n: u32,
+        track: u32,
+        [what, done]: [&str; 2],
+        (cta, index): (u32, usize),
     ) -> Exec<()> {
+        if !write.is_some() || write.bytes() & bytes == 0 {
+            return Ok(());
+        }
+        if !self.ordered(write, &clocks.v) {
+            return Err(self.race(what, "write", write, cta, index as u32 * 4));
+        }
+        self.check_proxy(write, clocks, track, done, cta, index)
+    }
+
+    /// A read of `n` bytes, issued when the clocks were `clocks`, by `me`: track, epoch, instruction, lane.
+    pub(crate) fn read_cells(&mut self, clocks: &Clocks, me: Doer, cta: u32, at: u32, n: u32) -> Exec<()> {
         let (track, epoch, pc, lane) = me;
         for index in at as usize / 4..(at + n).div_ceil(4) as usize {
             let bytes = Self::covered(index, at, n);
             let write = self.cell(cta, index).write;
-            if write.is_some() && write.bytes() & bytes != 0 {
-                if !self.ordered(write, &clocks.v) {
-                    return Err(self.race("read", "write", write, cta, index as u32 * 4));
-                }
-                self.check_proxy(write, clocks, track, "read", cta, index)?;
-            }
+            self.check_last_write(write, bytes, clocks, track, ["read", "read"], (cta, index))?;
             let access = Access::new(track, epoch, pc, lane, bytes);
             let cell = &self.cells[cta as usize][index];
             let replaces =
@@ -439,26 +452,14 @@ impl Tracker {
         Ok(())
     }
 
-    fn write_cells(
-        &mut self,
-        clocks: &Clocks,
-        me: (u32, u32, u32, usize),
-        cta: u32,
-        at: u32,
-        n: u32,
-    ) -> Exec<()> {
+    /// A write, as [`read_cells`](Self::read_cells).
+    pub(crate) fn write_cells(&mut self, clocks: &Clocks, me: Doer, cta: u32, at: u32, n: u32) -> Exec<()> {
         let (track, epoch, pc, lane) = me;
         for index in at as usize / 4..(at + n).div_ceil(4) as usize {
             let bytes = Self::covered(index, at, n);
             self.cell(cta, index);
             let cell = &self.cells[cta as usize][index];
-            let write = cell.write;
-            if write.is_some() && write.bytes() & bytes != 0 {
-                if !self.ordered(write, &clocks.v) {
-                    return Err(self.race("write", "write", write, cta, index as u32 * 4));
-                }
-                self.check_proxy(write, clocks, track, "overwrite", cta, index)?;
-            }
+            self.check_last_write(cell.write, bytes, clocks, track, ["write", "overwrite"], (cta, index))?;
             for &read in cell.reads.iter().chain(&cell.more) {
                 if read.is_some() && read.bytes() & bytes != 0 && !self.ordered(read, &clocks.v) {
                     return Err(self.race("write", "read", read, cta, index as u32 * 4));
@@ -508,15 +509,7 @@ impl Tracker {
         lane: usize,
         strong: bool,
     ) -> Exec<()> {
-        if strong {
-            return Ok(());
-        }
-        let id = self.id(warp);
-        let clocks = std::mem::take(&mut self.clocks[id as usize]);
-        let me = (id, clocks.v[id as usize], warp.current_pc, lane);
-        let result = self.read_cells(&clocks, me, cta, at, n);
-        self.clocks[id as usize] = clocks;
-        result
+        self.generic(warp, lane, strong, |t, clocks, me| t.read_cells(clocks, me, cta, at, n))
     }
 
     /// A store by a warp.
@@ -529,151 +522,25 @@ impl Tracker {
         lane: usize,
         strong: bool,
     ) -> Exec<()> {
+        self.generic(warp, lane, strong, |t, clocks, me| t.write_cells(clocks, me, cta, at, n))
+    }
+
+    /// An access at the warp's own time; a strong one races with nothing.
+    fn generic(
+        &mut self,
+        warp: &Warp,
+        lane: usize,
+        strong: bool,
+        access: impl FnOnce(&mut Self, &Clocks, Doer) -> Exec<()>,
+    ) -> Exec<()> {
         if strong {
             return Ok(());
         }
         let id = self.id(warp);
         let clocks = std::mem::take(&mut self.clocks[id as usize]);
-        let me = (id, clocks.v[id as usize], warp.current_pc, lane);
-        let result = self.write_cells(&clocks, me, cta, at, n);
+        let result = access(self, &clocks, (id, clocks.v[id as usize], warp.current_pc, lane));
         self.clocks[id as usize] = clocks;
         result
-    }
-
-    /// A `cp.async` by a warp, complete when its group is waited for.
-    pub(crate) fn copy_write(&mut self, warp: &Warp, cta: u32, at: u32, n: u32, lane: usize) -> Exec<()> {
-        let id = self.id(warp);
-        let clocks = std::mem::take(&mut self.clocks[id as usize]);
-        let me = (self.copy_track(id), warp.asynchrony.copy_committed + 1, warp.current_pc, lane);
-        let result = self.write_cells(&clocks, me, cta, at, n);
-        self.clocks[id as usize] = clocks;
-        result
-    }
-
-    /// A `tcgen05` operation is issued: its clocks, ordered after the warp's earlier ones.
-    pub(crate) fn tcgen_issue(&mut self, warp: &mut Warp) -> Clocks {
-        warp.asynchrony.tcgen_issued += 1;
-        let mut clocks = self.snapshot(warp);
-        let track = self.tcgen_track(warp);
-        if clocks.v.len() <= track as usize {
-            clocks.v.resize(track as usize + 1, 0);
-        }
-        clocks.v[track as usize] = warp.asynchrony.tcgen_issued;
-        clocks
-    }
-
-    fn tcgen_track(&self, warp: &Warp) -> u32 {
-        5 * self.warps + self.id(warp)
-    }
-
-    /// A commit: whoever sees the barrier's phase sees the warp's `tcgen05` operations complete.
-    pub(crate) fn tcgen_release(&mut self, warp: &Warp, into: &mut Clocks) {
-        let id = self.id(warp) as usize;
-        let track = self.tcgen_track(warp) as usize;
-        into.join(&self.clocks[id]);
-        if into.v.len() <= track {
-            into.v.resize(track + 1, 0);
-        }
-        into.v[track] = into.v[track].max(warp.asynchrony.tcgen_issued);
-        self.clocks[id].v[id] += 1;
-    }
-
-    /// A `tcgen05` operation reads 16 bytes of shared memory.
-    pub(crate) fn tcgen_read_shared(&mut self, warp: &Warp, clocks: &Clocks, cta: u32, at: u32) -> Exec<()> {
-        let me = (self.tcgen_track(warp), warp.asynchrony.tcgen_issued, warp.current_pc, 0);
-        self.read_cells(clocks, me, cta, at, 16)
-    }
-
-    /// A `tcgen05` operation reads or writes tensor memory: quadrant of lanes, first column, columns.
-    pub(crate) fn tcgen_tmem(
-        &mut self,
-        warp: &Warp,
-        clocks: &Clocks,
-        cta: u32,
-        [quadrant, column, columns]: [u32; 3],
-        read: bool,
-    ) -> Exec<()> {
-        let me = (self.tcgen_track(warp), warp.asynchrony.tcgen_issued, warp.current_pc, 0);
-        let (cta, at) = (self.blocks + cta, (quadrant * 512 + column) * 4);
-        if read {
-            self.read_cells(clocks, me, cta, at, columns * 4)
-        } else {
-            self.write_cells(clocks, me, cta, at, columns * 4)
-        }
-    }
-
-    /// `tcgen05.ld` or `.st` by a warp.
-    pub(crate) fn tmem_access(
-        &mut self,
-        warp: &Warp,
-        quadrant: u32,
-        column: u32,
-        columns: u32,
-        load: bool,
-    ) -> Exec<()> {
-        let (cta, at) = (self.blocks + warp.cta, (quadrant * 512 + column) * 4);
-        if load {
-            self.generic_read(warp, cta, at, columns * 4, 0, false)
-        } else {
-            self.generic_write(warp, cta, at, columns * 4, 0, false)
-        }
-    }
-
-    /// A read by the asynchronous proxy, issued when the clocks were `clocks`.
-    #[allow(clippy::too_many_arguments)] // Who, when, what: grouping them would only rename them.
-    pub(crate) fn async_read(
-        &mut self,
-        clocks: &Clocks,
-        (track, epoch): (u32, u32),
-        pc: u32,
-        lane: usize,
-        cta: u32,
-        at: u32,
-        n: u32,
-    ) -> Exec<()> {
-        self.read_cells(clocks, (track, epoch, pc, lane), cta, at, n)
-    }
-
-    /// Whether `me`, a track and epoch, has recorded its reads of these bytes and all their writes are ordered before
-    /// `clocks` too. If not, the reads are to be recorded one by one, which finds the race.
-    pub(crate) fn read_before(&self, clocks: &Clocks, me: (u32, u32), cta: u32, seen: &SeenReads) -> bool {
-        seen.readers.contains(&me)
-            && seen.writes.iter().all(|w| {
-                self.ordered(*w, &clocks.v) && self.check_proxy(*w, clocks, me.0, "read", cta, 0).is_ok()
-            })
-    }
-
-    /// Notes that `me` has recorded its reads of the 16-byte chunks at `chunks`.
-    pub(crate) fn note_reads(&mut self, me: (u32, u32), cta: u32, chunks: &[u32], seen: &mut SeenReads) {
-        if seen.readers.is_empty() {
-            for index in chunks.iter().flat_map(|at| *at as usize / 4..*at as usize / 4 + 4) {
-                let write = self.cell(cta, index).write;
-                let same = |w: &Access| (w.track(), w.epoch()) == (write.track(), write.epoch());
-                if write.is_some() && !seen.writes.last().is_some_and(same) && !seen.writes.iter().any(same) {
-                    seen.writes.push(write);
-                }
-            }
-        }
-        // Few are still to come for the same product; the newest suffice.
-        if seen.readers.len() == 4 {
-            seen.readers.remove(0);
-        }
-        seen.readers.push(me);
-    }
-
-    /// A write by the asynchronous proxy, issued when the clocks were `clocks`.
-    #[allow(clippy::too_many_arguments)] // Who, when, what: grouping them would only rename them.
-    pub(crate) fn async_write(
-        &mut self,
-        clocks: &Clocks,
-        (track, epoch): (u32, u32),
-        pc: u32,
-        lane: usize,
-        cta: u32,
-        at: u32,
-        n: u32,
-    ) -> Exec<()> {
-        self.write_cells(clocks, (track, epoch, pc, lane), cta, at, n)
     }
 }
 

@@ -1,0 +1,112 @@
+//! Accesses of operations that complete later: copies, `tcgen05`, and the tensor memory that they share with warps.
+
+use super::{Access, Clocks, Exec, SeenReads, Tracker};
+use crate::exec::Warp;
+
+impl Tracker {
+    /// A `cp.async` by a warp, complete when its group is waited for.
+    pub(crate) fn copy_write(&mut self, warp: &Warp, cta: u32, at: u32, n: u32, lane: usize) -> Exec<()> {
+        let id = self.id(warp);
+        let clocks = std::mem::take(&mut self.clocks[id as usize]);
+        let me = (self.copy_track(id), warp.asynchrony.copy_committed + 1, warp.current_pc, lane);
+        let result = self.write_cells(&clocks, me, cta, at, n);
+        self.clocks[id as usize] = clocks;
+        result
+    }
+
+    /// A `tcgen05` operation is issued: its clocks, ordered after the warp's earlier ones.
+    pub(crate) fn tcgen_issue(&mut self, warp: &mut Warp) -> Clocks {
+        warp.asynchrony.tcgen_issued += 1;
+        let mut clocks = self.snapshot(warp);
+        let track = self.tcgen_track(warp);
+        if clocks.v.len() <= track as usize {
+            clocks.v.resize(track as usize + 1, 0);
+        }
+        clocks.v[track as usize] = warp.asynchrony.tcgen_issued;
+        clocks
+    }
+
+    fn tcgen_track(&self, warp: &Warp) -> u32 {
+        5 * self.warps + self.id(warp)
+    }
+
+    /// A commit: whoever sees the barrier's phase sees the warp's `tcgen05` operations complete.
+    pub(crate) fn tcgen_release(&mut self, warp: &Warp, into: &mut Clocks) {
+        let id = self.id(warp) as usize;
+        let track = self.tcgen_track(warp) as usize;
+        into.join(&self.clocks[id]);
+        if into.v.len() <= track {
+            into.v.resize(track + 1, 0);
+        }
+        into.v[track] = into.v[track].max(warp.asynchrony.tcgen_issued);
+        self.clocks[id].v[id] += 1;
+    }
+
+    /// A `tcgen05` operation reads 16 bytes of shared memory.
+    pub(crate) fn tcgen_read_shared(&mut self, warp: &Warp, clocks: &Clocks, cta: u32, at: u32) -> Exec<()> {
+        let me = (self.tcgen_track(warp), warp.asynchrony.tcgen_issued, warp.current_pc, 0);
+        self.read_cells(clocks, me, cta, at, 16)
+    }
+
+    /// A `tcgen05` operation reads or writes tensor memory: quadrant of lanes, first column, columns.
+    pub(crate) fn tcgen_tmem(
+        &mut self,
+        warp: &Warp,
+        clocks: &Clocks,
+        cta: u32,
+        [quadrant, column, columns]: [u32; 3],
+        read: bool,
+    ) -> Exec<()> {
+        let me = (self.tcgen_track(warp), warp.asynchrony.tcgen_issued, warp.current_pc, 0);
+        let (cta, at) = (self.blocks + cta, (quadrant * 512 + column) * 4);
+        if read {
+            self.read_cells(clocks, me, cta, at, columns * 4)
+        } else {
+            self.write_cells(clocks, me, cta, at, columns * 4)
+        }
+    }
+
+    /// `tcgen05.ld` or `.st` by a warp.
+    pub(crate) fn tmem_access(
+        &mut self,
+        warp: &Warp,
+        quadrant: u32,
+        column: u32,
+        columns: u32,
+        load: bool,
+    ) -> Exec<()> {
+        let (cta, at) = (self.blocks + warp.cta, (quadrant * 512 + column) * 4);
+        if load {
+            self.generic_read(warp, cta, at, columns * 4, 0, false)
+        } else {
+            self.generic_write(warp, cta, at, columns * 4, 0, false)
+        }
+    }
+
+    /// Whether `me`, a track and epoch, has recorded its reads of these bytes and all their writes are ordered before
+    /// `clocks` too. If not, the reads are to be recorded one by one, which finds the race.
+    pub(crate) fn read_before(&self, clocks: &Clocks, me: (u32, u32), cta: u32, seen: &SeenReads) -> bool {
+        seen.readers.contains(&me)
+            && seen.writes.iter().all(|w| {
+                self.ordered(*w, &clocks.v) && self.check_proxy(*w, clocks, me.0, "read", cta, 0).is_ok()
+            })
+    }
+
+    /// Notes that `me` has recorded its reads of the 16-byte chunks at `chunks`.
+    pub(crate) fn note_reads(&mut self, me: (u32, u32), cta: u32, chunks: &[u32], seen: &mut SeenReads) {
+        if seen.readers.is_empty() {
+            for index in chunks.iter().flat_map(|at| *at as usize / 4..*at as usize / 4 + 4) {
+                let write = self.cell(cta, index).write;
+                let same = |w: &Access| (w.track(), w.epoch()) == (write.track(), write.epoch());
+                if write.is_some() && !seen.writes.last().is_some_and(same) && !seen.writes.iter().any(same) {
+                    seen.writes.push(write);
+                }
+            }
+        }
+        // Few are still to come for the same product; the newest suffice.
+        if seen.readers.len() == 4 {
+            seen.readers.remove(0);
+        }
+        seen.readers.push(me);
+    }
+}

@@ -1,0 +1,99 @@
+//! Addresses of a cluster's shared memory, as an H200 has them: a block's rank stands from bit 24 up in the addresses of
+//! its own variables too.
+#![allow(clippy::unwrap_used, reason = "a failure in a helper fails its test")]
+
+mod common;
+
+use common::{HEADER, download, run, upload};
+use fmha_emu_ptx::{Device, FaultKind, LaunchConfig, Options};
+
+/// Runs `body` in one lane of each of two blocks: `%s` is the address of `mem`, `%r` the rank; the word `%d` of each.
+fn two_blocks(body: &str) -> Result<Vec<u32>, FaultKind> {
+    let device = Device::new();
+    let out = upload(&device, &[0; 2]);
+    let ptx = format!(
+        "{HEADER}.visible .entry k(.param .u64 o) {{ .shared .align 128 .b8 mem[4096];
+        .reg .pred %p, %q; .reg .b32 %s, %r, %d, %w<8>; .reg .b64 %g, %l, %x<8>;
+        mov.u32 %s, mem; mov.u32 %r, %cluster_ctarank; mov.u32 %d, 0;
+        {body}
+        barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;
+        ld.param.u64 %g, [o]; mul.wide.u32 %l, %r, 4; add.s64 %g, %g, %l; st.global.b32 [%g], %d; ret; }}"
+    );
+    let config = LaunchConfig { grid: [2, 1, 1], block: [1, 1, 1], cluster: [2, 1, 1], dynamic_shared: 0 };
+    run(&device, &ptx, &config, &out.to_le_bytes(), &Options::default()).map_err(|fault| fault.kind)?;
+    Ok(download(&device, out, 2))
+}
+
+const MEET: &str = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;";
+
+#[test]
+fn a_blocks_own_addresses_have_its_rank_above_bit_24() {
+    assert_eq!(two_blocks("shr.u32 %d, %s, 24;"), Ok(vec![0, 1]));
+    // Through generic space and back, and as mapa gives it for the own rank.
+    let generic =
+        "mov.u64 %x0, mem; cvta.shared.u64 %x1, %x0; cvta.to.shared.u64 %x2, %x1; cvt.u32.u64 %w0, %x2;
+        mapa.shared::cluster.u32 %w1, %s, %r; sub.u32 %d, %w0, %s; sub.u32 %w1, %w1, %s; or.b32 %d, %d, %w1;";
+    assert_eq!(two_blocks(generic), Ok(vec![0, 0]));
+    assert_eq!(two_blocks("getctarank.shared::cluster.u32 %d, %s;"), Ok(vec![0, 1]));
+}
+
+#[test]
+fn an_address_without_a_rank_is_block_0s_to_the_cluster_and_the_own_blocks_to_itself() {
+    let body = |load: &str| {
+        format!(
+            "add.u32 %w0, %r, 70; st.shared.b32 [%s], %w0; {MEET} and.b32 %w1, %s, 0xffffff; {load} {MEET}"
+        )
+    };
+    assert_eq!(two_blocks(&body("ld.shared::cluster.b32 %d, [%w1];")), Ok(vec![70, 70]));
+    assert_eq!(two_blocks(&body("ld.shared::cta.b32 %d, [%w1];")), Ok(vec![70, 71]));
+    assert_eq!(two_blocks(&body("ld.shared::cta.b32 %d, [%s];")), Ok(vec![70, 71]));
+    // Another block's address is none of shared::cta.
+    let other = body("xor.b32 %w2, %s, 0x1000000; ld.shared::cta.b32 %d, [%w2];");
+    assert_eq!(two_blocks(&other), Err(FaultKind::OutOfBounds));
+}
+
+#[test]
+fn an_arrival_at_an_address_without_a_rank_is_block_0s() {
+    // Both blocks arrive at block 0's barrier, which waits for two.
+    let body = format!(
+        "mbarrier.init.shared::cta.b64 [%s], 2; fence.mbarrier_init.release.cluster; {MEET}
+         and.b32 %w1, %s, 0xffffff; mbarrier.arrive.shared::cluster.b64 _, [%w1]; {MEET}
+         mbarrier.test_wait.parity.shared::cta.b64 %p, [%s], 0; selp.b32 %d, 1, 0, %p;"
+    );
+    assert_eq!(two_blocks(&body), Ok(vec![1, 0]));
+}
+
+#[test]
+fn a_descriptor_is_read_as_it_stands_rank_and_all() {
+    // One product of ones, no swizzle: rows of K 128 bytes apart (leading), groups of rows 256 (stride). `addr >> 4`
+    // without a mask puts the rank of block 1 into the leading field: it then reads 256 bytes further.
+    let body = |mask: &str| {
+        format!(
+            "{HEADER}.visible .entry k(.param .u64 o) {{ .shared .align 1024 .b8 mem[8192];
+            .reg .pred %p; .reg .b32 %s, %t, %r, %a, %w, %acc<4>; .reg .b64 %g, %l, %x, %d;
+            mov.u32 %s, mem; mov.u32 %r, %cluster_ctarank; mov.u32 %t, %tid.x; shl.b32 %a, %t, 2; add.u32 %a, %a, %s;
+            mov.b32 %w, 0x3c003c00;
+            st.shared.b32 [%a], %w; st.shared.b32 [%a+512], %w; st.shared.b32 [%a+1024], %w; st.shared.b32 [%a+1536], %w;
+            mov.b32 %w, 0;
+            st.shared.b32 [%a+2048], %w; st.shared.b32 [%a+2560], %w; st.shared.b32 [%a+3072], %w;
+            fence.proxy.async; bar.sync 0;
+            {mask} shr.u32 %s, %s, 4; cvt.u64.u32 %x, %s; add.s64 %x, %x, {}; mov.u64 %d, %x;
+            wgmma.fence.sync.aligned;
+            wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {{%acc0, %acc1, %acc2, %acc3}}, %x, %d, 0, 1, 1, 0, 0;
+            wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
+            setp.ne.u32 %p, %t, 124; @%p exit;
+            ld.param.u64 %g, [o]; mul.wide.u32 %l, %r, 4; add.s64 %g, %g, %l; st.global.b32 [%g], %acc2; ret; }}",
+            8u64 << 16 | 16u64 << 32
+        )
+    };
+    let last_row = |mask: &str| {
+        let device = Device::new();
+        let out = upload(&device, &[0; 2]);
+        let config =
+            LaunchConfig { grid: [2, 1, 1], block: [128, 1, 1], cluster: [2, 1, 1], dynamic_shared: 0 };
+        run(&device, &body(mask), &config, &out.to_le_bytes(), &Options::default()).unwrap();
+        download(&device, out, 2).into_iter().map(f32::from_bits).collect::<Vec<_>>()
+    };
+    assert_eq!(last_row("and.b32 %s, %s, 0x3ffff;"), [16.0, 16.0]);
+    assert_eq!(last_row(""), [16.0, 8.0]);
+}
