@@ -54,12 +54,12 @@ FMHA_DEVICE Rows rows_of(const View& x, int64_t first_row, const SeqSpan& span, 
 template <CdnaTile tile>
 struct Cursor {
   Rows rows;
-  int64_t tile_bytes;
+  int64_t key_stride_bytes;
   bool keys_are_rows;
   int32_t key_bytes;
 
   FMHA_DEVICE void advance(int32_t tiles) {
-    rows.data += tiles * tile_bytes;
+    rows.data += int64_t(tiles) * tile.block_n * key_stride_bytes;
     if (keys_are_rows) {
       rows.num_rows -= tiles * tile.block_n;
     } else {
@@ -73,7 +73,7 @@ FMHA_DEVICE Cursor<tile> k_cursor(const FwdParams& p, const Job& job) {
   using C = Config<spec, tile>;
   const Rows rows = rows_of<spec>(p.k, job.span.k_row, job.span, job.i_head_kv, job.span.seqlen_k, C::qk_row_bytes,
                                   C::qk_bytes);
-  return {rows, tile.block_n * rows.stride_bytes, true, C::qk_bytes};
+  return {rows, rows.stride_bytes, true, C::qk_bytes};
 }
 
 template <FwdSpec spec, CdnaTile tile>
@@ -81,11 +81,11 @@ FMHA_DEVICE Cursor<tile> v_cursor(const FwdParams& p, const Job& job) {
   using C = Config<spec, tile>;
   Rows rows = rows_of<spec>(p.v, job.span.k_row, job.span, job.i_head_kv, job.span.seqlen_k, C::v_row_bytes,
                             C::v_bytes);
-  if constexpr (spec.v_layout == VLayout::RowMajor) return {rows, tile.block_n * rows.stride_bytes, true, C::v_bytes};
+  if constexpr (spec.v_layout == VLayout::RowMajor) return {rows, rows.stride_bytes, true, C::v_bytes};
   rows.stride_bytes = p.v.dim * C::v_bytes;
   rows.num_rows = spec.head_dim_v;
   rows.row_bytes = job.span.seqlen_k * C::v_bytes;
-  return {rows, tile.block_n * p.v.row * C::v_bytes, false, C::v_bytes};
+  return {rows, p.v.row * C::v_bytes, false, C::v_bytes};
 }
 
 // Every wave of a workgroup walks alike: barriers are inside.
@@ -161,6 +161,10 @@ class MainLoop {
     whole_ = Steps::of(walk_.num_tiles, [&](int32_t n) __attribute__((always_inline)) {
       return sees_all<spec, tile>(job_, wave_, first_key(n));
     });
+    if constexpr (spec.mask == MaskKind::Full) {
+      whole_.begin = 0;  // and takes no register
+      return;
+    }
     uncut_ = Steps::of(walk_.num_tiles, [&](int32_t n) __attribute__((always_inline)) {
       return !is_cut<spec, tile>(job_, queries_, first_key(n));
     });
@@ -182,7 +186,7 @@ class MainLoop {
   // An even number of tiles, so few that their rows can be read from where a cursor stands.
   FMHA_DEVICE int32_t tiles_in_reach() const {
     constexpr int64_t kReach = 1 << 30;
-    const int64_t most_bytes = max(max(k_cursor_.tile_bytes, v_cursor_.tile_bytes), int64_t(1));
+    const int64_t most_bytes = max(max(k_cursor_.key_stride_bytes, v_cursor_.key_stride_bytes) * tile.block_n, int64_t(1));
     return v_readfirstlane_b32(int32_t(min(kReach / most_bytes, kReach))) & ~1;
   }
 
