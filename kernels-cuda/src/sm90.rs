@@ -311,7 +311,7 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         }
         // Shared loads: 746 and 754 at 8k; 590 and 537 with D 64.
         (128, MaskKind::Full) if plain && tile.order == TileOrder::Static && seqlen_q >= 8192 => {
-            tile.cluster = 2
+            tile.cluster = 2;
         }
         (64, MaskKind::Upper) if dims.seqlen_k <= 1024 => tile.block_m = 128,
         _ => {}

@@ -472,7 +472,7 @@ impl Simd for Amx {
         const NO_FRACTION_BITS_KEPT_TOWARDS_MINUS_INFINITY: i32 = 0x09;
         // SAFETY: AVX-512 DQ, as `self` proves.
         let r = unsafe { _mm512_reduce_ps::<NO_FRACTION_BITS_KEPT_TOWARDS_MINUS_INFINITY>(x) };
-        let q = self.splat(1.867_130_1e-3);
+        let q = self.splat(1.867_13e-3);
         let q = self.fma(q, r, self.splat(9.017_031e-3));
         let q = self.fma(q, r, self.splat(5.579_991_3e-2));
         let q = self.fma(q, r, self.splat(2.401_644_4e-1));
