@@ -65,6 +65,11 @@ fn the_tile_kernel_keeps_the_contract_on_every_emulated_architecture() {
         for case in report.failures() {
             println!("FAILED {}\n  {}\n  {}", case.name, case.text, case.repro);
         }
+        println!("of the battery on rocm, {arch} emulated, the part dealt to it:");
+        for (family, summary) in report.families() {
+            println!("{family:<12} {summary}");
+        }
+        println!("{:<12} {}", "all", report.summary);
         println!("battery rocm ({arch}, emulated): {}", report.summary);
         failed += report.summary.failed;
         assert!(report.summary.passed > 100, "{}", report.summary);

@@ -21,8 +21,9 @@ const USAGE: &str = "\
 usage: cargo xtask test      set up, test everything in release, print the counts
        cargo xtask emulated  the battery on CUDA kernels, interpreted: four families
        cargo xtask setup     only the set-up
-       cargo xtask support [BACKEND[@ARCH]]...
-                             the README's support table from the battery's results (default: cpu)
+       cargo xtask support [BACKEND[@ARCH] | TITLE=FILE]...
+                             the README's support table from the battery's results (default: cpu);
+                             FILE: what `fmha conformance` printed, elsewhere or in parts
        cargo xtask mutation [SCHEDULES]
                              the sm90 kernel broken instruction by instruction in the emulator, into
                              docs/kernels/sm90-mutation.md; sound, under 100 schedules

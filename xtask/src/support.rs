@@ -1,4 +1,4 @@
-//! `cargo xtask support`: the README's support table, from the battery's results.
+//! `cargo xtask support`: the README's support table, from the battery's results, run now or kept.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -7,14 +7,40 @@ use std::process::Command;
 const BEGIN: &str = "<!-- support: written by `cargo xtask support` from the battery's results -->\n";
 const END: &str = "<!-- end of support -->";
 
-/// One column: a backend of this machine (`cpu`, `cuda`), or an emulated one (`cuda@sm_90a`).
+/// One column: a backend of this machine (`cpu`, `cuda`), an emulated one (`cuda@sm_90a`), or what a run
+/// elsewhere printed (`TITLE=FILE`).
 struct Column {
     title: String,
-    /// Of each family: what the battery's line says after its name.
-    families: BTreeMap<String, String>,
+    /// Of each family: its counts.
+    families: BTreeMap<String, Counts>,
 }
 
-/// Runs the battery on each of `backends` and rewrites the table.
+/// What the battery counts, in its order.
+const COUNTED: [&str; 4] = ["passed", "failed", "refused", "absent"];
+type Counts = [u64; 4];
+
+/// A line such as `edges        12 passed, 0 failed, 0 refused, 3 absent`, and nothing else.
+fn family_line(line: &str) -> Option<(&str, Counts)> {
+    let (family, rest) = line.split_once(char::is_whitespace)?;
+    let mut counts = Counts::default();
+    let mut parts = rest.split(',');
+    for (count, word) in counts.iter_mut().zip(COUNTED) {
+        *count = parts.next()?.trim().strip_suffix(word)?.trim().parse().ok()?;
+    }
+    parts.next().is_none().then_some((family, counts))
+}
+
+/// The battery may have run in parts: their counts are summed.
+fn families(text: &str) -> BTreeMap<String, Counts> {
+    let mut families: BTreeMap<String, Counts> = BTreeMap::new();
+    for (family, counts) in text.lines().filter_map(family_line) {
+        let sums = families.entry(family.to_owned()).or_default();
+        sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
+    }
+    families
+}
+
+/// Runs the battery on each of `backends`, or reads what it printed, and rewrites the table.
 pub(crate) fn write(backends: &[&str]) -> Result<(), String> {
     let columns = backends.iter().map(|backend| column(backend)).collect::<Result<Vec<_>, _>>()?;
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../README.md");
@@ -26,6 +52,13 @@ pub(crate) fn write(backends: &[&str]) -> Result<(), String> {
 }
 
 fn column(backend: &str) -> Result<Column, String> {
+    if let Some((title, file)) = backend.split_once('=') {
+        let text = std::fs::read_to_string(file).map_err(|error| format!("{file}: {error}"))?;
+        return match families(&text) {
+            none if none.is_empty() => Err(format!("{file}: no line of a battery's family in it")),
+            families => Ok(Column { title: title.to_owned(), families }),
+        };
+    }
     let (kind, arch) = backend.split_once('@').map_or((backend, None), |(kind, arch)| (kind, Some(arch)));
     let mut command = Command::new(env!("CARGO"));
     command.args(["run", "--release", "--quiet", "--", "conformance", "--allow-fallback", "--backend", kind]);
@@ -34,13 +67,7 @@ fn column(backend: &str) -> Result<Column, String> {
     }
     println!("battery on {backend}");
     let output = command.output().map_err(|error| format!("cargo run: {error}"))?;
-    let text = String::from_utf8_lossy(&output.stdout);
-    let families: BTreeMap<_, _> = text
-        .lines()
-        .filter(|line| line.ends_with(" absent") && line.contains(" passed, "))
-        .filter_map(|line| line.split_once(' '))
-        .map(|(family, counts)| (family.to_owned(), counts.trim().to_owned()))
-        .collect();
+    let families = families(&String::from_utf8_lossy(&output.stdout));
     if families.is_empty() {
         return Err(format!("{backend}: {}", String::from_utf8_lossy(&output.stderr).trim()));
     }
@@ -63,8 +90,13 @@ fn table(columns: &[Column]) -> String {
     for family in families {
         text += &format!("| {family} |");
         for column in columns {
-            let counts = column.families.get(family).map_or("did not run", String::as_str);
-            text += &format!(" {counts} |");
+            let words = match column.families.get(family) {
+                Some(counts) => {
+                    COUNTED.iter().zip(counts).map(|(word, count)| format!("{count} {word}")).collect()
+                }
+                None => vec!["did not run".to_owned()],
+            };
+            text += &format!(" {} |", words.join(", "));
         }
         text.push('\n');
     }
@@ -77,15 +109,24 @@ mod tests {
 
     #[test]
     fn a_family_that_a_backend_did_not_run_is_not_called_passed() {
-        let column = |title: &str, families: &[(&str, &str)]| Column {
-            title: title.to_owned(),
-            families: families.iter().map(|(f, c)| ((*f).to_owned(), (*c).to_owned())).collect(),
-        };
+        let column = |title: &str, text: &str| Column { title: title.to_owned(), families: families(text) };
         let text = table(&[
-            column("cpu", &[("edges", "3 passed"), ("all", "3 passed")]),
-            column("cuda", &[("all", "1 failed")]),
+            column(
+                "cpu",
+                "edges  3 passed, 0 failed, 0 refused, 0 absent\nall  3 passed, 0 failed, 0 refused, 0 absent",
+            ),
+            column("cuda", "all  0 passed, 1 failed, 0 refused, 0 absent"),
         ]);
-        assert!(text.contains("| edges | 3 passed | did not run |"));
-        assert!(text.ends_with("| all | 3 passed | 1 failed |\n"));
+        assert!(text.contains("| edges | 3 passed, 0 failed, 0 refused, 0 absent | did not run |"));
+        assert!(text.ends_with(
+            "| all | 3 passed, 0 failed, 0 refused, 0 absent | 0 passed, 1 failed, 0 refused, 0 absent |\n"
+        ));
+    }
+
+    #[test]
+    fn parts_of_a_battery_are_summed_and_other_lines_are_not_counted() {
+        let text = "39 cases on cuda:0\nedges   2 passed, 1 failed, 0 refused, 4 absent\nexit 1 filter ^edges/\n\
+                    edges   5 passed, 0 failed, 3 refused, 0 absent\nbattery cpu: 7 passed, 0 failed, 0 refused, 0 absent";
+        assert_eq!(families(text), BTreeMap::from([("edges".to_owned(), [7, 1, 3, 4])]));
     }
 }
