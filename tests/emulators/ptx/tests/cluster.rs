@@ -8,7 +8,12 @@ use common::{HEADER, download, run, upload};
 use fmha_emu_ptx::{Device, FaultKind, LaunchConfig, Options};
 
 /// Runs `body` in one lane of each of two blocks: `%s` is the address of `mem`, `%r` the rank; the word `%d` of each.
+/// The blocks end together.
 fn two_blocks(body: &str) -> Result<Vec<u32>, FaultKind> {
+    two_blocks_apart(&format!("{body} {MEET}"), &Options::default())
+}
+
+fn two_blocks_apart(body: &str, options: &Options) -> Result<Vec<u32>, FaultKind> {
     let device = Device::new();
     let out = upload(&device, &[0; 2]);
     let ptx = format!(
@@ -16,11 +21,10 @@ fn two_blocks(body: &str) -> Result<Vec<u32>, FaultKind> {
         .reg .pred %p, %q; .reg .b32 %s, %r, %d, %w<8>; .reg .b64 %g, %l, %x<8>;
         mov.u32 %s, mem; mov.u32 %r, %cluster_ctarank; mov.u32 %d, 0;
         {body}
-        barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;
         ld.param.u64 %g, [o]; mul.wide.u32 %l, %r, 4; add.s64 %g, %g, %l; st.global.b32 [%g], %d; ret; }}"
     );
     let config = LaunchConfig { grid: [2, 1, 1], block: [1, 1, 1], cluster: [2, 1, 1], dynamic_shared: 0 };
-    run(&device, &ptx, &config, &out.to_le_bytes(), &Options::default()).map_err(|fault| fault.kind)?;
+    run(&device, &ptx, &config, &out.to_le_bytes(), options).map_err(|fault| fault.kind)?;
     Ok(download(&device, out, 2))
 }
 
@@ -61,6 +65,24 @@ fn an_arrival_at_an_address_without_a_rank_is_block_0s() {
          mbarrier.test_wait.parity.shared::cta.b64 %p, [%s], 0; selp.b32 %d, 1, 0, %p;"
     );
     assert_eq!(two_blocks(&body), Ok(vec![1, 0]));
+}
+
+#[test]
+fn a_block_that_ends_before_others_are_done_with_its_shared_memory_is_a_race() {
+    let mut options = Options::default();
+    options.happens_before = true;
+    let peer = format!(
+        "mbarrier.init.shared::cta.b64 [%s], 2; fence.mbarrier_init.release.cluster; st.shared.b32 [%s+8], 5; {MEET}
+         xor.b32 %w0, %s, 0x1000000;"
+    );
+    for access in ["mbarrier.arrive.shared::cluster.b64 _, [%w0];", "ld.shared::cluster.b32 %w1, [%w0+8];"] {
+        assert_eq!(
+            two_blocks_apart(&format!("{peer} {access} {MEET}"), &options),
+            Ok(vec![0, 0]),
+            "{access}"
+        );
+        assert_eq!(two_blocks_apart(&format!("{peer} {access}"), &options), Err(FaultKind::Race), "{access}");
+    }
 }
 
 #[test]

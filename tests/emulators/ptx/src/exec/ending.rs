@@ -9,6 +9,9 @@ impl Cluster {
     pub(super) fn finish(&mut self) -> Exec<()> {
         for rank in 0..self.blocks.len() {
             self.check_block_exit(rank)?;
+            if let Some(tracker) = &self.tracker {
+                tracker.block_ends(rank as u32)?;
+            }
         }
         Ok(())
     }

@@ -128,6 +128,8 @@ pub(crate) struct Tracker {
     /// Initialised barriers that the asynchronous proxy cannot see yet: block, address, the warp's number.
     unfenced: Vec<(u32, u32, u32)>,
     lines: Vec<(u32, u32)>,
+    /// Of each block, the last access of each warp of another block to its shared memory.
+    visits: Vec<Vec<Access>>,
 }
 
 impl Tracker {
@@ -148,7 +150,37 @@ impl Tracker {
             flights: vec![Flight::default(); warps as usize],
             unfenced: Vec::new(),
             lines: Vec::new(),
+            visits: vec![Vec::new(); blocks],
         }
+    }
+
+    /// A warp accesses shared memory of block `cta`, which must outlive that.
+    fn visit(&mut self, warp: &Warp, cta: u32, lane: usize) {
+        if cta == warp.cta {
+            return;
+        }
+        let id = self.id(warp);
+        let epoch = self.clocks[id as usize].v[id as usize];
+        let visits = &mut self.visits[cta as usize];
+        visits.retain(|visit| visit.track() != id);
+        visits.push(Access::new(id, epoch, warp.current_pc, lane, 15));
+    }
+
+    /// All warps of block `cta` have exited: what others did with its shared memory must have come before.
+    ///
+    /// PTX ISA, `mapa` and `barrier.cluster`: distributed shared memory is there while its block runs.
+    pub(crate) fn block_ends(&self, cta: u32) -> Exec<()> {
+        let warps = cta * self.per_block..(cta + 1) * self.per_block;
+        let mut end = Vec::new();
+        warps.for_each(|id| join(&mut end, &self.clocks[id as usize].v));
+        let Some(&visit) = self.visits[cta as usize].iter().find(|&&visit| !self.ordered(visit, &end)) else {
+            return Ok(());
+        };
+        let text = format!(
+            "the end of block rank {cta} races with an access to its shared memory by {}",
+            self.describe(visit)
+        );
+        Err(Box::new(Fault::new(FaultKind::Race, text)))
     }
 
     fn id(&self, warp: &Warp) -> u32 {
@@ -253,6 +285,7 @@ impl Tracker {
 
     /// Any use of a barrier must come after its initialisation.
     pub(crate) fn mbarrier_use(&mut self, warp: &Warp, cta: u32, at: u32) -> Exec<()> {
+        self.visit(warp, cta, 0);
         let write = self.cell(cta, at as usize / 4).write;
         let clocks = &self.clocks[self.id(warp) as usize];
         if write.is_some() && !self.ordered(write, &clocks.v) {
@@ -509,6 +542,7 @@ impl Tracker {
         lane: usize,
         strong: bool,
     ) -> Exec<()> {
+        self.visit(warp, cta, lane);
         self.generic(warp, lane, strong, |t, clocks, me| t.read_cells(clocks, me, cta, at, n))
     }
 
@@ -522,6 +556,7 @@ impl Tracker {
         lane: usize,
         strong: bool,
     ) -> Exec<()> {
+        self.visit(warp, cta, lane);
         self.generic(warp, lane, strong, |t, clocks, me| t.write_cells(clocks, me, cta, at, n))
     }
 
