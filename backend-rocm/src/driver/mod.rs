@@ -41,7 +41,7 @@ impl Driver {
         let driver = Self { hip: Arc::new(hip), ordinal: 0, emulated };
         // SAFETY: HIP's own entry; no arguments but a flag that must be 0.
         let status = unsafe { (driver.hip.hipInit)(0) };
-        let no_device = |error| Error::NoDevice(format!("HIP has no device: {error}"));
+        let no_device = |error| Error::NoDevice(format!("rocm: HIP has no device: {error}"));
         driver.check("hipInit", status).map_err(no_device)?;
         driver.at(ordinal)
     }
@@ -63,7 +63,7 @@ impl Driver {
         // SAFETY: `count` is a c_int.
         let status = unsafe { (self.hip.hipGetDeviceCount)(&raw mut count) };
         self.check("hipGetDeviceCount", status)
-            .map_err(|error| Error::NoDevice(format!("HIP has no device: {error}")))?;
+            .map_err(|error| Error::NoDevice(format!("rocm: HIP has no device: {error}")))?;
         match c_int::try_from(ordinal) {
             Ok(ordinal) if ordinal < count => Ok(Self { ordinal, ..self.clone() }),
             _ => Err(Error::NoDevice(format!(

@@ -68,8 +68,8 @@ const PLANTED: [Planted; 9] = [
         fault: "read past a buffer",
         change: Change::Header(
             "cdna/load.h",
-            "(num_rows - 1) * stride_bytes_ + row_bytes_",
-            "num_rows * stride_bytes_ + 65536",
+            "(rows.num_rows - 1) * rows.stride_bytes + rows.row_bytes",
+            "rows.num_rows * rows.stride_bytes + 65536",
         ),
         line: "--emulate gfx942 --filter ^edges/off_tile/bf16/s65x63/0$",
         caught_by: &["OutOfBounds"],

@@ -61,7 +61,7 @@ fn every_synchronising_instruction_of_the_hopper_kernel_is_missed_when_broken() 
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../..");
     let mut words = Vec::new();
     for entry in std::fs::read_dir(&folder).unwrap() {
-        words.push(format!("causal={}", entry.unwrap().path().display()));
+        words.push(format!("causal, D 128={}", entry.unwrap().path().display()));
     }
     assert_eq!(words.len(), 4);
     words.sort();
