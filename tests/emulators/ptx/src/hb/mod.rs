@@ -154,9 +154,10 @@ impl Tracker {
         }
     }
 
-    /// A warp accesses shared memory of block `cta`, which must outlive that.
+    /// A warp accesses the memory that the cells of `cta` stand for: another block must outlive that. A warp reaches
+    /// tensor memory, whose cells lie behind those of all blocks' shared memory, of its own block only.
     fn visit(&mut self, warp: &Warp, cta: u32, lane: usize) {
-        if cta == warp.cta {
+        if cta == warp.cta || cta >= self.blocks {
             return;
         }
         let id = self.id(warp);
