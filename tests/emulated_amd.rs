@@ -77,6 +77,42 @@ fn the_tile_kernel_keeps_the_contract_on_every_emulated_architecture() {
     assert_eq!(failed, 0);
 }
 
+/// So few workgroups that each walks over several tiles. On AMD's devices of eight dies fewer than eight, and more.
+#[test]
+fn workgroups_that_walk_over_tiles_keep_the_contract_on_every_emulated_architecture() {
+    let mut failed = 0;
+    for (index, (arch, workgroups)) in ARCHS.into_iter().zip([3, 2, 11]).enumerate() {
+        let Some(backend) = open(arch) else { return };
+        let walks = |case: &&Case| {
+            let tiles = case.problem().map_or(0, |problem| {
+                let dims = problem.dims;
+                u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q.div_ceil(64))
+            });
+            tiles > workgroups && !case.name.starts_with("backward/")
+        };
+        let dealt = |case: &&Case| (case.data().seed >> 20) % 48 == index as u64;
+        let cases: Vec<Case> = all().iter().filter(walks).filter(dealt).cloned().collect();
+        let count = workgroups.to_string();
+        let tile = [("block_m", "64"), ("order", "static"), ("workgroups", count.as_str())];
+        let options = Options {
+            plan: PlanOptions {
+                tile: tile.map(|(name, value)| (name.to_owned(), value.to_owned())).to_vec(),
+                ..PlanOptions::default()
+            },
+            repro_words: format!("--emulate {arch} --tile block_m=64,order=static,workgroups={workgroups}"),
+            ..Options::default()
+        };
+        let report = run_cases(&backend, &cases, &options, &|_, _, _| ());
+        for case in report.failures() {
+            println!("FAILED {}\n  {}\n  {}", case.name, case.text, case.repro);
+        }
+        println!("battery rocm ({arch}, emulated, {workgroups} workgroups): {}", report.summary);
+        failed += report.summary.failed;
+        assert!(report.summary.passed > 20, "{}", report.summary);
+    }
+    assert_eq!(failed, 0);
+}
+
 /// What the tile kernel does not take and a few that it does: every type, every family.
 #[test]
 fn the_fallback_takes_every_spec() {

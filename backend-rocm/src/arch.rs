@@ -1,6 +1,6 @@
 //! The architectures that the kernels know.
 
-use fmha_core::{DType, Error, Result, Roofline};
+use fmha_core::{DType, Error, ResourceUsage, Result, Roofline};
 
 /// An architecture with MFMA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -59,6 +59,15 @@ impl Arch {
         }
     }
 
+    /// Workgroups of `threads` threads that a compute unit holds: four SIMDs, 512 vector registers a lane of each,
+    /// given out in eights, eight waves at most; one where the compiler did not say what a kernel takes.
+    pub(crate) fn workgroups_per_compute_unit(self, usage: &ResourceUsage, threads: u32) -> u32 {
+        let (Some(registers), Some(lds_bytes)) = (usage.registers, usage.shared_bytes) else { return 1 };
+        let waves = 4 * (512 / registers.max(1).next_multiple_of(8)).min(8);
+        let by_waves = waves / threads.div_ceil(64).max(1);
+        by_waves.min(self.lds_bytes() / lds_bytes.max(1)).max(1)
+    }
+
     /// Dies with an L2 of their own that workgroups are dealt to in turn.
     pub(crate) const fn num_xcds(self) -> i32 {
         match self {
@@ -101,6 +110,25 @@ mod tests {
     fn features_after_the_colon_do_not_change_the_architecture() {
         assert_eq!(Arch::from_gcn_name("gfx942:sramecc+:xnack-").ok(), Some(Arch::Gfx942));
         assert_eq!(Arch::from_gcn_name("gfx950").ok(), Some(Arch::Gfx950));
+    }
+
+    #[test]
+    fn what_a_compute_unit_holds_is_bounded_by_registers_by_waves_and_by_lds() {
+        let holds = |registers, lds_bytes, threads| {
+            let usage = ResourceUsage {
+                registers: Some(registers),
+                shared_bytes: Some(lds_bytes),
+                ..ResourceUsage::default()
+            };
+            Arch::Gfx942.workgroups_per_compute_unit(&usage, threads)
+        };
+        assert_eq!(holds(256, 16 << 10, 256), 2);
+        assert_eq!(holds(257, 16 << 10, 256), 1);
+        assert_eq!(holds(16, 0, 64), 32);
+        assert_eq!(holds(16, 24 << 10, 64), 2);
+        // More waves than a compute unit has registers for are the compiler's fault; they run one by one.
+        assert_eq!(holds(512, 0, 512), 1);
+        assert_eq!(Arch::Gfx942.workgroups_per_compute_unit(&ResourceUsage::default(), 64), 1);
     }
 
     #[test]

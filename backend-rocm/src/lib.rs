@@ -23,8 +23,8 @@ use fmha_core::cache::{CompiledKernel, KernelJob};
 use fmha_core::source::KernelSource;
 use fmha_core::{
     BwdArgs, BwdPlan, CombineArgs, CombinePlan, DeviceMemory, Error, Explain, FmhaBackend, FwdArgs, FwdPlan,
-    LaunchShape, MemorySpace, Plan, PlanOptions, Precompile, ProblemError, Promises, Queues, Refusal, Result,
-    Roofline, Stream, ValidBwd, ValidCombine, ValidFwd,
+    LaunchShape, MemorySpace, Plan, PlanOptions, Precompile, ProblemError, Promises, Queues, Refusal,
+    ResourceUsage, Result, Roofline, Stream, ValidBwd, ValidCombine, ValidFwd,
 };
 
 pub use crate::arch::Arch;
@@ -32,7 +32,7 @@ pub use crate::driver::graph::{Event, Graph};
 pub use crate::resources::Resources;
 
 use crate::driver::{Driver, search};
-use crate::kernels::{Choice, Forward, cdna, combine, simt};
+use crate::kernels::{Choice, Device, Forward, Grid, cdna, combine, simt};
 use crate::memory::RocmMemory;
 use crate::modules::{Module, Modules};
 
@@ -40,9 +40,8 @@ const KIND: &str = "rocm";
 
 /// One AMD device, real, emulated or only pretended.
 pub struct RocmBackend {
-    arch: Arch,
+    device: Device,
     name: String,
-    num_compute_units: u32,
     memory: RocmMemory,
     modules: Modules,
 }
@@ -55,6 +54,12 @@ struct FwdHandle {
 
 /// A kernel, or why there is none: neither a device nor a compiler.
 struct Ready(std::result::Result<Arc<Module>, String>);
+
+impl Ready {
+    fn usage(&self) -> Option<&ResourceUsage> {
+        self.0.as_ref().ok().map(|module| &module.compiled.resources)
+    }
+}
 
 impl RocmBackend {
     /// Device `ordinal` of the machine, or with `emulate` (`gfx90a`, `gfx942`, `gfx950`) of the
@@ -88,13 +93,14 @@ impl RocmBackend {
     }
 
     fn new(arch: Arch, name: String, num_compute_units: u32, driver: Option<Driver>) -> Result<Self> {
-        Ok(Self { arch, name, num_compute_units, memory: RocmMemory(driver), modules: Modules::new(arch)? })
+        let device = Device { arch, num_compute_units };
+        Ok(Self { device, name, memory: RocmMemory(driver), modules: Modules::new(arch)? })
     }
 
     /// The architecture that decides the code object.
     #[must_use]
     pub fn arch(&self) -> Arch {
-        self.arch
+        self.device.arch
     }
 
     /// A new queue of work.
@@ -196,7 +202,7 @@ impl FmhaBackend for RocmBackend {
     }
 
     fn roofline(&self) -> Roofline {
-        self.arch.roofline()
+        self.device.arch.roofline()
     }
 
     fn kernels(&self) -> Vec<&'static str> {
@@ -211,13 +217,13 @@ impl FmhaBackend for RocmBackend {
         let Choice { forward, refusals } = self.choose_fwd(problem, options)?;
         let kernel = forward.name();
         let ready = self.ready(kernel, forward.source())?;
-        let (groups, threads) = forward.grid(problem);
+        let grid = forward.grid(problem, self.device, ready.usage());
         Ok(Plan {
             problem: problem.clone(),
             backend: self.name.clone(),
             kernel: kernel.to_owned(),
             details: forward.details(),
-            explain: self.explain(&ready, groups, threads),
+            explain: Self::explain(&ready, grid),
             refusals,
             is_fallback: kernel == simt::NAME,
             workspace_bytes: 0,
@@ -231,14 +237,14 @@ impl FmhaBackend for RocmBackend {
         check_fwd(&plan.problem, args, MemorySpace::Device)?;
         let handle = plan.handle.downcast_ref::<FwdHandle>().ok_or_else(no_handle)?;
         let params = bind::fwd_params(&plan.problem, args);
-        let grid = handle.forward.grid(&plan.problem);
+        let launch = |forward: &Forward, ready: &Ready| {
+            let grid = forward.grid(&plan.problem, self.device, ready.usage());
+            self.launch(ready, grid, &params, stream)
+        };
         match handle.forward.for_addresses(&plan.problem, args) {
-            None => self.launch(&handle.ready, grid, &params, stream),
+            None => launch(&handle.forward, &handle.ready),
             // Pointers less aligned than the plan's strides promise: compiled when such a call comes.
-            Some(other) => {
-                let ready = self.ready(other.name(), other.source())?;
-                self.launch(&ready, grid, &params, stream)
-            }
+            Some(other) => launch(&other, &self.ready(other.name(), other.source())?),
         }
     }
 
@@ -263,7 +269,7 @@ impl FmhaBackend for RocmBackend {
             backend: self.name.clone(),
             kernel: combine::NAME.to_owned(),
             details: Vec::new(),
-            explain: self.explain(&ready, combine::num_workgroups(problem), combine::NUM_THREADS),
+            explain: Self::explain(&ready, self.combine_grid(&ready, problem)),
             refusals: Vec::new(),
             is_fallback: false,
             workspace_bytes: 0,
@@ -276,7 +282,7 @@ impl FmhaBackend for RocmBackend {
         self.check_owner(plan)?;
         check_combine(&plan.problem, args, MemorySpace::Device)?;
         let ready = plan.handle.downcast_ref::<Ready>().ok_or_else(no_handle)?;
-        let grid = (combine::num_workgroups(&plan.problem), combine::NUM_THREADS);
+        let grid = self.combine_grid(ready, &plan.problem);
         self.launch(ready, grid, &bind::combine_params(&plan.problem, args), stream)
     }
 
@@ -307,43 +313,40 @@ fn no_handle() -> Error {
 impl RocmBackend {
     /// The tile kernel; where it does not take the problem and the caller allows it, the slow one.
     fn choose_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<Choice> {
-        kernels::select(problem, self.arch, options).map_err(|refusals| unsupported(&self.name, refusals))
+        kernels::select(problem, self.device, options).map_err(|refusals| unsupported(&self.name, refusals))
     }
 
-    fn explain(&self, ready: &Ready, groups: u64, threads: u32) -> Explain {
-        let (resources, code) = match &ready.0 {
-            Ok(module) => (Some(module.compiled.resources), module.origin.to_string()),
-            Err(why) => (None, format!("none: {why}")),
+    fn combine_grid(&self, ready: &Ready, problem: &ValidCombine) -> Grid {
+        self.device.grid(ready.usage(), combine::num_workgroups(problem), combine::NUM_THREADS)
+    }
+
+    fn explain(ready: &Ready, grid: Grid) -> Explain {
+        let code = match &ready.0 {
+            Ok(module) => module.origin.to_string(),
+            Err(why) => format!("none: {why}"),
         };
         Explain {
-            resources,
+            resources: ready.usage().copied(),
             code,
             launch: Some(LaunchShape {
-                groups,
-                threads,
+                groups: grid.workgroups,
+                threads: grid.threads,
                 shared_bytes: 0,
-                tiles: groups,
-                // One workgroup has all of a compute unit's registers.
-                tiles_at_once: self.num_compute_units.into(),
+                tiles: grid.tiles,
+                tiles_at_once: grid.tiles_at_once,
             }),
         }
     }
 
-    fn launch<P: Copy>(
-        &self,
-        Ready(module): &Ready,
-        (num_workgroups, num_threads): (u64, u32),
-        params: &P,
-        stream: Stream,
-    ) -> Result<()> {
+    fn launch<P: Copy>(&self, Ready(module): &Ready, grid: Grid, params: &P, stream: Stream) -> Result<()> {
         let Some(function) = module.as_ref().ok().and_then(|module| module.function.as_ref()) else {
             return self.memory.driver().map(|_| ());
         };
-        if num_workgroups == 0 {
+        if grid.workgroups == 0 {
             return Ok(());
         }
         // SAFETY: the kernel was compiled with this struct's definition, whose size it asserts; the
         // addresses are those of slices that passed the check, whose makers promised the memory.
-        unsafe { function.launch(num_workgroups as u32, num_threads, params, stream) }
+        unsafe { function.launch(grid.workgroups as u32, grid.threads, params, stream) }
     }
 }

@@ -134,6 +134,9 @@ fn what_the_kernel_does_not_take_is_refused_with_field_and_number() {
         (bf16(), &[("block_m", "100")], "block_m=100"),
         (bf16(), &[("block_n", "128")], "131072 bytes of LDS, more than 65536"),
         (bf16(), &[("block_k", "1")], "block_k=1 is unknown"),
+        (bf16(), &[("order", "dynamic")], "order=dynamic is not single or static"),
+        (bf16(), &[("workgroups", "3")], "workgroups=3 is a stride's, and order is single"),
+        (bf16(), &[("order", "static"), ("workgroups", "0")], "workgroups=0 is not at least 1"),
     ] {
         let text = refusal(problem, tile);
         assert!(text.contains(part), "{text}");

@@ -242,3 +242,54 @@ fn an_emulated_device_has_no_clock() {
     let Some(backend) = device("gfx942") else { return };
     assert!(!backend.queues().unwrap().has_clock());
 }
+
+/// Packed sequences of no query, of no key, of both; rows that a mask leaves empty; dropout.
+#[test]
+fn workgroups_that_walk_over_tiles_write_the_bits_of_those_that_have_one() {
+    const ROWS: u32 = 300;
+    let dims = Dims { batch: 4, seqlen_q: 150, seqlen_k: 130, num_heads_q: 4, num_heads_kv: 2, ..DIMS };
+    let mut packed = FwdProblem::group(DType::Bf16, dims, ROWS, ROWS);
+    packed.mask = "b".parse().unwrap();
+    let offsets = |ends: [i32; 5]| ends.iter().flat_map(|end| end.to_le_bytes()).collect::<Vec<u8>>();
+    let lengths = [offsets([0, 0, 150, 260, 300]), offsets([0, 130, 130, 170, 300])];
+    let mut dropped = FwdProblem::batch(DType::F16, dims);
+    (dropped.mask, dropped.p_drop) = ("t:20,0".parse().unwrap(), 0.3);
+    for (arch, problem) in
+        ["gfx90a", "gfx942", "gfx950"].into_iter().flat_map(|arch| [(arch, &packed), (arch, &dropped)])
+    {
+        let Some(backend) = device(arch) else { return };
+        let mut problem = problem.clone();
+        problem.write_lse = true;
+        let is_packed = problem.p_drop == 0.0;
+        let problem = problem.validate().unwrap();
+        let dtype = problem.dtype_qk;
+        let tensor = |shape: Shape, seed| upload(&backend, &numbers(dtype, shape.num_elems() as usize, seed));
+        let (q, k, v) =
+            (tensor(problem.shape_q(), 1), tensor(problem.shape_k(), 2), tensor(problem.shape_v(), 3));
+        let [cu_q, cu_k] = [0, 1].map(|which| upload(&backend, &lengths[which]));
+        let run = |tile: &[(&str, &str)]| {
+            let tile = tile.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+            let plan = backend.plan_fwd(&problem, &PlanOptions { tile, ..PlanOptions::default() }).unwrap();
+            // What no workgroup writes differs from what was there.
+            let mut o = upload(&backend, &vec![0x5a; q.bytes() as usize]);
+            let mut lse = upload(&backend, &vec![0x5a; problem.lse_elems() as usize * 4]);
+            let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
+            args.lse = Some(lse.slice_mut());
+            if is_packed {
+                (args.seq.cu_seqlens_q, args.seq.cu_seqlens_k) = (Some(cu_q.slice()), Some(cu_k.slice()));
+            }
+            backend.run_fwd(&plan, &args, Stream::DEFAULT).unwrap();
+            backend.memory().synchronize(Stream::DEFAULT).unwrap();
+            (plan.explain.launch.unwrap(), download(&backend, &o), download(&backend, &lse))
+        };
+        let (launch, o, lse) = run(&[("block_m", "64"), ("order", "single")]);
+        assert_eq!((launch.groups, launch.tiles), (48, 48));
+        assert!(!o.chunks_exact(8).any(|bytes| bytes == [0x5a; 8]), "{arch}: a row was not written");
+        for workgroups in ["1", "3", "19", "47", "1000"] {
+            let (launch, walked_o, walked_lse) =
+                run(&[("block_m", "64"), ("order", "static"), ("workgroups", workgroups)]);
+            assert_eq!((launch.groups, launch.tiles), (workgroups.parse::<u64>().unwrap().min(48), 48));
+            assert!(walked_o == o && walked_lse == lse, "{arch}, {workgroups} workgroups: other bits");
+        }
+    }
+}

@@ -26,8 +26,18 @@ pub enum StorePath {
     Element,
 }
 
+/// How workgroups come by their tiles. A tile is `block_m` queries of one head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum TileOrder {
+    /// One tile a workgroup, in the hardware's order.
+    Single,
+    /// A workgroup walks over tiles by a stride, every second round backwards.
+    Static,
+}
+
 abi_enum!(LoadPath { Vector, Element });
 abi_enum!(StorePath { Vector, Element });
+abi_enum!(TileOrder { Single, Static });
 
 abi_spec! {
     /// How the CDNA forward kernel computes.
@@ -42,6 +52,8 @@ abi_spec! {
         pub store: StorePath,
         /// Dies that workgroups are dealt to in turn; neighbours in a head are kept on one.
         pub num_xcds: i32,
+        /// Whether workgroups have one tile each or several.
+        pub order: TileOrder,
     }
 }
 
@@ -72,6 +84,7 @@ pub fn headers() -> Vec<Header> {
         "cdna/epilogue.h",
         "cdna/nonfinite.h",
         "cdna/main_loop.h",
+        "cdna/order.h",
         "cdna/fwd.h",
         "simt/fwd.h",
         "combine.h",
@@ -83,9 +96,10 @@ pub fn headers() -> Vec<Header> {
 fn tile_h() -> String {
     use fmha_core::abi::AbiLiteral;
     format!(
-        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha::cdna {{\n\n{}{}{}\n}}  // namespace fmha::cdna\n",
+        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha::cdna {{\n\n{}{}{}{}\n}}  // namespace fmha::cdna\n",
         LoadPath::c_definition(),
         StorePath::c_definition(),
+        TileOrder::c_definition(),
         CdnaTile::c_definition()
     )
 }

@@ -8,11 +8,15 @@ use crate::setup::{self, loudly};
 const ARCHS: [&str; 3] = ["gfx90a", "gfx942", "gfx950"];
 
 /// Kernels, and a problem for each: some whole tiles, an edge, two workgroups. `FP8` is the architecture's own e4m3.
-const KERNELS: [(&str, &str); 4] = [
+const KERNELS: [(&str, &str); 5] = [
     ("bf16 D128 causal", "-b 1 --heads 1 -s 300 --seqlen-k 400 -d 128 --prec bf16 --mask b"),
     ("f16 D64 full", "-b 1 --heads 1 -s 100 --seqlen-k 300 -d 64 --prec fp16"),
     ("bf16 D100 causal, padded", "-b 1 --heads 1 -s 300 --seqlen-k 300 -d 100 --prec bf16 --mask b"),
     ("FP8 D128 full", "-b 1 --heads 1 -s 300 --seqlen-k 300 -d 128 --qscale kv --prec FP8"),
+    (
+        "bf16 D128 causal, walks over tiles",
+        "-b 1 --heads 2 -s 300 --seqlen-k 200 -d 128 --prec bf16 --mask b --tile order=static,workgroups=2",
+    ),
 ];
 
 /// Records the launches, breaks them, rewrites `docs/kernels/cdna-mutation.md`.

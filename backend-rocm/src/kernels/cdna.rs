@@ -3,9 +3,10 @@
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::spec::{BiasKind, FwdSpec};
 use fmha_core::{DType, FwdArgs, FwdProblem, PlanOptions, Refusal, SeqMode, Strides, VLayout};
-use fmha_kernels_hip::{CdnaTile, LoadPath, StorePath};
+use fmha_kernels_hip::{CdnaTile, LoadPath, StorePath, TileOrder};
 
-use super::{number, refuse};
+use super::order::{Tiles, Why};
+use super::{Device, number, refuse};
 use crate::arch::Arch;
 
 pub(crate) const NAME: &str = "cdna_fwd";
@@ -20,15 +21,23 @@ const DWORD: i64 = 4;
 /// Tiles of K, and of V, in LDS.
 const STAGES: i64 = 2;
 
+/// The kernel, with all that was chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Cdna {
+    pub(crate) spec: FwdSpec,
+    pub(crate) tile: CdnaTile,
+    /// Why this order of tiles.
+    why: Why,
+    /// Workgroups that walk over tiles; `None`: as many as the device holds.
+    workgroups: Option<u32>,
+}
+
 /// Whether this kernel computes `problem` on `arch`, and with which tile.
 ///
 /// # Errors
 /// The field that it does not take, and its number.
-pub(crate) fn accept(
-    problem: &FwdProblem,
-    arch: Arch,
-    options: &PlanOptions,
-) -> Result<(FwdSpec, CdnaTile), Refusal> {
+pub(crate) fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Cdna, Refusal> {
+    let arch = device.arch;
     let spec = FwdSpec::of(problem);
     for (field, dtype) in [("dtype_qk", spec.dtype_qk), ("dtype_v", spec.dtype_v)] {
         if !arch.multiplies(dtype) {
@@ -43,37 +52,76 @@ pub(crate) fn accept(
             refuse!(NAME, "{field} {dim} is larger than {MAX_HEAD_DIM}");
         }
     }
-    let tile = tile(&spec, problem, arch, options)?;
-    let workgroups = num_workgroups(problem, &tile);
+    let knobs = Knobs::of(options)?;
+    let mut tile = tile(&spec, problem, arch, &knobs)?;
+    let tiles = num_tiles(problem, &tile);
     let most = i64::from(u32::MAX) / i64::from(num_threads(&tile));
-    if workgroups > most {
-        refuse!(NAME, "seqlen_q, num_heads_q and batch make {workgroups} workgroups, more than {most}");
+    if tiles > most {
+        refuse!(
+            NAME,
+            "seqlen_q, num_heads_q and batch make {tiles} tiles of {} queries, more than {most}",
+            tile.block_m
+        );
     }
-    Ok((spec, tile))
+    let why;
+    (tile.order, why) = match knobs.order {
+        Some(order) => (order, Why::Asked),
+        None => {
+            let (block_m, block_n, num) = (tile.block_m, tile.block_n, tiles.unsigned_abs());
+            let places = device.num_compute_units * expected_per_compute_unit(&spec, &tile, arch);
+            Tiles { problem, block_m, block_n, num }.order(tile.num_xcds.unsigned_abs().into(), places.into())
+        }
+    };
+    if let (Some(asked), TileOrder::Single) = (knobs.workgroups, tile.order) {
+        refuse!(NAME, "tile workgroups={asked} is a stride's, and order is single");
+    }
+    Ok(Cdna { spec, tile, why, workgroups: knobs.workgroups })
 }
 
-fn tile(
-    spec: &FwdSpec,
-    problem: &FwdProblem,
-    arch: Arch,
-    options: &PlanOptions,
-) -> Result<CdnaTile, Refusal> {
-    let (mut block_m, mut block_n) = (None, None);
-    for (name, value) in &options.tile {
-        let seat = match name.as_str() {
-            "block_m" => &mut block_m,
-            "block_n" => &mut block_n,
-            _ => refuse!(NAME, "tile {name}={value} is unknown (known: block_m, block_n)"),
-        };
-        *seat = Some(number(NAME, name, value)?);
+/// `PlanOptions::tile`, read.
+#[derive(Default)]
+struct Knobs {
+    block_m: Option<i32>,
+    block_n: Option<i32>,
+    order: Option<TileOrder>,
+    workgroups: Option<u32>,
+}
+
+impl Knobs {
+    fn of(options: &PlanOptions) -> Result<Self, Refusal> {
+        let mut knobs = Self::default();
+        for (name, value) in &options.tile {
+            match name.as_str() {
+                "block_m" => knobs.block_m = Some(number(NAME, name, value)?),
+                "block_n" => knobs.block_n = Some(number(NAME, name, value)?),
+                "order" => {
+                    knobs.order = Some(match value.as_str() {
+                        "single" => TileOrder::Single,
+                        "static" => TileOrder::Static,
+                        _ => refuse!(NAME, "tile order={value} is not single or static"),
+                    });
+                }
+                "workgroups" => match number(NAME, name, value)? {
+                    n @ 1.. => knobs.workgroups = Some(n.unsigned_abs()),
+                    n => refuse!(NAME, "tile workgroups={n} is not at least 1"),
+                },
+                _ => refuse!(
+                    NAME,
+                    "tile {name}={value} is unknown (known: block_m, block_n, order, workgroups)"
+                ),
+            }
+        }
+        Ok(knobs)
     }
-    let given_block_m = block_m;
-    let block_m = block_m.unwrap_or(MIN_BLOCK_M);
+}
+
+fn tile(spec: &FwdSpec, problem: &FwdProblem, arch: Arch, knobs: &Knobs) -> Result<CdnaTile, Refusal> {
+    let block_m = knobs.block_m.unwrap_or(MIN_BLOCK_M);
     if !(WAVE_ROWS..=512).contains(&block_m) || block_m % WAVE_ROWS != 0 {
         refuse!(NAME, "tile block_m={block_m} is not a multiple of {WAVE_ROWS} in {WAVE_ROWS}..=512");
     }
     let fits = |block_n: &i32| lds_bytes(spec, *block_n) <= i64::from(arch.lds_bytes());
-    let block_n = block_n.unwrap_or_else(|| default_block_n(spec, arch));
+    let block_n = knobs.block_n.unwrap_or_else(|| default_block_n(spec, arch));
     if ![32, 64, 128].contains(&block_n) {
         refuse!(NAME, "tile block_n={block_n} is not 32, 64 or 128");
     }
@@ -85,13 +133,14 @@ fn tile(
             arch.lds_bytes()
         );
     }
-    let block_m = given_block_m.unwrap_or_else(|| default_block_m(spec, problem));
+    let block_m = knobs.block_m.unwrap_or_else(|| default_block_m(spec, problem));
     let mut tile = CdnaTile {
         block_m,
         block_n,
         load: LoadPath::Vector,
         store: StorePath::Vector,
         num_xcds: arch.num_xcds(),
+        order: TileOrder::Single,
     };
     tile.load = if loads_dwords(problem, &tile) { LoadPath::Vector } else { LoadPath::Element };
     tile.store = if stores_runs(problem) { StorePath::Vector } else { StorePath::Element };
@@ -171,7 +220,7 @@ fn stores_runs(problem: &FwdProblem) -> bool {
 }
 
 /// The tile that these pointers allow: the plan's, or the one that takes any address.
-pub(crate) fn tile_for(tile: CdnaTile, problem: &FwdProblem, args: &FwdArgs<'_>) -> CdnaTile {
+fn tile_for(tile: CdnaTile, problem: &FwdProblem, args: &FwdArgs<'_>) -> CdnaTile {
     let inputs = [args.q.as_ptr(), args.k.as_ptr(), args.v.as_ptr()];
     let dwords = inputs.iter().all(|ptr| (*ptr as i64) % DWORD == 0);
     let run_bytes = 4 * problem.dtype_o.size_bytes() as usize;
@@ -187,10 +236,18 @@ pub(crate) fn num_threads(tile: &CdnaTile) -> i32 {
     tile.block_m / WAVE_ROWS * WAVE_THREADS
 }
 
-pub(crate) fn num_workgroups(problem: &FwdProblem, tile: &CdnaTile) -> i64 {
+/// Tiles: `block_m` queries of a head.
+fn num_tiles(problem: &FwdProblem, tile: &CdnaTile) -> i64 {
     let m_blocks = i64::from(problem.dims.seqlen_q).div_euclid(i64::from(tile.block_m))
         + i64::from(!problem.dims.seqlen_q.is_multiple_of(tile.block_m as u32));
     m_blocks.saturating_mul(i64::from(problem.dims.num_heads_q) * i64::from(problem.dims.batch))
+}
+
+/// Workgroups that a compute unit will hold, before the compiler has said what one takes.
+fn expected_per_compute_unit(spec: &FwdSpec, tile: &CdnaTile, arch: Arch) -> u32 {
+    let short = spec.head_dim_qk.max(spec.head_dim_v) <= 64;
+    let two_fit = 2 * lds_bytes(spec, tile.block_n) <= i64::from(arch.lds_bytes());
+    if short && two_fit && tile.block_m <= MIN_BLOCK_M { 2 } else { 1 }
 }
 
 /// Waves of a SIMD that the compiler is to leave registers for: what a workgroup alone brings.
@@ -199,7 +256,7 @@ fn waves_per_simd(tile: &CdnaTile) -> i32 {
     (tile.block_m / WAVE_ROWS + SIMDS - 1) / SIMDS
 }
 
-pub(crate) fn source(spec: &FwdSpec, tile: &CdnaTile) -> KernelSource {
+fn source(spec: &FwdSpec, tile: &CdnaTile) -> KernelSource {
     let threads = num_threads(tile);
     let waves = waves_per_simd(tile);
     let entry = Entry {
@@ -216,15 +273,43 @@ pub(crate) fn source(spec: &FwdSpec, tile: &CdnaTile) -> KernelSource {
     KernelSource { entry: text, headers: fmha_kernels_hip::headers() }
 }
 
-/// The rows that a plan prints.
-pub(crate) fn details(spec: &FwdSpec, tile: &CdnaTile) -> Vec<(&'static str, String)> {
-    vec![
-        ("tile", format!("block_m {} block_n {}", tile.block_m, tile.block_n)),
-        ("loads", format!("{:?}", tile.load)),
-        ("stores", format!("{:?}", tile.store)),
-        ("lds", format!("{} bytes", lds_bytes(spec, tile.block_n))),
-        ("matrix type", format!("{} x {}, then {}", spec.dtype_qk, spec.dtype_qk, dtype_of_p(spec))),
-    ]
+impl Cdna {
+    pub(crate) fn source(&self) -> KernelSource {
+        source(&self.spec, &self.tile)
+    }
+
+    /// The kernel that takes these pointers, where it is another one.
+    pub(crate) fn for_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Option<Self> {
+        let tile = tile_for(self.tile, problem, args);
+        (tile != self.tile).then_some(Self { tile, ..*self })
+    }
+
+    /// Tiles, and the workgroups for them where the device holds `places`.
+    pub(crate) fn tiles_and_workgroups(&self, problem: &FwdProblem, places: u64) -> (u64, u64) {
+        let tiles = num_tiles(problem, &self.tile).unsigned_abs();
+        let workgroups = match self.tile.order {
+            TileOrder::Single => tiles,
+            TileOrder::Static => tiles.min(self.workgroups.map_or(places, u64::from)),
+        };
+        (tiles, workgroups)
+    }
+
+    /// The rows that a plan prints.
+    pub(crate) fn details(&self) -> Vec<(&'static str, String)> {
+        let Self { spec, tile, why, .. } = self;
+        let order = match tile.order {
+            TileOrder::Single => "single",
+            TileOrder::Static => "static",
+        };
+        vec![
+            ("tile", format!("block_m {} block_n {}", tile.block_m, tile.block_n)),
+            ("order", format!("{order} ({why})")),
+            ("loads", format!("{:?}", tile.load)),
+            ("stores", format!("{:?}", tile.store)),
+            ("lds", format!("{} bytes", lds_bytes(spec, tile.block_n))),
+            ("matrix type", format!("{} x {}, then {}", spec.dtype_qk, spec.dtype_qk, dtype_of_p(spec))),
+        ]
+    }
 }
 
 fn dtype_of_p(spec: &FwdSpec) -> DType {

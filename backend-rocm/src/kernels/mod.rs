@@ -2,19 +2,47 @@
 
 pub(crate) mod cdna;
 pub(crate) mod combine;
+mod order;
 pub(crate) mod simt;
 
 use fmha_core::source::KernelSource;
 use fmha_core::spec::FwdSpec;
-use fmha_core::{FwdArgs, FwdProblem, PlanOptions, Refusal};
-use fmha_kernels_hip::CdnaTile;
+use fmha_core::{FwdArgs, FwdProblem, PlanOptions, Refusal, ResourceUsage};
 
 use crate::arch::Arch;
+
+/// What a choice depends on besides the problem.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Device {
+    pub(crate) arch: Arch,
+    pub(crate) num_compute_units: u32,
+}
+
+/// How a launch lies over a device.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Grid {
+    pub(crate) workgroups: u64,
+    /// Of one workgroup.
+    pub(crate) threads: u32,
+    /// Pieces of work.
+    pub(crate) tiles: u64,
+    /// Of these, as many as the device works on at a time.
+    pub(crate) tiles_at_once: u64,
+}
+
+impl Device {
+    /// Of a kernel whose workgroups have one piece of work each.
+    pub(crate) fn grid(&self, usage: Option<&ResourceUsage>, workgroups: u64, threads: u32) -> Grid {
+        let per_compute_unit = usage.map_or(1, |usage| self.arch.workgroups_per_compute_unit(usage, threads));
+        let tiles_at_once = (self.num_compute_units * per_compute_unit).into();
+        Grid { workgroups, threads, tiles: workgroups, tiles_at_once }
+    }
+}
 
 /// A forward kernel, chosen for a problem.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Forward {
-    Cdna(FwdSpec, CdnaTile),
+    Cdna(cdna::Cdna),
     Simt(FwdSpec),
 }
 
@@ -34,7 +62,7 @@ impl Forward {
 
     pub(crate) fn source(&self) -> KernelSource {
         match self {
-            Self::Cdna(spec, tile) => cdna::source(spec, tile),
+            Self::Cdna(cdna) => cdna.source(),
             Self::Simt(spec) => simt::source(spec),
         }
     }
@@ -42,28 +70,27 @@ impl Forward {
     /// The rows that a plan prints.
     pub(crate) fn details(&self) -> Vec<(&'static str, String)> {
         match self {
-            Self::Cdna(spec, tile) => cdna::details(spec, tile),
+            Self::Cdna(cdna) => cdna.details(),
             Self::Simt(_) => vec![("tile", "a wave to a row, 64 keys at a time".to_owned())],
         }
     }
 
-    /// Workgroups, and the threads of one.
-    pub(crate) fn grid(&self, problem: &FwdProblem) -> (u64, u32) {
+    /// Its launch on a device, for a compiled kernel that takes this of it.
+    pub(crate) fn grid(&self, problem: &FwdProblem, device: Device, usage: Option<&ResourceUsage>) -> Grid {
         match self {
-            Self::Cdna(_, tile) => {
-                (cdna::num_workgroups(problem, tile).unsigned_abs(), cdna::num_threads(tile).unsigned_abs())
+            Self::Cdna(cdna) => {
+                let room = device.grid(usage, 0, cdna::num_threads(&cdna.tile).unsigned_abs());
+                let (tiles, workgroups) = cdna.tiles_and_workgroups(problem, room.tiles_at_once);
+                Grid { workgroups, tiles, ..room }
             }
-            Self::Simt(_) => (simt::num_workgroups(problem), simt::NUM_THREADS),
+            Self::Simt(_) => device.grid(usage, simt::num_workgroups(problem), simt::NUM_THREADS),
         }
     }
 
     /// The kernel that takes these pointers, where it is another one.
     pub(crate) fn for_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Option<Self> {
-        match *self {
-            Self::Cdna(spec, tile) => {
-                let other = cdna::tile_for(tile, problem, args);
-                (other != tile).then_some(Self::Cdna(spec, other))
-            }
+        match self {
+            Self::Cdna(cdna) => cdna.for_addresses(problem, args).map(Self::Cdna),
             Self::Simt(_) => None,
         }
     }
@@ -75,14 +102,14 @@ impl Forward {
 /// Every refusal.
 pub(crate) fn select(
     problem: &FwdProblem,
-    arch: Arch,
+    device: Device,
     options: &PlanOptions,
 ) -> Result<Choice, Vec<Refusal>> {
     let asked = options.kernel.as_deref();
     let mut refusals = Vec::new();
     if asked.is_none_or(|name| name == cdna::NAME) {
-        match cdna::accept(problem, arch, options) {
-            Ok((spec, tile)) => return Ok(Choice { forward: Forward::Cdna(spec, tile), refusals }),
+        match cdna::accept(problem, device, options) {
+            Ok(cdna) => return Ok(Choice { forward: Forward::Cdna(cdna), refusals }),
             Err(refusal) => refusals.push(refusal),
         }
     }

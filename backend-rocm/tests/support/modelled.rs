@@ -36,9 +36,15 @@ pub(crate) fn table() -> String {
     }
     kinds.retain(|(arch, dtype)| arch.multiplies(*dtype));
     let rows_of = |&(arch, dtype): &(Arch, DType)| {
-        [(64, "0"), (128, "0"), (128, "b"), (256, "0")]
-            .map(|(head_dim, mask)| row(arch, dtype, head_dim, mask))
-            .concat()
+        [
+            (64, "0", "single"),
+            (128, "0", "single"),
+            (128, "b", "single"),
+            (128, "b", "static"),
+            (256, "0", "single"),
+        ]
+        .map(|(head_dim, mask, order)| row(arch, dtype, head_dim, mask, order))
+        .concat()
     };
     std::thread::scope(|scope| {
         let threads: Vec<_> = kinds.iter().map(|kind| scope.spawn(move || rows_of(kind))).collect();
@@ -49,7 +55,7 @@ pub(crate) fn table() -> String {
     text
 }
 
-fn row(arch: Arch, dtype: DType, head_dim: u32, mask: &str) -> String {
+fn row(arch: Arch, dtype: DType, head_dim: u32, mask: &str, order: &str) -> String {
     let dims = Dims {
         batch: 4,
         seqlen_q: 8192,
@@ -63,7 +69,9 @@ fn row(arch: Arch, dtype: DType, head_dim: u32, mask: &str) -> String {
     problem.mask = mask.parse().unwrap();
     problem.write_lse = true;
     let backend = RocmBackend::pretend(arch.name()).unwrap();
-    let plan = backend.plan_fwd(&problem.validate().unwrap(), &PlanOptions::default()).unwrap();
+    let options =
+        PlanOptions { tile: vec![("order".to_owned(), order.to_owned())], ..PlanOptions::default() };
+    let plan = backend.plan_fwd(&problem.validate().unwrap(), &options).unwrap();
     let code = RocmBackend::code_object(&plan).unwrap();
     let waves = u64::from(plan.explain.launch.unwrap().threads / 64);
     let found = Resources::of(code).unwrap();
@@ -72,8 +80,9 @@ fn row(arch: Arch, dtype: DType, head_dim: u32, mask: &str) -> String {
     let main_loop = main_loop(&file);
     let passes = passes(arch, &main_loop);
     std::fs::remove_file(&file).unwrap();
+    let walks = if order == "static" { "/static" } else { "" };
     format!(
-        "{}\t{dtype}/d{head_dim}/mask {mask}\t{}\t{}\t{}\t{}\t{}\t{:.0}\t{:.0}\t{:.1}\t{:.0}\t{:.1}\n",
+        "{}\t{dtype}/d{head_dim}/mask {mask}{walks}\t{}\t{}\t{}\t{}\t{}\t{:.0}\t{:.0}\t{:.1}\t{:.0}\t{:.1}\n",
         arch.name(),
         found.vgprs,
         found.agprs,

@@ -44,11 +44,12 @@ struct LdsMatrix {
   static constexpr int num_lane_addresses = permuted && period >= 2 ? period / 2 : 1;
   using LaneAddresses = Array<int, num_lane_addresses>;
   static FMHA_DEVICE LaneAddresses lane_addresses() {
+    const int thread = thread_idx_here(), col = lane_col(thread), half = lane_half(thread);
     LaneAddresses at;
 #pragma unroll
     for (int x = 0; x < num_lane_addresses; ++x) {
-      const int low = num_lane_addresses > 1 || permuted ? (2 * x) ^ lane_half() ^ turn(lane_col()) : lane_half();
-      at[x] = (lane_col() * pitch + low) * kFragBytes;
+      const int low = num_lane_addresses > 1 || permuted ? (2 * x) ^ half ^ turn(col) : half;
+      at[x] = (col * pitch + low) * kFragBytes;
       computed_here(at[x]);
     }
     return at;
@@ -86,11 +87,11 @@ struct TransposedOnReading {
   // Of this lane's bytes in each of the blocks that are exchanged.
   using LaneAddresses = Array<int, period>;
   static FMHA_DEVICE LaneAddresses lane_addresses() {
-    const int lane = lane_idx() % 16, key = lane_half() * kRun + lane / 4;
+    const int thread = thread_idx_here(), lane = thread % 16, key = lane_half(thread) * kRun + lane / 4;
     LaneAddresses at;
 #pragma unroll
     for (int x = 0; x < period; ++x) {
-      at[x] = key * row_bytes + (x ^ turn(key)) * column_bytes + lane_idx() / 16 % 2 * 32 + lane % 4 * 8;
+      at[x] = key * row_bytes + (x ^ turn(key)) * column_bytes + thread / 16 % 2 * 32 + lane % 4 * 8;
       computed_here(at[x]);
     }
     return at;

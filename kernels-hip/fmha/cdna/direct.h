@@ -25,8 +25,8 @@ class DirectLoad {
   FMHA_DEVICE void store(Matrix&, int) const {}
 
   FMHA_DEVICE void find_places(const Rows& rows) {
-    const int row = thread_idx() / chunks_per_row;
-    from_ = Reader::place(rows, row, Matrix::chunk_at(row, thread_idx() % chunks_per_row) * kFragBytes);
+    const int thread = thread_idx_here(), row = thread / chunks_per_row;
+    from_ = Reader::place(rows, row, Matrix::chunk_at(row, thread % chunks_per_row) * kFragBytes);
   }
   FMHA_DEVICE void move(const Rows& rows, int32_t tiles) { from_ += Reader::below(rows, tiles * num_rows); }
   FMHA_DEVICE void keep_places() { computed_here(from_); }

@@ -61,11 +61,12 @@ FMHA_DEVICE void epilogue(Wave<spec, tile>& wave, const FwdParams& p, const Job&
   if (is_fp8(spec.dtype_o) && p.scale_o) o_scale *= *p.scale_o;
   const int64_t first = row_offset(p.o, job.span.storage_batch, int64_t(job.span.q_row) + wave.query, job.i_head);
   uint8_t* o = static_cast<uint8_t*>(p.o.data) + first * size_bytes(spec.dtype_o);
+  const int half = lane_half(thread_idx_here());
 #pragma unroll
   for (int d = 0; d < C::d_blocks; ++d) {
 #pragma unroll
     for (int i = 0; i < 16; i += kRun) {
-      const int32_t dim = d * kEdge + acc_row(i, lane_half());
+      const int32_t dim = d * kEdge + acc_row(i, half);
       if (C::head_dim_v_padded != spec.head_dim_v && dim >= spec.head_dim_v) continue;
       const Acc& acc = wave.o[d];
       store_run_of_o<spec, tile.store>(o, dim, acc[i] * o_scale, acc[i + 1] * o_scale, acc[i + 2] * o_scale,

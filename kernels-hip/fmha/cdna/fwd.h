@@ -1,19 +1,10 @@
-// The CDNA forward kernel: one workgroup, block_m queries of one head.
+// The CDNA forward kernel: a workgroup computes block_m queries of one head at a time.
 #pragma once
 #include <fmha/cdna/epilogue.h>
 #include <fmha/cdna/main_loop.h>
+#include <fmha/cdna/order.h>
 
 namespace fmha::cdna {
-
-// Hardware deals workgroups to dies in turn. Neighbours in a head share K and V, so each die gets a
-// run of adjacent ones, and with them its own L2 the head's keys.
-template <CdnaTile tile>
-FMHA_DEVICE int32_t die_local_order(int32_t i_workgroup, int32_t num_workgroups) {
-  if constexpr (tile.num_xcds == 1) return i_workgroup;
-  const int32_t each = num_workgroups / tile.num_xcds, spare = num_workgroups % tile.num_xcds;
-  const int32_t die = i_workgroup % tile.num_xcds;
-  return die * each + min(die, spare) + i_workgroup / tile.num_xcds;
-}
 
 FMHA_DEVICE SeqSpan uniform(SeqSpan span) {
   return {v_readfirstlane_b32(span.i_batch), v_readfirstlane_b32(span.storage_batch),
@@ -77,26 +68,18 @@ FMHA_DEVICE void write_keep_mask(const FwdParams& p, const Job& job, Range queri
 }
 
 template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE void fwd(const FwdParams& p) {
+FMHA_DEVICE void fwd_tile(const FwdParams& p, typename Config<spec, tile>::Lds& lds, int32_t m_block, int32_t i_head,
+                          int32_t i_batch) {
   using C = Config<spec, tile>;
-  __shared__ typename C::Lds lds;
-
-  const int32_t m_blocks = ceil_div(p.seqlen_q, tile.block_m);
-  const int32_t num_workgroups = m_blocks * p.num_heads_q * p.batch;
-  const int32_t at = die_local_order<tile>(workgroup_idx(), num_workgroups);
-  // The last queries of a causal mask see most keys: longest work first.
-  const int32_t m_block = m_blocks - 1 - at % m_blocks;
-  const int32_t i_head = at / m_blocks % p.num_heads_q;
-  Job job = job_of<spec>(p, at / m_blocks / p.num_heads_q, i_head);
-
+  Job job = job_of<spec>(p, i_batch, i_head);
   const Range queries = {m_block * tile.block_m, min((m_block + 1) * tile.block_m, job.span.seqlen_q)};
   if (queries.empty()) return;
   if constexpr (spec.write_keep_mask) write_keep_mask<spec, tile>(p, job, queries);
 
   Wave<spec, tile> wave;
-  const int32_t i_wave = v_readfirstlane_b32(thread_idx() / kWaveSize);
-  wave.first_query = queries.begin + i_wave * kEdge;
-  wave.query = wave.first_query + lane_col();
+  const int32_t thread = thread_idx_here();
+  wave.first_query = queries.begin + v_readfirstlane_b32(thread / kWaveSize) * kEdge;
+  wave.query = wave.first_query + lane_col(thread);
   load_q<spec, tile>(wave.q,
                      rows_of<spec>(p.q, int64_t(job.span.q_row) + queries.begin, job.span, i_head,
                                    queries.end - queries.begin, C::qk_row_bytes, C::qk_bytes),
@@ -110,7 +93,12 @@ FMHA_DEVICE void fwd(const FwdParams& p) {
   wave.other_sum = 0.f;
 
   const TileWalk walk = TileWalk::of<spec, tile>(job, queries);
-  const bool hidden = walk.num_tiles > 0 && MainLoop<spec, tile>(wave, lds, p, job, queries, walk).run();
+  bool hidden = false;
+  if (walk.num_tiles > 0) {
+    // The last V of the tile before is read by all waves now, and LDS free.
+    if constexpr (tile.order == TileOrder::Static) s_barrier();
+    hidden = MainLoop<spec, tile>(wave, lds, p, job, queries, walk).run();
+  }
   epilogue<spec, tile>(wave, p, job);
   if (hidden) {
 #pragma nounroll
@@ -118,6 +106,23 @@ FMHA_DEVICE void fwd(const FwdParams& p) {
       show_nonfinite<spec, tile>(wave, p, job, queries, walk.tile_at(n) * tile.block_n);
     }
   }
+}
+
+template <FwdSpec spec, CdnaTile tile>
+FMHA_DEVICE void fwd(const FwdParams& params) {
+  __shared__ typename Config<spec, tile>::Lds lds;
+  const int32_t m_blocks = ceil_div(params.seqlen_q, tile.block_m);
+  const auto compute = [&](const FwdParams& p, int32_t at) __attribute__((always_inline)) {
+    const int32_t m_blocks = ceil_div(p.seqlen_q, tile.block_m);
+    const int32_t i_head = at / m_blocks % p.num_heads_q;
+    fwd_tile<spec, tile>(p, lds, m_blocks - 1 - at % m_blocks, i_head, at / m_blocks / p.num_heads_q);
+  };
+  const auto tiles = Tiles<tile>::of(m_blocks * params.num_heads_q * params.batch);
+  if constexpr (tile.order == TileOrder::Single) compute(params, tiles.at);
+  else tiles.for_each([&](int32_t at) __attribute__((always_inline)) {
+    // Kept for all tiles, parameters would fill the scalar registers.
+    compute(params_read_anew<FwdParams>(), at);
+  });
 }
 
 }  // namespace fmha::cdna

@@ -3,6 +3,7 @@
 #pragma once
 #include <fmha/cdna/config.h>
 #include <fmha/isa/buffer.h>
+#include <fmha/isa/sched.h>
 
 namespace fmha::cdna {
 
@@ -131,9 +132,10 @@ FMHA_DEVICE void load_q(Array<Frag, Config<spec, tile>::qk_steps>& q, Rows rows,
   using C = Config<spec, tile>;
   using Reader = typename ReaderOf<tile.load, 4, C::qk_bytes, C::qk_row_bytes % kFragBytes == 0>::type;
   const Reader reader(rows);
+  const int half = lane_half(thread_idx_here());
 #pragma unroll
   for (int c = 0; c < C::qk_steps; ++c) {
-    q[c] = frag_of(reader.read(row, c * kStepBytes + lane_half() * kFragBytes));
+    q[c] = frag_of(reader.read(row, c * kStepBytes + half * kFragBytes));
   }
 }
 
@@ -170,7 +172,7 @@ class KLoad {
 
   // Before the first load: the strides of `rows` are those of every tile.
   FMHA_DEVICE void find_places(const Rows& rows) {
-    const int row = thread_idx() / chunks_per_row, chunk = thread_idx() % chunks_per_row;
+    const int thread = thread_idx_here(), row = thread / chunks_per_row, chunk = thread % chunks_per_row;
     from_ = adjacent ? Reader::place(rows, row, chunk * kFragBytes) : 0;
     place_ = C::KMatrix::offset(row, chunk);
   }
@@ -259,9 +261,10 @@ class VLoad<spec, tile, VLayout::RowMajor> {
 
   // As KLoad's.
   FMHA_DEVICE void find_places(const Rows& rows) {
+    const int thread = thread_idx_here();
 #pragma unroll
     for (int c = 0; c < per_thread; ++c) {
-      const Piece at = piece(c);
+      const Piece at = piece(c, thread);
       from_[c] = Reader::place(rows, at.first_key, at.i_piece * 4 * words);
       place_[c] = place_of_run<C::v_bytes, typename C::VMatrix>(at.i_piece * dims, at.i_run);
     }
@@ -284,8 +287,8 @@ class VLoad<spec, tile, VLayout::RowMajor> {
 
   // Eight lanes read 8 adjacent pieces of a row, the next eight the keys whose runs share a 16-byte
   // chunk with theirs: global reads stay 128 bytes wide and LDS writes meet each bank once.
-  static FMHA_DEVICE Piece piece(int c) {
-    const int id = c * C::num_threads + thread_idx();
+  static FMHA_DEVICE Piece piece(int c, int thread = thread_idx()) {
+    const int id = c * C::num_threads + thread;
     constexpr int low = pieces_per_row % 8 == 0 ? 8 : pieces_per_row;
     constexpr int runs = num_runs % 2 == 0 ? 2 : 1;
     const int rest = id / (low * runs);

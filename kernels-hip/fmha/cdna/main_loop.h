@@ -216,7 +216,7 @@ class MainLoop {
   }
 
   FMHA_DEVICE Scores<spec, tile> prologue(typename C::Stage& first, typename C::Stage& second) {
-    wave_bytes_ = v_readfirstlane_b32(thread_idx() / kWaveSize * kWaveSize * kFragBytes);
+    wave_bytes_ = v_readfirstlane_b32(thread_idx_here() / kWaveSize * kWaveSize * kFragBytes);
     computed_here_once(wave_bytes_);
     wave_.lowest = -infinity();
     computed_here(wave_.lowest);

@@ -11,6 +11,7 @@
 
 #define FMHA_GLOBAL __attribute__((address_space(1)))
 #define FMHA_LDS __attribute__((address_space(3)))
+#define FMHA_CONSTANT __attribute__((address_space(4)))
 
 namespace fmha {
 

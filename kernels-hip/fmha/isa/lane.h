@@ -14,6 +14,10 @@ FMHA_DEVICE int thread_idx() { return __builtin_amdgcn_workitem_id_x(); }
 // https://llvm.org/docs/AMDGPUUsage.html#initial-kernel-execution-state
 FMHA_DEVICE int workgroup_idx() { return __builtin_amdgcn_workgroup_id_x(); }
 
+// needs: gfx90a. The first hidden argument, hidden_block_count_x: workgroups of the launch.
+// https://llvm.org/docs/AMDGPUUsage.html#code-object-v5-metadata
+FMHA_DEVICE int num_workgroups() { return *(const int FMHA_CONSTANT*)__builtin_amdgcn_implicitarg_ptr(); }
+
 // needs: gfx90a. V_READFIRSTLANE_B32, CDNA3 ISA 12.8: for numbers that are equal in all lanes, so
 // that they live in a scalar register.
 FMHA_DEVICE int v_readfirstlane_b32(int x) { return __builtin_amdgcn_readfirstlane(x); }

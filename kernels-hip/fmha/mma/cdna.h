@@ -21,8 +21,8 @@ using Frag = u32x4;
 using Acc = f32x16;
 
 FMHA_DEVICE int lane_idx() { return thread_idx() % kWaveSize; }
-FMHA_DEVICE int lane_col() { return thread_idx() % kEdge; }
-FMHA_DEVICE int lane_half() { return thread_idx() / kEdge % 2; }
+FMHA_DEVICE int lane_col(int thread = thread_idx()) { return thread % kEdge; }
+FMHA_DEVICE int lane_half(int thread = thread_idx()) { return thread / kEdge % 2; }
 
 // Row of register i of an accumulator: registers come in runs of four adjacent rows.
 // CDNA3 ISA 7.1.4.2, "32x32 output".
