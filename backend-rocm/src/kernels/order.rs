@@ -105,20 +105,20 @@ impl Tiles<'_> {
         let (mut single, mut strided) = (0, 0);
         for die in 0..num_dies {
             let run = num * die / num_dies..num * (die + 1) / num_dies;
-            single = single.max(self.dispatched(run.clone(), places));
+            single = single.max(self.dispatched(run.clone(), places, LAUNCH));
             strided = strided.max(self.strided(run, places));
         }
         let wins = strided * 100 <= single * (100 - WORTH_PERCENT);
         (if wins { TileOrder::Static } else { TileOrder::Single }, Why::Modelled { single, strided })
     }
 
-    /// When the last tile of a die's run ends, each given to the place that is free first.
-    fn dispatched(&self, run: Range<u64>, places: u64) -> u64 {
+    /// When the last tile of a die's run ends, each given to the place that is free first, `between` after that.
+    fn dispatched(&self, run: Range<u64>, places: u64, between: u64) -> u64 {
         let mut free: BinaryHeap<Reverse<u64>> = (0..places).map(|_| Reverse(0)).collect();
         let mut last = 0;
         for at in run {
             let Reverse(begin) = free.pop().unwrap_or(Reverse(0));
-            let end = begin + self.cost(at) + LAUNCH;
+            let end = begin + self.cost(at) + between;
             last = last.max(end);
             free.push(Reverse(end));
         }
@@ -199,8 +199,54 @@ mod tests {
         for num in 1..40 {
             let last = tiles(&problem).strided(0..num, 7);
             assert_eq!(last, LAUNCH + num.div_ceil(7) * cost);
-            assert_eq!(tiles(&problem).dispatched(0..num, 7), num.div_ceil(7) * (cost + LAUNCH));
+            assert_eq!(tiles(&problem).dispatched(0..num, 7, LAUNCH), num.div_ceil(7) * (cost + LAUNCH));
         }
+    }
+
+    #[test]
+    fn short_causal_rounds_are_paired_and_long_ones_left_to_the_dispatcher() {
+        let order = |seqlen, mask| {
+            let problem = FwdProblem {
+                dims: Dims { num_heads_q: 64, ..problem(seqlen, mask).dims },
+                ..problem(seqlen, mask)
+            };
+            tiles(&problem).order(8, 304)
+        };
+        assert_eq!(order(512, "b"), (TileOrder::Static, Why::Modelled { single: 82, strided: 65 }));
+        assert_eq!(order(1024, "b"), (TileOrder::Static, Why::Modelled { single: 205, strided: 193 }));
+        assert_eq!(order(512, "0"), (TileOrder::Single, Why::Modelled { single: 82, strided: 81 }));
+        assert_eq!(order(8192, "b"), (TileOrder::Single, Why::Modelled { single: 7523, strided: 7849 }));
+    }
+
+    /// Why the stride has no counter: where it is taken, drawing tiles from one ends no sooner.
+    #[test]
+    fn a_counter_would_end_no_sooner_wherever_the_stride_is_taken() {
+        let mut taken = 0;
+        for (seqlen, mask) in [512, 768, 1024, 1536, 2048, 4096, 8192]
+            .into_iter()
+            .flat_map(|seqlen| ["0", "b", "t:256,0", "t:1024,0", "b:300,300"].map(|mask| (seqlen, mask)))
+        {
+            for (num_heads_q, places) in
+                [16, 40, 64, 128].into_iter().flat_map(|heads| [(heads, 256), (heads, 304)])
+            {
+                let problem = FwdProblem {
+                    dims: Dims { num_heads_q, ..problem(seqlen, mask).dims },
+                    ..problem(seqlen, mask)
+                };
+                let tiles = tiles(&problem);
+                let (TileOrder::Static, Why::Modelled { strided, .. }) = tiles.order(8, places) else {
+                    continue;
+                };
+                taken += 1;
+                let run = |die: u64| tiles.num * die / 8..tiles.num * (die + 1) / 8;
+                let drawn = (0..8).map(|die| LAUNCH + tiles.dispatched(run(die), places / 8, 0)).max();
+                assert!(
+                    Some(strided) <= drawn,
+                    "{seqlen} {mask} {num_heads_q} heads: {strided}, drawn {drawn:?}"
+                );
+            }
+        }
+        assert!(taken > 5, "{taken}");
     }
 
     #[test]

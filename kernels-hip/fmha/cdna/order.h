@@ -31,8 +31,8 @@ struct Tiles<tile, TileOrder::Single> {
 
 // A die's workgroups take its tiles in turn, in every second round from the last workgroup to the first: who had the
 // longest tile of a round has the shortest of the next. No counter to draw from: it would have to be 0 before every
-// launch, and by the plan's model (backend-rocm, kernels/grid.rs) this order ends within a few percent of one that is
-// drawn, wherever the plan takes it.
+// launch, and in the plan's model (backend-rocm, kernels/order.rs) a drawn order ends no sooner wherever the plan
+// takes this one.
 template <CdnaTile tile>
 struct Tiles<tile, TileOrder::Static> {
   int32_t at, end;       // the first tile; behind the last of this die

@@ -40,11 +40,15 @@ impl LineTable {
                 let index = row.file_index() as u32;
                 while self.files.len() as u32 <= first_file + index {
                     let i = self.files.len() as u64 - u64::from(first_file);
-                    let name = header
-                        .file(i)
-                        .and_then(|f| dwarf.attr_string(&unit, f.path_name()).ok())
-                        .map(|s| s.to_string_lossy().into_owned());
-                    self.files.push(name.unwrap_or_default());
+                    let text =
+                        |attr| Some(dwarf.attr_string(&unit, attr).ok()?.to_string_lossy().into_owned());
+                    let file = header.file(i);
+                    let name = file.and_then(|f| text(f.path_name())).unwrap_or_default();
+                    // As it was included. An absolute folder is the compiler's own business.
+                    let folder = file.and_then(|f| text(f.directory(header)?)).unwrap_or_default();
+                    let folder = folder.trim_start_matches("./");
+                    let inside = !folder.is_empty() && !folder.starts_with(['/', '.']);
+                    self.files.push(if inside { format!("{folder}/{name}") } else { name });
                 }
                 if let Some(line) = row.line() {
                     self.rows.push((row.address(), Some((first_file + index, line.get() as u32))));

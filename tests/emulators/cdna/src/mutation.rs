@@ -237,27 +237,8 @@ fn table(rows: &Rows, sources: &[String]) -> String {
 /// The text of `file:line`; empty where its file is not in the folders given.
 fn line_text(place: &str, sources: &[String]) -> String {
     let Some((file, line)) = place.rsplit_once(':') else { return String::new() };
-    let file = file.trim_start_matches("./");
-    let text = sources.iter().find_map(|root| {
-        // What is included from the folder itself has its path; what is included by name only its last part.
-        let found = std::fs::read_to_string(Path::new(root).join(file)).ok();
-        found.or_else(|| find(Path::new(root), file))
-    });
+    let read = |root: &String| std::fs::read_to_string(Path::new(root).join(file)).ok();
+    let text = sources.iter().find_map(read).unwrap_or_default();
     let line: usize = line.parse().unwrap_or(0);
-    text.unwrap_or_default().lines().nth(line.wrapping_sub(1)).unwrap_or_default().trim().to_owned()
-}
-
-/// The text of the file of that name somewhere below `root`.
-fn find(root: &Path, name: &str) -> Option<String> {
-    let entries = std::fs::read_dir(root).ok()?;
-    entries.flatten().find_map(|entry| {
-        let path = entry.path();
-        if path.is_dir() {
-            find(&path, name)
-        } else if path.ends_with(name) {
-            std::fs::read_to_string(path).ok()
-        } else {
-            None
-        }
-    })
+    text.lines().nth(line.wrapping_sub(1)).unwrap_or_default().trim().to_owned()
 }
