@@ -46,7 +46,7 @@ fn each_planted_fault_is_caught_by_name() {
             assert_eq!(fault.kind, kind, "{arch} {kernel}: {fault}");
             assert_eq!(fault.kernel, kernel);
             let source = fault.source.as_deref().unwrap_or_default();
-            assert!(source.starts_with("faults.hip:"), "{arch} {kernel}: {fault}");
+            assert!(source.starts_with("kernels/faults.hip:"), "{arch} {kernel}: {fault}");
         }
         if arch != Arch::Gfx90a {
             assert_eq!(run(arch, &code, "direct_to_lds").expect("it waits"), reversed, "{arch}");
