@@ -90,7 +90,7 @@ fn workgroups_that_walk_over_tiles_keep_the_contract_on_every_emulated_architect
             });
             tiles > workgroups && !case.name.starts_with("backward/")
         };
-        let dealt = |case: &&Case| (case.data().seed >> 20) % 48 == index as u64;
+        let dealt = |case: &&Case| (case.data().seed >> 20) % 96 == index as u64;
         let cases: Vec<Case> = all().iter().filter(walks).filter(dealt).cloned().collect();
         let count = workgroups.to_string();
         let tile = [("block_m", "64"), ("order", "static"), ("workgroups", count.as_str())];
@@ -108,7 +108,7 @@ fn workgroups_that_walk_over_tiles_keep_the_contract_on_every_emulated_architect
         }
         println!("battery rocm ({arch}, emulated, {workgroups} workgroups): {}", report.summary);
         failed += report.summary.failed;
-        assert!(report.summary.passed > 20, "{}", report.summary);
+        assert!(report.summary.passed > 8, "{}", report.summary);
     }
     assert_eq!(failed, 0);
 }
