@@ -24,6 +24,8 @@ pub enum FaultKind {
     RegisterInFlight,
     /// `wgmma` reads registers that were written after the last `wgmma.fence`.
     MissingWgmmaFence,
+    /// Global memory touched before `griddepcontrol.wait` in a grid that need not wait for those before it.
+    MissingGridWait,
     /// A collective instruction that not all of its threads executed.
     DivergentCollective,
     /// No warp can go on.
@@ -60,6 +62,7 @@ impl FaultKind {
             Self::MissingProxyFence => "missing fence.proxy.async",
             Self::RegisterInFlight => "register of a wgmma in flight",
             Self::MissingWgmmaFence => "missing wgmma.fence",
+            Self::MissingGridWait => "missing griddepcontrol.wait",
             Self::DivergentCollective => "divergent collective",
             Self::Deadlock => "deadlock",
             Self::Livelock => "livelock",

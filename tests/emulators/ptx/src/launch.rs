@@ -75,6 +75,9 @@ pub struct LaunchConfig {
     pub cluster: [u32; 3],
     /// Bytes of dynamic shared memory.
     pub dynamic_shared: u32,
+    /// Programmatic dependent launch: the grid may start before those before it in its stream have ended. Grids run one
+    /// after the other here, so an access to global memory before `griddepcontrol.wait` is reported in their stead.
+    pub dependent: bool,
 }
 
 /// What a launch did.

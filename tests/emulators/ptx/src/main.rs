@@ -72,7 +72,13 @@ fn mode(text: &str, options: &mut Options) -> Result<(), String> {
 }
 
 fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
-    let config = LaunchConfig { grid: [1; 3], block: [32, 1, 1], cluster: [1; 3], dynamic_shared: 0 };
+    let config = LaunchConfig {
+        grid: [1; 3],
+        block: [32, 1, 1],
+        cluster: [1; 3],
+        dynamic_shared: 0,
+        dependent: false,
+    };
     let mut out = Arguments {
         kernel: None,
         config,

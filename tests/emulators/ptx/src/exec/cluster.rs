@@ -134,6 +134,7 @@ impl Cluster {
                 let mask = if count == 32 { u32::MAX } else { (1 << count) - 1 };
                 let mut warp = Warp::new(program, rank, w, mask);
                 warp.max_registers = launch.registers;
+                warp.after_grids = if config.dependent { 0 } else { u32::MAX };
                 fill_specials(&mut warp, launch, index, block, offset, rank);
                 warps.push(warp);
             }
@@ -452,11 +453,8 @@ impl Cluster {
             }
             Code::Bulk(bulk) => self.bulk(warp, program, inst, bulk, active)?,
             Code::BulkCommit | Code::BulkWait { .. } => return self.bulk_group(warp, inst),
-            Code::Nop
-            | Code::FenceMemory
-            | Code::FenceTensorMap
-            | Code::GridDepLaunch
-            | Code::GridDepWait => {}
+            Code::Nop | Code::FenceMemory | Code::FenceTensorMap | Code::GridDepLaunch => {}
+            Code::GridDepWait => warp.after_grids |= active,
             Code::FenceProxyAsync => {
                 if let Some(t) = &mut self.tracker {
                     t.proxy_fence(warp);

@@ -165,6 +165,7 @@ impl Cluster {
                 }
             }
             Target::Global(address) => {
+                warp.is_after_grids(lane, "load from global memory")?;
                 let a = self.launch.view.find(
                     address,
                     u64::from(n),
@@ -237,6 +238,7 @@ impl Cluster {
                 shared.get_mut(at, n).copy_from_slice(data);
             }
             Target::Global(address) => {
+                warp.is_after_grids(lane, "store to global memory")?;
                 let a =
                     self.launch.view.find(address, u64::from(n), &mut self.hint, "store to global memory")?;
                 a.write(address - a.base, data);
@@ -311,6 +313,7 @@ impl Cluster {
     ) -> Exec<u64> {
         let bytes = a.ty.bytes() as usize;
         if let (Target::Global(address), 4) = (target, bytes) {
+            warp.is_after_grids(lane, "atomic on global memory")?;
             let found = self.launch.view.find(address, 4, &mut self.hint, "atomic on global memory")?;
             let at = address - found.base;
             if self.launch.options.check_uninitialised && found.first_unwritten(at, 4).is_some() {
