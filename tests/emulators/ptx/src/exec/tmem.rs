@@ -8,6 +8,7 @@ use super::operand::Descriptor;
 use super::warp::{Wait, Warp, lanes};
 use super::{Exec, fault};
 use crate::fault::{Fault, FaultKind};
+use crate::hb::Touch;
 use crate::op::{CpShape, Inst, Program, Tcgen, TmemShape};
 
 /// Lanes and columns of one block's tensor memory.
@@ -174,7 +175,7 @@ impl Cluster {
         shared.get_mut(to, 4).copy_from_slice(&at.to_le_bytes());
         self.events += 1;
         if let Some(t) = &mut self.tracker {
-            t.generic_write(warp, cta, to, 4, 0, false)?;
+            t.generic(Touch::Write, warp, [cta, to, 4], 0, false)?;
         }
         Ok(Step::Next)
     }
@@ -256,7 +257,8 @@ impl Cluster {
             }
         }
         if let Some(t) = &mut self.tracker {
-            t.tmem_access(warp, quadrant as u32, column0 as u32, width as u32, load)?;
+            let touch = if load { Touch::Read } else { Touch::Write };
+            t.tmem_access(touch, warp, [quadrant, column0, width].map(|n| n as u32))?;
         }
         Ok(())
     }
@@ -316,7 +318,7 @@ impl Cluster {
         }
         if let Some(t) = &mut self.tracker {
             for quadrant in 0..4 {
-                t.tcgen_tmem(warp, &clocks, cta, [quadrant, column0 as u32, bytes / 4], false)?;
+                t.tcgen_tmem(Touch::Write, warp, &clocks, cta, [quadrant, column0 as u32, bytes / 4])?;
             }
         }
         Ok(())

@@ -7,6 +7,7 @@ use super::warp::Warp;
 use super::wgmma::multiply;
 use super::{Exec, fault};
 use crate::fault::FaultKind;
+use crate::hb::Touch;
 use crate::op::{Elem, Inst, MmaKind, Program};
 
 /// An instruction descriptor, decoded (table 45 of the ISA).
@@ -163,7 +164,8 @@ impl Cluster {
             if a_tmem && let Some(t) = &mut self.tracker {
                 let columns = (k as u32 * element_bytes(shape.a)) / 4;
                 for quadrant in 0..4 {
-                    t.tcgen_tmem(warp, &clocks, cta, [quadrant, a_bits as u32 & 0xffff, columns], true)?;
+                    let part = [quadrant, a_bits as u32 & 0xffff, columns];
+                    t.tcgen_tmem(Touch::Read, warp, &clocks, cta, part)?;
                 }
             }
             if shape.negate {
@@ -173,7 +175,8 @@ impl Cluster {
             if let Some(t) = &mut self.tracker {
                 let columns = if pair && shape.m == 128 { shape.n / 2 } else { shape.n } as u32;
                 for quadrant in 0..4 {
-                    t.tcgen_tmem(warp, &clocks, cta, [quadrant, column0 as u32, columns], false)?;
+                    let part = [quadrant, column0 as u32, columns];
+                    t.tcgen_tmem(Touch::Write, warp, &clocks, cta, part)?;
                 }
             }
         }
