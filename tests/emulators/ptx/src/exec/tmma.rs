@@ -2,7 +2,7 @@
 
 use super::cluster::Cluster;
 use super::operand::{Descriptor, Layout, Operand, element, element_bytes};
-use super::tmem::COLUMNS;
+use super::tmem::{COLUMNS, group_blocks};
 use super::warp::Warp;
 use super::wgmma::multiply;
 use super::{Exec, fault};
@@ -115,7 +115,7 @@ impl Cluster {
         let (_, column0) = self.tmem_address(warp, inst, lane);
         let a_bits = warp.get(inst.src[1], lane).wrapping_add(warp.get(list[2], lane));
         let k = 32 / element_bytes(shape.a) as usize;
-        let ctas = if pair { vec![warp.cta & !1, warp.cta | 1] } else { vec![warp.cta] };
+        let ctas = group_blocks(warp, pair);
         let clocks = self.tracker.as_mut().map(|t| t.tcgen_issue(warp)).unwrap_or_default();
         let check = self.launch.options.check_uninitialised;
         // Each block of a pair holds half of B's columns.
