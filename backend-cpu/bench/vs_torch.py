@@ -51,7 +51,10 @@ class Ours:
         return float(self.process.stdout.readline().split()[self.column])
 
     def close(self):
-        tail = self.process.communicate()[0].split()
+        # Not communicate(): it reads past what readline() has buffered, and the tail is often there.
+        self.process.stdin.close()
+        tail = self.process.stdout.read().split()
+        self.process.wait()
         return {tail[i]: int(tail[i + 1]) for i in range(0, len(tail) - 1, 2)}
 
 

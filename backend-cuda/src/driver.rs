@@ -212,6 +212,15 @@ impl Drop for Kernel {
 pub(crate) struct Grid {
     pub(crate) ctas: u32,
     pub(crate) threads: u32,
+    /// It may start before the grid before it in the stream has ended, and waits for that itself.
+    pub(crate) dependent: bool,
+}
+
+impl Grid {
+    /// One that starts when the grid before it has ended.
+    pub(crate) const fn new(ctas: u32, threads: u32) -> Self {
+        Self { ctas, threads, dependent: false }
+    }
 }
 
 impl Kernel {
@@ -222,6 +231,11 @@ impl Kernel {
     /// memory they name is what the kernel's contract asks for.
     pub(crate) unsafe fn launch(&self, grid: Grid, arguments: &mut [*mut c_void], stream: u64) -> Result<()> {
         self.device.enter()?;
+        let mut dependent = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue_union { programmaticStreamSerializationAllowed: 1 },
+        };
         let config = sys::CUlaunchConfig {
             gridDimX: grid.ctas,
             gridDimY: 1,
@@ -231,8 +245,8 @@ impl Kernel {
             blockDimZ: 1,
             sharedMemBytes: self.smem_bytes,
             hStream: stream as sys::CUstream,
-            attrs: std::ptr::null_mut(),
-            numAttrs: 0,
+            attrs: &raw mut dependent,
+            numAttrs: grid.dependent.into(),
         };
         call!(cuLaunchKernelEx(
             &raw const config,

@@ -260,7 +260,7 @@ impl FmhaBackend for CudaBackend {
         combine::accepts(problem).map_err(unsupported)?;
         let source = combine::merge(&CombineSpec::of(problem));
         let module = self.modules.load("combine", source, 0)?;
-        let grid = Grid { ctas: combine::grid(problem, self.facts.num_sms), threads: combine::NUM_THREADS };
+        let grid = Grid::new(combine::grid(problem, self.facts.num_sms), combine::NUM_THREADS);
         Ok(Plan {
             problem: problem.clone(),
             backend: self.name.clone(),

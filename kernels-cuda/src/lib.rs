@@ -31,6 +31,7 @@ pub fn headers() -> Vec<Header> {
         "ptx/cluster.cuh",
         "ptx/collective.cuh",
         "ptx/copy.cuh",
+        "ptx/grid.cuh",
         "ptx/matrix.cuh",
         "ptx/mbarrier.cuh",
         "ptx/memory.cuh",

@@ -70,6 +70,9 @@ abi_spec! {
         pub f16_scores: bool,
         /// `P V` is summed in f16, beyond whose 65504 it is infinite. Inputs of f16 only.
         pub f16_output: bool,
+        /// The grid may start while the one before it in the stream ends (programmatic dependent launch);
+        /// it sets up its barriers and then waits for that one's memory.
+        pub dependent_launch: bool,
     }
 }
 
@@ -388,6 +391,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         q_in_registers: false,
         f16_scores: false,
         f16_output: false,
+        dependent_launch: false,
     }
 }
 

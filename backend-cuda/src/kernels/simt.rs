@@ -29,7 +29,7 @@ impl Recipe for Simt {
         if let Some((key, value)) = options.tile.first() {
             return Err(Refusal::new(self.name(), format!("tile {key}={value}: it has no tile to set")));
         }
-        let grid = Grid { ctas: simt::grid(problem, facts.num_sms), threads: simt::NUM_THREADS };
+        let grid = Grid::new(simt::grid(problem, facts.num_sms), simt::NUM_THREADS);
         Ok(Choice {
             source: simt::fwd(&FwdSpec::of(problem)),
             grid,

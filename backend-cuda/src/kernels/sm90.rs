@@ -62,8 +62,10 @@ impl Recipe for Sm90 {
             )));
         }
         let schedule = tile.schedule(problem);
-        let grid =
-            Grid { ctas: tile.grid(&schedule, facts.num_sms), threads: tile.num_threads().unsigned_abs() };
+        let grid = Grid {
+            dependent: tile.dependent_launch,
+            ..Grid::new(tile.grid(&schedule, facts.num_sms), tile.num_threads().unsigned_abs())
+        };
         Ok(Choice {
             source: sm90::fwd(&spec, &tile),
             grid,
@@ -138,6 +140,7 @@ fn schedule_words(tile: &Sm90Tile) -> String {
     words.extend(tile.q_in_registers.then(|| "Q in registers".to_owned()));
     words.extend(tile.f16_scores.then(|| "scores summed in f16".to_owned()));
     words.extend(tile.f16_output.then(|| "O summed in f16".to_owned()));
+    words.extend(tile.dependent_launch.then(|| "starts while the grid before ends".to_owned()));
     words.join(", ")
 }
 
@@ -168,6 +171,7 @@ pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOp
         ("pack_gqa", flag(tile.pack_gqa)),
         ("cluster", tile.cluster.to_string()),
         ("q_in_registers", flag(tile.q_in_registers)),
+        ("dependent_launch", flag(tile.dependent_launch)),
     ];
     Ok(pairs.map(|(knob, value)| (knob.to_owned(), value)).to_vec())
 }
@@ -175,7 +179,7 @@ pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOp
 /// What `fmha tune` tries of each knob, the weightiest first. What does not go together (shared memory,
 /// registers, rows that no group divides) is refused by the plan or by the compiler.
 pub(crate) fn knobs() -> Vec<(&'static str, Vec<String>)> {
-    let knobs: [(&'static str, &[&str]); 13] = [
+    let knobs: [(&'static str, &[&str]); 14] = [
         ("block_n", &["64", "80", "96", "112", "128", "144", "160", "176", "192"]),
         ("block_m", &["64", "128", "192"]),
         ("lookahead", &["0", "1"]),
@@ -189,6 +193,7 @@ pub(crate) fn knobs() -> Vec<(&'static str, Vec<String>)> {
         ("pack_gqa", &["0", "1"]),
         ("cluster", &["1", "2"]),
         ("q_in_registers", &["0", "1"]),
+        ("dependent_launch", &["0", "1"]),
     ];
     knobs.map(|(knob, values)| (knob, values.iter().map(|&value| value.to_owned()).collect())).to_vec()
 }

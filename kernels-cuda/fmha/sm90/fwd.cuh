@@ -6,6 +6,7 @@
 #pragma once
 #include <fmha/sm90/consume.cuh>
 #include <fmha/sm90/load.cuh>
+#include <fmha/ptx/grid.cuh>
 #include <fmha/sm90/multistage.cuh>
 
 namespace fmha::sm90 {
@@ -49,6 +50,12 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const Sm90Schedule& s
     ptx::cluster_sync();
   } else {
     __syncthreads();
+  }
+  // Every thread waits: what it stores must not come before the last reads of the grid before. The next grid may
+  // start at once: its CTAs find no room before these end, and it waits for all of them.
+  if constexpr (tile.dependent_launch) {
+    ptx::launch_dependents();
+    ptx::wait_for_grids_before();
   }
   if constexpr (!tile.warp_specialised) {
     multistage<spec, tile>(p, maps, schedule, smem);

@@ -2,76 +2,72 @@
 
 use std::fmt;
 
-/// What went wrong, by name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[non_exhaustive]
-pub enum FaultKind {
-    /// The text is no PTX.
-    Syntax,
-    /// PTX that this emulator does not know. Never skipped.
-    Unsupported,
-    /// An address outside every allocation, or in a guard page.
-    OutOfBounds,
-    /// An address that is no multiple of the access size.
-    Misaligned,
-    /// A read of bytes that nothing has written.
-    Uninitialised,
-    /// Two accesses to the same bytes, unordered by any wait, fence or arrival.
-    Race,
-    /// Generic-proxy writes read by the asynchronous proxy without `fence.proxy.async` between.
-    MissingProxyFence,
-    /// A register of a `wgmma` in flight was touched before `wgmma.wait_group`.
-    RegisterInFlight,
-    /// `wgmma` reads registers that were written after the last `wgmma.fence`.
-    MissingWgmmaFence,
-    /// A collective instruction that not all of its threads executed.
-    DivergentCollective,
-    /// No warp can go on.
-    Deadlock,
-    /// The instruction budget is spent.
-    Livelock,
-    /// A barrier used against its rules (re-initialised, count overrun, transaction count off).
-    Barrier,
-    /// `setmaxnreg` beyond the register file, or out of its range.
-    RegisterBudget,
-    /// A descriptor (shared memory, instruction or tensor map) that the hardware would refuse or misread.
-    Descriptor,
-    /// Two shared-memory layouts disagree: written with one swizzle, read with another.
-    Swizzle,
-    /// Tensor memory used against its rules (not allocated, wrong warp, leaked, freed twice).
-    TensorMemory,
-    /// `trap` or a failed device assertion.
-    Trap,
-    /// A launch whose arguments contradict the kernel.
-    Launch,
+/// One list of the kinds for the type, the array of them all and their names.
+macro_rules! kinds {
+    ($($(#[$doc:meta])* $kind:ident => $name:literal,)*) => {
+        /// What went wrong, by name.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[non_exhaustive]
+        pub enum FaultKind {
+            $($(#[$doc])* $kind,)*
+        }
+
+        impl FaultKind {
+            /// Every kind.
+            pub const ALL: &[Self] = &[$(Self::$kind),*];
+
+            /// The name printed first in every report.
+            #[must_use]
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Self::$kind => $name,)*
+                }
+            }
+        }
+    };
 }
 
-impl FaultKind {
-    /// The name printed first in every report.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Syntax => "syntax",
-            Self::Unsupported => "unsupported instruction",
-            Self::OutOfBounds => "out of bounds",
-            Self::Misaligned => "misaligned",
-            Self::Uninitialised => "uninitialised read",
-            Self::Race => "race",
-            Self::MissingProxyFence => "missing fence.proxy.async",
-            Self::RegisterInFlight => "register of a wgmma in flight",
-            Self::MissingWgmmaFence => "missing wgmma.fence",
-            Self::DivergentCollective => "divergent collective",
-            Self::Deadlock => "deadlock",
-            Self::Livelock => "livelock",
-            Self::Barrier => "barrier misuse",
-            Self::RegisterBudget => "register budget",
-            Self::Descriptor => "bad descriptor",
-            Self::Swizzle => "wrong swizzle",
-            Self::TensorMemory => "tensor memory misuse",
-            Self::Trap => "trap",
-            Self::Launch => "launch",
-        }
-    }
+kinds! {
+    /// The text is no PTX.
+    Syntax => "syntax",
+    /// PTX that this emulator does not know. Never skipped.
+    Unsupported => "unsupported instruction",
+    /// An address outside every allocation, or in a guard page.
+    OutOfBounds => "out of bounds",
+    /// An address that is no multiple of the access size.
+    Misaligned => "misaligned",
+    /// A read of bytes that nothing has written.
+    Uninitialised => "uninitialised read",
+    /// Two accesses to the same bytes, unordered by any wait, fence or arrival.
+    Race => "race",
+    /// Generic-proxy writes read by the asynchronous proxy without `fence.proxy.async` between.
+    MissingProxyFence => "missing fence.proxy.async",
+    /// A register of a `wgmma` in flight was touched before `wgmma.wait_group`.
+    RegisterInFlight => "register of a wgmma in flight",
+    /// `wgmma` reads registers that were written after the last `wgmma.fence`.
+    MissingWgmmaFence => "missing wgmma.fence",
+    /// Global memory touched before `griddepcontrol.wait` in a grid that need not wait for those before it.
+    MissingGridWait => "missing griddepcontrol.wait",
+    /// A collective instruction that not all of its threads executed.
+    DivergentCollective => "divergent collective",
+    /// No warp can go on.
+    Deadlock => "deadlock",
+    /// The instruction budget is spent.
+    Livelock => "livelock",
+    /// A barrier used against its rules (re-initialised, count overrun, transaction count off).
+    Barrier => "barrier misuse",
+    /// `setmaxnreg` beyond the register file, or out of its range.
+    RegisterBudget => "register budget",
+    /// A descriptor (shared memory, instruction or tensor map) that the hardware would refuse or misread.
+    Descriptor => "bad descriptor",
+    /// Two shared-memory layouts disagree: written with one swizzle, read with another.
+    Swizzle => "wrong swizzle",
+    /// Tensor memory used against its rules (not allocated, wrong warp, leaked, freed twice).
+    TensorMemory => "tensor memory misuse",
+    /// `trap` or a failed device assertion.
+    Trap => "trap",
+    /// A launch whose arguments contradict the kernel.
+    Launch => "launch",
 }
 
 /// Where in the grid: block coordinates, warp of the block, lanes.

@@ -27,6 +27,19 @@ pub enum Asynchrony {
     },
 }
 
+/// Which way `tcgen05.shift` moves the rows of tensor memory. PTX ISA 9.7.16.9 documents it in words only: all rows but
+/// the last are shifted down by one, which can be read in two ways. Unverified on hardware, and no program was found that
+/// uses the instruction: a kernel that needs it should come out right on its own device before it relies on either.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum RowShift {
+    /// Contents go from row i to row i + 1: row 0 keeps its own, those of the last row go nowhere. The literal reading.
+    #[default]
+    ToNext,
+    /// Row i takes the contents of row i + 1, as in `shfl.down`: the last row keeps its own. For it speaks that CUTLASS
+    /// calls `tcgen05.cp.4x256b`, which the ISA pipelines behind a shift, a refresh of the last lane of each warp's part.
+    FromNext,
+}
+
 /// How a launch is run and what is checked.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
@@ -47,6 +60,8 @@ pub struct Options {
     pub num_sms: u32,
     /// Run blocks on all cores; off, they run one after another in order.
     pub parallel: bool,
+    /// Which way `tcgen05.shift` moves rows: documented in words only, and unverified on hardware.
+    pub row_shift: RowShift,
 }
 
 impl Default for Options {
@@ -60,6 +75,7 @@ impl Default for Options {
             instruction_limit: u64::MAX,
             num_sms: 132,
             parallel: true,
+            row_shift: RowShift::default(),
         }
     }
 }
@@ -75,6 +91,9 @@ pub struct LaunchConfig {
     pub cluster: [u32; 3],
     /// Bytes of dynamic shared memory.
     pub dynamic_shared: u32,
+    /// Programmatic dependent launch: the grid may start before those before it in its stream have ended. Grids run one
+    /// after the other here, so an access to global memory before `griddepcontrol.wait` is reported in their stead.
+    pub dependent: bool,
 }
 
 /// What a launch did.

@@ -33,7 +33,7 @@ mod source;
 pub use counters::Counters;
 pub use exec::TensorMap;
 pub use fault::{Fault, FaultKind, Place};
-pub use launch::{Asynchrony, Device, Kernel, LaunchConfig, Module, Options, Report};
+pub use launch::{Asynchrony, Device, Kernel, LaunchConfig, Module, Options, Report, RowShift};
 pub use mutate::{Mutant, mutants};
 pub use recording::{Ended, Ready, Recording};
 pub use source::{SourceLine, SourceMap};

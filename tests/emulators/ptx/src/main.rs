@@ -4,11 +4,12 @@ mod observed;
 
 use std::process::ExitCode;
 
-use fmha_emu_ptx::{Asynchrony, Device, Kernel, LaunchConfig, Options, Recording, mutation};
+use fmha_emu_ptx::{Asynchrony, Device, Kernel, LaunchConfig, Options, Recording, RowShift, mutation};
 
 const USAGE: &str = "\
 usage: ptx-emu run FILE.ptx [--kernel NAME] --grid X[,Y[,Z]] --block X[,Y[,Z]] [--cluster X[,Y[,Z]]]
-                   [--shared BYTES] [--mode eager|hb|late:SEED] [--seeds N] [--lines] [--arg ARG]...
+                   [--shared BYTES] [--mode eager|hb|late:SEED] [--seeds N] [--row-shift to-next|from-next]
+                   [--lines] [--arg ARG]...
        ptx-emu bench FILE.launch... [--mode eager|hb|late:SEED] [--repeat N] [--ptx FILE.ptx]
        ptx-emu list FILE.ptx
        ptx-emu record FOLDER [--sms N] -- COMMAND...
@@ -38,7 +39,9 @@ Launches of one TITLE must have one text: a mutant is run on each that executes 
 part of its caller | ... | reason`); --sources adds each source line's text; --wrappers names the files whose callers
 are the lines to show.
 
---seeds N runs N late schedules, seeds 1 to N. --lines prints the warp instructions of each source line.";
+--seeds N runs N late schedules, seeds 1 to N. --lines prints the warp instructions of each source line. --row-shift
+says which way `tcgen05.shift` moves contents, to row i + 1 (as without the flag) or from it: the instruction is documented
+in words that allow either, and neither is verified on hardware.";
 
 struct Arguments {
     kernel: Option<String>,
@@ -71,8 +74,22 @@ fn mode(text: &str, options: &mut Options) -> Result<(), String> {
     Ok(())
 }
 
+fn row_shift(text: &str) -> Result<RowShift, String> {
+    match text {
+        "to-next" => Ok(RowShift::ToNext),
+        "from-next" => Ok(RowShift::FromNext),
+        _ => Err(format!("--row-shift `{text}` is neither to-next nor from-next")),
+    }
+}
+
 fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
-    let config = LaunchConfig { grid: [1; 3], block: [32, 1, 1], cluster: [1; 3], dynamic_shared: 0 };
+    let config = LaunchConfig {
+        grid: [1; 3],
+        block: [32, 1, 1],
+        cluster: [1; 3],
+        dynamic_shared: 0,
+        dependent: false,
+    };
     let mut out = Arguments {
         kernel: None,
         config,
@@ -96,6 +113,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
             "--seeds" => out.seeds = number(&value)?,
             "--arg" => out.args.push(value),
             "--mode" => mode(&value, &mut out.options)?,
+            "--row-shift" => out.options.row_shift = row_shift(&value)?,
             _ => return Err(format!("unknown option `{flag}`")),
         }
     }

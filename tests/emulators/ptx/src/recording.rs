@@ -104,8 +104,13 @@ impl Recording {
             *n = r.number()? as u32;
         }
         let three = |at: usize| [shape[at], shape[at + 1], shape[at + 2]];
-        let config =
-            LaunchConfig { grid: three(0), block: three(3), cluster: three(6), dynamic_shared: shape[9] };
+        let config = LaunchConfig {
+            grid: three(0),
+            block: three(3),
+            cluster: three(6),
+            dynamic_shared: shape[9],
+            dependent: false,
+        };
         let args = r.block()?.to_vec();
         let count = r.number()?;
         let mut memory = Vec::new();

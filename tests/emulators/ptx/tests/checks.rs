@@ -201,7 +201,13 @@ fn an_unknown_instruction_is_an_error_with_its_line() {
 
 #[test]
 fn a_cluster_exchanges_through_distributed_shared_memory() {
-    let config = LaunchConfig { grid: [2, 1, 1], block: [32, 1, 1], cluster: [2, 1, 1], dynamic_shared: 0 };
+    let config = LaunchConfig {
+        grid: [2, 1, 1],
+        block: [32, 1, 1],
+        cluster: [2, 1, 1],
+        dynamic_shared: 0,
+        dependent: false,
+    };
     let body = "mov.u32 %w0, %cluster_ctarank; st.shared.b32 [%s], %w0;
         barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;
         xor.b32 %w1, %w0, 1; mapa.shared::cluster.u32 %w2, %s, %w1; ld.shared::cluster.b32 %w3, [%w2];
@@ -222,4 +228,27 @@ fn the_last_lane_of_a_warp_counts_for_the_whole_warp_at_a_barrier() {
     let body =
         "setp.ne.u32 %p, %t, 0; setp.ne.u32 %q, %t, 32; and.pred %p, %p, %q; @%p exit; barrier.sync 7, 64;";
     assert_eq!(kind(body, 64, &checked()), None);
+}
+
+#[test]
+fn a_grid_that_need_not_wait_for_those_before_it_touches_no_memory_before_it_has_waited() {
+    const COPY: &str =
+        "cp.async.bulk.global.shared::cta.bulk_group [%g], [%s], 16; cp.async.bulk.commit_group;
+        cp.async.bulk.wait_group 0;";
+    let kind = |body: &str, dependent: bool| {
+        let config = LaunchConfig { dependent, ..block(1, 0) };
+        let body =
+            format!("st.shared.v4.b32 [%s], {{%t, %t, %t, %t}}; fence.proxy.async.shared::cta; {body}");
+        try_body(&body, &config, &checked()).err().map(|fault| fault.kind)
+    };
+    for access in
+        ["ld.global.b32 %w0, [%g];", "st.global.b32 [%g], 1;", "atom.global.add.u32 %w0, [%g], 1;", COPY]
+    {
+        assert_eq!(kind(access, true), Some(FaultKind::MissingGridWait), "{access}");
+        assert_eq!(kind(access, false), None, "{access}");
+        assert_eq!(
+            kind(&format!("griddepcontrol.launch_dependents; griddepcontrol.wait; {access}"), true),
+            None
+        );
+    }
 }

@@ -23,7 +23,13 @@ fn two_blocks_apart(body: &str, options: &Options) -> Result<Vec<u32>, FaultKind
         {body}
         ld.param.u64 %g, [o]; mul.wide.u32 %l, %r, 4; add.s64 %g, %g, %l; st.global.b32 [%g], %d; ret; }}"
     );
-    let config = LaunchConfig { grid: [2, 1, 1], block: [1, 1, 1], cluster: [2, 1, 1], dynamic_shared: 0 };
+    let config = LaunchConfig {
+        grid: [2, 1, 1],
+        block: [1, 1, 1],
+        cluster: [2, 1, 1],
+        dynamic_shared: 0,
+        dependent: false,
+    };
     run(&device, &ptx, &config, &out.to_le_bytes(), options).map_err(|fault| fault.kind)?;
     Ok(download(&device, out, 2))
 }
@@ -111,8 +117,13 @@ fn a_descriptor_is_read_as_it_stands_rank_and_all() {
     let last_row = |mask: &str| {
         let device = Device::new();
         let out = upload(&device, &[0; 2]);
-        let config =
-            LaunchConfig { grid: [2, 1, 1], block: [128, 1, 1], cluster: [2, 1, 1], dynamic_shared: 0 };
+        let config = LaunchConfig {
+            grid: [2, 1, 1],
+            block: [128, 1, 1],
+            cluster: [2, 1, 1],
+            dynamic_shared: 0,
+            dependent: false,
+        };
         run(&device, &body(mask), &config, &out.to_le_bytes(), &Options::default()).unwrap();
         download(&device, out, 2).into_iter().map(f32::from_bits).collect::<Vec<_>>()
     };

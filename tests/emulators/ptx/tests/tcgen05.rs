@@ -5,7 +5,7 @@
 mod common;
 
 use common::{Random, block, checked, download, run, upload_bytes};
-use fmha_emu_ptx::{Device, Fault, FaultKind, Options, TensorMap};
+use fmha_emu_ptx::{Device, Fault, FaultKind, Options, RowShift, TensorMap};
 
 /// How a kernel is broken, if at all.
 #[derive(Clone, Copy, PartialEq)]
@@ -17,6 +17,8 @@ enum Flaw {
     WrongWarp,
     Leak,
     FreedTwice,
+    /// Shifts rows behind the commit whose phase it waits for.
+    ShiftAfterCommit,
 }
 
 fn map(address: u64, rows: u32, box_rows: u32) -> TensorMap {
@@ -43,12 +45,14 @@ struct Product {
     a_tmem: bool,
     /// Two blocks: each brings half of A's rows and half of B's columns.
     pair: bool,
+    /// Behind the products, rows of D's columns 4 to 11 are shifted from this lane on, read so.
+    shift: Option<(u32, RowShift)>,
     flaw: Flaw,
 }
 
 impl Product {
     fn new(m: u32, n: u32) -> Self {
-        Self { m, n, a_tmem: false, pair: false, flaw: Flaw::None }
+        Self { m, n, a_tmem: false, pair: false, shift: None, flaw: Flaw::None }
     }
 
     fn blocks(self) -> u32 {
@@ -68,6 +72,17 @@ impl Product {
             (false, 64) => (warp * 16 + l / 4 + 8 * (r / 2), c + r % 2 + 2 * (l % 4)),
             (true, 128) => (rank * 64 + t % 64, t / 64 * (self.n / 2) + c + r),
             _ => (rank * 128 + t, c + r),
+        }
+    }
+
+    /// The lane that had the contents that lane `t` has of a column of tensor memory when all is done.
+    fn source(self, t: u32, column: u32) -> u32 {
+        match self.shift {
+            Some((first, way)) if t / 32 == first / 32 && (4..12).contains(&column) => match way {
+                RowShift::ToNext => t.max(first + 1) - 1,
+                RowShift::FromNext => (t + 1).min(first + 31),
+            },
+            _ => t,
         }
     }
 
@@ -95,7 +110,7 @@ fn kernel(p: Product) -> String {
         format!("{label}: mbarrier.try_wait.parity.shared::cta.b64 %q, [{bar}], 0; @!%q bra {label};")
     };
     let done = if flaw == Flaw::NoWait { String::new() } else { wait("%done", "WD") };
-    let shift = if flaw == Flaw::WrongWarp { "add.u32 %r, %r, 1; and.b32 %r, %r, 3;" } else { "" };
+    let other_warp = if flaw == Flaw::WrongWarp { "add.u32 %r, %r, 1; and.b32 %r, %r, 3;" } else { "" };
     let regs = |count: u32| (0..count).map(|i| format!("%v{i}")).collect::<Vec<_>>().join(",");
     let (step, count) = p.step();
     let shape = if step == 8 { "16x256b.x1" } else { "32x32b.x32" };
@@ -145,6 +160,11 @@ fn kernel(p: Product) -> String {
     } else {
         "@%lead tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%done];"
     };
+    let shift = p.shift.map_or_else(String::new, |(lane, _)| {
+        format!("@%lead tcgen05.shift.cta_group::{group}.down [%tm+{}];", lane << 16 | 4)
+    });
+    let (shift, late_shift) =
+        if flaw == Flaw::ShiftAfterCommit { (String::new(), shift) } else { (shift, String::new()) };
     format!(
         ".version 8.6\n.target sm_100a\n.address_size 64\n.extern .shared .align 1024 .b8 raw[];
         .visible .entry k(.param .align 64 .b8 ma[128], .param .align 64 .b8 mb[128], .param .u64 o, .param .u64 pa) {{
@@ -163,14 +183,16 @@ fn kernel(p: Product) -> String {
         {load_a}
         mul.lo.u32 %r, %rank, {};
         @%p cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%b], [mb, {{0, %r}}], [%bar];
-        shr.u32 %r, %t, 5; {shift} shl.b32 %r, %r, 21; add.u32 %tl, %tm, %r; add.u32 %ts, %tl, 256; add.u32 %at, %tm, 256;
+        shr.u32 %r, %t, 5; {other_warp} shl.b32 %r, %r, 21; add.u32 %tl, %tm, %r; add.u32 %ts, %tl, 256; add.u32 %at, %tm, 256;
         {store_a}
         {}
         {cluster}
         shr.u32 %a, %a, 4; cvt.u64.u32 %da, %a; or.b64 %da, %da, {desc};
         shr.u32 %b, %b, 4; cvt.u64.u32 %db, %b; or.b64 %db, %db, {desc};
         {products}
+        {shift}
         {commit}
+        {late_shift}
         {done}
         tcgen05.fence::after_thread_sync;
         mul.wide.u32 %off, %t, 4; ld.param.u64 %out, [o]; add.s64 %out, %out, %off;
@@ -203,17 +225,21 @@ fn product(p: Product, options: &Options) -> Result<(), Fault> {
     args.extend(pa.to_le_bytes());
     let mut config = block(128, 65536);
     (config.grid[0], config.cluster[0]) = (p.blocks(), p.blocks());
-    run(&device, &kernel(p), &config, &args, options)?;
+    let mut options = options.clone();
+    options.row_shift = p.shift.map_or(options.row_shift, |(_, way)| way);
+    run(&device, &kernel(p), &config, &args, &options)?;
     let got = download(&device, out, (p.blocks() * words) as usize);
     let mut seen = vec![false; (m * n) as usize];
     for (i, bits) in got.into_iter().enumerate() {
         let (rank, at) = (i as u32 / words, i as u32 % words);
         let (t, register) = (at % 128, at / 128);
-        let (row, column) = p.element(rank, t, register / count * step, register % count);
+        let place = |t| p.element(rank, t, register / count * step, register % count);
+        let (row, column) = place(t);
+        seen[(row * n + column) as usize] = true;
+        let (row, column) = place(p.source(t, register / count * step + register % count));
         let (x, y) = (row as usize * 64, column as usize * 64);
         let want: i32 = (0..64).map(|k| a[x + k] * b[y + k]).sum();
         assert_eq!(f32::from_bits(bits), want as f32, "M {m} N {n} ({row}, {column})");
-        seen[(row * n + column) as usize] = true;
     }
     assert!(seen.iter().all(|&seen| seen), "M {m} N {n}: not every element of D was stored");
     Ok(())
@@ -256,23 +282,69 @@ fn a_pair_needs_its_commit_in_both_blocks() {
     assert!(fault.kind == FaultKind::Race || fault.text.contains("nothing has written"), "{fault}");
 }
 
-/// The manual does not say which way rows go, nor has any program that runs here shown it.
 #[test]
-fn a_shift_of_rows_is_refused_by_its_line() {
-    let shifting = kernel(Product::new(128, 32)).replace(
-        "tcgen05.fence::before_thread_sync; bar.sync 0; @!%w",
-        "\n@%p tcgen05.shift.cta_group::1.down [%tm];\ntcgen05.fence::before_thread_sync; bar.sync 0; @!%w",
-    );
-    let line = shifting.lines().position(|line| line.contains("tcgen05.shift")).unwrap() + 1;
+fn a_shift_moves_eight_columns_of_one_warps_rows_behind_the_products() {
+    for way in [RowShift::ToNext, RowShift::FromNext] {
+        for (m, pair) in [(128, false), (256, true)] {
+            for lane in [0, 32, 96] {
+                let p = Product { pair, shift: Some((lane, way)), ..Product::new(m, 32) };
+                product(p, &checked()).unwrap_or_else(|f| panic!("{way:?} M {m} lane {lane}: {f}"));
+            }
+        }
+    }
+    // As its words say, unless the launch is told otherwise.
+    assert_eq!(Options::default().row_shift, RowShift::ToNext);
+}
+
+#[test]
+fn a_shift_is_complete_only_when_a_commit_behind_it_is_waited_for() {
+    for (m, pair) in [(128, false), (256, true)] {
+        let shift = Some((32, RowShift::ToNext));
+        let p = Product { pair, shift, flaw: Flaw::ShiftAfterCommit, ..Product::new(m, 32) };
+        let fault = product(p, &checked()).unwrap_err();
+        assert_eq!(fault.kind, FaultKind::Race, "{fault}");
+        assert!(fault.text.contains("tensor memory lanes 32 to 63 column 4"), "{fault}");
+    }
+}
+
+#[test]
+fn a_shift_begins_at_a_lane_that_a_warp_begins_at() {
+    let refused = |lane| {
+        let p = Product { shift: Some((lane, RowShift::ToNext)), ..Product::new(128, 32) };
+        product(p, &checked()).unwrap_err()
+    };
+    let fault = refused(16);
+    assert_eq!(fault.kind, FaultKind::Misaligned, "{fault}");
+    assert!(fault.text.contains("lane 16"), "{fault}");
+    assert_eq!(refused(128).kind, FaultKind::TensorMemory);
+}
+
+#[test]
+fn a_pair_needs_a_peer_block() {
+    // The third block of a cluster of three has none.
+    let p = kernel(Product { pair: true, ..Product::new(256, 32) });
     let device = Device::new();
-    let data = upload_bytes(&device, &[0; 16384]);
+    let data = upload_bytes(&device, &[0; 32768]);
     let mut args = Vec::new();
-    args.extend(map(data, 128, 128).encode());
-    args.extend(map(data, 32, 32).encode());
-    args.extend(device.alloc(16384).to_le_bytes());
+    args.extend(map(data, 256, 128).encode());
+    args.extend(map(data, 32, 16).encode());
+    args.extend(device.alloc(3 * 16384).to_le_bytes());
     args.extend(data.to_le_bytes());
-    let fault = run(&device, &shifting, &block(128, 65536), &args, &Options::default()).unwrap_err();
+    let mut config = block(128, 65536);
+    (config.grid[0], config.cluster[0]) = (3, 3);
+    let fault = run(&device, &p, &config, &args, &Options::default()).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::TensorMemory, "{fault}");
+    assert!(fault.text.contains("without a peer block"), "{fault}");
+}
+
+#[test]
+fn a_shifted_a_is_refused_by_its_line() {
+    let p = Product { a_tmem: true, ..Product::new(128, 32) };
+    let text = kernel(p).replace(".kind::f16 ", ".kind::f16.ashift ");
+    let line = text.lines().position(|line| line.contains(".ashift")).unwrap() + 1;
+    let fault = Device::new().load(&text).unwrap_err();
     assert_eq!((fault.kind, fault.line as usize), (FaultKind::Unsupported, line), "{fault}");
+    assert!(fault.text.contains("ashift"), "{fault}");
 }
 
 #[test]

@@ -38,24 +38,44 @@ impl Config {
         (self.block.iter().product(), self.shared_bytes as usize, cluster.iter().product())
     }
 
+    /// # Safety
+    /// `attributes` holds `num_attributes` attributes.
+    unsafe fn attributes(&self) -> &[Attribute] {
+        if self.num_attributes == 0 {
+            return &[];
+        }
+        // SAFETY: promised by the caller.
+        unsafe { std::slice::from_raw_parts(self.attributes, self.num_attributes as usize) }
+    }
+
     /// The cluster that the attributes or the kernel ask for.
     ///
     /// # Safety
     /// `attributes` holds `num_attributes` attributes.
     unsafe fn cluster(&self, function: Handle) -> [u32; 3] {
-        let mut cluster = cluster_of(function);
-        for i in 0..self.num_attributes as usize {
-            // SAFETY: promised by the caller.
-            let attribute = unsafe { &*self.attributes.add(i) };
-            if attribute.id == CLUSTER_DIMENSION {
-                cluster = [attribute.value[0], attribute.value[1], attribute.value[2]].map(|n| n.max(1));
-            }
-        }
-        cluster
+        // SAFETY: promised by the caller.
+        let asked = unsafe { self.attributes() }.iter().rfind(|attribute| attribute.id == CLUSTER_DIMENSION);
+        asked.map_or_else(
+            || cluster_of(function),
+            |asked| [asked.value[0], asked.value[1], asked.value[2]].map(|n| n.max(1)),
+        )
+    }
+
+    /// Whether the grid may start before those before it have ended.
+    ///
+    /// # Safety
+    /// `attributes` holds `num_attributes` attributes.
+    unsafe fn is_dependent(&self) -> bool {
+        // SAFETY: promised by the caller.
+        let asked = unsafe { self.attributes() }
+            .iter()
+            .rfind(|attribute| attribute.id == PROGRAMMATIC_STREAM_SERIALIZATION);
+        asked.is_some_and(|asked| asked.value[0] != 0)
     }
 }
 
 const CLUSTER_DIMENSION: c_uint = 4;
+const PROGRAMMATIC_STREAM_SERIALIZATION: c_uint = 6;
 const PARAM_BUFFER: usize = 1;
 const PARAM_BUFFER_SIZE: usize = 2;
 
@@ -132,6 +152,9 @@ unsafe fn launch(
         if cluster > 1 && s.arch.major < 9 {
             return refuse(&format!("`{name}`: a cluster on sm_{}", s.arch_name));
         }
+        if config.dependent && s.arch.major < 9 {
+            return refuse(&format!("`{name}`: programmatic dependent launch on sm_{}", s.arch_name));
+        }
         if config.grid[1] > 65535 || config.grid[2] > 65535 {
             return refuse(&format!("`{name}`: grid {:?} beyond 65535 in y or z", config.grid));
         }
@@ -168,6 +191,7 @@ pub(crate) unsafe extern "C" fn cuLaunchKernel(
         block: [block_x, block_y, block_z],
         cluster: cluster_of(function),
         dynamic_shared: shared_bytes,
+        dependent: false,
     };
     // SAFETY: handed on unchanged.
     unsafe { launch(function, config, stream, params, extra) }
@@ -206,7 +230,10 @@ pub(crate) unsafe extern "C" fn cuLaunchKernelEx(
     let c = unsafe { &*config };
     // SAFETY: the config says how many attributes it has.
     let cluster = unsafe { c.cluster(function) };
-    let config = LaunchConfig { grid: c.grid, block: c.block, cluster, dynamic_shared: c.shared_bytes };
+    // SAFETY: as above.
+    let dependent = unsafe { c.is_dependent() };
+    let config =
+        LaunchConfig { grid: c.grid, block: c.block, cluster, dynamic_shared: c.shared_bytes, dependent };
     // SAFETY: handed on unchanged.
     unsafe { launch(function, config, c.stream, params, extra) }
 }

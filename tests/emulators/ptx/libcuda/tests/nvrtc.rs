@@ -42,7 +42,13 @@ fn run(ptx: &str, input: &[u32], outputs: usize) -> Result<Vec<u32>, Fault> {
     let module = device.load(ptx)?;
     let mut options = Options::default();
     options.happens_before = true;
-    let config = LaunchConfig { grid: [2, 1, 1], block: [THREADS, 1, 1], cluster: [1; 3], dynamic_shared: 0 };
+    let config = LaunchConfig {
+        grid: [2, 1, 1],
+        block: [THREADS, 1, 1],
+        cluster: [1; 3],
+        dynamic_shared: 0,
+        dependent: false,
+    };
     device.launch(module.kernel("k").unwrap(), &config, &args, &options)?;
     let mut out = vec![0; 4 * outputs];
     device.download(to, &mut out)?;

@@ -43,6 +43,7 @@ impl Runner for Emulated {
                 block: [program.threads, 1, 1],
                 cluster: [1; 3],
                 dynamic_shared: 0,
+                dependent: false,
             };
             if let Some(kernel) = module.kernel("k") {
                 device.launch(kernel, &config, &args, &Options::default())?;

@@ -291,8 +291,12 @@ impl Decoder<'_> {
                 inst
             }
             "shift" => {
+                let [at @ Operand::Address { .. }] = ops.as_slice() else { return Err(unknown(raw)) };
+                if !raw.has("down") || !(pair || raw.has("cta_group::1")) {
+                    return Err(unknown(raw));
+                }
                 let mut inst = new(Tcgen::Shift);
-                self.tmem(&mut inst, &ops[0])?;
+                self.tmem(&mut inst, at)?;
                 inst
             }
             "mma" => self.tcgen05_mma(raw, pair)?,

@@ -182,6 +182,9 @@ impl Cluster {
             if bulk.multicast {
                 self.multicast(&mut job, mask)?;
             }
+            if bulk.route != Route::SharedToCluster {
+                warp.is_after_grids(lane, "bulk copy")?;
+            }
             self.check_job(&job)?;
             if bulk.completion == Completion::BulkGroup {
                 warp.asynchrony.bulk_open += 1;

@@ -1,7 +1,7 @@
 //! Warp collectives: shuffles, votes, matches, reductions. PTX ISA 9.7.9.6 and 9.7.13.
 
+use super::atomic::combine;
 use super::cluster::{Cluster, Step};
-use super::ldst::combine;
 use super::warp::{Row, Wait, Warp, lanes};
 use super::{Exec, fault};
 use crate::ast::Ty;

@@ -7,6 +7,7 @@ use super::warp::{Row, Wait, Warp};
 use super::{Exec, fault};
 use crate::fault::FaultKind;
 use crate::fp;
+use crate::hb::Touch;
 use crate::op::{Code, Elem, Inst, Mma, Program, Reg};
 
 impl Cluster {
@@ -39,7 +40,7 @@ impl Cluster {
                             *cell = u16::from_le_bytes([b[0], b[1]]);
                         }
                         if let Some(t) = &mut self.tracker {
-                            t.generic_read(warp, cta, at, 16, m * 8 + r, false)?;
+                            t.generic(Touch::Read, warp, [cta, at, 16], m * 8 + r, false)?;
                         }
                     }
                     let reg = program.list(inst).0[m];
@@ -73,7 +74,7 @@ impl Cluster {
                     for (r, row) in matrix.iter().enumerate() {
                         let (cta, at) = self.row_address(warp, inst, m * 8 + r, offset)?;
                         if let Some(t) = &mut self.tracker {
-                            t.generic_write(warp, cta, at, 16, m * 8 + r, false)?;
+                            t.generic(Touch::Write, warp, [cta, at, 16], m * 8 + r, false)?;
                         }
                         let out = self.blocks[cta as usize].shared.get_mut(at, 16);
                         for (cell, v) in out.chunks_exact_mut(2).zip(row) {

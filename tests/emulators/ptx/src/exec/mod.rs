@@ -1,12 +1,14 @@
 //! The machine: one cluster of blocks, its warps, and what each instruction does.
 
 mod alu;
+mod atomic;
 mod barrier;
 mod bulk;
 mod cluster;
 mod collective;
 mod compare;
 mod convert;
+mod dispatch;
 mod ending;
 mod fragment;
 mod half;

@@ -1,18 +1,23 @@
 //! Tensor memory: allocation, loads and stores by warps, copies from shared memory. PTX ISA 9.7.16.1 to 9.7.16.8.
 //!
-//! Supported: alloc, dealloc, relinquish, ld, st, cp (not `4x256b`), the waits and fences, commit, and the products
-//! of [`tmma`](super::tmma). `shift` is refused.
+//! Supported: alloc, dealloc, relinquish, ld, st, cp (not `4x256b`), shift (as [`RowShift`] reads it), the waits and
+//! fences, commit, and the products of [`tmma`](super::tmma).
 
 use super::cluster::{Cluster, Step};
 use super::operand::Descriptor;
 use super::warp::{Wait, Warp, lanes};
 use super::{Exec, fault};
 use crate::fault::{Fault, FaultKind};
+use crate::hb::Touch;
+use crate::launch::RowShift;
 use crate::op::{CpShape, Inst, Program, Tcgen, TmemShape};
 
 /// Lanes and columns of one block's tensor memory.
 const LANES: usize = 128;
 pub(super) const COLUMNS: usize = 512;
+/// Lanes of one warp's part, and the columns of a 32-byte element.
+const PART: usize = 32;
+const ELEMENT: usize = 8;
 
 /// The 128 lanes by 512 columns of one block.
 #[derive(Debug, Default)]
@@ -61,6 +66,23 @@ impl TensorMemory {
         self.cells[lane * COLUMNS + column] = Some(value);
         Ok(())
     }
+
+    /// Moves an element of each row but one to the next row, or from it; one that nothing has written stays unwritten.
+    fn shift(&mut self, lane: usize, column: usize, way: RowShift) -> Exec<()> {
+        for c in column..column + ELEMENT {
+            self.check(c)?;
+        }
+        for i in 1..PART {
+            // In the order that reads each row before it is overwritten.
+            let (from, to) = match way {
+                RowShift::ToNext => (PART - 1 - i, PART - i),
+                RowShift::FromNext => (i, i - 1),
+            };
+            let at = |row: usize| (lane + row) * COLUMNS + column;
+            self.cells.copy_within(at(from)..at(from) + ELEMENT, at(to));
+        }
+        Ok(())
+    }
 }
 
 /// Registers that one repetition of a shape takes.
@@ -81,6 +103,11 @@ fn place(shape: TmemShape, l: usize, r: usize, split: usize) -> (usize, usize) {
         TmemShape::L16x256b => (l / 4 + 8 * (r / 2 % 2), r % 2 + 2 * (l % 4) + 8 * (r / 4)),
         TmemShape::L16x32bx2 => (l % 16, r + l / 16 * split),
     }
+}
+
+/// The blocks whose tensor memory an instruction of `cta_group::1`, or of a pair, touches.
+pub(super) fn group_blocks(warp: &Warp, pair: bool) -> Vec<u32> {
+    if pair { vec![warp.cta & !1, warp.cta | 1] } else { vec![warp.cta] }
 }
 
 impl Cluster {
@@ -114,7 +141,7 @@ impl Cluster {
                 format!("tcgen05 {op:?} by lanes {active:#x}"),
             ));
         }
-        if pair && self.blocks.len() < 2 {
+        if pair && (warp.cta | 1) as usize >= self.blocks.len() {
             return Err(misuse("cta_group::2 without a peer block in the cluster"));
         }
         match op {
@@ -135,8 +162,7 @@ impl Cluster {
             }
             Tcgen::Cp { shape } => {
                 for lane in lanes(active) {
-                    let ctas = if pair { vec![warp.cta & !1, warp.cta | 1] } else { vec![warp.cta] };
-                    for cta in ctas {
+                    for cta in group_blocks(warp, pair) {
                         self.tmem_copy(warp, inst, lane, shape, cta)?;
                     }
                 }
@@ -146,7 +172,11 @@ impl Cluster {
                     self.tensor_product(warp, program, inst, lane, a_tmem, kind, pair)?;
                 }
             }
-            Tcgen::Shift => return Err(fault(FaultKind::Unsupported, "tcgen05.shift")),
+            Tcgen::Shift => {
+                for lane in lanes(active) {
+                    self.tmem_shift(warp, inst, lane, pair)?;
+                }
+            }
         }
         Ok(Step::Next)
     }
@@ -174,7 +204,7 @@ impl Cluster {
         shared.get_mut(to, 4).copy_from_slice(&at.to_le_bytes());
         self.events += 1;
         if let Some(t) = &mut self.tracker {
-            t.generic_write(warp, cta, to, 4, 0, false)?;
+            t.generic(Touch::Write, warp, [cta, to, 4], 0, false)?;
         }
         Ok(Step::Next)
     }
@@ -256,7 +286,8 @@ impl Cluster {
             }
         }
         if let Some(t) = &mut self.tracker {
-            t.tmem_access(warp, quadrant as u32, column0 as u32, width as u32, load)?;
+            let touch = if load { Touch::Read } else { Touch::Write };
+            t.tmem_access(touch, warp, [quadrant, column0, width].map(|n| n as u32))?;
         }
         Ok(())
     }
@@ -316,7 +347,28 @@ impl Cluster {
         }
         if let Some(t) = &mut self.tracker {
             for quadrant in 0..4 {
-                t.tcgen_tmem(warp, &clocks, cta, [quadrant, column0 as u32, bytes / 4], false)?;
+                t.tcgen_tmem(Touch::Write, warp, &clocks, cta, [quadrant, column0 as u32, bytes / 4])?;
+            }
+        }
+        Ok(())
+    }
+    /// Rows of one warp's part moved by a row: `.31x256b`, PTX ISA 9.7.16.9.
+    fn tmem_shift(&mut self, warp: &mut Warp, inst: &Inst, lane: usize, pair: bool) -> Exec<()> {
+        let (row, column) = self.tmem_address(warp, inst, lane);
+        if row % PART != 0 {
+            let text = format!("tcgen05.shift at tensor memory lane {row}: no multiple of {PART}");
+            return Err(fault(FaultKind::Misaligned, text));
+        }
+        if row >= LANES {
+            return Err(misuse(format!("tcgen05.shift at lane {row} of {LANES}")));
+        }
+        let clocks = self.tracker.as_mut().map(|t| t.tcgen_issue(warp)).unwrap_or_default();
+        let part = [row / PART, column, ELEMENT].map(|n| n as u32);
+        for cta in group_blocks(warp, pair) {
+            self.blocks[cta as usize].tmem.shift(row, column, self.launch.options.row_shift)?;
+            if let Some(t) = &mut self.tracker {
+                t.tcgen_tmem(Touch::Read, warp, &clocks, cta, part)?;
+                t.tcgen_tmem(Touch::Write, warp, &clocks, cta, part)?;
             }
         }
         Ok(())

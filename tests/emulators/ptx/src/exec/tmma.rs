@@ -2,11 +2,12 @@
 
 use super::cluster::Cluster;
 use super::operand::{Descriptor, Layout, Operand, element, element_bytes};
-use super::tmem::COLUMNS;
+use super::tmem::{COLUMNS, group_blocks};
 use super::warp::Warp;
 use super::wgmma::multiply;
 use super::{Exec, fault};
 use crate::fault::FaultKind;
+use crate::hb::Touch;
 use crate::op::{Elem, Inst, MmaKind, Program};
 
 /// An instruction descriptor, decoded (table 45 of the ISA).
@@ -114,7 +115,7 @@ impl Cluster {
         let (_, column0) = self.tmem_address(warp, inst, lane);
         let a_bits = warp.get(inst.src[1], lane).wrapping_add(warp.get(list[2], lane));
         let k = 32 / element_bytes(shape.a) as usize;
-        let ctas = if pair { vec![warp.cta & !1, warp.cta | 1] } else { vec![warp.cta] };
+        let ctas = group_blocks(warp, pair);
         let clocks = self.tracker.as_mut().map(|t| t.tcgen_issue(warp)).unwrap_or_default();
         let check = self.launch.options.check_uninitialised;
         // Each block of a pair holds half of B's columns.
@@ -163,7 +164,8 @@ impl Cluster {
             if a_tmem && let Some(t) = &mut self.tracker {
                 let columns = (k as u32 * element_bytes(shape.a)) / 4;
                 for quadrant in 0..4 {
-                    t.tcgen_tmem(warp, &clocks, cta, [quadrant, a_bits as u32 & 0xffff, columns], true)?;
+                    let part = [quadrant, a_bits as u32 & 0xffff, columns];
+                    t.tcgen_tmem(Touch::Read, warp, &clocks, cta, part)?;
                 }
             }
             if shape.negate {
@@ -173,7 +175,8 @@ impl Cluster {
             if let Some(t) = &mut self.tracker {
                 let columns = if pair && shape.m == 128 { shape.n / 2 } else { shape.n } as u32;
                 for quadrant in 0..4 {
-                    t.tcgen_tmem(warp, &clocks, cta, [quadrant, column0 as u32, columns], false)?;
+                    let part = [quadrant, column0 as u32, columns];
+                    t.tcgen_tmem(Touch::Write, warp, &clocks, cta, part)?;
                 }
             }
         }

@@ -1,11 +1,12 @@
 //! What asynchronous copies move: tiles of tensors in and out, reductions on the way.
 
 use super::Exec;
+use super::atomic::combine;
 use super::bulk::Job;
 use super::cluster::Cluster;
-use super::ldst::combine;
 use super::tensor::TensorMap;
 use crate::ast::Ty;
+use crate::hb::Touch;
 use crate::memory::uninitialised;
 use crate::op::{AtomOp, Route};
 
@@ -57,7 +58,8 @@ impl Cluster {
                 if let Some((c, a)) = bar {
                     t.async_barrier(c, a)?;
                 }
-                t.write_cells(&job.clocks, (epoch.0, epoch.1, job.pc, job.lane), cta, at, job.bytes)?;
+                let me = (epoch.0, epoch.1, job.pc, job.lane);
+                t.touch(Touch::Write, &job.clocks, me, [cta, at, job.bytes])?;
             }
             let shared = &mut self.blocks[cta as usize].shared;
             match (job.bulk.reduce, swizzle) {
@@ -89,7 +91,8 @@ impl Cluster {
         let (cta, at) = job.source;
         if let Some(t) = &mut self.tracker {
             let track = t.bulk_track(job.cta, job.warp);
-            t.read_cells(&job.clocks, (track, job.group, job.pc, job.lane), cta, at, job.bytes)?;
+            let me = (track, job.group, job.pc, job.lane);
+            t.touch(Touch::Read, &job.clocks, me, [cta, at, job.bytes])?;
         }
         let shared = &self.blocks[cta as usize].shared;
         shared.check_written(at, job.bytes, "bulk copy from shared memory")?;

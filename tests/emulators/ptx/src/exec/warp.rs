@@ -3,6 +3,8 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::{Exec, fault};
+use crate::fault::FaultKind;
 use crate::op::{Program, Reg};
 
 /// One register of 32 lanes.
@@ -54,6 +56,8 @@ pub(crate) struct Warp {
     pub(crate) carry: u32,
     /// Lanes that exist and have not exited.
     pub(crate) live: u32,
+    /// Lanes that have waited for the grids before this one, or need not.
+    pub(crate) after_grids: u32,
     pub(crate) groups: Vec<Group>,
     /// `.local` memory, lane after lane.
     pub(crate) local: Vec<u8>,
@@ -93,6 +97,19 @@ pub(crate) struct Asynchrony {
 }
 
 impl Warp {
+    /// Whether a lane may touch global memory, which the grids before may still write and read.
+    ///
+    /// PTX ISA, `griddepcontrol`.
+    pub(crate) fn is_after_grids(&self, lane: usize, what: &str) -> Exec<()> {
+        if self.after_grids >> lane & 1 != 0 {
+            return Ok(());
+        }
+        let text = format!(
+            "{what} before griddepcontrol.wait, in a grid launched to start before those before it end"
+        );
+        Err(fault(FaultKind::MissingGridWait, text))
+    }
+
     /// A warp at its first instruction, constants in place, everything else poisoned.
     pub(crate) fn new(program: &Arc<Program>, cta: u32, index: u32, lanes: u32) -> Self {
         let mut warp = Self {

@@ -12,7 +12,7 @@ use super::warp::{Row, Wait, Warp};
 use super::{Exec, fault, fragment};
 use crate::fault::FaultKind;
 use crate::fp;
-use crate::hb::{Clocks, Tracker};
+use crate::hb::{Clocks, Touch, Tracker};
 use crate::op::{Code, Elem, Inst, Program, Reg, Wgmma};
 
 /// What the four warps of a warpgroup must agree on.
@@ -306,7 +306,7 @@ fn track_operand(
     if t.read_before(&q.clocks, me, warp.cta, &cached.seen) {
         return Ok(());
     }
-    operand.chunks(|at, _, _| t.read_cells(&q.clocks, (me.0, me.1, q.pc, 0), warp.cta, at, 16))?;
+    operand.chunks(|at, _, _| t.touch(Touch::Read, &q.clocks, (me.0, me.1, q.pc, 0), [warp.cta, at, 16]))?;
     let mut chunks = Vec::new();
     operand.chunks(|at, _, _| {
         chunks.push(at);

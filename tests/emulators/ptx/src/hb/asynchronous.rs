@@ -1,17 +1,14 @@
 //! Accesses of operations that complete later: copies, `tcgen05`, and the tensor memory that they share with warps.
 
-use super::{Access, Clocks, Exec, SeenReads, Tracker};
+use super::{Access, Clocks, Exec, SeenReads, Touch, Tracker};
 use crate::exec::Warp;
 
 impl Tracker {
     /// A `cp.async` by a warp, complete when its group is waited for.
     pub(crate) fn copy_write(&mut self, warp: &Warp, cta: u32, at: u32, n: u32, lane: usize) -> Exec<()> {
         let id = self.id(warp);
-        let clocks = std::mem::take(&mut self.clocks[id as usize]);
         let me = (self.copy_track(id), warp.asynchrony.copy_committed + 1, warp.current_pc, lane);
-        let result = self.write_cells(&clocks, me, cta, at, n);
-        self.clocks[id as usize] = clocks;
-        result
+        self.at_the_time_of(id, |t, clocks| t.touch(Touch::Write, clocks, me, [cta, at, n]))
     }
 
     /// A `tcgen05` operation is issued: its clocks, ordered after the warp's earlier ones.
@@ -45,42 +42,30 @@ impl Tracker {
     /// A `tcgen05` operation reads 16 bytes of shared memory.
     pub(crate) fn tcgen_read_shared(&mut self, warp: &Warp, clocks: &Clocks, cta: u32, at: u32) -> Exec<()> {
         let me = (self.tcgen_track(warp), warp.asynchrony.tcgen_issued, warp.current_pc, 0);
-        self.read_cells(clocks, me, cta, at, 16)
+        self.touch(Touch::Read, clocks, me, [cta, at, 16])
+    }
+
+    /// Tensor memory as the cells behind those of all blocks' shared memory: of `columns` columns in a quadrant of lanes.
+    fn tmem_cells(&self, cta: u32, [quadrant, column, columns]: [u32; 3]) -> [u32; 3] {
+        [self.blocks + cta, (quadrant * 512 + column) * 4, columns * 4]
     }
 
     /// A `tcgen05` operation reads or writes tensor memory: quadrant of lanes, first column, columns.
     pub(crate) fn tcgen_tmem(
         &mut self,
+        touch: Touch,
         warp: &Warp,
         clocks: &Clocks,
         cta: u32,
-        [quadrant, column, columns]: [u32; 3],
-        read: bool,
+        part: [u32; 3],
     ) -> Exec<()> {
         let me = (self.tcgen_track(warp), warp.asynchrony.tcgen_issued, warp.current_pc, 0);
-        let (cta, at) = (self.blocks + cta, (quadrant * 512 + column) * 4);
-        if read {
-            self.read_cells(clocks, me, cta, at, columns * 4)
-        } else {
-            self.write_cells(clocks, me, cta, at, columns * 4)
-        }
+        self.touch(touch, clocks, me, self.tmem_cells(cta, part))
     }
 
-    /// `tcgen05.ld` or `.st` by a warp.
-    pub(crate) fn tmem_access(
-        &mut self,
-        warp: &Warp,
-        quadrant: u32,
-        column: u32,
-        columns: u32,
-        load: bool,
-    ) -> Exec<()> {
-        let (cta, at) = (self.blocks + warp.cta, (quadrant * 512 + column) * 4);
-        if load {
-            self.generic_read(warp, cta, at, columns * 4, 0, false)
-        } else {
-            self.generic_write(warp, cta, at, columns * 4, 0, false)
-        }
+    /// `tcgen05.ld` or `.st` by a warp, of the same part.
+    pub(crate) fn tmem_access(&mut self, touch: Touch, warp: &Warp, part: [u32; 3]) -> Exec<()> {
+        self.generic(touch, warp, self.tmem_cells(warp.cta, part), 0, false)
     }
 
     /// Whether `me`, a track and epoch, has recorded its reads of these bytes and all their writes are ordered before

@@ -11,7 +11,7 @@ pub(crate) const HEADER: &str = ".version 8.6\n.target sm_90a\n.address_size 64\
 
 /// A launch of one block.
 pub(crate) fn block(threads: u32, dynamic_shared: u32) -> LaunchConfig {
-    LaunchConfig { grid: [1; 3], block: [threads, 1, 1], cluster: [1; 3], dynamic_shared }
+    LaunchConfig { grid: [1; 3], block: [threads, 1, 1], cluster: [1; 3], dynamic_shared, dependent: false }
 }
 
 /// Uploads words.

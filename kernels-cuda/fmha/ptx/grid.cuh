@@ -1,0 +1,17 @@
+// Programmatic dependent launch: grids of one stream that overlap at their ends.
+// PTX ISA, Parallel Synchronization and Communication Instructions: griddepcontrol
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-griddepcontrol
+#pragma once
+#include <fmha/portable.h>
+
+namespace fmha::ptx {
+
+// needs: sm_90. Once every CTA has said so or ended, the next grid of the stream may start, if it was launched to.
+// PTX ISA: griddepcontrol.launch_dependents.
+FMHA_DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// needs: sm_90. Until the grids before have ended and their memory is seen; no wait where none was to be overlapped.
+// PTX ISA: griddepcontrol.wait.
+FMHA_DEVICE void wait_for_grids_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+}  // namespace fmha::ptx
