@@ -342,7 +342,11 @@ fn halves_of_a_word_have_races_of_their_own() {
     let (low, high) = ("ld.shared.b16 %h, [%s]", "ld.shared.b16 %h, [%s+2]");
     let (low_st, high_st) = ("st.shared.b16 [%s], %h", "st.shared.b16 [%s+2], %h");
     for (first, second) in [(low, high), (low, high_st), (low_st, high_st), (low_st, high)] {
-        assert_eq!(kind(&body(first, second, ""), 64, &checked()), Some(FaultKind::Race), "{first}; {second}");
+        assert_eq!(
+            kind(&body(first, second, ""), 64, &checked()),
+            Some(FaultKind::Race),
+            "{first}; {second}"
+        );
         assert_eq!(kind(&body(first, second, "bar.sync 0;"), 64, &checked()), None, "{first}; {second}");
     }
     for high in [high, high_st] {
