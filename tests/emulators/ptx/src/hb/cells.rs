@@ -177,7 +177,8 @@ impl Tracker {
             let cell = &self.cells[cta as usize][index];
             // Whoever is ordered behind the new read is behind the old one too, but for the bytes that the new one left out.
             let replaces = |old: &Access| {
-                old.is_beside(access)
+                !old.is_some()
+                    || old.is_beside(access)
                     || old.bytes() & !bytes == 0 && (old.track() == track || self.ordered(*old, &clocks.v))
             };
             let slot = cell.reads.iter().position(replaces);
@@ -211,6 +212,11 @@ impl Tracker {
             let cell = &mut self.cells[cta as usize][index];
             let write = Access::new(track, epoch, pc, lane, bytes);
             cell.write = if write.is_beside(cell.write) { write.and_bytes_of(cell.write) } else { write };
+            if bytes == 15 {
+                cell.reads = [Access::default(); 3];
+                cell.more.clear();
+                continue;
+            }
             // What was read of other bytes may still race with a write to those.
             let is_left = |read: &Access| read.bytes() & !bytes != 0;
             cell.reads.iter_mut().filter(|read| !is_left(read)).for_each(|read| *read = Access::default());
