@@ -118,12 +118,16 @@ struct Consumer {
       mma::start_product_abt<sign>(s, smem.q[q_slot.index], index * mma::kRows, smem.k[k_slot.index]);
     }
   }
+  // O is rescaled here, and not after the softmax, because the next scores' product then runs above it.
+  // With `fresh` O is what this product makes of nothing.
+  template <bool fresh = false>
   FMHA_DEVICE void start_output() {
+    if constexpr (!fresh) rescale();
     ptx::mbarrier_wait_parity(smem.v_full[v_slot.index], v_slot.phase);
     if constexpr (Shared::v_columns) {
-      mma::start_register_product_abt<1, true>(o, probs, smem.v[v_slot.index]);
+      mma::start_register_product_abt<1, !fresh>(o, probs, smem.v[v_slot.index]);
     } else {
-      mma::start_product_ab(o, probs, smem.v[v_slot.index]);
+      mma::start_product_ab<!fresh>(o, probs, smem.v[v_slot.index]);
     }
   }
   FMHA_DEVICE void finish_scores() {
@@ -219,15 +223,23 @@ struct Consumer {
   FMHA_DEVICE void exponentiate_first(Scores<n>& s, const Work& work) {
     const int32_t block = block_at(work, 0);
     exponentiate<false>(s, work, block, block < 0 || is_edge(block));
+    softmax.correction[0] = softmax.correction[1] = 1.f;  // O is 0
   }
 
+  // O to the maxima that the last softmax found, a row of the thread's two at a time: a row's maximum grows
+  // in one of many blocks only, and a vote of 8 rows passes more often than one of 16.
   FMHA_DEVICE void rescale() {
-    if (!softmax.corrects()) return;
     if constexpr (tile.f16_output) {
-      o.scale(softmax.correction);
+      if (softmax.corrects(0) || softmax.corrects(1)) o.scale(softmax.correction);
     } else {
 #pragma unroll
-      for (int e = 0; e < o.num_elems; ++e) o[e] *= softmax.correction[o.row(e)];
+      for (int r = 0; r < 2; ++r) {
+        if (!softmax.corrects(r)) continue;
+#pragma unroll
+        for (int e = 0; e < o.num_elems; ++e) {
+          if (o.row(e) == r) o[e] *= softmax.correction[r];
+        }
+      }
     }
   }
 
@@ -274,7 +286,6 @@ struct Consumer {
     exponentiate<by_bits>(s, work(), block, edge);
     finish_output();
     probs.template from<spec.dtype_v>(s, zero());
-    rescale();
   }
 
   // Of the whole warpgroup, whose warps must come to the same products.
@@ -282,9 +293,9 @@ struct Consumer {
     return ptx::bar_red_and<mma::kWarpgroup>(kFirstVote + index, softmax.bits_serve(scale_log2));
   }
 
-  FMHA_DEVICE void other_blocks() {
+  // From block `i` of the tile.
+  FMHA_DEVICE void other_blocks(int32_t i) {
     const int32_t num_blocks = work().num_blocks;
-    int32_t i = 1;
     if constexpr (has_lo) {
 #pragma unroll 1
       for (; i < num_blocks; ++i) {
@@ -332,13 +343,30 @@ struct Consumer {
     probs.template from<spec.dtype_v>(s, zero());
   }
 
+  // A tile's second block. Its scores' product runs above `end_last`, which stores the tile before.
+  template <class EndLast>
+  FMHA_DEVICE void second_block(const Work& work, EndLast end_last) {
+    ScoreSums<tile.block_n> sums;
+    start_scores(sums);
+    pass_turn();
+    end_last();
+    start_output<true>();
+    finish_scores();
+    auto&& s = mma::in_f32(sums);
+    const int32_t block = block_at(work, 1);
+    exponentiate<false>(s, work, block, (has_hi || has_lo) && is_edge(block));
+    finish_output();
+    probs.template from<spec.dtype_v>(s, zero());
+  }
+
   FMHA_DEVICE void run() {
     if (index == consumers - 1) pass_turn();
     wait_work();
     if (work().num_blocks == 0) return;
     first_block();
+    int32_t num_done = 1;
     while (true) {
-      other_blocks();
+      other_blocks(num_done);
       if constexpr (!tile.q_in_registers) release_q();
       const Work& done = work();
       const int32_t done_row = rows.row;
@@ -346,25 +374,32 @@ struct Consumer {
       next_slot.advance();
       const Work& next = smem.work[next_slot.index];
       ptx::mbarrier_wait_parity(smem.work_full[next_slot.index], next_slot.phase);
-      const bool more = ptx::uniform(next.num_blocks) > 0;
+      const int32_t num_next = ptx::uniform(next.num_blocks);
       RowStats stats[2];
-      if (tile.lookahead && more) {
+      auto end_tile = [&] {
+        auto&& sums = mma::in_f32(o);
+        epilogue<spec, tile>(p, done, done_row, stats, scale_log2, sums);
+        release_work();
+      };
+      num_done = 1;
+      if (tile.lookahead && num_next > 0) {
         cross_to(next, stats);
-      } else {
-        start_output();
-        finish_output();
-        stats[0] = softmax.rows[0];
-        stats[1] = softmax.rows[1];
+        if (num_next > 1) {
+          second_block(next, end_tile);
+          num_done = 2;
+        } else {
+          end_tile();
+          o.clear();
+        }
+        continue;
       }
-      auto&& sums = mma::in_f32(o);
-      epilogue<spec, tile>(p, done, done_row, stats, scale_log2, sums);
-      release_work();
-      if (!more) return;
-      if constexpr (tile.lookahead) {
-        o.clear();
-      } else {
-        first_block();
-      }
+      start_output();
+      finish_output();
+      stats[0] = softmax.rows[0];
+      stats[1] = softmax.rows[1];
+      end_tile();
+      if (num_next == 0) return;
+      first_block();
     }
   }
 };
