@@ -249,28 +249,30 @@ struct Consumer {
     return ptx::uniform(last_query + work.hi < work.last_block * tile.block_n + half_n);
   }
 
-  // The first block of a tile, nothing of another under way.
-  FMHA_DEVICE void first_block() {
-    const Work& w = work();
-    rows = rows_of(w);
-    o.clear();
+  // The first block of a tile, no product of another under way. Its scores' product runs above `end_last`,
+  // which stores the tile before.
+  template <class EndLast>
+  FMHA_DEVICE void first_block(const Work& work, EndLast end_last) {
+    rows = rows_of(work);
     softmax.reset();
     take_q();
-    if (sees_half(w)) {
-      first_scores<half_n>(w);
+    if (sees_half(work)) {
+      first_scores<half_n>(work, end_last);
     } else {
-      first_scores<tile.block_n>(w);
+      first_scores<tile.block_n>(work, end_last);
     }
   }
-  template <int n>
-  FMHA_DEVICE void first_scores(const Work& w) {
+  template <int n, class EndLast>
+  FMHA_DEVICE void first_scores(const Work& work, EndLast end_last) {
     ScoreSums<n> sums;
     start_scores(sums);
     pass_turn();
+    end_last();
+    o.clear();
     ptx::wgmma_wait_group<0>();
     release_k();
     auto&& s = mma::in_f32(sums);
-    exponentiate_first(s, w);
+    exponentiate_first(s, work);
     probs.template from<spec.dtype_v>(s, zero());
   }
 
@@ -363,7 +365,7 @@ struct Consumer {
     if (index == consumers - 1) pass_turn();
     wait_work();
     if (work().num_blocks == 0) return;
-    first_block();
+    first_block(work(), [] {});
     int32_t num_done = 1;
     while (true) {
       other_blocks(num_done);
@@ -381,8 +383,22 @@ struct Consumer {
         epilogue<spec, tile>(p, done, done_row, stats, scale_log2, sums);
         release_work();
       };
+      auto last_output = [&] {
+        start_output();
+        finish_output();
+        stats[0] = softmax.rows[0];
+        stats[1] = softmax.rows[1];
+      };
+      if (num_next == 0) {
+        last_output();
+        end_tile();
+        return;
+      }
       num_done = 1;
-      if (tile.lookahead && num_next > 0) {
+      if constexpr (!tile.lookahead) {
+        last_output();
+        first_block(next, end_tile);
+      } else {
         cross_to(next, stats);
         if (num_next > 1) {
           second_block(next, end_tile);
@@ -391,15 +407,7 @@ struct Consumer {
           end_tile();
           o.clear();
         }
-        continue;
       }
-      start_output();
-      finish_output();
-      stats[0] = softmax.rows[0];
-      stats[1] = softmax.rows[1];
-      end_tile();
-      if (num_next == 0) return;
-      first_block();
     }
   }
 };

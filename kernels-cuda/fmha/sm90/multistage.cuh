@@ -56,7 +56,7 @@ struct Multistage {
   FMHA_DEVICE void run_tile() {
     fill();
     clean();
-    consumer.first_block();
+    consumer.first_block(work(), [] {});
     refill(0);
     const int32_t num_blocks = work().num_blocks;
 #pragma unroll 1
