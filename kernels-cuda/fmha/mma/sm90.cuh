@@ -72,16 +72,15 @@ FMHA_DEVICE void start_product_abt(D& d, const TileA& a, int row, const TileB& b
   ptx::wgmma_commit_group();
 }
 
-// d = A B (+ d): A in registers, B read across its rows. Starts, does not wait.
-template <bool accumulate, class D, class TileB>
+// d += A B: A in registers, B read across its rows. Starts, does not wait.
+template <class D, class TileB>
 FMHA_DEVICE void start_product_ab(D& d, const RegisterTile<TileB::rows>& a, const TileB& b) {
   const Descriptor b0 = descriptor<TileB::span_bytes>(b.offset(), TileB::chunk_bytes);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < TileB::rows / kDepth; ++step) {
     ptx::wgmma_mma_async_rs<1, 1>(d.elems, a.elems[step],
-                                  b0.plus_bytes(step * kDepth * TileB::span_bytes).bits(),
-                                  accumulate || step != 0);
+                                  b0.plus_bytes(step * kDepth * TileB::span_bytes).bits(), true);
   }
   ptx::wgmma_commit_group();
 }

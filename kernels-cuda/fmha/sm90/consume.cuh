@@ -118,16 +118,14 @@ struct Consumer {
       mma::start_product_abt<sign>(s, smem.q[q_slot.index], index * mma::kRows, smem.k[k_slot.index]);
     }
   }
-  // O is rescaled here, and not after the softmax, because the next scores' product then runs above it.
-  // With `fresh` O is what this product makes of nothing.
-  template <bool fresh = false>
+  // O is rescaled here, and not with the softmax before, so that it runs under the next scores' product.
   FMHA_DEVICE void start_output() {
-    if constexpr (!fresh) rescale();
+    rescale();
     ptx::mbarrier_wait_parity(smem.v_full[v_slot.index], v_slot.phase);
     if constexpr (Shared::v_columns) {
-      mma::start_register_product_abt<1, !fresh>(o, probs, smem.v[v_slot.index]);
+      mma::start_register_product_abt<1, true>(o, probs, smem.v[v_slot.index]);
     } else {
-      mma::start_product_ab<!fresh>(o, probs, smem.v[v_slot.index]);
+      mma::start_product_ab(o, probs, smem.v[v_slot.index]);
     }
   }
   FMHA_DEVICE void finish_scores() {
@@ -223,11 +221,11 @@ struct Consumer {
   FMHA_DEVICE void exponentiate_first(Scores<n>& s, const Work& work) {
     const int32_t block = block_at(work, 0);
     exponentiate<false>(s, work, block, block < 0 || is_edge(block));
-    softmax.correction[0] = softmax.correction[1] = 1.f;  // O is 0
+    softmax.correction[0] = softmax.correction[1] = 1.f;  // of an O that is still 0
   }
 
-  // O to the maxima that the last softmax found, a row of the thread's two at a time: a row's maximum grows
-  // in one of many blocks only, and a vote of 8 rows passes more often than one of 16.
+  // O to the maxima that the last softmax found, one of the thread's two rows at a time: eight rows have
+  // kept theirs more often than sixteen.
   FMHA_DEVICE void rescale() {
     if constexpr (tile.f16_output) {
       if (softmax.corrects(0) || softmax.corrects(1)) o.scale(softmax.correction);
@@ -249,30 +247,28 @@ struct Consumer {
     return ptx::uniform(last_query + work.hi < work.last_block * tile.block_n + half_n);
   }
 
-  // The first block of a tile, no product of another under way. Its scores' product runs above `end_last`,
-  // which stores the tile before.
-  template <class EndLast>
-  FMHA_DEVICE void first_block(const Work& work, EndLast end_last) {
-    rows = rows_of(work);
+  // The first block of a tile, nothing of another under way.
+  FMHA_DEVICE void first_block() {
+    const Work& w = work();
+    rows = rows_of(w);
+    o.clear();
     softmax.reset();
     take_q();
-    if (sees_half(work)) {
-      first_scores<half_n>(work, end_last);
+    if (sees_half(w)) {
+      first_scores<half_n>(w);
     } else {
-      first_scores<tile.block_n>(work, end_last);
+      first_scores<tile.block_n>(w);
     }
   }
-  template <int n, class EndLast>
-  FMHA_DEVICE void first_scores(const Work& work, EndLast end_last) {
+  template <int n>
+  FMHA_DEVICE void first_scores(const Work& w) {
     ScoreSums<n> sums;
     start_scores(sums);
     pass_turn();
-    end_last();
-    o.clear();
     ptx::wgmma_wait_group<0>();
     release_k();
     auto&& s = mma::in_f32(sums);
-    exponentiate_first(s, work);
+    exponentiate_first(s, w);
     probs.template from<spec.dtype_v>(s, zero());
   }
 
@@ -295,9 +291,9 @@ struct Consumer {
     return ptx::bar_red_and<mma::kWarpgroup>(kFirstVote + index, softmax.bits_serve(scale_log2));
   }
 
-  // From block `i` of the tile.
-  FMHA_DEVICE void other_blocks(int32_t i) {
+  FMHA_DEVICE void other_blocks() {
     const int32_t num_blocks = work().num_blocks;
+    int32_t i = 1;
     if constexpr (has_lo) {
 #pragma unroll 1
       for (; i < num_blocks; ++i) {
@@ -345,30 +341,13 @@ struct Consumer {
     probs.template from<spec.dtype_v>(s, zero());
   }
 
-  // A tile's second block. Its scores' product runs above `end_last`, which stores the tile before.
-  template <class EndLast>
-  FMHA_DEVICE void second_block(const Work& work, EndLast end_last) {
-    ScoreSums<tile.block_n> sums;
-    start_scores(sums);
-    pass_turn();
-    end_last();
-    start_output<true>();
-    finish_scores();
-    auto&& s = mma::in_f32(sums);
-    const int32_t block = block_at(work, 1);
-    exponentiate<false>(s, work, block, (has_hi || has_lo) && is_edge(block));
-    finish_output();
-    probs.template from<spec.dtype_v>(s, zero());
-  }
-
   FMHA_DEVICE void run() {
     if (index == consumers - 1) pass_turn();
     wait_work();
     if (work().num_blocks == 0) return;
-    first_block(work(), [] {});
-    int32_t num_done = 1;
+    first_block();
     while (true) {
-      other_blocks(num_done);
+      other_blocks();
       if constexpr (!tile.q_in_registers) release_q();
       const Work& done = work();
       const int32_t done_row = rows.row;
@@ -376,37 +355,24 @@ struct Consumer {
       next_slot.advance();
       const Work& next = smem.work[next_slot.index];
       ptx::mbarrier_wait_parity(smem.work_full[next_slot.index], next_slot.phase);
-      const int32_t num_next = ptx::uniform(next.num_blocks);
+      const bool more = ptx::uniform(next.num_blocks) > 0;
       RowStats stats[2];
-      auto end_tile = [&] {
-        auto&& sums = mma::in_f32(o);
-        epilogue<spec, tile>(p, done, done_row, stats, scale_log2, sums);
-        release_work();
-      };
-      auto last_output = [&] {
+      if (tile.lookahead && more) {
+        cross_to(next, stats);
+      } else {
         start_output();
         finish_output();
         stats[0] = softmax.rows[0];
         stats[1] = softmax.rows[1];
-      };
-      if (num_next == 0) {
-        last_output();
-        end_tile();
-        return;
       }
-      num_done = 1;
-      if constexpr (!tile.lookahead) {
-        last_output();
-        first_block(next, end_tile);
+      auto&& sums = mma::in_f32(o);
+      epilogue<spec, tile>(p, done, done_row, stats, scale_log2, sums);
+      release_work();
+      if (!more) return;
+      if constexpr (tile.lookahead) {
+        o.clear();
       } else {
-        cross_to(next, stats);
-        if (num_next > 1) {
-          second_block(next, end_tile);
-          num_done = 2;
-        } else {
-          end_tile();
-          o.clear();
-        }
+        first_block();
       }
     }
   }

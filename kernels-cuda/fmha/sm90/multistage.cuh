@@ -56,7 +56,7 @@ struct Multistage {
   FMHA_DEVICE void run_tile() {
     fill();
     clean();
-    consumer.first_block(work(), [] {});
+    consumer.first_block();
     refill(0);
     const int32_t num_blocks = work().num_blocks;
 #pragma unroll 1

@@ -120,6 +120,7 @@ struct Softmax {
     }
   }
 
+  // Whether any of the warp's upper (r = 0) or lower rows has another maximum since.
   FMHA_DEVICE bool corrects(int r) const { return __any_sync(ptx::kAllLanes, correction[r] != 1.f); }
 };
 
