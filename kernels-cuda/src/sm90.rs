@@ -62,8 +62,11 @@ abi_spec! {
         /// A warpgroup loads and the others consume. Else every warpgroup consumes, and one thread also
         /// refills shared memory, `stages` blocks ahead.
         pub warp_specialised: bool,
-        /// CTAs that share the loads of K and V: 1, or 2 with neighbouring query blocks of one head.
+        /// CTAs that share the loads of K and V: 1 or 2.
         pub cluster: i32,
+        /// A cluster's CTAs have the same query rows of neighbouring heads of a kv head's group; else
+        /// neighbouring query rows of one head.
+        pub cluster_heads: bool,
         /// Q is held in registers through a tile, not read from shared memory by each product.
         pub q_in_registers: bool,
         /// `Q K` is summed in f16. Inputs of f16 only.
@@ -81,9 +84,10 @@ abi_struct! {
     pub struct Sm90Schedule {
         /// `num_heads * num_m_blocks`.
         pub num_tiles: i32,
-        /// Row blocks of the longest sequence; with clusters, pairs of them.
+        /// Row blocks of the longest sequence; pairs of them where a cluster has two.
         pub num_m_blocks: i32,
-        /// Sequences times heads: query heads, or kv heads when they are packed.
+        /// Sequences times heads: query heads (pairs of them where a cluster has two), or kv heads when they are
+        /// packed.
         pub num_heads: i32,
         /// Of these, how many share the L2 at a time.
         pub heads_per_section: i32,
@@ -117,8 +121,8 @@ impl Sm90Tile {
         let q_buffers = if self.lookahead { 2 } else { 1 };
         let q = q_buffers * tile_bytes(self.block_m, qk);
         let kv = self.stages * (tile_bytes(self.block_n, qk) + tile_bytes(self.block_n, v));
-        let barriers = 8 * (2 * q_buffers + 5 * self.stages + 6);
-        let work = 3 * 17 * 4;
+        let barriers = 8 * (2 * q_buffers + 5 * self.stages + 8);
+        let work = (3 * 17 + 1) * 4;
         (q + kv + barriers + work + 1023) / 1024 * 1024
     }
 
@@ -128,14 +132,18 @@ impl Sm90Tile {
         let dims = problem.dims;
         let ratio = if self.pack_gqa { i64::from(problem.gqa_ratio()) } else { 1 };
         let rows = i64::from(dims.seqlen_q) * ratio;
-        let block_m = i64::from(self.block_m) * i64::from(self.cluster);
+        let (cluster_heads, cluster_rows) =
+            if self.cluster_heads { (self.cluster, 1) } else { (1, self.cluster) };
+        let block_m = i64::from(self.block_m) * i64::from(cluster_rows);
         let num_m_blocks = rows.div_euclid(block_m) + i64::from(rows.rem_euclid(block_m) != 0);
-        let num_heads = i64::from(dims.batch) * i64::from(dims.num_heads_q) / ratio;
+        let num_heads =
+            i64::from(dims.batch) * i64::from(dims.num_heads_q) / ratio / i64::from(cluster_heads);
         let kv_bytes = i64::from(dims.seqlen_k)
             * i64::from(dims.head_dim_qk + dims.head_dim_v)
             * problem.dtype_qk.size_bytes() as i64;
         // Adjacent query heads of one kv head share its K and V.
-        let sharing = if self.pack_gqa { 1 } else { i64::from(problem.gqa_ratio()) };
+        let sharing =
+            if self.pack_gqa { 1 } else { i64::from(problem.gqa_ratio()) / i64::from(cluster_heads) };
         // Unmasked, tiles are alike: the row blocks of a head run together and share its K and V.
         let masked = problem.mask.kind() != MaskKind::Full;
         let section_bytes = if masked { SECTION_BYTES } else { 0 };
@@ -388,6 +396,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         copy_bytes: 0,
         warp_specialised: true,
         cluster: 1,
+        cluster_heads: false,
         q_in_registers: false,
         f16_scores: false,
         f16_output: false,
