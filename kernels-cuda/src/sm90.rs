@@ -122,7 +122,7 @@ impl Sm90Tile {
         let q = q_buffers * tile_bytes(self.block_m, qk);
         let kv = self.stages * (tile_bytes(self.block_n, qk) + tile_bytes(self.block_n, v));
         let barriers = 8 * (2 * q_buffers + 5 * self.stages + 8);
-        let work = (3 * 17 + 1) * 4;
+        let work = (3 * 18 + 1) * 4;
         (q + kv + barriers + work + 1023) / 1024 * 1024
     }
 

@@ -64,6 +64,7 @@ struct Work {
   int32_t last_block;   // blocks go down from this one,
   int32_t num_band_blocks;    // this many,
   int32_t last_sink_block;    // then down from this one
+  int32_t num_hidden;   // of the blocks, from the first, so many only the cluster's other CTA sees
   int32_t first_dirty;  // rows of the first V block from here on are to be zeroed; block_n: none
 };
 

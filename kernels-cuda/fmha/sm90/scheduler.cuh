@@ -17,6 +17,12 @@ FMHA_DEVICE int32_t block_at(const Work& work, int32_t i) {
   return i < work.num_band_blocks ? work.last_block - i : work.last_sink_block - (i - work.num_band_blocks);
 }
 
+// Whether a block can be hidden from one CTA of a cluster and not from the other.
+template <FwdSpec spec, Sm90Tile tile>
+FMHA_DEVICE constexpr bool can_hide_blocks() {
+  return tile.cluster > 1 && !tile.cluster_heads && spec.mask != MaskKind::Full && !spec.sink_columns;
+}
+
 // Tile `index` of the order, resolved; num_blocks 0 if its sequence has no such rows.
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE Work resolve_tile(const FwdParams& p, const Sm90Schedule& schedule, int32_t index) {
@@ -67,6 +73,13 @@ FMHA_DEVICE Work resolve_tile(const FwdParams& p, const Sm90Schedule& schedule, 
   if (work.num_blocks == 0) {  // no key at all: one block outside the tensor, zeros that are hidden
     work.num_blocks = work.num_band_blocks = 1;
     work.last_block = -1;
+  }
+
+  work.num_hidden = 0;
+  if constexpr (can_hide_blocks<spec, tile>()) {
+    const int32_t own_last = query_of<tile>(p, work.first_row + tile.block_m - 1);
+    const int32_t own_blocks = max(own_last + band.hi + tile.block_n, 0) / tile.block_n;
+    work.num_hidden = clamp(work.last_block + 1 - own_blocks, 0, work.num_blocks - 1);
   }
 
   // Keys that no query of the sequence sees. Beyond the tensor, in block -1 too, the copy engine has put
