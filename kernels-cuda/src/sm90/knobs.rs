@@ -127,10 +127,14 @@ impl Sm90Tile {
                 return refuse("cluster_heads=1 with cluster=1: there is one head".to_owned());
             }
             if self.pack_gqa {
-                return refuse("cluster_heads=1 with pack_gqa=1: a group's heads are rows of one CTA".to_owned());
+                return refuse(
+                    "cluster_heads=1 with pack_gqa=1: a group's heads are rows of one CTA".to_owned(),
+                );
             }
             if !gqa_ratio.is_multiple_of(2) {
-                return refuse(format!("cluster_heads=1: a kv head has {gqa_ratio} query heads, no even number"));
+                return refuse(format!(
+                    "cluster_heads=1: a kv head has {gqa_ratio} query heads, no even number"
+                ));
             }
         }
         if self.copy_bytes > 0 && self.num_consumers() > 2 {
