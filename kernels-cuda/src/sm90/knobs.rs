@@ -114,13 +114,11 @@ impl Sm90Tile {
                 }
             }
         }
-        if self.cluster > 1 {
-            if self.copy_bytes > 0 {
-                return refuse(format!(
-                    "copy_bytes={} with cluster=2: only the copy engine writes to two CTAs",
-                    self.copy_bytes
-                ));
-            }
+        if self.cluster > 1 && self.copy_bytes > 0 {
+            return refuse(format!(
+                "copy_bytes={} with cluster=2: only the copy engine writes to two CTAs",
+                self.copy_bytes
+            ));
         }
         if self.cluster_heads {
             if self.cluster == 1 {
