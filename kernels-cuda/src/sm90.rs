@@ -323,11 +323,13 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         _ => {}
     }
     // Without and with: full D 64 415 and 415 at 512, 592 and 598 at 8k; causal D 64 352 and 344 at 1k, 448 and 452
-    // at 2k, 563 and 570 at 8k; D 128 696 and 695 at 4k, 732 and 734 at 8k, 704 and 710 at 16k.
+    // at 2k, 563 and 570 at 8k; D 128 full 718 and 709 at 2k, with clusters 737 and 748 at 4k, 755 and 764 at 8k, causal 682 and 694 at
+    // 4k; at 8k D 96 680 and 685, causal 664 and 676, 192/128 807 and 811, causal 785 and 791.
     tile.integer_max &= match (padded_dim(spec.head_dim_qk), spec.mask) {
         (64, MaskKind::Full) => true,
         (64, _) => dims.seqlen_k >= 2048,
-        _ => spec.mask == MaskKind::Upper && dims.seqlen_k >= 4096,
+        (128, MaskKind::Full) => dims.seqlen_k >= 3072,
+        _ => dims.seqlen_k >= 4096,
     };
     let rows = if tile.pack_gqa { seqlen_q * i64::from(ratio) } else { seqlen_q };
     if rows <= 64 && (!tile.pack_gqa || 64 % ratio == 0) {
@@ -432,7 +434,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         lazy_rescale_log2: 8,
         wait_anchor: if modified { 0 } else { wait_anchor },
         exp2_polynomial_every: 0,
-        integer_max: spec.mask != MaskKind::Band && !modified && qk.max(v) <= 128,
+        integer_max: spec.mask != MaskKind::Band && !modified && v <= 128,
         pack_gqa: false,
         vector_store: spec.dtype_o != DType::F32,
         copy_bytes: 0,
