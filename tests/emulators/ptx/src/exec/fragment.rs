@@ -79,15 +79,8 @@ fn multiply_body(
             _ => repeat::<4>(a, half, space),
         }
         let a = &space[..k];
-        let mut at = 0;
-        while at + 3 <= fours {
-            columns::<3>(rows, d, a, b, (half, at), accumulate);
-            at += 3;
-        }
-        match fours - at {
-            2 => columns::<2>(rows, d, a, b, (half, at), accumulate),
-            1 => columns::<1>(rows, d, a, b, (half, at), accumulate),
-            _ => {}
+        for at in (0..fours).step_by(2) {
+            columns::<2>(rows, d, a, b, (half, at), accumulate);
         }
     }
 }

@@ -217,6 +217,7 @@ impl Operand {
         let order = match layout {
             Layout::Fragments => [0, 2, 4, 6, 1, 3, 5, 7],
             Layout::Columns => [0, 1, 2, 3, 4, 5, 6, 7],
+            Layout::Lanes if !self.transposed => [0, 2, 4, 6, 1, 3, 5, 7],
             Layout::Rows | Layout::Lanes => return self.convert_any(shared, at, layout, out),
         };
         let halves = |at: u32| -> [u16; 8] {
@@ -229,6 +230,18 @@ impl Operand {
                     let from = halves(at);
                     for (to, i) in eight.iter_mut().zip(order) {
                         *to = value(from[i]);
+                    }
+                }
+            }
+            return;
+        }
+        if layout == Layout::Lanes {
+            for (r, line) in at.chunks_exact(across).enumerate() {
+                for (k, &at) in line.iter().enumerate() {
+                    let from = halves(at);
+                    let even = &mut out[fragment::lane(r, 8 * k, 8 * across)..][..36];
+                    for (i, of) in order.into_iter().enumerate() {
+                        even[i % 4 + i / 4 * 32] = value(from[of]);
                     }
                 }
             }
