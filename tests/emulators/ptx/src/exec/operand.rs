@@ -217,19 +217,23 @@ impl Operand {
         let order = match layout {
             Layout::Fragments => [0, 2, 4, 6, 1, 3, 5, 7],
             Layout::Columns => [0, 1, 2, 3, 4, 5, 6, 7],
-            Layout::Lanes if !self.transposed => [0, 2, 4, 6, 1, 3, 5, 7],
+            Layout::Lanes if !self.transposed => [0; 8],
             Layout::Rows | Layout::Lanes => return self.convert_any(shared, at, layout, out),
         };
         let halves = |at: u32| -> [u16; 8] {
-            let bytes = shared.get(at, 16);
-            std::array::from_fn(|i| u16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]))
+            let mut bytes = [0; 16];
+            bytes.copy_from_slice(shared.get(at, 16));
+            bytemuck::cast::<[u8; 16], [u16; 8]>(bytes)
         };
         if self.transposed {
             for (k, line) in at.chunks_exact(rows / 8).enumerate() {
                 for (&at, eight) in line.iter().zip(out[k * rows..].chunks_exact_mut(8)) {
-                    let from = halves(at);
-                    for (to, i) in eight.iter_mut().zip(order) {
-                        *to = value(from[i]);
+                    let (from, mut values) = (halves(at), [0.0; 8]);
+                    for i in 0..8 {
+                        values[i] = value(from[i]);
+                    }
+                    for i in 0..8 {
+                        eight[i] = values[order[i]];
                     }
                 }
             }
@@ -240,8 +244,8 @@ impl Operand {
                 for (k, &at) in line.iter().enumerate() {
                     let from = halves(at);
                     let even = &mut out[fragment::lane(r, 8 * k, 8 * across)..][..36];
-                    for (i, of) in order.into_iter().enumerate() {
-                        even[i % 4 + i / 4 * 32] = value(from[of]);
+                    for i in 0..4 {
+                        (even[i], even[32 + i]) = (value(from[2 * i]), value(from[2 * i + 1]));
                     }
                 }
             }
@@ -249,8 +253,11 @@ impl Operand {
         }
         for (first, eight) in at.chunks_exact(8 * across).enumerate() {
             for k in 0..across {
-                let columns = transposed(order.map(|r| halves(eight[r * across + k])));
-                for (i, column) in columns.iter().enumerate() {
+                let mut block = [[0; 8]; 8];
+                for (row, r) in block.iter_mut().zip(order) {
+                    *row = halves(eight[r * across + k]);
+                }
+                for (i, column) in transposed(block).iter().enumerate() {
                     let to = &mut out[(8 * k + i) * rows + 8 * first..][..8];
                     for (to, &bits) in to.iter_mut().zip(column) {
                         *to = value(bits);
@@ -281,18 +288,28 @@ impl Operand {
 
 /// Rows and columns of eight by eight exchanged: three rounds of interleaving the upper with the lower half.
 #[inline(always)]
-fn transposed(mut m: [[u16; 8]; 8]) -> [[u16; 8]; 8] {
-    for _ in 0..3 {
-        let mut next = [[0; 8]; 8];
-        for i in 0..4 {
-            for j in 0..4 {
-                (next[2 * i][2 * j], next[2 * i][2 * j + 1]) = (m[i][j], m[i + 4][j]);
-                (next[2 * i + 1][2 * j], next[2 * i + 1][2 * j + 1]) = (m[i][j + 4], m[i + 4][j + 4]);
-            }
-        }
-        m = next;
+fn transposed(m: [[u16; 8]; 8]) -> [[u16; 8]; 8] {
+    interleaved(interleaved(interleaved(m)))
+}
+
+/// Row `2 i` and `2 i + 1`: rows `i` and `i + 4`, element by element in turn.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn interleaved(m: [[u16; 8]; 8]) -> [[u16; 8]; 8] {
+    use std::arch::x86_64::{__m128i, _mm_unpackhi_epi16, _mm_unpacklo_epi16};
+    let m: [__m128i; 8] = bytemuck::cast(m);
+    let mut next = m;
+    for i in 0..4 {
+        // SAFETY: SSE2 is part of x86-64.
+        (next[2 * i], next[2 * i + 1]) =
+            unsafe { (_mm_unpacklo_epi16(m[i], m[i + 4]), _mm_unpackhi_epi16(m[i], m[i + 4])) };
     }
-    m
+    bytemuck::cast(next)
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn interleaved(m: [[u16; 8]; 8]) -> [[u16; 8]; 8] {
+    std::array::from_fn(|row| std::array::from_fn(|at| m[row / 2 + at % 2 * 4][row % 2 * 4 + at / 2]))
 }
 
 /// Operands read lately, as f32: the four warps of a warpgroup read the same ones. Two slots a hash of the key.
