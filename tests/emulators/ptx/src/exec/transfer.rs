@@ -143,7 +143,7 @@ impl Cluster {
         };
         let step = i64::from(map.element_strides[0]);
         let count = map.box_elements(0) as usize;
-        let view = &self.launch.view;
+        let (view, hint) = (&self.launch.view, &mut self.hint);
         let check = self.launch.options.check_uninitialised;
         Self::rows(map, coords, |at, address, inside| {
             let out = &mut data[at..at + count * size];
@@ -156,7 +156,7 @@ impl Cluster {
                 fill_with(&mut out[(skip + n) * size..], fill);
                 if n > 0 {
                     let source = (address + from * size as i64) as u64;
-                    view.read(source, &mut out[skip * size..(skip + n) * size], check)?;
+                    view.read_near(source, &mut out[skip * size..(skip + n) * size], check, hint)?;
                 }
                 return Ok(());
             }
@@ -164,7 +164,7 @@ impl Cluster {
                 let c = first + i as i64 * step;
                 let cell = &mut out[i * size..(i + 1) * size];
                 if inside && c >= 0 && (c as u64) < map.dims[0] {
-                    view.read((address + c * size as i64) as u64, cell, check)?;
+                    view.read_near((address + c * size as i64) as u64, cell, check, hint)?;
                 } else {
                     fill_with(cell, fill);
                 }
