@@ -51,26 +51,12 @@ pub(super) fn multiply(
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-fn multiply_avx2(
-    rows: &mut [Row],
-    d: &[Reg],
-    a: &[f32],
-    b: &[f32],
-    accumulate: bool,
-    space: &mut Repeated,
-) {
+fn multiply_avx2(rows: &mut [Row], d: &[Reg], a: &[f32], b: &[f32], accumulate: bool, space: &mut Repeated) {
     multiply_body(rows, d, a, b, accumulate, space);
 }
 
 #[inline(always)]
-fn multiply_body(
-    rows: &mut [Row],
-    d: &[Reg],
-    a: &[f32],
-    b: &[f32],
-    accumulate: bool,
-    space: &mut Repeated,
-) {
+fn multiply_body(rows: &mut [Row], d: &[Reg], a: &[f32], b: &[f32], accumulate: bool, space: &mut Repeated) {
     let (fours, k) = (d.len() / 2, a.len() / 16);
     for half in 0..2 {
         match k {

@@ -298,12 +298,7 @@ impl Cluster {
 }
 
 /// Tells happens-before of a product's read of one operand.
-fn track_operand(
-    tracker: Option<&mut Tracker>,
-    warp: &Warp,
-    q: &Queued,
-    cached: &mut Cached,
-) -> Exec<()> {
+fn track_operand(tracker: Option<&mut Tracker>, warp: &Warp, q: &Queued, cached: &mut Cached) -> Exec<()> {
     let Some(t) = tracker else { return Ok(()) };
     let me = (t.warpgroup_track(warp), q.group);
     if t.read_before(&q.clocks, me, warp.cta, &cached.seen) {

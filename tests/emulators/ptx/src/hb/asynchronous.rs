@@ -83,7 +83,10 @@ impl Tracker {
             for &at in chunks {
                 for write in self.line(cta, at as usize / 16).writes() {
                     let same = |w: &Access| (w.track(), w.epoch()) == (write.track(), write.epoch());
-                    if write.is_some() && !seen.writes.last().is_some_and(same) && !seen.writes.iter().any(same) {
+                    if write.is_some()
+                        && !seen.writes.last().is_some_and(same)
+                        && !seen.writes.iter().any(same)
+                    {
                         seen.writes.push(write);
                     }
                 }
