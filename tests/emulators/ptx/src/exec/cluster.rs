@@ -94,7 +94,8 @@ pub(crate) struct Cluster {
     /// Blocking test-waits give up in this round.
     pub(super) expired: bool,
     pub(super) hint: usize,
-    /// Space for the products of `wgmma`.
+    /// Space for the data of an asynchronous copy, and for the products of `wgmma`.
+    pub(super) moved: Vec<u8>,
     pub(super) repeated: Box<Repeated>,
     rng: u64,
     idle_rounds: u32,
@@ -160,6 +161,7 @@ impl Cluster {
             events: 0,
             expired: false,
             hint: 0,
+            moved: Vec::new(),
             repeated: Box::new([[[0.0; 8]; 4]; 32]),
             rng: seed,
             idle_rounds: 0,

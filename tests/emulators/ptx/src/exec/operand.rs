@@ -359,15 +359,17 @@ impl OperandCache {
         let mixed = (bits ^ u64::from(first) << 50).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let set = (mixed >> 48) as usize % (SLOTS / WAYS) * WAYS;
         let ways = &self.slots[set..set + WAYS];
-        let is_it = |slot: &Option<Cached>| slot.as_ref().is_some_and(|e| e.key == key);
         let fresh = |slot: &Option<Cached>| {
             slot.as_ref().is_some_and(|e| shared.unchanged(e.range.0, e.range.1, e.clock))
         };
-        let way = ways.iter().position(is_it);
+        let way = ways.iter().position(|slot| slot.as_ref().is_some_and(|e| e.key == key));
         if let Some(way) = way
             && fresh(&ways[way])
         {
-            return self.slots[set + way].as_mut().ok_or_else(unread);
+            let cached = self.slots[set + way].as_mut().ok_or_else(unread)?;
+            // As good as read now: the next look has less to go through.
+            cached.clock = shared.clock();
+            return Ok(cached);
         }
         // Its own old seat, one that holds nothing of use, or the next one in turn.
         self.turn = self.turn.wrapping_add(1);

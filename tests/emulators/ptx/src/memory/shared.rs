@@ -108,7 +108,8 @@ impl Shared {
 
     /// Whether nothing was written to `[from, to)` after write number `since`.
     pub(crate) fn unchanged(&self, from: u32, to: u32, since: u64) -> bool {
-        self.stamps[from as usize >> 10..=(to - 1) as usize >> 10].iter().all(|&s| s <= since)
+        self.clock == since
+            || self.stamps[from as usize >> 10..=(to - 1) as usize >> 10].iter().all(|&s| s <= since)
     }
 
     #[inline(always)]
