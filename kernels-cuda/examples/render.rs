@@ -41,7 +41,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
         std::fs::write(folder.join("entry.cu"), &source.entry)?;
         let meta = format!(
-            "threads={}\nsmem={}\nblock_m={}\nblock_n={}\nbox_qk={}\nbox_v={}\npack_gqa={}\norder={:?}\ncluster={}\n",
+            "threads={}\nsmem={}\nblock_m={}\nblock_n={}\nbox_qk={}\nbox_v={}\npack_gqa={}\norder={:?}\ncluster={}\n\
+             dependent_launch={}\n",
             tile.num_threads(),
             tile.smem_bytes(&spec),
             tile.block_m,
@@ -51,6 +52,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             i32::from(tile.pack_gqa),
             tile.order,
             tile.cluster,
+            i32::from(tile.dependent_launch),
         );
         std::fs::write(folder.join("meta.txt"), meta)?;
     }
