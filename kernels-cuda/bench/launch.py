@@ -136,11 +136,12 @@ class Kernel:
             return tensor_map(x, (dim, rows, hkv, storage_batch), (s[1], s[2], far if storage_batch == 1 else s[0]), (box, block_n // cluster, 1, 1))
 
         maps = q_map + kv_map(k, ks, dqk, box_qk) + kv_map(v, vs, dv, box_v)
-        num_m = -(-seqlen_q * (ratio if pack else 1) // (block_m * cluster))
-        heads = batch * (hkv if pack else hq)
+        pair = cluster if m.get("cluster_heads") == "1" else 1  # heads of a cluster; else it has row blocks
+        num_m = -(-seqlen_q * (ratio if pack else 1) // (block_m * cluster // pair))
+        heads = batch * (hkv if pack else hq) // pair
         unmasked = mask[0] == UNBOUNDED_LO and mask[1] == UNBOUNDED_HI
         section_bytes = 0 if unmasked and section_bytes == DEFAULT_SECTION else section_bytes
-        section = heads_per_section(heads, seqlen_k * (dqk + dv) * q.element_size(), 1 if pack else ratio, section_bytes)
+        section = heads_per_section(heads, seqlen_k * (dqk + dv) * q.element_size(), 1 if pack else ratio // pair, section_bytes)
         tiles = max(num_m * heads, 1)
         schedule = struct.pack("<4i", num_m * heads, max(num_m, 1), heads, section)
         sms = torch.cuda.get_device_properties(0).multi_processor_count

@@ -134,6 +134,9 @@ struct Consumer {
   }
   FMHA_DEVICE void finish_output() {
     ptx::wgmma_wait_group<0>();
+    release_v();
+  }
+  FMHA_DEVICE void release_v() {
     release_slot(smem.v_empty[v_slot.index]);
     v_slot.advance();
   }
@@ -141,6 +144,20 @@ struct Consumer {
     release_slot(smem.k_empty[k_slot.index]);
     k_slot.advance();
   }
+  // Blocks that only the cluster's other CTA sees leave as they came.
+  FMHA_DEVICE void skip_k(int32_t num_blocks) {
+    for (int32_t i = 0; i < num_blocks; ++i) {
+      ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
+      release_k();
+    }
+  }
+  FMHA_DEVICE void skip_v(int32_t num_blocks) {
+    for (int32_t i = 0; i < num_blocks; ++i) {
+      ptx::mbarrier_wait_parity(smem.v_full[v_slot.index], v_slot.phase);
+      release_v();
+    }
+  }
+  FMHA_DEVICE int32_t first_of(const Work& work) const { return can_hide_blocks<spec, tile>() ? work.num_hidden : 0; }
   FMHA_DEVICE void release_q() {
     ptx::mbarrier_arrive_if(smem.q_empty[q_slot.index], signals);
     q_slot.advance();
@@ -219,7 +236,7 @@ struct Consumer {
   }
   template <int n>
   FMHA_DEVICE void exponentiate_first(Scores<n>& s, const Work& work) {
-    const int32_t block = block_at(work, 0);
+    const int32_t block = block_at(work, first_of(work));
     exponentiate<false>(s, work, block, block < 0 || is_edge(block));
     softmax.correction[0] = softmax.correction[1] = 1.f;  // of an O that is still 0
   }
@@ -244,7 +261,7 @@ struct Consumer {
   FMHA_DEVICE bool sees_half(const Work& work) const {
     if constexpr (!has_hi || spec.sink_columns) return false;
     const int32_t last_query = query_of<tile>(p, work.first_row + index * mma::kRows + mma::kRows - 1);
-    return ptx::uniform(last_query + work.hi < work.last_block * tile.block_n + half_n);
+    return ptx::uniform(last_query + work.hi < (work.last_block - first_of(work)) * tile.block_n + half_n);
   }
 
   // The first block of a tile, nothing of another under way.
@@ -254,6 +271,7 @@ struct Consumer {
     o.clear();
     softmax.reset();
     take_q();
+    skip_k(first_of(w));
     if (sees_half(w)) {
       first_scores<half_n>(w);
     } else {
@@ -270,6 +288,7 @@ struct Consumer {
     auto&& s = mma::in_f32(sums);
     exponentiate_first(s, w);
     probs.template from<spec.dtype_v>(s, zero());
+    skip_v(first_of(w));
   }
 
   // `edge` is a literal, or the same for the whole warpgroup; `by_bits` is how maxima are found.
@@ -293,7 +312,7 @@ struct Consumer {
 
   FMHA_DEVICE void other_blocks() {
     const int32_t num_blocks = work().num_blocks;
-    int32_t i = 1;
+    int32_t i = first_of(work()) + 1;
     if constexpr (has_lo) {
 #pragma unroll 1
       for (; i < num_blocks; ++i) {
@@ -318,6 +337,7 @@ struct Consumer {
   // A tile's end, with the next tile's first S started beside the last P V.
   FMHA_DEVICE void cross_to(const Work& next, RowStats (&stats)[2]) {
     take_q();
+    skip_k(first_of(next));
     if (sees_half(next)) {
       cross_products<half_n>(next, stats);
     } else {
@@ -339,6 +359,7 @@ struct Consumer {
     exponentiate_first(s, next);
     finish_output();
     probs.template from<spec.dtype_v>(s, zero());
+    skip_v(first_of(next));
   }
 
   FMHA_DEVICE void run() {
