@@ -205,16 +205,17 @@ pub(crate) fn tf32(x: f32, round: Round) -> u32 {
 #[inline(always)]
 pub(crate) fn ex2(x: f32) -> f32 {
     let c = x.clamp(-152.0, 129.0);
-    let n = (c + 12_582_912.0) - 12_582_912.0;
-    let f = c - n;
+    // So large a sum has no place for a fraction, and its last bits are the whole number.
+    let sum = c + 12_582_912.0;
+    let f = c - (sum - 12_582_912.0);
     let mut p = 1.525_273_4e-5f32;
     for k in [1.540_353e-4f32, 1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 2.402_265e-1, 6.931_472e-1, 1.0] {
         p = fma32(p, f, k);
     }
-    let n = n as i32;
+    let n = (sum.to_bits() as i32).wrapping_sub(12_582_912f32.to_bits() as i32);
     let half = n >> 1;
-    let s1 = f32::from_bits(((half + 127) << 23) as u32);
-    let s2 = f32::from_bits(((n - half + 127) << 23) as u32);
+    let s1 = f32::from_bits((half.wrapping_add(127) << 23) as u32);
+    let s2 = f32::from_bits((n.wrapping_sub(half).wrapping_add(127) << 23) as u32);
     if x.is_nan() { f32::from_bits(0x7fff_ffff) } else { p * s1 * s2 }
 }
 

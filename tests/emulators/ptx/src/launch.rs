@@ -27,15 +27,16 @@ pub enum Asynchrony {
     },
 }
 
-/// Which way `tcgen05.shift` moves the rows of tensor memory. PTX ISA 9.7.16.9 documents it in words only: all rows but
-/// the last are shifted down by one, which can be read in two ways. Unverified on hardware, and no program was found that
-/// uses the instruction: a kernel that needs it should come out right on its own device before it relies on either.
+/// Which way `tcgen05.shift` and `tcgen05.mma.ashift` move the rows of tensor memory. PTX ISA 9.7.16.9 documents it in words
+/// only: all rows but the last are shifted down by one, which can be read in two ways. We have not compared either with a
+/// device; NVIDIA's CUTLASS (`1cta_mma_a_from_tmem.py`, 2026) has what it observed of `.ashift` on a B200, and describes
+/// `tcgen05.shift` in the same words.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum RowShift {
     /// Contents go from row i to row i + 1: row 0 keeps its own, those of the last row go nowhere. The literal reading.
     ToNext,
-    /// Row i takes the contents of row i + 1, as in `shfl.down`: the last row keeps its own. For it speaks that CUTLASS
-    /// calls `tcgen05.cp.4x256b`, which the ISA pipelines behind a shift, a refresh of the last lane of each warp's part.
+    /// Row i takes the contents of row i + 1, as in `shfl.down`: the last row of a warp's part keeps its own. So CUTLASS
+    /// observed.
     #[default]
     FromNext,
 }
@@ -60,7 +61,7 @@ pub struct Options {
     pub num_sms: u32,
     /// Run blocks on all cores; off, they run one after another in order.
     pub parallel: bool,
-    /// Which way `tcgen05.shift` moves rows: documented in words only, and unverified on hardware.
+    /// Which way `tcgen05.shift` and `.ashift` move rows.
     pub row_shift: RowShift,
 }
 

@@ -40,8 +40,8 @@ part of its caller | ... | reason`); --sources adds each source line's text; --w
 are the lines to show.
 
 --seeds N runs N late schedules, seeds 1 to N. --lines prints the warp instructions of each source line. --row-shift
-says which way `tcgen05.shift` moves contents, from row i + 1 (as without the flag) or to it: the instruction is documented
-in words that allow either, and neither is verified on hardware.";
+says which way `tcgen05.shift` and `tcgen05.mma.ashift` move contents, from row i + 1 (as without the flag) or to it: they
+are documented in words that allow either.";
 
 struct Arguments {
     kernel: Option<String>,

@@ -353,3 +353,29 @@ fn halves_of_a_word_have_races_of_their_own() {
         assert_eq!(kind(&body(high, high, ""), 64, &checked()), None, "{high}");
     }
 }
+
+#[test]
+fn one_word_amid_a_copy_races_for_itself() {
+    // Warp 1 reads one word; the copy of warp 0 overwrites it and its neighbours, which saw nothing or the same warp's reads.
+    let copy = |word: u32, others: &str, barrier: &str| {
+        format!(
+            "setp.eq.u32 %p, %t, 0; setp.eq.u32 %q, %t, 32; shl.b32 %w0, %t, 2; add.u32 %w0, %s, %w0;
+             st.shared.b32 [%w0], 0; st.shared.b32 [%w0+256], 0; @%p mbarrier.init.shared::cta.b64 [%s+1024], 1;
+             @%p fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta; bar.sync 0;
+             {others} @%q ld.shared.b32 %w1, [%s+{word}]; {barrier}
+             @%p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%s+1024], 256;
+             @%p cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%s], [%g], 256, [%s+1024];
+             W: mbarrier.try_wait.parity.shared::cta.b64 %p, [%s+1024], 0; @!%p bra W;"
+        )
+    };
+    let reads = "@%p ld.shared.b32 %w1, [%s]; @%p ld.shared.v4.b32 {%w1,%w2,%w3,%w4}, [%s+128];";
+    for others in ["", reads] {
+        for word in [0, 64, 132, 252] {
+            let found = try_body(&copy(word, others, ""), &block(64, 0), &checked()).unwrap_err();
+            assert_eq!(found.kind, FaultKind::Race, "{word}: {found}");
+            assert!(found.text.contains(&format!("shared memory {:#x} ", 1024 + word)), "{word}: {found}");
+            assert_eq!(kind(&copy(word, others, "bar.sync 0;"), 64, &checked()), None, "{word}");
+        }
+        assert_eq!(kind(&copy(256, others, ""), 64, &checked()), None, "behind the copy");
+    }
+}

@@ -106,3 +106,18 @@ fn every_kind_of_fault_has_a_kernel_that_meets_it() {
     let product = format!("{FILL} wgmma.fence.sync.aligned; {PRODUCT} wgmma.wait_group.sync.aligned 0;");
     assert!(run_body(&product, block(128, 0)).is_ok());
 }
+
+#[test]
+fn an_operand_that_is_not_there_is_named_by_its_number() {
+    for (body, number) in [
+        ("setp.lt.and.u32 %p, %t, %t;", 4),
+        ("mbarrier.arrive.shared::cta.b64 %x0;", 2),
+        ("mbarrier.test_wait.shared::cta.b64 %p;", 2),
+        ("mbarrier.pending_count.b64 %w0;", 2),
+        ("mbarrier.inval.shared::cta.b64;", 1),
+    ] {
+        let fault = run_body(body, block(32, 0)).unwrap_err();
+        let named = fault.text.contains(&format!("has no operand {number}"));
+        assert!(fault.kind == FaultKind::Syntax && named, "{body}: {fault}");
+    }
+}

@@ -19,6 +19,8 @@ enum Flaw {
     FreedTwice,
     /// Shifts rows behind the commit whose phase it waits for.
     ShiftAfterCommit,
+    /// Reads A from tensor memory before the product has been announced.
+    ReadsA,
 }
 
 fn map(address: u64, rows: u32, box_rows: u32) -> TensorMap {
@@ -47,12 +49,14 @@ struct Product {
     pair: bool,
     /// Behind the products, rows of D's columns 4 to 11 are shifted from this lane on, read so.
     shift: Option<(u32, RowShift)>,
+    /// Before the product that counts, so many whose A is shifted behind them.
+    ashift: u32,
     flaw: Flaw,
 }
 
 impl Product {
     fn new(m: u32, n: u32) -> Self {
-        Self { m, n, a_tmem: false, pair: false, shift: None, flaw: Flaw::None }
+        Self { m, n, a_tmem: false, pair: false, shift: None, ashift: 0, flaw: Flaw::None }
     }
 
     fn blocks(self) -> u32 {
@@ -86,6 +90,11 @@ impl Product {
         }
     }
 
+    /// The row of A that lies in lane `m` of its block when the product that counts begins.
+    fn row_of_a(self, m: u32) -> u32 {
+        m / 32 * 32 + (m % 32 + self.ashift).min(31)
+    }
+
     /// Columns that one `tcgen05.ld` reads, and its registers.
     fn step(self) -> (u32, u32) {
         if !self.pair && self.m == 64 { (8, 4) } else { (32, 32) }
@@ -100,18 +109,29 @@ fn kernel(p: Product) -> String {
     let desc = 2u64 << 61 | 1 << 46 | (1024u64 >> 4) << 32 | 1 << 16;
     let a = if p.a_tmem { "[%at]" } else { "%da" };
     let mut products = String::new();
-    for i in 0..4 {
-        products.push_str(&format!(
-            "setp.ne.u32 %q, {i}, 0; @%lead tcgen05.mma.cta_group::{group}.kind::f16 [%tm], {a}, %db, {idesc}, %q;
-             add.s64 %da, %da, 2; add.s64 %db, %db, 2; add.u32 %at, %at, 8;\n"
-        ));
+    for pass in 0..=p.ashift {
+        let shift = if pass < p.ashift { ".ashift" } else { "" };
+        for i in 0..4 {
+            products.push_str(&format!(
+                "setp.ne.u32 %q, {i}, 0;
+                 @%lead tcgen05.mma.cta_group::{group}.kind::f16{shift} [%tm], {a}, %db, {idesc}, %q;
+                 add.s64 %da, %da, 2; add.s64 %db, %db, 2; add.u32 %at, %at, 8;\n"
+            ));
+        }
+        products.push_str("sub.s64 %da, %da, 8; sub.s64 %db, %db, 8; sub.u32 %at, %at, 32;\n");
     }
     let wait = |bar: &str, label: &str| {
         format!("{label}: mbarrier.try_wait.parity.shared::cta.b64 %q, [{bar}], 0; @!%q bra {label};")
     };
-    let done = if flaw == Flaw::NoWait { String::new() } else { wait("%done", "WD") };
-    let other_warp = if flaw == Flaw::WrongWarp { "add.u32 %r, %r, 1; and.b32 %r, %r, 3;" } else { "" };
     let regs = |count: u32| (0..count).map(|i| format!("%v{i}")).collect::<Vec<_>>().join(",");
+    let done = match flaw {
+        Flaw::NoWait => String::new(),
+        Flaw::ReadsA => {
+            format!("tcgen05.ld.sync.aligned.32x32b.x32.b32 {{{}}}, [%ts];", regs(32)) + &wait("%done", "WD")
+        }
+        _ => wait("%done", "WD"),
+    };
+    let other_warp = if flaw == Flaw::WrongWarp { "add.u32 %r, %r, 1; and.b32 %r, %r, 3;" } else { "" };
     let (step, count) = p.step();
     let shape = if step == 8 { "16x256b.x1" } else { "32x32b.x32" };
     let mut reads = String::new();
@@ -237,7 +257,7 @@ fn product(p: Product, options: &Options) -> Result<(), Fault> {
         let (row, column) = place(t);
         seen[(row * n + column) as usize] = true;
         let (row, column) = place(p.source(t, register / count * step + register % count));
-        let (x, y) = (row as usize * 64, column as usize * 64);
+        let (x, y) = (p.row_of_a(row) as usize * 64, column as usize * 64);
         let want: i32 = (0..64).map(|k| a[x + k] * b[y + k]).sum();
         assert_eq!(f32::from_bits(bits), want as f32, "M {m} N {n} ({row}, {column})");
     }
@@ -338,13 +358,48 @@ fn a_pair_needs_a_peer_block() {
 }
 
 #[test]
-fn a_shifted_a_is_refused_by_its_line() {
-    let p = Product { a_tmem: true, ..Product::new(128, 32) };
-    let text = kernel(p).replace(".kind::f16 ", ".kind::f16.ashift ");
-    let line = text.lines().position(|line| line.contains(".ashift")).unwrap() + 1;
-    let fault = Device::new().load(&text).unwrap_err();
-    assert_eq!((fault.kind, fault.line as usize), (FaultKind::Unsupported, line), "{fault}");
-    assert!(fault.text.contains("ashift"), "{fault}");
+fn a_product_that_shifts_a_takes_it_as_it_lies_and_leaves_it_shifted() {
+    for ashift in [1, 2, 40] {
+        let p = Product { a_tmem: true, ashift, ..Product::new(128, 32) };
+        product(p, &checked()).unwrap_or_else(|f| panic!("{ashift} times: {f}"));
+    }
+}
+
+#[test]
+fn a_shift_of_a_is_complete_only_when_a_commit_behind_it_is_waited_for() {
+    let p = |ashift| Product { a_tmem: true, ashift, flaw: Flaw::ReadsA, ..Product::new(128, 32) };
+    product(p(0), &checked()).unwrap_or_else(|f| panic!("reading what a product reads: {f}"));
+    let fault = product(p(1), &checked()).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Race, "{fault}");
+    let of_a = fault.text.contains("tensor memory lanes") && fault.text.contains("column 256 of");
+    assert!(of_a && fault.text.starts_with("write"), "{fault}");
+}
+
+#[test]
+fn a_is_shifted_in_tensor_memory_only_and_not_out_of_the_collector() {
+    let text = kernel(Product { a_tmem: true, ashift: 1, ..Product::new(128, 32) });
+    let from_shared = text.replace(", [%at], ", ", %da, ");
+    let kept = text.replace(".ashift ", ".ashift.collector::a::use ");
+    for text in [from_shared, kept] {
+        let line = text.lines().position(|line| line.contains(".ashift")).unwrap() + 1;
+        let fault = Device::new().load(&text).unwrap_err();
+        assert_eq!((fault.kind, fault.line as usize), (FaultKind::Unsupported, line), "{fault}");
+        assert!(fault.text.contains("ashift"), "{fault}");
+    }
+    // Not with M 64, though A would be there.
+    let m = |rows: u32| format!("{}, %q;", 1u32 << 4 | 1 << 7 | 1 << 10 | 4 << 17 | (rows / 16) << 24);
+    assert!(text.contains(&m(128)));
+    let device = Device::new();
+    let data = upload_bytes(&device, &[0; 32768]);
+    let mut args = Vec::new();
+    args.extend(map(data, 128, 128).encode());
+    args.extend(map(data, 32, 32).encode());
+    args.extend(device.alloc(32 * 512).to_le_bytes());
+    args.extend(data.to_le_bytes());
+    let text = text.replace(&m(128), &m(64));
+    let fault = run(&device, &text, &block(128, 65536), &args, &checked()).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Descriptor, "{fault}");
+    assert!(fault.text.contains("M 64"), "{fault}");
 }
 
 #[test]

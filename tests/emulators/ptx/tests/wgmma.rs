@@ -378,3 +378,45 @@ fn ldmatrix_and_stmatrix_move_rows_and_their_transposes() {
         }
     }
 }
+
+#[test]
+fn an_operand_that_has_changed_is_read_anew() {
+    // Ones without a swizzle: A at 0, its two halves along k 1024 bytes apart; B at 2048, 128 bytes apart.
+    let step = |change: &str, at: u32| {
+        format!(
+            "{change} fence.proxy.async.shared::cta; bar.sync 0; wgmma.fence.sync.aligned;
+             wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%f0,%f1,%f2,%f3}}, %da, %db, 0, 1, 1, 0, 0;
+             wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; bar.sync 0;
+             st.global.v4.f32 [%o+{at}], {{%f0,%f1,%f2,%f3}};"
+        )
+    };
+    let set = |at: u32, pair: u32| format!("@%p st.shared.b32 [%s+{at}], {pair};");
+    let ptx = format!(
+        "{HEADER}.visible .entry k(.param .u64 d) {{ .shared .align 1024 .b8 mem[2304];
+        .reg .pred %p, %q; .reg .b32 %t, %s, %w, %one; .reg .f32 %f<4>; .reg .b64 %o, %x, %da, %db;
+        mov.u32 %t, %tid.x; setp.eq.u32 %p, %t, 0; setp.lt.u32 %q, %t, 16; mov.u32 %s, mem; ld.param.u64 %o, [d];
+        mul.wide.u32 %x, %t, 16; add.s64 %o, %o, %x; mov.b32 %one, 0x3f803f80;
+        shl.b32 %w, %t, 4; add.u32 %w, %w, %s; st.shared.v4.b32 [%w], {{%one,%one,%one,%one}};
+        @%q st.shared.v4.b32 [%w+2048], {{%one,%one,%one,%one}};
+        shr.u32 %w, %s, 4; cvt.u64.u32 %da, %w; add.s64 %db, %da, 128;
+        or.b64 %da, %da, {}; or.b64 %db, %db, {}; {} {} {} ret; }}",
+        8u64 << 32 | 64 << 16,
+        8u64 << 32 | 8 << 16,
+        step("", 0),
+        step(&set(2048, 0x4000_4000), 2048),
+        step(&set(0, 0x4040_4040), 4096),
+    );
+    for options in [Options::default(), checked()] {
+        let device = Device::new();
+        let out = device.alloc(3 * 2048);
+        run(&device, &ptx, &block(128, 0), &out.to_le_bytes(), &options).unwrap_or_else(|f| panic!("{f}"));
+        let d = download(&device, out, 3 * 512);
+        for (i, bits) in d.into_iter().enumerate() {
+            let (pass, t, r) = (i / 512, i % 512 / 4, i % 4);
+            let (row, column) = (t / 32 * 16 + t % 32 / 4 + r / 2 * 8, t % 4 * 2 + r % 2);
+            let a = if pass > 1 && row == 0 { 3.0 } else { 1.0 };
+            let b = if pass > 0 && column == 0 { 2.0 } else { 1.0 };
+            assert_eq!(f32::from_bits(bits), 14.0 + 2.0 * a * b, "product {pass}, ({row}, {column})");
+        }
+    }
+}

@@ -399,7 +399,7 @@ impl Decoder<'_> {
         inst.src[0] = self.src(raw.operand(1)?, ty)?;
         inst.src[1] = self.src(raw.operand(2)?, ty)?;
         if combine.is_some() {
-            let (p, negated) = self.pred(raw.operands.get(3).ok_or_else(|| unknown(raw))?)?;
+            let (p, negated) = self.pred(raw.operand(3)?)?;
             if negated {
                 return Err(Fault::unsupported("a negated predicate as a source of setp"));
             }

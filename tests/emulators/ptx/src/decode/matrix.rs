@@ -314,11 +314,12 @@ impl Decoder<'_> {
             () if raw.has("kind::f8f6f4") => MmaKind::F8f6f4,
             () => return Err(unknown(raw)),
         };
-        if raw.has("sp") || raw.has("ws") || raw.has("ashift") || raw.has("block_scale") {
+        let (a_tmem, shift) = (matches!(raw.operand(1)?, Operand::Address { .. }), raw.has("ashift"));
+        let keeps_a = raw.has("collector::a::fill") || raw.has("collector::a::use");
+        if raw.has("sp") || raw.has("ws") || raw.has("block_scale") || shift && (!a_tmem || keeps_a) {
             return Err(unknown(raw));
         }
-        let a_tmem = matches!(raw.operand(1)?, Operand::Address { .. });
-        let mut inst = Inst::new(Code::Tcgen { op: Tcgen::Mma { a_tmem, kind }, pair });
+        let mut inst = Inst::new(Code::Tcgen { op: Tcgen::Mma { a_tmem, kind, shift }, pair });
         self.tmem(&mut inst, raw.operand(0)?)?;
         let a_offset;
         (inst.src[1], a_offset) =

@@ -171,27 +171,25 @@ impl Decoder<'_> {
             "pending_count" => MbarOp::PendingCount,
             _ => return Err(unknown(raw)),
         };
-        let mut operands = ops.iter();
-        let mut next = || operands.next().ok_or_else(|| unknown(raw));
-        let mut dst = Reg::NONE;
-        match op {
-            MbarOp::Arrive { .. } => dst = self.any(next()?, Ty::B64)?,
-            MbarOp::Test { .. } => dst = self.dst(next()?, Ty::Pred)?,
+        // The results of some come before the address.
+        let (dst, at) = match op {
+            MbarOp::Arrive { .. } => (self.any(raw.operand(0)?, Ty::B64)?, 1),
+            MbarOp::Test { .. } => (self.dst(raw.operand(0)?, Ty::Pred)?, 1),
             MbarOp::PendingCount => {
                 let mut inst =
                     Inst::new(Code::Mbar(Mbar { op, space: space(raw), offset: 0, relaxed: false }));
-                inst.dst[0] = self.dst(next()?, Ty::U32)?;
-                inst.src[1] = self.src(next()?, Ty::B64)?;
+                inst.dst[0] = self.dst(raw.operand(0)?, Ty::U32)?;
+                inst.src[1] = self.src(raw.operand(1)?, Ty::B64)?;
                 return Ok(inst);
             }
-            _ => {}
-        }
-        let (base, offset) = self.address(next()?)?;
+            _ => (Reg::NONE, 0),
+        };
+        let (base, offset) = self.address(raw.operand(at)?)?;
         let mbar = Mbar { op, space: space(raw), offset, relaxed: raw.has("relaxed") };
         let mut inst = Inst::new(Code::Mbar(mbar));
         inst.dst[0] = dst;
         inst.src[0] = base;
-        if let Some(value) = operands.next() {
+        if let Some(value) = ops.get(at + 1) {
             let state = matches!(op, MbarOp::Test { parity: false, .. });
             inst.src[1] = self.src(value, if state { Ty::B64 } else { Ty::U32 })?;
         }

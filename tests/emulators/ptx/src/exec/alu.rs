@@ -9,7 +9,7 @@ use crate::fp::{self, Round, flush};
 use crate::op::{Code, Inst, Reg, Slow, Wf};
 
 /// Executes `inst` for the lanes of `mask` if it is pure arithmetic; false when it is something else.
-#[inline]
+#[inline(always)]
 pub(crate) fn execute(warp: &mut Warp, inst: &Inst, mask: u32, simd: bool) -> bool {
     #[cfg(target_arch = "x86_64")]
     if simd {

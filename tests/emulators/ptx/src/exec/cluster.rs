@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use super::barrier::{ClusterBarrier, NamedBarrier};
 use super::bulk::Job;
+use super::fragment::Repeated;
 use super::mbarrier::Mbarrier;
 use super::operand::OperandCache;
 use super::specials::fill_specials;
@@ -93,6 +94,9 @@ pub(crate) struct Cluster {
     /// Blocking test-waits give up in this round.
     pub(super) expired: bool,
     pub(super) hint: usize,
+    /// Space for the data of an asynchronous copy, and for the products of `wgmma`.
+    pub(super) moved: Vec<u8>,
+    pub(super) repeated: Box<Repeated>,
     rng: u64,
     idle_rounds: u32,
     quiet: u64,
@@ -157,6 +161,8 @@ impl Cluster {
             events: 0,
             expired: false,
             hint: 0,
+            moved: Vec::new(),
+            repeated: Box::new([[[0.0; 8]; 4]; 32]),
             rng: seed,
             idle_rounds: 0,
             quiet: 0,

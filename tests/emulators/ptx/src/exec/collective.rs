@@ -108,6 +108,15 @@ fn redux(op: AtomOp, ty: Ty, nan: bool, a: u64, b: u64) -> u64 {
 
 fn shuffle(warp: &mut Warp, inst: &Inst, mode: Shfl, active: u32) {
     let (a, b, c) = (warp.w[inst.src[0].row()], warp.w[inst.src[1].row()], warp.w[inst.src[2].row()]);
+    if mode == Shfl::Bfly && b == [b[0]; 32] && b[0] < 32 && c == [31; 32] {
+        // The common case: exchanges in the whole warp, each with a lane that exists.
+        let r: Row = std::array::from_fn(|i| a[(i ^ b[0] as usize) & 31]);
+        warp.set(inst.dst[0], &r, active);
+        if inst.dst[1].is_some() {
+            warp.set_pred(inst.dst[1], u32::MAX, active);
+        }
+        return;
+    }
     let mut inside = 0u32;
     let r: Row = std::array::from_fn(|i| {
         let lane = i as i64;

@@ -29,6 +29,12 @@ fn aligned(base: &WideRow, a: Access, lane: usize, what: &str) -> Exec<u64> {
     if address & (bytes - 1) != 0 { Err(misaligned(what, address, bytes)) } else { Ok(address) }
 }
 
+/// Whether the active lanes have one address.
+fn is_uniform(base: &WideRow, active: u32) -> bool {
+    let first = base[active.trailing_zeros() as usize & 31];
+    if active == u32::MAX { *base == [first; 32] } else { lanes(active).all(|lane| base[lane] == first) }
+}
+
 impl Cluster {
     /// Block rank and offset of an address of the cluster's shared memory, generic or not.
     pub(super) fn cluster_target(&self, address: u64) -> Exec<(u32, u32)> {
@@ -91,9 +97,19 @@ impl Cluster {
         let (bytes, step) = a.sizes();
         let mut buffer = [0u8; 64];
         self.count_access(warp, &base, a, active, false);
+        let first = active.trailing_zeros() as usize;
+        let same = is_uniform(&base, active);
+        let mut source = None;
         for lane in lanes(active) {
-            let address = aligned(&base, a, lane, "load")?;
-            self.read(warp, self.resolve(warp, a.space, address)?, &mut buffer[..bytes], lane, a.strong)?;
+            // One address for all: the first lane reads for them, unless each has its own memory there.
+            let target = match source {
+                Some(target) if same => target,
+                _ => self.resolve(warp, a.space, aligned(&base, a, lane, "load")?)?,
+            };
+            source = Some(target);
+            if lane == first || !same || matches!(target, Target::Local(_) | Target::Global(_)) {
+                self.read(warp, target, &mut buffer[..bytes], lane, a.strong)?;
+            }
             for (n, &reg) in dst.iter().enumerate() {
                 if !reg.is_some() {
                     continue;

@@ -225,13 +225,15 @@ impl Cluster {
         let mut waits = Wait::Lanes(0);
         let mut last = None;
         for lane in lanes(active) {
-            let (cta, at) = self.mbarrier_target(warp, mbar, inst, lane)?;
-            let value = warp.get(inst.src[1], lane);
-            if last == Some((cta, at, value)) {
+            let (address, value) = (warp.get(inst.src[0], lane), warp.get(inst.src[1], lane));
+            if let Some((question, complete)) = last
+                && question == (address, value)
+            {
                 // The same question has the same answer.
-                done |= (done >> (lane - 1) & 1) << lane;
+                done |= u32::from(complete) << lane;
                 continue;
             }
+            let (cta, at) = self.mbarrier_target(warp, mbar, inst, lane)?;
             if let Some(t) = &mut self.tracker {
                 t.mbarrier_use(warp, cta, at)?;
             }
@@ -252,12 +254,10 @@ impl Cluster {
                     t.observe_phase(warp, track, phase, &published, mbar.relaxed);
                 }
                 self.barrier_at(cta, at)?.published = published;
-                // Only a lane right above may copy this answer.
-                last = (active >> (lane + 1).min(31) & 1 != 0 && lane < 31).then_some((cta, at, value));
             } else {
-                last = (active >> (lane + 1).min(31) & 1 != 0 && lane < 31).then_some((cta, at, value));
                 waits = Wait::Mbarrier { cta, address: at, parity: value as u32 };
             }
+            last = Some(((address, value), complete));
         }
         if done != active && may_block && !self.expired {
             return Ok(Step::Block(waits));

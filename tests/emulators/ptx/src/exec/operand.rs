@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::tensor::Swizzle;
 use super::{Exec, fault, fragment};
-use crate::fault::FaultKind;
+use crate::fault::{Fault, FaultKind};
 use crate::fp;
 use crate::hb::SeenReads;
 use crate::memory::Shared;
@@ -89,6 +89,21 @@ pub(super) enum Layout {
     Columns,
     /// `[k][row]`, the rows exchanged as [`fragment::column`] says.
     Fragments,
+    /// Sixteen rows as the lanes of a warp hold them in registers, see [`fragment::lane`].
+    Lanes,
+}
+
+impl Layout {
+    /// Where element (`r`, `k`) of `rows` by `depth` lies.
+    #[inline(always)]
+    fn place(self, r: usize, k: usize, rows: usize, depth: usize) -> usize {
+        match self {
+            Self::Rows => r * depth + k,
+            Self::Columns => k * rows + r,
+            Self::Fragments => k * rows + fragment::column(r),
+            Self::Lanes => fragment::lane(r, k, depth),
+        }
+    }
 }
 
 /// The elements of one 16-byte chunk as f32.
@@ -125,7 +140,7 @@ pub(super) struct Operand {
     pub(super) rows: u32,
     /// Elements along K.
     pub(super) depth: u32,
-    /// What descriptors count from: the 16 KiB windows of address bits that they do not have.
+    /// Its name in reports.
     pub(super) what: &'static str,
 }
 
@@ -151,54 +166,168 @@ impl Operand {
         Ok(())
     }
 
-    /// Reads the operand as f32 into `out`. Returns the range of addresses.
-    fn read(&self, shared: &Shared, check: bool, out: &mut [f32], layout: Layout) -> Exec<(u32, u32)> {
-        let count = (16 / element_bytes(self.kind)) as usize;
-        let (rows, depth) = (self.rows as usize, self.depth as usize);
+    /// The addresses of all chunks, in the order of [`chunks`](Self::chunks), and the range that they span.
+    fn addresses(&self, out: &mut Vec<u32>) -> (u32, u32) {
+        out.clear();
         let mut range = (u32::MAX, 0);
-        let mut values = [0f32; 16];
-        self.chunks(|at, r, k| {
+        let found = self.chunks(|at, _, _| {
             range = (range.0.min(at), range.1.max(at + 16));
+            out.push(at);
+            Ok(())
+        });
+        debug_assert!(found.is_ok(), "taking an address down cannot fail");
+        range
+    }
+
+    /// Fails when a chunk may not be read: the range at once where it is whole, else chunk by chunk.
+    fn check(&self, shared: &Shared, written: bool, at: &[u32], range: (u32, u32)) -> Exec<()> {
+        if shared.is_whole(range.0, range.1, self.desc.swizzle, written) {
+            return Ok(());
+        }
+        for &at in at {
             shared.check(at, 16, 16, self.what)?;
             shared.check_swizzle(at, self.desc.swizzle, self.what)?;
-            if check {
+            if written {
                 shared.check_written(at, 16, self.what)?;
             }
-            elements(self.kind, shared.get(at, 16), &mut values);
-            let (r, k) = (r as usize, k as usize);
-            let (to, stride) = match (layout, self.transposed) {
-                (Layout::Rows, transposed) => (r * depth + k, if transposed { depth } else { 1 }),
-                (Layout::Columns, transposed) => (k * rows + r, if transposed { 1 } else { rows }),
-                (Layout::Fragments, false) => (k * rows + fragment::column(r), rows),
-                (Layout::Fragments, true) => {
-                    for (i, value) in values[..count].iter().enumerate() {
-                        out[k * rows + fragment::column(r + i)] = *value;
+        }
+        Ok(())
+    }
+
+    /// The elements of the chunks at `at`, which [`check`](Self::check) has accepted, as f32.
+    fn convert(&self, shared: &Shared, at: &[u32], layout: Layout, out: &mut [f32]) {
+        match self.kind {
+            Elem::F16 => self.convert_halves(shared, at, layout, out, fp::f16_to_f32),
+            Elem::Bf16 => self.convert_halves(shared, at, layout, out, fp::bf16_to_f32),
+            _ => self.convert_any(shared, at, layout, out),
+        }
+    }
+
+    /// The same for elements of two bytes, eight rows and eight k at a time where they are to be exchanged.
+    #[inline(always)]
+    fn convert_halves(
+        &self,
+        shared: &Shared,
+        at: &[u32],
+        layout: Layout,
+        out: &mut [f32],
+        value: impl Fn(u16) -> f32,
+    ) {
+        let (rows, across) = (self.rows as usize, self.depth as usize / 8);
+        let order = match layout {
+            Layout::Fragments => [0, 2, 4, 6, 1, 3, 5, 7],
+            Layout::Columns => [0, 1, 2, 3, 4, 5, 6, 7],
+            Layout::Lanes if !self.transposed => [0; 8],
+            Layout::Rows | Layout::Lanes => return self.convert_any(shared, at, layout, out),
+        };
+        let halves = |at: u32| -> [u16; 8] {
+            let mut bytes = [0; 16];
+            bytes.copy_from_slice(shared.get(at, 16));
+            bytemuck::cast::<[u8; 16], [u16; 8]>(bytes)
+        };
+        if self.transposed {
+            for (k, line) in at.chunks_exact(rows / 8).enumerate() {
+                for (&at, eight) in line.iter().zip(out[k * rows..].chunks_exact_mut(8)) {
+                    let (from, mut values) = (halves(at), [0.0; 8]);
+                    for i in 0..8 {
+                        values[i] = value(from[i]);
                     }
-                    return Ok(());
+                    for i in 0..8 {
+                        eight[i] = values[order[i]];
+                    }
                 }
-            };
-            for (o, value) in out[to..].iter_mut().step_by(stride).zip(&values[..count]) {
-                *o = *value;
             }
-            Ok(())
-        })?;
-        Ok(range)
+            return;
+        }
+        if layout == Layout::Lanes {
+            for (r, line) in at.chunks_exact(across).enumerate() {
+                for (k, &at) in line.iter().enumerate() {
+                    let from = halves(at);
+                    let even = &mut out[fragment::lane(r, 8 * k, 8 * across)..][..36];
+                    for i in 0..4 {
+                        (even[i], even[32 + i]) = (value(from[2 * i]), value(from[2 * i + 1]));
+                    }
+                }
+            }
+            return;
+        }
+        for (first, eight) in at.chunks_exact(8 * across).enumerate() {
+            for k in 0..across {
+                let mut block = [[0; 8]; 8];
+                for (row, r) in block.iter_mut().zip(order) {
+                    *row = halves(eight[r * across + k]);
+                }
+                for (i, column) in transposed(block).iter().enumerate() {
+                    let to = &mut out[(8 * k + i) * rows + 8 * first..][..8];
+                    for (to, &bits) in to.iter_mut().zip(column) {
+                        *to = value(bits);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The same for elements of any size and any layout.
+    fn convert_any(&self, shared: &Shared, at: &[u32], layout: Layout, out: &mut [f32]) {
+        let per = (16 / element_bytes(self.kind)) as usize;
+        let (rows, depth) = (self.rows as usize, self.depth as usize);
+        let (lines, across) = if self.transposed { (depth, rows / per) } else { (rows, depth / per) };
+        let mut values = [0f32; 16];
+        for line in 0..lines {
+            for n in 0..across {
+                elements(self.kind, shared.get(at[line * across + n], 16), &mut values);
+                for (i, &value) in values[..per].iter().enumerate() {
+                    let along = n * per + i;
+                    let (r, k) = if self.transposed { (along, line) } else { (line, along) };
+                    out[layout.place(r, k, rows, depth)] = value;
+                }
+            }
+        }
     }
 }
 
-/// Operands read lately, as f32: the four warps of a warpgroup read the same ones. One slot a hash of the key.
+/// Rows and columns of eight by eight exchanged: three rounds of interleaving the upper with the lower half.
+#[inline(always)]
+fn transposed(m: [[u16; 8]; 8]) -> [[u16; 8]; 8] {
+    interleaved(interleaved(interleaved(m)))
+}
+
+/// Row `2 i` and `2 i + 1`: rows `i` and `i + 4`, element by element in turn.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn interleaved(m: [[u16; 8]; 8]) -> [[u16; 8]; 8] {
+    use std::arch::x86_64::{__m128i, _mm_unpackhi_epi16, _mm_unpacklo_epi16};
+    let m: [__m128i; 8] = bytemuck::cast(m);
+    let mut next = m;
+    for i in 0..4 {
+        // SAFETY: SSE2 is part of x86-64.
+        (next[2 * i], next[2 * i + 1]) =
+            unsafe { (_mm_unpacklo_epi16(m[i], m[i + 4]), _mm_unpackhi_epi16(m[i], m[i + 4])) };
+    }
+    bytemuck::cast(next)
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn interleaved(m: [[u16; 8]; 8]) -> [[u16; 8]; 8] {
+    std::array::from_fn(|row| std::array::from_fn(|at| m[row / 2 + at % 2 * 4][row % 2 * 4 + at / 2]))
+}
+
+/// Operands read lately, as f32: the four warps of a warpgroup read the same ones. Two slots a hash of the key.
 #[derive(Debug)]
 pub(crate) struct OperandCache {
     slots: Vec<Option<Cached>>,
+    turn: usize,
 }
 
 impl Default for OperandCache {
     fn default() -> Self {
-        Self { slots: (0..SLOTS).map(|_| None).collect() }
+        Self { slots: (0..SLOTS).map(|_| None).collect(), turn: 0 }
     }
 }
 
-pub(super) const SLOTS: usize = 256;
+/// More than a kernel holds in shared memory at a time: a hundred steps of K of each of two operands.
+pub(super) const SLOTS: usize = 512;
+const WAYS: usize = 2;
 
 pub(super) type Key = (u64, Elem, bool, u32, u32, u32, Layout);
 
@@ -208,6 +337,8 @@ pub(super) struct Cached {
     /// The bytes it came from and the number of the last write before.
     range: (u32, u32),
     clock: u64,
+    /// Addresses of its chunks.
+    pub(super) chunks: Vec<u32>,
     pub(super) values: Arc<Vec<f32>>,
     /// What happens-before knows of these bytes since they were written.
     pub(super) seen: SeenReads,
@@ -226,15 +357,37 @@ impl OperandCache {
         let Operand { kind, transposed, first, rows, depth, .. } = *operand;
         let key = (bits, kind, transposed, first, rows, depth, layout);
         let mixed = (bits ^ u64::from(first) << 50).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let slot = &mut self.slots[(mixed >> 56) as usize % SLOTS];
-        let valid = |e: &Cached| e.key == key && shared.unchanged(e.range.0, e.range.1, e.clock);
-        if !slot.as_ref().is_some_and(valid) {
-            let mut values = vec![0f32; (operand.rows * operand.depth) as usize];
-            let range = operand.read(shared, check, &mut values, layout)?;
-            let values = Arc::new(values);
-            *slot = Some(Cached { key, range, clock: shared.clock(), values, seen: SeenReads::default() });
+        let set = (mixed >> 48) as usize % (SLOTS / WAYS) * WAYS;
+        let ways = &self.slots[set..set + WAYS];
+        let fresh = |slot: &Option<Cached>| {
+            slot.as_ref().is_some_and(|e| shared.unchanged(e.range.0, e.range.1, e.clock))
+        };
+        let way = ways.iter().position(|slot| slot.as_ref().is_some_and(|e| e.key == key));
+        if let Some(way) = way
+            && fresh(&ways[way])
+        {
+            let cached = self.slots[set + way].as_mut().ok_or_else(unread)?;
+            // As good as read now: the next look has less to go through.
+            cached.clock = shared.clock();
+            return Ok(cached);
         }
-        // Filled above where it was empty.
-        slot.as_mut().ok_or_else(|| fault(FaultKind::Unsupported, "an operand that was not read"))
+        // Its own old seat, one that holds nothing of use, or the next one in turn.
+        self.turn = self.turn.wrapping_add(1);
+        let way = way.or_else(|| ways.iter().position(|slot| !fresh(slot))).unwrap_or(self.turn % WAYS);
+        let slot = &mut self.slots[set + way];
+        let (mut chunks, old) = slot.take().map(|e| (e.chunks, Some(e.values))).unwrap_or_default();
+        let range = operand.addresses(&mut chunks);
+        operand.check(shared, check, &chunks, range)?;
+        let mut values = old.and_then(|old| Arc::try_unwrap(old).ok()).unwrap_or_default();
+        // Whatever it held, all of it is written.
+        values.resize((rows * depth) as usize, 0.0);
+        operand.convert(shared, &chunks, layout, &mut values);
+        let (values, seen) = (Arc::new(values), SeenReads::default());
+        Ok(slot.insert(Cached { key, range, clock: shared.clock(), chunks, values, seen }))
     }
+}
+
+#[cold]
+fn unread() -> Box<Fault> {
+    fault(FaultKind::Unsupported, "an operand that was not read")
 }

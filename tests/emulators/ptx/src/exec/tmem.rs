@@ -1,14 +1,18 @@
 //! Tensor memory: allocation, loads and stores by warps, copies from shared memory. PTX ISA 9.7.16.1 to 9.7.16.8.
 //!
-//! Supported: alloc, dealloc, relinquish, ld, st, cp (not `4x256b`), shift (as [`RowShift`] reads it), the waits and
-//! fences, commit, and the products of [`tmma`](super::tmma).
+//! Supported: alloc, dealloc, relinquish, ld, st, cp, shift (as [`RowShift`] reads it), the waits and fences, commit, and
+//! the products of [`tmma`](super::tmma).
+//!
+//! `cp.4x256b` writes one lane of each warp's part, row after row: the ISA does not say so. CUTLASS has it in
+//! `Copy_Traits<SM100_UTCCP_4dp256bit_1cta>` and calls it a refresh; Apache TVM says of the lanes 0, 32, 64 and 96 from the
+//! address on that its tests found them on a B200.
 
 use super::cluster::{Cluster, Step};
 use super::operand::Descriptor;
 use super::warp::{Wait, Warp, lanes};
 use super::{Exec, fault};
 use crate::fault::{Fault, FaultKind};
-use crate::hb::Touch;
+use crate::hb::{Clocks, Touch};
 use crate::launch::RowShift;
 use crate::op::{CpShape, Inst, Program, Tcgen, TmemShape};
 
@@ -16,8 +20,8 @@ use crate::op::{CpShape, Inst, Program, Tcgen, TmemShape};
 const LANES: usize = 128;
 pub(super) const COLUMNS: usize = 512;
 /// Lanes of one warp's part, and the columns of a 32-byte element.
-const PART: usize = 32;
-const ELEMENT: usize = 8;
+pub(super) const PART: usize = 32;
+pub(super) const ELEMENT: usize = 8;
 
 /// The 128 lanes by 512 columns of one block.
 #[derive(Debug, Default)]
@@ -167,9 +171,9 @@ impl Cluster {
                     }
                 }
             }
-            Tcgen::Mma { a_tmem, kind } => {
+            Tcgen::Mma { a_tmem, kind, shift } => {
                 for lane in lanes(active) {
-                    self.tensor_product(warp, program, inst, lane, a_tmem, kind, pair)?;
+                    self.tensor_product(warp, program, inst, lane, [a_tmem, shift], kind, pair)?;
                 }
             }
             Tcgen::Shift => {
@@ -310,21 +314,29 @@ impl Cluster {
 
     fn tmem_copy(&mut self, warp: &mut Warp, inst: &Inst, lane: usize, shape: CpShape, cta: u32) -> Exec<()> {
         let desc = Descriptor::sm100(warp.get(inst.src[1], lane))?;
-        let (_, column0) = self.tmem_address(warp, inst, lane);
+        let (lane0, column0) = self.tmem_address(warp, inst, lane);
+        let most = if shape == CpShape::L4x256b { PART } else { 1 };
+        if lane0 >= most {
+            let text =
+                format!("tcgen05.cp {shape:?} to tensor memory from lane {lane0}, the last is {}", most - 1);
+            return Err(misuse(text));
+        }
         // Rows of the matrix, its bytes a row, and the lanes that each row goes to.
         let (rows, bytes): (usize, u32) = match shape {
             CpShape::L128x256b => (128, 32),
             CpShape::L128x128b => (128, 16),
             CpShape::L64x128bWarpx2First | CpShape::L64x128bWarpx2Second => (64, 16),
             CpShape::L32x128bWarpx4 => (32, 16),
-            CpShape::L4x256b => return Err(fault(FaultKind::Unsupported, "tcgen05.cp.4x256b")),
+            CpShape::L4x256b => (4, 32),
         };
         let targets = |row: usize| -> Vec<usize> {
             match shape {
                 CpShape::L32x128bWarpx4 => (0..4).map(|q| q * 32 + row).collect(),
                 CpShape::L64x128bWarpx2First => [0, 2].map(|q| (q + row / 32) * 32 + row % 32).to_vec(),
                 CpShape::L64x128bWarpx2Second => [0, 1].map(|q| (q + row / 32 * 2) * 32 + row % 32).to_vec(),
-                _ => vec![row],
+                // The same lane of each warp's part.
+                CpShape::L4x256b => vec![lane0 + row * PART],
+                CpShape::L128x256b | CpShape::L128x128b => vec![row],
             }
         };
         let clocks = self.tracker.as_mut().map(|t| t.tcgen_issue(warp)).unwrap_or_default();
@@ -352,6 +364,7 @@ impl Cluster {
         }
         Ok(())
     }
+
     /// Rows of one warp's part moved by a row: `.31x256b`, PTX ISA 9.7.16.9.
     fn tmem_shift(&mut self, warp: &mut Warp, inst: &Inst, lane: usize, pair: bool) -> Exec<()> {
         let (row, column) = self.tmem_address(warp, inst, lane);
@@ -365,11 +378,18 @@ impl Cluster {
         let clocks = self.tracker.as_mut().map(|t| t.tcgen_issue(warp)).unwrap_or_default();
         let part = [row / PART, column, ELEMENT].map(|n| n as u32);
         for cta in group_blocks(warp, pair) {
-            self.blocks[cta as usize].tmem.shift(row, column, self.launch.options.row_shift)?;
-            if let Some(t) = &mut self.tracker {
-                t.tcgen_tmem(Touch::Read, warp, &clocks, cta, part)?;
-                t.tcgen_tmem(Touch::Write, warp, &clocks, cta, part)?;
-            }
+            self.shift_part(warp, &clocks, cta, part)?;
+        }
+        Ok(())
+    }
+
+    /// Moves the rows of one warp's part: number of the part, first column, columns of one element.
+    pub(super) fn shift_part(&mut self, warp: &Warp, clocks: &Clocks, cta: u32, part: [u32; 3]) -> Exec<()> {
+        let way = self.launch.options.row_shift;
+        self.blocks[cta as usize].tmem.shift(part[0] as usize * PART, part[1] as usize, way)?;
+        if let Some(t) = &mut self.tracker {
+            t.tcgen_tmem(Touch::Read, warp, clocks, cta, part)?;
+            t.tcgen_tmem(Touch::Write, warp, clocks, cta, part)?;
         }
         Ok(())
     }

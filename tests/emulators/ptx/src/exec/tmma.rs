@@ -1,8 +1,11 @@
 //! `tcgen05.mma`: products whose accumulator lies in tensor memory. PTX ISA 9.7.16.10.
+//!
+//! With `.ashift` the product takes A as it lies; then A's rows are moved, in each warp's part for itself. The ISA leaves
+//! that open; the CUTLASS example `1cta_mma_a_from_tmem.py` has it as observed on a B200.
 
 use super::cluster::Cluster;
 use super::operand::{Descriptor, Layout, Operand, element, element_bytes};
-use super::tmem::{COLUMNS, group_blocks};
+use super::tmem::{COLUMNS, ELEMENT, PART, group_blocks};
 use super::warp::Warp;
 use super::wgmma::multiply;
 use super::{Exec, fault};
@@ -103,13 +106,17 @@ impl Cluster {
         program: &Program,
         inst: &Inst,
         lane: usize,
-        a_tmem: bool,
+        [a_tmem, shift]: [bool; 2],
         kind: MmaKind,
         pair: bool,
     ) -> Exec<()> {
         let list = program.list(inst).1;
         let (b_bits, i_bits) = (warp.get(list[0], lane), warp.get(list[1], lane) as u32);
         let shape = Shape::decode(i_bits, kind, pair)?;
+        if shift && shape.m == 64 {
+            let text = "tcgen05.mma.ashift of M 64, which only M 128 and 256 have";
+            return Err(fault(FaultKind::Descriptor, text));
+        }
         let disabled: Vec<u32> = list[3..].iter().map(|r| warp.get(*r, lane) as u32).collect();
         let accumulate = warp.pred(inst.src[2], inst.src_not) >> lane & 1 != 0;
         let (_, column0) = self.tmem_address(warp, inst, lane);
@@ -172,6 +179,12 @@ impl Cluster {
                 a.iter_mut().for_each(|x| *x = -*x);
             }
             self.accumulate(cta, shape, pair, rows, column0, accumulate, [&a, &b], &disabled)?;
+            if shift {
+                // One step of K is one element of 32 bytes a row.
+                for part in 0..rows.div_ceil(PART) as u32 {
+                    self.shift_part(warp, &clocks, cta, [part, a_bits as u32 & 0xffff, ELEMENT as u32])?;
+                }
+            }
             if let Some(t) = &mut self.tracker {
                 let columns = if pair && shape.m == 128 { shape.n / 2 } else { shape.n } as u32;
                 for quadrant in 0..4 {

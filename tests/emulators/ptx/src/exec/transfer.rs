@@ -12,30 +12,38 @@ use crate::op::{AtomOp, Route};
 
 impl Cluster {
     pub(super) fn carry_out(&mut self, job: &Job) -> Exec<()> {
-        let mut data = vec![0u8; job.bytes as usize];
+        // The same space each time; whatever it held, all of it is written.
+        let mut data = std::mem::take(&mut self.moved);
+        data.resize(job.bytes as usize, 0);
+        let result = self.carry(job, &mut data);
+        self.moved = data;
+        result
+    }
+
+    fn carry(&mut self, job: &Job, data: &mut [u8]) -> Exec<()> {
         match job.bulk.route {
             Route::Prefetch => {}
             Route::GlobalToShared => {
                 match &job.map {
-                    Some(map) => self.gather(map, job.coords, &mut data)?,
+                    Some(map) => self.gather(map, job.coords, data)?,
                     None => {
                         let check = self.launch.options.check_uninitialised;
-                        self.launch.view.read(job.global, &mut data, check)?;
+                        self.launch.view.read(job.global, data, check)?;
                     }
                 }
                 self.counters.global_read += u64::from(job.bytes);
-                self.deliver(job, &data)?;
+                self.deliver(job, data)?;
             }
             Route::SharedToCluster => {
-                self.collect(job, &mut data)?;
-                self.deliver(job, &data)?;
+                self.collect(job, data)?;
+                self.deliver(job, data)?;
             }
             Route::SharedToGlobal => {
-                self.collect(job, &mut data)?;
+                self.collect(job, data)?;
                 self.counters.global_written += u64::from(job.bytes);
                 match &job.map {
-                    Some(map) => self.scatter(map, job, &data)?,
-                    None => self.store_row(job, job.global, &data)?,
+                    Some(map) => self.scatter(map, job, data)?,
+                    None => self.store_row(job, job.global, data)?,
                 }
             }
         }
@@ -143,7 +151,7 @@ impl Cluster {
         };
         let step = i64::from(map.element_strides[0]);
         let count = map.box_elements(0) as usize;
-        let view = &self.launch.view;
+        let (view, hint) = (&self.launch.view, &mut self.hint);
         let check = self.launch.options.check_uninitialised;
         Self::rows(map, coords, |at, address, inside| {
             let out = &mut data[at..at + count * size];
@@ -156,7 +164,7 @@ impl Cluster {
                 fill_with(&mut out[(skip + n) * size..], fill);
                 if n > 0 {
                     let source = (address + from * size as i64) as u64;
-                    view.read(source, &mut out[skip * size..(skip + n) * size], check)?;
+                    view.read_near(source, &mut out[skip * size..(skip + n) * size], check, hint)?;
                 }
                 return Ok(());
             }
@@ -164,7 +172,7 @@ impl Cluster {
                 let c = first + i as i64 * step;
                 let cell = &mut out[i * size..(i + 1) * size];
                 if inside && c >= 0 && (c as u64) < map.dims[0] {
-                    view.read((address + c * size as i64) as u64, cell, check)?;
+                    view.read_near((address + c * size as i64) as u64, cell, check, hint)?;
                 } else {
                     fill_with(cell, fill);
                 }

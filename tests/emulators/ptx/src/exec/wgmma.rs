@@ -13,7 +13,7 @@ use super::{Exec, fault, fragment};
 use crate::fault::FaultKind;
 use crate::fp;
 use crate::hb::{Clocks, Touch, Tracker};
-use crate::op::{Code, Elem, Inst, Program, Reg, Wgmma};
+use crate::op::{Code, Elem, File, Inst, Program, Reg, Wgmma};
 
 /// What the four warps of a warpgroup must agree on.
 #[derive(Debug, Default)]
@@ -107,24 +107,23 @@ fn multiply_body(a: &[f32], b: &[f32], d: &mut [f32], n: usize, k: usize) {
     }
 }
 
-/// The sixteen rows of A that a warp holds in four registers, row-major.
-fn a_fragment(warp: &Warp, regs: &[Reg], kind: Elem, k: usize, a: &mut [f32]) {
+/// The sixteen rows of A that a warp holds in four registers, as [`fragment::lane`] says.
+fn a_fragment(warp: &Warp, regs: &[Reg], kind: Elem, a: &mut [f32]) {
     match kind {
-        Elem::F16 => a_rows::<2>(warp, regs, k, a, |bits| fp::f16_to_f32(bits as u16)),
-        Elem::Bf16 => a_rows::<2>(warp, regs, k, a, |bits| fp::bf16_to_f32(bits as u16)),
-        _ if element_bytes(kind) == 4 => a_rows::<4>(warp, regs, k, a, |bits| element(kind, bits)),
-        _ => a_rows::<1>(warp, regs, k, a, |bits| element(kind, bits)),
+        Elem::F16 => a_lanes::<2>(warp, regs, a, |bits| fp::f16_to_f32(bits as u16)),
+        Elem::Bf16 => a_lanes::<2>(warp, regs, a, |bits| fp::bf16_to_f32(bits as u16)),
+        _ if element_bytes(kind) == 4 => a_lanes::<4>(warp, regs, a, |bits| element(kind, bits)),
+        _ => a_lanes::<1>(warp, regs, a, |bits| element(kind, bits)),
     }
 }
 
 /// The same for elements of `SIZE` bytes.
 #[inline(always)]
-fn a_rows<const SIZE: usize>(warp: &Warp, regs: &[Reg], k: usize, a: &mut [f32], value: impl Fn(u32) -> f32) {
-    for (n, reg) in regs.iter().enumerate() {
+fn a_lanes<const SIZE: usize>(warp: &Warp, regs: &[Reg], a: &mut [f32], value: impl Fn(u32) -> f32) {
+    for (to, reg) in a.chunks_exact_mut(32 * (4 / SIZE)).zip(regs) {
         let row: &Row = &warp.w[reg.row()];
-        for (lane, &bits) in row.iter().enumerate() {
-            let at = (lane / 4 + 8 * (n % 2)) * k + (4 * (lane % 4) + 16 * (n / 2)) / SIZE;
-            for (e, o) in a[at..at + 4 / SIZE].iter_mut().enumerate() {
+        for (e, to) in to.chunks_exact_mut(32).enumerate() {
+            for (o, &bits) in to.iter_mut().zip(row) {
                 *o = value(bits >> (8 * SIZE * e));
             }
         }
@@ -249,12 +248,13 @@ impl Cluster {
         let block = &mut self.blocks[cta];
         let cached = block.operands.read(&block.shared, &operand_b, q.b, check, Layout::Fragments)?;
         let b = Arc::clone(&cached.values);
-        track_operand(self.tracker.as_deref_mut(), warp, q, &operand_b, cached)?;
+        track_operand(self.tracker.as_deref_mut(), warp, q, cached)?;
         let mut scratch = [0f32; 16 * 32];
         let shared_a;
         let mut a: &[f32] = if w.a_regs {
-            a_fragment(warp, &src[dst.len()..], w.a, k, &mut scratch);
-            &scratch[..16 * k]
+            let a = &mut scratch[..16 * k];
+            a_fragment(warp, &src[dst.len()..], w.a, a);
+            a
         } else {
             let operand_a = Operand {
                 desc: Descriptor::sm90(q.a)?,
@@ -266,9 +266,9 @@ impl Cluster {
                 what: "wgmma operand A",
             };
             let block = &mut self.blocks[cta];
-            let cached = block.operands.read(&block.shared, &operand_a, q.a, check, Layout::Rows)?;
+            let cached = block.operands.read(&block.shared, &operand_a, q.a, check, Layout::Lanes)?;
             shared_a = Arc::clone(&cached.values);
-            track_operand(self.tracker.as_deref_mut(), warp, q, &operand_a, cached)?;
+            track_operand(self.tracker.as_deref_mut(), warp, q, cached)?;
             &shared_a
         };
         let negated: Vec<f32>;
@@ -277,14 +277,18 @@ impl Cluster {
             a = &negated;
         }
         if w.d == Elem::F32 {
-            fragment::multiply(&mut warp.w, dst, a, &b, q.accumulate, self.launch.simd);
+            let space = &mut self.repeated;
+            fragment::multiply(&mut warp.w, dst, a, &b, q.accumulate, space, self.launch.simd);
         } else {
-            let mut d = vec![0f32; 16 * n];
+            // As single precision first, in rows of its own.
+            let mut rows = vec![[0; 32]; n / 2];
+            let regs: Vec<Reg> = (0..n as u32 / 2).map(|row| Reg::new(File::Word, row)).collect();
             if q.accumulate && w.d == Elem::F16 {
-                load_halves(warp, dst, n, &mut d);
+                load_halves(warp, dst, &mut rows);
             }
-            multiply(a, &b, &mut d, n, k, self.launch.simd);
-            store_accumulators(warp, dst, w, &d, q.accumulate);
+            let space = &mut self.repeated;
+            fragment::multiply(&mut rows, &regs, a, &b, true, space, self.launch.simd);
+            store_accumulators(warp, dst, w, &rows, q.accumulate);
         }
         // The warpgroup reads B once, each warp its own rows of A.
         let a_rows = if w.a_regs { 0 } else { 16 };
@@ -294,54 +298,43 @@ impl Cluster {
 }
 
 /// Tells happens-before of a product's read of one operand.
-fn track_operand(
-    tracker: Option<&mut Tracker>,
-    warp: &Warp,
-    q: &Queued,
-    operand: &Operand,
-    cached: &mut Cached,
-) -> Exec<()> {
+fn track_operand(tracker: Option<&mut Tracker>, warp: &Warp, q: &Queued, cached: &mut Cached) -> Exec<()> {
     let Some(t) = tracker else { return Ok(()) };
     let me = (t.warpgroup_track(warp), q.group);
     if t.read_before(&q.clocks, me, warp.cta, &cached.seen) {
         return Ok(());
     }
-    operand.chunks(|at, _, _| t.touch(Touch::Read, &q.clocks, (me.0, me.1, q.pc, 0), [warp.cta, at, 16]))?;
-    let mut chunks = Vec::new();
-    operand.chunks(|at, _, _| {
-        chunks.push(at);
-        Ok(())
-    })?;
-    t.note_reads(me, warp.cta, &chunks, &mut cached.seen);
+    for &at in &cached.chunks {
+        t.touch(Touch::Read, &q.clocks, (me.0, me.1, q.pc, 0), [warp.cta, at, 16])?;
+    }
+    t.note_reads(me, warp.cta, &cached.chunks, &mut cached.seen);
     Ok(())
 }
 
-/// Where a lane's pair of halves `i` lies in `[16][n]` with the columns exchanged; the odd one four later.
-fn half_place(i: usize, lane: usize, n: usize) -> usize {
-    (lane / 4 + 8 * (i % 2)) * n + i / 2 * 8 + lane % 4
+/// The row of single-precision accumulators that holds element `e` of the pairs of halves in register `i`.
+fn half_row(i: usize, e: usize) -> usize {
+    i / 2 * 4 + i % 2 * 2 + e
 }
 
-fn load_halves(warp: &Warp, dst: &[Reg], n: usize, d: &mut [f32]) {
+fn load_halves(warp: &Warp, dst: &[Reg], rows: &mut [Row]) {
     for (i, reg) in dst.iter().enumerate() {
         for (lane, &bits) in warp.w[reg.row()].iter().enumerate() {
-            let at = half_place(i, lane, n);
-            d[at] = fp::f16_to_f32(bits as u16);
-            d[at + 4] = fp::f16_to_f32((bits >> 16) as u16);
+            rows[half_row(i, 0)][lane] = fp::f16_to_f32(bits as u16).to_bits();
+            rows[half_row(i, 1)][lane] = fp::f16_to_f32((bits >> 16) as u16).to_bits();
         }
     }
 }
 
 /// Half precision, or integer, accumulators.
-fn store_accumulators(warp: &mut Warp, dst: &[Reg], w: Wgmma, d: &[f32], accumulate: bool) {
-    let n = usize::from(w.n);
+fn store_accumulators(warp: &mut Warp, dst: &[Reg], w: Wgmma, rows: &[Row], accumulate: bool) {
     for (i, reg) in dst.iter().enumerate() {
         for (lane, bits) in warp.w[reg.row()].iter_mut().enumerate() {
             if w.d == Elem::F16 {
-                let at = half_place(i, lane, n);
-                *bits = u32::from(fp::f32_to_f16(d[at])) | u32::from(fp::f32_to_f16(d[at + 4])) << 16;
+                let half = |e| u32::from(fp::f32_to_f16(f32::from_bits(rows[half_row(i, e)][lane])));
+                *bits = half(0) | half(1) << 16;
                 continue;
             }
-            let v = d[(lane / 4 + 8 * (i / 2 % 2)) * n + i / 4 * 8 + lane % 4 + 4 * (i % 2)];
+            let v = f32::from_bits(rows[i][lane]);
             // One step of 32 eight-bit products is exact in f32; the running sum is not.
             *bits = (v as i32 as u32).wrapping_add(if accumulate { *bits } else { 0 });
         }

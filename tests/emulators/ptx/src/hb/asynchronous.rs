@@ -80,11 +80,15 @@ impl Tracker {
     /// Notes that `me` has recorded its reads of the 16-byte chunks at `chunks`.
     pub(crate) fn note_reads(&mut self, me: (u32, u32), cta: u32, chunks: &[u32], seen: &mut SeenReads) {
         if seen.readers.is_empty() {
-            for index in chunks.iter().flat_map(|at| *at as usize / 4..*at as usize / 4 + 4) {
-                let write = self.cell(cta, index).write;
-                let same = |w: &Access| (w.track(), w.epoch()) == (write.track(), write.epoch());
-                if write.is_some() && !seen.writes.last().is_some_and(same) && !seen.writes.iter().any(same) {
-                    seen.writes.push(write);
+            for &at in chunks {
+                for write in self.line(cta, at as usize / 16).writes() {
+                    let same = |w: &Access| (w.track(), w.epoch()) == (write.track(), write.epoch());
+                    if write.is_some()
+                        && !seen.writes.last().is_some_and(same)
+                        && !seen.writes.iter().any(same)
+                    {
+                        seen.writes.push(write);
+                    }
                 }
             }
         }

@@ -1,4 +1,7 @@
 //! What each four bytes of shared memory saw last, and whether a new access is ordered behind that.
+//!
+//! Asynchronous copies and matrix products access sixteen bytes at a time, so the cells of four bytes are kept by lines
+//! of four, as one while they are equal.
 
 use super::{Clocks, Exec, Tracker};
 use crate::fault::{Fault, FaultKind};
@@ -66,11 +69,64 @@ impl Access {
 }
 
 /// What four bytes of shared memory saw.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, PartialEq, Debug, Default)]
 pub(super) struct Cell {
     pub(super) write: Access,
     reads: [Access; 3],
     more: Vec<Access>,
+}
+
+/// What sixteen bytes saw.
+#[derive(Clone, Debug)]
+pub(super) enum Line {
+    /// The same in each of its four cells.
+    Alike(Cell),
+    Parts(Box<[Cell; 4]>),
+}
+
+impl Default for Line {
+    fn default() -> Self {
+        Self::Alike(Cell::default())
+    }
+}
+
+impl Line {
+    /// Its cells: one for all, or four.
+    fn cells(&mut self) -> &mut [Cell] {
+        match self {
+            Self::Alike(cell) => std::slice::from_mut(cell),
+            Self::Parts(cells) => cells.as_mut_slice(),
+        }
+    }
+
+    /// One of its four cells apart from the others.
+    fn part(&mut self, n: usize) -> &mut Cell {
+        if let Self::Alike(cell) = self {
+            *self = Self::Parts(Box::new(std::array::from_fn(|_| cell.clone())));
+        }
+        match self {
+            Self::Alike(cell) => cell,
+            Self::Parts(cells) => &mut cells[n],
+        }
+    }
+
+    /// The last write of each of its cells.
+    pub(super) fn writes(&self) -> impl Iterator<Item = Access> {
+        let cells = match self {
+            Self::Alike(cell) => std::slice::from_ref(cell),
+            Self::Parts(cells) => cells.as_slice(),
+        };
+        cells.iter().map(|cell| cell.write)
+    }
+
+    /// Kept as one again if its cells are equal.
+    fn join(&mut self) {
+        if let Self::Parts(cells) = self
+            && cells[1..].iter().all(|cell| *cell == cells[0])
+        {
+            *self = Self::Alike(std::mem::take(&mut cells[0]));
+        }
+    }
 }
 
 /// Reads of one operand since its bytes were last written: by whom, and the last writes of those bytes. Kept with the
@@ -125,12 +181,22 @@ impl Tracker {
         Box::new(Fault::new(FaultKind::Race, text))
     }
 
-    pub(super) fn cell(&mut self, cta: u32, index: usize) -> &mut Cell {
-        let cells = &mut self.cells[cta as usize];
-        if cells.len() <= index {
-            cells.resize(index + 1, Cell::default());
+    /// The line of the sixteen bytes at `16 * index`.
+    pub(super) fn line(&mut self, cta: u32, index: usize) -> &mut Line {
+        let lines = &mut self.cells[cta as usize];
+        if lines.len() <= index {
+            lines.resize(index + 1, Line::default());
         }
-        &mut cells[index]
+        &mut lines[index]
+    }
+
+    /// The last write of the four bytes at `at`.
+    pub(super) fn last_write(&mut self, cta: u32, at: u32) -> Access {
+        let n = at as usize / 4 % 4;
+        match self.line(cta, at as usize / 16) {
+            Line::Alike(cell) => cell.write,
+            Line::Parts(cells) => cells[n].write,
+        }
     }
 
     /// Bytes of cell `index` inside `[at, at + n)`, as four bits.
@@ -148,80 +214,142 @@ impl Tracker {
         clocks: &Clocks,
         track: u32,
         [what, done]: [&str; 2],
-        (cta, index): (u32, usize),
+        (cta, at): (u32, u32),
     ) -> Exec<()> {
         if !write.is_some() || write.bytes() & bytes == 0 {
             return Ok(());
         }
         if !self.ordered(write, &clocks.v) {
-            return Err(self.race(what, "write", write, cta, index as u32 * 4));
+            return Err(self.race(what, "write", write, cta, at));
         }
-        self.check_proxy(write, clocks, track, done, cta, index)
+        self.check_proxy(write, clocks, track, done, cta, at)
     }
 
     /// An access to bytes of a block (rank, address, number), issued when the clocks were `clocks`.
     pub(crate) fn touch(&mut self, touch: Touch, clocks: &Clocks, me: Doer, range: [u32; 3]) -> Exec<()> {
-        match touch {
-            Touch::Read => self.read_cells(clocks, me, range),
-            Touch::Write => self.write_cells(clocks, me, range),
-        }
+        let cta = range[0];
+        // Out of the table, so that the rest of the tracker can be read meanwhile.
+        let mut lines = std::mem::take(&mut self.cells[cta as usize]);
+        let result = self.touch_lines(touch, clocks, me, &mut lines, range);
+        self.cells[cta as usize] = lines;
+        result
     }
 
-    fn read_cells(&mut self, clocks: &Clocks, me: Doer, [cta, at, n]: [u32; 3]) -> Exec<()> {
-        let (track, epoch, pc, lane) = me;
-        for index in at as usize / 4..(at + n).div_ceil(4) as usize {
-            let bytes = Self::covered(index, at, n);
-            let write = self.cell(cta, index).write;
-            self.check_last_write(write, bytes, clocks, track, ["read", "read"], (cta, index))?;
-            let access = Access::new(track, epoch, pc, lane, bytes);
-            let cell = &self.cells[cta as usize][index];
-            // Whoever is ordered behind the new read is behind the old one too, but for the bytes that the new one left out.
-            let replaces = |old: &Access| {
-                !old.is_some()
-                    || old.is_beside(access)
-                    || old.bytes() & !bytes == 0 && (old.track() == track || self.ordered(*old, &clocks.v))
-            };
-            let slot = cell.reads.iter().position(replaces);
-            let extra = if slot.is_none() { cell.more.iter().position(replaces) } else { None };
-            let cell = &mut self.cells[cta as usize][index];
-            let seat = match (slot, extra) {
-                (Some(i), _) => &mut cell.reads[i],
-                (None, Some(i)) => &mut cell.more[i],
-                (None, None) => {
-                    cell.more.push(access);
-                    continue;
+    fn touch_lines(
+        &self,
+        touch: Touch,
+        clocks: &Clocks,
+        me: Doer,
+        lines: &mut Vec<Line>,
+        [cta, at, n]: [u32; 3],
+    ) -> Exec<()> {
+        let end = (at + n).div_ceil(16) as usize;
+        if lines.len() < end {
+            lines.resize(end, Line::default());
+        }
+        // Neighbours mostly saw the same: what was found to come before needs no second look.
+        let mut known = Cell::default();
+        for (index, line) in lines.iter_mut().enumerate().take(end).skip(at as usize / 16) {
+            let first = 16 * index as u32;
+            if at <= first && first + 16 <= at + n {
+                let access = Access::new(me.0, me.1, me.2, me.3, 15);
+                for (n, cell) in line.cells().iter_mut().enumerate() {
+                    let place = (cta, first + 4 * n as u32);
+                    self.touch_cell(touch, clocks, access, cell, &mut known, place)?;
                 }
-            };
-            *seat = if seat.is_beside(access) { access.and_bytes_of(*seat) } else { access };
+            } else {
+                for part in at.max(first) / 4..(at + n).min(first + 16).div_ceil(4) {
+                    let access = Access::new(me.0, me.1, me.2, me.3, Self::covered(part as usize, at, n));
+                    let cell = line.part(part as usize % 4);
+                    self.touch_cell(touch, clocks, access, cell, &mut known, (cta, 4 * part))?;
+                }
+            }
+            line.join();
         }
         Ok(())
     }
 
-    fn write_cells(&mut self, clocks: &Clocks, me: Doer, [cta, at, n]: [u32; 3]) -> Exec<()> {
-        let (track, epoch, pc, lane) = me;
-        for index in at as usize / 4..(at + n).div_ceil(4) as usize {
-            let bytes = Self::covered(index, at, n);
-            self.cell(cta, index);
-            let cell = &self.cells[cta as usize][index];
-            self.check_last_write(cell.write, bytes, clocks, track, ["write", "overwrite"], (cta, index))?;
+    /// The same for the bytes of one cell that `access` names. `known` was found to come before it.
+    #[inline]
+    fn touch_cell(
+        &self,
+        touch: Touch,
+        clocks: &Clocks,
+        access: Access,
+        cell: &mut Cell,
+        known: &mut Cell,
+        place: (u32, u32),
+    ) -> Exec<()> {
+        match touch {
+            Touch::Read => self.read_cell(clocks, access, cell, known, place),
+            Touch::Write => self.write_cell(clocks, access, cell, known, place),
+        }
+    }
+
+    fn read_cell(
+        &self,
+        clocks: &Clocks,
+        access: Access,
+        cell: &mut Cell,
+        known: &mut Cell,
+        place: (u32, u32),
+    ) -> Exec<()> {
+        let (track, bytes) = (access.track(), access.bytes());
+        if cell.write != known.write {
+            self.check_last_write(cell.write, bytes, clocks, track, ["read", "read"], place)?;
+            // Of other bytes it may have been let pass.
+            known.write = if bytes == 15 { cell.write } else { Access::default() };
+        }
+        // Whoever is ordered behind the new read is behind the old one too, but for the bytes that the new one left out.
+        let replaces = |old: &Access| {
+            !old.is_some()
+                || old.is_beside(access)
+                || old.bytes() & !bytes == 0 && (old.track() == track || self.ordered(*old, &clocks.v))
+        };
+        let seat = match cell.reads.iter().position(replaces) {
+            Some(i) => &mut cell.reads[i],
+            None => match cell.more.iter().position(replaces) {
+                Some(i) => &mut cell.more[i],
+                None => {
+                    cell.more.push(access);
+                    return Ok(());
+                }
+            },
+        };
+        *seat = if seat.is_beside(access) { access.and_bytes_of(*seat) } else { access };
+        Ok(())
+    }
+
+    fn write_cell(
+        &self,
+        clocks: &Clocks,
+        write: Access,
+        cell: &mut Cell,
+        known: &mut Cell,
+        place: (u32, u32),
+    ) -> Exec<()> {
+        let bytes = write.bytes();
+        if cell != known {
+            self.check_last_write(cell.write, bytes, clocks, write.track(), ["write", "overwrite"], place)?;
             for &read in cell.reads.iter().chain(&cell.more) {
                 if read.is_some() && read.bytes() & bytes != 0 && !self.ordered(read, &clocks.v) {
-                    return Err(self.race("write", "read", read, cta, index as u32 * 4));
+                    return Err(self.race("write", "read", read, place.0, place.1));
                 }
             }
-            let cell = &mut self.cells[cta as usize][index];
-            let write = Access::new(track, epoch, pc, lane, bytes);
-            cell.write = if write.is_beside(cell.write) { write.and_bytes_of(cell.write) } else { write };
             if bytes == 15 {
-                cell.reads = [Access::default(); 3];
-                cell.more.clear();
-                continue;
+                known.clone_from(cell);
             }
-            // What was read of other bytes may still race with a write to those.
-            let is_left = |read: &Access| read.bytes() & !bytes != 0;
-            cell.reads.iter_mut().filter(|read| !is_left(read)).for_each(|read| *read = Access::default());
-            cell.more.retain(is_left);
         }
+        cell.write = if write.is_beside(cell.write) { write.and_bytes_of(cell.write) } else { write };
+        if bytes == 15 {
+            cell.reads = [Access::default(); 3];
+            cell.more.clear();
+            return Ok(());
+        }
+        // What was read of other bytes may still race with a write to those.
+        let is_left = |read: &Access| read.bytes() & !bytes != 0;
+        cell.reads.iter_mut().filter(|read| !is_left(read)).for_each(|read| *read = Access::default());
+        cell.more.retain(is_left);
         Ok(())
     }
 
@@ -233,7 +361,7 @@ impl Tracker {
         track: u32,
         verb: &str,
         cta: u32,
-        index: usize,
+        at: u32,
     ) -> Exec<()> {
         let generic = |t: u32| t < self.warps || (3 * self.warps..4 * self.warps).contains(&t);
         if cta >= self.blocks
@@ -244,8 +372,7 @@ impl Tracker {
             return Ok(());
         }
         let text = format!(
-            "the asynchronous proxy would {verb} shared memory {:#x} of block rank {cta}, written by {}",
-            index * 4,
+            "the asynchronous proxy would {verb} shared memory {at:#x} of block rank {cta}, written by {}",
             self.describe(write)
         );
         Err(Box::new(Fault::new(FaultKind::MissingProxyFence, text)))

@@ -12,7 +12,7 @@ mod visits;
 
 pub(crate) use cells::{SeenReads, Touch};
 
-use cells::{Access, Cell};
+use cells::{Access, Line};
 use flights::Flight;
 
 use crate::exec::Warp;
@@ -55,7 +55,8 @@ pub(crate) struct Tracker {
     blocks: u32,
     clocks: Vec<Clocks>,
     tracks: u32,
-    cells: Vec<Vec<Cell>>,
+    /// By lines of sixteen bytes.
+    cells: Vec<Vec<Line>>,
     flights: Vec<Flight>,
     /// Initialised barriers that the asynchronous proxy cannot see yet: block, address, the warp's number.
     unfenced: Vec<(u32, u32, u32)>,
@@ -189,7 +190,7 @@ impl Tracker {
     /// Any use of a barrier must come after its initialisation.
     pub(crate) fn mbarrier_use(&mut self, warp: &Warp, cta: u32, at: u32) -> Exec<()> {
         self.visit(warp, cta, 0);
-        let write = self.cell(cta, at as usize / 4).write;
+        let write = self.last_write(cta, at);
         let clocks = &self.clocks[self.id(warp) as usize];
         if write.is_some() && !self.ordered(write, &clocks.v) {
             return Err(self.race("use as an mbarrier", "initialisation", write, cta, at));

@@ -229,7 +229,12 @@ impl View {
 
     /// Copies out of device memory, with bounds checked.
     pub(crate) fn read(&self, address: u64, out: &mut [u8], check: bool) -> Exec<()> {
-        let a = self.find(address, out.len() as u64, &mut 0, "read")?;
+        self.read_near(address, out, check, &mut 0)
+    }
+
+    /// The same; `hint` remembers the allocation.
+    pub(crate) fn read_near(&self, address: u64, out: &mut [u8], check: bool, hint: &mut usize) -> Exec<()> {
+        let a = self.find(address, out.len() as u64, hint, "read")?;
         let at = address - a.base;
         if check && let Some(first) = a.first_unwritten(at, out.len() as u64) {
             return Err(uninitialised("read of global memory", a.base + first));

@@ -89,6 +89,18 @@ impl Shared {
         }
     }
 
+    /// Whether all of `[from, to)` lies in the block's shared memory, no tensor copy wrote any KiB of it with another
+    /// swizzle, and (`written`) each byte has been written. What lies inside needs no checks of its own then.
+    pub(crate) fn is_whole(&self, from: u32, to: u32, swizzle: Swizzle, written: bool) -> bool {
+        from >= RESERVED_SHARED
+            && to as usize <= self.bytes.len()
+            && from < to
+            && self.swizzles[from as usize >> 10..=(to - 1) as usize >> 10]
+                .iter()
+                .all(|wrote| wrote.is_none_or(|wrote| wrote == swizzle))
+            && (!written || self.check_written(from, to - from, "").is_ok())
+    }
+
     /// The number of the last write, for [`unchanged`](Self::unchanged).
     pub(crate) fn clock(&self) -> u64 {
         self.clock
@@ -96,7 +108,8 @@ impl Shared {
 
     /// Whether nothing was written to `[from, to)` after write number `since`.
     pub(crate) fn unchanged(&self, from: u32, to: u32, since: u64) -> bool {
-        self.stamps[from as usize >> 10..=(to - 1) as usize >> 10].iter().all(|&s| s <= since)
+        self.clock == since
+            || self.stamps[from as usize >> 10..=(to - 1) as usize >> 10].iter().all(|&s| s <= since)
     }
 
     #[inline(always)]

@@ -74,10 +74,11 @@ pub(crate) enum Tcgen {
     },
     WaitLd,
     WaitSt,
-    /// `a_tmem`: A from tensor memory.
+    /// `a_tmem`: A from tensor memory; `shift`: whose rows are moved behind the product.
     Mma {
         a_tmem: bool,
         kind: MmaKind,
+        shift: bool,
     },
     Commit {
         multicast: bool,
