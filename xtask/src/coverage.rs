@@ -29,6 +29,7 @@ const EXTRA: &[&str] = &[
     "--mode 1 -b 2 --heads 2 -s 50,30 --seqlen-k 24,32 -d 64 --prec bf16 --tile warp_specialised=0 --vlayout c --mask b",
     "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile vector_store=0",
     "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --prec-o fp32 --mask t --lse",
+    "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile dependent_launch=1",
 ];
 
 /// Lines of one file: those that some kernel has code for, and whether it was executed.
