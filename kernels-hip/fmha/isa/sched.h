@@ -17,6 +17,7 @@ FMHA_DEVICE void computed_here(T& x) {
 }
 
 // needs: gfx90a. What follows from it is computed where it stands: a loop around it keeps no registers of it.
+// https://llvm.org/docs/AMDGPUUsage.html#initial-kernel-execution-state
 FMHA_DEVICE int thread_idx_here() {
   int thread = thread_idx();
   computed_here(thread);

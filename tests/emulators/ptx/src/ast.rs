@@ -1,5 +1,7 @@
 //! PTX as text says it: names, no meaning yet.
 
+use crate::fault::{Fault, FaultKind};
+
 /// Scalar types of PTX.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Ty {
@@ -169,6 +171,20 @@ pub(crate) struct RawInst {
 impl RawInst {
     pub(crate) fn opcode(&self) -> String {
         self.words.join(".")
+    }
+
+    /// Word `i` of the opcode; empty where it has none.
+    pub(crate) fn word(&self, i: usize) -> &str {
+        self.words.get(i).map_or("", String::as_str)
+    }
+
+    /// Operand `i`.
+    pub(crate) fn operand(&self, i: usize) -> Result<&Operand, Fault> {
+        self.operands.get(i).ok_or_else(|| {
+            let text =
+                format!("`{}` with {} operands has no operand {}", self.opcode(), self.operands.len(), i + 1);
+            Fault::new(FaultKind::Syntax, text)
+        })
     }
 
     pub(crate) fn has(&self, word: &str) -> bool {

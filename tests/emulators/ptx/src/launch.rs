@@ -33,10 +33,10 @@ pub enum Asynchrony {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum RowShift {
     /// Contents go from row i to row i + 1: row 0 keeps its own, those of the last row go nowhere. The literal reading.
-    #[default]
     ToNext,
     /// Row i takes the contents of row i + 1, as in `shfl.down`: the last row keeps its own. For it speaks that CUTLASS
     /// calls `tcgen05.cp.4x256b`, which the ISA pipelines behind a shift, a refresh of the last lane of each warp's part.
+    #[default]
     FromNext,
 }
 
@@ -352,11 +352,12 @@ fn refuse(text: String) -> Fault {
 
 fn check(kernel: &Kernel, config: &LaunchConfig, args: &[u8]) -> Result<(), Fault> {
     let program = &kernel.0;
-    let threads: u32 = config.block.iter().product();
+    let volume = |sizes: [u32; 3]| sizes.iter().fold(1, |product: u64, &n| product.saturating_mul(n.into()));
+    let threads = volume(config.block);
     if config.grid.contains(&0) || config.block.contains(&0) || config.cluster.contains(&0) {
         return Err(refuse(format!("an empty launch: {config:?}")));
     }
-    if threads > kernel.max_threads() {
+    if threads > kernel.max_threads().into() {
         return Err(refuse(format!("{threads} threads a block, the kernel allows {}", kernel.max_threads())));
     }
     if program.required_block.is_some_and(|b| b != config.block) {
@@ -379,7 +380,10 @@ fn check(kernel: &Kernel, config: &LaunchConfig, args: &[u8]) -> Result<(), Faul
             )));
         }
     }
-    if config.cluster.iter().product::<u32>() > 16 {
+    if volume(config.grid) > u32::MAX.into() {
+        return Err(refuse(format!("grid {:?} of more than {} blocks", config.grid, u32::MAX)));
+    }
+    if volume(config.cluster) > 16 {
         return Err(refuse(format!("cluster {:?} of more than 16 blocks", config.cluster)));
     }
     if args.len() < program.param_bytes as usize {

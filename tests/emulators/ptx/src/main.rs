@@ -40,7 +40,7 @@ part of its caller | ... | reason`); --sources adds each source line's text; --w
 are the lines to show.
 
 --seeds N runs N late schedules, seeds 1 to N. --lines prints the warp instructions of each source line. --row-shift
-says which way `tcgen05.shift` moves contents, to row i + 1 (as without the flag) or from it: the instruction is documented
+says which way `tcgen05.shift` moves contents, from row i + 1 (as without the flag) or to it: the instruction is documented
 in words that allow either, and neither is verified on hardware.";
 
 struct Arguments {

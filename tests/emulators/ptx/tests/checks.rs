@@ -252,3 +252,104 @@ fn a_grid_that_need_not_wait_for_those_before_it_touches_no_memory_before_it_has
         );
     }
 }
+
+#[test]
+fn an_instruction_without_its_operands_is_an_error_and_no_panic() {
+    let device = Device::new();
+    let load = |body: &str| device.load(&format!("{HEADER}.visible .entry k() {{ {body} ret; }}"));
+    for opcode in [
+        "add.u32",
+        "mad.lo.u32",
+        "lop3.b32",
+        "not.pred",
+        "selp.b32",
+        "setp.eq.u32",
+        "slct.b32.s32",
+        "cvt.u32.f32",
+        "cvt.rn.bf16x2.f32",
+        "cvt.pack.sat.s8.s32.b32",
+        "dp4a.u32.u32",
+        "mov.b32",
+        "ld.global.b32",
+        "st.shared.v4.b32",
+        "atom.global.cas.b32",
+        "red.global.add.u32",
+        "cvta.to.global.u64",
+        "isspacep.shared",
+        "mapa.shared::cluster.u32",
+        "getctarank.u64",
+        "cp.async.cg.shared.global",
+        "cp.async.wait_group",
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes",
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes",
+        "cp.async.bulk.wait_group",
+        "tensormap.replace.tile.global_address.global.b1024.b64",
+        "shfl.sync.idx.b32",
+        "vote.sync.any.pred",
+        "match.any.sync.b32",
+        "elect.sync",
+        "redux.sync.add.u32",
+        "activemask.b32",
+        "bar.sync",
+        "bar.red.popc.u32",
+        "barrier.sync",
+        "setmaxnreg.inc.sync.aligned.u32",
+        "mbarrier.init.shared.b64",
+        "mbarrier.try_wait.parity.shared::cta.b64",
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16",
+        "stmatrix.sync.aligned.m8n8.x1.shared.b16",
+        "movmatrix.sync.aligned.m8n8.trans.b16",
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16",
+        "wgmma.wait_group.sync.aligned",
+        "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32",
+        "tcgen05.ld.sync.aligned.32x32b.x1.b32",
+        "tcgen05.st.sync.aligned.32x32b.x1.b32",
+        "tcgen05.cp.cta_group::1.128x256b",
+        "tcgen05.mma.cta_group::1.kind::f16",
+        "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64",
+        "tcgen05.shift.cta_group::1.down",
+    ] {
+        assert!(load(&format!("{opcode};")).is_err(), "{opcode}");
+        let first = opcode.split('.').next().unwrap();
+        assert!(load(&format!("{first};")).is_err(), "{first}");
+        // Right for some.
+        drop(load(&format!("{opcode} 0;")));
+    }
+}
+
+#[test]
+fn a_launch_beyond_all_counting_is_refused() {
+    for config in [
+        LaunchConfig { grid: [u32::MAX; 3], ..block(32, 0) },
+        LaunchConfig { cluster: [1 << 16; 3], grid: [1 << 16; 3], ..block(32, 0) },
+        block(u32::MAX, 0),
+        LaunchConfig { block: [1 << 16, 1 << 16, 1], ..block(32, 0) },
+    ] {
+        assert_eq!(try_body("", &config, &checked()).unwrap_err().kind, FaultKind::Launch, "{config:?}");
+    }
+}
+
+#[test]
+fn halves_of_a_word_have_races_of_their_own() {
+    // Warp 0 reads (or writes) the low half, then the high half; warp 1 writes the low half, unordered.
+    let body = |first: &str, second: &str, barrier: &str| {
+        format!(
+            ".reg .b16 %h; mov.b16 %h, 0; setp.eq.u32 %p, %t, 0; setp.eq.u32 %q, %t, 32; @%p st.shared.b32 [%s], 0;
+             bar.sync 0; @%p {first}; @%p {second}; {barrier} @%q st.shared.b16 [%s], %h;"
+        )
+    };
+    let (low, high) = ("ld.shared.b16 %h, [%s]", "ld.shared.b16 %h, [%s+2]");
+    let (low_st, high_st) = ("st.shared.b16 [%s], %h", "st.shared.b16 [%s+2], %h");
+    for (first, second) in [(low, high), (low, high_st), (low_st, high_st), (low_st, high)] {
+        assert_eq!(
+            kind(&body(first, second, ""), 64, &checked()),
+            Some(FaultKind::Race),
+            "{first}; {second}"
+        );
+        assert_eq!(kind(&body(first, second, "bar.sync 0;"), 64, &checked()), None, "{first}; {second}");
+    }
+    for high in [high, high_st] {
+        assert_eq!(kind(&body(high, high, ""), 64, &checked()), None, "{high}");
+    }
+}

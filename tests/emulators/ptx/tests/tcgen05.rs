@@ -292,8 +292,8 @@ fn a_shift_moves_eight_columns_of_one_warps_rows_behind_the_products() {
             }
         }
     }
-    // As its words say, unless the launch is told otherwise.
-    assert_eq!(Options::default().row_shift, RowShift::ToNext);
+    // The last row is the one to be refreshed behind it, unless the launch is told otherwise.
+    assert_eq!(Options::default().row_shift, RowShift::FromNext);
 }
 
 #[test]

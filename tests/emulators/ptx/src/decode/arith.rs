@@ -40,12 +40,12 @@ impl Decoder<'_> {
                     _ => return Err(unknown(raw)),
                 };
                 let mut inst = Inst::new(f);
-                inst.dst[0] = self.dst(&ops[0], Ty::B32)?;
-                inst.src[0] = self.src(&ops[1], ty)?;
+                inst.dst[0] = self.dst(raw.operand(0)?, Ty::B32)?;
+                inst.src[0] = self.src(raw.operand(1)?, ty)?;
                 inst
             }
             "testp" => {
-                let f = match raw.words[1].as_str() {
+                let f = match raw.word(1) {
                     "finite" => Rare::TestFinite,
                     "subnormal" => Rare::TestSubnormal,
                     _ => return Err(unknown(raw)),
@@ -60,7 +60,7 @@ impl Decoder<'_> {
             "setp" => self.setp(raw)?,
             "set" => {
                 let (to, from) = self.two_types(raw)?;
-                let cmp = comparison(&raw.words[1]).ok_or_else(|| unknown(raw))?;
+                let cmp = comparison(raw.word(1)).ok_or_else(|| unknown(raw))?;
                 if ops.len() != 3 || from.bytes() < 4 {
                     return Err(unknown(raw));
                 }
@@ -70,10 +70,10 @@ impl Decoder<'_> {
             "selp" => {
                 let ty = last_type(raw)?;
                 let mut inst = Inst::new(Code::Sel);
-                inst.dst[0] = self.dst(&ops[0], ty)?;
-                let (p, negated) = self.pred(&ops[3])?;
+                inst.dst[0] = self.dst(raw.operand(0)?, ty)?;
+                let (p, negated) = self.pred(raw.operand(3)?)?;
                 let (a, b) = if negated { (2, 1) } else { (1, 2) };
-                inst.src = [self.src(&ops[a], ty)?, self.src(&ops[b], ty)?, p, Reg::NONE];
+                inst.src = [self.src(raw.operand(a)?, ty)?, self.src(raw.operand(b)?, ty)?, p, Reg::NONE];
                 inst
             }
             "slct" => {
@@ -89,7 +89,7 @@ impl Decoder<'_> {
                 let Some(Operand::Name(table)) = ops.get(1) else { return Err(unknown(raw)) };
                 let table = *self.tables.get(table).ok_or_else(|| unknown(raw))?;
                 let mut inst = Inst::new(Code::Brx { table });
-                inst.src[0] = self.src(&ops[0], Ty::U32)?;
+                inst.src[0] = self.src(raw.operand(0)?, Ty::U32)?;
                 inst
             }
             "ret" | "exit" => Inst::new(Code::Exit),
@@ -104,9 +104,9 @@ impl Decoder<'_> {
             return Err(unknown(raw));
         }
         let mut inst = Inst::new(code);
-        inst.dst[0] = self.dst(&raw.operands[0], to)?;
+        inst.dst[0] = self.dst(raw.operand(0)?, to)?;
         for (i, ty) in from.iter().enumerate() {
-            inst.src[i] = self.src(&raw.operands[i + 1], *ty)?;
+            inst.src[i] = self.src(raw.operand(i + 1)?, *ty)?;
         }
         Ok(inst)
     }
@@ -279,7 +279,7 @@ impl Decoder<'_> {
             "not" => BoolOp::Not,
             _ => return Err(unknown(raw)),
         };
-        let sources = vec![Ty::Pred; raw.operands.len() - 1];
+        let sources = vec![Ty::Pred; raw.operands.len().saturating_sub(1)];
         self.regs(Code::Pred(op), raw, Ty::Pred, &sources)
     }
 
@@ -373,7 +373,7 @@ impl Decoder<'_> {
 
     fn setp(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
         let ty = last_type(raw)?;
-        let cmp = comparison(&raw.words[1]).ok_or_else(|| unknown(raw))?;
+        let cmp = comparison(raw.word(1)).ok_or_else(|| unknown(raw))?;
         let combine = raw.words[2..].iter().find_map(|w| match w.as_str() {
             "and" => Some(BoolOp::And),
             "or" => Some(BoolOp::Or),
@@ -389,15 +389,15 @@ impl Decoder<'_> {
             Code::SetP { cmp, ty, combine, ftz: raw.has("ftz") }
         };
         let mut inst = Inst::new(code);
-        match &raw.operands[0] {
+        match raw.operand(0)? {
             Operand::Pair(p, q) => {
                 inst.dst[0] = self.dst(p, Ty::Pred)?;
                 inst.dst[1] = self.dst(q, Ty::Pred)?;
             }
             p => inst.dst[0] = self.dst(p, Ty::Pred)?,
         }
-        inst.src[0] = self.src(&raw.operands[1], ty)?;
-        inst.src[1] = self.src(&raw.operands[2], ty)?;
+        inst.src[0] = self.src(raw.operand(1)?, ty)?;
+        inst.src[1] = self.src(raw.operand(2)?, ty)?;
         if combine.is_some() {
             let (p, negated) = self.pred(raw.operands.get(3).ok_or_else(|| unknown(raw))?)?;
             if negated {
@@ -410,7 +410,7 @@ impl Decoder<'_> {
 
     fn cvt(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
         let (to, from) = self.two_types(raw)?;
-        if raw.words[1] == "pack" {
+        if raw.word(1) == "pack" {
             return self.pack_whole(raw);
         }
         let integral = raw.words.iter().any(|w| matches!(w.as_str(), "rni" | "rzi" | "rmi" | "rpi"));
@@ -424,7 +424,7 @@ impl Decoder<'_> {
             satfinite: raw.has("satfinite"),
             relu: raw.has("relu"),
             packed: raw.operands.len() == 3,
-            widen: to.is_signed() && self.width(&raw.operands[0]).is_some_and(|bytes| bytes > to.bytes()),
+            widen: to.is_signed() && self.width(raw.operand(0)?).is_some_and(|bytes| bytes > to.bytes()),
         };
         let fp8 = |t| matches!(t, Ty::E4m3x2 | Ty::E5m2x2);
         let pair = |t| matches!(t, Ty::F16x2 | Ty::Bf16x2);
@@ -440,10 +440,10 @@ impl Decoder<'_> {
         }
         let mut inst = Inst::new(Code::Cvt(cvt));
         // Integer conversions may use registers wider than their types.
-        inst.dst[0] = self.any(&raw.operands[0], to)?;
-        inst.src[0] = self.any(&raw.operands[1], from)?;
+        inst.dst[0] = self.any(raw.operand(0)?, to)?;
+        inst.src[0] = self.any(raw.operand(1)?, from)?;
         if cvt.packed {
-            inst.src[1] = self.src(&raw.operands[2], from)?;
+            inst.src[1] = self.src(raw.operand(2)?, from)?;
         }
         Ok(inst)
     }

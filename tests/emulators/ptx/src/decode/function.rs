@@ -47,10 +47,10 @@ pub(super) fn rare(raw: &RawInst, ty: Ty) -> Option<Rare> {
         ("max", Ty::S16x2 | Ty::U16x2) if !raw.has("relu") => Rare::PairMax { signed: ty == Ty::S16x2 },
         ("min", Ty::F32) if raw.words[1..] == ["xorsign", "abs", "f32"] => Rare::SignMin,
         ("max", Ty::F32) if raw.words[1..] == ["xorsign", "abs", "f32"] => Rare::SignMax,
-        ("dp4a", _) => Rare::Dot { halves: false, high: false, signed: [raw.words[1] == "s32", signed] },
+        ("dp4a", _) => Rare::Dot { halves: false, high: false, signed: [raw.word(1) == "s32", signed] },
         ("dp2a", _) => {
-            let high = raw.words[1] == "hi";
-            Rare::Dot { halves: true, high, signed: [raw.words[2] == "s32", signed] }
+            let high = raw.word(1) == "hi";
+            Rare::Dot { halves: true, high, signed: [raw.word(2) == "s32", signed] }
         }
         _ => return None,
     })

@@ -38,8 +38,8 @@ impl Decoder<'_> {
             "ldmatrix" | "stmatrix" => self.move_matrix(raw)?,
             "movmatrix" => {
                 let mut inst = Inst::new(Code::MovMatrix);
-                inst.dst[0] = self.dst(&raw.operands[0], Ty::B32)?;
-                inst.src[0] = self.src(&raw.operands[1], Ty::B32)?;
+                inst.dst[0] = self.dst(raw.operand(0)?, Ty::B32)?;
+                inst.src[0] = self.src(raw.operand(1)?, Ty::B32)?;
                 inst
             }
             "mma" => self.mma(raw)?,
@@ -48,7 +48,7 @@ impl Decoder<'_> {
                 Some("commit_group") => Inst::new(Code::WgmmaCommit),
                 Some("wait_group") => {
                     let mut inst = Inst::new(Code::WgmmaWait);
-                    inst.src[0] = self.src(&raw.operands[0], Ty::U32)?;
+                    inst.src[0] = self.src(raw.operand(0)?, Ty::U32)?;
                     inst
                 }
                 Some("mma_async") => self.wgmma(raw)?,
@@ -79,9 +79,9 @@ impl Decoder<'_> {
             return Err(unknown(raw));
         }
         let (regs, address) = if load { (0, 1) } else { (1, 0) };
-        let (base, offset) = self.address(&raw.operands[address])?;
+        let (base, offset) = self.address(raw.operand(address)?)?;
         let trans = raw.has("trans");
-        let list = self.words(&raw.operands[regs], load)?;
+        let list = self.words(raw.operand(regs)?, load)?;
         if list.len() != num {
             return Err(unknown(raw));
         }
@@ -113,8 +113,8 @@ impl Decoder<'_> {
         }
         let mma = Mma { n: n as u8, k: k as u8, a, b, d, c };
         let mut src = Vec::new();
-        let dst = self.words(&raw.operands[0], true)?;
-        for operand in &raw.operands[1..4] {
+        let dst = self.words(raw.operand(0)?, true)?;
+        for operand in raw.operands.get(1..4).ok_or_else(|| unknown(raw))? {
             src.extend(self.words(operand, false)?);
         }
         let a_regs = usize::from(k) * bits as usize / 64;
@@ -144,15 +144,15 @@ impl Decoder<'_> {
             return Err(unknown(raw));
         }
         let ops = &raw.operands;
-        let dst = self.words(&ops[0], true)?;
+        let dst = self.words(raw.operand(0)?, true)?;
         let per_reg = if d == Elem::F16 { 2 } else { 1 };
         if dst.len() != usize::from(n) / 2 / per_reg {
             return Err(Fault::unsupported(format!("`{}` with {} accumulators", raw.opcode(), dst.len())));
         }
-        let a_regs = matches!(ops[1], Operand::Vector(_));
+        let a_regs = matches!(raw.operand(1)?, Operand::Vector(_));
         let mut src = dst.clone();
         if a_regs {
-            let regs = self.words(&ops[1], false)?;
+            let regs = self.words(raw.operand(1)?, false)?;
             if regs.len() != 4 {
                 return Err(unknown(raw));
             }
@@ -160,11 +160,11 @@ impl Decoder<'_> {
         }
         let mut inst = Inst::new(Code::Nop);
         if !a_regs {
-            inst.src[0] = self.src(&ops[1], Ty::B64)?;
+            inst.src[0] = self.src(raw.operand(1)?, Ty::B64)?;
         }
-        inst.src[1] = self.src(&ops[2], Ty::B64)?;
+        inst.src[1] = self.src(raw.operand(2)?, Ty::B64)?;
         let mut scale_d = None;
-        match &ops[3] {
+        match raw.operand(3)? {
             Operand::Int(v) => scale_d = Some(*v != 0),
             other => (inst.src[2], inst.src_not) = self.pred(other)?,
         }
@@ -215,19 +215,19 @@ impl Decoder<'_> {
                 _ => return None,
             })
         });
-        Ok(match raw.words[1].as_str() {
+        Ok(match raw.word(1) {
             "alloc" => {
                 let mut inst = new(Tcgen::Alloc);
-                let (base, offset) = self.address(&ops[0])?;
+                let (base, offset) = self.address(raw.operand(0)?)?;
                 inst.src[0] = base;
-                inst.src[1] = self.src(&ops[1], Ty::U32)?;
+                inst.src[1] = self.src(raw.operand(1)?, Ty::U32)?;
                 inst.src[3] = self.word_const(offset as u32);
                 inst
             }
             "dealloc" => {
                 let mut inst = new(Tcgen::Dealloc);
-                self.tmem(&mut inst, &ops[0])?;
-                inst.src[1] = self.src(&ops[1], Ty::U32)?;
+                self.tmem(&mut inst, raw.operand(0)?)?;
+                inst.src[1] = self.src(raw.operand(1)?, Ty::U32)?;
                 inst
             }
             "relinquish_alloc_permit" => new(Tcgen::Relinquish),
@@ -237,8 +237,8 @@ impl Decoder<'_> {
                 if raw.has("red") {
                     return Err(unknown(raw));
                 }
-                self.tmem(&mut inst, &ops[1])?;
-                let dst = self.words(&ops[0], true)?;
+                self.tmem(&mut inst, raw.operand(1)?)?;
+                let dst = self.words(raw.operand(0)?, true)?;
                 inst.list = self.list(&dst, &[]);
                 if let Some(split) = ops.get(2) {
                     inst.src[1] = self.src(split, Ty::B32)?;
@@ -248,12 +248,12 @@ impl Decoder<'_> {
             "st" => {
                 let shape = shape.ok_or_else(|| unknown(raw))?;
                 let mut inst = new(Tcgen::St { shape, repeat, pack16: raw.has("unpack::16b") });
-                self.tmem(&mut inst, &ops[0])?;
+                self.tmem(&mut inst, raw.operand(0)?)?;
                 let last = ops.len() - 1;
                 if last == 2 {
-                    inst.src[1] = self.src(&ops[1], Ty::B32)?;
+                    inst.src[1] = self.src(raw.operand(1)?, Ty::B32)?;
                 }
-                let src = self.words(&ops[last], false)?;
+                let src = self.words(raw.operand(last)?, false)?;
                 inst.list = self.list(&[], &src);
                 inst
             }
@@ -264,11 +264,11 @@ impl Decoder<'_> {
             "commit" => {
                 let multicast = raw.has("multicast::cluster");
                 let mut inst = new(Tcgen::Commit { multicast });
-                let (base, offset) = self.address(&ops[0])?;
+                let (base, offset) = self.address(raw.operand(0)?)?;
                 inst.src[0] = base;
                 inst.src[3] = self.word_const(offset as u32);
                 if multicast {
-                    inst.src[1] = self.src(&ops[1], Ty::B16)?;
+                    inst.src[1] = self.src(raw.operand(1)?, Ty::B16)?;
                 }
                 inst
             }
@@ -286,8 +286,8 @@ impl Decoder<'_> {
                     return Err(unknown(raw));
                 }
                 let mut inst = new(Tcgen::Cp { shape });
-                self.tmem(&mut inst, &ops[0])?;
-                inst.src[1] = self.src(&ops[1], Ty::B64)?;
+                self.tmem(&mut inst, raw.operand(0)?)?;
+                inst.src[1] = self.src(raw.operand(1)?, Ty::B64)?;
                 inst
             }
             "shift" => {
@@ -317,13 +317,13 @@ impl Decoder<'_> {
         if raw.has("sp") || raw.has("ws") || raw.has("ashift") || raw.has("block_scale") {
             return Err(unknown(raw));
         }
-        let a_tmem = matches!(ops[1], Operand::Address { .. });
+        let a_tmem = matches!(raw.operand(1)?, Operand::Address { .. });
         let mut inst = Inst::new(Code::Tcgen { op: Tcgen::Mma { a_tmem, kind }, pair });
-        self.tmem(&mut inst, &ops[0])?;
+        self.tmem(&mut inst, raw.operand(0)?)?;
         let a_offset;
         (inst.src[1], a_offset) =
-            if a_tmem { self.address(&ops[1])? } else { (self.src(&ops[1], Ty::B64)?, 0) };
-        let mut list = vec![self.src(&ops[2], Ty::B64)?, self.src(&ops[3], Ty::B32)?];
+            if a_tmem { self.address(raw.operand(1)?)? } else { (self.src(raw.operand(1)?, Ty::B64)?, 0) };
+        let mut list = vec![self.src(raw.operand(2)?, Ty::B64)?, self.src(raw.operand(3)?, Ty::B32)?];
         list.push(self.word_const(a_offset as u32));
         let mut at = 4;
         if let Some(Operand::Vector(masks)) = ops.get(4) {

@@ -41,45 +41,44 @@ pub(super) fn atom_op(raw: &RawInst) -> Option<AtomOp> {
 
 impl Decoder<'_> {
     pub(super) fn memory(&mut self, raw: &RawInst) -> Result<Option<Inst>, Fault> {
-        let ops = &raw.operands;
         Ok(Some(match raw.words[0].as_str() {
             "ld" | "ldu" => {
-                let access = self.access(raw, &ops[1])?;
+                let access = self.access(raw, raw.operand(1)?)?;
                 let mut inst = Inst::new(Code::Ld(access));
-                inst.src[0] = self.address(&ops[1])?.0;
-                let dst = self.elements(&ops[0], last_type(raw)?)?;
+                inst.src[0] = self.address(raw.operand(1)?)?.0;
+                let dst = self.elements(raw.operand(0)?, last_type(raw)?)?;
                 inst.list = self.list(&dst, &[]);
                 inst
             }
             "st" => {
-                let access = self.access(raw, &ops[0])?;
+                let access = self.access(raw, raw.operand(0)?)?;
                 let mut inst = Inst::new(Code::St(access));
-                inst.src[0] = self.address(&ops[0])?.0;
-                let src = self.elements(&ops[1], last_type(raw)?)?;
+                inst.src[0] = self.address(raw.operand(0)?)?.0;
+                let src = self.elements(raw.operand(1)?, last_type(raw)?)?;
                 inst.list = self.list(&[], &src);
                 inst
             }
             "atom" | "red" => self.atomic(raw)?,
             "cvta" => {
                 let wide = last_type(raw)?;
-                let to = raw.words[1] == "to";
+                let to = raw.word(1) == "to";
                 let space = space(raw);
                 let mut inst = Inst::new(if to { Code::CvtaTo { space } } else { Code::CvtaFrom { space } });
-                inst.dst[0] = self.dst(&ops[0], wide)?;
-                inst.src[0] = self.src(&ops[1], wide)?;
+                inst.dst[0] = self.dst(raw.operand(0)?, wide)?;
+                inst.src[0] = self.src(raw.operand(1)?, wide)?;
                 inst
             }
             "isspacep" => {
                 let mut inst = Inst::new(Code::IsSpace { space: space(raw) });
-                inst.dst[0] = self.dst(&ops[0], Ty::Pred)?;
-                inst.src[0] = self.any(&ops[1], Ty::B64)?;
+                inst.dst[0] = self.dst(raw.operand(0)?, Ty::Pred)?;
+                inst.src[0] = self.any(raw.operand(1)?, Ty::B64)?;
                 inst
             }
             "prefetch" | "prefetchu" | "discard" | "applypriority" => Inst::new(Code::Nop),
             // Cache policies steer nothing here; the register must still hold a value.
             "createpolicy" => {
                 let mut inst = Inst::new(Code::D(crate::op::Df::Mov));
-                inst.dst[0] = self.dst(&ops[0], Ty::B64)?;
+                inst.dst[0] = self.dst(raw.operand(0)?, Ty::B64)?;
                 inst.src[0] = self.double_const(0);
                 inst
             }
@@ -87,15 +86,15 @@ impl Decoder<'_> {
                 let wide = last_type(raw)?;
                 let generic = space(raw) == Space::Generic;
                 let mut inst = Inst::new(Code::Mapa { generic, space: space(raw) });
-                inst.dst[0] = self.dst(&ops[0], wide)?;
-                inst.src[0] = self.src(&ops[1], wide)?;
-                inst.src[1] = self.src(&ops[2], Ty::U32)?;
+                inst.dst[0] = self.dst(raw.operand(0)?, wide)?;
+                inst.src[0] = self.src(raw.operand(1)?, wide)?;
+                inst.src[1] = self.src(raw.operand(2)?, Ty::U32)?;
                 inst
             }
             "getctarank" => {
                 let mut inst = Inst::new(Code::GetCtaRank);
-                inst.dst[0] = self.dst(&ops[0], Ty::U32)?;
-                inst.src[0] = self.any(&ops[1], Ty::B64)?;
+                inst.dst[0] = self.dst(raw.operand(0)?, Ty::U32)?;
+                inst.src[0] = self.any(raw.operand(1)?, Ty::B64)?;
                 inst
             }
             "cp" => self.copy(raw)?,
@@ -149,9 +148,9 @@ impl Decoder<'_> {
         let op = atom_op(raw).ok_or_else(|| unknown(raw))?;
         let ty = last_type(raw)?;
         let returns = raw.words[0] == "atom";
-        let ops = &raw.operands[usize::from(returns)..];
-        let (base, offset) = self.address(&ops[0])?;
-        let value = self.elements(&ops[1], ty)?;
+        let first = usize::from(returns);
+        let (base, offset) = self.address(raw.operand(first)?)?;
+        let value = self.elements(raw.operand(first + 1)?, ty)?;
         let (acquire, release) =
             (raw.has("acquire") || raw.has("acq_rel"), raw.has("release") || raw.has("acq_rel"));
         let count = value.len() as u8;
@@ -160,9 +159,9 @@ impl Decoder<'_> {
         inst.src[0] = base;
         let mut src = value;
         if op == AtomOp::Cas {
-            src.push(self.src(&ops[2], ty)?);
+            src.push(self.src(raw.operand(first + 2)?, ty)?);
         }
-        let dst = if returns { self.elements(&raw.operands[0], ty)? } else { Vec::new() };
+        let dst = if returns { self.elements(raw.operand(0)?, ty)? } else { Vec::new() };
         if dst.iter().chain(&src).any(|r| !r.is_some() && !returns) {
             return Err(unknown(raw));
         }
@@ -180,13 +179,13 @@ impl Decoder<'_> {
                 Some("commit_group") => Ok(Inst::new(Code::BulkCommit)),
                 Some("wait_group") => {
                     let mut inst = Inst::new(Code::BulkWait { read: raw.has("read") });
-                    inst.src[0] = self.src(&ops[0], Ty::U32)?;
+                    inst.src[0] = self.src(raw.operand(0)?, Ty::U32)?;
                     Ok(inst)
                 }
                 _ => self.bulk(raw),
             },
             Some("mbarrier") => {
-                let (base, offset) = self.address(&ops[0])?;
+                let (base, offset) = self.address(raw.operand(0)?)?;
                 let op = MbarOp::CpAsyncArrive { no_inc: raw.has("noinc") };
                 let mut inst = Inst::new(Code::Mbar(Mbar { op, space: space(raw), offset, relaxed: false }));
                 inst.src[0] = base;
@@ -200,13 +199,13 @@ impl Decoder<'_> {
             }
             Some("wait_group") => {
                 let mut inst = Inst::new(Code::CpAsyncWait { all: false });
-                inst.src[0] = self.src(&ops[0], Ty::U32)?;
+                inst.src[0] = self.src(raw.operand(0)?, Ty::U32)?;
                 Ok(inst)
             }
             Some("ca" | "cg") => {
-                let (dst, dst_offset) = self.address(&ops[0])?;
-                let (src, src_offset) = self.address(&ops[1])?;
-                let Operand::Int(bytes) = ops[2] else { return Err(unknown(raw)) };
+                let (dst, dst_offset) = self.address(raw.operand(0)?)?;
+                let (src, src_offset) = self.address(raw.operand(1)?)?;
+                let &Operand::Int(bytes) = raw.operand(2)? else { return Err(unknown(raw)) };
                 if !matches!(bytes, 4 | 8 | 16) {
                     return Err(Fault::unsupported(format!("cp.async of {bytes} bytes")));
                 }
@@ -214,7 +213,7 @@ impl Decoder<'_> {
                 let hint = usize::from(raw.has("L2::cache_hint"));
                 inst.src = [dst, src, Reg::NONE, Reg::NONE];
                 if ops.len() - hint > 3 {
-                    inst.src[2] = self.any(&ops[3], Ty::U32)?;
+                    inst.src[2] = self.any(raw.operand(3)?, Ty::U32)?;
                 }
                 Ok(inst)
             }
@@ -264,7 +263,7 @@ impl Decoder<'_> {
             _ => return Err(unknown(raw)),
         };
         let bar_group = raw.has("bulk_group");
-        let reduce = if raw.words[1] == "reduce" {
+        let reduce = if raw.word(1) == "reduce" {
             let ty = if tensor { Ty::B32 } else { last_type(raw)? };
             Some((atom_op(raw).ok_or_else(|| unknown(raw))?, ty))
         } else {
@@ -346,7 +345,7 @@ impl Decoder<'_> {
             "fill_mode",
         ];
         let field = fields.iter().position(|f| raw.has(f)).ok_or_else(|| unknown(raw))?;
-        let (base, offset) = self.address(&raw.operands[0])?;
+        let (base, offset) = self.address(raw.operand(0)?)?;
         let dimensioned = raw.operands.len() == 3;
         let dim = match raw.operands.get(1) {
             Some(Operand::Int(v)) if dimensioned => *v as u8,

@@ -9,12 +9,11 @@ use crate::op::{Code, Inst, Mbar, MbarOp, Reg, Shfl, Vote};
 
 impl Decoder<'_> {
     pub(super) fn sync(&mut self, raw: &RawInst) -> Result<Option<Inst>, Fault> {
-        let ops = &raw.operands;
         let second = raw.words.get(1).map_or("", String::as_str);
         Ok(Some(match raw.words[0].as_str() {
             "bar" if second == "warp" => {
                 let mut inst = Inst::new(Code::WarpSync);
-                inst.src[0] = self.src(&ops[0], Ty::B32)?;
+                inst.src[0] = self.src(raw.operand(0)?, Ty::B32)?;
                 inst
             }
             "barrier" if second == "cluster" => match raw.words.get(2).map(String::as_str) {
@@ -43,9 +42,9 @@ impl Decoder<'_> {
                     _ => return Err(unknown(raw)),
                 };
                 let mut inst = Inst::new(Code::Shfl(mode));
-                self.pair(&mut inst, &ops[0], Ty::B32)?;
+                self.pair(&mut inst, raw.operand(0)?, Ty::B32)?;
                 for i in 0..4 {
-                    inst.src[i] = self.src(&ops[i + 1], Ty::B32)?;
+                    inst.src[i] = self.src(raw.operand(i + 1)?, Ty::B32)?;
                 }
                 inst
             }
@@ -58,44 +57,44 @@ impl Decoder<'_> {
                     _ => return Err(unknown(raw)),
                 };
                 let mut inst = Inst::new(Code::Vote(vote));
-                inst.dst[0] = self.dst(&ops[0], ty)?;
-                let (p, negated) = self.pred_or_constant(&ops[1])?;
+                inst.dst[0] = self.dst(raw.operand(0)?, ty)?;
+                let (p, negated) = self.pred_or_constant(raw.operand(1)?)?;
                 (inst.src[0], inst.src_not) = (p, negated);
-                inst.src[1] = self.src(&ops[2], Ty::B32)?;
+                inst.src[1] = self.src(raw.operand(2)?, Ty::B32)?;
                 inst
             }
             "match" => {
                 let ty = last_type(raw)?;
                 let mut inst = Inst::new(if second == "any" { Code::MatchAny } else { Code::MatchAll });
-                self.pair(&mut inst, &ops[0], Ty::B32)?;
-                inst.src[0] = self.src(&ops[1], ty)?;
-                inst.src[1] = self.src(&ops[2], Ty::B32)?;
+                self.pair(&mut inst, raw.operand(0)?, Ty::B32)?;
+                inst.src[0] = self.src(raw.operand(1)?, ty)?;
+                inst.src[1] = self.src(raw.operand(2)?, Ty::B32)?;
                 inst
             }
             "elect" => {
                 let mut inst = Inst::new(Code::Elect);
-                self.pair(&mut inst, &ops[0], Ty::B32)?;
-                inst.src[0] = self.src(&ops[1], Ty::B32)?;
+                self.pair(&mut inst, raw.operand(0)?, Ty::B32)?;
+                inst.src[0] = self.src(raw.operand(1)?, Ty::B32)?;
                 inst
             }
             "redux" => {
                 let op = atom_op(raw).ok_or_else(|| unknown(raw))?;
                 let (ty, abs, nan) = (last_type(raw)?, raw.has("abs"), raw.has("NaN"));
                 let mut inst = Inst::new(Code::Redux { op, ty, abs, nan });
-                inst.dst[0] = self.dst(&ops[0], Ty::B32)?;
-                inst.src[0] = self.src(&ops[1], Ty::B32)?;
-                inst.src[1] = self.src(&ops[2], Ty::B32)?;
+                inst.dst[0] = self.dst(raw.operand(0)?, Ty::B32)?;
+                inst.src[0] = self.src(raw.operand(1)?, Ty::B32)?;
+                inst.src[1] = self.src(raw.operand(2)?, Ty::B32)?;
                 inst
             }
             "activemask" => {
                 let mut inst = Inst::new(Code::ActiveMask);
-                inst.dst[0] = self.dst(&ops[0], Ty::B32)?;
+                inst.dst[0] = self.dst(raw.operand(0)?, Ty::B32)?;
                 inst
             }
             "mbarrier" => self.mbarrier(raw)?,
             "setmaxnreg" => {
                 let mut inst = Inst::new(Code::SetMaxNReg { increase: second == "inc" });
-                inst.src[0] = self.src(&ops[0], Ty::U32)?;
+                inst.src[0] = self.src(raw.operand(0)?, Ty::U32)?;
                 inst
             }
             "griddepcontrol" => match second {
@@ -134,7 +133,7 @@ impl Decoder<'_> {
         if raw.has("sync") || raw.has("arrive") {
             let arrive = raw.has("arrive");
             inst = Inst::new(Code::Bar { arrive, red: None, popc: false });
-            inst.src[0] = self.src(&ops[0], Ty::U32)?;
+            inst.src[0] = self.src(raw.operand(0)?, Ty::U32)?;
             if let Some(count) = ops.get(1) {
                 inst.src[1] = self.src(count, Ty::U32)?;
             }
@@ -142,10 +141,10 @@ impl Decoder<'_> {
             let popc = raw.has("popc");
             let red = if raw.has("and") { Vote::All } else { Vote::Any };
             inst = Inst::new(Code::Bar { arrive: false, red: Some(red), popc });
-            inst.dst[0] = self.dst(&ops[0], if popc { Ty::U32 } else { Ty::Pred })?;
-            inst.src[0] = self.src(&ops[1], Ty::U32)?;
+            inst.dst[0] = self.dst(raw.operand(0)?, if popc { Ty::U32 } else { Ty::Pred })?;
+            inst.src[0] = self.src(raw.operand(1)?, Ty::U32)?;
             if ops.len() == 4 {
-                inst.src[1] = self.src(&ops[2], Ty::U32)?;
+                inst.src[1] = self.src(raw.operand(2)?, Ty::U32)?;
             }
             let last = ops.last().ok_or_else(|| unknown(raw))?;
             (inst.src[2], inst.src_not) = self.pred_or_constant(last)?;
@@ -157,12 +156,12 @@ impl Decoder<'_> {
 
     fn mbarrier(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
         let ops = &raw.operands;
-        let op = match raw.words[1].as_str() {
+        let op = match raw.word(1) {
             "init" => MbarOp::Init,
             "inval" => MbarOp::Inval,
             "arrive" | "arrive_drop" => MbarOp::Arrive {
                 expect: raw.has("expect_tx"),
-                drop: raw.words[1] == "arrive_drop",
+                drop: raw.word(1) == "arrive_drop",
                 no_complete: raw.has("noComplete"),
             },
             "expect_tx" => MbarOp::ExpectTx,

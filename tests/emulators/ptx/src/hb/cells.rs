@@ -53,6 +53,16 @@ impl Access {
     pub(super) fn is_some(self) -> bool {
         self.0 != 0
     }
+
+    /// Whether it was made by the same track in the same epoch.
+    fn is_beside(self, other: Self) -> bool {
+        (self.track(), self.epoch()) == (other.track(), other.epoch())
+    }
+
+    /// With the bytes of another one.
+    fn and_bytes_of(self, other: Self) -> Self {
+        Self(self.0 | u64::from(other.bytes()))
+    }
 }
 
 /// What four bytes of shared memory saw.
@@ -165,19 +175,24 @@ impl Tracker {
             self.check_last_write(write, bytes, clocks, track, ["read", "read"], (cta, index))?;
             let access = Access::new(track, epoch, pc, lane, bytes);
             let cell = &self.cells[cta as usize][index];
-            let replaces =
-                |old: &Access| !old.is_some() || old.track() == track || self.ordered(*old, &clocks.v);
+            // Whoever is ordered behind the new read is behind the old one too, but for the bytes that the new one left out.
+            let replaces = |old: &Access| {
+                !old.is_some()
+                    || old.is_beside(access)
+                    || old.bytes() & !bytes == 0 && (old.track() == track || self.ordered(*old, &clocks.v))
+            };
             let slot = cell.reads.iter().position(replaces);
             let extra = if slot.is_none() { cell.more.iter().position(replaces) } else { None };
             let cell = &mut self.cells[cta as usize][index];
-            match (slot, extra) {
-                (Some(i), _) => {
-                    // Reads by one track and epoch of several lanes cover what they cover together.
-                    cell.reads[i] = access;
+            let seat = match (slot, extra) {
+                (Some(i), _) => &mut cell.reads[i],
+                (None, Some(i)) => &mut cell.more[i],
+                (None, None) => {
+                    cell.more.push(access);
+                    continue;
                 }
-                (None, Some(i)) => cell.more[i] = access,
-                (None, None) => cell.more.push(access),
-            }
+            };
+            *seat = if seat.is_beside(access) { access.and_bytes_of(*seat) } else { access };
         }
         Ok(())
     }
@@ -195,9 +210,17 @@ impl Tracker {
                 }
             }
             let cell = &mut self.cells[cta as usize][index];
-            cell.write = Access::new(track, epoch, pc, lane, bytes);
-            cell.reads = [Access::default(); 3];
-            cell.more.clear();
+            let write = Access::new(track, epoch, pc, lane, bytes);
+            cell.write = if write.is_beside(cell.write) { write.and_bytes_of(cell.write) } else { write };
+            if bytes == 15 {
+                cell.reads = [Access::default(); 3];
+                cell.more.clear();
+                continue;
+            }
+            // What was read of other bytes may still race with a write to those.
+            let is_left = |read: &Access| read.bytes() & !bytes != 0;
+            cell.reads.iter_mut().filter(|read| !is_left(read)).for_each(|read| *read = Access::default());
+            cell.more.retain(is_left);
         }
         Ok(())
     }
