@@ -120,18 +120,17 @@ struct Choose<false, A, B> {
   using type = B;
 };
 
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 struct Config {
   static constexpr int qk_bytes = size_bytes(spec.dtype_qk);
   static constexpr int v_bytes = size_bytes(spec.dtype_v);
   static constexpr int num_waves = tile.block_m / kEdge;
   static constexpr int num_threads = num_waves * kWaveSize;
 
-  static constexpr int qk_row_bytes = spec.head_dim_qk * qk_bytes;
-  static constexpr int qk_steps = ceil_div(qk_row_bytes, kStepBytes);
-  static constexpr int v_row_bytes = spec.head_dim_v * v_bytes;
-  static constexpr int d_blocks = ceil_div(spec.head_dim_v, kEdge);
-  static constexpr int head_dim_v_padded = d_blocks * kEdge;
+  // Rows as padded: what a call's rows lack of it reads as 0.
+  static constexpr int qk_steps = spec.head_dim_qk * qk_bytes / kStepBytes;
+  static constexpr int d_blocks = spec.head_dim_v / kEdge;
+  static_assert(spec.head_dim_qk % kEdge == 0 && spec.head_dim_v % kEdge == 0, "rows are padded to whole blocks");
   static constexpr int n_tiles = tile.block_n / kEdge;
   static constexpr int pv_steps = tile.block_n * v_bytes / kStepBytes;
 
@@ -155,30 +154,36 @@ struct Config {
                                      : most_ahead >= 2 && (qk_slots + pv_slots) % 2 == 0 ? 2
                                                                                          : 1;
 
+  // Whether the loop is the plain one, that takes any address: an element a lane, a tile at a time.
+  static constexpr bool by_element = tile.load == LoadPath::Element;
+
   // Whether rows go straight to LDS: all threads have an equal number of chunks, which lie whole periods of
   // eight rows apart.
-  static constexpr bool goes_direct(int lds_row_bytes, int row_bytes) {
+  static constexpr bool goes_direct(int lds_row_bytes) {
     const int chunks = lds_row_bytes / kFragBytes;
-    return kArch == Arch::Gfx950 && tile.load == LoadPath::Vector && row_bytes % kFragBytes == 0 &&
+    return kArch == Arch::Gfx950 && tile.load == LoadPath::Chunks &&
            is_power_of_two(chunks) && num_threads % (8 * chunks) == 0 && tile.block_n * chunks % num_threads == 0;
   }
-  static constexpr bool direct_k = goes_direct(qk_steps * kStepBytes, qk_row_bytes);
+  static constexpr bool direct_k = goes_direct(qk_steps * kStepBytes);
   static constexpr bool direct_v = spec.v_layout == VLayout::RowMajor && v_bytes == 2 &&
-                                   goes_direct(head_dim_v_padded * v_bytes, v_row_bytes);
+                                   goes_direct(spec.head_dim_v * v_bytes);
 
   using KMatrix = LdsMatrix<tile.block_n, qk_steps * kStepBytes, !direct_k>;
   // Else transposed, keys in KeyOrder.
-  using VMatrix = typename Choose<direct_v, TransposedOnReading<tile.block_n, head_dim_v_padded * v_bytes>,
-                                  LdsMatrix<head_dim_v_padded, tile.block_n * v_bytes, true>>::type;
+  using VMatrix = typename Choose<direct_v, TransposedOnReading<tile.block_n, spec.head_dim_v * v_bytes>,
+                                  LdsMatrix<spec.head_dim_v, tile.block_n * v_bytes, true>>::type;
 
   struct Stage {
     KMatrix k;
     VMatrix v;
   };
   // While tile n is finished, K of tile n + 1 is read and the tiles after both are written.
-  static constexpr int stages = 2;
+  static constexpr int stages = by_element ? 1 : 2;
   struct Lds {
-    Stage stage[stages];
+    union {
+      Stage stage[stages];
+      float o[num_waves][kEdge * kEdge];  // a block of O of each wave, once K and V are done with
+    };
   };
   static_assert(sizeof(Lds) <= (kArch == Arch::Gfx950 ? 160 : 64) * 1024, "K and V do not fit the LDS");
 

@@ -25,7 +25,7 @@ namespace fmha::cdna {
 struct TileWalk {
   int32_t num_sink_tiles, first_band_tile, num_tiles;
 
-  template <FwdSpec spec, CdnaTile tile>
+  template <CdnaSpec spec, CdnaTile tile>
   static FMHA_DEVICE TileWalk of(const Job& job, Range queries) {
     const Range band = k_range(job.band, queries, job.span.seqlen_k);
     const Range sinks = spec.sink_columns ? sink_range(job.band, queries, job.span.seqlen_k) : Range{0, 0};
@@ -42,7 +42,6 @@ struct TileWalk {
   }
 };
 
-template <FwdSpec spec>
 FMHA_DEVICE Rows rows_of(const View& x, int64_t first_row, const SeqSpan& span, int32_t head, int32_t num_rows,
                          int32_t row_bytes, int32_t elem_bytes) {
   const int64_t first = row_offset(x, span.storage_batch, first_row, head);
@@ -68,28 +67,28 @@ struct Cursor {
   }
 };
 
-template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE Cursor<tile> k_cursor(const FwdParams& p, const Job& job) {
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE Cursor<tile> k_cursor(const CdnaParams& p, const Job& job) {
   using C = Config<spec, tile>;
-  const Rows rows = rows_of<spec>(p.k, job.span.k_row, job.span, job.i_head_kv, job.span.seqlen_k, C::qk_row_bytes,
-                                  C::qk_bytes);
+  const Rows rows = rows_of(p.fwd.k, job.span.k_row, job.span, job.i_head_kv, job.span.seqlen_k,
+                            p.head_dim_qk * C::qk_bytes, C::qk_bytes);
   return {rows, rows.stride_bytes, true, C::qk_bytes};
 }
 
-template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE Cursor<tile> v_cursor(const FwdParams& p, const Job& job) {
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE Cursor<tile> v_cursor(const CdnaParams& p, const Job& job) {
   using C = Config<spec, tile>;
-  Rows rows = rows_of<spec>(p.v, job.span.k_row, job.span, job.i_head_kv, job.span.seqlen_k, C::v_row_bytes,
-                            C::v_bytes);
+  Rows rows = rows_of(p.fwd.v, job.span.k_row, job.span, job.i_head_kv, job.span.seqlen_k,
+                      p.head_dim_v * C::v_bytes, C::v_bytes);
   if constexpr (spec.v_layout == VLayout::RowMajor) return {rows, rows.stride_bytes, true, C::v_bytes};
-  rows.stride_bytes = p.v.dim * C::v_bytes;
-  rows.num_rows = spec.head_dim_v;
+  rows.stride_bytes = p.fwd.v.dim * C::v_bytes;
+  rows.num_rows = p.head_dim_v;
   rows.row_bytes = job.span.seqlen_k * C::v_bytes;
-  return {rows, p.v.row * C::v_bytes, false, C::v_bytes};
+  return {rows, p.fwd.v.row * C::v_bytes, false, C::v_bytes};
 }
 
 // Every wave of a workgroup walks alike: barriers are inside.
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 class MainLoop {
   using C = Config<spec, tile>;
 #if defined(__gfx950__)
@@ -104,7 +103,7 @@ class MainLoop {
   static constexpr int ahead = C::slots_ahead;
 
  public:
-  FMHA_DEVICE MainLoop(Wave<spec, tile>& wave, typename C::Lds& lds, const FwdParams& p, const Job& job,
+  FMHA_DEVICE MainLoop(Wave<spec, tile>& wave, typename C::Lds& lds, const CdnaParams& p, const Job& job,
                        Range queries, const TileWalk& walk)
       : wave_(wave), lds_(lds), p_(p), job_(job), queries_(queries), walk_(walk), k_cursor_(k_cursor<spec, tile>(p, job)),
         v_cursor_(v_cursor<spec, tile>(p, job)) {
@@ -172,7 +171,7 @@ class MainLoop {
 
   // Modifiers, and the mask where the wave's tile needs one: its neighbours' edges cost it nothing.
   FMHA_DEVICE void modify_and_mask(Scores<spec, tile>& s, int32_t n) const {
-    if constexpr (modifies_score(spec)) modify<spec, tile>(s, job_, wave_, first_key(n));
+    if constexpr (spec.modifies) modify<spec, tile>(s, p_, job_, wave_, first_key(n));
     const bool whole = spec.sink_columns ? sees_all<spec, tile>(job_, wave_, first_key(n)) : whole_.has(n);
     if (!whole) mask<spec, tile>(s, job_, wave_, first_key(n));
   }
@@ -366,7 +365,7 @@ class MainLoop {
 
   Wave<spec, tile>& wave_;
   typename C::Lds& lds_;
-  const FwdParams& p_;
+  const CdnaParams& p_;
   const Job& job_;
   Range queries_;
   const TileWalk& walk_;
