@@ -146,7 +146,7 @@ pub fn headers() -> Vec<Header> {
         "cdna/epilogue.h",
         "cdna/nonfinite.h",
         "cdna/main_loop.h",
-        "cdna/element_loop.h",
+        "cdna/simple_loop.h",
         "cdna/order.h",
         "cdna/fwd.h",
         "simt/fwd.h",

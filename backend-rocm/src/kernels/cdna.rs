@@ -216,7 +216,7 @@ fn stage_bytes(spec: &CdnaSpec, block_n: i32) -> i64 {
 
 /// What a workgroup has of LDS.
 fn lds_bytes(spec: &CdnaSpec, tile: &CdnaTile) -> i64 {
-    let stages = if tile.load == LoadPath::Element { 1 } else { STAGES };
+    let stages = if spec.dropout { 1 } else { STAGES };
     let block_of_o = WAVE_ROWS * WAVE_ROWS * 4;
     (stages * stage_bytes(spec, tile.block_n)).max((tile.block_m / WAVE_ROWS * block_of_o).into())
 }

@@ -154,14 +154,15 @@ struct Config {
                                      : most_ahead >= 2 && (qk_slots + pv_slots) % 2 == 0 ? 2
                                                                                          : 1;
 
-  // Whether the loop is the plain one, that takes any address: an element a lane, a tile at a time.
   static constexpr bool by_element = tile.load == LoadPath::Element;
+  // Whether one tile comes after another, with no overlap.
+  static constexpr bool is_simple = by_element || spec.dropout;
 
   // Whether rows go straight to LDS: all threads have an equal number of chunks, which lie whole periods of
   // eight rows apart.
   static constexpr bool goes_direct(int lds_row_bytes) {
     const int chunks = lds_row_bytes / kFragBytes;
-    return kArch == Arch::Gfx950 && tile.load == LoadPath::Chunks &&
+    return kArch == Arch::Gfx950 && tile.load == LoadPath::Chunks && !is_simple &&
            is_power_of_two(chunks) && num_threads % (8 * chunks) == 0 && tile.block_n * chunks % num_threads == 0;
   }
   static constexpr bool direct_k = goes_direct(qk_steps * kStepBytes);
@@ -178,7 +179,7 @@ struct Config {
     VMatrix v;
   };
   // While tile n is finished, K of tile n + 1 is read and the tiles after both are written.
-  static constexpr int stages = by_element ? 1 : 2;
+  static constexpr int stages = is_simple ? 1 : 2;
   struct Lds {
     union {
       Stage stage[stages];

@@ -1,9 +1,9 @@
 // The CDNA forward kernel: a workgroup computes block_m queries of one head at a time.
 #pragma once
-#include <fmha/cdna/element_loop.h>
 #include <fmha/cdna/epilogue.h>
 #include <fmha/cdna/main_loop.h>
 #include <fmha/cdna/order.h>
+#include <fmha/cdna/simple_loop.h>
 
 namespace fmha::cdna {
 
@@ -98,14 +98,16 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& p, typename Config<spec, tile>::Lds&
   if (walk.num_tiles > 0) {
     // The last V of the tile before is read by all waves now, and LDS free.
     if constexpr (tile.order == TileOrder::Static) s_barrier();
-    using Loop = typename Choose<C::by_element, ElementLoop<spec, tile>, MainLoop<spec, tile>>::type;
+    using Loop = typename Choose<C::is_simple, SimpleLoop<spec, tile>, MainLoop<spec, tile>>::type;
     hidden = Loop(wave, lds, p, job, queries, walk).run();
   }
-  epilogue<spec, tile>(wave, lds, p, job);
+  // Kept for now, they would fill the scalar registers through all steps.
+  const CdnaParams& then = params_read_anew<CdnaParams>();
+  epilogue<spec, tile>(wave, lds, then, job);
   if (hidden) {
 #pragma nounroll
     for (int32_t n = 0; n < walk.num_tiles; ++n) {
-      show_nonfinite<spec, tile>(wave, p, job, queries, walk.tile_at(n) * tile.block_n);
+      show_nonfinite<spec, tile>(wave, then, job, queries, walk.tile_at(n) * tile.block_n);
     }
   }
 }
