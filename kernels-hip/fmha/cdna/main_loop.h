@@ -227,6 +227,7 @@ class MainLoop {
   FMHA_DEVICE Scores<spec, tile> prologue(typename C::Stage& first, typename C::Stage& second) {
     wave_bytes_ = v_readfirstlane_b32(thread_idx_here() / kWaveSize * kWaveSize * kFragBytes);
     computed_here_once(wave_bytes_);
+    p_frags_ = {};
     wave_.lowest = -infinity();
     computed_here(wave_.lowest);
     wave_.k_lane = C::KMatrix::lane_addresses();
@@ -267,7 +268,7 @@ class MainLoop {
     k_.keep_places();
     v_.keep_places();
 
-    Probabilities<spec, tile> made(s, wave_, job_);
+    Probabilities<spec, tile> made(p_frags_, s, wave_, job_);
     auto make = [&](auto part) __attribute__((always_inline)) {
       made.make(s, part.value, wave_, p_, job_, first_key(n));
     };
@@ -275,7 +276,7 @@ class MainLoop {
     advance_k(n + 3);
     advance_v(n + 2);
     modify_and_mask(s_next, n + 1);
-    const float next_max = values_beside(make, made.frags, s_next, now, next, v_ahead);
+    const float next_max = values_beside(make, p_frags_, s_next, now, next, v_ahead);
     made.leave_sums(wave_);
     raise_row_max<spec, tile>(wave_, job_, next_max);
     hide(next.v, n + 1);
@@ -386,6 +387,7 @@ class MainLoop {
   K k_;
   V v_;
   Scores<spec, tile> s_[2];
+  PFrags<spec, tile> p_frags_;  // of the step before, until this one's are there
   Array<typename Mma<spec.dtype_qk>::Operand, ahead> k_ahead_;
 };
 

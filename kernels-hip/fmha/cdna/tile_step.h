@@ -221,10 +221,11 @@ struct Probabilities {
   static constexpr int per_word = Mma<spec.dtype_v>::per_word;
   float scale_log2, base;
   f32x2 sum, exponent;  // of all so far; of the next two elements
-  PFrags<spec, tile> frags;
+  PFrags<spec, tile>& frags;
 
-  FMHA_DEVICE Probabilities(const Scores<spec, tile>& s, const Wave<spec, tile>& wave, const Job& job)
-      : scale_log2(spec.modifies ? 1.f : job.scale_log2), base(wave.p_base),
+  FMHA_DEVICE Probabilities(PFrags<spec, tile>& frags, const Scores<spec, tile>& s, const Wave<spec, tile>& wave,
+                            const Job& job)
+      : frags(frags), scale_log2(spec.modifies ? 1.f : job.scale_log2), base(wave.p_base),
         sum{wave.row.row_sum, wave.other_sum} {
     products(s, 0);
   }
@@ -302,7 +303,7 @@ struct Probabilities {
 #pragma unroll
     for (int i = first; i < first + num; i += per_word) {
       const int word = (n * 16 + i) / per_word;
-      uint32_t made = p_word<spec.dtype_v>(x, i);
+      uint32_t made = p_word<spec.dtype_v>(x, i, frags[word / 4][word % 4]);
       computed_here(made);
       frags[word / 4][word % 4] = made;
     }
@@ -313,12 +314,13 @@ struct Probabilities {
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE PFrags<spec, tile> probabilities(Scores<spec, tile>& s, Wave<spec, tile>& wave, const CdnaParams& p,
                                              const Job& job, int32_t first_key) {
-  Probabilities<spec, tile> made(s, wave, job);
+  PFrags<spec, tile> frags = {};
+  Probabilities<spec, tile> made(frags, s, wave, job);
   for_each<0, made.parts>([&](auto part) __attribute__((always_inline)) {
     made.make(s, part.value, wave, p, job, first_key);
   });
   made.leave_sums(wave);
-  return made.frags;
+  return frags;
 }
 
 // O^T alone.
