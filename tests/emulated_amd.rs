@@ -32,7 +32,8 @@ fn kernel(backend: &RocmBackend, case: &Case) -> Option<String> {
 }
 
 fn hash(text: &str) -> u64 {
-    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+    text.bytes()
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
 }
 
 fn is_dealt_to(arch: usize, backend: &RocmBackend, case: &Case) -> bool {

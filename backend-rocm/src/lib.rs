@@ -241,7 +241,7 @@ impl FmhaBackend for RocmBackend {
             let grid = forward.grid(&plan.problem, self.device, ready.usage());
             match forward {
                 Forward::Cdna(_) => {
-                    self.launch(ready, grid, &cdna::Cdna::params(&plan.problem, params), stream)
+                    self.launch(ready, grid, &cdna::Cdna::params(&plan.problem, &params), stream)
                 }
                 Forward::Simt(_) => self.launch(ready, grid, &params, stream),
             }

@@ -5,8 +5,8 @@
 //! (typed tiles) below `cdna` (the forward kernel) and `combine.h`. What all vendors share comes from
 //! [`fmha_core::source`].
 
-use fmha_core::source::Header;
 use fmha_core::abi::{AbiStruct, FwdParams};
+use fmha_core::source::Header;
 use fmha_core::{DType, MaskKind, VLayout, abi_enum, abi_spec, abi_struct};
 
 /// How global memory is read into a tile.

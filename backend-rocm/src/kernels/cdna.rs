@@ -333,13 +333,13 @@ impl Cdna {
     }
 
     /// What a launch reads.
-    pub(crate) fn params(problem: &FwdProblem, fwd: FwdParams) -> CdnaParams {
+    pub(crate) fn params(problem: &FwdProblem, fwd: &FwdParams) -> CdnaParams {
         let dtype_bias = match problem.bias {
             Bias::Elementwise(bias) => bias.dtype,
             Bias::None | Bias::Alibi { .. } => DType::F32,
         };
         CdnaParams {
-            fwd,
+            fwd: *fwd,
             head_dim_qk: problem.dims.head_dim_qk as i32,
             head_dim_v: problem.dims.head_dim_v as i32,
             dtype_o: problem.dtype_o as i32,
