@@ -15,6 +15,18 @@ DEFAULT_SECTION = 32 << 20
 UNBOUNDED_LO, UNBOUNDED_HI = -(2**31), 2**31 - 1
 
 
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute; 6 is programmatic stream serialisation."""
+
+    _fields_ = [("id", c_int), ("pad", c_int), ("value", c_int), ("rest", c_int * 15)]
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [("shape", c_uint * 7), ("stream", c_void_p), ("attributes", ctypes.POINTER(Attribute)), ("number", c_uint)]
+
+
 def check(status, call):
     if status:
         text = ctypes.c_char_p()
@@ -124,11 +136,12 @@ class Kernel:
             return tensor_map(x, (dim, rows, hkv, storage_batch), (s[1], s[2], far if storage_batch == 1 else s[0]), (box, block_n // cluster, 1, 1))
 
         maps = q_map + kv_map(k, ks, dqk, box_qk) + kv_map(v, vs, dv, box_v)
-        num_m = -(-seqlen_q * (ratio if pack else 1) // (block_m * cluster))
-        heads = batch * (hkv if pack else hq)
+        pair = cluster if m.get("cluster_heads") == "1" else 1  # heads of a cluster; else it has row blocks
+        num_m = -(-seqlen_q * (ratio if pack else 1) // (block_m * cluster // pair))
+        heads = batch * (hkv if pack else hq) // pair
         unmasked = mask[0] == UNBOUNDED_LO and mask[1] == UNBOUNDED_HI
         section_bytes = 0 if unmasked and section_bytes == DEFAULT_SECTION else section_bytes
-        section = heads_per_section(heads, seqlen_k * (dqk + dv) * q.element_size(), 1 if pack else ratio, section_bytes)
+        section = heads_per_section(heads, seqlen_k * (dqk + dv) * q.element_size(), 1 if pack else ratio // pair, section_bytes)
         tiles = max(num_m * heads, 1)
         schedule = struct.pack("<4i", num_m * heads, max(num_m, 1), heads, section)
         sms = torch.cuda.get_device_properties(0).multi_processor_count
@@ -140,14 +153,16 @@ class Kernel:
         p, s = ctypes.create_string_buffer(params), ctypes.create_string_buffer(schedule)
         arguments = (c_void_p * 3)(ctypes.addressof(p), base, ctypes.addressof(s))
         stream = c_void_p(torch.cuda.current_stream().cuda_stream)
-        held = (q, k, v, o, lse_out, workspace, raw, p, s, cu_q, cu_k, used_q, used_k, sink, alibi, bias)
-        call = cuda.cuLaunchKernel
-        shape = [c_uint(n) for n in (grid, 1, 1, self.threads, 1, 1, self.smem)]
+        dependent = m.get("dependent_launch") == "1"
+        attributes = (Attribute * 1)(Attribute(id=6, value=1))
+        shape = (c_uint * 7)(grid, 1, 1, self.threads, 1, 1, self.smem)
+        config = Config(shape, stream, attributes, int(dependent))
+        held = (q, k, v, o, lse_out, workspace, raw, p, s, attributes, cu_q, cu_k, used_q, used_k, sink, alibi, bias)
 
         def run():
-            status = call(self.function, *shape, stream, arguments, None)
+            status = cuda.cuLaunchKernelEx(byref(config), self.function, arguments, None)
             if status:
-                check(status, f"cuLaunchKernel {self.name}")
+                check(status, f"cuLaunchKernelEx {self.name}")
             return o
 
         run.held = held

@@ -31,7 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 return Err(format!("{name}: no field {field} in FwdSpec or Sm90Tile").into());
             }
         }
-        tile.check(&spec, 1).map_err(|why| format!("{name}: {why}"))?;
+        tile.check(&spec, 2).map_err(|why| format!("{name}: {why}"))?;
         let source = sm90::fwd(&spec, &tile);
         let folder = out.join(name);
         for header in &source.headers {
@@ -41,7 +41,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
         std::fs::write(folder.join("entry.cu"), &source.entry)?;
         let meta = format!(
-            "threads={}\nsmem={}\nblock_m={}\nblock_n={}\nbox_qk={}\nbox_v={}\npack_gqa={}\norder={:?}\ncluster={}\n",
+            "threads={}\nsmem={}\nblock_m={}\nblock_n={}\nbox_qk={}\nbox_v={}\npack_gqa={}\norder={:?}\ncluster={}\ncluster_heads={}\n\
+             dependent_launch={}\n",
             tile.num_threads(),
             tile.smem_bytes(&spec),
             tile.block_m,
@@ -51,6 +52,8 @@ fn main() -> Result<(), Box<dyn Error>> {
             i32::from(tile.pack_gqa),
             tile.order,
             tile.cluster,
+            i32::from(tile.cluster_heads),
+            i32::from(tile.dependent_launch),
         );
         std::fs::write(folder.join("meta.txt"), meta)?;
     }

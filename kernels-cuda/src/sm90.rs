@@ -62,8 +62,11 @@ abi_spec! {
         /// A warpgroup loads and the others consume. Else every warpgroup consumes, and one thread also
         /// refills shared memory, `stages` blocks ahead.
         pub warp_specialised: bool,
-        /// CTAs that share the loads of K and V: 1, or 2 with neighbouring query blocks of one head.
+        /// CTAs that share the loads of K and V: 1 or 2.
         pub cluster: i32,
+        /// A cluster's CTAs have the same query rows of neighbouring heads of a kv head's group; else
+        /// neighbouring query rows of one head.
+        pub cluster_heads: bool,
         /// Q is held in registers through a tile, not read from shared memory by each product.
         pub q_in_registers: bool,
         /// `Q K` is summed in f16. Inputs of f16 only.
@@ -81,9 +84,10 @@ abi_struct! {
     pub struct Sm90Schedule {
         /// `num_heads * num_m_blocks`.
         pub num_tiles: i32,
-        /// Row blocks of the longest sequence; with clusters, pairs of them.
+        /// Row blocks of the longest sequence; pairs of them where a cluster has two.
         pub num_m_blocks: i32,
-        /// Sequences times heads: query heads, or kv heads when they are packed.
+        /// Sequences times heads: query heads (pairs of them where a cluster has two), or kv heads when they are
+        /// packed.
         pub num_heads: i32,
         /// Of these, how many share the L2 at a time.
         pub heads_per_section: i32,
@@ -117,8 +121,8 @@ impl Sm90Tile {
         let q_buffers = if self.lookahead { 2 } else { 1 };
         let q = q_buffers * tile_bytes(self.block_m, qk);
         let kv = self.stages * (tile_bytes(self.block_n, qk) + tile_bytes(self.block_n, v));
-        let barriers = 8 * (2 * q_buffers + 5 * self.stages + 6);
-        let work = 3 * 17 * 4;
+        let barriers = 8 * (2 * q_buffers + 5 * self.stages + 8);
+        let work = (3 * 18 + 1) * 4;
         (q + kv + barriers + work + 1023) / 1024 * 1024
     }
 
@@ -128,14 +132,18 @@ impl Sm90Tile {
         let dims = problem.dims;
         let ratio = if self.pack_gqa { i64::from(problem.gqa_ratio()) } else { 1 };
         let rows = i64::from(dims.seqlen_q) * ratio;
-        let block_m = i64::from(self.block_m) * i64::from(self.cluster);
+        let (cluster_heads, cluster_rows) =
+            if self.cluster_heads { (self.cluster, 1) } else { (1, self.cluster) };
+        let block_m = i64::from(self.block_m) * i64::from(cluster_rows);
         let num_m_blocks = rows.div_euclid(block_m) + i64::from(rows.rem_euclid(block_m) != 0);
-        let num_heads = i64::from(dims.batch) * i64::from(dims.num_heads_q) / ratio;
+        let num_heads =
+            i64::from(dims.batch) * i64::from(dims.num_heads_q) / ratio / i64::from(cluster_heads);
         let kv_bytes = i64::from(dims.seqlen_k)
             * i64::from(dims.head_dim_qk + dims.head_dim_v)
             * problem.dtype_qk.size_bytes() as i64;
         // Adjacent query heads of one kv head share its K and V.
-        let sharing = if self.pack_gqa { 1 } else { i64::from(problem.gqa_ratio()) };
+        let sharing =
+            if self.pack_gqa { 1 } else { i64::from(problem.gqa_ratio()) / i64::from(cluster_heads) };
         // Unmasked, tiles are alike: the row blocks of a head run together and share its K and V.
         let masked = problem.mask.kind() != MaskKind::Full;
         let section_bytes = if masked { SECTION_BYTES } else { 0 };
@@ -307,14 +315,9 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     // Measured on an H200, bf16, TFLOP/s, the larger tile first: full D 128 492 and 569 at 512 keys, 712 and
     // 719 at 2k, 743 and 742 at 4k, 768 and 761 at 16k; causal D 64 242 and 261 at 512, 316 and 347 at 1k,
     // 445 and 413 at 2k.
-    let plain = !spec.softcap && spec.bias == BiasKind::None && !spec.dropout;
-    match (padded_dim(spec.head_dim_qk).max(padded_dim(spec.head_dim_v)), spec.mask) {
-        (128, MaskKind::Full) if plain && dims.seqlen_k < 4096 => {
+    match (widest(&spec), spec.mask) {
+        (128, MaskKind::Full) if !modifies(&spec) && dims.seqlen_k < 3072 => {
             (tile.block_n, tile.wait_anchor) = (128, 32);
-        }
-        // Shared loads: 746 and 754 at 8k; 590 and 537 with D 64.
-        (128, MaskKind::Full) if plain && tile.order == TileOrder::Static && seqlen_q >= 8192 => {
-            tile.cluster = 2;
         }
         (64, MaskKind::Upper) if dims.seqlen_k <= 1024 => tile.block_m = 128,
         _ => {}
@@ -324,7 +327,7 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     tile.integer_max &= match (padded_dim(spec.head_dim_qk), spec.mask) {
         (64, MaskKind::Full) => true,
         (64, _) => dims.seqlen_k >= 2048,
-        _ => spec.mask == MaskKind::Upper && dims.seqlen_k >= 8192,
+        _ => spec.mask == MaskKind::Upper && dims.seqlen_k >= 4096,
     };
     let rows = if tile.pack_gqa { seqlen_q * i64::from(ratio) } else { seqlen_q };
     if rows <= 64 && (!tile.pack_gqa || 64 % ratio == 0) {
@@ -335,6 +338,8 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     if tile.copy_bytes > 0 {
         // Beside three warpgroups the threads that copy would have too few registers.
         tile.block_m = tile.block_m.min(128);
+    } else {
+        share_loads(problem, &spec, &mut tile);
     }
 
     let strides = problem.o;
@@ -345,6 +350,52 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         && whole(strides.seq, shape.seq)
         && whole(strides.head, shape.head);
     tile
+}
+
+/// Whether scores or P are changed on the way, which takes registers.
+fn modifies(spec: &FwdSpec) -> bool {
+    spec.softcap || spec.bias != BiasKind::None || spec.dropout
+}
+
+/// The larger head dimension, as the tiles have it.
+fn widest(spec: &FwdSpec) -> i32 {
+    padded_dim(spec.head_dim_qk).max(padded_dim(spec.head_dim_v))
+}
+
+/// Clusters of two that load half of K and V each, where that was measured to gain: half the traffic from the L2,
+/// whose energy the tensor cores then have.
+///
+/// TFLOP/s on an H200, bf16, the lone CTA first. D 128 full 736 and 748 at 4k, 752 and 765 at 8k; causal 693 and 694 at
+/// 4k, 730 and 743 at 8k (749 with 144 keys and an anchor of 24), 755 and 765 (777) at 16k; a group's heads 748 and
+/// 756 (759 with 160 keys) at 8k. D 192 at 8k: full 803 and 813, causal 778 and 790; 192/128 796 and 807, 772 and 781
+/// (786 with an anchor of 24). D 256 full 799 and 802 at 4k, 817 and 823 at 8k. Slower: D 256 causal, 791 and 783; D 64,
+/// whose three warpgroups of two CTAs wait for each other, 569 and 527; D 128 causal below 4k, 613 and 602 at 2k.
+fn share_loads(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
+    let dims = problem.dims;
+    if spec.seq == SeqKind::Group || modifies(spec) || tile.pack_gqa || tile.block_m != 128 {
+        return;
+    }
+    let pairs_of_heads = problem.gqa_ratio().is_multiple_of(2);
+    let least = match (widest(spec), spec.mask) {
+        (128, MaskKind::Full) => 3072,
+        (128, MaskKind::Upper) | (256, MaskKind::Full) => 4096,
+        (192, MaskKind::Full | MaskKind::Upper) => 8192,
+        _ => return,
+    };
+    if dims.seqlen_q.min(dims.seqlen_k) < least {
+        return;
+    }
+    tile.cluster = 2;
+    tile.order = TileOrder::Dynamic;
+    match (spec.head_dim_v, widest(spec), spec.mask) {
+        (_, 128, MaskKind::Upper) if pairs_of_heads => {
+            tile.cluster_heads = true;
+            (tile.block_n, tile.wait_anchor) = (160, 40);
+        }
+        (_, 128, MaskKind::Upper) if dims.seqlen_k >= 8192 => (tile.block_n, tile.wait_anchor) = (144, 24),
+        (128, 192, MaskKind::Upper) => tile.wait_anchor = 24,
+        _ => {}
+    }
 }
 
 /// The tile for long sequences of a spec.
@@ -367,8 +418,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         // 80 keys: full 541 beside 571 at 512, 817 beside 818 at 8k; causal 331 beside 351, 798 beside 803.
         _ => (128, 64, false, 0),
     };
-    // The modifiers take registers.
-    let modified = spec.softcap || spec.bias != BiasKind::None || spec.dropout;
+    let modified = modifies(spec);
     let block_n = if modified { block_n.min(if qk.max(v) > 192 { 64 } else { 96 }) } else { block_n };
     Sm90Tile {
         block_m,
@@ -388,10 +438,13 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         copy_bytes: 0,
         warp_specialised: true,
         cluster: 1,
+        cluster_heads: false,
         q_in_registers: false,
         f16_scores: false,
         f16_output: false,
-        dependent_launch: false,
+        // Back to back on an H200, bf16, D 128, us a call without and with: 6.6 and 5.9 (B1 H4 S128), 11.2 and 10.2
+        // (B1 H16 S512), 34.2 and 33.4 (B8 H16 S512).
+        dependent_launch: true,
     }
 }
 

@@ -11,7 +11,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use fmha_core::source::KernelSource;
 use fmha_core::spec::{BiasKind, CombineSpec, FwdSpec, SeqKind};
 use fmha_core::{DType, MaskKind, VLayout};
-use fmha_kernels_cuda::sm90::Sm90Tile;
+use fmha_kernels_cuda::sm90::{Sm90Tile, TileOrder};
 use fmha_kernels_cuda::{COMPILE_OPTIONS, combine, simt, sm90};
 use libloading::Library;
 
@@ -98,6 +98,16 @@ fn kernels() -> Vec<(String, KernelSource)> {
     variant("sm90_128_upper_long", upper(128), |tile| (tile.block_n, tile.wait_anchor) = (160, 40));
     variant("sm90_128_upper_few_rows", upper(128), |tile| tile.block_m = 64);
     variant("sm90_128_upper_packed", upper(128), |tile| tile.pack_gqa = true);
+    variant("sm90_128_upper_cluster", upper(128), |tile| {
+        (tile.cluster, tile.block_n, tile.wait_anchor) = (2, 144, 24);
+    });
+    variant("sm90_128_upper_cluster_heads", upper(128), |tile| {
+        (tile.cluster, tile.cluster_heads, tile.block_n, tile.wait_anchor) = (2, true, 160, 40);
+    });
+    variant("sm90_192_upper_cluster", upper(192), |tile| tile.cluster = 2);
+    variant("sm90_128_full_cluster", FwdSpec::plain(DType::Bf16, 128, MaskKind::Full), |tile| {
+        (tile.cluster, tile.order) = (2, TileOrder::Dynamic);
+    });
     variant("sm90_128_softcap", FwdSpec { softcap: true, ..upper(128) }, |_| {});
     variant("sm90_256_alibi", FwdSpec { bias: BiasKind::Alibi, ..upper(256) }, |_| {});
     let f16 = |mask| FwdSpec::plain(DType::F16, 128, mask);

@@ -17,6 +17,11 @@ pub(crate) const IN_TEST: &str = "^(edges|laws|combine)/";
 const FAMILIES: [&str; 4] = ["combine", "edges", "laws", "fp8"];
 const LEFT_OUT: [&str; 3] = ["backward", "definition", "guards"];
 
+/// Tiles that the table takes for longer sequences than are interpreted, each on the cases of masks and lengths: two CTAs
+/// of a cluster share their loads and draw their tiles together.
+const CLUSTERS: [&str; 2] = ["cluster=2,order=dynamic", "cluster=2,cluster_heads=1,order=dynamic,pack_gqa=0"];
+const CLUSTER_CASES: &str = "^edges/(mask_sq_[a-z]*_sk/|nan|inf|group|gqa).*bf16";
+
 /// How much of the battery to interpret.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Part {
@@ -49,12 +54,26 @@ pub(crate) fn battery(environment: &[(String, String)], part: Part, tally: &mut 
             "absent: the rest on emulated {ARCH}, what {IN_TEST} does not match: cargo xtask emulated"
         ));
     }
-    if let Err(reason) = run(environment, &filter, &mut say) {
+    if let Err(reason) = run(environment, &["--allow-fallback", "--filter", &filter], &mut say) {
         say(&format!("battery cuda, {ARCH} emulated: 0 passed, 1 failed: {reason}"));
+    }
+    // As many multiprocessors as a cluster has CTAs, so that it walks several tiles.
+    let walking = [("FMHA_EMULATE_SMS", "2"), ("FMHA_EMULATE_MODE", "hb")];
+    let environment: Vec<(String, String)> = environment
+        .iter()
+        .cloned()
+        .chain(walking.map(|(name, value)| (name.to_owned(), value.to_owned())))
+        .collect();
+    for tile in CLUSTERS {
+        let words = ["--kernel", "sm90", "--tile", tile, "--filter", CLUSTER_CASES];
+        if let Err(reason) = run(&environment, &words, &mut say) {
+            say(&format!("battery cuda, {ARCH} emulated, {tile}: 0 passed, 1 failed: {reason}"));
+        }
     }
 }
 
-fn run(environment: &[(String, String)], filter: &str, say: &mut dyn FnMut(&str)) -> Result<(), String> {
+/// `words`: which cases, and how they are to be computed.
+fn run(environment: &[(String, String)], words: &[&str], say: &mut dyn FnMut(&str)) -> Result<(), String> {
     let cargo = |words: &[&str]| {
         let mut command = Command::new(env!("CARGO"));
         command.args(words).envs(environment.iter().cloned());
@@ -65,8 +84,9 @@ fn run(environment: &[(String, String)], filter: &str, say: &mut dyn FnMut(&str)
     if !built.is_ok_and(|status| status.success()) {
         return Err("cargo build does not end well".to_owned());
     }
-    let mut child = cargo(&["run", "--release", "--quiet", "--", "conformance", "--allow-fallback"])
-        .args(["--backend", "cuda", "--emulate", ARCH, "--filter", filter])
+    let mut child = cargo(&["run", "--release", "--quiet", "--", "conformance"])
+        .args(["--backend", "cuda", "--emulate", ARCH])
+        .args(words)
         .stdout(Stdio::piped())
         .spawn()
         .map_err(|error| error.to_string())?;
@@ -80,7 +100,9 @@ fn run(environment: &[(String, String)], filter: &str, say: &mut dyn FnMut(&str)
     }
     child.wait().map_err(|error| error.to_string())?;
     let sum = sum.ok_or("the battery ended without its counts")?;
-    say(&format!("battery cuda, {ARCH} emulated: {sum}"));
+    let tile = words.iter().skip_while(|&&word| word != "--tile").nth(1);
+    let tile = tile.map(|tile| format!(", {tile}")).unwrap_or_default();
+    say(&format!("battery cuda, {ARCH} emulated{tile}: {sum}"));
     Ok(())
 }
 

@@ -136,7 +136,8 @@ fn schedule_words(tile: &Sm90Tile) -> String {
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
     words.extend((tile.copy_bytes > 0).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
     words.extend((!tile.warp_specialised).then(|| "no load role".to_owned()));
-    words.extend((tile.cluster > 1).then(|| format!("clusters of {}", tile.cluster)));
+    let of = if tile.cluster_heads { "heads" } else { "query blocks" };
+    words.extend((tile.cluster > 1).then(|| format!("clusters of {} {of}", tile.cluster)));
     words.extend(tile.q_in_registers.then(|| "Q in registers".to_owned()));
     words.extend(tile.f16_scores.then(|| "scores summed in f16".to_owned()));
     words.extend(tile.f16_output.then(|| "O summed in f16".to_owned()));
@@ -170,6 +171,7 @@ pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOp
         ("integer_max", flag(tile.integer_max)),
         ("pack_gqa", flag(tile.pack_gqa)),
         ("cluster", tile.cluster.to_string()),
+        ("cluster_heads", flag(tile.cluster_heads)),
         ("q_in_registers", flag(tile.q_in_registers)),
         ("dependent_launch", flag(tile.dependent_launch)),
     ];
@@ -179,7 +181,7 @@ pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOp
 /// What `fmha tune` tries of each knob, the weightiest first. What does not go together (shared memory,
 /// registers, rows that no group divides) is refused by the plan or by the compiler.
 pub(crate) fn knobs() -> Vec<(&'static str, Vec<String>)> {
-    let knobs: [(&'static str, &[&str]); 14] = [
+    let knobs: [(&'static str, &[&str]); 15] = [
         ("block_n", &["64", "80", "96", "112", "128", "144", "160", "176", "192"]),
         ("block_m", &["64", "128", "192"]),
         ("lookahead", &["0", "1"]),
@@ -192,6 +194,7 @@ pub(crate) fn knobs() -> Vec<(&'static str, Vec<String>)> {
         ("integer_max", &["0", "1"]),
         ("pack_gqa", &["0", "1"]),
         ("cluster", &["1", "2"]),
+        ("cluster_heads", &["0", "1"]),
         ("q_in_registers", &["0", "1"]),
         ("dependent_launch", &["0", "1"]),
     ];

@@ -25,4 +25,40 @@ FMHA_DEVICE void mbarrier_arrive_at_if(Barrier& barrier, uint32_t rank, bool con
       : "memory");
 }
 
+// needs: sm_90. Arrives at the same barrier of CTA `rank`; what this thread has written before is seen there by
+// who waits with mbarrier_wait_parity_cluster.
+// PTX ISA: mapa, mbarrier.arrive.
+FMHA_DEVICE void mbarrier_arrive_release_at(Barrier& barrier, uint32_t rank) {
+  asm volatile(
+      "{ .reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(shared_address(&barrier)),
+      "r"(rank)
+      : "memory");
+}
+
+// needs: sm_90. Until the phase of this parity is complete, and what came before its arrivals in any CTA of the
+// cluster is visible.
+// PTX ISA: mbarrier.try_wait.
+FMHA_DEVICE void mbarrier_wait_parity_cluster(Barrier& barrier, uint32_t parity) {
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "wait_%=:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
+      "@!p bra wait_%=; }" ::"r"(shared_address(&barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// needs: sm_90. Stores to the same variable of CTA `rank`.
+// PTX ISA: mapa, st.
+FMHA_DEVICE void st_shared_at(int32_t& variable, uint32_t rank, int32_t value) {
+  asm volatile(
+      "{ .reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "st.shared::cluster.b32 [remote], %2; }" ::"r"(shared_address(&variable)),
+      "r"(rank), "r"(value)
+      : "memory");
+}
+
 }  // namespace fmha::ptx

@@ -25,7 +25,8 @@ FMHA_DEVICE constexpr int num_work_readers(const Sm90Tile& tile) {
   return num_consumer_warps(tile) + (tile.copy_bytes > 0 ? kCopyThreads / 32 : 2);
 }
 
-// This CTA's place in its cluster, whose CTAs have neighbouring query blocks of one head.
+// This CTA's place in its cluster, whose CTAs have neighbouring query blocks of one head, or the same query
+// block of neighbouring heads (`cluster_heads`).
 FMHA_DEVICE int32_t cluster_rank(const Sm90Tile& tile) { return tile.cluster > 1 ? blockIdx.x % tile.cluster : 0; }
 
 // Registers a thread after setmaxnreg; role by role they sum to the file's 64 K.
@@ -63,6 +64,7 @@ struct Work {
   int32_t last_block;   // blocks go down from this one,
   int32_t num_band_blocks;    // this many,
   int32_t last_sink_block;    // then down from this one
+  int32_t num_hidden;   // of the blocks, from the first, so many only the cluster's other CTA sees
   int32_t first_dirty;  // rows of the first V block from here on are to be zeroed; block_n: none
 };
 
@@ -88,7 +90,10 @@ struct Smem {
   Barrier v_empty[tile.stages];  // one arrival per consumer warp of the cluster
   Barrier work_full[kWorkSlots];   // the schedule role's arrival
   Barrier work_empty[kWorkSlots];  // one arrival per warp that reads it: consumers, load, clean
+  Barrier drawn_full;   // the first CTA's schedule role has written `drawn` of the second
+  Barrier drawn_empty;  // and the second's has read it
   Work work[kWorkSlots];
+  int32_t drawn;
 };
 
 // A slot of a ring, and the parity of its barriers.

@@ -118,7 +118,9 @@ struct Consumer {
       mma::start_product_abt<sign>(s, smem.q[q_slot.index], index * mma::kRows, smem.k[k_slot.index]);
     }
   }
+  // O is rescaled here, and not with the softmax before, so that it runs under the next scores' product.
   FMHA_DEVICE void start_output() {
+    rescale();
     ptx::mbarrier_wait_parity(smem.v_full[v_slot.index], v_slot.phase);
     if constexpr (Shared::v_columns) {
       mma::start_register_product_abt<1, true>(o, probs, smem.v[v_slot.index]);
@@ -132,6 +134,9 @@ struct Consumer {
   }
   FMHA_DEVICE void finish_output() {
     ptx::wgmma_wait_group<0>();
+    release_v();
+  }
+  FMHA_DEVICE void release_v() {
     release_slot(smem.v_empty[v_slot.index]);
     v_slot.advance();
   }
@@ -139,6 +144,20 @@ struct Consumer {
     release_slot(smem.k_empty[k_slot.index]);
     k_slot.advance();
   }
+  // Blocks that only the cluster's other CTA sees leave as they came.
+  FMHA_DEVICE void skip_k(int32_t num_blocks) {
+    for (int32_t i = 0; i < num_blocks; ++i) {
+      ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
+      release_k();
+    }
+  }
+  FMHA_DEVICE void skip_v(int32_t num_blocks) {
+    for (int32_t i = 0; i < num_blocks; ++i) {
+      ptx::mbarrier_wait_parity(smem.v_full[v_slot.index], v_slot.phase);
+      release_v();
+    }
+  }
+  FMHA_DEVICE int32_t first_of(const Work& work) const { return can_hide_blocks<spec, tile>() ? work.num_hidden : 0; }
   FMHA_DEVICE void release_q() {
     ptx::mbarrier_arrive_if(smem.q_empty[q_slot.index], signals);
     q_slot.advance();
@@ -217,24 +236,32 @@ struct Consumer {
   }
   template <int n>
   FMHA_DEVICE void exponentiate_first(Scores<n>& s, const Work& work) {
-    const int32_t block = block_at(work, 0);
+    const int32_t block = block_at(work, first_of(work));
     exponentiate<false>(s, work, block, block < 0 || is_edge(block));
+    softmax.correction[0] = softmax.correction[1] = 1.f;  // of an O that is still 0
   }
 
+  // O to the maxima that the last softmax found, one of the thread's two rows at a time: eight rows have
+  // kept theirs more often than sixteen.
   FMHA_DEVICE void rescale() {
-    if (!softmax.corrects()) return;
     if constexpr (tile.f16_output) {
-      o.scale(softmax.correction);
+      if (softmax.corrects(0) || softmax.corrects(1)) o.scale(softmax.correction);
     } else {
 #pragma unroll
-      for (int e = 0; e < o.num_elems; ++e) o[e] *= softmax.correction[o.row(e)];
+      for (int r = 0; r < 2; ++r) {
+        if (!softmax.corrects(r)) continue;
+#pragma unroll
+        for (int e = 0; e < o.num_elems; ++e) {
+          if (o.row(e) == r) o[e] *= softmax.correction[r];
+        }
+      }
     }
   }
 
   FMHA_DEVICE bool sees_half(const Work& work) const {
     if constexpr (!has_hi || spec.sink_columns) return false;
     const int32_t last_query = query_of<tile>(p, work.first_row + index * mma::kRows + mma::kRows - 1);
-    return ptx::uniform(last_query + work.hi < work.last_block * tile.block_n + half_n);
+    return ptx::uniform(last_query + work.hi < (work.last_block - first_of(work)) * tile.block_n + half_n);
   }
 
   // The first block of a tile, nothing of another under way.
@@ -244,6 +271,7 @@ struct Consumer {
     o.clear();
     softmax.reset();
     take_q();
+    skip_k(first_of(w));
     if (sees_half(w)) {
       first_scores<half_n>(w);
     } else {
@@ -260,6 +288,7 @@ struct Consumer {
     auto&& s = mma::in_f32(sums);
     exponentiate_first(s, w);
     probs.template from<spec.dtype_v>(s, zero());
+    skip_v(first_of(w));
   }
 
   // `edge` is a literal, or the same for the whole warpgroup; `by_bits` is how maxima are found.
@@ -274,7 +303,6 @@ struct Consumer {
     exponentiate<by_bits>(s, work(), block, edge);
     finish_output();
     probs.template from<spec.dtype_v>(s, zero());
-    rescale();
   }
 
   // Of the whole warpgroup, whose warps must come to the same products.
@@ -284,7 +312,7 @@ struct Consumer {
 
   FMHA_DEVICE void other_blocks() {
     const int32_t num_blocks = work().num_blocks;
-    int32_t i = 1;
+    int32_t i = first_of(work()) + 1;
     if constexpr (has_lo) {
 #pragma unroll 1
       for (; i < num_blocks; ++i) {
@@ -309,6 +337,7 @@ struct Consumer {
   // A tile's end, with the next tile's first S started beside the last P V.
   FMHA_DEVICE void cross_to(const Work& next, RowStats (&stats)[2]) {
     take_q();
+    skip_k(first_of(next));
     if (sees_half(next)) {
       cross_products<half_n>(next, stats);
     } else {
@@ -330,6 +359,7 @@ struct Consumer {
     exponentiate_first(s, next);
     finish_output();
     probs.template from<spec.dtype_v>(s, zero());
+    skip_v(first_of(next));
   }
 
   FMHA_DEVICE void run() {

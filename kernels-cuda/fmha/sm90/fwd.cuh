@@ -29,6 +29,8 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
     ptx::mbarrier_init(smem.work_full[i], 1);
     ptx::mbarrier_init(smem.work_empty[i], num_work_readers(tile));
   }
+  ptx::mbarrier_init(smem.drawn_full, 1);
+  ptx::mbarrier_init(smem.drawn_empty, 1);
   ptx::fence_mbarrier_init();
 }
 
@@ -39,8 +41,9 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const Sm90Schedule& s
   static_assert(!spec.write_keep_mask, "sm90: it does not write the keep mask");
   static_assert(spec.v_layout == VLayout::RowMajor || tile.copy_bytes == 0, "sm90: only the copy engine turns V");
   static_assert(!(tile.f16_scores || tile.f16_output) || spec.dtype_qk == DType::F16, "sm90: f16 sums of f16 products");
-  static_assert(tile.cluster == 1 || (tile.order != TileOrder::Dynamic && tile.warp_specialised && tile.copy_bytes == 0),
-                "sm90: a cluster loads by the copy engine, in a fixed order");
+  static_assert(tile.cluster == 1 || (tile.warp_specialised && tile.copy_bytes == 0),
+                "sm90: a cluster loads by the copy engine");
+  static_assert(!tile.cluster_heads || (tile.cluster > 1 && !tile.pack_gqa), "sm90: heads of a cluster, not packed");
   static_assert(tile.warp_specialised || !(tile.ping_pong || tile.lookahead || tile.copy_bytes > 0),
                 "sm90: without a load role no turns, no lookahead, no copies");
   extern __shared__ __align__(1024) unsigned char raw[];

@@ -73,7 +73,7 @@ struct Multistage {
   }
 
   FMHA_DEVICE void run(const FwdParams& p, const Sm90Schedule& schedule) {
-    Scheduler<spec, tile> scheduler;
+    Scheduler<spec, tile> scheduler{smem};
     while (true) {
       __syncthreads();
       if (loads) smem.work[0] = scheduler.next(p, schedule);

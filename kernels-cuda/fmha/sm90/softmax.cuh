@@ -120,9 +120,8 @@ struct Softmax {
     }
   }
 
-  FMHA_DEVICE bool corrects() const {
-    return __any_sync(ptx::kAllLanes, correction[0] != 1.f || correction[1] != 1.f);
-  }
+  // Whether any of the warp's upper (r = 0) or lower rows has another maximum since.
+  FMHA_DEVICE bool corrects(int r) const { return __any_sync(ptx::kAllLanes, correction[r] != 1.f); }
 };
 
 }  // namespace fmha::sm90

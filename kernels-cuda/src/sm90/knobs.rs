@@ -8,12 +8,12 @@ use super::{MAX_SMEM_BYTES, Sm90Tile, TileOrder};
 
 /// The fields that [`Sm90Tile::set`] knows.
 pub const FIELDS: &str = "block_m, block_n, stages, order, ping_pong, lookahead, lazy_rescale_log2, wait_anchor, \
-                          exp2_polynomial_every, integer_max, pack_gqa, vector_store, copy_bytes, warp_specialised, cluster, \
+                          exp2_polynomial_every, integer_max, pack_gqa, vector_store, copy_bytes, warp_specialised, cluster, cluster_heads, \
                           q_in_registers, f16_scores, f16_output, dependent_launch";
 
 impl Sm90Tile {
     /// Sets one field from its name and value. What a field cannot go with is set along:
-    /// `warp_specialised=0` ends ping-pong and lookahead, `cluster=2` drawing tiles, `f16_output=1` lazy
+    /// `warp_specialised=0` ends ping-pong and lookahead, `cluster=1` its heads, `f16_output=1` lazy
     /// rescaling, which lets sums grow beyond f16. [`Sm90Tile::check`] refuses it if a later word brings
     /// it back.
     ///
@@ -68,10 +68,9 @@ impl Sm90Tile {
             }
             "cluster" => {
                 self.cluster = within(1, 2)?;
-                if self.cluster > 1 && self.order == TileOrder::Dynamic {
-                    self.order = TileOrder::Static;
-                }
+                self.cluster_heads &= self.cluster > 1;
             }
+            "cluster_heads" => self.cluster_heads = flag()?,
             "q_in_registers" => self.q_in_registers = flag()?,
             "f16_scores" => self.f16_scores = flag()?,
             "f16_output" => {
@@ -115,14 +114,24 @@ impl Sm90Tile {
                 }
             }
         }
-        if self.cluster > 1 {
-            if self.order == TileOrder::Dynamic {
-                return refuse("order=dynamic with cluster=2: its CTAs could not agree on a tile".to_owned());
+        if self.cluster > 1 && self.copy_bytes > 0 {
+            return refuse(format!(
+                "copy_bytes={} with cluster=2: only the copy engine writes to two CTAs",
+                self.copy_bytes
+            ));
+        }
+        if self.cluster_heads {
+            if self.cluster == 1 {
+                return refuse("cluster_heads=1 with cluster=1: there is one head".to_owned());
             }
-            if self.copy_bytes > 0 {
+            if self.pack_gqa {
+                return refuse(
+                    "cluster_heads=1 with pack_gqa=1: a group's heads are rows of one CTA".to_owned(),
+                );
+            }
+            if !gqa_ratio.is_multiple_of(2) {
                 return refuse(format!(
-                    "copy_bytes={} with cluster=2: only the copy engine writes to two CTAs",
-                    self.copy_bytes
+                    "cluster_heads=1: a kv head has {gqa_ratio} query heads, no even number"
                 ));
             }
         }
@@ -188,7 +197,8 @@ mod tests {
             (&[("pack_gqa", "1")], &["pack_gqa", "3", "128"]),
             (&[("wait_anchor", "100")], &["wait_anchor", "100", "64"]),
             (&[("warp_specialised", "0"), ("ping_pong", "1")], &["ping_pong", "warp_specialised"]),
-            (&[("cluster", "2"), ("order", "dynamic")], &["cluster", "2"]),
+            (&[("cluster_heads", "1")], &["cluster_heads", "cluster=1"]),
+            (&[("cluster", "2"), ("cluster_heads", "1")], &["cluster_heads", "3"]),
             (&[("block_m", "192"), ("copy_bytes", "4")], &["copy_bytes", "4", "block_m", "192"]),
             (&[("blok_n", "1")], &["blok_n", "block_n"]),
         ] {
