@@ -239,7 +239,12 @@ impl FmhaBackend for RocmBackend {
         let params = bind::fwd_params(&plan.problem, args);
         let launch = |forward: &Forward, ready: &Ready| {
             let grid = forward.grid(&plan.problem, self.device, ready.usage());
-            self.launch(ready, grid, &params, stream)
+            match forward {
+                Forward::Cdna(_) => {
+                    self.launch(ready, grid, &cdna::Cdna::params(&plan.problem, &params), stream)
+                }
+                Forward::Simt(_) => self.launch(ready, grid, &params, stream),
+            }
         };
         match handle.forward.for_addresses(&plan.problem, args) {
             None => launch(&handle.forward, &handle.ready),

@@ -5,14 +5,17 @@
 //! (typed tiles) below `cdna` (the forward kernel) and `combine.h`. What all vendors share comes from
 //! [`fmha_core::source`].
 
+use fmha_core::abi::{AbiStruct, FwdParams};
 use fmha_core::source::Header;
-use fmha_core::{abi_enum, abi_spec};
+use fmha_core::{DType, MaskKind, VLayout, abi_enum, abi_spec, abi_struct};
 
 /// How global memory is read into a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LoadPath {
-    /// 16 bytes a lane through buffer descriptors; rows start and end on dwords.
-    Vector,
+    /// 16 bytes a lane through buffer descriptors; rows start on dwords and are whole 16 bytes long.
+    Chunks,
+    /// The same; rows are whole dwords long.
+    Dwords,
     /// An element a lane at any address: right for every stride, fast for none.
     Element,
 }
@@ -22,8 +25,19 @@ pub enum LoadPath {
 pub enum StorePath {
     /// Four elements at once.
     Vector,
-    /// One element.
+    /// One element, by way of LDS.
     Element,
+}
+
+/// Which types of O a kernel writes; which of them a call wants is in [`CdnaParams`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum OutputKind {
+    /// f32, f16 or bf16.
+    Wide,
+    /// The FP8 types of the architecture.
+    Fp8,
+    /// All of these.
+    Any,
 }
 
 /// How workgroups come by their tiles. A tile is `block_m` queries of one head.
@@ -35,9 +49,55 @@ pub enum TileOrder {
     Static,
 }
 
-abi_enum!(LoadPath { Vector, Element });
+abi_enum!(LoadPath { Chunks, Dwords, Element });
+abi_enum!(OutputKind { Wide, Fp8, Any });
 abi_enum!(StorePath { Vector, Element });
 abi_enum!(TileOrder { Single, Static });
+
+abi_spec! {
+    /// What a CDNA forward kernel is compiled for: what changes the instructions of its main loop. All else of a
+    /// problem is a number that it reads.
+    pub struct CdnaSpec {
+        /// Q and K.
+        pub dtype_qk: DType,
+        /// V, and P.
+        pub dtype_v: DType,
+        /// O.
+        pub output: OutputKind,
+        /// Elements of a query's or key's row, padded to whole 32.
+        pub head_dim_qk: i32,
+        /// Elements of a value's or output's row, padded to whole 32.
+        pub head_dim_v: i32,
+        /// Which axis of V has stride 1.
+        pub v_layout: VLayout,
+        /// `Full`: no band. Any other: the band of the call, bounded or not.
+        pub mask: MaskKind,
+        /// Whether there may be sink columns.
+        pub sink_columns: bool,
+        /// Whether there may be a soft-cap, a bias or slopes.
+        pub modifies: bool,
+        /// Whether there may be dropout, or its mask to write.
+        pub dropout: bool,
+    }
+}
+
+abi_struct! {
+    /// What a CDNA forward kernel reads.
+    pub struct CdnaParams {
+        /// What all forward kernels read.
+        pub fwd: FwdParams,
+        /// Elements of a query's or key's row.
+        pub head_dim_qk: i32,
+        /// Elements of a value's or output's row.
+        pub head_dim_v: i32,
+        /// O's type, as [`DType`] counts.
+        pub dtype_o: i32,
+        /// The elementwise bias' type, as [`DType`] counts.
+        pub dtype_bias: i32,
+        /// 1: probabilities are dropped.
+        pub drops: i64,
+    }
+}
 
 abi_spec! {
     /// How the CDNA forward kernel computes.
@@ -80,10 +140,13 @@ pub fn headers() -> Vec<Header> {
         "cdna/load.h",
         "cdna/direct.h",
         "cdna/schedule.h",
+        "cdna/score.h",
         "cdna/tile_step.h",
+        "cdna/output.h",
         "cdna/epilogue.h",
         "cdna/nonfinite.h",
         "cdna/main_loop.h",
+        "cdna/simple_loop.h",
         "cdna/order.h",
         "cdna/fwd.h",
         "simt/fwd.h",
@@ -96,10 +159,16 @@ pub fn headers() -> Vec<Header> {
 fn tile_h() -> String {
     use fmha_core::abi::AbiLiteral;
     format!(
-        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha::cdna {{\n\n{}{}{}{}\n}}  // namespace fmha::cdna\n",
-        LoadPath::c_definition(),
-        StorePath::c_definition(),
-        TileOrder::c_definition(),
-        CdnaTile::c_definition()
+        "#pragma once\n#include <fmha/params.h>\n#include <fmha/spec.h>\n\nnamespace fmha::cdna {{\n\n{}\n}}  // namespace fmha::cdna\n",
+        [
+            LoadPath::c_definition(),
+            StorePath::c_definition(),
+            OutputKind::c_definition(),
+            TileOrder::c_definition(),
+            CdnaSpec::c_definition(),
+            CdnaTile::c_definition(),
+            CdnaParams::c_definition(),
+        ]
+        .concat()
     )
 }

@@ -1,9 +1,11 @@
 //! `cdna_fwd`: forward on MFMA.
 
+use fmha_core::abi::FwdParams;
 use fmha_core::source::{Entry, KernelSource};
-use fmha_core::spec::{BiasKind, FwdSpec};
-use fmha_core::{DType, FwdArgs, FwdProblem, PlanOptions, Refusal, SeqMode, Strides, VLayout};
-use fmha_kernels_hip::{CdnaTile, LoadPath, StorePath, TileOrder};
+use fmha_core::{
+    Bias, DType, FwdArgs, FwdProblem, MaskKind, PlanOptions, Refusal, SeqMode, Strides, VLayout,
+};
+use fmha_kernels_hip::{CdnaParams, CdnaSpec, CdnaTile, LoadPath, OutputKind, StorePath, TileOrder};
 
 use super::order::{Tiles, Why};
 use super::{Device, number, refuse};
@@ -14,17 +16,19 @@ pub(crate) const NAME: &str = "cdna_fwd";
 /// Rows of a matrix instruction, hence queries of a wave.
 const WAVE_ROWS: i32 = 32;
 const WAVE_THREADS: i32 = 64;
-const MAX_HEAD_DIM: i32 = 256;
+const MAX_HEAD_DIM: u32 = 256;
 /// Queries of the smallest workgroup that the plan picks: a wave for each SIMD.
 const MIN_BLOCK_M: i32 = 128;
 const DWORD: i64 = 4;
+/// Bytes of the widest load of a lane.
+const CHUNK: u64 = 16;
 /// Tiles of K, and of V, in LDS.
 const STAGES: i64 = 2;
 
 /// The kernel, with all that was chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Cdna {
-    pub(crate) spec: FwdSpec,
+    spec: CdnaSpec,
     pub(crate) tile: CdnaTile,
     /// Why this order of tiles.
     why: Why,
@@ -38,22 +42,23 @@ pub(crate) struct Cdna {
 /// The field that it does not take, and its number.
 pub(crate) fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Cdna, Refusal> {
     let arch = device.arch;
-    let spec = FwdSpec::of(problem);
-    for (field, dtype) in [("dtype_qk", spec.dtype_qk), ("dtype_v", spec.dtype_v)] {
+    for (field, dtype) in [("dtype_qk", problem.dtype_qk), ("dtype_v", problem.dtype_v)] {
         if !arch.multiplies(dtype) {
             refuse!(NAME, "{field} {dtype} is no operand of {}'s matrix instructions", arch.name());
         }
     }
-    if spec.dtype_o.is_fp8() && !arch.multiplies(spec.dtype_o) {
-        refuse!(NAME, "dtype_o {} has no conversion on {}", spec.dtype_o, arch.name());
+    if problem.dtype_o.is_fp8() && !arch.multiplies(problem.dtype_o) {
+        refuse!(NAME, "dtype_o {} has no conversion on {}", problem.dtype_o, arch.name());
     }
-    for (field, dim) in [("head_dim_qk", spec.head_dim_qk), ("head_dim_v", spec.head_dim_v)] {
+    let dims = problem.dims;
+    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
         if dim > MAX_HEAD_DIM {
             refuse!(NAME, "{field} {dim} is larger than {MAX_HEAD_DIM}");
         }
     }
     let knobs = Knobs::of(options)?;
-    let mut tile = tile(&spec, problem, arch, &knobs)?;
+    let mut tile = tile(problem, arch, &knobs)?;
+    let spec = spec(problem, tile.load);
     let tiles = num_tiles(problem, &tile);
     let most = i64::from(u32::MAX) / i64::from(num_threads(&tile));
     if tiles > most {
@@ -115,67 +120,112 @@ impl Knobs {
     }
 }
 
-fn tile(spec: &FwdSpec, problem: &FwdProblem, arch: Arch, knobs: &Knobs) -> Result<CdnaTile, Refusal> {
-    let block_m = knobs.block_m.unwrap_or(MIN_BLOCK_M);
-    if !(WAVE_ROWS..=512).contains(&block_m) || block_m % WAVE_ROWS != 0 {
-        refuse!(NAME, "tile block_m={block_m} is not a multiple of {WAVE_ROWS} in {WAVE_ROWS}..=512");
+/// What the kernel is compiled for. Whatever leaves its main loop alone is a number at run time: exact head dims, O's
+/// type, the mode, LSE, sinks, the bounds of a band. Modified scores have one kernel for all modifiers, masks and sink
+/// columns, and rows of 64, 128, 192 (Q and K alone) and 256; and so has what no wide load can read.
+fn spec(problem: &FwdProblem, load: LoadPath) -> CdnaSpec {
+    let by_element = load == LoadPath::Element;
+    let dropout = by_element || problem.drops() || problem.write_keep_mask;
+    let modifies = dropout || problem.softcap.is_some() || problem.bias != Bias::None;
+    let banded = modifies || problem.mask.kind() != MaskKind::Full;
+    let padded = |dim: u32, wide: &[i32]| {
+        let whole = dim.max(1).next_multiple_of(WAVE_ROWS.unsigned_abs()).cast_signed();
+        wide.iter().copied().find(|&wide| modifies && whole <= wide).unwrap_or(whole)
+    };
+    CdnaSpec {
+        dtype_qk: problem.dtype_qk,
+        dtype_v: problem.dtype_v,
+        output: match problem.dtype_o.is_fp8() {
+            _ if by_element => OutputKind::Any,
+            true => OutputKind::Fp8,
+            false => OutputKind::Wide,
+        },
+        head_dim_qk: padded(problem.dims.head_dim_qk, &[64, 128, 192, 256]),
+        head_dim_v: padded(problem.dims.head_dim_v, &[64, 128, 256]),
+        v_layout: if by_element { VLayout::RowMajor } else { problem.v_layout },
+        mask: if banded { MaskKind::Band } else { MaskKind::Full },
+        // Without a lower bound nothing is hidden that a sink column could show.
+        sink_columns: modifies || problem.mask.kind() == MaskKind::Band && problem.mask.sink_columns > 0,
+        modifies,
+        dropout,
     }
-    let fits = |block_n: &i32| lds_bytes(spec, *block_n) <= i64::from(arch.lds_bytes());
-    let block_n = knobs.block_n.unwrap_or_else(|| default_block_n(spec, arch));
+}
+
+fn tile(problem: &FwdProblem, arch: Arch, knobs: &Knobs) -> Result<CdnaTile, Refusal> {
+    let asked = knobs.block_m.unwrap_or(MIN_BLOCK_M);
+    if !(WAVE_ROWS..=512).contains(&asked) || asked % WAVE_ROWS != 0 {
+        refuse!(NAME, "tile block_m={asked} is not a multiple of {WAVE_ROWS} in {WAVE_ROWS}..=512");
+    }
+    // As wide a row as any kernel of the problem has; which of them it is depends on the tile.
+    let widest = spec(problem, LoadPath::Element);
+    let block_n = knobs.block_n.unwrap_or_else(|| default_block_n(&widest, arch));
     if ![32, 64, 128].contains(&block_n) {
         refuse!(NAME, "tile block_n={block_n} is not 32, 64 or 128");
     }
-    if !fits(&block_n) {
-        refuse!(
-            NAME,
-            "tile block_n={block_n} takes {} bytes of LDS, more than {}",
-            lds_bytes(spec, block_n),
-            arch.lds_bytes()
-        );
-    }
-    let block_m = knobs.block_m.unwrap_or_else(|| default_block_m(spec, problem));
     let mut tile = CdnaTile {
-        block_m,
+        block_m: asked,
         block_n,
-        load: LoadPath::Vector,
-        store: StorePath::Vector,
+        load: LoadPath::Dwords,
+        store: if stores_runs(problem) { StorePath::Vector } else { StorePath::Element },
         num_xcds: arch.num_xcds(),
         order: TileOrder::Single,
     };
-    tile.load = if loads_dwords(problem, &tile) { LoadPath::Vector } else { LoadPath::Element };
-    tile.store = if stores_runs(problem) { StorePath::Vector } else { StorePath::Element };
+    tile.load = match (loads_dwords(problem, &tile), loads_chunks(problem)) {
+        (false, _) => LoadPath::Element,
+        (true, false) => LoadPath::Dwords,
+        (true, true) => LoadPath::Chunks,
+    };
+    tile.store = if tile.load == LoadPath::Element { StorePath::Element } else { tile.store };
+    let spec = spec(problem, tile.load);
+    let lds = lds_bytes(&spec, &tile);
+    if lds > i64::from(arch.lds_bytes()) {
+        refuse!(NAME, "tile block_n={block_n} takes {lds} bytes of LDS, more than {}", arch.lds_bytes());
+    }
+    tile.block_m = knobs.block_m.unwrap_or_else(|| default_block_m(&spec, problem));
     Ok(tile)
 }
 
 /// Eight waves share the tiles of K and V: two waves a SIMD, and half of the loads, and of their registers, a
 /// wave. Four where rows are short and two workgroups fit, where there are few queries, and where a wave needs
 /// more than half of a SIMD's registers.
-fn default_block_m(spec: &FwdSpec, problem: &FwdProblem) -> i32 {
+fn default_block_m(spec: &CdnaSpec, problem: &FwdProblem) -> i32 {
     let short = spec.head_dim_qk.max(spec.head_dim_v) <= 64;
     let few_queries = problem.dims.seqlen_q <= MIN_BLOCK_M as u32;
     let wide = spec.head_dim_qk.max(spec.head_dim_v) > 128;
     // They take registers that eight waves do not have.
-    let busy =
-        spec.dropout || spec.softcap || spec.bias != BiasKind::None || spec.v_layout == VLayout::ColMajor;
+    let busy = spec.modifies || spec.v_layout == VLayout::ColMajor;
     if short || few_queries || wide || busy { MIN_BLOCK_M } else { 2 * MIN_BLOCK_M }
 }
 
 /// The widest step whose tiles fit the LDS and whose accumulators fit the registers.
-fn default_block_n(spec: &FwdSpec, arch: Arch) -> i32 {
+fn default_block_n(spec: &CdnaSpec, arch: Arch) -> i32 {
     let wide = spec.head_dim_qk.max(spec.head_dim_v) > 128;
-    if !wide && lds_bytes(spec, 64) <= i64::from(arch.lds_bytes()) { 64 } else { 32 }
+    if !wide && STAGES * stage_bytes(spec, 64) <= i64::from(arch.lds_bytes()) { 64 } else { 32 }
 }
 
-/// LDS of the tiles, as `cdna/config.h` lays them out; the compiler has the last word.
-fn lds_bytes(spec: &FwdSpec, block_n: i32) -> i64 {
+/// A tile of K and one of V in LDS, as `cdna/config.h` lays them out; the compiler has the last word.
+fn stage_bytes(spec: &CdnaSpec, block_n: i32) -> i64 {
     let pitch = |row_bytes: i32| {
-        let chunks = row_bytes.div_euclid(16);
-        16 * if chunks & (chunks - 1) == 0 { chunks } else { chunks | 1 }
+        let chunks = row_bytes.div_euclid(CHUNK as i32);
+        CHUNK as i32 * if chunks & (chunks - 1) == 0 { chunks } else { chunks | 1 }
     };
-    let up = |x: i32, to: i32| (x + to - 1) / to * to;
-    let k = block_n * pitch(up(spec.head_dim_qk * spec.dtype_qk.size_bytes() as i32, 32));
-    let v = up(spec.head_dim_v, WAVE_ROWS) * pitch(block_n * spec.dtype_v.size_bytes() as i32);
-    STAGES * i64::from(k + v)
+    let k = block_n * pitch(spec.head_dim_qk * spec.dtype_qk.size_bytes() as i32);
+    let v = spec.head_dim_v * pitch(block_n * spec.dtype_v.size_bytes() as i32);
+    i64::from(k + v)
+}
+
+/// What a workgroup has of LDS.
+fn lds_bytes(spec: &CdnaSpec, tile: &CdnaTile) -> i64 {
+    let stages = if spec.dropout { 1 } else { STAGES };
+    let block_of_o = WAVE_ROWS * WAVE_ROWS * 4;
+    (stages * stage_bytes(spec, tile.block_n)).max((tile.block_m / WAVE_ROWS * block_of_o).into())
+}
+
+/// Whether every row of Q, K and V is whole chunks long.
+fn loads_chunks(problem: &FwdProblem) -> bool {
+    let qk_bytes = u64::from(problem.dims.head_dim_qk) * problem.dtype_qk.size_bytes();
+    let v_bytes = u64::from(problem.dims.head_dim_v) * problem.dtype_v.size_bytes();
+    qk_bytes.is_multiple_of(CHUNK) && (problem.v_layout == VLayout::ColMajor || v_bytes.is_multiple_of(CHUNK))
 }
 
 /// Whether every row of Q, K and V starts and ends on a dword, and a tile's rows lie within 2^28 bytes: a descriptor
@@ -225,11 +275,9 @@ fn tile_for(tile: CdnaTile, problem: &FwdProblem, args: &FwdArgs<'_>) -> CdnaTil
     let dwords = inputs.iter().all(|ptr| (*ptr as i64) % DWORD == 0);
     let run_bytes = 4 * problem.dtype_o.size_bytes() as usize;
     let runs = (args.o.as_mut_ptr() as usize).is_multiple_of(run_bytes);
-    CdnaTile {
-        load: if dwords { tile.load } else { LoadPath::Element },
-        store: if runs { tile.store } else { StorePath::Element },
-        ..tile
-    }
+    let load = if dwords { tile.load } else { LoadPath::Element };
+    let store = if runs && load != LoadPath::Element { tile.store } else { StorePath::Element };
+    CdnaTile { load, store, ..tile }
 }
 
 pub(crate) fn num_threads(tile: &CdnaTile) -> i32 {
@@ -244,9 +292,9 @@ fn num_tiles(problem: &FwdProblem, tile: &CdnaTile) -> i64 {
 }
 
 /// Workgroups that a compute unit will hold, before the compiler has said what one takes.
-fn expected_per_compute_unit(spec: &FwdSpec, tile: &CdnaTile, arch: Arch) -> u32 {
+fn expected_per_compute_unit(spec: &CdnaSpec, tile: &CdnaTile, arch: Arch) -> u32 {
     let short = spec.head_dim_qk.max(spec.head_dim_v) <= 64;
-    let two_fit = 2 * lds_bytes(spec, tile.block_n) <= i64::from(arch.lds_bytes());
+    let two_fit = 2 * lds_bytes(spec, tile) <= i64::from(arch.lds_bytes());
     if short && two_fit && tile.block_m <= MIN_BLOCK_M { 2 } else { 1 }
 }
 
@@ -256,7 +304,7 @@ fn waves_per_simd(tile: &CdnaTile) -> i32 {
     (tile.block_m / WAVE_ROWS + SIMDS - 1) / SIMDS
 }
 
-fn source(spec: &FwdSpec, tile: &CdnaTile) -> KernelSource {
+fn source(spec: &CdnaSpec, tile: &CdnaTile) -> KernelSource {
     let threads = num_threads(tile);
     let waves = waves_per_simd(tile);
     let entry = Entry {
@@ -265,7 +313,7 @@ fn source(spec: &FwdSpec, tile: &CdnaTile) -> KernelSource {
         bounds: &format!(
             "__attribute__((amdgpu_flat_work_group_size({threads}, {threads}), amdgpu_waves_per_eu({waves}, {waves})))"
         ),
-        params: "FwdParams p",
+        params: "CdnaParams p",
         call: "cdna::fwd<kSpec, kTile>(p);",
     };
     let text =
@@ -281,7 +329,23 @@ impl Cdna {
     /// The kernel that takes these pointers, where it is another one.
     pub(crate) fn for_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Option<Self> {
         let tile = tile_for(self.tile, problem, args);
-        (tile != self.tile).then_some(Self { tile, ..*self })
+        (tile != self.tile).then(|| Self { tile, spec: spec(problem, tile.load), ..*self })
+    }
+
+    /// What a launch reads.
+    pub(crate) fn params(problem: &FwdProblem, fwd: &FwdParams) -> CdnaParams {
+        let dtype_bias = match problem.bias {
+            Bias::Elementwise(bias) => bias.dtype,
+            Bias::None | Bias::Alibi { .. } => DType::F32,
+        };
+        CdnaParams {
+            fwd: *fwd,
+            head_dim_qk: problem.dims.head_dim_qk as i32,
+            head_dim_v: problem.dims.head_dim_v as i32,
+            dtype_o: problem.dtype_o as i32,
+            dtype_bias: dtype_bias as i32,
+            drops: problem.drops().into(),
+        }
     }
 
     /// Tiles, and the workgroups for them where the device holds `places`.
@@ -306,12 +370,8 @@ impl Cdna {
             ("order", format!("{order} ({why})")),
             ("loads", format!("{:?}", tile.load)),
             ("stores", format!("{:?}", tile.store)),
-            ("lds", format!("{} bytes", lds_bytes(spec, tile.block_n))),
-            ("matrix type", format!("{} x {}, then {}", spec.dtype_qk, spec.dtype_qk, dtype_of_p(spec))),
+            ("lds", format!("{} bytes", lds_bytes(spec, tile))),
+            ("matrix type", format!("{} x {}, then {}", spec.dtype_qk, spec.dtype_qk, spec.dtype_v)),
         ]
     }
-}
-
-fn dtype_of_p(spec: &FwdSpec) -> DType {
-    spec.dtype_v
 }

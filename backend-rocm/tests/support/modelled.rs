@@ -55,7 +55,7 @@ pub(crate) fn table() -> String {
     text
 }
 
-fn row(arch: Arch, dtype: DType, head_dim: u32, mask: &str, order: &str) -> String {
+pub(crate) fn row(arch: Arch, dtype: DType, head_dim: u32, mask: &str, order: &str) -> String {
     let dims = Dims {
         batch: 4,
         seqlen_q: 8192,
@@ -131,7 +131,7 @@ impl Passes {
 
 /// One step of the loop with the most matrix instructions: of the ways through it that have them all,
 /// the one with fewest others, which is the step that masks and rescales nothing.
-fn main_loop(code: &Path) -> Vec<String> {
+pub(crate) fn main_loop(code: &Path) -> Vec<String> {
     let listing = output(Command::new(OBJDUMP).args(["-d", "--no-show-raw-insn"]).arg(code));
     let mut instructions: Vec<(u64, String)> = Vec::new();
     let mut targets: BTreeMap<u64, u64> = BTreeMap::new();

@@ -70,44 +70,59 @@ struct LdsMatrix {
 
 #if defined(__gfx950__)
 // V in LDS as it lies in memory, keys along rows, read transposed: a 16-byte fragment of 32 columns is two
-// reads of 8 bytes a lane, each of four rows a half of the wave. Blocks of 64 bytes are exchanged inside a row,
-// so that the four rows that 32 lanes read at once meet all 64 banks.
-template <int num_keys, int row_bytes>
+// reads of 8 bytes a lane, each of four rows (of one-byte elements eight) a half of the wave. Blocks of 32 elements
+// are exchanged inside a row, so that the rows that 32 lanes read at once meet all 64 banks.
+template <int num_keys, int row_bytes, int elem_bytes>
 struct TransposedOnReading {
   static constexpr int pitch = row_bytes / kFragBytes;
-  static constexpr int column_bytes = kEdge * 2;  // of a row, a fragment's
-  static constexpr int chunks_per_block = column_bytes / kFragBytes;
-  static constexpr int period = row_bytes % 256 == 0 ? 4 : row_bytes % 128 == 0 ? 2 : 1;
+  static constexpr int block_bytes = kEdge * elem_bytes;  // of a row, a fragment's
+  static constexpr int chunks_per_block = block_bytes / kFragBytes;
+  static constexpr int rows_at_once = 8 / elem_bytes;
+  static constexpr int period = row_bytes / block_bytes < rows_at_once ? row_bytes / block_bytes : rows_at_once;
 
   alignas(16) uint8_t bytes[num_keys * row_bytes];
 
-  static FMHA_DEVICE constexpr int turn(int key) { return period == 4 ? key % 4 : period == 2 ? key / 2 % 2 : 0; }
+  // Row n of those that a half of the wave reads at once: one run of keys, or two that are adjacent in KeyOrder.
+  static FMHA_DEVICE constexpr int key_of(int n) { return n % kRun + n / kRun * 2 * kRun; }
+  static FMHA_DEVICE constexpr int turn(int key) {
+    const int n = key % kRun + key / (2 * kRun) % 2 * kRun % rows_at_once;
+    return n / (rows_at_once / period);
+  }
   static FMHA_DEVICE constexpr int chunk_at(int key, int chunk) { return chunk ^ turn(key) * chunks_per_block; }
 
   // Of this lane's bytes in each of the blocks that are exchanged.
   using LaneAddresses = Array<int, period>;
   static FMHA_DEVICE LaneAddresses lane_addresses() {
-    const int thread = thread_idx_here(), lane = thread % 16, key = lane_half(thread) * kRun + lane / 4;
+    constexpr int lanes_per_row = 2 * elem_bytes;
+    const int thread = thread_idx_here(), lane = thread % 16;
+    const int key = lane_half(thread) * kRun + key_of(lane / lanes_per_row);
     LaneAddresses at;
 #pragma unroll
     for (int x = 0; x < period; ++x) {
-      at[x] = key * row_bytes + (x ^ turn(key)) * column_bytes + thread / 16 % 2 * 32 + lane % 4 * 8;
+      at[x] = key * row_bytes + (x ^ turn(key)) * block_bytes + thread / 16 % 2 * (block_bytes / 2) +
+              lane % lanes_per_row * 8;
       computed_here(at[x]);
     }
     return at;
   }
 
-  // Columns 32 * d ... of keys 16 * step ..., in KeyOrder.
+  // Columns 32 * d ... of keys kStepBytes / elem_bytes * step ..., in KeyOrder.
   FMHA_DEVICE Frag frag(const LaneAddresses& lane, int d, int step) const {
-    const uint8_t* const from =
-        &bytes[lane[d % period] + d / period * period * column_bytes + step * KeyOrder<2>::per_step * row_bytes];
-    const u32x2 low = ds_read_b64_tr_b16((const FMHA_LDS uint8_t*)from);
-    const u32x2 high = ds_read_b64_tr_b16((const FMHA_LDS uint8_t*)(from + 2 * kRun * row_bytes));
+    const uint8_t* const from = &bytes[lane[d % period] + d / period * period * block_bytes +
+                                       step * KeyOrder<elem_bytes>::per_step * row_bytes];
+    const u32x2 low = read((const FMHA_LDS uint8_t*)from);
+    const u32x2 high = read((const FMHA_LDS uint8_t*)(from + KeyOrder<elem_bytes>::per_step / 2 * row_bytes));
     return Frag{low[0], low[1], high[0], high[1]};
+  }
+
+ private:
+  static FMHA_DEVICE u32x2 read(const FMHA_LDS uint8_t* from) {
+    if constexpr (elem_bytes == 1) return ds_read_b64_tr_b8(from);
+    return ds_read_b64_tr_b16(from);
   }
 };
 #else
-template <int num_keys, int row_bytes>
+template <int num_keys, int row_bytes, int elem_bytes>
 struct TransposedOnReading {};
 #endif
 
@@ -120,18 +135,17 @@ struct Choose<false, A, B> {
   using type = B;
 };
 
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 struct Config {
   static constexpr int qk_bytes = size_bytes(spec.dtype_qk);
   static constexpr int v_bytes = size_bytes(spec.dtype_v);
   static constexpr int num_waves = tile.block_m / kEdge;
   static constexpr int num_threads = num_waves * kWaveSize;
 
-  static constexpr int qk_row_bytes = spec.head_dim_qk * qk_bytes;
-  static constexpr int qk_steps = ceil_div(qk_row_bytes, kStepBytes);
-  static constexpr int v_row_bytes = spec.head_dim_v * v_bytes;
-  static constexpr int d_blocks = ceil_div(spec.head_dim_v, kEdge);
-  static constexpr int head_dim_v_padded = d_blocks * kEdge;
+  // Rows as padded: what a call's rows lack of it reads as 0.
+  static constexpr int qk_steps = spec.head_dim_qk * qk_bytes / kStepBytes;
+  static constexpr int d_blocks = spec.head_dim_v / kEdge;
+  static_assert(spec.head_dim_qk % kEdge == 0 && spec.head_dim_v % kEdge == 0, "rows are padded to whole blocks");
   static constexpr int n_tiles = tile.block_n / kEdge;
   static constexpr int pv_steps = tile.block_n * v_bytes / kStepBytes;
 
@@ -155,30 +169,38 @@ struct Config {
                                      : most_ahead >= 2 && (qk_slots + pv_slots) % 2 == 0 ? 2
                                                                                          : 1;
 
-  // Whether rows go straight to LDS: all threads have an equal number of chunks, which lie whole periods of
-  // eight rows apart.
-  static constexpr bool goes_direct(int lds_row_bytes, int row_bytes) {
+  static constexpr bool by_element = tile.load == LoadPath::Element;
+  // Whether one tile comes after another, with no overlap.
+  static constexpr bool is_simple = by_element || spec.dropout;
+
+  // Whether rows go straight to LDS: all threads have an equal number of chunks, which lie whole periods of the
+  // permutation apart.
+  static constexpr bool goes_direct(int lds_row_bytes, int period) {
     const int chunks = lds_row_bytes / kFragBytes;
-    return kArch == Arch::Gfx950 && tile.load == LoadPath::Vector && row_bytes % kFragBytes == 0 &&
-           is_power_of_two(chunks) && num_threads % (8 * chunks) == 0 && tile.block_n * chunks % num_threads == 0;
+    return kArch == Arch::Gfx950 && tile.load == LoadPath::Chunks && !is_simple && is_power_of_two(chunks) &&
+           num_threads % (period * chunks) == 0 && tile.block_n * chunks % num_threads == 0;
   }
-  static constexpr bool direct_k = goes_direct(qk_steps * kStepBytes, qk_row_bytes);
-  static constexpr bool direct_v = spec.v_layout == VLayout::RowMajor && v_bytes == 2 &&
-                                   goes_direct(head_dim_v_padded * v_bytes, v_row_bytes);
+  static constexpr bool direct_k = goes_direct(qk_steps * kStepBytes, 8);
+  // One-byte rows of 32 would be read with two lanes to a bank.
+  static constexpr bool direct_v = spec.v_layout == VLayout::RowMajor && spec.head_dim_v * v_bytes >= 64 &&
+                                   goes_direct(spec.head_dim_v * v_bytes, 16 / v_bytes);
 
   using KMatrix = LdsMatrix<tile.block_n, qk_steps * kStepBytes, !direct_k>;
   // Else transposed, keys in KeyOrder.
-  using VMatrix = typename Choose<direct_v, TransposedOnReading<tile.block_n, head_dim_v_padded * v_bytes>,
-                                  LdsMatrix<head_dim_v_padded, tile.block_n * v_bytes, true>>::type;
+  using VMatrix = typename Choose<direct_v, TransposedOnReading<tile.block_n, spec.head_dim_v * v_bytes, v_bytes>,
+                                  LdsMatrix<spec.head_dim_v, tile.block_n * v_bytes, true>>::type;
 
   struct Stage {
     KMatrix k;
     VMatrix v;
   };
   // While tile n is finished, K of tile n + 1 is read and the tiles after both are written.
-  static constexpr int stages = 2;
+  static constexpr int stages = is_simple ? 1 : 2;
   struct Lds {
-    Stage stage[stages];
+    union {
+      Stage stage[stages];
+      float o[num_waves][kEdge * kEdge];  // a block of O of each wave, once K and V are done with
+    };
   };
   static_assert(sizeof(Lds) <= (kArch == Arch::Gfx950 ? 160 : 64) * 1024, "K and V do not fit the LDS");
 

@@ -1,6 +1,8 @@
 // From a wave's sums to O and LSE.
 #pragma once
+#include <fmha/cdna/output.h>
 #include <fmha/cdna/tile_step.h>
+#include <fmha/isa/sync.h>
 
 namespace fmha::cdna {
 
@@ -12,32 +14,81 @@ FMHA_DEVICE float saturated(float x) {
   return x > most ? most : x < -most ? -most : x;
 }
 
-// Four adjacent elements of O.
-template <FwdSpec spec, StorePath path>
-FMHA_DEVICE void store_run_of_o(uint8_t* row, int32_t dim, float a, float b, float c, float d) {
-  constexpr int bytes = size_bytes(spec.dtype_o);
-  const u32x4 run = pack_run<spec.dtype_o>(saturated<spec.dtype_o>(a), saturated<spec.dtype_o>(b),
-                                           saturated<spec.dtype_o>(c), saturated<spec.dtype_o>(d));
-  uint8_t* to = row + dim * bytes;
-  if constexpr (path == StorePath::Vector) {
-    if constexpr (bytes == 4) *reinterpret_cast<u32x4*>(to) = run;
-    if constexpr (bytes == 2) *reinterpret_cast<u32x2*>(to) = u32x2{run[0], run[1]};
-    if constexpr (bytes == 1) *reinterpret_cast<uint32_t*>(to) = run[0];
-  } else {
+// Four adjacent elements of O, aligned to their size.
+template <DType dtype>
+FMHA_DEVICE void store_run_of_o(uint8_t* to, float a, float b, float c, float d) {
+  const u32x4 run = pack_run<dtype>(saturated<dtype>(a), saturated<dtype>(b), saturated<dtype>(c), saturated<dtype>(d));
+  if constexpr (size_bytes(dtype) == 4) *reinterpret_cast<u32x4*>(to) = run;
+  if constexpr (size_bytes(dtype) == 2) *reinterpret_cast<u32x2*>(to) = u32x2{run[0], run[1]};
+  if constexpr (size_bytes(dtype) == 1) *reinterpret_cast<uint32_t*>(to) = run[0];
+}
+
+template <DType dtype>
+FMHA_DEVICE void store_elem_of_o(uint8_t* to, float x) {
+  const uint32_t word = pack_run<dtype>(saturated<dtype>(x), 0.f, 0.f, 0.f)[0];
+  if constexpr (size_bytes(dtype) == 4) *reinterpret_cast<uint32_t*>(to) = word;
+  if constexpr (size_bytes(dtype) == 2) *reinterpret_cast<uint16_t*>(to) = uint16_t(word);
+  if constexpr (size_bytes(dtype) == 1) *to = uint8_t(word);
+}
+
+// Element of O's first dimension, for this lane's query.
+FMHA_DEVICE int64_t first_of_o(const FwdParams& p, const Job& job, int32_t query) {
+  return row_offset(p.o, job.span.storage_batch, int64_t(job.span.q_row) + query, job.i_head);
+}
+
+// From the registers: head_dim_v and every stride of O are multiples of a run.
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE void store_runs(const Wave<spec, tile>& wave, const CdnaParams& p, const Job& job, float o_scale) {
+  if (wave.query >= job.span.seqlen_q) return;
+  with_dtype_o<spec>(p, [&](auto dtype) __attribute__((always_inline)) {
+    constexpr int bytes = size_bytes(dtype.value);
+    const int half = lane_half(thread_idx_here());
+    uint8_t* o = static_cast<uint8_t*>(p.fwd.o.data) + first_of_o(p.fwd, job, wave.query) * bytes;
 #pragma unroll
-    for (int e = 0; e < kRun; ++e) {
-      if (dim + e >= spec.head_dim_v) break;
-      const uint32_t word = run[e * bytes / 4] >> (e * bytes % 4 * 8);
-      if constexpr (bytes == 4) reinterpret_cast<uint32_t*>(to)[e] = word;
-      if constexpr (bytes == 2) reinterpret_cast<uint16_t*>(to)[e] = uint16_t(word);
-      if constexpr (bytes == 1) to[e] = uint8_t(word);
+    for (int d = 0; d < Config<spec, tile>::d_blocks; ++d) {
+#pragma unroll
+      for (int i = 0; i < 16; i += kRun) {
+        const int32_t dim = d * kEdge + acc_row(i, half);
+        if (dim >= p.head_dim_v) continue;
+        const Acc& acc = wave.o[d];
+        store_run_of_o<dtype.value>(o + dim * bytes, acc[i] * o_scale, acc[i + 1] * o_scale, acc[i + 2] * o_scale,
+                                    acc[i + 3] * o_scale);
+      }
     }
+  });
+}
+
+// To any address: a block at a time through LDS, so that the text of a store stands there once a block.
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE void store_elements(const Wave<spec, tile>& wave, typename Config<spec, tile>::Lds& lds,
+                                const CdnaParams& p, const Job& job, float o_scale) {
+  const int thread = thread_idx_here(), lane = thread % kWaveSize, col = lane_col(thread), half = lane_half(thread);
+  float* const block = lds.o[v_readfirstlane_b32(thread / kWaveSize)];
+  s_barrier();  // K and V have been read
+#pragma unroll
+  for (int d = 0; d < Config<spec, tile>::d_blocks; ++d) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) block[col * kEdge + acc_row(i, half)] = wave.o[d][i] * o_scale;
+    s_barrier();
+#pragma nounroll
+    for (int id = lane; id < kEdge * kEdge; id += kWaveSize) {
+      const int32_t query = wave.first_query + id / kEdge, dim = d * kEdge + id % kEdge;
+      if (query >= job.span.seqlen_q || dim >= p.head_dim_v) continue;
+      const float x = block[id];
+      with_dtype_o<spec>(p, [&](auto dtype) __attribute__((always_inline)) {
+        uint8_t* const o = static_cast<uint8_t*>(p.fwd.o.data);
+        store_elem_of_o<dtype.value>(o + (first_of_o(p.fwd, job, query) + dim) * size_bytes(dtype.value), x);
+      });
+    }
+    s_barrier();
   }
 }
 
-template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE void epilogue(Wave<spec, tile>& wave, const FwdParams& p, const Job& job) {
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE void epilogue(Wave<spec, tile>& wave, typename Config<spec, tile>::Lds& lds, const CdnaParams& params,
+                          const Job& job) {
   using C = Config<spec, tile>;
+  const FwdParams& p = params.fwd;
   OnlineRow row = wave.row;
   row.row_sum += wave.other_sum;
   row.row_sum += other_half(row.row_sum);
@@ -45,34 +96,19 @@ FMHA_DEVICE void epilogue(Wave<spec, tile>& wave, const FwdParams& p, const Job&
   constexpr float unscale = 1.f / (1 << int(C::p_scale_log2));
   row.row_sum *= unscale;
   float o_scale = unscale;
-  if constexpr (spec.sink) {
+  if (p.sink.data) {
     const float sink_log2 = kLog2E * scalar_of(p.sink, job.span.i_batch, job.i_head, -infinity());
     o_scale *= row.raise_to(v_max_f32(row.row_max, sink_log2));
     row.row_sum += v_exp_f32(sink_log2 - finite_or_zero(row.row_max));
   }
-  if (wave.query >= job.span.seqlen_q) return;
-
-  if (spec.write_lse && lane_half() == 0) {
+  if (p.lse && wave.query < job.span.seqlen_q && lane_half() == 0) {
     p.lse[lse_offset(p, job.span, job.i_head, wave.query)] = row.lse();
   }
-
   o_scale *= row.normaliser() * scalar_of(p.descale_v, job.span.i_batch, job.i_head_kv, 1.f);
   if constexpr (spec.dropout) o_scale *= p.dropout_scale;
-  if (is_fp8(spec.dtype_o) && p.scale_o) o_scale *= *p.scale_o;
-  const int64_t first = row_offset(p.o, job.span.storage_batch, int64_t(job.span.q_row) + wave.query, job.i_head);
-  uint8_t* o = static_cast<uint8_t*>(p.o.data) + first * size_bytes(spec.dtype_o);
-  const int half = lane_half(thread_idx_here());
-#pragma unroll
-  for (int d = 0; d < C::d_blocks; ++d) {
-#pragma unroll
-    for (int i = 0; i < 16; i += kRun) {
-      const int32_t dim = d * kEdge + acc_row(i, half);
-      if (C::head_dim_v_padded != spec.head_dim_v && dim >= spec.head_dim_v) continue;
-      const Acc& acc = wave.o[d];
-      store_run_of_o<spec, tile.store>(o, dim, acc[i] * o_scale, acc[i + 1] * o_scale, acc[i + 2] * o_scale,
-                                       acc[i + 3] * o_scale);
-    }
-  }
+  if (p.scale_o) o_scale *= *p.scale_o;
+  if constexpr (tile.store == StorePath::Vector) store_runs<spec, tile>(wave, params, job, o_scale);
+  else store_elements<spec, tile>(wave, lds, params, job, o_scale);
 }
 
 }  // namespace fmha::cdna

@@ -3,6 +3,7 @@
 #include <fmha/cdna/epilogue.h>
 #include <fmha/cdna/main_loop.h>
 #include <fmha/cdna/order.h>
+#include <fmha/cdna/simple_loop.h>
 
 namespace fmha::cdna {
 
@@ -12,10 +13,10 @@ FMHA_DEVICE SeqSpan uniform(SeqSpan span) {
           v_readfirstlane_b32(span.k_row),   v_readfirstlane_b32(span.seqlen_k)};
 }
 
-template <FwdSpec spec>
+template <CdnaSpec spec>
 FMHA_DEVICE Job job_of(const FwdParams& p, int32_t i_batch, int32_t i_head) {
   Job job;
-  job.span = uniform(resolve_seq(p, spec.seq, i_batch));
+  job.span = uniform(resolve_seq(p, p.cu_seqlens_q ? SeqKind::Group : SeqKind::Batch, i_batch));
   job.i_head = i_head;
   job.i_head_kv = i_head / p.gqa_ratio;
   job.band = resolve_band(p.mask, job.span.seqlen_q, job.span.seqlen_k);
@@ -23,7 +24,6 @@ FMHA_DEVICE Job job_of(const FwdParams& p, int32_t i_batch, int32_t i_head) {
   if constexpr (is_fp8(spec.dtype_qk)) {
     scale *= scalar_of(p.descale_q, i_batch, job.i_head_kv, 1.f) * scalar_of(p.descale_k, i_batch, job.i_head_kv, 1.f);
   }
-  job.modifier = score_modifier<spec>(p, job.span, i_head, scale);
   job.scale_log2 = scale * kLog2E;
   return job;
 }
@@ -42,9 +42,9 @@ FMHA_DEVICE uint32_t negated(uint32_t word) {
 
 // The maximum is taken over raw scores, so their scale must not turn them round: its sign goes into Q,
 // and a scale of 0 is a Q of 0.
-template <FwdSpec spec, int steps>
+template <CdnaSpec spec, int steps>
 FMHA_DEVICE void move_sign_to_q(Job& job, Array<Frag, steps>& q) {
-  if (modifies_score(spec) || job.scale_log2 > 0.f) return;
+  if (spec.modifies || job.scale_log2 > 0.f) return;
   const bool is_zero = job.scale_log2 == 0.f;
 #pragma unroll
   for (int c = 0; c < steps; ++c) {
@@ -55,35 +55,36 @@ FMHA_DEVICE void move_sign_to_q(Job& job, Array<Frag, steps>& q) {
 }
 
 // For tests: every position inside the lengths, seen or not.
-template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE void write_keep_mask(const FwdParams& p, const Job& job, Range queries) {
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE void write_keep_mask(const CdnaParams& params, const Job& job, Range queries) {
+  const FwdParams& p = params.fwd;
   const int32_t batch_head = job.span.i_batch * p.num_heads_q + job.i_head;
   const int32_t end = min(queries.end, job.span.seqlen_q);
   for (int32_t i = queries.begin; i < end; ++i) {
     uint8_t* row = p.keep_mask + (int64_t(batch_head) * p.seqlen_q + i) * p.seqlen_k;
     for (int32_t j = thread_idx(); j < job.span.seqlen_k; j += Config<spec, tile>::num_threads) {
-      row[j] = !spec.dropout || dropout_keeps(p, batch_head, i, j);
+      row[j] = !params.drops || dropout_keeps(p, batch_head, i, j);
     }
   }
 }
 
-template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE void fwd_tile(const FwdParams& p, typename Config<spec, tile>::Lds& lds, int32_t m_block, int32_t i_head,
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE void fwd_tile(const CdnaParams& p, typename Config<spec, tile>::Lds& lds, int32_t m_block, int32_t i_head,
                           int32_t i_batch) {
   using C = Config<spec, tile>;
-  Job job = job_of<spec>(p, i_batch, i_head);
+  Job job = job_of<spec>(p.fwd, i_batch, i_head);
   const Range queries = {m_block * tile.block_m, min((m_block + 1) * tile.block_m, job.span.seqlen_q)};
   if (queries.empty()) return;
-  if constexpr (spec.write_keep_mask) write_keep_mask<spec, tile>(p, job, queries);
+  if (spec.dropout && p.fwd.keep_mask) write_keep_mask<spec, tile>(p, job, queries);
 
   Wave<spec, tile> wave;
   const int32_t thread = thread_idx_here();
   wave.first_query = queries.begin + v_readfirstlane_b32(thread / kWaveSize) * kEdge;
   wave.query = wave.first_query + lane_col(thread);
-  load_q<spec, tile>(wave.q,
-                     rows_of<spec>(p.q, int64_t(job.span.q_row) + queries.begin, job.span, i_head,
-                                   queries.end - queries.begin, C::qk_row_bytes, C::qk_bytes),
-                     wave.query - queries.begin);
+  const Rows q_rows = rows_of(p.fwd.q, int64_t(job.span.q_row) + queries.begin, job.span, i_head,
+                              queries.end - queries.begin, p.head_dim_qk * C::qk_bytes, C::qk_bytes);
+  if constexpr (C::by_element) load_q_by_element<spec, tile>(wave, lds, q_rows);
+  else load_q<spec, tile>(wave.q, q_rows, wave.query - queries.begin);
   move_sign_to_q<spec>(job, wave.q);
 #pragma unroll
   for (int d = 0; d < C::d_blocks; ++d) wave.o[d] = Acc{};
@@ -97,31 +98,34 @@ FMHA_DEVICE void fwd_tile(const FwdParams& p, typename Config<spec, tile>::Lds& 
   if (walk.num_tiles > 0) {
     // The last V of the tile before is read by all waves now, and LDS free.
     if constexpr (tile.order == TileOrder::Static) s_barrier();
-    hidden = MainLoop<spec, tile>(wave, lds, p, job, queries, walk).run();
+    using Loop = typename Choose<C::is_simple, SimpleLoop<spec, tile>, MainLoop<spec, tile>>::type;
+    hidden = Loop(wave, lds, p, job, queries, walk).run();
   }
-  epilogue<spec, tile>(wave, p, job);
+  // Kept for now, they would fill the scalar registers through all steps.
+  const CdnaParams& then = params_read_anew<CdnaParams>();
+  epilogue<spec, tile>(wave, lds, then, job);
   if (hidden) {
 #pragma nounroll
     for (int32_t n = 0; n < walk.num_tiles; ++n) {
-      show_nonfinite<spec, tile>(wave, p, job, queries, walk.tile_at(n) * tile.block_n);
+      show_nonfinite<spec, tile>(wave, then, job, queries, walk.tile_at(n) * tile.block_n);
     }
   }
 }
 
-template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE void fwd(const FwdParams& params) {
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE void fwd(const CdnaParams& params) {
   __shared__ typename Config<spec, tile>::Lds lds;
-  const int32_t m_blocks = ceil_div(params.seqlen_q, tile.block_m);
-  const auto compute = [&](const FwdParams& p, int32_t at) __attribute__((always_inline)) {
-    const int32_t m_blocks = ceil_div(p.seqlen_q, tile.block_m);
-    const int32_t i_head = at / m_blocks % p.num_heads_q;
-    fwd_tile<spec, tile>(p, lds, m_blocks - 1 - at % m_blocks, i_head, at / m_blocks / p.num_heads_q);
+  const int32_t m_blocks = ceil_div(params.fwd.seqlen_q, tile.block_m);
+  const auto compute = [&](const CdnaParams& p, int32_t at) __attribute__((always_inline)) {
+    const int32_t m_blocks = ceil_div(p.fwd.seqlen_q, tile.block_m);
+    const int32_t i_head = at / m_blocks % p.fwd.num_heads_q;
+    fwd_tile<spec, tile>(p, lds, m_blocks - 1 - at % m_blocks, i_head, at / m_blocks / p.fwd.num_heads_q);
   };
-  const auto tiles = Tiles<tile>::of(m_blocks * params.num_heads_q * params.batch);
+  const auto tiles = Tiles<tile>::of(m_blocks * params.fwd.num_heads_q * params.fwd.batch);
   if constexpr (tile.order == TileOrder::Single) compute(params, tiles.at);
   else tiles.for_each([&](int32_t at) __attribute__((always_inline)) {
     // Kept for all tiles, parameters would fill the scalar registers.
-    compute(params_read_anew<FwdParams>(), at);
+    compute(params_read_anew<CdnaParams>(), at);
   });
 }
 

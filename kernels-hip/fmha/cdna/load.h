@@ -77,18 +77,14 @@ class VectorReader {
   int32_t stride_bytes_, row_bytes_;
 };
 
-// Reads element by element, at any address.
+// The same, where rows end inside a dword: an element at a time.
 template <int words, int elem_bytes>
-class ElementReader {
+class TailReader {
  public:
-  FMHA_DEVICE explicit ElementReader(const Rows& rows) : rows_(rows) {}
-
-  static FMHA_DEVICE int32_t place(const Rows&, int32_t row, int32_t) { return row; }
-  static FMHA_DEVICE int32_t below(const Rows&, int32_t num_rows) { return num_rows; }
-
-  FMHA_DEVICE Words<words> read_below(int32_t place, int32_t rows, int32_t byte) const {
-    return read(place + rows, byte);
-  }
+  FMHA_DEVICE explicit TailReader(const Rows& rows)
+      : from_(buffer_descriptor(rows.data, described_bytes(rows))),
+        stride_bytes_(int32_t(rows.stride_bytes)),
+        row_bytes_(rows.row_bytes) {}
 
   FMHA_DEVICE Words<words> read(int32_t row, int32_t byte) const {
     Words<words> x;
@@ -98,39 +94,25 @@ class ElementReader {
 #pragma unroll
       for (int b = 0; b < 4; b += elem_bytes) {
         const int32_t at = byte + 4 * w + b;
-        if (row < rows_.num_rows && at < rows_.row_bytes) {
-          x[w] |= elem(rows_.data + row * rows_.stride_bytes + at) << (8 * b);
-        }
+        const int32_t offset = at < row_bytes_ ? row * stride_bytes_ + at : kOutOfRange;
+        x[w] |= (elem_bytes == 1 ? buffer_load_ubyte(from_, offset) : buffer_load_ushort(from_, offset)) << (8 * b);
       }
     }
     return x;
   }
 
  private:
-  static FMHA_DEVICE uint32_t elem(const uint8_t* from) {
-    if constexpr (elem_bytes == 1) return *from;
-    return *reinterpret_cast<const uint16_t*>(from);
-  }
-
-  Rows rows_;
-};
-
-template <LoadPath path, int words, int elem_bytes, bool whole_reads>
-struct ReaderOf {
-  using type = VectorReader<words, whole_reads>;
-};
-template <int words, int elem_bytes, bool whole_reads>
-struct ReaderOf<LoadPath::Element, words, elem_bytes, whole_reads> {
-  using type = ElementReader<words, elem_bytes>;
+  BufferDescriptor from_;
+  int32_t stride_bytes_, row_bytes_;
 };
 
 FMHA_DEVICE Frag frag_of(const Words<4>& x) { return Frag{x[0], x[1], x[2], x[3]}; }
 
 // Q of one wave: its lane's query, in fragments.
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void load_q(Array<Frag, Config<spec, tile>::qk_steps>& q, Rows rows, int32_t row) {
   using C = Config<spec, tile>;
-  using Reader = typename ReaderOf<tile.load, 4, C::qk_bytes, C::qk_row_bytes % kFragBytes == 0>::type;
+  using Reader = VectorReader<4, tile.load == LoadPath::Chunks>;
   const Reader reader(rows);
   const int half = lane_half(thread_idx_here());
 #pragma unroll
@@ -141,13 +123,13 @@ FMHA_DEVICE void load_q(Array<Frag, Config<spec, tile>::qk_steps>& q, Rows rows,
 
 // One K tile on its way: read by all threads, 16 bytes each in turn. It comes and goes in parts, for the
 // main loop to deal out between matrix instructions.
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 class KLoad {
   using C = Config<spec, tile>;
   static constexpr int chunks_per_row = C::qk_steps * 2;
   static constexpr int num_chunks = tile.block_n * chunks_per_row;
   static constexpr int per_thread = ceil_div(num_chunks, C::num_threads);
-  using Reader = typename ReaderOf<tile.load, 4, C::qk_bytes, C::qk_row_bytes % kFragBytes == 0>::type;
+  using Reader = VectorReader<4, tile.load == LoadPath::Chunks>;
 
  public:
   static constexpr int issue_parts = per_thread, store_parts = per_thread;
@@ -225,23 +207,23 @@ FMHA_DEVICE void store_run(Matrix& v, int place, Words<elem_bytes> run) {
   }
 }
 
-template <FwdSpec spec, CdnaTile tile, VLayout layout = spec.v_layout>
+template <CdnaSpec spec, CdnaTile tile, VLayout layout = spec.v_layout>
 class VLoad;
 
 // V `[key, dim]`: a thread reads a piece of four adjacent keys and writes its columns.
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 class VLoad<spec, tile, VLayout::RowMajor> {
   using C = Config<spec, tile>;
   static constexpr int num_runs = tile.block_n / kRun;
 
   // The widest piece that gives every thread work.
-  static constexpr int pieces(int words) { return num_runs * (C::head_dim_v_padded * C::v_bytes / (4 * words)); }
+  static constexpr int pieces(int words) { return num_runs * (spec.head_dim_v * C::v_bytes / (4 * words)); }
   static constexpr int words = pieces(4) >= C::num_threads ? 4 : pieces(2) >= C::num_threads ? 2 : 1;
   static constexpr int dims = 4 * words / C::v_bytes;
-  static constexpr int pieces_per_row = C::head_dim_v_padded / dims;
+  static constexpr int pieces_per_row = spec.head_dim_v / dims;
   static constexpr int num_pieces = pieces(words);
   static constexpr int per_thread = ceil_div(num_pieces, C::num_threads);
-  using Reader = typename ReaderOf<tile.load, words, C::v_bytes, C::v_row_bytes % (4 * words) == 0>::type;
+  using Reader = VectorReader<words, tile.load == LoadPath::Chunks>;
 
  public:
   static constexpr int issue_parts = per_thread * kRun, store_parts = per_thread * dims;
@@ -303,12 +285,12 @@ class VLoad<spec, tile, VLayout::RowMajor> {
 };
 
 // V `[dim, key]`: it lies transposed already; only the order of the keys changes.
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 class VLoad<spec, tile, VLayout::ColMajor> {
   using C = Config<spec, tile>;
   static constexpr int keys = kFragBytes / C::v_bytes;
   static constexpr int chunks_per_row = tile.block_n / keys;
-  static constexpr int num_chunks = C::head_dim_v_padded * chunks_per_row;
+  static constexpr int num_chunks = spec.head_dim_v * chunks_per_row;
   static constexpr int per_thread = ceil_div(num_chunks, C::num_threads);
 
  public:
@@ -319,9 +301,9 @@ class VLoad<spec, tile, VLayout::ColMajor> {
   FMHA_DEVICE void issue(Rows rows, typename C::VMatrix&, uint32_t) {
     if (rows.row_bytes >= tile.block_n * C::v_bytes) {
       rows.row_bytes = tile.block_n * C::v_bytes;
-      issue_with<typename ReaderOf<tile.load, 4, C::v_bytes, true>::type>(rows);
+      issue_with<VectorReader<4, true>>(rows);
     } else {
-      issue_with<ElementReader<4, C::v_bytes>>(rows);
+      issue_with<TailReader<4, C::v_bytes>>(rows);
     }
   }
 

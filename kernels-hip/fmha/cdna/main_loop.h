@@ -25,7 +25,7 @@ namespace fmha::cdna {
 struct TileWalk {
   int32_t num_sink_tiles, first_band_tile, num_tiles;
 
-  template <FwdSpec spec, CdnaTile tile>
+  template <CdnaSpec spec, CdnaTile tile>
   static FMHA_DEVICE TileWalk of(const Job& job, Range queries) {
     const Range band = k_range(job.band, queries, job.span.seqlen_k);
     const Range sinks = spec.sink_columns ? sink_range(job.band, queries, job.span.seqlen_k) : Range{0, 0};
@@ -42,7 +42,6 @@ struct TileWalk {
   }
 };
 
-template <FwdSpec spec>
 FMHA_DEVICE Rows rows_of(const View& x, int64_t first_row, const SeqSpan& span, int32_t head, int32_t num_rows,
                          int32_t row_bytes, int32_t elem_bytes) {
   const int64_t first = row_offset(x, span.storage_batch, first_row, head);
@@ -68,28 +67,28 @@ struct Cursor {
   }
 };
 
-template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE Cursor<tile> k_cursor(const FwdParams& p, const Job& job) {
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE Cursor<tile> k_cursor(const CdnaParams& p, const Job& job) {
   using C = Config<spec, tile>;
-  const Rows rows = rows_of<spec>(p.k, job.span.k_row, job.span, job.i_head_kv, job.span.seqlen_k, C::qk_row_bytes,
-                                  C::qk_bytes);
+  const Rows rows = rows_of(p.fwd.k, job.span.k_row, job.span, job.i_head_kv, job.span.seqlen_k,
+                            p.head_dim_qk * C::qk_bytes, C::qk_bytes);
   return {rows, rows.stride_bytes, true, C::qk_bytes};
 }
 
-template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE Cursor<tile> v_cursor(const FwdParams& p, const Job& job) {
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE Cursor<tile> v_cursor(const CdnaParams& p, const Job& job) {
   using C = Config<spec, tile>;
-  Rows rows = rows_of<spec>(p.v, job.span.k_row, job.span, job.i_head_kv, job.span.seqlen_k, C::v_row_bytes,
-                            C::v_bytes);
+  Rows rows = rows_of(p.fwd.v, job.span.k_row, job.span, job.i_head_kv, job.span.seqlen_k,
+                      p.head_dim_v * C::v_bytes, C::v_bytes);
   if constexpr (spec.v_layout == VLayout::RowMajor) return {rows, rows.stride_bytes, true, C::v_bytes};
-  rows.stride_bytes = p.v.dim * C::v_bytes;
-  rows.num_rows = spec.head_dim_v;
+  rows.stride_bytes = p.fwd.v.dim * C::v_bytes;
+  rows.num_rows = p.head_dim_v;
   rows.row_bytes = job.span.seqlen_k * C::v_bytes;
-  return {rows, p.v.row * C::v_bytes, false, C::v_bytes};
+  return {rows, p.fwd.v.row * C::v_bytes, false, C::v_bytes};
 }
 
 // Every wave of a workgroup walks alike: barriers are inside.
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 class MainLoop {
   using C = Config<spec, tile>;
 #if defined(__gfx950__)
@@ -104,7 +103,7 @@ class MainLoop {
   static constexpr int ahead = C::slots_ahead;
 
  public:
-  FMHA_DEVICE MainLoop(Wave<spec, tile>& wave, typename C::Lds& lds, const FwdParams& p, const Job& job,
+  FMHA_DEVICE MainLoop(Wave<spec, tile>& wave, typename C::Lds& lds, const CdnaParams& p, const Job& job,
                        Range queries, const TileWalk& walk)
       : wave_(wave), lds_(lds), p_(p), job_(job), queries_(queries), walk_(walk), k_cursor_(k_cursor<spec, tile>(p, job)),
         v_cursor_(v_cursor<spec, tile>(p, job)) {
@@ -119,15 +118,13 @@ class MainLoop {
     const int32_t last = walk_.num_tiles - 1, odd = last % 2;
     find_steps();
     s_[0] = prologue(lds_.stage[odd], lds_.stage[1 - odd]);
-    if (odd) {
-      s_[1] = s_[0];
-      step<1>(0);
-    }
+    if (odd) s_[1] = s_[0];
+    if (odd && !enters_in_the_middle) step<1>(0);
     const int32_t tiles_at_once = tiles_in_reach();
-    for (int32_t n = odd; n < last;) {
-      const int32_t end = min(last, n + tiles_at_once), begin = n;
+    for (int32_t n = enters_in_the_middle ? -odd : odd; n < last;) {
+      const int32_t end = min(last, n + tiles_at_once), begin = max(n, 0);
       for (; n < end; n += 2) {
-        step<0>(n);
+        if (!enters_in_the_middle || is_there(n)) step<0>(n);
         step<1>(n + 1);
       }
       bring_near(n - begin);
@@ -138,6 +135,18 @@ class MainLoop {
   }
 
  private:
+  // Whether an odd step is the second half of the loop's first round, or has a text of its own. The text is a third
+  // of what there is to compile; but with it the loop has 16 registers less, and no spills where eight waves share
+  // them.
+  static constexpr bool enters_in_the_middle = spec.modifies;
+
+  // Not for the compiler to know: it would make a text of its own again.
+  static FMHA_DEVICE bool is_there(int32_t n) {
+    uint32_t sign = uint32_t(n) >> 31;
+    computed_here_once(sign);
+    return sign == 0;
+  }
+
   FMHA_DEVICE int32_t first_key(int32_t n) const { return walk_.tile_at(n) * tile.block_n; }
 
   // The steps of which something holds. Without sink columns they are adjacent, and the loop asks no more than
@@ -172,7 +181,7 @@ class MainLoop {
 
   // Modifiers, and the mask where the wave's tile needs one: its neighbours' edges cost it nothing.
   FMHA_DEVICE void modify_and_mask(Scores<spec, tile>& s, int32_t n) const {
-    if constexpr (modifies_score(spec)) modify<spec, tile>(s, job_, wave_, first_key(n));
+    if constexpr (spec.modifies) modify<spec, tile>(s, p_, job_, wave_, first_key(n));
     const bool whole = spec.sink_columns ? sees_all<spec, tile>(job_, wave_, first_key(n)) : whole_.has(n);
     if (!whole) mask<spec, tile>(s, job_, wave_, first_key(n));
   }
@@ -218,6 +227,7 @@ class MainLoop {
   FMHA_DEVICE Scores<spec, tile> prologue(typename C::Stage& first, typename C::Stage& second) {
     wave_bytes_ = v_readfirstlane_b32(thread_idx_here() / kWaveSize * kWaveSize * kFragBytes);
     computed_here_once(wave_bytes_);
+    p_frags_ = {};
     wave_.lowest = -infinity();
     computed_here(wave_.lowest);
     wave_.k_lane = C::KMatrix::lane_addresses();
@@ -258,7 +268,7 @@ class MainLoop {
     k_.keep_places();
     v_.keep_places();
 
-    Probabilities<spec, tile> made(s, wave_, job_);
+    Probabilities<spec, tile> made(p_frags_, s, wave_, job_);
     auto make = [&](auto part) __attribute__((always_inline)) {
       made.make(s, part.value, wave_, p_, job_, first_key(n));
     };
@@ -266,7 +276,7 @@ class MainLoop {
     advance_k(n + 3);
     advance_v(n + 2);
     modify_and_mask(s_next, n + 1);
-    const float next_max = values_beside(make, made.frags, s_next, now, next, v_ahead);
+    const float next_max = values_beside(make, p_frags_, s_next, now, next, v_ahead);
     made.leave_sums(wave_);
     raise_row_max<spec, tile>(wave_, job_, next_max);
     hide(next.v, n + 1);
@@ -366,7 +376,7 @@ class MainLoop {
 
   Wave<spec, tile>& wave_;
   typename C::Lds& lds_;
-  const FwdParams& p_;
+  const CdnaParams& p_;
   const Job& job_;
   Range queries_;
   const TileWalk& walk_;
@@ -377,6 +387,7 @@ class MainLoop {
   K k_;
   V v_;
   Scores<spec, tile> s_[2];
+  PFrags<spec, tile> p_frags_;  // of the step before, until this one's are there
   Array<typename Mma<spec.dtype_qk>::Operand, ahead> k_ahead_;
 };
 

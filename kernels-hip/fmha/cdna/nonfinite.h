@@ -5,6 +5,7 @@
 // Nothing is found in sound data. If something is, it becomes 0 in LDS, and when O is written the
 // queries that do see it get it added there. A tile that all queries see needs none of this.
 #pragma once
+#include <fmha/cdna/output.h>
 #include <fmha/cdna/tile_step.h>
 #include <fmha/isa/sync.h>
 
@@ -34,7 +35,7 @@ FMHA_DEVICE uint32_t without_nonfinite(uint32_t word) {
   return word & ~((nonfinite_elems<dtype>(word) >> (bits - 1)) * ((1u << bits) - 1));
 }
 
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE bool is_cut(const Job& job, Range queries, int32_t first_key) {
   if constexpr (spec.mask == MaskKind::Full) return false;
   return block_class(job.band, queries, {first_key, first_key + tile.block_n}) != BlockClass::Inside;
@@ -42,7 +43,7 @@ FMHA_DEVICE bool is_cut(const Job& job, Range queries, int32_t first_key) {
 
 // Called by all waves when V of a tile that is cut has landed: true if it held NaN or infinity, of which it is
 // then free.
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE bool hide_nonfinite(typename Config<spec, tile>::VMatrix& v) {
   using C = Config<spec, tile>;
   constexpr int num_frags = sizeof(v.bytes) / kFragBytes;
@@ -70,12 +71,13 @@ FMHA_DEVICE bool hide_nonfinite(typename Config<spec, tile>::VMatrix& v) {
 
 // After O is written: adds what was hidden to the queries that see it. One element after another: only
 // broken data comes here.
-template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE void show_nonfinite(const Wave<spec, tile>& wave, const FwdParams& p, const Job& job, Range queries,
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE void show_nonfinite(const Wave<spec, tile>& wave, const CdnaParams& params, const Job& job, Range queries,
                                 int32_t first_key) {
+  const FwdParams& p = params.fwd;
   if (!is_cut<spec, tile>(job, queries, first_key) || wave.query >= job.span.seqlen_q) return;
   const float scale = scalar_of(p.descale_v, job.span.i_batch, job.i_head_kv, 1.f) *
-                      (is_fp8(spec.dtype_o) && p.scale_o ? *p.scale_o : 1.f);
+                      (p.scale_o ? *p.scale_o : 1.f);
   const int64_t o = row_offset(p.o, job.span.storage_batch, int64_t(job.span.q_row) + wave.query, job.i_head);
   const int32_t end = min(first_key + tile.block_n, job.span.seqlen_k);
 #pragma nounroll
@@ -84,14 +86,16 @@ FMHA_DEVICE void show_nonfinite(const Wave<spec, tile>& wave, const FwdParams& p
     const int64_t v = row_offset(p.v, job.span.storage_batch, int64_t(job.span.k_row) + key, job.i_head_kv);
     // The lane's own elements of O: no other wrote them.
 #pragma nounroll
-    for (int32_t dim = lane_half() * kRun; dim < spec.head_dim_v; dim += dim % kRun == kRun - 1 ? kRun + 1 : 1) {
+    for (int32_t dim = lane_half() * kRun; dim < params.head_dim_v; dim += dim % kRun == kRun - 1 ? kRun + 1 : 1) {
       float value = load_elem<spec.dtype_v>(p.v.data, v + dim * p.v.dim) * scale;
       if (value - value == 0.f) continue;
       if constexpr (spec.dropout) {
         const int32_t batch_head = job.span.i_batch * p.num_heads_q + job.i_head;
-        if (!dropout_keeps(p, batch_head, wave.query, key)) value *= 0.f;
+        if (params.drops && !dropout_keeps(p, batch_head, wave.query, key)) value *= 0.f;
       }
-      store_elem<spec.dtype_o>(p.o.data, o + dim, load_elem<spec.dtype_o>(p.o.data, o + dim) + value);
+      with_dtype_o<spec>(params, [&](auto dtype) __attribute__((always_inline)) {
+        store_elem<dtype.value>(p.o.data, o + dim, load_elem<dtype.value>(p.o.data, o + dim) + value);
+      });
     }
   }
 }

@@ -32,7 +32,7 @@ struct Level {
 };
 
 // A step: the shares of the first product, then those of the second.
-template <FwdSpec spec, CdnaTile tile, int num_loads, int num_stores>
+template <CdnaSpec spec, CdnaTile tile, int num_loads, int num_stores>
 struct Schedule {
   using C = Config<spec, tile>;
   using Qk = Mma<spec.dtype_qk>;

@@ -8,7 +8,7 @@
 #include <fmha/mask.h>
 #include <fmha/online_softmax.h>
 #include <fmha/philox.h>
-#include <fmha/score.h>
+#include <fmha/cdna/score.h>
 
 namespace fmha::cdna {
 
@@ -17,13 +17,12 @@ struct Job {
   SeqSpan span;
   int32_t i_head, i_head_kv;
   MaskBand band;
-  ScoreModifier modifier;
-  float scale_log2;  // of raw scores, not negative; unused where the modifier scales
+  float scale_log2;  // of raw scores; not negative, but where they are modified
 };
 
 // What one wave has of its 32 queries: lane l and lane l + 32 share query l, with half of the keys
 // and of the output's rows each.
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 struct Wave {
   using C = Config<spec, tile>;
   int32_t first_query, query;
@@ -38,14 +37,14 @@ struct Wave {
 };
 
 // S^T of one wave and tile; P in the order in which P V takes it.
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 using Scores = Array<Acc, Config<spec, tile>::n_tiles>;
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 using PFrags = Array<Frag, Config<spec, tile>::pv_steps>;
 
 // What a matrix slot reads from LDS. S goes tile by tile, so that a tile of the step before is P by the
 // time that the next one's accumulators are written; O goes through all its blocks for each part of P.
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE typename Mma<spec.dtype_qk>::Operand k_operand(const Wave<spec, tile>& wave,
                                                         const typename Config<spec, tile>::KMatrix& k, int slot) {
   using C = Config<spec, tile>;
@@ -56,7 +55,7 @@ FMHA_DEVICE typename Mma<spec.dtype_qk>::Operand k_operand(const Wave<spec, tile
   return x;
 }
 
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE typename Mma<spec.dtype_v>::Operand v_operand(const Wave<spec, tile>& wave,
                                                        const typename Config<spec, tile>::VMatrix& v, int slot) {
   using C = Config<spec, tile>;
@@ -102,7 +101,7 @@ FMHA_DEVICE Acc mma_slot(const typename Mma<dtype>::Operand& a, const Array<Frag
 }
 
 // S^T alone.
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE Scores<spec, tile> scores(const Wave<spec, tile>& wave, const typename Config<spec, tile>::KMatrix& k) {
   using C = Config<spec, tile>;
   Scores<spec, tile> s;
@@ -117,21 +116,18 @@ FMHA_DEVICE Scores<spec, tile> scores(const Wave<spec, tile>& wave, const typena
 }
 
 // Afterwards s is in log2; for problems whose scores need more than their scale.
-template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE void modify(Scores<spec, tile>& s, const Job& job, const Wave<spec, tile>& wave, int32_t first_key) {
-  const int32_t query = min(wave.query, job.span.seqlen_q - 1), last_key = job.span.seqlen_k - 1;
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE void modify(Scores<spec, tile>& s, const CdnaParams& p, const Job& job, const Wave<spec, tile>& wave,
+                        int32_t first_key) {
+  const ScorePlace place = {job.span.i_batch, job.i_head, min(wave.query, job.span.seqlen_q - 1), job.span.seqlen_q,
+                            job.span.seqlen_k};
 #pragma unroll
   for (int n = 0; n < Config<spec, tile>::n_tiles; ++n) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      // Clamped: the bias ends where the sequence does.
-      const int32_t key = min(first_key + n * kEdge + acc_row(i, lane_half()), last_key);
-      s[n][i] = kLog2E * modified_score<spec>(job.modifier, s[n][i], query, key);
-    }
+    modify_block(s[n], p, place, job.scale_log2, first_key + n * kEdge + acc_row(0, lane_half()));
   }
 }
 
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void mask(Scores<spec, tile>& s, const Job& job, const Wave<spec, tile>& wave, int32_t first_key) {
   // Here and not before the loop: a register for each row of a tile would live through all steps.
   int32_t query = wave.query, first = first_key + acc_row(0, lane_half());
@@ -148,7 +144,7 @@ FMHA_DEVICE void mask(Scores<spec, tile>& s, const Job& job, const Wave<spec, ti
 }
 
 // Whether the wave's tile needs no mask.
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE bool sees_all(const Job& job, const Wave<spec, tile>& wave, int32_t first_key) {
   const Range queries = {wave.first_query, wave.first_query + kEdge}, keys = {first_key, first_key + tile.block_n};
   return keys.end <= job.span.seqlen_k &&
@@ -156,7 +152,7 @@ FMHA_DEVICE bool sees_all(const Job& job, const Wave<spec, tile>& wave, int32_t 
 }
 
 // The maximum of a tile, two elements at a time, by two that take turns: neither waits for the other.
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 struct RunningMax {
   static constexpr int parts = Config<spec, tile>::n_tiles * 8;
   float lowest, most[2];
@@ -180,7 +176,7 @@ struct RunningMax {
   }
 };
 
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE float max_of(const Wave<spec, tile>& wave, const Scores<spec, tile>& s) {
   RunningMax<spec, tile> x(wave.lowest);
 #pragma unroll
@@ -191,10 +187,10 @@ FMHA_DEVICE float max_of(const Wave<spec, tile>& wave, const Scores<spec, tile>&
 // Takes the tile's maximum in. Sums and outputs are rescaled only when it rose for some query of the
 // wave. Waiting until it has risen by 2^8, as others do, leaves the largest P no longer 1 but rounded,
 // and its error in O: 1.007 of what the contract allows in one case of 148 (bf16, emulated gfx942).
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Job& job, float tile_max) {
   using C = Config<spec, tile>;
-  const float tile_max_log2 = modifies_score(spec) ? tile_max : tile_max * job.scale_log2;
+  const float tile_max_log2 = spec.modifies ? tile_max : tile_max * job.scale_log2;
   if (v_cmp_ballot(tile_max_log2 > wave.row.row_max) == 0) return;
   const float correction = wave.row.raise_to(v_max_f32(wave.row.row_max, tile_max_log2));
   wave.other_sum *= correction;
@@ -204,8 +200,11 @@ FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Job& job, float til
 }
 
 // One run of four registers of P, which is one call of the generator.
-template <FwdSpec spec>
-FMHA_DEVICE void drop_run(Acc& p_tile, int i, const FwdParams& p, const Job& job, int32_t query, int32_t first_key) {
+template <CdnaSpec spec>
+FMHA_DEVICE void drop_run(Acc& p_tile, int i, const CdnaParams& params, const Job& job, int32_t query,
+                          int32_t first_key) {
+  if (!params.drops) return;
+  const FwdParams& p = params.fwd;
   const int32_t batch_head = job.span.i_batch * p.num_heads_q + job.i_head;
   const Array<uint32_t, 4> words = dropout_words(p, batch_head, query, (first_key + acc_row(i, lane_half())) / kRun);
 #pragma unroll
@@ -213,7 +212,7 @@ FMHA_DEVICE void drop_run(Acc& p_tile, int i, const FwdParams& p, const Job& job
 }
 
 // P of a tile in the place of its scores, two elements at a time, packed to fragments as it grows.
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 struct Probabilities {
   using C = Config<spec, tile>;
   // What is done to two elements, one thing after the other; then what is left of the last two.
@@ -222,10 +221,11 @@ struct Probabilities {
   static constexpr int per_word = Mma<spec.dtype_v>::per_word;
   float scale_log2, base;
   f32x2 sum, exponent;  // of all so far; of the next two elements
-  PFrags<spec, tile> frags;
+  PFrags<spec, tile>& frags;
 
-  FMHA_DEVICE Probabilities(const Scores<spec, tile>& s, const Wave<spec, tile>& wave, const Job& job)
-      : scale_log2(modifies_score(spec) ? 1.f : job.scale_log2), base(wave.p_base),
+  FMHA_DEVICE Probabilities(PFrags<spec, tile>& frags, const Scores<spec, tile>& s, const Wave<spec, tile>& wave,
+                            const Job& job)
+      : frags(frags), scale_log2(spec.modifies ? 1.f : job.scale_log2), base(wave.p_base),
         sum{wave.row.row_sum, wave.other_sum} {
     products(s, 0);
   }
@@ -234,7 +234,7 @@ struct Probabilities {
   static constexpr What what_of(int part) { return What(part % kWhats); }
 
   // Two pairs are under way: products are taken a pair later, and so are exponentials' results.
-  FMHA_DEVICE void make(Scores<spec, tile>& s, int part, const Wave<spec, tile>& wave, const FwdParams& p,
+  FMHA_DEVICE void make(Scores<spec, tile>& s, int part, const Wave<spec, tile>& wave, const CdnaParams& p,
                         const Job& job, int32_t first_key) {
     const int pair = pair_of(part), i = pair % 8 * 2;
     switch (what_of(part)) {
@@ -282,7 +282,7 @@ struct Probabilities {
   }
 
   // As far as the word, or the run that drops at once, is full.
-  FMHA_DEVICE void pack_two(Scores<spec, tile>& s, int pair, const Wave<spec, tile>& wave, const FwdParams& p,
+  FMHA_DEVICE void pack_two(Scores<spec, tile>& s, int pair, const Wave<spec, tile>& wave, const CdnaParams& p,
                             const Job& job, int32_t first_key) {
     Acc& x = s[pair / 8];
     const int done = pair % 8 * 2 + 2;
@@ -303,7 +303,7 @@ struct Probabilities {
 #pragma unroll
     for (int i = first; i < first + num; i += per_word) {
       const int word = (n * 16 + i) / per_word;
-      uint32_t made = p_word<spec.dtype_v>(x, i);
+      uint32_t made = p_word<spec.dtype_v>(x, i, frags[word / 4][word % 4]);
       computed_here(made);
       frags[word / 4][word % 4] = made;
     }
@@ -311,19 +311,20 @@ struct Probabilities {
 };
 
 // P alone, and its sum into the row's.
-template <FwdSpec spec, CdnaTile tile>
-FMHA_DEVICE PFrags<spec, tile> probabilities(Scores<spec, tile>& s, Wave<spec, tile>& wave, const FwdParams& p,
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE PFrags<spec, tile> probabilities(Scores<spec, tile>& s, Wave<spec, tile>& wave, const CdnaParams& p,
                                              const Job& job, int32_t first_key) {
-  Probabilities<spec, tile> made(s, wave, job);
+  PFrags<spec, tile> frags = {};
+  Probabilities<spec, tile> made(frags, s, wave, job);
   for_each<0, made.parts>([&](auto part) __attribute__((always_inline)) {
     made.make(s, part.value, wave, p, job, first_key);
   });
   made.leave_sums(wave);
-  return made.frags;
+  return frags;
 }
 
 // O^T alone.
-template <FwdSpec spec, CdnaTile tile>
+template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void weighted_values(Wave<spec, tile>& wave, const PFrags<spec, tile>& p_frags,
                                  const typename Config<spec, tile>::VMatrix& v) {
   using C = Config<spec, tile>;

@@ -31,6 +31,16 @@ FMHA_DEVICE uint32_t buffer_load_dword(BufferDescriptor from, int32_t offset) {
   return __builtin_amdgcn_raw_buffer_load_b32(from, offset, 0, 0);
 }
 
+// needs: gfx90a. BUFFER_LOAD_USHORT, CDNA3 ISA 12.13; 0 beyond the end.
+FMHA_DEVICE uint32_t buffer_load_ushort(BufferDescriptor from, int32_t offset) {
+  return __builtin_amdgcn_raw_buffer_load_b16(from, offset, 0, 0);
+}
+
+// needs: gfx90a. BUFFER_LOAD_UBYTE, CDNA3 ISA 12.13; 0 beyond the end.
+FMHA_DEVICE uint32_t buffer_load_ubyte(BufferDescriptor from, int32_t offset) {
+  return __builtin_amdgcn_raw_buffer_load_b8(from, offset, 0, 0);
+}
+
 // needs: gfx90a. The address that LDS instructions know these bytes by: their offset (CDNA3 ISA 11.1).
 FMHA_DEVICE uint32_t lds_address(const void* bytes) {
   return uint32_t(reinterpret_cast<__UINTPTR_TYPE__>((const FMHA_LDS uint8_t*)bytes));

@@ -42,6 +42,13 @@ FMHA_DEVICE u32x2 ds_read_b64_tr_b16(const void FMHA_LDS* from) {
   using Column = __attribute__((vector_size(8))) short;
   return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr16_b64_v4i16((Column FMHA_LDS*)from));
 }
+
+// needs: gfx950. DS_READ_B64_TR_B8, CDNA4 ISA 12.12: 16 lanes read eight rows of 16 bytes, eight bytes a lane, and
+// each gets a column: lane l's byte n is byte l % 8 of lane 2 n + l / 8.
+FMHA_DEVICE u32x2 ds_read_b64_tr_b8(const void FMHA_LDS* from) {
+  using Column = __attribute__((vector_size(8))) int;
+  return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr8_b64_v2i32((Column FMHA_LDS*)from));
+}
 #endif
 
 // needs: gfx90a. V_CMP with a scalar destination, CDNA3 ISA 12.9: a bit for each lane.

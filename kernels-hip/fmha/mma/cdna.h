@@ -104,6 +104,17 @@ FMHA_DEVICE Acc mma_two_steps(Frag a0, Frag b0, Frag a1, Frag b1, Acc c) {
 }
 #endif
 
+// Four values in FP8. Both halves of `any` are overwritten: only its register matters.
+template <DType dtype>
+FMHA_DEVICE uint32_t fp8_word(float a, float b, float c, float d, uint32_t any) {
+#if defined(__gfx942__) || defined(__gfx950__)
+  if constexpr (is_e4m3(dtype)) return v_cvt_pk_fp8_f32<true>(c, d, v_cvt_pk_fp8_f32<false>(a, b, any));
+  return v_cvt_pk_bf8_f32<true>(c, d, v_cvt_pk_bf8_f32<false>(a, b, any));
+#else
+  static_assert(!is_fp8(dtype), "gfx90a has no FP8 instructions");
+#endif
+}
+
 // Four values of at most `max_finite(dtype)` in `dtype`, in the low bytes.
 template <DType dtype>
 FMHA_DEVICE u32x4 pack_run(float a, float b, float c, float d) {
@@ -117,16 +128,7 @@ FMHA_DEVICE u32x4 pack_run(float a, float b, float c, float d) {
     const u32x2 x = __builtin_bit_cast(u32x2, bf16x4{bf16(a), bf16(b), bf16(c), bf16(d)});
     return u32x4{x[0], x[1], 0, 0};
   } else {
-#if defined(__gfx942__) || defined(__gfx950__)
-    // Both halves are written: whose register they take does not matter, and `a` needs its own no more.
-    if constexpr (is_e4m3(dtype)) {
-      return u32x4{v_cvt_pk_fp8_f32<true>(c, d, v_cvt_pk_fp8_f32<false>(a, b, bits_of(a))), 0, 0, 0};
-    } else {
-      return u32x4{v_cvt_pk_bf8_f32<true>(c, d, v_cvt_pk_bf8_f32<false>(a, b, bits_of(a))), 0, 0, 0};
-    }
-#else
-    static_assert(!is_fp8(dtype), "gfx90a has no FP8 instructions");
-#endif
+    return u32x4{fp8_word<dtype>(a, b, c, d, bits_of(a)), 0, 0, 0};
   }
 }
 
@@ -141,15 +143,16 @@ FMHA_DEVICE uint32_t pack_p_bf16(float a, float b) {
   }
 }
 
-// Registers first .. of P become one word of a fragment of P V.
+// Registers first .. of P become one word of a fragment of P V. `old` is what the word's register holds: a conversion
+// to FP8 writes half of it, and in any other register the word would have to be moved to where the fragment is.
 template <DType dtype>
-FMHA_DEVICE uint32_t p_word(const Acc& p, int first) {
+FMHA_DEVICE uint32_t p_word(const Acc& p, int first, uint32_t old) {
   if constexpr (dtype == DType::F16) {
     return __builtin_bit_cast(uint32_t, Vec<f16, 2>{f16(p[first]), f16(p[first + 1])});
   } else if constexpr (dtype == DType::Bf16) {
     return pack_p_bf16(p[first], p[first + 1]);
   } else {
-    return pack_run<dtype>(p[first], p[first + 1], p[first + 2], p[first + 3])[0];
+    return fp8_word<dtype>(p[first], p[first + 1], p[first + 2], p[first + 3], old);
   }
 }
 

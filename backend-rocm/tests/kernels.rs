@@ -1,0 +1,119 @@
+//! Which calls share a kernel. Nothing is compiled.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use fmha_core::{
+    Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FmhaBackend, FwdProblem, PlanOptions, Strides, VLayout,
+};
+use fmha_rocm::RocmBackend;
+
+const DIMS: Dims = Dims {
+    batch: 2,
+    seqlen_q: 300,
+    seqlen_k: 500,
+    num_heads_q: 4,
+    num_heads_kv: 2,
+    head_dim_qk: 128,
+    head_dim_v: 128,
+};
+
+fn bf16(dims: Dims) -> FwdProblem {
+    FwdProblem::batch(DType::Bf16, dims)
+}
+
+/// What would be compiled.
+fn kernel(problem: &FwdProblem) -> String {
+    let backend = RocmBackend::pretend("gfx942").unwrap();
+    let job = backend
+        .precompiler()
+        .unwrap()
+        .fwd_job(&problem.clone().validate().unwrap(), &PlanOptions::default())
+        .unwrap();
+    job.source.entry
+}
+
+/// Name, problem.
+type Calls = Vec<(&'static str, FwdProblem)>;
+
+/// What the main loop does not meet: each of it would multiply the kernels.
+fn changes_of_numbers(base: &FwdProblem) -> Calls {
+    let with = |change: &dyn Fn(&mut FwdProblem)| {
+        let mut problem = base.clone();
+        change(&mut problem);
+        problem
+    };
+    let group = FwdProblem { mask: base.mask, ..FwdProblem::group(DType::Bf16, DIMS, 500, 700) };
+    vec![
+        ("lse", with(&|p| p.write_lse = true)),
+        ("sink", with(&|p| p.sink = true)),
+        ("scale below 0", with(&|p| p.softmax_scale = Some(-0.3))),
+        ("scale 0", with(&|p| p.softmax_scale = Some(0.0))),
+        ("f32 output", with(&|p| p.dtype_o = DType::F32)),
+        ("f16 output", with(&|p| p.dtype_o = DType::F16)),
+        ("used lengths", with(&|p| p.seqused_k = true)),
+        ("group mode", group),
+        ("head dim 104", FwdProblem { mask: base.mask, ..bf16(Dims { head_dim_qk: 104, ..DIMS }) }),
+        ("head dim 120 of V", FwdProblem { mask: base.mask, ..bf16(Dims { head_dim_v: 120, ..DIMS }) }),
+    ]
+}
+
+#[test]
+fn what_the_main_loop_does_not_meet_asks_for_no_other_kernel() {
+    for mask in ["0", "b"] {
+        let base = FwdProblem { mask: mask.parse().unwrap(), ..bf16(DIMS) };
+        for (name, problem) in changes_of_numbers(&base) {
+            assert_eq!(kernel(&base), kernel(&problem), "{name}, mask {mask}");
+        }
+    }
+    let band = |mask: &str| FwdProblem { mask: mask.parse().unwrap(), ..bf16(DIMS) };
+    for mask in ["b", "t:5,0", "b:-1,3", "g:3,9"] {
+        assert_eq!(kernel(&band("t")), kernel(&band(mask)), "{mask}");
+    }
+}
+
+/// Modified scores: a soft-cap, any bias of any type, slopes, under every mask.
+#[test]
+fn all_modifiers_of_scores_share_a_kernel_and_dropout_has_another() {
+    let bias = |dtype| {
+        let strides = Strides { batch: 4 * 150_000, seq: 500, head: 150_000, dim: 1 };
+        Bias::Elementwise(ElementwiseBias { dtype, broadcast: BiasBroadcast::BatchHead, strides })
+    };
+    let softcap = FwdProblem { softcap: Some(20.0), ..bf16(DIMS) };
+    let others = [
+        FwdProblem { bias: bias(DType::F32), ..bf16(DIMS) },
+        FwdProblem { bias: bias(DType::Bf16), ..bf16(DIMS) },
+        FwdProblem { bias: Bias::Alibi { per_batch: false }, ..bf16(DIMS) },
+        FwdProblem { mask: "b:3,1,2".parse().unwrap(), ..softcap.clone() },
+        FwdProblem { mask: "0".parse().unwrap(), bias: bias(DType::F32), ..softcap.clone() },
+    ];
+    for other in &others {
+        assert_eq!(kernel(&softcap), kernel(other), "{other:?}");
+    }
+    let dropout = FwdProblem { p_drop: 0.2, ..softcap.clone() };
+    assert_ne!(kernel(&softcap), kernel(&dropout));
+    assert_ne!(kernel(&softcap), kernel(&bf16(DIMS)));
+    assert_eq!(kernel(&dropout), kernel(&FwdProblem { p_drop: 0.7, write_keep_mask: true, ..bf16(DIMS) }));
+}
+
+/// No wide load can read them: they have one kernel, whatever they want of it.
+#[test]
+fn rows_of_odd_addresses_share_a_kernel() {
+    let odd = |mut problem: FwdProblem| {
+        problem.q.seq += 1;
+        problem.q.batch += 300;
+        problem
+    };
+    let plain = odd(bf16(DIMS));
+    let mut col_major = bf16(DIMS);
+    col_major.v_layout = VLayout::ColMajor;
+    col_major.v = Strides::bhds(col_major.shape_v());
+    for other in [
+        FwdProblem { p_drop: 0.2, mask: "b:3,1,2".parse().unwrap(), ..bf16(DIMS) },
+        FwdProblem { softcap: Some(3.0), dtype_o: DType::F32, ..bf16(DIMS) },
+        bf16(Dims { head_dim_qk: 70, head_dim_v: 97, ..DIMS }),
+        col_major,
+    ] {
+        assert_eq!(kernel(&plain), kernel(&odd(other.clone())), "{other:?}");
+    }
+    assert_ne!(kernel(&plain), kernel(&bf16(DIMS)));
+}

@@ -1,0 +1,189 @@
+// All tiles of keys, one after another: what `MainLoop` does without its overlap, in a quarter of its text, and the
+// same sums in the same order. For dropout, whose generator takes longer than all else (of a step some 1600 passes of
+// the vector unit), and for calls whose rows no wide load can read: there a lane takes an element at a time, at any
+// address and any stride.
+#pragma once
+#include <fmha/cdna/main_loop.h>
+
+namespace fmha::cdna {
+
+// Rows of 2^63 bytes, if need be: what `Rows` is to descriptors.
+struct Elements {
+  const uint8_t* data;
+  int64_t row_bytes, elem_bytes;  // from row to row, from element to element of a row
+  int32_t num_rows, num_elems;
+
+  // 0 outside.
+  template <int bytes>
+  FMHA_DEVICE uint32_t at(int32_t row, int32_t elem) const {
+    if (row >= num_rows || elem >= num_elems) return 0;
+    const uint8_t* const from = data + row * row_bytes + elem * elem_bytes;
+    if constexpr (bytes == 1) return *from;
+    return *reinterpret_cast<const uint16_t*>(from);
+  }
+};
+
+// `to[place(row, elem)]`, in bytes, for all rows and elements of a tile.
+template <int num_threads, int rows, int elems, int bytes, class Place>
+FMHA_DEVICE void copy_elements(uint8_t* to, const Elements& from, Place place) {
+#pragma nounroll
+  for (int id = thread_idx_here(); id < rows * elems; id += num_threads) {
+    const int row = id / elems, elem = id % elems;
+    const uint32_t x = from.at<bytes>(row, elem);
+    if constexpr (bytes == 1) to[place(row, elem)] = uint8_t(x);
+    else *reinterpret_cast<uint16_t*>(&to[place(row, elem)]) = uint16_t(x);
+  }
+}
+
+// Rows of Q, or of K: as K lies in LDS.
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE void copy_rows(typename Config<spec, tile>::KMatrix& k, const Rows& rows) {
+  using C = Config<spec, tile>;
+  const Elements from = {rows.data, rows.stride_bytes, C::qk_bytes, rows.num_rows, rows.row_bytes / C::qk_bytes};
+  copy_elements<C::num_threads, tile.block_n, spec.head_dim_qk, C::qk_bytes>(
+      k.bytes, from, [](int row, int elem) __attribute__((always_inline)) {
+        const int byte = elem * C::qk_bytes;
+        return C::KMatrix::offset(row, byte / kFragBytes) + byte % kFragBytes;
+      });
+}
+
+// Q by way of LDS, where K will lie: as many rows at a time as K has.
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE void load_q_by_element(Wave<spec, tile>& wave, typename Config<spec, tile>::Lds& lds, Rows rows) {
+  using C = Config<spec, tile>;
+  auto& k = lds.stage[0].k;
+  const auto lane = C::KMatrix::lane_addresses();
+  const int i_wave = v_readfirstlane_b32(thread_idx_here() / kWaveSize);
+#pragma nounroll
+  for (int first_wave = 0; first_wave < C::num_waves; first_wave += C::n_tiles) {
+    s_barrier();
+    copy_rows<spec, tile>(k, rows);
+    s_barrier();
+#pragma unroll
+    for (int n = 0; n < C::n_tiles; ++n) {
+      if (i_wave != first_wave + n) continue;
+#pragma unroll
+      for (int c = 0; c < C::qk_steps; ++c) wave.q[c] = k.frag(lane, n, c);
+    }
+    rows.data += tile.block_n * rows.stride_bytes;
+    rows.num_rows -= tile.block_n;
+  }
+}
+
+// Tiles by wide loads: the next one's are under way while this one is worked on.
+template <CdnaSpec spec, CdnaTile tile>
+class WideTiles {
+  using C = Config<spec, tile>;
+
+ public:
+  FMHA_DEVICE WideTiles(const CdnaParams& p, const Job& job)
+      : k_cursor_(k_cursor<spec, tile>(p, job)), v_cursor_(v_cursor<spec, tile>(p, job)) {
+    k_.find_places(k_cursor_.rows);
+    v_.find_places(v_cursor_.rows);
+  }
+
+  FMHA_DEVICE void ask_for(int32_t i_tile, typename C::Stage& to) {
+    k_cursor_.advance(i_tile - at_), v_cursor_.advance(i_tile - at_);
+    at_ = i_tile;
+    for_each<0, KLoad<spec, tile>::issue_parts>(
+        [&](auto part) __attribute__((always_inline)) { k_.template issue<part.value>(k_cursor_.rows, to.k, 0); });
+    for_each<0, VLoad<spec, tile>::issue_parts>(
+        [&](auto part) __attribute__((always_inline)) { v_.template issue<part.value>(v_cursor_.rows, to.v, 0); });
+  }
+
+  FMHA_DEVICE void put(int32_t, typename C::Stage& to) {
+#pragma unroll
+    for (int i = 0; i < KLoad<spec, tile>::store_parts; ++i) k_.store(to.k, i);
+#pragma unroll
+    for (int i = 0; i < VLoad<spec, tile>::store_parts; ++i) v_.store(to.v, i);
+  }
+
+ private:
+  Cursor<tile> k_cursor_, v_cursor_;
+  int32_t at_ = 0;
+  KLoad<spec, tile> k_;
+  VLoad<spec, tile> v_;
+};
+
+// Tiles by elements, when they are due.
+template <CdnaSpec spec, CdnaTile tile>
+class ElementTiles {
+  using C = Config<spec, tile>;
+
+ public:
+  FMHA_DEVICE ElementTiles(const CdnaParams& p, const Job& job) : p_(p), job_(job) {}
+
+  FMHA_DEVICE void ask_for(int32_t, typename C::Stage&) const {}
+
+  // V transposed, in KeyOrder.
+  FMHA_DEVICE void put(int32_t i_tile, typename C::Stage& to) const {
+    const int64_t first = int64_t(job_.span.k_row) + i_tile * tile.block_n;
+    const int32_t num_keys = job_.span.seqlen_k - i_tile * tile.block_n;
+    copy_rows<spec, tile>(to.k, rows_of(p_.fwd.k, first, job_.span, job_.i_head_kv, num_keys,
+                                        p_.head_dim_qk * C::qk_bytes, C::qk_bytes));
+    const Rows rows = rows_of(p_.fwd.v, first, job_.span, job_.i_head_kv, num_keys, 0, C::v_bytes);
+    const Elements from = {rows.data, rows.stride_bytes, p_.fwd.v.dim * C::v_bytes, num_keys, p_.head_dim_v};
+    copy_elements<C::num_threads, tile.block_n, spec.head_dim_v, C::v_bytes>(
+        to.v.bytes, from, [](int key, int dim) __attribute__((always_inline)) {
+          const int run = KeyOrder<C::v_bytes>::run_of(key / kRun * kRun);
+          return place_of_run<C::v_bytes, typename C::VMatrix>(dim, run) + key % kRun * C::v_bytes;
+        });
+  }
+
+ private:
+  const CdnaParams& p_;
+  const Job& job_;
+};
+
+// Every wave of a workgroup walks alike: barriers are inside.
+template <CdnaSpec spec, CdnaTile tile>
+class SimpleLoop {
+  using C = Config<spec, tile>;
+  using TilesOfKeys = typename Choose<C::by_element, ElementTiles<spec, tile>, WideTiles<spec, tile>>::type;
+
+ public:
+  FMHA_DEVICE SimpleLoop(Wave<spec, tile>& wave, typename C::Lds& lds, const CdnaParams& p, const Job& job,
+                         Range queries, const TileWalk& walk)
+      : wave_(wave), stage_(lds.stage[0]), p_(p), job_(job), queries_(queries), walk_(walk), tiles_(p, job) {}
+
+  // As `MainLoop::run`.
+  FMHA_DEVICE bool run() {
+    wave_.lowest = -infinity();
+    computed_here(wave_.lowest);
+    wave_.k_lane = C::KMatrix::lane_addresses();
+    wave_.v_lane = C::VMatrix::lane_addresses();
+    tiles_.ask_for(walk_.tile_at(0), stage_);
+    bool hidden = false;
+#pragma nounroll
+    for (int32_t n = 0; n < walk_.num_tiles; ++n) {
+      const int32_t i_tile = walk_.tile_at(n), first_key = i_tile * tile.block_n;
+      s_barrier();  // the tile before has been read
+      tiles_.put(i_tile, stage_);
+      if (n + 1 < walk_.num_tiles) tiles_.ask_for(walk_.tile_at(n + 1), stage_);
+      s_barrier();
+      hidden |= is_cut<spec, tile>(job_, queries_, first_key) && hide_nonfinite<spec, tile>(stage_.v);
+      take(first_key);
+    }
+    return hidden;
+  }
+
+ private:
+  FMHA_DEVICE void take(int32_t first_key) {
+    Scores<spec, tile> s = scores<spec, tile>(wave_, stage_.k);
+    modify<spec, tile>(s, p_, job_, wave_, first_key);
+    if (!sees_all<spec, tile>(job_, wave_, first_key)) mask<spec, tile>(s, job_, wave_, first_key);
+    raise_row_max<spec, tile>(wave_, job_, max_of<spec, tile>(wave_, s));
+    const PFrags<spec, tile> p_frags = probabilities<spec, tile>(s, wave_, p_, job_, first_key);
+    weighted_values<spec, tile>(wave_, p_frags, stage_.v);
+  }
+
+  Wave<spec, tile>& wave_;
+  typename C::Stage& stage_;
+  const CdnaParams& p_;
+  const Job& job_;
+  Range queries_;
+  const TileWalk& walk_;
+  TilesOfKeys tiles_;
+};
+
+}  // namespace fmha::cdna
