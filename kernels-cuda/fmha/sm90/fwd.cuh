@@ -29,8 +29,10 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
     ptx::mbarrier_init(smem.work_full[i], 1);
     ptx::mbarrier_init(smem.work_empty[i], num_work_readers(tile));
   }
-  ptx::mbarrier_init(smem.drawn_full, 1);
-  ptx::mbarrier_init(smem.drawn_empty, 1);
+  if constexpr (tile.cluster > 1 && tile.order == TileOrder::Dynamic) {
+    ptx::mbarrier_init(smem.drawn_full, 1);
+    ptx::mbarrier_init(smem.drawn_empty, 1);
+  }
   ptx::fence_mbarrier_init();
 }
 
