@@ -24,6 +24,13 @@ const PARTS: u64 = 8;
 /// What may be wrong on one architecture alone: its matrix instructions, its waits.
 const EVERYWHERE: [&str; 2] = ["edges/off_tile/", "combine/"];
 
+/// Cases that an architecture's hardware fails, with why. They are reported absent, and must fail.
+const BEYOND_THE_HARDWARE: [(&str, &str, &str); 1] = [(
+    "gfx90a",
+    "definition/random_269/f16/group/d64x64/h8kv2/s1x1/b:-1,3",
+    "Q or K has a subnormal f16, which this architecture's matrix instructions read as 0",
+)];
+
 /// What would be compiled for a case; `None` where it is refused, or merges.
 fn kernel(backend: &RocmBackend, case: &Case) -> Option<String> {
     let problem = case.problem()?.clone().validate().ok()?;
@@ -54,7 +61,7 @@ fn the_battery_asks_for_few_kernels() {
         let forward = cases.iter().filter(|case| !case.name.starts_with("backward/"));
         let kernels: HashSet<String> = forward.filter_map(|case| kernel(&backend, case)).collect();
         println!("{arch}: {} kernels", kernels.len());
-        assert!(!kernels.is_empty() && kernels.len() <= 250, "{arch}: {}", kernels.len());
+        assert!(!kernels.is_empty() && kernels.len() <= 300, "{arch}: {}", kernels.len());
     }
 }
 
@@ -79,13 +86,20 @@ fn the_tile_kernel_keeps_the_contract_on_every_emulated_architecture() {
     let mut failed = 0;
     for (index, arch) in ARCHS.into_iter().enumerate() {
         let Some(backend) = open(arch) else { return };
-        let cases: Vec<Case> = all().into_iter().filter(|case| is_dealt_to(index, &backend, case)).collect();
+        let mut cases: Vec<Case> =
+            all().into_iter().filter(|case| is_dealt_to(index, &backend, case)).collect();
         // The tile kernel alone: what it does not take is to be refused as declared.
         let options = Options {
             plan: PlanOptions::default(),
             repro_words: format!("--emulate {arch}"),
             ..Options::default()
         };
+        for (_, name, why) in BEYOND_THE_HARDWARE.iter().filter(|known| known.0 == arch) {
+            let beyond: Vec<Case> = cases.extract_if(.., |case| case.name == *name).collect();
+            let report = run_cases(&backend, &beyond, &options, &|_, _, _| ());
+            assert_eq!(report.summary.failed, beyond.len() as u64, "{name} on {arch} fails no more");
+            println!("absent: {name} on emulated {arch}: {why}");
+        }
         let report = run_cases(&backend, &cases, &options, &|_, _, _| ());
         for case in report.failures() {
             println!("FAILED {}\n  {}\n  {}", case.name, case.text, case.repro);

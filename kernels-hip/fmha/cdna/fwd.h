@@ -63,7 +63,8 @@ FMHA_DEVICE void write_keep_mask(const CdnaParams& params, const Job& job, Range
   for (int32_t i = queries.begin; i < end; ++i) {
     uint8_t* row = p.keep_mask + (int64_t(batch_head) * p.seqlen_q + i) * p.seqlen_k;
     for (int32_t j = thread_idx(); j < job.span.seqlen_k; j += Config<spec, tile>::num_threads) {
-      row[j] = !params.drops || dropout_keeps(p, batch_head, i, j);
+      const bool keeps = dropout_keeps(p, batch_head, i, j);
+      row[j] = keeps | !params.drops;
     }
   }
 }

@@ -118,7 +118,7 @@ class MainLoop {
     const int32_t last = walk_.num_tiles - 1, odd = last % 2;
     find_steps();
     s_[0] = prologue(lds_.stage[odd], lds_.stage[1 - odd]);
-    if (odd) s_[1] = s_[0];
+    if (enters_in_the_middle || odd) s_[1] = s_[0];
     if (odd && !enters_in_the_middle) step<1>(0);
     const int32_t tiles_at_once = tiles_in_reach();
     for (int32_t n = enters_in_the_middle ? -odd : odd; n < last;) {
