@@ -94,13 +94,17 @@ pub(crate) const KERNELS: &[(&str, &[&str])] = &[
         "clusters of two that draw, causal, D 64",
         &[
             "-b 1 --heads 4 -s 700 --seqlen-k 300 -d 64 --prec bf16 --mask b --tile cluster=2,order=dynamic,block_m=128",
-            "-b 2 --heads 3 -s 300 -d 64 --prec bf16 --mask b --tile cluster=2,order=dynamic,block_m=128",
+            "-b 1 --heads 3 -s 600 -d 64 --prec bf16 --mask b --tile cluster=2,order=dynamic,block_m=128",
         ],
     ),
     (
         "clusters of two heads that draw, causal, D 64",
-        &["-b 1 --heads 8 --heads-kv 2 -s 300 -d 64 --prec bf16 --mask b \
-             --tile cluster=2,cluster_heads=1,order=dynamic,pack_gqa=0,block_m=128"],
+        &[
+            "-b 1 --heads 4 --heads-kv 2 -s 500 -d 64 --prec bf16 --mask t \
+             --tile cluster=2,cluster_heads=1,order=dynamic,pack_gqa=0,block_m=128",
+            "-b 1 --heads 6 --heads-kv 3 -s 138 --seqlen-k 250 -d 64 --prec bf16 --mask b \
+             --tile cluster=2,cluster_heads=1,order=dynamic,pack_gqa=0,block_m=128",
+        ],
     ),
     (
         "loads by copies, causal, D 64",

@@ -65,6 +65,8 @@ FMHA_DEVICE void load_q_by_element(Wave<spec, tile>& wave, typename Config<spec,
 #pragma unroll
       for (int c = 0; c < C::qk_steps; ++c) wave.q[c] = k.frag(lane, n, c);
     }
+    // A barrier's fence waits for stores alone, and others write there next.
+    s_waitcnt_lgkmcnt<0>();
     rows.data += tile.block_n * rows.stride_bytes;
     rows.num_rows -= tile.block_n;
   }
