@@ -9,17 +9,9 @@ use fmha_core::{
 };
 use fmha_rocm::{Arch, Resources, RocmBackend};
 
-mod support;
+use support::DIMS;
 
-const DIMS: Dims = Dims {
-    batch: 2,
-    seqlen_q: 300,
-    seqlen_k: 500,
-    num_heads_q: 4,
-    num_heads_kv: 2,
-    head_dim_qk: 128,
-    head_dim_v: 128,
-};
+mod support;
 
 fn dims(head_dim_qk: u32, head_dim_v: u32) -> Dims {
     Dims { head_dim_qk, head_dim_v, ..DIMS }

@@ -7,15 +7,9 @@ use fmha_core::{
 };
 use fmha_rocm::RocmBackend;
 
-const DIMS: Dims = Dims {
-    batch: 2,
-    seqlen_q: 300,
-    seqlen_k: 500,
-    num_heads_q: 4,
-    num_heads_kv: 2,
-    head_dim_qk: 128,
-    head_dim_v: 128,
-};
+use support::DIMS;
+
+mod support;
 
 fn bf16(dims: Dims) -> FwdProblem {
     FwdProblem::batch(DType::Bf16, dims)

@@ -323,8 +323,8 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         _ => {}
     }
     // Without and with: full D 64 415 and 415 at 512, 592 and 598 at 8k; causal D 64 352 and 344 at 1k, 448 and 452
-    // at 2k, 563 and 570 at 8k; D 128 full 718 and 709 at 2k, with clusters 737 and 748 at 4k, 755 and 764 at 8k, causal 682 and 694 at
-    // 4k; at 8k D 96 680 and 685, causal 664 and 676, 192/128 807 and 811, causal 785 and 791.
+    // at 2k, 563 and 570 at 8k; D 128 full 718 and 709 at 2k, with clusters 737 and 748 at 4k, 755 and 764 at 8k,
+    // causal 682 and 694 at 4k; at 8k D 96 680 and 685, causal 664 and 676, 192/128 807 and 811, causal 785 and 791.
     tile.integer_max &= match (padded_dim(spec.head_dim_qk), spec.mask) {
         (64, MaskKind::Full) => true,
         (64, _) => dims.seqlen_k >= 2048,

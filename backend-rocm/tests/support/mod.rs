@@ -3,6 +3,19 @@
 
 use std::process::Command;
 
+use fmha_core::Dims;
+
+/// A problem that fills no tile.
+pub(crate) const DIMS: Dims = Dims {
+    batch: 2,
+    seqlen_q: 300,
+    seqlen_k: 500,
+    num_heads_q: 4,
+    num_heads_kv: 2,
+    head_dim_qk: 128,
+    head_dim_v: 128,
+};
+
 /// Whether a clang that knows AMDGPU is there; says so where it is not.
 pub(crate) fn clang_is_there() -> bool {
     let named = std::env::var("FMHA_HIP_CLANG").ok();

@@ -8,8 +8,8 @@ use super::{MAX_SMEM_BYTES, Sm90Tile, TileOrder};
 
 /// The fields that [`Sm90Tile::set`] knows.
 pub const FIELDS: &str = "block_m, block_n, stages, order, ping_pong, lookahead, lazy_rescale_log2, wait_anchor, \
-                          exp2_polynomial_every, integer_max, pack_gqa, vector_store, copy_bytes, warp_specialised, cluster, cluster_heads, \
-                          q_in_registers, f16_scores, f16_output, dependent_launch";
+                          exp2_polynomial_every, integer_max, pack_gqa, vector_store, copy_bytes, warp_specialised, \
+                          cluster, cluster_heads, q_in_registers, f16_scores, f16_output, dependent_launch";
 
 impl Sm90Tile {
     /// Sets one field from its name and value. What a field cannot go with is set along:
