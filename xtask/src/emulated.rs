@@ -18,8 +18,13 @@ const FAMILIES: [&str; 4] = ["combine", "edges", "laws", "fp8"];
 const LEFT_OUT: [&str; 3] = ["backward", "definition", "guards"];
 
 /// Tiles that the table takes for longer sequences than are interpreted, each on the cases of masks and lengths: two CTAs
-/// of a cluster share their loads and draw their tiles together.
-const CLUSTERS: [&str; 2] = ["cluster=2,order=dynamic", "cluster=2,cluster_heads=1,order=dynamic,pack_gqa=0"];
+/// of a cluster share their loads and draw their tiles together. Blocks of 32 keys, because the cases are short: so CTAs
+/// of a pair see unlike numbers of blocks, and a tile has several. Then two consumers, as the table has them.
+const CLUSTERS: [&str; 3] = [
+    "cluster=2,order=dynamic,block_m=64,block_n=32,wait_anchor=0",
+    "cluster=2,cluster_heads=1,order=dynamic,pack_gqa=0,block_m=64,block_n=32,wait_anchor=0",
+    "cluster=2,order=dynamic",
+];
 const CLUSTER_CASES: &str = "^edges/(mask_sq_[a-z]*_sk/|nan|inf|group|gqa).*bf16";
 
 /// How much of the battery to interpret.
