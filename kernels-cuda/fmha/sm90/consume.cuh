@@ -1,9 +1,12 @@
 // The consume role: a warpgroup's 64 rows.
 //
 //   step i   tensor cores                     this warpgroup
-//            S = Q K(i)^T, O += P V(i-1)      waits for S
+//            S = Q K(i)^T, O += P V(i-1)      O *= correction, waits for S
 //            O += P V(i-1)                    mask, maximum, P = exp2(S - maximum)
-//            -                                P to 16 bit, O *= correction
+//            -                                P to 16 bit
+//
+// Where no mask cuts a block, its maximum is not looked for (`step_at_bases`): P is taken at the maximum of the
+// blocks before, and P's own sums tell afterwards whether that had been too low.
 //
 // Two or three warpgroups take turns at the tensor cores (`ping_pong`), so that one's products run
 // under another's exponentials. With `lookahead` the next tile's first S is started together with
@@ -45,7 +48,7 @@ struct Consumer {
   mma::RegisterTile<tile.q_in_registers ? dim_qk : mma::kDepth> q;
   mma::RegisterTile<tile.block_n> probs;
   Softmax<tile> softmax;
-  Slot<Shared::q_buffers> q_slot;
+  Slot<Shared::q_buffers> q_slot = {Shared::q_pieces > 1 ? index : 0};
   Slot<tile.stages> k_slot, v_slot;
   Slot<kWorkSlots> work_slot;
 
@@ -107,11 +110,14 @@ struct Consumer {
   FMHA_DEVICE void take_q() {
     ptx::mbarrier_wait_parity(smem.q_full[q_slot.index], q_slot.phase);
     if constexpr (tile.q_in_registers) {
-      mma::load_a(q, smem.q[q_slot.index], index * mma::kRows);
+      mma::load_a(q, smem.q[q_slot.index], q_row());
       __syncwarp();
-      release_q();
+      leave_q(true);
+      next_q();
     }
   }
+  // Of the warpgroup, in its piece of Q.
+  FMHA_DEVICE int32_t q_row() const { return Shared::q_pieces > 1 ? 0 : index * mma::kRows; }
   template <class Sums>
   FMHA_DEVICE void start_scores(Sums& s) {
     constexpr int sign = spec.negative_scale ? -1 : 1;
@@ -120,7 +126,7 @@ struct Consumer {
     if constexpr (tile.q_in_registers) {
       mma::start_register_product_abt<sign, false>(s, q, smem.k[k_slot.index]);
     } else {
-      mma::start_product_abt<sign>(s, smem.q[q_slot.index], index * mma::kRows, smem.k[k_slot.index]);
+      mma::start_product_abt<sign>(s, smem.q[q_slot.index], q_row(), smem.k[k_slot.index]);
     }
   }
   // O is rescaled here, and not with the softmax before, so that it runs under the next scores' product.
@@ -136,9 +142,11 @@ struct Consumer {
       mma::start_product_ab(o, probs, smem.v[v_slot.index]);
     }
   }
-  FMHA_DEVICE void finish_scores() {
+  // `last`: of the tile.
+  FMHA_DEVICE void finish_scores(bool last) {
     ptx::wgmma_wait_group<1>();
     release_k();
+    if constexpr (leaves_early) leave_q(last);
   }
   FMHA_DEVICE void finish_output() {
     ptx::wgmma_wait_group<0>();
@@ -166,10 +174,18 @@ struct Consumer {
     }
   }
   FMHA_DEVICE int32_t first_of(const Work& work) const { return can_hide_blocks<spec, tile>() ? work.num_hidden : 0; }
-  FMHA_DEVICE void release_q() {
-    ptx::mbarrier_arrive_if(smem.q_empty[q_slot.index], signals);
-    q_slot.advance();
+  // Another warpgroup's next piece of Q is to come in place of this one's, which is left with the tile's last
+  // scores therefore. An undivided Q is left with the tile: earlier gains nothing, and costs D 64 2 %.
+  static constexpr bool leaves_early = Shared::q_pieces > 1 && !tile.q_in_registers;
+  FMHA_DEVICE void leave_q(bool last) const { ptx::mbarrier_arrive_if(smem.q_empty[q_slot.index], signals && last); }
+  FMHA_DEVICE void next_q() {
+    q_slot.advance_by(Shared::q_pieces);
     __syncwarp();
+  }
+  FMHA_DEVICE void finish_q() {
+    if constexpr (tile.q_in_registers) return;
+    leave_q(!leaves_early);
+    next_q();
   }
 
   // Hides what the thread's two rows do not see of a block.
@@ -293,32 +309,33 @@ struct Consumer {
     pass_turn();
     ptx::wgmma_wait_group<0>();
     release_k();
+    if constexpr (leaves_early) leave_q(w.num_blocks == 1 + first_of(w));
     auto&& s = mma::in_f32(sums);
     exponentiate_first(s, w);
     probs.template from<spec.dtype_v>(s, zero());
     skip_v(first_of(w));
   }
 
-  // `edge` is a literal, or the same for the whole warpgroup.
-  FMHA_DEVICE void step(int32_t block, bool edge) {
+  // `edge` and `last` are the same for the whole warpgroup.
+  FMHA_DEVICE void step(int32_t block, bool edge, bool last) {
     ScoreSums<tile.block_n> sums;
     start_scores(sums);
     start_output();
     pass_turn();
-    finish_scores();
+    finish_scores(last);
     auto&& s = mma::in_f32(sums);
     exponentiate(s, work(), block, edge);
     finish_output();
     probs.template from<spec.dtype_v>(s, zero());
   }
 
-  // Without maxima: of a block that all rows see whole, when all rows have a base.
-  FMHA_DEVICE void step_at_bases(int32_t block) {
+  // The same without maxima, of a block that has bases.
+  FMHA_DEVICE void step_at_bases(int32_t block, bool last) {
     ScoreSums<tile.block_n> products;
     start_scores(products);
     start_output_at_bases();
     pass_turn();
-    finish_scores();
+    finish_scores(last);
     auto&& s = mma::in_f32(products);
     modify(s, work(), block);
     float sums[2];
@@ -349,12 +366,14 @@ struct Consumer {
     while (true) {
       if constexpr (has_hi || !tile.max_free) {
 #pragma unroll 1
-        for (; i < num_blocks && !has_bases(block_of(i)); ++i) step(block_of(i), has_hi && is_edge(block_of(i)));
+        for (; i < num_blocks && !has_bases(block_of(i)); ++i)
+          step(block_of(i), has_hi && is_edge(block_of(i)), i + 1 == num_blocks);
       }
       if (!tile.max_free || i >= num_blocks) return;
       rescale();
 #pragma unroll 1
-      for (; i < num_blocks && (!has_lo || has_bases(block_of(i))); ++i) step_at_bases(block_of(i));
+      for (; i < num_blocks && (!has_lo || has_bases(block_of(i))); ++i)
+        step_at_bases(block_of(i), i + 1 == num_blocks);
       softmax.correction[0] = softmax.correction[1] = 1.f;
       if (!has_lo) return;
     }
@@ -376,7 +395,7 @@ struct Consumer {
     start_scores(sums);
     start_output();
     pass_turn();
-    finish_scores();
+    finish_scores(next.num_blocks == 1 + first_of(next));
     auto&& s = mma::in_f32(sums);
     stats[0] = softmax.rows[0];
     stats[1] = softmax.rows[1];
@@ -395,7 +414,7 @@ struct Consumer {
     first_block();
     while (true) {
       other_blocks();
-      if constexpr (!tile.q_in_registers) release_q();
+      finish_q();
       const Work& done = work();
       const int32_t done_row = rows.row;
       Slot<kWorkSlots> next_slot = work_slot;
