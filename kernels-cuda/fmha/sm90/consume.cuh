@@ -184,7 +184,7 @@ struct Consumer {
   }
   FMHA_DEVICE void finish_q() {
     if constexpr (tile.q_in_registers) return;
-    leave_q(!leaves_early);
+    if constexpr (!leaves_early) leave_q(true);
     next_q();
   }
 
