@@ -45,8 +45,8 @@ pub(crate) const KERNELS: &[(&str, &[&str])] = &[
             "-b 1 --heads 2 -s 400 -d 256 --prec bf16 --mask b",
             "-b 1 --heads 1 -s 300 --seqlen-k 437 -d 256 --prec bf16 --mask b",
             "-b 1 --heads 4 -s 70 -d 256 --prec bf16 --mask b",
-            "-b 1 --heads 5 -s 40 -d 256 --prec bf16 --mask b",
-            "-b 1 --heads 5 -s 60 --seqlen-k 20 -d 256 --prec bf16 --mask b",
+            "-b 1 --heads 5 -s 70 --seqlen-k 60 -d 256 --prec bf16 --mask b",
+            "-b 1 --heads 5 -s 100 --seqlen-k 50 -d 256 --prec bf16 --mask b",
         ],
     ),
     (

@@ -51,6 +51,8 @@ struct Consumer {
   Slot<Shared::q_buffers> q_slot = {Shared::q_pieces > 1 ? index : 0};
   Slot<tile.stages> k_slot, v_slot;
   Slot<kWorkSlots> work_slot;
+  int32_t run_aways = 0;   // of this tile: blocks whose bases were too low for a row of the warp
+  int32_t wary_tiles = 0;  // are yet to go with maxima
 
   // What a tile's rows see, in this thread's terms.
   struct Rows {
@@ -76,7 +78,7 @@ struct Consumer {
   // Whether a block's exponentials may go without maxima: no mask cuts it, and each row has seen a key of the one
   // before.
   FMHA_DEVICE bool has_bases(int32_t block) const {
-    return tile.max_free && (block + 1) * tile.block_n < rows.inside_end &&
+    return tile.max_free && wary_tiles == 0 && !(has_hi && (block + 1) * tile.block_n >= rows.inside_end) &&
            !(has_lo && block * tile.block_n < rows.inside_begin);
   }
 
@@ -85,6 +87,11 @@ struct Consumer {
   FMHA_DEVICE void release_work() {
     ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], signals);
     work_slot.advance();
+  }
+
+  // Of the whole warpgroup, whose warps must come to the same products. The barrier is its own.
+  FMHA_DEVICE bool any_warp(bool value) const {
+    return !ptx::bar_red_and<mma::kWarpgroup>(kWorkWanted + 1 + index, !value);
   }
 
   // Turns at the tensor cores: barrier 1 + w says that warpgroup w may issue.
@@ -329,8 +336,8 @@ struct Consumer {
     probs.template from<spec.dtype_v>(s, zero());
   }
 
-  // The same without maxima, of a block that has bases.
-  FMHA_DEVICE void step_at_bases(int32_t block, bool last) {
+  // The same without maxima, of a block that has bases. Whether these were too low for a row of the warp.
+  FMHA_DEVICE bool step_at_bases(int32_t block, bool last) {
     ScoreSums<tile.block_n> products;
     start_scores(products);
     start_output_at_bases();
@@ -341,10 +348,12 @@ struct Consumer {
     float sums[2];
     softmax.step_at_bases(s, scale_log2, sums, never());
     finish_output();
-    if (__any_sync(ptx::kAllLanes, softmax.ran_away(sums))) raise_bases(s, sums, block);
+    const bool ran_away = __any_sync(ptx::kAllLanes, softmax.ran_away(sums));
+    if (ran_away) raise_bases(s, sums, block);
     softmax.add(sums);
     if constexpr (spec.dropout) drop_some(s, work(), block);
     probs.template from<spec.dtype_v>(s, zero());
+    return ran_away;
   }
   // Beyond f32's exponents P says nothing of its scores anymore: they are computed again.
   FMHA_DEVICE void raise_bases(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
@@ -363,20 +372,25 @@ struct Consumer {
     const int32_t num_blocks = work().num_blocks, last_block = work().last_block;
     const auto block_of = [&](int32_t i) { return has_lo ? block_at(work(), i) : last_block - i; };
     int32_t i = first_of(work()) + 1;
-    while (true) {
-      if constexpr (has_hi || !tile.max_free) {
+    run_aways = 0;
+    do {
 #pragma unroll 1
-        for (; i < num_blocks && !has_bases(block_of(i)); ++i)
-          step(block_of(i), has_hi && is_edge(block_of(i)), i + 1 == num_blocks);
-      }
-      if (!tile.max_free || i >= num_blocks) return;
+      for (; i < num_blocks && !has_bases(block_of(i)); ++i)
+        step(block_of(i), has_hi && is_edge(block_of(i)), i + 1 == num_blocks);
+      if (!tile.max_free || i >= num_blocks) break;
       rescale();
 #pragma unroll 1
       for (; i < num_blocks && (!has_lo || has_bases(block_of(i))); ++i)
-        step_at_bases(block_of(i), i + 1 == num_blocks);
+        run_aways += step_at_bases(block_of(i), i + 1 == num_blocks);
       softmax.correction[0] = softmax.correction[1] = 1.f;
-      if (!has_lo) return;
-    }
+    } while (has_lo);
+  }
+
+  // To raise bases costs a few times what a look at the maxima does. Where a warp had to do that in many of a tile's
+  // blocks, its scores being far apart, the next tiles' maxima are looked for.
+  FMHA_DEVICE void learn(int32_t num_blocks) {
+    if constexpr (!tile.max_free) return;
+    wary_tiles = any_warp(run_aways > 2 + num_blocks / 8) ? 16 : max(wary_tiles - 1, 0);
   }
 
   // A tile's end, with the next tile's first S started beside the last P V.
@@ -433,6 +447,7 @@ struct Consumer {
       }
       auto&& sums = mma::in_f32(o);
       epilogue<spec, tile>(p, done, done_row, stats, scale_log2, sums);
+      learn(done.num_blocks);
       release_work();
       if (!more) return;
       if constexpr (tile.lookahead) {
