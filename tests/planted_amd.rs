@@ -4,16 +4,17 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod amd;
+
 use std::borrow::Cow;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use fmha_conformance::case::Case;
 use fmha_conformance::run::{Options, Outcome};
 use fmha_conformance::tensors::{Data, Lengths};
 use fmha_core::cache::{Bundle, CompiledKernel, KernelJob, embed};
-use fmha_core::{DType, Dims, Error, FmhaBackend, FwdProblem, PlanOptions};
+use fmha_core::{DType, Dims, FmhaBackend, FwdProblem, PlanOptions};
 use fmha_rocm::RocmBackend;
 
 /// One fault. No two have a kernel in common, so that each has its place in the bundles.
@@ -142,23 +143,6 @@ impl Planted {
     }
 }
 
-/// `None`, and a word of it, where there is no clang or no emulator.
-fn open(arch: &str) -> Option<RocmBackend> {
-    let clang = std::env::var("FMHA_HIP_CLANG").unwrap_or_else(|_| "clang-22".to_owned());
-    if Command::new(Path::new(&clang)).arg("--version").output().is_err() {
-        println!("absent: planted faults on emulated {arch}: no {clang}");
-        return None;
-    }
-    match RocmBackend::open(0, Some(arch)) {
-        Ok(backend) => Some(backend),
-        Err(Error::NoDevice(reason)) => {
-            println!("absent: planted faults on emulated {arch}: {reason}");
-            None
-        }
-        Err(error) => panic!("{arch}: {error}"),
-    }
-}
-
 /// The emulator's words of the last launch that it stopped: of the library that the backends have opened.
 fn last_fault() -> String {
     const FILE: &str = "libfmha_emu_amdhip64.so";
@@ -183,7 +167,7 @@ fn last_fault() -> String {
 fn each_fault_planted_in_the_kernels_text_is_found_and_its_sound_twin_passes() {
     let mut broken = Vec::new();
     for planted in &PLANTED {
-        let Some(backend) = open(planted.arch) else { return };
+        let Some(backend) = amd::open(planted.arch, "planted faults") else { return };
         let (outcome, text) = planted.case().run(&backend, &planted.options());
         assert_eq!(outcome, Outcome::Passed, "{}, without it: {text}", planted.what);
         broken.push(Arc::new(planted.compiled(&backend)));
@@ -192,7 +176,7 @@ fn each_fault_planted_in_the_kernels_text_is_found_and_its_sound_twin_passes() {
     embed(Bundle::new("planted faults", broken));
     let mut missed = Vec::new();
     for planted in &PLANTED {
-        let backend = open(planted.arch).unwrap();
+        let backend = amd::open(planted.arch, "planted faults").unwrap();
         let (outcome, text) = planted.case().run(&backend, &planted.options());
         let text = if text.contains("hipEventSynchronize failed") { last_fault() } else { text };
         println!("{} ({}): {text}", planted.what, planted.arch);
