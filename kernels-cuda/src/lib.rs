@@ -54,6 +54,7 @@ pub fn headers() -> Vec<Header> {
         "sm90/multistage.cuh",
         "sm90/redo.cuh",
         "sm90/scheduler.cuh",
+        "sm90/score_again.cuh",
         "sm90/softmax.cuh",
         "simt/fwd.cuh",
         "combine.cuh",

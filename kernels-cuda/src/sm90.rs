@@ -49,9 +49,9 @@ abi_spec! {
         pub wait_anchor: i32,
         /// Every n-th exponential is a polynomial on the multiply-add pipe; 0: none.
         pub exp2_polynomial_every: i32,
-        /// Maxima are of the scores' bits, three at a time, where a warpgroup's are not negative: half the
-        /// instructions, and a loop more. Of masks that have a lower bound: never.
-        pub integer_max: bool,
+        /// Blocks that no mask cuts are exponentiated at the bases that the block before has left, without a
+        /// look at their maxima; their sums tell afterwards whether that served. Warp-specialised kernels only.
+        pub max_free: bool,
         /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
         pub pack_gqa: bool,
         /// O is stored 16 bytes at a time; else element by element.
@@ -322,15 +322,6 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         (64, MaskKind::Upper) if dims.seqlen_k <= 1024 => tile.block_m = 128,
         _ => {}
     }
-    // Without and with: full D 64 415 and 415 at 512, 592 and 598 at 8k; causal D 64 352 and 344 at 1k, 448 and 452
-    // at 2k, 563 and 570 at 8k; D 128 full 718 and 709 at 2k, with clusters 737 and 748 at 4k, 755 and 764 at 8k,
-    // causal 682 and 694 at 4k; at 8k D 96 680 and 685, causal 664 and 676, 192/128 807 and 811, causal 785 and 791.
-    tile.integer_max &= match (padded_dim(spec.head_dim_qk), spec.mask) {
-        (64, MaskKind::Full) => true,
-        (64, _) => dims.seqlen_k >= 2048,
-        (128, MaskKind::Full) => dims.seqlen_k >= 3072,
-        _ => dims.seqlen_k >= 4096,
-    };
     let rows = if tile.pack_gqa { seqlen_q * i64::from(ratio) } else { seqlen_q };
     if rows <= 64 && (!tile.pack_gqa || 64 % ratio == 0) {
         tile.block_m = 64;
@@ -380,8 +371,8 @@ fn share_loads(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
     let pairs_of_heads = problem.gqa_ratio().is_multiple_of(2);
     let least = match (widest(spec), spec.mask) {
         (128, MaskKind::Full) => 3072,
-        (128, MaskKind::Upper) | (256, MaskKind::Full) => 4096,
-        (192, MaskKind::Full | MaskKind::Upper) => 8192,
+        (256, MaskKind::Full) => 4096,
+        (128 | 192, MaskKind::Upper) | (192, MaskKind::Full) => 8192,
         _ => return,
     };
     if dims.seqlen_q.min(dims.seqlen_k) < least {
@@ -392,9 +383,8 @@ fn share_loads(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
     match (spec.head_dim_v, widest(spec), spec.mask) {
         (_, 128, MaskKind::Upper) if pairs_of_heads => {
             tile.cluster_heads = true;
-            (tile.block_n, tile.wait_anchor) = (160, 40);
+            (tile.block_n, tile.wait_anchor) = (144, 24);
         }
-        (_, 128, MaskKind::Upper) if dims.seqlen_k >= 8192 => (tile.block_n, tile.wait_anchor) = (144, 24),
         (128, 192, MaskKind::Upper) => tile.wait_anchor = 24,
         _ => {}
     }
@@ -408,9 +398,10 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
     let full = spec.mask == MaskKind::Full;
     // (block_m, block_n, lookahead, wait_anchor)
     let (block_m, block_n, lookahead, wait_anchor) = match qk.max(v) {
-        64 => (192, 128, true, 0),
+        // Anchor 0: full 618 beside 640 at 16k, 559 beside 572 at 2k.
+        64 => (192, 128, true, if full { 16 } else { 0 }),
         // Two warpgroups and 176 keys: 645 beside 680 at 8k.
-        96 => (192, 112, full, 0),
+        96 => (192, 112, full, if full { 28 } else { 0 }),
         128 if full => (128, 160, true, 40),
         // 160 keys: 727 beside 735 at 8k.
         128 => (128, 128, true, 32),
@@ -434,7 +425,10 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         lazy_rescale_log2: 8,
         wait_anchor: if modified { 0 } else { wait_anchor },
         exp2_polynomial_every: 0,
-        integer_max: spec.mask != MaskKind::Band && !modified && v <= 128,
+        // Without and with, bf16, full: D 64 605 and 618 at 16k, D 128 571 and 585 at 512, 781 and 795 at 16k, D 256
+        // 838 and 849; causal: D 64 352 and 362 at 1k, D 128 357 and 369 at 512, 615 and 642 at 2k, 785 and 802.
+        // A window of 512 keys has two or three such blocks: 469 and 463.
+        max_free: spec.mask != MaskKind::Band && !modified,
         pack_gqa: false,
         vector_store: spec.dtype_o != DType::F32,
         copy_bytes: 0,

@@ -24,13 +24,18 @@ pub enum Init {
     /// Q and K eight times the standard normal: the softmax is nearly one-hot, and an unshifted
     /// `exp` overflows.
     HugeLogits,
+    /// Normal, but K's first 64 rows five times as large and the 186 after them twice: maxima grow from
+    /// key block to key block, for whoever walks from the last, and the weights before still count.
+    Rising,
+    /// The same with 400 and 20: exponentials at an earlier block's maximum are beyond f32.
+    Towering,
 }
 
 /// What [`Init::ConstantV`] fills V with; exact in every type.
 pub const CONSTANT_V: f64 = 0.625;
 
 impl Init {
-    /// Every kind.
+    /// The kinds that every family takes; [`Init::GROWING`] are for long rows alone.
     pub const ALL: [Init; 7] = [
         Init::Normal,
         Init::Uniform,
@@ -40,6 +45,9 @@ impl Init {
         Init::Outliers,
         Init::HugeLogits,
     ];
+
+    /// Scores that grow along a row.
+    pub const GROWING: [Init; 2] = [Init::Rising, Init::Towering];
 
     /// The name in case names and in the command.
     #[must_use]
@@ -52,6 +60,8 @@ impl Init {
             Init::ConstantV => "constant_v",
             Init::Outliers => "outliers",
             Init::HugeLogits => "huge_logits",
+            Init::Rising => "rising",
+            Init::Towering => "towering",
         }
     }
 
@@ -85,9 +95,22 @@ impl Init {
                 normal(key, row);
                 row.iter_mut().for_each(|x| *x *= 8.0);
             }
+            Init::Rising if operand == Operand::K => growing(key, i, [5.0, 2.0], row),
+            Init::Towering if operand == Operand::K => growing(key, i, [400.0, 20.0], row),
             _ => normal(key, row),
         }
     }
+}
+
+/// Normal, and larger in the first rows.
+fn growing(key: u64, i: u32, [first, second]: [f32; 2], row: &mut [f32]) {
+    let factor = match i {
+        0..64 => first,
+        64..250 => second,
+        _ => 1.0,
+    };
+    normal(key, row);
+    row.iter_mut().for_each(|x| *x *= factor);
 }
 
 impl fmt::Display for Init {
@@ -100,8 +123,9 @@ impl FromStr for Init {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        Init::ALL.into_iter().find(|init| init.name() == text).ok_or_else(|| {
-            let known: Vec<_> = Init::ALL.iter().map(|init| init.name()).collect();
+        let all = || Init::ALL.into_iter().chain(Init::GROWING);
+        all().find(|init| init.name() == text).ok_or_else(|| {
+            let known: Vec<_> = all().map(Init::name).collect();
             format!("init `{text}` is unknown (known: {})", known.join(", "))
         })
     }

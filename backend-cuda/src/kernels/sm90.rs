@@ -132,7 +132,7 @@ fn schedule_words(tile: &Sm90Tile) -> String {
     words.extend(tile.lookahead.then(|| "next tile's first product early".to_owned()));
     words
         .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
-    words.extend(tile.integer_max.then(|| "maxima by bits".to_owned()));
+    words.extend(tile.max_free.then(|| "no maxima inside the mask".to_owned()));
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
     words.extend((tile.copy_bytes > 0).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
     words.extend((!tile.warp_specialised).then(|| "no load role".to_owned()));
@@ -168,7 +168,7 @@ pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOp
         ("lazy_rescale_log2", tile.lazy_rescale_log2.to_string()),
         ("wait_anchor", tile.wait_anchor.to_string()),
         ("exp2_polynomial_every", tile.exp2_polynomial_every.to_string()),
-        ("integer_max", flag(tile.integer_max)),
+        ("max_free", flag(tile.max_free)),
         ("pack_gqa", flag(tile.pack_gqa)),
         ("cluster", tile.cluster.to_string()),
         ("cluster_heads", flag(tile.cluster_heads)),
@@ -191,7 +191,7 @@ pub(crate) fn knobs() -> Vec<(&'static str, Vec<String>)> {
         ("ping_pong", &["0", "1"]),
         ("lazy_rescale_log2", &["0", "8"]),
         ("exp2_polynomial_every", &["0", "4", "8"]),
-        ("integer_max", &["0", "1"]),
+        ("max_free", &["0", "1"]),
         ("pack_gqa", &["0", "1"]),
         ("cluster", &["1", "2"]),
         ("cluster_heads", &["0", "1"]),

@@ -70,16 +70,4 @@ FMHA_DEVICE uint32_t mul_f16x2(uint32_t x, uint32_t y) {
   return z;
 }
 
-// needs: sm_90 for speed: one instruction there. The largest of three by the order of integers, of numbers'
-// bits. Volatile: as C++ the moves to integers drift ahead of the wait for the product that makes x and y.
-// PTX ISA: max.
-FMHA_DEVICE int32_t max_bits(int32_t a, float x, float y) {
-  int32_t d;
-  asm volatile(
-      "{ .reg .b32 x, y; mov.b32 x, %2; mov.b32 y, %3; max.s32 x, x, y; max.s32 %0, x, %1; }"
-      : "=r"(d)
-      : "r"(a), "f"(x), "f"(y));
-  return d;
-}
-
 }  // namespace fmha::ptx

@@ -17,6 +17,7 @@
 #include <fmha/sm90/dropout.cuh>
 #include <fmha/sm90/epilogue.cuh>
 #include <fmha/sm90/scheduler.cuh>
+#include <fmha/sm90/score_again.cuh>
 
 namespace fmha::sm90 {
 
@@ -50,8 +51,8 @@ struct Consumer {
 
   // What a tile's rows see, in this thread's terms.
   struct Rows {
-    int32_t row;            // the thread's first, of the sequence's (packed) rows
-    int32_t inside_begin;   // blocks inside_begin <= n < inside_end need no mask for this warpgroup
+    int32_t row;           // the thread's first, of the sequence's (packed) rows
+    int32_t inside_begin;  // the warpgroup's rows all see the keys inside_begin <= j < inside_end
     int32_t inside_end;
   };
   Rows rows;
@@ -61,12 +62,19 @@ struct Consumer {
     Rows r;
     r.row = first_row + mma::fragment_row();
     const int32_t first = query_of<tile>(p, first_row), last = query_of<tile>(p, first_row + mma::kRows - 1);
-    r.inside_end = (has_hi ? max(min(work.seqlen_k, first + work.hi + 1), 0) : work.seqlen_k) / tile.block_n;
-    r.inside_begin = has_lo ? ceil_div(max(last + work.lo, 0), tile.block_n) : 0;
+    r.inside_end = has_hi ? max(min(work.seqlen_k, first + work.hi + 1), 0) : work.seqlen_k;
+    r.inside_begin = has_lo ? max(last + work.lo, 0) : 0;
     return r;
   }
+  // Whether the mask cuts a block for this warpgroup.
   FMHA_DEVICE bool is_edge(int32_t block) const {
-    return block >= rows.inside_end || (has_lo && block < rows.inside_begin);
+    return (block + 1) * tile.block_n > rows.inside_end || (has_lo && block * tile.block_n < rows.inside_begin);
+  }
+  // Whether a block's exponentials may go without maxima: no mask cuts it, and each row has seen a key of the one
+  // before.
+  FMHA_DEVICE bool has_bases(int32_t block) const {
+    return tile.max_free && (block + 1) * tile.block_n < rows.inside_end &&
+           !(has_lo && block * tile.block_n < rows.inside_begin);
   }
 
   FMHA_DEVICE const Work& work() const { return smem.work[work_slot.index]; }
@@ -75,9 +83,6 @@ struct Consumer {
     ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], signals);
     work_slot.advance();
   }
-
-  // Named barriers of each warpgroup for itself.
-  static constexpr int kFirstVote = kWorkWanted + 1;
 
   // Turns at the tensor cores: barrier 1 + w says that warpgroup w may issue.
   FMHA_DEVICE void take_turn() const {
@@ -121,6 +126,9 @@ struct Consumer {
   // O is rescaled here, and not with the softmax before, so that it runs under the next scores' product.
   FMHA_DEVICE void start_output() {
     rescale();
+    start_output_at_bases();
+  }
+  FMHA_DEVICE void start_output_at_bases() {
     ptx::mbarrier_wait_parity(smem.v_full[v_slot.index], v_slot.phase);
     if constexpr (Shared::v_columns) {
       mma::start_register_product_abt<1, true>(o, probs, smem.v[v_slot.index]);
@@ -227,17 +235,17 @@ struct Consumer {
   }
 
   // S to P of block `block` of a tile.
-  template <bool by_bits, int n>
+  template <int n>
   FMHA_DEVICE void exponentiate(Scores<n>& s, const Work& work, int32_t block, bool edge) {
     modify(s, work, block);
     if (edge) mask(s, work, block);
-    softmax.template step<by_bits>(s, scale_log2, never());
+    softmax.step(s, scale_log2, never());
     if constexpr (spec.dropout) drop_some(s, work, block);
   }
   template <int n>
   FMHA_DEVICE void exponentiate_first(Scores<n>& s, const Work& work) {
     const int32_t block = block_at(work, first_of(work));
-    exponentiate<false>(s, work, block, block < 0 || is_edge(block));
+    exponentiate(s, work, block, block < 0 || is_edge(block));
     softmax.correction[0] = softmax.correction[1] = 1.f;  // of an O that is still 0
   }
 
@@ -291,8 +299,7 @@ struct Consumer {
     skip_v(first_of(w));
   }
 
-  // `edge` is a literal, or the same for the whole warpgroup; `by_bits` is how maxima are found.
-  template <bool by_bits = false>
+  // `edge` is a literal, or the same for the whole warpgroup.
   FMHA_DEVICE void step(int32_t block, bool edge) {
     ScoreSums<tile.block_n> sums;
     start_scores(sums);
@@ -300,37 +307,56 @@ struct Consumer {
     pass_turn();
     finish_scores();
     auto&& s = mma::in_f32(sums);
-    exponentiate<by_bits>(s, work(), block, edge);
+    exponentiate(s, work(), block, edge);
     finish_output();
     probs.template from<spec.dtype_v>(s, zero());
   }
 
-  // Of the whole warpgroup, whose warps must come to the same products.
-  FMHA_DEVICE bool bits_serve() const {
-    return ptx::bar_red_and<mma::kWarpgroup>(kFirstVote + index, softmax.bits_serve(scale_log2));
+  // Without maxima: of a block that all rows see whole, when all rows have a base.
+  FMHA_DEVICE void step_at_bases(int32_t block) {
+    ScoreSums<tile.block_n> products;
+    start_scores(products);
+    start_output_at_bases();
+    pass_turn();
+    finish_scores();
+    auto&& s = mma::in_f32(products);
+    modify(s, work(), block);
+    float sums[2];
+    softmax.step_at_bases(s, scale_log2, sums, never());
+    finish_output();
+    if (__any_sync(ptx::kAllLanes, softmax.ran_away(sums))) raise_bases(s, sums, block);
+    softmax.add(sums);
+    if constexpr (spec.dropout) drop_some(s, work(), block);
+    probs.template from<spec.dtype_v>(s, zero());
+  }
+  // Beyond f32's exponents P says nothing of its scores anymore: they are computed again.
+  FMHA_DEVICE void raise_bases(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
+    if (__any_sync(ptx::kAllLanes, sums[0] == infinity() || sums[1] == infinity())) {
+      score_again<spec, tile>(p, work(), rows.row, block, s);
+      modify(s, work(), block);
+      softmax.step(s, scale_log2, never());
+      sums[0] = sums[1] = 0.f;
+    } else {
+      softmax.rebase(s, scale_log2, sums);
+    }
+    rescale();
   }
 
   FMHA_DEVICE void other_blocks() {
-    const int32_t num_blocks = work().num_blocks;
+    const int32_t num_blocks = work().num_blocks, last_block = work().last_block;
+    const auto block_of = [&](int32_t i) { return has_lo ? block_at(work(), i) : last_block - i; };
     int32_t i = first_of(work()) + 1;
-    if constexpr (has_lo) {
+    while (true) {
+      if constexpr (has_hi || !tile.max_free) {
 #pragma unroll 1
-      for (; i < num_blocks; ++i) {
-        const int32_t block = block_at(work(), i);
-        step(block, is_edge(block));
+        for (; i < num_blocks && !has_bases(block_of(i)); ++i) step(block_of(i), has_hi && is_edge(block_of(i)));
       }
-    } else {
-      const int32_t last_block = work().last_block;
-      if constexpr (has_hi) {
+      if (!tile.max_free || i >= num_blocks) return;
+      rescale();
 #pragma unroll 1
-        for (; i < num_blocks && last_block - i >= rows.inside_end; ++i) step(last_block - i, true);
-      }
-#pragma unroll 1
-      for (; i < num_blocks && !(tile.integer_max && bits_serve()); ++i) step(last_block - i, false);
-      if constexpr (tile.integer_max) {
-#pragma unroll 1
-        for (; i < num_blocks; ++i) step<true>(last_block - i, false);
-      }
+      for (; i < num_blocks && (!has_lo || has_bases(block_of(i))); ++i) step_at_bases(block_of(i));
+      softmax.correction[0] = softmax.correction[1] = 1.f;
+      if (!has_lo) return;
     }
   }
 

@@ -56,42 +56,31 @@ struct Softmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(row_max[r], other_max[r]);
   }
-  // The same by integer maxima of three, half the instructions. Of floats' bits the order of integers is
-  // that of the numbers down to 0, so 0 is the least that this finds.
+  // P = exp2(S - shift), and its sums.
   template <int n>
-  FMHA_DEVICE void raise_by_bits(float (&row_max)[2], const mma::Accumulator<n>& s) const {
+  FMHA_DEVICE void exponentiate(mma::Accumulator<n>& s, float scale_log2, const float (&shift)[2], float (&sums)[2],
+                                uint32_t never) {
     using S = mma::Accumulator<n>;
-    int32_t chain[2][2] = {};
 #pragma unroll
-    for (int e = 0; e < S::num_elems; e += 4) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        int32_t& link = chain[r][e / 4 & 1];
-        link = ptx::max_bits(link, s[e + 2 * r], s[e + 2 * r + 1]);
-      }
+    for (int e = 0; e < S::num_elems; ++e) {
+      const float x = fmaf(s[e], scale_log2, -shift[S::row(e)]);
+      const bool on_fma_pipe = tile.exp2_polynomial_every > 0 && e % tile.exp2_polynomial_every == 0;
+      s[e] = on_fma_pipe ? exp2_polynomial(x) : ptx::ex2_approx_ftz(x);
+      sums[S::row(e)] += s[e];
+      // The wait for P V comes no earlier than this point: ptxas else moves all exponentials behind it.
+      // No sum is negative; of its bits, unlike of `< 0`, ptxas does not know that.
+      if (tile.wait_anchor > 0 && e + 1 == tile.wait_anchor)
+        ptx::st_shared_b32_if(never, 0, bits_of(sums[0] + sums[1]) == 0x80000001u);
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(row_max[r], float_of(uint32_t(max(chain[r][0], chain[r][1]))));
-  }
-  // Whether that serves this thread's rows, now and until the next tile: a 0 in place of a negative maximum
-  // is then kept out by the lazy rescaling, as the maximum itself would be.
-  FMHA_DEVICE bool bits_serve(float scale_log2) const {
-    const float least = -float(tile.lazy_rescale_log2);
-    return rows[0].row_max * scale_log2 >= least && rows[1].row_max * scale_log2 >= least;
   }
 
   // S becomes P, unnormalised. `never` is an address for the anchor, which is never written.
-  template <bool by_bits, int n>
+  template <int n>
   FMHA_DEVICE void step(mma::Accumulator<n>& s, float scale_log2, uint32_t never) {
-    using S = mma::Accumulator<n>;
     float new_max[2] = {rows[0].row_max, rows[1].row_max};
-    if constexpr (by_bits) {
-      raise_by_bits(new_max, s);
-    } else {
-      raise(new_max, s);
-    }
+    raise(new_max, s);
 
-    float shift[2];
+    float shift[2], sums[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       RowStats& row = rows[r];
@@ -103,21 +92,50 @@ struct Softmax {
       const float base = finite_or_zero(new_max[r]);
       correction[r] = ptx::ex2_approx_ftz((row.row_max - base) * scale_log2);
       row.row_max = new_max[r];
-      row.row_sum *= correction[r];
+      sums[r] = row.row_sum * correction[r];
       shift[r] = base * scale_log2;
     }
-
+    exponentiate(s, scale_log2, shift, sums, never);
 #pragma unroll
-    for (int e = 0; e < S::num_elems; ++e) {
-      const float x = fmaf(s[e], scale_log2, -shift[S::row(e)]);
-      const bool on_fma_pipe = tile.exp2_polynomial_every > 0 && e % tile.exp2_polynomial_every == 0;
-      s[e] = on_fma_pipe ? exp2_polynomial(x) : ptx::ex2_approx_ftz(x);
-      rows[S::row(e)].row_sum += s[e];
-      // The wait for P V comes no earlier than this point: ptxas else moves all exponentials behind it.
-      // No sum is negative; of its bits, unlike of `< 0`, ptxas does not know that.
-      if (tile.wait_anchor > 0 && e + 1 == tile.wait_anchor)
-        ptx::st_shared_b32_if(never, 0, bits_of(rows[0].row_sum + rows[1].row_sum) == 0x80000001u);
+    for (int r = 0; r < 2; ++r) rows[r].row_sum = sums[r];
+  }
+
+  // The same without a look at the maxima, at the bases that the blocks before have left. Whether these
+  // served, the block's own sums tell afterwards: a sum bounds each P in it.
+  template <int n>
+  FMHA_DEVICE void step_at_bases(mma::Accumulator<n>& s, float scale_log2, float (&sums)[2], uint32_t never) {
+    const float shift[2] = {rows[0].row_max * scale_log2, rows[1].row_max * scale_log2};
+    sums[0] = sums[1] = 0.f;
+    exponentiate(s, scale_log2, shift, sums, never);
+  }
+  // A thread sums at most 64 P of a row and block: one of 2^lazy_rescale_log2 may stand among them.
+  FMHA_DEVICE static bool ran_away(const float (&sums)[2]) {
+    constexpr float limit = float(16 << tile.lazy_rescale_log2);
+    return sums[0] > limit || sums[1] > limit;
+  }
+  // Bases to the true maxima of a block whose finite P have run away, P and sums along with them.
+  template <int n>
+  FMHA_DEVICE void rebase(mma::Accumulator<n>& p, float scale_log2, float (&sums)[2]) {
+    using S = mma::Accumulator<n>;
+    float top[2] = {1.f, 1.f};
+#pragma unroll
+    for (int e = 0; e < S::num_elems; ++e) top[S::row(e)] = fmaxf(top[S::row(e)], p[e]);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      RowStats& row = rows[r];
+      top[r] = quad_reduce(top[r], [](float a, float b) { return fmaxf(a, b); });
+      const float base = row.row_max + ptx::lg2_approx_ftz(top[r]) / scale_log2;
+      correction[r] = ptx::ex2_approx_ftz((row.row_max - base) * scale_log2);
+      row.row_max = base;
+      row.row_sum *= correction[r];
+      sums[r] *= correction[r];
     }
+#pragma unroll
+    for (int e = 0; e < S::num_elems; ++e) p[e] *= correction[S::row(e)];
+  }
+  FMHA_DEVICE void add(const float (&sums)[2]) {
+    rows[0].row_sum += sums[0];
+    rows[1].row_sum += sums[1];
   }
 
   // Whether any of the warp's upper (r = 0) or lower rows has another maximum since.

@@ -8,14 +8,14 @@ use super::{MAX_SMEM_BYTES, Sm90Tile, TileOrder};
 
 /// The fields that [`Sm90Tile::set`] knows.
 pub const FIELDS: &str = "block_m, block_n, stages, order, ping_pong, lookahead, lazy_rescale_log2, wait_anchor, \
-                          exp2_polynomial_every, integer_max, pack_gqa, vector_store, copy_bytes, warp_specialised, \
+                          exp2_polynomial_every, max_free, pack_gqa, vector_store, copy_bytes, warp_specialised, \
                           cluster, cluster_heads, q_in_registers, f16_scores, f16_output, dependent_launch";
 
 impl Sm90Tile {
     /// Sets one field from its name and value. What a field cannot go with is set along:
-    /// `warp_specialised=0` ends ping-pong and lookahead, `cluster=1` its heads, `f16_output=1` lazy
-    /// rescaling, which lets sums grow beyond f16. [`Sm90Tile::check`] refuses it if a later word brings
-    /// it back.
+    /// `warp_specialised=0` ends ping-pong, lookahead and `max_free`, `cluster=1` its heads, `f16_output=1` lazy
+    /// rescaling, which lets sums grow beyond f16; `lazy_rescale_log2=0` and a polynomial, which has no overflow
+    /// to see, end `max_free`. [`Sm90Tile::check`] refuses it if a later word brings it back.
     ///
     /// # Errors
     /// A text that names the field, the value and what the field takes.
@@ -51,10 +51,16 @@ impl Sm90Tile {
             }
             "ping_pong" => self.ping_pong = flag()?,
             "lookahead" => self.lookahead = flag()?,
-            "lazy_rescale_log2" => self.lazy_rescale_log2 = within(0, 15)?,
+            "lazy_rescale_log2" => {
+                self.lazy_rescale_log2 = within(0, 11)?;
+                self.max_free &= self.lazy_rescale_log2 > 0;
+            }
             "wait_anchor" => self.wait_anchor = within(0, 128)?,
-            "exp2_polynomial_every" => self.exp2_polynomial_every = within(0, 128)?,
-            "integer_max" => self.integer_max = flag()?,
+            "exp2_polynomial_every" => {
+                self.exp2_polynomial_every = within(0, 128)?;
+                self.max_free &= self.exp2_polynomial_every == 0;
+            }
+            "max_free" => self.max_free = flag()?,
             "pack_gqa" => self.pack_gqa = flag()?,
             "vector_store" => self.vector_store = flag()?,
             "copy_bytes" => match number()? {
@@ -65,6 +71,7 @@ impl Sm90Tile {
                 self.warp_specialised = flag()?;
                 self.ping_pong &= self.warp_specialised;
                 self.lookahead &= self.warp_specialised;
+                self.max_free &= self.warp_specialised;
             }
             "cluster" => {
                 self.cluster = within(1, 2)?;
@@ -77,6 +84,7 @@ impl Sm90Tile {
                 self.f16_output = flag()?;
                 if self.f16_output {
                     self.lazy_rescale_log2 = 0;
+                    self.max_free = false;
                 }
             }
             "dependent_launch" => self.dependent_launch = flag()?,
@@ -106,6 +114,7 @@ impl Sm90Tile {
             for (field, on) in [
                 ("ping_pong=1", self.ping_pong),
                 ("lookahead=1", self.lookahead),
+                ("max_free=1", self.max_free),
                 ("copy_bytes", self.copy_bytes > 0),
                 ("cluster=2", self.cluster > 1),
             ] {
@@ -155,6 +164,17 @@ impl Sm90Tile {
                 self.lazy_rescale_log2
             ));
         }
+        if self.max_free && self.lazy_rescale_log2 == 0 {
+            return refuse(
+                "max_free=1 with lazy_rescale_log2=0: without maxima, they cannot be exact".to_owned(),
+            );
+        }
+        if self.max_free && self.exp2_polynomial_every > 0 {
+            return refuse(format!(
+                "max_free=1 with exp2_polynomial_every={}: a polynomial's overflow is not seen",
+                self.exp2_polynomial_every
+            ));
+        }
         let bytes = self.smem_bytes(spec);
         if bytes > MAX_SMEM_BYTES {
             return refuse(format!(
@@ -200,6 +220,8 @@ mod tests {
             (&[("cluster_heads", "1")], &["cluster_heads", "cluster=1"]),
             (&[("cluster", "2"), ("cluster_heads", "1")], &["cluster_heads", "3"]),
             (&[("block_m", "192"), ("copy_bytes", "4")], &["copy_bytes", "4", "block_m", "192"]),
+            (&[("lazy_rescale_log2", "0"), ("max_free", "1")], &["max_free", "lazy_rescale_log2"]),
+            (&[("exp2_polynomial_every", "4"), ("max_free", "1")], &["max_free", "exp2_polynomial_every=4"]),
             (&[("blok_n", "1")], &["blok_n", "block_n"]),
         ] {
             let text = refusal(words);

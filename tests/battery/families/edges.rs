@@ -16,6 +16,7 @@ pub(crate) fn cases() -> Vec<Case> {
     strides(&mut cases);
     numbers(&mut cases);
     poison(&mut cases);
+    growth(&mut cases);
     head_dims(&mut cases);
     cases
 }
@@ -270,6 +271,39 @@ fn poison(cases: &mut Vec<Case>) {
                     let name = format!("edges/{text}_in_{what}/{dtype}/{mask}");
                     planted(name, masked(dtype, dims(30, 40, 16), mask), Plant::At(operand, at, value));
                 }
+            }
+        }
+    }
+}
+
+/// Rows of several key blocks whose maxima grow, and NaN in such rows: what a softmax that looks at its maxima
+/// seldom has to notice.
+fn growth(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for init in Init::GROWING {
+            for mask in ["0", "b", "b:350,2"] {
+                for (q, k, head_dim) in [(70, 600, 64), (70, 600, 128), (260, 260, 128), (40, 500, 200)] {
+                    let name = format!("edges/growth/{init}/{dtype}/s{q}x{k}/d{head_dim}/{mask}");
+                    let data = Data { init, ..data(&name) };
+                    let problem = masked(dtype, dims(q, k, head_dim), mask);
+                    cases.push(Case::forward(name, problem, Lengths::default(), data));
+                }
+            }
+        }
+        for (what, operand, at) in [
+            ("q", Operand::Q, [1, 7, 2, 3]),
+            ("k", Operand::K, [0, 301, 1, 0]),
+            ("v", Operand::V, [1, 20, 0, 5]),
+        ] {
+            for mask in ["0", "b", "b:350,2"] {
+                let name = format!("edges/growth/nan_in_{what}/{dtype}/{mask}");
+                let data = data(&name);
+                let problem = masked(dtype, dims(70, 600, 64), mask);
+                let mut case = Case::forward(name, problem, Lengths::default(), data);
+                if let Body::Forward(forward) = &mut case.body {
+                    forward.plant = Plant::At(operand, at, f64::NAN);
+                }
+                cases.push(case);
             }
         }
     }
