@@ -209,11 +209,12 @@ struct Config {
   };
   static_assert(sizeof(Lds) <= (kArch == Arch::Gfx950 ? 160 : 64) * 1024, "K and V do not fit the LDS");
 
-  // A power of two that fills FP8's range with P.
+  // A power of two that fills FP8's range with P, and lifts f16's P above what gfx90a's matrix unit reads as 0.
   static constexpr float p_scale_log2 = spec.dtype_v == DType::E4m3Fnuz ? 7.f
                                         : spec.dtype_v == DType::E4m3Fn ? 8.f
                                         : is_fp8(spec.dtype_v)          ? 15.f
-                                                                        : 0.f;
+                                        : spec.dtype_v == DType::F16 && kArch == Arch::Gfx90a ? 12.f
+                                                                                              : 0.f;
 };
 
 }  // namespace fmha::cdna
