@@ -93,7 +93,7 @@ class Kernel:
         lse_shape = (hq, rows_q) if group else (batch, hq, seqlen_q)
         lse_out = torch.full(lse_shape, float("nan"), device=q.device) if lse else None
         scale = dqk**-0.5 if scale is None else scale
-        block_m, block_n, pack = int(m["block_m"]), int(m["block_n"]), m["pack_gqa"] == "1"
+        block_m, q_rows, block_n, pack = int(m["block_m"]), int(m["q_rows"]), int(m["block_n"]), m["pack_gqa"] == "1"
         cluster = int(m.get("cluster", 1))
 
         def strides(x):
@@ -126,7 +126,7 @@ class Kernel:
         q_map = tensor_map(
             q, (dqk, ratio, rows_q, hkv, storage_batch),
             (qs[2], qs[1], qs[2] * ratio, far if storage_batch == 1 else qs[0]),
-            (box_qk, ratio if pack else 1, block_m // ratio if pack else block_m, 1, 1),
+            (box_qk, ratio if pack else 1, q_rows // ratio if pack else q_rows, 1, 1),
         )  # fmt: skip
 
         def kv_map(x, s, dim, box):

@@ -41,11 +41,12 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
         std::fs::write(folder.join("entry.cu"), &source.entry)?;
         let meta = format!(
-            "threads={}\nsmem={}\nblock_m={}\nblock_n={}\nbox_qk={}\nbox_v={}\npack_gqa={}\norder={:?}\ncluster={}\ncluster_heads={}\n\
+            "threads={}\nsmem={}\nblock_m={}\nq_rows={}\nblock_n={}\nbox_qk={}\nbox_v={}\npack_gqa={}\norder={:?}\ncluster={}\ncluster_heads={}\n\
              dependent_launch={}\n",
             tile.num_threads(),
             tile.smem_bytes(&spec),
             tile.block_m,
+            tile.q_rows(),
             tile.block_n,
             Sm90Tile::box_dim(spec.head_dim_qk),
             Sm90Tile::box_dim(spec.head_dim_v),

@@ -42,6 +42,8 @@ abi_spec! {
         pub ping_pong: bool,
         /// The next tile's first scores are started with this tile's last output; Q has two buffers.
         pub lookahead: bool,
+        /// Q lies in pieces of 64 rows, and lookahead has one spare piece and no second Q: less shared memory.
+        pub split_q: bool,
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
         pub lazy_rescale_log2: i32,
         /// How many of a thread's `block_n / 2` exponentials ptxas must place before the wait for
@@ -108,6 +110,12 @@ impl Sm90Tile {
         self.block_m / 64
     }
 
+    /// Rows of Q that are loaded at once.
+    #[must_use]
+    pub const fn q_rows(&self) -> i32 {
+        if self.split_q { 64 } else { self.block_m }
+    }
+
     /// Threads of a CTA.
     #[must_use]
     pub const fn num_threads(&self) -> i32 {
@@ -118,8 +126,12 @@ impl Sm90Tile {
     #[must_use]
     pub const fn smem_bytes(&self, spec: &FwdSpec) -> i32 {
         let (qk, v) = (padded_dim(spec.head_dim_qk), padded_dim(spec.head_dim_v));
-        let q_buffers = if self.lookahead { 2 } else { 1 };
-        let q = q_buffers * tile_bytes(self.block_m, qk);
+        let q_buffers = match (self.split_q, self.lookahead) {
+            (true, _) => self.num_consumers() + 1,
+            (false, true) => 2,
+            (false, false) => 1,
+        };
+        let q = q_buffers * tile_bytes(self.q_rows(), qk);
         let kv = self.stages * (tile_bytes(self.block_n, qk) + tile_bytes(self.block_n, v));
         let barriers = 8 * (2 * q_buffers + 5 * self.stages + 8);
         let work = (3 * 18 + 1) * 4;
@@ -311,12 +323,14 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         let apart = (seqlen_q + block_m - 1) / block_m * i64::from(ratio);
         let packed = (seqlen_q * i64::from(ratio) + block_m - 1) / block_m;
         tile.pack_gqa = packed * 10 <= apart * 9;
+        if tile.pack_gqa && 64 % ratio != 0 && tile.split_q {
+            (tile.split_q, tile.lookahead) = (false, false);
+        }
     }
-    // Measured on an H200, bf16, TFLOP/s, the larger tile first: full D 128 492 and 569 at 512 keys, 712 and
-    // 719 at 2k, 743 and 742 at 4k, 768 and 761 at 16k; causal D 64 242 and 261 at 512, 316 and 347 at 1k,
-    // 445 and 413 at 2k.
+    // Measured on an H200, TFLOP/s, the larger tile first: full D 128 bf16 502 and 585 at 512, 735 and 751 at 2k, f16
+    // 588 and 592 at 3328; causal D 64 bf16 250 and 269 at 512, 330 and 362 at 1k, 457 and 433 at 2k.
     match (widest(&spec), spec.mask) {
-        (128, MaskKind::Full) if !modifies(&spec) && dims.seqlen_k < 3072 => {
+        (128, MaskKind::Full) if !modifies(&spec) && dims.seqlen_k < 4096 => {
             (tile.block_n, tile.wait_anchor) = (128, 32);
         }
         (64, MaskKind::Upper) if dims.seqlen_k <= 1024 => tile.block_m = 128,
@@ -358,11 +372,10 @@ fn widest(spec: &FwdSpec) -> i32 {
 /// Clusters of two that load half of K and V each, where that was measured to gain: half the traffic from the L2,
 /// whose energy the tensor cores then have.
 ///
-/// TFLOP/s on an H200, bf16, the lone CTA first. D 128 full 736 and 748 at 4k, 752 and 765 at 8k; causal 693 and 694 at
-/// 4k, 730 and 743 at 8k (749 with 144 keys and an anchor of 24), 755 and 765 (777) at 16k; a group's heads 748 and
-/// 756 (759 with 160 keys) at 8k. D 192 at 8k: full 803 and 813, causal 778 and 790; 192/128 796 and 807, 772 and 781
-/// (786 with an anchor of 24). D 256 full 799 and 802 at 4k, 817 and 823 at 8k. Slower: D 256 causal, 791 and 783; D 64,
-/// whose three warpgroups of two CTAs wait for each other, 569 and 527; D 128 causal below 4k, 613 and 602 at 2k.
+/// TFLOP/s on an H200, bf16, the lone CTA first. D 128 full 766 and 767 at 4k; causal 733 and 725 at 4k, 784 and 784 at
+/// 8k, 807 and 814 at 16k; a group's heads 784 and 795 at 8k. D 192 at 8k: full 832 and 838, causal 803 and 815;
+/// 192/128 824 and 829, 797 and 803. D 256 full 823 and 829 at 4k, 850 and 855 at 16k; causal 756 and 754 at 4k, 841 and
+/// 844 at 16k. D 64, whose three warpgroups of two CTAs wait for each other, before: 569 and 527.
 fn share_loads(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
     let dims = problem.dims;
     if spec.seq == SeqKind::Group || modifies(spec) || tile.pack_gqa || tile.block_m != 128 {
@@ -370,9 +383,10 @@ fn share_loads(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
     }
     let pairs_of_heads = problem.gqa_ratio().is_multiple_of(2);
     let least = match (widest(spec), spec.mask) {
-        (128, MaskKind::Full) => 3072,
-        (256, MaskKind::Full) => 4096,
-        (128 | 192, MaskKind::Upper) | (192, MaskKind::Full) => 8192,
+        (128 | 256, MaskKind::Full) => 4096,
+        (192, MaskKind::Full | MaskKind::Upper) => 8192,
+        (128, MaskKind::Upper) if pairs_of_heads => 8192,
+        (128 | 256, MaskKind::Upper) => 16384,
         _ => return,
     };
     if dims.seqlen_q.min(dims.seqlen_k) < least {
@@ -380,13 +394,9 @@ fn share_loads(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
     }
     tile.cluster = 2;
     tile.order = TileOrder::Dynamic;
-    match (spec.head_dim_v, widest(spec), spec.mask) {
-        (_, 128, MaskKind::Upper) if pairs_of_heads => {
-            tile.cluster_heads = true;
-            (tile.block_n, tile.wait_anchor) = (144, 24);
-        }
-        (128, 192, MaskKind::Upper) => tile.wait_anchor = 24,
-        _ => {}
+    tile.cluster_heads = pairs_of_heads && (widest(spec), spec.mask) == (128, MaskKind::Upper);
+    if (padded_dim(spec.head_dim_v), widest(spec), spec.mask) == (128, 192, MaskKind::Upper) {
+        tile.wait_anchor = 24;
     }
 }
 
@@ -398,18 +408,20 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
     let full = spec.mask == MaskKind::Full;
     // (block_m, block_n, lookahead, wait_anchor)
     let (block_m, block_n, lookahead, wait_anchor) = match qk.max(v) {
-        // Anchor 0: full 618 beside 640 at 16k, 559 beside 572 at 2k.
-        64 => (192, 128, true, if full { 16 } else { 0 }),
-        // Two warpgroups and 176 keys: 645 beside 680 at 8k.
-        96 => (192, 112, full, if full { 28 } else { 0 }),
+        // Anchor 0: full 559 beside 572 at 2k, 618 beside 640 at 16k; causal alike.
+        64 => (192, 128, true, 16),
+        // Two warpgroups and 176 keys: 645 beside 680 at 8k. Anchor 0: 733 beside 739; causal 702 beside 706.
+        96 => (192, 112, true, 28),
         128 if full => (128, 160, true, 40),
-        // 160 keys: 727 beside 735 at 8k.
+        // 144 keys: 8k 773 beside 784.
         128 => (128, 128, true, 32),
         160 => (128, 112, false, 0),
         192 if v <= 128 => (128, 128, false, 32),
-        192 => (128, 112, false, 0),
-        // 80 keys: full 541 beside 571 at 512, 817 beside 818 at 8k; causal 331 beside 351, 798 beside 803.
-        _ => (128, 64, false, 0),
+        // 112 keys, which leave no room to look ahead: 8k full 831 beside 838, causal 808 beside 815.
+        192 => (128, 96, true, 0),
+        // 80 keys: full 551 beside 571 at 512, 849 beside 849 at 16k. Without lookahead: full 573 beside 607 at 512,
+        // 703 beside 720 at 1k, 853 beside 855 at 16k; causal 360 beside 376, 530 beside 537.
+        _ => (128, 64, true, 0),
     };
     let modified = modifies(spec);
     let block_n = if modified { block_n.min(if qk.max(v) > 192 { 64 } else { 96 }) } else { block_n };
@@ -422,7 +434,11 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         order: if full && spec.seq == SeqKind::Batch { TileOrder::Static } else { TileOrder::Dynamic },
         ping_pong: true,
         lookahead: lookahead && !modified,
-        lazy_rescale_log2: 8,
+        // Where there is no room for a second Q.
+        split_q: qk.max(v) >= 192 && lookahead && !modified,
+        // 8 for full masks: RMSE of inputs with outliers 13 % above exact maxima's instead of 8, and no faster. 6 for
+        // causal ones, whose first rows start from few keys: 368 beside 354 at 512, 644 beside 636 at 2k.
+        lazy_rescale_log2: if full { 6 } else { 8 },
         wait_anchor: if modified { 0 } else { wait_anchor },
         exp2_polynomial_every: 0,
         // Without and with, bf16, full: D 64 605 and 618 at 16k, D 128 571 and 585 at 512, 781 and 795 at 16k, D 256

@@ -32,11 +32,21 @@ pub(crate) const KERNELS: &[(&str, &[&str])] = &[
         ],
     ),
     (
-        "causal, D 256, no lookahead",
+        "causal, D 128, no lookahead",
+        &[
+            "-b 1 --heads 2 -s 700 -d 128 --prec bf16 --mask b --tile lookahead=0",
+            "-b 1 --heads 1 -s 300 --seqlen-k 437 -d 128 --prec bf16 --mask b --tile lookahead=0",
+            "-b 1 --heads 4 -s 70 -d 128 --prec bf16 --mask b --tile lookahead=0",
+        ],
+    ),
+    (
+        "causal, D 256, Q in pieces",
         &[
             "-b 1 --heads 2 -s 400 -d 256 --prec bf16 --mask b",
             "-b 1 --heads 1 -s 300 --seqlen-k 437 -d 256 --prec bf16 --mask b",
             "-b 1 --heads 4 -s 70 -d 256 --prec bf16 --mask b",
+            "-b 1 --heads 5 -s 70 --seqlen-k 60 -d 256 --prec bf16 --mask b",
+            "-b 1 --heads 5 -s 100 --seqlen-k 50 -d 256 --prec bf16 --mask b",
         ],
     ),
     (

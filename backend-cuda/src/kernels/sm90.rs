@@ -130,6 +130,7 @@ fn schedule_words(tile: &Sm90Tile) -> String {
     let mut words = vec![format!("{} consumer warpgroups", tile.num_consumers())];
     words.extend(tile.ping_pong.then(|| "ping-pong".to_owned()));
     words.extend(tile.lookahead.then(|| "next tile's first product early".to_owned()));
+    words.extend(tile.split_q.then(|| "Q in pieces".to_owned()));
     words
         .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
     words.extend(tile.max_free.then(|| "no maxima inside the mask".to_owned()));
@@ -165,6 +166,7 @@ pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOp
         ("order", order.to_owned()),
         ("ping_pong", flag(tile.ping_pong)),
         ("lookahead", flag(tile.lookahead)),
+        ("split_q", flag(tile.split_q)),
         ("lazy_rescale_log2", tile.lazy_rescale_log2.to_string()),
         ("wait_anchor", tile.wait_anchor.to_string()),
         ("exp2_polynomial_every", tile.exp2_polynomial_every.to_string()),
@@ -181,10 +183,11 @@ pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOp
 /// What `fmha tune` tries of each knob, the weightiest first. What does not go together (shared memory,
 /// registers, rows that no group divides) is refused by the plan or by the compiler.
 pub(crate) fn knobs() -> Vec<(&'static str, Vec<String>)> {
-    let knobs: [(&'static str, &[&str]); 15] = [
+    let knobs: [(&'static str, &[&str]); 16] = [
         ("block_n", &["64", "80", "96", "112", "128", "144", "160", "176", "192"]),
         ("block_m", &["64", "128", "192"]),
         ("lookahead", &["0", "1"]),
+        ("split_q", &["0", "1"]),
         ("wait_anchor", &["0", "16", "32", "40", "48"]),
         ("stages", &["2", "3", "4"]),
         ("order", &["single", "static", "dynamic"]),
@@ -214,8 +217,7 @@ fn maps(call: &Call<'_>, tile: &Sm90Tile) -> Result<Maps> {
 
     let q = problem.shape_q();
     let q_address = call.args.q.as_ptr() as u64;
-    let rows_in_box =
-        if tile.pack_gqa { tile.block_m.unsigned_abs() / ratio } else { tile.block_m.unsigned_abs() };
+    let rows_in_box = tile.q_rows().unsigned_abs() / if tile.pack_gqa { ratio } else { 1 };
     let q_map = TensorMapFacts {
         name: "q",
         bf16,

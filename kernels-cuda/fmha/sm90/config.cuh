@@ -70,9 +70,11 @@ struct Work {
 
 template <FwdSpec spec, Sm90Tile tile>
 struct Smem {
-  static constexpr int q_buffers = tile.lookahead ? 2 : 1;
+  // Q in one piece, or in a warpgroup's 64 rows each; then one piece is spare.
+  static constexpr int q_rows = tile.split_q ? mma::kRows : tile.block_m, q_pieces = tile.block_m / q_rows;
+  static constexpr int q_buffers = tile.split_q ? q_pieces + 1 : tile.lookahead ? 2 : 1;
   static constexpr bool clustered = tile.cluster > 1;
-  using QTile = SmemTile<tile.block_m, padded_dim(spec.head_dim_qk), clustered>;
+  using QTile = SmemTile<q_rows, padded_dim(spec.head_dim_qk), clustered>;
   using KTile = SmemTile<tile.block_n, padded_dim(spec.head_dim_qk), clustered>;
   static constexpr bool v_columns = spec.v_layout == VLayout::ColMajor;
   static constexpr int dim_v = padded_dim(spec.head_dim_v);
@@ -82,7 +84,7 @@ struct Smem {
   KTile k[tile.stages];
   VTile v[tile.stages];
   Barrier q_full[q_buffers];     // the bytes of Q, or the arrivals of those who copied them
-  Barrier q_empty[q_buffers];    // one arrival per consumer warp
+  Barrier q_empty[q_buffers];    // one arrival per warp that reads it
   Barrier k_full[tile.stages];   // likewise of one K block
   Barrier k_empty[tile.stages];  // one arrival per consumer warp of the cluster
   Barrier v_full[tile.stages];   // likewise of one V block, or the clean role's word for them

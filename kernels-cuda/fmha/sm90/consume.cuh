@@ -1,9 +1,12 @@
 // The consume role: a warpgroup's 64 rows.
 //
 //   step i   tensor cores                     this warpgroup
-//            S = Q K(i)^T, O += P V(i-1)      waits for S
+//            S = Q K(i)^T, O += P V(i-1)      O *= correction, waits for S
 //            O += P V(i-1)                    mask, maximum, P = exp2(S - maximum)
-//            -                                P to 16 bit, O *= correction
+//            -                                P to 16 bit
+//
+// Where no mask cuts a block, its maximum is not looked for (`step_at_bases`): P is taken at the maximum of the
+// blocks before, and P's own sums tell afterwards whether that had been too low.
 //
 // Two or three warpgroups take turns at the tensor cores (`ping_pong`), so that one's products run
 // under another's exponentials. With `lookahead` the next tile's first S is started together with
@@ -45,9 +48,11 @@ struct Consumer {
   mma::RegisterTile<tile.q_in_registers ? dim_qk : mma::kDepth> q;
   mma::RegisterTile<tile.block_n> probs;
   Softmax<tile> softmax;
-  Slot<Shared::q_buffers> q_slot;
+  Slot<Shared::q_buffers> q_slot = {Shared::q_pieces > 1 ? index : 0};
   Slot<tile.stages> k_slot, v_slot;
   Slot<kWorkSlots> work_slot;
+  int32_t run_aways = 0;   // of this tile: blocks whose bases were too low for a row of the warp
+  int32_t wary_tiles = 0;  // are yet to go with maxima
 
   // What a tile's rows see, in this thread's terms.
   struct Rows {
@@ -73,7 +78,7 @@ struct Consumer {
   // Whether a block's exponentials may go without maxima: no mask cuts it, and each row has seen a key of the one
   // before.
   FMHA_DEVICE bool has_bases(int32_t block) const {
-    return tile.max_free && (block + 1) * tile.block_n < rows.inside_end &&
+    return tile.max_free && wary_tiles == 0 && !(has_hi && (block + 1) * tile.block_n >= rows.inside_end) &&
            !(has_lo && block * tile.block_n < rows.inside_begin);
   }
 
@@ -82,6 +87,11 @@ struct Consumer {
   FMHA_DEVICE void release_work() {
     ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], signals);
     work_slot.advance();
+  }
+
+  // Of the whole warpgroup, whose warps must come to the same products. The barrier is its own.
+  FMHA_DEVICE bool any_warp(bool value) const {
+    return !ptx::bar_red_and<mma::kWarpgroup>(kWorkWanted + 1 + index, !value);
   }
 
   // Turns at the tensor cores: barrier 1 + w says that warpgroup w may issue.
@@ -107,11 +117,14 @@ struct Consumer {
   FMHA_DEVICE void take_q() {
     ptx::mbarrier_wait_parity(smem.q_full[q_slot.index], q_slot.phase);
     if constexpr (tile.q_in_registers) {
-      mma::load_a(q, smem.q[q_slot.index], index * mma::kRows);
+      mma::load_a(q, smem.q[q_slot.index], q_row());
       __syncwarp();
-      release_q();
+      leave_q(true);
+      next_q();
     }
   }
+  // Of the warpgroup, in its piece of Q.
+  FMHA_DEVICE int32_t q_row() const { return Shared::q_pieces > 1 ? 0 : index * mma::kRows; }
   template <class Sums>
   FMHA_DEVICE void start_scores(Sums& s) {
     constexpr int sign = spec.negative_scale ? -1 : 1;
@@ -120,7 +133,7 @@ struct Consumer {
     if constexpr (tile.q_in_registers) {
       mma::start_register_product_abt<sign, false>(s, q, smem.k[k_slot.index]);
     } else {
-      mma::start_product_abt<sign>(s, smem.q[q_slot.index], index * mma::kRows, smem.k[k_slot.index]);
+      mma::start_product_abt<sign>(s, smem.q[q_slot.index], q_row(), smem.k[k_slot.index]);
     }
   }
   // O is rescaled here, and not with the softmax before, so that it runs under the next scores' product.
@@ -136,9 +149,11 @@ struct Consumer {
       mma::start_product_ab(o, probs, smem.v[v_slot.index]);
     }
   }
-  FMHA_DEVICE void finish_scores() {
+  // `last`: of the tile.
+  FMHA_DEVICE void finish_scores(bool last) {
     ptx::wgmma_wait_group<1>();
     release_k();
+    if constexpr (leaves_early) leave_q(last);
   }
   FMHA_DEVICE void finish_output() {
     ptx::wgmma_wait_group<0>();
@@ -166,10 +181,18 @@ struct Consumer {
     }
   }
   FMHA_DEVICE int32_t first_of(const Work& work) const { return can_hide_blocks<spec, tile>() ? work.num_hidden : 0; }
-  FMHA_DEVICE void release_q() {
-    ptx::mbarrier_arrive_if(smem.q_empty[q_slot.index], signals);
-    q_slot.advance();
+  // Another warpgroup's next piece of Q is to come in place of this one's, which is left with the tile's last
+  // scores therefore. An undivided Q is left with the tile: earlier gains nothing, and costs D 64 2 %.
+  static constexpr bool leaves_early = Shared::q_pieces > 1 && !tile.q_in_registers;
+  FMHA_DEVICE void leave_q(bool last) const { ptx::mbarrier_arrive_if(smem.q_empty[q_slot.index], signals && last); }
+  FMHA_DEVICE void next_q() {
+    q_slot.advance_by(Shared::q_pieces);
     __syncwarp();
+  }
+  FMHA_DEVICE void finish_q() {
+    if constexpr (tile.q_in_registers) return;
+    if constexpr (!leaves_early) leave_q(true);
+    next_q();
   }
 
   // Hides what the thread's two rows do not see of a block.
@@ -293,41 +316,44 @@ struct Consumer {
     pass_turn();
     ptx::wgmma_wait_group<0>();
     release_k();
+    if constexpr (leaves_early) leave_q(w.num_blocks == 1 + first_of(w));
     auto&& s = mma::in_f32(sums);
     exponentiate_first(s, w);
     probs.template from<spec.dtype_v>(s, zero());
     skip_v(first_of(w));
   }
 
-  // `edge` is a literal, or the same for the whole warpgroup.
-  FMHA_DEVICE void step(int32_t block, bool edge) {
+  // `edge` and `last` are the same for the whole warpgroup.
+  FMHA_DEVICE void step(int32_t block, bool edge, bool last) {
     ScoreSums<tile.block_n> sums;
     start_scores(sums);
     start_output();
     pass_turn();
-    finish_scores();
+    finish_scores(last);
     auto&& s = mma::in_f32(sums);
     exponentiate(s, work(), block, edge);
     finish_output();
     probs.template from<spec.dtype_v>(s, zero());
   }
 
-  // Without maxima: of a block that all rows see whole, when all rows have a base.
-  FMHA_DEVICE void step_at_bases(int32_t block) {
+  // The same without maxima, of a block that has bases. Whether these were too low for a row of the warp.
+  FMHA_DEVICE bool step_at_bases(int32_t block, bool last) {
     ScoreSums<tile.block_n> products;
     start_scores(products);
     start_output_at_bases();
     pass_turn();
-    finish_scores();
+    finish_scores(last);
     auto&& s = mma::in_f32(products);
     modify(s, work(), block);
     float sums[2];
     softmax.step_at_bases(s, scale_log2, sums, never());
     finish_output();
-    if (__any_sync(ptx::kAllLanes, softmax.ran_away(sums))) raise_bases(s, sums, block);
+    const bool ran_away = __any_sync(ptx::kAllLanes, softmax.ran_away(sums));
+    if (ran_away) raise_bases(s, sums, block);
     softmax.add(sums);
     if constexpr (spec.dropout) drop_some(s, work(), block);
     probs.template from<spec.dtype_v>(s, zero());
+    return ran_away;
   }
   // Beyond f32's exponents P says nothing of its scores anymore: they are computed again.
   FMHA_DEVICE void raise_bases(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
@@ -346,18 +372,25 @@ struct Consumer {
     const int32_t num_blocks = work().num_blocks, last_block = work().last_block;
     const auto block_of = [&](int32_t i) { return has_lo ? block_at(work(), i) : last_block - i; };
     int32_t i = first_of(work()) + 1;
-    while (true) {
-      if constexpr (has_hi || !tile.max_free) {
+    run_aways = 0;
+    do {
 #pragma unroll 1
-        for (; i < num_blocks && !has_bases(block_of(i)); ++i) step(block_of(i), has_hi && is_edge(block_of(i)));
-      }
-      if (!tile.max_free || i >= num_blocks) return;
+      for (; i < num_blocks && !has_bases(block_of(i)); ++i)
+        step(block_of(i), has_hi && is_edge(block_of(i)), i + 1 == num_blocks);
+      if (!tile.max_free || i >= num_blocks) break;
       rescale();
 #pragma unroll 1
-      for (; i < num_blocks && (!has_lo || has_bases(block_of(i))); ++i) step_at_bases(block_of(i));
+      for (; i < num_blocks && (!has_lo || has_bases(block_of(i))); ++i)
+        run_aways += step_at_bases(block_of(i), i + 1 == num_blocks);
       softmax.correction[0] = softmax.correction[1] = 1.f;
-      if (!has_lo) return;
-    }
+    } while (has_lo);
+  }
+
+  // To raise bases costs a few times what a look at the maxima does. Where a warp had to do that in many of a tile's
+  // blocks, its scores being far apart, the next tiles' maxima are looked for.
+  FMHA_DEVICE void learn(int32_t num_blocks) {
+    if constexpr (!tile.max_free) return;
+    wary_tiles = any_warp(run_aways > 2 + num_blocks / 8) ? 16 : max(wary_tiles - 1, 0);
   }
 
   // A tile's end, with the next tile's first S started beside the last P V.
@@ -376,7 +409,7 @@ struct Consumer {
     start_scores(sums);
     start_output();
     pass_turn();
-    finish_scores();
+    finish_scores(next.num_blocks == 1 + first_of(next));
     auto&& s = mma::in_f32(sums);
     stats[0] = softmax.rows[0];
     stats[1] = softmax.rows[1];
@@ -395,7 +428,7 @@ struct Consumer {
     first_block();
     while (true) {
       other_blocks();
-      if constexpr (!tile.q_in_registers) release_q();
+      finish_q();
       const Work& done = work();
       const int32_t done_row = rows.row;
       Slot<kWorkSlots> next_slot = work_slot;
@@ -414,6 +447,7 @@ struct Consumer {
       }
       auto&& sums = mma::in_f32(o);
       epilogue<spec, tile>(p, done, done_row, stats, scale_log2, sums);
+      learn(done.num_blocks);
       release_work();
       if (!more) return;
       if constexpr (tile.lookahead) {

@@ -16,7 +16,7 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
   constexpr int warps = num_consumer_warps(tile), loads = num_load_arrivals(tile);
   for (int i = 0; i < Smem<spec, tile>::q_buffers; ++i) {
     ptx::mbarrier_init(smem.q_full[i], loads);
-    ptx::mbarrier_init(smem.q_empty[i], warps);
+    ptx::mbarrier_init(smem.q_empty[i], warps / Smem<spec, tile>::q_pieces);
   }
   for (int i = 0; i < tile.stages; ++i) {
     ptx::mbarrier_init(smem.k_full[i], loads);
@@ -46,6 +46,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const Sm90Schedule& s
   static_assert(tile.cluster == 1 || (tile.warp_specialised && tile.copy_bytes == 0),
                 "sm90: a cluster loads by the copy engine");
   static_assert(!tile.cluster_heads || (tile.cluster > 1 && !tile.pack_gqa), "sm90: heads of a cluster, not packed");
+  static_assert(tile.lookahead || !tile.split_q, "sm90: a spare piece of Q is for lookahead");
   static_assert(tile.warp_specialised || !(tile.ping_pong || tile.lookahead || tile.copy_bytes > 0),
                 "sm90: without a load role no turns, no lookahead, no copies");
   extern __shared__ __align__(1024) unsigned char raw[];

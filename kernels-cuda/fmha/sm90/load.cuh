@@ -27,22 +27,23 @@ struct Loader {
     }
   }
 
-  FMHA_DEVICE void copy_q(const Work& work) {
+  FMHA_DEVICE void copy_q(const Work& work, int32_t first_row) {
     const uint16_t* data = static_cast<const uint16_t*>(p.q.data);
     copier.copy(smem.q[q_slot.index], spec.head_dim_qk, data, [&](int32_t row) -> const uint16_t* {
-      const int32_t packed_row = work.first_row + row, i = query_of<tile>(p, packed_row);
+      const int32_t packed_row = first_row + row, i = query_of<tile>(p, packed_row);
       const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
       return i < work.seqlen_q ? data + row_offset(p.q, work.storage_batch, work.q_row + i, i_head) : nullptr;
     });
     copier.finish(smem.q_full[q_slot.index]);
   }
 
-  FMHA_DEVICE void load_q(const Work& work) {
+  FMHA_DEVICE void load_q(const Work& work, int32_t piece) {
+    const int32_t first_row = work.first_row + piece * Shared::q_rows;
     using Tile = typename Shared::QTile;
     Barrier& full = smem.q_full[q_slot.index];
     wait(smem.q_empty[q_slot.index], q_slot.phase ^ 1);
     if constexpr (copies) {
-      copy_q(work);
+      copy_q(work, first_row);
       q_slot.advance();
       return;
     }
@@ -52,7 +53,7 @@ struct Loader {
     for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
       ptx::cp_async_bulk_tensor_5d(smem.q[q_slot.index].address() + chunk * Tile::chunk_bytes, maps.q, full,
                                    chunk * Tile::span, head_in_group,
-                                   work.q_row + query_of<tile>(p, work.first_row), work.i_head_kv,
+                                   work.q_row + query_of<tile>(p, first_row), work.i_head_kv,
                                    work.storage_batch, ptx::CacheHint::EvictFirst);
     }
     q_slot.advance();
@@ -142,15 +143,21 @@ struct Loader {
     ptx::barrier_arrive<kWorkWanted, 64>();
   }
 
-  // The next tile, once it is planned: its Q and first K. Returns its number of blocks.
+  // The next tile, once it is planned: its Q (the first piece) and first K. Returns its number of blocks.
   FMHA_DEVICE int32_t begin_tile() {
     wait(smem.work_full[work_slot.index], work_slot.phase);
     const Work& work = smem.work[work_slot.index];
     if (work.num_blocks > 0) {
-      load_q(work);
+      load_q(work, 0);
       load_k(Keys(work), 0);
     }
     return work.num_blocks;
+  }
+  // Q's other pieces take the places that the last tile's warpgroups leave one by one, which its last V may have
+  // to come before.
+  FMHA_DEVICE void load_other_pieces() {
+#pragma unroll 1
+    for (int32_t piece = 1; piece < Shared::q_pieces; ++piece) load_q(smem.work[work_slot.index], piece);
   }
 
   FMHA_DEVICE void run() {
@@ -162,6 +169,7 @@ struct Loader {
     ask();
     int32_t num_blocks = begin_tile();
     while (num_blocks > 0) {
+      load_other_pieces();
       const Keys keys(smem.work[work_slot.index]);
       if constexpr (copies) __syncwarp();
       ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], threadIdx.x % 32 == 0);

@@ -19,7 +19,7 @@ struct Multistage {
   FMHA_DEVICE void fill() {
     if (loads) {
       const typename Loader<spec, tile>::Keys keys(work());
-      loader.load_q(work());
+      loader.load_q(work(), 0);
       for (int32_t i = 0; i < min(tile.stages, work().num_blocks); ++i) {
         loader.load_k(keys, i);
         loader.load_v(keys, i);
@@ -62,10 +62,10 @@ struct Multistage {
 #pragma unroll 1
     for (int32_t i = 1; i < num_blocks; ++i) {
       const int32_t block = block_at(work(), i);
-      consumer.step(block, spec.mask != MaskKind::Full && consumer.is_edge(block));
+      consumer.step(block, spec.mask != MaskKind::Full && consumer.is_edge(block), i + 1 == num_blocks);
       refill(i);
     }
-    if constexpr (!tile.q_in_registers) consumer.release_q();
+    consumer.finish_q();
     consumer.start_output();
     consumer.finish_output();
     auto&& sums = mma::in_f32(consumer.o);

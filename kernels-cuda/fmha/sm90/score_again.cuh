@@ -35,7 +35,7 @@ FMHA_DEVICE void score_again(const FwdParams& p, const Work& work, int32_t row, 
   s.clear();
 #pragma unroll
   for (int c = 0; c < tile.block_n / 8; ++c) {
-#pragma unroll 1
+#pragma unroll 2
     for (int32_t step = 0; step < ceil_div(dim, mma::kDepth); ++step) {
       const int32_t d = step * mma::kDepth + column;
       const uint32_t a[4] = {load_pair(p.q, q_row[0], d, dim), load_pair(p.q, q_row[1], d, dim),

@@ -108,9 +108,9 @@ struct Softmax {
     sums[0] = sums[1] = 0.f;
     exponentiate(s, scale_log2, shift, sums, never);
   }
-  // A thread sums at most 64 P of a row and block: one of 2^lazy_rescale_log2 may stand among them.
+  // No P is larger than its sum, so none passes 2^lazy_rescale_log2 unseen.
   FMHA_DEVICE static bool ran_away(const float (&sums)[2]) {
-    constexpr float limit = float(16 << tile.lazy_rescale_log2);
+    constexpr float limit = float(1 << tile.lazy_rescale_log2);
     return sums[0] > limit || sums[1] > limit;
   }
   // Bases to the true maxima of a block whose finite P have run away, P and sums along with them.

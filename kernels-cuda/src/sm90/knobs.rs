@@ -7,7 +7,7 @@ use fmha_core::spec::FwdSpec;
 use super::{MAX_SMEM_BYTES, Sm90Tile, TileOrder};
 
 /// The fields that [`Sm90Tile::set`] knows.
-pub const FIELDS: &str = "block_m, block_n, stages, order, ping_pong, lookahead, lazy_rescale_log2, wait_anchor, \
+pub const FIELDS: &str = "block_m, block_n, stages, order, ping_pong, lookahead, split_q, lazy_rescale_log2, wait_anchor, \
                           exp2_polynomial_every, max_free, pack_gqa, vector_store, copy_bytes, warp_specialised, \
                           cluster, cluster_heads, q_in_registers, f16_scores, f16_output, dependent_launch";
 
@@ -50,7 +50,14 @@ impl Sm90Tile {
                 }
             }
             "ping_pong" => self.ping_pong = flag()?,
-            "lookahead" => self.lookahead = flag()?,
+            "lookahead" => {
+                self.lookahead = flag()?;
+                self.split_q &= self.lookahead;
+            }
+            "split_q" => {
+                self.split_q = flag()?;
+                self.lookahead |= self.split_q;
+            }
             "lazy_rescale_log2" => {
                 self.lazy_rescale_log2 = within(0, 11)?;
                 self.max_free &= self.lazy_rescale_log2 > 0;
@@ -71,6 +78,7 @@ impl Sm90Tile {
                 self.warp_specialised = flag()?;
                 self.ping_pong &= self.warp_specialised;
                 self.lookahead &= self.warp_specialised;
+                self.split_q &= self.warp_specialised;
                 self.max_free &= self.warp_specialised;
             }
             "cluster" => {
@@ -109,6 +117,14 @@ impl Sm90Tile {
         }
         if self.pack_gqa && !self.block_m.unsigned_abs().is_multiple_of(gqa_ratio.max(1)) {
             return refuse(format!("pack_gqa=1: {gqa_ratio} heads do not divide block_m={}", self.block_m));
+        }
+        if self.split_q && !self.lookahead {
+            return refuse("split_q=1 with lookahead=0: a spare piece of Q is for lookahead".to_owned());
+        }
+        if self.split_q && self.pack_gqa && !64_u32.is_multiple_of(gqa_ratio.max(1)) {
+            return refuse(format!(
+                "pack_gqa=1 with split_q=1: {gqa_ratio} heads do not divide a piece's 64 rows"
+            ));
         }
         if !self.warp_specialised {
             for (field, on) in [
