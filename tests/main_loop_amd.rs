@@ -59,7 +59,7 @@ fn the_committed_table_of_what_the_main_loop_asks_of_memory_is_current() {
     let folder = std::env::temp_dir().join(format!("fmha-main-loop-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     // SAFETY: the only test of this program, and no other thread of it runs yet.
-    unsafe { std::env::set_var("FMHA_EMULATE_RECORD", &folder) };
+    unsafe { std::env::set_var(Recording::FOLDER_VARIABLE, &folder) };
     let mut table = COLUMNS.to_owned();
     for (arch, fp8) in ARCHS {
         let Some(backend) = amd::open(arch, "the main loop") else { return };
