@@ -7,14 +7,14 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod amd;
+
 use std::collections::HashSet;
-use std::path::Path;
-use std::process::Command;
 
 use fmha_conformance::case::{Case, all};
 use fmha_conformance::report::run_cases;
 use fmha_conformance::run::{Options, Outcome};
-use fmha_core::{Error, FmhaBackend, PlanOptions};
+use fmha_core::{FmhaBackend, PlanOptions};
 use fmha_rocm::RocmBackend;
 
 const ARCHS: [&str; 3] = ["gfx90a", "gfx942", "gfx950"];
@@ -65,27 +65,11 @@ fn the_battery_asks_for_few_kernels() {
     }
 }
 
-fn open(arch: &str) -> Option<RocmBackend> {
-    let clang = std::env::var("FMHA_HIP_CLANG").unwrap_or_else(|_| "clang-22".to_owned());
-    if Command::new(Path::new(&clang)).arg("--version").output().is_err() {
-        println!("absent: the battery on emulated {arch}: no {clang}");
-        return None;
-    }
-    match RocmBackend::open(0, Some(arch)) {
-        Ok(backend) => Some(backend),
-        Err(Error::NoDevice(reason)) => {
-            println!("absent: the battery on emulated {arch}: {reason}");
-            None
-        }
-        Err(error) => panic!("{arch}: {error}"),
-    }
-}
-
 #[test]
 fn the_tile_kernel_keeps_the_contract_on_every_emulated_architecture() {
     let mut failed = 0;
     for (index, arch) in ARCHS.into_iter().enumerate() {
-        let Some(backend) = open(arch) else { return };
+        let Some(backend) = amd::open(arch, "the battery") else { return };
         let mut cases: Vec<Case> =
             all().into_iter().filter(|case| is_dealt_to(index, &backend, case)).collect();
         // The tile kernel alone: what it does not take is to be refused as declared.
@@ -121,7 +105,7 @@ fn the_tile_kernel_keeps_the_contract_on_every_emulated_architecture() {
 fn workgroups_that_walk_over_tiles_keep_the_contract_on_every_emulated_architecture() {
     let mut failed = 0;
     for (index, (arch, workgroups)) in ARCHS.into_iter().zip([3, 2, 11]).enumerate() {
-        let Some(backend) = open(arch) else { return };
+        let Some(backend) = amd::open(arch, "the battery") else { return };
         let walks = |case: &&Case| {
             let tiles = case.problem().map_or(0, |problem| {
                 let dims = problem.dims;
@@ -155,7 +139,7 @@ fn workgroups_that_walk_over_tiles_keep_the_contract_on_every_emulated_architect
 /// What the tile kernel does not take and a few that it does: every type, every family.
 #[test]
 fn the_fallback_takes_every_spec() {
-    let Some(backend) = open("gfx942") else { return };
+    let Some(backend) = amd::open("gfx942", "the battery") else { return };
     let cases: Vec<Case> = all().into_iter().filter(|case| case.data().seed % 29 == 0).collect();
     let plan = PlanOptions { kernel: Some("simt".to_owned()), ..PlanOptions::default() };
     let options =

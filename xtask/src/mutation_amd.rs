@@ -8,14 +8,26 @@ use crate::setup::{self, loudly};
 const ARCHS: [&str; 3] = ["gfx90a", "gfx942", "gfx950"];
 
 /// Kernels, and a problem for each: some whole tiles, an edge, two workgroups. `FP8` is the architecture's own e4m3.
-const KERNELS: [(&str, &str); 5] = [
+/// The last two take the simple loop, whose tiles come by wide loads and by elements.
+const KERNELS: [(&str, &str); 7] = [
     ("bf16 D128 causal", "-b 1 --heads 1 -s 300 --seqlen-k 400 -d 128 --prec bf16 --mask b"),
-    ("f16 D64 full", "-b 1 --heads 1 -s 100 --seqlen-k 300 -d 64 --prec fp16"),
+    (
+        "f16 D64 full, a scale below 0, sinks",
+        "-b 1 --heads 1 -s 100 --seqlen-k 300 -d 64 --prec fp16 --softmax-scale -0.1 --sink",
+    ),
     ("bf16 D100 causal, padded", "-b 1 --heads 1 -s 300 --seqlen-k 300 -d 100 --prec bf16 --mask b"),
     ("FP8 D128 full", "-b 1 --heads 1 -s 300 --seqlen-k 300 -d 128 --qscale kv --prec FP8"),
     (
         "bf16 D128 causal, walks over tiles",
         "-b 1 --heads 2 -s 300 --seqlen-k 200 -d 128 --prec bf16 --mask b --tile order=static,workgroups=2",
+    ),
+    (
+        "bf16 D128 causal, dropout",
+        "-b 1 --heads 1 -s 100 --seqlen-k 200 -d 128 --prec bf16 --mask b --p-drop 0.2",
+    ),
+    (
+        "f16 D33 full, by elements, walks over tiles",
+        "-b 1 --heads 4 -s 100 --seqlen-k 100 -d 33 --prec fp16 --tile order=static,workgroups=2",
     ),
 ];
 

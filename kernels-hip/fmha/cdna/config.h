@@ -8,18 +8,18 @@ namespace fmha::cdna {
 
 FMHA_DEVICE constexpr bool is_power_of_two(int x) { return (x & (x - 1)) == 0; }
 
-// A matrix in LDS, rows of 16-byte chunks, laid out so that eight lanes that read one chunk column
-// of eight adjacent rows meet all 32 banks. A power of two of chunks a row is permuted inside its
-// row; any other number gets an odd pitch.
+// A matrix in LDS, rows of 16-byte chunks, laid out so that `line` lanes that read one chunk column of as many adjacent
+// rows meet all banks of a line of so many chunks: 32 banks, or gfx950's 64. A power of two of chunks a row is permuted
+// inside its row; any other number gets an odd pitch.
 //
 // `eights`: rows d and d + 8 are turned differently too, for a writer whose lanes are eight rows apart.
-template <int num_rows, int row_bytes, bool eights>
+template <int num_rows, int row_bytes, bool eights, int line>
 struct LdsMatrix {
   static constexpr int chunks = row_bytes / kFragBytes;
   static constexpr bool permuted = is_power_of_two(chunks);
   static constexpr int pitch = permuted ? chunks : chunks | 1;
-  static constexpr int period = chunks < 8 ? chunks : 8;     // chunks that are exchanged
-  static constexpr int rows_per_line = 8 / period;           // a line is all banks: 128 bytes
+  static constexpr int period = chunks < line ? chunks : line;  // chunks that are exchanged
+  static constexpr int rows_per_line = line / period;
 
   alignas(16) uint8_t bytes[num_rows * pitch * kFragBytes];
 
@@ -173,6 +173,10 @@ struct Config {
   // Whether one tile comes after another, with no overlap.
   static constexpr bool is_simple = by_element || spec.dropout;
 
+  // Chunks of all banks; of half of gfx950's where a load of all threads does not bring as many rows.
+  static constexpr int line(int lds_row_bytes) {
+    return kArch == Arch::Gfx950 && num_threads % (16 * (lds_row_bytes / kFragBytes)) == 0 ? 16 : 8;
+  }
   // Whether rows go straight to LDS: all threads have an equal number of chunks, which lie whole periods of the
   // permutation apart.
   static constexpr bool goes_direct(int lds_row_bytes, int period) {
@@ -180,15 +184,16 @@ struct Config {
     return kArch == Arch::Gfx950 && tile.load == LoadPath::Chunks && !is_simple && is_power_of_two(chunks) &&
            num_threads % (period * chunks) == 0 && tile.block_n * chunks % num_threads == 0;
   }
-  static constexpr bool direct_k = goes_direct(qk_steps * kStepBytes, 8);
+  static constexpr bool direct_k = goes_direct(qk_steps * kStepBytes, line(qk_steps * kStepBytes));
   // One-byte rows of 32 would be read with two lanes to a bank.
   static constexpr bool direct_v = spec.v_layout == VLayout::RowMajor && spec.head_dim_v * v_bytes >= 64 &&
                                    goes_direct(spec.head_dim_v * v_bytes, 16 / v_bytes);
 
-  using KMatrix = LdsMatrix<tile.block_n, qk_steps * kStepBytes, !direct_k>;
+  using KMatrix = LdsMatrix<tile.block_n, qk_steps * kStepBytes, !direct_k, line(qk_steps * kStepBytes)>;
   // Else transposed, keys in KeyOrder.
+  using Transposed = LdsMatrix<spec.head_dim_v, tile.block_n * v_bytes, true, line(tile.block_n * v_bytes)>;
   using VMatrix = typename Choose<direct_v, TransposedOnReading<tile.block_n, spec.head_dim_v * v_bytes, v_bytes>,
-                                  LdsMatrix<spec.head_dim_v, tile.block_n * v_bytes, true>>::type;
+                                  Transposed>::type;
 
   struct Stage {
     KMatrix k;
@@ -204,11 +209,12 @@ struct Config {
   };
   static_assert(sizeof(Lds) <= (kArch == Arch::Gfx950 ? 160 : 64) * 1024, "K and V do not fit the LDS");
 
-  // A power of two that fills FP8's range with P.
+  // A power of two that fills FP8's range with P, and lifts f16's P above what gfx90a's matrix unit reads as 0.
   static constexpr float p_scale_log2 = spec.dtype_v == DType::E4m3Fnuz ? 7.f
                                         : spec.dtype_v == DType::E4m3Fn ? 8.f
                                         : is_fp8(spec.dtype_v)          ? 15.f
-                                                                        : 0.f;
+                                        : spec.dtype_v == DType::F16 && kArch == Arch::Gfx90a ? 12.f
+                                                                                              : 0.f;
 };
 
 }  // namespace fmha::cdna

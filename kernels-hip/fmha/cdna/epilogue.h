@@ -58,7 +58,8 @@ FMHA_DEVICE void store_runs(const Wave<spec, tile>& wave, const CdnaParams& p, c
   });
 }
 
-// To any address: a block at a time through LDS, so that the text of a store stands there once a block.
+// To any address: a block at a time through LDS, so that the text of a store stands there once a block. Each wave has
+// an LDS block of its own.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void store_elements(const Wave<spec, tile>& wave, typename Config<spec, tile>::Lds& lds,
                                 const CdnaParams& p, const Job& job, float o_scale) {
@@ -69,7 +70,7 @@ FMHA_DEVICE void store_elements(const Wave<spec, tile>& wave, typename Config<sp
   for (int d = 0; d < Config<spec, tile>::d_blocks; ++d) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) block[col * kEdge + acc_row(i, half)] = wave.o[d][i] * o_scale;
-    s_barrier();
+    lds_in_order();
 #pragma nounroll
     for (int id = lane; id < kEdge * kEdge; id += kWaveSize) {
       const int32_t query = wave.first_query + id / kEdge, dim = d * kEdge + id % kEdge;
@@ -80,7 +81,7 @@ FMHA_DEVICE void store_elements(const Wave<spec, tile>& wave, typename Config<sp
         store_elem_of_o<dtype.value>(o + (first_of_o(p.fwd, job, query) + dim) * size_bytes(dtype.value), x);
       });
     }
-    s_barrier();
+    lds_in_order();
   }
 }
 

@@ -97,8 +97,8 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& p, typename Config<spec, tile>::Lds&
   const TileWalk walk = TileWalk::of<spec, tile>(job, queries);
   bool hidden = false;
   if (walk.num_tiles > 0) {
-    // The last V of the tile before is read by all waves now, and LDS free.
-    if constexpr (tile.order == TileOrder::Static) s_barrier();
+    // The last V of the tile before is read by all waves now, and LDS free. The simple loop begins each step so.
+    if constexpr (tile.order == TileOrder::Static && !C::is_simple) s_barrier();
     using Loop = typename Choose<C::is_simple, SimpleLoop<spec, tile>, MainLoop<spec, tile>>::type;
     hidden = Loop(wave, lds, p, job, queries, walk).run();
   }

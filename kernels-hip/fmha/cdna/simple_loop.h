@@ -93,7 +93,7 @@ class WideTiles {
         [&](auto part) __attribute__((always_inline)) { v_.template issue<part.value>(v_cursor_.rows, to.v, 0); });
   }
 
-  FMHA_DEVICE void put(int32_t, typename C::Stage& to) {
+  FMHA_DEVICE void put(const CdnaParams&, int32_t, typename C::Stage& to) {
 #pragma unroll
     for (int i = 0; i < KLoad<spec, tile>::store_parts; ++i) k_.store(to.k, i);
 #pragma unroll
@@ -113,18 +113,18 @@ class ElementTiles {
   using C = Config<spec, tile>;
 
  public:
-  FMHA_DEVICE ElementTiles(const CdnaParams& p, const Job& job) : p_(p), job_(job) {}
+  FMHA_DEVICE ElementTiles(const CdnaParams&, const Job& job) : job_(job) {}
 
   FMHA_DEVICE void ask_for(int32_t, typename C::Stage&) const {}
 
   // V transposed, in KeyOrder.
-  FMHA_DEVICE void put(int32_t i_tile, typename C::Stage& to) const {
+  FMHA_DEVICE void put(const CdnaParams& p, int32_t i_tile, typename C::Stage& to) const {
     const int64_t first = int64_t(job_.span.k_row) + i_tile * tile.block_n;
     const int32_t num_keys = job_.span.seqlen_k - i_tile * tile.block_n;
-    copy_rows<spec, tile>(to.k, rows_of(p_.fwd.k, first, job_.span, job_.i_head_kv, num_keys,
-                                        p_.head_dim_qk * C::qk_bytes, C::qk_bytes));
-    const Rows rows = rows_of(p_.fwd.v, first, job_.span, job_.i_head_kv, num_keys, 0, C::v_bytes);
-    const Elements from = {rows.data, rows.stride_bytes, p_.fwd.v.dim * C::v_bytes, num_keys, p_.head_dim_v};
+    copy_rows<spec, tile>(to.k, rows_of(p.fwd.k, first, job_.span, job_.i_head_kv, num_keys,
+                                        p.head_dim_qk * C::qk_bytes, C::qk_bytes));
+    const Rows rows = rows_of(p.fwd.v, first, job_.span, job_.i_head_kv, num_keys, 0, C::v_bytes);
+    const Elements from = {rows.data, rows.stride_bytes, p.fwd.v.dim * C::v_bytes, num_keys, p.head_dim_v};
     copy_elements<C::num_threads, tile.block_n, spec.head_dim_v, C::v_bytes>(
         to.v.bytes, from, [](int key, int dim) __attribute__((always_inline)) {
           const int run = KeyOrder<C::v_bytes>::run_of(key / kRun * kRun);
@@ -133,7 +133,6 @@ class ElementTiles {
   }
 
  private:
-  const CdnaParams& p_;
   const Job& job_;
 };
 
@@ -146,7 +145,7 @@ class SimpleLoop {
  public:
   FMHA_DEVICE SimpleLoop(Wave<spec, tile>& wave, typename C::Lds& lds, const CdnaParams& p, const Job& job,
                          Range queries, const TileWalk& walk)
-      : wave_(wave), stage_(lds.stage[0]), p_(p), job_(job), queries_(queries), walk_(walk), tiles_(p, job) {}
+      : wave_(wave), stage_(lds.stage[0]), job_(job), queries_(queries), walk_(walk), tiles_(p, job) {}
 
   // As `MainLoop::run`.
   FMHA_DEVICE bool run() {
@@ -159,29 +158,30 @@ class SimpleLoop {
 #pragma nounroll
     for (int32_t n = 0; n < walk_.num_tiles; ++n) {
       const int32_t i_tile = walk_.tile_at(n), first_key = i_tile * tile.block_n;
+      // Kept for all tiles, what only modifiers, dropout and elements read would not fit the scalar registers.
+      const CdnaParams& p = params_read_anew<CdnaParams>();
       s_barrier();  // the tile before has been read
-      tiles_.put(i_tile, stage_);
+      tiles_.put(p, i_tile, stage_);
       if (n + 1 < walk_.num_tiles) tiles_.ask_for(walk_.tile_at(n + 1), stage_);
       s_barrier();
       hidden |= is_cut<spec, tile>(job_, queries_, first_key) && hide_nonfinite<spec, tile>(stage_.v);
-      take(first_key);
+      take(p, first_key);
     }
     return hidden;
   }
 
  private:
-  FMHA_DEVICE void take(int32_t first_key) {
+  FMHA_DEVICE void take(const CdnaParams& p, int32_t first_key) {
     Scores<spec, tile> s = scores<spec, tile>(wave_, stage_.k);
-    modify<spec, tile>(s, p_, job_, wave_, first_key);
+    modify<spec, tile>(s, p, job_, wave_, first_key);
     if (!sees_all<spec, tile>(job_, wave_, first_key)) mask<spec, tile>(s, job_, wave_, first_key);
     raise_row_max<spec, tile>(wave_, job_, max_of<spec, tile>(wave_, s));
-    const PFrags<spec, tile> p_frags = probabilities<spec, tile>(s, wave_, p_, job_, first_key);
+    const PFrags<spec, tile> p_frags = probabilities<spec, tile>(s, wave_, p, job_, first_key);
     weighted_values<spec, tile>(wave_, p_frags, stage_.v);
   }
 
   Wave<spec, tile>& wave_;
   typename C::Stage& stage_;
-  const CdnaParams& p_;
   const Job& job_;
   Range queries_;
   const TileWalk& walk_;

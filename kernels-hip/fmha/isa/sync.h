@@ -12,6 +12,14 @@ FMHA_DEVICE void s_barrier() {
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
 }
 
+// needs: gfx90a. No instruction: LDS serves a wave's accesses in order (CDNA3 ISA 4.4, LGKM_CNT), and the compiler
+// leaves those before this one before those after it.
+FMHA_DEVICE void lds_in_order() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront");
+  __builtin_amdgcn_wave_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
+}
+
 // needs: gfx90a. S_WAITCNT, CDNA3 ISA 4.4: until at most `loads` vector memory loads are under way.
 template <int loads>
 FMHA_DEVICE void s_waitcnt_vmcnt() {

@@ -47,6 +47,9 @@ impl From<LoadError> for LaunchError {
 }
 
 impl Recording {
+    /// The environment variable that names the folder into which the driver's double writes every launch.
+    pub const FOLDER_VARIABLE: &'static str = "FMHA_EMULATE_RECORD";
+
     /// The launch as it stands before it runs.
     #[must_use]
     pub fn new(device: &Device, module: &Module, kernel: &str, launch: &Launch<'_>) -> Self {

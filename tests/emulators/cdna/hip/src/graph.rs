@@ -58,7 +58,7 @@ impl Node {
 /// Writes the launch to a file of its own in the folder `FMHA_EMULATE_RECORD`, where that is set.
 fn record(launch: impl FnOnce() -> Recording) {
     static NUMBER: AtomicUsize = AtomicUsize::new(0);
-    let Some(folder) = std::env::var_os("FMHA_EMULATE_RECORD") else { return };
+    let Some(folder) = std::env::var_os(Recording::FOLDER_VARIABLE) else { return };
     let launch = launch();
     let name = format!("{:04}-{}.launch", NUMBER.fetch_add(1, Relaxed), launch.kernel);
     if let Err(error) = std::fs::write(std::path::Path::new(&folder).join(&name), launch.to_bytes()) {

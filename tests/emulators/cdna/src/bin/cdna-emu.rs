@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use fmha_emu_cdna::{Checks, Class, CodeObject, Device, Launch, Options, Recording};
+use fmha_emu_cdna::{Checks, Class, CodeObject, Counters, Device, Launch, Options, Recording};
 
 const HELP: &str = "\
 cdna-emu info FILE.co                       kernels, arguments, registers, LDS
@@ -15,7 +15,7 @@ cdna-emu run FILE.co --kernel NAME [OPTIONS]
                             zeros:BYTES, new:BYTES (unwritten), file:PATH; out:PATH=BYTES is written to PATH after the run
     --fast                  no checks
     --profile               count LDS bank conflicts and cache lines
-cdna-emu bench FILE.launch... [--fast] [--repeat N]
+cdna-emu bench FILE.launch... [--fast] [--profile] [--repeat N]
                             runs recorded launches on one thread and prints wave instructions a second of processor time;
                             the driver double writes each launch to the folder FMHA_EMULATE_RECORD
 cdna-emu mutate [TITLE=]FILE.launch... [--out FILE.md] [--reasons FILE] [--sources FOLDER]...
@@ -121,16 +121,20 @@ fn run(path: &str, options: &[&str]) -> Result<(), Failure> {
     }
     println!("    passes of matrix instructions: {}", counters.mfma_passes);
     if device.options.profile {
-        println!(
-            "    LDS cycles {} + {} by bank conflicts",
-            counters.lds_cycles_min, counters.lds_conflict_cycles
-        );
-        println!("    cache lines {} of at least {}", counters.vmem_lines, counters.vmem_lines_min);
+        print_profile(&counters);
     }
     for (path, address, bytes) in outputs {
         std::fs::write(path, device.memory.read_vec(address, bytes)?)?;
     }
     Ok(())
+}
+
+fn print_profile(counters: &Counters) {
+    println!(
+        "    LDS cycles {} + {} by bank conflicts",
+        counters.lds_cycles_min, counters.lds_conflict_cycles
+    );
+    println!("    cache lines {} of at least {}", counters.vmem_lines, counters.vmem_lines_min);
 }
 
 /// Seconds of processor time of this thread.
@@ -146,6 +150,7 @@ fn bench(words: &[&str]) -> Result<(), Failure> {
     while let Some(word) = words.next() {
         match *word {
             "--fast" => options.checks = Checks::NONE,
+            "--profile" => options.profile = true,
             "--repeat" => repeat = words.next().ok_or("--repeat needs a value")?.parse()?,
             file => files.push(file),
         }
@@ -156,9 +161,13 @@ fn bench(words: &[&str]) -> Result<(), Failure> {
         let ready = recording.prepare(&recording.code, options)?;
         for _ in 0..repeat {
             let start = seconds();
-            let n = ready.run()?.total();
+            let counters = ready.run()?;
+            let n = counters.total();
             let took = seconds() - start;
             println!("{n:>10} wave instructions, {:6.2} M/s: {file}", n as f64 / took * 1e-6);
+            if options.profile {
+                print_profile(&counters);
+            }
             (all, spent) = (all + n, spent + took);
         }
     }
