@@ -290,6 +290,13 @@ fn growth(cases: &mut Vec<Case>) {
                 }
             }
         }
+        // So far apart, and for so long, that a kernel may give up its guesses.
+        for mask in ["0", "b"] {
+            let name = format!("edges/growth/huge_logits/{dtype}/s300x1500/d128/{mask}");
+            let data = Data { init: Init::HugeLogits, ..data(&name) };
+            let problem = masked(dtype, dims(300, 1500, 128), mask);
+            cases.push(Case::forward(name, problem, Lengths::default(), data));
+        }
         for (what, operand, at) in [
             ("q", Operand::Q, [1, 7, 2, 3]),
             ("k", Operand::K, [0, 301, 1, 0]),
