@@ -95,16 +95,21 @@ fn kernels() -> Vec<(String, KernelSource)> {
     };
     let upper = |dim| FwdSpec::plain(DType::Bf16, dim, MaskKind::Upper);
     variant("sm90_64_upper_short", upper(64), |tile| tile.block_m = 128);
-    variant("sm90_128_upper_long", upper(128), |tile| (tile.block_n, tile.wait_anchor) = (160, 40));
     variant("sm90_128_upper_few_rows", upper(128), |tile| tile.block_m = 64);
     variant("sm90_128_upper_packed", upper(128), |tile| tile.pack_gqa = true);
     variant("sm90_128_upper_cluster", upper(128), |tile| {
-        (tile.cluster, tile.block_n, tile.wait_anchor) = (2, 144, 24);
+        (tile.cluster, tile.order) = (2, TileOrder::Dynamic);
     });
     variant("sm90_128_upper_cluster_heads", upper(128), |tile| {
-        (tile.cluster, tile.cluster_heads, tile.block_n, tile.wait_anchor) = (2, true, 160, 40);
+        (tile.cluster, tile.cluster_heads, tile.order) = (2, true, TileOrder::Dynamic);
     });
-    variant("sm90_192_upper_cluster", upper(192), |tile| tile.cluster = 2);
+    variant("sm90_192_upper_cluster", upper(192), |tile| {
+        (tile.cluster, tile.order) = (2, TileOrder::Dynamic)
+    });
+    variant("sm90_256_upper_cluster", upper(256), |tile| {
+        (tile.cluster, tile.order) = (2, TileOrder::Dynamic)
+    });
+    variant("sm90_128_upper_with_maxima", upper(128), |tile| tile.max_free = false);
     variant("sm90_128_full_cluster", FwdSpec::plain(DType::Bf16, 128, MaskKind::Full), |tile| {
         (tile.cluster, tile.order) = (2, TileOrder::Dynamic);
     });
@@ -114,10 +119,10 @@ fn kernels() -> Vec<(String, KernelSource)> {
     variant("sm90_128_upper_q_in_registers", upper(128), |tile| tile.q_in_registers = true);
     variant("sm90_128_upper_f16_scores", f16(MaskKind::Upper), |tile| tile.f16_scores = true);
     variant("sm90_128_upper_f16_output", f16(MaskKind::Upper), |tile| {
-        (tile.f16_output, tile.lazy_rescale_log2) = (true, 0);
+        (tile.f16_output, tile.lazy_rescale_log2, tile.max_free) = (true, 0, false);
     });
     variant("sm90_128_upper_multistage", upper(128), |tile| {
-        (tile.warp_specialised, tile.ping_pong, tile.lookahead) = (false, false, false);
+        (tile.warp_specialised, tile.ping_pong, tile.lookahead, tile.max_free) = (false, false, false, false);
     });
     variant("sm90_128_upper_dropout", FwdSpec { dropout: true, ..upper(128) }, |_| {});
     let columns = FwdSpec { v_layout: VLayout::ColMajor, ..upper(128) };

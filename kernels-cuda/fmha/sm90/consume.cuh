@@ -355,9 +355,9 @@ struct Consumer {
     probs.template from<spec.dtype_v>(s, zero());
     return ran_away;
   }
-  // Beyond f32's exponents P says nothing of its scores anymore: they are computed again.
+  // What P was beyond f32's exponents says nothing of its scores anymore: they are computed again.
   FMHA_DEVICE void raise_bases(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
-    if (__any_sync(ptx::kAllLanes, sums[0] == infinity() || sums[1] == infinity())) {
+    if (__any_sync(ptx::kAllLanes, softmax.overflowed(sums))) {
       score_again<spec, tile>(p, work(), rows.row, block, s);
       modify(s, work(), block);
       softmax.step(s, scale_log2, never());

@@ -113,7 +113,12 @@ struct Softmax {
     constexpr float limit = float(1 << tile.lazy_rescale_log2);
     return sums[0] > limit || sums[1] > limit;
   }
-  // Bases to the true maxima of a block whose finite P have run away, P and sums along with them.
+  // Not only infinite sums: the correction of P beyond 2^126 would be 0.
+  FMHA_DEVICE static bool overflowed(const float (&sums)[2]) {
+    constexpr float limit = 1.2676506e30f;  // 2^100
+    return sums[0] > limit || sums[1] > limit;
+  }
+  // Bases to the true maxima of a block whose P have run away, P and sums along with them.
   template <int n>
   FMHA_DEVICE void rebase(mma::Accumulator<n>& p, float scale_log2, float (&sums)[2]) {
     using S = mma::Accumulator<n>;
