@@ -104,10 +104,10 @@ fn kernels() -> Vec<(String, KernelSource)> {
         (tile.cluster, tile.cluster_heads, tile.order) = (2, true, TileOrder::Dynamic);
     });
     variant("sm90_192_upper_cluster", upper(192), |tile| {
-        (tile.cluster, tile.order) = (2, TileOrder::Dynamic)
+        (tile.cluster, tile.order) = (2, TileOrder::Dynamic);
     });
     variant("sm90_256_upper_cluster", upper(256), |tile| {
-        (tile.cluster, tile.order) = (2, TileOrder::Dynamic)
+        (tile.cluster, tile.order) = (2, TileOrder::Dynamic);
     });
     variant("sm90_128_upper_with_maxima", upper(128), |tile| tile.max_free = false);
     variant("sm90_128_full_cluster", FwdSpec::plain(DType::Bf16, 128, MaskKind::Full), |tile| {
