@@ -1,0 +1,67 @@
+"""Time on inputs that are not normal, beside FlashAttention-3: `FMHA_LIB=libfmha_c.so python3 unusual.py KIT`.
+
+The kernel guesses the maxima of most blocks, so its time depends on the data. B2 H16 S4096 D128, milliseconds
+of 20 calls in a row, ours / FlashAttention-3. KIT holds peers.py.
+"""
+
+import sys
+
+import torch
+
+sys.path.insert(0, sys.argv[1])
+import ours  # noqa: E402
+import peers  # noqa: E402
+
+generator = torch.Generator("cuda").manual_seed(1)
+SHAPE = (2, 4096, 16, 128)
+
+
+def normal():
+    return torch.randn(SHAPE, device="cuda", generator=generator)
+
+
+def with_outliers():
+    rare = torch.rand(SHAPE, device="cuda", generator=generator) < 1e-3
+    return normal() + 10 * normal() * rare
+
+
+def falling(first):
+    """A factor for each key: `first` at the first key, 1 at the last."""
+    return torch.linspace(first, 1, SHAPE[1], device="cuda")[None, :, None, None]
+
+
+INPUTS = {
+    "normal": lambda: (normal(), normal(), normal()),
+    "Q x 8": lambda: (normal() * 8, normal(), normal()),
+    "Q x 64": lambda: (normal() * 64, normal(), normal()),
+    "Q x 1000": lambda: (normal() * 1000, normal(), normal()),
+    "outliers": lambda: (with_outliers(), with_outliers(), with_outliers()),
+    "K rising": lambda: (normal(), normal() * falling(6), normal()),
+    "K towering": lambda: (normal(), normal() * falling(400), normal()),
+    "constant": lambda: (normal(), torch.ones(SHAPE, device="cuda"), normal()),
+}
+
+
+def milliseconds(call, calls=20):
+    for _ in range(3):
+        call()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / calls
+
+
+for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+    for causal in (False, True):
+        w = peers.Workload(batch=SHAPE[0], seqlen_q=SHAPE[1], seqlen_k=SHAPE[1], num_heads_q=SHAPE[2],
+                           num_heads_kv=SHAPE[2], head_dim_qk=SHAPE[3], head_dim_v=SHAPE[3], causal=causal,
+                           dtype=name)  # fmt: skip
+        cells = []
+        for what, make in INPUTS.items():
+            q, k, v = (x.to(dtype) for x in make())
+            times = [milliseconds(maker(w, q, k, v)) for maker in (ours.make, peers.PEERS["fa3"][0])]
+            cells.append(f"{what} {times[0]:.3f}/{times[1]:.3f} ms")
+        print(name, "causal" if causal else "full", "ours/fa3:", *cells, sep="  ")
