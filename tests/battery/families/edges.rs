@@ -50,6 +50,22 @@ fn push(cases: &mut Vec<Case>, name: String, problem: FwdProblem, lengths: Lengt
     cases.push(Case::forward(name, problem, lengths, data));
 }
 
+/// The same with other numbers in its tensors.
+fn push_of(cases: &mut Vec<Case>, init: Init, name: String, problem: FwdProblem) {
+    let data = Data { init, ..data(&name) };
+    cases.push(Case::forward(name, problem, Lengths::default(), data));
+}
+
+/// The same with a value planted.
+fn push_planted(cases: &mut Vec<Case>, name: String, problem: FwdProblem, plant: Plant) {
+    let data = data(&name);
+    let mut case = Case::forward(name, problem, Lengths::default(), data);
+    if let Body::Forward(forward) = &mut case.body {
+        forward.plant = plant;
+    }
+    cases.push(case);
+}
+
 /// Lengths 0 and 1, in batch and in group mode.
 fn lengths(cases: &mut Vec<Case>) {
     for dtype in WIDE {
@@ -210,13 +226,7 @@ fn numbers(cases: &mut Vec<Case>) {
             for mask in ["0", "b", "b:20,0"] {
                 for (q, k) in [(50, 50), (33, 130)] {
                     let name = format!("edges/numbers/{init}/{dtype}/s{q}x{k}/{mask}");
-                    let data = Data { init, ..data(&name) };
-                    cases.push(Case::forward(
-                        name,
-                        masked(dtype, dims(q, k, 64), mask),
-                        Lengths::default(),
-                        data,
-                    ));
+                    push_of(cases, init, name, masked(dtype, dims(q, k, 64), mask));
                 }
             }
         }
@@ -229,8 +239,7 @@ fn numbers(cases: &mut Vec<Case>) {
             let mut problem = masked(dtype, dims(20, 30, 32), "b");
             problem.softcap = Some(cap);
             let name = format!("edges/softcap/{dtype}/{cap:e}");
-            let data = Data { init: Init::HugeLogits, ..data(&name) };
-            cases.push(Case::forward(name, problem, Lengths::default(), data));
+            push_of(cases, Init::HugeLogits, name, problem);
         }
         for p_drop in [1e-9, 0.5, 0.999] {
             let mut problem = masked(dtype, dims(37, 45, 32), "b");
@@ -243,18 +252,10 @@ fn numbers(cases: &mut Vec<Case>) {
 
 /// NaN and infinity: hidden ones reach nothing, seen ones what they touch.
 fn poison(cases: &mut Vec<Case>) {
-    let mut planted = |name: String, problem: FwdProblem, plant: Plant| {
-        let data = data(&name);
-        let mut case = Case::forward(name, problem, Lengths::default(), data);
-        if let Body::Forward(forward) = &mut case.body {
-            forward.plant = plant;
-        }
-        cases.push(case);
-    };
     for dtype in WIDE {
         for mask in ["t", "b:2,0", "g:4,-9", "t:3,1", "g:1,2,3"] {
             let name = format!("edges/nan_in_keys_nobody_sees/{dtype}/{mask}");
-            planted(name, masked(dtype, dims(20, 75, 32), mask), Plant::HiddenKeys);
+            push_planted(cases, name, masked(dtype, dims(20, 75, 32), mask), Plant::HiddenKeys);
         }
         for (what, operand, at) in [
             ("q", Operand::Q, [1, 7, 2, 3]),
@@ -269,7 +270,8 @@ fn poison(cases: &mut Vec<Case>) {
                 }
                 for mask in ["0", "t", "b:4,0", "b"] {
                     let name = format!("edges/{text}_in_{what}/{dtype}/{mask}");
-                    planted(name, masked(dtype, dims(30, 40, 16), mask), Plant::At(operand, at, value));
+                    let problem = masked(dtype, dims(30, 40, 16), mask);
+                    push_planted(cases, name, problem, Plant::At(operand, at, value));
                 }
             }
         }
@@ -284,18 +286,14 @@ fn growth(cases: &mut Vec<Case>) {
             for mask in ["0", "b", "b:350,2"] {
                 for (q, k, head_dim) in [(70, 600, 64), (70, 600, 128), (260, 260, 128), (40, 500, 200)] {
                     let name = format!("edges/growth/{init}/{dtype}/s{q}x{k}/d{head_dim}/{mask}");
-                    let data = Data { init, ..data(&name) };
-                    let problem = masked(dtype, dims(q, k, head_dim), mask);
-                    cases.push(Case::forward(name, problem, Lengths::default(), data));
+                    push_of(cases, init, name, masked(dtype, dims(q, k, head_dim), mask));
                 }
             }
         }
         // So far apart, and for so long, that a kernel may give up its guesses.
         for mask in ["0", "b"] {
             let name = format!("edges/growth/huge_logits/{dtype}/s300x1500/d128/{mask}");
-            let data = Data { init: Init::HugeLogits, ..data(&name) };
-            let problem = masked(dtype, dims(300, 1500, 128), mask);
-            cases.push(Case::forward(name, problem, Lengths::default(), data));
+            push_of(cases, Init::HugeLogits, name, masked(dtype, dims(300, 1500, 128), mask));
         }
         for (what, operand, at) in [
             ("q", Operand::Q, [1, 7, 2, 3]),
@@ -304,13 +302,8 @@ fn growth(cases: &mut Vec<Case>) {
         ] {
             for mask in ["0", "b", "b:350,2"] {
                 let name = format!("edges/growth/nan_in_{what}/{dtype}/{mask}");
-                let data = data(&name);
                 let problem = masked(dtype, dims(70, 600, 64), mask);
-                let mut case = Case::forward(name, problem, Lengths::default(), data);
-                if let Body::Forward(forward) = &mut case.body {
-                    forward.plant = Plant::At(operand, at, f64::NAN);
-                }
-                cases.push(case);
+                push_planted(cases, name, problem, Plant::At(operand, at, f64::NAN));
             }
         }
     }
