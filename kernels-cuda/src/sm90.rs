@@ -374,8 +374,8 @@ fn widest(spec: &FwdSpec) -> i32 {
 ///
 /// TFLOP/s on an H200, bf16, the lone CTA first. D 128 full 766 and 767 at 4k; causal 733 and 725 at 4k, 784 and 784 at
 /// 8k, 807 and 814 at 16k; a group's heads 784 and 795 at 8k. D 192 at 8k: full 832 and 838, causal 803 and 815;
-/// 192/128 824 and 829, 797 and 803. D 256 full 823 and 829 at 4k, 850 and 855 at 16k; causal 756 and 754 at 4k, 841 and
-/// 844 at 16k. D 64, whose three warpgroups of two CTAs wait for each other, before: 569 and 527.
+/// 192/128 824 and 829, 797 and 803. D 256 full 823 and 829 at 4k, 850 and 855 at 16k; causal 756 and 754 at 4k, and in
+/// clusters it spills. D 64, whose three warpgroups of two CTAs wait for each other, before: 569 and 527.
 fn share_loads(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
     let dims = problem.dims;
     if spec.seq == SeqKind::Group || modifies(spec) || tile.pack_gqa || tile.block_m != 128 {
@@ -386,7 +386,7 @@ fn share_loads(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
         (128 | 256, MaskKind::Full) => 4096,
         (192, MaskKind::Full | MaskKind::Upper) => 8192,
         (128, MaskKind::Upper) if pairs_of_heads => 8192,
-        (128 | 256, MaskKind::Upper) => 16384,
+        (128, MaskKind::Upper) => 16384,
         _ => return,
     };
     if dims.seqlen_q.min(dims.seqlen_k) < least {

@@ -106,7 +106,7 @@ fn kernels() -> Vec<(String, KernelSource)> {
     variant("sm90_192_upper_cluster", upper(192), |tile| {
         (tile.cluster, tile.order) = (2, TileOrder::Dynamic);
     });
-    variant("sm90_256_upper_cluster", upper(256), |tile| {
+    variant("sm90_256_full_cluster", FwdSpec::plain(DType::Bf16, 256, MaskKind::Full), |tile| {
         (tile.cluster, tile.order) = (2, TileOrder::Dynamic);
     });
     variant("sm90_128_upper_with_maxima", upper(128), |tile| tile.max_free = false);
