@@ -73,6 +73,13 @@ pub enum Plant {
     HiddenKeys,
     /// This number at `[storage batch, row, head, dim]`.
     At(Operand, [u32; 4], f64),
+    /// Scores of -inf in keys `begin..end` of every sequence: an infinity in K, taken by a negative Q.
+    InfinitelyFar {
+        /// The first such key.
+        begin: u32,
+        /// Behind the last.
+        end: u32,
+    },
 }
 
 impl Case {

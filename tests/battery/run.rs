@@ -2,7 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use fmha_core::{Error, FmhaBackend, FwdProblem, MemorySpace, PlanOptions, Result};
+use fmha_core::{Error, FmhaBackend, MemorySpace, PlanOptions, Result};
 use serde::Serialize;
 
 use crate::case::{Backward, Body, Case, Combine, Forward, Plant};
@@ -180,25 +180,40 @@ fn constant_v_fault(case: &Forward, host: &HostFwd) -> Option<String> {
 
 /// Writes what the case plants.
 fn plant(host: &mut HostFwd, plant: Plant) {
+    let dims = host.problem.dims;
+    let spans = host.spans.clone();
     match plant {
         Plant::Nothing => {}
         Plant::At(operand, at, value) => host.operands.expect_mut(operand).set(at, value),
         Plant::HiddenKeys => {
-            let problem: FwdProblem = (*host.problem).clone();
-            for span in host.spans.clone() {
-                let band = problem.mask.band(span.seqlen_q, span.seqlen_k);
+            for span in spans {
+                let band = host.problem.mask.band(span.seqlen_q, span.seqlen_k);
                 let hidden = (0..span.seqlen_k).filter(|&j| !(0..span.seqlen_q).any(|i| band.visible(i, j)));
                 for j in hidden {
-                    for (operand, dim) in
-                        [(Operand::K, problem.dims.head_dim_qk), (Operand::V, problem.dims.head_dim_v)]
-                    {
+                    for (operand, dim) in [(Operand::K, dims.head_dim_qk), (Operand::V, dims.head_dim_v)] {
                         for (head, d) in
-                            (0..problem.dims.num_heads_kv).flat_map(|head| (0..dim).map(move |d| (head, d)))
+                            (0..dims.num_heads_kv).flat_map(|head| (0..dim).map(move |d| (head, d)))
                         {
                             let at = [span.storage_batch, span.k_row + j, head, d];
                             host.operands.expect_mut(operand).set(at, f64::NAN);
                         }
                     }
+                }
+            }
+        }
+        Plant::InfinitelyFar { begin, end } => {
+            for span in spans {
+                for (i, head) in
+                    (0..span.seqlen_q).flat_map(|i| (0..dims.num_heads_q).map(move |head| (i, head)))
+                {
+                    host.operands
+                        .expect_mut(Operand::Q)
+                        .set([span.storage_batch, span.q_row + i, head, 0], -1.0);
+                }
+                for (j, head) in (begin..end).flat_map(|j| (0..dims.num_heads_kv).map(move |head| (j, head)))
+                {
+                    let at = [span.storage_batch, span.k_row + j, head, 0];
+                    host.operands.expect_mut(Operand::K).set(at, f64::INFINITY);
                 }
             }
         }

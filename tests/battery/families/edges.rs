@@ -278,8 +278,8 @@ fn poison(cases: &mut Vec<Case>) {
     }
 }
 
-/// Rows of several key blocks whose maxima grow, and NaN in such rows: what a softmax that looks at its maxima
-/// seldom has to notice.
+/// Rows of several key blocks whose maxima grow, with NaN and infinity too: what a softmax that looks at its
+/// maxima seldom has to notice.
 fn growth(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for init in Init::GROWING {
@@ -294,6 +294,14 @@ fn growth(cases: &mut Vec<Case>) {
         for mask in ["0", "b"] {
             let name = format!("edges/growth/huge_logits/{dtype}/s300x1500/d128/{mask}");
             push_of(cases, Init::HugeLogits, name, masked(dtype, dims(300, 1500, 128), mask));
+        }
+        // A block of visible scores may be -inf, be it the first that a kernel looks at or the last.
+        for (begin, end) in [(0, 350), (250, 600)] {
+            for mask in ["0", "b", "b:350,2"] {
+                let name = format!("edges/growth/infinitely_far_{begin}_to_{end}/{dtype}/{mask}");
+                let problem = masked(dtype, dims(70, 600, 64), mask);
+                push_planted(cases, name, problem, Plant::InfinitelyFar { begin, end });
+            }
         }
         for (what, operand, at) in [
             ("q", Operand::Q, [1, 7, 2, 3]),
