@@ -8,24 +8,25 @@ namespace fmha::cdna {
 
 FMHA_DEVICE constexpr bool is_power_of_two(int x) { return (x & (x - 1)) == 0; }
 
-// Chunks of 16 bytes that meet all banks of LDS once: 32 banks, or gfx950's 64.
+// Chunks of 16 bytes in a line of LDS, which is as wide as all banks: 32, or gfx950's 64.
 constexpr int kLine = kArch == Arch::Gfx950 ? 16 : 8;
 
-// A matrix in LDS, rows of 16-byte chunks, with no gaps. The chunks of a line are exchanged so that `kLine` lanes meet
-// all banks that read one column of chunks of as many adjacent rows, and so do lanes that write a row. Beyond kLine
-// rows, `turning_rows` of them: also lanes that write one column of rows that lie 2, 4 or 8 apart.
+// A matrix in LDS, rows of 16-byte chunks without gaps. kLine lanes meet all banks when they write adjacent chunks
+// and when they read one column of chunks of adjacent rows; where more than kLine rows turn, also when they write one
+// column of rows that lie 2, 4 or 8 apart.
 //
-// A row's number moves its chunks within a line, each bit of it by another power of two, in turn. The first bits do so
-// by themselves where rows are shorter than a line (or no power of two of chunks), the others by exchange. So any
-// log2(kLine) adjacent bits make all places of a line.
+// For that each bit of a row's number flips one bit of its chunks' places in a line, the next bit of the row the next
+// of the place, in turn. The first bits do so of themselves where a row is shorter than a line, or no whole lines;
+// the others by an exchange of chunks. So log2(kLine) bits of the row that are adjacent make all places of a line.
 template <int num_rows, int row_bytes, int num_turning = kLine>
 struct LdsMatrix {
   static constexpr int turning_rows = num_turning;
   static constexpr int chunks = row_bytes / kFragBytes;
-  static constexpr int rows_per_line = kLine / min(chunks & -chunks, kLine);
-  // A run of so many chunks stays together.
-  static constexpr int exchanged = is_power_of_two(chunks) ? kLine : min(chunks & -chunks, kLine);
-  static_assert(is_power_of_two(chunks) || turning_rows <= kLine, "rows of such lengths stand in no line of their own");
+  static constexpr int in_step = min(chunks & -chunks, kLine);  // with lines: so many chunks of a row never part
+  static constexpr int rows_per_line = kLine / in_step;
+  // Chunks are exchanged in lines; in parts of them where a row may end inside a line.
+  static constexpr int exchanged = is_power_of_two(chunks) ? kLine : in_step;
+  static_assert(is_power_of_two(chunks) || turning_rows <= kLine, "such rows are exchanged in themselves alone");
 
   alignas(16) uint8_t bytes[num_rows * row_bytes];
 
@@ -33,6 +34,7 @@ struct LdsMatrix {
     const int line = row % turning_rows / rows_per_line;
     return (line ^ line / kLine) % kLine;
   }
+
   // The chunk of a row that stands at place `chunk` of it, where none leaves its row.
   static FMHA_DEVICE constexpr int chunk_at(int row, int chunk) {
     static_assert(turning_rows <= kLine);
@@ -43,9 +45,8 @@ struct LdsMatrix {
     return ((row * chunks + chunk) ^ turn(row)) * kFragBytes;
   }
 
-  // The place `rows` rows below and `more` chunks beside the one at `at`, where no bit of the two is set in its row or
-  // chunk. What is not exchanged is an addition, which costs no instruction.
-  static FMHA_DEVICE constexpr int exchanged_part(int rows, int more) { return offset(rows, more) % (exchanged * kFragBytes); }
+  // The place `rows` rows below the one at `at`, where `rows` shares no bit with its row. What is not exchanged is an
+  // addition, which costs no instruction.
   static FMHA_DEVICE int below(int at, int rows) {
     const int part = exchanged_part(rows, 0);
     return (at ^ part) + (offset(rows, 0) - part);
@@ -74,7 +75,11 @@ struct LdsMatrix {
   }
 
  private:
-  // Bit x: whether some fragment has that part of x chunks.
+  static FMHA_DEVICE constexpr int exchanged_part(int row, int chunk) {
+    return offset(row, chunk) % (exchanged * kFragBytes);
+  }
+
+  // Bit x: whether some fragment has a part of x chunks.
   static FMHA_DEVICE constexpr uint32_t exchanged_parts() {
     uint32_t parts = 0;
     for (int block = 0; block < num_rows / kEdge; ++block) {
@@ -89,9 +94,9 @@ template <int head_dim, int num_keys, int elem_bytes>
 struct TransposedOnWriting : LdsMatrix<head_dim, num_keys * elem_bytes, 8 * kLine> {
   using Matrix = LdsMatrix<head_dim, num_keys * elem_bytes, 8 * kLine>;
 
-  // Runs of one-byte keys are a quarter of a chunk each, and a wave that reads whole lines of memory may have two of the
-  // four. Every other block of rows has the halves of its chunks exchanged, so that two blocks' runs meet
-  // all banks. A matrix instruction takes half a fragment; gfx950's takes two whole ones.
+  // A run of one-byte keys is a quarter of a chunk, and a wave that reads whole lines of memory may have no more than
+  // two of the four. So every other block of rows has the halves of its chunks exchanged: two blocks' runs meet all
+  // banks. It costs nothing where a matrix instruction takes half a fragment; gfx950's takes two whole ones.
   static constexpr bool exchanges_halves = elem_bytes == 1 && kArch != Arch::Gfx950;
 
   // Of four keys of row `d`.
@@ -230,7 +235,8 @@ struct Config {
   // One-byte rows of 32 would be read with two lanes to a bank.
   static constexpr bool direct_v = spec.v_layout == VLayout::RowMajor && spec.head_dim_v * v_bytes >= 64 &&
                                    goes_direct<VAsItLies>(spec.head_dim_v * v_bytes / kFragBytes);
-  using VMatrix = typename Choose<direct_v, VAsItLies, TransposedOnWriting<spec.head_dim_v, tile.block_n, v_bytes>>::type;
+  using VTransposed = TransposedOnWriting<spec.head_dim_v, tile.block_n, v_bytes>;
+  using VMatrix = typename Choose<direct_v, VAsItLies, VTransposed>::type;
 
   struct Stage {
     KMatrix k;

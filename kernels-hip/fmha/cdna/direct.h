@@ -12,7 +12,7 @@ template <class Matrix, int num_rows, int num_threads>
 class DirectLoad {
   static constexpr int chunks_per_row = Matrix::chunks;
   static constexpr int rows_per_part = num_threads / chunks_per_row;
-  // Chunks of a row that a thread brings: its part's rows are all that are exchanged differently, or half of them.
+  // A part has all rows that turn differently, or half of them: then every second part has other chunks of its rows.
   static constexpr int num_places = rows_per_part % Matrix::turning_rows == 0 ? 1 : 2;
   using Reader = VectorReader<4, true>;
 
