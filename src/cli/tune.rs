@@ -154,10 +154,12 @@ impl TuneArgs {
     }
 }
 
+/// The tile with another value of a knob, said last: what cannot go with it yields.
 fn with(tile: &TileOptions, knob: &str, value: &str) -> TileOptions {
     let mut tile = tile.clone();
-    for (_, old) in tile.iter_mut().filter(|(name, _)| name == knob) {
-        value.clone_into(old);
+    if let Some(at) = tile.iter().position(|(name, old)| name == knob && old != value) {
+        tile.remove(at);
+        tile.push((knob.to_owned(), value.to_owned()));
     }
     tile
 }
@@ -178,5 +180,24 @@ fn as_json(tried: &Tried) -> Value {
     match &tried.outcome {
         Ok(seconds) => json!({ "tile": tried.changed, "seconds": seconds }),
         Err(why) => json!({ "tile": tried.changed, "not_timed": why }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::with;
+
+    #[test]
+    fn a_changed_knob_is_said_last_and_one_that_keeps_its_value_stays() {
+        let tile = [("lazy_rescale_log2", "6"), ("max_free", "1")]
+            .map(|(k, v)| (k.to_owned(), v.to_owned()))
+            .to_vec();
+        assert_eq!(with(&tile, "lazy_rescale_log2", "6"), tile);
+        let changed = with(&tile, "lazy_rescale_log2", "0");
+        assert_eq!(
+            changed,
+            [("max_free", "1"), ("lazy_rescale_log2", "0")].map(|(k, v)| (k.to_owned(), v.to_owned()))
+        );
+        assert_eq!(with(&tile, "no_such_knob", "1"), tile);
     }
 }

@@ -51,8 +51,7 @@ struct Consumer {
   Slot<Shared::q_buffers> q_slot = {Shared::q_pieces > 1 ? index : 0};
   Slot<tile.stages> k_slot, v_slot;
   Slot<kWorkSlots> work_slot;
-  int32_t run_aways = 0;   // of this tile: blocks whose bases were too low for a row of the warp
-  int32_t wary_tiles = 0;  // are yet to go with maxima
+  int32_t wary_tiles = 0;  // that go with maxima, this one included
 
   // What a tile's rows see, in this thread's terms.
   struct Rows {
@@ -136,12 +135,7 @@ struct Consumer {
       mma::start_product_abt<sign>(s, smem.q[q_slot.index], q_row(), smem.k[k_slot.index]);
     }
   }
-  // O is rescaled here, and not with the softmax before, so that it runs under the next scores' product.
   FMHA_DEVICE void start_output() {
-    rescale();
-    start_output_at_bases();
-  }
-  FMHA_DEVICE void start_output_at_bases() {
     ptx::mbarrier_wait_parity(smem.v_full[v_slot.index], v_slot.phase);
     if constexpr (Shared::v_columns) {
       mma::start_register_product_abt<1, true>(o, probs, smem.v[v_slot.index]);
@@ -154,6 +148,16 @@ struct Consumer {
     ptx::wgmma_wait_group<1>();
     release_k();
     if constexpr (leaves_early) leave_q(last);
+  }
+  // A block's scores, with the O of the block before under way. O is rescaled here, and not with the softmax
+  // before, so that it runs under the scores' product.
+  template <class Sums>
+  FMHA_DEVICE void overlap_products(Sums& scores, bool rescales, bool last) {
+    start_scores(scores);
+    if (rescales) rescale();
+    start_output();
+    pass_turn();
+    finish_scores(last);
   }
   FMHA_DEVICE void finish_output() {
     ptx::wgmma_wait_group<0>();
@@ -326,38 +330,34 @@ struct Consumer {
   // `edge` and `last` are the same for the whole warpgroup.
   FMHA_DEVICE void step(int32_t block, bool edge, bool last) {
     ScoreSums<tile.block_n> sums;
-    start_scores(sums);
-    start_output();
-    pass_turn();
-    finish_scores(last);
+    overlap_products(sums, true, last);
     auto&& s = mma::in_f32(sums);
     exponentiate(s, work(), block, edge);
     finish_output();
     probs.template from<spec.dtype_v>(s, zero());
   }
 
-  // The same without maxima, of a block that has bases. Whether these were too low for a row of the warp.
-  FMHA_DEVICE bool step_at_bases(int32_t block, bool last) {
+  // The same without maxima, of a block that has bases. What it cost to raise those that were too low for a row of
+  // the warp: about so many looks at maxima.
+  FMHA_DEVICE int32_t step_at_bases(int32_t block, bool last) {
     ScoreSums<tile.block_n> products;
-    start_scores(products);
-    start_output_at_bases();
-    pass_turn();
-    finish_scores(last);
+    overlap_products(products, false, last);
     auto&& s = mma::in_f32(products);
     modify(s, work(), block);
     float sums[2];
     softmax.step_at_bases(s, scale_log2, sums, never());
     finish_output();
-    const bool ran_away = __any_sync(ptx::kAllLanes, softmax.ran_away(sums));
-    if (ran_away) raise_bases(s, sums, block);
+    int32_t cost = 0;
+    if (__any_sync(ptx::kAllLanes, softmax.ran_away(sums))) cost = raise_bases(s, sums, block);
     softmax.add(sums);
     if constexpr (spec.dropout) drop_some(s, work(), block);
     probs.template from<spec.dtype_v>(s, zero());
-    return ran_away;
+    return cost;
   }
   // What P was beyond f32's exponents says nothing of its scores anymore: they are computed again.
-  FMHA_DEVICE void raise_bases(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
-    if (__any_sync(ptx::kAllLanes, softmax.overflowed(sums))) {
+  FMHA_DEVICE int32_t raise_bases(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
+    const bool overflowed = __any_sync(ptx::kAllLanes, softmax.overflowed(sums));
+    if (overflowed) {
       score_again<spec, tile>(p, work(), rows.row, block, s);
       modify(s, work(), block);
       softmax.step(s, scale_log2, never());
@@ -366,31 +366,31 @@ struct Consumer {
       softmax.rebase(s, scale_log2, sums);
     }
     rescale();
+    return overflowed ? 100 : 1;
   }
 
+  // After 2, 8, 32 ... blocks without maxima, and at the tile's end, the warpgroup looks at how that went. Where the
+  // scores of a warp are far apart, so that it had to raise bases in many of them, the rest of the tile and the next
+  // tiles go with maxima.
   FMHA_DEVICE void other_blocks() {
     const int32_t num_blocks = work().num_blocks, last_block = work().last_block;
     const auto block_of = [&](int32_t i) { return has_lo ? block_at(work(), i) : last_block - i; };
-    int32_t i = first_of(work()) + 1;
-    run_aways = 0;
-    do {
+    int32_t i = first_of(work()) + 1, trial = 2;
+    wary_tiles = max(wary_tiles - 1, 0);
+    while (true) {
 #pragma unroll 1
       for (; i < num_blocks && !has_bases(block_of(i)); ++i)
         step(block_of(i), has_hi && is_edge(block_of(i)), i + 1 == num_blocks);
-      if (!tile.max_free || i >= num_blocks) break;
+      if (!tile.max_free || i >= num_blocks) return;
       rescale();
+      const int32_t begin = i, end = num_blocks - i > 2 * trial ? i + trial : num_blocks;
+      int32_t cost = 0;
 #pragma unroll 1
-      for (; i < num_blocks && (!has_lo || has_bases(block_of(i))); ++i)
-        run_aways += step_at_bases(block_of(i), i + 1 == num_blocks);
+      for (; i < end && (!has_lo || has_bases(block_of(i))); ++i) cost += step_at_bases(block_of(i), i + 1 == num_blocks);
       softmax.correction[0] = softmax.correction[1] = 1.f;
-    } while (has_lo);
-  }
-
-  // To raise bases costs a few times what a look at the maxima does. Where a warp had to do that in many of a tile's
-  // blocks, its scores being far apart, the next tiles' maxima are looked for.
-  FMHA_DEVICE void learn(int32_t num_blocks) {
-    if constexpr (!tile.max_free) return;
-    wary_tiles = any_warp(run_aways > 2 + num_blocks / 8) ? 16 : max(wary_tiles - 1, 0);
+      if (any_warp(cost > 1 + (i - begin) / 8)) wary_tiles = 17;
+      trial *= 4;
+    }
   }
 
   // A tile's end, with the next tile's first S started beside the last P V.
@@ -406,10 +406,7 @@ struct Consumer {
   template <int n>
   FMHA_DEVICE void cross_products(const Work& next, RowStats (&stats)[2]) {
     ScoreSums<n> sums;
-    start_scores(sums);
-    start_output();
-    pass_turn();
-    finish_scores(next.num_blocks == 1 + first_of(next));
+    overlap_products(sums, true, next.num_blocks == 1 + first_of(next));
     auto&& s = mma::in_f32(sums);
     stats[0] = softmax.rows[0];
     stats[1] = softmax.rows[1];
@@ -440,6 +437,7 @@ struct Consumer {
       if (tile.lookahead && more) {
         cross_to(next, stats);
       } else {
+        rescale();
         start_output();
         finish_output();
         stats[0] = softmax.rows[0];
@@ -447,7 +445,6 @@ struct Consumer {
       }
       auto&& sums = mma::in_f32(o);
       epilogue<spec, tile>(p, done, done_row, stats, scale_log2, sums);
-      learn(done.num_blocks);
       release_work();
       if (!more) return;
       if constexpr (tile.lookahead) {

@@ -15,6 +15,14 @@ FMHA_DEVICE uint32_t load_pair(const View& x, int64_t row, int32_t column, int32
   return (column < dim ? low : 0) | (column + 1 < dim ? high << 16 : 0);
 }
 
+// The first `count` elements behind the last.
+template <int count, int n>
+FMHA_DEVICE void rotate(mma::Accumulator<n>& s) {
+  const mma::Accumulator<n> before = s;
+#pragma unroll
+  for (int e = 0; e < s.num_elems; ++e) s[e] = before[(e + count) % s.num_elems];
+}
+
 // S of the thread's rows `row` and `row + 8`, with the accumulator's layout, which is that of mma.sync; all of
 // the block's keys are the sequence's.
 template <FwdSpec spec, Sm90Tile tile>
@@ -31,19 +39,26 @@ FMHA_DEVICE void score_again(const FwdParams& p, const Work& work, int32_t row, 
     q_row[r] = row_offset(p.q, work.storage_batch, work.q_row + min(query, work.seqlen_q - 1), i_head);
   }
   const int32_t first_key = block * tile.block_n + threadIdx.x % 32 / 4;
-  int64_t k_row = row_offset(p.k, work.storage_batch, work.k_row + first_key, work.i_head_kv);
+  const int64_t first_k_row = row_offset(p.k, work.storage_batch, work.k_row + first_key, work.i_head_kv);
   s.clear();
-#pragma unroll
-  for (int c = 0; c < tile.block_n / 8; ++c) {
-#pragma unroll 2
-    for (int32_t step = 0; step < ceil_div(dim, mma::kDepth); ++step) {
-      const int32_t d = step * mma::kDepth + column;
-      const uint32_t a[4] = {load_pair(p.q, q_row[0], d, dim), load_pair(p.q, q_row[1], d, dim),
-                             load_pair(p.q, q_row[0], d + 8, dim), load_pair(p.q, q_row[1], d + 8, dim)};
-      const uint32_t b[2] = {load_pair(p.k, k_row, d, dim), load_pair(p.k, k_row, d + 8, dim)};
-      ptx::mma_m16n8k16<spec.dtype_qk>(&s.elems[4 * c], a, b);
+  // Loops that are not unrolled cannot index registers: sixteen keys at a time take their turn at the front of S,
+  // and are back in their place after each step.
+#pragma unroll 1
+  for (int32_t step = 0; step < ceil_div(dim, mma::kDepth); ++step) {
+    const int32_t d = step * mma::kDepth + column;
+    const uint32_t a[4] = {load_pair(p.q, q_row[0], d, dim), load_pair(p.q, q_row[1], d, dim),
+                           load_pair(p.q, q_row[0], d + 8, dim), load_pair(p.q, q_row[1], d + 8, dim)};
+    int64_t k_row = first_k_row;
+#pragma unroll 1
+    for (int32_t c = 0; c < tile.block_n / 16; ++c) {
+      const int64_t next = k_row + 8 * p.k.row;
+      const uint32_t b[2][2] = {{load_pair(p.k, k_row, d, dim), load_pair(p.k, k_row, d + 8, dim)},
+                                {load_pair(p.k, next, d, dim), load_pair(p.k, next, d + 8, dim)}};
+      ptx::mma_m16n8k16<spec.dtype_qk>(&s.elems[0], a, b[0]);
+      ptx::mma_m16n8k16<spec.dtype_qk>(&s.elems[4], a, b[1]);
+      rotate<8>(s);
+      k_row = next + 8 * p.k.row;
     }
-    k_row += 8 * p.k.row;
   }
   if constexpr (spec.negative_scale) {
 #pragma unroll

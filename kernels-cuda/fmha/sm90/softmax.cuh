@@ -108,15 +108,13 @@ struct Softmax {
     sums[0] = sums[1] = 0.f;
     exponentiate(s, scale_log2, shift, sums, never);
   }
-  // No P is larger than its sum, so none passes 2^lazy_rescale_log2 unseen.
-  FMHA_DEVICE static bool ran_away(const float (&sums)[2]) {
-    constexpr float limit = float(1 << tile.lazy_rescale_log2);
-    return sums[0] > limit || sums[1] > limit;
-  }
+  // No P is larger than its sum, so none passes 2^lazy_rescale_log2 unseen. Nor does NaN: a row whose scores have all
+  // been -inf has no base, and what that gives has no sum.
+  FMHA_DEVICE static bool ran_away(const float (&sums)[2]) { return exceed(sums, float(1 << tile.lazy_rescale_log2)); }
   // Not only infinite sums: the correction of P beyond 2^126 would be 0.
-  FMHA_DEVICE static bool overflowed(const float (&sums)[2]) {
-    constexpr float limit = 1.2676506e30f;  // 2^100
-    return sums[0] > limit || sums[1] > limit;
+  FMHA_DEVICE static bool overflowed(const float (&sums)[2]) { return exceed(sums, 1.2676506e30f); }  // 2^100
+  FMHA_DEVICE static bool exceed(const float (&sums)[2], float limit) {
+    return !(sums[0] <= limit) || !(sums[1] <= limit);
   }
   // Bases to the true maxima of a block whose P have run away, P and sums along with them.
   template <int n>
