@@ -37,7 +37,7 @@ struct LdsMatrix {
 
   // The chunk of a row that stands at place `chunk` of it, where none leaves its row.
   static FMHA_DEVICE constexpr int chunk_at(int row, int chunk) {
-    static_assert(turning_rows <= kLine);
+    static_assert(turning_rows <= kLine, "chunks are exchanged between rows");
     return chunk ^ turn(row);
   }
 
