@@ -11,28 +11,72 @@ use std::path::Path;
 use fmha_conformance::case::Case;
 use fmha_conformance::run::{Options, Outcome};
 use fmha_conformance::tensors::{Data, Lengths};
-use fmha_core::{DType, Dims, FwdProblem};
+use fmha_core::{DType, Dims, FwdProblem, Strides, VLayout};
 use fmha_emu_cdna::{Checks, Counters, Recording};
 use fmha_rocm::RocmBackend;
 
 const ARCHS: [(&str, Option<DType>); 3] =
     [("gfx90a", None), ("gfx942", Some(DType::E4m3Fnuz)), ("gfx950", Some(DType::E4m3Fn))];
+const HEAD_DIMS: [u32; 6] = [32, 64, 96, 128, 192, 256];
 const COLUMNS: &str = "arch\tcall\tkeys\tlds_cycles\tconflict_cycles\tlines\tlines_if_packed\n";
+/// Calls whose lanes meet in a bank: no others may. `docs/kernels/cdna-fwd.md` says why these do.
+const CONFLICTS: [(&str, &str); 2] = [("gfx950", "e4m3fn/d32"), ("gfx950", "e4m3fn/d96")];
 /// What the figures are of: between a launch with so many keys and one with twice as many lie only steps of the loop.
 const KEYS: u32 = 512;
 
-/// Counts of one head's launch, recorded into `folder` and run again there.
-fn counted(backend: &RocmBackend, dtype: DType, head_dim: u32, seqlen_k: u32, folder: &Path) -> Counters {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 256,
-        seqlen_k,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        head_dim_qk: head_dim,
-        head_dim_v: head_dim,
-    };
-    let problem = FwdProblem::batch(dtype, dims);
+/// Attention of one head.
+#[derive(Clone, Copy)]
+struct Call {
+    dtype_qk: DType,
+    dtype_v: DType,
+    head_dim: u32,
+    v_layout: VLayout,
+}
+
+impl Call {
+    /// Plain calls of each head dim, then what takes V to LDS on another way.
+    fn all(fp8: Option<DType>) -> Vec<Self> {
+        let mut calls = Vec::new();
+        for dtype in [Some(DType::Bf16), fp8].into_iter().flatten() {
+            let plain =
+                |head_dim| Self { dtype_qk: dtype, dtype_v: dtype, head_dim, v_layout: VLayout::RowMajor };
+            calls.extend(HEAD_DIMS.map(plain));
+            calls.push(Self { v_layout: VLayout::ColMajor, ..plain(128) });
+            if dtype.is_fp8() {
+                calls.push(Self { dtype_v: DType::Bf16, ..plain(128) });
+            }
+        }
+        calls
+    }
+
+    fn name(&self) -> String {
+        let Self { dtype_qk, dtype_v, head_dim, v_layout } = self;
+        let then = if dtype_v == dtype_qk { String::new() } else { format!(" then {dtype_v}") };
+        let layout = if *v_layout == VLayout::ColMajor { "/column-major V" } else { "" };
+        format!("{dtype_qk}{then}/d{head_dim}{layout}")
+    }
+
+    fn problem(&self, seqlen_k: u32) -> FwdProblem {
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: 256,
+            seqlen_k,
+            num_heads_q: 1,
+            num_heads_kv: 1,
+            head_dim_qk: self.head_dim,
+            head_dim_v: self.head_dim,
+        };
+        let mut problem = FwdProblem::batch(self.dtype_qk, dims);
+        problem.dtype_v = self.dtype_v;
+        if self.v_layout == VLayout::ColMajor {
+            (problem.v_layout, problem.v) = (VLayout::ColMajor, Strides::bhds(problem.shape_v()));
+        }
+        problem
+    }
+}
+
+/// Counts of a launch, recorded into `folder` and run again there.
+fn counted(backend: &RocmBackend, problem: FwdProblem, folder: &Path) -> Counters {
     let case = Case::forward("main loop", problem, Lengths::default(), Data { seed: 3, ..Data::default() });
     let (outcome, text) = case.run(backend, &Options::default());
     assert_eq!(outcome, Outcome::Passed, "{text}");
@@ -41,17 +85,6 @@ fn counted(backend: &RocmBackend, dtype: DType, head_dim: u32, seqlen_k: u32, fo
     std::fs::remove_file(file).unwrap();
     let options = fmha_emu_cdna::Options { checks: Checks::NONE, profile: true, ..Default::default() };
     recording.run_as(&recording.code, options).unwrap().counters
-}
-
-fn row(backend: &RocmBackend, arch: &str, dtype: DType, head_dim: u32, folder: &Path) -> String {
-    let [few, many] = [KEYS, 2 * KEYS].map(|keys| counted(backend, dtype, head_dim, keys, folder));
-    format!(
-        "{arch}\t{dtype}/d{head_dim}\t{KEYS}\t{}\t{}\t{}\t{}\n",
-        many.lds_cycles_min - few.lds_cycles_min,
-        many.lds_conflict_cycles - few.lds_conflict_cycles,
-        many.vmem_lines - few.vmem_lines,
-        many.vmem_lines_min - few.vmem_lines_min,
-    )
 }
 
 #[test]
@@ -63,10 +96,18 @@ fn the_committed_table_of_what_the_main_loop_asks_of_memory_is_current() {
     let mut table = COLUMNS.to_owned();
     for (arch, fp8) in ARCHS {
         let Some(backend) = amd::open(arch, "the main loop") else { return };
-        for dtype in [Some(DType::Bf16), fp8].into_iter().flatten() {
-            for head_dim in [64, 128, 256] {
-                let _ = write!(table, "{}", row(&backend, arch, dtype, head_dim, &folder));
-            }
+        for call in Call::all(fp8) {
+            let [few, many] = [KEYS, 2 * KEYS].map(|keys| counted(&backend, call.problem(keys), &folder));
+            let conflicts = many.lds_conflict_cycles - few.lds_conflict_cycles;
+            let _ = writeln!(
+                table,
+                "{arch}\t{}\t{KEYS}\t{}\t{conflicts}\t{}\t{}",
+                call.name(),
+                many.lds_cycles_min - few.lds_cycles_min,
+                many.vmem_lines - few.vmem_lines,
+                many.vmem_lines_min - few.vmem_lines_min,
+            );
+            assert_eq!(conflicts > 0, CONFLICTS.contains(&(arch, &call.name())), "bank conflicts:\n{table}");
         }
     }
     std::fs::remove_dir_all(folder).unwrap();

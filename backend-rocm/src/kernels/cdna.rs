@@ -203,15 +203,10 @@ fn default_block_n(spec: &CdnaSpec, arch: Arch) -> i32 {
     if !wide && STAGES * stage_bytes(spec, 64) <= i64::from(arch.lds_bytes()) { 64 } else { 32 }
 }
 
-/// A tile of K and one of V in LDS, as `cdna/config.h` lays them out; the compiler has the last word.
+/// A tile of K and one of V in LDS, which have no gaps.
 fn stage_bytes(spec: &CdnaSpec, block_n: i32) -> i64 {
-    let pitch = |row_bytes: i32| {
-        let chunks = row_bytes.div_euclid(CHUNK as i32);
-        CHUNK as i32 * if chunks & (chunks - 1) == 0 { chunks } else { chunks | 1 }
-    };
-    let k = block_n * pitch(spec.head_dim_qk * spec.dtype_qk.size_bytes() as i32);
-    let v = spec.head_dim_v * pitch(block_n * spec.dtype_v.size_bytes() as i32);
-    i64::from(k + v)
+    let row = |dim: i32, dtype: DType| i64::from(dim) * dtype.size_bytes().cast_signed();
+    i64::from(block_n) * (row(spec.head_dim_qk, spec.dtype_qk) + row(spec.head_dim_v, spec.dtype_v))
 }
 
 /// What a workgroup has of LDS.

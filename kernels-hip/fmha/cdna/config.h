@@ -8,48 +8,61 @@ namespace fmha::cdna {
 
 FMHA_DEVICE constexpr bool is_power_of_two(int x) { return (x & (x - 1)) == 0; }
 
-// A matrix in LDS, rows of 16-byte chunks, laid out so that `line` lanes that read one chunk column of as many adjacent
-// rows meet all banks of a line of so many chunks: 32 banks, or gfx950's 64. A power of two of chunks a row is permuted
-// inside its row; any other number gets an odd pitch.
+// Chunks of 16 bytes in a line of LDS, which is as wide as all banks: 32, or gfx950's 64.
+constexpr int kLine = kArch == Arch::Gfx950 ? 16 : 8;
+
+// A matrix in LDS, rows of 16-byte chunks without gaps. kLine lanes meet all banks when they write adjacent chunks
+// and when they read one column of chunks of adjacent rows; where more than kLine rows turn, also when they write one
+// column of rows that lie 2, 4 or 8 apart.
 //
-// `eights`: rows d and d + 8 are turned differently too, for a writer whose lanes are eight rows apart.
-template <int num_rows, int row_bytes, bool eights, int line>
+// For that each bit of a row's number flips one bit of its chunks' places in a line, the next bit of the row the next
+// of the place, in turn. The first bits do so of themselves where a row is shorter than a line, or no whole lines;
+// the others by an exchange of chunks. So log2(kLine) bits of the row that are adjacent make all places of a line.
+template <int num_rows, int row_bytes, int num_turning = kLine>
 struct LdsMatrix {
+  static constexpr int turning_rows = num_turning;
   static constexpr int chunks = row_bytes / kFragBytes;
-  static constexpr bool permuted = is_power_of_two(chunks);
-  static constexpr int pitch = permuted ? chunks : chunks | 1;
-  static constexpr int period = chunks < line ? chunks : line;  // chunks that are exchanged
-  static constexpr int rows_per_line = line / period;
+  static constexpr int in_step = min(chunks & -chunks, kLine);  // with lines: so many chunks of a row never part
+  static constexpr int rows_per_line = kLine / in_step;
+  // Chunks are exchanged in lines; in parts of them where a row may end inside a line.
+  static constexpr int exchanged = is_power_of_two(chunks) ? kLine : in_step;
+  static_assert(is_power_of_two(chunks) || turning_rows <= kLine, "such rows are exchanged in themselves alone");
 
-  alignas(16) uint8_t bytes[num_rows * pitch * kFragBytes];
+  alignas(16) uint8_t bytes[num_rows * row_bytes];
 
-  // Linear in the bits of the row, so that a sum of rows without a carry turns by both their turns.
-  static FMHA_DEVICE constexpr int turn(int row) { return (row / rows_per_line ^ (eights ? row / 8 : 0)) % period; }
-
-  // The chunk of a row that stands at place `chunk` of it.
-  static FMHA_DEVICE constexpr int chunk_at(int row, int chunk) { return permuted ? chunk ^ turn(row) : chunk; }
-
-  static FMHA_DEVICE constexpr int offset(int row, int chunk) {
-    if constexpr (!permuted) return (row * pitch + chunk) * kFragBytes;
-    return (row * pitch + (chunk / period * period) + (chunk % period ^ turn(row))) * kFragBytes;
+  static FMHA_DEVICE constexpr int turn(int row) {
+    const int line = row % turning_rows / rows_per_line;
+    return (line ^ line / kLine) % kLine;
   }
 
-  // The place `rows` rows below the one at `at`, where `rows` shares no bit with its row.
+  // The chunk of a row that stands at place `chunk` of it, where none leaves its row.
+  static FMHA_DEVICE constexpr int chunk_at(int row, int chunk) {
+    static_assert(turning_rows <= kLine, "chunks are exchanged between rows");
+    return chunk ^ turn(row);
+  }
+
+  static FMHA_DEVICE constexpr int offset(int row, int chunk) {
+    return ((row * chunks + chunk) ^ turn(row)) * kFragBytes;
+  }
+
+  // The place `rows` rows below the one at `at`, where `rows` shares no bit with its row. What is not exchanged is an
+  // addition, which costs no instruction.
   static FMHA_DEVICE int below(int at, int rows) {
-    return (permuted ? at ^ turn(rows) * kFragBytes : at) + rows * pitch * kFragBytes;
+    const int part = exchanged_part(rows, 0);
+    return (at ^ part) + (offset(rows, 0) - part);
   }
 
   // Where this lane's fragments begin. They serve all steps and blocks but for constants: the compiler is
   // kept from making a register of each.
-  static constexpr int num_lane_addresses = permuted && period >= 2 ? period / 2 : 1;
-  using LaneAddresses = Array<int, num_lane_addresses>;
+  using LaneAddresses = Array<int, exchanged>;
   static FMHA_DEVICE LaneAddresses lane_addresses() {
-    const int thread = thread_idx_here(), col = lane_col(thread), half = lane_half(thread);
+    constexpr uint32_t used = exchanged_parts();
+    const int thread = thread_idx_here(), from = offset(lane_col(thread), lane_half(thread));
     LaneAddresses at;
 #pragma unroll
-    for (int x = 0; x < num_lane_addresses; ++x) {
-      const int low = num_lane_addresses > 1 || permuted ? (2 * x) ^ half ^ turn(col) : half;
-      at[x] = (col * pitch + low) * kFragBytes;
+    for (int x = 0; x < exchanged; ++x) {
+      if ((used >> x & 1) == 0) continue;
+      at[x] = from ^ x * kFragBytes;
       computed_here(at[x]);
     }
     return at;
@@ -57,14 +70,45 @@ struct LdsMatrix {
 
   // This lane's fragment of step `c` of rows 32 * block ...
   FMHA_DEVICE Frag frag(const LaneAddresses& lane, int block, int c) const {
-    const int chunk = 2 * c;
-    if constexpr (!permuted) {
-      return *reinterpret_cast<const Frag*>(&bytes[lane[0] + (block * kEdge * pitch + chunk) * kFragBytes]);
-    } else {
-      const int which = (chunk % period ^ turn(block * kEdge)) / 2;
-      return *reinterpret_cast<const Frag*>(
-          &bytes[lane[which] + (block * kEdge * pitch + chunk / period * period) * kFragBytes]);
+    const int part = exchanged_part(block * kEdge, 2 * c);
+    return *reinterpret_cast<const Frag*>(&bytes[lane[part / kFragBytes] + (offset(block * kEdge, 2 * c) - part)]);
+  }
+
+ private:
+  static FMHA_DEVICE constexpr int exchanged_part(int row, int chunk) {
+    return offset(row, chunk) % (exchanged * kFragBytes);
+  }
+
+  // Bit x: whether some fragment has a part of x chunks.
+  static FMHA_DEVICE constexpr uint32_t exchanged_parts() {
+    uint32_t parts = 0;
+    for (int block = 0; block < num_rows / kEdge; ++block) {
+      for (int c = 0; c < chunks / 2; ++c) parts |= 1u << exchanged_part(block * kEdge, 2 * c) / kFragBytes;
     }
+    return parts;
+  }
+};
+
+// V transposed as it is written, keys along rows in KeyOrder.
+template <int head_dim, int num_keys, int elem_bytes>
+struct TransposedOnWriting : LdsMatrix<head_dim, num_keys * elem_bytes, 8 * kLine> {
+  using Matrix = LdsMatrix<head_dim, num_keys * elem_bytes, 8 * kLine>;
+
+  // A run of one-byte keys is a quarter of a chunk, and a wave that reads whole lines of memory may have no more than
+  // two of the four. So every other block of rows has the halves of its chunks exchanged: two blocks' runs meet all
+  // banks. It costs nothing where a matrix instruction takes half a fragment; gfx950's takes two whole ones.
+  static constexpr bool exchanges_halves = elem_bytes == 1 && kArch != Arch::Gfx950;
+
+  // Of four keys of row `d`.
+  static FMHA_DEVICE constexpr int place_of_run(int d, int i_run) {
+    const int byte = i_run * kRun * elem_bytes;
+    const int half = exchanges_halves && d / kEdge % 2 ? kFragBytes / 2 : 0;
+    return Matrix::offset(d, byte / kFragBytes) + (byte % kFragBytes ^ half);
+  }
+
+  FMHA_DEVICE Frag frag(const typename Matrix::LaneAddresses& lane, int block, int step) const {
+    const Frag x = Matrix::frag(lane, block, step);
+    return exchanges_halves && block % 2 ? Frag{x[2], x[3], x[0], x[1]} : x;
   }
 };
 
@@ -74,11 +118,12 @@ struct LdsMatrix {
 // are exchanged inside a row, so that the rows that 32 lanes read at once meet all 64 banks.
 template <int num_keys, int row_bytes, int elem_bytes>
 struct TransposedOnReading {
-  static constexpr int pitch = row_bytes / kFragBytes;
+  static constexpr int chunks = row_bytes / kFragBytes;
   static constexpr int block_bytes = kEdge * elem_bytes;  // of a row, a fragment's
   static constexpr int chunks_per_block = block_bytes / kFragBytes;
   static constexpr int rows_at_once = 8 / elem_bytes;
   static constexpr int period = row_bytes / block_bytes < rows_at_once ? row_bytes / block_bytes : rows_at_once;
+  static constexpr int turning_rows = elem_bytes == 1 ? 4 * kRun : kRun;
 
   alignas(16) uint8_t bytes[num_keys * row_bytes];
 
@@ -123,7 +168,9 @@ struct TransposedOnReading {
 };
 #else
 template <int num_keys, int row_bytes, int elem_bytes>
-struct TransposedOnReading {};
+struct TransposedOnReading {
+  static constexpr int turning_rows = 1;
+};
 #endif
 
 template <bool condition, class A, class B>
@@ -173,27 +220,23 @@ struct Config {
   // Whether one tile comes after another, with no overlap.
   static constexpr bool is_simple = by_element || spec.dropout;
 
-  // Chunks of all banks; of half of gfx950's where a load of all threads does not bring as many rows.
-  static constexpr int line(int lds_row_bytes) {
-    return kArch == Arch::Gfx950 && num_threads % (16 * (lds_row_bytes / kFragBytes)) == 0 ? 16 : 8;
-  }
-  // Whether rows go straight to LDS: all threads have an equal number of chunks, which lie whole periods of the
-  // permutation apart.
-  static constexpr bool goes_direct(int lds_row_bytes, int period) {
-    const int chunks = lds_row_bytes / kFragBytes;
+  using KMatrix = LdsMatrix<tile.block_n, qk_steps * kStepBytes>;
+  using VAsItLies = TransposedOnReading<tile.block_n, spec.head_dim_v * v_bytes, v_bytes>;
+
+  // Whether rows go straight to LDS: all threads have an equal number of chunks, and each of them two places in a row
+  // at most.
+  template <class Matrix>
+  static constexpr bool goes_direct(int chunks) {
     return kArch == Arch::Gfx950 && tile.load == LoadPath::Chunks && !is_simple && is_power_of_two(chunks) &&
-           num_threads % (period * chunks) == 0 && tile.block_n * chunks % num_threads == 0;
+           num_threads % chunks == 0 && 2 * num_threads % (Matrix::turning_rows * chunks) == 0 &&
+           tile.block_n * chunks % num_threads == 0;
   }
-  static constexpr bool direct_k = goes_direct(qk_steps * kStepBytes, line(qk_steps * kStepBytes));
+  static constexpr bool direct_k = goes_direct<KMatrix>(qk_steps * 2);
   // One-byte rows of 32 would be read with two lanes to a bank.
   static constexpr bool direct_v = spec.v_layout == VLayout::RowMajor && spec.head_dim_v * v_bytes >= 64 &&
-                                   goes_direct(spec.head_dim_v * v_bytes, 16 / v_bytes);
-
-  using KMatrix = LdsMatrix<tile.block_n, qk_steps * kStepBytes, !direct_k, line(qk_steps * kStepBytes)>;
-  // Else transposed, keys in KeyOrder.
-  using Transposed = LdsMatrix<spec.head_dim_v, tile.block_n * v_bytes, true, line(tile.block_n * v_bytes)>;
-  using VMatrix = typename Choose<direct_v, TransposedOnReading<tile.block_n, spec.head_dim_v * v_bytes, v_bytes>,
-                                  Transposed>::type;
+                                   goes_direct<VAsItLies>(spec.head_dim_v * v_bytes / kFragBytes);
+  using VTransposed = TransposedOnWriting<spec.head_dim_v, tile.block_n, v_bytes>;
+  using VMatrix = typename Choose<direct_v, VAsItLies, VTransposed>::type;
 
   struct Stage {
     KMatrix k;

@@ -10,8 +10,10 @@ namespace fmha::cdna {
 // matrix, in its order: it is the address in memory that undoes the permutation.
 template <class Matrix, int num_rows, int num_threads>
 class DirectLoad {
-  static constexpr int chunks_per_row = Matrix::pitch;
+  static constexpr int chunks_per_row = Matrix::chunks;
   static constexpr int rows_per_part = num_threads / chunks_per_row;
+  // A part has all rows that turn differently, or half of them: then every second part has other chunks of its rows.
+  static constexpr int num_places = rows_per_part % Matrix::turning_rows == 0 ? 1 : 2;
   using Reader = VectorReader<4, true>;
 
  public:
@@ -20,19 +22,30 @@ class DirectLoad {
   template <int part>
   FMHA_DEVICE void issue(const Rows& rows, Matrix& to, uint32_t wave_bytes) const {
     const uint32_t at = lds_address(&to) + wave_bytes + part * num_threads * kFragBytes;
-    Reader(rows).read_to_lds(from_, part * rows_per_part, at);
+    constexpr int place = part % num_places;
+    Reader(rows).read_to_lds(from_[place], (part - place) * rows_per_part, at);
   }
   FMHA_DEVICE void store(Matrix&, int) const {}
 
   FMHA_DEVICE void find_places(const Rows& rows) {
-    const int thread = thread_idx_here(), row = thread / chunks_per_row;
-    from_ = Reader::place(rows, row, Matrix::chunk_at(row, thread % chunks_per_row) * kFragBytes);
+    const int thread = thread_idx_here();
+#pragma unroll
+    for (int i = 0; i < num_places; ++i) {
+      const int row = thread / chunks_per_row + i * rows_per_part;
+      from_[i] = Reader::place(rows, row, Matrix::chunk_at(row, thread % chunks_per_row) * kFragBytes);
+    }
   }
-  FMHA_DEVICE void move(const Rows& rows, int32_t tiles) { from_ += Reader::below(rows, tiles * num_rows); }
-  FMHA_DEVICE void keep_places() { computed_here(from_); }
+  FMHA_DEVICE void move(const Rows& rows, int32_t tiles) {
+#pragma unroll
+    for (int i = 0; i < num_places; ++i) from_[i] += Reader::below(rows, tiles * num_rows);
+  }
+  FMHA_DEVICE void keep_places() {
+#pragma unroll
+    for (int i = 0; i < num_places; ++i) computed_here(from_[i]);
+  }
 
  private:
-  int32_t from_;
+  int32_t from_[num_places];
 };
 #endif
 

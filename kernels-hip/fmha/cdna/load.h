@@ -190,13 +190,6 @@ FMHA_DEVICE Words<elem_bytes> column_of(const Words<words> (&rows)[kRun], int j)
   }
 }
 
-// Where a run of four keys of one column of V stands in the transposed tile.
-template <int elem_bytes, class Matrix>
-FMHA_DEVICE int place_of_run(int d, int i_run) {
-  const int byte = i_run * kRun * elem_bytes;
-  return Matrix::offset(d, byte / kFragBytes) + byte % kFragBytes;
-}
-
 template <int elem_bytes, class Matrix>
 FMHA_DEVICE void store_run(Matrix& v, int place, Words<elem_bytes> run) {
   uint8_t* to = &v.bytes[place];
@@ -248,7 +241,7 @@ class VLoad<spec, tile, VLayout::RowMajor> {
     for (int c = 0; c < per_thread; ++c) {
       const Piece at = piece(c, thread);
       from_[c] = Reader::place(rows, at.first_key, at.i_piece * 4 * words);
-      place_[c] = place_of_run<C::v_bytes, typename C::VMatrix>(at.i_piece * dims, at.i_run);
+      place_[c] = C::VMatrix::place_of_run(at.i_piece * dims, at.i_run);
     }
   }
 
@@ -267,12 +260,13 @@ class VLoad<spec, tile, VLayout::RowMajor> {
     int i_run, first_key, i_piece;
   };
 
-  // Eight lanes read 8 adjacent pieces of a row, the next eight the keys whose runs share a 16-byte
-  // chunk with theirs: global reads stay 128 bytes wide and LDS writes meet each bank once.
+  // Eight lanes read 8 adjacent pieces of a row, the next eight the keys whose runs share a 16-byte chunk with theirs:
+  // LDS writes meet each bank once. Of a chunk's runs a wave has no more than leave it whole lines of memory.
+  static constexpr int runs_of_chunk = kFragBytes / kRun / C::v_bytes, runs_of_lines = kWaveSize * words / 32;
+  static constexpr int runs = C::VMatrix::exchanges_halves ? min(runs_of_chunk, runs_of_lines) : runs_of_chunk;
   static FMHA_DEVICE Piece piece(int c, int thread = thread_idx()) {
     const int id = c * C::num_threads + thread;
     constexpr int low = pieces_per_row % 8 == 0 ? 8 : pieces_per_row;
-    constexpr int runs = num_runs % 2 == 0 ? 2 : 1;
     const int rest = id / (low * runs);
     const int i_piece = id % low + rest % (pieces_per_row / low) * low;
     const int i_run = id / low % runs + rest / (pieces_per_row / low) * runs;
@@ -310,14 +304,15 @@ class VLoad<spec, tile, VLayout::ColMajor> {
   FMHA_DEVICE void store(typename C::VMatrix& v, int part) const {
     const int id = part * C::num_threads + thread_idx();
     if (num_chunks % C::num_threads != 0 && id >= num_chunks) return;
+    const Words<4>& x = chunk_[part];
     const int first_key = id % chunks_per_row * keys;
 #pragma unroll
-    for (int r = 0; r < keys / kRun; ++r) {
-      Words<C::v_bytes> run;
-#pragma unroll
-      for (int w = 0; w < C::v_bytes; ++w) run[w] = chunk_[part][r * C::v_bytes + w];
-      const int i_run = KeyOrder<C::v_bytes>::run_of(first_key + r * kRun);
-      store_run<C::v_bytes>(v, place_of_run<C::v_bytes, typename C::VMatrix>(id / chunks_per_row, i_run), run);
+    for (int half = 0; half < 2; ++half) {
+      // Those of its keys that one half of a wave has: 8 bytes that lie together in KeyOrder.
+      const int i_run = KeyOrder<C::v_bytes>::run_of(first_key + half * kRun);
+      const int place = C::VMatrix::place_of_run(id / chunks_per_row, i_run);
+      *reinterpret_cast<u32x2*>(&v.bytes[place]) =
+          C::v_bytes == 2 ? u32x2{x[2 * half], x[2 * half + 1]} : u32x2{x[half], x[half + 2]};
     }
   }
 

@@ -128,7 +128,7 @@ class ElementTiles {
     copy_elements<C::num_threads, tile.block_n, spec.head_dim_v, C::v_bytes>(
         to.v.bytes, from, [](int key, int dim) __attribute__((always_inline)) {
           const int run = KeyOrder<C::v_bytes>::run_of(key / kRun * kRun);
-          return place_of_run<C::v_bytes, typename C::VMatrix>(dim, run) + key % kRun * C::v_bytes;
+          return C::VMatrix::place_of_run(dim, run) + key % kRun * C::v_bytes;
         });
   }
 
