@@ -17,10 +17,8 @@ use fmha_rocm::RocmBackend;
 
 const ARCHS: [(&str, Option<DType>); 3] =
     [("gfx90a", None), ("gfx942", Some(DType::E4m3Fnuz)), ("gfx950", Some(DType::E4m3Fn))];
-const HEAD_DIMS: [u32; 6] = [32, 64, 96, 128, 192, 256];
+const HEAD_DIMS: [u32; 8] = [32, 64, 96, 128, 160, 192, 224, 256];
 const COLUMNS: &str = "arch\tcall\tkeys\tlds_cycles\tconflict_cycles\tlines\tlines_if_packed\n";
-/// Calls whose lanes meet in a bank: no others may. `docs/kernels/cdna-fwd.md` says why these do.
-const CONFLICTS: [(&str, &str); 2] = [("gfx950", "e4m3fn/d32"), ("gfx950", "e4m3fn/d96")];
 /// What the figures are of: between a launch with so many keys and one with twice as many lie only steps of the loop.
 const KEYS: u32 = 512;
 
@@ -107,7 +105,7 @@ fn the_committed_table_of_what_the_main_loop_asks_of_memory_is_current() {
                 many.vmem_lines - few.vmem_lines,
                 many.vmem_lines_min - few.vmem_lines_min,
             );
-            assert_eq!(conflicts > 0, CONFLICTS.contains(&(arch, &call.name())), "bank conflicts:\n{table}");
+            assert_eq!(conflicts, 0, "bank conflicts:\n{table}");
         }
     }
     std::fs::remove_dir_all(folder).unwrap();

@@ -11,33 +11,40 @@ FMHA_DEVICE constexpr bool is_power_of_two(int x) { return (x & (x - 1)) == 0; }
 // Chunks of 16 bytes in a line of LDS, which is as wide as all banks: 32, or gfx950's 64.
 constexpr int kLine = kArch == Arch::Gfx950 ? 16 : 8;
 
-// A matrix in LDS, rows of 16-byte chunks without gaps. kLine lanes meet all banks when they write adjacent chunks
-// and when they read one column of chunks of adjacent rows; where more than kLine rows turn, also when they write one
-// column of rows that lie 2, 4 or 8 apart.
+// As many low bits of `x` as number the chunks of a line, in reverse order.
+FMHA_DEVICE constexpr int reversed(uint32_t x) {
+  constexpr int low_bits = kLine == 16 ? 4 : 3;
+  return int(__builtin_bitreverse32(x) >> (32 - low_bits));
+}
+
+// A matrix in LDS, rows of 16-byte chunks without gaps. kLine lanes meet all banks when they write adjacent chunks, or
+// every other one of several rows, and when they read one column of chunks of adjacent rows. With `piece_rows`, they also
+// do when they write one row each of pieces of so many rows: of 2^k adjacent pieces 2^-k of a line's chunks, for any k.
 //
-// For that each bit of a row's number flips one bit of its chunks' places in a line, the next bit of the row the next
-// of the place, in turn. The first bits do so of themselves where a row is shorter than a line, or no whole lines;
-// the others by an exchange of chunks. So log2(kLine) bits of the row that are adjacent make all places of a line.
-template <int num_rows, int row_bytes, int num_turning = kLine>
+// For that each bit of a row's number flips one bit of its chunks' places in a line: the first ones do so of themselves
+// where a row is shorter than a line, the others by an exchange of chunks. Pieces flip the places' bits in reverse
+// order: more pieces take a line's halves, then its quarters, and more chunks what lies inside those.
+template <int num_rows, int row_bytes, int piece_rows = 0>
 struct LdsMatrix {
-  static constexpr int turning_rows = num_turning;
+  static constexpr int turning_rows = max(kLine, piece_rows * kLine);
   static constexpr int chunks = row_bytes / kFragBytes;
   static constexpr int in_step = min(chunks & -chunks, kLine);  // with lines: so many chunks of a row never part
   static constexpr int rows_per_line = kLine / in_step;
   // Chunks are exchanged in lines; in parts of them where a row may end inside a line.
   static constexpr int exchanged = is_power_of_two(chunks) ? kLine : in_step;
-  static_assert(is_power_of_two(chunks) || turning_rows <= kLine, "such rows are exchanged in themselves alone");
+  static_assert(is_power_of_two(chunks) || piece_rows == 0, "such rows are exchanged in themselves alone");
 
   alignas(16) uint8_t bytes[num_rows * row_bytes];
 
   static FMHA_DEVICE constexpr int turn(int row) {
-    const int line = row % turning_rows / rows_per_line;
-    return (line ^ line / kLine) % kLine;
+    if constexpr (piece_rows == 0) return row % kLine / rows_per_line;
+    const uint32_t exchanging = uint32_t(row) & -uint32_t(rows_per_line);
+    return reversed(exchanging ^ exchanging / piece_rows);
   }
 
   // The chunk of a row that stands at place `chunk` of it, where none leaves its row.
   static FMHA_DEVICE constexpr int chunk_at(int row, int chunk) {
-    static_assert(turning_rows <= kLine, "chunks are exchanged between rows");
+    static_assert(piece_rows == 0, "chunks are exchanged between rows");
     return chunk ^ turn(row);
   }
 
@@ -89,10 +96,10 @@ struct LdsMatrix {
   }
 };
 
-// V transposed as it is written, keys along rows in KeyOrder.
-template <int head_dim, int num_keys, int elem_bytes>
-struct TransposedOnWriting : LdsMatrix<head_dim, num_keys * elem_bytes, 8 * kLine> {
-  using Matrix = LdsMatrix<head_dim, num_keys * elem_bytes, 8 * kLine>;
+// V transposed as it is written, keys along rows in KeyOrder, `piece_rows` rows a lane.
+template <int head_dim, int num_keys, int elem_bytes, int piece_rows>
+struct TransposedOnWriting : LdsMatrix<head_dim, num_keys * elem_bytes, piece_rows> {
+  using Matrix = LdsMatrix<head_dim, num_keys * elem_bytes, piece_rows>;
 
   // A run of one-byte keys is a quarter of a chunk, and a wave that reads whole lines of memory may have no more than
   // two of the four. So every other block of rows has the halves of its chunks exchanged: two blocks' runs meet all
@@ -235,7 +242,15 @@ struct Config {
   // One-byte rows of 32 would be read with two lanes to a bank.
   static constexpr bool direct_v = spec.v_layout == VLayout::RowMajor && spec.head_dim_v * v_bytes >= 64 &&
                                    goes_direct<VAsItLies>(spec.head_dim_v * v_bytes / kFragBytes);
-  using VTransposed = TransposedOnWriting<spec.head_dim_v, tile.block_n, v_bytes>;
+
+  // Of V's rows in memory, the piece that a lane transposes: the widest that gives every thread work. A lane of
+  // column-major V has but one row.
+  static constexpr int num_v_pieces(int words) {
+    return tile.block_n / kRun * (spec.head_dim_v * v_bytes / (4 * words));
+  }
+  static constexpr int v_piece_words = num_v_pieces(4) >= num_threads ? 4 : num_v_pieces(2) >= num_threads ? 2 : 1;
+  static constexpr int v_piece_dims = spec.v_layout == VLayout::RowMajor ? 4 * v_piece_words / v_bytes : 0;
+  using VTransposed = TransposedOnWriting<spec.head_dim_v, tile.block_n, v_bytes, v_piece_dims>;
   using VMatrix = typename Choose<direct_v, VAsItLies, VTransposed>::type;
 
   struct Stage {

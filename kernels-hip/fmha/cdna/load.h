@@ -209,12 +209,9 @@ class VLoad<spec, tile, VLayout::RowMajor> {
   using C = Config<spec, tile>;
   static constexpr int num_runs = tile.block_n / kRun;
 
-  // The widest piece that gives every thread work.
-  static constexpr int pieces(int words) { return num_runs * (spec.head_dim_v * C::v_bytes / (4 * words)); }
-  static constexpr int words = pieces(4) >= C::num_threads ? 4 : pieces(2) >= C::num_threads ? 2 : 1;
-  static constexpr int dims = 4 * words / C::v_bytes;
+  static constexpr int words = C::v_piece_words, dims = C::v_piece_dims;
   static constexpr int pieces_per_row = spec.head_dim_v / dims;
-  static constexpr int num_pieces = pieces(words);
+  static constexpr int num_pieces = C::num_v_pieces(words);
   static constexpr int per_thread = ceil_div(num_pieces, C::num_threads);
   using Reader = VectorReader<words, tile.load == LoadPath::Chunks>;
 
@@ -260,17 +257,24 @@ class VLoad<spec, tile, VLayout::RowMajor> {
     int i_run, first_key, i_piece;
   };
 
-  // Eight lanes read 8 adjacent pieces of a row, the next eight the keys whose runs share a 16-byte chunk with theirs:
-  // LDS writes meet each bank once. Of a chunk's runs a wave has no more than leave it whole lines of memory.
+  // A group of lanes reads adjacent pieces of a row, the next group the keys whose runs share a 16-byte chunk with
+  // theirs. Of a chunk's runs a wave has no more than leave it whole lines of memory.
+  static constexpr int group = min(8, pieces_per_row & -pieces_per_row), groups_per_row = pieces_per_row / group;
   static constexpr int runs_of_chunk = kFragBytes / kRun / C::v_bytes, runs_of_lines = kWaveSize * words / 32;
   static constexpr int runs = C::VMatrix::exchanges_halves ? min(runs_of_chunk, runs_of_lines) : runs_of_chunk;
+  // So many groups fill a line of LDS: adjacent ones. What a row has left over of such sets comes last, each group with
+  // adjacent chunks.
+  static constexpr int groups_of_line = ceil_div(kLine, group);
+  static constexpr int in_sets = groups_per_row / groups_of_line * groups_of_line, chunks = num_runs / runs;
+
   static FMHA_DEVICE Piece piece(int c, int thread = thread_idx()) {
     const int id = c * C::num_threads + thread;
-    constexpr int low = pieces_per_row % 8 == 0 ? 8 : pieces_per_row;
-    const int rest = id / (low * runs);
-    const int i_piece = id % low + rest % (pieces_per_row / low) * low;
-    const int i_run = id / low % runs + rest / (pieces_per_row / low) * runs;
-    return {i_run, KeyOrder<C::v_bytes>::first_key(i_run), i_piece};
+    const int rest = id / (group * runs), left_over = rest - in_sets * chunks;
+    const bool is_in_set = in_sets > 0 && left_over < 0;
+    const int i_group = is_in_set ? rest % max(in_sets, 1) : in_sets + left_over / chunks;
+    const int i_chunk = is_in_set ? rest / max(in_sets, 1) : left_over % chunks;
+    const int i_run = id / group % runs + i_chunk * runs;
+    return {i_run, KeyOrder<C::v_bytes>::first_key(i_run), id % group + i_group * group};
   }
 
   Words<words> piece_[per_thread][kRun];
