@@ -80,6 +80,26 @@ GLOBAL void uses_an_unwritten_register(const int *in, int *out) {
   out[i] = x + in[i];
 }
 
+GLOBAL void reads_unwritten_private_memory(const int *in, int *out) {
+  volatile int mine[2];
+  int i = __builtin_amdgcn_workitem_id_x();
+  mine[0] = in[i];
+  out[i] = mine[1] + in[i];
+}
+
+// As a compiler spills a run of registers of which one holds nothing: no fault before `uses` asks for that one.
+template <bool uses> static __attribute__((device, always_inline)) void spill(const int *in, int *out) {
+  volatile int mine[2];
+  int i = __builtin_amdgcn_workitem_id_x(), nothing;
+  asm volatile("v_mov_b32 %0, v60" : "=v"(nothing) : : "v60");
+  mine[0] = in[127 - i];
+  mine[1] = nothing;
+  out[i] = mine[0] + (uses ? mine[1] : 0);
+}
+
+GLOBAL void spills_an_unwritten_register(const int *in, int *out) { spill<false>(in, out); }
+GLOBAL void uses_a_spilled_unwritten_register(const int *in, int *out) { spill<true>(in, out); }
+
 GLOBAL void never_ends(const int *in, int *out) {
   while (true) asm volatile("s_nop 0");
 }

@@ -396,6 +396,8 @@ impl Run<'_> {
         wave.scratch_bytes = self.info.scratch_bytes;
         wave.scratch.clear();
         wave.scratch.resize(self.info.scratch_bytes as usize * LANES, 0xff);
+        wave.scratch_defined.clear();
+        wave.scratch_defined.resize(wave.scratch.len(), false);
         salu::set_mode(wave, descriptor.rsrc1 >> 12 & 0xff).map_err(|stop| self.fault(*stop, wave, id))?;
 
         let mut next = 0u8;

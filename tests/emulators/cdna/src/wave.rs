@@ -55,6 +55,8 @@ pub(crate) struct Wave {
     /// Private memory, `scratch_bytes` a lane.
     pub(crate) scratch: Vec<u8>,
     pub(crate) scratch_bytes: u32,
+    /// Which bytes of it hold something.
+    pub(crate) scratch_defined: Vec<bool>,
     pub(crate) checks: RegChecks,
     /// Instructions executed.
     pub(crate) executed: u64,
@@ -80,6 +82,7 @@ impl Wave {
             launched: 0,
             scratch: Vec::new(),
             scratch_bytes: 0,
+            scratch_defined: Vec::new(),
             checks: RegChecks::default(),
             executed: 0,
             last_allocation: 0,

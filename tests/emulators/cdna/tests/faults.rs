@@ -34,6 +34,8 @@ fn each_planted_fault_is_caught_by_name() {
         ("waits_in_some_lanes", FaultKind::DivergentBarrier),
         ("uses_a_load_too_early", FaultKind::MissingWait),
         ("uses_an_unwritten_register", FaultKind::UninitRegister),
+        ("reads_unwritten_private_memory", FaultKind::UninitRegister),
+        ("uses_a_spilled_unwritten_register", FaultKind::UninitRegister),
         ("never_ends", FaultKind::Timeout),
         ("traps", FaultKind::Trap),
     ];
@@ -41,6 +43,8 @@ fn each_planted_fault_is_caught_by_name() {
     for arch in Arch::ALL {
         let Some(code) = compile("faults.hip", arch) else { return };
         assert_eq!(run(arch, &code, "right").expect("nothing is wrong with it"), reversed, "{arch}");
+        let spilled = run(arch, &code, "spills_an_unwritten_register").expect("nothing uses it");
+        assert_eq!(spilled, reversed, "{arch}");
         for (kernel, kind) in planted {
             let fault = run(arch, &code, kernel).expect_err(kernel);
             assert_eq!(fault.kind, kind, "{arch} {kernel}: {fault}");

@@ -7,7 +7,8 @@ pub(crate) mod regs;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(clippy::struct_excessive_bools, reason = "independent switches")]
 pub struct Checks {
-    /// Registers read before they were written, per lane. Pure copies may carry undefined values.
+    /// Registers read before they were written, per lane. Pure copies may carry undefined values, and so may private
+    /// memory: what comes from it is as defined as what was put there.
     pub uninit_registers: bool,
     /// LDS read before it was written.
     pub uninit_lds: bool,

@@ -3,7 +3,7 @@
 use super::Checks;
 use super::lds::{DmaWrite, Touch};
 use crate::error::{Exec, FaultKind, Stop};
-use crate::inst::{Inst, Regs, Src, Ty, VReg};
+use crate::inst::{Inst, MemKind, Regs, Src, Ty, VReg};
 use crate::op::Op;
 use crate::wave::VREGS;
 
@@ -37,6 +37,8 @@ pub(crate) struct RegChecks {
     pending: [u64; VREGS / 64],
     pending_s: u128,
     pub(crate) queue: Vec<Outstanding>,
+    /// Lanes of the present load's registers that got bytes of private memory which hold nothing.
+    pub(crate) loaded_undefined: [u64; 4],
 }
 
 impl Default for RegChecks {
@@ -48,12 +50,19 @@ impl Default for RegChecks {
             pending: [0; VREGS / 64],
             pending_s: 0,
             queue: Vec::new(),
+            loaded_undefined: [0; 4],
         }
     }
 }
 
 fn is_lane_copy(inst: &Inst) -> bool {
     matches!(inst.op, Op::VWritelaneB32 | Op::VReadlaneB32)
+}
+
+/// Which of its reads is a store's data, where a lane's address says whether that may be undefined.
+fn stored_by_lane(inst: &Inst) -> Option<usize> {
+    let mem = inst.mem.filter(|mem| matches!(mem.kind, MemKind::Store { .. }) && mem.may_be_private())?;
+    inst.reads.iter().rposition(|regs| matches!(*regs, Regs::V(first, _) if first == mem.data))
 }
 
 fn name(reg: VReg) -> String {
@@ -82,6 +91,7 @@ impl RegChecks {
         self.pending = [0; VREGS / 64];
         self.pending_s = 0;
         self.queue.clear();
+        self.loaded_undefined = [0; 4];
     }
 
     /// Marks lanes of a vector register as written.
@@ -92,6 +102,10 @@ impl RegChecks {
 
     pub(crate) fn define_s(&mut self, first: u8, count: u8) {
         self.valid_s |= scalar_bits(first, count);
+    }
+
+    pub(crate) fn is_defined(&self, reg: VReg, lane: usize) -> bool {
+        self.valid[usize::from(reg) % VREGS] >> lane & 1 == 1
     }
 
     /// Checks a read of one vector register.
@@ -135,8 +149,14 @@ impl RegChecks {
         } else {
             exec
         };
+        let judged_by_lane = stored_by_lane(inst);
         for (i, regs) in inst.reads.iter().enumerate() {
             match *regs {
+                Regs::V(first, count) if judged_by_lane == Some(i) => {
+                    for reg in first..first + u16::from(count) {
+                        self.waited(reg)?;
+                    }
+                }
                 Regs::V(first, count) => {
                     let lanes = if i == 0 { lanes_read } else { exec };
                     for reg in first..first + u16::from(count) {
@@ -353,6 +373,11 @@ impl RegChecks {
                     }
                 }
                 Regs::S(first, count) => self.valid_s |= scalar_bits(first, count),
+            }
+        }
+        if inst.mem.is_some_and(|mem| mem.may_be_private()) {
+            for (reg, lanes) in (inst.vdst..).zip(std::mem::take(&mut self.loaded_undefined)) {
+                self.valid[usize::from(reg) % VREGS] &= !lanes;
             }
         }
     }

@@ -1,5 +1,7 @@
 //! Vector memory: buffer, global, flat and scratch instructions.
 
+use std::ops::Range;
+
 use super::address::{Place, Places};
 use super::ds::place;
 use super::{Group, atomics, unknown};
@@ -99,9 +101,9 @@ impl Group<'_> {
                 return Ok(value);
             }
             Place::Private(address) => {
-                private(wave, address, bytes, l, |byte, i| {
+                for (i, byte) in wave.scratch[private(wave, address, bytes, l)?].iter().enumerate() {
                     value[i / 4] |= u32::from(*byte) << (8 * (i % 4));
-                })?;
+                }
                 return Ok(value);
             }
         };
@@ -136,6 +138,13 @@ impl Group<'_> {
                 continue;
             }
             let value = self.fetch(wave, *spot, usize::from(bytes), l)?;
+            if let Place::Private(address) = *spot {
+                let at = private(wave, address, usize::from(bytes), l)?;
+                // A register with one byte that holds something may be a struct with gaps.
+                for (d, defined) in wave.scratch_defined[at].chunks(4).enumerate() {
+                    wave.checks.loaded_undefined[d] |= u64::from(!defined.contains(&true)) << l;
+                }
+            }
             if bytes >= 4 {
                 for d in 0..dwords {
                     wave.vreg_mut(inst.vdst + d).0[l] = value[usize::from(d)];
@@ -147,8 +156,16 @@ impl Group<'_> {
         Ok(())
     }
 
+    /// A lane may put undefined values into its private memory, as spills of registers that hold something in part do;
+    /// what it loads from there is then undefined.
     fn store(&mut self, wave: &mut Wave, mem: &Mem, places: &Places, bytes: u8, half: Half) -> Exec {
         let dwords = u16::from(bytes.div_ceil(4));
+        let is_public = |place: &Place| !matches!(place, Place::Off | Place::Private(_));
+        let public =
+            places.iter().enumerate().fold(0, |lanes, (l, place)| lanes | u64::from(is_public(place)) << l);
+        for d in 0..dwords {
+            wave.checks.read_vreg(mem.data + d, public)?;
+        }
         for (l, spot) in places.iter().enumerate() {
             let mut value = [0; 4];
             for d in 0..dwords {
@@ -171,9 +188,10 @@ impl Group<'_> {
                     continue;
                 }
                 Place::Private(address) => {
-                    private(wave, address, usize::from(bytes), l, |byte, i| {
-                        *byte = (value[i / 4] >> (8 * (i % 4))) as u8;
-                    })?;
+                    for (i, at) in private(wave, address, usize::from(bytes), l)?.enumerate() {
+                        wave.scratch[at] = (value[i / 4] >> (8 * (i % 4))) as u8;
+                        wave.scratch_defined[at] = wave.checks.is_defined(mem.data + i as u16 / 4, l);
+                    }
                     continue;
                 }
             };
@@ -316,14 +334,8 @@ fn writable(allocation: &Allocation, address: u64, lane: usize) -> Exec {
     Ok(())
 }
 
-/// Visits the bytes of an access to a lane's private memory.
-fn private(
-    wave: &mut Wave,
-    address: u32,
-    bytes: usize,
-    lane: usize,
-    mut f: impl FnMut(&mut u8, usize),
-) -> Exec {
+/// Where the bytes of an access to a lane's private memory lie in the wave's.
+fn private(wave: &Wave, address: u32, bytes: usize, lane: usize) -> Exec<Range<usize>> {
     let size = wave.scratch_bytes as usize;
     let at = address as usize;
     if at + bytes > size {
@@ -333,8 +345,5 @@ fn private(
             format!("{bytes} bytes at private address {at}, of {size} a lane"),
         ));
     }
-    for i in 0..bytes {
-        f(&mut wave.scratch[lane * size + at + i], i);
-    }
-    Ok(())
+    Ok(lane * size + at..lane * size + at + bytes)
 }
