@@ -51,7 +51,7 @@ mod tile;
 use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::seq::spans;
 use fmha_core::{
-    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DeviceMemory, Error, FmhaBackend, FwdArgs, FwdPlan,
+    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DeviceMemory, Error, FmhaBackend, FwdArgs, FwdPlan,
     MemorySpace, PlanOptions, Result, Roofline, Stream, ValidBwd, ValidCombine, ValidFwd, env,
 };
 
@@ -140,7 +140,7 @@ impl FmhaBackend for CpuBackend {
         &self.name
     }
 
-    fn roofline(&self) -> Roofline {
+    fn roofline(&self, _dtype: DType) -> Roofline {
         self.roofline.get(self.engine, &self.threads)
     }
 

@@ -23,9 +23,9 @@ use fmha_core::error::{Error, ProblemError, Refusal, Result};
 use fmha_core::spec::CombineSpec;
 use fmha_core::tune::{TileOptions, Tune, TunedTile, TunedTiles};
 use fmha_core::{
-    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DevBuffer, DeviceMemory, Explain, FmhaBackend, FwdArgs,
-    FwdPlan, LaunchShape, MemorySpace, Plan, PlanOptions, Precompile, Promises, Queues, Roofline, Stream,
-    ValidBwd, ValidCombine, ValidFwd,
+    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevBuffer, DeviceMemory, Explain, FmhaBackend,
+    FwdArgs, FwdPlan, LaunchShape, MemorySpace, Plan, PlanOptions, Precompile, Promises, Queues, Roofline,
+    Stream, ValidBwd, ValidCombine, ValidFwd,
 };
 use fmha_kernels_cuda::combine;
 
@@ -157,8 +157,8 @@ impl FmhaBackend for CudaBackend {
         &self.name
     }
 
-    fn roofline(&self) -> Roofline {
-        self.facts.roofline.clone()
+    fn roofline(&self, dtype: DType) -> Roofline {
+        self.facts.roofline_of(dtype)
     }
 
     fn kernels(&self) -> Vec<&'static str> {

@@ -87,17 +87,21 @@ impl Arch {
         }
     }
 
-    /// Peak of f16 and bf16, and of memory, as AMD states them for the largest part.
-    pub(crate) fn roofline(self) -> Roofline {
-        let (flops, bytes, part) = match self {
-            Arch::Gfx90a => (383.0e12, 3.2e12, "MI250X"),
-            Arch::Gfx942 => (1307.4e12, 5.3e12, "MI300X"),
-            Arch::Gfx950 => (2516.6e12, 8.0e12, "MI355X"),
+    /// Peak of f16 and bf16 or of FP8, dense, and of memory, as AMD states them for the largest part. gfx90a has no FP8.
+    pub(crate) fn roofline(self, dtype: DType) -> Roofline {
+        let (two_bytes, fp8, bytes, part) = match self {
+            Arch::Gfx90a => (383.0e12, None, 3.2e12, "MI250X"),
+            Arch::Gfx942 => (1307.4e12, Some(2614.9e12), 5.3e12, "MI300X"),
+            Arch::Gfx950 => (2516.6e12, Some(5033.2e12), 8.0e12, "MI355X"),
+        };
+        let (flops, types) = match fp8.filter(|_| dtype.is_fp8()) {
+            Some(fp8) => (fp8, "FP8"),
+            None => (two_bytes, "f16 and bf16"),
         };
         Roofline {
             flops_per_second: Some(flops),
             bytes_per_second: Some(bytes),
-            source: format!("AMD's stated peak of {part}, f16 and bf16, dense"),
+            source: format!("AMD's stated peak of {part}, {types}, dense"),
         }
     }
 }
@@ -129,6 +133,16 @@ mod tests {
         // More waves than a compute unit has registers for are the compiler's fault; they run one by one.
         assert_eq!(holds(512, 0, 512), 1);
         assert_eq!(Arch::Gfx942.workgroups_per_compute_unit(&ResourceUsage::default(), 64), 1);
+    }
+
+    #[test]
+    fn fp8_is_held_against_its_own_peak_where_there_is_one() {
+        let peak = |arch: Arch, dtype| arch.roofline(dtype).flops_per_second.unwrap();
+        assert_eq!(peak(Arch::Gfx90a, DType::E4m3Fnuz), peak(Arch::Gfx90a, DType::Bf16));
+        for (arch, fp8) in [(Arch::Gfx942, DType::E4m3Fnuz), (Arch::Gfx950, DType::E4m3Fn)] {
+            let ratio = peak(arch, fp8) / peak(arch, DType::Bf16);
+            assert!((ratio - 2.0).abs() < 1e-3, "{arch:?}: {ratio}");
+        }
     }
 
     #[test]

@@ -22,9 +22,9 @@ use fmha_core::bind;
 use fmha_core::cache::{CompiledKernel, KernelJob};
 use fmha_core::source::KernelSource;
 use fmha_core::{
-    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DeviceMemory, Error, Explain, FmhaBackend, FwdArgs, FwdPlan,
-    LaunchShape, MemorySpace, Plan, PlanOptions, Precompile, ProblemError, Promises, Queues, Refusal,
-    ResourceUsage, Result, Roofline, Stream, ValidBwd, ValidCombine, ValidFwd,
+    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DeviceMemory, Error, Explain, FmhaBackend, FwdArgs,
+    FwdPlan, LaunchShape, MemorySpace, Plan, PlanOptions, Precompile, ProblemError, Promises, Queues,
+    Refusal, ResourceUsage, Result, Roofline, Stream, ValidBwd, ValidCombine, ValidFwd,
 };
 
 pub use crate::arch::Arch;
@@ -201,8 +201,8 @@ impl FmhaBackend for RocmBackend {
         &self.name
     }
 
-    fn roofline(&self) -> Roofline {
-        self.device.arch.roofline()
+    fn roofline(&self, dtype: DType) -> Roofline {
+        self.device.arch.roofline(dtype)
     }
 
     fn kernels(&self) -> Vec<&'static str> {

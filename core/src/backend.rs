@@ -4,6 +4,7 @@ use crate::args::{BwdArgs, CombineArgs, FwdArgs, MemorySpace};
 use crate::bwd::ValidBwd;
 use crate::cache::Precompile;
 use crate::combine::ValidCombine;
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::plan::{BwdPlan, CombinePlan, FwdPlan, PlanOptions};
 use crate::problem::ValidFwd;
@@ -31,8 +32,8 @@ pub trait FmhaBackend: Send + Sync {
     /// For people and logs: which device, how many cores, which instructions.
     fn name(&self) -> &str;
 
-    /// What the device could reach at best, for the share that a run reports.
-    fn roofline(&self) -> Roofline {
+    /// What the device could reach at best with products of `dtype`, for the share that a run reports.
+    fn roofline(&self, _dtype: DType) -> Roofline {
         Roofline::default()
     }
 

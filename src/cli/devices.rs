@@ -3,6 +3,7 @@
 use std::io::Write;
 
 use clap::Args;
+use fmha::DType;
 use serde_json::json;
 
 use super::Verdict;
@@ -33,7 +34,7 @@ impl DevicesArgs {
                 Ok(backend) => {
                     writeln!(out, "{:<8} present  {}", device.backend.to_string(), backend.name())?;
                     writeln!(out, "{:<8}          kernels: {}", "", backend.kernels().join(", "))?;
-                    writeln!(out, "{:<8}          roofline: {}", "", backend.roofline())?;
+                    writeln!(out, "{:<8}          roofline: {}", "", backend.roofline(DType::Bf16))?;
                 }
                 Err(reason) => writeln!(out, "{:<8} absent   {reason}", device.backend.to_string())?,
             }
@@ -45,7 +46,7 @@ impl DevicesArgs {
 fn as_json(device: &fmha::Device) -> serde_json::Value {
     match &device.found {
         Ok(backend) => {
-            let roofline = backend.roofline();
+            let roofline = backend.roofline(DType::Bf16);
             json!({
                 "backend": device.backend.to_string(),
                 "present": true,

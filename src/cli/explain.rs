@@ -65,7 +65,7 @@ impl ExplainArgs {
         let flops = if setup.bwd.is_some() { work.bwd_flops } else { work.fwd_flops };
         match plan {
             Ok((text, mut object, explain)) => {
-                let roofline = backend.roofline();
+                let roofline = backend.roofline(setup.product_dtype());
                 let seconds = explain.and_then(|e| e.modelled_seconds(&roofline, flops, work.fwd_bytes));
                 if self.json {
                     object["device"] = backend.name().into();

@@ -103,7 +103,7 @@ impl RunArgs {
         }
 
         let timing = in_a_row(&mut || job.run(), self.warmup, self.repeat)?;
-        let speed = Speed::of(&setup, &timing, &backend.roofline())?;
+        let speed = Speed::of(&setup, &timing, &backend.roofline(setup.product_dtype()))?;
         if !self.json {
             writeln!(out, "{:<10} {}", "time", time(&timing))?;
             writeln!(out, "{:<10} {speed}", "speed")?;

@@ -41,6 +41,12 @@ struct Side {
 }
 
 impl Setup {
+    /// The type whose peak a run is held against: where its two products differ, the wider one.
+    pub(super) fn product_dtype(&self) -> DType {
+        let (qk, v) = (self.fwd.dtype_qk, self.fwd.dtype_v);
+        if qk.size_bytes() > v.size_bytes() { qk } else { v }
+    }
+
     /// The lengths as arguments in host memory.
     pub(super) fn seq_args(&self) -> SeqArgs<'_> {
         fn host(lengths: &Option<Vec<i32>>) -> Option<DevSlice<'_>> {

@@ -77,7 +77,7 @@ pub(in crate::cli) fn measure(
             burst.run(&mut || job.run(), &mut || flush.run(backend))?
         }
     };
-    let speed = Speed::of(setup, &timing, &backend.roofline())?;
+    let speed = Speed::of(setup, &timing, &backend.roofline(setup.product_dtype()))?;
     Ok(Measured::Timed { kernel: job.kernel().to_owned(), timing, speed })
 }
 
