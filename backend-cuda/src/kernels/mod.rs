@@ -197,3 +197,16 @@ pub(crate) fn select(
     }
     Err(Error::Unsupported { backend: backend.to_owned(), refusals })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fp8_is_held_against_twice_the_peak_of_two_bytes() {
+        let facts = DeviceFacts::stated("sm_90a").unwrap();
+        let [fp8, bf16] = [DType::E4m3Fn, DType::Bf16].map(|dtype| facts.roofline_of(dtype));
+        assert_eq!(fp8.flops_per_second.unwrap(), 2.0 * bf16.flops_per_second.unwrap());
+        assert!(fp8.source.contains("FP8") && !bf16.source.contains("FP8"), "{fp8}, {bf16}");
+    }
+}

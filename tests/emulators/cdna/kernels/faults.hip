@@ -80,6 +80,12 @@ GLOBAL void uses_an_unwritten_register(const int *in, int *out) {
   out[i] = x + in[i];
 }
 
+GLOBAL void stores_an_unwritten_register(const int *in, int *out) {
+  int nothing;
+  asm volatile("v_mov_b32 %0, v60" : "=v"(nothing) : : "v60");
+  out[__builtin_amdgcn_workitem_id_x()] = nothing;
+}
+
 GLOBAL void reads_unwritten_private_memory(const int *in, int *out) {
   volatile int mine[2];
   int i = __builtin_amdgcn_workitem_id_x();

@@ -244,13 +244,6 @@ pub(crate) struct Mem {
     pub(crate) offen: bool,
 }
 
-impl Mem {
-    /// Whether an address says, and not the instruction, that it goes to the lane's private memory.
-    pub(crate) fn may_be_private(&self) -> bool {
-        matches!(self.space, Space::Scratch | Space::Buffer | Space::Flat)
-    }
-}
-
 /// A decoded instruction.
 #[derive(Clone, Debug)]
 pub(crate) struct Inst {

@@ -34,6 +34,7 @@ fn each_planted_fault_is_caught_by_name() {
         ("waits_in_some_lanes", FaultKind::DivergentBarrier),
         ("uses_a_load_too_early", FaultKind::MissingWait),
         ("uses_an_unwritten_register", FaultKind::UninitRegister),
+        ("stores_an_unwritten_register", FaultKind::UninitRegister),
         ("reads_unwritten_private_memory", FaultKind::UninitRegister),
         ("uses_a_spilled_unwritten_register", FaultKind::UninitRegister),
         ("never_ends", FaultKind::Timeout),

@@ -3,7 +3,7 @@
 use super::Checks;
 use super::lds::{DmaWrite, Touch};
 use crate::error::{Exec, FaultKind, Stop};
-use crate::inst::{Inst, MemKind, Regs, Src, Ty, VReg};
+use crate::inst::{Class, Inst, MemKind, Regs, Src, Ty, VReg};
 use crate::op::Op;
 use crate::wave::VREGS;
 
@@ -59,10 +59,11 @@ fn is_lane_copy(inst: &Inst) -> bool {
     matches!(inst.op, Op::VWritelaneB32 | Op::VReadlaneB32)
 }
 
-/// Which of its reads is a store's data, where a lane's address says whether that may be undefined.
+/// Which of its reads is the data of a store to memory: the last. Each lane's address says whether that may be undefined.
 fn stored_by_lane(inst: &Inst) -> Option<usize> {
-    let mem = inst.mem.filter(|mem| matches!(mem.kind, MemKind::Store { .. }) && mem.may_be_private())?;
-    inst.reads.iter().rposition(|regs| matches!(*regs, Regs::V(first, _) if first == mem.data))
+    let is_store =
+        inst.class == Class::Vmem && inst.mem.is_some_and(|mem| matches!(mem.kind, MemKind::Store { .. }));
+    is_store.then(|| inst.reads.len() - 1)
 }
 
 fn name(reg: VReg) -> String {
@@ -375,7 +376,7 @@ impl RegChecks {
                 Regs::S(first, count) => self.valid_s |= scalar_bits(first, count),
             }
         }
-        if inst.mem.is_some_and(|mem| mem.may_be_private()) {
+        if inst.class == Class::Vmem {
             for (reg, lanes) in (inst.vdst..).zip(std::mem::take(&mut self.loaded_undefined)) {
                 self.valid[usize::from(reg) % VREGS] &= !lanes;
             }
