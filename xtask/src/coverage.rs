@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::emulated;
+use crate::kernels::HOPPER_ARCH;
 use crate::mutation;
 use crate::setup::{self, loudly};
 
@@ -75,7 +75,7 @@ fn observe(root: &Path) -> Result<Vec<PathBuf>, String> {
         (path, command)
     };
     let (path, mut battery) = cover("battery.txt");
-    battery.args(["conformance", "--allow-fallback", "--backend", "cuda", "--emulate", emulated::ARCH]);
+    battery.args(["conformance", "--allow-fallback", "--backend", "cuda", "--emulate", HOPPER_ARCH]);
     loudly(battery.args(["--filter", BATTERY]))?;
     let mut paths = vec![path];
     // What comes out right is the battery's and the mutants' business.
@@ -83,7 +83,7 @@ fn observe(root: &Path) -> Result<Vec<PathBuf>, String> {
         mutation::KERNELS.iter().flat_map(|(title, all)| all.iter().map(|one| (mutation::sms(title), one)));
     for (i, (sms, problem)) in launches.chain(EXTRA.iter().map(|one| ("1", one))).enumerate() {
         let (path, mut one) = cover(&format!("{i}.txt"));
-        one.args(["run", "--backend", "cuda", "--kernel", "sm90", "--emulate", emulated::ARCH]);
+        one.args(["run", "--backend", "cuda", "--kernel", "sm90", "--emulate", HOPPER_ARCH]);
         one.args(["--warmup", "0", "--repeat", "1", "--verify", "none"]).args(problem.split_whitespace());
         loudly(one.env("FMHA_EMULATE_SMS", sms))?;
         paths.push(path);

@@ -41,6 +41,16 @@ pub(super) fn masked(dtype: DType, dims: Dims, mask: &str) -> FwdProblem {
     problem
 }
 
+/// Packed sequences of these (queries, keys), with LSE and this mask.
+pub(super) fn group(dtype: DType, dims: Dims, sequences: &[(u32, u32)], mask: &str) -> FwdProblem {
+    let (total_q, total_k) = (sequences.iter().map(|s| s.0).sum(), sequences.iter().map(|s| s.1).sum());
+    let dims = Dims { batch: sequences.len() as u32, ..dims };
+    let mut problem = FwdProblem::group(dtype, dims, total_q, total_k);
+    problem.mask = mask.parse().unwrap_or(MaskSpec::NONE);
+    problem.write_lse = true;
+    problem
+}
+
 pub(super) fn data(name: &str) -> Data {
     Data { seed: seed_of(name), ..Data::default() }
 }
