@@ -86,6 +86,7 @@ fn counted(backend: &RocmBackend, problem: FwdProblem, folder: &Path) -> Counter
 }
 
 #[test]
+#[ignore = "47 kernels are compiled: cargo xtask test --all"]
 fn the_committed_table_of_what_the_main_loop_asks_of_memory_is_current() {
     let folder = std::env::temp_dir().join(format!("fmha-main-loop-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();

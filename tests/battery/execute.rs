@@ -11,6 +11,7 @@ use fmha_core::{
 };
 
 use crate::tensor::{Operand, Operands, Tensor};
+use crate::used::note;
 use crate::tensors::{HostBwd, HostCombine, HostFwd, score_of, seq_of};
 
 /// Runs a forward plan; O, LSE and the keep mask of `host` then hold its results.
@@ -18,6 +19,7 @@ use crate::tensors::{HostBwd, HostCombine, HostFwd, score_of, seq_of};
 /// # Errors
 /// What the backend said.
 pub fn run_fwd(backend: &dyn FmhaBackend, plan: &FwdPlan, host: &mut HostFwd) -> Result<()> {
+    note(&plan.kernel);
     let _turn = turn(backend);
     let mut resident = Resident::place(backend, &host.operands, plan.workspace_bytes)?;
     resident.run_fwd(plan, host)?;
@@ -29,6 +31,7 @@ pub fn run_fwd(backend: &dyn FmhaBackend, plan: &FwdPlan, host: &mut HostFwd) ->
 /// # Errors
 /// What the backend said.
 pub fn run_bwd(backend: &dyn FmhaBackend, plan: &BwdPlan, host: &mut HostBwd) -> Result<()> {
+    note(&plan.kernel);
     let _turn = turn(backend);
     let mut resident = Resident::place(backend, &host.operands, plan.workspace_bytes)?;
     resident.run_bwd(plan, host)?;
@@ -40,6 +43,7 @@ pub fn run_bwd(backend: &dyn FmhaBackend, plan: &BwdPlan, host: &mut HostBwd) ->
 /// # Errors
 /// What the backend said.
 pub fn run_combine(backend: &dyn FmhaBackend, plan: &CombinePlan, host: &mut HostCombine) -> Result<()> {
+    note(&plan.kernel);
     let _turn = turn(backend);
     let num_parts = host.problem.num_parts;
     let mut resident = Resident::place(backend, &host.operands, plan.workspace_bytes)?;
@@ -73,6 +77,7 @@ pub fn replay_fwd(
     first: &mut HostFwd,
     then: &mut HostFwd,
 ) -> Result<()> {
+    note(&plan.kernel);
     let _turn = turn(backend);
     let mut resident = Resident::place(backend, &first.operands, plan.workspace_bytes)?;
     let stream = queues.create_stream()?;

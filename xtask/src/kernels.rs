@@ -98,7 +98,7 @@ pub(crate) const ROWS: &[Row] = &[
     Row {
         tile: Some("order=dynamic"),
         in_test: Cases { filter: "^laws/(twice|a_recorded).*/bf16/.*/b$", deal: 1 },
-        in_all: Cases { filter: "^(laws|heads)/.*bf16", deal: 1 },
+        in_all: Cases { filter: "^(laws/(twice|a_recorded)|heads/(batch|group|row_blocks)).*bf16", deal: 1 },
         ..HOPPER_WALKING
     },
     Row {
@@ -111,6 +111,12 @@ pub(crate) const ROWS: &[Row] = &[
         in_test: Cases { filter: "^(rare/nan_in_v/bf16/(gaps|group)|heads/row_blocks/bf16/q65/ratio1)", deal: 1 },
         in_all: Cases { filter: "^(rare|heads/row_blocks)/.*bf16", deal: 1 },
         ..HOPPER_WALKING
+    },
+    Row {
+        kernel: Some("simt"),
+        in_test: Cases { filter: "^(definition|fp8|guards)/", deal: 96 },
+        in_all: Cases { filter: "^(addresses|definition|edges|fp8|guards|heads/[a-z_]*/(bf16|f16)/[^d]|rare)/", deal: 1 },
+        ..HOPPER
     },
     amd("gfx90a", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 3 }),
     amd("gfx942", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 1 }),
