@@ -4,8 +4,7 @@ use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
 use fmha_core::{
-    Accuracy, DType, PlanOptions, Promises, SeqMode, Shape, Strides, VLayout, ValidFwd, Workspace,
-    bind,
+    Accuracy, DType, PlanOptions, Promises, SeqMode, Shape, Strides, VLayout, ValidFwd, Workspace, bind,
 };
 use fmha_kernels_cuda::sm90::{self, Sm90Schedule, Sm90Tile};
 
