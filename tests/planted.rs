@@ -53,14 +53,18 @@ const OWN: &str = "PLANTED_FAULT";
 
 impl Fault {
     fn case(&self) -> Case {
-        all().into_iter().find(|case| case.name == self.case).unwrap_or_else(|| panic!("no case {}", self.case))
+        all()
+            .into_iter()
+            .find(|case| case.name == self.case)
+            .unwrap_or_else(|| panic!("no case {}", self.case))
     }
 
     fn options(&self) -> Options {
         let words = self.tile.iter().flat_map(|tile| tile.split(','));
         let tile = words.filter_map(|word| word.split_once('=')).map(|(k, v)| (k.to_owned(), v.to_owned()));
         let kernel = self.kernel.clone();
-        let plan = PlanOptions { kernel, allow_fallback: true, tile: tile.collect(), ..PlanOptions::default() };
+        let plan =
+            PlanOptions { kernel, allow_fallback: true, tile: tile.collect(), ..PlanOptions::default() };
         Options { plan, ..Options::default() }
     }
 
@@ -88,7 +92,8 @@ impl Fault {
         let mut kernels = Vec::new();
         for sound in of_case {
             let mut broken = sound.clone();
-            let Some(header) = broken.source.headers.iter_mut().find(|header| header.name == self.header) else {
+            let Some(header) = broken.source.headers.iter_mut().find(|header| header.name == self.header)
+            else {
                 continue;
             };
             assert_eq!(header.text.matches(&self.text).count(), 1, "{}: `{}`", self.what, self.text);
@@ -159,7 +164,9 @@ fn each_planted_fault_is_found_by_its_case_and_its_sound_twin_passes() {
     let faults = faults();
     let (next, missed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let work = || {
-        while let Some((index, fault)) = Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|at| Some((at, faults.get(at)?))) {
+        while let Some((index, fault)) =
+            Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|at| Some((at, faults.get(at)?)))
+        {
             let child = Command::new(std::env::current_exe().unwrap())
                 .args(["the_fault_of_this_process_is_found", "--exact", "--nocapture", "--test-threads=1"])
                 .env(OWN, index.to_string())
@@ -167,7 +174,8 @@ fn each_planted_fault_is_found_by_its_case_and_its_sound_twin_passes() {
                 .output()
                 .unwrap();
             let text = String::from_utf8_lossy(&child.stdout);
-            for line in text.lines().filter(|line| line.starts_with("absent: ") || line.contains(&fault.what)) {
+            for line in text.lines().filter(|line| line.starts_with("absent: ") || line.contains(&fault.what))
+            {
                 println!("{line}");
             }
             if !child.status.success() {

@@ -6,10 +6,10 @@
 use std::fmt;
 use std::str::FromStr;
 
-use fmha_core::cache::KernelJob;
-use fmha_core::{FmhaBackend, PlanOptions};
+use fmha_core::cache::{KernelJob, Precompile};
+use fmha_core::{AnyProblem, FmhaBackend, FwdProblem, PlanOptions};
 
-use crate::case::Case;
+use crate::case::{Body, Case};
 
 /// Part `index`, from 1, of `count`; written `1/24`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,8 +53,28 @@ impl Deal {
 #[must_use]
 pub fn jobs(case: &Case, backend: &dyn FmhaBackend, options: &PlanOptions) -> Vec<KernelJob> {
     let Some(compiler) = backend.precompiler() else { return Vec::new() };
-    let problem = case.problem().and_then(|problem| problem.clone().validate().ok());
-    problem.and_then(|problem| compiler.fwd_job(&problem, options).ok()).into_iter().collect()
+    let jobs = match &case.body {
+        Body::Forward(forward) => forward_jobs(compiler, &forward.problem, options),
+        Body::Law(law) => forward_jobs(compiler, &law.forward.problem, options),
+        Body::Backward(backward) => {
+            let problem = backward.problem.clone().validate().ok();
+            problem.and_then(|problem| compiler.jobs(AnyProblem::Backward(&problem), options).ok())
+        }
+        Body::Combine(combine) => {
+            let problem = combine.problem.clone().validate().ok();
+            problem.and_then(|problem| compiler.jobs(AnyProblem::Combine(&problem), options).ok())
+        }
+    };
+    jobs.unwrap_or_default()
+}
+
+fn forward_jobs(
+    compiler: &dyn Precompile,
+    problem: &FwdProblem,
+    options: &PlanOptions,
+) -> Option<Vec<KernelJob>> {
+    let problem = problem.clone().validate().ok()?;
+    compiler.jobs(AnyProblem::Forward(&problem), options).ok()
 }
 
 /// FNV-1a.

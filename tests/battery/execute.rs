@@ -11,15 +11,15 @@ use fmha_core::{
 };
 
 use crate::tensor::{Operand, Operands, Tensor};
-use crate::used::note;
 use crate::tensors::{HostBwd, HostCombine, HostFwd, score_of, seq_of};
+use crate::used::note;
 
 /// Runs a forward plan; O, LSE and the keep mask of `host` then hold its results.
 ///
 /// # Errors
 /// What the backend said.
 pub fn run_fwd(backend: &dyn FmhaBackend, plan: &FwdPlan, host: &mut HostFwd) -> Result<()> {
-    note(&plan.kernel);
+    note(plan.kernel());
     let _turn = turn(backend);
     let mut resident = Resident::place(backend, &host.operands, plan.workspace())?;
     resident.run_fwd(plan, host)?;
@@ -31,7 +31,7 @@ pub fn run_fwd(backend: &dyn FmhaBackend, plan: &FwdPlan, host: &mut HostFwd) ->
 /// # Errors
 /// What the backend said.
 pub fn run_bwd(backend: &dyn FmhaBackend, plan: &BwdPlan, host: &mut HostBwd) -> Result<()> {
-    note(&plan.kernel);
+    note(plan.kernel());
     let _turn = turn(backend);
     let mut resident = Resident::place(backend, &host.operands, plan.workspace())?;
     resident.run_bwd(plan, host)?;
@@ -43,7 +43,7 @@ pub fn run_bwd(backend: &dyn FmhaBackend, plan: &BwdPlan, host: &mut HostBwd) ->
 /// # Errors
 /// What the backend said.
 pub fn run_combine(backend: &dyn FmhaBackend, plan: &CombinePlan, host: &mut HostCombine) -> Result<()> {
-    note(&plan.kernel);
+    note(plan.kernel());
     let _turn = turn(backend);
     let num_parts = host.problem.num_parts;
     let mut resident = Resident::place(backend, &host.operands, plan.workspace())?;
@@ -77,7 +77,7 @@ pub fn replay_fwd(
     first: &mut HostFwd,
     then: &mut HostFwd,
 ) -> Result<()> {
-    note(&plan.kernel);
+    note(plan.kernel());
     let _turn = turn(backend);
     let mut resident = Resident::place(backend, &first.operands, plan.workspace())?;
     let stream = queues.create_stream()?;

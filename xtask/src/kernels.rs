@@ -108,14 +108,20 @@ pub(crate) const ROWS: &[Row] = &[
         ..HOPPER_WALKING
     },
     Row {
-        in_test: Cases { filter: "^(rare/nan_in_v/bf16/(gaps|group)|heads/row_blocks/bf16/q65/ratio1)", deal: 1 },
+        in_test: Cases {
+            filter: "^(rare/nan_in_v/bf16/(gaps|group)|heads/row_blocks/bf16/q65/ratio1)",
+            deal: 1,
+        },
         in_all: Cases { filter: "^(rare|heads/row_blocks)/.*bf16", deal: 1 },
         ..HOPPER_WALKING
     },
     Row {
         kernel: Some("simt"),
         in_test: Cases { filter: "^(definition|fp8|guards)/", deal: 96 },
-        in_all: Cases { filter: "^(addresses|definition|edges|fp8|guards|heads/[a-z_]*/(bf16|f16)/[^d]|rare)/", deal: 1 },
+        in_all: Cases {
+            filter: "^(addresses|definition|edges|fp8|guards|heads/[a-z_]*/(bf16|f16)/[^d]|rare)/",
+            deal: 1,
+        },
         ..HOPPER
     },
     amd("gfx90a", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 3 }),
@@ -153,8 +159,9 @@ impl Row {
         if cases.deal == 0 {
             return None;
         }
-        let mut words: Vec<String> =
-            [fmha, "conformance", "--backend", self.backend, "--emulate", self.arch].map(str::to_owned).into();
+        let mut words: Vec<String> = [fmha, "conformance", "--backend", self.backend, "--emulate", self.arch]
+            .map(str::to_owned)
+            .into();
         let mut add = |name: &str, value: &str| words.extend([name.to_owned(), value.to_owned()]);
         add("--filter", cases.filter);
         if let Some(kernel) = self.kernel {
@@ -178,8 +185,9 @@ impl Row {
 
     /// What is absent from `cargo xtask test` of this row.
     pub(crate) fn left_out(&self) -> Option<String> {
-        (self.in_test != self.in_all && self.in_all.deal > 0)
-            .then(|| format!("absent: the rest of {}, {}: cargo xtask test --all", self.name(), self.in_all.filter))
+        (self.in_test != self.in_all && self.in_all.deal > 0).then(|| {
+            format!("absent: the rest of {}, {}: cargo xtask test --all", self.name(), self.in_all.filter)
+        })
     }
 }
 

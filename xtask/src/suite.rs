@@ -39,16 +39,8 @@ impl Extent {
 }
 
 /// Programs that take longest, by the package or target they come from: they start first, so that none is left over.
-const LONGEST: [&str; 8] = [
-    "conformance",
-    "emulated_amd",
-    "planted",
-    "compiles",
-    "resources",
-    "command",
-    "cdna",
-    "silicon",
-];
+const LONGEST: [&str; 8] =
+    ["conformance", "emulated_amd", "planted", "compiles", "resources", "command", "cdna", "silicon"];
 
 /// Builds, runs, prints counts and seconds.
 pub(crate) fn run(extent: Extent) -> ExitCode {
@@ -148,7 +140,8 @@ fn steps(
             tally.say(&line);
         }
     }
-    let place = |step: &Step| LONGEST.iter().position(|name| step.name.contains(name)).unwrap_or(LONGEST.len());
+    let place =
+        |step: &Step| LONGEST.iter().position(|name| step.name.contains(name)).unwrap_or(LONGEST.len());
     steps.sort_by_key(place);
     match extent {
         Extent::Test => steps,
