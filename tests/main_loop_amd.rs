@@ -1,5 +1,5 @@
 //! What a step of the AMD kernels' main loop asks of LDS and of memory, counted in the emulator: the table
-//! `docs/kernels/cdna-loop-memory.tsv`. Modelled, not measured.
+//! `tests/evidence/cdna-loop-memory.tsv`. Modelled, not measured.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -110,6 +110,6 @@ fn the_committed_table_of_what_the_main_loop_asks_of_memory_is_current() {
         }
     }
     std::fs::remove_dir_all(folder).unwrap();
-    let committed = include_str!("../docs/kernels/cdna-loop-memory.tsv");
-    assert_eq!(table, committed, "docs/kernels/cdna-loop-memory.tsv is to be:\n{table}");
+    let committed = include_str!("evidence/cdna-loop-memory.tsv");
+    assert_eq!(table, committed, "tests/evidence/cdna-loop-memory.tsv is to be:\n{table}");
 }

@@ -25,4 +25,5 @@ pub mod tolerance;
 mod used;
 pub mod verdict;
 
+pub use families::definition;
 pub use regex_lite::Regex;

@@ -12,14 +12,14 @@ use crate::setup::{self, loudly};
 
 const BEGIN: &str = "<!-- written by cargo xtask coverage -->";
 const END: &str = "<!-- end of what cargo xtask coverage wrote -->";
-const PAGE: &str = "docs/kernels/cuda-coverage.md";
+const PAGE: &str = "tests/evidence/cuda-coverage.md";
 /// `file | part of the line | why it is not executed`.
-const REASONS: &str = "docs/kernels/cuda-coverage.reasons";
+const REASONS: &str = "tests/evidence/cuda-coverage.reasons";
 /// Kernels that are to be fast, and all that they are made of.
 const FAST: [&str; 5] = ["fmha/common/", "fmha/sm90/", "fmha/mma/", "fmha/ptx/", "fmha/combine.cuh"];
 
 /// Of the battery: one type in all its edges but the head dimensions, of which one kernel each would tell nothing new.
-const BATTERY: &str = "^(edges/[^h].*bf16|laws/column.*bf16|combine/)";
+const BATTERY: &str = "^(edges/[^h].*bf16|laws/column.*bf16|combine/|rare/.*bf16)";
 /// What neither that nor the mutants' launches run: knobs that no table chooses, values that lie hidden.
 const EXTRA: &[&str] = &[
     "-b 1 --heads 2 -s 200 -d 64 --prec f16 --mask t --tile f16_scores=1,f16_output=1",

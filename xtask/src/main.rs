@@ -5,13 +5,13 @@
 //! passed. So do those for which CI has no time: `--all` runs them.
 
 mod coverage;
+mod evidence;
 mod kernels;
 mod mutation;
 mod mutation_amd;
 mod setup;
 mod step;
 mod suite;
-mod support;
 mod tally;
 
 use std::process::ExitCode;
@@ -23,18 +23,19 @@ usage: cargo xtask test      set up, build in release, test what CI has time for
        cargo xtask test --all [--part I/N]
                              everything, or a part of it: the N parts together are everything
        cargo xtask setup     only the set-up
-       cargo xtask support [BACKEND[@ARCH] | TITLE=FILE]...
-                             the README's support table from the battery's results (default: cpu);
-                             FILE: what `fmha conformance` printed, elsewhere or in parts
+       cargo xtask evidence ON FILE [CASES]
+                             what `fmha conformance` printed into FILE (ON: `cuda, NVIDIA H200`, `rocm, gfx942 emulated`),
+                             kept in tests/evidence with the hash of the text that it was counted on
+       cargo xtask support   the README's support table from tests/evidence
        cargo xtask mutation [SCHEDULES]
                              the sm90 kernel broken instruction by instruction in the emulator, into
-                             docs/kernels/sm90-mutation.md; sound, under 100 schedules
+                             tests/evidence/sm90-mutation.md; sound, under 100 schedules
        cargo xtask mutation-amd
                              the CDNA kernel's waits and barriers left out one by one in the emulator, into
-                             docs/kernels/cdna-mutation.md
+                             tests/evidence/cdna-mutation.md
        cargo xtask coverage [FILE]...
                              lines of the CUDA device text that emulated runs execute, into
-                             docs/kernels/cuda-coverage.md; FILE: what earlier runs of `ptx-emu cover` wrote";
+                             tests/evidence/cuda-coverage.md; FILE: what earlier runs of `ptx-emu cover` wrote";
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
@@ -47,10 +48,9 @@ fn main() -> ExitCode {
             setup::run();
             ExitCode::SUCCESS
         }
-        ["support", ref backends @ ..] => {
-            let backends = if backends.is_empty() { &["cpu"] } else { backends };
-            ended(support::write(backends))
-        }
+        ["support"] => ended(evidence::write_table()),
+        ["evidence", on, file] => ended(evidence::keep(on, file, "all")),
+        ["evidence", on, file, cases] => ended(evidence::keep(on, file, cases)),
         ["coverage", ref paths @ ..] => ended(coverage::run(paths)),
         ["mutation-amd"] => ended(mutation_amd::run()),
         ["mutation"] => ended(mutation::run(100)),

@@ -3,7 +3,7 @@
 mod addresses;
 mod backward;
 mod combine;
-mod definition;
+pub mod definition;
 mod edges;
 mod fp8;
 mod guards;

@@ -11,7 +11,7 @@ use crate::memory::Placement;
 use crate::tensor::Room;
 use crate::tensors::{Data, Lengths, padded};
 
-const DTYPES: [DType; 7] = DType::ALL;
+pub(crate) const DTYPES: [DType; 7] = DType::ALL;
 const HEAD_DIMS: [(u32, u32); 12] = [
     (64, 64),
     (128, 128),
