@@ -10,10 +10,10 @@ use crate::combine::ValidCombine;
 use crate::dropout::DropoutSeed;
 use crate::dtype::DType;
 use crate::error::{ProblemError, ensure};
-use crate::layout::{Shape, Strides};
-use crate::problem::{FwdProblem, ValidFwd};
+use crate::layout::{KvLayout, QLayout, Shape, Strides};
+use crate::problem::{Extents, FwdProblem, ValidFwd};
 use crate::score::Bias;
-use crate::seq::SeqMode;
+use crate::seq::Totals;
 
 /// Who can read an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -145,13 +145,28 @@ impl<'a> DevSliceMut<'a> {
     }
 }
 
-/// Lengths, read where the kernel runs.
+/// Which pages hold the keys of each sequence, i32 `[batch, max_pages]`, read where the kernel runs. Key
+/// j of a sequence is row `j % page_size` of page `pages[sequence][j / page_size]`; entries beyond a
+/// sequence's length may hold anything, and a page may stand in several rows.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockTable<'a> {
+    /// The numbers of the pages.
+    pub pages: DevSlice<'a>,
+    /// Entries of a row: `max_pages * page_size` is at least the problem's `seqlen_k`.
+    pub max_pages: u32,
+}
+
+/// Lengths and places, read where the kernel runs; totals, which the host knows.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SeqArgs<'a> {
-    /// Group mode: i32 `[batch + 1]`, first physical row of each sequence of Q and O.
+    /// Rows of packed tensors, pages of paged ones.
+    pub totals: Totals,
+    /// Packed Q: i32 `[batch + 1]`, first physical row of each sequence of Q and O.
     pub cu_seqlens_q: Option<DevSlice<'a>>,
-    /// Group mode: i32 `[batch + 1]`, first physical row of each sequence of K and V.
+    /// Packed K: i32 `[batch + 1]`, first physical row of each sequence of K and V.
     pub cu_seqlens_k: Option<DevSlice<'a>>,
+    /// Paged K: the pages of each sequence.
+    pub block_table: Option<BlockTable<'a>>,
     /// i32 `[batch]`: logical queries, where the problem says so.
     pub seqused_q: Option<DevSlice<'a>>,
     /// i32 `[batch]`: logical keys, where the problem says so.
@@ -283,9 +298,9 @@ pub struct CombineArgs<'a> {
 /// The first argument that does not fit, with both byte counts.
 pub fn check_fwd(problem: &ValidFwd, args: &FwdArgs<'_>, space: MemorySpace) -> Result<(), ProblemError> {
     let mut operands = Operands::new(space);
-    operands.inputs(problem, args.q, args.k, args.v, &args.seq, &args.score)?;
-    operands.tensor("o", Access::out(&args.o), problem.o, problem.shape_o(), problem.dtype_o)?;
-    let lse_bytes = problem.lse_elems() * 4;
+    let extents = operands.inputs(problem, args.q, args.k, args.v, &args.seq, &args.score)?;
+    operands.tensor("o", Access::out(&args.o), problem.o, extents.o, problem.dtype_o)?;
+    let lse_bytes = extents.lse_elems * 4;
     operands.optional("lse", args.lse.as_ref().map(Access::out), problem.write_lse, lse_bytes)?;
     operands.optional("scale_o", args.scale_o.as_ref().map(Access::input), problem.scale_o, 4)?;
     let keep_mask = args.keep_mask.as_ref().map(Access::out);
@@ -299,17 +314,18 @@ pub fn check_fwd(problem: &ValidFwd, args: &FwdArgs<'_>, space: MemorySpace) -> 
 /// The first argument that does not fit, with both byte counts.
 pub fn check_bwd(problem: &ValidBwd, args: &BwdArgs<'_>, space: MemorySpace) -> Result<(), ProblemError> {
     let fwd = problem.fwd();
-    let lse_bytes = fwd.lse_elems() * 4;
+    let extents = problem.checked_extents(args.seq.totals)?;
+    let lse_bytes = extents.lse_elems * 4;
     let mut operands = Operands::new(space);
     operands.inputs(fwd, args.q, args.k, args.v, &args.seq, &args.score)?;
-    operands.tensor("o", Access::input(&args.o), fwd.o, fwd.shape_o(), fwd.dtype_o)?;
+    operands.tensor("o", Access::input(&args.o), fwd.o, extents.o, fwd.dtype_o)?;
     operands.optional("lse", Some(Access::input(&args.lse)), true, lse_bytes)?;
-    operands.tensor("dout", Access::input(&args.dout), problem.dout, fwd.shape_o(), fwd.dtype_o)?;
+    operands.tensor("dout", Access::input(&args.dout), problem.dout, extents.o, fwd.dtype_o)?;
     operands.optional("dlse", args.dlse.as_ref().map(Access::input), problem.has_dlse, lse_bytes)?;
     let grad = problem.dtype_grad;
-    operands.tensor("dq", Access::out(&args.dq), problem.dq, fwd.shape_q(), grad)?;
-    operands.tensor("dk", Access::out(&args.dk), problem.dk, fwd.shape_k(), grad)?;
-    operands.tensor("dv", Access::out(&args.dv), problem.dv, fwd.shape_v(), grad)?;
+    operands.tensor("dq", Access::out(&args.dq), problem.dq, extents.q, grad)?;
+    operands.tensor("dk", Access::out(&args.dk), problem.dk, extents.k, grad)?;
+    operands.tensor("dv", Access::out(&args.dv), problem.dv, extents.v, grad)?;
     let dbias = args.dbias.as_ref().map(Access::out);
     match (problem.dbias, fwd.bias, dbias) {
         (Some(wanted), Bias::Elementwise(bias), Some(access)) => {
@@ -420,22 +436,41 @@ impl Operands {
         v: DevSlice<'_>,
         seq: &SeqArgs<'_>,
         score: &ScoreArgs<'_>,
-    ) -> Result<(), ProblemError> {
-        self.tensor("q", Access::input(&q), problem.q, problem.shape_q(), problem.dtype_qk)?;
-        self.tensor("k", Access::input(&k), problem.k, problem.shape_k(), problem.dtype_qk)?;
-        self.tensor("v", Access::input(&v), problem.v, problem.shape_v(), problem.dtype_v)?;
+    ) -> Result<Extents, ProblemError> {
+        let extents = problem.checked_extents(seq.totals)?;
+        self.tensor("q", Access::input(&q), problem.q, extents.q, problem.dtype_qk)?;
+        self.tensor("k", Access::input(&k), problem.k, extents.k, problem.dtype_qk)?;
+        self.tensor("v", Access::input(&v), problem.v, extents.v, problem.dtype_v)?;
 
         let dims = problem.dims;
-        let group = matches!(problem.mode, SeqMode::Group { .. });
+        let (packed_q, packed_k) =
+            (problem.q_layout == QLayout::Packed, problem.kv_layout == KvLayout::Packed);
         let per_sequence = u64::from(dims.batch) * 4;
         for (name, slice, wanted, bytes) in [
-            ("cu_seqlens_q", &seq.cu_seqlens_q, group, per_sequence + 4),
-            ("cu_seqlens_k", &seq.cu_seqlens_k, group, per_sequence + 4),
+            ("cu_seqlens_q", &seq.cu_seqlens_q, packed_q, per_sequence + 4),
+            ("cu_seqlens_k", &seq.cu_seqlens_k, packed_k, per_sequence + 4),
             ("seqused_q", &seq.seqused_q, problem.seqused_q, per_sequence),
             ("seqused_k", &seq.seqused_k, problem.seqused_k, per_sequence),
         ] {
             self.optional(name, slice.as_ref().map(Access::input), wanted, bytes)?;
         }
+
+        let table_bytes = match (problem.kv_layout.page_size(), &seq.block_table) {
+            (Some(page_size), Some(table)) => {
+                let keys = u64::from(table.max_pages) * u64::from(page_size);
+                ensure!(
+                    keys >= u64::from(dims.seqlen_k),
+                    "block_table",
+                    "block_table has max_pages {} of page_size {page_size}: {keys} keys, fewer than seqlen_k {}",
+                    table.max_pages,
+                    dims.seqlen_k
+                );
+                per_sequence * u64::from(table.max_pages)
+            }
+            _ => 0,
+        };
+        let table = seq.block_table.as_ref().map(|table| Access::input(&table.pages));
+        self.optional("block_table", table, problem.kv_layout.page_size().is_some(), table_bytes)?;
 
         let bias = score.bias.as_ref().map(Access::input);
         match (problem.bias, bias) {
@@ -462,7 +497,7 @@ impl Operands {
         ] {
             self.optional(name, slice.as_ref().map(Access::input), elems > 0, elems * 4)?;
         }
-        Ok(())
+        Ok(extents)
     }
 
     fn tensor(

@@ -10,7 +10,8 @@ use crate::abi::{self, AbiLiteral, AbiStruct};
 use crate::dtype::DType;
 use crate::layout::VLayout;
 use crate::mask::MaskKind;
-use crate::spec::{BiasKind, CombineSpec, FwdSpec, SeqKind};
+use crate::layout::QLayout;
+use crate::spec::{BiasKind, CombineSpec, FwdSpec, KvKind};
 
 /// One header: the name that `#include <...>` uses, and its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -94,7 +95,8 @@ pub fn spec_h() -> String {
         DType::c_definition(),
         MaskKind::c_definition(),
         VLayout::c_definition(),
-        SeqKind::c_definition(),
+        QLayout::c_definition(),
+        KvKind::c_definition(),
         BiasKind::c_definition(),
         FwdSpec::c_definition(),
         CombineSpec::c_definition(),

@@ -3,7 +3,7 @@
 use fmha_core::abi::FwdParams;
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::{
-    Bias, DType, FwdArgs, FwdProblem, MaskKind, PlanOptions, Refusal, SeqMode, Strides, VLayout,
+    Bias, DType, FwdArgs, FwdProblem, KvLayout, MaskKind, PlanOptions, QLayout, Refusal, Strides, VLayout,
 };
 use fmha_kernels_hip::{CdnaParams, CdnaSpec, CdnaTile, LoadPath, OutputKind, StorePath, TileOrder};
 
@@ -241,7 +241,7 @@ fn loads_dwords(problem: &FwdProblem, tile: &CdnaTile) -> bool {
         }
         // A packed sequence may start at any key, so at any byte of the row.
         VLayout::ColMajor => {
-            problem.mode == SeqMode::Batch
+            problem.kv_layout == KvLayout::Strided
                 && fits(problem.v, MAX_HEAD_DIM.into(), problem.v.dim, DWORD, v_size)
         }
     };

@@ -81,7 +81,7 @@ impl Operands {
         for head in self.forward(problem) {
             let dim = problem.dims.head_dim_v as usize;
             for i in 0..head.span.seqlen_q {
-                let at = problem.o.offset(head.span.storage_batch, i, head.i_head, 0) as usize;
+                let at = problem.o.offset(head.span.q_batch, i, head.i_head, 0) as usize;
                 for d in 0..dim {
                     loss += f64::from(self.dout[at + d]) * head.o[i as usize * dim + d];
                 }
@@ -176,7 +176,7 @@ fn gradients_hold(mut problem: BwdProblem) {
         );
     };
     let places = |span: &crate::SeqSpan, strides: Strides, head: u32, rows: u32, dim: u32| {
-        let batch = span.storage_batch;
+        let batch = span.q_batch;
         (0..rows)
             .flat_map(move |i| (0..dim).map(move |d| strides.offset(batch, i, head, d) as usize))
             .collect::<Vec<_>>()
@@ -253,7 +253,7 @@ fn a_part_of_the_gradients_from_o_and_lse_is_that_part_of_the_whole() {
             for i in 0..head.span.seqlen_q {
                 lse[head.span.lse_index(&fwd, head.i_head, i)] = head.lse[i as usize] as f32;
                 for d in 0..2 {
-                    let at = fwd.o.offset(head.span.storage_batch, i, head.i_head, d) as usize;
+                    let at = fwd.o.offset(head.span.q_batch, i, head.i_head, d) as usize;
                     o[at] = head.o[(i * 2 + d) as usize] as f32;
                 }
             }
@@ -356,7 +356,7 @@ fn combining_the_halves_of_the_keys_gives_the_whole() {
             for i in 0..head.span.seqlen_q {
                 lse[head.span.lse_index(&problem, head.i_head, i)] = head.lse[i as usize] as f32;
                 for d in 0..2 {
-                    let at = problem.o.offset(head.span.storage_batch, i, head.i_head, d) as usize;
+                    let at = problem.o.offset(head.span.q_batch, i, head.i_head, d) as usize;
                     o[at] = head.o[(i * 2 + d) as usize] as f32;
                 }
             }
@@ -382,7 +382,7 @@ fn combining_the_halves_of_the_keys_gives_the_whole() {
             let at = head.span.lse_index(&whole, head.i_head, i);
             assert_relative_eq!(lse[at], head.lse[i as usize], epsilon = 1e-6);
             for d in 0..2 {
-                let at = whole.o.offset(head.span.storage_batch, i, head.i_head, d) as usize;
+                let at = whole.o.offset(head.span.q_batch, i, head.i_head, d) as usize;
                 assert_relative_eq!(o[at], head.o[(i * 2 + d) as usize], epsilon = 1e-6);
             }
         }

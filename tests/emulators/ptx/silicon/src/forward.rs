@@ -187,10 +187,9 @@ fn packed(list: &mut List) {
                 sequences.iter().flat_map(|lengths| ["0", "b", "b:40,0"].map(|mask| (lengths, mask)))
             {
                 let most = |side: fn(&(u32, u32)) -> u32| lengths.iter().map(side).max().unwrap_or(0);
-                let total = |side: fn(&(u32, u32)) -> u32| lengths.iter().map(side).sum();
                 let sizes = dims(most(|s| s.0), most(|s| s.1), (4, 2), (d, d));
                 let sizes = Dims { batch: lengths.len() as u32, ..sizes };
-                let mut problem = FwdProblem::group(dtype, sizes, total(|s| s.0), total(|s| s.1));
+                let mut problem = FwdProblem::group(dtype, sizes);
                 problem.mask = mask.parse().unwrap_or(MaskSpec::NONE);
                 problem.write_lse = true;
                 let name = format!("packed/{dtype}/d{d}/{}_sequences/{mask}", lengths.len());
