@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use super::{fmha, fmha_in};
 
 fn minilm() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/minilm/qkv.safetensors")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/minilm/qkv.safetensors")
 }
 
 #[test]

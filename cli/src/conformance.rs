@@ -8,11 +8,11 @@ use fmha_conformance::report::{Report, run_cases};
 use fmha_conformance::run::Options;
 use fmha_conformance::{Regex, case};
 
-use super::Verdict;
-use super::failure::Failure;
-use super::files::write_text;
-use super::options::BackendArgs;
-use super::progress::Progress;
+use crate::Verdict;
+use crate::failure::Failure;
+use crate::files::write_text;
+use crate::options::BackendArgs;
+use crate::progress::Progress;
 
 /// Options of `fmha conformance`.
 #[derive(Debug, Args)]

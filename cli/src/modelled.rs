@@ -6,10 +6,10 @@ use fmha::{FmhaBackend, FwdPlan, MaskKind, PlanOptions};
 use fmha_conformance::init::Init;
 use serde_json::Value;
 
-use super::failure::Failure;
-use super::job::{Job, Source};
-use super::options::{Lengths, OrSame, ProblemArgs};
-use super::setup::Setup;
+use crate::failure::Failure;
+use crate::job::{Job, Source};
+use crate::options::{Lengths, OrSame, ProblemArgs};
+use crate::setup::Setup;
 
 /// A unit of a multiprocessor of Hopper and what it does in a cycle.
 struct Unit {
@@ -120,15 +120,15 @@ pub(super) fn write(
     backend: &dyn FmhaBackend,
     options: &PlanOptions,
 ) -> Result<(), Failure> {
-    if launches().is_none() || setup.bwd.is_some() {
+    if fmha::emulated_launches().is_none() || setup.bwd.is_some() {
         return Ok(());
     }
     let part = part(problem, setup).setup(None)?;
     let plan = backend.plan_fwd(&part.fwd.clone().validate()?, options)?;
     let mut job = Job::new(backend, &part, options, Source { own: None, init: Init::Normal, seed: 1 })?;
-    let _ = launches();
+    let _ = fmha::emulated_launches();
     job.run()?;
-    let Some(launch) = launches().and_then(|text| last(&text)) else { return Ok(()) };
+    let Some(launch) = fmha::emulated_launches().and_then(|text| last(&text)) else { return Ok(()) };
     let tiles = tiles(&plan, &launch);
     let counted = Counted { launch, tiles };
     let dims = part.fwd.dims;
@@ -225,14 +225,4 @@ fn tiles(plan: &FwdPlan, launch: &Value) -> f64 {
 
 fn last(launches: &str) -> Option<Value> {
     serde_json::from_str::<Vec<Value>>(launches).ok()?.pop()
-}
-
-#[cfg(feature = "cuda")]
-fn launches() -> Option<String> {
-    fmha_cuda::emulated_launches()
-}
-
-#[cfg(not(feature = "cuda"))]
-fn launches() -> Option<String> {
-    None
 }

@@ -6,10 +6,10 @@ use fmha_conformance::init::Init;
 use fmha_conformance::tensor::{Operand, Operands, Room};
 use fmha_conformance::tensors::{Data, HostBwd, HostFwd, Lengths};
 
-use super::data::{OwnData, file_shape, lse_shape};
-use super::failure::Failure;
-use super::files::Tensor;
-use super::setup::Setup;
+use crate::data::{OwnData, file_shape, lse_shape};
+use crate::failure::Failure;
+use crate::files::Tensor;
+use crate::setup::Setup;
 
 /// Reads the battery's names and Composable Kernel's: `uf` or `1`, `nf`, `ui`, `ni` or `0`, `tf` or
 /// `2`.

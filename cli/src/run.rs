@@ -6,16 +6,16 @@ use clap::Args;
 use fmha_conformance::init::Init;
 use serde_json::{Value, json};
 
-use super::Verdict;
-use super::check::{Checked, Verify, check, verify};
-use super::data::DataArgs;
-use super::failure::Failure;
-use super::job::{Job, Source, init};
-use super::options::{BackendArgs, ProblemArgs, at_least_0, word};
-use super::progress::Progress;
-use super::report::{Speed, describe, time};
-use super::setup::Setup;
-use super::timing::{Timing, in_a_row};
+use crate::Verdict;
+use crate::check::{Checked, Verify, check, verify};
+use crate::data::DataArgs;
+use crate::failure::Failure;
+use crate::job::{Job, Source, init};
+use crate::options::{BackendArgs, ProblemArgs, at_least_0, word};
+use crate::progress::Progress;
+use crate::report::{Speed, describe, time};
+use crate::setup::Setup;
+use crate::timing::{Timing, in_a_row};
 
 /// Options of `fmha run`.
 #[derive(Debug, Args)]

@@ -4,7 +4,7 @@
 //! (`-lse=1`, `--iperm 0`) become flags that are there or not; its options that we do not have are
 //! taken at their default, where they change nothing, and refused otherwise.
 
-use super::failure::Failure;
+use crate::failure::Failure;
 
 /// Options with a value whose names have several letters.
 const VALUES: &[&str] = &[

@@ -6,8 +6,8 @@ use clap::Args;
 use fmha::DType;
 use serde_json::json;
 
-use super::Verdict;
-use super::failure::Failure;
+use crate::Verdict;
+use crate::failure::Failure;
 
 /// Options of `fmha devices`.
 #[derive(Debug, Args)]

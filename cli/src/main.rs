@@ -84,12 +84,11 @@ enum Verdict {
     Wrong,
 }
 
-/// The whole command.
-pub(crate) fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
+fn main() -> ExitCode {
     // A panic is a bug of ours; the user gets a line, not a trace, and no success.
     std::panic::set_hook(Box::new(|info| say(&format!("internal error, please report it: {info}"))));
     abort::exits_with_an_error();
-    let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| carry_out(&strings(args)?)));
+    let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| carry_out(&strings(std::env::args_os())?)));
     match outcome {
         Ok(Ok(Verdict::Right)) => ExitCode::SUCCESS,
         Ok(Ok(Verdict::Wrong)) => ExitCode::from(1),

@@ -249,8 +249,8 @@ fn row_json(results: &Results, index: usize, row: &Row) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::report::Speed;
-    use crate::cli::timing::Timing;
+    use crate::report::Speed;
+    use crate::timing::Timing;
     use fmha_conformance::execute::CallTime;
 
     /// A row that was timed and one that no kernel takes, beside a peer with a difficult name.

@@ -7,13 +7,13 @@ use fmha::PlanOptions;
 use fmha::core::tune::{TileOptions, TunedTile};
 use serde_json::{Value, json};
 
-use super::Verdict;
-use super::bench::measure::{Measured, Protocol, measure};
-use super::check::Verify;
-use super::failure::Failure;
-use super::options::{BackendArgs, ProblemArgs};
-use super::setup::Setup;
-use super::timing::duration;
+use crate::Verdict;
+use crate::bench::measure::{Measured, Protocol, measure};
+use crate::check::Verify;
+use crate::failure::Failure;
+use crate::options::{BackendArgs, ProblemArgs};
+use crate::setup::Setup;
+use crate::timing::duration;
 
 /// Options of `fmha tune`.
 #[derive(Debug, Args)]

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use fmha_conformance::execute::CallTime;
 
-use super::failure::Failure;
+use crate::failure::Failure;
 
 /// Times of calls, in seconds.
 #[derive(Clone, Debug)]

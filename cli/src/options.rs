@@ -3,7 +3,7 @@
 use clap::Args;
 use fmha::{Backend, DType, MaskSpec, PlanOptions};
 
-use super::failure::Failure;
+use crate::failure::Failure;
 
 /// What to compute.
 #[derive(Clone, Debug, Args)]

@@ -9,11 +9,11 @@ use fmha::core::work::Work;
 use fmha::{Error, Explain, Opened, Roofline};
 use serde_json::{Value, json};
 
-use super::Verdict;
-use super::failure::Failure;
-use super::modelled;
-use super::options::{BackendArgs, ProblemArgs};
-use super::timing::duration;
+use crate::Verdict;
+use crate::failure::Failure;
+use crate::modelled;
+use crate::options::{BackendArgs, ProblemArgs};
+use crate::timing::duration;
 
 /// Options of `fmha explain`.
 #[derive(Debug, Args)]

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use crate::cli::failure::Failure;
+use crate::failure::Failure;
 
 /// Speeds by row and peer. A later line replaces an earlier one.
 #[derive(Debug, Default)]

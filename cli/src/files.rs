@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use fmha::{DType, Shape};
 use safetensors::{Dtype, SafeTensors, View};
 
-use super::failure::Failure;
-use super::npy;
+use crate::failure::Failure;
+use crate::npy;
 
 /// A tensor in memory: row-major, little-endian.
 #[derive(Clone, Debug, PartialEq)]

@@ -6,9 +6,9 @@ use clap::Parser;
 use serde::Deserialize;
 use toml::{Table as Options, Value};
 
-use crate::cli::argv;
-use crate::cli::failure::Failure;
-use crate::cli::options::ProblemArgs;
+use crate::argv;
+use crate::failure::Failure;
+use crate::options::ProblemArgs;
 
 /// A file of tables.
 #[derive(Debug, Deserialize)]
@@ -115,7 +115,7 @@ fn problem(options: &Options) -> Result<ProblemArgs, String> {
         });
     }
     let args = argv::normalise(args).map_err(|failure| failure.to_string())?;
-    Row::try_parse_from(args).map(|row| row.problem).map_err(|error| crate::cli::one_line(&error))
+    Row::try_parse_from(args).map(|row| row.problem).map_err(|error| crate::one_line(&error))
 }
 
 #[cfg(test)]
@@ -153,7 +153,7 @@ mod tests {
 
     #[test]
     fn every_table_that_is_shipped_is_sound() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench");
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../bench");
         let mut seen = 0;
         for entry in std::fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();

@@ -10,7 +10,7 @@ fn one_command_writes_a_report_of_the_battery_and_exits_as_it_went() {
     if !is_emulated_here() {
         return;
     }
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tools/amd-check");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tools/amd-check");
     let folder = tempfile::tempdir().unwrap();
     let report = folder.path().join("report.md");
     let output = Command::new(script)

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use fmha::{DType, QLayout, Shape, Strides, VLayout};
 
-use super::failure::Failure;
-use super::files::{Archive, Staged, Tensor, check_npy_dtype, read_npy, stage_npy, stage_safetensors};
-use super::options::{Mode, ProblemArgs};
-use super::setup::{Given, Setup};
+use crate::failure::Failure;
+use crate::files::{Archive, Staged, Tensor, check_npy_dtype, read_npy, stage_npy, stage_safetensors};
+use crate::options::{Mode, ProblemArgs};
+use crate::setup::{Given, Setup};
 
 /// Files instead of made-up data.
 #[derive(Debug, Args)]

@@ -5,9 +5,9 @@ use std::fmt::Write as _;
 use fmha::core::work::Work;
 use fmha::{Bias, BiasBroadcast, QLayout, Roofline, Totals, VLayout};
 
-use super::failure::Failure;
-use super::setup::Setup;
-use super::timing::{Timing, duration};
+use crate::failure::Failure;
+use crate::setup::Setup;
+use crate::timing::{Timing, duration};
 
 /// The shape in a line, as tables of libraries label it: `B4 H32/8 S1024 D128 causal fp16`.
 pub(super) fn label(setup: &Setup) -> String {

@@ -6,10 +6,10 @@ use fmha_conformance::check::{Selection, check_bwd, check_fwd};
 use fmha_conformance::verdict::{TensorVerdict, Verdict};
 use serde_json::{Value, json};
 
-use super::failure::Failure;
-use super::files::Tensor;
-use super::job::Call;
-use super::progress::Progress;
+use crate::failure::Failure;
+use crate::files::Tensor;
+use crate::job::Call;
+use crate::progress::Progress;
 
 /// How much is compared with the reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,7 +6,7 @@
 
 use fmha::DType;
 
-use super::files::Tensor;
+use crate::files::Tensor;
 
 const MAGIC: &[u8] = b"\x93NUMPY";
 

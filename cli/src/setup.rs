@@ -6,8 +6,8 @@ use fmha::{
     Extents, FwdProblem, ProblemError, SeqArgs, Shape, Strides, Totals, VLayout,
 };
 
-use super::failure::Failure;
-use super::options::{BiasChoice, Lengths, Mode, OrSame, ProblemArgs};
+use crate::failure::Failure;
+use crate::options::{BiasChoice, Lengths, Mode, OrSame, ProblemArgs};
 
 /// A problem and what says how long its sequences are.
 #[derive(Clone, Debug)]

@@ -11,9 +11,9 @@ use fmha::core::cache::{Bundle, CompiledKernel, KernelJob, Precompile, SourceKey
 use fmha::{Error, FmhaBackend, PlanOptions};
 use rayon::prelude::*;
 
-use super::Verdict;
-use super::failure::Failure;
-use super::progress::Progress;
+use crate::Verdict;
+use crate::failure::Failure;
+use crate::progress::Progress;
 
 /// Options of `fmha bundle`.
 #[derive(Debug, Args)]

@@ -12,13 +12,13 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 
-use super::Verdict;
-use super::check::{Verify, verify};
-use super::failure::Failure;
-use super::files::write_text;
-use super::options::{BackendArgs, at_least_0};
-use super::progress::Progress;
-use super::report::label;
+use crate::Verdict;
+use crate::check::{Verify, verify};
+use crate::failure::Failure;
+use crate::files::write_text;
+use crate::options::{BackendArgs, at_least_0};
+use crate::progress::Progress;
+use crate::report::label;
 use measure::{Measured, Protocol, measure};
 use peers::Peers;
 use render::{Results, Row};

@@ -4,30 +4,30 @@ use fmha::{DevBuffer, Error, FmhaBackend, MemorySpace, PlanOptions};
 use fmha_conformance::init::Init;
 use fmha_conformance::memory::Bytes;
 
-use crate::cli::check::{Verify, check};
-use crate::cli::failure::Failure;
-use crate::cli::job::{Job, Source};
-use crate::cli::progress::Progress;
-use crate::cli::report::Speed;
-use crate::cli::setup::Setup;
-use crate::cli::timing::{Burst, Timing, back_to_back};
+use crate::check::{Verify, check};
+use crate::failure::Failure;
+use crate::job::{Job, Source};
+use crate::progress::Progress;
+use crate::report::Speed;
+use crate::setup::Setup;
+use crate::timing::{Burst, Timing, back_to_back};
 
 /// How calls are timed.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::cli) enum Protocol {
+pub(crate) enum Protocol {
     Burst(Burst),
     Hot,
 }
 
 impl Protocol {
-    pub(in crate::cli) fn burst(rounds: u32) -> Self {
+    pub(crate) fn burst(rounds: u32) -> Self {
         Self::Burst(Burst { rounds, ..Burst::default() })
     }
 }
 
 /// What came of a row.
 #[derive(Debug)]
-pub(in crate::cli) enum Measured {
+pub(crate) enum Measured {
     Timed {
         kernel: String,
         timing: Timing,
@@ -44,7 +44,7 @@ const FLUSH_BYTES_HOST: usize = 64 << 20;
 const FLUSH_BYTES_DEVICE: usize = 256 << 20;
 
 /// Runs one row. What the problem or the backend cannot do is an outcome; what fails is a failure.
-pub(in crate::cli) fn measure(
+pub(crate) fn measure(
     backend: &dyn FmhaBackend,
     setup: &Setup,
     options: &PlanOptions,
