@@ -5,7 +5,7 @@ mod support;
 
 use fmha_core::{
     Bias, BwdProblem, CombineArgs, CombineProblem, DType, DevSlice, DevSliceMut, Dims, FmhaBackend,
-    FwdProblem, MaskSpec, PartialResult, PlanOptions, Shape, Stream, Strides, VLayout,
+    FwdProblem, MaskSpec, PartialResult, PlanOptions, Shape, Stream, Strides, Totals, VLayout,
 };
 use fmha_cpu::{Config, CpuBackend, Isa};
 use support::{Inputs, Tensor, run_bwd, run_fwd};

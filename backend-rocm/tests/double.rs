@@ -6,7 +6,7 @@
 use fmha_core::reference::{Precision, combine, forward};
 use fmha_core::{
     CombineArgs, CombineProblem, DType, DevBuffer, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs,
-    FwdProblem, PartialResult, PlanOptions, Shape, Stream,
+    FwdProblem, PartialResult, PlanOptions, Shape, Stream, Totals,
 };
 use fmha_rocm::RocmBackend;
 
@@ -149,6 +149,7 @@ fn a_captured_graph_replays_with_the_lengths_of_the_moment() {
     let (mut cu_q, mut cu_k) = (upload(&backend, &times[0].0), upload(&backend, &times[0].1));
     let run = |o: &mut DevBuffer, cu_q: &DevBuffer, cu_k: &DevBuffer, stream: Stream| {
         let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
+        args.seq.totals = Totals::packed(48, 80);
         (args.seq.cu_seqlens_q, args.seq.cu_seqlens_k) = (Some(cu_q.slice()), Some(cu_k.slice()));
         backend.run_fwd(&plan, &args, stream)
     };

@@ -195,7 +195,7 @@ impl HostBwd {
     /// What the reference reads.
     #[must_use]
     pub fn inputs(&self) -> Inputs<'_> {
-        inputs_of(&self.operands, self.dropout)
+        inputs_of(self.totals, &self.operands, self.dropout)
     }
 }
 

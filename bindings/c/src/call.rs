@@ -5,7 +5,7 @@ use std::ffi::{CStr, c_char, c_void};
 use fmha_core::error::{ProblemError, Result};
 use fmha_core::{
     DType, Descale, DevBuffer, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdPlan, FwdProblem,
-    MemorySpace, Shape, Stream, Strides, ValidFwd,
+    MemorySpace, Shape, Stream, Strides, Totals, ValidFwd,
 };
 
 /// A tensor. Strides are in elements; head_dim has stride 1.

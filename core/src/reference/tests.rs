@@ -10,6 +10,7 @@ use crate::dropout::DropoutSeed;
 use crate::dtype::DType;
 use crate::layout::{Shape, Strides};
 use crate::problem::{Dims, FwdProblem};
+use crate::seq::Totals;
 use crate::score::{Bias, BiasBroadcast, ElementwiseBias};
 
 /// f32 operands of a small problem; f32 holds every perturbation of the finite differences.
@@ -50,7 +51,7 @@ impl Operands {
             slopes: noise(heads, 5),
             sink: noise(heads, 6),
             dout: noise(problem.shape_o().num_elems(), 7),
-            dlse: noise(problem.lse_elems(), 8),
+            dlse: noise(problem.extents(Totals::NONE).lse_elems, 8),
         }
     }
 
@@ -248,7 +249,7 @@ fn a_part_of_the_gradients_from_o_and_lse_is_that_part_of_the_whole() {
         problem.has_dlse = true;
         let operands = Operands::of(&fwd);
         let mut o = vec![f32::NAN; fwd.shape_o().num_elems() as usize];
-        let mut lse = vec![f32::NAN; fwd.lse_elems() as usize];
+        let mut lse = vec![f32::NAN; fwd.extents(Totals::NONE).lse_elems as usize];
         for head in operands.forward(&fwd) {
             for i in 0..head.span.seqlen_q {
                 lse[head.span.lse_index(&fwd, head.i_head, i)] = head.lse[i as usize] as f32;
@@ -351,7 +352,7 @@ fn combining_the_halves_of_the_keys_gives_the_whole() {
         operands.v.drain(..(i64::from(range.start) * problem.v.seq) as usize);
         let heads = operands.forward(&problem);
         let mut o = vec![0f32; problem.shape_o().num_elems() as usize];
-        let mut lse = vec![0f32; problem.lse_elems() as usize];
+        let mut lse = vec![0f32; problem.extents(Totals::NONE).lse_elems as usize];
         for head in heads {
             for i in 0..head.span.seqlen_q {
                 lse[head.span.lse_index(&problem, head.i_head, i)] = head.lse[i as usize] as f32;

@@ -63,7 +63,7 @@ fn beside_unmapped(placement: Placement, cases: &mut Vec<Case>) {
         push(format!("guards/{side}_unmapped_every_operand/{dtype}"), problem, Lengths::default());
 
         let sequences = [(5, 9), (0, 3), (30, 17)];
-        let mut problem = FwdProblem::group(dtype, Dims { batch: 3, ..dims(30, 17, 24) }, 35, 29);
+        let mut problem = FwdProblem::group(dtype, Dims { batch: 3, ..dims(30, 17, 24) });
         problem.write_lse = true;
         push(format!("guards/{side}_unmapped_packed/{dtype}"), problem, Lengths::packed(&sequences));
     }

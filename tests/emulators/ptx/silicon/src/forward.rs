@@ -291,7 +291,7 @@ const LSE_PLACES: usize = 24;
 fn o_bits(host: &HostFwd, place: [u32; 4]) -> u32 {
     let [span, head, row, dim] = place;
     let at = host.spans[span as usize];
-    host.operands.expect(Operand::O).bits(at.storage_batch, at.q_row + row, head, dim)
+    host.operands.expect(Operand::O).bits(at.q_batch, at.q_row + row, head, dim)
 }
 
 fn lse_bits(host: &HostFwd, place: [u32; 4]) -> u32 {
@@ -316,7 +316,7 @@ fn pattern(host: &HostFwd) -> String {
                 });
                 for dim in 0..problem.dims.head_dim_v {
                     let o =
-                        host.operands.expect(Operand::O).get(span.storage_batch, span.q_row + row, head, dim);
+                        host.operands.expect(Operand::O).get(span.q_batch, span.q_row + row, head, dim);
                     classes.push(u8::from(o.is_nan()));
                     if !lse.is_finite() {
                         classes.push(1 + u8::from(o == 0.0));
