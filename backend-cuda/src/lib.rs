@@ -18,7 +18,7 @@ pub use emulated::emulated_launches;
 
 use fmha_core::args::{check_combine, check_fwd, check_workspace};
 use fmha_core::bind;
-use fmha_core::cache::{CompiledKernel, KernelJob};
+use fmha_core::cache::{CompiledKernel, KernelJob, only_plans};
 use fmha_core::error::{Error, ProblemError, Refusal, Result};
 use fmha_core::spec::CombineSpec;
 use fmha_core::tune::{TileOptions, Tune, TunedTile, TunedTiles};
@@ -66,7 +66,7 @@ struct Ready {
 
 impl Ready {
     fn loaded(&self) -> Result<&Loaded> {
-        self.module.as_ref().ok_or_else(modules::no_device)?.loaded()
+        self.module.as_ref().ok_or_else(only_plans)?.loaded()
     }
 }
 
@@ -95,7 +95,7 @@ impl CudaBackend {
             None => false,
         };
         let device = Arc::new(driver::open(ordinal)?);
-        let mut facts = DeviceFacts::of(&device);
+        let mut facts = DeviceFacts::of(&device)?;
         if emulated {
             facts.tuned = TunedTiles::default();
             facts.roofline =
@@ -105,7 +105,7 @@ impl CudaBackend {
         let name = format!("cuda:{ordinal} ({}, {}{emulated_words})", device.name, facts.arch);
         Ok(Self {
             name,
-            modules: Modules::new(&facts.arch, Some(Arc::clone(&device)), emulated)?,
+            modules: modules::modules(&facts.arch, Some(Arc::clone(&device)), emulated)?,
             facts,
             memory: CudaMemory { device: Some(device), emulated },
         })
@@ -121,7 +121,7 @@ impl CudaBackend {
         let facts = DeviceFacts::stated(arch)?;
         Ok(Self {
             name: format!("cuda ({arch}, no device)"),
-            modules: Modules::new(arch, None, false)?,
+            modules: modules::modules(arch, None, false)?,
             facts,
             memory: CudaMemory { device: None, emulated: false },
         })
@@ -313,9 +313,7 @@ impl Tune for CudaBackend {
         if self.memory.emulated {
             return Err(Error::NoDevice("the device is emulated: its times are no device's".to_owned()));
         }
-        let mut tiles = self.facts.load_tuned();
-        tiles.insert(problem, tile);
-        tiles.save()
+        self.facts.tuned.keep(fmha_kernels_cuda::sm90::NAME, problem, tile)
     }
 }
 
@@ -342,7 +340,7 @@ fn foreign_plan(made_by: &str, run_on: &str) -> Error {
 
 impl CudaMemory {
     fn device(&self) -> Result<&Arc<Device>> {
-        self.device.as_ref().ok_or_else(modules::no_device)
+        self.device.as_ref().ok_or_else(only_plans)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Device memory for callers who have none of their own.
 
-use fmha_core::{DevBuffer, DeviceMemory, Error, MemorySpace, ProblemError, Result, Stream};
+use fmha_core::cache::only_plans;
+use fmha_core::{DevBuffer, DeviceMemory, MemorySpace, ProblemError, Result, Stream};
 
 use crate::driver::Driver;
 
@@ -9,7 +10,7 @@ pub(crate) struct RocmMemory(pub(crate) Option<Driver>);
 
 impl RocmMemory {
     pub(crate) fn driver(&self) -> Result<&Driver> {
-        self.0.as_ref().ok_or_else(|| Error::NoDevice("this backend only plans: it has no device".to_owned()))
+        self.0.as_ref().ok_or_else(only_plans)
     }
 }
 

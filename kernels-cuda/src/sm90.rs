@@ -14,6 +14,9 @@ pub use knobs::FIELDS;
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm90";
 
+/// The header that its entry includes.
+pub const HEADER: &str = "fmha/sm90/fwd.cuh";
+
 /// How CTAs come by their tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TileOrder {
@@ -471,7 +474,7 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     );
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
     let entry = Entry {
-        include: "fmha/sm90/fwd.cuh",
+        include: HEADER,
         constants: &constants,
         bounds: if tile.cluster > 1 {
             "__cluster_dims__(kTile.cluster, 1, 1) __launch_bounds__(sm90::num_threads(kTile), 1)"

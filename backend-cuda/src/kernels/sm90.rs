@@ -49,7 +49,7 @@ impl Recipe for Sm90 {
         sm90::accepts(problem)?;
         let spec = FwdSpec::of(problem);
         let mut tile = sm90::choose_tile(problem);
-        let tuned = facts.tuned.get(problem).filter(|_| options.tile.is_empty());
+        let tuned = facts.tuned.get(sm90::NAME, problem).filter(|_| options.tile.is_empty());
         for (key, value) in tuned.map_or(&options.tile, |tuned| &tuned.tile) {
             tile.set(key, value).map_err(refuse)?;
         }
