@@ -40,7 +40,8 @@ pub(crate) fn install(arch: &str) -> Result<()> {
         let name = CString::new(arch).map_err(|error| does_not_serve(error.to_string()))?;
         // SAFETY: the double's own function has this type, and reads the text before it returns.
         let status = unsafe {
-            library.get::<unsafe extern "C" fn(*const c_char) -> c_int>(b"fmha_emu_choose\0")
+            library
+                .get::<unsafe extern "C" fn(*const c_char) -> c_int>(b"fmha_emu_choose\0")
                 .map(|choose| choose(name.as_ptr()))
         };
         match status {

@@ -87,7 +87,9 @@ fn suits(
 ) -> std::result::Result<(), String> {
     let (major, minor) = version;
     if let Some((takes, of)) = driver.filter(|&(takes, _)| takes < major) {
-        return Err(format!("NVRTC {major}.{minor} is too new for the driver, which is for CUDA {takes}.{of}"));
+        return Err(format!(
+            "NVRTC {major}.{minor} is too new for the driver, which is for CUDA {takes}.{of}"
+        ));
     }
     let digits: String = arch.chars().filter(char::is_ascii_digit).collect();
     // A library too old to list its architectures is asked to compile.
@@ -163,7 +165,8 @@ fn open(path: &Path) -> std::result::Result<Nvrtc, libloading::Error> {
         let (mut major, mut minor) = (0, 0);
         version(&raw mut major, &raw mut minor);
         let archs = archs(
-            function::<unsafe extern "C" fn(*mut c_int) -> Status>(&library, b"nvrtcGetNumSupportedArchs").ok(),
+            function::<unsafe extern "C" fn(*mut c_int) -> Status>(&library, b"nvrtcGetNumSupportedArchs")
+                .ok(),
             function::<unsafe extern "C" fn(*mut c_int) -> Status>(&library, b"nvrtcGetSupportedArchs").ok(),
         );
         Ok(Nvrtc {

@@ -57,10 +57,10 @@ pub const BUNDLE: EnvVar =
 pub const DUMP: EnvVar =
     EnvVar { name: "FMHA_DUMP", meaning: "folder for each kernel's source, log, resources and metadata" };
 
-/// What the test doubles of the drivers are; set by the backends themselves.
+/// What the test doubles of the drivers are where nobody has chosen.
 pub const EMULATE: EnvVar = EnvVar {
     name: "FMHA_EMULATE",
-    meaning: "architecture of a test double's device; a backend sets it when asked to emulate",
+    meaning: "architectures of a test double's devices, where the backend that opens it chooses none",
 };
 
 /// Which clang compiles AMD kernels.

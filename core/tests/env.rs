@@ -32,7 +32,10 @@ fn with(value: Option<&[u8]>) -> String {
 #[test]
 fn a_value_that_is_not_utf8_is_an_error_and_no_default() {
     let text = with(Some(b"/nowhere/\xff"));
-    assert!(text.contains("value Err(") && text.contains("FMHA_CACHE_DIR") && text.contains("UTF-8"), "{text}");
+    assert!(
+        text.contains("value Err(") && text.contains("FMHA_CACHE_DIR") && text.contains("UTF-8"),
+        "{text}"
+    );
     assert!(text.contains("cache Err("), "{text}");
 }
 

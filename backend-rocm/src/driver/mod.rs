@@ -138,7 +138,9 @@ impl Driver {
         let status = unsafe { (self.hip.hipMemcpyHtoD)(to.cast(), bytes.as_ptr().cast(), bytes.len()) };
         self.check("hipMemcpyHtoD", status)?;
         // SAFETY: the default stream is always there.
-        self.check("hipStreamSynchronize", unsafe { (self.hip.hipStreamSynchronize)(handle(Stream::DEFAULT)) })
+        self.check("hipStreamSynchronize", unsafe {
+            (self.hip.hipStreamSynchronize)(handle(Stream::DEFAULT))
+        })
     }
 
     /// # Safety

@@ -153,8 +153,8 @@ fn what_a_killed_writer_has_left_is_removed_and_what_a_writer_still_writes_is_no
         std::fs::OpenOptions::new().append(true).open(&path).unwrap().set_modified(then).unwrap();
         path
     };
-    let [orphan, young, not_ours] = [(".fmha-old", 3600), (".fmha-new", 5), ("notes", 3600)]
-        .map(|(name, seconds)| age(name, seconds));
+    let [orphan, young, not_ours] =
+        [(".fmha-old", 3600), (".fmha-new", 5), ("notes", 3600)].map(|(name, seconds)| age(name, seconds));
     disk.store(&made("two")).unwrap();
     assert_eq!([&orphan, &young, &not_ours].map(|path| path.exists()), [false, true, true]);
 }

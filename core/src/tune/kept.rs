@@ -51,12 +51,7 @@ impl TunedTiles {
         Ok(Self::load_from(folder.as_deref(), device, kernels, headers))
     }
 
-    fn load_from(
-        folder: Option<&Path>,
-        device: &str,
-        kernels: &[(&str, &str)],
-        headers: &[Header],
-    ) -> Self {
+    fn load_from(folder: Option<&Path>, device: &str, kernels: &[(&str, &str)], headers: &[Header]) -> Self {
         let text = |include: &str| {
             let source = KernelSource::new(format!("#include <{include}>\n"), headers.to_vec());
             cache::headers_hash(&source.headers)
@@ -89,13 +84,7 @@ impl TunedTiles {
         self.keep_in(&folder, kernel, problem, tile)
     }
 
-    fn keep_in(
-        &self,
-        folder: &Path,
-        kernel: &str,
-        problem: &FwdProblem,
-        tile: TunedTile,
-    ) -> Result<PathBuf> {
+    fn keep_in(&self, folder: &Path, kernel: &str, problem: &FwdProblem, tile: TunedTile) -> Result<PathBuf> {
         let path = file(folder, &self.device);
         let failed = |error: std::io::Error| Error::System {
             what: path.display().to_string(),
