@@ -59,8 +59,12 @@ fn the_threads_context_is_the_callers_again_after_each_call() {
         still("create_stream");
         memory.synchronize(stream).unwrap();
         still("synchronize");
-        let mut inside = 0;
-        queues.seconds(stream, &mut || Ok(inside = current())).unwrap();
+        let mut inside = usize::MAX;
+        let mut queue = || {
+            inside = current();
+            Ok(())
+        };
+        queues.seconds(stream, &mut queue).unwrap();
         still("seconds");
         assert_eq!(inside, callers, "while the caller's own work is queued");
         let recording = queues.record(stream, &mut || Ok(())).unwrap();

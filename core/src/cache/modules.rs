@@ -42,11 +42,14 @@ pub struct Modules<L: Loader> {
     target: Target,
     loader: L,
     cache: Cache,
-    modules: Mutex<HashMap<(SourceKey, u32), Slot<L::Kernel>>>,
+    slots: Mutex<Slots<L::Kernel>>,
 }
 
+/// By key and bytes of dynamic shared memory.
+type Slots<K> = HashMap<(SourceKey, u32), Arc<Slot<K>>>;
+
 /// A kernel, once somebody has it; whoever wants the same one meanwhile waits.
-type Slot<K> = Arc<Mutex<Option<Arc<Module<K>>>>>;
+type Slot<K> = Mutex<Option<Arc<Module<K>>>>;
 
 /// A compiled kernel, loaded where there is a device.
 #[derive(Debug)]
@@ -86,7 +89,7 @@ impl<L: Loader> Modules<L> {
     /// No kernels yet; they will come from `cache`.
     #[must_use]
     pub fn new(target: Target, loader: L, cache: Cache) -> Self {
-        Self { target, loader, cache, modules: Mutex::default() }
+        Self { target, loader, cache, slots: Mutex::default() }
     }
 
     /// What is compiled for a source.
@@ -117,8 +120,8 @@ impl<L: Loader> Modules<L> {
         let job = self.job(kernel, source);
         // A panic elsewhere while a lock was held leaves a map and a slot that are still sound.
         let slot = {
-            let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
-            Arc::clone(modules.entry((job.key(), shared_bytes)).or_default())
+            let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+            Arc::clone(slots.entry((job.key(), shared_bytes)).or_default())
         };
         let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(module) = &*slot {
