@@ -5,7 +5,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use fmha_core::{FmhaBackend as _, Stream};
+use fmha_core::{FmhaBackend as _, Stream, Workspace};
 use fmha_cuda::CudaBackend;
 use libloading::os::unix::{Library, Symbol};
 
@@ -53,7 +53,7 @@ fn the_threads_context_is_the_callers_again_after_each_call() {
         still("upload");
         memory.download(&buffer, &mut [0; 64]).unwrap();
         still("download");
-        drop(memory.workspace(64).unwrap());
+        drop(memory.workspace(Workspace::zeroed(64)).unwrap());
         still("workspace");
         let stream = queues.create_stream().unwrap();
         still("create_stream");

@@ -5,7 +5,7 @@
 
 use std::ffi::c_int;
 
-use fmha_core::{DevBuffer, FmhaBackend as _, Stream};
+use fmha_core::{DevBuffer, FmhaBackend as _, Stream, Workspace};
 use fmha_rocm::RocmBackend;
 use libloading::{Library, Symbol};
 
@@ -87,7 +87,7 @@ fn the_threads_device_is_the_callers_again_after_each_call() {
         still("alloc and upload");
         download(&backend, &buffer);
         still("download");
-        drop(backend.memory().workspace(64).unwrap());
+        drop(backend.memory().workspace(Workspace::zeroed(64)).unwrap());
         still("workspace");
         let stream = backend.create_stream().unwrap();
         still("create_stream");
