@@ -2,8 +2,8 @@
 
 use fmha::core::seq::{SeqSpan, spans};
 use fmha::{
-    Bias, BiasBroadcast, BiasGrad, BwdProblem, DType, DevSlice, Dims, DropoutSeed, ElementwiseBias,
-    Extents, FwdProblem, ProblemError, SeqArgs, Shape, Strides, Totals, VLayout,
+    Bias, BiasBroadcast, BiasGrad, BwdProblem, DType, DevSlice, Dims, DropoutSeed, ElementwiseBias, Extents,
+    FwdProblem, ProblemError, SeqArgs, Shape, Strides, Totals, VLayout,
 };
 
 use crate::failure::Failure;

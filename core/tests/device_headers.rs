@@ -10,8 +10,8 @@ use fmha_core::abi::MaskParams;
 use fmha_core::dropout::{DropoutSeed, KeepMask, keep_threshold};
 use fmha_core::seq::{KvRows, spans};
 use fmha_core::{
-    BlockClass, BlockTable, DType, DevSlice, Dims, FwdProblem, FwdSpec, KvLayout, MaskBand, MaskSpec, QLayout,
-    SeqArgs, Totals, source,
+    BlockClass, BlockTable, DType, DevSlice, Dims, FwdProblem, FwdSpec, KvLayout, MaskBand, MaskSpec,
+    QLayout, SeqArgs, Totals, source,
 };
 
 /// Builds `program` against the shared headers and returns what it prints; `None`, with a note,
@@ -121,7 +121,8 @@ fn keys_lie_in_the_same_places() {
     };
     let (cu_seqlens_k, seqused_k, table): (_, _, [i32; 14]) =
         ([0, 4, 11], [5, 7], [9, 3, 0, 8, 2, 3, 1, 7, 6, 9, 9, 4, 5, 0]);
-    let mut program = String::from("#include <cstdio>\n#include <fmha/seq.h>\nusing namespace fmha;\nint main() {\n");
+    let mut program =
+        String::from("#include <cstdio>\n#include <fmha/seq.h>\nusing namespace fmha;\nint main() {\n");
     let mut host = String::new();
     let layouts = [KvLayout::Strided, KvLayout::Packed].into_iter();
     for layout in layouts.chain((1..9).map(|page_size| KvLayout::Paged { page_size })) {

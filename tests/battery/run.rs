@@ -206,9 +206,7 @@ fn plant(host: &mut HostFwd, plant: Plant) {
                 for (i, head) in
                     (0..span.seqlen_q).flat_map(|i| (0..dims.num_heads_q).map(move |head| (i, head)))
                 {
-                    host.operands
-                        .expect_mut(Operand::Q)
-                        .set([span.q_batch, span.q_row + i, head, 0], -1.0);
+                    host.operands.expect_mut(Operand::Q).set([span.q_batch, span.q_row + i, head, 0], -1.0);
                 }
                 for (j, head) in (begin..end).flat_map(|j| (0..dims.num_heads_kv).map(move |head| (j, head)))
                 {

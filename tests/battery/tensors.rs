@@ -3,8 +3,8 @@
 use fmha_core::reference::{Inputs, Precision, forward_head};
 use fmha_core::seq::spans;
 use fmha_core::{
-    Bias, BwdProblem, CombineProblem, DType, Descale, DropoutSeed, FwdProblem, Result, ScoreArgs, SeqArgs,
-    KvLayout, QLayout, SeqSpan, Shape, Strides, Totals, ValidBwd, ValidCombine, ValidFwd,
+    Bias, BwdProblem, CombineProblem, DType, Descale, DropoutSeed, FwdProblem, KvLayout, QLayout, Result,
+    ScoreArgs, SeqArgs, SeqSpan, Shape, Strides, Totals, ValidBwd, ValidCombine, ValidFwd,
 };
 use rayon::prelude::*;
 

@@ -137,7 +137,8 @@ impl Inputs {
         let totals = match problem.q_layout {
             fmha_core::QLayout::Batch => Totals::NONE,
             fmha_core::QLayout::Packed => {
-                let [total_q, total_k] = [0, 1].map(|side| lengths.iter().map(|lengths| lengths[side].0).sum());
+                let [total_q, total_k] =
+                    [0, 1].map(|side| lengths.iter().map(|lengths| lengths[side].0).sum());
                 Totals::packed(total_q, total_k)
             }
         };
@@ -185,7 +186,23 @@ impl Inputs {
         let descales = [problem.descale_q, problem.descale_k, problem.descale_v]
             .map(|kind| numbers(kind.num_elems(dims.batch, dims.num_heads_kv) as usize, 0.5, 1.5));
         let scale_o = if problem.scale_o { vec![1.75] } else { vec![] };
-        Self { problem, totals, spans, q, k, v, bias, slopes, sink, descales, scale_o, cu_q, cu_k, used_q, used_k }
+        Self {
+            problem,
+            totals,
+            spans,
+            q,
+            k,
+            v,
+            bias,
+            slopes,
+            sink,
+            descales,
+            scale_o,
+            cu_q,
+            cu_k,
+            used_q,
+            used_k,
+        }
     }
 
     pub fn seq(&self) -> SeqArgs<'_> {
@@ -229,7 +246,7 @@ pub fn run_fwd(backend: &dyn FmhaBackend, inputs: &Inputs, options: &PlanOptions
     let mut o = Tensor::poisoned(problem.dtype_o, problem.o, problem.extents(inputs.totals).o);
     let mut lse = vec![f32::NAN; problem.extents(inputs.totals).lse_elems as usize];
     let mut keep = vec![9; problem.keep_mask_bytes() as usize];
-    let args = FwdArgs {
+    let mut args = FwdArgs {
         lse: problem.write_lse.then(|| DevSliceMut::host(&mut lse)),
         keep_mask: problem.write_keep_mask.then(|| DevSliceMut::host(&mut keep)),
         seq: inputs.seq(),
@@ -237,7 +254,7 @@ pub fn run_fwd(backend: &dyn FmhaBackend, inputs: &Inputs, options: &PlanOptions
         scale_o: problem.scale_o.then(|| DevSlice::host(&inputs.scale_o)),
         ..FwdArgs::new(inputs.q.slice(), inputs.k.slice(), inputs.v.slice(), o.slice_mut())
     };
-    backend.run_fwd(&plan, &args, Stream::DEFAULT).unwrap();
+    backend.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap();
     Outputs { o, lse, keep }
 }
 
@@ -350,7 +367,7 @@ pub fn run_bwd(
         _ => None,
     };
     let mut dsink = vec![f32::NAN; dims.num_heads_q as usize];
-    let args = BwdArgs {
+    let mut args = BwdArgs {
         q: inputs.q.slice(),
         k: inputs.k.slice(),
         v: inputs.v.slice(),
@@ -368,7 +385,7 @@ pub fn run_bwd(
         workspace: None,
     };
     let plan = backend.plan_bwd(&valid, &PlanOptions::default()).unwrap();
-    backend.run_bwd(&plan, &args, Stream::DEFAULT).unwrap();
+    backend.run_bwd(&plan, &mut args, Stream::DEFAULT).unwrap();
     let wanted = check.map(|what| {
         let exact = reference::backward(&valid, &args, Precision::Exact).unwrap();
         let same = reference::backward(&valid, &args, Precision::AsInput).unwrap();

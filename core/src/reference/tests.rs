@@ -10,8 +10,8 @@ use crate::dropout::DropoutSeed;
 use crate::dtype::DType;
 use crate::layout::{Shape, Strides};
 use crate::problem::{Dims, FwdProblem};
-use crate::seq::Totals;
 use crate::score::{Bias, BiasBroadcast, ElementwiseBias};
+use crate::seq::Totals;
 
 /// f32 operands of a small problem; f32 holds every perturbation of the finite differences.
 #[derive(Clone)]

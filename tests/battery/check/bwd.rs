@@ -169,8 +169,7 @@ fn check_kv_head(host: &HostBwd, selection: &Selection, i_span: usize, i_head_kv
         let spread: &BackwardSpread = &exact.spread;
         for (at, &want) in exact.dq.iter().enumerate() {
             let (row, dim) = (rows[at / dims.head_dim_qk as usize], at as u32 % dims.head_dim_qk);
-            let got =
-                host.operands.expect(Operand::Dq).get(span.q_batch, span.q_row + row, i_head, dim);
+            let got = host.operands.expect(Operand::Dq).get(span.q_batch, span.q_row + row, i_head, dim);
             let place = Place { batch: span.i_batch, head: i_head, row, dim, got, want };
             part.stats[0].add(place, rounded(same.dq[at]), spread.dq[at]);
         }

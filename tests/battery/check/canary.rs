@@ -116,7 +116,11 @@ pub fn intact_bwd(host: &HostBwd) -> Vec<String> {
     for (name, operand) in [("dq", Operand::Dq), ("dk", Operand::Dk), ("dv", Operand::Dv)] {
         let Some(tensor) = host.operands.get(operand) else { continue };
         faults.extend(rows_of(name, tensor, spans, |span| {
-            if operand == Operand::Dq { (span.q_batch, span.q_row, span.seqlen_q) } else { (span.k_batch, span.k_row, span.seqlen_k) }
+            if operand == Operand::Dq {
+                (span.q_batch, span.q_row, span.seqlen_q)
+            } else {
+                (span.k_batch, span.k_row, span.seqlen_k)
+            }
         }));
     }
     for (name, operand) in [("dbias", Operand::Dbias), ("dsink", Operand::Dsink)] {

@@ -1,8 +1,8 @@
 //! A problem from one level of each axis: what the pairwise and the random cases are made of.
 
 use fmha_core::{
-    Bias, BiasBroadcast, DType, Descale, Dims, ElementwiseBias, FwdProblem, KvLayout, MaskSpec, QLayout, Strides, Totals,
-    VLayout,
+    Bias, BiasBroadcast, DType, Descale, Dims, ElementwiseBias, FwdProblem, KvLayout, MaskSpec, QLayout,
+    Strides, Totals, VLayout,
 };
 
 use super::pairwise::Levels;

@@ -264,7 +264,11 @@ fn run(backend: &dyn FmhaBackend, call: &Call) -> Result<Ran, String> {
     let plan = backend.plan_fwd(&host.problem, &options).map_err(|error| error.to_string())?;
     run_fwd(backend, &plan, &mut host).map_err(|error| error.to_string())?;
     let faults = intact_fwd(&host);
-    if faults.is_empty() { Ok(Ran { host, kernel: plan.kernel, asked }) } else { Err(faults.join("; ")) }
+    if faults.is_empty() {
+        Ok(Ran { host, kernel: plan.kernel().to_owned(), asked })
+    } else {
+        Err(faults.join("; "))
+    }
 }
 
 /// (sequence, head, row, dim) of the elements of O that are kept.
@@ -315,8 +319,7 @@ fn pattern(host: &HostFwd) -> String {
                     1 + u8::from(lse > 0.0) + 2 * u8::from(lse.is_nan())
                 });
                 for dim in 0..problem.dims.head_dim_v {
-                    let o =
-                        host.operands.expect(Operand::O).get(span.q_batch, span.q_row + row, head, dim);
+                    let o = host.operands.expect(Operand::O).get(span.q_batch, span.q_row + row, head, dim);
                     classes.push(u8::from(o.is_nan()));
                     if !lse.is_finite() {
                         classes.push(1 + u8::from(o == 0.0));
