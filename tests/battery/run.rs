@@ -166,7 +166,7 @@ fn constant_v_fault(case: &Forward, host: &HostFwd) -> Option<String> {
                 continue;
             }
             for head in 0..problem.dims.num_heads_q {
-                let got = o.get(span.storage_batch, span.q_row + i, head, 0);
+                let got = o.get(span.q_batch, span.q_row + i, head, 0);
                 // Not `>`: a NaN is a fault too.
                 if (got - crate::init::CONSTANT_V).abs() <= most {
                     continue;
@@ -200,7 +200,7 @@ fn plant(host: &mut HostFwd, plant: Plant) -> Result<()> {
                         for (head, d) in
                             (0..dims.num_heads_kv).flat_map(|head| (0..dim).map(move |d| (head, d)))
                         {
-                            let at = [span.storage_batch, span.k_row + j, head, d];
+                            let at = [span.k_batch, span.k_row + j, head, d];
                             host.operands.expect_mut(operand).set(at, f64::NAN);
                         }
                     }
@@ -212,13 +212,11 @@ fn plant(host: &mut HostFwd, plant: Plant) -> Result<()> {
                 for (i, head) in
                     (0..span.seqlen_q).flat_map(|i| (0..dims.num_heads_q).map(move |head| (i, head)))
                 {
-                    host.operands
-                        .expect_mut(Operand::Q)
-                        .set([span.storage_batch, span.q_row + i, head, 0], -1.0);
+                    host.operands.expect_mut(Operand::Q).set([span.q_batch, span.q_row + i, head, 0], -1.0);
                 }
                 for (j, head) in (begin..end).flat_map(|j| (0..dims.num_heads_kv).map(move |head| (j, head)))
                 {
-                    let at = [span.storage_batch, span.k_row + j, head, 0];
+                    let at = [span.k_batch, span.k_row + j, head, 0];
                     host.operands.expect_mut(Operand::K).set(at, f64::INFINITY);
                 }
             }
@@ -234,17 +232,17 @@ fn faint_weights(host: &mut HostFwd) {
         let mut set = |operand, at: [u32; 4], value| host.operands.expect_mut(operand).set(at, value);
         for (head, d) in (0..dims.num_heads_q).flat_map(|h| (0..dims.head_dim_qk).map(move |d| (h, d))) {
             for i in 0..span.seqlen_q {
-                let at = [span.storage_batch, span.q_row + i, head, d];
+                let at = [span.q_batch, span.q_row + i, head, d];
                 set(Operand::Q, at, if d == 0 { 1.0 } else { 0.0 });
             }
         }
         for (head, j) in (0..dims.num_heads_kv).flat_map(|h| (0..span.seqlen_k).map(move |j| (h, j))) {
             for d in 0..dims.head_dim_qk {
-                let at = [span.storage_batch, span.k_row + j, head, d];
+                let at = [span.k_batch, span.k_row + j, head, d];
                 set(Operand::K, at, if (j, d) == (0, 0) { 12.0 } else { 0.0 });
             }
             for d in (0..dims.head_dim_v).filter(|_| j == 0) {
-                set(Operand::V, [span.storage_batch, span.k_row, head, d], 0.0);
+                set(Operand::V, [span.k_batch, span.k_row, head, d], 0.0);
             }
         }
     }

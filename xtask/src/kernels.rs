@@ -124,9 +124,9 @@ pub(crate) const ROWS: &[Row] = &[
         },
         ..HOPPER
     },
-    amd("gfx90a", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 3 }),
-    amd("gfx942", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 1 }),
-    amd("gfx950", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 3 }),
+    amd("gfx90a", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
+    amd("gfx942", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 2 }),
+    amd("gfx950", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
 ];
 
 /// The tile kernel of an AMD architecture. The rest of its battery is dealt out by `tests/emulated_amd.rs`.
