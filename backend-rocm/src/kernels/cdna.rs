@@ -3,7 +3,7 @@
 use fmha_core::abi::FwdParams;
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::{
-    Bias, DType, FwdArgs, FwdProblem, MaskKind, PlanOptions, Refusal, SeqMode, Strides, VLayout,
+    Bias, DType, FwdArgs, FwdProblem, MaskKind, PlanOptions, ProblemError, Refusal, SeqMode, Strides, VLayout,
 };
 use fmha_kernels_hip::{CdnaParams, CdnaSpec, CdnaTile, LoadPath, OutputKind, StorePath, TileOrder};
 
@@ -264,17 +264,6 @@ fn stores_runs(problem: &FwdProblem) -> bool {
         && (shape.seq <= 1 || o.seq % 4 == 0)
 }
 
-/// The tile that these pointers allow: the plan's, or the one that takes any address.
-fn tile_for(tile: CdnaTile, problem: &FwdProblem, args: &FwdArgs<'_>) -> CdnaTile {
-    let inputs = [args.q.as_ptr(), args.k.as_ptr(), args.v.as_ptr()];
-    let dwords = inputs.iter().all(|ptr| (*ptr as i64) % DWORD == 0);
-    let run_bytes = 4 * problem.dtype_o.size_bytes() as usize;
-    let runs = (args.o.as_mut_ptr() as usize).is_multiple_of(run_bytes);
-    let load = if dwords { tile.load } else { LoadPath::Element };
-    let store = if runs && load != LoadPath::Element { tile.store } else { StorePath::Element };
-    CdnaTile { load, store, ..tile }
-}
-
 pub(crate) fn num_threads(tile: &CdnaTile) -> i32 {
     tile.block_m / WAVE_ROWS * WAVE_THREADS
 }
@@ -321,9 +310,36 @@ impl Cdna {
         source(&self.spec, &self.tile)
     }
 
-    /// The kernel that takes these pointers, where it is another one.
-    pub(crate) fn for_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Option<Self> {
-        let tile = tile_for(self.tile, problem, args);
+    /// Takes the operands where they lie, or names the first that it does not: addresses are not known when a plan is
+    /// made.
+    pub(crate) fn takes_addresses(
+        &self,
+        problem: &FwdProblem,
+        args: &FwdArgs<'_>,
+    ) -> Result<(), ProblemError> {
+        let loads = if self.tile.load == LoadPath::Element { 1 } else { DWORD.unsigned_abs() };
+        let stores = if self.tile.store == StorePath::Element { 1 } else { 4 * problem.dtype_o.size_bytes() };
+        for (name, address, align) in [
+            ("q", args.q.as_ptr() as u64, loads),
+            ("k", args.k.as_ptr() as u64, loads),
+            ("v", args.v.as_ptr() as u64, loads),
+            ("o", args.o.as_mut_ptr() as u64, stores),
+        ] {
+            if !address.is_multiple_of(align) {
+                return Err(ProblemError::new(
+                    name,
+                    format!(
+                        "{name} starts at {address:#x}, which is no multiple of the {align} bytes that kernel {NAME} needs"
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// The kernel that takes any address, where it is another one.
+    pub(crate) fn for_any_address(&self, problem: &FwdProblem) -> Option<Self> {
+        let tile = CdnaTile { load: LoadPath::Element, store: StorePath::Element, ..self.tile };
         (tile != self.tile).then(|| Self { tile, spec: spec(problem, tile.load), ..*self })
     }
 

@@ -7,7 +7,7 @@ pub(crate) mod simt;
 
 use fmha_core::source::KernelSource;
 use fmha_core::spec::FwdSpec;
-use fmha_core::{FwdArgs, FwdProblem, PlanOptions, Refusal, ResourceUsage};
+use fmha_core::{FwdArgs, FwdProblem, PlanOptions, ProblemError, Refusal, ResourceUsage};
 
 use crate::arch::Arch;
 
@@ -87,10 +87,22 @@ impl Forward {
         }
     }
 
-    /// The kernel that takes these pointers, where it is another one.
-    pub(crate) fn for_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Option<Self> {
+    /// Takes the operands where they lie, or names the first that it does not.
+    pub(crate) fn takes_addresses(
+        &self,
+        problem: &FwdProblem,
+        args: &FwdArgs<'_>,
+    ) -> Result<(), ProblemError> {
         match self {
-            Self::Cdna(cdna) => cdna.for_addresses(problem, args).map(Self::Cdna),
+            Self::Cdna(cdna) => cdna.takes_addresses(problem, args),
+            Self::Simt(_) => Ok(()),
+        }
+    }
+
+    /// The kernel that takes any address, where it is another one.
+    pub(crate) fn for_any_address(&self, problem: &FwdProblem) -> Option<Self> {
+        match self {
+            Self::Cdna(cdna) => cdna.for_any_address(problem).map(Self::Cdna),
             Self::Simt(_) => None,
         }
     }
