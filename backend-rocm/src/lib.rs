@@ -5,7 +5,6 @@
 //! [`RocmBackend::open`] takes a device of the machine, or an emulated one;
 //! [`RocmBackend::pretend`] plans and compiles for an architecture without any.
 
-mod arch;
 mod compile;
 mod driver;
 mod kernels;
@@ -27,13 +26,14 @@ use fmha_core::{
     PlanParts, Precompile, Promises, Queues, Refusal, ResourceUsage, Result, Roofline, Step, Stream,
     ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
+use fmha_kernels_hip::{Device, Grid, cdna, combine, simt};
 
-pub use crate::arch::Arch;
 pub use crate::driver::graph::{Event, Graph};
 pub use crate::resources::Resources;
+pub use fmha_kernels_hip::Arch;
 
 use crate::driver::{Driver, search};
-use crate::kernels::{Choice, Device, Forward, Grid, cdna, combine, simt};
+use crate::kernels::{Choice, Forward};
 use crate::memory::RocmMemory;
 use crate::modules::{Module, Modules, modules};
 

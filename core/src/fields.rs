@@ -259,6 +259,7 @@ pub fn knobs<T: Fields>() -> Vec<(&'static str, Vec<String>)> {
 }
 
 #[cfg(test)]
+#[allow(unreachable_pub, reason = "the macros declare what a crate exports")]
 mod tests {
     use super::*;
     use crate::layout::VLayout;
