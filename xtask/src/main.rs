@@ -9,6 +9,7 @@ mod evidence;
 mod kernels;
 mod mutation;
 mod mutation_amd;
+mod planted;
 mod setup;
 mod step;
 mod suite;
@@ -27,6 +28,9 @@ usage: cargo xtask test      set up, build in release, test what CI has time for
                              what `fmha conformance` printed into FILE (ON: `cuda, NVIDIA H200`, `rocm, gfx942 emulated`),
                              kept in tests/evidence with the hash of the text that it was counted on
        cargo xtask support   the README's support table from tests/evidence
+       cargo xtask planted   faults in host code, each built in a copy and found by a case
+       cargo xtask mutants [--shard I/N]
+                             cargo-mutants over core, the backends' host code and the CPU backend
        cargo xtask mutation [SCHEDULES]
                              the sm90 kernel broken instruction by instruction in the emulator, into
                              tests/evidence/sm90-mutation.md; sound, under 100 schedules
@@ -52,6 +56,8 @@ fn main() -> ExitCode {
         ["evidence", on, file] => ended(evidence::keep(on, file, "all")),
         ["evidence", on, file, cases] => ended(evidence::keep(on, file, cases)),
         ["coverage", ref paths @ ..] => ended(coverage::run(paths)),
+        ["planted"] => ended(planted::run()),
+        ["mutants", ref words @ ..] => ended(planted::mutants(words)),
         ["mutation-amd"] => ended(mutation_amd::run()),
         ["mutation"] => ended(mutation::run(100)),
         ["mutation", number] => match number.parse() {
