@@ -83,15 +83,16 @@ fn build(environment: &[(String, String)]) -> Result<Vec<Program>, String> {
         command.args(words).envs(environment.iter().cloned());
         command
     };
-    setup::loudly(&mut cargo(&["build", "--release"]))?;
-    let words = ["test", "--release", "--workspace", "--no-run", "--message-format=json-render-diagnostics"];
+    // One invocation with every target in it: another selection would have other features, and build crates twice.
+    let words =
+        ["build", "--release", "--workspace", "--all-targets", "--message-format=json-render-diagnostics"];
     let output = cargo(&words).stderr(Stdio::inherit()).output().map_err(|error| error.to_string())?;
     if !output.status.success() {
-        return Err("cargo test --no-run does not end well".to_owned());
+        return Err("cargo build does not end well".to_owned());
     }
     let text = String::from_utf8_lossy(&output.stdout);
     let programs: Vec<Program> = text.lines().filter_map(program).collect();
-    if programs.is_empty() { Err("cargo test --no-run names no program".to_owned()) } else { Ok(programs) }
+    if programs.is_empty() { Err("cargo build names no test program".to_owned()) } else { Ok(programs) }
 }
 
 /// The test program that a line of Cargo's messages tells of.
@@ -101,7 +102,8 @@ fn program(line: &str) -> Option<Program> {
         rest.split('"').next().map(str::to_owned)
     };
     let profile = line.split_once("\"profile\":{").and_then(|(_, rest)| rest.split('}').next())?;
-    let path = field("executable").filter(|_| profile.contains("\"test\":true"))?;
+    let is_test = profile.contains("\"test\":true") && !line.contains("\"kind\":[\"bench\"]");
+    let path = field("executable").filter(|_| is_test)?;
     let folder = Path::new(&field("manifest_path")?).parent()?.to_owned();
     let target = line.split_once("\"target\":{").and_then(|(_, rest)| rest.split_once("\"name\":\""));
     let name = target.and_then(|(_, rest)| rest.split('"').next()).unwrap_or("?");
