@@ -20,11 +20,12 @@ use fmha_core::args::{check_combine, check_fwd};
 use fmha_core::backend::unsupported;
 use fmha_core::bind;
 use fmha_core::cache::{CompiledKernel, KernelJob};
+use fmha_core::lengths::check_lengths;
 use fmha_core::source::KernelSource;
 use fmha_core::{
     Accuracy, AnyProblem, BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevSliceMut,
-    DeviceMemory, Error, Explain, FmhaBackend, FwdArgs, FwdPlan, LaunchShape, MemorySpace, PlanOptions,
-    PlanParts, Precompile, Promises, Queues, Refusal, ResourceUsage, Result, Roofline, Step, Stream,
+    DeviceMemory, Error, Explain, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, LaunchShape, MemorySpace, PlanOptions,
+    PlanParts, Precompile, Promises, Queues, Refusal, ResourceUsage, Result, Roofline, SeqArgs, Step, Stream,
     ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 
@@ -52,6 +53,8 @@ pub struct RocmBackend {
 struct FwdHandle {
     forward: Forward,
     ready: Ready,
+    /// Whether each run reads the lengths back and checks them.
+    checks_lengths: bool,
 }
 
 /// A kernel, or why there is none: neither a device nor a compiler.
@@ -225,13 +228,16 @@ impl FmhaBackend for RocmBackend {
             is_fallback: kernel == simt::NAME,
             ..self.parts(problem.clone(), kernel, options, &ready, grid)?
         };
-        Ok(parts.seal(&self.id, FwdHandle { forward, ready }))
+        Ok(parts.seal(&self.id, FwdHandle { forward, ready, checks_lengths: options.check_lengths }))
     }
 
     fn run_fwd(&self, plan: &FwdPlan, args: &mut FwdArgs<'_>, stream: Stream) -> Result<()> {
         let handle = plan.handle::<FwdHandle>(&self.id, &self.name)?;
         let problem = plan.problem();
         check_fwd(problem, args, plan.workspace(), MemorySpace::Device)?;
+        if handle.checks_lengths {
+            self.check_lengths(problem, &args.seq, stream)?;
+        }
         self.clear(args.workspace.as_ref(), plan.workspace(), stream)?;
         let params = bind::fwd_params(problem, args);
         let launch = |forward: &Forward, ready: &Ready| {
@@ -327,6 +333,7 @@ impl RocmBackend {
         grid: Grid,
     ) -> Result<PlanParts<P>> {
         options.check_promises(kernel, &PROMISES).map_err(|refusal| self.unsupported(refusal))?;
+        let promises = Promises { graph_capturable: !options.check_lengths, ..PROMISES };
         Ok(PlanParts {
             problem,
             backend: self.name.clone(),
@@ -336,7 +343,7 @@ impl RocmBackend {
             refusals: Vec::new(),
             is_fallback: false,
             workspace: Workspace::NONE,
-            promises: PROMISES,
+            promises,
         })
     }
 
@@ -360,6 +367,16 @@ impl RocmBackend {
                 tiles_at_once: grid.tiles_at_once,
             }),
         }
+    }
+
+    /// Waits for the stream, reads a call's lengths back and checks them.
+    fn check_lengths(&self, problem: &FwdProblem, seq: &SeqArgs<'_>, stream: Stream) -> Result<()> {
+        let driver = self.memory.driver()?;
+        driver.synchronize(stream)?;
+        check_lengths(problem, seq, |slice, bytes| {
+            // SAFETY: the argument check saw that the slice covers them; its maker promised the memory.
+            unsafe { driver.download(slice.as_ptr().cast_mut(), bytes) }
+        })
     }
 
     /// Queues zeros for the part of the workspace that a run wants so.

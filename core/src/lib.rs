@@ -40,6 +40,7 @@ pub mod env;
 pub mod error;
 pub mod fp8;
 pub mod layout;
+pub mod lengths;
 pub mod mask;
 pub mod operation;
 pub mod plan;
