@@ -129,7 +129,10 @@ impl CudaBackend {
         details.extend(choice.details);
         let mut promises = choice.promises;
         if options.check_lengths {
-            details.push(("lengths", "read back and checked by each run, which waits for its stream".to_owned()));
+            details.push((
+                "lengths",
+                "read back and checked by each run, which waits for its stream".to_owned(),
+            ));
             promises.graph_capturable = false;
         }
         PlanParts {

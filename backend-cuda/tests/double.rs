@@ -9,8 +9,7 @@ use std::cell::Cell;
 use fmha_core::tune::TunedTile;
 use fmha_core::{
     Accuracy, DType, DevBuffer, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, MaskSpec,
-    PlanOptions, Stream,
-    Totals,
+    PlanOptions, Stream, Totals,
 };
 use fmha_cuda::CudaBackend;
 

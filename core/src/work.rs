@@ -94,8 +94,16 @@ mod tests {
         };
         let problem = FwdProblem::batch(DType::F16, dims);
         let (i_batch, q_row, k_row) = (0, 0, 0);
-        let span =
-            SeqSpan { i_batch, q_row, k_row, q_batch: 0, k_batch: 0, seqlen_q: 1 << 4, seqlen_k: 1 << 24, lse_rows: 0 };
+        let span = SeqSpan {
+            i_batch,
+            q_row,
+            k_row,
+            q_batch: 0,
+            k_batch: 0,
+            seqlen_q: 1 << 4,
+            seqlen_k: 1 << 24,
+            lse_rows: 0,
+        };
         // 2^58 pairs fit; 2^8 operations for each of them do not.
         let error = Work::count(&problem, &[span]).unwrap_err();
         assert_eq!(error.field, "seqlen_q");
