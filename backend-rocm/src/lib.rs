@@ -23,9 +23,9 @@ use fmha_core::lengths::check_lengths;
 use fmha_core::source::KernelSource;
 use fmha_core::{
     Accuracy, AnyProblem, BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevSliceMut,
-    DeviceMemory, Error, Explain, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, LaunchShape, MemorySpace, PlanOptions,
-    PlanParts, Precompile, Promises, Queues, Refusal, ResourceUsage, Result, Roofline, SeqArgs, Step, Stream,
-    ValidBwd, ValidCombine, ValidFwd, Workspace,
+    DeviceMemory, Error, Explain, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, LaunchShape, MemorySpace,
+    PlanOptions, PlanParts, Precompile, Promises, Queues, Refusal, ResourceUsage, Result, Roofline, SeqArgs,
+    Step, Stream, ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 use fmha_kernels_hip::{Device, Grid, cdna, combine, simt};
 
