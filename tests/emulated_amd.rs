@@ -96,7 +96,7 @@ fn the_tile_kernel_keeps_the_contract_on_every_emulated_architecture() {
         println!("{:<12} {}", "all", report.summary);
         println!("battery rocm ({arch}, emulated): {}", report.summary);
         failed += report.summary.failed;
-        assert!(report.summary.passed > 100, "{}", report.summary);
+        assert!(report.summary.passed > 60, "{}", report.summary);
     }
     assert_eq!(failed, 0);
 }
@@ -125,7 +125,7 @@ fn workgroups_that_walk_over_tiles_keep_the_contract_on_every_emulated_architect
             repro_words: format!("--emulate {arch} --tile block_m=64,order=static,workgroups={workgroups}"),
             ..Options::default()
         };
-        let dealt: Deal = format!("{}/64", index + 1).parse().unwrap();
+        let dealt: Deal = format!("{}/24", index + 1).parse().unwrap();
         let cases = dealt.of(cases, &backend, &options.plan);
         let report = run_cases(&backend, &cases, &options, &|_, _, _| ());
         for case in report.failures() {
@@ -133,7 +133,7 @@ fn workgroups_that_walk_over_tiles_keep_the_contract_on_every_emulated_architect
         }
         println!("battery rocm ({arch}, emulated, {workgroups} workgroups): {}", report.summary);
         failed += report.summary.failed;
-        assert!(report.summary.passed > 8, "{}", report.summary);
+        assert!(report.summary.passed > 4, "{}", report.summary);
     }
     assert_eq!(failed, 0);
 }
