@@ -154,8 +154,8 @@ impl<'a> Resident<'a> {
     /// # Errors
     /// What the backend said.
     pub fn queue_fwd(&mut self, plan: &FwdPlan, host: &mut HostFwd, stream: Stream) -> Result<()> {
-        let dropout = host.dropout;
-        self.forward(plan, &mut host.operands, dropout, stream)
+        let (totals, dropout) = (host.totals, host.dropout);
+        self.forward(plan, &mut host.operands, (totals, dropout), stream)
     }
 
     /// Queues the forward call that a backward one needs, which writes O and LSE, and waits for it.

@@ -287,7 +287,7 @@ mod tests {
 
     #[test]
     fn a_hopeless_tile_costs_two_rounds() {
-        let mut made = Made::new(|value| f64::from(value), 0.0, 1);
+        let mut made = Made::new(f64::from, 0.0, 1);
         let measured = InTurns::run(&mut made, &1, &2, 99).unwrap();
         assert_eq!((measured.incumbent.len(), measured.challenger.len()), (2, 2));
     }
