@@ -1,17 +1,19 @@
 //! Small sizes against the reference: every pair of levels of all axes, and random rows.
 
-use fmha_core::DType;
+use fmha_core::{DType, VLayout};
 
 use super::pairwise::{Levels, pairwise};
-use super::recipe::{AXES, DTYPES, random_levels, recipe};
+use super::recipe::{AXES, DTYPES, axis, random_levels, recipe};
 use crate::case::{Case, seed_of};
 
 /// Series of pairwise rows: each meets every pair once more, beside other levels.
 const SERIES: u64 = 5;
 const RANDOM: u64 = 500;
-/// The types that every fast kernel takes: a series of their own, so that each pair of the other axes' levels meets
-/// there too.
+/// The types that every fast kernel takes: two series of their own, so that each pair of the other axes' levels meets
+/// on fast kernels too. Some of those write no keep mask, and take column-major V in rows of whole 16 bytes alone.
 const FAST: [DType; 2] = [DType::F16, DType::Bf16];
+/// Of the lengths, those whose column-major V, packed too, has such rows.
+const WHOLE_COLUMNS: [usize; 3] = [4, 7, 9];
 
 pub(crate) fn cases() -> Vec<Case> {
     rows().into_iter().map(|(name, levels)| case(&name, &levels)).collect()
@@ -35,11 +37,35 @@ fn rows() -> Vec<(String, Levels)> {
     });
     let random =
         (0..RANDOM).map(|index| (format!("definition/random_{index:03}"), random_levels(0x5eed, index)));
+    pairs.chain(random).chain(fast(VLayout::RowMajor)).chain(fast(VLayout::ColMajor)).collect()
+}
+
+fn fast(v_layout: VLayout) -> impl Iterator<Item = (String, Levels)> {
     let mut axes = AXES;
-    axes[0] = FAST.len();
-    let fast = pairwise(&axes, 0xfa57).into_iter().enumerate().map(|(row, mut levels)| {
-        levels[0] = DTYPES.iter().position(|dtype| *dtype == FAST[levels[0]]).unwrap_or_default();
-        (format!("definition/fast_{row:03}"), levels)
-    });
-    pairs.chain(random).chain(fast).collect()
+    (axes[axis::DTYPE], axes[axis::V_LAYOUT], axes[axis::WRITES]) = (FAST.len(), 1, 2);
+    let by_columns = v_layout == VLayout::ColMajor;
+    if by_columns {
+        // No gaps between sequences, no padding of rows: both end inside 16 bytes.
+        (axes[axis::SEQUENCES], axes[axis::LENGTHS], axes[axis::LAYOUT]) = (3, WHOLE_COLUMNS.len(), 2);
+    }
+    let what = if by_columns { "fast_columns" } else { "fast" };
+    pairwise(&axes, 0xfa57).into_iter().enumerate().map(move |(row, mut levels)| {
+        let dtype = FAST[levels[axis::DTYPE]];
+        levels[axis::DTYPE] = DTYPES.iter().position(|one| *one == dtype).unwrap_or_default();
+        if by_columns {
+            levels[axis::V_LAYOUT] = 1;
+            levels[axis::LENGTHS] = WHOLE_COLUMNS[levels[axis::LENGTHS]];
+        }
+        (format!("definition/{what}_{row:03}"), levels)
+    })
+}
+
+/// The first level of each axis but those two, for whether a kernel takes a pair at all.
+#[must_use]
+pub fn plain_with(dtype: usize, pair: [usize; 4]) -> Case {
+    let mut levels = vec![0; AXES.len()];
+    levels[axis::DTYPE] = dtype;
+    let [a, x, b, y] = pair;
+    (levels[a], levels[b]) = (x, y);
+    case(&format!("definition/plain_{pair:?}"), &levels)
 }
