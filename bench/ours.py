@@ -4,6 +4,7 @@ The shared library is $FMHA_LIB (`cargo build --release -p fmha-c`: target/relea
     OURS_TILE=block_m=128,stages=2   the tile, honoured or refused
     OURS_KERNEL=sm90                 the kernel, honoured or refused
     OURS_DETERMINISTIC=1             backward with the same bits every run
+    OURS_ACCURACY=exact              the true running maximum is subtracted
     OURS_FALLBACK=1                  a kernel that is correct but slow may serve
 The words of tile and kernel are those of the call that is timed: of backward, in its tables.
 """
@@ -63,7 +64,8 @@ class FmhaOptions(Structure):
     _fields_ = [
         ("struct_bytes", c_uint64),
         *((n, c_char_p) for n in ("backend", "kernel", "tile")),
-        *((n, c_int32) for n in ("allow_fallback", "deterministic")),
+        *((n, c_int32) for n in ("allow_fallback", "accuracy", "deterministic")),
+        *((n, c_int32) for n in ("batch_invariant", "check_lengths", "reserved")),
     ]
 
 
@@ -86,6 +88,7 @@ def _options(timed: bool, backward: bool) -> FmhaOptions:
     options = FmhaOptions(struct_bytes=sizeof(FmhaOptions), allow_fallback=bool(word("OURS_FALLBACK")))
     if timed:
         options.kernel, options.tile = word("OURS_KERNEL"), word("OURS_TILE")
+    options.accuracy = {None: 0, b"fast": 0, b"exact": 1}[word("OURS_ACCURACY")]
     options.deterministic = backward and bool(word("OURS_DETERMINISTIC"))
     return options
 

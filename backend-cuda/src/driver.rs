@@ -269,7 +269,7 @@ impl Kernel {
     }
 }
 
-/// What the copy engine knows of a tensor; opaque to all but the driver.
+/// What TMA knows of a tensor; opaque to all but the driver.
 #[derive(Clone, Copy)]
 #[repr(C, align(128))]
 pub(crate) struct TensorMap([u64; 16]);

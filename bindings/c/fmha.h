@@ -34,6 +34,12 @@
 // V as [.., head_dim_v, seqlen_k], seqlen_stride 1.
 #define FMHA_V_COL_MAJOR 1
 
+// The running maximum of a row may lag by a bounded factor: the default.
+#define FMHA_FAST 0
+
+// The true running maximum is subtracted, or a refusal.
+#define FMHA_EXACT 1
+
 // A chosen and loaded kernel with its scratch memory, of the backend that it was planned on.
 typedef struct FmhaPlan FmhaPlan;
 
@@ -186,8 +192,17 @@ typedef struct FmhaOptions {
   const char *tile;
   // 1: a kernel that is correct but far from fast may serve; 0: a refusal instead.
   int32_t allow_fallback;
-  // 1: backward gives the same bits every run, or a refusal.
+  // FMHA_FAST or FMHA_EXACT.
+  int32_t accuracy;
+  // 1: the same bits every run, or a refusal. Forward and combine always keep it.
   int32_t deterministic;
+  // 1: a sequence's bits depend on its own lengths and contents alone, or a refusal.
+  int32_t batch_invariant;
+  // 1: each run reads the lengths back, waits for them, and refuses offsets that decrease or leave
+  // their tensor. 0: such offsets give wrong outputs, and touch nothing outside the tensors.
+  int32_t check_lengths;
+  // 0.
+  int32_t reserved;
 } FmhaOptions;
 
 // One partial result.

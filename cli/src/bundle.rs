@@ -8,12 +8,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use clap::Args;
 use fmha::core::cache::{Bundle, CompiledKernel, KernelJob, Precompile, SourceKey, forward_table};
-use fmha::{Error, FmhaBackend, PlanOptions};
+use fmha::{AnyProblem, Error, FmhaBackend, PlanOptions};
 use rayon::prelude::*;
 
 use crate::Verdict;
 use crate::failure::Failure;
 use crate::progress::Progress;
+use crate::target;
 
 /// Options of `fmha bundle`.
 #[derive(Debug, Args)]
@@ -53,6 +54,8 @@ struct Wanted<'a> {
 
 impl BundleArgs {
     pub(super) fn carry_out(&self, out: &mut dyn Write) -> Result<Verdict, Failure> {
+        // Compiling takes minutes: whether its result can be kept is asked first.
+        target::check("out", &self.out, &[])?;
         let backends = self.arch.iter().map(|arch| fmha::pretend(arch)).collect::<Result<Vec<_>, _>>()?;
         let mut wanted = BTreeMap::new();
         for backend in &backends {
@@ -95,12 +98,12 @@ impl BundleArgs {
         let mut seen = std::collections::BTreeSet::new();
         for entry in forward_table()?.iter().filter(|entry| self.wants(&entry.name)) {
             problems += 1;
-            match compiler.fwd_job(&entry.problem, &PlanOptions::default()) {
-                Ok(job) if seen.contains(&job.source.entry) => {}
-                Ok(job) => {
-                    seen.insert(job.source.entry.clone());
-                    kernels += 1;
-                    wanted.insert(job.key(), Wanted { compiler, job });
+            match compiler.jobs(AnyProblem::Forward(&entry.problem), &PlanOptions::default()) {
+                Ok(jobs) => {
+                    for job in jobs.into_iter().filter(|job| seen.insert(job.source.entry.clone())) {
+                        kernels += 1;
+                        wanted.insert(job.key(), Wanted { compiler, job });
+                    }
                 }
                 Err(Error::Unsupported { .. }) => refused += 1,
                 Err(other) => return Err(other.into()),

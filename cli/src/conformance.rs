@@ -10,9 +10,9 @@ use fmha_conformance::{Regex, case};
 
 use crate::Verdict;
 use crate::failure::Failure;
-use crate::files::write_text;
 use crate::options::BackendArgs;
 use crate::progress::Progress;
+use crate::target::{self, write_text};
 
 /// Options of `fmha conformance`.
 #[derive(Debug, Args)]
@@ -69,6 +69,9 @@ impl ConformanceArgs {
                 writeln!(out, "{}", case.name)?;
             }
             return Ok(Verdict::Right);
+        }
+        if let Some(path) = &self.junit {
+            target::check("junit", path, &[])?;
         }
         let backend = self.backend.open()?.backend;
         let mut plan = self.backend.plan_options();

@@ -1,14 +1,17 @@
 //! One problem with its tensors on a backend: planned once, called many times, read back.
 
-use fmha::{BwdPlan, Error, FmhaBackend, FwdPlan, PlanOptions, ValidFwd};
+use std::collections::BTreeMap;
+
+use fmha::{BwdPlan, Dims, FmhaBackend, FwdPlan, PlanOptions, VLayout, ValidFwd, Workspace};
 use fmha_conformance::execute::{CallTime, Resident};
 use fmha_conformance::init::Init;
 use fmha_conformance::tensor::{Operand, Operands, Room};
 use fmha_conformance::tensors::{Data, HostBwd, HostFwd, Lengths};
 
-use crate::data::{OwnData, file_shape, lse_shape};
+use crate::data::{OwnData, col_major_shape, file_shape, lse_shape, operands_of};
 use crate::failure::Failure;
 use crate::files::Tensor;
+use crate::memory::room_for;
 use crate::setup::Setup;
 
 /// Reads the battery's names and Composable Kernel's: `uf` or `1`, `nf`, `ui`, `ni` or `0`, `tf` or
@@ -25,9 +28,16 @@ pub(super) fn init(text: &str) -> Result<Init, String> {
 
 /// What the tensors hold.
 pub(super) struct Source {
+    /// The user's tensors: all that the problem has, or none.
     pub(super) own: Option<OwnData>,
     pub(super) init: Init,
     pub(super) seed: u64,
+}
+
+impl Source {
+    pub(super) fn made_up(init: Init, seed: u64) -> Self {
+        Self { own: None, init, seed }
+    }
 }
 
 /// A problem, its tensors, the kernel chosen for it.
@@ -51,17 +61,18 @@ impl<'a> Job<'a> {
         options: &PlanOptions,
         source: Source,
     ) -> Result<Self, Failure> {
+        let options = &setup.options(options);
         let valid = setup.fwd.clone().validate()?;
         let Source { own, init, seed } = source;
         let data = Data { init, seed, room: Room::default() };
         let (call, resident) = match &setup.bwd {
             None => {
                 let plan = backend.plan_fwd(&valid, options)?;
-                there_is_room(&valid, 1, plan.workspace_bytes)?;
+                there_is_room(&valid, 1, plan.workspace())?;
                 let mut host = HostFwd::new(setup.fwd.clone(), &setup.lengths(), data)?;
                 host.dropout = setup.dropout;
-                overwrite(&mut host.operands, own);
-                let resident = Resident::place(backend, &host.operands, plan.workspace_bytes)?;
+                overwrite(&mut host.operands, setup, own)?;
+                let resident = Resident::place(backend, &host.operands, plan.workspace())?;
                 (Call::Forward(Box::new(host), Box::new(plan)), resident)
             }
             Some(bwd) => {
@@ -69,12 +80,12 @@ impl<'a> Job<'a> {
                 // Makes O and LSE; which kernel does is not what was asked about.
                 let auxiliary = PlanOptions { allow_fallback: true, ..PlanOptions::default() };
                 let forward = backend.plan_fwd(&valid, &auxiliary)?;
-                let workspace_bytes = plan.workspace_bytes.max(forward.workspace_bytes);
-                there_is_room(&valid, 2, workspace_bytes)?;
+                let workspace = plan.workspace().max(forward.workspace());
+                there_is_room(&valid, 2, workspace)?;
                 let mut host = HostBwd::new(bwd.clone(), &setup.lengths(), data)?;
                 host.dropout = setup.dropout;
-                overwrite(&mut host.operands, own);
-                let mut resident = Resident::place(backend, &host.operands, workspace_bytes)?;
+                overwrite(&mut host.operands, setup, own)?;
+                let mut resident = Resident::place(backend, &host.operands, workspace)?;
                 resident.run_fwd_of(&forward, &mut host)?;
                 (Call::Backward(Box::new(host), Box::new(plan)), resident)
             }
@@ -85,8 +96,8 @@ impl<'a> Job<'a> {
     /// The kernel's name.
     pub(super) fn kernel(&self) -> &str {
         match &self.call {
-            Call::Forward(_, plan) => &plan.kernel,
-            Call::Backward(_, plan) => &plan.kernel,
+            Call::Forward(_, plan) => plan.kernel(),
+            Call::Backward(_, plan) => plan.kernel(),
         }
     }
 
@@ -115,19 +126,48 @@ impl<'a> Job<'a> {
         Ok(&self.call)
     }
 
+    /// Every input of floating-point numbers, by the name that `--input` and `--operand` take.
+    pub(super) fn inputs(&self) -> BTreeMap<String, Tensor> {
+        let (fwd, iperm) = (&self.setup.fwd, self.setup.iperm);
+        let operands = match &self.call {
+            Call::Forward(host, _) => &host.operands,
+            Call::Backward(host, _) => &host.operands,
+        };
+        let v = match (fwd.v_layout, iperm) {
+            (VLayout::RowMajor, _) => file_shape(fwd.shape_v(), iperm, fwd.mode),
+            (VLayout::ColMajor, _) => col_major_shape(fwd.shape_v(), iperm, fwd.mode),
+        };
+        let rows = [
+            ("q", Operand::Q, file_shape(fwd.shape_q(), iperm, fwd.mode)),
+            ("k", Operand::K, file_shape(fwd.shape_k(), iperm, fwd.mode)),
+            ("v", Operand::V, v),
+        ];
+        let others =
+            operands_of(self.setup).into_iter().map(|wanted| (wanted.name, wanted.operand, wanted.shape));
+        rows.into_iter()
+            .chain(others)
+            .filter_map(|(name, operand, shape)| {
+                let tensor = operands.get(operand)?;
+                let bytes = tensor.elems().to_vec();
+                Some((name.to_owned(), Tensor { dtype: tensor.dtype, shape, bytes }))
+            })
+            .collect()
+    }
+
     /// A result that was [read back](Self::read_back), as a file has it.
     pub(super) fn result(&self, name: &str) -> Option<Tensor> {
         let fwd = &self.setup.fwd;
-        let rows = |shape, strides| file_shape(shape, strides, fwd.mode);
+        let (iperm, operm) = (self.setup.iperm, self.setup.operm);
+        let rows = |shape, permuted| file_shape(shape, permuted, fwd.mode);
         let (operands, operand, shape) = match (&self.call, name) {
-            (Call::Forward(host, _), "o") => (&host.operands, Operand::O, rows(fwd.shape_o(), fwd.o)),
+            (Call::Forward(host, _), "o") => (&host.operands, Operand::O, rows(fwd.shape_o(), operm)),
             (Call::Forward(host, _), "lse") => (&host.operands, Operand::Lse, lse_shape(self.setup)),
-            (Call::Backward(host, plan), name) => {
-                let bwd = &plan.problem;
+            (Call::Backward(host, _), name) => {
                 let (operand, shape) = match name {
-                    "dq" => (Operand::Dq, rows(fwd.shape_q(), bwd.dq)),
-                    "dk" => (Operand::Dk, rows(fwd.shape_k(), bwd.dk)),
-                    "dv" => (Operand::Dv, rows(fwd.shape_v(), bwd.dv)),
+                    "dq" => (Operand::Dq, rows(fwd.shape_q(), iperm)),
+                    "dk" => (Operand::Dk, rows(fwd.shape_k(), iperm)),
+                    // Row-major whatever V is, and b*s*h*d where V is not.
+                    "dv" => (Operand::Dv, rows(fwd.shape_v(), iperm && fwd.v_layout == VLayout::RowMajor)),
                     "dbias" => {
                         let shape = host.operands.get(Operand::Dbias)?.shape;
                         (
@@ -159,20 +199,33 @@ impl Setup {
     }
 }
 
-/// The user's tensors in place of made-up ones. Their shapes made the problem, so they fit.
-fn overwrite(operands: &mut Operands, own: Option<OwnData>) {
-    let Some(own) = own else { return };
-    for (operand, tensor) in [(Operand::Q, own.q), (Operand::K, own.k), (Operand::V, own.v)] {
-        if let Some(made_up) = operands.get_mut(operand) {
-            made_up.elems_mut().copy_from_slice(&tensor.bytes);
-        }
+/// The user's tensors in place of made-up ones. Their shapes made the problem or were held to it, so they
+/// fit.
+fn overwrite(operands: &mut Operands, setup: &Setup, own: Option<OwnData>) -> Result<(), Failure> {
+    let Some(own) = own else { return Ok(()) };
+    for (operand, tensor) in [(Operand::Q, &own.q), (Operand::K, &own.k), (Operand::V, &own.v)] {
+        fill(operands, operand, tensor)?;
     }
+    for wanted in operands_of(setup) {
+        fill(operands, wanted.operand, &own.operand(&wanted)?)?;
+    }
+    Ok(())
+}
+
+fn fill(operands: &mut Operands, operand: Operand, tensor: &Tensor) -> Result<(), Failure> {
+    let Some(made_up) = operands.get_mut(operand) else { return Ok(()) };
+    let (wanted, given) = (made_up.elems().len(), tensor.bytes.len());
+    if wanted != given {
+        return Err(Failure::wrong(format!("{operand:?}: {given} bytes are given, {wanted} wanted")));
+    }
+    made_up.elems_mut().copy_from_slice(&tensor.bytes);
+    Ok(())
 }
 
 /// Asks for the bytes of all tensors at once, and gives them back: what does not fit is an error
 /// here, with the number, and not an abort somewhere later. `copies` is 2 for gradients.
-fn there_is_room(valid: &ValidFwd, copies: u64, workspace_bytes: u64) -> Result<(), Failure> {
-    let mut bytes = u128::from(workspace_bytes);
+fn there_is_room(valid: &ValidFwd, copies: u64, workspace: Workspace) -> Result<(), Failure> {
+    let mut bytes = u128::from(workspace.bytes);
     for (strides, shape, dtype) in [
         (valid.q, valid.shape_q(), valid.dtype_qk),
         (valid.k, valid.shape_k(), valid.dtype_qk),
@@ -190,23 +243,10 @@ fn there_is_room(valid: &ValidFwd, copies: u64, workspace_bytes: u64) -> Result<
     bytes += u128::from(valid.lse_elems()) * 4 * u128::from(copies);
     // What the check, the threads and the kernels need besides.
     bytes += 32 << 20;
-
-    let refuse = |text: String| {
-        Failure::from(Error::System { what: format!("memory for {bytes} bytes of tensors"), text })
-    };
-    if let Some(available) = available_bytes()
-        && bytes > u128::from(available)
-    {
-        return Err(refuse(format!("the system has {available} available")));
-    }
-    let probe = usize::try_from(bytes).map_err(|error| refuse(error.to_string()))?;
-    Vec::<u8>::new().try_reserve_exact(probe).map_err(|error| refuse(error.to_string()))
-}
-
-/// What Linux says is free or can be freed; unknown elsewhere. It grants more than it has, and kills
-/// who believes it.
-fn available_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kilobytes| kilobytes * 1024)
+    let Dims { batch, seqlen_q, seqlen_k, num_heads_q, head_dim_qk, head_dim_v, .. } = valid.dims;
+    let what = format!(
+        "the tensors of batch {batch}, num_heads_q {num_heads_q}, seqlen_q {seqlen_q}, seqlen_k {seqlen_k}, \
+         head_dim_qk {head_dim_qk}, head_dim_v {head_dim_v}"
+    );
+    room_for(&what, bytes)
 }

@@ -125,7 +125,7 @@ pub(super) fn write(
     }
     let part = part(problem, setup).setup(None)?;
     let plan = backend.plan_fwd(&part.fwd.clone().validate()?, options)?;
-    let mut job = Job::new(backend, &part, options, Source { own: None, init: Init::Normal, seed: 1 })?;
+    let mut job = Job::new(backend, &part, options, Source::made_up(Init::Normal, 1))?;
     let _ = fmha::emulated_launches();
     job.run()?;
     let Some(launch) = fmha::emulated_launches().and_then(|text| last(&text)) else { return Ok(()) };
@@ -217,7 +217,7 @@ fn part(problem: &ProblemArgs, setup: &Setup) -> ProblemArgs {
 
 /// Tiles of a launch: what the plan says, or else one a CTA.
 fn tiles(plan: &FwdPlan, launch: &Value) -> f64 {
-    let said = plan.details.iter().find(|(name, _)| *name == "tiles");
+    let said = plan.details().iter().find(|(name, _)| *name == "tiles");
     let number: Option<f64> = said.and_then(|(_, words)| words.split(' ').next()?.parse().ok());
     let ctas = || launch["grid"].as_array().into_iter().flatten().filter_map(Value::as_f64).product();
     number.unwrap_or_else(ctas).max(1.0)

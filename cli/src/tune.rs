@@ -63,9 +63,13 @@ impl TuneArgs {
         }
         let opened = self.backend.open()?;
         let backend = &*opened.backend;
-        let tuner = backend
-            .tuner()
-            .ok_or_else(|| Failure::wrong(format!("{}: 0 kernels have a tile to tune", backend.name())))?;
+        let tuner = backend.tuner().ok_or_else(|| {
+            Failure::wrong(format!(
+                "{}: 0 of its kernels' tiles are measured here; `fmha explain` prints them, and what \
+                     --tile takes",
+                backend.name()
+            ))
+        })?;
         let knobs = tuner.knobs();
         if let Some(unknown) = self.knob.iter().find(|name| knobs.iter().all(|(knob, _)| knob != name)) {
             let known: Vec<_> = knobs.iter().map(|(knob, _)| *knob).collect();
@@ -189,14 +193,14 @@ mod tests {
 
     #[test]
     fn a_changed_knob_is_said_last_and_one_that_keeps_its_value_stays() {
-        let tile = [("lazy_rescale_log2", "6"), ("max_free", "1")]
+        let tile = [("lazy_rescale_log2", "6"), ("skip_row_max", "1")]
             .map(|(k, v)| (k.to_owned(), v.to_owned()))
             .to_vec();
         assert_eq!(with(&tile, "lazy_rescale_log2", "6"), tile);
         let changed = with(&tile, "lazy_rescale_log2", "0");
         assert_eq!(
             changed,
-            [("max_free", "1"), ("lazy_rescale_log2", "0")].map(|(k, v)| (k.to_owned(), v.to_owned()))
+            [("skip_row_max", "1"), ("lazy_rescale_log2", "0")].map(|(k, v)| (k.to_owned(), v.to_owned()))
         );
         assert_eq!(with(&tile, "no_such_knob", "1"), tile);
     }

@@ -10,7 +10,7 @@ fn an_emulated_kernel_is_counted_and_its_cycles_are_called_modelled() {
         return;
     }
     assert_eq!((ran.status, ran.err.as_str()), (0, ""));
-    // One tile of 128 x 128: two products of 128 deep, an exponential a score, Q, K and V by the copy engine.
+    // One tile of 128 x 128: two products of 128 deep, an exponential a score, Q, K and V by TMA.
     let lines: Vec<&str> = ran.out.lines().map(str::trim).collect();
     let said = |words: &str| lines.iter().any(|line| line.contains(words));
     assert!(said("1 tiles of 128 queries and 128 keys, 1 head, interpreted"), "{}", ran.out);

@@ -213,7 +213,7 @@ pub(crate) fn strides(name: &str, given: &FmhaTensor, planned: &FmhaTensor, whos
     Ok(())
 }
 
-fn number<T: PartialEq + fmt::Display>(field: &'static str, given: T, planned: T) -> Result<()> {
+fn number<T: Copy + PartialEq + fmt::Display>(field: &'static str, given: T, planned: T) -> Result<()> {
     if given == planned { Ok(()) } else { Err(differs(field, &given, &planned, "the plan's").into()) }
 }
 

@@ -3,13 +3,14 @@
 use std::ffi::{CStr, c_char};
 
 use fmha::{
-    Backend, Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale, Dims,
+    Accuracy, Backend, Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale, Dims,
     ElementwiseBias, FwdProblem, MaskSpec, PlanOptions, ProblemError, Result, Strides, VLayout,
 };
 
 use crate::structs::{
-    FMHA_BF16, FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ, FMHA_F16, FMHA_F32, FMHA_V_COL_MAJOR,
-    FMHA_V_ROW_MAJOR, FmhaCall, FmhaCombine, FmhaGradients, FmhaOptions, FmhaPartial, FmhaTensor,
+    FMHA_BF16, FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ, FMHA_EXACT, FMHA_F16, FMHA_F32,
+    FMHA_FAST, FMHA_V_COL_MAJOR, FMHA_V_ROW_MAJOR, FmhaCall, FmhaCombine, FmhaGradients, FmhaOptions,
+    FmhaPartial, FmhaTensor,
 };
 
 /// What a call points to in host memory.
@@ -34,7 +35,7 @@ impl Pointed {
         // SAFETY: as above.
         let mask = match unsafe { text("mask", call.mask)? } {
             None => MaskSpec::NONE,
-            Some(mask) => mask.parse().map_err(|error| ProblemError::new("mask", format!("mask {error}")))?,
+            Some(mask) => mask.parse()?,
         };
         // SAFETY: as above.
         let (softmax_scale, softcap) = unsafe { (call.softmax_scale.as_ref(), call.softcap.as_ref()) };
@@ -179,7 +180,6 @@ pub(crate) fn combine(call: &FmhaCombine, first: &FmhaPartial) -> Result<Combine
 pub(crate) struct Choice {
     pub(crate) backend: Option<Backend>,
     pub(crate) plan: PlanOptions,
-    pub(crate) deterministic: bool,
 }
 
 impl Choice {
@@ -193,15 +193,21 @@ impl Choice {
         let (backend, kernel, tile) = unsafe {
             (text("backend", options.backend)?, text("kernel", options.kernel)?, text("tile", options.tile)?)
         };
-        let backend =
-            backend.map(|name| name.parse().map_err(|error: String| ProblemError::new("backend", error)));
+        let backend = backend.map(str::parse).transpose()?;
         let plan = PlanOptions {
             kernel: kernel.map(str::to_owned),
             tile: tile.map(tile_options).transpose()?.unwrap_or_default(),
             allow_fallback: flag("allow_fallback", options.allow_fallback)?,
+            accuracy: accuracy(options.accuracy)?,
+            deterministic: flag("deterministic", options.deterministic)?,
+            batch_invariant: flag("batch_invariant", options.batch_invariant)?,
+            check_lengths: flag("check_lengths", options.check_lengths)?,
         };
-        let deterministic = flag("deterministic", options.deterministic)?;
-        Ok(Self { backend: backend.transpose()?, plan, deterministic })
+        if options.reserved != 0 {
+            let text = format!("reserved {} is not 0", options.reserved);
+            return Err(ProblemError::new("reserved", text).into());
+        }
+        Ok(Self { backend, plan })
     }
 }
 
@@ -302,6 +308,17 @@ fn flag(field: &'static str, value: i32) -> Result<bool, ProblemError> {
         0 => Ok(false),
         1 => Ok(true),
         _ => Err(ProblemError::new(field, format!("{field} {value} is neither 0 nor 1"))),
+    }
+}
+
+fn accuracy(value: i32) -> Result<Accuracy, ProblemError> {
+    match value {
+        FMHA_FAST => Ok(Accuracy::Fast),
+        FMHA_EXACT => Ok(Accuracy::Exact),
+        _ => {
+            let text = format!("accuracy {value} is neither 0 (FMHA_FAST) nor 1 (FMHA_EXACT)");
+            Err(ProblemError::new("accuracy", text))
+        }
     }
 }
 

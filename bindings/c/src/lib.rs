@@ -79,7 +79,7 @@ pub unsafe extern "C" fn fmha_plan(
         // SAFETY: not null, and the caller promised the rest.
         let made = unsafe {
             let choice = Choice::read(options)?;
-            FmhaPlan::new(open(choice.backend.as_ref())?, &*call, &choice)?
+            FmhaPlan::new(&open(choice.backend.as_ref())?, &*call, &choice)?
         };
         // SAFETY: as above.
         unsafe { *plan = Box::into_raw(Box::new(made)) };
@@ -120,7 +120,7 @@ pub unsafe extern "C" fn fmha_plan_combine(
         // SAFETY: not null, and the caller promised the rest.
         let made = unsafe {
             let choice = Choice::read(options)?;
-            FmhaPlan::combine(open(choice.backend.as_ref())?, &*call, &choice)?
+            FmhaPlan::combine(&open(choice.backend.as_ref())?, &*call, &choice)?
         };
         // SAFETY: as above.
         unsafe { *plan = Box::into_raw(Box::new(made)) };

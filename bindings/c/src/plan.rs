@@ -6,7 +6,7 @@ use std::sync::Arc;
 use fmha::{
     BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, Descale, DevBuffer, DevSlice, DevSliceMut, Dims,
     FmhaBackend, FwdArgs, FwdPlan, FwdProblem, MemorySpace, PartialResult, ProblemError, Result, ScoreArgs,
-    SeqArgs, Shape, Stream, Strides, ValidFwd,
+    SeqArgs, Shape, Stream, Strides, ValidFwd, Workspace,
 };
 
 use crate::agree;
@@ -16,7 +16,7 @@ use crate::structs::{FmhaCall, FmhaCombine, FmhaGradients, FmhaPartial, FmhaTens
 /// A chosen and loaded kernel with its scratch memory, of the backend that it was planned on.
 pub struct FmhaPlan {
     backend: Arc<dyn FmhaBackend>,
-    planned: Planned,
+    planned: Box<Planned>,
     workspace: Option<DevBuffer>,
     text: CString,
 }
@@ -32,55 +32,51 @@ impl FmhaPlan {
     /// # Safety
     /// The host pointers of `call` are null or point to what `fmha.h` says.
     pub(crate) unsafe fn new(
-        backend: Arc<dyn FmhaBackend>,
+        backend: &Arc<dyn FmhaBackend>,
         call: &FmhaCall,
         choice: &Choice,
     ) -> Result<Self> {
         // SAFETY: passed on.
         let pointed = unsafe { Pointed::read(call)? };
-        let (planned, bytes, text) = match &pointed.gradients {
+        let (planned, scratch, text) = match &pointed.gradients {
             None => {
-                if choice.deterministic {
-                    let text = "deterministic 1 goes with gradients, which is null";
-                    return Err(ProblemError::new("deterministic", text).into());
-                }
                 let plan = backend.plan_fwd(&pointed.forward(call)?.validate()?, &choice.plan)?;
-                let (bytes, text) = (plan.workspace_bytes, plan.to_string());
-                (Planned::Forward { plan, call: *call, pointed }, bytes, text)
+                let (scratch, text) = (plan.workspace(), plan.to_string());
+                (Planned::Forward { plan, call: *call, pointed }, scratch, text)
             }
             Some(gradients) => {
-                let problem = pointed.backward(call, gradients, choice.deterministic)?;
+                let problem = pointed.backward(call, gradients, choice.plan.deterministic)?;
                 let plan = backend.plan_bwd(&problem.validate()?, &choice.plan)?;
-                let (bytes, text) = (plan.workspace_bytes, plan.to_string());
-                (Planned::Backward { plan, call: *call, pointed }, bytes, text)
+                let (scratch, text) = (plan.workspace(), plan.to_string());
+                (Planned::Backward { plan, call: *call, pointed }, scratch, text)
             }
         };
-        Self::with(backend, planned, bytes, text)
+        Self::with(Arc::clone(backend), planned, scratch, text)
     }
 
     /// # Safety
     /// `parts` is null or as many as `num_parts` says.
     pub(crate) unsafe fn combine(
-        backend: Arc<dyn FmhaBackend>,
+        backend: &Arc<dyn FmhaBackend>,
         call: &FmhaCombine,
         choice: &Choice,
     ) -> Result<Self> {
         // SAFETY: passed on.
         let first = unsafe { host::parts(call)? }[0];
         let plan = backend.plan_combine(&host::combine(call, &first)?.validate()?, &choice.plan)?;
-        let (bytes, text) = (plan.workspace_bytes, plan.to_string());
-        Self::with(backend, Planned::Combine { plan, call: *call, first }, bytes, text)
+        let (scratch, text) = (plan.workspace(), plan.to_string());
+        Self::with(Arc::clone(backend), Planned::Combine { plan, call: *call, first }, scratch, text)
     }
 
     fn with(
         backend: Arc<dyn FmhaBackend>,
         planned: Planned,
-        workspace_bytes: u64,
+        scratch: Workspace,
         text: String,
     ) -> Result<Self> {
-        let workspace = backend.memory().workspace(workspace_bytes)?;
-        let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
-        Ok(Self { backend, planned, workspace, text })
+        let workspace = backend.memory().workspace(scratch)?;
+        let text = CString::new(text).unwrap_or_default();
+        Ok(Self { backend, planned: Box::new(planned), workspace, text })
     }
 
     /// The plan for a reader.
@@ -94,13 +90,13 @@ impl FmhaPlan {
     pub(crate) unsafe fn run(&self, call: &FmhaCall) -> Result<()> {
         let stream = Stream(call.stream as u64);
         let memory = Memory(self.backend.memory().space());
-        match &self.planned {
+        match &*self.planned {
             Planned::Forward { plan, call: planned, pointed } => {
                 // SAFETY: passed on.
                 unsafe { agree::call(planned, pointed, call)? };
                 // SAFETY: passed on.
-                let args = unsafe { memory.forward(&plan.problem, call, self.workspace.as_ref())? };
-                self.backend.run_fwd(plan, &args, stream)
+                let mut args = unsafe { memory.forward(plan.problem(), call, self.workspace.as_ref())? };
+                self.backend.run_fwd(plan, &mut args, stream)
             }
             Planned::Backward { plan, call: planned, pointed } => {
                 // SAFETY: passed on.
@@ -110,8 +106,8 @@ impl FmhaPlan {
                     return Err(ProblemError::new("gradients", "gradients is null (0)").into());
                 };
                 // SAFETY: passed on.
-                let args = unsafe { memory.backward(plan, call, gradients, self.workspace.as_ref())? };
-                self.backend.run_bwd(plan, &args, stream)
+                let mut args = unsafe { memory.backward(plan, call, gradients, self.workspace.as_ref())? };
+                self.backend.run_bwd(plan, &mut args, stream)
             }
             Planned::Combine { .. } => wrong_kind("fmha_run", "combine", "fmha_run_combine"),
         }
@@ -120,14 +116,14 @@ impl FmhaPlan {
     /// # Safety
     /// As [`Self::run`].
     pub(crate) unsafe fn run_combine(&self, call: &FmhaCombine) -> Result<()> {
-        let Planned::Combine { plan, call: planned, first } = &self.planned else {
+        let Planned::Combine { plan, call: planned, first } = &*self.planned else {
             return wrong_kind("fmha_run_combine", "attention", "fmha_run");
         };
         // SAFETY: passed on.
         let parts = unsafe { host::parts(call)? };
         agree::combine(planned, first, call, &parts[0])?;
         let memory = Memory(self.backend.memory().space());
-        let problem = &plan.problem;
+        let problem = plan.problem();
         let lse_bytes = problem.lse_elems() * 4;
         let mut inputs = Vec::with_capacity(parts.len());
         for part in parts {
@@ -139,14 +135,14 @@ impl FmhaPlan {
             inputs.push(PartialResult { o, lse });
         }
         // SAFETY: passed on.
-        let args = unsafe {
+        let mut args = unsafe {
             CombineArgs {
                 parts: &inputs,
                 o: memory.output("o", &call.o, problem.shape(), problem.dtype_o)?,
                 lse: memory.optional_mut(call.lse.cast(), lse_bytes),
             }
         };
-        self.backend.run_combine(plan, &args, Stream(call.stream as u64))
+        self.backend.run_combine(plan, &mut args, Stream(call.stream as u64))
     }
 }
 
@@ -195,7 +191,7 @@ impl Memory {
         gradients: &FmhaGradients,
         workspace: Option<&'a DevBuffer>,
     ) -> Result<BwdArgs<'a>> {
-        let problem = &plan.problem;
+        let problem = plan.problem();
         let fwd = problem.fwd();
         let lse_bytes = fwd.lse_elems() * 4;
         // SAFETY: passed on, here and below.

@@ -23,6 +23,11 @@ pub const FMHA_V_ROW_MAJOR: i32 = 0;
 /// V as [.., head_dim_v, seqlen_k], seqlen_stride 1.
 pub const FMHA_V_COL_MAJOR: i32 = 1;
 
+/// The running maximum of a row may lag by a bounded factor: the default.
+pub const FMHA_FAST: i32 = 0;
+/// The true running maximum is subtracted, or a refusal.
+pub const FMHA_EXACT: i32 = 1;
+
 /// A tensor. Strides are in elements and may differ from any contiguous order; 0 is legal for an input's
 /// batch and head.
 #[repr(C)]
@@ -220,6 +225,15 @@ pub struct FmhaOptions {
     pub tile: *const c_char,
     /// 1: a kernel that is correct but far from fast may serve; 0: a refusal instead.
     pub allow_fallback: i32,
-    /// 1: backward gives the same bits every run, or a refusal.
+    /// FMHA_FAST or FMHA_EXACT.
+    pub accuracy: i32,
+    /// 1: the same bits every run, or a refusal. Forward and combine always keep it.
     pub deterministic: i32,
+    /// 1: a sequence's bits depend on its own lengths and contents alone, or a refusal.
+    pub batch_invariant: i32,
+    /// 1: each run reads the lengths back, waits for them, and refuses offsets that decrease or leave
+    /// their tensor. 0: such offsets give wrong outputs, and touch nothing outside the tensors.
+    pub check_lengths: i32,
+    /// 0.
+    pub reserved: i32,
 }

@@ -105,7 +105,7 @@ fn last_error() -> String {
 
 fn plan(call: &FmhaCall) -> fmha::Result<FmhaPlan> {
     // SAFETY: every pointer of a test's call is memory of the test, as large as the call says.
-    unsafe { FmhaPlan::new(cpu(), call, &Choice::default()) }
+    unsafe { FmhaPlan::new(&cpu(), call, &Choice::default()) }
 }
 
 fn run_on_cpu(call: &FmhaCall) {
@@ -251,7 +251,11 @@ proptest! {
             kernel: null(),
             tile: null(),
             allow_fallback: 0,
+            accuracy: 0,
             deterministic: 0,
+            batch_invariant: 0,
+            check_lengths: 0,
+            reserved: 0,
         };
         // SAFETY: host pointers are this test's; a plan reads no tensor.
         let status = unsafe { fmha_plan(&raw const bad, &raw const options, &raw mut made) };

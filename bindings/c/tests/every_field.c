@@ -417,7 +417,11 @@ static void plans(const FmhaOptions *options) {
   REFUSED_PLAN("no-such-kernel", "no-such-kernel", how.kernel = "no-such-kernel");
   REFUSED_PLAN("tile", "128", how.tile = "128");
   REFUSED_PLAN("allow_fallback", " 7 ", how.allow_fallback = 7);
-  REFUSED_PLAN("deterministic", " 1 ", how.deterministic = 1);
+  REFUSED_PLAN("accuracy", " 2 ", how.accuracy = 2);
+  REFUSED_PLAN("deterministic", " 2 ", how.deterministic = 2);
+  REFUSED_PLAN("batch_invariant", " -1 ", how.batch_invariant = -1);
+  REFUSED_PLAN("check_lengths", " 5 ", how.check_lengths = 5);
+  REFUSED_PLAN("reserved", " 5 ", how.reserved = 5);
   CHECK(plan == NULL, "a refused plan is set");
   FmhaCall call = good();
   refused(fmha_plan(NULL, options, &plan), "call", "null (0)");

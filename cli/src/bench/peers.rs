@@ -6,6 +6,7 @@ use std::path::Path;
 use serde::Deserialize;
 
 use crate::failure::Failure;
+use crate::target::read_text;
 
 /// Speeds by row and peer. A later line replaces an earlier one.
 #[derive(Debug, Default)]
@@ -27,7 +28,7 @@ impl Peers {
     /// Reads `.jsonl` (one object a line, or one array of them) or `.csv` with the columns `row`,
     /// `peer` and `speed`.
     pub(super) fn read(path: &Path) -> Result<Self, Failure> {
-        let text = std::fs::read_to_string(path).map_err(|error| Failure::file(path, &error))?;
+        let text = read_text(path)?;
         let parsed = if path.extension().is_some_and(|extension| extension == "csv") {
             csv(&text)
         } else {

@@ -9,6 +9,7 @@ use toml::{Table as Options, Value};
 use crate::argv;
 use crate::failure::Failure;
 use crate::options::ProblemArgs;
+use crate::target::read_text;
 
 /// A file of tables.
 #[derive(Debug, Deserialize)]
@@ -68,7 +69,7 @@ struct Row {
 
 /// Every table of the file at `path`.
 pub(super) fn read(path: &Path) -> Result<Vec<Table>, Failure> {
-    let text = std::fs::read_to_string(path).map_err(|error| Failure::file(path, &error))?;
+    let text = read_text(path)?;
     parse(&text).map_err(|line| Failure::wrong(format!("{}: {line}", path.display())))
 }
 

@@ -1,13 +1,14 @@
 // Attention forward on Hopper: one warpgroup loads, one to three consume; without `warp_specialised`
 // one to three do both (multistage.cuh).
 //
-// The schedule of FlashAttention-3 (Shah et al., 2024). Of the first warpgroup's warps one loads
-// (load.cuh), one plans tiles (scheduler.cuh), one zeroes what is not the sequence's (clean.cuh).
+// The schedule is that of FlashAttention-3 (Shah et al., 2024). Of the first warpgroup's warps one loads
+// (load.cuh), one claims and resolves tiles (common/scheduler.cuh), one zeroes V rows that are not the
+// sequence's (zero_values.cuh).
 #pragma once
-#include <fmha/sm90/consume.cuh>
-#include <fmha/sm90/load.cuh>
 #include <fmha/ptx/grid.cuh>
-#include <fmha/sm90/multistage.cuh>
+#include <fmha/sm90/fwd/consume.cuh>
+#include <fmha/sm90/fwd/load.cuh>
+#include <fmha/sm90/fwd/multistage.cuh>
 
 namespace fmha::sm90 {
 
@@ -30,25 +31,25 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
     ptx::mbarrier_init(smem.work_empty[i], num_work_readers(tile));
   }
   if constexpr (tile.cluster > 1 && tile.order == TileOrder::Dynamic) {
-    ptx::mbarrier_init(smem.drawn_full, 1);
-    ptx::mbarrier_init(smem.drawn_empty, 1);
+    ptx::mbarrier_init(smem.claimed_full, 1);
+    ptx::mbarrier_init(smem.claimed_empty, 1);
   }
   ptx::fence_mbarrier_init();
 }
 
 template <FwdSpec spec, Sm90Tile tile>
-FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const Sm90Schedule& schedule) {
+FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& schedule) {
   static_assert(spec.dtype_qk == spec.dtype_v, "sm90: Q, K and V share a type");
   static_assert(spec.dtype_qk == DType::F16 || spec.dtype_qk == DType::Bf16, "sm90: 16-bit types");
   static_assert(!spec.write_keep_mask, "sm90: it does not write the keep mask");
-  static_assert(spec.v_layout == VLayout::RowMajor || tile.copy_bytes == 0, "sm90: only the copy engine turns V");
+  static_assert(spec.v_layout == VLayout::RowMajor || tile.copy_bytes == 0, "sm90: only TMA loads a column-major V");
   static_assert(!(tile.f16_scores || tile.f16_output) || spec.dtype_qk == DType::F16, "sm90: f16 sums of f16 products");
   static_assert(tile.cluster == 1 || (tile.warp_specialised && tile.copy_bytes == 0),
-                "sm90: a cluster loads by the copy engine");
+                "sm90: a cluster loads by TMA");
   static_assert(!tile.cluster_heads || (tile.cluster > 1 && !tile.pack_gqa), "sm90: heads of a cluster, not packed");
   static_assert(tile.lookahead || !tile.split_q, "sm90: a spare piece of Q is for lookahead");
   static_assert(tile.warp_specialised || !(tile.ping_pong || tile.lookahead || tile.copy_bytes > 0),
-                "sm90: without a load role no turns, no lookahead, no copies");
+                "sm90: without a load role no ping-pong, no lookahead, no copies");
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
   if (threadIdx.x == 0) init_barriers(smem);
@@ -57,8 +58,8 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const Sm90Schedule& s
   } else {
     __syncthreads();
   }
-  // Every thread waits: what it stores must not come before the last reads of the grid before. The next grid may
-  // start at once: its CTAs find no room before these end, and it waits for all of them.
+  // Every thread waits, since what it stores may be what the grid before still reads. The next grid is let start at
+  // once: its CTAs find no room on an SM before these end, and wait here for all of them.
   if constexpr (tile.dependent_launch) {
     ptx::launch_dependents();
     ptx::wait_for_grids_before();
@@ -70,7 +71,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const Sm90Schedule& s
   } else {
     consume<spec, tile>(p, smem);
   }
-  // Until the others have taken what this CTA loads for them, and it what they load.
+  // A CTA stays until the others have received what it loads for them, and it what they load for it.
   if constexpr (tile.cluster > 1) ptx::cluster_sync();
 }
 

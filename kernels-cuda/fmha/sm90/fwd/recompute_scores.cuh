@@ -1,21 +1,21 @@
-// The scores of one block computed again from memory, by a warpgroup that lost them: exponentials at a base
-// too low overflowed, and K's slot is the loads' again. Rare (a maximum has to grow by 2^100 within a block),
-// so plain: fragments element by element.
+// The scores of one block computed again from memory, by a warpgroup that has overwritten them with exponentials
+// that overflowed f32, and whose K slot has been released. Rare (the row's maximum has to be 2^100 above the
+// running one), so plain: fragments element by element.
 #pragma once
 #include <fmha/ptx/matrix.cuh>
 #include <fmha/seq.h>
-#include <fmha/sm90/config.cuh>
+#include <fmha/sm90/fwd/config.cuh>
 
 namespace fmha::sm90 {
 
-// Two neighbouring elements of a row, packed; beyond `dim` zeros. No branch: see redo.cuh.
+// Two neighbouring elements of a row, packed; beyond `dim` zeros. No branch: see common/recompute_row.cuh.
 FMHA_DEVICE uint32_t load_pair(const View& x, int64_t row, int32_t column, int32_t dim) {
   const uint16_t* data = static_cast<const uint16_t*>(x.data) + row;
   const uint32_t low = data[min(column, dim - 1)], high = data[min(column + 1, dim - 1)];
   return (column < dim ? low : 0) | (column + 1 < dim ? high << 16 : 0);
 }
 
-// The first `count` elements behind the last.
+// Moves the first `count` elements behind the last.
 template <int count, int n>
 FMHA_DEVICE void rotate(mma::Accumulator<n>& s) {
   const mma::Accumulator<n> before = s;
@@ -26,7 +26,7 @@ FMHA_DEVICE void rotate(mma::Accumulator<n>& s) {
 // S of the thread's rows `row` and `row + 8`, with the accumulator's layout, which is that of mma.sync; all of
 // the block's keys are the sequence's.
 template <FwdSpec spec, Sm90Tile tile>
-FMHA_DEVICE void score_again(const FwdParams& p, const Work& work, int32_t row, int32_t block,
+FMHA_DEVICE void recompute_scores(const FwdParams& p, const Work& work, int32_t row, int32_t block,
                              mma::Accumulator<tile.block_n>& s) {
   constexpr int32_t dim = spec.head_dim_qk;
   const int32_t column = mma::fragment_column();
@@ -41,11 +41,11 @@ FMHA_DEVICE void score_again(const FwdParams& p, const Work& work, int32_t row, 
   const int32_t first_key = block * tile.block_n + threadIdx.x % 32 / 4;
   const int64_t first_k_row = row_offset(p.k, work.storage_batch, work.k_row + first_key, work.i_head_kv);
   s.clear();
-  // Loops that are not unrolled cannot index registers: sixteen keys at a time take their turn at the front of S,
-  // and are back in their place after each step.
+  // A loop that is not unrolled cannot index registers: sixteen keys at a time are rotated to the front of S, and
+  // are back in their place after each step.
 #pragma unroll 1
-  for (int32_t step = 0; step < ceil_div(dim, mma::kDepth); ++step) {
-    const int32_t d = step * mma::kDepth + column;
+  for (int32_t step = 0; step < ceil_div(dim, mma::kDepth<Storage<spec.dtype_qk>>); ++step) {
+    const int32_t d = step * mma::kDepth<Storage<spec.dtype_qk>> + column;
     const uint32_t a[4] = {load_pair(p.q, q_row[0], d, dim), load_pair(p.q, q_row[1], d, dim),
                            load_pair(p.q, q_row[0], d + 8, dim), load_pair(p.q, q_row[1], d + 8, dim)};
     int64_t k_row = first_k_row;

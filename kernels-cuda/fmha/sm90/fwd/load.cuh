@@ -1,8 +1,8 @@
-// The load role: one thread keeps the copy engine fed, or three warps copy themselves.
+// The load role: one thread issues TMA loads, or three warps copy themselves.
 #pragma once
 #include <fmha/ptx/barrier.cuh>
-#include <fmha/sm90/clean.cuh>
-#include <fmha/sm90/copy.cuh>
+#include <fmha/common/scheduler.cuh>
+#include <fmha/sm90/fwd/zero_values.cuh>
 
 namespace fmha::sm90 {
 
@@ -73,7 +73,7 @@ struct Loader {
     }
     FMHA_DEVICE int32_t row(int32_t i) const {
       const int32_t block = this->block(i);
-      // A tile without keys has block -1: rows before the tensor, zeros.
+      // A tile without keys has block -1: rows before the tensor, where TMA reads zeros.
       return block < 0 ? -tile.block_n : k_row + block * tile.block_n;
     }
   };
@@ -108,7 +108,7 @@ struct Loader {
                               Barrier (&empty)[tile.stages], Slot<tile.stages>& slot, const Keys& keys, int32_t i) {
     wait(empty[slot.index], slot.phase ^ 1);
     const int32_t first_key = keys.block(i) * tile.block_n;
-    // Nobody cleans after a copy: keys that no query sees are copied as zeros.
+    // No zero role follows a copy: keys that no query sees are copied as zeros.
     const int32_t end = i == 0 ? min(keys.seqlen_k, first_key + keys.first_dirty) : keys.seqlen_k;
     const uint16_t* data = static_cast<const uint16_t*>(view.data);
     const uint16_t* head = data + row_offset(view, keys.storage_batch, keys.k_row, keys.i_head_kv);
@@ -139,7 +139,7 @@ struct Loader {
 
   FMHA_DEVICE void ask() const {
     if (threadIdx.x >= 32) return;
-    if constexpr (copies) __syncwarp();  // a lane arrives for its warp, but not before the others
+    if constexpr (copies) __syncwarp();  // one lane's arrival counts for its warp, and must come after the others
     ptx::barrier_arrive<kWorkWanted, 64>();
   }
 
@@ -153,8 +153,8 @@ struct Loader {
     }
     return work.num_blocks;
   }
-  // Q's other pieces take the places that the last tile's warpgroups leave one by one, which its last V may have
-  // to come before.
+  // Q's other pieces take the places that the last tile's warpgroups release one by one, some only once that tile's
+  // last V is there.
   FMHA_DEVICE void load_other_pieces() {
 #pragma unroll 1
     for (int32_t piece = 1; piece < Shared::q_pieces; ++piece) load_q(smem.work[work_slot.index], piece);
@@ -174,8 +174,8 @@ struct Loader {
       if constexpr (copies) __syncwarp();
       ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], threadIdx.x % 32 == 0);
       work_slot.advance();
-      // Some blocks before the end: earlier, the tile would be held while others idle; later, its
-      // planning would show.
+      // Some blocks before the end: earlier, this CTA would hold a tile that an idle one could take; later, the time
+      // to resolve it would show.
       const int32_t ask_at = max(num_blocks - 3, 0);
 #pragma unroll 1
       for (int32_t i = 0; i < num_blocks - 1; ++i) {
@@ -184,8 +184,8 @@ struct Loader {
         load_v(keys, i);
       }
       if (num_blocks == 1) ask();
-      // K runs one block ahead of V, over the tile's end too, unless the single Q buffer forbids: that
-      // is free only after the tile's last scores.
+      // K runs one block ahead of V, across the tile's end too, unless there is one Q buffer: that is free only
+      // after the tile's last scores.
       const int32_t last = num_blocks - 1;
       if constexpr (tile.lookahead) {
         num_blocks = begin_tile();
@@ -200,7 +200,7 @@ struct Loader {
 };
 
 template <FwdSpec spec, Sm90Tile tile>
-FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const Sm90Schedule& schedule, Smem<spec, tile>& smem) {
+FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const TileSchedule& schedule, Smem<spec, tile>& smem) {
   ptx::setmaxnreg_dec<regs(tile).load>();
   if (threadIdx.x == 0 || (tile.copy_bytes > 0 && threadIdx.x / 32 != 1)) {
     Loader<spec, tile> loader{p, maps, smem};
@@ -208,10 +208,10 @@ FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const Sm90Schedule& 
   } else if (threadIdx.x == 32) {
     schedule_tiles<spec, tile>(p, schedule, smem);
   } else if (tile.copy_bytes == 0 && threadIdx.x / 32 == 2) {
-    Cleaner<spec, tile> cleaner{smem};
-    cleaner.run();
+    ZeroRole<spec, tile> zero{smem};
+    zero.run();
   } else if constexpr (tile.cluster > 1) {
-    ptx::exit_thread();  // a lane beside its warp's only one would stand before the cluster's barrier
+    ptx::exit_thread();  // else the role's idle lanes would wait at the cluster's barrier before its only lane arrives
   }
 }
 

@@ -1,16 +1,20 @@
-// Loads without the copy engine: three warps copy a tile into the places where it would have put
-// it. For strides that it does not take.
+// Loads without TMA: three warps copy a tile to the places where TMA would have put it. For strides that TMA does
+// not take.
 #pragma once
-#include <fmha/mma/register_product.cuh>
+#include <fmha/mma/smem_tile.cuh>
 #include <fmha/ptx/copy.cuh>
-#include <fmha/sm90/scheduler.cuh>
+#include <fmha/ptx/mbarrier.cuh>
 
-namespace fmha::sm90 {
+namespace fmha {
+
+// Warps 0, 2 and 3 of the CTA; warp 1 is the schedule role's.
+constexpr int kCopyThreads = 96;
+
 
 template <int bytes>
 struct Copier {
-  // Copies of a tile are under way while the next tile's are issued; this barrier is then told.
-  Barrier* pending = nullptr;
+  // One tile's copies stay under way while the next one's are issued; its barrier is arrived at after those.
+  ptx::Barrier* pending = nullptr;
 
   // Of the threads that copy.
   FMHA_DEVICE static int32_t rank() { return threadIdx.x < 32 ? threadIdx.x : threadIdx.x - 32; }
@@ -18,6 +22,7 @@ struct Copier {
   // Rows of a tile from where `row_of` says (null: zeros), `dim` elements each, zeros after them.
   template <class Tile, class RowOf>
   FMHA_DEVICE void copy(const Tile& tile, int32_t dim, const void* any, RowOf row_of) const {
+    static_assert(Tile::elem_bytes == 2, "copies are of 16-bit elements");
     constexpr int elems = bytes == 2 ? 8 : bytes / 2;  // by one thread, at a time
     constexpr int units = Tile::dim / elems;
 #pragma unroll 2
@@ -42,31 +47,31 @@ struct Copier {
   }
 
   // The tensor cores read what ordinary writes have put there: a fence, then the arrival.
-  FMHA_DEVICE void tell() {
+  FMHA_DEVICE void arrive() {
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive_if(*pending, true);
   }
-  // What was copied last is `full`'s.
-  FMHA_DEVICE void finish(Barrier& full) {
+  // `full` is arrived at when what was copied last is there.
+  FMHA_DEVICE void finish(ptx::Barrier& full) {
     ptx::cp_async_commit_group();
     if (pending) {
       ptx::cp_async_wait_group<1>();
-      tell();
+      arrive();
     }
     pending = &full;
   }
   FMHA_DEVICE void flush() {
     if (!pending) return;
     ptx::cp_async_wait_group<0>();
-    tell();
+    arrive();
     pending = nullptr;
   }
-  // Whoever is to free a slot may be waiting for what is pending.
-  FMHA_DEVICE void wait(Barrier& barrier, uint32_t parity) {
+  // Waits for a slot to be free. Whoever frees it may itself wait for what is pending here.
+  FMHA_DEVICE void wait(ptx::Barrier& barrier, uint32_t parity) {
     if (ptx::mbarrier_test_parity(barrier, parity)) return;
     flush();
     ptx::mbarrier_wait_parity(barrier, parity);
   }
 };
 
-}  // namespace fmha::sm90
+}  // namespace fmha

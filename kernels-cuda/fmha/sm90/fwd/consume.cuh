@@ -2,25 +2,25 @@
 //
 //   step i   tensor cores                     this warpgroup
 //            S = Q K(i)^T, O += P V(i-1)      O *= correction, waits for S
-//            O += P V(i-1)                    mask, maximum, P = exp2(S - maximum)
+//            O += P V(i-1)                    mask, row maxima, P = exp2(S - row maximum)
 //            -                                P to 16 bit
 //
-// Where no mask cuts a block, its maximum is not looked for (`step_at_bases`): P is taken at the maximum of the
-// blocks before, and P's own sums tell afterwards whether that had been too low.
+// Where no mask cuts a block, the row-max reduction is skipped (`step_reusing_row_max`): P is computed with the
+// running maximum of the blocks before, and the block's row sums tell afterwards whether that was too low.
 //
-// Two or three warpgroups take turns at the tensor cores (`ping_pong`), so that one's products run
+// With `ping_pong` two or three warpgroups issue their products in turn, so that one's products run
 // under another's exponentials. With `lookahead` the next tile's first S is started together with
-// this tile's last P V, and the tensor cores do not wait for a tile's end either.
+// this tile's last P V, so that the tensor cores do not wait at a tile's end either.
 #pragma once
-#include <fmha/mma/half_accumulator.cuh>
-#include <fmha/mma/register_product.cuh>
+#include <fmha/common/scheduler.cuh>
+#include <fmha/mma/sm90/half_accumulator.cuh>
+#include <fmha/mma/sm90/register_product.cuh>
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/cluster.cuh>
 #include <fmha/score.h>
-#include <fmha/sm90/dropout.cuh>
-#include <fmha/sm90/epilogue.cuh>
-#include <fmha/sm90/scheduler.cuh>
-#include <fmha/sm90/score_again.cuh>
+#include <fmha/sm90/common/dropout.cuh>
+#include <fmha/sm90/fwd/epilogue.cuh>
+#include <fmha/sm90/fwd/recompute_scores.cuh>
 
 namespace fmha::sm90 {
 
@@ -32,9 +32,9 @@ struct Consumer {
   template <int n>
   using ScoreSums = mma::AccumulatorOf<n, tile.f16_scores>;  // as the product leaves them
   static constexpr int dim_qk = padded_dim(spec.head_dim_qk), dim_v = padded_dim(spec.head_dim_v);
-  // A first block of which the warpgroup sees this many keys at most is computed that far only: on the
-  // diagonal, the upper warpgroup's half.
-  static constexpr int half_n = round_up(tile.block_n / 2, mma::kDepth);
+  // Of a first block whose later keys the mask hides from the warpgroup, as on the diagonal from the upper one,
+  // only so many are computed.
+  static constexpr int half_n = round_up(tile.block_n / 2, mma::kDepth<Storage<spec.dtype_v>>);
   static constexpr int consumers = num_consumers(tile);
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
 
@@ -45,13 +45,13 @@ struct Consumer {
   const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
 
   mma::AccumulatorOf<dim_v, tile.f16_output> o;
-  mma::RegisterTile<tile.q_in_registers ? dim_qk : mma::kDepth> q;
-  mma::RegisterTile<tile.block_n> probs;
+  mma::RegisterTile<Storage<spec.dtype_qk>, tile.q_in_registers ? dim_qk : mma::kDepth<Storage<spec.dtype_qk>>> q;
+  mma::RegisterTile<Storage<spec.dtype_v>, tile.block_n> probs;
   Softmax<tile> softmax;
   Slot<Shared::q_buffers> q_slot = {Shared::q_pieces > 1 ? index : 0};
   Slot<tile.stages> k_slot, v_slot;
   Slot<kWorkSlots> work_slot;
-  int32_t wary_tiles = 0;  // that go with maxima, this one included
+  int32_t exact_max_tiles = 0;  // so many tiles take exact maxima throughout, this one included
 
   // What a tile's rows see, in this thread's terms.
   struct Rows {
@@ -74,10 +74,9 @@ struct Consumer {
   FMHA_DEVICE bool is_edge(int32_t block) const {
     return (block + 1) * tile.block_n > rows.inside_end || (has_lo && block * tile.block_n < rows.inside_begin);
   }
-  // Whether a block's exponentials may go without maxima: no mask cuts it, and each row has seen a key of the one
-  // before.
-  FMHA_DEVICE bool has_bases(int32_t block) const {
-    return tile.max_free && wary_tiles == 0 && !(has_hi && (block + 1) * tile.block_n >= rows.inside_end) &&
+  // Whether a block may skip the row-max reduction: no mask cuts it, and each row has seen a key of the block before.
+  FMHA_DEVICE bool can_reuse_row_max(int32_t block) const {
+    return tile.skip_row_max && exact_max_tiles == 0 && !(has_hi && (block + 1) * tile.block_n >= rows.inside_end) &&
            !(has_lo && block * tile.block_n < rows.inside_begin);
   }
 
@@ -88,16 +87,17 @@ struct Consumer {
     work_slot.advance();
   }
 
-  // Of the whole warpgroup, whose warps must come to the same products. The barrier is its own.
+  // Whether `value` is true of any of the warpgroup's warps, which must agree on the products they start. Each
+  // warpgroup has its own named barrier for this.
   FMHA_DEVICE bool any_warp(bool value) const {
     return !ptx::bar_red_and<mma::kWarpgroup>(kWorkWanted + 1 + index, !value);
   }
 
-  // Turns at the tensor cores: barrier 1 + w says that warpgroup w may issue.
-  FMHA_DEVICE void take_turn() const {
+  // Ping-pong: named barrier 1 + w tells warpgroup w that it may issue its products.
+  FMHA_DEVICE void wait_ping_pong() const {
     if constexpr (tile.ping_pong && consumers > 1) ptx::bar_sync<2 * mma::kWarpgroup>(1 + index);
   }
-  FMHA_DEVICE void pass_turn() const {
+  FMHA_DEVICE void signal_ping_pong() const {
     if constexpr (tile.ping_pong && consumers > 1) {
       ptx::bar_arrive<2 * mma::kWarpgroup>(1 + (index + 1 == consumers ? 0 : index + 1));
     }
@@ -118,7 +118,7 @@ struct Consumer {
     if constexpr (tile.q_in_registers) {
       mma::load_a(q, smem.q[q_slot.index], q_row());
       __syncwarp();
-      leave_q(true);
+      release_q(true);
       next_q();
     }
   }
@@ -128,35 +128,35 @@ struct Consumer {
   FMHA_DEVICE void start_scores(Sums& s) {
     constexpr int sign = spec.negative_scale ? -1 : 1;
     ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
-    take_turn();
+    wait_ping_pong();
     if constexpr (tile.q_in_registers) {
-      mma::start_register_product_abt<sign, false>(s, q, smem.k[k_slot.index]);
+      mma::start_register_product_abt<spec.dtype_qk, sign, false>(s, q, smem.k[k_slot.index]);
     } else {
-      mma::start_product_abt<sign>(s, smem.q[q_slot.index], q_row(), smem.k[k_slot.index]);
+      mma::start_product_abt<spec.dtype_qk, sign>(s, smem.q[q_slot.index], q_row(), smem.k[k_slot.index]);
     }
   }
   FMHA_DEVICE void start_output() {
     ptx::mbarrier_wait_parity(smem.v_full[v_slot.index], v_slot.phase);
     if constexpr (Shared::v_columns) {
-      mma::start_register_product_abt<1, true>(o, probs, smem.v[v_slot.index]);
+      mma::start_register_product_abt<spec.dtype_v, 1, true>(o, probs, smem.v[v_slot.index]);
     } else {
-      mma::start_product_ab(o, probs, smem.v[v_slot.index]);
+      mma::start_product_ab<spec.dtype_v>(o, probs, smem.v[v_slot.index]);
     }
   }
   // `last`: of the tile.
   FMHA_DEVICE void finish_scores(bool last) {
     ptx::wgmma_wait_group<1>();
     release_k();
-    if constexpr (leaves_early) leave_q(last);
+    if constexpr (release_q_early) release_q(last);
   }
-  // A block's scores, with the O of the block before under way. O is rescaled here, and not with the softmax
-  // before, so that it runs under the scores' product.
+  // A block's S, and O += P V of the block before. O is rescaled here, and not with the softmax before, so that the
+  // multiplications run under the product of S.
   template <class Sums>
   FMHA_DEVICE void overlap_products(Sums& scores, bool rescales, bool last) {
     start_scores(scores);
     if (rescales) rescale();
     start_output();
-    pass_turn();
+    signal_ping_pong();
     finish_scores(last);
   }
   FMHA_DEVICE void finish_output() {
@@ -171,7 +171,7 @@ struct Consumer {
     release_slot(smem.k_empty[k_slot.index]);
     k_slot.advance();
   }
-  // Blocks that only the cluster's other CTA sees leave as they came.
+  // Blocks that only the cluster's other CTA sees are released unread.
   FMHA_DEVICE void skip_k(int32_t num_blocks) {
     for (int32_t i = 0; i < num_blocks; ++i) {
       ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
@@ -185,21 +185,21 @@ struct Consumer {
     }
   }
   FMHA_DEVICE int32_t first_of(const Work& work) const { return can_hide_blocks<spec, tile>() ? work.num_hidden : 0; }
-  // Another warpgroup's next piece of Q is to come in place of this one's, which is left with the tile's last
-  // scores therefore. An undivided Q is left with the tile: earlier gains nothing, and costs D 64 2 %.
-  static constexpr bool leaves_early = Shared::q_pieces > 1 && !tile.q_in_registers;
-  FMHA_DEVICE void leave_q(bool last) const { ptx::mbarrier_arrive_if(smem.q_empty[q_slot.index], signals && last); }
+  // With Q in pieces, another warpgroup's next piece takes the place of this one's, which is therefore released with
+  // the tile's last scores. An undivided Q is released at the tile's end: earlier gains nothing, and costs D 64 2 %.
+  static constexpr bool release_q_early = Shared::q_pieces > 1 && !tile.q_in_registers;
+  FMHA_DEVICE void release_q(bool last) const { ptx::mbarrier_arrive_if(smem.q_empty[q_slot.index], signals && last); }
   FMHA_DEVICE void next_q() {
     q_slot.advance_by(Shared::q_pieces);
     __syncwarp();
   }
   FMHA_DEVICE void finish_q() {
     if constexpr (tile.q_in_registers) return;
-    if constexpr (!leaves_early) leave_q(true);
+    if constexpr (!release_q_early) release_q(true);
     next_q();
   }
 
-  // Hides what the thread's two rows do not see of a block.
+  // -inf where the mask hides a key of a block from the thread's two rows.
   template <int n>
   FMHA_DEVICE void mask(Scores<n>& s, const Work& work, int32_t block) const {
     const int32_t first_key = block * tile.block_n + mma::fragment_column();
@@ -237,7 +237,7 @@ struct Consumer {
         for (int e = 0; e < s.num_elems; ++e) {
           if (s.row(e) != r) continue;
           const int32_t j = first_key + s.column(e);
-          // The bias has no element beyond the lengths.
+          // The bias has no elements beyond the lengths.
           const bool there = i < work.seqlen_q && j < work.seqlen_k && block >= 0;
           if (spec.bias != BiasKind::Elementwise || there) s[e] = modified_score<spec>(modifier, s[e], i, j);
         }
@@ -276,8 +276,8 @@ struct Consumer {
     softmax.correction[0] = softmax.correction[1] = 1.f;  // of an O that is still 0
   }
 
-  // O to the maxima that the last softmax found, one of the thread's two rows at a time: eight rows have
-  // kept theirs more often than sixteen.
+  // Rescales O to the running maxima of the last softmax, if any of the warp's upper or lower eight rows needs it:
+  // eight rows need it less often than sixteen.
   FMHA_DEVICE void rescale() {
     if constexpr (tile.f16_output) {
       if (softmax.corrects(0) || softmax.corrects(1)) o.scale(softmax.correction);
@@ -299,7 +299,7 @@ struct Consumer {
     return ptx::uniform(last_query + work.hi < (work.last_block - first_of(work)) * tile.block_n + half_n);
   }
 
-  // The first block of a tile, nothing of another under way.
+  // The first block of a tile, with no product of another tile under way.
   FMHA_DEVICE void first_block() {
     const Work& w = work();
     rows = rows_of(w);
@@ -317,17 +317,17 @@ struct Consumer {
   FMHA_DEVICE void first_scores(const Work& w) {
     ScoreSums<n> sums;
     start_scores(sums);
-    pass_turn();
+    signal_ping_pong();
     ptx::wgmma_wait_group<0>();
     release_k();
-    if constexpr (leaves_early) leave_q(w.num_blocks == 1 + first_of(w));
+    if constexpr (release_q_early) release_q(w.num_blocks == 1 + first_of(w));
     auto&& s = mma::in_f32(sums);
     exponentiate_first(s, w);
     probs.template from<spec.dtype_v>(s, zero());
     skip_v(first_of(w));
   }
 
-  // `edge` and `last` are the same for the whole warpgroup.
+  // One block, with the row-max reduction. `edge` and `last` are uniform over the warpgroup.
   FMHA_DEVICE void step(int32_t block, bool edge, bool last) {
     ScoreSums<tile.block_n> sums;
     overlap_products(sums, true, last);
@@ -337,63 +337,64 @@ struct Consumer {
     probs.template from<spec.dtype_v>(s, zero());
   }
 
-  // The same without maxima, of a block that has bases. What it cost to raise those that were too low for a row of
-  // the warp: about so many looks at maxima.
-  FMHA_DEVICE int32_t step_at_bases(int32_t block, bool last) {
+  // One block without the row-max reduction. Returns what it cost to raise running maxima that were too low for a
+  // row of the warp, in row-max reductions of a block.
+  FMHA_DEVICE int32_t step_reusing_row_max(int32_t block, bool last) {
     ScoreSums<tile.block_n> products;
     overlap_products(products, false, last);
     auto&& s = mma::in_f32(products);
     modify(s, work(), block);
     float sums[2];
-    softmax.step_at_bases(s, scale_log2, sums, never());
+    softmax.step_reusing_row_max(s, scale_log2, sums, never());
     finish_output();
     int32_t cost = 0;
-    if (__any_sync(ptx::kAllLanes, softmax.ran_away(sums))) cost = raise_bases(s, sums, block);
+    if (__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(sums))) cost = raise_row_max(s, sums, block);
     softmax.add(sums);
     if constexpr (spec.dropout) drop_some(s, work(), block);
     probs.template from<spec.dtype_v>(s, zero());
     return cost;
   }
-  // What P was beyond f32's exponents says nothing of its scores anymore: they are computed again.
-  FMHA_DEVICE int32_t raise_bases(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
-    const bool overflowed = __any_sync(ptx::kAllLanes, softmax.overflowed(sums));
-    if (overflowed) {
-      score_again<spec, tile>(p, work(), rows.row, block, s);
+  // Raises running maxima that were too low for this block, after its exponentials. From a P that overflowed f32 the
+  // score cannot be recovered: it is computed again.
+  FMHA_DEVICE int32_t raise_row_max(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
+    const bool overflows = __any_sync(ptx::kAllLanes, softmax.overflows_f32(sums));
+    if (overflows) {
+      recompute_scores<spec, tile>(p, work(), rows.row, block, s);
       modify(s, work(), block);
       softmax.step(s, scale_log2, never());
       sums[0] = sums[1] = 0.f;
     } else {
-      softmax.rebase(s, scale_log2, sums);
+      softmax.rescale_to_row_max(s, scale_log2, sums);
     }
     rescale();
-    return overflowed ? 100 : 1;
+    return overflows ? 100 : 1;
   }
 
-  // After 2, 8, 32 ... blocks without maxima, and at the tile's end, the warpgroup looks at how that went. Where the
-  // scores of a warp are far apart, so that it had to raise bases in many of them, the rest of the tile and the next
-  // tiles go with maxima.
+  // After 2, 8, 32 ... blocks that skipped the row-max reduction, and at the tile's end, the warpgroup votes. Where a
+  // warp had to raise its running maxima in many of them, since its scores lie far apart, the rest of the tile and
+  // the next tiles take exact maxima.
   FMHA_DEVICE void other_blocks() {
     const int32_t num_blocks = work().num_blocks, last_block = work().last_block;
     const auto block_of = [&](int32_t i) { return has_lo ? block_at(work(), i) : last_block - i; };
     int32_t i = first_of(work()) + 1, trial = 2;
-    wary_tiles = max(wary_tiles - 1, 0);
+    exact_max_tiles = max(exact_max_tiles - 1, 0);
     while (true) {
 #pragma unroll 1
-      for (; i < num_blocks && !has_bases(block_of(i)); ++i)
+      for (; i < num_blocks && !can_reuse_row_max(block_of(i)); ++i)
         step(block_of(i), has_hi && is_edge(block_of(i)), i + 1 == num_blocks);
-      if (!tile.max_free || i >= num_blocks) return;
+      if (!tile.skip_row_max || i >= num_blocks) return;
       rescale();
       const int32_t begin = i, end = num_blocks - i > 2 * trial ? i + trial : num_blocks;
       int32_t cost = 0;
 #pragma unroll 1
-      for (; i < end && (!has_lo || has_bases(block_of(i))); ++i) cost += step_at_bases(block_of(i), i + 1 == num_blocks);
+      for (; i < end && (!has_lo || can_reuse_row_max(block_of(i))); ++i) cost += step_reusing_row_max(block_of(i), i + 1 == num_blocks);
       softmax.correction[0] = softmax.correction[1] = 1.f;
-      if (any_warp(cost > 1 + (i - begin) / 8)) wary_tiles = 17;
+      if (any_warp(cost > 1 + (i - begin) / 8)) exact_max_tiles = 17;
       trial *= 4;
     }
   }
 
-  // A tile's end, with the next tile's first S started beside the last P V.
+  // A tile's last P V, and the next tile's first S started beside it.
   FMHA_DEVICE void cross_to(const Work& next, RowStats (&stats)[2]) {
     take_q();
     skip_k(first_of(next));
@@ -419,7 +420,7 @@ struct Consumer {
   }
 
   FMHA_DEVICE void run() {
-    if (index == consumers - 1) pass_turn();
+    if (index == consumers - 1) signal_ping_pong();
     wait_work();
     if (work().num_blocks == 0) return;
     first_block();
@@ -459,7 +460,7 @@ struct Consumer {
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE Consumer<spec, tile> consumer_of(const FwdParams& p, Smem<spec, tile>& smem) {
   const int32_t index = ptx::uniform(threadIdx.x / mma::kWarpgroup) - first_consumer(tile);
-  // A scale of 0 would make -inf * 0 of hidden scores; the smallest normal number scales to nothing too.
+  // A scale of 0 would turn the -inf of hidden scores into NaN; the smallest normal number scales the others to 0 too.
   const float scale = modifies_score(spec) ? 1.f : fmaxf(fabsf(p.softmax_scale), 1.17549435e-38f);
   return Consumer<spec, tile>{p, smem, index, scale * kLog2E};
 }

@@ -5,7 +5,7 @@
 #pragma once
 #include <fmha/mma/sm90.cuh>
 
-namespace fmha::mma {
+namespace fmha::mma::sm90 {
 
 template <int n>
 struct HalfAccumulator {
@@ -49,4 +49,4 @@ FMHA_DEVICE Accumulator<n> in_f32(HalfAccumulator<n>& x) {
   return y;
 }
 
-}  // namespace fmha::mma
+}  // namespace fmha::mma::sm90

@@ -6,11 +6,13 @@
 
 namespace fmha::sm90 {
 
+namespace mma = fmha::mma::sm90;
+
 // Zeros what dropout drops of a fragment of P. `i`, `batch_head`: of the thread's two rows.
 //
-// One call of the generator decides four keys of a row, which two neighbouring lanes hold two and
-// two. The even lane calls it for the upper row, the odd lane for the lower, and each hands the
-// other its half: one call to a thread and 8-column group instead of two.
+// One call of the generator decides four keys of a row, and two neighbouring lanes hold two of them each. The
+// even lane calls it for the upper row, the odd lane for the lower, and each hands the other its half: one call
+// for a thread and 8-column group instead of two.
 template <int n>
 FMHA_DEVICE void drop(mma::Accumulator<n>& probs, const FwdParams& p, const int32_t (&i)[2],
                       const int32_t (&batch_head)[2], int32_t first_key) {

@@ -1,12 +1,12 @@
-// Rows of O computed again, key by visible key.
+// A row of O computed again by a warp, key by visible key.
 //
-// A value of V that one query sees and the mask hides from another reaches both through the tensor
-// cores, 0 times infinity or NaN being NaN. To look for such values in V would cost every tile (two
-// warps doing so, 1 to 4 %), so they are found in O: a row that is not finite although its LSE is gets
-// computed again from memory, by its warp. That is slow, and exact for every row that sees none of them.
+// A NaN or infinity of V that one query sees and the mask hides from another reaches both through the tensor
+// cores, since 0 times either is NaN. Looking for such values in V would cost every tile (two warps doing so:
+// 1 to 4 % on an H200), so they are found in O: a row that is not finite although its LSE is gets computed
+// again from memory. That is slow, and exact for every row that sees none of them.
 //
-// Every branch here is the same for the whole warp and ptxas can tell: else it would hold the kernel's
-// ring indices in a register a lane from here on, which the descriptors of the products cannot use.
+// Every branch is uniform over the warp in a way that ptxas can tell: else it would keep the calling kernel's
+// slot indices in per-lane registers from here on, which the descriptors of the products cannot use.
 #pragma once
 #include <fmha/mask.h>
 #include <fmha/num.h>
@@ -14,14 +14,13 @@
 #include <fmha/score.h>
 #include <fmha/seq.h>
 #include <fmha/ptx/collective.cuh>
-#include <fmha/sm90/config.cuh>
 #include <fmha/ptx/warp.cuh>
 
-namespace fmha::sm90 {
+namespace fmha {
 
 // One row: query i of a head, whose log-sum-exp is known.
 template <FwdSpec spec>
-struct RedoneRow {
+struct RecomputedRow {
   static constexpr int32_t columns = ceil_div(spec.head_dim_v, 32);  // of O, to a lane
 
   const FwdParams& p;
@@ -91,26 +90,4 @@ struct RedoneRow {
   }
 };
 
-// `row` is the thread's first in its tile; of its two rows `suspect` says whether their values in this
-// thread are not finite, and `lse` what their log-sum-exp is. The rows have been stored, as they were,
-// before the warp's last synchronisation.
-template <FwdSpec spec, Sm90Tile tile>
-FMHA_DEVICE void redo_rows(const FwdParams& p, const Work& work, int32_t row, const bool (&suspect)[2],
-                           const float (&lse)[2]) {
-  const int32_t first_row = row - threadIdx.x % 32 / 4;
-  const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
-  const uint32_t lanes[2] = {ptx::vote_ballot(suspect[0]), ptx::vote_ballot(suspect[1])};
-#pragma unroll 1
-  for (int32_t within = 0; within < 16; ++within) {
-    const uint32_t quad = (within < 8 ? lanes[0] : lanes[1]) >> within % 8 * 4 & 15;
-    if (!ptx::uniform(quad)) continue;
-    const int32_t packed_row = ptx::uniform(first_row + within);
-    const int32_t i = query_of<tile>(p, packed_row);
-    const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
-    const float row_lse = ptx::shfl_idx(within < 8 ? lse[0] : lse[1], within % 8 * 4);
-    RedoneRow<spec> again{p, span, i_head, i, row_lse};
-    again.run();
-  }
-}
-
-}  // namespace fmha::sm90
+}  // namespace fmha

@@ -1,8 +1,8 @@
-// Without a load role: every warpgroup consumes, and the first thread also refills the slots that
-// all have left, `stages` blocks ahead. The kernel to measure warp specialisation against.
+// Without a load role: every warpgroup consumes, and the first thread also refills the slots that all have
+// released, `stages` blocks ahead. The kernel to measure warp specialisation against.
 #pragma once
-#include <fmha/sm90/consume.cuh>
-#include <fmha/sm90/load.cuh>
+#include <fmha/sm90/fwd/consume.cuh>
+#include <fmha/sm90/fwd/load.cuh>
 
 namespace fmha::sm90 {
 
@@ -28,22 +28,22 @@ struct Multistage {
     __syncwarp();
   }
 
-  // V rows that are not the sequence's, before the first product takes them.
-  FMHA_DEVICE void clean() {
+  // Zeros V rows that are not the sequence's, before the first product reads them.
+  FMHA_DEVICE void zero_values() {
     const int32_t first_dirty = work().first_dirty;
     if (first_dirty >= tile.block_n) return;
     const int32_t stage = consumer.v_slot.index;
     ptx::mbarrier_wait_parity(smem.v_full[stage], consumer.v_slot.phase);
     if constexpr (Smem<spec, tile>::v_columns) {
-      clean_columns(smem.v[stage], first_dirty, threadIdx.x, num_threads(tile));
+      zero_columns(smem.v[stage], first_dirty, threadIdx.x, num_threads(tile));
     } else {
-      clean_rows(smem.v[stage], first_dirty, threadIdx.x, num_threads(tile));
+      zero_rows(smem.v[stage], first_dirty, threadIdx.x, num_threads(tile));
     }
     ptx::fence_proxy_async();
     __syncthreads();
   }
 
-  // The slots of block `i`'s K and of its predecessor's V are free, once all have left them.
+  // The slots of block `i`'s K and of the V of the block before are free once all warps have released them.
   FMHA_DEVICE void refill(int32_t i) {
     if (loads) {
       const typename Loader<spec, tile>::Keys keys(work());
@@ -55,7 +55,7 @@ struct Multistage {
 
   FMHA_DEVICE void run_tile() {
     fill();
-    clean();
+    zero_values();
     consumer.first_block();
     refill(0);
     const int32_t num_blocks = work().num_blocks;
@@ -72,8 +72,8 @@ struct Multistage {
     epilogue<spec, tile>(consumer.p, work(), consumer.rows.row, consumer.softmax.rows, consumer.scale_log2, sums);
   }
 
-  FMHA_DEVICE void run(const FwdParams& p, const Sm90Schedule& schedule) {
-    Scheduler<spec, tile> scheduler{smem};
+  FMHA_DEVICE void run(const FwdParams& p, const TileSchedule& schedule) {
+    Scheduler<spec, tile, Smem<spec, tile>> scheduler{smem};
     while (true) {
       __syncthreads();
       if (loads) smem.work[0] = scheduler.next(p, schedule);
@@ -85,7 +85,7 @@ struct Multistage {
 };
 
 template <FwdSpec spec, Sm90Tile tile>
-FMHA_DEVICE void multistage(const FwdParams& p, const Maps& maps, const Sm90Schedule& schedule,
+FMHA_DEVICE void multistage(const FwdParams& p, const Maps& maps, const TileSchedule& schedule,
                             Smem<spec, tile>& smem) {
   Multistage<spec, tile> role{consumer_of<spec, tile>(p, smem), {p, maps, smem}, smem};
   role.run(p, schedule);

@@ -1,57 +1,33 @@
 // O and LSE of a finished tile, from registers to memory.
 #pragma once
-#include <fmha/num.h>
-#include <fmha/sm90/config.cuh>
-#include <fmha/sm90/redo.cuh>
-#include <fmha/sm90/softmax.cuh>
+#include <fmha/common/output_row.cuh>
+#include <fmha/common/recompute_row.cuh>
+#include <fmha/sm90/common/fragment.cuh>
+#include <fmha/sm90/fwd/config.cuh>
+#include <fmha/sm90/fwd/softmax.cuh>
 
 namespace fmha::sm90 {
 
-// A row's factor for O, and its natural log-sum-exp.
-struct RowResult {
-  float factor, lse;
-};
-
-template <FwdSpec spec>
-FMHA_DEVICE RowResult finish_row(const FwdParams& p, RowStats row, float scale_log2, int32_t i_head) {
-  const float row_sum = quad_reduce(row.row_sum, [](float a, float b) { return a + b; });
-  float max_log2 = row.row_max * scale_log2;
-  if constexpr (!spec.sink) {
-    if (row_sum == 0.f) return {0.f, -infinity()};
-    return {ptx::rcp_approx_ftz(row_sum), (max_log2 + ptx::lg2_approx_ftz(row_sum)) * kLn2};
-  } else {
-    const float sink_log2 = scalar_of(p.sink, 0, i_head, -infinity()) * kLog2E;
-    const float top = fmaxf(row_sum == 0.f ? -infinity() : max_log2, sink_log2);
-    if (top == -infinity()) return {0.f, -infinity()};
-    const float seen = row_sum == 0.f ? 0.f : ptx::ex2_approx_ftz(max_log2 - top);
-    const float total = row_sum * seen + ptx::ex2_approx_ftz(sink_log2 - top);
-    return {seen / total, (top + ptx::lg2_approx_ftz(total)) * kLn2};
+// Computes those of a warp's 16 rows again that any lane suspects. `row` is the thread's first in its tile; of its
+// two rows `suspect` says whether their values in this thread are not finite, and `lse` what their log-sum-exp is.
+// The rows have been stored, as they were, before the warp's last synchronisation.
+template <FwdSpec spec, Sm90Tile tile>
+FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, const bool (&suspect)[2],
+                           const float (&lse)[2]) {
+  const int32_t first_row = row - threadIdx.x % 32 / 4;
+  const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
+  const uint32_t lanes[2] = {ptx::vote_ballot(suspect[0]), ptx::vote_ballot(suspect[1])};
+#pragma unroll 1
+  for (int32_t within = 0; within < 16; ++within) {
+    const uint32_t quad = (within < 8 ? lanes[0] : lanes[1]) >> within % 8 * 4 & 15;
+    if (!ptx::uniform(quad)) continue;
+    const int32_t packed_row = ptx::uniform(first_row + within);
+    const int32_t i = query_of<tile>(p, packed_row);
+    const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
+    const float row_lse = ptx::shfl_idx(within < 8 ? lse[0] : lse[1], within % 8 * 4);
+    RecomputedRow<spec> recomputed{p, span, i_head, i, row_lse};
+    recomputed.run();
   }
-}
-
-// Four lanes hold 8-column groups c..c+3 of a row, two columns of each; afterwards lane l holds all
-// of group c + l: a 4x4 transpose of words in two exchanges.
-FMHA_DEVICE void quad_transpose(uint32_t (&w)[4]) {
-  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t received = ptx::shfl_xor(odd ? w[i] : w[i + 1], 1);
-    (odd ? w[i] : w[i + 1]) = received;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t received = ptx::shfl_xor(high ? w[i] : w[i + 2], 2);
-    (high ? w[i] : w[i + 2]) = received;
-  }
-}
-
-// Whether a thread's part of a row of O is not finite.
-template <int n>
-FMHA_DEVICE bool has_non_finite(const mma::Accumulator<n>& o, int r) {
-  float zero = 0.f;
-#pragma unroll
-  for (int e = 2 * r; e < o.num_elems; e += 4) zero = fmaf(o[e], 0.f, fmaf(o[e + 1], 0.f, zero));
-  return is_nan(zero);
 }
 
 template <FwdSpec spec, Sm90Tile tile>
@@ -66,10 +42,11 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
     const int32_t packed_row = row + 8 * r, i = query_of<tile>(p, packed_row);
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
     const bool stored = i < work.seqlen_q;
-    RowResult result = finish_row<spec>(p, rows[r], scale_log2, stored ? i_head : 0);
+    const float row_sum = quad_reduce(rows[r].row_sum, [](float a, float b) { return a + b; });
+    RowResult result = finish_row<spec>(p, rows[r].row_max * scale_log2, row_sum, stored ? i_head : 0);
     if constexpr (spec.dropout) result.factor *= p.dropout_scale;
     lse[r] = result.lse;
-    // A row without a key is to be 0, and is none if hidden values have reached it.
+    // A row that sees no key (LSE -inf) is among them: its O is to be 0, but 0 times a hidden NaN of V is NaN.
     if constexpr (spec.mask != MaskKind::Full) suspect[r] = stored && has_non_finite(o, r) && result.lse < infinity();
     const int64_t at = work.storage_batch * p.o.batch + int64_t(work.q_row + i) * p.o.row + i_head * p.o.head;
 
@@ -111,7 +88,7 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
   }
   __syncwarp();
   if constexpr (spec.mask != MaskKind::Full) {
-    if (__any_sync(ptx::kAllLanes, suspect[0] || suspect[1])) redo_rows<spec, tile>(p, work, row, suspect, lse);
+    if (__any_sync(ptx::kAllLanes, suspect[0] || suspect[1])) recompute_rows<spec, tile>(p, work, row, suspect, lse);
   }
 }
 
