@@ -19,10 +19,10 @@ use crate::target::{self, write_text};
 #[command(after_help = "\
 Examples:
   fmha conformance                               every case on the best device
-  fmha conformance --backend cpu --filter edges  the cases whose names have `edges` in them
+  fmha conformance --backend cpu --filter edges  the cases with `edges` in their names
   fmha conformance --filter '^laws/.*bf16'       a regular expression
   fmha conformance --list --filter fp8           their names only
-  fmha conformance --json > report.json          ends in a summary: passed, failed, refused, absent
+  fmha conformance --json > report.json          every case, and a summary
   fmha conformance --junit report.xml            for CI
 
 A case is passed; or failed, with the command that repeats it; or refused, where the backend has

@@ -13,6 +13,8 @@ mod devices;
 mod explain;
 mod failure;
 mod files;
+#[cfg(test)]
+mod fuzz;
 mod job;
 mod memory;
 mod modelled;
@@ -166,15 +168,6 @@ fn check_threads() -> Result<usize, Failure> {
             Err(Failure::wrong(format!("{name} {text:?} is not in 0..={most}")))
         }
     }
-}
-
-/// How much random input a test tries: as many cases as a second does, times `FMHA_FUZZ_SECONDS`.
-#[cfg(test)]
-fn fuzz(cases_per_second: u32) -> proptest::prelude::ProptestConfig {
-    let seconds = std::env::var(fmha::core::env::FUZZ_SECONDS.name);
-    let seconds: u32 = seconds.map_or(1, |seconds| seconds.parse().unwrap());
-    let cases = cases_per_second.saturating_mul(seconds.max(1));
-    proptest::prelude::ProptestConfig { cases, failure_persistence: None, ..Default::default() }
 }
 
 /// Help was asked for, or the arguments are wrong.

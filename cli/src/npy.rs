@@ -278,7 +278,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(crate::fuzz(20_000))]
+        #![proptest_config(crate::fuzz::config(20_000))]
 
         /// Whatever the bytes: refused, or a tensor of the size that it claims; no panic.
         #[test]

@@ -34,10 +34,15 @@ Examples:
       your own data, [batch, seq, heads, dim] or [seq, heads, dim] (--iperm: heads before seq)
   fmha run --input qkv.safetensors --expect o
       tensors q, k, v of one file (--q NAME where they are called otherwise), compared with o
+  fmha run --q q.npy --k k.npy --v v.npy --sink --operand sink=sink.npy
+      what else the problem reads is yours too: nothing is made up beside your tensors
+  fmha run -s 512 --bias e:2 --export in.safetensors --out o.npy
+      made-up data, written for another program
 
 Composable Kernel's spelling is taken too: -h_k=4, -mask=b, -lse=1, -iperm=0; where its defaults
 are iperm = operm = 1, ours are b*s*h*d. `-h` is the number of heads; help is --help or -?.
-Exit status: 0 = PASS, 1 = FAIL, 2 = not done; nothing is written unless it is PASS.")]
+bf16 and FP8 in .npy: raw bytes, `a.view('V2')` or `a.view('V1')`, and --prec to say what they are.
+Exit status: 0 = PASS, 1 = FAIL, 2 = not done; no result is written unless it is PASS.")]
 pub(super) struct RunArgs {
     #[command(flatten)]
     problem: ProblemArgs,

@@ -19,9 +19,12 @@ use crate::timing::duration;
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  fmha tune -b 4 -h 32 -s 4096 -d 128 --mask b         try every knob of the tile, keep what is faster
-  fmha tune -s 8192 -d 64 --knob block_m --knob block_n  only these
-  fmha explain -b 4 -h 32 -s 4096 -d 128 --mask b      the plan says that its tile was tuned
+  fmha tune -b 4 -h 32 -s 4096 -d 128 --mask b
+      try every knob of the tile, keep what is faster
+  fmha tune -s 8192 -d 64 --knob block_m --knob block_n
+      only these
+  fmha explain -b 4 -h 32 -s 4096 -d 128 --mask b
+      the plan says that its tile was tuned
 
 Each tile's output is checked before it is timed. What is kept lies in the cache folder, for this
 device and these kernels; it serves problems whose sizes have the same powers of two. An emulated

@@ -1,10 +1,10 @@
 //! `fmha bench`: tables of shapes, timed as libraries are compared.
 
 pub(super) mod measure;
-mod peers;
+pub(super) mod peers;
 mod plot;
 mod render;
-mod table;
+pub(super) mod table;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -28,8 +28,8 @@ use table::Table;
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  fmha bench bench/cpu.toml                         every table of the file, as Markdown
-  fmha bench bench/grid.toml --list                 what is in it
+  fmha bench bench/cpu.toml          every table of the file, as Markdown
+  fmha bench bench/grid.toml --list  what is in it
   fmha bench bench/grid.toml --tables b128c --rows S8192 --backend cuda
   fmha bench bench/shapes.toml --tables a --peers compare.jsonl --plot a.svg
 

@@ -10,7 +10,7 @@ use crate::target::read_text;
 
 /// Speeds by row and peer. A later line replaces an earlier one.
 #[derive(Debug, Default)]
-pub(super) struct Peers {
+pub(crate) struct Peers {
     speeds: BTreeMap<String, BTreeMap<String, f64>>,
 }
 
@@ -58,7 +58,7 @@ impl Peers {
     }
 }
 
-fn json(text: &str) -> Result<Peers, String> {
+pub(crate) fn json(text: &str) -> Result<Peers, String> {
     let mut peers = Peers::default();
     if text.trim_start().starts_with('[') {
         let lines: Vec<Line> = serde_json::from_str(text).map_err(|error| error.to_string())?;
@@ -71,7 +71,7 @@ fn json(text: &str) -> Result<Peers, String> {
     Ok(peers)
 }
 
-fn csv(text: &str) -> Result<Peers, String> {
+pub(crate) fn csv(text: &str) -> Result<Peers, String> {
     let mut peers = Peers::default();
     let mut table = csv::ReaderBuilder::new().trim(csv::Trim::All).from_reader(text.as_bytes());
     let header = table.headers().map_err(|error| error.to_string())?.clone();

@@ -35,7 +35,7 @@ struct RawTable {
 /// What a table's speed is measured in.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum Unit {
+pub(crate) enum Unit {
     #[default]
     Tflops,
     Gbs,
@@ -52,7 +52,7 @@ impl Unit {
 
 /// One table, parsed.
 #[derive(Debug)]
-pub(super) struct Table {
+pub(crate) struct Table {
     pub(super) name: String,
     pub(super) title: String,
     pub(super) unit: Unit,
@@ -73,7 +73,7 @@ pub(super) fn read(path: &Path) -> Result<Vec<Table>, Failure> {
     parse(&text).map_err(|line| Failure::wrong(format!("{}: {line}", path.display())))
 }
 
-fn parse(text: &str) -> Result<Vec<Table>, String> {
+pub(crate) fn parse(text: &str) -> Result<Vec<Table>, String> {
     let file: File = toml::from_str(text).map_err(|error| {
         let line = error.span().map_or(1, |span| 1 + text[..span.start].matches('\n').count());
         format!("line {line}: {}", error.message())
@@ -158,6 +158,9 @@ mod tests {
         let mut seen = 0;
         for entry in std::fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
+            if path.extension().is_none_or(|kind| kind != "toml") {
+                continue;
+            }
             for table in read(&path).unwrap_or_else(|failure| panic!("{failure}")) {
                 for row in &table.rows {
                     row.setup(None).unwrap_or_else(|failure| panic!("{} {failure}", table.name));
