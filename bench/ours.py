@@ -19,7 +19,7 @@ from ctypes import (
 
 import torch
 
-from peers import Unsupported, Workload, cu_seqlens
+from peers import Unsupported, Workload, cu_seqlens, to_pages
 
 DTYPE = {torch.float16: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3, torch.float32: 6}
 
@@ -44,7 +44,8 @@ class FmhaCall(Structure):
     _fields_ = [
         ("struct_bytes", c_uint64),
         *((n, c_int64) for n in ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv")),
-        *((n, c_int64) for n in ("head_dim_qk", "head_dim_v", "total_q", "total_k", "page_size")),
+        *((n, c_int64) for n in ("head_dim_qk", "head_dim_v", "total_q", "total_k")),
+        *((n, c_int64) for n in ("page_size", "num_pages", "max_pages")),
         *((n, FmhaTensor) for n in ("q", "k", "v", "o", "bias")),
         *((n, c_void_p) for n in ("lse", "keep_mask", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")),
         *((n, c_void_p) for n in ("page_table", "alibi_slopes", "sink")),
@@ -120,8 +121,6 @@ def _runner(call: FmhaCall, options: FmhaOptions):
 def make(w: Workload, q, k, v, dout=None):
     """One call of our library: returns O, or (dQ, dK, dV) when dout is given."""
     _library()  # says so first if there is none
-    if w.page_size:
-        raise Unsupported("paged K and V")
     held = {}  # device memory that only the call's pointers refer to
 
     def address(name, x):
@@ -138,6 +137,10 @@ def make(w: Workload, q, k, v, dout=None):
         dtype_qk=DTYPE[q.dtype], dtype_v=DTYPE[v.dtype], dtype_o=DTYPE[o.dtype],
         stream=torch.cuda.current_stream().cuda_stream,
     )
+    if w.page_size:
+        k, v, table = to_pages(w, k, v)
+        address("page_table", table)
+        call.page_size, call.num_pages, call.max_pages = w.page_size, k.shape[0], table.shape[1]
     for name, x in dict(q=q, k=k, v=v, o=o).items():
         setattr(call, name, _tensor(x))
     if w.lengths:

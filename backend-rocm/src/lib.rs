@@ -5,7 +5,6 @@
 //! [`RocmBackend::open`] takes a device of the machine, or an emulated one;
 //! [`RocmBackend::pretend`] plans and compiles for an architecture without any.
 
-mod arch;
 mod compile;
 mod driver;
 mod kernels;
@@ -27,15 +26,16 @@ use fmha_core::{
     PlanParts, Precompile, Promises, Queues, Refusal, ResourceUsage, Result, Roofline, Step, Stream,
     ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
+use fmha_kernels_hip::{Device, Grid, cdna, combine, simt};
 
-pub use crate::arch::Arch;
 pub use crate::driver::graph::{Event, Graph};
 pub use crate::resources::Resources;
+pub use fmha_kernels_hip::Arch;
 
 use crate::driver::{Driver, search};
-use crate::kernels::{Choice, Device, Forward, Grid, cdna, combine, simt};
+use crate::kernels::{Choice, Forward};
 use crate::memory::RocmMemory;
-use crate::modules::{Module, Modules};
+use crate::modules::{Module, Modules, modules};
 
 const KIND: &str = "rocm";
 
@@ -50,6 +50,13 @@ pub struct RocmBackend {
 
 /// What a forward plan holds.
 struct FwdHandle {
+    chosen: FwdKernel,
+    /// What serves operands whose addresses the chosen kernel does not take, if the caller allows it.
+    stand_in: Option<FwdKernel>,
+}
+
+/// A forward kernel that can be launched.
+struct FwdKernel {
     forward: Forward,
     ready: Ready,
 }
@@ -96,8 +103,8 @@ impl RocmBackend {
 
     fn new(arch: Arch, name: String, num_compute_units: u32, driver: Option<Driver>) -> Result<Self> {
         let device = Device { arch, num_compute_units };
-        let (id, memory) = (BackendId::unique(), RocmMemory(driver));
-        Ok(Self { id, device, name, memory, modules: Modules::new(arch)? })
+        let (id, modules) = (BackendId::unique(), modules(arch, driver.clone())?);
+        Ok(Self { id, device, name, modules, memory: RocmMemory(driver) })
     }
 
     /// The architecture that decides the code object.
@@ -141,14 +148,14 @@ impl RocmBackend {
     /// The code object of a forward plan of this backend: an ELF for `arch`.
     #[must_use]
     pub fn code_object<'a>(&self, plan: &'a FwdPlan) -> Option<&'a [u8]> {
-        let module = plan.handle::<FwdHandle>(&self.id, &self.name).ok()?.ready.0.as_ref();
+        let module = plan.handle::<FwdHandle>(&self.id, &self.name).ok()?.chosen.ready.0.as_ref();
         module.ok().map(|module| &*module.compiled.machine)
     }
 
     /// Finds or compiles, and loads where there is a device. Without a device a compiler may be missing
     /// too.
     fn ready(&self, kernel: &'static str, source: KernelSource) -> Result<Ready> {
-        match self.modules.load(kernel, source, self.memory.0.as_ref()) {
+        match self.modules.load(kernel, source, 0) {
             Err(Error::NoDevice(text)) if self.memory.0.is_none() => Ok(Ready(Err(text))),
             loaded => loaded.map(|module| Ready(Ok(module))),
         }
@@ -161,7 +168,7 @@ impl RocmBackend {
 
 /// The `ordinal`-th device of `arch` among those of the emulator's library.
 fn emulated(arch: Arch, ordinal: usize) -> Result<Driver> {
-    let mut driver = Driver::open(search::hip_at(&emulator_places())?, 0, true)?;
+    let mut driver = Driver::open(search::hip_at(&emulator_places()?)?, 0, true)?;
     let mut left = ordinal;
     loop {
         if driver.info()?.gcn_arch_name.split(':').next() == Some(arch.name()) {
@@ -176,13 +183,13 @@ fn emulated(arch: Arch, ordinal: usize) -> Result<Driver> {
 
 /// Beside the program, and one and two folders up: tests lie in `deps`, examples in `examples`. Not
 /// named like the real library, which a loader's path must never confuse with this one.
-fn emulator_places() -> Vec<PathBuf> {
+fn emulator_places() -> Result<Vec<PathBuf>> {
     const FILE: &str = "libfmha_emu_amdhip64.so";
-    if let Some(folder) = fmha_core::env::EMULATOR_DIR.get() {
-        return vec![PathBuf::from(folder).join(FILE)];
+    if let Some(folder) = fmha_core::env::EMULATOR_DIR.get()? {
+        return Ok(vec![PathBuf::from(folder).join(FILE)]);
     }
     let program = std::env::current_exe().unwrap_or_default();
-    program.ancestors().skip(1).take(3).map(|folder| folder.join(FILE)).collect()
+    Ok(program.ancestors().skip(1).take(3).map(|folder| folder.join(FILE)).collect())
 }
 
 /// A row is one wave's, its keys in one order, and every tile's maxima are taken.
@@ -219,13 +226,22 @@ impl FmhaBackend for RocmBackend {
         let kernel = forward.name();
         let ready = self.ready(kernel, forward.source())?;
         let grid = forward.grid(problem, self.device, ready.usage());
+        let mut details = forward.details();
+        let stand_in = self.stand_in(&forward, problem, options)?;
+        if let Some(stand_in) = &stand_in {
+            let serves = match &stand_in.ready.0 {
+                Ok(_) => "the same kernel by elements takes them: correct, not fast".to_owned(),
+                Err(why) => format!("refused: {why}"),
+            };
+            details.push(("unaligned operands", serves));
+        }
         let parts = PlanParts {
             refusals,
-            details: forward.details(),
+            details,
             is_fallback: kernel == simt::NAME,
             ..self.parts(problem.clone(), kernel, options, &ready, grid)?
         };
-        Ok(parts.seal(&self.id, FwdHandle { forward, ready }))
+        Ok(parts.seal(&self.id, FwdHandle { chosen: FwdKernel { forward, ready }, stand_in }))
     }
 
     fn run_fwd(&self, plan: &FwdPlan, args: &mut FwdArgs<'_>, stream: Stream) -> Result<()> {
@@ -234,17 +250,16 @@ impl FmhaBackend for RocmBackend {
         check_fwd(problem, args, plan.workspace(), MemorySpace::Device)?;
         self.clear(args.workspace.as_ref(), plan.workspace(), stream)?;
         let params = bind::fwd_params(problem, args);
-        let launch = |forward: &Forward, ready: &Ready| {
-            let grid = forward.grid(problem, self.device, ready.usage());
-            match forward {
-                Forward::Cdna(_) => self.launch(ready, grid, &cdna::Cdna::params(problem, &params), stream),
-                Forward::Simt(_) => self.launch(ready, grid, &params, stream),
-            }
-        };
-        match handle.forward.for_addresses(problem, args) {
-            None => launch(&handle.forward, &handle.ready),
-            // Pointers less aligned than the plan's strides promise: compiled when such a call comes.
-            Some(other) => launch(&other, &self.ready(other.name(), other.source())?),
+        let FwdKernel { forward, ready } =
+            match (handle.chosen.forward.takes_addresses(problem, args), &handle.stand_in) {
+                (Ok(()), _) => &handle.chosen,
+                (Err(_), Some(stand_in)) => stand_in,
+                (Err(unaligned), None) => return Err(unaligned.into()),
+            };
+        let grid = forward.grid(problem, self.device, ready.usage());
+        match forward {
+            Forward::Cdna(_) => self.launch(ready, grid, &cdna::Cdna::params(problem, &params), stream),
+            Forward::Simt(_) => self.launch(ready, grid, &params, stream),
         }
     }
 
@@ -313,6 +328,24 @@ impl RocmBackend {
         kernels::select(problem, self.device, options).map_err(|refusals| unsupported(&self.name, refusals))
     }
 
+    /// The kernel for operands whose addresses `forward` does not take, where the caller allows a slow one.
+    fn stand_in(
+        &self,
+        forward: &Forward,
+        problem: &ValidFwd,
+        options: &PlanOptions,
+    ) -> Result<Option<FwdKernel>> {
+        let Some(forward) = forward.for_any_address(problem).filter(|_| options.allow_fallback) else {
+            return Ok(None);
+        };
+        let ready = match self.ready(forward.name(), forward.source()) {
+            // A bundle that has the chosen kernel serves without a compiler.
+            Err(Error::NoDevice(why)) => Ready(Err(why)),
+            ready => ready?,
+        };
+        Ok(Some(FwdKernel { forward, ready }))
+    }
+
     fn no_backward(&self) -> Error {
         self.unsupported(Refusal::new("cdna_bwd", "backward: 0 kernels of this backend compute it yet"))
     }
@@ -374,12 +407,8 @@ impl RocmBackend {
     }
 
     fn launch<P: Copy>(&self, Ready(module): &Ready, grid: Grid, params: &P, stream: Stream) -> Result<()> {
-        // Without a device nothing was loaded, and nothing can be launched.
-        self.memory.driver()?;
-        let function = match module {
-            Ok(module) => module.function.as_ref().ok_or_else(memory::no_device)?,
-            Err(why) => return Err(Error::NoDevice(why.clone())),
-        };
+        let module = module.as_ref().map_err(|why| Error::NoDevice(why.clone()))?;
+        let function = module.loaded()?;
         if grid.workgroups == 0 {
             return Ok(());
         }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use fmha::{Bias, DType, Descale, SeqMode, Shape, VLayout};
+use fmha::{Bias, DType, Descale, QLayout, Shape, VLayout};
 use fmha_conformance::tensor::Operand;
 
 use crate::failure::Failure;
@@ -128,7 +128,7 @@ pub(super) fn operands_of(setup: &Setup) -> Vec<Wanted> {
         add("scale_o", Operand::ScaleO, DType::F32, vec![1]);
     }
     if let Some(bwd) = &setup.bwd {
-        let shape = file_shape(fwd.shape_o(), setup.operm, fwd.mode);
+        let shape = file_shape(setup.extents().o, setup.operm, fwd.q_layout);
         add("dout", Operand::Dout, fwd.dtype_o, shape);
         if bwd.has_dlse {
             add("dlse", Operand::Dlse, DType::F32, lse_shape(setup));
@@ -335,7 +335,7 @@ impl DataArgs {
             Some(archive) => archive.tensor(name)?,
             None => read_npy(Path::new(name), Some(setup.fwd.dtype_o))?,
         };
-        let shape = file_shape(setup.fwd.shape_o(), setup.operm, setup.fwd.mode);
+        let shape = file_shape(setup.extents().o, setup.operm, setup.fwd.q_layout);
         let given: Vec<u64> = tensor.shape.iter().copied().skip_while(|&extent| extent == 1).collect();
         let wanted: Vec<u64> = shape.iter().copied().skip_while(|&extent| extent == 1).collect();
         if given != wanted {
@@ -371,23 +371,23 @@ impl Given {
 
 /// A dense tensor's shape in a file: its memory order, heads before rows where it is permuted, without a
 /// batch axis when it is packed.
-pub(super) fn file_shape(shape: Shape, permuted: bool, mode: SeqMode) -> Vec<u64> {
+pub(super) fn file_shape(shape: Shape, permuted: bool, layout: QLayout) -> Vec<u64> {
     let [batch, seq, head, dim] = [shape.batch, shape.seq, shape.head, shape.dim].map(u64::from);
     let rows = if permuted { vec![head, seq, dim] } else { vec![seq, head, dim] };
-    of_batch(batch, rows, mode)
+    of_batch(batch, rows, layout)
 }
 
 /// The same for a column-major V.
-pub(super) fn col_major_shape(shape: Shape, permuted: bool, mode: SeqMode) -> Vec<u64> {
+pub(super) fn col_major_shape(shape: Shape, permuted: bool, layout: QLayout) -> Vec<u64> {
     let [batch, seq, head, dim] = [shape.batch, shape.seq, shape.head, shape.dim].map(u64::from);
     let rows = if permuted { vec![head, dim, seq] } else { vec![dim, head, seq] };
-    of_batch(batch, rows, mode)
+    of_batch(batch, rows, layout)
 }
 
-fn of_batch(batch: u64, rows: Vec<u64>, mode: SeqMode) -> Vec<u64> {
-    match mode {
-        SeqMode::Batch => [vec![batch], rows].concat(),
-        SeqMode::Group { .. } => rows,
+fn of_batch(batch: u64, rows: Vec<u64>, layout: QLayout) -> Vec<u64> {
+    match layout {
+        QLayout::Batch => [vec![batch], rows].concat(),
+        QLayout::Packed => rows,
     }
 }
 
@@ -395,9 +395,9 @@ fn of_batch(batch: u64, rows: Vec<u64>, mode: SeqMode) -> Vec<u64> {
 pub(super) fn lse_shape(setup: &Setup) -> Vec<u64> {
     let dims = setup.fwd.dims;
     let (batch, heads) = (u64::from(dims.batch), u64::from(dims.num_heads_q));
-    match setup.fwd.mode {
-        SeqMode::Batch => vec![batch, heads, u64::from(dims.seqlen_q)],
-        SeqMode::Group { total_q, .. } => vec![heads, u64::from(total_q)],
+    match setup.fwd.q_layout {
+        QLayout::Batch => vec![batch, heads, u64::from(dims.seqlen_q)],
+        QLayout::Packed => vec![heads, u64::from(setup.extents().q.seq)],
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use fmha::{BwdPlan, Dims, FmhaBackend, FwdPlan, PlanOptions, VLayout, ValidFwd, Workspace};
+use fmha::{BwdPlan, Dims, Extents, FmhaBackend, FwdPlan, PlanOptions, VLayout, ValidFwd, Workspace};
 use fmha_conformance::execute::{CallTime, Resident};
 use fmha_conformance::init::Init;
 use fmha_conformance::tensor::{Operand, Operands, Room};
@@ -68,7 +68,7 @@ impl<'a> Job<'a> {
         let (call, resident) = match &setup.bwd {
             None => {
                 let plan = backend.plan_fwd(&valid, options)?;
-                there_is_room(&valid, 1, plan.workspace())?;
+                there_is_room(&valid, setup.extents(), 1, plan.workspace())?;
                 let mut host = HostFwd::new(setup.fwd.clone(), &setup.lengths(), data)?;
                 host.dropout = setup.dropout;
                 overwrite(&mut host.operands, setup, own)?;
@@ -81,7 +81,7 @@ impl<'a> Job<'a> {
                 let auxiliary = PlanOptions { allow_fallback: true, ..PlanOptions::default() };
                 let forward = backend.plan_fwd(&valid, &auxiliary)?;
                 let workspace = plan.workspace().max(forward.workspace());
-                there_is_room(&valid, 2, workspace)?;
+                there_is_room(&valid, setup.extents(), 2, workspace)?;
                 let mut host = HostBwd::new(bwd.clone(), &setup.lengths(), data)?;
                 host.dropout = setup.dropout;
                 overwrite(&mut host.operands, setup, own)?;
@@ -128,18 +128,18 @@ impl<'a> Job<'a> {
 
     /// Every input of floating-point numbers, by the name that `--input` and `--operand` take.
     pub(super) fn inputs(&self) -> BTreeMap<String, Tensor> {
-        let (fwd, iperm) = (&self.setup.fwd, self.setup.iperm);
+        let (fwd, iperm, extents) = (&self.setup.fwd, self.setup.iperm, self.setup.extents());
         let operands = match &self.call {
             Call::Forward(host, _) => &host.operands,
             Call::Backward(host, _) => &host.operands,
         };
         let v = match (fwd.v_layout, iperm) {
-            (VLayout::RowMajor, _) => file_shape(fwd.shape_v(), iperm, fwd.mode),
-            (VLayout::ColMajor, _) => col_major_shape(fwd.shape_v(), iperm, fwd.mode),
+            (VLayout::RowMajor, _) => file_shape(extents.v, iperm, fwd.q_layout),
+            (VLayout::ColMajor, _) => col_major_shape(extents.v, iperm, fwd.q_layout),
         };
         let rows = [
-            ("q", Operand::Q, file_shape(fwd.shape_q(), iperm, fwd.mode)),
-            ("k", Operand::K, file_shape(fwd.shape_k(), iperm, fwd.mode)),
+            ("q", Operand::Q, file_shape(extents.q, iperm, fwd.q_layout)),
+            ("k", Operand::K, file_shape(extents.k, iperm, fwd.q_layout)),
             ("v", Operand::V, v),
         ];
         let others =
@@ -157,17 +157,18 @@ impl<'a> Job<'a> {
     /// A result that was [read back](Self::read_back), as a file has it.
     pub(super) fn result(&self, name: &str) -> Option<Tensor> {
         let fwd = &self.setup.fwd;
+        let extents = self.setup.extents();
         let (iperm, operm) = (self.setup.iperm, self.setup.operm);
-        let rows = |shape, permuted| file_shape(shape, permuted, fwd.mode);
+        let rows = |shape, permuted| file_shape(shape, permuted, fwd.q_layout);
         let (operands, operand, shape) = match (&self.call, name) {
-            (Call::Forward(host, _), "o") => (&host.operands, Operand::O, rows(fwd.shape_o(), operm)),
+            (Call::Forward(host, _), "o") => (&host.operands, Operand::O, rows(extents.o, operm)),
             (Call::Forward(host, _), "lse") => (&host.operands, Operand::Lse, lse_shape(self.setup)),
             (Call::Backward(host, _), name) => {
                 let (operand, shape) = match name {
-                    "dq" => (Operand::Dq, rows(fwd.shape_q(), iperm)),
-                    "dk" => (Operand::Dk, rows(fwd.shape_k(), iperm)),
+                    "dq" => (Operand::Dq, rows(extents.q, iperm)),
+                    "dk" => (Operand::Dk, rows(extents.k, iperm)),
                     // Row-major whatever V is, and b*s*h*d where V is not.
-                    "dv" => (Operand::Dv, rows(fwd.shape_v(), iperm && fwd.v_layout == VLayout::RowMajor)),
+                    "dv" => (Operand::Dv, rows(extents.v, iperm && fwd.v_layout == VLayout::RowMajor)),
                     "dbias" => {
                         let shape = host.operands.get(Operand::Dbias)?.shape;
                         (
@@ -191,6 +192,7 @@ impl Setup {
     fn lengths(&self) -> Lengths {
         let list = |lengths: &Option<Vec<i32>>| lengths.clone().unwrap_or_default();
         Lengths {
+            totals: self.totals(),
             cu_seqlens_q: list(&self.cu_seqlens_q),
             cu_seqlens_k: list(&self.cu_seqlens_k),
             seqused_q: list(&self.seqused_q),
@@ -224,13 +226,18 @@ fn fill(operands: &mut Operands, operand: Operand, tensor: &Tensor) -> Result<()
 
 /// Asks for the bytes of all tensors at once, and gives them back: what does not fit is an error
 /// here, with the number, and not an abort somewhere later. `copies` is 2 for gradients.
-fn there_is_room(valid: &ValidFwd, copies: u64, workspace: Workspace) -> Result<(), Failure> {
+fn there_is_room(
+    valid: &ValidFwd,
+    extents: Extents,
+    copies: u64,
+    workspace: Workspace,
+) -> Result<(), Failure> {
     let mut bytes = u128::from(workspace.bytes);
     for (strides, shape, dtype) in [
-        (valid.q, valid.shape_q(), valid.dtype_qk),
-        (valid.k, valid.shape_k(), valid.dtype_qk),
-        (valid.v, valid.shape_v(), valid.dtype_v),
-        (valid.o, valid.shape_o(), valid.dtype_o),
+        (valid.q, extents.q, valid.dtype_qk),
+        (valid.k, extents.k, valid.dtype_qk),
+        (valid.v, extents.v, valid.dtype_v),
+        (valid.o, extents.o, valid.dtype_o),
     ] {
         bytes += u128::from(ValidFwd::extent_bytes(strides, shape, dtype)) * u128::from(copies);
         // An index entry for each row while it is filled.
@@ -240,7 +247,7 @@ fn there_is_room(valid: &ValidFwd, copies: u64, workspace: Workspace) -> Result<
         let shape = valid.shape_bias(bias.broadcast);
         bytes += u128::from(ValidFwd::extent_bytes(bias.strides, shape, bias.dtype)) * u128::from(copies);
     }
-    bytes += u128::from(valid.lse_elems()) * 4 * u128::from(copies);
+    bytes += u128::from(extents.lse_elems) * 4 * u128::from(copies);
     // What the check, the threads and the kernels need besides.
     bytes += 32 << 20;
     let Dims { batch, seqlen_q, seqlen_k, num_heads_q, head_dim_qk, head_dim_v, .. } = valid.dims;

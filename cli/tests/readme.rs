@@ -9,7 +9,9 @@ fn every_line_of_the_readmes_code_stands_in_an_example() {
     // Layout and comments are free.
     let bare = |text: &str| {
         let lines = text.lines().map(|line| line.split("//").next().unwrap_or_default());
-        lines.flat_map(|line| line.chars().filter(|c| !c.is_whitespace()).collect::<Vec<_>>()).collect::<String>()
+        lines
+            .flat_map(|line| line.chars().filter(|c| !c.is_whitespace()).collect::<Vec<_>>())
+            .collect::<String>()
     };
     let examples: Vec<String> =
         ["attend", "own_tensors"].iter().map(|name| bare(&read(&format!("examples/{name}.rs")))).collect();
@@ -21,9 +23,8 @@ fn every_line_of_the_readmes_code_stands_in_an_example() {
         for part in block.split("\n\n") {
             // A trailing comma before a closing brace comes and goes with the layout.
             let part = bare(part).replace(",}", "}").replace(",)", ")");
-            let found = examples
-                .iter()
-                .any(|example| example.replace(",}", "}").replace(",)", ")").contains(&part));
+            let found =
+                examples.iter().any(|example| example.replace(",}", "}").replace(",)", ")").contains(&part));
             assert!(found, "{part}");
         }
     }

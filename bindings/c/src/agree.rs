@@ -1,5 +1,6 @@
-//! A run's struct against its plan's: all that was planned must be what it was. Addresses, the stream and
-//! the dropout generator may change from run to run; nothing else may.
+//! A run's struct against its plan's: all that was planned must be what it was. Addresses, the stream,
+//! the dropout generator and the totals of packed and paged tensors may change from run to run; nothing
+//! else may.
 
 use std::fmt;
 
@@ -23,9 +24,11 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
         num_heads_kv,
         head_dim_qk,
         head_dim_v,
-        total_q,
-        total_k,
+        total_q: _,
+        total_k: _,
         page_size,
+        num_pages: _,
+        max_pages: _,
         q,
         k,
         v,
@@ -70,8 +73,6 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
         ("num_heads_kv", num_heads_kv, planned.num_heads_kv),
         ("head_dim_qk", head_dim_qk, planned.head_dim_qk),
         ("head_dim_v", head_dim_v, planned.head_dim_v),
-        ("total_q", total_q, planned.total_q),
-        ("total_k", total_k, planned.total_k),
         ("page_size", page_size, planned.page_size),
         ("dtype_qk", dtype_qk.into(), planned.dtype_qk.into()),
         ("dtype_v", dtype_v.into(), planned.dtype_v.into()),

@@ -4,7 +4,8 @@ use std::ffi::{CStr, c_char};
 
 use fmha::{
     Accuracy, Backend, Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale, Dims,
-    ElementwiseBias, FwdProblem, MaskSpec, PlanOptions, ProblemError, Result, Strides, VLayout,
+    ElementwiseBias, FwdProblem, KvLayout, MaskSpec, PlanOptions, ProblemError, QLayout, Result, Strides,
+    Totals, VLayout,
 };
 
 use crate::structs::{
@@ -44,7 +45,6 @@ impl Pointed {
 
     /// The forward problem of a call.
     pub(crate) fn forward(&self, call: &FmhaCall) -> Result<FwdProblem> {
-        refuse_paged(call)?;
         let dims = Dims {
             batch: size("batch", call.batch)?,
             seqlen_q: size("seqlen_q", call.seqlen_q)?,
@@ -54,24 +54,11 @@ impl Pointed {
             head_dim_qk: size("head_dim_qk", call.head_dim_qk)?,
             head_dim_v: size("head_dim_v", call.head_dim_v)?,
         };
-        let (total_q, total_k) = (size("total_q", call.total_q)?, size("total_k", call.total_k)?);
         let dtype_qk = dtype("dtype_qk", call.dtype_qk)?;
-        let packed = !call.cu_seqlens_q.is_null();
-        if packed == call.cu_seqlens_k.is_null() {
-            let text = "cu_seqlens_k and cu_seqlens_q: 1 of 2 is null";
-            return Err(ProblemError::new("cu_seqlens_k", text).into());
-        }
-        let base = if packed {
-            FwdProblem::group(dtype_qk, dims, total_q, total_k)
-        } else {
-            for (field, total) in [("total_q", total_q), ("total_k", total_k)] {
-                if total != 0 {
-                    let text = format!("{field} {total} goes with cu_seqlens_q, which is null");
-                    return Err(ProblemError::new(field, text).into());
-                }
-            }
-            FwdProblem::batch(dtype_qk, dims)
-        };
+        let (q_layout, kv_layout) = layouts(call)?;
+        // Their numbers come with each run; that they go with the layouts is asked at once.
+        totals(call)?;
+        let base = FwdProblem::new(q_layout, kv_layout, dtype_qk, dims);
         let per_tensor = flag("descale_per_tensor", call.descale_per_tensor)?;
         let descale = |pointer: *const f32| match (pointer.is_null(), per_tensor) {
             (true, _) => Descale::None,
@@ -243,15 +230,43 @@ fn struct_bytes<T>(given: u64) -> Result<(), ProblemError> {
     Err(ProblemError::new("struct_bytes", text))
 }
 
-fn refuse_paged(call: &FmhaCall) -> Result<(), ProblemError> {
-    if call.page_size != 0 {
-        let text = format!("page_size {} is not 0: paged K and V are not taken", call.page_size);
-        return Err(ProblemError::new("page_size", text));
+/// Which layouts the pointers of a call mean.
+fn layouts(call: &FmhaCall) -> Result<(QLayout, KvLayout), ProblemError> {
+    let q = if call.cu_seqlens_q.is_null() { QLayout::Batch } else { QLayout::Packed };
+    let page_size = size("page_size", call.page_size)?;
+    let kv = match (page_size, call.cu_seqlens_k.is_null()) {
+        (0, true) => KvLayout::Strided,
+        (0, false) => KvLayout::Packed,
+        (_, true) => KvLayout::Paged { page_size },
+        (_, false) => {
+            let text = format!("cu_seqlens_k is given, but page_size is {page_size}");
+            return Err(ProblemError::new("cu_seqlens_k", text));
+        }
+    };
+    if call.page_table.is_null() != (page_size == 0) {
+        let is = if call.page_table.is_null() { "null" } else { "given" };
+        let text = format!("page_table is {is}, but page_size is {page_size}");
+        return Err(ProblemError::new("page_table", text));
     }
-    if !call.page_table.is_null() {
-        return Err(ProblemError::new("page_table", "page_table is given, but page_size is 0"));
-    }
-    Ok(())
+    Ok((q, kv))
+}
+
+/// Rows and pages, each there iff the layout has it.
+pub(crate) fn totals(call: &FmhaCall) -> Result<Totals, ProblemError> {
+    let (q, kv) = layouts(call)?;
+    let paged = matches!(kv, KvLayout::Paged { .. });
+    let of = |field, value, wanted, with: &str| match (size(field, value)?, wanted) {
+        (value, true) => Ok(Some(value)),
+        (0, false) => Ok(None),
+        (value, false) => Err(ProblemError::new(field, format!("{field} {value} goes with {with}"))),
+    };
+    let (cu_q, cu_k) = ("cu_seqlens_q, which is null", "cu_seqlens_k, which is null");
+    of("max_pages", call.max_pages, paged, "page_size, which is 0")?;
+    Ok(Totals {
+        total_q: of("total_q", call.total_q, q == QLayout::Packed, cu_q)?,
+        total_k: of("total_k", call.total_k, kv == KvLayout::Packed, cu_k)?,
+        num_pages: of("num_pages", call.num_pages, paged, "page_size, which is 0")?,
+    })
 }
 
 /// Strides of 0 over batch, or over batch and head, are a bias that is shared.

@@ -4,9 +4,9 @@ use std::ffi::CString;
 use std::sync::Arc;
 
 use fmha::{
-    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, Descale, DevBuffer, DevSlice, DevSliceMut, Dims,
-    FmhaBackend, FwdArgs, FwdPlan, FwdProblem, MemorySpace, PartialResult, ProblemError, Result, ScoreArgs,
-    SeqArgs, Shape, Stream, Strides, ValidFwd, Workspace,
+    BlockTable, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, Descale, DevBuffer, DevSlice, DevSliceMut,
+    Dims, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, MemorySpace, PartialResult, ProblemError, Result,
+    ScoreArgs, SeqArgs, Shape, Stream, Strides, Totals, ValidFwd, Workspace,
 };
 
 use crate::agree;
@@ -164,18 +164,20 @@ impl Memory {
         call: &FmhaCall,
         workspace: Option<&'a DevBuffer>,
     ) -> Result<FwdArgs<'a>> {
+        let totals = host::totals(call)?;
+        let extents = problem.extents(totals);
         // SAFETY: passed on, here and below.
         unsafe {
             let mut args = FwdArgs::new(
-                self.input("q", &call.q, problem.shape_q(), problem.dtype_qk)?,
-                self.input("k", &call.k, problem.shape_k(), problem.dtype_qk)?,
-                self.input("v", &call.v, problem.shape_v(), problem.dtype_v)?,
-                self.output("o", &call.o, problem.shape_o(), problem.dtype_o)?,
+                self.input("q", &call.q, extents.q, problem.dtype_qk)?,
+                self.input("k", &call.k, extents.k, problem.dtype_qk)?,
+                self.input("v", &call.v, extents.v, problem.dtype_v)?,
+                self.output("o", &call.o, extents.o, problem.dtype_o)?,
             );
-            args.lse = self.optional_mut(call.lse.cast(), problem.lse_elems() * 4);
+            args.lse = self.optional_mut(call.lse.cast(), extents.lse_elems * 4);
             args.keep_mask = self.optional_mut(call.keep_mask, problem.keep_mask_bytes());
             args.scale_o = self.optional(call.scale_o.cast(), 4);
-            args.seq = self.seq(problem, call);
+            args.seq = self.seq(problem, call, totals);
             args.score = self.score(problem, call)?;
             args.workspace = workspace.map(|buffer| self.write(buffer.as_ptr(), buffer.bytes()));
             Ok(args)
@@ -193,7 +195,9 @@ impl Memory {
     ) -> Result<BwdArgs<'a>> {
         let problem = plan.problem();
         let fwd = problem.fwd();
-        let lse_bytes = fwd.lse_elems() * 4;
+        let totals = host::totals(call)?;
+        let extents = fwd.extents(totals);
+        let lse_bytes = extents.lse_elems * 4;
         // SAFETY: passed on, here and below.
         unsafe {
             let grad = |name, tensor, shape| self.output(name, tensor, shape, problem.dtype_grad);
@@ -205,19 +209,19 @@ impl Memory {
                 _ => None,
             };
             Ok(BwdArgs {
-                q: self.input("q", &call.q, fwd.shape_q(), fwd.dtype_qk)?,
-                k: self.input("k", &call.k, fwd.shape_k(), fwd.dtype_qk)?,
-                v: self.input("v", &call.v, fwd.shape_v(), fwd.dtype_v)?,
-                o: self.input("o", &call.o, fwd.shape_o(), fwd.dtype_o)?,
+                q: self.input("q", &call.q, extents.q, fwd.dtype_qk)?,
+                k: self.input("k", &call.k, extents.k, fwd.dtype_qk)?,
+                v: self.input("v", &call.v, extents.v, fwd.dtype_v)?,
+                o: self.input("o", &call.o, extents.o, fwd.dtype_o)?,
                 lse: self.read(call.lse.cast(), lse_bytes),
-                dout: self.input("dout", &gradients.dout, fwd.shape_o(), fwd.dtype_o)?,
+                dout: self.input("dout", &gradients.dout, extents.o, fwd.dtype_o)?,
                 dlse: self.optional(gradients.dlse.cast(), lse_bytes),
-                dq: grad("dq", &gradients.dq, fwd.shape_q())?,
-                dk: grad("dk", &gradients.dk, fwd.shape_k())?,
-                dv: grad("dv", &gradients.dv, fwd.shape_v())?,
+                dq: grad("dq", &gradients.dq, extents.q)?,
+                dk: grad("dk", &gradients.dk, extents.k)?,
+                dv: grad("dv", &gradients.dv, extents.v)?,
                 dbias,
                 dsink: self.optional_mut(gradients.dsink.cast(), u64::from(fwd.dims.num_heads_q) * 4),
-                seq: self.seq(fwd, call),
+                seq: self.seq(fwd, call, totals),
                 score: self.score(fwd, call)?,
                 workspace: workspace.map(|buffer| self.write(buffer.as_ptr(), buffer.bytes())),
             })
@@ -226,11 +230,18 @@ impl Memory {
 
     /// # Safety
     /// As [`FmhaPlan::run`].
-    unsafe fn seq<'a>(self, problem: &FwdProblem, call: &FmhaCall) -> SeqArgs<'a> {
+    unsafe fn seq<'a>(self, problem: &FwdProblem, call: &FmhaCall, totals: Totals) -> SeqArgs<'a> {
         let used = u64::from(problem.dims.batch) * 4;
+        // `totals` has read it: in range, and 0 where there are no pages.
+        let max_pages = call.max_pages as u32;
+        let entries = u64::from(problem.dims.batch) * u64::from(max_pages);
         // SAFETY: passed on.
         unsafe {
             SeqArgs {
+                totals,
+                block_table: self
+                    .optional(call.page_table.cast(), entries.saturating_mul(4))
+                    .map(|pages| BlockTable { pages, max_pages }),
                 cu_seqlens_q: self.optional(call.cu_seqlens_q.cast(), used + 4),
                 cu_seqlens_k: self.optional(call.cu_seqlens_k.cast(), used + 4),
                 seqused_q: self.optional(call.seqused_q.cast(), used),

@@ -93,17 +93,23 @@ pub struct FmhaCall {
     pub head_dim_qk: i64,
     /// Elements of a row of V and O.
     pub head_dim_v: i64,
-    /// Packed: rows of Q and O, all sequences together; else 0.
+    /// Packed: rows of Q and O, all sequences together; else 0. May change from run to run, as may total_k,
+    /// num_pages and max_pages.
     pub total_q: i64,
     /// Packed: rows of K and V, all sequences together; else 0.
     pub total_k: i64,
-    /// Rows of a page; 0: K and V are not paged, the only value taken so far.
+    /// Rows of a page; 0: K and V are not paged.
     pub page_size: i64,
+    /// Paged: pages of K and V, used or not; else 0.
+    pub num_pages: i64,
+    /// Paged: entries of a row of page_table, times page_size at least seqlen_k; else 0.
+    pub max_pages: i64,
     /// Q [batch, seqlen_q, num_heads_q, head_dim_qk]; packed [total_q, num_heads_q, head_dim_qk].
     pub q: FmhaTensor,
-    /// K [batch, seqlen_k, num_heads_kv, head_dim_qk]; packed [total_k, num_heads_kv, head_dim_qk].
+    /// K [batch, seqlen_k, num_heads_kv, head_dim_qk]; packed [total_k, num_heads_kv, head_dim_qk]; paged
+    /// [num_pages, page_size, num_heads_kv, head_dim_qk], batch_stride from page to page.
     pub k: FmhaTensor,
-    /// V [batch, seqlen_k, num_heads_kv, head_dim_v]; packed [total_k, num_heads_kv, head_dim_v].
+    /// V [batch, seqlen_k, num_heads_kv, head_dim_v]; packed and paged likewise.
     pub v: FmhaTensor,
     /// O [batch, seqlen_q, num_heads_q, head_dim_v], or packed: written; backward reads it.
     pub o: FmhaTensor,
@@ -116,15 +122,15 @@ pub struct FmhaCall {
     pub lse: *mut f32,
     /// The dropout keep mask, [batch, num_heads_q, seqlen_q, seqlen_k] bytes; null: not wanted.
     pub keep_mask: *mut u8,
-    /// Packed: i32 [batch + 1], first row of each sequence; with cu_seqlens_k or not at all.
+    /// i32 [batch + 1], first row of each sequence of Q and O, which are packed then; null: they are not.
     pub cu_seqlens_q: *const i32,
-    /// Packed: i32 [batch + 1], likewise for K and V.
+    /// i32 [batch + 1], likewise for K and V.
     pub cu_seqlens_k: *const i32,
     /// i32 [batch], queries in use of each sequence; null: all.
     pub seqused_q: *const i32,
     /// i32 [batch], keys in use of each sequence; null: all.
     pub seqused_k: *const i32,
-    /// Not taken so far: null.
+    /// Paged: i32 [batch, max_pages], the pages of each sequence; else null.
     pub page_table: *const i32,
     /// ALiBi slopes, f32 [num_heads_q], or [batch, num_heads_q] with alibi_per_batch; null: none.
     pub alibi_slopes: *const f32,

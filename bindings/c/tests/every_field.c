@@ -52,6 +52,8 @@ static const Field CALL[] = {
     FIELD(FmhaCall, total_q, INT64),
     FIELD(FmhaCall, total_k, INT64),
     FIELD(FmhaCall, page_size, INT64),
+    FIELD(FmhaCall, num_pages, INT64),
+    FIELD(FmhaCall, max_pages, INT64),
     TENSOR(FmhaCall, q),
     TENSOR(FmhaCall, k),
     TENSOR(FmhaCall, v),
@@ -400,9 +402,10 @@ static void plans(const FmhaOptions *options) {
   REFUSED_PLAN("num_heads_q", " 3 ", call.num_heads_q = 3);
   REFUSED_PLAN("head_dim_qk", " 0 ", call.head_dim_qk = 0);
   REFUSED_PLAN("total_q", " 10 ", call.total_q = 10);
-  REFUSED_PLAN("page_size", " 16 ", call.page_size = 16);
-  REFUSED_PLAN("page_table", "0", call.page_table = (int32_t *)other);
-  REFUSED_PLAN("cu_seqlens_k", "1 of 2", call.cu_seqlens_q = (int32_t *)other);
+  REFUSED_PLAN("page_table", "page_size is 16", call.page_size = 16);
+  REFUSED_PLAN("page_table", "page_size is 0", call.page_table = (int32_t *)other);
+  REFUSED_PLAN("num_pages", " 4 ", call.num_pages = 4);
+  REFUSED_PLAN("cu_seqlens_k", "page_size is 16", call.page_size = 16; call.cu_seqlens_k = (int32_t *)other);
   REFUSED_PLAN("dtype_qk", " 99 ", call.dtype_qk = 99);
   REFUSED_PLAN("dtype_v", "f16", call.dtype_v = FMHA_F16);
   REFUSED_PLAN("dtype_bias", " 1 ", call.dtype_bias = 1);
