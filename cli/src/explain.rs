@@ -162,6 +162,7 @@ fn as_json<P: fmt::Debug>(plan: &Plan<P>) -> Value {
             "waves": launch.waves(),
         })),
         "workspace_bytes": plan.workspace().bytes,
+        "accuracy": plan.promises().accuracy.name(),
         "deterministic": plan.promises().deterministic,
         "batch_invariant": plan.promises().batch_invariant,
         "graph_capturable": plan.promises().graph_capturable,
