@@ -102,17 +102,23 @@ typedef struct FmhaCall {
   int64_t head_dim_qk;
   // Elements of a row of V and O.
   int64_t head_dim_v;
-  // Packed: rows of Q and O, all sequences together; else 0.
+  // Packed: rows of Q and O, all sequences together; else 0. May change from run to run, as may total_k,
+  // num_pages and max_pages.
   int64_t total_q;
   // Packed: rows of K and V, all sequences together; else 0.
   int64_t total_k;
-  // Rows of a page; 0: K and V are not paged, the only value taken so far.
+  // Rows of a page; 0: K and V are not paged.
   int64_t page_size;
+  // Paged: pages of K and V, used or not; else 0.
+  int64_t num_pages;
+  // Paged: entries of a row of page_table, times page_size at least seqlen_k; else 0.
+  int64_t max_pages;
   // Q [batch, seqlen_q, num_heads_q, head_dim_qk]; packed [total_q, num_heads_q, head_dim_qk].
   struct FmhaTensor q;
-  // K [batch, seqlen_k, num_heads_kv, head_dim_qk]; packed [total_k, num_heads_kv, head_dim_qk].
+  // K [batch, seqlen_k, num_heads_kv, head_dim_qk]; packed [total_k, num_heads_kv, head_dim_qk]; paged
+  // [num_pages, page_size, num_heads_kv, head_dim_qk], batch_stride from page to page.
   struct FmhaTensor k;
-  // V [batch, seqlen_k, num_heads_kv, head_dim_v]; packed [total_k, num_heads_kv, head_dim_v].
+  // V [batch, seqlen_k, num_heads_kv, head_dim_v]; packed and paged likewise.
   struct FmhaTensor v;
   // O [batch, seqlen_q, num_heads_q, head_dim_v], or packed: written; backward reads it.
   struct FmhaTensor o;
@@ -125,15 +131,15 @@ typedef struct FmhaCall {
   float *lse;
   // The dropout keep mask, [batch, num_heads_q, seqlen_q, seqlen_k] bytes; null: not wanted.
   uint8_t *keep_mask;
-  // Packed: i32 [batch + 1], first row of each sequence; with cu_seqlens_k or not at all.
+  // i32 [batch + 1], first row of each sequence of Q and O, which are packed then; null: they are not.
   const int32_t *cu_seqlens_q;
-  // Packed: i32 [batch + 1], likewise for K and V.
+  // i32 [batch + 1], likewise for K and V.
   const int32_t *cu_seqlens_k;
   // i32 [batch], queries in use of each sequence; null: all.
   const int32_t *seqused_q;
   // i32 [batch], keys in use of each sequence; null: all.
   const int32_t *seqused_k;
-  // Not taken so far: null.
+  // Paged: i32 [batch, max_pages], the pages of each sequence; else null.
   const int32_t *page_table;
   // ALiBi slopes, f32 [num_heads_q], or [batch, num_heads_q] with alibi_per_batch; null: none.
   const float *alibi_slopes;

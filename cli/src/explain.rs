@@ -19,7 +19,7 @@ use crate::timing::duration;
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  fmha explain -d 256 --prec bf16 --mask b   which kernel and tile, what it promises
+  fmha explain -d 256 --prec bf16 --mask b   kernel, tile, promises
   fmha explain --arch sm_90a                 the same for a device that is not here
   fmha explain --emulate sm_90a              and what it asks of each unit of its
                                              multiprocessors, counted in the emulator

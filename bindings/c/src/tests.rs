@@ -131,7 +131,7 @@ fn a_packed_call_is_the_batch_call_of_equal_lengths() {
 }
 
 #[test]
-fn paged_keys_in_any_order_are_the_batch_call_and_a_plan_packs_anew() {
+fn paged_keys_in_any_order_are_the_batch_call() {
     let (q, k, v) = (numbers(1, ROWS), numbers(77, ROWS), numbers(300, ROWS));
     let (mut strided, mut paged) = (vec![0; q.len()], vec![0; q.len()]);
     run_on_cpu(&call(&q, &k, &v, &mut strided, 1, &[]));
@@ -154,12 +154,39 @@ fn paged_keys_in_any_order_are_the_batch_call_and_a_plan_packs_anew() {
         page_table: table.as_ptr(),
         ..base
     };
-    run_on_cpu(&call);
+    let plan = match plan(&call) {
+        Ok(plan) => plan,
+        Err(refused @ fmha::Error::Unsupported { .. }) => {
+            println!("absent: {refused}");
+            return;
+        }
+        Err(other) => panic!("{other}"),
+    };
+    // SAFETY: as in `plan`.
+    unsafe { plan.run(&call).unwrap() };
     assert_eq!(strided, paged);
     let few = FmhaCall { max_pages: 2, ..call };
     // SAFETY: as in `plan`; it is refused.
-    let error = unsafe { plan(&call).unwrap().run(&few) }.unwrap_err().to_string();
+    let error = unsafe { plan.run(&few) }.unwrap_err().to_string();
     assert!(error.contains("max_pages 2"), "{error}");
+}
+
+#[test]
+fn a_plan_of_packed_sequences_runs_with_other_totals() {
+    let x = numbers(1, 2 * ROWS);
+    let (mut many, mut few) = (vec![0; x.len()], vec![0; x.len()]);
+    let planned = call(&x, &x, &x, &mut many, 2, &[0, 5, 10]);
+    let plan = plan(&planned).unwrap();
+    let later = call(&x, &x, &x, &mut few, 2, &[0, 3, 7]);
+    // SAFETY: as in `plan`.
+    unsafe { plan.run(&later).unwrap() };
+    let row = HEADS * DIM;
+    // Causal: each sequence's first query sees its own key alone; rows beyond the total stay as they were.
+    assert_eq!((&few[..row], &few[3 * row..4 * row]), (&x[..row], &x[3 * row..4 * row]));
+    assert!(few[7 * row..].iter().all(|&bits| bits == 0));
+    // SAFETY: as in `plan`; totals without packing are refused.
+    let error = unsafe { plan.run(&FmhaCall { total_q: -1, ..later }) }.unwrap_err().to_string();
+    assert!(error.contains("total_q -1"), "{error}");
 }
 
 #[test]
