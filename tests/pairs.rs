@@ -44,8 +44,12 @@ fn every_pair_of_levels_that_fast_kernels_take_meets_in_a_case_on_one() {
     let cuda = ["sm_90a"].map(|arch| Box::new(CudaBackend::pretend(arch).unwrap()) as Box<dyn FmhaBackend>);
     let rocm = ["gfx90a", "gfx942", "gfx950"]
         .map(|arch| Box::new(RocmBackend::pretend(arch).unwrap()) as Box<dyn FmhaBackend>);
+    let mut missing = Vec::new();
     for backend in cuda.into_iter().chain(rocm) {
         let unmet = unmet(&*backend);
-        assert!(unmet.is_empty(), "{}: (axis, level, axis, level): {unmet:?}", backend.name());
+        if !unmet.is_empty() {
+            missing.push(format!("{}: (axis, level, axis, level): {unmet:?}", backend.name()));
+        }
     }
+    assert!(missing.is_empty(), "{}", missing.join("\n"));
 }
