@@ -55,3 +55,73 @@ fn zeros(bytes: u64) -> Result<Vec<u8>> {
     buffer.resize(size, 0);
     Ok(buffer)
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+mod tests {
+    use super::*;
+    use crate::{DType, Dims, KvLayout, QLayout, Totals};
+
+    const DIMS: Dims = Dims {
+        batch: 2,
+        seqlen_q: 4,
+        seqlen_k: 6,
+        num_heads_q: 1,
+        num_heads_kv: 1,
+        head_dim_qk: 8,
+        head_dim_v: 8,
+    };
+
+    /// Copies, as a device's download would, and counts the bytes.
+    fn check(problem: &FwdProblem, seq: &SeqArgs<'_>) -> (Result<()>, usize) {
+        let mut read = 0;
+        let checked = check_lengths(problem, seq, |slice, bytes| {
+            bytes.copy_from_slice(&slice.as_host().unwrap()[..bytes.len()]);
+            read += bytes.len();
+            Ok(())
+        });
+        (checked, read)
+    }
+
+    #[test]
+    fn what_is_read_back_is_checked_as_on_the_host_and_no_more_is_read_than_is_used() {
+        let problem = FwdProblem::new(QLayout::Packed, KvLayout::Paged { page_size: 2 }, DType::F16, DIMS);
+        let problem = FwdProblem { seqused_k: true, ..problem };
+        let (cu_seqlens_q, seqused_k) = ([0, 3, 7, -1, -1], [5, 6, -1]);
+        let table = |last: i32| [0, 1, 2, 3, 3, last, -1];
+        let seq = |cu: &'static [i32], used: &'static [i32], pages: &'static [i32]| SeqArgs {
+            totals: Totals { total_q: Some(7), total_k: None, num_pages: Some(4) },
+            cu_seqlens_q: Some(DevSlice::host(cu)),
+            seqused_k: Some(DevSlice::host(used)),
+            block_table: Some(BlockTable { pages: DevSlice::host(pages), max_pages: 3 }),
+            ..SeqArgs::default()
+        };
+        let leak = |numbers: &[i32]| -> &'static [i32] { numbers.to_vec().leak() };
+        let (cu, used) = (leak(&cu_seqlens_q), leak(&seqused_k));
+        let (checked, read) = check(&problem, &seq(cu, used, leak(&table(0))));
+        checked.unwrap();
+        assert_eq!(read, 4 * (3 + 2 + 6));
+        for (seq, text) in [
+            (seq(leak(&[0, 4, 3]), used, leak(&table(0))), "cu_seqlens_q[2] 3 is less than"),
+            (seq(cu, leak(&[5, 7]), leak(&table(0))), "seqused_k[1] 7"),
+            (seq(cu, used, leak(&table(4))), "block_table[1][2] 4 is not in 0..4"),
+        ] {
+            let error = check(&problem, &seq).0.unwrap_err().to_string();
+            assert!(error.contains(text), "{error}");
+        }
+    }
+
+    #[test]
+    fn what_reading_back_says_is_passed_on() {
+        let problem = FwdProblem::group(DType::F16, DIMS);
+        let cu = [0, 2, 4];
+        let seq = SeqArgs {
+            totals: Totals::packed(4, 4),
+            cu_seqlens_q: Some(DevSlice::host(&cu)),
+            cu_seqlens_k: Some(DevSlice::host(&cu)),
+            ..SeqArgs::default()
+        };
+        let failed = check_lengths(&problem, &seq, |_, _| Err(Error::NoDevice("gone".to_owned())));
+        assert_eq!(failed.unwrap_err().to_string(), "gone");
+    }
+}
