@@ -6,7 +6,7 @@
 use fmha_core::reference::{Precision, combine, forward};
 use fmha_core::{
     CombineArgs, CombineProblem, DType, DevBuffer, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs,
-    FwdProblem, PartialResult, PlanOptions, Shape, Stream, Totals,
+    FwdProblem, MemorySpace, PartialResult, PlanOptions, Shape, Stream, Totals,
 };
 use fmha_rocm::RocmBackend;
 
@@ -323,8 +323,7 @@ fn offsets_that_lie_touch_nothing_outside_the_tensors_and_checking_names_them() 
     let dims = Dims { batch: 2, num_heads_q: 1, ..DIMS };
     let problem = FwdProblem { write_lse: true, ..FwdProblem::group(DType::F16, dims) };
     let problem = problem.validate().unwrap();
-    let [q, k, v] =
-        [48, 80, 80].map(|rows| upload(&backend, &numbers(DType::F16, rows * 64, rows as u32)));
+    let [q, k, v] = [48, 80, 80].map(|rows| upload(&backend, &numbers(DType::F16, rows * 64, rows as u32)));
     let (mut o, mut lse) = (upload(&backend, &[0; 48 * 64 * 2]), upload(&backend, &[0; 48 * 4]));
     let honest = [0, 20, 48];
     for (offsets, text) in [
@@ -353,4 +352,34 @@ fn offsets_that_lie_touch_nothing_outside_the_tensors_and_checking_names_them() 
             }
         }
     }
+}
+
+#[test]
+fn unaligned_operands_are_served_by_a_kernel_of_the_plan_or_refused_by_name() {
+    let Some(backend) = device("gfx942") else { return };
+    let problem = FwdProblem::batch(DType::F16, DIMS).validate().unwrap();
+    let (q, k, v) = (
+        numbers(DType::F16, 48 * 2 * 64, 1),
+        numbers(DType::F16, 80 * 64, 2),
+        numbers(DType::F16, 80 * 64, 3),
+    );
+    // An element past the start: no dword begins there.
+    let shifted = |bytes: &[u8]| upload(&backend, &[&[0; 2], bytes].concat());
+    let (dev_q, dev_k, dev_v) = (shifted(&q), upload(&backend, &k), upload(&backend, &v));
+    let mut o = backend.memory().alloc(q.len() as u64).unwrap();
+    let mut run = |allow_fallback| {
+        let options = PlanOptions { allow_fallback, ..PlanOptions::default() };
+        let plan = backend.plan_fwd(&problem, &options).unwrap();
+        // SAFETY: the buffer has two bytes more than Q.
+        let q = unsafe {
+            DevSlice::from_raw(MemorySpace::Device, dev_q.as_ptr().wrapping_add(2), q.len() as u64)
+        };
+        let mut args = FwdArgs::new(q, dev_k.slice(), dev_v.slice(), o.slice_mut());
+        backend.run_fwd(&plan, &mut args, Stream::DEFAULT)
+    };
+    let refused = run(false).unwrap_err().to_string();
+    assert!(refused.contains("q starts at 0x") && refused.contains("4 bytes"), "{refused}");
+    run(true).unwrap();
+    backend.memory().synchronize(Stream::DEFAULT).unwrap();
+    agrees(DType::F16, &download(&backend, &o), &reference_o(&problem, &q, &k, &v), 2e-3);
 }

@@ -83,28 +83,30 @@ mod tests {
         (checked, read)
     }
 
-    #[test]
-    fn what_is_read_back_is_checked_as_on_the_host_and_no_more_is_read_than_is_used() {
-        let problem = FwdProblem::new(QLayout::Packed, KvLayout::Paged { page_size: 2 }, DType::F16, DIMS);
-        let problem = FwdProblem { seqused_k: true, ..problem };
-        let (cu_seqlens_q, seqused_k) = ([0, 3, 7, -1, -1], [5, 6, -1]);
-        let table = |last: i32| [0, 1, 2, 3, 3, last, -1];
-        let seq = |cu: &'static [i32], used: &'static [i32], pages: &'static [i32]| SeqArgs {
+    /// Seven queries, four pages of two keys.
+    fn lengths<'a>(cu: &'a [i32], used: &'a [i32], pages: &'a [i32]) -> SeqArgs<'a> {
+        SeqArgs {
             totals: Totals { total_q: Some(7), total_k: None, num_pages: Some(4) },
             cu_seqlens_q: Some(DevSlice::host(cu)),
             seqused_k: Some(DevSlice::host(used)),
             block_table: Some(BlockTable { pages: DevSlice::host(pages), max_pages: 3 }),
             ..SeqArgs::default()
-        };
-        let leak = |numbers: &[i32]| -> &'static [i32] { numbers.to_vec().leak() };
-        let (cu, used) = (leak(&cu_seqlens_q), leak(&seqused_k));
-        let (checked, read) = check(&problem, &seq(cu, used, leak(&table(0))));
+        }
+    }
+
+    #[test]
+    fn what_is_read_back_is_checked_as_on_the_host_and_no_more_is_read_than_is_used() {
+        let problem = FwdProblem::new(QLayout::Packed, KvLayout::Paged { page_size: 2 }, DType::F16, DIMS);
+        let problem = FwdProblem { seqused_k: true, ..problem };
+        // Beyond what is used lies what is wrong.
+        let (cu, used, pages) = (&[0, 3, 7, -1, -1], &[5, 6, -1], &[0, 1, 2, 3, 3, 0, -1]);
+        let (checked, read) = check(&problem, &lengths(cu, used, pages));
         checked.unwrap();
         assert_eq!(read, 4 * (3 + 2 + 6));
         for (seq, text) in [
-            (seq(leak(&[0, 4, 3]), used, leak(&table(0))), "cu_seqlens_q[2] 3 is less than"),
-            (seq(cu, leak(&[5, 7]), leak(&table(0))), "seqused_k[1] 7"),
-            (seq(cu, used, leak(&table(4))), "block_table[1][2] 4 is not in 0..4"),
+            (lengths(&[0, 4, 3], used, pages), "cu_seqlens_q[2] 3 is less than"),
+            (lengths(cu, &[5, 7], pages), "seqused_k[1] 7"),
+            (lengths(cu, used, &[0, 1, 2, 3, 3, 4]), "block_table[1][2] 4 is not in 0..4"),
         ] {
             let error = check(&problem, &seq).0.unwrap_err().to_string();
             assert!(error.contains(text), "{error}");
