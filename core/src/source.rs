@@ -10,7 +10,7 @@ use crate::abi::{self, AbiLiteral, AbiStruct};
 use crate::dtype::DType;
 use crate::layout::VLayout;
 use crate::mask::MaskKind;
-use crate::spec::{BiasKind, CombineSpec, FwdSpec, SeqKind};
+use crate::spec::{BiasKind, BwdSpec, CombineSpec, FwdSpec, SeqKind};
 
 /// One header: the name that `#include <...>` uses, and its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,12 +59,14 @@ pub fn headers() -> Vec<Header> {
         };
     }
     let mut headers = Vec::from(embedded!(
+        "bwd.h",
         "portable.h",
         "mask.h",
         "seq.h",
         "score.h",
         "philox.h",
         "online_softmax.h",
+        "row_bwd.h",
         "row_fwd.h",
         "num.h",
     ));
@@ -81,6 +83,7 @@ pub fn params_h() -> String {
         abi::HeadScalars::c_definition(),
         abi::MaskParams::c_definition(),
         abi::FwdParams::c_definition(),
+        abi::BwdParams::c_definition(),
         abi::PartPointers::c_definition(),
         abi::CombineParams::c_definition(),
     ];
@@ -97,6 +100,7 @@ pub fn spec_h() -> String {
         SeqKind::c_definition(),
         BiasKind::c_definition(),
         FwdSpec::c_definition(),
+        BwdSpec::c_definition(),
         CombineSpec::c_definition(),
     ];
     header_text(&types)

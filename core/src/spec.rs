@@ -2,6 +2,7 @@
 
 use crate::abi_enum;
 use crate::abi_spec;
+use crate::bwd::BwdProblem;
 use crate::combine::CombineProblem;
 use crate::dtype::DType;
 use crate::layout::VLayout;
@@ -131,6 +132,43 @@ impl FwdSpec {
             negative_scale: false,
             write_lse: true,
             write_keep_mask: false,
+        }
+    }
+}
+
+abi_spec! {
+    /// What a backward kernel computes. Numbers are in [`BwdParams`](crate::abi::BwdParams).
+    pub struct BwdSpec {
+        /// The forward call. What it writes plays no part and is set alike in all.
+        pub fwd: FwdSpec,
+        /// dQ, dK and dV.
+        pub dtype_grad: DType,
+        /// dBias; F32 when it is not wanted.
+        pub dtype_dbias: DType,
+        /// Whether the bias' gradient is written.
+        pub write_dbias: bool,
+        /// Whether the sinks' gradient is written.
+        pub write_dsink: bool,
+        /// Whether there is a gradient of LSE.
+        pub has_dlse: bool,
+        /// Whether sums have one order.
+        pub deterministic: bool,
+    }
+}
+
+impl BwdSpec {
+    /// The compile-time facts of a problem.
+    #[must_use]
+    pub fn of(problem: &BwdProblem) -> Self {
+        let fwd = FwdSpec { write_lse: true, write_keep_mask: false, ..FwdSpec::of(&problem.fwd) };
+        Self {
+            fwd,
+            dtype_grad: problem.dtype_grad,
+            dtype_dbias: problem.dbias.map_or(DType::F32, |dbias| dbias.dtype),
+            write_dbias: problem.dbias.is_some(),
+            write_dsink: problem.write_dsink,
+            has_dlse: problem.has_dlse,
+            deterministic: problem.deterministic,
         }
     }
 }
