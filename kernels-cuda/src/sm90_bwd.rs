@@ -65,15 +65,42 @@ impl Sm90BwdTile {
         128 * (1 + self.num_consumers())
     }
 
+    /// Sets a field by name, as `PlanOptions::tile` has it.
+    ///
+    /// # Errors
+    /// A field that there is not, or a value that is none of its.
+    pub fn set(&mut self, field: &str, value: &str) -> Result<(), String> {
+        let wrong = || format!("tile {field}={value}: the value is not a number, or not 0 or 1");
+        let number = || value.parse::<i32>().map_err(|_| wrong());
+        let flag = || match value {
+            "0" => Ok(false),
+            "1" => Ok(true),
+            _ => Err(wrong()),
+        };
+        match field {
+            "block_m" => self.block_m = number()?,
+            "block_n" => self.block_n = number()?,
+            "stages_q" => self.stages_q = number()?,
+            "stages_dout" => self.stages_dout = number()?,
+            "stages_ds" => self.stages_ds = number()?,
+            "transposed_dq" => self.transposed_dq = flag()?,
+            "persistent" => self.persistent = flag()?,
+            "vector_load" => self.vector_load = flag()?,
+            "vector_store" => self.vector_store = flag()?,
+            _ => return Err(format!("tile {field}={value}: kernel {NAME} backward has no such field")),
+        }
+        Ok(())
+    }
+
     /// Dynamic shared memory of a CTA of the main kernel; the entry asserts that the device agrees.
     #[must_use]
     pub const fn smem_bytes(&self, spec: &BwdSpec) -> i32 {
-        let (qk, v) = (padded_dim(spec.fwd.head_dim_qk), padded_dim(spec.fwd.head_dim_v));
-        let keys = tile_bytes(self.block_n, qk) + tile_bytes(self.block_n, v);
+        let dim = padded_dim(spec);
+        let keys = 2 * tile_bytes(self.block_n, dim);
         let queries =
-            self.stages_q * tile_bytes(self.block_m, qk) + self.stages_dout * tile_bytes(self.block_m, v);
+            (self.stages_q + self.stages_dout) * tile_bytes(self.block_m, dim);
         let ds = self.stages_ds * tile_bytes(self.block_m, self.block_n);
-        let dq = round_up(4 * self.block_m * qk, 1024);
+        let dq = round_up(4 * self.block_m * dim, 1024);
         let stats = 4 * self.block_m * (self.stages_q + self.stages_dout);
         let barriers = 8 * (3 + 2 * (self.stages_q + self.stages_dout + self.num_consumers()));
         round_up(keys + queries + ds + dq + stats + barriers, 1024)
@@ -84,7 +111,7 @@ impl Sm90BwdTile {
     /// # Errors
     /// The first field that does not fit, with its number.
     pub fn check(&self, spec: &BwdSpec) -> Result<(), String> {
-        let (qk, v) = (padded_dim(spec.fwd.head_dim_qk), padded_dim(spec.fwd.head_dim_v));
+        let dim = padded_dim(spec);
         let Self { block_m, block_n, .. } = *self;
         if block_m < 16 || block_m % 16 != 0 || block_m > 256 {
             return Err(format!("block_m {block_m} is not a multiple of 16 from 16 to 256"));
@@ -99,12 +126,12 @@ impl Sm90BwdTile {
                 return Err(format!("{field} {stages} is not from 1 to 4"));
             }
         }
-        let (what, shared_out) = if self.transposed_dq { ("head_dim_qk", qk) } else { ("block_m", block_m) };
+        let (what, shared_out) = if self.transposed_dq { ("the padded head dimension", dim) } else { ("block_m", block_m) };
         if shared_out != 64 * self.num_consumers() {
             return Err(format!("{what} {shared_out} is not 64 for each of {} consumers", self.num_consumers()));
         }
-        let dq = if self.transposed_dq { block_m } else { qk } / 2;
-        let accumulators = block_m.max(dq) + (qk + v) / 2;
+        let dq = if self.transposed_dq { block_m } else { dim } / 2;
+        let accumulators = block_m.max(dq) + dim;
         if accumulators > MAX_ACCUMULATORS {
             return Err(format!(
                 "block_m {block_m}: {accumulators} accumulators a thread are more than {MAX_ACCUMULATORS}"
@@ -192,10 +219,11 @@ impl BwdWorkspace {
     }
 }
 
-/// A head dimension as the tiles have it; TMA fills the rest with zeros.
+/// Both head dimensions as the tiles have them; TMA fills the rest with zeros.
 #[must_use]
-pub const fn padded_dim(head_dim: i32) -> i32 {
-    round_up(head_dim, 64)
+pub const fn padded_dim(spec: &BwdSpec) -> i32 {
+    let (qk, v) = (spec.fwd.head_dim_qk, spec.fwd.head_dim_v);
+    round_up(if qk > v { qk } else { v }, 64)
 }
 
 const fn round_up(a: i32, b: i32) -> i32 {
@@ -297,15 +325,13 @@ pub fn choose_tile(problem: &BwdProblem) -> Sm90BwdTile {
 /// The tile for long sequences of a spec.
 #[must_use]
 pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
-    let (qk, v) = (padded_dim(spec.fwd.head_dim_qk), padded_dim(spec.fwd.head_dim_v));
+    let dim = padded_dim(spec);
     // (block_m, transposed_dq)
-    let (block_m, transposed_dq) = match (qk, v) {
-        (64, 64) => (128, false),
+    let (block_m, transposed_dq) = match dim {
+        64 => (128, false),
         // Where masks cut blocks, finer ones waste less.
-        (128, 128) if spec.fwd.mask == MaskKind::Full => (80, true),
-        (128, _) => (64, true),
-        // 128 rows would take 224 accumulators; and dQ of 64 columns has no other share.
-        _ => (128, false),
+        _ if spec.fwd.mask != MaskKind::Full => (64, true),
+        _ => (80, true),
     };
     Sm90BwdTile {
         block_m,
@@ -366,13 +392,12 @@ fn rows(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 
 fn rendered(spec: &BwdSpec, tile: &Sm90BwdTile) -> [Header; 2] {
     let dtype = spec.fwd.dtype_qk;
-    let (qk, v) = (padded_dim(spec.fwd.head_dim_qk), padded_dim(spec.fwd.head_dim_v));
+    let dim = padded_dim(spec);
     let shape = |n, a| WgmmaShape { dtype, n, a, sums: Sums::F32 };
     let shapes = [
         shape(tile.block_m, OperandA::Shared),
-        shape(qk, OperandA::Registers),
-        shape(v, OperandA::Registers),
-        shape(if tile.transposed_dq { tile.block_m } else { qk }, OperandA::Shared),
+        shape(dim, OperandA::Registers),
+        shape(if tile.transposed_dq { tile.block_m } else { dim }, OperandA::Shared),
     ];
     [wgmma::header(&shapes), host_header()]
 }

@@ -5,11 +5,11 @@
 #include <fmha/params.h>
 #include <fmha/ptx/mbarrier.cuh>
 #include <fmha/ptx/tma.cuh>
+#include <fmha/sm90/common/fragment.cuh>
 #include <fmha/sm90_bwd_host.h>
 
 namespace fmha::sm90::bwd {
 
-namespace mma = fmha::mma::sm90;
 using fmha::mma::SmemTile;
 using fmha::mma::Storage;
 using ptx::Barrier;
@@ -24,8 +24,8 @@ FMHA_DEVICE constexpr int num_consumer_warps(const Sm90BwdTile& tile) { return 4
 // Registers a thread after setmaxnreg; role by role they sum to the file's 64 K.
 constexpr int kLoadRegs = 24, kConsumeRegs = 240;
 
-// A head dimension as the tiles have it: TMA fills with zeros what the tensor lacks.
-FMHA_DEVICE constexpr int padded_dim(int dim) { return round_up(dim, 64); }
+// Both head dimensions as the tiles have them: TMA fills with zeros what the tensors lack.
+FMHA_DEVICE constexpr int padded_dim(const FwdSpec& spec) { return round_up(max(spec.head_dim_qk, spec.head_dim_v), 64); }
 
 // Maps of `(dim, row, head, batch)`.
 struct Maps {
@@ -35,20 +35,20 @@ struct Maps {
 template <BwdSpec spec, Sm90BwdTile tile>
 struct Shape {
   static constexpr DType dtype = spec.fwd.dtype_qk;
-  static constexpr int dim_qk = padded_dim(spec.fwd.head_dim_qk), dim_v = padded_dim(spec.fwd.head_dim_v);
+  static constexpr int dim = padded_dim(spec.fwd);
   static constexpr int consumers = num_consumers(tile);
   // dQ of a query block is shared out to the consumers: by its dimension, as the transpose of dQ, or by its rows.
-  static constexpr int dq_columns = tile.transposed_dq ? tile.block_m : dim_qk;
-  static constexpr int dq_rows = tile.transposed_dq ? dim_qk : tile.block_m;
+  static constexpr int dq_columns = tile.transposed_dq ? tile.block_m : dim;
+  static constexpr int dq_rows = tile.transposed_dq ? dim : tile.block_m;
   static_assert(dq_rows == mma::kRows * consumers, "a consumer has 64 rows of dQ, or of its transpose");
   // f32 numbers of one consumer's share, and of the block.
   static constexpr int dq_share = mma::kRows * dq_columns, dq_block = dq_share * consumers;
 
   using Elem = Storage<dtype>;
-  using QTile = SmemTile<Elem, tile.block_m, dim_qk>;
-  using KTile = SmemTile<Elem, tile.block_n, dim_qk>;
-  using VTile = SmemTile<Elem, tile.block_n, dim_v>;
-  using DoutTile = SmemTile<Elem, tile.block_m, dim_v>;
+  using QTile = SmemTile<Elem, tile.block_m, dim>;
+  using KTile = SmemTile<Elem, tile.block_n, dim>;
+  using VTile = SmemTile<Elem, tile.block_n, dim>;
+  using DoutTile = SmemTile<Elem, tile.block_m, dim>;
   using DsTile = SmemTile<Elem, tile.block_m, tile.block_n>;
 };
 

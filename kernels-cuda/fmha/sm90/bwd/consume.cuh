@@ -6,6 +6,7 @@
 //   dV  += P^T dO,  dK += dS^T Q
 //   dQ   = dS K             of all keys of the block: dS goes through shared memory
 #pragma once
+#include <fmha/common/zero_rows.cuh>
 #include <fmha/mma/sm90/transposed_product.cuh>
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/warp.cuh>
@@ -31,19 +32,16 @@ struct Consumer {
   Slot<tile.stages_dout> dout_slot;
   Slot<tile.stages_ds> ds_slot;
   uint32_t dq_phase = 0, tile_phase = 0;
-  mma::Accumulator<S::dim_qk> dk;
-  mma::Accumulator<S::dim_v> dv;
+  mma::Accumulator<S::dim> dk;
+  mma::Accumulator<S::dim> dv;
 
   FMHA_DEVICE void arrive(Barrier& barrier) const { ptx::mbarrier_arrive_if(barrier, signals); }
   FMHA_DEVICE void sync_consumers() const { ptx::bar_sync<num_consumer_threads(tile)>(kConsumersBarrier); }
 
-  // Zeros in rows [first, rows) of a tile, by all consumers.
+  // Zeros in the rows of a tile from `first` on, by all consumers.
   template <class Tile>
   FMHA_DEVICE void zero_rows(const Tile& t, int32_t first) const {
-    constexpr int words = Tile::dim / 8;
-    for (int32_t at = first * words + int32_t(threadIdx.x) - mma::kWarpgroup; at < Tile::rows * words;
-         at += num_consumer_threads(tile))
-      ptx::st_shared_v4_zero(t.address() + fmha::mma::word_offset<Tile>(at / words, at % words * 8));
+    fmha::zero_rows(t, first, int32_t(threadIdx.x) - mma::kWarpgroup, num_consumer_threads(tile));
   }
   FMHA_DEVICE void finish_zeros() const {
     ptx::fence_proxy_async();

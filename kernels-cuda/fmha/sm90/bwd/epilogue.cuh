@@ -3,26 +3,10 @@
 #include <fmha/num.h>
 #include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/num.cuh>
-#include <fmha/ptx/warp.cuh>
 #include <fmha/sm90/bwd/work.cuh>
+#include <fmha/sm90/common/fragment.cuh>
 
 namespace fmha::sm90::bwd {
-
-// Four lanes hold 8-column groups c .. c + 3 of a row, two columns of each; afterwards lane l holds all of group
-// c + l: a 4 x 4 transpose of words in two exchanges.
-FMHA_DEVICE void quad_transpose(uint32_t (&w)[4]) {
-  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t received = ptx::shfl_xor(odd ? w[i] : w[i + 1], 1);
-    (odd ? w[i] : w[i + 1]) = received;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t received = ptx::shfl_xor(high ? w[i] : w[i + 2], 2);
-    (high ? w[i] : w[i + 2]) = received;
-  }
-}
 
 // Rows of a gradient times `factor`; `row`: the first of the thread's two in the key block.
 template <DType dtype, int dim, bool vectors, int n>

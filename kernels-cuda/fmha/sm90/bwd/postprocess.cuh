@@ -25,13 +25,13 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void postprocess(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   using S = Shape<spec, tile>;
   constexpr int dim = spec.fwd.head_dim_qk;
-  __shared__ float rows[tile.block_m][S::dim_qk + 1];
+  __shared__ float rows[tile.block_m][S::dim + 1];
   const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, blockIdx.x);
   const SeqSpan& span = block.span;
   if (block.first >= span.seqlen_q) return;
 
   const float4* sums =
-      reinterpret_cast<const float4*>(p.dq_sums + stats_offset(p, span, block.i_head, block.first) * S::dim_qk);
+      reinterpret_cast<const float4*>(p.dq_sums + stats_offset(p, span, block.i_head, block.first) * S::dim);
 #pragma unroll 4
   for (int32_t at = threadIdx.x; at < S::dq_block / 4; at += kPostprocessThreads) {
     const float4 four = sums[at];
@@ -44,7 +44,7 @@ FMHA_DEVICE void postprocess(const BwdParams& p, const Sm90BwdSchedule& schedule
   }
   __syncthreads();
 
-  constexpr int units = S::dim_qk / 8;
+  constexpr int units = S::dim / 8;
   for (int32_t at = threadIdx.x; at < tile.block_m * units; at += kPostprocessThreads) {
     const int32_t row = at / units, column = at % units * 8, i = block.first + row;
     if (i >= span.seqlen_q || column >= dim) continue;

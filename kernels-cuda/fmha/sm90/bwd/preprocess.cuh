@@ -52,7 +52,7 @@ FMHA_DEVICE void preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule)
   using S = Shape<spec, tile>;
   constexpr DType dtype = spec.fwd.dtype_o;
   constexpr int dim = spec.fwd.head_dim_v;
-  constexpr int lanes = tile.vector_load ? S::dim_v / 8 : 32;  // of a row
+  constexpr int lanes = tile.vector_load ? S::dim / 8 : 32;  // of a row
   const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, blockIdx.x);
   const SeqSpan& span = block.span;
   if (block.first >= span.seqlen_q) return;
@@ -91,7 +91,7 @@ FMHA_DEVICE void preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule)
       p.delta[stats + row] = delta;
     }
   }
-  float4* sums = reinterpret_cast<float4*>(p.dq_sums + stats * S::dim_qk);
+  float4* sums = reinterpret_cast<float4*>(p.dq_sums + stats * S::dim);
   for (int32_t at = threadIdx.x; at < S::dq_block / 4; at += kPreprocessThreads) sums[at] = {0.f, 0.f, 0.f, 0.f};
 }
 

@@ -15,7 +15,7 @@ FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, S
     for (int32_t g = 0; g < p.fwd.gqa_ratio && !work.q_blocks.empty(); ++g) {
       const int32_t i_head = work.i_head_kv * p.fwd.gqa_ratio + g;
       for (int32_t block = work.q_blocks.begin; block < work.q_blocks.end; ++block) {
-        float* sums = p.dq_sums + stats_offset(p, work.span, i_head, block * tile.block_m) * S::dim_qk;
+        float* sums = p.dq_sums + stats_offset(p, work.span, i_head, block * tile.block_m) * S::dim;
 #pragma unroll
         for (int c = 0; c < S::consumers; ++c) {
           ptx::mbarrier_wait_parity(smem.dq_full[c], phase);
