@@ -76,6 +76,7 @@ pub fn headers() -> Vec<Header> {
         "sm90/fwd/recompute_scores.cuh",
         "sm90/fwd/softmax.cuh",
         "sm90/fwd/zero_values.cuh",
+        "simt/bwd.cuh",
         "simt/fwd.cuh",
         "combine.cuh",
     ));

@@ -3,7 +3,7 @@
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{BiasKind, BwdSpec};
-use fmha_core::{BwdProblem, DType, MaskKind, Refusal, Shape, Strides, VLayout, abi_spec, abi_struct};
+use fmha_core::{BwdProblem, DType, Refusal, Shape, Strides, VLayout, abi_spec, abi_struct};
 
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
@@ -25,6 +25,9 @@ abi_spec! {
         pub stages_ds: i32,
         /// Consumers share out dQ by its dimension, as the transpose of dQ; else by its rows.
         pub transposed_dq: bool,
+        /// A block's dQ and dK are left to the turn of the next block, whose softmax they hide; two blocks of Q and of
+        /// dS are then held at a time.
+        pub delayed: bool,
         /// A CTA to a multiprocessor, which walks over key blocks; else a CTA to a key block.
         pub persistent: bool,
         /// O and dO are read 16 bytes at a time; else element by element.
@@ -84,6 +87,7 @@ impl Sm90BwdTile {
             "stages_dout" => self.stages_dout = number()?,
             "stages_ds" => self.stages_ds = number()?,
             "transposed_dq" => self.transposed_dq = flag()?,
+            "delayed" => self.delayed = flag()?,
             "persistent" => self.persistent = flag()?,
             "vector_load" => self.vector_load = flag()?,
             "vector_store" => self.vector_store = flag()?,
@@ -126,6 +130,12 @@ impl Sm90BwdTile {
                 return Err(format!("{field} {stages} is not from 1 to 4"));
             }
         }
+        if self.delayed && self.stages_q.min(self.stages_ds) < 2 {
+            return Err(format!(
+                "stages_q {}, stages_ds {}: delayed holds two blocks of each at a time",
+                self.stages_q, self.stages_ds
+            ));
+        }
         let (what, shared_out) = if self.transposed_dq { ("the padded head dimension", dim) } else { ("block_m", block_m) };
         if shared_out != 64 * self.num_consumers() {
             return Err(format!("{what} {shared_out} is not 64 for each of {} consumers", self.num_consumers()));
@@ -158,63 +168,6 @@ impl Sm90BwdTile {
             num_tiles: count("seqlen_k", keys, dims.num_heads_kv)?,
             num_key_blocks: keys as i32,
             num_q_blocks: queries as i32,
-        })
-    }
-}
-
-/// Where a call's numbers lie in the workspace, in bytes from its start.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BwdWorkspace {
-    /// f32 of each padded row of each query head.
-    pub lse_log2: u64,
-    /// Likewise.
-    pub delta: u64,
-    /// f32 `[padded rows, padded head_dim_qk]` of each query head.
-    pub dq_sums: u64,
-    /// Of all.
-    pub bytes: u64,
-    /// [`BwdParams::stats_head`](fmha_core::abi::BwdParams::stats_head).
-    pub stats_head: i64,
-    /// [`BwdParams::stats_batch`](fmha_core::abi::BwdParams::stats_batch).
-    pub stats_batch: i64,
-    /// [`BwdParams::stats_by_offset`](fmha_core::abi::BwdParams::stats_by_offset).
-    pub stats_by_offset: i32,
-}
-
-impl BwdWorkspace {
-    /// For query blocks of `block_m` rows and sums of `dq_dim` columns (0: none). `total_q`: rows of a packed Q, where
-    /// they are known.
-    ///
-    /// # Errors
-    /// More bytes than 2^63.
-    pub fn new(
-        problem: &BwdProblem,
-        block_m: i32,
-        dq_dim: i32,
-        total_q: Option<u32>,
-    ) -> Result<Self, Refusal> {
-        let dims = problem.fwd.dims;
-        let block = u64::from(block_m.unsigned_abs());
-        let padded = u64::from(dims.seqlen_q).div_ceil(block) * block;
-        let apart = padded * u64::from(dims.batch);
-        let (rows, stats_batch, stats_by_offset) = match total_q {
-            Some(total) => (u64::from(total) / block * block + u64::from(dims.batch) * block, block, 1),
-            None => (apart, padded, 0),
-        };
-        let refuse = || {
-            Refusal::new(NAME, format!("the workspace of {rows} rows of {} heads is beyond 2^63 bytes", dims.num_heads_q))
-        };
-        let stats = (4 * rows).checked_mul(u64::from(dims.num_heads_q)).ok_or_else(refuse)?.div_ceil(1024) * 1024;
-        let sums = stats.checked_mul(u64::from(dq_dim.unsigned_abs())).ok_or_else(refuse)?;
-        let bytes = sums.checked_add(2 * stats).filter(|&bytes| bytes < 1 << 63).ok_or_else(refuse)?;
-        Ok(Self {
-            lse_log2: 0,
-            delta: stats,
-            dq_sums: 2 * stats,
-            bytes,
-            stats_head: rows as i64,
-            stats_batch: stats_batch as i64,
-            stats_by_offset,
         })
     }
 }
@@ -327,19 +280,15 @@ pub fn choose_tile(problem: &BwdProblem) -> Sm90BwdTile {
 pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
     let dim = padded_dim(spec);
     // (block_m, transposed_dq)
-    let (block_m, transposed_dq) = match dim {
-        64 => (128, false),
-        // Where masks cut blocks, finer ones waste less.
-        _ if spec.fwd.mask != MaskKind::Full => (64, true),
-        _ => (80, true),
-    };
+    let (block_m, transposed_dq) = if dim == 64 { (128, false) } else { (64, true) };
     Sm90BwdTile {
         block_m,
         block_n: 128,
-        stages_q: 2,
+        stages_q: 3,
         stages_dout: 2,
         stages_ds: 2,
         transposed_dq,
+        delayed: true,
         persistent: false,
         vector_load: true,
         vector_store: spec.dtype_grad != DType::F32,

@@ -149,6 +149,7 @@ pub fn headers() -> Vec<Header> {
         "cdna/simple_loop.h",
         "cdna/order.h",
         "cdna/fwd.h",
+        "simt/bwd.h",
         "simt/fwd.h",
         "combine.h",
     ));

@@ -1,12 +1,12 @@
 //! The Hopper backward: its three launches, its workspace, its tensor maps.
 
-use fmha_core::abi::{BwdParams, DevPtr};
+use fmha_core::bwd_workspace::BwdWorkspace;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::BwdSpec;
 use fmha_core::{
     Accuracy, DType, PlanOptions, Promises, SeqMode, Shape, Strides, ValidBwd, Workspace, bind,
 };
-use fmha_kernels_cuda::sm90_bwd::{self, BwdWorkspace, Sm90BwdSchedule, Sm90BwdTile};
+use fmha_kernels_cuda::sm90_bwd::{self, Sm90BwdSchedule, Sm90BwdTile};
 
 use super::{BwdCall, BwdKernel, BwdRecipe, Choice, DeviceFacts, Launch, Named};
 use crate::driver::{Grid, TensorMap, TensorMapFacts};
@@ -68,11 +68,9 @@ impl BwdRecipe for Sm90Bwd {
             )));
         }
         let schedule = tile.schedule(problem)?;
-        let total_q = match problem.fwd().mode {
-            SeqMode::Batch => None,
-            SeqMode::Group { total_q, .. } => Some(total_q),
-        };
-        let workspace = BwdWorkspace::new(problem, tile.block_m, sm90_bwd::padded_dim(&spec), total_q)?;
+        let dim = sm90_bwd::padded_dim(&spec).unsigned_abs();
+        let workspace = BwdWorkspace::new(problem, tile.block_m.unsigned_abs(), dim)
+            .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         let dims = problem.fwd().dims;
         let q_blocks = schedule.num_q_blocks.unsigned_abs() * dims.num_heads_q * dims.batch;
         let rows = |kernel, source| Launch {
@@ -147,7 +145,8 @@ impl BwdRecipe for Sm90Bwd {
         let Some(Chosen { tile, mut schedule, workspace }) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
         };
-        let mut params = params(call, &tile, &workspace);
+        let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
+        let mut params = workspace.bind(bind::bwd_params(call.problem, call.args), address);
         if schedule.num_q_blocks > 0 {
             let mut arguments = [(&raw mut params).cast(), (&raw mut schedule).cast()];
             // SAFETY: the kernel takes BwdParams and Sm90BwdSchedule; `check_bwd` saw that the memory covers the
@@ -167,20 +166,6 @@ impl BwdRecipe for Sm90Bwd {
             unsafe { postprocess.launch(&mut arguments, call.stream)? };
         }
         Ok(())
-    }
-}
-
-fn params(call: &BwdCall<'_>, tile: &Sm90BwdTile, workspace: &BwdWorkspace) -> BwdParams {
-    let base = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
-    BwdParams {
-        lse_log2: DevPtr::new(base + workspace.lse_log2),
-        delta: DevPtr::new(base + workspace.delta),
-        dq_sums: DevPtr::new(base + workspace.dq_sums),
-        stats_head: workspace.stats_head,
-        stats_batch: workspace.stats_batch,
-        stats_block: tile.block_m,
-        stats_by_offset: workspace.stats_by_offset,
-        ..bind::bwd_params(call.problem, call.args)
     }
 }
 

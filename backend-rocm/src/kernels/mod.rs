@@ -4,6 +4,7 @@ pub(crate) mod cdna;
 pub(crate) mod combine;
 mod order;
 pub(crate) mod simt;
+pub(crate) mod simt_bwd;
 
 use fmha_core::source::KernelSource;
 use fmha_core::spec::FwdSpec;

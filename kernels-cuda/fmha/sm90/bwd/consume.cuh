@@ -19,6 +19,7 @@ template <BwdSpec spec, Sm90BwdTile tile>
 struct Consumer {
   using S = Shape<spec, tile>;
   using Scores = mma::Accumulator<tile.block_m>;
+  using Operand = mma::RegisterTile<typename S::Elem, tile.block_m>;
   static constexpr DType dtype = S::dtype;
   static constexpr bool has_hi = spec.fwd.mask != MaskKind::Full, has_lo = spec.fwd.mask == MaskKind::Band;
 
@@ -32,6 +33,7 @@ struct Consumer {
   Slot<tile.stages_dout> dout_slot;
   Slot<tile.stages_ds> ds_slot;
   uint32_t dq_phase = 0, tile_phase = 0;
+  int32_t last_q = 0, last_ds = 0;  // slots of the block whose dQ and dK are still to come
   mma::Accumulator<S::dim> dk;
   mma::Accumulator<S::dim> dv;
 
@@ -112,56 +114,146 @@ struct Consumer {
     dq_phase ^= 1;
   }
 
-  FMHA_DEVICE void step(const Work& work, int32_t block, bool first) {
-    const int32_t first_query = block * tile.block_m, there = work.span.seqlen_q - first_query;
-    const auto& q = smem.q[q_slot.index];
-    const auto& dout = smem.dout[dout_slot.index];
-    ptx::mbarrier_wait_parity(smem.q_full[q_slot.index], q_slot.phase);
+  // Q of a query block is there, and nothing but zeros behind the sequence; likewise dO. All consumers together.
+  FMHA_DEVICE void take_q(const Work& work, int32_t block, const Slot<tile.stages_q>& slot) const {
+    ptx::mbarrier_wait_parity(smem.q_full[slot.index], slot.phase);
+    zero_behind(work, block, smem.q[slot.index]);
+  }
+  FMHA_DEVICE void take_dout(const Work& work, int32_t block, const Slot<tile.stages_dout>& slot) const {
+    ptx::mbarrier_wait_parity(smem.dout_full[slot.index], slot.phase);
+    zero_behind(work, block, smem.dout[slot.index]);
+  }
+  template <class Tile>
+  FMHA_DEVICE void zero_behind(const Work& work, int32_t block, const Tile& t) const {
+    const int32_t there = work.span.seqlen_q - block * tile.block_m;
     if (there < tile.block_m && may_be_dirty<spec>(p)) {
-      ptx::mbarrier_wait_parity(smem.dout_full[dout_slot.index], dout_slot.phase);
-      zero_rows(q, there);
-      zero_rows(dout, there);
+      zero_rows(t, there);
       finish_zeros();
     }
-    Scores s, dp;
-    mma::start_product_abt<dtype, 1>(s, smem.k, index * mma::kRows, q);
-    if (first) ptx::mbarrier_wait_parity(smem.v_full, tile_phase);
-    ptx::mbarrier_wait_parity(smem.dout_full[dout_slot.index], dout_slot.phase);
-    mma::start_product_abt<dtype, 1>(dp, smem.v, index * mma::kRows, dout);
+  }
 
-    ptx::wgmma_wait_group<1>();
+  FMHA_DEVICE void start_scores(Scores& s, int32_t slot) const {
+    mma::start_product_abt<dtype, 1>(s, smem.k, index * mma::kRows, smem.q[slot]);
+  }
+  FMHA_DEVICE void start_dp(Scores& dp, int32_t slot) const {
+    mma::start_product_abt<dtype, 1>(dp, smem.v, index * mma::kRows, smem.dout[slot]);
+  }
+  FMHA_DEVICE void start_dq(mma::Accumulator<S::dq_columns>& dq, int32_t slot) const {
+    const auto& ds = smem.ds[slot];
+    if constexpr (tile.transposed_dq) {
+      mma::start_product_atbt<dtype>(dq, smem.k, index * mma::kRows, ds);
+    } else {
+      mma::start_product_ab<dtype>(dq, ds, index * mma::kRows, smem.k);
+    }
+  }
+
+  FMHA_DEVICE void probabilities(Scores& s, const Work& work, int32_t block) const {
+    const int32_t first_query = block * tile.block_m;
     exponentiate(s);
     if (is_edge(work, first_query)) mask(s, work, first_query);
-    ptx::wgmma_wait_group<0>();
-    differentiate(dp, s);
-    mma::RegisterTile<typename S::Elem, tile.block_m> probs, ds;
-    probs.template from<dtype>(s, 0);
-    ds.template from<dtype>(dp, 0);
-
-    const auto& ds_tile = smem.ds[ds_slot.index];
+  }
+  // This consumer's rows of dS^T for all.
+  FMHA_DEVICE void share_ds(const Operand& ds) const {
     // The other consumers have done their dQ with what a single slot held.
     if constexpr (tile.stages_ds == 1) sync_consumers();
-    mma::store_transposed(ds_tile, ds, index * mma::kRows);
-    mma::start_product_ab<dtype>(dv, probs, dout);
+    mma::store_transposed(smem.ds[ds_slot.index], ds, index * mma::kRows);
     ptx::fence_proxy_async();
     sync_consumers();
+  }
 
-    mma::Accumulator<S::dq_columns> dq;
-    if constexpr (tile.transposed_dq) {
-      mma::start_product_atbt<dtype>(dq, smem.k, index * mma::kRows, ds_tile);
-    } else {
-      mma::start_product_ab<dtype>(dq, ds_tile, index * mma::kRows, smem.k);
+  // A query block after another, each from its scores to its dK.
+  FMHA_DEVICE void walk(const Work& work, QueryBlocks blocks) {
+    for (; blocks.more(); blocks.advance()) {
+      const int32_t block = blocks.current;
+      Scores s, dp;
+      take_q(work, block, q_slot);
+      start_scores(s, q_slot.index);
+      ptx::mbarrier_wait_parity(smem.v_full, tile_phase);
+      take_dout(work, block, dout_slot);
+      start_dp(dp, dout_slot.index);
+
+      ptx::wgmma_wait_group<1>();
+      probabilities(s, work, block);
+      Operand probs, ds;
+      probs.template from<dtype>(s, 0);
+      ptx::wgmma_wait_group<0>();
+      differentiate(dp, s);
+      ds.template from<dtype>(dp, 0);
+      mma::start_product_ab<dtype>(dv, probs, smem.dout[dout_slot.index]);
+      share_ds(ds);
+      mma::Accumulator<S::dq_columns> dq;
+      start_dq(dq, ds_slot.index);
+      ptx::wgmma_wait_group<1>();  // dV
+      arrive(smem.dout_empty[dout_slot.index]);
+      mma::start_product_ab<dtype>(dk, ds, smem.q[q_slot.index]);
+      ptx::wgmma_wait_group<1>();  // dQ
+      store_share(dq);
+      ptx::wgmma_wait_group<0>();  // dK
+      arrive(smem.q_empty[q_slot.index]);
+      q_slot.advance();
+      dout_slot.advance();
+      ds_slot.advance();
     }
-    ptx::wgmma_wait_group<1>();  // dV
+  }
+
+  // The same, with a block's dQ and dK left to the turn of the next one, so that the tensor cores have work while P and
+  // dS are made. No product is under way from turn to turn: ptxas would then wait for each.
+  //
+  //   tensor cores   S(i)  dQ(i-1)  dK(i-1)             dP(i)  dV(i)
+  //   this group           P(i)              store dQ(i-1)     dS(i)  share dS(i)
+  template <bool first>
+  FMHA_DEVICE void turn(const Work& work, const QueryBlocks& blocks, Operand& ds) {
+    Scores s, dp;
+    mma::Accumulator<S::dq_columns> dq;
+    take_q(work, blocks.current, q_slot);
+    start_scores(s, q_slot.index);
+    if constexpr (first) {
+      ptx::wgmma_wait_group<0>();
+    } else {
+      sync_consumers();  // dS of the block before is there
+      start_dq(dq, last_ds);
+      mma::start_product_ab<dtype>(dk, ds, smem.q[last_q]);
+      ptx::wgmma_wait_group<2>();
+    }
+    probabilities(s, work, blocks.current);
+    if constexpr (!first) {
+      ptx::wgmma_wait_group<1>();
+      store_share(dq);
+    }
+    Operand probs;
+    probs.template from<dtype>(s, 0);
+    if constexpr (first) ptx::mbarrier_wait_parity(smem.v_full, tile_phase);
+    take_dout(work, blocks.current, dout_slot);
+    start_dp(dp, dout_slot.index);
+    mma::start_product_ab<dtype>(dv, probs, smem.dout[dout_slot.index]);
+    ptx::wgmma_wait_group<1>();  // dP, and before it dK
+    if constexpr (!first) arrive(smem.q_empty[last_q]);
+    differentiate(dp, s);
+    ds.template from<dtype>(dp, 0);
+    mma::store_transposed(smem.ds[ds_slot.index], ds, index * mma::kRows);
+    ptx::fence_proxy_async();
+    ptx::wgmma_wait_group<0>();  // dV
     arrive(smem.dout_empty[dout_slot.index]);
-    mma::start_product_ab<dtype>(dk, ds, q);
-    ptx::wgmma_wait_group<1>();  // dQ
-    store_share(dq);
-    ptx::wgmma_wait_group<0>();  // dK
-    arrive(smem.q_empty[q_slot.index]);
+    last_q = q_slot.index;
+    last_ds = ds_slot.index;
     q_slot.advance();
     dout_slot.advance();
     ds_slot.advance();
+  }
+  FMHA_DEVICE void walk_delayed(const Work& work, QueryBlocks blocks) {
+    Operand ds;
+    turn<true>(work, blocks, ds);
+    blocks.advance();
+#pragma unroll 1
+    for (; blocks.more(); blocks.advance()) turn<false>(work, blocks, ds);
+    mma::Accumulator<S::dq_columns> dq;
+    sync_consumers();
+    start_dq(dq, last_ds);
+    mma::start_product_ab<dtype>(dk, ds, smem.q[last_q]);
+    ptx::wgmma_wait_group<1>();
+    store_share(dq);
+    ptx::wgmma_wait_group<0>();
+    arrive(smem.q_empty[last_q]);
   }
 
   FMHA_DEVICE void run_tile(const Work& work) {
@@ -173,13 +265,11 @@ struct Consumer {
       zero_rows(smem.v, there);
       finish_zeros();
     }
-    bool first = true;
-    for (int32_t g = 0; g < p.fwd.gqa_ratio; ++g) {
-#pragma unroll 1
-      for (int32_t block = work.q_blocks.begin; block < work.q_blocks.end; ++block) {
-        step(work, block, first);
-        first = false;
-      }
+    const QueryBlocks blocks = query_blocks(p, work);
+    if constexpr (tile.delayed) {
+      walk_delayed(work, blocks);
+    } else {
+      walk(work, blocks);
     }
     arrive(smem.kv_empty);
     tile_phase ^= 1;

@@ -29,14 +29,14 @@ struct Loader {
   template <class Tile, int stages>
   FMHA_DEVICE void load_queries(Tile (&tiles)[stages], float (&row_stats)[stages][tile.block_m],
                                 Barrier (&full)[stages], Barrier (&empty)[stages], Slot<stages>& slot,
-                                const TensorMap& map, const float* stats, const Work& work, int32_t i_head,
-                                int32_t block) const {
+                                const TensorMap& map, const float* stats, const Work& work,
+                                const QueryBlocks& blocks) const {
     constexpr uint32_t stats_bytes = tile.block_m * sizeof(float);
-    const int32_t i = slot.index;
+    const int32_t i = slot.index, first_query = blocks.current * tile.block_m;
     ptx::mbarrier_wait_parity(empty[i], slot.phase ^ 1);
     ptx::mbarrier_arrive_expect_tx(full[i], Tile::tile_bytes + stats_bytes);
-    load(tiles[i], map, full[i], work.span, work.span.q_row + block * tile.block_m, i_head, ptx::CacheHint::EvictLast);
-    const float* rows = stats + stats_offset(p, work.span, i_head, block * tile.block_m);
+    load(tiles[i], map, full[i], work.span, work.span.q_row + first_query, blocks.i_head, ptx::CacheHint::EvictLast);
+    const float* rows = stats + stats_offset(p, work.span, blocks.i_head, first_query);
     ptx::cp_async_bulk(ptx::shared_address(row_stats[i]), rows, stats_bytes, full[i]);
     slot.advance();
   }
@@ -47,18 +47,14 @@ struct Loader {
     ptx::mbarrier_arrive_expect_tx(smem.k_full, S::KTile::tile_bytes);
     load(smem.k, maps.k, smem.k_full, work.span, k_row, work.i_head_kv, ptx::CacheHint::EvictFirst);
     bool first = true;
-    for (int32_t g = 0; g < p.fwd.gqa_ratio; ++g) {
-      const int32_t i_head = work.i_head_kv * p.fwd.gqa_ratio + g;
-      for (int32_t block = work.q_blocks.begin; block < work.q_blocks.end; ++block) {
-        load_queries(smem.q, smem.lse_log2, smem.q_full, smem.q_empty, q_slot, maps.q, p.lse_log2, work, i_head, block);
-        if (first) {  // S can start before V is there
-          ptx::mbarrier_arrive_expect_tx(smem.v_full, S::VTile::tile_bytes);
-          load(smem.v, maps.v, smem.v_full, work.span, k_row, work.i_head_kv, ptx::CacheHint::EvictFirst);
-          first = false;
-        }
-        load_queries(smem.dout, smem.delta, smem.dout_full, smem.dout_empty, dout_slot, maps.dout, p.delta, work, i_head,
-                     block);
+    for (QueryBlocks blocks = query_blocks(p, work); blocks.more(); blocks.advance()) {
+      load_queries(smem.q, smem.lse_log2, smem.q_full, smem.q_empty, q_slot, maps.q, p.lse_log2, work, blocks);
+      if (first) {  // S can start before V is there
+        ptx::mbarrier_arrive_expect_tx(smem.v_full, S::VTile::tile_bytes);
+        load(smem.v, maps.v, smem.v_full, work.span, k_row, work.i_head_kv, ptx::CacheHint::EvictFirst);
+        first = false;
       }
+      load_queries(smem.dout, smem.delta, smem.dout_full, smem.dout_empty, dout_slot, maps.dout, p.delta, work, blocks);
     }
     tile_phase ^= 1;
   }

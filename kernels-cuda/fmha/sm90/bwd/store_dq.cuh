@@ -12,21 +12,18 @@ FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, S
   uint32_t phase = 0;
   for (int32_t index = blockIdx.x; index < schedule.num_tiles; index += gridDim.x) {
     const Work work = resolve_work<spec, tile>(p, schedule, index);
-    for (int32_t g = 0; g < p.fwd.gqa_ratio && !work.q_blocks.empty(); ++g) {
-      const int32_t i_head = work.i_head_kv * p.fwd.gqa_ratio + g;
-      for (int32_t block = work.q_blocks.begin; block < work.q_blocks.end; ++block) {
-        float* sums = p.dq_sums + stats_offset(p, work.span, i_head, block * tile.block_m) * S::dim;
+    for (QueryBlocks blocks = query_blocks(p, work); blocks.more(); blocks.advance()) {
+      float* sums = p.dq_sums + stats_offset(p, work.span, blocks.i_head, blocks.current * tile.block_m) * S::dim;
 #pragma unroll
-        for (int c = 0; c < S::consumers; ++c) {
-          ptx::mbarrier_wait_parity(smem.dq_full[c], phase);
-          ptx::cp_reduce_async_bulk_add_f32(sums + c * S::dq_share, ptx::shared_address(smem.dq[c]), share_bytes);
-          ptx::cp_async_bulk_commit_group();
-        }
-        ptx::cp_async_bulk_wait_group_read<0>();
-#pragma unroll
-        for (int c = 0; c < S::consumers; ++c) ptx::mbarrier_arrive_if(smem.dq_empty[c], true);
-        phase ^= 1;
+      for (int c = 0; c < S::consumers; ++c) {
+        ptx::mbarrier_wait_parity(smem.dq_full[c], phase);
+        ptx::cp_reduce_async_bulk_add_f32(sums + c * S::dq_share, ptx::shared_address(smem.dq[c]), share_bytes);
+        ptx::cp_async_bulk_commit_group();
       }
+      ptx::cp_async_bulk_wait_group_read<0>();
+#pragma unroll
+      for (int c = 0; c < S::consumers; ++c) ptx::mbarrier_arrive_if(smem.dq_empty[c], true);
+      phase ^= 1;
     }
   }
   ptx::cp_async_bulk_wait_group<0>();

@@ -33,6 +33,25 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
   return work;
 }
 
+// The query blocks of a tile, one query head of the group after another.
+struct QueryBlocks {
+  const Range range;
+  const int32_t end_head;
+  int32_t i_head, current;
+
+  FMHA_DEVICE bool more() const { return i_head < end_head; }
+  FMHA_DEVICE void advance() {
+    if (++current < range.end) return;
+    current = range.begin;
+    ++i_head;
+  }
+};
+FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Work& work) {
+  const int32_t first_head = work.i_head_kv * p.fwd.gqa_ratio;
+  return {work.q_blocks, work.q_blocks.empty() ? first_head : first_head + p.fwd.gqa_ratio, first_head,
+          work.q_blocks.begin};
+}
+
 // Whether rows of a block that lie behind its sequence may hold anything: TMA has put zeros only behind the tensor.
 template <BwdSpec spec>
 FMHA_DEVICE bool may_be_dirty(const BwdParams& p) {

@@ -1,0 +1,154 @@
+//! What a backward call's launches are cut by: its rows, and where its numbers lie in its workspace.
+
+use crate::abi::{BwdParams, DevPtr};
+use crate::bwd::BwdProblem;
+use crate::score::Bias;
+use crate::seq::SeqMode;
+
+/// Offsets in bytes from the workspace's start, and how a query row is found in it (`fmha/bwd.h`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BwdWorkspace {
+    delta: u64,
+    dq_sums: Option<u64>,
+    /// Of all.
+    pub bytes: u64,
+    stats_head: i64,
+    stats_batch: i64,
+    stats_block: i32,
+    stats_by_offset: bool,
+}
+
+impl BwdWorkspace {
+    /// For a kernel with query blocks of `block_m` rows that sums `dq_dim` columns of dQ in memory (0: none). `None`:
+    /// it would be 2^62 bytes or more.
+    #[must_use]
+    pub fn new(problem: &BwdProblem, block_m: u32, dq_dim: u32) -> Option<Self> {
+        let dims = problem.fwd.dims;
+        let (block, batch) = (u64::from(block_m), u64::from(dims.batch));
+        let (rows, stats_batch, stats_by_offset) = match problem.fwd.mode {
+            // Each sequence ends within a block of its own.
+            SeqMode::Group { total_q, .. } => (u64::from(total_q) / block * block + batch * block, block, true),
+            SeqMode::Batch => {
+                let padded = u64::from(dims.seqlen_q).div_ceil(block) * block;
+                (padded.checked_mul(batch)?, padded, false)
+            }
+        };
+        let elems = rows.checked_mul(dims.num_heads_q.into())?;
+        let stats = elems.checked_mul(4)?.checked_next_multiple_of(256)?;
+        let sums = elems.checked_mul(4)?.checked_mul(dq_dim.into())?;
+        let bytes = stats.checked_mul(2)?.checked_add(sums)?;
+        (bytes < 1 << 62).then_some(Self {
+            delta: stats,
+            dq_sums: (dq_dim > 0).then_some(2 * stats),
+            bytes,
+            stats_head: rows as i64,
+            stats_batch: stats_batch as i64,
+            stats_block: block_m as i32,
+            stats_by_offset,
+        })
+    }
+
+    /// The arguments with this workspace at `address`.
+    #[must_use]
+    pub fn bind(&self, params: BwdParams, address: u64) -> BwdParams {
+        BwdParams {
+            lse_log2: DevPtr::new(address),
+            delta: DevPtr::new(address + self.delta),
+            dq_sums: self.dq_sums.map_or(DevPtr::NULL, |offset| DevPtr::new(address + offset)),
+            stats_head: self.stats_head,
+            stats_batch: self.stats_batch,
+            stats_block: self.stats_block,
+            stats_by_offset: self.stats_by_offset.into(),
+            ..params
+        }
+    }
+}
+
+/// Rows that `fmha/row_bwd.h` computes one by one, whether their sequence has them or not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BwdRows {
+    /// Of dQ, and of LSE and delta.
+    pub queries: u64,
+    /// Of dK and dV.
+    pub keys: u64,
+    /// Of dBias.
+    pub bias: u64,
+    /// Of dSink: heads.
+    pub sinks: u64,
+}
+
+impl BwdRows {
+    /// Those of a problem.
+    #[must_use]
+    pub fn of(problem: &BwdProblem) -> Self {
+        let dims = problem.fwd.dims;
+        let rows = |heads: u32, rows: u32, batch: u32| {
+            (u64::from(heads) * u64::from(rows)).saturating_mul(u64::from(batch))
+        };
+        let bias = match (problem.dbias, problem.fwd.bias) {
+            (Some(_), Bias::Elementwise(bias)) => {
+                let shape = problem.fwd.shape_bias(bias.broadcast);
+                rows(shape.head, shape.seq, shape.batch)
+            }
+            _ => 0,
+        };
+        Self {
+            queries: rows(dims.num_heads_q, dims.seqlen_q, dims.batch),
+            keys: rows(dims.num_heads_kv, dims.seqlen_k, dims.batch),
+            bias,
+            sinks: if problem.write_dsink { dims.num_heads_q.into() } else { 0 },
+        }
+    }
+
+    /// All of them.
+    #[must_use]
+    pub fn all(&self) -> u64 {
+        [self.keys, self.bias, self.sinks].into_iter().fold(self.queries, u64::saturating_add)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DType, Dims, FwdProblem};
+
+    const DIMS: Dims = Dims {
+        batch: 3,
+        seqlen_q: 70,
+        seqlen_k: 9,
+        num_heads_q: 2,
+        num_heads_kv: 1,
+        head_dim_qk: 8,
+        head_dim_v: 8,
+    };
+
+    /// The rows of every sequence, as `stats_offset` counts them on the device, are apart and inside.
+    #[test]
+    fn whole_blocks_of_every_sequence_are_apart_and_inside() {
+        for lengths in [[70, 0, 1], [1, 1, 1], [16, 32, 16], [0, 0, 0], [15, 17, 70]] {
+            let total: u32 = lengths.iter().sum();
+            let problem = BwdProblem::new(FwdProblem::group(DType::Bf16, DIMS, total, 9));
+            for block in [1u32, 16, 64] {
+                let workspace = BwdWorkspace::new(&problem, block, 8).unwrap();
+                let mut end = 0;
+                let mut row = 0;
+                for (i, length) in lengths.into_iter().enumerate() {
+                    let first = i as i64 * workspace.stats_batch + i64::from(row / block * block);
+                    assert!(first >= end, "{lengths:?} in blocks of {block}: sequence {i}");
+                    end = first + i64::from(length.div_ceil(block) * block);
+                    row += length;
+                }
+                assert!(end <= workspace.stats_head, "{lengths:?} in blocks of {block}");
+                let stats = workspace.dq_sums.unwrap();
+                assert_eq!(workspace.bytes, stats + workspace.stats_head as u64 * 2 * 8 * 4);
+            }
+        }
+    }
+
+    #[test]
+    fn a_workspace_that_no_memory_holds_is_none() {
+        let dims = Dims { batch: 1 << 30, seqlen_q: 1 << 30, ..DIMS };
+        let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims));
+        assert_eq!(BwdWorkspace::new(&problem, 64, 128), None);
+    }
+}
