@@ -51,8 +51,8 @@ mod tile;
 use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::seq::spans;
 use fmha_core::{
-    BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DeviceMemory, Error, FmhaBackend, FwdArgs, FwdPlan,
-    MemorySpace, PlanOptions, Result, Roofline, Stream, ValidBwd, ValidCombine, ValidFwd, env,
+    BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DeviceMemory, Error, FmhaBackend, FwdArgs,
+    FwdPlan, MemorySpace, PlanOptions, Result, Roofline, Stream, ValidBwd, ValidCombine, ValidFwd, env,
 };
 
 pub use isa::Isa;
@@ -93,7 +93,7 @@ impl CpuBackend {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with(config: Config) -> Result<Self> {
-        let threads = match (config.threads, env::NUM_THREADS.get()) {
+        let threads = match (config.threads, env::NUM_THREADS.get()?) {
             (Some(threads), _) => threads,
             (None, Some(text)) => {
                 text.parse().map_err(|_| misset(env::NUM_THREADS, format!("`{text}` is no number")))?
@@ -103,7 +103,7 @@ impl CpuBackend {
         if !(1..=4096).contains(&threads) {
             return Err(misset(env::NUM_THREADS, format!("{threads} threads are not in 1..=4096")));
         }
-        let cap = match (config.isa, env::CPU_ISA.get()) {
+        let cap = match (config.isa, env::CPU_ISA.get()?) {
             (Some(isa), _) => Some(isa),
             (None, Some(text)) => Some(text.parse().map_err(|text| misset(env::CPU_ISA, text))?),
             (None, None) => None,
@@ -112,7 +112,14 @@ impl CpuBackend {
         let threads = Threads::new(threads)?;
         let plural = if threads.count() == 1 { "thread" } else { "threads" };
         let name = format!("cpu ({}, {} {plural}, {isa})", roofline::processor(), threads.count());
-        Ok(Self { id: BackendId::unique(), name, isa, engine, threads, roofline: roofline::Measured::default() })
+        Ok(Self {
+            id: BackendId::unique(),
+            name,
+            isa,
+            engine,
+            threads,
+            roofline: roofline::Measured::default(),
+        })
     }
 
     /// The instruction set in use.
