@@ -386,6 +386,8 @@ abi_struct! {
         /// In the workspace: f32 sums of dQ, blocks of rows in the order of the kernel's accumulators; null where
         /// dQ is not summed in memory.
         pub dq_sums: DevPtr<f32>,
+        /// In the workspace: of each block of rows of `dq_sums`, how many have added to it; null where sums need no order.
+        pub turns: DevPtr<i32>,
         /// Rows of `lse_log2` and `delta` from query head to query head.
         pub stats_head: i64,
         /// Rows from sequence to sequence; one block where `stats_by_offset` is set.

@@ -54,6 +54,7 @@ pub fn bwd_params(problem: &BwdProblem, args: &BwdArgs<'_>) -> BwdParams {
         lse_log2: DevPtr::NULL,
         delta: DevPtr::NULL,
         dq_sums: DevPtr::NULL,
+        turns: DevPtr::NULL,
         stats_head: 0,
         stats_batch: 0,
         stats_block: 1,

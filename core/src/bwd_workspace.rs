@@ -10,6 +10,7 @@ use crate::seq::SeqMode;
 pub struct BwdWorkspace {
     delta: u64,
     dq_sums: Option<u64>,
+    turns: Option<u64>,
     /// Of all.
     pub bytes: u64,
     stats_head: i64,
@@ -19,8 +20,8 @@ pub struct BwdWorkspace {
 }
 
 impl BwdWorkspace {
-    /// For a kernel with query blocks of `block_m` rows that sums `dq_dim` columns of dQ in memory (0: none). `None`:
-    /// it would be 2^62 bytes or more.
+    /// For a kernel with query blocks of `block_m` rows that sums `dq_dim` columns of dQ in memory (0: none), in turns
+    /// where the problem is deterministic. `None`: it would be 2^62 bytes or more.
     #[must_use]
     pub fn new(problem: &BwdProblem, block_m: u32, dq_dim: u32) -> Option<Self> {
         let dims = problem.fwd.dims;
@@ -36,10 +37,13 @@ impl BwdWorkspace {
         let elems = rows.checked_mul(dims.num_heads_q.into())?;
         let stats = elems.checked_mul(4)?.checked_next_multiple_of(256)?;
         let sums = elems.checked_mul(4)?.checked_mul(dq_dim.into())?;
-        let bytes = stats.checked_mul(2)?.checked_add(sums)?;
+        let turns = stats.checked_mul(2)?.checked_add(sums)?;
+        let takes_turns = problem.deterministic && dq_dim > 0;
+        let bytes = turns.checked_add(if takes_turns { elems / block * 4 } else { 0 })?;
         (bytes < 1 << 62).then_some(Self {
             delta: stats,
             dq_sums: (dq_dim > 0).then_some(2 * stats),
+            turns: takes_turns.then_some(turns),
             bytes,
             stats_head: rows as i64,
             stats_batch: stats_batch as i64,
@@ -55,6 +59,7 @@ impl BwdWorkspace {
             lse_log2: DevPtr::new(address),
             delta: DevPtr::new(address + self.delta),
             dq_sums: self.dq_sums.map_or(DevPtr::NULL, |offset| DevPtr::new(address + offset)),
+            turns: self.turns.map_or(DevPtr::NULL, |offset| DevPtr::new(address + offset)),
             stats_head: self.stats_head,
             stats_batch: self.stats_batch,
             stats_block: self.stats_block,

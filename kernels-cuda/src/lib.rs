@@ -34,6 +34,7 @@ pub fn headers() -> Vec<Header> {
         "ptx/cluster.cuh",
         "ptx/collective.cuh",
         "ptx/copy.cuh",
+        "ptx/flag.cuh",
         "ptx/grid.cuh",
         "ptx/matrix.cuh",
         "ptx/mbarrier.cuh",

@@ -46,6 +46,8 @@ abi_struct! {
         pub num_key_blocks: i32,
         /// Query blocks of the longest sequence.
         pub num_q_blocks: i32,
+        /// Multiprocessors: CTAs that run at a time.
+        pub num_sms: i32,
     }
 }
 
@@ -154,7 +156,7 @@ impl Sm90BwdTile {
     ///
     /// # Errors
     /// More tiles than a grid can have.
-    pub fn schedule(&self, problem: &BwdProblem) -> Result<Sm90BwdSchedule, Refusal> {
+    pub fn schedule(&self, problem: &BwdProblem, num_sms: u32) -> Result<Sm90BwdSchedule, Refusal> {
         let dims = problem.fwd.dims;
         let blocks = |rows: u32, block: i32| rows.div_ceil(block.unsigned_abs());
         let (keys, queries) = (blocks(dims.seqlen_k, self.block_n), blocks(dims.seqlen_q, self.block_m));
@@ -168,6 +170,7 @@ impl Sm90BwdTile {
             num_tiles: count("seqlen_k", keys, dims.num_heads_kv)?,
             num_key_blocks: keys as i32,
             num_q_blocks: queries as i32,
+            num_sms: num_sms as i32,
         })
     }
 }
@@ -226,9 +229,6 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     }
     if problem.write_dsink {
         return refuse("backward: dsink: 0 gradients but dQ, dK and dV are written".to_owned());
-    }
-    if problem.deterministic && dims.seqlen_k > 128 {
-        return refuse(format!("backward: deterministic with seqlen_k {} larger than 128", dims.seqlen_k));
     }
     for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
         if length >= 1 << 29 {

@@ -67,7 +67,7 @@ impl BwdRecipe for Sm90Bwd {
                 facts.smem_bytes
             )));
         }
-        let schedule = tile.schedule(problem)?;
+        let schedule = tile.schedule(problem, facts.num_sms)?;
         let dim = sm90_bwd::padded_dim(&spec).unsigned_abs();
         let workspace = BwdWorkspace::new(problem, tile.block_m.unsigned_abs(), dim)
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
@@ -99,8 +99,8 @@ impl BwdRecipe for Sm90Bwd {
             ],
             workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: 0 },
             promises: Promises {
-                // The sums of dQ have no order where several key blocks add to them.
-                deterministic: schedule.num_key_blocks <= 1,
+                // Else the sums of dQ have no order where several key blocks add to them.
+                deterministic: problem.deterministic || schedule.num_key_blocks <= 1,
                 batch_invariant: false,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,

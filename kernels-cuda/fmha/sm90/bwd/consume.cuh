@@ -256,7 +256,7 @@ struct Consumer {
     arrive(smem.q_empty[last_q]);
   }
 
-  FMHA_DEVICE void run_tile(const Work& work) {
+  FMHA_DEVICE void run_tile(const Sm90BwdSchedule& schedule, const Work& work) {
     ptx::mbarrier_wait_parity(smem.k_full, tile_phase);
     const int32_t there = work.keys.end - work.keys.begin;
     if (there < tile.block_n && may_be_dirty<spec>(p)) {
@@ -265,7 +265,7 @@ struct Consumer {
       zero_rows(smem.v, there);
       finish_zeros();
     }
-    const QueryBlocks blocks = query_blocks(p, work);
+    const QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work);
     if constexpr (tile.delayed) {
       walk_delayed(work, blocks);
     } else {
@@ -282,7 +282,7 @@ struct Consumer {
       dk.clear();
       dv.clear();
       // Keys that no query sees have gradients of 0.
-      if (!work.q_blocks.empty()) run_tile(work);
+      if (!work.q_blocks.empty()) run_tile(schedule, work);
       const int32_t row = index * mma::kRows + mma::fragment_row();
       store_rows<spec.dtype_grad, spec.fwd.head_dim_qk, tile.vector_store>(dk, p.dk, work, row, p.fwd.softmax_scale);
       store_rows<spec.dtype_grad, spec.fwd.head_dim_v, tile.vector_store>(dv, p.dv, work, row, 1.f);

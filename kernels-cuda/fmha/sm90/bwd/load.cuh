@@ -10,6 +10,7 @@ struct Loader {
   using S = Shape<spec, tile>;
   const BwdParams& p;
   const Maps& maps;
+  const Sm90BwdSchedule& schedule;
   Smem<spec, tile>& smem;
   Slot<tile.stages_q> q_slot;
   Slot<tile.stages_dout> dout_slot;
@@ -47,7 +48,7 @@ struct Loader {
     ptx::mbarrier_arrive_expect_tx(smem.k_full, S::KTile::tile_bytes);
     load(smem.k, maps.k, smem.k_full, work.span, k_row, work.i_head_kv, ptx::CacheHint::EvictFirst);
     bool first = true;
-    for (QueryBlocks blocks = query_blocks(p, work); blocks.more(); blocks.advance()) {
+    for (QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work); blocks.more(); blocks.advance()) {
       load_queries(smem.q, smem.lse_log2, smem.q_full, smem.q_empty, q_slot, maps.q, p.lse_log2, work, blocks);
       if (first) {  // S can start before V is there
         ptx::mbarrier_arrive_expect_tx(smem.v_full, S::VTile::tile_bytes);
@@ -62,7 +63,7 @@ struct Loader {
 
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void load(const BwdParams& p, const Maps& maps, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
-  Loader<spec, tile> loader{p, maps, smem};
+  Loader<spec, tile> loader{p, maps, schedule, smem};
   for (int32_t index = blockIdx.x; index < schedule.num_tiles; index += gridDim.x) {
     const Work work = resolve_work<spec, tile>(p, schedule, index);
     if (!work.q_blocks.empty()) loader.load_tile(work);

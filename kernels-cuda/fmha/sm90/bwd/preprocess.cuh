@@ -91,6 +91,7 @@ FMHA_DEVICE void preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule)
       p.delta[stats + row] = delta;
     }
   }
+  if (takes_turns<spec>() && threadIdx.x == 0) p.turns[stats / tile.block_m] = 0;
   float4* sums = reinterpret_cast<float4*>(p.dq_sums + stats * S::dim);
   for (int32_t at = threadIdx.x; at < S::dq_block / 4; at += kPreprocessThreads) sums[at] = {0.f, 0.f, 0.f, 0.f};
 }

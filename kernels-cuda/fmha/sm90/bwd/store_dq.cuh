@@ -1,6 +1,7 @@
 // The store role: one thread adds each query block's dQ to the f32 sums in memory.
 #pragma once
 #include <fmha/ptx/bulk.cuh>
+#include <fmha/ptx/flag.cuh>
 #include <fmha/sm90/bwd/work.cuh>
 
 namespace fmha::sm90::bwd {
@@ -12,8 +13,17 @@ FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, S
   uint32_t phase = 0;
   for (int32_t index = blockIdx.x; index < schedule.num_tiles; index += gridDim.x) {
     const Work work = resolve_work<spec, tile>(p, schedule, index);
-    for (QueryBlocks blocks = query_blocks(p, work); blocks.more(); blocks.advance()) {
-      float* sums = p.dq_sums + stats_offset(p, work.span, blocks.i_head, blocks.current * tile.block_m) * S::dim;
+    for (QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work); blocks.more(); blocks.advance()) {
+      const int64_t row = stats_offset(p, work.span, blocks.i_head, blocks.current * tile.block_m);
+      float* sums = p.dq_sums + row * S::dim;
+      int32_t* turns = p.turns + row / tile.block_m;
+      if constexpr (takes_turns<spec>()) {
+        const int32_t turn = turn_at<spec, tile>(schedule, work, blocks.current);
+        ptx::mbarrier_wait_parity(smem.dq_full[S::consumers - 1], phase);
+        while (ptx::ld_acquire_gpu(turns) != turn) {
+        }
+        ptx::fence_proxy_async_global();
+      }
 #pragma unroll
       for (int c = 0; c < S::consumers; ++c) {
         ptx::mbarrier_wait_parity(smem.dq_full[c], phase);
@@ -24,6 +34,11 @@ FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, S
 #pragma unroll
       for (int c = 0; c < S::consumers; ++c) ptx::mbarrier_arrive_if(smem.dq_empty[c], true);
       phase ^= 1;
+      if constexpr (takes_turns<spec>()) {
+        ptx::cp_async_bulk_wait_group<0>();
+        ptx::fence_proxy_async_global();
+        ptx::red_release_gpu_add(turns, 1);
+      }
     }
   }
   ptx::cp_async_bulk_wait_group<0>();
