@@ -5,17 +5,16 @@ use crate::args::{BwdArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, ScoreArg
 use crate::bwd::BwdProblem;
 use crate::combine::CombineProblem;
 use crate::dropout::{keep_scale, keep_threshold};
-use crate::layout::Strides;
+use crate::layout::{KvLayout, QLayout, Strides};
 use crate::mask::MaskAlign;
 use crate::problem::FwdProblem;
 use crate::score::{Bias, BiasBroadcast, Descale};
-use crate::seq::SeqMode;
 
 /// The arguments of a forward kernel. `args` have passed [`check_fwd`](crate::args::check_fwd).
 #[must_use]
 pub fn fwd_params(problem: &FwdProblem, args: &FwdArgs<'_>) -> FwdParams {
     FwdParams {
-        o: View::new(address_mut(&args.o), problem.o, is_packed(problem)),
+        o: View::new(address_mut(&args.o), problem.o, is_packed_q(problem)),
         lse: pointer_mut(args.lse.as_ref()),
         keep_mask: pointer_mut(args.keep_mask.as_ref()),
         scale_o: pointer(args.scale_o.as_ref()),
@@ -29,7 +28,7 @@ pub fn fwd_params(problem: &FwdProblem, args: &FwdArgs<'_>) -> FwdParams {
 #[must_use]
 pub fn bwd_params(problem: &BwdProblem, args: &BwdArgs<'_>) -> BwdParams {
     let fwd = &problem.fwd;
-    let packed = is_packed(fwd);
+    let (packed_q, packed_k) = (is_packed_q(fwd), is_packed_k(fwd));
     let (dbias_strides, per_batch, per_head) = match (problem.dbias, fwd.bias) {
         (Some(dbias), Bias::Elementwise(bias)) => {
             let (batch, head) = broadcast_strides(bias.broadcast, dbias.strides);
@@ -40,14 +39,14 @@ pub fn bwd_params(problem: &BwdProblem, args: &BwdArgs<'_>) -> BwdParams {
     };
     BwdParams {
         fwd: FwdParams {
-            o: View::new(address(&args.o), fwd.o, packed),
+            o: View::new(address(&args.o), fwd.o, packed_q),
             lse: pointer(Some(&args.lse)),
             ..inputs(fwd, [&args.q, &args.k, &args.v], &args.seq, &args.score)
         },
-        dout: View::new(address(&args.dout), problem.dout, packed),
-        dq: View::new(address_mut(&args.dq), problem.dq, packed),
-        dk: View::new(address_mut(&args.dk), problem.dk, packed),
-        dv: View::new(address_mut(&args.dv), problem.dv, packed),
+        dout: View::new(address(&args.dout), problem.dout, packed_q),
+        dq: View::new(address_mut(&args.dq), problem.dq, packed_q),
+        dk: View::new(address_mut(&args.dk), problem.dk, packed_k),
+        dv: View::new(address_mut(&args.dv), problem.dv, packed_k),
         dbias: View::new(args.dbias.as_ref().map_or(0, address_mut), dbias_strides, false),
         dlse: pointer(args.dlse.as_ref()),
         dsink: pointer_mut(args.dsink.as_ref()),
@@ -57,15 +56,17 @@ pub fn bwd_params(problem: &BwdProblem, args: &BwdArgs<'_>) -> BwdParams {
         turns: DevPtr::NULL,
         stats_head: 0,
         stats_batch: 0,
-        stats_block: 1,
-        stats_by_offset: 0,
         dbias_per_batch: per_batch.into(),
         dbias_per_head: per_head.into(),
     }
 }
 
-fn is_packed(problem: &FwdProblem) -> bool {
-    matches!(problem.mode, SeqMode::Group { .. })
+fn is_packed_q(problem: &FwdProblem) -> bool {
+    problem.q_layout == QLayout::Packed
+}
+
+fn is_packed_k(problem: &FwdProblem) -> bool {
+    problem.kv_layout == KvLayout::Packed
 }
 
 /// Batch and head strides of a bias, 0 along the axes that it lacks.
@@ -85,11 +86,13 @@ fn inputs(
     score: &ScoreArgs<'_>,
 ) -> FwdParams {
     let dims = problem.dims;
-    let packed = is_packed(problem);
-    let (lse_batch, lse_head) = match problem.mode {
-        SeqMode::Batch => (i64::from(dims.num_heads_q) * i64::from(dims.seqlen_q), i64::from(dims.seqlen_q)),
-        SeqMode::Group { total_q, .. } => (0, i64::from(total_q)),
-    };
+    let packed_q = is_packed_q(problem);
+    let packed_k = is_packed_k(problem);
+    let totals = seq.totals;
+    let total_q = totals.total_q.unwrap_or(dims.seqlen_q);
+    let lse_batch = if packed_q { 0 } else { i64::from(dims.num_heads_q) * i64::from(total_q) };
+    let lse_head = i64::from(total_q);
+    let block_table = seq.block_table;
     let (bias, slopes_batch) = match problem.bias {
         Bias::Elementwise(bias) => {
             let (batch, head) = broadcast_strides(bias.broadcast, bias.strides);
@@ -105,9 +108,9 @@ fn inputs(
         Descale::PerKvHead => scalars(slice, dims.num_heads_kv, 1),
     };
     FwdParams {
-        q: View::new(address(q), problem.q, packed),
-        k: View::new(address(k), problem.k, packed),
-        v: View::new(address(v), problem.v, packed),
+        q: View::new(address(q), problem.q, packed_q),
+        k: View::new(address(k), problem.k, packed_k),
+        v: View::new(address(v), problem.v, packed_k),
         o: View::NULL,
         bias,
         lse: DevPtr::NULL,
@@ -118,6 +121,8 @@ fn inputs(
         cu_seqlens_k: pointer(seq.cu_seqlens_k.as_ref()),
         seqused_q: pointer(seq.seqused_q.as_ref()),
         seqused_k: pointer(seq.seqused_k.as_ref()),
+        block_table: pointer(block_table.as_ref().map(|table| &table.pages)),
+        block_table_batch: block_table.map_or(0, |table| i64::from(table.max_pages)),
         alibi_slopes: scalars(score.alibi_slopes.as_ref(), slopes_batch, 1),
         sink: scalars(score.sink.as_ref(), 0, 1),
         descale_q: descale(problem.descale_q, score.descale_q.as_ref()),
@@ -128,6 +133,10 @@ fn inputs(
         batch: dims.batch as i32,
         seqlen_q: dims.seqlen_q as i32,
         seqlen_k: dims.seqlen_k as i32,
+        total_q: total_q as i32,
+        total_k: totals.total_k.unwrap_or(dims.seqlen_k) as i32,
+        num_pages: totals.num_pages.unwrap_or(0) as i32,
+        page_size: problem.kv_layout.page_size().unwrap_or(1) as i32,
         num_heads_q: dims.num_heads_q as i32,
         num_heads_kv: dims.num_heads_kv as i32,
         gqa_ratio: problem.gqa_ratio() as i32,

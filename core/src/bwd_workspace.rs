@@ -3,7 +3,6 @@
 use crate::abi::{BwdParams, DevPtr};
 use crate::bwd::BwdProblem;
 use crate::score::Bias;
-use crate::seq::SeqMode;
 
 /// Offsets in bytes from the workspace's start, and how a query row is found in it (`fmha/bwd.h`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,8 +14,6 @@ pub struct BwdWorkspace {
     pub bytes: u64,
     stats_head: i64,
     stats_batch: i64,
-    stats_block: i32,
-    stats_by_offset: bool,
 }
 
 impl BwdWorkspace {
@@ -25,15 +22,9 @@ impl BwdWorkspace {
     #[must_use]
     pub fn new(problem: &BwdProblem, block_m: u32, dq_dim: u32) -> Option<Self> {
         let dims = problem.fwd.dims;
-        let (block, batch) = (u64::from(block_m), u64::from(dims.batch));
-        let (rows, stats_batch, stats_by_offset) = match problem.fwd.mode {
-            // Each sequence ends within a block of its own.
-            SeqMode::Group { total_q, .. } => (u64::from(total_q) / block * block + batch * block, block, true),
-            SeqMode::Batch => {
-                let padded = u64::from(dims.seqlen_q).div_ceil(block) * block;
-                (padded.checked_mul(batch)?, padded, false)
-            }
-        };
+        let block = u64::from(block_m);
+        let padded = u64::from(dims.seqlen_q).div_ceil(block) * block;
+        let rows = padded.checked_mul(dims.batch.into())?;
         let elems = rows.checked_mul(dims.num_heads_q.into())?;
         let stats = elems.checked_mul(4)?.checked_next_multiple_of(256)?;
         let sums = elems.checked_mul(4)?.checked_mul(dq_dim.into())?;
@@ -46,9 +37,7 @@ impl BwdWorkspace {
             turns: takes_turns.then_some(turns),
             bytes,
             stats_head: rows as i64,
-            stats_batch: stats_batch as i64,
-            stats_block: block_m as i32,
-            stats_by_offset,
+            stats_batch: padded as i64,
         })
     }
 
@@ -62,8 +51,6 @@ impl BwdWorkspace {
             turns: self.turns.map_or(DevPtr::NULL, |offset| DevPtr::new(address + offset)),
             stats_head: self.stats_head,
             stats_batch: self.stats_batch,
-            stats_block: self.stats_block,
-            stats_by_offset: self.stats_by_offset.into(),
             ..params
         }
     }
@@ -127,26 +114,20 @@ mod tests {
         head_dim_v: 8,
     };
 
-    /// The rows of every sequence, as `stats_offset` counts them on the device, are apart and inside.
     #[test]
-    fn whole_blocks_of_every_sequence_are_apart_and_inside() {
-        for lengths in [[70, 0, 1], [1, 1, 1], [16, 32, 16], [0, 0, 0], [15, 17, 70]] {
-            let total: u32 = lengths.iter().sum();
-            let problem = BwdProblem::new(FwdProblem::group(DType::Bf16, DIMS, total, 9));
-            for block in [1u32, 16, 64] {
-                let workspace = BwdWorkspace::new(&problem, block, 8).unwrap();
-                let mut end = 0;
-                let mut row = 0;
-                for (i, length) in lengths.into_iter().enumerate() {
-                    let first = i as i64 * workspace.stats_batch + i64::from(row / block * block);
-                    assert!(first >= end, "{lengths:?} in blocks of {block}: sequence {i}");
-                    end = first + i64::from(length.div_ceil(block) * block);
-                    row += length;
-                }
-                assert!(end <= workspace.stats_head, "{lengths:?} in blocks of {block}");
-                let stats = workspace.dq_sums.unwrap();
-                assert_eq!(workspace.bytes, stats + workspace.stats_head as u64 * 2 * 8 * 4);
-            }
+    fn every_part_lies_behind_the_one_before_and_inside() {
+        for (block, deterministic) in [(1, false), (64, false), (64, true)] {
+            let mut problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS));
+            problem.deterministic = deterministic;
+            let workspace = BwdWorkspace::new(&problem, block, 8).unwrap();
+            let padded = u64::from(DIMS.seqlen_q.div_ceil(block) * block);
+            assert_eq!(workspace.stats_batch, padded as i64);
+            let rows = padded * 3 * 2;
+            let sums = workspace.dq_sums.unwrap();
+            assert!(workspace.delta >= rows * 4 && sums >= workspace.delta + rows * 4);
+            let end = sums + rows * 8 * 4;
+            let turns = if deterministic { rows / u64::from(block) * 4 } else { 0 };
+            assert_eq!((workspace.turns, workspace.bytes), (deterministic.then_some(end), end + turns));
         }
     }
 

@@ -7,8 +7,8 @@ use std::error::Error;
 use std::io::Read as _;
 use std::path::PathBuf;
 
-use fmha_core::spec::{BwdSpec, FwdSpec, SeqKind};
-use fmha_core::{DType, MaskKind};
+use fmha_core::spec::{BwdSpec, FwdSpec, KvKind};
+use fmha_core::{DType, MaskKind, QLayout};
 use fmha_kernels_cuda::sm90_bwd;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -49,7 +49,9 @@ fn main() -> Result<(), Box<dyn Error>> {
                         _ => return Err(format!("mask {value}").into()),
                     };
                 }
-                "group" => spec.fwd.seq = if value == "1" { SeqKind::Group } else { SeqKind::Batch },
+                "group" if value == "1" => {
+                    (spec.fwd.q_layout, spec.fwd.kv_layout) = (QLayout::Packed, KvKind::Packed);
+                }
                 "deterministic" => spec.deterministic = value == "1",
                 _ => tile_fields.push((field, value)),
             }

@@ -9,8 +9,8 @@
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 
 use fmha_core::source::KernelSource;
-use fmha_core::spec::{BiasKind, CombineSpec, FwdSpec, SeqKind};
-use fmha_core::{DType, MaskKind, VLayout};
+use fmha_core::spec::{BiasKind, CombineSpec, FwdSpec, KvKind};
+use fmha_core::{DType, MaskKind, QLayout, VLayout};
 use fmha_kernels_cuda::sm90::{Sm90Tile, TileOrder};
 use fmha_kernels_cuda::{COMPILE_OPTIONS, combine, simt, sm90};
 use libloading::Library;
@@ -128,7 +128,11 @@ fn kernels() -> Vec<(String, KernelSource)> {
     variant("sm90_128_upper_dropout", FwdSpec { dropout: true, ..upper(128) }, |_| {});
     let columns = FwdSpec { v_layout: VLayout::ColMajor, ..upper(128) };
     variant("sm90_128_upper_v_columns", columns, |_| {});
-    let group = FwdSpec { seq: SeqKind::Group, ..FwdSpec::plain(DType::F16, 128, MaskKind::Upper) };
+    let group = FwdSpec {
+        q_layout: QLayout::Packed,
+        kv_layout: KvKind::Packed,
+        ..FwdSpec::plain(DType::F16, 128, MaskKind::Upper)
+    };
     kernels.push(("sm90_128_upper_group".to_owned(), sm90::fwd(&group, &sm90::default_tile(&group))));
     kernels.push(("simt_128_band".to_owned(), simt::fwd(&FwdSpec::plain(DType::Bf16, 128, MaskKind::Band))));
     let merge = CombineSpec { dtype_part: DType::F32, dtype_o: DType::Bf16, head_dim_v: 128 };

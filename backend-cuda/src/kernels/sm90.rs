@@ -4,7 +4,7 @@ use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
 use fmha_core::{
-    Accuracy, DType, PlanOptions, Promises, SeqMode, Shape, Strides, VLayout, ValidFwd, Workspace, bind,
+    Accuracy, DType, PlanOptions, Promises, QLayout, Shape, Strides, VLayout, ValidFwd, Workspace, bind,
 };
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm90::{self, Sm90Tile};
@@ -239,12 +239,14 @@ fn maps(call: &FwdCall<'_>, tile: &Sm90Tile) -> Result<Maps> {
     let dims = problem.dims;
     let ratio = problem.gqa_ratio();
     let bf16 = problem.dtype_qk == DType::Bf16;
-    let packed = matches!(problem.mode, SeqMode::Group { .. });
+    let extents = problem.extents(call.args.seq.totals);
+    // The kernel takes problems that are packed on both sides or on neither.
+    let packed = problem.q_layout == QLayout::Packed;
     // The driver wants a stride for an axis of one too: any that it takes.
     let bytes = |stride: i64, extent: u32| if extent > 1 { stride.unsigned_abs() * 2 } else { 1 << 20 };
     let batch_bytes = |stride: i64, shape: Shape| if packed { 1 << 20 } else { bytes(stride, shape.batch) };
 
-    let q = problem.shape_q();
+    let q = extents.q;
     let q_address = call.args.q.as_ptr() as u64;
     let rows_in_box = tile.q_rows().unsigned_abs() / if tile.pack_gqa { ratio } else { 1 };
     let q_map = TensorMapFacts {
@@ -285,7 +287,7 @@ fn maps(call: &FwdCall<'_>, tile: &Sm90Tile) -> Result<Maps> {
         ],
         box_dims: tile.kv_box(shape.dim as i32, columns(name)).map(i32::unsigned_abs),
     };
-    let k_map = kv_map("k", call.args.k.as_ptr() as u64, problem.k, problem.shape_k());
-    let v_map = kv_map("v", call.args.v.as_ptr() as u64, problem.v, problem.shape_v());
+    let k_map = kv_map("k", call.args.k.as_ptr() as u64, problem.k, extents.k);
+    let v_map = kv_map("v", call.args.v.as_ptr() as u64, problem.v, extents.v);
     Ok(Maps { q: q_map.encode()?, k: k_map.encode()?, v: v_map.encode()? })
 }

@@ -4,7 +4,7 @@ use fmha_core::bwd_workspace::BwdWorkspace;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::BwdSpec;
 use fmha_core::{
-    Accuracy, DType, PlanOptions, Promises, SeqMode, Shape, Strides, ValidBwd, Workspace, bind,
+    Accuracy, DType, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind,
 };
 use fmha_kernels_cuda::sm90_bwd::{self, Sm90BwdSchedule, Sm90BwdTile};
 
@@ -116,7 +116,7 @@ impl BwdRecipe for Sm90Bwd {
     fn takes_addresses(&self, call: &BwdCall<'_>) -> Result<(), ProblemError> {
         let Some(Chosen { tile, .. }) = self.chosen else { return Ok(()) };
         let args = call.args;
-        let has_keys = call.problem.fwd().shape_k().seq > 0;
+        let has_keys = call.problem.fwd().dims.seqlen_k > 0;
         for (name, address, matters) in [
             ("q", args.q.as_ptr() as u64, true),
             ("k", args.k.as_ptr() as u64, has_keys),
@@ -173,7 +173,7 @@ impl BwdRecipe for Sm90Bwd {
 fn maps(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> Result<Maps> {
     let (problem, args) = (call.problem, call.args);
     let fwd = problem.fwd();
-    let packed = matches!(fwd.mode, SeqMode::Group { .. });
+    let extents = fwd.extents(args.seq.totals);
     // The driver wants a stride for an axis of one too: any that it takes.
     let bytes = |stride: i64, extent: u32| if extent > 1 { stride.unsigned_abs() * 2 } else { 1 << 20 };
     let k_address = args.k.as_ptr() as u64;
@@ -187,16 +187,16 @@ fn maps(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> Result<Maps> {
             strides_bytes: [
                 bytes(strides.seq, shape.seq),
                 bytes(strides.head, shape.head),
-                if packed { 1 << 20 } else { bytes(strides.batch, shape.batch) },
+                bytes(strides.batch, shape.batch),
             ],
             box_dims: [64, rows.unsigned_abs(), 1, 1],
         }
         .encode()
     };
     Ok(Maps {
-        q: map("q", args.q.as_ptr() as u64, fwd.q, fwd.shape_q(), tile.block_m)?,
-        k: map("k", k_address, fwd.k, fwd.shape_k(), tile.block_n)?,
-        v: map("v", args.v.as_ptr() as u64, fwd.v, fwd.shape_v(), tile.block_n)?,
-        dout: map("dout", args.dout.as_ptr() as u64, problem.dout, fwd.shape_o(), tile.block_m)?,
+        q: map("q", args.q.as_ptr() as u64, fwd.q, extents.q, tile.block_m)?,
+        k: map("k", k_address, fwd.k, extents.k, tile.block_n)?,
+        v: map("v", args.v.as_ptr() as u64, fwd.v, extents.v, tile.block_n)?,
+        dout: map("dout", args.dout.as_ptr() as u64, problem.dout, extents.o, tile.block_m)?,
     })
 }

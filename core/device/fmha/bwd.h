@@ -12,12 +12,9 @@ FMHA_DEVICE Range query_range(const MaskBand& band, Range keys, int32_t seqlen_q
   return {int32_t(first), int32_t(clamp<int64_t>(end, first, seqlen_q))};
 }
 
-// Index of a query row's LSE and delta in the workspace. There each sequence begins at a multiple of the kernel's query
-// block and has whole blocks. Where packed sequences take no more room than they have rows, sequence b begins at block
-// cu_seqlens_q[b] / stats_block + b, since the rows before it fill at most that many blocks and one more a sequence.
+// Index of a query row's LSE and delta in the workspace: sequences are apart by the longest, in whole blocks of queries.
 FMHA_DEVICE int64_t stats_offset(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t i) {
-  const int64_t rows_before = p.stats_by_offset ? span.q_row / p.stats_block * p.stats_block : 0;
-  return i_head * p.stats_head + span.i_batch * p.stats_batch + rows_before + i;
+  return i_head * p.stats_head + span.i_batch * p.stats_batch + i;
 }
 
 }  // namespace fmha

@@ -50,7 +50,7 @@ struct BwdHead {
     return row_offset(x, span.storage_batch, int64_t(span.q_row) + i, i_head);
   }
   FMHA_DEVICE int64_t k_row(const View& x, int32_t j) const {
-    return row_offset(x, span.storage_batch, int64_t(span.k_row) + j, i_head_kv);
+    return row_offset(x, kv_row(p.fwd, kFwd.kv_layout, span, j), i_head_kv);
   }
 
   FMHA_DEVICE BwdPair pair(int32_t i, int32_t j) const {
@@ -181,7 +181,7 @@ FMHA_DEVICE void bwd_bias_row(const BwdParams& p, int32_t i_batch, int32_t i_hea
   for (int32_t j = Lanes::index(); j < p.fwd.seqlen_k; j += Lanes::count) {
     float sum = 0.f;
     for (int32_t b = batches.begin; b < batches.end; ++b) {
-      const SeqSpan span = resolve_seq(p.fwd, spec.fwd.seq, b);
+      const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, b);
       if (i >= span.seqlen_q || j >= span.seqlen_k) continue;
       for (int32_t h = heads.begin; h < heads.end; ++h) {
         const BwdHead<spec, Lanes> head{p, span, h};
@@ -198,7 +198,7 @@ FMHA_DEVICE void bwd_sink(const BwdParams& p, int32_t i_head) {
   const float sink_log2 = scalar_of(p.fwd.sink, 0, i_head, -infinity()) * kLog2E;
   float sum = 0.f;
   for (int32_t b = 0; b < p.fwd.batch; ++b) {
-    const SeqSpan span = resolve_seq(p.fwd, spec.fwd.seq, b);
+    const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, b);
     for (int32_t i = Lanes::index(); i < span.seqlen_q; i += Lanes::count) {
       const int64_t stats = stats_offset(p, span, i_head, i);
       // +infinity stands for a row that saw nothing, its sink neither: both are -infinity.
@@ -230,7 +230,7 @@ FMHA_DEVICE int64_t num_bwd_rows(const BwdParams& p) {
 template <BwdSpec spec, class Lanes>
 FMHA_DEVICE void bwd_stats(const BwdParams& p, int64_t at) {
   const int32_t i = int32_t(at % p.fwd.seqlen_q), i_head = int32_t(at / p.fwd.seqlen_q % p.fwd.num_heads_q);
-  const SeqSpan span = resolve_seq(p.fwd, spec.fwd.seq, int32_t(at / p.fwd.seqlen_q / p.fwd.num_heads_q));
+  const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, int32_t(at / p.fwd.seqlen_q / p.fwd.num_heads_q));
   if (i < span.seqlen_q) bwd_stats_row<spec, Lanes>(p, span, i_head, i);
 }
 
@@ -239,14 +239,14 @@ template <BwdSpec spec, class Lanes>
 FMHA_DEVICE void bwd_row(const BwdParams& p, int64_t at) {
   if (at < num_query_rows(p)) {
     const int32_t i = int32_t(at % p.fwd.seqlen_q), i_head = int32_t(at / p.fwd.seqlen_q % p.fwd.num_heads_q);
-    const SeqSpan span = resolve_seq(p.fwd, spec.fwd.seq, int32_t(at / p.fwd.seqlen_q / p.fwd.num_heads_q));
+    const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, int32_t(at / p.fwd.seqlen_q / p.fwd.num_heads_q));
     if (i < span.seqlen_q) bwd_query_row<spec, Lanes>(p, span, i_head, i);
     return;
   }
   at -= num_query_rows(p);
   if (at < num_key_rows(p)) {
     const int32_t j = int32_t(at % p.fwd.seqlen_k), i_head_kv = int32_t(at / p.fwd.seqlen_k % p.fwd.num_heads_kv);
-    const SeqSpan span = resolve_seq(p.fwd, spec.fwd.seq, int32_t(at / p.fwd.seqlen_k / p.fwd.num_heads_kv));
+    const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, int32_t(at / p.fwd.seqlen_k / p.fwd.num_heads_kv));
     if (j < span.seqlen_k) bwd_key_row<spec, Lanes>(p, span, i_head_kv, j);
     return;
   }

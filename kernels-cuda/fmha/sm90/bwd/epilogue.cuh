@@ -8,7 +8,7 @@
 
 namespace fmha::sm90::bwd {
 
-// Rows of a gradient times `factor`; `row`: the first of the thread's two in the key block.
+// Rows of a gradient times `factor`, whose batch stride is 0 where keys are packed; `row`: the first of the thread's two in the key block.
 template <DType dtype, int dim, bool vectors, int n>
 FMHA_DEVICE void store_rows(const mma::Accumulator<n>& grad, const View& view, const Work& work, int32_t row,
                             float factor) {
@@ -17,7 +17,7 @@ FMHA_DEVICE void store_rows(const mma::Accumulator<n>& grad, const View& view, c
   for (int r = 0; r < 2; ++r) {
     const int32_t j = work.keys.begin + row + 8 * r;
     const bool stored = j < work.keys.end;
-    const int64_t at = row_offset(view, work.span.storage_batch, int64_t(work.span.k_row) + j, work.i_head_kv);
+    const int64_t at = row_offset(view, work.span.i_batch, int64_t(work.span.k_row) + j, work.i_head_kv);
     if constexpr (vectors && dtype != DType::F32) {
       uint16_t* out = static_cast<uint16_t*>(view.data) + at;
 #pragma unroll

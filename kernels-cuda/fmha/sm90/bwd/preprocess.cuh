@@ -21,7 +21,7 @@ struct QueryBlock {
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE QueryBlock resolve_query_block(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index) {
   const int32_t head = index / schedule.num_q_blocks, i_batch = head / p.fwd.num_heads_q;
-  return {resolve_seq(p.fwd, spec.fwd.seq, i_batch), head - i_batch * p.fwd.num_heads_q,
+  return {resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch), head - i_batch * p.fwd.num_heads_q,
           (index - head * schedule.num_q_blocks) * tile.block_m};
 }
 

@@ -33,7 +33,7 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
   Work work;
   work.i_head_kv = head - i_batch * p.fwd.num_heads_kv;
   work.key_block = key_block;
-  work.span = resolve_seq(p.fwd, spec.fwd.seq, i_batch);
+  work.span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
   work.band = resolve_band(p.fwd.mask, work.span.seqlen_q, work.span.seqlen_k);
   work.keys = {first_key, min(first_key + tile.block_n, work.span.seqlen_k)};
   work.q_blocks = {0, 0};
@@ -115,7 +115,7 @@ FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& 
 // Whether rows of a block that lie behind its sequence may hold anything: TMA has put zeros only behind the tensor.
 template <BwdSpec spec>
 FMHA_DEVICE bool may_be_dirty(const BwdParams& p) {
-  return spec.fwd.seq == SeqKind::Group || p.fwd.seqused_q || p.fwd.seqused_k;
+  return spec.fwd.q_layout == QLayout::Packed || spec.fwd.kv_layout != KvKind::Strided || p.fwd.seqused_q || p.fwd.seqused_k;
 }
 
 }  // namespace fmha::sm90::bwd
