@@ -402,6 +402,8 @@ abi_struct! {
         pub dq_sums: DevPtr<f32>,
         /// In the workspace: of each block of rows of `dq_sums`, how many have added to it; null where sums need no order.
         pub turns: DevPtr<i32>,
+        /// In the workspace: tiles that persistent CTAs have claimed.
+        pub claimed: DevPtr<i32>,
         /// Rows of `lse_log2` and `delta` from query head to query head.
         pub stats_head: i64,
         /// Rows from sequence to sequence.

@@ -54,6 +54,7 @@ pub fn bwd_params(problem: &BwdProblem, args: &BwdArgs<'_>) -> BwdParams {
         delta: DevPtr::NULL,
         dq_sums: DevPtr::NULL,
         turns: DevPtr::NULL,
+        claimed: DevPtr::NULL,
         stats_head: 0,
         stats_batch: 0,
         dbias_per_batch: per_batch.into(),

@@ -7,6 +7,7 @@ use crate::score::Bias;
 /// Offsets in bytes from the workspace's start, and how a query row is found in it (`fmha/bwd.h`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BwdWorkspace {
+    lse_log2: u64,
     delta: u64,
     dq_sums: Option<u64>,
     turns: Option<u64>,
@@ -28,12 +29,15 @@ impl BwdWorkspace {
         let elems = rows.checked_mul(dims.num_heads_q.into())?;
         let stats = elems.checked_mul(4)?.checked_next_multiple_of(256)?;
         let sums = elems.checked_mul(4)?.checked_mul(dq_dim.into())?;
-        let turns = stats.checked_mul(2)?.checked_add(sums)?;
+        // A number of claimed tiles, then what has rows.
+        let first = 256;
+        let turns = stats.checked_mul(2)?.checked_add(sums)?.checked_add(first)?;
         let takes_turns = problem.deterministic && dq_dim > 0;
         let bytes = turns.checked_add(if takes_turns { elems / block * 4 } else { 0 })?;
         (bytes < 1 << 62).then_some(Self {
-            delta: stats,
-            dq_sums: (dq_dim > 0).then_some(2 * stats),
+            lse_log2: first,
+            delta: first + stats,
+            dq_sums: (dq_dim > 0).then_some(first + 2 * stats),
             turns: takes_turns.then_some(turns),
             bytes,
             stats_head: rows as i64,
@@ -45,7 +49,8 @@ impl BwdWorkspace {
     #[must_use]
     pub fn bind(&self, params: BwdParams, address: u64) -> BwdParams {
         BwdParams {
-            lse_log2: DevPtr::new(address),
+            claimed: DevPtr::new(address),
+            lse_log2: DevPtr::new(address + self.lse_log2),
             delta: DevPtr::new(address + self.delta),
             dq_sums: self.dq_sums.map_or(DevPtr::NULL, |offset| DevPtr::new(address + offset)),
             turns: self.turns.map_or(DevPtr::NULL, |offset| DevPtr::new(address + offset)),
@@ -124,7 +129,7 @@ mod tests {
             assert_eq!(workspace.stats_batch, padded as i64);
             let rows = padded * 3 * 2;
             let sums = workspace.dq_sums.unwrap();
-            assert!(workspace.delta >= rows * 4 && sums >= workspace.delta + rows * 4);
+            assert!(workspace.lse_log2 >= 4 && workspace.delta >= workspace.lse_log2 + rows * 4 && sums >= workspace.delta + rows * 4);
             let end = sums + rows * 8 * 4;
             let turns = if deterministic { rows / u64::from(block) * 4 } else { 0 };
             assert_eq!((workspace.turns, workspace.bytes), (deterministic.then_some(end), end + turns));

@@ -1,6 +1,7 @@
 """Launches rendered and compiled sm90 backward kernels on torch tensors, through libcuda alone.
 
-A variant NAME is three folders of examples/render_bwd.rs: NAME, NAME.pre and NAME.post.
+A variant NAME is three folders of examples/render_bwd.rs: NAME, NAME.pre and NAME.post. Of each the cubin, of the first
+also entry.cu, meta.txt and the headers `fmha/params.h` and `fmha/sm90_bwd_host.h`, which say how arguments lie.
 """
 
 import ctypes
@@ -14,6 +15,34 @@ import torch
 from launch import UNBOUNDED_HI, UNBOUNDED_LO, check, cuda, tensor_map
 
 ROW_THREADS = 256
+SCALARS = {"int64_t": "q", "int32_t": "i", "uint32_t": "I", "float": "f"}
+
+
+class Structs:
+    """C structs without padding, as the headers declare them."""
+
+    def __init__(self, *headers):
+        self.fields = {}
+        for text in headers:
+            for name, body in re.findall(r"struct (\w+) \{\n(.*?)\n\};", text, re.S):
+                self.fields[name] = re.findall(r"^  ([\w*]+) (\w+)(?:\[.*\])?;$", body, re.M)
+
+    def pack(self, name, values):
+        """`values` by field; what is not there is 0. Tuples are structs in their fields' order."""
+        if isinstance(values, tuple):
+            values = dict(zip((field for _, field in self.fields[name]), values))
+        unknown = set(values) - {field for _, field in self.fields[name]}
+        assert not unknown, f"{name} has no {unknown}"
+        out = b""
+        for kind, field in self.fields[name]:
+            value = values.get(field, 0)
+            if kind.endswith("*"):
+                out += struct.pack("<Q", value.data_ptr() if isinstance(value, torch.Tensor) else value or 0)
+            elif kind in SCALARS:
+                out += struct.pack("<" + SCALARS[kind], value)
+            else:
+                out += self.pack(kind, value or {})
+        return out
 
 
 def load(folder, smem):
@@ -32,9 +61,9 @@ class Backward:
         entry = (root / name / "entry.cu").read_text()
         field = lambda word: re.search(rf"\.{word} = (\w+)", entry)[1]
         self.name = name
+        self.structs = Structs(*((root / name / "fmha" / h).read_text() for h in ("params.h", "sm90_bwd_host.h")))
         self.block_m, self.block_n = int(field("block_m")), int(field("block_n"))
         self.persistent = field("persistent") == "true"
-        self.deterministic = field("deterministic") == "true"
         self.dim = -(-max(int(field("head_dim_qk")), int(field("head_dim_v"))) // 64) * 64
         meta = dict(line.split("=", 1) for line in (root / name / "meta.txt").read_text().splitlines() if "=" in line)
         self.threads, self.smem = int(meta["threads"]), int(meta["smem"])
@@ -45,30 +74,32 @@ class Backward:
         """A callable that gives (dq, dk, dv). [batch, seqlen, heads, dim], lse [batch, heads, seqlen]; or packed."""
         group = cu is not None
         batch = len(cu) - 1 if group else q.shape[0]
-        hq, hkv, dqk, dv = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
+        hq, hkv, dqk = q.shape[-2], k.shape[-2], q.shape[-1]
         seqlen_q, seqlen_k = (longest, longest) if group else (q.shape[1], k.shape[1])
         grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
-        scale = dqk**-0.5 if scale is None else scale
-        rows_q = q.shape[0] if group else seqlen_q
+        total_q = q.shape[0] if group else seqlen_q
         m = self.block_m
         padded = -(-seqlen_q // m) * m
-        rows, stats_batch, by_offset = (rows_q // m * m + batch * m, m, 1) if group else (batch * padded, padded, 0)
+        rows = batch * padded
         stats = torch.empty(2, hq * rows, device=q.device)
         sums = torch.empty(hq * rows * self.dim, device=q.device)
+        turns = torch.empty(hq * rows // m + 1, dtype=torch.int32, device=q.device)
         strides = lambda x: (0 if group else x.stride(0), x.stride(-3), x.stride(-2))
-        view = lambda x: struct.pack("<Q4q", x.data_ptr(), *strides(x), 1)
-        pointer = lambda x: struct.pack("<Q", x.data_ptr() if x is not None else 0)
-        none = struct.pack("<Q", 0)
-        params = b"".join(view(x) for x in (q, k, v, o)) + bytes(40)
-        params += pointer(lse) + struct.pack("<qq", 0 if group else hq * seqlen_q, rows_q)
-        params += none + pointer(cu) * 2 + none * 2 + bytes(16) * 5 + none * 2
-        params += struct.pack("<6i4ii", batch, seqlen_q, seqlen_k, hq, hkv, hq // hkv, *mask, 1)
-        params += struct.pack("<ffIfIII", scale, 0, 0, 1.0, 0, 0, 0)
-        assert len(params) == 432, len(params)
-        params += view(dout) + b"".join(view(x) for x in grads) + bytes(40) + none * 2
-        params += pointer(stats[0]) + pointer(stats[1]) + pointer(sums)
-        params += struct.pack("<qq4i", rows, stats_batch, m, by_offset, 0, 0)
-        assert len(params) == 704, len(params)
+        view = lambda x: (x, *strides(x), 1)
+        fwd = dict(
+            q=view(q), k=view(k), v=view(v), o=view(o), lse=lse, lse_batch=0 if group else hq * seqlen_q, lse_head=total_q,
+            cu_seqlens_q=cu, cu_seqlens_k=cu, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, total_q=total_q,
+            total_k=k.shape[0] if group else seqlen_k, page_size=1, num_heads_q=hq, num_heads_kv=hkv, gqa_ratio=hq // hkv,
+            mask=mask, alibi_bottom_right=1, softmax_scale=dqk**-0.5 if scale is None else scale, dropout_scale=1.0,
+        )  # fmt: skip
+        params = self.structs.pack("BwdParams", dict(
+            fwd=fwd, dout=view(dout), dq=view(grads[0]), dk=view(grads[1]), dv=view(grads[2]), lse_log2=stats[0],
+            delta=stats[1], dq_sums=sums, turns=turns[1:], claimed=turns, stats_head=rows, stats_batch=padded,
+        ))  # fmt: skip
+        key_blocks, q_blocks = -(-seqlen_k // self.block_n), -(-seqlen_q // m)
+        tiles = key_blocks * hkv * batch
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        schedule = self.structs.pack("Sm90BwdSchedule", (tiles, key_blocks, q_blocks, sms))
 
         far = 1 << 20
 
@@ -78,10 +109,6 @@ class Backward:
             return tensor_map(x, (x.shape[-1], extent, x.shape[-2], storage), (s[1], s[2], far if storage == 1 else s[0]), (64, rows_in_box, 1, 1))
 
         maps = map_of(q, m) + map_of(k, self.block_n) + map_of(v, self.block_n) + map_of(dout, m)
-        key_blocks, q_blocks = -(-seqlen_k // self.block_n), -(-seqlen_q // m)
-        tiles = key_blocks * hkv * batch
-        schedule = struct.pack("<3i", tiles, key_blocks, q_blocks)
-        sms = torch.cuda.get_device_properties(0).multi_processor_count
         raw = (ctypes.c_char * 1024)()
         base = (ctypes.addressof(raw) + 127) // 128 * 128
         ctypes.memmove(base, maps, len(maps))
@@ -108,5 +135,5 @@ class Backward:
             return tuple(grads)
 
         run.launch = launch
-        run.held = (q, k, v, o, lse, dout, grads, stats, sums, raw, p, s, cu)
+        run.held = (q, k, v, o, lse, dout, grads, stats, sums, turns, raw, p, s, cu)
         return run

@@ -25,10 +25,12 @@ abi_spec! {
         pub stages_ds: i32,
         /// Consumers share out dQ by its dimension, as the transpose of dQ; else by its rows.
         pub transposed_dq: bool,
-        /// A block's dQ and dK are left to the turn of the next block, whose softmax they hide; two blocks of Q and of
-        /// dS are then held at a time.
-        pub delayed: bool,
-        /// A CTA to a multiprocessor, which walks over key blocks; else a CTA to a key block.
+        /// The next block's scores are started before this block's dK is waited for; two blocks of Q are then held at a
+        /// time, and a third stage hides their loading.
+        pub early_scores: bool,
+        /// dV is started before dS is made, which holds P in both forms at a time.
+        pub early_dv: bool,
+        /// A CTA to a multiprocessor, which claims key block after key block; else a CTA to a key block.
         pub persistent: bool,
         /// O and dO are read 16 bytes at a time; else element by element.
         pub vector_load: bool,
@@ -89,7 +91,8 @@ impl Sm90BwdTile {
             "stages_dout" => self.stages_dout = number()?,
             "stages_ds" => self.stages_ds = number()?,
             "transposed_dq" => self.transposed_dq = flag()?,
-            "delayed" => self.delayed = flag()?,
+            "early_scores" => self.early_scores = flag()?,
+            "early_dv" => self.early_dv = flag()?,
             "persistent" => self.persistent = flag()?,
             "vector_load" => self.vector_load = flag()?,
             "vector_store" => self.vector_store = flag()?,
@@ -108,8 +111,8 @@ impl Sm90BwdTile {
         let ds = self.stages_ds * tile_bytes(self.block_m, self.block_n);
         let dq = round_up(4 * self.block_m * dim, 1024);
         let stats = 4 * self.block_m * (self.stages_q + self.stages_dout);
-        let barriers = 8 * (3 + 2 * (self.stages_q + self.stages_dout + self.num_consumers()));
-        round_up(keys + queries + ds + dq + stats + barriers, 1024)
+        let barriers = 8 * (3 + 2 * (self.stages_q + self.stages_dout + self.num_consumers() + 2));
+        round_up(keys + queries + ds + dq + stats + barriers + 8, 1024)
     }
 
     /// Whether the tile can be compiled for a spec, and if not, why.
@@ -132,11 +135,8 @@ impl Sm90BwdTile {
                 return Err(format!("{field} {stages} is not from 1 to 4"));
             }
         }
-        if self.delayed && self.stages_q.min(self.stages_ds) < 2 {
-            return Err(format!(
-                "stages_q {}, stages_ds {}: delayed holds two blocks of each at a time",
-                self.stages_q, self.stages_ds
-            ));
+        if self.early_scores && self.stages_q < 2 {
+            return Err(format!("stages_q {}: early_scores holds two blocks of Q at a time", self.stages_q));
         }
         let (what, shared_out) = if self.transposed_dq { ("the padded head dimension", dim) } else { ("block_m", block_m) };
         if shared_out != 64 * self.num_consumers() {
@@ -284,11 +284,12 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
     Sm90BwdTile {
         block_m,
         block_n: 128,
-        stages_q: 3,
+        stages_q: 2,
         stages_dout: 2,
         stages_ds: 2,
         transposed_dq,
-        delayed: true,
+        early_scores: false,
+        early_dv: false,
         persistent: false,
         vector_load: true,
         vector_store: spec.dtype_grad != DType::F32,

@@ -59,6 +59,8 @@ impl BwdRecipe for Sm90Bwd {
         for (key, value) in &options.tile {
             tile.set(key, value).map_err(refuse)?;
         }
+        // Tiles are claimed from where the kernel before the main one has put a 0.
+        tile.persistent &= problem.fwd().dims.seqlen_q > 0;
         tile.check(&spec).map_err(refuse)?;
         let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
         if smem_bytes > facts.smem_bytes {

@@ -23,6 +23,13 @@ FMHA_DEVICE void cp_reduce_async_bulk_add_f32(float* to, uint32_t from, uint32_t
                : "memory");
 }
 
+// needs: sm_90. From shared to global memory; `bytes` and both addresses are multiples of 16.
+// PTX ISA: cp.async.bulk.
+FMHA_DEVICE void cp_async_bulk_store(float* to, uint32_t from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+}
+
 // needs: sm_90. This thread's bulk copies out of shared memory since the last commit become a group.
 // PTX ISA: cp.async.bulk.commit_group.
 FMHA_DEVICE void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

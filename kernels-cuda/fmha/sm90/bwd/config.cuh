@@ -52,6 +52,9 @@ struct Shape {
   using DsTile = SmemTile<Elem, tile.block_m, tile.block_n>;
 };
 
+// Tiles that are known at a time: the one at work, and its successor, which is loaded meanwhile.
+constexpr int kClaimSlots = 2;
+
 template <BwdSpec spec, Sm90BwdTile tile>
 struct Smem {
   using S = Shape<spec, tile>;
@@ -72,6 +75,9 @@ struct Smem {
   Barrier dout_empty[tile.stages_dout];  // one arrival per consumer warp
   Barrier dq_full[S::consumers];         // one arrival per warp of the consumer: its share of dQ is there
   Barrier dq_empty[S::consumers];        // the store role's arrival: the share has been read
+  Barrier claim_full[kClaimSlots];       // the load role's arrival: the next tile is known
+  Barrier claim_empty[kClaimSlots];      // one arrival per consumer warp and the store role's
+  int32_t claims[kClaimSlots];
 };
 
 // Named barriers; 0 is that of __syncthreads.

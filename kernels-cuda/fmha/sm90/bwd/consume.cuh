@@ -33,7 +33,6 @@ struct Consumer {
   Slot<tile.stages_dout> dout_slot;
   Slot<tile.stages_ds> ds_slot;
   uint32_t dq_phase = 0, tile_phase = 0;
-  int32_t last_q = 0, last_ds = 0;  // slots of the block whose dQ and dK are still to come
   mma::Accumulator<S::dim> dk;
   mma::Accumulator<S::dim> dv;
 
@@ -79,16 +78,18 @@ struct Consumer {
     return block_class(work.band, queries, work.keys) != BlockClass::Inside;
   }
 
-  // S becomes P.
-  FMHA_DEVICE void exponentiate(Scores& s) const {
+  // What P are exponentials of.
+  FMHA_DEVICE Scores exponents(const Scores& s) const {
+    Scores x;
     const uint32_t lse = ptx::shared_address(smem.lse_log2[q_slot.index]) + mma::fragment_column() * sizeof(float);
 #pragma unroll
     for (int e = 0; e < s.num_elems; e += 4) {
       float lse_log2[2];
       ptx::ld_shared_v2_f32(lse_log2, lse + Scores::column(e) * sizeof(float));
 #pragma unroll
-      for (int k = 0; k < 4; ++k) s[e + k] = ptx::ex2_approx_ftz(fmaf(s[e + k], scale_log2, -lse_log2[k & 1]));
+      for (int k = 0; k < 4; ++k) x[e + k] = fmaf(s[e + k], scale_log2, -lse_log2[k & 1]);
     }
+    return x;
   }
   // dP becomes dS.
   FMHA_DEVICE void differentiate(Scores& dp, const Scores& probs) const {
@@ -138,8 +139,8 @@ struct Consumer {
   FMHA_DEVICE void start_dp(Scores& dp, int32_t slot) const {
     mma::start_product_abt<dtype, 1>(dp, smem.v, index * mma::kRows, smem.dout[slot]);
   }
-  FMHA_DEVICE void start_dq(mma::Accumulator<S::dq_columns>& dq, int32_t slot) const {
-    const auto& ds = smem.ds[slot];
+  FMHA_DEVICE void start_dq(mma::Accumulator<S::dq_columns>& dq) const {
+    const auto& ds = smem.ds[ds_slot.index];
     if constexpr (tile.transposed_dq) {
       mma::start_product_atbt<dtype>(dq, smem.k, index * mma::kRows, ds);
     } else {
@@ -147,10 +148,12 @@ struct Consumer {
     }
   }
 
-  FMHA_DEVICE void probabilities(Scores& s, const Work& work, int32_t block) const {
+  // They become P.
+  FMHA_DEVICE void exponentiate(Scores& x, const Work& work, int32_t block) const {
     const int32_t first_query = block * tile.block_m;
-    exponentiate(s);
-    if (is_edge(work, first_query)) mask(s, work, first_query);
+#pragma unroll
+    for (int e = 0; e < x.num_elems; ++e) x[e] = ptx::ex2_approx_ftz(x[e]);
+    if (is_edge(work, first_query)) mask(x, work, first_query);
   }
   // This consumer's rows of dS^T for all.
   FMHA_DEVICE void share_ds(const Operand& ds) const {
@@ -161,28 +164,40 @@ struct Consumer {
     sync_consumers();
   }
 
+  // P and dS as operands of the products, dV started: before dS is made, where registers allow it.
+  FMHA_DEVICE void differentiate_and_start_dv(Scores& s, Scores& dp, Operand& ds) {
+    Operand probs;
+    probs.template from<dtype>(s, 0);
+    const auto& dout = smem.dout[dout_slot.index];
+    if constexpr (tile.early_dv) {
+      mma::start_product_ab<dtype>(dv, probs, dout);
+      ptx::wgmma_wait_group<1>();  // dP
+    } else {
+      ptx::wgmma_wait_group<0>();
+    }
+    differentiate(dp, s);
+    ds.template from<dtype>(dp, 0);
+    if constexpr (!tile.early_dv) mma::start_product_ab<dtype>(dv, probs, dout);
+  }
+
   // A query block after another, each from its scores to its dK.
   FMHA_DEVICE void walk(const Work& work, QueryBlocks blocks) {
+#pragma unroll 1
     for (; blocks.more(); blocks.advance()) {
-      const int32_t block = blocks.current;
       Scores s, dp;
-      take_q(work, block, q_slot);
+      take_q(work, blocks.current, q_slot);
       start_scores(s, q_slot.index);
       ptx::mbarrier_wait_parity(smem.v_full, tile_phase);
-      take_dout(work, block, dout_slot);
+      take_dout(work, blocks.current, dout_slot);
       start_dp(dp, dout_slot.index);
-
       ptx::wgmma_wait_group<1>();
-      probabilities(s, work, block);
-      Operand probs, ds;
-      probs.template from<dtype>(s, 0);
-      ptx::wgmma_wait_group<0>();
-      differentiate(dp, s);
-      ds.template from<dtype>(dp, 0);
-      mma::start_product_ab<dtype>(dv, probs, smem.dout[dout_slot.index]);
+      Scores x = exponents(s);
+      exponentiate(x, work, blocks.current);
+      Operand ds;
+      differentiate_and_start_dv(x, dp, ds);
       share_ds(ds);
       mma::Accumulator<S::dq_columns> dq;
-      start_dq(dq, ds_slot.index);
+      start_dq(dq);
       ptx::wgmma_wait_group<1>();  // dV
       arrive(smem.dout_empty[dout_slot.index]);
       mma::start_product_ab<dtype>(dk, ds, smem.q[q_slot.index]);
@@ -196,64 +211,53 @@ struct Consumer {
     }
   }
 
-  // The same, with a block's dQ and dK left to the turn of the next one, so that the tensor cores have work while P and
-  // dS are made. No product is under way from turn to turn: ptxas would then wait for each.
+  // The same with the next block's scores started behind this one's dK, so that the tensor cores have work while dQ is
+  // stored and, with dP, while P is made. Nothing is under way from turn to turn: ptxas would wait for each product.
   //
-  //   tensor cores   S(i)  dQ(i-1)  dK(i-1)             dP(i)  dV(i)
-  //   this group           P(i)              store dQ(i-1)     dS(i)  share dS(i)
-  template <bool first>
-  FMHA_DEVICE void turn(const Work& work, const QueryBlocks& blocks, Operand& ds) {
-    Scores s, dp;
-    mma::Accumulator<S::dq_columns> dq;
-    take_q(work, blocks.current, q_slot);
-    start_scores(s, q_slot.index);
-    if constexpr (first) {
-      ptx::wgmma_wait_group<0>();
-    } else {
-      sync_consumers();  // dS of the block before is there
-      start_dq(dq, last_ds);
-      mma::start_product_ab<dtype>(dk, ds, smem.q[last_q]);
-      ptx::wgmma_wait_group<2>();
-    }
-    probabilities(s, work, blocks.current);
-    if constexpr (!first) {
-      ptx::wgmma_wait_group<1>();
-      store_share(dq);
-    }
-    Operand probs;
-    probs.template from<dtype>(s, 0);
-    if constexpr (first) ptx::mbarrier_wait_parity(smem.v_full, tile_phase);
+  //   tensor cores   dP(i)  dV(i)              dQ(i)  dK(i)  S(i+1)
+  //   this group     P(i)   dS(i)  share dS(i)        store dQ(i)
+  template <bool last>
+  FMHA_DEVICE void turn(const Work& work, QueryBlocks& blocks, Scores& x) {
+    Scores dp;
     take_dout(work, blocks.current, dout_slot);
     start_dp(dp, dout_slot.index);
-    mma::start_product_ab<dtype>(dv, probs, smem.dout[dout_slot.index]);
-    ptx::wgmma_wait_group<1>();  // dP, and before it dK
-    if constexpr (!first) arrive(smem.q_empty[last_q]);
-    differentiate(dp, s);
-    ds.template from<dtype>(dp, 0);
-    mma::store_transposed(smem.ds[ds_slot.index], ds, index * mma::kRows);
-    ptx::fence_proxy_async();
-    ptx::wgmma_wait_group<0>();  // dV
+    exponentiate(x, work, blocks.current);
+    Operand ds;
+    differentiate_and_start_dv(x, dp, ds);
+    share_ds(ds);
+    mma::Accumulator<S::dq_columns> dq;
+    start_dq(dq);
+    ptx::wgmma_wait_group<1>();  // dV
     arrive(smem.dout_empty[dout_slot.index]);
-    last_q = q_slot.index;
-    last_ds = ds_slot.index;
+    mma::start_product_ab<dtype>(dk, ds, smem.q[q_slot.index]);
+    const int32_t done = q_slot.index;
     q_slot.advance();
     dout_slot.advance();
     ds_slot.advance();
-  }
-  FMHA_DEVICE void walk_delayed(const Work& work, QueryBlocks blocks) {
-    Operand ds;
-    turn<true>(work, blocks, ds);
     blocks.advance();
-#pragma unroll 1
-    for (; blocks.more(); blocks.advance()) turn<false>(work, blocks, ds);
-    mma::Accumulator<S::dq_columns> dq;
-    sync_consumers();
-    start_dq(dq, last_ds);
-    mma::start_product_ab<dtype>(dk, ds, smem.q[last_q]);
-    ptx::wgmma_wait_group<1>();
+    ptx::wgmma_wait_group<1>();  // dQ
     store_share(dq);
+    if constexpr (last) {
+      ptx::wgmma_wait_group<0>();
+    } else {
+      Scores next;
+      take_q(work, blocks.current, q_slot);
+      start_scores(next, q_slot.index);
+      ptx::wgmma_wait_group<0>();
+      x = exponents(next);
+    }
+    arrive(smem.q_empty[done]);
+  }
+  FMHA_DEVICE void walk_ahead(const Work& work, QueryBlocks blocks) {
+    Scores s, x;
+    take_q(work, blocks.current, q_slot);
+    start_scores(s, q_slot.index);
+    ptx::mbarrier_wait_parity(smem.v_full, tile_phase);
     ptx::wgmma_wait_group<0>();
-    arrive(smem.q_empty[last_q]);
+    x = exponents(s);
+#pragma unroll 1
+    for (int32_t left = blocks.count(); left > 1; --left) turn<false>(work, blocks, x);
+    turn<true>(work, blocks, x);
   }
 
   FMHA_DEVICE void run_tile(const Sm90BwdSchedule& schedule, const Work& work) {
@@ -266,8 +270,8 @@ struct Consumer {
       finish_zeros();
     }
     const QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work);
-    if constexpr (tile.delayed) {
-      walk_delayed(work, blocks);
+    if constexpr (tile.early_scores) {
+      walk_ahead(work, blocks);
     } else {
       walk(work, blocks);
     }
@@ -276,9 +280,9 @@ struct Consumer {
   }
 
   FMHA_DEVICE void run(const Sm90BwdSchedule& schedule) {
-    for (int32_t i = blockIdx.x; i < schedule.num_tiles; i += gridDim.x) {
+    for_each_tile<tile>(schedule, smem, signals, [&](int32_t i) {
       const Work work = resolve_work<spec, tile>(p, schedule, i);
-      if (work.keys.empty()) continue;
+      if (work.keys.empty()) return;
       dk.clear();
       dv.clear();
       // Keys that no query sees have gradients of 0.
@@ -286,7 +290,7 @@ struct Consumer {
       const int32_t row = index * mma::kRows + mma::fragment_row();
       store_rows<spec.dtype_grad, spec.fwd.head_dim_qk, tile.vector_store>(dk, p.dk, work, row, p.fwd.softmax_scale);
       store_rows<spec.dtype_grad, spec.fwd.head_dim_v, tile.vector_store>(dv, p.dv, work, row, 1.f);
-    }
+    });
   }
 };
 

@@ -65,9 +65,24 @@ struct Loader {
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void load(const BwdParams& p, const Maps& maps, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
   Loader<spec, tile> loader{p, maps, schedule, smem};
-  for (int32_t index = blockIdx.x; index < schedule.num_tiles; index += gridDim.x) {
+  const auto load_tile = [&](int32_t index) {
     const Work work = resolve_work<spec, tile>(p, schedule, index);
     if (!work.q_blocks.empty()) loader.load_tile(work);
+  };
+  if constexpr (!tile.persistent) {
+    load_tile(blockIdx.x);
+  } else {
+    Slot<kClaimSlots> slot;
+    int32_t index = blockIdx.x;
+    while (true) {
+      ptx::mbarrier_wait_parity(smem.claim_empty[slot.index], slot.phase ^ 1);
+      smem.claims[slot.index] = index;
+      ptx::mbarrier_arrive_if(smem.claim_full[slot.index], true);
+      if (index >= schedule.num_tiles) return;
+      load_tile(index);
+      index = gridDim.x + atomicAdd(p.claimed, 1);
+      slot.advance();
+    }
   }
 }
 

@@ -29,6 +29,10 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
     ptx::mbarrier_init(smem.dq_full[i], 4);
     ptx::mbarrier_init(smem.dq_empty[i], 1);
   }
+  for (int i = 0; i < kClaimSlots; ++i) {
+    ptx::mbarrier_init(smem.claim_full[i], 1);
+    ptx::mbarrier_init(smem.claim_empty[i], warps + 1);
+  }
   ptx::fence_mbarrier_init();
 }
 

@@ -30,11 +30,14 @@ FMHA_DEVICE void postprocess(const BwdParams& p, const Sm90BwdSchedule& schedule
   const SeqSpan& span = block.span;
   if (block.first >= span.seqlen_q) return;
 
-  const float4* sums =
-      reinterpret_cast<const float4*>(p.dq_sums + stats_offset(p, span, block.i_head, block.first) * S::dim);
+  const int64_t first = stats_offset(p, span, block.i_head, block.first);
+  const float4* sums = reinterpret_cast<const float4*>(p.dq_sums + first * S::dim);
+  // A query block that no key block has seen was never written.
+  const bool none = takes_turns<spec>() && p.turns[first / tile.block_m] == 0;
 #pragma unroll 4
   for (int32_t at = threadIdx.x; at < S::dq_block / 4; at += kPostprocessThreads) {
-    const float4 four = sums[at];
+    float4 four = {0.f, 0.f, 0.f, 0.f};
+    if (!none) four = sums[at];
     const float values[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (int k = 0; k < 4; ++k) {

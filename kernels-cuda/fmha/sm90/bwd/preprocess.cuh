@@ -1,4 +1,5 @@
-// What the main kernel wants of each query row: LSE in log2, and delta = dO . O - dLSE; and zeros where it sums dQ.
+// What the main kernel wants of each query row: LSE in log2, and delta = dO . O - dLSE; and zeros where it sums dQ,
+// or that nobody has had a turn.
 //
 // Rows behind a sequence in its last block get LSE = +infinity, so that their P are 0 and add nothing; so do rows that
 // see no key, whose LSE is -infinity.
@@ -55,6 +56,7 @@ FMHA_DEVICE void preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule)
   constexpr int lanes = tile.vector_load ? S::dim / 8 : 32;  // of a row
   const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, blockIdx.x);
   const SeqSpan& span = block.span;
+  if (tile.persistent && blockIdx.x == 0 && threadIdx.x == 0) *p.claimed = 0;
   if (block.first >= span.seqlen_q) return;
 
   const int64_t stats = stats_offset(p, span, block.i_head, block.first);
@@ -91,7 +93,11 @@ FMHA_DEVICE void preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule)
       p.delta[stats + row] = delta;
     }
   }
-  if (takes_turns<spec>() && threadIdx.x == 0) p.turns[stats / tile.block_m] = 0;
+  if constexpr (takes_turns<spec>()) {
+    // Who has the first turn stores.
+    if (threadIdx.x == 0) p.turns[stats / tile.block_m] = 0;
+    return;
+  }
   float4* sums = reinterpret_cast<float4*>(p.dq_sums + stats * S::dim);
   for (int32_t at = threadIdx.x; at < S::dq_block / 4; at += kPreprocessThreads) sums[at] = {0.f, 0.f, 0.f, 0.f};
 }

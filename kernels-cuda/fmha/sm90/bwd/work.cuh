@@ -15,6 +15,26 @@ struct Work {
   Range q_blocks;  // those with a query that sees one of the keys
 };
 
+// Calls `run` for each tile of this CTA: its own, and where CTAs are persistent those that the load role claims. Of each
+// warp `signals` is true in one lane of those that call.
+template <Sm90BwdTile tile, class Shared, class Run>
+FMHA_DEVICE void for_each_tile(const Sm90BwdSchedule& schedule, Shared& smem, bool signals, Run run) {
+  if constexpr (!tile.persistent) {
+    run(int32_t(blockIdx.x));
+  } else {
+    Slot<kClaimSlots> slot;
+    while (true) {
+      ptx::mbarrier_wait_parity(smem.claim_full[slot.index], slot.phase);
+      const int32_t index = smem.claims[slot.index];
+      __syncwarp(__activemask());
+      ptx::mbarrier_arrive_if(smem.claim_empty[slot.index], signals);
+      if (index >= schedule.num_tiles) return;
+      run(index);
+      slot.advance();
+    }
+  }
+}
+
 // Whether key blocks take turns at the sums of dQ (order.cuh).
 template <BwdSpec spec>
 FMHA_DEVICE constexpr bool takes_turns() {
@@ -92,6 +112,7 @@ struct QueryBlocks {
   const int32_t start, end_head;
   int32_t i_head, current;
 
+  FMHA_DEVICE int32_t count() const { return (range.end - range.begin) * (end_head - i_head); }  // before any advance
   FMHA_DEVICE bool more() const { return i_head < end_head; }
   FMHA_DEVICE void advance() {
     if (++current == range.end) current = range.begin;
