@@ -5,6 +5,7 @@ use crate::abi_spec;
 use crate::bwd::BwdProblem;
 use crate::combine::CombineProblem;
 use crate::dtype::DType;
+use crate::fields::{FieldValue, Fields as _};
 use crate::layout::{KvLayout, QLayout, VLayout};
 use crate::mask::MaskKind;
 use crate::problem::FwdProblem;
@@ -146,6 +147,21 @@ impl FwdSpec {
             write_lse: true,
             write_keep_mask: false,
         }
+    }
+}
+
+/// As a field of another spec: its own fields are set, not it.
+impl FieldValue for FwdSpec {
+    fn names() -> Vec<String> {
+        Vec::new()
+    }
+
+    fn of_name(_: &str) -> Option<Self> {
+        None
+    }
+
+    fn name(&self) -> String {
+        self.named_values().into_iter().map(|(field, value)| format!("{field}={value}")).collect::<Vec<_>>().join(",")
     }
 }
 

@@ -7,6 +7,7 @@ use std::error::Error;
 use std::io::Read as _;
 use std::path::PathBuf;
 
+use fmha_core::fields::Fields as _;
 use fmha_core::spec::{BwdSpec, FwdSpec, KvKind};
 use fmha_core::{DType, MaskKind, QLayout};
 use fmha_kernels_cuda::sm90_bwd;
@@ -58,7 +59,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
         let mut tile = sm90_bwd::default_tile(&spec);
         for (field, value) in tile_fields {
-            tile.set(field, value)?;
+            tile.set_field(field, value)?;
         }
         tile.check(&spec).map_err(|why| format!("{name}: {why}"))?;
         let source = match kernel {

@@ -1,6 +1,7 @@
 //! The Hopper backward kernels: their tile, their workspace, their entries.
 
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
+use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{BiasKind, BwdSpec};
 use fmha_core::{BwdProblem, DType, Refusal, Shape, Strides, VLayout, abi_spec, abi_struct};
@@ -14,28 +15,28 @@ abi_spec! {
     /// How the kernels compute.
     pub struct Sm90BwdTile {
         /// Query rows of a block: a multiple of 16.
-        pub block_m: i32,
+        pub block_m: i32 = Takes::multiples(16, 16, 256).tuned_over(&[64, 80, 128]),
         /// Keys of a CTA: 64 to a consumer warpgroup.
-        pub block_n: i32,
+        pub block_n: i32 = Takes::among(&[128]),
         /// Blocks of Q in shared memory at a time.
-        pub stages_q: i32,
+        pub stages_q: i32 = Takes::within(1, 4).tuned_over(&[2, 3]),
         /// Blocks of dO in shared memory at a time.
-        pub stages_dout: i32,
+        pub stages_dout: i32 = Takes::within(1, 4),
         /// Blocks of dS in shared memory at a time.
-        pub stages_ds: i32,
+        pub stages_ds: i32 = Takes::within(1, 4),
         /// Consumers share out dQ by its dimension, as the transpose of dQ; else by its rows.
-        pub transposed_dq: bool,
+        pub transposed_dq: bool = Takes::nothing(),
         /// The next block's scores are started before this block's dK is waited for; two blocks of Q are then held at a
         /// time, and a third stage hides their loading.
-        pub early_scores: bool,
+        pub early_scores: bool = Takes::all().tuned(),
         /// dV is started before dS is made, which holds P in both forms at a time.
-        pub early_dv: bool,
+        pub early_dv: bool = Takes::all().tuned(),
         /// A CTA to a multiprocessor, which claims key block after key block; else a CTA to a key block.
-        pub persistent: bool,
+        pub persistent: bool = Takes::all().tuned(),
         /// O and dO are read 16 bytes at a time; else element by element.
-        pub vector_load: bool,
+        pub vector_load: bool = Takes::nothing(),
         /// Gradients are stored 16 bytes at a time; else element by element.
-        pub vector_store: bool,
+        pub vector_store: bool = Takes::nothing(),
     }
 }
 
@@ -70,35 +71,6 @@ impl Sm90BwdTile {
     #[must_use]
     pub const fn num_threads(&self) -> i32 {
         128 * (1 + self.num_consumers())
-    }
-
-    /// Sets a field by name, as `PlanOptions::tile` has it.
-    ///
-    /// # Errors
-    /// A field that there is not, or a value that is none of its.
-    pub fn set(&mut self, field: &str, value: &str) -> Result<(), String> {
-        let wrong = || format!("tile {field}={value}: the value is not a number, or not 0 or 1");
-        let number = || value.parse::<i32>().map_err(|_| wrong());
-        let flag = || match value {
-            "0" => Ok(false),
-            "1" => Ok(true),
-            _ => Err(wrong()),
-        };
-        match field {
-            "block_m" => self.block_m = number()?,
-            "block_n" => self.block_n = number()?,
-            "stages_q" => self.stages_q = number()?,
-            "stages_dout" => self.stages_dout = number()?,
-            "stages_ds" => self.stages_ds = number()?,
-            "transposed_dq" => self.transposed_dq = flag()?,
-            "early_scores" => self.early_scores = flag()?,
-            "early_dv" => self.early_dv = flag()?,
-            "persistent" => self.persistent = flag()?,
-            "vector_load" => self.vector_load = flag()?,
-            "vector_store" => self.vector_store = flag()?,
-            _ => return Err(format!("tile {field}={value}: kernel {NAME} backward has no such field")),
-        }
-        Ok(())
     }
 
     /// Dynamic shared memory of a CTA of the main kernel; the entry asserts that the device agrees.

@@ -1,6 +1,7 @@
 //! The Hopper backward: its three launches, its workspace, its tensor maps.
 
 use fmha_core::bwd_workspace::BwdWorkspace;
+use fmha_core::fields::Fields as _;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::BwdSpec;
 use fmha_core::{
@@ -57,7 +58,7 @@ impl BwdRecipe for Sm90Bwd {
         let spec = BwdSpec::of(problem);
         let mut tile = sm90_bwd::choose_tile(problem);
         for (key, value) in &options.tile {
-            tile.set(key, value).map_err(refuse)?;
+            tile.set_field(key, value).map_err(refuse)?;
         }
         // Tiles are claimed from where the kernel before the main one has put a 0.
         tile.persistent &= problem.fwd().dims.seqlen_q > 0;

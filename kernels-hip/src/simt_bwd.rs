@@ -5,24 +5,27 @@ use fmha_core::source::{Entry, KernelSource};
 use fmha_core::spec::BwdSpec;
 use fmha_core::{BwdProblem, PlanOptions, Refusal};
 
-use super::refuse;
-use super::simt::{NAME, NUM_THREADS};
+use crate::device::refuse;
+use crate::simt::{NAME, NUM_THREADS};
 
 /// The first launch's name in a plan; the second bears the kernel's.
-pub(crate) const STATS: &str = "simt_bwd_stats";
+pub const STATS: &str = "simt_bwd_stats";
 const ROWS_OF_A_WORKGROUP: u64 = 4;
 
 /// Chosen for a problem.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct SimtBwd {
+pub struct SimtBwd {
     spec: BwdSpec,
-    pub(crate) workspace: BwdWorkspace,
+    /// Where its numbers lie in the workspace.
+    pub workspace: BwdWorkspace,
     rows: BwdRows,
 }
 
+/// Whether the kernels compute this problem.
+///
 /// # Errors
 /// The number that is too large, a tile that it has not, or another kernel that was asked for.
-pub(crate) fn accept(problem: &BwdProblem, options: &PlanOptions) -> Result<SimtBwd, Refusal> {
+pub fn accept(problem: &BwdProblem, options: &PlanOptions) -> Result<SimtBwd, Refusal> {
     match options.kernel.as_deref() {
         Some(NAME) => {}
         Some(asked) => refuse!(asked, "there is no such backward kernel (known: {NAME})"),
@@ -45,19 +48,27 @@ pub(crate) fn accept(problem: &BwdProblem, options: &PlanOptions) -> Result<Simt
 }
 
 impl SimtBwd {
-    pub(crate) fn stats_source(&self) -> KernelSource {
+    /// The first launch.
+    #[must_use]
+    pub fn stats_source(&self) -> KernelSource {
         self.source("simt::bwd_stats<kSpec>(p);")
     }
 
-    pub(crate) fn source_of_rows(&self) -> KernelSource {
+    /// The second.
+    #[must_use]
+    pub fn source_of_rows(&self) -> KernelSource {
         self.source("simt::bwd<kSpec>(p);")
     }
 
-    pub(crate) fn stats_workgroups(&self) -> u64 {
+    /// Workgroups of the first launch.
+    #[must_use]
+    pub fn stats_workgroups(&self) -> u64 {
         self.rows.queries.div_ceil(ROWS_OF_A_WORKGROUP)
     }
 
-    pub(crate) fn workgroups(&self) -> u64 {
+    /// Of the second.
+    #[must_use]
+    pub fn workgroups(&self) -> u64 {
         self.rows.all().div_ceil(ROWS_OF_A_WORKGROUP)
     }
 
@@ -69,6 +80,6 @@ impl SimtBwd {
             params: "BwdParams p",
             call,
         };
-        KernelSource { entry: entry.render(), headers: fmha_kernels_hip::headers() }
+        KernelSource::new(entry.render(), crate::headers())
     }
 }
