@@ -445,6 +445,8 @@ abi_struct! {
         pub turns: DevPtr<i32>,
         /// In the workspace: tiles that persistent CTAs have claimed.
         pub claimed: DevPtr<i32>,
+        /// In the workspace: of each warp of each tile, whether its dK or dV are not finite.
+        pub suspects: DevPtr<i32>,
         /// Rows of `lse_log2` and `delta` from query head to query head.
         pub stats_head: i64,
         /// Rows from sequence to sequence.

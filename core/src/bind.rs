@@ -55,6 +55,7 @@ pub fn bwd_params(problem: &BwdProblem, args: &BwdArgs<'_>) -> BwdParams {
         dq_sums: DevPtr::NULL,
         turns: DevPtr::NULL,
         claimed: DevPtr::NULL,
+        suspects: DevPtr::NULL,
         stats_head: 0,
         stats_batch: 0,
         dbias_per_batch: per_batch.into(),

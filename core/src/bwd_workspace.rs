@@ -11,6 +11,7 @@ pub struct BwdWorkspace {
     delta: u64,
     dq_sums: Option<u64>,
     turns: Option<u64>,
+    suspects: u64,
     /// Of all.
     pub bytes: u64,
     stats_head: i64,
@@ -19,9 +20,10 @@ pub struct BwdWorkspace {
 
 impl BwdWorkspace {
     /// For a kernel with query blocks of `block_m` rows that sums `dq_dim` columns of dQ in memory (0: none), in turns
-    /// where the problem is deterministic. `None`: it would be 2^62 bytes or more.
+    /// where the problem is deterministic, and has a number of each of `suspects` warps. `None`: it would be 2^62 bytes or
+    /// more.
     #[must_use]
-    pub fn new(problem: &BwdProblem, block_m: u32, dq_dim: u32) -> Option<Self> {
+    pub fn new(problem: &BwdProblem, block_m: u32, dq_dim: u32, suspects: u64) -> Option<Self> {
         let dims = problem.fwd.dims;
         let block = u64::from(block_m);
         let padded = u64::from(dims.seqlen_q).div_ceil(block) * block;
@@ -33,12 +35,14 @@ impl BwdWorkspace {
         let first = 256;
         let turns = stats.checked_mul(2)?.checked_add(sums)?.checked_add(first)?;
         let takes_turns = problem.deterministic && dq_dim > 0;
-        let bytes = turns.checked_add(if takes_turns { elems / block * 4 } else { 0 })?;
+        let marks = turns.checked_add(if takes_turns { elems / block * 4 } else { 0 })?;
+        let bytes = marks.checked_add(suspects.checked_mul(4)?)?;
         (bytes < 1 << 62).then_some(Self {
             lse_log2: first,
             delta: first + stats,
             dq_sums: (dq_dim > 0).then_some(first + 2 * stats),
             turns: takes_turns.then_some(turns),
+            suspects: marks,
             bytes,
             stats_head: rows as i64,
             stats_batch: padded as i64,
@@ -50,6 +54,7 @@ impl BwdWorkspace {
     pub fn bind(&self, params: BwdParams, address: u64) -> BwdParams {
         BwdParams {
             claimed: DevPtr::new(address),
+            suspects: DevPtr::new(address + self.suspects),
             lse_log2: DevPtr::new(address + self.lse_log2),
             delta: DevPtr::new(address + self.delta),
             dq_sums: self.dq_sums.map_or(DevPtr::NULL, |offset| DevPtr::new(address + offset)),
@@ -124,7 +129,7 @@ mod tests {
         for (block, deterministic) in [(1, false), (64, false), (64, true)] {
             let mut problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS));
             problem.deterministic = deterministic;
-            let workspace = BwdWorkspace::new(&problem, block, 8).unwrap();
+            let workspace = BwdWorkspace::new(&problem, block, 8, 5).unwrap();
             let padded = u64::from(DIMS.seqlen_q.div_ceil(block) * block);
             assert_eq!(workspace.stats_batch, padded as i64);
             let rows = padded * 3 * 2;
@@ -132,7 +137,8 @@ mod tests {
             assert!(workspace.lse_log2 >= 4 && workspace.delta >= workspace.lse_log2 + rows * 4 && sums >= workspace.delta + rows * 4);
             let end = sums + rows * 8 * 4;
             let turns = if deterministic { rows / u64::from(block) * 4 } else { 0 };
-            assert_eq!((workspace.turns, workspace.bytes), (deterministic.then_some(end), end + turns));
+            assert_eq!((workspace.turns, workspace.bytes), (deterministic.then_some(end), end + turns + 20));
+            assert_eq!(workspace.suspects, end + turns);
         }
     }
 
@@ -140,6 +146,6 @@ mod tests {
     fn a_workspace_that_no_memory_holds_is_none() {
         let dims = Dims { batch: 1 << 30, seqlen_q: 1 << 30, ..DIMS };
         let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims));
-        assert_eq!(BwdWorkspace::new(&problem, 64, 128), None);
+        assert_eq!(BwdWorkspace::new(&problem, 64, 128, 0), None);
     }
 }

@@ -92,13 +92,15 @@ class Backward:
             total_k=k.shape[0] if group else seqlen_k, page_size=1, num_heads_q=hq, num_heads_kv=hkv, gqa_ratio=hq // hkv,
             mask=mask, alibi_bottom_right=1, softmax_scale=dqk**-0.5 if scale is None else scale, dropout_scale=1.0,
         )  # fmt: skip
-        params = self.structs.pack("BwdParams", dict(
-            fwd=fwd, dout=view(dout), dq=view(grads[0]), dk=view(grads[1]), dv=view(grads[2]), lse_log2=stats[0],
-            delta=stats[1], dq_sums=sums, turns=turns[1:], claimed=turns, stats_head=rows, stats_batch=padded,
-        ))  # fmt: skip
         key_blocks, q_blocks = -(-seqlen_k // self.block_n), -(-seqlen_q // m)
         tiles = key_blocks * hkv * batch
+        repairs = mask[0] != UNBOUNDED_LO or mask[1] != UNBOUNDED_HI
+        suspects = torch.empty(tiles * self.block_n // 16, dtype=torch.int32, device=q.device)
         sms = torch.cuda.get_device_properties(0).multi_processor_count
+        params = self.structs.pack("BwdParams", dict(
+            fwd=fwd, dout=view(dout), dq=view(grads[0]), dk=view(grads[1]), dv=view(grads[2]), lse_log2=stats[0],
+            delta=stats[1], dq_sums=sums, turns=turns[1:], claimed=turns, suspects=suspects, stats_head=rows, stats_batch=padded,
+        ))  # fmt: skip
         schedule = self.structs.pack("Sm90BwdSchedule", (tiles, key_blocks, q_blocks, sms))
 
         far = 1 << 20
@@ -120,7 +122,7 @@ class Backward:
         launches = [
             (self.pre, q_blocks * hq * batch, ROW_THREADS, 0, around),
             (self.main, min(tiles, sms) if self.persistent else tiles, self.threads, self.smem, inside),
-            (self.post, q_blocks * hq * batch, ROW_THREADS, 0, around),
+            (self.post, q_blocks * hq * batch + (tiles if repairs else 0), ROW_THREADS, 0, around),
         ]
 
         def launch(which):
@@ -135,5 +137,5 @@ class Backward:
             return tuple(grads)
 
         run.launch = launch
-        run.held = (q, k, v, o, lse, dout, grads, stats, sums, turns, raw, p, s, cu)
+        run.held = (q, k, v, o, lse, dout, grads, stats, sums, turns, suspects, raw, p, s, cu)
         return run

@@ -72,24 +72,26 @@ impl BwdRecipe for Sm90Bwd {
         }
         let schedule = tile.schedule(problem, facts.num_sms)?;
         let dim = sm90_bwd::padded_dim(&spec).unsigned_abs();
-        let workspace = BwdWorkspace::new(problem, tile.block_m.unsigned_abs(), dim)
+        let workspace = BwdWorkspace::new(problem, tile.block_m.unsigned_abs(), dim, tile.num_suspects(&spec, &schedule))
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         let dims = problem.fwd().dims;
         let q_blocks = schedule.num_q_blocks.unsigned_abs() * dims.num_heads_q * dims.batch;
-        let rows = |kernel, source| Launch {
+        let tiles = schedule.num_tiles.unsigned_abs();
+        let rows = |kernel, source, blocks: u32| Launch {
             kernel,
             source,
-            grid: Grid::new(q_blocks.max(1), sm90_bwd::ROW_THREADS),
+            grid: Grid::new(blocks.max(1), sm90_bwd::ROW_THREADS),
             smem_bytes: 0,
-            tiles: q_blocks.into(),
+            tiles: blocks.into(),
             tiles_at_once: u64::from(2048 / sm90_bwd::ROW_THREADS * facts.num_sms),
         };
-        let tiles = schedule.num_tiles.unsigned_abs();
+        // After it key blocks too, where a mask may have let hidden infinities through.
+        let key_blocks = if sm90_bwd::repairs(&spec) { tiles } else { 0 };
         let ctas = if tile.persistent { tiles.min(facts.num_sms) } else { tiles };
         Ok(Choice {
             kernel: Sm90Bwd { chosen: Some(Chosen { tile, schedule, workspace }) }.into(),
             launches: vec![
-                rows("preprocess", sm90_bwd::preprocess(&spec, &tile)),
+                rows("preprocess", sm90_bwd::preprocess(&spec, &tile), q_blocks),
                 Launch {
                     kernel: self.name(),
                     source: sm90_bwd::main(&spec, &tile),
@@ -98,7 +100,7 @@ impl BwdRecipe for Sm90Bwd {
                     tiles: tiles.into(),
                     tiles_at_once: facts.num_sms.into(),
                 },
-                rows("postprocess", sm90_bwd::postprocess(&spec, &tile)),
+                rows("postprocess", sm90_bwd::postprocess(&spec, &tile), q_blocks + key_blocks),
             ],
             workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: 0 },
             promises: Promises {
@@ -163,6 +165,7 @@ impl BwdRecipe for Sm90Bwd {
             // SAFETY: as above; the maps were made for the same extents.
             unsafe { main.launch(&mut arguments, call.stream)? };
         }
+        // Without queries dQ has no rows, and dK and dV are zeros.
         if schedule.num_q_blocks > 0 {
             let mut arguments = [(&raw mut params).cast(), (&raw mut schedule).cast()];
             // SAFETY: as above.

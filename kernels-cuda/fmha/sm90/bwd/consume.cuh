@@ -290,6 +290,15 @@ struct Consumer {
       const int32_t row = index * mma::kRows + mma::fragment_row();
       store_rows<spec.dtype_grad, spec.fwd.head_dim_qk, tile.vector_store>(dk, p.dk, work, row, p.fwd.softmax_scale);
       store_rows<spec.dtype_grad, spec.fwd.head_dim_v, tile.vector_store>(dv, p.dv, work, row, 1.f);
+      if constexpr (repairs<spec>()) {
+        bool suspect = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) suspect |= has_non_finite(dk, r) || has_non_finite(dv, r);
+        suspect = __any_sync(ptx::kAllLanes, suspect);
+        const int32_t warp = threadIdx.x / 32 - 4;
+        if (signals) p.suspects[i * num_consumer_warps(tile) + warp] = suspect;
+        __syncwarp();
+      }
     });
   }
 };

@@ -133,6 +133,13 @@ FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& 
   return {work.q_blocks, start, none ? first_head : first_head + p.fwd.gqa_ratio, first_head, start};
 }
 
+// Whether rows may have to be computed again: a mask hides a key from some queries of a block and not from others, and
+// through the tensor cores 0 times its infinity, or that of a query, reaches all.
+template <BwdSpec spec>
+FMHA_DEVICE constexpr bool repairs() {
+  return spec.fwd.mask != MaskKind::Full;
+}
+
 // Whether rows of a block that lie behind its sequence may hold anything: TMA has put zeros only behind the tensor.
 template <BwdSpec spec>
 FMHA_DEVICE bool may_be_dirty(const BwdParams& p) {
