@@ -308,6 +308,10 @@ impl DeviceMemory for CudaMemory {
         MemorySpace::Device
     }
 
+    fn checks_bounds(&self) -> bool {
+        self.emulated
+    }
+
     fn alloc(&self, bytes: u64) -> Result<DevBuffer> {
         let device = Arc::clone(self.device()?);
         let address = device.alloc(bytes)?;

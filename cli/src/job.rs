@@ -149,7 +149,7 @@ impl<'a> Job<'a> {
 }
 
 impl Setup {
-    fn lengths(&self) -> Lengths {
+    pub(super) fn lengths(&self) -> Lengths {
         let list = |lengths: &Option<Vec<i32>>| lengths.clone().unwrap_or_default();
         Lengths {
             totals: self.totals(),
