@@ -220,7 +220,9 @@ impl FmhaBackend for CudaBackend {
             let any = PlanOptions { kernel: Some("simt".to_owned()), tile: Vec::new(), ..options.clone() };
             let (mut other, _) = self.choose_bwd(problem, &any)?;
             choice.workspace = choice.workspace.max(other.workspace);
-            choice.details.push(("unaligned operands", "kernel simt takes them: correct, not fast".to_owned()));
+            choice
+                .details
+                .push(("unaligned operands", "kernel simt takes them: correct, not fast".to_owned()));
             Some(self.ready(&mut other)?.0)
         } else {
             None

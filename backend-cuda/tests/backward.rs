@@ -256,15 +256,20 @@ fn with(tile: &str) -> PlanOptions {
     PlanOptions { kernel: Some("sm90".to_owned()), tile, ..PlanOptions::default() }
 }
 
-const TILES: [&str; 3] =
-    ["early_scores=0,early_dv=0,persistent=0", "early_scores=1,stages_q=3", "early_scores=1,early_dv=1,persistent=1"];
+const TILES: [&str; 3] = [
+    "early_scores=0,early_dv=0,persistent=0",
+    "early_scores=1,stages_q=3",
+    "early_scores=1,early_dv=1,persistent=1",
+];
 
 #[test]
 fn every_order_of_products_keeps_the_rule_under_every_kind_of_mask() {
     let Some(backend) = device() else { return };
     let wide = Dims { head_dim_qk: 128, head_dim_v: 72, seqlen_q: 70, ..DIMS };
     for (n, (mask, dims)) in
-        [("0", DIMS), ("b", DIMS), ("b:40,9", wide), ("t:5,0,3", wide), ("g:0,-140", DIMS)].into_iter().enumerate()
+        [("0", DIMS), ("b", DIMS), ("b:40,9", wide), ("t:5,0,3", wide), ("g:0,-140", DIMS)]
+            .into_iter()
+            .enumerate()
     {
         for deterministic in [false, true] {
             let tile = TILES[(n + usize::from(deterministic)) % 3];

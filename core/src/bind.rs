@@ -1,6 +1,8 @@
 //! A call's pointers and numbers as the kernels of every vendor take them.
 
-use crate::abi::{BwdParams, CombineParams, DevPtr, FwdParams, HeadScalars, MAX_PARTS, MaskParams, PartPointers, View};
+use crate::abi::{
+    BwdParams, CombineParams, DevPtr, FwdParams, HeadScalars, MAX_PARTS, MaskParams, PartPointers, View,
+};
 use crate::args::{BwdArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, ScoreArgs, SeqArgs};
 use crate::bwd::BwdProblem;
 use crate::combine::CombineProblem;

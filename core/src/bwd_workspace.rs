@@ -134,7 +134,11 @@ mod tests {
             assert_eq!(workspace.stats_batch, padded as i64);
             let rows = padded * 3 * 2;
             let sums = workspace.dq_sums.unwrap();
-            assert!(workspace.lse_log2 >= 4 && workspace.delta >= workspace.lse_log2 + rows * 4 && sums >= workspace.delta + rows * 4);
+            assert!(
+                workspace.lse_log2 >= 4
+                    && workspace.delta >= workspace.lse_log2 + rows * 4
+                    && sums >= workspace.delta + rows * 4
+            );
             let end = sums + rows * 8 * 4;
             let turns = if deterministic { rows / u64::from(block) * 4 } else { 0 };
             assert_eq!((workspace.turns, workspace.bytes), (deterministic.then_some(end), end + turns + 20));

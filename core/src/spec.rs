@@ -161,7 +161,11 @@ impl FieldValue for FwdSpec {
     }
 
     fn name(&self) -> String {
-        self.named_values().into_iter().map(|(field, value)| format!("{field}={value}")).collect::<Vec<_>>().join(",")
+        self.named_values()
+            .into_iter()
+            .map(|(field, value)| format!("{field}={value}"))
+            .collect::<Vec<_>>()
+            .join(",")
     }
 }
 

@@ -78,8 +78,7 @@ impl Sm90BwdTile {
     pub const fn smem_bytes(&self, spec: &BwdSpec) -> i32 {
         let dim = padded_dim(spec);
         let keys = 2 * tile_bytes(self.block_n, dim);
-        let queries =
-            (self.stages_q + self.stages_dout) * tile_bytes(self.block_m, dim);
+        let queries = (self.stages_q + self.stages_dout) * tile_bytes(self.block_m, dim);
         let ds = self.stages_ds * tile_bytes(self.block_m, self.block_n);
         let dq = round_up(4 * self.block_m * dim, 1024);
         let stats = 4 * self.block_m * (self.stages_q + self.stages_dout);
@@ -110,9 +109,13 @@ impl Sm90BwdTile {
         if self.early_scores && self.stages_q < 2 {
             return Err(format!("stages_q {}: early_scores holds two blocks of Q at a time", self.stages_q));
         }
-        let (what, shared_out) = if self.transposed_dq { ("the padded head dimension", dim) } else { ("block_m", block_m) };
+        let (what, shared_out) =
+            if self.transposed_dq { ("the padded head dimension", dim) } else { ("block_m", block_m) };
         if shared_out != 64 * self.num_consumers() {
-            return Err(format!("{what} {shared_out} is not 64 for each of {} consumers", self.num_consumers()));
+            return Err(format!(
+                "{what} {shared_out} is not 64 for each of {} consumers",
+                self.num_consumers()
+            ));
         }
         let dq = if self.transposed_dq { block_m } else { dim } / 2;
         let accumulators = block_m.max(dq) + dim;
@@ -127,7 +130,11 @@ impl Sm90BwdTile {
     /// Consumer warps of all tiles, each of which says whether its dK and dV are finite; 0 where nobody asks.
     #[must_use]
     pub fn num_suspects(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule) -> u64 {
-        if repairs(spec) { 4 * u64::from((self.num_consumers() * schedule.num_tiles).unsigned_abs()) } else { 0 }
+        if repairs(spec) {
+            4 * u64::from((self.num_consumers() * schedule.num_tiles).unsigned_abs())
+        } else {
+            0
+        }
     }
 
     /// How the work of a problem is cut.
@@ -140,8 +147,9 @@ impl Sm90BwdTile {
         let (keys, queries) = (blocks(dims.seqlen_k, self.block_n), blocks(dims.seqlen_q, self.block_m));
         let count = |name: &str, blocks: u32, heads: u32| {
             let all = u64::from(blocks) * u64::from(heads) * u64::from(dims.batch);
-            i32::try_from(all)
-                .map_err(|_| Refusal::new(NAME, format!("{name}: {all} blocks of all heads are 2^31 or more")))
+            i32::try_from(all).map_err(|_| {
+                Refusal::new(NAME, format!("{name}: {all} blocks of all heads are 2^31 or more"))
+            })
         };
         count("seqlen_q", queries, dims.num_heads_q)?;
         Ok(Sm90BwdSchedule {
@@ -238,10 +246,14 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
 
 /// The first stride in use that is no whole number of 16 bytes of a 16-bit type, or too large for TMA.
 fn odd_stride(strides: Strides, shape: Shape) -> Option<(&'static str, i64)> {
-    [("batch", strides.batch, shape.batch), ("seq", strides.seq, shape.seq), ("head", strides.head, shape.head)]
-        .into_iter()
-        .find(|&(_, stride, extent)| extent > 1 && (stride % 8 != 0 || stride >= 1 << 39))
-        .map(|(axis, stride, _)| (axis, stride))
+    [
+        ("batch", strides.batch, shape.batch),
+        ("seq", strides.seq, shape.seq),
+        ("head", strides.head, shape.head),
+    ]
+    .into_iter()
+    .find(|&(_, stride, extent)| extent > 1 && (stride % 8 != 0 || stride >= 1 << 39))
+    .map(|(axis, stride, _)| (axis, stride))
 }
 
 /// The tile for a problem that the kernels [`accept`](accepts).

@@ -1,12 +1,10 @@
 //! The Hopper backward: its three launches, its workspace, its tensor maps.
 
 use fmha_core::bwd_workspace::BwdWorkspace;
-use fmha_core::fields::Fields as _;
 use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::fields::Fields as _;
 use fmha_core::spec::BwdSpec;
-use fmha_core::{
-    Accuracy, DType, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind,
-};
+use fmha_core::{Accuracy, DType, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind};
 use fmha_kernels_cuda::sm90_bwd::{self, Sm90BwdSchedule, Sm90BwdTile};
 
 use super::{BwdCall, BwdKernel, BwdRecipe, Choice, DeviceFacts, Launch, Named};
@@ -72,8 +70,9 @@ impl BwdRecipe for Sm90Bwd {
         }
         let schedule = tile.schedule(problem, facts.num_sms)?;
         let dim = sm90_bwd::padded_dim(&spec).unsigned_abs();
-        let workspace = BwdWorkspace::new(problem, tile.block_m.unsigned_abs(), dim, tile.num_suspects(&spec, &schedule))
-            .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
+        let workspace =
+            BwdWorkspace::new(problem, tile.block_m.unsigned_abs(), dim, tile.num_suspects(&spec, &schedule))
+                .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         let dims = problem.fwd().dims;
         let q_blocks = schedule.num_q_blocks.unsigned_abs() * dims.num_heads_q * dims.batch;
         let tiles = schedule.num_tiles.unsigned_abs();
