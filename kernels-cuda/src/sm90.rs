@@ -43,6 +43,12 @@ abi_spec! {
         /// Blocks that no mask cuts skip the row-max reduction and reuse the running maximum; their row sums tell
         /// afterwards whether it was high enough. Warp-specialised kernels only.
         pub skip_row_max: bool,
+        /// With `skip_row_max`: where a row's maximum in a tile's first block is above that of a quarter of its keys by
+        /// more than this, in log2, the warpgroup takes exact maxima throughout the tile.
+        pub exact_max_spread_log2: i32,
+        /// With `skip_row_max`: after so many blocks, then four times as many, the warpgroup votes whether the rest of
+        /// the tile takes exact maxima, since running maxima were too low too often.
+        pub vote_after: i32,
         /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
         pub pack_gqa: bool,
         /// O is stored 16 bytes at a time; else element by element.
@@ -380,6 +386,8 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         // 838 and 849; causal: D 64 352 and 362 at 1k, D 128 357 and 369 at 512, 615 and 642 at 2k, 785 and 802.
         // A window of 512 keys has two or three such blocks: 469 and 463.
         skip_row_max: spec.mask != MaskKind::Band && !modified,
+        exact_max_spread_log2: if full { 10 } else { 16 },
+        vote_after: 8,
         pack_gqa: false,
         vector_store: spec.dtype_o != DType::F32,
         copy_bytes: 0,

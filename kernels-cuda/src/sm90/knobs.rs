@@ -8,7 +8,7 @@ use super::{MAX_SMEM_BYTES, Sm90Tile, TileOrder};
 
 /// The fields that [`Sm90Tile::set`] knows.
 pub const FIELDS: &str = "block_m, block_n, stages, order, ping_pong, lookahead, split_q, lazy_rescale_log2, wait_anchor, \
-                          exp2_polynomial_every, skip_row_max, pack_gqa, vector_store, copy_bytes, warp_specialised, \
+                          exp2_polynomial_every, skip_row_max, exact_max_spread_log2, vote_after, pack_gqa, vector_store, copy_bytes, warp_specialised, \
                           cluster, cluster_heads, q_in_registers, f16_scores, f16_output, dependent_launch";
 
 impl Sm90Tile {
@@ -68,6 +68,8 @@ impl Sm90Tile {
                 self.skip_row_max &= self.exp2_polynomial_every == 0;
             }
             "skip_row_max" => self.skip_row_max = flag()?,
+            "exact_max_spread_log2" => self.exact_max_spread_log2 = within(1, 127)?,
+            "vote_after" => self.vote_after = within(1, 1 << 20)?,
             "pack_gqa" => self.pack_gqa = flag()?,
             "vector_store" => self.vector_store = flag()?,
             "copy_bytes" => match number()? {

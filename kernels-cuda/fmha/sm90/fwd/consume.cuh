@@ -51,7 +51,6 @@ struct Consumer {
   Slot<Shared::q_buffers> q_slot = {Shared::q_pieces > 1 ? index : 0};
   Slot<tile.stages> k_slot, v_slot;
   Slot<kWorkSlots> work_slot;
-  int32_t exact_max_tiles = 0;  // so many tiles take exact maxima throughout, this one included
 
   // What a tile's rows see, in this thread's terms.
   struct Rows {
@@ -73,11 +72,6 @@ struct Consumer {
   // Whether the mask cuts a block for this warpgroup.
   FMHA_DEVICE bool is_edge(int32_t block) const {
     return (block + 1) * tile.block_n > rows.inside_end || (has_lo && block * tile.block_n < rows.inside_begin);
-  }
-  // Whether a block may skip the row-max reduction: no mask cuts it, and each row has seen a key of the block before.
-  FMHA_DEVICE bool can_reuse_row_max(int32_t block) const {
-    return tile.skip_row_max && exact_max_tiles == 0 && !(has_hi && (block + 1) * tile.block_n >= rows.inside_end) &&
-           !(has_lo && block * tile.block_n < rows.inside_begin);
   }
 
   FMHA_DEVICE const Work& work() const { return smem.work[work_slot.index]; }
@@ -354,10 +348,15 @@ struct Consumer {
     probs.template from<spec.dtype_v>(s, zero());
     return cost;
   }
+  // Whether one of the thread's two rows is the sequence's: what follows a packed sequence must not sway a vote.
+  FMHA_DEVICE bool is_row(int r) const { return query_of<tile>(p, rows.row + 8 * r) < work().seqlen_q; }
+
   // Raises running maxima that were too low for this block, after its exponentials. From a P that overflowed f32 the
   // score cannot be recovered: it is computed again.
   FMHA_DEVICE int32_t raise_row_max(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
-    const bool overflows = __any_sync(ptx::kAllLanes, softmax.overflows_f32(sums));
+    const float real_sums[2] = {is_row(0) ? sums[0] : 0.f, is_row(1) ? sums[1] : 0.f};
+    if (!__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(real_sums))) return 0;
+    const bool overflows = __any_sync(ptx::kAllLanes, softmax.overflows_f32(real_sums));
     if (overflows) {
       recompute_scores<spec, tile>(p, work(), rows.row, block, s);
       modify(s, work(), block);
@@ -370,27 +369,56 @@ struct Consumer {
     return overflows ? 100 : 1;
   }
 
-  // After 2, 8, 32 ... blocks that skipped the row-max reduction, and at the tile's end, the warpgroup votes. Where a
-  // warp had to raise its running maxima in many of them, since its scores lie far apart, the rest of the tile and
-  // the next tiles take exact maxima.
+  // After a tile's first block: whether the scores of a row of the thread lie so far apart that later blocks would
+  // raise its running maximum often. The four lanes that share a row see a quarter of its keys each; how far the
+  // row's maximum is above a lane's own, which the lane's share of the row sum tells, is how far four times as many
+  // keys may raise it. A lane whose keys are all hidden has no say; a share may also be 0 since it is so small.
+  FMHA_DEVICE bool far_apart() const {
+    bool apart = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float share = softmax.rows[r].row_sum;
+      const bool sees_keys = share > 0.f || (!has_hi && (work().last_block + 1) * tile.block_n <= work().seqlen_k);
+      apart |= is_row(r) && sees_keys && share < exp2_of_negative<tile.exact_max_spread_log2>();
+    }
+    return apart;
+  }
+
+  // The tile's blocks but the first.
   FMHA_DEVICE void other_blocks() {
-    const int32_t num_blocks = work().num_blocks, last_block = work().last_block;
-    const auto block_of = [&](int32_t i) { return has_lo ? block_at(work(), i) : last_block - i; };
-    int32_t i = first_of(work()) + 1, trial = 2;
-    exact_max_tiles = max(exact_max_tiles - 1, 0);
+    if constexpr (tile.skip_row_max) {
+      walk_skipping_row_max();
+    } else {
+      const int32_t num_blocks = work().num_blocks, last_block = work().last_block;
+#pragma unroll 1
+      for (int32_t i = first_of(work()) + 1; i < num_blocks; ++i) {
+        const int32_t block = has_lo ? block_at(work(), i) : last_block - i;
+        step(block, has_hi && is_edge(block), i + 1 == num_blocks);
+      }
+    }
+  }
+
+  // Blocks that the mask cuts, and the next, whose rows need not have seen a key before, take exact maxima. Whether
+  // the others skip the row-max reduction depends on this tile alone: on the spread of the first block's scores, and
+  // then on votes of the warpgroup on how often a warp has had to raise its running maxima: after `vote_after` blocks,
+  // after three times as many as before, and so on, but not where less than as many again would follow.
+  FMHA_DEVICE void walk_skipping_row_max() {
+    static_assert(!has_lo, "without a lower bound the blocks go down to 0");
+    int32_t block = work().last_block - first_of(work()) - 1;
+    int32_t exact_down_to = has_hi ? max(rows.inside_end - 1, 0) / tile.block_n : block + 1;
+    int32_t cost = __any_sync(ptx::kAllLanes, far_apart());  // of the warp: the same in each lane, as ptxas can tell
     while (true) {
+      if (block >= 0 && any_warp(cost > 0)) exact_down_to = 0;
 #pragma unroll 1
-      for (; i < num_blocks && !can_reuse_row_max(block_of(i)); ++i)
-        step(block_of(i), has_hi && is_edge(block_of(i)), i + 1 == num_blocks);
-      if (!tile.skip_row_max || i >= num_blocks) return;
+      for (; block >= exact_down_to; --block) step(block, has_hi && is_edge(block), block == 0);
+      if (block < 0) return;
       rescale();
-      const int32_t begin = i, end = num_blocks - i > 2 * trial ? i + trial : num_blocks;
-      int32_t cost = 0;
+      const int32_t trial = max(3 * (work().last_block - block), tile.vote_after);
+      const int32_t end = block + 1 > 2 * trial ? block - trial : -1;
+      cost = -1 - (block - end) / 8;
 #pragma unroll 1
-      for (; i < end && (!has_lo || can_reuse_row_max(block_of(i))); ++i) cost += step_reusing_row_max(block_of(i), i + 1 == num_blocks);
+      for (; block > end; --block) cost += step_reusing_row_max(block, block == 0);
       softmax.correction[0] = softmax.correction[1] = 1.f;
-      if (any_warp(cost > 1 + (i - begin) / 8)) exact_max_tiles = 17;
-      trial *= 4;
     }
   }
 
