@@ -27,8 +27,8 @@
 //! let problem = FwdProblem::batch(DType::F32, dims).validate()?;
 //! let plan = backend.plan_fwd(&problem, &PlanOptions::default())?;
 //! let (q, k, v) = (DevSlice::host(&q), DevSlice::host(&k), DevSlice::host(&v));
-//! let args = FwdArgs::new(q, k, v, DevSliceMut::host(&mut o));
-//! backend.run_fwd(&plan, &args, Stream::DEFAULT)?;
+//! let mut args = FwdArgs::new(q, k, v, DevSliceMut::host(&mut o));
+//! backend.run_fwd(&plan, &mut args, Stream::DEFAULT)?;
 //! // Averages of a constant V are that constant.
 //! assert!(o.iter().all(|&x| (x - 2.0).abs() < 1e-6));
 //! # Ok::<(), fmha_core::Error>(())
@@ -51,8 +51,8 @@ mod tile;
 use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::seq::spans;
 use fmha_core::{
-    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DeviceMemory, Error, FmhaBackend, FwdArgs, FwdPlan,
-    MemorySpace, PlanOptions, Result, Roofline, Stream, ValidBwd, ValidCombine, ValidFwd, env,
+    BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DeviceMemory, Error, FmhaBackend, FwdArgs,
+    FwdPlan, MemorySpace, PlanOptions, Result, Roofline, Stream, ValidBwd, ValidCombine, ValidFwd, env,
 };
 
 pub use isa::Isa;
@@ -71,6 +71,7 @@ pub struct Config {
 
 /// Attention on this machine's processor.
 pub struct CpuBackend {
+    id: BackendId,
     name: String,
     isa: Isa,
     engine: Engine,
@@ -92,7 +93,7 @@ impl CpuBackend {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with(config: Config) -> Result<Self> {
-        let threads = match (config.threads, env::NUM_THREADS.get()) {
+        let threads = match (config.threads, env::NUM_THREADS.get()?) {
             (Some(threads), _) => threads,
             (None, Some(text)) => {
                 text.parse().map_err(|_| misset(env::NUM_THREADS, format!("`{text}` is no number")))?
@@ -102,7 +103,7 @@ impl CpuBackend {
         if !(1..=4096).contains(&threads) {
             return Err(misset(env::NUM_THREADS, format!("{threads} threads are not in 1..=4096")));
         }
-        let cap = match (config.isa, env::CPU_ISA.get()) {
+        let cap = match (config.isa, env::CPU_ISA.get()?) {
             (Some(isa), _) => Some(isa),
             (None, Some(text)) => Some(text.parse().map_err(|text| misset(env::CPU_ISA, text))?),
             (None, None) => None,
@@ -111,7 +112,14 @@ impl CpuBackend {
         let threads = Threads::new(threads)?;
         let plural = if threads.count() == 1 { "thread" } else { "threads" };
         let name = format!("cpu ({}, {} {plural}, {isa})", roofline::processor(), threads.count());
-        Ok(Self { name, isa, engine, threads, roofline: roofline::Measured::default() })
+        Ok(Self {
+            id: BackendId::unique(),
+            name,
+            isa,
+            engine,
+            threads,
+            roofline: roofline::Measured::default(),
+        })
     }
 
     /// The instruction set in use.
@@ -156,11 +164,11 @@ impl FmhaBackend for CpuBackend {
         plan::forward(self, problem, options)
     }
 
-    fn run_fwd(&self, plan: &FwdPlan, args: &FwdArgs<'_>, _stream: Stream) -> Result<()> {
-        let blocks = plan::blocks_of(plan)?;
-        check_fwd(&plan.problem, args, MemorySpace::Host)?;
-        let spans = spans(&plan.problem, &args.seq)?;
-        let call = forward::Forward { problem: &plan.problem, args, spans: &spans, blocks };
+    fn run_fwd(&self, plan: &FwdPlan, args: &mut FwdArgs<'_>, _stream: Stream) -> Result<()> {
+        let blocks = self.blocks_of(plan)?;
+        check_fwd(plan.problem(), args, plan.workspace(), MemorySpace::Host)?;
+        let spans = spans(plan.problem(), &args.seq)?;
+        let call = forward::Forward { problem: plan.problem(), args, spans: &spans, blocks };
         self.engine.forward(&call, &self.threads)
     }
 
@@ -168,11 +176,11 @@ impl FmhaBackend for CpuBackend {
         plan::backward(self, problem, options)
     }
 
-    fn run_bwd(&self, plan: &BwdPlan, args: &BwdArgs<'_>, _stream: Stream) -> Result<()> {
-        let blocks = plan::blocks_of(plan)?;
-        check_bwd(&plan.problem, args, MemorySpace::Host)?;
-        let spans = spans(plan.problem.fwd(), &args.seq)?;
-        let call = backward::Backward { problem: &plan.problem, args, spans: &spans, blocks };
+    fn run_bwd(&self, plan: &BwdPlan, args: &mut BwdArgs<'_>, _stream: Stream) -> Result<()> {
+        let blocks = self.blocks_of(plan)?;
+        check_bwd(plan.problem(), args, plan.workspace(), MemorySpace::Host)?;
+        let spans = spans(plan.problem().fwd(), &args.seq)?;
+        let call = backward::Backward { problem: plan.problem(), args, spans: &spans, blocks };
         self.engine.backward(&call, &self.threads)
     }
 
@@ -180,10 +188,10 @@ impl FmhaBackend for CpuBackend {
         plan::combine(self, problem, options)
     }
 
-    fn run_combine(&self, plan: &CombinePlan, args: &CombineArgs<'_>, _stream: Stream) -> Result<()> {
-        plan::blocks_of(plan)?;
-        check_combine(&plan.problem, args, MemorySpace::Host)?;
-        let call = combine::Combine { problem: &plan.problem, args };
+    fn run_combine(&self, plan: &CombinePlan, args: &mut CombineArgs<'_>, _stream: Stream) -> Result<()> {
+        self.blocks_of(plan)?;
+        check_combine(plan.problem(), args, MemorySpace::Host)?;
+        let call = combine::Combine { problem: plan.problem(), args };
         self.engine.combine(&call, &self.threads)
     }
 }

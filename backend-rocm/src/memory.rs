@@ -1,6 +1,7 @@
 //! Device memory for callers who have none of their own.
 
-use fmha_core::{DevBuffer, DeviceMemory, Error, MemorySpace, ProblemError, Result, Stream};
+use fmha_core::cache::only_plans;
+use fmha_core::{DevBuffer, DeviceMemory, MemorySpace, ProblemError, Result, Stream};
 
 use crate::driver::Driver;
 
@@ -9,7 +10,7 @@ pub(crate) struct RocmMemory(pub(crate) Option<Driver>);
 
 impl RocmMemory {
     pub(crate) fn driver(&self) -> Result<&Driver> {
-        self.0.as_ref().ok_or_else(|| Error::NoDevice("this backend only plans: it has no device".to_owned()))
+        self.0.as_ref().ok_or_else(only_plans)
     }
 }
 
@@ -24,18 +25,6 @@ impl DeviceMemory for RocmMemory {
         let free = Box::new(move |address| driver.free(address));
         // SAFETY: hipMalloc gave these bytes to us alone; `free` gives them back.
         Ok(unsafe { DevBuffer::from_raw(MemorySpace::Device, address, bytes, free) })
-    }
-
-    fn workspace(&self, bytes: u64) -> Result<Option<DevBuffer>> {
-        if bytes == 0 {
-            return Ok(None);
-        }
-        let buffer = self.alloc(bytes)?;
-        // SAFETY: the buffer is new, so nobody else uses it.
-        unsafe { self.driver()?.zero(buffer.as_ptr(), bytes, Stream::DEFAULT)? };
-        // Other streams do not wait for the default one.
-        self.synchronize(Stream::DEFAULT)?;
-        Ok(Some(buffer))
     }
 
     fn upload(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()> {

@@ -16,6 +16,9 @@ pub use knobs::FIELDS;
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm90";
 
+/// The header that its entry includes.
+pub const HEADER: &str = "fmha/sm90/fwd/fwd.cuh";
+
 abi_spec! {
     /// How the kernel computes.
     pub struct Sm90Tile {
@@ -413,7 +416,7 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     );
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
     let entry = Entry {
-        include: "fmha/sm90/fwd/fwd.cuh",
+        include: HEADER,
         constants: &constants,
         bounds: if tile.cluster > 1 {
             "__cluster_dims__(kTile.cluster, 1, 1) __launch_bounds__(sm90::num_threads(kTile), 1)"

@@ -138,7 +138,7 @@ fn kernels() -> Vec<(String, KernelSource)> {
 
 #[test]
 fn every_kernel_compiles_in_the_registers_of_the_table_without_spills() {
-    let path = fmha_core::env::NVRTC.get().unwrap_or_else(|| "libnvrtc.so.13".to_owned());
+    let path = fmha_core::env::NVRTC.get().unwrap().unwrap_or_else(|| "libnvrtc.so.13".to_owned());
     // The compiler finds its own built-in functions only if they are loaded already.
     let builtins = std::path::Path::new(&path).with_file_name("libnvrtc-builtins.so.13.0");
     // SAFETY: NVIDIA's libraries run no code of consequence when they are loaded.

@@ -313,7 +313,7 @@ fn source(spec: &CdnaSpec, tile: &CdnaTile) -> KernelSource {
     };
     let text =
         entry.render().replace("using namespace fmha;", "using namespace fmha;\nusing namespace fmha::cdna;");
-    KernelSource { entry: text, headers: fmha_kernels_hip::headers() }
+    KernelSource::new(text, fmha_kernels_hip::headers())
 }
 
 impl Cdna {
