@@ -15,6 +15,10 @@ pub(crate) const IN_TEST: &str = "^(edges|laws|combine)/";
 /// The families that are interpreted. Edges, laws and FP8 are where kernels break; `definition` sweeps the same kernels
 /// over pairs of features and would double the time. `guards` need host memory, and backward has no CUDA kernel yet.
 const FAMILIES: [&str; 4] = ["combine", "edges", "laws", "fp8"];
+/// Laws of bits: interpreted on three multiprocessors, whose clusters run piece by piece in an order drawn from a seed, so that
+/// each launch hands out its tiles in another; the small sizes alone.
+const IN_DRAWN_ORDER: [&str; 1] = ["bits"];
+const SMALL: &str = "few/";
 const LEFT_OUT: [&str; 3] = ["backward", "definition", "guards"];
 
 /// Tiles that the table takes for longer sequences than are interpreted, each on the cases of masks and lengths: two CTAs
@@ -61,6 +65,20 @@ pub(crate) fn battery(environment: &[(String, String)], part: Part, tally: &mut 
     }
     if let Err(reason) = run(environment, &["--allow-fallback", "--filter", &filter], &mut say) {
         say(&format!("battery cuda, {ARCH} emulated: 0 passed, 1 failed: {reason}"));
+    }
+    let drawn: Vec<(String, String)> = environment
+        .iter()
+        .cloned()
+        .chain(
+            [("FMHA_EMULATE_SMS", "3"), ("FMHA_EMULATE_ORDER", "1")]
+                .map(|(n, v)| (n.to_owned(), v.to_owned())),
+        )
+        .collect();
+    for family in IN_DRAWN_ORDER {
+        let filter = format!("^{family}/{SMALL}");
+        if let Err(reason) = run(&drawn, &["--kernel", "sm90", "--filter", &filter], &mut say) {
+            say(&format!("battery cuda, {ARCH} emulated, drawn order: 0 passed, 1 failed: {reason}"));
+        }
     }
     // As many multiprocessors as a cluster has CTAs, so that it walks several tiles.
     let walking = [("FMHA_EMULATE_SMS", "2"), ("FMHA_EMULATE_MODE", "hb")];
@@ -119,7 +137,7 @@ mod tests {
     fn the_families_that_run_and_those_left_out_are_all_there_are() {
         let text = include_str!("../../tests/battery/families/mod.rs");
         let mut named: Vec<&str> = text.lines().filter_map(|l| l.trim().strip_suffix("::cases(),")).collect();
-        let mut ours = [&FAMILIES[..], &LEFT_OUT[..]].concat();
+        let mut ours = [&FAMILIES[..], &IN_DRAWN_ORDER[..], &LEFT_OUT[..]].concat();
         named.sort_unstable();
         ours.sort_unstable();
         assert_eq!(named, ours);

@@ -57,8 +57,12 @@ impl FwdRecipe for Sm90 {
         if options.accuracy == Accuracy::Exact {
             (tile.lazy_rescale_log2, tile.skip_row_max) = (0, false);
         }
+        if options.batch_invariant {
+            tile.make_batch_invariant(&spec);
+        }
         // Tiles are measured as a plan without options has them.
-        let untold = options.tile.is_empty() && options.accuracy == Accuracy::Fast;
+        let untold =
+            options.tile.is_empty() && options.accuracy == Accuracy::Fast && !options.batch_invariant;
         let tuned = facts.tuned.get(sm90::NAME, problem).filter(|_| untold);
         for (key, value) in tuned.map_or(&options.tile, |tuned| &tuned.tile) {
             tile.set(key, value).map_err(refuse)?;
@@ -91,8 +95,7 @@ impl FwdRecipe for Sm90 {
             workspace: Workspace::zeroed(tile.workspace_bytes()),
             promises: Promises {
                 deterministic: true,
-                // The tile is chosen for the longest sequence, and sets the order of a row's sums.
-                batch_invariant: false,
+                batch_invariant: tile.is_batch_invariant(&spec),
                 graph_capturable: true,
                 accuracy: accuracy(&tile),
             },
@@ -162,7 +165,12 @@ fn schedule_words(tile: &Sm90Tile) -> String {
     words.extend(tile.split_q.then(|| "Q in pieces".to_owned()));
     words
         .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
-    words.extend(tile.skip_row_max.then(|| "no row-max reduction inside the mask".to_owned()));
+    words.extend(tile.skip_row_max.then(|| {
+        format!(
+            "no row-max reduction inside the mask, unless scores lie 2^{} apart or rows are raised (votes from {} blocks on)",
+            tile.exact_max_spread_log2, tile.vote_after
+        )
+    }));
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
     words.extend((tile.copy_bytes > 0).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
     words.extend((!tile.warp_specialised).then(|| "no load role".to_owned()));
@@ -200,6 +208,9 @@ pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOp
         ("wait_anchor", tile.wait_anchor.to_string()),
         ("exp2_polynomial_every", tile.exp2_polynomial_every.to_string()),
         ("skip_row_max", flag(tile.skip_row_max)),
+        ("exact_max_spread_log2", tile.exact_max_spread_log2.to_string()),
+        ("vote_after", tile.vote_after.to_string()),
+        ("fast_softcap", flag(tile.fast_softcap)),
         ("pack_gqa", flag(tile.pack_gqa)),
         ("cluster", tile.cluster.to_string()),
         ("cluster_heads", flag(tile.cluster_heads)),
@@ -212,7 +223,7 @@ pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOp
 /// What `fmha tune` tries of each knob, the weightiest first. What does not go together (shared memory,
 /// registers, rows that no group divides) is refused by the plan or by the compiler.
 pub(crate) fn knobs() -> Vec<(&'static str, Vec<String>)> {
-    let knobs: [(&'static str, &[&str]); 16] = [
+    let knobs: [(&'static str, &[&str]); 18] = [
         ("block_n", &["64", "80", "96", "112", "128", "144", "160", "176", "192"]),
         ("block_m", &["64", "128", "192"]),
         ("lookahead", &["0", "1"]),
@@ -224,6 +235,8 @@ pub(crate) fn knobs() -> Vec<(&'static str, Vec<String>)> {
         ("lazy_rescale_log2", &["0", "8"]),
         ("exp2_polynomial_every", &["0", "4", "8"]),
         ("skip_row_max", &["0", "1"]),
+        ("exact_max_spread_log2", &["8", "11"]),
+        ("vote_after", &["2", "4", "16"]),
         ("pack_gqa", &["0", "1"]),
         ("cluster", &["1", "2"]),
         ("cluster_heads", &["0", "1"]),

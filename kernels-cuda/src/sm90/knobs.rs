@@ -1,6 +1,7 @@
 //! The tile by name: `block_m=128 stages=3`, as the command, the benches and plan options say it.
 
 use fmha_core::DType;
+use fmha_core::MaskKind;
 use fmha_core::VLayout;
 use fmha_core::spec::FwdSpec;
 
@@ -8,7 +9,7 @@ use super::{MAX_SMEM_BYTES, Sm90Tile, TileOrder};
 
 /// The fields that [`Sm90Tile::set`] knows.
 pub const FIELDS: &str = "block_m, block_n, stages, order, ping_pong, lookahead, split_q, lazy_rescale_log2, wait_anchor, \
-                          exp2_polynomial_every, skip_row_max, exact_max_spread_log2, vote_after, pack_gqa, vector_store, copy_bytes, warp_specialised, \
+                          exp2_polynomial_every, skip_row_max, exact_max_spread_log2, vote_after, pack_gqa, fast_softcap, vector_store, copy_bytes, warp_specialised, \
                           cluster, cluster_heads, q_in_registers, f16_scores, f16_output, dependent_launch";
 
 impl Sm90Tile {
@@ -70,6 +71,7 @@ impl Sm90Tile {
             "skip_row_max" => self.skip_row_max = flag()?,
             "exact_max_spread_log2" => self.exact_max_spread_log2 = within(1, 127)?,
             "vote_after" => self.vote_after = within(1, 1 << 20)?,
+            "fast_softcap" => self.fast_softcap = flag()?,
             "pack_gqa" => self.pack_gqa = flag()?,
             "vector_store" => self.vector_store = flag()?,
             "copy_bytes" => match number()? {
@@ -187,6 +189,9 @@ impl Sm90Tile {
                 "skip_row_max=1 with lazy_rescale_log2=0: without maxima, they cannot be exact".to_owned(),
             );
         }
+        if self.skip_row_max && spec.mask == MaskKind::Band {
+            return refuse("skip_row_max=1: the mask has a lower bound".to_owned());
+        }
         if self.skip_row_max && self.exp2_polynomial_every > 0 {
             return refuse(format!(
                 "skip_row_max=1 with exp2_polynomial_every={}: a polynomial's overflow is not seen",
@@ -207,8 +212,6 @@ impl Sm90Tile {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use fmha_core::MaskKind;
-
     use super::*;
     use crate::sm90::default_tile;
 

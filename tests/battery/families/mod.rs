@@ -1,6 +1,7 @@
 //! The families of cases.
 
 mod backward;
+mod bits;
 mod combine;
 mod definition;
 mod edges;
@@ -18,6 +19,7 @@ pub(crate) fn all() -> Vec<Case> {
         definition::cases(),
         edges::cases(),
         laws::cases(),
+        bits::cases(),
         fp8::cases(),
         guards::cases(),
         backward::cases(),
