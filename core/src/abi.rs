@@ -142,11 +142,12 @@ macro_rules! abi_struct {
     };
 }
 
-/// Declares a struct of compile-time facts, its C++ definition and its C++ literal.
+/// Declares a struct of compile-time facts, its C++ definition and its C++ literal, and the
+/// [list of its fields](crate::fields): a field may say after `=` what it takes from a user.
 #[macro_export]
 macro_rules! abi_spec {
     ($(#[$meta:meta])* pub struct $name:ident {
-        $($(#[$field_meta:meta])* pub $field:ident : $type:ty,)*
+        $($(#[$field_meta:meta])* pub $field:ident : $type:ty $(= $takes:expr)?,)*
     }) => {
         $(#[$meta])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -168,10 +169,38 @@ macro_rules! abi_spec {
                 format!("{{ {} }}", fields.join(", "))
             }
         }
+
+        impl $crate::fields::Fields for $name {
+            fn fields() -> &'static [$crate::fields::Field] {
+                const { &[$($crate::fields::Field {
+                    name: stringify!($field),
+                    takes: $crate::abi_spec!(@takes $($takes)?),
+                    value_names: <$type as $crate::fields::FieldValue>::names,
+                },)*] }
+            }
+
+            fn named_values(&self) -> Vec<(&'static str, String)> {
+                vec![$((stringify!($field), $crate::fields::FieldValue::name(&self.$field)),)*]
+            }
+
+            fn set_field(&mut self, name: &str, value: &str) -> Result<(), String> {
+                let fields = <Self as $crate::fields::Fields>::fields();
+                let Some(field) = fields.iter().find(|field| field.name == name) else {
+                    return Err($crate::fields::no_such_field(name, value, fields));
+                };
+                $(if name == stringify!($field) {
+                    self.$field = field.parse::<$type>(value)?;
+                })*
+                Ok(())
+            }
+        }
     };
+    (@takes) => { $crate::fields::Takes::all() };
+    (@takes $takes:expr) => { $takes };
 }
 
-/// Spells an enum alike in Rust and in C++. A variant that is left out does not compile.
+/// Spells an enum alike in Rust and in C++; to a user `OneByOne` is `one_by_one`. A variant that is left
+/// out does not compile.
 #[macro_export]
 macro_rules! abi_enum {
     ($name:ident { $($variant:ident),* $(,)? }) => {
@@ -184,6 +213,18 @@ macro_rules! abi_enum {
             fn c_literal(&self) -> String {
                 match self { $($name::$variant => concat!(stringify!($name), "::", stringify!($variant)),)* }
                     .to_owned()
+            }
+        }
+
+        impl $crate::fields::FieldValue for $name {
+            fn names() -> Vec<String> {
+                [$(stringify!($variant)),*].map($crate::fields::snake_case).to_vec()
+            }
+            fn of_name(name: &str) -> Option<Self> {
+                [$($name::$variant),*].into_iter().find(|value| $crate::fields::FieldValue::name(value) == name)
+            }
+            fn name(&self) -> String {
+                $crate::fields::snake_case(match self { $($name::$variant => stringify!($variant),)* })
             }
         }
     };
@@ -285,9 +326,11 @@ abi_struct! {
     pub struct FwdParams {
         /// `[batch, seqlen_q, num_heads_q, head_dim_qk]`, or packed by `cu_seqlens_q`.
         pub q: View,
-        /// `[batch, seqlen_k, num_heads_kv, head_dim_qk]`, or packed by `cu_seqlens_k`.
+        /// `[batch, seqlen_k, num_heads_kv, head_dim_qk]`, packed by `cu_seqlens_k`, or
+        /// `[num_pages, page_size, ..]`.
         pub k: View,
-        /// `[batch, seqlen_k, num_heads_kv, head_dim_v]`, or packed by `cu_seqlens_k`.
+        /// `[batch, seqlen_k, num_heads_kv, head_dim_v]`, packed by `cu_seqlens_k`, or
+        /// `[num_pages, page_size, ..]`.
         pub v: View,
         /// `[batch, seqlen_q, num_heads_q, head_dim_v]`, or packed by `cu_seqlens_q`.
         pub o: View,
@@ -302,14 +345,18 @@ abi_struct! {
         pub lse_head: i64,
         /// `[batch, num_heads_q, seqlen_q, seqlen_k]`, 1 = kept; null when not wanted.
         pub keep_mask: DevPtr<u8>,
-        /// `[batch + 1]`, first row of each packed sequence; null in batch mode.
+        /// `[batch + 1]`, first row of each packed sequence of Q; null when Q is not packed.
         pub cu_seqlens_q: DevPtr<i32>,
-        /// `[batch + 1]`, first row of each packed sequence; null in batch mode.
+        /// `[batch + 1]`, first row of each packed sequence of K; null when K is not packed.
         pub cu_seqlens_k: DevPtr<i32>,
         /// `[batch]`, logical lengths; null: the physical ones.
         pub seqused_q: DevPtr<i32>,
         /// `[batch]`, logical lengths; null: the physical ones.
         pub seqused_k: DevPtr<i32>,
+        /// `[batch, max_pages]`, the pages of each sequence; null when K is not paged.
+        pub block_table: DevPtr<i32>,
+        /// From sequence to sequence of `block_table`.
+        pub block_table_batch: i64,
         /// `ALiBi`'s slopes.
         pub alibi_slopes: HeadScalars,
         /// The learnable sinks.
@@ -326,10 +373,18 @@ abi_struct! {
         pub workspace: DevPtr<Untyped>,
         /// Sequences.
         pub batch: i32,
-        /// Queries of a sequence; in group mode an upper bound.
+        /// Queries of a sequence; packed, an upper bound.
         pub seqlen_q: i32,
-        /// Keys of a sequence; in group mode an upper bound.
+        /// Keys of a sequence; packed or paged, an upper bound.
         pub seqlen_k: i32,
+        /// Rows of packed Q; `seqlen_q` when Q is not packed.
+        pub total_q: i32,
+        /// Rows of packed K; `seqlen_k` when K is not packed.
+        pub total_k: i32,
+        /// Pages of K and V; 0 when they are not paged.
+        pub num_pages: i32,
+        /// Rows of a page; 1 when K is not paged.
+        pub page_size: i32,
         /// Query heads.
         pub num_heads_q: i32,
         /// Key and value heads.

@@ -8,9 +8,10 @@ use std::borrow::Cow;
 
 use crate::abi::{self, AbiLiteral, AbiStruct};
 use crate::dtype::DType;
+use crate::layout::QLayout;
 use crate::layout::VLayout;
 use crate::mask::MaskKind;
-use crate::spec::{BiasKind, CombineSpec, FwdSpec, SeqKind};
+use crate::spec::{BiasKind, CombineSpec, FwdSpec, KvKind};
 
 /// One header: the name that `#include <...>` uses, and its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -129,7 +130,8 @@ pub fn spec_h() -> String {
         DType::c_definition(),
         MaskKind::c_definition(),
         VLayout::c_definition(),
-        SeqKind::c_definition(),
+        QLayout::c_definition(),
+        KvKind::c_definition(),
         BiasKind::c_definition(),
         FwdSpec::c_definition(),
         CombineSpec::c_definition(),

@@ -8,7 +8,11 @@ use std::process::Command;
 
 use fmha_core::abi::MaskParams;
 use fmha_core::dropout::{DropoutSeed, KeepMask, keep_threshold};
-use fmha_core::{BlockClass, DType, MaskBand, MaskSpec, source};
+use fmha_core::seq::{KvRows, spans};
+use fmha_core::{
+    BlockClass, BlockTable, DType, DevSlice, Dims, FwdProblem, FwdSpec, KvLayout, MaskBand, MaskSpec,
+    QLayout, SeqArgs, Totals, source,
+};
 
 /// Builds `program` against the shared headers and returns what it prints; `None`, with a note,
 /// where there is no C++ compiler.
@@ -66,6 +70,8 @@ fn masks_agree() {
           for (int end = begin + 1; end <= sq; ++end) {
             const Range keys = k_range(band, {begin, end}, sk), sinks = sink_range(band, {begin, end}, sk);
             printf("range %d %d %d\n", keys.begin, keys.end, sinks.end);
+            const Range row = row_range(band, begin, sk);
+            printf("row %d %d\n", row.begin, row.end);
             for (int k = 0; k < sk; ++k)
               printf("%d %d\n", int(visible(band, begin, k)), int(block_class(band, {begin, end}, {k / 2, k + 1})));
           }
@@ -85,6 +91,8 @@ fn masks_agree() {
                 let keys = band.k_range(begin..end, sk);
                 let sinks = band.sink_range(begin..end, sk);
                 writeln!(host, "range {} {} {}", keys.start, keys.end, sinks.end).unwrap();
+                let row = band.row_range(begin, sk);
+                writeln!(host, "row {} {}", row.start, row.end).unwrap();
                 for k in 0..sk {
                     let class = match band.block_class(begin..end, k / 2..k + 1) {
                         BlockClass::Skipped => 0,
@@ -97,6 +105,104 @@ fn masks_agree() {
         }
     }
     assert_same_lines(&device, &host);
+}
+
+/// A batch axis, packed rows, and pages of every small size.
+#[test]
+fn keys_lie_in_the_same_places() {
+    let dims = Dims {
+        batch: 2,
+        seqlen_q: 3,
+        seqlen_k: 7,
+        num_heads_q: 1,
+        num_heads_kv: 1,
+        head_dim_qk: 4,
+        head_dim_v: 4,
+    };
+    let (cu_seqlens_k, seqused_k, table): (_, _, [i32; 14]) =
+        ([0, 4, 11], [5, 7], [9, 3, 0, 8, 2, 3, 1, 7, 6, 9, 9, 4, 5, 0]);
+    let mut program =
+        String::from("#include <cstdio>\n#include <fmha/seq.h>\nusing namespace fmha;\nint main() {\n");
+    let mut host = String::new();
+    let layouts = [KvLayout::Strided, KvLayout::Packed].into_iter();
+    for layout in layouts.chain((1..9).map(|page_size| KvLayout::Paged { page_size })) {
+        let mut problem = FwdProblem::new(QLayout::Batch, layout, DType::F32, dims);
+        let (packed, paged) = (layout == KvLayout::Packed, layout.page_size().is_some());
+        problem.seqused_k = !packed;
+        let seq = SeqArgs {
+            totals: Totals { total_q: None, total_k: packed.then_some(11), num_pages: paged.then_some(10) },
+            cu_seqlens_k: packed.then(|| DevSlice::host(&cu_seqlens_k)),
+            seqused_k: (!packed).then(|| DevSlice::host(&seqused_k)),
+            block_table: paged.then(|| BlockTable { pages: DevSlice::host(&table), max_pages: 7 }),
+            ..SeqArgs::default()
+        };
+        let rows = KvRows::of(&problem, &seq).unwrap();
+        for span in spans(&problem, &seq).unwrap() {
+            for j in 0..span.seqlen_k {
+                let (batch, row) = rows.at(&span, j);
+                writeln!(host, "{batch} {row}").unwrap();
+                let next = (0..rows.run(&span, j)).all(|n| rows.at(&span, j + n) == (batch, row + n));
+                assert!(next && rows.run(&span, j) > 0, "{layout:?} key {j}");
+            }
+        }
+        let (kind, size) = (FwdSpec::of(&problem).kv_layout, layout.page_size().unwrap_or(1));
+        writeln!(
+            program,
+            "  {{\n    int table[] = {{{table}}}, cu[] = {{0, 4, 11}}, used[] = {{5, 7}};\n    \
+             FwdParams p{{}};\n    p.seqlen_q = 3, p.seqlen_k = 7, p.total_k = 11, p.num_pages = 10, p.page_size = {size};\n    \
+             p.block_table = table, p.block_table_batch = 7;\n    \
+             if (KvKind::{kind:?} == KvKind::Packed) p.cu_seqlens_k = cu; else p.seqused_k = used;\n    \
+             for (int b = 0; b < 2; ++b) {{\n      \
+             const SeqSpan span = resolve_seq(p, QLayout::Batch, KvKind::{kind:?}, b);\n      \
+             for (int j = 0; j < span.seqlen_k; ++j) {{\n        \
+             const KvRow at = kv_row(p, KvKind::{kind:?}, span, j);\n        \
+             printf(\"%d %d\\n\", KvKind::{kind:?} == KvKind::Packed ? 0 : at.batch, at.row);\n      \
+             }}\n    }}\n  }}",
+            table = table.map(|page| page.to_string()).join(", "),
+        )
+        .unwrap();
+    }
+    program.push_str("}\n");
+    let Some(device) = run_cpp("kv_rows", &program) else { return };
+    assert_same_lines(&device, &host);
+}
+
+/// Every pair of offsets and every length from beyond one end to beyond the other.
+#[test]
+fn offsets_and_lengths_that_lie_never_leave_the_tensors() {
+    let program = r#"
+#include <cstdio>
+#include <fmha/seq.h>
+using namespace fmha;
+int main() {
+  constexpr int kLeast = -2147483647 - 1, kMost = 2147483647;
+  const int values[] = {kLeast, -1, 0, 1, 3, 5, 6, 7, 9, kMost};
+  int cu_q[2], cu_k[2], used_q[1], used_k[1];
+  FwdParams p{};
+  p.cu_seqlens_q = cu_q, p.cu_seqlens_k = cu_k;
+  p.total_q = 6, p.total_k = 7, p.seqlen_q = 4, p.seqlen_k = 5;
+  for (int begin : values)
+    for (int end : values)
+      for (int used : values)
+        for (int limited = 0; limited < 2; ++limited) {
+          cu_q[0] = cu_k[0] = begin, cu_q[1] = cu_k[1] = end, used_q[0] = used_k[0] = used;
+          p.seqused_q = limited ? used_q : nullptr, p.seqused_k = limited ? used_k : nullptr;
+          const SeqSpan s = resolve_seq(p, QLayout::Packed, KvKind::Packed, 0);
+          const bool q = s.q_row >= 0 && s.seqlen_q >= 0 && s.seqlen_q <= 4 && s.q_row + s.seqlen_q <= 6;
+          const bool k = s.k_row >= 0 && s.seqlen_k >= 0 && s.seqlen_k <= 5 && s.k_row + s.seqlen_k <= 7;
+          const SeqSpan t = resolve_seq(p, QLayout::Batch, KvKind::Strided, 0);
+          const bool b = t.seqlen_q >= 0 && t.seqlen_q <= 4 && t.seqlen_k >= 0 && t.seqlen_k <= 5;
+          if (!q || !k || !b) printf("%d %d %d %d\n", begin, end, used, limited);
+        }
+  // Those that do not lie are taken as they are.
+  cu_q[0] = 2, cu_q[1] = 5, cu_k[0] = 1, cu_k[1] = 6, used_q[0] = 2, used_k[0] = 4;
+  p.seqused_q = used_q, p.seqused_k = used_k;
+  const SeqSpan s = resolve_seq(p, QLayout::Packed, KvKind::Packed, 0);
+  printf("%d %d %d %d\n", s.q_row, s.seqlen_q, s.k_row, s.seqlen_k);
+}
+"#;
+    let Some(device) = run_cpp("lying_lengths", program) else { return };
+    assert_eq!(device, "2 2 1 4\n");
 }
 
 #[test]

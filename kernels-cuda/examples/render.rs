@@ -8,8 +8,9 @@ use std::error::Error;
 use std::io::Read as _;
 use std::path::PathBuf;
 
-use fmha_core::spec::{BiasKind, FwdSpec, SeqKind};
-use fmha_core::{DType, MaskKind};
+use fmha_core::fields::Fields as _;
+use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
+use fmha_core::{DType, MaskKind, QLayout};
 use fmha_kernels_cuda::sm90::{self, Sm90Tile};
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -78,7 +79,12 @@ fn set_spec(spec: &mut FwdSpec, field: &str, value: &str) -> Result<bool, Box<dy
                 _ => return Err(format!("mask {value}").into()),
             };
         }
-        "group" => spec.seq = if value == "1" { SeqKind::Group } else { SeqKind::Batch },
+        "group" => {
+            (spec.q_layout, spec.kv_layout) = match value {
+                "1" => (QLayout::Packed, KvKind::Packed),
+                _ => (QLayout::Batch, KvKind::Strided),
+            };
+        }
         "dropout" => spec.dropout = value == "1",
         "v_columns" => {
             spec.v_layout =
@@ -111,7 +117,7 @@ fn set_tile(tile: &mut Sm90Tile, field: &str, value: &str) -> Result<bool, Box<d
         "vector" => "vector_store",
         other => other,
     };
-    if !sm90::FIELDS.split(", ").any(|known| known == field) {
+    if !Sm90Tile::fields().iter().any(|known| known.name == field) {
         return Ok(false);
     }
     tile.set(field, value)?;

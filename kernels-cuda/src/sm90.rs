@@ -1,8 +1,9 @@
 //! The Hopper forward kernel: its tile, its schedule, its entry.
 
 use fmha_core::abi::AbiLiteral as _;
+use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
-use fmha_core::spec::{BiasKind, FwdSpec, SeqKind};
+use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
 use fmha_core::{DType, FwdProblem, MaskKind, Refusal, VLayout, abi_spec};
 
 use crate::schedule::{self, UnitOfWork};
@@ -10,8 +11,6 @@ pub use crate::schedule::{TileOrder, TileSchedule};
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
 mod knobs;
-
-pub use knobs::FIELDS;
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm90";
@@ -23,37 +22,37 @@ abi_spec! {
     /// How the kernel computes.
     pub struct Sm90Tile {
         /// Query rows of a CTA: 64, 128 or 192, 64 to a consumer warpgroup.
-        pub block_m: i32,
+        pub block_m: i32 = Takes::among(&[64, 128, 192]).tuned(),
         /// Keys of a block: a multiple of 16 up to 256.
-        pub block_n: i32,
+        pub block_n: i32 = Takes::multiples(16, 16, 256).tuned_over(&[64, 80, 96, 112, 128, 144, 160, 176, 192]),
         /// Blocks of K, and of V, in shared memory at a time.
-        pub stages: i32,
+        pub stages: i32 = Takes::within(1, 8).tuned_over(&[2, 3, 4]),
         /// How CTAs come by their tiles.
-        pub order: TileOrder,
+        pub order: TileOrder = Takes::all().tuned(),
         /// Consumer warpgroups issue their products in turn, one's under another's exponentials.
-        pub ping_pong: bool,
+        pub ping_pong: bool = Takes::all().tuned(),
         /// The next tile's first scores are started with this tile's last output; Q has two buffers.
-        pub lookahead: bool,
+        pub lookahead: bool = Takes::all().tuned(),
         /// Q lies in pieces of 64 rows, and lookahead has one spare piece and no second Q: less shared memory.
-        pub split_q: bool,
+        pub split_q: bool = Takes::all().tuned(),
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
-        pub lazy_rescale_log2: i32,
+        pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
         /// How many of a thread's `block_n / 2` exponentials ptxas must place before the wait for
         /// `P V`; 0: where it likes.
-        pub wait_anchor: i32,
+        pub wait_anchor: i32 = Takes::within(0, 128).tuned_over(&[0, 16, 32, 40, 48]),
         /// Every n-th exponential is a polynomial on the multiply-add pipe; 0: none.
-        pub exp2_polynomial_every: i32,
+        pub exp2_polynomial_every: i32 = Takes::within(0, 128).tuned_over(&[0, 4, 8]),
         /// Blocks that no mask cuts skip the row-max reduction and reuse the running maximum; their row sums tell
         /// afterwards whether it was high enough. Warp-specialised kernels only.
-        pub skip_row_max: bool,
-        /// With `skip_row_max`: where a row's maximum in a tile's first block is above that of a quarter of its keys by
-        /// more than this, in log2, the warpgroup takes exact maxima throughout the tile.
-        pub exact_max_spread_log2: i32,
-        /// With `skip_row_max`: after so many blocks, then four times as many, the warpgroup votes whether the rest of
-        /// the tile takes exact maxima, since running maxima were too low too often.
-        pub vote_after: i32,
+        pub skip_row_max: bool = Takes::all().tuned(),
+        /// With `skip_row_max`: where a row's maximum is above that of a quarter of its keys by more than this, in
+        /// log2, before the first block that would skip, the warpgroup takes exact maxima throughout the tile.
+        pub exact_max_spread_log2: i32 = Takes::within(1, 126).tuned_over(&[8, 11]),
+        /// With `skip_row_max`: after so many blocks, then three times as many as before, the warpgroup votes again
+        /// whether the rest of the tile takes exact maxima, since running maxima had to be raised.
+        pub vote_after: i32 = Takes::within(1, 1 << 20).tuned_over(&[2, 4, 16]),
         /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
-        pub pack_gqa: bool,
+        pub pack_gqa: bool = Takes::all().tuned(),
         /// Soft-capped scores by one exponential and one reciprocal, for caps of 1e-3 to 64; else to f32's accuracy at
         /// any cap.
         pub fast_softcap: bool,
@@ -61,24 +60,24 @@ abi_spec! {
         pub vector_store: bool,
         /// 0: TMA loads. Else three warps copy so many bytes at a time, which divide every
         /// stride and address of Q, K and V: 16, 8, 4, or 2 (element by element).
-        pub copy_bytes: i32,
+        pub copy_bytes: i32 = Takes::among(&[0, 2, 4, 8, 16]),
         /// A warpgroup loads and the others consume. Else every warpgroup consumes, and one thread also
         /// refills shared memory, `stages` blocks ahead.
         pub warp_specialised: bool,
         /// CTAs that share the loads of K and V: 1 or 2.
-        pub cluster: i32,
+        pub cluster: i32 = Takes::within(1, 2).tuned(),
         /// A cluster's CTAs have the same query rows of neighbouring heads of a kv head's group; else
         /// neighbouring query rows of one head.
-        pub cluster_heads: bool,
+        pub cluster_heads: bool = Takes::all().tuned(),
         /// Q is held in registers through a tile, not read from shared memory by each product.
-        pub q_in_registers: bool,
+        pub q_in_registers: bool = Takes::all().tuned(),
         /// `Q K` is summed in f16. Inputs of f16 only.
         pub f16_scores: bool,
         /// `P V` is summed in f16, beyond whose 65504 it is infinite. Inputs of f16 only.
         pub f16_output: bool,
         /// The grid may start while the one before it in the stream ends (programmatic dependent launch);
         /// it sets up its barriers and then waits for that one's memory.
-        pub dependent_launch: bool,
+        pub dependent_launch: bool = Takes::all().tuned(),
     }
 }
 
@@ -121,8 +120,10 @@ impl Sm90Tile {
     }
 
     /// The order of tiles for a problem's maximal lengths.
-    #[must_use]
-    pub fn schedule(&self, problem: &FwdProblem) -> TileSchedule {
+    ///
+    /// # Errors
+    /// More tiles than a schedule counts.
+    pub fn schedule(&self, problem: &FwdProblem) -> Result<TileSchedule, String> {
         let (heads, row_blocks) = if self.cluster_heads { (self.cluster, 1) } else { (1, self.cluster) };
         TileSchedule::new(
             problem,
@@ -215,6 +216,7 @@ const fn tile_bytes(rows: i32, padded: i32) -> i32 {
 /// The first fact that it does not take.
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    problem.refuse_mixed_layouts(NAME)?;
     let (qk, v) = (problem.dtype_qk, problem.dtype_v);
     if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
         return refuse(format!("dtype_qk {qk} with dtype_v {v} is not f16 twice or bf16 twice"));
@@ -357,7 +359,7 @@ fn widest(spec: &FwdSpec) -> i32 {
 /// clusters it spills. D 64, whose three warpgroups of two CTAs wait for each other, before: 569 and 527.
 fn share_loads(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
     let dims = problem.dims;
-    if spec.seq == SeqKind::Group || modifies(spec) || tile.pack_gqa || tile.block_m != 128 {
+    if spec.kv_layout != KvKind::Strided || modifies(spec) || tile.pack_gqa || tile.block_m != 128 {
         return;
     }
     let pairs_of_heads = problem.gqa_ratio().is_multiple_of(2);
@@ -409,7 +411,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         stages: 2,
         // Of unlike tiles a fixed order leaves up to a fifth of the SMs idle: 16k causal, D 128, 576
         // TFLOP/s fixed, 729 dynamic.
-        order: if full && spec.seq == SeqKind::Batch { TileOrder::Static } else { TileOrder::Dynamic },
+        order: if full && spec.kv_layout == KvKind::Strided { TileOrder::Static } else { TileOrder::Dynamic },
         ping_pong: true,
         lookahead,
         // Where there is no room for a second Q.

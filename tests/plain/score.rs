@@ -37,8 +37,11 @@ impl<'a> Head<'a> {
     ) -> Self {
         let dims = problem.dims;
         let is = |which| fault == Some(which);
-        let i_head_kv =
-            if is(Fault::KvHeadModulo) { i_head % dims.num_heads_kv } else { i_head / problem.gqa_ratio() };
+        let i_head_kv = match fault {
+            Some(Fault::KvHeadModulo) => i_head % dims.num_heads_kv,
+            Some(Fault::RatioOfPowersOfTwo) => i_head / problem.gqa_ratio().next_power_of_two(),
+            _ => i_head / problem.gqa_ratio(),
+        };
         let descale = |slice: &Option<DevSlice<'_>>, kind: Descale| {
             let head = if is(Fault::DescaleOfHeadZero) { 0 } else { i_head_kv };
             let values = floats(slice.as_ref());
@@ -85,15 +88,15 @@ impl<'a> Head<'a> {
     }
 
     pub(super) fn q(&self, i: u32, d: u32) -> f32 {
-        self.q.at(self.span.storage_batch, self.span.q_row + i, self.i_head, d)
+        self.q.at(self.span.q_batch, self.span.q_row + i, self.i_head, d)
     }
 
     pub(super) fn k(&self, j: u32, d: u32) -> f32 {
-        self.k.at(self.span.storage_batch, self.span.k_row + j, self.i_head_kv, d)
+        self.k.at(self.span.k_batch, self.span.k_row + j, self.i_head_kv, d)
     }
 
     pub(super) fn v(&self, j: u32, d: u32) -> f32 {
-        self.v.at(self.span.storage_batch, self.span.k_row + j, self.i_head_kv, d) * self.descale_v
+        self.v.at(self.span.k_batch, self.span.k_row + j, self.i_head_kv, d) * self.descale_v
     }
 
     /// What a product of Q and K is multiplied by.
@@ -178,13 +181,15 @@ pub(super) fn spans(
     fault: Option<Fault>,
 ) -> Result<Vec<SeqSpan>, ProblemError> {
     let seq = SeqArgs {
+        totals: seq.totals,
+        block_table: None,
         cu_seqlens_q: seq.cu_seqlens_q.map(host),
         cu_seqlens_k: seq.cu_seqlens_k.map(host),
         seqused_q: seq.seqused_q.map(host),
         seqused_k: seq.seqused_k.map(host),
     };
     let mut spans = fmha_core::seq::spans(problem, &seq)?;
-    if fault == Some(Fault::SequenceLengthPhysical) && problem.mode == fmha_core::SeqMode::Batch {
+    if fault == Some(Fault::SequenceLengthPhysical) && problem.kv_layout == fmha_core::KvLayout::Strided {
         spans.iter_mut().for_each(|span| span.seqlen_k = problem.dims.seqlen_k);
     }
     Ok(spans)

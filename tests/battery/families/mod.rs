@@ -1,14 +1,17 @@
 //! The families of cases.
 
+mod addresses;
 mod backward;
 mod bits;
 mod combine;
-mod definition;
+pub mod definition;
 mod edges;
 mod fp8;
 mod guards;
+mod heads;
 mod laws;
 mod pairwise;
+mod rare;
 mod recipe;
 
 use crate::case::Case;
@@ -18,6 +21,9 @@ pub(crate) fn all() -> Vec<Case> {
     [
         definition::cases(),
         edges::cases(),
+        heads::cases(),
+        rare::cases(),
+        addresses::cases(),
         laws::cases(),
         bits::cases(),
         fp8::cases(),

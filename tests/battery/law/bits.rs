@@ -1,6 +1,6 @@
 //! Laws of bits: the same in every run, and for a sequence alone as beside others.
 
-use fmha_core::{FmhaBackend, FwdProblem, PlanOptions, Result, SeqMode, SeqSpan};
+use fmha_core::{FmhaBackend, FwdProblem, PlanOptions, QLayout, Result, SeqSpan};
 
 use super::{
     BIT_FOR_BIT, Law, LawKind, copy, difference, difference_in_sequence, run as run_plan, same_tile,
@@ -54,15 +54,14 @@ fn alone(together: &HostFwd, span: &SeqSpan, law: &Law) -> Result<HostFwd> {
     let mut one = problem.clone();
     one.dims.batch = 1;
     let mut lengths = Lengths::default();
-    if let SeqMode::Group { .. } = problem.mode {
+    if problem.q_layout == QLayout::Packed {
         (one.dims.seqlen_q, one.dims.seqlen_k) = (span.seqlen_q, span.seqlen_k);
-        one.mode = SeqMode::Group { total_q: span.seqlen_q, total_k: span.seqlen_k };
         lengths = Lengths::packed(&[(span.seqlen_q, span.seqlen_k)]);
     }
     let mut alone = HostFwd::new(one, &lengths, law.forward.data)?;
-    let of = |first_row: u32| move |_, row, head| (span.storage_batch, first_row + row, head);
-    copy(together, &mut alone, Operand::Q, of(span.q_row));
-    copy(together, &mut alone, Operand::K, of(span.k_row));
-    copy(together, &mut alone, Operand::V, of(span.k_row));
+    let of = |batch: u32, first_row: u32| move |_, row, head| (batch, first_row + row, head);
+    copy(together, &mut alone, Operand::Q, of(span.q_batch, span.q_row));
+    copy(together, &mut alone, Operand::K, of(span.k_batch, span.k_row));
+    copy(together, &mut alone, Operand::V, of(span.k_batch, span.k_row));
     Ok(alone)
 }
