@@ -95,7 +95,7 @@ def main():
         mask = (UNBOUNDED_LO, 0, 1, 0) if causal else (UNBOUNDED_LO, UNBOUNDED_HI, 0, 0)
         fns = peers_of(what, causal, q, k, v, bias, slopes)
         for name in kernels:
-            options = dict(mask=mask, lse=False)
+            options = dict(mask=mask)
             if what == "softcap":
                 options["softcap"] = SOFTCAP
             if what == "alibi":
