@@ -41,8 +41,8 @@ pub fn fwd_params(problem: &FwdProblem, args: &FwdArgs<'_>) -> FwdParams {
     };
     FwdParams {
         q: View::new(address(&args.q), problem.q, packed_q),
-        k: View::new(address(&args.k), problem.k, packed_k),
-        v: View::new(address(&args.v), problem.v, packed_k),
+        k: View::new(address(&args.k_slice()), problem.k, packed_k),
+        v: View::new(address(&args.v_slice()), problem.v, packed_k),
         o: View::new(address_mut(&args.o), problem.o, packed_q),
         bias,
         lse: pointer_mut(args.lse.as_ref()),

@@ -87,6 +87,10 @@ impl BwdProblem {
             let text = format!("kv_layout: pages of page_size {page_size} have no gradient");
             return Err(ProblemError::new("kv_layout", text));
         }
+        if let Err(refusal) = fwd.refuse_cache_updates("backward") {
+            return Err(ProblemError::new("fwd", format!("fwd: {} in 1 backward call", refusal.reason)));
+        }
+        ensure!(!fwd.v_in_k, "v_in_k", "v_in_k: V has 0 rows of its own, and no gradient");
         self.check_tensors(&fwd.longest())?;
         if let Some(dbias) = self.dbias {
             let Bias::Elementwise(bias) = fwd.bias else {

@@ -39,6 +39,7 @@ pub mod dtype;
 pub mod env;
 pub mod error;
 pub mod fp8;
+pub mod kv;
 pub mod layout;
 pub mod mask;
 pub mod operation;
@@ -54,8 +55,8 @@ pub mod tune;
 pub mod work;
 
 pub use args::{
-    BlockTable, BwdArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, MemorySpace, PartialResult, ScoreArgs,
-    SeqArgs,
+    BlockTable, BwdArgs, CacheArgs, CacheSlice, CombineArgs, DevSlice, DevSliceMut, FwdArgs, MemorySpace,
+    PartialResult, ScoreArgs, SeqArgs,
 };
 pub use backend::{DevBuffer, DeviceMemory, FmhaBackend, Roofline, Stream};
 pub use bwd::{BiasGrad, BwdProblem, ValidBwd};
@@ -64,6 +65,7 @@ pub use combine::{CombineProblem, ValidCombine};
 pub use dropout::DropoutSeed;
 pub use dtype::DType;
 pub use error::{Error, ProblemError, Refusal, Result};
+pub use kv::{Append, Rotary, RotaryPairs};
 pub use layout::{KvLayout, QLayout, Shape, Strides, VLayout};
 pub use mask::{BlockClass, MaskAlign, MaskBand, MaskBounds, MaskKind, MaskShape, MaskSpec};
 pub use operation::{AnyProblem, Operation};

@@ -3,6 +3,7 @@
 use crate::dropout::keep_threshold;
 use crate::dtype::DType;
 use crate::error::{ProblemError, Refusal, ensure};
+use crate::kv::{Append, Rotary};
 use crate::layout::{KvLayout, QLayout, Shape, Strides, VLayout};
 use crate::mask::MaskSpec;
 use crate::score::{Bias, BiasBroadcast, Descale};
@@ -51,7 +52,7 @@ pub struct FwdProblem {
     pub seqused_q: bool,
     /// Whether `seqused_k` gives each sequence's logical number of keys.
     pub seqused_k: bool,
-    /// The type of Q and K.
+    /// The type of Q, and of K in products with it.
     pub dtype_qk: DType,
     /// The type of V: that of Q and K, or f16/bf16 beside FP8 Q and K (the hybrid scheme).
     pub dtype_v: DType,
@@ -67,6 +68,19 @@ pub struct FwdProblem {
     pub o: Strides,
     /// Which axis of V has stride 1.
     pub v_layout: VLayout,
+    /// The FP8 type that K and V are stored in beside a 16-bit Q; `None`: their own. Each element is
+    /// multiplied by its descale and rounded to `dtype_qk` before anything else happens to it.
+    pub dtype_cache: Option<DType>,
+    /// Whether V is the first `head_dim_v` elements of K's rows (MLA), and no tensor of its own.
+    pub v_in_k: bool,
+    /// New keys and values to write to the cache first.
+    pub append: Option<Append>,
+    /// Rotary embedding of Q and of new keys.
+    pub rotary: Option<Rotary>,
+    /// Whether a tree mask, u32 `[batch, seqlen_q, words]` or packed `[total_q, words]` with
+    /// `words = ceil(seqlen_q / 32)`, replaces the causal mask among a sequence's last `seqlen_q` keys: bit
+    /// `n % 32` of word `n / 32` shows the n-th of them. All keys before are seen.
+    pub tree_mask: bool,
     /// Which keys a query sees.
     pub mask: MaskSpec,
     /// Multiplies `Q K^T`; `None` = `1 / sqrt(head_dim_qk)`. Any finite number.
@@ -128,6 +142,11 @@ impl FwdProblem {
             v: Strides { batch: 0, seq: 0, head: 0, dim: 1 },
             o: Strides { batch: 0, seq: 0, head: 0, dim: 1 },
             v_layout: VLayout::RowMajor,
+            dtype_cache: None,
+            v_in_k: false,
+            append: None,
+            rotary: None,
+            tree_mask: false,
             mask: MaskSpec::NONE,
             softmax_scale: None,
             softcap: None,
@@ -180,7 +199,7 @@ impl FwdProblem {
         let Dims { seqlen_q, seqlen_k, .. } = self.dims;
         let pages = self.kv_layout.page_size().map_or(0, |size| seqlen_k.div_ceil(size.max(1)));
         let [total_q, total_k, num_pages] = [seqlen_q, seqlen_k, pages].map(|count| Some(count.max(2)));
-        self.extents(Totals { total_q, total_k, num_pages })
+        self.extents(Totals { total_q, total_k, num_pages, total_new: None })
     }
 
     /// The tensors' physical extents. Totals that the layouts have and `totals` lacks count as 0.
@@ -263,6 +282,7 @@ impl FwdProblem {
         self.check_dtypes()?;
         self.check_layouts()?;
         self.check_score()?;
+        self.check_cache()?;
         Ok(ValidFwd(self))
     }
 
@@ -320,8 +340,8 @@ impl FwdProblem {
         );
         for (field, descale, dtype) in [
             ("descale_q", self.descale_q, qk),
-            ("descale_k", self.descale_k, qk),
-            ("descale_v", self.descale_v, v),
+            ("descale_k", self.descale_k, self.stored_k()),
+            ("descale_v", self.descale_v, self.stored_v()),
         ] {
             ensure!(
                 descale == Descale::None || dtype.is_fp8(),
@@ -360,10 +380,11 @@ impl FwdProblem {
     /// Checks the strides of tensors that have these extents.
     fn check_tensors(&self, extents: &Extents) -> Result<(), ProblemError> {
         check_input("q", self.q, extents.q, self.dtype_qk)?;
-        check_input("k", self.k, extents.k, self.dtype_qk)?;
+        check_input("k", self.k, extents.k, self.stored_k())?;
         check_unit_stride("q", "dim", self.q.dim, extents.q.dim)?;
         check_unit_stride("k", "dim", self.k.dim, extents.k.dim)?;
-        check_v("v", self.v, self.v_layout, extents.v, self.dtype_v)?;
+        check_v("v", self.v, self.v_layout, extents.v, self.stored_v())?;
+        self.check_written_cache(extents.k, extents.v)?;
         check_output("o", self.o, extents.o, self.dtype_o)
     }
 

@@ -46,6 +46,16 @@ pub const DECLARED: &[Declared] = &[
         applies: |case, _| matches!(case.body, Body::Backward(_)),
     },
     Declared {
+        backend: "cuda",
+        what: "appends, rotary embedding, FP8 caches beside 16 bits and tree masks are the CPU backend's",
+        applies: |_, problem| problem.is_some_and(|p| p.refuse_cache_updates("").is_err()),
+    },
+    Declared {
+        backend: "rocm",
+        what: "appends, rotary embedding, FP8 caches beside 16 bits and tree masks are the CPU backend's",
+        applies: |_, problem| problem.is_some_and(|p| p.refuse_cache_updates("").is_err()),
+    },
+    Declared {
         backend: "rocm",
         what: "there is no backward kernel",
         applies: |case, _| matches!(case.body, Body::Backward(_)),

@@ -43,6 +43,7 @@ pub(crate) struct Cdna {
 pub(crate) fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Cdna, Refusal> {
     let arch = device.arch;
     problem.refuse_mixed_layouts(NAME)?;
+    problem.refuse_cache_updates(NAME)?;
     for (field, dtype) in [("dtype_qk", problem.dtype_qk), ("dtype_v", problem.dtype_v)] {
         if !arch.multiplies(dtype) {
             refuse!(NAME, "{field} {dtype} is no operand of {}'s matrix instructions", arch.name());
@@ -267,7 +268,7 @@ fn stores_runs(problem: &FwdProblem) -> bool {
 
 /// The tile that these pointers allow: the plan's, or the one that takes any address.
 fn tile_for(tile: CdnaTile, problem: &FwdProblem, args: &FwdArgs<'_>) -> CdnaTile {
-    let inputs = [args.q.as_ptr(), args.k.as_ptr(), args.v.as_ptr()];
+    let inputs = [args.q.as_ptr(), args.k_slice().as_ptr(), args.v_slice().as_ptr()];
     let dwords = inputs.iter().all(|ptr| (*ptr as i64) % DWORD == 0);
     let run_bytes = 4 * problem.dtype_o.size_bytes() as usize;
     let runs = (args.o.as_mut_ptr() as usize).is_multiple_of(run_bytes);

@@ -2,6 +2,7 @@
 
 mod backward;
 mod combine;
+mod decode;
 mod definition;
 mod edges;
 mod fp8;
@@ -11,6 +12,7 @@ mod pairwise;
 mod recipe;
 
 use crate::case::Case;
+pub(crate) use decode::pages;
 
 /// Every case of every family.
 pub(crate) fn all() -> Vec<Case> {
@@ -22,6 +24,7 @@ pub(crate) fn all() -> Vec<Case> {
         guards::cases(),
         backward::cases(),
         combine::cases(),
+        decode::cases(),
     ]
     .into_iter()
     .flatten()
