@@ -43,8 +43,10 @@ fn read(memory: &[u64], threads: usize) -> u64 {
         return part(memory);
     }
     std::thread::scope(|scope| {
-        let parts: Vec<_> =
-            memory.chunks(memory.len().div_ceil(threads)).map(|chunk| scope.spawn(move || part(chunk))).collect();
+        let parts: Vec<_> = memory
+            .chunks(memory.len().div_ceil(threads))
+            .map(|chunk| scope.spawn(move || part(chunk)))
+            .collect();
         parts.into_iter().map(|part| part.join().unwrap_or(0)).fold(0, u64::wrapping_add)
     })
 }

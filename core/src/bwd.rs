@@ -2,10 +2,9 @@
 
 use crate::dtype::DType;
 use crate::error::{ProblemError, ensure};
-use crate::layout::{Strides, VLayout};
+use crate::layout::{Strides, Totals, VLayout};
 use crate::problem::{Extents, FwdProblem, ValidFwd, check_input, check_output, check_unit_stride};
 use crate::score::Bias;
-use crate::seq::Totals;
 
 /// The gradient of an elementwise bias: shaped like the bias, summed over its broadcast axes.
 #[derive(Clone, Copy, Debug, PartialEq)]

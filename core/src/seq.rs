@@ -2,65 +2,8 @@
 
 use crate::args::SeqArgs;
 use crate::error::{ProblemError, ensure};
-use crate::layout::{KvLayout, QLayout};
+use crate::layout::{KvLayout, QLayout, Totals};
 use crate::problem::FwdProblem;
-
-/// Rows of packed tensors and pages of paged ones: known with a call's tensors, not when it is planned,
-/// so that a server that packs anew at each step plans once. Each is there iff the problem's layout has it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Totals {
-    /// Rows of packed Q and O.
-    pub total_q: Option<u32>,
-    /// Rows of packed K and V.
-    pub total_k: Option<u32>,
-    /// Pages of paged K and V.
-    pub num_pages: Option<u32>,
-    /// Rows of packed new keys and values.
-    pub total_new: Option<u32>,
-}
-
-impl Totals {
-    /// Of a problem with a batch axis on both sides.
-    pub const NONE: Self = Self { total_q: None, total_k: None, num_pages: None, total_new: None };
-
-    /// Of a problem that is packed on both sides.
-    #[must_use]
-    pub const fn packed(total_q: u32, total_k: u32) -> Self {
-        Self { total_q: Some(total_q), total_k: Some(total_k), ..Self::NONE }
-    }
-
-    /// Checks that each is there iff `problem` wants it, and that none is too large.
-    ///
-    /// # Errors
-    /// The first that is missing, given without need, or larger than `i32::MAX`.
-    pub fn check(&self, problem: &FwdProblem) -> Result<(), ProblemError> {
-        let packs_new = problem.append.is_some_and(|append| append.layout == QLayout::Packed);
-        for (field, value, wanted, what) in [
-            ("total_q", self.total_q, problem.q_layout == QLayout::Packed, "Q is packed"),
-            ("total_k", self.total_k, problem.kv_layout == KvLayout::Packed, "K and V are packed"),
-            ("num_pages", self.num_pages, problem.kv_layout.is_paged(), "K and V are paged"),
-            ("total_new", self.total_new, packs_new, "k_new and v_new are packed"),
-        ] {
-            match value {
-                Some(value) if !wanted => {
-                    return Err(ProblemError::new(
-                        field,
-                        format!("{field} {value} is given, but it is not so that {what}"),
-                    ));
-                }
-                None if wanted => {
-                    return Err(ProblemError::new(field, format!("{field} is missing (0 given): {what}")));
-                }
-                Some(value) => {
-                    let most = i32::MAX.unsigned_abs();
-                    ensure!(value <= most, field, "{field} {value} is larger than {most}");
-                }
-                None => {}
-            }
-        }
-        Ok(())
-    }
-}
 
 /// One sequence, resolved: where its rows start and how many are logical.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -105,7 +48,7 @@ impl SeqSpan {
 /// The first offset or length that is missing, negative, decreasing or too large, with its index.
 pub fn spans(problem: &FwdProblem, seq: &SeqArgs<'_>) -> Result<Vec<SeqSpan>, ProblemError> {
     let dims = problem.dims;
-    seq.totals.check(problem)?;
+    problem.check_totals(seq.totals)?;
     let (packed_q, packed_k) = (problem.q_layout == QLayout::Packed, problem.kv_layout == KvLayout::Packed);
     let total_q = seq.totals.total_q.unwrap_or(dims.seqlen_q);
     let total_k = seq.totals.total_k.unwrap_or(dims.seqlen_k);

@@ -23,8 +23,8 @@ pub(crate) use rows::FEW_QUERIES;
 
 use std::ops::Range;
 
-use fmha_core::kv::TreeMask;
 use fmha_core::seq::KvRows;
+use fmha_core::tree::TreeMask;
 use fmha_core::{DType, DevSliceMut, FwdArgs, FwdProblem, SeqSpan};
 
 use cache::{Cached, TurnedQueries};

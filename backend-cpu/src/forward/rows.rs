@@ -12,7 +12,7 @@
 //! task of its own. So a row's bits depend on its own keys, and on nothing around it: not on the threads, the batch,
 //! or the other queries of the call.
 
-use fmha_core::kv::TreeMask;
+use fmha_core::tree::TreeMask;
 use fmha_core::{BlockClass, SeqSpan};
 
 use super::{Bytes, Shared, settle};

@@ -11,7 +11,7 @@ pub use cache::{CacheArgs, CacheSlice};
 pub use check::{check_bwd, check_combine, check_fwd};
 
 use crate::dropout::DropoutSeed;
-use crate::seq::Totals;
+use crate::layout::Totals;
 
 /// Who can read an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

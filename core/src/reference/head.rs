@@ -7,12 +7,12 @@ use crate::args::{BwdArgs, CacheArgs, DevSlice, FwdArgs, ScoreArgs, SeqArgs};
 use crate::dropout::{KeepMask, keep_scale};
 use crate::dtype::DType;
 use crate::error::ProblemError;
-use crate::kv::TreeMask;
 use crate::layout::Strides;
 use crate::mask::MaskBand;
 use crate::problem::FwdProblem;
 use crate::score::{Bias, Descale};
 use crate::seq::SeqSpan;
+use crate::tree::TreeMask;
 
 /// Which arithmetic the reference uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,13 +1,17 @@
 //! The forward problem: every fact of a call but its pointers.
 
+mod cache;
+mod strides;
+
 use crate::dropout::keep_threshold;
 use crate::dtype::DType;
-use crate::error::{ProblemError, Refusal, ensure};
+use crate::error::{ProblemError, ensure};
 use crate::kv::{Append, Rotary};
-use crate::layout::{KvLayout, QLayout, Shape, Strides, VLayout};
+pub(crate) use strides::{check_input, check_output, check_unit_stride, check_v};
+
+use crate::layout::{KvLayout, QLayout, Shape, Strides, Totals, VLayout};
 use crate::mask::MaskSpec;
 use crate::score::{Bias, BiasBroadcast, Descale};
-use crate::seq::Totals;
 
 /// The sizes of a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -253,20 +257,6 @@ impl FwdProblem {
         self.dims.num_heads_q / self.dims.num_heads_kv
     }
 
-    /// Refuses, in a kernel's name, layouts other than a batch axis on both sides or packed rows on both.
-    ///
-    /// # Errors
-    /// Both layouts.
-    pub fn refuse_mixed_layouts(&self, kernel: &'static str) -> Result<(), Refusal> {
-        match (self.q_layout, self.kv_layout) {
-            (QLayout::Batch, KvLayout::Strided) | (QLayout::Packed, KvLayout::Packed) => Ok(()),
-            (q, kv) => Err(Refusal::new(
-                kernel,
-                format!("q_layout {q:?} with kv_layout {kv:?} is not 1 batch axis or packed rows for both"),
-            )),
-        }
-    }
-
     /// Whether any score can be dropped.
     #[must_use]
     pub fn drops(&self) -> bool {
@@ -393,7 +383,7 @@ impl FwdProblem {
     /// # Errors
     /// A total that is missing, given without need or too large, and strides that do not go with it.
     pub(crate) fn checked_extents(&self, totals: Totals) -> Result<Extents, ProblemError> {
-        totals.check(self)?;
+        self.check_totals(totals)?;
         let extents = self.extents(totals);
         if totals != Totals::NONE {
             self.check_tensors(&extents)?;
@@ -454,64 +444,4 @@ impl ValidFwd {
     pub fn extent_bytes(strides: Strides, shape: Shape, dtype: DType) -> u64 {
         strides.extent(shape).map_or(u64::MAX, |elems| elems * dtype.size_bytes())
     }
-}
-
-/// Bytes that a tensor may span: half of what a pointer difference can express.
-const MAX_EXTENT_BYTES: u64 = 1 << 62;
-
-/// Strides that stay non-negative and inside the address range.
-pub(crate) fn check_input(
-    name: &'static str,
-    strides: Strides,
-    shape: Shape,
-    dtype: DType,
-) -> Result<(), ProblemError> {
-    if let Some((axis, stride)) = strides.negative_axis(shape) {
-        return Err(ProblemError::new(name, format!("{name}.{axis} stride {stride} is negative")));
-    }
-    let fits = strides.extent(shape).is_some_and(|elems| elems <= MAX_EXTENT_BYTES / dtype.size_bytes());
-    ensure!(fits, name, "{name} strides {strides:?} reach beyond 2^62 bytes over {shape:?}");
-    Ok(())
-}
-
-/// Outputs: rows of stride 1, and no element twice.
-pub(crate) fn check_output(
-    name: &'static str,
-    strides: Strides,
-    shape: Shape,
-    dtype: DType,
-) -> Result<(), ProblemError> {
-    check_input(name, strides, shape, dtype)?;
-    check_unit_stride(name, "dim", strides.dim, shape.dim)?;
-    ensure!(
-        strides.is_injective(shape),
-        name,
-        "{name} strides {strides:?} give two elements of {shape:?} one address"
-    );
-    Ok(())
-}
-
-/// V: stride 1 where its layout says.
-pub(crate) fn check_v(
-    name: &'static str,
-    strides: Strides,
-    layout: VLayout,
-    shape: Shape,
-    dtype: DType,
-) -> Result<(), ProblemError> {
-    check_input(name, strides, shape, dtype)?;
-    match layout {
-        VLayout::RowMajor => check_unit_stride(name, "dim", strides.dim, shape.dim),
-        VLayout::ColMajor => check_unit_stride(name, "seq", strides.seq, shape.seq),
-    }
-}
-
-pub(crate) fn check_unit_stride(
-    name: &'static str,
-    axis: &str,
-    stride: i64,
-    extent: u32,
-) -> Result<(), ProblemError> {
-    ensure!(stride == 1 || extent <= 1, name, "{name}.{axis} stride {stride} is not 1");
-    Ok(())
 }
