@@ -5,7 +5,6 @@
 //! [`RocmBackend::open`] takes a device of the machine, or an emulated one;
 //! [`RocmBackend::pretend`] plans and compiles for an architecture without any.
 
-mod arch;
 mod compile;
 mod driver;
 mod kernels;
@@ -20,20 +19,22 @@ use fmha_core::args::{check_combine, check_fwd};
 use fmha_core::backend::unsupported;
 use fmha_core::bind;
 use fmha_core::cache::{CompiledKernel, KernelJob};
+use fmha_core::lengths::check_lengths;
 use fmha_core::source::KernelSource;
 use fmha_core::{
     Accuracy, AnyProblem, BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevSliceMut,
-    DeviceMemory, Error, Explain, FmhaBackend, FwdArgs, FwdPlan, LaunchShape, MemorySpace, PlanOptions,
-    PlanParts, Precompile, Promises, Queues, Refusal, ResourceUsage, Result, Roofline, Step, Stream,
-    ValidBwd, ValidCombine, ValidFwd, Workspace,
+    DeviceMemory, Error, Explain, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, LaunchShape, MemorySpace,
+    PlanOptions, PlanParts, Precompile, Promises, Queues, Refusal, ResourceUsage, Result, Roofline, SeqArgs,
+    Step, Stream, ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
+use fmha_kernels_hip::{Device, Grid, cdna, combine, simt};
 
-pub use crate::arch::Arch;
 pub use crate::driver::graph::{Event, Graph};
 pub use crate::resources::Resources;
+pub use fmha_kernels_hip::Arch;
 
 use crate::driver::{Driver, search};
-use crate::kernels::{Choice, Device, Forward, Grid, cdna, combine, simt};
+use crate::kernels::{Choice, Forward};
 use crate::memory::RocmMemory;
 use crate::modules::{Module, Modules, modules};
 
@@ -50,6 +51,15 @@ pub struct RocmBackend {
 
 /// What a forward plan holds.
 struct FwdHandle {
+    chosen: FwdKernel,
+    /// What serves operands whose addresses the chosen kernel does not take, if the caller allows it.
+    stand_in: Option<FwdKernel>,
+    /// Whether each run reads the lengths back and checks them.
+    checks_lengths: bool,
+}
+
+/// A forward kernel that can be launched.
+struct FwdKernel {
     forward: Forward,
     ready: Ready,
 }
@@ -141,7 +151,7 @@ impl RocmBackend {
     /// The code object of a forward plan of this backend: an ELF for `arch`.
     #[must_use]
     pub fn code_object<'a>(&self, plan: &'a FwdPlan) -> Option<&'a [u8]> {
-        let module = plan.handle::<FwdHandle>(&self.id, &self.name).ok()?.ready.0.as_ref();
+        let module = plan.handle::<FwdHandle>(&self.id, &self.name).ok()?.chosen.ready.0.as_ref();
         module.ok().map(|module| &*module.compiled.machine)
     }
 
@@ -219,32 +229,44 @@ impl FmhaBackend for RocmBackend {
         let kernel = forward.name();
         let ready = self.ready(kernel, forward.source())?;
         let grid = forward.grid(problem, self.device, ready.usage());
+        let mut details = forward.details();
+        let stand_in = self.stand_in(&forward, problem, options)?;
+        if let Some(stand_in) = &stand_in {
+            let serves = match &stand_in.ready.0 {
+                Ok(_) => "the same kernel by elements takes them: correct, not fast".to_owned(),
+                Err(why) => format!("refused: {why}"),
+            };
+            details.push(("unaligned operands", serves));
+        }
         let parts = PlanParts {
             refusals,
-            details: forward.details(),
+            details,
             is_fallback: kernel == simt::NAME,
             ..self.parts(problem.clone(), kernel, options, &ready, grid)?
         };
-        Ok(parts.seal(&self.id, FwdHandle { forward, ready }))
+        let chosen = FwdKernel { forward, ready };
+        Ok(parts.seal(&self.id, FwdHandle { chosen, stand_in, checks_lengths: options.check_lengths }))
     }
 
     fn run_fwd(&self, plan: &FwdPlan, args: &mut FwdArgs<'_>, stream: Stream) -> Result<()> {
         let handle = plan.handle::<FwdHandle>(&self.id, &self.name)?;
         let problem = plan.problem();
         check_fwd(problem, args, plan.workspace(), MemorySpace::Device)?;
+        if handle.checks_lengths {
+            self.check_lengths(problem, &args.seq, stream)?;
+        }
         self.clear(args.workspace.as_ref(), plan.workspace(), stream)?;
         let params = bind::fwd_params(problem, args);
-        let launch = |forward: &Forward, ready: &Ready| {
-            let grid = forward.grid(problem, self.device, ready.usage());
-            match forward {
-                Forward::Cdna(_) => self.launch(ready, grid, &cdna::Cdna::params(problem, &params), stream),
-                Forward::Simt(_) => self.launch(ready, grid, &params, stream),
-            }
-        };
-        match handle.forward.for_addresses(problem, args) {
-            None => launch(&handle.forward, &handle.ready),
-            // Pointers less aligned than the plan's strides promise: compiled when such a call comes.
-            Some(other) => launch(&other, &self.ready(other.name(), other.source())?),
+        let FwdKernel { forward, ready } =
+            match (handle.chosen.forward.takes_addresses(problem, args), &handle.stand_in) {
+                (Ok(()), _) => &handle.chosen,
+                (Err(_), Some(stand_in)) => stand_in,
+                (Err(unaligned), None) => return Err(unaligned.into()),
+            };
+        let grid = forward.grid(problem, self.device, ready.usage());
+        match forward {
+            Forward::Cdna(_) => self.launch(ready, grid, &cdna::Cdna::params(problem, &params), stream),
+            Forward::Simt(_) => self.launch(ready, grid, &params, stream),
         }
     }
 
@@ -313,6 +335,24 @@ impl RocmBackend {
         kernels::select(problem, self.device, options).map_err(|refusals| unsupported(&self.name, refusals))
     }
 
+    /// The kernel for operands whose addresses `forward` does not take, where the caller allows a slow one.
+    fn stand_in(
+        &self,
+        forward: &Forward,
+        problem: &ValidFwd,
+        options: &PlanOptions,
+    ) -> Result<Option<FwdKernel>> {
+        let Some(forward) = forward.for_any_address(problem).filter(|_| options.allow_fallback) else {
+            return Ok(None);
+        };
+        let ready = match self.ready(forward.name(), forward.source()) {
+            // A bundle that has the chosen kernel serves without a compiler.
+            Err(Error::NoDevice(why)) => Ready(Err(why)),
+            ready => ready?,
+        };
+        Ok(Some(FwdKernel { forward, ready }))
+    }
+
     fn no_backward(&self) -> Error {
         self.unsupported(Refusal::new("cdna_bwd", "backward: 0 kernels of this backend compute it yet"))
     }
@@ -327,6 +367,7 @@ impl RocmBackend {
         grid: Grid,
     ) -> Result<PlanParts<P>> {
         options.check_promises(kernel, &PROMISES).map_err(|refusal| self.unsupported(refusal))?;
+        let promises = Promises { graph_capturable: !options.check_lengths, ..PROMISES };
         Ok(PlanParts {
             problem,
             backend: self.name.clone(),
@@ -336,7 +377,7 @@ impl RocmBackend {
             refusals: Vec::new(),
             is_fallback: false,
             workspace: Workspace::NONE,
-            promises: PROMISES,
+            promises,
         })
     }
 
@@ -360,6 +401,16 @@ impl RocmBackend {
                 tiles_at_once: grid.tiles_at_once,
             }),
         }
+    }
+
+    /// Waits for the stream, reads a call's lengths back and checks them.
+    fn check_lengths(&self, problem: &FwdProblem, seq: &SeqArgs<'_>, stream: Stream) -> Result<()> {
+        let driver = self.memory.driver()?;
+        driver.synchronize(stream)?;
+        check_lengths(problem, seq, |slice, bytes| {
+            // SAFETY: the argument check saw that the slice covers them; its maker promised the memory.
+            unsafe { driver.download(slice.as_ptr().cast_mut(), bytes) }
+        })
     }
 
     /// Queues zeros for the part of the workspace that a run wants so.

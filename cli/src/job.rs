@@ -149,7 +149,7 @@ impl<'a> Job<'a> {
 }
 
 impl Setup {
-    fn lengths(&self) -> Lengths {
+    pub(super) fn lengths(&self) -> Lengths {
         let list = |lengths: &Option<Vec<i32>>| lengths.clone().unwrap_or_default();
         Lengths {
             totals: self.totals(),
@@ -157,6 +157,7 @@ impl Setup {
             cu_seqlens_k: list(&self.cu_seqlens_k),
             seqused_q: list(&self.seqused_q),
             seqused_k: list(&self.seqused_k),
+            ..Lengths::default()
         }
     }
 }

@@ -8,6 +8,7 @@ use std::error::Error;
 use std::io::Read as _;
 use std::path::PathBuf;
 
+use fmha_core::fields::Fields as _;
 use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
 use fmha_core::{DType, MaskKind, QLayout};
 use fmha_kernels_cuda::sm90::{self, Sm90Tile};
@@ -116,7 +117,7 @@ fn set_tile(tile: &mut Sm90Tile, field: &str, value: &str) -> Result<bool, Box<d
         "vector" => "vector_store",
         other => other,
     };
-    if !sm90::FIELDS.split(", ").any(|known| known == field) {
+    if !Sm90Tile::fields().iter().any(|known| known.name == field) {
         return Ok(false);
     }
     tile.set(field, value)?;

@@ -141,7 +141,7 @@ pub(crate) fn sms(title: &str) -> &'static str {
     if title.starts_with("clusters of two") { "2" } else { "1" }
 }
 
-/// Records the launches, breaks them, rewrites `docs/kernels/sm90-mutation.md`.
+/// Records the launches, breaks them, rewrites `tests/evidence/sm90-mutation.md`.
 pub(crate) fn run(schedules: u32) -> Result<(), String> {
     let environment = setup::run();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
@@ -189,7 +189,12 @@ pub(crate) fn run(schedules: u32) -> Result<(), String> {
     mutate
         .args(["--schedules", &schedules.to_string(), "--wrappers", "fmha/ptx/"])
         .args(["--sources", "kernels-cuda", "--sources", "core/device"])
-        .args(["--reasons", "docs/kernels/sm90-mutation.reasons", "--out", "docs/kernels/sm90-mutation.md"]);
+        .args([
+            "--reasons",
+            "tests/evidence/sm90-mutation.reasons",
+            "--out",
+            "tests/evidence/sm90-mutation.md",
+        ]);
     loudly(&mut mutate)
 }
 

@@ -1,6 +1,6 @@
 //! What a problem does with a KV cache: its checks, and what follows from it.
 
-use super::{Dims, FwdProblem, check_input, check_output, check_unit_stride};
+use super::{Dims, FwdProblem, MAX_SEQLEN, check_input, check_output, check_unit_stride};
 use crate::dtype::DType;
 use crate::error::{ProblemError, Refusal, ensure};
 use crate::kv::{Append, Rotary};
@@ -209,7 +209,7 @@ impl FwdProblem {
     /// Checks that each total is there iff the problem wants it, and that none is too large.
     ///
     /// # Errors
-    /// The first that is missing, given without need, or larger than `i32::MAX`.
+    /// The first that is missing, given without need, or larger than [`MAX_SEQLEN`].
     pub fn check_totals(&self, totals: Totals) -> Result<(), ProblemError> {
         let packs_new = self.append.is_some_and(|append| append.layout == QLayout::Packed);
         for (field, value, wanted, what) in [
@@ -229,8 +229,7 @@ impl FwdProblem {
                     return Err(ProblemError::new(field, format!("{field} is missing (0 given): {what}")));
                 }
                 Some(value) => {
-                    let most = i32::MAX.unsigned_abs();
-                    ensure!(value <= most, field, "{field} {value} is larger than {most}");
+                    ensure!(value <= MAX_SEQLEN, field, "{field} {value} is larger than {MAX_SEQLEN}");
                 }
                 None => {}
             }

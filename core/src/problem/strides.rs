@@ -5,7 +5,7 @@ use crate::error::{ProblemError, ensure};
 use crate::layout::{Shape, Strides, VLayout};
 
 /// Bytes that a tensor may span: half of what a pointer difference can express.
-const MAX_EXTENT_BYTES: u64 = 1 << 62;
+pub(crate) const MAX_EXTENT_BYTES: u64 = 1 << 62;
 
 /// Strides that stay non-negative and inside the address range.
 pub(crate) fn check_input(
@@ -17,8 +17,11 @@ pub(crate) fn check_input(
     if let Some((axis, stride)) = strides.negative_axis(shape) {
         return Err(ProblemError::new(name, format!("{name}.{axis} stride {stride} is negative")));
     }
-    let fits = strides.extent(shape).is_some_and(|elems| elems <= MAX_EXTENT_BYTES / dtype.size_bytes());
+    let most = MAX_EXTENT_BYTES / dtype.size_bytes();
+    let fits = strides.extent(shape).is_some_and(|elems| elems <= most);
     ensure!(fits, name, "{name} strides {strides:?} reach beyond 2^62 bytes over {shape:?}");
+    // Strides of 0 hide how many there are.
+    ensure!(shape.num_elems() <= most, name, "{name} {shape:?} has more than {most} elements");
     Ok(())
 }
 

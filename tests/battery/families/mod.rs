@@ -1,14 +1,17 @@
 //! The families of cases.
 
+mod addresses;
 mod backward;
 mod combine;
 mod decode;
-mod definition;
+pub mod definition;
 mod edges;
 mod fp8;
 mod guards;
+mod heads;
 mod laws;
 mod pairwise;
+mod rare;
 mod recipe;
 
 use crate::case::Case;
@@ -19,6 +22,9 @@ pub(crate) fn all() -> Vec<Case> {
     [
         definition::cases(),
         edges::cases(),
+        heads::cases(),
+        rare::cases(),
+        addresses::cases(),
         laws::cases(),
         fp8::cases(),
         guards::cases(),
