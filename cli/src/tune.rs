@@ -22,9 +22,12 @@ use crate::timing::duration;
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  fmha tune -b 4 -h 32 -s 4096 -d 128 --mask b         try every knob of the tile, keep what is faster
-  fmha tune -s 8192 -d 64 --knob block_m --knob block_n  only these
-  fmha explain -b 4 -h 32 -s 4096 -d 128 --mask b      the plan says that its tile was tuned
+  fmha tune -b 4 -h 32 -s 4096 -d 128 --mask b
+      try every knob of the tile, keep what is faster
+  fmha tune -s 8192 -d 64 --knob block_m --knob block_n
+      only these
+  fmha explain -b 4 -h 32 -s 4096 -d 128 --mask b
+      the plan says that its tile was tuned
 
 Each tile's output is checked before it is timed: bursts of calls by the device's clock, those of two tiles
 in turns. A tile replaces another when the median of its rounds' gains is beyond 0.5 % and beyond their
@@ -68,9 +71,13 @@ impl TuneArgs {
         }
         let opened = self.backend.open()?;
         let backend = &*opened.backend;
-        let tuner = backend
-            .tuner()
-            .ok_or_else(|| Failure::wrong(format!("{}: 0 kernels have a tile to tune", backend.name())))?;
+        let tuner = backend.tuner().ok_or_else(|| {
+            Failure::wrong(format!(
+                "{}: 0 of its kernels' tiles are measured here; `fmha explain` prints them, and what \
+                 --tile takes",
+                backend.name()
+            ))
+        })?;
         let knobs = self.knobs(tuner)?;
         let problem = setup.fwd.clone().validate()?;
         let own = tuner.default_tile(&problem)?;
