@@ -28,6 +28,7 @@ pub fn check_lengths(
     let batch = u64::from(problem.dims.batch);
     let cu_seqlens_q = copy(seq.cu_seqlens_q, batch + 1)?;
     let cu_seqlens_k = copy(seq.cu_seqlens_k, batch + 1)?;
+    let cu_seqlens_new = copy(seq.cu_seqlens_new, batch + 1)?;
     let seqused_q = copy(seq.seqused_q, batch)?;
     let seqused_k = copy(seq.seqused_k, batch)?;
     let max_pages = seq.block_table.map_or(0, |table| table.max_pages);
@@ -35,10 +36,11 @@ pub fn check_lengths(
     let copied = SeqArgs {
         cu_seqlens_q: cu_seqlens_q.as_deref().map(DevSlice::host),
         cu_seqlens_k: cu_seqlens_k.as_deref().map(DevSlice::host),
+        cu_seqlens_new: cu_seqlens_new.as_deref().map(DevSlice::host),
         seqused_q: seqused_q.as_deref().map(DevSlice::host),
         seqused_k: seqused_k.as_deref().map(DevSlice::host),
         block_table: pages.as_deref().map(|pages| BlockTable { pages: DevSlice::host(pages), max_pages }),
-        ..*seq
+        totals: seq.totals,
     };
     spans(problem, &copied)?;
     Ok(())
@@ -86,7 +88,7 @@ mod tests {
     /// Seven queries, four pages of two keys.
     fn lengths<'a>(cu: &'a [i32], used: &'a [i32], pages: &'a [i32]) -> SeqArgs<'a> {
         SeqArgs {
-            totals: Totals { total_q: Some(7), total_k: None, num_pages: Some(4) },
+            totals: Totals { total_q: Some(7), total_k: None, num_pages: Some(4), ..Totals::NONE },
             cu_seqlens_q: Some(DevSlice::host(cu)),
             seqused_k: Some(DevSlice::host(used)),
             block_table: Some(BlockTable { pages: DevSlice::host(pages), max_pages: 3 }),
