@@ -124,8 +124,8 @@ impl FwdRecipe for Sm90 {
         let has_keys = call.problem.shape_k().seq > 0;
         for (name, address, align, matters) in [
             ("q", args.q.as_ptr() as u64, loads, true),
-            ("k", args.k.as_ptr() as u64, loads, has_keys),
-            ("v", args.v.as_ptr() as u64, loads, has_keys),
+            ("k", args.k_slice().as_ptr() as u64, loads, has_keys),
+            ("v", args.v_slice().as_ptr() as u64, loads, has_keys),
             ("o", args.o.as_mut_ptr() as u64, ALIGN, stores_vectors),
         ] {
             if matters && !address.is_multiple_of(align) {
@@ -248,7 +248,7 @@ fn maps(call: &FwdCall<'_>, tile: &Sm90Tile) -> Result<Maps> {
         ],
         box_dims: tile.kv_box(shape.dim as i32, columns(name)).map(i32::unsigned_abs),
     };
-    let k_map = kv_map("k", call.args.k.as_ptr() as u64, problem.k, extents.k);
-    let v_map = kv_map("v", call.args.v.as_ptr() as u64, problem.v, extents.v);
+    let k_map = kv_map("k", call.args.k_slice().as_ptr() as u64, problem.k, extents.k);
+    let v_map = kv_map("v", call.args.v_slice().as_ptr() as u64, problem.v, extents.v);
     Ok(Maps { q: q_map.encode()?, k: k_map.encode()?, v: v_map.encode()? })
 }
