@@ -153,7 +153,14 @@ impl FmhaBackend for CudaBackend {
         let forward = FwdKernel::all().map(|kernel| kernel.name());
         let backward = BwdKernel::all().map(|kernel| kernel.name());
         let combine = CombineKernel::all().map(|kernel| kernel.name());
-        [&forward[..], &backward, &combine].concat()
+        let mut names: Vec<&'static str> = Vec::new();
+        for name in [&forward[..], &backward, &combine].concat() {
+            // One name, `simt` for instance, may stand for a kernel of each operation.
+            if !names.contains(&name) {
+                names.push(name);
+            }
+        }
+        names
     }
 
     fn precompiler(&self) -> Option<&dyn Precompile> {
@@ -194,6 +201,8 @@ impl FmhaBackend for CudaBackend {
         let handle = plan.handle::<Handle<FwdKernel>>(&self.id, &self.name)?;
         let problem = plan.problem();
         check_fwd(problem, args, plan.workspace(), MemorySpace::Device)?;
+        // For all of the run: tensor maps are encoded in the device's context too.
+        let _entered = self.memory.device()?.enter()?;
         if handle.checks_lengths {
             self.check_lengths(problem, &args.seq, stream.0)?;
         }
@@ -207,16 +216,29 @@ impl FmhaBackend for CudaBackend {
     }
 
     fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {
+        let problem = &problem.or_deterministic(options.deterministic);
         let (mut choice, refusals) = self.choose_bwd(problem, options)?;
         let (chosen, steps) = self.ready(&mut choice)?;
+        let stand_in = if options.allow_fallback && !chosen.kernel.is_fallback() {
+            let any = PlanOptions { kernel: Some("simt".to_owned()), tile: Vec::new(), ..options.clone() };
+            let (mut other, _) = self.choose_bwd(problem, &any)?;
+            choice.workspace = choice.workspace.max(other.workspace);
+            choice
+                .details
+                .push(("unaligned operands", "kernel simt takes them: correct, not fast".to_owned()));
+            Some(self.ready(&mut other)?.0)
+        } else {
+            None
+        };
         let parts = self.parts(problem.clone(), choice, steps, refusals, options);
-        Ok(parts.seal(&self.id, Handle::new(chosen, None, options)))
+        Ok(parts.seal(&self.id, Handle::new(chosen, stand_in, options)))
     }
 
     fn run_bwd(&self, plan: &BwdPlan, args: &mut BwdArgs<'_>, stream: Stream) -> Result<()> {
         let handle = plan.handle::<Handle<BwdKernel>>(&self.id, &self.name)?;
         let problem = plan.problem();
         check_bwd(problem, args, plan.workspace(), MemorySpace::Device)?;
+        let _entered = self.memory.device()?.enter()?;
         if handle.checks_lengths {
             self.check_lengths(problem.fwd(), &args.seq, stream.0)?;
         }
@@ -237,6 +259,7 @@ impl FmhaBackend for CudaBackend {
         let handle = plan.handle::<Handle<CombineKernel>>(&self.id, &self.name)?;
         let problem = plan.problem();
         check_combine(problem, args, MemorySpace::Device)?;
+        let _entered = self.memory.device()?.enter()?;
         if problem.lse_elems() == 0 {
             return Ok(());
         }
@@ -267,7 +290,10 @@ impl Precompile for CudaBackend {
     fn jobs(&self, problem: AnyProblem<'_>, options: &PlanOptions) -> Result<Vec<KernelJob>> {
         let launches = match problem {
             AnyProblem::Forward(problem) => self.choose_fwd(problem, options)?.0.launches,
-            AnyProblem::Backward(problem) => self.choose_bwd(problem, options)?.0.launches,
+            AnyProblem::Backward(problem) => {
+                let problem = problem.or_deterministic(options.deterministic);
+                self.choose_bwd(&problem, options)?.0.launches
+            }
             AnyProblem::Combine(problem) => self.choose_combine(problem, options)?.0.launches,
         };
         Ok(launches

@@ -8,6 +8,7 @@ pub mod combine;
 pub mod schedule;
 pub mod simt;
 pub mod sm90;
+pub mod sm90_bwd;
 pub mod wgmma;
 
 use fmha_core::source::{Header, KernelSource};
@@ -29,14 +30,17 @@ pub fn headers() -> Vec<Header> {
     let mut headers = fmha_core::source::headers();
     headers.extend(embedded!(
         "ptx/barrier.cuh",
+        "ptx/bulk.cuh",
         "ptx/cluster.cuh",
         "ptx/collective.cuh",
         "ptx/copy.cuh",
+        "ptx/flag.cuh",
         "ptx/grid.cuh",
         "ptx/matrix.cuh",
         "ptx/mbarrier.cuh",
         "ptx/memory.cuh",
         "ptx/num.cuh",
+        "ptx/shared.cuh",
         "ptx/tma.cuh",
         "ptx/warp.cuh",
         "ptx/wgmma.cuh",
@@ -52,6 +56,16 @@ pub fn headers() -> Vec<Header> {
         "mma/sm90/descriptor.cuh",
         "mma/sm90/half_accumulator.cuh",
         "mma/sm90/register_product.cuh",
+        "mma/sm90/transposed_product.cuh",
+        "sm90/bwd/config.cuh",
+        "sm90/bwd/consume.cuh",
+        "sm90/bwd/epilogue.cuh",
+        "sm90/bwd/load.cuh",
+        "sm90/bwd/main.cuh",
+        "sm90/bwd/postprocess.cuh",
+        "sm90/bwd/preprocess.cuh",
+        "sm90/bwd/store_dq.cuh",
+        "sm90/bwd/work.cuh",
         "sm90/common/dropout.cuh",
         "sm90/common/fragment.cuh",
         "sm90/fwd/config.cuh",
@@ -59,10 +73,12 @@ pub fn headers() -> Vec<Header> {
         "sm90/fwd/epilogue.cuh",
         "sm90/fwd/fwd.cuh",
         "sm90/fwd/load.cuh",
+        "sm90/fwd/modifiers.cuh",
         "sm90/fwd/multistage.cuh",
         "sm90/fwd/recompute_scores.cuh",
         "sm90/fwd/softmax.cuh",
         "sm90/fwd/zero_values.cuh",
+        "simt/bwd.cuh",
         "simt/fwd.cuh",
         "combine.cuh",
     ));

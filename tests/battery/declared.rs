@@ -2,7 +2,7 @@
 
 use fmha_core::{DType, FwdProblem};
 
-use crate::case::{Body, Case};
+use crate::case::Case;
 
 /// A refusal that a backend declares.
 pub struct Declared {
@@ -42,13 +42,13 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backend: "cuda",
-        what: "there is no backward kernel",
-        applies: |case, _| matches!(case.body, Body::Backward(_)),
+        what: "appends, rotary embedding, FP8 caches beside 16 bits and tree masks are the CPU backend's",
+        applies: |_, problem| problem.is_some_and(|p| p.refuse_cache_updates("").is_err()),
     },
     Declared {
         backend: "rocm",
-        what: "there is no backward kernel",
-        applies: |case, _| matches!(case.body, Body::Backward(_)),
+        what: "appends, rotary embedding, FP8 caches beside 16 bits and tree masks are the CPU backend's",
+        applies: |_, problem| problem.is_some_and(|p| p.refuse_cache_updates("").is_err()),
     },
 ];
 

@@ -1,8 +1,8 @@
 //! Laws: two calls that must agree, bit for bit where both run the same kernel and tile.
 
 use fmha_core::{
-    CombineProblem, DType, FmhaBackend, FwdPlan, FwdProblem, KvLayout, MaskShape, PlanOptions, QLayout,
-    Result, Shape, Strides, VLayout,
+    Append, CombineProblem, DType, Descale, FmhaBackend, FwdPlan, FwdProblem, KvLayout, MaskShape,
+    PlanOptions, QLayout, Result, SeqSpan, Shape, Strides, VLayout,
 };
 
 use crate::case::Forward;
@@ -12,6 +12,8 @@ use crate::run::Options;
 use crate::tensor::{Operand, Tensor};
 use crate::tensors::{Data, HostCombine, HostFwd, Lengths};
 use crate::verdict::Verdict;
+
+mod bits;
 
 /// A forward call, and what it must agree with.
 #[derive(Clone, Debug)]
@@ -40,10 +42,26 @@ pub enum LawKind {
     Twice,
     /// Itself, recorded with other lengths and replayed; where the plan promises to be capturable.
     Recorded,
+    /// The same keys in pages of so many rows.
+    PagedIsStrided(u32),
+    /// The same keys in the same pages under other numbers.
+    PermutedPages,
+    /// The last keys of each sequence, so many, appended by the call; the cache itself too.
+    AppendIsWritten(u32),
+    /// The cache widened beforehand.
+    WidenedCache,
+    /// Each sequence's last query alone, by plans that are batch-invariant.
+    LastOfMany,
     /// A window that hides nothing, instead of no mask; within the bound of the reference.
     WideWindowIsNone,
     /// The keys in so many parts, merged; within the bound of the reference.
     SplitsCombine(u32),
+    /// Itself, so many times more; where the plan promises to be deterministic.
+    Repeated(u32),
+    /// Each of its sequences alone.
+    AloneIsInBatch,
+    /// Each of its packed sequences alone, both planned with `batch_invariant`.
+    AloneIsInPack,
 }
 
 /// The note of a law whose two calls were compared in every bit.
@@ -54,7 +72,18 @@ impl Law {
         if self.kind == LawKind::Recorded {
             return recorded(backend, options, &self.forward);
         }
+        if let LawKind::Repeated(_) | LawKind::AloneIsInBatch | LawKind::AloneIsInPack = self.kind {
+            return bits::run(backend, options, self);
+        }
         let Forward { problem, lengths, data, .. } = &self.forward;
+        let mut wishes = options.plan.clone();
+        if matches!(self.kind, LawKind::LastOfMany | LawKind::PermutedBatch) {
+            // Where no kernel can promise it, both calls are held to the reference.
+            wishes.batch_invariant = true;
+            let valid = problem.clone().validate()?;
+            wishes.batch_invariant = backend.plan_fwd(&valid, &wishes).is_ok();
+        }
+        let options = &Options { plan: wishes, ..options.clone() };
         let mut a = HostFwd::new(problem.clone(), lengths, *data)?;
         let plan_a = run(backend, &options.plan, &mut a)?;
         let mut verdict = check_fwd(&a, &Selection::default(), &|_, _| ())?;
@@ -68,13 +97,19 @@ impl Law {
         let plan_b = run(backend, &options.plan, &mut b)?;
         let promised = match self.kind {
             LawKind::Twice => plan_a.promises().deterministic,
-            LawKind::PermutedBatch => plan_a.promises().batch_invariant,
+            LawKind::PermutedBatch | LawKind::LastOfMany => plan_a.promises().batch_invariant,
             LawKind::WideWindowIsNone => false,
             _ => true,
         };
         if promised && same_tile(&plan_a, &plan_b) {
             let reversed = self.kind == LawKind::PermutedBatch;
-            verdict.faults.extend(difference(&a, &b, reversed));
+            verdict.faults.extend(match self.kind {
+                LawKind::LastOfMany => last_row_differs(&a, &b),
+                _ => difference(&a, &b, reversed),
+            });
+            if let LawKind::AppendIsWritten(_) = self.kind {
+                verdict.faults.extend(cache_differs(&a, &b));
+            }
             verdict.note = Some(BIT_FOR_BIT);
         } else {
             let other = check_fwd(&b, &Selection::default(), &|_, _| ())?;
@@ -133,9 +168,44 @@ impl Law {
                 copy(a, &mut b, Operand::Q, |batch, row, head| (last - batch, row, head));
                 Ok(b)
             }
-            LawKind::Twice | LawKind::Recorded | LawKind::SplitsCombine(_) => {
-                HostFwd::new(other, lengths, *data)
+            LawKind::PagedIsStrided(page_size) => {
+                let (table, num_pages) = crate::families::pages(problem, page_size, data.seed);
+                other.kv_layout = KvLayout::Paged { page_size };
+                contiguous(&mut other);
+                let mut paged = lengths.clone();
+                (paged.block_table, paged.totals.num_pages) = (table, Some(num_pages));
+                HostFwd::new(other, &paged, *data)
             }
+            LawKind::PermutedPages => {
+                let most = lengths.totals.num_pages.unwrap_or(0).cast_signed();
+                let mut permuted = lengths.clone();
+                permuted.block_table.iter_mut().for_each(|page| *page = most - 1 - *page);
+                HostFwd::new(other, &permuted, *data)
+            }
+            LawKind::AppendIsWritten(new) => {
+                other.append = Some(Append::batch(&other, new));
+                let mut before = lengths.clone();
+                before.seqused_k.iter_mut().for_each(|length| *length -= new.cast_signed());
+                HostFwd::new(other, &before, *data)
+            }
+            LawKind::WidenedCache => {
+                other.dtype_cache = None;
+                (other.descale_k, other.descale_v) = (Descale::None, Descale::None);
+                let mut b = HostFwd::new(other, lengths, *data)?;
+                widen(a, &mut b, Operand::K, Operand::DescaleK, problem.descale_k);
+                widen(a, &mut b, Operand::V, Operand::DescaleV, problem.descale_v);
+                Ok(b)
+            }
+            LawKind::LastOfMany => {
+                let last = problem.dims.seqlen_q - 1;
+                other.dims.seqlen_q = 1;
+                contiguous(&mut other);
+                let mut b = HostFwd::new(other, lengths, *data)?;
+                copy_keys(a, &mut b, |batch, row, head| (batch, row, head));
+                copy(a, &mut b, Operand::Q, |batch, _, head| (batch, last, head));
+                Ok(b)
+            }
+            _ => HostFwd::new(other, lengths, *data),
         }
     }
 }
@@ -155,8 +225,13 @@ fn contiguous(problem: &mut FwdProblem) {
     problem.o = Strides::bshd(problem.shape_o());
 }
 
+/// Whether two plans compute a row alike. In which order they take their tiles, and how many at a time, is to change
+/// no bit.
 fn same_tile(a: &FwdPlan, b: &FwdPlan) -> bool {
-    a.kernel() == b.kernel() && a.details() == b.details()
+    let details = |plan: &FwdPlan| {
+        plan.details().iter().filter(|(name, _)| *name != "order").cloned().collect::<Vec<_>>()
+    };
+    a.kernel() == b.kernel() && details(a) == details(b)
 }
 
 type Source = (u32, u32, u32);
@@ -183,31 +258,81 @@ fn copy_keys(from: &HostFwd, to: &mut HostFwd, source: impl Fn(u32, u32, u32) ->
     copy(from, to, Operand::V, source);
 }
 
+/// A cache of Q's type: each element of `a`'s times its descale, rounded once.
+fn widen(a: &HostFwd, b: &mut HostFwd, operand: Operand, descale: Operand, kind: Descale) {
+    let heads = a.problem.dims.num_heads_kv;
+    let (from, to) = (a.operands.expect(operand), b.operands.expect_mut(operand));
+    let Shape { batch, seq, head, dim } = to.shape;
+    for (i_batch, row, h) in
+        (0..batch).flat_map(|b| (0..seq).flat_map(move |row| (0..head).map(move |h| (b, row, h))))
+    {
+        let factor =
+            a.operands.get(descale).map_or(1.0, |numbers| numbers.nth(kind.index(i_batch, h, heads)));
+        for d in 0..dim {
+            let value = from.get(i_batch, row, h, d) as f32 * factor as f32;
+            to.set([i_batch, row, h, d], f64::from(value));
+        }
+    }
+}
+
+/// The first place where the last rows of `many` differ from `one`'s only ones in a bit.
+fn last_row_differs(many: &HostFwd, one: &HostFwd) -> Option<String> {
+    let (o_many, o_one) = (many.operands.expect(Operand::O), one.operands.expect(Operand::O));
+    for (span, alone) in many.spans.iter().zip(&one.spans) {
+        for head in 0..many.problem.dims.num_heads_q {
+            for d in 0..many.problem.dims.head_dim_v {
+                let last = span.q_row + span.seqlen_q - 1;
+                let bits = o_many.bits(span.q_batch, last, head, d);
+                let bits_alone = o_one.bits(alone.q_batch, alone.q_row, head, d);
+                if bits != bits_alone {
+                    let i_batch = span.i_batch;
+                    return Some(format!(
+                        "o at batch {i_batch} head {head} dim {d}: bits {bits:#x} as the last, {bits_alone:#x} alone"
+                    ));
+                }
+            }
+        }
+    }
+    None
+}
+
+/// Whether the caches of two calls differ anywhere, in rows that hold nothing too.
+fn cache_differs(a: &HostFwd, b: &HostFwd) -> Option<String> {
+    [("k", Operand::K), ("v", Operand::V)].into_iter().find_map(|(name, operand)| {
+        let (a, b) = (a.operands.get(operand)?, b.operands.get(operand)?);
+        let at = a.elems().iter().zip(b.elems()).position(|(a, b)| a != b)?;
+        Some(format!("{name}: the caches differ from byte {at} on"))
+    })
+}
+
 /// The first place where O or LSE differ in a bit.
 fn difference(a: &HostFwd, b: &HostFwd, reversed: bool) -> Option<String> {
+    a.spans.iter().enumerate().find_map(|(index, span_a)| {
+        let span_b = &b.spans[if reversed { b.spans.len() - 1 - index } else { index }];
+        difference_in_sequence(a, span_a, b, span_b)
+    })
+}
+
+/// The same for one sequence of each.
+fn difference_in_sequence(a: &HostFwd, span_a: &SeqSpan, b: &HostFwd, span_b: &SeqSpan) -> Option<String> {
     let problem = &a.problem;
     let (o_a, o_b) = (a.operands.expect(Operand::O), b.operands.expect(Operand::O));
-    for (index, span_a) in a.spans.iter().enumerate() {
-        let span_b = b.spans[if reversed { b.spans.len() - 1 - index } else { index }];
-        for head in 0..problem.dims.num_heads_q {
-            for i in 0..span_a.seqlen_q {
-                let place = format!("at batch {} head {head} row {i}", span_a.i_batch);
-                for d in 0..problem.dims.head_dim_v {
-                    let bits_a = o_a.bits(span_a.q_batch, span_a.q_row + i, head, d);
-                    let bits_b = o_b.bits(span_b.q_batch, span_b.q_row + i, head, d);
-                    if bits_a != bits_b {
-                        return Some(format!("o {place} dim {d}: bits {bits_a:#x} here, {bits_b:#x} there"));
-                    }
+    for head in 0..problem.dims.num_heads_q {
+        for i in 0..span_a.seqlen_q {
+            let place = format!("at batch {} head {head} row {i}", span_a.i_batch);
+            for d in 0..problem.dims.head_dim_v {
+                let bits_a = o_a.bits(span_a.q_batch, span_a.q_row + i, head, d);
+                let bits_b = o_b.bits(span_b.q_batch, span_b.q_row + i, head, d);
+                if bits_a != bits_b {
+                    return Some(format!("o {place} dim {d}: bits {bits_a:#x} here, {bits_b:#x} there"));
                 }
-                if let (Some(lse_a), Some(lse_b)) =
-                    (a.operands.get(Operand::Lse), b.operands.get(Operand::Lse))
-                {
-                    let bits = |lse: &Tensor, at: usize| lse.nth(at).to_bits();
-                    let bits_a = bits(lse_a, span_a.lse_index(problem, head, i));
-                    let bits_b = bits(lse_b, span_b.lse_index(&b.problem, head, i));
-                    if bits_a != bits_b {
-                        return Some(format!("lse {place} differs"));
-                    }
+            }
+            if let (Some(lse_a), Some(lse_b)) = (a.operands.get(Operand::Lse), b.operands.get(Operand::Lse)) {
+                let bits = |lse: &Tensor, at: usize| lse.nth(at).to_bits();
+                let bits_a = bits(lse_a, span_a.lse_index(problem, head, i));
+                let bits_b = bits(lse_b, span_b.lse_index(&b.problem, head, i));
+                if bits_a != bits_b {
+                    return Some(format!("lse {place} differs"));
                 }
             }
         }

@@ -2,6 +2,7 @@
 
 pub(crate) mod combine;
 pub(crate) mod simt;
+pub(crate) mod simt_bwd;
 pub(crate) mod sm90;
 pub(crate) mod sm90_bwd;
 
@@ -19,6 +20,7 @@ use crate::driver::{Device, Grid};
 use crate::steps::Step;
 use combine::Merge;
 use simt::Simt;
+use simt_bwd::SimtBwd;
 use sm90::Sm90;
 use sm90_bwd::Sm90Bwd;
 
@@ -236,11 +238,12 @@ impl FwdKernel {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum BwdKernel {
     Sm90Bwd,
+    SimtBwd,
 }
 
 impl BwdKernel {
-    pub(crate) fn all() -> [Self; 1] {
-        [Sm90Bwd.into()]
+    pub(crate) fn all() -> [Self; 2] {
+        [Sm90Bwd::default().into(), SimtBwd::default().into()]
     }
 }
 

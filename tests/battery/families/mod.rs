@@ -2,7 +2,9 @@
 
 mod addresses;
 mod backward;
+mod bits;
 mod combine;
+mod decode;
 pub mod definition;
 mod edges;
 mod fp8;
@@ -14,6 +16,7 @@ mod rare;
 mod recipe;
 
 use crate::case::Case;
+pub(crate) use decode::pages;
 
 /// Every case of every family.
 pub(crate) fn all() -> Vec<Case> {
@@ -24,10 +27,12 @@ pub(crate) fn all() -> Vec<Case> {
         rare::cases(),
         addresses::cases(),
         laws::cases(),
+        bits::cases(),
         fp8::cases(),
         guards::cases(),
         backward::cases(),
         combine::cases(),
+        decode::cases(),
     ]
     .into_iter()
     .flatten()
