@@ -1,0 +1,282 @@
+//! The Blackwell forward kernel: its tile, its schedule, its entry.
+
+use fmha_core::abi::AbiLiteral as _;
+use fmha_core::source::{Entry, Header, KernelSource, Literal};
+use fmha_core::spec::{FwdSpec, SeqKind};
+use fmha_core::{DType, FwdProblem, MaskKind, Refusal, abi_spec};
+
+use crate::schedule::{self, TileOrder, TileSchedule, UnitOfWork};
+use crate::sm90;
+
+mod knobs;
+
+pub use knobs::FIELDS;
+
+/// The kernel's name in plans and refusals.
+pub const NAME: &str = "sm100";
+
+/// Architectures that the kernel is compiled for.
+pub const ARCHS: [&str; 2] = ["sm_100a", "sm_103a"];
+
+/// Shared memory that one CTA can have, bytes.
+pub const MAX_SMEM_BYTES: i32 = 232_448;
+
+/// Columns of tensor memory, which one CTA takes whole.
+pub const TMEM_COLUMNS: i32 = 512;
+
+abi_spec! {
+    /// How the kernel computes.
+    pub struct Sm100Tile {
+        /// Query rows of a CTA: 128 or 256, 128 to a softmax warpgroup.
+        pub block_m: i32,
+        /// Keys of a block: a multiple of 32 up to 128.
+        pub block_n: i32,
+        /// Blocks of K or V in shared memory at a time.
+        pub stages: i32,
+        /// How CTAs come by their tiles.
+        pub order: TileOrder,
+        /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
+        pub lazy_rescale_log2: i32,
+        /// Of each 16 pairs of exponentials, how many are polynomials on the multiply-add pipe.
+        pub exp2_polynomial_pairs: i32,
+        /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
+        pub pack_gqa: bool,
+        /// O is stored 16 bytes at a time; else element by element.
+        pub vector_store: bool,
+        /// CTAs whose tensor cores compute as one: 1.
+        pub cluster: i32,
+        /// The CTAs of a cluster have neighbouring heads of a kv head's group; else neighbouring query rows.
+        pub cluster_heads: bool,
+        /// The grid may start while the one before it in the stream ends (programmatic dependent launch);
+        /// it sets up its barriers and then waits for that one's memory.
+        pub dependent_launch: bool,
+    }
+}
+
+impl Sm100Tile {
+    /// Query tiles of 128 rows, a softmax warpgroup each.
+    #[must_use]
+    pub const fn num_q_tiles(&self) -> i32 {
+        self.block_m / 128
+    }
+
+    /// Threads of a CTA: the softmax warpgroups, one that corrects and stores, one of single-warp roles.
+    #[must_use]
+    pub const fn num_threads(&self) -> i32 {
+        128 * (self.num_q_tiles() + 2)
+    }
+
+    /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
+    #[must_use]
+    pub const fn smem_bytes(&self, spec: &FwdSpec) -> i32 {
+        self.stages * self.slot_bytes(spec) + self.fixed_smem_bytes(spec)
+    }
+
+    /// A slot of the ring of K and V blocks.
+    const fn slot_bytes(&self, spec: &FwdSpec) -> i32 {
+        let (k, v) = (
+            tile_bytes(self.block_n, sm90::padded_dim(spec.head_dim_qk)),
+            tile_bytes(self.block_n, sm90::padded_dim(spec.head_dim_v)),
+        );
+        if k > v { k } else { v }
+    }
+
+    /// What does not grow with the stages: Q, statistics, work, barriers (of up to 16 stages).
+    const fn fixed_smem_bytes(&self, spec: &FwdSpec) -> i32 {
+        let tiles = self.num_q_tiles();
+        let q = tiles * tile_bytes(128, sm90::padded_dim(spec.head_dim_qk));
+        let stats = tiles * 2 * 128 * 4;
+        let barriers = 8 * (5 * tiles + 3 * self.stages + 14);
+        let work = (3 * 18 + 3) * 4;
+        q + (stats + barriers + work + 1023) / 1024 * 1024
+    }
+
+    /// Columns of tensor memory that S and O take.
+    #[must_use]
+    pub const fn tmem_columns(&self, spec: &FwdSpec) -> i32 {
+        2 * self.block_n + self.num_q_tiles() * sm90::padded_dim(spec.head_dim_v)
+    }
+
+    /// The order of tiles for a problem's maximal lengths.
+    #[must_use]
+    pub fn schedule(&self, problem: &FwdProblem) -> TileSchedule {
+        let (heads, row_blocks) = if self.cluster_heads { (self.cluster, 1) } else { (1, self.cluster) };
+        TileSchedule::new(
+            problem,
+            UnitOfWork { rows: self.block_m * row_blocks, heads, pack_gqa: self.pack_gqa },
+        )
+    }
+
+    /// CTAs to launch.
+    #[must_use]
+    pub fn grid(&self, schedule: &TileSchedule, num_sms: u32) -> u32 {
+        let tiles = schedule.num_tiles.max(1).unsigned_abs();
+        let cluster = self.cluster.unsigned_abs();
+        cluster * if self.order == TileOrder::Single { tiles } else { tiles.min(num_sms / cluster) }
+    }
+
+    /// Workspace bytes, zero before the first launch.
+    #[must_use]
+    pub const fn workspace_bytes(&self) -> u64 {
+        match self.order {
+            TileOrder::Dynamic => 4,
+            TileOrder::Single | TileOrder::Static => 0,
+        }
+    }
+
+    /// The box of the tensor map of Q: (dim, heads of a group, rows, kv heads, batch).
+    #[must_use]
+    pub const fn q_box(spec: &FwdSpec, pack_gqa: bool, gqa_ratio: i32) -> [i32; 5] {
+        let heads = if pack_gqa { gqa_ratio } else { 1 };
+        [sm90::Sm90Tile::box_dim(spec.head_dim_qk), heads, 128 / heads, 1, 1]
+    }
+
+    /// The box of the tensor map of K, or of V. Row-major `(dim, keys)`; of a column-major V (`columns`)
+    /// `(keys, dim)`.
+    #[must_use]
+    pub const fn kv_box(&self, head_dim: i32, columns: bool) -> [i32; 4] {
+        if columns {
+            [sm90::Sm90Tile::box_dim(self.block_n), sm90::padded_dim(head_dim), 1, 1]
+        } else {
+            [sm90::Sm90Tile::box_dim(head_dim), self.block_n, 1, 1]
+        }
+    }
+}
+
+const fn tile_bytes(rows: i32, padded: i32) -> i32 {
+    (rows * padded * 2 + 1023) / 1024 * 1024
+}
+
+/// Whether the kernel computes this problem, and if not, why. Addresses, which a problem has not, must
+/// be multiples of 16.
+///
+/// # Errors
+/// The first fact that it does not take.
+pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
+    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    let (qk, v) = (problem.dtype_qk, problem.dtype_v);
+    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
+        return refuse(format!("dtype_qk {qk} with dtype_v {v} is not f16 twice or bf16 twice"));
+    }
+    if problem.dtype_o.is_fp8() {
+        return refuse(format!("dtype_o {} is not f16, bf16 or f32", problem.dtype_o));
+    }
+    let dims = problem.dims;
+    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
+        if dim > 256 {
+            return refuse(format!("{field} {dim} is larger than 256"));
+        }
+    }
+    if problem.write_keep_mask {
+        return refuse("write_keep_mask: it skips the blocks that the mask hides".to_owned());
+    }
+    for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
+        if length >= 1 << 29 {
+            return refuse(format!("{field} {length} is not below 2^29"));
+        }
+    }
+    if let Some((name, axis, stride)) = sm90::odd_stride(problem) {
+        return refuse(format!("{name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as TMA needs"));
+    }
+    Ok(())
+}
+
+/// The tile for a problem that the kernel [`accepts`].
+#[must_use]
+pub fn choose_tile(problem: &FwdProblem) -> Sm100Tile {
+    let spec = FwdSpec::of(problem);
+    let dims = problem.dims;
+    let mut tile = default_tile(&spec);
+    let ratio = i64::from(problem.gqa_ratio());
+    let seqlen_q = i64::from(dims.seqlen_q);
+
+    // A short query: the heads of a group side by side, where that saves a tenth of the rows.
+    if ratio > 1 && 128 % ratio == 0 {
+        let block_m = i64::from(tile.block_m);
+        let apart = (seqlen_q + block_m - 1) / block_m * ratio;
+        let packed = (seqlen_q * ratio + block_m - 1) / block_m;
+        tile.pack_gqa = packed * 10 <= apart * 9;
+    }
+    let rows = if tile.pack_gqa { seqlen_q * ratio } else { seqlen_q };
+    if rows <= 128 && tile.block_m > 128 {
+        tile.block_m = 128;
+        tile.stages = most_stages(&spec, &tile);
+    }
+
+    let (strides, shape) = (problem.o, problem.shape_o());
+    let elems = 16 / problem.dtype_o.size_bytes() as i64;
+    let whole = |stride: i64, extent: u32| extent <= 1 || stride % elems == 0;
+    tile.vector_store = i64::from(dims.head_dim_v) % elems == 0
+        && whole(strides.batch, shape.batch)
+        && whole(strides.seq, shape.seq)
+        && whole(strides.head, shape.head);
+    tile
+}
+
+/// The tile for long sequences of a spec.
+#[must_use]
+pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
+    let (qk, v) = (sm90::padded_dim(spec.head_dim_qk), sm90::padded_dim(spec.head_dim_v));
+    // Two query tiles, whose S and O fill tensor memory to head_dim_v 128, with fewer keys a block to 160. Wider ones
+    // have one, two blocks of whose scores are there at a time: fewer keys a block would have Q, which each block's
+    // product reads again, take more of shared memory's time than the product has. From 224 two slots of 128 keys do not
+    // go beside Q.
+    let (block_m, block_n) = match (qk.max(v), v) {
+        (..=128, _) | (..=192, ..=128) => (256, 128),
+        (..=160, _) => (256, 96),
+        (..=192, _) => (128, 128),
+        _ => (128, 64),
+    };
+    let full = spec.mask == MaskKind::Full;
+    let tile = Sm100Tile {
+        block_m,
+        block_n,
+        stages: 2,
+        order: if full && spec.seq == SeqKind::Batch { TileOrder::Static } else { TileOrder::Dynamic },
+        // P up to 2^8 is as exact in 16 bits as P up to 1; f32 sums have room.
+        lazy_rescale_log2: 8,
+        exp2_polynomial_pairs: 0,
+        pack_gqa: false,
+        vector_store: spec.head_dim_v % 8 == 0,
+        cluster: 1,
+        cluster_heads: false,
+        dependent_launch: true,
+    };
+    Sm100Tile { stages: most_stages(spec, &tile), ..tile }
+}
+
+/// As many stages as shared memory holds, up to 8.
+fn most_stages(spec: &FwdSpec, tile: &Sm100Tile) -> i32 {
+    let fits = |stages: &i32| Sm100Tile { stages: *stages, ..*tile }.smem_bytes(spec) <= MAX_SMEM_BYTES;
+    (2..=8).rev().find(fits).unwrap_or(1)
+}
+
+/// The kernel for a spec and a tile. What it binds is in the crate's README.
+#[must_use]
+pub fn fwd(spec: &FwdSpec, tile: &Sm100Tile) -> KernelSource {
+    let call = format!(
+        "static_assert(sizeof(sm100::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
+         sm100::fwd<kSpec, kTile>(p, maps, schedule);",
+        tile.smem_bytes(spec)
+    );
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
+    let entry = Entry {
+        include: "fmha/sm100/fwd/fwd.cuh",
+        constants: &constants,
+        bounds: "__launch_bounds__(sm100::num_threads(kTile), 1)",
+        params: "const __grid_constant__ FwdParams p, const __grid_constant__ sm100::Maps maps, \
+                 const __grid_constant__ TileSchedule schedule",
+        call: &call,
+    };
+    crate::source(entry.render(), [schedule::header(), host_header()])
+}
+
+/// `fmha/sm100_host.h`: what this file shares with the device.
+fn host_header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/tile_schedule.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
+        Sm100Tile::c_definition()
+    );
+    Header::rendered("fmha/sm100_host.h", text)
+}
+
