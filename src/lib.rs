@@ -19,7 +19,7 @@
 //!   life of a call, told in [`core`].
 //! - Everything of [`core`] is re-exported here, so that a user needs this crate alone.
 //!
-//! The command `fmha` (feature `cli`, on by default) is this library's first user.
+//! The command `fmha`, a crate of its own (`cli/`), is this library's first user.
 
 mod attention;
 mod memory;
@@ -30,4 +30,6 @@ pub use fmha_core::*;
 pub use half::{bf16, f16};
 
 pub use attention::{Attention, AttentionOutput, Element, attention, attention_on};
-pub use registry::{Backend, Device, Opened, PassedOver, all, devices, open, open_explained, pretend};
+pub use registry::{
+    Backend, Device, Opened, PassedOver, all, devices, emulated_launches, open, open_explained, pretend,
+};

@@ -238,6 +238,17 @@ fn rocm(_: u32, _: Option<&str>) -> Result<Arc<dyn FmhaBackend>> {
     Err(Error::NoDevice("this build has no rocm backend".into()))
 }
 
+/// What the last launches (at most 64) on this process's emulated NVIDIA device did: a JSON array, oldest
+/// first, of `kernel`, `grid`, `block`, `counters` and `instructions`. Asking forgets them. `None` where
+/// no such device is emulated.
+#[must_use]
+pub fn emulated_launches() -> Option<String> {
+    #[cfg(feature = "cuda")]
+    return fmha_cuda::emulated_launches();
+    #[cfg(not(feature = "cuda"))]
+    None
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

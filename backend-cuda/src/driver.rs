@@ -139,6 +139,18 @@ impl Device {
         call!(cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), address, to.len()))
     }
 
+    /// Queues zeros for `bytes` at `address` on `stream`: in its order, and as a node of a captured graph.
+    ///
+    /// # Safety
+    /// `address .. address + bytes` is device memory that is the stream's to write by then.
+    pub(crate) unsafe fn zero(&self, address: u64, bytes: u64, stream: u64) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.enter()?;
+        call!(cuMemsetD8Async(address, 0, bytes as usize, stream as sys::CUstream))
+    }
+
     pub(crate) fn synchronize(&self, stream: u64) -> Result<()> {
         self.enter()?;
         call!(cuStreamSynchronize(stream as sys::CUstream))
@@ -257,7 +269,7 @@ impl Kernel {
     }
 }
 
-/// What the copy engine knows of a tensor; opaque to all but the driver.
+/// What TMA knows of a tensor; opaque to all but the driver.
 #[derive(Clone, Copy)]
 #[repr(C, align(128))]
 pub(crate) struct TensorMap([u64; 16]);

@@ -362,6 +362,19 @@ impl DeviceMemory for CudaMemory {
         Ok(unsafe { DevBuffer::from_raw(MemorySpace::Device, address as *mut u8, bytes, Box::new(free)) })
     }
 
+    fn workspace(&self, bytes: u64) -> Result<Option<DevBuffer>> {
+        if bytes == 0 {
+            return Ok(None);
+        }
+        let buffer = self.alloc(bytes)?;
+        let stream = Stream::DEFAULT;
+        // SAFETY: the buffer is new, so nobody else uses it.
+        unsafe { self.device()?.zero(buffer.as_ptr() as u64, bytes, stream.0)? };
+        // Other streams do not wait for this one.
+        self.synchronize(stream)?;
+        Ok(Some(buffer))
+    }
+
     fn upload(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()> {
         fits("to", bytes.len(), to.bytes())?;
         if bytes.is_empty() { Ok(()) } else { self.device()?.upload(bytes, to.as_ptr() as u64) }

@@ -60,7 +60,7 @@ struct Call {
 }
 
 impl Call {
-    /// Causal f16 attention of two sequences: a kernel that draws its tiles from a counter.
+    /// Causal f16 attention of two sequences: a kernel that claims its tiles from a counter.
     fn new(backend: &CudaBackend) -> Self {
         let dims = Dims {
             batch: 2,

@@ -26,6 +26,18 @@ impl DeviceMemory for RocmMemory {
         Ok(unsafe { DevBuffer::from_raw(MemorySpace::Device, address, bytes, free) })
     }
 
+    fn workspace(&self, bytes: u64) -> Result<Option<DevBuffer>> {
+        if bytes == 0 {
+            return Ok(None);
+        }
+        let buffer = self.alloc(bytes)?;
+        // SAFETY: the buffer is new, so nobody else uses it.
+        unsafe { self.driver()?.zero(buffer.as_ptr(), bytes, Stream::DEFAULT)? };
+        // Other streams do not wait for the default one.
+        self.synchronize(Stream::DEFAULT)?;
+        Ok(Some(buffer))
+    }
+
     fn upload(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()> {
         covers("to", bytes.len(), to)?;
         // SAFETY: `to` covers the bytes, and is borrowed alone: no queued work may use it.

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 cuda = ctypes.CDLL("libcuda.so.1")
-DEFAULT_SECTION = 32 << 20
+DEFAULT_GROUP = 32 << 20
 UNBOUNDED_LO, UNBOUNDED_HI = -(2**31), 2**31 - 1
 
 
@@ -50,13 +50,13 @@ def tensor_map(x, dims, strides, box):
     return ctypes.string_at(address, 128)
 
 
-def heads_per_section(num_heads, kv_bytes, sharing, section_bytes):
-    fitting = max(1, min(max(min(section_bytes // max(kv_bytes, 1), 32), 1) * sharing, num_heads))
+def heads_per_l2_group(num_heads, kv_bytes, sharing, group_bytes):
+    fitting = max(1, min(max(min(group_bytes // max(kv_bytes, 1), 32), 1) * sharing, num_heads))
     for heads in range(fitting, fitting // 2, -1):
         if num_heads % heads == 0 and heads % sharing == 0:
             return heads
-    sections = -(-num_heads // fitting)
-    even = -(-num_heads // sections)
+    groups = -(-num_heads // fitting)
+    even = -(-num_heads // groups)
     return -(-even // sharing) * sharing
 
 
@@ -76,7 +76,7 @@ class Kernel:
 
     def prepare(
         self, q, k, v, *, mask=(UNBOUNDED_LO, UNBOUNDED_HI, 0, 0), scale=None, cu_q=None, cu_k=None, max_q=None,
-        max_k=None, used_q=None, used_k=None, dtype_o=None, softcap=0.0, sink=None, section_bytes=DEFAULT_SECTION,
+        max_k=None, used_q=None, used_k=None, dtype_o=None, softcap=0.0, sink=None, group_bytes=DEFAULT_GROUP,
         lse=True, alibi=None, o=None, bias=None,
     ):  # fmt: skip
         """(callable, o, lse): q, k, v are [batch, seqlen, heads, dim], or [total, heads, dim] with cu_q, cu_k."""
@@ -140,10 +140,10 @@ class Kernel:
         num_m = -(-seqlen_q * (ratio if pack else 1) // (block_m * cluster // pair))
         heads = batch * (hkv if pack else hq) // pair
         unmasked = mask[0] == UNBOUNDED_LO and mask[1] == UNBOUNDED_HI
-        section_bytes = 0 if unmasked and section_bytes == DEFAULT_SECTION else section_bytes
-        section = heads_per_section(heads, seqlen_k * (dqk + dv) * q.element_size(), 1 if pack else ratio // pair, section_bytes)
+        group_bytes = 0 if unmasked and group_bytes == DEFAULT_GROUP else group_bytes
+        group = heads_per_l2_group(heads, seqlen_k * (dqk + dv) * q.element_size(), 1 if pack else ratio // pair, group_bytes)
         tiles = max(num_m * heads, 1)
-        schedule = struct.pack("<4i", num_m * heads, max(num_m, 1), heads, section)
+        schedule = struct.pack("<4i", num_m * heads, max(num_m, 1), heads, group)
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         grid = cluster * (tiles if m["order"] == "Single" else min(tiles, sms // cluster))
 

@@ -34,7 +34,7 @@ def maker(name):
             mask = (UNBOUNDED_LO, 0, 1, 0)
         options = dict(mask=mask, scale=w.softmax_scale, lse=True)
         if option:
-            options["section_bytes"] = int(option) << 20
+            options["group_bytes"] = int(option) << 20
         if w.lengths:
             cu = peers.cu_seqlens(w, q.device)
             options |= dict(cu_q=cu, cu_k=cu, max_q=max(w.lengths), max_k=max(w.lengths))

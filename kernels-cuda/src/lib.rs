@@ -5,6 +5,7 @@
 //! `README.md` beside this crate says what a launch binds.
 
 pub mod combine;
+pub mod schedule;
 pub mod simt;
 pub mod sm90;
 pub mod wgmma;
@@ -39,23 +40,29 @@ pub fn headers() -> Vec<Header> {
         "ptx/tma.cuh",
         "ptx/warp.cuh",
         "ptx/wgmma.cuh",
-        "mma/half_accumulator.cuh",
-        "mma/register_product.cuh",
-        "mma/smem_desc.cuh",
+        "common/copy_tile.cuh",
+        "common/output_row.cuh",
+        "common/pipeline.cuh",
+        "common/recompute_row.cuh",
+        "common/scheduler.cuh",
+        "common/work.cuh",
+        "common/zero_rows.cuh",
+        "mma/smem_tile.cuh",
         "mma/sm90.cuh",
-        "sm90/clean.cuh",
-        "sm90/config.cuh",
-        "sm90/consume.cuh",
-        "sm90/copy.cuh",
-        "sm90/dropout.cuh",
-        "sm90/epilogue.cuh",
-        "sm90/fwd.cuh",
-        "sm90/load.cuh",
-        "sm90/multistage.cuh",
-        "sm90/redo.cuh",
-        "sm90/scheduler.cuh",
-        "sm90/score_again.cuh",
-        "sm90/softmax.cuh",
+        "mma/sm90/descriptor.cuh",
+        "mma/sm90/half_accumulator.cuh",
+        "mma/sm90/register_product.cuh",
+        "sm90/common/dropout.cuh",
+        "sm90/common/fragment.cuh",
+        "sm90/fwd/config.cuh",
+        "sm90/fwd/consume.cuh",
+        "sm90/fwd/epilogue.cuh",
+        "sm90/fwd/fwd.cuh",
+        "sm90/fwd/load.cuh",
+        "sm90/fwd/multistage.cuh",
+        "sm90/fwd/recompute_scores.cuh",
+        "sm90/fwd/softmax.cuh",
+        "sm90/fwd/zero_values.cuh",
         "simt/fwd.cuh",
         "combine.cuh",
     ));

@@ -1,10 +1,12 @@
 //! The Hopper forward kernel: its tile, its schedule, its entry.
 
-use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
+use fmha_core::abi::AbiLiteral as _;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{BiasKind, FwdSpec, SeqKind};
-use fmha_core::{DType, FwdProblem, MaskKind, Refusal, VLayout, abi_enum, abi_spec, abi_struct};
+use fmha_core::{DType, FwdProblem, MaskKind, Refusal, VLayout, abi_spec};
 
+use crate::schedule::{self, UnitOfWork};
+pub use crate::schedule::{TileOrder, TileSchedule};
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
 mod knobs;
@@ -13,19 +15,6 @@ pub use knobs::FIELDS;
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm90";
-
-/// How CTAs come by their tiles.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum TileOrder {
-    /// One tile a CTA, in the hardware's order.
-    Single,
-    /// A CTA per SM; tile t goes to CTA t mod CTAs, every second round backwards.
-    Static,
-    /// A CTA per SM; tiles are drawn from a counter: 4 zero bytes of workspace, left zero again.
-    Dynamic,
-}
-
-abi_enum!(TileOrder { Single, Static, Dynamic });
 
 abi_spec! {
     /// How the kernel computes.
@@ -38,7 +27,7 @@ abi_spec! {
         pub stages: i32,
         /// How CTAs come by their tiles.
         pub order: TileOrder,
-        /// Consumer warpgroups take turns at the tensor cores.
+        /// Consumer warpgroups issue their products in turn, one's under another's exponentials.
         pub ping_pong: bool,
         /// The next tile's first scores are started with this tile's last output; Q has two buffers.
         pub lookahead: bool,
@@ -51,14 +40,14 @@ abi_spec! {
         pub wait_anchor: i32,
         /// Every n-th exponential is a polynomial on the multiply-add pipe; 0: none.
         pub exp2_polynomial_every: i32,
-        /// Blocks that no mask cuts are exponentiated at the bases that the block before has left, without a
-        /// look at their maxima; their sums tell afterwards whether that served. Warp-specialised kernels only.
-        pub max_free: bool,
+        /// Blocks that no mask cuts skip the row-max reduction and reuse the running maximum; their row sums tell
+        /// afterwards whether it was high enough. Warp-specialised kernels only.
+        pub skip_row_max: bool,
         /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
         pub pack_gqa: bool,
         /// O is stored 16 bytes at a time; else element by element.
         pub vector_store: bool,
-        /// 0: the copy engine loads. Else three warps copy so many bytes at a time, which divide every
+        /// 0: TMA loads. Else three warps copy so many bytes at a time, which divide every
         /// stride and address of Q, K and V: 16, 8, 4, or 2 (element by element).
         pub copy_bytes: i32,
         /// A warpgroup loads and the others consume. Else every warpgroup consumes, and one thread also
@@ -81,27 +70,8 @@ abi_spec! {
     }
 }
 
-abi_struct! {
-    /// The order of tiles, as the kernel's third argument.
-    pub struct Sm90Schedule {
-        /// `num_heads * num_m_blocks`.
-        pub num_tiles: i32,
-        /// Row blocks of the longest sequence; pairs of them where a cluster has two.
-        pub num_m_blocks: i32,
-        /// Sequences times heads: query heads (pairs of them where a cluster has two), or kv heads when they are
-        /// packed.
-        pub num_heads: i32,
-        /// Of these, how many share the L2 at a time.
-        pub heads_per_section: i32,
-    }
-}
-
 /// Shared memory that one CTA can have, bytes.
 pub const MAX_SMEM_BYTES: i32 = 232_448;
-
-/// Bytes that a section's K and V may take of the L2. 60 MiB are there in two halves, and what one
-/// half has the other copies.
-pub const SECTION_BYTES: i64 = 32 << 20;
 
 impl Sm90Tile {
     /// Consumer warpgroups.
@@ -140,37 +110,17 @@ impl Sm90Tile {
 
     /// The order of tiles for a problem's maximal lengths.
     #[must_use]
-    pub fn schedule(&self, problem: &FwdProblem) -> Sm90Schedule {
-        let dims = problem.dims;
-        let ratio = if self.pack_gqa { i64::from(problem.gqa_ratio()) } else { 1 };
-        let rows = i64::from(dims.seqlen_q) * ratio;
-        let (cluster_heads, cluster_rows) =
-            if self.cluster_heads { (self.cluster, 1) } else { (1, self.cluster) };
-        let block_m = i64::from(self.block_m) * i64::from(cluster_rows);
-        let num_m_blocks = rows.div_euclid(block_m) + i64::from(rows.rem_euclid(block_m) != 0);
-        let num_heads =
-            i64::from(dims.batch) * i64::from(dims.num_heads_q) / ratio / i64::from(cluster_heads);
-        let kv_bytes = i64::from(dims.seqlen_k)
-            * i64::from(dims.head_dim_qk + dims.head_dim_v)
-            * problem.dtype_qk.size_bytes() as i64;
-        // Adjacent query heads of one kv head share its K and V.
-        let sharing =
-            if self.pack_gqa { 1 } else { i64::from(problem.gqa_ratio()) / i64::from(cluster_heads) };
-        // Unmasked, tiles are alike: the row blocks of a head run together and share its K and V.
-        let masked = problem.mask.kind() != MaskKind::Full;
-        let section_bytes = if masked { SECTION_BYTES } else { 0 };
-        let heads_per_section = heads_per_section(num_heads, kv_bytes, sharing, section_bytes);
-        Sm90Schedule {
-            num_tiles: (num_heads * num_m_blocks).try_into().unwrap_or(i32::MAX),
-            num_m_blocks: num_m_blocks as i32,
-            num_heads: num_heads as i32,
-            heads_per_section: heads_per_section as i32,
-        }
+    pub fn schedule(&self, problem: &FwdProblem) -> TileSchedule {
+        let (heads, row_blocks) = if self.cluster_heads { (self.cluster, 1) } else { (1, self.cluster) };
+        TileSchedule::new(
+            problem,
+            UnitOfWork { rows: self.block_m * row_blocks, heads, pack_gqa: self.pack_gqa },
+        )
     }
 
     /// CTAs to launch.
     #[must_use]
-    pub fn grid(&self, schedule: &Sm90Schedule, num_sms: u32) -> u32 {
+    pub fn grid(&self, schedule: &TileSchedule, num_sms: u32) -> u32 {
         let tiles = schedule.num_tiles.max(1).unsigned_abs();
         let cluster = self.cluster.unsigned_abs();
         cluster * if self.order == TileOrder::Single { tiles } else { tiles.min(num_sms / cluster) }
@@ -204,23 +154,7 @@ impl Sm90Tile {
     }
 }
 
-/// The largest count of heads whose K and V fit a section, a multiple of `sharing` where possible and
-/// as even over the sections as can be: a short last section leaves SMs idle.
-fn heads_per_section(num_heads: i64, kv_bytes: i64, sharing: i64, section_bytes: i64) -> i64 {
-    // More than 32 make their first tiles compete for the memory: 512 causal, 337 with 128, 359 with 32.
-    let fitting =
-        (section_bytes / kv_bytes.max(1)).clamp(1, 32).saturating_mul(sharing).min(num_heads).max(1);
-    // 32 heads in sections of 5 (and one of 2): 757; in sections of 4 or 8: 785. D 192 causal, 8k.
-    let whole = |heads: &i64| num_heads % heads == 0 && heads % sharing == 0;
-    if let Some(heads) = (fitting / 2 + 1..=fitting).rev().find(whole) {
-        return heads;
-    }
-    let sections = (num_heads + fitting - 1) / fitting;
-    let even = (num_heads + sections - 1) / sections;
-    (even + sharing - 1) / sharing * sharing
-}
-
-/// A head dimension as the tiles have it; the copy engine fills the rest with zeros.
+/// A head dimension as the tiles have it; TMA fills the rest with zeros.
 #[must_use]
 pub const fn padded_dim(head_dim: i32) -> i32 {
     if head_dim <= 64 { 64 } else { (head_dim + 31) / 32 * 32 }
@@ -270,8 +204,8 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     }
     if let (Some((name, axis, stride)), VLayout::ColMajor) = (odd_stride(problem), problem.v_layout) {
         return refuse(format!(
-            "{name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as the copy engine needs, which alone \
-             turns a column-major V"
+            "{name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as TMA needs, which alone \
+             loads a column-major V"
         ));
     }
     Ok(())
@@ -293,12 +227,12 @@ fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static
     })
 }
 
-/// The first stride that the copy engine does not take.
+/// The first stride that TMA does not take.
 fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64)> {
     strides(problem).find(|&(_, _, stride)| stride % 8 != 0 || stride >= 1 << 39)
 }
 
-/// [`Sm90Tile::copy_bytes`] for a problem: 0 where the copy engine takes its strides, else the most bytes
+/// [`Sm90Tile::copy_bytes`] for a problem: 0 where TMA takes its strides, else the most bytes
 /// that divide every one.
 fn copy_bytes(problem: &FwdProblem) -> i32 {
     if odd_stride(problem).is_none() {
@@ -430,7 +364,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         block_n,
         stages: 2,
         // Of unlike tiles a fixed order leaves up to a fifth of the SMs idle: 16k causal, D 128, 576
-        // TFLOP/s fixed, 729 drawn.
+        // TFLOP/s fixed, 729 dynamic.
         order: if full && spec.seq == SeqKind::Batch { TileOrder::Static } else { TileOrder::Dynamic },
         ping_pong: true,
         lookahead: lookahead && !modified,
@@ -445,7 +379,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         // Without and with, bf16, full: D 64 605 and 618 at 16k, D 128 571 and 585 at 512, 781 and 795 at 16k, D 256
         // 838 and 849; causal: D 64 352 and 362 at 1k, D 128 357 and 369 at 512, 615 and 642 at 2k, 785 and 802.
         // A window of 512 keys has two or three such blocks: 469 and 463.
-        max_free: spec.mask != MaskKind::Band && !modified,
+        skip_row_max: spec.mask != MaskKind::Band && !modified,
         pack_gqa: false,
         vector_store: spec.dtype_o != DType::F32,
         copy_bytes: 0,
@@ -471,7 +405,7 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     );
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
     let entry = Entry {
-        include: "fmha/sm90/fwd.cuh",
+        include: "fmha/sm90/fwd/fwd.cuh",
         constants: &constants,
         bounds: if tile.cluster > 1 {
             "__cluster_dims__(kTile.cluster, 1, 1) __launch_bounds__(sm90::num_threads(kTile), 1)"
@@ -479,28 +413,31 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
             "__launch_bounds__(sm90::num_threads(kTile), 1)"
         },
         params: "const __grid_constant__ FwdParams p, const __grid_constant__ sm90::Maps maps, \
-                 const __grid_constant__ Sm90Schedule schedule",
+                 const __grid_constant__ TileSchedule schedule",
         call: &smem_assert,
     };
     let sums = |f16| if f16 { Sums::F16 } else { Sums::F32 };
     let (q, scores) =
         (if tile.q_in_registers { OperandA::Registers } else { OperandA::Shared }, sums(tile.f16_scores));
     let shapes = [
-        WgmmaShape { n: tile.block_n, a: q, sums: scores },
-        WgmmaShape { n: (tile.block_n / 2 + 15) / 16 * 16, a: q, sums: scores },
-        WgmmaShape { n: padded_dim(spec.head_dim_v), a: OperandA::Registers, sums: sums(tile.f16_output) },
+        WgmmaShape { dtype: spec.dtype_qk, n: tile.block_n, a: q, sums: scores },
+        WgmmaShape { dtype: spec.dtype_qk, n: (tile.block_n / 2 + 15) / 16 * 16, a: q, sums: scores },
+        WgmmaShape {
+            dtype: spec.dtype_v,
+            n: padded_dim(spec.head_dim_v),
+            a: OperandA::Registers,
+            sums: sums(tile.f16_output),
+        },
     ];
-    let rendered = [wgmma::header(spec.dtype_qk, &shapes), host_header()];
+    let rendered = [wgmma::header(&shapes), schedule::header(), host_header()];
     crate::source(entry.render(), rendered)
 }
 
 /// `fmha/sm90_host.h`: what this file shares with the device.
 fn host_header() -> Header {
     let text = format!(
-        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n{}\n{}\n}}  // namespace fmha\n",
-        TileOrder::c_definition(),
-        Sm90Tile::c_definition(),
-        Sm90Schedule::c_definition()
+        "#pragma once\n#include <fmha/tile_schedule.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
+        Sm90Tile::c_definition()
     );
     Header::rendered("fmha/sm90_host.h", text)
 }

@@ -109,7 +109,7 @@ fn kernels() -> Vec<(String, KernelSource)> {
     variant("sm90_256_full_cluster", FwdSpec::plain(DType::Bf16, 256, MaskKind::Full), |tile| {
         (tile.cluster, tile.order) = (2, TileOrder::Dynamic);
     });
-    variant("sm90_128_upper_with_maxima", upper(128), |tile| tile.max_free = false);
+    variant("sm90_128_upper_with_maxima", upper(128), |tile| tile.skip_row_max = false);
     variant("sm90_128_full_cluster", FwdSpec::plain(DType::Bf16, 128, MaskKind::Full), |tile| {
         (tile.cluster, tile.order) = (2, TileOrder::Dynamic);
     });
@@ -119,10 +119,11 @@ fn kernels() -> Vec<(String, KernelSource)> {
     variant("sm90_128_upper_q_in_registers", upper(128), |tile| tile.q_in_registers = true);
     variant("sm90_128_upper_f16_scores", f16(MaskKind::Upper), |tile| tile.f16_scores = true);
     variant("sm90_128_upper_f16_output", f16(MaskKind::Upper), |tile| {
-        (tile.f16_output, tile.lazy_rescale_log2, tile.max_free) = (true, 0, false);
+        (tile.f16_output, tile.lazy_rescale_log2, tile.skip_row_max) = (true, 0, false);
     });
     variant("sm90_128_upper_multistage", upper(128), |tile| {
-        (tile.warp_specialised, tile.ping_pong, tile.lookahead, tile.max_free) = (false, false, false, false);
+        (tile.warp_specialised, tile.ping_pong, tile.lookahead, tile.skip_row_max) =
+            (false, false, false, false);
     });
     variant("sm90_128_upper_dropout", FwdSpec { dropout: true, ..upper(128) }, |_| {});
     let columns = FwdSpec { v_layout: VLayout::ColMajor, ..upper(128) };

@@ -16,7 +16,7 @@ const PAGE: &str = "docs/kernels/cuda-coverage.md";
 /// `file | part of the line | why it is not executed`.
 const REASONS: &str = "docs/kernels/cuda-coverage.reasons";
 /// Kernels that are to be fast, and all that they are made of.
-const FAST: [&str; 4] = ["fmha/sm90/", "fmha/mma/", "fmha/ptx/", "fmha/combine.cuh"];
+const FAST: [&str; 5] = ["fmha/common/", "fmha/sm90/", "fmha/mma/", "fmha/ptx/", "fmha/combine.cuh"];
 
 /// Of the battery: one type in all its edges but the head dimensions, of which one kernel each would tell nothing new.
 const BATTERY: &str = "^(edges/[^h].*bf16|laws/column.*bf16|combine/)";
@@ -194,20 +194,21 @@ mod tests {
     #[test]
     fn a_line_that_was_not_executed_needs_a_reason_and_a_reason_a_line() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-        let text = std::fs::read_to_string(root.join("kernels-cuda/fmha/sm90/fwd.cuh")).unwrap_or_default();
+        let text =
+            std::fs::read_to_string(root.join("kernels-cuda/fmha/sm90/fwd/fwd.cuh")).unwrap_or_default();
         let at = text.lines().position(|line| line.contains("__syncthreads();")).map_or(0, |i| i + 1);
         let mut files = BTreeMap::new();
-        assert_eq!(read(&format!("fmha/sm90/fwd.cuh {at} 0\n"), &mut files), Ok(()));
+        assert_eq!(read(&format!("fmha/sm90/fwd/fwd.cuh {at} 0\n"), &mut files), Ok(()));
         let faults = |files: &BTreeMap<String, Lines>, reasons: &str| page(files, &root, reasons).1.len();
         let alone = faults(&files, "");
         assert!(alone > 0 && page(&files, &root, "").0.contains("not executed"));
-        assert_eq!(faults(&files, "fmha/sm90/fwd.cuh | __syncthreads(); | for the test"), alone - 1);
-        assert_eq!(faults(&files, "fmha/sm90/fwd.cuh | no such text | for the test"), alone + 1);
+        assert_eq!(faults(&files, "fmha/sm90/fwd/fwd.cuh | __syncthreads(); | for the test"), alone - 1);
+        assert_eq!(faults(&files, "fmha/sm90/fwd/fwd.cuh | no such text | for the test"), alone + 1);
         // Another run executes it; what one run has executed stays so.
         for executed in [1, 0] {
-            assert_eq!(read(&format!("fmha/sm90/fwd.cuh {at} {executed}\n"), &mut files), Ok(()));
+            assert_eq!(read(&format!("fmha/sm90/fwd/fwd.cuh {at} {executed}\n"), &mut files), Ok(()));
             assert_eq!(faults(&files, ""), alone - 1);
         }
-        assert!(read("fmha/sm90/fwd.cuh one 0", &mut files).is_err());
+        assert!(read("fmha/sm90/fwd/fwd.cuh one 0", &mut files).is_err());
     }
 }

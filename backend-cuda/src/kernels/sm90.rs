@@ -5,14 +5,15 @@ use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
 use fmha_core::{DType, PlanOptions, SeqMode, Shape, Strides, VLayout, ValidFwd};
-use fmha_kernels_cuda::sm90::{self, Sm90Schedule, Sm90Tile};
+use fmha_kernels_cuda::schedule::TileSchedule;
+use fmha_kernels_cuda::sm90::{self, Sm90Tile};
 
 use super::{Call, Choice, DeviceFacts, Recipe};
 use crate::driver::{Grid, Kernel as Loaded, TensorMap, TensorMapFacts};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Sm90 {
-    chosen: Option<(Sm90Tile, Sm90Schedule)>,
+    chosen: Option<(Sm90Tile, TileSchedule)>,
 }
 
 /// The kernel's second argument.
@@ -24,11 +25,11 @@ struct Maps {
 }
 
 impl Maps {
-    /// For a kernel that copies without the copy engine.
+    /// For a kernel that copies without TMA.
     const UNREAD: Self = Self { q: TensorMap::UNREAD, k: TensorMap::UNREAD, v: TensorMap::UNREAD };
 }
 
-/// What the copy engine and 16-byte stores ask of addresses.
+/// What TMA and 16-byte stores ask of addresses.
 const ALIGN: u64 = 16;
 
 impl Recipe for Sm90 {
@@ -80,7 +81,7 @@ impl Recipe for Sm90 {
                     "tile from",
                     if tuned.is_some() { "`fmha tune` on this device" } else { "the table" }.to_owned(),
                 ),
-                ("order", format!("{:?}, {} heads a section", tile.order, schedule.heads_per_section)),
+                ("order", format!("{:?}, L2 groups of {} heads", tile.order, schedule.heads_per_l2_group)),
                 ("schedule", schedule_words(&tile)),
             ],
             kernel: Sm90 { chosen: Some((tile, schedule)) }.into(),
@@ -120,7 +121,7 @@ impl Recipe for Sm90 {
         let mut maps = if tile.copy_bytes > 0 { Maps::UNREAD } else { maps(call, &tile)? };
         let (mut params, mut schedule) = (call.params, schedule);
         let mut arguments = [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
-        // SAFETY: the kernel takes FwdParams, Maps and Sm90Schedule; `check_fwd` saw that the memory
+        // SAFETY: the kernel takes FwdParams, Maps and TileSchedule; `check_fwd` saw that the memory
         // covers the problem, and the maps were made for the same extents.
         unsafe { loaded.launch(call.grid, &mut arguments, call.stream) }
     }
@@ -133,7 +134,7 @@ fn schedule_words(tile: &Sm90Tile) -> String {
     words.extend(tile.split_q.then(|| "Q in pieces".to_owned()));
     words
         .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
-    words.extend(tile.max_free.then(|| "no maxima inside the mask".to_owned()));
+    words.extend(tile.skip_row_max.then(|| "no row-max reduction inside the mask".to_owned()));
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
     words.extend((tile.copy_bytes > 0).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
     words.extend((!tile.warp_specialised).then(|| "no load role".to_owned()));
@@ -170,7 +171,7 @@ pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOp
         ("lazy_rescale_log2", tile.lazy_rescale_log2.to_string()),
         ("wait_anchor", tile.wait_anchor.to_string()),
         ("exp2_polynomial_every", tile.exp2_polynomial_every.to_string()),
-        ("max_free", flag(tile.max_free)),
+        ("skip_row_max", flag(tile.skip_row_max)),
         ("pack_gqa", flag(tile.pack_gqa)),
         ("cluster", tile.cluster.to_string()),
         ("cluster_heads", flag(tile.cluster_heads)),
@@ -194,7 +195,7 @@ pub(crate) fn knobs() -> Vec<(&'static str, Vec<String>)> {
         ("ping_pong", &["0", "1"]),
         ("lazy_rescale_log2", &["0", "8"]),
         ("exp2_polynomial_every", &["0", "4", "8"]),
-        ("max_free", &["0", "1"]),
+        ("skip_row_max", &["0", "1"]),
         ("pack_gqa", &["0", "1"]),
         ("cluster", &["1", "2"]),
         ("cluster_heads", &["0", "1"]),

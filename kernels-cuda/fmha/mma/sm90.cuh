@@ -4,15 +4,21 @@
 // 16 w + l / 4 and that + 8, columns 8 c + 2 (l % 4) and the next, of every 8-column group c.
 // Element e of the fragment: column 8 (e / 4) + (e & 1) + 2 (l % 4), upper row iff e & 2.
 #pragma once
-#include <fmha/mma/smem_desc.cuh>
+#include <fmha/mma/sm90/descriptor.cuh>
 #include <fmha/ptx/num.cuh>
 #include <fmha/ptx/wgmma.cuh>
 
-namespace fmha::mma {
+namespace fmha::mma::sm90 {
+
+using mma::SmemTile;
+using mma::Storage;
 
 constexpr int kWarpgroup = 128;  // threads
 constexpr int kRows = 64;        // of one product
-constexpr int kDepth = 16;       // contracted by one instruction, 16-bit types
+
+// What one instruction contracts of either operand: 32 bytes.
+template <class Elem>
+constexpr int kDepth = 32 / int(sizeof(Elem));
 
 // An accumulator of 64 x n.
 template <int n>
@@ -37,15 +43,16 @@ struct Accumulator {
 FMHA_DEVICE int32_t fragment_row() { return threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4; }
 FMHA_DEVICE int32_t fragment_column() { return threadIdx.x % 4 * 2; }
 
-// A of 64 x depth in registers: an accumulator's own layout, packed.
-template <int depth>
+// A of 64 x depth in registers. Of 16-bit elements: an accumulator's own layout, packed.
+template <class Elem, int depth>
 struct RegisterTile {
-  uint32_t elems[depth / kDepth][4];
+  uint32_t elems[depth / kDepth<Elem>][4];
 
   // Columns that x lacks become `zero`: a 0 that ptxas does not know for one, since it writes known
   // constants before the wait for the product that still reads these registers, and then serialises.
   template <DType dtype, int n>
   FMHA_DEVICE void from(const Accumulator<n>& x, uint32_t zero) {
+    static_assert(sizeof(Elem) == 2, "only of 16-bit elements is an accumulator's layout that of A");
     static_assert(n <= depth, "a tile takes no more columns than it has");
 #pragma unroll
     for (int i = 0; i < depth / 4; ++i) {
@@ -56,33 +63,37 @@ struct RegisterTile {
 
 // d = sign * A B^T: A's rows [row, row + 64) and as many of B's rows as D has columns, both along their
 // dim. Starts, does not wait.
-template <int sign, class D, class TileA, class TileB>
+template <DType dtype, int sign, class D, class TileA, class TileB>
 FMHA_DEVICE void start_product_abt(D& d, const TileA& a, int row, const TileB& b) {
   static_assert(TileA::dim == TileB::dim && D::columns <= TileB::rows, "A and B share their inner dimension");
-  constexpr int steps_per_chunk = TileA::span / kDepth;
+  static_assert(sizeof(typename TileA::Elem) == sizeof(Storage<dtype>) && sizeof(typename TileB::Elem) == sizeof(Storage<dtype>),
+                "tiles hold elements of the product's type");
+  constexpr int depth = kDepth<Storage<dtype>>, steps_per_chunk = TileA::span / depth;
   const Descriptor a0 = descriptor<TileA::span_bytes>(a.offset() + row * TileA::span_bytes, 16);
   const Descriptor b0 = descriptor<TileB::span_bytes>(b.offset(), 16);
   ptx::wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < TileA::dim / kDepth; ++step) {
-    const int chunk = step / steps_per_chunk, within = step % steps_per_chunk * (2 * kDepth);
-    ptx::wgmma_mma_async_ss<sign, 0>(d.elems, a0.plus_bytes(chunk * TileA::chunk_bytes + within).bits(),
+  for (int step = 0; step < TileA::dim / depth; ++step) {
+    const int chunk = step / steps_per_chunk, within = step % steps_per_chunk * 32;
+    ptx::wgmma_mma_async_ss<dtype, sign, 0, 0>(d.elems, a0.plus_bytes(chunk * TileA::chunk_bytes + within).bits(),
                                      b0.plus_bytes(chunk * TileB::chunk_bytes + within).bits(), step != 0);
   }
   ptx::wgmma_commit_group();
 }
 
 // d += A B: A in registers, B read across its rows. Starts, does not wait.
-template <class D, class TileB>
-FMHA_DEVICE void start_product_ab(D& d, const RegisterTile<TileB::rows>& a, const TileB& b) {
+template <DType dtype, class D, class TileB>
+FMHA_DEVICE void start_product_ab(D& d, const RegisterTile<Storage<dtype>, TileB::rows>& a, const TileB& b) {
+  static_assert(sizeof(Storage<dtype>) == 2, "wgmma reads tiles of 16-bit elements alone across their rows");
+  constexpr int depth = kDepth<Storage<dtype>>;
   const Descriptor b0 = descriptor<TileB::span_bytes>(b.offset(), TileB::chunk_bytes);
   ptx::wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < TileB::rows / kDepth; ++step) {
-    ptx::wgmma_mma_async_rs<1, 1>(d.elems, a.elems[step],
-                                  b0.plus_bytes(step * kDepth * TileB::span_bytes).bits(), true);
+  for (int step = 0; step < TileB::rows / depth; ++step) {
+    ptx::wgmma_mma_async_rs<dtype, 1, 1>(d.elems, a.elems[step],
+                                  b0.plus_bytes(step * depth * TileB::span_bytes).bits(), true);
   }
   ptx::wgmma_commit_group();
 }
 
-}  // namespace fmha::mma
+}  // namespace fmha::mma::sm90

@@ -6,14 +6,14 @@
 
 namespace fmha::ptx {
 
-// needs: sm_70. Waits until `num_threads`, itself included, have come to barrier `id`.
+// needs: sm_70. Waits until `num_threads`, itself included, have arrived at barrier `id`.
 // PTX ISA: bar.sync.
 template <int num_threads>
 FMHA_DEVICE void bar_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(num_threads) : "memory");
 }
 
-// needs: sm_70. Comes and goes on.
+// needs: sm_70. Arrives without waiting.
 // PTX ISA: bar.arrive.
 template <int num_threads>
 FMHA_DEVICE void bar_arrive(int id) {

@@ -1,4 +1,4 @@
-// mbarrier: a fact in shared memory that threads and the copy engine make true, phase after phase.
+// mbarrier: a barrier in shared memory, completed phase after phase by arrivals of threads and bytes of TMA.
 // PTX ISA, Parallel Synchronization and Communication Instructions: mbarrier
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier
 #pragma once
@@ -16,11 +16,11 @@ FMHA_DEVICE void mbarrier_init(Barrier& barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals));
 }
 
-// needs: sm_90. Makes the inits above visible to the cluster and to the copy engine.
+// needs: sm_90. Makes the inits above visible to the cluster and to TMA.
 // PTX ISA: fence.mbarrier_init.
 FMHA_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// needs: sm_90. Arrives, and announces `bytes` that the copy engine will deliver in this phase.
+// needs: sm_90. Arrives, and announces `bytes` that TMA will deliver in this phase.
 // PTX ISA: mbarrier.arrive, expect-tx operation.
 FMHA_DEVICE void mbarrier_arrive_expect_tx(Barrier& barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)

@@ -53,7 +53,7 @@ FMHA_DEVICE void st_shared_v4_zero(uint32_t address) {
 }
 
 // needs: sm_90. Orders this thread's ordinary writes to shared memory before the tensor cores' and
-// the copy engine's reads that follow.
+// TMA's reads that follow.
 // PTX ISA: fence.proxy.async.
 FMHA_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -1,4 +1,4 @@
-// The copy engine.
+// TMA: asynchronous copies of boxes of a tensor.
 // PTX ISA, Data Movement and Conversion Instructions: cp.async.bulk.tensor
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
 #pragma once

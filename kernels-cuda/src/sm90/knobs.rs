@@ -8,14 +8,14 @@ use super::{MAX_SMEM_BYTES, Sm90Tile, TileOrder};
 
 /// The fields that [`Sm90Tile::set`] knows.
 pub const FIELDS: &str = "block_m, block_n, stages, order, ping_pong, lookahead, split_q, lazy_rescale_log2, wait_anchor, \
-                          exp2_polynomial_every, max_free, pack_gqa, vector_store, copy_bytes, warp_specialised, \
+                          exp2_polynomial_every, skip_row_max, pack_gqa, vector_store, copy_bytes, warp_specialised, \
                           cluster, cluster_heads, q_in_registers, f16_scores, f16_output, dependent_launch";
 
 impl Sm90Tile {
     /// Sets one field from its name and value. What a field cannot go with is set along:
-    /// `warp_specialised=0` ends ping-pong, lookahead and `max_free`, `cluster=1` its heads, `f16_output=1` lazy
+    /// `warp_specialised=0` ends ping-pong, lookahead and `skip_row_max`, `cluster=1` its heads, `f16_output=1` lazy
     /// rescaling, which lets sums grow beyond f16; `lazy_rescale_log2=0` and a polynomial, which has no overflow
-    /// to see, end `max_free`. [`Sm90Tile::check`] refuses it if a later word brings it back.
+    /// to see, end `skip_row_max`. [`Sm90Tile::check`] refuses it if a later word brings it back.
     ///
     /// # Errors
     /// A text that names the field, the value and what the field takes.
@@ -60,26 +60,26 @@ impl Sm90Tile {
             }
             "lazy_rescale_log2" => {
                 self.lazy_rescale_log2 = within(0, 11)?;
-                self.max_free &= self.lazy_rescale_log2 > 0;
+                self.skip_row_max &= self.lazy_rescale_log2 > 0;
             }
             "wait_anchor" => self.wait_anchor = within(0, 128)?,
             "exp2_polynomial_every" => {
                 self.exp2_polynomial_every = within(0, 128)?;
-                self.max_free &= self.exp2_polynomial_every == 0;
+                self.skip_row_max &= self.exp2_polynomial_every == 0;
             }
-            "max_free" => self.max_free = flag()?,
+            "skip_row_max" => self.skip_row_max = flag()?,
             "pack_gqa" => self.pack_gqa = flag()?,
             "vector_store" => self.vector_store = flag()?,
             "copy_bytes" => match number()? {
                 n @ (0 | 2 | 4 | 8 | 16) => self.copy_bytes = n,
-                _ => return wrong("0 (the copy engine), 2, 4, 8 or 16"),
+                _ => return wrong("0 (TMA), 2, 4, 8 or 16"),
             },
             "warp_specialised" => {
                 self.warp_specialised = flag()?;
                 self.ping_pong &= self.warp_specialised;
                 self.lookahead &= self.warp_specialised;
                 self.split_q &= self.warp_specialised;
-                self.max_free &= self.warp_specialised;
+                self.skip_row_max &= self.warp_specialised;
             }
             "cluster" => {
                 self.cluster = within(1, 2)?;
@@ -92,7 +92,7 @@ impl Sm90Tile {
                 self.f16_output = flag()?;
                 if self.f16_output {
                     self.lazy_rescale_log2 = 0;
-                    self.max_free = false;
+                    self.skip_row_max = false;
                 }
             }
             "dependent_launch" => self.dependent_launch = flag()?,
@@ -130,7 +130,7 @@ impl Sm90Tile {
             for (field, on) in [
                 ("ping_pong=1", self.ping_pong),
                 ("lookahead=1", self.lookahead),
-                ("max_free=1", self.max_free),
+                ("skip_row_max=1", self.skip_row_max),
                 ("copy_bytes", self.copy_bytes > 0),
                 ("cluster=2", self.cluster > 1),
             ] {
@@ -141,7 +141,7 @@ impl Sm90Tile {
         }
         if self.cluster > 1 && self.copy_bytes > 0 {
             return refuse(format!(
-                "copy_bytes={} with cluster=2: only the copy engine writes to two CTAs",
+                "copy_bytes={} with cluster=2: only TMA writes to two CTAs",
                 self.copy_bytes
             ));
         }
@@ -180,14 +180,14 @@ impl Sm90Tile {
                 self.lazy_rescale_log2
             ));
         }
-        if self.max_free && self.lazy_rescale_log2 == 0 {
+        if self.skip_row_max && self.lazy_rescale_log2 == 0 {
             return refuse(
-                "max_free=1 with lazy_rescale_log2=0: without maxima, they cannot be exact".to_owned(),
+                "skip_row_max=1 with lazy_rescale_log2=0: without maxima, they cannot be exact".to_owned(),
             );
         }
-        if self.max_free && self.exp2_polynomial_every > 0 {
+        if self.skip_row_max && self.exp2_polynomial_every > 0 {
             return refuse(format!(
-                "max_free=1 with exp2_polynomial_every={}: a polynomial's overflow is not seen",
+                "skip_row_max=1 with exp2_polynomial_every={}: a polynomial's overflow is not seen",
                 self.exp2_polynomial_every
             ));
         }
@@ -236,8 +236,11 @@ mod tests {
             (&[("cluster_heads", "1")], &["cluster_heads", "cluster=1"]),
             (&[("cluster", "2"), ("cluster_heads", "1")], &["cluster_heads", "3"]),
             (&[("block_m", "192"), ("copy_bytes", "4")], &["copy_bytes", "4", "block_m", "192"]),
-            (&[("lazy_rescale_log2", "0"), ("max_free", "1")], &["max_free", "lazy_rescale_log2"]),
-            (&[("exp2_polynomial_every", "4"), ("max_free", "1")], &["max_free", "exp2_polynomial_every=4"]),
+            (&[("lazy_rescale_log2", "0"), ("skip_row_max", "1")], &["skip_row_max", "lazy_rescale_log2"]),
+            (
+                &[("exp2_polynomial_every", "4"), ("skip_row_max", "1")],
+                &["skip_row_max", "exp2_polynomial_every=4"],
+            ),
             (&[("blok_n", "1")], &["blok_n", "block_n"]),
         ] {
             let text = refusal(words);

@@ -1,0 +1,112 @@
+//! One row: checked, then timed.
+
+use fmha::{DevBuffer, Error, FmhaBackend, MemorySpace, PlanOptions};
+use fmha_conformance::init::Init;
+use fmha_conformance::memory::Bytes;
+
+use crate::check::{Verify, check};
+use crate::failure::Failure;
+use crate::job::{Job, Source};
+use crate::progress::Progress;
+use crate::report::Speed;
+use crate::setup::Setup;
+use crate::timing::{Burst, Timing, back_to_back};
+
+/// How calls are timed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Protocol {
+    Burst(Burst),
+    Hot,
+}
+
+impl Protocol {
+    pub(crate) fn burst(rounds: u32) -> Self {
+        Self::Burst(Burst { rounds, ..Burst::default() })
+    }
+}
+
+/// What came of a row.
+#[derive(Debug)]
+pub(crate) enum Measured {
+    Timed {
+        kernel: String,
+        timing: Timing,
+        speed: Speed,
+    },
+    /// No kernel takes it, or it was not run: why.
+    Absent(String),
+    /// Its result is wrong: not timed.
+    Wrong(String),
+}
+
+/// More than any cache in front of the memory has.
+const FLUSH_BYTES_HOST: usize = 64 << 20;
+const FLUSH_BYTES_DEVICE: usize = 256 << 20;
+
+/// Runs one row. What the problem or the backend cannot do is an outcome; what fails is a failure.
+pub(crate) fn measure(
+    backend: &dyn FmhaBackend,
+    setup: &Setup,
+    options: &PlanOptions,
+    protocol: Protocol,
+    verify: Verify,
+) -> Result<Measured, Failure> {
+    // Planned first: no tensors are made for a row that is refused.
+    let planned = match &setup.bwd {
+        None => backend.plan_fwd(&setup.fwd.clone().validate()?, options).map(drop),
+        Some(bwd) => backend.plan_bwd(&bwd.clone().validate()?, options).map(drop),
+    };
+    match planned {
+        Err(error @ Error::Unsupported { .. }) => return Ok(Measured::Absent(error.to_string())),
+        Err(other) => return Err(other.into()),
+        Ok(()) => {}
+    }
+    let source = Source { own: None, init: Init::Normal, seed: 0 };
+    let mut job = Job::new(backend, setup, options, source)?;
+    job.run()?;
+    let progress = Progress::new("checking against f64");
+    let checked = check(job.read_back()?, verify, None, &progress)?;
+    progress.finish();
+    if !checked.passed() {
+        return Ok(Measured::Wrong(checked.lines().join("; ")));
+    }
+    let timing = match protocol {
+        Protocol::Hot => back_to_back(&mut || job.run(), 0.7)?,
+        Protocol::Burst(burst) => {
+            let mut flush = Flush::new(backend)?;
+            burst.run(&mut || job.run(), &mut || flush.run(backend))?
+        }
+    };
+    let speed = Speed::of(setup, &timing, &backend.roofline(setup.product_dtype()))?;
+    Ok(Measured::Timed { kernel: job.kernel().to_owned(), timing, speed })
+}
+
+/// Memory that is written between calls, so that each finds the caches cold.
+struct Flush {
+    host: Bytes,
+    device: Option<DevBuffer>,
+    byte: u8,
+}
+
+impl Flush {
+    fn new(backend: &dyn FmhaBackend) -> Result<Self, Failure> {
+        let memory = backend.memory();
+        let (bytes, device) = match memory.space() {
+            MemorySpace::Host => (FLUSH_BYTES_HOST, None),
+            MemorySpace::Device => (FLUSH_BYTES_DEVICE, Some(memory.alloc(FLUSH_BYTES_DEVICE as u64)?)),
+        };
+        Ok(Self { host: Bytes::filled(bytes, 0)?, device, byte: 0 })
+    }
+
+    fn run(&mut self, backend: &dyn FmhaBackend) -> Result<(), Failure> {
+        match &mut self.device {
+            Some(buffer) => backend.memory().upload(&self.host, buffer)?,
+            None => {
+                self.byte = self.byte.wrapping_add(1);
+                self.host.fill(self.byte);
+                std::hint::black_box(&self.host);
+            }
+        }
+        Ok(())
+    }
+}

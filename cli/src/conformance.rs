@@ -1,0 +1,112 @@
+//! `fmha conformance`: the battery against one backend.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use clap::Args;
+use fmha_conformance::report::{Report, run_cases};
+use fmha_conformance::run::Options;
+use fmha_conformance::{Regex, case};
+
+use crate::Verdict;
+use crate::failure::Failure;
+use crate::files::write_text;
+use crate::options::BackendArgs;
+use crate::progress::Progress;
+
+/// Options of `fmha conformance`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  fmha conformance                               every case on the best device
+  fmha conformance --backend cpu --filter edges  the cases whose names have `edges` in them
+  fmha conformance --filter '^laws/.*bf16'       a regular expression
+  fmha conformance --list --filter fp8           their names only
+  fmha conformance --json > report.json          ends in a summary: passed, failed, refused, absent
+  fmha conformance --junit report.xml            for CI
+
+A case is passed; or failed, with the command that repeats it; or refused, where the backend has
+declared that it does not take it; or absent, where something it needs is not here.
+Exit status 1 on any failure.")]
+pub(super) struct ConformanceArgs {
+    #[command(flatten)]
+    backend: BackendArgs,
+
+    /// Only cases whose name this regular expression finds
+    #[arg(long, value_name = "REGEX", value_parser = regex)]
+    filter: Option<Regex>,
+
+    /// Print the names of the cases, and stop
+    #[arg(long)]
+    list: bool,
+
+    /// Cases that reserve gigabytes run on a device too
+    #[arg(long)]
+    huge_on_device: bool,
+
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+
+    /// Write JUnit XML there too
+    #[arg(long, value_name = "FILE")]
+    junit: Option<PathBuf>,
+}
+
+fn regex(text: &str) -> Result<Regex, String> {
+    Regex::new(text).map_err(|error| format!("filter `{text}`: {error}"))
+}
+
+impl ConformanceArgs {
+    pub(super) fn carry_out(self, out: &mut dyn Write) -> Result<Verdict, Failure> {
+        let cases = case::matching(self.filter.as_ref());
+        if cases.is_empty() {
+            let filter = self.filter.map(|filter| filter.to_string()).unwrap_or_default();
+            return Err(Failure::wrong(format!("filter `{filter}` finds 0 of {} cases", case::all().len())));
+        }
+        if self.list {
+            for case in &cases {
+                writeln!(out, "{}", case.name)?;
+            }
+            return Ok(Verdict::Right);
+        }
+        let backend = self.backend.open()?.backend;
+        let mut plan = self.backend.plan_options();
+        // Any kernel that is right will do, unless it is one kernel that is asked about.
+        plan.allow_fallback |= plan.kernel.is_none();
+        let options =
+            Options { plan, huge_on_device: self.huge_on_device, repro_words: self.backend.words() };
+        if !self.json {
+            writeln!(out, "{} cases on {}", cases.len(), backend.name())?;
+            out.flush()?;
+        }
+
+        // A panic of a kernel is a failed case; the report has its message.
+        std::panic::set_hook(Box::new(|_| ()));
+        let progress = Progress::new("cases");
+        let report = run_cases(&*backend, &cases, &options, &|done, total, _| progress.at(done, total));
+        progress.finish();
+
+        if let Some(path) = &self.junit {
+            let mut xml = Vec::new();
+            report.write_junit(&mut xml).map_err(|error| Failure::file(path, &error))?;
+            write_text(path, &String::from_utf8_lossy(&xml))?;
+        }
+        if self.json {
+            report.write_json(out)?;
+        } else {
+            print(out, &report)?;
+        }
+        Ok(if report.summary.failed > 0 { Verdict::Wrong } else { Verdict::Right })
+    }
+}
+
+fn print(out: &mut dyn Write, report: &Report) -> std::io::Result<()> {
+    for case in report.failures() {
+        writeln!(out, "FAILED {}\n  {}\n  {}", case.name, case.text, case.repro)?;
+    }
+    for (family, summary) in report.families() {
+        writeln!(out, "{family:<12} {summary}")?;
+    }
+    writeln!(out, "{:<12} {}", "all", report.summary)
+}

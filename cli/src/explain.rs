@@ -1,0 +1,164 @@
+//! `fmha explain`: the plan, or every refusal.
+
+use std::fmt;
+use std::io::Write;
+
+use clap::Args;
+use fmha::core::plan::Plan;
+use fmha::core::work::Work;
+use fmha::{Error, Explain, Opened, Roofline};
+use serde_json::{Value, json};
+
+use crate::Verdict;
+use crate::failure::Failure;
+use crate::modelled;
+use crate::options::{BackendArgs, ProblemArgs};
+use crate::timing::duration;
+
+/// Options of `fmha explain`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  fmha explain -d 256 --prec bf16 --mask b     which kernel, which tile, what it promises
+  fmha explain --arch sm_90a                   the same for a device that is not here
+  fmha explain --emulate sm_90a                and what the kernel asks of each unit of its multiprocessors,
+                                               counted in the emulator
+  fmha explain --kernel no-such-kernel         every kernel's refusal
+
+Exit status 2 when no kernel takes the problem.")]
+pub(super) struct ExplainArgs {
+    #[command(flatten)]
+    problem: ProblemArgs,
+
+    #[command(flatten)]
+    backend: BackendArgs,
+
+    /// Plan for this architecture (sm_90a, gfx942) with no device: nothing is opened, nothing runs
+    #[arg(long, value_name = "ARCH", conflicts_with_all = ["backend", "emulate"])]
+    arch: Option<String>,
+
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+impl ExplainArgs {
+    pub(super) fn carry_out(&self, out: &mut dyn Write) -> Result<Verdict, Failure> {
+        let setup = self.problem.setup(None)?;
+        let opened = match &self.arch {
+            None => self.backend.open()?,
+            Some(arch) => Opened { backend: fmha::pretend(arch)?, passed_over: Vec::new() },
+        };
+        let backend = &*opened.backend;
+        let options = self.backend.plan_options();
+        let plan = match &setup.bwd {
+            None => {
+                let plan = backend.plan_fwd(&setup.fwd.clone().validate()?, &options);
+                plan.map(|plan| (plan.to_string(), as_json(&plan), modelled(&plan)))
+            }
+            Some(bwd) => {
+                let plan = backend.plan_bwd(&bwd.clone().validate()?, &options);
+                plan.map(|plan| (plan.to_string(), as_json(&plan), modelled(&plan)))
+            }
+        };
+        let work = Work::count(&setup.fwd, &setup.spans()?);
+        let flops = if setup.bwd.is_some() { work.bwd_flops } else { work.fwd_flops };
+        match plan {
+            Ok((text, mut object, explain)) => {
+                let roofline = backend.roofline(setup.product_dtype());
+                let seconds = explain.and_then(|e| e.modelled_seconds(&roofline, flops, work.fwd_bytes));
+                if self.json {
+                    object["device"] = backend.name().into();
+                    object["flops"] = flops.into();
+                    object["bytes"] = work.fwd_bytes.into();
+                    object["roofline"] = roofline_json(&roofline);
+                    object["modelled_seconds"] = seconds.into();
+                    writeln!(out, "{object:#}")?;
+                    return Ok(Verdict::Right);
+                }
+                writeln!(out, "{:<18} {}", "device", backend.name())?;
+                for passed in &opened.passed_over {
+                    writeln!(out, "{:<18} {}: {}", "passed over", passed.backend, passed.reason)?;
+                }
+                write!(out, "{text}")?;
+                writeln!(
+                    out,
+                    "{:<18} {:.3} GFLOP over {} visible pairs",
+                    "work",
+                    flops as f64 / 1e9,
+                    work.pairs
+                )?;
+                writeln!(out, "{:<18} {roofline}", "roofline")?;
+                if let Some(seconds) = seconds {
+                    writeln!(
+                        out,
+                        "{:<18} {} at the roofline, its last wave counted whole: modelled, not measured",
+                        "expected time",
+                        duration(seconds)
+                    )?;
+                }
+                if self.backend.emulates() {
+                    modelled::write(out, &self.problem, &setup, backend, &options)?;
+                }
+                Ok(Verdict::Right)
+            }
+            Err(Error::Unsupported { backend, refusals }) => {
+                if self.json {
+                    let list: Vec<_> =
+                        refusals.iter().map(|r| json!({ "kernel": r.kernel, "reason": r.reason })).collect();
+                    writeln!(out, "{:#}", json!({ "backend": backend, "refusals": list }))?;
+                } else {
+                    for refusal in &refusals {
+                        writeln!(out, "{:<18} {refusal}", "refused")?;
+                    }
+                }
+                Err(Failure::wrong(format!(
+                    "{backend}: {} kernels asked, none takes this problem",
+                    refusals.len()
+                )))
+            }
+            Err(other) => Err(other.into()),
+        }
+    }
+}
+
+/// What a time can be modelled from: a slow kernel's has nothing to do with the device's peaks.
+fn modelled<P>(plan: &Plan<P>) -> Option<Explain> {
+    (!plan.is_fallback).then(|| plan.explain.clone())
+}
+
+fn roofline_json(roofline: &Roofline) -> Value {
+    json!({
+        "flops_per_second": roofline.flops_per_second,
+        "bytes_per_second": roofline.bytes_per_second,
+        "source": roofline.source,
+    })
+}
+
+fn as_json<P: fmt::Debug>(plan: &Plan<P>) -> Value {
+    let details: serde_json::Map<String, Value> =
+        plan.details.iter().map(|(name, value)| ((*name).to_owned(), value.as_str().into())).collect();
+    let refusals: Vec<_> =
+        plan.refusals.iter().map(|r| json!({ "kernel": r.kernel, "reason": r.reason })).collect();
+    json!({
+        "backend": plan.backend,
+        "kernel": plan.kernel,
+        "details": details,
+        "refusals": refusals,
+        "is_fallback": plan.is_fallback,
+        "code": plan.explain.code,
+        "resources": plan.explain.resources,
+        "launch": plan.explain.launch.map(|launch| json!({
+            "groups": launch.groups,
+            "threads": launch.threads,
+            "shared_bytes": launch.shared_bytes,
+            "tiles": launch.tiles,
+            "tiles_at_once": launch.tiles_at_once,
+            "waves": launch.waves(),
+        })),
+        "workspace_bytes": plan.workspace_bytes,
+        "deterministic": plan.promises.deterministic,
+        "batch_invariant": plan.promises.batch_invariant,
+        "graph_capturable": plan.promises.graph_capturable,
+    })
+}

@@ -1,0 +1,183 @@
+//! The `fmha` command: what it takes, what it prints, how it ends.
+//!
+//! Exit status: 0 = done and right, 1 = a result is wrong, 2 = not done (one line says why).
+
+mod abort;
+mod argv;
+mod bench;
+mod bundle;
+mod check;
+mod conformance;
+mod data;
+mod devices;
+mod explain;
+mod failure;
+mod files;
+mod job;
+mod modelled;
+mod npy;
+mod options;
+mod progress;
+mod report;
+mod run;
+mod setup;
+mod timing;
+mod tune;
+
+use std::ffi::OsString;
+use std::io::Write;
+use std::panic::AssertUnwindSafe;
+use std::process::ExitCode;
+
+use clap::error::ErrorKind;
+use clap::{ArgAction, CommandFactory, Parser, Subcommand};
+
+use failure::Failure;
+
+/// Fused multi-head attention on NVIDIA, AMD and the CPU: run it, check it, time it
+#[derive(Debug, Parser)]
+#[command(name = "fmha", version, disable_help_flag = true, after_help = AFTER_HELP, max_term_width = 100)]
+struct Command {
+    /// Print help
+    #[arg(short = '?', long, action = ArgAction::Help, global = true)]
+    help: Option<bool>,
+
+    #[command(subcommand)]
+    action: Action,
+}
+
+const AFTER_HELP: &str = "\
+Start here:
+  fmha devices                                   what there is to run on
+  fmha run -b 2 -h 8 -s 1024 -d 128 --mask b     one problem, timed and checked
+  fmha run --q q.npy --k k.npy --v v.npy --out o.npy
+  fmha explain -d 256 --prec bf16                which kernel would run it, and why
+  fmha conformance --filter edges                the battery of tests on this machine
+
+`-h` is the number of heads, as in Composable Kernel's command; help is --help or -?.
+Exit status: 0 = right, 1 = a result is wrong, 2 = not done.";
+
+#[derive(Debug, Subcommand)]
+enum Action {
+    /// Run one problem, on made-up data or your own: time it, check it
+    Run(Box<run::RunArgs>),
+    /// Run the battery of tests against a backend
+    Conformance(conformance::ConformanceArgs),
+    /// List the devices there are, and why the others are absent
+    Devices(devices::DevicesArgs),
+    /// Say which kernel would run a problem, or every reason why none does
+    Explain(Box<explain::ExplainArgs>),
+    /// Time tables of shapes, with other libraries' figures beside
+    Bench(bench::BenchArgs),
+    /// Measure the tiles of one problem on this device, and keep the best
+    Tune(Box<tune::TuneArgs>),
+    /// Compile kernels into a file, for machines without a compiler
+    Bundle(bundle::BundleArgs),
+}
+
+/// How a command that was carried out ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verdict {
+    /// Exit status 0.
+    Right,
+    /// Exit status 1.
+    Wrong,
+}
+
+fn main() -> ExitCode {
+    // A panic is a bug of ours; the user gets a line, not a trace, and no success.
+    std::panic::set_hook(Box::new(|info| say(&format!("internal error, please report it: {info}"))));
+    abort::exits_with_an_error();
+    let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| carry_out(&strings(std::env::args_os())?)));
+    match outcome {
+        Ok(Ok(Verdict::Right)) => ExitCode::SUCCESS,
+        Ok(Ok(Verdict::Wrong)) => ExitCode::from(1),
+        // What a shell reports of a program that a closed pipe stopped.
+        Ok(Err(Failure::Pipe)) => ExitCode::from(141),
+        Ok(Err(Failure::Wrong(line))) => {
+            say(&line);
+            ExitCode::from(2)
+        }
+        Err(_) => ExitCode::from(2),
+    }
+}
+
+/// One line on standard error, whether anybody reads it or not.
+fn say(line: &str) {
+    let line = line.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ");
+    drop(writeln!(std::io::stderr(), "error: {line}"));
+}
+
+fn strings(args: impl Iterator<Item = OsString>) -> Result<Vec<String>, Failure> {
+    args.enumerate()
+        .map(|(index, arg)| {
+            arg.into_string().map_err(|arg| Failure::wrong(format!("argument {index} {arg:?} is not UTF-8")))
+        })
+        .collect()
+}
+
+fn carry_out(args: &[String]) -> Result<Verdict, Failure> {
+    let mut args = argv::normalise(args.iter().cloned())?;
+    // Without a command there are no heads to count.
+    if args.len() == 2 && args[1] == "-h" {
+        args[1] = "--help".to_owned();
+    }
+    let command = match Command::try_parse_from(args) {
+        Ok(command) => command,
+        Err(error) => return refuse(&error),
+    };
+    let threads = !matches!(command.action, Action::Devices(_) | Action::Explain(_));
+    if threads {
+        // Started here, where a refusal of the system is an error; at first use it is a panic.
+        rayon::ThreadPoolBuilder::new()
+            .build_global()
+            .map_err(|error| Failure::wrong(format!("threads for the check, {} wanted: {error}", cores())))?;
+    }
+    let out = &mut std::io::stdout().lock();
+    match command.action {
+        Action::Run(args) => args.carry_out(out),
+        Action::Conformance(args) => args.carry_out(out),
+        Action::Devices(args) => args.carry_out(out),
+        Action::Explain(args) => args.carry_out(out),
+        Action::Bench(args) => args.carry_out(out),
+        Action::Bundle(args) => args.carry_out(out),
+        Action::Tune(args) => args.carry_out(out),
+    }
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Help was asked for, or the arguments are wrong.
+fn refuse(error: &clap::Error) -> Result<Verdict, Failure> {
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
+            write!(std::io::stdout(), "{}", error.render())?;
+            Ok(Verdict::Right)
+        }
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand => {
+            let names: Vec<_> =
+                Command::command().get_subcommands().map(|c| c.get_name().to_owned()).collect();
+            Err(Failure::wrong(format!("0 commands given, 1 wanted: {} (see fmha --help)", names.join(", "))))
+        }
+        _ => Err(Failure::wrong(format!("{} (see --help)", one_line(error)))),
+    }
+}
+
+/// What `clap` says, without its usage and tips.
+fn one_line(error: &clap::Error) -> String {
+    use std::error::Error;
+    // A value's own parser names the field and the number: its sentence is the best there is.
+    if let Some(source) = error.source().filter(|_| error.kind() == ErrorKind::ValueValidation) {
+        return source.to_string();
+    }
+    let text = error.render().to_string();
+    let lines: Vec<&str> = text
+        .lines()
+        .map(str::trim)
+        .take_while(|line| !line.starts_with("Usage:"))
+        .filter(|line| !line.is_empty() && !line.starts_with("tip:"))
+        .collect();
+    lines.join(" ").trim_start_matches("error: ").to_owned()
+}

@@ -1,0 +1,228 @@
+//! What a kernel asks of each unit of a multiprocessor, counted in the emulator; the times that follow are modelled.
+
+use std::io::Write;
+
+use fmha::{FmhaBackend, FwdPlan, MaskKind, PlanOptions};
+use fmha_conformance::init::Init;
+use serde_json::Value;
+
+use crate::failure::Failure;
+use crate::job::{Job, Source};
+use crate::options::{Lengths, OrSame, ProblemArgs};
+use crate::setup::Setup;
+
+/// A unit of a multiprocessor of Hopper and what it does in a cycle.
+struct Unit {
+    name: &'static str,
+    /// What it works on, from the counters of a launch.
+    work: fn(&Counted) -> f64,
+    unit: &'static str,
+    a_cycle: f64,
+    /// Of the multiprocessor itself: what lies in the L2 cache costs the memory nothing.
+    inside: bool,
+}
+
+/// Rates: multiply-adds from NVIDIA H100 Tensor Core GPU Architecture (2022), table 2: 989 TFLOP/s of dense 16-bit
+/// products on 132 SMs at 1830 MHz; the rest from the CUDA C++ Programming Guide, throughput of native arithmetic
+/// instructions, compute capability 9.0 (results a cycle and SM), its four warp schedulers, and 32 banks of 4 bytes.
+/// Memory: the H200's data sheet, 4.8 TB/s over the same SMs and clock.
+const SOURCE: &str =
+    "H100 whitepaper (tensor), CUDA C++ Programming Guide for 9.0 (others), H200 data sheet (memory)";
+
+const UNITS: &[Unit] = &[
+    Unit {
+        name: "tensor cores",
+        work: |c| c.counter("tensor_macs"),
+        unit: "multiply-adds",
+        a_cycle: 2048.0,
+        inside: true,
+    },
+    Unit {
+        name: "special functions",
+        work: |c| c.counter("special_functions"),
+        unit: "results",
+        a_cycle: 16.0,
+        inside: true,
+    },
+    Unit {
+        name: "float multiply, add",
+        work: |c| 32.0 * c.instructions("float multiply, add"),
+        unit: "results",
+        a_cycle: 128.0,
+        inside: true,
+    },
+    Unit {
+        name: "integer, minimum",
+        work: |c| {
+            32.0 * (c.instructions("integer, move, predicate") + c.instructions("float minimum, maximum"))
+        },
+        unit: "results",
+        a_cycle: 64.0,
+        inside: true,
+    },
+    Unit {
+        name: "conversion",
+        work: |c| 32.0 * c.instructions("conversion"),
+        unit: "results",
+        a_cycle: 64.0,
+        inside: true,
+    },
+    Unit {
+        name: "warp schedulers",
+        work: |c| c.counter("warp_instructions"),
+        unit: "instructions",
+        a_cycle: 4.0,
+        inside: true,
+    },
+    Unit {
+        name: "shared memory",
+        // A pass moves up to 128 bytes whatever it is asked for.
+        work: |c| {
+            128.0 * c.counter("shared_passes") + c.counter("shared_matrix_bytes") + c.counter("bulk_bytes")
+        },
+        unit: "bytes",
+        a_cycle: 128.0,
+        inside: true,
+    },
+    Unit {
+        name: "memory, no L2 hit",
+        work: |c| c.counter("global_read") + c.counter("global_written"),
+        unit: "bytes",
+        a_cycle: 4.8e12 / 132.0 / 1.83e9,
+        inside: false,
+    },
+];
+
+/// The counters of a launch, as the emulator gives them.
+struct Counted {
+    launch: Value,
+    tiles: f64,
+}
+
+impl Counted {
+    /// A counter, a tile.
+    fn counter(&self, name: &str) -> f64 {
+        self.launch["counters"][name].as_f64().unwrap_or(0.0) / self.tiles
+    }
+
+    /// Warp instructions of a class, a tile.
+    fn instructions(&self, class: &str) -> f64 {
+        self.launch["instructions"][class].as_f64().unwrap_or(0.0) / self.tiles
+    }
+}
+
+/// Runs a part of the problem in the emulator and writes what its kernel did. Nothing where the emulator counts nothing,
+/// or there is nothing to run.
+pub(super) fn write(
+    out: &mut dyn Write,
+    problem: &ProblemArgs,
+    setup: &Setup,
+    backend: &dyn FmhaBackend,
+    options: &PlanOptions,
+) -> Result<(), Failure> {
+    if fmha::emulated_launches().is_none() || setup.bwd.is_some() {
+        return Ok(());
+    }
+    let part = part(problem, setup).setup(None)?;
+    let plan = backend.plan_fwd(&part.fwd.clone().validate()?, options)?;
+    let mut job = Job::new(backend, &part, options, Source { own: None, init: Init::Normal, seed: 1 })?;
+    let _ = fmha::emulated_launches();
+    job.run()?;
+    let Some(launch) = fmha::emulated_launches().and_then(|text| last(&text)) else { return Ok(()) };
+    let tiles = tiles(&plan, &launch);
+    let counted = Counted { launch, tiles };
+    let dims = part.fwd.dims;
+    writeln!(
+        out,
+        "{:<18} {tiles} tiles of {} queries and {} keys, {} head{}, interpreted; per tile:",
+        "emulated",
+        dims.seqlen_q,
+        dims.seqlen_k,
+        dims.num_heads_q,
+        if dims.num_heads_q == 1 { "" } else { "s" }
+    )?;
+    if let Some(object) = counted.launch["instructions"].as_object() {
+        let mut classes: Vec<_> = object.keys().map(|class| (class, counted.instructions(class))).collect();
+        classes.retain(|(_, count)| *count > 0.0);
+        classes.sort_by(|a, b| b.1.total_cmp(&a.1));
+        for (class, count) in classes {
+            writeln!(out, "{:<18} {count:>12.0} warp instructions: {class}", "")?;
+        }
+    }
+    for (name, words) in [
+        ("divergences", "times that lanes of a warp part"),
+        ("barrier_waits", "barrier waits"),
+        ("bulk_copies", "bulk copies"),
+        ("bulk_bytes", "bytes by bulk copies"),
+        ("global_read", "bytes read from global memory"),
+        ("global_written", "bytes written to global memory"),
+        ("shared_bytes", "bytes of shared memory by loads and stores"),
+        ("shared_matrix_bytes", "bytes of shared memory by matrix products"),
+        ("bank_conflicts", "bank conflicts: passes over the banks beyond the least"),
+    ] {
+        writeln!(out, "{:<18} {:>12.0} {words}", "", counted.counter(name))?;
+    }
+    if backend.name().contains("sm_90a") {
+        shares(out, &counted)?;
+    }
+    Ok(())
+}
+
+/// The cycles that each unit would need for a tile alone, and which is the slowest.
+fn shares(out: &mut dyn Write, counted: &Counted) -> Result<(), Failure> {
+    let cycles = |unit: &Unit| (unit.work)(counted) / unit.a_cycle;
+    let slowest = UNITS.iter().filter(|unit| unit.inside).map(cycles).fold(1.0, f64::max);
+    writeln!(
+        out,
+        "{:<18} cycles of each unit for a tile, from PTX, of which the assembler drops some; not measured",
+        "modelled"
+    )?;
+    writeln!(out, "{:<18} rates: {SOURCE}", "")?;
+    for unit in UNITS {
+        writeln!(
+            out,
+            "{:<18} {:>12.0} {:>4.0} % of the slowest of the SM's: {}, {:.0} {} at {:.0} a cycle",
+            "",
+            cycles(unit),
+            100.0 * cycles(unit) / slowest,
+            unit.name,
+            (unit.work)(counted),
+            unit.unit,
+            unit.a_cycle
+        )?;
+    }
+    Ok(())
+}
+
+/// One kv head's group of one sequence, no longer than an interpreter walks in seconds; where lengths decide the tile,
+/// as long as they need be for the same one.
+fn part(problem: &ProblemArgs, setup: &Setup) -> ProblemArgs {
+    let dims = setup.fwd.dims;
+    let seqlen_k = dims.seqlen_k.min(8192);
+    let most_rows = if setup.fwd.mask.kind() != MaskKind::Full && seqlen_k <= 2048 { 1024 } else { 384 };
+    let seqlen_q = dims.seqlen_q.min(most_rows);
+    let one = |length: u32| Lengths(vec![length]);
+    let mut part = problem.clone();
+    part.batch = Some(1);
+    part.num_heads_q = Some(setup.fwd.gqa_ratio());
+    part.num_heads_kv = Some(OrSame::Value(1));
+    part.seqlen_q = Some(one(seqlen_q));
+    part.seqlen_k = Some(one(seqlen_k));
+    part.padded_q = problem.padded_q.as_ref().map(|_| one(seqlen_q));
+    part.padded_k = problem.padded_k.as_ref().map(|_| one(seqlen_k));
+    part.seqused_q = problem.seqused_q.as_ref().map(|_| one(seqlen_q));
+    part.seqused_k = problem.seqused_k.as_ref().map(|_| one(seqlen_k));
+    part
+}
+
+/// Tiles of a launch: what the plan says, or else one a CTA.
+fn tiles(plan: &FwdPlan, launch: &Value) -> f64 {
+    let said = plan.details.iter().find(|(name, _)| *name == "tiles");
+    let number: Option<f64> = said.and_then(|(_, words)| words.split(' ').next()?.parse().ok());
+    let ctas = || launch["grid"].as_array().into_iter().flatten().filter_map(Value::as_f64).product();
+    number.unwrap_or_else(ctas).max(1.0)
+}
+
+fn last(launches: &str) -> Option<Value> {
+    serde_json::from_str::<Vec<Value>>(launches).ok()?.pop()
+}

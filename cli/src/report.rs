@@ -1,0 +1,142 @@
+//! What a run tells: the problem, the speed.
+
+use std::fmt::Write as _;
+
+use fmha::core::work::Work;
+use fmha::{Bias, BiasBroadcast, Roofline, SeqMode, VLayout};
+
+use crate::failure::Failure;
+use crate::setup::Setup;
+use crate::timing::{Timing, duration};
+
+/// The shape in a line, as tables of libraries label it: `B4 H32/8 S1024 D128 causal fp16`.
+pub(super) fn label(setup: &Setup) -> String {
+    let dims = setup.fwd.dims;
+    let pair = |a: u32, b: u32| if a == b { a.to_string() } else { format!("{a}/{b}") };
+    let length = match setup.fwd.mode {
+        SeqMode::Batch => format!("S{}", pair(dims.seqlen_q, dims.seqlen_k)),
+        SeqMode::Group { .. } => "varlen".to_owned(),
+    };
+    let mask = match setup.fwd.mask.to_string().as_str() {
+        "0" => "full".to_owned(),
+        "b" => "causal".to_owned(),
+        other => other.to_owned(),
+    };
+    let dtype = match (setup.fwd.dtype_qk.name(), setup.fwd.dtype_v == setup.fwd.dtype_qk) {
+        ("f16", _) => "fp16".to_owned(),
+        ("f32", _) => "fp32".to_owned(),
+        ("e4m3fn", true) => "e4m3".to_owned(),
+        (name, true) => name.to_owned(),
+        (name, false) => format!("{name}+{}", setup.fwd.dtype_v),
+    };
+    let backward = if setup.bwd.is_some() { " bwd" } else { "" };
+    format!(
+        "B{} H{} {length} D{} {mask} {dtype}{backward}",
+        dims.batch,
+        pair(dims.num_heads_q, dims.num_heads_kv),
+        pair(dims.head_dim_qk, dims.head_dim_v),
+    )
+}
+
+/// The label, and every option that is on.
+pub(super) fn describe(setup: &Setup) -> String {
+    let fwd = &setup.fwd;
+    let mut text = label(setup);
+    if let SeqMode::Group { total_q, total_k } = fwd.mode {
+        let _ = write!(text, ", {total_q} rows of q, {total_k} of k");
+    }
+    if fwd.dtype_o != fwd.dtype_qk {
+        let _ = write!(text, ", O {}", fwd.dtype_o);
+    }
+    match fwd.bias {
+        Bias::None => {}
+        Bias::Alibi { per_batch } => text.push_str(if per_batch { ", ALiBi b*h" } else { ", ALiBi h" }),
+        Bias::Elementwise(bias) => text.push_str(match bias.broadcast {
+            BiasBroadcast::OneOne => ", bias 1*1",
+            BiasBroadcast::OneHead => ", bias 1*h",
+            BiasBroadcast::BatchHead => ", bias b*h",
+        }),
+    }
+    for (on, word) in [
+        (fwd.seqused_q || fwd.seqused_k, "padded"),
+        (fwd.sink, "sinks"),
+        (fwd.v_layout == VLayout::ColMajor, "V column-major"),
+        (fwd.write_lse && setup.bwd.is_none(), "LSE"),
+        (setup.bwd.as_ref().is_some_and(|bwd| bwd.deterministic), "deterministic"),
+    ] {
+        if on {
+            let _ = write!(text, ", {word}");
+        }
+    }
+    for (value, word) in [(fwd.softmax_scale, "scale"), (fwd.softcap, "softcap")] {
+        if let Some(value) = value {
+            let _ = write!(text, ", {word} {value}");
+        }
+    }
+    if fwd.p_drop > 0.0 {
+        let _ = write!(text, ", dropout {}", fwd.p_drop);
+    }
+    text
+}
+
+/// What a time means for a problem.
+#[derive(Clone, Debug)]
+pub(super) struct Speed {
+    /// Floating-point operations of the visible pairs.
+    pub(super) flops: u64,
+    /// Bytes of the logical elements, each once.
+    pub(super) bytes: u64,
+    pub(super) tflops: f64,
+    pub(super) gb_per_second: f64,
+    /// Share of what the device could reach at best, where that is known: the nearer of its limits.
+    pub(super) share: Option<f64>,
+    /// Where the limits come from.
+    pub(super) source: String,
+}
+
+impl Speed {
+    pub(super) fn of(setup: &Setup, timing: &Timing, roofline: &Roofline) -> Result<Self, Failure> {
+        let work = Work::count(&setup.fwd, &setup.spans()?);
+        let (flops, bytes) = match &setup.bwd {
+            None => (work.fwd_flops, work.fwd_bytes),
+            // Q, K, V, O and dO are read, dQ, dK, dV written: twice the forward's, to a close bound.
+            Some(_) => (work.bwd_flops, 2 * work.fwd_bytes),
+        };
+        let seconds = timing.median();
+        let at_best = |amount: u64, rate: Option<f64>| rate.map(|rate| amount as f64 / rate / seconds);
+        let share = [at_best(flops, roofline.flops_per_second), at_best(bytes, roofline.bytes_per_second)]
+            .into_iter()
+            .flatten()
+            .reduce(f64::max);
+        Ok(Self {
+            flops,
+            bytes,
+            tflops: flops as f64 / seconds / 1e12,
+            gb_per_second: bytes as f64 / seconds / 1e9,
+            share,
+            source: roofline.source.clone(),
+        })
+    }
+}
+
+/// Median and spread.
+pub(super) fn time(timing: &Timing) -> String {
+    format!(
+        "{} ({} clock, median of {}; {} to {})",
+        duration(timing.median()),
+        timing.clock(),
+        timing.calls(),
+        duration(timing.fastest()),
+        duration(timing.slowest())
+    )
+}
+
+impl std::fmt::Display for Speed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:.3} TFLOP/s, {:.1} GB/s", self.tflops, self.gb_per_second)?;
+        if let Some(share) = self.share {
+            write!(f, ", {:.0} % of the roofline", share * 100.0)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,159 @@
+//! `fmha run`: one problem, timed and checked.
+
+use std::io::Write;
+
+use clap::Args;
+use fmha_conformance::init::Init;
+use serde_json::{Value, json};
+
+use crate::Verdict;
+use crate::check::{Checked, Verify, check, verify};
+use crate::data::DataArgs;
+use crate::failure::Failure;
+use crate::job::{Job, Source, init};
+use crate::options::{BackendArgs, ProblemArgs, at_least_0, word};
+use crate::progress::Progress;
+use crate::report::{Speed, describe, time};
+use crate::setup::Setup;
+use crate::timing::{Timing, in_a_row};
+
+/// Options of `fmha run`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  fmha run -b 2 -h 8 -s 1024 -d 128 --mask b
+      causal attention in f16 on made-up data, on the best device; checked against f64
+  fmha run -h 32 --heads-kv 8 -s 1 --seqlen-k 32768 --prec bf16
+      decoding: one query against a long cache, four query heads to a kv head
+  fmha run --mode 1 -s 1024,300,77 --mask b:128,0 --lse
+      three packed sequences, a window of 128 keys before the diagonal, LSE too
+  fmha run --backward --bias e:2 --dbias --deterministic
+      the gradients, that of the bias too, the same bits every run
+  fmha run --q q.npy --k k.npy --v v.npy --out o.npy
+      your own data, [batch, seq, heads, dim] or [seq, heads, dim] (--iperm: heads before seq)
+  fmha run --input qkv.safetensors --expect o
+      tensors q, k, v of one file (--q NAME where they are called otherwise), compared with o
+
+Composable Kernel's spelling is taken too: -h_k=4, -mask=b, -lse=1, -iperm=0; where its defaults
+are iperm = operm = 1, ours are b*s*h*d. `-h` is the number of heads; help is --help or -?.
+Exit status: 0 = PASS, 1 = FAIL, 2 = not done; nothing is written unless it is PASS.")]
+pub(super) struct RunArgs {
+    #[command(flatten)]
+    problem: ProblemArgs,
+
+    #[command(flatten)]
+    backend: BackendArgs,
+
+    #[command(flatten)]
+    data: DataArgs,
+
+    /// Made-up data: nf or normal, uf or uniform (-1..1), ui or integers (-2..2), tf or trig; constant_v,
+    /// outliers, huge_logits
+    #[arg(long, value_name = "KIND", default_value = "nf", value_parser = init, help_heading = "Data")]
+    init: Init,
+
+    /// The same seed gives the same data
+    #[arg(long, value_name = "N", default_value = "11939", value_parser = word("seed"), allow_negative_numbers = true, help_heading = "Data")]
+    seed: u64,
+
+    /// Untimed calls (default: 1)
+    #[arg(long, value_name = "N", value_parser = at_least_0("warmup"), allow_negative_numbers = true, help_heading = "Time and check")]
+    warmup: Option<u32>,
+
+    /// Timed calls (default: up to 20, about a second of them, at least 3)
+    #[arg(long, value_name = "N", value_parser = at_least_0("repeat"), allow_negative_numbers = true, help_heading = "Time and check")]
+    repeat: Option<u32>,
+
+    /// Against f64: full; sample (some rows of some (sequence, head) pairs; of gradients, some queries'
+    /// dQ and keys' dK, dV); none = 0; 1 = full where that is small, else sample
+    #[arg(short = 'v', long, value_name = "HOW", default_value = "1", value_parser = verify, help_heading = "Time and check")]
+    verify: Verify,
+
+    /// Print the kernel's plan in full
+    #[arg(long, help_heading = "Time and check")]
+    kname: bool,
+
+    /// Print JSON
+    #[arg(long, help_heading = "Time and check")]
+    json: bool,
+}
+
+impl RunArgs {
+    pub(super) fn carry_out(self, out: &mut dyn Write) -> Result<Verdict, Failure> {
+        let own = self.data.load(&self.problem)?;
+        let setup = self.problem.setup(own.as_ref().map(|own| &own.given))?;
+        let outputs = self.data.outputs(&setup)?;
+        let expected = self.data.expected(&setup, own.as_ref())?;
+        let opened = self.backend.open()?;
+        let backend = &*opened.backend;
+
+        let source = Source { own, init: self.init, seed: self.seed };
+        let mut job = Job::new(backend, &setup, &self.backend.plan_options(), source)?;
+        if !self.json {
+            for passed in &opened.passed_over {
+                writeln!(out, "{:<10} {}: {}", "not here", passed.backend, passed.reason)?;
+            }
+            writeln!(out, "{:<10} {}", "device", backend.name())?;
+            writeln!(out, "{:<10} {}", "kernel", job.kernel())?;
+            writeln!(out, "{:<10} {}", "problem", describe(&setup))?;
+            if self.kname {
+                write!(out, "{}", job.plan_text())?;
+            }
+            out.flush()?;
+        }
+
+        let timing = in_a_row(&mut || job.run(), self.warmup, self.repeat)?;
+        let speed = Speed::of(&setup, &timing, &backend.roofline(setup.product_dtype()))?;
+        if !self.json {
+            writeln!(out, "{:<10} {}", "time", time(&timing))?;
+            writeln!(out, "{:<10} {speed}", "speed")?;
+            out.flush()?;
+        }
+
+        let progress = Progress::new("checking against f64");
+        let checked = check(job.read_back()?, self.verify, expected.as_ref(), &progress)?;
+        progress.finish();
+        let passed = checked.passed();
+        let written = if passed { outputs.write(|name| Ok(job.result(name)))? } else { Vec::new() };
+        if self.json {
+            let mut report = report(&setup, &job, &timing, &speed, &checked);
+            report["device"] = backend.name().into();
+            report["passed"] = passed.into();
+            report["wrote"] = written.iter().map(|path| path.display().to_string()).collect();
+            writeln!(out, "{report:#}")?;
+        } else {
+            for line in checked.lines() {
+                writeln!(out, "{:<10} {line}", "check")?;
+            }
+            for path in &written {
+                writeln!(out, "{:<10} {}", "wrote", path.display())?;
+            }
+            let verdict = match (passed, checked.is_empty()) {
+                (false, _) => "FAIL (nothing is written)",
+                (true, true) => "NOT CHECKED",
+                (true, false) => "PASS",
+            };
+            writeln!(out, "{verdict}")?;
+        }
+        Ok(if passed { Verdict::Right } else { Verdict::Wrong })
+    }
+}
+
+fn report(setup: &Setup, job: &Job<'_>, timing: &Timing, speed: &Speed, checked: &Checked) -> Value {
+    json!({
+        "kernel": job.kernel(),
+        "problem": describe(setup),
+        "median_seconds": timing.median(),
+        "fastest_seconds": timing.fastest(),
+        "slowest_seconds": timing.slowest(),
+        "calls": timing.calls(),
+        "clock": timing.clock(),
+        "flops": speed.flops,
+        "bytes": speed.bytes,
+        "tflops": speed.tflops,
+        "gb_per_second": speed.gb_per_second,
+        "roofline_share": speed.share,
+        "roofline_source": speed.source,
+        "check": checked.as_json(),
+    })
+}

@@ -1,0 +1,383 @@
+//! From options to a problem and its lengths.
+
+use fmha::core::seq::{SeqSpan, spans};
+use fmha::{
+    Bias, BiasBroadcast, BiasGrad, BwdProblem, DType, DevSlice, Dims, DropoutSeed, ElementwiseBias,
+    FwdProblem, ProblemError, SeqArgs, SeqMode, Shape, Strides, VLayout,
+};
+
+use crate::failure::Failure;
+use crate::options::{BiasChoice, Lengths, Mode, OrSame, ProblemArgs};
+
+/// A problem and what says how long its sequences are.
+#[derive(Clone, Debug)]
+pub(super) struct Setup {
+    pub(super) fwd: FwdProblem,
+    /// With `--backward`.
+    pub(super) bwd: Option<BwdProblem>,
+    pub(super) cu_seqlens_q: Option<Vec<i32>>,
+    pub(super) cu_seqlens_k: Option<Vec<i32>>,
+    pub(super) seqused_q: Option<Vec<i32>>,
+    pub(super) seqused_k: Option<Vec<i32>>,
+    pub(super) dropout: DropoutSeed,
+}
+
+/// Tensors that the user brings: their types and logical shapes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Given {
+    pub(super) dtype_qk: DType,
+    pub(super) dtype_v: DType,
+    pub(super) q: Shape,
+    pub(super) k: Shape,
+    pub(super) v: Shape,
+}
+
+/// One side's sequences.
+struct Side {
+    longest: u32,
+    /// Group mode: rows of the packed tensor, and where each sequence starts.
+    packed: Option<(u32, Vec<i32>)>,
+    used: Option<Vec<i32>>,
+}
+
+impl Setup {
+    /// The type whose peak a run is held against: where its two products differ, the wider one.
+    pub(super) fn product_dtype(&self) -> DType {
+        let (qk, v) = (self.fwd.dtype_qk, self.fwd.dtype_v);
+        if qk.size_bytes() > v.size_bytes() { qk } else { v }
+    }
+
+    /// The lengths as arguments in host memory.
+    pub(super) fn seq_args(&self) -> SeqArgs<'_> {
+        fn host(lengths: &Option<Vec<i32>>) -> Option<DevSlice<'_>> {
+            lengths.as_deref().map(DevSlice::host)
+        }
+        SeqArgs {
+            cu_seqlens_q: host(&self.cu_seqlens_q),
+            cu_seqlens_k: host(&self.cu_seqlens_k),
+            seqused_q: host(&self.seqused_q),
+            seqused_k: host(&self.seqused_k),
+        }
+    }
+
+    /// Every sequence, checked.
+    pub(super) fn spans(&self) -> Result<Vec<SeqSpan>, ProblemError> {
+        spans(&self.fwd, &self.seq_args())
+    }
+}
+
+impl ProblemArgs {
+    /// The problem that these options, and the user's tensors if there are any, describe. Validated.
+    pub(super) fn setup(&self, given: Option<&Given>) -> Result<Setup, Failure> {
+        self.backward_options_fit()?;
+        let group = self.mode == Mode::Group;
+        let batch = self.batch(given)?;
+        let num_heads_q = agree("num_heads_q", self.num_heads_q, given.map(|g| g.q.head), 8)?;
+        let asked_kv = self.num_heads_kv.map(|n| OrSame::or(Some(n), num_heads_q));
+        let num_heads_kv = agree("num_heads_kv", asked_kv, given.map(|g| g.k.head), num_heads_q)?;
+        let head_dim_qk = agree("head_dim_qk", self.head_dim_qk, given.map(|g| g.q.dim), 128)?;
+        let asked_v = self.head_dim_v.map(|n| OrSame::or(Some(n), head_dim_qk));
+        let head_dim_v = agree("head_dim_v", asked_v, given.map(|g| g.v.dim), head_dim_qk)?;
+
+        let q = self.side(
+            "seqlen_q",
+            self.seqlen_q.as_ref(),
+            self.padded_q.as_ref(),
+            self.seqused_q.as_ref(),
+            batch,
+            given.map(|g| g.q),
+            3328,
+        )?;
+        let same_as_q = self.seqlen_k.as_ref().is_none_or(|lengths| lengths.0.is_empty());
+        let k_lengths = if same_as_q && (given.is_none() || group) {
+            self.seqlen_q.as_ref()
+        } else {
+            self.seqlen_k.as_ref()
+        };
+        let k = self.side(
+            "seqlen_k",
+            k_lengths,
+            self.padded_k.as_ref(),
+            self.seqused_k.as_ref(),
+            batch,
+            given.map(|g| g.k),
+            3328,
+        )?;
+
+        let dims = Dims {
+            batch,
+            seqlen_q: q.longest,
+            seqlen_k: k.longest,
+            num_heads_q,
+            num_heads_kv,
+            head_dim_qk,
+            head_dim_v,
+        };
+        let mode = match (&q.packed, &k.packed) {
+            (Some((total_q, _)), Some((total_k, _))) => {
+                SeqMode::Group { total_q: *total_q, total_k: *total_k }
+            }
+            _ => SeqMode::Batch,
+        };
+        let fwd = self.forward(mode, dims, given, q.used.is_some(), k.used.is_some())?;
+        let bwd = self.backward.then(|| self.backward_of(&fwd));
+        match &bwd {
+            Some(bwd) => bwd.clone().validate().map(|_| ())?,
+            None => fwd.clone().validate().map(|_| ())?,
+        }
+        let setup = Setup {
+            fwd,
+            bwd,
+            cu_seqlens_q: q.packed.map(|(_, cu)| cu),
+            cu_seqlens_k: k.packed.map(|(_, cu)| cu),
+            seqused_q: q.used,
+            seqused_k: k.used,
+            dropout: DropoutSeed { seed: self.drop_seed, offset: self.drop_offset },
+        };
+        setup.spans()?;
+        Ok(setup)
+    }
+
+    fn backward_options_fit(&self) -> Result<(), Failure> {
+        for (name, wanted) in [
+            ("dbias", self.dbias),
+            ("dsink", self.dsink),
+            ("dlse", self.dlse),
+            ("deterministic", self.deterministic),
+        ] {
+            if wanted && !self.backward {
+                return Err(Failure::wrong(format!("{name} 1 goes with --backward, which is not given")));
+            }
+        }
+        Ok(())
+    }
+
+    fn batch(&self, given: Option<&Given>) -> Result<u32, Failure> {
+        if self.mode == Mode::Batch {
+            return agree("batch", self.batch, given.map(|g| g.q.batch), 2);
+        }
+        let lists = [
+            ("seqlen_q", &self.seqlen_q),
+            ("seqlen_k", &self.seqlen_k),
+            ("padded_q", &self.padded_q),
+            ("padded_k", &self.padded_k),
+        ];
+        let listed =
+            lists.iter().filter_map(|(_, list)| list.as_ref()).map(|list| list.0.len()).find(|&n| n > 1);
+        match (self.batch, listed) {
+            (Some(batch), _) => Ok(batch),
+            (None, Some(listed)) => Ok(listed as u32),
+            (None, None) => Ok(if given.is_some() { 1 } else { 2 }),
+        }
+    }
+
+    /// The sequences of one side.
+    #[allow(clippy::too_many_arguments, reason = "the two calls differ in just these")]
+    fn side(
+        &self,
+        field: &'static str,
+        asked: Option<&Lengths>,
+        padded: Option<&Lengths>,
+        used: Option<&Lengths>,
+        batch: u32,
+        given: Option<Shape>,
+        otherwise: u32,
+    ) -> Result<Side, Failure> {
+        let side = field.trim_start_matches("seqlen_");
+        if self.mode == Mode::Batch {
+            if let Some(padded) = padded.filter(|padded| !padded.0.is_empty()) {
+                return Err(Failure::wrong(format!("padded_{side} {} needs --mode 1", join(&padded.0))));
+            }
+            let length = match asked.map(|lengths| lengths.0.as_slice()) {
+                None | Some([]) => None,
+                Some(&[one]) => Some(one),
+                Some(many) => {
+                    return Err(Failure::wrong(format!(
+                        "{field} {}: {} lengths need --mode 1",
+                        join(many),
+                        many.len()
+                    )));
+                }
+            };
+            let longest = agree(field, length, given.map(|shape| shape.seq), otherwise)?;
+            let used = used.map(|used| each(&format!("seqused_{side}"), used, batch)).transpose()?;
+            return Ok(Side { longest, packed: None, used: used.map(|used| to_i32(&used)) });
+        }
+
+        if let Some(used) = used {
+            return Err(Failure::wrong(format!(
+                "seqused_{side} {} needs --mode 0 (in group mode: --seqlen-{side} and --padded-{side})",
+                join(&used.0)
+            )));
+        }
+        let whole = given.map(|shape| Lengths(vec![shape.seq])).filter(|_| batch == 1);
+        let default = Lengths(vec![otherwise]);
+        let asked = asked.filter(|asked| !asked.0.is_empty()).or(whole.as_ref());
+        let Some(asked) = asked.or((given.is_none()).then_some(&default)) else {
+            return Err(Failure::wrong(format!("{field}: batch {batch} needs its lengths as a list")));
+        };
+        let logical = each(field, asked, batch)?;
+        let padded = padded.filter(|padded| !padded.0.is_empty());
+        let physical = match padded {
+            None => logical.clone(),
+            Some(padded) => each(&format!("padded_{side}"), padded, batch)?,
+        };
+        let mut offsets = vec![0i32];
+        let mut total: i64 = 0;
+        for &length in &physical {
+            total += i64::from(length);
+            let offset = i32::try_from(total).map_err(|_| {
+                Failure::wrong(format!("cu_seqlens_{side}: {total} rows are more than {}", i32::MAX))
+            })?;
+            offsets.push(offset);
+        }
+        if let Some(shape) = given
+            && i64::from(shape.seq) != total
+        {
+            return Err(Failure::wrong(format!(
+                "{field}: the lengths sum to {total}, but {side} has {} rows",
+                shape.seq
+            )));
+        }
+        Ok(Side {
+            longest: logical.iter().copied().max().unwrap_or(0),
+            packed: Some((total as u32, offsets)),
+            used: padded.map(|_| to_i32(&logical)),
+        })
+    }
+
+    fn forward(
+        &self,
+        mode: SeqMode,
+        dims: Dims,
+        given: Option<&Given>,
+        seqused_q: bool,
+        seqused_k: bool,
+    ) -> Result<FwdProblem, Failure> {
+        let asked = self.precision;
+        let (dtype_qk, dtype_v) = match (given, asked) {
+            (Some(given), None) => (given.dtype_qk, given.dtype_v),
+            (None, Some(asked)) => (asked.qk, asked.v),
+            (None, None) => (DType::F16, DType::F16),
+            (Some(given), Some(asked)) => {
+                for (field, given, asked) in
+                    [("dtype_qk", given.dtype_qk, asked.qk), ("dtype_v", given.dtype_v, asked.v)]
+                {
+                    if given != asked {
+                        return Err(Failure::wrong(format!(
+                            "{field} {asked} is asked for, but the file has {given}"
+                        )));
+                    }
+                }
+                (asked.qk, asked.v)
+            }
+        };
+        let base = match mode {
+            SeqMode::Batch => FwdProblem::batch(dtype_qk, dims),
+            SeqMode::Group { total_q, total_k } => FwdProblem::group(dtype_qk, dims, total_q, total_k),
+        };
+        let dtype_o = self.dtype_o.or(asked.and_then(|asked| asked.o)).unwrap_or(base.dtype_o);
+        let inputs = if self.iperm { Strides::bhsd } else { Strides::bshd };
+        let output = if self.operm { Strides::bhsd } else { Strides::bshd };
+        let descale = |dtype: DType| if dtype.is_fp8() { self.qscale } else { fmha::Descale::None };
+        let bias_dtype = if dtype_qk.is_fp8() { DType::F32 } else { dtype_qk };
+        Ok(FwdProblem {
+            seqused_q,
+            seqused_k,
+            dtype_v,
+            dtype_o,
+            q: inputs(base.shape_q()),
+            k: inputs(base.shape_k()),
+            v: match (self.vlayout, self.iperm) {
+                (VLayout::RowMajor, _) => inputs(base.shape_v()),
+                (VLayout::ColMajor, true) => Strides::bhds(base.shape_v()),
+                (VLayout::ColMajor, false) => bdhs(base.shape_v()),
+            },
+            o: output(base.shape_o()),
+            v_layout: self.vlayout,
+            mask: self.mask,
+            softmax_scale: self.softmax_scale.filter(|&scale| scale != 0.0),
+            softcap: self.softcap.filter(|&softcap| softcap != 0.0),
+            bias: match self.bias {
+                BiasChoice::None => Bias::None,
+                BiasChoice::Alibi { per_batch } => Bias::Alibi { per_batch },
+                BiasChoice::Elementwise(broadcast) => Bias::Elementwise(ElementwiseBias {
+                    dtype: bias_dtype,
+                    broadcast,
+                    strides: bias_strides(&base, broadcast),
+                }),
+            },
+            sink: self.sink,
+            p_drop: self.p_drop,
+            descale_q: descale(dtype_qk),
+            descale_k: descale(dtype_qk),
+            descale_v: descale(dtype_v),
+            scale_o: dtype_o.is_fp8(),
+            write_lse: self.lse || self.backward,
+            ..base
+        })
+    }
+
+    fn backward_of(&self, fwd: &FwdProblem) -> BwdProblem {
+        let dbias = match (self.dbias, fwd.bias) {
+            (true, Bias::Elementwise(bias)) => Some(BiasGrad { dtype: bias.dtype, strides: bias.strides }),
+            // `validate` refuses it by name.
+            (true, _) => Some(BiasGrad { dtype: DType::F32, strides: fwd.o }),
+            (false, _) => None,
+        };
+        BwdProblem {
+            dbias,
+            write_dsink: self.dsink,
+            has_dlse: self.dlse,
+            deterministic: self.deterministic,
+            ..BwdProblem::new(fwd.clone())
+        }
+    }
+}
+
+/// Contiguous `[batch, dim, head, seq]`: V column-major beside b·s·h·d tensors.
+pub(super) fn bdhs(shape: Shape) -> Strides {
+    let head = i64::from(shape.seq);
+    let dim = head * i64::from(shape.head);
+    Strides { batch: dim * i64::from(shape.dim), seq: 1, head, dim }
+}
+
+/// Contiguous `[batch or 1, head or 1, seqlen_q, seqlen_k]`.
+fn bias_strides(problem: &FwdProblem, broadcast: BiasBroadcast) -> Strides {
+    Strides::bhsd(problem.shape_bias(broadcast))
+}
+
+/// What both the options and the user's tensors say, which must be one thing.
+fn agree(field: &str, asked: Option<u32>, given: Option<u32>, otherwise: u32) -> Result<u32, Failure> {
+    match (asked, given) {
+        (Some(asked), Some(given)) if asked != given => {
+            Err(Failure::wrong(format!("{field} {asked} is asked for, but the tensors have {given}")))
+        }
+        (asked, given) => Ok(given.or(asked).unwrap_or(otherwise)),
+    }
+}
+
+/// One length for each sequence: a list of as many, or one for all.
+fn each(field: &str, lengths: &Lengths, batch: u32) -> Result<Vec<u32>, Failure> {
+    match lengths.0.as_slice() {
+        &[one] => {
+            let mut all = Vec::new();
+            all.try_reserve_exact(batch as usize)
+                .map_err(|error| Failure::wrong(format!("batch {batch}: {error}")))?;
+            all.resize(batch as usize, one);
+            Ok(all)
+        }
+        list if list.len() == batch as usize => Ok(list.to_vec()),
+        list => Err(Failure::wrong(format!("{field} has {} lengths, but batch is {batch}", list.len()))),
+    }
+}
+
+fn to_i32(lengths: &[u32]) -> Vec<i32> {
+    // Each is at most i32::MAX: the option's parser says so.
+    lengths.iter().map(|&length| length as i32).collect()
+}
+
+pub(super) fn join(lengths: &[u32]) -> String {
+    let words: Vec<_> = lengths.iter().map(ToString::to_string).collect();
+    words.join(",")
+}

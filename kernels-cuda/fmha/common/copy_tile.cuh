@@ -1,0 +1,77 @@
+// Loads without TMA: three warps copy a tile to the places where TMA would have put it. For strides that TMA does
+// not take.
+#pragma once
+#include <fmha/mma/smem_tile.cuh>
+#include <fmha/ptx/copy.cuh>
+#include <fmha/ptx/mbarrier.cuh>
+
+namespace fmha {
+
+// Warps 0, 2 and 3 of the CTA; warp 1 is the schedule role's.
+constexpr int kCopyThreads = 96;
+
+
+template <int bytes>
+struct Copier {
+  // One tile's copies stay under way while the next one's are issued; its barrier is arrived at after those.
+  ptx::Barrier* pending = nullptr;
+
+  // Of the threads that copy.
+  FMHA_DEVICE static int32_t rank() { return threadIdx.x < 32 ? threadIdx.x : threadIdx.x - 32; }
+
+  // Rows of a tile from where `row_of` says (null: zeros), `dim` elements each, zeros after them.
+  template <class Tile, class RowOf>
+  FMHA_DEVICE void copy(const Tile& tile, int32_t dim, const void* any, RowOf row_of) const {
+    static_assert(Tile::elem_bytes == 2, "copies are of 16-bit elements");
+    constexpr int elems = bytes == 2 ? 8 : bytes / 2;  // by one thread, at a time
+    constexpr int units = Tile::dim / elems;
+#pragma unroll 2
+    for (int32_t at = rank(); at < Tile::rows * units; at += kCopyThreads) {
+      const int32_t row = at / units, column = at % units * elems;
+      const uint16_t* from = row_of(row);
+      const int32_t there = from ? clamp(dim - column, 0, elems) : 0;
+      const uint32_t to = tile.address() + mma::word_offset<Tile>(row, column / 8 * 8) + column % 8 * 2;
+      if constexpr (bytes > 2) {
+        ptx::cp_async<bytes>(to, there > 0 ? from + column : any, 2 * there);
+      } else {
+        uint32_t words[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const uint32_t low = 2 * k < there ? from[column + 2 * k] : 0;
+          const uint32_t high = 2 * k + 1 < there ? from[column + 2 * k + 1] : 0;
+          words[k] = low | high << 16;
+        }
+        ptx::st_shared_v4(to, words);
+      }
+    }
+  }
+
+  // The tensor cores read what ordinary writes have put there: a fence, then the arrival.
+  FMHA_DEVICE void arrive() {
+    ptx::fence_proxy_async();
+    ptx::mbarrier_arrive_if(*pending, true);
+  }
+  // `full` is arrived at when what was copied last is there.
+  FMHA_DEVICE void finish(ptx::Barrier& full) {
+    ptx::cp_async_commit_group();
+    if (pending) {
+      ptx::cp_async_wait_group<1>();
+      arrive();
+    }
+    pending = &full;
+  }
+  FMHA_DEVICE void flush() {
+    if (!pending) return;
+    ptx::cp_async_wait_group<0>();
+    arrive();
+    pending = nullptr;
+  }
+  // Waits for a slot to be free. Whoever frees it may itself wait for what is pending here.
+  FMHA_DEVICE void wait(ptx::Barrier& barrier, uint32_t parity) {
+    if (ptx::mbarrier_test_parity(barrier, parity)) return;
+    flush();
+    ptx::mbarrier_wait_parity(barrier, parity);
+  }
+};
+
+}  // namespace fmha

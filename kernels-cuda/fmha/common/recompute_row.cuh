@@ -1,0 +1,93 @@
+// A row of O computed again by a warp, key by visible key.
+//
+// A NaN or infinity of V that one query sees and the mask hides from another reaches both through the tensor
+// cores, since 0 times either is NaN. Looking for such values in V would cost every tile (two warps doing so:
+// 1 to 4 % on an H200), so they are found in O: a row that is not finite although its LSE is gets computed
+// again from memory. That is slow, and exact for every row that sees none of them.
+//
+// Every branch is uniform over the warp in a way that ptxas can tell: else it would keep the calling kernel's
+// slot indices in per-lane registers from here on, which the descriptors of the products cannot use.
+#pragma once
+#include <fmha/mask.h>
+#include <fmha/num.h>
+#include <fmha/philox.h>
+#include <fmha/score.h>
+#include <fmha/seq.h>
+#include <fmha/ptx/collective.cuh>
+#include <fmha/ptx/warp.cuh>
+
+namespace fmha {
+
+// One row: query i of a head, whose log-sum-exp is known.
+template <FwdSpec spec>
+struct RecomputedRow {
+  static constexpr int32_t columns = ceil_div(spec.head_dim_v, 32);  // of O, to a lane
+
+  const FwdParams& p;
+  const SeqSpan span;
+  const int32_t i_head, i;
+  const float lse;
+  const int32_t lane = threadIdx.x % 32;
+  const int32_t i_head_kv = i_head / p.gqa_ratio;
+  float o[columns] = {};
+
+  // Q[i] . K[j], the dimension dealt out to the lanes.
+  FMHA_DEVICE float product(int32_t j) const {
+    const int64_t q = row_offset(p.q, span.storage_batch, span.q_row + i, i_head);
+    const int64_t k = row_offset(p.k, span.storage_batch, span.k_row + j, i_head_kv);
+    float dot = 0.f;
+#pragma unroll
+    for (int32_t c = 0; c < ceil_div(spec.head_dim_qk, 32); ++c) {
+      const int32_t d = c * 32 + lane, there = min(d, spec.head_dim_qk - 1);
+      const float term = load_elem<spec.dtype_qk>(p.q.data, q + there) * load_elem<spec.dtype_qk>(p.k.data, k + there);
+      dot += d < spec.head_dim_qk ? term : 0.f;
+    }
+#pragma unroll
+    for (int32_t step = 16; step > 0; step /= 2) dot += ptx::shfl_xor(dot, step);
+    return dot;
+  }
+
+  FMHA_DEVICE void take(Range keys, const ScoreModifier& modifier) {
+    const int32_t begin = ptx::uniform(keys.begin), end = ptx::uniform(keys.end);
+#pragma unroll 1
+    for (int32_t j = begin; j < end; ++j) {
+      const float score = modified_score<spec>(modifier, product(j), i, j);
+      float weight = round_to<spec.dtype_v>(ptx::ex2_approx_ftz((score - lse) * kLog2E));
+      if constexpr (spec.dropout) {
+        // Not words[j % 4], which would put them on the stack.
+        const Array<uint32_t, 4> words = dropout_words(p, span.i_batch * p.num_heads_q + i_head, i, j / 4);
+        const uint32_t even = j & 2 ? words[2] : words[0], odd = j & 2 ? words[3] : words[1];
+        weight = (j & 1 ? odd : even) < p.dropout_threshold ? weight * p.dropout_scale : 0.f;
+      }
+      const int64_t v = row_offset(p.v, span.storage_batch, span.k_row + j, i_head_kv);
+#pragma unroll
+      for (int32_t c = 0; c < columns; ++c) {
+        const int32_t d = min(c * 32 + lane, spec.head_dim_v - 1);
+        const int64_t at = spec.v_layout == VLayout::ColMajor ? v + d * p.v.dim : v + d;
+        o[c] += weight * load_elem<spec.dtype_v>(p.v.data, at);
+      }
+    }
+  }
+
+  FMHA_DEVICE void run() {
+    const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
+    const ScoreModifier modifier = score_modifier<spec>(p, span, i_head, p.softmax_scale);
+    const Range row = {i, i + 1};
+    if constexpr (spec.sink_columns) take(sink_range(band, row, span.seqlen_k), modifier);
+    take(k_range(band, row, span.seqlen_k), modifier);
+    const int64_t at = row_offset(p.o, span.storage_batch, span.q_row + i, i_head);
+#pragma unroll
+    for (int32_t c = 0; c < columns; ++c) {
+      const int32_t d = c * 32 + lane;
+      const bool there = d < spec.head_dim_v;
+      if constexpr (spec.dtype_o == DType::F32) {
+        ptx::st_global_f32_if(static_cast<float*>(p.o.data) + at + d, o[c], there);
+      } else {
+        ptx::st_global_u16_if(static_cast<uint16_t*>(p.o.data) + at + d,
+                              uint16_t(ptx::cvt_rn_x2<spec.dtype_o>(o[c], 0.f)), there);
+      }
+    }
+  }
+};
+
+}  // namespace fmha

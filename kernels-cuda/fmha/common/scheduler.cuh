@@ -1,0 +1,101 @@
+// The tile scheduler: which tile a CTA works on next. One thread, asked by the load role, resolves order, sequence
+// and mask once for all.
+//
+// Order: L2 head groups, heads whose K and V stay in the L2 together; in a group the row blocks with the most keys
+// first, every head's in turn.
+//
+// `Shared` is a kernel's shared memory: it has work, work_full and work_empty, and in clusters claimed,
+// claimed_full and claimed_empty.
+#pragma once
+#include <fmha/common/pipeline.cuh>
+#include <fmha/common/work.cuh>
+#include <fmha/ptx/barrier.cuh>
+#include <fmha/ptx/cluster.cuh>
+
+namespace fmha {
+
+// Walks the order for one CTA (or one cluster).
+template <FwdSpec spec, auto tile, class Shared>
+struct Scheduler {
+  Shared& smem;
+  int32_t round = 0;
+  uint32_t claimed_phase = 0;
+
+  FMHA_DEVICE int32_t num_workers() const { return gridDim.x / tile.cluster; }
+
+  FMHA_DEVICE int32_t static_index() const {
+    const int32_t worker = blockIdx.x / tile.cluster, first = round * num_workers();
+    // Masked tiles differ in length: who had the longest of a round has the shortest of the next.
+    const bool backwards = spec.mask != MaskKind::Full && (round & 1);
+    return first + (backwards ? num_workers() - 1 - worker : worker);
+  }
+
+  // The counter in the workspace is 0 before the first launch, and again after each.
+  FMHA_DEVICE int32_t claim(const FwdParams& p, const TileSchedule& schedule) const {
+    int32_t* counter = static_cast<int32_t*>(p.workspace);
+    const int32_t index = num_workers() + atomicAdd(counter, 1);
+    if (index == schedule.num_tiles + num_workers() - 1) *counter = 0;  // the last claim of all
+    return index;
+  }
+
+  // The first CTA of a cluster claims for both.
+  FMHA_DEVICE int32_t claim_together(const FwdParams& p, const TileSchedule& schedule) {
+    int32_t index;
+    if (cluster_rank(tile) == 0) {
+      index = claim(p, schedule);
+      ptx::mbarrier_wait_parity_cluster(smem.claimed_empty, claimed_phase ^ 1);
+      ptx::st_shared_at(smem.claimed, 1, index);
+      ptx::mbarrier_arrive_release_at(smem.claimed_full, 1);
+    } else {
+      ptx::mbarrier_wait_parity_cluster(smem.claimed_full, claimed_phase);
+      index = smem.claimed;
+      ptx::mbarrier_arrive_release_at(smem.claimed_empty, 0);
+    }
+    claimed_phase ^= 1;
+    return index;
+  }
+
+  FMHA_DEVICE int32_t next_index(const FwdParams& p, const TileSchedule& schedule) {
+    const bool first = round == 0;
+    const int32_t index = static_index();
+    ++round;
+    if (first || tile.order == TileOrder::Static) return index;
+    if (tile.order == TileOrder::Single) return schedule.num_tiles;
+    return tile.cluster > 1 ? claim_together(p, schedule) : claim(p, schedule);
+  }
+
+  // The next tile that has rows; num_blocks 0 when there is none.
+  FMHA_DEVICE Work next(const FwdParams& p, const TileSchedule& schedule) {
+    while (true) {
+      const int32_t index = next_index(p, schedule);
+      if (index >= schedule.num_tiles) break;
+      const Work work = resolve_tile<spec, tile>(p, schedule, index);
+      if (work.num_blocks > 0) return work;
+    }
+    Work none;
+    none.num_blocks = 0;
+    return none;
+  }
+};
+
+// Named barrier: the load role wants the next tile. Not an mbarrier, whose waiter would poll through
+// every tile.
+constexpr int kWorkWanted = 7;
+
+template <FwdSpec spec, auto tile, class Shared>
+FMHA_DEVICE void schedule_tiles(const FwdParams& p, const TileSchedule& schedule, Shared& smem) {
+  Scheduler<spec, tile, Shared> scheduler{smem};
+  Slot<kWorkSlots> slot;
+  bool more = true;
+  while (more) {
+    ptx::barrier_sync<kWorkWanted, 64>();
+    const Work work = scheduler.next(p, schedule);
+    ptx::mbarrier_wait_parity(smem.work_empty[slot.index], slot.phase ^ 1);
+    smem.work[slot.index] = work;
+    ptx::mbarrier_arrive_if(smem.work_full[slot.index], true);
+    slot.advance();
+    more = work.num_blocks > 0;
+  }
+}
+
+}  // namespace fmha

@@ -1,0 +1,118 @@
+// A tile of work: which rows of which sequence and head, and which key blocks they see.
+//
+// `tile` is any architecture's tile; of its fields block_m, block_n, cluster, cluster_heads and pack_gqa are read.
+#pragma once
+#include <fmha/mask.h>
+#include <fmha/seq.h>
+#include <fmha/tile_schedule.h>
+
+namespace fmha {
+
+// This CTA's place in its cluster, whose CTAs have neighbouring query blocks of one head, or the same query
+// block of neighbouring heads (`cluster_heads`).
+FMHA_DEVICE int32_t cluster_rank(const auto& tile) { return tile.cluster > 1 ? blockIdx.x % tile.cluster : 0; }
+
+// The query of a row: with packed heads a row is (query, head of the group).
+template <auto tile>
+FMHA_DEVICE int32_t query_of(const FwdParams& p, int32_t row) {
+  return tile.pack_gqa ? row / p.gqa_ratio : row;
+}
+
+// Tiles that are known at a time: the one at work, its predecessor whose O is being stored, its
+// successor. With two, a tile of one block could wait for itself.
+constexpr int kWorkSlots = 3;
+
+// What one CTA does next, resolved by the schedule role for all.
+struct Work {
+  int32_t num_blocks;   // key blocks, at least 1; 0: there is no more work
+  int32_t i_batch, i_head, i_head_kv;
+  int32_t first_row;    // of the tile; with packed heads a row is (query, head of the group)
+  int32_t storage_batch, q_row, k_row, seqlen_q, seqlen_k;
+  int32_t lo, hi, sink_columns;
+  int32_t last_block;   // blocks go down from this one,
+  int32_t num_band_blocks;    // this many,
+  int32_t last_sink_block;    // then down from this one
+  int32_t num_hidden;   // of the blocks, from the first, so many only the cluster's other CTA sees
+  int32_t first_dirty;  // rows of the first V block from here on are to be zeroed; block_n: none
+};
+
+// The i-th key block of a tile.
+FMHA_DEVICE int32_t block_at(const Work& work, int32_t i) {
+  return i < work.num_band_blocks ? work.last_block - i : work.last_sink_block - (i - work.num_band_blocks);
+}
+
+// Whether a block can be hidden from one CTA of a cluster and not from the other.
+template <FwdSpec spec, auto tile>
+FMHA_DEVICE constexpr bool can_hide_blocks() {
+  return tile.cluster > 1 && !tile.cluster_heads && spec.mask != MaskKind::Full && !spec.sink_columns;
+}
+
+// Tile `index` of the order, resolved; num_blocks 0 if its sequence has no such rows.
+template <FwdSpec spec, auto tile>
+FMHA_DEVICE Work resolve_tile(const FwdParams& p, const TileSchedule& schedule, int32_t index) {
+  const int32_t group_tiles = schedule.heads_per_l2_group * schedule.num_m_blocks;
+  const int32_t group = index / group_tiles, within = index - group * group_tiles;
+  const int32_t first_head = group * schedule.heads_per_l2_group;
+  const int32_t num_heads = min(schedule.heads_per_l2_group, schedule.num_heads - first_head);
+  const int32_t i_m = within / num_heads, head = first_head + within - i_m * num_heads;
+  const int32_t m_block = spec.mask == MaskKind::Full ? i_m : schedule.num_m_blocks - 1 - i_m;
+
+  Work work;
+  constexpr int heads_at_once = tile.cluster_heads ? tile.cluster : 1;
+  const int32_t heads = (tile.pack_gqa ? p.num_heads_kv : p.num_heads_q) / heads_at_once;
+  work.i_batch = head / heads;
+  work.i_head = (head - work.i_batch * heads) * heads_at_once + (tile.cluster_heads ? cluster_rank(tile) : 0);
+  work.i_head_kv = tile.pack_gqa ? work.i_head : work.i_head / p.gqa_ratio;
+  if (tile.pack_gqa) work.i_head *= p.gqa_ratio;
+
+  const SeqSpan span = resolve_seq(p, spec.seq, work.i_batch);
+  work.storage_batch = span.storage_batch;
+  work.q_row = span.q_row;
+  work.k_row = span.k_row;
+  work.seqlen_q = span.seqlen_q;
+  work.seqlen_k = span.seqlen_k;
+  // The CTAs of a cluster walk the same key blocks: those that any of their rows sees.
+  constexpr int cluster_rows = tile.block_m * (tile.cluster_heads ? 1 : tile.cluster);
+  const int32_t cluster_row = m_block * cluster_rows;
+  work.first_row = cluster_row + (tile.cluster_heads ? 0 : cluster_rank(tile) * tile.block_m);
+  work.num_blocks = 0;
+  const int32_t num_rows = span.seqlen_q * (tile.pack_gqa ? p.gqa_ratio : 1);
+  if (cluster_row >= num_rows) return work;
+
+  const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
+  const int32_t last_row = min(cluster_row + cluster_rows, num_rows) - 1;
+  const Range queries = {query_of<tile>(p, cluster_row), query_of<tile>(p, last_row) + 1};
+  const Range keys = k_range(band, queries, span.seqlen_k);
+  const Range sinks = spec.sink_columns ? sink_range(band, queries, span.seqlen_k) : Range{0, 0};
+  const int32_t first_block = keys.begin / tile.block_n;
+  work.lo = band.lo;
+  work.hi = band.hi;
+  work.sink_columns = band.sink_columns;
+  work.last_block = ceil_div(keys.end, tile.block_n) - 1;
+  work.num_band_blocks = keys.empty() ? 0 : work.last_block + 1 - first_block;
+  // Blocks that the band walks already show their sink columns too.
+  work.last_sink_block = ceil_div(sinks.end, tile.block_n) - 1;
+  if (work.num_band_blocks > 0) work.last_sink_block = min(work.last_sink_block, first_block - 1);
+  work.num_blocks = work.num_band_blocks + work.last_sink_block + 1;
+  if (work.num_blocks == 0) {  // no key at all: one block outside the tensor, zeros that are hidden
+    work.num_blocks = work.num_band_blocks = 1;
+    work.last_block = -1;
+  }
+
+  work.num_hidden = 0;
+  if constexpr (can_hide_blocks<spec, tile>()) {
+    const int32_t own_last = query_of<tile>(p, work.first_row + tile.block_m - 1);
+    const int32_t own_blocks = max(own_last + band.hi + tile.block_n, 0) / tile.block_n;
+    work.num_hidden = clamp(work.last_block + 1 - own_blocks, 0, work.num_blocks - 1);
+  }
+
+  // Keys that no query of the sequence sees. Beyond the tensor, in block -1 too, TMA has put zeros.
+  const int32_t live_end = min(span.seqlen_k, span.seqlen_q + band.hi);
+  const bool zeros_follow = spec.seq == SeqKind::Batch && !p.seqused_k && live_end == span.seqlen_k;
+  const int32_t first_block_begin = block_at(work, 0) * tile.block_n;
+  work.first_dirty = zeros_follow || work.last_block < 0 ? tile.block_n
+                                                         : clamp(live_end - first_block_begin, 0, tile.block_n);
+  return work;
+}
+
+}  // namespace fmha

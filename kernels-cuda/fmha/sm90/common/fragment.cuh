@@ -1,0 +1,42 @@
+// What the four lanes that share an accumulator's rows do together. Layout: mma/sm90.cuh.
+#pragma once
+#include <fmha/mma/sm90.cuh>
+#include <fmha/ptx/warp.cuh>
+
+namespace fmha::sm90 {
+
+namespace mma = fmha::mma::sm90;
+
+// Over the four lanes that share a row.
+template <class Op>
+FMHA_DEVICE float quad_reduce(float x, Op op) {
+  x = op(x, ptx::shfl_xor(x, 1));
+  return op(x, ptx::shfl_xor(x, 2));
+}
+
+// Four lanes hold 8-column groups c..c+3 of a row, two columns of each; afterwards lane l holds all
+// of group c + l: a 4x4 transpose of words in two exchanges.
+FMHA_DEVICE void quad_transpose(uint32_t (&w)[4]) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t received = ptx::shfl_xor(odd ? w[i] : w[i + 1], 1);
+    (odd ? w[i] : w[i + 1]) = received;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t received = ptx::shfl_xor(high ? w[i] : w[i + 2], 2);
+    (high ? w[i] : w[i + 2]) = received;
+  }
+}
+
+// Whether a thread's part of a row of O is not finite.
+template <int n>
+FMHA_DEVICE bool has_non_finite(const mma::Accumulator<n>& o, int r) {
+  float zero = 0.f;
+#pragma unroll
+  for (int e = 2 * r; e < o.num_elems; e += 4) zero = fmaf(o[e], 0.f, fmaf(o[e + 1], 0.f, zero));
+  return is_nan(zero);
+}
+
+}  // namespace fmha::sm90

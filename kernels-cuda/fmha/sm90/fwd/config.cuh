@@ -1,0 +1,83 @@
+// The Hopper forward kernel's derived numbers, shared memory, barriers and roles.
+#pragma once
+#include <fmha/common/copy_tile.cuh>
+#include <fmha/common/pipeline.cuh>
+#include <fmha/common/work.cuh>
+#include <fmha/mma/sm90.cuh>
+#include <fmha/ptx/tma.cuh>
+#include <fmha/sm90_host.h>
+
+namespace fmha::sm90 {
+
+namespace mma = fmha::mma::sm90;
+
+using mma::SmemTile;
+using mma::Storage;
+using ptx::Barrier;
+using ptx::TensorMap;
+
+// One warpgroup loads, the others consume 64 rows each; or each does both (multistage.cuh).
+FMHA_DEVICE constexpr int num_consumers(const Sm90Tile& tile) { return tile.block_m / mma::kRows; }
+FMHA_DEVICE constexpr int num_threads(const Sm90Tile& tile) { return mma::kWarpgroup * (tile.warp_specialised + num_consumers(tile)); }
+FMHA_DEVICE constexpr int first_consumer(const Sm90Tile& tile) { return tile.warp_specialised; }
+FMHA_DEVICE constexpr int num_consumer_warps(const Sm90Tile& tile) { return 4 * num_consumers(tile); }
+
+// Threads that load: one, which issues TMA; or three warps that copy, all of the first warpgroup but the schedule
+// role's. The zero role's is among them: a copy brings zeros itself.
+FMHA_DEVICE constexpr int num_load_arrivals(const Sm90Tile& tile) { return tile.copy_bytes > 0 ? kCopyThreads : 1; }
+FMHA_DEVICE constexpr int num_work_readers(const Sm90Tile& tile) {
+  return num_consumer_warps(tile) + (tile.copy_bytes > 0 ? kCopyThreads / 32 : 2);
+}
+
+// Registers a thread after setmaxnreg; role by role they sum to the file's 64 K.
+struct Regs {
+  int load, consume;
+};
+FMHA_DEVICE constexpr Regs regs(const Sm90Tile& tile) {
+  if (tile.copy_bytes > 0) return num_consumers(tile) == 1 ? Regs{80, 240} : Regs{72, 216};
+  switch (num_consumers(tile)) {
+    case 1: return {56, 240};
+    case 2: return {40, 232};  // 24 spill the schedule role
+    default: return {32, 160};
+  }
+}
+
+// A head dimension as the tiles have it: TMA fills with zeros what the tensor lacks.
+FMHA_DEVICE constexpr int padded_dim(int dim) { return dim <= 64 ? 64 : round_up(dim, 32); }
+
+// Three maps: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`.
+struct Maps {
+  TensorMap q, k, v;
+};
+
+template <FwdSpec spec, Sm90Tile tile>
+struct Smem {
+  // Q in one piece, or in a warpgroup's 64 rows each; then one piece is spare.
+  static constexpr int q_rows = tile.split_q ? mma::kRows : tile.block_m, q_pieces = tile.block_m / q_rows;
+  static constexpr int q_buffers = tile.split_q ? q_pieces + 1 : tile.lookahead ? 2 : 1;
+  static constexpr bool clustered = tile.cluster > 1;
+  using QTile = SmemTile<Storage<spec.dtype_qk>, q_rows, padded_dim(spec.head_dim_qk), clustered>;
+  using KTile = SmemTile<Storage<spec.dtype_qk>, tile.block_n, padded_dim(spec.head_dim_qk), clustered>;
+  static constexpr bool v_columns = spec.v_layout == VLayout::ColMajor;
+  static constexpr int dim_v = padded_dim(spec.head_dim_v);
+  using VTile = SmemTile<Storage<spec.dtype_v>, v_columns ? dim_v : tile.block_n, v_columns ? tile.block_n : dim_v, clustered>;
+
+  QTile q[q_buffers];
+  KTile k[tile.stages];
+  VTile v[tile.stages];
+  Barrier q_full[q_buffers];     // the bytes of Q, or the arrivals of those who copied them
+  Barrier q_empty[q_buffers];    // one arrival per warp that reads it
+  Barrier k_full[tile.stages];   // likewise of one K block
+  Barrier k_empty[tile.stages];  // one arrival per consumer warp of the cluster
+  Barrier v_full[tile.stages];   // likewise of one V block; or the zero role's arrival, after v_raw
+  Barrier v_raw[tile.stages];    // the bytes of one V block some of whose rows are to be zeroed
+  Barrier v_empty[tile.stages];  // one arrival per consumer warp of the cluster
+  Barrier work_full[kWorkSlots];   // the schedule role's arrival
+  Barrier work_empty[kWorkSlots];  // one arrival per warp that reads it: consumers, load, zero
+  Barrier claimed_full;   // the first CTA's schedule role has written `claimed` of the second: one arrival
+  Barrier claimed_empty;  // and the second's has read it: one arrival
+  Work work[kWorkSlots];
+  int32_t claimed;  // index of the next tile
+};
+
+}  // namespace fmha::sm90

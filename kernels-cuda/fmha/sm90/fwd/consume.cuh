@@ -1,0 +1,475 @@
+// The consume role: a warpgroup's 64 rows.
+//
+//   step i   tensor cores                     this warpgroup
+//            S = Q K(i)^T, O += P V(i-1)      O *= correction, waits for S
+//            O += P V(i-1)                    mask, row maxima, P = exp2(S - row maximum)
+//            -                                P to 16 bit
+//
+// Where no mask cuts a block, the row-max reduction is skipped (`step_reusing_row_max`): P is computed with the
+// running maximum of the blocks before, and the block's row sums tell afterwards whether that was too low.
+//
+// With `ping_pong` two or three warpgroups issue their products in turn, so that one's products run
+// under another's exponentials. With `lookahead` the next tile's first S is started together with
+// this tile's last P V, so that the tensor cores do not wait at a tile's end either.
+#pragma once
+#include <fmha/common/scheduler.cuh>
+#include <fmha/mma/sm90/half_accumulator.cuh>
+#include <fmha/mma/sm90/register_product.cuh>
+#include <fmha/ptx/barrier.cuh>
+#include <fmha/ptx/cluster.cuh>
+#include <fmha/score.h>
+#include <fmha/sm90/common/dropout.cuh>
+#include <fmha/sm90/fwd/epilogue.cuh>
+#include <fmha/sm90/fwd/recompute_scores.cuh>
+
+namespace fmha::sm90 {
+
+template <FwdSpec spec, Sm90Tile tile>
+struct Consumer {
+  using Shared = Smem<spec, tile>;
+  template <int n>
+  using Scores = mma::Accumulator<n>;  // of a block's first n keys
+  template <int n>
+  using ScoreSums = mma::AccumulatorOf<n, tile.f16_scores>;  // as the product leaves them
+  static constexpr int dim_qk = padded_dim(spec.head_dim_qk), dim_v = padded_dim(spec.head_dim_v);
+  // Of a first block whose later keys the mask hides from the warpgroup, as on the diagonal from the upper one,
+  // only so many are computed.
+  static constexpr int half_n = round_up(tile.block_n / 2, mma::kDepth<Storage<spec.dtype_v>>);
+  static constexpr int consumers = num_consumers(tile);
+  static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
+
+  const FwdParams& p;
+  Shared& smem;
+  const int32_t index;      // of this warpgroup among the consumers
+  const float scale_log2;   // of what the softmax takes: S, or the modified score
+  const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
+
+  mma::AccumulatorOf<dim_v, tile.f16_output> o;
+  mma::RegisterTile<Storage<spec.dtype_qk>, tile.q_in_registers ? dim_qk : mma::kDepth<Storage<spec.dtype_qk>>> q;
+  mma::RegisterTile<Storage<spec.dtype_v>, tile.block_n> probs;
+  Softmax<tile> softmax;
+  Slot<Shared::q_buffers> q_slot = {Shared::q_pieces > 1 ? index : 0};
+  Slot<tile.stages> k_slot, v_slot;
+  Slot<kWorkSlots> work_slot;
+  int32_t exact_max_tiles = 0;  // so many tiles take exact maxima throughout, this one included
+
+  // What a tile's rows see, in this thread's terms.
+  struct Rows {
+    int32_t row;           // the thread's first, of the sequence's (packed) rows
+    int32_t inside_begin;  // the warpgroup's rows all see the keys inside_begin <= j < inside_end
+    int32_t inside_end;
+  };
+  Rows rows;
+
+  FMHA_DEVICE Rows rows_of(const Work& work) const {
+    const int32_t first_row = work.first_row + index * mma::kRows;
+    Rows r;
+    r.row = first_row + mma::fragment_row();
+    const int32_t first = query_of<tile>(p, first_row), last = query_of<tile>(p, first_row + mma::kRows - 1);
+    r.inside_end = has_hi ? max(min(work.seqlen_k, first + work.hi + 1), 0) : work.seqlen_k;
+    r.inside_begin = has_lo ? max(last + work.lo, 0) : 0;
+    return r;
+  }
+  // Whether the mask cuts a block for this warpgroup.
+  FMHA_DEVICE bool is_edge(int32_t block) const {
+    return (block + 1) * tile.block_n > rows.inside_end || (has_lo && block * tile.block_n < rows.inside_begin);
+  }
+  // Whether a block may skip the row-max reduction: no mask cuts it, and each row has seen a key of the block before.
+  FMHA_DEVICE bool can_reuse_row_max(int32_t block) const {
+    return tile.skip_row_max && exact_max_tiles == 0 && !(has_hi && (block + 1) * tile.block_n >= rows.inside_end) &&
+           !(has_lo && block * tile.block_n < rows.inside_begin);
+  }
+
+  FMHA_DEVICE const Work& work() const { return smem.work[work_slot.index]; }
+  FMHA_DEVICE void wait_work() { ptx::mbarrier_wait_parity(smem.work_full[work_slot.index], work_slot.phase); }
+  FMHA_DEVICE void release_work() {
+    ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], signals);
+    work_slot.advance();
+  }
+
+  // Whether `value` is true of any of the warpgroup's warps, which must agree on the products they start. Each
+  // warpgroup has its own named barrier for this.
+  FMHA_DEVICE bool any_warp(bool value) const {
+    return !ptx::bar_red_and<mma::kWarpgroup>(kWorkWanted + 1 + index, !value);
+  }
+
+  // Ping-pong: named barrier 1 + w tells warpgroup w that it may issue its products.
+  FMHA_DEVICE void wait_ping_pong() const {
+    if constexpr (tile.ping_pong && consumers > 1) ptx::bar_sync<2 * mma::kWarpgroup>(1 + index);
+  }
+  FMHA_DEVICE void signal_ping_pong() const {
+    if constexpr (tile.ping_pong && consumers > 1) {
+      ptx::bar_arrive<2 * mma::kWarpgroup>(1 + (index + 1 == consumers ? 0 : index + 1));
+    }
+  }
+
+  // One arrival for the warp, in each CTA whose loads fill the slot.
+  FMHA_DEVICE void release_slot(Barrier& empty) const {
+    if constexpr (tile.cluster > 1) {
+      const uint32_t rank = threadIdx.x % 32;
+      ptx::mbarrier_arrive_at_if(empty, rank, rank < uint32_t(tile.cluster));
+    } else {
+      ptx::mbarrier_arrive_if(empty, signals);
+    }
+  }
+
+  FMHA_DEVICE void take_q() {
+    ptx::mbarrier_wait_parity(smem.q_full[q_slot.index], q_slot.phase);
+    if constexpr (tile.q_in_registers) {
+      mma::load_a(q, smem.q[q_slot.index], q_row());
+      __syncwarp();
+      release_q(true);
+      next_q();
+    }
+  }
+  // Of the warpgroup, in its piece of Q.
+  FMHA_DEVICE int32_t q_row() const { return Shared::q_pieces > 1 ? 0 : index * mma::kRows; }
+  template <class Sums>
+  FMHA_DEVICE void start_scores(Sums& s) {
+    constexpr int sign = spec.negative_scale ? -1 : 1;
+    ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
+    wait_ping_pong();
+    if constexpr (tile.q_in_registers) {
+      mma::start_register_product_abt<spec.dtype_qk, sign, false>(s, q, smem.k[k_slot.index]);
+    } else {
+      mma::start_product_abt<spec.dtype_qk, sign>(s, smem.q[q_slot.index], q_row(), smem.k[k_slot.index]);
+    }
+  }
+  FMHA_DEVICE void start_output() {
+    ptx::mbarrier_wait_parity(smem.v_full[v_slot.index], v_slot.phase);
+    if constexpr (Shared::v_columns) {
+      mma::start_register_product_abt<spec.dtype_v, 1, true>(o, probs, smem.v[v_slot.index]);
+    } else {
+      mma::start_product_ab<spec.dtype_v>(o, probs, smem.v[v_slot.index]);
+    }
+  }
+  // `last`: of the tile.
+  FMHA_DEVICE void finish_scores(bool last) {
+    ptx::wgmma_wait_group<1>();
+    release_k();
+    if constexpr (release_q_early) release_q(last);
+  }
+  // A block's S, and O += P V of the block before. O is rescaled here, and not with the softmax before, so that the
+  // multiplications run under the product of S.
+  template <class Sums>
+  FMHA_DEVICE void overlap_products(Sums& scores, bool rescales, bool last) {
+    start_scores(scores);
+    if (rescales) rescale();
+    start_output();
+    signal_ping_pong();
+    finish_scores(last);
+  }
+  FMHA_DEVICE void finish_output() {
+    ptx::wgmma_wait_group<0>();
+    release_v();
+  }
+  FMHA_DEVICE void release_v() {
+    release_slot(smem.v_empty[v_slot.index]);
+    v_slot.advance();
+  }
+  FMHA_DEVICE void release_k() {
+    release_slot(smem.k_empty[k_slot.index]);
+    k_slot.advance();
+  }
+  // Blocks that only the cluster's other CTA sees are released unread.
+  FMHA_DEVICE void skip_k(int32_t num_blocks) {
+    for (int32_t i = 0; i < num_blocks; ++i) {
+      ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
+      release_k();
+    }
+  }
+  FMHA_DEVICE void skip_v(int32_t num_blocks) {
+    for (int32_t i = 0; i < num_blocks; ++i) {
+      ptx::mbarrier_wait_parity(smem.v_full[v_slot.index], v_slot.phase);
+      release_v();
+    }
+  }
+  FMHA_DEVICE int32_t first_of(const Work& work) const { return can_hide_blocks<spec, tile>() ? work.num_hidden : 0; }
+  // With Q in pieces, another warpgroup's next piece takes the place of this one's, which is therefore released with
+  // the tile's last scores. An undivided Q is released at the tile's end: earlier gains nothing, and costs D 64 2 %.
+  static constexpr bool release_q_early = Shared::q_pieces > 1 && !tile.q_in_registers;
+  FMHA_DEVICE void release_q(bool last) const { ptx::mbarrier_arrive_if(smem.q_empty[q_slot.index], signals && last); }
+  FMHA_DEVICE void next_q() {
+    q_slot.advance_by(Shared::q_pieces);
+    __syncwarp();
+  }
+  FMHA_DEVICE void finish_q() {
+    if constexpr (tile.q_in_registers) return;
+    if constexpr (!release_q_early) release_q(true);
+    next_q();
+  }
+
+  // -inf where the mask hides a key of a block from the thread's two rows.
+  template <int n>
+  FMHA_DEVICE void mask(Scores<n>& s, const Work& work, int32_t block) const {
+    const int32_t first_key = block * tile.block_n + mma::fragment_column();
+    // A tile without keys has block -1.
+    const int32_t seqlen_k = block < 0 ? -tile.block_n : work.seqlen_k;
+    int32_t end[2], begin[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t i = query_of<tile>(p, rows.row + 8 * r);
+      end[r] = (has_hi ? min(seqlen_k, i + work.hi + 1) : seqlen_k) - first_key;
+      begin[r] = has_lo ? i + work.lo - first_key : 0;
+    }
+    const int32_t sinks = work.sink_columns - first_key;
+#pragma unroll
+    for (int e = 0; e < s.num_elems; ++e) {
+      const int column = s.column(e), r = s.row(e);
+      bool hidden = column >= end[r];
+      if constexpr (has_lo) hidden |= column < begin[r] && !(spec.sink_columns && column < sinks);
+      if (hidden) s[e] = -infinity();
+    }
+  }
+
+  template <int n>
+  FMHA_DEVICE void modify(Scores<n>& s, const Work& work, int32_t block) const {
+    if constexpr (modifies_score(spec)) {
+      const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int32_t row = rows.row + 8 * r, i = query_of<tile>(p, row);
+        const int32_t i_head = tile.pack_gqa ? work.i_head + row - i * p.gqa_ratio : work.i_head;
+        const float scale = spec.negative_scale ? -p.softmax_scale : p.softmax_scale;
+        const ScoreModifier modifier = score_modifier<spec>(p, span, i_head, scale);
+        const int32_t first_key = block * tile.block_n + mma::fragment_column();
+#pragma unroll
+        for (int e = 0; e < s.num_elems; ++e) {
+          if (s.row(e) != r) continue;
+          const int32_t j = first_key + s.column(e);
+          // The bias has no elements beyond the lengths.
+          const bool there = i < work.seqlen_q && j < work.seqlen_k && block >= 0;
+          if (spec.bias != BiasKind::Elementwise || there) s[e] = modified_score<spec>(modifier, s[e], i, j);
+        }
+      }
+    }
+  }
+
+  FMHA_DEVICE uint32_t zero() const { return uint32_t(work().num_blocks) >> 31; }
+  FMHA_DEVICE uint32_t never() const { return ptx::shared_address(&smem.work[0]); }
+
+  template <int n>
+  FMHA_DEVICE void drop_some(Scores<n>& s, const Work& work, int32_t block) const {
+    int32_t i[2], batch_head[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t row = rows.row + 8 * r;
+      i[r] = query_of<tile>(p, row);
+      const int32_t i_head = tile.pack_gqa ? work.i_head + row - i[r] * p.gqa_ratio : work.i_head;
+      batch_head[r] = work.i_batch * p.num_heads_q + i_head;
+    }
+    drop(s, p, i, batch_head, block * tile.block_n);
+  }
+
+  // S to P of block `block` of a tile.
+  template <int n>
+  FMHA_DEVICE void exponentiate(Scores<n>& s, const Work& work, int32_t block, bool edge) {
+    modify(s, work, block);
+    if (edge) mask(s, work, block);
+    softmax.step(s, scale_log2, never());
+    if constexpr (spec.dropout) drop_some(s, work, block);
+  }
+  template <int n>
+  FMHA_DEVICE void exponentiate_first(Scores<n>& s, const Work& work) {
+    const int32_t block = block_at(work, first_of(work));
+    exponentiate(s, work, block, block < 0 || is_edge(block));
+    softmax.correction[0] = softmax.correction[1] = 1.f;  // of an O that is still 0
+  }
+
+  // Rescales O to the running maxima of the last softmax, if any of the warp's upper or lower eight rows needs it:
+  // eight rows need it less often than sixteen.
+  FMHA_DEVICE void rescale() {
+    if constexpr (tile.f16_output) {
+      if (softmax.corrects(0) || softmax.corrects(1)) o.scale(softmax.correction);
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (!softmax.corrects(r)) continue;
+#pragma unroll
+        for (int e = 0; e < o.num_elems; ++e) {
+          if (o.row(e) == r) o[e] *= softmax.correction[r];
+        }
+      }
+    }
+  }
+
+  FMHA_DEVICE bool sees_half(const Work& work) const {
+    if constexpr (!has_hi || spec.sink_columns) return false;
+    const int32_t last_query = query_of<tile>(p, work.first_row + index * mma::kRows + mma::kRows - 1);
+    return ptx::uniform(last_query + work.hi < (work.last_block - first_of(work)) * tile.block_n + half_n);
+  }
+
+  // The first block of a tile, with no product of another tile under way.
+  FMHA_DEVICE void first_block() {
+    const Work& w = work();
+    rows = rows_of(w);
+    o.clear();
+    softmax.reset();
+    take_q();
+    skip_k(first_of(w));
+    if (sees_half(w)) {
+      first_scores<half_n>(w);
+    } else {
+      first_scores<tile.block_n>(w);
+    }
+  }
+  template <int n>
+  FMHA_DEVICE void first_scores(const Work& w) {
+    ScoreSums<n> sums;
+    start_scores(sums);
+    signal_ping_pong();
+    ptx::wgmma_wait_group<0>();
+    release_k();
+    if constexpr (release_q_early) release_q(w.num_blocks == 1 + first_of(w));
+    auto&& s = mma::in_f32(sums);
+    exponentiate_first(s, w);
+    probs.template from<spec.dtype_v>(s, zero());
+    skip_v(first_of(w));
+  }
+
+  // One block, with the row-max reduction. `edge` and `last` are uniform over the warpgroup.
+  FMHA_DEVICE void step(int32_t block, bool edge, bool last) {
+    ScoreSums<tile.block_n> sums;
+    overlap_products(sums, true, last);
+    auto&& s = mma::in_f32(sums);
+    exponentiate(s, work(), block, edge);
+    finish_output();
+    probs.template from<spec.dtype_v>(s, zero());
+  }
+
+  // One block without the row-max reduction. Returns what it cost to raise running maxima that were too low for a
+  // row of the warp, in row-max reductions of a block.
+  FMHA_DEVICE int32_t step_reusing_row_max(int32_t block, bool last) {
+    ScoreSums<tile.block_n> products;
+    overlap_products(products, false, last);
+    auto&& s = mma::in_f32(products);
+    modify(s, work(), block);
+    float sums[2];
+    softmax.step_reusing_row_max(s, scale_log2, sums, never());
+    finish_output();
+    int32_t cost = 0;
+    if (__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(sums))) cost = raise_row_max(s, sums, block);
+    softmax.add(sums);
+    if constexpr (spec.dropout) drop_some(s, work(), block);
+    probs.template from<spec.dtype_v>(s, zero());
+    return cost;
+  }
+  // Raises running maxima that were too low for this block, after its exponentials. From a P that overflowed f32 the
+  // score cannot be recovered: it is computed again.
+  FMHA_DEVICE int32_t raise_row_max(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
+    const bool overflows = __any_sync(ptx::kAllLanes, softmax.overflows_f32(sums));
+    if (overflows) {
+      recompute_scores<spec, tile>(p, work(), rows.row, block, s);
+      modify(s, work(), block);
+      softmax.step(s, scale_log2, never());
+      sums[0] = sums[1] = 0.f;
+    } else {
+      softmax.rescale_to_row_max(s, scale_log2, sums);
+    }
+    rescale();
+    return overflows ? 100 : 1;
+  }
+
+  // After 2, 8, 32 ... blocks that skipped the row-max reduction, and at the tile's end, the warpgroup votes. Where a
+  // warp had to raise its running maxima in many of them, since its scores lie far apart, the rest of the tile and
+  // the next tiles take exact maxima.
+  FMHA_DEVICE void other_blocks() {
+    const int32_t num_blocks = work().num_blocks, last_block = work().last_block;
+    const auto block_of = [&](int32_t i) { return has_lo ? block_at(work(), i) : last_block - i; };
+    int32_t i = first_of(work()) + 1, trial = 2;
+    exact_max_tiles = max(exact_max_tiles - 1, 0);
+    while (true) {
+#pragma unroll 1
+      for (; i < num_blocks && !can_reuse_row_max(block_of(i)); ++i)
+        step(block_of(i), has_hi && is_edge(block_of(i)), i + 1 == num_blocks);
+      if (!tile.skip_row_max || i >= num_blocks) return;
+      rescale();
+      const int32_t begin = i, end = num_blocks - i > 2 * trial ? i + trial : num_blocks;
+      int32_t cost = 0;
+#pragma unroll 1
+      for (; i < end && (!has_lo || can_reuse_row_max(block_of(i))); ++i) cost += step_reusing_row_max(block_of(i), i + 1 == num_blocks);
+      softmax.correction[0] = softmax.correction[1] = 1.f;
+      if (any_warp(cost > 1 + (i - begin) / 8)) exact_max_tiles = 17;
+      trial *= 4;
+    }
+  }
+
+  // A tile's last P V, and the next tile's first S started beside it.
+  FMHA_DEVICE void cross_to(const Work& next, RowStats (&stats)[2]) {
+    take_q();
+    skip_k(first_of(next));
+    if (sees_half(next)) {
+      cross_products<half_n>(next, stats);
+    } else {
+      cross_products<tile.block_n>(next, stats);
+    }
+  }
+  template <int n>
+  FMHA_DEVICE void cross_products(const Work& next, RowStats (&stats)[2]) {
+    ScoreSums<n> sums;
+    overlap_products(sums, true, next.num_blocks == 1 + first_of(next));
+    auto&& s = mma::in_f32(sums);
+    stats[0] = softmax.rows[0];
+    stats[1] = softmax.rows[1];
+    softmax.reset();
+    rows = rows_of(next);
+    exponentiate_first(s, next);
+    finish_output();
+    probs.template from<spec.dtype_v>(s, zero());
+    skip_v(first_of(next));
+  }
+
+  FMHA_DEVICE void run() {
+    if (index == consumers - 1) signal_ping_pong();
+    wait_work();
+    if (work().num_blocks == 0) return;
+    first_block();
+    while (true) {
+      other_blocks();
+      finish_q();
+      const Work& done = work();
+      const int32_t done_row = rows.row;
+      Slot<kWorkSlots> next_slot = work_slot;
+      next_slot.advance();
+      const Work& next = smem.work[next_slot.index];
+      ptx::mbarrier_wait_parity(smem.work_full[next_slot.index], next_slot.phase);
+      const bool more = ptx::uniform(next.num_blocks) > 0;
+      RowStats stats[2];
+      if (tile.lookahead && more) {
+        cross_to(next, stats);
+      } else {
+        rescale();
+        start_output();
+        finish_output();
+        stats[0] = softmax.rows[0];
+        stats[1] = softmax.rows[1];
+      }
+      auto&& sums = mma::in_f32(o);
+      epilogue<spec, tile>(p, done, done_row, stats, scale_log2, sums);
+      release_work();
+      if (!more) return;
+      if constexpr (tile.lookahead) {
+        o.clear();
+      } else {
+        first_block();
+      }
+    }
+  }
+};
+
+template <FwdSpec spec, Sm90Tile tile>
+FMHA_DEVICE Consumer<spec, tile> consumer_of(const FwdParams& p, Smem<spec, tile>& smem) {
+  const int32_t index = ptx::uniform(threadIdx.x / mma::kWarpgroup) - first_consumer(tile);
+  // A scale of 0 would turn the -inf of hidden scores into NaN; the smallest normal number scales the others to 0 too.
+  const float scale = modifies_score(spec) ? 1.f : fmaxf(fabsf(p.softmax_scale), 1.17549435e-38f);
+  return Consumer<spec, tile>{p, smem, index, scale * kLog2E};
+}
+
+template <FwdSpec spec, Sm90Tile tile>
+FMHA_DEVICE void consume(const FwdParams& p, Smem<spec, tile>& smem) {
+  ptx::setmaxnreg_inc<regs(tile).consume>();
+  auto consumer = consumer_of<spec, tile>(p, smem);
+  consumer.run();
+}
+
+}  // namespace fmha::sm90

@@ -1,0 +1,78 @@
+// Attention forward on Hopper: one warpgroup loads, one to three consume; without `warp_specialised`
+// one to three do both (multistage.cuh).
+//
+// The schedule is that of FlashAttention-3 (Shah et al., 2024). Of the first warpgroup's warps one loads
+// (load.cuh), one claims and resolves tiles (common/scheduler.cuh), one zeroes V rows that are not the
+// sequence's (zero_values.cuh).
+#pragma once
+#include <fmha/ptx/grid.cuh>
+#include <fmha/sm90/fwd/consume.cuh>
+#include <fmha/sm90/fwd/load.cuh>
+#include <fmha/sm90/fwd/multistage.cuh>
+
+namespace fmha::sm90 {
+
+template <FwdSpec spec, Sm90Tile tile>
+FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
+  constexpr int warps = num_consumer_warps(tile), loads = num_load_arrivals(tile);
+  for (int i = 0; i < Smem<spec, tile>::q_buffers; ++i) {
+    ptx::mbarrier_init(smem.q_full[i], loads);
+    ptx::mbarrier_init(smem.q_empty[i], warps / Smem<spec, tile>::q_pieces);
+  }
+  for (int i = 0; i < tile.stages; ++i) {
+    ptx::mbarrier_init(smem.k_full[i], loads);
+    ptx::mbarrier_init(smem.k_empty[i], tile.cluster * warps);
+    ptx::mbarrier_init(smem.v_full[i], loads);
+    ptx::mbarrier_init(smem.v_raw[i], 1);
+    ptx::mbarrier_init(smem.v_empty[i], tile.cluster * warps);
+  }
+  for (int i = 0; i < kWorkSlots; ++i) {
+    ptx::mbarrier_init(smem.work_full[i], 1);
+    ptx::mbarrier_init(smem.work_empty[i], num_work_readers(tile));
+  }
+  if constexpr (tile.cluster > 1 && tile.order == TileOrder::Dynamic) {
+    ptx::mbarrier_init(smem.claimed_full, 1);
+    ptx::mbarrier_init(smem.claimed_empty, 1);
+  }
+  ptx::fence_mbarrier_init();
+}
+
+template <FwdSpec spec, Sm90Tile tile>
+FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& schedule) {
+  static_assert(spec.dtype_qk == spec.dtype_v, "sm90: Q, K and V share a type");
+  static_assert(spec.dtype_qk == DType::F16 || spec.dtype_qk == DType::Bf16, "sm90: 16-bit types");
+  static_assert(!spec.write_keep_mask, "sm90: it does not write the keep mask");
+  static_assert(spec.v_layout == VLayout::RowMajor || tile.copy_bytes == 0, "sm90: only TMA loads a column-major V");
+  static_assert(!(tile.f16_scores || tile.f16_output) || spec.dtype_qk == DType::F16, "sm90: f16 sums of f16 products");
+  static_assert(tile.cluster == 1 || (tile.warp_specialised && tile.copy_bytes == 0),
+                "sm90: a cluster loads by TMA");
+  static_assert(!tile.cluster_heads || (tile.cluster > 1 && !tile.pack_gqa), "sm90: heads of a cluster, not packed");
+  static_assert(tile.lookahead || !tile.split_q, "sm90: a spare piece of Q is for lookahead");
+  static_assert(tile.warp_specialised || !(tile.ping_pong || tile.lookahead || tile.copy_bytes > 0),
+                "sm90: without a load role no ping-pong, no lookahead, no copies");
+  extern __shared__ __align__(1024) unsigned char raw[];
+  Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
+  if (threadIdx.x == 0) init_barriers(smem);
+  if constexpr (tile.cluster > 1) {
+    ptx::cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  // Every thread waits, since what it stores may be what the grid before still reads. The next grid is let start at
+  // once: its CTAs find no room on an SM before these end, and wait here for all of them.
+  if constexpr (tile.dependent_launch) {
+    ptx::launch_dependents();
+    ptx::wait_for_grids_before();
+  }
+  if constexpr (!tile.warp_specialised) {
+    multistage<spec, tile>(p, maps, schedule, smem);
+  } else if (ptx::uniform(threadIdx.x / mma::kWarpgroup) == 0) {
+    load<spec, tile>(p, maps, schedule, smem);
+  } else {
+    consume<spec, tile>(p, smem);
+  }
+  // A CTA stays until the others have received what it loads for them, and it what they load for it.
+  if constexpr (tile.cluster > 1) ptx::cluster_sync();
+}
+
+}  // namespace fmha::sm90

@@ -1,0 +1,218 @@
+// The load role: one thread issues TMA loads, or three warps copy themselves.
+#pragma once
+#include <fmha/ptx/barrier.cuh>
+#include <fmha/common/scheduler.cuh>
+#include <fmha/sm90/fwd/zero_values.cuh>
+
+namespace fmha::sm90 {
+
+template <FwdSpec spec, Sm90Tile tile>
+struct Loader {
+  using Shared = Smem<spec, tile>;
+  const FwdParams& p;
+  const Maps& maps;
+  Shared& smem;
+  Slot<Shared::q_buffers> q_slot;
+  Slot<tile.stages> k_slot, v_slot;
+  Slot<kWorkSlots> work_slot;
+
+  static constexpr bool copies = tile.copy_bytes > 0;
+  Copier<copies ? tile.copy_bytes : 16> copier;
+
+  FMHA_DEVICE void wait(Barrier& barrier, uint32_t parity) {
+    if constexpr (copies) {
+      copier.wait(barrier, parity);
+    } else {
+      ptx::mbarrier_wait_parity(barrier, parity);
+    }
+  }
+
+  FMHA_DEVICE void copy_q(const Work& work, int32_t first_row) {
+    const uint16_t* data = static_cast<const uint16_t*>(p.q.data);
+    copier.copy(smem.q[q_slot.index], spec.head_dim_qk, data, [&](int32_t row) -> const uint16_t* {
+      const int32_t packed_row = first_row + row, i = query_of<tile>(p, packed_row);
+      const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
+      return i < work.seqlen_q ? data + row_offset(p.q, work.storage_batch, work.q_row + i, i_head) : nullptr;
+    });
+    copier.finish(smem.q_full[q_slot.index]);
+  }
+
+  FMHA_DEVICE void load_q(const Work& work, int32_t piece) {
+    const int32_t first_row = work.first_row + piece * Shared::q_rows;
+    using Tile = typename Shared::QTile;
+    Barrier& full = smem.q_full[q_slot.index];
+    wait(smem.q_empty[q_slot.index], q_slot.phase ^ 1);
+    if constexpr (copies) {
+      copy_q(work, first_row);
+      q_slot.advance();
+      return;
+    }
+    ptx::mbarrier_arrive_expect_tx(full, Tile::tile_bytes);
+    const int32_t head_in_group = work.i_head - work.i_head_kv * p.gqa_ratio;
+#pragma unroll
+    for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
+      ptx::cp_async_bulk_tensor_5d(smem.q[q_slot.index].address() + chunk * Tile::chunk_bytes, maps.q, full,
+                                   chunk * Tile::span, head_in_group,
+                                   work.q_row + query_of<tile>(p, first_row), work.i_head_kv,
+                                   work.storage_batch, ptx::CacheHint::EvictFirst);
+    }
+    q_slot.advance();
+  }
+
+  // Where a tile's key blocks are; in registers, so that a load follows its slot's release at once.
+  struct Keys {
+    int32_t i_head_kv, storage_batch, k_row, seqlen_k, last_block, num_band_blocks, last_sink_block, first_dirty;
+
+    FMHA_DEVICE explicit Keys(const Work& work)
+        : i_head_kv(work.i_head_kv), storage_batch(work.storage_batch), k_row(work.k_row),
+          seqlen_k(work.seqlen_k), last_block(work.last_block), num_band_blocks(work.num_band_blocks), last_sink_block(work.last_sink_block),
+          first_dirty(work.first_dirty) {}
+
+    FMHA_DEVICE int32_t block(int32_t i) const {
+      return spec.sink_columns && i >= num_band_blocks ? last_sink_block - (i - num_band_blocks) : last_block - i;
+    }
+    FMHA_DEVICE int32_t row(int32_t i) const {
+      const int32_t block = this->block(i);
+      // A tile without keys has block -1: rows before the tensor, where TMA reads zeros.
+      return block < 0 ? -tile.block_n : k_row + block * tile.block_n;
+    }
+  };
+
+  // `columns`: the keys of a row lie side by side, [dim, keys].
+  template <bool columns, class Tile>
+  FMHA_DEVICE void load_block(Tile (&tiles)[tile.stages], const TensorMap& map, Barrier& full,
+                              Barrier (&empty)[tile.stages], Slot<tile.stages>& slot, const Keys& keys, int32_t i) {
+    const int32_t row = keys.row(i);
+    wait(empty[slot.index], slot.phase ^ 1);
+    ptx::mbarrier_arrive_expect_tx(full, Tile::tile_bytes);
+    // A cluster's CTAs load a share of the rows each, for all.
+    constexpr int share = Tile::rows / tile.cluster;
+    const int32_t first = cluster_rank(tile) * share;
+#pragma unroll
+    for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
+      const uint32_t to = tiles[slot.index].address() + chunk * Tile::chunk_bytes + first * Tile::span_bytes;
+      const int32_t c0 = chunk * Tile::span + (columns ? row : 0), c1 = first + (columns ? 0 : row);
+      if constexpr (tile.cluster > 1) {
+        ptx::cp_async_bulk_tensor_4d_multicast(to, map, full, c0, c1, keys.i_head_kv, keys.storage_batch,
+                                               (1 << tile.cluster) - 1, ptx::CacheHint::EvictLast);
+      } else {
+        ptx::cp_async_bulk_tensor_4d(to, map, full, c0, c1, keys.i_head_kv, keys.storage_batch,
+                                     ptx::CacheHint::EvictLast);
+      }
+    }
+    slot.advance();
+  }
+
+  template <class Tile>
+  FMHA_DEVICE void copy_block(Tile (&tiles)[tile.stages], const View& view, int32_t dim, Barrier (&full)[tile.stages],
+                              Barrier (&empty)[tile.stages], Slot<tile.stages>& slot, const Keys& keys, int32_t i) {
+    wait(empty[slot.index], slot.phase ^ 1);
+    const int32_t first_key = keys.block(i) * tile.block_n;
+    // No zero role follows a copy: keys that no query sees are copied as zeros.
+    const int32_t end = i == 0 ? min(keys.seqlen_k, first_key + keys.first_dirty) : keys.seqlen_k;
+    const uint16_t* data = static_cast<const uint16_t*>(view.data);
+    const uint16_t* head = data + row_offset(view, keys.storage_batch, keys.k_row, keys.i_head_kv);
+    copier.copy(tiles[slot.index], dim, data, [&](int32_t row) -> const uint16_t* {
+      const int32_t j = first_key + row;
+      return j >= 0 && j < end ? head + j * view.row : nullptr;
+    });
+    copier.finish(full[slot.index]);
+    slot.advance();
+  }
+
+  FMHA_DEVICE void load_k(const Keys& keys, int32_t i) {
+    if constexpr (copies) {
+      copy_block(smem.k, p.k, spec.head_dim_qk, smem.k_full, smem.k_empty, k_slot, keys, i);
+    } else {
+      load_block<false>(smem.k, maps.k, smem.k_full[k_slot.index], smem.k_empty, k_slot, keys, i);
+    }
+  }
+  FMHA_DEVICE void load_v(const Keys& keys, int32_t i) {
+    if constexpr (copies) {
+      copy_block(smem.v, p.v, spec.head_dim_v, smem.v_full, smem.v_empty, v_slot, keys, i);
+    } else {
+      const bool raw = tile.warp_specialised && i == 0 && keys.first_dirty < tile.block_n;
+      Barrier& full = raw ? smem.v_raw[v_slot.index] : smem.v_full[v_slot.index];
+      load_block<Shared::v_columns>(smem.v, maps.v, full, smem.v_empty, v_slot, keys, i);
+    }
+  }
+
+  FMHA_DEVICE void ask() const {
+    if (threadIdx.x >= 32) return;
+    if constexpr (copies) __syncwarp();  // one lane's arrival counts for its warp, and must come after the others
+    ptx::barrier_arrive<kWorkWanted, 64>();
+  }
+
+  // The next tile, once it is planned: its Q (the first piece) and first K. Returns its number of blocks.
+  FMHA_DEVICE int32_t begin_tile() {
+    wait(smem.work_full[work_slot.index], work_slot.phase);
+    const Work& work = smem.work[work_slot.index];
+    if (work.num_blocks > 0) {
+      load_q(work, 0);
+      load_k(Keys(work), 0);
+    }
+    return work.num_blocks;
+  }
+  // Q's other pieces take the places that the last tile's warpgroups release one by one, some only once that tile's
+  // last V is there.
+  FMHA_DEVICE void load_other_pieces() {
+#pragma unroll 1
+    for (int32_t piece = 1; piece < Shared::q_pieces; ++piece) load_q(smem.work[work_slot.index], piece);
+  }
+
+  FMHA_DEVICE void run() {
+    if constexpr (!copies) {
+      ptx::prefetch_tensormap(maps.q);
+      ptx::prefetch_tensormap(maps.k);
+      ptx::prefetch_tensormap(maps.v);
+    }
+    ask();
+    int32_t num_blocks = begin_tile();
+    while (num_blocks > 0) {
+      load_other_pieces();
+      const Keys keys(smem.work[work_slot.index]);
+      if constexpr (copies) __syncwarp();
+      ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], threadIdx.x % 32 == 0);
+      work_slot.advance();
+      // Some blocks before the end: earlier, this CTA would hold a tile that an idle one could take; later, the time
+      // to resolve it would show.
+      const int32_t ask_at = max(num_blocks - 3, 0);
+#pragma unroll 1
+      for (int32_t i = 0; i < num_blocks - 1; ++i) {
+        if (i == ask_at) ask();
+        load_k(keys, i + 1);
+        load_v(keys, i);
+      }
+      if (num_blocks == 1) ask();
+      // K runs one block ahead of V, across the tile's end too, unless there is one Q buffer: that is free only
+      // after the tile's last scores.
+      const int32_t last = num_blocks - 1;
+      if constexpr (tile.lookahead) {
+        num_blocks = begin_tile();
+        load_v(keys, last);
+      } else {
+        load_v(keys, last);
+        num_blocks = begin_tile();
+      }
+    }
+    if constexpr (copies) copier.flush();
+  }
+};
+
+template <FwdSpec spec, Sm90Tile tile>
+FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const TileSchedule& schedule, Smem<spec, tile>& smem) {
+  ptx::setmaxnreg_dec<regs(tile).load>();
+  if (threadIdx.x == 0 || (tile.copy_bytes > 0 && threadIdx.x / 32 != 1)) {
+    Loader<spec, tile> loader{p, maps, smem};
+    loader.run();
+  } else if (threadIdx.x == 32) {
+    schedule_tiles<spec, tile>(p, schedule, smem);
+  } else if (tile.copy_bytes == 0 && threadIdx.x / 32 == 2) {
+    ZeroRole<spec, tile> zero{smem};
+    zero.run();
+  } else if constexpr (tile.cluster > 1) {
+    ptx::exit_thread();  // else the role's idle lanes would wait at the cluster's barrier before its only lane arrives
+  }
+}
+
+}  // namespace fmha::sm90

@@ -1,0 +1,69 @@
+// The scores of one block computed again from memory, by a warpgroup that has overwritten them with exponentials
+// that overflowed f32, and whose K slot has been released. Rare (the row's maximum has to be 2^100 above the
+// running one), so plain: fragments element by element.
+#pragma once
+#include <fmha/ptx/matrix.cuh>
+#include <fmha/seq.h>
+#include <fmha/sm90/fwd/config.cuh>
+
+namespace fmha::sm90 {
+
+// Two neighbouring elements of a row, packed; beyond `dim` zeros. No branch: see common/recompute_row.cuh.
+FMHA_DEVICE uint32_t load_pair(const View& x, int64_t row, int32_t column, int32_t dim) {
+  const uint16_t* data = static_cast<const uint16_t*>(x.data) + row;
+  const uint32_t low = data[min(column, dim - 1)], high = data[min(column + 1, dim - 1)];
+  return (column < dim ? low : 0) | (column + 1 < dim ? high << 16 : 0);
+}
+
+// Moves the first `count` elements behind the last.
+template <int count, int n>
+FMHA_DEVICE void rotate(mma::Accumulator<n>& s) {
+  const mma::Accumulator<n> before = s;
+#pragma unroll
+  for (int e = 0; e < s.num_elems; ++e) s[e] = before[(e + count) % s.num_elems];
+}
+
+// S of the thread's rows `row` and `row + 8`, with the accumulator's layout, which is that of mma.sync; all of
+// the block's keys are the sequence's.
+template <FwdSpec spec, Sm90Tile tile>
+FMHA_DEVICE void recompute_scores(const FwdParams& p, const Work& work, int32_t row, int32_t block,
+                             mma::Accumulator<tile.block_n>& s) {
+  constexpr int32_t dim = spec.head_dim_qk;
+  const int32_t column = mma::fragment_column();
+  int64_t q_row[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int32_t packed_row = row + 8 * r, query = query_of<tile>(p, packed_row);
+    const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - query * p.gqa_ratio : work.i_head;
+    // Rows beyond the sequence are not stored.
+    q_row[r] = row_offset(p.q, work.storage_batch, work.q_row + min(query, work.seqlen_q - 1), i_head);
+  }
+  const int32_t first_key = block * tile.block_n + threadIdx.x % 32 / 4;
+  const int64_t first_k_row = row_offset(p.k, work.storage_batch, work.k_row + first_key, work.i_head_kv);
+  s.clear();
+  // A loop that is not unrolled cannot index registers: sixteen keys at a time are rotated to the front of S, and
+  // are back in their place after each step.
+#pragma unroll 1
+  for (int32_t step = 0; step < ceil_div(dim, mma::kDepth<Storage<spec.dtype_qk>>); ++step) {
+    const int32_t d = step * mma::kDepth<Storage<spec.dtype_qk>> + column;
+    const uint32_t a[4] = {load_pair(p.q, q_row[0], d, dim), load_pair(p.q, q_row[1], d, dim),
+                           load_pair(p.q, q_row[0], d + 8, dim), load_pair(p.q, q_row[1], d + 8, dim)};
+    int64_t k_row = first_k_row;
+#pragma unroll 1
+    for (int32_t c = 0; c < tile.block_n / 16; ++c) {
+      const int64_t next = k_row + 8 * p.k.row;
+      const uint32_t b[2][2] = {{load_pair(p.k, k_row, d, dim), load_pair(p.k, k_row, d + 8, dim)},
+                                {load_pair(p.k, next, d, dim), load_pair(p.k, next, d + 8, dim)}};
+      ptx::mma_m16n8k16<spec.dtype_qk>(&s.elems[0], a, b[0]);
+      ptx::mma_m16n8k16<spec.dtype_qk>(&s.elems[4], a, b[1]);
+      rotate<8>(s);
+      k_row = next + 8 * p.k.row;
+    }
+  }
+  if constexpr (spec.negative_scale) {
+#pragma unroll
+    for (int e = 0; e < s.num_elems; ++e) s[e] = -s[e];
+  }
+}
+
+}  // namespace fmha::sm90

@@ -1,0 +1,141 @@
+// The online softmax of a consumer thread's two rows.
+#pragma once
+#include <fmha/online_softmax.h>
+#include <fmha/sm90/common/fragment.cuh>
+#include <fmha/sm90_host.h>
+
+namespace fmha::sm90 {
+
+// exp2 on the FMA pipe, for a share of a block's exponentials: the special-function unit does 16 a clock. Rounds x down to n + r by adding 1.5 * 2^23 rounding down, then a cubic in r, relative error
+// 9e-5 (below f16's 5e-4), and n into the exponent. (Algorithm: Cody and Waite, 1980.)
+FMHA_DEVICE float exp2_polynomial(float x) {
+  constexpr float magic = 12582912.f;
+  x = max(x, -127.f);
+  const float shifted = ptx::add_rm_ftz(x, magic);
+  const float r = x - (shifted - magic);
+  float y = fmaf(r, 0.077119090f, 0.227564394f);
+  y = fmaf(r, y, 0.695146143f);
+  y = fmaf(r, y, 1.f);
+  return float_of((bits_of(shifted) << 23) + bits_of(y));
+}
+
+// A row that has seen no key yet has the maximum -inf and the sum 0.
+struct RowStats {
+  float row_max = -infinity();  // of S, before the scale
+  float row_sum = 0.f;          // this thread's share of sum exp2((S - row_max) * scale_log2)
+};
+
+template <Sm90Tile tile>
+struct Softmax {
+  RowStats rows[2];
+  float correction[2];
+
+  FMHA_DEVICE void reset() { rows[0] = rows[1] = RowStats{}; }
+
+  // The largest of S and of the maxima so far, of this thread's columns.
+  template <int n>
+  FMHA_DEVICE void raise(float (&row_max)[2], const mma::Accumulator<n>& s) const {
+    using S = mma::Accumulator<n>;
+    // Two chains of dependent fmaxf a row: a single one of 32 takes 140 clocks, in which the warp has nothing else
+    // to issue.
+    float other_max[2] = {s[1], s[3]};
+#pragma unroll
+    for (int e = 0; e < S::num_elems; ++e) {
+      float& chain = e & 1 ? other_max[S::row(e)] : row_max[S::row(e)];
+      chain = fmaxf(chain, s[e]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(row_max[r], other_max[r]);
+  }
+  // P = exp2(S - shift), and its sums.
+  template <int n>
+  FMHA_DEVICE void exponentiate(mma::Accumulator<n>& s, float scale_log2, const float (&shift)[2], float (&sums)[2],
+                                uint32_t never) {
+    using S = mma::Accumulator<n>;
+#pragma unroll
+    for (int e = 0; e < S::num_elems; ++e) {
+      const float x = fmaf(s[e], scale_log2, -shift[S::row(e)]);
+      const bool on_fma_pipe = tile.exp2_polynomial_every > 0 && e % tile.exp2_polynomial_every == 0;
+      s[e] = on_fma_pipe ? exp2_polynomial(x) : ptx::ex2_approx_ftz(x);
+      sums[S::row(e)] += s[e];
+      // A store that never happens, but that the wait for P V may not pass: without it ptxas moves all exponentials
+      // behind that wait. No sum is negative; ptxas knows so of `< 0`, and not of the bits.
+      if (tile.wait_anchor > 0 && e + 1 == tile.wait_anchor)
+        ptx::st_shared_b32_if(never, 0, bits_of(sums[0] + sums[1]) == 0x80000001u);
+    }
+  }
+
+  // S becomes P, unnormalised; the running maximum is the exact one, but for `lazy_rescale_log2`. `never` is an
+  // address for the store that never happens.
+  template <int n>
+  FMHA_DEVICE void step(mma::Accumulator<n>& s, float scale_log2, uint32_t never) {
+    float new_max[2] = {rows[0].row_max, rows[1].row_max};
+    raise(new_max, s);
+
+    float shift[2], sums[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      RowStats& row = rows[r];
+      new_max[r] = quad_reduce(new_max[r], [](float a, float b) { return fmaxf(a, b); });
+      // A maximum that grew by little is kept, so that O needs no rescaling: P then reaches up to
+      // 2^lazy_rescale_log2, which f32 sums and a 16-bit P hold as exactly as 1.
+      if (row.row_max != -infinity() && (new_max[r] - row.row_max) * scale_log2 <= float(tile.lazy_rescale_log2))
+        new_max[r] = row.row_max;
+      const float base = finite_or_zero(new_max[r]);
+      correction[r] = ptx::ex2_approx_ftz((row.row_max - base) * scale_log2);
+      row.row_max = new_max[r];
+      sums[r] = row.row_sum * correction[r];
+      shift[r] = base * scale_log2;
+    }
+    exponentiate(s, scale_log2, shift, sums, never);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) rows[r].row_sum = sums[r];
+  }
+
+  // The same without the row-max reduction, reusing the running maximum of the blocks before. Whether that was
+  // high enough is told afterwards by the block's sums, which no P in it exceeds.
+  template <int n>
+  FMHA_DEVICE void step_reusing_row_max(mma::Accumulator<n>& s, float scale_log2, float (&sums)[2], uint32_t never) {
+    const float shift[2] = {rows[0].row_max * scale_log2, rows[1].row_max * scale_log2};
+    sums[0] = sums[1] = 0.f;
+    exponentiate(s, scale_log2, shift, sums, never);
+  }
+  // Whether some P may be beyond 2^lazy_rescale_log2. So does NaN count: it is the sum of a row whose running
+  // maximum is still -inf.
+  FMHA_DEVICE static bool exceeds_rescale_threshold(const float (&sums)[2]) { return exceed(sums, float(1 << tile.lazy_rescale_log2)); }
+  // Whether P may have overflowed f32, which leaves nothing to rescale. The limit is lower than f32's, since the
+  // correction of a P beyond 2^126 would be 0.
+  FMHA_DEVICE static bool overflows_f32(const float (&sums)[2]) { return exceed(sums, 1.2676506e30f); }  // 2^100
+  FMHA_DEVICE static bool exceed(const float (&sums)[2], float limit) {
+    return !(sums[0] <= limit) || !(sums[1] <= limit);
+  }
+  // The running maximum to the block's true one, after the fact: P and sums are rescaled along with it.
+  template <int n>
+  FMHA_DEVICE void rescale_to_row_max(mma::Accumulator<n>& p, float scale_log2, float (&sums)[2]) {
+    using S = mma::Accumulator<n>;
+    float top[2] = {1.f, 1.f};
+#pragma unroll
+    for (int e = 0; e < S::num_elems; ++e) top[S::row(e)] = fmaxf(top[S::row(e)], p[e]);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      RowStats& row = rows[r];
+      top[r] = quad_reduce(top[r], [](float a, float b) { return fmaxf(a, b); });
+      const float new_max = row.row_max + ptx::lg2_approx_ftz(top[r]) / scale_log2;
+      correction[r] = ptx::ex2_approx_ftz((row.row_max - new_max) * scale_log2);
+      row.row_max = new_max;
+      row.row_sum *= correction[r];
+      sums[r] *= correction[r];
+    }
+#pragma unroll
+    for (int e = 0; e < S::num_elems; ++e) p[e] *= correction[S::row(e)];
+  }
+  FMHA_DEVICE void add(const float (&sums)[2]) {
+    rows[0].row_sum += sums[0];
+    rows[1].row_sum += sums[1];
+  }
+
+  // Whether any of the warp's upper (r = 0) or lower rows has another maximum since.
+  FMHA_DEVICE bool corrects(int r) const { return __any_sync(ptx::kAllLanes, correction[r] != 1.f); }
+};
+
+}  // namespace fmha::sm90

@@ -1,0 +1,100 @@
+//! The order of tiles: what a persistent kernel's scheduler walks, whatever the architecture.
+
+use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
+use fmha_core::source::Header;
+use fmha_core::{FwdProblem, MaskKind, abi_enum, abi_struct};
+
+/// How CTAs come by their tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum TileOrder {
+    /// One tile a CTA, in the hardware's order.
+    Single,
+    /// A CTA per SM; tile t goes to CTA t mod CTAs, every second round backwards.
+    Static,
+    /// A CTA per SM; the next tile is claimed from an atomic counter: 4 zero bytes of workspace, left zero again.
+    Dynamic,
+}
+
+abi_enum!(TileOrder { Single, Static, Dynamic });
+
+abi_struct! {
+    /// The order of tiles, a kernel argument.
+    pub struct TileSchedule {
+        /// `num_heads * num_m_blocks`.
+        pub num_tiles: i32,
+        /// Row blocks of the longest sequence; pairs of them where a cluster has two.
+        pub num_m_blocks: i32,
+        /// Sequences times heads: query heads (pairs of them where a cluster has two), or kv heads when they are
+        /// packed.
+        pub num_heads: i32,
+        /// Heads of an L2 head group, whose tiles run before the next group's: their K and V share the L2.
+        pub heads_per_l2_group: i32,
+    }
+}
+
+/// Bytes that K and V of an L2 head group may take. 60 MiB are there in two halves, and each half keeps copies of
+/// what the other holds.
+pub const L2_GROUP_BYTES: i64 = 32 << 20;
+
+/// Query rows and heads that one unit of the schedule (a CTA, or a cluster) takes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct UnitOfWork {
+    /// Query rows, of all the unit's CTAs.
+    pub(crate) rows: i32,
+    /// Neighbouring query heads.
+    pub(crate) heads: i32,
+    /// Rows are (query, head of a kv head's group) pairs.
+    pub(crate) pack_gqa: bool,
+}
+
+impl TileSchedule {
+    /// For a problem's maximal lengths.
+    pub(crate) fn new(problem: &FwdProblem, unit: UnitOfWork) -> Self {
+        let dims = problem.dims;
+        let ratio = if unit.pack_gqa { i64::from(problem.gqa_ratio()) } else { 1 };
+        let rows = i64::from(dims.seqlen_q) * ratio;
+        let unit_rows = i64::from(unit.rows);
+        let num_m_blocks = rows.div_euclid(unit_rows) + i64::from(rows.rem_euclid(unit_rows) != 0);
+        let num_heads = i64::from(dims.batch) * i64::from(dims.num_heads_q) / ratio / i64::from(unit.heads);
+        let kv_bytes = i64::from(dims.seqlen_k)
+            * i64::from(dims.head_dim_qk + dims.head_dim_v)
+            * problem.dtype_qk.size_bytes() as i64;
+        // Adjacent query heads of one kv head share its K and V.
+        let sharing = if unit.pack_gqa { 1 } else { i64::from(problem.gqa_ratio()) / i64::from(unit.heads) };
+        // Unmasked, tiles are alike: the row blocks of a head run together and share its K and V.
+        let masked = problem.mask.kind() != MaskKind::Full;
+        let group_bytes = if masked { L2_GROUP_BYTES } else { 0 };
+        let heads_per_l2_group = heads_per_l2_group(num_heads, kv_bytes, sharing, group_bytes);
+        Self {
+            num_tiles: (num_heads * num_m_blocks).try_into().unwrap_or(i32::MAX),
+            num_m_blocks: num_m_blocks as i32,
+            num_heads: num_heads as i32,
+            heads_per_l2_group: heads_per_l2_group as i32,
+        }
+    }
+}
+
+/// The largest count of heads whose K and V fit `group_bytes`, a multiple of `sharing` where possible and as even
+/// over the groups as can be: a short last group leaves SMs idle.
+fn heads_per_l2_group(num_heads: i64, kv_bytes: i64, sharing: i64, group_bytes: i64) -> i64 {
+    // More than 32 make their first tiles compete for the memory: 512 causal, 337 with 128, 359 with 32.
+    let fitting = (group_bytes / kv_bytes.max(1)).clamp(1, 32).saturating_mul(sharing).min(num_heads).max(1);
+    // 32 heads in groups of 5 (and one of 2): 757; in groups of 4 or 8: 785. D 192 causal, 8k.
+    let whole = |heads: &i64| num_heads % heads == 0 && heads % sharing == 0;
+    if let Some(heads) = (fitting / 2 + 1..=fitting).rev().find(whole) {
+        return heads;
+    }
+    let groups = (num_heads + fitting - 1) / fitting;
+    let even = (num_heads + groups - 1) / groups;
+    (even + sharing - 1) / sharing * sharing
+}
+
+/// `fmha/tile_schedule.h`: what this file shares with the device.
+pub(crate) fn header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n{}\n}}  // namespace fmha\n",
+        TileOrder::c_definition(),
+        TileSchedule::c_definition()
+    );
+    Header::rendered("fmha/tile_schedule.h", text)
+}
