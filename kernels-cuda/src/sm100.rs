@@ -86,7 +86,7 @@ impl Sm100Tile {
         let tiles = self.num_q_tiles();
         let q = tiles * tile_bytes(128, sm90::padded_dim(spec.head_dim_qk));
         let stats = tiles * 2 * 128 * 4;
-        let barriers = 8 * (5 * tiles + 3 * self.stages + 14);
+        let barriers = 8 * (5 * tiles + 3 * self.stages + 15);
         let work = (3 * 18 + 3) * 4;
         q + (stats + barriers + work + 1023) / 1024 * 1024
     }

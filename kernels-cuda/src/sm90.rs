@@ -228,7 +228,7 @@ fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static
 }
 
 /// The first stride that TMA does not take.
-fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64)> {
+pub(crate) fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64)> {
     strides(problem).find(|&(_, _, stride)| stride % 8 != 0 || stride >= 1 << 39)
 }
 

@@ -23,8 +23,7 @@ FMHA_DEVICE constexpr Role role_of(const Sm100Tile& tile, int32_t warp) {
   const int32_t warpgroup = warp / 4;
   if (warpgroup < num_q_tiles(tile)) return Role::Softmax;
   if (warpgroup == num_q_tiles(tile)) return Role::Correct;
-  constexpr Role roles[] = {Role::Issue, Role::Load, Role::Schedule, Role::Zero};
-  return roles[warp % 4];
+  return Role(int(Role::Issue) + warp % 4);
 }
 
 // Registers a thread after setmaxnreg; role by role they sum to the file's 64 K.
@@ -108,6 +107,7 @@ struct Smem {
   Barrier o_full[q_tiles];         // O is summed; of a lone query tile after each block
   Barrier stats_full[q_tiles];     // one arrival per softmax warp
   Barrier stats_empty[q_tiles];    // one arrival per correction warp
+  Barrier o_read;                  // of the last tile: one arrival per correction warp
   Barrier work_full[kWorkSlots];   // the schedule role's arrival
   Barrier work_empty[kWorkSlots];  // one arrival per warp that reads it: softmax, correction, issue, load
   Barrier zero_full;               // the load role has written `zero`

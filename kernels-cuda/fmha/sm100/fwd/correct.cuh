@@ -4,6 +4,7 @@
 // It is also who says that O may be written: a tile's first P V waits until the O before is stored.
 #pragma once
 #include <fmha/num.h>
+#include <fmha/ptx/f32x2.cuh>
 #include <fmha/ptx/num.cuh>
 #include <fmha/ptx/tcgen05.cuh>
 #include <fmha/ptx/tmem.cuh>
@@ -93,7 +94,7 @@ struct CorrectRole {
     while (true) {
       ptx::mbarrier_wait_parity(smem.work_full[work_slot.index], work_slot.phase);
       const int32_t num_blocks = ptx::uniform(smem.work[work_slot.index].num_blocks);
-      if (num_blocks == 0) return;
+      if (num_blocks == 0) break;
       // The first product overwrites O.
 #pragma unroll
       for (int q = 0; q < q_tiles; ++q) release_output(q);
@@ -113,6 +114,8 @@ struct CorrectRole {
       ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], signals);
       work_slot.advance();
     }
+    ptx::tcgen05_fence_before_thread_sync();
+    ptx::mbarrier_arrive_if(smem.o_read, signals);
   }
 };
 

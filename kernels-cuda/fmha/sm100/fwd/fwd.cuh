@@ -41,6 +41,7 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
     ptx::mbarrier_init(smem.work_full[i], 1);
     ptx::mbarrier_init(smem.work_empty[i], (q_tiles + 1) * warps + 2);
   }
+  ptx::mbarrier_init(smem.o_read, warps);
   ptx::mbarrier_init(smem.zero_full, 1);
   ptx::mbarrier_init(smem.zero_empty, 1);
   ptx::fence_mbarrier_init();
@@ -79,6 +80,10 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
     if (role == Role::Issue) {
       Issuer<spec, tile> issuer{smem, tmem};
       issuer.run();
+      // Every product is complete, since each O has been read.
+      ptx::mbarrier_wait_parity(smem.o_read, 0);
+      ptx::tcgen05_fence_after_thread_sync();
+      ptx::tcgen05_dealloc<1>(tmem, Tmem::columns);
     } else if (role == Role::Load) {
       if (threadIdx.x % 32 == 0) {
         Loader<spec, tile> loader{p, maps, smem};
@@ -89,14 +94,6 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
     } else {
       zero_values<spec, tile>(smem);
     }
-  }
-  // Every product is complete and every O read before the columns go back.
-  __syncwarp();
-  ptx::tcgen05_fence_before_thread_sync();
-  __syncthreads();
-  if (role == Role::Issue) {
-    ptx::tcgen05_fence_after_thread_sync();
-    ptx::tcgen05_dealloc<1>(tmem, Tmem::columns);
   }
 }
 
