@@ -12,11 +12,11 @@ use fmha_core::source::KernelSource;
 use fmha_core::spec::{BiasKind, CombineSpec, FwdSpec, SeqKind};
 use fmha_core::{DType, MaskKind, VLayout};
 use fmha_kernels_cuda::sm90::{Sm90Tile, TileOrder};
-use fmha_kernels_cuda::{COMPILE_OPTIONS, combine, simt, sm90};
+use fmha_kernels_cuda::{COMPILE_OPTIONS, combine, simt, sm90, sm100};
 use libloading::Library;
 
 /// Compiles with NVRTC and returns the log, or the compiler's complaint.
-fn compile(nvrtc: &Library, source: &KernelSource) -> Result<String, String> {
+fn compile(nvrtc: &Library, source: &KernelSource, arch: &str) -> Result<String, String> {
     type Program = *mut c_void;
     type Create = unsafe extern "C" fn(
         *mut Program,
@@ -35,9 +35,10 @@ fn compile(nvrtc: &Library, source: &KernelSource) -> Result<String, String> {
     let entry = text(&source.entry);
     let names: Vec<CString> = source.headers.iter().map(|header| text(&header.name)).collect();
     let texts: Vec<CString> = source.headers.iter().map(|header| text(&header.text)).collect();
+    let arch = format!("--gpu-architecture={arch}");
     let options: Vec<CString> = COMPILE_OPTIONS
         .iter()
-        .chain(&["--gpu-architecture=sm_90a", "-Xptxas=-v"])
+        .chain(&[arch.as_str(), "-Xptxas=-v"])
         .map(|option| text(option))
         .collect();
     let pointers = |strings: &[CString]| strings.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
@@ -136,21 +137,48 @@ fn kernels() -> Vec<(String, KernelSource)> {
     kernels
 }
 
-#[test]
-fn every_kernel_compiles_in_the_registers_of_the_table_without_spills() {
+/// Of the Blackwell kernel, what changes its registers: head dimensions, masks, modifiers.
+fn blackwell_kernels() -> Vec<(String, KernelSource)> {
+    let plain = |qk, v, mask| FwdSpec { head_dim_v: v, ..FwdSpec::plain(DType::Bf16, qk, mask) };
+    let upper = plain(128, 128, MaskKind::Upper);
+    let mut specs = vec![
+        ("128_dropout".to_owned(), FwdSpec { dropout: true, ..upper }),
+        ("128_softcap".to_owned(), FwdSpec { softcap: true, ..upper }),
+        ("128_alibi".to_owned(), FwdSpec { bias: BiasKind::Alibi, ..upper }),
+        ("128_bias".to_owned(), FwdSpec { bias: BiasKind::Elementwise, ..upper }),
+        ("128_v_columns".to_owned(), FwdSpec { v_layout: VLayout::ColMajor, ..upper }),
+        ("128_group".to_owned(), FwdSpec { seq: SeqKind::Group, ..upper }),
+        ("128_f32_output".to_owned(), FwdSpec { dtype_o: DType::F32, ..upper }),
+    ];
+    for (mask, name) in [(MaskKind::Full, "full"), (MaskKind::Upper, "upper"), (MaskKind::Band, "band")] {
+        for (qk, v) in [(64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256)] {
+            specs.push((format!("{qk}x{v}_{name}"), plain(qk, v, mask)));
+        }
+    }
+    let kernel = |(name, spec): (String, FwdSpec)| {
+        (format!("sm100_{name}"), sm100::fwd(&spec, &sm100::default_tile(&spec)))
+    };
+    specs.into_iter().map(kernel).collect()
+}
+
+/// The compiler; absent, says so.
+fn nvrtc() -> Option<(Option<Library>, Library)> {
     let path = fmha_core::env::NVRTC.get().unwrap_or_else(|| "libnvrtc.so.13".to_owned());
     // The compiler finds its own built-in functions only if they are loaded already.
     let builtins = std::path::Path::new(&path).with_file_name("libnvrtc-builtins.so.13.0");
     // SAFETY: NVIDIA's libraries run no code of consequence when they are loaded.
-    let (_builtins, nvrtc) = unsafe { (Library::new(builtins), Library::new(&path)) };
-    let Ok(nvrtc) = nvrtc else {
+    let (builtins, nvrtc) = unsafe { (Library::new(builtins), Library::new(&path)) };
+    if nvrtc.is_err() {
         eprintln!("absent: NVRTC ({path}), so no kernel was compiled");
-        return;
-    };
-    let expected = include_str!("resources.txt");
+    }
+    Some((builtins.ok(), nvrtc.ok()?))
+}
+
+/// What ptxas says of these kernels, a line each.
+fn resources(kernels: Vec<(String, KernelSource)>, nvrtc: &Library, arch: &str) -> String {
     let mut found = String::new();
-    for (name, source) in kernels() {
-        let log = compile(&nvrtc, &source).unwrap_or_else(|log| panic!("{name} does not compile:\n{log}"));
+    for (name, source) in kernels {
+        let log = compile(nvrtc, &source, arch).unwrap_or_else(|log| panic!("{name} does not compile:\n{log}"));
         for warning in ["C7508", "C7510", "C7512", "C7520"] {
             assert!(!log.contains(warning), "{name}: {log}");
         }
@@ -160,5 +188,21 @@ fn every_kernel_compiles_in_the_registers_of_the_table_without_spills() {
         found +=
             &format!("{name:28} {registers:4} registers {spills:4} bytes spilled {stack:4} bytes of stack\n");
     }
-    assert_eq!(found, expected, "the table as compiled now:\n{found}");
+    found
+}
+
+#[test]
+fn every_kernel_compiles_in_the_registers_of_the_table_without_spills() {
+    let Some((_builtins, nvrtc)) = nvrtc() else { return };
+    let found = resources(kernels(), &nvrtc, "sm_90a");
+    assert_eq!(found, include_str!("resources.txt"), "the table as compiled now:\n{found}");
+}
+
+#[test]
+fn every_blackwell_kernel_compiles_in_the_registers_of_the_table_without_spills() {
+    let Some((_builtins, nvrtc)) = nvrtc() else { return };
+    for arch in sm100::ARCHS {
+        let found = resources(blackwell_kernels(), &nvrtc, arch);
+        assert_eq!(found, include_str!("resources_sm100.txt"), "the table as compiled now for {arch}:\n{found}");
+    }
 }
