@@ -27,8 +27,8 @@
 //! let problem = FwdProblem::batch(DType::F32, dims).validate()?;
 //! let plan = backend.plan_fwd(&problem, &PlanOptions::default())?;
 //! let (q, k, v) = (DevSlice::host(&q), DevSlice::host(&k), DevSlice::host(&v));
-//! let args = FwdArgs::new(q, k, v, DevSliceMut::host(&mut o));
-//! backend.run_fwd(&plan, &args, Stream::DEFAULT)?;
+//! let mut args = FwdArgs::new(q, k, v, DevSliceMut::host(&mut o));
+//! backend.run_fwd(&plan, &mut args, Stream::DEFAULT)?;
 //! // Averages of a constant V are that constant.
 //! assert!(o.iter().all(|&x| (x - 2.0).abs() < 1e-6));
 //! # Ok::<(), fmha_core::Error>(())
@@ -51,7 +51,7 @@ mod tile;
 use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::seq::spans;
 use fmha_core::{
-    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DeviceMemory, Error, FmhaBackend, FwdArgs, FwdPlan,
+    BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DeviceMemory, Error, FmhaBackend, FwdArgs, FwdPlan,
     MemorySpace, PlanOptions, Result, Roofline, Stream, ValidBwd, ValidCombine, ValidFwd, env,
 };
 
@@ -71,6 +71,7 @@ pub struct Config {
 
 /// Attention on this machine's processor.
 pub struct CpuBackend {
+    id: BackendId,
     name: String,
     isa: Isa,
     engine: Engine,
@@ -111,7 +112,7 @@ impl CpuBackend {
         let threads = Threads::new(threads)?;
         let plural = if threads.count() == 1 { "thread" } else { "threads" };
         let name = format!("cpu ({}, {} {plural}, {isa})", roofline::processor(), threads.count());
-        Ok(Self { name, isa, engine, threads, roofline: roofline::Measured::default() })
+        Ok(Self { id: BackendId::unique(), name, isa, engine, threads, roofline: roofline::Measured::default() })
     }
 
     /// The instruction set in use.
@@ -156,11 +157,11 @@ impl FmhaBackend for CpuBackend {
         plan::forward(self, problem, options)
     }
 
-    fn run_fwd(&self, plan: &FwdPlan, args: &FwdArgs<'_>, _stream: Stream) -> Result<()> {
-        let blocks = plan::blocks_of(plan)?;
-        check_fwd(&plan.problem, args, MemorySpace::Host)?;
-        let spans = spans(&plan.problem, &args.seq)?;
-        let call = forward::Forward { problem: &plan.problem, args, spans: &spans, blocks };
+    fn run_fwd(&self, plan: &FwdPlan, args: &mut FwdArgs<'_>, _stream: Stream) -> Result<()> {
+        let blocks = self.blocks_of(plan)?;
+        check_fwd(plan.problem(), args, plan.workspace(), MemorySpace::Host)?;
+        let spans = spans(plan.problem(), &args.seq)?;
+        let call = forward::Forward { problem: plan.problem(), args, spans: &spans, blocks };
         self.engine.forward(&call, &self.threads)
     }
 
@@ -168,11 +169,11 @@ impl FmhaBackend for CpuBackend {
         plan::backward(self, problem, options)
     }
 
-    fn run_bwd(&self, plan: &BwdPlan, args: &BwdArgs<'_>, _stream: Stream) -> Result<()> {
-        let blocks = plan::blocks_of(plan)?;
-        check_bwd(&plan.problem, args, MemorySpace::Host)?;
-        let spans = spans(plan.problem.fwd(), &args.seq)?;
-        let call = backward::Backward { problem: &plan.problem, args, spans: &spans, blocks };
+    fn run_bwd(&self, plan: &BwdPlan, args: &mut BwdArgs<'_>, _stream: Stream) -> Result<()> {
+        let blocks = self.blocks_of(plan)?;
+        check_bwd(plan.problem(), args, plan.workspace(), MemorySpace::Host)?;
+        let spans = spans(plan.problem().fwd(), &args.seq)?;
+        let call = backward::Backward { problem: plan.problem(), args, spans: &spans, blocks };
         self.engine.backward(&call, &self.threads)
     }
 
@@ -180,10 +181,10 @@ impl FmhaBackend for CpuBackend {
         plan::combine(self, problem, options)
     }
 
-    fn run_combine(&self, plan: &CombinePlan, args: &CombineArgs<'_>, _stream: Stream) -> Result<()> {
-        plan::blocks_of(plan)?;
-        check_combine(&plan.problem, args, MemorySpace::Host)?;
-        let call = combine::Combine { problem: &plan.problem, args };
+    fn run_combine(&self, plan: &CombinePlan, args: &mut CombineArgs<'_>, _stream: Stream) -> Result<()> {
+        self.blocks_of(plan)?;
+        check_combine(plan.problem(), args, MemorySpace::Host)?;
+        let call = combine::Combine { problem: plan.problem(), args };
         self.engine.combine(&call, &self.threads)
     }
 }

@@ -1,11 +1,9 @@
 //! Plans: which kernel, how, and what it promises.
 
-use std::sync::Arc;
-
 use fmha_core::backend::unsupported;
 use fmha_core::{
-    BwdPlan, CombinePlan, Error, Explain, FwdPlan, Plan, PlanOptions, Promises, Refusal, Result, ValidBwd,
-    ValidCombine, ValidFwd,
+    Accuracy, BwdPlan, CombinePlan, FwdPlan, Plan, PlanOptions, PlanParts, Promises, Refusal, Result,
+    ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 
 use crate::CpuBackend;
@@ -15,7 +13,13 @@ use crate::isa::{BACKWARD_BLOCKS, FORWARD_BLOCKS, Isa, Kernels};
 /// Every kernel.
 pub(crate) const KERNELS: [&str; 3] = ["cpu-fwd", "cpu-bwd", "cpu-combine"];
 
-const PROMISES: Promises = Promises { deterministic: true, batch_invariant: true, graph_capturable: false };
+/// A row's sums have one order, and the maximum is the row's own.
+const PROMISES: Promises = Promises {
+    deterministic: true,
+    batch_invariant: true,
+    graph_capturable: false,
+    accuracy: Accuracy::Exact,
+};
 
 /// The largest tile side: scratch stays within a few megabytes a thread.
 const MAX_BLOCK: usize = 1024;
@@ -106,24 +110,26 @@ fn plan<P>(
     }
     let mut facts = vec![("isa", backend.isa.to_string()), ("threads", backend.threads.count().to_string())];
     facts.extend(details(blocks));
-    Ok(Plan {
+    if let Err(refusal) = options.check_promises(kernel, &PROMISES) {
+        return Err(unsupported("cpu", vec![refusal]));
+    }
+    let parts = PlanParts {
         problem,
         backend: backend.name.clone(),
         kernel: kernel.to_owned(),
         details: facts,
-        explain: Explain::default(),
+        steps: vec![],
         refusals: vec![],
         is_fallback: false,
-        workspace_bytes: 0,
+        workspace: Workspace::NONE,
         promises: PROMISES,
-        handle: Arc::new(blocks),
-    })
+    };
+    Ok(parts.seal(&backend.id, blocks))
 }
 
-/// The tile of a plan that this backend made.
-pub(crate) fn blocks_of<P>(plan: &Plan<P>) -> Result<Blocks> {
-    plan.handle.downcast_ref::<Blocks>().copied().ok_or_else(|| Error::System {
-        what: format!("a plan of {}", plan.backend),
-        text: "only the backend that made a plan can run it".into(),
-    })
+impl CpuBackend {
+    /// The tile of a plan that this backend made: another's may not fit its instruction set.
+    pub(crate) fn blocks_of<P>(&self, plan: &Plan<P>) -> Result<Blocks> {
+        Ok(*plan.handle(&self.id, &self.name)?)
+    }
 }

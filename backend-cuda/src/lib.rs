@@ -10,31 +10,34 @@ mod kernels;
 mod modules;
 pub mod nvrtc;
 mod queues;
+mod steps;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
 pub use emulated::emulated_launches;
 
-use fmha_core::args::{check_combine, check_fwd, check_workspace};
-use fmha_core::bind;
+use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::cache::{CompiledKernel, KernelJob};
 use fmha_core::error::{Error, ProblemError, Refusal, Result};
-use fmha_core::spec::CombineSpec;
 use fmha_core::tune::{TileOptions, Tune, TunedTile, TunedTiles};
 use fmha_core::{
-    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevBuffer, DeviceMemory, Explain, FmhaBackend,
-    FwdArgs, FwdPlan, LaunchShape, MemorySpace, Plan, PlanOptions, Precompile, Promises, Queues, Roofline,
-    Stream, ValidBwd, ValidCombine, ValidFwd,
+    AnyProblem, BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevBuffer, DeviceMemory,
+    FmhaBackend, FwdArgs, FwdPlan, MemorySpace, PlanOptions, Precompile, Queues, Roofline, Stream, ValidBwd,
+    ValidCombine, ValidFwd,
 };
-use fmha_kernels_cuda::combine;
 
-use driver::{Device, Grid, Kernel as Loaded};
-use kernels::{Call, Choice, DeviceFacts, Kernel, Recipe as _, sm90};
-use modules::{Module, Modules};
+use driver::Device;
+use kernels::{
+    BwdKernel, BwdRecipe as _, Call, Choice, CombineKernel, CombineRecipe as _, DeviceFacts, FwdKernel,
+    FwdRecipe as _, Launch, Named as _, select, sm90,
+};
+use modules::Modules;
+use steps::Handle;
 
 /// A GPU behind NVIDIA's driver, or only its architecture.
 pub struct CudaBackend {
+    id: BackendId,
     name: String,
     facts: DeviceFacts,
     modules: Modules,
@@ -45,35 +48,6 @@ pub struct CudaBackend {
 struct CudaMemory {
     device: Option<Arc<Device>>,
     emulated: bool,
-}
-
-/// What a forward plan keeps of its choice.
-struct FwdHandle {
-    chosen: Ready,
-    /// What serves operands whose addresses the chosen kernel does not take, if the caller allows it.
-    stand_in: Option<Ready>,
-}
-
-/// A kernel that can be launched.
-struct Ready {
-    kernel: Kernel,
-    /// Absent where a backend only plans and could not compile.
-    module: Option<Arc<Module>>,
-    /// Where it is from, or why it is absent.
-    code: String,
-    grid: Grid,
-}
-
-impl Ready {
-    fn loaded(&self) -> Result<&Loaded> {
-        self.module.as_ref().ok_or_else(modules::no_device)?.loaded()
-    }
-}
-
-/// What a combine plan keeps of its choice.
-struct CombineHandle {
-    module: Arc<Module>,
-    grid: Grid,
 }
 
 impl CudaBackend {
@@ -104,6 +78,7 @@ impl CudaBackend {
         let emulated_words = if emulated { ", emulated" } else { "" };
         let name = format!("cuda:{ordinal} ({}, {}{emulated_words})", device.name, facts.arch);
         Ok(Self {
+            id: BackendId::unique(),
             name,
             modules: Modules::new(&facts.arch, Some(Arc::clone(&device)), emulated)?,
             facts,
@@ -120,6 +95,7 @@ impl CudaBackend {
     pub fn pretend(arch: &str) -> Result<Self> {
         let facts = DeviceFacts::stated(arch)?;
         Ok(Self {
+            id: BackendId::unique(),
             name: format!("cuda ({arch}, no device)"),
             modules: Modules::new(arch, None, false)?,
             facts,
@@ -127,25 +103,34 @@ impl CudaBackend {
         })
     }
 
-    /// Compiles and loads what was chosen.
-    fn ready(&self, choice: &mut Choice) -> Result<Ready> {
-        let (kernel, grid) = (choice.kernel, choice.grid);
-        let source = std::mem::take(&mut choice.source);
-        match self.modules.load(kernel.name(), source, choice.smem_bytes) {
-            Ok(module) => Ok(Ready { kernel, code: module.origin.to_string(), module: Some(module), grid }),
-            // A plan for no device is a plan without a compiler too.
-            Err(Error::NoDevice(text)) if self.memory.device.is_none() => {
-                Ok(Ready { kernel, code: format!("none: {text}"), module: None, grid })
-            }
-            Err(error) => Err(error),
-        }
+    fn has_device(&self) -> bool {
+        self.memory.device.is_some()
     }
-}
 
-/// The same bits every run: each row is one warpgroup's or one warp's, in one order of keys. A tile
-/// that is chosen for the longest sequence sets that order, so the company in a batch may matter.
-const fn promises(tiled: bool) -> Promises {
-    Promises { deterministic: true, batch_invariant: !tiled, graph_capturable: true }
+    fn choose_fwd(
+        &self,
+        problem: &ValidFwd,
+        options: &PlanOptions,
+    ) -> Result<(Choice<FwdKernel>, Vec<Refusal>)> {
+        select(&self.name, &FwdKernel::all(), options, |kernel| kernel.choose(problem, &self.facts, options))
+    }
+
+    fn choose_bwd(
+        &self,
+        problem: &ValidBwd,
+        options: &PlanOptions,
+    ) -> Result<(Choice<BwdKernel>, Vec<Refusal>)> {
+        select(&self.name, &BwdKernel::all(), options, |kernel| kernel.choose(problem, &self.facts, options))
+    }
+
+    fn choose_combine(
+        &self,
+        problem: &ValidCombine,
+        options: &PlanOptions,
+    ) -> Result<(Choice<CombineKernel>, Vec<Refusal>)> {
+        let family = CombineKernel::all();
+        select(&self.name, &family, options, |kernel| kernel.choose(problem, &self.facts, options))
+    }
 }
 
 impl FmhaBackend for CudaBackend {
@@ -162,7 +147,10 @@ impl FmhaBackend for CudaBackend {
     }
 
     fn kernels(&self) -> Vec<&'static str> {
-        Kernel::all().map(|kernel| kernel.name()).to_vec()
+        let forward = FwdKernel::all().map(|kernel| kernel.name());
+        let backward = BwdKernel::all().map(|kernel| kernel.name());
+        let combine = CombineKernel::all().map(|kernel| kernel.name());
+        [&forward[..], &backward, &combine].concat()
     }
 
     fn precompiler(&self) -> Option<&dyn Precompile> {
@@ -182,120 +170,67 @@ impl FmhaBackend for CudaBackend {
     }
 
     fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
-        let (mut choice, refusals) = kernels::select(&self.name, problem, &self.facts, options)?;
-        let kernel = choice.kernel;
-        let chosen = self.ready(&mut choice)?;
-        let stand_in = if options.allow_fallback && !kernel.is_fallback() {
-            let any = PlanOptions { kernel: Some("simt".to_owned()), ..PlanOptions::default() };
-            let (mut choice, _) = kernels::select(&self.name, problem, &self.facts, &any)?;
-            Some(self.ready(&mut choice)?)
+        let (mut choice, refusals) = self.choose_fwd(problem, options)?;
+        let (chosen, steps) = self.ready(&mut choice)?;
+        let stand_in = if options.allow_fallback && !chosen.kernel.is_fallback() {
+            let any = PlanOptions { kernel: Some("simt".to_owned()), tile: Vec::new(), ..options.clone() };
+            let (mut other, _) = self.choose_fwd(problem, &any)?;
+            choice.workspace = choice.workspace.max(other.workspace);
+            choice.details.push(("unaligned operands", "kernel simt takes them: correct, not fast".to_owned()));
+            Some(self.ready(&mut other)?.0)
         } else {
             None
         };
-        let mut details = vec![("arch", self.facts.arch.clone())];
-        details.extend(choice.details);
-        if stand_in.is_some() {
-            details.push(("unaligned operands", "kernel simt takes them: correct, not fast".to_owned()));
-        }
-        let explain = Explain {
-            resources: chosen.module.as_ref().map(|module| module.compiled.resources),
-            launch: Some(LaunchShape {
-                groups: choice.grid.ctas.into(),
-                threads: choice.grid.threads,
-                shared_bytes: choice.smem_bytes,
-                tiles: choice.tiles,
-                tiles_at_once: choice.tiles_at_once,
-            }),
-            code: chosen.code.clone(),
-        };
-        Ok(Plan {
-            problem: problem.clone(),
-            backend: self.name.clone(),
-            kernel: kernel.name().to_owned(),
-            details,
-            explain,
-            refusals,
-            is_fallback: kernel.is_fallback(),
-            workspace_bytes: choice.workspace_bytes,
-            promises: promises(!kernel.is_fallback()),
-            handle: Arc::new(FwdHandle { chosen, stand_in }),
-        })
+        let parts = self.parts(problem.clone(), choice, steps, refusals);
+        Ok(parts.seal(&self.id, Handle::new(chosen, stand_in)))
     }
 
-    fn run_fwd(&self, plan: &FwdPlan, args: &FwdArgs<'_>, stream: Stream) -> Result<()> {
-        let handle = handle::<FwdHandle, _>(plan, &self.name)?;
-        check_fwd(&plan.problem, args, MemorySpace::Device)?;
-        check_workspace(args.workspace.as_ref(), plan.workspace_bytes, MemorySpace::Device)?;
-        if plan.problem.dims.seqlen_q == 0 {
+    fn run_fwd(&self, plan: &FwdPlan, args: &mut FwdArgs<'_>, stream: Stream) -> Result<()> {
+        let handle = plan.handle::<Handle<FwdKernel>>(&self.id, &self.name)?;
+        let problem = plan.problem();
+        check_fwd(problem, args, plan.workspace(), MemorySpace::Device)?;
+        if problem.dims.seqlen_q == 0 {
             return Ok(());
         }
-        let params = bind::fwd_params(&plan.problem, args);
-        let ready = match (handle.chosen.kernel.takes_addresses(&params), &handle.stand_in) {
-            (Ok(()), _) => &handle.chosen,
-            (Err(_), Some(stand_in)) => stand_in,
-            (Err(unaligned), None) => return Err(unaligned.into()),
-        };
-        let call = Call { problem: &plan.problem, args, params, grid: ready.grid, stream: stream.0 };
-        ready.kernel.launch(ready.loaded()?, &call)
+        let call = Call { problem, args: &*args, stream: stream.0 };
+        let ready = handle.for_operands(|kernel| kernel.takes_addresses(&call))?;
+        self.clear(args.workspace.as_ref(), plan.workspace(), stream.0)?;
+        ready.kernel.launch(&ready.steps, &call)
     }
 
-    fn plan_bwd(&self, _: &ValidBwd, _: &PlanOptions) -> Result<BwdPlan> {
-        let refusal = Refusal::new("sm90", "backward: 0 of its kernels are written");
-        Err(Error::Unsupported { backend: self.name.clone(), refusals: vec![refusal] })
+    fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {
+        let (mut choice, refusals) = self.choose_bwd(problem, options)?;
+        let (chosen, steps) = self.ready(&mut choice)?;
+        let parts = self.parts(problem.clone(), choice, steps, refusals);
+        Ok(parts.seal(&self.id, Handle::new(chosen, None)))
     }
 
-    fn run_bwd(&self, plan: &BwdPlan, _: &BwdArgs<'_>, _: Stream) -> Result<()> {
-        Err(foreign_plan(&plan.backend, &self.name))
+    fn run_bwd(&self, plan: &BwdPlan, args: &mut BwdArgs<'_>, stream: Stream) -> Result<()> {
+        let handle = plan.handle::<Handle<BwdKernel>>(&self.id, &self.name)?;
+        let problem = plan.problem();
+        check_bwd(problem, args, plan.workspace(), MemorySpace::Device)?;
+        let call = Call { problem, args: &*args, stream: stream.0 };
+        let ready = handle.for_operands(|kernel| kernel.takes_addresses(&call))?;
+        self.clear(args.workspace.as_ref(), plan.workspace(), stream.0)?;
+        ready.kernel.launch(&ready.steps, &call)
     }
 
     fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<CombinePlan> {
-        let unsupported =
-            |refusal| Error::Unsupported { backend: self.name.clone(), refusals: vec![refusal] };
-        if let Some(name) = options.kernel.as_ref().filter(|name| *name != "combine") {
-            return Err(unsupported(Refusal::new(
-                name.clone(),
-                "there is no such combine kernel (known: combine)",
-            )));
-        }
-        combine::accepts(problem).map_err(unsupported)?;
-        let source = combine::merge(&CombineSpec::of(problem));
-        let module = self.modules.load("combine", source, 0)?;
-        let grid = Grid::new(combine::grid(problem, self.facts.num_sms), combine::NUM_THREADS);
-        Ok(Plan {
-            problem: problem.clone(),
-            backend: self.name.clone(),
-            kernel: "combine".to_owned(),
-            details: vec![("arch", self.facts.arch.clone())],
-            explain: Explain {
-                resources: Some(module.compiled.resources),
-                launch: Some(LaunchShape {
-                    groups: grid.ctas.into(),
-                    threads: grid.threads,
-                    shared_bytes: 0,
-                    tiles: grid.ctas.into(),
-                    tiles_at_once: u64::from(kernels::ROW_CTAS_PER_SM * self.facts.num_sms),
-                }),
-                code: module.origin.to_string(),
-            },
-            refusals: Vec::new(),
-            is_fallback: false,
-            workspace_bytes: 0,
-            promises: promises(false),
-            handle: Arc::new(CombineHandle { module, grid }),
-        })
+        let (mut choice, refusals) = self.choose_combine(problem, options)?;
+        let (chosen, steps) = self.ready(&mut choice)?;
+        let parts = self.parts(problem.clone(), choice, steps, refusals);
+        Ok(parts.seal(&self.id, Handle::new(chosen, None)))
     }
 
-    fn run_combine(&self, plan: &CombinePlan, args: &CombineArgs<'_>, stream: Stream) -> Result<()> {
-        let handle = handle::<CombineHandle, _>(plan, &self.name)?;
-        check_combine(&plan.problem, args, MemorySpace::Device)?;
-        if plan.problem.lse_elems() == 0 {
+    fn run_combine(&self, plan: &CombinePlan, args: &mut CombineArgs<'_>, stream: Stream) -> Result<()> {
+        let handle = plan.handle::<Handle<CombineKernel>>(&self.id, &self.name)?;
+        let problem = plan.problem();
+        check_combine(problem, args, MemorySpace::Device)?;
+        if problem.lse_elems() == 0 {
             return Ok(());
         }
-        let mut params = bind::combine_params(&plan.problem, args);
-        let mut arguments = [(&raw mut params).cast()];
-        // SAFETY: the kernel takes one CombineParams; `check_combine` saw that its memory covers the
-        // problem.
-        unsafe { handle.module.loaded()?.launch(handle.grid, &mut arguments, stream.0) }
+        let ready = handle.for_operands(|_| Ok(()))?;
+        ready.kernel.launch(&ready.steps, &Call { problem, args, stream: stream.0 })
     }
 }
 
@@ -320,24 +255,18 @@ impl Tune for CudaBackend {
 }
 
 impl Precompile for CudaBackend {
-    fn fwd_job(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<KernelJob> {
-        let (choice, _) = kernels::select(&self.name, problem, &self.facts, options)?;
-        Ok(self.modules.job(choice.kernel.name(), choice.source))
+    fn jobs(&self, problem: AnyProblem<'_>, options: &PlanOptions) -> Result<Vec<KernelJob>> {
+        let launches = match problem {
+            AnyProblem::Forward(problem) => self.choose_fwd(problem, options)?.0.launches,
+            AnyProblem::Backward(problem) => self.choose_bwd(problem, options)?.0.launches,
+            AnyProblem::Combine(problem) => self.choose_combine(problem, options)?.0.launches,
+        };
+        Ok(launches.into_iter().map(|Launch { kernel, source, .. }| self.modules.job(kernel, source)).collect())
     }
 
     fn precompile(&self, job: &KernelJob) -> Result<Arc<CompiledKernel>> {
         self.modules.compile(job).map(|(kernel, _)| kernel)
     }
-}
-
-/// The handle that this backend put into a plan.
-fn handle<'a, H: 'static, P>(plan: &'a Plan<P>, backend: &str) -> Result<&'a H> {
-    let ours = plan.backend == backend;
-    plan.handle.downcast_ref().filter(|_| ours).ok_or_else(|| foreign_plan(&plan.backend, backend))
-}
-
-fn foreign_plan(made_by: &str, run_on: &str) -> Error {
-    ProblemError::new("plan", format!("plan was made by {made_by}, not by {run_on}")).into()
 }
 
 impl CudaMemory {
@@ -360,19 +289,6 @@ impl DeviceMemory for CudaMemory {
         };
         // SAFETY: the driver gave this memory to us alone, until `free`.
         Ok(unsafe { DevBuffer::from_raw(MemorySpace::Device, address as *mut u8, bytes, Box::new(free)) })
-    }
-
-    fn workspace(&self, bytes: u64) -> Result<Option<DevBuffer>> {
-        if bytes == 0 {
-            return Ok(None);
-        }
-        let buffer = self.alloc(bytes)?;
-        let stream = Stream::DEFAULT;
-        // SAFETY: the buffer is new, so nobody else uses it.
-        unsafe { self.device()?.zero(buffer.as_ptr() as u64, bytes, stream.0)? };
-        // Other streams do not wait for this one.
-        self.synchronize(stream)?;
-        Ok(Some(buffer))
     }
 
     fn upload(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()> {

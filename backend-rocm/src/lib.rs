@@ -22,9 +22,11 @@ use fmha_core::bind;
 use fmha_core::cache::{CompiledKernel, KernelJob};
 use fmha_core::source::KernelSource;
 use fmha_core::{
-    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DeviceMemory, Error, Explain, FmhaBackend, FwdArgs,
-    FwdPlan, LaunchShape, MemorySpace, Plan, PlanOptions, Precompile, ProblemError, Promises, Queues,
-    Refusal, ResourceUsage, Result, Roofline, Stream, ValidBwd, ValidCombine, ValidFwd,
+    Accuracy, AnyProblem, BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevSliceMut,
+    DeviceMemory, Error,
+    Explain, FmhaBackend, FwdArgs, FwdPlan, LaunchShape, MemorySpace, PlanOptions, PlanParts, Precompile,
+    Promises, Queues, Refusal, ResourceUsage, Result, Roofline, Step, Stream, ValidBwd, ValidCombine,
+    ValidFwd, Workspace,
 };
 
 pub use crate::arch::Arch;
@@ -40,6 +42,7 @@ const KIND: &str = "rocm";
 
 /// One AMD device, real, emulated or only pretended.
 pub struct RocmBackend {
+    id: BackendId,
     device: Device,
     name: String,
     memory: RocmMemory,
@@ -94,7 +97,8 @@ impl RocmBackend {
 
     fn new(arch: Arch, name: String, num_compute_units: u32, driver: Option<Driver>) -> Result<Self> {
         let device = Device { arch, num_compute_units };
-        Ok(Self { device, name, memory: RocmMemory(driver), modules: Modules::new(arch)? })
+        let (id, memory) = (BackendId::unique(), RocmMemory(driver));
+        Ok(Self { id, device, name, memory, modules: Modules::new(arch)? })
     }
 
     /// The architecture that decides the code object.
@@ -137,8 +141,8 @@ impl RocmBackend {
 
     /// The code object of a forward plan of this backend: an ELF for `arch`.
     #[must_use]
-    pub fn code_object(plan: &FwdPlan) -> Option<&[u8]> {
-        let module = plan.handle.downcast_ref::<FwdHandle>()?.ready.0.as_ref();
+    pub fn code_object<'a>(&self, plan: &'a FwdPlan) -> Option<&'a [u8]> {
+        let module = plan.handle::<FwdHandle>(&self.id, &self.name).ok()?.ready.0.as_ref();
         module.ok().map(|module| &*module.compiled.machine)
     }
 
@@ -153,13 +157,6 @@ impl RocmBackend {
 
     fn unsupported(&self, refusal: Refusal) -> Error {
         unsupported(&self.name, vec![refusal])
-    }
-
-    fn check_owner<P>(&self, plan: &Plan<P>) -> Result<()> {
-        if plan.backend == self.name {
-            return Ok(());
-        }
-        Err(ProblemError::new("plan", format!("plan is {}'s, not {}'s", plan.backend, self.name)).into())
     }
 }
 
@@ -189,8 +186,13 @@ fn emulator_places() -> Vec<PathBuf> {
     program.ancestors().skip(1).take(3).map(|folder| folder.join(FILE)).collect()
 }
 
-const FWD_PROMISES: Promises =
-    Promises { deterministic: true, batch_invariant: true, graph_capturable: true };
+/// A row is one wave's, its keys in one order, and every tile's maxima are taken.
+const PROMISES: Promises = Promises {
+    deterministic: true,
+    batch_invariant: true,
+    graph_capturable: true,
+    accuracy: Accuracy::Exact,
+};
 
 impl FmhaBackend for RocmBackend {
     fn kind(&self) -> &'static str {
@@ -218,35 +220,29 @@ impl FmhaBackend for RocmBackend {
         let kernel = forward.name();
         let ready = self.ready(kernel, forward.source())?;
         let grid = forward.grid(problem, self.device, ready.usage());
-        Ok(Plan {
-            problem: problem.clone(),
-            backend: self.name.clone(),
-            kernel: kernel.to_owned(),
-            details: forward.details(),
-            explain: Self::explain(&ready, grid),
+        let parts = PlanParts {
             refusals,
+            details: forward.details(),
             is_fallback: kernel == simt::NAME,
-            workspace_bytes: 0,
-            promises: FWD_PROMISES,
-            handle: Arc::new(FwdHandle { forward, ready }),
-        })
+            ..self.parts(problem.clone(), kernel, options, &ready, grid)?
+        };
+        Ok(parts.seal(&self.id, FwdHandle { forward, ready }))
     }
 
-    fn run_fwd(&self, plan: &FwdPlan, args: &FwdArgs<'_>, stream: Stream) -> Result<()> {
-        self.check_owner(plan)?;
-        check_fwd(&plan.problem, args, MemorySpace::Device)?;
-        let handle = plan.handle.downcast_ref::<FwdHandle>().ok_or_else(no_handle)?;
-        let params = bind::fwd_params(&plan.problem, args);
+    fn run_fwd(&self, plan: &FwdPlan, args: &mut FwdArgs<'_>, stream: Stream) -> Result<()> {
+        let handle = plan.handle::<FwdHandle>(&self.id, &self.name)?;
+        let problem = plan.problem();
+        check_fwd(problem, args, plan.workspace(), MemorySpace::Device)?;
+        self.clear(args.workspace.as_ref(), plan.workspace(), stream)?;
+        let params = bind::fwd_params(problem, args);
         let launch = |forward: &Forward, ready: &Ready| {
-            let grid = forward.grid(&plan.problem, self.device, ready.usage());
+            let grid = forward.grid(problem, self.device, ready.usage());
             match forward {
-                Forward::Cdna(_) => {
-                    self.launch(ready, grid, &cdna::Cdna::params(&plan.problem, &params), stream)
-                }
+                Forward::Cdna(_) => self.launch(ready, grid, &cdna::Cdna::params(problem, &params), stream),
                 Forward::Simt(_) => self.launch(ready, grid, &params, stream),
             }
         };
-        match handle.forward.for_addresses(&plan.problem, args) {
+        match handle.forward.for_addresses(problem, args) {
             None => launch(&handle.forward, &handle.ready),
             // Pointers less aligned than the plan's strides promise: compiled when such a call comes.
             Some(other) => launch(&other, &self.ready(other.name(), other.source())?),
@@ -254,12 +250,12 @@ impl FmhaBackend for RocmBackend {
     }
 
     fn plan_bwd(&self, _problem: &ValidBwd, _options: &PlanOptions) -> Result<BwdPlan> {
-        Err(self.unsupported(Refusal::new("cdna_bwd", "backward: 0 kernels of this backend compute it yet")))
+        Err(self.no_backward())
     }
 
-    fn run_bwd(&self, plan: &BwdPlan, _args: &BwdArgs<'_>, _stream: Stream) -> Result<()> {
-        self.check_owner(plan)?;
-        Err(self.unsupported(Refusal::new("cdna_bwd", "backward: 0 kernels of this backend compute it yet")))
+    fn run_bwd(&self, plan: &BwdPlan, _args: &mut BwdArgs<'_>, _stream: Stream) -> Result<()> {
+        plan.handle::<Ready>(&self.id, &self.name)?;
+        Err(self.no_backward())
     }
 
     fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<CombinePlan> {
@@ -269,26 +265,17 @@ impl FmhaBackend for RocmBackend {
         }
         let spec = combine::accept(problem).map_err(|refusal| self.unsupported(refusal))?;
         let ready = self.ready(combine::NAME, combine::source(&spec))?;
-        Ok(Plan {
-            problem: problem.clone(),
-            backend: self.name.clone(),
-            kernel: combine::NAME.to_owned(),
-            details: Vec::new(),
-            explain: Self::explain(&ready, self.combine_grid(&ready, problem)),
-            refusals: Vec::new(),
-            is_fallback: false,
-            workspace_bytes: 0,
-            promises: FWD_PROMISES,
-            handle: Arc::new(ready),
-        })
+        let grid = self.combine_grid(&ready, problem);
+        let parts = self.parts(problem.clone(), combine::NAME, options, &ready, grid)?;
+        Ok(parts.seal(&self.id, ready))
     }
 
-    fn run_combine(&self, plan: &CombinePlan, args: &CombineArgs<'_>, stream: Stream) -> Result<()> {
-        self.check_owner(plan)?;
-        check_combine(&plan.problem, args, MemorySpace::Device)?;
-        let ready = plan.handle.downcast_ref::<Ready>().ok_or_else(no_handle)?;
-        let grid = self.combine_grid(ready, &plan.problem);
-        self.launch(ready, grid, &bind::combine_params(&plan.problem, args), stream)
+    fn run_combine(&self, plan: &CombinePlan, args: &mut CombineArgs<'_>, stream: Stream) -> Result<()> {
+        let ready = plan.handle::<Ready>(&self.id, &self.name)?;
+        let problem = plan.problem();
+        check_combine(problem, args, MemorySpace::Device)?;
+        let grid = self.combine_grid(ready, problem);
+        self.launch(ready, grid, &bind::combine_params(problem, args), stream)
     }
 
     fn precompiler(&self) -> Option<&dyn Precompile> {
@@ -301,9 +288,19 @@ impl FmhaBackend for RocmBackend {
 }
 
 impl Precompile for RocmBackend {
-    fn fwd_job(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<KernelJob> {
-        let forward = self.choose_fwd(problem, options)?.forward;
-        Ok(self.modules.job(forward.name(), forward.source()))
+    fn jobs(&self, problem: AnyProblem<'_>, options: &PlanOptions) -> Result<Vec<KernelJob>> {
+        let job = match problem {
+            AnyProblem::Forward(problem) => {
+                let forward = self.choose_fwd(problem, options)?.forward;
+                self.modules.job(forward.name(), forward.source())
+            }
+            AnyProblem::Backward(_) => return Err(self.no_backward()),
+            AnyProblem::Combine(problem) => {
+                let spec = combine::accept(problem).map_err(|refusal| self.unsupported(refusal))?;
+                self.modules.job(combine::NAME, combine::source(&spec))
+            }
+        };
+        Ok(vec![job])
     }
 
     fn precompile(&self, job: &KernelJob) -> Result<Arc<CompiledKernel>> {
@@ -311,14 +308,37 @@ impl Precompile for RocmBackend {
     }
 }
 
-fn no_handle() -> Error {
-    ProblemError::new("plan", "plan has no handle of this backend's: 0 kernels").into()
-}
-
 impl RocmBackend {
     /// The tile kernel; where it does not take the problem and the caller allows it, the slow one.
     fn choose_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<Choice> {
         kernels::select(problem, self.device, options).map_err(|refusals| unsupported(&self.name, refusals))
+    }
+
+    fn no_backward(&self) -> Error {
+        self.unsupported(Refusal::new("cdna_bwd", "backward: 0 kernels of this backend compute it yet"))
+    }
+
+    /// What a plan of one launch says; details and refusals are the caller's to add.
+    fn parts<P>(
+        &self,
+        problem: P,
+        kernel: &'static str,
+        options: &PlanOptions,
+        ready: &Ready,
+        grid: Grid,
+    ) -> Result<PlanParts<P>> {
+        options.check_promises(kernel, &PROMISES).map_err(|refusal| self.unsupported(refusal))?;
+        Ok(PlanParts {
+            problem,
+            backend: self.name.clone(),
+            kernel: kernel.to_owned(),
+            details: Vec::new(),
+            steps: vec![Step { kernel: kernel.to_owned(), explain: Self::explain(ready, grid) }],
+            refusals: Vec::new(),
+            is_fallback: false,
+            workspace: Workspace::NONE,
+            promises: PROMISES,
+        })
     }
 
     fn combine_grid(&self, ready: &Ready, problem: &ValidCombine) -> Grid {
@@ -343,9 +363,23 @@ impl RocmBackend {
         }
     }
 
+    /// Queues zeros for the part of the workspace that a run wants so.
+    fn clear(&self, given: Option<&DevSliceMut<'_>>, wanted: Workspace, stream: Stream) -> Result<()> {
+        match given {
+            Some(given) if wanted.zeroed_bytes > 0 => {
+                // SAFETY: the argument check saw that `given` has as many bytes; its maker promised them.
+                unsafe { self.memory.driver()?.zero(given.as_mut_ptr(), wanted.zeroed_bytes, stream) }
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn launch<P: Copy>(&self, Ready(module): &Ready, grid: Grid, params: &P, stream: Stream) -> Result<()> {
-        let Some(function) = module.as_ref().ok().and_then(|module| module.function.as_ref()) else {
-            return self.memory.driver().map(|_| ());
+        // Without a device nothing was loaded, and nothing can be launched.
+        self.memory.driver()?;
+        let function = match module {
+            Ok(module) => module.function.as_ref().ok_or_else(memory::no_device)?,
+            Err(why) => return Err(Error::NoDevice(why.clone())),
         };
         if grid.workgroups == 0 {
             return Ok(());

@@ -9,8 +9,13 @@ pub(crate) struct RocmMemory(pub(crate) Option<Driver>);
 
 impl RocmMemory {
     pub(crate) fn driver(&self) -> Result<&Driver> {
-        self.0.as_ref().ok_or_else(|| Error::NoDevice("this backend only plans: it has no device".to_owned()))
+        self.0.as_ref().ok_or_else(no_device)
     }
+}
+
+/// A backend that only plans was asked for more.
+pub(crate) fn no_device() -> Error {
+    Error::NoDevice("this backend only plans: it has no device".to_owned())
 }
 
 impl DeviceMemory for RocmMemory {
@@ -24,18 +29,6 @@ impl DeviceMemory for RocmMemory {
         let free = Box::new(move |address| driver.free(address));
         // SAFETY: hipMalloc gave these bytes to us alone; `free` gives them back.
         Ok(unsafe { DevBuffer::from_raw(MemorySpace::Device, address, bytes, free) })
-    }
-
-    fn workspace(&self, bytes: u64) -> Result<Option<DevBuffer>> {
-        if bytes == 0 {
-            return Ok(None);
-        }
-        let buffer = self.alloc(bytes)?;
-        // SAFETY: the buffer is new, so nobody else uses it.
-        unsafe { self.driver()?.zero(buffer.as_ptr(), bytes, Stream::DEFAULT)? };
-        // Other streams do not wait for the default one.
-        self.synchronize(Stream::DEFAULT)?;
-        Ok(Some(buffer))
     }
 
     fn upload(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()> {

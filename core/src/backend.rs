@@ -6,7 +6,7 @@ use crate::cache::Precompile;
 use crate::combine::ValidCombine;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::plan::{BwdPlan, CombinePlan, FwdPlan, PlanOptions};
+use crate::plan::{BwdPlan, CombinePlan, FwdPlan, PlanOptions, Workspace};
 use crate::problem::ValidFwd;
 use crate::queues::Queues;
 use crate::tune::Tune;
@@ -25,6 +25,33 @@ impl Stream {
 /// `plan_*` chooses and compiles, and may take seconds the first time; `run_*` checks the pointers
 /// against the plan, queues the work on `stream` and returns. Nothing wrong is launched: an error
 /// leaves every output as it was, except [`Error::Driver`] from the device itself.
+///
+/// A run borrows its arguments, and so its outputs, exclusively: nobody else holds them, nor can two
+/// threads run one set of arguments.
+///
+/// ```compile_fail,E0596
+/// # use fmha_core::*;
+/// fn run(backend: &dyn FmhaBackend, plan: &FwdPlan, args: &FwdArgs<'_>) -> Result<()> {
+///     backend.run_fwd(plan, args, Stream::DEFAULT)
+/// }
+/// ```
+///
+/// ```compile_fail,E0502
+/// # use fmha_core::*;
+/// fn run(backend: &dyn FmhaBackend, plan: &FwdPlan, mut args: FwdArgs<'_>) -> Option<u8> {
+///     let o = args.o.as_input();
+///     backend.run_fwd(plan, &mut args, Stream::DEFAULT).ok()?;
+///     o.as_host()?.first().copied()
+/// }
+/// ```
+///
+/// ```
+/// # use fmha_core::*;
+/// fn run(backend: &dyn FmhaBackend, plan: &FwdPlan, mut args: FwdArgs<'_>) -> Option<u8> {
+///     backend.run_fwd(plan, &mut args, Stream::DEFAULT).ok()?;
+///     args.o.as_input().as_host()?.first().copied()
+/// }
+/// ```
 pub trait FmhaBackend: Send + Sync {
     /// The name that selects it: `cpu`.
     fn kind(&self) -> &'static str;
@@ -68,7 +95,7 @@ pub trait FmhaBackend: Send + Sync {
     ///
     /// # Errors
     /// [`Error::Problem`] for arguments that do not fit the plan, before anything is launched.
-    fn run_fwd(&self, plan: &FwdPlan, args: &FwdArgs<'_>, stream: Stream) -> Result<()>;
+    fn run_fwd(&self, plan: &FwdPlan, args: &mut FwdArgs<'_>, stream: Stream) -> Result<()>;
 
     /// Chooses a backward kernel.
     ///
@@ -80,7 +107,7 @@ pub trait FmhaBackend: Send + Sync {
     ///
     /// # Errors
     /// As [`run_fwd`](Self::run_fwd).
-    fn run_bwd(&self, plan: &BwdPlan, args: &BwdArgs<'_>, stream: Stream) -> Result<()>;
+    fn run_bwd(&self, plan: &BwdPlan, args: &mut BwdArgs<'_>, stream: Stream) -> Result<()>;
 
     /// Chooses a combine kernel.
     ///
@@ -92,7 +119,7 @@ pub trait FmhaBackend: Send + Sync {
     ///
     /// # Errors
     /// As [`run_fwd`](Self::run_fwd).
-    fn run_combine(&self, plan: &CombinePlan, args: &CombineArgs<'_>, stream: Stream) -> Result<()>;
+    fn run_combine(&self, plan: &CombinePlan, args: &mut CombineArgs<'_>, stream: Stream) -> Result<()>;
 }
 
 /// Peak rates of a device, where they are known; measured or stated, as `source` says.
@@ -128,15 +155,13 @@ pub trait DeviceMemory: Send + Sync {
     /// [`Error::System`] or [`Error::Driver`] with the size that was asked for.
     fn alloc(&self, bytes: u64) -> Result<DevBuffer>;
 
-    /// New memory for a plan's [`workspace_bytes`](crate::Plan::workspace_bytes): zeros; none for 0.
+    /// New memory for a plan's [`workspace`](crate::Plan::workspace), contents undefined; none for 0
+    /// bytes.
     ///
     /// # Errors
-    /// As [`alloc`](Self::alloc) and [`upload`](Self::upload).
-    fn workspace(&self, bytes: u64) -> Result<Option<DevBuffer>> {
-        let Some(size) = usize::try_from(bytes).ok().filter(|&size| size > 0) else { return Ok(None) };
-        let mut buffer = self.alloc(bytes)?;
-        self.upload(&vec![0; size], &mut buffer)?;
-        Ok(Some(buffer))
+    /// As [`alloc`](Self::alloc).
+    fn workspace(&self, workspace: Workspace) -> Result<Option<DevBuffer>> {
+        if workspace.bytes == 0 { Ok(None) } else { self.alloc(workspace.bytes).map(Some) }
     }
 
     /// Copies `bytes` to the front of `to`.

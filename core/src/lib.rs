@@ -7,10 +7,12 @@
 //!      │ validate()                     Err(Problem): the caller's, names field and number
 //!  ValidFwd        cannot be made otherwise
 //!      │ backend.plan_fwd()             Err(Unsupported): every kernel's refusal
-//!  FwdPlan         plain data: kernel, tile, workspace_bytes, promises
-//!      │ backend.run_fwd(plan, args, stream)      many times
-//!      ├─ check    each slice covers its extent, outputs overlap nothing
-//!      └─ launch
+//!  FwdPlan         opaque: kernel, tile, steps, workspace, promises
+//!      │ backend.run_fwd(plan, &mut args, stream)      many times
+//!      ├─ check    the plan is this backend's; each slice covers its extent and is aligned; outputs
+//!      │           overlap nothing
+//!      ├─ clear    what the workspace wants zero, on the caller's stream
+//!      └─ launch   each step
 //!  O, LSE                               Err(Driver): which call, which code
 //! ```
 //!
@@ -39,6 +41,7 @@ pub mod error;
 pub mod fp8;
 pub mod layout;
 pub mod mask;
+pub mod operation;
 pub mod plan;
 pub mod problem;
 pub mod queues;
@@ -62,8 +65,10 @@ pub use dtype::DType;
 pub use error::{Error, ProblemError, Refusal, Result};
 pub use layout::{Shape, Strides, VLayout};
 pub use mask::{BlockClass, MaskAlign, MaskBand, MaskBounds, MaskKind, MaskShape, MaskSpec};
+pub use operation::{AnyProblem, Operation};
 pub use plan::{
-    BwdPlan, CombinePlan, Explain, FwdPlan, LaunchShape, Plan, PlanOptions, Promises, ResourceUsage,
+    Accuracy, BackendId, BwdPlan, CombinePlan, Explain, FwdPlan, LaunchShape, Plan, PlanOptions, PlanParts,
+    Promises, ResourceUsage, Step, Workspace,
 };
 pub use problem::{Dims, FwdProblem, ValidFwd};
 pub use queues::{Queues, Recording};

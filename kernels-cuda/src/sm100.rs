@@ -3,7 +3,7 @@
 use fmha_core::abi::AbiLiteral as _;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{FwdSpec, SeqKind};
-use fmha_core::{DType, FwdProblem, MaskKind, Refusal, abi_spec};
+use fmha_core::{DType, FwdProblem, MaskKind, Refusal, VLayout, abi_spec};
 
 use crate::schedule::{self, TileOrder, TileSchedule, UnitOfWork};
 use crate::sm90;
@@ -75,16 +75,16 @@ impl Sm100Tile {
     /// A slot of the ring of K and V blocks.
     const fn slot_bytes(&self, spec: &FwdSpec) -> i32 {
         let (k, v) = (
-            tile_bytes(self.block_n, sm90::padded_dim(spec.head_dim_qk)),
-            tile_bytes(self.block_n, sm90::padded_dim(spec.head_dim_v)),
+            tile_bytes(self.block_n, sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk),
+            tile_bytes(self.block_n, sm90::padded_dim(spec.head_dim_v), spec.dtype_v),
         );
         if k > v { k } else { v }
     }
 
-    /// What does not grow with the stages: Q, statistics, work, barriers (of up to 16 stages).
+    /// What does not grow with the stages: Q, statistics, work, barriers.
     const fn fixed_smem_bytes(&self, spec: &FwdSpec) -> i32 {
         let tiles = self.num_q_tiles();
-        let q = tiles * tile_bytes(128, sm90::padded_dim(spec.head_dim_qk));
+        let q = tiles * tile_bytes(128, sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk);
         let stats = tiles * 2 * 128 * 4;
         let barriers = 8 * (5 * tiles + 3 * self.stages + 15);
         let work = (3 * 18 + 3) * 4;
@@ -126,25 +126,42 @@ impl Sm100Tile {
 
     /// The box of the tensor map of Q: (dim, heads of a group, rows, kv heads, batch).
     #[must_use]
-    pub const fn q_box(spec: &FwdSpec, pack_gqa: bool, gqa_ratio: i32) -> [i32; 5] {
-        let heads = if pack_gqa { gqa_ratio } else { 1 };
-        [sm90::Sm90Tile::box_dim(spec.head_dim_qk), heads, 128 / heads, 1, 1]
+    pub const fn q_box(&self, spec: &FwdSpec, gqa_ratio: i32) -> [i32; 5] {
+        let heads = if self.pack_gqa { gqa_ratio } else { 1 };
+        let dim = swizzle_span(sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk);
+        [dim, heads, 128 / heads, 1, 1]
     }
 
-    /// The box of the tensor map of K, or of V. Row-major `(dim, keys)`; of a column-major V (`columns`)
-    /// `(keys, dim)`.
+    /// The box of the tensor map of K: (dim, keys, heads, batch).
     #[must_use]
-    pub const fn kv_box(&self, head_dim: i32, columns: bool) -> [i32; 4] {
-        if columns {
-            [sm90::Sm90Tile::box_dim(self.block_n), sm90::padded_dim(head_dim), 1, 1]
-        } else {
-            [sm90::Sm90Tile::box_dim(head_dim), self.block_n, 1, 1]
+    pub const fn k_box(&self, spec: &FwdSpec) -> [i32; 4] {
+        [swizzle_span(sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk), self.block_n, 1, 1]
+    }
+
+    /// The box of the tensor map of V: (dim, keys, heads, batch); of a column-major V (keys, dim, heads, batch).
+    #[must_use]
+    pub const fn v_box(&self, spec: &FwdSpec) -> [i32; 4] {
+        let dim = sm90::padded_dim(spec.head_dim_v);
+        match spec.v_layout {
+            VLayout::RowMajor => [swizzle_span(dim, spec.dtype_v), self.block_n, 1, 1],
+            VLayout::ColMajor => [swizzle_span(self.block_n, spec.dtype_v), dim, 1, 1],
         }
     }
 }
 
-const fn tile_bytes(rows: i32, padded: i32) -> i32 {
-    (rows * padded * 2 + 1023) / 1024 * 1024
+/// Elements that the widest swizzle spans of rows of `elems`.
+const fn swizzle_span(elems: i32, dtype: DType) -> i32 {
+    let size = dtype.size_bytes() as i32;
+    let bytes = match elems * size {
+        row if row % 128 == 0 => 128,
+        row if row % 64 == 0 => 64,
+        _ => 32,
+    };
+    bytes / size
+}
+
+const fn tile_bytes(rows: i32, padded: i32, dtype: DType) -> i32 {
+    (rows * padded * dtype.size_bytes() as i32 + 1023) / 1024 * 1024
 }
 
 /// Whether the kernel computes this problem, and if not, why. Addresses, which a problem has not, must
@@ -181,12 +198,16 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// The tile for a problem that the kernel [`accepts`].
+/// The tile for a problem that the kernel [`accepts`], on one of [`ARCHS`].
 #[must_use]
-pub fn choose_tile(problem: &FwdProblem) -> Sm100Tile {
+pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
     let spec = FwdSpec::of(problem);
     let dims = problem.dims;
     let mut tile = default_tile(&spec);
+    // Its special-function unit is twice as wide (PTX ISA and CUTLASS name no other difference that matters here).
+    if arch == "sm_103a" {
+        tile.exp2_polynomial_pairs = 0;
+    }
     let ratio = i64::from(problem.gqa_ratio());
     let seqlen_q = i64::from(dims.seqlen_q);
 

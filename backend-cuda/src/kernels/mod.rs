@@ -1,18 +1,28 @@
-//! The closed family of forward kernels: which takes a problem, and how it is launched.
+//! The kernels, a closed family for each operation: which takes a problem, what it launches.
 
+pub(crate) mod combine;
+mod maps;
 pub(crate) mod simt;
+pub(crate) mod sm100;
 pub(crate) mod sm90;
+pub(crate) mod sm90_bwd;
 
 use enum_dispatch::enum_dispatch;
-use fmha_core::abi::FwdParams;
 use fmha_core::error::{Error, ProblemError, Refusal, Result};
 use fmha_core::source::KernelSource;
 use fmha_core::tune::TunedTiles;
-use fmha_core::{DType, FwdArgs, PlanOptions, Roofline, ValidFwd};
+use fmha_core::{
+    BwdArgs, CombineArgs, DType, FwdArgs, PlanOptions, Promises, Roofline, ValidBwd, ValidCombine, ValidFwd,
+    Workspace,
+};
 
-use crate::driver::{Device, Grid, Kernel as Loaded};
+use crate::driver::{Device, Grid};
+use crate::steps::Step;
+use combine::Merge;
 use simt::Simt;
+use sm100::Sm100;
 use sm90::Sm90;
+use sm90_bwd::Sm90Bwd;
 
 /// CTAs of a row kernel that a multiprocessor holds at a time: 128 threads each, of 2048.
 pub(crate) const ROW_CTAS_PER_SM: u32 = 16;
@@ -81,12 +91,19 @@ impl DeviceFacts {
 
     /// An architecture without a device: the numbers that NVIDIA states of one that has it.
     pub(crate) fn stated(arch: &str) -> Result<Self> {
-        if arch != "sm_90a" {
-            return Err(Error::NoDevice(format!(
-                "no device is known for architecture {arch}: cuda plans without one for sm_90a"
-            )));
-        }
-        let num_sms = 132;
+        let (num_sms, flops_per_second, bytes_per_second, source) = match arch {
+            "sm_90a" => {
+                let flops = HOPPER_FLOPS_PER_CLOCK * 132.0 * 1.83e9;
+                (132, flops, 4.8e12, "an H200 SXM as NVIDIA states it: 989 TFLOP/s, 4.8 TB/s")
+            }
+            "sm_100a" => (148, 2.25e15, 8e12, "a B200 of an HGX as NVIDIA states it: 2.25 PFLOP/s, 8 TB/s"),
+            "sm_103a" => (148, 2.25e15, 8e12, "a B300 of an HGX as NVIDIA states it: 2.25 PFLOP/s, 8 TB/s"),
+            _ => {
+                return Err(Error::NoDevice(format!(
+                    "no device is known for architecture {arch}: cuda plans without one for sm_90a, sm_100a, sm_103a"
+                )));
+            }
+        };
         Ok(Self {
             arch: arch.to_owned(),
             device: String::new(),
@@ -94,88 +111,167 @@ impl DeviceFacts {
             num_sms,
             smem_bytes: fmha_kernels_cuda::sm90::MAX_SMEM_BYTES.unsigned_abs(),
             roofline: Roofline {
-                flops_per_second: Some(HOPPER_FLOPS_PER_CLOCK * f64::from(num_sms) * 1.83e9),
-                bytes_per_second: Some(4.8e12),
-                source: "an H200 SXM as NVIDIA states it: 989 TFLOP/s, 4.8 TB/s".to_owned(),
+                flops_per_second: Some(flops_per_second),
+                bytes_per_second: Some(bytes_per_second),
+                source: source.to_owned(),
             },
         })
     }
 }
 
-/// A kernel that takes a problem: what to compile and how much of it to launch.
-pub(crate) struct Choice {
+/// One launch of a plan, its kernel not yet compiled.
+pub(crate) struct Launch {
+    /// The kernel's name in the plan.
+    pub(crate) kernel: &'static str,
     pub(crate) source: KernelSource,
     pub(crate) grid: Grid,
     pub(crate) smem_bytes: u32,
-    pub(crate) workspace_bytes: u64,
     /// As in [`LaunchShape`](fmha_core::LaunchShape).
     pub(crate) tiles: u64,
     pub(crate) tiles_at_once: u64,
-    pub(crate) details: Vec<(&'static str, String)>,
-    /// The kernel again, with what its launch needs.
-    pub(crate) kernel: Kernel,
 }
 
-/// A forward kernel.
+/// A kernel that takes a problem: what is launched for it, in which order, and what that promises.
+pub(crate) struct Choice<K> {
+    /// The kernel again, with what its launches need.
+    pub(crate) kernel: K,
+    pub(crate) launches: Vec<Launch>,
+    pub(crate) workspace: Workspace,
+    pub(crate) promises: Promises,
+    pub(crate) details: Vec<(&'static str, String)>,
+}
+
+/// One run's problem and operands, which have passed their check.
+pub(crate) struct Call<'a, P, A> {
+    pub(crate) problem: &'a P,
+    pub(crate) args: &'a A,
+    pub(crate) stream: u64,
+}
+
+pub(crate) type FwdCall<'a> = Call<'a, ValidFwd, FwdArgs<'a>>;
+pub(crate) type BwdCall<'a> = Call<'a, ValidBwd, BwdArgs<'a>>;
+pub(crate) type CombineCall<'a> = Call<'a, ValidCombine, CombineArgs<'a>>;
+
+/// A kernel of any operation.
 #[enum_dispatch]
-pub(crate) trait Recipe {
+pub(crate) trait Named {
     fn name(&self) -> &'static str;
 
     /// Correct for all, fast for none.
     fn is_fallback(&self) -> bool {
         false
     }
+}
 
+/// A forward kernel.
+#[enum_dispatch]
+pub(crate) trait FwdRecipe {
     /// Takes the problem, or says why not.
     fn choose(
         &self,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice, Refusal>;
+    ) -> Result<Choice<FwdKernel>, Refusal>;
 
     /// Takes the operands where they lie, or names the first that it does not: addresses are not known
     /// when a plan is made.
-    fn takes_addresses(&self, _: &FwdParams) -> Result<(), ProblemError> {
+    fn takes_addresses(&self, _: &FwdCall<'_>) -> Result<(), ProblemError> {
         Ok(())
     }
 
-    /// Queues a launch.
-    fn launch(&self, loaded: &Loaded, call: &Call<'_>) -> Result<()>;
+    /// Queues the steps, which are those of its choice's launches, in their order.
+    fn launch(&self, steps: &[Step], call: &FwdCall<'_>) -> Result<()>;
 }
 
-/// One launch's operands.
-pub(crate) struct Call<'a> {
-    pub(crate) problem: &'a ValidFwd,
-    pub(crate) args: &'a FwdArgs<'a>,
-    pub(crate) params: FwdParams,
-    pub(crate) grid: Grid,
-    pub(crate) stream: u64,
+/// A backward kernel.
+#[enum_dispatch]
+pub(crate) trait BwdRecipe {
+    /// Takes the problem, or says why not.
+    fn choose(
+        &self,
+        problem: &ValidBwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<BwdKernel>, Refusal>;
+
+    /// As [`FwdRecipe::takes_addresses`].
+    fn takes_addresses(&self, _: &BwdCall<'_>) -> Result<(), ProblemError> {
+        Ok(())
+    }
+
+    /// As [`FwdRecipe::launch`].
+    fn launch(&self, steps: &[Step], call: &BwdCall<'_>) -> Result<()>;
 }
 
-/// The family, best first.
-#[enum_dispatch(Recipe)]
+/// A combine kernel.
+#[enum_dispatch]
+pub(crate) trait CombineRecipe {
+    /// Takes the problem, or says why not.
+    fn choose(
+        &self,
+        problem: &ValidCombine,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<CombineKernel>, Refusal>;
+
+    /// As [`FwdRecipe::launch`].
+    fn launch(&self, steps: &[Step], call: &CombineCall<'_>) -> Result<()>;
+}
+
+/// The forward family, best first.
+#[enum_dispatch(Named, FwdRecipe)]
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Kernel {
+pub(crate) enum FwdKernel {
+    Sm100,
     Sm90,
     Simt,
 }
 
-impl Kernel {
-    pub(crate) fn all() -> [Kernel; 2] {
-        [Sm90::default().into(), Simt.into()]
+impl FwdKernel {
+    pub(crate) fn all() -> [Self; 3] {
+        [Sm100::default().into(), Sm90::default().into(), Simt.into()]
     }
 }
 
-/// The first kernel that takes the problem, and why the ones before it did not.
-pub(crate) fn select(
+/// The backward family, best first.
+#[enum_dispatch(Named, BwdRecipe)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum BwdKernel {
+    Sm90Bwd,
+}
+
+impl BwdKernel {
+    pub(crate) fn all() -> [Self; 1] {
+        [Sm90Bwd.into()]
+    }
+}
+
+/// The combine family, best first.
+#[enum_dispatch(Named, CombineRecipe)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum CombineKernel {
+    Merge,
+}
+
+impl CombineKernel {
+    pub(crate) fn all() -> [Self; 1] {
+        [Merge.into()]
+    }
+}
+
+/// The first kernel of a family that takes the problem, and why the ones before it did not.
+///
+/// # Errors
+/// [`Error::Unsupported`] with every refusal.
+pub(crate) fn select<K: Named>(
     backend: &str,
-    problem: &ValidFwd,
-    facts: &DeviceFacts,
+    family: &[K],
     options: &PlanOptions,
-) -> Result<(Choice, Vec<Refusal>)> {
+    choose: impl Fn(&K) -> Result<Choice<K>, Refusal>,
+) -> Result<(Choice<K>, Vec<Refusal>)> {
     let mut refusals = Vec::new();
-    for kernel in Kernel::all() {
+    for kernel in family {
         let wanted = match &options.kernel {
             Some(name) if name == kernel.name() => true,
             Some(_) => continue,
@@ -186,13 +282,16 @@ pub(crate) fn select(
                 .push(Refusal::new(kernel.name(), "it is the slow fallback, and allow_fallback is false"));
             continue;
         }
-        match kernel.choose(problem, facts, options) {
+        let kept = |choice: Choice<K>| {
+            options.check_promises(kernel.name(), &choice.promises).map(|()| choice)
+        };
+        match choose(kernel).and_then(kept) {
             Ok(choice) => return Ok((choice, refusals)),
             Err(refusal) => refusals.push(refusal),
         }
     }
     if let (Some(name), true) = (&options.kernel, refusals.is_empty()) {
-        let known = Kernel::all().map(|kernel| kernel.name()).join(", ");
+        let known = family.iter().map(Named::name).collect::<Vec<_>>().join(", ");
         refusals.push(Refusal::new(name.clone(), format!("there is no such kernel (known: {known})")));
     }
     Err(Error::Unsupported { backend: backend.to_owned(), refusals })

@@ -1,48 +1,40 @@
 //! The Hopper kernel: which problems it takes, its tile, its tensor maps.
 
-use fmha_core::abi::FwdParams;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{DType, PlanOptions, SeqMode, Shape, Strides, VLayout, ValidFwd};
+use fmha_core::{
+    Accuracy, PlanOptions, Promises, VLayout, ValidFwd, Workspace, bind,
+};
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm90::{self, Sm90Tile};
 
-use super::{Call, Choice, DeviceFacts, Recipe};
-use crate::driver::{Grid, Kernel as Loaded, TensorMap, TensorMapFacts};
+use super::maps::{Boxes, Maps};
+use super::{Choice, DeviceFacts, FwdCall, FwdKernel, FwdRecipe, Launch, Named};
+use crate::driver::Grid;
+use crate::steps::{Step, exactly};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Sm90 {
     chosen: Option<(Sm90Tile, TileSchedule)>,
 }
 
-/// The kernel's second argument.
-#[repr(C, align(128))]
-struct Maps {
-    q: TensorMap,
-    k: TensorMap,
-    v: TensorMap,
-}
-
-impl Maps {
-    /// For a kernel that copies without TMA.
-    const UNREAD: Self = Self { q: TensorMap::UNREAD, k: TensorMap::UNREAD, v: TensorMap::UNREAD };
-}
-
 /// What TMA and 16-byte stores ask of addresses.
 const ALIGN: u64 = 16;
 
-impl Recipe for Sm90 {
+impl Named for Sm90 {
     fn name(&self) -> &'static str {
         "sm90"
     }
+}
 
+impl FwdRecipe for Sm90 {
     fn choose(
         &self,
         problem: &ValidFwd,
         facts: &DeviceFacts,
         options: &PlanOptions,
-    ) -> Result<Choice, Refusal> {
+    ) -> Result<Choice<FwdKernel>, Refusal> {
         let refuse = |reason: String| Refusal::new("sm90", reason);
         if facts.arch != "sm_90a" {
             return Err(refuse(format!("the device is {}, not sm_90a", facts.arch)));
@@ -50,6 +42,9 @@ impl Recipe for Sm90 {
         sm90::accepts(problem)?;
         let spec = FwdSpec::of(problem);
         let mut tile = sm90::choose_tile(problem);
+        if options.accuracy == Accuracy::Exact {
+            (tile.lazy_rescale_log2, tile.skip_row_max) = (0, false);
+        }
         let tuned = facts.tuned.get(problem).filter(|_| options.tile.is_empty());
         for (key, value) in tuned.map_or(&options.tile, |tuned| &tuned.tile) {
             tile.set(key, value).map_err(refuse)?;
@@ -68,13 +63,25 @@ impl Recipe for Sm90 {
             ..Grid::new(tile.grid(&schedule, facts.num_sms), tile.num_threads().unsigned_abs())
         };
         Ok(Choice {
-            source: sm90::fwd(&spec, &tile),
-            grid,
-            smem_bytes,
-            workspace_bytes: tile.workspace_bytes(),
-            tiles: u64::from(schedule.num_tiles.unsigned_abs()),
-            // One CTA an SM: two would not find the registers.
-            tiles_at_once: facts.num_sms.into(),
+            kernel: Sm90 { chosen: Some((tile, schedule)) }.into(),
+            launches: vec![Launch {
+                kernel: self.name(),
+                source: sm90::fwd(&spec, &tile),
+                grid,
+                smem_bytes,
+                tiles: u64::from(schedule.num_tiles.unsigned_abs()),
+                // One CTA an SM: two would not find the registers.
+                tiles_at_once: facts.num_sms.into(),
+            }],
+            // The tile counter.
+            workspace: Workspace::zeroed(tile.workspace_bytes()),
+            promises: Promises {
+                deterministic: true,
+                // The tile is chosen for the longest sequence, and sets the order of a row's sums.
+                batch_invariant: false,
+                graph_capturable: true,
+                accuracy: accuracy(&tile),
+            },
             details: vec![
                 ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),
                 (
@@ -84,24 +91,25 @@ impl Recipe for Sm90 {
                 ("order", format!("{:?}, L2 groups of {} heads", tile.order, schedule.heads_per_l2_group)),
                 ("schedule", schedule_words(&tile)),
             ],
-            kernel: Sm90 { chosen: Some((tile, schedule)) }.into(),
         })
     }
 
-    fn takes_addresses(&self, params: &FwdParams) -> Result<(), ProblemError> {
+    fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
         let tile = self.chosen.map(|(tile, _)| tile);
         let stores_vectors = tile.is_some_and(|tile| tile.vector_store);
         let loads = match tile {
             Some(tile) if tile.copy_bytes > 0 => u64::from(tile.copy_bytes.unsigned_abs()),
             _ => ALIGN,
         };
-        for (name, view, align, matters) in [
-            ("q", params.q, loads, true),
-            ("k", params.k, loads, params.seqlen_k > 0),
-            ("v", params.v, loads, params.seqlen_k > 0),
-            ("o", params.o, ALIGN, stores_vectors),
+        let args = call.args;
+        // A tensor without rows may lie anywhere.
+        let has_keys = call.problem.shape_k().seq > 0;
+        for (name, address, align, matters) in [
+            ("q", args.q.as_ptr() as u64, loads, true),
+            ("k", args.k.as_ptr() as u64, loads, has_keys),
+            ("v", args.v.as_ptr() as u64, loads, has_keys),
+            ("o", args.o.as_mut_ptr() as u64, ALIGN, stores_vectors),
         ] {
-            let address = view.data.0;
             if matters && !address.is_multiple_of(align) {
                 return Err(ProblemError::new(
                     name,
@@ -114,17 +122,23 @@ impl Recipe for Sm90 {
         Ok(())
     }
 
-    fn launch(&self, loaded: &Loaded, call: &Call<'_>) -> Result<()> {
+    fn launch(&self, steps: &[Step], call: &FwdCall<'_>) -> Result<()> {
+        let [fwd] = exactly(steps)?;
         let Some((tile, schedule)) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
         };
-        let mut maps = if tile.copy_bytes > 0 { Maps::UNREAD } else { maps(call, &tile)? };
-        let (mut params, mut schedule) = (call.params, schedule);
+        let mut maps = if tile.copy_bytes > 0 { Maps::UNREAD } else { Maps::of(call, &boxes(call.problem, &tile))? };
+        let (mut params, mut schedule) = (bind::fwd_params(call.problem, call.args), schedule);
         let mut arguments = [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
         // SAFETY: the kernel takes FwdParams, Maps and TileSchedule; `check_fwd` saw that the memory
         // covers the problem, and the maps were made for the same extents.
-        unsafe { loaded.launch(call.grid, &mut arguments, call.stream) }
+        unsafe { fwd.launch(&mut arguments, call.stream) }
     }
+}
+
+/// Exact where every block's maxima are taken, and every row is rescaled to its own.
+fn accuracy(tile: &Sm90Tile) -> Accuracy {
+    if tile.lazy_rescale_log2 == 0 && !tile.skip_row_max { Accuracy::Exact } else { Accuracy::Fast }
 }
 
 fn schedule_words(tile: &Sm90Tile) -> String {
@@ -205,59 +219,13 @@ pub(crate) fn knobs() -> Vec<(&'static str, Vec<String>)> {
     knobs.map(|(knob, values)| (knob, values.iter().map(|&value| value.to_owned()).collect())).to_vec()
 }
 
-/// The tensor maps: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`.
-fn maps(call: &Call<'_>, tile: &Sm90Tile) -> Result<Maps> {
-    let problem = call.problem;
-    let dims = problem.dims;
-    let ratio = problem.gqa_ratio();
-    let bf16 = problem.dtype_qk == DType::Bf16;
-    let packed = matches!(problem.mode, SeqMode::Group { .. });
-    // The driver wants a stride for an axis of one too: any that it takes.
-    let bytes = |stride: i64, extent: u32| if extent > 1 { stride.unsigned_abs() * 2 } else { 1 << 20 };
-    let batch_bytes = |stride: i64, shape: Shape| if packed { 1 << 20 } else { bytes(stride, shape.batch) };
-
-    let q = problem.shape_q();
-    let q_address = call.args.q.as_ptr() as u64;
-    let rows_in_box = tile.q_rows().unsigned_abs() / if tile.pack_gqa { ratio } else { 1 };
-    let q_map = TensorMapFacts {
-        name: "q",
-        bf16,
-        address: q_address,
-        dims: [q.dim, ratio, q.seq.max(1), dims.num_heads_kv, q.batch].map(u64::from),
-        strides_bytes: [
-            bytes(problem.q.head, ratio),
-            bytes(problem.q.seq, q.seq),
-            bytes(problem.q.head * i64::from(ratio), dims.num_heads_kv),
-            batch_bytes(problem.q.batch, q),
-        ],
-        box_dims: [
-            Sm90Tile::box_dim(q.dim as i32).unsigned_abs(),
-            if tile.pack_gqa { ratio } else { 1 },
-            rows_in_box,
-            1,
-            1,
-        ],
-    };
-    let columns = |name| name == "v" && problem.v_layout == VLayout::ColMajor;
-    let rows = |shape: Shape| shape.seq.max(1);
-    let kv_map = |name, address: u64, strides: Strides, shape: Shape| TensorMapFacts {
-        name,
-        bf16,
-        // A tensor without rows is never read, but a map needs an address.
-        address: if shape.seq == 0 { q_address } else { address },
-        dims: {
-            let (inner, outer) =
-                if columns(name) { (rows(shape), shape.dim) } else { (shape.dim, rows(shape)) };
-            [inner, outer, shape.head, shape.batch].map(u64::from)
-        },
-        strides_bytes: [
-            if columns(name) { bytes(strides.dim, shape.dim) } else { bytes(strides.seq, shape.seq) },
-            bytes(strides.head, shape.head),
-            batch_bytes(strides.batch, shape),
-        ],
-        box_dims: tile.kv_box(shape.dim as i32, columns(name)).map(i32::unsigned_abs),
-    };
-    let k_map = kv_map("k", call.args.k.as_ptr() as u64, problem.k, problem.shape_k());
-    let v_map = kv_map("v", call.args.v.as_ptr() as u64, problem.v, problem.shape_v());
-    Ok(Maps { q: q_map.encode()?, k: k_map.encode()?, v: v_map.encode()? })
+/// What TMA brings at once.
+fn boxes(problem: &ValidFwd, tile: &Sm90Tile) -> Boxes {
+    let heads = if tile.pack_gqa { problem.gqa_ratio() as i32 } else { 1 };
+    let (q, v) = (problem.shape_q().dim as i32, problem.shape_v().dim as i32);
+    Boxes {
+        q: [Sm90Tile::box_dim(q), heads, tile.q_rows() / heads, 1, 1],
+        k: tile.kv_box(q, false),
+        v: tile.kv_box(v, problem.v_layout == VLayout::ColMajor),
+    }
 }

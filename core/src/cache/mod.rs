@@ -21,8 +21,8 @@ pub use table::{TableEntry, forward_table};
 
 use crate::env;
 use crate::error::{Error, Result};
+use crate::operation::AnyProblem;
 use crate::plan::{PlanOptions, ResourceUsage};
-use crate::problem::ValidFwd;
 use crate::source::{Header, KernelSource};
 use disk::Disk;
 
@@ -217,11 +217,11 @@ impl fmt::Display for Origin {
 
 /// A backend that can compile for its architecture without running anything: what fills a bundle.
 pub trait Precompile: Sync {
-    /// What [`plan_fwd`](crate::FmhaBackend::plan_fwd) compiles for a problem.
+    /// What planning a problem compiles: a job a kernel, in the order of the plan's steps.
     ///
     /// # Errors
     /// [`Error::Unsupported`] with every refusal.
-    fn fwd_job(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<KernelJob>;
+    fn jobs(&self, problem: AnyProblem<'_>, options: &PlanOptions) -> Result<Vec<KernelJob>>;
 
     /// Finds or compiles it.
     ///

@@ -1,0 +1,344 @@
+//! The check that a call's pointers fit their problem.
+
+use smallvec::SmallVec;
+
+use super::{BwdArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, MemorySpace, ScoreArgs, SeqArgs};
+use crate::bwd::ValidBwd;
+use crate::combine::ValidCombine;
+use crate::dtype::DType;
+use crate::error::{ProblemError, ensure};
+use crate::layout::{Shape, Strides};
+use crate::plan::Workspace;
+use crate::problem::{FwdProblem, ValidFwd};
+use crate::score::Bias;
+use crate::seq::SeqMode;
+
+/// Checks forward arguments against their problem and the plan's workspace: each there iff wanted, in
+/// `space`, large enough, aligned to its elements, and no output over an input or another output.
+///
+/// # Errors
+/// The first argument that does not fit, with both byte counts.
+pub fn check_fwd(
+    problem: &ValidFwd,
+    args: &FwdArgs<'_>,
+    workspace: Workspace,
+    space: MemorySpace,
+) -> Result<(), ProblemError> {
+    let mut operands = Operands::new(space);
+    operands.inputs(problem, args.q, args.k, args.v, &args.seq, &args.score)?;
+    operands.tensor("o", Access::out(&args.o), problem.o, problem.shape_o(), problem.dtype_o)?;
+    let lse = args.lse.as_ref().map(Access::out);
+    operands.numbers("lse", lse, problem.write_lse, problem.lse_elems())?;
+    operands.numbers("scale_o", args.scale_o.as_ref().map(Access::input), problem.scale_o, 1)?;
+    let keep_mask = args.keep_mask.as_ref().map(Access::out);
+    operands.optional("keep_mask", keep_mask, problem.write_keep_mask, problem.keep_mask_bytes(), 1)?;
+    operands.workspace(args.workspace.as_ref(), workspace)?;
+    operands.disjoint()
+}
+
+/// Checks backward arguments against their problem, as [`check_fwd`] does.
+///
+/// # Errors
+/// The first argument that does not fit, with both byte counts.
+pub fn check_bwd(
+    problem: &ValidBwd,
+    args: &BwdArgs<'_>,
+    workspace: Workspace,
+    space: MemorySpace,
+) -> Result<(), ProblemError> {
+    let fwd = problem.fwd();
+    let lse_elems = fwd.lse_elems();
+    let mut operands = Operands::new(space);
+    operands.inputs(fwd, args.q, args.k, args.v, &args.seq, &args.score)?;
+    operands.tensor("o", Access::input(&args.o), fwd.o, fwd.shape_o(), fwd.dtype_o)?;
+    operands.numbers("lse", Some(Access::input(&args.lse)), true, lse_elems)?;
+    operands.tensor("dout", Access::input(&args.dout), problem.dout, fwd.shape_o(), fwd.dtype_o)?;
+    operands.numbers("dlse", args.dlse.as_ref().map(Access::input), problem.has_dlse, lse_elems)?;
+    let grad = problem.dtype_grad;
+    operands.tensor("dq", Access::out(&args.dq), problem.dq, fwd.shape_q(), grad)?;
+    operands.tensor("dk", Access::out(&args.dk), problem.dk, fwd.shape_k(), grad)?;
+    operands.tensor("dv", Access::out(&args.dv), problem.dv, fwd.shape_v(), grad)?;
+    let dbias = args.dbias.as_ref().map(Access::out);
+    match (problem.dbias, fwd.bias, dbias) {
+        (Some(wanted), Bias::Elementwise(bias), Some(access)) => {
+            let shape = fwd.shape_bias(bias.broadcast);
+            operands.tensor("dbias", access, wanted.strides, shape, wanted.dtype)?;
+        }
+        (wanted, _, access) => operands.numbers("dbias", access, wanted.is_some(), 0)?,
+    }
+    let dsink = args.dsink.as_ref().map(Access::out);
+    operands.numbers("dsink", dsink, problem.write_dsink, fwd.dims.num_heads_q.into())?;
+    operands.workspace(args.workspace.as_ref(), workspace)?;
+    operands.disjoint()
+}
+
+/// Checks combine arguments against their problem, as [`check_fwd`] does.
+///
+/// # Errors
+/// The first argument that does not fit, with both numbers.
+pub fn check_combine(
+    problem: &ValidCombine,
+    args: &CombineArgs<'_>,
+    space: MemorySpace,
+) -> Result<(), ProblemError> {
+    ensure!(
+        args.parts.len() == problem.num_parts as usize,
+        "parts",
+        "parts: {} given, but num_parts is {}",
+        args.parts.len(),
+        problem.num_parts
+    );
+    let lse_elems = problem.lse_elems();
+    let mut operands = Operands::new(space);
+    for part in args.parts {
+        operands.tensor(
+            "parts.o",
+            Access::input(&part.o),
+            problem.part,
+            problem.shape(),
+            problem.dtype_part,
+        )?;
+        operands.numbers("parts.lse", Some(Access::input(&part.lse)), true, lse_elems)?;
+    }
+    operands.tensor("o", Access::out(&args.o), problem.o, problem.shape(), problem.dtype_o)?;
+    operands.numbers("lse", args.lse.as_ref().map(Access::out), problem.write_lse, lse_elems)?;
+    operands.disjoint()
+}
+
+
+/// An argument, whichever its direction.
+#[derive(Clone, Copy)]
+struct Access {
+    space: MemorySpace,
+    address: usize,
+    bytes: u64,
+    writes: bool,
+}
+
+impl Access {
+    fn input(slice: &DevSlice<'_>) -> Self {
+        Self { space: slice.space, address: slice.ptr as usize, bytes: slice.bytes, writes: false }
+    }
+
+    fn out(slice: &DevSliceMut<'_>) -> Self {
+        Self { space: slice.space, address: slice.ptr as usize, bytes: slice.bytes, writes: true }
+    }
+}
+
+/// An argument that has passed, and the bytes the call touches of it.
+struct Operand {
+    name: &'static str,
+    access: Access,
+    touched: u64,
+    /// For tensors: how they interleave.
+    lattice: Option<(Strides, Shape, DType)>,
+}
+
+struct Operands {
+    space: MemorySpace,
+    /// A call allocates nothing, unless it merges a dozen parts or more.
+    all: SmallVec<[Operand; 24]>,
+}
+
+impl Operands {
+    fn new(space: MemorySpace) -> Self {
+        Self { space, all: SmallVec::new() }
+    }
+
+    fn inputs(
+        &mut self,
+        problem: &FwdProblem,
+        q: DevSlice<'_>,
+        k: DevSlice<'_>,
+        v: DevSlice<'_>,
+        seq: &SeqArgs<'_>,
+        score: &ScoreArgs<'_>,
+    ) -> Result<(), ProblemError> {
+        self.tensor("q", Access::input(&q), problem.q, problem.shape_q(), problem.dtype_qk)?;
+        self.tensor("k", Access::input(&k), problem.k, problem.shape_k(), problem.dtype_qk)?;
+        self.tensor("v", Access::input(&v), problem.v, problem.shape_v(), problem.dtype_v)?;
+
+        let dims = problem.dims;
+        let group = matches!(problem.mode, SeqMode::Group { .. });
+        let batch = u64::from(dims.batch);
+        for (name, slice, wanted, elems) in [
+            ("cu_seqlens_q", &seq.cu_seqlens_q, group, batch + 1),
+            ("cu_seqlens_k", &seq.cu_seqlens_k, group, batch + 1),
+            ("seqused_q", &seq.seqused_q, problem.seqused_q, batch),
+            ("seqused_k", &seq.seqused_k, problem.seqused_k, batch),
+        ] {
+            self.numbers(name, slice.as_ref().map(Access::input), wanted, elems)?;
+        }
+
+        let bias = score.bias.as_ref().map(Access::input);
+        match (problem.bias, bias) {
+            (Bias::Elementwise(wanted), Some(access)) => {
+                let shape = problem.shape_bias(wanted.broadcast);
+                self.tensor("bias", access, wanted.strides, shape, wanted.dtype)?;
+            }
+            (wanted, access) => {
+                self.numbers("bias", access, matches!(wanted, Bias::Elementwise(_)), 0)?;
+            }
+        }
+        let slopes = match problem.bias {
+            Bias::Alibi { per_batch } => {
+                u64::from(dims.num_heads_q) * if per_batch { u64::from(dims.batch) } else { 1 }
+            }
+            _ => 0,
+        };
+        for (name, slice, elems) in [
+            ("alibi_slopes", &score.alibi_slopes, slopes),
+            ("sink", &score.sink, if problem.sink { u64::from(dims.num_heads_q) } else { 0 }),
+            ("descale_q", &score.descale_q, problem.descale_q.num_elems(dims.batch, dims.num_heads_kv)),
+            ("descale_k", &score.descale_k, problem.descale_k.num_elems(dims.batch, dims.num_heads_kv)),
+            ("descale_v", &score.descale_v, problem.descale_v.num_elems(dims.batch, dims.num_heads_kv)),
+        ] {
+            self.numbers(name, slice.as_ref().map(Access::input), elems > 0, elems)?;
+        }
+        Ok(())
+    }
+
+    fn tensor(
+        &mut self,
+        name: &'static str,
+        access: Access,
+        strides: Strides,
+        shape: Shape,
+        dtype: DType,
+    ) -> Result<(), ProblemError> {
+        let bytes = ValidFwd::extent_bytes(strides, shape, dtype);
+        self.push(name, access, bytes, dtype.size_bytes() as usize, Some((strides, shape, dtype)))
+    }
+
+    /// An i32 or f32 array, there iff wanted.
+    fn numbers(
+        &mut self,
+        name: &'static str,
+        access: Option<Access>,
+        wanted: bool,
+        elems: u64,
+    ) -> Result<(), ProblemError> {
+        // No address space has as many bytes as a saturated product.
+        self.optional(name, access, wanted, elems.saturating_mul(4), 4)
+    }
+
+    /// Scratch, there if the plan needs some.
+    fn workspace(
+        &mut self,
+        given: Option<&DevSliceMut<'_>>,
+        wanted: Workspace,
+    ) -> Result<(), ProblemError> {
+        let needed = wanted.bytes > 0;
+        // One allocation may serve plans with and without.
+        let access = given.map(Access::out).filter(|_| needed);
+        self.optional("workspace", access, needed, wanted.bytes, Workspace::ALIGN)
+    }
+
+    fn optional(
+        &mut self,
+        name: &'static str,
+        access: Option<Access>,
+        wanted: bool,
+        bytes: u64,
+        align: usize,
+    ) -> Result<(), ProblemError> {
+        match access {
+            Some(access) if wanted => self.push(name, access, bytes, align, None),
+            None if wanted => Err(ProblemError::new(name, format!("{name} is missing: {bytes} bytes are wanted"))),
+            Some(_) => Err(ProblemError::new(name, format!("{name} is given, but the problem has none"))),
+            None => Ok(()),
+        }
+    }
+
+    fn push(
+        &mut self,
+        name: &'static str,
+        access: Access,
+        touched: u64,
+        align: usize,
+        lattice: Option<(Strides, Shape, DType)>,
+    ) -> Result<(), ProblemError> {
+        let space = self.space;
+        ensure!(
+            access.space == space,
+            name,
+            "{name} is in {:?} memory, not in {space:?} memory",
+            access.space
+        );
+        ensure!(
+            access.bytes >= touched,
+            name,
+            "{name} has {} bytes, but its extents and strides reach {touched}",
+            access.bytes
+        );
+        ensure!(
+            touched == 0 || access.address.is_multiple_of(align),
+            name,
+            "{name} starts at {:#x}, which is no multiple of the {align} bytes that it is aligned to",
+            access.address
+        );
+        self.all.push(Operand { name, access, touched, lattice });
+        Ok(())
+    }
+
+    /// No output shares a byte with another operand, except tensors that interleave.
+    fn disjoint(&self) -> Result<(), ProblemError> {
+        for (index, output) in self.all.iter().enumerate().filter(|(_, operand)| operand.access.writes) {
+            for (other_index, other) in self.all.iter().enumerate() {
+                if index == other_index || !output.overlaps(other) || output.interleaves(other) {
+                    continue;
+                }
+                let (a, b) = (output.access.address, other.access.address);
+                return Err(ProblemError::new(
+                    output.name,
+                    format!(
+                        "{} ({} bytes at {a:#x}) overlaps {} ({} bytes at {b:#x})",
+                        output.name, output.touched, other.name, other.touched
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Operand {
+    fn overlaps(&self, other: &Operand) -> bool {
+        let (a, b) = (self.access.address as u128, other.access.address as u128);
+        a < b + u128::from(other.touched) && b < a + u128::from(self.touched)
+    }
+
+    /// Whether two tensors of the same strides, such as dQ, dK and dV of one packed b·s·3·h·d
+    /// buffer, are slices along an axis that neither has.
+    fn interleaves(&self, other: &Operand) -> bool {
+        let (Some((strides, shape, dtype)), Some((other_strides, other_shape, other_dtype))) =
+            (self.lattice, other.lattice)
+        else {
+            return false;
+        };
+        let size = dtype.size_bytes() as usize;
+        let apart = self.access.address.abs_diff(other.access.address);
+        if dtype != other_dtype || !apart.is_multiple_of(size) || shape.batch != other_shape.batch {
+            return false;
+        }
+        let same = |a: i64, b: i64, extent: u32, other: u32| a == b || extent <= 1 && other <= 1;
+        let aligned = same(strides.batch, other_strides.batch, shape.batch, other_shape.batch)
+            && same(strides.seq, other_strides.seq, shape.seq, other_shape.seq)
+            && same(strides.head, other_strides.head, shape.head, other_shape.head)
+            && same(strides.dim, other_strides.dim, shape.dim, other_shape.dim);
+        // Rows and heads as one axis pair of the larger extents; batch stays; the slices are two
+        // along a fourth axis. `Strides` has four axes, so the innermost of stride 1 joins the head
+        // axis: heads are contiguous or the rule says no.
+        let dim = shape.dim.max(other_shape.dim);
+        let heads = shape.head.max(other_shape.head);
+        let dense_heads = heads <= 1 || strides.head == i64::from(dim);
+        let joined = Shape {
+            batch: shape.batch,
+            seq: shape.seq.max(other_shape.seq),
+            head: 2,
+            dim: heads.saturating_mul(dim),
+        };
+        let slices = Strides { head: (apart / size) as i64, ..strides };
+        aligned && dense_heads && slices.is_injective(joined)
+    }
+}

@@ -1,0 +1,274 @@
+//! The pointers of a call, and the check that they fit their problem.
+
+mod check;
+
+use std::marker::PhantomData;
+
+use bytemuck::{AnyBitPattern, NoUninit};
+
+pub use check::{check_bwd, check_combine, check_fwd};
+
+use crate::dropout::DropoutSeed;
+
+/// Who can read an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum MemorySpace {
+    /// The processor that runs this code.
+    Host,
+    /// A device's own memory.
+    Device,
+}
+
+/// Memory that a call reads.
+#[derive(Clone, Copy, Debug)]
+pub struct DevSlice<'a> {
+    space: MemorySpace,
+    ptr: *const u8,
+    bytes: u64,
+    memory: PhantomData<&'a [u8]>,
+}
+
+/// Memory that a call writes, and that nothing else touches until the call is done.
+#[derive(Debug)]
+pub struct DevSliceMut<'a> {
+    space: MemorySpace,
+    ptr: *mut u8,
+    bytes: u64,
+    memory: PhantomData<&'a mut [u8]>,
+}
+
+// SAFETY: a DevSlice is a `&[u8]` and a DevSliceMut a `&mut [u8]` that may lie on a device; neither
+// has interior mutability.
+unsafe impl Send for DevSlice<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for DevSlice<'_> {}
+// SAFETY: as above.
+unsafe impl Send for DevSliceMut<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for DevSliceMut<'_> {}
+
+impl<'a> DevSlice<'a> {
+    /// Host memory.
+    #[must_use]
+    pub fn host<T: NoUninit>(elems: &'a [T]) -> Self {
+        let bytes: &[u8] = bytemuck::cast_slice(elems);
+        Self { space: MemorySpace::Host, ptr: bytes.as_ptr(), bytes: bytes.len() as u64, memory: PhantomData }
+    }
+
+    /// Memory of any kind.
+    ///
+    /// # Safety
+    /// `ptr .. ptr + bytes` is readable memory of `space` that lives, and is not written by others,
+    /// until all work queued with it is done.
+    #[must_use]
+    pub unsafe fn from_raw(space: MemorySpace, ptr: *const u8, bytes: u64) -> Self {
+        Self { space, ptr, bytes, memory: PhantomData }
+    }
+
+    /// Where it lies.
+    #[must_use]
+    pub fn space(&self) -> MemorySpace {
+        self.space
+    }
+
+    /// Its first byte.
+    #[must_use]
+    pub fn as_ptr(&self) -> *const u8 {
+        self.ptr
+    }
+
+    /// Its size.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The bytes, if they are in host memory.
+    #[must_use]
+    pub fn as_host(&self) -> Option<&'a [u8]> {
+        // SAFETY: `from_raw` or `host` promised readable host memory for 'a.
+        (self.space == MemorySpace::Host)
+            .then(|| unsafe { std::slice::from_raw_parts(self.ptr, self.bytes as usize) })
+    }
+}
+
+impl<'a> DevSliceMut<'a> {
+    /// Host memory.
+    #[must_use]
+    pub fn host<T: NoUninit + AnyBitPattern>(elems: &'a mut [T]) -> Self {
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(elems);
+        Self {
+            space: MemorySpace::Host,
+            ptr: bytes.as_mut_ptr(),
+            bytes: bytes.len() as u64,
+            memory: PhantomData,
+        }
+    }
+
+    /// Memory of any kind.
+    ///
+    /// # Safety
+    /// `ptr .. ptr + bytes` is writable memory of `space` that lives, and is not touched by others,
+    /// until all work queued with it is done.
+    #[must_use]
+    pub unsafe fn from_raw(space: MemorySpace, ptr: *mut u8, bytes: u64) -> Self {
+        Self { space, ptr, bytes, memory: PhantomData }
+    }
+
+    /// Where it lies.
+    #[must_use]
+    pub fn space(&self) -> MemorySpace {
+        self.space
+    }
+
+    /// Its first byte. Writing through it is for the call that holds these arguments.
+    #[must_use]
+    pub fn as_mut_ptr(&self) -> *mut u8 {
+        self.ptr
+    }
+
+    /// Its size.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The same memory as an input of a later call.
+    #[must_use]
+    pub fn as_input(&self) -> DevSlice<'_> {
+        DevSlice { space: self.space, ptr: self.ptr, bytes: self.bytes, memory: PhantomData }
+    }
+}
+
+/// Lengths, read where the kernel runs.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SeqArgs<'a> {
+    /// Group mode: i32 `[batch + 1]`, first physical row of each sequence of Q and O.
+    pub cu_seqlens_q: Option<DevSlice<'a>>,
+    /// Group mode: i32 `[batch + 1]`, first physical row of each sequence of K and V.
+    pub cu_seqlens_k: Option<DevSlice<'a>>,
+    /// i32 `[batch]`: logical queries, where the problem says so.
+    pub seqused_q: Option<DevSlice<'a>>,
+    /// i32 `[batch]`: logical keys, where the problem says so.
+    pub seqused_k: Option<DevSlice<'a>>,
+}
+
+/// Operands of the score and of the FP8 scales; each is there iff the problem says so.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ScoreArgs<'a> {
+    /// The elementwise bias.
+    pub bias: Option<DevSlice<'a>>,
+    /// f32 `[num_heads_q]` or `[batch, num_heads_q]`.
+    pub alibi_slopes: Option<DevSlice<'a>>,
+    /// f32 `[num_heads_q]`.
+    pub sink: Option<DevSlice<'a>>,
+    /// f32 `[1]` or `[batch, num_heads_kv]`.
+    pub descale_q: Option<DevSlice<'a>>,
+    /// f32 `[1]` or `[batch, num_heads_kv]`.
+    pub descale_k: Option<DevSlice<'a>>,
+    /// f32 `[1]` or `[batch, num_heads_kv]`.
+    pub descale_v: Option<DevSlice<'a>>,
+    /// Where the dropout generator stands.
+    pub dropout: DropoutSeed,
+}
+
+/// The pointers of a forward call.
+#[derive(Debug)]
+pub struct FwdArgs<'a> {
+    /// Q.
+    pub q: DevSlice<'a>,
+    /// K.
+    pub k: DevSlice<'a>,
+    /// V.
+    pub v: DevSlice<'a>,
+    /// O.
+    pub o: DevSliceMut<'a>,
+    /// LSE, iff the problem writes it.
+    pub lse: Option<DevSliceMut<'a>>,
+    /// Lengths.
+    pub seq: SeqArgs<'a>,
+    /// Operands of the score.
+    pub score: ScoreArgs<'a>,
+    /// f32 `[1]`, iff the problem has it.
+    pub scale_o: Option<DevSlice<'a>>,
+    /// The dropout keep mask, iff the problem writes it.
+    pub keep_mask: Option<DevSliceMut<'a>>,
+    /// Scratch of at least the plan's [`workspace`](crate::Plan::workspace), if that is not 0 bytes. Its
+    /// contents mean nothing, before and after.
+    pub workspace: Option<DevSliceMut<'a>>,
+}
+
+impl<'a> FwdArgs<'a> {
+    /// The four tensors every call has; the rest by field.
+    #[must_use]
+    pub fn new(q: DevSlice<'a>, k: DevSlice<'a>, v: DevSlice<'a>, o: DevSliceMut<'a>) -> Self {
+        Self {
+            q,
+            k,
+            v,
+            o,
+            lse: None,
+            seq: SeqArgs::default(),
+            score: ScoreArgs::default(),
+            scale_o: None,
+            keep_mask: None,
+            workspace: None,
+        }
+    }
+}
+
+/// The pointers of a backward call.
+#[derive(Debug)]
+pub struct BwdArgs<'a> {
+    /// Q.
+    pub q: DevSlice<'a>,
+    /// K.
+    pub k: DevSlice<'a>,
+    /// V.
+    pub v: DevSlice<'a>,
+    /// O, as the forward call wrote it.
+    pub o: DevSlice<'a>,
+    /// LSE, as the forward call wrote it.
+    pub lse: DevSlice<'a>,
+    /// Gradient of O.
+    pub dout: DevSlice<'a>,
+    /// Gradient of LSE, f32 and laid out like it, iff the problem has it.
+    pub dlse: Option<DevSlice<'a>>,
+    /// Gradient of Q.
+    pub dq: DevSliceMut<'a>,
+    /// Gradient of K.
+    pub dk: DevSliceMut<'a>,
+    /// Gradient of V.
+    pub dv: DevSliceMut<'a>,
+    /// Gradient of the elementwise bias, iff the problem asks for it.
+    pub dbias: Option<DevSliceMut<'a>>,
+    /// Gradient of the sinks, f32 `[num_heads_q]`, iff the problem asks for it.
+    pub dsink: Option<DevSliceMut<'a>>,
+    /// Lengths.
+    pub seq: SeqArgs<'a>,
+    /// Operands of the score, as in the forward call.
+    pub score: ScoreArgs<'a>,
+    /// Scratch of at least the plan's [`workspace`](crate::Plan::workspace), if that is not 0 bytes. Its
+    /// contents mean nothing, before and after.
+    pub workspace: Option<DevSliceMut<'a>>,
+}
+
+/// One partial result.
+#[derive(Clone, Copy, Debug)]
+pub struct PartialResult<'a> {
+    /// O of this part.
+    pub o: DevSlice<'a>,
+    /// LSE of this part, f32 `[batch, num_heads_q, seqlen_q]`.
+    pub lse: DevSlice<'a>,
+}
+
+/// The pointers of a combine call.
+#[derive(Debug)]
+pub struct CombineArgs<'a> {
+    /// The parts, `num_parts` of them, all with the problem's strides.
+    pub parts: &'a [PartialResult<'a>],
+    /// The combined O.
+    pub o: DevSliceMut<'a>,
+    /// The combined LSE, iff the problem writes it.
+    pub lse: Option<DevSliceMut<'a>>,
+}

@@ -1,0 +1,89 @@
+//! What a plan computes.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::bwd::ValidBwd;
+use crate::combine::ValidCombine;
+use crate::problem::ValidFwd;
+
+/// One of the three things that a backend computes: part of the key of tuned tiles, bundles and
+/// precompiled kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum Operation {
+    /// O and LSE of Q, K and V.
+    Forward,
+    /// Gradients.
+    Backward,
+    /// Partial results merged.
+    Combine,
+}
+
+impl Operation {
+    /// Every operation.
+    pub const ALL: [Self; 3] = [Self::Forward, Self::Backward, Self::Combine];
+
+    /// The name in keys, files and texts: `forward`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+            Self::Combine => "combine",
+        }
+    }
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Operation {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let known = || Self::ALL.map(Self::name).join(", ");
+        let found = Self::ALL.into_iter().find(|operation| operation.name() == text);
+        found.ok_or_else(|| format!("`{text}` is no operation (known: {})", known()))
+    }
+}
+
+/// A validated problem of any operation.
+#[derive(Clone, Copy, Debug)]
+pub enum AnyProblem<'a> {
+    /// For [`plan_fwd`](crate::FmhaBackend::plan_fwd).
+    Forward(&'a ValidFwd),
+    /// For [`plan_bwd`](crate::FmhaBackend::plan_bwd).
+    Backward(&'a ValidBwd),
+    /// For [`plan_combine`](crate::FmhaBackend::plan_combine).
+    Combine(&'a ValidCombine),
+}
+
+impl AnyProblem<'_> {
+    /// Which operation's problem it is.
+    #[must_use]
+    pub const fn operation(&self) -> Operation {
+        match self {
+            Self::Forward(_) => Operation::Forward,
+            Self::Backward(_) => Operation::Backward,
+            Self::Combine(_) => Operation::Combine,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_operation_is_read_as_it_is_written() {
+        for operation in Operation::ALL {
+            assert_eq!(operation.to_string().parse(), Ok(operation));
+        }
+        assert!("decode".parse::<Operation>().unwrap_err().contains("forward, backward, combine"));
+    }
+}

@@ -1,0 +1,112 @@
+//! What is known of a plan before it runs: resources, launch, where the code is from.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::backend::Roofline;
+
+/// What a compiled kernel takes of a device; `None`: its compiler did not say.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct ResourceUsage {
+    /// Vector registers a thread, at launch.
+    pub registers: Option<u32>,
+    /// Bytes a thread that found no register: stores and loads of spills, whichever is more.
+    pub spill_bytes: Option<u32>,
+    /// Bytes a thread of local memory, spills included.
+    pub stack_bytes: Option<u32>,
+    /// Bytes of shared memory that the kernel itself declares; what a launch adds is in
+    /// [`LaunchShape::shared_bytes`].
+    pub shared_bytes: Option<u32>,
+}
+
+impl fmt::Display for ResourceUsage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let known = [
+            (self.registers, "registers a thread"),
+            (self.spill_bytes, "bytes spilled"),
+            (self.stack_bytes, "bytes of stack"),
+            (self.shared_bytes, "bytes of static shared memory"),
+        ];
+        let known: Vec<String> =
+            known.iter().filter_map(|(value, what)| Some(format!("{} {what}", (*value)?))).collect();
+        f.write_str(&if known.is_empty() { "not known".to_owned() } else { known.join(", ") })
+    }
+}
+
+/// How a launch lies over a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LaunchShape {
+    /// Groups of threads that share memory: thread blocks, workgroups.
+    pub groups: u64,
+    /// Threads of a group.
+    pub threads: u32,
+    /// Bytes of shared memory that a group is launched with.
+    pub shared_bytes: u32,
+    /// Pieces of work, alike in size where no mask shortens them.
+    pub tiles: u64,
+    /// How many of them the device works on at a time.
+    pub tiles_at_once: u64,
+}
+
+impl LaunchShape {
+    /// Tiles over tiles at once: 1.1 waves take the time of 2.
+    #[must_use]
+    pub fn waves(&self) -> f64 {
+        self.tiles as f64 / self.tiles_at_once.max(1) as f64
+    }
+
+    /// Which share of the device's time is work, were all tiles alike.
+    #[must_use]
+    pub fn wave_efficiency(&self) -> f64 {
+        let waves = self.waves();
+        if waves > 0.0 { waves / waves.ceil() } else { 1.0 }
+    }
+}
+
+/// What is known of a plan before it runs.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Explain {
+    /// What the kernel takes; `None` where kernels are not compiled one by one, or could not be here.
+    pub resources: Option<ResourceUsage>,
+    /// Its launch; `None` where there is none.
+    pub launch: Option<LaunchShape>,
+    /// Where its machine code is from, or why there is none; empty where kernels are not compiled one
+    /// by one.
+    pub code: String,
+}
+
+impl Explain {
+    /// Prints what is known, one fact a row.
+    pub(super) fn rows(
+        &self,
+        row: &mut impl FnMut(&str, &dyn fmt::Display) -> fmt::Result,
+    ) -> fmt::Result {
+        if let Some(launch) = self.launch {
+            let (groups, threads, shared) = (launch.groups, launch.threads, launch.shared_bytes);
+            row(
+                "grid",
+                &format_args!("{groups} of {threads} threads, {shared} bytes of shared memory each"),
+            )?;
+            let (tiles, waves) = (launch.tiles, launch.waves());
+            row("waves", &format_args!("{waves:.2}: {tiles} tiles, {} at a time", launch.tiles_at_once))?;
+        }
+        if let Some(resources) = self.resources {
+            row("resources", &resources)?;
+        }
+        if !self.code.is_empty() {
+            row("code", &self.code)?;
+        }
+        Ok(())
+    }
+
+    /// The least time of some work at a device's stated peaks, in seconds, with the device's last
+    /// wave as idle as it is: modelled, not measured. `None` where a peak is unknown.
+    #[must_use]
+    pub fn modelled_seconds(&self, roofline: &Roofline, flops: u64, bytes: u64) -> Option<f64> {
+        let compute = flops as f64 / roofline.flops_per_second?;
+        let memory = bytes as f64 / roofline.bytes_per_second?;
+        let efficiency = self.launch.map_or(1.0, |launch| launch.wave_efficiency());
+        Some((compute / efficiency).max(memory))
+    }
+}

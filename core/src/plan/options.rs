@@ -1,0 +1,153 @@
+//! What a caller asks of a plan, and what a plan promises.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::Refusal;
+
+/// How closely a kernel follows the running maximum of a row. Both keep the rule that
+/// `tests/battery/tolerance.rs` derives; a plan says which it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Accuracy {
+    /// The subtracted maximum may be too low by a bounded factor, and P is rounded wherever it then
+    /// lies.
+    #[default]
+    Fast,
+    /// The true running maximum is subtracted.
+    Exact,
+}
+
+impl Accuracy {
+    /// The name in plans and options: `fast`, `exact`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Fast => "fast",
+            Self::Exact => "exact",
+        }
+    }
+}
+
+impl fmt::Display for Accuracy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Accuracy {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let found = [Self::Fast, Self::Exact].into_iter().find(|accuracy| accuracy.name() == text);
+        found.ok_or_else(|| format!("`{text}` is no accuracy (known: fast, exact)"))
+    }
+}
+
+/// What the caller wants of the choice of kernel. Every wish is honoured, or the kernel refuses.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PlanOptions {
+    /// This kernel or a refusal; `None` = the backend's choice.
+    pub kernel: Option<String>,
+    /// `name=value` pairs for that kernel's tile, honoured or refused: `block_m=128`.
+    pub tile: Vec<(String, String)>,
+    /// Whether a kernel that is correct but far from fast may serve. The plan says so if it does.
+    pub allow_fallback: bool,
+    /// How closely the running maximum is followed. [`Accuracy::Fast`] takes either.
+    pub accuracy: Accuracy,
+    /// The same bits on every run, whatever runs beside it. Forward and combine always keep this.
+    pub deterministic: bool,
+    /// The bits of a sequence depend on its own lengths and contents alone: not on the batch around
+    /// it, nor on how many of its queries come in one call.
+    pub batch_invariant: bool,
+    /// Whether each run reads the lengths back and checks them before it launches: offsets that
+    /// decrease or leave their tensor are then an error. Costs a run a wait for its stream, and the
+    /// plan can no longer be captured into a graph. Without it, such offsets give wrong outputs, but
+    /// touch nothing outside the tensors.
+    #[doc(alias = "checking mode")]
+    pub check_lengths: bool,
+}
+
+impl PlanOptions {
+    /// Whether a kernel that makes these promises does what is wished.
+    ///
+    /// # Errors
+    /// The first wish that it does not keep.
+    pub fn check_promises(&self, kernel: &str, promises: &Promises) -> Result<(), Refusal> {
+        let refuse = |wish: String| Err(Refusal::new(kernel, format!("{wish} is not kept: {promises}")));
+        if self.accuracy == Accuracy::Exact && promises.accuracy != Accuracy::Exact {
+            return refuse(format!("accuracy {}", self.accuracy));
+        }
+        for (wish, wanted, kept) in [
+            ("deterministic", self.deterministic, promises.deterministic),
+            ("batch_invariant", self.batch_invariant, promises.batch_invariant),
+        ] {
+            if wanted && !kept {
+                return refuse(format!("{wish} {wanted}"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What a kernel holds to, whatever the numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Promises {
+    /// The same bits every run.
+    pub deterministic: bool,
+    /// A sequence's result has the same bits whatever else is in the batch.
+    pub batch_invariant: bool,
+    /// Can be captured into a graph and replayed with new lengths.
+    pub graph_capturable: bool,
+    /// How closely the running maximum is followed.
+    pub accuracy: Accuracy,
+}
+
+impl fmt::Display for Promises {
+    /// `exact, deterministic, batch-invariant, graph-capturable`: those that hold.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.accuracy.fmt(f)?;
+        for (name, holds) in [
+            ("deterministic", self.deterministic),
+            ("batch-invariant", self.batch_invariant),
+            ("graph-capturable", self.graph_capturable),
+        ] {
+            if holds {
+                write!(f, ", {name}")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NOTHING: Promises = Promises {
+        deterministic: false,
+        batch_invariant: false,
+        graph_capturable: false,
+        accuracy: Accuracy::Fast,
+    };
+
+    #[test]
+    fn a_wish_that_a_kernel_does_not_keep_is_refused_by_its_name() {
+        let wishes = [
+            ("accuracy", PlanOptions { accuracy: Accuracy::Exact, ..PlanOptions::default() }),
+            ("deterministic", PlanOptions { deterministic: true, ..PlanOptions::default() }),
+            ("batch_invariant", PlanOptions { batch_invariant: true, ..PlanOptions::default() }),
+        ];
+        let all = Promises {
+            deterministic: true,
+            batch_invariant: true,
+            graph_capturable: true,
+            accuracy: Accuracy::Exact,
+        };
+        for (name, options) in wishes {
+            let refusal = options.check_promises("k", &NOTHING).unwrap_err();
+            assert!(refusal.reason.starts_with(name), "{refusal}");
+            assert_eq!(options.check_promises("k", &all), Ok(()));
+        }
+        assert_eq!(PlanOptions::default().check_promises("k", &NOTHING), Ok(()));
+    }
+}
