@@ -35,6 +35,7 @@ pub fn headers() -> Vec<Header> {
         "ptx/copy.cuh",
         "ptx/elect.cuh",
         "ptx/f32x2.cuh",
+        "ptx/fp8.cuh",
         "ptx/grid.cuh",
         "ptx/matrix.cuh",
         "ptx/mbarrier.cuh",

@@ -172,8 +172,12 @@ const fn tile_bytes(rows: i32, padded: i32, dtype: DType) -> i32 {
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     let (qk, v) = (problem.dtype_qk, problem.dtype_v);
-    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
-        return refuse(format!("dtype_qk {qk} with dtype_v {v} is not f16 twice or bf16 twice"));
+    let wide = |dtype| matches!(dtype, DType::F16 | DType::Bf16);
+    let fp8 = |dtype| matches!(dtype, DType::E4m3Fn | DType::E5m2);
+    if !(wide(qk) && v == qk || fp8(qk) && (fp8(v) || wide(v))) {
+        return refuse(format!(
+            "dtype_qk {qk} with dtype_v {v} is not one 16-bit type, OCP FP8, or OCP FP8 with a 16-bit V"
+        ));
     }
     if problem.dtype_o.is_fp8() {
         return refuse(format!("dtype_o {} is not f16, bf16 or f32", problem.dtype_o));
@@ -192,8 +196,14 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             return refuse(format!("{field} {length} is not below 2^29"));
         }
     }
-    if let Some((name, axis, stride)) = sm90::odd_stride(problem) {
-        return refuse(format!("{name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as TMA needs"));
+    for (name, axis, stride) in sm90::strides(problem) {
+        let size = if name == "v" { v } else { qk }.size_bytes() as i64;
+        if stride % (16 / size) != 0 || stride >= (1 << 40) / size {
+            return refuse(format!(
+                "{name}.{axis} stride {stride} is not a multiple of {} below 2^40 bytes, as TMA needs",
+                16 / size
+            ));
+        }
     }
     Ok(())
 }
@@ -254,8 +264,8 @@ pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
         block_n,
         stages: 2,
         order: if full && spec.seq == SeqKind::Batch { TileOrder::Static } else { TileOrder::Dynamic },
-        // P up to 2^8 is as exact in 16 bits as P up to 1; f32 sums have room.
-        lazy_rescale_log2: 8,
+        // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room; P of 8 bits has its range already.
+        lazy_rescale_log2: if spec.dtype_v.is_fp8() { 0 } else { 8 },
         exp2_polynomial_pairs: 0,
         pack_gqa: false,
         vector_store: spec.head_dim_v % 8 == 0,

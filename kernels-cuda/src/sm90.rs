@@ -212,7 +212,7 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
 }
 
 /// The strides that are used, but those of 1 between the elements of a row.
-fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static str, i64)> {
+pub(crate) fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static str, i64)> {
     let operands = [
         ("q", problem.q, problem.shape_q(), true),
         ("k", problem.k, problem.shape_k(), true),
@@ -228,7 +228,7 @@ fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static
 }
 
 /// The first stride that TMA does not take.
-pub(crate) fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64)> {
+fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64)> {
     strides(problem).find(|&(_, _, stride)| stride % 8 != 0 || stride >= 1 << 39)
 }
 

@@ -69,6 +69,12 @@ impl Sm100Tile {
                 self.stages, self.block_m
             ));
         }
+        if self.lazy_rescale_log2 > 0 && spec.dtype_v.is_fp8() {
+            return refuse(format!(
+                "lazy_rescale_log2={} with dtype_v {}: P would pass its largest number",
+                self.lazy_rescale_log2, spec.dtype_v
+            ));
+        }
         let columns = self.tmem_columns(spec);
         if columns > TMEM_COLUMNS {
             return refuse(format!(

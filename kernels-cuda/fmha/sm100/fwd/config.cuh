@@ -4,6 +4,7 @@
 #include <fmha/common/work.cuh>
 #include <fmha/mma/sm100.cuh>
 #include <fmha/ptx/tma.cuh>
+#include <fmha/score.h>
 #include <fmha/sm100_host.h>
 
 namespace fmha::sm100 {
@@ -118,6 +119,51 @@ struct Smem {
   } zero;
   uint32_t tmem;                   // address of the 512 columns
 };
+
+// Of a CTA's key blocks, those that a query tile sees: on the diagonal the first of two tiles lacks the CTA's first
+// blocks, in a window the second its last ones. A row's bits are the same with and without them: they add zeros.
+struct BlockRange {
+  int32_t begin, end;
+  FMHA_DEVICE bool has(int32_t i) const { return begin <= i && i < end; }
+};
+template <FwdSpec spec, Sm100Tile tile>
+FMHA_DEVICE BlockRange blocks_of(const FwdParams& p, const Work& work, int q_tile) {
+  BlockRange blocks = {0, work.num_blocks};
+  if constexpr (num_q_tiles(tile) == 2 && spec.mask != MaskKind::Full && !spec.sink_columns) {
+    const int32_t first_row = work.first_row + q_tile * kRows;
+    const int32_t first = query_of<tile>(p, first_row), last = query_of<tile>(p, first_row + kRows - 1);
+    const int32_t end_block = max(last + work.hi + tile.block_n, 0) / tile.block_n;
+    blocks.begin = clamp(work.last_block + 1 - end_block, 0, work.num_blocks - 1);
+    if constexpr (spec.mask == MaskKind::Band) {
+      const int32_t first_block = max(first + work.lo, 0) / tile.block_n;
+      blocks.end = clamp(work.last_block + 1 - first_block, blocks.begin + 1, work.num_blocks);
+    }
+  }
+  return blocks;
+}
+
+// What FP8 scores are to be multiplied by besides the softmax scale.
+template <FwdSpec spec>
+FMHA_DEVICE float descale_qk(const FwdParams& p, const Work& work) {
+  if constexpr (!is_fp8(spec.dtype_qk)) return 1.f;
+  return scalar_of(p.descale_q, work.i_batch, work.i_head_kv, 1.f) *
+         scalar_of(p.descale_k, work.i_batch, work.i_head_kv, 1.f);
+}
+
+// The scale, in log2, of what the softmax takes: S, or the modified score.
+template <FwdSpec spec>
+FMHA_DEVICE float softmax_scale_log2(const FwdParams& p, const Work& work) {
+  if constexpr (modifies_score(spec)) return kLog2E;
+  // A scale of 0 would make -inf * 0 of hidden scores; the smallest normal number scales to nothing too.
+  return fmaxf(fabsf(p.softmax_scale * descale_qk<spec>(p, work)), 1.17549435e-38f) * kLog2E;
+}
+
+// The exponent of a power of two.
+FMHA_DEVICE constexpr float log2_of_power(float power) {
+  float exponent = 0.f;
+  for (; power > 1.f; power /= 2.f) exponent += 1.f;
+  return exponent;
+}
 
 // Keys of a block whose P is handed over first.
 template <FwdSpec spec, Sm100Tile tile>

@@ -21,8 +21,7 @@ struct CorrectRole {
 
   const FwdParams& p;
   Shared& smem;
-  const uint32_t tmem;     // at the warp's lanes
-  const float scale_log2;
+  const uint32_t tmem;  // at the warp's lanes
   const int32_t row_in_tile = threadIdx.x % kRows;
   const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
 
@@ -86,8 +85,7 @@ struct CorrectRole {
     const float row_sum = take_stats(q), row_max = smem.stats[q][1][row_in_tile];
     release_stats(q);
     wait_output(q);
-    store_row<spec, tile>(p, smem.work[work_slot.index], q * kRows + row_in_tile, row_sum, row_max, scale_log2,
-                          tmem + Tmem::o(q));
+    store_row<spec, tile>(p, smem.work[work_slot.index], q * kRows + row_in_tile, row_sum, row_max, tmem + Tmem::o(q));
   }
 
   FMHA_DEVICE void run() {
@@ -95,15 +93,16 @@ struct CorrectRole {
       ptx::mbarrier_wait_parity(smem.work_full[work_slot.index], work_slot.phase);
       const int32_t num_blocks = ptx::uniform(smem.work[work_slot.index].num_blocks);
       if (num_blocks == 0) break;
-      // The first product overwrites O.
+      BlockRange blocks[q_tiles];
 #pragma unroll
-      for (int q = 0; q < q_tiles; ++q) release_output(q);
-      slot.advance();
+      for (int q = 0; q < q_tiles; ++q) blocks[q] = blocks_of<spec, tile>(p, smem.work[work_slot.index], q);
 #pragma unroll 1
-      for (int32_t i = 1; i < num_blocks; ++i) {
+      for (int32_t i = 0; i < num_blocks; ++i) {
 #pragma unroll
         for (int q = 0; q < q_tiles; ++q) {
-          rescale(q);
+          if (!ptx::uniform(blocks[q].has(i))) continue;
+          // The first product overwrites O.
+          if (i > blocks[q].begin) rescale(q);
           release_output(q);
         }
         slot.advance();
@@ -122,8 +121,7 @@ struct CorrectRole {
 template <FwdSpec spec, Sm100Tile tile>
 FMHA_DEVICE void correct(const FwdParams& p, Smem<spec, tile>& smem, uint32_t tmem) {
   ptx::setmaxnreg_dec<regs(tile).correct>();
-  const float scale = modifies_score(spec) ? 1.f : fmaxf(fabsf(p.softmax_scale), 1.17549435e-38f);
-  CorrectRole<spec, tile> role{p, smem, tmem, scale * kLog2E};
+  CorrectRole<spec, tile> role{p, smem, tmem};
   role.run();
 }
 

@@ -78,7 +78,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
   } else {
     ptx::setmaxnreg_dec<regs(tile).others>();
     if (role == Role::Issue) {
-      Issuer<spec, tile> issuer{smem, tmem};
+      Issuer<spec, tile> issuer{p, smem, tmem};
       issuer.run();
       // Every product is complete, since each O has been read.
       ptx::mbarrier_wait_parity(smem.o_read, 0);

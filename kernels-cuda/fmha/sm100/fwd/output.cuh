@@ -30,13 +30,17 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
 // Row `row` of the CTA's, whose O is at `o` in tensor memory. By a whole warp.
 template <FwdSpec spec, Sm100Tile tile>
 FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, float row_sum, float row_max,
-                           float scale_log2, uint32_t o) {
+                           uint32_t o) {
   constexpr int dim = spec.head_dim_v, chunk = 32;
   row += work.first_row;
   const int32_t i = query_of<tile>(p, row);
   const int32_t i_head = tile.pack_gqa ? work.i_head + row - i * p.gqa_ratio : work.i_head;
   const bool stored = i < work.seqlen_q;
-  RowResult result = finish_row<spec>(p, row_max * scale_log2, row_sum, stored ? i_head : 0);
+  // P's scale is in the sum and in O.
+  constexpr float of_p = 1.f / p_scale(spec.dtype_v);
+  RowResult result =
+      finish_row<spec>(p, row_max * softmax_scale_log2<spec>(p, work), row_sum * of_p, stored ? i_head : 0);
+  if constexpr (is_fp8(spec.dtype_v)) result.factor *= of_p * scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f);
   if constexpr (spec.dropout) result.factor *= p.dropout_scale;
   const int64_t at = work.storage_batch * p.o.batch + int64_t(work.q_row + i) * p.o.row + i_head * p.o.head;
 

@@ -11,6 +11,7 @@
 #include <fmha/online_softmax.h>
 #include <fmha/philox.h>
 #include <fmha/ptx/f32x2.cuh>
+#include <fmha/ptx/fp8.cuh>
 #include <fmha/ptx/num.cuh>
 #include <fmha/ptx/tcgen05.cuh>
 #include <fmha/ptx/tmem.cuh>
@@ -50,16 +51,17 @@ struct SoftmaxRole {
 
   const FwdParams& p;
   Shared& smem;
-  const uint32_t tmem;     // at the warp's lanes
-  const int32_t q_tile;    // of the CTA's
-  const float scale_log2;  // of what the softmax takes: S, or the modified score
+  const uint32_t tmem;   // at the warp's lanes
+  const int32_t q_tile;  // of the CTA's
   const int32_t row_in_tile = threadIdx.x % kRows;
   const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
 
   ScoreSlot<Shared::q_tiles> slot = {Shared::q_tiles == 2 ? q_tile : 0};
   Slot<kWorkSlots> work_slot;
   uint32_t stats_phase = 1;
-  float row_max, row_sum;  // before the scale; of exp2((S - row_max) * scale_log2)
+  float scale_log2;        // of what the softmax takes: S, or the modified score
+  float row_max, row_sum;  // before the scale; of exp2((S - row_max) * scale_log2), times P's scale
+  bool negates = false;    // descales below 0: the maximum is of -S
   int32_t row, query, i_head;
   int32_t inside_begin, inside_end;  // the warp's rows all see the keys inside_begin <= j < inside_end
 
@@ -74,6 +76,8 @@ struct SoftmaxRole {
     const int32_t first = query_of<tile>(p, warp_row), last = query_of<tile>(p, warp_row + 31);
     inside_end = has_hi ? max(min(w.seqlen_k, first + w.hi + 1), 0) : w.seqlen_k;
     inside_begin = has_lo ? max(last + w.lo, 0) : 0;
+    scale_log2 = softmax_scale_log2<spec>(p, w);
+    if constexpr (is_fp8(spec.dtype_qk)) negates = descale_qk<spec>(p, w) < 0.f;
     row_max = -infinity();
     row_sum = 0.f;
   }
@@ -97,7 +101,8 @@ struct SoftmaxRole {
     if constexpr (modifies_score(spec)) {
       const Work& w = work();
       const SeqSpan span = {w.i_batch, w.storage_batch, w.q_row, w.seqlen_q, w.k_row, w.seqlen_k};
-      const float scale = spec.negative_scale ? -p.softmax_scale : p.softmax_scale;
+      // The product has its sign already.
+      const float scale = (spec.negative_scale ? -1.f : 1.f) * p.softmax_scale * descale_qk<spec>(p, w);
       const ScoreModifier modifier = score_modifier<spec>(p, span, query < w.seqlen_q ? i_head : 0, scale);
 #pragma unroll
       for (int e = 0; e < n; ++e) {
@@ -184,7 +189,14 @@ struct SoftmaxRole {
   FMHA_DEVICE void store(const float (&s)[n], int c, int32_t slot_index) const {
     uint32_t words[p_words];
 #pragma unroll
-    for (int w = 0; w < p_words; ++w) words[w] = ptx::cvt_rn_x2<spec.dtype_v>(s[c * chunk + 2 * w], s[c * chunk + 2 * w + 1]);
+    for (int w = 0; w < p_words; ++w) {
+      const float* x = &s[c * chunk + w * chunk / p_words];
+      if constexpr (is_fp8(spec.dtype_v)) {
+        words[w] = ptx::cvt_rn_satfinite_x4<spec.dtype_v>(x[0], x[1], x[2], x[3]);
+      } else {
+        words[w] = ptx::cvt_rn_x2<spec.dtype_v>(x[0], x[1]);
+      }
+    }
     ptx::tcgen05_st(tmem + Tmem::p(slot_index) + c * p_words, words);
   }
   FMHA_DEVICE void hand_over(Barrier& barrier) const {
@@ -193,12 +205,18 @@ struct SoftmaxRole {
     ptx::mbarrier_arrive_if(barrier, signals);
   }
 
-  // Block number `i` of the tile. `slot_index` is known to the compiler where two query tiles have a slot each.
-  FMHA_DEVICE void step(int32_t i, int32_t block, int32_t slot_index) {
+  // `first`: of the tile.
+  FMHA_DEVICE void step(int32_t block, int32_t slot_index, bool first) {
     float s[n];
     ptx::mbarrier_wait_parity(smem.s_full[slot_index], slot.phase);
     ptx::tcgen05_fence_after_thread_sync();
     load(s, slot_index);
+    if constexpr (is_fp8(spec.dtype_qk) && !modifies_score(spec)) {
+      if (negates) {
+#pragma unroll
+        for (int e = 0; e < n; ++e) s[e] = -s[e];
+      }
+    }
     modify(s, block);
     if (is_edge(block)) mask(s, block);
 
@@ -209,10 +227,10 @@ struct SoftmaxRole {
     const float reference = finite_or_zero(new_max);
     const float correction = ptx::ex2_approx_ftz((row_max - reference) * scale_log2);
     row_max = new_max;
-    if (i > 0) tell(correction, 0.f, false);
+    if (!first) tell(correction, 0.f, false);
 
-    // Scaled here, so that P of 8 bits uses their range: a number beyond 1 does not fit the softmax's own.
-    const float shift = reference * scale_log2 - p_scale_log2;
+    // P of 8 bits is scaled to their range, in the exponent.
+    const float shift = reference * scale_log2 - log2_of_power(p_scale(spec.dtype_v));
     exponentiate(s, shift);
     F32x2 sums[4] = {{row_sum * correction, 0.f}};
     if constexpr (spec.dropout) sum(s, 0, n, sums);
@@ -228,7 +246,6 @@ struct SoftmaxRole {
     row_sum = total.low + total.high;
     slot.advance();
   }
-  static constexpr float p_scale_log2 = is_fp8(spec.dtype_v) ? 8.f : 0.f;
 
   FMHA_DEVICE void run() {
     while (true) {
@@ -236,8 +253,11 @@ struct SoftmaxRole {
       const int32_t num_blocks = ptx::uniform(work().num_blocks);
       if (num_blocks == 0) return;
       begin_tile();
+      const BlockRange blocks = blocks_of<spec, tile>(p, work(), q_tile);
+      const int32_t end = ptx::uniform(blocks.end);
 #pragma unroll 1
-      for (int32_t i = 0; i < num_blocks; ++i) step(i, block_at(work(), i), Shared::q_tiles == 2 ? q_tile : slot.index);
+      for (int32_t i = ptx::uniform(blocks.begin); i < end; ++i)
+        step(block_at(work(), i), Shared::q_tiles == 2 ? q_tile : slot.index, i == blocks.begin);
       tell(row_sum, row_max, true);
       ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], signals);
       work_slot.advance();
@@ -248,9 +268,7 @@ struct SoftmaxRole {
 template <FwdSpec spec, Sm100Tile tile>
 FMHA_DEVICE void softmax(const FwdParams& p, Smem<spec, tile>& smem, uint32_t tmem, int32_t q_tile) {
   ptx::setmaxnreg_inc<regs(tile).softmax>();
-  // A scale of 0 would make -inf * 0 of hidden scores; the smallest normal number scales to nothing too.
-  const float scale = modifies_score(spec) ? 1.f : fmaxf(fabsf(p.softmax_scale), 1.17549435e-38f);
-  SoftmaxRole<spec, tile> role{p, smem, tmem, q_tile, scale * kLog2E};
+  SoftmaxRole<spec, tile> role{p, smem, tmem, q_tile};
   role.run();
 }
 

@@ -63,6 +63,9 @@ pub struct Options {
     pub parallel: bool,
     /// Which way `tcgen05.shift` and `.ashift` move rows.
     pub row_shift: RowShift,
+    /// Happens-before: accesses to tensor memory need the waits and fences of `tcgen05` that the ISA asks for. Off for
+    /// published programs that leave some out.
+    pub strict_tensor_memory: bool,
 }
 
 impl Default for Options {
@@ -77,6 +80,7 @@ impl Default for Options {
             num_sms: 132,
             parallel: true,
             row_shift: RowShift::default(),
+            strict_tensor_memory: true,
         }
     }
 }

@@ -61,6 +61,17 @@ const ARCHITECTURES: &[(&str, Architecture)] = &[
         },
     ),
     (
+        "103",
+        Architecture {
+            major: 10,
+            minor: 3,
+            num_sms: 148,
+            shared_optin: 232_448,
+            l2_bytes: 132_644_864,
+            name: "B300",
+        },
+    ),
+    (
         "120",
         Architecture {
             major: 12,
@@ -129,6 +140,7 @@ impl State {
         let mut options = Options::default();
         options.num_sms = arch.num_sms as u32;
         options.check_barriers_at_exit = std::env::var_os("FMHA_EMULATE_LOOSE_ENDS").is_none();
+        options.strict_tensor_memory = options.check_barriers_at_exit;
         let mode = std::env::var("FMHA_EMULATE_MODE").unwrap_or_default();
         if mode == "hb" {
             options.happens_before = true;
