@@ -37,7 +37,7 @@ fn main() -> Result<(), fmha::Error> {
 
     // An explicit request is honoured or refused with every reason.
     let wish = PlanOptions { kernel: Some("no-such-kernel".into()), ..PlanOptions::default() };
-    if let Err(error) = backend.plan_fwd(&plan.problem, &wish) {
+    if let Err(error) = backend.plan_fwd(plan.problem(), &wish) {
         println!("refused: {error}");
     }
     Ok(())

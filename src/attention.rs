@@ -151,13 +151,13 @@ pub fn attention_on<T: Element>(
     let (q, k, v) = (Input::new(memory, q)?, Input::new(memory, k)?, Input::new(memory, v)?);
     let mut o = Output::new(memory, &mut result.o)?;
     let mut lse = Output::new(memory, &mut result.lse)?;
-    let mut workspace = memory.workspace(plan.workspace_bytes)?;
+    let mut workspace = memory.workspace(plan.workspace())?;
 
     let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
     args.lse = Some(lse.slice_mut());
     args.score.dropout = options.dropout;
     args.workspace = workspace.as_mut().map(fmha_core::DevBuffer::slice_mut);
-    backend.run_fwd(&plan, &args, Stream::DEFAULT)?;
+    backend.run_fwd(&plan, &mut args, Stream::DEFAULT)?;
     memory.synchronize(Stream::DEFAULT)?;
     o.finish(memory)?;
     lse.finish(memory)?;

@@ -14,7 +14,7 @@ use std::collections::HashSet;
 use fmha_conformance::case::{Case, all};
 use fmha_conformance::report::run_cases;
 use fmha_conformance::run::{Options, Outcome};
-use fmha_core::{FmhaBackend, PlanOptions};
+use fmha_core::{AnyProblem, FmhaBackend, PlanOptions};
 use fmha_rocm::RocmBackend;
 
 const ARCHS: [&str; 3] = ["gfx90a", "gfx942", "gfx950"];
@@ -34,8 +34,8 @@ const BEYOND_THE_HARDWARE: [(&str, &str, &str); 1] = [(
 /// What would be compiled for a case; `None` where it is refused, or merges.
 fn kernel(backend: &RocmBackend, case: &Case) -> Option<String> {
     let problem = case.problem()?.clone().validate().ok()?;
-    let job = backend.precompiler()?.fwd_job(&problem, &PlanOptions::default()).ok()?;
-    Some(job.source.entry)
+    let jobs = backend.precompiler()?.jobs(AnyProblem::Forward(&problem), &PlanOptions::default()).ok()?;
+    Some(jobs.first()?.source.entry.clone())
 }
 
 fn hash(text: &str) -> u64 {

@@ -14,7 +14,7 @@ use fmha_conformance::case::Case;
 use fmha_conformance::run::{Options, Outcome};
 use fmha_conformance::tensors::{Data, Lengths};
 use fmha_core::cache::{Bundle, CompiledKernel, KernelJob, embed};
-use fmha_core::{DType, Dims, FmhaBackend, FwdProblem, PlanOptions};
+use fmha_core::{AnyProblem, DType, Dims, FmhaBackend, FwdProblem, PlanOptions};
 use fmha_rocm::RocmBackend;
 
 /// One fault. No two have a kernel in common, so that each has its place in the bundles.
@@ -128,7 +128,8 @@ impl Planted {
 
     fn job(&self, backend: &RocmBackend) -> KernelJob {
         let problem = self.case().problem().unwrap().clone().validate().unwrap();
-        backend.precompiler().unwrap().fwd_job(&problem, &self.options().plan).unwrap()
+        let jobs = backend.precompiler().unwrap().jobs(AnyProblem::Forward(&problem), &self.options().plan);
+        jobs.unwrap().remove(0)
     }
 
     /// The broken text, compiled, under the sound text's key: so the backend takes it for the sound one.

@@ -86,7 +86,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let mut args =
             FwdArgs::new(DevSlice::host(&q), DevSlice::host(&k), DevSlice::host(&v), DevSliceMut::host(o));
         args.lse = Some(DevSliceMut::host(lse));
-        backend.run_fwd(&fwd_plan, &args, Stream::DEFAULT)
+        backend.run_fwd(&fwd_plan, &mut args, Stream::DEFAULT)
     };
     eprintln!("{}", backend.name());
     run_fwd(&mut o, &mut lse)?;
@@ -97,7 +97,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         std::io::stdin().lock().read_line(&mut line)?;
         let (start, start_cpu) = (Instant::now(), thread_seconds());
         if backward {
-            let args = BwdArgs {
+            let mut args = BwdArgs {
                 q: DevSlice::host(&q),
                 k: DevSlice::host(&k),
                 v: DevSlice::host(&v),
@@ -114,7 +114,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 score: fmha_core::ScoreArgs::default(),
                 workspace: None,
             };
-            backend.run_bwd(&bwd_plan, &args, Stream::DEFAULT)?;
+            backend.run_bwd(&bwd_plan, &mut args, Stream::DEFAULT)?;
         } else {
             run_fwd(&mut o, &mut lse)?;
         }

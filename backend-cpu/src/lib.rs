@@ -51,8 +51,8 @@ mod tile;
 use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::seq::spans;
 use fmha_core::{
-    BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DeviceMemory, Error, FmhaBackend, FwdArgs, FwdPlan,
-    MemorySpace, PlanOptions, Result, Roofline, Stream, ValidBwd, ValidCombine, ValidFwd, env,
+    BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DeviceMemory, Error, FmhaBackend, FwdArgs,
+    FwdPlan, MemorySpace, PlanOptions, Result, Roofline, Stream, ValidBwd, ValidCombine, ValidFwd, env,
 };
 
 pub use isa::Isa;
@@ -112,7 +112,14 @@ impl CpuBackend {
         let threads = Threads::new(threads)?;
         let plural = if threads.count() == 1 { "thread" } else { "threads" };
         let name = format!("cpu ({}, {} {plural}, {isa})", roofline::processor(), threads.count());
-        Ok(Self { id: BackendId::unique(), name, isa, engine, threads, roofline: roofline::Measured::default() })
+        Ok(Self {
+            id: BackendId::unique(),
+            name,
+            isa,
+            engine,
+            threads,
+            roofline: roofline::Measured::default(),
+        })
     }
 
     /// The instruction set in use.

@@ -229,9 +229,10 @@ fn combined_halves_are_the_whole() {
         let (mut o, mut lse) = (empty_o.clone(), empty_lse.clone());
         let parts = [(&left.o, &left.lse), (&empty_o, &empty_lse), (&right.o, &right.lse)]
             .map(|(o, lse)| PartialResult { o: o.slice(), lse: DevSlice::host(lse) });
-        let args = CombineArgs { parts: &parts, o: o.slice_mut(), lse: Some(DevSliceMut::host(&mut lse)) };
+        let mut args =
+            CombineArgs { parts: &parts, o: o.slice_mut(), lse: Some(DevSliceMut::host(&mut lse)) };
         let plan = backend.plan_combine(&problem, &PlanOptions::default()).unwrap();
-        backend.run_combine(&plan, &args, Stream::DEFAULT).unwrap();
+        backend.run_combine(&plan, &mut args, Stream::DEFAULT).unwrap();
         for (ours, expected) in lse.iter().zip(&expected.lse) {
             assert!((ours - expected).abs() < 2e-6, "{isa} LSE {ours} {expected}");
         }
@@ -266,7 +267,7 @@ fn wrong_requests_are_refused_by_name_and_number() {
     let valid = inputs.problem.clone().validate().unwrap();
     let refusal = |kernel: Option<&str>, tile: &[(&str, &str)]| {
         let tile = tile.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
-        let options = PlanOptions { kernel: kernel.map(str::to_owned), tile, allow_fallback: false };
+        let options = PlanOptions { kernel: kernel.map(str::to_owned), tile, ..PlanOptions::default() };
         backend.plan_fwd(&valid, &options).unwrap_err().to_string()
     };
     assert!(refusal(Some("sm90-fwd"), &[]).contains("known: cpu-fwd, cpu-bwd, cpu-combine"));
@@ -284,11 +285,11 @@ fn wrong_requests_are_refused_by_name_and_number() {
     );
     let mut lse = vec![0f32; 8];
     args.lse = Some(DevSliceMut::host(&mut lse));
-    let text = backend.run_fwd(&plan, &args, Stream::DEFAULT).unwrap_err().to_string();
+    let text = backend.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap_err().to_string();
     assert!(text.contains("o has 24 bytes"), "{text}");
     args.o = o.slice_mut();
     args.lse = None;
-    let text = backend.run_fwd(&plan, &args, Stream::DEFAULT).unwrap_err().to_string();
+    let text = backend.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap_err().to_string();
     assert!(text.contains("lse is missing"), "{text}");
 
     let mut group = FwdProblem::group(DType::F32, dims(2, 8, 8, (1, 1)), 8, 8);
@@ -297,11 +298,11 @@ fn wrong_requests_are_refused_by_name_and_number() {
     let valid = group.problem.clone().validate().unwrap();
     group.cu_q[1] = 9;
     let plan = backend.plan_fwd(&valid, &PlanOptions::default()).unwrap();
-    let args = fmha_core::FwdArgs {
+    let mut args = fmha_core::FwdArgs {
         seq: group.seq(),
         ..fmha_core::FwdArgs::new(group.q.slice(), group.k.slice(), group.v.slice(), o.slice_mut())
     };
-    let text = backend.run_fwd(&plan, &args, Stream::DEFAULT).unwrap_err().to_string();
+    let text = backend.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap_err().to_string();
     assert!(text.contains("cu_seqlens_q[1] 9"), "{text}");
 }
 
@@ -310,4 +311,36 @@ fn memory_that_the_system_refuses_is_an_error_with_its_size() {
     let backend = backend(Isa::Portable, 1);
     let text = backend.memory().alloc(1 << 60).unwrap_err().to_string();
     assert!(text.contains(&(1u64 << 60).to_string()), "{text}");
+}
+
+#[test]
+fn a_plan_runs_on_the_backend_that_made_it_alone() {
+    let problem = FwdProblem::batch(
+        DType::F32,
+        fmha_core::Dims {
+            batch: 1,
+            seqlen_q: 8,
+            seqlen_k: 8,
+            num_heads_q: 1,
+            num_heads_kv: 1,
+            head_dim_qk: 8,
+            head_dim_v: 8,
+        },
+    )
+    .validate()
+    .unwrap();
+    let (q, mut o) = ([0.5f32; 64], [7f32; 64]);
+    let q = fmha_core::DevSlice::host(&q);
+    let tile = vec![("block_m".to_owned(), "8".to_owned())];
+    let maker = backend(Isa::Portable, 1);
+    let plan = maker.plan_fwd(&problem, &PlanOptions { tile, ..PlanOptions::default() }).unwrap();
+    let mut args = fmha_core::FwdArgs::new(q, q, q, DevSliceMut::host(&mut o));
+    // Of another instruction set, where that tile corrupts memory; and of the same configuration.
+    let others = Isa::ALL.into_iter().filter(|isa| isa.is_available()).map(|isa| backend(isa, 1));
+    for other in others {
+        let error = other.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap_err().to_string();
+        assert!(error.starts_with("plan was made by backend"), "{error}");
+    }
+    maker.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap();
+    assert!(o.iter().all(|&o| o == 0.5));
 }

@@ -176,7 +176,9 @@ impl FmhaBackend for CudaBackend {
             let any = PlanOptions { kernel: Some("simt".to_owned()), tile: Vec::new(), ..options.clone() };
             let (mut other, _) = self.choose_fwd(problem, &any)?;
             choice.workspace = choice.workspace.max(other.workspace);
-            choice.details.push(("unaligned operands", "kernel simt takes them: correct, not fast".to_owned()));
+            choice
+                .details
+                .push(("unaligned operands", "kernel simt takes them: correct, not fast".to_owned()));
             Some(self.ready(&mut other)?.0)
         } else {
             None
@@ -261,7 +263,10 @@ impl Precompile for CudaBackend {
             AnyProblem::Backward(problem) => self.choose_bwd(problem, options)?.0.launches,
             AnyProblem::Combine(problem) => self.choose_combine(problem, options)?.0.launches,
         };
-        Ok(launches.into_iter().map(|Launch { kernel, source, .. }| self.modules.job(kernel, source)).collect())
+        Ok(launches
+            .into_iter()
+            .map(|Launch { kernel, source, .. }| self.modules.job(kernel, source))
+            .collect())
     }
 
     fn precompile(&self, job: &KernelJob) -> Result<Arc<CompiledKernel>> {

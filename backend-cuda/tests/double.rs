@@ -8,7 +8,8 @@ use std::cell::Cell;
 
 use fmha_core::tune::TunedTile;
 use fmha_core::{
-    DType, DevBuffer, Dims, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, MaskSpec, PlanOptions, Stream,
+    Accuracy, DType, DevBuffer, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, MaskSpec,
+    PlanOptions, Stream,
 };
 use fmha_cuda::CudaBackend;
 
@@ -92,7 +93,7 @@ impl Call {
             v: filled(problem.shape_v().num_elems(), 3),
             o: filled(problem.shape_o().num_elems(), 4),
             lse: memory.alloc(problem.lse_elems() * 4).unwrap(),
-            workspace: memory.workspace(plan.workspace_bytes).unwrap(),
+            workspace: memory.workspace(plan.workspace()).unwrap(),
             plan,
         }
     }
@@ -101,7 +102,7 @@ impl Call {
         let mut args = FwdArgs::new(self.q.slice(), self.k.slice(), self.v.slice(), self.o.slice_mut());
         args.lse = Some(self.lse.slice_mut());
         args.workspace = self.workspace.as_mut().map(DevBuffer::slice_mut);
-        backend.run_fwd(&self.plan, &args, stream).unwrap();
+        backend.run_fwd(&self.plan, &mut args, stream).unwrap();
     }
 
     fn output(&self, backend: &CudaBackend) -> Vec<u8> {
@@ -125,20 +126,57 @@ fn a_run_allocates_nothing() {
     assert_eq!(ALLOCATIONS.get() - counts, 1, "the counter does not count");
 }
 
+/// A launch that was aborted leaves the tile counter anywhere.
 #[test]
-fn the_counter_of_tiles_needs_no_clearing_between_runs() {
+fn a_run_gives_the_same_bits_whatever_its_workspace_holds_before_it() {
     let Some(backend) = device() else { return };
     let mut call = Call::new(&backend);
-    assert!(call.plan.workspace_bytes > 0);
+    let bytes = call.plan.workspace().bytes as usize;
+    assert!(bytes > 0);
     call.run(&backend, Stream::DEFAULT);
     let first = call.output(&backend);
-    let mut counter = vec![1; call.plan.workspace_bytes as usize];
-    backend.memory().download(call.workspace.as_ref().unwrap(), &mut counter).unwrap();
-    assert!(counter.iter().all(|&byte| byte == 0), "{counter:?}");
-    let nothing = vec![0xFF; first.len()];
-    backend.memory().upload(&nothing, &mut call.o).unwrap();
-    call.run(&backend, Stream::DEFAULT);
-    assert!(call.output(&backend) == first);
+    for dirt in [0x00, 0x01, 0xFF] {
+        backend.memory().upload(&vec![dirt; bytes], call.workspace.as_mut().unwrap()).unwrap();
+        backend.memory().upload(&vec![0xFF; first.len()], &mut call.o).unwrap();
+        call.run(&backend, Stream::DEFAULT);
+        assert!(call.output(&backend) == first, "a workspace of {dirt:#x} changes the result");
+    }
+}
+
+#[test]
+fn a_plan_runs_on_the_backend_that_made_it_alone() {
+    let Some(maker) = device() else { return };
+    let mut call = Call::new(&maker);
+    // The same device, the same configuration.
+    let twin = CudaBackend::open(0, Some("sm_90a")).unwrap();
+    let mut args = FwdArgs::new(call.q.slice(), call.k.slice(), call.v.slice(), call.o.slice_mut());
+    args.lse = Some(call.lse.slice_mut());
+    args.workspace = call.workspace.as_mut().map(DevBuffer::slice_mut);
+    let error = twin.run_fwd(&call.plan, &mut args, Stream::DEFAULT).unwrap_err().to_string();
+    assert!(error.starts_with("plan was made by backend"), "{error}");
+    maker.run_fwd(&call.plan, &mut args, Stream::DEFAULT).unwrap();
+}
+
+#[test]
+fn a_workspace_that_is_short_crooked_or_over_an_operand_is_refused() {
+    let Some(backend) = device() else { return };
+    let mut call = Call::new(&backend);
+    let mut big = backend.memory().alloc(4096).unwrap();
+    let (space, bytes) = (backend.memory().space(), call.plan.workspace().bytes);
+    let o = call.o.as_ptr();
+    for (first, bytes, text) in [
+        (big.as_ptr(), bytes - 1, "its extents"),
+        (big.as_ptr().wrapping_add(4), bytes, "is aligned to"),
+        (o, bytes, "overlaps"),
+    ] {
+        let mut args = FwdArgs::new(call.q.slice(), call.k.slice(), call.v.slice(), call.o.slice_mut());
+        args.lse = Some(call.lse.slice_mut());
+        // SAFETY: refused before anything is launched.
+        args.workspace = Some(unsafe { DevSliceMut::from_raw(space, first, bytes) });
+        let error = backend.run_fwd(&call.plan, &mut args, Stream::DEFAULT).unwrap_err().to_string();
+        assert!(error.contains("workspace") && error.contains(text), "{error}");
+    }
+    drop(big.slice_mut());
 }
 
 #[test]
@@ -173,7 +211,7 @@ fn a_run_is_captured_and_replayed() {
 #[test]
 fn an_emulated_device_keeps_no_tile_and_its_own_tile_spelt_out_is_its_plan() {
     let Some(backend) = device() else { return };
-    let problem = Call::new(&backend).plan.problem;
+    let problem = Call::new(&backend).plan.problem().clone();
     let tuner = backend.tuner().unwrap();
     let tile = tuner.default_tile(&problem).unwrap();
     for (knob, _) in tuner.knobs() {
@@ -182,7 +220,7 @@ fn an_emulated_device_keeps_no_tile_and_its_own_tile_spelt_out_is_its_plan() {
     let own = backend.plan_fwd(&problem, &PlanOptions::default()).unwrap();
     let options = PlanOptions { tile: tile.clone(), ..PlanOptions::default() };
     let spelt = backend.plan_fwd(&problem, &options).unwrap();
-    assert_eq!((own.details, own.explain.launch), (spelt.details, spelt.explain.launch));
+    assert_eq!((own.details(), own.explain().launch), (spelt.details(), spelt.explain().launch));
 
     let tile = TunedTile { tile, seconds: 1.0, default_seconds: 2.0 };
     assert!(tuner.keep(&problem, tile).unwrap_err().to_string().contains("emulated"));
@@ -203,10 +241,36 @@ fn a_backend_without_a_device_plans_and_refuses_to_run() {
     };
     let problem = FwdProblem::batch(DType::Bf16, dims).validate().unwrap();
     let plan = backend.plan_fwd(&problem, &PlanOptions::default()).unwrap();
-    assert_eq!(plan.kernel, "sm90");
-    assert_eq!(plan.explain.launch.unwrap().groups, 132);
-    let registers = plan.explain.resources.and_then(|resources| resources.registers);
-    assert_eq!(registers.is_some(), fmha_cuda::nvrtc::nvrtc().is_ok(), "{}", plan.explain.code);
+    assert_eq!(plan.kernel(), "sm90");
+    assert_eq!(plan.explain().launch.unwrap().groups, 132);
+    let registers = plan.explain().resources.and_then(|resources| resources.registers);
+    assert_eq!(registers.is_some(), fmha_cuda::nvrtc::nvrtc().is_ok(), "{}", plan.explain().code);
     assert!(backend.memory().alloc(1).unwrap_err().to_string().contains("no device"));
     assert!(CudaBackend::pretend("sm_12").is_err());
+}
+
+#[test]
+fn exact_is_planned_without_a_lagging_maximum_and_what_is_not_kept_is_refused() {
+    let backend = CudaBackend::pretend("sm_90a").unwrap();
+    let dims = Dims {
+        batch: 1,
+        seqlen_q: 512,
+        seqlen_k: 512,
+        num_heads_q: 2,
+        num_heads_kv: 2,
+        head_dim_qk: 64,
+        head_dim_v: 64,
+    };
+    let problem = FwdProblem::batch(DType::Bf16, dims).validate().unwrap();
+    let exact = PlanOptions { accuracy: Accuracy::Exact, ..PlanOptions::default() };
+    let plan = backend.plan_fwd(&problem, &exact).unwrap();
+    assert_eq!((plan.kernel(), plan.promises().accuracy), ("sm90", Accuracy::Exact));
+    let lagging = vec![("lazy_rescale_log2".to_owned(), "8".to_owned())];
+    let error = backend.plan_fwd(&problem, &PlanOptions { tile: lagging, ..exact }).unwrap_err();
+    assert!(error.to_string().contains("accuracy exact is not kept"), "{error}");
+    let invariant = PlanOptions { batch_invariant: true, ..PlanOptions::default() };
+    let error = backend.plan_fwd(&problem, &invariant).unwrap_err();
+    assert!(error.to_string().contains("batch_invariant true is not kept"), "{error}");
+    let plan = backend.plan_fwd(&problem, &PlanOptions { allow_fallback: true, ..invariant }).unwrap();
+    assert_eq!(plan.kernel(), "simt");
 }

@@ -29,6 +29,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let backend = RocmBackend::pretend(arch)?;
     let plan = backend.plan_fwd(&problem.validate()?, &PlanOptions { tile, ..PlanOptions::default() })?;
     print!("{plan}");
-    std::fs::write(file, RocmBackend::code_object(&plan).ok_or("no code object")?)?;
+    std::fs::write(file, backend.code_object(&plan).ok_or("no code object")?)?;
     Ok(())
 }

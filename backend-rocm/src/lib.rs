@@ -23,10 +23,9 @@ use fmha_core::cache::{CompiledKernel, KernelJob};
 use fmha_core::source::KernelSource;
 use fmha_core::{
     Accuracy, AnyProblem, BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevSliceMut,
-    DeviceMemory, Error,
-    Explain, FmhaBackend, FwdArgs, FwdPlan, LaunchShape, MemorySpace, PlanOptions, PlanParts, Precompile,
-    Promises, Queues, Refusal, ResourceUsage, Result, Roofline, Step, Stream, ValidBwd, ValidCombine,
-    ValidFwd, Workspace,
+    DeviceMemory, Error, Explain, FmhaBackend, FwdArgs, FwdPlan, LaunchShape, MemorySpace, PlanOptions,
+    PlanParts, Precompile, Promises, Queues, Refusal, ResourceUsage, Result, Roofline, Step, Stream,
+    ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 
 pub use crate::arch::Arch;

@@ -103,7 +103,7 @@ fn spilled_on(arch: Arch) -> Vec<String> {
             continue;
         }
         let plan = planned.unwrap_or_else(|error| panic!("{arch:?} {name}: {error}"));
-        let resources = Resources::of(RocmBackend::code_object(&plan).unwrap()).unwrap();
+        let resources = Resources::of(backend.code_object(&plan).unwrap()).unwrap();
         if resources.vgpr_spills > 0 || resources.sgpr_spills > 0 {
             spilled.push(format!("{arch:?} {name}: {resources:?}"));
         }

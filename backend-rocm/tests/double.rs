@@ -100,7 +100,7 @@ fn a_call_a_stream_and_a_graph_give_the_same_bits() {
     let run = |o: &mut DevBuffer, stream: Stream| {
         backend.run_fwd(
             &plan,
-            &FwdArgs::new(dev_q.slice(), dev_k.slice(), dev_v.slice(), o.slice_mut()),
+            &mut FwdArgs::new(dev_q.slice(), dev_k.slice(), dev_v.slice(), o.slice_mut()),
             stream,
         )
     };
@@ -138,7 +138,7 @@ fn a_captured_graph_replays_with_the_lengths_of_the_moment() {
     problem.mask = "b".parse().unwrap();
     let problem = problem.validate().unwrap();
     let plan = backend.plan_fwd(&problem, &PlanOptions::default()).unwrap();
-    assert!(plan.promises.graph_capturable);
+    assert!(plan.promises().graph_capturable);
     let inputs = [(48 * 2 * 64, 1), (80 * 64, 2), (80 * 64, 3)];
     let [q, k, v] = inputs.map(|(elems, seed)| upload(&backend, &numbers(DType::Bf16, elems, seed)));
     let mut o = backend.memory().alloc(q.bytes()).unwrap();
@@ -150,7 +150,7 @@ fn a_captured_graph_replays_with_the_lengths_of_the_moment() {
     let run = |o: &mut DevBuffer, cu_q: &DevBuffer, cu_k: &DevBuffer, stream: Stream| {
         let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
         (args.seq.cu_seqlens_q, args.seq.cu_seqlens_k) = (Some(cu_q.slice()), Some(cu_k.slice()));
-        backend.run_fwd(&plan, &args, stream)
+        backend.run_fwd(&plan, &mut args, stream)
     };
     let stream = backend.create_stream().unwrap();
     let graph = backend.capture(stream, || run(&mut o, &cu_q, &cu_k, stream)).unwrap();
@@ -203,8 +203,8 @@ fn combine_agrees_with_the_reference_and_empty_parts_are_neutral() {
             let mut out = backend.memory().alloc(o[0].len() as u64).unwrap();
             let mut out_lse = backend.memory().alloc(120).unwrap();
             let plan = backend.plan_combine(&problem, &PlanOptions::default()).unwrap();
-            let args = CombineArgs { parts: &parts, o: out.slice_mut(), lse: Some(out_lse.slice_mut()) };
-            backend.run_combine(&plan, &args, Stream::DEFAULT).unwrap();
+            let mut args = CombineArgs { parts: &parts, o: out.slice_mut(), lse: Some(out_lse.slice_mut()) };
+            backend.run_combine(&plan, &mut args, Stream::DEFAULT).unwrap();
 
             let host: Vec<_> = o
                 .iter()
@@ -232,8 +232,8 @@ fn arguments_that_do_not_fit_are_refused_before_anything_runs() {
     let plan = backend.plan_fwd(&problem, &PlanOptions::default()).unwrap();
     let (small, enough) = (backend.memory().alloc(64).unwrap(), backend.memory().alloc(1 << 14).unwrap());
     let mut o = backend.memory().alloc(1 << 14).unwrap();
-    let args = FwdArgs::new(enough.slice(), small.slice(), enough.slice(), o.slice_mut());
-    let error = backend.run_fwd(&plan, &args, Stream::DEFAULT).unwrap_err().to_string();
+    let mut args = FwdArgs::new(enough.slice(), small.slice(), enough.slice(), o.slice_mut());
+    let error = backend.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap_err().to_string();
     assert!(error.contains("k has 64 bytes"), "{error}");
 }
 
@@ -278,9 +278,9 @@ fn workgroups_that_walk_over_tiles_write_the_bits_of_those_that_have_one() {
             if is_packed {
                 (args.seq.cu_seqlens_q, args.seq.cu_seqlens_k) = (Some(cu_q.slice()), Some(cu_k.slice()));
             }
-            backend.run_fwd(&plan, &args, Stream::DEFAULT).unwrap();
+            backend.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap();
             backend.memory().synchronize(Stream::DEFAULT).unwrap();
-            (plan.explain.launch.unwrap(), download(&backend, &o), download(&backend, &lse))
+            (plan.explain().launch.unwrap(), download(&backend, &o), download(&backend, &lse))
         };
         let (launch, o, lse) = run(&[("block_m", "64"), ("order", "single")]);
         assert_eq!((launch.groups, launch.tiles), (48, 48));

@@ -3,7 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use fmha_core::{
-    Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FmhaBackend, FwdProblem, PlanOptions, Strides, VLayout,
+    AnyProblem, Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FmhaBackend, FwdProblem, PlanOptions,
+    Strides, VLayout,
 };
 use fmha_rocm::RocmBackend;
 
@@ -18,12 +19,12 @@ fn bf16(dims: Dims) -> FwdProblem {
 /// What would be compiled.
 fn kernel(problem: &FwdProblem) -> String {
     let backend = RocmBackend::pretend("gfx942").unwrap();
-    let job = backend
+    let jobs = backend
         .precompiler()
         .unwrap()
-        .fwd_job(&problem.clone().validate().unwrap(), &PlanOptions::default())
+        .jobs(AnyProblem::Forward(&problem.clone().validate().unwrap()), &PlanOptions::default())
         .unwrap();
-    job.source.entry
+    jobs[0].source.entry.clone()
 }
 
 /// Name, problem.

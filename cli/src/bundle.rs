@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use clap::Args;
 use fmha::core::cache::{Bundle, CompiledKernel, KernelJob, Precompile, SourceKey, forward_table};
-use fmha::{Error, FmhaBackend, PlanOptions};
+use fmha::{AnyProblem, Error, FmhaBackend, PlanOptions};
 use rayon::prelude::*;
 
 use crate::Verdict;
@@ -95,12 +95,12 @@ impl BundleArgs {
         let mut seen = std::collections::BTreeSet::new();
         for entry in forward_table()?.iter().filter(|entry| self.wants(&entry.name)) {
             problems += 1;
-            match compiler.fwd_job(&entry.problem, &PlanOptions::default()) {
-                Ok(job) if seen.contains(&job.source.entry) => {}
-                Ok(job) => {
-                    seen.insert(job.source.entry.clone());
-                    kernels += 1;
-                    wanted.insert(job.key(), Wanted { compiler, job });
+            match compiler.jobs(AnyProblem::Forward(&entry.problem), &PlanOptions::default()) {
+                Ok(jobs) => {
+                    for job in jobs.into_iter().filter(|job| seen.insert(job.source.entry.clone())) {
+                        kernels += 1;
+                        wanted.insert(job.key(), Wanted { compiler, job });
+                    }
                 }
                 Err(Error::Unsupported { .. }) => refused += 1,
                 Err(other) => return Err(other.into()),

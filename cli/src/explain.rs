@@ -124,7 +124,7 @@ impl ExplainArgs {
 
 /// What a time can be modelled from: a slow kernel's has nothing to do with the device's peaks.
 fn modelled<P>(plan: &Plan<P>) -> Option<Explain> {
-    (!plan.is_fallback).then(|| plan.explain.clone())
+    (!plan.is_fallback()).then(|| plan.explain().clone())
 }
 
 fn roofline_json(roofline: &Roofline) -> Value {
@@ -137,18 +137,18 @@ fn roofline_json(roofline: &Roofline) -> Value {
 
 fn as_json<P: fmt::Debug>(plan: &Plan<P>) -> Value {
     let details: serde_json::Map<String, Value> =
-        plan.details.iter().map(|(name, value)| ((*name).to_owned(), value.as_str().into())).collect();
+        plan.details().iter().map(|(name, value)| ((*name).to_owned(), value.as_str().into())).collect();
     let refusals: Vec<_> =
-        plan.refusals.iter().map(|r| json!({ "kernel": r.kernel, "reason": r.reason })).collect();
+        plan.refusals().iter().map(|r| json!({ "kernel": r.kernel, "reason": r.reason })).collect();
     json!({
-        "backend": plan.backend,
-        "kernel": plan.kernel,
+        "backend": plan.backend(),
+        "kernel": plan.kernel(),
         "details": details,
         "refusals": refusals,
-        "is_fallback": plan.is_fallback,
-        "code": plan.explain.code,
-        "resources": plan.explain.resources,
-        "launch": plan.explain.launch.map(|launch| json!({
+        "is_fallback": plan.is_fallback(),
+        "code": plan.explain().code,
+        "resources": plan.explain().resources,
+        "launch": plan.explain().launch.map(|launch| json!({
             "groups": launch.groups,
             "threads": launch.threads,
             "shared_bytes": launch.shared_bytes,
@@ -156,9 +156,9 @@ fn as_json<P: fmt::Debug>(plan: &Plan<P>) -> Value {
             "tiles_at_once": launch.tiles_at_once,
             "waves": launch.waves(),
         })),
-        "workspace_bytes": plan.workspace_bytes,
-        "deterministic": plan.promises.deterministic,
-        "batch_invariant": plan.promises.batch_invariant,
-        "graph_capturable": plan.promises.graph_capturable,
+        "workspace_bytes": plan.workspace().bytes,
+        "deterministic": plan.promises().deterministic,
+        "batch_invariant": plan.promises().batch_invariant,
+        "graph_capturable": plan.promises().graph_capturable,
     })
 }

@@ -1,6 +1,6 @@
 //! One problem with its tensors on a backend: planned once, called many times, read back.
 
-use fmha::{BwdPlan, Error, FmhaBackend, FwdPlan, PlanOptions, ValidFwd};
+use fmha::{BwdPlan, Error, FmhaBackend, FwdPlan, PlanOptions, ValidFwd, Workspace};
 use fmha_conformance::execute::{CallTime, Resident};
 use fmha_conformance::init::Init;
 use fmha_conformance::tensor::{Operand, Operands, Room};
@@ -57,11 +57,11 @@ impl<'a> Job<'a> {
         let (call, resident) = match &setup.bwd {
             None => {
                 let plan = backend.plan_fwd(&valid, options)?;
-                there_is_room(&valid, 1, plan.workspace_bytes)?;
+                there_is_room(&valid, 1, plan.workspace())?;
                 let mut host = HostFwd::new(setup.fwd.clone(), &setup.lengths(), data)?;
                 host.dropout = setup.dropout;
                 overwrite(&mut host.operands, own);
-                let resident = Resident::place(backend, &host.operands, plan.workspace_bytes)?;
+                let resident = Resident::place(backend, &host.operands, plan.workspace())?;
                 (Call::Forward(Box::new(host), Box::new(plan)), resident)
             }
             Some(bwd) => {
@@ -69,12 +69,12 @@ impl<'a> Job<'a> {
                 // Makes O and LSE; which kernel does is not what was asked about.
                 let auxiliary = PlanOptions { allow_fallback: true, ..PlanOptions::default() };
                 let forward = backend.plan_fwd(&valid, &auxiliary)?;
-                let workspace_bytes = plan.workspace_bytes.max(forward.workspace_bytes);
-                there_is_room(&valid, 2, workspace_bytes)?;
+                let workspace = plan.workspace().max(forward.workspace());
+                there_is_room(&valid, 2, workspace)?;
                 let mut host = HostBwd::new(bwd.clone(), &setup.lengths(), data)?;
                 host.dropout = setup.dropout;
                 overwrite(&mut host.operands, own);
-                let mut resident = Resident::place(backend, &host.operands, workspace_bytes)?;
+                let mut resident = Resident::place(backend, &host.operands, workspace)?;
                 resident.run_fwd_of(&forward, &mut host)?;
                 (Call::Backward(Box::new(host), Box::new(plan)), resident)
             }
@@ -85,8 +85,8 @@ impl<'a> Job<'a> {
     /// The kernel's name.
     pub(super) fn kernel(&self) -> &str {
         match &self.call {
-            Call::Forward(_, plan) => &plan.kernel,
-            Call::Backward(_, plan) => &plan.kernel,
+            Call::Forward(_, plan) => plan.kernel(),
+            Call::Backward(_, plan) => plan.kernel(),
         }
     }
 
@@ -123,7 +123,7 @@ impl<'a> Job<'a> {
             (Call::Forward(host, _), "o") => (&host.operands, Operand::O, rows(fwd.shape_o(), fwd.o)),
             (Call::Forward(host, _), "lse") => (&host.operands, Operand::Lse, lse_shape(self.setup)),
             (Call::Backward(host, plan), name) => {
-                let bwd = &plan.problem;
+                let bwd = plan.problem();
                 let (operand, shape) = match name {
                     "dq" => (Operand::Dq, rows(fwd.shape_q(), bwd.dq)),
                     "dk" => (Operand::Dk, rows(fwd.shape_k(), bwd.dk)),
@@ -171,8 +171,8 @@ fn overwrite(operands: &mut Operands, own: Option<OwnData>) {
 
 /// Asks for the bytes of all tensors at once, and gives them back: what does not fit is an error
 /// here, with the number, and not an abort somewhere later. `copies` is 2 for gradients.
-fn there_is_room(valid: &ValidFwd, copies: u64, workspace_bytes: u64) -> Result<(), Failure> {
-    let mut bytes = u128::from(workspace_bytes);
+fn there_is_room(valid: &ValidFwd, copies: u64, workspace: Workspace) -> Result<(), Failure> {
+    let mut bytes = u128::from(workspace.bytes);
     for (strides, shape, dtype) in [
         (valid.q, valid.shape_q(), valid.dtype_qk),
         (valid.k, valid.shape_k(), valid.dtype_qk),

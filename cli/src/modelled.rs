@@ -217,7 +217,7 @@ fn part(problem: &ProblemArgs, setup: &Setup) -> ProblemArgs {
 
 /// Tiles of a launch: what the plan says, or else one a CTA.
 fn tiles(plan: &FwdPlan, launch: &Value) -> f64 {
-    let said = plan.details.iter().find(|(name, _)| *name == "tiles");
+    let said = plan.details().iter().find(|(name, _)| *name == "tiles");
     let number: Option<f64> = said.and_then(|(_, words)| words.split(' ').next()?.parse().ok());
     let ctas = || launch["grid"].as_array().into_iter().flatten().filter_map(Value::as_f64).product();
     number.unwrap_or_else(ctas).max(1.0)

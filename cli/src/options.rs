@@ -196,6 +196,7 @@ impl BackendArgs {
             kernel: self.kernel.clone(),
             tile: self.tile.clone(),
             allow_fallback: self.allow_fallback,
+            ..PlanOptions::default()
         }
     }
 }

@@ -4,7 +4,7 @@ use fmha::core::args::check_fwd;
 use fmha::core::seq::spans;
 use fmha::{
     Backend, DType, DevSlice, DevSliceMut, Dims, Error, FwdArgs, FwdProblem, MaskSpec, MemorySpace,
-    PlanOptions, Stream,
+    PlanOptions, Stream, Workspace,
 };
 
 const DIMS: Dims = Dims {
@@ -46,11 +46,11 @@ fn buffers_that_are_short_or_overlap_are_refused_and_nothing_is_written() {
     let q = vec![1.0f32; 128];
     let mut o = vec![7.0f32; 128];
 
-    let run = |args: &FwdArgs<'_>| match backend.run_fwd(&plan, args, Stream::DEFAULT) {
+    let run = |args: &mut FwdArgs<'_>| match backend.run_fwd(&plan, args, Stream::DEFAULT) {
         Err(Error::Problem(error)) => error,
         other => panic!("{other:?}"),
     };
-    let short = run(&FwdArgs::new(
+    let short = run(&mut FwdArgs::new(
         DevSlice::host(&q),
         DevSlice::host(&q[..100]),
         DevSlice::host(&q),
@@ -64,7 +64,7 @@ fn buffers_that_are_short_or_overlap_are_refused_and_nothing_is_written() {
     let overlapping = {
         // SAFETY: host memory of `o`, which lives; the call is refused before it touches it.
         let same = unsafe { DevSlice::from_raw(MemorySpace::Host, o.as_ptr().cast(), 512) };
-        run(&FwdArgs::new(same, DevSlice::host(&q), DevSlice::host(&q), DevSliceMut::host(&mut o)))
+        run(&mut FwdArgs::new(same, DevSlice::host(&q), DevSlice::host(&q), DevSliceMut::host(&mut o)))
     };
     assert_eq!(overlapping.field, "o");
     assert!(
@@ -75,7 +75,7 @@ fn buffers_that_are_short_or_overlap_are_refused_and_nothing_is_written() {
     // SAFETY: never read: the space is not the backend's.
     let elsewhere = unsafe { DevSlice::from_raw(MemorySpace::Device, q.as_ptr().cast(), 512) };
     let elsewhere =
-        run(&FwdArgs::new(DevSlice::host(&q), elsewhere, DevSlice::host(&q), DevSliceMut::host(&mut o)));
+        run(&mut FwdArgs::new(DevSlice::host(&q), elsewhere, DevSlice::host(&q), DevSliceMut::host(&mut o)));
     assert_eq!(elsewhere.text, "k is in Device memory, not in Host memory");
     assert!(o.iter().all(|&o| o == 7.0));
 }
@@ -88,12 +88,13 @@ fn operands_are_there_iff_the_problem_has_them() {
     let mut o = vec![0.0f32; 128];
     let args =
         FwdArgs::new(DevSlice::host(&q), DevSlice::host(&q), DevSlice::host(&q), DevSliceMut::host(&mut o));
-    let missing = check_fwd(&with_lse, &args, MemorySpace::Host).unwrap_err();
-    assert_eq!(missing.text, "lse is missing: the problem has it");
+    let missing = check_fwd(&with_lse, &args, Workspace::NONE, MemorySpace::Host).unwrap_err();
+    assert_eq!(missing.text, "lse is missing: 32 bytes are wanted");
     let sinks = [0.0f32; 2];
     let mut args = args;
     args.score.sink = Some(DevSlice::host(&sinks));
-    let unwanted = check_fwd(&base.validate().unwrap(), &args, MemorySpace::Host).unwrap_err();
+    let unwanted =
+        check_fwd(&base.validate().unwrap(), &args, Workspace::NONE, MemorySpace::Host).unwrap_err();
     assert_eq!(unwanted.text, "sink is given, but the problem has none");
 }
 

@@ -4,8 +4,8 @@
 
 use fmha_core::args::{check_bwd, check_fwd};
 use fmha_core::{
-    BwdArgs, BwdProblem, DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, MemorySpace, ScoreArgs,
-    SeqArgs, Strides,
+    Bias, BwdArgs, BwdProblem, DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, MemorySpace,
+    ScoreArgs, SeqArgs, Strides, Workspace,
 };
 
 const DIMS: Dims = Dims {
@@ -35,13 +35,13 @@ fn args() -> FwdArgs<'static> {
 
 fn refusal(problem: FwdProblem, args: &FwdArgs<'_>) -> String {
     let problem = problem.validate().unwrap();
-    check_fwd(&problem, args, MemorySpace::Host).unwrap_err().text
+    check_fwd(&problem, args, Workspace::NONE, MemorySpace::Host).unwrap_err().text
 }
 
 #[test]
 fn arguments_that_fit_pass() {
     let problem = FwdProblem::batch(DType::F32, DIMS).validate().unwrap();
-    check_fwd(&problem, &args(), MemorySpace::Host).unwrap();
+    check_fwd(&problem, &args(), Workspace::NONE, MemorySpace::Host).unwrap();
 }
 
 #[test]
@@ -52,24 +52,24 @@ fn short_misplaced_missing_and_superfluous_arguments_are_named() {
     let odd = FwdArgs { v: input(0x30002, 160), ..args() };
     assert_eq!(
         refusal(problem.clone(), &odd),
-        "v starts at 0x30002, which is no multiple of its element's 4 bytes"
+        "v starts at 0x30002, which is no multiple of the 4 bytes that it is aligned to"
     );
     let superfluous = FwdArgs { lse: Some(output(0x50000, 24)), ..args() };
     assert_eq!(refusal(problem.clone(), &superfluous), "lse is given, but the problem has none");
 
     let mut with_lse = problem.clone();
     with_lse.write_lse = true;
-    assert_eq!(refusal(with_lse.clone(), &args()), "lse is missing: the problem has it");
+    assert_eq!(refusal(with_lse.clone(), &args()), "lse is missing: 96 bytes are wanted");
     assert_eq!(
         refusal(with_lse, &FwdArgs { lse: Some(output(0x50000, 23)), ..args() }),
         "lse has 92 bytes, but its extents and strides reach 96"
     );
     let mut group = FwdProblem::group(DType::F32, DIMS, 6, 10);
     group.seqused_k = true;
-    assert_eq!(refusal(group, &args()), "cu_seqlens_q is missing: the problem has it");
+    assert_eq!(refusal(group, &args()), "cu_seqlens_q is missing: 12 bytes are wanted");
 
     let problem = problem.validate().unwrap();
-    let elsewhere = check_fwd(&problem, &args(), MemorySpace::Device).unwrap_err();
+    let elsewhere = check_fwd(&problem, &args(), Workspace::NONE, MemorySpace::Device).unwrap_err();
     assert_eq!(
         (elsewhere.field, elsewhere.text.as_str()),
         ("q", "q is in Host memory, not in Device memory")
@@ -109,7 +109,7 @@ fn packed_gradients(offset_dv: usize) -> Result<(), fmha_core::ProblemError> {
         score: ScoreArgs::default(),
         workspace: None,
     };
-    check_bwd(&problem.validate().unwrap(), &args, MemorySpace::Host)
+    check_bwd(&problem.validate().unwrap(), &args, Workspace::NONE, MemorySpace::Host)
 }
 
 #[test]
@@ -118,4 +118,59 @@ fn gradients_may_interleave_in_one_packed_buffer_but_not_collide() {
     let collision = packed_gradients(63 * 4).unwrap_err();
     assert_eq!(collision.field, "dk");
     assert!(collision.text.contains("overlaps dv"), "{collision}");
+}
+
+#[test]
+fn every_argument_is_aligned_to_its_elements() {
+    let mut problem = FwdProblem::group(DType::F32, DIMS, 6, 10);
+    problem.sink = true;
+    problem.write_lse = true;
+    problem.seqused_q = true;
+    problem.bias = Bias::Alibi { per_batch: false };
+    let problem = problem.validate().unwrap();
+    let workspace = Workspace { bytes: 512, zeroed_bytes: 4 };
+    let fitting = || {
+        let mut args = args();
+        args.lse = Some(output(0x50000, 24));
+        args.seq.cu_seqlens_q = Some(input(0x60000, 3));
+        args.seq.cu_seqlens_k = Some(input(0x61000, 3));
+        args.seq.seqused_q = Some(input(0x62000, 2));
+        args.score.sink = Some(input(0x63000, 4));
+        args.score.alibi_slopes = Some(input(0x64000, 4));
+        args.workspace = Some(output(0x65000, 128));
+        args
+    };
+    let check = |args: &FwdArgs<'_>| check_fwd(&problem, args, workspace, MemorySpace::Host);
+    assert_eq!(check(&fitting()), Ok(()));
+    type Crook = fn(&mut FwdArgs<'static>);
+    let crooked: [(&str, Crook); 7] = [
+        ("lse", |args| args.lse = Some(output(0x50001, 24))),
+        ("cu_seqlens_q", |args| args.seq.cu_seqlens_q = Some(input(0x60002, 3))),
+        ("cu_seqlens_k", |args| args.seq.cu_seqlens_k = Some(input(0x61003, 3))),
+        ("seqused_q", |args| args.seq.seqused_q = Some(input(0x62001, 2))),
+        ("sink", |args| args.score.sink = Some(input(0x63002, 4))),
+        ("alibi_slopes", |args| args.score.alibi_slopes = Some(input(0x64002, 4))),
+        ("workspace", |args| args.workspace = Some(output(0x65080, 128))),
+    ];
+    for (name, crook) in crooked {
+        let mut args = fitting();
+        crook(&mut args);
+        let error = check(&args).unwrap_err();
+        assert_eq!(error.field, name);
+        assert!(error.text.contains("is aligned to"), "{error}");
+    }
+}
+
+#[test]
+fn a_workspace_is_there_where_it_is_wanted_and_shares_no_byte() {
+    let problem = FwdProblem::batch(DType::F32, DIMS).validate().unwrap();
+    let check = |args: &FwdArgs<'_>, wanted| check_fwd(&problem, args, wanted, MemorySpace::Host);
+    let wanted = Workspace::zeroed(256);
+    assert_eq!(check(&args(), wanted).unwrap_err().text, "workspace is missing: 256 bytes are wanted");
+    let short = FwdArgs { workspace: Some(output(0x50000, 63)), ..args() };
+    assert_eq!(check(&short, wanted).unwrap_err().field, "workspace");
+    let over_q = FwdArgs { workspace: Some(output(0x10000, 64)), ..args() };
+    assert!(check(&over_q, wanted).unwrap_err().text.contains("overlaps"));
+    // One allocation serves plans with and without.
+    assert_eq!(check(&over_q, Workspace::NONE), Ok(()));
 }

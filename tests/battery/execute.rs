@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use fmha_core::{
     BwdArgs, BwdPlan, CombineArgs, CombinePlan, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, DropoutSeed,
-    Error, FmhaBackend, FwdArgs, FwdPlan, MemorySpace, PartialResult, Queues, Result, Stream,
+    Error, FmhaBackend, FwdArgs, FwdPlan, MemorySpace, PartialResult, Queues, Result, Stream, Workspace,
 };
 
 use crate::tensor::{Operand, Operands, Tensor};
@@ -18,7 +18,7 @@ use crate::tensors::{HostBwd, HostCombine, HostFwd, score_of, seq_of};
 /// What the backend said.
 pub fn run_fwd(backend: &dyn FmhaBackend, plan: &FwdPlan, host: &mut HostFwd) -> Result<()> {
     let _turn = turn(backend);
-    let mut resident = Resident::place(backend, &host.operands, plan.workspace_bytes)?;
+    let mut resident = Resident::place(backend, &host.operands, plan.workspace())?;
     resident.run_fwd(plan, host)?;
     resident.read_back(&mut host.operands)
 }
@@ -29,7 +29,7 @@ pub fn run_fwd(backend: &dyn FmhaBackend, plan: &FwdPlan, host: &mut HostFwd) ->
 /// What the backend said.
 pub fn run_bwd(backend: &dyn FmhaBackend, plan: &BwdPlan, host: &mut HostBwd) -> Result<()> {
     let _turn = turn(backend);
-    let mut resident = Resident::place(backend, &host.operands, plan.workspace_bytes)?;
+    let mut resident = Resident::place(backend, &host.operands, plan.workspace())?;
     resident.run_bwd(plan, host)?;
     resident.read_back(&mut host.operands)
 }
@@ -41,7 +41,7 @@ pub fn run_bwd(backend: &dyn FmhaBackend, plan: &BwdPlan, host: &mut HostBwd) ->
 pub fn run_combine(backend: &dyn FmhaBackend, plan: &CombinePlan, host: &mut HostCombine) -> Result<()> {
     let _turn = turn(backend);
     let num_parts = host.problem.num_parts;
-    let mut resident = Resident::place(backend, &host.operands, plan.workspace_bytes)?;
+    let mut resident = Resident::place(backend, &host.operands, plan.workspace())?;
     resident.call(&mut host.operands, &[Operand::O, Operand::Lse], |mut views| {
         let parts = (0..num_parts)
             .map(|part| {
@@ -49,12 +49,12 @@ pub fn run_combine(backend: &dyn FmhaBackend, plan: &CombinePlan, host: &mut Hos
                 Ok(PartialResult { o, lse })
             })
             .collect::<Result<Vec<_>>>()?;
-        let args = CombineArgs {
+        let mut args = CombineArgs {
             parts: &parts,
             o: views.output(Operand::O)?,
             lse: views.outputs.remove(&Operand::Lse),
         };
-        backend.run_combine(plan, &args, Stream::DEFAULT)
+        backend.run_combine(plan, &mut args, Stream::DEFAULT)
     })?;
     backend.memory().synchronize(Stream::DEFAULT)?;
     resident.read_back(&mut host.operands)
@@ -73,7 +73,7 @@ pub fn replay_fwd(
     then: &mut HostFwd,
 ) -> Result<()> {
     let _turn = turn(backend);
-    let mut resident = Resident::place(backend, &first.operands, plan.workspace_bytes)?;
+    let mut resident = Resident::place(backend, &first.operands, plan.workspace())?;
     let stream = queues.create_stream()?;
     let mut replay = || {
         let dropout = first.dropout;
@@ -111,13 +111,13 @@ pub struct Resident<'a> {
 }
 
 impl<'a> Resident<'a> {
-    /// Places the operands as they are now, and scratch for plans of so many bytes at most.
+    /// Places the operands as they are now, and scratch for plans that want no more.
     ///
     /// # Errors
     /// What the backend's memory said.
-    pub fn place(backend: &'a dyn FmhaBackend, operands: &Operands, workspace_bytes: u64) -> Result<Self> {
+    pub fn place(backend: &'a dyn FmhaBackend, operands: &Operands, workspace: Workspace) -> Result<Self> {
         let memory = backend.memory();
-        let workspace = memory.workspace(workspace_bytes)?;
+        let workspace = memory.workspace(workspace)?;
         let mut buffers = BTreeMap::new();
         if memory.space() == MemorySpace::Device {
             for (&operand, tensor) in &operands.0 {
@@ -165,9 +165,9 @@ impl<'a> Resident<'a> {
         stream: Stream,
     ) -> Result<()> {
         let backend = self.backend;
-        let scratch = plan.workspace_bytes > 0;
+        let scratch = plan.workspace().bytes > 0;
         self.call(operands, &[Operand::O, Operand::Lse, Operand::KeepMask], |mut views| {
-            let args = FwdArgs {
+            let mut args = FwdArgs {
                 q: views.input(Operand::Q)?,
                 k: views.input(Operand::K)?,
                 v: views.input(Operand::V)?,
@@ -179,7 +179,7 @@ impl<'a> Resident<'a> {
                 keep_mask: views.outputs.remove(&Operand::KeepMask),
                 workspace: views.workspace.filter(|_| scratch),
             };
-            backend.run_fwd(plan, &args, stream)
+            backend.run_fwd(plan, &mut args, stream)
         })
     }
 
@@ -193,10 +193,10 @@ impl<'a> Resident<'a> {
 
     fn backward(&mut self, plan: &BwdPlan, host: &mut HostBwd) -> Result<()> {
         let (backend, dropout) = (self.backend, host.dropout);
-        let scratch = plan.workspace_bytes > 0;
+        let scratch = plan.workspace().bytes > 0;
         let outputs = [Operand::Dq, Operand::Dk, Operand::Dv, Operand::Dbias, Operand::Dsink];
         self.call(&mut host.operands, &outputs, |mut views| {
-            let args = BwdArgs {
+            let mut args = BwdArgs {
                 q: views.input(Operand::Q)?,
                 k: views.input(Operand::K)?,
                 v: views.input(Operand::V)?,
@@ -213,7 +213,7 @@ impl<'a> Resident<'a> {
                 score: score_of(dropout, |operand| views.get(operand)),
                 workspace: views.workspace.filter(|_| scratch),
             };
-            backend.run_bwd(plan, &args, Stream::DEFAULT)
+            backend.run_bwd(plan, &mut args, Stream::DEFAULT)
         })
     }
 

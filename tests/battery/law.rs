@@ -67,8 +67,8 @@ impl Law {
         let mut b = self.other(&a)?;
         let plan_b = run(backend, &options.plan, &mut b)?;
         let promised = match self.kind {
-            LawKind::Twice => plan_a.promises.deterministic,
-            LawKind::PermutedBatch => plan_a.promises.batch_invariant,
+            LawKind::Twice => plan_a.promises().deterministic,
+            LawKind::PermutedBatch => plan_a.promises().batch_invariant,
             LawKind::WideWindowIsNone => false,
             _ => true,
         };
@@ -159,7 +159,7 @@ fn contiguous(problem: &mut FwdProblem) {
 }
 
 fn same_tile(a: &FwdPlan, b: &FwdPlan) -> bool {
-    a.kernel == b.kernel && a.details == b.details
+    a.kernel() == b.kernel() && a.details() == b.details()
 }
 
 type Source = (u32, u32, u32);
@@ -225,7 +225,7 @@ fn recorded(backend: &dyn FmhaBackend, options: &Options, forward: &Forward) -> 
     let mut fresh = HostFwd::new(problem.clone(), lengths, *data)?;
     let plan = run(backend, &options.plan, &mut fresh)?;
     let mut verdict = check_fwd(&fresh, &Selection::default(), &|_, _| ())?;
-    let Some(queues) = backend.queues().filter(|_| plan.promises.graph_capturable) else {
+    let Some(queues) = backend.queues().filter(|_| plan.promises().graph_capturable) else {
         verdict.note = Some("one call within the bound: nothing here can be recorded");
         return Ok(verdict);
     };

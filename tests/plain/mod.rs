@@ -6,19 +6,18 @@ mod fault;
 mod forward;
 mod score;
 
-use std::sync::Arc;
-
 use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::{
-    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, Error,
-    Explain, FmhaBackend, FwdArgs, FwdPlan, MemorySpace, Plan, PlanOptions, Promises, Result, Stream,
-    Strides, ValidBwd, ValidCombine, ValidFwd,
+    Accuracy, BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevBuffer, DevSlice, DevSliceMut,
+    DeviceMemory, Error, FmhaBackend, FwdArgs, FwdPlan, MemorySpace, Plan, PlanOptions, PlanParts, Promises,
+    Result, Stream, Strides, ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 
 pub(crate) use fault::Fault;
 
 /// The backend.
 pub(crate) struct Plain {
+    id: BackendId,
     fault: Option<Fault>,
     memory: Memory,
 }
@@ -26,22 +25,27 @@ pub(crate) struct Plain {
 impl Plain {
     /// Sound, or with one fault. In [`MemorySpace::Device`] it pretends that its memory is a device's.
     pub(crate) fn new(fault: Option<Fault>, space: MemorySpace) -> Self {
-        Self { fault, memory: Memory(space) }
+        Self { id: BackendId::unique(), fault, memory: Memory(space) }
     }
 
     fn plan<P>(&self, problem: P) -> Plan<P> {
-        Plan {
+        let parts = PlanParts {
             problem,
             backend: "plain".into(),
             kernel: "plain".into(),
             details: vec![],
-            explain: Explain::default(),
+            steps: vec![],
             refusals: vec![],
             is_fallback: false,
-            workspace_bytes: 0,
-            promises: Promises { deterministic: true, batch_invariant: true, graph_capturable: false },
-            handle: Arc::new(()),
-        }
+            workspace: Workspace::NONE,
+            promises: Promises {
+                deterministic: true,
+                batch_invariant: true,
+                graph_capturable: false,
+                accuracy: Accuracy::Exact,
+            },
+        };
+        parts.seal(&self.id, ())
     }
 }
 
@@ -66,27 +70,27 @@ impl FmhaBackend for Plain {
         Ok(self.plan(problem.clone()))
     }
 
-    fn run_fwd(&self, plan: &FwdPlan, args: &FwdArgs<'_>, _: Stream) -> Result<()> {
-        check_fwd(&plan.problem, args, self.memory.0)?;
-        Ok(forward::run(&plan.problem, args, self.fault)?)
+    fn run_fwd(&self, plan: &FwdPlan, args: &mut FwdArgs<'_>, _: Stream) -> Result<()> {
+        check_fwd(plan.problem(), args, plan.workspace(), self.memory.0)?;
+        Ok(forward::run(plan.problem(), args, self.fault)?)
     }
 
     fn plan_bwd(&self, problem: &ValidBwd, _: &PlanOptions) -> Result<BwdPlan> {
         Ok(self.plan(problem.clone()))
     }
 
-    fn run_bwd(&self, plan: &BwdPlan, args: &BwdArgs<'_>, _: Stream) -> Result<()> {
-        check_bwd(&plan.problem, args, self.memory.0)?;
-        Ok(backward::run(&plan.problem, args, self.fault)?)
+    fn run_bwd(&self, plan: &BwdPlan, args: &mut BwdArgs<'_>, _: Stream) -> Result<()> {
+        check_bwd(plan.problem(), args, plan.workspace(), self.memory.0)?;
+        Ok(backward::run(plan.problem(), args, self.fault)?)
     }
 
     fn plan_combine(&self, problem: &ValidCombine, _: &PlanOptions) -> Result<CombinePlan> {
         Ok(self.plan(problem.clone()))
     }
 
-    fn run_combine(&self, plan: &CombinePlan, args: &CombineArgs<'_>, _: Stream) -> Result<()> {
-        check_combine(&plan.problem, args, self.memory.0)?;
-        combine(&plan.problem, args, self.fault);
+    fn run_combine(&self, plan: &CombinePlan, args: &mut CombineArgs<'_>, _: Stream) -> Result<()> {
+        check_combine(plan.problem(), args, self.memory.0)?;
+        combine(plan.problem(), args, self.fault);
         Ok(())
     }
 }

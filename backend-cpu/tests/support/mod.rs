@@ -217,7 +217,7 @@ pub fn run_fwd(backend: &dyn FmhaBackend, inputs: &Inputs, options: &PlanOptions
     let mut o = Tensor::poisoned(problem.dtype_o, problem.o, problem.shape_o());
     let mut lse = vec![f32::NAN; problem.lse_elems() as usize];
     let mut keep = vec![9; problem.keep_mask_bytes() as usize];
-    let args = FwdArgs {
+    let mut args = FwdArgs {
         lse: problem.write_lse.then(|| DevSliceMut::host(&mut lse)),
         keep_mask: problem.write_keep_mask.then(|| DevSliceMut::host(&mut keep)),
         seq: inputs.seq(),
@@ -225,7 +225,7 @@ pub fn run_fwd(backend: &dyn FmhaBackend, inputs: &Inputs, options: &PlanOptions
         scale_o: problem.scale_o.then(|| DevSlice::host(&inputs.scale_o)),
         ..FwdArgs::new(inputs.q.slice(), inputs.k.slice(), inputs.v.slice(), o.slice_mut())
     };
-    backend.run_fwd(&plan, &args, Stream::DEFAULT).unwrap();
+    backend.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap();
     Outputs { o, lse, keep }
 }
 
@@ -338,7 +338,7 @@ pub fn run_bwd(
         _ => None,
     };
     let mut dsink = vec![f32::NAN; dims.num_heads_q as usize];
-    let args = BwdArgs {
+    let mut args = BwdArgs {
         q: inputs.q.slice(),
         k: inputs.k.slice(),
         v: inputs.v.slice(),
@@ -356,7 +356,7 @@ pub fn run_bwd(
         workspace: None,
     };
     let plan = backend.plan_bwd(&valid, &PlanOptions::default()).unwrap();
-    backend.run_bwd(&plan, &args, Stream::DEFAULT).unwrap();
+    backend.run_bwd(&plan, &mut args, Stream::DEFAULT).unwrap();
     let wanted = check.map(|what| {
         let exact = reference::backward(&valid, &args, Precision::Exact).unwrap();
         let same = reference::backward(&valid, &args, Precision::AsInput).unwrap();

@@ -282,9 +282,8 @@ pub(crate) fn select<K: Named>(
                 .push(Refusal::new(kernel.name(), "it is the slow fallback, and allow_fallback is false"));
             continue;
         }
-        let kept = |choice: Choice<K>| {
-            options.check_promises(kernel.name(), &choice.promises).map(|()| choice)
-        };
+        let kept =
+            |choice: Choice<K>| options.check_promises(kernel.name(), &choice.promises).map(|()| choice);
         match choose(kernel).and_then(kept) {
             Ok(choice) => return Ok((choice, refusals)),
             Err(refusal) => refusals.push(refusal),

@@ -72,8 +72,8 @@ pub(crate) fn row(arch: Arch, dtype: DType, head_dim: u32, mask: &str, order: &s
     let options =
         PlanOptions { tile: vec![("order".to_owned(), order.to_owned())], ..PlanOptions::default() };
     let plan = backend.plan_fwd(&problem.validate().unwrap(), &options).unwrap();
-    let code = RocmBackend::code_object(&plan).unwrap();
-    let waves = u64::from(plan.explain.launch.unwrap().threads / 64);
+    let code = backend.code_object(&plan).unwrap();
+    let waves = u64::from(plan.explain().launch.unwrap().threads / 64);
     let found = Resources::of(code).unwrap();
     let file = scratch(arch, "co");
     std::fs::write(&file, code).unwrap();

@@ -164,7 +164,7 @@ impl FmhaCall {
         space: MemorySpace,
         workspace: Option<&'a DevBuffer>,
     ) -> Result<FwdArgs<'a>> {
-        let problem = &plan.problem;
+        let problem = plan.problem();
         let tensor = |name, tensor: &FmhaTensor, planned: Strides, shape: Shape, dtype: DType| {
             same_strides(name, strides(tensor), planned)?;
             let bytes = ValidFwd::extent_bytes(planned, shape, dtype);

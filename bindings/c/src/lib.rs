@@ -31,7 +31,7 @@ impl FmhaPlan {
         // SAFETY: passed on.
         let problem = unsafe { call.problem(backend)? };
         let plan = backend.plan_fwd(&problem, &PlanOptions::default())?;
-        let workspace = backend.memory().workspace(plan.workspace_bytes)?;
+        let workspace = backend.memory().workspace(plan.workspace())?;
         Ok(Self { plan, workspace })
     }
 
@@ -40,8 +40,8 @@ impl FmhaPlan {
     unsafe fn run(&self, backend: &dyn FmhaBackend, call: &FmhaCall) -> Result<()> {
         let space = backend.memory().space();
         // SAFETY: passed on.
-        let args = unsafe { call.args(&self.plan, space, self.workspace.as_ref())? };
-        backend.run_fwd(&self.plan, &args, call.queue())
+        let mut args = unsafe { call.args(&self.plan, space, self.workspace.as_ref())? };
+        backend.run_fwd(&self.plan, &mut args, call.queue())
     }
 }
 

@@ -105,7 +105,6 @@ pub fn check_combine(
     operands.disjoint()
 }
 
-
 /// An argument, whichever its direction.
 #[derive(Clone, Copy)]
 struct Access {
@@ -223,11 +222,7 @@ impl Operands {
     }
 
     /// Scratch, there if the plan needs some.
-    fn workspace(
-        &mut self,
-        given: Option<&DevSliceMut<'_>>,
-        wanted: Workspace,
-    ) -> Result<(), ProblemError> {
+    fn workspace(&mut self, given: Option<&DevSliceMut<'_>>, wanted: Workspace) -> Result<(), ProblemError> {
         let needed = wanted.bytes > 0;
         // One allocation may serve plans with and without.
         let access = given.map(Access::out).filter(|_| needed);
@@ -244,7 +239,9 @@ impl Operands {
     ) -> Result<(), ProblemError> {
         match access {
             Some(access) if wanted => self.push(name, access, bytes, align, None),
-            None if wanted => Err(ProblemError::new(name, format!("{name} is missing: {bytes} bytes are wanted"))),
+            None if wanted => {
+                Err(ProblemError::new(name, format!("{name} is missing: {bytes} bytes are wanted")))
+            }
             Some(_) => Err(ProblemError::new(name, format!("{name} is given, but the problem has none"))),
             None => Ok(()),
         }

@@ -59,10 +59,7 @@ impl Workspace {
     /// Enough for either.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
-        Self {
-            bytes: self.bytes.max(other.bytes),
-            zeroed_bytes: self.zeroed_bytes.max(other.zeroed_bytes),
-        }
+        Self { bytes: self.bytes.max(other.bytes), zeroed_bytes: self.zeroed_bytes.max(other.zeroed_bytes) }
     }
 }
 

@@ -265,7 +265,11 @@ fn run(backend: &dyn FmhaBackend, call: &Call) -> Result<Ran, String> {
     let plan = backend.plan_fwd(&host.problem, &options).map_err(|error| error.to_string())?;
     run_fwd(backend, &plan, &mut host).map_err(|error| error.to_string())?;
     let faults = intact_fwd(&host);
-    if faults.is_empty() { Ok(Ran { host, kernel: plan.kernel, asked }) } else { Err(faults.join("; ")) }
+    if faults.is_empty() {
+        Ok(Ran { host, kernel: plan.kernel().to_owned(), asked })
+    } else {
+        Err(faults.join("; "))
+    }
 }
 
 /// (sequence, head, row, dim) of the elements of O that are kept.
