@@ -43,6 +43,9 @@ abi_spec! {
         pub pack_gqa: bool,
         /// O is stored 16 bytes at a time; else element by element.
         pub vector_store: bool,
+        /// 0: TMA loads. Else two warps copy so many bytes at a time, which divide every stride and address of Q, K
+        /// and V: 16, 8, 4, or 2 (element by element). 16-bit types with a row-major V.
+        pub copy_bytes: i32,
         /// CTAs whose tensor cores compute as one: 1.
         pub cluster: i32,
         /// The CTAs of a cluster have neighbouring heads of a kv head's group; else neighbouring query rows.
@@ -196,16 +199,27 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             return refuse(format!("{field} {length} is not below 2^29"));
         }
     }
-    for (name, axis, stride) in sm90::strides(problem) {
-        let size = if name == "v" { v } else { qk }.size_bytes() as i64;
-        if stride % (16 / size) != 0 || stride >= (1 << 40) / size {
-            return refuse(format!(
-                "{name}.{axis} stride {stride} is not a multiple of {} below 2^40 bytes, as TMA needs",
-                16 / size
-            ));
-        }
+    if let (Some((name, axis, stride, multiple)), false) = (odd_stride(problem), can_copy(problem)) {
+        return refuse(format!(
+            "{name}.{axis} stride {stride} is not a multiple of {multiple} below 2^40 bytes, as TMA needs, which alone \
+             loads FP8 and a column-major V"
+        ));
     }
     Ok(())
+}
+
+/// The first stride that TMA does not take, and what it would have to be a multiple of.
+fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64, i64)> {
+    sm90::strides(problem).find_map(|(name, axis, stride)| {
+        let size = if name == "v" { problem.dtype_v } else { problem.dtype_qk }.size_bytes() as i64;
+        let odd = stride % (16 / size) != 0 || stride >= (1 << 40) / size;
+        odd.then_some((name, axis, stride, 16 / size))
+    })
+}
+
+/// Whether threads can load what TMA does not.
+fn can_copy(problem: &FwdProblem) -> bool {
+    problem.v_layout == VLayout::RowMajor && !problem.dtype_qk.is_fp8()
 }
 
 /// The tile for a problem that the kernel [`accepts`], on one of [`ARCHS`].
@@ -234,6 +248,9 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
         tile.stages = most_stages(&spec, &tile);
     }
 
+    if odd_stride(problem).is_some() {
+        tile.copy_bytes = sm90::copy_bytes(problem);
+    }
     let (strides, shape) = (problem.o, problem.shape_o());
     let elems = 16 / problem.dtype_o.size_bytes() as i64;
     let whole = |stride: i64, extent: u32| extent <= 1 || stride % elems == 0;
@@ -269,6 +286,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
         exp2_polynomial_pairs: 0,
         pack_gqa: false,
         vector_store: spec.head_dim_v % 8 == 0,
+        copy_bytes: 0,
         cluster: 1,
         cluster_heads: false,
         dependent_launch: true,

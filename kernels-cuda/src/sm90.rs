@@ -234,7 +234,7 @@ fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64)>
 
 /// [`Sm90Tile::copy_bytes`] for a problem: 0 where TMA takes its strides, else the most bytes
 /// that divide every one.
-fn copy_bytes(problem: &FwdProblem) -> i32 {
+pub(crate) fn copy_bytes(problem: &FwdProblem) -> i32 {
     if odd_stride(problem).is_none() {
         return 0;
     }

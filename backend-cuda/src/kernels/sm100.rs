@@ -92,21 +92,26 @@ impl FwdRecipe for Sm100 {
     }
 
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
-        let stores_vectors = self.chosen.is_some_and(|(tile, _)| tile.vector_store);
+        let tile = self.chosen.map(|(tile, _)| tile);
+        let stores_vectors = tile.is_some_and(|tile| tile.vector_store);
+        let loads = match tile {
+            Some(tile) if tile.copy_bytes > 0 => u64::from(tile.copy_bytes.unsigned_abs()),
+            _ => ALIGN,
+        };
         let args = call.args;
         // A tensor without rows may lie anywhere.
         let has_keys = call.problem.shape_k().seq > 0;
-        for (name, address, matters) in [
-            ("q", args.q.as_ptr() as u64, true),
-            ("k", args.k.as_ptr() as u64, has_keys),
-            ("v", args.v.as_ptr() as u64, has_keys),
-            ("o", args.o.as_mut_ptr() as u64, stores_vectors),
+        for (name, address, align, matters) in [
+            ("q", args.q.as_ptr() as u64, loads, true),
+            ("k", args.k.as_ptr() as u64, loads, has_keys),
+            ("v", args.v.as_ptr() as u64, loads, has_keys),
+            ("o", args.o.as_mut_ptr() as u64, ALIGN, stores_vectors),
         ] {
-            if matters && !address.is_multiple_of(ALIGN) {
+            if matters && !address.is_multiple_of(align) {
                 return Err(ProblemError::new(
                     name,
                     format!(
-                        "{name} starts at {address:#x}, which is no multiple of the {ALIGN} bytes that kernel sm100 needs"
+                        "{name} starts at {address:#x}, which is no multiple of the {align} bytes that kernel sm100 needs"
                     ),
                 ));
             }
@@ -119,7 +124,8 @@ impl FwdRecipe for Sm100 {
         let Some((tile, mut schedule)) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm100 has 0 tiles chosen").into());
         };
-        let mut maps = Maps::of(call, &boxes(call.problem, &tile))?;
+        let mut maps =
+            if tile.copy_bytes > 0 { Maps::UNREAD } else { Maps::of(call, &boxes(call.problem, &tile))? };
         let mut params = bind::fwd_params(call.problem, call.args);
         let mut arguments = [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
         // SAFETY: the kernel takes FwdParams, Maps and TileSchedule; `check_fwd` saw that the memory
@@ -147,6 +153,7 @@ fn schedule_words(tile: &Sm100Tile) -> String {
         (tile.exp2_polynomial_pairs > 0)
             .then(|| format!("{} of 16 exponentials by a polynomial", tile.exp2_polynomial_pairs)),
     );
+    words.extend((tile.copy_bytes > 0).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
     words.extend(tile.dependent_launch.then(|| "starts while the grid before ends".to_owned()));
     words.join(", ")

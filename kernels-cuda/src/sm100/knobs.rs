@@ -1,12 +1,13 @@
 //! The tile by name: `block_m=128 stages=3`, as the command, the benches and plan options say it.
 
+use fmha_core::VLayout;
 use fmha_core::spec::FwdSpec;
 
 use super::{MAX_SMEM_BYTES, Sm100Tile, TMEM_COLUMNS, TileOrder};
 
 /// The fields that [`Sm100Tile::set`] knows.
 pub const FIELDS: &str = "block_m, block_n, stages, order, lazy_rescale_log2, exp2_polynomial_pairs, pack_gqa, vector_store, \
-                          dependent_launch";
+                          copy_bytes, dependent_launch";
 
 impl Sm100Tile {
     /// Sets one field from its name and value.
@@ -47,6 +48,10 @@ impl Sm100Tile {
             "exp2_polynomial_pairs" => self.exp2_polynomial_pairs = within(0, 16)?,
             "pack_gqa" => self.pack_gqa = flag()?,
             "vector_store" => self.vector_store = flag()?,
+            "copy_bytes" => match number()? {
+                n @ (0 | 2 | 4 | 8 | 16) => self.copy_bytes = n,
+                _ => return wrong("0 (TMA), 2, 4, 8 or 16"),
+            },
             "dependent_launch" => self.dependent_launch = flag()?,
             _ => return Err(format!("tile {key}={value}: there is no such field (known: {FIELDS})")),
         }
@@ -73,6 +78,12 @@ impl Sm100Tile {
             return refuse(format!(
                 "lazy_rescale_log2={} with dtype_v {}: P would pass its largest number",
                 self.lazy_rescale_log2, spec.dtype_v
+            ));
+        }
+        if self.copy_bytes > 0 && (spec.v_layout == VLayout::ColMajor || spec.dtype_qk.is_fp8()) {
+            return refuse(format!(
+                "copy_bytes={} with dtype_qk {} and v_layout {:?}: threads copy rows of 16-bit types",
+                self.copy_bytes, spec.dtype_qk, spec.v_layout
             ));
         }
         let columns = self.tmem_columns(spec);

@@ -1,5 +1,6 @@
 // The Blackwell forward kernel's derived numbers, shared memory, tensor memory, barriers and roles.
 #pragma once
+#include <fmha/common/copy_tile.cuh>
 #include <fmha/common/pipeline.cuh>
 #include <fmha/common/work.cuh>
 #include <fmha/mma/sm100.cuh>
@@ -32,8 +33,16 @@ struct Regs {
   int softmax, correct, others;
 };
 FMHA_DEVICE constexpr Regs regs(const Sm100Tile& tile) {
-  return num_q_tiles(tile) == 2 ? Regs{184, 88, 56} : Regs{232, 160, 120};
+  if (num_q_tiles(tile) == 1) return {232, 160, 120};
+  return tile.copy_bytes > 0 ? Regs{176, 80, 80} : Regs{184, 88, 56};
 }
+
+// Who loads: one thread, which tells TMA; or the load and zero roles' warps, which copy. They copy zeros where the zero
+// role else writes them.
+template <Sm100Tile tile>
+using CopyThreads = CopyWarps<num_q_tiles(tile) + 1, 0b1010>;
+template <Sm100Tile tile>
+FMHA_DEVICE constexpr int num_load_arrivals() { return tile.copy_bytes > 0 ? CopyThreads<tile>::count : 1; }
 
 // A head dimension as the tiles have it: TMA fills with zeros what the tensor lacks.
 FMHA_DEVICE constexpr int padded_dim(int dim) { return dim <= 64 ? 64 : round_up(dim, 32); }
@@ -96,9 +105,9 @@ struct Smem {
   QTile q[q_tiles];
   KvSlot kv[tile.stages];
   float stats[q_tiles][2][kRows];  // a row's correction; at a tile's end its sum and maximum
-  Barrier q_full[q_tiles];         // the bytes of a query tile
+  Barrier q_full[q_tiles];         // the bytes of a query tile, or the arrivals of those who copied them
   Barrier q_empty[q_tiles];        // its last scores are computed
-  Barrier kv_full[tile.stages];    // the bytes of a block, or the zero role's word for them
+  Barrier kv_full[tile.stages];    // likewise of a block, or the zero role's word for them
   Barrier kv_raw[tile.stages];     // the bytes of a block of V, of which rows are to be zeroed
   Barrier kv_empty[tile.stages];   // the products that read the block are computed
   Barrier s_full[2];               // scores are computed, and every product issued before them
@@ -110,7 +119,7 @@ struct Smem {
   Barrier stats_empty[q_tiles];    // one arrival per correction warp
   Barrier o_read;                  // of the last tile: one arrival per correction warp
   Barrier work_full[kWorkSlots];   // the schedule role's arrival
-  Barrier work_empty[kWorkSlots];  // one arrival per warp that reads it: softmax, correction, issue, load
+  Barrier work_empty[kWorkSlots];  // one arrival per warp that reads it: softmax, correction, issue, those that load
   Barrier zero_full;               // the load role has written `zero`
   Barrier zero_empty;              // and the zero role has read it
   Work work[kWorkSlots];

@@ -21,14 +21,14 @@ template <FwdSpec spec, Sm100Tile tile>
 FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
   constexpr int q_tiles = num_q_tiles(tile), warps = 4;  // of a softmax group, of the correct role
   for (int q = 0; q < q_tiles; ++q) {
-    ptx::mbarrier_init(smem.q_full[q], 1);
+    ptx::mbarrier_init(smem.q_full[q], num_load_arrivals<tile>());
     ptx::mbarrier_init(smem.q_empty[q], 1);
     ptx::mbarrier_init(smem.o_full[q], 1);
     ptx::mbarrier_init(smem.stats_full[q], warps);
     ptx::mbarrier_init(smem.stats_empty[q], warps);
   }
   for (int i = 0; i < tile.stages; ++i) {
-    ptx::mbarrier_init(smem.kv_full[i], 1);
+    ptx::mbarrier_init(smem.kv_full[i], num_load_arrivals<tile>());
     ptx::mbarrier_init(smem.kv_raw[i], 1);
     ptx::mbarrier_init(smem.kv_empty[i], 1);
   }
@@ -39,7 +39,7 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
   }
   for (int i = 0; i < kWorkSlots; ++i) {
     ptx::mbarrier_init(smem.work_full[i], 1);
-    ptx::mbarrier_init(smem.work_empty[i], (q_tiles + 1) * warps + 2);
+    ptx::mbarrier_init(smem.work_empty[i], (q_tiles + 1) * warps + (tile.copy_bytes > 0 ? 3 : 2));
   }
   ptx::mbarrier_init(smem.o_read, warps);
   ptx::mbarrier_init(smem.zero_full, 1);
@@ -51,6 +51,8 @@ template <FwdSpec spec, Sm100Tile tile>
 FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& schedule) {
   using Tmem = TmemPlan<spec, tile>;
   static_assert(!spec.write_keep_mask, "sm100: it does not write the keep mask");
+  static_assert(tile.copy_bytes == 0 || (spec.v_layout == VLayout::RowMajor && !is_fp8(spec.dtype_qk)),
+                "sm100: copies are of 16-bit rows");
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
   const int32_t warp = ptx::uniform(threadIdx.x / 32);
@@ -84,14 +86,14 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
       ptx::mbarrier_wait_parity(smem.o_read, 0);
       ptx::tcgen05_fence_after_thread_sync();
       ptx::tcgen05_dealloc<1>(tmem, Tmem::columns);
-    } else if (role == Role::Load) {
-      if (threadIdx.x % 32 == 0) {
-        Loader<spec, tile> loader{p, maps, smem};
+    } else if (role == Role::Load || (role == Role::Zero && tile.copy_bytes > 0)) {
+      if (threadIdx.x % 32 == 0 || tile.copy_bytes > 0) {
+        Loader<spec, tile> loader{p, maps, smem, role == Role::Load};
         loader.run();
       }
     } else if (role == Role::Schedule) {
       if (threadIdx.x % 32 == 0) schedule_tiles<spec, tile>(p, schedule, smem);
-    } else {
+    } else if constexpr (tile.copy_bytes == 0) {
       zero_values<spec, tile>(smem);
     }
   }

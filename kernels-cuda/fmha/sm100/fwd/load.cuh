@@ -1,4 +1,5 @@
-// The load role: one thread keeps TMA fed, in the order in which the issue role takes blocks.
+// The load role: one thread keeps TMA fed, or two warps copy themselves, in the order in which the issue role takes
+// blocks.
 //
 //   Q, K(0) .. K(blocks ahead - 1), then V(i), K(i + blocks ahead) for each block, over the tile's end into the next
 #pragma once
@@ -15,13 +16,14 @@ struct Loader {
 
   // Where a tile's key blocks are; in registers, so that a load follows its slot's release at once.
   struct Keys {
-    int32_t i_head_kv, storage_batch, k_row, last_block, num_band_blocks, last_sink_block, first_dirty;
+    int32_t i_head_kv, storage_batch, k_row, seqlen_k, last_block, num_band_blocks, last_sink_block, first_dirty;
     int32_t next, end;  // blocks of the tile
 
     FMHA_DEVICE void begin(const Work& work) {
       i_head_kv = work.i_head_kv;
       storage_batch = work.storage_batch;
       k_row = work.k_row;
+      seqlen_k = work.seqlen_k;
       last_block = work.last_block;
       num_band_blocks = work.num_band_blocks;
       last_sink_block = work.last_sink_block;
@@ -29,9 +31,12 @@ struct Loader {
       next = 0;
       end = work.num_blocks;
     }
+    FMHA_DEVICE int32_t block() const {
+      return spec.sink_columns && next >= num_band_blocks ? last_sink_block - (next - num_band_blocks)
+                                                          : last_block - next;
+    }
     FMHA_DEVICE int32_t row() const {
-      const int32_t block = spec.sink_columns && next >= num_band_blocks ? last_sink_block - (next - num_band_blocks)
-                                                                         : last_block - next;
+      const int32_t block = this->block();
       // A tile without keys has block -1: rows before the tensor, zeros.
       return block < 0 ? -tile.block_n : k_row + block * tile.block_n;
     }
@@ -40,6 +45,7 @@ struct Loader {
   const FwdParams& p;
   const Maps& maps;
   Shared& smem;
+  const bool asks;  // the warp that asks the scheduler
   Slot<tile.stages> ring;
   Slot<kWorkSlots> k_work, v_work;
   Keys k = {}, v = {};
@@ -47,14 +53,57 @@ struct Loader {
   int32_t ask_at = 0;
   bool more = true;
 
-  FMHA_DEVICE void ask() const { ptx::barrier_arrive<kWorkWanted, 64>(); }
+  static constexpr bool copies = tile.copy_bytes > 0;
+  Copier<copies ? tile.copy_bytes : 16, CopyThreads<tile>> copier;
+
+  FMHA_DEVICE void wait(Barrier& barrier, uint32_t parity) {
+    if constexpr (copies) {
+      copier.wait(barrier, parity);
+    } else {
+      ptx::mbarrier_wait_parity(barrier, parity);
+    }
+  }
+  FMHA_DEVICE void ask() const {
+    if (!asks) return;
+    if constexpr (copies) __syncwarp();  // a lane arrives for its warp, but not before the others
+    ptx::barrier_arrive<kWorkWanted, 64>();
+  }
+
+  FMHA_DEVICE void copy_q(const Work& work, int q) {
+    const uint16_t* data = static_cast<const uint16_t*>(p.q.data);
+    copier.copy(smem.q[q], spec.head_dim_qk, data, [&](int32_t row) -> const uint16_t* {
+      const int32_t packed_row = work.first_row + q * kRows + row, i = query_of<tile>(p, packed_row);
+      const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
+      return i < work.seqlen_q ? data + row_offset(p.q, work.storage_batch, work.q_row + i, i_head) : nullptr;
+    });
+    copier.finish(smem.q_full[q]);
+  }
+  template <class Tile>
+  FMHA_DEVICE void copy_block(const Tile& to, const View& view, int32_t dim, Barrier& full, const Keys& keys) {
+    wait(smem.kv_empty[ring.index], ring.phase ^ 1);
+    const int32_t first_key = keys.block() * tile.block_n;
+    // Keys that no query sees are copied as zeros.
+    const int32_t end = keys.next == 0 ? min(keys.seqlen_k, first_key + keys.first_dirty) : keys.seqlen_k;
+    const uint16_t* data = static_cast<const uint16_t*>(view.data);
+    const uint16_t* head = data + row_offset(view, keys.storage_batch, keys.k_row, keys.i_head_kv);
+    copier.copy(to, dim, data, [&](int32_t row) -> const uint16_t* {
+      const int32_t j = first_key + row;
+      return j >= 0 && j < end ? head + j * view.row : nullptr;
+    });
+    copier.finish(full);
+    ring.advance();
+  }
 
   FMHA_DEVICE void load_q(const Work& work) {
     using Tile = typename Shared::QTile;
     const int32_t head_in_group = work.i_head - work.i_head_kv * p.gqa_ratio;
 #pragma unroll
     for (int q = 0; q < q_tiles; ++q) {
-      ptx::mbarrier_wait_parity(smem.q_empty[q], q_phase);
+      wait(smem.q_empty[q], q_phase);
+      if constexpr (copies) {
+        copy_q(work, q);
+        continue;
+      }
       ptx::mbarrier_arrive_expect_tx(smem.q_full[q], Tile::tile_bytes);
       const int32_t row = work.q_row + query_of<tile>(p, work.first_row + q * kRows);
 #pragma unroll
@@ -97,21 +146,30 @@ struct Loader {
   FMHA_DEVICE void load_k() {
     if (k.next == k.end && more) begin_k();
     if (!more) return;
-    load_block<false>(smem.kv[ring.index].k(), maps.k, smem.kv_full[ring.index], k);
+    if constexpr (copies) {
+      copy_block(smem.kv[ring.index].k(), p.k, spec.head_dim_qk, smem.kv_full[ring.index], k);
+    } else {
+      load_block<false>(smem.kv[ring.index].k(), maps.k, smem.kv_full[ring.index], k);
+    }
     if (++k.next == ask_at) ask();
   }
   FMHA_DEVICE bool begin_v() {
     ptx::mbarrier_wait_parity(smem.work_full[v_work.index], v_work.phase);
     v.begin(smem.work[v_work.index]);
-    ptx::mbarrier_arrive_if(smem.work_empty[v_work.index], true);
+    if constexpr (copies) __syncwarp();
+    ptx::mbarrier_arrive_if(smem.work_empty[v_work.index], threadIdx.x % 32 == 0);
     v_work.advance();
     return v.end > 0;
   }
   FMHA_DEVICE void load_v() {
-    const bool raw = v.next == 0 && v.first_dirty < tile.block_n;
     const int32_t slot = ring.index;
-    load_block<Shared::v_columns>(smem.kv[slot].v(), maps.v, raw ? smem.kv_raw[slot] : smem.kv_full[slot], v);
-    if (raw) tell_zero_role(slot, v.first_dirty);
+    if constexpr (copies) {
+      copy_block(smem.kv[slot].v(), p.v, spec.head_dim_v, smem.kv_full[slot], v);
+    } else {
+      const bool raw = v.next == 0 && v.first_dirty < tile.block_n;
+      load_block<Shared::v_columns>(smem.kv[slot].v(), maps.v, raw ? smem.kv_raw[slot] : smem.kv_full[slot], v);
+      if (raw) tell_zero_role(slot, v.first_dirty);
+    }
     ++v.next;
   }
   FMHA_DEVICE void tell_zero_role(int32_t slot, int32_t first_row) {
@@ -123,9 +181,11 @@ struct Loader {
   }
 
   FMHA_DEVICE void run() {
-    ptx::prefetch_tensormap(maps.q);
-    ptx::prefetch_tensormap(maps.k);
-    ptx::prefetch_tensormap(maps.v);
+    if constexpr (!copies) {
+      ptx::prefetch_tensormap(maps.q);
+      ptx::prefetch_tensormap(maps.k);
+      ptx::prefetch_tensormap(maps.v);
+    }
     ask();
 #pragma unroll 1
     for (int i = 0; i < blocks_ahead; ++i) load_k();
@@ -136,7 +196,11 @@ struct Loader {
         load_k();
       }
     }
-    tell_zero_role(-1, 0);
+    if constexpr (copies) {
+      copier.flush();
+    } else {
+      tell_zero_role(-1, 0);
+    }
   }
 };
 
