@@ -228,7 +228,7 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
     let spec = FwdSpec::of(problem);
     let dims = problem.dims;
     let mut tile = default_tile(&spec);
-    // Its special-function unit is twice as wide (PTX ISA and CUTLASS name no other difference that matters here).
+    // Its special-function unit is twice as wide.
     if arch == "sm_103a" {
         tile.exp2_polynomial_pairs = 0;
     }
@@ -283,7 +283,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
         order: if full && spec.seq == SeqKind::Batch { TileOrder::Static } else { TileOrder::Dynamic },
         // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room; P of 8 bits has its range already.
         lazy_rescale_log2: if spec.dtype_v.is_fp8() { 0 } else { 8 },
-        exp2_polynomial_pairs: 0,
+        exp2_polynomial_pairs: polynomial_pairs(qk.max(v), spec.dtype_v.is_fp8()),
         pack_gqa: false,
         vector_store: spec.head_dim_v % 8 == 0,
         copy_bytes: 0,
@@ -292,6 +292,17 @@ pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
         dependent_launch: true,
     };
     Sm100Tile { stages: most_stages(spec, &tile), ..tile }
+}
+
+/// The share of exponentials for the multiply-add pipe: about where that pipe, the special-function unit and the tensor
+/// cores would be done together by their rates (docs/kernels/sm100-fwd.md). Modelled, not measured.
+const fn polynomial_pairs(widest: i32, fp8: bool) -> i32 {
+    match widest {
+        ..=96 => 4,
+        ..=160 if fp8 => 4,
+        ..=160 => 2,
+        _ => 0,
+    }
 }
 
 /// As many stages as shared memory holds, up to 8.
