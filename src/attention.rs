@@ -144,7 +144,7 @@ pub fn attention_on<T: Element>(
     let plan = backend.plan_fwd(&problem, &plan_options)?;
     let mut result = AttentionOutput {
         o: zeros("o", problem.shape_o().num_elems())?,
-        lse: zeros("lse", problem.lse_elems())?,
+        lse: zeros("lse", problem.extents(fmha_core::Totals::NONE).lse_elems)?,
     };
 
     let memory = backend.memory();

@@ -74,7 +74,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (q, k, v) = (random(), random(), random());
     let dout = if backward { random() } else { vec![] };
     let mut o = vec![0u8; bytes];
-    let mut lse = vec![0f32; problem.lse_elems() as usize];
+    let mut lse = vec![0f32; problem.extents(fmha_core::Totals::NONE).lse_elems as usize];
     let grad = if backward { bytes } else { 0 };
     let (mut dq, mut dk, mut dv) = (vec![0u8; grad], vec![0u8; grad], vec![0u8; grad]);
     let tensors = 4 * bytes + 4 * lse.len() + 4 * grad;

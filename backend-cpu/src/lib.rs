@@ -93,7 +93,7 @@ impl CpuBackend {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with(config: Config) -> Result<Self> {
-        let threads = match (config.threads, env::NUM_THREADS.get()) {
+        let threads = match (config.threads, env::NUM_THREADS.get()?) {
             (Some(threads), _) => threads,
             (None, Some(text)) => {
                 text.parse().map_err(|_| misset(env::NUM_THREADS, format!("`{text}` is no number")))?
@@ -103,7 +103,7 @@ impl CpuBackend {
         if !(1..=4096).contains(&threads) {
             return Err(misset(env::NUM_THREADS, format!("{threads} threads are not in 1..=4096")));
         }
-        let cap = match (config.isa, env::CPU_ISA.get()) {
+        let cap = match (config.isa, env::CPU_ISA.get()?) {
             (Some(isa), _) => Some(isa),
             (None, Some(text)) => Some(text.parse().map_err(|text| misset(env::CPU_ISA, text))?),
             (None, None) => None,

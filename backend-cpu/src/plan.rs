@@ -26,6 +26,10 @@ const MAX_BLOCK: usize = 1024;
 
 /// A forward plan.
 pub(crate) fn forward(backend: &CpuBackend, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
+    if let Some(page_size) = problem.kv_layout.page_size() {
+        let text = format!("kv_layout: pages of page_size {page_size} are not taken yet");
+        return Err(unsupported("cpu", vec![Refusal::new("cpu-fwd", text)]));
+    }
     plan(backend, "cpu-fwd", problem.clone(), options, |blocks| {
         vec![
             (

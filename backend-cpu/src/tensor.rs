@@ -63,11 +63,11 @@ impl Source {
     }
 
     pub(crate) fn q_rows(&self, span: SeqSpan, head: u32) -> Matrix {
-        self.matrix(span.storage_batch, head, span.q_row)
+        self.matrix(span.q_batch, head, span.q_row)
     }
 
     pub(crate) fn k_rows(&self, span: SeqSpan, head: u32) -> Matrix {
-        self.matrix(span.storage_batch, head, span.k_row)
+        self.matrix(span.k_batch, head, span.k_row)
     }
 }
 

@@ -102,7 +102,7 @@ fn problems() -> Vec<(String, FwdProblem, Vec<Lengths>)> {
     }
     let lengths = [[(50, 40), (60, 60)], [(0, 0), (7, 3)], [(13, 13), (0, 0)], [(1, 1), (200, 137)]];
     for mask in ["0", "t", "b", "b:30,5,2"] {
-        let mut problem = FwdProblem::group(DType::F32, dims(4, 50, 200, (4, 2), (32, 32)), 70, 280);
+        let mut problem = FwdProblem::group(DType::F32, dims(4, 50, 200, (4, 2), (32, 32)));
         problem.mask = mask.parse().unwrap();
         (problem.seqused_q, problem.seqused_k) = (true, true);
         add(&format!("group {mask}"), problem, &lengths);

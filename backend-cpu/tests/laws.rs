@@ -5,7 +5,7 @@ mod support;
 
 use fmha_core::{
     Bias, BwdProblem, CombineArgs, CombineProblem, DType, DevSlice, DevSliceMut, Dims, FmhaBackend,
-    FwdProblem, MaskSpec, PartialResult, PlanOptions, Shape, Stream, Strides, VLayout,
+    FwdProblem, MaskSpec, PartialResult, PlanOptions, Shape, Stream, Strides, Totals, VLayout,
 };
 use fmha_cpu::{Config, CpuBackend, Isa};
 use support::{Inputs, Tensor, run_bwd, run_fwd};
@@ -65,11 +65,9 @@ fn a_group_of_equal_lengths_is_a_batch() {
         let sizes = dims(3, 70, 130, (2, 2));
         let batch = Inputs::random(problem(DType::Bf16, sizes), &[], 4);
         let mut group = batch.clone();
-        group.problem = FwdProblem {
-            write_lse: true,
-            mask: MaskSpec::CAUSAL,
-            ..FwdProblem::group(DType::Bf16, sizes, 210, 390)
-        };
+        group.problem =
+            FwdProblem { write_lse: true, mask: MaskSpec::CAUSAL, ..FwdProblem::group(DType::Bf16, sizes) };
+        group.totals = Totals::packed(210, 390);
         (group.cu_q, group.cu_k) = (vec![0, 70, 140, 210], vec![0, 130, 260, 390]);
         let (ours, theirs) = (
             run_fwd(&backend, &batch, &PlanOptions::default()),
@@ -292,7 +290,7 @@ fn wrong_requests_are_refused_by_name_and_number() {
     let text = backend.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap_err().to_string();
     assert!(text.contains("lse is missing"), "{text}");
 
-    let mut group = FwdProblem::group(DType::F32, dims(2, 8, 8, (1, 1)), 8, 8);
+    let mut group = FwdProblem::group(DType::F32, dims(2, 8, 8, (1, 1)));
     group.bias = Bias::None;
     let mut group = Inputs::random(group, &[[(4, 4), (4, 4)], [(4, 4), (4, 4)]], 13);
     let valid = group.problem.clone().validate().unwrap();

@@ -53,6 +53,8 @@ pub(crate) struct Device {
     pub(crate) memory: (i32, i32),
     /// Peak clock of the multiprocessors, kHz.
     pub(crate) clock_khz: i32,
+    /// The version of CUDA that the driver is for.
+    pub(crate) driver_version: (i32, i32),
 }
 
 // SAFETY: a primary context may be current in any thread; the driver locks inside.
@@ -99,9 +101,12 @@ pub(crate) fn open(ordinal: usize) -> Result<Device> {
         attribute(A::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)?,
     );
     let clock_khz = attribute(A::CU_DEVICE_ATTRIBUTE_CLOCK_RATE)?;
+    let mut version = 0;
+    call!(cuDriverGetVersion(&raw mut version))?;
+    let driver_version = (version / 1000, version % 1000 / 10);
     let mut context = std::ptr::null_mut();
     call!(cuDevicePrimaryCtxRetain(&raw mut context, handle))?;
-    Ok(Device { context, handle, name, capability, num_sms, smem_bytes, memory, clock_khz })
+    Ok(Device { context, handle, name, capability, num_sms, smem_bytes, memory, clock_khz, driver_version })
 }
 
 impl Drop for Device {
@@ -111,14 +116,36 @@ impl Drop for Device {
     }
 }
 
+/// A device's context is this thread's until this is dropped; then the caller's own is again.
+#[must_use = "the context is the caller's again at once"]
+struct Entered {
+    /// None where it was the device's already.
+    callers: Option<sys::CUcontext>,
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        if let Some(callers) = self.callers {
+            // It was current a moment ago; if it was destroyed since, there is nothing to give back.
+            let _ = call!(cuCtxSetCurrent(callers));
+        }
+    }
+}
+
 impl Device {
-    /// Makes the device's context this thread's.
-    fn enter(&self) -> Result<()> {
-        call!(cuCtxSetCurrent(self.context))
+    /// Makes the device's context this thread's for as long as the answer lives.
+    fn enter(&self) -> Result<Entered> {
+        let mut current = std::ptr::null_mut();
+        call!(cuCtxGetCurrent(&raw mut current))?;
+        if current == self.context {
+            return Ok(Entered { callers: None });
+        }
+        call!(cuCtxSetCurrent(self.context))?;
+        Ok(Entered { callers: Some(current) })
     }
 
     pub(crate) fn alloc(&self, bytes: u64) -> Result<u64> {
-        self.enter()?;
+        let _entered = self.enter()?;
         let mut address = 0;
         call!(cuMemAlloc_v2(&raw mut address, bytes.max(1) as usize))?;
         Ok(address)
@@ -126,17 +153,21 @@ impl Device {
 
     /// Gives back what [`alloc`](Self::alloc) gave.
     pub(crate) fn free(&self, address: u64) -> Result<()> {
-        self.enter()?;
+        let _entered = self.enter()?;
         call!(cuMemFree_v2(address))
     }
 
+    /// Copies, and waits until the bytes are there. The call alone does not wait: from pageable memory it
+    /// returns once the bytes are staged (CUDA Driver API, "API synchronization behavior"), and streams
+    /// that do not wait for the default one could overtake them.
     pub(crate) fn upload(&self, from: &[u8], address: u64) -> Result<()> {
-        self.enter()?;
-        call!(cuMemcpyHtoD_v2(address, from.as_ptr().cast(), from.len()))
+        let _entered = self.enter()?;
+        call!(cuMemcpyHtoD_v2(address, from.as_ptr().cast(), from.len()))?;
+        call!(cuStreamSynchronize(std::ptr::null_mut()))
     }
 
     pub(crate) fn download(&self, address: u64, to: &mut [u8]) -> Result<()> {
-        self.enter()?;
+        let _entered = self.enter()?;
         call!(cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), address, to.len()))
     }
 
@@ -148,17 +179,17 @@ impl Device {
         if bytes == 0 {
             return Ok(());
         }
-        self.enter()?;
+        let _entered = self.enter()?;
         call!(cuMemsetD8Async(address, 0, bytes as usize, stream as sys::CUstream))
     }
 
     pub(crate) fn synchronize(&self, stream: u64) -> Result<()> {
-        self.enter()?;
+        let _entered = self.enter()?;
         call!(cuStreamSynchronize(stream as sys::CUstream))
     }
 
     pub(crate) fn create_stream(&self) -> Result<u64> {
-        self.enter()?;
+        let _entered = self.enter()?;
         let mut stream = std::ptr::null_mut();
         // One that does not wait for the default stream.
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
@@ -168,7 +199,7 @@ impl Device {
 
     /// Ends what [`create_stream`](Self::create_stream) made.
     pub(crate) fn destroy_stream(&self, stream: u64) -> Result<()> {
-        self.enter()?;
+        let _entered = self.enter()?;
         call!(cuStreamDestroy_v2(stream as sys::CUstream))
     }
 
@@ -177,7 +208,7 @@ impl Device {
     /// # Errors
     /// What the driver said of the image, or that it has no such kernel.
     pub(crate) fn load(self: &Arc<Self>, image: &[u8], kernel: &str, smem_bytes: u32) -> Result<Kernel> {
-        self.enter()?;
+        let _entered = self.enter()?;
         // PTX is a C string to the driver; a cubin may be followed by anything.
         let mut terminated = image.to_vec();
         terminated.push(0);
@@ -212,7 +243,7 @@ unsafe impl Sync for Kernel {}
 impl Drop for Kernel {
     fn drop(&mut self) {
         let unload = || {
-            self.device.enter()?;
+            let _entered = self.device.enter()?;
             call!(cuModuleUnload(self.module))
         };
         // A module that cannot be unloaded is the driver's to clean up.
@@ -243,7 +274,7 @@ impl Kernel {
     /// `arguments` point to the kernel's parameters, in order and of their types, and the device
     /// memory they name is what the kernel's contract asks for.
     pub(crate) unsafe fn launch(&self, grid: Grid, arguments: &mut [*mut c_void], stream: u64) -> Result<()> {
-        self.device.enter()?;
+        let _entered = self.device.enter()?;
         let mut dependent = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
             pad: [0; 4],
@@ -352,7 +383,7 @@ pub(crate) struct Event {
 
 impl Event {
     pub(crate) fn new(device: &Arc<Device>) -> Result<Self> {
-        device.enter()?;
+        let _entered = device.enter()?;
         let mut event = std::ptr::null_mut();
         call!(cuEventCreate(&raw mut event, sys::CUevent_flags_enum::CU_EVENT_DEFAULT as u32))?;
         Ok(Self { device: Arc::clone(device), event })
@@ -360,13 +391,13 @@ impl Event {
 
     /// Is reached when the stream's work so far is done.
     pub(crate) fn record(&self, stream: u64) -> Result<()> {
-        self.device.enter()?;
+        let _entered = self.device.enter()?;
         call!(cuEventRecord(self.event, stream as sys::CUstream))
     }
 
     /// Waits for both; the device's clock has half a microsecond.
     pub(crate) fn seconds_since(&self, start: &Event) -> Result<f64> {
-        self.device.enter()?;
+        let _entered = self.device.enter()?;
         call!(cuEventSynchronize(self.event))?;
         let mut milliseconds = 0.0f32;
         call!(cuEventElapsedTime(&raw mut milliseconds, start.event, self.event))?;
@@ -377,7 +408,7 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         // An event that cannot be destroyed went with its context.
-        let _ = self.device.enter().and_then(|()| call!(cuEventDestroy_v2(self.event)));
+        let _ = self.device.enter().and_then(|_entered| call!(cuEventDestroy_v2(self.event)));
     }
 }
 
@@ -400,7 +431,7 @@ impl Graph {
         stream: u64,
         queue: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Self> {
-        device.enter()?;
+        let _entered = device.enter()?;
         let stream = stream as sys::CUstream;
         // Other threads' calls do not disturb the capture.
         let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
@@ -422,7 +453,7 @@ impl Graph {
     /// # Safety
     /// The device memory that it names is there, and nothing else uses it until the work is done.
     pub(crate) unsafe fn launch(&self, stream: u64) -> Result<()> {
-        self.device.enter()?;
+        let _entered = self.device.enter()?;
         call!(cuGraphLaunch(self.executable, stream as sys::CUstream))
     }
 }
@@ -430,6 +461,6 @@ impl Graph {
 impl Drop for Graph {
     fn drop(&mut self) {
         // A graph that cannot be destroyed went with its context.
-        let _ = self.device.enter().and_then(|()| call!(cuGraphExecDestroy(self.executable)));
+        let _ = self.device.enter().and_then(|_entered| call!(cuGraphExecDestroy(self.executable)));
     }
 }

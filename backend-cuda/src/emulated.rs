@@ -4,7 +4,7 @@
 //! for the driver afterwards, as `cudarc` does, is given the double. A process has one driver: a real
 //! device and an emulated one do not go together.
 
-use std::ffi::{CStr, c_char};
+use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::{Path, PathBuf};
 
 use fmha_core::env;
@@ -25,7 +25,7 @@ static DOUBLE: OnceCell<(Library, String)> = OnceCell::new();
 /// this process emulates another architecture already.
 pub(crate) fn install(arch: &str) -> Result<()> {
     let (_, installed) = DOUBLE.get_or_try_init(|| {
-        let tried = candidates();
+        let tried = candidates()?;
         let Some(path) = tried.iter().find(|path| path.exists()) else {
             let tried: Vec<_> = tried.iter().map(|path| path.display().to_string()).collect();
             return Err(Error::NoDevice(format!(
@@ -33,13 +33,22 @@ pub(crate) fn install(arch: &str) -> Result<()> {
                 tried.join(", ")
             )));
         };
-        // SAFETY: set once, before the double's first call, which is where it is read. Other threads
-        // that read the environment at this moment use the standard library, which takes a lock.
-        unsafe { std::env::set_var(env::EMULATE.name, arch) };
+        let does_not_serve = |why: String| Error::NoDevice(format!("{}: {why}", path.display()));
         // SAFETY: the double's initialisers only set up itself.
         let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }
-            .map_err(|error| Error::NoDevice(format!("{} does not open: {error}", path.display())))?;
-        Ok((library, arch.to_owned()))
+            .map_err(|error| does_not_serve(format!("does not open: {error}")))?;
+        let name = CString::new(arch).map_err(|error| does_not_serve(error.to_string()))?;
+        // SAFETY: the double's own function has this type, and reads the text before it returns.
+        let status = unsafe {
+            library
+                .get::<unsafe extern "C" fn(*const c_char) -> c_int>(b"fmha_emu_choose\0")
+                .map(|choose| choose(name.as_ptr()))
+        };
+        match status {
+            Ok(0) => Ok((library, arch.to_owned())),
+            Ok(_) => Err(does_not_serve(format!("it emulates no {arch}"))),
+            Err(error) => Err(does_not_serve(error.to_string())),
+        }
     })?;
     if installed == arch {
         return Ok(());
@@ -74,8 +83,12 @@ pub fn emulated_launches() -> Option<String> {
     Some(launches)
 }
 
-/// Beside the executable (an installation, `target/release`) or above it (tests in `deps`).
-fn candidates() -> Vec<PathBuf> {
+/// In `FMHA_EMULATOR_DIR`; else beside the executable (an installation, `target/release`) or above it
+/// (tests in `deps`).
+fn candidates() -> Result<Vec<PathBuf>> {
+    if let Some(folder) = env::EMULATOR_DIR.get()? {
+        return Ok(vec![PathBuf::from(folder).join(FILE)]);
+    }
     let exe = std::env::current_exe().unwrap_or_default();
-    exe.ancestors().skip(1).take(3).map(|folder: &Path| folder.join(FILE)).collect()
+    Ok(exe.ancestors().skip(1).take(3).map(|folder: &Path| folder.join(FILE)).collect())
 }

@@ -18,7 +18,7 @@ use std::sync::Arc;
 pub use emulated::emulated_launches;
 
 use fmha_core::args::{check_bwd, check_combine, check_fwd};
-use fmha_core::cache::{CompiledKernel, KernelJob};
+use fmha_core::cache::{CompiledKernel, KernelJob, only_plans};
 use fmha_core::error::{Error, ProblemError, Refusal, Result};
 use fmha_core::tune::{TileOptions, Tune, TunedTile, TunedTiles};
 use fmha_core::{
@@ -69,7 +69,7 @@ impl CudaBackend {
             None => false,
         };
         let device = Arc::new(driver::open(ordinal)?);
-        let mut facts = DeviceFacts::of(&device);
+        let mut facts = DeviceFacts::of(&device)?;
         if emulated {
             facts.tuned = TunedTiles::default();
             facts.roofline =
@@ -80,7 +80,7 @@ impl CudaBackend {
         Ok(Self {
             id: BackendId::unique(),
             name,
-            modules: Modules::new(&facts.arch, Some(Arc::clone(&device)), emulated)?,
+            modules: modules::modules(&facts.arch, Some(Arc::clone(&device)), emulated)?,
             facts,
             memory: CudaMemory { device: Some(device), emulated },
         })
@@ -97,7 +97,7 @@ impl CudaBackend {
         Ok(Self {
             id: BackendId::unique(),
             name: format!("cuda ({arch}, no device)"),
-            modules: Modules::new(arch, None, false)?,
+            modules: modules::modules(arch, None, false)?,
             facts,
             memory: CudaMemory { device: None, emulated: false },
         })
@@ -250,9 +250,7 @@ impl Tune for CudaBackend {
         if self.memory.emulated {
             return Err(Error::NoDevice("the device is emulated: its times are no device's".to_owned()));
         }
-        let mut tiles = self.facts.load_tuned();
-        tiles.insert(problem, tile);
-        tiles.save()
+        self.facts.tuned.keep(fmha_kernels_cuda::sm90::NAME, problem, tile)
     }
 }
 
@@ -276,7 +274,7 @@ impl Precompile for CudaBackend {
 
 impl CudaMemory {
     fn device(&self) -> Result<&Arc<Device>> {
-        self.device.as_ref().ok_or_else(modules::no_device)
+        self.device.as_ref().ok_or_else(only_plans)
     }
 }
 

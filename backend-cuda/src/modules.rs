@@ -1,104 +1,46 @@
-//! From a kernel's source to a loaded kernel: this process' memory, then the cache of `fmha-core`.
+//! What CUDA adds to the cache of loaded kernels: NVRTC, and the driver's way to take an image.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
-use fmha_core::cache::{Cache, CompiledKernel, ImageKind, KernelJob, Origin, SourceKey};
-use fmha_core::error::{Error, Result};
-use fmha_core::source::{ENTRY, KernelSource};
+use fmha_core::cache::{self, Compiler, ImageKind, Loader, Target};
+use fmha_core::error::Result;
+use fmha_core::source::ENTRY;
 use fmha_kernels_cuda::COMPILE_OPTIONS;
 
 use crate::driver::{Device, Kernel};
-use crate::nvrtc::nvrtc;
+use crate::nvrtc;
 
-/// Kernels that this process has, by what they were compiled from.
-pub(crate) struct Modules {
+pub(crate) type Modules = cache::Modules<CudaLoader>;
+pub(crate) type Module = cache::Module<Kernel>;
+
+/// Compiles for one architecture, and loads onto its device where there is one.
+pub(crate) struct CudaLoader {
     arch: String,
-    /// Where they are loaded; none where a backend only plans.
     device: Option<Arc<Device>>,
-    cache: Cache,
-    /// The double of the driver reads PTX and no machine code.
-    image: ImageKind,
-    modules: Mutex<HashMap<(SourceKey, u32), Slot>>,
 }
 
-/// A kernel, once somebody has it; whoever wants the same one meanwhile waits.
-type Slot = Arc<Mutex<Option<Arc<Module>>>>;
+impl Loader for CudaLoader {
+    type Kernel = Kernel;
 
-/// A compiled kernel, loaded where there is a device.
-pub(crate) struct Module {
-    pub(crate) compiled: Arc<CompiledKernel>,
-    pub(crate) origin: Origin,
-    loaded: Option<Kernel>,
-}
+    fn compiler(&self) -> Result<&dyn Compiler> {
+        let driver = self.device.as_ref().map(|device| device.driver_version);
+        Ok(nvrtc::suiting(&self.arch, driver)?)
+    }
 
-impl Module {
-    /// What can be launched.
-    ///
-    /// # Errors
-    /// [`Error::NoDevice`] where there is no device.
-    pub(crate) fn loaded(&self) -> Result<&Kernel> {
-        self.loaded.as_ref().ok_or_else(no_device)
+    fn load(&self, image: &[u8], smem_bytes: u32) -> Result<Option<Kernel>> {
+        self.device.as_ref().map(|device| device.load(image, ENTRY, smem_bytes)).transpose()
     }
 }
 
-/// A backend that only plans was asked for more.
-pub(crate) fn no_device() -> Error {
-    Error::NoDevice("this backend only plans: it has no device".to_owned())
-}
-
-impl Modules {
-    /// # Errors
-    /// A bundle of `FMHA_BUNDLE` that is not whole.
-    pub(crate) fn new(arch: &str, device: Option<Arc<Device>>, interprets: bool) -> Result<Self> {
-        let image = if interprets { ImageKind::Assembly } else { ImageKind::Machine };
-        Ok(Self {
-            arch: arch.to_owned(),
-            device,
-            cache: Cache::from_env()?,
-            image,
-            modules: Mutex::default(),
-        })
-    }
-
-    /// What is compiled for a source.
-    pub(crate) fn job(&self, kernel: &'static str, source: KernelSource) -> KernelJob {
-        // Source lines for profilers and for the interpreter's reports: the code stays the same, and so a
-        // bundle's kernel serves both.
-        let options = COMPILE_OPTIONS.iter().chain(&["-lineinfo"]);
-        let flags = options.map(|&option| option.to_owned()).collect();
-        KernelJob { kernel, arch: self.arch.clone(), flags, source, image: self.image }
-    }
-
-    /// Finds or compiles.
-    pub(crate) fn compile(&self, job: &KernelJob) -> Result<(Arc<CompiledKernel>, Origin)> {
-        self.cache.get(job, nvrtc)
-    }
-
-    /// The kernel of a source, found or compiled at its first use, launched with `smem_bytes` of
-    /// dynamic shared memory.
-    pub(crate) fn load(
-        &self,
-        kernel: &'static str,
-        source: KernelSource,
-        smem_bytes: u32,
-    ) -> Result<Arc<Module>> {
-        let job = self.job(kernel, source);
-        let key = (job.key(), smem_bytes);
-        // A panic elsewhere while a lock was held leaves a map and a slot that are still sound.
-        let slot = {
-            let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
-            Arc::clone(modules.entry(key).or_default())
-        };
-        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(module) = &*slot {
-            return Ok(Arc::clone(module));
-        }
-        let (compiled, origin) = self.compile(&job)?;
-        let loaded = match (&self.device, compiled.image(self.image)) {
-            (Some(device), Some(image)) => Some(device.load(image, ENTRY, smem_bytes)?),
-            _ => None,
-        };
-        Ok(Arc::clone(slot.insert(Arc::new(Module { compiled, origin, loaded }))))
-    }
+/// No kernels yet. The double of the driver (`interprets`) reads PTX and no machine code.
+///
+/// # Errors
+/// A bundle of `FMHA_BUNDLE` that is not whole.
+pub(crate) fn modules(arch: &str, device: Option<Arc<Device>>, interprets: bool) -> Result<Modules> {
+    // Source lines for profilers and for the interpreter's reports: the code stays the same, and so a
+    // bundle's kernel serves both.
+    let flags = COMPILE_OPTIONS.iter().chain(&["-lineinfo"]).map(|&flag| flag.to_owned()).collect();
+    let image = if interprets { ImageKind::Assembly } else { ImageKind::Machine };
+    let target = Target { arch: arch.to_owned(), flags, image };
+    Modules::from_env(target, CudaLoader { arch: arch.to_owned(), device })
 }

@@ -1,18 +1,18 @@
 //! NVRTC, found at run time: never linked, never a panic.
 //!
 //! Looked for in `FMHA_NVRTC` (the library's path), `CUDA_HOME`, Python environments' `nvidia`
-//! packages, and last on the loader's path. Its companion `libnvrtc-builtins` is opened first by path
+//! packages, and last on the loader's path. The first whose machine code the driver takes is used. Its companion `libnvrtc-builtins` is opened first by path
 //! where it lies beside: NVRTC 13.0 looks for it on the loader's path alone.
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use fmha_core::ResourceUsage;
 use fmha_core::cache::{Compiler, CompilerOutput, KernelJob, dump_source};
 use fmha_core::env;
 use fmha_core::error::{Error, Result};
 use libloading::Library;
-use once_cell::sync::OnceCell;
 
 type Program = *mut std::ffi::c_void;
 type Status = c_int;
@@ -33,8 +33,10 @@ pub struct Nvrtc {
     log: Output,
     cubin: Output,
     ptx: Output,
-    /// Major and minor.
-    pub version: (i32, i32),
+    /// Its version.
+    pub version: Version,
+    /// The architectures that it compiles for, as `90`; empty where it does not say.
+    archs: Vec<i32>,
     /// Where it was found.
     pub path: PathBuf,
     // Last: the functions above are its.
@@ -54,26 +56,78 @@ impl std::fmt::Debug for Nvrtc {
     }
 }
 
-/// The one compiler of this process.
+/// Major and minor.
+pub type Version = (i32, i32);
+
+/// The first compiler that is found.
 ///
 /// # Errors
 /// [`Error::NoDevice`] with every place that was looked at.
 pub fn nvrtc() -> Result<&'static Nvrtc> {
-    static NVRTC: OnceCell<Nvrtc> = OnceCell::new();
-    NVRTC.get_or_try_init(|| {
-        let candidates = candidates();
-        candidates.iter().find_map(|path| open(path).ok()).ok_or_else(|| {
-            let tried: Vec<_> = candidates.iter().map(|path| path.display().to_string()).collect();
-            Error::NoDevice(format!("no NVRTC to compile kernels with; tried {}", tried.join(", ")))
-        })
-    })
+    first(|_| Ok(()))
 }
 
-fn candidates() -> Vec<PathBuf> {
+/// The first compiler that knows `arch` (`sm_90a`) and whose machine code a driver of this version of
+/// CUDA takes: any, where there is no driver. The one that `FMHA_NVRTC` names is taken as it is.
+///
+/// # Errors
+/// [`Error::NoDevice`] with every place that was looked at, and why what is there does not serve.
+pub fn suiting(arch: &str, driver: Option<Version>) -> Result<&'static Nvrtc> {
+    let named = env::NVRTC.get()?.is_some();
+    first(|nvrtc| if named { Ok(()) } else { suits(nvrtc.version, &nvrtc.archs, arch, driver) })
+}
+
+/// A driver takes machine code of its own major version and of those before it, whatever the minor
+/// version (CUDA Compatibility, "Minor Version Compatibility").
+fn suits(
+    version: Version,
+    archs: &[i32],
+    arch: &str,
+    driver: Option<Version>,
+) -> std::result::Result<(), String> {
+    let (major, minor) = version;
+    if let Some((takes, of)) = driver.filter(|&(takes, _)| takes < major) {
+        return Err(format!(
+            "NVRTC {major}.{minor} is too new for the driver, which is for CUDA {takes}.{of}"
+        ));
+    }
+    let digits: String = arch.chars().filter(char::is_ascii_digit).collect();
+    // A library too old to list its architectures is asked to compile.
+    if !archs.is_empty() && digits.parse().is_ok_and(|number| !archs.contains(&number)) {
+        return Err(format!("NVRTC {major}.{minor} does not know {arch}"));
+    }
+    Ok(())
+}
+
+/// What came of opening a library.
+type Opened = std::result::Result<&'static Nvrtc, String>;
+
+/// The first compiler that `serves`. A library is opened once, and stays.
+fn first(serves: impl Fn(&Nvrtc) -> std::result::Result<(), String>) -> Result<&'static Nvrtc> {
+    static OPENED: Mutex<Vec<(PathBuf, Opened)>> = Mutex::new(Vec::new());
+    let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut tried = Vec::new();
+    for path in candidates()? {
+        let known = opened.iter().find(|(known, _)| *known == path).map(|(_, opened)| opened.clone());
+        let found = known.unwrap_or_else(|| {
+            let found: Opened =
+                open(&path).map(|nvrtc| &*Box::leak(Box::new(nvrtc))).map_err(|error| error.to_string());
+            opened.push((path.clone(), found.clone()));
+            found
+        });
+        match found.and_then(|nvrtc| serves(nvrtc).map(|()| nvrtc)) {
+            Ok(nvrtc) => return Ok(nvrtc),
+            Err(why) => tried.push(format!("{} ({why})", path.display())),
+        }
+    }
+    Err(Error::NoDevice(format!("no NVRTC to compile kernels with; tried {}", tried.join(", "))))
+}
+
+fn candidates() -> Result<Vec<PathBuf>> {
     const SONAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
-    if let Some(path) = env::NVRTC.get() {
+    if let Some(path) = env::NVRTC.get()? {
         // The user's word is not second-guessed.
-        return vec![PathBuf::from(path)];
+        return Ok(vec![PathBuf::from(path)]);
     }
     let mut folders = Vec::new();
     for variable in ["CUDA_HOME", "CUDA_PATH"] {
@@ -89,7 +143,7 @@ fn candidates() -> Vec<PathBuf> {
     }
     folders.push(PathBuf::from("/usr/local/cuda/lib64"));
     let in_folders = folders.iter().flat_map(|folder| SONAMES.map(|name| folder.join(name)));
-    in_folders.filter(|path| path.exists()).chain(SONAMES.map(PathBuf::from)).collect()
+    Ok(in_folders.filter(|path| path.exists()).chain(SONAMES.map(PathBuf::from)).collect())
 }
 
 fn open(path: &Path) -> std::result::Result<Nvrtc, libloading::Error> {
@@ -110,7 +164,13 @@ fn open(path: &Path) -> std::result::Result<Nvrtc, libloading::Error> {
             function(&library, b"nvrtcVersion")?;
         let (mut major, mut minor) = (0, 0);
         version(&raw mut major, &raw mut minor);
+        let archs = archs(
+            function::<unsafe extern "C" fn(*mut c_int) -> Status>(&library, b"nvrtcGetNumSupportedArchs")
+                .ok(),
+            function::<unsafe extern "C" fn(*mut c_int) -> Status>(&library, b"nvrtcGetSupportedArchs").ok(),
+        );
         Ok(Nvrtc {
+            archs,
             create: function(&library, b"nvrtcCreateProgram")?,
             compile: function(&library, b"nvrtcCompileProgram")?,
             destroy: function(&library, b"nvrtcDestroyProgram")?,
@@ -135,6 +195,25 @@ fn open(path: &Path) -> std::result::Result<Nvrtc, libloading::Error> {
     }
 }
 
+/// The architectures that a library says it knows; NVRTC has these calls since 11.2.
+///
+/// # Safety
+/// They are nvrtc.h's: how many there are, and their numbers in an array of as many.
+unsafe fn archs(
+    count: Option<unsafe extern "C" fn(*mut c_int) -> Status>,
+    get: Option<unsafe extern "C" fn(*mut c_int) -> Status>,
+) -> Vec<i32> {
+    let (Some(count), Some(get)) = (count, get) else { return Vec::new() };
+    let mut num = 0;
+    // SAFETY: a place for an int.
+    if unsafe { count(&raw mut num) } != 0 {
+        return Vec::new();
+    }
+    let mut archs = vec![0; usize::try_from(num).unwrap_or(0)];
+    // SAFETY: the array has as many places as the library has architectures.
+    if unsafe { get(archs.as_mut_ptr()) } == 0 { archs } else { Vec::new() }
+}
+
 fn builtins_beside(path: &Path) -> Option<Library> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty())?;
     let beside = std::fs::read_dir(folder).ok()?.flatten().find(|entry| {
@@ -149,6 +228,9 @@ fn builtins_beside(path: &Path) -> Option<Library> {
 /// setmaxnreg ignored.
 const FATAL_WARNINGS: [&str; 4] = ["C7508", "C7510", "C7512", "C7514"];
 
+/// What every job is compiled with besides: ptxas says what a kernel takes of the device.
+const OWN_FLAGS: [&str; 1] = ["--ptxas-options=-v"];
+
 impl Compiler for Nvrtc {
     /// Its version has two numbers; the file's size tells the builds of one version apart.
     fn identity(&self) -> String {
@@ -157,6 +239,10 @@ impl Compiler for Nvrtc {
             Ok(file) => format!("NVRTC {major}.{minor} ({} bytes)", file.len()),
             Err(_) => format!("NVRTC {major}.{minor}"),
         }
+    }
+
+    fn own_flags(&self) -> &[&str] {
+        &OWN_FLAGS
     }
 
     fn compile(&self, job: &KernelJob) -> Result<CompilerOutput> {
@@ -198,7 +284,9 @@ impl Nvrtc {
         let text_pointers: Vec<_> = texts.iter().map(|text| text.as_ptr()).collect();
         let mut options = job.flags.iter().map(|o| text(o)).collect::<std::result::Result<Vec<_>, _>>()?;
         options.push(text(&format!("--gpu-architecture={}", job.arch))?);
-        options.push(text("--ptxas-options=-v")?);
+        for flag in OWN_FLAGS {
+            options.push(text(flag)?);
+        }
         let option_pointers: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();
         let entry = text(&source.entry)?;
 
@@ -269,6 +357,32 @@ impl Drop for Guard<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_compiler_serves_drivers_of_its_major_version_or_later_and_the_architectures_that_it_knows() {
+        let archs = [80, 90, 100];
+        let serves = |driver, arch: &str| suits((13, 0), &archs, arch, driver);
+        assert_eq!(serves(None, "sm_90a"), Ok(()));
+        assert_eq!(serves(Some((13, 0)), "sm_100a"), Ok(()));
+        assert_eq!(serves(Some((14, 2)), "sm_90a"), Ok(()));
+        let too_new = serves(Some((12, 8)), "sm_90a").unwrap_err();
+        assert!(too_new.contains("13.0") && too_new.contains("12.8"), "{too_new}");
+        let unknown = serves(Some((13, 0)), "sm_103a").unwrap_err();
+        assert!(unknown.contains("13.0") && unknown.contains("sm_103a"), "{unknown}");
+        assert_eq!(suits((13, 5), &[], "sm_103a", Some((13, 0))), Ok(()));
+    }
+
+    #[test]
+    fn the_installed_compiler_says_which_architectures_it_knows() {
+        match nvrtc() {
+            Ok(nvrtc) => {
+                assert!(nvrtc.archs.contains(&90), "{:?}", nvrtc.archs);
+                let error = suits(nvrtc.version, &nvrtc.archs, "sm_123", None).unwrap_err();
+                assert!(error.contains("sm_123"), "{error}");
+            }
+            Err(reason) => println!("absent: {reason}"),
+        }
+    }
 
     #[test]
     fn resources_are_those_that_ptxas_names() {

@@ -3,13 +3,14 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
+use fmha_core::cache::only_plans;
 use fmha_core::error::{Error, ProblemError, Result};
 use fmha_core::{Explain, LaunchShape, PlanParts, Refusal, Step as Explained, Workspace};
 
 use crate::CudaBackend;
 use crate::driver::Grid;
 use crate::kernels::{Choice, Launch, Named};
-use crate::modules::{self, Module};
+use crate::modules::Module;
 
 /// One launch.
 pub(crate) struct Step {
@@ -25,7 +26,7 @@ impl Step {
     /// `arguments` point to the kernel's parameters, in order and of their types, and the device
     /// memory they name is what the kernel's contract asks for.
     pub(crate) unsafe fn launch(&self, arguments: &mut [*mut c_void], stream: u64) -> Result<()> {
-        let module = self.module.as_ref().ok_or_else(modules::no_device)?;
+        let module = self.module.as_ref().ok_or_else(only_plans)?;
         // SAFETY: the caller's promise.
         unsafe { module.loaded()?.launch(self.grid, arguments, stream) }
     }

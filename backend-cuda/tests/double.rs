@@ -92,7 +92,7 @@ impl Call {
             k: filled(problem.shape_k().num_elems(), 2),
             v: filled(problem.shape_v().num_elems(), 3),
             o: filled(problem.shape_o().num_elems(), 4),
-            lse: memory.alloc(problem.lse_elems() * 4).unwrap(),
+            lse: memory.alloc(problem.extents(fmha_core::Totals::NONE).lse_elems * 4).unwrap(),
             workspace: memory.workspace(plan.workspace()).unwrap(),
             plan,
         }

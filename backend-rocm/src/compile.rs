@@ -3,12 +3,12 @@
 use std::ffi::CString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use fmha_core::cache::{self, CompilerOutput, KernelJob, dump_source};
 use fmha_core::env::HIP_CLANG;
 use fmha_core::source::KernelSource;
 use fmha_core::{Error, Result};
+use tempfile::TempDir;
 
 use crate::driver::{owned, search, sys::Handle, sys::Hiprtc};
 use crate::resources::Resources;
@@ -46,7 +46,7 @@ impl Compiler {
     /// # Errors
     /// Every one that was tried.
     pub(crate) fn find() -> Result<Self> {
-        if let Some(named) = HIP_CLANG.get() {
+        if let Some(named) = HIP_CLANG.get()? {
             return clang(Path::new(&named)).ok_or_else(|| {
                 Error::NoDevice(format!(
                     "{} is {named}, which does not run or lists no target amdgcn",
@@ -92,6 +92,13 @@ impl cache::Compiler for Compiler {
         }
     }
 
+    fn own_flags(&self) -> &[&str] {
+        match self {
+            Compiler::Clang { .. } => &CLANG_FLAGS,
+            Compiler::Hiprtc(_) => &[],
+        }
+    }
+
     fn compile(&self, job: &KernelJob) -> Result<CompilerOutput> {
         let machine = self.run(job)?;
         let resources = Resources::of(&machine).map(Resources::usage).unwrap_or_default();
@@ -114,17 +121,22 @@ fn clang(path: &Path) -> Option<Compiler> {
     knows_amdgpu.then(|| Compiler::Clang { path: path.to_owned(), version })
 }
 
-/// A folder with the source and its headers as files.
-fn lay_out(source: &KernelSource) -> Result<PathBuf> {
-    static COUNT: AtomicU64 = AtomicU64::new(0);
-    let number = COUNT.fetch_add(1, Ordering::Relaxed);
-    let folder = std::env::temp_dir().join(format!("fmha-hip-{}-{number}", std::process::id()));
+/// A new folder of this user's alone, gone when dropped, with the source and its headers as files.
+fn lay_out(source: &KernelSource) -> Result<TempDir> {
+    let failed = |what: &Path, error: std::io::Error| Error::System {
+        what: what.display().to_string(),
+        text: error.to_string(),
+    };
+    let folder = tempfile::Builder::new()
+        .prefix("fmha-hip-")
+        .tempdir()
+        .map_err(|error| failed(&std::env::temp_dir(), error))?;
     let write = |name: &str, text: &str| {
-        let path = folder.join(name);
-        let parent = path.parent().unwrap_or(&folder);
+        let path = folder.path().join(name);
+        let parent = path.parent().unwrap_or(folder.path());
         std::fs::create_dir_all(parent)
             .and_then(|()| std::fs::write(&path, text))
-            .map_err(|error| Error::System { what: path.display().to_string(), text: error.to_string() })
+            .map_err(|error| failed(&path, error))
     };
     write("entry.hip", &source.entry)?;
     for header in &source.headers {
@@ -141,20 +153,16 @@ fn with_clang(clang: &Path, job: &KernelJob) -> Result<Vec<u8>> {
         .arg(format!("--offload-arch={}", job.arch))
         .arg("-I.")
         .args(["entry.hip", "-o", "kernel.co"])
-        .current_dir(&folder)
+        .current_dir(folder.path())
         .output()
         .map_err(|error| Error::System { what: clang.display().to_string(), text: error.to_string() });
-    let object = folder.join("kernel.co");
-    let code = output.and_then(|output| {
-        if !output.status.success() {
-            return Err(failed(job, String::from_utf8_lossy(&output.stderr).into_owned()));
-        }
-        std::fs::read(&object)
-            .map_err(|error| Error::System { what: object.display().to_string(), text: error.to_string() })
-    });
-    // A folder that stays is litter, not an error.
-    let _ = std::fs::remove_dir_all(&folder);
-    code
+    let output = output?;
+    if !output.status.success() {
+        return Err(failed(job, String::from_utf8_lossy(&output.stderr).into_owned()));
+    }
+    let object = folder.path().join("kernel.co");
+    std::fs::read(&object)
+        .map_err(|error| Error::System { what: object.display().to_string(), text: error.to_string() })
 }
 
 fn with_hiprtc(rtc: &Hiprtc, job: &KernelJob) -> Result<Vec<u8>> {

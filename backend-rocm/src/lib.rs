@@ -35,7 +35,7 @@ pub use crate::resources::Resources;
 use crate::driver::{Driver, search};
 use crate::kernels::{Choice, Device, Forward, Grid, cdna, combine, simt};
 use crate::memory::RocmMemory;
-use crate::modules::{Module, Modules};
+use crate::modules::{Module, Modules, modules};
 
 const KIND: &str = "rocm";
 
@@ -96,8 +96,8 @@ impl RocmBackend {
 
     fn new(arch: Arch, name: String, num_compute_units: u32, driver: Option<Driver>) -> Result<Self> {
         let device = Device { arch, num_compute_units };
-        let (id, memory) = (BackendId::unique(), RocmMemory(driver));
-        Ok(Self { id, device, name, memory, modules: Modules::new(arch)? })
+        let (id, modules) = (BackendId::unique(), modules(arch, driver.clone())?);
+        Ok(Self { id, device, name, modules, memory: RocmMemory(driver) })
     }
 
     /// The architecture that decides the code object.
@@ -148,7 +148,7 @@ impl RocmBackend {
     /// Finds or compiles, and loads where there is a device. Without a device a compiler may be missing
     /// too.
     fn ready(&self, kernel: &'static str, source: KernelSource) -> Result<Ready> {
-        match self.modules.load(kernel, source, self.memory.0.as_ref()) {
+        match self.modules.load(kernel, source, 0) {
             Err(Error::NoDevice(text)) if self.memory.0.is_none() => Ok(Ready(Err(text))),
             loaded => loaded.map(|module| Ready(Ok(module))),
         }
@@ -161,7 +161,7 @@ impl RocmBackend {
 
 /// The `ordinal`-th device of `arch` among those of the emulator's library.
 fn emulated(arch: Arch, ordinal: usize) -> Result<Driver> {
-    let mut driver = Driver::open(search::hip_at(&emulator_places())?, 0, true)?;
+    let mut driver = Driver::open(search::hip_at(&emulator_places()?)?, 0, true)?;
     let mut left = ordinal;
     loop {
         if driver.info()?.gcn_arch_name.split(':').next() == Some(arch.name()) {
@@ -176,13 +176,13 @@ fn emulated(arch: Arch, ordinal: usize) -> Result<Driver> {
 
 /// Beside the program, and one and two folders up: tests lie in `deps`, examples in `examples`. Not
 /// named like the real library, which a loader's path must never confuse with this one.
-fn emulator_places() -> Vec<PathBuf> {
+fn emulator_places() -> Result<Vec<PathBuf>> {
     const FILE: &str = "libfmha_emu_amdhip64.so";
-    if let Some(folder) = fmha_core::env::EMULATOR_DIR.get() {
-        return vec![PathBuf::from(folder).join(FILE)];
+    if let Some(folder) = fmha_core::env::EMULATOR_DIR.get()? {
+        return Ok(vec![PathBuf::from(folder).join(FILE)]);
     }
     let program = std::env::current_exe().unwrap_or_default();
-    program.ancestors().skip(1).take(3).map(|folder| folder.join(FILE)).collect()
+    Ok(program.ancestors().skip(1).take(3).map(|folder| folder.join(FILE)).collect())
 }
 
 /// A row is one wave's, its keys in one order, and every tile's maxima are taken.
@@ -374,12 +374,8 @@ impl RocmBackend {
     }
 
     fn launch<P: Copy>(&self, Ready(module): &Ready, grid: Grid, params: &P, stream: Stream) -> Result<()> {
-        // Without a device nothing was loaded, and nothing can be launched.
-        self.memory.driver()?;
-        let function = match module {
-            Ok(module) => module.function.as_ref().ok_or_else(memory::no_device)?,
-            Err(why) => return Err(Error::NoDevice(why.clone())),
-        };
+        let module = module.as_ref().map_err(|why| Error::NoDevice(why.clone()))?;
+        let function = module.loaded()?;
         if grid.workgroups == 0 {
             return Ok(());
         }

@@ -1,6 +1,7 @@
 //! Device memory for callers who have none of their own.
 
-use fmha_core::{DevBuffer, DeviceMemory, Error, MemorySpace, ProblemError, Result, Stream};
+use fmha_core::cache::only_plans;
+use fmha_core::{DevBuffer, DeviceMemory, MemorySpace, ProblemError, Result, Stream};
 
 use crate::driver::Driver;
 
@@ -9,13 +10,8 @@ pub(crate) struct RocmMemory(pub(crate) Option<Driver>);
 
 impl RocmMemory {
     pub(crate) fn driver(&self) -> Result<&Driver> {
-        self.0.as_ref().ok_or_else(no_device)
+        self.0.as_ref().ok_or_else(only_plans)
     }
-}
-
-/// A backend that only plans was asked for more.
-pub(crate) fn no_device() -> Error {
-    Error::NoDevice("this backend only plans: it has no device".to_owned())
 }
 
 impl DeviceMemory for RocmMemory {

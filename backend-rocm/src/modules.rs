@@ -1,42 +1,28 @@
-//! From a kernel's source to a loaded kernel: this process' memory, then the cache of `fmha-core`.
+//! What HIP adds to the cache of loaded kernels: a clang or hipRTC, and the driver's way to take an image.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
 use fmha_core::Result;
-use fmha_core::cache::{Cache, CompiledKernel, ImageKind, KernelJob, Origin};
-use fmha_core::source::{ENTRY, KernelSource};
+use fmha_core::cache::{self, ImageKind, Loader, Target};
+use fmha_core::source::ENTRY;
 
 use crate::arch::Arch;
 use crate::compile::{COMPILE_OPTIONS, Compiler};
 use crate::driver::{Driver, Function};
 
-/// A compiled kernel, loaded where there is a device.
-pub(crate) struct Module {
-    pub(crate) compiled: Arc<CompiledKernel>,
-    pub(crate) origin: Origin,
-    pub(crate) function: Option<Function>,
-}
+pub(crate) type Modules = cache::Modules<HipLoader>;
+pub(crate) type Module = cache::Module<Function>;
 
-/// A kernel, once somebody has compiled it; whoever wants the same one meanwhile waits.
-type Slot = Mutex<Option<Arc<Module>>>;
-
-/// Kernels that this process has, by entry text: the headers are the same for all.
-pub(crate) struct Modules {
-    arch: Arch,
-    cache: Cache,
+/// Compiles with what is installed, and loads onto a device where there is one.
+pub(crate) struct HipLoader {
     compiler: OnceLock<Compiler>,
-    slots: Mutex<HashMap<String, Arc<Slot>>>,
+    device: Option<Driver>,
 }
 
-impl Modules {
-    /// # Errors
-    /// A bundle of `FMHA_BUNDLE` that is not whole.
-    pub(crate) fn new(arch: Arch) -> Result<Self> {
-        Ok(Self { arch, cache: Cache::from_env()?, compiler: OnceLock::new(), slots: Mutex::default() })
-    }
+impl Loader for HipLoader {
+    type Kernel = Function;
 
-    fn compiler(&self) -> Result<&Compiler> {
+    fn compiler(&self) -> Result<&dyn cache::Compiler> {
         if let Some(compiler) = self.compiler.get() {
             return Ok(compiler);
         }
@@ -44,40 +30,21 @@ impl Modules {
         Ok(self.compiler.get_or_init(|| found))
     }
 
-    /// What is compiled for a source.
-    pub(crate) fn job(&self, kernel: &'static str, source: KernelSource) -> KernelJob {
-        let flags = COMPILE_OPTIONS.iter().map(|&option| option.to_owned()).collect();
-        KernelJob { kernel, arch: self.arch.name().to_owned(), flags, source, image: ImageKind::Machine }
+    /// Kernels here have no dynamic LDS.
+    fn load(&self, image: &[u8], _lds_bytes: u32) -> Result<Option<Function>> {
+        self.device.as_ref().map(|driver| driver.load(image, ENTRY)).transpose()
     }
+}
 
-    /// Finds or compiles.
-    ///
-    /// # Errors
-    /// What the compiler said, or that there is none.
-    pub(crate) fn compile(&self, job: &KernelJob) -> Result<(Arc<CompiledKernel>, Origin)> {
-        self.cache.get(job, || self.compiler())
-    }
-
-    /// Finds or compiles, and loads onto `device`.
-    ///
-    /// # Errors
-    /// What the compiler or the driver said.
-    pub(crate) fn load(
-        &self,
-        kernel: &'static str,
-        source: KernelSource,
-        device: Option<&Driver>,
-    ) -> Result<Arc<Module>> {
-        let slot = {
-            let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-            Arc::clone(slots.entry(source.entry.clone()).or_default())
-        };
-        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(module) = &*slot {
-            return Ok(Arc::clone(module));
-        }
-        let (compiled, origin) = self.compile(&self.job(kernel, source))?;
-        let function = device.map(|driver| driver.load(&compiled.machine, ENTRY)).transpose()?;
-        Ok(Arc::clone(slot.insert(Arc::new(Module { compiled, origin, function }))))
-    }
+/// No kernels yet.
+///
+/// # Errors
+/// A bundle of `FMHA_BUNDLE` that is not whole.
+pub(crate) fn modules(arch: Arch, device: Option<Driver>) -> Result<Modules> {
+    let target = Target {
+        arch: arch.name().to_owned(),
+        flags: COMPILE_OPTIONS.iter().map(|&flag| flag.to_owned()).collect(),
+        image: ImageKind::Machine,
+    };
+    Modules::from_env(target, HipLoader { compiler: OnceLock::new(), device })
 }

@@ -49,7 +49,7 @@ fn problems(fp8: DType, fp8_wide: DType) -> Vec<(String, FwdProblem)> {
     for mask in ["t", "b:30,5", "b:30,0,4", "g:3,9"] {
         add(&format!("mask/{mask}"), FwdProblem { mask: mask.parse().unwrap(), ..base.clone() });
     }
-    let mut group = FwdProblem::group(DType::Bf16, DIMS, 500, 700);
+    let mut group = FwdProblem::group(DType::Bf16, DIMS);
     group.seqused_k = true;
     add("group", group);
     for dtype in [DType::F32, DType::Bf16] {

@@ -6,7 +6,7 @@
 use fmha_core::reference::{Precision, combine, forward};
 use fmha_core::{
     CombineArgs, CombineProblem, DType, DevBuffer, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs,
-    FwdProblem, PartialResult, PlanOptions, Shape, Stream,
+    FwdProblem, PartialResult, PlanOptions, Shape, Stream, Totals,
 };
 use fmha_rocm::RocmBackend;
 
@@ -78,7 +78,7 @@ fn reference_o(problem: &FwdProblem, q: &[u8], k: &[u8], v: &[u8]) -> Vec<f64> {
     for head in forward(problem, &args, Precision::Exact).unwrap() {
         for (at, value) in head.o.iter().enumerate() {
             let (i, d) = (at as u32 / DIMS.head_dim_v, at as u32 % DIMS.head_dim_v);
-            o[problem.o.offset(head.span.storage_batch, i, head.i_head, d) as usize] = *value;
+            o[problem.o.offset(head.span.q_batch, i, head.i_head, d) as usize] = *value;
         }
     }
     o
@@ -134,7 +134,7 @@ fn a_call_a_stream_and_a_graph_give_the_same_bits() {
 fn a_captured_graph_replays_with_the_lengths_of_the_moment() {
     let Some(backend) = device("gfx942") else { return };
     let dims = Dims { batch: 2, ..DIMS };
-    let mut problem = FwdProblem::group(DType::Bf16, dims, 48, 80);
+    let mut problem = FwdProblem::group(DType::Bf16, dims);
     problem.mask = "b".parse().unwrap();
     let problem = problem.validate().unwrap();
     let plan = backend.plan_fwd(&problem, &PlanOptions::default()).unwrap();
@@ -149,6 +149,7 @@ fn a_captured_graph_replays_with_the_lengths_of_the_moment() {
     let (mut cu_q, mut cu_k) = (upload(&backend, &times[0].0), upload(&backend, &times[0].1));
     let run = |o: &mut DevBuffer, cu_q: &DevBuffer, cu_k: &DevBuffer, stream: Stream| {
         let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
+        args.seq.totals = Totals::packed(48, 80);
         (args.seq.cu_seqlens_q, args.seq.cu_seqlens_k) = (Some(cu_q.slice()), Some(cu_k.slice()));
         backend.run_fwd(&plan, &mut args, stream)
     };
@@ -248,7 +249,7 @@ fn an_emulated_device_has_no_clock() {
 fn workgroups_that_walk_over_tiles_write_the_bits_of_those_that_have_one() {
     const ROWS: u32 = 300;
     let dims = Dims { batch: 4, seqlen_q: 150, seqlen_k: 130, num_heads_q: 4, num_heads_kv: 2, ..DIMS };
-    let mut packed = FwdProblem::group(DType::Bf16, dims, ROWS, ROWS);
+    let mut packed = FwdProblem::group(DType::Bf16, dims);
     packed.mask = "b".parse().unwrap();
     let offsets = |ends: [i32; 5]| ends.iter().flat_map(|end| end.to_le_bytes()).collect::<Vec<u8>>();
     let lengths = [offsets([0, 0, 150, 260, 300]), offsets([0, 130, 130, 170, 300])];
@@ -262,20 +263,22 @@ fn workgroups_that_walk_over_tiles_write_the_bits_of_those_that_have_one() {
         problem.write_lse = true;
         let is_packed = problem.p_drop == 0.0;
         let problem = problem.validate().unwrap();
+        let totals = if is_packed { Totals::packed(ROWS, ROWS) } else { Totals::NONE };
+        let extents = problem.extents(totals);
         let dtype = problem.dtype_qk;
         let tensor = |shape: Shape, seed| upload(&backend, &numbers(dtype, shape.num_elems() as usize, seed));
-        let (q, k, v) =
-            (tensor(problem.shape_q(), 1), tensor(problem.shape_k(), 2), tensor(problem.shape_v(), 3));
+        let (q, k, v) = (tensor(extents.q, 1), tensor(extents.k, 2), tensor(extents.v, 3));
         let [cu_q, cu_k] = [0, 1].map(|which| upload(&backend, &lengths[which]));
         let run = |tile: &[(&str, &str)]| {
             let tile = tile.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
             let plan = backend.plan_fwd(&problem, &PlanOptions { tile, ..PlanOptions::default() }).unwrap();
             // What no workgroup writes differs from what was there.
             let mut o = upload(&backend, &vec![0x5a; q.bytes() as usize]);
-            let mut lse = upload(&backend, &vec![0x5a; problem.lse_elems() as usize * 4]);
+            let mut lse = upload(&backend, &vec![0x5a; extents.lse_elems as usize * 4]);
             let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
             args.lse = Some(lse.slice_mut());
             if is_packed {
+                args.seq.totals = totals;
                 (args.seq.cu_seqlens_q, args.seq.cu_seqlens_k) = (Some(cu_q.slice()), Some(cu_k.slice()));
             }
             backend.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap();

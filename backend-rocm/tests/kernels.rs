@@ -37,7 +37,7 @@ fn changes_of_numbers(base: &FwdProblem) -> Calls {
         change(&mut problem);
         problem
     };
-    let group = FwdProblem { mask: base.mask, ..FwdProblem::group(DType::Bf16, DIMS, 500, 700) };
+    let group = FwdProblem { mask: base.mask, ..FwdProblem::group(DType::Bf16, DIMS) };
     vec![
         ("lse", with(&|p| p.write_lse = true)),
         ("sink", with(&|p| p.sink = true)),

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use fmha::{DType, SeqMode, Shape, Strides, VLayout};
+use fmha::{DType, QLayout, Shape, Strides, VLayout};
 
 use crate::failure::Failure;
 use crate::files::{Archive, Staged, Tensor, check_npy_dtype, read_npy, stage_npy, stage_safetensors};
@@ -134,7 +134,7 @@ impl DataArgs {
             Some(archive) => archive.tensor(name)?,
             None => read_npy(Path::new(name))?,
         };
-        let shape = file_shape(setup.fwd.shape_o(), setup.fwd.o, setup.fwd.mode);
+        let shape = file_shape(setup.extents().o, setup.fwd.o, setup.fwd.q_layout);
         let given: Vec<u64> = tensor.shape.iter().copied().skip_while(|&extent| extent == 1).collect();
         let wanted: Vec<u64> = shape.iter().copied().skip_while(|&extent| extent == 1).collect();
         if given != wanted {
@@ -185,14 +185,14 @@ fn check_target(path: &Path, dtype: DType, kinds: &[&str]) -> Result<(), Failure
 }
 
 /// A dense tensor's shape in a file: its memory order, without a batch axis when it is packed.
-pub(super) fn file_shape(shape: Shape, strides: Strides, mode: SeqMode) -> Vec<u64> {
+pub(super) fn file_shape(shape: Shape, strides: Strides, layout: QLayout) -> Vec<u64> {
     let [batch, seq, head, dim] = [shape.batch, shape.seq, shape.head, shape.dim].map(u64::from);
     // Heads come first iff a step along the sequence is one row.
     let permuted = strides.seq == i64::from(shape.dim) && shape.head > 1;
     let rows = if permuted { vec![head, seq, dim] } else { vec![seq, head, dim] };
-    match mode {
-        SeqMode::Batch => [vec![batch], rows].concat(),
-        SeqMode::Group { .. } => rows,
+    match layout {
+        QLayout::Batch => [vec![batch], rows].concat(),
+        QLayout::Packed => rows,
     }
 }
 
@@ -200,9 +200,9 @@ pub(super) fn file_shape(shape: Shape, strides: Strides, mode: SeqMode) -> Vec<u
 pub(super) fn lse_shape(setup: &Setup) -> Vec<u64> {
     let dims = setup.fwd.dims;
     let (batch, heads) = (u64::from(dims.batch), u64::from(dims.num_heads_q));
-    match setup.fwd.mode {
-        SeqMode::Batch => vec![batch, heads, u64::from(dims.seqlen_q)],
-        SeqMode::Group { total_q, .. } => vec![heads, u64::from(total_q)],
+    match setup.fwd.q_layout {
+        QLayout::Batch => vec![batch, heads, u64::from(dims.seqlen_q)],
+        QLayout::Packed => vec![heads, u64::from(setup.extents().q.seq)],
     }
 }
 

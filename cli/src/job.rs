@@ -1,6 +1,6 @@
 //! One problem with its tensors on a backend: planned once, called many times, read back.
 
-use fmha::{BwdPlan, Error, FmhaBackend, FwdPlan, PlanOptions, ValidFwd, Workspace};
+use fmha::{BwdPlan, Error, Extents, FmhaBackend, FwdPlan, PlanOptions, ValidFwd, Workspace};
 use fmha_conformance::execute::{CallTime, Resident};
 use fmha_conformance::init::Init;
 use fmha_conformance::tensor::{Operand, Operands, Room};
@@ -57,7 +57,7 @@ impl<'a> Job<'a> {
         let (call, resident) = match &setup.bwd {
             None => {
                 let plan = backend.plan_fwd(&valid, options)?;
-                there_is_room(&valid, 1, plan.workspace())?;
+                there_is_room(&valid, setup.extents(), 1, plan.workspace())?;
                 let mut host = HostFwd::new(setup.fwd.clone(), &setup.lengths(), data)?;
                 host.dropout = setup.dropout;
                 overwrite(&mut host.operands, own);
@@ -70,7 +70,7 @@ impl<'a> Job<'a> {
                 let auxiliary = PlanOptions { allow_fallback: true, ..PlanOptions::default() };
                 let forward = backend.plan_fwd(&valid, &auxiliary)?;
                 let workspace = plan.workspace().max(forward.workspace());
-                there_is_room(&valid, 2, workspace)?;
+                there_is_room(&valid, setup.extents(), 2, workspace)?;
                 let mut host = HostBwd::new(bwd.clone(), &setup.lengths(), data)?;
                 host.dropout = setup.dropout;
                 overwrite(&mut host.operands, own);
@@ -118,16 +118,17 @@ impl<'a> Job<'a> {
     /// A result that was [read back](Self::read_back), as a file has it.
     pub(super) fn result(&self, name: &str) -> Option<Tensor> {
         let fwd = &self.setup.fwd;
-        let rows = |shape, strides| file_shape(shape, strides, fwd.mode);
+        let extents = self.setup.extents();
+        let rows = |shape, strides| file_shape(shape, strides, fwd.q_layout);
         let (operands, operand, shape) = match (&self.call, name) {
-            (Call::Forward(host, _), "o") => (&host.operands, Operand::O, rows(fwd.shape_o(), fwd.o)),
+            (Call::Forward(host, _), "o") => (&host.operands, Operand::O, rows(extents.o, fwd.o)),
             (Call::Forward(host, _), "lse") => (&host.operands, Operand::Lse, lse_shape(self.setup)),
             (Call::Backward(host, plan), name) => {
                 let bwd = plan.problem();
                 let (operand, shape) = match name {
-                    "dq" => (Operand::Dq, rows(fwd.shape_q(), bwd.dq)),
-                    "dk" => (Operand::Dk, rows(fwd.shape_k(), bwd.dk)),
-                    "dv" => (Operand::Dv, rows(fwd.shape_v(), bwd.dv)),
+                    "dq" => (Operand::Dq, rows(extents.q, bwd.dq)),
+                    "dk" => (Operand::Dk, rows(extents.k, bwd.dk)),
+                    "dv" => (Operand::Dv, rows(extents.v, bwd.dv)),
                     "dbias" => {
                         let shape = host.operands.get(Operand::Dbias)?.shape;
                         (
@@ -151,6 +152,7 @@ impl Setup {
     fn lengths(&self) -> Lengths {
         let list = |lengths: &Option<Vec<i32>>| lengths.clone().unwrap_or_default();
         Lengths {
+            totals: self.totals(),
             cu_seqlens_q: list(&self.cu_seqlens_q),
             cu_seqlens_k: list(&self.cu_seqlens_k),
             seqused_q: list(&self.seqused_q),
@@ -171,13 +173,18 @@ fn overwrite(operands: &mut Operands, own: Option<OwnData>) {
 
 /// Asks for the bytes of all tensors at once, and gives them back: what does not fit is an error
 /// here, with the number, and not an abort somewhere later. `copies` is 2 for gradients.
-fn there_is_room(valid: &ValidFwd, copies: u64, workspace: Workspace) -> Result<(), Failure> {
+fn there_is_room(
+    valid: &ValidFwd,
+    extents: Extents,
+    copies: u64,
+    workspace: Workspace,
+) -> Result<(), Failure> {
     let mut bytes = u128::from(workspace.bytes);
     for (strides, shape, dtype) in [
-        (valid.q, valid.shape_q(), valid.dtype_qk),
-        (valid.k, valid.shape_k(), valid.dtype_qk),
-        (valid.v, valid.shape_v(), valid.dtype_v),
-        (valid.o, valid.shape_o(), valid.dtype_o),
+        (valid.q, extents.q, valid.dtype_qk),
+        (valid.k, extents.k, valid.dtype_qk),
+        (valid.v, extents.v, valid.dtype_v),
+        (valid.o, extents.o, valid.dtype_o),
     ] {
         bytes += u128::from(ValidFwd::extent_bytes(strides, shape, dtype)) * u128::from(copies);
         // An index entry for each row while it is filled.
@@ -187,7 +194,7 @@ fn there_is_room(valid: &ValidFwd, copies: u64, workspace: Workspace) -> Result<
         let shape = valid.shape_bias(bias.broadcast);
         bytes += u128::from(ValidFwd::extent_bytes(bias.strides, shape, bias.dtype)) * u128::from(copies);
     }
-    bytes += u128::from(valid.lse_elems()) * 4 * u128::from(copies);
+    bytes += u128::from(extents.lse_elems) * 4 * u128::from(copies);
     // What the check, the threads and the kernels need besides.
     bytes += 32 << 20;
 

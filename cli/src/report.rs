@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use fmha::core::work::Work;
-use fmha::{Bias, BiasBroadcast, Roofline, SeqMode, VLayout};
+use fmha::{Bias, BiasBroadcast, QLayout, Roofline, Totals, VLayout};
 
 use crate::failure::Failure;
 use crate::setup::Setup;
@@ -13,9 +13,9 @@ use crate::timing::{Timing, duration};
 pub(super) fn label(setup: &Setup) -> String {
     let dims = setup.fwd.dims;
     let pair = |a: u32, b: u32| if a == b { a.to_string() } else { format!("{a}/{b}") };
-    let length = match setup.fwd.mode {
-        SeqMode::Batch => format!("S{}", pair(dims.seqlen_q, dims.seqlen_k)),
-        SeqMode::Group { .. } => "varlen".to_owned(),
+    let length = match setup.fwd.q_layout {
+        QLayout::Batch => format!("S{}", pair(dims.seqlen_q, dims.seqlen_k)),
+        QLayout::Packed => "varlen".to_owned(),
     };
     let mask = match setup.fwd.mask.to_string().as_str() {
         "0" => "full".to_owned(),
@@ -42,7 +42,7 @@ pub(super) fn label(setup: &Setup) -> String {
 pub(super) fn describe(setup: &Setup) -> String {
     let fwd = &setup.fwd;
     let mut text = label(setup);
-    if let SeqMode::Group { total_q, total_k } = fwd.mode {
+    if let Totals { total_q: Some(total_q), total_k: Some(total_k), .. } = setup.totals() {
         let _ = write!(text, ", {total_q} rows of q, {total_k} of k");
     }
     if fwd.dtype_o != fwd.dtype_qk {

@@ -2,8 +2,8 @@
 
 use fmha::core::seq::{SeqSpan, spans};
 use fmha::{
-    Bias, BiasBroadcast, BiasGrad, BwdProblem, DType, DevSlice, Dims, DropoutSeed, ElementwiseBias,
-    FwdProblem, ProblemError, SeqArgs, SeqMode, Shape, Strides, VLayout,
+    Bias, BiasBroadcast, BiasGrad, BwdProblem, DType, DevSlice, Dims, DropoutSeed, ElementwiseBias, Extents,
+    FwdProblem, ProblemError, SeqArgs, Shape, Strides, Totals, VLayout,
 };
 
 use crate::failure::Failure;
@@ -47,12 +47,26 @@ impl Setup {
         if qk.size_bytes() > v.size_bytes() { qk } else { v }
     }
 
+    /// Rows of packed tensors.
+    pub(super) fn totals(&self) -> Totals {
+        // The offsets were made here: the last is the sum of the lengths.
+        let total = |offsets: &Option<Vec<i32>>| Some(offsets.as_ref()?.last()?.unsigned_abs());
+        Totals { total_q: total(&self.cu_seqlens_q), total_k: total(&self.cu_seqlens_k), num_pages: None }
+    }
+
+    /// The tensors' extents.
+    pub(super) fn extents(&self) -> Extents {
+        self.fwd.extents(self.totals())
+    }
+
     /// The lengths as arguments in host memory.
     pub(super) fn seq_args(&self) -> SeqArgs<'_> {
         fn host(lengths: &Option<Vec<i32>>) -> Option<DevSlice<'_>> {
             lengths.as_deref().map(DevSlice::host)
         }
         SeqArgs {
+            totals: self.totals(),
+            block_table: None,
             cu_seqlens_q: host(&self.cu_seqlens_q),
             cu_seqlens_k: host(&self.cu_seqlens_k),
             seqused_q: host(&self.seqused_q),
@@ -113,13 +127,11 @@ impl ProblemArgs {
             head_dim_qk,
             head_dim_v,
         };
-        let mode = match (&q.packed, &k.packed) {
-            (Some((total_q, _)), Some((total_k, _))) => {
-                SeqMode::Group { total_q: *total_q, total_k: *total_k }
-            }
-            _ => SeqMode::Batch,
+        let totals = match (&q.packed, &k.packed) {
+            (Some((total_q, _)), Some((total_k, _))) => Totals::packed(*total_q, *total_k),
+            _ => Totals::NONE,
         };
-        let fwd = self.forward(mode, dims, given, q.used.is_some(), k.used.is_some())?;
+        let fwd = self.forward(totals, dims, given, q.used.is_some(), k.used.is_some())?;
         let bwd = self.backward.then(|| self.backward_of(&fwd));
         match &bwd {
             Some(bwd) => bwd.clone().validate().map(|_| ())?,
@@ -248,7 +260,7 @@ impl ProblemArgs {
 
     fn forward(
         &self,
-        mode: SeqMode,
+        totals: Totals,
         dims: Dims,
         given: Option<&Given>,
         seqused_q: bool,
@@ -272,10 +284,11 @@ impl ProblemArgs {
                 (asked.qk, asked.v)
             }
         };
-        let base = match mode {
-            SeqMode::Batch => FwdProblem::batch(dtype_qk, dims),
-            SeqMode::Group { total_q, total_k } => FwdProblem::group(dtype_qk, dims, total_q, total_k),
+        let base = match totals.total_q {
+            None => FwdProblem::batch(dtype_qk, dims),
+            Some(_) => FwdProblem::group(dtype_qk, dims),
         };
+        let extents = base.extents(totals);
         let dtype_o = self.dtype_o.or(asked.and_then(|asked| asked.o)).unwrap_or(base.dtype_o);
         let inputs = if self.iperm { Strides::bhsd } else { Strides::bshd };
         let output = if self.operm { Strides::bhsd } else { Strides::bshd };
@@ -286,14 +299,14 @@ impl ProblemArgs {
             seqused_k,
             dtype_v,
             dtype_o,
-            q: inputs(base.shape_q()),
-            k: inputs(base.shape_k()),
+            q: inputs(extents.q),
+            k: inputs(extents.k),
             v: match (self.vlayout, self.iperm) {
-                (VLayout::RowMajor, _) => inputs(base.shape_v()),
-                (VLayout::ColMajor, true) => Strides::bhds(base.shape_v()),
-                (VLayout::ColMajor, false) => bdhs(base.shape_v()),
+                (VLayout::RowMajor, _) => inputs(extents.v),
+                (VLayout::ColMajor, true) => Strides::bhds(extents.v),
+                (VLayout::ColMajor, false) => bdhs(extents.v),
             },
-            o: output(base.shape_o()),
+            o: output(extents.o),
             v_layout: self.vlayout,
             mask: self.mask,
             softmax_scale: self.softmax_scale.filter(|&scale| scale != 0.0),

@@ -19,9 +19,10 @@ const DIMS: Dims = Dims {
 
 /// What `spans` says of these offsets, for two packed sequences of at most 4 of 8 rows.
 fn said_of(cu_seqlens_q: &[i32]) -> String {
-    let problem = FwdProblem::group(DType::F32, DIMS, 8, 8);
+    let problem = FwdProblem::group(DType::F32, DIMS);
     let good = [0, 4, 8];
     let seq = fmha::SeqArgs {
+        totals: fmha::core::Totals::packed(8, 8),
         cu_seqlens_q: Some(DevSlice::host(cu_seqlens_q)),
         cu_seqlens_k: Some(DevSlice::host(&good)),
         ..fmha::SeqArgs::default()

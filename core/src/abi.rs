@@ -285,9 +285,11 @@ abi_struct! {
     pub struct FwdParams {
         /// `[batch, seqlen_q, num_heads_q, head_dim_qk]`, or packed by `cu_seqlens_q`.
         pub q: View,
-        /// `[batch, seqlen_k, num_heads_kv, head_dim_qk]`, or packed by `cu_seqlens_k`.
+        /// `[batch, seqlen_k, num_heads_kv, head_dim_qk]`, packed by `cu_seqlens_k`, or
+        /// `[num_pages, page_size, ..]`.
         pub k: View,
-        /// `[batch, seqlen_k, num_heads_kv, head_dim_v]`, or packed by `cu_seqlens_k`.
+        /// `[batch, seqlen_k, num_heads_kv, head_dim_v]`, packed by `cu_seqlens_k`, or
+        /// `[num_pages, page_size, ..]`.
         pub v: View,
         /// `[batch, seqlen_q, num_heads_q, head_dim_v]`, or packed by `cu_seqlens_q`.
         pub o: View,
@@ -302,14 +304,18 @@ abi_struct! {
         pub lse_head: i64,
         /// `[batch, num_heads_q, seqlen_q, seqlen_k]`, 1 = kept; null when not wanted.
         pub keep_mask: DevPtr<u8>,
-        /// `[batch + 1]`, first row of each packed sequence; null in batch mode.
+        /// `[batch + 1]`, first row of each packed sequence of Q; null when Q is not packed.
         pub cu_seqlens_q: DevPtr<i32>,
-        /// `[batch + 1]`, first row of each packed sequence; null in batch mode.
+        /// `[batch + 1]`, first row of each packed sequence of K; null when K is not packed.
         pub cu_seqlens_k: DevPtr<i32>,
         /// `[batch]`, logical lengths; null: the physical ones.
         pub seqused_q: DevPtr<i32>,
         /// `[batch]`, logical lengths; null: the physical ones.
         pub seqused_k: DevPtr<i32>,
+        /// `[batch, max_pages]`, the pages of each sequence; null when K is not paged.
+        pub block_table: DevPtr<i32>,
+        /// From sequence to sequence of `block_table`.
+        pub block_table_batch: i64,
         /// `ALiBi`'s slopes.
         pub alibi_slopes: HeadScalars,
         /// The learnable sinks.
@@ -326,10 +332,18 @@ abi_struct! {
         pub workspace: DevPtr<Untyped>,
         /// Sequences.
         pub batch: i32,
-        /// Queries of a sequence; in group mode an upper bound.
+        /// Queries of a sequence; packed, an upper bound.
         pub seqlen_q: i32,
-        /// Keys of a sequence; in group mode an upper bound.
+        /// Keys of a sequence; packed or paged, an upper bound.
         pub seqlen_k: i32,
+        /// Rows of packed Q; `seqlen_q` when Q is not packed.
+        pub total_q: i32,
+        /// Rows of packed K; `seqlen_k` when K is not packed.
+        pub total_k: i32,
+        /// Pages of K and V; 0 when they are not paged.
+        pub num_pages: i32,
+        /// Rows of a page; 1 when K is not paged.
+        pub page_size: i32,
         /// Query heads.
         pub num_heads_q: i32,
         /// Key and value heads.

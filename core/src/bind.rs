@@ -4,21 +4,22 @@ use crate::abi::{CombineParams, DevPtr, FwdParams, HeadScalars, MAX_PARTS, MaskP
 use crate::args::{CombineArgs, DevSlice, DevSliceMut, FwdArgs};
 use crate::combine::CombineProblem;
 use crate::dropout::{keep_scale, keep_threshold};
-use crate::layout::Strides;
+use crate::layout::{KvLayout, QLayout, Strides};
 use crate::mask::MaskAlign;
 use crate::problem::FwdProblem;
 use crate::score::{Bias, BiasBroadcast, Descale};
-use crate::seq::SeqMode;
 
 /// The arguments of a forward kernel. `args` have passed [`check_fwd`](crate::args::check_fwd).
 #[must_use]
 pub fn fwd_params(problem: &FwdProblem, args: &FwdArgs<'_>) -> FwdParams {
     let dims = problem.dims;
-    let packed = matches!(problem.mode, SeqMode::Group { .. });
-    let (lse_batch, lse_head) = match problem.mode {
-        SeqMode::Batch => (i64::from(dims.num_heads_q) * i64::from(dims.seqlen_q), i64::from(dims.seqlen_q)),
-        SeqMode::Group { total_q, .. } => (0, i64::from(total_q)),
-    };
+    let packed_q = problem.q_layout == QLayout::Packed;
+    let packed_k = problem.kv_layout == KvLayout::Packed;
+    let totals = args.seq.totals;
+    let total_q = totals.total_q.unwrap_or(dims.seqlen_q);
+    let lse_batch = if packed_q { 0 } else { i64::from(dims.num_heads_q) * i64::from(total_q) };
+    let lse_head = i64::from(total_q);
+    let block_table = args.seq.block_table;
     let score = &args.score;
     let (bias, slopes_batch) = match problem.bias {
         Bias::Elementwise(bias) => {
@@ -39,10 +40,10 @@ pub fn fwd_params(problem: &FwdProblem, args: &FwdArgs<'_>) -> FwdParams {
         Descale::PerKvHead => scalars(slice, dims.num_heads_kv, 1),
     };
     FwdParams {
-        q: View::new(address(&args.q), problem.q, packed),
-        k: View::new(address(&args.k), problem.k, packed),
-        v: View::new(address(&args.v), problem.v, packed),
-        o: View::new(address_mut(&args.o), problem.o, packed),
+        q: View::new(address(&args.q), problem.q, packed_q),
+        k: View::new(address(&args.k), problem.k, packed_k),
+        v: View::new(address(&args.v), problem.v, packed_k),
+        o: View::new(address_mut(&args.o), problem.o, packed_q),
         bias,
         lse: pointer_mut(args.lse.as_ref()),
         lse_batch,
@@ -52,6 +53,8 @@ pub fn fwd_params(problem: &FwdProblem, args: &FwdArgs<'_>) -> FwdParams {
         cu_seqlens_k: pointer(args.seq.cu_seqlens_k.as_ref()),
         seqused_q: pointer(args.seq.seqused_q.as_ref()),
         seqused_k: pointer(args.seq.seqused_k.as_ref()),
+        block_table: pointer(block_table.as_ref().map(|table| &table.pages)),
+        block_table_batch: block_table.map_or(0, |table| i64::from(table.max_pages)),
         alibi_slopes: scalars(score.alibi_slopes.as_ref(), slopes_batch, 1),
         sink: scalars(score.sink.as_ref(), 0, 1),
         descale_q: descale(problem.descale_q, score.descale_q.as_ref()),
@@ -62,6 +65,10 @@ pub fn fwd_params(problem: &FwdProblem, args: &FwdArgs<'_>) -> FwdParams {
         batch: dims.batch as i32,
         seqlen_q: dims.seqlen_q as i32,
         seqlen_k: dims.seqlen_k as i32,
+        total_q: total_q as i32,
+        total_k: totals.total_k.unwrap_or(dims.seqlen_k) as i32,
+        num_pages: totals.num_pages.unwrap_or(0) as i32,
+        page_size: problem.kv_layout.page_size().unwrap_or(1) as i32,
         num_heads_q: dims.num_heads_q as i32,
         num_heads_kv: dims.num_heads_kv as i32,
         gqa_ratio: problem.gqa_ratio() as i32,

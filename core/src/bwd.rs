@@ -3,8 +3,9 @@
 use crate::dtype::DType;
 use crate::error::{ProblemError, ensure};
 use crate::layout::{Strides, VLayout};
-use crate::problem::{FwdProblem, ValidFwd, check_input, check_output, check_unit_stride};
+use crate::problem::{Extents, FwdProblem, ValidFwd, check_input, check_output, check_unit_stride};
 use crate::score::Bias;
+use crate::seq::Totals;
 
 /// The gradient of an elementwise bias: shaped like the bias, summed over its broadcast axes.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -82,11 +83,11 @@ impl BwdProblem {
         );
         let grad = self.dtype_grad;
         ensure!(!grad.is_fp8(), "dtype_grad", "dtype_grad {grad} is not f32, f16 or bf16");
-        check_input("dout", self.dout, fwd.shape_o(), fwd.dtype_o)?;
-        check_unit_stride("dout", "dim", self.dout.dim, fwd.dims.head_dim_v)?;
-        check_output("dq", self.dq, fwd.shape_q(), grad)?;
-        check_output("dk", self.dk, fwd.shape_k(), grad)?;
-        check_output("dv", self.dv, fwd.shape_v(), grad)?;
+        if let Some(page_size) = fwd.kv_layout.page_size() {
+            let text = format!("kv_layout: pages of page_size {page_size} have no gradient");
+            return Err(ProblemError::new("kv_layout", text));
+        }
+        self.check_tensors(&fwd.longest())?;
         if let Some(dbias) = self.dbias {
             let Bias::Elementwise(bias) = fwd.bias else {
                 return Err(ProblemError::new(
@@ -99,6 +100,25 @@ impl BwdProblem {
         }
         ensure!(fwd.sink || !self.write_dsink, "dsink", "dsink is wanted, but there are no sinks (0 given)");
         Ok(ValidBwd { fwd, problem: self })
+    }
+
+    /// Checks the strides of gradients that have these extents.
+    fn check_tensors(&self, extents: &Extents) -> Result<(), ProblemError> {
+        let grad = self.dtype_grad;
+        check_input("dout", self.dout, extents.o, self.fwd.dtype_o)?;
+        check_unit_stride("dout", "dim", self.dout.dim, extents.o.dim)?;
+        check_output("dq", self.dq, extents.q, grad)?;
+        check_output("dk", self.dk, extents.k, grad)?;
+        check_output("dv", self.dv, extents.v, grad)
+    }
+
+    /// The extents of a call's tensors, checked as [`FwdProblem::checked_extents`] does, gradients too.
+    pub(crate) fn checked_extents(&self, totals: Totals) -> Result<Extents, ProblemError> {
+        let extents = self.fwd.checked_extents(totals)?;
+        if totals != Totals::NONE {
+            self.check_tensors(&extents)?;
+        }
+        Ok(extents)
     }
 }
 

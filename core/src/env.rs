@@ -1,5 +1,7 @@
 //! The environment variables, all of them.
 
+use crate::error::{Error, Result};
+
 /// One environment variable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EnvVar {
@@ -11,9 +13,19 @@ pub struct EnvVar {
 
 impl EnvVar {
     /// Its value, if set and not empty.
-    #[must_use]
-    pub fn get(self) -> Option<String> {
-        std::env::var(self.name).ok().filter(|value| !value.is_empty())
+    ///
+    /// # Errors
+    /// [`Error::System`] where the value is not UTF-8: what the user wants cannot be known, and the
+    /// default is not it.
+    pub fn get(self) -> Result<Option<String>> {
+        let Some(value) = std::env::var_os(self.name) else { return Ok(None) };
+        match value.into_string() {
+            Ok(value) => Ok(Some(value).filter(|value| !value.is_empty())),
+            Err(value) => Err(Error::System {
+                what: format!("environment variable {}", self.name),
+                text: format!("its value {value:?} is not UTF-8"),
+            }),
+        }
     }
 }
 
@@ -45,10 +57,10 @@ pub const BUNDLE: EnvVar =
 pub const DUMP: EnvVar =
     EnvVar { name: "FMHA_DUMP", meaning: "folder for each kernel's source, log, resources and metadata" };
 
-/// What the test doubles of the drivers are; set by the backends themselves.
+/// What the test doubles of the drivers are where nobody has chosen.
 pub const EMULATE: EnvVar = EnvVar {
     name: "FMHA_EMULATE",
-    meaning: "architecture of a test double's device; a backend sets it when asked to emulate",
+    meaning: "architectures of a test double's devices, where the backend that opens it chooses none",
 };
 
 /// Which clang compiles AMD kernels.

@@ -2,12 +2,12 @@
 
 /// The extents of a tensor over its logical axes `[batch, seq, head, dim]`.
 ///
-/// A packed tensor has `batch` 1 and `seq` = the total number of rows.
+/// A packed tensor has `batch` 1 and `seq` = the total number of rows; a paged one has pages as `batch`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shape {
-    /// Sequences, or 1 when packed.
+    /// Sequences, 1 when packed, pages when paged.
     pub batch: u32,
-    /// Rows of one sequence, or of the packed tensor.
+    /// Rows of one sequence, of the packed tensor, or of a page.
     pub seq: u32,
     /// Heads.
     pub head: u32,
@@ -33,7 +33,7 @@ impl Shape {
 /// The stride of an axis of extent 1 is never used and may be anything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Strides {
-    /// From sequence to sequence; unused when packed.
+    /// From sequence to sequence, or page to page; unused when packed.
     pub batch: i64,
     /// From row to row.
     pub seq: i64,
@@ -131,6 +131,46 @@ impl Strides {
         [(self.batch, shape.batch), (self.seq, shape.seq), (self.head, shape.head), (self.dim, shape.dim)]
             .into_iter()
             .filter(|&(_, extent)| extent > 1)
+    }
+}
+
+/// How Q and O lie in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum QLayout {
+    /// Equal extents, a batch axis.
+    Batch,
+    /// Sequences one after another; `cu_seqlens_q`, i32 `[batch + 1]`, says where each starts.
+    #[doc(alias = "varlen")]
+    #[doc(alias = "ragged")]
+    Packed,
+}
+
+/// How K and V lie in memory, whatever Q does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum KvLayout {
+    /// Equal extents, a batch axis.
+    Strided,
+    /// Sequences one after another; `cu_seqlens_k`, i32 `[batch + 1]`, says where each starts.
+    #[doc(alias = "varlen")]
+    #[doc(alias = "ragged")]
+    Packed,
+    /// `[num_pages, page_size, num_heads_kv, head_dim]`, the strides' batch axis counting pages; a block
+    /// table, i32 `[batch, max_pages]`, says which pages hold a sequence's keys.
+    #[doc(alias = "block_table")]
+    Paged {
+        /// Rows of a page, at least 1.
+        page_size: u32,
+    },
+}
+
+impl KvLayout {
+    /// Rows of a page; `None` where there are no pages.
+    #[must_use]
+    pub fn page_size(self) -> Option<u32> {
+        match self {
+            KvLayout::Paged { page_size } => Some(page_size),
+            KvLayout::Strided | KvLayout::Packed => None,
+        }
     }
 }
 

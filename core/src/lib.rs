@@ -54,7 +54,8 @@ pub mod tune;
 pub mod work;
 
 pub use args::{
-    BwdArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, MemorySpace, PartialResult, ScoreArgs, SeqArgs,
+    BlockTable, BwdArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, MemorySpace, PartialResult, ScoreArgs,
+    SeqArgs,
 };
 pub use backend::{DevBuffer, DeviceMemory, FmhaBackend, Roofline, Stream};
 pub use bwd::{BiasGrad, BwdProblem, ValidBwd};
@@ -63,15 +64,15 @@ pub use combine::{CombineProblem, ValidCombine};
 pub use dropout::DropoutSeed;
 pub use dtype::DType;
 pub use error::{Error, ProblemError, Refusal, Result};
-pub use layout::{Shape, Strides, VLayout};
+pub use layout::{KvLayout, QLayout, Shape, Strides, VLayout};
 pub use mask::{BlockClass, MaskAlign, MaskBand, MaskBounds, MaskKind, MaskShape, MaskSpec};
 pub use operation::{AnyProblem, Operation};
 pub use plan::{
     Accuracy, BackendId, BwdPlan, CombinePlan, Explain, FwdPlan, LaunchShape, Plan, PlanOptions, PlanParts,
     Promises, ResourceUsage, Step, Workspace,
 };
-pub use problem::{Dims, FwdProblem, ValidFwd};
+pub use problem::{Dims, Extents, FwdProblem, ValidFwd};
 pub use queues::{Queues, Recording};
 pub use score::{Bias, BiasBroadcast, Descale, ElementwiseBias};
-pub use seq::{SeqMode, SeqSpan};
+pub use seq::{SeqSpan, Totals};
 pub use spec::FwdSpec;

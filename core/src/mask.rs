@@ -198,6 +198,13 @@ impl MaskBand {
         0..self.sink_columns.min(last_visible).min(before).max(0) as u32
     }
 
+    /// The band's keys of query `i` alone, half-open and within the sequence: its first key, and one past
+    /// its last. Sink columns apart, as in [`k_range`](Self::k_range).
+    #[must_use]
+    pub fn row_range(self, i: u32, seqlen_k: u32) -> std::ops::Range<u32> {
+        self.k_range(i..i + 1, seqlen_k)
+    }
+
     /// How the tile `rows` x `keys` (half-open, not empty) stands to the band.
     #[must_use]
     pub fn block_class(self, rows: std::ops::Range<u32>, keys: std::ops::Range<u32>) -> BlockClass {

@@ -2,11 +2,11 @@
 
 use crate::dropout::keep_threshold;
 use crate::dtype::DType;
-use crate::error::{ProblemError, ensure};
-use crate::layout::{Shape, Strides, VLayout};
+use crate::error::{ProblemError, Refusal, ensure};
+use crate::layout::{KvLayout, QLayout, Shape, Strides, VLayout};
 use crate::mask::MaskSpec;
 use crate::score::{Bias, BiasBroadcast, Descale};
-use crate::seq::SeqMode;
+use crate::seq::Totals;
 
 /// The sizes of a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -14,10 +14,10 @@ pub struct Dims {
     /// Sequences.
     #[doc(alias = "b")]
     pub batch: u32,
-    /// Queries of a sequence; in group mode an upper bound over the sequences.
+    /// Queries of a sequence; packed, an upper bound over the sequences.
     #[doc(alias = "max_seqlen_q")]
     pub seqlen_q: u32,
-    /// Keys of a sequence; in group mode an upper bound over the sequences.
+    /// Keys of a sequence; packed or paged, an upper bound over the sequences.
     #[doc(alias = "max_seqlen_k")]
     pub seqlen_k: u32,
     /// Query heads, a multiple of `num_heads_kv`.
@@ -37,12 +37,14 @@ pub const MAX_HEAD_DIM: u32 = 1024;
 ///
 /// Shapes: Q `[batch, seqlen_q, num_heads_q, head_dim_qk]`, K `[batch, seqlen_k, num_heads_kv,
 /// head_dim_qk]`, V `[batch, seqlen_k, num_heads_kv, head_dim_v]`, O `[batch, seqlen_q,
-/// num_heads_q, head_dim_v]`; in group mode batch and sequence are one axis of `total_q` or
-/// `total_k` rows. Every tensor has strides of its own.
+/// num_heads_q, head_dim_v]`; packed, batch and sequence are one axis of `total_q` or `total_k` rows;
+/// paged, K and V are `[num_pages, page_size, ..]`. Every tensor has strides of its own.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FwdProblem {
-    /// Equal extents, or packed sequences.
-    pub mode: SeqMode,
+    /// How Q and O lie.
+    pub q_layout: QLayout,
+    /// How K and V lie.
+    pub kv_layout: KvLayout,
     /// The sizes.
     pub dims: Dims,
     /// Whether `seqused_q` gives each sequence's logical number of queries.
@@ -98,20 +100,23 @@ impl FwdProblem {
     /// Batch mode, contiguous b·s·h·d, one type throughout; every option off. Set the rest by field.
     #[must_use]
     pub fn batch(dtype: DType, dims: Dims) -> Self {
-        Self::new(SeqMode::Batch, dtype, dims)
+        Self::new(QLayout::Batch, KvLayout::Strided, dtype, dims)
     }
 
-    /// Group mode (varlen): `total_q` and `total_k` packed rows, contiguous s·h·d. The lengths of
-    /// `dims` are upper bounds.
+    /// Group mode (varlen): packed rows on both sides, contiguous s·h·d. The lengths of `dims` are
+    /// upper bounds; how many rows there are is said with the tensors ([`Totals`]).
     #[doc(alias = "varlen")]
     #[must_use]
-    pub fn group(dtype: DType, dims: Dims, total_q: u32, total_k: u32) -> Self {
-        Self::new(SeqMode::Group { total_q, total_k }, dtype, dims)
+    pub fn group(dtype: DType, dims: Dims) -> Self {
+        Self::new(QLayout::Packed, KvLayout::Packed, dtype, dims)
     }
 
-    fn new(mode: SeqMode, dtype: DType, dims: Dims) -> Self {
+    /// These layouts, contiguous, one type throughout; every option off.
+    #[must_use]
+    pub fn new(q_layout: QLayout, kv_layout: KvLayout, dtype: DType, dims: Dims) -> Self {
         let mut problem = Self {
-            mode,
+            q_layout,
+            kv_layout,
             dims,
             seqused_q: false,
             seqused_k: false,
@@ -143,48 +148,64 @@ impl FwdProblem {
         problem
     }
 
-    /// Physical batch extent and rows of Q and O.
-    fn rows_q(&self) -> (u32, u32) {
-        match self.mode {
-            SeqMode::Batch => (self.dims.batch, self.dims.seqlen_q),
-            SeqMode::Group { total_q, .. } => (1, total_q),
-        }
-    }
-
-    /// Physical batch extent and rows of K and V.
-    fn rows_k(&self) -> (u32, u32) {
-        match self.mode {
-            SeqMode::Batch => (self.dims.batch, self.dims.seqlen_k),
-            SeqMode::Group { total_k, .. } => (1, total_k),
-        }
-    }
-
-    /// Physical shape of Q (and dQ).
+    /// Q's shape (and dQ's) as far as planning knows it: of a packed tensor, a sequence of the longest
+    /// length. [`extents`](Self::extents) has the whole tensor's.
     #[must_use]
     pub fn shape_q(&self) -> Shape {
-        let (batch, seq) = self.rows_q();
-        Shape { batch, seq, head: self.dims.num_heads_q, dim: self.dims.head_dim_qk }
+        self.longest().q
     }
 
-    /// Physical shape of K (and dK).
+    /// K's shape (and dK's) as far as planning knows it: of a packed tensor, one sequence of the longest
+    /// length; of a paged one, as many pages as that takes.
     #[must_use]
     pub fn shape_k(&self) -> Shape {
-        let (batch, seq) = self.rows_k();
-        Shape { batch, seq, head: self.dims.num_heads_kv, dim: self.dims.head_dim_qk }
+        self.longest().k
     }
 
-    /// Physical shape of V (and dV).
+    /// V's shape (and dV's), as [`shape_k`](Self::shape_k).
     #[must_use]
     pub fn shape_v(&self) -> Shape {
-        let (batch, seq) = self.rows_k();
-        Shape { batch, seq, head: self.dims.num_heads_kv, dim: self.dims.head_dim_v }
+        self.longest().v
     }
 
-    /// Physical shape of O (and dO).
+    /// O's shape (and dO's), as [`shape_q`](Self::shape_q).
     #[must_use]
     pub fn shape_o(&self) -> Shape {
-        let (batch, seq) = self.rows_q();
-        Shape { batch, seq, head: self.dims.num_heads_q, dim: self.dims.head_dim_v }
+        self.longest().o
+    }
+
+    /// What planning knows of the tensors' extents: of packed rows and of pages two at least, since the
+    /// step from one to the next is used.
+    pub(crate) fn longest(&self) -> Extents {
+        let Dims { seqlen_q, seqlen_k, .. } = self.dims;
+        let pages = self.kv_layout.page_size().map_or(0, |size| seqlen_k.div_ceil(size.max(1)));
+        let [total_q, total_k, num_pages] = [seqlen_q, seqlen_k, pages].map(|count| Some(count.max(2)));
+        self.extents(Totals { total_q, total_k, num_pages })
+    }
+
+    /// The tensors' physical extents. Totals that the layouts have and `totals` lacks count as 0.
+    #[must_use]
+    pub fn extents(&self, totals: Totals) -> Extents {
+        let Dims { batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v } =
+            self.dims;
+        let (batch_q, seq_q) = match self.q_layout {
+            QLayout::Batch => (batch, seqlen_q),
+            QLayout::Packed => (1, totals.total_q.unwrap_or(0)),
+        };
+        let (batch_k, seq_k) = match self.kv_layout {
+            KvLayout::Strided => (batch, seqlen_k),
+            KvLayout::Packed => (1, totals.total_k.unwrap_or(0)),
+            KvLayout::Paged { page_size } => (totals.num_pages.unwrap_or(0), page_size),
+        };
+        let q = Shape { batch: batch_q, seq: seq_q, head: num_heads_q, dim: head_dim_qk };
+        let k = Shape { batch: batch_k, seq: seq_k, head: num_heads_kv, dim: head_dim_qk };
+        Extents {
+            q,
+            k,
+            v: Shape { dim: head_dim_v, ..k },
+            o: Shape { dim: head_dim_v, ..q },
+            lse_elems: Shape { dim: 1, ..q }.num_elems(),
+        }
     }
 
     /// Shape of an elementwise bias with this broadcast.
@@ -192,13 +213,6 @@ impl FwdProblem {
     pub fn shape_bias(&self, broadcast: BiasBroadcast) -> Shape {
         let Dims { batch, seqlen_q, seqlen_k, num_heads_q, .. } = self.dims;
         broadcast.shape(batch, num_heads_q, seqlen_q, seqlen_k)
-    }
-
-    /// Elements of LSE (and dLSE).
-    #[must_use]
-    pub fn lse_elems(&self) -> u64 {
-        let (batch, seq) = self.rows_q();
-        u64::from(batch) * u64::from(seq) * u64::from(self.dims.num_heads_q)
     }
 
     /// Bytes of the dropout keep mask.
@@ -218,6 +232,20 @@ impl FwdProblem {
     #[must_use]
     pub fn gqa_ratio(&self) -> u32 {
         self.dims.num_heads_q / self.dims.num_heads_kv
+    }
+
+    /// Refuses, in a kernel's name, layouts other than a batch axis on both sides or packed rows on both.
+    ///
+    /// # Errors
+    /// Both layouts.
+    pub fn refuse_mixed_layouts(&self, kernel: &'static str) -> Result<(), Refusal> {
+        match (self.q_layout, self.kv_layout) {
+            (QLayout::Batch, KvLayout::Strided) | (QLayout::Packed, KvLayout::Packed) => Ok(()),
+            (q, kv) => Err(Refusal::new(
+                kernel,
+                format!("q_layout {q:?} with kv_layout {kv:?} is not 1 batch axis or packed rows for both"),
+            )),
+        }
     }
 
     /// Whether any score can be dropped.
@@ -256,10 +284,12 @@ impl FwdProblem {
         for (field, value) in [("batch", batch), ("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)] {
             ensure!(value <= MOST, field, "{field} {value} is larger than {MOST}");
         }
-        if let SeqMode::Group { total_q, total_k } = self.mode {
-            for (field, value) in [("total_q", total_q), ("total_k", total_k)] {
-                ensure!(value <= MOST, field, "{field} {value} is larger than {MOST}");
-            }
+        if let KvLayout::Paged { page_size } = self.kv_layout {
+            ensure!(
+                (1..=MOST).contains(&page_size),
+                "page_size",
+                "page_size {page_size} is not in 1..={MOST}"
+            );
         }
         ensure!(
             num_heads_q.is_multiple_of(num_heads_kv),
@@ -318,18 +348,36 @@ impl FwdProblem {
     }
 
     fn check_layouts(&self) -> Result<(), ProblemError> {
-        check_input("q", self.q, self.shape_q(), self.dtype_qk)?;
-        check_input("k", self.k, self.shape_k(), self.dtype_qk)?;
-        check_unit_stride("q", "dim", self.q.dim, self.dims.head_dim_qk)?;
-        check_unit_stride("k", "dim", self.k.dim, self.dims.head_dim_qk)?;
-        check_v("v", self.v, self.v_layout, self.shape_v(), self.dtype_v)?;
-        check_output("o", self.o, self.shape_o(), self.dtype_o)?;
+        self.check_tensors(&self.longest())?;
         if let Bias::Elementwise(bias) = self.bias {
             let shape = self.shape_bias(bias.broadcast);
             check_input("bias", bias.strides, shape, bias.dtype)?;
             check_unit_stride("bias", "dim", bias.strides.dim, shape.dim)?;
         }
         Ok(())
+    }
+
+    /// Checks the strides of tensors that have these extents.
+    fn check_tensors(&self, extents: &Extents) -> Result<(), ProblemError> {
+        check_input("q", self.q, extents.q, self.dtype_qk)?;
+        check_input("k", self.k, extents.k, self.dtype_qk)?;
+        check_unit_stride("q", "dim", self.q.dim, extents.q.dim)?;
+        check_unit_stride("k", "dim", self.k.dim, extents.k.dim)?;
+        check_v("v", self.v, self.v_layout, extents.v, self.dtype_v)?;
+        check_output("o", self.o, extents.o, self.dtype_o)
+    }
+
+    /// The extents of a call's tensors, checked: what planning could not know of packed and paged ones.
+    ///
+    /// # Errors
+    /// A total that is missing, given without need or too large, and strides that do not go with it.
+    pub(crate) fn checked_extents(&self, totals: Totals) -> Result<Extents, ProblemError> {
+        totals.check(self)?;
+        let extents = self.extents(totals);
+        if totals != Totals::NONE {
+            self.check_tensors(&extents)?;
+        }
+        Ok(extents)
     }
 
     fn check_score(&self) -> Result<(), ProblemError> {
@@ -347,6 +395,21 @@ impl FwdProblem {
         ensure!((0.0..1.0).contains(&p_drop), "p_drop", "p_drop {p_drop} is not in 0 <= p_drop < 1");
         Ok(())
     }
+}
+
+/// The physical extents of a call's tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extents {
+    /// Q, and dQ.
+    pub q: Shape,
+    /// K, and dK.
+    pub k: Shape,
+    /// V, and dV.
+    pub v: Shape,
+    /// O, and dO.
+    pub o: Shape,
+    /// Elements of LSE, and dLSE.
+    pub lse_elems: u64,
 }
 
 /// A forward problem that contradicts itself nowhere. It cannot be made otherwise than by

@@ -1,23 +1,62 @@
-//! Sequences: equal or packed, physical or logical, and where each one's rows lie.
+//! Sequences: equal, packed or paged, physical or logical, and where each one's rows lie.
 
 use crate::args::SeqArgs;
 use crate::error::{ProblemError, ensure};
+use crate::layout::{KvLayout, QLayout};
 use crate::problem::FwdProblem;
 
-/// How sequences lie in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum SeqMode {
-    /// Equal extents, a batch axis.
-    Batch,
-    /// Packed one after another; `cu_seqlens_q/k`, i32 `[batch + 1]`, say where each starts.
-    #[doc(alias = "varlen")]
-    #[doc(alias = "ragged")]
-    Group {
-        /// Rows of packed Q and O.
-        total_q: u32,
-        /// Rows of packed K and V.
-        total_k: u32,
-    },
+/// Rows of packed tensors and pages of paged ones: known with a call's tensors, not when it is planned,
+/// so that a server that packs anew at each step plans once. Each is there iff the problem's layout has it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Totals {
+    /// Rows of packed Q and O.
+    pub total_q: Option<u32>,
+    /// Rows of packed K and V.
+    pub total_k: Option<u32>,
+    /// Pages of paged K and V.
+    pub num_pages: Option<u32>,
+}
+
+impl Totals {
+    /// Of a problem with a batch axis on both sides.
+    pub const NONE: Self = Self { total_q: None, total_k: None, num_pages: None };
+
+    /// Of a problem that is packed on both sides.
+    #[must_use]
+    pub const fn packed(total_q: u32, total_k: u32) -> Self {
+        Self { total_q: Some(total_q), total_k: Some(total_k), num_pages: None }
+    }
+
+    /// Checks that each is there iff `problem` wants it, and that none is too large.
+    ///
+    /// # Errors
+    /// The first that is missing, given without need, or larger than `i32::MAX`.
+    pub fn check(&self, problem: &FwdProblem) -> Result<(), ProblemError> {
+        let paged = matches!(problem.kv_layout, KvLayout::Paged { .. });
+        for (field, value, wanted, what) in [
+            ("total_q", self.total_q, problem.q_layout == QLayout::Packed, "Q is packed"),
+            ("total_k", self.total_k, problem.kv_layout == KvLayout::Packed, "K and V are packed"),
+            ("num_pages", self.num_pages, paged, "K and V are paged"),
+        ] {
+            match value {
+                Some(value) if !wanted => {
+                    return Err(ProblemError::new(
+                        field,
+                        format!("{field} {value} is given, but it is not so that {what}"),
+                    ));
+                }
+                None if wanted => {
+                    return Err(ProblemError::new(field, format!("{field} is missing (0 given): {what}")));
+                }
+                Some(value) => {
+                    let most = i32::MAX.unsigned_abs();
+                    ensure!(value <= most, field, "{field} {value} is larger than {most}");
+                }
+                None => {}
+            }
+        }
+        Ok(())
+    }
 }
 
 /// One sequence, resolved: where its rows start and how many are logical.
@@ -25,31 +64,29 @@ pub enum SeqMode {
 pub struct SeqSpan {
     /// The sequence's index: the batch coordinate of masks, biases, descales and dropout.
     pub i_batch: u32,
-    /// The batch index to address Q, O, K, V with: `i_batch`, or 0 when packed.
-    pub storage_batch: u32,
+    /// The batch index to address Q and O with: `i_batch`, or 0 when packed.
+    pub q_batch: u32,
     /// First row in Q and O.
     pub q_row: u32,
     /// Logical queries.
     pub seqlen_q: u32,
-    /// First row in K and V.
+    /// The batch index to address K and V with: `i_batch`, or 0 when packed. Paged keys lie where
+    /// [`KvRows`] says.
+    pub k_batch: u32,
+    /// First row in K and V; 0 when paged.
     pub k_row: u32,
     /// Logical keys.
     pub seqlen_k: u32,
+    /// Rows of LSE to a head: `seqlen_q` of the problem, or the packed rows.
+    pub lse_rows: u32,
 }
 
 impl SeqSpan {
     /// Index into LSE of query `i`, head `i_head`.
     #[must_use]
     pub fn lse_index(&self, problem: &FwdProblem, i_head: u32, i: u32) -> usize {
-        let row = self.q_row as usize + i as usize;
-        match problem.mode {
-            SeqMode::Batch => {
-                let heads = problem.dims.num_heads_q as usize;
-                let head = self.storage_batch as usize * heads + i_head as usize;
-                head * problem.dims.seqlen_q as usize + row
-            }
-            SeqMode::Group { total_q, .. } => i_head as usize * total_q as usize + row,
-        }
+        let head = self.q_batch as usize * problem.dims.num_heads_q as usize + i_head as usize;
+        head * self.lse_rows as usize + self.q_row as usize + i as usize
     }
 }
 
@@ -59,25 +96,114 @@ impl SeqSpan {
 /// The first offset or length that is missing, negative, decreasing or too large, with its index.
 pub fn spans(problem: &FwdProblem, seq: &SeqArgs<'_>) -> Result<Vec<SeqSpan>, ProblemError> {
     let dims = problem.dims;
-    let group = matches!(problem.mode, SeqMode::Group { .. });
-    let (total_q, total_k) = match problem.mode {
-        SeqMode::Batch => (dims.seqlen_q, dims.seqlen_k),
-        SeqMode::Group { total_q, total_k } => (total_q, total_k),
-    };
+    seq.totals.check(problem)?;
+    let (packed_q, packed_k) = (problem.q_layout == QLayout::Packed, problem.kv_layout == KvLayout::Packed);
+    let total_q = seq.totals.total_q.unwrap_or(dims.seqlen_q);
+    let total_k = seq.totals.total_k.unwrap_or(dims.seqlen_k);
     let q = Side { cu_name: "cu_seqlens_q", used_name: "seqused_q", total: total_q, longest: dims.seqlen_q };
     let k = Side { cu_name: "cu_seqlens_k", used_name: "seqused_k", total: total_k, longest: dims.seqlen_k };
-    let cu_q = host_i32(q.cu_name, seq.cu_seqlens_q.as_ref(), group, dims.batch as usize + 1)?;
-    let cu_k = host_i32(k.cu_name, seq.cu_seqlens_k.as_ref(), group, dims.batch as usize + 1)?;
+    let cu_q = host_i32(q.cu_name, seq.cu_seqlens_q.as_ref(), packed_q, dims.batch as usize + 1)?;
+    let cu_k = host_i32(k.cu_name, seq.cu_seqlens_k.as_ref(), packed_k, dims.batch as usize + 1)?;
     let used_q = host_i32(q.used_name, seq.seqused_q.as_ref(), problem.seqused_q, dims.batch as usize)?;
     let used_k = host_i32(k.used_name, seq.seqused_k.as_ref(), problem.seqused_k, dims.batch as usize)?;
-    (0..dims.batch)
+    let spans: Vec<SeqSpan> = (0..dims.batch)
         .map(|i_batch| {
             let (q_row, seqlen_q) = q.rows(i_batch as usize, cu_q.as_deref(), used_q.as_deref())?;
             let (k_row, seqlen_k) = k.rows(i_batch as usize, cu_k.as_deref(), used_k.as_deref())?;
-            let storage_batch = if group { 0 } else { i_batch };
-            Ok(SeqSpan { i_batch, storage_batch, q_row, seqlen_q, k_row, seqlen_k })
+            let q_batch = if packed_q { 0 } else { i_batch };
+            let k_batch = if packed_k { 0 } else { i_batch };
+            Ok(SeqSpan { i_batch, q_batch, q_row, seqlen_q, k_batch, k_row, seqlen_k, lse_rows: total_q })
         })
-        .collect()
+        .collect::<Result<_, ProblemError>>()?;
+    KvRows::of(problem, seq)?.check(&spans, seq.totals)?;
+    Ok(spans)
+}
+
+/// Where keys lie, for code that runs on the host.
+#[derive(Clone, Copy, Debug)]
+pub struct KvRows<'a> {
+    /// `page_size`, the block table's bytes, and its `max_pages`.
+    pages: Option<(u32, &'a [u8], usize)>,
+}
+
+impl<'a> KvRows<'a> {
+    /// Those of a problem whose K and V are not paged: [`SeqSpan`] has all that there is to know.
+    pub const UNPAGED: Self = Self { pages: None };
+
+    /// Those of a call. Their entries are checked by [`spans`].
+    ///
+    /// # Errors
+    /// A block table that is missing, too small, or not in host memory.
+    pub fn of(problem: &FwdProblem, seq: &SeqArgs<'a>) -> Result<Self, ProblemError> {
+        let Some(page_size) = problem.kv_layout.page_size() else { return Ok(Self::UNPAGED) };
+        let missing =
+            || ProblemError::new("block_table", "block_table is missing (0 given): K and V are paged");
+        let table = seq.block_table.ok_or_else(missing)?;
+        let bytes = table.pages.as_host().ok_or_else(|| {
+            ProblemError::new(
+                "block_table",
+                "block_table is in device memory, and 0 entries can be read here",
+            )
+        })?;
+        let wanted = u64::from(problem.dims.batch) * u64::from(table.max_pages) * 4;
+        ensure!(
+            bytes.len() as u64 >= wanted,
+            "block_table",
+            "block_table has {} bytes, but {wanted} are read",
+            bytes.len()
+        );
+        Ok(Self { pages: Some((page_size, bytes, table.max_pages as usize)) })
+    }
+
+    /// The batch index (a page, where K and V are paged) and the row of key `j`.
+    #[must_use]
+    #[inline]
+    pub fn at(&self, span: &SeqSpan, j: u32) -> (u32, u32) {
+        match self.pages {
+            None => (span.k_batch, span.k_row + j),
+            Some((page_size, ..)) => (self.entry(span, j / page_size).unsigned_abs(), j % page_size),
+        }
+    }
+
+    /// How many keys from `j` on lie one row after another.
+    #[must_use]
+    #[inline]
+    pub fn run(&self, span: &SeqSpan, j: u32) -> u32 {
+        let rest = span.seqlen_k - j;
+        self.pages.map_or(rest, |(page_size, ..)| rest.min(page_size - j % page_size))
+    }
+
+    /// An entry of the block table; −1 beyond it.
+    fn entry(&self, span: &SeqSpan, i_page: u32) -> i32 {
+        let Some((_, bytes, max_pages)) = self.pages else { return 0 };
+        let at = (span.i_batch as usize * max_pages + i_page as usize) * 4;
+        bytes.get(at..at + 4).map_or(-1, bytemuck::pod_read_unaligned)
+    }
+
+    /// Every entry that some key needs is a page.
+    fn check(&self, spans: &[SeqSpan], totals: Totals) -> Result<(), ProblemError> {
+        let Some((page_size, _, max_pages)) = self.pages else { return Ok(()) };
+        let num_pages = totals.num_pages.unwrap_or(0);
+        for span in spans {
+            let used = span.seqlen_k.div_ceil(page_size);
+            ensure!(
+                used as usize <= max_pages,
+                "block_table",
+                "block_table has max_pages {max_pages}, but sequence {} takes {used} pages of {page_size}",
+                span.i_batch
+            );
+            for i_page in 0..used {
+                let page = self.entry(span, i_page);
+                ensure!(
+                    u32::try_from(page).is_ok_and(|page| page < num_pages),
+                    "block_table",
+                    "block_table[{}][{i_page}] {page} is not in 0..{num_pages} (num_pages)",
+                    span.i_batch
+                );
+            }
+        }
+        Ok(())
+    }
 }
 
 /// One side's names and bounds.

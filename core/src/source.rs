@@ -8,9 +8,10 @@ use std::borrow::Cow;
 
 use crate::abi::{self, AbiLiteral, AbiStruct};
 use crate::dtype::DType;
+use crate::layout::QLayout;
 use crate::layout::VLayout;
 use crate::mask::MaskKind;
-use crate::spec::{BiasKind, CombineSpec, FwdSpec, SeqKind};
+use crate::spec::{BiasKind, CombineSpec, FwdSpec, KvKind};
 
 /// One header: the name that `#include <...>` uses, and its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,8 +41,43 @@ impl Header {
 pub struct KernelSource {
     /// The translation unit; defines one `extern "C"` kernel named [`ENTRY`].
     pub entry: String,
-    /// Everything it includes, directly or not.
+    /// Everything it includes, directly or not, and nothing else: these are part of the kernel's key.
     pub headers: Vec<Header>,
+}
+
+impl KernelSource {
+    /// A translation unit with those of `headers` that it reaches by `#include`, in their order. An
+    /// include behind `#if` counts: which branch is taken is the compiler's to know.
+    #[must_use]
+    pub fn new(entry: String, mut headers: Vec<Header>) -> Self {
+        let mut reached = vec![false; headers.len()];
+        let mut unread = vec![entry.as_str()];
+        while let Some(text) = unread.pop() {
+            for name in includes(text) {
+                if let Some(at) = headers.iter().position(|header| header.name == name)
+                    && !std::mem::replace(&mut reached[at], true)
+                {
+                    unread.push(&headers[at].text);
+                }
+            }
+        }
+        let mut reached = reached.into_iter();
+        headers.retain(|_| reached.next().unwrap_or(false));
+        Self { entry, headers }
+    }
+}
+
+/// The names that a text includes.
+pub fn includes(text: &str) -> impl Iterator<Item = &str> {
+    text.lines().filter_map(|line| {
+        let name = line.trim_start().strip_prefix('#')?.trim_start().strip_prefix("include")?.trim_start();
+        let close = match name.as_bytes().first()? {
+            b'<' => '>',
+            b'"' => '"',
+            _ => return None,
+        };
+        name[1..].split_once(close).map(|(name, _)| name)
+    })
 }
 
 /// The symbol of every kernel.
@@ -94,7 +130,8 @@ pub fn spec_h() -> String {
         DType::c_definition(),
         MaskKind::c_definition(),
         VLayout::c_definition(),
-        SeqKind::c_definition(),
+        QLayout::c_definition(),
+        KvKind::c_definition(),
         BiasKind::c_definition(),
         FwdSpec::c_definition(),
         CombineSpec::c_definition(),
@@ -175,11 +212,30 @@ mod tests {
     }
 
     #[test]
+    fn a_source_has_the_headers_that_its_entry_reaches_and_no_other() {
+        let header = |name, text: &str| Header::rendered(name, text.to_owned());
+        let headers = vec![
+            header("unused.h", "#include <leaf.h>\n"),
+            header("leaf.h", "int leaf;\n#include <top.h>\n"),
+            header("top.h", "  # include \"behind_if.h\" // why\n// #include <unused.h>\n#include <leaf.h>"),
+            header("behind_if.h", "#if 0\n#include <system.h>\n#endif\n"),
+        ];
+        let names = |source: KernelSource| -> Vec<String> {
+            source.headers.iter().map(|header| header.name.clone().into_owned()).collect()
+        };
+        let entry = "#include <top.h>\n";
+        assert_eq!(
+            names(KernelSource::new(entry.to_owned(), headers.clone())),
+            ["leaf.h", "top.h", "behind_if.h"]
+        );
+        assert!(names(KernelSource::new("includes nothing".to_owned(), headers)).is_empty());
+    }
+
+    #[test]
     fn every_include_of_a_shared_header_is_a_shared_header() {
         let headers = headers();
         for header in &headers {
-            for line in header.text.lines().filter_map(|line| line.strip_prefix("#include <")) {
-                let name = line.trim_end_matches('>');
+            for name in includes(&header.text) {
                 assert!(headers.iter().any(|header| header.name == name), "{}: {name}", header.name);
             }
         }

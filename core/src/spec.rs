@@ -4,19 +4,30 @@ use crate::abi_enum;
 use crate::abi_spec;
 use crate::combine::CombineProblem;
 use crate::dtype::DType;
-use crate::layout::VLayout;
+use crate::layout::{KvLayout, QLayout, VLayout};
 use crate::mask::MaskKind;
 use crate::problem::FwdProblem;
 use crate::score::Bias;
-use crate::seq::SeqMode;
 
-/// How sequences lie in memory.
+/// How K and V lie in memory: [`KvLayout`] without its numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum SeqKind {
+pub enum KvKind {
     /// Equal extents, a batch axis.
-    Batch,
-    /// Packed, by `cu_seqlens_q/k`.
-    Group,
+    Strided,
+    /// Packed, by `cu_seqlens_k`.
+    Packed,
+    /// In pages, by a block table.
+    Paged,
+}
+
+impl From<KvLayout> for KvKind {
+    fn from(layout: KvLayout) -> Self {
+        match layout {
+            KvLayout::Strided => KvKind::Strided,
+            KvLayout::Packed => KvKind::Packed,
+            KvLayout::Paged { .. } => KvKind::Paged,
+        }
+    }
 }
 
 /// What is added to a score.
@@ -30,7 +41,8 @@ pub enum BiasKind {
     Alibi,
 }
 
-abi_enum!(SeqKind { Batch, Group });
+abi_enum!(QLayout { Batch, Packed });
+abi_enum!(KvKind { Strided, Packed, Paged });
 abi_enum!(BiasKind { None, Elementwise, Alibi });
 
 abi_spec! {
@@ -49,8 +61,10 @@ abi_spec! {
         pub head_dim_qk: i32,
         /// Elements of a value's or output's row.
         pub head_dim_v: i32,
-        /// Equal or packed sequences.
-        pub seq: SeqKind,
+        /// How Q and O lie.
+        pub q_layout: QLayout,
+        /// How K and V lie.
+        pub kv_layout: KvKind,
         /// Which axis of V has stride 1.
         pub v_layout: VLayout,
         /// Which bounds are live.
@@ -92,10 +106,8 @@ impl FwdSpec {
             dtype_bias,
             head_dim_qk: problem.dims.head_dim_qk as i32,
             head_dim_v: problem.dims.head_dim_v as i32,
-            seq: match problem.mode {
-                SeqMode::Batch => SeqKind::Batch,
-                SeqMode::Group { .. } => SeqKind::Group,
-            },
+            q_layout: problem.q_layout,
+            kv_layout: problem.kv_layout.into(),
             v_layout: problem.v_layout,
             mask,
             // Without a lower bound nothing is hidden that a sink column could show.
@@ -120,7 +132,8 @@ impl FwdSpec {
             dtype_bias: DType::F32,
             head_dim_qk: head_dim,
             head_dim_v: head_dim,
-            seq: SeqKind::Batch,
+            q_layout: QLayout::Batch,
+            kv_layout: KvKind::Strided,
             v_layout: VLayout::RowMajor,
             mask,
             sink_columns: false,

@@ -4,8 +4,8 @@
 
 use fmha_core::args::{check_bwd, check_fwd};
 use fmha_core::{
-    Bias, BwdArgs, BwdProblem, DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, MemorySpace,
-    ScoreArgs, SeqArgs, Strides, Workspace,
+    Bias, BlockTable, BwdArgs, BwdProblem, DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, KvLayout,
+    MemorySpace, QLayout, ScoreArgs, SeqArgs, Strides, Totals, Workspace,
 };
 
 const DIMS: Dims = Dims {
@@ -64,9 +64,12 @@ fn short_misplaced_missing_and_superfluous_arguments_are_named() {
         refusal(with_lse, &FwdArgs { lse: Some(output(0x50000, 23)), ..args() }),
         "lse has 92 bytes, but its extents and strides reach 96"
     );
-    let mut group = FwdProblem::group(DType::F32, DIMS, 6, 10);
+    let mut group = FwdProblem::group(DType::F32, DIMS);
     group.seqused_k = true;
-    assert_eq!(refusal(group, &args()), "cu_seqlens_q is missing: 12 bytes are wanted");
+    assert_eq!(refusal(group.clone(), &args()), "total_q is missing (0 given): Q is packed");
+    let mut packed = args();
+    packed.seq.totals = Totals::packed(6, 10);
+    assert_eq!(refusal(group, &packed), "cu_seqlens_q is missing: 12 bytes are wanted");
 
     let problem = problem.validate().unwrap();
     let elsewhere = check_fwd(&problem, &args(), Workspace::NONE, MemorySpace::Device).unwrap_err();
@@ -120,9 +123,65 @@ fn gradients_may_interleave_in_one_packed_buffer_but_not_collide() {
     assert!(collision.text.contains("overlaps dv"), "{collision}");
 }
 
+/// Rows of packed tensors are not known to a plan, so what depends on them is checked with the tensors.
+#[test]
+fn totals_are_checked_with_the_tensors_that_have_them() {
+    let offsets = [0i32, 3, 6];
+    let lengths = DevSlice::host(&offsets);
+    let mut group = FwdProblem::group(DType::F32, DIMS);
+    // b·h·s·d of 6 rows: heads are 6 rows apart, whatever the number of rows turns out to be.
+    group.o = Strides { batch: 0, seq: 8, head: 6 * 8, dim: 1 };
+    let packed = |totals| {
+        let mut args = FwdArgs { o: output(0x40000, 4000), ..args() };
+        (args.seq.totals, args.seq.cu_seqlens_q, args.seq.cu_seqlens_k) =
+            (totals, Some(lengths), Some(lengths));
+        args
+    };
+    let valid = group.clone().validate().unwrap();
+    check_fwd(&valid, &packed(Totals::packed(6, 6)), Workspace::NONE, MemorySpace::Host).unwrap();
+    let overlapping = refusal(group.clone(), &packed(Totals::packed(7, 6)));
+    assert!(overlapping.starts_with("o strides") && overlapping.contains("one address"), "{overlapping}");
+    let long = refusal(group.clone(), &packed(Totals::packed(6, 1000)));
+    assert!(long.starts_with("k has 640 bytes, but its extents and strides reach"), "{long}");
+    let huge = refusal(group, &packed(Totals::packed(1 << 31, 6)));
+    assert_eq!(huge, "total_q 2147483648 is larger than 2147483647");
+
+    let mut batch = args();
+    batch.seq.totals = Totals::packed(6, 10);
+    assert_eq!(
+        refusal(FwdProblem::batch(DType::F32, DIMS), &batch),
+        "total_q 6 is given, but it is not so that Q is packed"
+    );
+}
+
+#[test]
+fn a_block_table_has_room_for_the_longest_sequence() {
+    let table = [0i32; 4];
+    let mut problem = FwdProblem::new(QLayout::Batch, KvLayout::Paged { page_size: 2 }, DType::F32, DIMS);
+    let paged = |max_pages, num_pages| {
+        let mut args = args();
+        args.seq.totals.num_pages = num_pages;
+        args.seq.block_table = Some(BlockTable { pages: DevSlice::host(&table), max_pages });
+        args
+    };
+    assert_eq!(
+        refusal(problem.clone(), &paged(2, Some(5))),
+        "block_table has max_pages 2 of page_size 2: 4 keys, fewer than seqlen_k 5"
+    );
+    assert_eq!(
+        refusal(problem.clone(), &paged(3, Some(5))),
+        "block_table has 16 bytes, but its extents and strides reach 24"
+    );
+    assert!(refusal(problem.clone(), &paged(2, None)).starts_with("num_pages is missing (0 given)"));
+    problem.kv_layout = KvLayout::Strided;
+    problem.k = Strides::bshd(problem.shape_k());
+    problem.v = Strides::bshd(problem.shape_v());
+    assert_eq!(refusal(problem, &paged(3, None)), "block_table is given, but the problem has none");
+}
+
 #[test]
 fn every_argument_is_aligned_to_its_elements() {
-    let mut problem = FwdProblem::group(DType::F32, DIMS, 6, 10);
+    let mut problem = FwdProblem::group(DType::F32, DIMS);
     problem.sink = true;
     problem.write_lse = true;
     problem.seqused_q = true;
@@ -132,6 +191,7 @@ fn every_argument_is_aligned_to_its_elements() {
     let fitting = || {
         let mut args = args();
         args.lse = Some(output(0x50000, 24));
+        args.seq.totals = Totals::packed(6, 10);
         args.seq.cu_seqlens_q = Some(input(0x60000, 3));
         args.seq.cu_seqlens_k = Some(input(0x61000, 3));
         args.seq.seqused_q = Some(input(0x62000, 2));

@@ -8,7 +8,11 @@ use std::process::Command;
 
 use fmha_core::abi::MaskParams;
 use fmha_core::dropout::{DropoutSeed, KeepMask, keep_threshold};
-use fmha_core::{BlockClass, DType, MaskBand, MaskSpec, source};
+use fmha_core::seq::{KvRows, spans};
+use fmha_core::{
+    BlockClass, BlockTable, DType, DevSlice, Dims, FwdProblem, FwdSpec, KvLayout, MaskBand, MaskSpec,
+    QLayout, SeqArgs, Totals, source,
+};
 
 /// Builds `program` against the shared headers and returns what it prints; `None`, with a note,
 /// where there is no C++ compiler.
@@ -66,6 +70,8 @@ fn masks_agree() {
           for (int end = begin + 1; end <= sq; ++end) {
             const Range keys = k_range(band, {begin, end}, sk), sinks = sink_range(band, {begin, end}, sk);
             printf("range %d %d %d\n", keys.begin, keys.end, sinks.end);
+            const Range row = row_range(band, begin, sk);
+            printf("row %d %d\n", row.begin, row.end);
             for (int k = 0; k < sk; ++k)
               printf("%d %d\n", int(visible(band, begin, k)), int(block_class(band, {begin, end}, {k / 2, k + 1})));
           }
@@ -85,6 +91,8 @@ fn masks_agree() {
                 let keys = band.k_range(begin..end, sk);
                 let sinks = band.sink_range(begin..end, sk);
                 writeln!(host, "range {} {} {}", keys.start, keys.end, sinks.end).unwrap();
+                let row = band.row_range(begin, sk);
+                writeln!(host, "row {} {}", row.start, row.end).unwrap();
                 for k in 0..sk {
                     let class = match band.block_class(begin..end, k / 2..k + 1) {
                         BlockClass::Skipped => 0,
@@ -96,6 +104,66 @@ fn masks_agree() {
             }
         }
     }
+    assert_same_lines(&device, &host);
+}
+
+/// A batch axis, packed rows, and pages of every small size.
+#[test]
+fn keys_lie_in_the_same_places() {
+    let dims = Dims {
+        batch: 2,
+        seqlen_q: 3,
+        seqlen_k: 7,
+        num_heads_q: 1,
+        num_heads_kv: 1,
+        head_dim_qk: 4,
+        head_dim_v: 4,
+    };
+    let (cu_seqlens_k, seqused_k, table): (_, _, [i32; 14]) =
+        ([0, 4, 11], [5, 7], [9, 3, 0, 8, 2, 3, 1, 7, 6, 9, 9, 4, 5, 0]);
+    let mut program =
+        String::from("#include <cstdio>\n#include <fmha/seq.h>\nusing namespace fmha;\nint main() {\n");
+    let mut host = String::new();
+    let layouts = [KvLayout::Strided, KvLayout::Packed].into_iter();
+    for layout in layouts.chain((1..9).map(|page_size| KvLayout::Paged { page_size })) {
+        let mut problem = FwdProblem::new(QLayout::Batch, layout, DType::F32, dims);
+        let (packed, paged) = (layout == KvLayout::Packed, layout.page_size().is_some());
+        problem.seqused_k = !packed;
+        let seq = SeqArgs {
+            totals: Totals { total_q: None, total_k: packed.then_some(11), num_pages: paged.then_some(10) },
+            cu_seqlens_k: packed.then(|| DevSlice::host(&cu_seqlens_k)),
+            seqused_k: (!packed).then(|| DevSlice::host(&seqused_k)),
+            block_table: paged.then(|| BlockTable { pages: DevSlice::host(&table), max_pages: 7 }),
+            ..SeqArgs::default()
+        };
+        let rows = KvRows::of(&problem, &seq).unwrap();
+        for span in spans(&problem, &seq).unwrap() {
+            for j in 0..span.seqlen_k {
+                let (batch, row) = rows.at(&span, j);
+                writeln!(host, "{batch} {row}").unwrap();
+                let next = (0..rows.run(&span, j)).all(|n| rows.at(&span, j + n) == (batch, row + n));
+                assert!(next && rows.run(&span, j) > 0, "{layout:?} key {j}");
+            }
+        }
+        let (kind, size) = (FwdSpec::of(&problem).kv_layout, layout.page_size().unwrap_or(1));
+        writeln!(
+            program,
+            "  {{\n    int table[] = {{{table}}}, cu[] = {{0, 4, 11}}, used[] = {{5, 7}};\n    \
+             FwdParams p{{}};\n    p.seqlen_q = 3, p.seqlen_k = 7, p.num_pages = 10, p.page_size = {size};\n    \
+             p.block_table = table, p.block_table_batch = 7;\n    \
+             if (KvKind::{kind:?} == KvKind::Packed) p.cu_seqlens_k = cu; else p.seqused_k = used;\n    \
+             for (int b = 0; b < 2; ++b) {{\n      \
+             const SeqSpan span = resolve_seq(p, QLayout::Batch, KvKind::{kind:?}, b);\n      \
+             for (int j = 0; j < span.seqlen_k; ++j) {{\n        \
+             const KvRow at = kv_row(p, KvKind::{kind:?}, span, j);\n        \
+             printf(\"%d %d\\n\", KvKind::{kind:?} == KvKind::Packed ? 0 : at.batch, at.row);\n      \
+             }}\n    }}\n  }}",
+            table = table.map(|page| page.to_string()).join(", "),
+        )
+        .unwrap();
+    }
+    program.push_str("}\n");
+    let Some(device) = run_cpp("kv_rows", &program) else { return };
     assert_same_lines(&device, &host);
 }
 

@@ -6,7 +6,7 @@ use fmha_core::args::SeqArgs;
 use fmha_core::seq::spans;
 use fmha_core::{
     Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale, DevSlice, Dims,
-    ElementwiseBias, FwdProblem, ProblemError, SeqMode, Shape, Strides, VLayout, ValidFwd,
+    ElementwiseBias, FwdProblem, KvLayout, ProblemError, QLayout, Shape, Strides, Totals, VLayout, ValidFwd,
 };
 use proptest::prelude::*;
 
@@ -45,7 +45,7 @@ prop_compose! {
     /// Anything; or, so that the strides alone decide, sound in everything else.
     fn problem(sound: bool)(
         mut dims in dims(),
-        packed in proptest::option::of((0u32..12, 0u32..12)),
+        packed in any::<(bool, bool)>(),
         dtypes in (0usize..7, 0usize..7, 0usize..7),
         layouts in (strides(), strides(), strides(), strides()),
         contiguous in any::<[bool; 4]>(),
@@ -61,10 +61,9 @@ prop_compose! {
             dims.num_heads_q = dims.num_heads_kv * (1 + dims.num_heads_q % 3);
             (dims.head_dim_qk, dims.head_dim_v) = (dims.head_dim_qk + 1, dims.head_dim_v + 1);
         }
-        let mode = packed
-            .map_or(SeqMode::Batch, |(total_q, total_k)| SeqMode::Group { total_q, total_k });
         let mut problem = FwdProblem::batch(DType::ALL[dtypes.0], dims);
-        problem.mode = mode;
+        problem.q_layout = if packed.0 { QLayout::Packed } else { QLayout::Batch };
+        problem.kv_layout = if packed.1 { KvLayout::Packed } else { KvLayout::Strided };
         if dtypes.1 > 3 && !sound {
             problem.dtype_v = DType::ALL[dtypes.1];
         }
@@ -156,9 +155,11 @@ proptest! {
         let dims = Dims {
             batch: 3, seqlen_q: 6, seqlen_k: 6, num_heads_q: 1, num_heads_kv: 1, head_dim_qk: 2, head_dim_v: 2,
         };
-        let mut problem = FwdProblem::group(DType::F32, dims, 10, 11);
+        let mut problem = FwdProblem::group(DType::F32, dims);
         problem.seqused_k = true;
         let args = SeqArgs {
+            totals: Totals::packed(10, 11),
+            block_table: None,
             cu_seqlens_q: Some(DevSlice::host(&cu_q)),
             cu_seqlens_k: Some(DevSlice::host(&cu_k)),
             seqused_k: Some(DevSlice::host(&used)),
@@ -211,8 +212,8 @@ fn every_wrong_forward_problem_is_refused_by_field_and_number() {
         ("head_dim_v", "4096", |p| p.dims.head_dim_v = 4096),
         ("seqlen_q", "2147483648", |p| p.dims.seqlen_q = 1 << 31),
         ("seqlen_k", "4294967295", |p| p.dims.seqlen_k = u32::MAX),
-        ("total_q", "2147483648", |p| p.mode = SeqMode::Group { total_q: 1 << 31, total_k: 4 }),
-        ("total_k", "2147483648", |p| p.mode = SeqMode::Group { total_q: 4, total_k: 1 << 31 }),
+        ("page_size", "0", |p| p.kv_layout = KvLayout::Paged { page_size: 0 }),
+        ("page_size", "2147483648", |p| p.kv_layout = KvLayout::Paged { page_size: 1 << 31 }),
         ("dtype_v", "f16", |p| p.dtype_v = DType::F16),
         ("dtype_o", "e4m3fn", |p| p.dtype_o = DType::E4m3Fn),
         ("descale_q", "f32", |p| p.descale_q = Descale::PerTensor),

@@ -9,9 +9,9 @@ use std::error::Error;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
-use fmha_core::spec::{BiasKind, FwdSpec, SeqKind};
-use fmha_core::{DType, MaskKind};
 use fmha_core::source::KernelSource;
+use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
+use fmha_core::{DType, MaskKind, QLayout};
 use fmha_kernels_cuda::sm90::{self, Sm90Tile};
 use fmha_kernels_cuda::sm100;
 
@@ -95,7 +95,12 @@ fn set_spec(spec: &mut FwdSpec, field: &str, value: &str) -> Result<bool, Box<dy
                 _ => return Err(format!("mask {value}").into()),
             };
         }
-        "group" => spec.seq = if value == "1" { SeqKind::Group } else { SeqKind::Batch },
+        "group" => {
+            (spec.q_layout, spec.kv_layout) = match value {
+                "1" => (QLayout::Packed, KvKind::Packed),
+                _ => (QLayout::Batch, KvKind::Strided),
+            };
+        }
         "dropout" => spec.dropout = value == "1",
         "v_columns" => {
             spec.v_layout =

@@ -90,9 +90,9 @@ fn row_grid(num_rows: u64, num_threads: u32, num_sms: u32) -> u32 {
     u32::try_from(needed).unwrap_or(u32::MAX).min(16 * num_sms)
 }
 
-/// An entry with the headers above and those rendered for it alone.
+/// An entry with what it includes of the headers above and of those rendered for it alone.
 fn source(entry: String, rendered: impl IntoIterator<Item = Header>) -> KernelSource {
     let mut headers = headers();
     headers.extend(rendered);
-    KernelSource { entry, headers }
+    KernelSource::new(entry, headers)
 }

@@ -2,7 +2,7 @@
 
 use fmha_core::abi::AbiLiteral as _;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
-use fmha_core::spec::{FwdSpec, SeqKind};
+use fmha_core::spec::{FwdSpec, KvKind};
 use fmha_core::{DType, FwdProblem, MaskKind, Refusal, VLayout, abi_spec};
 
 use crate::schedule::{self, TileOrder, TileSchedule, UnitOfWork};
@@ -174,6 +174,7 @@ const fn tile_bytes(rows: i32, padded: i32, dtype: DType) -> i32 {
 /// The first fact that it does not take.
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    problem.refuse_mixed_layouts(NAME)?;
     let (qk, v) = (problem.dtype_qk, problem.dtype_v);
     let wide = |dtype| matches!(dtype, DType::F16 | DType::Bf16);
     let fp8 = |dtype| matches!(dtype, DType::E4m3Fn | DType::E5m2);
@@ -280,7 +281,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
         block_m,
         block_n,
         stages: 2,
-        order: if full && spec.seq == SeqKind::Batch { TileOrder::Static } else { TileOrder::Dynamic },
+        order: if full && spec.kv_layout == KvKind::Strided { TileOrder::Static } else { TileOrder::Dynamic },
         // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room; P of 8 bits has its range already.
         lazy_rescale_log2: if spec.dtype_v.is_fp8() { 0 } else { 8 },
         exp2_polynomial_pairs: polynomial_pairs(qk.max(v), spec.dtype_v.is_fp8()),

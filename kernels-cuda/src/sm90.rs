@@ -2,7 +2,7 @@
 
 use fmha_core::abi::AbiLiteral as _;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
-use fmha_core::spec::{BiasKind, FwdSpec, SeqKind};
+use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
 use fmha_core::{DType, FwdProblem, MaskKind, Refusal, VLayout, abi_spec};
 
 use crate::schedule::{self, UnitOfWork};
@@ -15,6 +15,9 @@ pub use knobs::FIELDS;
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm90";
+
+/// The header that its entry includes.
+pub const HEADER: &str = "fmha/sm90/fwd/fwd.cuh";
 
 abi_spec! {
     /// How the kernel computes.
@@ -181,6 +184,7 @@ const fn tile_bytes(rows: i32, padded: i32) -> i32 {
 /// The first fact that it does not take.
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    problem.refuse_mixed_layouts(NAME)?;
     let (qk, v) = (problem.dtype_qk, problem.dtype_v);
     if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
         return refuse(format!("dtype_qk {qk} with dtype_v {v} is not f16 twice or bf16 twice"));
@@ -312,7 +316,7 @@ fn widest(spec: &FwdSpec) -> i32 {
 /// clusters it spills. D 64, whose three warpgroups of two CTAs wait for each other, before: 569 and 527.
 fn share_loads(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
     let dims = problem.dims;
-    if spec.seq == SeqKind::Group || modifies(spec) || tile.pack_gqa || tile.block_m != 128 {
+    if spec.kv_layout != KvKind::Strided || modifies(spec) || tile.pack_gqa || tile.block_m != 128 {
         return;
     }
     let pairs_of_heads = problem.gqa_ratio().is_multiple_of(2);
@@ -365,7 +369,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         stages: 2,
         // Of unlike tiles a fixed order leaves up to a fifth of the SMs idle: 16k causal, D 128, 576
         // TFLOP/s fixed, 729 dynamic.
-        order: if full && spec.seq == SeqKind::Batch { TileOrder::Static } else { TileOrder::Dynamic },
+        order: if full && spec.kv_layout == KvKind::Strided { TileOrder::Static } else { TileOrder::Dynamic },
         ping_pong: true,
         lookahead: lookahead && !modified,
         // Where there is no room for a second Q.
@@ -405,7 +409,7 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     );
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
     let entry = Entry {
-        include: "fmha/sm90/fwd/fwd.cuh",
+        include: HEADER,
         constants: &constants,
         bounds: if tile.cluster > 1 {
             "__cluster_dims__(kTile.cluster, 1, 1) __launch_bounds__(sm90::num_threads(kTile), 1)"

@@ -9,8 +9,8 @@
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 
 use fmha_core::source::KernelSource;
-use fmha_core::spec::{BiasKind, CombineSpec, FwdSpec, SeqKind};
-use fmha_core::{DType, MaskKind, VLayout};
+use fmha_core::spec::{BiasKind, CombineSpec, FwdSpec, KvKind};
+use fmha_core::{DType, MaskKind, QLayout, VLayout};
 use fmha_kernels_cuda::sm90::{Sm90Tile, TileOrder};
 use fmha_kernels_cuda::{COMPILE_OPTIONS, combine, simt, sm90, sm100};
 use libloading::Library;
@@ -129,7 +129,11 @@ fn kernels() -> Vec<(String, KernelSource)> {
     variant("sm90_128_upper_dropout", FwdSpec { dropout: true, ..upper(128) }, |_| {});
     let columns = FwdSpec { v_layout: VLayout::ColMajor, ..upper(128) };
     variant("sm90_128_upper_v_columns", columns, |_| {});
-    let group = FwdSpec { seq: SeqKind::Group, ..FwdSpec::plain(DType::F16, 128, MaskKind::Upper) };
+    let group = FwdSpec {
+        q_layout: QLayout::Packed,
+        kv_layout: KvKind::Packed,
+        ..FwdSpec::plain(DType::F16, 128, MaskKind::Upper)
+    };
     kernels.push(("sm90_128_upper_group".to_owned(), sm90::fwd(&group, &sm90::default_tile(&group))));
     kernels.push(("simt_128_band".to_owned(), simt::fwd(&FwdSpec::plain(DType::Bf16, 128, MaskKind::Band))));
     let merge = CombineSpec { dtype_part: DType::F32, dtype_o: DType::Bf16, head_dim_v: 128 };
@@ -147,7 +151,7 @@ fn blackwell_kernels() -> Vec<(String, KernelSource)> {
         ("128_alibi".to_owned(), FwdSpec { bias: BiasKind::Alibi, ..upper }),
         ("128_bias".to_owned(), FwdSpec { bias: BiasKind::Elementwise, ..upper }),
         ("128_v_columns".to_owned(), FwdSpec { v_layout: VLayout::ColMajor, ..upper }),
-        ("128_group".to_owned(), FwdSpec { seq: SeqKind::Group, ..upper }),
+        ("128_group".to_owned(), FwdSpec { q_layout: QLayout::Packed, kv_layout: KvKind::Packed, ..upper }),
         ("128_f32_output".to_owned(), FwdSpec { dtype_o: DType::F32, ..upper }),
     ];
     for (mask, name) in [(MaskKind::Full, "full"), (MaskKind::Upper, "upper"), (MaskKind::Band, "band")] {
@@ -163,7 +167,7 @@ fn blackwell_kernels() -> Vec<(String, KernelSource)> {
 
 /// The compiler; absent, says so.
 fn nvrtc() -> Option<(Option<Library>, Library)> {
-    let path = fmha_core::env::NVRTC.get().unwrap_or_else(|| "libnvrtc.so.13".to_owned());
+    let path = fmha_core::env::NVRTC.get().unwrap().unwrap_or_else(|| "libnvrtc.so.13".to_owned());
     // The compiler finds its own built-in functions only if they are loaded already.
     let builtins = std::path::Path::new(&path).with_file_name("libnvrtc-builtins.so.13.0");
     // SAFETY: NVIDIA's libraries run no code of consequence when they are loaded.

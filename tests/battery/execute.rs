@@ -6,7 +6,8 @@ use std::time::Instant;
 
 use fmha_core::{
     BwdArgs, BwdPlan, CombineArgs, CombinePlan, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, DropoutSeed,
-    Error, FmhaBackend, FwdArgs, FwdPlan, MemorySpace, PartialResult, Queues, Result, Stream, Workspace,
+    Error, FmhaBackend, FwdArgs, FwdPlan, MemorySpace, PartialResult, Queues, Result, Stream, Totals,
+    Workspace,
 };
 
 use crate::tensor::{Operand, Operands, Tensor};
@@ -76,9 +77,9 @@ pub fn replay_fwd(
     let mut resident = Resident::place(backend, &first.operands, plan.workspace())?;
     let stream = queues.create_stream()?;
     let mut replay = || {
-        let dropout = first.dropout;
-        let recording =
-            queues.record(stream, &mut || resident.forward(plan, &mut first.operands, dropout, stream))?;
+        let (totals, dropout) = (first.totals, first.dropout);
+        let recording = queues
+            .record(stream, &mut || resident.forward(plan, &mut first.operands, (totals, dropout), stream))?;
         resident.upload(&then.operands)?;
         // SAFETY: `resident` owns the memory that the call was recorded with, and waits below.
         unsafe { recording.replay(stream)? };
@@ -144,8 +145,8 @@ impl<'a> Resident<'a> {
     /// # Errors
     /// What the backend said.
     pub fn run_fwd(&mut self, plan: &FwdPlan, host: &mut HostFwd) -> Result<CallTime> {
-        let dropout = host.dropout;
-        timed(self.backend, || self.forward(plan, &mut host.operands, dropout, Stream::DEFAULT))
+        let (totals, dropout) = (host.totals, host.dropout);
+        timed(self.backend, || self.forward(plan, &mut host.operands, (totals, dropout), Stream::DEFAULT))
     }
 
     /// Queues the forward call that a backward one needs, which writes O and LSE, and waits for it.
@@ -153,7 +154,7 @@ impl<'a> Resident<'a> {
     /// # Errors
     /// What the backend said.
     pub fn run_fwd_of(&mut self, plan: &FwdPlan, host: &mut HostBwd) -> Result<()> {
-        self.forward(plan, &mut host.operands, host.dropout, Stream::DEFAULT)?;
+        self.forward(plan, &mut host.operands, (host.totals, host.dropout), Stream::DEFAULT)?;
         self.backend.memory().synchronize(Stream::DEFAULT)
     }
 
@@ -161,7 +162,7 @@ impl<'a> Resident<'a> {
         &mut self,
         plan: &FwdPlan,
         operands: &mut Operands,
-        dropout: DropoutSeed,
+        (totals, dropout): (Totals, DropoutSeed),
         stream: Stream,
     ) -> Result<()> {
         let backend = self.backend;
@@ -173,7 +174,7 @@ impl<'a> Resident<'a> {
                 v: views.input(Operand::V)?,
                 o: views.output(Operand::O)?,
                 lse: views.outputs.remove(&Operand::Lse),
-                seq: seq_of(|operand| views.get(operand)),
+                seq: seq_of(totals, |operand| views.get(operand)),
                 score: score_of(dropout, |operand| views.get(operand)),
                 scale_o: views.get(Operand::ScaleO),
                 keep_mask: views.outputs.remove(&Operand::KeepMask),
@@ -192,7 +193,7 @@ impl<'a> Resident<'a> {
     }
 
     fn backward(&mut self, plan: &BwdPlan, host: &mut HostBwd) -> Result<()> {
-        let (backend, dropout) = (self.backend, host.dropout);
+        let (backend, totals, dropout) = (self.backend, host.totals, host.dropout);
         let scratch = plan.workspace().bytes > 0;
         let outputs = [Operand::Dq, Operand::Dk, Operand::Dv, Operand::Dbias, Operand::Dsink];
         self.call(&mut host.operands, &outputs, |mut views| {
@@ -209,7 +210,7 @@ impl<'a> Resident<'a> {
                 dv: views.output(Operand::Dv)?,
                 dbias: views.outputs.remove(&Operand::Dbias),
                 dsink: views.outputs.remove(&Operand::Dsink),
-                seq: seq_of(|operand| views.get(operand)),
+                seq: seq_of(totals, |operand| views.get(operand)),
                 score: score_of(dropout, |operand| views.get(operand)),
                 workspace: views.workspace.filter(|_| scratch),
             };

@@ -1,8 +1,8 @@
 //! Laws: two calls that must agree, bit for bit where both run the same kernel and tile.
 
 use fmha_core::{
-    CombineProblem, DType, FmhaBackend, FwdPlan, FwdProblem, MaskShape, PlanOptions, Result, SeqMode, Shape,
-    Strides, VLayout,
+    CombineProblem, DType, FmhaBackend, FwdPlan, FwdProblem, KvLayout, MaskShape, PlanOptions, QLayout,
+    Result, Shape, Strides, VLayout,
 };
 
 use crate::case::Forward;
@@ -94,10 +94,7 @@ impl Law {
             LawKind::GroupIsBatch => {
                 let dims = problem.dims;
                 let packed = vec![(dims.seqlen_q, dims.seqlen_k); dims.batch as usize];
-                other.mode = SeqMode::Group {
-                    total_q: dims.batch * dims.seqlen_q,
-                    total_k: dims.batch * dims.seqlen_k,
-                };
+                (other.q_layout, other.kv_layout) = (QLayout::Packed, KvLayout::Packed);
                 contiguous(&mut other);
                 HostFwd::new(other, &Lengths::packed(&packed), *data)
             }
@@ -196,8 +193,8 @@ fn difference(a: &HostFwd, b: &HostFwd, reversed: bool) -> Option<String> {
             for i in 0..span_a.seqlen_q {
                 let place = format!("at batch {} head {head} row {i}", span_a.i_batch);
                 for d in 0..problem.dims.head_dim_v {
-                    let bits_a = o_a.bits(span_a.storage_batch, span_a.q_row + i, head, d);
-                    let bits_b = o_b.bits(span_b.storage_batch, span_b.q_row + i, head, d);
+                    let bits_a = o_a.bits(span_a.q_batch, span_a.q_row + i, head, d);
+                    let bits_b = o_b.bits(span_b.q_batch, span_b.q_row + i, head, d);
                     if bits_a != bits_b {
                         return Some(format!("o {place} dim {d}: bits {bits_a:#x} here, {bits_b:#x} there"));
                     }

@@ -162,7 +162,7 @@ fn constant_v_fault(case: &Forward, host: &HostFwd) -> Option<String> {
                 continue;
             }
             for head in 0..problem.dims.num_heads_q {
-                let got = o.get(span.storage_batch, span.q_row + i, head, 0);
+                let got = o.get(span.q_batch, span.q_row + i, head, 0);
                 // Not `>`: a NaN is a fault too.
                 if (got - crate::init::CONSTANT_V).abs() <= most {
                     continue;
@@ -194,7 +194,7 @@ fn plant(host: &mut HostFwd, plant: Plant) {
                         for (head, d) in
                             (0..dims.num_heads_kv).flat_map(|head| (0..dim).map(move |d| (head, d)))
                         {
-                            let at = [span.storage_batch, span.k_row + j, head, d];
+                            let at = [span.k_batch, span.k_row + j, head, d];
                             host.operands.expect_mut(operand).set(at, f64::NAN);
                         }
                     }
@@ -206,13 +206,11 @@ fn plant(host: &mut HostFwd, plant: Plant) {
                 for (i, head) in
                     (0..span.seqlen_q).flat_map(|i| (0..dims.num_heads_q).map(move |head| (i, head)))
                 {
-                    host.operands
-                        .expect_mut(Operand::Q)
-                        .set([span.storage_batch, span.q_row + i, head, 0], -1.0);
+                    host.operands.expect_mut(Operand::Q).set([span.q_batch, span.q_row + i, head, 0], -1.0);
                 }
                 for (j, head) in (begin..end).flat_map(|j| (0..dims.num_heads_kv).map(move |head| (j, head)))
                 {
-                    let at = [span.storage_batch, span.k_row + j, head, 0];
+                    let at = [span.k_batch, span.k_row + j, head, 0];
                     host.operands.expect_mut(Operand::K).set(at, f64::INFINITY);
                 }
             }

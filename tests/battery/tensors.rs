@@ -3,8 +3,8 @@
 use fmha_core::reference::{Inputs, Precision, forward_head};
 use fmha_core::seq::spans;
 use fmha_core::{
-    Bias, BwdProblem, CombineProblem, DType, Descale, DropoutSeed, FwdProblem, Result, ScoreArgs, SeqArgs,
-    SeqMode, SeqSpan, Shape, Strides, ValidBwd, ValidCombine, ValidFwd,
+    Bias, BwdProblem, CombineProblem, DType, Descale, DropoutSeed, FwdProblem, KvLayout, QLayout, Result,
+    ScoreArgs, SeqArgs, SeqSpan, Shape, Strides, Totals, ValidBwd, ValidCombine, ValidFwd,
 };
 use rayon::prelude::*;
 
@@ -14,9 +14,11 @@ use crate::tensor::{Operand, Operands, Room, Tensor};
 /// Lengths and offsets as the device reads them; empty where the problem has none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Lengths {
-    /// Group mode: `[batch + 1]`.
+    /// Rows of packed tensors.
+    pub totals: Totals,
+    /// Packed Q: `[batch + 1]`.
     pub cu_seqlens_q: Vec<i32>,
-    /// Group mode: `[batch + 1]`.
+    /// Packed K: `[batch + 1]`.
     pub cu_seqlens_k: Vec<i32>,
     /// `[batch]`, where the problem has `seqused_q`.
     pub seqused_q: Vec<i32>,
@@ -28,6 +30,7 @@ impl Lengths {
     /// Packed sequences of these (queries, keys), with no gap between.
     #[must_use]
     pub fn packed(sequences: &[(u32, u32)]) -> Self {
+        let total = |length: fn(&(u32, u32)) -> u32| sequences.iter().map(length).sum();
         let sums = |length: fn(&(u32, u32)) -> u32| {
             let mut sum = 0;
             std::iter::once(0)
@@ -38,6 +41,7 @@ impl Lengths {
                 .collect()
         };
         Self {
+            totals: Totals::packed(total(|s| s.0), total(|s| s.1)),
             cu_seqlens_q: sums(|s| s.0),
             cu_seqlens_k: sums(|s| s.1),
             seqused_q: vec![],
@@ -62,6 +66,8 @@ pub struct Data {
 pub struct HostFwd {
     /// What to compute.
     pub problem: ValidFwd,
+    /// Rows of packed tensors.
+    pub totals: Totals,
     /// Every operand.
     pub operands: Operands,
     /// Where the dropout generator stands.
@@ -80,9 +86,10 @@ impl HostFwd {
         let mut operands = Operands::default();
         let spans = inputs(&problem, lengths, data, &mut operands)?;
         let tensor = |dtype, shape, strides| Tensor::new(dtype, shape, strides, data.room);
-        operands.put(Operand::O, tensor(problem.dtype_o, problem.shape_o(), problem.o)?);
+        let extents = problem.extents(lengths.totals);
+        operands.put(Operand::O, tensor(problem.dtype_o, extents.o, problem.o)?);
         if problem.write_lse {
-            operands.put(Operand::Lse, Tensor::row(DType::F32, problem.lse_elems(), data.room)?);
+            operands.put(Operand::Lse, Tensor::row(DType::F32, extents.lse_elems, data.room)?);
         }
         if problem.scale_o {
             // No power of two, and nowhere near the largest number of any type.
@@ -91,13 +98,14 @@ impl HostFwd {
         if problem.write_keep_mask {
             operands.put(Operand::KeepMask, Tensor::u8s(problem.keep_mask_bytes(), data.room)?);
         }
-        Ok(Self { problem, operands, dropout: dropout_seed(data.seed), spans })
+        let (totals, dropout) = (lengths.totals, dropout_seed(data.seed));
+        Ok(Self { problem, totals, operands, dropout, spans })
     }
 
     /// What the reference reads.
     #[must_use]
     pub fn inputs(&self) -> Inputs<'_> {
-        inputs_of(&self.operands, self.dropout)
+        inputs_of(self.totals, &self.operands, self.dropout)
     }
 }
 
@@ -106,6 +114,8 @@ impl HostFwd {
 pub struct HostBwd {
     /// What to compute.
     pub problem: ValidBwd,
+    /// Rows of packed tensors.
+    pub totals: Totals,
     /// Every operand.
     pub operands: Operands,
     /// Where the dropout generator stands.
@@ -125,13 +135,14 @@ impl HostBwd {
         let mut operands = Operands::default();
         let spans = inputs(&fwd, lengths, data, &mut operands)?;
         let tensor = |dtype, shape, strides| Tensor::new(dtype, shape, strides, data.room);
-        operands.put(Operand::O, tensor(fwd.dtype_o, fwd.shape_o(), fwd.o)?);
-        operands.put(Operand::Lse, Tensor::row(DType::F32, fwd.lse_elems(), data.room)?);
-        let mut dout = tensor(fwd.dtype_o, fwd.shape_o(), problem.dout)?;
+        let extents = fwd.extents(lengths.totals);
+        operands.put(Operand::O, tensor(fwd.dtype_o, extents.o, fwd.o)?);
+        operands.put(Operand::Lse, Tensor::row(DType::F32, extents.lse_elems, data.room)?);
+        let mut dout = tensor(fwd.dtype_o, extents.o, problem.dout)?;
         fill(&mut dout, Operand::Dout, &q_rows(&spans), data);
         operands.put(Operand::Dout, dout);
         if problem.has_dlse {
-            let mut dlse = Tensor::row(DType::F32, fwd.lse_elems(), data.room)?;
+            let mut dlse = Tensor::row(DType::F32, extents.lse_elems, data.room)?;
             for span in &spans {
                 for (i_head, i) in heads_and_rows(&fwd, span) {
                     let mut value = [0.0];
@@ -142,9 +153,9 @@ impl HostBwd {
             operands.put(Operand::Dlse, dlse);
         }
         let grad = problem.dtype_grad;
-        operands.put(Operand::Dq, tensor(grad, fwd.shape_q(), problem.dq)?);
-        operands.put(Operand::Dk, tensor(grad, fwd.shape_k(), problem.dk)?);
-        operands.put(Operand::Dv, tensor(grad, fwd.shape_v(), problem.dv)?);
+        operands.put(Operand::Dq, tensor(grad, extents.q, problem.dq)?);
+        operands.put(Operand::Dk, tensor(grad, extents.k, problem.dk)?);
+        operands.put(Operand::Dv, tensor(grad, extents.v, problem.dv)?);
         if let (Some(dbias), Bias::Elementwise(bias)) = (problem.dbias, fwd.bias) {
             let shape = fwd.shape_bias(bias.broadcast);
             operands.put(Operand::Dbias, tensor(dbias.dtype, shape, dbias.strides)?);
@@ -153,7 +164,8 @@ impl HostBwd {
             let heads = u64::from(fwd.dims.num_heads_q);
             operands.put(Operand::Dsink, Tensor::row(DType::F32, heads, data.room)?);
         }
-        Ok(Self { problem, operands, dropout: dropout_seed(data.seed), spans })
+        let (totals, dropout) = (lengths.totals, dropout_seed(data.seed));
+        Ok(Self { problem, totals, operands, dropout, spans })
     }
 
     /// Writes O and LSE as an exact forward call would, rounded to their types.
@@ -170,7 +182,7 @@ impl HostBwd {
                     let o = self.operands.expect_mut(Operand::O);
                     for d in 0..dim {
                         let value = head.o[(i * dim + d) as usize];
-                        o.set([span.storage_batch, span.q_row + i, i_head, d], value);
+                        o.set([span.q_batch, span.q_row + i, i_head, d], value);
                     }
                     let index = span.lse_index(&fwd, i_head, i);
                     self.operands.expect_mut(Operand::Lse).set_nth(index, head.lse[i as usize]);
@@ -183,7 +195,7 @@ impl HostBwd {
     /// What the reference reads.
     #[must_use]
     pub fn inputs(&self) -> Inputs<'_> {
-        inputs_of(&self.operands, self.dropout)
+        inputs_of(self.totals, &self.operands, self.dropout)
     }
 }
 
@@ -251,11 +263,12 @@ fn dropout_seed(seed: u64) -> DropoutSeed {
     DropoutSeed { seed: mix(seed ^ 0xd0), offset: seed % 5 }
 }
 
-fn inputs_of(operands: &Operands, dropout: DropoutSeed) -> Inputs<'_> {
+fn inputs_of(totals: Totals, operands: &Operands, dropout: DropoutSeed) -> Inputs<'_> {
     Inputs {
         q: operands.expect(Operand::Q).slice(),
         k: operands.expect(Operand::K).slice(),
         v: operands.expect(Operand::V).slice(),
+        seq: seq_of(totals, |operand| operands.input(operand)),
         score: score_of(dropout, |operand| operands.input(operand)),
     }
 }
@@ -277,8 +290,13 @@ pub(crate) fn score_of<'a>(
 }
 
 /// The lengths, wherever they lie.
-pub(crate) fn seq_of<'a>(mut input: impl FnMut(Operand) -> Option<fmha_core::DevSlice<'a>>) -> SeqArgs<'a> {
+pub(crate) fn seq_of<'a>(
+    totals: Totals,
+    mut input: impl FnMut(Operand) -> Option<fmha_core::DevSlice<'a>>,
+) -> SeqArgs<'a> {
     SeqArgs {
+        totals,
+        block_table: None,
         cu_seqlens_q: input(Operand::CuSeqlensQ),
         cu_seqlens_k: input(Operand::CuSeqlensK),
         seqused_q: input(Operand::SequsedQ),
@@ -293,10 +311,9 @@ fn inputs(
     data: Data,
     operands: &mut Operands,
 ) -> Result<Vec<SeqSpan>> {
-    let group = matches!(problem.mode, SeqMode::Group { .. });
     for (operand, wanted, values) in [
-        (Operand::CuSeqlensQ, group, &lengths.cu_seqlens_q),
-        (Operand::CuSeqlensK, group, &lengths.cu_seqlens_k),
+        (Operand::CuSeqlensQ, problem.q_layout == QLayout::Packed, &lengths.cu_seqlens_q),
+        (Operand::CuSeqlensK, problem.kv_layout == KvLayout::Packed, &lengths.cu_seqlens_k),
         (Operand::SequsedQ, problem.seqused_q, &lengths.seqused_q),
         (Operand::SequsedK, problem.seqused_k, &lengths.seqused_k),
     ] {
@@ -304,13 +321,14 @@ fn inputs(
             operands.put(operand, Tensor::i32s(values, data.room)?);
         }
     }
-    let spans = spans(problem, &seq_of(|operand| operands.input(operand)))?;
+    let spans = spans(problem, &seq_of(lengths.totals, |operand| operands.input(operand)))?;
 
+    let extents = problem.extents(lengths.totals);
     let (rows_q, rows_k) = (q_rows(&spans), k_rows(&spans));
     for (operand, dtype, shape, strides, rows) in [
-        (Operand::Q, problem.dtype_qk, problem.shape_q(), problem.q, &rows_q),
-        (Operand::K, problem.dtype_qk, problem.shape_k(), problem.k, &rows_k),
-        (Operand::V, problem.dtype_v, problem.shape_v(), problem.v, &rows_k),
+        (Operand::Q, problem.dtype_qk, extents.q, problem.q, &rows_q),
+        (Operand::K, problem.dtype_qk, extents.k, problem.k, &rows_k),
+        (Operand::V, problem.dtype_v, extents.v, problem.v, &rows_k),
     ] {
         let mut tensor = Tensor::new(dtype, shape, strides, data.room)?;
         fill(&mut tensor, operand, rows, data);
@@ -363,19 +381,19 @@ struct Row {
 }
 
 fn q_rows(spans: &[SeqSpan]) -> Vec<Row> {
-    rows(spans, |span| (span.q_row, span.seqlen_q))
+    rows(spans, |span| (span.q_batch, span.q_row, span.seqlen_q))
 }
 
 fn k_rows(spans: &[SeqSpan]) -> Vec<Row> {
-    rows(spans, |span| (span.k_row, span.seqlen_k))
+    rows(spans, |span| (span.k_batch, span.k_row, span.seqlen_k))
 }
 
-fn rows(spans: &[SeqSpan], side: impl Fn(&SeqSpan) -> (u32, u32)) -> Vec<Row> {
+fn rows(spans: &[SeqSpan], side: impl Fn(&SeqSpan) -> (u32, u32, u32)) -> Vec<Row> {
     spans
         .iter()
         .flat_map(|span| {
-            let (first, count) = side(span);
-            let (storage_batch, i_batch) = (span.storage_batch, span.i_batch);
+            let (storage_batch, first, count) = side(span);
+            let i_batch = span.i_batch;
             (0..count).map(move |i| Row { storage_batch, row: first + i, i_batch, i })
         })
         .collect()

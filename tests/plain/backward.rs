@@ -25,7 +25,7 @@ pub(super) fn run(problem: &ValidBwd, args: &BwdArgs<'_>, fault: Option<Fault>) 
     let mut dsink = vec![0f32; dims.num_heads_q as usize];
 
     for span in spans(fwd, &args.seq, fault)? {
-        let batch = span.storage_batch;
+        let batch = span.q_batch;
         if is(Fault::DbiasOfLastBatch) {
             dbias.fill(0.0);
         }

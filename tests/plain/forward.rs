@@ -29,7 +29,7 @@ pub(super) fn run(
                 }
                 let (row, row_lse) = attend(&head, i);
                 for (d, value) in row.iter().enumerate() {
-                    let at = [span.storage_batch, span.q_row + i, i_head, d as u32];
+                    let at = [span.q_batch, span.q_row + i, i_head, d as u32];
                     o.put(at, value * scale_o);
                 }
                 if let Some(lse) = &lse {
@@ -37,7 +37,7 @@ pub(super) fn run(
                 }
                 let next_exists = span.q_row + i + 1 < problem.shape_o().seq;
                 if last_of_partial && next_exists && fault == Some(Fault::PaddingRowWritten) {
-                    o.put([span.storage_batch, span.q_row + i + 1, i_head, 0], 0.0);
+                    o.put([span.q_batch, span.q_row + i + 1, i_head, 0], 0.0);
                 }
             }
             if let Some(mask) = &args.keep_mask {

@@ -85,15 +85,15 @@ impl<'a> Head<'a> {
     }
 
     pub(super) fn q(&self, i: u32, d: u32) -> f32 {
-        self.q.at(self.span.storage_batch, self.span.q_row + i, self.i_head, d)
+        self.q.at(self.span.q_batch, self.span.q_row + i, self.i_head, d)
     }
 
     pub(super) fn k(&self, j: u32, d: u32) -> f32 {
-        self.k.at(self.span.storage_batch, self.span.k_row + j, self.i_head_kv, d)
+        self.k.at(self.span.k_batch, self.span.k_row + j, self.i_head_kv, d)
     }
 
     pub(super) fn v(&self, j: u32, d: u32) -> f32 {
-        self.v.at(self.span.storage_batch, self.span.k_row + j, self.i_head_kv, d) * self.descale_v
+        self.v.at(self.span.k_batch, self.span.k_row + j, self.i_head_kv, d) * self.descale_v
     }
 
     /// What a product of Q and K is multiplied by.
@@ -178,13 +178,15 @@ pub(super) fn spans(
     fault: Option<Fault>,
 ) -> Result<Vec<SeqSpan>, ProblemError> {
     let seq = SeqArgs {
+        totals: seq.totals,
+        block_table: None,
         cu_seqlens_q: seq.cu_seqlens_q.map(host),
         cu_seqlens_k: seq.cu_seqlens_k.map(host),
         seqused_q: seq.seqused_q.map(host),
         seqused_k: seq.seqused_k.map(host),
     };
     let mut spans = fmha_core::seq::spans(problem, &seq)?;
-    if fault == Some(Fault::SequenceLengthPhysical) && problem.mode == fmha_core::SeqMode::Batch {
+    if fault == Some(Fault::SequenceLengthPhysical) && problem.kv_layout == fmha_core::KvLayout::Strided {
         spans.iter_mut().for_each(|span| span.seqlen_k = problem.dims.seqlen_k);
     }
     Ok(spans)

@@ -102,7 +102,7 @@ impl Backward<'_> {
             dk: Target::new(&args.dk, grad, problem.dk),
             dv: Target::new(&args.dv, grad, problem.dv),
             dbias,
-            delta: Floats::scratch(fwd.lse_elems() as usize)?,
+            delta: Floats::scratch(fwd.extents(args.seq.totals).lse_elems as usize)?,
         };
         let tasks = shared.tasks(threads.count())?;
         let used = threads.used(tasks.len());
@@ -282,7 +282,7 @@ impl Shared<'_> {
         let capacity = self.query_capacity(span);
         for g in 0..ratio {
             let from = scratch.dq.as_ptr().wrapping_add(self.dq_offset::<S>(span, g));
-            let at = (span.storage_batch, span.q_row, i_head_kv * ratio + g);
+            let at = (span.q_batch, span.q_row, i_head_kv * ratio + g);
             let scale = self.problem.fwd.resolved_softmax_scale();
             let rows = span.seqlen_q as usize;
             self.write(s, &self.dq, at, (rows, dim_qk), (from, capacity), scale, &mut scratch.row);
@@ -371,7 +371,7 @@ impl Shared<'_> {
                 }
             }
         }
-        let at = (span.storage_batch, span.k_row + j, i_head_kv);
+        let at = (span.k_batch, span.k_row + j, i_head_kv);
         let scale = self.problem.fwd.resolved_softmax_scale();
         let Scratch { dk, dv, row, .. } = scratch;
         self.write(s, &self.dk, at, (keys, dim_qk), (dk.as_ptr(), capacity), scale, row);
@@ -392,7 +392,7 @@ impl Shared<'_> {
             self.gradients(s, tile, &head, i, queries, j, keys, true);
             self.add_dq(s, tile, &head, scratch.dq.as_mut_ptr(), block_m);
         }
-        let at = (span.storage_batch, span.q_row + i, i_head);
+        let at = (span.q_batch, span.q_row + i, i_head);
         let from = (scratch.dq.as_ptr(), block_m);
         let scale = head.softmax_scale;
         self.write(s, &self.dq, at, (queries, self.dims().0), from, scale, &mut scratch.row);

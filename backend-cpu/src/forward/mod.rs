@@ -417,7 +417,7 @@ impl Shared<'_> {
     /// Batch, row and head of a task's first row of O.
     fn first_row(&self, task: Task) -> (u32, u32, u32) {
         let span = self.spans[task.span as usize];
-        (span.storage_batch, span.q_row + task.i, task.i_head)
+        (span.q_batch, span.q_row + task.i, task.i_head)
     }
 
     /// Writes O, which was `found` in panels of the head dimension; where `fresh` has a bit, a panel of queries has

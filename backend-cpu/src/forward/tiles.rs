@@ -182,7 +182,7 @@ impl Shared<'_> {
 #[cfg(test)]
 mod tests {
     use fmha_core::reference::{Inputs, Precision, forward_head};
-    use fmha_core::{DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, SeqArgs, ValidFwd};
+    use fmha_core::{DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, SeqArgs, Totals, ValidFwd};
     use half::bf16;
 
     use super::super::*;
@@ -234,7 +234,7 @@ mod tests {
         let mut v = noise(valid.shape_v().num_elems(), 3);
         change(&mut v);
         let mut o = vec![bf16::NAN; valid.shape_o().num_elems() as usize];
-        let mut lse = vec![f32::NAN; valid.lse_elems() as usize];
+        let mut lse = vec![f32::NAN; valid.extents(Totals::NONE).lse_elems as usize];
         let spans = fmha_core::seq::spans(&valid, &SeqArgs::default()).unwrap();
         attend(s, &valid, blocks, [&q, &k, &v], DevSliceMut::host(&mut o), &mut lse);
 
@@ -242,6 +242,7 @@ mod tests {
             q: DevSlice::host(&q),
             k: DevSlice::host(&k),
             v: DevSlice::host(&v),
+            seq: SeqArgs::default(),
             score: fmha_core::ScoreArgs::default(),
         };
         let (mut worst, mut same_worst, mut lse_worst) = (0.0f64, 0.0f64, 0.0f64);
@@ -258,7 +259,7 @@ mod tests {
                         lse_worst = lse_worst.max((found - wanted).abs());
                     }
                     for d in 0..dim {
-                        let at = valid.o.offset(span.storage_batch, i, i_head, d) as usize;
+                        let at = valid.o.offset(span.q_batch, i, i_head, d) as usize;
                         let found = o[at].to_f64();
                         let index = (i * dim + d) as usize;
                         if exact.o[index].is_nan() {
@@ -332,7 +333,7 @@ mod tests {
             .map(|(shape, salt)| noise(shape.num_elems(), salt));
         let count = valid.shape_o().num_elems() as usize;
         let (mut narrow, mut wide) = (vec![bf16::NAN; count], vec![f32::NAN; count]);
-        let mut lse = vec![f32::NAN; valid.lse_elems() as usize];
+        let mut lse = vec![f32::NAN; valid.extents(Totals::NONE).lse_elems as usize];
         attend(s, &valid, FORWARD_BLOCKS, [&q, &k, &v], DevSliceMut::host(&mut narrow), &mut lse);
         attend(s, &in_f32, FORWARD_BLOCKS, [&q, &k, &v], DevSliceMut::host(&mut wide), &mut lse);
         for (at, (narrow, wide)) in narrow.iter().zip(&wide).enumerate() {

@@ -9,7 +9,7 @@
 use fmha_core::reference::{self, Precision};
 use fmha_core::{
     Bias, BwdArgs, BwdProblem, DType, DevSlice, DevSliceMut, DropoutSeed, FmhaBackend, FwdArgs, FwdProblem,
-    PlanOptions, ScoreArgs, SeqArgs, SeqSpan, Shape, Stream, Strides, ValidFwd,
+    PlanOptions, ScoreArgs, SeqArgs, SeqSpan, Shape, Stream, Strides, Totals, ValidFwd,
 };
 
 /// A small generator of numbers: SplitMix64.
@@ -81,7 +81,7 @@ impl Tensor {
             for s in first..first + count {
                 for h in 0..heads {
                     for d in 0..dim {
-                        self.set(span.storage_batch, s, h, d, random.normal());
+                        self.set(span.q_batch, s, h, d, random.normal());
                     }
                 }
             }
@@ -110,6 +110,7 @@ pub struct Inputs {
     pub sink: Vec<f32>,
     pub descales: [Vec<f32>; 3],
     pub scale_o: Vec<f32>,
+    pub totals: Totals,
     pub cu_q: Vec<i32>,
     pub cu_k: Vec<i32>,
     pub used_q: Vec<i32>,
@@ -133,16 +134,26 @@ impl Inputs {
         };
         let used = |side: usize| lengths.iter().map(|lengths| lengths[side].1 as i32).collect::<Vec<_>>();
         let (cu_q, cu_k, used_q, used_k) = (prefix(0), prefix(1), used(0), used(1));
+        let totals = match problem.q_layout {
+            fmha_core::QLayout::Batch => Totals::NONE,
+            fmha_core::QLayout::Packed => {
+                let [total_q, total_k] =
+                    [0, 1].map(|side| lengths.iter().map(|lengths| lengths[side].0).sum());
+                Totals::packed(total_q, total_k)
+            }
+        };
         let seq = SeqArgs {
+            totals,
+            block_table: None,
             cu_seqlens_q: Some(DevSlice::host(&cu_q)),
             cu_seqlens_k: Some(DevSlice::host(&cu_k)),
             seqused_q: Some(DevSlice::host(&used_q)),
             seqused_k: Some(DevSlice::host(&used_k)),
         };
         let spans = fmha_core::seq::spans(&problem, &seq).unwrap();
-        let mut q = Tensor::poisoned(problem.dtype_qk, problem.q, problem.shape_q());
-        let mut k = Tensor::poisoned(problem.dtype_qk, problem.k, problem.shape_k());
-        let mut v = Tensor::poisoned(problem.dtype_v, problem.v, problem.shape_v());
+        let mut q = Tensor::poisoned(problem.dtype_qk, problem.q, problem.extents(totals).q);
+        let mut k = Tensor::poisoned(problem.dtype_qk, problem.k, problem.extents(totals).k);
+        let mut v = Tensor::poisoned(problem.dtype_v, problem.v, problem.extents(totals).v);
         q.fill(&spans, true, dims.num_heads_q, dims.head_dim_qk, &mut random);
         k.fill(&spans, false, dims.num_heads_kv, dims.head_dim_qk, &mut random);
         v.fill(&spans, false, dims.num_heads_kv, dims.head_dim_v, &mut random);
@@ -175,12 +186,30 @@ impl Inputs {
         let descales = [problem.descale_q, problem.descale_k, problem.descale_v]
             .map(|kind| numbers(kind.num_elems(dims.batch, dims.num_heads_kv) as usize, 0.5, 1.5));
         let scale_o = if problem.scale_o { vec![1.75] } else { vec![] };
-        Self { problem, spans, q, k, v, bias, slopes, sink, descales, scale_o, cu_q, cu_k, used_q, used_k }
+        Self {
+            problem,
+            totals,
+            spans,
+            q,
+            k,
+            v,
+            bias,
+            slopes,
+            sink,
+            descales,
+            scale_o,
+            cu_q,
+            cu_k,
+            used_q,
+            used_k,
+        }
     }
 
     pub fn seq(&self) -> SeqArgs<'_> {
-        let group = matches!(self.problem.mode, fmha_core::SeqMode::Group { .. });
+        let group = self.totals.total_q.is_some();
         SeqArgs {
+            totals: self.totals,
+            block_table: None,
             cu_seqlens_q: group.then(|| DevSlice::host(&self.cu_q)),
             cu_seqlens_k: group.then(|| DevSlice::host(&self.cu_k)),
             seqused_q: self.problem.seqused_q.then(|| DevSlice::host(&self.used_q)),
@@ -214,8 +243,8 @@ pub struct Outputs {
 pub fn run_fwd(backend: &dyn FmhaBackend, inputs: &Inputs, options: &PlanOptions) -> Outputs {
     let problem = inputs.problem.clone().validate().unwrap();
     let plan = backend.plan_fwd(&problem, options).unwrap();
-    let mut o = Tensor::poisoned(problem.dtype_o, problem.o, problem.shape_o());
-    let mut lse = vec![f32::NAN; problem.lse_elems() as usize];
+    let mut o = Tensor::poisoned(problem.dtype_o, problem.o, problem.extents(inputs.totals).o);
+    let mut lse = vec![f32::NAN; problem.extents(inputs.totals).lse_elems as usize];
     let mut keep = vec![9; problem.keep_mask_bytes() as usize];
     let mut args = FwdArgs {
         lse: problem.write_lse.then(|| DevSliceMut::host(&mut lse)),
@@ -279,14 +308,14 @@ pub fn check_fwd(backend: &dyn FmhaBackend, inputs: &Inputs, what: &str) {
             for d in 0..problem.dims.head_dim_v {
                 let at = i as usize * problem.dims.head_dim_v as usize + d as usize;
                 let row = span.q_row + i;
-                let ours = o.get(span.storage_batch, row, exact.i_head, d);
+                let ours = o.get(span.q_batch, row, exact.i_head, d);
                 let round =
                     |x: f64| if problem.dtype_o.is_fp8() { problem.dtype_o.round(x * scale_o) } else { x };
                 let limit = problem.dtype_o.max_finite();
                 let clamp =
                     |x: f64| if problem.dtype_o.is_fp8() { (x * scale_o).clamp(-limit, limit) } else { x };
                 error_o.add(ours, round(same.o[at]), clamp(exact.o[at]));
-                o.set(span.storage_batch, row, exact.i_head, d, f64::NAN);
+                o.set(span.q_batch, row, exact.i_head, d, f64::NAN);
             }
             if problem.write_lse {
                 let index = span.lse_index(problem, exact.i_head, i);
@@ -297,7 +326,7 @@ pub fn check_fwd(backend: &dyn FmhaBackend, inputs: &Inputs, what: &str) {
     }
     error_o.check(2.0, &format!("{what}: O"));
     error_lse.check(2.0, &format!("{what}: LSE"));
-    let untouched = Tensor::poisoned(problem.dtype_o, problem.o, problem.shape_o());
+    let untouched = Tensor::poisoned(problem.dtype_o, problem.o, problem.extents(inputs.totals).o);
     assert!(o.bytes == untouched.bytes, "{what}: a row beyond the lengths was written");
 }
 
@@ -325,12 +354,12 @@ pub fn run_bwd(
     let fwd = valid.fwd();
     let dims = fwd.dims;
     let mut random = Random(99);
-    let mut dout = Tensor::poisoned(fwd.dtype_o, valid.dout, fwd.shape_o());
+    let mut dout = Tensor::poisoned(fwd.dtype_o, valid.dout, fwd.extents(inputs.totals).o);
     dout.fill(&inputs.spans, true, dims.num_heads_q, dims.head_dim_v, &mut random);
-    let dlse: Vec<f32> = (0..fwd.lse_elems()).map(|_| random.normal() as f32).collect();
-    let mut dq = Tensor::poisoned(valid.dtype_grad, valid.dq, fwd.shape_q());
-    let mut dk = Tensor::poisoned(valid.dtype_grad, valid.dk, fwd.shape_k());
-    let mut dv = Tensor::poisoned(valid.dtype_grad, valid.dv, fwd.shape_v());
+    let dlse: Vec<f32> = (0..fwd.extents(inputs.totals).lse_elems).map(|_| random.normal() as f32).collect();
+    let mut dq = Tensor::poisoned(valid.dtype_grad, valid.dq, fwd.extents(inputs.totals).q);
+    let mut dk = Tensor::poisoned(valid.dtype_grad, valid.dk, fwd.extents(inputs.totals).k);
+    let mut dv = Tensor::poisoned(valid.dtype_grad, valid.dv, fwd.extents(inputs.totals).v);
     let mut dbias = match (valid.dbias, fwd.bias) {
         (Some(wanted), Bias::Elementwise(bias)) => {
             Some(Tensor::poisoned(wanted.dtype, wanted.strides, fwd.shape_bias(bias.broadcast)))
@@ -374,7 +403,7 @@ pub fn run_bwd(
                 let first = if queries { span.q_row } else { span.k_row };
                 for (at, (&exact, &same)) in exact.iter().zip(same).enumerate() {
                     let (row, d) = (first + (at / dim) as u32, (at % dim) as u32);
-                    error.add(ours.get(span.storage_batch, row, *head, d), same, exact);
+                    error.add(ours.get(span.q_batch, row, *head, d), same, exact);
                 }
             }
             error.check(3.0, &format!("{what}: {name}"));

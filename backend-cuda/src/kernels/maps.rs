@@ -1,7 +1,7 @@
 //! The tensor maps of a forward call: what TMA has to know of Q, K and V.
 
 use fmha_core::error::Result;
-use fmha_core::{SeqMode, Shape, Strides, VLayout};
+use fmha_core::{DType, QLayout, Shape, Strides, VLayout};
 
 use super::FwdCall;
 use crate::driver::{TensorMap, TensorMapFacts};
@@ -36,7 +36,9 @@ impl Maps {
         let problem = call.problem;
         let dims = problem.dims;
         let ratio = problem.gqa_ratio();
-        let packed = matches!(problem.mode, SeqMode::Group { .. });
+        let extents = problem.extents(call.args.seq.totals);
+        // Forward kernels take problems that are packed on both sides or on neither.
+        let packed = problem.q_layout == QLayout::Packed;
         let size = problem.dtype_qk.size_bytes() as u64;
         // The driver wants a stride for an axis of one too: any that it takes.
         let bytes = |stride: i64, extent: u32, size: u64| {
@@ -46,7 +48,7 @@ impl Maps {
             if packed { 1 << 20 } else { bytes(stride, shape.batch, size) }
         };
 
-        let q = problem.shape_q();
+        let q = extents.q;
         let q_address = call.args.q.as_ptr() as u64;
         let q_map = TensorMapFacts {
             name: "q",
@@ -63,7 +65,7 @@ impl Maps {
         };
         let columns = |name| name == "v" && problem.v_layout == VLayout::ColMajor;
         let rows = |shape: Shape| shape.seq.max(1);
-        let kv_map = |name, address: u64, dtype: fmha_core::DType, strides: Strides, shape: Shape, box_dims: [i32; 4]| {
+        let kv_map = |name, address: u64, dtype: DType, strides: Strides, shape: Shape, box_dims: [i32; 4]| {
             let size = dtype.size_bytes() as u64;
             TensorMapFacts {
                 name,
@@ -88,8 +90,8 @@ impl Maps {
             }
         };
         let (k, v) = (call.args.k.as_ptr() as u64, call.args.v.as_ptr() as u64);
-        let k_map = kv_map("k", k, problem.dtype_qk, problem.k, problem.shape_k(), boxes.k);
-        let v_map = kv_map("v", v, problem.dtype_v, problem.v, problem.shape_v(), boxes.v);
+        let k_map = kv_map("k", k, problem.dtype_qk, problem.k, extents.k, boxes.k);
+        let v_map = kv_map("v", v, problem.dtype_v, problem.v, extents.v, boxes.v);
         Ok(Self { q: q_map.encode()?, k: k_map.encode()?, v: v_map.encode()? })
     }
 }

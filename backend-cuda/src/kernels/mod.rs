@@ -15,6 +15,7 @@ use fmha_core::{
     BwdArgs, CombineArgs, DType, FwdArgs, PlanOptions, Promises, Roofline, ValidBwd, ValidCombine, ValidFwd,
     Workspace,
 };
+use fmha_kernels_cuda::sm90 as text;
 
 use crate::driver::{Device, Grid};
 use crate::steps::Step;
@@ -48,7 +49,10 @@ const HOPPER_FLOPS_PER_CLOCK: f64 = 4096.0;
 
 impl DeviceFacts {
     /// What the driver says of a device.
-    pub(crate) fn of(device: &Device) -> Self {
+    ///
+    /// # Errors
+    /// A value of `FMHA_CACHE_DIR` that is not UTF-8.
+    pub(crate) fn of(device: &Device) -> Result<Self> {
         let (major, minor) = device.capability;
         // Kernels for 9.0 and 10.0 use instructions of that very architecture.
         let suffix = if major >= 9 { "a" } else { "" };
@@ -70,8 +74,8 @@ impl DeviceFacts {
                 source: "stated peak: tensor rate times the highest clock, memory clock times bus".to_owned(),
             },
         };
-        facts.tuned = facts.load_tuned();
-        facts
+        facts.tuned = facts.load_tuned()?;
+        Ok(facts)
     }
 
     /// Hopper's FP8 runs at twice the rate of two bytes (1979 TFLOP/s in the same table).
@@ -85,8 +89,12 @@ impl DeviceFacts {
     }
 
     /// The device's tiles as they are kept now.
-    pub(crate) fn load_tuned(&self) -> TunedTiles {
-        TunedTiles::load(&self.device, &fmha_kernels_cuda::headers())
+    ///
+    /// # Errors
+    /// A value of `FMHA_CACHE_DIR` that is not UTF-8.
+    fn load_tuned(&self) -> Result<TunedTiles> {
+        let kernels = [(text::NAME, text::HEADER)];
+        TunedTiles::load(&self.device, &kernels, &fmha_kernels_cuda::headers())
     }
 
     /// An architecture without a device: the numbers that NVIDIA states of one that has it.

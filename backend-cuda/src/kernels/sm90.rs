@@ -45,7 +45,9 @@ impl FwdRecipe for Sm90 {
         if options.accuracy == Accuracy::Exact {
             (tile.lazy_rescale_log2, tile.skip_row_max) = (0, false);
         }
-        let tuned = facts.tuned.get(problem).filter(|_| options.tile.is_empty());
+        // Tiles are measured as a plan without options has them.
+        let untold = options.tile.is_empty() && options.accuracy == Accuracy::Fast;
+        let tuned = facts.tuned.get(sm90::NAME, problem).filter(|_| untold);
         for (key, value) in tuned.map_or(&options.tile, |tuned| &tuned.tile) {
             tile.set(key, value).map_err(refuse)?;
         }

@@ -39,7 +39,7 @@ macro_rules! optional {
 
 impl Event {
     pub(crate) fn new(driver: &Driver) -> Result<Self> {
-        driver.select()?;
+        let _selected = driver.select()?;
         let create = optional!(driver, hipEventCreate)?;
         let mut event: Handle = std::ptr::null_mut();
         // SAFETY: `event` is a pointer to fill.
@@ -52,7 +52,7 @@ impl Event {
     /// # Errors
     /// What the driver said.
     pub fn record(&self, stream: Stream) -> Result<()> {
-        self.driver.select()?;
+        let _selected = self.driver.select()?;
         let record = optional!(self.driver, hipEventRecord)?;
         // SAFETY: both handles are the driver's.
         self.driver.check("hipEventRecord", unsafe { record(self.event, handle(stream)) })
@@ -63,7 +63,7 @@ impl Event {
     /// # Errors
     /// What the driver said, of the work before it too.
     pub fn milliseconds_since(&self, start: &Event) -> Result<f32> {
-        self.driver.select()?;
+        let _selected = self.driver.select()?;
         let (synchronize, elapsed) =
             (optional!(self.driver, hipEventSynchronize)?, optional!(self.driver, hipEventElapsedTime)?);
         // SAFETY: `new` made the event.
@@ -92,7 +92,7 @@ impl Graph {
         stream: Stream,
         queue: impl FnOnce() -> Result<()>,
     ) -> Result<Self> {
-        driver.select()?;
+        let _selected = driver.select()?;
         let (begin, end, instantiate, destroy) = (
             optional!(driver, hipStreamBeginCapture)?,
             optional!(driver, hipStreamEndCapture)?,
@@ -125,7 +125,7 @@ impl Graph {
     /// # Errors
     /// What the driver said.
     pub unsafe fn launch(&self, stream: Stream) -> Result<()> {
-        self.driver.select()?;
+        let _selected = self.driver.select()?;
         let launch = optional!(self.driver, hipGraphLaunch)?;
         // SAFETY: the handles are the driver's; the caller promised the memory.
         self.driver.check("hipGraphLaunch", unsafe { launch(self.executable, handle(stream)) })

@@ -108,7 +108,7 @@ impl Driver {
 
     /// Device memory; HIP aligns it to 256 bytes.
     pub(crate) fn alloc(&self, bytes: u64) -> Result<*mut u8> {
-        self.select()?;
+        let _selected = self.select()?;
         let size = usize::try_from(bytes.max(1)).map_err(|_| Error::System {
             what: format!("{bytes} bytes of device memory"),
             text: "more than an address can express".to_owned(),
@@ -127,19 +127,26 @@ impl Driver {
         unsafe { (self.hip.hipFree)(address.cast()) };
     }
 
+    /// Copies, and waits until the bytes are there: the call may return once they are staged, and streams
+    /// that do not wait for the default one could overtake them.
+    ///
     /// # Safety
     /// `to .. to + bytes.len()` is device memory that no queued work uses.
     pub(crate) unsafe fn upload(&self, bytes: &[u8], to: *mut u8) -> Result<()> {
-        self.select()?;
+        let _selected = self.select()?;
         // SAFETY: the caller promised `to`; `bytes` is a slice.
         let status = unsafe { (self.hip.hipMemcpyHtoD)(to.cast(), bytes.as_ptr().cast(), bytes.len()) };
-        self.check("hipMemcpyHtoD", status)
+        self.check("hipMemcpyHtoD", status)?;
+        // SAFETY: the default stream is always there.
+        self.check("hipStreamSynchronize", unsafe {
+            (self.hip.hipStreamSynchronize)(handle(Stream::DEFAULT))
+        })
     }
 
     /// # Safety
     /// `from .. from + bytes.len()` is device memory.
     pub(crate) unsafe fn download(&self, from: *mut u8, bytes: &mut [u8]) -> Result<()> {
-        self.select()?;
+        let _selected = self.select()?;
         // SAFETY: the caller promised `from`; `bytes` is a slice.
         let status = unsafe { (self.hip.hipMemcpyDtoH)(bytes.as_mut_ptr().cast(), from.cast(), bytes.len()) };
         self.check("hipMemcpyDtoH", status)
@@ -153,7 +160,7 @@ impl Driver {
         if bytes == 0 {
             return Ok(());
         }
-        self.select()?;
+        let _selected = self.select()?;
         // SAFETY: the caller promised `to`; a `Stream` is a handle of this driver's.
         let status = unsafe { (self.hip.hipMemsetAsync)(to.cast(), 0, bytes as usize, handle(stream)) };
         self.check("hipMemsetAsync", status)
@@ -161,7 +168,7 @@ impl Driver {
 
     /// Waits for a stream's work.
     pub(crate) fn synchronize(&self, stream: Stream) -> Result<()> {
-        self.select()?;
+        let _selected = self.select()?;
         if stream == Stream::DEFAULT {
             // SAFETY: no arguments.
             let status = unsafe { (self.hip.hipDeviceSynchronize)() };
@@ -174,7 +181,7 @@ impl Driver {
 
     /// A new queue of work.
     pub(crate) fn create_stream(&self) -> Result<Stream> {
-        self.select()?;
+        let _selected = self.select()?;
         let mut stream: Handle = std::ptr::null_mut();
         // SAFETY: `stream` is a pointer to fill.
         let status = unsafe { (self.hip.hipStreamCreate)(&raw mut stream) };
@@ -184,7 +191,7 @@ impl Driver {
 
     /// Ends a queue of [`create_stream`](Self::create_stream).
     pub(crate) fn destroy_stream(&self, stream: Stream) -> Result<()> {
-        self.select()?;
+        let _selected = self.select()?;
         // SAFETY: `create_stream` made it.
         let status = unsafe { (self.hip.hipStreamDestroy)(handle(stream)) };
         self.check("hipStreamDestroy", status)
@@ -192,7 +199,7 @@ impl Driver {
 
     /// Loads a code object and finds `entry` in it.
     pub(crate) fn load(&self, image: &[u8], entry: &str) -> Result<Function> {
-        self.select()?;
+        let _selected = self.select()?;
         let name = CString::new(entry).map_err(|_| Error::System {
             what: format!("kernel {entry:?}"),
             text: "a symbol has no NUL".to_owned(),
@@ -210,10 +217,17 @@ impl Driver {
         Ok(function)
     }
 
-    pub(super) fn select(&self) -> Result<()> {
-        // HIP's current device belongs to the thread, and the caller's threads are unknown here.
+    /// Makes the device this thread's current one for as long as the answer lives.
+    pub(super) fn select(&self) -> Result<Selected<'_>> {
+        let mut current: c_int = 0;
+        // SAFETY: `current` is a c_int.
+        self.check("hipGetDevice", unsafe { (self.hip.hipGetDevice)(&raw mut current) })?;
+        if current == self.ordinal {
+            return Ok(Selected { hip: &self.hip, callers: None });
+        }
         // SAFETY: `open` saw that the ordinal exists.
-        self.check("hipSetDevice", unsafe { (self.hip.hipSetDevice)(self.ordinal) })
+        self.check("hipSetDevice", unsafe { (self.hip.hipSetDevice)(self.ordinal) })?;
+        Ok(Selected { hip: &self.hip, callers: Some(current) })
     }
 
     pub(super) fn hip(&self) -> &Hip {
@@ -227,6 +241,23 @@ impl Driver {
         // SAFETY: HIP returns a static C string for every code, known or not.
         let text = unsafe { owned((self.hip.hipGetErrorString)(status)) };
         Err(Error::Driver { call, code: status, text })
+    }
+}
+
+/// A device is this thread's current one until this is dropped; then the caller's own is again.
+#[must_use = "the device is the caller's again at once"]
+pub(super) struct Selected<'a> {
+    hip: &'a Hip,
+    /// None where it was the current one already.
+    callers: Option<c_int>,
+}
+
+impl Drop for Selected<'_> {
+    fn drop(&mut self) {
+        if let Some(callers) = self.callers {
+            // SAFETY: it was current a moment ago, so it exists.
+            unsafe { (self.hip.hipSetDevice)(callers) };
+        }
     }
 }
 
@@ -255,7 +286,7 @@ impl Function {
         params: &P,
         stream: Stream,
     ) -> Result<()> {
-        self.driver.select()?;
+        let _selected = self.driver.select()?;
         let mut argument = std::ptr::from_ref(params).cast_mut().cast::<c_void>();
         // SAFETY: HIP copies the arguments before it returns; the kernel takes one struct, as the
         // caller promised.
@@ -281,6 +312,8 @@ impl Function {
 impl Drop for Function {
     fn drop(&mut self) {
         if !self.module.is_null() {
+            // What cannot be unloaded is the driver's to clean up.
+            let _selected = self.driver.select();
             // SAFETY: loaded by `load`, unloaded once.
             unsafe { (self.driver.hip.hipModuleUnload)(self.module) };
         }

@@ -87,6 +87,7 @@ functions! {
     required fn hipInit(flags: c_uint) -> HipStatus;
     required fn hipGetErrorString(status: HipStatus) -> *const c_char;
     required fn hipGetDeviceCount(count: *mut c_int) -> HipStatus;
+    required fn hipGetDevice(ordinal: *mut c_int) -> HipStatus;
     required fn hipSetDevice(ordinal: c_int) -> HipStatus;
     optional fn hipRuntimeGetVersion(version: *mut c_int) -> HipStatus;
     // Libraries before ROCm 6 lack it; they are told apart when they have a device at all.

@@ -3,7 +3,7 @@
 use fmha_core::abi::FwdParams;
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::{
-    Bias, DType, FwdArgs, FwdProblem, MaskKind, PlanOptions, Refusal, SeqMode, Strides, VLayout,
+    Bias, DType, FwdArgs, FwdProblem, KvLayout, MaskKind, PlanOptions, Refusal, Strides, VLayout,
 };
 use fmha_kernels_hip::{CdnaParams, CdnaSpec, CdnaTile, LoadPath, OutputKind, StorePath, TileOrder};
 
@@ -42,6 +42,7 @@ pub(crate) struct Cdna {
 /// The field that it does not take, and its number.
 pub(crate) fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Cdna, Refusal> {
     let arch = device.arch;
+    problem.refuse_mixed_layouts(NAME)?;
     for (field, dtype) in [("dtype_qk", problem.dtype_qk), ("dtype_v", problem.dtype_v)] {
         if !arch.multiplies(dtype) {
             refuse!(NAME, "{field} {dtype} is no operand of {}'s matrix instructions", arch.name());
@@ -241,7 +242,7 @@ fn loads_dwords(problem: &FwdProblem, tile: &CdnaTile) -> bool {
         }
         // A packed sequence may start at any key, so at any byte of the row.
         VLayout::ColMajor => {
-            problem.mode == SeqMode::Batch
+            problem.kv_layout == KvLayout::Strided
                 && fits(problem.v, MAX_HEAD_DIM.into(), problem.v.dim, DWORD, v_size)
         }
     };
@@ -313,7 +314,7 @@ fn source(spec: &CdnaSpec, tile: &CdnaTile) -> KernelSource {
     };
     let text =
         entry.render().replace("using namespace fmha;", "using namespace fmha;\nusing namespace fmha::cdna;");
-    KernelSource { entry: text, headers: fmha_kernels_hip::headers() }
+    KernelSource::new(text, fmha_kernels_hip::headers())
 }
 
 impl Cdna {

@@ -40,5 +40,5 @@ pub(crate) fn source(spec: &CombineSpec) -> KernelSource {
         params: "CombineParams p",
         call: "combine<kSpec>(p);",
     };
-    KernelSource { entry: entry.render(), headers: fmha_kernels_hip::headers() }
+    KernelSource::new(entry.render(), fmha_kernels_hip::headers())
 }

@@ -9,7 +9,7 @@ use std::collections::BinaryHeap;
 use std::fmt;
 use std::ops::Range;
 
-use fmha_core::{FwdProblem, SeqMode};
+use fmha_core::{FwdProblem, KvLayout, QLayout};
 use fmha_kernels_hip::TileOrder;
 
 /// A step of the main loop: the unit is a quarter of it, about half a microsecond of an MI300X at D 128.
@@ -94,7 +94,8 @@ impl Tiles<'_> {
         if self.num <= places {
             return (TileOrder::Single, Why::OneRound);
         }
-        let lengths_on_device = matches!(self.problem.mode, SeqMode::Group { .. })
+        let lengths_on_device = self.problem.q_layout == QLayout::Packed
+            || self.problem.kv_layout != KvLayout::Strided
             || self.problem.seqused_q
             || self.problem.seqused_k;
         if lengths_on_device {

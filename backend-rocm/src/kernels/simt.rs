@@ -37,5 +37,5 @@ pub(crate) fn source(spec: &FwdSpec) -> KernelSource {
         params: "FwdParams p",
         call: "simt::fwd<kSpec>(p);",
     };
-    KernelSource { entry: entry.render(), headers: fmha_kernels_hip::headers() }
+    KernelSource::new(entry.render(), fmha_kernels_hip::headers())
 }

@@ -5,7 +5,7 @@ use std::ffi::{CStr, c_char, c_void};
 use fmha_core::error::{ProblemError, Result};
 use fmha_core::{
     DType, Descale, DevBuffer, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdPlan, FwdProblem,
-    MemorySpace, Shape, Stream, Strides, ValidFwd,
+    MemorySpace, Shape, Stream, Strides, Totals, ValidFwd,
 };
 
 /// A tensor. Strides are in elements; head_dim has stride 1.
@@ -98,7 +98,7 @@ impl FmhaCall {
     /// # Safety
     /// `mask` is null or a C string; `cu_seqlens_*` are null or `batch + 1` numbers in the memory of
     /// `backend`.
-    pub(crate) unsafe fn problem(&self, backend: &dyn FmhaBackend) -> Result<ValidFwd> {
+    pub(crate) unsafe fn problem(&self, backend: &dyn FmhaBackend) -> Result<(ValidFwd, Totals)> {
         self.is_supported()?;
         let dims = Dims {
             batch: size("batch", self.batch)?,
@@ -110,15 +110,15 @@ impl FmhaCall {
             head_dim_v: size("head_dim_v", self.head_dim_v)?,
         };
         let dtype = dtype("dtype", self.dtype)?;
-        let mut problem = if self.cu_seqlens_q.is_null() {
-            FwdProblem::batch(dtype, dims)
+        let (mut problem, totals) = if self.cu_seqlens_q.is_null() {
+            (FwdProblem::batch(dtype, dims), Totals::NONE)
         } else {
             backend.memory().synchronize(self.queue())?;
             // SAFETY: the caller of this function promised both arrays.
             let total_q = unsafe { last("cu_seqlens_q", backend, self.cu_seqlens_q, dims.batch)? };
             // SAFETY: as above.
             let total_k = unsafe { last("cu_seqlens_k", backend, self.cu_seqlens_k, dims.batch)? };
-            FwdProblem::group(dtype, dims, total_q, total_k)
+            (FwdProblem::group(dtype, dims), Totals::packed(total_q, total_k))
         };
         problem.dtype_o = self::dtype("dtype_o", self.dtype_o)?;
         problem.q = strides(&self.q);
@@ -136,7 +136,7 @@ impl FmhaCall {
         problem.descale_k = descale(self.descale_k);
         problem.descale_v = descale(self.descale_v);
         problem.write_lse = !self.lse.is_null();
-        Ok(problem.validate()?)
+        Ok((problem.validate()?, totals))
     }
 
     fn is_supported(&self) -> Result<()> {
@@ -161,10 +161,12 @@ impl FmhaCall {
     pub(crate) unsafe fn args<'a>(
         &self,
         plan: &FwdPlan,
+        totals: Totals,
         space: MemorySpace,
         workspace: Option<&'a DevBuffer>,
     ) -> Result<FwdArgs<'a>> {
         let problem = plan.problem();
+        let extents = problem.extents(totals);
         let tensor = |name, tensor: &FmhaTensor, planned: Strides, shape: Shape, dtype: DType| {
             same_strides(name, strides(tensor), planned)?;
             let bytes = ValidFwd::extent_bytes(planned, shape, dtype);
@@ -181,16 +183,17 @@ impl FmhaCall {
         let present = |ptr: *const u8, bytes| (!ptr.is_null()).then(|| input((ptr.cast_mut(), bytes)));
 
         let mut args = FwdArgs::new(
-            input(tensor("q", &self.q, problem.q, problem.shape_q(), problem.dtype_qk)?),
-            input(tensor("k", &self.k, problem.k, problem.shape_k(), problem.dtype_qk)?),
-            input(tensor("v", &self.v, problem.v, problem.shape_v(), problem.dtype_v)?),
-            output(tensor("o", &self.o, problem.o, problem.shape_o(), problem.dtype_o)?),
+            input(tensor("q", &self.q, problem.q, extents.q, problem.dtype_qk)?),
+            input(tensor("k", &self.k, problem.k, extents.k, problem.dtype_qk)?),
+            input(tensor("v", &self.v, problem.v, extents.v, problem.dtype_v)?),
+            output(tensor("o", &self.o, problem.o, extents.o, problem.dtype_o)?),
         );
         let Dims { batch, num_heads_kv, .. } = problem.dims;
         if !self.lse.is_null() {
-            args.lse = Some(output((self.lse.cast(), problem.lse_elems() * 4)));
+            args.lse = Some(output((self.lse.cast(), extents.lse_elems * 4)));
         }
         let cu_bytes = (u64::from(batch) + 1) * 4;
+        args.seq.totals = totals;
         args.seq.cu_seqlens_q = present(self.cu_seqlens_q.cast(), cu_bytes);
         args.seq.cu_seqlens_k = present(self.cu_seqlens_k.cast(), cu_bytes);
         let scale_bytes = Descale::PerKvHead.num_elems(batch, num_heads_kv) * 4;

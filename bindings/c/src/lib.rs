@@ -12,7 +12,7 @@ use std::ffi::{CString, c_char, c_int};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use fmha_core::error::{Error, ProblemError, Result};
-use fmha_core::{DevBuffer, FmhaBackend, FwdPlan, PlanOptions};
+use fmha_core::{DevBuffer, FmhaBackend, FwdPlan, PlanOptions, Totals};
 use fmha_cuda::CudaBackend;
 use once_cell::sync::OnceCell;
 
@@ -21,6 +21,7 @@ pub use call::{FmhaCall, FmhaTensor};
 /// A chosen and loaded kernel with its scratch memory.
 pub struct FmhaPlan {
     plan: FwdPlan,
+    totals: Totals,
     workspace: Option<DevBuffer>,
 }
 
@@ -29,10 +30,10 @@ impl FmhaPlan {
     /// As [`FmhaCall::problem`].
     unsafe fn new(backend: &dyn FmhaBackend, call: &FmhaCall) -> Result<Self> {
         // SAFETY: passed on.
-        let problem = unsafe { call.problem(backend)? };
+        let (problem, totals) = unsafe { call.problem(backend)? };
         let plan = backend.plan_fwd(&problem, &PlanOptions::default())?;
         let workspace = backend.memory().workspace(plan.workspace())?;
-        Ok(Self { plan, workspace })
+        Ok(Self { plan, totals, workspace })
     }
 
     /// # Safety
@@ -40,7 +41,7 @@ impl FmhaPlan {
     unsafe fn run(&self, backend: &dyn FmhaBackend, call: &FmhaCall) -> Result<()> {
         let space = backend.memory().space();
         // SAFETY: passed on.
-        let mut args = unsafe { call.args(&self.plan, space, self.workspace.as_ref())? };
+        let mut args = unsafe { call.args(&self.plan, self.totals, space, self.workspace.as_ref())? };
         backend.run_fwd(&self.plan, &mut args, call.queue())
     }
 }

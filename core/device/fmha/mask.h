@@ -1,5 +1,5 @@
 // Which keys a query sees: the device's half of the mask. A kernel calls `resolve_band` once per
-// sequence, then `k_range` and `sink_range` to walk, `block_class` and `visible` to hide.
+// sequence, then `k_range` (`row_range` for one query) and `sink_range` to walk, `block_class` and `visible` to hide.
 #pragma once
 #include <fmha/params.h>
 
@@ -43,6 +43,11 @@ FMHA_DEVICE Range k_range(const MaskBand& band, Range rows, int32_t seqlen_k) {
   const int64_t first = clamp<int64_t>(int64_t(rows.begin) + band.lo, 0, seqlen_k);
   const int64_t last = clamp<int64_t>(int64_t(rows.end) + band.hi, first, seqlen_k);
   return {int32_t(first), int32_t(last)};
+}
+
+// The band's keys of query i alone: its first key, and one past its last. Sink columns apart.
+FMHA_DEVICE Range row_range(const MaskBand& band, int32_t i, int32_t seqlen_k) {
+  return k_range(band, {i, i + 1}, seqlen_k);
 }
 
 // The keys before `k_range` that some query of `rows` sees as sink columns.

@@ -47,7 +47,7 @@ struct FwdRow {
   // Q[i] . K[j], as stored.
   FMHA_DEVICE float product(int32_t j) const {
     const int64_t q = row_offset(p.q, span.storage_batch, int64_t(span.q_row) + i, i_head);
-    const int64_t k = row_offset(p.k, span.storage_batch, int64_t(span.k_row) + j, i_head_kv);
+    const int64_t k = row_offset(p.k, kv_row(p, spec.kv_layout, span, j), i_head_kv);
     float dot = 0.f;
     for (int32_t d = 0; d < spec.head_dim_qk; ++d)
       dot += load_elem<spec.dtype_qk>(p.q.data, q + d) * load_elem<spec.dtype_qk>(p.k.data, k + d);
@@ -86,7 +86,7 @@ struct FwdRow {
   }
 
   FMHA_DEVICE void add_value(int32_t j, float weight) {
-    const int64_t v = row_offset(p.v, span.storage_batch, int64_t(span.k_row) + j, i_head_kv);
+    const int64_t v = row_offset(p.v, kv_row(p, spec.kv_layout, span, j), i_head_kv);
 #pragma unroll
     for (int32_t c = 0; c < columns; ++c) {
       const int32_t d = c * Lanes::count + lane;
@@ -130,7 +130,7 @@ struct FwdRow {
     const ScoreModifier modifier = score_modifier<spec>(p, span, i_head, scale);
     const Range row = {i, i + 1};
     take(sink_range(band, row, span.seqlen_k), modifier);
-    take(k_range(band, row, span.seqlen_k), modifier);
+    take(row_range(band, i, span.seqlen_k), modifier);
     take_sink();
     store();
     store_keep_mask();
@@ -142,7 +142,7 @@ template <FwdSpec spec, class Lanes>
 FMHA_DEVICE void fwd_row(const FwdParams& p, int64_t at) {
   const int32_t i = int32_t(at % p.seqlen_q);
   const int32_t i_head = int32_t(at / p.seqlen_q % p.num_heads_q);
-  const SeqSpan span = resolve_seq(p, spec.seq, int32_t(at / p.seqlen_q / p.num_heads_q));
+  const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, int32_t(at / p.seqlen_q / p.num_heads_q));
   if (i >= span.seqlen_q) return;
   FwdRow<spec, Lanes> row{p, span, i_head, i};
   row.run();

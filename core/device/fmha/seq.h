@@ -1,4 +1,4 @@
-// One sequence, resolved from what the device reads: where its rows start and how many are logical.
+// One sequence, resolved from what the device reads: where its rows lie and how many are logical.
 #pragma once
 #include <fmha/params.h>
 #include <fmha/spec.h>
@@ -7,29 +7,49 @@ namespace fmha {
 
 struct SeqSpan {
   int32_t i_batch;        // the batch coordinate of masks, biases, descales and dropout
-  int32_t storage_batch;  // the one to address Q, K, V, O with: 0 when packed
+  int32_t storage_batch;  // the one to address Q and O with: 0 when packed
   int32_t q_row, seqlen_q;
-  int32_t k_row, seqlen_k;
+  int32_t k_row, seqlen_k;  // where key j lies: kv_row
 };
 
-FMHA_DEVICE SeqSpan resolve_seq(const FwdParams& p, SeqKind kind, int32_t i_batch) {
+FMHA_DEVICE SeqSpan resolve_seq(const FwdParams& p, QLayout q_layout, KvKind kv_layout, int32_t i_batch) {
   SeqSpan span = {i_batch, i_batch, 0, p.seqlen_q, 0, p.seqlen_k};
-  if (kind == SeqKind::Group) {
+  if (q_layout == QLayout::Packed) {
     span.storage_batch = 0;
     span.q_row = p.cu_seqlens_q[i_batch];
-    span.k_row = p.cu_seqlens_k[i_batch];
     span.seqlen_q = p.cu_seqlens_q[i_batch + 1] - span.q_row;
+  }
+  if (kv_layout == KvKind::Packed) {
+    span.k_row = p.cu_seqlens_k[i_batch];
     span.seqlen_k = p.cu_seqlens_k[i_batch + 1] - span.k_row;
   }
   if (p.seqused_q) span.seqlen_q = p.seqused_q[i_batch];
   if (p.seqused_k) span.seqlen_k = p.seqused_k[i_batch];
+  // A block table without pages has nowhere to point.
+  if (kv_layout == KvKind::Paged && p.num_pages == 0) span.seqlen_k = 0;
   return span;
 }
 
-// Element offset of a tensor's row: the sequence's i-th, of one head.
+// Where a row of K or V lies: the batch index (a page when they are paged) and the row to address it with.
+struct KvRow {
+  int32_t batch, row;
+};
+
+// Key j of a sequence. An entry of the block table that is no page is taken for the nearest one: wrong
+// numbers are the caller's, reads outside the tensor nobody's.
+FMHA_DEVICE KvRow kv_row(const FwdParams& p, KvKind layout, const SeqSpan& span, int32_t j) {
+  // The batch stride of a packed tensor is 0.
+  if (layout != KvKind::Paged) return {span.i_batch, span.k_row + j};
+  const int32_t page = p.block_table[span.i_batch * p.block_table_batch + j / p.page_size];
+  return {clamp(page, 0, p.num_pages - 1), j % p.page_size};
+}
+
+// Element offset of a tensor's row, of one head.
 FMHA_DEVICE int64_t row_offset(const View& x, int32_t storage_batch, int64_t row, int32_t head) {
   return storage_batch * x.batch + row * x.row + head * x.head;
 }
+
+FMHA_DEVICE int64_t row_offset(const View& x, KvRow at, int32_t head) { return row_offset(x, at.batch, at.row, head); }
 
 FMHA_DEVICE int64_t lse_offset(const FwdParams& p, const SeqSpan& span, int32_t i_head, int32_t i) {
   return span.storage_batch * p.lse_batch + i_head * p.lse_head + span.q_row + i;

@@ -7,11 +7,10 @@ use crate::bwd::ValidBwd;
 use crate::combine::ValidCombine;
 use crate::dtype::DType;
 use crate::error::{ProblemError, ensure};
-use crate::layout::{Shape, Strides};
+use crate::layout::{KvLayout, QLayout, Shape, Strides};
 use crate::plan::Workspace;
-use crate::problem::{FwdProblem, ValidFwd};
+use crate::problem::{Extents, FwdProblem, ValidFwd};
 use crate::score::Bias;
-use crate::seq::SeqMode;
 
 /// Checks forward arguments against their problem and the plan's workspace: each there iff wanted, in
 /// `space`, large enough, aligned to its elements, and no output over an input or another output.
@@ -25,10 +24,10 @@ pub fn check_fwd(
     space: MemorySpace,
 ) -> Result<(), ProblemError> {
     let mut operands = Operands::new(space);
-    operands.inputs(problem, args.q, args.k, args.v, &args.seq, &args.score)?;
-    operands.tensor("o", Access::out(&args.o), problem.o, problem.shape_o(), problem.dtype_o)?;
+    let extents = operands.inputs(problem, args.q, args.k, args.v, &args.seq, &args.score)?;
+    operands.tensor("o", Access::out(&args.o), problem.o, extents.o, problem.dtype_o)?;
     let lse = args.lse.as_ref().map(Access::out);
-    operands.numbers("lse", lse, problem.write_lse, problem.lse_elems())?;
+    operands.numbers("lse", lse, problem.write_lse, extents.lse_elems)?;
     operands.numbers("scale_o", args.scale_o.as_ref().map(Access::input), problem.scale_o, 1)?;
     let keep_mask = args.keep_mask.as_ref().map(Access::out);
     operands.optional("keep_mask", keep_mask, problem.write_keep_mask, problem.keep_mask_bytes(), 1)?;
@@ -47,17 +46,18 @@ pub fn check_bwd(
     space: MemorySpace,
 ) -> Result<(), ProblemError> {
     let fwd = problem.fwd();
-    let lse_elems = fwd.lse_elems();
+    let extents = problem.checked_extents(args.seq.totals)?;
+    let lse_elems = extents.lse_elems;
     let mut operands = Operands::new(space);
     operands.inputs(fwd, args.q, args.k, args.v, &args.seq, &args.score)?;
-    operands.tensor("o", Access::input(&args.o), fwd.o, fwd.shape_o(), fwd.dtype_o)?;
+    operands.tensor("o", Access::input(&args.o), fwd.o, extents.o, fwd.dtype_o)?;
     operands.numbers("lse", Some(Access::input(&args.lse)), true, lse_elems)?;
-    operands.tensor("dout", Access::input(&args.dout), problem.dout, fwd.shape_o(), fwd.dtype_o)?;
+    operands.tensor("dout", Access::input(&args.dout), problem.dout, extents.o, fwd.dtype_o)?;
     operands.numbers("dlse", args.dlse.as_ref().map(Access::input), problem.has_dlse, lse_elems)?;
     let grad = problem.dtype_grad;
-    operands.tensor("dq", Access::out(&args.dq), problem.dq, fwd.shape_q(), grad)?;
-    operands.tensor("dk", Access::out(&args.dk), problem.dk, fwd.shape_k(), grad)?;
-    operands.tensor("dv", Access::out(&args.dv), problem.dv, fwd.shape_v(), grad)?;
+    operands.tensor("dq", Access::out(&args.dq), problem.dq, extents.q, grad)?;
+    operands.tensor("dk", Access::out(&args.dk), problem.dk, extents.k, grad)?;
+    operands.tensor("dv", Access::out(&args.dv), problem.dv, extents.v, grad)?;
     let dbias = args.dbias.as_ref().map(Access::out);
     match (problem.dbias, fwd.bias, dbias) {
         (Some(wanted), Bias::Elementwise(bias), Some(access)) => {
@@ -152,22 +152,41 @@ impl Operands {
         v: DevSlice<'_>,
         seq: &SeqArgs<'_>,
         score: &ScoreArgs<'_>,
-    ) -> Result<(), ProblemError> {
-        self.tensor("q", Access::input(&q), problem.q, problem.shape_q(), problem.dtype_qk)?;
-        self.tensor("k", Access::input(&k), problem.k, problem.shape_k(), problem.dtype_qk)?;
-        self.tensor("v", Access::input(&v), problem.v, problem.shape_v(), problem.dtype_v)?;
+    ) -> Result<Extents, ProblemError> {
+        let extents = problem.checked_extents(seq.totals)?;
+        self.tensor("q", Access::input(&q), problem.q, extents.q, problem.dtype_qk)?;
+        self.tensor("k", Access::input(&k), problem.k, extents.k, problem.dtype_qk)?;
+        self.tensor("v", Access::input(&v), problem.v, extents.v, problem.dtype_v)?;
 
         let dims = problem.dims;
-        let group = matches!(problem.mode, SeqMode::Group { .. });
+        let (packed_q, packed_k) =
+            (problem.q_layout == QLayout::Packed, problem.kv_layout == KvLayout::Packed);
         let batch = u64::from(dims.batch);
         for (name, slice, wanted, elems) in [
-            ("cu_seqlens_q", &seq.cu_seqlens_q, group, batch + 1),
-            ("cu_seqlens_k", &seq.cu_seqlens_k, group, batch + 1),
+            ("cu_seqlens_q", &seq.cu_seqlens_q, packed_q, batch + 1),
+            ("cu_seqlens_k", &seq.cu_seqlens_k, packed_k, batch + 1),
             ("seqused_q", &seq.seqused_q, problem.seqused_q, batch),
             ("seqused_k", &seq.seqused_k, problem.seqused_k, batch),
         ] {
             self.numbers(name, slice.as_ref().map(Access::input), wanted, elems)?;
         }
+
+        let table_elems = match (problem.kv_layout.page_size(), &seq.block_table) {
+            (Some(page_size), Some(table)) => {
+                let keys = u64::from(table.max_pages) * u64::from(page_size);
+                ensure!(
+                    keys >= u64::from(dims.seqlen_k),
+                    "block_table",
+                    "block_table has max_pages {} of page_size {page_size}: {keys} keys, fewer than seqlen_k {}",
+                    table.max_pages,
+                    dims.seqlen_k
+                );
+                batch * u64::from(table.max_pages)
+            }
+            _ => 0,
+        };
+        let table = seq.block_table.as_ref().map(|table| Access::input(&table.pages));
+        self.numbers("block_table", table, problem.kv_layout.page_size().is_some(), table_elems)?;
 
         let bias = score.bias.as_ref().map(Access::input);
         match (problem.bias, bias) {
@@ -194,7 +213,7 @@ impl Operands {
         ] {
             self.numbers(name, slice.as_ref().map(Access::input), elems > 0, elems)?;
         }
-        Ok(())
+        Ok(extents)
     }
 
     fn tensor(

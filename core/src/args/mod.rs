@@ -9,6 +9,7 @@ use bytemuck::{AnyBitPattern, NoUninit};
 pub use check::{check_bwd, check_combine, check_fwd};
 
 use crate::dropout::DropoutSeed;
+use crate::seq::Totals;
 
 /// Who can read an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -140,13 +141,28 @@ impl<'a> DevSliceMut<'a> {
     }
 }
 
-/// Lengths, read where the kernel runs.
+/// Which pages hold the keys of each sequence, i32 `[batch, max_pages]`, read where the kernel runs. Key
+/// j of a sequence is row `j % page_size` of page `pages[sequence][j / page_size]`; entries beyond a
+/// sequence's length may hold anything, and a page may stand in several rows.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockTable<'a> {
+    /// The numbers of the pages.
+    pub pages: DevSlice<'a>,
+    /// Entries of a row: `max_pages * page_size` is at least the problem's `seqlen_k`.
+    pub max_pages: u32,
+}
+
+/// Lengths and places, read where the kernel runs; totals, which the host knows.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SeqArgs<'a> {
-    /// Group mode: i32 `[batch + 1]`, first physical row of each sequence of Q and O.
+    /// Rows of packed tensors, pages of paged ones.
+    pub totals: Totals,
+    /// Packed Q: i32 `[batch + 1]`, first physical row of each sequence of Q and O.
     pub cu_seqlens_q: Option<DevSlice<'a>>,
-    /// Group mode: i32 `[batch + 1]`, first physical row of each sequence of K and V.
+    /// Packed K: i32 `[batch + 1]`, first physical row of each sequence of K and V.
     pub cu_seqlens_k: Option<DevSlice<'a>>,
+    /// Paged K: the pages of each sequence.
+    pub block_table: Option<BlockTable<'a>>,
     /// i32 `[batch]`: logical queries, where the problem says so.
     pub seqused_q: Option<DevSlice<'a>>,
     /// i32 `[batch]`: logical keys, where the problem says so.

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 const MAGIC: &[u8; 8] = b"fmha-krn";
 
 /// Changes with every change of [`CompiledKernel`] or of what is around it.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Magic, version, the payload's length and its hash.
 const HEADER_BYTES: usize = 8 + 4 + 8 + 32;
@@ -138,6 +138,9 @@ impl Bundle {
     }
 }
 
+/// How the name of a file begins that is not whole yet. A process that is killed leaves it behind.
+pub(super) const UNFINISHED: &str = ".fmha-";
+
 /// Writes a file under another name and renames it: readers see the old one or the new one.
 pub(super) fn write_whole(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -146,7 +149,7 @@ pub(super) fn write_whole(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     if let Some(mode) = mode {
         builder.permissions(mode);
     }
-    let mut file = builder.prefix(".fmha-").tempfile_in(folder)?;
+    let mut file = builder.prefix(UNFINISHED).tempfile_in(folder)?;
     file.write_all(bytes)?;
     file.persist(path).map(|_| ()).map_err(|error| error.error)
 }

@@ -5,29 +5,33 @@ use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
-use super::bundle::{Bundle, write_whole};
-use super::{CompiledKernel, SourceKey, hash, hex};
+use super::bundle::{Bundle, UNFINISHED, write_whole};
+use super::{CompiledKernel, KernelName};
 use crate::env;
+use crate::error::Result;
 
 /// Bytes that the folder may have: some thousand kernels. Beyond it, those unused for longest go.
 const LIMIT_BYTES: u64 = 1 << 30;
 
+/// An unfinished file this old has no writer any more: writing one takes less than a second.
+const ORPHANED_AFTER: Duration = Duration::from_secs(600);
+
 /// `FMHA_CACHE_DIR`, else `fmha` in the user's cache folder as the XDG Base Directory Specification
 /// (0.8) has it; none if the variable says `none`, or where there is no home.
-pub(super) fn folder() -> Option<PathBuf> {
-    match env::CACHE_DIR.get() {
+pub(super) fn folder() -> Result<Option<PathBuf>> {
+    Ok(match env::CACHE_DIR.get()? {
         Some(none) if none == "none" => None,
         Some(folder) => Some(folder.into()),
         None => {
             let absolute = |variable| {
                 std::env::var_os(variable).map(PathBuf::from).filter(|folder: &PathBuf| folder.is_absolute())
             };
-            let cache = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")))?;
-            Some(cache.join("fmha"))
+            let cache = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")));
+            cache.map(|cache| cache.join("fmha"))
         }
-    }
+    })
 }
 
 #[derive(Clone, Debug)]
@@ -55,18 +59,17 @@ impl Disk {
         &self.folder
     }
 
-    fn name(key: SourceKey, compiler: &str) -> String {
-        hex(&hash([&key.0, compiler.as_bytes()]))
-    }
-
-    pub(super) fn path(&self, key: SourceKey, compiler: &str) -> PathBuf {
-        self.folder.join(Self::name(key, compiler) + ".fmha")
+    pub(super) fn path(&self, name: &KernelName) -> PathBuf {
+        self.folder.join(name.hex() + ".fmha")
     }
 
     /// The kernel, if a whole file has it. Any other file is as good as none: it will be replaced.
-    pub(super) fn load(&self, key: SourceKey, compiler: &str) -> Option<CompiledKernel> {
-        let path = self.path(key, compiler);
-        let kernel = Bundle::open(&path).ok()?.get(key).filter(|kernel| kernel.compiler == compiler)?;
+    pub(super) fn load(&self, name: &KernelName) -> Option<CompiledKernel> {
+        let path = self.path(name);
+        let kernel = Bundle::open(&path).ok()?.get(name.key)?;
+        if KernelName::of(&kernel) != *name {
+            return None;
+        }
         // A folder that cannot be written still serves; its files only look unused.
         if let Ok(file) = OpenOptions::new().append(true).open(&path) {
             let _ = file.set_modified(SystemTime::now());
@@ -79,29 +82,37 @@ impl Disk {
         let bytes = Bundle::new("", [Arc::clone(kernel)])
             .to_bytes()
             .map_err(|error| io::Error::other(error.to_string()))?;
-        write_whole(&self.path(kernel.key, &kernel.compiler), &bytes)?;
+        write_whole(&self.path(&KernelName::of(kernel)), &bytes)?;
         self.trim()
     }
 
     /// Waits until no other process compiles what this one is about to; `None` on a file system
     /// without locks, where two may compile the same.
-    pub(super) fn lock(&self, key: SourceKey, compiler: &str) -> Option<Lock> {
+    pub(super) fn lock(&self, name: &KernelName) -> Option<Lock> {
         fs::create_dir_all(&self.folder).ok()?;
         // 256 files, however many kernels there are.
-        let file = format!("{}.lock", &Self::name(key, compiler)[..2]);
+        let file = format!("{}.lock", &name.hex()[..2]);
         let file =
             OpenOptions::new().create(true).truncate(false).write(true).open(self.folder.join(file)).ok()?;
         file.lock().ok()?;
         Some(Lock { _file: file })
     }
 
-    /// Removes what was unused for longest until the rest is within the limit.
+    /// Removes what writers that were killed have left, and what was unused for longest until the rest is
+    /// within the limit.
     fn trim(&self) -> io::Result<()> {
+        let now = SystemTime::now();
         let mut files = Vec::new();
         for entry in fs::read_dir(&self.folder)?.flatten() {
             // What another process has just removed is not there to be counted.
             let Ok(metadata) = entry.metadata() else { continue };
-            files.push((metadata.modified()?, metadata.len(), entry.path()));
+            let modified = metadata.modified()?;
+            let unfinished = entry.file_name().to_string_lossy().starts_with(UNFINISHED);
+            let age = now.duration_since(modified).unwrap_or_default();
+            if unfinished && age > ORPHANED_AFTER && fs::remove_file(entry.path()).is_ok() {
+                continue;
+            }
+            files.push((modified, metadata.len(), entry.path()));
         }
         let mut bytes: u64 = files.iter().map(|(_, bytes, _)| bytes).sum();
         files.sort_unstable();

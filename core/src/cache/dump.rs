@@ -17,7 +17,7 @@ pub(super) fn dump(folder: &Path, job: &KernelJob, kernel: &CompiledKernel, orig
         ("kernel", kernel.kernel.clone()),
         ("arch", kernel.arch.clone()),
         ("compiler", kernel.compiler.clone()),
-        ("flags", job.flags.join(" ")),
+        ("flags", [&job.flags[..], &kernel.own_flags].concat().join(" ")),
         ("key", kernel.key.hex()),
         ("from", origin.to_string()),
         ("machine code", format!("{} bytes", kernel.machine.len())),
@@ -45,10 +45,16 @@ pub(super) fn dump(folder: &Path, job: &KernelJob, kernel: &CompiledKernel, orig
 }
 
 /// Writes a source that did not compile, and the compiler's words, where a reader can find them: in
-/// `FMHA_DUMP`, else in a folder for temporary files. Returns the kernel's folder.
+/// `FMHA_DUMP`, else in a new folder of this user's alone. Returns the kernel's folder.
 #[must_use]
 pub fn dump_source(job: &KernelJob, log: &str) -> PathBuf {
-    let folder = env::DUMP.get().map_or_else(|| std::env::temp_dir().join("fmha-dump"), PathBuf::from);
+    let folder = match env::DUMP.get() {
+        Ok(Some(folder)) => PathBuf::from(folder),
+        _ => match tempfile::Builder::new().prefix("fmha-dump-").tempdir() {
+            Ok(folder) => folder.keep(),
+            Err(_) => return PathBuf::new(),
+        },
+    };
     let folder = place(&folder, job);
     // The error that follows carries the log itself; a dump that fails must not hide it.
     let _ = sources(&folder, job).and_then(|()| fs::write(folder.join("log.txt"), log));

@@ -6,6 +6,7 @@
 mod bundle;
 mod disk;
 mod dump;
+mod modules;
 mod table;
 
 use std::fmt;
@@ -17,6 +18,7 @@ use sha2::{Digest as _, Sha256};
 
 pub use bundle::Bundle;
 pub use dump::dump_source;
+pub use modules::{Loader, Module, Modules, Target, only_plans};
 pub use table::{TableEntry, forward_table};
 
 use crate::env;
@@ -26,8 +28,8 @@ use crate::plan::{PlanOptions, ResourceUsage};
 use crate::source::{Header, KernelSource};
 use disk::Disk;
 
-/// What a kernel is compiled from: its text, all headers, the architecture and the flags, hashed
-/// (SHA-256, FIPS 180-4).
+/// What a kernel is compiled from: its text, the headers that it reaches, the architecture and the
+/// flags, hashed (SHA-256, FIPS 180-4).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct SourceKey([u8; 32]);
 
@@ -47,7 +49,10 @@ impl fmt::Debug for SourceKey {
 
 /// The user's folder for what can be made again; `None` where `FMHA_CACHE_DIR` is `none`, or there is
 /// no home.
-pub(crate) fn folder() -> Option<PathBuf> {
+///
+/// # Errors
+/// A value of `FMHA_CACHE_DIR` that is not UTF-8.
+pub(crate) fn folder() -> Result<Option<PathBuf>> {
     disk::folder()
 }
 
@@ -59,7 +64,7 @@ pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     bundle::write_whole(path, bytes)
 }
 
-/// Names the text of all kernels.
+/// Names the text of headers.
 pub(crate) fn headers_hash(headers: &[Header]) -> String {
     hex(&hash(headers.iter().flat_map(|h| [h.name.as_bytes(), h.text.as_bytes()])))
 }
@@ -85,6 +90,15 @@ pub enum ImageKind {
     Machine,
     /// The compiler's assembly text, which an emulated device may want.
     Assembly,
+}
+
+impl fmt::Display for ImageKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Machine => "machine code",
+            Self::Assembly => "assembly",
+        })
+    }
 }
 
 /// A kernel to be compiled.
@@ -129,8 +143,14 @@ pub struct CompilerOutput {
 
 /// What compiles kernels for one vendor's devices.
 pub trait Compiler {
-    /// Its name and version: whatever decides what it makes of a source.
+    /// Its name and version: whatever decides what it makes of a source, but for
+    /// [`own_flags`](Self::own_flags).
     fn identity(&self) -> String;
+
+    /// The flags that it adds to each job's.
+    fn own_flags(&self) -> &[&str] {
+        &[]
+    }
 
     /// Compiles.
     ///
@@ -139,9 +159,13 @@ pub trait Compiler {
     fn compile(&self, job: &KernelJob) -> Result<CompilerOutput>;
 }
 
-impl<C: Compiler> Compiler for &C {
+impl<C: Compiler + ?Sized> Compiler for &C {
     fn identity(&self) -> String {
         C::identity(self)
+    }
+
+    fn own_flags(&self) -> &[&str] {
+        C::own_flags(self)
     }
 
     fn compile(&self, job: &KernelJob) -> Result<CompilerOutput> {
@@ -160,6 +184,8 @@ pub struct CompiledKernel {
     pub arch: String,
     /// [`Compiler::identity`] of what compiled it.
     pub compiler: String,
+    /// [`Compiler::own_flags`] of what compiled it; those of the job are in `key`.
+    pub own_flags: Vec<String>,
     /// The translation unit, for readers: the headers are in `key` alone.
     pub entry: String,
     /// Machine code.
@@ -251,13 +277,13 @@ impl Cache {
     /// `FMHA_DUMP`.
     ///
     /// # Errors
-    /// A bundle of `FMHA_BUNDLE` that is not whole.
+    /// A bundle of `FMHA_BUNDLE` that is not whole; a variable that is not UTF-8.
     pub fn from_env() -> Result<Self> {
         let mut bundles = EMBEDDED.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        for path in env::BUNDLE.get().iter().flat_map(std::env::split_paths) {
+        for path in env::BUNDLE.get()?.iter().flat_map(std::env::split_paths) {
             bundles.push(Arc::new(Bundle::open(&path)?));
         }
-        Ok(Self { dump: env::DUMP.get().map(PathBuf::from), ..Self::new(bundles, disk::folder().as_deref()) })
+        Ok(Self { dump: env::DUMP.get()?.map(PathBuf::from), ..Self::new(bundles, folder()?.as_deref()) })
     }
 
     /// These bundles, and the disk cache in `folder`.
@@ -295,22 +321,23 @@ impl Cache {
             }
         }
         let compiler = compiler().map_err(|error| self.without_compiler(job, error))?;
-        let identity = compiler.identity();
+        let name = KernelName::new(key, &compiler);
+        let identity = name.compiler.clone();
         let Some(disk) = &self.disk else {
             let not_kept = Some(format!("{} is none", env::CACHE_DIR.name));
-            let kernel = Arc::new(compile(job, key, &compiler, &identity)?);
+            let kernel = Arc::new(compile(job, name, &compiler)?);
             return Ok((kernel, Origin::Compiler { compiler: identity, not_kept }));
         };
-        let on_disk = || disk.load(key, &identity).filter(|kernel| kernel.image(job.image).is_some());
+        let on_disk = || disk.load(&name).filter(|kernel| kernel.image(job.image).is_some());
         if let Some(kernel) = on_disk() {
             return Ok((Arc::new(kernel), Origin::Disk(disk.folder().to_owned())));
         }
         // One process compiles; the others wait for it, and find the kernel.
-        let locked = disk.lock(key, &identity);
+        let locked = disk.lock(&name);
         if let Some(kernel) = locked.as_ref().and_then(|_| on_disk()) {
             return Ok((Arc::new(kernel), Origin::Disk(disk.folder().to_owned())));
         }
-        let kernel = Arc::new(compile(job, key, &compiler, &identity)?);
+        let kernel = Arc::new(compile(job, name, &compiler)?);
         let not_kept = disk.store(&kernel).err().map(|error| format!("{}: {error}", disk.folder().display()));
         Ok((kernel, Origin::Compiler { compiler: identity, not_kept }))
     }
@@ -332,18 +359,40 @@ impl Cache {
     }
 }
 
-fn compile(
-    job: &KernelJob,
+/// All that decides a kernel's machine code.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct KernelName {
     key: SourceKey,
-    compiler: &impl Compiler,
-    identity: &str,
-) -> Result<CompiledKernel> {
+    compiler: String,
+    own_flags: Vec<String>,
+}
+
+impl KernelName {
+    fn new(key: SourceKey, compiler: &impl Compiler) -> Self {
+        let own_flags = compiler.own_flags().iter().map(|&flag| flag.to_owned()).collect();
+        Self { key, compiler: compiler.identity(), own_flags }
+    }
+
+    fn of(kernel: &CompiledKernel) -> Self {
+        let CompiledKernel { key, compiler, own_flags, .. } = kernel;
+        Self { key: *key, compiler: compiler.clone(), own_flags: own_flags.clone() }
+    }
+
+    fn hex(&self) -> String {
+        let flags = self.own_flags.iter().map(String::as_bytes);
+        hex(&hash([&self.key.0, self.compiler.as_bytes()].into_iter().chain(flags)))
+    }
+}
+
+fn compile(job: &KernelJob, name: KernelName, compiler: &impl Compiler) -> Result<CompiledKernel> {
     let CompilerOutput { machine, assembly, log, resources } = compiler.compile(job)?;
+    let KernelName { key, compiler, own_flags } = name;
     Ok(CompiledKernel {
         key,
         kernel: job.kernel.to_owned(),
         arch: job.arch.clone(),
-        compiler: identity.to_owned(),
+        compiler,
+        own_flags,
         entry: job.source.entry.clone(),
         machine,
         assembly,

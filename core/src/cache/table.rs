@@ -54,7 +54,7 @@ pub fn forward_table() -> Result<Vec<TableEntry>, ProblemError> {
                                 head_dim_v,
                             };
                             let problem = if group {
-                                FwdProblem::group(dtype, dims, 2 * seqlen_q, 2 * seqlen_k)
+                                FwdProblem::group(dtype, dims)
                             } else {
                                 FwdProblem::batch(dtype, dims)
                             };

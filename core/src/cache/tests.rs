@@ -35,7 +35,8 @@ impl Compiler for Counting {
 
 fn made(entry: &str) -> Arc<CompiledKernel> {
     let job = job(entry);
-    Arc::new(compile(&job, job.key(), &Counting::default(), "counting 1").unwrap())
+    let compiler = Counting::default();
+    Arc::new(compile(&job, KernelName::new(job.key(), &compiler), &compiler).unwrap())
 }
 
 fn no_compiler() -> Result<&'static Counting> {
@@ -102,28 +103,129 @@ fn the_order_is_bundle_disk_compiler() {
     assert!(matches!(from, Origin::Disk(_)), "{from}");
     assert_eq!((first, uses()), (second, 1));
 
-    // What a bundle has not in the form that the device runs, it has not.
+    // A bundle without the form that the device runs is as good as one without the kernel.
     let assembly = KernelJob { image: ImageKind::Assembly, ..job("one") };
     let error = cache.get(&assembly, no_compiler).unwrap_err().to_string();
     assert!(error.contains("no compiler") && error.contains("not in b (1 kernels)"), "{error}");
 }
 
 #[test]
-fn another_compiler_is_another_key_on_disk() {
-    struct Newer;
-    impl Compiler for Newer {
+fn another_compiler_or_another_flag_of_its_own_is_another_kernel_on_disk() {
+    struct Made(&'static str, Vec<&'static str>, u8);
+    impl Compiler for Made {
         fn identity(&self) -> String {
-            "counting 2".to_owned()
+            self.0.to_owned()
+        }
+        fn own_flags(&self) -> &[&str] {
+            &self.1
         }
         fn compile(&self, _: &KernelJob) -> Result<CompilerOutput> {
-            Ok(CompilerOutput { machine: vec![2], ..CompilerOutput::default() })
+            Ok(CompilerOutput { machine: vec![self.2], ..CompilerOutput::default() })
         }
     }
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::new(Vec::new(), Some(folder.path()));
-    cache.get(&job("one"), || Ok(Counting::default())).unwrap();
-    let (kernel, _) = cache.get(&job("one"), || Ok(Newer)).unwrap();
-    assert_eq!(kernel.machine, [2]);
+    let compilers = [
+        Made("made 1", vec![], 1),
+        Made("made 2", vec![], 2),
+        Made("made 1", vec!["-z"], 3),
+        Made("made 1", vec!["-z", "-y"], 4),
+        Made("made 1", vec!["-z-y"], 5),
+    ];
+    for round in ["compiled", "disk"] {
+        for compiler in &compilers {
+            let (kernel, origin) = cache.get(&job("one"), || Ok(compiler)).unwrap();
+            assert_eq!(kernel.machine, [compiler.2]);
+            assert!(origin.to_string().starts_with(round), "{origin}");
+        }
+    }
+}
+
+#[test]
+fn what_a_killed_writer_has_left_is_removed_and_what_a_writer_still_writes_is_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let disk = Disk::new(folder.path());
+    disk.store(&made("one")).unwrap();
+    let age = |name: &str, seconds: u64| {
+        let path = disk.folder().join(name);
+        std::fs::write(&path, "half a ker").unwrap();
+        let then = std::time::SystemTime::now() - std::time::Duration::from_secs(seconds);
+        std::fs::OpenOptions::new().append(true).open(&path).unwrap().set_modified(then).unwrap();
+        path
+    };
+    let [orphan, young, not_ours] =
+        [(".fmha-old", 3600), (".fmha-new", 5), ("notes", 3600)].map(|(name, seconds)| age(name, seconds));
+    disk.store(&made("two")).unwrap();
+    assert_eq!([&orphan, &young, &not_ours].map(|path| path.exists()), [false, true, true]);
+}
+
+/// Loads nothing but numbers.
+struct Numbers {
+    compiler: Counting,
+    loads: AtomicU32,
+    has_device: bool,
+}
+
+impl Loader for Numbers {
+    type Kernel = (usize, u32);
+
+    fn compiler(&self) -> Result<&dyn Compiler> {
+        Ok(&self.compiler)
+    }
+
+    fn load(&self, image: &[u8], shared_bytes: u32) -> Result<Option<Self::Kernel>> {
+        self.loads.fetch_add(1, Ordering::Relaxed);
+        Ok(self.has_device.then_some((image.len(), shared_bytes)))
+    }
+}
+
+fn modules(has_device: bool, image: ImageKind) -> Modules<Numbers> {
+    let target = Target { arch: "arch-1".to_owned(), flags: vec!["-x".to_owned()], image };
+    let loader = Numbers { compiler: Counting::default(), loads: AtomicU32::new(0), has_device };
+    Modules::new(target, loader, Cache::new(Vec::new(), None))
+}
+
+#[test]
+fn whoever_wants_a_kernel_at_the_same_time_gets_the_same_one_compiled_once() {
+    let modules = modules(true, ImageKind::Machine);
+    let load = |shared_bytes| modules.load("made-up", job("one").source, shared_bytes).unwrap();
+    let first = load(0);
+    std::thread::scope(|scope| {
+        let all: Vec<_> = (0..8).map(|_| scope.spawn(|| load(0))).collect();
+        for module in all {
+            assert!(Arc::ptr_eq(&module.join().unwrap(), &first));
+        }
+    });
+    assert_eq!(*first.loaded().unwrap(), (300, 0));
+    // Another amount of shared memory is another function attribute, so another kernel to the driver.
+    assert_eq!(*load(64).loaded().unwrap(), (300, 64));
+    assert_eq!(modules.job("made-up", job("one").source), job("one"));
+}
+
+#[test]
+fn without_a_device_a_kernel_is_compiled_and_cannot_be_launched() {
+    let module = modules(false, ImageKind::Machine).load("made-up", job("one").source, 0).unwrap();
+    assert_eq!(module.compiled.machine.len(), 300);
+    assert!(module.loaded().unwrap_err().to_string().contains("no device"));
+}
+
+#[test]
+fn a_compiler_that_leaves_nothing_the_device_runs_is_said_so() {
+    let error = modules(true, ImageKind::Assembly).load("made-up", job("one").source, 0).unwrap_err();
+    assert!(error.to_string().contains("counting 1 left 0 bytes of assembly"), "{error}");
+}
+
+#[test]
+fn a_comment_in_a_header_that_no_entry_includes_changes_no_key() {
+    let entry = "#include <fmha/a.h>";
+    let key = |unused: &str| {
+        let headers = vec![
+            Header::rendered("fmha/a.h", "a".to_owned()),
+            Header::rendered("fmha/b.h", unused.to_owned()),
+        ];
+        KernelJob { source: KernelSource::new(entry.to_owned(), headers), ..job(entry) }.key()
+    };
+    assert_eq!(key("b"), key("b // why"));
 }
 
 #[test]
@@ -143,14 +245,14 @@ fn beyond_its_limit_the_cache_forgets_what_was_unused_for_longest() {
     let disk = Disk::with_limit(folder.path(), 2 * size + 500);
     for (age, kernel) in [(300, &kernels[0]), (200, &kernels[1])] {
         disk.store(kernel).unwrap();
-        let file = std::fs::OpenOptions::new().append(true).open(disk.path(kernel.key, &kernel.compiler));
+        let file = std::fs::OpenOptions::new().append(true).open(disk.path(&KernelName::of(kernel)));
         let then = std::time::SystemTime::now() - std::time::Duration::from_secs(age);
         file.unwrap().set_modified(then).unwrap();
     }
     // A use makes the older one the younger.
-    assert!(disk.load(kernels[0].key, &kernels[0].compiler).is_some());
+    assert!(disk.load(&KernelName::of(&kernels[0])).is_some());
     disk.store(&kernels[2]).unwrap();
-    let there = kernels.each_ref().map(|kernel| disk.load(kernel.key, &kernel.compiler).is_some());
+    let there = kernels.each_ref().map(|kernel| disk.load(&KernelName::of(kernel)).is_some());
     assert_eq!(there, [true, false, true]);
 }
 

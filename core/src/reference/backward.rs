@@ -234,7 +234,7 @@ impl<'a> OneHead<'a> {
         let o = Rows { name: "o", slice: args.o, dtype: fwd.dtype_o, strides: fwd.o };
         let dim_v = head.head_dim_v;
         let o: Vec<T> =
-            o.gather(span.storage_batch, i_head, span.q_row, span.seqlen_q, dim_v as u32, T::one())?;
+            o.gather(|i| (span.q_batch, span.q_row + i), i_head, span.seqlen_q, dim_v as u32, T::one())?;
         let queries = (0..span.seqlen_q)
             .map(|i| {
                 let lse = f32_at("lse", Some(&args.lse), span.lse_index(fwd, i_head, i))?;
@@ -271,9 +271,8 @@ impl<'a> OneHead<'a> {
         let head = Head::<T>::gather(fwd, &Inputs::from(args), span, i_head, precision)?;
         let dout = Rows { name: "dout", slice: args.dout, dtype: fwd.dtype_o, strides: problem.dout };
         let dout = dout.gather(
-            span.storage_batch,
+            |i| (span.q_batch, span.q_row + i),
             i_head,
-            span.q_row,
             span.seqlen_q,
             fwd.dims.head_dim_v,
             T::one(),

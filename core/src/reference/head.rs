@@ -2,7 +2,7 @@
 
 use num_traits::Float;
 
-use crate::args::{BwdArgs, DevSlice, FwdArgs, ScoreArgs};
+use crate::args::{BwdArgs, DevSlice, FwdArgs, ScoreArgs, SeqArgs};
 use crate::dropout::{KeepMask, keep_scale};
 use crate::dtype::DType;
 use crate::error::ProblemError;
@@ -10,7 +10,7 @@ use crate::layout::Strides;
 use crate::mask::MaskBand;
 use crate::problem::FwdProblem;
 use crate::score::{Bias, Descale};
-use crate::seq::SeqSpan;
+use crate::seq::{KvRows, SeqSpan};
 
 /// Which arithmetic the reference uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -31,19 +31,21 @@ pub struct Inputs<'a> {
     pub k: DevSlice<'a>,
     /// V.
     pub v: DevSlice<'a>,
+    /// Where sequences lie. [`spans`](crate::seq::spans) has checked them.
+    pub seq: SeqArgs<'a>,
     /// Operands of the score.
     pub score: ScoreArgs<'a>,
 }
 
 impl<'a> From<&FwdArgs<'a>> for Inputs<'a> {
     fn from(args: &FwdArgs<'a>) -> Self {
-        Self { q: args.q, k: args.k, v: args.v, score: args.score }
+        Self { q: args.q, k: args.k, v: args.v, seq: args.seq, score: args.score }
     }
 }
 
 impl<'a> From<&BwdArgs<'a>> for Inputs<'a> {
     fn from(args: &BwdArgs<'a>) -> Self {
-        Self { q: args.q, k: args.k, v: args.v, score: args.score }
+        Self { q: args.q, k: args.k, v: args.v, seq: args.seq, score: args.score }
     }
 }
 
@@ -89,7 +91,8 @@ impl<'a, T: Float> Head<'a, T> {
         let q = Rows { name: "q", slice: inputs.q, dtype: problem.dtype_qk, strides: problem.q };
         let k = Rows { name: "k", slice: inputs.k, dtype: problem.dtype_qk, strides: problem.k };
         let v = Rows { name: "v", slice: inputs.v, dtype: problem.dtype_v, strides: problem.v };
-        let batch = span.storage_batch;
+        let kv_rows = KvRows::of(problem, &inputs.seq)?;
+        let keys = |j| kv_rows.at(&span, j);
         let alibi = match problem.bias {
             Bias::Alibi { per_batch } => {
                 let i_batch = if per_batch { span.i_batch as usize } else { 0 };
@@ -114,25 +117,22 @@ impl<'a, T: Float> Head<'a, T> {
             head_dim_qk: dims.head_dim_qk as usize,
             head_dim_v: dims.head_dim_v as usize,
             q: q.gather(
-                batch,
+                |i| (span.q_batch, span.q_row + i),
                 i_head,
-                span.q_row,
                 span.seqlen_q,
                 dims.head_dim_qk,
                 descale("descale_q", &score.descale_q, problem.descale_q)?,
             )?,
             k: k.gather(
-                batch,
+                keys,
                 i_head_kv,
-                span.k_row,
                 span.seqlen_k,
                 dims.head_dim_qk,
                 descale("descale_k", &score.descale_k, problem.descale_k)?,
             )?,
             v: v.gather(
-                batch,
+                keys,
                 i_head_kv,
-                span.k_row,
                 span.seqlen_k,
                 dims.head_dim_v,
                 descale("descale_v", &score.descale_v, problem.descale_v)?,
@@ -156,7 +156,7 @@ impl<'a, T: Float> Head<'a, T> {
 
     /// The keys that query `i` sees, ascending.
     pub(super) fn visible(&self, i: u32) -> Vec<u32> {
-        let keys = self.band.k_range(i..i + 1, self.span.seqlen_k);
+        let keys = self.band.row_range(i, self.span.seqlen_k);
         self.band.sink_range(i..i + 1, self.span.seqlen_k).chain(keys).collect()
     }
 
@@ -235,12 +235,12 @@ pub(super) struct Rows<'a> {
 }
 
 impl Rows<'_> {
-    /// `count` rows of `dim` elements from row `first`, dense, times `factor`.
+    /// `count` rows of `dim` elements, dense, times `factor`; `place` gives the batch index and the row
+    /// of each.
     pub(super) fn gather<T: Float>(
         &self,
-        batch: u32,
+        place: impl Fn(u32) -> (u32, u32),
         head: u32,
-        first: u32,
         count: u32,
         dim: u32,
         factor: T,
@@ -248,7 +248,7 @@ impl Rows<'_> {
         let bytes = host(self.name, Some(&self.slice))?;
         let size = self.dtype.size_bytes() as usize;
         let mut rows = Vec::with_capacity(count as usize * dim as usize);
-        for seq in first..first + count {
+        for (batch, seq) in (0..count).map(place) {
             for d in 0..dim {
                 let at = self.strides.offset(batch, seq, head, d) as usize * size;
                 rows.push(real::<T>(self.dtype.read(&bytes[at..])) * factor);

@@ -11,6 +11,7 @@ use crate::dtype::DType;
 use crate::layout::{Shape, Strides};
 use crate::problem::{Dims, FwdProblem};
 use crate::score::{Bias, BiasBroadcast, ElementwiseBias};
+use crate::seq::Totals;
 
 /// f32 operands of a small problem; f32 holds every perturbation of the finite differences.
 #[derive(Clone)]
@@ -50,7 +51,7 @@ impl Operands {
             slopes: noise(heads, 5),
             sink: noise(heads, 6),
             dout: noise(problem.shape_o().num_elems(), 7),
-            dlse: noise(problem.lse_elems(), 8),
+            dlse: noise(problem.extents(Totals::NONE).lse_elems, 8),
         }
     }
 
@@ -81,7 +82,7 @@ impl Operands {
         for head in self.forward(problem) {
             let dim = problem.dims.head_dim_v as usize;
             for i in 0..head.span.seqlen_q {
-                let at = problem.o.offset(head.span.storage_batch, i, head.i_head, 0) as usize;
+                let at = problem.o.offset(head.span.q_batch, i, head.i_head, 0) as usize;
                 for d in 0..dim {
                     loss += f64::from(self.dout[at + d]) * head.o[i as usize * dim + d];
                 }
@@ -176,7 +177,7 @@ fn gradients_hold(mut problem: BwdProblem) {
         );
     };
     let places = |span: &crate::SeqSpan, strides: Strides, head: u32, rows: u32, dim: u32| {
-        let batch = span.storage_batch;
+        let batch = span.q_batch;
         (0..rows)
             .flat_map(move |i| (0..dim).map(move |d| strides.offset(batch, i, head, d) as usize))
             .collect::<Vec<_>>()
@@ -248,12 +249,12 @@ fn a_part_of_the_gradients_from_o_and_lse_is_that_part_of_the_whole() {
         problem.has_dlse = true;
         let operands = Operands::of(&fwd);
         let mut o = vec![f32::NAN; fwd.shape_o().num_elems() as usize];
-        let mut lse = vec![f32::NAN; fwd.lse_elems() as usize];
+        let mut lse = vec![f32::NAN; fwd.extents(Totals::NONE).lse_elems as usize];
         for head in operands.forward(&fwd) {
             for i in 0..head.span.seqlen_q {
                 lse[head.span.lse_index(&fwd, head.i_head, i)] = head.lse[i as usize] as f32;
                 for d in 0..2 {
-                    let at = fwd.o.offset(head.span.storage_batch, i, head.i_head, d) as usize;
+                    let at = fwd.o.offset(head.span.q_batch, i, head.i_head, d) as usize;
                     o[at] = head.o[(i * 2 + d) as usize] as f32;
                 }
             }
@@ -351,12 +352,12 @@ fn combining_the_halves_of_the_keys_gives_the_whole() {
         operands.v.drain(..(i64::from(range.start) * problem.v.seq) as usize);
         let heads = operands.forward(&problem);
         let mut o = vec![0f32; problem.shape_o().num_elems() as usize];
-        let mut lse = vec![0f32; problem.lse_elems() as usize];
+        let mut lse = vec![0f32; problem.extents(Totals::NONE).lse_elems as usize];
         for head in heads {
             for i in 0..head.span.seqlen_q {
                 lse[head.span.lse_index(&problem, head.i_head, i)] = head.lse[i as usize] as f32;
                 for d in 0..2 {
-                    let at = problem.o.offset(head.span.storage_batch, i, head.i_head, d) as usize;
+                    let at = problem.o.offset(head.span.q_batch, i, head.i_head, d) as usize;
                     o[at] = head.o[(i * 2 + d) as usize] as f32;
                 }
             }
@@ -382,7 +383,7 @@ fn combining_the_halves_of_the_keys_gives_the_whole() {
             let at = head.span.lse_index(&whole, head.i_head, i);
             assert_relative_eq!(lse[at], head.lse[i as usize], epsilon = 1e-6);
             for d in 0..2 {
-                let at = whole.o.offset(head.span.storage_batch, i, head.i_head, d) as usize;
+                let at = whole.o.offset(head.span.q_batch, i, head.i_head, d) as usize;
                 assert_relative_eq!(o[at], head.o[(i * 2 + d) as usize], epsilon = 1e-6);
             }
         }

@@ -34,7 +34,7 @@ struct RecomputedRow {
   // Q[i] . K[j], the dimension dealt out to the lanes.
   FMHA_DEVICE float product(int32_t j) const {
     const int64_t q = row_offset(p.q, span.storage_batch, span.q_row + i, i_head);
-    const int64_t k = row_offset(p.k, span.storage_batch, span.k_row + j, i_head_kv);
+    const int64_t k = row_offset(p.k, kv_row(p, spec.kv_layout, span, j), i_head_kv);
     float dot = 0.f;
 #pragma unroll
     for (int32_t c = 0; c < ceil_div(spec.head_dim_qk, 32); ++c) {
@@ -62,7 +62,7 @@ struct RecomputedRow {
         const uint32_t even = j & 2 ? words[2] : words[0], odd = j & 2 ? words[3] : words[1];
         weight = (j & 1 ? odd : even) < p.dropout_threshold ? weight * p.dropout_scale : 0.f;
       }
-      const int64_t v = row_offset(p.v, span.storage_batch, span.k_row + j, i_head_kv);
+      const int64_t v = row_offset(p.v, kv_row(p, spec.kv_layout, span, j), i_head_kv);
 #pragma unroll
       for (int32_t c = 0; c < columns; ++c) {
         const int32_t d = min(c * 32 + lane, spec.head_dim_v - 1);
@@ -79,7 +79,7 @@ struct RecomputedRow {
     const ScoreModifier modifier = score_modifier<spec>(p, span, i_head, scale);
     const Range row = {i, i + 1};
     if constexpr (spec.sink_columns) take(sink_range(band, row, span.seqlen_k), modifier);
-    take(k_range(band, row, span.seqlen_k), modifier);
+    take(row_range(band, i, span.seqlen_k), modifier);
     const int64_t at = row_offset(p.o, span.storage_batch, span.q_row + i, i_head);
     const float factor = is_fp8(spec.dtype_v) ? descale(p.descale_v) : 1.f;
 #pragma unroll

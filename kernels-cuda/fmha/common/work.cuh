@@ -65,7 +65,7 @@ FMHA_DEVICE Work resolve_tile(const FwdParams& p, const TileSchedule& schedule, 
   work.i_head_kv = tile.pack_gqa ? work.i_head : work.i_head / p.gqa_ratio;
   if (tile.pack_gqa) work.i_head *= p.gqa_ratio;
 
-  const SeqSpan span = resolve_seq(p, spec.seq, work.i_batch);
+  const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, work.i_batch);
   work.storage_batch = span.storage_batch;
   work.q_row = span.q_row;
   work.k_row = span.k_row;
@@ -102,13 +102,13 @@ FMHA_DEVICE Work resolve_tile(const FwdParams& p, const TileSchedule& schedule, 
   work.num_hidden = 0;
   if constexpr (can_hide_blocks<spec, tile>()) {
     const int32_t own_last = query_of<tile>(p, work.first_row + tile.block_m - 1);
-    const int32_t own_blocks = max(own_last + band.hi + tile.block_n, 0) / tile.block_n;
+    const int32_t own_blocks = ceil_div(row_range(band, own_last, span.seqlen_k).end, tile.block_n);
     work.num_hidden = clamp(work.last_block + 1 - own_blocks, 0, work.num_blocks - 1);
   }
 
   // Keys that no query of the sequence sees. Beyond the tensor, in block -1 too, TMA has put zeros.
   const int32_t live_end = min(span.seqlen_k, span.seqlen_q + band.hi);
-  const bool zeros_follow = spec.seq == SeqKind::Batch && !p.seqused_k && live_end == span.seqlen_k;
+  const bool zeros_follow = spec.kv_layout == KvKind::Strided && !p.seqused_k && live_end == span.seqlen_k;
   const int32_t first_block_begin = block_at(work, 0) * tile.block_n;
   work.first_dirty = zeros_follow || work.last_block < 0 ? tile.block_n
                                                          : clamp(live_end - first_block_begin, 0, tile.block_n);

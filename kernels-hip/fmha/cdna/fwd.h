@@ -16,7 +16,8 @@ FMHA_DEVICE SeqSpan uniform(SeqSpan span) {
 template <CdnaSpec spec>
 FMHA_DEVICE Job job_of(const FwdParams& p, int32_t i_batch, int32_t i_head) {
   Job job;
-  job.span = uniform(resolve_seq(p, p.cu_seqlens_q ? SeqKind::Group : SeqKind::Batch, i_batch));
+  job.span = uniform(resolve_seq(p, p.cu_seqlens_q ? QLayout::Packed : QLayout::Batch,
+                                 p.cu_seqlens_k ? KvKind::Packed : KvKind::Strided, i_batch));
   job.i_head = i_head;
   job.i_head_kv = i_head / p.gqa_ratio;
   job.band = resolve_band(p.mask, job.span.seqlen_q, job.span.seqlen_k);

@@ -83,7 +83,7 @@ FMHA_DEVICE void show_nonfinite(const Wave<spec, tile>& wave, const CdnaParams& 
 #pragma nounroll
   for (int32_t key = first_key; key < end; ++key) {
     if (!visible(job.band, wave.query, key)) continue;
-    const int64_t v = row_offset(p.v, job.span.storage_batch, int64_t(job.span.k_row) + key, job.i_head_kv);
+    const int64_t v = row_offset(p.v, kv_row(p, KvKind::Packed, job.span, key), job.i_head_kv);
     // The lane's own elements of O: no other wrote them.
 #pragma nounroll
     for (int32_t dim = lane_half() * kRun; dim < params.head_dim_v; dim += dim % kRun == kRun - 1 ? kRun + 1 : 1) {

@@ -169,8 +169,7 @@ fn check_kv_head(host: &HostBwd, selection: &Selection, i_span: usize, i_head_kv
         let spread: &BackwardSpread = &exact.spread;
         for (at, &want) in exact.dq.iter().enumerate() {
             let (row, dim) = (rows[at / dims.head_dim_qk as usize], at as u32 % dims.head_dim_qk);
-            let got =
-                host.operands.expect(Operand::Dq).get(span.storage_batch, span.q_row + row, i_head, dim);
+            let got = host.operands.expect(Operand::Dq).get(span.q_batch, span.q_row + row, i_head, dim);
             let place = Place { batch: span.i_batch, head: i_head, row, dim, got, want };
             part.stats[0].add(place, rounded(same.dq[at]), spread.dq[at]);
         }
@@ -199,7 +198,7 @@ fn check_kv_head(host: &HostBwd, selection: &Selection, i_span: usize, i_head_kv
         let tensor = host.operands.expect(NAMES[which].1);
         for (at, &want) in sums.exact.iter().enumerate() {
             let (row, dim) = (keys[at / width as usize], at as u32 % width);
-            let got = tensor.get(span.storage_batch, span.k_row + row, i_head_kv, dim);
+            let got = tensor.get(span.k_batch, span.k_row + row, i_head_kv, dim);
             let place = Place { batch: span.i_batch, head: i_head_kv, row, dim, got, want };
             part.stats[which].add(place, rounded(sums.same[at]), sums.square[at].sqrt());
         }
@@ -320,7 +319,7 @@ fn head(
         dv: DevSliceMut::host::<f32>(&mut []),
         dbias: None,
         dsink: None,
-        seq: seq_of(|operand| operands.input(operand)),
+        seq: seq_of(host.totals, |operand| operands.input(operand)),
         score: score_of(host.dropout, |operand| operands.input(operand)),
         workspace: None,
     };

@@ -38,15 +38,15 @@ fn rows_of(
     name: &'static str,
     tensor: &Tensor,
     spans: &[SeqSpan],
-    side: impl Fn(&SeqSpan) -> (u32, u32),
+    side: impl Fn(&SeqSpan) -> (u32, u32, u32),
 ) -> Option<String> {
     let mut owned = Owned::none(tensor);
     for span in spans {
-        let (first, count) = side(span);
+        let (batch, first, count) = side(span);
         for row in first..first + count {
             for head in 0..tensor.shape.head {
                 for dim in 0..tensor.shape.dim {
-                    owned.elem(tensor.strides.offset(span.storage_batch, row, head, dim) as usize);
+                    owned.elem(tensor.strides.offset(batch, row, head, dim) as usize);
                 }
             }
         }
@@ -59,14 +59,16 @@ fn every_row(name: &'static str, tensor: &Tensor) -> Option<String> {
     let spans: Vec<SeqSpan> = (0..group)
         .map(|b| SeqSpan {
             i_batch: b,
-            storage_batch: b,
+            q_batch: b,
             q_row: 0,
             seqlen_q: tensor.shape.seq,
+            k_batch: b,
             k_row: 0,
             seqlen_k: tensor.shape.seq,
+            lse_rows: tensor.shape.seq,
         })
         .collect();
-    rows_of(name, tensor, &spans, |span| (span.q_row, span.seqlen_q))
+    rows_of(name, tensor, &spans, |span| (span.q_batch, span.q_row, span.seqlen_q))
 }
 
 fn lse_of(problem: &ValidFwd, tensor: &Tensor, spans: &[SeqSpan]) -> Option<String> {
@@ -86,7 +88,7 @@ pub fn intact_fwd(host: &HostFwd) -> Vec<String> {
     let (problem, spans) = (&host.problem, &host.spans[..]);
     let mut faults = Vec::new();
     if let Some(o) = host.operands.get(Operand::O) {
-        faults.extend(rows_of("o", o, spans, |span| (span.q_row, span.seqlen_q)));
+        faults.extend(rows_of("o", o, spans, |span| (span.q_batch, span.q_row, span.seqlen_q)));
     }
     if let Some(lse) = host.operands.get(Operand::Lse) {
         faults.extend(lse_of(problem, lse, spans));
@@ -114,7 +116,11 @@ pub fn intact_bwd(host: &HostBwd) -> Vec<String> {
     for (name, operand) in [("dq", Operand::Dq), ("dk", Operand::Dk), ("dv", Operand::Dv)] {
         let Some(tensor) = host.operands.get(operand) else { continue };
         faults.extend(rows_of(name, tensor, spans, |span| {
-            if operand == Operand::Dq { (span.q_row, span.seqlen_q) } else { (span.k_row, span.seqlen_k) }
+            if operand == Operand::Dq {
+                (span.q_batch, span.q_row, span.seqlen_q)
+            } else {
+                (span.k_batch, span.k_row, span.seqlen_k)
+            }
         }));
     }
     for (name, operand) in [("dbias", Operand::Dbias), ("dsink", Operand::Dsink)] {

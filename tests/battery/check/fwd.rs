@@ -109,7 +109,7 @@ impl Forward {
                     head: i_head,
                     row: i,
                     dim: d,
-                    got: o.get(span.storage_batch, span.q_row + i, i_head, d),
+                    got: o.get(span.q_batch, span.q_row + i, i_head, d),
                     want: stored(exact.o[index]),
                 };
                 let same = if problem.dtype_o.is_fp8() {

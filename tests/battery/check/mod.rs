@@ -120,7 +120,7 @@ fn logits_bound(problem: &FwdProblem, operands: &Operands, span: SeqSpan, i_head
         (first..first + count)
             .map(|row| {
                 (0..problem.dims.head_dim_qk)
-                    .map(|d| tensor.get(span.storage_batch, row, head, d).powi(2))
+                    .map(|d| tensor.get(span.q_batch, row, head, d).powi(2))
                     .sum::<f64>()
                     .sqrt()
             })

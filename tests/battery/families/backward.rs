@@ -100,7 +100,7 @@ fn edges(cases: &mut Vec<Case>) {
             }
         }
         let sequences = [(9, 0), (0, 6), (33, 40), (1, 1)];
-        let mut group = FwdProblem::group(dtype, Dims { batch: 4, ..dims(33, 40, 32) }, 45, 49);
+        let mut group = FwdProblem::group(dtype, Dims { batch: 4, ..dims(33, 40, 32) });
         group.sink = true;
         let mut problem = BwdProblem::new(group);
         problem.write_dsink = true;

@@ -1,7 +1,7 @@
 //! Where code goes wrong: empty and single rows, tile borders, hidden rows, odd strides, large scores,
 //! NaN beside what is read.
 
-use fmha_core::{DType, Dims, FwdProblem, MaskSpec, SeqMode, Shape, Strides};
+use fmha_core::{DType, Dims, FwdProblem, MaskSpec, Shape, Strides};
 
 use crate::case::{Body, Case, Plant, WIDE, seed_of};
 use crate::init::Init;
@@ -75,10 +75,7 @@ fn lengths(cases: &mut Vec<Case>) {
                 push(cases, name, masked(dtype, dims(q, k, 64), mask), Lengths::default());
             }
             let sequences = [(0, 7), (3, 0), (0, 0), (1, 1), (17, 5), (5, 33), (0, 0)];
-            let total_q = sequences.iter().map(|s| s.0).sum();
-            let total_k = sequences.iter().map(|s| s.1).sum();
-            let mut problem =
-                FwdProblem::group(dtype, Dims { batch: 7, ..dims(17, 33, 32) }, total_q, total_k);
+            let mut problem = FwdProblem::group(dtype, Dims { batch: 7, ..dims(17, 33, 32) });
             problem.mask = mask.parse().unwrap_or(MaskSpec::NONE);
             problem.write_lse = true;
             let name = format!("edges/group_with_empty_sequences/{dtype}/{mask}");
@@ -210,7 +207,7 @@ fn strides(cases: &mut Vec<Case>) {
         (problem.q.dim, problem.k.dim, problem.v.dim, problem.o.dim) = (-3, 1 << 40, 0, i64::MAX);
         push(cases, format!("edges/bogus_dim_stride_of_one/{dtype}"), problem, Lengths::default());
 
-        let mut problem = FwdProblem::group(dtype, Dims { batch: 1, ..dims(9, 11, 8) }, 9, 11);
+        let mut problem = FwdProblem::group(dtype, Dims { batch: 1, ..dims(9, 11, 8) });
         for strides in [&mut problem.q, &mut problem.k, &mut problem.v, &mut problem.o] {
             strides.batch = -(1 << 50);
         }
@@ -333,7 +330,6 @@ fn head_dims(cases: &mut Vec<Case>) {
     }
     let many = Dims { batch: 5, num_heads_q: 24, num_heads_kv: 3, ..dims(7, 9, 16) };
     push(cases, "edges/many_heads/f32".into(), masked(DType::F32, many, "b"), Lengths::default());
-    let mut packed = FwdProblem::group(DType::Bf16, Dims { batch: 40, ..dims(3, 4, 16) }, 120, 160);
-    packed.mode = SeqMode::Group { total_q: 120, total_k: 160 };
+    let packed = FwdProblem::group(DType::Bf16, Dims { batch: 40, ..dims(3, 4, 16) });
     push(cases, "edges/many_sequences/bf16".into(), packed, Lengths::packed(&[(3, 4); 40]));
 }

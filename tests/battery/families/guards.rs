@@ -3,7 +3,7 @@
 //! Every case of every family has margins and gaps full of NaN, and fails when one of its outputs'
 //! is written; these are the cases in which one byte too far ends the process.
 
-use fmha_core::{Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FwdProblem, SeqMode, Strides, VLayout};
+use fmha_core::{Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FwdProblem, Strides, VLayout};
 
 use super::edges::{data, masked};
 use crate::case::Case;
@@ -63,7 +63,7 @@ fn beside_unmapped(placement: Placement, cases: &mut Vec<Case>) {
         push(format!("guards/{side}_unmapped_every_operand/{dtype}"), problem, Lengths::default());
 
         let sequences = [(5, 9), (0, 3), (30, 17)];
-        let mut problem = FwdProblem::group(dtype, Dims { batch: 3, ..dims(30, 17, 24) }, 35, 29);
+        let mut problem = FwdProblem::group(dtype, Dims { batch: 3, ..dims(30, 17, 24) });
         problem.write_lse = true;
         push(format!("guards/{side}_unmapped_packed/{dtype}"), problem, Lengths::packed(&sequences));
     }
@@ -92,8 +92,7 @@ fn far_apart(cases: &mut Vec<Case>) {
             }
             push(format!("guards/offsets_beyond_2_31/{dtype}/{axis}"), problem, Lengths::default());
         }
-        let mut problem = FwdProblem::group(dtype, Dims { batch: 2, ..dims(4, 4, 16) }, 8, 8);
-        problem.mode = SeqMode::Group { total_q: 8, total_k: 8 };
+        let mut problem = FwdProblem::group(dtype, Dims { batch: 2, ..dims(4, 4, 16) });
         for strides in [&mut problem.q, &mut problem.k, &mut problem.v, &mut problem.o] {
             strides.seq = FAR / 4;
         }

@@ -1,8 +1,8 @@
 //! A problem from one level of each axis: what the pairwise and the random cases are made of.
 
 use fmha_core::{
-    Bias, BiasBroadcast, DType, Descale, Dims, ElementwiseBias, FwdProblem, MaskSpec, SeqMode, Strides,
-    VLayout,
+    Bias, BiasBroadcast, DType, Descale, Dims, ElementwiseBias, FwdProblem, KvLayout, MaskSpec, QLayout,
+    Strides, Totals, VLayout,
 };
 
 use super::pairwise::Levels;
@@ -132,7 +132,7 @@ fn sequences(level: usize, problem: &mut FwdProblem) -> (&'static str, Lengths) 
         2 => {
             dims.batch = 3;
             let lengths = Lengths::packed(&[(q, k), (0, k / 2), (q / 2 + 1, k)]);
-            problem.mode = SeqMode::Group { total_q: q + q / 2 + 1, total_k: k + k / 2 + k };
+            (problem.q_layout, problem.kv_layout) = (QLayout::Packed, KvLayout::Packed);
             ("group", lengths)
         }
         _ => {
@@ -142,7 +142,8 @@ fn sequences(level: usize, problem: &mut FwdProblem) -> (&'static str, Lengths) 
             // The logical lengths; rows past the last offset belong to nobody.
             lengths.seqused_q = signed([q, q - q / 2, 1]).to_vec();
             lengths.seqused_k = signed([k, 0, k]).to_vec();
-            problem.mode = SeqMode::Group { total_q: 2 * q + 4 + 2, total_k: 2 * k + 7 + 3 };
+            lengths.totals = Totals::packed(2 * q + 4 + 2, 2 * k + 7 + 3);
+            (problem.q_layout, problem.kv_layout) = (QLayout::Packed, KvLayout::Packed);
             dims.seqlen_k = k.max(5);
             ("gaps", lengths)
         }

@@ -224,7 +224,9 @@ pub(crate) unsafe extern "C" fn cuCtxGetDevice(out: *mut c_int) -> Result {
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuCtxSynchronize() -> Result {
-    state().sticky.unwrap_or(SUCCESS)
+    let mut state = state();
+    state.land_copies();
+    state.sticky.unwrap_or(SUCCESS)
 }
 
 #[unsafe(no_mangle)]

@@ -84,9 +84,15 @@ impl Node {
 
 /// Runs `node`, or captures it when `stream` is capturing.
 pub(crate) fn submit(stream: Handle, node: Node) -> Result {
-    if let Some(list) = state().capturing(stream) {
-        list.push(node);
-        return SUCCESS;
+    {
+        let mut state = state();
+        if let Some(list) = state.capturing(stream) {
+            list.push(node);
+            return SUCCESS;
+        }
+        if state.follows_default(stream) {
+            state.land_copies();
+        }
     }
     node.run()
 }
@@ -132,8 +138,15 @@ pub(crate) extern "C" fn cuGraphUpload(exec: Handle, _stream: Handle) -> Result 
 }
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuGraphLaunch(exec: Handle, _stream: Handle) -> Result {
-    let Some(nodes) = state().execs.get(&exec).cloned() else { return INVALID_HANDLE };
+pub(crate) extern "C" fn cuGraphLaunch(exec: Handle, stream: Handle) -> Result {
+    let nodes = {
+        let mut state = state();
+        if state.follows_default(stream) {
+            state.land_copies();
+        }
+        let Some(nodes) = state.execs.get(&exec).cloned() else { return INVALID_HANDLE };
+        nodes
+    };
     nodes.iter().map(Node::run).find(|&code| code != SUCCESS).unwrap_or(SUCCESS)
 }
 

@@ -21,7 +21,9 @@ pub(crate) unsafe extern "C" fn cuMemAlloc_v2(out: *mut u64, bytes: usize) -> Re
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemFree_v2(address: u64) -> Result {
-    if address == 0 || state().device.free(address) { SUCCESS } else { INVALID_VALUE }
+    let mut state = state();
+    state.land_copies();
+    if address == 0 || state.device.free(address) { SUCCESS } else { INVALID_VALUE }
 }
 
 #[unsafe(no_mangle)]
@@ -191,19 +193,38 @@ pub(crate) unsafe extern "C" fn cuMemHostGetFlags(out: *mut c_uint, _address: *m
     unsafe { put(out, 0) }
 }
 
+/// Work that the default stream does while the caller waits.
+fn run_at_once(node: &Node) -> Result {
+    state().land_copies();
+    node.run()
+}
+
+/// From pageable memory it returns when the bytes are staged, as the real driver may: they arrive before the default
+/// stream's next work, and before whoever waits for that stream goes on, but other streams can be faster.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, bytes: usize) -> Result {
-    Node::HostToDevice { to, from: from as usize, bytes }.run()
+    {
+        let mut state = state();
+        let pinned = state.host.contains_key(&(from as usize));
+        let room = state.device.allocation(to).map(|(start, size)| start + size - to);
+        if !pinned && state.sticky.is_none() && room.is_some_and(|room| bytes as u64 <= room) {
+            // SAFETY: the caller gave `bytes` readable bytes at `from`.
+            let staged = unsafe { std::slice::from_raw_parts(from.cast::<u8>(), bytes) }.to_vec();
+            state.staged.push((to, staged));
+            return SUCCESS;
+        }
+    }
+    run_at_once(&Node::HostToDevice { to, from: from as usize, bytes })
 }
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemcpyDtoH_v2(to: *mut c_void, from: u64, bytes: usize) -> Result {
-    Node::DeviceToHost { to: to as usize, from, bytes }.run()
+    run_at_once(&Node::DeviceToHost { to: to as usize, from, bytes })
 }
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemcpyDtoD_v2(to: u64, from: u64, bytes: usize) -> Result {
-    Node::DeviceToDevice { to, from, bytes }.run()
+    run_at_once(&Node::DeviceToDevice { to, from, bytes })
 }
 
 #[unsafe(no_mangle)]
@@ -237,17 +258,17 @@ fn fill(to: u64, pattern: u32, width: usize, count: usize) -> Node {
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemsetD8_v2(to: u64, value: c_uchar, count: usize) -> Result {
-    fill(to, value.into(), 1, count).run()
+    run_at_once(&fill(to, value.into(), 1, count))
 }
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemsetD16_v2(to: u64, value: c_ushort, count: usize) -> Result {
-    fill(to, value.into(), 2, count).run()
+    run_at_once(&fill(to, value.into(), 2, count))
 }
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemsetD32_v2(to: u64, value: c_uint, count: usize) -> Result {
-    fill(to, value, 4, count).run()
+    run_at_once(&fill(to, value, 4, count))
 }
 
 #[unsafe(no_mangle)]

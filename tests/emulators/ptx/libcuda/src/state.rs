@@ -1,9 +1,10 @@
 //! The one device of the process, and everything that has a handle.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ffi::{CStr, c_char, c_int};
 use std::io::Write;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use fmha_emu_ptx::{Asynchrony, Device, Fault, Kernel, LaunchConfig, Module, Options, Recording};
@@ -97,6 +98,8 @@ pub(crate) struct Function {
 pub(crate) struct Stream {
     pub(crate) capture: Option<Vec<Node>>,
     pub(crate) priority: i32,
+    /// Does not wait for the default stream, nor that for it.
+    pub(crate) non_blocking: bool,
 }
 
 /// All of the process's state.
@@ -118,7 +121,32 @@ pub(crate) struct State {
     pub(crate) host: BTreeMap<usize, Box<[u128]>>,
     pub(crate) limits: HashMap<u32, usize>,
     pub(crate) sticky: Option<u32>,
+    /// Copies from pageable memory that are staged, and on their way: where to, and the bytes.
+    pub(crate) staged: Vec<(u64, Vec<u8>)>,
     next: Handle,
+}
+
+/// The architecture that [`fmha_emu_choose`] was given.
+static CHOSEN: OnceLock<String> = OnceLock::new();
+
+fn architecture(name: &str) -> Option<Architecture> {
+    let digits: String = name.chars().filter(char::is_ascii_digit).collect();
+    ARCHITECTURES.iter().find(|(n, _)| *n == digits).map(|(_, arch)| *arch)
+}
+
+/// Chooses the device's architecture (`sm_90a`), before the driver's first call; `FMHA_EMULATE` then says
+/// nothing. 0 where it is chosen; 1 where there is no such device, or another one already.
+///
+/// # Safety
+/// `name` is a C string.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn fmha_emu_choose(name: *const c_char) -> c_int {
+    // SAFETY: the caller's promise.
+    let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
+    if architecture(&name).is_none() {
+        return 1;
+    }
+    c_int::from(CHOSEN.get_or_init(|| name.clone()) != &name)
 }
 
 static STATE: LazyLock<Mutex<State>> = LazyLock::new(|| Mutex::new(State::new()));
@@ -130,10 +158,8 @@ pub(crate) fn state() -> MutexGuard<'static, State> {
 
 impl State {
     fn new() -> Self {
-        let asked = std::env::var("FMHA_EMULATE").unwrap_or_default();
-        let digits: String = asked.chars().filter(char::is_ascii_digit).collect();
-        let found = ARCHITECTURES.iter().find(|(n, _)| *n == digits);
-        let mut arch = found.map_or(ARCHITECTURES[1].1, |(_, a)| *a);
+        let asked = CHOSEN.get().cloned().or_else(|| std::env::var("FMHA_EMULATE").ok()).unwrap_or_default();
+        let mut arch = architecture(&asked).unwrap_or(ARCHITECTURES[1].1);
         // Fewer multiprocessors make a persistent kernel walk several tiles of a small problem.
         let fewer = std::env::var("FMHA_EMULATE_SMS").ok().and_then(|text| text.parse().ok());
         arch.num_sms = fewer.map_or(arch.num_sms, |n: i32| n.clamp(1, arch.num_sms));
@@ -164,6 +190,7 @@ impl State {
             host: BTreeMap::new(),
             limits: HashMap::new(),
             sticky: None,
+            staged: Vec::new(),
             next: 0x1000,
         }
     }
@@ -193,6 +220,19 @@ impl State {
         let bytes = Recording::new(&self.device, kernel, config, args).to_bytes();
         if let Err(error) = std::fs::write(std::path::Path::new(&folder).join(&name), bytes) {
             eprintln!("emulated driver: {name} is not recorded: {error}");
+        }
+    }
+
+    /// Whether what is put on `stream` comes after the default stream's work.
+    pub(crate) fn follows_default(&self, stream: Handle) -> bool {
+        !self.streams.get(&stream).is_some_and(|stream| stream.non_blocking)
+    }
+
+    /// The copies that are on their way arrive.
+    pub(crate) fn land_copies(&mut self) {
+        for (to, bytes) in std::mem::take(&mut self.staged) {
+            // The range was looked up when the copy was staged; memory freed since takes no copy.
+            let _ = self.device.upload(to, &bytes);
         }
     }
 

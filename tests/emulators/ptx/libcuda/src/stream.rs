@@ -22,12 +22,14 @@ pub(crate) unsafe extern "C" fn cuStreamCreate(out: *mut Handle, flags: c_uint) 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuStreamCreateWithPriority(
     out: *mut Handle,
-    _flags: c_uint,
+    flags: c_uint,
     priority: c_int,
 ) -> Result {
     let mut s = state();
     let handle = s.handle();
-    s.streams.insert(handle, Stream { capture: None, priority });
+    // CU_STREAM_NON_BLOCKING.
+    let non_blocking = flags & 1 == 1;
+    s.streams.insert(handle, Stream { capture: None, priority, non_blocking });
     // SAFETY: an output parameter of the driver API.
     unsafe { put(out, handle) }
 }
@@ -45,6 +47,9 @@ pub(crate) extern "C" fn cuStreamSynchronize(stream: Handle) -> Result {
     }
     if !is_default(stream) && !s.streams.contains_key(&stream) {
         return INVALID_HANDLE;
+    }
+    if s.follows_default(stream) {
+        s.land_copies();
     }
     s.sticky.unwrap_or(SUCCESS)
 }
@@ -155,8 +160,12 @@ pub(crate) extern "C" fn cuEventDestroy_v2(event: Handle) -> Result {
 }
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuEventRecord(event: Handle, _stream: Handle) -> Result {
-    match state().events.get_mut(&event) {
+pub(crate) extern "C" fn cuEventRecord(event: Handle, stream: Handle) -> Result {
+    let mut state = state();
+    if state.follows_default(stream) {
+        state.land_copies();
+    }
+    match state.events.get_mut(&event) {
         Some(at) => {
             *at = Some(Instant::now());
             SUCCESS

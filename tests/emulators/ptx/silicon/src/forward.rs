@@ -187,10 +187,9 @@ fn packed(list: &mut List) {
                 sequences.iter().flat_map(|lengths| ["0", "b", "b:40,0"].map(|mask| (lengths, mask)))
             {
                 let most = |side: fn(&(u32, u32)) -> u32| lengths.iter().map(side).max().unwrap_or(0);
-                let total = |side: fn(&(u32, u32)) -> u32| lengths.iter().map(side).sum();
                 let sizes = dims(most(|s| s.0), most(|s| s.1), (4, 2), (d, d));
                 let sizes = Dims { batch: lengths.len() as u32, ..sizes };
-                let mut problem = FwdProblem::group(dtype, sizes, total(|s| s.0), total(|s| s.1));
+                let mut problem = FwdProblem::group(dtype, sizes);
                 problem.mask = mask.parse().unwrap_or(MaskSpec::NONE);
                 problem.write_lse = true;
                 let name = format!("packed/{dtype}/d{d}/{}_sequences/{mask}", lengths.len());
@@ -296,7 +295,7 @@ const LSE_PLACES: usize = 24;
 fn o_bits(host: &HostFwd, place: [u32; 4]) -> u32 {
     let [span, head, row, dim] = place;
     let at = host.spans[span as usize];
-    host.operands.expect(Operand::O).bits(at.storage_batch, at.q_row + row, head, dim)
+    host.operands.expect(Operand::O).bits(at.q_batch, at.q_row + row, head, dim)
 }
 
 fn lse_bits(host: &HostFwd, place: [u32; 4]) -> u32 {
@@ -320,8 +319,7 @@ fn pattern(host: &HostFwd) -> String {
                     1 + u8::from(lse > 0.0) + 2 * u8::from(lse.is_nan())
                 });
                 for dim in 0..problem.dims.head_dim_v {
-                    let o =
-                        host.operands.expect(Operand::O).get(span.storage_batch, span.q_row + row, head, dim);
+                    let o = host.operands.expect(Operand::O).get(span.q_batch, span.q_row + row, head, dim);
                     classes.push(u8::from(o.is_nan()));
                     if !lse.is_finite() {
                         classes.push(1 + u8::from(o == 0.0));

@@ -1,0 +1,107 @@
+//! What the backend leaves of the calling thread's state, and what is done when its calls return, on the
+//! test double of the driver. No compiler is needed.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use std::ffi::{c_int, c_void};
+
+use fmha_core::{FmhaBackend as _, Stream, Workspace};
+use fmha_cuda::CudaBackend;
+use libloading::os::unix::{Library, Symbol};
+
+type Status = c_int;
+type Handle = usize;
+
+fn device() -> CudaBackend {
+    CudaBackend::open(0, Some("sm_90a")).unwrap()
+}
+
+/// A function of the driver that the backend has opened.
+///
+/// # Safety
+/// `T` is its type in cuda.h.
+unsafe fn driver<T>(name: &str) -> Symbol<T> {
+    // SAFETY: the caller's promise.
+    unsafe { Library::this().get(name.as_bytes()) }.unwrap()
+}
+
+fn current() -> Handle {
+    let mut context = 0;
+    // SAFETY: the type is cuda.h's; a place for a handle.
+    let status =
+        unsafe { driver::<unsafe extern "C" fn(*mut Handle) -> Status>("cuCtxGetCurrent")(&raw mut context) };
+    assert_eq!(status, 0);
+    context
+}
+
+fn set_current(context: Handle) {
+    // SAFETY: the type is cuda.h's; the double takes any handle.
+    assert_eq!(unsafe { driver::<unsafe extern "C" fn(Handle) -> Status>("cuCtxSetCurrent")(context) }, 0);
+}
+
+#[test]
+fn the_threads_context_is_the_callers_again_after_each_call() {
+    let backend = device();
+    let (memory, queues) = (backend.memory(), backend.queues().unwrap());
+    // No context at all, and another device's.
+    for callers in [0, 0xabc0] {
+        set_current(callers);
+        let still = |what: &str| assert_eq!(current(), callers, "after {what}");
+        let mut buffer = memory.alloc(64).unwrap();
+        still("alloc");
+        memory.upload(&[1; 64], &mut buffer).unwrap();
+        still("upload");
+        memory.download(&buffer, &mut [0; 64]).unwrap();
+        still("download");
+        drop(memory.workspace(Workspace::zeroed(64)).unwrap());
+        still("workspace");
+        let stream = queues.create_stream().unwrap();
+        still("create_stream");
+        memory.synchronize(stream).unwrap();
+        still("synchronize");
+        let mut inside = usize::MAX;
+        let mut queue = || {
+            inside = current();
+            Ok(())
+        };
+        queues.seconds(stream, &mut queue).unwrap();
+        still("seconds");
+        assert_eq!(inside, callers, "while the caller's own work is queued");
+        let recording = queues.record(stream, &mut || Ok(())).unwrap();
+        still("record");
+        // SAFETY: it names no memory.
+        unsafe { recording.replay(stream).unwrap() };
+        still("replay");
+        drop(recording);
+        still("a dropped recording");
+        queues.destroy_stream(stream).unwrap();
+        still("destroy_stream");
+        drop(buffer);
+        still("a dropped buffer");
+    }
+}
+
+#[test]
+fn what_is_uploaded_is_there_for_every_stream_when_the_call_returns() {
+    let backend = device();
+    let (memory, queues) = (backend.memory(), backend.queues().unwrap());
+    let stream = queues.create_stream().unwrap();
+    let (mut buffer, mut seen) = (memory.alloc(64).unwrap(), [0u8; 64]);
+    memory.upload(&[0; 64], &mut buffer).unwrap();
+    memory.synchronize(Stream::DEFAULT).unwrap();
+    memory.upload(&[7; 64], &mut buffer).unwrap();
+    type Copy = unsafe extern "C" fn(*mut c_void, u64, usize, Handle) -> Status;
+    // SAFETY: the type is cuda.h's; both sides have 64 bytes.
+    let status = unsafe {
+        driver::<Copy>("cuMemcpyDtoHAsync_v2")(
+            seen.as_mut_ptr().cast(),
+            buffer.as_ptr() as u64,
+            seen.len(),
+            stream.0 as Handle,
+        )
+    };
+    assert_eq!(status, 0);
+    memory.synchronize(stream).unwrap();
+    assert_eq!(seen, [7; 64]);
+    queues.destroy_stream(stream).unwrap();
+}

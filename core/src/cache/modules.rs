@@ -1,0 +1,138 @@
+//! The kernels that a process has loaded on one device, whichever vendor's.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::{Cache, CompiledKernel, Compiler, ImageKind, KernelJob, Origin, SourceKey};
+use crate::error::{Error, Result};
+use crate::source::KernelSource;
+
+/// What a vendor adds to a cache of kernels: its compiler, and how its driver takes a kernel.
+pub trait Loader: Send + Sync {
+    /// A kernel on the device.
+    type Kernel: Send + Sync;
+
+    /// The compiler, looked for when the first kernel wants it.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] with every place that was looked at.
+    fn compiler(&self) -> Result<&dyn Compiler>;
+
+    /// Puts a kernel on the device, to be launched with `shared_bytes` of dynamic shared memory; `None`
+    /// where a backend only plans.
+    ///
+    /// # Errors
+    /// What the driver said of the image.
+    fn load(&self, image: &[u8], shared_bytes: u32) -> Result<Option<Self::Kernel>>;
+}
+
+/// What all kernels of one device have in common.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Target {
+    /// The architecture, as its compiler spells it.
+    pub arch: String,
+    /// Options besides the architecture that change the code.
+    pub flags: Vec<String>,
+    /// What the device runs.
+    pub image: ImageKind,
+}
+
+/// The kernels that this process has for one device, by what they were compiled from.
+pub struct Modules<L: Loader> {
+    target: Target,
+    loader: L,
+    cache: Cache,
+    slots: Mutex<Slots<L::Kernel>>,
+}
+
+/// By key and bytes of dynamic shared memory.
+type Slots<K> = HashMap<(SourceKey, u32), Arc<Slot<K>>>;
+
+/// A kernel, once somebody has it; whoever wants the same one meanwhile waits.
+type Slot<K> = Mutex<Option<Arc<Module<K>>>>;
+
+/// A compiled kernel, loaded where there is a device.
+#[derive(Debug)]
+pub struct Module<K> {
+    /// What the compiler made.
+    pub compiled: Arc<CompiledKernel>,
+    /// Where it was found.
+    pub origin: Origin,
+    kernel: Option<K>,
+}
+
+impl<K> Module<K> {
+    /// What can be launched.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] where a backend only plans.
+    pub fn loaded(&self) -> Result<&K> {
+        self.kernel.as_ref().ok_or_else(only_plans)
+    }
+}
+
+/// [`Error::NoDevice`]: a backend that only plans was asked for more.
+#[must_use]
+pub fn only_plans() -> Error {
+    Error::NoDevice("this backend only plans: it has no device".to_owned())
+}
+
+impl<L: Loader> Modules<L> {
+    /// No kernels yet; they will come from the bundles, the disk and the compiler of [`Cache::from_env`].
+    ///
+    /// # Errors
+    /// A bundle of `FMHA_BUNDLE` that is not whole.
+    pub fn from_env(target: Target, loader: L) -> Result<Self> {
+        Ok(Self::new(target, loader, Cache::from_env()?))
+    }
+
+    /// No kernels yet; they will come from `cache`.
+    #[must_use]
+    pub fn new(target: Target, loader: L, cache: Cache) -> Self {
+        Self { target, loader, cache, slots: Mutex::default() }
+    }
+
+    /// What is compiled for a source.
+    pub fn job(&self, kernel: &'static str, source: KernelSource) -> KernelJob {
+        let Target { arch, flags, image } = self.target.clone();
+        KernelJob { kernel, arch, flags, source, image }
+    }
+
+    /// Finds or compiles, and loads nothing.
+    ///
+    /// # Errors
+    /// What the compiler said, or that there is none and no bundle has the kernel.
+    pub fn compile(&self, job: &KernelJob) -> Result<(Arc<CompiledKernel>, Origin)> {
+        self.cache.get(job, || self.loader.compiler())
+    }
+
+    /// The kernel of a source, found or compiled at its first use, to be launched with `shared_bytes` of
+    /// dynamic shared memory.
+    ///
+    /// # Errors
+    /// As [`compile`](Self::compile) and [`Loader::load`].
+    pub fn load(
+        &self,
+        kernel: &'static str,
+        source: KernelSource,
+        shared_bytes: u32,
+    ) -> Result<Arc<Module<L::Kernel>>> {
+        let job = self.job(kernel, source);
+        // A panic elsewhere while a lock was held leaves a map and a slot that are still sound.
+        let slot = {
+            let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+            Arc::clone(slots.entry((job.key(), shared_bytes)).or_default())
+        };
+        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(module) = &*slot {
+            return Ok(Arc::clone(module));
+        }
+        let (compiled, origin) = self.compile(&job)?;
+        let image = compiled.image(self.target.image).ok_or_else(|| Error::System {
+            what: format!("kernel {} for {}", compiled.kernel, compiled.arch),
+            text: format!("{} left 0 bytes of {}", compiled.compiler, self.target.image),
+        })?;
+        let kernel = self.loader.load(image, shared_bytes)?;
+        Ok(Arc::clone(slot.insert(Arc::new(Module { compiled, origin, kernel }))))
+    }
+}
