@@ -7,9 +7,35 @@
 
 namespace fmha::ptx {
 
-// needs: sm_100a. Until this thread's loads from tensor memory have their registers.
+// needs: sm_100a. Until this thread's loads from tensor memory have their registers, of which the compiler learns by
+// tcgen05_loaded alone: it would else move their first use before the wait.
 // PTX ISA: tcgen05.wait::ld.
 FMHA_DEVICE void tcgen05_wait_ld() { asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory"); }
+
+// No instruction: the registers of a load are there from here on. After tcgen05_wait_ld.
+// PTX ISA: tcgen05.ld.
+FMHA_DEVICE void tcgen05_loaded(uint32_t (&r)[8]) {
+  asm volatile(""
+               : "+r"(r[0]), "+r"(r[1]), "+r"(r[2]), "+r"(r[3]), "+r"(r[4]), "+r"(r[5]), "+r"(r[6]), "+r"(r[7]));
+}
+
+// No instruction: the registers of a load are there from here on. After tcgen05_wait_ld.
+// PTX ISA: tcgen05.ld.
+FMHA_DEVICE void tcgen05_loaded(uint32_t (&r)[16]) {
+  asm volatile(""
+               : "+r"(r[0]), "+r"(r[1]), "+r"(r[2]), "+r"(r[3]), "+r"(r[4]), "+r"(r[5]), "+r"(r[6]), "+r"(r[7]),
+                 "+r"(r[8]), "+r"(r[9]), "+r"(r[10]), "+r"(r[11]), "+r"(r[12]), "+r"(r[13]), "+r"(r[14]), "+r"(r[15]));
+}
+
+// No instruction: the registers of a load are there from here on. After tcgen05_wait_ld.
+// PTX ISA: tcgen05.ld.
+FMHA_DEVICE void tcgen05_loaded(uint32_t (&r)[32]) {
+  asm volatile(""
+               : "+r"(r[0]), "+r"(r[1]), "+r"(r[2]), "+r"(r[3]), "+r"(r[4]), "+r"(r[5]), "+r"(r[6]), "+r"(r[7]),
+                 "+r"(r[8]), "+r"(r[9]), "+r"(r[10]), "+r"(r[11]), "+r"(r[12]), "+r"(r[13]), "+r"(r[14]), "+r"(r[15]),
+                 "+r"(r[16]), "+r"(r[17]), "+r"(r[18]), "+r"(r[19]), "+r"(r[20]), "+r"(r[21]), "+r"(r[22]), "+r"(r[23]),
+                 "+r"(r[24]), "+r"(r[25]), "+r"(r[26]), "+r"(r[27]), "+r"(r[28]), "+r"(r[29]), "+r"(r[30]), "+r"(r[31]));
+}
 
 // needs: sm_100a. Until this thread's stores to tensor memory are done.
 // PTX ISA: tcgen05.wait::st.

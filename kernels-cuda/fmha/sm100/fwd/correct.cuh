@@ -70,6 +70,7 @@ struct CorrectRole {
       uint32_t words[chunk];
       ptx::tcgen05_ld(words, tmem + Tmem::o(q) + c * chunk);
       ptx::tcgen05_wait_ld();
+      ptx::tcgen05_loaded(words);
 #pragma unroll
       for (int e = 0; e < chunk; e += 2) {
         const ptx::F32x2 x = ptx::mul_f32x2({float_of(words[e]), float_of(words[e + 1])}, {correction, correction});

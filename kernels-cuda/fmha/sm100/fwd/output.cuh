@@ -50,6 +50,7 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
     uint32_t words[chunk];
     ptx::tcgen05_ld(words, o + c);
     ptx::tcgen05_wait_ld();
+    ptx::tcgen05_loaded(words);
     float x[chunk];
 #pragma unroll
     for (int e = 0; e < chunk; ++e) {

@@ -90,14 +90,16 @@ struct SoftmaxRole {
   }
 
   FMHA_DEVICE void load(float (&s)[n], int32_t slot_index) const {
+    uint32_t words[num_chunks][chunk];
+#pragma unroll
+    for (int c = 0; c < num_chunks; ++c) ptx::tcgen05_ld(words[c], tmem + Tmem::s(slot_index) + c * chunk);
+    ptx::tcgen05_wait_ld();
 #pragma unroll
     for (int c = 0; c < num_chunks; ++c) {
-      uint32_t words[chunk];
-      ptx::tcgen05_ld(words, tmem + Tmem::s(slot_index) + c * chunk);
+      ptx::tcgen05_loaded(words[c]);
 #pragma unroll
-      for (int e = 0; e < chunk; ++e) s[c * chunk + e] = float_of(words[e]);
+      for (int e = 0; e < chunk; ++e) s[c * chunk + e] = float_of(words[c][e]);
     }
-    ptx::tcgen05_wait_ld();
   }
 
   FMHA_DEVICE void modify(float (&s)[n], int32_t block) const {
