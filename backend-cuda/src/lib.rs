@@ -20,12 +20,15 @@ pub use emulated::emulated_launches;
 use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::cache::{CompiledKernel, KernelJob, only_plans};
 use fmha_core::error::{Error, ProblemError, Refusal, Result};
+use fmha_core::fields;
 use fmha_core::tune::{TileOptions, Tune, TunedTile, TunedTiles};
 use fmha_core::{
     AnyProblem, BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevBuffer, DeviceMemory,
     FmhaBackend, FwdArgs, FwdPlan, MemorySpace, PlanOptions, Precompile, Queues, Roofline, Stream, ValidBwd,
     ValidCombine, ValidFwd,
 };
+
+use fmha_kernels_cuda::sm90::Sm90Tile;
 
 use driver::Device;
 use kernels::{
@@ -243,7 +246,7 @@ impl Tune for CudaBackend {
     }
 
     fn knobs(&self) -> Vec<(&'static str, Vec<String>)> {
-        sm90::knobs()
+        fields::knobs::<Sm90Tile>()
     }
 
     fn keep(&self, problem: &ValidFwd, tile: TunedTile) -> Result<PathBuf> {

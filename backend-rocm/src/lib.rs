@@ -5,7 +5,6 @@
 //! [`RocmBackend::open`] takes a device of the machine, or an emulated one;
 //! [`RocmBackend::pretend`] plans and compiles for an architecture without any.
 
-mod arch;
 mod compile;
 mod driver;
 mod kernels;
@@ -27,13 +26,14 @@ use fmha_core::{
     PlanParts, Precompile, Promises, Queues, Refusal, ResourceUsage, Result, Roofline, Step, Stream,
     ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
+use fmha_kernels_hip::{Device, Grid, cdna, combine, simt};
 
-pub use crate::arch::Arch;
 pub use crate::driver::graph::{Event, Graph};
 pub use crate::resources::Resources;
+pub use fmha_kernels_hip::Arch;
 
 use crate::driver::{Driver, search};
-use crate::kernels::{Choice, Device, Forward, Grid, cdna, combine, simt};
+use crate::kernels::{Choice, Forward};
 use crate::memory::RocmMemory;
 use crate::modules::{Module, Modules, modules};
 
@@ -50,6 +50,13 @@ pub struct RocmBackend {
 
 /// What a forward plan holds.
 struct FwdHandle {
+    chosen: FwdKernel,
+    /// What serves operands whose addresses the chosen kernel does not take, if the caller allows it.
+    stand_in: Option<FwdKernel>,
+}
+
+/// A forward kernel that can be launched.
+struct FwdKernel {
     forward: Forward,
     ready: Ready,
 }
@@ -141,7 +148,7 @@ impl RocmBackend {
     /// The code object of a forward plan of this backend: an ELF for `arch`.
     #[must_use]
     pub fn code_object<'a>(&self, plan: &'a FwdPlan) -> Option<&'a [u8]> {
-        let module = plan.handle::<FwdHandle>(&self.id, &self.name).ok()?.ready.0.as_ref();
+        let module = plan.handle::<FwdHandle>(&self.id, &self.name).ok()?.chosen.ready.0.as_ref();
         module.ok().map(|module| &*module.compiled.machine)
     }
 
@@ -219,13 +226,22 @@ impl FmhaBackend for RocmBackend {
         let kernel = forward.name();
         let ready = self.ready(kernel, forward.source())?;
         let grid = forward.grid(problem, self.device, ready.usage());
+        let mut details = forward.details();
+        let stand_in = self.stand_in(&forward, problem, options)?;
+        if let Some(stand_in) = &stand_in {
+            let serves = match &stand_in.ready.0 {
+                Ok(_) => "the same kernel by elements takes them: correct, not fast".to_owned(),
+                Err(why) => format!("refused: {why}"),
+            };
+            details.push(("unaligned operands", serves));
+        }
         let parts = PlanParts {
             refusals,
-            details: forward.details(),
+            details,
             is_fallback: kernel == simt::NAME,
             ..self.parts(problem.clone(), kernel, options, &ready, grid)?
         };
-        Ok(parts.seal(&self.id, FwdHandle { forward, ready }))
+        Ok(parts.seal(&self.id, FwdHandle { chosen: FwdKernel { forward, ready }, stand_in }))
     }
 
     fn run_fwd(&self, plan: &FwdPlan, args: &mut FwdArgs<'_>, stream: Stream) -> Result<()> {
@@ -234,17 +250,16 @@ impl FmhaBackend for RocmBackend {
         check_fwd(problem, args, plan.workspace(), MemorySpace::Device)?;
         self.clear(args.workspace.as_ref(), plan.workspace(), stream)?;
         let params = bind::fwd_params(problem, args);
-        let launch = |forward: &Forward, ready: &Ready| {
-            let grid = forward.grid(problem, self.device, ready.usage());
-            match forward {
-                Forward::Cdna(_) => self.launch(ready, grid, &cdna::Cdna::params(problem, &params), stream),
-                Forward::Simt(_) => self.launch(ready, grid, &params, stream),
-            }
-        };
-        match handle.forward.for_addresses(problem, args) {
-            None => launch(&handle.forward, &handle.ready),
-            // Pointers less aligned than the plan's strides promise: compiled when such a call comes.
-            Some(other) => launch(&other, &self.ready(other.name(), other.source())?),
+        let FwdKernel { forward, ready } =
+            match (handle.chosen.forward.takes_addresses(problem, args), &handle.stand_in) {
+                (Ok(()), _) => &handle.chosen,
+                (Err(_), Some(stand_in)) => stand_in,
+                (Err(unaligned), None) => return Err(unaligned.into()),
+            };
+        let grid = forward.grid(problem, self.device, ready.usage());
+        match forward {
+            Forward::Cdna(_) => self.launch(ready, grid, &cdna::Cdna::params(problem, &params), stream),
+            Forward::Simt(_) => self.launch(ready, grid, &params, stream),
         }
     }
 
@@ -311,6 +326,24 @@ impl RocmBackend {
     /// The tile kernel; where it does not take the problem and the caller allows it, the slow one.
     fn choose_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<Choice> {
         kernels::select(problem, self.device, options).map_err(|refusals| unsupported(&self.name, refusals))
+    }
+
+    /// The kernel for operands whose addresses `forward` does not take, where the caller allows a slow one.
+    fn stand_in(
+        &self,
+        forward: &Forward,
+        problem: &ValidFwd,
+        options: &PlanOptions,
+    ) -> Result<Option<FwdKernel>> {
+        let Some(forward) = forward.for_any_address(problem).filter(|_| options.allow_fallback) else {
+            return Ok(None);
+        };
+        let ready = match self.ready(forward.name(), forward.source()) {
+            // A bundle that has the chosen kernel serves without a compiler.
+            Err(Error::NoDevice(why)) => Ready(Err(why)),
+            ready => ready?,
+        };
+        Ok(Some(FwdKernel { forward, ready }))
     }
 
     fn no_backward(&self) -> Error {

@@ -5,8 +5,8 @@ use std::sync::OnceLock;
 use fmha_core::Result;
 use fmha_core::cache::{self, ImageKind, Loader, Target};
 use fmha_core::source::ENTRY;
+use fmha_kernels_hip::Arch;
 
-use crate::arch::Arch;
 use crate::compile::{COMPILE_OPTIONS, Compiler};
 use crate::driver::{Driver, Function};
 

@@ -142,11 +142,12 @@ macro_rules! abi_struct {
     };
 }
 
-/// Declares a struct of compile-time facts, its C++ definition and its C++ literal.
+/// Declares a struct of compile-time facts, its C++ definition and its C++ literal, and the
+/// [list of its fields](crate::fields): a field may say after `=` what it takes from a user.
 #[macro_export]
 macro_rules! abi_spec {
     ($(#[$meta:meta])* pub struct $name:ident {
-        $($(#[$field_meta:meta])* pub $field:ident : $type:ty,)*
+        $($(#[$field_meta:meta])* pub $field:ident : $type:ty $(= $takes:expr)?,)*
     }) => {
         $(#[$meta])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -168,10 +169,38 @@ macro_rules! abi_spec {
                 format!("{{ {} }}", fields.join(", "))
             }
         }
+
+        impl $crate::fields::Fields for $name {
+            fn fields() -> &'static [$crate::fields::Field] {
+                const { &[$($crate::fields::Field {
+                    name: stringify!($field),
+                    takes: $crate::abi_spec!(@takes $($takes)?),
+                    value_names: <$type as $crate::fields::FieldValue>::names,
+                },)*] }
+            }
+
+            fn named_values(&self) -> Vec<(&'static str, String)> {
+                vec![$((stringify!($field), $crate::fields::FieldValue::name(&self.$field)),)*]
+            }
+
+            fn set_field(&mut self, name: &str, value: &str) -> Result<(), String> {
+                let fields = <Self as $crate::fields::Fields>::fields();
+                let Some(field) = fields.iter().find(|field| field.name == name) else {
+                    return Err($crate::fields::no_such_field(name, value, fields));
+                };
+                $(if name == stringify!($field) {
+                    self.$field = field.parse::<$type>(value)?;
+                })*
+                Ok(())
+            }
+        }
     };
+    (@takes) => { $crate::fields::Takes::all() };
+    (@takes $takes:expr) => { $takes };
 }
 
-/// Spells an enum alike in Rust and in C++. A variant that is left out does not compile.
+/// Spells an enum alike in Rust and in C++; to a user `OneByOne` is `one_by_one`. A variant that is left
+/// out does not compile.
 #[macro_export]
 macro_rules! abi_enum {
     ($name:ident { $($variant:ident),* $(,)? }) => {
@@ -184,6 +213,18 @@ macro_rules! abi_enum {
             fn c_literal(&self) -> String {
                 match self { $($name::$variant => concat!(stringify!($name), "::", stringify!($variant)),)* }
                     .to_owned()
+            }
+        }
+
+        impl $crate::fields::FieldValue for $name {
+            fn names() -> Vec<String> {
+                [$(stringify!($variant)),*].map($crate::fields::snake_case).to_vec()
+            }
+            fn of_name(name: &str) -> Option<Self> {
+                [$($name::$variant),*].into_iter().find(|value| $crate::fields::FieldValue::name(value) == name)
+            }
+            fn name(&self) -> String {
+                $crate::fields::snake_case(match self { $($name::$variant => stringify!($variant),)* })
             }
         }
     };

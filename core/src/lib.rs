@@ -38,6 +38,7 @@ pub mod dropout;
 pub mod dtype;
 pub mod env;
 pub mod error;
+pub mod fields;
 pub mod fp8;
 pub mod layout;
 pub mod mask;

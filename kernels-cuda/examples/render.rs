@@ -9,6 +9,7 @@ use std::error::Error;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
+use fmha_core::fields::Fields as _;
 use fmha_core::source::KernelSource;
 use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
 use fmha_core::{DType, MaskKind, QLayout};
@@ -133,7 +134,7 @@ fn set_tile(tile: &mut Sm90Tile, field: &str, value: &str) -> Result<bool, Box<d
         "vector" => "vector_store",
         other => other,
     };
-    if !sm90::FIELDS.split(", ").any(|known| known == field) {
+    if !Sm90Tile::fields().iter().any(|known| known.name == field) {
         return Ok(false);
     }
     tile.set(field, value)?;

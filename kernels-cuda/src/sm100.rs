@@ -1,6 +1,7 @@
 //! The Blackwell forward kernel: its tile, its schedule, its entry.
 
 use fmha_core::abi::AbiLiteral as _;
+use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{FwdSpec, KvKind};
 use fmha_core::{DType, FwdProblem, MaskKind, Refusal, VLayout, abi_spec};
@@ -10,10 +11,11 @@ use crate::sm90;
 
 mod knobs;
 
-pub use knobs::FIELDS;
-
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm100";
+
+/// The header that its entry includes.
+pub const HEADER: &str = "fmha/sm100/fwd/fwd.cuh";
 
 /// Architectures that the kernel is compiled for.
 pub const ARCHS: [&str; 2] = ["sm_100a", "sm_103a"];
@@ -28,31 +30,31 @@ abi_spec! {
     /// How the kernel computes.
     pub struct Sm100Tile {
         /// Query rows of a CTA: 128 or 256, 128 to a softmax warpgroup.
-        pub block_m: i32,
+        pub block_m: i32 = Takes::among(&[128, 256]).tuned(),
         /// Keys of a block: a multiple of 32 up to 128.
-        pub block_n: i32,
+        pub block_n: i32 = Takes::multiples(32, 64, 128).tuned(),
         /// Blocks of K or V in shared memory at a time.
-        pub stages: i32,
+        pub stages: i32 = Takes::within(1, 16).tuned_over(&[2, 3, 4, 5, 6, 8]),
         /// How CTAs come by their tiles.
-        pub order: TileOrder,
+        pub order: TileOrder = Takes::all().tuned(),
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
-        pub lazy_rescale_log2: i32,
+        pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
         /// Of each 16 pairs of exponentials, how many are polynomials on the multiply-add pipe.
-        pub exp2_polynomial_pairs: i32,
+        pub exp2_polynomial_pairs: i32 = Takes::within(0, 16).tuned_over(&[0, 1, 2, 3, 4, 6]),
         /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
-        pub pack_gqa: bool,
+        pub pack_gqa: bool = Takes::all().tuned(),
         /// O is stored 16 bytes at a time; else element by element.
         pub vector_store: bool,
         /// 0: TMA loads. Else two warps copy so many bytes at a time, which divide every stride and address of Q, K
         /// and V: 16, 8, 4, or 2 (element by element). 16-bit types with a row-major V.
-        pub copy_bytes: i32,
+        pub copy_bytes: i32 = Takes::among(&[0, 2, 4, 8, 16]),
         /// CTAs whose tensor cores compute as one: 1.
-        pub cluster: i32,
+        pub cluster: i32 = Takes::nothing(),
         /// The CTAs of a cluster have neighbouring heads of a kv head's group; else neighbouring query rows.
-        pub cluster_heads: bool,
+        pub cluster_heads: bool = Takes::nothing(),
         /// The grid may start while the one before it in the stream ends (programmatic dependent launch);
         /// it sets up its barriers and then waits for that one's memory.
-        pub dependent_launch: bool,
+        pub dependent_launch: bool = Takes::all().tuned(),
     }
 }
 
@@ -322,7 +324,7 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm100Tile) -> KernelSource {
     );
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
     let entry = Entry {
-        include: "fmha/sm100/fwd/fwd.cuh",
+        include: HEADER,
         constants: &constants,
         bounds: "__launch_bounds__(sm100::num_threads(kTile), 1)",
         params: "const __grid_constant__ FwdParams p, const __grid_constant__ sm100::Maps maps, \

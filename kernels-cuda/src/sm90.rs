@@ -1,6 +1,7 @@
 //! The Hopper forward kernel: its tile, its schedule, its entry.
 
 use fmha_core::abi::AbiLiteral as _;
+use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
 use fmha_core::{DType, FwdProblem, MaskKind, Refusal, VLayout, abi_spec};
@@ -10,8 +11,6 @@ pub use crate::schedule::{TileOrder, TileSchedule};
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
 mod knobs;
-
-pub use knobs::FIELDS;
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm90";
@@ -23,53 +22,53 @@ abi_spec! {
     /// How the kernel computes.
     pub struct Sm90Tile {
         /// Query rows of a CTA: 64, 128 or 192, 64 to a consumer warpgroup.
-        pub block_m: i32,
+        pub block_m: i32 = Takes::among(&[64, 128, 192]).tuned(),
         /// Keys of a block: a multiple of 16 up to 256.
-        pub block_n: i32,
+        pub block_n: i32 = Takes::multiples(16, 16, 256).tuned_over(&[64, 80, 96, 112, 128, 144, 160, 176, 192]),
         /// Blocks of K, and of V, in shared memory at a time.
-        pub stages: i32,
+        pub stages: i32 = Takes::within(1, 8).tuned_over(&[2, 3, 4]),
         /// How CTAs come by their tiles.
-        pub order: TileOrder,
+        pub order: TileOrder = Takes::all().tuned(),
         /// Consumer warpgroups issue their products in turn, one's under another's exponentials.
-        pub ping_pong: bool,
+        pub ping_pong: bool = Takes::all().tuned(),
         /// The next tile's first scores are started with this tile's last output; Q has two buffers.
-        pub lookahead: bool,
+        pub lookahead: bool = Takes::all().tuned(),
         /// Q lies in pieces of 64 rows, and lookahead has one spare piece and no second Q: less shared memory.
-        pub split_q: bool,
+        pub split_q: bool = Takes::all().tuned(),
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
-        pub lazy_rescale_log2: i32,
+        pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
         /// How many of a thread's `block_n / 2` exponentials ptxas must place before the wait for
         /// `P V`; 0: where it likes.
-        pub wait_anchor: i32,
+        pub wait_anchor: i32 = Takes::within(0, 128).tuned_over(&[0, 16, 32, 40, 48]),
         /// Every n-th exponential is a polynomial on the multiply-add pipe; 0: none.
-        pub exp2_polynomial_every: i32,
+        pub exp2_polynomial_every: i32 = Takes::within(0, 128).tuned_over(&[0, 4, 8]),
         /// Blocks that no mask cuts skip the row-max reduction and reuse the running maximum; their row sums tell
         /// afterwards whether it was high enough. Warp-specialised kernels only.
-        pub skip_row_max: bool,
+        pub skip_row_max: bool = Takes::all().tuned(),
         /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
-        pub pack_gqa: bool,
+        pub pack_gqa: bool = Takes::all().tuned(),
         /// O is stored 16 bytes at a time; else element by element.
         pub vector_store: bool,
         /// 0: TMA loads. Else three warps copy so many bytes at a time, which divide every
         /// stride and address of Q, K and V: 16, 8, 4, or 2 (element by element).
-        pub copy_bytes: i32,
+        pub copy_bytes: i32 = Takes::among(&[0, 2, 4, 8, 16]),
         /// A warpgroup loads and the others consume. Else every warpgroup consumes, and one thread also
         /// refills shared memory, `stages` blocks ahead.
         pub warp_specialised: bool,
         /// CTAs that share the loads of K and V: 1 or 2.
-        pub cluster: i32,
+        pub cluster: i32 = Takes::within(1, 2).tuned(),
         /// A cluster's CTAs have the same query rows of neighbouring heads of a kv head's group; else
         /// neighbouring query rows of one head.
-        pub cluster_heads: bool,
+        pub cluster_heads: bool = Takes::all().tuned(),
         /// Q is held in registers through a tile, not read from shared memory by each product.
-        pub q_in_registers: bool,
+        pub q_in_registers: bool = Takes::all().tuned(),
         /// `Q K` is summed in f16. Inputs of f16 only.
         pub f16_scores: bool,
         /// `P V` is summed in f16, beyond whose 65504 it is infinite. Inputs of f16 only.
         pub f16_output: bool,
         /// The grid may start while the one before it in the stream ends (programmatic dependent launch);
         /// it sets up its barriers and then waits for that one's memory.
-        pub dependent_launch: bool,
+        pub dependent_launch: bool = Takes::all().tuned(),
     }
 }
 

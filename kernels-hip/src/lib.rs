@@ -4,8 +4,22 @@
 //! The text obeys the arrows of the repository: `isa` (one instruction, one function) below `mma`
 //! (typed tiles) below `cdna` (the forward kernel) and `combine.h`. What all vendors share comes from
 //! [`fmha_core::source`].
+//!
+//! Beside the text stands each kernel's recipe: what it accepts, its tile, its entry, its grid. A backend chooses among
+//! them, compiles and launches.
+
+pub mod arch;
+pub mod cdna;
+pub mod combine;
+mod device;
+mod order;
+pub mod simt;
+
+pub use arch::Arch;
+pub use device::{Device, Grid};
 
 use fmha_core::abi::{AbiStruct, FwdParams};
+use fmha_core::fields::Takes;
 use fmha_core::source::Header;
 use fmha_core::{DType, MaskKind, VLayout, abi_enum, abi_spec, abi_struct};
 
@@ -103,18 +117,30 @@ abi_spec! {
     /// How the CDNA forward kernel computes.
     pub struct CdnaTile {
         /// Queries of a workgroup: 32 a wave.
-        pub block_m: i32,
+        pub block_m: i32 = Takes::multiples(32, 32, 512).tuned_over(&[64, 128, 256]),
         /// Keys of a step of the main loop.
-        pub block_n: i32,
+        pub block_n: i32 = Takes::among(&[32, 64, 128]).tuned(),
         /// How Q, K and V are read.
-        pub load: LoadPath,
+        pub load: LoadPath = Takes::nothing(),
         /// How O is written.
-        pub store: StorePath,
+        pub store: StorePath = Takes::nothing(),
         /// Dies that workgroups are dealt to in turn; neighbours in a head are kept on one.
-        pub num_xcds: i32,
+        pub num_xcds: i32 = Takes::nothing(),
         /// Whether workgroups have one tile each or several.
-        pub order: TileOrder,
+        pub order: TileOrder = Takes::all().tuned(),
     }
+}
+
+impl CdnaTile {
+    /// None of a kernel: where names are read into.
+    const UNSET: Self = Self {
+        block_m: 0,
+        block_n: 0,
+        load: LoadPath::Element,
+        store: StorePath::Element,
+        num_xcds: 1,
+        order: TileOrder::Single,
+    };
 }
 
 macro_rules! embedded {

@@ -15,7 +15,7 @@ use fmha_core::{
     BwdArgs, CombineArgs, DType, FwdArgs, PlanOptions, Promises, Roofline, ValidBwd, ValidCombine, ValidFwd,
     Workspace,
 };
-use fmha_kernels_cuda::sm90 as text;
+use fmha_kernels_cuda::{sm90 as sm90_text, sm100 as sm100_text};
 
 use crate::driver::{Device, Grid};
 use crate::steps::Step;
@@ -93,7 +93,7 @@ impl DeviceFacts {
     /// # Errors
     /// A value of `FMHA_CACHE_DIR` that is not UTF-8.
     fn load_tuned(&self) -> Result<TunedTiles> {
-        let kernels = [(text::NAME, text::HEADER)];
+        let kernels = [(sm90_text::NAME, sm90_text::HEADER), (sm100_text::NAME, sm100_text::HEADER)];
         TunedTiles::load(&self.device, &kernels, &fmha_kernels_cuda::headers())
     }
 

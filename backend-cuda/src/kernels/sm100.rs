@@ -42,7 +42,10 @@ impl FwdRecipe for Sm100 {
         if options.accuracy == Accuracy::Exact {
             tile.lazy_rescale_log2 = 0;
         }
-        for (key, value) in &options.tile {
+        // Tiles are measured as a plan without options has them.
+        let untold = options.tile.is_empty() && options.accuracy == Accuracy::Fast;
+        let tuned = facts.tuned.get(sm100::NAME, problem).filter(|_| untold);
+        for (key, value) in tuned.map_or(&options.tile, |tuned| &tuned.tile) {
             tile.set(key, value).map_err(refuse)?;
         }
         tile.check(&spec, problem.gqa_ratio()).map_err(refuse)?;

@@ -1,6 +1,7 @@
 //! The Hopper kernel: which problems it takes, its tile, its tensor maps.
 
 use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::fields::Fields as _;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
 use fmha_core::{
@@ -170,55 +171,7 @@ fn schedule_words(tile: &Sm90Tile) -> String {
 pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOptions, Refusal> {
     Sm90::default().choose(problem, facts, &PlanOptions::default())?;
     let tile = sm90::choose_tile(problem);
-    let flag = |flag: bool| i32::from(flag).to_string();
-    let order = match tile.order {
-        sm90::TileOrder::Single => "single",
-        sm90::TileOrder::Static => "static",
-        sm90::TileOrder::Dynamic => "dynamic",
-    };
-    let pairs = [
-        ("block_m", tile.block_m.to_string()),
-        ("block_n", tile.block_n.to_string()),
-        ("stages", tile.stages.to_string()),
-        ("order", order.to_owned()),
-        ("ping_pong", flag(tile.ping_pong)),
-        ("lookahead", flag(tile.lookahead)),
-        ("split_q", flag(tile.split_q)),
-        ("lazy_rescale_log2", tile.lazy_rescale_log2.to_string()),
-        ("wait_anchor", tile.wait_anchor.to_string()),
-        ("exp2_polynomial_every", tile.exp2_polynomial_every.to_string()),
-        ("skip_row_max", flag(tile.skip_row_max)),
-        ("pack_gqa", flag(tile.pack_gqa)),
-        ("cluster", tile.cluster.to_string()),
-        ("cluster_heads", flag(tile.cluster_heads)),
-        ("q_in_registers", flag(tile.q_in_registers)),
-        ("dependent_launch", flag(tile.dependent_launch)),
-    ];
-    Ok(pairs.map(|(knob, value)| (knob.to_owned(), value)).to_vec())
-}
-
-/// What `fmha tune` tries of each knob, the weightiest first. What does not go together (shared memory,
-/// registers, rows that no group divides) is refused by the plan or by the compiler.
-pub(crate) fn knobs() -> Vec<(&'static str, Vec<String>)> {
-    let knobs: [(&'static str, &[&str]); 16] = [
-        ("block_n", &["64", "80", "96", "112", "128", "144", "160", "176", "192"]),
-        ("block_m", &["64", "128", "192"]),
-        ("lookahead", &["0", "1"]),
-        ("split_q", &["0", "1"]),
-        ("wait_anchor", &["0", "16", "32", "40", "48"]),
-        ("stages", &["2", "3", "4"]),
-        ("order", &["single", "static", "dynamic"]),
-        ("ping_pong", &["0", "1"]),
-        ("lazy_rescale_log2", &["0", "8"]),
-        ("exp2_polynomial_every", &["0", "4", "8"]),
-        ("skip_row_max", &["0", "1"]),
-        ("pack_gqa", &["0", "1"]),
-        ("cluster", &["1", "2"]),
-        ("cluster_heads", &["0", "1"]),
-        ("q_in_registers", &["0", "1"]),
-        ("dependent_launch", &["0", "1"]),
-    ];
-    knobs.map(|(knob, values)| (knob, values.iter().map(|&value| value.to_owned()).collect())).to_vec()
+    Ok(tile.named_values().into_iter().map(|(field, value)| (field.to_owned(), value)).collect())
 }
 
 /// What TMA brings at once.

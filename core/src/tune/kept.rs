@@ -12,6 +12,7 @@ use crate::dtype::DType;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::layout::{Shape, Strides};
+use crate::operation::Operation;
 use crate::problem::FwdProblem;
 use crate::source::{Header, KernelSource};
 use crate::spec::FwdSpec;
@@ -137,7 +138,8 @@ fn key(kernel: &str, problem: &FwdProblem) -> String {
     let strides: Vec<_> =
         strides.map(|(name, strides, shape, dtype)| name.to_owned() + &class(strides, shape, dtype)).to_vec();
     format!(
-        "forward {kernel} {:?} q {} k {} heads {} of {} batch {} strides {}",
+        "{} {kernel} {:?} q {} k {} heads {} of {} batch {} strides {}",
+        Operation::Forward,
         FwdSpec::of(problem),
         power(dims.seqlen_q),
         power(dims.seqlen_k),

@@ -1,61 +1,18 @@
 //! The tile by name: `block_m=128 stages=3`, as the command, the benches and plan options say it.
 
 use fmha_core::VLayout;
+use fmha_core::fields::Fields as _;
 use fmha_core::spec::FwdSpec;
 
-use super::{MAX_SMEM_BYTES, Sm100Tile, TMEM_COLUMNS, TileOrder};
-
-/// The fields that [`Sm100Tile::set`] knows.
-pub const FIELDS: &str = "block_m, block_n, stages, order, lazy_rescale_log2, exp2_polynomial_pairs, pack_gqa, vector_store, \
-                          copy_bytes, dependent_launch";
+use super::{MAX_SMEM_BYTES, Sm100Tile, TMEM_COLUMNS};
 
 impl Sm100Tile {
     /// Sets one field from its name and value.
     ///
     /// # Errors
     /// A text that names the field, the value and what the field takes.
-    pub fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
-        let wrong = |takes: &str| Err(format!("tile {key}={value} is not {takes}"));
-        let number = || value.parse::<i32>().map_err(|_| format!("tile {key}={value} is no whole number"));
-        let within = |least: i32, most: i32| match number()? {
-            n if (least..=most).contains(&n) => Ok(n),
-            _ => Err(format!("tile {key}={value} is not in {least}..={most}")),
-        };
-        let flag = || match value {
-            "1" | "true" => Ok(true),
-            "0" | "false" => Ok(false),
-            _ => Err(format!("tile {key}={value} is neither 0 nor 1")),
-        };
-        match key {
-            "block_m" => match number()? {
-                n @ (128 | 256) => self.block_m = n,
-                _ => return wrong("128 or 256"),
-            },
-            "block_n" => match within(64, 128)? {
-                n if n % 32 == 0 => self.block_n = n,
-                _ => return wrong("a multiple of 32"),
-            },
-            "stages" => self.stages = within(1, 16)?,
-            "order" => {
-                self.order = match value {
-                    "single" => TileOrder::Single,
-                    "static" => TileOrder::Static,
-                    "dynamic" => TileOrder::Dynamic,
-                    _ => return wrong("single, static or dynamic"),
-                }
-            }
-            "lazy_rescale_log2" => self.lazy_rescale_log2 = within(0, 11)?,
-            "exp2_polynomial_pairs" => self.exp2_polynomial_pairs = within(0, 16)?,
-            "pack_gqa" => self.pack_gqa = flag()?,
-            "vector_store" => self.vector_store = flag()?,
-            "copy_bytes" => match number()? {
-                n @ (0 | 2 | 4 | 8 | 16) => self.copy_bytes = n,
-                _ => return wrong("0 (TMA), 2, 4, 8 or 16"),
-            },
-            "dependent_launch" => self.dependent_launch = flag()?,
-            _ => return Err(format!("tile {key}={value}: there is no such field (known: {FIELDS})")),
-        }
-        Ok(())
+    pub fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
+        self.set_field(name, value).map_err(|text| format!("tile {text}"))
     }
 
     /// Whether the kernel can be compiled so for a spec, and launched where a kv head has `gqa_ratio`

@@ -2,101 +2,41 @@
 
 use fmha_core::DType;
 use fmha_core::VLayout;
+use fmha_core::fields::Fields as _;
 use fmha_core::spec::FwdSpec;
 
-use super::{MAX_SMEM_BYTES, Sm90Tile, TileOrder};
-
-/// The fields that [`Sm90Tile::set`] knows.
-pub const FIELDS: &str = "block_m, block_n, stages, order, ping_pong, lookahead, split_q, lazy_rescale_log2, wait_anchor, \
-                          exp2_polynomial_every, skip_row_max, pack_gqa, vector_store, copy_bytes, warp_specialised, \
-                          cluster, cluster_heads, q_in_registers, f16_scores, f16_output, dependent_launch";
+use super::{MAX_SMEM_BYTES, Sm90Tile};
 
 impl Sm90Tile {
-    /// Sets one field from its name and value. What a field cannot go with is set along:
-    /// `warp_specialised=0` ends ping-pong, lookahead and `skip_row_max`, `cluster=1` its heads, `f16_output=1` lazy
-    /// rescaling, which lets sums grow beyond f16; `lazy_rescale_log2=0` and a polynomial, which has no overflow
-    /// to see, end `skip_row_max`. [`Sm90Tile::check`] refuses it if a later word brings it back.
+    /// Sets one field from its name and value. What a field cannot go with yields: `warp_specialised=0` ends
+    /// ping-pong, lookahead and `skip_row_max`, `cluster=1` its heads, `f16_output=1` lazy rescaling, which lets
+    /// sums grow beyond f16; `lazy_rescale_log2=0` and a polynomial, which has no overflow to see, end
+    /// `skip_row_max`. [`Sm90Tile::check`] refuses it if a later word brings it back.
     ///
     /// # Errors
     /// A text that names the field, the value and what the field takes.
-    pub fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
-        let wrong = |takes: &str| Err(format!("tile {key}={value} is not {takes}"));
-        let number = || value.parse::<i32>().map_err(|_| format!("tile {key}={value} is no whole number"));
-        let within = |least: i32, most: i32| match number()? {
-            n if (least..=most).contains(&n) => Ok(n),
-            _ => Err(format!("tile {key}={value} is not in {least}..={most}")),
-        };
-        let flag = || match value {
-            "1" | "true" => Ok(true),
-            "0" | "false" => Ok(false),
-            _ => Err(format!("tile {key}={value} is neither 0 nor 1")),
-        };
-        match key {
-            "block_m" => match number()? {
-                n @ (64 | 128 | 192) => self.block_m = n,
-                _ => return wrong("64, 128 or 192"),
-            },
-            "block_n" => match within(16, 256)? {
-                n if n % 16 == 0 => self.block_n = n,
-                _ => return wrong("a multiple of 16"),
-            },
-            "stages" => self.stages = within(1, 8)?,
-            "order" => {
-                self.order = match value {
-                    "single" => TileOrder::Single,
-                    "static" => TileOrder::Static,
-                    "dynamic" => TileOrder::Dynamic,
-                    _ => return wrong("single, static or dynamic"),
-                }
-            }
-            "ping_pong" => self.ping_pong = flag()?,
-            "lookahead" => {
-                self.lookahead = flag()?;
-                self.split_q &= self.lookahead;
-            }
-            "split_q" => {
-                self.split_q = flag()?;
-                self.lookahead |= self.split_q;
-            }
-            "lazy_rescale_log2" => {
-                self.lazy_rescale_log2 = within(0, 11)?;
-                self.skip_row_max &= self.lazy_rescale_log2 > 0;
-            }
-            "wait_anchor" => self.wait_anchor = within(0, 128)?,
-            "exp2_polynomial_every" => {
-                self.exp2_polynomial_every = within(0, 128)?;
-                self.skip_row_max &= self.exp2_polynomial_every == 0;
-            }
-            "skip_row_max" => self.skip_row_max = flag()?,
-            "pack_gqa" => self.pack_gqa = flag()?,
-            "vector_store" => self.vector_store = flag()?,
-            "copy_bytes" => match number()? {
-                n @ (0 | 2 | 4 | 8 | 16) => self.copy_bytes = n,
-                _ => return wrong("0 (TMA), 2, 4, 8 or 16"),
-            },
-            "warp_specialised" => {
-                self.warp_specialised = flag()?;
-                self.ping_pong &= self.warp_specialised;
-                self.lookahead &= self.warp_specialised;
-                self.split_q &= self.warp_specialised;
-                self.skip_row_max &= self.warp_specialised;
-            }
-            "cluster" => {
-                self.cluster = within(1, 2)?;
-                self.cluster_heads &= self.cluster > 1;
-            }
-            "cluster_heads" => self.cluster_heads = flag()?,
-            "q_in_registers" => self.q_in_registers = flag()?,
-            "f16_scores" => self.f16_scores = flag()?,
-            "f16_output" => {
-                self.f16_output = flag()?;
-                if self.f16_output {
-                    self.lazy_rescale_log2 = 0;
-                    self.skip_row_max = false;
-                }
-            }
-            "dependent_launch" => self.dependent_launch = flag()?,
-            _ => return Err(format!("tile {key}={value}: there is no such field (known: {FIELDS})")),
+    pub fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
+        let was = *self;
+        self.set_field(name, value).map_err(|text| format!("tile {text}"))?;
+        if was.warp_specialised && !self.warp_specialised {
+            (self.ping_pong, self.lookahead, self.skip_row_max) = (false, false, false);
+        }
+        if self.split_q && !was.split_q {
+            self.lookahead = true;
+        }
+        if was.lookahead && !self.lookahead {
+            self.split_q = false;
+        }
+        if was.cluster > 1 && self.cluster == 1 {
+            self.cluster_heads = false;
+        }
+        if self.f16_output && !was.f16_output {
+            self.lazy_rescale_log2 = 0;
+        }
+        let maxima_end = was.lazy_rescale_log2 > 0 && self.lazy_rescale_log2 == 0;
+        let polynomials_begin = was.exp2_polynomial_every == 0 && self.exp2_polynomial_every > 0;
+        if maxima_end || polynomials_begin {
+            self.skip_row_max = false;
         }
         Ok(())
     }
@@ -249,11 +189,53 @@ mod tests {
     }
 
     #[test]
-    fn every_named_field_can_be_set() {
-        let mut tile = default_tile(&FwdSpec::plain(DType::F16, 128, MaskKind::Full));
-        for field in FIELDS.split(", ") {
-            let values = ["1", "2", "64", "static"];
-            assert!(values.iter().any(|value| tile.set(field, value).is_ok()), "{field}");
+    fn every_field_can_be_set_to_what_it_has_and_to_all_that_tuning_tries() {
+        let tile = default_tile(&FwdSpec::plain(DType::F16, 128, MaskKind::Full));
+        for (field, (name, value)) in Sm90Tile::fields().iter().zip(tile.named_values()) {
+            let mut same = tile;
+            same.set(name, &value).unwrap();
+            assert_eq!(same, tile, "{name}={value}");
+            for value in field.tried() {
+                let mut changed = tile;
+                changed.set(name, &value).unwrap();
+                assert!(changed.named_values().contains(&(field.name, value)), "{name}");
+            }
         }
+    }
+
+    #[test]
+    fn what_a_field_cannot_go_with_yields_to_it() {
+        let start = default_tile(&FwdSpec::plain(DType::F16, 128, MaskKind::Full));
+        let start = Sm90Tile {
+            ping_pong: true,
+            lookahead: true,
+            split_q: true,
+            skip_row_max: true,
+            exp2_polynomial_every: 0,
+            cluster: 2,
+            cluster_heads: true,
+            ..start
+        };
+        for (name, value, yields) in [
+            ("warp_specialised", "0", &["ping_pong", "lookahead", "split_q", "skip_row_max"][..]),
+            ("lookahead", "0", &["split_q"]),
+            ("cluster", "1", &["cluster_heads"]),
+            ("lazy_rescale_log2", "0", &["skip_row_max"]),
+            ("exp2_polynomial_every", "4", &["skip_row_max"]),
+            ("f16_output", "1", &["lazy_rescale_log2", "skip_row_max"]),
+        ] {
+            let mut tile = start;
+            tile.set(name, value).unwrap();
+            let (before, after) = (start.named_values(), tile.named_values());
+            let changed = before.iter().zip(&after).filter(|(before, after)| before != after);
+            let changed: Vec<_> =
+                changed.map(|(_, (field, _))| *field).filter(|field| *field != name).collect();
+            let mut expected = yields.to_vec();
+            expected.sort_by_key(|field| before.iter().position(|(name, _)| name == field));
+            assert_eq!(changed, expected, "{name}={value}");
+        }
+        let mut tile = Sm90Tile { lookahead: false, split_q: false, ..start };
+        tile.set("split_q", "1").unwrap();
+        assert!(tile.lookahead);
     }
 }

@@ -4,15 +4,19 @@ use fmha_core::source::{Entry, KernelSource};
 use fmha_core::spec::FwdSpec;
 use fmha_core::{FwdProblem, PlanOptions, Refusal};
 
-use super::refuse;
+use crate::device::refuse;
 
-pub(crate) const NAME: &str = "simt";
-pub(crate) const NUM_THREADS: u32 = 256;
+/// The kernel's name in plans and refusals.
+pub const NAME: &str = "simt";
+/// Threads of a workgroup.
+pub const NUM_THREADS: u32 = 256;
 const ROWS_OF_A_WORKGROUP: u64 = 4;
 
+/// Whether the kernel computes this problem.
+///
 /// # Errors
 /// The number that is too large, or a tile that it has not.
-pub(crate) fn accept(problem: &FwdProblem, options: &PlanOptions) -> Result<FwdSpec, Refusal> {
+pub fn accept(problem: &FwdProblem, options: &PlanOptions) -> Result<FwdSpec, Refusal> {
     if let Some((name, value)) = options.tile.first() {
         refuse!(NAME, "tile {name}={value}: it has no tile to set");
     }
@@ -23,13 +27,17 @@ pub(crate) fn accept(problem: &FwdProblem, options: &PlanOptions) -> Result<FwdS
     Ok(FwdSpec::of(problem))
 }
 
-pub(crate) fn num_workgroups(problem: &FwdProblem) -> u64 {
+/// Workgroups of a launch.
+#[must_use]
+pub fn num_workgroups(problem: &FwdProblem) -> u64 {
     let dims = problem.dims;
     let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
     rows.div_ceil(ROWS_OF_A_WORKGROUP)
 }
 
-pub(crate) fn source(spec: &FwdSpec) -> KernelSource {
+/// What is compiled.
+#[must_use]
+pub fn source(spec: &FwdSpec) -> KernelSource {
     let entry = Entry {
         include: "fmha/simt/fwd.h",
         constants: &[("kSpec", spec)],
@@ -37,5 +45,5 @@ pub(crate) fn source(spec: &FwdSpec) -> KernelSource {
         params: "FwdParams p",
         call: "simt::fwd<kSpec>(p);",
     };
-    KernelSource::new(entry.render(), fmha_kernels_hip::headers())
+    KernelSource::new(entry.render(), crate::headers())
 }

@@ -5,14 +5,18 @@ use fmha_core::source::{Entry, KernelSource};
 use fmha_core::spec::CombineSpec;
 use fmha_core::{CombineProblem, Refusal};
 
-use super::refuse;
+use crate::device::refuse;
 
-pub(crate) const NAME: &str = "combine";
-pub(crate) const NUM_THREADS: u32 = 256;
+/// The kernel's name in plans and refusals.
+pub const NAME: &str = "combine";
+/// Threads of a workgroup.
+pub const NUM_THREADS: u32 = 256;
 
+/// Whether the kernel computes this problem.
+///
 /// # Errors
 /// The number that is too large.
-pub(crate) fn accept(problem: &CombineProblem) -> Result<CombineSpec, Refusal> {
+pub fn accept(problem: &CombineProblem) -> Result<CombineSpec, Refusal> {
     let parts = problem.num_parts;
     if parts as usize > MAX_PARTS {
         refuse!(NAME, "num_parts {parts} is larger than {MAX_PARTS}");
@@ -28,11 +32,15 @@ pub(crate) fn accept(problem: &CombineProblem) -> Result<CombineSpec, Refusal> {
     Ok(CombineSpec::of(problem))
 }
 
-pub(crate) fn num_workgroups(problem: &CombineProblem) -> u64 {
+/// Workgroups of a launch.
+#[must_use]
+pub fn num_workgroups(problem: &CombineProblem) -> u64 {
     problem.shape().num_elems().div_ceil(NUM_THREADS.into())
 }
 
-pub(crate) fn source(spec: &CombineSpec) -> KernelSource {
+/// What is compiled.
+#[must_use]
+pub fn source(spec: &CombineSpec) -> KernelSource {
     let entry = Entry {
         include: "fmha/combine.h",
         constants: &[("kSpec", spec)],
@@ -40,5 +48,5 @@ pub(crate) fn source(spec: &CombineSpec) -> KernelSource {
         params: "CombineParams p",
         call: "combine<kSpec>(p);",
     };
-    KernelSource::new(entry.render(), fmha_kernels_hip::headers())
+    KernelSource::new(entry.render(), crate::headers())
 }

@@ -10,7 +10,8 @@ use std::fmt;
 use std::ops::Range;
 
 use fmha_core::{FwdProblem, KvLayout, QLayout};
-use fmha_kernels_hip::TileOrder;
+
+use crate::TileOrder;
 
 /// A step of the main loop: the unit is a quarter of it, about half a microsecond of an MI300X at D 128.
 const STEP: u64 = 4;

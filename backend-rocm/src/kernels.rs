@@ -1,43 +1,10 @@
-//! The kernels: each file has what it accepts, its tile, its entry, its grid.
-
-pub(crate) mod cdna;
-pub(crate) mod combine;
-mod order;
-pub(crate) mod simt;
+//! The closed family of forward kernels: which of them takes a problem. What each accepts, its tile, its
+//! entry and its grid stand beside the device text, in `fmha-kernels-hip`.
 
 use fmha_core::source::KernelSource;
 use fmha_core::spec::FwdSpec;
-use fmha_core::{FwdArgs, FwdProblem, PlanOptions, Refusal, ResourceUsage};
-
-use crate::arch::Arch;
-
-/// What a choice depends on besides the problem.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Device {
-    pub(crate) arch: Arch,
-    pub(crate) num_compute_units: u32,
-}
-
-/// How a launch lies over a device.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Grid {
-    pub(crate) workgroups: u64,
-    /// Of one workgroup.
-    pub(crate) threads: u32,
-    /// Pieces of work.
-    pub(crate) tiles: u64,
-    /// Of these, as many as the device works on at a time.
-    pub(crate) tiles_at_once: u64,
-}
-
-impl Device {
-    /// Of a kernel whose workgroups have one piece of work each.
-    pub(crate) fn grid(&self, usage: Option<&ResourceUsage>, workgroups: u64, threads: u32) -> Grid {
-        let per_compute_unit = usage.map_or(1, |usage| self.arch.workgroups_per_compute_unit(usage, threads));
-        let tiles_at_once = (self.num_compute_units * per_compute_unit).into();
-        Grid { workgroups, threads, tiles: workgroups, tiles_at_once }
-    }
-}
+use fmha_core::{FwdArgs, FwdProblem, PlanOptions, ProblemError, Refusal, ResourceUsage};
+use fmha_kernels_hip::{Device, Grid, cdna, simt};
 
 /// A forward kernel, chosen for a problem.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -87,10 +54,22 @@ impl Forward {
         }
     }
 
-    /// The kernel that takes these pointers, where it is another one.
-    pub(crate) fn for_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Option<Self> {
+    /// Takes the operands where they lie, or names the first that it does not.
+    pub(crate) fn takes_addresses(
+        &self,
+        problem: &FwdProblem,
+        args: &FwdArgs<'_>,
+    ) -> Result<(), ProblemError> {
         match self {
-            Self::Cdna(cdna) => cdna.for_addresses(problem, args).map(Self::Cdna),
+            Self::Cdna(cdna) => cdna.takes_addresses(problem, args),
+            Self::Simt(_) => Ok(()),
+        }
+    }
+
+    /// The kernel that takes any address, where it is another one.
+    pub(crate) fn for_any_address(&self, problem: &FwdProblem) -> Option<Self> {
+        match self {
+            Self::Cdna(cdna) => cdna.for_any_address(problem).map(Self::Cdna),
             Self::Simt(_) => None,
         }
     }
@@ -126,16 +105,4 @@ pub(crate) fn select(
         refusals.push(Refusal::new(name, reason));
     }
     Err(refusals)
-}
-
-macro_rules! refuse {
-    ($kernel:expr, $($reason:tt)+) => {
-        return Err(fmha_core::Refusal::new($kernel, format!($($reason)+)))
-    };
-}
-pub(crate) use refuse;
-
-/// `name=value` of `PlanOptions::tile` as a number.
-pub(crate) fn number(kernel: &str, name: &str, value: &str) -> Result<i32, Refusal> {
-    value.parse().map_err(|_| Refusal::new(kernel, format!("tile {name}={value} is not a number")))
 }

@@ -1,17 +1,20 @@
 //! `cdna_fwd`: forward on MFMA.
 
 use fmha_core::abi::FwdParams;
+use fmha_core::fields::{FieldValue as _, Fields as _};
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::{
-    Bias, DType, FwdArgs, FwdProblem, KvLayout, MaskKind, PlanOptions, Refusal, Strides, VLayout,
+    Bias, DType, FwdArgs, FwdProblem, KvLayout, MaskKind, PlanOptions, ProblemError, Refusal, Strides,
+    VLayout,
 };
-use fmha_kernels_hip::{CdnaParams, CdnaSpec, CdnaTile, LoadPath, OutputKind, StorePath, TileOrder};
 
-use super::order::{Tiles, Why};
-use super::{Device, number, refuse};
 use crate::arch::Arch;
+use crate::device::{Device, refuse};
+use crate::order::{Tiles, Why};
+use crate::{CdnaParams, CdnaSpec, CdnaTile, LoadPath, OutputKind, StorePath, TileOrder};
 
-pub(crate) const NAME: &str = "cdna_fwd";
+/// The kernel's name in plans and refusals.
+pub const NAME: &str = "cdna_fwd";
 
 /// Rows of a matrix instruction, hence queries of a wave.
 const WAVE_ROWS: i32 = 32;
@@ -27,9 +30,10 @@ const STAGES: i64 = 2;
 
 /// The kernel, with all that was chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Cdna {
+pub struct Cdna {
     spec: CdnaSpec,
-    pub(crate) tile: CdnaTile,
+    /// How it computes.
+    pub tile: CdnaTile,
     /// Why this order of tiles.
     why: Why,
     /// Workgroups that walk over tiles; `None`: as many as the device holds.
@@ -40,7 +44,7 @@ pub(crate) struct Cdna {
 ///
 /// # Errors
 /// The field that it does not take, and its number.
-pub(crate) fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Cdna, Refusal> {
+pub fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Cdna, Refusal> {
     let arch = device.arch;
     problem.refuse_mixed_layouts(NAME)?;
     for (field, dtype) in [("dtype_qk", problem.dtype_qk), ("dtype_v", problem.dtype_v)] {
@@ -84,7 +88,7 @@ pub(crate) fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions
     Ok(Cdna { spec, tile, why, workgroups: knobs.workgroups })
 }
 
-/// `PlanOptions::tile`, read.
+/// `PlanOptions::tile`, read: what was asked for of a tile's fields, and of the launch.
 #[derive(Default)]
 struct Knobs {
     block_m: Option<i32>,
@@ -96,25 +100,20 @@ struct Knobs {
 impl Knobs {
     fn of(options: &PlanOptions) -> Result<Self, Refusal> {
         let mut knobs = Self::default();
+        let refusal = |text: String| Refusal::new(NAME, format!("tile {text}"));
         for (name, value) in &options.tile {
+            if name == "workgroups" {
+                let asked = value.parse().ok().filter(|&asked| asked > 0);
+                let wrong = || refusal(format!("workgroups={value} is not a number from 1"));
+                knobs.workgroups = Some(asked.ok_or_else(wrong)?);
+                continue;
+            }
+            let mut tile = CdnaTile::UNSET;
+            tile.set_field(name, value).map_err(refusal)?;
             match name.as_str() {
-                "block_m" => knobs.block_m = Some(number(NAME, name, value)?),
-                "block_n" => knobs.block_n = Some(number(NAME, name, value)?),
-                "order" => {
-                    knobs.order = Some(match value.as_str() {
-                        "single" => TileOrder::Single,
-                        "static" => TileOrder::Static,
-                        _ => refuse!(NAME, "tile order={value} is not single or static"),
-                    });
-                }
-                "workgroups" => match number(NAME, name, value)? {
-                    n @ 1.. => knobs.workgroups = Some(n.unsigned_abs()),
-                    n => refuse!(NAME, "tile workgroups={n} is not at least 1"),
-                },
-                _ => refuse!(
-                    NAME,
-                    "tile {name}={value} is unknown (known: block_m, block_n, order, workgroups)"
-                ),
+                "block_m" => knobs.block_m = Some(tile.block_m),
+                "block_n" => knobs.block_n = Some(tile.block_n),
+                _ => knobs.order = Some(tile.order),
             }
         }
         Ok(knobs)
@@ -154,15 +153,9 @@ fn spec(problem: &FwdProblem, load: LoadPath) -> CdnaSpec {
 
 fn tile(problem: &FwdProblem, arch: Arch, knobs: &Knobs) -> Result<CdnaTile, Refusal> {
     let asked = knobs.block_m.unwrap_or(MIN_BLOCK_M);
-    if !(WAVE_ROWS..=512).contains(&asked) || asked % WAVE_ROWS != 0 {
-        refuse!(NAME, "tile block_m={asked} is not a multiple of {WAVE_ROWS} in {WAVE_ROWS}..=512");
-    }
     // As wide a row as any kernel of the problem has; which of them it is depends on the tile.
     let widest = spec(problem, LoadPath::Element);
     let block_n = knobs.block_n.unwrap_or_else(|| default_block_n(&widest, arch));
-    if ![32, 64, 128].contains(&block_n) {
-        refuse!(NAME, "tile block_n={block_n} is not 32, 64 or 128");
-    }
     let mut tile = CdnaTile {
         block_m: asked,
         block_n,
@@ -265,18 +258,9 @@ fn stores_runs(problem: &FwdProblem) -> bool {
         && (shape.seq <= 1 || o.seq % 4 == 0)
 }
 
-/// The tile that these pointers allow: the plan's, or the one that takes any address.
-fn tile_for(tile: CdnaTile, problem: &FwdProblem, args: &FwdArgs<'_>) -> CdnaTile {
-    let inputs = [args.q.as_ptr(), args.k.as_ptr(), args.v.as_ptr()];
-    let dwords = inputs.iter().all(|ptr| (*ptr as i64) % DWORD == 0);
-    let run_bytes = 4 * problem.dtype_o.size_bytes() as usize;
-    let runs = (args.o.as_mut_ptr() as usize).is_multiple_of(run_bytes);
-    let load = if dwords { tile.load } else { LoadPath::Element };
-    let store = if runs && load != LoadPath::Element { tile.store } else { StorePath::Element };
-    CdnaTile { load, store, ..tile }
-}
-
-pub(crate) fn num_threads(tile: &CdnaTile) -> i32 {
+/// Threads of a workgroup.
+#[must_use]
+pub fn num_threads(tile: &CdnaTile) -> i32 {
     tile.block_m / WAVE_ROWS * WAVE_THREADS
 }
 
@@ -314,22 +298,52 @@ fn source(spec: &CdnaSpec, tile: &CdnaTile) -> KernelSource {
     };
     let text =
         entry.render().replace("using namespace fmha;", "using namespace fmha;\nusing namespace fmha::cdna;");
-    KernelSource::new(text, fmha_kernels_hip::headers())
+    KernelSource::new(text, crate::headers())
 }
 
 impl Cdna {
-    pub(crate) fn source(&self) -> KernelSource {
+    /// What is compiled.
+    #[must_use]
+    pub fn source(&self) -> KernelSource {
         source(&self.spec, &self.tile)
     }
 
-    /// The kernel that takes these pointers, where it is another one.
-    pub(crate) fn for_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Option<Self> {
-        let tile = tile_for(self.tile, problem, args);
+    /// Takes the operands where they lie, or names the first that it does not: addresses are not known when a plan is
+    /// made.
+    ///
+    /// # Errors
+    /// The operand, its address and the alignment that it lacks.
+    pub fn takes_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Result<(), ProblemError> {
+        let loads = if self.tile.load == LoadPath::Element { 1 } else { DWORD.unsigned_abs() };
+        let stores = if self.tile.store == StorePath::Element { 1 } else { 4 * problem.dtype_o.size_bytes() };
+        for (name, address, align) in [
+            ("q", args.q.as_ptr() as u64, loads),
+            ("k", args.k.as_ptr() as u64, loads),
+            ("v", args.v.as_ptr() as u64, loads),
+            ("o", args.o.as_mut_ptr() as u64, stores),
+        ] {
+            if !address.is_multiple_of(align) {
+                return Err(ProblemError::new(
+                    name,
+                    format!(
+                        "{name} starts at {address:#x}, which is no multiple of the {align} bytes that kernel {NAME} needs"
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// The kernel that takes any address, where it is another one.
+    #[must_use]
+    pub fn for_any_address(&self, problem: &FwdProblem) -> Option<Self> {
+        let tile = CdnaTile { load: LoadPath::Element, store: StorePath::Element, ..self.tile };
         (tile != self.tile).then(|| Self { tile, spec: spec(problem, tile.load), ..*self })
     }
 
     /// What a launch reads.
-    pub(crate) fn params(problem: &FwdProblem, fwd: &FwdParams) -> CdnaParams {
+    #[must_use]
+    pub fn params(problem: &FwdProblem, fwd: &FwdParams) -> CdnaParams {
         let dtype_bias = match problem.bias {
             Bias::Elementwise(bias) => bias.dtype,
             Bias::None | Bias::Alibi { .. } => DType::F32,
@@ -345,7 +359,8 @@ impl Cdna {
     }
 
     /// Tiles, and the workgroups for them where the device holds `places`.
-    pub(crate) fn tiles_and_workgroups(&self, problem: &FwdProblem, places: u64) -> (u64, u64) {
+    #[must_use]
+    pub fn tiles_and_workgroups(&self, problem: &FwdProblem, places: u64) -> (u64, u64) {
         let tiles = num_tiles(problem, &self.tile).unsigned_abs();
         let workgroups = match self.tile.order {
             TileOrder::Single => tiles,
@@ -355,15 +370,12 @@ impl Cdna {
     }
 
     /// The rows that a plan prints.
-    pub(crate) fn details(&self) -> Vec<(&'static str, String)> {
+    #[must_use]
+    pub fn details(&self) -> Vec<(&'static str, String)> {
         let Self { spec, tile, why, .. } = self;
-        let order = match tile.order {
-            TileOrder::Single => "single",
-            TileOrder::Static => "static",
-        };
         vec![
             ("tile", format!("block_m {} block_n {}", tile.block_m, tile.block_n)),
-            ("order", format!("{order} ({why})")),
+            ("order", format!("{} ({why})", tile.order.name())),
             ("loads", format!("{:?}", tile.load)),
             ("stores", format!("{:?}", tile.store)),
             ("lds", format!("{} bytes", lds_bytes(spec, tile))),

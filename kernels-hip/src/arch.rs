@@ -51,7 +51,7 @@ impl Arch {
     }
 
     /// Compute units of the largest device (of one die of MI250X; MI300X; MI355X).
-    pub(crate) const fn num_compute_units(self) -> u32 {
+    pub const fn num_compute_units(self) -> u32 {
         match self {
             Arch::Gfx90a => 110,
             Arch::Gfx942 => 304,
@@ -61,7 +61,7 @@ impl Arch {
 
     /// Workgroups of `threads` threads that a compute unit holds: four SIMDs, 512 vector registers a lane of each,
     /// given out in eights, eight waves at most; one where the compiler did not say what a kernel takes.
-    pub(crate) fn workgroups_per_compute_unit(self, usage: &ResourceUsage, threads: u32) -> u32 {
+    pub fn workgroups_per_compute_unit(self, usage: &ResourceUsage, threads: u32) -> u32 {
         let (Some(registers), Some(lds_bytes)) = (usage.registers, usage.shared_bytes) else { return 1 };
         let waves = 4 * (512 / registers.max(1).next_multiple_of(8)).min(8);
         let by_waves = waves / threads.div_ceil(64).max(1);
@@ -69,7 +69,7 @@ impl Arch {
     }
 
     /// Dies with an L2 of their own that workgroups are dealt to in turn.
-    pub(crate) const fn num_xcds(self) -> i32 {
+    pub const fn num_xcds(self) -> i32 {
         match self {
             Arch::Gfx90a => 1,
             Arch::Gfx942 | Arch::Gfx950 => 8,
@@ -88,7 +88,7 @@ impl Arch {
     }
 
     /// Peak of f16 and bf16 or of FP8, dense, and of memory, as AMD states them for the largest part. gfx90a has no FP8.
-    pub(crate) fn roofline(self, dtype: DType) -> Roofline {
+    pub fn roofline(self, dtype: DType) -> Roofline {
         let (two_bytes, fp8, bytes, part) = match self {
             Arch::Gfx90a => (383.0e12, None, 3.2e12, "MI250X"),
             Arch::Gfx942 => (1307.4e12, Some(2614.9e12), 5.3e12, "MI300X"),
