@@ -342,4 +342,3 @@ fn host_header() -> Header {
     );
     Header::rendered("fmha/sm100_host.h", text)
 }
-

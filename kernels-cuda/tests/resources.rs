@@ -36,11 +36,8 @@ fn compile(nvrtc: &Library, source: &KernelSource, arch: &str) -> Result<String,
     let names: Vec<CString> = source.headers.iter().map(|header| text(&header.name)).collect();
     let texts: Vec<CString> = source.headers.iter().map(|header| text(&header.text)).collect();
     let arch = format!("--gpu-architecture={arch}");
-    let options: Vec<CString> = COMPILE_OPTIONS
-        .iter()
-        .chain(&[arch.as_str(), "-Xptxas=-v"])
-        .map(|option| text(option))
-        .collect();
+    let options: Vec<CString> =
+        COMPILE_OPTIONS.iter().chain(&[arch.as_str(), "-Xptxas=-v"]).map(|option| text(option)).collect();
     let pointers = |strings: &[CString]| strings.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
     // SAFETY: the signatures are those of nvrtc.h; every pointer outlives its call, the log has the
     // size that the library asked for.
@@ -182,7 +179,8 @@ fn nvrtc() -> Option<(Option<Library>, Library)> {
 fn resources(kernels: Vec<(String, KernelSource)>, nvrtc: &Library, arch: &str) -> String {
     let mut found = String::new();
     for (name, source) in kernels {
-        let log = compile(nvrtc, &source, arch).unwrap_or_else(|log| panic!("{name} does not compile:\n{log}"));
+        let log =
+            compile(nvrtc, &source, arch).unwrap_or_else(|log| panic!("{name} does not compile:\n{log}"));
         for warning in ["C7508", "C7510", "C7512", "C7520"] {
             assert!(!log.contains(warning), "{name}: {log}");
         }
@@ -207,6 +205,10 @@ fn every_blackwell_kernel_compiles_in_the_registers_of_the_table_without_spills(
     let Some((_builtins, nvrtc)) = nvrtc() else { return };
     for arch in sm100::ARCHS {
         let found = resources(blackwell_kernels(), &nvrtc, arch);
-        assert_eq!(found, include_str!("resources_sm100.txt"), "the table as compiled now for {arch}:\n{found}");
+        assert_eq!(
+            found,
+            include_str!("resources_sm100.txt"),
+            "the table as compiled now for {arch}:\n{found}"
+        );
     }
 }

@@ -65,30 +65,31 @@ impl Maps {
         };
         let columns = |name| name == "v" && problem.v_layout == VLayout::ColMajor;
         let rows = |shape: Shape| shape.seq.max(1);
-        let kv_map = |name, address: u64, dtype: DType, strides: Strides, shape: Shape, box_dims: [i32; 4]| {
-            let size = dtype.size_bytes() as u64;
-            TensorMapFacts {
-                name,
-                dtype,
-                // A tensor without rows is never read, but a map needs an address.
-                address: if shape.seq == 0 { q_address } else { address },
-                dims: {
-                    let (inner, outer) =
-                        if columns(name) { (rows(shape), shape.dim) } else { (shape.dim, rows(shape)) };
-                    [inner, outer, shape.head, shape.batch].map(u64::from)
-                },
-                strides_bytes: [
-                    if columns(name) {
-                        bytes(strides.dim, shape.dim, size)
-                    } else {
-                        bytes(strides.seq, shape.seq, size)
+        let kv_map =
+            |name, address: u64, dtype: DType, strides: Strides, shape: Shape, box_dims: [i32; 4]| {
+                let size = dtype.size_bytes() as u64;
+                TensorMapFacts {
+                    name,
+                    dtype,
+                    // A tensor without rows is never read, but a map needs an address.
+                    address: if shape.seq == 0 { q_address } else { address },
+                    dims: {
+                        let (inner, outer) =
+                            if columns(name) { (rows(shape), shape.dim) } else { (shape.dim, rows(shape)) };
+                        [inner, outer, shape.head, shape.batch].map(u64::from)
                     },
-                    bytes(strides.head, shape.head, size),
-                    batch_bytes(strides.batch, shape, size),
-                ],
-                box_dims: box_dims.map(i32::unsigned_abs),
-            }
-        };
+                    strides_bytes: [
+                        if columns(name) {
+                            bytes(strides.dim, shape.dim, size)
+                        } else {
+                            bytes(strides.seq, shape.seq, size)
+                        },
+                        bytes(strides.head, shape.head, size),
+                        batch_bytes(strides.batch, shape, size),
+                    ],
+                    box_dims: box_dims.map(i32::unsigned_abs),
+                }
+            };
         let (k, v) = (call.args.k.as_ptr() as u64, call.args.v.as_ptr() as u64);
         let k_map = kv_map("k", k, problem.dtype_qk, problem.k, extents.k, boxes.k);
         let v_map = kv_map("v", v, problem.dtype_v, problem.v, extents.v, boxes.v);

@@ -21,9 +21,9 @@ use crate::driver::{Device, Grid};
 use crate::steps::Step;
 use combine::Merge;
 use simt::Simt;
-use sm100::Sm100;
 use sm90::Sm90;
 use sm90_bwd::Sm90Bwd;
+use sm100::Sm100;
 
 /// CTAs of a row kernel that a multiprocessor holds at a time: 128 threads each, of 2048.
 pub(crate) const ROW_CTAS_PER_SM: u32 = 16;

@@ -1,7 +1,9 @@
 //! The Blackwell kernel: which problems it takes, its tile, its tensor maps.
 
 use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::fields::Fields as _;
 use fmha_core::spec::FwdSpec;
+use fmha_core::tune::TileOptions;
 use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, Workspace, bind};
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm100::{self, Sm100Tile};
@@ -86,10 +88,7 @@ impl FwdRecipe for Sm100 {
                 ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),
                 ("order", format!("{:?}, L2 groups of {} heads", tile.order, schedule.heads_per_l2_group)),
                 ("schedule", schedule_words(&tile)),
-                (
-                    "tensor memory",
-                    format!("{} of {} columns", tile.tmem_columns(&spec), sm100::TMEM_COLUMNS),
-                ),
+                ("tensor memory", format!("{} of {} columns", tile.tmem_columns(&spec), sm100::TMEM_COLUMNS)),
             ],
         })
     }
@@ -137,14 +136,21 @@ impl FwdRecipe for Sm100 {
     }
 }
 
+/// The tile that the table gives, as [`Sm100Tile::set`] takes it.
+///
+/// # Errors
+/// Why the kernel does not take the problem.
+pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOptions, Refusal> {
+    Sm100::default().choose(problem, facts, &PlanOptions::default())?;
+    let tile = sm100::choose_tile(problem, &facts.arch);
+    let set_by_users = tile.named_values().into_iter().filter(|(field, _)| !field.starts_with("cluster"));
+    Ok(set_by_users.map(|(field, value)| (field.to_owned(), value)).collect())
+}
+
 /// What TMA brings at once.
 fn boxes(problem: &ValidFwd, tile: &Sm100Tile) -> Boxes {
     let spec = FwdSpec::of(problem);
-    Boxes {
-        q: tile.q_box(&spec, problem.gqa_ratio() as i32),
-        k: tile.k_box(&spec),
-        v: tile.v_box(&spec),
-    }
+    Boxes { q: tile.q_box(&spec, problem.gqa_ratio() as i32), k: tile.k_box(&spec), v: tile.v_box(&spec) }
 }
 
 fn schedule_words(tile: &Sm100Tile) -> String {

@@ -4,9 +4,7 @@ use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::Fields as _;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{
-    Accuracy, PlanOptions, Promises, VLayout, ValidFwd, Workspace, bind,
-};
+use fmha_core::{Accuracy, PlanOptions, Promises, VLayout, ValidFwd, Workspace, bind};
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm90::{self, Sm90Tile};
 
@@ -130,7 +128,8 @@ impl FwdRecipe for Sm90 {
         let Some((tile, schedule)) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
         };
-        let mut maps = if tile.copy_bytes > 0 { Maps::UNREAD } else { Maps::of(call, &boxes(call.problem, &tile))? };
+        let mut maps =
+            if tile.copy_bytes > 0 { Maps::UNREAD } else { Maps::of(call, &boxes(call.problem, &tile))? };
         let (mut params, mut schedule) = (bind::fwd_params(call.problem, call.args), schedule);
         let mut arguments = [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
         // SAFETY: the kernel takes FwdParams, Maps and TileSchedule; `check_fwd` saw that the memory
