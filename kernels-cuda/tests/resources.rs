@@ -151,11 +151,14 @@ fn blackwell_kernels() -> Vec<(String, KernelSource)> {
         ("128_group".to_owned(), FwdSpec { q_layout: QLayout::Packed, kv_layout: KvKind::Packed, ..upper }),
         ("128_f32_output".to_owned(), FwdSpec { dtype_o: DType::F32, ..upper }),
     ];
-    for (mask, name) in [(MaskKind::Full, "full"), (MaskKind::Upper, "upper"), (MaskKind::Band, "band")] {
-        for (qk, v) in [(64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256)] {
-            specs.push((format!("{qk}x{v}_{name}"), plain(qk, v, mask)));
-        }
+    for (qk, v) in [(64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256)] {
+        specs.push((format!("{qk}x{v}_upper"), plain(qk, v, MaskKind::Upper)));
     }
+    for (mask, name) in [(MaskKind::Full, "full"), (MaskKind::Band, "band")] {
+        specs.push((format!("128x128_{name}"), plain(128, 128, mask)));
+    }
+    let fp8 = FwdSpec { dtype_qk: DType::E4m3Fn, dtype_v: DType::E4m3Fn, ..upper };
+    specs.push(("128_fp8".to_owned(), fp8));
     let kernel = |(name, spec): (String, FwdSpec)| {
         (format!("sm100_{name}"), sm100::fwd(&spec, &sm100::default_tile(&spec)))
     };

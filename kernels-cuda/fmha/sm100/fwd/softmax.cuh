@@ -153,24 +153,31 @@ struct SoftmaxRole {
     ptx::mbarrier_arrive_if(smem.stats_full[q_tile], signals);
   }
 
-  FMHA_DEVICE static void sum(const float (&s)[n], int first, int end, F32x2 (&sums)[4]) {
+  // The sum of P, and of `before`. Four chains of pairs.
+  FMHA_DEVICE static float sum(const float (&s)[n], float before) {
+    F32x2 chains[4] = {{before, 0.f}};
 #pragma unroll
-    for (int e = first; e < end; e += 2) {
-      F32x2& chain = sums[e / 2 % 4];
-      chain = ptx::add_f32x2(chain, {s[e], s[e + 1]});
-    }
+    for (int e = 0; e < n; e += 2) chains[e / 2 % 4] = ptx::add_f32x2(chains[e / 2 % 4], {s[e], s[e + 1]});
+    const F32x2 total = ptx::add_f32x2(ptx::add_f32x2(chains[0], chains[1]), ptx::add_f32x2(chains[2], chains[3]));
+    return total.low + total.high;
   }
 
-  // Zeros what dropout drops of a chunk of P. One call of the generator decides four keys.
+  // Zeros what dropout drops of a chunk of P. One call of the generator decides four keys; the calls are a loop, whose
+  // results are a bit a key: unrolled, they take the registers that P has.
   FMHA_DEVICE void drop(float (&s)[n], int first, int32_t block) const {
-    const int32_t batch_head = work().i_batch * p.num_heads_q + i_head;
+    const int32_t batch_head = work().i_batch * p.num_heads_q + i_head, first_quad = (block * n + first) / 4;
+    uint32_t kept = 0;
+#pragma unroll 1
+    for (int quad = 0; quad < chunk / 4; ++quad) {
+      const Array<uint32_t, 4> words = dropout_words(p, batch_head, query, first_quad + quad);
+      uint32_t bits = 0;
 #pragma unroll
-    for (int e = first; e < first + chunk; e += 4) {
-      const Array<uint32_t, 4> words = dropout_words(p, batch_head, query, (block * n + e) / 4);
+      for (int k = 0; k < 4; ++k) bits |= uint32_t(words[k] < p.dropout_threshold) << k;
+      kept |= bits << 4 * quad;
+    }
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        if (words[k] >= p.dropout_threshold) s[e + k] = 0.f;
-      }
+    for (int e = 0; e < chunk; ++e) {
+      if (!(kept >> e & 1)) s[first + e] = 0.f;
     }
   }
 
@@ -237,8 +244,8 @@ struct SoftmaxRole {
     // P of 8 bits is scaled to their range, in the exponent.
     const float shift = reference * scale_log2 - log2_of_power(p_scale(spec.dtype_v));
     exponentiate(s, shift);
-    F32x2 sums[4] = {{row_sum * correction, 0.f}};
-    if constexpr (spec.dropout) sum(s, 0, n, sums);
+    // Of all of P, before dropout; else behind P's handing over, which the products wait for.
+    if constexpr (spec.dropout) row_sum = sum(s, row_sum * correction);
 #pragma unroll
     for (int c = 0; c < num_chunks; ++c) {
       if constexpr (spec.dropout) drop(s, c * chunk, block);
@@ -246,9 +253,7 @@ struct SoftmaxRole {
       if (c + 1 == early_chunks) hand_over(smem.p_full[slot_index]);
     }
     hand_over(smem.p_last[slot_index]);
-    if constexpr (!spec.dropout) sum(s, 0, n, sums);
-    const F32x2 total = ptx::add_f32x2(ptx::add_f32x2(sums[0], sums[1]), ptx::add_f32x2(sums[2], sums[3]));
-    row_sum = total.low + total.high;
+    if constexpr (!spec.dropout) row_sum = sum(s, row_sum * correction);
     slot.advance();
   }
 
