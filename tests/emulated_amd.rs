@@ -2,8 +2,8 @@
 //! never on hardware.
 //!
 //! Nearly all of the time goes into compiling kernels (two to six seconds each; the disk cache keeps them), so
-//! they are dealt out: a kernel comes to the cases of one architecture in [`PARTS`], with all cases that it serves.
-//! All of them: `fmha conformance --backend rocm --emulate gfx942`.
+//! they are dealt out: each architecture has one kernel in [`PARTS`], with all cases that it serves.
+//! All of them: `cargo xtask test --all`.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -12,6 +12,7 @@ mod amd;
 use std::collections::HashSet;
 
 use fmha_conformance::case::{Case, all};
+use fmha_conformance::deal::Deal;
 use fmha_conformance::report::run_cases;
 use fmha_conformance::run::{Options, Outcome};
 use fmha_core::{AnyProblem, FmhaBackend, PlanOptions};
@@ -20,9 +21,9 @@ use fmha_rocm::RocmBackend;
 const ARCHS: [&str; 3] = ["gfx90a", "gfx942", "gfx950"];
 
 /// Of the tile kernels of an architecture, one in so many; those of one are not those of another.
-const PARTS: u64 = 8;
+const PARTS: u64 = 24;
 /// What may be wrong on one architecture alone: its matrix instructions, its waits.
-const EVERYWHERE: [&str; 2] = ["edges/off_tile/", "combine/"];
+const EVERYWHERE: [&str; 2] = ["edges/off_tile/bf16", "combine/bf16"];
 
 /// Cases that an architecture's hardware fails, with why. They are reported absent, and must fail.
 const BEYOND_THE_HARDWARE: [(&str, &str, &str); 1] = [(
@@ -113,8 +114,7 @@ fn workgroups_that_walk_over_tiles_keep_the_contract_on_every_emulated_architect
             });
             tiles > workgroups && !case.name.starts_with("backward/")
         };
-        let dealt = |case: &&Case| (case.data().seed >> 20) % 96 == index as u64;
-        let cases: Vec<Case> = all().iter().filter(walks).filter(dealt).cloned().collect();
+        let cases: Vec<Case> = all().iter().filter(walks).cloned().collect();
         let count = workgroups.to_string();
         let tile = [("block_m", "64"), ("order", "static"), ("workgroups", count.as_str())];
         let options = Options {
@@ -125,6 +125,8 @@ fn workgroups_that_walk_over_tiles_keep_the_contract_on_every_emulated_architect
             repro_words: format!("--emulate {arch} --tile block_m=64,order=static,workgroups={workgroups}"),
             ..Options::default()
         };
+        let dealt: Deal = format!("{}/64", index + 1).parse().unwrap();
+        let cases = dealt.of(cases, &backend, &options.plan);
         let report = run_cases(&backend, &cases, &options, &|_, _, _| ());
         for case in report.failures() {
             println!("FAILED {}\n  {}\n  {}", case.name, case.text, case.repro);
@@ -140,7 +142,7 @@ fn workgroups_that_walk_over_tiles_keep_the_contract_on_every_emulated_architect
 #[test]
 fn the_fallback_takes_every_spec() {
     let Some(backend) = amd::open("gfx942", "the battery") else { return };
-    let cases: Vec<Case> = all().into_iter().filter(|case| case.data().seed % 29 == 0).collect();
+    let cases: Vec<Case> = all().into_iter().filter(|case| case.data().seed % 131 == 0).collect();
     let plan = PlanOptions { kernel: Some("simt".to_owned()), ..PlanOptions::default() };
     let options =
         Options { plan, repro_words: "--emulate gfx942 --kernel simt".to_owned(), ..Options::default() };
@@ -155,5 +157,5 @@ fn the_fallback_takes_every_spec() {
     }
     println!("battery rocm (gfx942, emulated, kernel simt): {}", report.summary);
     assert_eq!((report.summary.failed, report.summary.refused), (0, 0));
-    assert!(report.summary.passed > 60, "{}", report.summary);
+    assert!(report.summary.passed > 12, "{}", report.summary);
 }

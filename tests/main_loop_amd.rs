@@ -1,5 +1,5 @@
 //! What a step of the AMD kernels' main loop asks of LDS and of memory, counted in the emulator: the table
-//! `docs/kernels/cdna-loop-memory.tsv`. Modelled, not measured.
+//! `tests/evidence/cdna-loop-memory.tsv`. Modelled, not measured.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -86,6 +86,7 @@ fn counted(backend: &RocmBackend, problem: FwdProblem, folder: &Path) -> Counter
 }
 
 #[test]
+#[ignore = "47 kernels are compiled: cargo xtask test --all"]
 fn the_committed_table_of_what_the_main_loop_asks_of_memory_is_current() {
     let folder = std::env::temp_dir().join(format!("fmha-main-loop-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
@@ -109,6 +110,6 @@ fn the_committed_table_of_what_the_main_loop_asks_of_memory_is_current() {
         }
     }
     std::fs::remove_dir_all(folder).unwrap();
-    let committed = include_str!("../docs/kernels/cdna-loop-memory.tsv");
-    assert_eq!(table, committed, "docs/kernels/cdna-loop-memory.tsv is to be:\n{table}");
+    let committed = include_str!("evidence/cdna-loop-memory.tsv");
+    assert_eq!(table, committed, "tests/evidence/cdna-loop-memory.tsv is to be:\n{table}");
 }

@@ -187,14 +187,17 @@ impl FmhaBackend for CudaBackend {
         } else {
             None
         };
-        let parts = self.parts(problem.clone(), choice, steps, refusals);
-        Ok(parts.seal(&self.id, Handle::new(chosen, stand_in)))
+        let parts = self.parts(problem.clone(), choice, steps, refusals, options);
+        Ok(parts.seal(&self.id, Handle::new(chosen, stand_in, options)))
     }
 
     fn run_fwd(&self, plan: &FwdPlan, args: &mut FwdArgs<'_>, stream: Stream) -> Result<()> {
         let handle = plan.handle::<Handle<FwdKernel>>(&self.id, &self.name)?;
         let problem = plan.problem();
         check_fwd(problem, args, plan.workspace(), MemorySpace::Device)?;
+        if handle.checks_lengths {
+            self.check_lengths(problem, &args.seq, stream.0)?;
+        }
         if problem.dims.seqlen_q == 0 {
             return Ok(());
         }
@@ -207,14 +210,17 @@ impl FmhaBackend for CudaBackend {
     fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {
         let (mut choice, refusals) = self.choose_bwd(problem, options)?;
         let (chosen, steps) = self.ready(&mut choice)?;
-        let parts = self.parts(problem.clone(), choice, steps, refusals);
-        Ok(parts.seal(&self.id, Handle::new(chosen, None)))
+        let parts = self.parts(problem.clone(), choice, steps, refusals, options);
+        Ok(parts.seal(&self.id, Handle::new(chosen, None, options)))
     }
 
     fn run_bwd(&self, plan: &BwdPlan, args: &mut BwdArgs<'_>, stream: Stream) -> Result<()> {
         let handle = plan.handle::<Handle<BwdKernel>>(&self.id, &self.name)?;
         let problem = plan.problem();
         check_bwd(problem, args, plan.workspace(), MemorySpace::Device)?;
+        if handle.checks_lengths {
+            self.check_lengths(problem.fwd(), &args.seq, stream.0)?;
+        }
         let call = Call { problem, args: &*args, stream: stream.0 };
         let ready = handle.for_operands(|kernel| kernel.takes_addresses(&call))?;
         self.clear(args.workspace.as_ref(), plan.workspace(), stream.0)?;
@@ -224,8 +230,8 @@ impl FmhaBackend for CudaBackend {
     fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<CombinePlan> {
         let (mut choice, refusals) = self.choose_combine(problem, options)?;
         let (chosen, steps) = self.ready(&mut choice)?;
-        let parts = self.parts(problem.clone(), choice, steps, refusals);
-        Ok(parts.seal(&self.id, Handle::new(chosen, None)))
+        let parts = self.parts(problem.clone(), choice, steps, refusals, options);
+        Ok(parts.seal(&self.id, Handle::new(chosen, None, options)))
     }
 
     fn run_combine(&self, plan: &CombinePlan, args: &mut CombineArgs<'_>, stream: Stream) -> Result<()> {
@@ -295,6 +301,10 @@ impl CudaMemory {
 impl DeviceMemory for CudaMemory {
     fn space(&self) -> MemorySpace {
         MemorySpace::Device
+    }
+
+    fn checks_bounds(&self) -> bool {
+        self.emulated
     }
 
     fn alloc(&self, bytes: u64) -> Result<DevBuffer> {

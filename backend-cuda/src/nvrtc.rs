@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use fmha_core::ResourceUsage;
-use fmha_core::cache::{Compiler, CompilerOutput, KernelJob, dump_source};
+use fmha_core::cache::{Compiler, CompilerOutput, ImageKind, KernelJob, dump_source};
 use fmha_core::env;
 use fmha_core::error::{Error, Result};
 use libloading::Library;
@@ -283,7 +283,12 @@ impl Nvrtc {
         let name_pointers: Vec<_> = names.iter().map(|name| name.as_ptr()).collect();
         let text_pointers: Vec<_> = texts.iter().map(|text| text.as_ptr()).collect();
         let mut options = job.flags.iter().map(|o| text(o)).collect::<std::result::Result<Vec<_>, _>>()?;
-        options.push(text(&format!("--gpu-architecture={}", job.arch))?);
+        // The virtual architecture has no machine code: ptxas, who takes half of the time, is not asked.
+        let arch = match job.image {
+            ImageKind::Machine => job.arch.clone(),
+            ImageKind::Assembly => job.arch.replacen("sm_", "compute_", 1),
+        };
+        options.push(text(&format!("--gpu-architecture={arch}"))?);
         for flag in OWN_FLAGS {
             options.push(text(flag)?);
         }
@@ -314,7 +319,10 @@ impl Nvrtc {
         if let Some(warning) = FATAL_WARNINGS.iter().find(|warning| log.contains(*warning)) {
             return Err(format!("ptxas warns {warning}\n{log}"));
         }
-        let cubin = self.read(&self.cubin, program.program)?;
+        let cubin = match job.image {
+            ImageKind::Machine => self.read(&self.cubin, program.program)?,
+            ImageKind::Assembly => Vec::new(),
+        };
         let ptx = self.read(&self.ptx, program.program)?;
         Ok(CompilerOutput { machine: cubin, assembly: ptx, resources: resources(&log), log })
     }

@@ -5,7 +5,10 @@ use std::sync::Arc;
 
 use fmha_core::cache::only_plans;
 use fmha_core::error::{Error, ProblemError, Result};
-use fmha_core::{Explain, LaunchShape, PlanParts, Refusal, Step as Explained, Workspace};
+use fmha_core::lengths::check_lengths;
+use fmha_core::{
+    Explain, FwdProblem, LaunchShape, PlanOptions, PlanParts, Refusal, SeqArgs, Step as Explained, Workspace,
+};
 
 use crate::CudaBackend;
 use crate::driver::Grid;
@@ -53,11 +56,13 @@ pub(crate) struct Handle<K> {
     chosen: Ready<K>,
     /// What serves operands whose addresses the chosen kernel does not take, if the caller allows it.
     stand_in: Option<Ready<K>>,
+    /// Whether each run reads the lengths back and checks them.
+    pub(crate) checks_lengths: bool,
 }
 
 impl<K> Handle<K> {
-    pub(crate) fn new(chosen: Ready<K>, stand_in: Option<Ready<K>>) -> Self {
-        Self { chosen, stand_in }
+    pub(crate) fn new(chosen: Ready<K>, stand_in: Option<Ready<K>>, options: &PlanOptions) -> Self {
+        Self { chosen, stand_in, checks_lengths: options.check_lengths }
     }
 
     /// The kernel that serves operands which `takes` looks at.
@@ -118,9 +123,18 @@ impl CudaBackend {
         choice: Choice<K>,
         steps: Vec<Explained>,
         refusals: Vec<Refusal>,
+        options: &PlanOptions,
     ) -> PlanParts<P> {
         let mut details = vec![("arch", self.facts.arch.clone())];
         details.extend(choice.details);
+        let mut promises = choice.promises;
+        if options.check_lengths {
+            details.push((
+                "lengths",
+                "read back and checked by each run, which waits for its stream".to_owned(),
+            ));
+            promises.graph_capturable = false;
+        }
         PlanParts {
             problem,
             backend: self.name.clone(),
@@ -130,8 +144,18 @@ impl CudaBackend {
             refusals,
             is_fallback: choice.kernel.is_fallback(),
             workspace: choice.workspace,
-            promises: choice.promises,
+            promises,
         }
+    }
+
+    /// Waits for the stream, reads a call's lengths back and checks them.
+    ///
+    /// # Errors
+    /// The first offset or length that is wrong, with its index; what the driver said.
+    pub(crate) fn check_lengths(&self, problem: &FwdProblem, seq: &SeqArgs<'_>, stream: u64) -> Result<()> {
+        let device = self.memory.device()?;
+        device.synchronize(stream)?;
+        check_lengths(problem, seq, |slice, bytes| device.download(slice.as_ptr() as u64, bytes))
     }
 
     /// Queues zeros for the part of the workspace that a run wants so.

@@ -90,11 +90,7 @@ fn filled(elems: u64, salt: u64) -> Vec<bf16> {
 }
 
 /// O and LSE of a call.
-fn attend(
-    backend: &CudaBackend,
-    problem: FwdProblem,
-    [q, k, v]: [&[bf16]; 3],
-) -> (Vec<f64>, Vec<f64>) {
+fn attend(backend: &CudaBackend, problem: FwdProblem, [q, k, v]: [&[bf16]; 3]) -> (Vec<f64>, Vec<f64>) {
     let plan = backend.plan_fwd(&problem.validate().unwrap(), &sm100()).unwrap();
     let memory = backend.memory();
     let upload = |x: &[bf16]| {

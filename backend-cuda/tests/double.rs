@@ -9,7 +9,7 @@ use std::cell::Cell;
 use fmha_core::tune::TunedTile;
 use fmha_core::{
     Accuracy, DType, DevBuffer, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, MaskSpec,
-    PlanOptions, Stream,
+    PlanOptions, Stream, Totals,
 };
 use fmha_cuda::CudaBackend;
 
@@ -155,6 +155,62 @@ fn a_plan_runs_on_the_backend_that_made_it_alone() {
     let error = twin.run_fwd(&call.plan, &mut args, Stream::DEFAULT).unwrap_err().to_string();
     assert!(error.starts_with("plan was made by backend"), "{error}");
     maker.run_fwd(&call.plan, &mut args, Stream::DEFAULT).unwrap();
+}
+
+/// Offsets that decrease, go below 0, and go past the tensors' rows. Each tensor is an allocation of its
+/// own, and the device faults on an access outside all of them.
+#[test]
+fn offsets_that_lie_touch_nothing_outside_the_tensors_and_checking_names_them() {
+    let Some(backend) = device() else { return };
+    let memory = backend.memory();
+    let dims = Dims {
+        batch: 3,
+        seqlen_q: 96,
+        seqlen_k: 96,
+        num_heads_q: 1,
+        num_heads_kv: 1,
+        head_dim_qk: 64,
+        head_dim_v: 64,
+    };
+    let problem = FwdProblem { write_lse: true, ..FwdProblem::group(DType::F16, dims) };
+    let problem = problem.validate().unwrap();
+    let on_device = |bytes: &[u8]| {
+        let mut buffer = memory.alloc(bytes.len() as u64).unwrap();
+        memory.upload(bytes, &mut buffer).unwrap();
+        buffer
+    };
+    let tensor = || on_device(&[0x11; 96 * 64 * 2]);
+    let (q, k, v, mut o) = (tensor(), tensor(), tensor(), tensor());
+    let mut lse = memory.alloc(96 * 4).unwrap();
+    let honest = [0, 30, 60, 96];
+    for (offsets, text) in [
+        ([0, 90, 20, 96], "cu_seqlens_q[2] 20 is less than cu_seqlens_q[1] 90"),
+        ([-5000, 30, 60, 96], "cu_seqlens_q[0] -5000 is negative"),
+        ([0, 30, 60, 100_000], "cu_seqlens_q[3] 100000 is larger than the 96 rows"),
+        (honest, ""),
+    ] {
+        let bytes: Vec<u8> = offsets.iter().flat_map(|offset: &i32| offset.to_le_bytes()).collect();
+        let (cu_q, cu_k) = (on_device(&bytes), on_device(&bytes));
+        for kernel in ["sm90", "simt"] {
+            let options = PlanOptions { kernel: Some(kernel.to_owned()), ..PlanOptions::default() };
+            let mut run = |options: &PlanOptions| {
+                let plan = backend.plan_fwd(&problem, options).unwrap();
+                let mut workspace = memory.workspace(plan.workspace()).unwrap();
+                let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
+                args.lse = Some(lse.slice_mut());
+                args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
+                args.seq.totals = Totals::packed(96, 96);
+                (args.seq.cu_seqlens_q, args.seq.cu_seqlens_k) = (Some(cu_q.slice()), Some(cu_k.slice()));
+                backend.run_fwd(&plan, &mut args, Stream::DEFAULT)?;
+                memory.synchronize(Stream::DEFAULT)
+            };
+            run(&options).unwrap_or_else(|error| panic!("{kernel} with {offsets:?}: {error}"));
+            match run(&PlanOptions { check_lengths: true, ..options }) {
+                Ok(()) => assert_eq!(offsets, honest),
+                Err(error) => assert!(!text.is_empty() && error.to_string().contains(text), "{error}"),
+            }
+        }
+    }
 }
 
 #[test]

@@ -19,12 +19,13 @@ use fmha_core::args::{check_combine, check_fwd};
 use fmha_core::backend::unsupported;
 use fmha_core::bind;
 use fmha_core::cache::{CompiledKernel, KernelJob};
+use fmha_core::lengths::check_lengths;
 use fmha_core::source::KernelSource;
 use fmha_core::{
     Accuracy, AnyProblem, BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevSliceMut,
-    DeviceMemory, Error, Explain, FmhaBackend, FwdArgs, FwdPlan, LaunchShape, MemorySpace, PlanOptions,
-    PlanParts, Precompile, Promises, Queues, Refusal, ResourceUsage, Result, Roofline, Step, Stream,
-    ValidBwd, ValidCombine, ValidFwd, Workspace,
+    DeviceMemory, Error, Explain, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, LaunchShape, MemorySpace,
+    PlanOptions, PlanParts, Precompile, Promises, Queues, Refusal, ResourceUsage, Result, Roofline, SeqArgs,
+    Step, Stream, ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 use fmha_kernels_hip::{Device, Grid, cdna, combine, simt};
 
@@ -53,6 +54,8 @@ struct FwdHandle {
     chosen: FwdKernel,
     /// What serves operands whose addresses the chosen kernel does not take, if the caller allows it.
     stand_in: Option<FwdKernel>,
+    /// Whether each run reads the lengths back and checks them.
+    checks_lengths: bool,
 }
 
 /// A forward kernel that can be launched.
@@ -241,13 +244,17 @@ impl FmhaBackend for RocmBackend {
             is_fallback: kernel == simt::NAME,
             ..self.parts(problem.clone(), kernel, options, &ready, grid)?
         };
-        Ok(parts.seal(&self.id, FwdHandle { chosen: FwdKernel { forward, ready }, stand_in }))
+        let chosen = FwdKernel { forward, ready };
+        Ok(parts.seal(&self.id, FwdHandle { chosen, stand_in, checks_lengths: options.check_lengths }))
     }
 
     fn run_fwd(&self, plan: &FwdPlan, args: &mut FwdArgs<'_>, stream: Stream) -> Result<()> {
         let handle = plan.handle::<FwdHandle>(&self.id, &self.name)?;
         let problem = plan.problem();
         check_fwd(problem, args, plan.workspace(), MemorySpace::Device)?;
+        if handle.checks_lengths {
+            self.check_lengths(problem, &args.seq, stream)?;
+        }
         self.clear(args.workspace.as_ref(), plan.workspace(), stream)?;
         let params = bind::fwd_params(problem, args);
         let FwdKernel { forward, ready } =
@@ -360,6 +367,7 @@ impl RocmBackend {
         grid: Grid,
     ) -> Result<PlanParts<P>> {
         options.check_promises(kernel, &PROMISES).map_err(|refusal| self.unsupported(refusal))?;
+        let promises = Promises { graph_capturable: !options.check_lengths, ..PROMISES };
         Ok(PlanParts {
             problem,
             backend: self.name.clone(),
@@ -369,7 +377,7 @@ impl RocmBackend {
             refusals: Vec::new(),
             is_fallback: false,
             workspace: Workspace::NONE,
-            promises: PROMISES,
+            promises,
         })
     }
 
@@ -393,6 +401,16 @@ impl RocmBackend {
                 tiles_at_once: grid.tiles_at_once,
             }),
         }
+    }
+
+    /// Waits for the stream, reads a call's lengths back and checks them.
+    fn check_lengths(&self, problem: &FwdProblem, seq: &SeqArgs<'_>, stream: Stream) -> Result<()> {
+        let driver = self.memory.driver()?;
+        driver.synchronize(stream)?;
+        check_lengths(problem, seq, |slice, bytes| {
+            // SAFETY: the argument check saw that the slice covers them; its maker promised the memory.
+            unsafe { driver.download(slice.as_ptr().cast_mut(), bytes) }
+        })
     }
 
     /// Queues zeros for the part of the workspace that a run wants so.

@@ -19,6 +19,10 @@ impl DeviceMemory for RocmMemory {
         MemorySpace::Device
     }
 
+    fn checks_bounds(&self) -> bool {
+        self.0.as_ref().is_some_and(Driver::emulated)
+    }
+
     fn alloc(&self, bytes: u64) -> Result<DevBuffer> {
         let driver = self.driver()?.clone();
         let address = driver.alloc(bytes)?;

@@ -4,6 +4,7 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use clap::Args;
+use fmha_conformance::deal::Deal;
 use fmha_conformance::report::{Report, run_cases};
 use fmha_conformance::run::Options;
 use fmha_conformance::{Regex, case};
@@ -35,6 +36,10 @@ pub(super) struct ConformanceArgs {
     /// Only cases whose name this regular expression finds
     #[arg(long, value_name = "REGEX", value_parser = regex)]
     filter: Option<Regex>,
+
+    /// Of their kernels only part I of N, with all cases that each of those serves
+    #[arg(long, value_name = "I/N")]
+    deal: Option<Deal>,
 
     /// Print the names of the cases, and stop
     #[arg(long)]
@@ -74,6 +79,10 @@ impl ConformanceArgs {
         let mut plan = self.backend.plan_options();
         // Any kernel that is right will do, unless it is one kernel that is asked about.
         plan.allow_fallback |= plan.kernel.is_none();
+        let cases = match self.deal {
+            Some(deal) => deal.of(cases, &*backend, &plan),
+            None => cases,
+        };
         let options =
             Options { plan, huge_on_device: self.huge_on_device, repro_words: self.backend.words() };
         if !self.json {
@@ -104,6 +113,9 @@ impl ConformanceArgs {
 fn print(out: &mut dyn Write, report: &Report) -> std::io::Result<()> {
     for case in report.failures() {
         writeln!(out, "FAILED {}\n  {}\n  {}", case.name, case.text, case.repro)?;
+    }
+    for (kernel, summary) in report.kernels() {
+        writeln!(out, "kernel {kernel:<12} {summary}")?;
     }
     for (family, summary) in report.families() {
         writeln!(out, "{family:<12} {summary}")?;

@@ -61,7 +61,7 @@ impl ExplainArgs {
                 plan.map(|plan| (plan.to_string(), as_json(&plan), modelled(&plan)))
             }
         };
-        let work = Work::count(&setup.fwd, &setup.spans()?);
+        let work = Work::count(&setup.fwd, &setup.spans()?)?;
         let flops = if setup.bwd.is_some() { work.bwd_flops } else { work.fwd_flops };
         match plan {
             Ok((text, mut object, explain)) => {

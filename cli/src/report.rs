@@ -96,7 +96,7 @@ pub(super) struct Speed {
 
 impl Speed {
     pub(super) fn of(setup: &Setup, timing: &Timing, roofline: &Roofline) -> Result<Self, Failure> {
-        let work = Work::count(&setup.fwd, &setup.spans()?);
+        let work = Work::count(&setup.fwd, &setup.spans()?)?;
         let (flops, bytes) = match &setup.bwd {
             None => (work.fwd_flops, work.fwd_bytes),
             // Q, K, V, O and dO are read, dQ, dK, dV written: twice the forward's, to a close bound.

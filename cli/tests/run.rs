@@ -141,7 +141,7 @@ fn too_little_memory_is_an_error_line() {
     };
     // 2^31 rows of 8 heads and 128 elements are beyond any machine; the others beyond the limit.
     for (kilobytes, line) in [
-        ("unlimited", "run -b 60000 -h 8 -s 2147483647 -d 128 -v 0"),
+        ("unlimited", "run -b 60000 -h 8 -s 2147418112 -d 128 -v 0"),
         ("400000", "run -b 4 -h 16 -s 8192 -d 128 -v 0 --repeat 1"),
         ("400000", "run -b 2 -h 8 -s 4096 -d 128 --bias e:2 -v 0 --repeat 1"),
     ] {

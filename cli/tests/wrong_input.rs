@@ -85,7 +85,7 @@ const TABLE: &[(&str, &[&str])] = &[
     ("run --mode 1 -b 3 -s 10,20", &["seqlen_q", "2 lengths", "batch is 3"]),
     ("run --mode 1 -s 10,20 --seqlen-k 1,2,3", &["seqlen_k", "3 lengths", "batch is 2"]),
     ("run --mode 1 -s 10,20 --padded-q 9,20", &["seqused_q[0] 10", "0..=9"]),
-    ("run --mode 1 -s 2147483647,1", &["cu_seqlens_q", "2147483648"]),
+    ("run --mode 1 -s 2147418112,65536", &["cu_seqlens_q", "2147483648"]),
     ("run --mode 1 -s 10 --seqused-q 5", &["seqused_q 5", "--mode 0"]),
     ("run -b 2 -s 16 --seqused-q 8,17", &["seqused_q[1] 17", "0..=16"]),
     ("run -b 2 -s 16 --seqused-k 1,2,3", &["seqused_k", "3 lengths"]),

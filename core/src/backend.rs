@@ -176,6 +176,12 @@ pub trait DeviceMemory: Send + Sync {
     /// [`Error::Problem`] when `from` is too small, or what the driver said.
     fn download(&self, from: &DevBuffer, bytes: &mut [u8]) -> Result<()>;
 
+    /// Whether it refuses every access outside an allocation, to the byte: emulated memory does. Tests then give
+    /// each tensor an allocation of its own extent, so that a read past its end is found.
+    fn checks_bounds(&self) -> bool {
+        false
+    }
+
     /// Waits until all work queued on `stream` is done.
     ///
     /// # Errors

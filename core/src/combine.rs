@@ -7,7 +7,7 @@
 use crate::dtype::DType;
 use crate::error::{ProblemError, ensure};
 use crate::layout::{Shape, Strides};
-use crate::problem::{MAX_HEAD_DIM, check_input, check_output, check_unit_stride};
+use crate::problem::{MAX_HEAD_DIM, MAX_SEQLEN, check_input, check_output, check_unit_stride};
 
 /// A combine call without its pointers. Packed rows are a batch of one.
 #[derive(Clone, Debug, PartialEq)]
@@ -73,8 +73,11 @@ impl CombineProblem {
         for (field, value) in
             [("num_parts", self.num_parts), ("batch", self.batch), ("num_heads_q", self.num_heads_q)]
         {
-            ensure!(value >= 1, field, "{field} {value} is not at least 1");
+            let most = i32::MAX.unsigned_abs();
+            ensure!((1..=most).contains(&value), field, "{field} {value} is not in 1..={most}");
         }
+        let rows = self.seqlen_q;
+        ensure!(rows <= MAX_SEQLEN, "seqlen_q", "seqlen_q {rows} is larger than {MAX_SEQLEN}");
         let dim = self.head_dim_v;
         ensure!(
             (1..=MAX_HEAD_DIM).contains(&dim),

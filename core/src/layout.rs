@@ -16,10 +16,12 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Number of elements.
+    /// Number of elements; `u64::MAX` where there are more, which no valid problem has.
     #[must_use]
     pub fn num_elems(self) -> u64 {
-        self.axes().iter().map(|&(_, extent)| u64::from(extent)).product()
+        let extents = self.axes().map(|(_, extent)| u64::from(extent));
+        // In any order: a tensor with an axis of 0 has no elements, however long the others are.
+        if extents.contains(&0) { 0 } else { extents.into_iter().fold(1, u64::saturating_mul) }
     }
 
     fn axes(self) -> [(&'static str, u32); 4] {
@@ -43,29 +45,31 @@ pub struct Strides {
     pub dim: i64,
 }
 
+/// Contiguous strides that do not fit i64 saturate: they reach beyond every valid tensor, and
+/// validation says so.
 impl Strides {
     /// Contiguous `[batch, seq, head, dim]`.
     #[must_use]
     pub fn bshd(shape: Shape) -> Self {
         let head = i64::from(shape.dim);
-        let seq = head * i64::from(shape.head);
-        Self { batch: seq * i64::from(shape.seq), seq, head, dim: 1 }
+        let seq = head.saturating_mul(i64::from(shape.head));
+        Self { batch: seq.saturating_mul(i64::from(shape.seq)), seq, head, dim: 1 }
     }
 
     /// Contiguous `[batch, head, seq, dim]`.
     #[must_use]
     pub fn bhsd(shape: Shape) -> Self {
         let seq = i64::from(shape.dim);
-        let head = seq * i64::from(shape.seq);
-        Self { batch: head * i64::from(shape.head), seq, head, dim: 1 }
+        let head = seq.saturating_mul(i64::from(shape.seq));
+        Self { batch: head.saturating_mul(i64::from(shape.head)), seq, head, dim: 1 }
     }
 
     /// Contiguous `[batch, head, dim, seq]`: V column-major.
     #[must_use]
     pub fn bhds(shape: Shape) -> Self {
         let dim = i64::from(shape.seq);
-        let head = dim * i64::from(shape.dim);
-        Self { batch: head * i64::from(shape.head), seq: 1, head, dim }
+        let head = dim.saturating_mul(i64::from(shape.dim));
+        Self { batch: head.saturating_mul(i64::from(shape.head)), seq: 1, head, dim }
     }
 
     /// The element offset of a logical index. In i64, so it never wraps for a validated layout.
@@ -234,6 +238,19 @@ mod tests {
     fn a_tensor_of_nothing_repeats_nothing() {
         let shape = Shape { batch: 2, seq: 0, head: 3, dim: 8 };
         assert!(Strides::bshd(shape).is_injective(shape) && Strides::bhsd(shape).is_injective(shape));
+    }
+
+    #[test]
+    fn a_count_or_a_stride_that_does_not_fit_saturates_and_never_wraps() {
+        let most = u32::MAX;
+        let huge = Shape { batch: 1 << 16, seq: 1 << 16, head: 1 << 16, dim: 1 << 16 };
+        assert_eq!(huge.num_elems(), u64::MAX);
+        assert_eq!(Shape { seq: 0, ..huge }.num_elems(), 0);
+        let huge = Shape { batch: most, seq: most, head: most, dim: most };
+        assert_eq!(Shape { batch: 0, ..huge }.num_elems(), 0);
+        for strides in [Strides::bshd(huge), Strides::bhsd(huge), Strides::bhds(huge)] {
+            assert_eq!((strides.batch, strides.extent(huge)), (i64::MAX, None));
+        }
     }
 
     #[test]

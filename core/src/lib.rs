@@ -41,6 +41,7 @@ pub mod error;
 pub mod fields;
 pub mod fp8;
 pub mod layout;
+pub mod lengths;
 pub mod mask;
 pub mod operation;
 pub mod plan;

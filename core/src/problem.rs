@@ -30,6 +30,10 @@ pub struct Dims {
     pub head_dim_v: u32,
 }
 
+/// Longest sequence, and most rows of a packed tensor: 65535 short of 2^31, so that the index of a
+/// tile's last row, though it lie beyond the sequence, fits 31 bits in every kernel.
+pub const MAX_SEQLEN: u32 = i32::MAX.unsigned_abs() - 0xFFFF;
+
 /// Largest head dimension that is a sound problem; which sizes a kernel takes is its own to say.
 pub const MAX_HEAD_DIM: u32 = 1024;
 
@@ -219,7 +223,7 @@ impl FwdProblem {
     #[must_use]
     pub fn keep_mask_bytes(&self) -> u64 {
         let Dims { batch, seqlen_q, seqlen_k, num_heads_q, .. } = self.dims;
-        [batch, num_heads_q, seqlen_q, seqlen_k].iter().map(|&n| u64::from(n)).product()
+        Shape { batch, seq: seqlen_q, head: num_heads_q, dim: seqlen_k }.num_elems()
     }
 
     /// The scale in force: the caller's, or `1 / sqrt(head_dim_qk)`.
@@ -228,10 +232,10 @@ impl FwdProblem {
         self.softmax_scale.unwrap_or_else(|| 1.0 / (self.dims.head_dim_qk as f32).sqrt())
     }
 
-    /// Query heads per key and value head.
+    /// Query heads per key and value head; 0 where there are no such heads, which no valid problem has.
     #[must_use]
     pub fn gqa_ratio(&self) -> u32 {
-        self.dims.num_heads_q / self.dims.num_heads_kv
+        self.dims.num_heads_q.checked_div(self.dims.num_heads_kv).unwrap_or(0)
     }
 
     /// Refuses, in a kernel's name, layouts other than a batch axis on both sides or packed rows on both.
@@ -281,14 +285,15 @@ impl FwdProblem {
             );
         }
         const MOST: u32 = i32::MAX.unsigned_abs();
-        for (field, value) in [("batch", batch), ("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)] {
-            ensure!(value <= MOST, field, "{field} {value} is larger than {MOST}");
+        ensure!(batch <= MOST, "batch", "batch {batch} is larger than {MOST}");
+        for (field, value) in [("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)] {
+            ensure!(value <= MAX_SEQLEN, field, "{field} {value} is larger than {MAX_SEQLEN}");
         }
         if let KvLayout::Paged { page_size } = self.kv_layout {
             ensure!(
-                (1..=MOST).contains(&page_size),
+                (1..=MAX_SEQLEN).contains(&page_size),
                 "page_size",
-                "page_size {page_size} is not in 1..={MOST}"
+                "page_size {page_size} is not in 1..={MAX_SEQLEN}"
             );
         }
         ensure!(
@@ -301,6 +306,13 @@ impl FwdProblem {
             heads <= u64::from(MOST),
             "num_heads_q",
             "num_heads_q {num_heads_q} times batch {batch} is {heads}, larger than {MOST}"
+        );
+        let keep_mask = self.keep_mask_bytes();
+        ensure!(
+            !self.write_keep_mask || keep_mask <= MAX_EXTENT_BYTES,
+            "write_keep_mask",
+            "write_keep_mask: batch {batch}, num_heads_q {num_heads_q}, seqlen_q {seqlen_q} and seqlen_k \
+             {seqlen_k} make a mask beyond 2^62 bytes"
         );
         Ok(())
     }
@@ -431,7 +443,7 @@ impl ValidFwd {
     /// `shape` and `strides` are those of a tensor that validation saw.
     #[must_use]
     pub fn extent_bytes(strides: Strides, shape: Shape, dtype: DType) -> u64 {
-        strides.extent(shape).map_or(u64::MAX, |elems| elems * dtype.size_bytes())
+        strides.extent(shape).map_or(u64::MAX, |elems| elems.saturating_mul(dtype.size_bytes()))
     }
 }
 
@@ -448,8 +460,11 @@ pub(crate) fn check_input(
     if let Some((axis, stride)) = strides.negative_axis(shape) {
         return Err(ProblemError::new(name, format!("{name}.{axis} stride {stride} is negative")));
     }
-    let fits = strides.extent(shape).is_some_and(|elems| elems <= MAX_EXTENT_BYTES / dtype.size_bytes());
+    let most = MAX_EXTENT_BYTES / dtype.size_bytes();
+    let fits = strides.extent(shape).is_some_and(|elems| elems <= most);
     ensure!(fits, name, "{name} strides {strides:?} reach beyond 2^62 bytes over {shape:?}");
+    // Strides of 0 hide how many there are.
+    ensure!(shape.num_elems() <= most, name, "{name} {shape:?} has more than {most} elements");
     Ok(())
 }
 

@@ -3,7 +3,7 @@
 use crate::args::SeqArgs;
 use crate::error::{ProblemError, ensure};
 use crate::layout::{KvLayout, QLayout};
-use crate::problem::FwdProblem;
+use crate::problem::{FwdProblem, MAX_SEQLEN};
 
 /// Rows of packed tensors and pages of paged ones: known with a call's tensors, not when it is planned,
 /// so that a server that packs anew at each step plans once. Each is there iff the problem's layout has it.
@@ -30,7 +30,7 @@ impl Totals {
     /// Checks that each is there iff `problem` wants it, and that none is too large.
     ///
     /// # Errors
-    /// The first that is missing, given without need, or larger than `i32::MAX`.
+    /// The first that is missing, given without need, or larger than [`MAX_SEQLEN`].
     pub fn check(&self, problem: &FwdProblem) -> Result<(), ProblemError> {
         let paged = matches!(problem.kv_layout, KvLayout::Paged { .. });
         for (field, value, wanted, what) in [
@@ -49,8 +49,7 @@ impl Totals {
                     return Err(ProblemError::new(field, format!("{field} is missing (0 given): {what}")));
                 }
                 Some(value) => {
-                    let most = i32::MAX.unsigned_abs();
-                    ensure!(value <= most, field, "{field} {value} is larger than {most}");
+                    ensure!(value <= MAX_SEQLEN, field, "{field} {value} is larger than {MAX_SEQLEN}");
                 }
                 None => {}
             }

@@ -1,6 +1,7 @@
 //! How much a problem is: visible pairs, floating-point operations, bytes.
 
-use crate::layout::Shape;
+use crate::dtype::DType;
+use crate::error::ProblemError;
 use crate::mask::MaskSpec;
 use crate::problem::FwdProblem;
 use crate::seq::SeqSpan;
@@ -20,24 +21,45 @@ pub struct Work {
 
 impl Work {
     /// Counts exactly, row by row.
-    #[must_use]
-    pub fn count(problem: &FwdProblem, spans: &[SeqSpan]) -> Self {
+    ///
+    /// # Errors
+    /// `seqlen_q`, where a count does not fit 64 bits.
+    pub fn count(problem: &FwdProblem, spans: &[SeqSpan]) -> Result<Self, ProblemError> {
         let dims = problem.dims;
-        let (qk, v) = (u64::from(dims.head_dim_qk), u64::from(dims.head_dim_v));
-        let heads = u64::from(dims.num_heads_q);
-        let pairs =
-            heads * spans.iter().map(|s| visible_pairs(problem.mask, s.seqlen_q, s.seqlen_k)).sum::<u64>();
-        let elems = |seq, head, dim| Shape { batch: 1, seq, head, dim }.num_elems();
-        let fwd_bytes = spans
-            .iter()
-            .map(|s| {
-                elems(s.seqlen_q, dims.num_heads_q, dims.head_dim_qk) * problem.dtype_qk.size_bytes()
-                    + elems(s.seqlen_k, dims.num_heads_kv, dims.head_dim_qk) * problem.dtype_qk.size_bytes()
-                    + elems(s.seqlen_k, dims.num_heads_kv, dims.head_dim_v) * problem.dtype_v.size_bytes()
-                    + elems(s.seqlen_q, dims.num_heads_q, dims.head_dim_v) * problem.dtype_o.size_bytes()
+        let (qk, v) = (u128::from(dims.head_dim_qk), u128::from(dims.head_dim_v));
+        let (heads_q, heads_kv) = (u128::from(dims.num_heads_q), u128::from(dims.num_heads_kv));
+        let size = |dtype: DType| u128::from(dtype.size_bytes());
+        // 32 bits of heads, 32 of sequences, 62 of a sequence's pairs: 128 hold the sums.
+        let (mut pairs, mut bytes) = (0u128, 0u128);
+        for span in spans {
+            pairs += u128::from(visible_pairs(problem.mask, span.seqlen_q, span.seqlen_k));
+            let (rows_q, rows_k) = (u128::from(span.seqlen_q), u128::from(span.seqlen_k));
+            bytes += rows_q * heads_q * (qk * size(problem.dtype_qk) + v * size(problem.dtype_o))
+                + rows_k * heads_kv * (qk * size(problem.dtype_qk) + v * size(problem.dtype_v));
+        }
+        let fits = |what: &str, count: Option<u128>| {
+            count.and_then(|count| u64::try_from(count).ok()).ok_or_else(|| {
+                ProblemError::new(
+                    "seqlen_q",
+                    format!(
+                        "seqlen_q {} by seqlen_k {}, over batch {} and num_heads_q {}, make more than {} {what}",
+                        dims.seqlen_q,
+                        dims.seqlen_k,
+                        dims.batch,
+                        dims.num_heads_q,
+                        u64::MAX
+                    ),
+                )
             })
-            .sum();
-        Self { pairs, fwd_flops: 2 * (qk + v) * pairs, bwd_flops: 2 * (3 * qk + 2 * v) * pairs, fwd_bytes }
+        };
+        let pairs = pairs.checked_mul(heads_q);
+        let flops = |a_pair: u128| fits("operations", pairs.and_then(|pairs| pairs.checked_mul(a_pair)));
+        Ok(Self {
+            pairs: fits("visible pairs", pairs)?,
+            fwd_flops: flops(2 * (qk + v))?,
+            bwd_flops: flops(2 * (3 * qk + 2 * v))?,
+            fwd_bytes: fits("bytes", Some(bytes))?,
+        })
     }
 }
 
@@ -57,6 +79,38 @@ pub fn visible_pairs(mask: MaskSpec, seqlen_q: u32, seqlen_k: u32) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::problem::Dims;
+
+    #[test]
+    fn counts_that_do_not_fit_are_an_error_and_not_their_remainder() {
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: 1 << 4,
+            seqlen_k: 1 << 24,
+            num_heads_q: 1 << 30,
+            num_heads_kv: 1 << 30,
+            head_dim_qk: 64,
+            head_dim_v: 64,
+        };
+        let problem = FwdProblem::batch(DType::F16, dims);
+        let (i_batch, q_row, k_row) = (0, 0, 0);
+        let span = SeqSpan {
+            i_batch,
+            q_row,
+            k_row,
+            q_batch: 0,
+            k_batch: 0,
+            seqlen_q: 1 << 4,
+            seqlen_k: 1 << 24,
+            lse_rows: 0,
+        };
+        // 2^58 pairs fit; 2^8 operations for each of them do not.
+        let error = Work::count(&problem, &[span]).unwrap_err();
+        assert_eq!(error.field, "seqlen_q");
+        assert!(error.text.contains("num_heads_q 1073741824"), "{error}");
+        let short = SeqSpan { seqlen_k: 1 << 10, ..span };
+        assert_eq!(Work::count(&problem, &[short]).unwrap().pairs, 1 << 44);
+    }
 
     #[test]
     fn visible_pairs_are_those_the_band_shows() {

@@ -149,7 +149,7 @@ fn keys_lie_in_the_same_places() {
         writeln!(
             program,
             "  {{\n    int table[] = {{{table}}}, cu[] = {{0, 4, 11}}, used[] = {{5, 7}};\n    \
-             FwdParams p{{}};\n    p.seqlen_q = 3, p.seqlen_k = 7, p.num_pages = 10, p.page_size = {size};\n    \
+             FwdParams p{{}};\n    p.seqlen_q = 3, p.seqlen_k = 7, p.total_k = 11, p.num_pages = 10, p.page_size = {size};\n    \
              p.block_table = table, p.block_table_batch = 7;\n    \
              if (KvKind::{kind:?} == KvKind::Packed) p.cu_seqlens_k = cu; else p.seqused_k = used;\n    \
              for (int b = 0; b < 2; ++b) {{\n      \
@@ -165,6 +165,44 @@ fn keys_lie_in_the_same_places() {
     program.push_str("}\n");
     let Some(device) = run_cpp("kv_rows", &program) else { return };
     assert_same_lines(&device, &host);
+}
+
+/// Every pair of offsets and every length from beyond one end to beyond the other.
+#[test]
+fn offsets_and_lengths_that_lie_never_leave_the_tensors() {
+    let program = r#"
+#include <cstdio>
+#include <fmha/seq.h>
+using namespace fmha;
+int main() {
+  constexpr int kLeast = -2147483647 - 1, kMost = 2147483647;
+  const int values[] = {kLeast, -1, 0, 1, 3, 5, 6, 7, 9, kMost};
+  int cu_q[2], cu_k[2], used_q[1], used_k[1];
+  FwdParams p{};
+  p.cu_seqlens_q = cu_q, p.cu_seqlens_k = cu_k;
+  p.total_q = 6, p.total_k = 7, p.seqlen_q = 4, p.seqlen_k = 5;
+  for (int begin : values)
+    for (int end : values)
+      for (int used : values)
+        for (int limited = 0; limited < 2; ++limited) {
+          cu_q[0] = cu_k[0] = begin, cu_q[1] = cu_k[1] = end, used_q[0] = used_k[0] = used;
+          p.seqused_q = limited ? used_q : nullptr, p.seqused_k = limited ? used_k : nullptr;
+          const SeqSpan s = resolve_seq(p, QLayout::Packed, KvKind::Packed, 0);
+          const bool q = s.q_row >= 0 && s.seqlen_q >= 0 && s.seqlen_q <= 4 && s.q_row + s.seqlen_q <= 6;
+          const bool k = s.k_row >= 0 && s.seqlen_k >= 0 && s.seqlen_k <= 5 && s.k_row + s.seqlen_k <= 7;
+          const SeqSpan t = resolve_seq(p, QLayout::Batch, KvKind::Strided, 0);
+          const bool b = t.seqlen_q >= 0 && t.seqlen_q <= 4 && t.seqlen_k >= 0 && t.seqlen_k <= 5;
+          if (!q || !k || !b) printf("%d %d %d %d\n", begin, end, used, limited);
+        }
+  // Those that do not lie are taken as they are.
+  cu_q[0] = 2, cu_q[1] = 5, cu_k[0] = 1, cu_k[1] = 6, used_q[0] = 2, used_k[0] = 4;
+  p.seqused_q = used_q, p.seqused_k = used_k;
+  const SeqSpan s = resolve_seq(p, QLayout::Packed, KvKind::Packed, 0);
+  printf("%d %d %d %d\n", s.q_row, s.seqlen_q, s.k_row, s.seqlen_k);
+}
+"#;
+    let Some(device) = run_cpp("lying_lengths", program) else { return };
+    assert_eq!(device, "2 2 1 4\n");
 }
 
 #[test]

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use fmha_core::args::SeqArgs;
+use fmha_core::problem::MAX_SEQLEN;
 use fmha_core::seq::spans;
 use fmha_core::{
     Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale, DevSlice, Dims,
@@ -299,4 +300,78 @@ fn every_wrong_combine_problem_is_refused_by_field_and_number() {
         assert_eq!(error.field, *field, "{error}");
         assert!(error.text.contains(number), "`{error}` does not say {number}");
     }
+}
+
+/// Sizes whose products are 0 modulo 2^64.
+#[test]
+fn a_count_that_would_wrap_is_refused_by_its_field() {
+    let dims = Dims {
+        batch: 1 << 14,
+        seqlen_q: 1 << 10,
+        seqlen_k: 1 << 28,
+        num_heads_q: 1 << 12,
+        num_heads_kv: 1 << 12,
+        head_dim_qk: 1 << 10,
+        head_dim_v: 1,
+    };
+    let none = Strides { batch: 0, seq: 0, head: 0, dim: 1 };
+    let contiguous = FwdProblem::batch(DType::F16, dims).validate().unwrap_err();
+    assert_eq!(contiguous.field, "k");
+    // 2^64 elements of one row's memory.
+    let one_row = FwdProblem { k: none, ..FwdProblem::batch(DType::F16, dims) };
+    let error = one_row.validate().unwrap_err();
+    assert!(error.field == "k" && error.text.contains("more than 2305843009213693952 elements"), "{error}");
+
+    // 2^16 x 2^14 x 2^17 x 2^17 bytes.
+    let side = 1 << 17;
+    let dims = Dims { batch: 1 << 16, seqlen_q: side, seqlen_k: side, num_heads_q: 1 << 14, ..dims };
+    let dims = Dims { num_heads_kv: 1, head_dim_qk: 1, ..dims };
+    let mut masked = FwdProblem { write_keep_mask: true, ..FwdProblem::batch(DType::F16, dims) };
+    (masked.q, masked.k, masked.v) = (none, none, none);
+    assert_eq!(masked.validate().unwrap_err().field, "write_keep_mask");
+}
+
+#[test]
+fn constructors_take_any_numbers_and_validation_refuses_them() {
+    let most = u32::MAX;
+    let dims = Dims {
+        batch: most,
+        seqlen_q: most,
+        seqlen_k: most,
+        num_heads_q: most,
+        num_heads_kv: most,
+        head_dim_qk: most,
+        head_dim_v: most,
+    };
+    for dims in [dims, Dims { num_heads_kv: 0, ..dims }] {
+        for problem in [FwdProblem::batch(DType::F16, dims), FwdProblem::group(DType::F16, dims)] {
+            assert!(problem.gqa_ratio() <= 1);
+            assert_eq!(problem.keep_mask_bytes(), u64::MAX);
+            assert!(BwdProblem::new(problem.clone()).validate().is_err());
+            assert!(problem.validate().is_err());
+        }
+    }
+    let rows = Shape { batch: most, seq: most, head: most, dim: most };
+    let combine = CombineProblem::new(most, DType::F16, DType::F16, rows);
+    assert_eq!(combine.lse_elems(), u64::MAX);
+    assert_eq!(combine.validate().unwrap_err().field, "num_parts");
+    let combine = CombineProblem::new(2, DType::F16, DType::F16, Shape { batch: 1, head: 1, dim: 8, ..rows });
+    assert_eq!(combine.validate().unwrap_err().field, "seqlen_q");
+}
+
+#[test]
+fn a_tile_beyond_the_longest_sequence_has_indices_of_31_bits() {
+    let dims = Dims {
+        batch: 1,
+        seqlen_q: 1,
+        seqlen_k: MAX_SEQLEN + 1,
+        num_heads_q: 1,
+        num_heads_kv: 1,
+        head_dim_qk: 8,
+        head_dim_v: 8,
+    };
+    let error = FwdProblem::batch(DType::F16, dims).validate().unwrap_err();
+    assert_eq!(error.text, "seqlen_k 2147418113 is larger than 2147418112");
+    FwdProblem::batch(DType::F16, Dims { seqlen_k: MAX_SEQLEN, ..dims }).validate().unwrap();
+    assert!(MAX_SEQLEN + u32::from(u16::MAX) <= i32::MAX.unsigned_abs());
 }

@@ -47,9 +47,16 @@ pub(crate) struct UnitOfWork {
     pub(crate) pack_gqa: bool,
 }
 
+/// Most tiles of a schedule. The atomic counter runs on past the last one by a claim for each CTA, and a tile may be
+/// two CTAs: both stay below 2^31.
+pub const MAX_TILES: i64 = (1 << 30) - (1 << 16);
+
 impl TileSchedule {
     /// For a problem's maximal lengths.
-    pub(crate) fn new(problem: &FwdProblem, unit: UnitOfWork) -> Self {
+    ///
+    /// # Errors
+    /// More than [`MAX_TILES`] tiles, with the fields that make them.
+    pub(crate) fn new(problem: &FwdProblem, unit: UnitOfWork) -> Result<Self, String> {
         let dims = problem.dims;
         let ratio = if unit.pack_gqa { i64::from(problem.gqa_ratio()) } else { 1 };
         let rows = i64::from(dims.seqlen_q) * ratio;
@@ -65,12 +72,19 @@ impl TileSchedule {
         let masked = problem.mask.kind() != MaskKind::Full;
         let group_bytes = if masked { L2_GROUP_BYTES } else { 0 };
         let heads_per_l2_group = heads_per_l2_group(num_heads, kv_bytes, sharing, group_bytes);
-        Self {
-            num_tiles: (num_heads * num_m_blocks).try_into().unwrap_or(i32::MAX),
+        let num_tiles = num_heads.saturating_mul(num_m_blocks);
+        if num_tiles > MAX_TILES {
+            return Err(format!(
+                "seqlen_q {}, num_heads_q {} and batch {} make {num_tiles} tiles, more than {MAX_TILES}",
+                dims.seqlen_q, dims.num_heads_q, dims.batch
+            ));
+        }
+        Ok(Self {
+            num_tiles: num_tiles as i32,
             num_m_blocks: num_m_blocks as i32,
             num_heads: num_heads as i32,
             heads_per_l2_group: heads_per_l2_group as i32,
-        }
+        })
     }
 }
 

@@ -73,6 +73,11 @@ pub enum Plant {
     HiddenKeys,
     /// This number at `[storage batch, row, head, dim]`.
     At(Operand, [u32; 4], f64),
+    /// Nothing is written: this operand alone lies so many elements beyond an aligned address.
+    Shifted(Operand, u32),
+    /// Scores of 12 at key 0, whose V is 0, and of 0 at all others: weights of `exp(-12)`, subnormal in f16, are all
+    /// that O is made of. The problem's scale is 1.
+    FaintWeights,
     /// Scores of -inf in keys `begin..end` of every sequence: an infinity in K, taken by a negative Q.
     InfinitelyFar {
         /// The first such key.

@@ -1,6 +1,7 @@
 //! Running a call on a backend: tensors to its memory, the plan, tensors back.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -12,12 +13,14 @@ use fmha_core::{
 
 use crate::tensor::{Operand, Operands, Tensor};
 use crate::tensors::{HostBwd, HostCombine, HostFwd, score_of, seq_of};
+use crate::used::note;
 
 /// Runs a forward plan; O, LSE and the keep mask of `host` then hold its results.
 ///
 /// # Errors
 /// What the backend said.
 pub fn run_fwd(backend: &dyn FmhaBackend, plan: &FwdPlan, host: &mut HostFwd) -> Result<()> {
+    note(plan.kernel());
     let _turn = turn(backend);
     let mut resident = Resident::place(backend, &host.operands, plan.workspace())?;
     resident.run_fwd(plan, host)?;
@@ -29,6 +32,7 @@ pub fn run_fwd(backend: &dyn FmhaBackend, plan: &FwdPlan, host: &mut HostFwd) ->
 /// # Errors
 /// What the backend said.
 pub fn run_bwd(backend: &dyn FmhaBackend, plan: &BwdPlan, host: &mut HostBwd) -> Result<()> {
+    note(plan.kernel());
     let _turn = turn(backend);
     let mut resident = Resident::place(backend, &host.operands, plan.workspace())?;
     resident.run_bwd(plan, host)?;
@@ -40,6 +44,7 @@ pub fn run_bwd(backend: &dyn FmhaBackend, plan: &BwdPlan, host: &mut HostBwd) ->
 /// # Errors
 /// What the backend said.
 pub fn run_combine(backend: &dyn FmhaBackend, plan: &CombinePlan, host: &mut HostCombine) -> Result<()> {
+    note(plan.kernel());
     let _turn = turn(backend);
     let num_parts = host.problem.num_parts;
     let mut resident = Resident::place(backend, &host.operands, plan.workspace())?;
@@ -73,6 +78,7 @@ pub fn replay_fwd(
     first: &mut HostFwd,
     then: &mut HostFwd,
 ) -> Result<()> {
+    note(plan.kernel());
     let _turn = turn(backend);
     let mut resident = Resident::place(backend, &first.operands, plan.workspace())?;
     let stream = queues.create_stream()?;
@@ -102,7 +108,7 @@ fn turn(backend: &dyn FmhaBackend) -> Option<MutexGuard<'static, ()>> {
 /// what is timed is the call, not the copying.
 ///
 /// Host tensors are used where they lie; a device gets them with their margins, so that what is
-/// written beside them comes back too.
+/// written beside them comes back too, unless its memory checks bounds itself.
 pub struct Resident<'a> {
     backend: &'a dyn FmhaBackend,
     /// Empty where the backend computes in host memory.
@@ -122,7 +128,7 @@ impl<'a> Resident<'a> {
         let mut buffers = BTreeMap::new();
         if memory.space() == MemorySpace::Device {
             for (&operand, tensor) in &operands.0 {
-                buffers.insert(operand, memory.alloc(tensor.raw().0.len() as u64)?);
+                buffers.insert(operand, memory.alloc(tensor.placed(memory).len() as u64)?);
             }
         }
         let mut resident = Self { backend, buffers, workspace, written: Vec::new() };
@@ -133,8 +139,14 @@ impl<'a> Resident<'a> {
     /// Puts other operands of the same sizes where the placed ones lie.
     fn upload(&mut self, operands: &Operands) -> Result<()> {
         for (operand, buffer) in &mut self.buffers {
-            if let Some(tensor) = operands.get(*operand) {
-                self.backend.memory().upload(tensor.raw().0, buffer)?;
+            let Some(tensor) = operands.get(*operand) else { continue };
+            let memory = self.backend.memory();
+            let bytes = &tensor.raw().0[tensor.placed(memory)];
+            match tensor.pieces() {
+                None => memory.upload(bytes, buffer)?,
+                Some(pieces) => pieces.into_iter().try_for_each(|piece| {
+                    memory.upload(&bytes[piece.clone()], &mut piece_of(memory, buffer, &piece))
+                })?,
             }
         }
         Ok(())
@@ -261,8 +273,17 @@ impl<'a> Resident<'a> {
     pub fn read_back(&mut self, operands: &mut Operands) -> Result<()> {
         let memory = self.backend.memory();
         for operand in self.written.drain(..) {
-            if let (Some(buffer), Some(tensor)) = (self.buffers.get(&operand), operands.get_mut(operand)) {
-                memory.download(buffer, tensor.raw_mut())?;
+            if let (Some(buffer), Some(tensor)) = (self.buffers.get_mut(&operand), operands.get_mut(operand))
+            {
+                let placed = tensor.placed(memory);
+                let pieces = tensor.pieces();
+                let bytes = &mut tensor.raw_mut()[placed];
+                match pieces {
+                    None => memory.download(buffer, bytes)?,
+                    Some(pieces) => pieces.into_iter().try_for_each(|piece| {
+                        memory.download(&piece_of(memory, buffer, &piece), &mut bytes[piece.clone()])
+                    })?,
+                }
             }
         }
         Ok(())
@@ -315,9 +336,23 @@ fn missing(operand: Operand) -> Error {
     fmha_core::ProblemError::new("operands", format!("operands: {operand:?} (1) is missing")).into()
 }
 
-/// The elements of a tensor whose bytes, margins included, lie in `buffer`.
+/// Some bytes of `buffer`, which stays their owner: of a tensor of gigabytes only the rows are copied.
+fn piece_of(memory: &dyn DeviceMemory, buffer: &mut DevBuffer, piece: &Range<usize>) -> DevBuffer {
+    let bytes = piece.len() as u64;
+    // SAFETY: the piece lies inside `buffer`, which outlives it and is borrowed alone; nothing is freed with it.
+    unsafe {
+        DevBuffer::from_raw(
+            memory.space(),
+            buffer.as_ptr().wrapping_add(piece.start),
+            bytes,
+            Box::new(|_| ()),
+        )
+    }
+}
+
+/// The elements of a tensor that lies in `buffer`.
 fn part<'a>(memory: &dyn DeviceMemory, buffer: &'a DevBuffer, tensor: &Tensor) -> DevSlice<'a> {
-    let (_, first) = tensor.raw();
+    let first = tensor.raw().1 - tensor.placed(memory).start;
     let bytes = tensor.elems().len() as u64;
     // SAFETY: `buffer` holds all of the tensor's bytes and outlives 'a; the call is waited for
     // before it is dropped.
@@ -325,7 +360,7 @@ fn part<'a>(memory: &dyn DeviceMemory, buffer: &'a DevBuffer, tensor: &Tensor) -
 }
 
 fn part_mut<'a>(memory: &dyn DeviceMemory, buffer: &'a mut DevBuffer, tensor: &Tensor) -> DevSliceMut<'a> {
-    let (_, first) = tensor.raw();
+    let first = tensor.raw().1 - tensor.placed(memory).start;
     let bytes = tensor.elems().len() as u64;
     // SAFETY: as in `part`, and the borrow is exclusive.
     unsafe { DevSliceMut::from_raw(memory.space(), buffer.as_ptr().wrapping_add(first), bytes) }

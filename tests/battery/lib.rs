@@ -10,6 +10,7 @@
 
 pub mod case;
 pub mod check;
+pub mod deal;
 pub mod declared;
 pub mod execute;
 mod families;
@@ -21,6 +22,8 @@ pub mod run;
 pub mod tensor;
 pub mod tensors;
 pub mod tolerance;
+mod used;
 pub mod verdict;
 
+pub use families::definition;
 pub use regex_lite::Regex;

@@ -13,6 +13,7 @@ use serde::Serialize;
 
 use crate::case::{Case, matching};
 use crate::run::{Options, Outcome};
+use crate::used;
 
 /// What became of one case.
 #[derive(Clone, Debug, Serialize)]
@@ -23,6 +24,8 @@ pub struct CaseReport {
     pub seed: u64,
     /// Passed, failed, refused or absent.
     pub outcome: Outcome,
+    /// The kernels it ran on, as plans name them; empty where nothing ran.
+    pub kernel: String,
     /// The verdict, the refusal or the reason.
     pub text: String,
     /// The command that repeats it.
@@ -84,11 +87,13 @@ pub fn run_cases(
     let total = cases.len() as u64;
     let one = |(index, case): (usize, &Case)| {
         let start = Instant::now();
+        used::take();
         let (outcome, text) = case.run(backend, options);
         let report = CaseReport {
             name: case.name.clone(),
             seed: case.data().seed,
             outcome,
+            kernel: used::take(),
             text,
             repro: case.repro(format!("{} {}", backend.kind(), options.repro_words).trim_end()),
             seconds: start.elapsed().as_secs_f64(),
@@ -149,15 +154,27 @@ impl Report {
     /// Counts by family, in the order in which they first appear.
     #[must_use]
     pub fn families(&self) -> Vec<(String, Summary)> {
-        let mut families: Vec<(String, Vec<CaseReport>)> = Vec::new();
+        self.counts_by(|case| case.name.split('/').next().unwrap_or_default())
+    }
+
+    /// Counts by the kernels that cases ran on, in the order in which they first appear; cases that ran on none, being
+    /// refused or absent, are in none.
+    #[must_use]
+    pub fn kernels(&self) -> Vec<(String, Summary)> {
+        let mut kernels = self.counts_by(|case| &case.kernel);
+        kernels.retain(|(kernel, _)| !kernel.is_empty());
+        kernels
+    }
+
+    fn counts_by(&self, key: impl Fn(&CaseReport) -> &str) -> Vec<(String, Summary)> {
+        let mut groups: Vec<(String, Vec<CaseReport>)> = Vec::new();
         for case in &self.cases {
-            let family = case.name.split('/').next().unwrap_or_default();
-            match families.iter_mut().find(|(name, _)| name == family) {
+            match groups.iter_mut().find(|(name, _)| name == key(case)) {
                 Some((_, cases)) => cases.push(case.clone()),
-                None => families.push((family.to_owned(), vec![case.clone()])),
+                None => groups.push((key(case).to_owned(), vec![case.clone()])),
             }
         }
-        families.into_iter().map(|(name, cases)| (name, Summary::of(&cases))).collect()
+        groups.into_iter().map(|(name, cases)| (name, Summary::of(&cases))).collect()
     }
 
     /// JSON: an object that ends in `summary`.

@@ -87,11 +87,15 @@ impl Case {
     /// Why this case cannot run here.
     fn absent(&self, backend: &dyn FmhaBackend, options: &Options) -> Option<String> {
         let host = backend.memory().space() == MemorySpace::Host;
+        let checked = backend.memory().checks_bounds();
         match self.data().room.placement {
             Placement::Margins => None,
             Placement::EndsAtUnmapped | Placement::BeginsAtUnmapped => {
-                if !host {
-                    Some("guard pages need a backend that computes in host memory".into())
+                if checked {
+                    // Each tensor is an allocation of its own extent.
+                    None
+                } else if !host {
+                    Some("guard pages need host memory, or a device's that checks bounds".into())
                 } else if cfg!(unix) {
                     None
                 } else {
@@ -99,7 +103,7 @@ impl Case {
                 }
             }
             Placement::Sparse => {
-                if host && cfg!(target_os = "linux") || !host && options.huge_on_device {
+                if (host || checked) && cfg!(target_os = "linux") || !host && options.huge_on_device {
                     None
                 } else {
                     Some(
@@ -114,7 +118,7 @@ impl Case {
 pub(crate) fn run_forward(case: &Forward, backend: &dyn FmhaBackend, options: &Options) -> Result<Verdict> {
     let plan = backend.plan_fwd(&case.problem.clone().validate()?, &options.plan)?;
     let mut host = HostFwd::new(case.problem.clone(), &case.lengths, case.data)?;
-    plant(&mut host, case.plant);
+    plant(&mut host, case.plant)?;
     run_fwd(backend, &plan, &mut host)?;
     let mut verdict = check_fwd(&host, &Selection::default(), &|_, _| ())?;
     if case.data.room.placement != Placement::Sparse {
@@ -179,12 +183,14 @@ fn constant_v_fault(case: &Forward, host: &HostFwd) -> Option<String> {
 }
 
 /// Writes what the case plants.
-fn plant(host: &mut HostFwd, plant: Plant) {
+fn plant(host: &mut HostFwd, plant: Plant) -> Result<()> {
     let dims = host.problem.dims;
     let spans = host.spans.clone();
     match plant {
         Plant::Nothing => {}
         Plant::At(operand, at, value) => host.operands.expect_mut(operand).set(at, value),
+        Plant::Shifted(operand, elems) => host.operands.expect_mut(operand).shift(elems)?,
+        Plant::FaintWeights => faint_weights(host),
         Plant::HiddenKeys => {
             for span in spans {
                 let band = host.problem.mask.band(span.seqlen_q, span.seqlen_k);
@@ -213,6 +219,30 @@ fn plant(host: &mut HostFwd, plant: Plant) {
                     let at = [span.k_batch, span.k_row + j, head, 0];
                     host.operands.expect_mut(Operand::K).set(at, f64::INFINITY);
                 }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Queries (1, 0, 0, ...), keys (12, 0, ...) and nought, V nought at key 0.
+fn faint_weights(host: &mut HostFwd) {
+    let dims = host.problem.dims;
+    for span in host.spans.clone() {
+        let mut set = |operand, at: [u32; 4], value| host.operands.expect_mut(operand).set(at, value);
+        for (head, d) in (0..dims.num_heads_q).flat_map(|h| (0..dims.head_dim_qk).map(move |d| (h, d))) {
+            for i in 0..span.seqlen_q {
+                let at = [span.q_batch, span.q_row + i, head, d];
+                set(Operand::Q, at, if d == 0 { 1.0 } else { 0.0 });
+            }
+        }
+        for (head, j) in (0..dims.num_heads_kv).flat_map(|h| (0..span.seqlen_k).map(move |j| (h, j))) {
+            for d in 0..dims.head_dim_qk {
+                let at = [span.k_batch, span.k_row + j, head, d];
+                set(Operand::K, at, if (j, d) == (0, 0) { 12.0 } else { 0.0 });
+            }
+            for d in (0..dims.head_dim_v).filter(|_| j == 0) {
+                set(Operand::V, [span.k_batch, span.k_row, head, d], 0.0);
             }
         }
     }

@@ -1,8 +1,9 @@
 //! One owned tensor in host memory, and the named set of them that a call takes.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
-use fmha_core::{DType, DevSlice, DevSliceMut, Result, Shape, Strides, ValidFwd};
+use fmha_core::{DType, DevSlice, DevSliceMut, DeviceMemory, Result, Shape, Strides, ValidFwd};
 
 use crate::memory::{Bytes, Placement};
 
@@ -67,6 +68,7 @@ pub struct Tensor {
     /// Bytes from the first element to the last.
     extent: usize,
     poison: u8,
+    is_sparse: bool,
     /// The elements' type; meaningless for lengths and the keep mask.
     pub dtype: DType,
     /// Logical extents.
@@ -113,7 +115,20 @@ impl Tensor {
             Placement::BeginsAtUnmapped => (Bytes::beside_unmapped(extent, poison, false)?, 0),
             Placement::Sparse => (Bytes::sparse(extent)?, 0),
         };
-        Ok(Self { bytes, first, extent, poison, dtype, shape, strides })
+        let is_sparse = room.placement == Placement::Sparse;
+        Ok(Self { bytes, first, extent, poison, is_sparse, dtype, shape, strides })
+    }
+
+    /// Moves the elements so many beyond the address they lie at, margins kept.
+    ///
+    /// # Errors
+    /// The size, where the system has not so much memory.
+    pub(crate) fn shift(&mut self, elems: u32) -> Result<()> {
+        let first = self.first + elems as usize * self.dtype.size_bytes() as usize;
+        let mut bytes = Bytes::filled(first + self.extent + 256, self.poison)?;
+        bytes[first..][..self.extent].copy_from_slice(self.elems());
+        (self.bytes, self.first) = (bytes, first);
+        Ok(())
     }
 
     /// A row of `count` elements.
@@ -158,6 +173,25 @@ impl Tensor {
     /// All bytes, margins included, and where the first element lies in them.
     pub(crate) fn raw(&self) -> (&[u8], usize) {
         (&self.bytes, self.first)
+    }
+
+    /// What of [`raw`](Self::raw) lies in a device's memory: all of it, or, where that checks bounds, the elements
+    /// and as much before them as sets their alignment.
+    pub(crate) fn placed(&self, memory: &dyn DeviceMemory) -> Range<usize> {
+        if memory.checks_bounds() {
+            self.first - self.first % 256..self.first + self.extent
+        } else {
+            0..self.bytes.len()
+        }
+    }
+
+    /// The rows of a sparse tensor as bytes of the placed ones; `None` where all are copied at once.
+    pub(crate) fn pieces(&self) -> Option<Vec<Range<usize>>> {
+        let row = (u64::from(self.shape.dim) * self.dtype.size_bytes()) as usize;
+        let Shape { batch, seq, head, .. } = self.shape;
+        let rows =
+            (0..batch).flat_map(move |b| (0..seq).flat_map(move |s| (0..head).map(move |h| (b, s, h))));
+        self.is_sparse.then(|| rows.map(|(b, s, h)| self.at(b, s, h, 0)).map(|at| at..at + row).collect())
     }
 
     pub(crate) fn raw_mut(&mut self) -> &mut [u8] {

@@ -46,7 +46,7 @@ fn sizes(criterion: &mut Criterion) {
                 let problem = square(seqlen, dtype, mask);
                 let data = Data::default();
                 let mut host = HostFwd::new(problem.clone(), &Lengths::default(), data).expect("tensors");
-                let work = Work::count(&host.problem, &host.spans);
+                let work = Work::count(&host.problem, &host.spans).expect("a small problem");
 
                 let mut group = criterion.benchmark_group(format!("forward/{dtype}/{label}"));
                 group.sample_size(10).throughput(Throughput::Elements(work.fwd_flops));

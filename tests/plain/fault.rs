@@ -26,6 +26,7 @@ pub(crate) enum Fault {
     SinkInTheNumerator,
     SinkForgotten,
     KvHeadModulo,
+    RatioOfPowersOfTwo,
     LastRowForgotten,
     PaddingRowWritten,
     GainOfOnePercent,
@@ -33,6 +34,7 @@ pub(crate) enum Fault {
     SequenceLengthPhysical,
     DescaleOfHeadZero,
     ScaleOForgotten,
+    SaturationForgotten,
     OffsetsIn32Bits,
     HiddenValuesTimesZero,
     TruncatedOutput,
@@ -51,7 +53,7 @@ pub(crate) enum Fault {
 
 impl Fault {
     /// All of them.
-    pub(crate) const ALL: [Fault; 43] = [
+    pub(crate) const ALL: [Fault; 45] = [
         Fault::UpperBoundOffByOne,
         Fault::LowerBoundOffByOne,
         Fault::BottomRightAsTopLeft,
@@ -74,6 +76,7 @@ impl Fault {
         Fault::SinkInTheNumerator,
         Fault::SinkForgotten,
         Fault::KvHeadModulo,
+        Fault::RatioOfPowersOfTwo,
         Fault::LastRowForgotten,
         Fault::PaddingRowWritten,
         Fault::GainOfOnePercent,
@@ -81,6 +84,7 @@ impl Fault {
         Fault::SequenceLengthPhysical,
         Fault::DescaleOfHeadZero,
         Fault::ScaleOForgotten,
+        Fault::SaturationForgotten,
         Fault::OffsetsIn32Bits,
         Fault::HiddenValuesTimesZero,
         Fault::TruncatedOutput,

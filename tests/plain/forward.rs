@@ -30,7 +30,10 @@ pub(super) fn run(
                 let (row, row_lse) = attend(&head, i);
                 for (d, value) in row.iter().enumerate() {
                     let at = [span.q_batch, span.q_row + i, i_head, d as u32];
-                    o.put(at, value * scale_o);
+                    let overflows = problem.dtype_o.is_fp8()
+                        && f64::from(value * scale_o).abs() > problem.dtype_o.max_finite();
+                    let saturates = !overflows || fault != Some(Fault::SaturationForgotten);
+                    o.put(at, if saturates { value * scale_o } else { f32::NAN });
                 }
                 if let Some(lse) = &lse {
                     lse.put_at(span.lse_index(problem, i_head, i), row_lse);

@@ -37,8 +37,11 @@ impl<'a> Head<'a> {
     ) -> Self {
         let dims = problem.dims;
         let is = |which| fault == Some(which);
-        let i_head_kv =
-            if is(Fault::KvHeadModulo) { i_head % dims.num_heads_kv } else { i_head / problem.gqa_ratio() };
+        let i_head_kv = match fault {
+            Some(Fault::KvHeadModulo) => i_head % dims.num_heads_kv,
+            Some(Fault::RatioOfPowersOfTwo) => i_head / problem.gqa_ratio().next_power_of_two(),
+            _ => i_head / problem.gqa_ratio(),
+        };
         let descale = |slice: &Option<DevSlice<'_>>, kind: Descale| {
             let head = if is(Fault::DescaleOfHeadZero) { 0 } else { i_head_kv };
             let values = floats(slice.as_ref());

@@ -6,20 +6,20 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::emulated;
+use crate::kernels::HOPPER_ARCH;
 use crate::mutation;
 use crate::setup::{self, loudly};
 
 const BEGIN: &str = "<!-- written by cargo xtask coverage -->";
 const END: &str = "<!-- end of what cargo xtask coverage wrote -->";
-const PAGE: &str = "docs/kernels/cuda-coverage.md";
+const PAGE: &str = "tests/evidence/cuda-coverage.md";
 /// `file | part of the line | why it is not executed`.
-const REASONS: &str = "docs/kernels/cuda-coverage.reasons";
+const REASONS: &str = "tests/evidence/cuda-coverage.reasons";
 /// Kernels that are to be fast, and all that they are made of.
 const FAST: [&str; 5] = ["fmha/common/", "fmha/sm90/", "fmha/mma/", "fmha/ptx/", "fmha/combine.cuh"];
 
 /// Of the battery: one type in all its edges but the head dimensions, of which one kernel each would tell nothing new.
-const BATTERY: &str = "^(edges/[^h].*bf16|laws/column.*bf16|combine/)";
+const BATTERY: &str = "^(edges/[^h].*bf16|laws/column.*bf16|combine/|rare/.*bf16)";
 /// What neither that nor the mutants' launches run: knobs that no table chooses, values that lie hidden.
 const EXTRA: &[&str] = &[
     "-b 1 --heads 2 -s 200 -d 64 --prec f16 --mask t --tile f16_scores=1,f16_output=1",
@@ -75,7 +75,7 @@ fn observe(root: &Path) -> Result<Vec<PathBuf>, String> {
         (path, command)
     };
     let (path, mut battery) = cover("battery.txt");
-    battery.args(["conformance", "--allow-fallback", "--backend", "cuda", "--emulate", emulated::ARCH]);
+    battery.args(["conformance", "--allow-fallback", "--backend", "cuda", "--emulate", HOPPER_ARCH]);
     loudly(battery.args(["--filter", BATTERY]))?;
     let mut paths = vec![path];
     // What comes out right is the battery's and the mutants' business.
@@ -83,7 +83,7 @@ fn observe(root: &Path) -> Result<Vec<PathBuf>, String> {
         mutation::KERNELS.iter().flat_map(|(title, all)| all.iter().map(|one| (mutation::sms(title), one)));
     for (i, (sms, problem)) in launches.chain(EXTRA.iter().map(|one| ("1", one))).enumerate() {
         let (path, mut one) = cover(&format!("{i}.txt"));
-        one.args(["run", "--backend", "cuda", "--kernel", "sm90", "--emulate", emulated::ARCH]);
+        one.args(["run", "--backend", "cuda", "--kernel", "sm90", "--emulate", HOPPER_ARCH]);
         one.args(["--warmup", "0", "--repeat", "1", "--verify", "none"]).args(problem.split_whitespace());
         loudly(one.env("FMHA_EMULATE_SMS", sms))?;
         paths.push(path);

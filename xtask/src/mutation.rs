@@ -179,7 +179,7 @@ pub(crate) fn sms(title: &str) -> &'static str {
     if title.starts_with("clusters of two") { "2" } else { "1" }
 }
 
-/// Records the launches, breaks them, rewrites each kernel's `docs/kernels/KERNEL-mutation.md`.
+/// Records the launches, breaks them, rewrites each kernel's `tests/evidence/KERNEL-mutation.md`.
 pub(crate) fn run(schedules: u32) -> Result<(), String> {
     PAGES.iter().try_for_each(|page| run_page(page, schedules))
 }
@@ -231,8 +231,8 @@ fn run_page((kernel, arch, kernels): &Page, schedules: u32) -> Result<(), String
     mutate
         .args(["--schedules", &schedules.to_string(), "--wrappers", "fmha/ptx/"])
         .args(["--sources", "kernels-cuda", "--sources", "core/device"])
-        .args(["--reasons", &format!("docs/kernels/{kernel}-mutation.reasons")])
-        .args(["--out", &format!("docs/kernels/{kernel}-mutation.md")]);
+        .args(["--reasons", &format!("tests/evidence/{kernel}-mutation.reasons")])
+        .args(["--out", &format!("tests/evidence/{kernel}-mutation.md")]);
     loudly(&mut mutate)
 }
 

@@ -31,7 +31,7 @@ const KERNELS: [(&str, &str); 7] = [
     ),
 ];
 
-/// Records the launches, breaks them, rewrites `docs/kernels/cdna-mutation.md`.
+/// Records the launches, breaks them, rewrites `tests/evidence/cdna-mutation.md`.
 pub(crate) fn run() -> Result<(), String> {
     let environment = setup::run();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
@@ -79,9 +79,9 @@ pub(crate) fn run() -> Result<(), String> {
     }
     mutate.args(["--sources", "kernels-hip", "--sources", "core/device"]).args([
         "--reasons",
-        "docs/kernels/cdna-mutation.reasons",
+        "tests/evidence/cdna-mutation.reasons",
         "--out",
-        "docs/kernels/cdna-mutation.md",
+        "tests/evidence/cdna-mutation.md",
     ]);
     loudly(&mut mutate)
 }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 /// The compiler of the AMD kernels: Debian's and Ubuntu's packages of that name.
-const CLANG: &str = "clang-22";
+pub(crate) const CLANG: &str = "clang-22";
 const CLANG_PACKAGES: [&str; 3] = ["clang-22", "lld-22", "llvm-22"];
 
 /// The compiler of the NVIDIA kernels: a PyPI package that holds the vendor's library. Its licence
@@ -25,8 +25,12 @@ pub(crate) fn run() -> Vec<(String, String)> {
     environment
 }
 
+pub(crate) fn clang_is_there() -> bool {
+    runs(Command::new(CLANG).arg("--version"))
+}
+
 fn clang() -> Result<(), String> {
-    if runs(Command::new(CLANG).arg("--version")) {
+    if clang_is_there() {
         return Ok(());
     }
     if !runs(Command::new("apt-get").arg("--version")) {
@@ -82,7 +86,6 @@ fn runs(command: &mut Command) -> bool {
     command.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
 }
 
-/// Runs a step of the set-up; its own words reach the reader.
 /// Runs a command to its end; anything but success is an error.
 pub(crate) fn loudly(command: &mut Command) -> Result<(), String> {
     match command.status() {

@@ -14,6 +14,20 @@ pub(crate) struct Tally {
 }
 
 impl Tally {
+    /// Prints a line and counts it.
+    pub(crate) fn say(&mut self, line: &str) {
+        println!("{line}");
+        self.read(line);
+    }
+
+    /// Adds what another has counted.
+    pub(crate) fn merge(&mut self, other: Self) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.battery.extend(other.battery);
+        self.absent.extend(other.absent);
+    }
+
     /// Counts a line if it is one that closes a test program or a battery, or names an absence.
     pub(crate) fn read(&mut self, line: &str) {
         let line = line.trim();
@@ -26,6 +40,10 @@ impl Tally {
             self.battery.push(line.to_owned());
         } else if line.starts_with("absent: ") {
             self.absent.push(line.to_owned());
+        } else if let Some((test, reason)) =
+            line.strip_prefix("test ").and_then(|rest| rest.split_once(" ... ignored"))
+        {
+            self.absent.push(format!("absent: {test}{reason}"));
         }
     }
 }
@@ -59,8 +77,10 @@ mod tests {
         tally.read("battery cpu: 3120 passed, 2 failed, 12 refused, 0 absent");
         tally.read("absent: clang-22 is not installed");
         tally.read("test mask::tests::passed ... ok");
+        tally.read("test the_whole_table ... ignored, cargo xtask test --all");
         assert_eq!((tally.passed, tally.failed), (3139, 3));
         assert!(tally.to_string().ends_with("\n3139 passed, 3 failed"));
         assert!(tally.to_string().contains("absent: clang-22"));
+        assert!(tally.to_string().contains("absent: the_whole_table, cargo xtask test --all"));
     }
 }

@@ -12,19 +12,35 @@ struct SeqSpan {
   int32_t k_row, seqlen_k;  // where key j lies: kv_row
 };
 
+// A packed sequence's rows.
+struct PackedRows {
+  int32_t first, count;
+};
+
+// Offsets that lie (decreasing, or past the tensor's `total` rows) are brought inside it: wrong numbers are the
+// caller's, rows outside the tensor nobody's.
+FMHA_DEVICE PackedRows packed_rows(const int32_t* cu_seqlens, int32_t i_batch, int32_t total, int32_t longest) {
+  const int32_t first = clamp(cu_seqlens[i_batch], 0, total);
+  const int32_t end = clamp(cu_seqlens[i_batch + 1], first, total);
+  return {first, min(end - first, longest)};
+}
+
 FMHA_DEVICE SeqSpan resolve_seq(const FwdParams& p, QLayout q_layout, KvKind kv_layout, int32_t i_batch) {
   SeqSpan span = {i_batch, i_batch, 0, p.seqlen_q, 0, p.seqlen_k};
   if (q_layout == QLayout::Packed) {
     span.storage_batch = 0;
-    span.q_row = p.cu_seqlens_q[i_batch];
-    span.seqlen_q = p.cu_seqlens_q[i_batch + 1] - span.q_row;
+    const PackedRows rows = packed_rows(p.cu_seqlens_q, i_batch, p.total_q, p.seqlen_q);
+    span.q_row = rows.first;
+    span.seqlen_q = rows.count;
   }
   if (kv_layout == KvKind::Packed) {
-    span.k_row = p.cu_seqlens_k[i_batch];
-    span.seqlen_k = p.cu_seqlens_k[i_batch + 1] - span.k_row;
+    const PackedRows rows = packed_rows(p.cu_seqlens_k, i_batch, p.total_k, p.seqlen_k);
+    span.k_row = rows.first;
+    span.seqlen_k = rows.count;
   }
-  if (p.seqused_q) span.seqlen_q = p.seqused_q[i_batch];
-  if (p.seqused_k) span.seqlen_k = p.seqused_k[i_batch];
+  // Lengths beyond the physical ones likewise.
+  if (p.seqused_q) span.seqlen_q = clamp(p.seqused_q[i_batch], 0, span.seqlen_q);
+  if (p.seqused_k) span.seqlen_k = clamp(p.seqused_k[i_batch], 0, span.seqlen_k);
   // A block table without pages has nowhere to point.
   if (kv_layout == KvKind::Paged && p.num_pages == 0) span.seqlen_k = 0;
   return span;

@@ -41,6 +41,15 @@ pub(super) fn masked(dtype: DType, dims: Dims, mask: &str) -> FwdProblem {
     problem
 }
 
+/// Packed sequences of these (queries, keys), with LSE and this mask.
+pub(super) fn group(dtype: DType, dims: Dims, sequences: &[(u32, u32)], mask: &str) -> FwdProblem {
+    let dims = Dims { batch: sequences.len() as u32, ..dims };
+    let mut problem = FwdProblem::group(dtype, dims);
+    problem.mask = mask.parse().unwrap_or(MaskSpec::NONE);
+    problem.write_lse = true;
+    problem
+}
+
 pub(super) fn data(name: &str) -> Data {
     Data { seed: seed_of(name), ..Data::default() }
 }

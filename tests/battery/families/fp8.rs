@@ -3,8 +3,9 @@
 use fmha_core::{DType, Descale, Dims, FwdProblem, Strides, VLayout};
 
 use super::edges::{data, masked};
-use crate::case::Case;
+use crate::case::{Body, Case, Plant};
 use crate::init::Init;
+use crate::tensor::Operand;
 use crate::tensors::{Data, Lengths};
 
 const FP8: [DType; 4] = [DType::E4m3Fn, DType::E5m2, DType::E4m3Fnuz, DType::E5m2Fnuz];
@@ -51,14 +52,21 @@ pub(crate) fn cases() -> Vec<Case> {
             let data = data(&name);
             cases.push(Case::forward(name, masked(dtype, dims, "b"), Lengths::default(), data));
         }
-        // Beyond the type's range: a scaled O saturates, it does not wrap or become NaN.
-        let mut problem = small(dtype, "0");
+        // Beyond the type's range: a scaled O saturates, it does not wrap or become NaN. Query 0 sees key 0 alone, and
+        // one element of its V is the type's largest number.
+        let mut problem = small(dtype, "t");
         problem.dtype_o = dtype;
         problem.scale_o = true;
         problem.descale_v = Descale::PerTensor;
-        let name = format!("fp8/output_saturates/{dtype}");
-        let data = Data { init: Init::Outliers, ..data(&name) };
-        cases.push(Case::forward(name, problem, Lengths::default(), data));
+        let data = data(dtype.name());
+        for (what, sign) in [("", 1.0), ("_below", -1.0)] {
+            let (problem, name) = (problem.clone(), format!("fp8/output_saturates{what}/{dtype}"));
+            let mut case = Case::forward(name, problem, Lengths::default(), data);
+            if let Body::Forward(forward) = &mut case.body {
+                forward.plant = Plant::At(Operand::V, [1, 0, 1, 9], sign * dtype.max_finite());
+            }
+            cases.push(case);
+        }
     }
     cases
 }

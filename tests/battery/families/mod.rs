@@ -1,13 +1,16 @@
 //! The families of cases.
 
+mod addresses;
 mod backward;
 mod combine;
-mod definition;
+pub mod definition;
 mod edges;
 mod fp8;
 mod guards;
+mod heads;
 mod laws;
 mod pairwise;
+mod rare;
 mod recipe;
 
 use crate::case::Case;
@@ -17,6 +20,9 @@ pub(crate) fn all() -> Vec<Case> {
     [
         definition::cases(),
         edges::cases(),
+        heads::cases(),
+        rare::cases(),
+        addresses::cases(),
         laws::cases(),
         fp8::cases(),
         guards::cases(),

@@ -11,7 +11,7 @@ use crate::memory::Placement;
 use crate::tensor::Room;
 use crate::tensors::{Data, Lengths, padded};
 
-const DTYPES: [DType; 7] = DType::ALL;
+pub(crate) const DTYPES: [DType; 7] = DType::ALL;
 const HEAD_DIMS: [(u32, u32); 12] = [
     (64, 64),
     (128, 128),
@@ -26,7 +26,7 @@ const HEAD_DIMS: [(u32, u32); 12] = [
     (16, 8),
     (256, 256),
 ];
-const HEADS: [(u32, u32); 6] = [(1, 1), (2, 2), (4, 2), (3, 1), (8, 2), (6, 3)];
+const HEADS: [(u32, u32); 6] = [(1, 1), (2, 2), (4, 2), (6, 2), (8, 2), (9, 3)];
 const LENGTHS: [(u32, u32); 10] =
     [(1, 1), (1, 65), (17, 17), (33, 70), (64, 64), (70, 33), (5, 129), (100, 96), (31, 1), (48, 80)];
 const MASKS: [&str; 14] = [

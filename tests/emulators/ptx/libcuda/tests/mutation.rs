@@ -70,7 +70,7 @@ fn every_synchronising_instruction_of_the_hopper_kernel_is_missed_when_broken() 
         ("--schedules", "2".to_owned()),
         ("--wrappers", "fmha/ptx/".to_owned()),
         ("--sources", path("kernels-cuda")),
-        ("--reasons", path("docs/kernels/sm90-mutation.reasons")),
+        ("--reasons", path("tests/evidence/sm90-mutation.reasons")),
     ] {
         words.extend([option.to_owned(), value]);
     }

@@ -1,6 +1,8 @@
 //! Device memory. Addresses are never valid on the host; a guard lies between any two allocations.
 
+use std::alloc::{Layout, alloc_zeroed, handle_alloc_error};
 use std::collections::BTreeMap;
+use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -29,8 +31,19 @@ impl std::fmt::Debug for Allocation {
     }
 }
 
+/// Zeros that take the host's memory only where they are touched: tensors may span gigabytes and have few rows.
 fn zeros(n: u64) -> Box<[AtomicU32]> {
-    (0..n).map(|_| AtomicU32::new(0)).collect()
+    let Ok(layout) = Layout::array::<AtomicU32>(n as usize) else { return Box::default() };
+    if layout.size() == 0 {
+        return Box::default();
+    }
+    // SAFETY: the layout's size is not zero.
+    let first = unsafe { alloc_zeroed(layout) };
+    if first.is_null() {
+        handle_alloc_error(layout);
+    }
+    // SAFETY: `n` words of the global allocator, aligned as the layout says; an atomic of zero bytes is 0.
+    unsafe { Box::from_raw(ptr::slice_from_raw_parts_mut(first.cast(), n as usize)) }
 }
 
 impl Allocation {

@@ -1,0 +1,97 @@
+//! Which kernels a case needs, and a part of the cases by them.
+//!
+//! On an emulated device nearly all of the time goes into compiling. So cases are dealt out by their kernels: a part has
+//! few kernels, with every case that each of them serves.
+
+use std::fmt;
+use std::str::FromStr;
+
+use fmha_core::cache::{KernelJob, Precompile};
+use fmha_core::{AnyProblem, FmhaBackend, FwdProblem, PlanOptions};
+
+use crate::case::{Body, Case};
+
+/// Part `index`, from 1, of `count`; written `1/24`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Deal {
+    index: u64,
+    count: u64,
+}
+
+impl FromStr for Deal {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let numbers = text.split_once('/').map(|(index, count)| (index.parse(), count.parse()));
+        match numbers {
+            Some((Ok(index), Ok(count))) if (1..=count).contains(&index) => Ok(Self { index, count }),
+            _ => Err(format!("deal `{text}` is not I/N with I from 1 to N")),
+        }
+    }
+}
+
+impl fmt::Display for Deal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.index, self.count)
+    }
+}
+
+impl Deal {
+    /// The cases whose kernel is this part's; those that have none, by their seeds.
+    #[must_use]
+    pub fn of(self, cases: Vec<Case>, backend: &dyn FmhaBackend, options: &PlanOptions) -> Vec<Case> {
+        let mine = |case: &Case| {
+            let first = jobs(case, backend, options).into_iter().next();
+            let card = first.map_or(case.data().seed, |job| hash(&job.source.entry));
+            (card >> 20) % self.count == self.index - 1
+        };
+        cases.into_iter().filter(mine).collect()
+    }
+}
+
+/// What planning a case compiles, in the order of its launches; nothing where it is refused or there is no compiler.
+#[must_use]
+pub fn jobs(case: &Case, backend: &dyn FmhaBackend, options: &PlanOptions) -> Vec<KernelJob> {
+    let Some(compiler) = backend.precompiler() else { return Vec::new() };
+    let jobs = match &case.body {
+        Body::Forward(forward) => forward_jobs(compiler, &forward.problem, options),
+        Body::Law(law) => forward_jobs(compiler, &law.forward.problem, options),
+        Body::Backward(backward) => {
+            let problem = backward.problem.clone().validate().ok();
+            problem.and_then(|problem| compiler.jobs(AnyProblem::Backward(&problem), options).ok())
+        }
+        Body::Combine(combine) => {
+            let problem = combine.problem.clone().validate().ok();
+            problem.and_then(|problem| compiler.jobs(AnyProblem::Combine(&problem), options).ok())
+        }
+    };
+    jobs.unwrap_or_default()
+}
+
+fn forward_jobs(
+    compiler: &dyn Precompile,
+    problem: &FwdProblem,
+    options: &PlanOptions,
+) -> Option<Vec<KernelJob>> {
+    let problem = problem.clone().validate().ok()?;
+    compiler.jobs(AnyProblem::Forward(&problem), options).ok()
+}
+
+/// FNV-1a.
+fn hash(text: &str) -> u64 {
+    text.bytes()
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_part_outside_the_whole_is_refused() {
+        assert_eq!("2/3".parse(), Ok(Deal { index: 2, count: 3 }));
+        for text in ["0/3", "4/3", "1", "a/2", "1/0"] {
+            assert!(text.parse::<Deal>().is_err_and(|error| error.contains(text)));
+        }
+    }
+}

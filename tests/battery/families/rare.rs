@@ -1,0 +1,155 @@
+//! What kernels compute again, in every mode and beside every modifier: scores that overflow at the running maximum,
+//! rows that met a hidden NaN or infinity, blocks of which nothing is left.
+
+use fmha_core::{Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FwdProblem, MaskSpec, Strides, VLayout};
+
+use super::edges::{data, group, masked};
+use crate::case::{Body, Case, Plant};
+use crate::init::Init;
+use crate::tensor::Operand;
+use crate::tensors::{Data, Lengths};
+
+/// Why something is computed again.
+const CAUSES: [(&str, Init, Cause); 5] = [
+    ("rising", Init::Rising, Cause::Scores),
+    ("towering", Init::Towering, Cause::Scores),
+    ("nan_in_v", Init::Normal, Cause::NanInV),
+    ("infinity_in_v", Init::Normal, Cause::InfinityInV),
+    ("infinitely_far", Init::Normal, Cause::InfinitelyFar),
+];
+
+#[derive(Clone, Copy, PartialEq)]
+enum Cause {
+    Scores,
+    NanInV,
+    InfinityInV,
+    InfinitelyFar,
+}
+
+/// In which call.
+const VARIANTS: [&str; 18] = [
+    "batch",
+    "f32_output",
+    "group",
+    "gaps",
+    "ratio4",
+    "ratio4_few_rows",
+    "ratio3_group",
+    "negative_scale",
+    "negative_scale_group",
+    "column_major_v",
+    "column_major_v_group",
+    "window",
+    "sink_columns",
+    "softcap",
+    "bias",
+    "alibi",
+    "sink",
+    "dropout",
+];
+
+pub(crate) fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for dtype in [DType::F32, DType::Bf16] {
+        for variant in VARIANTS {
+            // A score of -inf times a scale below 0 is +inf, which no soft-max is defined for.
+            let defined = |cause| cause != Cause::InfinitelyFar || !variant.starts_with("negative_scale");
+            for cause in CAUSES.into_iter().filter(|cause| defined(cause.2)) {
+                cases.push(case(dtype, variant, cause));
+            }
+        }
+    }
+    for dtype in [DType::F16, DType::Bf16] {
+        for (seqlen_q, seqlen_k) in [(20, 600), (70, 130)] {
+            let mut problem = masked(dtype, Dims { seqlen_q, seqlen_k, ..dims() }, "0");
+            problem.softmax_scale = Some(1.0);
+            let name = format!("rare/faint_weights/{dtype}/s{seqlen_q}x{seqlen_k}");
+            let data = Data { init: Init::ConstantV, ..data(&name) };
+            cases.push(planted(name, problem, Lengths::default(), data, Plant::FaintWeights));
+        }
+    }
+    cases
+}
+
+fn dims() -> Dims {
+    Dims {
+        batch: 2,
+        seqlen_q: 70,
+        seqlen_k: 420,
+        num_heads_q: 2,
+        num_heads_kv: 1,
+        head_dim_qk: 64,
+        head_dim_v: 64,
+    }
+}
+
+fn planted(name: String, problem: FwdProblem, lengths: Lengths, data: Data, plant: Plant) -> Case {
+    let mut case = Case::forward(name, problem, lengths, data);
+    if let Body::Forward(forward) = &mut case.body {
+        forward.plant = plant;
+    }
+    case
+}
+
+fn case(dtype: DType, variant: &str, (what, init, cause): (&str, Init, Cause)) -> Case {
+    let name = format!("rare/{what}/{dtype}/{variant}");
+    let (problem, lengths) = problem(dtype, variant);
+    // The second sequence's first row of K and V, where packed.
+    let (batch, first) = match lengths.cu_seqlens_k.get(1) {
+        Some(&row) => (0, row.unsigned_abs()),
+        None => (1, 0),
+    };
+    // One key that the mask shows to the later queries of a tile and hides from the others.
+    let key = [batch, first + 375, 0, 5];
+    let plant = match cause {
+        Cause::Scores => Plant::Nothing,
+        Cause::NanInV => Plant::At(Operand::V, key, f64::NAN),
+        Cause::InfinityInV => Plant::At(Operand::V, key, f64::INFINITY),
+        Cause::InfinitelyFar => Plant::InfinitelyFar { begin: 128, end: 300 },
+    };
+    let data = Data { init, ..data(&name) };
+    planted(name, problem, lengths, data, plant)
+}
+
+fn problem(dtype: DType, variant: &str) -> (FwdProblem, Lengths) {
+    let mut dims = dims();
+    match variant {
+        "ratio4" | "ratio4_few_rows" => dims.num_heads_q = 4,
+        "ratio3_group" => (dims.num_heads_q, dims.num_heads_kv) = (6, 2),
+        _ => {}
+    }
+    if variant == "ratio4_few_rows" {
+        dims.seqlen_q = 50;
+    }
+    let packed = ["group", "gaps", "ratio3_group", "negative_scale_group", "column_major_v_group"];
+    let (mut problem, mut lengths) = if packed.contains(&variant) {
+        let sequences = [(dims.seqlen_q - 5, 333), (dims.seqlen_q, 420)];
+        (group(dtype, dims, &sequences, "b"), Lengths::packed(&sequences))
+    } else {
+        (masked(dtype, dims, "b"), Lengths::default())
+    };
+    match variant {
+        "f32_output" => problem.dtype_o = DType::F32,
+        "gaps" => {
+            (problem.seqused_q, problem.seqused_k) = (true, true);
+            (lengths.seqused_q, lengths.seqused_k) = (vec![50, 66], vec![330, 415]);
+        }
+        "negative_scale" | "negative_scale_group" => problem.softmax_scale = Some(-0.2),
+        "column_major_v" | "column_major_v_group" => {
+            (problem.v_layout, problem.v) = (VLayout::ColMajor, Strides::bhds(problem.shape_v()));
+        }
+        "window" => problem.mask = "b:300,2".parse().unwrap_or(MaskSpec::NONE),
+        "sink_columns" => problem.mask = "b:100,0,30".parse().unwrap_or(MaskSpec::NONE),
+        "softcap" => problem.softcap = Some(30.0),
+        "bias" => {
+            let broadcast = BiasBroadcast::BatchHead;
+            let strides = Strides::bhsd(problem.shape_bias(broadcast));
+            problem.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
+        }
+        "alibi" => problem.bias = Bias::Alibi { per_batch: true },
+        "sink" => problem.sink = true,
+        "dropout" => problem.p_drop = 0.2,
+        _ => {}
+    }
+    (problem, lengths)
+}

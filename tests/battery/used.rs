@@ -1,0 +1,20 @@
+//! Which kernels a case ran on: a battery that passed on a slow fallback has not tested the fast kernel.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+
+thread_local! {
+    /// Of the case that this thread runs.
+    static USED: RefCell<BTreeSet<String>> = const { RefCell::new(BTreeSet::new()) };
+}
+
+/// A call of the present case is about to run on this kernel.
+pub(crate) fn note(kernel: &str) {
+    USED.with_borrow_mut(|used| used.insert(kernel.to_owned()));
+}
+
+/// The kernels of the calls since it was asked last, by name: `combine+sm90`.
+pub(crate) fn take() -> String {
+    let used = USED.with_borrow_mut(std::mem::take);
+    used.into_iter().collect::<Vec<_>>().join("+")
+}

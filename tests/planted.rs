@@ -1,0 +1,43 @@
+//! Faults planted in the kernels' text: each is compiled and run on an emulated device, and found by the case that
+//! `planted/device.toml` names. Verified in emulation.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+#[path = "planted/mod.rs"]
+mod planting;
+
+use std::sync::Mutex;
+
+use planting::{Fate, Fault, each, is_own_process};
+use serde::Deserialize;
+
+#[derive(Deserialize)]
+struct Faults {
+    fault: Vec<Fault>,
+}
+
+/// The process of one fault; elsewhere there is nothing to do.
+#[test]
+fn the_fault_of_this_process() {
+    is_own_process();
+}
+
+#[test]
+fn each_planted_fault_is_found_by_its_case_and_its_sound_twin_passes() {
+    let faults = toml::from_str::<Faults>(include_str!("planted/device.toml")).unwrap().fault;
+    // A part of a fault's words, to run those alone.
+    let only = std::env::var("PLANTED_ONLY").unwrap_or_default();
+    let chosen: Vec<Fault> = faults.into_iter().filter(|fault| fault.what.contains(&only)).collect();
+    let missed = Mutex::new(Vec::new());
+    each(&chosen, |fault| {
+        let Fault { what, arch, case, .. } = fault;
+        match fault.run("the_fault_of_this_process") {
+            Fate::Found(text) => println!("found: {what} ({arch}), by {case}: {text}"),
+            Fate::Absent(reason) => println!("absent: {what} ({arch}): {reason}"),
+            other => missed.lock().unwrap().push(format!("{what} ({arch}), by {case}: {other:?}")),
+        }
+    });
+    let missed = missed.into_inner().unwrap();
+    assert!(missed.is_empty(), "not found, or not as expected:\n{}", missed.join("\n"));
+    println!("{} faults planted in device text", chosen.len());
+}

@@ -1,0 +1,213 @@
+//! A fault put into the kernels' text, and a process of its own in which a case is to find it.
+//!
+//! The broken text goes into a bundle under the sound text's key, so that the backend takes it for the sound one. One
+//! driver's double emulates one architecture, and bundles serve a whole process: so each fault has its own.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+
+use fmha_conformance::case::{Case, all};
+use fmha_conformance::deal::jobs;
+use fmha_conformance::run::{Options, Outcome};
+use fmha_core::cache::{Bundle, CompiledKernel, embed};
+use fmha_core::{Error, FmhaBackend, PlanOptions};
+use fmha_cuda::CudaBackend;
+use fmha_rocm::RocmBackend;
+use serde::{Deserialize, Serialize};
+
+/// An edit of a header, and the case that is to find it.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Fault {
+    pub(crate) what: String,
+    pub(crate) arch: String,
+    pub(crate) kernel: Option<String>,
+    pub(crate) tile: Option<String>,
+    pub(crate) header: String,
+    /// What stands in it once (or in line `line`, from 1), and what is put there.
+    pub(crate) text: String,
+    pub(crate) put: String,
+    pub(crate) line: Option<usize>,
+    pub(crate) case: String,
+    /// A part of what is said, where the emulator has a name for it.
+    pub(crate) found_as: Option<String>,
+    #[serde(default)]
+    pub(crate) environment: BTreeMap<String, String>,
+    /// That the case passes on the sound kernel is known already.
+    #[serde(default)]
+    pub(crate) sound_is_known: bool,
+}
+
+/// What became of a fault.
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
+pub(crate) enum Fate {
+    /// With what was said.
+    Found(String),
+    /// The case passed, or failed in another way than was expected, or fails without the fault.
+    Missed(String),
+    /// The compiler refuses the text.
+    DoesNotCompile(String),
+    /// No kernel of the case changes by it.
+    ChangesNothing,
+    /// There is no compiler or no emulator.
+    Absent(String),
+}
+
+/// Gives a process its fault.
+const OWN: &str = "PLANTED_FAULT";
+/// Before the fate, in the output of that process.
+const MARK: &str = "fate of the fault: ";
+
+/// In the process of a fault: what becomes of it is printed, and `true`.
+pub(crate) fn is_own_process() -> bool {
+    let Ok(text) = std::env::var(OWN) else { return false };
+    let fault: Fault = serde_json::from_str(&text).unwrap();
+    println!("{MARK}{}", serde_json::to_string(&fault.fate()).unwrap());
+    true
+}
+
+impl Fault {
+    /// Runs it in a process of its own: of this program, whose test `own` calls [`is_own_process`].
+    pub(crate) fn run(&self, own: &str) -> Fate {
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args([own, "--exact", "--nocapture", "--test-threads=1"])
+            .env(OWN, serde_json::to_string(self).unwrap())
+            .envs(&self.environment)
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&child.stdout);
+        let fate = text.lines().find_map(|line| serde_json::from_str(line.split_once(MARK)?.1).ok());
+        // A broken kernel may end the process.
+        fate.unwrap_or_else(|| Fate::Missed(format!("{text}\n{}", String::from_utf8_lossy(&child.stderr))))
+    }
+
+    fn case(&self) -> Case {
+        all()
+            .into_iter()
+            .find(|case| case.name == self.case)
+            .unwrap_or_else(|| panic!("no case {}", self.case))
+    }
+
+    fn options(&self) -> Options {
+        let words = self.tile.iter().flat_map(|tile| tile.split(','));
+        let tile = words.filter_map(|word| word.split_once('=')).map(|(k, v)| (k.to_owned(), v.to_owned()));
+        let kernel = self.kernel.clone();
+        let plan =
+            PlanOptions { kernel, allow_fallback: true, tile: tile.collect(), ..PlanOptions::default() };
+        Options { plan, ..Options::default() }
+    }
+
+    fn open(&self) -> Result<Box<dyn FmhaBackend>, Error> {
+        let arch = self.arch.as_str();
+        if arch.starts_with("gfx") {
+            RocmBackend::open(0, Some(arch)).map(|backend| Box::new(backend) as _)
+        } else {
+            CudaBackend::open(0, Some(arch)).map(|backend| Box::new(backend) as _)
+        }
+    }
+
+    /// The header with the fault in it.
+    fn edited(&self, header: &str) -> String {
+        let Some(line) = self.line else {
+            assert_eq!(header.matches(&self.text).count(), 1, "{}: `{}`", self.what, self.text);
+            return header.replace(&self.text, &self.put);
+        };
+        let edit = |(at, text): (usize, &str)| {
+            if at + 1 == line { text.replacen(&self.text, &self.put, 1) } else { text.to_owned() }
+        };
+        header.lines().enumerate().map(edit).collect::<Vec<_>>().join("\n") + "\n"
+    }
+
+    /// The case's kernels with the fault in them, under the sound ones' keys; those that it does not change left out.
+    fn broken(&self, backend: &dyn FmhaBackend) -> Result<Vec<Arc<CompiledKernel>>, Error> {
+        let compiler = backend.precompiler().unwrap();
+        let mut kernels = Vec::new();
+        let mut includes = false;
+        for sound in jobs(&self.case(), backend, &self.options().plan) {
+            let mut broken = sound.clone();
+            let headers = &mut broken.source.headers;
+            let Some(header) = headers.iter_mut().find(|header| header.name == self.header) else { continue };
+            header.text = Cow::Owned(self.edited(&header.text));
+            includes = true;
+            let image = |kernel: &CompiledKernel| kernel.image(sound.image).map(without_lines);
+            let (was, now) = (compiler.precompile(&sound)?, compiler.precompile(&broken)?);
+            if image(&was) != image(&now) {
+                kernels.push(Arc::new(CompiledKernel { key: sound.key(), ..Arc::unwrap_or_clone(now) }));
+            }
+        }
+        assert!(includes, "{}: no kernel of {} includes {}", self.what, self.case, self.header);
+        Ok(kernels)
+    }
+
+    fn fate(&self) -> Fate {
+        let case = self.case();
+        let open = || self.open().map_err(|error| Fate::Absent(error.to_string()));
+        let run = || -> Result<Fate, Fate> {
+            let backend = open()?;
+            if !self.sound_is_known {
+                let (outcome, text) = case.run(&*backend, &self.options());
+                let no_compiler = text.contains("no NVRTC") || text.contains("no clang");
+                if outcome == Outcome::Failed && no_compiler {
+                    return Err(Fate::Absent(text));
+                }
+                if outcome != Outcome::Passed {
+                    return Err(Fate::Missed(format!("without it {outcome:?}: {text}")));
+                }
+            }
+            let broken = self.broken(&*backend).map_err(|error| Fate::DoesNotCompile(error.to_string()))?;
+            if broken.is_empty() {
+                return Err(Fate::ChangesNothing);
+            }
+            // Of the backends that are opened from here on.
+            embed(Bundle::new("planted", broken));
+            let backend = open()?;
+            let (outcome, text) = case.run(&*backend, &self.options());
+            let text = format!("{text} {}", last_fault().unwrap_or_default());
+            let named = self.found_as.as_ref().is_none_or(|name| text.contains(name));
+            let found = outcome == Outcome::Failed && named;
+            Ok(if found { Fate::Found(text) } else { Fate::Missed(format!("{outcome:?}: {text}")) })
+        };
+        run().unwrap_or_else(|fate| fate)
+    }
+}
+
+/// An assembly text without what tells where its lines come from; machine code as it is.
+fn without_lines(image: &[u8]) -> Vec<u8> {
+    let Ok(text) = std::str::from_utf8(image) else { return image.to_owned() };
+    let kept = text.lines().filter(|line| !line.trim_start().starts_with(".loc") && !line.starts_with("//"));
+    kept.collect::<Vec<_>>().join("\n").into_bytes()
+}
+
+/// The AMD emulator's words of the last launch that it stopped.
+fn last_fault() -> Option<String> {
+    const FILE: &str = "libfmha_emu_amdhip64.so";
+    type LastFault = unsafe extern "C" fn(*mut u8, usize) -> usize;
+    let program = std::env::current_exe().ok()?;
+    let path: PathBuf = program.ancestors().skip(1).map(|up| up.join(FILE)).find(|path| path.exists())?;
+    let mut text = [0; 2000];
+    // SAFETY: the library is ours; the function has this type, and as much room as it is told.
+    let bytes = unsafe {
+        let library = libloading::Library::new(path).ok()?;
+        let last = library.get::<LastFault>(b"fmhaEmulatorLastFault").ok()?;
+        last(text.as_mut_ptr(), text.len())
+    };
+    Some(String::from_utf8_lossy(&text[..bytes.min(text.len() - 1)]).into_owned())
+}
+
+/// Calls `one` with each of `all`, as many at a time as there are processors.
+pub(crate) fn each<T: Sync>(all: &[T], one: impl Fn(&T) + Sync) {
+    let next = std::sync::atomic::AtomicUsize::new(0);
+    let work = || {
+        while let Some(item) = all.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)) {
+            one(item);
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(work);
+        }
+    });
+}

@@ -1,0 +1,324 @@
+//! What was counted, and on which text: `tests/evidence/*.txt`, and the README's table made of them.
+//!
+//! A battery, a mutation run or a run on a device holds for the device text that it was made on, and for the emulator's.
+//! So each figure is kept with the hash of what it is about, and shown as stale as soon as that hash is another.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use sha2::{Digest, Sha256};
+
+const BEGIN: &str = "<!-- support: written by `cargo xtask support` from tests/evidence -->\n";
+const END: &str = "<!-- end of support -->";
+const FOLDER: &str = "tests/evidence";
+
+/// Folders of the device text that belong to one architecture's kernels, whose names begin so.
+const ARCHITECTURES: [&str; 6] = ["cdna", "simt", "sm100", "sm120", "sm80", "sm90"];
+const FALLBACK: &str = "simt";
+
+/// Figures of one run.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Evidence {
+    /// `cuda, NVIDIA H200`; `rocm, gfx942 emulated`.
+    on: String,
+    /// `2026-11-22`.
+    made: String,
+    /// Which cases, or `all`.
+    cases: String,
+    /// Of an emulated run, the hash of the emulator.
+    emulator: Option<String>,
+    figures: Vec<Figure>,
+}
+
+/// What was found of one kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Figure {
+    /// As plans name it; several, joined by `+`, where a case ran on several.
+    kernel: String,
+    /// `3120 passed, 0 failed`.
+    found: String,
+    /// Hash of the text that it was found on.
+    text: String,
+}
+
+/// The repository's folder.
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// The figures that a run printed, written down with the present hashes: `cargo xtask evidence ON FILE [CASES]`.
+pub(crate) fn keep(on: &str, file: &str, cases: &str) -> Result<(), String> {
+    let printed = std::fs::read_to_string(file).map_err(|error| format!("{file}: {error}"))?;
+    let figures = counts(&printed)
+        .into_iter()
+        .map(|(kernel, found)| Ok(Figure { text: text_hash(on, &kernel)?, kernel, found }))
+        .collect::<Result<Vec<_>, String>>()?;
+    if figures.is_empty() {
+        return Err(format!("{file}: no line of a kernel's counts in it"));
+    }
+    let emulator = emulator_folder(on).map(|folder| hash_of(&[folder], &|_| true)).transpose()?;
+    let evidence = Evidence { on: on.to_owned(), made: today(), cases: cases.to_owned(), emulator, figures };
+    let name: String = on.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
+    let path = root().join(FOLDER).join(format!("{name}.txt"));
+    std::fs::write(&path, evidence.to_text()).map_err(|error| format!("{}: {error}", path.display()))?;
+    println!("{}", path.display());
+    Ok(())
+}
+
+/// Lines such as `kernel sm90         12 passed, 0 failed, 0 refused, 3 absent`; of a battery in parts, summed.
+fn counts(printed: &str) -> Vec<(String, String)> {
+    let mut sums: BTreeMap<String, [u64; 2]> = BTreeMap::new();
+    for line in printed.lines() {
+        let mut words = line.strip_prefix("kernel ").unwrap_or_default().split_whitespace();
+        let Some(kernel) = words.next() else { continue };
+        let numbers: Vec<u64> = words.filter_map(|word| word.parse().ok()).collect();
+        if let [passed, failed, _, _] = numbers[..] {
+            let sum = sums.entry(kernel.to_owned()).or_default();
+            *sum = [sum[0] + passed, sum[1] + failed];
+        }
+    }
+    sums.into_iter()
+        .map(|(kernel, [passed, failed])| (kernel, format!("{passed} passed, {failed} failed")))
+        .collect()
+}
+
+impl Evidence {
+    /// One fact a line: a word, a tab, the rest.
+    fn parse(text: &str) -> Result<Self, String> {
+        let mut evidence = Self::default();
+        for line in text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
+            let fields: Vec<&str> = line.split('\t').collect();
+            match fields[..] {
+                ["on", on] => on.clone_into(&mut evidence.on),
+                ["made", made] => made.clone_into(&mut evidence.made),
+                ["cases", cases] => cases.clone_into(&mut evidence.cases),
+                ["emulator", hash] => evidence.emulator = Some(hash.to_owned()),
+                ["kernel", kernel, found, text] => {
+                    let [kernel, found, text] = [kernel, found, text].map(str::to_owned);
+                    evidence.figures.push(Figure { kernel, found, text });
+                }
+                _ => return Err(format!("`{line}` is no line of evidence")),
+            }
+        }
+        if evidence.on.is_empty() || evidence.made.is_empty() || evidence.figures.is_empty() {
+            return Err("evidence without `on`, `made` or figures".to_owned());
+        }
+        Ok(evidence)
+    }
+
+    fn to_text(&self) -> String {
+        let mut text = format!(
+            "# Written by cargo xtask evidence: what was counted, and the hash of the text that it was counted on.\n\
+             on\t{}\nmade\t{}\ncases\t{}\n",
+            self.on, self.made, self.cases
+        );
+        // Writing to a string cannot fail.
+        if let Some(emulator) = &self.emulator {
+            let _ = writeln!(text, "emulator\t{emulator}");
+        }
+        for Figure { kernel, found, text: hash } in &self.figures {
+            let _ = writeln!(text, "kernel\t{kernel}\t{found}\t{hash}");
+        }
+        text
+    }
+
+    /// Whether a figure's text and emulator are those of now.
+    fn is_fresh(&self, figure: &Figure) -> bool {
+        let same = text_hash(&self.on, &figure.kernel).is_ok_and(|now| now == figure.text);
+        let emulator = emulator_folder(&self.on).and_then(|folder| hash_of(&[folder], &|_| true).ok());
+        same && emulator == self.emulator
+    }
+
+    fn row(&self, figure: &Figure, is_fresh: bool) -> String {
+        let fallback = figure.kernel.split('+').any(|kernel| kernel == FALLBACK);
+        let kernel = format!("{}{}", figure.kernel, if fallback { " (fallback)" } else { "" });
+        let made = if is_fresh { self.made.clone() } else { format!("**stale**, {}", self.made) };
+        format!("| {} | {kernel} | {} | {} | {made} |", self.on, self.cases, figure.found)
+    }
+}
+
+/// The emulator that a run's title speaks of.
+fn emulator_folder(on: &str) -> Option<&'static str> {
+    let vendor = on.split([',', ' ']).next()?;
+    match vendor {
+        "cuda" if on.contains("emulated") => Some("tests/emulators/ptx/src"),
+        "rocm" if on.contains("emulated") => Some("tests/emulators/cdna/src"),
+        _ => None,
+    }
+}
+
+/// Hash of what a kernel is made of: its vendor's text and the shared headers, without the folders of other
+/// architectures.
+fn text_hash(on: &str, kernel: &str) -> Result<String, String> {
+    let folders: &[&str] = match on.split([',', ' ']).next().unwrap_or_default() {
+        "cpu" => &["backend-cpu/src"],
+        "cuda" => &["kernels-cuda/fmha", "core/device/fmha"],
+        "rocm" => &["kernels-hip/fmha", "core/device/fmha"],
+        other => return Err(format!("`{other}` is no backend")),
+    };
+    let kernels: Vec<&str> = kernel.split('+').collect();
+    let belongs = |path: &Path| {
+        path.components().filter_map(|part| part.as_os_str().to_str()).all(|folder| {
+            let another = ARCHITECTURES.contains(&folder);
+            !another || kernels.iter().any(|kernel| kernel.starts_with(folder))
+        })
+    };
+    hash_of(folders, &belongs)
+}
+
+/// Hash of the files below folders of the repository, names and texts, of those that `belongs` takes.
+fn hash_of(folders: &[&str], belongs: &dyn Fn(&Path) -> bool) -> Result<String, String> {
+    let mut files = Vec::new();
+    for folder in folders {
+        let mut open = vec![PathBuf::from(folder)];
+        while let Some(folder) = open.pop() {
+            let entries = std::fs::read_dir(root().join(&folder))
+                .map_err(|error| format!("{}: {error}", folder.display()))?;
+            for name in entries.flatten().map(|entry| folder.join(entry.file_name())) {
+                if root().join(&name).is_dir() { open.push(name) } else { files.push(name) }
+            }
+        }
+    }
+    files.retain(|file| belongs(file));
+    files.sort();
+    let mut hash = Sha256::new();
+    for file in files {
+        let text =
+            std::fs::read(root().join(&file)).map_err(|error| format!("{}: {error}", file.display()))?;
+        let name = file.display().to_string();
+        hash.update((name.len() as u64).to_le_bytes());
+        hash.update(name);
+        hash.update((text.len() as u64).to_le_bytes());
+        hash.update(text);
+    }
+    Ok(hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// Every file of evidence, by name.
+fn all() -> Result<Vec<Evidence>, String> {
+    let folder = root().join(FOLDER);
+    let entries = std::fs::read_dir(&folder).map_err(|error| format!("{FOLDER}: {error}"))?;
+    let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    paths.retain(|path| path.extension().is_some_and(|ending| ending == "txt"));
+    paths.sort();
+    let read = |path: &PathBuf| {
+        let text = std::fs::read_to_string(path).map_err(|error| error.to_string());
+        text.and_then(|text| Evidence::parse(&text)).map_err(|error| format!("{}: {error}", path.display()))
+    };
+    paths.iter().map(read).collect()
+}
+
+/// Rewrites the README's table.
+pub(crate) fn write_table() -> Result<(), String> {
+    let path = root().join("README.md");
+    let readme = std::fs::read_to_string(&path).map_err(|error| format!("README.md: {error}"))?;
+    let (before, rest) = readme.split_once(BEGIN).ok_or("README.md has no place for the table")?;
+    let (_, after) = rest.split_once(END).ok_or("README.md has no end of the table")?;
+    let text = format!("{before}{BEGIN}{}{END}{after}", table(&all()?));
+    std::fs::write(&path, text).map_err(|error| format!("README.md: {error}"))
+}
+
+/// A row a kernel, of each run.
+fn table(all: &[Evidence]) -> String {
+    let mut text = String::from("| on | kernel | cases | found | made |\n|---|---|---|---|---|\n");
+    for evidence in all {
+        for figure in &evidence.figures {
+            text += &evidence.row(figure, evidence.is_fresh(figure));
+            text.push('\n');
+        }
+    }
+    text
+}
+
+/// `2026-11-22`, in UTC (Hinnant, "chrono-Compatible Low-Level Date Algorithms").
+fn today() -> String {
+    let days =
+        SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs() / 86_400);
+    let z = days + 719_468;
+    let (era, day_of_era) = (z / 146_097, z % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month + 2) / 5 + 1;
+    let month = if month < 10 { month + 3 } else { month - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    format!("{year}-{month:02}-{day:02}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The rows of the README's table.
+    fn shown() -> Vec<String> {
+        let readme = std::fs::read_to_string(root().join("README.md")).unwrap_or_default();
+        let table = readme
+            .split_once(BEGIN)
+            .and_then(|(_, rest)| rest.split_once(END))
+            .map(|(table, _)| table.to_owned());
+        table.unwrap_or_default().lines().skip(2).map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn no_stale_figure_is_shown_as_fresh() {
+        let evidence = all().unwrap_or_else(|error| panic!("{error}"));
+        let figures: Vec<(&Evidence, &Figure)> =
+            evidence.iter().flat_map(|one| one.figures.iter().map(move |figure| (one, figure))).collect();
+        let shown = shown();
+        assert!(!shown.is_empty(), "README.md has no table: cargo xtask support");
+        for row in &shown {
+            let honest = figures.iter().any(|(one, figure)| {
+                *row == one.row(figure, false) || *row == one.row(figure, true) && one.is_fresh(figure)
+            });
+            assert!(honest, "no evidence for `{row}` as it is shown: cargo xtask support");
+        }
+    }
+
+    #[test]
+    fn a_figure_of_another_text_is_stale_and_one_of_this_text_is_not() {
+        let on = "cuda, sm_90a emulated";
+        let emulator = hash_of(&["tests/emulators/ptx/src"], &|_| true).ok();
+        let text = text_hash(on, "sm90").unwrap_or_default();
+        let figure = Figure { kernel: "sm90".to_owned(), found: "3 passed, 0 failed".to_owned(), text };
+        let one = Evidence {
+            on: on.to_owned(),
+            made: "2026-11-22".to_owned(),
+            cases: "all".to_owned(),
+            emulator,
+            figures: vec![figure.clone()],
+        };
+        assert!(one.is_fresh(&figure));
+        assert!(table(&[Evidence::parse(&one.to_text()).unwrap_or_default()]).contains("| 2026-11-22 |"));
+        let other = Figure { text: "0".repeat(32), ..figure.clone() };
+        assert!(!one.is_fresh(&other) && one.row(&other, false).contains("**stale**, 2026-11-22"));
+        // An emulator that has changed since makes stale what it has shown.
+        assert!(!Evidence { emulator: Some("0".repeat(32)), ..one }.is_fresh(&figure));
+    }
+
+    #[test]
+    fn another_architectures_text_is_no_part_of_a_kernel() {
+        let hash = |kernel| text_hash("cuda", kernel).unwrap_or_default();
+        assert_ne!(hash("sm90"), hash("simt"));
+        assert_ne!(hash("combine"), hash("combine+sm90"));
+        assert!(text_hash("tpu", "sm90").is_err());
+    }
+
+    #[test]
+    fn counts_of_parts_are_summed_by_kernel_and_other_lines_are_not_counted() {
+        let printed = "39 cases on cuda:0\nkernel sm90    2 passed, 1 failed, 0 refused, 0 absent\n\
+                       edges   5 passed, 0 failed, 3 refused, 0 absent\nkernel sm90  5 passed, 0 failed, 0 refused, 0 absent\n\
+                       kernel combine+simt 4 passed, 0 failed, 0 refused, 0 absent";
+        let found = [("combine+simt", "4 passed, 0 failed"), ("sm90", "7 passed, 1 failed")];
+        assert_eq!(counts(printed), found.map(|(kernel, found)| (kernel.to_owned(), found.to_owned())));
+    }
+
+    #[test]
+    fn today_is_a_date() {
+        let today = today();
+        let numbers: Vec<u32> = today.split('-').filter_map(|part| part.parse().ok()).collect();
+        let [year, month, day] = numbers[..] else { panic!("{today}") };
+        assert!(year >= 2025 && (1..=12).contains(&month) && (1..=31).contains(&day), "{today}");
+    }
+}

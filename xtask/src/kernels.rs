@@ -1,0 +1,217 @@
+//! The kernels that are interpreted where there is no device: one row for each kernel, architecture, operation and tile.
+//!
+//! A new kernel gets its rows here, and `cargo xtask test`, `--all` and the evidence take it from there.
+
+use crate::step::Step;
+
+/// How an emulated device runs asynchronous work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mode {
+    /// As soon as it is issued: fast, and blind to a missing wait.
+    Eager,
+    /// As soon as it is issued, every access ordered by vector clocks: a missing wait, fence or arrival is a failure.
+    HappensBefore,
+}
+
+/// One kernel on one architecture.
+pub(crate) struct Row {
+    /// As plans name it; `None` lets the backend choose, fallbacks included.
+    pub(crate) kernel: Option<&'static str>,
+    /// `cuda` or `rocm`, and what it is to emulate.
+    pub(crate) backend: &'static str,
+    pub(crate) arch: &'static str,
+    /// `--tile`, where a row is about one that no table chooses for cases this small.
+    pub(crate) tile: Option<&'static str>,
+    pub(crate) mode: Mode,
+    /// Multiprocessors, so that each walks several tiles; `None` as the emulator has them.
+    pub(crate) multiprocessors: Option<u32>,
+    /// The cases of `cargo xtask test`, and those of `--all`.
+    pub(crate) in_test: Cases,
+    pub(crate) in_all: Cases,
+}
+
+/// A filter of the battery, and of the kernels that it needs one in `deal`, with all cases that such a kernel serves:
+/// most of the time goes into compiling.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Cases {
+    pub(crate) filter: &'static str,
+    /// 1 is every kernel, 0 none.
+    pub(crate) deal: u32,
+}
+
+const NONE: Cases = Cases { filter: "", deal: 0 };
+
+/// Families that every forward kernel takes in `--all`.
+const FORWARD: &str = "^(addresses|combine|definition|edges|fp8|guards|heads|laws|rare)/";
+/// Cases of masks and lengths, on which a pair of CTAs sees unlike numbers of blocks.
+const CLUSTER_CASES: &str = "^edges/(mask_sq_[a-z]*_sk/|nan|inf|group|gqa).*bf16";
+
+/// The architecture that mutation and coverage interpret.
+pub(crate) const HOPPER_ARCH: &str = "sm_90a";
+
+const HOPPER: Row = Row {
+    kernel: None,
+    backend: "cuda",
+    arch: HOPPER_ARCH,
+    tile: None,
+    mode: Mode::Eager,
+    multiprocessors: None,
+    in_test: NONE,
+    in_all: NONE,
+};
+
+const HOPPER_WALKING: Row =
+    Row { kernel: Some("sm90"), mode: Mode::HappensBefore, multiprocessors: Some(2), ..HOPPER };
+
+pub(crate) const ROWS: &[Row] = &[
+    // What found planted faults, whole; of the rest every pair of features, a kernel in twenty.
+    Row {
+        kernel: Some("sm90"),
+        in_test: Cases { filter: "^(heads/(batch|group|row_blocks)|rare|addresses)/.*bf16", deal: 1 },
+        ..HOPPER
+    },
+    Row {
+        in_test: Cases { filter: "^(combine|definition|edges|fp8|guards|laws)/", deal: 24 },
+        in_all: Cases { filter: FORWARD, deal: 1 },
+        ..HOPPER
+    },
+    // Two CTAs of a cluster share their loads and claim their tiles together. Blocks of 32 keys, because the cases are
+    // short; then two consumers, as the table has them.
+    Row {
+        tile: Some("cluster=2,order=dynamic,block_m=64,block_n=32,wait_anchor=0"),
+        in_test: Cases { filter: "^edges/(mask_sq_gt_sk|group|gqa).*bf16", deal: 1 },
+        in_all: Cases { filter: CLUSTER_CASES, deal: 1 },
+        ..HOPPER_WALKING
+    },
+    Row {
+        tile: Some("cluster=2,cluster_heads=1,order=dynamic,pack_gqa=0,block_m=64,block_n=32,wait_anchor=0"),
+        in_all: Cases { filter: CLUSTER_CASES, deal: 1 },
+        ..HOPPER_WALKING
+    },
+    Row {
+        tile: Some("cluster=2,order=dynamic"),
+        in_all: Cases { filter: CLUSTER_CASES, deal: 1 },
+        ..HOPPER_WALKING
+    },
+    // The tile counter is taken up again by the next call; loads by cp.async; V's foreign rows cleaned behind a proxy
+    // fence: each ordered by vector clocks.
+    Row {
+        tile: Some("order=dynamic"),
+        in_test: Cases { filter: "^laws/(twice|a_recorded).*/bf16/.*/b$", deal: 1 },
+        in_all: Cases { filter: "^(laws/(twice|a_recorded)|heads/(batch|group|row_blocks)).*bf16", deal: 1 },
+        ..HOPPER_WALKING
+    },
+    Row {
+        tile: Some("copy_bytes=8"),
+        in_test: Cases { filter: "^edges/off_tile/bf16/s(65x63|193x176|257x31)/b$", deal: 1 },
+        in_all: Cases { filter: "^edges/(off_tile|long)/bf16/", deal: 1 },
+        ..HOPPER_WALKING
+    },
+    Row {
+        in_test: Cases {
+            filter: "^(rare/nan_in_v/bf16/(gaps|group)|heads/row_blocks/bf16/q65/ratio1)",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^(rare|heads/row_blocks)/.*bf16", deal: 1 },
+        ..HOPPER_WALKING
+    },
+    Row {
+        kernel: Some("simt"),
+        in_test: Cases { filter: "^(definition|fp8|guards)/", deal: 96 },
+        in_all: Cases {
+            filter: "^(addresses|definition|edges|fp8|guards|heads/[a-z_]*/(bf16|f16)/[^d]|rare)/",
+            deal: 1,
+        },
+        ..HOPPER
+    },
+    amd("gfx90a", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
+    amd("gfx942", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 2 }),
+    amd("gfx950", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
+];
+
+/// The tile kernel of an AMD architecture. The rest of its battery is dealt out by `tests/emulated_amd.rs`.
+const fn amd(arch: &'static str, in_test: Cases) -> Row {
+    Row {
+        kernel: None,
+        backend: "rocm",
+        arch,
+        tile: None,
+        mode: Mode::Eager,
+        multiprocessors: None,
+        in_test,
+        in_all: Cases { filter: FORWARD, deal: 1 },
+    }
+}
+
+impl Row {
+    /// `cuda sm_90a sm90 order=dynamic hb`: what the counts of its run are called.
+    pub(crate) fn name(&self) -> String {
+        let mode = (self.mode == Mode::HappensBefore).then_some("happens-before");
+        [Some(self.backend), Some(self.arch), self.kernel, self.tile, mode]
+            .into_iter()
+            .flatten()
+            .collect::<Vec<_>>()
+            .join(" ")
+    }
+
+    /// The run of these cases: all of them, of those whose kernel is dealt to it.
+    pub(crate) fn step(&self, cases: Cases, fmha: &str) -> Option<Step> {
+        if cases.deal == 0 {
+            return None;
+        }
+        let mut words: Vec<String> = [fmha, "conformance", "--backend", self.backend, "--emulate", self.arch]
+            .map(str::to_owned)
+            .into();
+        let mut add = |name: &str, value: &str| words.extend([name.to_owned(), value.to_owned()]);
+        add("--filter", cases.filter);
+        if let Some(kernel) = self.kernel {
+            add("--kernel", kernel);
+        }
+        if let Some(tile) = self.tile {
+            add("--tile", tile);
+        }
+        if cases.deal > 1 {
+            add("--deal", &format!("1/{}", cases.deal));
+        }
+        let mut environment = Vec::new();
+        if self.mode == Mode::HappensBefore {
+            environment.push(("FMHA_EMULATE_MODE".to_owned(), "hb".to_owned()));
+        }
+        if let Some(count) = self.multiprocessors {
+            environment.push(("FMHA_EMULATE_SMS".to_owned(), count.to_string()));
+        }
+        Some(Step::battery(self.name(), words, environment))
+    }
+
+    /// What is absent from `cargo xtask test` of this row.
+    pub(crate) fn left_out(&self) -> Option<String> {
+        (self.in_test != self.in_all && self.in_all.deal > 0).then(|| {
+            format!("absent: the rest of {}, {}: cargo xtask test --all", self.name(), self.in_all.filter)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_family_of_the_battery_is_in_some_row() {
+        let text = include_str!("../../tests/battery/families/mod.rs");
+        let families: Vec<&str> = text.lines().filter_map(|l| l.trim().strip_suffix("::cases(),")).collect();
+        assert!(families.len() >= 10, "{families:?}");
+        let elsewhere = ["backward", "decode"];
+        for family in families.iter().filter(|family| !elsewhere.contains(family)) {
+            assert!(FORWARD.contains(family), "no row of --all takes {family}");
+        }
+    }
+
+    #[test]
+    fn no_two_rows_have_a_name_and_a_filter_in_common() {
+        for (i, a) in ROWS.iter().enumerate() {
+            for b in &ROWS[i + 1..] {
+                assert!(a.name() != b.name() || a.in_test != b.in_test, "{}", a.name());
+            }
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! `cargo xtask planted`: faults in host code, each built in a copy of the repository and found by a case.
+//!
+//! Those of device text need no build of ours: `tests/planted.rs`.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::setup::{self, loudly};
+
+const FAULTS: &str = "tests/planted/host.tsv";
+
+/// An edit of a file, and the words of `fmha conformance` that are to end in failure.
+struct Fault<'a> {
+    file: &'a str,
+    text: &'a str,
+    put: &'a str,
+    words: &'a str,
+}
+
+/// Plants each and says which were not found.
+pub(crate) fn run() -> Result<(), String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let environment = setup::run();
+    let list = std::fs::read_to_string(root.join(FAULTS)).map_err(|error| format!("{FAULTS}: {error}"))?;
+    let copy = setup::target().join("planted/tree");
+    let mut missed = Vec::new();
+    let faults = list.lines().filter(|line| !line.starts_with('#') && !line.is_empty());
+    for line in faults {
+        let fault = parse(line)?;
+        if !is_found(&fault, &root, &copy, &environment)? {
+            missed.push(format!(
+                "{}: `{}` as `{}`: {} ends well",
+                fault.file, fault.text, fault.put, fault.words
+            ));
+        }
+    }
+    if missed.is_empty() { Ok(()) } else { Err(missed.join("\n")) }
+}
+
+fn parse(line: &str) -> Result<Fault<'_>, String> {
+    match line.split('\t').collect::<Vec<_>>()[..] {
+        [file, text, put, words] => Ok(Fault { file, text, put, words }),
+        _ => Err(format!("{FAULTS}: `{line}` is not four fields")),
+    }
+}
+
+fn is_found(
+    fault: &Fault<'_>,
+    root: &Path,
+    copy: &PathBuf,
+    environment: &[(String, String)],
+) -> Result<bool, String> {
+    let _ = std::fs::remove_dir_all(copy);
+    std::fs::create_dir_all(copy).map_err(|error| format!("{}: {error}", copy.display()))?;
+    // What git knows of, as it stands here.
+    let archive = "git ls-files -z | xargs -0 tar -cf - | tar -xf - -C \"$0\"";
+    loudly(Command::new("sh").args(["-c", archive]).arg(copy).current_dir(root))?;
+    let file = copy.join(fault.file);
+    let text = std::fs::read_to_string(&file).map_err(|error| format!("{}: {error}", fault.file))?;
+    if text.matches(fault.text).count() != 1 {
+        return Err(format!("{}: `{}` does not stand in it once", fault.file, fault.text));
+    }
+    std::fs::write(&file, text.replace(fault.text, fault.put)).map_err(|error| error.to_string())?;
+    let target = setup::target().join("planted/target");
+    let mut build = Command::new(env!("CARGO"));
+    loudly(build.args(["build", "--release"]).env("CARGO_TARGET_DIR", &target).current_dir(copy))?;
+    let mut run = Command::new(target.join("release/fmha"));
+    run.arg("conformance").args(fault.words.split_whitespace()).envs(environment.iter().cloned());
+    let status = run.status().map_err(|error| format!("fmha: {error}"))?;
+    // 1 is a wrong result; anything else is no finding.
+    Ok(status.code() == Some(1))
+}
+
+/// cargo-mutants over the host code, where it is installed: `.cargo/mutants.toml` says of what.
+pub(crate) fn mutants(words: &[&str]) -> Result<(), String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let out = setup::target().join("cargo-mutants");
+    std::fs::create_dir_all(&out).map_err(|error| format!("{}: {error}", out.display()))?;
+    let mut command = Command::new(env!("CARGO"));
+    command.arg("mutants").args(words).arg("--output").arg(out).current_dir(root);
+    loudly(&mut command).map_err(|error| format!("{error} (`cargo install cargo-mutants` sets it up)"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_host_fault_has_its_text_once_in_its_file() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let list = std::fs::read_to_string(root.join(FAULTS)).unwrap_or_default();
+        let mut count = 0;
+        for line in list.lines().filter(|line| !line.starts_with('#') && !line.is_empty()) {
+            let fault = parse(line).unwrap_or_else(|error| panic!("{error}"));
+            let text = std::fs::read_to_string(root.join(fault.file)).unwrap_or_default();
+            assert_eq!(text.matches(fault.text).count(), 1, "{}: {}", fault.file, fault.text);
+            assert_ne!(fault.text, fault.put);
+            count += 1;
+        }
+        assert!(count > 0);
+    }
+}

@@ -1,0 +1,167 @@
+//! What a test run is made of: programs that are run one by one or beside each other, and what each took.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::Mutex;
+use std::time::Instant;
+
+use crate::tally::Tally;
+
+/// One program to run.
+pub(crate) struct Step {
+    pub(crate) name: String,
+    words: Vec<String>,
+    folder: Option<PathBuf>,
+    environment: Vec<(String, String)>,
+    kind: Kind,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// Prints `test result: ...`.
+    Tests,
+    /// `fmha conformance`: its last line that begins with `all` has the counts.
+    Battery,
+}
+
+/// What a step took, of one clock and of all processors.
+pub(crate) struct Took {
+    name: String,
+    seconds: f64,
+    passed: u64,
+    failed: u64,
+}
+
+impl Step {
+    /// A program that Cargo's test harness is in.
+    pub(crate) fn tests(name: String, words: Vec<String>, folder: PathBuf) -> Self {
+        let manifest = ("CARGO_MANIFEST_DIR".to_owned(), folder.display().to_string());
+        Self { name, words, folder: Some(folder), environment: vec![manifest], kind: Kind::Tests }
+    }
+
+    /// `cargo` or another program with such output.
+    pub(crate) fn cargo(name: &str, words: &[&str]) -> Self {
+        let words = std::iter::once(env!("CARGO")).chain(words.iter().copied()).map(str::to_owned).collect();
+        Self { name: name.to_owned(), words, folder: None, environment: Vec::new(), kind: Kind::Tests }
+    }
+
+    /// `fmha conformance`.
+    pub(crate) fn battery(name: String, words: Vec<String>, environment: Vec<(String, String)>) -> Self {
+        Self { name, words, folder: None, environment, kind: Kind::Battery }
+    }
+
+    /// Runs it to its end; what it prints is shown when it has ended.
+    fn run(&self, environment: &[(String, String)], tally: &Mutex<Tally>) -> Took {
+        let start = Instant::now();
+        let mut own = Tally::default();
+        let mut text = String::new();
+        let failed = self.follow(environment, &mut own, &mut text).err();
+        if let Some(reason) = failed.filter(|_| own.failed == 0) {
+            // A program that aborts, or is not there, counts as one failure.
+            own.read(&format!("battery {}: 0 passed, 1 failed, 0 refused, 0 absent: {reason}", self.name));
+        }
+        let took = Took {
+            name: self.name.clone(),
+            seconds: start.elapsed().as_secs_f64(),
+            passed: own.passed,
+            failed: own.failed,
+        };
+        let mut tally = tally.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut out = std::io::stdout().lock();
+        // A closed pipe is the reader's wish.
+        let _ = writeln!(out, "\n== {} ({:.0} s)\n{text}", self.name, took.seconds);
+        tally.merge(own);
+        took
+    }
+
+    fn follow(
+        &self,
+        environment: &[(String, String)],
+        tally: &mut Tally,
+        text: &mut String,
+    ) -> Result<(), String> {
+        let (program, words) = self.words.split_first().ok_or("no program")?;
+        let mut command = Command::new(program);
+        command.args(words).envs(environment.iter().chain(&self.environment).cloned()).stdout(Stdio::piped());
+        if let Some(folder) = &self.folder {
+            command.current_dir(folder);
+        }
+        let mut child = command.spawn().map_err(|error| format!("{program}: {error}"))?;
+        for line in child.stdout.take().map(BufReader::new).into_iter().flat_map(BufRead::lines) {
+            let line = line.map_err(|error| error.to_string())?;
+            match line.trim().strip_prefix("all ").filter(|_| self.kind == Kind::Battery) {
+                Some(counts) => tally.read(&format!("battery {}: {}", self.name, counts.trim())),
+                None => tally.read(&line),
+            }
+            text.push_str(&line);
+            text.push('\n');
+        }
+        let status = child.wait().map_err(|error| error.to_string())?;
+        if status.success() { Ok(()) } else { Err(format!("ended with {status}")) }
+    }
+}
+
+/// Runs all steps, as many at a time as there are processors; the longest first, if they come so.
+pub(crate) fn run_all(steps: &[Step], environment: &[(String, String)], tally: &mut Tally) -> Vec<Took> {
+    let workers = std::thread::available_parallelism().map_or(1, usize::from);
+    let next = Mutex::new(steps.iter());
+    let shared = Mutex::new(std::mem::take(tally));
+    let work = || {
+        let mut took = Vec::new();
+        loop {
+            let step = next.lock().unwrap_or_else(std::sync::PoisonError::into_inner).next();
+            match step {
+                Some(step) => took.push(step.run(environment, &shared)),
+                None => return took,
+            }
+        }
+    };
+    let took = std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().filter_map(|worker| worker.join().ok()).flatten().collect()
+    });
+    *tally = shared.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    took
+}
+
+impl Took {
+    /// What Cargo took to build, which is no step.
+    pub(crate) fn building(what: &str, seconds: f64) -> Self {
+        Self { name: what.to_owned(), seconds, passed: 0, failed: 0 }
+    }
+}
+
+/// Where the time went, longest first. Steps run beside each other: their seconds are more than the clock's.
+pub(crate) fn table(took: &mut [Took], total: f64) -> String {
+    took.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+    let mut text = String::from("\n| step | seconds | passed | failed |\n|---|---|---|---|\n");
+    for Took { name, seconds, passed, failed } in took {
+        text += &format!("| {name} | {seconds:.0} | {passed} | {failed} |\n");
+    }
+    text + &format!("| all, by the clock | {total:.0} | | |\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(name: &str, script: &str) -> Step {
+        let words = ["sh", "-c", script].map(str::to_owned).to_vec();
+        Step::battery(name.to_owned(), words, Vec::new())
+    }
+
+    #[test]
+    fn a_program_that_ends_badly_without_counts_is_a_failure() {
+        let mut tally = Tally::default();
+        let steps = [
+            shell("good", "echo 'all   3 passed, 0 failed, 1 refused, 0 absent'"),
+            shell("aborts", "exit 134"),
+            shell("failing", "echo 'all   1 passed, 2 failed, 0 refused, 0 absent'; exit 1"),
+        ];
+        let mut took = run_all(&steps, &[], &mut tally);
+        assert_eq!((tally.passed, tally.failed), (4, 3));
+        let table = table(&mut took, 1.0);
+        assert!(table.contains("| aborts | 0 | 0 | 1 |"), "{table}");
+    }
+}

@@ -1,0 +1,194 @@
+//! `cargo xtask test`: the steps of a run, and the parts that a whole run can be cut into.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::time::Instant;
+
+use crate::kernels::ROWS;
+use crate::setup;
+use crate::step::{Step, Took, run_all, table};
+use crate::tally::Tally;
+
+/// How much to test.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Extent {
+    /// What CI has time for.
+    Test,
+    /// Everything, or part `index` (from 1) of `count` that together are everything.
+    All { index: usize, count: usize },
+}
+
+impl Extent {
+    /// From the words behind `test`.
+    pub(crate) fn parse(words: &[&str]) -> Result<Self, String> {
+        match words {
+            [] => Ok(Self::Test),
+            ["--all"] => Ok(Self::All { index: 1, count: 1 }),
+            ["--all", "--part", part] => {
+                let numbers = part.split_once('/').map(|(i, n)| (i.parse(), n.parse()));
+                match numbers {
+                    Some((Ok(index), Ok(count))) if (1..=count).contains(&index) => {
+                        Ok(Self::All { index, count })
+                    }
+                    _ => Err(format!("part `{part}` is not I/N with I from 1 to N")),
+                }
+            }
+            _ => Err(format!("test {}: there is --all, and --part I/N with it", words.join(" "))),
+        }
+    }
+}
+
+/// Programs that take longest, by the package or target they come from: they start first, so that none is left over.
+const LONGEST: [&str; 8] =
+    ["conformance", "emulated_amd", "planted", "compiles", "resources", "command", "cdna", "silicon"];
+
+/// Builds, runs, prints counts and seconds.
+pub(crate) fn run(extent: Extent) -> ExitCode {
+    let start = Instant::now();
+    let mut environment = setup::run();
+    // Tests share what they compile, with each other and with the next run of the same text.
+    let cache = setup::target().join("test-cache");
+    environment.push(("FMHA_CACHE_DIR".to_owned(), cache.display().to_string()));
+    let mut tally = Tally::default();
+    let mut took = vec![Took::building("set-up", start.elapsed().as_secs_f64())];
+
+    let building = Instant::now();
+    let built = build(&environment);
+    took.push(Took::building("building", building.elapsed().as_secs_f64()));
+    let steps = match built {
+        Ok(programs) => steps(&programs, extent, &environment, &mut tally),
+        Err(reason) => {
+            eprintln!("error: {reason}");
+            tally.failed += 1;
+            Vec::new()
+        }
+    };
+    took.extend(run_all(&steps, &environment, &mut tally));
+    println!("{}", table(&mut took, start.elapsed().as_secs_f64()));
+    println!("{tally}");
+    if tally.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// A test program: the target's name, its file, the folder of its package.
+struct Program {
+    name: String,
+    path: String,
+    folder: PathBuf,
+}
+
+/// One build of all there is; the drivers' doubles lie beside the command then, where tests of it look for them.
+fn build(environment: &[(String, String)]) -> Result<Vec<Program>, String> {
+    let cargo = |words: &[&str]| {
+        let mut command = Command::new(env!("CARGO"));
+        command.args(words).envs(environment.iter().cloned());
+        command
+    };
+    // One invocation with every target in it: another selection would have other features, and build crates twice.
+    let words =
+        ["build", "--release", "--workspace", "--all-targets", "--message-format=json-render-diagnostics"];
+    let output = cargo(&words).stderr(Stdio::inherit()).output().map_err(|error| error.to_string())?;
+    if !output.status.success() {
+        return Err("cargo build does not end well".to_owned());
+    }
+    let text = String::from_utf8_lossy(&output.stdout);
+    let programs: Vec<Program> = text.lines().filter_map(program).collect();
+    if programs.is_empty() { Err("cargo build names no test program".to_owned()) } else { Ok(programs) }
+}
+
+/// The test program that a line of Cargo's messages tells of.
+fn program(line: &str) -> Option<Program> {
+    let field = |name: &str| {
+        let (_, rest) = line.split_once(&format!("\"{name}\":\""))?;
+        rest.split('"').next().map(str::to_owned)
+    };
+    let profile = line.split_once("\"profile\":{").and_then(|(_, rest)| rest.split('}').next())?;
+    let is_test = profile.contains("\"test\":true") && !line.contains("\"kind\":[\"bench\"]");
+    let path = field("executable").filter(|_| is_test)?;
+    let folder = Path::new(&field("manifest_path")?).parent()?.to_owned();
+    let target = line.split_once("\"target\":{").and_then(|(_, rest)| rest.split_once("\"name\":\""));
+    let name = target.and_then(|(_, rest)| rest.split('"').next()).unwrap_or("?");
+    let package = folder.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    Some(Program { name: format!("{package} {name}"), path, folder })
+}
+
+fn steps(
+    programs: &[Program],
+    extent: Extent,
+    environment: &[(String, String)],
+    tally: &mut Tally,
+) -> Vec<Step> {
+    let all = extent != Extent::Test;
+    let mut steps = Vec::new();
+    for Program { name, path, folder } in programs {
+        // `--show-output`: the batteries' counts stand in the output of tests that pass.
+        let mut words = vec![path.clone(), "--show-output".to_owned()];
+        words.extend(all.then(|| "--include-ignored".to_owned()));
+        steps.push(Step::tests(name.clone(), words, folder.clone()));
+    }
+    steps.push(Step::cargo("doc tests", &["test", "--release", "--workspace", "--doc", "--quiet"]));
+    let fmha = setup::target().join("release/fmha").display().to_string();
+    for row in ROWS {
+        if row.backend == "cuda" && !environment.iter().any(|(name, _)| name == "FMHA_NVRTC") {
+            tally.say(&format!("absent: {}: it needs NVRTC", row.name()));
+            continue;
+        }
+        if row.backend == "rocm" && !setup::clang_is_there() {
+            tally.say(&format!("absent: {}: it needs {}", row.name(), setup::CLANG));
+            continue;
+        }
+        let cases = if all { row.in_all } else { row.in_test };
+        steps.extend(row.step(cases, &fmha));
+        if let Some(line) = row.left_out().filter(|_| !all) {
+            tally.say(&line);
+        }
+    }
+    let place =
+        |step: &Step| LONGEST.iter().position(|name| step.name.contains(name)).unwrap_or(LONGEST.len());
+    steps.sort_by_key(place);
+    match extent {
+        Extent::Test => steps,
+        Extent::All { index, count } => part(steps, index, count),
+    }
+}
+
+/// Every `count`-th of them, from `index` (from 1): the parts are disjoint and together all.
+fn part<T>(all: Vec<T>, index: usize, count: usize) -> Vec<T> {
+    all.into_iter().enumerate().filter(|(at, _)| at % count == index - 1).map(|(_, one)| one).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_disjoint_and_together_all() {
+        let all: Vec<u32> = (0..23).collect();
+        let mut found: Vec<u32> = (1..=4).flat_map(|index| part(all.clone(), index, 4)).collect();
+        found.sort_unstable();
+        assert_eq!(found, all);
+    }
+
+    #[test]
+    fn a_part_outside_the_whole_is_refused() {
+        assert_eq!(Extent::parse(&["--all", "--part", "2/3"]), Ok(Extent::All { index: 2, count: 3 }));
+        for part in ["0/3", "4/3", "1", "a/b", "1/0"] {
+            assert!(Extent::parse(&["--all", "--part", part]).is_err_and(|text| text.contains(part)));
+        }
+        assert!(Extent::parse(&["--part", "1/2"]).is_err());
+    }
+
+    #[test]
+    fn a_line_of_cargos_messages_names_a_test_program_and_its_folder() {
+        let line = |test: &str, executable: &str| {
+            format!(
+                "{{\"reason\":\"compiler-artifact\",\"manifest_path\":\"/a/core/Cargo.toml\",\"target\":{{\"kind\":\
+                 [\"test\"],\"name\":\"laws\"}},\"profile\":{{\"opt_level\":\"3\",\"test\":{test}}},\"executable\":{executable}}}"
+            )
+        };
+        let found = program(&line("true", "\"/a/target/laws-1\"")).unwrap();
+        assert_eq!((found.name.as_str(), found.path.as_str()), ("core laws", "/a/target/laws-1"));
+        assert_eq!(found.folder, Path::new("/a/core"));
+        assert!(program(&line("false", "\"/a/target/laws-1\"")).is_none());
+        assert!(program(&line("true", "null")).is_none());
+    }
+}
