@@ -114,8 +114,10 @@ fn attend(backend: &CudaBackend, problem: FwdProblem, [q, k, v]: [&[bf16]; 3]) -
         bytes
     };
     let o = download(&o).chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f64()).collect();
-    let lse = download(&lse).chunks_exact(4).map(|b| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
-    (o, lse.collect())
+    let words = download(&lse);
+    let lse =
+        words.chunks_exact(4).map(|b| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]]))).collect();
+    (o, lse)
 }
 
 #[test]

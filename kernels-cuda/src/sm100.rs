@@ -103,8 +103,10 @@ impl Sm100Tile {
     }
 
     /// The order of tiles for a problem's maximal lengths.
-    #[must_use]
-    pub fn schedule(&self, problem: &FwdProblem) -> TileSchedule {
+    ///
+    /// # Errors
+    /// More tiles than a schedule counts.
+    pub fn schedule(&self, problem: &FwdProblem) -> Result<TileSchedule, String> {
         let (heads, row_blocks) = if self.cluster_heads { (self.cluster, 1) } else { (1, self.cluster) };
         TileSchedule::new(
             problem,

@@ -58,7 +58,7 @@ impl FwdRecipe for Sm100 {
                 facts.smem_bytes
             )));
         }
-        let schedule = tile.schedule(problem);
+        let schedule = tile.schedule(problem).map_err(refuse)?;
         let grid = Grid {
             dependent: tile.dependent_launch,
             ..Grid::new(tile.grid(&schedule, facts.num_sms), tile.num_threads().unsigned_abs())
