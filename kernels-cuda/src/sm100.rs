@@ -304,8 +304,8 @@ pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
 const fn polynomial_pairs(widest: i32, fp8: bool) -> i32 {
     match widest {
         ..=96 => 4,
-        ..=160 if fp8 => 4,
-        ..=160 => 2,
+        97..=160 if fp8 => 4,
+        97..=160 => 2,
         _ => 0,
     }
 }

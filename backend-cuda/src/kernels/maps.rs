@@ -39,7 +39,7 @@ impl Maps {
         let extents = problem.extents(call.args.seq.totals);
         // Forward kernels take problems that are packed on both sides or on neither.
         let packed = problem.q_layout == QLayout::Packed;
-        let size = problem.dtype_qk.size_bytes() as u64;
+        let size = problem.dtype_qk.size_bytes();
         // The driver wants a stride for an axis of one too: any that it takes.
         let bytes = |stride: i64, extent: u32, size: u64| {
             if extent > 1 { stride.unsigned_abs() * size } else { 1 << 20 }
@@ -67,7 +67,7 @@ impl Maps {
         let rows = |shape: Shape| shape.seq.max(1);
         let kv_map =
             |name, address: u64, dtype: DType, strides: Strides, shape: Shape, box_dims: [i32; 4]| {
-                let size = dtype.size_bytes() as u64;
+                let size = dtype.size_bytes();
                 TensorMapFacts {
                     name,
                     dtype,

@@ -8,10 +8,9 @@ const FLOAT: &str = "float multiply, add";
 pub(crate) fn class_of(code: &Code) -> &'static str {
     match code {
         Code::W { f, .. } => word(*f),
-        Code::WSlow(slow) => word(slow.f),
         // Two results a lane: half the instructions, the same work for the pipe.
         Code::Pair32(slow) if word(slow.f) == FLOAT => "packed float multiply, add",
-        Code::Pair32(slow) => word(slow.f),
+        Code::WSlow(slow) | Code::Pair32(slow) => word(slow.f),
         Code::Half { f: Hf::Ex2 | Hf::Tanh, .. } => "special function",
         Code::Half { .. } => "16-bit float",
         Code::Cvt(_) => "conversion",
