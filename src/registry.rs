@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use fmha_core::{Error, FmhaBackend, Result};
+use fmha_core::{Error, FmhaBackend, ProblemError, Result};
 
 /// Which backend to run on. As text: `auto`, `cpu`, `cuda`, `cuda:1`, `rocm`, `rocm:0`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -72,14 +72,17 @@ impl fmt::Display for Backend {
 }
 
 impl FromStr for Backend {
-    type Err = String;
+    type Err = ProblemError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let wrong = |text: String| ProblemError::new("backend", text);
         let (kind, ordinal) = match text.split_once(':') {
             None => (text, 0),
             Some((kind, ordinal)) => (
                 kind,
-                ordinal.parse().map_err(|_| format!("backend {text}: `{ordinal}` is no device number"))?,
+                ordinal
+                    .parse()
+                    .map_err(|_| wrong(format!("backend {text}: `{ordinal}` is no device number")))?,
             ),
         };
         match kind {
@@ -87,7 +90,7 @@ impl FromStr for Backend {
             "cpu" if text == kind => Ok(Self::Cpu),
             "cuda" => Ok(Self::Cuda { ordinal, emulate: None }),
             "rocm" => Ok(Self::Rocm { ordinal, emulate: None }),
-            _ => Err(format!("`{text}` is no backend (known: auto, cpu, cuda, cuda:N, rocm, rocm:N)")),
+            _ => Err(wrong(format!("backend `{text}` is none of auto, cpu, cuda, cuda:N, rocm, rocm:N"))),
         }
     }
 }
@@ -263,7 +266,7 @@ mod tests {
     #[test]
     fn an_unknown_name_is_refused_by_that_name() {
         for name in ["tpu", "cpu:1", "auto:0", "cuda:x", "cuda:-1", ""] {
-            assert!(name.parse::<Backend>().unwrap_err().contains(name), "{name}");
+            assert!(name.parse::<Backend>().unwrap_err().text.contains(name), "{name}");
         }
     }
 

@@ -149,7 +149,7 @@ fn the_arrows_between_crates_are_as_drawn() {
             "fmha-rocm" => &["fmha-core", "fmha-kernels-hip"],
             "fmha" => &["fmha-core", "fmha-cpu", "fmha-cuda", "fmha-rocm"],
             "fmha-cli" => &["fmha", "fmha-conformance"],
-            "fmha-c" => &["fmha-core", "fmha-cuda"],
+            "fmha-c" => &["fmha"],
             "fmha-emu-hip" | "fmha-emu-hiprtc" => &["fmha-emu-cdna"],
             "fmha-emu-libcuda" => &["fmha-emu-ptx"],
             // It holds the interpreter to what a device gave for whole attention calls too.

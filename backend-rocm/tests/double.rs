@@ -6,7 +6,7 @@
 use fmha_core::reference::{Precision, combine, forward};
 use fmha_core::{
     CombineArgs, CombineProblem, DType, DevBuffer, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs,
-    FwdProblem, PartialResult, PlanOptions, Shape, Stream, Totals,
+    FwdProblem, MemorySpace, PartialResult, PlanOptions, Shape, Stream, Totals,
 };
 use fmha_rocm::RocmBackend;
 
@@ -295,4 +295,34 @@ fn workgroups_that_walk_over_tiles_write_the_bits_of_those_that_have_one() {
             assert!(walked_o == o && walked_lse == lse, "{arch}, {workgroups} workgroups: other bits");
         }
     }
+}
+
+#[test]
+fn unaligned_operands_are_served_by_a_kernel_of_the_plan_or_refused_by_name() {
+    let Some(backend) = device("gfx942") else { return };
+    let problem = FwdProblem::batch(DType::F16, DIMS).validate().unwrap();
+    let (q, k, v) = (
+        numbers(DType::F16, 48 * 2 * 64, 1),
+        numbers(DType::F16, 80 * 64, 2),
+        numbers(DType::F16, 80 * 64, 3),
+    );
+    // An element past the start: no dword begins there.
+    let shifted = |bytes: &[u8]| upload(&backend, &[&[0; 2], bytes].concat());
+    let (dev_q, dev_k, dev_v) = (shifted(&q), upload(&backend, &k), upload(&backend, &v));
+    let mut o = backend.memory().alloc(q.len() as u64).unwrap();
+    let mut run = |allow_fallback| {
+        let options = PlanOptions { allow_fallback, ..PlanOptions::default() };
+        let plan = backend.plan_fwd(&problem, &options).unwrap();
+        // SAFETY: the buffer has two bytes more than Q.
+        let q = unsafe {
+            DevSlice::from_raw(MemorySpace::Device, dev_q.as_ptr().wrapping_add(2), q.len() as u64)
+        };
+        let mut args = FwdArgs::new(q, dev_k.slice(), dev_v.slice(), o.slice_mut());
+        backend.run_fwd(&plan, &mut args, Stream::DEFAULT)
+    };
+    let refused = run(false).unwrap_err().to_string();
+    assert!(refused.contains("q starts at 0x") && refused.contains("4 bytes"), "{refused}");
+    run(true).unwrap();
+    backend.memory().synchronize(Stream::DEFAULT).unwrap();
+    agrees(DType::F16, &download(&backend, &o), &reference_o(&problem, &q, &k, &v), 2e-3);
 }

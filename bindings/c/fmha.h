@@ -7,23 +7,87 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-// A chosen and loaded kernel with its scratch memory.
+// Element type IEEE binary16.
+#define FMHA_F16 0
+
+// Element type bfloat16.
+#define FMHA_BF16 1
+
+// Element type OCP FP8 E4M3.
+#define FMHA_E4M3FN 2
+
+// Element type OCP FP8 E5M2.
+#define FMHA_E5M2 3
+
+// Element type FP8 E4M3 FNUZ.
+#define FMHA_E4M3FNUZ 4
+
+// Element type FP8 E5M2 FNUZ.
+#define FMHA_E5M2FNUZ 5
+
+// Element type IEEE binary32.
+#define FMHA_F32 6
+
+// V as [.., seqlen_k, head_dim_v], dim_stride 1.
+#define FMHA_V_ROW_MAJOR 0
+
+// V as [.., head_dim_v, seqlen_k], seqlen_stride 1.
+#define FMHA_V_COL_MAJOR 1
+
+// The running maximum of a row may lag by a bounded factor: the default.
+#define FMHA_FAST 0
+
+// The true running maximum is subtracted, or a refusal.
+#define FMHA_EXACT 1
+
+// A chosen and loaded kernel with its scratch memory, of the backend that it was planned on.
 typedef struct FmhaPlan FmhaPlan;
 
-// A tensor. Strides are in elements; head_dim has stride 1.
+// A tensor. Strides are in elements and may differ from any contiguous order; 0 is legal for an input's
+// batch and head.
 typedef struct FmhaTensor {
-  // Device memory.
+  // Its first element, in the memory of the plan's backend. Null: not given (an optional tensor), or
+  // a tensor of 0 elements.
   void *data;
-  // From sequence to sequence; 0 when packed. Paged K and V: from page to page.
+  // From sequence to sequence; packed: not used.
   int64_t batch_stride;
   // From row to row.
   int64_t seqlen_stride;
   // From head to head.
   int64_t head_stride;
+  // From element to element of a row: 1, but for a column-major V.
+  int64_t dim_stride;
 } FmhaTensor;
 
-// One call. Optional pointers are null where they are not wanted.
+// The gradients of a call, for backward.
+typedef struct FmhaGradients {
+  // sizeof(FmhaGradients).
+  uint64_t struct_bytes;
+  // Read: gradient of O, shape and type of O.
+  struct FmhaTensor dout;
+  // Written: gradient of Q, shape of Q.
+  struct FmhaTensor dq;
+  // Written: gradient of K, shape of K.
+  struct FmhaTensor dk;
+  // Written: gradient of V, shape of V, row-major whatever V's layout.
+  struct FmhaTensor dv;
+  // Written: gradient of the bias, shape of the bias; data null: not wanted.
+  struct FmhaTensor dbias;
+  // Read: gradient of LSE, f32, shape of LSE; null: none.
+  const float *dlse;
+  // Written: gradient of the sinks, f32 [num_heads_q]; null: not wanted.
+  float *dsink;
+  // Of dq, dk and dv: FMHA_F32, FMHA_F16 or FMHA_BF16.
+  int32_t dtype_grad;
+  // Of dbias, likewise; 0 where there is none.
+  int32_t dtype_dbias;
+} FmhaGradients;
+
+// One call. Set everything to 0 first, then what is wanted: a null pointer is an option that is off.
+// Pointers are to memory of the plan's backend, unless they are said to be host memory.
 typedef struct FmhaCall {
+  // sizeof(FmhaCall): a library of another version refuses the call.
+  uint64_t struct_bytes;
   // Sequences.
   int64_t batch;
   // Queries of a sequence; packed: of the longest.
@@ -38,74 +102,197 @@ typedef struct FmhaCall {
   int64_t head_dim_qk;
   // Elements of a row of V and O.
   int64_t head_dim_v;
-  // Rows of a page; 0: K and V are not paged, the only value taken so far.
+  // Packed: rows of Q and O, all sequences together; else 0. May change from run to run, as may total_k,
+  // num_pages and max_pages.
+  int64_t total_q;
+  // Packed: rows of K and V, all sequences together; else 0.
+  int64_t total_k;
+  // Rows of a page; 0: K and V are not paged.
   int64_t page_size;
-  // Q `[batch, seqlen_q, num_heads_q, head_dim_qk]`.
+  // Paged: pages of K and V, used or not; else 0.
+  int64_t num_pages;
+  // Paged: entries of a row of page_table, times page_size at least seqlen_k; else 0.
+  int64_t max_pages;
+  // Q [batch, seqlen_q, num_heads_q, head_dim_qk]; packed [total_q, num_heads_q, head_dim_qk].
   struct FmhaTensor q;
-  // K `[batch, seqlen_k, num_heads_kv, head_dim_qk]`.
+  // K [batch, seqlen_k, num_heads_kv, head_dim_qk]; packed [total_k, num_heads_kv, head_dim_qk]; paged
+  // [num_pages, page_size, num_heads_kv, head_dim_qk], batch_stride from page to page.
   struct FmhaTensor k;
-  // V `[batch, seqlen_k, num_heads_kv, head_dim_v]`.
+  // V [batch, seqlen_k, num_heads_kv, head_dim_v]; packed and paged likewise.
   struct FmhaTensor v;
-  // O `[batch, seqlen_q, num_heads_q, head_dim_v]`.
+  // O [batch, seqlen_q, num_heads_q, head_dim_v], or packed: written; backward reads it.
   struct FmhaTensor o;
-  // Backward only.
-  struct FmhaTensor dout;
-  // Backward only.
-  struct FmhaTensor dq;
-  // Backward only.
-  struct FmhaTensor dk;
-  // Backward only.
-  struct FmhaTensor dv;
-  // `[batch, num_heads_q, seqlen_q]`, packed `[num_heads_q, total_q]`; null: not wanted.
+  // Bias [batch, num_heads_q, seqlen_q, seqlen_k], added to the scores: seqlen_stride is from query to
+  // query, dim_stride (1) from key to key. A batch_stride of 0 is one bias for all sequences, and with
+  // it a head_stride of 0 one for all heads. data null: none.
+  struct FmhaTensor bias;
+  // LSE, f32 [batch, num_heads_q, seqlen_q], packed [num_heads_q, total_q]: written; null: not wanted.
+  // Backward reads it and needs it.
   float *lse;
-  // `[batch + 1]` on the device, or null; with cu_seqlens_k or not at all.
+  // The dropout keep mask, [batch, num_heads_q, seqlen_q, seqlen_k] bytes; null: not wanted.
+  uint8_t *keep_mask;
+  // i32 [batch + 1], first row of each sequence of Q and O, which are packed then; null: they are not.
   const int32_t *cu_seqlens_q;
-  // `[batch + 1]` on the device, or null.
+  // i32 [batch + 1], likewise for K and V.
   const int32_t *cu_seqlens_k;
-  // `[batch, seqlen_k / page_size]`, or null.
+  // i32 [batch], queries in use of each sequence; null: all.
+  const int32_t *seqused_q;
+  // i32 [batch], keys in use of each sequence; null: all.
+  const int32_t *seqused_k;
+  // Paged: i32 [batch, max_pages], the pages of each sequence; else null.
   const int32_t *page_table;
-  // `[batch, num_heads_kv]`, or null (1).
+  // ALiBi slopes, f32 [num_heads_q], or [batch, num_heads_q] with alibi_per_batch; null: none.
+  const float *alibi_slopes;
+  // Sinks, f32 [num_heads_q], in the softmax's denominator; null: none.
+  const float *sink;
+  // FP8 Q's factor, f32 [batch, num_heads_kv], or [1] with descale_per_tensor; null: 1.
   const float *descale_q;
-  // `[batch, num_heads_kv]`, or null (1).
+  // FP8 K's factor, likewise.
   const float *descale_k;
-  // `[batch, num_heads_kv]`, or null (1).
+  // FP8 V's factor, likewise.
   const float *descale_v;
-  // "0" (none), "t" and "b" (causal, top-left and bottom-right), "b:left,right" (window).
+  // FP8 O is multiplied by it before it is rounded, f32 [1]; null: 1.
+  const float *scale_o;
+  // Host memory: "0" (none), "t", "b" (causal, top-left or bottom-right), "b:left,right" (window; -1:
+  // unbounded), "g:y,x" (generic coordinates); null: none.
   const char *mask;
-  // A CUstream of the device's primary context; null: the default stream.
+  // Host memory: multiplies Q K^T; null: 1 / sqrt(head_dim_qk). 0 is 0.
+  const float *softmax_scale;
+  // Host memory: softcap * tanh(score / softcap); null: none.
+  const float *softcap;
+  // CUDA: a CUstream of the device's primary context; HIP: a hipStream_t; null: the default stream.
   void *stream;
-  // Multiplies Q K^T.
-  float softmax_scale;
-  // Of Q, K and V: 0 f16, 1 bf16, 2 e4m3fn.
-  int32_t dtype;
-  // Of O, counted likewise.
+  // Host memory: null: forward; else backward.
+  const struct FmhaGradients *gradients;
+  // Key of the dropout generator. May change from run to run.
+  uint64_t dropout_seed;
+  // Last word of its counter. May change from run to run.
+  uint64_t dropout_offset;
+  // Probability that an element of P is dropped.
+  float p_drop;
+  // Of Q and K: FMHA_F16, ...
+  int32_t dtype_qk;
+  // Of V: that of Q and K, or FMHA_F16 or FMHA_BF16 beside FP8 Q and K.
+  int32_t dtype_v;
+  // Of O.
   int32_t dtype_o;
-  // 0 forward, 1 backward (not taken so far).
-  int32_t backward;
+  // Of the bias: FMHA_F32 or the inputs' 16-bit type; 0 where there is none.
+  int32_t dtype_bias;
+  // FMHA_V_ROW_MAJOR or FMHA_V_COL_MAJOR.
+  int32_t v_layout;
+  // 1: alibi_slopes have a batch axis; else 0.
+  int32_t alibi_per_batch;
+  // 1: descales are one number each; else 0.
+  int32_t descale_per_tensor;
 } FmhaCall;
+
+// How to choose a kernel. Null instead of it, and 0 in every field, is the default.
+typedef struct FmhaOptions {
+  // sizeof(FmhaOptions).
+  uint64_t struct_bytes;
+  // "cuda" (default), "cuda:1", "rocm", "cpu" (pointers are host memory), "auto". Null: "cuda".
+  const char *backend;
+  // This kernel or a refusal; null: the backend's choice.
+  const char *kernel;
+  // Its tile, honoured or refused: "block_m=128,stages=3"; null: the kernel's own.
+  const char *tile;
+  // 1: a kernel that is correct but far from fast may serve; 0: a refusal instead.
+  int32_t allow_fallback;
+  // FMHA_FAST or FMHA_EXACT.
+  int32_t accuracy;
+  // 1: the same bits every run, or a refusal. Forward and combine always keep it.
+  int32_t deterministic;
+  // 1: a sequence's bits depend on its own lengths and contents alone, or a refusal.
+  int32_t batch_invariant;
+  // 1: each run reads the lengths back, waits for them, and refuses offsets that decrease or leave
+  // their tensor. 0: such offsets give wrong outputs, and touch nothing outside the tensors.
+  int32_t check_lengths;
+  // 0.
+  int32_t reserved;
+} FmhaOptions;
+
+// One partial result.
+typedef struct FmhaPartial {
+  // O of this part [batch, seqlen_q, num_heads_q, head_dim_v].
+  struct FmhaTensor o;
+  // LSE of this part, f32 [batch, num_heads_q, seqlen_q].
+  const float *lse;
+} FmhaPartial;
+
+// A combine call: partial results over the same rows, merged by their LSE. Packed rows are a batch of 1.
+typedef struct FmhaCombine {
+  // sizeof(FmhaCombine).
+  uint64_t struct_bytes;
+  // Parts to merge.
+  int64_t num_parts;
+  // Sequences.
+  int64_t batch;
+  // Rows of each.
+  int64_t seqlen_q;
+  // Heads.
+  int64_t num_heads_q;
+  // Elements of a row.
+  int64_t head_dim_v;
+  // Host memory: num_parts of them, all with the same strides.
+  const struct FmhaPartial *parts;
+  // The combined O: written.
+  struct FmhaTensor o;
+  // The combined LSE, f32 [batch, num_heads_q, seqlen_q]: written; null: not wanted.
+  float *lse;
+  // As in FmhaCall.
+  void *stream;
+  // Of the parts: FMHA_F32, FMHA_F16 or FMHA_BF16.
+  int32_t dtype_part;
+  // Of the combined O, likewise.
+  int32_t dtype_o;
+} FmhaCombine;
 
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
 
-// Chooses and compiles a kernel; may take seconds, and waits for the stream of a packed call.
-// Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`). A plan holds for the sizes, strides,
-// types and present pointers of its call; packed, for its totals too. It runs on one stream at a time.
+// Chooses and compiles a kernel; may take seconds the first time. Nothing on the device is read.
+// Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`) with `*plan` untouched.
+//
+// The plan runs every call that agrees with this one: all fields but addresses, stream, dropout_seed and
+// dropout_offset are what they were, and what was null stays null. It runs on one stream at a time.
 //
 // # Safety
-// `call` is null or a call whose `mask` is a C string and whose `cu_seqlens_*` are device memory;
-// `plan` is null or writable.
+// `call` is null or a call whose host pointers are null or point to what they say; `options` is null or
+// options whose strings are null or C strings; `plan` is null or writable.
 int fmha_plan(const struct FmhaCall *call,
+              const struct FmhaOptions *options,
               struct FmhaPlan **plan);
 
-// Queues the call on its stream and returns: it neither allocates on the device nor waits.
+// Queues the call on its stream and returns: on a device it neither allocates nor waits.
 // Returns 0, or not 0 (see `fmha_last_error`) with nothing launched, unless the driver itself failed.
+// A field that is not the plan's is refused by its name, with both numbers.
 //
 // # Safety
-// `plan` is null or from `fmha_plan`; `call` is null or a call whose pointers are device memory as
-// large as the plan's problem says, untouched by others until the work is done.
+// `plan` is null or from `fmha_plan`; `call` is null or a call whose pointers are null or memory of the
+// plan's backend as large as the call says, untouched by others until the work is done.
 int fmha_run(const struct FmhaPlan *plan,
              const struct FmhaCall *call);
+
+// As `fmha_plan`, for merging partial results.
+//
+// # Safety
+// As `fmha_plan`; `parts` is null or `num_parts` of them in host memory.
+int fmha_plan_combine(const struct FmhaCombine *call,
+                      const struct FmhaOptions *options,
+                      struct FmhaPlan **plan);
+
+// As `fmha_run`, for merging partial results.
+//
+// # Safety
+// As `fmha_run`; `parts` is null or `num_parts` of them in host memory.
+int fmha_run_combine(const struct FmhaPlan *plan, const struct FmhaCombine *call);
+
+// The plan for a reader, a fact a line: kernel, tile, promises, refusals. Lives as long as the plan.
+//
+// # Safety
+// `plan` is null (then so is the text) or from `fmha_plan`.
+const char *fmha_plan_text(const struct FmhaPlan *plan);
 
 // Drops a plan whose work is done. Null is taken.
 //

@@ -44,6 +44,7 @@ const SWITCHES: &[&str] = &[
     "dsink",
     "sink_grad",
     "deterministic",
+    "batch_invariant",
     "sink",
     "init_sink",
     "backward",

@@ -14,15 +14,16 @@ use rayon::prelude::*;
 use crate::Verdict;
 use crate::failure::Failure;
 use crate::progress::Progress;
+use crate::target;
 
 /// Options of `fmha bundle`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  fmha bundle --arch sm_90a --out kernels.fmha           every kernel of the forward table
-  fmha bundle --arch sm_90a,gfx942 --out kernels.fmha    for two architectures
+  fmha bundle --arch sm_90a --out kernels.fmha         every kernel of the table
+  fmha bundle --arch sm_90a,gfx942 --out kernels.fmha  for two architectures
   fmha bundle --arch sm_90a --filter bf16/d128x128/causal --out kernels.fmha
-  FMHA_BUNDLE=kernels.fmha fmha run ...                  no compiler needed for what is in it
+  FMHA_BUNDLE=kernels.fmha fmha run ...                no compiler is needed then
 
 No device is needed, only the vendor's compiler. The table is plain attention (no bias, soft-cap or
 sink) in f16 and bf16; head dimensions 64, 96, 128, 192, 256 and 192x128; full, causal and window;
@@ -53,6 +54,8 @@ struct Wanted<'a> {
 
 impl BundleArgs {
     pub(super) fn carry_out(&self, out: &mut dyn Write) -> Result<Verdict, Failure> {
+        // Compiling takes minutes: whether its result can be kept is asked first.
+        target::check("out", &self.out, &[])?;
         let backends = self.arch.iter().map(|arch| fmha::pretend(arch)).collect::<Result<Vec<_>, _>>()?;
         let mut wanted = BTreeMap::new();
         for backend in &backends {

@@ -105,7 +105,7 @@ pub(super) fn check(
                 Verify::Sample => Selection::within(&host.problem, &host.spans, SAMPLE_BUDGET),
                 Verify::None | Verify::Full => Selection::default(),
             };
-            let verdict = check_fwd(host, &selection, &step)?;
+            let verdict = meaningful(check_fwd(host, &selection, &step)?)?;
             let pairs = host.spans.len() * host.problem.dims.num_heads_q as usize;
             let extent = extent(&selection, pairs, "(sequence, head) pairs", "rows");
             let found = host.operands.get(fmha_conformance::tensor::Operand::O);
@@ -125,12 +125,27 @@ pub(super) fn check(
                 Verify::Sample => Selection::within_bwd(problem, spans, SAMPLE_BUDGET),
                 Verify::None | Verify::Full => Selection::default(),
             };
-            let verdict = check_bwd(host, &selection, &step)?;
+            let verdict = meaningful(check_bwd(host, &selection, &step)?)?;
             let pairs = spans.len() * problem.fwd.dims.num_heads_kv as usize;
             let extent = extent(&selection, pairs, "(sequence, kv head) pairs", "queries and keys");
             Ok(Checked { verdict, expected: None, extent })
         }
     }
+}
+
+/// Refuses to call a result right by bounds that any result would be within.
+fn meaningful(verdict: Verdict) -> Result<Verdict, Failure> {
+    if verdict.pass() && verdict.says_nothing() {
+        let bounds =
+            verdict.tensors.iter().map(|tensor| format!("{} {:.1e}", tensor.tensor, tensor.max_bound));
+        return Err(Failure::wrong(format!(
+            "verify: scores of up to {:.1e} are beyond what f32 tells apart; within the bounds ({}) anything \
+             passes, so 0 elements count as checked (--verify 0 runs without a check)",
+            verdict.logits,
+            bounds.collect::<Vec<_>>().join(", ")
+        )));
+    }
+    Ok(verdict)
 }
 
 /// How much of a result was compared.

@@ -11,19 +11,19 @@ use fmha_conformance::{Regex, case};
 
 use crate::Verdict;
 use crate::failure::Failure;
-use crate::files::write_text;
 use crate::options::BackendArgs;
 use crate::progress::Progress;
+use crate::target::{self, write_text};
 
 /// Options of `fmha conformance`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   fmha conformance                               every case on the best device
-  fmha conformance --backend cpu --filter edges  the cases whose names have `edges` in them
+  fmha conformance --backend cpu --filter edges  the cases with `edges` in their names
   fmha conformance --filter '^laws/.*bf16'       a regular expression
   fmha conformance --list --filter fp8           their names only
-  fmha conformance --json > report.json          ends in a summary: passed, failed, refused, absent
+  fmha conformance --json > report.json          every case, and a summary
   fmha conformance --junit report.xml            for CI
 
 A case is passed; or failed, with the command that repeats it; or refused, where the backend has
@@ -74,6 +74,9 @@ impl ConformanceArgs {
                 writeln!(out, "{}", case.name)?;
             }
             return Ok(Verdict::Right);
+        }
+        if let Some(path) = &self.junit {
+            target::check("junit", path, &[])?;
         }
         let backend = self.backend.open()?.backend;
         let mut plan = self.backend.plan_options();

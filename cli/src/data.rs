@@ -4,12 +4,14 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use fmha::{DType, QLayout, Shape, Strides, VLayout};
+use fmha::{Bias, DType, Descale, QLayout, Shape, VLayout};
+use fmha_conformance::tensor::Operand;
 
 use crate::failure::Failure;
-use crate::files::{Archive, Staged, Tensor, check_npy_dtype, read_npy, stage_npy, stage_safetensors};
-use crate::options::{Mode, ProblemArgs};
+use crate::files::{Archive, Tensor, check_npy_dtype, read_npy, stage_npy, stage_safetensors};
+use crate::options::{BiasChoice, Mode, ProblemArgs};
 use crate::setup::{Given, Setup};
+use crate::target;
 
 /// Files instead of made-up data.
 #[derive(Debug, Args)]
@@ -31,7 +33,17 @@ pub(super) struct DataArgs {
     #[arg(long, value_name = "FILE")]
     input: Option<PathBuf>,
 
-    /// Where O goes: .npy, or .safetensors (which takes LSE, or the gradients, too)
+    /// Another input of your own: bias, sink, alibi_slopes, descale_q, descale_k, descale_v, scale_o, dout or
+    /// dlse = a .npy file, or with --input a tensor's name (default there: its own)
+    #[arg(long = "operand", value_name = "NAME=FILE|NAME", value_parser = operand)]
+    operands: Vec<(&'static str, String)>,
+
+    /// Write every input, made up or not, to a .safetensors file that --input takes, before the run
+    #[arg(long, value_name = "FILE")]
+    export: Option<PathBuf>,
+
+    /// Where O goes: .npy, or .safetensors (which takes LSE, or the gradients, too); rows beyond a
+    /// sequence's length are NaN
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 
@@ -51,11 +63,149 @@ pub(super) struct OwnData {
     pub(super) k: Tensor,
     pub(super) v: Tensor,
     archive: Option<Archive>,
+    /// Where the other operands come from, as far as the user has said.
+    chosen: Vec<(&'static str, String)>,
+    /// A bias is read early: its type makes the problem.
+    bias: Option<Tensor>,
+}
+
+/// An input beside Q, K and V that a problem has: what its tensor must be.
+pub(super) struct Wanted {
+    pub(super) name: &'static str,
+    pub(super) operand: Operand,
+    pub(super) dtype: DType,
+    pub(super) shape: Vec<u64>,
+}
+
+/// The names that `--operand` takes.
+const NAMES: [&str; 9] =
+    ["bias", "sink", "alibi_slopes", "descale_q", "descale_k", "descale_v", "scale_o", "dout", "dlse"];
+
+fn operand(text: &str) -> Result<(&'static str, String), String> {
+    let (name, file) = text.split_once('=').unwrap_or((text, ""));
+    let known = NAMES.into_iter().find(|known| *known == name);
+    match known {
+        Some(name) if !file.is_empty() => Ok((name, file.to_owned())),
+        Some(name) => Err(format!("operand {name}: 0 files named, {name}=FILE wanted")),
+        None => Err(format!("operand `{name}` is none of {}", NAMES.join(", "))),
+    }
+}
+
+/// What a problem reads beside Q, K, V and lengths.
+pub(super) fn operands_of(setup: &Setup) -> Vec<Wanted> {
+    let fwd = &setup.fwd;
+    let dims = fwd.dims;
+    let (batch, heads) = (u64::from(dims.batch), u64::from(dims.num_heads_q));
+    let mut wanted = Vec::new();
+    let mut add = |name, operand, dtype, shape| wanted.push(Wanted { name, operand, dtype, shape });
+    match fwd.bias {
+        Bias::None => {}
+        Bias::Elementwise(bias) => {
+            let shape = fwd.shape_bias(bias.broadcast);
+            let shape = [shape.batch, shape.head, shape.seq, shape.dim].map(u64::from).to_vec();
+            add("bias", Operand::Bias, bias.dtype, shape);
+        }
+        Bias::Alibi { per_batch } => {
+            let shape = if per_batch { vec![batch, heads] } else { vec![heads] };
+            add("alibi_slopes", Operand::AlibiSlopes, DType::F32, shape);
+        }
+    }
+    if fwd.sink {
+        add("sink", Operand::Sink, DType::F32, vec![heads]);
+    }
+    for (name, operand, kind) in [
+        ("descale_q", Operand::DescaleQ, fwd.descale_q),
+        ("descale_k", Operand::DescaleK, fwd.descale_k),
+        ("descale_v", Operand::DescaleV, fwd.descale_v),
+    ] {
+        match kind {
+            Descale::None => {}
+            Descale::PerTensor => add(name, operand, DType::F32, vec![1]),
+            Descale::PerKvHead => add(name, operand, DType::F32, vec![batch, u64::from(dims.num_heads_kv)]),
+        }
+    }
+    if fwd.scale_o && setup.bwd.is_none() {
+        add("scale_o", Operand::ScaleO, DType::F32, vec![1]);
+    }
+    if let Some(bwd) = &setup.bwd {
+        let shape = file_shape(setup.extents().o, setup.operm, fwd.q_layout);
+        add("dout", Operand::Dout, fwd.dtype_o, shape);
+        if bwd.has_dlse {
+            add("dlse", Operand::Dlse, DType::F32, lse_shape(setup));
+        }
+    }
+    wanted
+}
+
+impl OwnData {
+    /// The tensor of an operand; one that the user did not bring is not made up beside tensors of theirs.
+    pub(super) fn operand(&self, wanted: &Wanted) -> Result<Tensor, Failure> {
+        let Wanted { name, dtype, ref shape, .. } = *wanted;
+        let tensor = if name == "bias" && self.bias.is_some() {
+            self.bias.clone()
+        } else {
+            source(name, &self.chosen, self.archive.as_ref())?
+        };
+        let Some(tensor) = tensor else {
+            return Err(Failure::wrong(format!(
+                "{name}: q, k and v are yours, but 0 tensors are given for {name}: --operand {name}=FILE"
+            )));
+        };
+        let significant =
+            |shape: &[u64]| shape.iter().copied().skip_while(|&extent| extent == 1).collect::<Vec<_>>();
+        if significant(&tensor.shape) != significant(shape) {
+            return Err(Failure::wrong(format!(
+                "operand {name} has shape {:?}, where {shape:?} is wanted",
+                tensor.shape
+            )));
+        }
+        if tensor.dtype != dtype {
+            return Err(Failure::wrong(format!(
+                "operand {name} is {}, where {dtype} is wanted",
+                tensor.dtype
+            )));
+        }
+        Ok(tensor)
+    }
+
+    /// Every operand that the problem has is there, and none that it has not.
+    pub(super) fn fits(&self, setup: &Setup) -> Result<(), Failure> {
+        let wanted = operands_of(setup);
+        for one in &wanted {
+            self.operand(one)?;
+        }
+        for (name, file) in &self.chosen {
+            if wanted.iter().all(|wanted| wanted.name != *name) {
+                return Err(Failure::wrong(format!(
+                    "operand {name}={file}: the problem has 0 operands of that name (--bias, --sink, --qscale, \
+                     --backward, --dlse give it some)"
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// An operand's tensor: as the user has said, or of its own name in the archive.
+fn source(
+    name: &str,
+    chosen: &[(&'static str, String)],
+    archive: Option<&Archive>,
+) -> Result<Option<Tensor>, Failure> {
+    let said = chosen.iter().rev().find(|(operand, _)| *operand == name).map(|(_, file)| file.as_str());
+    match (archive, said) {
+        (Some(archive), Some(said)) => archive.tensor(said).map(Some),
+        (Some(archive), None) if archive.has(name) => archive.tensor(name).map(Some),
+        (None, Some(said)) => read_npy(Path::new(said), None).map(Some),
+        (_, None) => Ok(None),
+    }
 }
 
 impl DataArgs {
     /// Q, K and V, if the user brings them.
     pub(super) fn load(&self, problem: &ProblemArgs) -> Result<Option<OwnData>, Failure> {
+        let raw = problem.precision;
+        let raw_of = |name: &str| raw.map(|raw| if name == "v" { raw.v } else { raw.qk });
         let named = [("q", &self.q), ("k", &self.k), ("v", &self.v)];
         let archive = self.input.as_deref().map(Archive::open).transpose()?;
         let tensors = match &archive {
@@ -65,7 +215,14 @@ impl DataArgs {
                     named.iter().filter(|(_, file)| file.is_none()).map(|(n, _)| *n).collect();
                 match missing.len() {
                     0 => {}
-                    3 => return Ok(None),
+                    3 => {
+                        if let Some((name, file)) = self.operands.first() {
+                            return Err(Failure::wrong(format!(
+                                "operand {name}={file}: 0 of q, k, v are given beside it"
+                            )));
+                        }
+                        return Ok(None);
+                    }
                     count => {
                         return Err(Failure::wrong(format!(
                             "{}: {count} of q, k, v missing",
@@ -73,7 +230,9 @@ impl DataArgs {
                         )));
                     }
                 }
-                named.map(|(_, file)| read_npy(Path::new(file.as_deref().unwrap_or_default())))
+                named.map(|(name, file)| {
+                    read_npy(Path::new(file.as_deref().unwrap_or_default()), raw_of(name))
+                })
             }
         };
         let [q, k, v] = tensors;
@@ -84,7 +243,12 @@ impl DataArgs {
             (VLayout::ColMajor, true) => "bhds",
             (VLayout::ColMajor, false) => "bdhs",
         };
+        let bias = match problem.bias {
+            BiasChoice::Elementwise(_) => source("bias", &self.operands, archive.as_ref())?,
+            _ => None,
+        };
         let given = Given {
+            bias: bias.as_ref().map(|bias| bias.dtype),
             dtype_qk: q.dtype,
             dtype_v: v.dtype,
             q: q.logical("q", rows)?,
@@ -98,7 +262,8 @@ impl DataArgs {
                 given.q.batch
             )));
         }
-        Ok(Some(OwnData { given, q, k, v, archive }))
+        let chosen = self.operands.clone();
+        Ok(Some(OwnData { given, q, k, v, archive, chosen, bias }))
     }
 
     /// Where results go; refuses what could not be written, before anything is computed.
@@ -110,18 +275,54 @@ impl DataArgs {
                     path.display()
                 )));
             }
-            check_target(path, DType::F32, &["npy"])?;
+            target::check("out_lse", path, &["npy"])?;
         }
         if let Some(path) = &self.out {
             let kinds: &[&str] = if setup.bwd.is_some() { &["safetensors"] } else { &["npy", "safetensors"] };
-            check_target(path, setup.fwd.dtype_o, kinds)?;
+            target::check("out", path, kinds)?;
+            if path.extension().is_some_and(|kind| kind == "npy") {
+                check_npy_dtype(path, setup.fwd.dtype_o)?;
+            }
         }
+        if let Some(path) = &self.export {
+            target::check("export", path, &["safetensors"])?;
+        }
+        self.distinct()?;
         Ok(Outputs {
             o: self.out.clone(),
             lse: self.out_lse.clone(),
             backward: setup.bwd.is_some(),
             with_lse: setup.fwd.write_lse,
         })
+    }
+
+    /// No output over another output, or over a file that is read.
+    fn distinct(&self) -> Result<(), Failure> {
+        let mut outputs = Vec::new();
+        for (option, path) in [("out", &self.out), ("out_lse", &self.out_lse), ("export", &self.export)] {
+            outputs.extend(path.as_deref().map(|path| (option, path)));
+        }
+        let mut inputs = Vec::new();
+        match &self.input {
+            Some(archive) => inputs.push(("input", archive.as_path())),
+            None => {
+                let files = [("q", &self.q), ("k", &self.k), ("v", &self.v), ("expect", &self.expect)];
+                for (option, file) in files {
+                    inputs.extend(file.as_deref().map(|file| (option, Path::new(file))));
+                }
+                inputs.extend(self.operands.iter().map(|(name, file)| (*name, Path::new(file))));
+            }
+        }
+        target::distinct(&outputs, &inputs)
+    }
+
+    /// Writes every input, where that is wanted.
+    pub(super) fn write_inputs(
+        &self,
+        inputs: impl FnOnce() -> BTreeMap<String, Tensor>,
+    ) -> Result<Option<PathBuf>, Failure> {
+        let Some(path) = &self.export else { return Ok(None) };
+        stage_safetensors(path, &inputs())?.publish().map(Some)
     }
 
     /// What O is to be, if the user says so, with O's shape.
@@ -132,9 +333,9 @@ impl DataArgs {
         }
         let tensor = match own.and_then(|own| own.archive.as_ref()) {
             Some(archive) => archive.tensor(name)?,
-            None => read_npy(Path::new(name))?,
+            None => read_npy(Path::new(name), Some(setup.fwd.dtype_o))?,
         };
-        let shape = file_shape(setup.extents().o, setup.fwd.o, setup.fwd.q_layout);
+        let shape = file_shape(setup.extents().o, setup.operm, setup.fwd.q_layout);
         let given: Vec<u64> = tensor.shape.iter().copied().skip_while(|&extent| extent == 1).collect();
         let wanted: Vec<u64> = shape.iter().copied().skip_while(|&extent| extent == 1).collect();
         if given != wanted {
@@ -168,28 +369,22 @@ impl Given {
     }
 }
 
-fn check_target(path: &Path, dtype: DType, kinds: &[&str]) -> Result<(), Failure> {
-    let kind = path.extension().and_then(|kind| kind.to_str()).unwrap_or_default();
-    if !kinds.contains(&kind) {
-        return Err(Failure::wrong(format!(
-            "out {}: `.{kind}` is not .{}",
-            path.display(),
-            kinds.join(" or .")
-        )));
-    }
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    if !folder.is_dir() {
-        return Err(Failure::wrong(format!("out {}: {} is no folder", path.display(), folder.display())));
-    }
-    if kind == "npy" { check_npy_dtype(path, dtype) } else { Ok(()) }
+/// A dense tensor's shape in a file: its memory order, heads before rows where it is permuted, without a
+/// batch axis when it is packed.
+pub(super) fn file_shape(shape: Shape, permuted: bool, layout: QLayout) -> Vec<u64> {
+    let [batch, seq, head, dim] = [shape.batch, shape.seq, shape.head, shape.dim].map(u64::from);
+    let rows = if permuted { vec![head, seq, dim] } else { vec![seq, head, dim] };
+    of_batch(batch, rows, layout)
 }
 
-/// A dense tensor's shape in a file: its memory order, without a batch axis when it is packed.
-pub(super) fn file_shape(shape: Shape, strides: Strides, layout: QLayout) -> Vec<u64> {
+/// The same for a column-major V.
+pub(super) fn col_major_shape(shape: Shape, permuted: bool, layout: QLayout) -> Vec<u64> {
     let [batch, seq, head, dim] = [shape.batch, shape.seq, shape.head, shape.dim].map(u64::from);
-    // Heads come first iff a step along the sequence is one row.
-    let permuted = strides.seq == i64::from(shape.dim) && shape.head > 1;
-    let rows = if permuted { vec![head, seq, dim] } else { vec![seq, head, dim] };
+    let rows = if permuted { vec![head, dim, seq] } else { vec![dim, head, seq] };
+    of_batch(batch, rows, layout)
+}
+
+fn of_batch(batch: u64, rows: Vec<u64>, layout: QLayout) -> Vec<u64> {
     match layout {
         QLayout::Batch => [vec![batch], rows].concat(),
         QLayout::Packed => rows,
@@ -244,6 +439,6 @@ impl Outputs {
         {
             staged.push(stage_npy(path, &lse)?);
         }
-        staged.into_iter().map(Staged::publish).collect()
+        target::publish(staged)
     }
 }

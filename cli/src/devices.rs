@@ -13,7 +13,7 @@ use crate::failure::Failure;
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  fmha devices           a line for each device, and the reason for each kind that is absent
+  fmha devices           a line for each device, and why other kinds are absent
   fmha devices --json    the same for programs")]
 pub(super) struct DevicesArgs {
     /// Print JSON

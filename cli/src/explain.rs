@@ -19,11 +19,11 @@ use crate::timing::duration;
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  fmha explain -d 256 --prec bf16 --mask b     which kernel, which tile, what it promises
-  fmha explain --arch sm_90a                   the same for a device that is not here
-  fmha explain --emulate sm_90a                and what the kernel asks of each unit of its multiprocessors,
-                                               counted in the emulator
-  fmha explain --kernel no-such-kernel         every kernel's refusal
+  fmha explain -d 256 --prec bf16 --mask b   kernel, tile, promises
+  fmha explain --arch sm_90a                 the same for a device that is not here
+  fmha explain --emulate sm_90a              and what it asks of each unit of its
+                                             multiprocessors, counted in the emulator
+  fmha explain --kernel no-such-kernel       every kernel's refusal
 
 Exit status 2 when no kernel takes the problem.")]
 pub(super) struct ExplainArgs {
@@ -43,6 +43,11 @@ pub(super) struct ExplainArgs {
 }
 
 impl ExplainArgs {
+    #[cfg(test)]
+    pub(super) fn problem(self) -> ProblemArgs {
+        self.problem
+    }
+
     pub(super) fn carry_out(&self, out: &mut dyn Write) -> Result<Verdict, Failure> {
         let setup = self.problem.setup(None)?;
         let opened = match &self.arch {
@@ -50,7 +55,7 @@ impl ExplainArgs {
             Some(arch) => Opened { backend: fmha::pretend(arch)?, passed_over: Vec::new() },
         };
         let backend = &*opened.backend;
-        let options = self.backend.plan_options();
+        let options = setup.options(&self.backend.plan_options());
         let plan = match &setup.bwd {
             None => {
                 let plan = backend.plan_fwd(&setup.fwd.clone().validate()?, &options);
@@ -157,6 +162,7 @@ fn as_json<P: fmt::Debug>(plan: &Plan<P>) -> Value {
             "waves": launch.waves(),
         })),
         "workspace_bytes": plan.workspace().bytes,
+        "accuracy": plan.promises().accuracy.name(),
         "deterministic": plan.promises().deterministic,
         "batch_invariant": plan.promises().batch_invariant,
         "graph_capturable": plan.promises().graph_capturable,

@@ -1,8 +1,6 @@
 //! The user's tensors: `.npy` and `.safetensors`, read whole and written whole or not at all.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 use fmha::{DType, Shape};
@@ -10,6 +8,7 @@ use safetensors::{Dtype, SafeTensors, View};
 
 use crate::failure::Failure;
 use crate::npy;
+use crate::target::{Staged, read};
 
 /// A tensor in memory: row-major, little-endian.
 #[derive(Clone, Debug, PartialEq)]
@@ -52,24 +51,9 @@ impl Tensor {
     }
 }
 
-/// One file, whichever its kind.
-fn read(path: &Path) -> Result<Vec<u8>, Failure> {
-    let failed = |error| Failure::file(path, &error);
-    let mut file = File::open(path).map_err(failed)?;
-    let length = file.metadata().map_err(failed)?.len();
-    let mut bytes = Vec::new();
-    // Reserved before it is read: a file that does not fit is an error, not an abort.
-    usize::try_from(length)
-        .ok()
-        .and_then(|length| bytes.try_reserve_exact(length).ok())
-        .ok_or_else(|| Failure::wrong(format!("{}: no memory for its {length} bytes", path.display())))?;
-    file.read_to_end(&mut bytes).map_err(failed)?;
-    Ok(bytes)
-}
-
-/// Reads a `.npy` file.
-pub(super) fn read_npy(path: &Path) -> Result<Tensor, Failure> {
-    npy::decode(read(path)?).map_err(|text| Failure::wrong(format!("{}: {text}", path.display())))
+/// Reads a `.npy` file; `raw` is what the user says of elements that are raw bytes in it.
+pub(super) fn read_npy(path: &Path, raw: Option<DType>) -> Result<Tensor, Failure> {
+    npy::decode(read(path)?, raw).map_err(|text| Failure::wrong(format!("{}: {text}", path.display())))
 }
 
 /// A `.safetensors` file in memory.
@@ -89,6 +73,11 @@ impl Archive {
         SafeTensors::deserialize(&self.bytes).map_err(|error| {
             Failure::wrong(format!("{}: no .safetensors file: {error}", self.path.display()))
         })
+    }
+
+    /// Whether a tensor has this name.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.parse().is_ok_and(|tensors| tensors.names().contains(&name))
     }
 
     pub(super) fn tensor(&self, name: &str) -> Result<Tensor, Failure> {
@@ -127,49 +116,6 @@ impl Archive {
         bytes.extend_from_slice(view.data());
         Ok(Tensor { dtype, shape, bytes })
     }
-}
-
-/// A file that is written whole, beside the path where it is to appear.
-pub(super) struct Staged {
-    file: tempfile::NamedTempFile,
-    path: PathBuf,
-}
-
-impl Staged {
-    fn new(path: &Path, write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>) -> Result<Self, Failure> {
-        let failed = |error| Failure::file(path, &error);
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let mut file = tempfile::NamedTempFile::new_in(folder).map_err(failed)?;
-        let mut buffered = std::io::BufWriter::new(&mut file);
-        write(&mut buffered).and_then(|()| buffered.flush()).map_err(failed)?;
-        drop(buffered);
-        readable_as_usual(&file).map_err(failed)?;
-        Ok(Self { file, path: path.to_owned() })
-    }
-
-    /// Makes it appear, in place of whatever was there.
-    pub(super) fn publish(self) -> Result<PathBuf, Failure> {
-        let Self { file, path } = self;
-        file.persist(&path).map_err(|error| Failure::file(&path, &error.error))?;
-        Ok(path)
-    }
-}
-
-/// Writes text to `path`, whole or not at all.
-pub(super) fn write_text(path: &Path, text: &str) -> Result<(), Failure> {
-    Staged::new(path, |file| file.write_all(text.as_bytes()))?.publish().map(drop)
-}
-
-/// A temporary file is its owner's alone; the result is what any new file would be.
-#[cfg(unix)]
-fn readable_as_usual(file: &tempfile::NamedTempFile) -> std::io::Result<()> {
-    use std::os::unix::fs::PermissionsExt;
-    file.as_file().set_permissions(std::fs::Permissions::from_mode(0o644))
-}
-
-#[cfg(not(unix))]
-fn readable_as_usual(_file: &tempfile::NamedTempFile) -> std::io::Result<()> {
-    Ok(())
 }
 
 /// Refuses what [`stage_npy`] could not write, before anything is computed.
@@ -255,22 +201,10 @@ mod tests {
             assert_eq!(Archive::open(&archive).unwrap().tensor("t").unwrap(), tensor(dtype));
             if let Ok(staged) = stage_npy(&npy, &tensor(dtype)) {
                 staged.publish().unwrap();
-                assert_eq!(read_npy(&npy).unwrap(), tensor(dtype));
+                assert_eq!(read_npy(&npy, None).unwrap(), tensor(dtype));
             } else {
                 assert!(!matches!(dtype, DType::F32 | DType::F16), "{dtype}");
             }
         }
-    }
-
-    #[test]
-    fn a_write_that_fails_leaves_nothing() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("o.npy");
-        let half_way = Staged::new(&path, |file| {
-            file.write_all(b"half")?;
-            Err(std::io::Error::other("no more"))
-        });
-        assert!(half_way.is_err());
-        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 }

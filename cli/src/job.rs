@@ -1,14 +1,17 @@
 //! One problem with its tensors on a backend: planned once, called many times, read back.
 
-use fmha::{BwdPlan, Error, Extents, FmhaBackend, FwdPlan, PlanOptions, ValidFwd, Workspace};
+use std::collections::BTreeMap;
+
+use fmha::{BwdPlan, Dims, Extents, FmhaBackend, FwdPlan, PlanOptions, VLayout, ValidFwd, Workspace};
 use fmha_conformance::execute::{CallTime, Resident};
 use fmha_conformance::init::Init;
 use fmha_conformance::tensor::{Operand, Operands, Room};
 use fmha_conformance::tensors::{Data, HostBwd, HostFwd, Lengths};
 
-use crate::data::{OwnData, file_shape, lse_shape};
+use crate::data::{OwnData, col_major_shape, file_shape, lse_shape, operands_of};
 use crate::failure::Failure;
 use crate::files::Tensor;
+use crate::memory::room_for;
 use crate::setup::Setup;
 
 /// Reads the battery's names and Composable Kernel's: `uf` or `1`, `nf`, `ui`, `ni` or `0`, `tf` or
@@ -25,9 +28,16 @@ pub(super) fn init(text: &str) -> Result<Init, String> {
 
 /// What the tensors hold.
 pub(super) struct Source {
+    /// The user's tensors: all that the problem has, or none.
     pub(super) own: Option<OwnData>,
     pub(super) init: Init,
     pub(super) seed: u64,
+}
+
+impl Source {
+    pub(super) fn made_up(init: Init, seed: u64) -> Self {
+        Self { own: None, init, seed }
+    }
 }
 
 /// A problem, its tensors, the kernel chosen for it.
@@ -51,6 +61,7 @@ impl<'a> Job<'a> {
         options: &PlanOptions,
         source: Source,
     ) -> Result<Self, Failure> {
+        let options = &setup.options(options);
         let valid = setup.fwd.clone().validate()?;
         let Source { own, init, seed } = source;
         let data = Data { init, seed, room: Room::default() };
@@ -60,7 +71,7 @@ impl<'a> Job<'a> {
                 there_is_room(&valid, setup.extents(), 1, plan.workspace())?;
                 let mut host = HostFwd::new(setup.fwd.clone(), &setup.lengths(), data)?;
                 host.dropout = setup.dropout;
-                overwrite(&mut host.operands, own);
+                overwrite(&mut host.operands, setup, own)?;
                 let resident = Resident::place(backend, &host.operands, plan.workspace())?;
                 (Call::Forward(Box::new(host), Box::new(plan)), resident)
             }
@@ -73,7 +84,7 @@ impl<'a> Job<'a> {
                 there_is_room(&valid, setup.extents(), 2, workspace)?;
                 let mut host = HostBwd::new(bwd.clone(), &setup.lengths(), data)?;
                 host.dropout = setup.dropout;
-                overwrite(&mut host.operands, own);
+                overwrite(&mut host.operands, setup, own)?;
                 let mut resident = Resident::place(backend, &host.operands, workspace)?;
                 resident.run_fwd_of(&forward, &mut host)?;
                 (Call::Backward(Box::new(host), Box::new(plan)), resident)
@@ -115,20 +126,49 @@ impl<'a> Job<'a> {
         Ok(&self.call)
     }
 
+    /// Every input of floating-point numbers, by the name that `--input` and `--operand` take.
+    pub(super) fn inputs(&self) -> BTreeMap<String, Tensor> {
+        let (fwd, iperm, extents) = (&self.setup.fwd, self.setup.iperm, self.setup.extents());
+        let operands = match &self.call {
+            Call::Forward(host, _) => &host.operands,
+            Call::Backward(host, _) => &host.operands,
+        };
+        let v = match (fwd.v_layout, iperm) {
+            (VLayout::RowMajor, _) => file_shape(extents.v, iperm, fwd.q_layout),
+            (VLayout::ColMajor, _) => col_major_shape(extents.v, iperm, fwd.q_layout),
+        };
+        let rows = [
+            ("q", Operand::Q, file_shape(extents.q, iperm, fwd.q_layout)),
+            ("k", Operand::K, file_shape(extents.k, iperm, fwd.q_layout)),
+            ("v", Operand::V, v),
+        ];
+        let others =
+            operands_of(self.setup).into_iter().map(|wanted| (wanted.name, wanted.operand, wanted.shape));
+        rows.into_iter()
+            .chain(others)
+            .filter_map(|(name, operand, shape)| {
+                let tensor = operands.get(operand)?;
+                let bytes = tensor.elems().to_vec();
+                Some((name.to_owned(), Tensor { dtype: tensor.dtype, shape, bytes }))
+            })
+            .collect()
+    }
+
     /// A result that was [read back](Self::read_back), as a file has it.
     pub(super) fn result(&self, name: &str) -> Option<Tensor> {
         let fwd = &self.setup.fwd;
         let extents = self.setup.extents();
-        let rows = |shape, strides| file_shape(shape, strides, fwd.q_layout);
+        let (iperm, operm) = (self.setup.iperm, self.setup.operm);
+        let rows = |shape, permuted| file_shape(shape, permuted, fwd.q_layout);
         let (operands, operand, shape) = match (&self.call, name) {
-            (Call::Forward(host, _), "o") => (&host.operands, Operand::O, rows(extents.o, fwd.o)),
+            (Call::Forward(host, _), "o") => (&host.operands, Operand::O, rows(extents.o, operm)),
             (Call::Forward(host, _), "lse") => (&host.operands, Operand::Lse, lse_shape(self.setup)),
-            (Call::Backward(host, plan), name) => {
-                let bwd = plan.problem();
+            (Call::Backward(host, _), name) => {
                 let (operand, shape) = match name {
-                    "dq" => (Operand::Dq, rows(extents.q, bwd.dq)),
-                    "dk" => (Operand::Dk, rows(extents.k, bwd.dk)),
-                    "dv" => (Operand::Dv, rows(extents.v, bwd.dv)),
+                    "dq" => (Operand::Dq, rows(extents.q, iperm)),
+                    "dk" => (Operand::Dk, rows(extents.k, iperm)),
+                    // Row-major whatever V is, and b*s*h*d where V is not.
+                    "dv" => (Operand::Dv, rows(extents.v, iperm && fwd.v_layout == VLayout::RowMajor)),
                     "dbias" => {
                         let shape = host.operands.get(Operand::Dbias)?.shape;
                         (
@@ -149,7 +189,7 @@ impl<'a> Job<'a> {
 }
 
 impl Setup {
-    fn lengths(&self) -> Lengths {
+    pub(super) fn lengths(&self) -> Lengths {
         let list = |lengths: &Option<Vec<i32>>| lengths.clone().unwrap_or_default();
         Lengths {
             totals: self.totals(),
@@ -161,14 +201,27 @@ impl Setup {
     }
 }
 
-/// The user's tensors in place of made-up ones. Their shapes made the problem, so they fit.
-fn overwrite(operands: &mut Operands, own: Option<OwnData>) {
-    let Some(own) = own else { return };
-    for (operand, tensor) in [(Operand::Q, own.q), (Operand::K, own.k), (Operand::V, own.v)] {
-        if let Some(made_up) = operands.get_mut(operand) {
-            made_up.elems_mut().copy_from_slice(&tensor.bytes);
-        }
+/// The user's tensors in place of made-up ones. Their shapes made the problem or were held to it, so they
+/// fit.
+fn overwrite(operands: &mut Operands, setup: &Setup, own: Option<OwnData>) -> Result<(), Failure> {
+    let Some(own) = own else { return Ok(()) };
+    for (operand, tensor) in [(Operand::Q, &own.q), (Operand::K, &own.k), (Operand::V, &own.v)] {
+        fill(operands, operand, tensor)?;
     }
+    for wanted in operands_of(setup) {
+        fill(operands, wanted.operand, &own.operand(&wanted)?)?;
+    }
+    Ok(())
+}
+
+fn fill(operands: &mut Operands, operand: Operand, tensor: &Tensor) -> Result<(), Failure> {
+    let Some(made_up) = operands.get_mut(operand) else { return Ok(()) };
+    let (wanted, given) = (made_up.elems().len(), tensor.bytes.len());
+    if wanted != given {
+        return Err(Failure::wrong(format!("{operand:?}: {given} bytes are given, {wanted} wanted")));
+    }
+    made_up.elems_mut().copy_from_slice(&tensor.bytes);
+    Ok(())
 }
 
 /// Asks for the bytes of all tensors at once, and gives them back: what does not fit is an error
@@ -197,23 +250,10 @@ fn there_is_room(
     bytes += u128::from(extents.lse_elems) * 4 * u128::from(copies);
     // What the check, the threads and the kernels need besides.
     bytes += 32 << 20;
-
-    let refuse = |text: String| {
-        Failure::from(Error::System { what: format!("memory for {bytes} bytes of tensors"), text })
-    };
-    if let Some(available) = available_bytes()
-        && bytes > u128::from(available)
-    {
-        return Err(refuse(format!("the system has {available} available")));
-    }
-    let probe = usize::try_from(bytes).map_err(|error| refuse(error.to_string()))?;
-    Vec::<u8>::new().try_reserve_exact(probe).map_err(|error| refuse(error.to_string()))
-}
-
-/// What Linux says is free or can be freed; unknown elsewhere. It grants more than it has, and kills
-/// who believes it.
-fn available_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kilobytes| kilobytes * 1024)
+    let Dims { batch, seqlen_q, seqlen_k, num_heads_q, head_dim_qk, head_dim_v, .. } = valid.dims;
+    let what = format!(
+        "the tensors of batch {batch}, num_heads_q {num_heads_q}, seqlen_q {seqlen_q}, seqlen_k {seqlen_k}, \
+         head_dim_qk {head_dim_qk}, head_dim_v {head_dim_v}"
+    );
+    room_for(&what, bytes)
 }

@@ -13,7 +13,10 @@ mod devices;
 mod explain;
 mod failure;
 mod files;
+#[cfg(test)]
+mod fuzz;
 mod job;
+mod memory;
 mod modelled;
 mod npy;
 mod options;
@@ -21,6 +24,7 @@ mod progress;
 mod report;
 mod run;
 mod setup;
+mod target;
 mod timing;
 mod tune;
 
@@ -48,13 +52,13 @@ struct Command {
 
 const AFTER_HELP: &str = "\
 Start here:
-  fmha devices                                   what there is to run on
-  fmha run -b 2 -h 8 -s 1024 -d 128 --mask b     one problem, timed and checked
+  fmha devices                                what there is to run on
+  fmha run -b 2 -h 8 -s 1024 -d 128 --mask b  one problem, timed and checked
   fmha run --q q.npy --k k.npy --v v.npy --out o.npy
-  fmha explain -d 256 --prec bf16                which kernel would run it, and why
-  fmha conformance --filter edges                the battery of tests on this machine
+  fmha explain -d 256 --prec bf16             which kernel would run it, and why
+  fmha conformance --filter edges             the battery of tests
 
-`-h` is the number of heads, as in Composable Kernel's command; help is --help or -?.
+`-h` is the number of heads, as in Composable Kernel; help is --help or -?.
 Exit status: 0 = right, 1 = a result is wrong, 2 = not done.";
 
 #[derive(Debug, Subcommand)]
@@ -65,11 +69,11 @@ enum Action {
     Conformance(conformance::ConformanceArgs),
     /// List the devices there are, and why the others are absent
     Devices(devices::DevicesArgs),
-    /// Say which kernel would run a problem, or every reason why none does
+    /// Say which kernel would run a problem, or why none does
     Explain(Box<explain::ExplainArgs>),
     /// Time tables of shapes, with other libraries' figures beside
     Bench(bench::BenchArgs),
-    /// Measure the tiles of one problem on this device, and keep the best
+    /// Measure the tiles of one problem here, and keep the best
     Tune(Box<tune::TuneArgs>),
     /// Compile kernels into a file, for machines without a compiler
     Bundle(bundle::BundleArgs),
@@ -128,10 +132,12 @@ fn carry_out(args: &[String]) -> Result<Verdict, Failure> {
     };
     let threads = !matches!(command.action, Action::Devices(_) | Action::Explain(_));
     if threads {
+        let threads = check_threads()?;
         // Started here, where a refusal of the system is an error; at first use it is a panic.
         rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
             .build_global()
-            .map_err(|error| Failure::wrong(format!("threads for the check, {} wanted: {error}", cores())))?;
+            .map_err(|error| Failure::wrong(format!("threads for the check, {threads} wanted: {error}")))?;
     }
     let out = &mut std::io::stdout().lock();
     match command.action {
@@ -145,8 +151,23 @@ fn carry_out(args: &[String]) -> Result<Verdict, Failure> {
     }
 }
 
-fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
+/// Threads of the check: `RAYON_NUM_THREADS`, or one a core.
+fn check_threads() -> Result<usize, Failure> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    // Some thousands take minutes to start, and the system's limit is met on the way.
+    let most = 256.max(4 * cores);
+    let name = "RAYON_NUM_THREADS";
+    match std::env::var(name) {
+        Err(std::env::VarError::NotPresent) => Ok(cores),
+        Ok(text) if text.is_empty() || text == "0" => Ok(cores),
+        Ok(text) => match text.parse() {
+            Ok(threads) if threads <= most => Ok(threads),
+            _ => Err(Failure::wrong(format!("{name} `{text}` is not in 0..={most}"))),
+        },
+        Err(std::env::VarError::NotUnicode(text)) => {
+            Err(Failure::wrong(format!("{name} {text:?} is not in 0..={most}")))
+        }
+    }
 }
 
 /// Help was asked for, or the arguments are wrong.
@@ -160,6 +181,10 @@ fn refuse(error: &clap::Error) -> Result<Verdict, Failure> {
             let names: Vec<_> =
                 Command::command().get_subcommands().map(|c| c.get_name().to_owned()).collect();
             Err(Failure::wrong(format!("0 commands given, 1 wanted: {} (see fmha --help)", names.join(", "))))
+        }
+        // `run -h` asks for help elsewhere; here it is the number of heads.
+        _ if error.to_string().contains("'--heads <N>' but none was supplied") => {
+            Err(Failure::wrong("heads: -h is the number of heads, 0 given; help is --help or -?"))
         }
         _ => Err(Failure::wrong(format!("{} (see --help)", one_line(error)))),
     }
@@ -176,7 +201,7 @@ fn one_line(error: &clap::Error) -> String {
     let lines: Vec<&str> = text
         .lines()
         .map(str::trim)
-        .take_while(|line| !line.starts_with("Usage:"))
+        .take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"))
         .filter(|line| !line.is_empty() && !line.starts_with("tip:"))
         .collect();
     lines.join(" ").trim_start_matches("error: ").to_owned()

@@ -150,7 +150,7 @@ pub(super) fn write(
     }
     let part = part(problem, setup).setup(None)?;
     let plan = backend.plan_fwd(&part.fwd.clone().validate()?, options)?;
-    let mut job = Job::new(backend, &part, options, Source { own: None, init: Init::Normal, seed: 1 })?;
+    let mut job = Job::new(backend, &part, options, Source::made_up(Init::Normal, 1))?;
     let _ = fmha::emulated_launches();
     job.run()?;
     let Some(launch) = fmha::emulated_launches().and_then(|text| last(&text)) else { return Ok(()) };

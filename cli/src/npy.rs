@@ -10,8 +10,9 @@ use crate::files::Tensor;
 
 const MAGIC: &[u8] = b"\x93NUMPY";
 
-/// The tensor in the bytes of a file.
-pub(super) fn decode(mut file: Vec<u8>) -> Result<Tensor, String> {
+/// The tensor in the bytes of a file, in C order whatever the file's. `raw` is the type of elements whose
+/// type the format lacks and the file calls raw bytes (`V2`), if the user has said it.
+pub(super) fn decode(mut file: Vec<u8>, raw: Option<DType>) -> Result<Tensor, String> {
     let damaged = || format!("no .npy file: its {} bytes do not begin with a header", file.len());
     let rest = file.strip_prefix(MAGIC).ok_or_else(damaged)?;
     let (version, rest) = rest.split_first_chunk::<2>().ok_or_else(damaged)?;
@@ -24,17 +25,7 @@ pub(super) fn decode(mut file: Vec<u8>) -> Result<Tensor, String> {
     let (header, data) = rest.split_at_checked(length as usize).ok_or_else(damaged)?;
     let header = std::str::from_utf8(header).map_err(|_| damaged())?;
 
-    let dtype = match entry(header, "descr").and_then(quoted).ok_or("its header has no plain descr")? {
-        "<f4" => DType::F32,
-        "<f2" => DType::F16,
-        "<f8" => return Err("dtype f64 (<f8) is not taken: convert it, `a.astype(numpy.float32)`".into()),
-        other => return Err(format!("dtype {other} is neither f32 (<f4) nor f16 (<f2)")),
-    };
-    let shape = entry(header, "shape").and_then(tuple).ok_or("its header has no shape")?;
-    let fortran = entry(header, "fortran_order").ok_or("its header has no fortran_order")?;
-    if fortran.starts_with("True") && shape.len() > 1 {
-        return Err("its order is Fortran's (column-major): save `numpy.ascontiguousarray(a)`".into());
-    }
+    let Header { dtype, fortran, shape } = Header::parse(header, raw)?;
     let expected = shape.iter().try_fold(dtype.size_bytes(), |product, &extent| product.checked_mul(extent));
     if expected != Some(data.len() as u64) {
         let expected = expected.map_or("more than 2^64".to_owned(), |expected| expected.to_string());
@@ -43,9 +34,40 @@ pub(super) fn decode(mut file: Vec<u8>) -> Result<Tensor, String> {
             data.len()
         ));
     }
+    if fortran && shape.iter().filter(|&&extent| extent > 1).count() > 1 {
+        let bytes = transposed(data, &shape, dtype.size_bytes() as usize)?;
+        return Ok(Tensor { dtype, shape, bytes });
+    }
     let header_bytes = file.len() - data.len();
     file.drain(..header_bytes);
     Ok(Tensor { dtype, shape, bytes: file })
+}
+
+/// Elements whose first axis is the fastest, as those whose last is.
+fn transposed(data: &[u8], shape: &[u64], size: usize) -> Result<Vec<u8>, String> {
+    let mut bytes = Vec::new();
+    bytes.try_reserve_exact(data.len()).map_err(|error| format!("{} bytes: {error}", data.len()))?;
+    let mut index = vec![0u64; shape.len()];
+    let strides: Vec<u64> = shape
+        .iter()
+        .scan(1, |stride, &extent| {
+            let this = *stride;
+            *stride *= extent;
+            Some(this)
+        })
+        .collect();
+    for _ in 0..data.len() / size {
+        let at: u64 = index.iter().zip(&strides).map(|(i, stride)| i * stride).sum();
+        bytes.extend_from_slice(&data[at as usize * size..][..size]);
+        for (i, &extent) in index.iter_mut().zip(shape).rev() {
+            *i += 1;
+            if *i < extent {
+                break;
+            }
+            *i = 0;
+        }
+    }
+    Ok(bytes)
 }
 
 /// The header of a tensor, to be followed by its bytes; `None` for a type that the format lacks.
@@ -65,30 +87,115 @@ pub(super) fn header(tensor: &Tensor) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// What follows `'key':` in the dict.
-fn entry<'a>(header: &'a str, key: &str) -> Option<&'a str> {
-    let mut quotes = [format!("'{key}'"), format!("\"{key}\"")].into_iter();
-    let after = quotes.find_map(|quoted| header.split_once(&quoted).map(|(_, after)| after))?;
-    after.trim_start().strip_prefix(':').map(str::trim_start)
+/// What the dict says: all three keys, once each, and no other.
+#[derive(Debug, PartialEq)]
+struct Header {
+    dtype: DType,
+    fortran: bool,
+    shape: Vec<u64>,
 }
 
-fn quoted(text: &str) -> Option<&str> {
+impl Header {
+    fn parse(text: &str, raw: Option<DType>) -> Result<Self, String> {
+        let (mut descr, mut fortran, mut shape) = (None, None, None);
+        let unlike = || "its header is no dict of descr, fortran_order and shape".to_owned();
+        let mut rest = text.trim().strip_prefix('{').ok_or_else(unlike)?.trim_start();
+        while !rest.starts_with('}') {
+            let (key, after) = quoted(rest).ok_or_else(unlike)?;
+            let value = after.trim_start().strip_prefix(':').ok_or_else(unlike)?.trim_start();
+            let after = match key {
+                "descr" if descr.is_none() => {
+                    let (name, after) = quoted(value).ok_or("its header has no plain descr")?;
+                    descr = Some(name);
+                    after
+                }
+                "fortran_order" if fortran.is_none() => {
+                    let end = value.find([',', '}', ' ']).unwrap_or(value.len());
+                    fortran = Some(match &value[..end] {
+                        "True" => true,
+                        "False" => false,
+                        other => return Err(format!("fortran_order `{other}` is neither True nor False")),
+                    });
+                    &value[end..]
+                }
+                "shape" if shape.is_none() => {
+                    let (extents, after) = tuple(value).ok_or("its header has no shape of whole numbers")?;
+                    shape = Some(extents);
+                    after
+                }
+                _ => return Err(format!("its header has the key `{key}` too many")),
+            };
+            let after = after.trim_start();
+            rest = match after.strip_prefix(',') {
+                Some(next) => next.trim_start(),
+                None if after.starts_with('}') => after,
+                None => return Err(unlike()),
+            };
+        }
+        if rest != "}" {
+            return Err(unlike());
+        }
+        let (descr, fortran, shape) = (
+            descr.ok_or("its header has no descr")?,
+            fortran.ok_or("its header has no fortran_order")?,
+            shape.ok_or("its header has no shape")?,
+        );
+        Ok(Self { dtype: dtype(descr, raw)?, fortran, shape })
+    }
+}
+
+fn dtype(descr: &str, raw: Option<DType>) -> Result<DType, String> {
+    let size = match descr {
+        "<f4" => return Ok(DType::F32),
+        "<f2" => return Ok(DType::F16),
+        "<f8" => return Err("dtype f64 (<f8) is not taken: convert it, `a.astype(numpy.float32)`".into()),
+        // What numpy makes of the bfloat16 and FP8 of `ml_dtypes`.
+        "<V2" | "|V2" => 2,
+        "<V1" | "|V1" => 1,
+        other => {
+            return Err(format!(
+                "dtype {other} is neither f32 (<f4) nor f16 (<f2); of bf16 and FP8 save the raw bytes, \
+                 `a.view('V2')` or `a.view('V1')`, and give --prec"
+            ));
+        }
+    };
+    match raw {
+        Some(dtype) if dtype.size_bytes() == size => Ok(dtype),
+        Some(dtype) => {
+            Err(format!("dtype {descr} has {size} bytes an element, but {dtype} has {}", dtype.size_bytes()))
+        }
+        None => Err(format!(
+            "dtype {descr} is {size} raw bytes an element: say what they are, --prec {}",
+            if size == 2 { "bf16" } else { "fp8, bf8, e4m3fnuz or e5m2fnuz" }
+        )),
+    }
+}
+
+/// A text between quotes, and what follows it.
+fn quoted(text: &str) -> Option<(&str, &str)> {
     let quote = text.chars().next().filter(|quote| matches!(quote, '\'' | '"'))?;
-    text[1..].split_once(quote).map(|(inside, _)| inside)
+    text[1..].split_once(quote)
 }
 
-fn tuple(text: &str) -> Option<Vec<u64>> {
-    let inside = text.strip_prefix('(')?.split_once(')')?.0;
-    inside
-        .split(',')
-        .map(str::trim)
-        .filter(|extent| !extent.is_empty())
-        .map(|extent| extent.parse().ok())
-        .collect()
+fn tuple(text: &str) -> Option<(Vec<u64>, &str)> {
+    let (inside, after) = text.strip_prefix('(')?.split_once(')')?;
+    let extents = inside.trim().trim_end_matches(',');
+    if extents.is_empty() {
+        return Some((Vec::new(), after));
+    }
+    let extents = extents.split(',').map(|extent| {
+        let extent = extent.trim();
+        // Python 2 wrote its long numbers with an L.
+        let digits = extent.strip_suffix('L').unwrap_or(extent);
+        digits.bytes().all(|byte| byte.is_ascii_digit()).then(|| digits.parse().ok()).flatten()
+    });
+    Some((extents.collect::<Option<_>>()?, after))
 }
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn file(dict: &str, data: &[u8]) -> Vec<u8> {
@@ -99,9 +206,32 @@ mod tests {
     fn what_numpy_writes_is_read() {
         // The header that numpy 2.4 writes for numpy.zeros((1, 2), "float16").
         let dict = "{'descr': '<f2', 'fortran_order': False, 'shape': (1, 2), }                \n";
-        let tensor = decode(file(dict, &[0, 60, 0, 64])).unwrap();
+        let tensor = decode(file(dict, &[0, 60, 0, 64]), None).unwrap();
         assert_eq!((tensor.dtype, tensor.shape.as_slice()), (DType::F16, &[1, 2][..]));
         assert_eq!(tensor.values().collect::<Vec<_>>(), [1.0, 2.0]);
+    }
+
+    #[test]
+    fn fortrans_order_is_read_as_what_it_is() {
+        let bytes: Vec<u8> = (1..=6u8).flat_map(|n| f32::from(n).to_le_bytes()).collect();
+        let read = |order: &str| {
+            let dict = format!("{{'descr': '<f4', 'fortran_order': {order}, 'shape': (2, 3), }}");
+            decode(file(&dict, &bytes), None).map(|tensor| tensor.values().collect::<Vec<_>>())
+        };
+        assert_eq!(read("False").unwrap(), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+        assert_eq!(read("True").unwrap(), [1.0, 3.0, 5.0, 2.0, 4.0, 6.0]);
+        for other in ["7", "true", "Truely", "1", ""] {
+            assert!(read(other).unwrap_err().contains(&format!("`{other}`")), "{other}");
+        }
+    }
+
+    #[test]
+    fn raw_bytes_are_what_the_user_says_and_nothing_unsaid() {
+        let dict = "{'descr': '<V2', 'fortran_order': False, 'shape': (2,), }";
+        let tensor = |raw| decode(file(dict, &[0x80, 0x3f, 0, 0x40]), raw);
+        assert_eq!(tensor(Some(DType::Bf16)).unwrap().values().collect::<Vec<_>>(), [1.0, 2.0]);
+        assert!(tensor(None).unwrap_err().contains("--prec bf16"));
+        assert!(tensor(Some(DType::E5m2)).unwrap_err().contains("e5m2 has 1"));
     }
 
     #[test]
@@ -112,35 +242,58 @@ mod tests {
             let mut bytes = header(&tensor).unwrap();
             assert_eq!(bytes.len() % 64, 0);
             bytes.extend_from_slice(&tensor.bytes);
-            assert_eq!(decode(bytes), Ok(tensor));
+            assert_eq!(decode(bytes, None), Ok(tensor));
         }
     }
 
     #[test]
     fn a_damaged_file_is_refused_wherever_the_damage_is() {
         let whole = file("{'descr': '<f4', 'fortran_order': False, 'shape': (2, 1), }", &[0; 8]);
-        assert!(decode(whole.clone()).is_ok());
+        assert!(decode(whole.clone(), None).is_ok());
         for length in 0..whole.len() {
-            assert!(decode(whole[..length].to_vec()).is_err(), "{length} bytes");
+            assert!(decode(whole[..length].to_vec(), None).is_err(), "{length} bytes");
         }
         for at in 0..whole.len() - 8 {
             for byte in [0, b' ', b'9', 0xff] {
                 let mut damaged = whole.clone();
                 damaged[at] = byte;
                 // Blanks hurt nothing; what is accepted still has the size it claims.
-                if let Ok(tensor) = decode(damaged) {
+                if let Ok(tensor) = decode(damaged, None) {
                     assert_eq!(tensor.bytes.len(), 8);
                 }
             }
         }
         for dict in [
             "{'descr': '<f4', 'fortran_order': False, 'shape': (4294967296, 4294967296), }",
-            "{'descr': '<f4', 'fortran_order': True, 'shape': (2, 1), }",
             "{'descr': '>f4', 'fortran_order': False, 'shape': (2, 1), }",
             "{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (2, 1), }",
             "{'descr': '<f4', 'fortran_order': False, 'shape': (-2, 1), }",
+            "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 1), 'more': 1}",
+            "{'descr': '<f4', 'fortran_order': False, 'fortran_order': False, 'shape': (2, 1)}",
+            "{'descr': '<f4', 'shape': (2, 1)}",
+            "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 1)} x",
         ] {
-            assert!(decode(file(dict, &[0; 8])).is_err(), "{dict}");
+            assert!(decode(file(dict, &[0; 8]), None).is_err(), "{dict}");
+        }
+    }
+
+    proptest! {
+        #![proptest_config(crate::fuzz::config(20_000))]
+
+        /// Whatever the bytes: refused, or a tensor of the size that it claims; no panic.
+        #[test]
+        fn any_bytes_are_refused_or_a_whole_tensor(
+            header in "\\PC{0,40}|[{}'(): ,0-9a-zA-Z<|]{0,80}|\\{'descr': '<[fV][124]', 'fortran_order': (True|False), 'shape': \\([0-9, L]{0,12}\\)[, ]{0,2}\\}",
+            data in prop::collection::vec(any::<u8>(), 0..40),
+            version in 0u8..4,
+        ) {
+            let length = header.len() as u32;
+            let length = if version < 2 { length.to_le_bytes()[..2].to_vec() } else { length.to_le_bytes().to_vec() };
+            let bytes = [MAGIC, &[version, 0], &length, header.as_bytes(), &data].concat();
+            if let Ok(tensor) = decode(bytes, Some(DType::Bf16)) {
+                let elems: u64 = tensor.shape.iter().product();
+                prop_assert_eq!(elems * tensor.dtype.size_bytes(), tensor.bytes.len() as u64);
+            }
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The options that say what to compute and where: shared by `run`, `explain` and a row of `bench`.
 
 use clap::Args;
-use fmha::{Backend, DType, MaskSpec, PlanOptions};
+use fmha::{Accuracy, Backend, DType, MaskSpec, PlanOptions};
 
 use crate::failure::Failure;
 
@@ -135,7 +135,7 @@ pub(super) struct ProblemArgs {
     #[arg(long)]
     pub(super) dlse: bool,
 
-    /// Backward: the same bits every run, or a refusal
+    /// The same bits every run, or a refusal (forward always keeps it)
     #[arg(long)]
     pub(super) deterministic: bool,
 }
@@ -159,6 +159,18 @@ pub(super) struct BackendArgs {
     /// A kernel that is correct but far from fast may serve
     #[arg(long)]
     allow_fallback: bool,
+
+    /// fast: the running maximum of a row may lag by a bounded factor; exact: it is the true one, or a refusal
+    #[arg(long, value_name = "HOW", default_value = "fast", value_parser = accuracy)]
+    accuracy: Accuracy,
+
+    /// The bits of a sequence do not depend on the batch around it, or a refusal
+    #[arg(long, visible_alias = "batch_invariant")]
+    batch_invariant: bool,
+
+    /// Each run reads the lengths back and checks them first
+    #[arg(long)]
+    check_lengths: bool,
 
     /// Interpret the kernels of this architecture (sm_90a, gfx942): no device needed, slow
     #[arg(long, value_name = "ARCH")]
@@ -188,15 +200,22 @@ impl BackendArgs {
         let emulate = self.emulate.iter().map(|arch| format!("--emulate {arch}"));
         let kernel = self.kernel.iter().map(|kernel| format!("--kernel {kernel}"));
         let tile = self.tile.iter().map(|(name, value)| format!("--tile {name}={value}"));
-        emulate.chain(kernel).chain(tile).collect::<Vec<_>>().join(" ")
+        let accuracy =
+            (self.accuracy != Accuracy::default()).then(|| format!("--accuracy {}", self.accuracy));
+        let invariant = self.batch_invariant.then(|| "--batch-invariant".to_owned());
+        emulate.chain(kernel).chain(tile).chain(accuracy).chain(invariant).collect::<Vec<_>>().join(" ")
     }
 
+    /// How to plan; what the problem itself wishes is added by [`Setup::options`](crate::setup::Setup::options).
     pub(super) fn plan_options(&self) -> PlanOptions {
         PlanOptions {
             kernel: self.kernel.clone(),
             tile: self.tile.clone(),
             allow_fallback: self.allow_fallback,
-            ..PlanOptions::default()
+            accuracy: self.accuracy,
+            deterministic: false,
+            batch_invariant: self.batch_invariant,
+            check_lengths: self.check_lengths,
         }
     }
 }
@@ -258,6 +277,10 @@ pub(super) fn at_least_0(field: &'static str) -> impl Fn(&str) -> Result<u32, St
     move |text| number(field, text, 0).map(|value| value as u32)
 }
 
+pub(super) fn at_least_1(field: &'static str) -> impl Fn(&str) -> Result<u32, String> + Clone {
+    move |text| number(field, text, 1).map(|value| value as u32)
+}
+
 fn or_same(field: &'static str) -> impl Fn(&str) -> Result<OrSame, String> + Clone {
     move |text| number(field, text, -1).map(|value| u32::try_from(value).map_or(OrSame::Same, OrSame::Value))
 }
@@ -273,9 +296,16 @@ fn lengths_or_same(field: &'static str) -> impl Fn(&str) -> Result<Lengths, Stri
     move |text| if text == "-1" { Ok(Lengths(Vec::new())) } else { lengths(field)(text) }
 }
 
-/// Not judged here beyond being a number: `validate` says which numbers are sound.
+/// Which numbers are sound is for `validate` to say; here, that it is the number which was written.
 fn real(field: &'static str) -> impl Fn(&str) -> Result<f32, String> + Clone {
-    move |text| text.parse().map_err(|_| format!("{field} `{text}` is not a number"))
+    move |text| {
+        let written: f64 = text.parse().map_err(|_| format!("{field} `{text}` is not a number"))?;
+        let read = written as f32;
+        if (read == 0.0 && written != 0.0) || (read.is_infinite() && written.is_finite()) {
+            return Err(format!("{field} {text} is {read} as a 32-bit number, and not what was asked for"));
+        }
+        Ok(read)
+    }
 }
 
 pub(super) fn word(field: &'static str) -> impl Fn(&str) -> Result<u64, String> + Clone {
@@ -291,15 +321,25 @@ fn mode(text: &str) -> Result<Mode, String> {
 }
 
 fn dtype(text: &str) -> Result<DType, String> {
-    text.parse().map_err(|error| format!("dtype {error}"))
+    text.parse().map_err(|error| named("dtype", &error))
 }
 
 fn mask(text: &str) -> Result<MaskSpec, String> {
-    text.parse().map_err(|error| format!("mask {error}"))
+    text.parse().map_err(|error| named("mask", &error))
 }
 
-pub(super) fn backend(text: &str) -> Result<Backend, String> {
-    text.parse().map_err(|error| format!("backend {error}"))
+fn backend(text: &str) -> Result<Backend, String> {
+    text.parse().map_err(|error: fmha::ProblemError| named("backend", &error))
+}
+
+fn accuracy(text: &str) -> Result<Accuracy, String> {
+    text.parse().map_err(|error| named("accuracy", &error))
+}
+
+/// A refusal that begins with its field, said once.
+fn named(field: &str, error: &dyn std::fmt::Display) -> String {
+    let text = error.to_string();
+    if text.split(' ').next() == Some(field) { text } else { format!("{field} {text}") }
 }
 
 fn precision(text: &str) -> Result<Precision, String> {

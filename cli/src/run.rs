@@ -3,6 +3,7 @@
 use std::io::Write;
 
 use clap::Args;
+use fmha::PassedOver;
 use fmha_conformance::init::Init;
 use serde_json::{Value, json};
 
@@ -33,10 +34,15 @@ Examples:
       your own data, [batch, seq, heads, dim] or [seq, heads, dim] (--iperm: heads before seq)
   fmha run --input qkv.safetensors --expect o
       tensors q, k, v of one file (--q NAME where they are called otherwise), compared with o
+  fmha run --q q.npy --k k.npy --v v.npy --sink --operand sink=sink.npy
+      what else the problem reads is yours too: nothing is made up beside your tensors
+  fmha run -s 512 --bias e:2 --export in.safetensors --out o.npy
+      made-up data, written for another program
 
 Composable Kernel's spelling is taken too: -h_k=4, -mask=b, -lse=1, -iperm=0; where its defaults
 are iperm = operm = 1, ours are b*s*h*d. `-h` is the number of heads; help is --help or -?.
-Exit status: 0 = PASS, 1 = FAIL, 2 = not done; nothing is written unless it is PASS.")]
+bf16 and FP8 in .npy: raw bytes, `a.view('V2')` or `a.view('V1')`, and --prec to say what they are.
+Exit status: 0 = PASS, 1 = FAIL, 2 = not done; no result is written unless it is PASS.")]
 pub(super) struct RunArgs {
     #[command(flatten)]
     problem: ProblemArgs,
@@ -84,18 +90,25 @@ impl RunArgs {
         let setup = self.problem.setup(own.as_ref().map(|own| &own.given))?;
         let outputs = self.data.outputs(&setup)?;
         let expected = self.data.expected(&setup, own.as_ref())?;
+        if let Some(own) = &own {
+            own.fits(&setup)?;
+        }
         let opened = self.backend.open()?;
         let backend = &*opened.backend;
 
         let source = Source { own, init: self.init, seed: self.seed };
         let mut job = Job::new(backend, &setup, &self.backend.plan_options(), source)?;
+        let exported = self.data.write_inputs(|| job.inputs())?;
         if !self.json {
             for passed in &opened.passed_over {
-                writeln!(out, "{:<10} {}: {}", "not here", passed.backend, passed.reason)?;
+                writeln!(out, "{:<18} {}", "not here", brief(passed))?;
             }
-            writeln!(out, "{:<10} {}", "device", backend.name())?;
-            writeln!(out, "{:<10} {}", "kernel", job.kernel())?;
-            writeln!(out, "{:<10} {}", "problem", describe(&setup))?;
+            if let Some(path) = &exported {
+                writeln!(out, "{:<18} {} (inputs)", "wrote", path.display())?;
+            }
+            writeln!(out, "{:<18} {}", "device", backend.name())?;
+            writeln!(out, "{:<18} {}", "kernel", job.kernel())?;
+            writeln!(out, "{:<18} {}", "problem", describe(&setup))?;
             if self.kname {
                 write!(out, "{}", job.plan_text())?;
             }
@@ -105,8 +118,8 @@ impl RunArgs {
         let timing = in_a_row(&mut || job.run(), self.warmup, self.repeat)?;
         let speed = Speed::of(&setup, &timing, &backend.roofline(setup.product_dtype()))?;
         if !self.json {
-            writeln!(out, "{:<10} {}", "time", time(&timing))?;
-            writeln!(out, "{:<10} {speed}", "speed")?;
+            writeln!(out, "{:<18} {}", "time", time(&timing))?;
+            writeln!(out, "{:<18} {speed}", "speed")?;
             out.flush()?;
         }
 
@@ -119,14 +132,15 @@ impl RunArgs {
             let mut report = report(&setup, &job, &timing, &speed, &checked);
             report["device"] = backend.name().into();
             report["passed"] = passed.into();
+            report["exported"] = exported.map(|path| path.display().to_string()).into();
             report["wrote"] = written.iter().map(|path| path.display().to_string()).collect();
             writeln!(out, "{report:#}")?;
         } else {
             for line in checked.lines() {
-                writeln!(out, "{:<10} {line}", "check")?;
+                writeln!(out, "{:<18} {line}", "check")?;
             }
             for path in &written {
-                writeln!(out, "{:<10} {}", "wrote", path.display())?;
+                writeln!(out, "{:<18} {}", "wrote", path.display())?;
             }
             let verdict = match (passed, checked.is_empty()) {
                 (false, _) => "FAIL (nothing is written)",
@@ -137,6 +151,13 @@ impl RunArgs {
         }
         Ok(if passed { Verdict::Right } else { Verdict::Wrong })
     }
+}
+
+/// A backend that `auto` passed over, and the first clause of why; `fmha devices` has the rest.
+fn brief(passed: &PassedOver) -> String {
+    let reason = passed.reason.to_string();
+    let first = reason.split([';', ':']).next().unwrap_or_default();
+    format!("{}: {first} (fmha devices says more)", passed.backend)
 }
 
 fn report(setup: &Setup, job: &Job<'_>, timing: &Timing, speed: &Speed, checked: &Checked) -> Value {

@@ -3,10 +3,11 @@
 use fmha::core::seq::{SeqSpan, spans};
 use fmha::{
     Bias, BiasBroadcast, BiasGrad, BwdProblem, DType, DevSlice, Dims, DropoutSeed, ElementwiseBias, Extents,
-    FwdProblem, ProblemError, SeqArgs, Shape, Strides, Totals, VLayout,
+    FwdProblem, PlanOptions, ProblemError, SeqArgs, Shape, Strides, Totals, VLayout,
 };
 
 use crate::failure::Failure;
+use crate::memory::room_for;
 use crate::options::{BiasChoice, Lengths, Mode, OrSame, ProblemArgs};
 
 /// A problem and what says how long its sequences are.
@@ -20,6 +21,11 @@ pub(super) struct Setup {
     pub(super) seqused_q: Option<Vec<i32>>,
     pub(super) seqused_k: Option<Vec<i32>>,
     pub(super) dropout: DropoutSeed,
+    /// Heads come before rows in files of Q, K and V, and of O.
+    pub(super) iperm: bool,
+    pub(super) operm: bool,
+    /// The same bits every run.
+    deterministic: bool,
 }
 
 /// Tensors that the user brings: their types and logical shapes.
@@ -30,6 +36,8 @@ pub(super) struct Given {
     pub(super) q: Shape,
     pub(super) k: Shape,
     pub(super) v: Shape,
+    /// The type of a bias, if there is one.
+    pub(super) bias: Option<DType>,
 }
 
 /// One side's sequences.
@@ -74,6 +82,11 @@ impl Setup {
         }
     }
 
+    /// What the problem itself wishes of its plan, beside what the command does.
+    pub(super) fn options(&self, options: &PlanOptions) -> PlanOptions {
+        PlanOptions { deterministic: options.deterministic || self.deterministic, ..options.clone() }
+    }
+
     /// Every sequence, checked.
     pub(super) fn spans(&self) -> Result<Vec<SeqSpan>, ProblemError> {
         spans(&self.fwd, &self.seq_args())
@@ -86,6 +99,8 @@ impl ProblemArgs {
         self.backward_options_fit()?;
         let group = self.mode == Mode::Group;
         let batch = self.batch(given)?;
+        // Offsets, lengths and places of each sequence, here and where they are checked.
+        room_for(&format_args!("batch {batch}"), u128::from(batch) * 8 * size_of::<SeqSpan>() as u128)?;
         let num_heads_q = agree("num_heads_q", self.num_heads_q, given.map(|g| g.q.head), 8)?;
         let asked_kv = self.num_heads_kv.map(|n| OrSame::or(Some(n), num_heads_q));
         let num_heads_kv = agree("num_heads_kv", asked_kv, given.map(|g| g.k.head), num_heads_q)?;
@@ -145,18 +160,16 @@ impl ProblemArgs {
             seqused_q: q.used,
             seqused_k: k.used,
             dropout: DropoutSeed { seed: self.drop_seed, offset: self.drop_offset },
+            iperm: self.iperm,
+            operm: self.operm,
+            deterministic: self.deterministic,
         };
         setup.spans()?;
         Ok(setup)
     }
 
     fn backward_options_fit(&self) -> Result<(), Failure> {
-        for (name, wanted) in [
-            ("dbias", self.dbias),
-            ("dsink", self.dsink),
-            ("dlse", self.dlse),
-            ("deterministic", self.deterministic),
-        ] {
+        for (name, wanted) in [("dbias", self.dbias), ("dsink", self.dsink), ("dlse", self.dlse)] {
             if wanted && !self.backward {
                 return Err(Failure::wrong(format!("{name} 1 goes with --backward, which is not given")));
             }
@@ -293,7 +306,8 @@ impl ProblemArgs {
         let inputs = if self.iperm { Strides::bhsd } else { Strides::bshd };
         let output = if self.operm { Strides::bhsd } else { Strides::bshd };
         let descale = |dtype: DType| if dtype.is_fp8() { self.qscale } else { fmha::Descale::None };
-        let bias_dtype = if dtype_qk.is_fp8() { DType::F32 } else { dtype_qk };
+        let made_up = if dtype_qk.is_fp8() { DType::F32 } else { dtype_qk };
+        let bias_dtype = given.and_then(|given| given.bias).unwrap_or(made_up);
         Ok(FwdProblem {
             seqused_q,
             seqused_k,

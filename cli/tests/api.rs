@@ -90,7 +90,7 @@ fn operands_are_there_iff_the_problem_has_them() {
     let args =
         FwdArgs::new(DevSlice::host(&q), DevSlice::host(&q), DevSlice::host(&q), DevSliceMut::host(&mut o));
     let missing = check_fwd(&with_lse, &args, Workspace::NONE, MemorySpace::Host).unwrap_err();
-    assert_eq!(missing.text, "lse is missing: 32 bytes are wanted");
+    assert_eq!(missing.text, "lse is missing: 64 bytes are wanted");
     let sinks = [0.0f32; 2];
     let mut args = args;
     args.score.sink = Some(DevSlice::host(&sinks));

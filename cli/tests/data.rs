@@ -59,3 +59,84 @@ fn packed_data_takes_its_lengths_from_the_options() {
     assert_eq!(ran.status, 0, "{}{}", ran.out, ran.err);
     assert!(ran.out.contains("varlen"), "{}", ran.out);
 }
+
+/// The shapes in a .safetensors file's header.
+fn shapes(path: &Path) -> serde_json::Value {
+    let bytes = std::fs::read(path).unwrap();
+    let (length, rest) = bytes.split_first_chunk::<8>().unwrap();
+    serde_json::from_slice(&rest[..u64::from_le_bytes(*length) as usize]).unwrap()
+}
+
+#[test]
+fn permuted_files_have_heads_first_however_few() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    for (heads, kv) in [(1, 1), (2, 1), (2, 2)] {
+        let problem =
+            format!("-b 2 -h {heads} --heads-kv {kv} -s 3 --seqlen-k 5 -d 8 --iperm --operm --repeat 1");
+        let line = format!("run {problem} --lse --export in.safetensors --out o.safetensors");
+        let ran = fmha_in(folder.path(), &line);
+        assert_eq!(ran.status, 0, "{}{}", ran.out, ran.err);
+        let (inputs, outputs) = (shapes(&at("in.safetensors")), shapes(&at("o.safetensors")));
+        assert_eq!(inputs["q"]["shape"], serde_json::json!([2, heads, 3, 8]));
+        assert_eq!(inputs["k"]["shape"], serde_json::json!([2, kv, 5, 8]));
+        assert_eq!(outputs["o"]["shape"], serde_json::json!([2, heads, 3, 8]));
+        // What was written is what is read.
+        let line = "run --input in.safetensors --iperm --operm --repeat 1 --out again.safetensors";
+        let ran = fmha_in(folder.path(), line);
+        assert_eq!(ran.status, 0, "{}{}", ran.out, ran.err);
+        let line = format!("run {problem} --backward --export b.safetensors --out g.safetensors");
+        let ran = fmha_in(folder.path(), &line);
+        assert_eq!(ran.status, 0, "{}{}", ran.out, ran.err);
+        let gradients = shapes(&at("g.safetensors"));
+        assert_eq!(gradients["dq"]["shape"], serde_json::json!([2, heads, 3, 8]));
+        assert_eq!(gradients["dk"]["shape"], serde_json::json!([2, kv, 5, 8]));
+        assert_eq!(gradients["dv"]["shape"], serde_json::json!([2, kv, 5, 8]));
+    }
+}
+
+#[test]
+fn what_was_made_up_is_written_on_request_and_gives_the_same_results() {
+    for options in [
+        "--bias e:2 --sink --prec bf16",
+        "--bias a:1 --prec fp32 --mask t",
+        "--prec fp8 --qscale kv --prec-o fp8",
+        "--backward --bias e:1 --dbias --sink --dsink --dlse",
+        "--vlayout c --operm",
+        "--vlayout c --iperm",
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let first = format!(
+            "run -b 2 -h 2 -s 6 -d 8 --repeat 1 {options} --export in.safetensors --out a.safetensors"
+        );
+        let ran = fmha_in(folder.path(), &first);
+        assert_eq!(ran.status, 0, "{options}: {}{}", ran.out, ran.err);
+        // The type of O alone is not in the inputs.
+        let rest: Vec<&str> = options.split(' ').collect();
+        let rest = rest.join(" ");
+        let second = format!("run --input in.safetensors --repeat 1 {rest} --out b.safetensors");
+        let ran = fmha_in(folder.path(), &second);
+        assert_eq!(ran.status, 0, "{options}: {}{}", ran.out, ran.err);
+        let read = |name: &str| std::fs::read(folder.path().join(name)).unwrap();
+        assert_eq!(read("a.safetensors"), read("b.safetensors"), "{options}");
+    }
+}
+
+#[test]
+fn a_user_operand_is_the_one_that_is_used() {
+    let folder = tempfile::tempdir().unwrap();
+    let made = "run -b 1 -h 2 -s 6 -d 8 --prec fp32 --sink --repeat 1 --seed";
+    for seed in ["1", "2"] {
+        let line = format!("{made} {seed} --export in{seed}.safetensors --out o{seed}.safetensors");
+        assert_eq!(fmha_in(folder.path(), &line).status, 0);
+    }
+    // q, k, v of the first with the sink of the first by name, then by default: the first's result.
+    for how in ["--operand sink=sink", ""] {
+        let line = format!("run --input in1.safetensors --sink --repeat 1 {how} --out again.safetensors");
+        let ran = fmha_in(folder.path(), &line);
+        assert_eq!(ran.status, 0, "{}{}", ran.out, ran.err);
+        let read = |name: &str| std::fs::read(folder.path().join(name)).unwrap();
+        assert_eq!(read("o1.safetensors"), read("again.safetensors"));
+        assert_ne!(read("o2.safetensors"), read("again.safetensors"));
+    }
+}

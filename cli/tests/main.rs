@@ -12,6 +12,8 @@ mod bundle;
 mod conformance;
 mod data;
 mod explain;
+mod problems;
+mod readme;
 mod run;
 mod wrong_input;
 

@@ -106,6 +106,12 @@ fn help_is_help_and_a_question_mark_and_teaches() {
     {
         let ran = fmha(line);
         assert_eq!(ran.status, 0, "{line}");
+        // Examples are not wrapped in a terminal of 80 columns; a longer line begins with what it is for.
+        let examples =
+            ran.out.lines().filter(|line| line.starts_with("  fmha ") || line.starts_with("  FMHA_"));
+        for example in examples {
+            assert!(example.len() <= 80, "`{line}`: {example}");
+        }
         assert!(
             ran.out.contains("Usage:") && ran.out.contains("fmha run") || ran.out.contains("Examples:"),
             "{line}"
@@ -149,6 +155,19 @@ fn too_little_memory_is_an_error_line() {
         assert_eq!(ran.status, 2, "`{line}`: {}{}", ran.out, ran.err);
         assert!(ran.err.starts_with("error: ") && ran.err.contains("bytes"), "`{line}`: {}", ran.err);
     }
+    // Threads: as many as are sensible, whatever the environment says.
+    for (threads, said) in [("3000000", "RAYON_NUM_THREADS `3000000`"), ("x", "RAYON_NUM_THREADS `x`")] {
+        let mut command = command(std::env::temp_dir().as_path(), "run -b 1 -h 1 -s 16 -d 16 --repeat 1");
+        let ran = Ran::of(command.env("RAYON_NUM_THREADS", threads).output().unwrap());
+        assert_eq!((ran.status, ran.err.lines().count()), (2, 1), "{}", ran.err);
+        assert!(ran.err.contains(said), "{}", ran.err);
+    }
+    let script = format!(
+        "ulimit -v 400000; RAYON_NUM_THREADS=250 exec {} run -b 1 -h 1 -s 64 -d 16 --repeat 1",
+        env!("CARGO_BIN_EXE_fmha")
+    );
+    let ran = Ran::of(Command::new("sh").args(["-c", &script]).output().unwrap());
+    assert!(ran.status == 0 || ran.err.lines().count() == 1, "{}{}", ran.out, ran.err);
     // Wherever between too little and enough the limit falls, it is an error or a result.
     let binary = std::fs::metadata(env!("CARGO_BIN_EXE_fmha")).unwrap().len() / 1000;
     let mut refused = 0;
@@ -157,4 +176,36 @@ fn too_little_memory_is_an_error_line() {
         refused += under(&kilobytes.to_string(), "run -b 1 -h 1 -s 64 -d 16 --repeat 1").status;
     }
     assert!(refused > 0);
+}
+
+#[test]
+fn bounds_that_say_nothing_are_no_pass() {
+    // Made by hand: one large score a row, so that every check of a direction holds.
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, value: f32| {
+        let mut bytes = b"\x93NUMPY\x01\x00".to_vec();
+        let dict = "{'descr': '<f4', 'fortran_order': False, 'shape': (1, 4, 2, 8), }\n";
+        bytes.extend_from_slice(&(dict.len() as u16).to_le_bytes());
+        bytes.extend_from_slice(dict.as_bytes());
+        let row = |i: u32| value * (1.0 + i as f32 / 100.0);
+        bytes.extend((0..64).flat_map(|i| row(i).to_le_bytes()));
+        std::fs::write(folder.path().join(name), bytes).unwrap();
+    };
+    file("q.npy", 1.0);
+    file("k.npy", 1e20);
+    file("v.npy", 1.0);
+    let line = "run --q q.npy --k k.npy --v v.npy --repeat 1 --backend cpu";
+    let ran = super::fmha_in(folder.path(), &format!("{line} --out o.npy"));
+    assert_eq!(ran.status, 2, "{}{}", ran.out, ran.err);
+    assert!(
+        ran.err.starts_with("error: verify: scores of up to ") && !ran.out.contains("PASS"),
+        "{}",
+        ran.err
+    );
+    assert!(!folder.path().join("o.npy").exists());
+    let ran = super::fmha_in(folder.path(), &format!("{line} -v 0 --out o.npy"));
+    assert!(ran.status == 0 && ran.out.ends_with("NOT CHECKED\n"), "{}{}", ran.out, ran.err);
+    file("k.npy", 1.0);
+    let ran = super::fmha_in(folder.path(), line);
+    assert!(ran.status == 0 && ran.out.ends_with("PASS\n"), "{}{}", ran.out, ran.err);
 }

@@ -54,10 +54,28 @@ fn put_files(folder: &Path) {
     put("truncated.npy", whole[..whole.len() - 7].to_vec());
     put("overlong.npy", [whole.clone(), vec![0; 5]].concat());
     put("header_only.npy", whole[..9].to_vec());
+    put("brain.npy", npy("<V2", 2, &[1, 4, 2, 8]));
+    put("sink.npy", npy("<f4", 4, &[2]));
+    put("sink16.npy", npy("<f2", 2, &[2]));
+    put("sinks.npy", npy("<f4", 4, &[3]));
+    let order = |word: &[u8; 5]| {
+        let mut bytes = npy("<f4", 4, &[1, 4, 2, 8]);
+        let at = bytes.windows(5).position(|window| window == b"False").unwrap();
+        bytes[at..at + 5].copy_from_slice(word);
+        bytes
+    };
+    put("seven.npy", order(b"7    "));
+    let header = npy("<f4", 0, &[2_147_483_647, 0, 1, 8]);
+    put("header.npy", header);
+    std::fs::create_dir(folder.join("folder.npy")).unwrap();
     put("text.npy", b"not a tensor at all".to_vec());
     put("all.safetensors", archive());
     put("short.safetensors", archive()[..700].to_vec());
     put("table.toml", b"[[table]]\nname = 't'\ntitle = ''\nrows = [{ s = -1 }]\n".to_vec());
+    put(
+        "good.toml",
+        b"[[table]]\nname = 't'\ntitle = ''\nrows = [{ b = 1, h = 1, s = 4, d = 8 }]\n".to_vec(),
+    );
     put("twice.toml", b"[[table]]\nname = 't'\nname = 't'\n".to_vec());
 }
 
@@ -104,6 +122,15 @@ const TABLE: &[(&str, &[&str])] = &[
     ("run --dbias", &["dbias", "--backward"]),
     ("run --backward --dbias", &["dbias", "0"]),
     ("run --backward --dsink", &["dsink", "0"]),
+    ("run --softcap 1e-60", &["softcap 1e-60", "32-bit"]),
+    ("run --softmax-scale 1e-300", &["softmax_scale 1e-300", "32-bit"]),
+    ("run --softmax-scale 1e300", &["softmax_scale 1e300", "32-bit"]),
+    ("run --accuracy best", &["accuracy", "`best`"]),
+    // Memory: refused before it is taken.
+    ("run -b 300000000 -h 1 -s 0 -d 1", &["batch 300000000", "bytes"]),
+    ("explain -b 2000000000 -h 1 -s 0 -d 1", &["batch 2000000000", "bytes"]),
+    ("run --mode 1 -b 2000000000 -h 1 -s 0 -d 1", &["batch 2000000000", "bytes"]),
+    ("run --q header.npy --k header.npy --v header.npy", &["batch 2147483647", "bytes"]),
     // Types.
     ("run --prec fp7", &["prec", "fp7"]),
     ("run --prec fp16 --prec-o fp8", &["dtype_o e4m3fn", "f16"]),
@@ -136,6 +163,31 @@ const TABLE: &[(&str, &[&str])] = &[
     ("run --q integer.npy --k q.npy --v q.npy", &["integer.npy", "<i4"]),
     ("run --q half.npy --k q.npy --v q.npy", &["dtype_qk", "f16", "f32"]),
     ("run --q q.npy --k q.npy --v half.npy", &["dtype_v f16", "dtype_qk f32"]),
+    ("run --q seven.npy --k q.npy --v q.npy", &["seven.npy", "fortran_order `7`"]),
+    ("run --q brain.npy --k brain.npy --v brain.npy", &["brain.npy", "<V2", "--prec bf16"]),
+    ("run --q brain.npy --k brain.npy --v brain.npy --prec fp8", &["brain.npy", "2 bytes", "e4m3fn"]),
+    ("run --q /dev/zero --k q.npy --v q.npy", &["/dev/zero", "1 file"]),
+    ("run --input /dev/zero", &["/dev/zero", "1 file"]),
+    ("bench /dev/zero", &["/dev/zero", "1 file"]),
+    ("run --q folder.npy --k q.npy --v q.npy", &["folder.npy", "a folder"]),
+    ("run --q q.npy --k q.npy --v q.npy --out q.npy", &["out q.npy", "q is the same file"]),
+    ("run --q q.npy --k q.npy --v q.npy --out ./q.npy", &["out ./q.npy", "q is the same file"]),
+    (
+        "run --q q.npy --k q.npy --v q.npy --lse --out o.npy --out-lse o.npy",
+        &["out_lse o.npy", "out is the same"],
+    ),
+    ("run --q q.npy --k q.npy --v q.npy --out folder.npy", &["out folder.npy", "no file"]),
+    ("run --q q.npy --k q.npy --v q.npy --out o.npy --lse --out-lse no/l.npy", &["out_lse no/l.npy"]),
+    ("run --q q.npy --k q.npy --v q.npy --sink", &["sink", "0 tensors", "--operand sink=FILE"]),
+    ("run --q q.npy --k q.npy --v q.npy --bias e:2", &["bias", "0 tensors"]),
+    ("run --q q.npy --k q.npy --v q.npy --bias a", &["alibi_slopes", "0 tensors"]),
+    ("run --q q.npy --k q.npy --v q.npy --backward", &["dout", "0 tensors"]),
+    ("run --q q.npy --k q.npy --v q.npy --sink --operand sink=sinks.npy", &["sink", "[3]", "[2]"]),
+    ("run --q q.npy --k q.npy --v q.npy --sink --operand sink=sink16.npy", &["sink", "f16", "f32"]),
+    ("run --q q.npy --k q.npy --v q.npy --operand sink=sink.npy", &["operand sink", "0 operands"]),
+    ("run --operand sink=sink.npy --sink", &["operand sink", "0 of q, k, v"]),
+    ("run --operand sinks=sink.npy", &["operand `sinks`"]),
+    ("run --operand sink", &["operand sink", "0 files"]),
     ("run --q flat.npy --k q.npy --v q.npy", &["q has rank 2"]),
     ("run --q q.npy --k deep.npy --v q.npy", &["k has rank 5"]),
     ("run --q q.npy --k three_heads.npy --v q.npy", &["num_heads_kv is 3 in k", "2 in v"]),
@@ -156,12 +208,19 @@ const TABLE: &[(&str, &[&str])] = &[
     ("run --input all.safetensors --q i", &["I64", "`i`"]),
     ("run --input short.safetensors", &["short.safetensors"]),
     ("run --input q.npy", &["q.npy"]),
-    ("run --input .", &["."]),
+    ("run --input .", &[".", "a folder"]),
     // The other commands.
     ("explain -h 10 --heads-kv 4", &["num_heads_q 10"]),
     ("explain --kernel no-such-kernel", &["none takes"]),
     ("bench absent.toml", &["absent.toml"]),
-    ("tune --backend cpu -s 16", &["cpu", "0 kernels"]),
+    ("tune --backend cpu -s 16", &["cpu", "0 of its kernels"]),
+    ("bench table.toml --rounds 0", &["rounds 0"]),
+    ("bench good.toml --plot x.png", &["plot x.png", ".svg"]),
+    ("bench good.toml --out no/x.md", &["out no/x.md", "no folder"]),
+    ("bench good.toml --out good.toml", &["out good.toml", "same file"]),
+    ("bundle --arch sm_90a --out no/k.fmha", &["out no/k.fmha", "no folder"]),
+    ("conformance --filter edges --junit no/x.xml", &["junit no/x.xml", "no folder"]),
+    ("run -h", &["heads", "0 given", "--help"]),
     ("tune --backend cpu -s 16 --backward", &["backward 1"]),
     ("bench table.toml", &["table t, row 1", "seqlen_q -1"]),
     ("bench twice.toml", &["line 3", "duplicate"]),
@@ -187,6 +246,8 @@ fn every_wrong_input_gets_one_line_with_the_field_and_the_number() {
         assert_eq!(ran.status, 2, "`fmha {line}`: {}{}", ran.out, ran.err);
         assert_eq!(ran.err.lines().count(), 1, "`fmha {line}`: {}", ran.err);
         assert!(ran.err.starts_with("error: "), "`fmha {line}`: {}", ran.err);
+        assert!(!ran.err.contains("mask mask") && !ran.err.contains("backend backend"), "{}", ran.err);
+        assert!(ran.err.matches("--help").count() <= 1, "`fmha {line}`: {}", ran.err);
         for words in *wanted {
             assert!(ran.err.contains(words), "`fmha {line}` does not say `{words}`: {}", ran.err);
         }

@@ -75,6 +75,12 @@ pub const EMULATOR_DIR: EnvVar = EnvVar {
     meaning: "folder of the emulators' driver libraries (default: beside the program)",
 };
 
+/// How long the tests try random input.
+pub const FUZZ_SECONDS: EnvVar = EnvVar {
+    name: "FMHA_FUZZ_SECONDS",
+    meaning: "seconds, about, that each test of random input takes (default: 1)",
+};
+
 /// Every variable, in the order of the README's table.
 pub const ALL: &[EnvVar] =
-    &[NUM_THREADS, CPU_ISA, NVRTC, HIP_CLANG, CACHE_DIR, BUNDLE, DUMP, EMULATE, EMULATOR_DIR];
+    &[NUM_THREADS, CPU_ISA, NVRTC, HIP_CLANG, CACHE_DIR, BUNDLE, DUMP, EMULATE, EMULATOR_DIR, FUZZ_SECONDS];

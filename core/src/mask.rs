@@ -4,6 +4,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use crate::error::ProblemError;
+
 /// Where the diagonal of a causal or window mask starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MaskAlign {
@@ -244,16 +246,16 @@ impl fmt::Display for MaskSpec {
 }
 
 impl FromStr for MaskSpec {
-    type Err = String;
+    type Err = ProblemError;
 
     /// Reads `0`; `1` = `t` and `2` = `b` (causal, top-left and bottom-right); `t:l,r[,sink]` and
     /// `b:l,r[,sink]` (windows, −1 = unbounded); `g:y,x[,sink]` (generic coordinates).
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let wrong = || {
-            format!(
-                "`{text}` is no mask (known: 0, 1 or t, 2 or b, t:LEFT,RIGHT[,SINK], \
-                 b:LEFT,RIGHT[,SINK], g:Y,X[,SINK])"
-            )
+            refused(format!(
+                "mask `{text}` is none of 0, 1 or t, 2 or b, t:LEFT,RIGHT[,SINK], b:LEFT,RIGHT[,SINK], \
+                 g:Y,X[,SINK]"
+            ))
         };
         let plain = |shape| Ok(MaskSpec { shape, sink_columns: 0 });
         let Some((letter, numbers)) = text.split_once(':') else {
@@ -274,16 +276,16 @@ impl FromStr for MaskSpec {
             _ => return Err(wrong()),
         };
         let sink_columns =
-            u32::try_from(sink).map_err(|_| format!("mask sink {sink} is negative or too large"))?;
+            u32::try_from(sink).map_err(|_| refused(format!("mask sink {sink} is negative or too large")))?;
         let window = |align| {
-            Ok::<_, String>(MaskShape::Window {
+            Ok::<_, ProblemError>(MaskShape::Window {
                 left: bound("left", first)?,
                 right: bound("right", second)?,
                 align,
             })
         };
         let coordinate = |name, value: i64| {
-            i32::try_from(value).map_err(|_| format!("mask {name} {value} does not fit 32 bits"))
+            i32::try_from(value).map_err(|_| refused(format!("mask {name} {value} does not fit 32 bits")))
         };
         let shape = match letter {
             "t" => window(MaskAlign::TopLeft)?,
@@ -296,13 +298,17 @@ impl FromStr for MaskSpec {
 }
 
 /// −1 is unbounded, in text only.
-fn bound(name: &str, value: i64) -> Result<Option<u32>, String> {
+fn bound(name: &str, value: i64) -> Result<Option<u32>, ProblemError> {
     match value {
         -1 => Ok(None),
         _ => u32::try_from(value)
             .map(Some)
-            .map_err(|_| format!("mask {name} {value} is below -1 or too large")),
+            .map_err(|_| refused(format!("mask {name} {value} is below -1 or too large"))),
     }
+}
+
+fn refused(text: String) -> ProblemError {
+    ProblemError::new("mask", text)
 }
 
 #[cfg(test)]
@@ -414,7 +420,7 @@ mod tests {
             ("t:0,x", "`t:0,x`"),
             ("t:0,0,-4", "sink -4"),
         ] {
-            let error = text.parse::<MaskSpec>().unwrap_err();
+            let error = text.parse::<MaskSpec>().unwrap_err().text;
             assert!(error.contains(part), "{text}: {error}");
         }
     }

@@ -161,6 +161,15 @@ impl<'a> Resident<'a> {
         timed(self.backend, || self.forward(plan, &mut host.operands, (totals, dropout), Stream::DEFAULT))
     }
 
+    /// Queues a forward call over the operands of `host`, and waits for nothing.
+    ///
+    /// # Errors
+    /// What the backend said.
+    pub fn queue_fwd(&mut self, plan: &FwdPlan, host: &mut HostFwd, stream: Stream) -> Result<()> {
+        let (totals, dropout) = (host.totals, host.dropout);
+        self.forward(plan, &mut host.operands, (totals, dropout), stream)
+    }
+
     /// Queues the forward call that a backward one needs, which writes O and LSE, and waits for it.
     ///
     /// # Errors

@@ -62,7 +62,8 @@ pub struct Bound {
 }
 
 /// Relative error of f32 arithmetic between a score of size `logits` and its share of a sum.
-fn f32_error(logits: f64) -> f64 {
+#[must_use]
+pub fn f32_error(logits: f64) -> f64 {
     8.0 * DType::F32.unit_roundoff() * (2.0 + logits)
 }
 

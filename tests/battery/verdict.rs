@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::tolerance::{Bound, MaxRms};
+use crate::tolerance::{Bound, MaxRms, f32_error};
 
 /// An element, by its position inside its sequence.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
@@ -57,6 +57,8 @@ pub struct Verdict {
     pub faults: Vec<String>,
     /// What a reader should know of how it was found: whether a law held bit for bit.
     pub note: Option<&'static str>,
+    /// A bound of the scores' magnitude, which the bounds of attention's outputs grow with.
+    pub logits: f64,
 }
 
 impl Verdict {
@@ -64,6 +66,14 @@ impl Verdict {
     #[must_use]
     pub fn pass(&self) -> bool {
         self.faults.is_empty() && self.tensors.iter().all(|tensor| tensor.pass)
+    }
+
+    /// Whether the bounds are so wide that any result would be within them: f32 does not tell scores of
+    /// this size apart.
+    #[must_use]
+    pub fn says_nothing(&self) -> bool {
+        // A tenth of an output's own size: 1000 times what scores of 100 allow, and still a bound.
+        f32_error(self.logits) > 0.1
     }
 
     /// The largest error of `o` or of the first tensor there is.
@@ -125,6 +135,8 @@ pub(crate) struct Stat {
     square_spread: f64,
     square_got: f64,
     product: f64,
+    /// Results that are NaN or infinite where the reference is neither.
+    strays: u64,
     worst: Place,
 }
 
@@ -160,6 +172,8 @@ impl Stat {
         if got.is_finite() {
             self.square_got += got * got;
             self.product += got * want;
+        } else {
+            self.strays += 1;
         }
     }
 
@@ -181,6 +195,7 @@ impl Stat {
         self.square_spread += other.square_spread;
         self.square_got += other.square_got;
         self.product += other.product;
+        self.strays += other.strays;
     }
 
     fn rms(&self, square: f64) -> f64 {
@@ -206,7 +221,12 @@ impl Stat {
         least_cosine: Option<f64>,
     ) -> TensorVerdict {
         let lengths = (self.square_got * self.square_ref).sqrt();
-        let cosine = if lengths > 0.0 { self.product / lengths } else { 1.0 };
+        // A vector that is not all numbers has no direction.
+        let cosine = match (self.strays, lengths > 0.0) {
+            (1.., _) => f64::NAN,
+            (0, true) => self.product / lengths,
+            (0, false) => 1.0,
+        };
         let rmse = self.rms(self.square_error);
         // Written so that a NaN anywhere fails.
         let pass = self.max_error <= bound.max

@@ -49,6 +49,10 @@ pub(crate) fn run(extent: Extent) -> ExitCode {
     // Tests share what they compile, with each other and with the next run of the same text.
     let cache = setup::target().join("test-cache");
     environment.push(("FMHA_CACHE_DIR".to_owned(), cache.display().to_string()));
+    if extent != Extent::Test {
+        // Minutes of random input, where a second serves otherwise.
+        environment.push(("FMHA_FUZZ_SECONDS".to_owned(), "60".to_owned()));
+    }
     let mut tally = Tally::default();
     let mut took = vec![Took::building("set-up", start.elapsed().as_secs_f64())];
 

@@ -1,55 +1,37 @@
-//! The C ABI of `fmha`: attention forward on the caller's device pointers and stream.
+//! The C ABI of `fmha`: attention forward and backward, and combine, on the caller's pointers and stream.
 //!
-//! `fmha.h` is generated from this crate and committed. Device 0 through NVIDIA's driver; kernels
-//! that are correct but slow are not chosen. No panic crosses the boundary.
+//! `fmha.h` is generated from this crate and committed. A call is a struct; a plan is made from one and
+//! runs with any that agrees with it, field by field. No panic crosses the boundary.
 
-mod call;
+mod agree;
+mod host;
+mod plan;
+mod structs;
 #[cfg(test)]
 mod tests;
 
 use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_int};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use fmha_core::error::{Error, ProblemError, Result};
-use fmha_core::{DevBuffer, FmhaBackend, FwdPlan, PlanOptions, Totals};
-use fmha_cuda::CudaBackend;
-use once_cell::sync::OnceCell;
+use fmha::{Backend, Error, FmhaBackend, ProblemError, Result};
 
-pub use call::{FmhaCall, FmhaTensor};
+use host::Choice;
+pub use plan::FmhaPlan;
+pub use structs::*;
 
-/// A chosen and loaded kernel with its scratch memory.
-pub struct FmhaPlan {
-    plan: FwdPlan,
-    totals: Totals,
-    workspace: Option<DevBuffer>,
-}
-
-impl FmhaPlan {
-    /// # Safety
-    /// As [`FmhaCall::problem`].
-    unsafe fn new(backend: &dyn FmhaBackend, call: &FmhaCall) -> Result<Self> {
-        // SAFETY: passed on.
-        let (problem, totals) = unsafe { call.problem(backend)? };
-        let plan = backend.plan_fwd(&problem, &PlanOptions::default())?;
-        let workspace = backend.memory().workspace(plan.workspace())?;
-        Ok(Self { plan, totals, workspace })
+/// A backend is opened once: its kernels stay loaded from plan to plan.
+fn open(choice: Option<&Backend>) -> Result<Arc<dyn FmhaBackend>> {
+    static OPEN: Mutex<Vec<(Backend, Arc<dyn FmhaBackend>)>> = Mutex::new(Vec::new());
+    let choice = choice.unwrap_or(&Backend::CUDA);
+    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, backend)) = open.iter().find(|(name, _)| name == choice) {
+        return Ok(Arc::clone(backend));
     }
-
-    /// # Safety
-    /// As [`FmhaCall::args`].
-    unsafe fn run(&self, backend: &dyn FmhaBackend, call: &FmhaCall) -> Result<()> {
-        let space = backend.memory().space();
-        // SAFETY: passed on.
-        let mut args = unsafe { call.args(&self.plan, self.totals, space, self.workspace.as_ref())? };
-        backend.run_fwd(&self.plan, &mut args, call.queue())
-    }
-}
-
-static BACKEND: OnceCell<CudaBackend> = OnceCell::new();
-
-fn backend() -> Result<&'static CudaBackend> {
-    BACKEND.get_or_try_init(|| CudaBackend::open(0, None))
+    let backend = fmha::open(choice)?;
+    open.push((choice.clone(), Arc::clone(&backend)));
+    Ok(backend)
 }
 
 thread_local! {
@@ -76,40 +58,98 @@ fn not_null<T>(field: &'static str, ptr: *const T) -> Result<()> {
     }
 }
 
-/// Chooses and compiles a kernel; may take seconds, and waits for the stream of a packed call.
-/// Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`). A plan holds for the sizes, strides,
-/// types and present pointers of its call; packed, for its totals too. It runs on one stream at a time.
+/// Chooses and compiles a kernel; may take seconds the first time. Nothing on the device is read.
+/// Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`) with `*plan` untouched.
+///
+/// The plan runs every call that agrees with this one: all fields but addresses, stream, dropout_seed and
+/// dropout_offset are what they were, and what was null stays null. It runs on one stream at a time.
 ///
 /// # Safety
-/// `call` is null or a call whose `mask` is a C string and whose `cu_seqlens_*` are device memory;
-/// `plan` is null or writable.
+/// `call` is null or a call whose host pointers are null or point to what they say; `options` is null or
+/// options whose strings are null or C strings; `plan` is null or writable.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn fmha_plan(call: *const FmhaCall, plan: *mut *mut FmhaPlan) -> c_int {
+pub unsafe extern "C" fn fmha_plan(
+    call: *const FmhaCall,
+    options: *const FmhaOptions,
+    plan: *mut *mut FmhaPlan,
+) -> c_int {
     guard(|| {
         not_null("call", call)?;
         not_null("plan", plan)?;
         // SAFETY: not null, and the caller promised the rest.
-        let made = unsafe { FmhaPlan::new(backend()?, &*call)? };
+        let made = unsafe {
+            let choice = Choice::read(options)?;
+            FmhaPlan::new(&open(choice.backend.as_ref())?, &*call, &choice)?
+        };
         // SAFETY: as above.
         unsafe { *plan = Box::into_raw(Box::new(made)) };
         Ok(())
     })
 }
 
-/// Queues the call on its stream and returns: it neither allocates on the device nor waits.
+/// Queues the call on its stream and returns: on a device it neither allocates nor waits.
 /// Returns 0, or not 0 (see `fmha_last_error`) with nothing launched, unless the driver itself failed.
+/// A field that is not the plan's is refused by its name, with both numbers.
 ///
 /// # Safety
-/// `plan` is null or from `fmha_plan`; `call` is null or a call whose pointers are device memory as
-/// large as the plan's problem says, untouched by others until the work is done.
+/// `plan` is null or from `fmha_plan`; `call` is null or a call whose pointers are null or memory of the
+/// plan's backend as large as the call says, untouched by others until the work is done.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_run(plan: *const FmhaPlan, call: *const FmhaCall) -> c_int {
     guard(|| {
         not_null("plan", plan)?;
         not_null("call", call)?;
         // SAFETY: not null, and the caller promised the rest.
-        unsafe { (*plan).run(backend()?, &*call) }
+        unsafe { (*plan).run(&*call) }
     })
+}
+
+/// As `fmha_plan`, for merging partial results.
+///
+/// # Safety
+/// As `fmha_plan`; `parts` is null or `num_parts` of them in host memory.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_plan_combine(
+    call: *const FmhaCombine,
+    options: *const FmhaOptions,
+    plan: *mut *mut FmhaPlan,
+) -> c_int {
+    guard(|| {
+        not_null("call", call)?;
+        not_null("plan", plan)?;
+        // SAFETY: not null, and the caller promised the rest.
+        let made = unsafe {
+            let choice = Choice::read(options)?;
+            FmhaPlan::combine(&open(choice.backend.as_ref())?, &*call, &choice)?
+        };
+        // SAFETY: as above.
+        unsafe { *plan = Box::into_raw(Box::new(made)) };
+        Ok(())
+    })
+}
+
+/// As `fmha_run`, for merging partial results.
+///
+/// # Safety
+/// As `fmha_run`; `parts` is null or `num_parts` of them in host memory.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_run_combine(plan: *const FmhaPlan, call: *const FmhaCombine) -> c_int {
+    guard(|| {
+        not_null("plan", plan)?;
+        not_null("call", call)?;
+        // SAFETY: not null, and the caller promised the rest.
+        unsafe { (*plan).run_combine(&*call) }
+    })
+}
+
+/// The plan for a reader, a fact a line: kernel, tile, promises, refusals. Lives as long as the plan.
+///
+/// # Safety
+/// `plan` is null (then so is the text) or from `fmha_plan`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_plan_text(plan: *const FmhaPlan) -> *const c_char {
+    // SAFETY: the caller promised it.
+    unsafe { plan.as_ref() }.map_or(std::ptr::null(), |plan| plan.text().as_ptr())
 }
 
 /// Drops a plan whose work is done. Null is taken.

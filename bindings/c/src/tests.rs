@@ -1,32 +1,48 @@
-//! Laws of the C ABI. The path behind it runs on the CPU's backend here.
+//! Laws of the C ABI, on the CPU's backend; `tests/every_field.c` meets it as C does.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use std::ffi::{CStr, c_void};
 use std::ptr::{null, null_mut};
+use std::sync::Arc;
 
-use fmha_core::{FmhaBackend as _, Stream};
-use fmha_cpu::CpuBackend;
+use fmha::{Backend, FmhaBackend};
+use proptest::prelude::*;
 
-use crate::{FmhaCall, FmhaPlan, FmhaTensor, fmha_drop, fmha_last_error, fmha_plan, fmha_run, guard};
+use crate::host::Choice;
+use crate::{
+    FMHA_F16, FMHA_V_ROW_MAJOR, FmhaCall, FmhaPlan, FmhaTensor, fmha_drop, fmha_last_error, fmha_plan,
+    fmha_run, guard,
+};
 
-const NONE: FmhaTensor = FmhaTensor { data: null_mut(), batch_stride: 0, seqlen_stride: 0, head_stride: 0 };
+const NONE: FmhaTensor =
+    FmhaTensor { data: null_mut(), batch_stride: 0, seqlen_stride: 0, head_stride: 0, dim_stride: 0 };
 const ROWS: usize = 5;
 const HEADS: usize = 2;
 const DIM: usize = 8;
+const SCALE: f32 = 0.25;
 
-fn tensor(data: &[u16], packed: bool) -> FmhaTensor {
+fn cpu() -> Arc<dyn FmhaBackend> {
+    crate::open(Some(&Backend::Cpu)).unwrap()
+}
+
+fn tensor(data: &[u16]) -> FmhaTensor {
     let seq = HEADS * DIM;
     FmhaTensor {
         data: data.as_ptr() as *mut c_void,
-        batch_stride: if packed { 0 } else { (ROWS * seq) as i64 },
+        batch_stride: (ROWS * seq) as i64,
         seqlen_stride: seq as i64,
         head_stride: DIM as i64,
+        dim_stride: 1,
     }
 }
 
 fn call(q: &[u16], k: &[u16], v: &[u16], o: &mut [u16], batch: i64, cu_seqlens: &[i32]) -> FmhaCall {
     let packed = !cu_seqlens.is_empty();
     let cu = if packed { cu_seqlens.as_ptr() } else { null() };
+    let total = cu_seqlens.last().copied().unwrap_or_default().into();
     FmhaCall {
+        struct_bytes: size_of::<FmhaCall>() as u64,
         batch,
         seqlen_q: ROWS as i64,
         seqlen_k: ROWS as i64,
@@ -34,30 +50,48 @@ fn call(q: &[u16], k: &[u16], v: &[u16], o: &mut [u16], batch: i64, cu_seqlens: 
         num_heads_kv: HEADS as i64,
         head_dim_qk: DIM as i64,
         head_dim_v: DIM as i64,
+        total_q: total,
+        total_k: total,
         page_size: 0,
-        q: tensor(q, packed),
-        k: tensor(k, packed),
-        v: tensor(v, packed),
-        o: FmhaTensor { data: o.as_mut_ptr().cast(), ..tensor(o, packed) },
-        dout: NONE,
-        dq: NONE,
-        dk: NONE,
-        dv: NONE,
+        num_pages: 0,
+        max_pages: 0,
+        q: tensor(q),
+        k: tensor(k),
+        v: tensor(v),
+        o: FmhaTensor { data: o.as_mut_ptr().cast(), ..tensor(o) },
+        bias: NONE,
         lse: null_mut(),
+        keep_mask: null_mut(),
         cu_seqlens_q: cu,
         cu_seqlens_k: cu,
+        seqused_q: null(),
+        seqused_k: null(),
         page_table: null(),
+        alibi_slopes: null(),
+        sink: null(),
         descale_q: null(),
         descale_k: null(),
         descale_v: null(),
+        scale_o: null(),
         mask: c"b".as_ptr(),
+        softmax_scale: &raw const SCALE_AT,
+        softcap: null(),
         stream: null_mut(),
-        softmax_scale: 0.25,
-        dtype: 0,
-        dtype_o: 0,
-        backward: 0,
+        gradients: null(),
+        dropout_seed: 0,
+        dropout_offset: 0,
+        p_drop: 0.0,
+        dtype_qk: FMHA_F16,
+        dtype_v: FMHA_F16,
+        dtype_o: FMHA_F16,
+        dtype_bias: 0,
+        v_layout: FMHA_V_ROW_MAJOR,
+        alibi_per_batch: 0,
+        descale_per_tensor: 0,
     }
 }
+
+static SCALE_AT: f32 = SCALE;
 
 /// f16 numbers in 1..2, all of one tensor different.
 fn numbers(seed: u16, rows: usize) -> Vec<u16> {
@@ -71,11 +105,14 @@ fn last_error() -> String {
     unsafe { CStr::from_ptr(fmha_last_error()) }.to_string_lossy().into_owned()
 }
 
+fn plan(call: &FmhaCall) -> fmha::Result<FmhaPlan> {
+    // SAFETY: every pointer of a test's call is memory of the test, as large as the call says.
+    unsafe { FmhaPlan::new(&cpu(), call, &Choice::default()) }
+}
+
 fn run_on_cpu(call: &FmhaCall) {
-    let backend = CpuBackend::new().expect("a CPU");
-    // SAFETY: every pointer of the call is memory of this test, as large as the call says.
-    unsafe { FmhaPlan::new(&backend, call).and_then(|plan| plan.run(&backend, call)).expect("a forward") };
-    backend.memory().synchronize(Stream::DEFAULT).expect("done");
+    // SAFETY: as in `plan`.
+    unsafe { plan(call).unwrap().run(call).unwrap() };
 }
 
 #[test]
@@ -94,40 +131,205 @@ fn a_packed_call_is_the_batch_call_of_equal_lengths() {
 }
 
 #[test]
-fn a_wrong_field_is_named_with_its_number_before_anything_runs() {
-    let q = numbers(1, ROWS);
-    let mut o = vec![0; q.len()];
-    let good = call(&q, &q, &q, &mut o, 1, &[]);
-    let backend = CpuBackend::new().expect("a CPU");
-    let cu = [0, ROWS as i32];
-    for (bad, words) in [
-        (FmhaCall { batch: -3, ..good }, "batch -3"),
-        (FmhaCall { dtype: 9, ..good }, "dtype 9"),
-        (FmhaCall { num_heads_q: 3, ..good }, "num_heads_q 3"),
-        (FmhaCall { backward: 1, ..good }, "backward 1"),
-        (FmhaCall { page_size: 16, ..good }, "page_size 16"),
-        (FmhaCall { cu_seqlens_q: cu.as_ptr(), ..good }, "cu_seqlens_k"),
-        (FmhaCall { mask: c"nonsense".as_ptr(), ..good }, "mask nonsense"),
-        (FmhaCall { q: FmhaTensor { data: null_mut(), ..good.q }, ..good }, "q.data is null"),
-    ] {
-        // SAFETY: as in `run_on_cpu`; what is null or missing is refused.
-        let result = unsafe { FmhaPlan::new(&backend, &bad).and_then(|plan| plan.run(&backend, &bad)) };
-        let text = result.expect_err(words).to_string();
-        assert!(text.contains(words), "{text} does not say {words}");
-    }
-    assert!(o.iter().all(|&bits| bits == 0));
+fn paged_keys_in_any_order_are_the_batch_call() {
+    let (q, k, v) = (numbers(1, ROWS), numbers(77, ROWS), numbers(300, ROWS));
+    let (mut strided, mut paged) = (vec![0; q.len()], vec![0; q.len()]);
+    run_on_cpu(&call(&q, &k, &v, &mut strided, 1, &[]));
+    // Pages of two rows, the last one first; what lies beyond the fifth key is never read.
+    let page = 2 * HEADS * DIM;
+    let pages = |x: &[u16]| {
+        let mut rows = x.to_vec();
+        rows.resize(3 * page, 0x7e01);
+        [&rows[2 * page..], &rows[..page], &rows[page..2 * page]].concat()
+    };
+    let (k, v, table) = (pages(&k), pages(&v), [1, 2, 0]);
+    let stride = |tensor: FmhaTensor| FmhaTensor { batch_stride: page as i64, ..tensor };
+    let base = call(&q, &q, &q, &mut paged, 1, &[]);
+    let call = FmhaCall {
+        k: stride(tensor(&k)),
+        v: stride(tensor(&v)),
+        page_size: 2,
+        num_pages: 3,
+        max_pages: 3,
+        page_table: table.as_ptr(),
+        ..base
+    };
+    let plan = match plan(&call) {
+        Ok(plan) => plan,
+        Err(refused @ fmha::Error::Unsupported { .. }) => {
+            println!("absent: {refused}");
+            return;
+        }
+        Err(other) => panic!("{other}"),
+    };
+    // SAFETY: as in `plan`.
+    unsafe { plan.run(&call).unwrap() };
+    assert_eq!(strided, paged);
+    let few = FmhaCall { max_pages: 2, ..call };
+    // SAFETY: as in `plan`; it is refused.
+    let error = unsafe { plan.run(&few) }.unwrap_err().to_string();
+    assert!(error.contains("max_pages 2"), "{error}");
 }
 
 #[test]
-fn strides_other_than_the_plans_are_refused() {
-    let q = numbers(1, ROWS);
-    let mut o = vec![0; q.len()];
-    let good = call(&q, &q, &q, &mut o, 1, &[]);
-    let bad = FmhaCall { k: FmhaTensor { head_stride: 0, ..good.k }, ..good };
-    let backend = CpuBackend::new().expect("a CPU");
-    // SAFETY: as in `run_on_cpu`; the second call is refused.
-    let result = unsafe { FmhaPlan::new(&backend, &good).expect("a plan").run(&backend, &bad) };
-    assert!(result.expect_err("refused").to_string().starts_with("k strides"));
+fn a_plan_of_packed_sequences_runs_with_other_totals() {
+    let x = numbers(1, 2 * ROWS);
+    let (mut many, mut few) = (vec![0; x.len()], vec![0; x.len()]);
+    let planned = call(&x, &x, &x, &mut many, 2, &[0, 5, 10]);
+    let plan = plan(&planned).unwrap();
+    let later = call(&x, &x, &x, &mut few, 2, &[0, 3, 7]);
+    // SAFETY: as in `plan`.
+    unsafe { plan.run(&later).unwrap() };
+    let row = HEADS * DIM;
+    // Causal: each sequence's first query sees its own key alone; rows beyond the total stay as they were.
+    assert_eq!((&few[..row], &few[3 * row..4 * row]), (&x[..row], &x[3 * row..4 * row]));
+    assert!(few[7 * row..].iter().all(|&bits| bits == 0));
+    // SAFETY: as in `plan`; totals without packing are refused.
+    let error = unsafe { plan.run(&FmhaCall { total_q: -1, ..later }) }.unwrap_err().to_string();
+    assert!(error.contains("total_q -1"), "{error}");
+}
+
+#[test]
+fn a_plan_runs_with_other_addresses_and_another_dropout_seed() {
+    let (q, v) = (numbers(1, ROWS), numbers(300, ROWS));
+    let (mut first, mut second) = (vec![0; q.len()], vec![0; q.len()]);
+    let planned = FmhaCall { p_drop: 0.5, ..call(&q, &q, &v, &mut first, 1, &[]) };
+    let plan = plan(&planned).unwrap();
+    let (q2, v2) = (q.clone(), v.clone());
+    let moved = FmhaCall { p_drop: 0.5, ..call(&q2, &q2, &v2, &mut second, 1, &[]) };
+    // SAFETY: as in `plan`.
+    unsafe {
+        plan.run(&planned).unwrap();
+        plan.run(&moved).unwrap();
+    }
+    assert_eq!(first, second);
+    // SAFETY: as in `plan`.
+    unsafe { plan.run(&FmhaCall { dropout_seed: 9, ..moved }).unwrap() };
+    assert_ne!(first, second);
+}
+
+/// One wrong number anywhere in the bytes of a struct.
+#[derive(Clone, Debug)]
+struct Fault {
+    word: usize,
+    value: u64,
+}
+
+/// Words of `FmhaCall` that are addresses: a random one is the caller's breach of its promise.
+fn is_pointer(word: usize) -> bool {
+    let pointers = [
+        std::mem::offset_of!(FmhaCall, q),
+        std::mem::offset_of!(FmhaCall, k),
+        std::mem::offset_of!(FmhaCall, v),
+        std::mem::offset_of!(FmhaCall, o),
+        std::mem::offset_of!(FmhaCall, bias),
+    ];
+    let first = std::mem::offset_of!(FmhaCall, lse);
+    let last = std::mem::offset_of!(FmhaCall, gradients);
+    let at = word * 8;
+    pointers.contains(&at) || (first..=last).contains(&at)
+}
+
+fn faults() -> impl Strategy<Value = Fault> {
+    let words = size_of::<FmhaCall>() / 8;
+    let value = prop_oneof![
+        any::<u64>(),
+        0u64..20,
+        Just(u64::MAX),
+        Just(1 << 31),
+        Just(1 << 32),
+        Just(i64::MAX as u64),
+        any::<u32>().prop_map(|low| u64::from(low) << 32),
+    ];
+    (0..words, value)
+        .prop_filter("no address", |(word, _)| !is_pointer(*word))
+        .prop_map(|(word, value)| Fault { word, value })
+}
+
+/// # Panics
+/// Where the word lies outside the struct.
+fn with(call: &FmhaCall, fault: &Fault) -> FmhaCall {
+    let mut bad = *call;
+    assert!((fault.word + 1) * 8 <= size_of::<FmhaCall>());
+    // SAFETY: the word lies inside, and is of numbers, for which any bits will do.
+    unsafe { (&raw mut bad).cast::<u64>().add(fault.word).write(fault.value) };
+    bad
+}
+
+fn cases() -> u32 {
+    // Cases, not seconds: under an interpreter a case takes a thousand times as long.
+    if cfg!(miri) { 20 } else { fuzz_cases(2000) }
+}
+
+/// A second does some `per_second` of them.
+fn fuzz_cases(per_second: u32) -> u32 {
+    let seconds = std::env::var(fmha::core::env::FUZZ_SECONDS.name);
+    let seconds = seconds.map_or(1, |seconds| seconds.parse::<u32>().unwrap());
+    per_second * seconds.max(1)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: cases(), failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Whatever numbers a struct has, a run is refused or is the planned one, and writes O alone.
+    #[test]
+    fn a_struct_of_any_numbers_is_the_planned_one_or_refused(list in prop::collection::vec(faults(), 1..4)) {
+        let q = numbers(1, ROWS);
+        let mut memory = vec![0x7e01u16; 3 * q.len()];
+        let good = call(&q, &q, &q, &mut memory[q.len()..2 * q.len()], 1, &[]);
+        let bad = list.iter().fold(good, |call, fault| with(&call, fault));
+        let free = [
+            std::mem::offset_of!(FmhaCall, dropout_seed),
+            std::mem::offset_of!(FmhaCall, dropout_offset),
+        ];
+        let seed_alone = list.iter().all(|fault| free.contains(&(fault.word * 8)));
+        let plan = plan(&good).unwrap();
+        // SAFETY: as in `plan`; what disagrees is refused.
+        let result = unsafe { plan.run(&bad) };
+        let same = list.iter().all(|fault| {
+            let (bad, good) = (&raw const bad, &raw const good);
+            // SAFETY: words inside the structs.
+            unsafe { *bad.cast::<u64>().add(fault.word) == *good.cast::<u64>().add(fault.word) }
+        });
+        prop_assert_eq!(result.is_ok(), same || seed_alone, "{:?}", result);
+        if let Err(error) = result {
+            let text = error.to_string();
+            prop_assert!(text.contains(|c: char| c.is_ascii_digit()), "{}", text);
+            prop_assert!(memory.iter().all(|&bits| bits == 0x7e01), "written");
+        }
+        prop_assert!(memory[..q.len()].iter().chain(&memory[2 * q.len()..]).all(|&bits| bits == 0x7e01));
+    }
+
+    /// A plan of any numbers is made or refused with a number; nothing panics, nothing is allocated by it.
+    #[test]
+    fn a_plan_of_any_numbers_is_made_or_refused(list in prop::collection::vec(faults(), 1..4)) {
+        let q = numbers(1, ROWS);
+        let mut o = vec![0; q.len()];
+        let bad = list.iter().fold(call(&q, &q, &q, &mut o, 1, &[]), |call, fault| with(&call, fault));
+        let mut made = null_mut();
+        let options = crate::FmhaOptions {
+            struct_bytes: size_of::<crate::FmhaOptions>() as u64,
+            backend: c"cpu".as_ptr(),
+            kernel: null(),
+            tile: null(),
+            allow_fallback: 0,
+            accuracy: 0,
+            deterministic: 0,
+            batch_invariant: 0,
+            check_lengths: 0,
+            reserved: 0,
+        };
+        // SAFETY: host pointers are this test's; a plan reads no tensor.
+        let status = unsafe { fmha_plan(&raw const bad, &raw const options, &raw mut made) };
+        prop_assert_eq!(status == 0, !made.is_null());
+        if status != 0 {
+            let text = last_error();
+            prop_assert!(!text.contains("internal error"), "{}", text);
+            prop_assert!(text.contains(|c: char| c.is_ascii_digit()), "{}", text);
+        }
+        // SAFETY: null or from `fmha_plan`.
+        unsafe { fmha_drop(made) };
+    }
 }
 
 #[test]
@@ -135,7 +337,7 @@ fn null_is_refused_by_name_and_null_plans_drop() {
     let mut plan = null_mut();
     // SAFETY: null is taken everywhere.
     unsafe {
-        assert_ne!(fmha_plan(null(), &raw mut plan), 0);
+        assert_ne!(fmha_plan(null(), null(), &raw mut plan), 0);
         assert!(last_error().starts_with("call is null"));
         assert_ne!(fmha_run(null(), null()), 0);
         assert!(last_error().starts_with("plan is null"));
@@ -150,17 +352,16 @@ fn a_panic_becomes_an_error() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "reads the sources")]
 fn the_committed_header_is_the_generated_one() {
     let root = concat!(env!("CARGO_MANIFEST_DIR"), "/");
     let config = cbindgen::Config::from_file(format!("{root}cbindgen.toml")).expect("cbindgen.toml");
-    let bindings = cbindgen::Builder::new()
-        .with_config(config)
-        .with_src(format!("{root}src/call.rs"))
-        .with_src(format!("{root}src/lib.rs"))
-        .generate()
-        .expect("a header");
+    let mut builder = cbindgen::Builder::new().with_config(config);
+    for file in ["structs", "plan", "lib"] {
+        builder = builder.with_src(format!("{root}src/{file}.rs"));
+    }
     let mut generated = Vec::new();
-    bindings.write(&mut generated);
+    builder.generate().expect("a header").write(&mut generated);
     let generated = String::from_utf8(generated).expect("UTF-8");
     let path = format!("{root}fmha.h");
     if std::env::var_os("BLESS").is_some() {

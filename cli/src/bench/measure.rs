@@ -51,6 +51,7 @@ pub(crate) fn measure(
     protocol: Protocol,
     verify: Verify,
 ) -> Result<Measured, Failure> {
+    let options = &setup.options(options);
     // Planned first: no tensors are made for a row that is refused.
     let planned = match &setup.bwd {
         None => backend.plan_fwd(&setup.fwd.clone().validate()?, options).map(drop),
@@ -61,7 +62,7 @@ pub(crate) fn measure(
         Err(other) => return Err(other.into()),
         Ok(()) => {}
     }
-    let source = Source { own: None, init: Init::Normal, seed: 0 };
+    let source = Source::made_up(Init::Normal, 0);
     let mut job = Job::new(backend, setup, options, source)?;
     job.run()?;
     let progress = Progress::new("checking against f64");

@@ -1,10 +1,10 @@
 //! `fmha bench`: tables of shapes, timed as libraries are compared.
 
 pub(super) mod measure;
-mod peers;
+pub(super) mod peers;
 mod plot;
 mod render;
-mod table;
+pub(super) mod table;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -15,10 +15,10 @@ use clap::{Args, ValueEnum};
 use crate::Verdict;
 use crate::check::{Verify, verify};
 use crate::failure::Failure;
-use crate::files::write_text;
-use crate::options::{BackendArgs, at_least_0};
+use crate::options::{BackendArgs, at_least_0, at_least_1};
 use crate::progress::Progress;
 use crate::report::label;
+use crate::target::{self, write_text};
 use measure::{Measured, Protocol, measure};
 use peers::Peers;
 use render::{Results, Row};
@@ -28,8 +28,8 @@ use table::Table;
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  fmha bench bench/cpu.toml                         every table of the file, as Markdown
-  fmha bench bench/grid.toml --list                 what is in it
+  fmha bench bench/cpu.toml          every table of the file, as Markdown
+  fmha bench bench/grid.toml --list  what is in it
   fmha bench bench/grid.toml --tables b128c --rows S8192 --backend cuda
   fmha bench bench/shapes.toml --tables a --peers compare.jsonl --plot a.svg
 
@@ -67,7 +67,7 @@ pub(super) struct BenchArgs {
     protocol: ProtocolName,
 
     /// Rounds of the burst protocol
-    #[arg(long, value_name = "N", default_value = "3", value_parser = at_least_0("rounds"))]
+    #[arg(long, value_name = "N", default_value = "3", value_parser = at_least_1("rounds"))]
     rounds: u32,
 
     /// Start no row after this many seconds
@@ -120,6 +120,7 @@ impl BenchArgs {
             }
             return Ok(Verdict::Right);
         }
+        self.targets(&tables)?;
         let peers = self.peers.as_deref().map(Peers::read).transpose()?.unwrap_or_default();
         let backend = self.backend.open()?.backend;
         let protocol = match self.protocol {
@@ -158,15 +159,37 @@ impl BenchArgs {
             Some(path) => write_text(path, &text)?,
             None => write!(out, "{text}")?,
         }
-        if let Some(path) = &self.plot {
-            for results in &all {
-                let path = if all.len() == 1 { path.clone() } else { named(path, &results.name) };
-                write_text(&path, &results.plot().map_err(Failure::wrong)?)?;
-            }
+        for (results, path) in all.iter().zip(self.plots(&tables)) {
+            write_text(&path, &results.plot().map_err(Failure::wrong)?)?;
         }
         let wrong =
             all.iter().flat_map(|results| &results.rows).any(|row| matches!(row.outcome, Measured::Wrong(_)));
         Ok(if wrong { Verdict::Wrong } else { Verdict::Right })
+    }
+
+    /// Where each table's picture goes; empty where none is wanted.
+    fn plots(&self, tables: &[Table]) -> Vec<PathBuf> {
+        let Some(path) = &self.plot else { return Vec::new() };
+        match tables {
+            [_] => vec![path.clone()],
+            _ => tables.iter().map(|table| named(path, &table.name)).collect(),
+        }
+    }
+
+    /// Refuses what could not be written, before anything is timed.
+    fn targets(&self, tables: &[Table]) -> Result<(), Failure> {
+        let plots = self.plots(tables);
+        for path in &plots {
+            target::check("plot", path, &["svg"])?;
+        }
+        if let Some(path) = &self.out {
+            target::check("out", path, &[])?;
+        }
+        let mut outputs: Vec<(&str, &Path)> = plots.iter().map(|path| ("plot", path.as_path())).collect();
+        outputs.extend(self.out.as_deref().map(|path| ("out", path)));
+        let mut inputs = vec![("the table", self.file.as_path())];
+        inputs.extend(self.peers.as_deref().map(|path| ("peers", path)));
+        target::distinct(&outputs, &inputs)
     }
 
     /// The tables that were asked for, with the rows that were asked for.

@@ -6,10 +6,11 @@ use std::path::Path;
 use serde::Deserialize;
 
 use crate::failure::Failure;
+use crate::target::read_text;
 
 /// Speeds by row and peer. A later line replaces an earlier one.
 #[derive(Debug, Default)]
-pub(super) struct Peers {
+pub(crate) struct Peers {
     speeds: BTreeMap<String, BTreeMap<String, f64>>,
 }
 
@@ -27,7 +28,7 @@ impl Peers {
     /// Reads `.jsonl` (one object a line, or one array of them) or `.csv` with the columns `row`,
     /// `peer` and `speed`.
     pub(super) fn read(path: &Path) -> Result<Self, Failure> {
-        let text = std::fs::read_to_string(path).map_err(|error| Failure::file(path, &error))?;
+        let text = read_text(path)?;
         let parsed = if path.extension().is_some_and(|extension| extension == "csv") {
             csv(&text)
         } else {
@@ -57,7 +58,7 @@ impl Peers {
     }
 }
 
-fn json(text: &str) -> Result<Peers, String> {
+pub(crate) fn json(text: &str) -> Result<Peers, String> {
     let mut peers = Peers::default();
     if text.trim_start().starts_with('[') {
         let lines: Vec<Line> = serde_json::from_str(text).map_err(|error| error.to_string())?;
@@ -70,7 +71,7 @@ fn json(text: &str) -> Result<Peers, String> {
     Ok(peers)
 }
 
-fn csv(text: &str) -> Result<Peers, String> {
+pub(crate) fn csv(text: &str) -> Result<Peers, String> {
     let mut peers = Peers::default();
     let mut table = csv::ReaderBuilder::new().trim(csv::Trim::All).from_reader(text.as_bytes());
     let header = table.headers().map_err(|error| error.to_string())?.clone();

@@ -9,6 +9,7 @@ use toml::{Table as Options, Value};
 use crate::argv;
 use crate::failure::Failure;
 use crate::options::ProblemArgs;
+use crate::target::read_text;
 
 /// A file of tables.
 #[derive(Debug, Deserialize)]
@@ -34,7 +35,7 @@ struct RawTable {
 /// What a table's speed is measured in.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum Unit {
+pub(crate) enum Unit {
     #[default]
     Tflops,
     Gbs,
@@ -51,7 +52,7 @@ impl Unit {
 
 /// One table, parsed.
 #[derive(Debug)]
-pub(super) struct Table {
+pub(crate) struct Table {
     pub(super) name: String,
     pub(super) title: String,
     pub(super) unit: Unit,
@@ -68,11 +69,11 @@ struct Row {
 
 /// Every table of the file at `path`.
 pub(super) fn read(path: &Path) -> Result<Vec<Table>, Failure> {
-    let text = std::fs::read_to_string(path).map_err(|error| Failure::file(path, &error))?;
+    let text = read_text(path)?;
     parse(&text).map_err(|line| Failure::wrong(format!("{}: {line}", path.display())))
 }
 
-fn parse(text: &str) -> Result<Vec<Table>, String> {
+pub(crate) fn parse(text: &str) -> Result<Vec<Table>, String> {
     let file: File = toml::from_str(text).map_err(|error| {
         let line = error.span().map_or(1, |span| 1 + text[..span.start].matches('\n').count());
         format!("line {line}: {}", error.message())
@@ -157,6 +158,9 @@ mod tests {
         let mut seen = 0;
         for entry in std::fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
+            if path.extension().is_none_or(|kind| kind != "toml") {
+                continue;
+            }
             for table in read(&path).unwrap_or_else(|failure| panic!("{failure}")) {
                 for row in &table.rows {
                     row.setup(None).unwrap_or_else(|failure| panic!("{} {failure}", table.name));

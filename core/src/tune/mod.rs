@@ -1,6 +1,9 @@
-//! Tiles measured on one device: `fmha tune` keeps them beside the compiled kernels, plans read them.
+//! Tiles measured on one device: [`search`] finds the fastest by [`Burst`]s in turns, [`Tune::keep`] keeps
+//! it beside the compiled kernels, plans read it.
 
+mod burst;
 mod kept;
+mod search;
 
 use std::path::PathBuf;
 
@@ -9,7 +12,9 @@ use serde::{Deserialize, Serialize};
 use crate::error::Result;
 use crate::problem::ValidFwd;
 
+pub use burst::{Burst, clock};
 pub use kept::TunedTiles;
+pub use search::{Found, InTurns, LEAST_GAIN, Timer, Tried, search};
 
 /// `name=value` pairs, as [`PlanOptions::tile`](crate::PlanOptions::tile) takes them.
 pub type TileOptions = Vec<(String, String)>;

@@ -1,19 +1,19 @@
-// From global memory straight to LDS, on gfx950: no register waits for the data and no instruction writes
-// it. K lies as the other path lays it. V lies as in memory, and is transposed as it is read.
+// Global memory straight to LDS (gfx950): no registers hold the data in flight, and no instruction stores it. K has the
+// same LDS layout as on the other path; V keeps its memory layout and is transposed by the reads.
 #pragma once
 #include <fmha/cdna/load.h>
 
 namespace fmha::cdna {
 
 #if defined(__gfx950__)
-// Tiles of one matrix on their way. A thread brings chunk `part * num_threads + thread_idx()` of the LDS
-// matrix, in its order: it is the address in memory that undoes the permutation.
+// Tiles of one matrix in flight. A thread loads chunk `part * num_threads + thread_idx()` of the LDS matrix in LDS order;
+// the swizzle is applied to the global address instead.
 template <class Matrix, int num_rows, int num_threads>
 class DirectLoad {
   static constexpr int chunks_per_row = Matrix::chunks;
   static constexpr int rows_per_part = num_threads / chunks_per_row;
-  // A part has all rows that turn differently, or half of them: then every second part has other chunks of its rows.
-  static constexpr int num_places = rows_per_part % Matrix::turning_rows == 0 ? 1 : 2;
+  // A part covers the swizzle's whole period of rows, or half of it: then odd parts load other chunks of their rows.
+  static constexpr int num_places = rows_per_part % Matrix::swizzle_period == 0 ? 1 : 2;
   using Reader = VectorReader<4, true>;
 
  public:
@@ -27,8 +27,8 @@ class DirectLoad {
   }
   FMHA_DEVICE void store(Matrix&, int) const {}
 
-  FMHA_DEVICE void find_places(const Rows& rows) {
-    const int thread = thread_idx_here();
+  FMHA_DEVICE void find_addresses(const Rows& rows) {
+    const int thread = opaque_thread_idx();
 #pragma unroll
     for (int i = 0; i < num_places; ++i) {
       const int row = thread / chunks_per_row + i * rows_per_part;
@@ -39,9 +39,9 @@ class DirectLoad {
 #pragma unroll
     for (int i = 0; i < num_places; ++i) from_[i] += Reader::below(rows, tiles * num_rows);
   }
-  FMHA_DEVICE void keep_places() {
+  FMHA_DEVICE void rematerialise_addresses() {
 #pragma unroll
-    for (int i = 0; i < num_places; ++i) computed_here(from_[i]);
+    for (int i = 0; i < num_places; ++i) opaque_in_vgpr(from_[i]);
   }
 
  private:

@@ -42,7 +42,7 @@ FMHA_DEVICE void store_runs(const Wave<spec, tile>& wave, const CdnaParams& p, c
   if (wave.query >= job.span.seqlen_q) return;
   with_dtype_o<spec>(p, [&](auto dtype) __attribute__((always_inline)) {
     constexpr int bytes = size_bytes(dtype.value);
-    const int half = lane_half(thread_idx_here());
+    const int half = lane_half(opaque_thread_idx());
     uint8_t* o = static_cast<uint8_t*>(p.fwd.o.data) + first_of_o(p.fwd, job, wave.query) * bytes;
 #pragma unroll
     for (int d = 0; d < Config<spec, tile>::d_blocks; ++d) {
@@ -58,12 +58,12 @@ FMHA_DEVICE void store_runs(const Wave<spec, tile>& wave, const CdnaParams& p, c
   });
 }
 
-// To any address: a block at a time through LDS, so that the text of a store stands there once a block. Each wave has
-// an LDS block of its own.
+// To any address, element by element: each block of O goes through the wave's own LDS block, so that the code of a
+// store is emitted once per block and not once per register.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void store_elements(const Wave<spec, tile>& wave, typename Config<spec, tile>::Lds& lds,
                                 const CdnaParams& p, const Job& job, float o_scale) {
-  const int thread = thread_idx_here(), lane = thread % kWaveSize, col = lane_col(thread), half = lane_half(thread);
+  const int thread = opaque_thread_idx(), lane = thread % kWaveSize, col = lane_col(thread), half = lane_half(thread);
   float* const block = lds.o[v_readfirstlane_b32(thread / kWaveSize)];
   s_barrier();  // K and V have been read
 #pragma unroll
@@ -91,7 +91,7 @@ FMHA_DEVICE void epilogue(Wave<spec, tile>& wave, typename Config<spec, tile>::L
   using C = Config<spec, tile>;
   const FwdParams& p = params.fwd;
   OnlineRow row = wave.row;
-  row.row_sum += wave.other_sum;
+  row.row_sum += wave.odd_key_sum;
   row.row_sum += other_half(row.row_sum);
   // P's own scale leaves the sum here and the output below.
   constexpr float unscale = 1.f / (1 << int(C::p_scale_log2));

@@ -41,8 +41,8 @@ FMHA_DEVICE uint32_t negated(uint32_t word) {
   }
 }
 
-// The maximum is taken over raw scores, so their scale must not turn them round: its sign goes into Q,
-// and a scale of 0 is a Q of 0.
+// The maximum is taken over unscaled scores, so the scale must not be negative: its sign is moved into Q. A scale of 0
+// becomes Q = 0 with scale 1.
 template <CdnaSpec spec, int steps>
 FMHA_DEVICE void move_sign_to_q(Job& job, Array<Frag, steps>& q) {
   if (spec.modifies || job.scale_log2 > 0.f) return;
@@ -55,7 +55,7 @@ FMHA_DEVICE void move_sign_to_q(Job& job, Array<Frag, steps>& q) {
   job.scale_log2 = is_zero ? 1.f : -job.scale_log2;
 }
 
-// For tests: every position inside the lengths, seen or not.
+// For tests: the keep bit of every position within the lengths, masked or not.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void write_keep_mask(const CdnaParams& params, const Job& job, Range queries) {
   const FwdParams& p = params.fwd;
@@ -80,7 +80,7 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& p, typename Config<spec, tile>::Lds&
   if (spec.dropout && p.fwd.keep_mask) write_keep_mask<spec, tile>(p, job, queries);
 
   Wave<spec, tile> wave;
-  const int32_t thread = thread_idx_here();
+  const int32_t thread = opaque_thread_idx();
   wave.first_query = queries.begin + v_readfirstlane_b32(thread / kWaveSize) * kEdge;
   wave.query = wave.first_query + lane_col(thread);
   const Rows q_rows = rows_of(p.fwd.q, int64_t(job.span.q_row) + queries.begin, job.span, i_head,
@@ -92,24 +92,24 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& p, typename Config<spec, tile>::Lds&
   for (int d = 0; d < C::d_blocks; ++d) wave.o[d] = Acc{};
 
   wave.row = OnlineRow{};
-  wave.p_base = C::p_scale_log2;
-  wave.other_sum = 0.f;
+  wave.exp2_offset = C::p_scale_log2;
+  wave.odd_key_sum = 0.f;
 
   const TileWalk walk = TileWalk::of<spec, tile>(job, queries);
   bool hidden = false;
   if (walk.num_tiles > 0) {
-    // The last V of the tile before is read by all waves now, and LDS free. The simple loop begins each step so.
+    // All waves have read the last V of the previous tile: LDS is free. (The simple loop starts each step with a barrier.)
     if constexpr (tile.order == TileOrder::Static && !C::is_simple) s_barrier();
     using Loop = typename Choose<C::is_simple, SimpleLoop<spec, tile>, MainLoop<spec, tile>>::type;
     hidden = Loop(wave, lds, p, job, queries, walk).run();
   }
-  // Kept for now, they would fill the scalar registers through all steps.
-  const CdnaParams& then = params_read_anew<CdnaParams>();
+  // Reloaded here: kept across the main loop, the parameters would fill the scalar registers.
+  const CdnaParams& then = reload_params<CdnaParams>();
   epilogue<spec, tile>(wave, lds, then, job);
   if (hidden) {
 #pragma nounroll
     for (int32_t n = 0; n < walk.num_tiles; ++n) {
-      show_nonfinite<spec, tile>(wave, then, job, queries, walk.tile_at(n) * tile.block_n);
+      add_back_nonfinite<spec, tile>(wave, then, job, queries, walk.tile_at(n) * tile.block_n);
     }
   }
 }
@@ -126,8 +126,8 @@ FMHA_DEVICE void fwd(const CdnaParams& params) {
   const auto tiles = Tiles<tile>::of(m_blocks * params.fwd.num_heads_q * params.fwd.batch);
   if constexpr (tile.order == TileOrder::Single) compute(params, tiles.at);
   else tiles.for_each([&](int32_t at) __attribute__((always_inline)) {
-    // Kept for all tiles, parameters would fill the scalar registers.
-    compute(params_read_anew<CdnaParams>(), at);
+    // Reloaded for each tile: kept across tiles, the parameters would fill the scalar registers.
+    compute(reload_params<CdnaParams>(), at);
   });
 }
 

@@ -1,5 +1,5 @@
-// From global memory to registers, and from there to LDS: K as it lies, V transposed, so that both
-// products read their operands as 16-byte fragments.
+// Global memory to registers to LDS: K keeps its layout, V is transposed, so that both products read their operands as
+// 16-byte fragments.
 #pragma once
 #include <fmha/cdna/config.h>
 #include <fmha/isa/buffer.h>
@@ -7,8 +7,8 @@
 
 namespace fmha::cdna {
 
-// Rows of a matrix in global memory. What lies outside them, and outside the first `row_bytes` of each,
-// reads as 0 and is not touched. Only the first 2^31 bytes can be read.
+// Rows of a matrix in global memory. Reads outside of them, or beyond the first `row_bytes` of a row, return 0 and touch
+// no memory. At most 2^31 bytes can be addressed.
 struct Rows {
   const uint8_t* data;
   int64_t stride_bytes;
@@ -16,7 +16,7 @@ struct Rows {
   int32_t row_bytes;
 };
 
-// Of a descriptor that ends with the last row.
+// Size for a buffer descriptor that ends with the last row.
 FMHA_DEVICE int32_t described_bytes(const Rows& rows) {
   constexpr int64_t kMost = 0x7fffffff;
   return rows.num_rows > 0 ? int32_t(min((rows.num_rows - 1) * rows.stride_bytes + rows.row_bytes, kMost)) : 0;
@@ -34,7 +34,7 @@ class VectorReader {
         stride_bytes_(int32_t(rows.stride_bytes)),
         row_bytes_(rows.row_bytes) {}
 
-  // Of a place in a row; `rows` further down it is `rows` strides more, out of range included.
+  // Byte offset of a position in a row; `rows` rows further down add as many strides, also to the out-of-range mark.
   static FMHA_DEVICE int32_t place(const Rows& rows, int32_t row, int32_t byte) {
     return byte < rows.row_bytes ? row * int32_t(rows.stride_bytes) + byte : kOutOfRange;
   }
@@ -58,7 +58,7 @@ class VectorReader {
       x[0] = buffer_load_dword(from_, offset);
     }
     if constexpr (!whole_reads) {
-      // Beyond the row's end stands the next row, whose NaN is no business of this one.
+      // The dwords beyond this row's end belong to the next row and may hold NaN.
 #pragma unroll
       for (int w = 1; w < words; ++w) x[w] = byte + 4 * w < row_bytes_ ? x[w] : 0;
     }
@@ -77,7 +77,7 @@ class VectorReader {
   int32_t stride_bytes_, row_bytes_;
 };
 
-// The same, where rows end inside a dword: an element at a time.
+// The same for rows that end inside a dword: element by element.
 template <int words, int elem_bytes>
 class TailReader {
  public:
@@ -114,15 +114,15 @@ FMHA_DEVICE void load_q(Array<Frag, Config<spec, tile>::qk_steps>& q, Rows rows,
   using C = Config<spec, tile>;
   using Reader = VectorReader<4, tile.load == LoadPath::Chunks>;
   const Reader reader(rows);
-  const int half = lane_half(thread_idx_here());
+  const int half = lane_half(opaque_thread_idx());
 #pragma unroll
   for (int c = 0; c < C::qk_steps; ++c) {
     q[c] = frag_of(reader.read(row, c * kStepBytes + half * kFragBytes));
   }
 }
 
-// One K tile on its way: read by all threads, 16 bytes each in turn. It comes and goes in parts, for the
-// main loop to deal out between matrix instructions.
+// A K tile in flight: loaded by all threads, 16 bytes at a time. Loads and stores are split into parts that the main
+// loop interleaves with matrix instructions.
 template <CdnaSpec spec, CdnaTile tile>
 class KLoad {
   using C = Config<spec, tile>;
@@ -139,7 +139,7 @@ class KLoad {
     const Reader reader(rows);
     const int id = part * C::num_threads + thread_idx();
     const int byte = id % chunks_per_row * kFragBytes;
-    // Not adjacent: the place of a thread is its tile's.
+    // Otherwise the thread's position differs from part to part, and from_ holds only the tile's offset.
     chunk_[part] = adjacent ? reader.read_below(from_, part * rows_per_part, byte)
                             : reader.read_below(Reader::place(rows, id / chunks_per_row, byte) + from_, 0, byte);
   }
@@ -152,21 +152,21 @@ class KLoad {
     *reinterpret_cast<Frag*>(&k.bytes[at]) = frag_of(chunk_[part]);
   }
 
-  // Before the first load: the strides of `rows` are those of every tile.
-  FMHA_DEVICE void find_places(const Rows& rows) {
-    const int thread = thread_idx_here(), row = thread / chunks_per_row, chunk = thread % chunks_per_row;
+  // Once, before the first load: all tiles have the strides of `rows`.
+  FMHA_DEVICE void find_addresses(const Rows& rows) {
+    const int thread = opaque_thread_idx(), row = thread / chunks_per_row, chunk = thread % chunks_per_row;
     from_ = adjacent ? Reader::place(rows, row, chunk * kFragBytes) : 0;
     place_ = C::KMatrix::offset(row, chunk);
   }
 
-  // By whole tiles, forwards or back.
+  // Advances by whole tiles, or goes back.
   FMHA_DEVICE void move(const Rows& rows, int32_t tiles) { from_ += Reader::below(rows, tiles * tile.block_n); }
 
-  // In every step: what follows from the two is computed anew and takes no registers between.
-  FMHA_DEVICE void keep_places() { computed_here(from_), computed_here(place_); }
+  // In every step: makes the compiler recompute what depends on these, instead of keeping it in registers.
+  FMHA_DEVICE void rematerialise_addresses() { opaque_in_vgpr(from_), opaque_in_vgpr(place_); }
 
  private:
-  // Every part lies whole rows below the one before, and their numbers share no bit.
+  // Each part lies a whole number of rows below the previous one, and their row numbers have no bit in common.
   static constexpr int rows_per_part = C::num_threads / chunks_per_row;
   static constexpr bool adjacent = is_power_of_two(C::num_threads) && is_power_of_two(chunks_per_row);
 
@@ -232,8 +232,8 @@ class VLoad<spec, tile, VLayout::RowMajor> {
   }
 
   // As KLoad's.
-  FMHA_DEVICE void find_places(const Rows& rows) {
-    const int thread = thread_idx_here();
+  FMHA_DEVICE void find_addresses(const Rows& rows) {
+    const int thread = opaque_thread_idx();
 #pragma unroll
     for (int c = 0; c < per_thread; ++c) {
       const Piece at = piece(c, thread);
@@ -247,9 +247,9 @@ class VLoad<spec, tile, VLayout::RowMajor> {
     for (int c = 0; c < per_thread; ++c) from_[c] += Reader::below(rows, tiles * tile.block_n);
   }
 
-  FMHA_DEVICE void keep_places() {
+  FMHA_DEVICE void rematerialise_addresses() {
 #pragma unroll
-    for (int c = 0; c < per_thread; ++c) computed_here(from_[c]), computed_here(place_[c]);
+    for (int c = 0; c < per_thread; ++c) opaque_in_vgpr(from_[c]), opaque_in_vgpr(place_[c]);
   }
 
  private:
@@ -261,10 +261,10 @@ class VLoad<spec, tile, VLayout::RowMajor> {
   // theirs. Of a chunk's runs a wave has no more than leave it whole lines of memory.
   static constexpr int group = min(8, pieces_per_row & -pieces_per_row), groups_per_row = pieces_per_row / group;
   static constexpr int runs_of_chunk = kFragBytes / kRun / C::v_bytes, runs_of_lines = kWaveSize * words / 32;
-  static constexpr int runs = C::VMatrix::exchanges_halves ? min(runs_of_chunk, runs_of_lines) : runs_of_chunk;
+  static constexpr int runs = C::VMatrix::swaps_halves ? min(runs_of_chunk, runs_of_lines) : runs_of_chunk;
   // So many groups fill a line of LDS: adjacent ones. What a row has left over of such sets comes last, each group with
   // adjacent chunks.
-  static constexpr int groups_of_line = ceil_div(kLine, group);
+  static constexpr int groups_of_line = ceil_div(kChunksPerBankRow, group);
   static constexpr int in_sets = groups_per_row / groups_of_line * groups_of_line, chunks = num_runs / runs;
 
   static FMHA_DEVICE Piece piece(int c, int thread = thread_idx()) {
@@ -282,7 +282,7 @@ class VLoad<spec, tile, VLayout::RowMajor> {
   int place_[per_thread];  // of the first column of a piece; `dims` is a power of two, the others lie below
 };
 
-// V `[dim, key]`: it lies transposed already; only the order of the keys changes.
+// Column-major V `[dim, key]` needs no transposition; only the keys are reordered.
 template <CdnaSpec spec, CdnaTile tile>
 class VLoad<spec, tile, VLayout::ColMajor> {
   using C = Config<spec, tile>;
@@ -294,7 +294,7 @@ class VLoad<spec, tile, VLayout::ColMajor> {
  public:
   static constexpr int issue_parts = 1, store_parts = per_thread;
 
-  // Keys past the end are no dword's whole business: the last tile goes element by element.
+  // The last tile may end inside a dword: it is read element by element.
   template <int>
   FMHA_DEVICE void issue(Rows rows, typename C::VMatrix&, uint32_t) {
     if (rows.row_bytes >= tile.block_n * C::v_bytes) {
@@ -320,9 +320,9 @@ class VLoad<spec, tile, VLayout::ColMajor> {
     }
   }
 
-  FMHA_DEVICE void find_places(const Rows&) {}
+  FMHA_DEVICE void find_addresses(const Rows&) {}
   FMHA_DEVICE void move(const Rows&, int32_t) {}
-  FMHA_DEVICE void keep_places() {}
+  FMHA_DEVICE void rematerialise_addresses() {}
 
  private:
   template <class Reader>

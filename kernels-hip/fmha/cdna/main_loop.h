@@ -1,4 +1,4 @@
-// All tiles of keys, for one wave.
+// The software-pipelined main loop over the tiles of keys, for one wave.
 //
 //   prologue   K0, V0, K1 to LDS; S0
 //   step n     loads of K(n+2), V(n+1) are issued
@@ -7,9 +7,9 @@
 //                                                                K(n+2), V(n+1) to LDS
 //   drain      P and O of the last tile
 //
-// The order of the instructions is written out here: after each one of the matrix unit stands its share
-// of the vector unit's work, and the compiler's scheduler may not mix the shares. Left to itself it puts
-// the matrix instructions in one row and the exponentials behind them.
+// The order of instructions is fixed here: after each matrix instruction comes a share of the vector work that it
+// hides, fenced by sched_barrier. Left to itself, the compiler's scheduler emits all matrix instructions first and the
+// exponentials after them, and nothing overlaps.
 #pragma once
 #include <fmha/cdna/direct.h>
 #include <fmha/cdna/load.h>
@@ -48,8 +48,8 @@ FMHA_DEVICE Rows rows_of(const View& x, int64_t first_row, const SeqSpan& span, 
   return {static_cast<const uint8_t*>(x.data) + first * elem_bytes, x.row * elem_bytes, num_rows, row_bytes};
 }
 
-// Where the tiles of K, or of V, lie: a tile near the one that is loaded next. How far beyond it a thread reads
-// is its own business, up to 2^30 bytes.
+// Base address of a tile of K, or of V, near the one that is loaded next. Threads add 32-bit offsets to it, up to 2^30
+// bytes, so it is moved along (`rebase_cursors`) before they run out.
 template <CdnaTile tile>
 struct Cursor {
   Rows rows;
@@ -87,7 +87,7 @@ FMHA_DEVICE Cursor<tile> v_cursor(const CdnaParams& p, const Job& job) {
   return {rows, p.fwd.v.row * C::v_bytes, false, C::v_bytes};
 }
 
-// Every wave of a workgroup walks alike: barriers are inside.
+// All waves of a workgroup run the same steps: there are barriers inside.
 template <CdnaSpec spec, CdnaTile tile>
 class MainLoop {
   using C = Config<spec, tile>;
@@ -98,8 +98,8 @@ class MainLoop {
   using K = KLoad<spec, tile>;
   using V = VLoad<spec, tile>;
 #endif
-  // Whether threads walk along the sequence, or the matrix comes to them.
-  static constexpr bool k_walks = !spec.sink_columns, v_walks = k_walks && spec.v_layout == VLayout::RowMajor;
+  // Whether each thread's own offset advances from tile to tile (cheaper), or the base address does.
+  static constexpr bool k_advances_in_place = !spec.sink_columns, v_advances_in_place = k_advances_in_place && spec.v_layout == VLayout::RowMajor;
   static constexpr int ahead = C::slots_ahead;
 
  public:
@@ -111,46 +111,45 @@ class MainLoop {
     v_cursor_.advance(walk.tile_at(0));
   }
 
-  // Whether V had NaN or infinity that was hidden: then `show_nonfinite` is due when O is written.
+  // Runs all tiles. True if NaN or infinity was zeroed in V: the caller then runs `add_back_nonfinite` once O is written.
   FMHA_DEVICE bool run() {
-    // Two steps a round, with everything in the registers and stages that the next round finds it in. An odd
-    // step goes first: a way out in the middle of a round would cost a copy of O.
+    // Unrolled by two, so that registers and LDS stages have the same roles at the start of each round. An odd step is
+    // peeled off in front: an exit in the middle of a round would need a copy of O.
     const int32_t last = walk_.num_tiles - 1, odd = last % 2;
     find_steps();
     s_[0] = prologue(lds_.stage[odd], lds_.stage[1 - odd]);
-    if (enters_in_the_middle || odd) s_[1] = s_[0];
-    if (odd && !enters_in_the_middle) step<1>(0);
-    const int32_t tiles_at_once = tiles_in_reach();
-    for (int32_t n = enters_in_the_middle ? -odd : odd; n < last;) {
+    if (starts_mid_round || odd) s_[1] = s_[0];
+    if (odd && !starts_mid_round) step<1>(0);
+    const int32_t tiles_at_once = tiles_per_rebase();
+    for (int32_t n = starts_mid_round ? -odd : odd; n < last;) {
       const int32_t end = min(last, n + tiles_at_once), begin = max(n, 0);
       for (; n < end; n += 2) {
-        if (!enters_in_the_middle || is_there(n)) step<0>(n);
+        if (!starts_mid_round || is_real_step(n)) step<0>(n);
         step<1>(n + 1);
       }
-      bring_near(n - begin);
+      rebase_cursors(n - begin);
     }
     const PFrags<spec, tile> p_frags = probabilities<spec, tile>(s_[0], wave_, p_, job_, first_key(last));
     weighted_values<spec, tile>(wave_, p_frags, lds_.stage[0].v);
-    return hidden_ != 0;
+    return had_nonfinite_ != 0;
   }
 
  private:
-  // Whether an odd step is the second half of the loop's first round, or has a text of its own. The text is a third
-  // of what there is to compile; but with it the loop has 16 registers less, and no spills where eight waves share
-  // them.
-  static constexpr bool enters_in_the_middle = spec.modifies;
+  // The odd step either enters the unrolled loop at its second half, or is a copy of the step in front of it. The copy is
+  // a third of all code, but saves the loop 16 registers, without which eight waves a CU would spill.
+  static constexpr bool starts_mid_round = spec.modifies;
 
-  // Not for the compiler to know: it would make a text of its own again.
-  static FMHA_DEVICE bool is_there(int32_t n) {
+  // n >= 0, hidden from the compiler, which would otherwise peel the first iteration into a copy.
+  static FMHA_DEVICE bool is_real_step(int32_t n) {
     uint32_t sign = uint32_t(n) >> 31;
-    computed_here_once(sign);
+    opaque_in_sgpr(sign);
     return sign == 0;
   }
 
   FMHA_DEVICE int32_t first_key(int32_t n) const { return walk_.tile_at(n) * tile.block_n; }
 
-  // The steps of which something holds. Without sink columns they are adjacent, and the loop asks no more than
-  // whether a step is among them.
+  // The steps for which a property of the mask holds. Without sink columns they are contiguous: the loop only tests a
+  // range.
   struct Steps {
     int32_t begin, num;
 
@@ -167,49 +166,49 @@ class MainLoop {
 
   FMHA_DEVICE void find_steps() {
     if constexpr (spec.sink_columns) return;
-    whole_ = Steps::of(walk_.num_tiles, [&](int32_t n) __attribute__((always_inline)) {
-      return sees_all<spec, tile>(job_, wave_, first_key(n));
+    unmasked_ = Steps::of(walk_.num_tiles, [&](int32_t n) __attribute__((always_inline)) {
+      return needs_no_mask<spec, tile>(job_, wave_, first_key(n));
     });
     if constexpr (spec.mask == MaskKind::Full) {
-      whole_.begin = 0;  // and takes no register
+      unmasked_.begin = 0;  // a constant, so it takes no register
       return;
     }
-    uncut_ = Steps::of(walk_.num_tiles, [&](int32_t n) __attribute__((always_inline)) {
-      return !is_cut<spec, tile>(job_, queries_, first_key(n));
+    visible_to_all_ = Steps::of(walk_.num_tiles, [&](int32_t n) __attribute__((always_inline)) {
+      return !is_partly_masked<spec, tile>(job_, queries_, first_key(n));
     });
   }
 
-  // Modifiers, and the mask where the wave's tile needs one: its neighbours' edges cost it nothing.
+  // Modifiers, and the mask where this wave's part of the tile needs one; other waves' edges cost it nothing.
   FMHA_DEVICE void modify_and_mask(Scores<spec, tile>& s, int32_t n) const {
     if constexpr (spec.modifies) modify<spec, tile>(s, p_, job_, wave_, first_key(n));
-    const bool whole = spec.sink_columns ? sees_all<spec, tile>(job_, wave_, first_key(n)) : whole_.has(n);
+    const bool whole = spec.sink_columns ? needs_no_mask<spec, tile>(job_, wave_, first_key(n)) : unmasked_.has(n);
     if (!whole) mask<spec, tile>(s, job_, wave_, first_key(n));
   }
 
   FMHA_DEVICE void hide(typename C::VMatrix& v, int32_t n) {
     if constexpr (spec.mask == MaskKind::Full) return;
-    const bool uncut = spec.sink_columns ? !is_cut<spec, tile>(job_, queries_, first_key(n)) : uncut_.has(n);
-    if (!uncut && hide_nonfinite<spec, tile>(v)) hidden_ = 1;
+    const bool uncut = spec.sink_columns ? !is_partly_masked<spec, tile>(job_, queries_, first_key(n)) : visible_to_all_.has(n);
+    if (!uncut && zero_nonfinite<spec, tile>(v)) had_nonfinite_ = 1;
   }
 
-  // An even number of tiles, so few that their rows can be read from where a cursor stands.
-  FMHA_DEVICE int32_t tiles_in_reach() const {
+  // How many tiles (an even number) can be addressed by 32-bit offsets from one base address.
+  FMHA_DEVICE int32_t tiles_per_rebase() const {
     constexpr int64_t kReach = 1 << 30;
     const int64_t most_bytes = max(max(k_cursor_.key_stride_bytes, v_cursor_.key_stride_bytes) * tile.block_n, int64_t(1));
     return v_readfirstlane_b32(int32_t(min(kReach / most_bytes, kReach))) & ~1;
   }
 
-  FMHA_DEVICE void bring_near(int32_t tiles) {
-    if constexpr (k_walks) k_cursor_.advance(tiles), k_.move(k_cursor_.rows, -tiles);
-    if constexpr (v_walks) v_cursor_.advance(tiles), v_.move(v_cursor_.rows, -tiles);
+  FMHA_DEVICE void rebase_cursors(int32_t tiles) {
+    if constexpr (k_advances_in_place) k_cursor_.advance(tiles), k_.move(k_cursor_.rows, -tiles);
+    if constexpr (v_advances_in_place) v_cursor_.advance(tiles), v_.move(v_cursor_.rows, -tiles);
   }
 
   FMHA_DEVICE void advance_k(int32_t to) {
-    if constexpr (k_walks) k_.move(k_cursor_.rows, 1);
+    if constexpr (k_advances_in_place) k_.move(k_cursor_.rows, 1);
     else k_cursor_.advance(walk_.tile_at(to) - walk_.tile_at(to - 1));
   }
   FMHA_DEVICE void advance_v(int32_t to) {
-    if constexpr (v_walks) v_.move(v_cursor_.rows, 1);
+    if constexpr (v_advances_in_place) v_.move(v_cursor_.rows, 1);
     else v_cursor_.advance(spec.sink_columns ? walk_.tile_at(to) - walk_.tile_at(to - 1) : 1);
   }
 
@@ -219,27 +218,27 @@ class MainLoop {
         [&](auto part) __attribute__((always_inline)) { load.template issue<part.value>(rows, to, wave_bytes_); });
   }
 
-  // Of registers' loads the compiler knows.
-  static FMHA_DEVICE void loads_have_landed() {
+  // The compiler inserts waits for loads into registers, but knows nothing of loads into LDS.
+  static FMHA_DEVICE void wait_for_direct_loads() {
     if constexpr (C::direct_k || C::direct_v) s_waitcnt_vmcnt<0>();
   }
 
   FMHA_DEVICE Scores<spec, tile> prologue(typename C::Stage& first, typename C::Stage& second) {
-    wave_bytes_ = v_readfirstlane_b32(thread_idx_here() / kWaveSize * kWaveSize * kFragBytes);
-    computed_here_once(wave_bytes_);
+    wave_bytes_ = v_readfirstlane_b32(opaque_thread_idx() / kWaveSize * kWaveSize * kFragBytes);
+    opaque_in_sgpr(wave_bytes_);
     p_frags_ = {};
-    wave_.lowest = -infinity();
-    computed_here(wave_.lowest);
+    wave_.opaque_neg_inf = -infinity();
+    opaque_in_vgpr(wave_.opaque_neg_inf);
     wave_.k_lane = C::KMatrix::lane_addresses();
     wave_.v_lane = C::VMatrix::lane_addresses();
-    k_.find_places(k_cursor_.rows);
-    v_.find_places(v_cursor_.rows);
+    k_.find_addresses(k_cursor_.rows);
+    v_.find_addresses(v_cursor_.rows);
     K k0 = k_;
     issue_all(k0, k_cursor_.rows, first.k);
     issue_all(v_, v_cursor_.rows, first.v);
     advance_k(1);
     advance_v(1);
-    issue_all(k_, k_cursor_.rows, second.k);  // beyond the last tile nobody reads it
+    issue_all(k_, k_cursor_.rows, second.k);  // may lie beyond the last tile: then it is loaded as 0 and not read
     advance_k(2);
 #pragma unroll
     for (int i = 0; i < K::store_parts; ++i) k0.store(first.k, i);
@@ -247,7 +246,7 @@ class MainLoop {
     for (int i = 0; i < V::store_parts; ++i) v_.store(first.v, i);
 #pragma unroll
     for (int i = 0; i < K::store_parts; ++i) k_.store(second.k, i);
-    loads_have_landed();
+    wait_for_direct_loads();
     s_barrier();
     hide(first.v, 0);
     Scores<spec, tile> s = scores<spec, tile>(wave_, first.k);
@@ -255,7 +254,7 @@ class MainLoop {
     raise_row_max<spec, tile>(wave_, job_, max_of<spec, tile>(wave_, s));
 #pragma unroll
     for (int i = 0; i < ahead; ++i) k_ahead_[i] = k_operand<spec, tile>(wave_, second.k, i);
-    s_barrier();  // the first step overwrites K0, which all have read now
+    s_barrier();  // all waves have read K0, which the first step overwrites
     return s;
   }
 
@@ -265,30 +264,30 @@ class MainLoop {
     auto& next = lds_.stage[1 - parity];
     Scores<spec, tile>&s = s_[parity], &s_next = s_[1 - parity];
     Array<typename Mma<spec.dtype_v>::Operand, ahead> v_ahead;
-    k_.keep_places();
-    v_.keep_places();
+    k_.rematerialise_addresses();
+    v_.rematerialise_addresses();
 
     Probabilities<spec, tile> made(p_frags_, s, wave_, job_);
     auto make = [&](auto part) __attribute__((always_inline)) {
       made.make(s, part.value, wave_, p_, job_, first_key(n));
     };
-    scores_beside(make, s_next, now, next, v_ahead);
+    interleaved_scores(make, s_next, now, next, v_ahead);
     advance_k(n + 3);
     advance_v(n + 2);
     modify_and_mask(s_next, n + 1);
-    const float next_max = values_beside(make, p_frags_, s_next, now, next, v_ahead);
-    made.leave_sums(wave_);
+    const float next_max = interleaved_values(make, p_frags_, s_next, now, next, v_ahead);
+    made.write_sums(wave_);
     raise_row_max<spec, tile>(wave_, job_, next_max);
     hide(next.v, n + 1);
   }
 
-  using Deal = Schedule<spec, tile, K::issue_parts + V::issue_parts, K::store_parts + V::store_parts>;
-  static constexpr Deal kDeal{};
+  using Interleave = Schedule<spec, tile, K::issue_parts + V::issue_parts, K::store_parts + V::store_parts>;
+  static constexpr Interleave kInterleave{};
 
-  // One wait for the operands of two slots, where they are read so far ahead that it costs nothing. Writes to
-  // LDS since then make it longer than it had to be; the compiler sees to it that it is no shorter.
+  // One s_waitcnt for the operands of two slots, where they were read four slots ahead. Counting ignores LDS writes since
+  // then, so it may wait longer than needed, never shorter: the compiler's own waits come on top.
   template <int slot>
-  static FMHA_DEVICE void wait_for_pair() {
+  static FMHA_DEVICE void wait_for_two_slots() {
     constexpr auto reads = [](int at) {
       const bool of_k = at % (C::qk_slots + C::pv_slots) < C::qk_slots;
       return of_k ? C::qk_at_once : C::pv_at_once * (C::direct_v ? 2 : 1);
@@ -299,9 +298,9 @@ class MainLoop {
     }
   }
 
-  // S(n+1) = K(n+1) Q. Between: the loads, and most of P(n).
+  // S(n+1) = K(n+1) Q, interleaved with the global loads and most of P(n).
   template <class Make>
-  FMHA_DEVICE void scores_beside(Make make, Scores<spec, tile>& s_next, typename C::Stage& now,
+  FMHA_DEVICE void interleaved_scores(Make make, Scores<spec, tile>& s_next, typename C::Stage& now,
                                  typename C::Stage& next,
                                  Array<typename Mma<spec.dtype_v>::Operand, ahead>& v_ahead) {
     constexpr int slots = C::qk_slots, parts = Mma<spec.dtype_qk>::parts;
@@ -317,57 +316,57 @@ class MainLoop {
           if constexpr (at < slots) k_ahead_[at % ahead] = k_operand<spec, tile>(wave_, next.k, at);
           else v_ahead[at - slots] = v_operand<spec, tile>(wave_, now.v, at - slots);
         }
-        for_each<kDeal.loads.before[share], kDeal.loads.before[share + 1]>([&](auto x) __attribute__((always_inline)) {
+        for_each<kInterleave.loads.before[share], kInterleave.loads.before[share + 1]>([&](auto x) __attribute__((always_inline)) {
           if constexpr (x.value < K::issue_parts) k_.template issue<x.value>(k_cursor_.rows, now.k, wave_bytes_);
           else v_.template issue<x.value - K::issue_parts>(v_cursor_.rows, next.v, wave_bytes_);
         });
-        for_each<kDeal.parts.before[share], kDeal.parts.before[share + 1]>(make);
+        for_each<kInterleave.parts.before[share], kInterleave.parts.before[share + 1]>(make);
         sched_barrier();
       };
-      wait_for_pair<i>();
+      wait_for_two_slots<i>();
       s_next[n] = mma_slot<spec.dtype_qk, i % C::slots_per_tile * C::qk_at_once>(k_ahead_[i % ahead], wave_.q,
                                                                                 s_next[n], between);
     });
   }
 
-  // O += V(n) P(n). Between: the rest of P(n), max S(n+1), and the stores to LDS. Once this wave has read
-  // the last of V(n), a barrier: what lies in LDS then is read ahead for the next step.
+  // O += V(n) P(n), interleaved with the rest of P(n), max S(n+1) and the stores to LDS. After this wave's last read of
+  // V(n) comes the barrier; the operands of the next step are prefetched from LDS behind it.
   template <class Make>
-  FMHA_DEVICE float values_beside(Make make, const PFrags<spec, tile>& p_frags, const Scores<spec, tile>& s_next,
+  FMHA_DEVICE float interleaved_values(Make make, const PFrags<spec, tile>& p_frags, const Scores<spec, tile>& s_next,
                                   typename C::Stage& now, typename C::Stage& next,
                                   Array<typename Mma<spec.dtype_v>::Operand, ahead>& v_ahead) {
     constexpr int slots = C::pv_slots, parts = Mma<spec.dtype_v>::parts;
-    RunningMax<spec, tile> max(wave_.lowest);
+    RunningMax<spec, tile> max(wave_.opaque_neg_inf);
     float both_halves = 0.f;
     auto store = [&](auto x) __attribute__((always_inline)) {
       if constexpr (x.value < K::store_parts) k_.store(now.k, x.value);
       else v_.store(next.v, x.value - K::store_parts);
     };
-    if constexpr (Deal::before_barrier == Deal::qk_shares) {
+    if constexpr (Interleave::before_barrier == Interleave::qk_shares) {
       for_each<0, K::store_parts + V::store_parts>(store);
-      loads_have_landed();
+      wait_for_direct_loads();
       s_barrier();
     }
     for_each<0, slots>([&](auto slot) __attribute__((always_inline)) {
       constexpr int i = slot.value;
       auto between = [&](auto part) __attribute__((always_inline)) {
         sched_barrier();
-        constexpr int share = Deal::qk_shares + i * parts + part.value;
+        constexpr int share = Interleave::qk_shares + i * parts + part.value;
         if constexpr (part.value == parts - 1) {
           constexpr int at = i + ahead;
           if constexpr (at < slots) v_ahead[at % ahead] = v_operand<spec, tile>(wave_, now.v, at);
           else k_ahead_[at - slots] = k_operand<spec, tile>(wave_, now.k, at - slots);
         }
-        for_each<kDeal.parts.before[share], kDeal.parts.before[share + 1]>(make);
-        for_each<kDeal.stores.before[share], kDeal.stores.before[share + 1]>(store);
-        for_each<kDeal.maxima.before[share], kDeal.maxima.before[share + 1]>(
+        for_each<kInterleave.parts.before[share], kInterleave.parts.before[share + 1]>(make);
+        for_each<kInterleave.stores.before[share], kInterleave.stores.before[share + 1]>(store);
+        for_each<kInterleave.maxima.before[share], kInterleave.maxima.before[share + 1]>(
             [&](auto x) __attribute__((always_inline)) { max.take(s_next, x.value); });
-        if constexpr (kDeal.maxima.before[share] < kDeal.maxima.before[share + 1]) max.keep();
-        if constexpr (share + 1 == Deal::shares) both_halves = max.of_both_halves();
-        if constexpr (share + 1 == Deal::before_barrier) loads_have_landed(), s_barrier();
+        if constexpr (kInterleave.maxima.before[share] < kInterleave.maxima.before[share + 1]) max.keep();
+        if constexpr (share + 1 == Interleave::shares) both_halves = max.of_both_halves();
+        if constexpr (share + 1 == Interleave::before_barrier) wait_for_direct_loads(), s_barrier();
         sched_barrier();
       };
-      wait_for_pair<C::qk_slots + i>();
+      wait_for_two_slots<C::qk_slots + i>();
       Acc& o = wave_.o[i % C::d_blocks];
       o = mma_slot<spec.dtype_v, i / C::d_blocks * C::pv_at_once>(v_ahead[i % ahead], p_frags, o, between);
     });
@@ -380,14 +379,14 @@ class MainLoop {
   const Job& job_;
   Range queries_;
   const TileWalk& walk_;
-  int32_t hidden_ = 0;
-  Steps whole_, uncut_;  // that need no mask; in which no query of the workgroup lacks a key
-  uint32_t wave_bytes_;  // in a row of fragments of all threads: of the waves before this one
+  int32_t had_nonfinite_ = 0;
+  Steps unmasked_, visible_to_all_;  // where this wave needs no mask; where every query of the workgroup sees every key
+  uint32_t wave_bytes_;  // offset of this wave's fragments among those that all threads load at once
   Cursor<tile> k_cursor_, v_cursor_;
   K k_;
   V v_;
   Scores<spec, tile> s_[2];
-  PFrags<spec, tile> p_frags_;  // of the step before, until this one's are there
+  PFrags<spec, tile> p_frags_;  // of the previous step until this step's replace them
   Array<typename Mma<spec.dtype_qk>::Operand, ahead> k_ahead_;
 };
 

@@ -1,9 +1,8 @@
 // NaN and infinity in V, where the mask hides their keys from some queries of a tile.
 //
-// The matrix unit multiplies a hidden key's P, which is 0, with its V, and 0 x NaN is NaN. So on tiles
-// that the mask cuts, and on no others, V is searched where it lies in LDS: each wave reads it once.
-// Nothing is found in sound data. If something is, it becomes 0 in LDS, and when O is written the
-// queries that do see it get it added there. A tile that all queries see needs none of this.
+// A masked key has P = 0, but the matrix unit still multiplies it with V, and 0 x NaN is NaN. So for tiles that the
+// mask hides in part, and only for those, each wave scans V in LDS once. If a NaN or an infinity is found, which is
+// rare, it is replaced by 0 in LDS, and after O is written it is added to those queries that do see its key.
 #pragma once
 #include <fmha/cdna/output.h>
 #include <fmha/cdna/tile_step.h>
@@ -17,7 +16,7 @@ FMHA_DEVICE uint32_t nonfinite_elems(uint32_t word) {
   constexpr uint32_t ones = size_bytes(dtype) == 2 ? 0x00010001 : 0x01010101;
   constexpr uint32_t tops = ones << (8 * size_bytes(dtype) - 1);
   if constexpr (dtype == DType::E4m3Fnuz || dtype == DType::E5m2Fnuz) {
-    // One code, that of -0.
+    // FNUZ types have one NaN, the code of -0, and no infinity.
     return ~((word & ~tops) + ~tops) & word & tops;
   } else {
     constexpr uint32_t least = dtype == DType::F16    ? 0x7c00
@@ -36,15 +35,14 @@ FMHA_DEVICE uint32_t without_nonfinite(uint32_t word) {
 }
 
 template <CdnaSpec spec, CdnaTile tile>
-FMHA_DEVICE bool is_cut(const Job& job, Range queries, int32_t first_key) {
+FMHA_DEVICE bool is_partly_masked(const Job& job, Range queries, int32_t first_key) {
   if constexpr (spec.mask == MaskKind::Full) return false;
   return block_class(job.band, queries, {first_key, first_key + tile.block_n}) != BlockClass::Inside;
 }
 
-// Called by all waves when V of a tile that is cut has landed: true if it held NaN or infinity, of which it is
-// then free.
+// Called by all waves once V of a partly masked tile is in LDS. Replaces NaN and infinity by 0; true if there were any.
 template <CdnaSpec spec, CdnaTile tile>
-FMHA_DEVICE bool hide_nonfinite(typename Config<spec, tile>::VMatrix& v) {
+FMHA_DEVICE bool zero_nonfinite(typename Config<spec, tile>::VMatrix& v) {
   using C = Config<spec, tile>;
   constexpr int num_frags = sizeof(v.bytes) / kFragBytes;
   Frag* const frags = reinterpret_cast<Frag*>(v.bytes);
@@ -55,7 +53,7 @@ FMHA_DEVICE bool hide_nonfinite(typename Config<spec, tile>::VMatrix& v) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) found |= nonfinite_elems<spec.dtype_v>(frag[w]);
   }
-  // Every wave has read the same, so all take the same way.
+  // Every wave has scanned the same bytes, so the branch is uniform in the workgroup.
   if (v_cmp_ballot(found != 0) == 0) return false;
   s_barrier();
 #pragma nounroll
@@ -69,13 +67,13 @@ FMHA_DEVICE bool hide_nonfinite(typename Config<spec, tile>::VMatrix& v) {
   return true;
 }
 
-// After O is written: adds what was hidden to the queries that see it. One element after another: only
-// broken data comes here.
+// After O is written: adds the zeroed values of V to the queries that see their keys, one element after another; only
+// inputs with NaN or infinity get here.
 template <CdnaSpec spec, CdnaTile tile>
-FMHA_DEVICE void show_nonfinite(const Wave<spec, tile>& wave, const CdnaParams& params, const Job& job, Range queries,
+FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const CdnaParams& params, const Job& job, Range queries,
                                 int32_t first_key) {
   const FwdParams& p = params.fwd;
-  if (!is_cut<spec, tile>(job, queries, first_key) || wave.query >= job.span.seqlen_q) return;
+  if (!is_partly_masked<spec, tile>(job, queries, first_key) || wave.query >= job.span.seqlen_q) return;
   const float scale = scalar_of(p.descale_v, job.span.i_batch, job.i_head_kv, 1.f) *
                       (p.scale_o ? *p.scale_o : 1.f);
   const int64_t o = row_offset(p.o, job.span.storage_batch, int64_t(job.span.q_row) + wave.query, job.i_head);
@@ -84,7 +82,7 @@ FMHA_DEVICE void show_nonfinite(const Wave<spec, tile>& wave, const CdnaParams& 
   for (int32_t key = first_key; key < end; ++key) {
     if (!visible(job.band, wave.query, key)) continue;
     const int64_t v = row_offset(p.v, kv_row(p, KvKind::Packed, job.span, key), job.i_head_kv);
-    // The lane's own elements of O: no other wrote them.
+    // These elements of O were written by this very lane, so it needs no synchronisation to read them.
 #pragma nounroll
     for (int32_t dim = lane_half() * kRun; dim < params.head_dim_v; dim += dim % kRun == kRun - 1 ? kRun + 1 : 1) {
       float value = load_elem<spec.dtype_v>(p.v.data, v + dim * p.v.dim) * scale;

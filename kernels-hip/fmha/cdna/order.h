@@ -1,8 +1,8 @@
 // Which tiles a workgroup computes. The tiles of a head are adjacent, its last queries first: of a causal mask they
 // see most keys, and the longest work goes first.
 //
-// Hardware deals workgroups to dies in turn. Neighbours in a head share K and V, so each die gets a run of adjacent
-// tiles, and with them its own L2 the head's keys.
+// Hardware distributes workgroups round-robin over the XCDs (dies), each of which has its own L2. Tiles of one head share
+// K and V, so each XCD is given a contiguous range of tiles: its L2 then serves the keys of few heads.
 #pragma once
 #include <fmha/cdna/tile.h>
 #include <fmha/isa/lane.h>
@@ -29,10 +29,9 @@ struct Tiles<tile, TileOrder::Single> {
   }
 };
 
-// A die's workgroups take its tiles in turn, in every second round from the last workgroup to the first: who had the
-// longest tile of a round has the shortest of the next. No counter to draw from: it would have to be 0 before every
-// launch, and in the plan's model (backend-rocm, kernels/order.rs) a drawn order ends no sooner wherever the plan
-// takes this one.
+// An XCD's workgroups walk its tiles in a static zigzag: every second round goes from the last workgroup to the first,
+// so that whoever had the longest tile of a round gets the shortest of the next. There is no atomic tile counter: in
+// the plan's model (src/order.rs of this crate) claiming tiles dynamically ends no sooner wherever the plan takes this order.
 template <CdnaTile tile>
 struct Tiles<tile, TileOrder::Static> {
   int32_t at, end;       // the first tile; behind the last of this die

@@ -1,13 +1,12 @@
-// All tiles of keys, one after another: what `MainLoop` does without its overlap, in a quarter of its text, and the
-// same sums in the same order. For dropout, whose generator takes longer than all else (of a step some 1600 passes of
-// the vector unit), and for calls whose rows no wide load can read: there a lane takes an element at a time, at any
-// address and any stride.
+// The main loop without software pipelining: a quarter of the code, the same sums in the same order. It serves dropout,
+// whose random numbers take longer than everything else (some 1600 issue slots a step), and calls whose rows cannot be
+// read by dword loads: there each lane loads single elements, at any address and stride.
 #pragma once
 #include <fmha/cdna/main_loop.h>
 
 namespace fmha::cdna {
 
-// Rows of 2^63 bytes, if need be: what `Rows` is to descriptors.
+// As `Rows`, but with 64-bit strides and no buffer descriptor.
 struct Elements {
   const uint8_t* data;
   int64_t row_bytes, elem_bytes;  // from row to row, from element to element of a row
@@ -27,7 +26,7 @@ struct Elements {
 template <int num_threads, int rows, int elems, int bytes, class Place>
 FMHA_DEVICE void copy_elements(uint8_t* to, const Elements& from, Place place) {
 #pragma nounroll
-  for (int id = thread_idx_here(); id < rows * elems; id += num_threads) {
+  for (int id = opaque_thread_idx(); id < rows * elems; id += num_threads) {
     const int row = id / elems, elem = id % elems;
     const uint32_t x = from.at<bytes>(row, elem);
     if constexpr (bytes == 1) to[place(row, elem)] = uint8_t(x);
@@ -47,13 +46,13 @@ FMHA_DEVICE void copy_rows(typename Config<spec, tile>::KMatrix& k, const Rows& 
       });
 }
 
-// Q by way of LDS, where K will lie: as many rows at a time as K has.
+// Q through the LDS space of K, one K tile's number of rows at a time.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void load_q_by_element(Wave<spec, tile>& wave, typename Config<spec, tile>::Lds& lds, Rows rows) {
   using C = Config<spec, tile>;
   auto& k = lds.stage[0].k;
   const auto lane = C::KMatrix::lane_addresses();
-  const int i_wave = v_readfirstlane_b32(thread_idx_here() / kWaveSize);
+  const int i_wave = v_readfirstlane_b32(opaque_thread_idx() / kWaveSize);
 #pragma nounroll
   for (int first_wave = 0; first_wave < C::num_waves; first_wave += C::n_tiles) {
     s_barrier();
@@ -65,14 +64,14 @@ FMHA_DEVICE void load_q_by_element(Wave<spec, tile>& wave, typename Config<spec,
 #pragma unroll
       for (int c = 0; c < C::qk_steps; ++c) wave.q[c] = k.frag(lane, n, c);
     }
-    // A barrier's fence waits for stores alone, and others write there next.
+    // The barrier's fence does not wait for LDS reads, and other waves overwrite these rows next.
     s_waitcnt_lgkmcnt<0>();
     rows.data += tile.block_n * rows.stride_bytes;
     rows.num_rows -= tile.block_n;
   }
 }
 
-// Tiles by wide loads: the next one's are under way while this one is worked on.
+// Tiles by dword loads; the next tile's loads are in flight while this one is processed.
 template <CdnaSpec spec, CdnaTile tile>
 class WideTiles {
   using C = Config<spec, tile>;
@@ -80,11 +79,11 @@ class WideTiles {
  public:
   FMHA_DEVICE WideTiles(const CdnaParams& p, const Job& job)
       : k_cursor_(k_cursor<spec, tile>(p, job)), v_cursor_(v_cursor<spec, tile>(p, job)) {
-    k_.find_places(k_cursor_.rows);
-    v_.find_places(v_cursor_.rows);
+    k_.find_addresses(k_cursor_.rows);
+    v_.find_addresses(v_cursor_.rows);
   }
 
-  FMHA_DEVICE void ask_for(int32_t i_tile, typename C::Stage& to) {
+  FMHA_DEVICE void issue_loads(int32_t i_tile, typename C::Stage& to) {
     k_cursor_.advance(i_tile - at_), v_cursor_.advance(i_tile - at_);
     at_ = i_tile;
     for_each<0, KLoad<spec, tile>::issue_parts>(
@@ -93,7 +92,7 @@ class WideTiles {
         [&](auto part) __attribute__((always_inline)) { v_.template issue<part.value>(v_cursor_.rows, to.v, 0); });
   }
 
-  FMHA_DEVICE void put(const CdnaParams&, int32_t, typename C::Stage& to) {
+  FMHA_DEVICE void store_to_lds(const CdnaParams&, int32_t, typename C::Stage& to) {
 #pragma unroll
     for (int i = 0; i < KLoad<spec, tile>::store_parts; ++i) k_.store(to.k, i);
 #pragma unroll
@@ -107,7 +106,7 @@ class WideTiles {
   VLoad<spec, tile> v_;
 };
 
-// Tiles by elements, when they are due.
+// Tiles element by element, loaded when they are needed.
 template <CdnaSpec spec, CdnaTile tile>
 class ElementTiles {
   using C = Config<spec, tile>;
@@ -115,10 +114,10 @@ class ElementTiles {
  public:
   FMHA_DEVICE ElementTiles(const CdnaParams&, const Job& job) : job_(job) {}
 
-  FMHA_DEVICE void ask_for(int32_t, typename C::Stage&) const {}
+  FMHA_DEVICE void issue_loads(int32_t, typename C::Stage&) const {}
 
   // V transposed, in KeyOrder.
-  FMHA_DEVICE void put(const CdnaParams& p, int32_t i_tile, typename C::Stage& to) const {
+  FMHA_DEVICE void store_to_lds(const CdnaParams& p, int32_t i_tile, typename C::Stage& to) const {
     const int64_t first = int64_t(job_.span.k_row) + i_tile * tile.block_n;
     const int32_t num_keys = job_.span.seqlen_k - i_tile * tile.block_n;
     copy_rows<spec, tile>(to.k, rows_of(p.fwd.k, first, job_.span, job_.i_head_kv, num_keys,
@@ -149,32 +148,32 @@ class SimpleLoop {
 
   // As `MainLoop::run`.
   FMHA_DEVICE bool run() {
-    wave_.lowest = -infinity();
-    computed_here(wave_.lowest);
+    wave_.opaque_neg_inf = -infinity();
+    opaque_in_vgpr(wave_.opaque_neg_inf);
     wave_.k_lane = C::KMatrix::lane_addresses();
     wave_.v_lane = C::VMatrix::lane_addresses();
-    tiles_.ask_for(walk_.tile_at(0), stage_);
+    tiles_.issue_loads(walk_.tile_at(0), stage_);
     bool hidden = false;
 #pragma nounroll
     for (int32_t n = 0; n < walk_.num_tiles; ++n) {
       const int32_t i_tile = walk_.tile_at(n), first_key = i_tile * tile.block_n;
-      // Kept for all tiles, what only modifiers, dropout and elements read would not fit the scalar registers.
-      const CdnaParams& p = params_read_anew<CdnaParams>();
-      s_barrier();  // the tile before has been read
-      tiles_.put(p, i_tile, stage_);
-      if (n + 1 < walk_.num_tiles) tiles_.ask_for(walk_.tile_at(n + 1), stage_);
+      // Reloaded for each tile: kept in registers, the parameters of modifiers, dropout and strides would spill SGPRs.
+      const CdnaParams& p = reload_params<CdnaParams>();
+      s_barrier();  // all waves have read the previous tile
+      tiles_.store_to_lds(p, i_tile, stage_);
+      if (n + 1 < walk_.num_tiles) tiles_.issue_loads(walk_.tile_at(n + 1), stage_);
       s_barrier();
-      hidden |= is_cut<spec, tile>(job_, queries_, first_key) && hide_nonfinite<spec, tile>(stage_.v);
-      take(p, first_key);
+      hidden |= is_partly_masked<spec, tile>(job_, queries_, first_key) && zero_nonfinite<spec, tile>(stage_.v);
+      process_tile(p, first_key);
     }
     return hidden;
   }
 
  private:
-  FMHA_DEVICE void take(const CdnaParams& p, int32_t first_key) {
+  FMHA_DEVICE void process_tile(const CdnaParams& p, int32_t first_key) {
     Scores<spec, tile> s = scores<spec, tile>(wave_, stage_.k);
     modify<spec, tile>(s, p, job_, wave_, first_key);
-    if (!sees_all<spec, tile>(job_, wave_, first_key)) mask<spec, tile>(s, job_, wave_, first_key);
+    if (!needs_no_mask<spec, tile>(job_, wave_, first_key)) mask<spec, tile>(s, job_, wave_, first_key);
     raise_row_max<spec, tile>(wave_, job_, max_of<spec, tile>(wave_, s));
     const PFrags<spec, tile> p_frags = probabilities<spec, tile>(s, wave_, p, job_, first_key);
     weighted_values<spec, tile>(wave_, p_frags, stage_.v);

@@ -20,18 +20,18 @@ struct Job {
   float scale_log2;  // of raw scores; not negative, but where they are modified
 };
 
-// What one wave has of its 32 queries: lane l and lane l + 32 share query l, with half of the keys
-// and of the output's rows each.
+// A wave's state for its 32 queries. Lanes l and l + 32 share query l: each has half of a tile's keys and half of the
+// head dimensions of O.
 template <CdnaSpec spec, CdnaTile tile>
 struct Wave {
   using C = Config<spec, tile>;
   int32_t first_query, query;
   Array<Frag, C::qk_steps> q;
   Array<Acc, C::d_blocks> o;
-  OnlineRow row;    // row_sum is this half's share
-  float other_sum;  // of every second key, not in row_sum
-  float p_base;   // P = exp2(scaled score + p_base): follows row.row_max
-  float lowest;   // -infinity, in a register of which the compiler knows nothing
+  OnlineRow row;    // row_sum: this lane's half, even keys only
+  float odd_key_sum;  // the same of odd keys: two sums, so that no add waits for the one before
+  float exp2_offset;  // P = exp2(score * scale_log2 + exp2_offset): p_scale_log2 - row_max
+  float opaque_neg_inf;  // -infinity whose value the compiler does not know, see RunningMax
   typename C::KMatrix::LaneAddresses k_lane;
   typename C::VMatrix::LaneAddresses v_lane;
 };
@@ -42,8 +42,8 @@ using Scores = Array<Acc, Config<spec, tile>::n_tiles>;
 template <CdnaSpec spec, CdnaTile tile>
 using PFrags = Array<Frag, Config<spec, tile>::pv_steps>;
 
-// What a matrix slot reads from LDS. S goes tile by tile, so that a tile of the step before is P by the
-// time that the next one's accumulators are written; O goes through all its blocks for each part of P.
+// The A operand of a slot, read from LDS. Q K goes block by block of keys: a block of the previous scores has become P
+// by the time its accumulators are overwritten. P V goes through all blocks of O for each step of P.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE typename Mma<spec.dtype_qk>::Operand k_operand(const Wave<spec, tile>& wave,
                                                         const typename Config<spec, tile>::KMatrix& k, int slot) {
@@ -66,8 +66,7 @@ FMHA_DEVICE typename Mma<spec.dtype_v>::Operand v_operand(const Wave<spec, tile>
   return x;
 }
 
-// An index that the compiler knows while it reads the text: what is dealt out between the slots must not
-// wait for an unroller.
+// A compile-time loop index: which work is placed between two slots must be known before loops are unrolled.
 template <int i>
 struct Index {
   static constexpr int value = i;
@@ -81,8 +80,8 @@ FMHA_DEVICE void for_each(Body body) {
   }
 }
 
-// The instructions of one slot: C += A B over the steps from `first` on. `between` is what the vector
-// unit has to do after each.
+// The matrix instructions of one slot, C += A B over the steps from `first` on; after each of them `between` issues the
+// vector work that is placed there.
 template <DType dtype, int first, int steps, class Between>
 FMHA_DEVICE Acc mma_slot(const typename Mma<dtype>::Operand& a, const Array<Frag, steps>& b, Acc c, Between between) {
   using M = Mma<dtype>;
@@ -100,7 +99,7 @@ FMHA_DEVICE Acc mma_slot(const typename Mma<dtype>::Operand& a, const Array<Frag
   return c;
 }
 
-// S^T alone.
+// S^T = K Q^T without interleaving.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE Scores<spec, tile> scores(const Wave<spec, tile>& wave, const typename Config<spec, tile>::KMatrix& k) {
   using C = Config<spec, tile>;
@@ -115,7 +114,7 @@ FMHA_DEVICE Scores<spec, tile> scores(const Wave<spec, tile>& wave, const typena
   return s;
 }
 
-// Afterwards s is in log2; for problems whose scores need more than their scale.
+// Applies soft-cap and bias; afterwards s is in log2.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void modify(Scores<spec, tile>& s, const CdnaParams& p, const Job& job, const Wave<spec, tile>& wave,
                         int32_t first_key) {
@@ -129,9 +128,9 @@ FMHA_DEVICE void modify(Scores<spec, tile>& s, const CdnaParams& p, const Job& j
 
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void mask(Scores<spec, tile>& s, const Job& job, const Wave<spec, tile>& wave, int32_t first_key) {
-  // Here and not before the loop: a register for each row of a tile would live through all steps.
+  // Opaque, or the compiler would hoist 16 key indices per block out of the main loop, into registers.
   int32_t query = wave.query, first = first_key + acc_row(0, lane_half());
-  computed_here(query), computed_here(first);
+  opaque_in_vgpr(query), opaque_in_vgpr(first);
 #pragma unroll
   for (int n = 0; n < Config<spec, tile>::n_tiles; ++n) {
 #pragma unroll
@@ -145,21 +144,21 @@ FMHA_DEVICE void mask(Scores<spec, tile>& s, const Job& job, const Wave<spec, ti
 
 // Whether the wave's tile needs no mask.
 template <CdnaSpec spec, CdnaTile tile>
-FMHA_DEVICE bool sees_all(const Job& job, const Wave<spec, tile>& wave, int32_t first_key) {
+FMHA_DEVICE bool needs_no_mask(const Job& job, const Wave<spec, tile>& wave, int32_t first_key) {
   const Range queries = {wave.first_query, wave.first_query + kEdge}, keys = {first_key, first_key + tile.block_n};
   return keys.end <= job.span.seqlen_k &&
          (spec.mask == MaskKind::Full || block_class(job.band, queries, keys) == BlockClass::Inside);
 }
 
-// The maximum of a tile, two elements at a time, by two that take turns: neither waits for the other.
+// The maximum of a tile, two elements at a time (v_max3), in two independent chains to hide latency.
 template <CdnaSpec spec, CdnaTile tile>
 struct RunningMax {
   static constexpr int parts = Config<spec, tile>::n_tiles * 8;
-  float lowest, most[2];
+  float opaque_neg_inf, most[2];
 
-  // It starts from what the compiler does not know, so that no element is a first one, whose NaN would have to
-  // be made quiet.
-  FMHA_DEVICE explicit RunningMax(float lowest) : lowest(lowest), most{lowest, lowest} {}
+  // It starts from a -infinity that the compiler cannot see through: starting from the first element, it would add an
+  // instruction to quiet that element's NaN.
+  FMHA_DEVICE explicit RunningMax(float opaque_neg_inf) : opaque_neg_inf(opaque_neg_inf), most{opaque_neg_inf, opaque_neg_inf} {}
 
   FMHA_DEVICE void take(const Scores<spec, tile>& s, int part) {
     const Acc& x = s[part / 8];
@@ -168,40 +167,40 @@ struct RunningMax {
     mine = v_max3_f32(mine, x[i], x[i + 1]);
   }
 
-  // After what one share takes.
-  FMHA_DEVICE void keep() { computed_here(most[0]), computed_here(most[1]); }
+  // At the end of a share: pins the maxima so that the work is not moved into later shares.
+  FMHA_DEVICE void keep() { opaque_in_vgpr(most[0]), opaque_in_vgpr(most[1]); }
 
   FMHA_DEVICE float of_both_halves() const {
-    return max_of_halves(v_max3_f32(lowest, most[0], most[1]), lowest);
+    return max_of_halves(v_max3_f32(opaque_neg_inf, most[0], most[1]), opaque_neg_inf);
   }
 };
 
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE float max_of(const Wave<spec, tile>& wave, const Scores<spec, tile>& s) {
-  RunningMax<spec, tile> x(wave.lowest);
+  RunningMax<spec, tile> x(wave.opaque_neg_inf);
 #pragma unroll
   for (int i = 0; i < x.parts; ++i) x.take(s, i);
   return x.of_both_halves();
 }
 
-// Takes the tile's maximum in. Sums and outputs are rescaled only when it rose for some query of the
-// wave. Waiting until it has risen by 2^8, as others do, leaves the largest P no longer 1 but rounded,
-// and its error in O: 1.007 of what the contract allows in one case of 148 (bf16, emulated gfx942).
+// Updates the running maximum. Sums and O are rescaled only if it rose for some query of the wave. Tolerating a rise of
+// up to 2^8 (lazy rescaling) was tried: the largest P is then rounded instead of exactly 1, and O's error reached 1.007 of
+// the contract's bound in one case of 148 (bf16, emulated gfx942).
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Job& job, float tile_max) {
   using C = Config<spec, tile>;
   const float tile_max_log2 = spec.modifies ? tile_max : tile_max * job.scale_log2;
   if (v_cmp_ballot(tile_max_log2 > wave.row.row_max) == 0) return;
   const float correction = wave.row.raise_to(v_max_f32(wave.row.row_max, tile_max_log2));
-  wave.other_sum *= correction;
-  wave.p_base = C::p_scale_log2 - finite_or_zero(wave.row.row_max);
+  wave.odd_key_sum *= correction;
+  wave.exp2_offset = C::p_scale_log2 - finite_or_zero(wave.row.row_max);
 #pragma unroll
   for (int d = 0; d < C::d_blocks; ++d) wave.o[d] *= correction;
 }
 
-// One run of four registers of P, which is one call of the generator.
+// Dropout for four consecutive keys, which one call of Philox serves.
 template <CdnaSpec spec>
-FMHA_DEVICE void drop_run(Acc& p_tile, int i, const CdnaParams& params, const Job& job, int32_t query,
+FMHA_DEVICE void drop_four(Acc& p_tile, int i, const CdnaParams& params, const Job& job, int32_t query,
                           int32_t first_key) {
   if (!params.drops) return;
   const FwdParams& p = params.fwd;
@@ -211,11 +210,11 @@ FMHA_DEVICE void drop_run(Acc& p_tile, int i, const CdnaParams& params, const Jo
   for (int r = 0; r < kRun; ++r) p_tile[i + r] = words[r] < p.dropout_threshold ? p_tile[i + r] : 0.f;
 }
 
-// P of a tile in the place of its scores, two elements at a time, packed to fragments as it grows.
+// Turns a tile's scores into P in place, two elements at a time, and packs them into B operands as they get ready.
 template <CdnaSpec spec, CdnaTile tile>
 struct Probabilities {
   using C = Config<spec, tile>;
-  // What is done to two elements, one thing after the other; then what is left of the last two.
+  // The stages of a software pipeline over pairs of elements; one more pair's worth of parts drains it.
   enum What { kExp, kExpOfSecond, kProducts, kSums, kPack, kWhats };
   static constexpr int pairs = C::n_tiles * 8, parts = (pairs + 1) * kWhats;
   static constexpr int per_word = Mma<spec.dtype_v>::per_word;
@@ -225,15 +224,15 @@ struct Probabilities {
 
   FMHA_DEVICE Probabilities(PFrags<spec, tile>& frags, const Scores<spec, tile>& s, const Wave<spec, tile>& wave,
                             const Job& job)
-      : frags(frags), scale_log2(spec.modifies ? 1.f : job.scale_log2), base(wave.p_base),
-        sum{wave.row.row_sum, wave.other_sum} {
+      : frags(frags), scale_log2(spec.modifies ? 1.f : job.scale_log2), base(wave.exp2_offset),
+        sum{wave.row.row_sum, wave.odd_key_sum} {
     products(s, 0);
   }
 
   static constexpr int pair_of(int part) { return part / kWhats; }
   static constexpr What what_of(int part) { return What(part % kWhats); }
 
-  // Two pairs are under way: products are taken a pair later, and so are exponentials' results.
+  // Two pairs are in flight: the multiply-add runs one pair ahead of the exponential, sums and packing one behind.
   FMHA_DEVICE void make(Scores<spec, tile>& s, int part, const Wave<spec, tile>& wave, const CdnaParams& p,
                         const Job& job, int32_t first_key) {
     const int pair = pair_of(part), i = pair % 8 * 2;
@@ -260,10 +259,10 @@ struct Probabilities {
     const int i = pair % 8 * 2;
     if constexpr (C::packs_f32) {
       exponent = v_pk_fma_f32(f32x2{x[i], x[i + 1]}, f32x2{scale_log2, scale_log2}, f32x2{base, base});
-      computed_here(exponent);
+      opaque_in_vgpr(exponent);
     } else {
       float first = v_fma_f32(x[i], scale_log2, base), second = v_fma_f32(x[i + 1], scale_log2, base);
-      computed_here(first), computed_here(second);
+      opaque_in_vgpr(first), opaque_in_vgpr(second);
       exponent = f32x2{first, second};
     }
   }
@@ -273,30 +272,30 @@ struct Probabilities {
     const int i = pair % 8 * 2;
     if constexpr (C::packs_f32) {
       sum += f32x2{x[i], x[i + 1]};
-      computed_here(sum);
+      opaque_in_vgpr(sum);
     } else {
       float first = sum[0] + x[i], second = sum[1] + x[i + 1];
-      computed_here(first), computed_here(second);
+      opaque_in_vgpr(first), opaque_in_vgpr(second);
       sum = f32x2{first, second};
     }
   }
 
-  // As far as the word, or the run that drops at once, is full.
+  // Packs once a 32-bit word is complete; with dropout, once the four keys of a Philox call are.
   FMHA_DEVICE void pack_two(Scores<spec, tile>& s, int pair, const Wave<spec, tile>& wave, const CdnaParams& p,
                             const Job& job, int32_t first_key) {
     Acc& x = s[pair / 8];
     const int done = pair % 8 * 2 + 2;
     if constexpr (spec.dropout) {
       if (done % kRun != 0) return;
-      drop_run<spec>(x, done - kRun, p, job, wave.query, first_key + pair / 8 * kEdge);
+      drop_four<spec>(x, done - kRun, p, job, wave.query, first_key + pair / 8 * kEdge);
       pack<kRun>(x, pair / 8, done - kRun);
     } else if (done % per_word == 0) {
       pack<per_word>(x, pair / 8, done - per_word);
     }
   }
 
-  // When all is made.
-  FMHA_DEVICE void leave_sums(Wave<spec, tile>& wave) const { wave.row.row_sum = sum[0], wave.other_sum = sum[1]; }
+  // After the last part.
+  FMHA_DEVICE void write_sums(Wave<spec, tile>& wave) const { wave.row.row_sum = sum[0], wave.odd_key_sum = sum[1]; }
 
   template <int num>
   FMHA_DEVICE void pack(const Acc& x, int n, int first) {
@@ -304,13 +303,13 @@ struct Probabilities {
     for (int i = first; i < first + num; i += per_word) {
       const int word = (n * 16 + i) / per_word;
       uint32_t made = p_word<spec.dtype_v>(x, i, frags[word / 4][word % 4]);
-      computed_here(made);
+      opaque_in_vgpr(made);
       frags[word / 4][word % 4] = made;
     }
   }
 };
 
-// P alone, and its sum into the row's.
+// P without interleaving, for the first and the last tile; its sum is added to the row's.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE PFrags<spec, tile> probabilities(Scores<spec, tile>& s, Wave<spec, tile>& wave, const CdnaParams& p,
                                              const Job& job, int32_t first_key) {
@@ -319,11 +318,11 @@ FMHA_DEVICE PFrags<spec, tile> probabilities(Scores<spec, tile>& s, Wave<spec, t
   for_each<0, made.parts>([&](auto part) __attribute__((always_inline)) {
     made.make(s, part.value, wave, p, job, first_key);
   });
-  made.leave_sums(wave);
+  made.write_sums(wave);
   return frags;
 }
 
-// O^T alone.
+// O^T += V^T P^T without interleaving.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void weighted_values(Wave<spec, tile>& wave, const PFrags<spec, tile>& p_frags,
                                  const typename Config<spec, tile>::VMatrix& v) {

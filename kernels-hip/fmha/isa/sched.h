@@ -1,4 +1,4 @@
-// What the compiler's scheduler may not move. No instruction comes of these.
+// Barriers for the compiler's optimiser and scheduler. They emit no instruction.
 #pragma once
 #include <fmha/isa/lane.h>
 
@@ -8,31 +8,32 @@ namespace fmha {
 // https://llvm.org/docs/AMDGPUUsage.html#llvm-ir-intrinsics
 FMHA_DEVICE void sched_barrier() { __builtin_amdgcn_sched_barrier(0); }
 
-// needs: gfx90a. An empty statement that reads and writes `x`: what comes before is computed before, and
-// nothing that follows from `x` is computed ahead.
+// needs: gfx90a. An empty asm that reads and writes `x` in a VGPR: the value becomes opaque to the optimiser. What it is
+// made of is computed before this point, and nothing that depends on it is hoisted above.
 // https://llvm.org/docs/AMDGPUUsage.html#amdgpu-inline-assembly
 template <class T>
-FMHA_DEVICE void computed_here(T& x) {
+FMHA_DEVICE void opaque_in_vgpr(T& x) {
   asm volatile("" : "+v"(x));
 }
 
-// needs: gfx90a. What follows from it is computed where it stands: a loop around it keeps no registers of it.
+// needs: gfx90a. The thread's index, opaque: what depends on it is recomputed at each use instead of being kept in
+// registers across a loop.
 // https://llvm.org/docs/AMDGPUUsage.html#initial-kernel-execution-state
-FMHA_DEVICE int thread_idx_here() {
+FMHA_DEVICE int opaque_thread_idx() {
   int thread = thread_idx();
-  computed_here(thread);
+  opaque_in_vgpr(thread);
   return thread;
 }
 
-// needs: gfx90a. The same for what is equal in all lanes.
+// needs: gfx90a. As opaque_in_vgpr, for a wave-uniform value in an SGPR.
 // https://llvm.org/docs/AMDGPUUsage.html#amdgpu-inline-assembly
-FMHA_DEVICE void computed_here_once(uint32_t& x) { asm volatile("" : "+s"(x)); }
+FMHA_DEVICE void opaque_in_sgpr(uint32_t& x) { asm volatile("" : "+s"(x)); }
 
-// needs: gfx90a. The kernel's one argument: what is read through this reference is read here, not kept in registers
-// from an earlier time. S_LOAD, not a load of each lane, because it lies in constant memory.
+// needs: gfx90a. The kernel's argument struct behind an opaque pointer: fields are loaded here (by S_LOAD, for it lies in
+// constant memory) and not kept in registers from earlier loads.
 // https://llvm.org/docs/AMDGPUUsage.html#llvm-ir-intrinsics
 template <class Params>
-FMHA_DEVICE const Params& params_read_anew() {
+FMHA_DEVICE const Params& reload_params() {
   auto p = (const Params FMHA_CONSTANT*)__builtin_amdgcn_kernarg_segment_ptr();
   asm volatile("" : "+s"(p));
   return *(const Params*)p;

@@ -113,7 +113,7 @@ pub fn check_bwd(host: &HostBwd, selection: &Selection, progress: Progress<'_>) 
         }
     }
 
-    let mut verdict = Verdict::default();
+    let mut verdict = Verdict { logits, ..Verdict::default() };
     for ((name, operand), stat) in NAMES.into_iter().zip(&stats) {
         let Some(tensor) = host.operands.get(operand) else { continue };
         let yardstick = Yardstick {

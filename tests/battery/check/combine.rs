@@ -78,7 +78,7 @@ pub fn check_combine(host: &HostCombine) -> Result<Verdict> {
         count: o_stat.count,
     };
     let mut verdict =
-        Verdict { tensors: vec![o_stat.verdict("o", bound(&yardstick), None)], faults, note: None };
+        Verdict { tensors: vec![o_stat.verdict("o", bound(&yardstick), None)], faults, ..Verdict::default() };
     if problem.write_lse {
         let most = lse_bound(lse_stat.max_same, max_lse, max_lse);
         verdict.tensors.push(lse_stat.verdict("lse", Bound { max: most, rmse: most }, None));

@@ -51,7 +51,7 @@ pub fn check_fwd(host: &HostFwd, selection: &Selection, progress: Progress<'_>) 
     parts.into_iter().for_each(|part| all.merge(part));
     let tensors = all.verdicts(&host.problem, host.problem.write_lse);
     all.faults.truncate(4);
-    Ok(Verdict { tensors, faults: all.faults, note: None })
+    Ok(Verdict { tensors, faults: all.faults, note: None, logits: all.logits })
 }
 
 fn check_head(

@@ -10,7 +10,7 @@ pub use canary::{intact_bwd, intact_combine, intact_fwd};
 pub use combine::check_combine;
 pub use fwd::check_fwd;
 
-use fmha_core::{Bias, BwdProblem, DType, FwdProblem, SeqSpan};
+use fmha_core::{Bias, BiasBroadcast, BwdProblem, DType, FwdProblem, SeqSpan};
 
 use crate::tensor::{Operand, Operands};
 
@@ -112,6 +112,10 @@ fn inner_roundoff(problem: &FwdProblem) -> f64 {
     }
 }
 
+fn abs_max(most: f64, x: f64) -> f64 {
+    most.max(x.abs())
+}
+
 /// A bound of the scores of one (sequence, query head): by Cauchy and Schwarz, the cap, the bias.
 fn logits_bound(problem: &FwdProblem, operands: &Operands, span: SeqSpan, i_head: u32) -> f64 {
     let i_head_kv = i_head / problem.gqa_ratio();
@@ -139,8 +143,18 @@ fn logits_bound(problem: &FwdProblem, operands: &Operands, span: SeqSpan, i_head
     let capped = problem.softcap.map_or(product, |cap| product.min(f64::from(cap)));
     let bias = match problem.bias {
         Bias::None => 0.0,
-        // The battery's biases are normal numbers, or the user's of about that size.
-        Bias::Elementwise(_) => 5.0,
+        Bias::Elementwise(bias) => {
+            let tensor = operands.expect(Operand::Bias);
+            let head = if bias.broadcast == BiasBroadcast::OneOne { 0 } else { i_head };
+            let batch = if bias.broadcast == BiasBroadcast::BatchHead { span.i_batch } else { 0 };
+            let row = |i| {
+                let numbers = (0..span.seqlen_k).map(move |j| tensor.get(batch, i, head, j));
+                let largest = numbers.clone().filter(|x| x.is_finite()).fold(f64::NEG_INFINITY, f64::max);
+                // A key so far below its row's best has no weight in f32, whatever its score's error.
+                numbers.filter(|x| x.is_finite() && *x >= largest - 2.0 * capped - 110.0).fold(0.0, abs_max)
+            };
+            (0..span.seqlen_q).map(row).fold(0.0, abs_max)
+        }
         Bias::Alibi { per_batch } => {
             let batch = if per_batch { span.i_batch } else { 0 };
             let index = batch * problem.dims.num_heads_q + i_head;

@@ -1,0 +1,365 @@
+//! From the C structs to problems: everything that lies in host memory is read here, once, at the plan.
+
+use std::ffi::{CStr, c_char};
+
+use fmha::{
+    Accuracy, Backend, Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale, Dims,
+    ElementwiseBias, FwdProblem, KvLayout, MaskSpec, PlanOptions, ProblemError, QLayout, Result, Strides,
+    Totals, VLayout,
+};
+
+use crate::structs::{
+    FMHA_BF16, FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ, FMHA_EXACT, FMHA_F16, FMHA_F32,
+    FMHA_FAST, FMHA_V_COL_MAJOR, FMHA_V_ROW_MAJOR, FmhaCall, FmhaCombine, FmhaGradients, FmhaOptions,
+    FmhaPartial, FmhaTensor,
+};
+
+/// What a call points to in host memory.
+#[derive(Clone, Debug)]
+pub(crate) struct Pointed {
+    pub(crate) mask: MaskSpec,
+    pub(crate) softmax_scale: Option<f32>,
+    pub(crate) softcap: Option<f32>,
+    pub(crate) gradients: Option<FmhaGradients>,
+}
+
+impl Pointed {
+    /// # Safety
+    /// `mask` is null or a C string, the other host pointers are null or point to what they say.
+    pub(crate) unsafe fn read(call: &FmhaCall) -> Result<Self> {
+        struct_bytes::<FmhaCall>(call.struct_bytes)?;
+        // SAFETY: the caller promised each of them.
+        let gradients = unsafe { call.gradients.as_ref() }.copied();
+        if let Some(gradients) = &gradients {
+            struct_bytes::<FmhaGradients>(gradients.struct_bytes)?;
+        }
+        // SAFETY: as above.
+        let mask = match unsafe { text("mask", call.mask)? } {
+            None => MaskSpec::NONE,
+            Some(mask) => mask.parse()?,
+        };
+        // SAFETY: as above.
+        let (softmax_scale, softcap) = unsafe { (call.softmax_scale.as_ref(), call.softcap.as_ref()) };
+        Ok(Self { mask, softmax_scale: softmax_scale.copied(), softcap: softcap.copied(), gradients })
+    }
+
+    /// The forward problem of a call.
+    pub(crate) fn forward(&self, call: &FmhaCall) -> Result<FwdProblem> {
+        let dims = Dims {
+            batch: size("batch", call.batch)?,
+            seqlen_q: size("seqlen_q", call.seqlen_q)?,
+            seqlen_k: size("seqlen_k", call.seqlen_k)?,
+            num_heads_q: size("num_heads_q", call.num_heads_q)?,
+            num_heads_kv: size("num_heads_kv", call.num_heads_kv)?,
+            head_dim_qk: size("head_dim_qk", call.head_dim_qk)?,
+            head_dim_v: size("head_dim_v", call.head_dim_v)?,
+        };
+        let dtype_qk = dtype("dtype_qk", call.dtype_qk)?;
+        let (q_layout, kv_layout) = layouts(call)?;
+        // Their numbers come with each run; that they go with the layouts is asked at once.
+        totals(call)?;
+        let base = FwdProblem::new(q_layout, kv_layout, dtype_qk, dims);
+        let per_tensor = flag("descale_per_tensor", call.descale_per_tensor)?;
+        let descale = |pointer: *const f32| match (pointer.is_null(), per_tensor) {
+            (true, _) => Descale::None,
+            (false, true) => Descale::PerTensor,
+            (false, false) => Descale::PerKvHead,
+        };
+        Ok(FwdProblem {
+            seqused_q: !call.seqused_q.is_null(),
+            seqused_k: !call.seqused_k.is_null(),
+            dtype_v: dtype("dtype_v", call.dtype_v)?,
+            dtype_o: dtype("dtype_o", call.dtype_o)?,
+            q: strides(&call.q),
+            k: strides(&call.k),
+            v: strides(&call.v),
+            o: strides(&call.o),
+            v_layout: v_layout(call.v_layout)?,
+            mask: self.mask,
+            softmax_scale: self.softmax_scale,
+            softcap: self.softcap,
+            bias: bias(call)?,
+            sink: !call.sink.is_null(),
+            p_drop: call.p_drop,
+            descale_q: descale(call.descale_q),
+            descale_k: descale(call.descale_k),
+            descale_v: descale(call.descale_v),
+            scale_o: !call.scale_o.is_null(),
+            write_lse: !call.lse.is_null(),
+            write_keep_mask: !call.keep_mask.is_null(),
+            ..base
+        })
+    }
+
+    /// The backward problem of a call with `gradients`.
+    pub(crate) fn backward(
+        &self,
+        call: &FmhaCall,
+        gradients: &FmhaGradients,
+        deterministic: bool,
+    ) -> Result<BwdProblem> {
+        let fwd = self.forward(call)?;
+        if call.lse.is_null() {
+            return Err(ProblemError::new("lse", "lse is null (0), but gradients are wanted of it").into());
+        }
+        let dbias = if gradients.dbias.data.is_null() {
+            none_of("dtype_dbias", gradients.dtype_dbias, "dbias.data")?;
+            None
+        } else {
+            let dtype = dtype("dtype_dbias", gradients.dtype_dbias)?;
+            Some(BiasGrad { dtype, strides: strides(&gradients.dbias) })
+        };
+        Ok(BwdProblem {
+            dtype_grad: dtype("dtype_grad", gradients.dtype_grad)?,
+            dout: strides(&gradients.dout),
+            dq: strides(&gradients.dq),
+            dk: strides(&gradients.dk),
+            dv: strides(&gradients.dv),
+            dbias,
+            write_dsink: !gradients.dsink.is_null(),
+            has_dlse: !gradients.dlse.is_null(),
+            deterministic,
+            ..BwdProblem::new(fwd)
+        })
+    }
+}
+
+/// The parts of a combine call, which all have the strides of the first.
+///
+/// # Safety
+/// `parts` is null or `num_parts` of them in host memory.
+pub(crate) unsafe fn parts(call: &FmhaCombine) -> Result<&[FmhaPartial]> {
+    struct_bytes::<FmhaCombine>(call.struct_bytes)?;
+    let num_parts = size("num_parts", call.num_parts)?;
+    if call.parts.is_null() || num_parts == 0 {
+        let text = format!("parts is null or num_parts {num_parts} is 0");
+        return Err(ProblemError::new("num_parts", text).into());
+    }
+    // SAFETY: the caller promised so many.
+    let parts = unsafe { std::slice::from_raw_parts(call.parts, num_parts as usize) };
+    for (i, part) in parts.iter().enumerate() {
+        crate::agree::strides(&format!("parts[{i}].o"), &part.o, &parts[0].o, "that of parts[0].o")?;
+        if part.lse.is_null() {
+            return Err(ProblemError::new("parts", format!("parts[{i}].lse is null (0)")).into());
+        }
+    }
+    Ok(parts)
+}
+
+/// The problem of a combine call.
+pub(crate) fn combine(call: &FmhaCombine, first: &FmhaPartial) -> Result<CombineProblem> {
+    Ok(CombineProblem {
+        num_parts: size("num_parts", call.num_parts)?,
+        batch: size("batch", call.batch)?,
+        seqlen_q: size("seqlen_q", call.seqlen_q)?,
+        num_heads_q: size("num_heads_q", call.num_heads_q)?,
+        head_dim_v: size("head_dim_v", call.head_dim_v)?,
+        dtype_part: dtype("dtype_part", call.dtype_part)?,
+        dtype_o: dtype("dtype_o", call.dtype_o)?,
+        part: strides(&first.o),
+        o: strides(&call.o),
+        write_lse: !call.lse.is_null(),
+    })
+}
+
+/// What `FmhaOptions` say.
+#[derive(Debug, Default)]
+pub(crate) struct Choice {
+    pub(crate) backend: Option<Backend>,
+    pub(crate) plan: PlanOptions,
+}
+
+impl Choice {
+    /// # Safety
+    /// `options` is null or options whose strings are null or C strings.
+    pub(crate) unsafe fn read(options: *const FmhaOptions) -> Result<Self> {
+        // SAFETY: the caller promised it.
+        let Some(options) = (unsafe { options.as_ref() }) else { return Ok(Self::default()) };
+        struct_bytes::<FmhaOptions>(options.struct_bytes)?;
+        // SAFETY: the caller promised C strings.
+        let (backend, kernel, tile) = unsafe {
+            (text("backend", options.backend)?, text("kernel", options.kernel)?, text("tile", options.tile)?)
+        };
+        let backend = backend.map(str::parse).transpose()?;
+        let plan = PlanOptions {
+            kernel: kernel.map(str::to_owned),
+            tile: tile.map(tile_options).transpose()?.unwrap_or_default(),
+            allow_fallback: flag("allow_fallback", options.allow_fallback)?,
+            accuracy: accuracy(options.accuracy)?,
+            deterministic: flag("deterministic", options.deterministic)?,
+            batch_invariant: flag("batch_invariant", options.batch_invariant)?,
+            check_lengths: flag("check_lengths", options.check_lengths)?,
+        };
+        if options.reserved != 0 {
+            let text = format!("reserved {} is not 0", options.reserved);
+            return Err(ProblemError::new("reserved", text).into());
+        }
+        Ok(Self { backend, plan })
+    }
+}
+
+fn tile_options(text: &str) -> Result<Vec<(String, String)>, ProblemError> {
+    text.split(',')
+        .map(|pair| match pair.split_once('=') {
+            Some((name, value)) if !name.is_empty() && !value.is_empty() => {
+                Ok((name.to_owned(), value.to_owned()))
+            }
+            _ => Err(ProblemError::new("tile", format!("tile `{pair}` is not of the form name=value"))),
+        })
+        .collect()
+}
+
+/// # Safety
+/// `pointer` is null or a C string that outlives the call.
+unsafe fn text<'a>(field: &'static str, pointer: *const c_char) -> Result<Option<&'a str>, ProblemError> {
+    if pointer.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: the caller promised a C string.
+    let text = unsafe { CStr::from_ptr(pointer) };
+    text.to_str().map(Some).map_err(|_| ProblemError::new(field, format!("{field} {text:?} is not UTF-8")))
+}
+
+fn struct_bytes<T>(given: u64) -> Result<(), ProblemError> {
+    let wanted = size_of::<T>() as u64;
+    if given == wanted {
+        return Ok(());
+    }
+    let name = std::any::type_name::<T>().rsplit("::").next().unwrap_or_default();
+    let text = format!("struct_bytes {given} is not sizeof({name}), which is {wanted}");
+    Err(ProblemError::new("struct_bytes", text))
+}
+
+/// Which layouts the pointers of a call mean.
+fn layouts(call: &FmhaCall) -> Result<(QLayout, KvLayout), ProblemError> {
+    let q = if call.cu_seqlens_q.is_null() { QLayout::Batch } else { QLayout::Packed };
+    let page_size = size("page_size", call.page_size)?;
+    let kv = match (page_size, call.cu_seqlens_k.is_null()) {
+        (0, true) => KvLayout::Strided,
+        (0, false) => KvLayout::Packed,
+        (_, true) => KvLayout::Paged { page_size },
+        (_, false) => {
+            let text = format!("cu_seqlens_k is given, but page_size is {page_size}");
+            return Err(ProblemError::new("cu_seqlens_k", text));
+        }
+    };
+    if call.page_table.is_null() != (page_size == 0) {
+        let is = if call.page_table.is_null() { "null" } else { "given" };
+        let text = format!("page_table is {is}, but page_size is {page_size}");
+        return Err(ProblemError::new("page_table", text));
+    }
+    Ok((q, kv))
+}
+
+/// Rows and pages, each there iff the layout has it.
+pub(crate) fn totals(call: &FmhaCall) -> Result<Totals, ProblemError> {
+    let (q, kv) = layouts(call)?;
+    let paged = matches!(kv, KvLayout::Paged { .. });
+    let of = |field, value, wanted, with: &str| match (size(field, value)?, wanted) {
+        (value, true) => Ok(Some(value)),
+        (0, false) => Ok(None),
+        (value, false) => Err(ProblemError::new(field, format!("{field} {value} goes with {with}"))),
+    };
+    let (cu_q, cu_k) = ("cu_seqlens_q, which is null", "cu_seqlens_k, which is null");
+    of("max_pages", call.max_pages, paged, "page_size, which is 0")?;
+    Ok(Totals {
+        total_q: of("total_q", call.total_q, q == QLayout::Packed, cu_q)?,
+        total_k: of("total_k", call.total_k, kv == KvLayout::Packed, cu_k)?,
+        num_pages: of("num_pages", call.num_pages, paged, "page_size, which is 0")?,
+    })
+}
+
+/// Strides of 0 over batch, or over batch and head, are a bias that is shared.
+fn bias(call: &FmhaCall) -> Result<Bias, ProblemError> {
+    let per_batch = flag("alibi_per_batch", call.alibi_per_batch)?;
+    let (elementwise, alibi) = (!call.bias.data.is_null(), !call.alibi_slopes.is_null());
+    if per_batch && !alibi {
+        let text = "alibi_per_batch 1 goes with alibi_slopes, which is null";
+        return Err(ProblemError::new("alibi_per_batch", text));
+    }
+    if !elementwise {
+        none_of("dtype_bias", call.dtype_bias, "bias.data")?;
+    }
+    match (elementwise, alibi) {
+        (false, false) => Ok(Bias::None),
+        (false, true) => Ok(Bias::Alibi { per_batch }),
+        (true, false) => Ok(Bias::Elementwise(ElementwiseBias {
+            dtype: dtype("dtype_bias", call.dtype_bias)?,
+            broadcast: match (call.bias.batch_stride, call.bias.head_stride) {
+                (0, 0) => BiasBroadcast::OneOne,
+                (0, _) => BiasBroadcast::OneHead,
+                _ => BiasBroadcast::BatchHead,
+            },
+            strides: strides(&call.bias),
+        })),
+        (true, true) => {
+            Err(ProblemError::new("alibi_slopes", "alibi_slopes and bias: 2 given, at most 1 is taken"))
+        }
+    }
+}
+
+fn none_of(field: &'static str, value: i32, tensor: &str) -> Result<(), ProblemError> {
+    if value == 0 {
+        return Ok(());
+    }
+    Err(ProblemError::new(field, format!("{field} {value} goes with {tensor}, which is null")))
+}
+
+pub(crate) fn strides(tensor: &FmhaTensor) -> Strides {
+    Strides {
+        batch: tensor.batch_stride,
+        seq: tensor.seqlen_stride,
+        head: tensor.head_stride,
+        dim: tensor.dim_stride,
+    }
+}
+
+fn size(field: &'static str, value: i64) -> Result<u32, ProblemError> {
+    u32::try_from(value).map_err(|_| ProblemError::new(field, format!("{field} {value} is not in 0..2^32")))
+}
+
+fn flag(field: &'static str, value: i32) -> Result<bool, ProblemError> {
+    match value {
+        0 => Ok(false),
+        1 => Ok(true),
+        _ => Err(ProblemError::new(field, format!("{field} {value} is neither 0 nor 1"))),
+    }
+}
+
+fn accuracy(value: i32) -> Result<Accuracy, ProblemError> {
+    match value {
+        FMHA_FAST => Ok(Accuracy::Fast),
+        FMHA_EXACT => Ok(Accuracy::Exact),
+        _ => {
+            let text = format!("accuracy {value} is neither 0 (FMHA_FAST) nor 1 (FMHA_EXACT)");
+            Err(ProblemError::new("accuracy", text))
+        }
+    }
+}
+
+fn v_layout(value: i32) -> Result<VLayout, ProblemError> {
+    match value {
+        FMHA_V_ROW_MAJOR => Ok(VLayout::RowMajor),
+        FMHA_V_COL_MAJOR => Ok(VLayout::ColMajor),
+        _ => {
+            let text = format!("v_layout {value} is neither 0 (FMHA_V_ROW_MAJOR) nor 1 (FMHA_V_COL_MAJOR)");
+            Err(ProblemError::new("v_layout", text))
+        }
+    }
+}
+
+fn dtype(field: &'static str, code: i32) -> Result<DType, ProblemError> {
+    Ok(match code {
+        FMHA_F16 => DType::F16,
+        FMHA_BF16 => DType::Bf16,
+        FMHA_E4M3FN => DType::E4m3Fn,
+        FMHA_E5M2 => DType::E5m2,
+        FMHA_E4M3FNUZ => DType::E4m3Fnuz,
+        FMHA_E5M2FNUZ => DType::E5m2Fnuz,
+        FMHA_F32 => DType::F32,
+        _ => {
+            let text = format!("{field} {code} is not in 0..=6 (FMHA_F16 ... FMHA_F32)");
+            return Err(ProblemError::new(field, text));
+        }
+    })
+}

@@ -1,0 +1,354 @@
+//! A plan behind the C pointer: made from one call's struct, run with others that agree with it.
+
+use std::ffi::CString;
+use std::sync::Arc;
+
+use fmha::{
+    BlockTable, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, Descale, DevBuffer, DevSlice, DevSliceMut,
+    Dims, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, MemorySpace, PartialResult, ProblemError, Result,
+    ScoreArgs, SeqArgs, Shape, Stream, Strides, Totals, ValidFwd, Workspace,
+};
+
+use crate::agree;
+use crate::host::{self, Choice, Pointed, strides};
+use crate::structs::{FmhaCall, FmhaCombine, FmhaGradients, FmhaPartial, FmhaTensor};
+
+/// A chosen and loaded kernel with its scratch memory, of the backend that it was planned on.
+pub struct FmhaPlan {
+    backend: Arc<dyn FmhaBackend>,
+    planned: Box<Planned>,
+    workspace: Option<DevBuffer>,
+    text: CString,
+}
+
+/// The plan, and the struct that later ones are held to.
+enum Planned {
+    Forward { plan: FwdPlan, call: FmhaCall, pointed: Pointed },
+    Backward { plan: BwdPlan, call: FmhaCall, pointed: Pointed },
+    Combine { plan: CombinePlan, call: FmhaCombine, first: FmhaPartial },
+}
+
+impl FmhaPlan {
+    /// # Safety
+    /// The host pointers of `call` are null or point to what `fmha.h` says.
+    pub(crate) unsafe fn new(
+        backend: &Arc<dyn FmhaBackend>,
+        call: &FmhaCall,
+        choice: &Choice,
+    ) -> Result<Self> {
+        // SAFETY: passed on.
+        let pointed = unsafe { Pointed::read(call)? };
+        let (planned, scratch, text) = match &pointed.gradients {
+            None => {
+                let plan = backend.plan_fwd(&pointed.forward(call)?.validate()?, &choice.plan)?;
+                let (scratch, text) = (plan.workspace(), plan.to_string());
+                (Planned::Forward { plan, call: *call, pointed }, scratch, text)
+            }
+            Some(gradients) => {
+                let problem = pointed.backward(call, gradients, choice.plan.deterministic)?;
+                let plan = backend.plan_bwd(&problem.validate()?, &choice.plan)?;
+                let (scratch, text) = (plan.workspace(), plan.to_string());
+                (Planned::Backward { plan, call: *call, pointed }, scratch, text)
+            }
+        };
+        Self::with(Arc::clone(backend), planned, scratch, text)
+    }
+
+    /// # Safety
+    /// `parts` is null or as many as `num_parts` says.
+    pub(crate) unsafe fn combine(
+        backend: &Arc<dyn FmhaBackend>,
+        call: &FmhaCombine,
+        choice: &Choice,
+    ) -> Result<Self> {
+        // SAFETY: passed on.
+        let first = unsafe { host::parts(call)? }[0];
+        let plan = backend.plan_combine(&host::combine(call, &first)?.validate()?, &choice.plan)?;
+        let (scratch, text) = (plan.workspace(), plan.to_string());
+        Self::with(Arc::clone(backend), Planned::Combine { plan, call: *call, first }, scratch, text)
+    }
+
+    fn with(
+        backend: Arc<dyn FmhaBackend>,
+        planned: Planned,
+        scratch: Workspace,
+        text: String,
+    ) -> Result<Self> {
+        let workspace = backend.memory().workspace(scratch)?;
+        let text = CString::new(text).unwrap_or_default();
+        Ok(Self { backend, planned: Box::new(planned), workspace, text })
+    }
+
+    /// The plan for a reader.
+    pub(crate) fn text(&self) -> &CString {
+        &self.text
+    }
+
+    /// # Safety
+    /// Every pointer of `call` that is not null is memory of the plan's backend, as large as `fmha.h`
+    /// says, and nobody else touches it until the work is done; host pointers are as for [`Self::new`].
+    pub(crate) unsafe fn run(&self, call: &FmhaCall) -> Result<()> {
+        let stream = Stream(call.stream as u64);
+        let memory = Memory(self.backend.memory().space());
+        match &*self.planned {
+            Planned::Forward { plan, call: planned, pointed } => {
+                // SAFETY: passed on.
+                unsafe { agree::call(planned, pointed, call)? };
+                // SAFETY: passed on.
+                let mut args = unsafe { memory.forward(plan.problem(), call, self.workspace.as_ref())? };
+                self.backend.run_fwd(plan, &mut args, stream)
+            }
+            Planned::Backward { plan, call: planned, pointed } => {
+                // SAFETY: passed on.
+                unsafe { agree::call(planned, pointed, call)? };
+                // SAFETY: as above; a call that agrees has gradients.
+                let Some(gradients) = (unsafe { call.gradients.as_ref() }) else {
+                    return Err(ProblemError::new("gradients", "gradients is null (0)").into());
+                };
+                // SAFETY: passed on.
+                let mut args = unsafe { memory.backward(plan, call, gradients, self.workspace.as_ref())? };
+                self.backend.run_bwd(plan, &mut args, stream)
+            }
+            Planned::Combine { .. } => wrong_kind("fmha_run", "combine", "fmha_run_combine"),
+        }
+    }
+
+    /// # Safety
+    /// As [`Self::run`].
+    pub(crate) unsafe fn run_combine(&self, call: &FmhaCombine) -> Result<()> {
+        let Planned::Combine { plan, call: planned, first } = &*self.planned else {
+            return wrong_kind("fmha_run_combine", "attention", "fmha_run");
+        };
+        // SAFETY: passed on.
+        let parts = unsafe { host::parts(call)? };
+        agree::combine(planned, first, call, &parts[0])?;
+        let memory = Memory(self.backend.memory().space());
+        let problem = plan.problem();
+        let lse_bytes = problem.lse_elems() * 4;
+        let mut inputs = Vec::with_capacity(parts.len());
+        for part in parts {
+            // SAFETY: passed on.
+            let (o, lse) = unsafe {
+                let o = memory.input("parts.o", &part.o, problem.shape(), problem.dtype_part)?;
+                (o, memory.read(part.lse.cast(), lse_bytes))
+            };
+            inputs.push(PartialResult { o, lse });
+        }
+        // SAFETY: passed on.
+        let mut args = unsafe {
+            CombineArgs {
+                parts: &inputs,
+                o: memory.output("o", &call.o, problem.shape(), problem.dtype_o)?,
+                lse: memory.optional_mut(call.lse.cast(), lse_bytes),
+            }
+        };
+        self.backend.run_combine(plan, &mut args, Stream(call.stream as u64))
+    }
+}
+
+fn wrong_kind(function: &str, planned: &str, instead: &str) -> Result<()> {
+    let text = format!("plan: {function} was given 1 plan of {planned}, which {instead} runs");
+    Err(ProblemError::new("plan", text).into())
+}
+
+/// Where the pointers of a struct point.
+#[derive(Clone, Copy)]
+struct Memory(MemorySpace);
+
+impl Memory {
+    /// # Safety
+    /// As [`FmhaPlan::run`].
+    unsafe fn forward<'a>(
+        self,
+        problem: &ValidFwd,
+        call: &FmhaCall,
+        workspace: Option<&'a DevBuffer>,
+    ) -> Result<FwdArgs<'a>> {
+        let totals = host::totals(call)?;
+        let extents = problem.extents(totals);
+        // SAFETY: passed on, here and below.
+        unsafe {
+            let mut args = FwdArgs::new(
+                self.input("q", &call.q, extents.q, problem.dtype_qk)?,
+                self.input("k", &call.k, extents.k, problem.dtype_qk)?,
+                self.input("v", &call.v, extents.v, problem.dtype_v)?,
+                self.output("o", &call.o, extents.o, problem.dtype_o)?,
+            );
+            args.lse = self.optional_mut(call.lse.cast(), extents.lse_elems * 4);
+            args.keep_mask = self.optional_mut(call.keep_mask, problem.keep_mask_bytes());
+            args.scale_o = self.optional(call.scale_o.cast(), 4);
+            args.seq = self.seq(problem, call, totals);
+            args.score = self.score(problem, call)?;
+            args.workspace = workspace.map(|buffer| self.write(buffer.as_ptr(), buffer.bytes()));
+            Ok(args)
+        }
+    }
+
+    /// # Safety
+    /// As [`FmhaPlan::run`].
+    unsafe fn backward<'a>(
+        self,
+        plan: &BwdPlan,
+        call: &FmhaCall,
+        gradients: &FmhaGradients,
+        workspace: Option<&'a DevBuffer>,
+    ) -> Result<BwdArgs<'a>> {
+        let problem = plan.problem();
+        let fwd = problem.fwd();
+        let totals = host::totals(call)?;
+        let extents = fwd.extents(totals);
+        let lse_bytes = extents.lse_elems * 4;
+        // SAFETY: passed on, here and below.
+        unsafe {
+            let grad = |name, tensor, shape| self.output(name, tensor, shape, problem.dtype_grad);
+            let dbias = match (problem.dbias, fwd.bias) {
+                (Some(wanted), fmha::Bias::Elementwise(bias)) => {
+                    let shape = fwd.shape_bias(bias.broadcast);
+                    Some(self.output("dbias", &gradients.dbias, shape, wanted.dtype)?)
+                }
+                _ => None,
+            };
+            Ok(BwdArgs {
+                q: self.input("q", &call.q, extents.q, fwd.dtype_qk)?,
+                k: self.input("k", &call.k, extents.k, fwd.dtype_qk)?,
+                v: self.input("v", &call.v, extents.v, fwd.dtype_v)?,
+                o: self.input("o", &call.o, extents.o, fwd.dtype_o)?,
+                lse: self.read(call.lse.cast(), lse_bytes),
+                dout: self.input("dout", &gradients.dout, extents.o, fwd.dtype_o)?,
+                dlse: self.optional(gradients.dlse.cast(), lse_bytes),
+                dq: grad("dq", &gradients.dq, extents.q)?,
+                dk: grad("dk", &gradients.dk, extents.k)?,
+                dv: grad("dv", &gradients.dv, extents.v)?,
+                dbias,
+                dsink: self.optional_mut(gradients.dsink.cast(), u64::from(fwd.dims.num_heads_q) * 4),
+                seq: self.seq(fwd, call, totals),
+                score: self.score(fwd, call)?,
+                workspace: workspace.map(|buffer| self.write(buffer.as_ptr(), buffer.bytes())),
+            })
+        }
+    }
+
+    /// # Safety
+    /// As [`FmhaPlan::run`].
+    unsafe fn seq<'a>(self, problem: &FwdProblem, call: &FmhaCall, totals: Totals) -> SeqArgs<'a> {
+        let used = u64::from(problem.dims.batch) * 4;
+        // `totals` has read it: in range, and 0 where there are no pages.
+        let max_pages = call.max_pages as u32;
+        let entries = u64::from(problem.dims.batch) * u64::from(max_pages);
+        // SAFETY: passed on.
+        unsafe {
+            SeqArgs {
+                totals,
+                block_table: self
+                    .optional(call.page_table.cast(), entries.saturating_mul(4))
+                    .map(|pages| BlockTable { pages, max_pages }),
+                cu_seqlens_q: self.optional(call.cu_seqlens_q.cast(), used + 4),
+                cu_seqlens_k: self.optional(call.cu_seqlens_k.cast(), used + 4),
+                seqused_q: self.optional(call.seqused_q.cast(), used),
+                seqused_k: self.optional(call.seqused_k.cast(), used),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`FmhaPlan::run`].
+    unsafe fn score<'a>(self, problem: &FwdProblem, call: &FmhaCall) -> Result<ScoreArgs<'a>> {
+        let Dims { batch, num_heads_q, num_heads_kv, .. } = problem.dims;
+        let heads = u64::from(num_heads_q) * 4;
+        let slopes = if call.alibi_per_batch == 0 { heads } else { heads * u64::from(batch) };
+        let descale = |kind: Descale| kind.num_elems(batch, num_heads_kv) * 4;
+        // SAFETY: passed on.
+        unsafe {
+            let bias = match problem.bias {
+                fmha::Bias::Elementwise(bias) => {
+                    Some(self.input("bias", &call.bias, problem.shape_bias(bias.broadcast), bias.dtype)?)
+                }
+                _ => None,
+            };
+            Ok(ScoreArgs {
+                bias,
+                alibi_slopes: self.optional(call.alibi_slopes.cast(), slopes),
+                sink: self.optional(call.sink.cast(), heads),
+                descale_q: self.optional(call.descale_q.cast(), descale(problem.descale_q)),
+                descale_k: self.optional(call.descale_k.cast(), descale(problem.descale_k)),
+                descale_v: self.optional(call.descale_v.cast(), descale(problem.descale_v)),
+                dropout: fmha::DropoutSeed { seed: call.dropout_seed, offset: call.dropout_offset },
+            })
+        }
+    }
+
+    /// # Safety
+    /// As [`FmhaPlan::run`].
+    unsafe fn input<'a>(
+        self,
+        name: &'static str,
+        tensor: &FmhaTensor,
+        shape: Shape,
+        dtype: DType,
+    ) -> Result<DevSlice<'a>, ProblemError> {
+        let bytes = bytes(name, tensor, strides(tensor), shape, dtype)?;
+        // SAFETY: passed on.
+        Ok(unsafe { self.read(tensor.data.cast_const().cast(), bytes) })
+    }
+
+    /// # Safety
+    /// As [`FmhaPlan::run`].
+    unsafe fn output<'a>(
+        self,
+        name: &'static str,
+        tensor: &FmhaTensor,
+        shape: Shape,
+        dtype: DType,
+    ) -> Result<DevSliceMut<'a>, ProblemError> {
+        let bytes = bytes(name, tensor, strides(tensor), shape, dtype)?;
+        // SAFETY: passed on.
+        Ok(unsafe { self.write(tensor.data.cast(), bytes) })
+    }
+
+    /// # Safety
+    /// As [`FmhaPlan::run`].
+    unsafe fn optional<'a>(self, pointer: *const u8, bytes: u64) -> Option<DevSlice<'a>> {
+        // SAFETY: passed on.
+        (!pointer.is_null()).then(|| unsafe { self.read(pointer, bytes) })
+    }
+
+    /// # Safety
+    /// As [`FmhaPlan::run`].
+    unsafe fn optional_mut<'a>(self, pointer: *mut u8, bytes: u64) -> Option<DevSliceMut<'a>> {
+        // SAFETY: passed on.
+        (!pointer.is_null()).then(|| unsafe { self.write(pointer, bytes) })
+    }
+
+    /// # Safety
+    /// As [`FmhaPlan::run`].
+    unsafe fn read<'a>(self, pointer: *const u8, bytes: u64) -> DevSlice<'a> {
+        // A tensor of nothing may be null in C, and may not in Rust.
+        let pointer = if pointer.is_null() { std::ptr::dangling() } else { pointer };
+        // SAFETY: passed on.
+        unsafe { DevSlice::from_raw(self.0, pointer, bytes) }
+    }
+
+    /// # Safety
+    /// As [`FmhaPlan::run`].
+    unsafe fn write<'a>(self, pointer: *mut u8, bytes: u64) -> DevSliceMut<'a> {
+        let pointer = if pointer.is_null() { std::ptr::dangling_mut() } else { pointer };
+        // SAFETY: passed on.
+        unsafe { DevSliceMut::from_raw(self.0, pointer, bytes) }
+    }
+}
+
+/// What a tensor spans, or a refusal of one that is not there.
+fn bytes(
+    name: &'static str,
+    tensor: &FmhaTensor,
+    strides: Strides,
+    shape: Shape,
+    dtype: DType,
+) -> Result<u64, ProblemError> {
+    let bytes = ValidFwd::extent_bytes(strides, shape, dtype);
+    if tensor.data.is_null() && bytes > 0 {
+        let text = format!("{name}.data is null, but {bytes} bytes are needed");
+        return Err(ProblemError::new(name, text));
+    }
+    Ok(bytes)
+}

@@ -1,0 +1,245 @@
+//! The C structs, as `fmha.h` has them. Nothing here is trusted: `host.rs` reads them, `agree.rs` holds a
+//! run to its plan.
+
+use std::ffi::{c_char, c_void};
+
+/// Element type IEEE binary16.
+pub const FMHA_F16: i32 = 0;
+/// Element type bfloat16.
+pub const FMHA_BF16: i32 = 1;
+/// Element type OCP FP8 E4M3.
+pub const FMHA_E4M3FN: i32 = 2;
+/// Element type OCP FP8 E5M2.
+pub const FMHA_E5M2: i32 = 3;
+/// Element type FP8 E4M3 FNUZ.
+pub const FMHA_E4M3FNUZ: i32 = 4;
+/// Element type FP8 E5M2 FNUZ.
+pub const FMHA_E5M2FNUZ: i32 = 5;
+/// Element type IEEE binary32.
+pub const FMHA_F32: i32 = 6;
+
+/// V as [.., seqlen_k, head_dim_v], dim_stride 1.
+pub const FMHA_V_ROW_MAJOR: i32 = 0;
+/// V as [.., head_dim_v, seqlen_k], seqlen_stride 1.
+pub const FMHA_V_COL_MAJOR: i32 = 1;
+
+/// The running maximum of a row may lag by a bounded factor: the default.
+pub const FMHA_FAST: i32 = 0;
+/// The true running maximum is subtracted, or a refusal.
+pub const FMHA_EXACT: i32 = 1;
+
+/// A tensor. Strides are in elements and may differ from any contiguous order; 0 is legal for an input's
+/// batch and head.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaTensor {
+    /// Its first element, in the memory of the plan's backend. Null: not given (an optional tensor), or
+    /// a tensor of 0 elements.
+    pub data: *mut c_void,
+    /// From sequence to sequence; packed: not used.
+    pub batch_stride: i64,
+    /// From row to row.
+    pub seqlen_stride: i64,
+    /// From head to head.
+    pub head_stride: i64,
+    /// From element to element of a row: 1, but for a column-major V.
+    pub dim_stride: i64,
+}
+
+/// The gradients of a call, for backward.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaGradients {
+    /// sizeof(FmhaGradients).
+    pub struct_bytes: u64,
+    /// Read: gradient of O, shape and type of O.
+    pub dout: FmhaTensor,
+    /// Written: gradient of Q, shape of Q.
+    pub dq: FmhaTensor,
+    /// Written: gradient of K, shape of K.
+    pub dk: FmhaTensor,
+    /// Written: gradient of V, shape of V, row-major whatever V's layout.
+    pub dv: FmhaTensor,
+    /// Written: gradient of the bias, shape of the bias; data null: not wanted.
+    pub dbias: FmhaTensor,
+    /// Read: gradient of LSE, f32, shape of LSE; null: none.
+    pub dlse: *const f32,
+    /// Written: gradient of the sinks, f32 [num_heads_q]; null: not wanted.
+    pub dsink: *mut f32,
+    /// Of dq, dk and dv: FMHA_F32, FMHA_F16 or FMHA_BF16.
+    pub dtype_grad: i32,
+    /// Of dbias, likewise; 0 where there is none.
+    pub dtype_dbias: i32,
+}
+
+/// One call. Set everything to 0 first, then what is wanted: a null pointer is an option that is off.
+/// Pointers are to memory of the plan's backend, unless they are said to be host memory.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaCall {
+    /// sizeof(FmhaCall): a library of another version refuses the call.
+    pub struct_bytes: u64,
+    /// Sequences.
+    pub batch: i64,
+    /// Queries of a sequence; packed: of the longest.
+    pub seqlen_q: i64,
+    /// Keys of a sequence; packed: of the longest.
+    pub seqlen_k: i64,
+    /// Query heads, a multiple of num_heads_kv.
+    pub num_heads_q: i64,
+    /// Key and value heads.
+    pub num_heads_kv: i64,
+    /// Elements of a row of Q and K.
+    pub head_dim_qk: i64,
+    /// Elements of a row of V and O.
+    pub head_dim_v: i64,
+    /// Packed: rows of Q and O, all sequences together; else 0. May change from run to run, as may total_k,
+    /// num_pages and max_pages.
+    pub total_q: i64,
+    /// Packed: rows of K and V, all sequences together; else 0.
+    pub total_k: i64,
+    /// Rows of a page; 0: K and V are not paged.
+    pub page_size: i64,
+    /// Paged: pages of K and V, used or not; else 0.
+    pub num_pages: i64,
+    /// Paged: entries of a row of page_table, times page_size at least seqlen_k; else 0.
+    pub max_pages: i64,
+    /// Q [batch, seqlen_q, num_heads_q, head_dim_qk]; packed [total_q, num_heads_q, head_dim_qk].
+    pub q: FmhaTensor,
+    /// K [batch, seqlen_k, num_heads_kv, head_dim_qk]; packed [total_k, num_heads_kv, head_dim_qk]; paged
+    /// [num_pages, page_size, num_heads_kv, head_dim_qk], batch_stride from page to page.
+    pub k: FmhaTensor,
+    /// V [batch, seqlen_k, num_heads_kv, head_dim_v]; packed and paged likewise.
+    pub v: FmhaTensor,
+    /// O [batch, seqlen_q, num_heads_q, head_dim_v], or packed: written; backward reads it.
+    pub o: FmhaTensor,
+    /// Bias [batch, num_heads_q, seqlen_q, seqlen_k], added to the scores: seqlen_stride is from query to
+    /// query, dim_stride (1) from key to key. A batch_stride of 0 is one bias for all sequences, and with
+    /// it a head_stride of 0 one for all heads. data null: none.
+    pub bias: FmhaTensor,
+    /// LSE, f32 [batch, num_heads_q, seqlen_q], packed [num_heads_q, total_q]: written; null: not wanted.
+    /// Backward reads it and needs it.
+    pub lse: *mut f32,
+    /// The dropout keep mask, [batch, num_heads_q, seqlen_q, seqlen_k] bytes; null: not wanted.
+    pub keep_mask: *mut u8,
+    /// i32 [batch + 1], first row of each sequence of Q and O, which are packed then; null: they are not.
+    pub cu_seqlens_q: *const i32,
+    /// i32 [batch + 1], likewise for K and V.
+    pub cu_seqlens_k: *const i32,
+    /// i32 [batch], queries in use of each sequence; null: all.
+    pub seqused_q: *const i32,
+    /// i32 [batch], keys in use of each sequence; null: all.
+    pub seqused_k: *const i32,
+    /// Paged: i32 [batch, max_pages], the pages of each sequence; else null.
+    pub page_table: *const i32,
+    /// ALiBi slopes, f32 [num_heads_q], or [batch, num_heads_q] with alibi_per_batch; null: none.
+    pub alibi_slopes: *const f32,
+    /// Sinks, f32 [num_heads_q], in the softmax's denominator; null: none.
+    pub sink: *const f32,
+    /// FP8 Q's factor, f32 [batch, num_heads_kv], or [1] with descale_per_tensor; null: 1.
+    pub descale_q: *const f32,
+    /// FP8 K's factor, likewise.
+    pub descale_k: *const f32,
+    /// FP8 V's factor, likewise.
+    pub descale_v: *const f32,
+    /// FP8 O is multiplied by it before it is rounded, f32 [1]; null: 1.
+    pub scale_o: *const f32,
+    /// Host memory: "0" (none), "t", "b" (causal, top-left or bottom-right), "b:left,right" (window; -1:
+    /// unbounded), "g:y,x" (generic coordinates); null: none.
+    pub mask: *const c_char,
+    /// Host memory: multiplies Q K^T; null: 1 / sqrt(head_dim_qk). 0 is 0.
+    pub softmax_scale: *const f32,
+    /// Host memory: softcap * tanh(score / softcap); null: none.
+    pub softcap: *const f32,
+    /// CUDA: a CUstream of the device's primary context; HIP: a hipStream_t; null: the default stream.
+    pub stream: *mut c_void,
+    /// Host memory: null: forward; else backward.
+    pub gradients: *const FmhaGradients,
+    /// Key of the dropout generator. May change from run to run.
+    pub dropout_seed: u64,
+    /// Last word of its counter. May change from run to run.
+    pub dropout_offset: u64,
+    /// Probability that an element of P is dropped.
+    pub p_drop: f32,
+    /// Of Q and K: FMHA_F16, ...
+    pub dtype_qk: i32,
+    /// Of V: that of Q and K, or FMHA_F16 or FMHA_BF16 beside FP8 Q and K.
+    pub dtype_v: i32,
+    /// Of O.
+    pub dtype_o: i32,
+    /// Of the bias: FMHA_F32 or the inputs' 16-bit type; 0 where there is none.
+    pub dtype_bias: i32,
+    /// FMHA_V_ROW_MAJOR or FMHA_V_COL_MAJOR.
+    pub v_layout: i32,
+    /// 1: alibi_slopes have a batch axis; else 0.
+    pub alibi_per_batch: i32,
+    /// 1: descales are one number each; else 0.
+    pub descale_per_tensor: i32,
+}
+
+/// One partial result.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaPartial {
+    /// O of this part [batch, seqlen_q, num_heads_q, head_dim_v].
+    pub o: FmhaTensor,
+    /// LSE of this part, f32 [batch, num_heads_q, seqlen_q].
+    pub lse: *const f32,
+}
+
+/// A combine call: partial results over the same rows, merged by their LSE. Packed rows are a batch of 1.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaCombine {
+    /// sizeof(FmhaCombine).
+    pub struct_bytes: u64,
+    /// Parts to merge.
+    pub num_parts: i64,
+    /// Sequences.
+    pub batch: i64,
+    /// Rows of each.
+    pub seqlen_q: i64,
+    /// Heads.
+    pub num_heads_q: i64,
+    /// Elements of a row.
+    pub head_dim_v: i64,
+    /// Host memory: num_parts of them, all with the same strides.
+    pub parts: *const FmhaPartial,
+    /// The combined O: written.
+    pub o: FmhaTensor,
+    /// The combined LSE, f32 [batch, num_heads_q, seqlen_q]: written; null: not wanted.
+    pub lse: *mut f32,
+    /// As in FmhaCall.
+    pub stream: *mut c_void,
+    /// Of the parts: FMHA_F32, FMHA_F16 or FMHA_BF16.
+    pub dtype_part: i32,
+    /// Of the combined O, likewise.
+    pub dtype_o: i32,
+}
+
+/// How to choose a kernel. Null instead of it, and 0 in every field, is the default.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaOptions {
+    /// sizeof(FmhaOptions).
+    pub struct_bytes: u64,
+    /// "cuda" (default), "cuda:1", "rocm", "cpu" (pointers are host memory), "auto". Null: "cuda".
+    pub backend: *const c_char,
+    /// This kernel or a refusal; null: the backend's choice.
+    pub kernel: *const c_char,
+    /// Its tile, honoured or refused: "block_m=128,stages=3"; null: the kernel's own.
+    pub tile: *const c_char,
+    /// 1: a kernel that is correct but far from fast may serve; 0: a refusal instead.
+    pub allow_fallback: i32,
+    /// FMHA_FAST or FMHA_EXACT.
+    pub accuracy: i32,
+    /// 1: the same bits every run, or a refusal. Forward and combine always keep it.
+    pub deterministic: i32,
+    /// 1: a sequence's bits depend on its own lengths and contents alone, or a refusal.
+    pub batch_invariant: i32,
+    /// 1: each run reads the lengths back, waits for them, and refuses offsets that decrease or leave
+    /// their tensor. 0: such offsets give wrong outputs, and touch nothing outside the tensors.
+    pub check_lengths: i32,
+    /// 0.
+    pub reserved: i32,
+}

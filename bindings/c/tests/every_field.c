@@ -1,0 +1,450 @@
+// The C ABI as a C program meets it, on the CPU's backend. Each field of each struct is changed between
+// the plan and the run, one at a time: the run must say its name and the number, and write nothing.
+// Which fields have been tried is counted in bytes, so that a field that is added and not tried is found.
+
+#include "../fmha.h"
+
+#include <stdio.h>
+#include <string.h>
+
+enum { BATCH = 2, ROWS = 5, HEADS = 4, KV = 2, DIM = 8, PARTS = 3 };
+enum { Q_ELEMS = BATCH * ROWS * HEADS * DIM, K_ELEMS = BATCH * ROWS * KV * DIM };
+enum { LSE_ELEMS = BATCH * HEADS * ROWS };
+
+static int failures = 0;
+static int tried = 0;
+
+#define CHECK(condition, ...)                  \
+  do {                                         \
+    if (!(condition)) {                        \
+      ++failures;                              \
+      printf("line %d: ", __LINE__);           \
+      printf(__VA_ARGS__);                     \
+      printf(" (%s)\n", fmha_last_error());    \
+    }                                          \
+  } while (0)
+
+typedef enum Kind { INT64, UINT64, INT32, FLOAT, POINTER, TEXT, HOST_FLOAT, STRUCT, FREE } Kind;
+
+typedef struct Field {
+  const char *name;  // as the error says it
+  size_t at, size;
+  Kind kind;
+} Field;
+
+#define FIELD(type, field, kind) {#field, offsetof(type, field), sizeof(((type *)0)->field), kind}
+#define TENSOR(type, field)                                                                       \
+  {#field ".data", offsetof(type, field.data), sizeof(void *), FREE},                             \
+      {#field ".batch_stride", offsetof(type, field.batch_stride), sizeof(int64_t), INT64},       \
+      {#field ".seqlen_stride", offsetof(type, field.seqlen_stride), sizeof(int64_t), INT64},     \
+      {#field ".head_stride", offsetof(type, field.head_stride), sizeof(int64_t), INT64},         \
+      {#field ".dim_stride", offsetof(type, field.dim_stride), sizeof(int64_t), INT64}
+
+static const Field CALL[] = {
+    FIELD(FmhaCall, struct_bytes, UINT64),
+    FIELD(FmhaCall, batch, INT64),
+    FIELD(FmhaCall, seqlen_q, INT64),
+    FIELD(FmhaCall, seqlen_k, INT64),
+    FIELD(FmhaCall, num_heads_q, INT64),
+    FIELD(FmhaCall, num_heads_kv, INT64),
+    FIELD(FmhaCall, head_dim_qk, INT64),
+    FIELD(FmhaCall, head_dim_v, INT64),
+    FIELD(FmhaCall, total_q, INT64),
+    FIELD(FmhaCall, total_k, INT64),
+    FIELD(FmhaCall, page_size, INT64),
+    FIELD(FmhaCall, num_pages, INT64),
+    FIELD(FmhaCall, max_pages, INT64),
+    TENSOR(FmhaCall, q),
+    TENSOR(FmhaCall, k),
+    TENSOR(FmhaCall, v),
+    TENSOR(FmhaCall, o),
+    TENSOR(FmhaCall, bias),
+    FIELD(FmhaCall, lse, POINTER),
+    FIELD(FmhaCall, keep_mask, POINTER),
+    FIELD(FmhaCall, cu_seqlens_q, POINTER),
+    FIELD(FmhaCall, cu_seqlens_k, POINTER),
+    FIELD(FmhaCall, seqused_q, POINTER),
+    FIELD(FmhaCall, seqused_k, POINTER),
+    FIELD(FmhaCall, page_table, POINTER),
+    FIELD(FmhaCall, alibi_slopes, POINTER),
+    FIELD(FmhaCall, sink, POINTER),
+    FIELD(FmhaCall, descale_q, POINTER),
+    FIELD(FmhaCall, descale_k, POINTER),
+    FIELD(FmhaCall, descale_v, POINTER),
+    FIELD(FmhaCall, scale_o, POINTER),
+    FIELD(FmhaCall, mask, TEXT),
+    FIELD(FmhaCall, softmax_scale, HOST_FLOAT),
+    FIELD(FmhaCall, softcap, HOST_FLOAT),
+    FIELD(FmhaCall, stream, FREE),
+    FIELD(FmhaCall, gradients, STRUCT),
+    FIELD(FmhaCall, dropout_seed, FREE),
+    FIELD(FmhaCall, dropout_offset, FREE),
+    FIELD(FmhaCall, p_drop, FLOAT),
+    FIELD(FmhaCall, dtype_qk, INT32),
+    FIELD(FmhaCall, dtype_v, INT32),
+    FIELD(FmhaCall, dtype_o, INT32),
+    FIELD(FmhaCall, dtype_bias, INT32),
+    FIELD(FmhaCall, v_layout, INT32),
+    FIELD(FmhaCall, alibi_per_batch, INT32),
+    FIELD(FmhaCall, descale_per_tensor, INT32),
+};
+
+static const Field GRADIENTS[] = {
+    FIELD(FmhaGradients, struct_bytes, UINT64),
+    TENSOR(FmhaGradients, dout),
+    TENSOR(FmhaGradients, dq),
+    TENSOR(FmhaGradients, dk),
+    TENSOR(FmhaGradients, dv),
+    TENSOR(FmhaGradients, dbias),
+    FIELD(FmhaGradients, dlse, POINTER),
+    FIELD(FmhaGradients, dsink, POINTER),
+    FIELD(FmhaGradients, dtype_grad, INT32),
+    FIELD(FmhaGradients, dtype_dbias, INT32),
+};
+
+static const Field COMBINE[] = {
+    FIELD(FmhaCombine, struct_bytes, UINT64),
+    FIELD(FmhaCombine, num_parts, INT64),
+    FIELD(FmhaCombine, batch, INT64),
+    FIELD(FmhaCombine, seqlen_q, INT64),
+    FIELD(FmhaCombine, num_heads_q, INT64),
+    FIELD(FmhaCombine, head_dim_v, INT64),
+    FIELD(FmhaCombine, parts, FREE),
+    TENSOR(FmhaCombine, o),
+    FIELD(FmhaCombine, lse, POINTER),
+    FIELD(FmhaCombine, stream, FREE),
+    FIELD(FmhaCombine, dtype_part, INT32),
+    FIELD(FmhaCombine, dtype_o, INT32),
+};
+
+// Every byte of the struct belongs to a field of the table.
+static void covers(const char *name, const Field *fields, size_t count, size_t size) {
+  unsigned char seen[1024] = {0};
+  size_t bytes = 0;
+  for (size_t i = 0; i < count; ++i) {
+    for (size_t at = 0; at < fields[i].size; ++at) seen[fields[i].at + at] = 1;
+  }
+  for (size_t at = 0; at < size; ++at) bytes += seen[at];
+  CHECK(bytes == size, "%s: fields of %zu of its %zu bytes are tried", name, bytes, size);
+}
+
+static float q[Q_ELEMS], k[K_ELEMS], v[K_ELEMS], o[Q_ELEMS], lse[LSE_ELEMS];
+static float dout[Q_ELEMS], dq[Q_ELEMS], dk[K_ELEMS], dv[K_ELEMS];
+static float part_o[PARTS][Q_ELEMS], part_lse[PARTS][LSE_ELEMS];
+static float half = 0.5f, quarter = 0.25f;
+static char other[64];
+
+// Changes one field; the number or word that the error must say is in `said`.
+static int spoil(void *call, const Field *field, char *said) {
+  char *at = (char *)call + field->at;
+  said[0] = 0;
+  switch (field->kind) {
+    case INT64:
+    case UINT64: {
+      int64_t value;
+      memcpy(&value, at, sizeof value);
+      value += 7;
+      memcpy(at, &value, sizeof value);
+      sprintf(said, " %lld", (long long)value);
+      return 1;
+    }
+    case INT32: {
+      int32_t value;
+      memcpy(&value, at, sizeof value);
+      value = value == 99 ? 98 : 99;
+      memcpy(at, &value, sizeof value);
+      sprintf(said, " %d", value);
+      return 1;
+    }
+    case FLOAT:
+      memcpy(at, &half, sizeof half);
+      sprintf(said, " 0.5");
+      return 1;
+    case POINTER: {
+      void *value;
+      memcpy(&value, at, sizeof value);
+      sprintf(said, value ? "null (0)" : "given (1)");
+      value = value ? NULL : (void *)other;
+      memcpy(at, &value, sizeof value);
+      return 1;
+    }
+    case TEXT: {
+      const char *value = "zz";
+      memcpy(at, &value, sizeof value);
+      sprintf(said, "zz");
+      return 1;
+    }
+    case HOST_FLOAT: {
+      const float *value = &quarter;
+      memcpy(at, &value, sizeof value);
+      sprintf(said, " 0.25");
+      return 1;
+    }
+    case STRUCT: {
+      void *value;
+      memcpy(&value, at, sizeof value);
+      sprintf(said, value ? "null" : "given");
+      return 2;
+    }
+    case FREE: return 0;
+  }
+  return 0;
+}
+
+static FmhaTensor tensor(float *data, int heads) {
+  FmhaTensor t = {0};
+  t.data = data;
+  t.batch_stride = (int64_t)ROWS * heads * DIM;
+  t.seqlen_stride = (int64_t)heads * DIM;
+  t.head_stride = DIM;
+  t.dim_stride = 1;
+  return t;
+}
+
+static FmhaCall good(void) {
+  static const float scale = 0.3f;
+  FmhaCall call = {0};
+  call.struct_bytes = sizeof call;
+  call.batch = BATCH;
+  call.seqlen_q = call.seqlen_k = ROWS;
+  call.num_heads_q = HEADS;
+  call.num_heads_kv = KV;
+  call.head_dim_qk = call.head_dim_v = DIM;
+  call.q = tensor(q, HEADS);
+  call.k = tensor(k, KV);
+  call.v = tensor(v, KV);
+  call.o = tensor(o, HEADS);
+  call.lse = lse;
+  call.mask = "b";
+  call.softmax_scale = &scale;
+  call.dtype_qk = call.dtype_v = call.dtype_o = FMHA_F32;
+  return call;
+}
+
+static FmhaGradients good_gradients(void) {
+  FmhaGradients gradients = {0};
+  gradients.struct_bytes = sizeof gradients;
+  gradients.dout = tensor(dout, HEADS);
+  gradients.dq = tensor(dq, HEADS);
+  gradients.dk = tensor(dk, KV);
+  gradients.dv = tensor(dv, KV);
+  gradients.dtype_grad = FMHA_F32;
+  return gradients;
+}
+
+static FmhaCombine good_combine(FmhaPartial *parts) {
+  FmhaCombine call = {0};
+  call.struct_bytes = sizeof call;
+  call.num_parts = PARTS;
+  call.batch = BATCH;
+  call.seqlen_q = ROWS;
+  call.num_heads_q = HEADS;
+  call.head_dim_v = DIM;
+  for (int i = 0; i < PARTS; ++i) {
+    parts[i].o = tensor(part_o[i], HEADS);
+    parts[i].lse = part_lse[i];
+  }
+  call.parts = parts;
+  call.o = tensor(o, HEADS);
+  call.lse = lse;
+  call.dtype_part = call.dtype_o = FMHA_F32;
+  return call;
+}
+
+static void clear(void) {
+  for (int i = 0; i < Q_ELEMS; ++i) o[i] = dq[i] = -77.0f;
+  for (int i = 0; i < K_ELEMS; ++i) dk[i] = dv[i] = -77.0f;
+  for (int i = 0; i < LSE_ELEMS; ++i) lse[i] = -77.0f;
+}
+
+static int untouched(void) {
+  int same = 1;
+  for (int i = 0; i < Q_ELEMS; ++i) same &= o[i] == -77.0f && dq[i] == -77.0f;
+  for (int i = 0; i < K_ELEMS; ++i) same &= dk[i] == -77.0f && dv[i] == -77.0f;
+  return same;
+}
+
+static void refused(int status, const char *name, const char *said) {
+  ++tried;
+  CHECK(status != 0, "%s: a changed field is taken", name);
+  if (status) {
+    const char *text = fmha_last_error();
+    CHECK(strstr(text, name) != NULL, "%s is not named", name);
+    CHECK(strstr(text, said) != NULL, "%s: `%s` is not said", name, said);
+  }
+  CHECK(untouched(), "%s: something was written", name);
+}
+
+static void forward_and_backward(const FmhaOptions *options) {
+  FmhaPlan *forward = NULL, *backward = NULL;
+  FmhaGradients gradients = good_gradients();
+  FmhaCall call = good(), with = good();
+  with.gradients = &gradients;
+  CHECK(fmha_plan(&call, options, &forward) == 0, "forward is not planned");
+  CHECK(fmha_plan(&with, options, &backward) == 0, "backward is not planned");
+  if (!forward || !backward) return;
+  CHECK(strstr(fmha_plan_text(forward), "kernel") != NULL, "a plan without a text");
+  CHECK(fmha_run(forward, &call) == 0, "forward does not run");
+  CHECK(o[0] == v[0], "the first query of a causal call sees the first key alone: %f", o[0]);
+  CHECK(fmha_run(backward, &with) == 0, "backward does not run");
+  CHECK(dv[0] == dv[0] && dv[0] != -77.0f, "no gradient: %f", dv[0]);
+
+  char said[64];
+  for (size_t i = 0; i < sizeof CALL / sizeof *CALL; ++i) {
+    for (int kind = 0; kind < 2; ++kind) {
+      FmhaCall bad = kind ? with : call;
+      clear();
+      switch (spoil(&bad, &CALL[i], said)) {
+        case 0: continue;
+        case 1: break;
+        case 2: bad.gradients = kind ? NULL : &gradients; break;
+      }
+      refused(fmha_run(kind ? backward : forward, &bad), CALL[i].name, said);
+    }
+  }
+  for (size_t i = 0; i < sizeof GRADIENTS / sizeof *GRADIENTS; ++i) {
+    FmhaGradients bad = gradients;
+    clear();
+    if (!spoil(&bad, &GRADIENTS[i], said)) continue;
+    FmhaCall bad_call = with;
+    bad_call.gradients = &bad;
+    refused(fmha_run(backward, &bad_call), GRADIENTS[i].name, said);
+  }
+  // A tensor that is null, and an optional one that was not planned.
+  void *const data[] = {NULL};
+  size_t tensors[] = {offsetof(FmhaCall, q.data), offsetof(FmhaCall, k.data), offsetof(FmhaCall, v.data),
+                      offsetof(FmhaCall, o.data)};
+  const char *names[] = {"q.data", "k.data", "v.data", "o.data"};
+  for (int i = 0; i < 4; ++i) {
+    FmhaCall bad = call;
+    clear();
+    memcpy((char *)&bad + tensors[i], data, sizeof *data);
+    refused(fmha_run(forward, &bad), names[i], "null");
+  }
+  {
+    FmhaCall bad = call;
+    clear();
+    bad.bias.data = other;
+    refused(fmha_run(forward, &bad), "bias.data", "given (1)");
+  }
+  // A scale of 0 is a scale: another one than the default, and a refusal where that was planned.
+  const float zero = 0.0f;
+  FmhaCall scaled = call;
+  scaled.softmax_scale = NULL;
+  FmhaPlan *by_default = NULL;
+  CHECK(fmha_plan(&scaled, options, &by_default) == 0, "the default scale is not planned");
+  scaled.softmax_scale = &zero;
+  clear();
+  refused(fmha_run(by_default, &scaled), "softmax_scale", " 0 ");
+  FmhaPlan *flat = NULL;
+  CHECK(fmha_plan(&scaled, options, &flat) == 0, "scale 0 is not planned");
+  CHECK(fmha_run(flat, &scaled) == 0, "scale 0 does not run");
+  CHECK(lse[1] > 0.693f && lse[1] < 0.694f, "scale 0: LSE of two keys is %f, not ln 2", lse[1]);
+  // Kinds of plans do not mix.
+  FmhaPartial parts[PARTS];
+  FmhaCombine combine = good_combine(parts);
+  clear();
+  refused(fmha_run_combine(forward, &combine), "plan", "1 plan of attention");
+  fmha_drop(flat);
+  fmha_drop(by_default);
+  fmha_drop(backward);
+  fmha_drop(forward);
+}
+
+static void combine(const FmhaOptions *options) {
+  FmhaPartial parts[PARTS];
+  FmhaCombine call = good_combine(parts);
+  FmhaPlan *plan = NULL;
+  CHECK(fmha_plan_combine(&call, options, &plan) == 0, "combine is not planned");
+  if (!plan) return;
+  CHECK(fmha_run_combine(plan, &call) == 0, "combine does not run");
+  // Three equal parts: their O, and ln 3 more.
+  CHECK(o[9] - part_o[0][9] < 1e-6f && part_o[0][9] - o[9] < 1e-6f, "combined %f of %f", o[9], part_o[0][9]);
+  CHECK(lse[3] > 1.0986f && lse[3] < 1.0987f, "LSE %f, not ln 3", lse[3]);
+  char said[64];
+  for (size_t i = 0; i < sizeof COMBINE / sizeof *COMBINE; ++i) {
+    FmhaCombine bad = call;
+    clear();
+    // Parts beyond the array are refused before they are read: fewer is what can be tried here.
+    if (i == 1) {
+      bad.num_parts = PARTS - 1;
+      sprintf(said, " %d", PARTS - 1);
+    } else if (!spoil(&bad, &COMBINE[i], said)) {
+      continue;
+    }
+    refused(fmha_run_combine(plan, &bad), COMBINE[i].name, said);
+  }
+  clear();
+  parts[2].o.head_stride += 1;
+  refused(fmha_run_combine(plan, &call), "parts[2].o.head_stride", " 9 ");
+  parts[2].o.head_stride -= 1;
+  parts[1].lse = NULL;
+  refused(fmha_run_combine(plan, &call), "parts[1].lse", "null (0)");
+  FmhaCall attention = good();
+  refused(fmha_run(plan, &attention), "plan", "1 plan of combine");
+  fmha_drop(plan);
+}
+
+// What a plan refuses by itself.
+static void plans(const FmhaOptions *options) {
+  FmhaPlan *plan = NULL;
+#define REFUSED_PLAN(name, said, ...)                   \
+  do {                                                  \
+    FmhaCall call = good();                             \
+    FmhaOptions how = *options;                         \
+    (void)how;                                          \
+    clear();                                            \
+    __VA_ARGS__;                                        \
+    refused(fmha_plan(&call, &how, &plan), name, said); \
+  } while (0)
+  REFUSED_PLAN("struct_bytes", " 8 ", call.struct_bytes = 8);
+  REFUSED_PLAN("batch", " -3 ", call.batch = -3);
+  REFUSED_PLAN("num_heads_q", " 3 ", call.num_heads_q = 3);
+  REFUSED_PLAN("head_dim_qk", " 0 ", call.head_dim_qk = 0);
+  REFUSED_PLAN("total_q", " 10 ", call.total_q = 10);
+  REFUSED_PLAN("page_table", "page_size is 16", call.page_size = 16);
+  REFUSED_PLAN("page_table", "page_size is 0", call.page_table = (int32_t *)other);
+  REFUSED_PLAN("num_pages", " 4 ", call.num_pages = 4);
+  REFUSED_PLAN("cu_seqlens_k", "page_size is 16", call.page_size = 16; call.cu_seqlens_k = (int32_t *)other);
+  REFUSED_PLAN("dtype_qk", " 99 ", call.dtype_qk = 99);
+  REFUSED_PLAN("dtype_v", "f16", call.dtype_v = FMHA_F16);
+  REFUSED_PLAN("dtype_bias", " 1 ", call.dtype_bias = 1);
+  REFUSED_PLAN("v_layout", " 2 ", call.v_layout = 2);
+  REFUSED_PLAN("alibi_per_batch", " 1 ", call.alibi_per_batch = 1);
+  REFUSED_PLAN("p_drop", " 1.5 ", call.p_drop = 1.5f);
+  REFUSED_PLAN("mask", "zz", call.mask = "zz");
+  REFUSED_PLAN("q.dim", " 2 ", call.q.dim_stride = 2);
+  REFUSED_PLAN("descale_q", "f32", call.descale_q = &half);
+  REFUSED_PLAN("struct_bytes", " 1 ", how.struct_bytes = 1);
+  REFUSED_PLAN("tpu", "tpu", how.backend = "tpu");
+  REFUSED_PLAN("no-such-kernel", "no-such-kernel", how.kernel = "no-such-kernel");
+  REFUSED_PLAN("tile", "128", how.tile = "128");
+  REFUSED_PLAN("allow_fallback", " 7 ", how.allow_fallback = 7);
+  REFUSED_PLAN("accuracy", " 2 ", how.accuracy = 2);
+  REFUSED_PLAN("deterministic", " 2 ", how.deterministic = 2);
+  REFUSED_PLAN("batch_invariant", " -1 ", how.batch_invariant = -1);
+  REFUSED_PLAN("check_lengths", " 5 ", how.check_lengths = 5);
+  REFUSED_PLAN("reserved", " 5 ", how.reserved = 5);
+  CHECK(plan == NULL, "a refused plan is set");
+  FmhaCall call = good();
+  refused(fmha_plan(NULL, options, &plan), "call", "null (0)");
+  refused(fmha_plan(&call, options, NULL), "plan", "null (0)");
+  refused(fmha_run(NULL, &call), "plan", "null (0)");
+  fmha_drop(NULL);
+}
+
+int main(void) {
+  FmhaOptions options = {0};
+  options.struct_bytes = sizeof options;
+  options.backend = "cpu";
+  for (int i = 0; i < Q_ELEMS; ++i) q[i] = dout[i] = part_o[0][i] = part_o[1][i] = part_o[2][i] = (float)(i % 11) / 8;
+  for (int i = 0; i < K_ELEMS; ++i) k[i] = v[i] = (float)(i % 7) / 4 - 0.5f;
+  covers("FmhaCall", CALL, sizeof CALL / sizeof *CALL, sizeof(FmhaCall));
+  covers("FmhaGradients", GRADIENTS, sizeof GRADIENTS / sizeof *GRADIENTS, sizeof(FmhaGradients));
+  covers("FmhaCombine", COMBINE, sizeof COMBINE / sizeof *COMBINE, sizeof(FmhaCombine));
+  plans(&options);
+  forward_and_backward(&options);
+  combine(&options);
+  printf("%d wrong structs tried, %d failures\n", tried, failures);
+  return failures != 0;
+}

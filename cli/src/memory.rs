@@ -1,0 +1,35 @@
+//! What memory there is, asked before it is taken: what does not fit is an error with its number, and not
+//! an abort somewhere later.
+
+use std::fmt;
+
+use fmha::Error;
+
+use crate::failure::Failure;
+
+/// Refuses `bytes` that the system or this process' limits do not have; `what` says what they are for.
+pub(super) fn room_for(what: &dyn fmt::Display, bytes: u128) -> Result<(), Failure> {
+    let refuse = |text: String| Error::System { what: format!("memory for {what}, {bytes} bytes"), text };
+    if let Some(available) = available_bytes()
+        && bytes > u128::from(available)
+    {
+        return Err(refuse(format!("the system has {available} available")).into());
+    }
+    let probe = usize::try_from(bytes).map_err(|error| refuse(error.to_string()))?;
+    // A limit of the process shows at the reservation; given back at once.
+    Vec::<u8>::new().try_reserve_exact(probe).map_err(|error| refuse(error.to_string()).into())
+}
+
+/// What Linux says is free or can be freed, for the machine and for the control group; unknown elsewhere.
+/// It grants more than it has, and kills who believes it.
+fn available_bytes() -> Option<u64> {
+    let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let group = number("/sys/fs/cgroup/memory.max")
+        .zip(number("/sys/fs/cgroup/memory.current"))
+        .map(|(most, taken)| most.saturating_sub(taken));
+    let machine = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+        let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+        line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kilobytes| kilobytes * 1024)
+    });
+    machine.into_iter().chain(group).min()
+}

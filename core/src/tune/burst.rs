@@ -1,0 +1,74 @@
+//! Calls back to back by the device's clock.
+
+use crate::backend::{FmhaBackend, Stream};
+use crate::error::{Error, Result};
+use crate::queues::{Queues, Recording};
+
+/// Seconds of work in a burst: a hundred times what the clock's half microsecond blurs, and too short for
+/// a device that is limited by power to change its clock.
+const BURST_SECONDS: f64 = 2e-3;
+/// A graph of more nodes takes longer to make than it saves.
+const MOST_CALLS: u32 = 200;
+/// Fewer would time how a launch begins.
+const FEWEST_CALLS: u32 = 4;
+
+/// A call, recorded so many times that one launch of the recording is a burst: the host has no part in the
+/// time between its calls.
+pub struct Burst {
+    recording: Box<dyn Recording>,
+    calls: u32,
+}
+
+impl Burst {
+    /// Records what `queue` puts on `stream`, which has a clock behind it.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] for an emulated device, whose seconds are the emulator's; what `queue` or the
+    /// driver said.
+    pub fn record(
+        queues: &dyn Queues,
+        stream: Stream,
+        queue: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Self> {
+        if !queues.has_clock() {
+            return Err(emulated());
+        }
+        // The first call may load what the second finds.
+        queue()?;
+        let once = queues.seconds(stream, queue)?;
+        let calls = (BURST_SECONDS / once.max(1e-9)).ceil() as u32;
+        let calls = calls.clamp(FEWEST_CALLS, MOST_CALLS);
+        let recording = queues.record(stream, &mut || (0..calls).try_for_each(|_| queue()))?;
+        Ok(Self { recording, calls })
+    }
+
+    /// Seconds of a call.
+    ///
+    /// # Safety
+    /// The memory that the recorded calls named is still there, and nothing else uses it meanwhile.
+    ///
+    /// # Errors
+    /// What the driver said.
+    pub unsafe fn seconds(&self, queues: &dyn Queues, stream: Stream) -> Result<f64> {
+        let seconds = queues.seconds(stream, &mut || {
+            // SAFETY: the caller's promise.
+            unsafe { self.recording.replay(stream) }
+        })?;
+        Ok(seconds / f64::from(self.calls))
+    }
+}
+
+/// The queues of a device whose time can be taken.
+///
+/// # Errors
+/// [`Error::NoDevice`] where there is no device, or an emulated one, whose times are no device's.
+pub fn clock(backend: &dyn FmhaBackend) -> Result<&dyn Queues> {
+    let queues = backend.queues().ok_or_else(|| {
+        Error::NoDevice(format!("{} has no clock of its own to time tiles by", backend.name()))
+    })?;
+    if queues.has_clock() { Ok(queues) } else { Err(emulated()) }
+}
+
+fn emulated() -> Error {
+    Error::NoDevice("the device is emulated: its times are no device's".to_owned())
+}

@@ -1,0 +1,306 @@
+//! Which tile is faster, and by more than chance: bursts of two tiles in turns.
+
+use super::TileOptions;
+
+/// Times the tiles of one problem.
+pub trait Timer {
+    /// A tile that was planned, compiled, and found right.
+    type Ready;
+
+    /// Makes a tile ready.
+    ///
+    /// # Errors
+    /// Why it cannot be timed: fields that do not go together are refused by the plan or the compiler.
+    fn ready(&mut self, tile: &TileOptions) -> Result<Self::Ready, String>;
+
+    /// Seconds of a call, in a burst of them.
+    ///
+    /// # Errors
+    /// What the device said.
+    fn burst(&mut self, ready: &Self::Ready) -> Result<f64, String>;
+}
+
+/// Two tiles' bursts: one of each in every round, and every other round the second one first, so that a
+/// clock that drifts favours neither.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct InTurns {
+    /// Seconds of a call with the tile that is to be beaten.
+    pub incumbent: Vec<f64>,
+    /// Seconds of a call with the one that challenges it.
+    pub challenger: Vec<f64>,
+}
+
+/// Less than this is not worth a tile of its own, however sure it is.
+pub const LEAST_GAIN: f64 = 0.005;
+
+/// A challenger that is slower by this share in each of its first rounds is given up.
+const HOPELESS: f64 = -0.03;
+const GLANCE_ROUNDS: usize = 2;
+
+impl InTurns {
+    /// Measures.
+    ///
+    /// # Errors
+    /// What the device said.
+    pub fn run<T: Timer>(
+        timer: &mut T,
+        incumbent: &T::Ready,
+        challenger: &T::Ready,
+        rounds: u32,
+    ) -> Result<Self, String> {
+        let mut measured = Self::default();
+        // Caches and clocks are then as the rounds leave them.
+        timer.burst(incumbent)?;
+        timer.burst(challenger)?;
+        for round in 0..rounds {
+            if round % 2 == 0 {
+                measured.incumbent.push(timer.burst(incumbent)?);
+                measured.challenger.push(timer.burst(challenger)?);
+            } else {
+                measured.challenger.push(timer.burst(challenger)?);
+                measured.incumbent.push(timer.burst(incumbent)?);
+            }
+            let gains = measured.gains();
+            if gains.len() == GLANCE_ROUNDS && gains.iter().all(|&gain| gain < HOPELESS) {
+                break;
+            }
+        }
+        Ok(measured)
+    }
+
+    /// By how much the challenger was faster in each round, sorted.
+    fn gains(&self) -> Vec<f64> {
+        let pairs = self.incumbent.iter().zip(&self.challenger);
+        let mut gains: Vec<f64> = pairs.map(|(incumbent, challenger)| incumbent / challenger - 1.0).collect();
+        gains.sort_unstable_by(f64::total_cmp);
+        gains
+    }
+
+    /// The rounds' median gain: 0.02 where the challenger takes 1/1.02 of the time.
+    #[must_use]
+    pub fn gain(&self) -> f64 {
+        quantile(&self.gains(), 0.5)
+    }
+
+    /// How far the rounds' gains lie apart: from the first quartile to the third.
+    #[must_use]
+    pub fn spread(&self) -> f64 {
+        let gains = self.gains();
+        quantile(&gains, 0.75) - quantile(&gains, 0.25)
+    }
+
+    /// The rule: a gain counts when its median is beyond both [`LEAST_GAIN`] and the spread of the rounds.
+    #[must_use]
+    pub fn is_gain(&self) -> bool {
+        self.gain() > LEAST_GAIN.max(self.spread())
+    }
+
+    /// Median seconds of the incumbent and of the challenger.
+    #[must_use]
+    pub fn medians(&self) -> (f64, f64) {
+        let median = |times: &[f64]| {
+            let mut times = times.to_vec();
+            times.sort_unstable_by(f64::total_cmp);
+            quantile(&times, 0.5)
+        };
+        (median(&self.incumbent), median(&self.challenger))
+    }
+}
+
+/// Of sorted numbers, between neighbours in proportion; not a number of none.
+fn quantile(sorted: &[f64], part: f64) -> f64 {
+    let at = part * sorted.len().saturating_sub(1) as f64;
+    let (low, high) = (sorted.get(at.floor() as usize), sorted.get(at.ceil() as usize));
+    match (low, high) {
+        (Some(low), Some(high)) => low + (high - low) * at.fract(),
+        _ => f64::NAN,
+    }
+}
+
+/// A tile and what came of it against the best one before it.
+#[derive(Clone, Debug)]
+pub struct Tried {
+    /// The field that was changed: `block_n=128`.
+    pub changed: String,
+    /// Its rounds, or why there are none.
+    pub outcome: Result<InTurns, String>,
+}
+
+/// What a search has found.
+#[derive(Clone, Debug)]
+pub struct Found {
+    /// The best tile: the kernel's own where nothing beat it.
+    pub tile: TileOptions,
+    /// The kernel's own against the best, measured anew; none where they are the same. The search itself
+    /// takes the luckiest of many, so its own numbers are not the gain.
+    pub confirmed: Option<InTurns>,
+}
+
+impl Found {
+    /// Whether the tile is worth keeping.
+    #[must_use]
+    pub fn is_gain(&self) -> bool {
+        self.confirmed.as_ref().is_some_and(InTurns::is_gain)
+    }
+}
+
+/// Tries the values of each knob in turn on the best tile so far, `rounds` rounds each, and confirms what is
+/// found with three times as many. `tell` hears of each tile.
+///
+/// # Errors
+/// What the device said, or why the kernel's own tile cannot be timed.
+pub fn search<T: Timer>(
+    timer: &mut T,
+    own: &TileOptions,
+    knobs: &[(&str, Vec<String>)],
+    rounds: u32,
+    mut tell: impl FnMut(&Tried),
+) -> Result<Found, String> {
+    let own_ready = timer.ready(own)?;
+    let (mut best, mut best_ready): (TileOptions, Option<T::Ready>) = (own.clone(), None);
+    for (knob, values) in knobs {
+        for value in values {
+            let tile = with(&best, knob, value);
+            if tile == best {
+                continue;
+            }
+            let incumbent = best_ready.as_ref().unwrap_or(&own_ready);
+            let mut challenger = None;
+            let outcome = timer.ready(&tile).and_then(|ready| {
+                let measured = InTurns::run(timer, incumbent, &ready, rounds)?;
+                challenger = Some(ready).filter(|_| measured.is_gain());
+                Ok(measured)
+            });
+            tell(&Tried { changed: format!("{knob}={value}"), outcome });
+            if let Some(ready) = challenger {
+                (best, best_ready) = (tile, Some(ready));
+            }
+        }
+    }
+    let confirmed = match &best_ready {
+        Some(ready) => Some(InTurns::run(timer, &own_ready, ready, 3 * rounds)?),
+        None => None,
+    };
+    Ok(Found { tile: best, confirmed })
+}
+
+/// The tile with another value of a knob, said last: what cannot go with it yields.
+fn with(tile: &TileOptions, knob: &str, value: &str) -> TileOptions {
+    let mut tile = tile.clone();
+    if let Some(at) = tile.iter().position(|(name, old)| name == knob && old != value) {
+        tile.remove(at);
+        tile.push((knob.to_owned(), value.to_owned()));
+    }
+    tile
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A device whose tiles take a known time, in noise and with a clock that falls.
+    struct Made {
+        /// Seconds of each value of the one knob.
+        seconds: fn(u32) -> f64,
+        /// The largest share that noise adds.
+        noise: f64,
+        /// What each burst adds to all that follow.
+        drift: f64,
+        bursts: u32,
+        state: u64,
+    }
+
+    impl Made {
+        fn new(seconds: fn(u32) -> f64, noise: f64, seed: u64) -> Self {
+            Self { seconds, noise, drift: 0.0, bursts: 0, state: seed.wrapping_mul(2) + 1 }
+        }
+
+        fn random(&mut self) -> f64 {
+            self.state ^= self.state << 13;
+            self.state ^= self.state >> 7;
+            self.state ^= self.state << 17;
+            (self.state >> 11) as f64 / (1u64 << 53) as f64
+        }
+    }
+
+    impl Timer for Made {
+        type Ready = u32;
+
+        fn ready(&mut self, tile: &TileOptions) -> Result<u32, String> {
+            let value: u32 = tile[0].1.parse().unwrap();
+            if value == 3 { Err("3 does not go together".to_owned()) } else { Ok(value) }
+        }
+
+        fn burst(&mut self, &value: &u32) -> Result<f64, String> {
+            self.bursts += 1;
+            let drift = 1.0 + self.drift * f64::from(self.bursts);
+            Ok((self.seconds)(value) * drift * (1.0 + self.noise * self.random()))
+        }
+    }
+
+    fn run(mut made: Made) -> (Found, Vec<Tried>) {
+        let own = vec![("stages".to_owned(), "1".to_owned())];
+        let knobs = [("stages", ["2", "3", "4", "5"].map(str::to_owned).to_vec())];
+        let mut tried = Vec::new();
+        let found = search(&mut made, &own, &knobs, 7, |one| tried.push(one.clone())).unwrap();
+        (found, tried)
+    }
+
+    #[test]
+    fn a_tile_that_is_no_faster_is_not_kept_whatever_the_noise_and_the_drift() {
+        let mut kept = 0;
+        for seed in 0..200 {
+            for (noise, drift) in [(0.002, 0.0), (0.05, 0.0), (0.01, 0.01), (0.3, 0.0)] {
+                let (found, _) = run(Made { drift, ..Made::new(|_| 4e-5, noise, seed) });
+                kept += u32::from(found.is_gain());
+            }
+        }
+        // Chance is not nothing: 4 tiles are tried 800 times.
+        assert!(kept <= 4, "{kept} of 800");
+    }
+
+    #[test]
+    fn the_fastest_tile_is_found_through_noise_and_confirmed() {
+        for seed in 0..50 {
+            let seconds = |value| [0.0, 1.0, 0.97, 0.5, 0.90, 0.93][value as usize];
+            let (found, tried) = run(Made { drift: 0.003, ..Made::new(seconds, 0.02, seed) });
+            assert_eq!(found.tile[0].1, "4", "seed {seed}");
+            assert!(found.is_gain());
+            let gain = found.confirmed.unwrap().gain();
+            assert!((gain - 0.111).abs() < 0.02, "{gain}");
+            assert_eq!(tried.len(), 4);
+            assert_eq!(tried[1].outcome, Err("3 does not go together".to_owned()));
+        }
+    }
+
+    #[test]
+    fn a_gain_within_the_spread_of_its_rounds_does_not_count() {
+        let turns =
+            |challenger: [f64; 5]| InTurns { incumbent: vec![1.0; 5], challenger: challenger.to_vec() };
+        assert!(turns([0.96, 0.97, 0.96, 0.965, 0.97]).is_gain());
+        // The same median, and half of the rounds far from it.
+        assert!(!turns([0.90, 0.96, 0.965, 1.02, 1.05]).is_gain());
+        assert!(!turns([0.996; 5]).is_gain(), "less than the least gain");
+        assert_eq!(turns([0.5; 5]).medians(), (1.0, 0.5));
+        assert!(!InTurns::default().is_gain());
+    }
+
+    #[test]
+    fn a_hopeless_tile_costs_two_rounds() {
+        let mut made = Made::new(f64::from, 0.0, 1);
+        let measured = InTurns::run(&mut made, &1, &2, 99).unwrap();
+        assert_eq!((measured.incumbent.len(), measured.challenger.len()), (2, 2));
+    }
+
+    #[test]
+    fn a_changed_knob_is_said_last_and_one_that_keeps_its_value_stays() {
+        let tile =
+            [("lazy_rescale_log2", "6"), ("skip_row_max", "1")].map(|(k, v)| (k.to_owned(), v.to_owned()));
+        let tile = tile.to_vec();
+        assert_eq!(with(&tile, "lazy_rescale_log2", "6"), tile);
+        let changed = with(&tile, "lazy_rescale_log2", "0");
+        let expected = [("skip_row_max", "1"), ("lazy_rescale_log2", "0")];
+        assert_eq!(changed, expected.map(|(k, v)| (k.to_owned(), v.to_owned())));
+        assert_eq!(with(&tile, "no_such_knob", "1"), tile);
+    }
+}

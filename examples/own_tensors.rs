@@ -1,0 +1,37 @@
+//! Tensors of your own, planned once and run many times: `cargo run --release --example own_tensors`.
+
+use fmha::{DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, PlanOptions, Stream, bf16};
+
+fn main() -> Result<(), fmha::Error> {
+    let dims = Dims {
+        batch: 1,
+        seqlen_q: 64,
+        seqlen_k: 1024,
+        num_heads_q: 8,
+        num_heads_kv: 2,
+        head_dim_qk: 64,
+        head_dim_v: 64,
+    };
+    let (q, k, v) = (ones(64 * 8 * 64), ones(1024 * 2 * 64), ones(1024 * 2 * 64));
+    let mut o = vec![bf16::ZERO; 64 * 8 * 64];
+
+    let backend = fmha::open(&"cpu".parse()?)?; // auto | cpu | cuda | cuda:1 | rocm
+    let mut problem = FwdProblem::batch(DType::Bf16, dims); // shapes, types, free strides, mask, bias; no pointers
+    problem.mask = "b:512,0".parse()?; // a window of 512 keys
+    let problem = problem.validate()?; // names the field and the number that is wrong
+    let plan = backend.plan_fwd(&problem, &PlanOptions::default())?; // chooses and compiles, or every refusal
+
+    let (q, k, v) = (DevSlice::host(&q), DevSlice::host(&k), DevSlice::host(&v)); // or DevSlice::from_raw: a device's
+    let mut args = FwdArgs::new(q, k, v, DevSliceMut::host(&mut o));
+    backend.run_fwd(&plan, &mut args, Stream::DEFAULT)?; // checks the pointers, queues, returns
+    backend.memory().synchronize(Stream::DEFAULT)?;
+
+    // A mean of ones.
+    assert!(o.iter().all(|o| o.to_f32() == 1.0));
+    println!("{plan}");
+    Ok(())
+}
+
+fn ones(count: usize) -> Vec<bf16> {
+    vec![bf16::ONE; count]
+}
