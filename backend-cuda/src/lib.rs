@@ -154,7 +154,14 @@ impl FmhaBackend for CudaBackend {
         let forward = FwdKernel::all().map(|kernel| kernel.name());
         let backward = BwdKernel::all().map(|kernel| kernel.name());
         let combine = CombineKernel::all().map(|kernel| kernel.name());
-        [&forward[..], &backward, &combine].concat()
+        let mut names: Vec<&'static str> = Vec::new();
+        for name in [&forward[..], &backward, &combine].concat() {
+            // One name, `simt` for instance, may stand for a kernel of each operation.
+            if !names.contains(&name) {
+                names.push(name);
+            }
+        }
+        names
     }
 
     fn precompiler(&self) -> Option<&dyn Precompile> {
@@ -210,8 +217,19 @@ impl FmhaBackend for CudaBackend {
     fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {
         let (mut choice, refusals) = self.choose_bwd(problem, options)?;
         let (chosen, steps) = self.ready(&mut choice)?;
+        let stand_in = if options.allow_fallback && !chosen.kernel.is_fallback() {
+            let any = PlanOptions { kernel: Some("simt".to_owned()), tile: Vec::new(), ..options.clone() };
+            let (mut other, _) = self.choose_bwd(problem, &any)?;
+            choice.workspace = choice.workspace.max(other.workspace);
+            choice
+                .details
+                .push(("unaligned operands", "kernel simt takes them: correct, not fast".to_owned()));
+            Some(self.ready(&mut other)?.0)
+        } else {
+            None
+        };
         let parts = self.parts(problem.clone(), choice, steps, refusals, options);
-        Ok(parts.seal(&self.id, Handle::new(chosen, None, options)))
+        Ok(parts.seal(&self.id, Handle::new(chosen, stand_in, options)))
     }
 
     fn run_bwd(&self, plan: &BwdPlan, args: &mut BwdArgs<'_>, stream: Stream) -> Result<()> {

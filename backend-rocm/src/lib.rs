@@ -15,7 +15,7 @@ mod resources;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use fmha_core::args::{check_combine, check_fwd};
+use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::backend::unsupported;
 use fmha_core::bind;
 use fmha_core::cache::{CompiledKernel, KernelJob};
@@ -27,6 +27,7 @@ use fmha_core::{
     PlanOptions, PlanParts, Precompile, Promises, Queues, Refusal, ResourceUsage, Result, Roofline, SeqArgs,
     Step, Stream, ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
+use fmha_kernels_hip::simt_bwd::{self, SimtBwd};
 use fmha_kernels_hip::{Device, Grid, cdna, combine, simt};
 
 pub use crate::driver::graph::{Event, Graph};
@@ -62,6 +63,13 @@ struct FwdHandle {
 struct FwdKernel {
     forward: Forward,
     ready: Ready,
+}
+
+/// What a backward plan holds.
+struct BwdHandle {
+    chosen: SimtBwd,
+    stats: Ready,
+    rows: Ready,
 }
 
 /// A kernel, or why there is none: neither a device nor a compiler.
@@ -270,13 +278,35 @@ impl FmhaBackend for RocmBackend {
         }
     }
 
-    fn plan_bwd(&self, _problem: &ValidBwd, _options: &PlanOptions) -> Result<BwdPlan> {
-        Err(self.no_backward())
+    fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {
+        let chosen = self.choose_bwd(problem, options)?;
+        let handle = BwdHandle {
+            stats: self.ready(simt_bwd::STATS, chosen.stats_source())?,
+            rows: self.ready(simt::NAME, chosen.source_of_rows())?,
+            chosen,
+        };
+        let [stats_grid, grid] = self.bwd_grids(&handle);
+        let stats =
+            Step { kernel: simt_bwd::STATS.to_owned(), explain: Self::explain(&handle.stats, stats_grid) };
+        let mut parts = PlanParts {
+            details: vec![("tile", "a wave to a row, 64 pairs at a time".to_owned())],
+            is_fallback: true,
+            workspace: Workspace { bytes: chosen.workspace.bytes, zeroed_bytes: 0 },
+            ..self.parts(problem.clone(), simt::NAME, options, &handle.rows, grid)?
+        };
+        parts.steps.insert(0, stats);
+        Ok(parts.seal(&self.id, handle))
     }
 
-    fn run_bwd(&self, plan: &BwdPlan, _args: &mut BwdArgs<'_>, _stream: Stream) -> Result<()> {
-        plan.handle::<Ready>(&self.id, &self.name)?;
-        Err(self.no_backward())
+    fn run_bwd(&self, plan: &BwdPlan, args: &mut BwdArgs<'_>, stream: Stream) -> Result<()> {
+        let handle = plan.handle::<BwdHandle>(&self.id, &self.name)?;
+        let problem = plan.problem();
+        check_bwd(problem, args, plan.workspace(), MemorySpace::Device)?;
+        let address = args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
+        let params = handle.chosen.workspace.bind(bind::bwd_params(problem, args), address);
+        let [stats_grid, grid] = self.bwd_grids(handle);
+        self.launch(&handle.stats, stats_grid, &params, stream)?;
+        self.launch(&handle.rows, grid, &params, stream)
     }
 
     fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<CombinePlan> {
@@ -315,7 +345,13 @@ impl Precompile for RocmBackend {
                 let forward = self.choose_fwd(problem, options)?.forward;
                 self.modules.job(forward.name(), forward.source())
             }
-            AnyProblem::Backward(_) => return Err(self.no_backward()),
+            AnyProblem::Backward(problem) => {
+                let chosen = self.choose_bwd(problem, options)?;
+                return Ok(vec![
+                    self.modules.job(simt_bwd::STATS, chosen.stats_source()),
+                    self.modules.job(simt::NAME, chosen.source_of_rows()),
+                ]);
+            }
             AnyProblem::Combine(problem) => {
                 let spec = combine::accept(problem).map_err(|refusal| self.unsupported(refusal))?;
                 self.modules.job(combine::NAME, combine::source(&spec))
@@ -353,8 +389,14 @@ impl RocmBackend {
         Ok(Some(FwdKernel { forward, ready }))
     }
 
-    fn no_backward(&self) -> Error {
-        self.unsupported(Refusal::new("cdna_bwd", "backward: 0 kernels of this backend compute it yet"))
+    fn choose_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<SimtBwd> {
+        simt_bwd::accept(problem, options).map_err(|refusal| self.unsupported(refusal))
+    }
+
+    fn bwd_grids(&self, handle: &BwdHandle) -> [Grid; 2] {
+        let BwdHandle { chosen, stats, rows } = handle;
+        [(stats, chosen.stats_workgroups()), (rows, chosen.workgroups())]
+            .map(|(ready, workgroups)| self.device.grid(ready.usage(), workgroups, simt::NUM_THREADS))
     }
 
     /// What a plan of one launch says; details and refusals are the caller's to add.

@@ -412,6 +412,52 @@ abi_struct! {
     }
 }
 
+abi_struct! {
+    /// What a backward kernel reads and writes. Facts known at compile time are in
+    /// [`BwdSpec`](crate::spec::BwdSpec), not here.
+    pub struct BwdParams {
+        /// The forward call: its operands, of which `o` and `lse` are inputs here, and its numbers.
+        pub fwd: FwdParams,
+        /// Gradient of O, `[batch, seqlen_q, num_heads_q, head_dim_v]`, or packed.
+        pub dout: View,
+        /// Gradient of Q.
+        pub dq: View,
+        /// Gradient of K.
+        pub dk: View,
+        /// Gradient of V.
+        pub dv: View,
+        /// Gradient of the bias, `[batch, num_heads_q, seqlen_q, seqlen_k]` over those of its axes that it has, the
+        /// query as row and the key as dim; broadcast axes have stride 0.
+        pub dbias: View,
+        /// Gradient of LSE, laid out like it; null when there is none.
+        pub dlse: DevPtr<f32>,
+        /// Gradient of the sinks, `[num_heads_q]`; null when not wanted.
+        pub dsink: DevPtr<f32>,
+        /// In the workspace, of each query row (`fmha/bwd.h` says which): LSE in log2, +infinity for a row that adds
+        /// nothing.
+        pub lse_log2: DevPtr<f32>,
+        /// Likewise `dO . O - dLSE`.
+        pub delta: DevPtr<f32>,
+        /// In the workspace: f32 sums of dQ, blocks of rows in the order of the kernel's accumulators; null where
+        /// dQ is not summed in memory.
+        pub dq_sums: DevPtr<f32>,
+        /// In the workspace: of each block of rows of `dq_sums`, how many have added to it; null where sums need no order.
+        pub turns: DevPtr<i32>,
+        /// In the workspace: tiles that persistent CTAs have claimed.
+        pub claimed: DevPtr<i32>,
+        /// In the workspace: of each warp of each tile, whether its dK or dV are not finite.
+        pub suspects: DevPtr<i32>,
+        /// Rows of `lse_log2` and `delta` from query head to query head.
+        pub stats_head: i64,
+        /// Rows from sequence to sequence.
+        pub stats_batch: i64,
+        /// 1 where the bias' gradient has a batch axis.
+        pub dbias_per_batch: i32,
+        /// 1 where the bias' gradient has a head axis.
+        pub dbias_per_head: i32,
+    }
+}
+
 /// Most parts that one combine launch merges: their addresses travel in the kernel's 4 KB of arguments.
 pub const MAX_PARTS: usize = 128;
 

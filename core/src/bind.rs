@@ -1,7 +1,10 @@
 //! A call's pointers and numbers as the kernels of every vendor take them.
 
-use crate::abi::{CombineParams, DevPtr, FwdParams, HeadScalars, MAX_PARTS, MaskParams, PartPointers, View};
-use crate::args::{CombineArgs, DevSlice, DevSliceMut, FwdArgs};
+use crate::abi::{
+    BwdParams, CombineParams, DevPtr, FwdParams, HeadScalars, MAX_PARTS, MaskParams, PartPointers, View,
+};
+use crate::args::{BwdArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, ScoreArgs, SeqArgs};
+use crate::bwd::BwdProblem;
 use crate::combine::CombineProblem;
 use crate::dropout::{keep_scale, keep_threshold};
 use crate::layout::{KvLayout, QLayout, Strides};
@@ -12,22 +15,91 @@ use crate::score::{Bias, BiasBroadcast, Descale};
 /// The arguments of a forward kernel. `args` have passed [`check_fwd`](crate::args::check_fwd).
 #[must_use]
 pub fn fwd_params(problem: &FwdProblem, args: &FwdArgs<'_>) -> FwdParams {
+    FwdParams {
+        o: View::new(address_mut(&args.o), problem.o, is_packed_q(problem)),
+        lse: pointer_mut(args.lse.as_ref()),
+        keep_mask: pointer_mut(args.keep_mask.as_ref()),
+        scale_o: pointer(args.scale_o.as_ref()),
+        workspace: pointer_mut(args.workspace.as_ref()),
+        ..inputs(problem, [&args.q, &args.k, &args.v], &args.seq, &args.score)
+    }
+}
+
+/// The arguments of a backward kernel, but for those in its workspace, which it lays out itself. `args` have passed
+/// [`check_bwd`](crate::args::check_bwd).
+#[must_use]
+pub fn bwd_params(problem: &BwdProblem, args: &BwdArgs<'_>) -> BwdParams {
+    let fwd = &problem.fwd;
+    let (packed_q, packed_k) = (is_packed_q(fwd), is_packed_k(fwd));
+    let (dbias_strides, per_batch, per_head) = match (problem.dbias, fwd.bias) {
+        (Some(dbias), Bias::Elementwise(bias)) => {
+            let (batch, head) = broadcast_strides(bias.broadcast, dbias.strides);
+            let strides = Strides { batch, head, ..dbias.strides };
+            (strides, bias.broadcast == BiasBroadcast::BatchHead, bias.broadcast != BiasBroadcast::OneOne)
+        }
+        _ => (Strides { batch: 0, seq: 0, head: 0, dim: 0 }, false, false),
+    };
+    BwdParams {
+        fwd: FwdParams {
+            o: View::new(address(&args.o), fwd.o, packed_q),
+            lse: pointer(Some(&args.lse)),
+            ..inputs(fwd, [&args.q, &args.k, &args.v], &args.seq, &args.score)
+        },
+        dout: View::new(address(&args.dout), problem.dout, packed_q),
+        dq: View::new(address_mut(&args.dq), problem.dq, packed_q),
+        dk: View::new(address_mut(&args.dk), problem.dk, packed_k),
+        dv: View::new(address_mut(&args.dv), problem.dv, packed_k),
+        dbias: View::new(args.dbias.as_ref().map_or(0, address_mut), dbias_strides, false),
+        dlse: pointer(args.dlse.as_ref()),
+        dsink: pointer_mut(args.dsink.as_ref()),
+        lse_log2: DevPtr::NULL,
+        delta: DevPtr::NULL,
+        dq_sums: DevPtr::NULL,
+        turns: DevPtr::NULL,
+        claimed: DevPtr::NULL,
+        suspects: DevPtr::NULL,
+        stats_head: 0,
+        stats_batch: 0,
+        dbias_per_batch: per_batch.into(),
+        dbias_per_head: per_head.into(),
+    }
+}
+
+fn is_packed_q(problem: &FwdProblem) -> bool {
+    problem.q_layout == QLayout::Packed
+}
+
+fn is_packed_k(problem: &FwdProblem) -> bool {
+    problem.kv_layout == KvLayout::Packed
+}
+
+/// Batch and head strides of a bias, 0 along the axes that it lacks.
+fn broadcast_strides(broadcast: BiasBroadcast, strides: Strides) -> (i64, i64) {
+    match broadcast {
+        BiasBroadcast::OneOne => (0, 0),
+        BiasBroadcast::OneHead => (0, strides.head),
+        BiasBroadcast::BatchHead => (strides.batch, strides.head),
+    }
+}
+
+/// What forward and backward read alike, Q, K and V first; O, LSE and what only forward has are null.
+fn inputs(
+    problem: &FwdProblem,
+    [q, k, v]: [&DevSlice<'_>; 3],
+    seq: &SeqArgs<'_>,
+    score: &ScoreArgs<'_>,
+) -> FwdParams {
     let dims = problem.dims;
-    let packed_q = problem.q_layout == QLayout::Packed;
-    let packed_k = problem.kv_layout == KvLayout::Packed;
-    let totals = args.seq.totals;
+    let packed_q = is_packed_q(problem);
+    let packed_k = is_packed_k(problem);
+    let totals = seq.totals;
     let total_q = totals.total_q.unwrap_or(dims.seqlen_q);
     let lse_batch = if packed_q { 0 } else { i64::from(dims.num_heads_q) * i64::from(total_q) };
     let lse_head = i64::from(total_q);
-    let block_table = args.seq.block_table;
-    let score = &args.score;
+    let block_table = seq.block_table;
     let (bias, slopes_batch) = match problem.bias {
         Bias::Elementwise(bias) => {
-            let (batch, head) = match bias.broadcast {
-                BiasBroadcast::OneOne => (0, 0),
-                BiasBroadcast::OneHead => (0, bias.strides.head),
-                BiasBroadcast::BatchHead => (bias.strides.batch, bias.strides.head),
-            };
+            let (batch, head) = broadcast_strides(bias.broadcast, bias.strides);
             let strides = Strides { batch, head, ..bias.strides };
             (View::new(score.bias.as_ref().map_or(0, address), strides, false), 0)
         }
@@ -40,19 +112,19 @@ pub fn fwd_params(problem: &FwdProblem, args: &FwdArgs<'_>) -> FwdParams {
         Descale::PerKvHead => scalars(slice, dims.num_heads_kv, 1),
     };
     FwdParams {
-        q: View::new(address(&args.q), problem.q, packed_q),
-        k: View::new(address(&args.k), problem.k, packed_k),
-        v: View::new(address(&args.v), problem.v, packed_k),
-        o: View::new(address_mut(&args.o), problem.o, packed_q),
+        q: View::new(address(q), problem.q, packed_q),
+        k: View::new(address(k), problem.k, packed_k),
+        v: View::new(address(v), problem.v, packed_k),
+        o: View::NULL,
         bias,
-        lse: pointer_mut(args.lse.as_ref()),
+        lse: DevPtr::NULL,
         lse_batch,
         lse_head,
-        keep_mask: pointer_mut(args.keep_mask.as_ref()),
-        cu_seqlens_q: pointer(args.seq.cu_seqlens_q.as_ref()),
-        cu_seqlens_k: pointer(args.seq.cu_seqlens_k.as_ref()),
-        seqused_q: pointer(args.seq.seqused_q.as_ref()),
-        seqused_k: pointer(args.seq.seqused_k.as_ref()),
+        keep_mask: DevPtr::NULL,
+        cu_seqlens_q: pointer(seq.cu_seqlens_q.as_ref()),
+        cu_seqlens_k: pointer(seq.cu_seqlens_k.as_ref()),
+        seqused_q: pointer(seq.seqused_q.as_ref()),
+        seqused_k: pointer(seq.seqused_k.as_ref()),
         block_table: pointer(block_table.as_ref().map(|table| &table.pages)),
         block_table_batch: block_table.map_or(0, |table| i64::from(table.max_pages)),
         alibi_slopes: scalars(score.alibi_slopes.as_ref(), slopes_batch, 1),
@@ -60,8 +132,8 @@ pub fn fwd_params(problem: &FwdProblem, args: &FwdArgs<'_>) -> FwdParams {
         descale_q: descale(problem.descale_q, score.descale_q.as_ref()),
         descale_k: descale(problem.descale_k, score.descale_k.as_ref()),
         descale_v: descale(problem.descale_v, score.descale_v.as_ref()),
-        scale_o: pointer(args.scale_o.as_ref()),
-        workspace: pointer_mut(args.workspace.as_ref()),
+        scale_o: DevPtr::NULL,
+        workspace: DevPtr::NULL,
         batch: dims.batch as i32,
         seqlen_q: dims.seqlen_q as i32,
         seqlen_k: dims.seqlen_k as i32,

@@ -32,6 +32,7 @@ pub mod args;
 pub mod backend;
 pub mod bind;
 pub mod bwd;
+pub mod bwd_workspace;
 pub mod cache;
 pub mod combine;
 pub mod dropout;

@@ -11,7 +11,7 @@ use crate::dtype::DType;
 use crate::layout::QLayout;
 use crate::layout::VLayout;
 use crate::mask::MaskKind;
-use crate::spec::{BiasKind, CombineSpec, FwdSpec, KvKind};
+use crate::spec::{BiasKind, BwdSpec, CombineSpec, FwdSpec, KvKind};
 
 /// One header: the name that `#include <...>` uses, and its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -95,12 +95,14 @@ pub fn headers() -> Vec<Header> {
         };
     }
     let mut headers = Vec::from(embedded!(
+        "bwd.h",
         "portable.h",
         "mask.h",
         "seq.h",
         "score.h",
         "philox.h",
         "online_softmax.h",
+        "row_bwd.h",
         "row_fwd.h",
         "num.h",
     ));
@@ -117,6 +119,7 @@ pub fn params_h() -> String {
         abi::HeadScalars::c_definition(),
         abi::MaskParams::c_definition(),
         abi::FwdParams::c_definition(),
+        abi::BwdParams::c_definition(),
         abi::PartPointers::c_definition(),
         abi::CombineParams::c_definition(),
     ];
@@ -134,6 +137,7 @@ pub fn spec_h() -> String {
         KvKind::c_definition(),
         BiasKind::c_definition(),
         FwdSpec::c_definition(),
+        BwdSpec::c_definition(),
         CombineSpec::c_definition(),
     ];
     header_text(&types)

@@ -2,8 +2,10 @@
 
 use crate::abi_enum;
 use crate::abi_spec;
+use crate::bwd::BwdProblem;
 use crate::combine::CombineProblem;
 use crate::dtype::DType;
+use crate::fields::{FieldValue, Fields as _};
 use crate::layout::{KvLayout, QLayout, VLayout};
 use crate::mask::MaskKind;
 use crate::problem::FwdProblem;
@@ -144,6 +146,62 @@ impl FwdSpec {
             negative_scale: false,
             write_lse: true,
             write_keep_mask: false,
+        }
+    }
+}
+
+/// As a field of another spec: its own fields are set, not it.
+impl FieldValue for FwdSpec {
+    fn names() -> Vec<String> {
+        Vec::new()
+    }
+
+    fn of_name(_: &str) -> Option<Self> {
+        None
+    }
+
+    fn name(&self) -> String {
+        self.named_values()
+            .into_iter()
+            .map(|(field, value)| format!("{field}={value}"))
+            .collect::<Vec<_>>()
+            .join(",")
+    }
+}
+
+abi_spec! {
+    /// What a backward kernel computes. Numbers are in [`BwdParams`](crate::abi::BwdParams).
+    pub struct BwdSpec {
+        /// The forward call. What it writes plays no part and is set alike in all.
+        pub fwd: FwdSpec,
+        /// dQ, dK and dV.
+        pub dtype_grad: DType,
+        /// dBias; F32 when it is not wanted.
+        pub dtype_dbias: DType,
+        /// Whether the bias' gradient is written.
+        pub write_dbias: bool,
+        /// Whether the sinks' gradient is written.
+        pub write_dsink: bool,
+        /// Whether there is a gradient of LSE.
+        pub has_dlse: bool,
+        /// Whether sums have one order.
+        pub deterministic: bool,
+    }
+}
+
+impl BwdSpec {
+    /// The compile-time facts of a problem.
+    #[must_use]
+    pub fn of(problem: &BwdProblem) -> Self {
+        let fwd = FwdSpec { write_lse: true, write_keep_mask: false, ..FwdSpec::of(&problem.fwd) };
+        Self {
+            fwd,
+            dtype_grad: problem.dtype_grad,
+            dtype_dbias: problem.dbias.map_or(DType::F32, |dbias| dbias.dtype),
+            write_dbias: problem.dbias.is_some(),
+            write_dsink: problem.write_dsink,
+            has_dlse: problem.has_dlse,
+            deterministic: problem.deterministic,
         }
     }
 }

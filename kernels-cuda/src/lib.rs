@@ -9,6 +9,7 @@ pub mod schedule;
 pub mod simt;
 pub mod sm100;
 pub mod sm90;
+pub mod sm90_bwd;
 pub mod wgmma;
 
 use fmha_core::source::{Header, KernelSource};
@@ -30,18 +31,21 @@ pub fn headers() -> Vec<Header> {
     let mut headers = fmha_core::source::headers();
     headers.extend(embedded!(
         "ptx/barrier.cuh",
+        "ptx/bulk.cuh",
         "ptx/cluster.cuh",
         "ptx/collective.cuh",
         "ptx/copy.cuh",
         "ptx/elect.cuh",
         "ptx/f32x2.cuh",
         "ptx/fp8.cuh",
+        "ptx/flag.cuh",
         "ptx/grid.cuh",
         "ptx/matrix.cuh",
         "ptx/mbarrier.cuh",
         "ptx/memory.cuh",
         "ptx/num.cuh",
         "ptx/tcgen05.cuh",
+        "ptx/shared.cuh",
         "ptx/tma.cuh",
         "ptx/tmem.cuh",
         "ptx/warp.cuh",
@@ -66,6 +70,16 @@ pub fn headers() -> Vec<Header> {
         "sm100/fwd/load.cuh",
         "sm100/fwd/output.cuh",
         "sm100/fwd/softmax.cuh",
+        "mma/sm90/transposed_product.cuh",
+        "sm90/bwd/config.cuh",
+        "sm90/bwd/consume.cuh",
+        "sm90/bwd/epilogue.cuh",
+        "sm90/bwd/load.cuh",
+        "sm90/bwd/main.cuh",
+        "sm90/bwd/postprocess.cuh",
+        "sm90/bwd/preprocess.cuh",
+        "sm90/bwd/store_dq.cuh",
+        "sm90/bwd/work.cuh",
         "sm90/common/dropout.cuh",
         "sm90/common/fragment.cuh",
         "sm90/fwd/config.cuh",
@@ -77,6 +91,7 @@ pub fn headers() -> Vec<Header> {
         "sm90/fwd/recompute_scores.cuh",
         "sm90/fwd/softmax.cuh",
         "sm90/fwd/zero_values.cuh",
+        "simt/bwd.cuh",
         "simt/fwd.cuh",
         "combine.cuh",
     ));

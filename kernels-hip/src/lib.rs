@@ -14,6 +14,7 @@ pub mod combine;
 mod device;
 mod order;
 pub mod simt;
+pub mod simt_bwd;
 
 pub use arch::Arch;
 pub use device::{Device, Grid};
@@ -175,6 +176,7 @@ pub fn headers() -> Vec<Header> {
         "cdna/simple_loop.h",
         "cdna/order.h",
         "cdna/fwd.h",
+        "simt/bwd.h",
         "simt/fwd.h",
         "combine.h",
     ));

@@ -2,7 +2,7 @@
 
 use fmha_core::{DType, FwdProblem};
 
-use crate::case::{Body, Case};
+use crate::case::Case;
 
 /// A refusal that a backend declares.
 pub struct Declared {
@@ -39,16 +39,6 @@ pub const DECLARED: &[Declared] = &[
         backend: "rocm",
         what: "gfx942 computes in the FNUZ FP8 types, gfx950 in OCP: each takes two of the four",
         applies: |_, problem| uses(problem, DType::is_fp8),
-    },
-    Declared {
-        backend: "cuda",
-        what: "there is no backward kernel",
-        applies: |case, _| matches!(case.body, Body::Backward(_)),
-    },
-    Declared {
-        backend: "rocm",
-        what: "there is no backward kernel",
-        applies: |case, _| matches!(case.body, Body::Backward(_)),
     },
 ];
 

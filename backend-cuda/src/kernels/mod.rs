@@ -3,6 +3,7 @@
 pub(crate) mod combine;
 mod maps;
 pub(crate) mod simt;
+pub(crate) mod simt_bwd;
 pub(crate) mod sm100;
 pub(crate) mod sm90;
 pub(crate) mod sm90_bwd;
@@ -21,6 +22,7 @@ use crate::driver::{Device, Grid};
 use crate::steps::Step;
 use combine::Merge;
 use simt::Simt;
+use simt_bwd::SimtBwd;
 use sm90::Sm90;
 use sm90_bwd::Sm90Bwd;
 use sm100::Sm100;
@@ -247,11 +249,12 @@ impl FwdKernel {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum BwdKernel {
     Sm90Bwd,
+    SimtBwd,
 }
 
 impl BwdKernel {
-    pub(crate) fn all() -> [Self; 1] {
-        [Sm90Bwd.into()]
+    pub(crate) fn all() -> [Self; 2] {
+        [Sm90Bwd::default().into(), SimtBwd::default().into()]
     }
 }
 

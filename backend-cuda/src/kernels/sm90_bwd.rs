@@ -1,26 +1,207 @@
-//! The Hopper backward kernel, which is not written: a place in the family, and its refusal.
+//! The Hopper backward: its three launches, its workspace, its tensor maps.
 
+use fmha_core::bwd_workspace::BwdWorkspace;
 use fmha_core::error::{ProblemError, Refusal, Result};
-use fmha_core::{PlanOptions, ValidBwd};
+use fmha_core::fields::Fields as _;
+use fmha_core::spec::BwdSpec;
+use fmha_core::{Accuracy, DType, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind};
+use fmha_kernels_cuda::sm90_bwd::{self, Sm90BwdSchedule, Sm90BwdTile};
 
-use super::{BwdCall, BwdKernel, BwdRecipe, Choice, DeviceFacts, Named};
-use crate::steps::Step;
+use super::{BwdCall, BwdKernel, BwdRecipe, Choice, DeviceFacts, Launch, Named};
+use crate::driver::{Grid, TensorMap, TensorMapFacts};
+use crate::steps::{Step, exactly};
+
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Sm90Bwd {
+    chosen: Option<Chosen>,
+}
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Sm90Bwd;
+struct Chosen {
+    tile: Sm90BwdTile,
+    schedule: Sm90BwdSchedule,
+    workspace: BwdWorkspace,
+}
+
+/// The main kernel's second argument.
+#[repr(C, align(128))]
+struct Maps {
+    q: TensorMap,
+    k: TensorMap,
+    v: TensorMap,
+    dout: TensorMap,
+}
+
+/// What TMA and 16-byte loads and stores ask of addresses.
+const ALIGN: u64 = 16;
 
 impl Named for Sm90Bwd {
     fn name(&self) -> &'static str {
-        "sm90_bwd"
+        sm90_bwd::NAME
     }
 }
 
 impl BwdRecipe for Sm90Bwd {
-    fn choose(&self, _: &ValidBwd, _: &DeviceFacts, _: &PlanOptions) -> Result<Choice<BwdKernel>, Refusal> {
-        Err(Refusal::new(self.name(), "backward: 0 of its kernels are written"))
+    fn choose(
+        &self,
+        problem: &ValidBwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<BwdKernel>, Refusal> {
+        let refuse = |reason: String| Refusal::new(self.name(), reason);
+        if facts.arch != "sm_90a" {
+            return Err(refuse(format!("the device is {}, not sm_90a", facts.arch)));
+        }
+        sm90_bwd::accepts(problem)?;
+        let spec = BwdSpec::of(problem);
+        let mut tile = sm90_bwd::choose_tile(problem);
+        for (key, value) in &options.tile {
+            tile.set_field(key, value).map_err(refuse)?;
+        }
+        // Tiles are claimed from where the kernel before the main one has put a 0.
+        tile.persistent &= problem.fwd().dims.seqlen_q > 0;
+        tile.check(&spec).map_err(refuse)?;
+        let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
+        if smem_bytes > facts.smem_bytes {
+            return Err(refuse(format!(
+                "{tile:?} takes {smem_bytes} bytes of shared memory, {} are there",
+                facts.smem_bytes
+            )));
+        }
+        let schedule = tile.schedule(problem, facts.num_sms)?;
+        let dim = sm90_bwd::padded_dim(&spec).unsigned_abs();
+        let workspace =
+            BwdWorkspace::new(problem, tile.block_m.unsigned_abs(), dim, tile.num_suspects(&spec, &schedule))
+                .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
+        let dims = problem.fwd().dims;
+        let q_blocks = schedule.num_q_blocks.unsigned_abs() * dims.num_heads_q * dims.batch;
+        let tiles = schedule.num_tiles.unsigned_abs();
+        let rows = |kernel, source, blocks: u32| Launch {
+            kernel,
+            source,
+            grid: Grid::new(blocks.max(1), sm90_bwd::ROW_THREADS),
+            smem_bytes: 0,
+            tiles: blocks.into(),
+            tiles_at_once: u64::from(2048 / sm90_bwd::ROW_THREADS * facts.num_sms),
+        };
+        // After it key blocks too, where a mask may have let hidden infinities through.
+        let key_blocks = if sm90_bwd::repairs(&spec) { tiles } else { 0 };
+        let ctas = if tile.persistent { tiles.min(facts.num_sms) } else { tiles };
+        Ok(Choice {
+            kernel: Sm90Bwd { chosen: Some(Chosen { tile, schedule, workspace }) }.into(),
+            launches: vec![
+                rows("preprocess", sm90_bwd::preprocess(&spec, &tile), q_blocks),
+                Launch {
+                    kernel: self.name(),
+                    source: sm90_bwd::main(&spec, &tile),
+                    grid: Grid::new(ctas.max(1), tile.num_threads().unsigned_abs()),
+                    smem_bytes,
+                    tiles: tiles.into(),
+                    tiles_at_once: facts.num_sms.into(),
+                },
+                rows("postprocess", sm90_bwd::postprocess(&spec, &tile), q_blocks + key_blocks),
+            ],
+            workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: 0 },
+            promises: Promises {
+                // Else the sums of dQ have no order where several key blocks add to them.
+                deterministic: problem.deterministic || schedule.num_key_blocks <= 1,
+                batch_invariant: false,
+                graph_capturable: true,
+                accuracy: Accuracy::Exact,
+            },
+            details: vec![
+                ("tile", format!("{} queries x {} keys", tile.block_m, tile.block_n)),
+                ("stages", format!("{} Q, {} dO, {} dS", tile.stages_q, tile.stages_dout, tile.stages_ds)),
+                ("dQ", "f32 sums in memory".to_owned()),
+            ],
+        })
     }
 
-    fn launch(&self, _: &[Step], _: &BwdCall<'_>) -> Result<()> {
-        Err(ProblemError::new("plan", "plan: kernel sm90_bwd has 0 steps").into())
+    fn takes_addresses(&self, call: &BwdCall<'_>) -> Result<(), ProblemError> {
+        let Some(Chosen { tile, .. }) = self.chosen else { return Ok(()) };
+        let args = call.args;
+        let has_keys = call.problem.fwd().dims.seqlen_k > 0;
+        for (name, address, matters) in [
+            ("q", args.q.as_ptr() as u64, true),
+            ("k", args.k.as_ptr() as u64, has_keys),
+            ("v", args.v.as_ptr() as u64, has_keys),
+            ("o", args.o.as_ptr() as u64, tile.vector_load),
+            ("dout", args.dout.as_ptr() as u64, true),
+            ("dq", args.dq.as_mut_ptr() as u64, tile.vector_store),
+            ("dk", args.dk.as_mut_ptr() as u64, tile.vector_store && has_keys),
+            ("dv", args.dv.as_mut_ptr() as u64, tile.vector_store && has_keys),
+        ] {
+            if matters && !address.is_multiple_of(ALIGN) {
+                return Err(ProblemError::new(
+                    name,
+                    format!(
+                        "{name} starts at {address:#x}, which is no multiple of the {ALIGN} bytes that kernel {} needs",
+                        self.name()
+                    ),
+                ));
+            }
+        }
+        Ok(())
     }
+
+    fn launch(&self, steps: &[Step], call: &BwdCall<'_>) -> Result<()> {
+        let [preprocess, main, postprocess] = exactly(steps)?;
+        let Some(Chosen { tile, mut schedule, workspace }) = self.chosen else {
+            return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
+        };
+        let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
+        let mut params = workspace.bind(bind::bwd_params(call.problem, call.args), address);
+        if schedule.num_q_blocks > 0 {
+            let mut arguments = [(&raw mut params).cast(), (&raw mut schedule).cast()];
+            // SAFETY: the kernel takes BwdParams and Sm90BwdSchedule; `check_bwd` saw that the memory covers the
+            // problem, and the workspace is as large as the plan said.
+            unsafe { preprocess.launch(&mut arguments, call.stream)? };
+        }
+        if schedule.num_tiles > 0 {
+            let mut maps = maps(call, &tile)?;
+            let mut arguments =
+                [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
+            // SAFETY: as above; the maps were made for the same extents.
+            unsafe { main.launch(&mut arguments, call.stream)? };
+        }
+        // Without queries dQ has no rows, and dK and dV are zeros.
+        if schedule.num_q_blocks > 0 {
+            let mut arguments = [(&raw mut params).cast(), (&raw mut schedule).cast()];
+            // SAFETY: as above.
+            unsafe { postprocess.launch(&mut arguments, call.stream)? };
+        }
+        Ok(())
+    }
+}
+
+/// The tensor maps, `(dim, row, head, batch)`.
+fn maps(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> Result<Maps> {
+    let (problem, args) = (call.problem, call.args);
+    let fwd = problem.fwd();
+    let extents = fwd.extents(args.seq.totals);
+    // The driver wants a stride for an axis of one too: any that it takes.
+    let bytes = |stride: i64, extent: u32| if extent > 1 { stride.unsigned_abs() * 2 } else { 1 << 20 };
+    let k_address = args.k.as_ptr() as u64;
+    let map = |name, address: u64, strides: Strides, shape: Shape, rows: i32| {
+        TensorMapFacts {
+            name,
+            bf16: fwd.dtype_qk == DType::Bf16,
+            // A tensor without rows is never read, but a map needs an address.
+            address: if shape.seq == 0 { k_address } else { address },
+            dims: [shape.dim, shape.seq.max(1), shape.head, shape.batch].map(u64::from),
+            strides_bytes: [
+                bytes(strides.seq, shape.seq),
+                bytes(strides.head, shape.head),
+                bytes(strides.batch, shape.batch),
+            ],
+            box_dims: [64, rows.unsigned_abs(), 1, 1],
+        }
+        .encode()
+    };
+    Ok(Maps {
+        q: map("q", args.q.as_ptr() as u64, fwd.q, extents.q, tile.block_m)?,
+        k: map("k", k_address, fwd.k, extents.k, tile.block_n)?,
+        v: map("v", args.v.as_ptr() as u64, fwd.v, extents.v, tile.block_n)?,
+        dout: map("dout", args.dout.as_ptr() as u64, problem.dout, extents.o, tile.block_m)?,
+    })
 }

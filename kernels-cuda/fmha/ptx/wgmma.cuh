@@ -22,4 +22,13 @@ FMHA_DEVICE void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
+// needs: sm_90a. No instruction: the compiler takes these registers for written here, and so moves no read of them to
+// before the wait that they stand behind.
+// PTX ISA: wgmma.wait_group.
+template <int n>
+FMHA_DEVICE void written_here(float (&accumulators)[n]) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) asm volatile("" : "+f"(accumulators[i])::"memory");
+}
+
 }  // namespace fmha::ptx

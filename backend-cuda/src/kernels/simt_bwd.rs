@@ -1,0 +1,87 @@
+//! The kernels that compute every backward spec.
+
+use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
+use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::spec::BwdSpec;
+use fmha_core::{Accuracy, PlanOptions, Promises, ValidBwd, Workspace, bind};
+use fmha_kernels_cuda::simt;
+
+use super::{BwdCall, BwdKernel, BwdRecipe, Choice, DeviceFacts, Launch, Named, ROW_CTAS_PER_SM};
+use crate::driver::Grid;
+use crate::steps::{Step, exactly};
+
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct SimtBwd {
+    chosen: Option<BwdWorkspace>,
+}
+
+impl Named for SimtBwd {
+    fn name(&self) -> &'static str {
+        "simt"
+    }
+
+    fn is_fallback(&self) -> bool {
+        true
+    }
+}
+
+impl BwdRecipe for SimtBwd {
+    fn choose(
+        &self,
+        problem: &ValidBwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<BwdKernel>, Refusal> {
+        let refuse = |reason: String| Refusal::new(self.name(), reason);
+        if let Some((key, value)) = options.tile.first() {
+            return Err(refuse(format!("tile {key}={value}: it has no tile to set")));
+        }
+        // Nothing is padded: a block is a row.
+        let workspace = BwdWorkspace::new(problem, 1, 0, 0)
+            .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
+        let spec = BwdSpec::of(problem);
+        let launch = |kernel, source, rows| {
+            let grid = Grid::new(simt::row_grid(rows, facts.num_sms), simt::NUM_THREADS);
+            Launch {
+                kernel,
+                source,
+                grid,
+                smem_bytes: 0,
+                tiles: grid.ctas.into(),
+                tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
+            }
+        };
+        let rows = BwdRows::of(problem);
+        Ok(Choice {
+            kernel: SimtBwd { chosen: Some(workspace) }.into(),
+            launches: vec![
+                launch("simt_bwd_stats", simt::bwd_stats(&spec), rows.queries),
+                launch(self.name(), simt::bwd(&spec), rows.all()),
+            ],
+            workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: 0 },
+            promises: Promises {
+                deterministic: true,
+                batch_invariant: true,
+                graph_capturable: true,
+                accuracy: Accuracy::Exact,
+            },
+            details: vec![("tile", "a warp to a row, 32 pairs at a time".to_owned())],
+        })
+    }
+
+    fn launch(&self, steps: &[Step], call: &BwdCall<'_>) -> Result<()> {
+        let [stats, rows] = exactly(steps)?;
+        let Some(workspace) = self.chosen else {
+            return Err(ProblemError::new("plan", "plan: kernel simt has 0 workspaces chosen").into());
+        };
+        let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
+        let mut params = workspace.bind(bind::bwd_params(call.problem, call.args), address);
+        let mut arguments = [(&raw mut params).cast()];
+        // SAFETY: both kernels take one BwdParams; `check_bwd` saw that its memory covers the problem, and the workspace
+        // is as large as the plan said.
+        unsafe {
+            stats.launch(&mut arguments, call.stream)?;
+            rows.launch(&mut arguments, call.stream)
+        }
+    }
+}

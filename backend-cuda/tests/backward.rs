@@ -1,0 +1,318 @@
+//! Backward on the test double of the driver, against the definition. Needs NVRTC; where there is none, a test says
+//! `absent` and checks nothing.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use fmha_core::reference::{Backward, Precision, backward, forward};
+use fmha_core::{
+    BwdArgs, BwdProblem, DType, DevBuffer, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdProblem,
+    PlanOptions, SeqArgs, SeqSpan, Shape, Stream, Strides, Totals,
+};
+use fmha_cuda::CudaBackend;
+use half::bf16;
+
+fn device() -> Option<CudaBackend> {
+    match fmha_cuda::nvrtc::nvrtc() {
+        Ok(_) => Some(CudaBackend::open(0, Some("sm_90a")).unwrap()),
+        Err(reason) => {
+            println!("absent: {reason}");
+            None
+        }
+    }
+}
+
+const DIMS: Dims = Dims {
+    batch: 1,
+    seqlen_q: 150,
+    seqlen_k: 150,
+    num_heads_q: 2,
+    num_heads_kv: 1,
+    head_dim_qk: 64,
+    head_dim_v: 64,
+};
+
+fn problem(mask: &str, dims: Dims) -> BwdProblem {
+    BwdProblem::new(FwdProblem {
+        mask: mask.parse().unwrap(),
+        write_lse: true,
+        ..FwdProblem::batch(DType::Bf16, dims)
+    })
+}
+
+/// Lengths of packed sequences and the gap behind each.
+#[derive(Clone, Copy, Default)]
+struct Packed<'a> {
+    lengths: &'a [(i32, i32)],
+}
+
+/// Operands in host memory.
+struct Host {
+    problem: BwdProblem,
+    q: Vec<bf16>,
+    k: Vec<bf16>,
+    v: Vec<bf16>,
+    o: Vec<bf16>,
+    lse: Vec<f32>,
+    dout: Vec<bf16>,
+    cu: Option<[Vec<i32>; 2]>,
+    totals: Totals,
+}
+
+fn noise(elems: u64, salt: u64) -> Vec<bf16> {
+    let word = |i: u64| (i + salt).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40;
+    (0..elems).map(|i| bf16::from_f64(word(i) as f64 / f64::from(1 << 23) - 1.0)).collect()
+}
+
+impl Host {
+    /// `spoil` changes Q, K, V and dO before O and LSE are made of them.
+    fn new(problem: BwdProblem, packed: Packed<'_>, spoil: impl Fn([&mut [bf16]; 4])) -> Self {
+        let (mut cu, mut totals) = (None, Totals::NONE);
+        if !packed.lengths.is_empty() {
+            let sums = |of: fn(&(i32, i32)) -> i32| {
+                let mut sum = 0;
+                std::iter::once(0)
+                    .chain(packed.lengths.iter().map(|length| {
+                        sum += of(length);
+                        sum
+                    }))
+                    .collect::<Vec<i32>>()
+            };
+            let (q, k) = (sums(|l| l.0), sums(|l| l.1));
+            totals = Totals::packed(*q.last().unwrap() as u32, *k.last().unwrap() as u32);
+            cu = Some([q, k]);
+        }
+        let extents = problem.fwd.extents(totals);
+        let elems = |shape: Shape| shape.num_elems();
+        let mut host = Self {
+            q: noise(elems(extents.q), 1),
+            k: noise(elems(extents.k), 1 << 40),
+            v: noise(elems(extents.v), 2 << 40),
+            dout: noise(elems(extents.o), 3 << 40),
+            o: vec![bf16::ZERO; elems(extents.o) as usize],
+            lse: vec![0.0; extents.lse_elems as usize],
+            cu,
+            totals,
+            problem,
+        };
+        spoil([&mut host.q, &mut host.k, &mut host.v, &mut host.dout]);
+        host.attend();
+        host
+    }
+
+    fn seq(&self) -> SeqArgs<'_> {
+        let mut seq = SeqArgs { totals: self.totals, ..SeqArgs::default() };
+        if let Some([q, k]) = &self.cu {
+            (seq.cu_seqlens_q, seq.cu_seqlens_k) = (Some(DevSlice::host(q)), Some(DevSlice::host(k)));
+        }
+        seq
+    }
+
+    fn attend(&mut self) {
+        let fwd = &self.problem.fwd;
+        let mut unused = vec![bf16::ZERO; self.o.len()];
+        let mut args = FwdArgs::new(
+            DevSlice::host(&self.q),
+            DevSlice::host(&self.k),
+            DevSlice::host(&self.v),
+            DevSliceMut::host(&mut unused),
+        );
+        args.seq = self.seq();
+        for head in forward(fwd, &args, Precision::Exact).unwrap() {
+            let dim = fwd.dims.head_dim_v;
+            for (at, &o) in head.o.iter().enumerate() {
+                let (i, d) = (at as u32 / dim, at as u32 % dim);
+                let offset = fwd.o.offset(head.span.q_batch, head.span.q_row + i, head.i_head, d);
+                self.o[offset as usize] = bf16::from_f64(o);
+            }
+            for (i, &lse) in head.lse.iter().enumerate() {
+                let at = lse_index(fwd, self.totals, &head.span, head.i_head, i as u32);
+                self.lse[at] = lse as f32;
+            }
+        }
+    }
+
+    fn reference(&self, precision: Precision) -> Backward {
+        let mut grads = [self.q.clone(), self.k.clone(), self.v.clone()];
+        let [dq, dk, dv] = &mut grads;
+        let args = BwdArgs {
+            q: DevSlice::host(&self.q),
+            k: DevSlice::host(&self.k),
+            v: DevSlice::host(&self.v),
+            o: DevSlice::host(&self.o),
+            lse: DevSlice::host(&self.lse),
+            dout: DevSlice::host(&self.dout),
+            dlse: None,
+            dq: DevSliceMut::host(dq),
+            dk: DevSliceMut::host(dk),
+            dv: DevSliceMut::host(dv),
+            dbias: None,
+            dsink: None,
+            seq: self.seq(),
+            score: fmha_core::ScoreArgs::default(),
+            workspace: None,
+        };
+        backward(&self.problem.clone().validate().unwrap(), &args, precision).unwrap()
+    }
+
+    /// dQ, dK, dV as a kernel gives them.
+    fn run(&self, backend: &CudaBackend, options: &PlanOptions) -> [Vec<bf16>; 3] {
+        let plan = backend.plan_bwd(&self.problem.clone().validate().unwrap(), options).unwrap();
+        let memory = backend.memory();
+        let up = |bytes: &[u8]| {
+            let mut buffer = memory.alloc(bytes.len().max(1) as u64).unwrap();
+            memory.upload(bytes, &mut buffer).unwrap();
+            buffer
+        };
+        let tensor = |elems: &[bf16]| up(bytemuck::cast_slice(elems));
+        // Nothing that was there before may come through.
+        let nan = |elems: usize| tensor(&vec![bf16::NAN; elems]);
+        let (q, k, v, o, dout) =
+            (tensor(&self.q), tensor(&self.k), tensor(&self.v), tensor(&self.o), tensor(&self.dout));
+        let lse = up(bytemuck::cast_slice(&self.lse));
+        let cu = self.cu.as_ref().map(|cu| cu.each_ref().map(|cu| up(bytemuck::cast_slice(cu))));
+        let mut grads = [nan(self.q.len()), nan(self.k.len()), nan(self.v.len())];
+        let mut workspace = memory.workspace(plan.workspace()).unwrap();
+        if let Some(workspace) = &mut workspace {
+            memory.upload(&vec![0xff; workspace.bytes() as usize], workspace).unwrap();
+        }
+        let [dq, dk, dv] = &mut grads;
+        let mut seq = SeqArgs { totals: self.totals, ..SeqArgs::default() };
+        if let Some([q, k]) = &cu {
+            (seq.cu_seqlens_q, seq.cu_seqlens_k) = (Some(q.slice()), Some(k.slice()));
+        }
+        let mut args = BwdArgs {
+            q: q.slice(),
+            k: k.slice(),
+            v: v.slice(),
+            o: o.slice(),
+            lse: lse.slice(),
+            dout: dout.slice(),
+            dlse: None,
+            dq: dq.slice_mut(),
+            dk: dk.slice_mut(),
+            dv: dv.slice_mut(),
+            dbias: None,
+            dsink: None,
+            seq,
+            score: fmha_core::ScoreArgs::default(),
+            workspace: workspace.as_mut().map(DevBuffer::slice_mut),
+        };
+        backend.run_bwd(&plan, &mut args, Stream::DEFAULT).unwrap();
+        memory.synchronize(Stream::DEFAULT).unwrap();
+        let lengths = [self.q.len(), self.k.len(), self.v.len()];
+        let mut index = 0;
+        grads.map(|buffer| {
+            let mut elems = vec![bf16::ZERO; lengths[index]];
+            index += 1;
+            memory.download(&buffer, bytemuck::cast_slice_mut(&mut elems)).unwrap();
+            elems
+        })
+    }
+
+    /// The contract's rule for gradients, over each of them; NaN where the definition has it and nowhere else.
+    fn check(&self, got: &[Vec<bf16>; 3], what: &str) {
+        let (exact, same) = (self.reference(Precision::Exact), self.reference(Precision::AsInput));
+        let fwd = &self.problem.fwd;
+        let dims = fwd.dims;
+        type Rows = Vec<(SeqSpan, u32, Vec<f64>)>;
+        let tensors: [(&str, &Rows, &Rows, Strides, bool, u32); 3] = [
+            ("dq", &exact.dq, &same.dq, self.problem.dq, true, dims.head_dim_qk),
+            ("dk", &exact.dk, &same.dk, self.problem.dk, false, dims.head_dim_qk),
+            ("dv", &exact.dv, &same.dv, self.problem.dv, false, dims.head_dim_v),
+        ];
+        for ((name, exact, same, strides, of_queries, dim), got) in tensors.into_iter().zip(got) {
+            let (mut worst, mut worst_same, mut largest) = (0f64, 0f64, 0f64);
+            for ((span, head, exact), (_, _, same)) in exact.iter().zip(same) {
+                for (at, (&want, &same)) in exact.iter().zip(same).enumerate() {
+                    let (row, d) = (at as u32 / dim, at as u32 % dim);
+                    let (batch, row) = if of_queries {
+                        (span.q_batch, span.q_row + row)
+                    } else {
+                        (span.k_batch, span.k_row + row)
+                    };
+                    let got = got[strides.offset(batch, row, *head, d) as usize].to_f64();
+                    assert_eq!(got.is_nan(), want.is_nan(), "{what}: {name} row {row} head {head} dim {d}");
+                    if want.is_finite() {
+                        worst = worst.max((got - want).abs());
+                        worst_same = worst_same.max((same - want).abs());
+                        largest = largest.max(want.abs());
+                    }
+                }
+            }
+            let bound = 3.0 * worst_same + largest * 2f64.powi(-8);
+            assert!(worst <= bound, "{what}: {name} is off by {worst}, beyond {bound}");
+        }
+    }
+}
+
+fn lse_index(fwd: &FwdProblem, totals: Totals, span: &SeqSpan, i_head: u32, i: u32) -> usize {
+    let rows = totals.total_q.unwrap_or(fwd.dims.seqlen_q);
+    ((span.q_batch * fwd.dims.num_heads_q + i_head) * rows + span.q_row + i) as usize
+}
+
+fn with(tile: &str) -> PlanOptions {
+    let pairs = tile.split(',').filter_map(|pair| pair.split_once('='));
+    let tile = pairs.map(|(key, value)| (key.to_owned(), value.to_owned())).collect();
+    PlanOptions { kernel: Some("sm90".to_owned()), tile, ..PlanOptions::default() }
+}
+
+const TILES: [&str; 3] = [
+    "early_scores=0,early_dv=0,persistent=0",
+    "early_scores=1,stages_q=3",
+    "early_scores=1,early_dv=1,persistent=1",
+];
+
+#[test]
+fn every_order_of_products_keeps_the_rule_under_every_kind_of_mask() {
+    let Some(backend) = device() else { return };
+    let wide = Dims { head_dim_qk: 128, head_dim_v: 72, seqlen_q: 70, ..DIMS };
+    for (n, (mask, dims)) in
+        [("0", DIMS), ("b", DIMS), ("b:40,9", wide), ("t:5,0,3", wide), ("g:0,-140", DIMS)]
+            .into_iter()
+            .enumerate()
+    {
+        for deterministic in [false, true] {
+            let tile = TILES[(n + usize::from(deterministic)) % 3];
+            let problem = BwdProblem { deterministic, ..problem(mask, dims) };
+            let host = Host::new(problem, Packed::default(), |_| ());
+            let what = format!("mask {mask}, deterministic {deterministic}, {tile}");
+            host.check(&host.run(&backend, &with(tile)), &what);
+        }
+    }
+}
+
+#[test]
+fn packed_sequences_are_apart_and_rows_of_empty_ones_are_zeros() {
+    let Some(backend) = device() else { return };
+    let lengths = [(9, 0), (0, 6), (70, 140), (1, 1)];
+    let dims = Dims { batch: 4, seqlen_q: 70, seqlen_k: 140, ..DIMS };
+    let mut packed = BwdProblem::new(FwdProblem {
+        mask: "b".parse().unwrap(),
+        write_lse: true,
+        ..FwdProblem::group(DType::Bf16, dims)
+    });
+    for deterministic in [false, true] {
+        packed.deterministic = deterministic;
+        // The first row of the last sequence would reach the one before it, were it not made zeros there.
+        let host = Host::new(packed.clone(), Packed { lengths: &lengths }, |[q, _, _, dout]| {
+            let row = 79 * 2 * 64;
+            q[row] = bf16::NAN;
+            dout[row + 1] = bf16::INFINITY;
+        });
+        host.check(&host.run(&backend, &with(TILES[2])), "packed");
+    }
+}
+
+#[test]
+fn infinities_and_nan_reach_only_rows_that_see_them() {
+    let Some(backend) = device() else { return };
+    for kernel in ["sm90", "simt"] {
+        let host = Host::new(problem("b", DIMS), Packed::default(), |[q, k, _, dout]| {
+            k[140 * 64 + 3] = bf16::NAN; // seen by the last ten queries alone
+            q[2 * 64 * 2] = bf16::INFINITY; // sees the first three keys alone
+            dout[5 * 64 * 2 + 7] = bf16::NAN;
+        });
+        let options = PlanOptions { kernel: Some(kernel.to_owned()), ..PlanOptions::default() };
+        host.check(&host.run(&backend, &options), kernel);
+    }
+}

@@ -1,0 +1,20 @@
+// What backward kernels of every vendor share: where a query row's numbers lie, and which queries see a key.
+#pragma once
+#include <fmha/mask.h>
+#include <fmha/seq.h>
+
+namespace fmha {
+
+// The queries outside which none sees any of the non-empty `keys`, sink columns included.
+FMHA_DEVICE Range query_range(const MaskBand& band, Range keys, int32_t seqlen_q) {
+  const int64_t first = clamp<int64_t>(int64_t(keys.begin) - band.hi, 0, seqlen_q);
+  const int64_t end = keys.begin < band.sink_columns ? seqlen_q : int64_t(keys.end) - band.lo;
+  return {int32_t(first), int32_t(clamp<int64_t>(end, first, seqlen_q))};
+}
+
+// Index of a query row's LSE and delta in the workspace: sequences are apart by the longest, in whole blocks of queries.
+FMHA_DEVICE int64_t stats_offset(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t i) {
+  return i_head * p.stats_head + span.i_batch * p.stats_batch + i;
+}
+
+}  // namespace fmha

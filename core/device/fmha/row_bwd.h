@@ -1,0 +1,266 @@
+// Attention backward, a row at a time: right for every spec of the contract and fast for none, as row_fwd.h is for the
+// forward. A row of dQ, of dK and dV, of dBias, or one head's dSink is computed by a group of lanes that run together:
+// lane l has the pair of the row with its l-th partner, then the lanes share out the columns and take the pairs one
+// after another. Nothing is summed in memory, so every sum has one order.
+//
+// `Lanes` is the vendor's: `count`, `index()`, `ballot(bool)` and `from(x, lane)`.
+#pragma once
+#include <fmha/bwd.h>
+#include <fmha/mask.h>
+#include <fmha/num.h>
+#include <fmha/philox.h>
+#include <fmha/score.h>
+#include <fmha/seq.h>
+
+namespace fmha {
+
+// Sum over the lanes, in all of them.
+template <class Lanes>
+FMHA_DEVICE float lane_sum(float x) {
+#pragma unroll
+  for (int32_t step = Lanes::count / 2; step > 0; step /= 2) x += Lanes::from(x, Lanes::index() ^ step);
+  return x;
+}
+
+// What a query and a key that it sees give.
+struct BwdPair {
+  float prob;   // P after dropout: what multiplies dO in dV
+  float ds;     // gradient of the score as the softmax sees it: dBias
+  float dscore; // gradient of scale * Q K^T: ds through the soft-cap
+};
+
+// One (sequence, query head).
+template <BwdSpec spec, class Lanes>
+struct BwdHead {
+  static constexpr FwdSpec kFwd = spec.fwd;
+
+  const BwdParams& p;
+  const SeqSpan span;
+  const int32_t i_head;
+  const int32_t i_head_kv = i_head / p.fwd.gqa_ratio;
+  const int32_t batch_head = span.i_batch * p.fwd.num_heads_q + i_head;
+  const MaskBand band = resolve_band(p.fwd.mask, span.seqlen_q, span.seqlen_k);
+  const float descale_q = scalar_of(p.fwd.descale_q, span.i_batch, i_head_kv, 1.f);
+  const float descale_k = scalar_of(p.fwd.descale_k, span.i_batch, i_head_kv, 1.f);
+  const float descale_v = scalar_of(p.fwd.descale_v, span.i_batch, i_head_kv, 1.f);
+  const ScoreModifier modifier =
+      score_modifier<kFwd>(p.fwd, span, i_head, p.fwd.softmax_scale * descale_q * descale_k);
+
+  FMHA_DEVICE int64_t q_row(const View& x, int32_t i) const {
+    return row_offset(x, span.storage_batch, int64_t(span.q_row) + i, i_head);
+  }
+  FMHA_DEVICE int64_t k_row(const View& x, int32_t j) const {
+    return row_offset(x, kv_row(p.fwd, kFwd.kv_layout, span, j), i_head_kv);
+  }
+
+  FMHA_DEVICE BwdPair pair(int32_t i, int32_t j) const {
+    const int64_t q = q_row(p.fwd.q, i), k = k_row(p.fwd.k, j), v = k_row(p.fwd.v, j), dout = q_row(p.dout, i);
+    float product = 0.f, dp = 0.f;
+    for (int32_t d = 0; d < kFwd.head_dim_qk; ++d)
+      product += load_elem<kFwd.dtype_qk>(p.fwd.q.data, q + d) * load_elem<kFwd.dtype_qk>(p.fwd.k.data, k + d);
+    for (int32_t d = 0; d < kFwd.head_dim_v; ++d)
+      dp += load_elem<kFwd.dtype_o>(p.dout.data, dout + d) *
+            load_elem<kFwd.dtype_v>(p.fwd.v.data, v + d * p.fwd.v.dim);
+    dp *= descale_v;
+
+    const int64_t stats = stats_offset(p, span, i_head, i);
+    BwdPair pair;
+    const float prob = exp2_of(modified_score<kFwd>(modifier, product, i, j) * kLog2E - p.lse_log2[stats]);
+    float kept = 1.f;
+    if constexpr (kFwd.dropout) kept = dropout_keeps(p.fwd, batch_head, i, j) ? p.fwd.dropout_scale : 0.f;
+    pair.prob = kept == 0.f ? 0.f : prob * kept;
+    pair.ds = prob * ((kept == 0.f ? 0.f : dp * kept) - p.delta[stats]);
+    pair.dscore = pair.ds;
+    if constexpr (kFwd.softcap) {
+      const float t = tanh_of(product * modifier.scale / modifier.softcap);
+      pair.dscore *= 1.f - t * t;
+    }
+    return pair;
+  }
+};
+
+// A row's columns, dealt out to the lanes.
+template <int32_t dim, class Lanes>
+struct RowSums {
+  static constexpr int32_t columns = ceil_div(dim, Lanes::count);
+  Array<float, columns> sums = {};
+
+  template <DType dtype>
+  FMHA_DEVICE void add(const void* data, int64_t row, float factor) {
+#pragma unroll
+    for (int32_t c = 0; c < columns; ++c) {
+      const int32_t d = c * Lanes::count + Lanes::index();
+      if (d < dim) sums[c] += factor * load_elem<dtype>(data, row + d);
+    }
+  }
+  template <DType dtype>
+  FMHA_DEVICE void store(void* data, int64_t row, float factor) const {
+#pragma unroll
+    for (int32_t c = 0; c < columns; ++c) {
+      const int32_t d = c * Lanes::count + Lanes::index();
+      if (d < dim) store_elem<dtype>(data, row + d, sums[c] * factor);
+    }
+  }
+};
+
+// LSE in log2 and delta = dO . O - dLSE of query i: what `BwdHead::pair` reads.
+template <BwdSpec spec, class Lanes>
+FMHA_DEVICE void bwd_stats_row(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t i) {
+  constexpr DType dtype = spec.fwd.dtype_o;
+  const int64_t o = row_offset(p.fwd.o, span.storage_batch, int64_t(span.q_row) + i, i_head);
+  const int64_t dout = row_offset(p.dout, span.storage_batch, int64_t(span.q_row) + i, i_head);
+  float dot = 0.f;
+  for (int32_t d = Lanes::index(); d < spec.fwd.head_dim_v; d += Lanes::count)
+    dot += load_elem<dtype>(p.fwd.o.data, o + d) * load_elem<dtype>(p.dout.data, dout + d);
+  dot = lane_sum<Lanes>(dot);
+  if (Lanes::index() != 0) return;
+  const int64_t at = lse_offset(p.fwd, span, i_head, i), stats = stats_offset(p, span, i_head, i);
+  const float lse = p.fwd.lse[at];
+  // A row that sees nothing adds nothing: its P are 0.
+  p.lse_log2[stats] = lse == -infinity() ? infinity() : lse * kLog2E;
+  p.delta[stats] = spec.has_dlse ? dot - p.dlse[at] : dot;
+}
+
+// dQ of query i.
+template <BwdSpec spec, class Lanes>
+FMHA_DEVICE void bwd_query_row(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t i) {
+  const BwdHead<spec, Lanes> head{p, span, i_head};
+  RowSums<spec.fwd.head_dim_qk, Lanes> dq;
+  const Range row = {i, i + 1};
+  const auto take = [&](Range keys) {
+    for (int32_t first = keys.begin; first < keys.end; first += Lanes::count) {
+      const int32_t j = first + Lanes::index();
+      const bool seen = j < keys.end && visible(head.band, i, j);
+      const uint64_t seen_lanes = Lanes::ballot(seen);
+      if (seen_lanes == 0) continue;
+      const float dscore = seen ? head.pair(i, j).dscore : 0.f;
+      for (int32_t l = 0; l < Lanes::count; ++l) {
+        if (!(seen_lanes >> l & 1)) continue;  // a hidden K may hold NaN
+        dq.template add<spec.fwd.dtype_qk>(p.fwd.k.data, head.k_row(p.fwd.k, first + l), Lanes::from(dscore, l));
+      }
+    }
+  };
+  take(sink_range(head.band, row, span.seqlen_k));
+  take(k_range(head.band, row, span.seqlen_k));
+  dq.template store<spec.dtype_grad>(p.dq.data, head.q_row(p.dq, i), p.fwd.softmax_scale * head.descale_k);
+}
+
+// dK and dV of key j.
+template <BwdSpec spec, class Lanes>
+FMHA_DEVICE void bwd_key_row(const BwdParams& p, const SeqSpan& span, int32_t i_head_kv, int32_t j) {
+  RowSums<spec.fwd.head_dim_qk, Lanes> dk;
+  RowSums<spec.fwd.head_dim_v, Lanes> dv;
+  for (int32_t g = 0; g < p.fwd.gqa_ratio; ++g) {
+    const BwdHead<spec, Lanes> head{p, span, i_head_kv * p.fwd.gqa_ratio + g};
+    const Range queries = query_range(head.band, {j, j + 1}, span.seqlen_q);
+    for (int32_t first = queries.begin; first < queries.end; first += Lanes::count) {
+      const int32_t i = first + Lanes::index();
+      const bool seen = i < queries.end && visible(head.band, i, j);
+      const uint64_t seen_lanes = Lanes::ballot(seen);
+      if (seen_lanes == 0) continue;
+      BwdPair pair = {0.f, 0.f, 0.f};
+      if (seen) pair = head.pair(i, j);
+      for (int32_t l = 0; l < Lanes::count; ++l) {
+        if (!(seen_lanes >> l & 1)) continue;
+        dv.template add<spec.fwd.dtype_o>(p.dout.data, head.q_row(p.dout, first + l), Lanes::from(pair.prob, l));
+        dk.template add<spec.fwd.dtype_qk>(p.fwd.q.data, head.q_row(p.fwd.q, first + l), Lanes::from(pair.dscore, l));
+      }
+    }
+  }
+  const BwdHead<spec, Lanes> head{p, span, i_head_kv * p.fwd.gqa_ratio};
+  dk.template store<spec.dtype_grad>(p.dk.data, head.k_row(p.dk, j), p.fwd.softmax_scale * head.descale_q);
+  dv.template store<spec.dtype_grad>(p.dv.data, head.k_row(p.dv, j), 1.f);
+}
+
+// Row i of dBias of (`i_batch`, `i_head`), or of all that share it; whole, zeros included.
+template <BwdSpec spec, class Lanes>
+FMHA_DEVICE void bwd_bias_row(const BwdParams& p, int32_t i_batch, int32_t i_head, int32_t i) {
+  const Range batches = p.dbias_per_batch ? Range{i_batch, i_batch + 1} : Range{0, p.fwd.batch};
+  const Range heads = p.dbias_per_head ? Range{i_head, i_head + 1} : Range{0, p.fwd.num_heads_q};
+  const int64_t row = i_batch * p.dbias.batch + i_head * p.dbias.head + i * p.dbias.row;
+  for (int32_t j = Lanes::index(); j < p.fwd.seqlen_k; j += Lanes::count) {
+    float sum = 0.f;
+    for (int32_t b = batches.begin; b < batches.end; ++b) {
+      const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, b);
+      if (i >= span.seqlen_q || j >= span.seqlen_k) continue;
+      for (int32_t h = heads.begin; h < heads.end; ++h) {
+        const BwdHead<spec, Lanes> head{p, span, h};
+        if (visible(head.band, i, j)) sum += head.pair(i, j).ds;
+      }
+    }
+    store_elem<spec.dtype_dbias>(p.dbias.data, row + j * p.dbias.dim, sum);
+  }
+}
+
+// dSink of a head: over all its queries, exp(sink - LSE) (dLSE - dO . O).
+template <BwdSpec spec, class Lanes>
+FMHA_DEVICE void bwd_sink(const BwdParams& p, int32_t i_head) {
+  const float sink_log2 = scalar_of(p.fwd.sink, 0, i_head, -infinity()) * kLog2E;
+  float sum = 0.f;
+  for (int32_t b = 0; b < p.fwd.batch; ++b) {
+    const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, b);
+    for (int32_t i = Lanes::index(); i < span.seqlen_q; i += Lanes::count) {
+      const int64_t stats = stats_offset(p, span, i_head, i);
+      // +infinity stands for a row that saw nothing, its sink neither: both are -infinity.
+      if (p.lse_log2[stats] != infinity()) sum -= exp2_of(sink_log2 - p.lse_log2[stats]) * p.delta[stats];
+    }
+  }
+  sum = lane_sum<Lanes>(sum);
+  if (Lanes::index() == 0) p.dsink[i_head] = sum;
+}
+
+// Rows of each kind, whether their sequence has them or not.
+FMHA_DEVICE int64_t num_query_rows(const BwdParams& p) {
+  return int64_t(p.fwd.batch) * p.fwd.num_heads_q * p.fwd.seqlen_q;
+}
+FMHA_DEVICE int64_t num_key_rows(const BwdParams& p) {
+  return int64_t(p.fwd.batch) * p.fwd.num_heads_kv * p.fwd.seqlen_k;
+}
+template <BwdSpec spec>
+FMHA_DEVICE int64_t num_bias_rows(const BwdParams& p) {
+  if (!spec.write_dbias) return 0;
+  return int64_t(p.dbias_per_batch ? p.fwd.batch : 1) * (p.dbias_per_head ? p.fwd.num_heads_q : 1) * p.fwd.seqlen_q;
+}
+template <BwdSpec spec>
+FMHA_DEVICE int64_t num_bwd_rows(const BwdParams& p) {
+  return num_query_rows(p) + num_key_rows(p) + num_bias_rows<spec>(p) + (spec.write_dsink ? p.fwd.num_heads_q : 0);
+}
+
+// The first launch: row `at` of all queries.
+template <BwdSpec spec, class Lanes>
+FMHA_DEVICE void bwd_stats(const BwdParams& p, int64_t at) {
+  const int32_t i = int32_t(at % p.fwd.seqlen_q), i_head = int32_t(at / p.fwd.seqlen_q % p.fwd.num_heads_q);
+  const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, int32_t(at / p.fwd.seqlen_q / p.fwd.num_heads_q));
+  if (i < span.seqlen_q) bwd_stats_row<spec, Lanes>(p, span, i_head, i);
+}
+
+// The second launch: row `at` of dQ, then of dK and dV, then of dBias, then of dSink.
+template <BwdSpec spec, class Lanes>
+FMHA_DEVICE void bwd_row(const BwdParams& p, int64_t at) {
+  if (at < num_query_rows(p)) {
+    const int32_t i = int32_t(at % p.fwd.seqlen_q), i_head = int32_t(at / p.fwd.seqlen_q % p.fwd.num_heads_q);
+    const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, int32_t(at / p.fwd.seqlen_q / p.fwd.num_heads_q));
+    if (i < span.seqlen_q) bwd_query_row<spec, Lanes>(p, span, i_head, i);
+    return;
+  }
+  at -= num_query_rows(p);
+  if (at < num_key_rows(p)) {
+    const int32_t j = int32_t(at % p.fwd.seqlen_k), i_head_kv = int32_t(at / p.fwd.seqlen_k % p.fwd.num_heads_kv);
+    const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, int32_t(at / p.fwd.seqlen_k / p.fwd.num_heads_kv));
+    if (j < span.seqlen_k) bwd_key_row<spec, Lanes>(p, span, i_head_kv, j);
+    return;
+  }
+  at -= num_key_rows(p);
+  if constexpr (spec.write_dbias) {
+    if (at < num_bias_rows<spec>(p)) {
+      const int32_t heads = p.dbias_per_head ? p.fwd.num_heads_q : 1;
+      const int64_t row = at / p.fwd.seqlen_q;
+      bwd_bias_row<spec, Lanes>(p, int32_t(row / heads), int32_t(row % heads), int32_t(at % p.fwd.seqlen_q));
+      return;
+    }
+    at -= num_bias_rows<spec>(p);
+  }
+  if constexpr (spec.write_dsink) bwd_sink<spec, Lanes>(p, int32_t(at));
+}
+
+}  // namespace fmha

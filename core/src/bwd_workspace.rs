@@ -1,0 +1,155 @@
+//! What a backward call's launches are cut by: its rows, and where its numbers lie in its workspace.
+
+use crate::abi::{BwdParams, DevPtr};
+use crate::bwd::BwdProblem;
+use crate::score::Bias;
+
+/// Offsets in bytes from the workspace's start, and how a query row is found in it (`fmha/bwd.h`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BwdWorkspace {
+    lse_log2: u64,
+    delta: u64,
+    dq_sums: Option<u64>,
+    turns: Option<u64>,
+    suspects: u64,
+    /// Of all.
+    pub bytes: u64,
+    stats_head: i64,
+    stats_batch: i64,
+}
+
+impl BwdWorkspace {
+    /// For a kernel with query blocks of `block_m` rows that sums `dq_dim` columns of dQ in memory (0: none), in turns
+    /// where the problem is deterministic, and has a number of each of `suspects` warps. `None`: it would be 2^62 bytes or
+    /// more.
+    #[must_use]
+    pub fn new(problem: &BwdProblem, block_m: u32, dq_dim: u32, suspects: u64) -> Option<Self> {
+        let dims = problem.fwd.dims;
+        let block = u64::from(block_m);
+        let padded = u64::from(dims.seqlen_q).div_ceil(block) * block;
+        let rows = padded.checked_mul(dims.batch.into())?;
+        let elems = rows.checked_mul(dims.num_heads_q.into())?;
+        let stats = elems.checked_mul(4)?.checked_next_multiple_of(256)?;
+        let sums = elems.checked_mul(4)?.checked_mul(dq_dim.into())?;
+        // A number of claimed tiles, then what has rows.
+        let first = 256;
+        let turns = stats.checked_mul(2)?.checked_add(sums)?.checked_add(first)?;
+        let takes_turns = problem.deterministic && dq_dim > 0;
+        let marks = turns.checked_add(if takes_turns { elems / block * 4 } else { 0 })?;
+        let bytes = marks.checked_add(suspects.checked_mul(4)?)?;
+        (bytes < 1 << 62).then_some(Self {
+            lse_log2: first,
+            delta: first + stats,
+            dq_sums: (dq_dim > 0).then_some(first + 2 * stats),
+            turns: takes_turns.then_some(turns),
+            suspects: marks,
+            bytes,
+            stats_head: rows as i64,
+            stats_batch: padded as i64,
+        })
+    }
+
+    /// The arguments with this workspace at `address`.
+    #[must_use]
+    pub fn bind(&self, params: BwdParams, address: u64) -> BwdParams {
+        BwdParams {
+            claimed: DevPtr::new(address),
+            suspects: DevPtr::new(address + self.suspects),
+            lse_log2: DevPtr::new(address + self.lse_log2),
+            delta: DevPtr::new(address + self.delta),
+            dq_sums: self.dq_sums.map_or(DevPtr::NULL, |offset| DevPtr::new(address + offset)),
+            turns: self.turns.map_or(DevPtr::NULL, |offset| DevPtr::new(address + offset)),
+            stats_head: self.stats_head,
+            stats_batch: self.stats_batch,
+            ..params
+        }
+    }
+}
+
+/// Rows that `fmha/row_bwd.h` computes one by one, whether their sequence has them or not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BwdRows {
+    /// Of dQ, and of LSE and delta.
+    pub queries: u64,
+    /// Of dK and dV.
+    pub keys: u64,
+    /// Of dBias.
+    pub bias: u64,
+    /// Of dSink: heads.
+    pub sinks: u64,
+}
+
+impl BwdRows {
+    /// Those of a problem.
+    #[must_use]
+    pub fn of(problem: &BwdProblem) -> Self {
+        let dims = problem.fwd.dims;
+        let rows = |heads: u32, rows: u32, batch: u32| {
+            (u64::from(heads) * u64::from(rows)).saturating_mul(u64::from(batch))
+        };
+        let bias = match (problem.dbias, problem.fwd.bias) {
+            (Some(_), Bias::Elementwise(bias)) => {
+                let shape = problem.fwd.shape_bias(bias.broadcast);
+                rows(shape.head, shape.seq, shape.batch)
+            }
+            _ => 0,
+        };
+        Self {
+            queries: rows(dims.num_heads_q, dims.seqlen_q, dims.batch),
+            keys: rows(dims.num_heads_kv, dims.seqlen_k, dims.batch),
+            bias,
+            sinks: if problem.write_dsink { dims.num_heads_q.into() } else { 0 },
+        }
+    }
+
+    /// All of them.
+    #[must_use]
+    pub fn all(&self) -> u64 {
+        [self.keys, self.bias, self.sinks].into_iter().fold(self.queries, u64::saturating_add)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DType, Dims, FwdProblem};
+
+    const DIMS: Dims = Dims {
+        batch: 3,
+        seqlen_q: 70,
+        seqlen_k: 9,
+        num_heads_q: 2,
+        num_heads_kv: 1,
+        head_dim_qk: 8,
+        head_dim_v: 8,
+    };
+
+    #[test]
+    fn every_part_lies_behind_the_one_before_and_inside() {
+        for (block, deterministic) in [(1, false), (64, false), (64, true)] {
+            let mut problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS));
+            problem.deterministic = deterministic;
+            let workspace = BwdWorkspace::new(&problem, block, 8, 5).unwrap();
+            let padded = u64::from(DIMS.seqlen_q.div_ceil(block) * block);
+            assert_eq!(workspace.stats_batch, padded as i64);
+            let rows = padded * 3 * 2;
+            let sums = workspace.dq_sums.unwrap();
+            assert!(
+                workspace.lse_log2 >= 4
+                    && workspace.delta >= workspace.lse_log2 + rows * 4
+                    && sums >= workspace.delta + rows * 4
+            );
+            let end = sums + rows * 8 * 4;
+            let turns = if deterministic { rows / u64::from(block) * 4 } else { 0 };
+            assert_eq!((workspace.turns, workspace.bytes), (deterministic.then_some(end), end + turns + 20));
+            assert_eq!(workspace.suspects, end + turns);
+        }
+    }
+
+    #[test]
+    fn a_workspace_that_no_memory_holds_is_none() {
+        let dims = Dims { batch: 1 << 30, seqlen_q: 1 << 30, ..DIMS };
+        let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims));
+        assert_eq!(BwdWorkspace::new(&problem, 64, 128, 0), None);
+    }
+}

@@ -1,0 +1,58 @@
+// The products of the backward: operands of either orientation from one tile, and a fragment stored transposed.
+#pragma once
+#include <fmha/mma/sm90.cuh>
+#include <fmha/ptx/shared.cuh>
+
+namespace fmha::mma::sm90 {
+
+// d = A^T B^T: A's columns [column, column + 64), read across its rows; as many of B's rows as D has columns, along
+// their dim, which are A's rows. Starts, does not wait.
+template <DType dtype, class D, class TileA, class TileB>
+FMHA_DEVICE void start_product_atbt(D& d, const TileA& a, int column, const TileB& b) {
+  static_assert(TileA::rows == TileB::dim && D::columns <= TileB::rows, "A's rows are B's columns");
+  static_assert(TileA::span == kRows, "64 columns of A are one chunk");
+  constexpr int depth = kDepth<Storage<dtype>>, steps_per_chunk = TileB::span / depth;
+  const Descriptor a0 =
+      descriptor<TileA::span_bytes>(a.offset() + column / TileA::span * TileA::chunk_bytes, TileA::chunk_bytes);
+  const Descriptor b0 = descriptor<TileB::span_bytes>(b.offset(), 16);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < TileB::dim / depth; ++step) {
+    const int chunk = step / steps_per_chunk, within = step % steps_per_chunk * 32;
+    ptx::wgmma_mma_async_ss<dtype, 1, 1, 0>(d.elems, a0.plus_bytes(step * depth * TileA::span_bytes).bits(),
+                                            b0.plus_bytes(chunk * TileB::chunk_bytes + within).bits(), step != 0);
+  }
+  ptx::wgmma_commit_group();
+}
+
+// d = A B: A's rows [row, row + 64) along their dim, B read across its rows. Starts, does not wait.
+template <DType dtype, class D, class TileA, class TileB>
+FMHA_DEVICE void start_product_ab(D& d, const TileA& a, int row, const TileB& b) {
+  static_assert(TileA::dim == TileB::rows && D::columns <= TileB::dim, "A's columns are B's rows");
+  constexpr int depth = kDepth<Storage<dtype>>, steps_per_chunk = TileA::span / depth;
+  const Descriptor a0 = descriptor<TileA::span_bytes>(a.offset() + row * TileA::span_bytes, 16);
+  const Descriptor b0 = descriptor<TileB::span_bytes>(b.offset(), TileB::chunk_bytes);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < TileA::dim / depth; ++step) {
+    const int chunk = step / steps_per_chunk, within = step % steps_per_chunk * 32;
+    ptx::wgmma_mma_async_ss<dtype, 1, 0, 1>(d.elems, a0.plus_bytes(chunk * TileA::chunk_bytes + within).bits(),
+                                            b0.plus_bytes(step * depth * TileB::span_bytes).bits(), step != 0);
+  }
+  ptx::wgmma_commit_group();
+}
+
+// The transpose of the warpgroup's 64 x depth into a tile: its row r becomes column `first + r`.
+template <class Tile, class Elem, int depth>
+FMHA_DEVICE void store_transposed(const Tile& tile, const RegisterTile<Elem, depth>& a, int32_t first) {
+  static_assert(depth <= Tile::rows, "a column of the fragment is a row of the tile");
+  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
+  // Of a step's four 8 x 8 matrices the second and fourth are eight rows further on, the last two eight columns.
+  const int32_t row = lane / 16 * 8 + lane % 8, column = first + warp * 16 + lane / 8 % 2 * 8;
+  const uint32_t address = tile.address() + word_offset<Tile>(row, column);
+#pragma unroll
+  for (int step = 0; step < depth / 16; ++step)
+    ptx::stmatrix_x4_trans(address + step * 16 * Tile::span_bytes, a.elems[step]);
+}
+
+}  // namespace fmha::mma::sm90

@@ -1,0 +1,32 @@
+// Loads of shared memory, and stores of matrix fragments into it.
+// PTX ISA, Data Movement and Conversion Instructions: ld
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
+// PTX ISA, Warp Level Matrix Multiply-Accumulate Instructions: stmatrix
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-stmatrix
+#pragma once
+#include <fmha/ptx/memory.cuh>
+
+namespace fmha::ptx {
+
+// needs: sm_70. `address` is a multiple of 8.
+// PTX ISA: ld.
+FMHA_DEVICE void ld_shared_v2_f32(float (&v)[2], uint32_t address) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(address) : "memory");
+}
+
+// needs: sm_70. `address` is a multiple of 16.
+// PTX ISA: st.
+FMHA_DEVICE void st_shared_v4_f32(uint32_t address, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+// needs: sm_90. Four 8 x 8 matrices of 16-bit elements; lanes 8 j .. 8 j + 7 give where the rows of the j-th go, 16
+// bytes each. Lane l has of each column l / 4, rows 2 (l % 4) and the next.
+// PTX ISA: stmatrix.
+FMHA_DEVICE void stmatrix_x4_trans(uint32_t row_address, const uint32_t (&v)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(v[0]),
+               "r"(v[1]), "r"(v[2]), "r"(v[3])
+               : "memory");
+}
+
+}  // namespace fmha::ptx

@@ -1,0 +1,86 @@
+// The Hopper backward kernel's derived numbers, shared memory, barriers and roles.
+#pragma once
+#include <fmha/common/pipeline.cuh>
+#include <fmha/mma/sm90.cuh>
+#include <fmha/params.h>
+#include <fmha/ptx/mbarrier.cuh>
+#include <fmha/ptx/tma.cuh>
+#include <fmha/sm90/common/fragment.cuh>
+#include <fmha/sm90_bwd_host.h>
+
+namespace fmha::sm90::bwd {
+
+using fmha::mma::SmemTile;
+using fmha::mma::Storage;
+using ptx::Barrier;
+using ptx::TensorMap;
+
+// One warpgroup loads and stores, the others have 64 keys each of the block.
+FMHA_DEVICE constexpr int num_consumers(const Sm90BwdTile& tile) { return tile.block_n / mma::kRows; }
+FMHA_DEVICE constexpr int num_consumer_threads(const Sm90BwdTile& tile) { return mma::kWarpgroup * num_consumers(tile); }
+FMHA_DEVICE constexpr int num_threads(const Sm90BwdTile& tile) { return mma::kWarpgroup + num_consumer_threads(tile); }
+FMHA_DEVICE constexpr int num_consumer_warps(const Sm90BwdTile& tile) { return 4 * num_consumers(tile); }
+
+// Registers a thread after setmaxnreg; role by role they sum to the file's 64 K.
+constexpr int kLoadRegs = 24, kConsumeRegs = 240;
+
+// Both head dimensions as the tiles have them: TMA fills with zeros what the tensors lack.
+FMHA_DEVICE constexpr int padded_dim(const FwdSpec& spec) { return round_up(max(spec.head_dim_qk, spec.head_dim_v), 64); }
+
+// Maps of `(dim, row, head, batch)`.
+struct Maps {
+  TensorMap q, k, v, dout;
+};
+
+template <BwdSpec spec, Sm90BwdTile tile>
+struct Shape {
+  static constexpr DType dtype = spec.fwd.dtype_qk;
+  static constexpr int dim = padded_dim(spec.fwd);
+  static constexpr int consumers = num_consumers(tile);
+  // dQ of a query block is shared out to the consumers: by its dimension, as the transpose of dQ, or by its rows.
+  static constexpr int dq_columns = tile.transposed_dq ? tile.block_m : dim;
+  static constexpr int dq_rows = tile.transposed_dq ? dim : tile.block_m;
+  static_assert(dq_rows == mma::kRows * consumers, "a consumer has 64 rows of dQ, or of its transpose");
+  // f32 numbers of one consumer's share, and of the block.
+  static constexpr int dq_share = mma::kRows * dq_columns, dq_block = dq_share * consumers;
+
+  using Elem = Storage<dtype>;
+  using QTile = SmemTile<Elem, tile.block_m, dim>;
+  using KTile = SmemTile<Elem, tile.block_n, dim>;
+  using VTile = SmemTile<Elem, tile.block_n, dim>;
+  using DoutTile = SmemTile<Elem, tile.block_m, dim>;
+  using DsTile = SmemTile<Elem, tile.block_m, tile.block_n>;
+};
+
+// Tiles that are known at a time: the one at work, and its successor, which is loaded meanwhile.
+constexpr int kClaimSlots = 2;
+
+template <BwdSpec spec, Sm90BwdTile tile>
+struct Smem {
+  using S = Shape<spec, tile>;
+  typename S::KTile k;
+  typename S::VTile v;
+  typename S::QTile q[tile.stages_q];
+  typename S::DoutTile dout[tile.stages_dout];
+  typename S::DsTile ds[tile.stages_ds];
+  alignas(1024) float dq[S::consumers][S::dq_share];  // in the order of the accumulators: [element / 4][thread][4]
+  alignas(1024) float lse_log2[tile.stages_q][tile.block_m];
+  float delta[tile.stages_dout][tile.block_m];
+  Barrier k_full;    // the bytes of a key block's K
+  Barrier v_full;    // and of its V
+  Barrier kv_empty;  // one arrival per consumer warp: the key block is done
+  Barrier q_full[tile.stages_q];         // the bytes of Q, and of its rows' LSE
+  Barrier q_empty[tile.stages_q];        // one arrival per consumer warp
+  Barrier dout_full[tile.stages_dout];   // the bytes of dO, and of its rows' delta
+  Barrier dout_empty[tile.stages_dout];  // one arrival per consumer warp
+  Barrier dq_full[S::consumers];         // one arrival per warp of the consumer: its share of dQ is there
+  Barrier dq_empty[S::consumers];        // the store role's arrival: the share has been read
+  Barrier claim_full[kClaimSlots];       // the load role's arrival: the next tile is known
+  Barrier claim_empty[kClaimSlots];      // one arrival per consumer warp and the store role's
+  int32_t claims[kClaimSlots];
+};
+
+// Named barriers; 0 is that of __syncthreads.
+constexpr int kConsumersBarrier = 1;
+
+}  // namespace fmha::sm90::bwd

@@ -1,0 +1,313 @@
+// The consume role: a warpgroup's 64 keys of the block against query block after query block.
+//
+//   S^T  = K Q^T            scores, a key to a row: then P^T and dS^T lie in registers as A operands do
+//   dP^T = V dO^T
+//   P^T  = exp2(S^T - LSE),  dS^T = P^T (dP^T - delta)
+//   dV  += P^T dO,  dK += dS^T Q
+//   dQ   = dS K             of all keys of the block: dS goes through shared memory
+#pragma once
+#include <fmha/common/zero_rows.cuh>
+#include <fmha/mma/sm90/transposed_product.cuh>
+#include <fmha/ptx/barrier.cuh>
+#include <fmha/ptx/warp.cuh>
+#include <fmha/sm90/bwd/epilogue.cuh>
+#include <fmha/sm90/bwd/work.cuh>
+
+namespace fmha::sm90::bwd {
+
+template <BwdSpec spec, Sm90BwdTile tile>
+struct Consumer {
+  using S = Shape<spec, tile>;
+  using Scores = mma::Accumulator<tile.block_m>;
+  using Operand = mma::RegisterTile<typename S::Elem, tile.block_m>;
+  static constexpr DType dtype = S::dtype;
+  static constexpr bool has_hi = spec.fwd.mask != MaskKind::Full, has_lo = spec.fwd.mask == MaskKind::Band;
+
+  const BwdParams& p;
+  Smem<spec, tile>& smem;
+  const int32_t index;  // of the warpgroup among the consumers
+  const float scale_log2;
+  const bool signals = threadIdx.x % 32 == 0;  // one arrival a warp
+
+  Slot<tile.stages_q> q_slot;
+  Slot<tile.stages_dout> dout_slot;
+  Slot<tile.stages_ds> ds_slot;
+  uint32_t dq_phase = 0, tile_phase = 0;
+  mma::Accumulator<S::dim> dk;
+  mma::Accumulator<S::dim> dv;
+
+  FMHA_DEVICE void arrive(Barrier& barrier) const { ptx::mbarrier_arrive_if(barrier, signals); }
+  FMHA_DEVICE void sync_consumers() const { ptx::bar_sync<num_consumer_threads(tile)>(kConsumersBarrier); }
+
+  // Zeros in the rows of a tile from `first` on, by all consumers.
+  template <class Tile>
+  FMHA_DEVICE void zero_rows(const Tile& t, int32_t first) const {
+    fmha::zero_rows(t, first, int32_t(threadIdx.x) - mma::kWarpgroup, num_consumer_threads(tile));
+  }
+  FMHA_DEVICE void finish_zeros() const {
+    ptx::fence_proxy_async();
+    sync_consumers();
+  }
+
+  // P of what the mask hides becomes 0.
+  FMHA_DEVICE void mask(Scores& probs, const Work& work, int32_t first_query) const {
+    const int32_t query = first_query + mma::fragment_column();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t j = work.keys.begin + index * mma::kRows + mma::fragment_row() + 8 * r;
+      // The first and the last column that see key j.
+      int32_t first = has_hi ? j - work.band.hi - query : 0;
+      const int32_t last = has_lo && !(spec.fwd.sink_columns && j < work.band.sink_columns) ? j - work.band.lo - query
+                                                                                            : tile.block_m;
+      if (j >= work.keys.end) first = tile.block_m;
+#pragma unroll
+      for (int e = 2 * r; e < probs.num_elems; e += 4) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const int column = Scores::column(e + k);
+          if (column < first || (has_lo && column > last)) probs[e + k] = 0.f;
+        }
+      }
+    }
+  }
+
+  FMHA_DEVICE bool is_edge(const Work& work, int32_t first_query) const {
+    if (work.keys.end - work.keys.begin < tile.block_n) return true;
+    if constexpr (!has_hi) return false;
+    const Range queries = {first_query, min(first_query + tile.block_m, work.span.seqlen_q)};
+    return block_class(work.band, queries, work.keys) != BlockClass::Inside;
+  }
+
+  // What P are exponentials of.
+  FMHA_DEVICE Scores exponents(const Scores& s) const {
+    Scores x;
+    const uint32_t lse = ptx::shared_address(smem.lse_log2[q_slot.index]) + mma::fragment_column() * sizeof(float);
+#pragma unroll
+    for (int e = 0; e < s.num_elems; e += 4) {
+      float lse_log2[2];
+      ptx::ld_shared_v2_f32(lse_log2, lse + Scores::column(e) * sizeof(float));
+#pragma unroll
+      for (int k = 0; k < 4; ++k) x[e + k] = fmaf(s[e + k], scale_log2, -lse_log2[k & 1]);
+    }
+    return x;
+  }
+  // dP becomes dS.
+  FMHA_DEVICE void differentiate(Scores& dp, const Scores& probs) const {
+    const uint32_t deltas = ptx::shared_address(smem.delta[dout_slot.index]) + mma::fragment_column() * sizeof(float);
+#pragma unroll
+    for (int e = 0; e < dp.num_elems; e += 4) {
+      float delta[2];
+      ptx::ld_shared_v2_f32(delta, deltas + Scores::column(e) * sizeof(float));
+#pragma unroll
+      for (int k = 0; k < 4; ++k) dp[e + k] = probs[e + k] * (dp[e + k] - delta[k & 1]);
+    }
+  }
+
+  FMHA_DEVICE void store_share(const mma::Accumulator<S::dq_columns>& dq) {
+    ptx::mbarrier_wait_parity(smem.dq_empty[index], dq_phase ^ 1);
+    const uint32_t to = ptx::shared_address(smem.dq[index]) + threadIdx.x % mma::kWarpgroup * 16;
+#pragma unroll
+    for (int e = 0; e < dq.num_elems; e += 4)
+      ptx::st_shared_v4_f32(to + e / 4 * mma::kWarpgroup * 16, dq[e], dq[e + 1], dq[e + 2], dq[e + 3]);
+    ptx::fence_proxy_async();
+    __syncwarp();
+    arrive(smem.dq_full[index]);
+    dq_phase ^= 1;
+  }
+
+  // Q of a query block is there, and nothing but zeros behind the sequence; likewise dO. All consumers together.
+  FMHA_DEVICE void take_q(const Work& work, int32_t block, const Slot<tile.stages_q>& slot) const {
+    ptx::mbarrier_wait_parity(smem.q_full[slot.index], slot.phase);
+    zero_behind(work, block, smem.q[slot.index]);
+  }
+  FMHA_DEVICE void take_dout(const Work& work, int32_t block, const Slot<tile.stages_dout>& slot) const {
+    ptx::mbarrier_wait_parity(smem.dout_full[slot.index], slot.phase);
+    zero_behind(work, block, smem.dout[slot.index]);
+  }
+  template <class Tile>
+  FMHA_DEVICE void zero_behind(const Work& work, int32_t block, const Tile& t) const {
+    const int32_t there = work.span.seqlen_q - block * tile.block_m;
+    if (there < tile.block_m && may_be_dirty<spec>(p)) {
+      zero_rows(t, there);
+      finish_zeros();
+    }
+  }
+
+  FMHA_DEVICE void start_scores(Scores& s, int32_t slot) const {
+    mma::start_product_abt<dtype, 1>(s, smem.k, index * mma::kRows, smem.q[slot]);
+  }
+  FMHA_DEVICE void start_dp(Scores& dp, int32_t slot) const {
+    mma::start_product_abt<dtype, 1>(dp, smem.v, index * mma::kRows, smem.dout[slot]);
+  }
+  FMHA_DEVICE void start_dq(mma::Accumulator<S::dq_columns>& dq) const {
+    const auto& ds = smem.ds[ds_slot.index];
+    if constexpr (tile.transposed_dq) {
+      mma::start_product_atbt<dtype>(dq, smem.k, index * mma::kRows, ds);
+    } else {
+      mma::start_product_ab<dtype>(dq, ds, index * mma::kRows, smem.k);
+    }
+  }
+
+  // They become P.
+  FMHA_DEVICE void exponentiate(Scores& x, const Work& work, int32_t block) const {
+    const int32_t first_query = block * tile.block_m;
+#pragma unroll
+    for (int e = 0; e < x.num_elems; ++e) x[e] = ptx::ex2_approx_ftz(x[e]);
+    if (is_edge(work, first_query)) mask(x, work, first_query);
+  }
+  // This consumer's rows of dS^T for all.
+  FMHA_DEVICE void share_ds(const Operand& ds) const {
+    // The other consumers have done their dQ with what a single slot held.
+    if constexpr (tile.stages_ds == 1) sync_consumers();
+    mma::store_transposed(smem.ds[ds_slot.index], ds, index * mma::kRows);
+    ptx::fence_proxy_async();
+    sync_consumers();
+  }
+
+  // P and dS as operands of the products, dV started: before dS is made, where registers allow it.
+  FMHA_DEVICE void differentiate_and_start_dv(Scores& s, Scores& dp, Operand& ds) {
+    Operand probs;
+    probs.template from<dtype>(s, 0);
+    const auto& dout = smem.dout[dout_slot.index];
+    if constexpr (tile.early_dv) {
+      mma::start_product_ab<dtype>(dv, probs, dout);
+      ptx::wgmma_wait_group<1>();  // dP
+    } else {
+      ptx::wgmma_wait_group<0>();
+    }
+    differentiate(dp, s);
+    ds.template from<dtype>(dp, 0);
+    if constexpr (!tile.early_dv) mma::start_product_ab<dtype>(dv, probs, dout);
+  }
+
+  // A query block after another, each from its scores to its dK.
+  FMHA_DEVICE void walk(const Work& work, QueryBlocks blocks) {
+#pragma unroll 1
+    for (; blocks.more(); blocks.advance()) {
+      Scores s, dp;
+      take_q(work, blocks.current, q_slot);
+      start_scores(s, q_slot.index);
+      ptx::mbarrier_wait_parity(smem.v_full, tile_phase);
+      take_dout(work, blocks.current, dout_slot);
+      start_dp(dp, dout_slot.index);
+      ptx::wgmma_wait_group<1>();
+      Scores x = exponents(s);
+      exponentiate(x, work, blocks.current);
+      Operand ds;
+      differentiate_and_start_dv(x, dp, ds);
+      share_ds(ds);
+      mma::Accumulator<S::dq_columns> dq;
+      start_dq(dq);
+      ptx::wgmma_wait_group<1>();  // dV
+      arrive(smem.dout_empty[dout_slot.index]);
+      mma::start_product_ab<dtype>(dk, ds, smem.q[q_slot.index]);
+      ptx::wgmma_wait_group<1>();  // dQ
+      store_share(dq);
+      ptx::wgmma_wait_group<0>();  // dK
+      arrive(smem.q_empty[q_slot.index]);
+      q_slot.advance();
+      dout_slot.advance();
+      ds_slot.advance();
+    }
+  }
+
+  // The same with the next block's scores started behind this one's dK, so that the tensor cores have work while dQ is
+  // stored and, with dP, while P is made. Nothing is under way from turn to turn: ptxas would wait for each product.
+  //
+  //   tensor cores   dP(i)  dV(i)              dQ(i)  dK(i)  S(i+1)
+  //   this group     P(i)   dS(i)  share dS(i)        store dQ(i)
+  template <bool last>
+  FMHA_DEVICE void turn(const Work& work, QueryBlocks& blocks, Scores& x) {
+    Scores dp;
+    take_dout(work, blocks.current, dout_slot);
+    start_dp(dp, dout_slot.index);
+    exponentiate(x, work, blocks.current);
+    Operand ds;
+    differentiate_and_start_dv(x, dp, ds);
+    share_ds(ds);
+    mma::Accumulator<S::dq_columns> dq;
+    start_dq(dq);
+    ptx::wgmma_wait_group<1>();  // dV
+    arrive(smem.dout_empty[dout_slot.index]);
+    mma::start_product_ab<dtype>(dk, ds, smem.q[q_slot.index]);
+    const int32_t done = q_slot.index;
+    q_slot.advance();
+    dout_slot.advance();
+    ds_slot.advance();
+    blocks.advance();
+    ptx::wgmma_wait_group<1>();  // dQ
+    store_share(dq);
+    if constexpr (last) {
+      ptx::wgmma_wait_group<0>();
+    } else {
+      Scores next;
+      take_q(work, blocks.current, q_slot);
+      start_scores(next, q_slot.index);
+      ptx::wgmma_wait_group<0>();
+      x = exponents(next);
+    }
+    arrive(smem.q_empty[done]);
+  }
+  FMHA_DEVICE void walk_ahead(const Work& work, QueryBlocks blocks) {
+    Scores s, x;
+    take_q(work, blocks.current, q_slot);
+    start_scores(s, q_slot.index);
+    ptx::mbarrier_wait_parity(smem.v_full, tile_phase);
+    ptx::wgmma_wait_group<0>();
+    x = exponents(s);
+#pragma unroll 1
+    for (int32_t left = blocks.count(); left > 1; --left) turn<false>(work, blocks, x);
+    turn<true>(work, blocks, x);
+  }
+
+  FMHA_DEVICE void run_tile(const Sm90BwdSchedule& schedule, const Work& work) {
+    ptx::mbarrier_wait_parity(smem.k_full, tile_phase);
+    const int32_t there = work.keys.end - work.keys.begin;
+    if (there < tile.block_n && may_be_dirty<spec>(p)) {
+      ptx::mbarrier_wait_parity(smem.v_full, tile_phase);
+      zero_rows(smem.k, there);
+      zero_rows(smem.v, there);
+      finish_zeros();
+    }
+    const QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work);
+    if constexpr (tile.early_scores) {
+      walk_ahead(work, blocks);
+    } else {
+      walk(work, blocks);
+    }
+    arrive(smem.kv_empty);
+    tile_phase ^= 1;
+  }
+
+  FMHA_DEVICE void run(const Sm90BwdSchedule& schedule) {
+    for_each_tile<tile>(schedule, smem, signals, [&](int32_t i) {
+      const Work work = resolve_work<spec, tile>(p, schedule, i);
+      if (work.keys.empty()) return;
+      dk.clear();
+      dv.clear();
+      // Keys that no query sees have gradients of 0.
+      if (!work.q_blocks.empty()) run_tile(schedule, work);
+      const int32_t row = index * mma::kRows + mma::fragment_row();
+      store_rows<spec.dtype_grad, spec.fwd.head_dim_qk, tile.vector_store>(dk, p.dk, work, row, p.fwd.softmax_scale);
+      store_rows<spec.dtype_grad, spec.fwd.head_dim_v, tile.vector_store>(dv, p.dv, work, row, 1.f);
+      if constexpr (repairs<spec>()) {
+        bool suspect = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) suspect |= has_non_finite(dk, r) || has_non_finite(dv, r);
+        suspect = __any_sync(ptx::kAllLanes, suspect);
+        const int32_t warp = threadIdx.x / 32 - 4;
+        if (signals) p.suspects[i * num_consumer_warps(tile) + warp] = suspect;
+        __syncwarp();
+      }
+    });
+  }
+};
+
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE void consume(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
+  const int32_t index = ptx::uniform(threadIdx.x / mma::kWarpgroup) - 1;
+  Consumer<spec, tile> consumer{p, smem, index, p.fwd.softmax_scale * kLog2E};
+  consumer.run(schedule);
+}
+
+}  // namespace fmha::sm90::bwd

@@ -1,0 +1,60 @@
+// Attention backward on Hopper, its main kernel: dK and dV of a key block, and its share of dQ.
+//
+// The design of FlashAttention-3's backward (Shah et al., 2024): a CTA keeps a key block's K and V and walks the query
+// blocks; dK and dV stay in registers, dQ leaves at each step as a sum in memory. Of the first warpgroup's warps one
+// loads (load.cuh) and one stores dQ (store_dq.cuh); the others consume (consume.cuh). Before it preprocess.cuh, after
+// it postprocess.cuh.
+#pragma once
+#include <fmha/sm90/bwd/consume.cuh>
+#include <fmha/sm90/bwd/load.cuh>
+#include <fmha/sm90/bwd/store_dq.cuh>
+
+namespace fmha::sm90::bwd {
+
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
+  constexpr int warps = num_consumer_warps(tile);
+  ptx::mbarrier_init(smem.k_full, 1);
+  ptx::mbarrier_init(smem.v_full, 1);
+  ptx::mbarrier_init(smem.kv_empty, warps);
+  for (int i = 0; i < tile.stages_q; ++i) {
+    ptx::mbarrier_init(smem.q_full[i], 1);
+    ptx::mbarrier_init(smem.q_empty[i], warps);
+  }
+  for (int i = 0; i < tile.stages_dout; ++i) {
+    ptx::mbarrier_init(smem.dout_full[i], 1);
+    ptx::mbarrier_init(smem.dout_empty[i], warps);
+  }
+  for (int i = 0; i < num_consumers(tile); ++i) {
+    ptx::mbarrier_init(smem.dq_full[i], 4);
+    ptx::mbarrier_init(smem.dq_empty[i], 1);
+  }
+  for (int i = 0; i < kClaimSlots; ++i) {
+    ptx::mbarrier_init(smem.claim_full[i], 1);
+    ptx::mbarrier_init(smem.claim_empty[i], warps + 1);
+  }
+  ptx::fence_mbarrier_init();
+}
+
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedule& schedule) {
+  static_assert(spec.fwd.dtype_qk == spec.fwd.dtype_v && spec.fwd.dtype_o == spec.fwd.dtype_v,
+                "sm90 backward: Q, K, V and dO share a type");
+  static_assert(spec.fwd.dtype_qk == DType::F16 || spec.fwd.dtype_qk == DType::Bf16, "sm90 backward: 16-bit types");
+  extern __shared__ __align__(1024) unsigned char raw[];
+  Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
+  if (threadIdx.x == 0) init_barriers(smem);
+  __syncthreads();
+  if (ptx::uniform(threadIdx.x / mma::kWarpgroup) == 0) {
+    ptx::setmaxnreg_dec<kLoadRegs>();
+    const int32_t warp = ptx::uniform(threadIdx.x / 32);
+    const bool first_lane = threadIdx.x % 32 == 0;
+    if (warp == 0 && first_lane) load<spec, tile>(p, maps, schedule, smem);
+    if (warp == 1 && first_lane) store_dq<spec, tile>(p, schedule, smem);
+  } else {
+    ptx::setmaxnreg_inc<kConsumeRegs>();
+    consume<spec, tile>(p, schedule, smem);
+  }
+}
+
+}  // namespace fmha::sm90::bwd

@@ -1,0 +1,106 @@
+// dQ: the f32 sums of the main kernel, out of the order of its accumulators, scaled and rounded once. And rows of any
+// gradient that are not finite where a mask may have let a hidden infinity through: computed again, pair by pair.
+#pragma once
+#include <fmha/bwd.h>
+#include <fmha/num.h>
+#include <fmha/simt/bwd.cuh>
+#include <fmha/sm90/bwd/preprocess.cuh>
+
+namespace fmha::sm90::bwd {
+
+constexpr int kPostprocessThreads = 256;
+
+// Where in its block an accumulator's element lies. Of 16 bytes of the sums at `at`, the `k`-th.
+struct Place {
+  int32_t row, dim;
+};
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE Place place_of(int32_t at, int k) {
+  constexpr int per_share = Shape<spec, tile>::dq_share / 4;
+  const int32_t share = at / per_share, thread = at % mma::kWarpgroup, group = at % per_share / mma::kWarpgroup;
+  const int32_t row = share * mma::kRows + thread / 32 * 16 + thread % 32 / 4 + 8 * (k >> 1);
+  const int32_t column = 8 * group + thread % 4 * 2 + (k & 1);
+  return tile.transposed_dq ? Place{column, row} : Place{row, column};
+}
+
+// The keys of a tile whose warps found dK or dV that are not finite, a warp to a key.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index) {
+  const Work work = resolve_work<spec, tile>(p, schedule, index);
+  for (int32_t row = threadIdx.x / 32; work.keys.begin + row < work.keys.end; row += kPostprocessThreads / 32) {
+    // A consumer warp has 16 keys.
+    if (p.suspects[index * num_consumer_warps(tile) + row / 16])
+      bwd_key_row<spec, simt::Warp>(p, work.span, work.i_head_kv, work.keys.begin + row);
+  }
+}
+
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE void postprocess(const BwdParams& p, const Sm90BwdSchedule& schedule) {
+  using S = Shape<spec, tile>;
+  constexpr int dim = spec.fwd.head_dim_qk;
+  __shared__ float rows[tile.block_m][S::dim + 1];
+  __shared__ bool suspects[tile.block_m];
+  if constexpr (repairs<spec>()) {
+    const int32_t num_q_blocks = schedule.num_q_blocks * p.fwd.num_heads_q * p.fwd.batch;
+    if (int32_t(blockIdx.x) >= num_q_blocks) {
+      repair_keys<spec, tile>(p, schedule, blockIdx.x - num_q_blocks);
+      return;
+    }
+    if (threadIdx.x < tile.block_m) suspects[threadIdx.x] = false;
+  }
+  const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, blockIdx.x);
+  const SeqSpan& span = block.span;
+  if (block.first >= span.seqlen_q) return;
+
+  const int64_t first = stats_offset(p, span, block.i_head, block.first);
+  const float4* sums = reinterpret_cast<const float4*>(p.dq_sums + first * S::dim);
+  // A query block that no key block has seen was never written.
+  const bool none = takes_turns<spec>() && p.turns[first / tile.block_m] == 0;
+#pragma unroll 4
+  for (int32_t at = threadIdx.x; at < S::dq_block / 4; at += kPostprocessThreads) {
+    float4 four = {0.f, 0.f, 0.f, 0.f};
+    if (!none) four = sums[at];
+    const float values[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const Place place = place_of<spec, tile>(at, k);
+      rows[place.row][place.dim] = values[k];
+    }
+  }
+  __syncthreads();
+
+  constexpr int units = S::dim / 8;
+  for (int32_t at = threadIdx.x; at < tile.block_m * units; at += kPostprocessThreads) {
+    const int32_t row = at / units, column = at % units * 8, i = block.first + row;
+    if (i >= span.seqlen_q || column >= dim) continue;
+    const int64_t out = row_offset(p.dq, span.storage_batch, int64_t(span.q_row) + i, block.i_head) + column;
+    float values[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) values[k] = rows[row][column + k] * p.fwd.softmax_scale;
+    if constexpr (repairs<spec>()) {
+      float zero = 0.f;
+#pragma unroll
+      for (int k = 0; k < 8; ++k) zero = fmaf(values[k], 0.f, zero);
+      if (is_nan(zero)) suspects[row] = true;
+    }
+    if constexpr (tile.vector_store && spec.dtype_grad != DType::F32) {
+      uint32_t words[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) words[k] = ptx::cvt_rn_x2<spec.dtype_grad>(values[2 * k], values[2 * k + 1]);
+      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.dq.data) + out) = {words[0], words[1], words[2], words[3]};
+    } else {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        if (column + k < dim) store_elem<spec.dtype_grad>(p.dq.data, out + k, values[k]);
+      }
+    }
+  }
+  if constexpr (repairs<spec>()) {
+    __syncthreads();
+    for (int32_t row = threadIdx.x / 32; row < tile.block_m; row += kPostprocessThreads / 32) {
+      if (suspects[row]) bwd_query_row<spec, simt::Warp>(p, span, block.i_head, block.first + row);
+    }
+  }
+}
+
+}  // namespace fmha::sm90::bwd

@@ -1,0 +1,54 @@
+// The store role: one thread adds each query block's dQ to the f32 sums in memory.
+#pragma once
+#include <fmha/ptx/bulk.cuh>
+#include <fmha/ptx/flag.cuh>
+#include <fmha/sm90/bwd/work.cuh>
+
+namespace fmha::sm90::bwd {
+
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
+  using S = Shape<spec, tile>;
+  constexpr uint32_t share_bytes = S::dq_share * sizeof(float);
+  uint32_t phase = 0;
+  for_each_tile<tile>(schedule, smem, true, [&](int32_t index) {
+    const Work work = resolve_work<spec, tile>(p, schedule, index);
+    for (QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work); blocks.more(); blocks.advance()) {
+      const int64_t row = stats_offset(p, work.span, blocks.i_head, blocks.current * tile.block_m);
+      float* sums = p.dq_sums + row * S::dim;
+      int32_t* turns = p.turns + row / tile.block_m;
+      bool is_first = false;  // stores, so that nobody has to put zeros there before
+      if constexpr (takes_turns<spec>()) {
+        const int32_t turn = turn_at<spec, tile>(schedule, work, blocks.current);
+        ptx::mbarrier_wait_parity(smem.dq_full[S::consumers - 1], phase);
+        while (ptx::ld_acquire_gpu(turns) != turn) {
+        }
+        ptx::fence_proxy_async_global();
+        is_first = turn == 0;
+      }
+#pragma unroll
+      for (int c = 0; c < S::consumers; ++c) {
+        ptx::mbarrier_wait_parity(smem.dq_full[c], phase);
+        float* to = sums + c * S::dq_share;
+        if (is_first) {
+          ptx::cp_async_bulk_store(to, ptx::shared_address(smem.dq[c]), share_bytes);
+        } else {
+          ptx::cp_reduce_async_bulk_add_f32(to, ptx::shared_address(smem.dq[c]), share_bytes);
+        }
+        ptx::cp_async_bulk_commit_group();
+      }
+      ptx::cp_async_bulk_wait_group_read<0>();
+#pragma unroll
+      for (int c = 0; c < S::consumers; ++c) ptx::mbarrier_arrive_if(smem.dq_empty[c], true);
+      phase ^= 1;
+      if constexpr (takes_turns<spec>()) {
+        ptx::cp_async_bulk_wait_group<0>();
+        ptx::fence_proxy_async_global();
+        ptx::red_release_gpu_add(turns, 1);
+      }
+    }
+  });
+  ptx::cp_async_bulk_wait_group<0>();
+}
+
+}  // namespace fmha::sm90::bwd

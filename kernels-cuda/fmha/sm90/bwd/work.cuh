@@ -1,0 +1,149 @@
+// A tile of the backward: a key block of one kv head, and the query blocks that see it.
+#pragma once
+#include <fmha/bwd.h>
+#include <fmha/mask.h>
+#include <fmha/seq.h>
+#include <fmha/sm90/bwd/config.cuh>
+
+namespace fmha::sm90::bwd {
+
+struct Work {
+  SeqSpan span;
+  MaskBand band;
+  int32_t i_head_kv, key_block;
+  Range keys;      // of the sequence; empty: the sequence has no such block
+  Range q_blocks;  // those with a query that sees one of the keys
+};
+
+// Calls `run` for each tile of this CTA: its own, and where CTAs are persistent those that the load role claims. Of each
+// warp `signals` is true in one lane of those that call.
+template <Sm90BwdTile tile, class Shared, class Run>
+FMHA_DEVICE void for_each_tile(const Sm90BwdSchedule& schedule, Shared& smem, bool signals, Run run) {
+  if constexpr (!tile.persistent) {
+    run(int32_t(blockIdx.x));
+  } else {
+    Slot<kClaimSlots> slot;
+    while (true) {
+      ptx::mbarrier_wait_parity(smem.claim_full[slot.index], slot.phase);
+      const int32_t index = smem.claims[slot.index];
+      __syncwarp(__activemask());
+      ptx::mbarrier_arrive_if(smem.claim_empty[slot.index], signals);
+      if (index >= schedule.num_tiles) return;
+      run(index);
+      slot.advance();
+    }
+  }
+}
+
+// Whether key blocks take turns at the sums of dQ (order.cuh).
+template <BwdSpec spec>
+FMHA_DEVICE constexpr bool takes_turns() {
+  return spec.deterministic;
+}
+
+// Tile `index` of the order: the key blocks of a head one after another, since they share its Q and dO. Masks leave the
+// first ones the most queries: they come first, unless turns demand otherwise.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index) {
+  const int32_t head = index / schedule.num_key_blocks, within = index - head * schedule.num_key_blocks;
+  const bool last_first = takes_turns<spec>() && spec.fwd.mask != MaskKind::Full;
+  const int32_t key_block = last_first ? schedule.num_key_blocks - 1 - within : within;
+  const int32_t first_key = key_block * tile.block_n;
+  const int32_t i_batch = head / p.fwd.num_heads_kv;
+  Work work;
+  work.i_head_kv = head - i_batch * p.fwd.num_heads_kv;
+  work.key_block = key_block;
+  work.span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
+  work.band = resolve_band(p.fwd.mask, work.span.seqlen_q, work.span.seqlen_k);
+  work.keys = {first_key, min(first_key + tile.block_n, work.span.seqlen_k)};
+  work.q_blocks = {0, 0};
+  if (!work.keys.empty()) {
+    const Range queries = query_range(work.band, work.keys, work.span.seqlen_q);
+    if (!queries.empty()) work.q_blocks = {queries.begin / tile.block_m, ceil_div(queries.end, tile.block_m)};
+  }
+  return work;
+}
+
+// Turns at the sums of dQ, so that they have one order. Each query block's turns are counted in memory; a key block adds
+// when those before it have. Nobody waits for a CTA that cannot be running: the order is such that CTAs that start
+// together meet at no block.
+//
+// With a mask, a query block's key blocks add from the last to the first, and CTAs are launched in that order: each begins
+// at its diagonal, one block behind its predecessor. Without one, key blocks begin at query blocks that are `stride`
+// apart, in groups of CTAs that run at a time (as DASH shifts them: arXiv 2601.21824).
+struct Turns {
+  int32_t first, size, stride;  // of the key block's group; stride 0: all begin at the first query block
+};
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE Turns turns_of(const Sm90BwdSchedule& schedule, const Work& work) {
+  // From the sequence's own length, so that its bits do not depend on the batch.
+  const int32_t num_keys = ceil_div(work.span.seqlen_k, tile.block_n);
+  const int32_t group = ceil_div(num_keys, ceil_div(num_keys, schedule.num_sms));
+  const int32_t first = work.key_block / group * group, size = min(group, num_keys - first);
+  return {first, size, (work.q_blocks.end - work.q_blocks.begin) / size};
+}
+
+// How many key blocks add to a query block before this one does.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE int32_t turn_at(const Sm90BwdSchedule& schedule, const Work& work, int32_t block) {
+  if constexpr (spec.fwd.mask != MaskKind::Full) {
+    const int32_t first_query = block * tile.block_m;
+    const Range queries = {first_query, min(first_query + tile.block_m, work.span.seqlen_q)};
+    const Range keys = k_range(work.band, queries, work.span.seqlen_k);
+    const int32_t band_end = keys.empty() ? 0 : ceil_div(keys.end, tile.block_n);
+    const int32_t band_begin = keys.empty() ? 0 : keys.begin / tile.block_n;
+    if (!keys.empty() && work.key_block >= band_begin) return band_end - 1 - work.key_block;
+    // Sink columns before the band.
+    const int32_t sinks = ceil_div(sink_range(work.band, queries, work.span.seqlen_k).end, tile.block_n);
+    return band_end - band_begin + (keys.empty() ? sinks : min(sinks, band_begin)) - 1 - work.key_block;
+  } else {
+    const Turns turns = turns_of<spec, tile>(schedule, work);
+    const int32_t member = work.key_block - turns.first;
+    if (turns.stride == 0) return work.key_block;
+    // Members up to `begun` have come by this block when the others have yet to wrap round.
+    const int32_t begun = min((block - work.q_blocks.begin) / turns.stride, turns.size - 1);
+    return turns.first + (member <= begun ? begun - member : begun + turns.size - member);
+  }
+}
+
+// The query blocks of a tile, one query head of the group after another.
+struct QueryBlocks {
+  const Range range;
+  const int32_t start, end_head;
+  int32_t i_head, current;
+
+  FMHA_DEVICE int32_t count() const { return (range.end - range.begin) * (end_head - i_head); }  // before any advance
+  FMHA_DEVICE bool more() const { return i_head < end_head; }
+  FMHA_DEVICE void advance() {
+    if (++current == range.end) current = range.begin;
+    if (current == start) ++i_head;
+  }
+};
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work) {
+  const int32_t first_head = work.i_head_kv * p.fwd.gqa_ratio;
+  const bool none = work.q_blocks.empty();
+  int32_t start = work.q_blocks.begin;
+  if constexpr (takes_turns<spec>() && spec.fwd.mask == MaskKind::Full) {
+    if (!none) {
+      const Turns turns = turns_of<spec, tile>(schedule, work);
+      start += (work.key_block - turns.first) * turns.stride;
+    }
+  }
+  return {work.q_blocks, start, none ? first_head : first_head + p.fwd.gqa_ratio, first_head, start};
+}
+
+// Whether rows may have to be computed again: a mask hides a key from some queries of a block and not from others, and
+// through the tensor cores 0 times its infinity, or that of a query, reaches all.
+template <BwdSpec spec>
+FMHA_DEVICE constexpr bool repairs() {
+  return spec.fwd.mask != MaskKind::Full;
+}
+
+// Whether rows of a block that lie behind its sequence may hold anything: TMA has put zeros only behind the tensor.
+template <BwdSpec spec>
+FMHA_DEVICE bool may_be_dirty(const BwdParams& p) {
+  return spec.fwd.q_layout == QLayout::Packed || spec.fwd.kv_layout != KvKind::Strided || p.fwd.seqused_q || p.fwd.seqused_k;
+}
+
+}  // namespace fmha::sm90::bwd

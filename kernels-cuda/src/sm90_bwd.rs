@@ -1,0 +1,369 @@
+//! The Hopper backward kernels: their tile, their workspace, their entries.
+
+use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
+use fmha_core::fields::Takes;
+use fmha_core::source::{Entry, Header, KernelSource, Literal};
+use fmha_core::spec::{BiasKind, BwdSpec};
+use fmha_core::{BwdProblem, DType, MaskKind, Refusal, Shape, Strides, VLayout, abi_spec, abi_struct};
+
+use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
+
+/// The kernels' name in plans and refusals.
+pub const NAME: &str = "sm90";
+
+abi_spec! {
+    /// How the kernels compute.
+    pub struct Sm90BwdTile {
+        /// Query rows of a block: a multiple of 16.
+        pub block_m: i32 = Takes::multiples(16, 16, 256).tuned_over(&[64, 80, 128]),
+        /// Keys of a CTA: 64 to a consumer warpgroup.
+        pub block_n: i32 = Takes::among(&[128]),
+        /// Blocks of Q in shared memory at a time.
+        pub stages_q: i32 = Takes::within(1, 4).tuned_over(&[2, 3]),
+        /// Blocks of dO in shared memory at a time.
+        pub stages_dout: i32 = Takes::within(1, 4),
+        /// Blocks of dS in shared memory at a time.
+        pub stages_ds: i32 = Takes::within(1, 4),
+        /// Consumers share out dQ by its dimension, as the transpose of dQ; else by its rows.
+        pub transposed_dq: bool = Takes::nothing(),
+        /// The next block's scores are started before this block's dK is waited for; two blocks of Q are then held at a
+        /// time, and a third stage hides their loading.
+        pub early_scores: bool = Takes::all().tuned(),
+        /// dV is started before dS is made, which holds P in both forms at a time.
+        pub early_dv: bool = Takes::all().tuned(),
+        /// A CTA to a multiprocessor, which claims key block after key block; else a CTA to a key block.
+        pub persistent: bool = Takes::all().tuned(),
+        /// O and dO are read 16 bytes at a time; else element by element.
+        pub vector_load: bool = Takes::nothing(),
+        /// Gradients are stored 16 bytes at a time; else element by element.
+        pub vector_store: bool = Takes::nothing(),
+    }
+}
+
+abi_struct! {
+    /// How the work is cut, as an argument of the kernels.
+    pub struct Sm90BwdSchedule {
+        /// Key blocks of all kv heads of all sequences.
+        pub num_tiles: i32,
+        /// Key blocks of the longest sequence.
+        pub num_key_blocks: i32,
+        /// Query blocks of the longest sequence.
+        pub num_q_blocks: i32,
+        /// Multiprocessors: CTAs that run at a time.
+        pub num_sms: i32,
+    }
+}
+
+/// Threads of a CTA of the kernels before and after the main one.
+pub const ROW_THREADS: u32 = 256;
+
+/// Registers of a consumer's accumulators that leave room for the rest.
+const MAX_ACCUMULATORS: i32 = 216;
+
+impl Sm90BwdTile {
+    /// Consumer warpgroups.
+    #[must_use]
+    pub const fn num_consumers(&self) -> i32 {
+        self.block_n / 64
+    }
+
+    /// Threads of a CTA of the main kernel.
+    #[must_use]
+    pub const fn num_threads(&self) -> i32 {
+        128 * (1 + self.num_consumers())
+    }
+
+    /// Dynamic shared memory of a CTA of the main kernel; the entry asserts that the device agrees.
+    #[must_use]
+    pub const fn smem_bytes(&self, spec: &BwdSpec) -> i32 {
+        let dim = padded_dim(spec);
+        let keys = 2 * tile_bytes(self.block_n, dim);
+        let queries = (self.stages_q + self.stages_dout) * tile_bytes(self.block_m, dim);
+        let ds = self.stages_ds * tile_bytes(self.block_m, self.block_n);
+        let dq = round_up(4 * self.block_m * dim, 1024);
+        let stats = 4 * self.block_m * (self.stages_q + self.stages_dout);
+        let barriers = 8 * (3 + 2 * (self.stages_q + self.stages_dout + self.num_consumers() + 2));
+        round_up(keys + queries + ds + dq + stats + barriers + 8, 1024)
+    }
+
+    /// Whether the tile can be compiled for a spec, and if not, why.
+    ///
+    /// # Errors
+    /// The first field that does not fit, with its number.
+    pub fn check(&self, spec: &BwdSpec) -> Result<(), String> {
+        let dim = padded_dim(spec);
+        let Self { block_m, block_n, .. } = *self;
+        if block_m < 16 || block_m % 16 != 0 || block_m > 256 {
+            return Err(format!("block_m {block_m} is not a multiple of 16 from 16 to 256"));
+        }
+        if block_n != 128 {
+            return Err(format!("block_n {block_n} is not 128"));
+        }
+        for (field, stages) in
+            [("stages_q", self.stages_q), ("stages_dout", self.stages_dout), ("stages_ds", self.stages_ds)]
+        {
+            if !(1..=4).contains(&stages) {
+                return Err(format!("{field} {stages} is not from 1 to 4"));
+            }
+        }
+        if self.early_scores && self.stages_q < 2 {
+            return Err(format!("stages_q {}: early_scores holds two blocks of Q at a time", self.stages_q));
+        }
+        let (what, shared_out) =
+            if self.transposed_dq { ("the padded head dimension", dim) } else { ("block_m", block_m) };
+        if shared_out != 64 * self.num_consumers() {
+            return Err(format!(
+                "{what} {shared_out} is not 64 for each of {} consumers",
+                self.num_consumers()
+            ));
+        }
+        let dq = if self.transposed_dq { block_m } else { dim } / 2;
+        let accumulators = block_m.max(dq) + dim;
+        if accumulators > MAX_ACCUMULATORS {
+            return Err(format!(
+                "block_m {block_m}: {accumulators} accumulators a thread are more than {MAX_ACCUMULATORS}"
+            ));
+        }
+        Ok(())
+    }
+
+    /// Consumer warps of all tiles, each of which says whether its dK and dV are finite; 0 where nobody asks.
+    #[must_use]
+    pub fn num_suspects(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule) -> u64 {
+        if repairs(spec) {
+            4 * u64::from((self.num_consumers() * schedule.num_tiles).unsigned_abs())
+        } else {
+            0
+        }
+    }
+
+    /// How the work of a problem is cut.
+    ///
+    /// # Errors
+    /// More tiles than a grid can have.
+    pub fn schedule(&self, problem: &BwdProblem, num_sms: u32) -> Result<Sm90BwdSchedule, Refusal> {
+        let dims = problem.fwd.dims;
+        let blocks = |rows: u32, block: i32| rows.div_ceil(block.unsigned_abs());
+        let (keys, queries) = (blocks(dims.seqlen_k, self.block_n), blocks(dims.seqlen_q, self.block_m));
+        let count = |name: &str, blocks: u32, heads: u32| {
+            let all = u64::from(blocks) * u64::from(heads) * u64::from(dims.batch);
+            i32::try_from(all).map_err(|_| {
+                Refusal::new(NAME, format!("{name}: {all} blocks of all heads are 2^31 or more"))
+            })
+        };
+        count("seqlen_q", queries, dims.num_heads_q)?;
+        Ok(Sm90BwdSchedule {
+            num_tiles: count("seqlen_k", keys, dims.num_heads_kv)?,
+            num_key_blocks: keys as i32,
+            num_q_blocks: queries as i32,
+            num_sms: num_sms as i32,
+        })
+    }
+}
+
+/// Whether a mask may hide a key or a query from some of a block and not from all, so that 0 times its infinity reaches
+/// rows that it must not; such rows are computed again.
+#[must_use]
+pub fn repairs(spec: &BwdSpec) -> bool {
+    spec.fwd.mask != MaskKind::Full
+}
+
+/// Both head dimensions as the tiles have them; TMA fills the rest with zeros.
+#[must_use]
+pub const fn padded_dim(spec: &BwdSpec) -> i32 {
+    let (qk, v) = (spec.fwd.head_dim_qk, spec.fwd.head_dim_v);
+    round_up(if qk > v { qk } else { v }, 64)
+}
+
+const fn round_up(a: i32, b: i32) -> i32 {
+    (a + b - 1) / b * b
+}
+
+const fn tile_bytes(rows: i32, dim: i32) -> i32 {
+    round_up(rows * dim * 2, 1024)
+}
+
+/// Whether the kernels compute this problem, and if not, why. Addresses, which a problem has not, must be multiples of
+/// 16.
+///
+/// # Errors
+/// The first fact that they do not take.
+pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
+    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    let fwd = &problem.fwd;
+    let spec = BwdSpec::of(problem);
+    let (qk, v) = (fwd.dtype_qk, fwd.dtype_v);
+    if qk.is_fp8() || v.is_fp8() {
+        return refuse(format!("backward: dtype_qk {qk} with dtype_v {v}: its products are of 16-bit types"));
+    }
+    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk || fwd.dtype_o != qk {
+        return refuse(format!(
+            "backward: dtype_qk {qk}, dtype_v {v}, dtype_o {} are not three times f16 or three times bf16",
+            fwd.dtype_o
+        ));
+    }
+    let dims = fwd.dims;
+    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
+        if dim > 128 {
+            return refuse(format!("backward: {field} {dim} is larger than 128"));
+        }
+    }
+    if fwd.v_layout == VLayout::ColMajor {
+        return refuse("backward: v_layout col-major: its products read V along its rows".to_owned());
+    }
+    let modifier = match (spec.fwd.bias, spec.fwd.softcap, spec.fwd.dropout) {
+        (BiasKind::None, false, false) => None,
+        (BiasKind::None, true, _) => Some("softcap"),
+        (BiasKind::None, false, true) => Some("p_drop"),
+        (BiasKind::Elementwise | BiasKind::Alibi, ..) => Some("bias"),
+    };
+    if let Some(modifier) = modifier {
+        return refuse(format!("backward: {modifier}: 0 score modifiers are taken"));
+    }
+    if problem.write_dsink {
+        return refuse("backward: dsink: 0 gradients but dQ, dK and dV are written".to_owned());
+    }
+    for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
+        if length >= 1 << 29 {
+            return refuse(format!("backward: {field} {length} is not below 2^29"));
+        }
+    }
+    let read = [
+        ("q", fwd.q, fwd.shape_q()),
+        ("k", fwd.k, fwd.shape_k()),
+        ("v", fwd.v, fwd.shape_v()),
+        ("dout", problem.dout, fwd.shape_o()),
+    ];
+    for (name, strides, shape) in read {
+        if let Some((axis, stride)) = odd_stride(strides, shape) {
+            return refuse(format!(
+                "backward: {name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as TMA needs"
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The first stride in use that is no whole number of 16 bytes of a 16-bit type, or too large for TMA.
+fn odd_stride(strides: Strides, shape: Shape) -> Option<(&'static str, i64)> {
+    [
+        ("batch", strides.batch, shape.batch),
+        ("seq", strides.seq, shape.seq),
+        ("head", strides.head, shape.head),
+    ]
+    .into_iter()
+    .find(|&(_, stride, extent)| extent > 1 && (stride % 8 != 0 || stride >= 1 << 39))
+    .map(|(axis, stride, _)| (axis, stride))
+}
+
+/// The tile for a problem that the kernels [`accept`](accepts).
+#[must_use]
+pub fn choose_tile(problem: &BwdProblem) -> Sm90BwdTile {
+    let fwd = &problem.fwd;
+    let dims = fwd.dims;
+    let mut tile = default_tile(&BwdSpec::of(problem));
+    let whole = |strides, shape| odd_stride(strides, shape).is_none();
+    tile.vector_load = dims.head_dim_v.is_multiple_of(8) && whole(fwd.o, fwd.shape_o());
+    tile.vector_store = dims.head_dim_qk.is_multiple_of(8)
+        && dims.head_dim_v.is_multiple_of(8)
+        && whole(problem.dq, fwd.shape_q())
+        && whole(problem.dk, fwd.shape_k())
+        && whole(problem.dv, fwd.shape_v());
+    tile
+}
+
+/// The tile for long sequences of a spec.
+#[must_use]
+pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
+    let dim = padded_dim(spec);
+    let full = spec.fwd.mask == MaskKind::Full;
+    // TFLOP/s on an H200, bf16, S 4096. (block_m, transposed_dq, early_scores, early_dv, persistent)
+    let (block_m, transposed_dq, early_scores, early_dv, persistent) = match dim {
+        // Without early scores 489, with 483, with dV early too 464.
+        64 if full => (128, false, false, false, false),
+        // Neither 414, early scores 415, and persistent 420.
+        64 => (128, false, true, false, true),
+        // Neither 584, early scores and dV 599, and persistent 609; causal 494, 510, 516.
+        _ => (64, true, true, true, true),
+    };
+    Sm90BwdTile {
+        block_m,
+        block_n: 128,
+        stages_q: if early_scores { 3 } else { 2 },
+        stages_dout: 2,
+        stages_ds: 2,
+        transposed_dq,
+        early_scores,
+        early_dv,
+        // Key blocks that take turns are launched in their order.
+        persistent: persistent && !spec.deterministic,
+        vector_load: true,
+        vector_store: spec.dtype_grad != DType::F32,
+    }
+}
+
+/// The main kernel: arguments `BwdParams`, four tensor maps, `Sm90BwdSchedule`.
+#[must_use]
+pub fn main(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    let call = format!(
+        "static_assert(sizeof(sm90::bwd::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
+         sm90::bwd::main<kSpec, kTile>(p, maps, schedule);",
+        tile.smem_bytes(spec)
+    );
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
+    let entry = Entry {
+        include: "fmha/sm90/bwd/main.cuh",
+        constants: &constants,
+        bounds: "__launch_bounds__(sm90::bwd::num_threads(kTile), 1)",
+        params: "const __grid_constant__ BwdParams p, const __grid_constant__ sm90::bwd::Maps maps, \
+                 const __grid_constant__ Sm90BwdSchedule schedule",
+        call: &call,
+    };
+    crate::source(entry.render(), rendered(spec, tile))
+}
+
+/// The kernel before the main one: arguments `BwdParams`, `Sm90BwdSchedule`; a CTA to a query block of a query head.
+#[must_use]
+pub fn preprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    rows("preprocess", spec, tile)
+}
+
+/// The kernel after the main one, likewise.
+#[must_use]
+pub fn postprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    rows("postprocess", spec, tile)
+}
+
+fn rows(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
+    let entry = Entry {
+        include: &format!("fmha/sm90/bwd/{name}.cuh"),
+        constants: &constants,
+        bounds: &format!("__launch_bounds__({ROW_THREADS})"),
+        params: "const __grid_constant__ BwdParams p, const __grid_constant__ Sm90BwdSchedule schedule",
+        call: &format!("sm90::bwd::{name}<kSpec, kTile>(p, schedule);"),
+    };
+    crate::source(entry.render(), rendered(spec, tile))
+}
+
+fn rendered(spec: &BwdSpec, tile: &Sm90BwdTile) -> [Header; 2] {
+    let dtype = spec.fwd.dtype_qk;
+    let dim = padded_dim(spec);
+    let shape = |n, a| WgmmaShape { dtype, n, a, sums: Sums::F32 };
+    let shapes = [
+        shape(tile.block_m, OperandA::Shared),
+        shape(dim, OperandA::Registers),
+        shape(if tile.transposed_dq { tile.block_m } else { dim }, OperandA::Shared),
+    ];
+    [wgmma::header(&shapes), host_header()]
+}
+
+/// `fmha/sm90_bwd_host.h`: what this file shares with the device.
+fn host_header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n{}\n}}  // namespace fmha\n",
+        Sm90BwdTile::c_definition(),
+        Sm90BwdSchedule::c_definition()
+    );
+    Header::rendered("fmha/sm90_bwd_host.h", text)
+}

@@ -1,0 +1,85 @@
+//! `simt` backward: every problem, a wave to a row, in two launches. Correct for all, fast for none.
+
+use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
+use fmha_core::source::{Entry, KernelSource};
+use fmha_core::spec::BwdSpec;
+use fmha_core::{BwdProblem, PlanOptions, Refusal};
+
+use crate::device::refuse;
+use crate::simt::{NAME, NUM_THREADS};
+
+/// The first launch's name in a plan; the second bears the kernel's.
+pub const STATS: &str = "simt_bwd_stats";
+const ROWS_OF_A_WORKGROUP: u64 = 4;
+
+/// Chosen for a problem.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SimtBwd {
+    spec: BwdSpec,
+    /// Where its numbers lie in the workspace.
+    pub workspace: BwdWorkspace,
+    rows: BwdRows,
+}
+
+/// Whether the kernels compute this problem.
+///
+/// # Errors
+/// The number that is too large, a tile that it has not, or another kernel that was asked for.
+pub fn accept(problem: &BwdProblem, options: &PlanOptions) -> Result<SimtBwd, Refusal> {
+    match options.kernel.as_deref() {
+        Some(NAME) => {}
+        Some(asked) => refuse!(asked, "there is no such backward kernel (known: {NAME})"),
+        None if options.allow_fallback => {}
+        None => refuse!(NAME, "backward: it is the slow fallback, and allow_fallback is false"),
+    }
+    if let Some((name, value)) = options.tile.first() {
+        refuse!(NAME, "tile {name}={value}: it has no tile to set");
+    }
+    let rows = BwdRows::of(problem);
+    let most = u64::from(u32::MAX / NUM_THREADS) * ROWS_OF_A_WORKGROUP;
+    if rows.all() > most {
+        refuse!(NAME, "lengths, heads and batch make {} rows of gradients, more than {most}", rows.all());
+    }
+    // Nothing is padded: a block is a row.
+    let Some(workspace) = BwdWorkspace::new(problem, 1, 0, 0) else {
+        refuse!(NAME, "the workspace would be 2^62 bytes or more");
+    };
+    Ok(SimtBwd { spec: BwdSpec::of(problem), workspace, rows })
+}
+
+impl SimtBwd {
+    /// The first launch.
+    #[must_use]
+    pub fn stats_source(&self) -> KernelSource {
+        self.source("simt::bwd_stats<kSpec>(p);")
+    }
+
+    /// The second.
+    #[must_use]
+    pub fn source_of_rows(&self) -> KernelSource {
+        self.source("simt::bwd<kSpec>(p);")
+    }
+
+    /// Workgroups of the first launch.
+    #[must_use]
+    pub fn stats_workgroups(&self) -> u64 {
+        self.rows.queries.div_ceil(ROWS_OF_A_WORKGROUP)
+    }
+
+    /// Of the second.
+    #[must_use]
+    pub fn workgroups(&self) -> u64 {
+        self.rows.all().div_ceil(ROWS_OF_A_WORKGROUP)
+    }
+
+    fn source(&self, call: &str) -> KernelSource {
+        let entry = Entry {
+            include: "fmha/simt/bwd.h",
+            constants: &[("kSpec", &self.spec)],
+            bounds: &format!("__attribute__((amdgpu_flat_work_group_size({NUM_THREADS}, {NUM_THREADS})))"),
+            params: "BwdParams p",
+            call,
+        };
+        KernelSource::new(entry.render(), crate::headers())
+    }
+}
