@@ -185,7 +185,7 @@ fn maps(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> Result<Maps> {
     let map = |name, address: u64, strides: Strides, shape: Shape, rows: i32| {
         TensorMapFacts {
             name,
-            bf16: fwd.dtype_qk == DType::Bf16,
+            dtype: fwd.dtype_qk,
             // A tensor without rows is never read, but a map needs an address.
             address: if shape.seq == 0 { k_address } else { address },
             dims: [shape.dim, shape.seq.max(1), shape.head, shape.batch].map(u64::from),
