@@ -4,7 +4,7 @@ use fmha_core::bwd_workspace::BwdWorkspace;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::Fields as _;
 use fmha_core::spec::BwdSpec;
-use fmha_core::{Accuracy, DType, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind};
+use fmha_core::{Accuracy, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind};
 use fmha_kernels_cuda::sm90_bwd::{self, Sm90BwdSchedule, Sm90BwdTile};
 
 use super::{BwdCall, BwdKernel, BwdRecipe, Choice, DeviceFacts, Launch, Named};
