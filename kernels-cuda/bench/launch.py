@@ -77,7 +77,7 @@ class Kernel:
     def prepare(
         self, q, k, v, *, mask=(UNBOUNDED_LO, UNBOUNDED_HI, 0, 0), scale=None, cu_q=None, cu_k=None, max_q=None,
         max_k=None, used_q=None, used_k=None, dtype_o=None, softcap=0.0, sink=None, group_bytes=DEFAULT_GROUP,
-        lse=True, alibi=None, o=None, bias=None,
+        lse=True, alibi=None, o=None, bias=None, p_drop=0.0,
     ):  # fmt: skip
         """(callable, o, lse): q, k, v are [batch, seqlen, heads, dim], or [total, heads, dim] with cu_q, cu_k."""
         m = self.meta
@@ -116,7 +116,8 @@ class Kernel:
         params += scalars(alibi, 0, 1) + scalars(sink, 0, 1) + scalars(None, 0, 0) * 3
         params += struct.pack("<Q", 0) + pointer(workspace)
         params += struct.pack("<6i4ii", batch, seqlen_q, seqlen_k, hq, hkv, ratio, *mask, 1)
-        params += struct.pack("<ffIfIII", scale, softcap, 0, 1.0, 0, 0, 0)
+        threshold = min(int((1 - p_drop) * 2**32), 2**32 - 1)
+        params += struct.pack("<ffIfIII", scale, softcap, threshold, 1 / (1 - p_drop), 1, 2, 3)
         assert len(params) == 5 * 40 + 3 * 8 + 5 * 8 + 5 * 16 + 2 * 8 + 72, len(params)
 
         box_qk, box_v = int(m["box_qk"]), int(m["box_v"])

@@ -113,11 +113,11 @@ fn set_spec(spec: &mut FwdSpec, field: &str, value: &str) -> Result<bool, Box<dy
         "negative_scale" => spec.negative_scale = value == "1",
         "write_lse" => spec.write_lse = value == "1",
         "bias" => {
-            spec.bias = match value {
-                "alibi" => BiasKind::Alibi,
-                "f32" => BiasKind::Elementwise,
-                _ => return Err(format!("bias {value}").into()),
-            };
+            spec.bias = BiasKind::Elementwise;
+            match value {
+                "alibi" => spec.bias = BiasKind::Alibi,
+                dtype => spec.dtype_bias = dtype.parse()?,
+            }
         }
         _ => return Ok(false),
     }

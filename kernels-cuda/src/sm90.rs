@@ -45,8 +45,17 @@ abi_spec! {
         /// Blocks that no mask cuts skip the row-max reduction and reuse the running maximum; their row sums tell
         /// afterwards whether it was high enough. Warp-specialised kernels only.
         pub skip_row_max: bool = Takes::all().tuned(),
+        /// With `skip_row_max`: where a row's maximum is above that of a quarter of its keys by more than this, in
+        /// log2, before the first block that would skip, the warpgroup takes exact maxima throughout the tile.
+        pub exact_max_spread_log2: i32 = Takes::within(1, 126).tuned_over(&[8, 11]),
+        /// With `skip_row_max`: after so many blocks, then three times as many as before, the warpgroup votes again
+        /// whether the rest of the tile takes exact maxima, since running maxima had to be raised.
+        pub vote_after: i32 = Takes::within(1, 1 << 20).tuned_over(&[2, 4, 16]),
         /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
         pub pack_gqa: bool = Takes::all().tuned(),
+        /// Soft-capped scores by one exponential and one reciprocal, for caps of 1e-3 to 64; else to f32's accuracy at
+        /// any cap.
+        pub fast_softcap: bool,
         /// O is stored 16 bytes at a time; else element by element.
         pub vector_store: bool,
         /// 0: TMA loads. Else three warps copy so many bytes at a time, which divide every
@@ -128,6 +137,28 @@ impl Sm90Tile {
         let tiles = schedule.num_tiles.max(1).unsigned_abs();
         let cluster = self.cluster.unsigned_abs();
         cluster * if self.order == TileOrder::Single { tiles } else { tiles.min(num_sms / cluster) }
+    }
+
+    /// Leaves registers to what changes scores or P: smaller blocks, no next tile's product, no second way through a
+    /// block.
+    fn take_registers(&mut self, spec: &FwdSpec) {
+        self.block_n = self.block_n.min(if widest(spec) > 192 { 64 } else { 96 });
+        (self.lookahead, self.split_q, self.wait_anchor, self.skip_row_max) = (false, false, 0, false);
+    }
+
+    /// So that a row's bits depend on its own sequence alone, in a call of any lengths: the blocks of keys that the
+    /// spec's table has, and no decision that rows share. What remains (rows of a CTA, clusters, packed heads, the
+    /// order) changes no row's arithmetic.
+    pub fn make_batch_invariant(&mut self, spec: &FwdSpec) {
+        let table = default_tile(spec);
+        (self.block_n, self.wait_anchor) = (table.block_n, table.wait_anchor);
+        self.skip_row_max = false;
+    }
+
+    /// Whether a row's bits depend on its own sequence alone.
+    #[must_use]
+    pub fn is_batch_invariant(&self, spec: &FwdSpec) -> bool {
+        !self.skip_row_max && self.block_n == default_tile(spec).block_n
     }
 
     /// Workspace bytes, zero before the first launch.
@@ -280,6 +311,11 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         tile.block_m = 64;
     }
 
+    // Beyond, 2 c / (1 + exp(2 y / c)) loses what of y is far below c: its error is some 3e-7 c.
+    if problem.softcap.is_some_and(|cap| !(1e-3..=64.0).contains(&cap)) {
+        tile.fast_softcap = false;
+        tile.take_registers(&spec);
+    }
     tile.copy_bytes = copy_bytes(problem);
     if tile.copy_bytes > 0 {
         // Beside three warpgroups the threads that copy would have too few registers.
@@ -298,9 +334,15 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     tile
 }
 
-/// Whether scores or P are changed on the way, which takes registers.
+/// Whether scores or P are changed on the way.
 fn modifies(spec: &FwdSpec) -> bool {
     spec.softcap || spec.bias != BiasKind::None || spec.dropout
+}
+
+/// Whether that takes few registers: a soft-cap alone, or ALiBi alone.
+fn modifies_lightly(spec: &FwdSpec) -> bool {
+    let alone = spec.softcap != (spec.bias == BiasKind::Alibi);
+    alone && spec.bias != BiasKind::Elementwise && !spec.dropout
 }
 
 /// The larger head dimension, as the tiles have it.
@@ -362,9 +404,8 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         // 703 beside 720 at 1k, 853 beside 855 at 16k; causal 360 beside 376, 530 beside 537.
         _ => (128, 64, true, 0),
     };
-    let modified = modifies(spec);
-    let block_n = if modified { block_n.min(if qk.max(v) > 192 { 64 } else { 96 }) } else { block_n };
-    Sm90Tile {
+    let heavy = modifies(spec) && !modifies_lightly(spec);
+    let mut tile = Sm90Tile {
         block_m,
         block_n,
         stages: 2,
@@ -372,20 +413,26 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         // TFLOP/s fixed, 729 dynamic.
         order: if full && spec.kv_layout == KvKind::Strided { TileOrder::Static } else { TileOrder::Dynamic },
         ping_pong: true,
-        lookahead: lookahead && !modified,
+        lookahead,
         // Where there is no room for a second Q.
-        split_q: qk.max(v) >= 192 && lookahead && !modified,
+        split_q: qk.max(v) >= 192 && lookahead,
         // Full masks: 8 has 13 % more RMSE than exact maxima with outliers in the input, 6 has 8 %, and they are equally
         // fast. Causal ones, whose first rows start from few keys, bf16 D 128: 354 with 6, 368 with 8 at 512; 358 and 362
         // with 8 and 11 at 512, 504 and 509 at 1k, 756 and 759 at 8k; Q four times as large 0.256 and 0.238 ms.
         lazy_rescale_log2: if full { 6 } else { 11 },
-        wait_anchor: if modified { 0 } else { wait_anchor },
+        wait_anchor,
         exp2_polynomial_every: 0,
         // Without and with, bf16, full: D 64 605 and 618 at 16k, D 128 571 and 585 at 512, 781 and 795 at 16k, D 256
         // 838 and 849; causal: D 64 352 and 362 at 1k, D 128 357 and 369 at 512, 615 and 642 at 2k, 785 and 802.
         // A window of 512 keys has two or three such blocks: 469 and 463.
-        skip_row_max: spec.mask != MaskKind::Band && !modified,
+        skip_row_max: spec.mask != MaskKind::Band,
+        // Simulated, independent normal scores of standard deviation s: with a threshold of 2^6 (full) 25 blocks raise a
+        // warpgroup's maxima 0.5 times at s = 2 and 6.5 times at 3, with 2^11 31 blocks 0.1 times at 3 and 2 times at 4. At
+        // 8 and 11 the tile is exact with s = 3 and 4, and is not with 2 and 3.
+        exact_max_spread_log2: if full { 8 } else { 11 },
+        vote_after: 4,
         pack_gqa: false,
+        fast_softcap: spec.softcap && spec.bias == BiasKind::None,
         vector_store: spec.dtype_o != DType::F32,
         copy_bytes: 0,
         warp_specialised: true,
@@ -397,7 +444,11 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         // Back to back on an H200, bf16, D 128, us a call without and with: 6.6 and 5.9 (B1 H4 S128), 11.2 and 10.2
         // (B1 H16 S512), 34.2 and 33.4 (B8 H16 S512).
         dependent_launch: true,
+    };
+    if heavy {
+        tile.take_registers(spec);
     }
+    tile
 }
 
 /// The kernel for a spec and a tile. What it binds is in the crate's README.

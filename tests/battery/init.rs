@@ -29,13 +29,21 @@ pub enum Init {
     Rising,
     /// The same with 400 and 20: exponentials at an earlier block's maximum are beyond f32.
     Towering,
+    /// Q four times the standard normal: scores of standard deviation 4.
+    Spread4,
+    /// Scores of standard deviation 64.
+    Spread64,
+    /// Every third head's scores have standard deviation 30, the others' 1.
+    MixedHeads,
+    /// Three query rows in ten have scores of standard deviation 50, the others of 1.
+    MixedRows,
 }
 
 /// What [`Init::ConstantV`] fills V with; exact in every type.
 pub const CONSTANT_V: f64 = 0.625;
 
 impl Init {
-    /// The kinds that every family takes; [`Init::GROWING`] are for long rows alone.
+    /// The kinds that every family takes; [`Init::GROWING`] are for long rows alone, [`Init::SPREAD`] for laws of bits.
     pub const ALL: [Init; 7] = [
         Init::Normal,
         Init::Uniform,
@@ -45,6 +53,9 @@ impl Init {
         Init::Outliers,
         Init::HugeLogits,
     ];
+
+    /// Scores farther apart than usual, everywhere or in part.
+    pub const SPREAD: [Init; 4] = [Init::Spread4, Init::Spread64, Init::MixedHeads, Init::MixedRows];
 
     /// Scores that grow along a row.
     pub const GROWING: [Init; 2] = [Init::Rising, Init::Towering];
@@ -62,6 +73,10 @@ impl Init {
             Init::HugeLogits => "huge_logits",
             Init::Rising => "rising",
             Init::Towering => "towering",
+            Init::Spread4 => "spread4",
+            Init::Spread64 => "spread64",
+            Init::MixedHeads => "mixed_heads",
+            Init::MixedRows => "mixed_rows",
         }
     }
 
@@ -95,11 +110,24 @@ impl Init {
                 normal(key, row);
                 row.iter_mut().for_each(|x| *x *= 8.0);
             }
+            Init::Spread4 if operand == Operand::Q => scaled(key, 4.0, row),
+            Init::Spread64 if operand == Operand::Q => scaled(key, 64.0, row),
+            Init::MixedHeads if operand == Operand::Q => {
+                scaled(key, if head.is_multiple_of(3) { 30.0 } else { 1.0 }, row);
+            }
+            Init::MixedRows if operand == Operand::Q => {
+                scaled(key, if mix(key ^ 0x5eed) % 10 < 3 { 50.0 } else { 1.0 }, row);
+            }
             Init::Rising if operand == Operand::K => growing(key, i, [5.0, 2.0], row),
             Init::Towering if operand == Operand::K => growing(key, i, [400.0, 20.0], row),
             _ => normal(key, row),
         }
     }
+}
+
+fn scaled(key: u64, factor: f32, row: &mut [f32]) {
+    normal(key, row);
+    row.iter_mut().for_each(|x| *x *= factor);
 }
 
 /// Normal, and larger in the first rows.
@@ -109,8 +137,7 @@ fn growing(key: u64, i: u32, [first, second]: [f32; 2], row: &mut [f32]) {
         64..250 => second,
         _ => 1.0,
     };
-    normal(key, row);
-    row.iter_mut().for_each(|x| *x *= factor);
+    scaled(key, factor, row);
 }
 
 impl fmt::Display for Init {
@@ -123,7 +150,7 @@ impl FromStr for Init {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let all = || Init::ALL.into_iter().chain(Init::GROWING);
+        let all = || Init::ALL.into_iter().chain(Init::GROWING).chain(Init::SPREAD);
         all().find(|init| init.name() == text).ok_or_else(|| {
             let known: Vec<_> = all().map(Init::name).collect();
             format!("init `{text}` is unknown (known: {})", known.join(", "))

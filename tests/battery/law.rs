@@ -2,7 +2,7 @@
 
 use fmha_core::{
     CombineProblem, DType, FmhaBackend, FwdPlan, FwdProblem, KvLayout, MaskShape, PlanOptions, QLayout,
-    Result, Shape, Strides, VLayout,
+    Result, SeqSpan, Shape, Strides, VLayout,
 };
 
 use crate::case::Forward;
@@ -12,6 +12,8 @@ use crate::run::Options;
 use crate::tensor::{Operand, Tensor};
 use crate::tensors::{Data, HostCombine, HostFwd, Lengths};
 use crate::verdict::Verdict;
+
+mod bits;
 
 /// A forward call, and what it must agree with.
 #[derive(Clone, Debug)]
@@ -44,6 +46,12 @@ pub enum LawKind {
     WideWindowIsNone,
     /// The keys in so many parts, merged; within the bound of the reference.
     SplitsCombine(u32),
+    /// Itself, so many times more; where the plan promises to be deterministic.
+    Repeated(u32),
+    /// Each of its sequences alone.
+    AloneIsInBatch,
+    /// Each of its packed sequences alone, both planned with `batch_invariant`.
+    AloneIsInPack,
 }
 
 /// The note of a law whose two calls were compared in every bit.
@@ -53,6 +61,9 @@ impl Law {
     pub(crate) fn run(&self, backend: &dyn FmhaBackend, options: &Options) -> Result<Verdict> {
         if self.kind == LawKind::Recorded {
             return recorded(backend, options, &self.forward);
+        }
+        if let LawKind::Repeated(_) | LawKind::AloneIsInBatch | LawKind::AloneIsInPack = self.kind {
+            return bits::run(backend, options, self);
         }
         let Forward { problem, lengths, data, .. } = &self.forward;
         let mut a = HostFwd::new(problem.clone(), lengths, *data)?;
@@ -133,9 +144,7 @@ impl Law {
                 copy(a, &mut b, Operand::Q, |batch, row, head| (last - batch, row, head));
                 Ok(b)
             }
-            LawKind::Twice | LawKind::Recorded | LawKind::SplitsCombine(_) => {
-                HostFwd::new(other, lengths, *data)
-            }
+            _ => HostFwd::new(other, lengths, *data),
         }
     }
 }
@@ -155,8 +164,13 @@ fn contiguous(problem: &mut FwdProblem) {
     problem.o = Strides::bshd(problem.shape_o());
 }
 
+/// Whether two plans compute a row alike. In which order they take their tiles, and how many at a time, is to change
+/// no bit.
 fn same_tile(a: &FwdPlan, b: &FwdPlan) -> bool {
-    a.kernel() == b.kernel() && a.details() == b.details()
+    let details = |plan: &FwdPlan| {
+        plan.details().iter().filter(|(name, _)| *name != "order").cloned().collect::<Vec<_>>()
+    };
+    a.kernel() == b.kernel() && details(a) == details(b)
 }
 
 type Source = (u32, u32, u32);
@@ -185,29 +199,32 @@ fn copy_keys(from: &HostFwd, to: &mut HostFwd, source: impl Fn(u32, u32, u32) ->
 
 /// The first place where O or LSE differ in a bit.
 fn difference(a: &HostFwd, b: &HostFwd, reversed: bool) -> Option<String> {
+    a.spans.iter().enumerate().find_map(|(index, span_a)| {
+        let span_b = &b.spans[if reversed { b.spans.len() - 1 - index } else { index }];
+        difference_in_sequence(a, span_a, b, span_b)
+    })
+}
+
+/// The same for one sequence of each.
+fn difference_in_sequence(a: &HostFwd, span_a: &SeqSpan, b: &HostFwd, span_b: &SeqSpan) -> Option<String> {
     let problem = &a.problem;
     let (o_a, o_b) = (a.operands.expect(Operand::O), b.operands.expect(Operand::O));
-    for (index, span_a) in a.spans.iter().enumerate() {
-        let span_b = b.spans[if reversed { b.spans.len() - 1 - index } else { index }];
-        for head in 0..problem.dims.num_heads_q {
-            for i in 0..span_a.seqlen_q {
-                let place = format!("at batch {} head {head} row {i}", span_a.i_batch);
-                for d in 0..problem.dims.head_dim_v {
-                    let bits_a = o_a.bits(span_a.q_batch, span_a.q_row + i, head, d);
-                    let bits_b = o_b.bits(span_b.q_batch, span_b.q_row + i, head, d);
-                    if bits_a != bits_b {
-                        return Some(format!("o {place} dim {d}: bits {bits_a:#x} here, {bits_b:#x} there"));
-                    }
+    for head in 0..problem.dims.num_heads_q {
+        for i in 0..span_a.seqlen_q {
+            let place = format!("at batch {} head {head} row {i}", span_a.i_batch);
+            for d in 0..problem.dims.head_dim_v {
+                let bits_a = o_a.bits(span_a.q_batch, span_a.q_row + i, head, d);
+                let bits_b = o_b.bits(span_b.q_batch, span_b.q_row + i, head, d);
+                if bits_a != bits_b {
+                    return Some(format!("o {place} dim {d}: bits {bits_a:#x} here, {bits_b:#x} there"));
                 }
-                if let (Some(lse_a), Some(lse_b)) =
-                    (a.operands.get(Operand::Lse), b.operands.get(Operand::Lse))
-                {
-                    let bits = |lse: &Tensor, at: usize| lse.nth(at).to_bits();
-                    let bits_a = bits(lse_a, span_a.lse_index(problem, head, i));
-                    let bits_b = bits(lse_b, span_b.lse_index(&b.problem, head, i));
-                    if bits_a != bits_b {
-                        return Some(format!("lse {place} differs"));
-                    }
+            }
+            if let (Some(lse_a), Some(lse_b)) = (a.operands.get(Operand::Lse), b.operands.get(Operand::Lse)) {
+                let bits = |lse: &Tensor, at: usize| lse.nth(at).to_bits();
+                let bits_a = bits(lse_a, span_a.lse_index(problem, head, i));
+                let bits_b = bits(lse_b, span_b.lse_index(&b.problem, head, i));
+                if bits_a != bits_b {
+                    return Some(format!("lse {place} differs"));
                 }
             }
         }

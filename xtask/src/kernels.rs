@@ -11,6 +11,8 @@ pub(crate) enum Mode {
     Eager,
     /// As soon as it is issued, every access ordered by vector clocks: a missing wait, fence or arrival is a failure.
     HappensBefore,
+    /// Clusters run piece by piece in an order that a seed decides, another with each launch: so tiles are claimed by others.
+    DrawnOrder,
 }
 
 /// One kernel on one architecture.
@@ -115,6 +117,15 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^(rare|heads/row_blocks)/.*bf16", deal: 1 },
         ..HOPPER_WALKING
     },
+    // The same bits whoever claims a tile.
+    Row {
+        kernel: Some("sm90"),
+        mode: Mode::DrawnOrder,
+        multiprocessors: Some(3),
+        in_test: Cases { filter: "^bits/few/.*/bf16/d64/", deal: 1 },
+        in_all: Cases { filter: "^bits/few/", deal: 1 },
+        ..HOPPER
+    },
     Row {
         kernel: Some("simt"),
         in_test: Cases { filter: "^(definition|fp8|guards)/", deal: 96 },
@@ -146,7 +157,11 @@ const fn amd(arch: &'static str, in_test: Cases) -> Row {
 impl Row {
     /// `cuda sm_90a sm90 order=dynamic hb`: what the counts of its run are called.
     pub(crate) fn name(&self) -> String {
-        let mode = (self.mode == Mode::HappensBefore).then_some("happens-before");
+        let mode = match self.mode {
+            Mode::Eager => None,
+            Mode::HappensBefore => Some("happens-before"),
+            Mode::DrawnOrder => Some("drawn order"),
+        };
         [Some(self.backend), Some(self.arch), self.kernel, self.tile, mode]
             .into_iter()
             .flatten()
@@ -174,8 +189,10 @@ impl Row {
             add("--deal", &format!("1/{}", cases.deal));
         }
         let mut environment = Vec::new();
-        if self.mode == Mode::HappensBefore {
-            environment.push(("FMHA_EMULATE_MODE".to_owned(), "hb".to_owned()));
+        match self.mode {
+            Mode::Eager => {}
+            Mode::HappensBefore => environment.push(("FMHA_EMULATE_MODE".to_owned(), "hb".to_owned())),
+            Mode::DrawnOrder => environment.push(("FMHA_EMULATE_ORDER".to_owned(), "1".to_owned())),
         }
         if let Some(count) = self.multiprocessors {
             environment.push(("FMHA_EMULATE_SMS".to_owned(), count.to_string()));
@@ -200,7 +217,7 @@ mod tests {
         let text = include_str!("../../tests/battery/families/mod.rs");
         let families: Vec<&str> = text.lines().filter_map(|l| l.trim().strip_suffix("::cases(),")).collect();
         assert!(families.len() >= 10, "{families:?}");
-        let elsewhere = ["backward", "decode"];
+        let elsewhere = ["backward", "bits", "decode"];
         for family in families.iter().filter(|family| !elsewhere.contains(family)) {
             assert!(FORWARD.contains(family), "no row of --all takes {family}");
         }

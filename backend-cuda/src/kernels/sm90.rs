@@ -44,8 +44,12 @@ impl FwdRecipe for Sm90 {
         if options.accuracy == Accuracy::Exact {
             (tile.lazy_rescale_log2, tile.skip_row_max) = (0, false);
         }
+        if options.batch_invariant {
+            tile.make_batch_invariant(&spec);
+        }
         // Tiles are measured as a plan without options has them.
-        let untold = options.tile.is_empty() && options.accuracy == Accuracy::Fast;
+        let untold =
+            options.tile.is_empty() && options.accuracy == Accuracy::Fast && !options.batch_invariant;
         let tuned = facts.tuned.get(sm90::NAME, problem).filter(|_| untold);
         for (key, value) in tuned.map_or(&options.tile, |tuned| &tuned.tile) {
             tile.set(key, value).map_err(refuse)?;
@@ -78,8 +82,7 @@ impl FwdRecipe for Sm90 {
             workspace: Workspace::zeroed(tile.workspace_bytes()),
             promises: Promises {
                 deterministic: true,
-                // The tile is chosen for the longest sequence, and sets the order of a row's sums.
-                batch_invariant: false,
+                batch_invariant: tile.is_batch_invariant(&spec),
                 graph_capturable: true,
                 accuracy: accuracy(&tile),
             },
@@ -150,7 +153,12 @@ fn schedule_words(tile: &Sm90Tile) -> String {
     words.extend(tile.split_q.then(|| "Q in pieces".to_owned()));
     words
         .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
-    words.extend(tile.skip_row_max.then(|| "no row-max reduction inside the mask".to_owned()));
+    words.extend(tile.skip_row_max.then(|| {
+        format!(
+            "no row-max reduction inside the mask, unless scores lie 2^{} apart or rows are raised (votes from {} blocks on)",
+            tile.exact_max_spread_log2, tile.vote_after
+        )
+    }));
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
     words.extend((tile.copy_bytes > 0).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
     words.extend((!tile.warp_specialised).then(|| "no load role".to_owned()));

@@ -46,6 +46,12 @@ FMHA_DEVICE void st_shared_b32_if(uint32_t address, uint32_t value, bool conditi
                : "memory");
 }
 
+// needs: sm_70. 16 bytes that nothing writes while the kernel runs; `from` is a multiple of 16.
+// PTX ISA: ld.global.nc.
+FMHA_DEVICE void ld_global_v4(uint32_t* v, const void* from) {
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(from));
+}
+
 // needs: sm_70. 16 zero bytes; `address` is a multiple of 16.
 // PTX ISA: st.
 FMHA_DEVICE void st_shared_v4_zero(uint32_t address) {

@@ -62,6 +62,19 @@ FMHA_DEVICE void unpack_f16x2(uint32_t packed, float& low, float& high) {
       : "r"(packed));
 }
 
+// needs: sm_50. The f32 values of a packed pair of 16-bit numbers.
+// PTX ISA: cvt (f16), prmt (bf16, the upper half of an f32).
+template <DType dtype>
+FMHA_DEVICE void unpack_x2(uint32_t packed, float& low, float& high) {
+  static_assert(dtype == DType::F16 || dtype == DType::Bf16, "unpack_x2 takes 16-bit types");
+  if constexpr (dtype == DType::F16) {
+    unpack_f16x2(packed, low, high);
+  } else {
+    low = float_of(packed << 16);
+    high = float_of(packed & 0xffff0000u);
+  }
+}
+
 // needs: sm_53. The products of two packed pairs of f16.
 // PTX ISA: mul.
 FMHA_DEVICE uint32_t mul_f16x2(uint32_t x, uint32_t y) {

@@ -1,9 +1,8 @@
 //! The tile by name: `block_m=128 stages=3`, as the command, the benches and plan options say it.
 
-use fmha_core::DType;
-use fmha_core::VLayout;
 use fmha_core::fields::Fields as _;
 use fmha_core::spec::FwdSpec;
+use fmha_core::{DType, MaskKind, VLayout};
 
 use super::{MAX_SMEM_BYTES, Sm90Tile};
 
@@ -125,6 +124,9 @@ impl Sm90Tile {
                 "skip_row_max=1 with lazy_rescale_log2=0: without maxima, they cannot be exact".to_owned(),
             );
         }
+        if self.skip_row_max && spec.mask == MaskKind::Band {
+            return refuse("skip_row_max=1: the mask has a lower bound".to_owned());
+        }
         if self.skip_row_max && self.exp2_polynomial_every > 0 {
             return refuse(format!(
                 "skip_row_max=1 with exp2_polynomial_every={}: a polynomial's overflow is not seen",
@@ -145,8 +147,6 @@ impl Sm90Tile {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use fmha_core::MaskKind;
-
     use super::*;
     use crate::sm90::default_tile;
 

@@ -83,6 +83,6 @@ fn modify(problem: &mut FwdProblem, kind: LawKind) {
         LawKind::ColMajorIsRowMajor | LawKind::AnyLayout => problem.softcap = Some(9.0),
         LawKind::GqaIsMha => problem.bias = Bias::Alibi { per_batch: false },
         LawKind::Recorded => (problem.seqused_q, problem.seqused_k) = (true, true),
-        LawKind::PermutedBatch | LawKind::WideWindowIsNone | LawKind::SplitsCombine(_) => {}
+        _ => {}
     }
 }

@@ -2,6 +2,7 @@
 
 mod addresses;
 mod backward;
+mod bits;
 mod combine;
 pub mod definition;
 mod edges;
@@ -24,6 +25,7 @@ pub(crate) fn all() -> Vec<Case> {
         rare::cases(),
         addresses::cases(),
         laws::cases(),
+        bits::cases(),
         fp8::cases(),
         guards::cases(),
         backward::cases(),

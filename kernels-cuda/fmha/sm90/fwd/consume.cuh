@@ -17,9 +17,9 @@
 #include <fmha/mma/sm90/register_product.cuh>
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/cluster.cuh>
-#include <fmha/score.h>
 #include <fmha/sm90/common/dropout.cuh>
 #include <fmha/sm90/fwd/epilogue.cuh>
+#include <fmha/sm90/fwd/modifiers.cuh>
 #include <fmha/sm90/fwd/recompute_scores.cuh>
 
 namespace fmha::sm90 {
@@ -38,20 +38,22 @@ struct Consumer {
   static constexpr int consumers = num_consumers(tile);
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
 
+  using Modifiers = sm90::Modifiers<spec, tile>;
+
   const FwdParams& p;
   Shared& smem;
   const int32_t index;      // of this warpgroup among the consumers
-  const float scale_log2;   // of what the softmax takes: S, or the modified score
+  const float scale_log2;   // of what the softmax takes (modifiers.cuh)
   const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
 
   mma::AccumulatorOf<dim_v, tile.f16_output> o;
   mma::RegisterTile<Storage<spec.dtype_qk>, tile.q_in_registers ? dim_qk : mma::kDepth<Storage<spec.dtype_qk>>> q;
   mma::RegisterTile<Storage<spec.dtype_v>, tile.block_n> probs;
   Softmax<tile> softmax;
+  typename Modifiers::BiasWords bias;  // of the block at work
   Slot<Shared::q_buffers> q_slot = {Shared::q_pieces > 1 ? index : 0};
   Slot<tile.stages> k_slot, v_slot;
   Slot<kWorkSlots> work_slot;
-  int32_t exact_max_tiles = 0;  // so many tiles take exact maxima throughout, this one included
 
   // What a tile's rows see, in this thread's terms.
   struct Rows {
@@ -73,11 +75,6 @@ struct Consumer {
   // Whether the mask cuts a block for this warpgroup.
   FMHA_DEVICE bool is_edge(int32_t block) const {
     return (block + 1) * tile.block_n > rows.inside_end || (has_lo && block * tile.block_n < rows.inside_begin);
-  }
-  // Whether a block may skip the row-max reduction: no mask cuts it, and each row has seen a key of the block before.
-  FMHA_DEVICE bool can_reuse_row_max(int32_t block) const {
-    return tile.skip_row_max && exact_max_tiles == 0 && !(has_hi && (block + 1) * tile.block_n >= rows.inside_end) &&
-           !(has_lo && block * tile.block_n < rows.inside_begin);
   }
 
   FMHA_DEVICE const Work& work() const { return smem.work[work_slot.index]; }
@@ -152,11 +149,12 @@ struct Consumer {
   // A block's S, and O += P V of the block before. O is rescaled here, and not with the softmax before, so that the
   // multiplications run under the product of S.
   template <class Sums>
-  FMHA_DEVICE void overlap_products(Sums& scores, bool rescales, bool last) {
+  FMHA_DEVICE void overlap_products(Sums& scores, bool rescales, bool last, const Work& work, int32_t block) {
     start_scores(scores);
     if (rescales) rescale();
     start_output();
     signal_ping_pong();
+    fetch_bias(work, block);
     finish_scores(last);
   }
   FMHA_DEVICE void finish_output() {
@@ -222,27 +220,8 @@ struct Consumer {
     }
   }
 
-  template <int n>
-  FMHA_DEVICE void modify(Scores<n>& s, const Work& work, int32_t block) const {
-    if constexpr (modifies_score(spec)) {
-      const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int32_t row = rows.row + 8 * r, i = query_of<tile>(p, row);
-        const int32_t i_head = tile.pack_gqa ? work.i_head + row - i * p.gqa_ratio : work.i_head;
-        const float scale = spec.negative_scale ? -p.softmax_scale : p.softmax_scale;
-        const ScoreModifier modifier = score_modifier<spec>(p, span, i_head, scale);
-        const int32_t first_key = block * tile.block_n + mma::fragment_column();
-#pragma unroll
-        for (int e = 0; e < s.num_elems; ++e) {
-          if (s.row(e) != r) continue;
-          const int32_t j = first_key + s.column(e);
-          // The bias has no elements beyond the lengths.
-          const bool there = i < work.seqlen_q && j < work.seqlen_k && block >= 0;
-          if (spec.bias != BiasKind::Elementwise || there) s[e] = modified_score<spec>(modifier, s[e], i, j);
-        }
-      }
-    }
+  FMHA_DEVICE void fetch_bias(const Work& work, int32_t block) {
+    if constexpr (Modifiers::prefetches) Modifiers{p}.fetch(bias, work, rows.row, block);
   }
 
   FMHA_DEVICE uint32_t zero() const { return uint32_t(work().num_blocks) >> 31; }
@@ -264,7 +243,7 @@ struct Consumer {
   // S to P of block `block` of a tile.
   template <int n>
   FMHA_DEVICE void exponentiate(Scores<n>& s, const Work& work, int32_t block, bool edge) {
-    modify(s, work, block);
+    Modifiers{p}.apply(s, bias, work, rows.row, block);
     if (edge) mask(s, work, block);
     softmax.step(s, scale_log2, never());
     if constexpr (spec.dropout) drop_some(s, work, block);
@@ -318,6 +297,7 @@ struct Consumer {
     ScoreSums<n> sums;
     start_scores(sums);
     signal_ping_pong();
+    fetch_bias(w, block_at(w, first_of(w)));
     ptx::wgmma_wait_group<0>();
     release_k();
     if constexpr (release_q_early) release_q(w.num_blocks == 1 + first_of(w));
@@ -330,67 +310,106 @@ struct Consumer {
   // One block, with the row-max reduction. `edge` and `last` are uniform over the warpgroup.
   FMHA_DEVICE void step(int32_t block, bool edge, bool last) {
     ScoreSums<tile.block_n> sums;
-    overlap_products(sums, true, last);
+    overlap_products(sums, true, last, work(), block);
     auto&& s = mma::in_f32(sums);
     exponentiate(s, work(), block, edge);
     finish_output();
     probs.template from<spec.dtype_v>(s, zero());
   }
 
-  // One block without the row-max reduction. Returns what it cost to raise running maxima that were too low for a
-  // row of the warp, in row-max reductions of a block.
-  FMHA_DEVICE int32_t step_reusing_row_max(int32_t block, bool last) {
+  // One block without the row-max reduction. Returns whether running maxima of the warp were too low for it.
+  FMHA_DEVICE bool step_reusing_row_max(int32_t block, bool last) {
     ScoreSums<tile.block_n> products;
-    overlap_products(products, false, last);
+    overlap_products(products, false, last, work(), block);
     auto&& s = mma::in_f32(products);
-    modify(s, work(), block);
+    Modifiers{p}.apply(s, bias, work(), rows.row, block);
     float sums[2];
     softmax.step_reusing_row_max(s, scale_log2, sums, never());
     finish_output();
-    int32_t cost = 0;
-    if (__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(sums))) cost = raise_row_max(s, sums, block);
+    bool raised = false;
+    if (__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(sums))) raised = raise_row_max(s, sums, block);
     softmax.add(sums);
     if constexpr (spec.dropout) drop_some(s, work(), block);
     probs.template from<spec.dtype_v>(s, zero());
-    return cost;
+    return raised;
   }
+  // Whether one of the thread's two rows is the sequence's: what follows a packed sequence must not sway a vote.
+  FMHA_DEVICE bool is_row(int r) const { return query_of<tile>(p, rows.row + 8 * r) < work().seqlen_q; }
+
   // Raises running maxima that were too low for this block, after its exponentials. From a P that overflowed f32 the
-  // score cannot be recovered: it is computed again.
-  FMHA_DEVICE int32_t raise_row_max(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
-    const bool overflows = __any_sync(ptx::kAllLanes, softmax.overflows_f32(sums));
+  // score cannot be recovered: it is computed again. False where no row of the sequence needed it.
+  FMHA_DEVICE bool raise_row_max(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
+    const float real_sums[2] = {is_row(0) ? sums[0] : 0.f, is_row(1) ? sums[1] : 0.f};
+    if (!__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(real_sums))) return false;
+    const bool overflows = __any_sync(ptx::kAllLanes, softmax.overflows_f32(real_sums));
     if (overflows) {
       recompute_scores<spec, tile>(p, work(), rows.row, block, s);
-      modify(s, work(), block);
+      Modifiers{p}.apply(s, bias, work(), rows.row, block);
       softmax.step(s, scale_log2, never());
       sums[0] = sums[1] = 0.f;
     } else {
       softmax.rescale_to_row_max(s, scale_log2, sums);
     }
     rescale();
-    return overflows ? 100 : 1;
+    return true;
   }
 
-  // After 2, 8, 32 ... blocks that skipped the row-max reduction, and at the tile's end, the warpgroup votes. Where a
-  // warp had to raise its running maxima in many of them, since its scores lie far apart, the rest of the tile and
-  // the next tiles take exact maxima.
+  // Whether the scores of a row of the thread lie so far apart, in the blocks above `block`, that later ones would raise
+  // its running maximum often. The four lanes that share a row see a quarter of its keys each; how far the row's
+  // maximum is above a lane's own, which the lane's share of the row sum tells, is how far four times as many keys may
+  // raise it. A share may be 0 since it is so small, or since the lane has seen no key; eight keys show one to each.
+  FMHA_DEVICE bool far_apart(int32_t block) const {
+    bool apart = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t end = has_hi ? query_of<tile>(p, rows.row + 8 * r) + work().hi + 1 : work().seqlen_k;
+      const float share = softmax.rows[r].row_sum;
+      const bool sees_keys = share > 0.f || end - (block + 1) * tile.block_n >= 8;
+      apart |= is_row(r) && sees_keys && share < exp2_of_negative<tile.exact_max_spread_log2>();
+    }
+    return apart;
+  }
+
+  // The tile's blocks but the first.
   FMHA_DEVICE void other_blocks() {
-    const int32_t num_blocks = work().num_blocks, last_block = work().last_block;
-    const auto block_of = [&](int32_t i) { return has_lo ? block_at(work(), i) : last_block - i; };
-    int32_t i = first_of(work()) + 1, trial = 2;
-    exact_max_tiles = max(exact_max_tiles - 1, 0);
+    if constexpr (tile.skip_row_max) {
+      walk_skipping_row_max();
+    } else {
+      const int32_t num_blocks = work().num_blocks, last_block = work().last_block;
+#pragma unroll 1
+      for (int32_t i = first_of(work()) + 1; i < num_blocks; ++i) {
+        const int32_t block = has_lo ? block_at(work(), i) : last_block - i;
+        step(block, has_hi && is_edge(block), i + 1 == num_blocks);
+      }
+    }
+  }
+
+  // Blocks that the mask cuts, and the next, whose rows need not have seen a key before, take exact maxima. Whether
+  // the others skip the row-max reduction depends on this tile alone: before them, then after `vote_after` blocks, after
+  // three times as many as before, and so on, the warpgroup votes. It takes exact maxima from then on if scores of its
+  // rows lie far apart, or if one of its warps has had to raise running maxima since the last vote: to do so costs more
+  // than twenty row-max reductions.
+  FMHA_DEVICE void walk_skipping_row_max() {
+    static_assert(!has_lo, "without a lower bound the blocks go down to 0");
+    int32_t block = work().last_block - first_of(work()) - 1;
+    int32_t exact_down_to = has_hi ? max(rows.inside_end - 1, 0) / tile.block_n : block + 1;
+    bool raised = false;
     while (true) {
 #pragma unroll 1
-      for (; i < num_blocks && !can_reuse_row_max(block_of(i)); ++i)
-        step(block_of(i), has_hi && is_edge(block_of(i)), i + 1 == num_blocks);
-      if (!tile.skip_row_max || i >= num_blocks) return;
+      for (; block >= exact_down_to; --block) step(block, has_hi && is_edge(block), block == 0);
+      if (block < 0) return;
+      // The vote of a warp is the same in each lane, as ptxas can tell: else slot indices leave the uniform registers.
+      if (any_warp(__any_sync(ptx::kAllLanes, raised || far_apart(block)))) {
+        exact_down_to = 0;
+        continue;
+      }
       rescale();
-      const int32_t begin = i, end = num_blocks - i > 2 * trial ? i + trial : num_blocks;
-      int32_t cost = 0;
+      raised = false;
+      const int32_t trial = max(3 * (work().last_block - block), tile.vote_after);
+      const int32_t end = block + 1 > 2 * trial ? block - trial : -1;
 #pragma unroll 1
-      for (; i < end && (!has_lo || can_reuse_row_max(block_of(i))); ++i) cost += step_reusing_row_max(block_of(i), i + 1 == num_blocks);
+      for (; block > end; --block) raised |= step_reusing_row_max(block, block == 0);
       softmax.correction[0] = softmax.correction[1] = 1.f;
-      if (any_warp(cost > 1 + (i - begin) / 8)) exact_max_tiles = 17;
-      trial *= 4;
     }
   }
 
@@ -407,12 +426,13 @@ struct Consumer {
   template <int n>
   FMHA_DEVICE void cross_products(const Work& next, RowStats (&stats)[2]) {
     ScoreSums<n> sums;
-    overlap_products(sums, true, next.num_blocks == 1 + first_of(next));
+    if constexpr (Modifiers::prefetches) rows = rows_of(next);
+    overlap_products(sums, true, next.num_blocks == 1 + first_of(next), next, block_at(next, first_of(next)));
     auto&& s = mma::in_f32(sums);
     stats[0] = softmax.rows[0];
     stats[1] = softmax.rows[1];
     softmax.reset();
-    rows = rows_of(next);
+    if constexpr (!Modifiers::prefetches) rows = rows_of(next);
     exponentiate_first(s, next);
     finish_output();
     probs.template from<spec.dtype_v>(s, zero());
@@ -445,7 +465,7 @@ struct Consumer {
         stats[1] = softmax.rows[1];
       }
       auto&& sums = mma::in_f32(o);
-      epilogue<spec, tile>(p, done, done_row, stats, scale_log2, sums);
+      epilogue<spec, tile>(p, done, done_row, stats, scale_log2, Modifiers{p}.offset_log2(), sums);
       release_work();
       if (!more) return;
       if constexpr (tile.lookahead) {
@@ -460,9 +480,7 @@ struct Consumer {
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE Consumer<spec, tile> consumer_of(const FwdParams& p, Smem<spec, tile>& smem) {
   const int32_t index = ptx::uniform(threadIdx.x / mma::kWarpgroup) - first_consumer(tile);
-  // A scale of 0 would turn the -inf of hidden scores into NaN; the smallest normal number scales the others to 0 too.
-  const float scale = modifies_score(spec) ? 1.f : fmaxf(fabsf(p.softmax_scale), 1.17549435e-38f);
-  return Consumer<spec, tile>{p, smem, index, scale * kLog2E};
+  return Consumer<spec, tile>{p, smem, index, Modifiers<spec, tile>{p}.scale_log2()};
 }
 
 template <FwdSpec spec, Sm90Tile tile>

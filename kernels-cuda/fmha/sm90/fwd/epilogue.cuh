@@ -31,7 +31,7 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
 }
 
 template <FwdSpec spec, Sm90Tile tile>
-FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, RowStats (&rows)[2], float scale_log2,
+FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, RowStats (&rows)[2], float scale_log2, float offset_log2,
                           mma::Accumulator<padded_dim(spec.head_dim_v)>& o) {
   constexpr int dim = spec.head_dim_v;
   const int32_t quad_lane = threadIdx.x % 4;
@@ -43,7 +43,7 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
     const bool stored = i < work.seqlen_q;
     const float row_sum = quad_reduce(rows[r].row_sum, [](float a, float b) { return a + b; });
-    RowResult result = finish_row<spec>(p, rows[r].row_max * scale_log2, row_sum, stored ? i_head : 0);
+    RowResult result = finish_row<spec>(p, rows[r].row_max * scale_log2 + offset_log2, row_sum, stored ? i_head : 0);
     if constexpr (spec.dropout) result.factor *= p.dropout_scale;
     lse[r] = result.lse;
     // A row that sees no key (LSE -inf) is among them: its O is to be 0, but 0 times a hidden NaN of V is NaN.

@@ -69,7 +69,8 @@ struct Multistage {
     consumer.start_output();
     consumer.finish_output();
     auto&& sums = mma::in_f32(consumer.o);
-    epilogue<spec, tile>(consumer.p, work(), consumer.rows.row, consumer.softmax.rows, consumer.scale_log2, sums);
+    epilogue<spec, tile>(consumer.p, work(), consumer.rows.row, consumer.softmax.rows, consumer.scale_log2,
+                         Modifiers<spec, tile>{consumer.p}.offset_log2(), sums);
   }
 
   FMHA_DEVICE void run(const FwdParams& p, const TileSchedule& schedule) {

@@ -25,6 +25,12 @@ struct RowStats {
   float row_sum = 0.f;          // this thread's share of sum exp2((S - row_max) * scale_log2)
 };
 
+// 2^-n.
+template <int n>
+FMHA_DEVICE float exp2_of_negative() {
+  return float_of(uint32_t(127 - n) << 23);
+}
+
 template <Sm90Tile tile>
 struct Softmax {
   RowStats rows[2];

@@ -1,6 +1,6 @@
 //! The library's face: a device, modules, launches.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -12,6 +12,7 @@ use crate::exec::{Cluster, Launch, Status, detect};
 use crate::fault::{Fault, FaultKind};
 use crate::memory::GlobalMemory;
 use crate::op::{Code, Program};
+use crate::order::{Next, Order};
 use crate::parse::parse;
 
 /// When asynchronous operations complete.
@@ -61,6 +62,9 @@ pub struct Options {
     pub num_sms: u32,
     /// Run blocks on all cores; off, they run one after another in order.
     pub parallel: bool,
+    /// Clusters run piece by piece, one at a time, in an order that this seed decides: one that a device could have.
+    /// Who claims what from a counter in global memory is then another with each seed.
+    pub cluster_order: Option<u64>,
     /// Which way `tcgen05.shift` and `.ashift` move rows.
     pub row_shift: RowShift,
     /// Happens-before: accesses to tensor memory need the waits and fences of `tcgen05` that the ISA asks for. Off for
@@ -79,6 +83,7 @@ impl Default for Options {
             instruction_limit: u64::MAX,
             num_sms: 132,
             parallel: true,
+            cluster_order: None,
             row_shift: RowShift::default(),
             strict_tensor_memory: true,
         }
@@ -406,25 +411,27 @@ struct Shared {
     report: Report,
     hits: Vec<u64>,
     fault: Option<Fault>,
-    waiting: VecDeque<Cluster>,
-    next: u32,
+    order: Order,
     running: usize,
 }
-
-/// Warp instructions after which a spinning cluster makes room for another.
-const BUDGET: u64 = 200_000;
 
 fn run_grid(launch: &Arc<Launch>) -> Result<Report, Fault> {
     let config = &launch.config;
     let count: u32 = (0..3).map(|i| config.grid[i] / config.cluster[i]).product();
-    let shared = Mutex::new(Shared { hits: vec![0; launch.program.code.len()], ..Shared::default() });
-    let workers = if launch.options.parallel { rayon::current_num_threads().min(count as usize) } else { 1 };
+    let order = Order::new(count, launch.options.cluster_order);
+    let hits = vec![0; launch.program.code.len()];
+    let shared = Mutex::new(Shared { hits, order, ..Shared::default() });
+    let workers = if launch.options.parallel && launch.options.cluster_order.is_none() {
+        rayon::current_num_threads().min(count as usize)
+    } else {
+        1
+    };
     if workers == 1 {
-        work(launch, count, &shared);
+        work(launch, &shared);
     } else {
         rayon::scope(|s| {
             for _ in 0..workers {
-                s.spawn(|_| work(launch, count, &shared));
+                s.spawn(|_| work(launch, &shared));
             }
         });
     }
@@ -443,33 +450,28 @@ fn run_grid(launch: &Arc<Launch>) -> Result<Report, Fault> {
     Ok(shared.report)
 }
 
-fn work(launch: &Arc<Launch>, count: u32, shared: &Mutex<Shared>) {
+fn work(launch: &Arc<Launch>, shared: &Mutex<Shared>) {
     let lock = || shared.lock().unwrap_or_else(PoisonError::into_inner);
     loop {
-        let mut cluster = {
+        let (next, budget) = {
             let mut s = lock();
             if s.fault.is_some() {
                 return;
             }
-            if s.next < count {
-                s.next += 1;
-                s.running += 1;
-                let index = s.next - 1;
-                drop(s);
-                Cluster::new(launch, index)
-            } else if let Some(c) = s.waiting.pop_front() {
-                s.running += 1;
-                c
-            } else {
-                // Others may still hand their cluster back, but each worker can finish its own.
-                return;
-            }
+            // Others may still hand their cluster back, but each worker can finish its own.
+            let Some(next) = s.order.next() else { return };
+            s.running += 1;
+            next
         };
-        let result = cluster.run(BUDGET);
+        let mut cluster = match next {
+            Next::Fresh(index) => Box::new(Cluster::new(launch, index)),
+            Next::Resumed(cluster) => cluster,
+        };
+        let result = cluster.run(budget);
         let mut s = lock();
         s.running -= 1;
         match result {
-            Ok(Status::Yield) => s.waiting.push_back(cluster),
+            Ok(Status::Yield) => s.order.put(cluster),
             Ok(Status::Done) => {
                 s.report.counters.add(&cluster.counters);
                 for (to, from) in s.hits.iter_mut().zip(&cluster.hits) {

@@ -26,6 +26,7 @@ mod memory;
 mod mutate;
 pub mod mutation;
 mod op;
+mod order;
 mod parse;
 mod recording;
 mod source;

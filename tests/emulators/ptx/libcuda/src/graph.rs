@@ -51,6 +51,9 @@ impl Node {
             }
             Self::Launch { kernel, config, args } => {
                 let options = state.options.clone();
+                if let Some(seed) = &mut state.options.cluster_order {
+                    *seed = seed.wrapping_add(1);
+                }
                 state.record(kernel, config, args);
                 // A panic must not cross the C interface; it is a fault of the emulator, and said so.
                 let run = || state.device.launch(kernel, config, args, &options);

@@ -167,6 +167,8 @@ impl State {
         options.num_sms = arch.num_sms as u32;
         options.check_barriers_at_exit = std::env::var_os("FMHA_EMULATE_LOOSE_ENDS").is_none();
         options.strict_tensor_memory = options.check_barriers_at_exit;
+        options.cluster_order =
+            std::env::var("FMHA_EMULATE_ORDER").ok().map(|seed| seed.trim().parse().unwrap_or(1));
         let mode = std::env::var("FMHA_EMULATE_MODE").unwrap_or_default();
         if mode == "hb" {
             options.happens_before = true;

@@ -1,0 +1,149 @@
+// Score modifiers on a fragment of S: what the softmax takes, and in which units.
+//
+// Units are those that cost least. Raw: S as the product leaves it, the scale in the exponential's factor. Soft-capped
+// alone, c tanh(y / c) = c - 2c / (1 + exp(2y / c)): the softmax takes -1 / (1 + exp(2y / c)), whose factor is 2c, and the
+// constant c goes into the LSE alone. Anything else: natural scores.
+#pragma once
+#include <fmha/ptx/copy.cuh>
+#include <fmha/score.h>
+#include <fmha/sm90/common/fragment.cuh>
+#include <fmha/sm90/fwd/config.cuh>
+
+namespace fmha::sm90 {
+
+template <FwdSpec spec, Sm90Tile tile>
+struct Modifiers {
+  static constexpr bool only_alibi = spec.bias == BiasKind::Alibi && !spec.softcap;
+  static constexpr bool fast_softcap = tile.fast_softcap && spec.softcap && spec.bias == BiasKind::None;
+  static constexpr bool adds_elements = spec.bias == BiasKind::Elementwise;
+  // Two neighbouring 16-bit elements to a register, fetched under the product of S.
+  static constexpr bool prefetches = adds_elements && !spec.softcap && size_bytes(spec.dtype_bias) == 2 && tile.block_n % 32 == 0;
+
+  const FwdParams& p;
+
+  FMHA_DEVICE float scale() const { return spec.negative_scale ? -p.softmax_scale : p.softmax_scale; }
+  // A scale of 0 would turn the -inf of hidden scores into NaN, and ALiBi's slope over it into infinity; a tiny one
+  // scales every score to 0 too.
+  FMHA_DEVICE float positive_scale() const { return fmaxf(fabsf(p.softmax_scale), only_alibi ? 1e-30f : 1.17549435e-38f); }
+
+  // What an exponential multiplies the softmax's scores by.
+  FMHA_DEVICE float scale_log2() const {
+    if constexpr (fast_softcap) return 2.f * p.softcap * kLog2E;
+    if constexpr (only_alibi || !modifies_score(spec)) return positive_scale() * kLog2E;
+    return kLog2E;
+  }
+  // What every score has besides.
+  FMHA_DEVICE float offset_log2() const {
+    if constexpr (fast_softcap) return p.softcap * kLog2E;
+    return 0.f;
+  }
+
+  // Where a row's bias begins; the head is the row's own where heads are packed.
+  FMHA_DEVICE int64_t bias_row(const Work& work, int32_t i, int32_t i_head) const {
+    return work.i_batch * p.bias.batch + i_head * p.bias.head + int64_t(i) * p.bias.row;
+  }
+  FMHA_DEVICE int32_t head_of(const Work& work, int32_t row, int32_t i) const {
+    return tile.pack_gqa ? work.i_head + row - i * p.gqa_ratio : work.i_head;
+  }
+  // Whether rows of the bias begin on 16 bytes, and none of a block's keys is beyond the sequence.
+  FMHA_DEVICE bool fetches_vectors(const Work& work, int32_t block) const {
+    const uint64_t steps = p.bias.row | p.bias.head | p.bias.batch;
+    const bool aligned = (uint64_t(p.bias.data) | steps * size_bytes(spec.dtype_bias)) % 16 == 0;
+    return aligned && block >= 0 && (block + 1) * tile.block_n <= work.seqlen_k;
+  }
+
+  struct BiasWords {
+    uint32_t of[2][prefetches ? tile.block_n / 8 : 1];  // of the thread's two rows, of each 8-column group
+  };
+  // The thread's elements of a block, if they can be had 16 bytes at a time: a quad's lanes load 8-column groups in turn,
+  // 64 bytes of a row together, and then exchange columns.
+  FMHA_DEVICE void fetch(BiasWords& words, const Work& work, int32_t row, int32_t block) const {
+    if (!fetches_vectors(work, block)) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t i = min(query_of<tile>(p, row + 8 * r), work.seqlen_q - 1);
+      const int64_t at = bias_row(work, i, head_of(work, row + 8 * r, query_of<tile>(p, row + 8 * r)));
+      const uint16_t* data = static_cast<const uint16_t*>(p.bias.data) + at + block * tile.block_n;
+#pragma unroll
+      for (int c = 0; c < tile.block_n / 8; c += 4) ptx::ld_global_v4(&words.of[r][c], data + 8 * (c + threadIdx.x % 4));
+    }
+  }
+
+  // Raw scores of a block to what the softmax takes. `row` is the thread's first.
+  template <int n>
+  FMHA_DEVICE void apply(mma::Accumulator<n>& s, const BiasWords& words, const Work& work, int32_t row, int32_t block) const {
+    if constexpr (fast_softcap) {
+      const float factor = 2.f * kLog2E * scale() / p.softcap;
+#pragma unroll
+      for (int e = 0; e < s.num_elems; ++e) s[e] = -ptx::rcp_approx_ftz(1.f + ptx::ex2_approx_ftz(s[e] * factor));
+    } else if constexpr (only_alibi) {
+      add_alibi(s, work, row, block);
+    } else if constexpr (modifies_score(spec)) {
+      if constexpr (prefetches) {
+        if (fetches_vectors(work, block)) return add_words(s, words);
+      }
+      apply_one_by_one(s, work, row, block);
+    }
+  }
+
+  template <int n>
+  FMHA_DEVICE void add_alibi(mma::Accumulator<n>& s, const Work& work, int32_t row, int32_t block) const {
+    const int32_t diag = p.alibi_bottom_right ? work.seqlen_k - work.seqlen_q : 0;
+    const int32_t first_key = block * tile.block_n + mma::fragment_column();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t i = query_of<tile>(p, row + 8 * r);
+      // Rows beyond the sequence have no head of their own where heads are packed; they are not stored.
+      const int32_t i_head = min(head_of(work, row + 8 * r, i), p.num_heads_q - 1);
+      const float slope = scalar_of(p.alibi_slopes, work.i_batch, i_head, 0.f) / positive_scale();
+      const float distance = float(i + diag - first_key);
+#pragma unroll
+      for (int e = 0; e < s.num_elems; ++e) {
+        if (s.row(e) == r) s[e] = fmaf(-slope, fabsf(distance - float(s.column(e))), s[e]);
+      }
+    }
+  }
+
+  template <int n>
+  FMHA_DEVICE void add_words(mma::Accumulator<n>& s, const BiasWords& words) const {
+    const float factor = scale();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int c = 0; c < n / 8; c += 4) {
+        uint32_t group[4] = {words.of[r][c], words.of[r][c + 1], words.of[r][c + 2], words.of[r][c + 3]};
+        quad_transpose(group);
+#pragma unroll
+        for (int g = 0; g < 4; ++g) {
+          if (c + g >= n / 8) continue;  // of a first block that is computed in part
+          float low, high;
+          ptx::unpack_x2<spec.dtype_bias>(group[g], low, high);
+          const int e = 4 * (c + g) + 2 * r;
+          s[e] = fmaf(s[e], factor, low);
+          s[e + 1] = fmaf(s[e + 1], factor, high);
+        }
+      }
+    }
+  }
+
+  template <int n>
+  FMHA_DEVICE void apply_one_by_one(mma::Accumulator<n>& s, const Work& work, int32_t row, int32_t block) const {
+    const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
+    const int32_t first_key = block * tile.block_n + mma::fragment_column();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t i = query_of<tile>(p, row + 8 * r);
+      const ScoreModifier modifier = score_modifier<spec>(p, span, head_of(work, row + 8 * r, i), scale());
+#pragma unroll
+      for (int e = 0; e < s.num_elems; ++e) {
+        if (s.row(e) != r) continue;
+        const int32_t j = first_key + s.column(e);
+        // The bias has no elements beyond the lengths.
+        const bool there = i < work.seqlen_q && j < work.seqlen_k && block >= 0;
+        if (!adds_elements || there) s[e] = modified_score<spec>(modifier, s[e], i, j);
+      }
+    }
+  }
+};
+
+}  // namespace fmha::sm90

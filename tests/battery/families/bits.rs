@@ -1,0 +1,57 @@
+//! The same bits in every run and beside any neighbour: more tiles than the device has units, on inputs over which a
+//! kernel may change its mind from tile to tile.
+
+use fmha_core::{DType, Dims, FwdProblem};
+
+use super::edges::{data, masked};
+use crate::case::{Body, Case, Forward, Plant};
+use crate::init::Init;
+use crate::law::{Law, LawKind};
+use crate::tensors::{Data, Lengths};
+
+/// For a device, all of whose units are to have several tiles; and for an emulated one of two or three.
+const SIZES: [(&str, u32, u32); 2] = [("many", 4, 48), ("few", 2, 6)];
+
+const KINDS: [(&str, LawKind); 3] = [
+    ("repeated_gives_the_same_bits", LawKind::Repeated(4)),
+    ("alone_gives_the_bits_of_the_batch", LawKind::AloneIsInBatch),
+    ("alone_gives_the_bits_of_the_pack_where_asked_for", LawKind::AloneIsInPack),
+];
+
+pub(crate) fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (size, batch, num_heads_q) in SIZES {
+        for (law, kind) in KINDS {
+            for (dtype, head_dim) in [(DType::Bf16, 64), (DType::F16, 128), (DType::Bf16, 256)] {
+                for mask in ["0", "b"] {
+                    for init in Init::SPREAD.into_iter().chain([Init::Normal, Init::Towering]) {
+                        let name = format!("bits/{size}/{law}/{dtype}/d{head_dim}/{mask}/{init}");
+                        let dims = Dims {
+                            batch,
+                            seqlen_q: 200,
+                            seqlen_k: 700,
+                            num_heads_q,
+                            // Not packed into tiles of several heads: far-apart and near scores are to be in tiles of their own.
+                            num_heads_kv: num_heads_q,
+                            head_dim_qk: head_dim,
+                            head_dim_v: head_dim,
+                        };
+                        let mut problem = masked(dtype, dims, mask);
+                        let mut lengths = Lengths::default();
+                        if kind == LawKind::AloneIsInPack {
+                            let unlike = |i: u32| (dims.seqlen_q - 37 * i, dims.seqlen_k - 101 * i);
+                            let sequences: Vec<_> = (0..batch).map(unlike).collect();
+                            let packed = FwdProblem::group(dtype, dims);
+                            problem = FwdProblem { mask: problem.mask, write_lse: true, ..packed };
+                            lengths = Lengths::packed(&sequences);
+                        }
+                        let data = Data { init, ..data(&name) };
+                        let forward = Forward { problem, lengths, data, plant: Plant::Nothing };
+                        cases.push(Case { name, body: Body::Law(Box::new(Law { forward, kind })) });
+                    }
+                }
+            }
+        }
+    }
+    cases
+}

@@ -1,0 +1,67 @@
+//! Laws of bits: the same in every run, and for a sequence alone as beside others.
+
+use fmha_core::{FmhaBackend, FwdProblem, PlanOptions, QLayout, Result, SeqSpan};
+
+use super::{
+    BIT_FOR_BIT, Law, LawKind, copy, difference, difference_in_sequence, run as run_plan, same_tile,
+};
+use crate::check::{Selection, check_fwd};
+use crate::run::Options;
+use crate::tensor::Operand;
+use crate::tensors::{HostFwd, Lengths};
+use crate::verdict::Verdict;
+
+/// Multiplications that the reference may spend on one case: bits are compared in every row, values in some.
+const REFERENCE_BUDGET: f64 = 2e8;
+
+pub(super) fn run(backend: &dyn FmhaBackend, options: &Options, law: &Law) -> Result<Verdict> {
+    let forward = &law.forward;
+    let batch_invariant = law.kind == LawKind::AloneIsInPack;
+    let plan_options = PlanOptions { batch_invariant, ..options.plan.clone() };
+    let mut together = HostFwd::new(forward.problem.clone(), &forward.lengths, forward.data)?;
+    let plan = run_plan(backend, &plan_options, &mut together)?;
+    let selection = Selection::within(&together.problem, &together.spans, REFERENCE_BUDGET);
+    let mut verdict = check_fwd(&together, &selection, &|_, _| ())?;
+    verdict.note = Some(BIT_FOR_BIT);
+    if let LawKind::Repeated(times) = law.kind {
+        if !plan.promises().deterministic {
+            verdict.note = Some("one call within the bound: the plan promises no equal bits");
+            return Ok(verdict);
+        }
+        for _ in 0..times {
+            let mut again = HostFwd::new(forward.problem.clone(), &forward.lengths, forward.data)?;
+            crate::execute::run_fwd(backend, &plan, &mut again)?;
+            verdict.faults.extend(difference(&again, &together, false));
+        }
+        return Ok(verdict);
+    }
+    for span in &together.spans {
+        let mut alone = alone(&together, span, law)?;
+        let plan_alone = run_plan(backend, &plan_options, &mut alone)?;
+        // Another tile gives other bits, unless the plan promises otherwise.
+        if !batch_invariant && !same_tile(&plan, &plan_alone) {
+            verdict.note = Some("within the bound: another kernel or tile alone");
+            continue;
+        }
+        verdict.faults.extend(difference_in_sequence(&together, span, &alone, &alone.spans[0]));
+    }
+    Ok(verdict)
+}
+
+/// A sequence's call alone, with its numbers.
+fn alone(together: &HostFwd, span: &SeqSpan, law: &Law) -> Result<HostFwd> {
+    let problem: &FwdProblem = &together.problem;
+    let mut one = problem.clone();
+    one.dims.batch = 1;
+    let mut lengths = Lengths::default();
+    if problem.q_layout == QLayout::Packed {
+        (one.dims.seqlen_q, one.dims.seqlen_k) = (span.seqlen_q, span.seqlen_k);
+        lengths = Lengths::packed(&[(span.seqlen_q, span.seqlen_k)]);
+    }
+    let mut alone = HostFwd::new(one, &lengths, law.forward.data)?;
+    let of = |batch: u32, first_row: u32| move |_, row, head| (batch, first_row + row, head);
+    copy(together, &mut alone, Operand::Q, of(span.q_batch, span.q_row));
+    copy(together, &mut alone, Operand::K, of(span.k_batch, span.k_row));
+    copy(together, &mut alone, Operand::V, of(span.k_batch, span.k_row));
+    Ok(alone)
+}
