@@ -192,7 +192,9 @@ fn has_fast_bf16_dots() -> bool {
 }
 
 /// Sizes of forward tiles when the caller names none.
-pub(crate) const FORWARD_BLOCKS: Blocks = Blocks { block_m: 512, block_n: 128, may_shrink: true };
+pub(crate) const FORWARD_BLOCKS: Blocks =
+    Blocks { block_m: 512, block_n: 128, may_shrink: true, rows_only: false };
 
 /// Sizes of backward tiles when the caller names none.
-pub(crate) const BACKWARD_BLOCKS: Blocks = Blocks { block_m: 96, block_n: 192, may_shrink: false };
+pub(crate) const BACKWARD_BLOCKS: Blocks =
+    Blocks { block_m: 96, block_n: 192, may_shrink: false, rows_only: false };

@@ -7,13 +7,14 @@ use fmha_core::{
 };
 
 use crate::CpuBackend;
-use crate::forward::{Blocks, dots_pairs, fits_tiles};
+use crate::forward::{Blocks, FEW_QUERIES, dots_pairs, fits_tiles};
 use crate::isa::{BACKWARD_BLOCKS, FORWARD_BLOCKS, Isa, Kernels};
 
 /// Every kernel.
 pub(crate) const KERNELS: [&str; 3] = ["cpu-fwd", "cpu-bwd", "cpu-combine"];
 
-/// A row's sums have one order, and the maximum is the row's own.
+/// A row's sums have one order, and the maximum is the row's own. Forward is batch-invariant on request:
+/// otherwise sequences of few queries and of many are taken in two ways.
 const PROMISES: Promises = Promises {
     deterministic: true,
     batch_invariant: true,
@@ -26,10 +27,6 @@ const MAX_BLOCK: usize = 1024;
 
 /// A forward plan.
 pub(crate) fn forward(backend: &CpuBackend, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
-    if let Some(page_size) = problem.kv_layout.page_size() {
-        let text = format!("kv_layout: pages of page_size {page_size} are not taken yet");
-        return Err(unsupported("cpu", vec![Refusal::new("cpu-fwd", text)]));
-    }
     plan(backend, "cpu-fwd", problem.clone(), options, |blocks| {
         vec![
             (
@@ -114,7 +111,17 @@ fn plan<P>(
     }
     let mut facts = vec![("isa", backend.isa.to_string()), ("threads", backend.threads.count().to_string())];
     facts.extend(details(blocks));
-    if let Err(refusal) = options.check_promises(kernel, &PROMISES) {
+    let mut promises = PROMISES;
+    if kernel == "cpu-fwd" {
+        blocks.rows_only = options.batch_invariant;
+        promises.batch_invariant = options.batch_invariant;
+        let rows = match blocks.rows_only {
+            true => "every sequence, by batch_invariant".to_owned(),
+            false => format!("sequences of at most {FEW_QUERIES} queries, and any with a tree mask"),
+        };
+        facts.push(("rows", rows));
+    }
+    if let Err(refusal) = options.check_promises(kernel, &promises) {
         return Err(unsupported("cpu", vec![refusal]));
     }
     let parts = PlanParts {
@@ -126,7 +133,7 @@ fn plan<P>(
         refusals: vec![],
         is_fallback: false,
         workspace: Workspace::NONE,
-        promises: PROMISES,
+        promises,
     };
     Ok(parts.seal(&backend.id, blocks))
 }

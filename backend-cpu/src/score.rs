@@ -144,6 +144,12 @@ impl HeadScore {
         panel.edge || self.changes()
     }
 
+    /// What `ALiBi` adds to the score of (i, j).
+    pub(crate) fn alibi_term(&self, i: u32, j: u32) -> Option<f32> {
+        let (slope, diag) = self.alibi?;
+        Some(-slope * (i64::from(i) + diag - i64::from(j)).abs() as f32)
+    }
+
     /// Whether visible scores are more than a scaled product.
     pub(crate) fn changes(&self) -> bool {
         self.softcap.is_some() || self.bias.is_some() || self.alibi.is_some()
@@ -207,6 +213,10 @@ impl<S: Simd> Op<S> for Adjust<'_> {
                 let at = row * width + at_lane;
                 // SAFETY: row and lane are inside the panel.
                 let mut x = unsafe { s.load(scores.add(at)) };
+                let hides = panel.edge.then(|| {
+                    let sink = i64::from(panel.j) + (row as i64) < head.band.sink_columns;
+                    (s.splat(row as f32), sink)
+                });
                 if let Some(softcap) = head.softcap {
                     let cap = s.splat(softcap);
                     let t = tanh(s, s.div(x, cap));
@@ -215,6 +225,15 @@ impl<S: Simd> Op<S> for Adjust<'_> {
                         let one = s.splat(1.0);
                         // (1 - t)(1 + t) keeps the small slopes that 1 - t^2 would cancel away.
                         let value = s.mul(s.sub(one, t), s.add(one, t));
+                        // A hidden score may be NaN, and with it its slope: 0 times NaN would not be 0.
+                        let value = match hides {
+                            None => value,
+                            Some((j, sink)) => {
+                                let zero = s.splat(0.0);
+                                let above = if sink { value } else { s.select_le(lo, j, value, zero) };
+                                s.select_le(j, hi, above, zero)
+                            }
+                        };
                         // SAFETY: `slope` is a panel.
                         unsafe { s.store(slope.add(at), value) };
                     }
@@ -228,9 +247,7 @@ impl<S: Simd> Op<S> for Adjust<'_> {
                     let distance = s.abs(s.add(s.splat(from as f32), lanes));
                     x = s.fma(s.splat(-slope), distance, x);
                 }
-                if panel.edge {
-                    let j = s.splat(row as f32);
-                    let sink = i64::from(panel.j) + (row as i64) < head.band.sink_columns;
+                if let Some((j, sink)) = hides {
                     if !sink {
                         x = s.select_le(lo, j, x, hidden);
                     }

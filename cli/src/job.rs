@@ -197,6 +197,7 @@ impl Setup {
             cu_seqlens_k: list(&self.cu_seqlens_k),
             seqused_q: list(&self.seqused_q),
             seqused_k: list(&self.seqused_k),
+            ..Lengths::default()
         }
     }
 }

@@ -59,7 +59,7 @@ impl Setup {
     pub(super) fn totals(&self) -> Totals {
         // The offsets were made here: the last is the sum of the lengths.
         let total = |offsets: &Option<Vec<i32>>| Some(offsets.as_ref()?.last()?.unsigned_abs());
-        Totals { total_q: total(&self.cu_seqlens_q), total_k: total(&self.cu_seqlens_k), num_pages: None }
+        Totals { total_q: total(&self.cu_seqlens_q), total_k: total(&self.cu_seqlens_k), ..Totals::NONE }
     }
 
     /// The tensors' extents.
@@ -75,6 +75,7 @@ impl Setup {
         SeqArgs {
             totals: self.totals(),
             block_table: None,
+            cu_seqlens_new: None,
             cu_seqlens_q: host(&self.cu_seqlens_q),
             cu_seqlens_k: host(&self.cu_seqlens_k),
             seqused_q: host(&self.seqused_q),

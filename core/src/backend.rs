@@ -8,17 +8,9 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::plan::{BwdPlan, CombinePlan, FwdPlan, PlanOptions, Workspace};
 use crate::problem::ValidFwd;
-use crate::queues::Queues;
+use crate::queues::{Queues, Stream};
+use crate::roofline::Roofline;
 use crate::tune::Tune;
-
-/// A queue of work on a device: the vendor's own handle. The CPU has one, which is done at return.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Stream(pub u64);
-
-impl Stream {
-    /// The device's default queue.
-    pub const DEFAULT: Self = Self(0);
-}
 
 /// A device that can run attention.
 ///
@@ -120,28 +112,6 @@ pub trait FmhaBackend: Send + Sync {
     /// # Errors
     /// As [`run_fwd`](Self::run_fwd).
     fn run_combine(&self, plan: &CombinePlan, args: &mut CombineArgs<'_>, stream: Stream) -> Result<()>;
-}
-
-/// Peak rates of a device, where they are known; measured or stated, as `source` says.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Roofline {
-    /// Floating-point operations a second, in the type a problem computes in.
-    pub flops_per_second: Option<f64>,
-    /// Bytes a second to and from the device's memory.
-    pub bytes_per_second: Option<f64>,
-    /// Where the numbers come from.
-    pub source: String,
-}
-
-impl std::fmt::Display for Roofline {
-    /// `989.50 TFLOP/s, 4.80 TB/s (where they come from)`.
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let tera =
-            |rate: Option<f64>| rate.map_or("unknown".to_owned(), |rate| format!("{:.2}", rate / 1e12));
-        let source = if self.source.is_empty() { "not known" } else { &self.source };
-        let (flops, bytes) = (tera(self.flops_per_second), tera(self.bytes_per_second));
-        write!(f, "{flops} TFLOP/s, {bytes} TB/s ({source})")
-    }
 }
 
 /// Memory of a device, for callers who have no tensors of their own.

@@ -21,7 +21,7 @@ pub fn fwd_params(problem: &FwdProblem, args: &FwdArgs<'_>) -> FwdParams {
         keep_mask: pointer_mut(args.keep_mask.as_ref()),
         scale_o: pointer(args.scale_o.as_ref()),
         workspace: pointer_mut(args.workspace.as_ref()),
-        ..inputs(problem, [&args.q, &args.k, &args.v], &args.seq, &args.score)
+        ..inputs(problem, [&args.q, &args.k_slice(), &args.v_slice()], &args.seq, &args.score)
     }
 }
 

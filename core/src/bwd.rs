@@ -2,10 +2,9 @@
 
 use crate::dtype::DType;
 use crate::error::{ProblemError, ensure};
-use crate::layout::{Strides, VLayout};
+use crate::layout::{Strides, Totals, VLayout};
 use crate::problem::{Extents, FwdProblem, ValidFwd, check_input, check_output, check_unit_stride};
 use crate::score::Bias;
-use crate::seq::Totals;
 
 /// The gradient of an elementwise bias: shaped like the bias, summed over its broadcast axes.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -87,6 +86,10 @@ impl BwdProblem {
             let text = format!("kv_layout: pages of page_size {page_size} have no gradient");
             return Err(ProblemError::new("kv_layout", text));
         }
+        if let Err(refusal) = fwd.refuse_cache_updates("backward") {
+            return Err(ProblemError::new("fwd", format!("fwd: {} in 1 backward call", refusal.reason)));
+        }
+        ensure!(!fwd.v_in_k, "v_in_k", "v_in_k: V has 0 rows of its own, and no gradient");
         self.check_tensors(&fwd.longest())?;
         if let Some(dbias) = self.dbias {
             let Bias::Elementwise(bias) = fwd.bias else {

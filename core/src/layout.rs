@@ -168,6 +168,12 @@ pub enum KvLayout {
 }
 
 impl KvLayout {
+    /// Whether K and V are paged.
+    #[must_use]
+    pub fn is_paged(self) -> bool {
+        matches!(self, KvLayout::Paged { .. })
+    }
+
     /// Rows of a page; `None` where there are no pages.
     #[must_use]
     pub fn page_size(self) -> Option<u32> {
@@ -175,6 +181,31 @@ impl KvLayout {
             KvLayout::Paged { page_size } => Some(page_size),
             KvLayout::Strided | KvLayout::Packed => None,
         }
+    }
+}
+
+/// Rows of packed tensors and pages of paged ones: known with a call's tensors, not when it is planned,
+/// so that a server that packs anew at each step plans once. Each is there iff the problem's layout has it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Totals {
+    /// Rows of packed Q and O.
+    pub total_q: Option<u32>,
+    /// Rows of packed K and V.
+    pub total_k: Option<u32>,
+    /// Pages of paged K and V.
+    pub num_pages: Option<u32>,
+    /// Rows of packed new keys and values.
+    pub total_new: Option<u32>,
+}
+
+impl Totals {
+    /// Of a problem with a batch axis on both sides.
+    pub const NONE: Self = Self { total_q: None, total_k: None, num_pages: None, total_new: None };
+
+    /// Of a problem that is packed on both sides.
+    #[must_use]
+    pub const fn packed(total_q: u32, total_k: u32) -> Self {
+        Self { total_q: Some(total_q), total_k: Some(total_k), ..Self::NONE }
     }
 }
 

@@ -41,6 +41,7 @@ pub mod env;
 pub mod error;
 pub mod fields;
 pub mod fp8;
+pub mod kv;
 pub mod layout;
 pub mod lengths;
 pub mod mask;
@@ -49,25 +50,28 @@ pub mod plan;
 pub mod problem;
 pub mod queues;
 pub mod reference;
+pub mod roofline;
 pub mod score;
 pub mod seq;
 pub mod source;
 pub mod spec;
+pub mod tree;
 pub mod tune;
 pub mod work;
 
 pub use args::{
-    BlockTable, BwdArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, MemorySpace, PartialResult, ScoreArgs,
-    SeqArgs,
+    BlockTable, BwdArgs, CacheArgs, CacheSlice, CombineArgs, DevSlice, DevSliceMut, FwdArgs, MemorySpace,
+    PartialResult, ScoreArgs, SeqArgs,
 };
-pub use backend::{DevBuffer, DeviceMemory, FmhaBackend, Roofline, Stream};
+pub use backend::{DevBuffer, DeviceMemory, FmhaBackend};
 pub use bwd::{BiasGrad, BwdProblem, ValidBwd};
 pub use cache::{Bundle, Precompile};
 pub use combine::{CombineProblem, ValidCombine};
 pub use dropout::DropoutSeed;
 pub use dtype::DType;
 pub use error::{Error, ProblemError, Refusal, Result};
-pub use layout::{KvLayout, QLayout, Shape, Strides, VLayout};
+pub use kv::{Append, Rotary, RotaryPairs};
+pub use layout::{KvLayout, QLayout, Shape, Strides, Totals, VLayout};
 pub use mask::{BlockClass, MaskAlign, MaskBand, MaskBounds, MaskKind, MaskShape, MaskSpec};
 pub use operation::{AnyProblem, Operation};
 pub use plan::{
@@ -75,7 +79,8 @@ pub use plan::{
     Promises, ResourceUsage, Step, Workspace,
 };
 pub use problem::{Dims, Extents, FwdProblem, ValidFwd};
-pub use queues::{Queues, Recording};
+pub use queues::{Queues, Recording, Stream};
+pub use roofline::Roofline;
 pub use score::{Bias, BiasBroadcast, Descale, ElementwiseBias};
-pub use seq::{SeqSpan, Totals};
+pub use seq::SeqSpan;
 pub use spec::FwdSpec;

@@ -1,7 +1,15 @@
 //! What a device with queues of its own offers besides running a plan: streams, its clock, recordings.
 
-use crate::backend::Stream;
 use crate::error::Result;
+
+/// A queue of work on a device: the vendor's own handle. The CPU has one, which is done at return.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Stream(pub u64);
+
+impl Stream {
+    /// The device's default queue.
+    pub const DEFAULT: Self = Self(0);
+}
 
 /// A device's streams. A backend that has none, as the CPU's, computes at once and is timed by the
 /// host's clock.

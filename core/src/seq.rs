@@ -2,61 +2,8 @@
 
 use crate::args::SeqArgs;
 use crate::error::{ProblemError, ensure};
-use crate::layout::{KvLayout, QLayout};
-use crate::problem::{FwdProblem, MAX_SEQLEN};
-
-/// Rows of packed tensors and pages of paged ones: known with a call's tensors, not when it is planned,
-/// so that a server that packs anew at each step plans once. Each is there iff the problem's layout has it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Totals {
-    /// Rows of packed Q and O.
-    pub total_q: Option<u32>,
-    /// Rows of packed K and V.
-    pub total_k: Option<u32>,
-    /// Pages of paged K and V.
-    pub num_pages: Option<u32>,
-}
-
-impl Totals {
-    /// Of a problem with a batch axis on both sides.
-    pub const NONE: Self = Self { total_q: None, total_k: None, num_pages: None };
-
-    /// Of a problem that is packed on both sides.
-    #[must_use]
-    pub const fn packed(total_q: u32, total_k: u32) -> Self {
-        Self { total_q: Some(total_q), total_k: Some(total_k), num_pages: None }
-    }
-
-    /// Checks that each is there iff `problem` wants it, and that none is too large.
-    ///
-    /// # Errors
-    /// The first that is missing, given without need, or larger than [`MAX_SEQLEN`].
-    pub fn check(&self, problem: &FwdProblem) -> Result<(), ProblemError> {
-        let paged = matches!(problem.kv_layout, KvLayout::Paged { .. });
-        for (field, value, wanted, what) in [
-            ("total_q", self.total_q, problem.q_layout == QLayout::Packed, "Q is packed"),
-            ("total_k", self.total_k, problem.kv_layout == KvLayout::Packed, "K and V are packed"),
-            ("num_pages", self.num_pages, paged, "K and V are paged"),
-        ] {
-            match value {
-                Some(value) if !wanted => {
-                    return Err(ProblemError::new(
-                        field,
-                        format!("{field} {value} is given, but it is not so that {what}"),
-                    ));
-                }
-                None if wanted => {
-                    return Err(ProblemError::new(field, format!("{field} is missing (0 given): {what}")));
-                }
-                Some(value) => {
-                    ensure!(value <= MAX_SEQLEN, field, "{field} {value} is larger than {MAX_SEQLEN}");
-                }
-                None => {}
-            }
-        }
-        Ok(())
-    }
-}
+use crate::layout::{KvLayout, QLayout, Totals};
+use crate::problem::FwdProblem;
 
 /// One sequence, resolved: where its rows start and how many are logical.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,8 +21,14 @@ pub struct SeqSpan {
     pub k_batch: u32,
     /// First row in K and V; 0 when paged.
     pub k_row: u32,
-    /// Logical keys.
+    /// Logical keys, new ones included.
     pub seqlen_k: u32,
+    /// How many of them are in the cache before the call.
+    pub seqlen_cached: u32,
+    /// The batch index to address k_new and v_new with: `i_batch`, or 0 when packed.
+    pub new_batch: u32,
+    /// First row in k_new and v_new.
+    pub new_row: u32,
     /// Rows of LSE to a head: `seqlen_q` of the problem, or the packed rows.
     pub lse_rows: u32,
 }
@@ -95,7 +48,7 @@ impl SeqSpan {
 /// The first offset or length that is missing, negative, decreasing or too large, with its index.
 pub fn spans(problem: &FwdProblem, seq: &SeqArgs<'_>) -> Result<Vec<SeqSpan>, ProblemError> {
     let dims = problem.dims;
-    seq.totals.check(problem)?;
+    problem.check_totals(seq.totals)?;
     let (packed_q, packed_k) = (problem.q_layout == QLayout::Packed, problem.kv_layout == KvLayout::Packed);
     let total_q = seq.totals.total_q.unwrap_or(dims.seqlen_q);
     let total_k = seq.totals.total_k.unwrap_or(dims.seqlen_k);
@@ -105,16 +58,42 @@ pub fn spans(problem: &FwdProblem, seq: &SeqArgs<'_>) -> Result<Vec<SeqSpan>, Pr
     let cu_k = host_i32(k.cu_name, seq.cu_seqlens_k.as_ref(), packed_k, dims.batch as usize + 1)?;
     let used_q = host_i32(q.used_name, seq.seqused_q.as_ref(), problem.seqused_q, dims.batch as usize)?;
     let used_k = host_i32(k.used_name, seq.seqused_k.as_ref(), problem.seqused_k, dims.batch as usize)?;
+    let new = NewRows::of(problem, seq)?;
     let spans: Vec<SeqSpan> = (0..dims.batch)
         .map(|i_batch| {
             let (q_row, seqlen_q) = q.rows(i_batch as usize, cu_q.as_deref(), used_q.as_deref())?;
-            let (k_row, seqlen_k) = k.rows(i_batch as usize, cu_k.as_deref(), used_k.as_deref())?;
+            let (k_row, seqlen_cached) = k.rows(i_batch as usize, cu_k.as_deref(), used_k.as_deref())?;
+            let (new_batch, new_row, added) = new.rows(i_batch)?;
+            let seqlen_k = seqlen_cached + added;
+            let room = k.room(i_batch as usize, cu_k.as_deref());
+            ensure!(
+                seqlen_k <= room,
+                "seqused_k",
+                "seqused_k[{i_batch}] {seqlen_cached} and {added} new rows are more than the {room} there is room for"
+            );
             let q_batch = if packed_q { 0 } else { i_batch };
             let k_batch = if packed_k { 0 } else { i_batch };
-            Ok(SeqSpan { i_batch, q_batch, q_row, seqlen_q, k_batch, k_row, seqlen_k, lse_rows: total_q })
+            Ok(SeqSpan {
+                i_batch,
+                q_batch,
+                q_row,
+                seqlen_q,
+                k_batch,
+                k_row,
+                seqlen_k,
+                seqlen_cached,
+                new_batch,
+                new_row,
+                lse_rows: total_q,
+            })
         })
         .collect::<Result<_, ProblemError>>()?;
-    KvRows::of(problem, seq)?.check(&spans, seq.totals)?;
+    let rows = KvRows::of(problem, seq)?;
+    rows.check(&spans, seq.totals)?;
+    rows.check_written_once(&spans)?;
+    if let Some(rotary) = problem.rotary {
+        check_positions(problem, &spans, rotary.max_pos)?;
+    }
     Ok(spans)
 }
 
@@ -179,6 +158,28 @@ impl<'a> KvRows<'a> {
         bytes.get(at..at + 4).map_or(-1, bytemuck::pod_read_unaligned)
     }
 
+    /// No two new rows go to one row of the cache: sequences may share pages that they read, not pages
+    /// that they write.
+    fn check_written_once(&self, spans: &[SeqSpan]) -> Result<(), ProblemError> {
+        if self.pages.is_none() {
+            return Ok(());
+        }
+        let new = |span: &SeqSpan| {
+            (span.seqlen_cached..span.seqlen_k).map(|j| self.at(span, j)).collect::<Vec<_>>()
+        };
+        let mut written: Vec<_> = spans.iter().flat_map(new).collect();
+        written.sort_unstable();
+        let twice = written.windows(2).find(|pair| pair[0] == pair[1]);
+        match twice {
+            Some(pair) => {
+                let (page, row) = pair[0];
+                let text = format!("block_table: 2 new keys go to row {row} of page {page}");
+                Err(ProblemError::new("block_table", text))
+            }
+            None => Ok(()),
+        }
+    }
+
     /// Every entry that some key needs is a page.
     fn check(&self, spans: &[SeqSpan], totals: Totals) -> Result<(), ProblemError> {
         let Some((page_size, _, max_pages)) = self.pages else { return Ok(()) };
@@ -205,6 +206,56 @@ impl<'a> KvRows<'a> {
     }
 }
 
+/// The last position that a query or a new key stands at is in the tables.
+fn check_positions(problem: &FwdProblem, spans: &[SeqSpan], max_pos: u32) -> Result<(), ProblemError> {
+    for span in spans {
+        let queries = if problem.positions_advance() { span.seqlen_q } else { span.seqlen_q.min(1) };
+        let end = span.seqlen_k.max(span.seqlen_cached + queries);
+        let turns = queries > 0 || span.seqlen_k > span.seqlen_cached;
+        ensure!(
+            !turns || end <= max_pos,
+            "max_pos",
+            "max_pos {max_pos} is less than the {end} positions of sequence {}",
+            span.i_batch
+        );
+    }
+    Ok(())
+}
+
+/// How many rows each sequence appends, and where they are.
+struct NewRows {
+    /// `cu_seqlens_new`, where they are packed.
+    cu: Option<Vec<i32>>,
+    seqlen_new: u32,
+    total: u32,
+}
+
+impl NewRows {
+    fn of(problem: &FwdProblem, seq: &SeqArgs<'_>) -> Result<Self, ProblemError> {
+        let Some(append) = &problem.append else { return Ok(Self { cu: None, seqlen_new: 0, total: 0 }) };
+        let packed = append.layout == QLayout::Packed;
+        let count = problem.dims.batch as usize + 1;
+        let cu = host_i32("cu_seqlens_new", seq.cu_seqlens_new.as_ref(), packed, count)?;
+        Ok(Self {
+            cu,
+            seqlen_new: append.seqlen_new,
+            total: seq.totals.total_new.unwrap_or(append.seqlen_new),
+        })
+    }
+
+    /// The batch index, the first row, and how many.
+    fn rows(&self, i_batch: u32) -> Result<(u32, u32, u32), ProblemError> {
+        let side = Side {
+            cu_name: "cu_seqlens_new",
+            used_name: "seqlen_new",
+            total: self.total,
+            longest: self.seqlen_new,
+        };
+        let (row, count) = side.rows(i_batch as usize, self.cu.as_deref(), None)?;
+        Ok((if self.cu.is_some() { 0 } else { i_batch }, row, count))
+    }
+}
+
 /// One side's names and bounds.
 struct Side {
     cu_name: &'static str,
@@ -214,6 +265,12 @@ struct Side {
 }
 
 impl Side {
+    /// Physical rows of one sequence, as far as they may be used. The offsets have been checked.
+    fn room(&self, i: usize, cu: Option<&[i32]>) -> u32 {
+        let physical = cu.map_or(self.longest, |cu| (cu[i + 1] - cu[i]).unsigned_abs());
+        physical.min(self.longest)
+    }
+
     /// First row and logical length of one sequence.
     fn rows(&self, i: usize, cu: Option<&[i32]>, used: Option<&[i32]>) -> Result<(u32, u32), ProblemError> {
         let &Side { cu_name, used_name, total, longest } = self;

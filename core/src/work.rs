@@ -103,6 +103,9 @@ mod tests {
             seqlen_q: 1 << 4,
             seqlen_k: 1 << 24,
             lse_rows: 0,
+            seqlen_cached: 1 << 24,
+            new_batch: 0,
+            new_row: 0,
         };
         // 2^58 pairs fit; 2^8 operations for each of them do not.
         let error = Work::count(&problem, &[span]).unwrap_err();

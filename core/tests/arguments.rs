@@ -47,9 +47,9 @@ fn arguments_that_fit_pass() {
 #[test]
 fn short_misplaced_missing_and_superfluous_arguments_are_named() {
     let problem = FwdProblem::batch(DType::F32, DIMS);
-    let short = FwdArgs { k: input(0x20000, 159), ..args() };
+    let short = FwdArgs { k: input(0x20000, 159).into(), ..args() };
     assert_eq!(refusal(problem.clone(), &short), "k has 636 bytes, but its extents and strides reach 640");
-    let odd = FwdArgs { v: input(0x30002, 160), ..args() };
+    let odd = FwdArgs { v: input(0x30002, 160).into(), ..args() };
     assert_eq!(
         refusal(problem.clone(), &odd),
         "v starts at 0x30002, which is no multiple of the 4 bytes that it is aligned to"

@@ -130,7 +130,7 @@ fn keys_lie_in_the_same_places() {
         let (packed, paged) = (layout == KvLayout::Packed, layout.page_size().is_some());
         problem.seqused_k = !packed;
         let seq = SeqArgs {
-            totals: Totals { total_q: None, total_k: packed.then_some(11), num_pages: paged.then_some(10) },
+            totals: Totals { total_k: packed.then_some(11), num_pages: paged.then_some(10), ..Totals::NONE },
             cu_seqlens_k: packed.then(|| DevSlice::host(&cu_seqlens_k)),
             seqused_k: (!packed).then(|| DevSlice::host(&seqused_k)),
             block_table: paged.then(|| BlockTable { pages: DevSlice::host(&table), max_pages: 7 }),

@@ -160,11 +160,10 @@ proptest! {
         problem.seqused_k = true;
         let args = SeqArgs {
             totals: Totals::packed(10, 11),
-            block_table: None,
             cu_seqlens_q: Some(DevSlice::host(&cu_q)),
             cu_seqlens_k: Some(DevSlice::host(&cu_k)),
             seqused_k: Some(DevSlice::host(&used)),
-            seqused_q: None,
+            ..SeqArgs::default()
         };
         match spans(&problem, &args) {
             Ok(spans) => for span in spans {

@@ -179,6 +179,7 @@ const fn tile_bytes(rows: i32, padded: i32, dtype: DType) -> i32 {
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     problem.refuse_mixed_layouts(NAME)?;
+    problem.refuse_cache_updates(NAME)?;
     let (qk, v) = (problem.dtype_qk, problem.dtype_v);
     let wide = |dtype| matches!(dtype, DType::F16 | DType::Bf16);
     let fp8 = |dtype| matches!(dtype, DType::E4m3Fn | DType::E5m2);

@@ -217,6 +217,7 @@ const fn tile_bytes(rows: i32, padded: i32) -> i32 {
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     problem.refuse_mixed_layouts(NAME)?;
+    problem.refuse_cache_updates(NAME)?;
     let (qk, v) = (problem.dtype_qk, problem.dtype_v);
     if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
         return refuse(format!("dtype_qk {qk} with dtype_v {v} is not f16 twice or bf16 twice"));

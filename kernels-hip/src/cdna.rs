@@ -47,6 +47,7 @@ pub struct Cdna {
 pub fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Cdna, Refusal> {
     let arch = device.arch;
     problem.refuse_mixed_layouts(NAME)?;
+    problem.refuse_cache_updates(NAME)?;
     for (field, dtype) in [("dtype_qk", problem.dtype_qk), ("dtype_v", problem.dtype_v)] {
         if !arch.multiplies(dtype) {
             refuse!(NAME, "{field} {dtype} is no operand of {}'s matrix instructions", arch.name());
@@ -318,8 +319,8 @@ impl Cdna {
         let stores = if self.tile.store == StorePath::Element { 1 } else { 4 * problem.dtype_o.size_bytes() };
         for (name, address, align) in [
             ("q", args.q.as_ptr() as u64, loads),
-            ("k", args.k.as_ptr() as u64, loads),
-            ("v", args.v.as_ptr() as u64, loads),
+            ("k", args.k_slice().as_ptr() as u64, loads),
+            ("v", args.v_slice().as_ptr() as u64, loads),
             ("o", args.o.as_mut_ptr() as u64, stores),
         ] {
             if !address.is_multiple_of(align) {

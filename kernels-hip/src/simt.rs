@@ -17,6 +17,7 @@ const ROWS_OF_A_WORKGROUP: u64 = 4;
 /// # Errors
 /// The number that is too large, or a tile that it has not.
 pub fn accept(problem: &FwdProblem, options: &PlanOptions) -> Result<FwdSpec, Refusal> {
+    problem.refuse_cache_updates(NAME)?;
     if let Some((name, value)) = options.tile.first() {
         refuse!(NAME, "tile {name}={value}: it has no tile to set");
     }

@@ -40,6 +40,16 @@ pub const DECLARED: &[Declared] = &[
         what: "gfx942 computes in the FNUZ FP8 types, gfx950 in OCP: each takes two of the four",
         applies: |_, problem| uses(problem, DType::is_fp8),
     },
+    Declared {
+        backend: "cuda",
+        what: "appends, rotary embedding, FP8 caches beside 16 bits and tree masks are the CPU backend's",
+        applies: |_, problem| problem.is_some_and(|p| p.refuse_cache_updates("").is_err()),
+    },
+    Declared {
+        backend: "rocm",
+        what: "appends, rotary embedding, FP8 caches beside 16 bits and tree masks are the CPU backend's",
+        applies: |_, problem| problem.is_some_and(|p| p.refuse_cache_updates("").is_err()),
+    },
 ];
 
 /// Why `backend` may refuse `case`, if it may.

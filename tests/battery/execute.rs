@@ -6,13 +6,13 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use fmha_core::{
-    BwdArgs, BwdPlan, CombineArgs, CombinePlan, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, DropoutSeed,
-    Error, FmhaBackend, FwdArgs, FwdPlan, MemorySpace, PartialResult, Queues, Result, Stream, Totals,
-    Workspace,
+    BwdArgs, BwdPlan, CacheSlice, CombineArgs, CombinePlan, DevBuffer, DevSlice, DevSliceMut, DeviceMemory,
+    DropoutSeed, Error, FmhaBackend, FwdArgs, FwdPlan, MemorySpace, PartialResult, Queues, Result, Stream,
+    Totals, Workspace,
 };
 
 use crate::tensor::{Operand, Operands, Tensor};
-use crate::tensors::{HostBwd, HostCombine, HostFwd, score_of, seq_of};
+use crate::tensors::{HostBwd, HostCombine, HostFwd, cache_of, score_of, seq_of};
 use crate::used::note;
 
 /// Runs a forward plan; O, LSE and the keep mask of `host` then hold its results.
@@ -188,15 +188,30 @@ impl<'a> Resident<'a> {
     ) -> Result<()> {
         let backend = self.backend;
         let scratch = plan.workspace().bytes > 0;
-        self.call(operands, &[Operand::O, Operand::Lse, Operand::KeepMask], |mut views| {
+        let appends = plan.problem().append.is_some();
+        let facts = (totals, plan.problem().dims.batch);
+        let mut outputs = vec![Operand::O, Operand::Lse, Operand::KeepMask];
+        if appends {
+            outputs.extend([Operand::K, Operand::V]);
+        }
+        self.call(operands, &outputs, |mut views| {
+            let (k, v) = if appends {
+                (
+                    views.outputs.remove(&Operand::K).map(Into::into),
+                    views.outputs.remove(&Operand::V).map(Into::into),
+                )
+            } else {
+                (views.get(Operand::K).map(Into::into), views.get(Operand::V).map(Into::into))
+            };
             let mut args = FwdArgs {
                 q: views.input(Operand::Q)?,
-                k: views.input(Operand::K)?,
-                v: views.input(Operand::V)?,
+                k: k.unwrap_or(CacheSlice::InK),
+                v: v.unwrap_or(CacheSlice::InK),
                 o: views.output(Operand::O)?,
                 lse: views.outputs.remove(&Operand::Lse),
-                seq: seq_of(totals, |operand| views.get(operand)),
+                seq: seq_of(facts, |operand| views.get(operand)),
                 score: score_of(dropout, |operand| views.get(operand)),
+                cache: cache_of(|operand| views.get(operand)),
                 scale_o: views.get(Operand::ScaleO),
                 keep_mask: views.outputs.remove(&Operand::KeepMask),
                 workspace: views.workspace.filter(|_| scratch),
@@ -231,7 +246,7 @@ impl<'a> Resident<'a> {
                 dv: views.output(Operand::Dv)?,
                 dbias: views.outputs.remove(&Operand::Dbias),
                 dsink: views.outputs.remove(&Operand::Dsink),
-                seq: seq_of(totals, |operand| views.get(operand)),
+                seq: seq_of((totals, plan.problem().fwd().dims.batch), |operand| views.get(operand)),
                 score: score_of(dropout, |operand| views.get(operand)),
                 workspace: views.workspace.filter(|_| scratch),
             };

@@ -1,8 +1,8 @@
 //! Laws: two calls that must agree, bit for bit where both run the same kernel and tile.
 
 use fmha_core::{
-    CombineProblem, DType, FmhaBackend, FwdPlan, FwdProblem, KvLayout, MaskShape, PlanOptions, QLayout,
-    Result, SeqSpan, Shape, Strides, VLayout,
+    Append, CombineProblem, DType, Descale, FmhaBackend, FwdPlan, FwdProblem, KvLayout, MaskShape,
+    PlanOptions, QLayout, Result, SeqSpan, Shape, Strides, VLayout,
 };
 
 use crate::case::Forward;
@@ -42,6 +42,16 @@ pub enum LawKind {
     Twice,
     /// Itself, recorded with other lengths and replayed; where the plan promises to be capturable.
     Recorded,
+    /// The same keys in pages of so many rows.
+    PagedIsStrided(u32),
+    /// The same keys in the same pages under other numbers.
+    PermutedPages,
+    /// The last keys of each sequence, so many, appended by the call; the cache itself too.
+    AppendIsWritten(u32),
+    /// The cache widened beforehand.
+    WidenedCache,
+    /// Each sequence's last query alone, by plans that are batch-invariant.
+    LastOfMany,
     /// A window that hides nothing, instead of no mask; within the bound of the reference.
     WideWindowIsNone,
     /// The keys in so many parts, merged; within the bound of the reference.
@@ -66,6 +76,14 @@ impl Law {
             return bits::run(backend, options, self);
         }
         let Forward { problem, lengths, data, .. } = &self.forward;
+        let mut wishes = options.plan.clone();
+        if matches!(self.kind, LawKind::LastOfMany | LawKind::PermutedBatch) {
+            // Where no kernel can promise it, both calls are held to the reference.
+            wishes.batch_invariant = true;
+            let valid = problem.clone().validate()?;
+            wishes.batch_invariant = backend.plan_fwd(&valid, &wishes).is_ok();
+        }
+        let options = &Options { plan: wishes, ..options.clone() };
         let mut a = HostFwd::new(problem.clone(), lengths, *data)?;
         let plan_a = run(backend, &options.plan, &mut a)?;
         let mut verdict = check_fwd(&a, &Selection::default(), &|_, _| ())?;
@@ -79,13 +97,19 @@ impl Law {
         let plan_b = run(backend, &options.plan, &mut b)?;
         let promised = match self.kind {
             LawKind::Twice => plan_a.promises().deterministic,
-            LawKind::PermutedBatch => plan_a.promises().batch_invariant,
+            LawKind::PermutedBatch | LawKind::LastOfMany => plan_a.promises().batch_invariant,
             LawKind::WideWindowIsNone => false,
             _ => true,
         };
         if promised && same_tile(&plan_a, &plan_b) {
             let reversed = self.kind == LawKind::PermutedBatch;
-            verdict.faults.extend(difference(&a, &b, reversed));
+            verdict.faults.extend(match self.kind {
+                LawKind::LastOfMany => last_row_differs(&a, &b),
+                _ => difference(&a, &b, reversed),
+            });
+            if let LawKind::AppendIsWritten(_) = self.kind {
+                verdict.faults.extend(cache_differs(&a, &b));
+            }
             verdict.note = Some(BIT_FOR_BIT);
         } else {
             let other = check_fwd(&b, &Selection::default(), &|_, _| ())?;
@@ -144,6 +168,43 @@ impl Law {
                 copy(a, &mut b, Operand::Q, |batch, row, head| (last - batch, row, head));
                 Ok(b)
             }
+            LawKind::PagedIsStrided(page_size) => {
+                let (table, num_pages) = crate::families::pages(problem, page_size, data.seed);
+                other.kv_layout = KvLayout::Paged { page_size };
+                contiguous(&mut other);
+                let mut paged = lengths.clone();
+                (paged.block_table, paged.totals.num_pages) = (table, Some(num_pages));
+                HostFwd::new(other, &paged, *data)
+            }
+            LawKind::PermutedPages => {
+                let most = lengths.totals.num_pages.unwrap_or(0).cast_signed();
+                let mut permuted = lengths.clone();
+                permuted.block_table.iter_mut().for_each(|page| *page = most - 1 - *page);
+                HostFwd::new(other, &permuted, *data)
+            }
+            LawKind::AppendIsWritten(new) => {
+                other.append = Some(Append::batch(&other, new));
+                let mut before = lengths.clone();
+                before.seqused_k.iter_mut().for_each(|length| *length -= new.cast_signed());
+                HostFwd::new(other, &before, *data)
+            }
+            LawKind::WidenedCache => {
+                other.dtype_cache = None;
+                (other.descale_k, other.descale_v) = (Descale::None, Descale::None);
+                let mut b = HostFwd::new(other, lengths, *data)?;
+                widen(a, &mut b, Operand::K, Operand::DescaleK, problem.descale_k);
+                widen(a, &mut b, Operand::V, Operand::DescaleV, problem.descale_v);
+                Ok(b)
+            }
+            LawKind::LastOfMany => {
+                let last = problem.dims.seqlen_q - 1;
+                other.dims.seqlen_q = 1;
+                contiguous(&mut other);
+                let mut b = HostFwd::new(other, lengths, *data)?;
+                copy_keys(a, &mut b, |batch, row, head| (batch, row, head));
+                copy(a, &mut b, Operand::Q, |batch, _, head| (batch, last, head));
+                Ok(b)
+            }
             _ => HostFwd::new(other, lengths, *data),
         }
     }
@@ -195,6 +256,53 @@ fn copy(from: &HostFwd, to: &mut HostFwd, operand: Operand, source: impl Fn(u32,
 fn copy_keys(from: &HostFwd, to: &mut HostFwd, source: impl Fn(u32, u32, u32) -> Source + Copy) {
     copy(from, to, Operand::K, source);
     copy(from, to, Operand::V, source);
+}
+
+/// A cache of Q's type: each element of `a`'s times its descale, rounded once.
+fn widen(a: &HostFwd, b: &mut HostFwd, operand: Operand, descale: Operand, kind: Descale) {
+    let heads = a.problem.dims.num_heads_kv;
+    let (from, to) = (a.operands.expect(operand), b.operands.expect_mut(operand));
+    let Shape { batch, seq, head, dim } = to.shape;
+    for (i_batch, row, h) in
+        (0..batch).flat_map(|b| (0..seq).flat_map(move |row| (0..head).map(move |h| (b, row, h))))
+    {
+        let factor =
+            a.operands.get(descale).map_or(1.0, |numbers| numbers.nth(kind.index(i_batch, h, heads)));
+        for d in 0..dim {
+            let value = from.get(i_batch, row, h, d) as f32 * factor as f32;
+            to.set([i_batch, row, h, d], f64::from(value));
+        }
+    }
+}
+
+/// The first place where the last rows of `many` differ from `one`'s only ones in a bit.
+fn last_row_differs(many: &HostFwd, one: &HostFwd) -> Option<String> {
+    let (o_many, o_one) = (many.operands.expect(Operand::O), one.operands.expect(Operand::O));
+    for (span, alone) in many.spans.iter().zip(&one.spans) {
+        for head in 0..many.problem.dims.num_heads_q {
+            for d in 0..many.problem.dims.head_dim_v {
+                let last = span.q_row + span.seqlen_q - 1;
+                let bits = o_many.bits(span.q_batch, last, head, d);
+                let bits_alone = o_one.bits(alone.q_batch, alone.q_row, head, d);
+                if bits != bits_alone {
+                    let i_batch = span.i_batch;
+                    return Some(format!(
+                        "o at batch {i_batch} head {head} dim {d}: bits {bits:#x} as the last, {bits_alone:#x} alone"
+                    ));
+                }
+            }
+        }
+    }
+    None
+}
+
+/// Whether the caches of two calls differ anywhere, in rows that hold nothing too.
+fn cache_differs(a: &HostFwd, b: &HostFwd) -> Option<String> {
+    [("k", Operand::K), ("v", Operand::V)].into_iter().find_map(|(name, operand)| {
+        let (a, b) = (a.operands.get(operand)?, b.operands.get(operand)?);
+        let at = a.elems().iter().zip(b.elems()).position(|(a, b)| a != b)?;
+        Some(format!("{name}: the caches differ from byte {at} on"))
+    })
 }
 
 /// The first place where O or LSE differ in a bit.

@@ -27,6 +27,13 @@ pub enum Operand {
     CuSeqlensK,
     SequsedQ,
     SequsedK,
+    BlockTable,
+    CuSeqlensNew,
+    KNew,
+    VNew,
+    Cos,
+    Sin,
+    TreeMask,
     Bias,
     AlibiSlopes,
     Sink,
@@ -44,8 +51,9 @@ impl Operand {
     pub(crate) fn salt(self) -> u64 {
         match self {
             Operand::Q => 1,
-            Operand::K => 2,
-            Operand::V => 3,
+            // A new key's numbers are those that it has in the cache.
+            Operand::K | Operand::KNew => 2,
+            Operand::V | Operand::VNew => 3,
             Operand::Dout => 4,
             Operand::Dlse => 5,
             Operand::Bias => 6,

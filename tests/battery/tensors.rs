@@ -1,10 +1,11 @@
 //! The owned tensors of a forward, backward or combine problem, filled from a seed.
 
 use fmha_core::reference::{Inputs, Precision, forward_head};
-use fmha_core::seq::spans;
+use fmha_core::seq::{KvRows, spans};
 use fmha_core::{
-    Bias, BwdProblem, CombineProblem, DType, Descale, DropoutSeed, FwdProblem, KvLayout, QLayout, Result,
-    ScoreArgs, SeqArgs, SeqSpan, Shape, Strides, Totals, ValidBwd, ValidCombine, ValidFwd,
+    Bias, BlockTable, BwdProblem, CacheArgs, CombineProblem, DType, Descale, DropoutSeed, FwdProblem,
+    KvLayout, QLayout, Result, ScoreArgs, SeqArgs, SeqSpan, Shape, Strides, Totals, ValidBwd, ValidCombine,
+    ValidFwd,
 };
 use rayon::prelude::*;
 
@@ -14,8 +15,14 @@ use crate::tensor::{Operand, Operands, Room, Tensor};
 /// Lengths and offsets as the device reads them; empty where the problem has none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Lengths {
-    /// Rows of packed tensors.
+    /// Rows of packed tensors, pages of paged ones.
     pub totals: Totals,
+    /// Paged K: `[batch, max_pages]`.
+    pub block_table: Vec<i32>,
+    /// Packed new keys: `[batch + 1]`.
+    pub cu_seqlens_new: Vec<i32>,
+    /// Tree mask: u32 words as the contract lays them out.
+    pub tree_mask: Vec<i32>,
     /// Packed Q: `[batch + 1]`.
     pub cu_seqlens_q: Vec<i32>,
     /// Packed K: `[batch + 1]`.
@@ -44,8 +51,7 @@ impl Lengths {
             totals: Totals::packed(total(|s| s.0), total(|s| s.1)),
             cu_seqlens_q: sums(|s| s.0),
             cu_seqlens_k: sums(|s| s.1),
-            seqused_q: vec![],
-            seqused_k: vec![],
+            ..Self::default()
         }
     }
 }
@@ -105,7 +111,7 @@ impl HostFwd {
     /// What the reference reads.
     #[must_use]
     pub fn inputs(&self) -> Inputs<'_> {
-        inputs_of(self.totals, &self.operands, self.dropout)
+        inputs_of((self.totals, self.problem.dims.batch), &self.operands, self.dropout)
     }
 }
 
@@ -195,7 +201,7 @@ impl HostBwd {
     /// What the reference reads.
     #[must_use]
     pub fn inputs(&self) -> Inputs<'_> {
-        inputs_of(self.totals, &self.operands, self.dropout)
+        inputs_of((self.totals, self.problem.fwd().dims.batch), &self.operands, self.dropout)
     }
 }
 
@@ -263,12 +269,14 @@ fn dropout_seed(seed: u64) -> DropoutSeed {
     DropoutSeed { seed: mix(seed ^ 0xd0), offset: seed % 5 }
 }
 
-fn inputs_of(totals: Totals, operands: &Operands, dropout: DropoutSeed) -> Inputs<'_> {
+fn inputs_of(facts: (Totals, u32), operands: &Operands, dropout: DropoutSeed) -> Inputs<'_> {
+    let k = operands.expect(Operand::K).slice();
     Inputs {
         q: operands.expect(Operand::Q).slice(),
-        k: operands.expect(Operand::K).slice(),
-        v: operands.expect(Operand::V).slice(),
-        seq: seq_of(totals, |operand| operands.input(operand)),
+        k,
+        v: operands.input(Operand::V).unwrap_or(k),
+        seq: seq_of(facts, |operand| operands.input(operand)),
+        cache: cache_of(|operand| operands.input(operand)),
         score: score_of(dropout, |operand| operands.input(operand)),
     }
 }
@@ -289,14 +297,31 @@ pub(crate) fn score_of<'a>(
     }
 }
 
+/// The cache's operands, wherever they lie.
+pub(crate) fn cache_of<'a>(
+    mut input: impl FnMut(Operand) -> Option<fmha_core::DevSlice<'a>>,
+) -> CacheArgs<'a> {
+    CacheArgs {
+        k_new: input(Operand::KNew),
+        v_new: input(Operand::VNew),
+        cos: input(Operand::Cos),
+        sin: input(Operand::Sin),
+        tree_mask: input(Operand::TreeMask),
+    }
+}
+
 /// The lengths, wherever they lie.
 pub(crate) fn seq_of<'a>(
-    totals: Totals,
+    (totals, batch): (Totals, u32),
     mut input: impl FnMut(Operand) -> Option<fmha_core::DevSlice<'a>>,
 ) -> SeqArgs<'a> {
     SeqArgs {
         totals,
-        block_table: None,
+        block_table: input(Operand::BlockTable).map(|pages| BlockTable {
+            pages,
+            max_pages: (pages.bytes() / 4 / u64::from(batch.max(1))) as u32,
+        }),
+        cu_seqlens_new: input(Operand::CuSeqlensNew),
         cu_seqlens_q: input(Operand::CuSeqlensQ),
         cu_seqlens_k: input(Operand::CuSeqlensK),
         seqused_q: input(Operand::SequsedQ),
@@ -311,7 +336,12 @@ fn inputs(
     data: Data,
     operands: &mut Operands,
 ) -> Result<Vec<SeqSpan>> {
+    let facts = (lengths.totals, problem.dims.batch);
+    let packs_new = problem.append.is_some_and(|append| append.layout == QLayout::Packed);
     for (operand, wanted, values) in [
+        (Operand::BlockTable, problem.kv_layout.is_paged(), &lengths.block_table),
+        (Operand::CuSeqlensNew, packs_new, &lengths.cu_seqlens_new),
+        (Operand::TreeMask, problem.tree_mask, &lengths.tree_mask),
         (Operand::CuSeqlensQ, problem.q_layout == QLayout::Packed, &lengths.cu_seqlens_q),
         (Operand::CuSeqlensK, problem.kv_layout == KvLayout::Packed, &lengths.cu_seqlens_k),
         (Operand::SequsedQ, problem.seqused_q, &lengths.seqused_q),
@@ -321,19 +351,25 @@ fn inputs(
             operands.put(operand, Tensor::i32s(values, data.room)?);
         }
     }
-    let spans = spans(problem, &seq_of(lengths.totals, |operand| operands.input(operand)))?;
+    let seq = seq_of(facts, |operand| operands.input(operand));
+    let spans = spans(problem, &seq)?;
+    let kv_rows = KvRows::of(problem, &seq)?;
 
     let extents = problem.extents(lengths.totals);
-    let (rows_q, rows_k) = (q_rows(&spans), k_rows(&spans));
+    let (rows_q, rows_k) = (q_rows(&spans), k_rows(&spans, kv_rows));
     for (operand, dtype, shape, strides, rows) in [
         (Operand::Q, problem.dtype_qk, extents.q, problem.q, &rows_q),
-        (Operand::K, problem.dtype_qk, extents.k, problem.k, &rows_k),
-        (Operand::V, problem.dtype_v, extents.v, problem.v, &rows_k),
+        (Operand::K, problem.stored_k(), extents.k, problem.k, &rows_k),
+        (Operand::V, problem.stored_v(), extents.v, problem.v, &rows_k),
     ] {
+        if operand == Operand::V && problem.v_in_k {
+            continue;
+        }
         let mut tensor = Tensor::new(dtype, shape, strides, data.room)?;
         fill(&mut tensor, operand, rows, data);
         operands.put(operand, tensor);
     }
+    cache_operands(problem, lengths, &spans, data, operands)?;
 
     let dims = problem.dims;
     let heads = dims.num_heads_q;
@@ -381,22 +417,70 @@ struct Row {
 }
 
 fn q_rows(spans: &[SeqSpan]) -> Vec<Row> {
-    rows(spans, |span| (span.q_batch, span.q_row, span.seqlen_q))
+    rows(spans, |span| (0..span.seqlen_q).map(move |i| ((span.q_batch, span.q_row + i), i)))
 }
 
-fn k_rows(spans: &[SeqSpan]) -> Vec<Row> {
-    rows(spans, |span| (span.k_batch, span.k_row, span.seqlen_k))
+/// The keys that are in the cache before the call.
+fn k_rows(spans: &[SeqSpan], places: KvRows<'_>) -> Vec<Row> {
+    rows(spans, |span| (0..span.seqlen_cached).map(move |j| (places.at(span, j), j)))
 }
 
-fn rows(spans: &[SeqSpan], side: impl Fn(&SeqSpan) -> (u32, u32, u32)) -> Vec<Row> {
-    spans
-        .iter()
-        .flat_map(|span| {
-            let (storage_batch, first, count) = side(span);
-            let i_batch = span.i_batch;
-            (0..count).map(move |i| Row { storage_batch, row: first + i, i_batch, i })
-        })
-        .collect()
+/// New keys, by the positions that they get.
+fn new_rows(spans: &[SeqSpan]) -> Vec<Row> {
+    rows(spans, |span| {
+        let new = (span.seqlen_cached..span.seqlen_k).enumerate();
+        new.map(|(n, j)| ((span.new_batch, span.new_row + n as u32), j))
+    })
+}
+
+fn rows<'a, I: Iterator<Item = ((u32, u32), u32)>>(
+    spans: &'a [SeqSpan],
+    side: impl Fn(&'a SeqSpan) -> I,
+) -> Vec<Row> {
+    let mut all = Vec::new();
+    for span in spans {
+        let row = |((storage_batch, row), i)| Row { storage_batch, row, i_batch: span.i_batch, i };
+        all.extend(side(span).map(row));
+    }
+    all
+}
+
+/// What an append and a rotary embedding read.
+fn cache_operands(
+    problem: &ValidFwd,
+    lengths: &Lengths,
+    spans: &[SeqSpan],
+    data: Data,
+    operands: &mut Operands,
+) -> Result<()> {
+    if let Some(append) = &problem.append {
+        let (k, v) = problem.shapes_new(append, lengths.totals);
+        let rows = new_rows(spans);
+        for (operand, dtype, shape, strides, wanted) in [
+            (Operand::KNew, problem.dtype_qk, k, append.k_new, true),
+            (Operand::VNew, problem.dtype_v, v, append.v_new, !problem.v_in_k),
+        ] {
+            if wanted {
+                let mut tensor = Tensor::new(dtype, shape, strides, data.room)?;
+                fill(&mut tensor, operand, &rows, data);
+                operands.put(operand, tensor);
+            }
+        }
+    }
+    if let Some(rotary) = &problem.rotary {
+        // The angles of Su et al., "RoFormer": position / 10000^(2 i / dim).
+        let half = rotary.dim / 2;
+        let angle = |at: u64| {
+            let (position, i) = (at / u64::from(half), at % u64::from(half));
+            position as f64 * 10000f64.powf(-(i as f64) / f64::from(half))
+        };
+        for (operand, of) in [(Operand::Cos, f64::cos as fn(f64) -> f64), (Operand::Sin, f64::sin)] {
+            let mut table = Tensor::row(rotary.dtype, rotary.table_elems(), data.room)?;
+            (0..rotary.table_elems()).for_each(|at| table.set_nth(at as usize, of(angle(at))));
+            operands.put(operand, table);
+        }
+    }
+    Ok(())
 }
 
 /// Fills `rows` of every head. Numbers are made on all cores, a block of rows at a time.

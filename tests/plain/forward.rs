@@ -21,7 +21,14 @@ pub(super) fn run(
     };
     for span in spans(problem, &args.seq, fault)? {
         for i_head in 0..problem.dims.num_heads_q {
-            let head = Head::new(problem, [args.q, args.k, args.v], &args.score, span, i_head, fault);
+            let head = Head::new(
+                problem,
+                [args.q, args.k_slice(), args.v_slice()],
+                &args.score,
+                span,
+                i_head,
+                fault,
+            );
             for i in 0..span.seqlen_q {
                 let last_of_partial = i + 1 == span.seqlen_q && !span.seqlen_q.is_multiple_of(BLOCK_M);
                 if last_of_partial && fault == Some(Fault::LastRowForgotten) {

@@ -183,6 +183,7 @@ pub(super) fn spans(
     let seq = SeqArgs {
         totals: seq.totals,
         block_table: None,
+        cu_seqlens_new: None,
         cu_seqlens_q: seq.cu_seqlens_q.map(host),
         cu_seqlens_k: seq.cu_seqlens_k.map(host),
         seqused_q: seq.seqused_q.map(host),

@@ -2,12 +2,14 @@
 
 mod gather;
 mod product;
+mod rows;
 mod softmax;
 mod tiles;
 mod write;
 
 pub(crate) use gather::{Gather, GatherRows, GatherTransposed, TransposePanels, row_stride};
 pub(crate) use product::{Columns, FmaLoop, RowDots, Rows, Scores};
+pub(crate) use rows::{AddValues, BLOCK_KEYS, Dots, RowSums, SoftmaxRow, exp_one};
 pub(crate) use softmax::{AddTo, Gradient, Multiply, RowState, Scale, Softmax};
 pub(crate) use tiles::{
     TILE, TileColumns, TileScores, TileSoftmax, TileStage, TransposeValues, UntransposeOut, WriteTransposed,

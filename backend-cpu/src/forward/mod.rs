@@ -15,11 +15,19 @@
 //! A row's arithmetic depends on where tiles of keys begin (multiples of `block_n`) and on nothing
 //! else: not on `block_m`, the number of threads or the rest of the batch.
 
+mod cache;
+mod rows;
 mod tiles;
+
+pub(crate) use rows::FEW_QUERIES;
 
 use std::ops::Range;
 
+use fmha_core::seq::KvRows;
+use fmha_core::tree::TreeMask;
 use fmha_core::{DType, DevSliceMut, FwdArgs, FwdProblem, SeqSpan};
+
+use cache::{Cached, TurnedQueries};
 
 use crate::blocks::{
     Columns, Factors, Gather, GatherRows, GatherTransposed, Multiply, RowState, Scores, Softmax, TILE,
@@ -41,6 +49,8 @@ pub(crate) struct Blocks {
     pub(crate) may_shrink: bool,
     /// Keys of a tile.
     pub(crate) block_n: usize,
+    /// Whether every sequence is taken in rows, however many queries it has.
+    pub(crate) rows_only: bool,
 }
 
 /// A call with its arguments checked.
@@ -72,6 +82,8 @@ struct Scratch {
     staging: Floats,
     keys: Floats,
     values: Floats,
+    /// Keys, then values, that did not lie as rows one after another.
+    gathered: Floats,
     /// V's columns, for products in tiles.
     columns: Floats,
     /// A panel's, or those of two panels for products in tiles.
@@ -94,8 +106,9 @@ struct Shared<'a> {
     blocks: Blocks,
     score: ScoreInputs<'a>,
     q: Source,
-    k: Source,
-    v: Source,
+    k: Cached<'a>,
+    v: Cached<'a>,
+    tree: Option<TreeMask<'a>>,
     o: Target,
     scale_o: f32,
     lse: Option<Bytes>,
@@ -166,25 +179,37 @@ impl Forward<'_> {
     /// Memory for scratch that the system refuses, before anything is written.
     pub(crate) fn run<S: Simd>(&self, s: S, threads: &Threads) -> fmha_core::Result<()> {
         let (problem, args) = (self.problem, self.args);
+        let rows = KvRows::of(problem, &args.seq)?;
+        let turned = TurnedQueries::of(problem, args, self.spans, threads)?;
+        cache::append(problem, args, self.spans, rows, threads)?;
+        let cached = |slice, dtype, strides, dim: u32| Cached {
+            source: Source::new(slice, dtype, strides),
+            rows,
+            dim: dim as usize,
+            widened: problem.dtype_cache.map(|_| problem.dtype_qk),
+        };
+        let q = Source::new(args.q, problem.dtype_qk, problem.q);
         let shared = Shared {
             problem,
             spans: self.spans,
             blocks: self.blocks_for::<S>(threads.count()),
             score: ScoreInputs::new(problem, &args.score),
-            q: Source::new(args.q, problem.dtype_qk, problem.q),
-            k: Source::new(args.k, problem.dtype_qk, problem.k),
-            v: Source::new(args.v, problem.dtype_v, problem.v),
+            q: turned.as_ref().map_or(q, TurnedQueries::source),
+            k: cached(args.k_slice(), problem.stored_k(), problem.k, problem.dims.head_dim_qk),
+            v: cached(args.v_slice(), problem.stored_v(), problem.v, problem.dims.head_dim_v),
+            tree: TreeMask::of(problem, &args.cache, &args.seq),
             o: Target::new(&args.o, problem.dtype_o, problem.o),
             scale_o: args.scale_o.as_ref().map_or(1.0, |scale| f32_at(scale, 0)),
             lse: args.lse.as_ref().map(Bytes::new),
             keep_mask: args.keep_mask.as_ref().map(Bytes::new),
         };
         let tasks = shared.tasks()?;
-        let used = threads.used(tasks.len());
+        let used = if tasks.is_empty() { 0 } else { threads.used(tasks.len()) };
         let mut scratch = reserve(used)?;
         for _ in 0..used {
             scratch.push(shared.scratch::<S>()?);
         }
+        shared.attend_rows(s, threads)?;
         threads.for_each(&mut scratch, tasks.len(), |scratch, task| {
             if in_tiles::<S>(problem) {
                 shared.attend_in_tiles(s, scratch, tasks[task]);
@@ -221,9 +246,10 @@ impl Shared<'_> {
     fn tasks(&self) -> fmha_core::Result<Vec<Task>> {
         let block_m = self.blocks.block_m;
         let heads = self.problem.dims.num_heads_q;
-        let tiles: usize = self.spans.iter().map(|span| (span.seqlen_q as usize).div_ceil(block_m)).sum();
+        let mine = || self.spans.iter().enumerate().filter(|(_, span)| !self.in_rows(span));
+        let tiles: usize = mine().map(|(_, span)| (span.seqlen_q as usize).div_ceil(block_m)).sum();
         let mut tasks = reserve(tiles.saturating_mul(heads as usize))?;
-        for (number, span) in self.spans.iter().enumerate() {
+        for (number, span) in mine() {
             let band = self.problem.mask.band(span.seqlen_q, span.seqlen_k);
             for i in (0..span.seqlen_q).step_by(block_m) {
                 let queries = (span.seqlen_q - i).min(block_m as u32);
@@ -252,6 +278,9 @@ impl Shared<'_> {
             staging: Floats::scratch(S::PANEL * (dims.head_dim_qk as usize).next_multiple_of(S::PANEL))?,
             keys: Floats::scratch(keys * row_stride(dims.head_dim_qk as usize))?,
             values: Floats::scratch(keys * dim_v)?,
+            gathered: Floats::scratch(
+                (self.k.scratch_bytes(block_n).max(self.v.scratch_bytes(block_n))).div_ceil(4),
+            )?,
             columns: tiled(dim_v * row_stride(keys / 2))?,
             scores: Floats::scratch(keys * S::PANEL * if in_tiles::<S>(self.problem) { 2 } else { 1 })?,
             extra: Floats::scratch(extra)?,
@@ -290,19 +319,20 @@ impl Shared<'_> {
         pairs: bool,
     ) -> bool {
         let mut finite = true;
+        let factor = |descale: f32| if self.problem.dtype_cache.is_some() { 1.0 } else { descale };
         s.run(GatherRows {
-            from: self.k.k_rows(head.span, head.i_head_kv).skip(j as usize),
+            from: self.k.block(head, (j, keys), head.descale_k, false, &mut scratch.gathered),
             rows: keys,
             cols: self.problem.dims.head_dim_qk as usize,
-            factor: head.descale_k,
+            factor: factor(head.descale_k),
             to: scratch.keys.as_mut_ptr(),
             pairs,
         });
         s.run(Gather {
-            from: self.v.k_rows(head.span, head.i_head_kv).skip(j as usize),
+            from: self.v.block(head, (j, keys), head.descale_v, false, &mut scratch.gathered),
             rows: keys,
             cols: self.problem.dims.head_dim_v as usize,
-            factor: head.descale_v,
+            factor: factor(head.descale_v),
             to: scratch.values.as_mut_ptr(),
             capacity,
             pairs,
@@ -393,15 +423,7 @@ impl Shared<'_> {
             unsafe {
                 let row_max = f64::from(*scratch.row_max.as_ptr().add(row)) * unit;
                 let row_sum = f64::from(*scratch.row_sum.as_ptr().add(row));
-                let sink = head.sink.map_or(f64::NEG_INFINITY, f64::from);
-                let top = row_max.max(sink);
-                let (factor, lse) = if top == f64::NEG_INFINITY && row_sum == 0.0 && !sink.is_nan() {
-                    (0.0, f64::NEG_INFINITY)
-                } else {
-                    let share = exp(row_max - top);
-                    let total = row_sum * share + exp(sink - top);
-                    (share / total, top + total.ln())
-                };
+                let (factor, lse) = settle(row_max, row_sum, head.sink);
                 *scratch.row_sum.as_mut_ptr().add(row) =
                     (factor * f64::from(head.keep_scale)) as f32 * self.scale_o;
                 if let Some(to) = self.lse {
@@ -410,7 +432,7 @@ impl Shared<'_> {
             }
         }
         if let Some(to) = self.keep_mask {
-            self.write_keep(to, head.keep, task, span);
+            self.write_keep(to, head.keep, task.i_head, task.i..task.i + task.queries, span);
         }
     }
 
@@ -436,11 +458,18 @@ impl Shared<'_> {
         });
     }
 
-    /// The keep flags of the task's queries and every key of the sequence.
-    fn write_keep(&self, to: Bytes, mask: fmha_core::dropout::KeepMask, task: Task, span: SeqSpan) {
+    /// The keep flags of some queries and every key of the sequence.
+    fn write_keep(
+        &self,
+        to: Bytes,
+        mask: fmha_core::dropout::KeepMask,
+        i_head: u32,
+        queries: Range<u32>,
+        span: SeqSpan,
+    ) {
         let dims = self.problem.dims;
-        let head = span.i_batch as usize * dims.num_heads_q as usize + task.i_head as usize;
-        for i in task.i..task.i + task.queries {
+        let head = span.i_batch as usize * dims.num_heads_q as usize + i_head as usize;
+        for i in queries {
             let row = (head * dims.seqlen_q as usize + i as usize) * dims.seqlen_k as usize;
             for quad in 0..span.seqlen_k.div_ceil(4) {
                 for (word, kept) in mask.quad(i, quad).into_iter().enumerate() {
@@ -453,6 +482,18 @@ impl Shared<'_> {
             }
         }
     }
+}
+
+/// What a row of O is to be multiplied by, and its LSE, from its maximum and its sum.
+fn settle(row_max: f64, row_sum: f64, sink: Option<f32>) -> (f64, f64) {
+    let sink = sink.map_or(f64::NEG_INFINITY, f64::from);
+    let top = row_max.max(sink);
+    if top == f64::NEG_INFINITY && row_sum == 0.0 && !sink.is_nan() {
+        return (0.0, f64::NEG_INFINITY);
+    }
+    let share = exp(row_max - top);
+    let total = row_sum * share + exp(sink - top);
+    (share / total, top + total.ln())
 }
 
 /// `e^x`, at once where there is no sink: a call took as long as the rest of the row.

@@ -243,6 +243,7 @@ mod tests {
             k: DevSlice::host(&k),
             v: DevSlice::host(&v),
             seq: SeqArgs::default(),
+            cache: fmha_core::CacheArgs::default(),
             score: fmha_core::ScoreArgs::default(),
         };
         let (mut worst, mut same_worst, mut lse_worst) = (0.0f64, 0.0f64, 0.0f64);

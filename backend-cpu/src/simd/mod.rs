@@ -6,6 +6,8 @@
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
 mod math;
 #[cfg(target_arch = "aarch64")]
 mod neon;
@@ -177,6 +179,28 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
             }
         }
         special == 0
+    }
+
+    /// The sum of the lanes, in an order of this instruction set's own.
+    #[inline(always)]
+    fn sum(self, v: Self::V) -> f32 {
+        let mut lanes = [0.0f32; 16];
+        // SAFETY: no vector has more than sixteen lanes.
+        unsafe { self.store(lanes.as_mut_ptr(), v) };
+        let mut live = Self::LANES;
+        while live > 1 {
+            live /= 2;
+            for lane in 0..live {
+                lanes[lane] += lanes[lane + live];
+            }
+        }
+        lanes[0]
+    }
+
+    /// Asks for the cache line at an address that will be read soon. Any address will do.
+    #[inline(always)]
+    fn prefetch(self, at: *const u8) {
+        let _ = at;
     }
 
     /// Transposes a block of LANES x LANES: `to[c * to_step + r] = from[r * from_step + c]`.

@@ -45,178 +45,6 @@ impl Avx512Bf16 {
     }
 }
 
-impl Simd for Avx2 {
-    const LANES: usize = 8;
-    const TILE_ROWS: usize = 6;
-    type V = __m256;
-
-    #[inline(always)]
-    fn run<O: Op<Self>>(self, op: O) {
-        #[target_feature(enable = "avx2,fma,f16c")]
-        fn compiled<O: Op<Avx2>>(simd: Avx2, op: O) {
-            op.call(simd);
-        }
-        // SAFETY: `self` exists because `detect` saw these features.
-        unsafe { compiled(self, op) }
-    }
-
-    #[inline(always)]
-    fn splat(self, x: f32) -> Self::V {
-        // SAFETY: AVX, as `self` proves; so for every arithmetic method below.
-        unsafe { _mm256_set1_ps(x) }
-    }
-
-    #[inline(always)]
-    unsafe fn load(self, from: *const f32) -> Self::V {
-        // SAFETY: the caller promised eight f32.
-        unsafe { _mm256_loadu_ps(from) }
-    }
-
-    #[inline(always)]
-    unsafe fn store(self, to: *mut f32, v: Self::V) {
-        // SAFETY: the caller promised eight f32.
-        unsafe { _mm256_storeu_ps(to, v) }
-    }
-
-    #[inline(always)]
-    unsafe fn transpose(self, from: *const f32, from_step: usize, to: *mut f32, to_step: usize) {
-        // SAFETY: the caller promised eight rows of eight f32 at both ends.
-        unsafe {
-            // Not `array::from_fn`: what it calls is compiled without these instructions.
-            let mut r = [_mm256_setzero_ps(); 8];
-            for (i, r) in r.iter_mut().enumerate() {
-                *r = _mm256_loadu_ps(from.add(i * from_step));
-            }
-            // Pairs of rows, then fours, within halves; then the halves.
-            let (a0, a1) = (_mm256_unpacklo_ps(r[0], r[1]), _mm256_unpackhi_ps(r[0], r[1]));
-            let (a2, a3) = (_mm256_unpacklo_ps(r[2], r[3]), _mm256_unpackhi_ps(r[2], r[3]));
-            let (a4, a5) = (_mm256_unpacklo_ps(r[4], r[5]), _mm256_unpackhi_ps(r[4], r[5]));
-            let (a6, a7) = (_mm256_unpacklo_ps(r[6], r[7]), _mm256_unpackhi_ps(r[6], r[7]));
-            let low = [
-                _mm256_shuffle_ps::<0x44>(a0, a2),
-                _mm256_shuffle_ps::<0xee>(a0, a2),
-                _mm256_shuffle_ps::<0x44>(a1, a3),
-                _mm256_shuffle_ps::<0xee>(a1, a3),
-            ];
-            let high = [
-                _mm256_shuffle_ps::<0x44>(a4, a6),
-                _mm256_shuffle_ps::<0xee>(a4, a6),
-                _mm256_shuffle_ps::<0x44>(a5, a7),
-                _mm256_shuffle_ps::<0xee>(a5, a7),
-            ];
-            for c in 0..4 {
-                _mm256_storeu_ps(to.add(c * to_step), _mm256_permute2f128_ps::<0x20>(low[c], high[c]));
-                let second = _mm256_permute2f128_ps::<0x31>(low[c], high[c]);
-                _mm256_storeu_ps(to.add((c + 4) * to_step), second);
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn add(self, a: Self::V, b: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { _mm256_add_ps(a, b) }
-    }
-
-    #[inline(always)]
-    fn sub(self, a: Self::V, b: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { _mm256_sub_ps(a, b) }
-    }
-
-    #[inline(always)]
-    fn mul(self, a: Self::V, b: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { _mm256_mul_ps(a, b) }
-    }
-
-    #[inline(always)]
-    fn div(self, a: Self::V, b: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { _mm256_div_ps(a, b) }
-    }
-
-    #[inline(always)]
-    fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { _mm256_fmadd_ps(a, b, c) }
-    }
-
-    #[inline(always)]
-    fn max(self, a: Self::V, b: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { _mm256_max_ps(a, b) }
-    }
-
-    #[inline(always)]
-    fn min(self, a: Self::V, b: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { _mm256_min_ps(a, b) }
-    }
-
-    #[inline(always)]
-    fn abs(self, a: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { _mm256_andnot_ps(_mm256_set1_ps(-0.0), a) }
-    }
-
-    #[inline(always)]
-    fn round(self, a: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
-    }
-
-    #[inline(always)]
-    fn power_of_two(self, n: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe {
-            let biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-            _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased))
-        }
-    }
-
-    #[inline(always)]
-    fn select_le(self, a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { _mm256_blendv_ps(no, yes, _mm256_cmp_ps::<_CMP_LE_OQ>(a, b)) }
-    }
-
-    #[inline(always)]
-    fn round_to_bf16(self, a: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe {
-            let bits = _mm256_castps_si256(a);
-            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
-            let carried = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-            let kept = _mm256_and_si256(carried, _mm256_set1_epi32(0xffff_0000_u32.cast_signed()));
-            // A NaN's bits could carry into the sign: leave NaN alone.
-            let is_nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(a, a);
-            _mm256_blendv_ps(_mm256_castsi256_ps(kept), a, is_nan)
-        }
-    }
-
-    #[inline(always)]
-    fn round_to_f16(self, a: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
-        unsafe { _mm256_cvtph_ps(_mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(a)) }
-    }
-
-    #[inline(always)]
-    unsafe fn load_bf16(self, from: *const u16) -> Self::V {
-        // SAFETY: the caller promised eight bf16.
-        unsafe {
-            let narrow = _mm_loadu_si128(from.cast());
-            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(narrow)))
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn load_f16(self, from: *const u16) -> Self::V {
-        // SAFETY: the caller promised eight f16.
-        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
-    }
-}
-
 /// The methods that [`Avx512`] and [`Avx512Bf16`] share.
 macro_rules! avx512_methods {
     ($name:ident, $features:literal) => {
@@ -232,6 +60,18 @@ macro_rules! avx512_methods {
             }
             // SAFETY: `self` exists because `detect` saw these features.
             unsafe { compiled(self, op) }
+        }
+
+        #[inline(always)]
+        fn sum(self, v: Self::V) -> f32 {
+            // SAFETY: AVX-512 F, as `self` proves.
+            unsafe { _mm512_reduce_add_ps(v) }
+        }
+
+        #[inline(always)]
+        fn prefetch(self, at: *const u8) {
+            // SAFETY: a prefetch faults nowhere.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
         }
 
         #[inline(always)]

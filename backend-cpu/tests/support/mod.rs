@@ -145,6 +145,7 @@ impl Inputs {
         let seq = SeqArgs {
             totals,
             block_table: None,
+            cu_seqlens_new: None,
             cu_seqlens_q: Some(DevSlice::host(&cu_q)),
             cu_seqlens_k: Some(DevSlice::host(&cu_k)),
             seqused_q: Some(DevSlice::host(&used_q)),
@@ -210,6 +211,7 @@ impl Inputs {
         SeqArgs {
             totals: self.totals,
             block_table: None,
+            cu_seqlens_new: None,
             cu_seqlens_q: group.then(|| DevSlice::host(&self.cu_q)),
             cu_seqlens_k: group.then(|| DevSlice::host(&self.cu_k)),
             seqused_q: self.problem.seqused_q.then(|| DevSlice::host(&self.used_q)),

@@ -90,7 +90,7 @@ impl Maps {
                     box_dims: box_dims.map(i32::unsigned_abs),
                 }
             };
-        let (k, v) = (call.args.k.as_ptr() as u64, call.args.v.as_ptr() as u64);
+        let (k, v) = (call.args.k_slice().as_ptr() as u64, call.args.v_slice().as_ptr() as u64);
         let k_map = kv_map("k", k, problem.dtype_qk, problem.k, extents.k, boxes.k);
         let v_map = kv_map("v", v, problem.dtype_v, problem.v, extents.v, boxes.v);
         Ok(Self { q: q_map.encode()?, k: k_map.encode()?, v: v_map.encode()? })

@@ -29,6 +29,7 @@ impl FwdRecipe for Simt {
         facts: &DeviceFacts,
         options: &PlanOptions,
     ) -> Result<Choice<FwdKernel>, Refusal> {
+        problem.refuse_cache_updates(self.name())?;
         if let Some((key, value)) = options.tile.first() {
             return Err(Refusal::new(self.name(), format!("tile {key}={value}: it has no tile to set")));
         }

@@ -110,8 +110,8 @@ impl FwdRecipe for Sm90 {
         let has_keys = call.problem.shape_k().seq > 0;
         for (name, address, align, matters) in [
             ("q", args.q.as_ptr() as u64, loads, true),
-            ("k", args.k.as_ptr() as u64, loads, has_keys),
-            ("v", args.v.as_ptr() as u64, loads, has_keys),
+            ("k", args.k_slice().as_ptr() as u64, loads, has_keys),
+            ("v", args.v_slice().as_ptr() as u64, loads, has_keys),
             ("o", args.o.as_mut_ptr() as u64, ALIGN, stores_vectors),
         ] {
             if matters && !address.is_multiple_of(align) {

@@ -266,6 +266,7 @@ pub(crate) fn totals(call: &FmhaCall) -> Result<Totals, ProblemError> {
         total_q: of("total_q", call.total_q, q == QLayout::Packed, cu_q)?,
         total_k: of("total_k", call.total_k, kv == KvLayout::Packed, cu_k)?,
         num_pages: of("num_pages", call.num_pages, paged, "page_size, which is 0")?,
+        ..Totals::NONE
     })
 }
 

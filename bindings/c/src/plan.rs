@@ -246,6 +246,7 @@ impl Memory {
                 cu_seqlens_k: self.optional(call.cu_seqlens_k.cast(), used + 4),
                 seqused_q: self.optional(call.seqused_q.cast(), used),
                 seqused_k: self.optional(call.seqused_k.cast(), used),
+                ..SeqArgs::default()
             }
         }
     }

@@ -104,7 +104,7 @@ FMHA_DEVICE void store_elem(void* data, int64_t index, float x) {
   }
 }
 
-// What storing x keeps of it.
+// x rounded to the type and back.
 template <DType dtype>
 FMHA_DEVICE float round_to(float x) {
   if constexpr (dtype == DType::F32) {
@@ -116,8 +116,8 @@ FMHA_DEVICE float round_to(float x) {
   }
 }
 
-// The power of two up to a type's largest number: what an FP8 P is scaled by, lest the small ones
-// vanish; 1 for the wider types.
+// What P is scaled by before it is rounded to FP8: the largest power of two within the type's range, so that small
+// probabilities are not flushed to 0; 1 for wider types.
 FMHA_DEVICE constexpr float p_scale(DType dtype) {
   switch (dtype) {
     case DType::E4m3Fn: return 256.f;

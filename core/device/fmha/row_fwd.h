@@ -1,9 +1,9 @@
 // Attention forward, a row at a time: right for every spec of the contract and fast for none. The second
 // opinion on a device, and what stands in where no fast kernel takes a problem and the caller allows it.
 //
-// A group of lanes that run together computes one row of O. It takes as many keys at a time as it has
-// lanes: lane l has the score of key l, then the lanes share out the columns of O and take the keys one
-// after another. Nothing is staged, so any stride will do, and a key that is hidden is not read.
+// A warp or wave computes one row of O. It processes as many keys at a time as it has lanes: lane l computes the score
+// of key l; then the lanes divide the columns of O among themselves and add one key after another. Nothing goes through
+// shared memory, so any stride works, and a masked key is never read.
 //
 // `Lanes` is the vendor's: `count`, `index()`, `ballot(bool)` and `from(x, lane)`.
 #pragma once
@@ -54,7 +54,7 @@ struct FwdRow {
     return dot;
   }
 
-  // What of a weight reaches its product with V.
+  // P as it enters the product with V: after dropout, scaled and rounded to V's type.
   FMHA_DEVICE float kept(float weight, int32_t j) const {
     constexpr float scale = p_scale(spec.dtype_v);
     const float rounded = round_to<spec.dtype_v>(weight * scale) / scale;
@@ -62,7 +62,7 @@ struct FwdRow {
     return dropout_keeps(p, batch_head, i, j) ? rounded * p.dropout_scale : 0.f;
   }
 
-  // Keys `keys`, one to a lane at a time.
+  // The keys of a range, one per lane at a time.
   FMHA_DEVICE void take(Range keys, const ScoreModifier& modifier) {
     for (int32_t first = keys.begin; first < keys.end; first += Lanes::count) {
       const int32_t j = first + lane;
@@ -116,7 +116,7 @@ struct FwdRow {
     if (spec.write_lse && lane == 0) p.lse[lse_offset(p, span, i_head, i)] = softmax.lse();
   }
 
-  // Every key of the sequence, seen or not.
+  // The keep bits of every key of the sequence, masked or not.
   FMHA_DEVICE void store_keep_mask() const {
     if constexpr (spec.write_keep_mask) {
       uint8_t* row = p.keep_mask + (int64_t(batch_head) * p.seqlen_q + i) * p.seqlen_k;
@@ -137,7 +137,7 @@ struct FwdRow {
   }
 };
 
-// Row `at` of all queries of all heads of all sequences; a sequence may have fewer than the most.
+// Row `at` of all (sequence, head, query) triples, counted by the longest sequence; a shorter one skips its surplus.
 template <FwdSpec spec, class Lanes>
 FMHA_DEVICE void fwd_row(const FwdParams& p, int64_t at) {
   const int32_t i = int32_t(at % p.seqlen_q);

@@ -1,4 +1,4 @@
-// What happens to a score between Q K^T and the softmax.
+// Score modifiers: what is applied between Q K^T and the softmax.
 #pragma once
 #include <fmha/num.h>
 #include <fmha/seq.h>

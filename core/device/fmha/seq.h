@@ -17,8 +17,8 @@ struct PackedRows {
   int32_t first, count;
 };
 
-// Offsets that lie (decreasing, or past the tensor's `total` rows) are brought inside it: wrong numbers are the
-// caller's, rows outside the tensor nobody's.
+// Invalid offsets (decreasing, or past the tensor's `total` rows) are clamped: the result is then meaningless, but no
+// row outside the tensor is accessed.
 FMHA_DEVICE PackedRows packed_rows(const int32_t* cu_seqlens, int32_t i_batch, int32_t total, int32_t longest) {
   const int32_t first = clamp(cu_seqlens[i_batch], 0, total);
   const int32_t end = clamp(cu_seqlens[i_batch + 1], first, total);
@@ -38,10 +38,10 @@ FMHA_DEVICE SeqSpan resolve_seq(const FwdParams& p, QLayout q_layout, KvKind kv_
     span.k_row = rows.first;
     span.seqlen_k = rows.count;
   }
-  // Lengths beyond the physical ones likewise.
+  // Logical lengths are clamped to the physical ones.
   if (p.seqused_q) span.seqlen_q = clamp(p.seqused_q[i_batch], 0, span.seqlen_q);
   if (p.seqused_k) span.seqlen_k = clamp(p.seqused_k[i_batch], 0, span.seqlen_k);
-  // A block table without pages has nowhere to point.
+  // A pool of no pages holds no keys.
   if (kv_layout == KvKind::Paged && p.num_pages == 0) span.seqlen_k = 0;
   return span;
 }
@@ -51,8 +51,8 @@ struct KvRow {
   int32_t batch, row;
 };
 
-// Key j of a sequence. An entry of the block table that is no page is taken for the nearest one: wrong
-// numbers are the caller's, reads outside the tensor nobody's.
+// Key j of a sequence. An invalid entry of the block table is clamped to the nearest page: the result is then
+// meaningless, but nothing outside the pool is read.
 FMHA_DEVICE KvRow kv_row(const FwdParams& p, KvKind layout, const SeqSpan& span, int32_t j) {
   // The batch stride of a packed tensor is 0.
   if (layout != KvKind::Paged) return {span.i_batch, span.k_row + j};

@@ -2,14 +2,17 @@
 
 use smallvec::SmallVec;
 
-use super::{BwdArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, MemorySpace, ScoreArgs, SeqArgs};
+use super::{
+    BwdArgs, CacheArgs, CacheSlice, CombineArgs, DevSlice, DevSliceMut, FwdArgs, MemorySpace, ScoreArgs,
+    SeqArgs,
+};
 use crate::bwd::ValidBwd;
 use crate::combine::ValidCombine;
 use crate::dtype::DType;
 use crate::error::{ProblemError, ensure};
 use crate::layout::{KvLayout, QLayout, Shape, Strides};
 use crate::plan::Workspace;
-use crate::problem::{Extents, FwdProblem, ValidFwd};
+use crate::problem::{Extents, FwdProblem, ValidFwd, check_input};
 use crate::score::Bias;
 
 /// Checks forward arguments against their problem and the plan's workspace: each there iff wanted, in
@@ -24,7 +27,10 @@ pub fn check_fwd(
     space: MemorySpace,
 ) -> Result<(), ProblemError> {
     let mut operands = Operands::new(space);
-    let extents = operands.inputs(problem, args.q, args.k, args.v, &args.seq, &args.score)?;
+    let extents = operands.inputs(problem, args.q, &args.seq, &args.score)?;
+    operands.cache("k", &args.k, problem, (problem.k, extents.k, problem.stored_k()))?;
+    operands.cache("v", &args.v, problem, (problem.v, extents.v, problem.stored_v()))?;
+    operands.cache_operands(problem, &args.cache, &args.seq, extents)?;
     operands.tensor("o", Access::out(&args.o), problem.o, extents.o, problem.dtype_o)?;
     let lse = args.lse.as_ref().map(Access::out);
     operands.numbers("lse", lse, problem.write_lse, extents.lse_elems)?;
@@ -49,7 +55,9 @@ pub fn check_bwd(
     let extents = problem.checked_extents(args.seq.totals)?;
     let lse_elems = extents.lse_elems;
     let mut operands = Operands::new(space);
-    operands.inputs(fwd, args.q, args.k, args.v, &args.seq, &args.score)?;
+    operands.inputs(fwd, args.q, &args.seq, &args.score)?;
+    operands.tensor("k", Access::input(&args.k), fwd.k, extents.k, fwd.dtype_qk)?;
+    operands.tensor("v", Access::input(&args.v), fwd.v, extents.v, fwd.dtype_v)?;
     operands.tensor("o", Access::input(&args.o), fwd.o, extents.o, fwd.dtype_o)?;
     operands.numbers("lse", Some(Access::input(&args.lse)), true, lse_elems)?;
     operands.tensor("dout", Access::input(&args.dout), problem.dout, extents.o, fwd.dtype_o)?;
@@ -148,15 +156,11 @@ impl Operands {
         &mut self,
         problem: &FwdProblem,
         q: DevSlice<'_>,
-        k: DevSlice<'_>,
-        v: DevSlice<'_>,
         seq: &SeqArgs<'_>,
         score: &ScoreArgs<'_>,
     ) -> Result<Extents, ProblemError> {
         let extents = problem.checked_extents(seq.totals)?;
         self.tensor("q", Access::input(&q), problem.q, extents.q, problem.dtype_qk)?;
-        self.tensor("k", Access::input(&k), problem.k, extents.k, problem.dtype_qk)?;
-        self.tensor("v", Access::input(&v), problem.v, extents.v, problem.dtype_v)?;
 
         let dims = problem.dims;
         let (packed_q, packed_k) =
@@ -214,6 +218,72 @@ impl Operands {
             self.numbers(name, slice.as_ref().map(Access::input), elems > 0, elems)?;
         }
         Ok(extents)
+    }
+
+    /// K or V: written iff the problem appends, no memory of its own iff V lies in K.
+    fn cache(
+        &mut self,
+        name: &'static str,
+        slice: &CacheSlice<'_>,
+        problem: &FwdProblem,
+        (strides, shape, dtype): (Strides, Shape, DType),
+    ) -> Result<(), ProblemError> {
+        let in_k = problem.v_in_k && name == "v";
+        let access = match slice {
+            CacheSlice::InK if in_k => return Ok(()),
+            CacheSlice::Read(slice) if problem.append.is_none() && !in_k => Access::input(slice),
+            CacheSlice::Append(slice) if problem.append.is_some() && !in_k => Access::out(slice),
+            _ => {
+                let wanted = match (in_k, problem.append.is_some()) {
+                    (true, _) => "in K's rows",
+                    (_, true) => "memory to append to",
+                    (_, false) => "memory to read",
+                };
+                return Err(ProblemError::new(
+                    name,
+                    format!("{name} is not {wanted}, as the 1 problem has it"),
+                ));
+            }
+        };
+        self.tensor(name, access, strides, shape, dtype)
+    }
+
+    /// What an append, a rotary embedding and a tree mask read.
+    fn cache_operands(
+        &mut self,
+        problem: &FwdProblem,
+        cache: &CacheArgs<'_>,
+        seq: &SeqArgs<'_>,
+        extents: Extents,
+    ) -> Result<(), ProblemError> {
+        let packs_new = problem.append.is_some_and(|append| append.layout == QLayout::Packed);
+        let offsets = seq.cu_seqlens_new.as_ref().map(Access::input);
+        self.numbers("cu_seqlens_new", offsets, packs_new, u64::from(problem.dims.batch) + 1)?;
+        for (name, slice, wanted) in [("k_new", &cache.k_new, true), ("v_new", &cache.v_new, !problem.v_in_k)]
+        {
+            let access = slice.as_ref().map(Access::input);
+            match (&problem.append, access) {
+                (Some(append), Some(access)) if wanted => {
+                    let (k, v) = problem.shapes_new(append, seq.totals);
+                    let (strides, shape, dtype) = match name {
+                        "k_new" => (append.k_new, k, problem.dtype_qk),
+                        _ => (append.v_new, v, problem.dtype_v),
+                    };
+                    check_input(name, strides, shape, dtype)?;
+                    self.tensor(name, access, strides, shape, dtype)?;
+                }
+                (append, access) => self.numbers(name, access, append.is_some() && wanted, 0)?,
+            }
+        }
+        for (name, slice) in [("cos", &cache.cos), ("sin", &cache.sin)] {
+            let (elems, size) =
+                problem.rotary.map_or((0, 4), |rotary| (rotary.table_elems(), rotary.dtype.size_bytes()));
+            let access = slice.as_ref().map(Access::input);
+            self.optional(name, access, problem.rotary.is_some(), elems * size, size as usize)?;
+        }
+        let rows = u64::from(extents.q.batch) * u64::from(extents.q.seq);
+        let words = rows.saturating_mul(problem.tree_mask_words().into());
+        self.numbers("tree_mask", cache.tree_mask.as_ref().map(Access::input), problem.tree_mask, words)
     }
 
     fn tensor(

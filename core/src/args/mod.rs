@@ -1,15 +1,17 @@
 //! The pointers of a call, and the check that they fit their problem.
 
+mod cache;
 mod check;
 
 use std::marker::PhantomData;
 
 use bytemuck::{AnyBitPattern, NoUninit};
 
+pub use cache::{CacheArgs, CacheSlice};
 pub use check::{check_bwd, check_combine, check_fwd};
 
 use crate::dropout::DropoutSeed;
-use crate::seq::Totals;
+use crate::layout::Totals;
 
 /// Who can read an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -163,9 +165,11 @@ pub struct SeqArgs<'a> {
     pub cu_seqlens_k: Option<DevSlice<'a>>,
     /// Paged K: the pages of each sequence.
     pub block_table: Option<BlockTable<'a>>,
+    /// Packed new keys: i32 `[batch + 1]`, first row of each sequence of k_new and v_new.
+    pub cu_seqlens_new: Option<DevSlice<'a>>,
     /// i32 `[batch]`: logical queries, where the problem says so.
     pub seqused_q: Option<DevSlice<'a>>,
-    /// i32 `[batch]`: logical keys, where the problem says so.
+    /// i32 `[batch]`: logical keys in the cache before the call, where the problem says so.
     pub seqused_k: Option<DevSlice<'a>>,
 }
 
@@ -194,9 +198,9 @@ pub struct FwdArgs<'a> {
     /// Q.
     pub q: DevSlice<'a>,
     /// K.
-    pub k: DevSlice<'a>,
+    pub k: CacheSlice<'a>,
     /// V.
-    pub v: DevSlice<'a>,
+    pub v: CacheSlice<'a>,
     /// O.
     pub o: DevSliceMut<'a>,
     /// LSE, iff the problem writes it.
@@ -205,6 +209,8 @@ pub struct FwdArgs<'a> {
     pub seq: SeqArgs<'a>,
     /// Operands of the score.
     pub score: ScoreArgs<'a>,
+    /// Operands of what happens to the cache.
+    pub cache: CacheArgs<'a>,
     /// f32 `[1]`, iff the problem has it.
     pub scale_o: Option<DevSlice<'a>>,
     /// The dropout keep mask, iff the problem writes it.
@@ -217,15 +223,21 @@ pub struct FwdArgs<'a> {
 impl<'a> FwdArgs<'a> {
     /// The four tensors every call has; the rest by field.
     #[must_use]
-    pub fn new(q: DevSlice<'a>, k: DevSlice<'a>, v: DevSlice<'a>, o: DevSliceMut<'a>) -> Self {
+    pub fn new(
+        q: DevSlice<'a>,
+        k: impl Into<CacheSlice<'a>>,
+        v: impl Into<CacheSlice<'a>>,
+        o: DevSliceMut<'a>,
+    ) -> Self {
         Self {
             q,
-            k,
-            v,
+            k: k.into(),
+            v: v.into(),
             o,
             lse: None,
             seq: SeqArgs::default(),
             score: ScoreArgs::default(),
+            cache: CacheArgs::default(),
             scale_o: None,
             keep_mask: None,
             workspace: None,

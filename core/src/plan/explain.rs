@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::backend::Roofline;
+use crate::roofline::Roofline;
 
 /// What a compiled kernel takes of a device; `None`: its compiler did not say.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -2,7 +2,8 @@
 
 use num_traits::Float;
 
-use crate::args::{BwdArgs, DevSlice, FwdArgs, ScoreArgs, SeqArgs};
+use super::cache::Cached;
+use crate::args::{BwdArgs, CacheArgs, DevSlice, FwdArgs, ScoreArgs, SeqArgs};
 use crate::dropout::{KeepMask, keep_scale};
 use crate::dtype::DType;
 use crate::error::ProblemError;
@@ -10,7 +11,8 @@ use crate::layout::Strides;
 use crate::mask::MaskBand;
 use crate::problem::FwdProblem;
 use crate::score::{Bias, Descale};
-use crate::seq::{KvRows, SeqSpan};
+use crate::seq::SeqSpan;
+use crate::tree::TreeMask;
 
 /// Which arithmetic the reference uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -33,19 +35,23 @@ pub struct Inputs<'a> {
     pub v: DevSlice<'a>,
     /// Where sequences lie. [`spans`](crate::seq::spans) has checked them.
     pub seq: SeqArgs<'a>,
+    /// What happens to the cache. New keys are read from here, whether the cache has them already or not.
+    pub cache: CacheArgs<'a>,
     /// Operands of the score.
     pub score: ScoreArgs<'a>,
 }
 
-impl<'a> From<&FwdArgs<'a>> for Inputs<'a> {
-    fn from(args: &FwdArgs<'a>) -> Self {
-        Self { q: args.q, k: args.k, v: args.v, seq: args.seq, score: args.score }
+impl<'a> From<&'a FwdArgs<'_>> for Inputs<'a> {
+    fn from(args: &'a FwdArgs<'_>) -> Self {
+        let (q, k, v) = (args.q, args.k_slice(), args.v_slice());
+        Self { q, k, v, seq: args.seq, cache: args.cache, score: args.score }
     }
 }
 
 impl<'a> From<&BwdArgs<'a>> for Inputs<'a> {
     fn from(args: &BwdArgs<'a>) -> Self {
-        Self { q: args.q, k: args.k, v: args.v, seq: args.seq, score: args.score }
+        let cache = CacheArgs::default();
+        Self { q: args.q, k: args.k, v: args.v, seq: args.seq, cache, score: args.score }
     }
 }
 
@@ -65,6 +71,7 @@ pub(super) struct Head<'a, T> {
     pub(super) softcap: Option<T>,
     pub(super) sink: Option<T>,
     pub(super) band: MaskBand,
+    tree: Option<TreeMask<'a>>,
     problem: &'a FwdProblem,
     bias: Option<&'a [u8]>,
     /// Slope, and `diag` of its distance.
@@ -88,11 +95,7 @@ impl<'a, T: Float> Head<'a, T> {
             Descale::None => Ok(T::one()),
             _ => f32_at(name, slice.as_ref(), kind.index(span.i_batch, i_head_kv, dims.num_heads_kv)),
         };
-        let q = Rows { name: "q", slice: inputs.q, dtype: problem.dtype_qk, strides: problem.q };
-        let k = Rows { name: "k", slice: inputs.k, dtype: problem.dtype_qk, strides: problem.k };
-        let v = Rows { name: "v", slice: inputs.v, dtype: problem.dtype_v, strides: problem.v };
-        let kv_rows = KvRows::of(problem, &inputs.seq)?;
-        let keys = |j| kv_rows.at(&span, j);
+        let cached = Cached { problem, inputs, span };
         let alibi = match problem.bias {
             Bias::Alibi { per_batch } => {
                 let i_batch = if per_batch { span.i_batch as usize } else { 0 };
@@ -116,31 +119,14 @@ impl<'a, T: Float> Head<'a, T> {
             i_head,
             head_dim_qk: dims.head_dim_qk as usize,
             head_dim_v: dims.head_dim_v as usize,
-            q: q.gather(
-                |i| (span.q_batch, span.q_row + i),
-                i_head,
-                span.seqlen_q,
-                dims.head_dim_qk,
-                descale("descale_q", &score.descale_q, problem.descale_q)?,
-            )?,
-            k: k.gather(
-                keys,
-                i_head_kv,
-                span.seqlen_k,
-                dims.head_dim_qk,
-                descale("descale_k", &score.descale_k, problem.descale_k)?,
-            )?,
-            v: v.gather(
-                keys,
-                i_head_kv,
-                span.seqlen_k,
-                dims.head_dim_v,
-                descale("descale_v", &score.descale_v, problem.descale_v)?,
-            )?,
+            q: cached.queries(i_head, descale("descale_q", &score.descale_q, problem.descale_q)?)?,
+            k: cached.keys(i_head_kv, descale("descale_k", &score.descale_k, problem.descale_k)?)?,
+            v: cached.values(i_head_kv, descale("descale_v", &score.descale_v, problem.descale_v)?)?,
             softmax_scale: real(f64::from(problem.resolved_softmax_scale())),
             softcap: problem.softcap.map(|softcap| real(f64::from(softcap))),
             sink,
             band: problem.mask.band(span.seqlen_q, span.seqlen_k),
+            tree: TreeMask::of(problem, &inputs.cache, &inputs.seq),
             problem,
             bias,
             alibi,
@@ -156,6 +142,9 @@ impl<'a, T: Float> Head<'a, T> {
 
     /// The keys that query `i` sees, ascending.
     pub(super) fn visible(&self, i: u32) -> Vec<u32> {
+        if let Some(tree) = &self.tree {
+            return (0..self.span.seqlen_k).filter(|&j| tree.visible(&self.span, i, j)).collect();
+        }
         let keys = self.band.row_range(i, self.span.seqlen_k);
         self.band.sink_range(i..i + 1, self.span.seqlen_k).chain(keys).collect()
     }
@@ -271,7 +260,7 @@ pub(super) fn real<T: Float>(value: f64) -> T {
     T::from(value).unwrap_or_else(T::nan)
 }
 
-fn host<'a>(name: &'static str, slice: Option<&DevSlice<'a>>) -> Result<&'a [u8], ProblemError> {
+pub(super) fn host<'a>(name: &'static str, slice: Option<&DevSlice<'a>>) -> Result<&'a [u8], ProblemError> {
     slice
         .and_then(DevSlice::as_host)
         .ok_or_else(|| ProblemError::new(name, format!("{name} is missing or not in host memory")))

@@ -5,6 +5,7 @@
 //! of the accuracy promise.
 
 mod backward;
+mod cache;
 mod combine;
 mod forward;
 mod head;

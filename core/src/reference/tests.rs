@@ -8,10 +8,9 @@ use crate::bwd::{BiasGrad, BwdProblem};
 use crate::combine::CombineProblem;
 use crate::dropout::DropoutSeed;
 use crate::dtype::DType;
-use crate::layout::{Shape, Strides};
+use crate::layout::{Shape, Strides, Totals};
 use crate::problem::{Dims, FwdProblem};
 use crate::score::{Bias, BiasBroadcast, ElementwiseBias};
-use crate::seq::Totals;
 
 /// f32 operands of a small problem; f32 holds every perturbation of the finite differences.
 #[derive(Clone)]

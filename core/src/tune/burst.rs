@@ -1,7 +1,8 @@
 //! Calls back to back by the device's clock.
 
-use crate::backend::{FmhaBackend, Stream};
+use crate::backend::FmhaBackend;
 use crate::error::{Error, Result};
+use crate::queues::Stream;
 use crate::queues::{Queues, Recording};
 
 /// Seconds of work in a burst: a hundred times what the clock's half microsecond blurs, and too short for

@@ -17,10 +17,10 @@ FMHA_DEVICE constexpr int reversed(uint32_t x) {
   return int(__builtin_bitreverse32(x) >> (32 - low_bits));
 }
 
-// A matrix in LDS: rows of 16-byte chunks, unpadded, with an XOR swizzle against bank conflicts. kChunksPerBankRow lanes
-// touch every bank once when they write adjacent chunks (or every other chunk of several rows), and when they read the
-// same column of chunks of adjacent rows. With `piece_rows` > 0 that also holds when each lane writes one row of a piece
-// of `piece_rows` rows, for any power of two of adjacent pieces.
+// A matrix in LDS: rows of 16-byte chunks, unpadded, with an XOR swizzle against bank conflicts. kChunksPerBankRow
+// lanes touch every bank once when they write adjacent chunks (or every other chunk of several rows), and when they
+// read the same column of chunks of adjacent rows. With `piece_rows` > 0 that also holds when each lane writes one row
+// of a piece of `piece_rows` rows, for any power of two of adjacent pieces.
 //
 // Each bit of the row's number flips one bit of a chunk's position in its bank row. Where a row is shorter than a bank
 // row, the lowest bits do so without a swizzle; the XOR takes care of the others. Pieces flip the position's bits in
@@ -53,15 +53,15 @@ struct LdsMatrix {
     return ((row * chunks + chunk) ^ swizzle(row)) * kFragBytes;
   }
 
-  // The offset `rows` rows below the one at `at`; `rows` has no bit in common with that row's number. The part that the
-  // XOR does not touch is added as an immediate offset of the LDS instruction, which is free.
+  // The offset `rows` rows below the one at `at`; `rows` has no bit in common with that row's number. The part that
+  // the XOR does not touch is added as an immediate offset of the LDS instruction, which is free.
   static FMHA_DEVICE int below(int at, int rows) {
     const int part = swizzled_part(rows, 0);
     return (at ^ part) + (offset(rows, 0) - part);
   }
 
-  // Base addresses of this lane's fragments, one for each value of the XOR. All steps and blocks use them with constant
-  // offsets; without `opaque_in_vgpr` the compiler would keep a register for each sum.
+  // Base addresses of this lane's fragments, one for each value of the XOR. All steps and blocks use them with
+  // constant offsets; without `opaque_in_vgpr` the compiler would keep a register for each sum.
   using LaneAddresses = Array<int, swizzled_chunks>;
   static FMHA_DEVICE LaneAddresses lane_addresses() {
     constexpr uint32_t used = used_swizzles();
@@ -103,10 +103,10 @@ template <int head_dim, int num_keys, int elem_bytes, int piece_rows>
 struct TransposedOnWriting : LdsMatrix<head_dim, num_keys * elem_bytes, piece_rows> {
   using Matrix = LdsMatrix<head_dim, num_keys * elem_bytes, piece_rows>;
 
-  // Four one-byte keys (a run) are a quarter of a chunk, and a wave that reads full cache lines of V writes only two of a
-  // chunk's four runs at a time. So every other block of 32 rows stores its chunks with the halves swapped: the runs of
-  // two blocks together cover all banks. The swap back is free where a matrix instruction takes half a fragment; on
-  // gfx950 it takes two whole ones, so nothing is swapped there.
+  // Four one-byte keys (a run) are a quarter of a chunk, and a wave that reads full cache lines of V writes only two
+  // of a chunk's four runs at a time. So every other block of 32 rows stores its chunks with the halves swapped: the
+  // runs of two blocks together cover all banks. The swap back is free where a matrix instruction takes half a
+  // fragment; on gfx950 it takes two whole ones, so nothing is swapped there.
   static constexpr bool swaps_halves = elem_bytes == 1 && kArch != Arch::Gfx950;
 
   // Of four keys of row `d`.
@@ -217,8 +217,9 @@ struct Config {
   // instruction. They pay only where vector work takes longer than matrix work: FP8 on gfx950.
   static constexpr bool packs_f32 = kArch == Arch::Gfx950 && is_fp8(spec.dtype_qk) && is_fp8(spec.dtype_v);
 
-  // How many slots ahead of its matrix instruction an operand is read from LDS. It divides the slots of a step, so that
-  // each register holds the same slot's operand in every step. gfx950's 16-bit instructions take half as long, hence 4.
+  // How many slots ahead of its matrix instruction an operand is read from LDS. It divides the slots of a step, so
+  // that each register holds the same slot's operand in every step. gfx950's 16-bit instructions take half as long,
+  // hence 4.
   static constexpr int wanted_ahead = kArch == Arch::Gfx950 && qk_at_once == 1 && pv_at_once == 1 ? 4 : 2;
   static constexpr int most_ahead = min(wanted_ahead, min(qk_slots, pv_slots));
   static constexpr int slots_ahead = most_ahead >= 4 && (qk_slots + pv_slots) % 4 == 0   ? 4
@@ -245,8 +246,8 @@ struct Config {
   static constexpr bool direct_v = spec.v_layout == VLayout::RowMajor && spec.head_dim_v * v_bytes >= 64 &&
                                    goes_direct<VRowMajor>(spec.head_dim_v * v_bytes / kFragBytes);
 
-  // Width of the piece of V's rows that one lane transposes: the widest that leaves no thread idle. Column-major V needs
-  // no transposition, so a lane has one row.
+  // Width of the piece of V's rows that one lane transposes: the widest that leaves no thread idle. Column-major V
+  // needs no transposition, so a lane has one row.
   static constexpr int num_v_pieces(int words) {
     return tile.block_n / kRun * (spec.head_dim_v * v_bytes / (4 * words));
   }

@@ -1,13 +1,13 @@
-// Global memory straight to LDS (gfx950): no registers hold the data in flight, and no instruction stores it. K has the
-// same LDS layout as on the other path; V keeps its memory layout and is transposed by the reads.
+// Global memory straight to LDS (gfx950): no registers hold the data in flight, and no instruction stores it. K has
+// the same LDS layout as on the other path; V keeps its memory layout and is transposed by the reads.
 #pragma once
 #include <fmha/cdna/load.h>
 
 namespace fmha::cdna {
 
 #if defined(__gfx950__)
-// Tiles of one matrix in flight. A thread loads chunk `part * num_threads + thread_idx()` of the LDS matrix in LDS order;
-// the swizzle is applied to the global address instead.
+// Tiles of one matrix in flight. A thread loads chunk `part * num_threads + thread_idx()` of the LDS matrix in LDS
+// order; the swizzle is applied to the global address instead.
 template <class Matrix, int num_rows, int num_threads>
 class DirectLoad {
   static constexpr int chunks_per_row = Matrix::chunks;

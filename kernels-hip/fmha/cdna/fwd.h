@@ -98,7 +98,8 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& p, typename Config<spec, tile>::Lds&
   const TileWalk walk = TileWalk::of<spec, tile>(job, queries);
   bool hidden = false;
   if (walk.num_tiles > 0) {
-    // All waves have read the last V of the previous tile: LDS is free. (The simple loop starts each step with a barrier.)
+    // All waves have read the last V of the previous tile: LDS is free. (The simple loop starts each step with a
+    // barrier.)
     if constexpr (tile.order == TileOrder::Static && !C::is_simple) s_barrier();
     using Loop = typename Choose<C::is_simple, SimpleLoop<spec, tile>, MainLoop<spec, tile>>::type;
     hidden = Loop(wave, lds, p, job, queries, walk).run();

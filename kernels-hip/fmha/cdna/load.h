@@ -7,8 +7,8 @@
 
 namespace fmha::cdna {
 
-// Rows of a matrix in global memory. Reads outside of them, or beyond the first `row_bytes` of a row, return 0 and touch
-// no memory. At most 2^31 bytes can be addressed.
+// Rows of a matrix in global memory. Reads outside of them, or beyond the first `row_bytes` of a row, return 0 and
+// touch no memory. At most 2^31 bytes can be addressed.
 struct Rows {
   const uint8_t* data;
   int64_t stride_bytes;
@@ -262,8 +262,8 @@ class VLoad<spec, tile, VLayout::RowMajor> {
   static constexpr int group = min(8, pieces_per_row & -pieces_per_row), groups_per_row = pieces_per_row / group;
   static constexpr int runs_of_chunk = kFragBytes / kRun / C::v_bytes, runs_of_lines = kWaveSize * words / 32;
   static constexpr int runs = C::VMatrix::swaps_halves ? min(runs_of_chunk, runs_of_lines) : runs_of_chunk;
-  // So many groups fill a line of LDS: adjacent ones. What a row has left over of such sets comes last, each group with
-  // adjacent chunks.
+  // So many groups fill a line of LDS: adjacent ones. What a row has left over of such sets comes last, each group
+  // with adjacent chunks.
   static constexpr int groups_of_line = ceil_div(kChunksPerBankRow, group);
   static constexpr int in_sets = groups_per_row / groups_of_line * groups_of_line, chunks = num_runs / runs;
 

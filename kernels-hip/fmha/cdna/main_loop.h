@@ -99,7 +99,8 @@ class MainLoop {
   using V = VLoad<spec, tile>;
 #endif
   // Whether each thread's own offset advances from tile to tile (cheaper), or the base address does.
-  static constexpr bool k_advances_in_place = !spec.sink_columns, v_advances_in_place = k_advances_in_place && spec.v_layout == VLayout::RowMajor;
+  static constexpr bool k_advances_in_place = !spec.sink_columns;
+  static constexpr bool v_advances_in_place = k_advances_in_place && spec.v_layout == VLayout::RowMajor;
   static constexpr int ahead = C::slots_ahead;
 
  public:
@@ -111,7 +112,8 @@ class MainLoop {
     v_cursor_.advance(walk.tile_at(0));
   }
 
-  // Runs all tiles. True if NaN or infinity was zeroed in V: the caller then runs `add_back_nonfinite` once O is written.
+  // Runs all tiles. True if NaN or infinity was zeroed in V: the caller then runs `add_back_nonfinite` once O is
+  // written.
   FMHA_DEVICE bool run() {
     // Unrolled by two, so that registers and LDS stages have the same roles at the start of each round. An odd step is
     // peeled off in front: an exit in the middle of a round would need a copy of O.
@@ -135,8 +137,8 @@ class MainLoop {
   }
 
  private:
-  // The odd step either enters the unrolled loop at its second half, or is a copy of the step in front of it. The copy is
-  // a third of all code, but saves the loop 16 registers, without which eight waves a CU would spill.
+  // The odd step either enters the unrolled loop at its second half, or is a copy of the step in front of it. The copy
+  // is a third of all code, but saves the loop 16 registers, without which eight waves a CU would spill.
   static constexpr bool starts_mid_round = spec.modifies;
 
   // n >= 0, hidden from the compiler, which would otherwise peel the first iteration into a copy.
@@ -187,8 +189,9 @@ class MainLoop {
 
   FMHA_DEVICE void hide(typename C::VMatrix& v, int32_t n) {
     if constexpr (spec.mask == MaskKind::Full) return;
-    const bool uncut = spec.sink_columns ? !is_partly_masked<spec, tile>(job_, queries_, first_key(n)) : visible_to_all_.has(n);
-    if (!uncut && zero_nonfinite<spec, tile>(v)) had_nonfinite_ = 1;
+    const bool visible_to_all =
+        spec.sink_columns ? !is_partly_masked<spec, tile>(job_, queries_, first_key(n)) : visible_to_all_.has(n);
+    if (!visible_to_all && zero_nonfinite<spec, tile>(v)) had_nonfinite_ = 1;
   }
 
   // How many tiles (an even number) can be addressed by 32-bit offsets from one base address.
@@ -284,8 +287,8 @@ class MainLoop {
   using Interleave = Schedule<spec, tile, K::issue_parts + V::issue_parts, K::store_parts + V::store_parts>;
   static constexpr Interleave kInterleave{};
 
-  // One s_waitcnt for the operands of two slots, where they were read four slots ahead. Counting ignores LDS writes since
-  // then, so it may wait longer than needed, never shorter: the compiler's own waits come on top.
+  // One s_waitcnt for the operands of two slots, where they were read four slots ahead. Counting ignores LDS writes
+  // since then, so it may wait longer than needed, never shorter: the compiler's own waits come on top.
   template <int slot>
   static FMHA_DEVICE void wait_for_two_slots() {
     constexpr auto reads = [](int at) {
@@ -329,8 +332,8 @@ class MainLoop {
     });
   }
 
-  // O += V(n) P(n), interleaved with the rest of P(n), max S(n+1) and the stores to LDS. After this wave's last read of
-  // V(n) comes the barrier; the operands of the next step are prefetched from LDS behind it.
+  // O += V(n) P(n), interleaved with the rest of P(n), max S(n+1) and the stores to LDS. After this wave's last read
+  // of V(n) comes the barrier; the operands of the next step are prefetched from LDS behind it.
   template <class Make>
   FMHA_DEVICE float interleaved_values(Make make, const PFrags<spec, tile>& p_frags, const Scores<spec, tile>& s_next,
                                   typename C::Stage& now, typename C::Stage& next,

@@ -40,7 +40,8 @@ FMHA_DEVICE bool is_partly_masked(const Job& job, Range queries, int32_t first_k
   return block_class(job.band, queries, {first_key, first_key + tile.block_n}) != BlockClass::Inside;
 }
 
-// Called by all waves once V of a partly masked tile is in LDS. Replaces NaN and infinity by 0; true if there were any.
+// Called by all waves once V of a partly masked tile is in LDS. Replaces NaN and infinity by 0; true if there were
+// any.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE bool zero_nonfinite(typename Config<spec, tile>::VMatrix& v) {
   using C = Config<spec, tile>;

@@ -1,8 +1,8 @@
 // Which tiles a workgroup computes. The tiles of a head are adjacent, its last queries first: of a causal mask they
 // see most keys, and the longest work goes first.
 //
-// Hardware distributes workgroups round-robin over the XCDs (dies), each of which has its own L2. Tiles of one head share
-// K and V, so each XCD is given a contiguous range of tiles: its L2 then serves the keys of few heads.
+// Hardware distributes workgroups round-robin over the XCDs (dies), each of which has its own L2. Tiles of one head
+// share K and V, so each XCD is given a contiguous range of tiles: its L2 then serves the keys of few heads.
 #pragma once
 #include <fmha/cdna/tile.h>
 #include <fmha/isa/lane.h>
@@ -31,7 +31,8 @@ struct Tiles<tile, TileOrder::Single> {
 
 // An XCD's workgroups walk its tiles in a static zigzag: every second round goes from the last workgroup to the first,
 // so that whoever had the longest tile of a round gets the shortest of the next. There is no atomic tile counter: in
-// the plan's model (src/order.rs of this crate) claiming tiles dynamically ends no sooner wherever the plan takes this order.
+// the plan's model (src/order.rs of this crate) claiming tiles dynamically ends no sooner wherever the plan takes this
+// order.
 template <CdnaTile tile>
 struct Tiles<tile, TileOrder::Static> {
   int32_t at, end;       // the first tile; behind the last of this die

@@ -50,8 +50,8 @@ struct Schedule {
 
   constexpr Schedule() {
     Balance<shares> balance;
-    // Fixed costs, counted in compiled loops: at the end of a step the rest of the maximum, the row sum and the branch to
-    // the rescaling of O; between the two products the test whether the tile needs a mask.
+    // Fixed costs, counted in compiled loops: at the end of a step the rest of the maximum, the row sum and the branch
+    // to the rescaling of O; between the two products the test whether the tile needs a mask.
     constexpr int begins = 4, between = 6, ends = kArch == Arch::Gfx950 ? 20 : 12;
     balance.cost[0] += begins, balance.cost[qk_shares - 1] += between, balance.cost[shares - 1] += ends;
     constexpr int k_read = 2 * C::qk_at_once + 1, v_read = 2 * C::pv_at_once * (C::direct_v ? 2 : 1) + 1;

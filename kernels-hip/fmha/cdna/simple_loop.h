@@ -1,6 +1,6 @@
-// The main loop without software pipelining: a quarter of the code, the same sums in the same order. It serves dropout,
-// whose random numbers take longer than everything else (some 1600 issue slots a step), and calls whose rows cannot be
-// read by dword loads: there each lane loads single elements, at any address and stride.
+// The main loop without software pipelining: a quarter of the code, the same sums in the same order. It serves
+// dropout, whose random numbers take longer than everything else (some 1600 issue slots a step), and calls whose rows
+// cannot be read by dword loads: there each lane loads single elements, at any address and stride.
 #pragma once
 #include <fmha/cdna/main_loop.h>
 

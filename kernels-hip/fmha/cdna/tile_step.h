@@ -80,8 +80,8 @@ FMHA_DEVICE void for_each(Body body) {
   }
 }
 
-// The matrix instructions of one slot, C += A B over the steps from `first` on; after each of them `between` issues the
-// vector work that is placed there.
+// The matrix instructions of one slot, C += A B over the steps from `first` on; after each of them `between` issues
+// the vector work that is placed there.
 template <DType dtype, int first, int steps, class Between>
 FMHA_DEVICE Acc mma_slot(const typename Mma<dtype>::Operand& a, const Array<Frag, steps>& b, Acc c, Between between) {
   using M = Mma<dtype>;
@@ -158,7 +158,8 @@ struct RunningMax {
 
   // It starts from a -infinity that the compiler cannot see through: starting from the first element, it would add an
   // instruction to quiet that element's NaN.
-  FMHA_DEVICE explicit RunningMax(float opaque_neg_inf) : opaque_neg_inf(opaque_neg_inf), most{opaque_neg_inf, opaque_neg_inf} {}
+  FMHA_DEVICE explicit RunningMax(float opaque_neg_inf)
+      : opaque_neg_inf(opaque_neg_inf), most{opaque_neg_inf, opaque_neg_inf} {}
 
   FMHA_DEVICE void take(const Scores<spec, tile>& s, int part) {
     const Acc& x = s[part / 8];
@@ -183,9 +184,9 @@ FMHA_DEVICE float max_of(const Wave<spec, tile>& wave, const Scores<spec, tile>&
   return x.of_both_halves();
 }
 
-// Updates the running maximum. Sums and O are rescaled only if it rose for some query of the wave. Tolerating a rise of
-// up to 2^8 (lazy rescaling) was tried: the largest P is then rounded instead of exactly 1, and O's error reached 1.007 of
-// the contract's bound in one case of 148 (bf16, emulated gfx942).
+// Updates the running maximum. Sums and O are rescaled only if it rose for some query of the wave. Tolerating a rise
+// of up to 2^8 (lazy rescaling) was tried: the largest P is then rounded instead of exactly 1, and O's error reached
+// 1.007 of the contract's bound in one case of 148 (bf16, emulated gfx942).
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Job& job, float tile_max) {
   using C = Config<spec, tile>;

@@ -8,8 +8,8 @@ namespace fmha {
 // https://llvm.org/docs/AMDGPUUsage.html#llvm-ir-intrinsics
 FMHA_DEVICE void sched_barrier() { __builtin_amdgcn_sched_barrier(0); }
 
-// needs: gfx90a. An empty asm that reads and writes `x` in a VGPR: the value becomes opaque to the optimiser. What it is
-// made of is computed before this point, and nothing that depends on it is hoisted above.
+// needs: gfx90a. An empty asm that reads and writes `x` in a VGPR: the value becomes opaque to the optimiser. What it
+// is made of is computed before this point, and nothing that depends on it is hoisted above.
 // https://llvm.org/docs/AMDGPUUsage.html#amdgpu-inline-assembly
 template <class T>
 FMHA_DEVICE void opaque_in_vgpr(T& x) {
@@ -29,8 +29,8 @@ FMHA_DEVICE int opaque_thread_idx() {
 // https://llvm.org/docs/AMDGPUUsage.html#amdgpu-inline-assembly
 FMHA_DEVICE void opaque_in_sgpr(uint32_t& x) { asm volatile("" : "+s"(x)); }
 
-// needs: gfx90a. The kernel's argument struct behind an opaque pointer: fields are loaded here (by S_LOAD, for it lies in
-// constant memory) and not kept in registers from earlier loads.
+// needs: gfx90a. The kernel's argument struct behind an opaque pointer: fields are loaded here (by S_LOAD, for it lies
+// in constant memory) and not kept in registers from earlier loads.
 // https://llvm.org/docs/AMDGPUUsage.html#llvm-ir-intrinsics
 template <class Params>
 FMHA_DEVICE const Params& reload_params() {

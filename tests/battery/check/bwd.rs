@@ -319,7 +319,7 @@ fn head(
         dv: DevSliceMut::host::<f32>(&mut []),
         dbias: None,
         dsink: None,
-        seq: seq_of(host.totals, |operand| operands.input(operand)),
+        seq: seq_of((host.totals, host.problem.fwd().dims.batch), |operand| operands.input(operand)),
         score: score_of(host.dropout, |operand| operands.input(operand)),
         workspace: None,
     };

@@ -65,6 +65,9 @@ fn every_row(name: &'static str, tensor: &Tensor) -> Option<String> {
             k_batch: b,
             k_row: 0,
             seqlen_k: tensor.shape.seq,
+            seqlen_cached: tensor.shape.seq,
+            new_batch: 0,
+            new_row: 0,
             lse_rows: tensor.shape.seq,
         })
         .collect();

@@ -119,24 +119,31 @@ fn abs_max(most: f64, x: f64) -> f64 {
 /// A bound of the scores of one (sequence, query head): by Cauchy and Schwarz, the cap, the bias.
 fn logits_bound(problem: &FwdProblem, operands: &Operands, span: SeqSpan, i_head: u32) -> f64 {
     let i_head_kv = i_head / problem.gqa_ratio();
-    let norm = |operand, head, first: u32, count: u32| {
-        let tensor = operands.expect(operand);
-        (first..first + count)
-            .map(|row| {
-                (0..problem.dims.head_dim_qk)
-                    .map(|d| tensor.get(span.q_batch, row, head, d).powi(2))
-                    .sum::<f64>()
-                    .sqrt()
-            })
-            .filter(|norm| norm.is_finite())
-            .fold(0.0, f64::max)
+    // Rotary embedding turns rows and changes no norm.
+    let norm = |operand, head, batch: u32, rows: std::ops::Range<u32>| {
+        let Some(tensor) = operands.get(operand) else { return 0.0 };
+        rows.map(|row| {
+            (0..problem.dims.head_dim_qk).map(|d| tensor.get(batch, row, head, d).powi(2)).sum::<f64>().sqrt()
+        })
+        .filter(|norm| norm.is_finite())
+        .fold(0.0, f64::max)
+    };
+    // Pages are anybody's: the longest key of all of them bounds those of one sequence.
+    let of_all = |operand| {
+        let Some(shape) = operands.get(operand).map(|tensor| tensor.shape) else { return 0.0 };
+        (0..shape.batch).map(|batch| norm(operand, i_head_kv, batch, 0..shape.seq)).fold(0.0, f64::max)
+    };
+    let keys = if problem.kv_layout.is_paged() || problem.append.is_some() {
+        of_all(Operand::K).max(of_all(Operand::KNew))
+    } else {
+        norm(Operand::K, i_head_kv, span.k_batch, span.k_row..span.k_row + span.seqlen_k)
     };
     let scale_of = |operand, kind: fmha_core::Descale| {
         let index = kind.index(span.i_batch, i_head_kv, problem.dims.num_heads_kv);
         operands.get(operand).map_or(1.0, |tensor| tensor.nth(index).abs())
     };
-    let product = norm(Operand::Q, i_head, span.q_row, span.seqlen_q)
-        * norm(Operand::K, i_head_kv, span.k_row, span.seqlen_k)
+    let product = norm(Operand::Q, i_head, span.q_batch, span.q_row..span.q_row + span.seqlen_q)
+        * keys
         * scale_of(Operand::DescaleQ, problem.descale_q)
         * scale_of(Operand::DescaleK, problem.descale_k)
         * f64::from(problem.resolved_softmax_scale()).abs();

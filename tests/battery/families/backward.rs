@@ -1,6 +1,6 @@
 //! Every gradient, over every axis that it knows.
 
-use fmha_core::{Bias, BiasGrad, BwdProblem, DType, Dims, FwdProblem, Strides};
+use fmha_core::{Bias, BiasGrad, BwdProblem, DType, Dims, FwdProblem, Strides, Totals};
 
 use super::edges::{data, masked};
 use super::pairwise::pairwise;
@@ -26,14 +26,19 @@ pub(crate) fn cases() -> Vec<Case> {
             problem.dtype_o = DType::Bf16;
         }
         (problem.scale_o, problem.write_keep_mask) = (false, false);
-        cases.push(Case::backward(format!("{name}/{label}"), options(problem, seed), lengths, data));
+        cases.push(Case::backward(
+            format!("{name}/{label}"),
+            options(problem, lengths.totals, seed),
+            lengths,
+            data,
+        ));
     }
     edges(&mut cases);
     cases
 }
 
 /// Gradients on request, other types, other strides, as the seed decides.
-fn options(fwd: FwdProblem, seed: u64) -> BwdProblem {
+fn options(fwd: FwdProblem, totals: Totals, seed: u64) -> BwdProblem {
     let word = mix(seed ^ 0xb);
     let mut problem = BwdProblem::new(fwd);
     problem.has_dlse = word & 1 == 1;
@@ -48,10 +53,11 @@ fn options(fwd: FwdProblem, seed: u64) -> BwdProblem {
         problem.dbias = Some(BiasGrad { dtype, strides });
     }
     if word & 64 == 64 {
-        problem.dq = Strides::bhsd(problem.fwd.shape_q());
-        problem.dk = Strides::bhsd(problem.fwd.shape_k());
-        problem.dv = Strides::bhsd(problem.fwd.shape_v());
-        problem.dout = Strides::bhsd(problem.fwd.shape_o());
+        let extents = problem.fwd.extents(totals);
+        problem.dq = Strides::bhsd(extents.q);
+        problem.dk = Strides::bhsd(extents.k);
+        problem.dv = Strides::bhsd(extents.v);
+        problem.dout = Strides::bhsd(extents.o);
     }
     problem
 }

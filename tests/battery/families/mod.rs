@@ -4,6 +4,7 @@ mod addresses;
 mod backward;
 mod bits;
 mod combine;
+mod decode;
 pub mod definition;
 mod edges;
 mod fp8;
@@ -15,6 +16,7 @@ mod rare;
 mod recipe;
 
 use crate::case::Case;
+pub(crate) use decode::pages;
 
 /// Every case of every family.
 pub(crate) fn all() -> Vec<Case> {
@@ -30,6 +32,7 @@ pub(crate) fn all() -> Vec<Case> {
         guards::cases(),
         backward::cases(),
         combine::cases(),
+        decode::cases(),
     ]
     .into_iter()
     .flatten()

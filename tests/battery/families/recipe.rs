@@ -1,8 +1,8 @@
 //! A problem from one level of each axis: what the pairwise and the random cases are made of.
 
 use fmha_core::{
-    Bias, BiasBroadcast, DType, Descale, Dims, ElementwiseBias, FwdProblem, KvLayout, MaskSpec, QLayout,
-    Strides, Totals, VLayout,
+    Bias, BiasBroadcast, DType, Descale, Dims, ElementwiseBias, Extents, FwdProblem, KvLayout, MaskSpec,
+    QLayout, Strides, Totals, VLayout,
 };
 
 use super::pairwise::Levels;
@@ -103,7 +103,7 @@ pub(crate) fn recipe(levels: &Levels, seed: u64) -> Recipe {
     problem.write_keep_mask = levels[17] > 1 && problem.drops();
 
     let (mode, lengths) = sequences(levels[3], &mut problem);
-    layouts(levels[12], levels[13], &mut problem);
+    layouts(levels[12], levels[13], lengths.totals, &mut problem);
     bias(levels[8], levels[12], &mut problem);
     let label = format!(
         "{dtype}/{mode}/d{head_dim_qk}x{head_dim_v}/h{num_heads_q}kv{num_heads_kv}/s{seqlen_q}x{seqlen_k}/{mask}"
@@ -151,8 +151,8 @@ fn sequences(level: usize, problem: &mut FwdProblem) -> (&'static str, Lengths) 
 }
 
 /// Strides of Q, K, V and O.
-fn layouts(level: usize, v_level: usize, problem: &mut FwdProblem) {
-    let (q, k, v, o) = (problem.shape_q(), problem.shape_k(), problem.shape_v(), problem.shape_o());
+fn layouts(level: usize, v_level: usize, totals: Totals, problem: &mut FwdProblem) {
+    let Extents { q, k, v, o, .. } = problem.extents(totals);
     let of = |shape| match level {
         0 => Strides::bshd(shape),
         1 => Strides::bhsd(shape),

@@ -1,12 +1,17 @@
 //! The forward problem: every fact of a call but its pointers.
 
+mod cache;
+mod strides;
+
 use crate::dropout::keep_threshold;
 use crate::dtype::DType;
-use crate::error::{ProblemError, Refusal, ensure};
-use crate::layout::{KvLayout, QLayout, Shape, Strides, VLayout};
+use crate::error::{ProblemError, ensure};
+use crate::kv::{Append, Rotary};
+pub(crate) use strides::{MAX_EXTENT_BYTES, check_input, check_output, check_unit_stride, check_v};
+
+use crate::layout::{KvLayout, QLayout, Shape, Strides, Totals, VLayout};
 use crate::mask::MaskSpec;
 use crate::score::{Bias, BiasBroadcast, Descale};
-use crate::seq::Totals;
 
 /// The sizes of a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -55,7 +60,7 @@ pub struct FwdProblem {
     pub seqused_q: bool,
     /// Whether `seqused_k` gives each sequence's logical number of keys.
     pub seqused_k: bool,
-    /// The type of Q and K.
+    /// The type of Q, and of K in products with it.
     pub dtype_qk: DType,
     /// The type of V: that of Q and K, or f16/bf16 beside FP8 Q and K (the hybrid scheme).
     pub dtype_v: DType,
@@ -71,6 +76,19 @@ pub struct FwdProblem {
     pub o: Strides,
     /// Which axis of V has stride 1.
     pub v_layout: VLayout,
+    /// The FP8 type that K and V are stored in beside a 16-bit Q; `None`: their own. Each element is
+    /// multiplied by its descale and rounded to `dtype_qk` before anything else happens to it.
+    pub dtype_cache: Option<DType>,
+    /// Whether V is the first `head_dim_v` elements of K's rows (MLA), and no tensor of its own.
+    pub v_in_k: bool,
+    /// New keys and values to write to the cache first.
+    pub append: Option<Append>,
+    /// Rotary embedding of Q and of new keys.
+    pub rotary: Option<Rotary>,
+    /// Whether a tree mask, u32 `[batch, seqlen_q, words]` or packed `[total_q, words]` with
+    /// `words = ceil(seqlen_q / 32)`, replaces the causal mask among a sequence's last `seqlen_q` keys: bit
+    /// `n % 32` of word `n / 32` shows the n-th of them. All keys before are seen.
+    pub tree_mask: bool,
     /// Which keys a query sees.
     pub mask: MaskSpec,
     /// Multiplies `Q K^T`; `None` = `1 / sqrt(head_dim_qk)`. Any finite number.
@@ -132,6 +150,11 @@ impl FwdProblem {
             v: Strides { batch: 0, seq: 0, head: 0, dim: 1 },
             o: Strides { batch: 0, seq: 0, head: 0, dim: 1 },
             v_layout: VLayout::RowMajor,
+            dtype_cache: None,
+            v_in_k: false,
+            append: None,
+            rotary: None,
+            tree_mask: false,
             mask: MaskSpec::NONE,
             softmax_scale: None,
             softcap: None,
@@ -184,7 +207,7 @@ impl FwdProblem {
         let Dims { seqlen_q, seqlen_k, .. } = self.dims;
         let pages = self.kv_layout.page_size().map_or(0, |size| seqlen_k.div_ceil(size.max(1)));
         let [total_q, total_k, num_pages] = [seqlen_q, seqlen_k, pages].map(|count| Some(count.max(2)));
-        self.extents(Totals { total_q, total_k, num_pages })
+        self.extents(Totals { total_q, total_k, num_pages, total_new: None })
     }
 
     /// The tensors' physical extents. Totals that the layouts have and `totals` lacks count as 0.
@@ -238,20 +261,6 @@ impl FwdProblem {
         self.dims.num_heads_q.checked_div(self.dims.num_heads_kv).unwrap_or(0)
     }
 
-    /// Refuses, in a kernel's name, layouts other than a batch axis on both sides or packed rows on both.
-    ///
-    /// # Errors
-    /// Both layouts.
-    pub fn refuse_mixed_layouts(&self, kernel: &'static str) -> Result<(), Refusal> {
-        match (self.q_layout, self.kv_layout) {
-            (QLayout::Batch, KvLayout::Strided) | (QLayout::Packed, KvLayout::Packed) => Ok(()),
-            (q, kv) => Err(Refusal::new(
-                kernel,
-                format!("q_layout {q:?} with kv_layout {kv:?} is not 1 batch axis or packed rows for both"),
-            )),
-        }
-    }
-
     /// Whether any score can be dropped.
     #[must_use]
     pub fn drops(&self) -> bool {
@@ -267,6 +276,7 @@ impl FwdProblem {
         self.check_dtypes()?;
         self.check_layouts()?;
         self.check_score()?;
+        self.check_cache()?;
         Ok(ValidFwd(self))
     }
 
@@ -332,8 +342,8 @@ impl FwdProblem {
         );
         for (field, descale, dtype) in [
             ("descale_q", self.descale_q, qk),
-            ("descale_k", self.descale_k, qk),
-            ("descale_v", self.descale_v, v),
+            ("descale_k", self.descale_k, self.stored_k()),
+            ("descale_v", self.descale_v, self.stored_v()),
         ] {
             ensure!(
                 descale == Descale::None || dtype.is_fp8(),
@@ -372,10 +382,11 @@ impl FwdProblem {
     /// Checks the strides of tensors that have these extents.
     fn check_tensors(&self, extents: &Extents) -> Result<(), ProblemError> {
         check_input("q", self.q, extents.q, self.dtype_qk)?;
-        check_input("k", self.k, extents.k, self.dtype_qk)?;
+        check_input("k", self.k, extents.k, self.stored_k())?;
         check_unit_stride("q", "dim", self.q.dim, extents.q.dim)?;
         check_unit_stride("k", "dim", self.k.dim, extents.k.dim)?;
-        check_v("v", self.v, self.v_layout, extents.v, self.dtype_v)?;
+        check_v("v", self.v, self.v_layout, extents.v, self.stored_v())?;
+        self.check_written_cache(extents.k, extents.v)?;
         check_output("o", self.o, extents.o, self.dtype_o)
     }
 
@@ -384,7 +395,7 @@ impl FwdProblem {
     /// # Errors
     /// A total that is missing, given without need or too large, and strides that do not go with it.
     pub(crate) fn checked_extents(&self, totals: Totals) -> Result<Extents, ProblemError> {
-        totals.check(self)?;
+        self.check_totals(totals)?;
         let extents = self.extents(totals);
         if totals != Totals::NONE {
             self.check_tensors(&extents)?;
@@ -445,67 +456,4 @@ impl ValidFwd {
     pub fn extent_bytes(strides: Strides, shape: Shape, dtype: DType) -> u64 {
         strides.extent(shape).map_or(u64::MAX, |elems| elems.saturating_mul(dtype.size_bytes()))
     }
-}
-
-/// Bytes that a tensor may span: half of what a pointer difference can express.
-const MAX_EXTENT_BYTES: u64 = 1 << 62;
-
-/// Strides that stay non-negative and inside the address range.
-pub(crate) fn check_input(
-    name: &'static str,
-    strides: Strides,
-    shape: Shape,
-    dtype: DType,
-) -> Result<(), ProblemError> {
-    if let Some((axis, stride)) = strides.negative_axis(shape) {
-        return Err(ProblemError::new(name, format!("{name}.{axis} stride {stride} is negative")));
-    }
-    let most = MAX_EXTENT_BYTES / dtype.size_bytes();
-    let fits = strides.extent(shape).is_some_and(|elems| elems <= most);
-    ensure!(fits, name, "{name} strides {strides:?} reach beyond 2^62 bytes over {shape:?}");
-    // Strides of 0 hide how many there are.
-    ensure!(shape.num_elems() <= most, name, "{name} {shape:?} has more than {most} elements");
-    Ok(())
-}
-
-/// Outputs: rows of stride 1, and no element twice.
-pub(crate) fn check_output(
-    name: &'static str,
-    strides: Strides,
-    shape: Shape,
-    dtype: DType,
-) -> Result<(), ProblemError> {
-    check_input(name, strides, shape, dtype)?;
-    check_unit_stride(name, "dim", strides.dim, shape.dim)?;
-    ensure!(
-        strides.is_injective(shape),
-        name,
-        "{name} strides {strides:?} give two elements of {shape:?} one address"
-    );
-    Ok(())
-}
-
-/// V: stride 1 where its layout says.
-pub(crate) fn check_v(
-    name: &'static str,
-    strides: Strides,
-    layout: VLayout,
-    shape: Shape,
-    dtype: DType,
-) -> Result<(), ProblemError> {
-    check_input(name, strides, shape, dtype)?;
-    match layout {
-        VLayout::RowMajor => check_unit_stride(name, "dim", strides.dim, shape.dim),
-        VLayout::ColMajor => check_unit_stride(name, "seq", strides.seq, shape.seq),
-    }
-}
-
-pub(crate) fn check_unit_stride(
-    name: &'static str,
-    axis: &str,
-    stride: i64,
-    extent: u32,
-) -> Result<(), ProblemError> {
-    ensure!(stride == 1 || extent <= 1, name, "{name}.{axis} stride {stride} is not 1");
-    Ok(())
 }

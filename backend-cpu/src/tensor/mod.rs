@@ -1,12 +1,13 @@
 //! Between the caller's strided tensors and the panels of the micro-tile.
 
-use std::sync::LazyLock;
+pub(crate) mod elem;
+mod pairs;
 
-use fmha_core::fp8::{E4m3Fn, E4m3Fnuz, E5m2, E5m2Fnuz};
 use fmha_core::{DType, DevSlice, DevSliceMut, SeqSpan, Strides};
 use half::{bf16, f16};
 
 use crate::simd::Simd;
+pub(crate) use elem::{Elem, fp8_table, of_type};
 
 /// A tensor that is read. Its strides and extents have passed validation and the argument check.
 #[derive(Clone, Copy)]
@@ -44,9 +45,17 @@ pub(crate) struct Matrix {
     col: isize,
 }
 
+// SAFETY: as `Source`.
+unsafe impl Send for Matrix {}
+
 impl Source {
     pub(crate) fn new(slice: DevSlice<'_>, dtype: DType, strides: Strides) -> Self {
         Self { ptr: slice.as_ptr(), dtype, strides }
+    }
+
+    /// Scratch of this call's own.
+    pub(crate) fn of_scratch(ptr: *const u8, dtype: DType, strides: Strides) -> Self {
+        Self { ptr, dtype, strides }
     }
 
     /// Rows from `first` on of (batch, head).
@@ -69,11 +78,38 @@ impl Source {
     pub(crate) fn k_rows(&self, span: SeqSpan, head: u32) -> Matrix {
         self.matrix(span.k_batch, head, span.k_row)
     }
+
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
+    }
 }
 
 impl Target {
     pub(crate) fn new(slice: &DevSliceMut<'_>, dtype: DType, strides: Strides) -> Self {
         Self { ptr: slice.as_mut_ptr(), dtype, strides }
+    }
+
+    /// Scratch of this call's own.
+    pub(crate) fn of_scratch(ptr: *mut u8, dtype: DType, strides: Strides) -> Self {
+        Self { ptr, dtype, strides }
+    }
+
+    /// Writes one row, whatever the step from element to element.
+    ///
+    /// # Safety
+    /// The row is inside the tensor, and no other thread writes it.
+    pub(crate) unsafe fn write_strided(&self, batch: u32, seq: u32, head: u32, values: &[f32]) {
+        if self.strides.dim == 1 || values.len() <= 1 {
+            // SAFETY: the caller's promise.
+            return unsafe { self.write_row(batch, seq, head, 0, values) };
+        }
+        for (d, value) in values.iter().enumerate() {
+            let elems = self.strides.offset(batch, seq, head, d as u32) as isize;
+            let to = self.ptr.wrapping_offset(elems * self.dtype.size_bytes() as isize);
+            let one = Self { ptr: to, ..*self };
+            // SAFETY: the caller's promise, element by element.
+            unsafe { one.write_row(0, 0, 0, 0, std::slice::from_ref(value)) };
+        }
     }
 
     /// Where a row's column `first` is.
@@ -113,117 +149,21 @@ impl Target {
     }
 }
 
-/// The value of every FP8 byte.
-fn fp8_table(dtype: DType) -> &'static [f32; 256] {
-    type Table = LazyLock<[f32; 256]>;
-    static E4M3FN: Table = LazyLock::new(|| std::array::from_fn(|b| E4m3Fn::from_bits(b as u8).to_f32()));
-    static E5M2: Table = LazyLock::new(|| std::array::from_fn(|b| E5m2::from_bits(b as u8).to_f32()));
-    static E4M3FNUZ: Table = LazyLock::new(|| std::array::from_fn(|b| E4m3Fnuz::from_bits(b as u8).to_f32()));
-    static E5M2FNUZ: Table = LazyLock::new(|| std::array::from_fn(|b| E5m2Fnuz::from_bits(b as u8).to_f32()));
-    match dtype {
-        DType::E5m2 => &E5M2,
-        DType::E4m3Fnuz => &E4M3FNUZ,
-        DType::E5m2Fnuz => &E5M2FNUZ,
-        _ => &E4M3FN,
-    }
-}
-
-/// A type of elements, settled before the loops over them.
-trait Elem: Copy {
-    const BYTES: usize;
-    /// # Safety
-    /// An element is readable there.
-    unsafe fn one(self, at: *const u8) -> f32;
-    /// # Safety
-    /// A whole vector of elements is readable there.
-    unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V;
-}
-
-#[derive(Clone, Copy)]
-struct OfF32;
-#[derive(Clone, Copy)]
-struct OfF16;
-#[derive(Clone, Copy)]
-struct OfBf16;
-/// By the value of every byte.
-#[derive(Clone, Copy)]
-struct OfFp8(&'static [f32; 256]);
-
-/// A type that vectors load by one instruction: its bits, how one is converted, and how a vector is.
-macro_rules! vector_elem {
-    ($name:ident, $bits:ty, $one:expr, $vector:ident) => {
-        impl Elem for $name {
-            const BYTES: usize = size_of::<$bits>();
-
-            #[inline(always)]
-            unsafe fn one(self, at: *const u8) -> f32 {
-                // SAFETY: the caller's promise.
-                $one(unsafe { at.cast::<$bits>().read_unaligned() })
-            }
-
-            #[inline(always)]
-            unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
-                // SAFETY: the caller's promise.
-                unsafe { s.$vector(at.cast()) }
-            }
-        }
-    };
-}
-
-vector_elem!(OfF32, f32, std::convert::identity, load);
-vector_elem!(OfF16, u16, |bits| f16::from_bits(bits).to_f32(), load_f16);
-vector_elem!(OfBf16, u16, |bits| bf16::from_bits(bits).to_f32(), load_bf16);
-
-impl Elem for OfFp8 {
-    const BYTES: usize = 1;
-
-    #[inline(always)]
-    unsafe fn one(self, at: *const u8) -> f32 {
-        // SAFETY: the caller's promise.
-        self.0[usize::from(unsafe { at.read() })]
-    }
-
-    #[inline(always)]
-    unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
-        let mut lanes = [0.0; 16];
-        // SAFETY: the caller's promise; no vector has more than sixteen lanes.
-        unsafe {
-            for (i, lane) in lanes[..S::LANES].iter_mut().enumerate() {
-                *lane = self.one(at.add(i));
-            }
-            s.load(lanes.as_ptr())
-        }
-    }
-}
-
-/// `$body` once for each type of elements, the type chosen here.
-macro_rules! of_type {
-    ($dtype:expr, $elem:ident => $body:expr) => {
-        match $dtype {
-            DType::F32 => {
-                let $elem = OfF32;
-                $body
-            }
-            DType::F16 => {
-                let $elem = OfF16;
-                $body
-            }
-            DType::Bf16 => {
-                let $elem = OfBf16;
-                $body
-            }
-            fp8 => {
-                let $elem = OfFp8(fp8_table(fp8));
-                $body
-            }
-        }
-    };
-}
-
 impl Matrix {
+    /// Dense rows of `cols` elements in scratch.
+    pub(crate) fn dense(ptr: *const u8, dtype: DType, cols: usize) -> Self {
+        let size = dtype.size_bytes() as isize;
+        Self { ptr, dtype, row: cols as isize * size, col: size }
+    }
+
+    /// Whether the elements of a row lie side by side.
+    pub(crate) fn has_dense_rows(&self) -> bool {
+        self.col == self.dtype.size_bytes() as isize
+    }
+
     /// The address of element (row, col).
     #[inline(always)]
-    fn at(&self, row: usize, col: usize) -> *const u8 {
+    pub(crate) fn at(&self, row: usize, col: usize) -> *const u8 {
         self.ptr.wrapping_offset((row as isize).wrapping_mul(self.row)).wrapping_offset(
             // Column 0 never uses the stride, which may be bogus for one column.
             (col as isize).wrapping_mul(self.col),
@@ -402,100 +342,6 @@ impl Matrix {
                 }
             }
         }
-    }
-}
-
-/// The same copies with two bf16 in each 32-bit element, for dot products of pairs. The matrix is
-/// bf16, and nothing is converted.
-impl Matrix {
-    #[inline(always)]
-    unsafe fn bits(&self, row: usize, col: usize) -> u32 {
-        // SAFETY: the caller's promise.
-        unsafe { u32::from(self.at(row, col).cast::<u16>().read_unaligned()) }
-    }
-
-    /// Columns `2 unit` and `2 unit + 1`, zero beyond `cols`.
-    #[inline(always)]
-    unsafe fn column_pair(&self, row: usize, unit: usize, cols: usize) -> f32 {
-        let col = 2 * unit;
-        // SAFETY: the caller's promise.
-        let high = if col + 1 < cols { unsafe { self.bits(row, col + 1) } } else { 0 };
-        // SAFETY: as above.
-        f32::from_bits(unsafe { self.bits(row, col) } | high << 16)
-    }
-
-    /// As [`gather_rows`](Self::gather_rows), pairs along columns.
-    ///
-    /// # Safety
-    /// As there, with half the columns, rounded up.
-    #[inline(always)]
-    pub(crate) unsafe fn gather_row_pairs<S: Simd>(
-        &self,
-        s: S,
-        rows: usize,
-        cols: usize,
-        to: *mut f32,
-        stride: usize,
-    ) {
-        let units = cols.div_ceil(2);
-        let whole = if self.col == 2 { cols / 2 / S::LANES * S::LANES } else { 0 };
-        for row in 0..rows {
-            let to = to.wrapping_add(row * stride);
-            // SAFETY: the caller's promise, pair by pair.
-            unsafe {
-                let from = self.at(row, 0).cast::<f32>();
-                for unit in (0..whole).step_by(S::LANES) {
-                    s.store(to.add(unit), s.load(from.add(unit)));
-                }
-                for unit in whole..units {
-                    *to.add(unit) = self.column_pair(row, unit, cols);
-                }
-            }
-        }
-    }
-
-    /// As [`gather`](Self::gather), pairs along rows: `capacity` of them a panel. Whether all of it
-    /// was finite.
-    ///
-    /// # Safety
-    /// As there, with half the rows, rounded up.
-    #[inline(always)]
-    pub(crate) unsafe fn gather_pairs<S: Simd>(
-        &self,
-        s: S,
-        rows: usize,
-        cols: usize,
-        to: *mut f32,
-        capacity: usize,
-    ) -> bool {
-        let width = S::PANEL;
-        let mut finite = true;
-        for first in (0..cols).step_by(width) {
-            let panel = to.wrapping_add(first * capacity);
-            let live = width.min(cols - first);
-            for row in (0..rows).step_by(2) {
-                let two = row + 1 < rows;
-                let to = panel.wrapping_add(row / 2 * width);
-                // What is not there is 0; 32 columns are the widest panel.
-                let mut edge = [[0u16; 32]; 2];
-                // SAFETY: the caller's promise, element by element.
-                finite &= unsafe {
-                    if self.col == 2 && live == width {
-                        let low = self.at(row, first).cast();
-                        let high = if two { self.at(row + 1, first).cast() } else { edge[1].as_ptr() };
-                        s.interleave_bf16(low, high, to)
-                    } else {
-                        for (row, edge) in (row..rows).zip(&mut edge) {
-                            for (col, to) in edge[..live].iter_mut().enumerate() {
-                                *to = self.bits(row, first + col) as u16;
-                            }
-                        }
-                        s.interleave_bf16(edge[0].as_ptr(), edge[1].as_ptr(), to)
-                    }
-                };
-            }
-        }
-        finite
     }
 }
 

@@ -1,0 +1,127 @@
+//! Times decode of the CPU backend beside the machine's own read bandwidth, in turns: a query a sequence over a long
+//! cache, whose K and V are to be read once.
+//!
+//! `decode_bench SEQLEN_K BATCH HEADS_Q HEADS_KV HEAD_DIM f32|f16|bf16 PAGE_SIZE(0: strided) TURNS`;
+//! `FMHA_NUM_THREADS` and `FMHA_CPU_ISA` apply to both. Prints the best of each over the turns, and their ratio; by the
+//! clock, and with one thread by processor time too, which other programs do not lengthen.
+
+use std::time::Instant;
+
+use fmha_core::{
+    BlockTable, DType, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdProblem, KvLayout, PlanOptions,
+    QLayout, Stream,
+};
+use fmha_cpu::CpuBackend;
+
+/// Processor time of this thread.
+fn thread_seconds() -> f64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` is writable; the call touches nothing else.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
+    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
+}
+
+/// Seconds by the clock, and of this thread's processor time.
+fn timed(work: impl FnOnce()) -> (f64, f64) {
+    let (start, start_cpu) = (Instant::now(), thread_seconds());
+    work();
+    (start.elapsed().as_secs_f64(), thread_seconds() - start_cpu)
+}
+
+/// Reads all of it once, each thread a part.
+fn read(memory: &[u64], threads: usize) -> u64 {
+    let part = |part: &[u64]| {
+        let mut sums = [0u64; 8];
+        for chunk in part.chunks_exact(8) {
+            for (sum, &x) in sums.iter_mut().zip(chunk) {
+                *sum = sum.wrapping_add(x);
+            }
+        }
+        sums.iter().fold(0u64, |sum, &x| sum.wrapping_add(x))
+    };
+    if threads == 1 {
+        return part(memory);
+    }
+    std::thread::scope(|scope| {
+        let parts: Vec<_> = memory
+            .chunks(memory.len().div_ceil(threads))
+            .map(|chunk| scope.spawn(move || part(chunk)))
+            .collect();
+        parts.into_iter().map(|part| part.join().unwrap_or(0)).fold(0, u64::wrapping_add)
+    })
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let number = |i: usize, default: u32| args.get(i).map_or(Ok(default), |text| text.parse::<u32>());
+    let (seqlen_k, batch) = (number(0, 32768)?, number(1, 1)?);
+    let (num_heads_q, num_heads_kv, head_dim) = (number(2, 8)?, number(3, 8)?, number(4, 128)?);
+    let dtype: DType = args.get(5).map_or("bf16", String::as_str).parse()?;
+    let (page_size, turns) = (number(6, 0)?, number(7, 20)?);
+    let dims = Dims {
+        batch,
+        seqlen_q: 1,
+        seqlen_k,
+        num_heads_q,
+        num_heads_kv,
+        head_dim_qk: head_dim,
+        head_dim_v: head_dim,
+    };
+    let layout = if page_size == 0 { KvLayout::Strided } else { KvLayout::Paged { page_size } };
+    let problem = FwdProblem::new(QLayout::Batch, layout, dtype, dims);
+    let pages = if page_size == 0 { 0 } else { seqlen_k.div_ceil(page_size) };
+    let rows = if page_size == 0 { batch * seqlen_k } else { batch * pages * page_size };
+    let size = dtype.size_bytes() as usize;
+    let cache_bytes = rows as usize * num_heads_kv as usize * head_dim as usize * size;
+    let mut state = 1u32;
+    let mut random = |bytes: usize| {
+        let mut data = vec![0u64; bytes.div_ceil(8)];
+        for element in bytemuck::cast_slice_mut::<u64, u8>(&mut data)[..bytes].chunks_exact_mut(size) {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            dtype.write(f64::from(state >> 8) / f64::from(1 << 23) - 1.0, element);
+        }
+        data
+    };
+    let q = random(problem.shape_q().num_elems() as usize * size);
+    let (k, v) = (random(cache_bytes), random(cache_bytes));
+    let mut o = vec![0u64; q.len()];
+    // Neighbouring pages far apart, as a server's are after a while.
+    let table: Vec<i32> =
+        (0..batch * pages).map(|at| (u64::from(at) * 7919 % u64::from(batch * pages)) as i32).collect();
+
+    let backend = CpuBackend::new()?;
+    let plan = backend.plan_fwd(&problem.validate()?, &PlanOptions::default())?;
+    println!("{}, {dtype}, page_size {page_size}", backend.name());
+    let mut best = [[f64::INFINITY; 2]; 2];
+    for _ in 0..turns {
+        let mut error = None;
+        let ours = timed(|| {
+            let (k, v) = (DevSlice::host(&k), DevSlice::host(&v));
+            let mut args = FwdArgs::new(DevSlice::host(&q), k, v, DevSliceMut::host(&mut o));
+            if page_size > 0 {
+                args.seq.totals.num_pages = Some(batch * pages);
+                args.seq.block_table = Some(BlockTable { pages: DevSlice::host(&table), max_pages: pages });
+            }
+            error = backend.run_fwd(&plan, &mut args, Stream::DEFAULT).err();
+        });
+        if let Some(error) = error {
+            return Err(error.into());
+        }
+        let plain = timed(|| {
+            std::hint::black_box(read(&k, backend.threads()));
+            std::hint::black_box(read(&v, backend.threads()));
+        });
+        for (best, time) in best.iter_mut().zip([ours, plain]) {
+            (best[0], best[1]) = (best[0].min(time.0), best[1].min(time.1));
+        }
+    }
+    let bytes = 2.0 * cache_bytes as f64;
+    for (at, clock) in [(0, "by the clock"), (1, "by this thread's processor time")] {
+        if at == 1 && backend.threads() > 1 {
+            continue;
+        }
+        let [ours, plain] = best.map(|times| bytes / times[at] / 1e9);
+        println!("{clock}: decode {ours:.2} GB/s, reads {plain:.2} GB/s, ratio {:.3}", ours / plain);
+    }
+    Ok(())
+}

@@ -1,0 +1,229 @@
+//! What happens to a KV cache around attention: new rows written to it, Q turned to its positions, blocks of keys
+//! that do not lie as rows one after another brought together.
+
+use fmha_core::seq::KvRows;
+use fmha_core::{
+    CacheArgs, CacheSlice, DType, DevSlice, FwdArgs, FwdProblem, Rotary, SeqSpan, Shape, Strides,
+};
+
+use crate::memory::{Floats, reserve};
+use crate::score::HeadScore;
+use crate::tasks::Threads;
+use crate::tensor::{Matrix, Source, Target, fp8_table};
+
+/// The tables of a rotary embedding.
+#[derive(Clone, Copy)]
+pub(crate) struct Angles<'a> {
+    rotary: Rotary,
+    cos: &'a [u8],
+    sin: &'a [u8],
+}
+
+impl<'a> Angles<'a> {
+    fn new(rotary: Rotary, cache: &CacheArgs<'a>) -> Self {
+        let bytes =
+            |slice: &Option<DevSlice<'a>>| slice.as_ref().and_then(DevSlice::as_host).unwrap_or_default();
+        Self { rotary, cos: bytes(&cache.cos), sin: bytes(&cache.sin) }
+    }
+
+    /// Turns a row that stands at `position`, which `spans` saw in the tables.
+    fn turn(&self, row: &mut [f32], position: u32) {
+        let (dtype, half) = (self.rotary.dtype, self.rotary.dim as usize / 2);
+        let size = dtype.size_bytes() as usize;
+        let at = |table: &[u8], i: u32| {
+            let at = (position as usize * half + i as usize) * size;
+            table.get(at..at + size).map_or(f32::NAN, |bytes| dtype.read(bytes) as f32)
+        };
+        self.rotary.turn(row, |i| (at(self.cos, i), at(self.sin, i)));
+    }
+}
+
+/// Writes the new rows of a call to its cache.
+///
+/// # Errors
+/// Memory for scratch that the system refuses, before anything is written.
+pub(crate) fn append(
+    problem: &FwdProblem,
+    args: &FwdArgs<'_>,
+    spans: &[SeqSpan],
+    rows: KvRows<'_>,
+    threads: &Threads,
+) -> fmha_core::Result<()> {
+    let Some(append) = &problem.append else { return Ok(()) };
+    let angles = problem.rotary.map(|rotary| Angles::new(rotary, &args.cache));
+    let dims = problem.dims;
+    let tensors = [
+        (&args.k, &args.cache.k_new, append.k_new, problem.k, problem.dtype_qk, dims.head_dim_qk, angles),
+        (&args.v, &args.cache.v_new, append.v_new, problem.v, problem.dtype_v, dims.head_dim_v, None),
+    ];
+    let used = threads.used(spans.len());
+    for (to, new, from_strides, to_strides, dtype, dim, angles) in tensors {
+        let (CacheSlice::Append(to), Some(new)) = (to, new) else { continue };
+        let from = Source::new(*new, dtype, from_strides);
+        let to = Target::new(to, dtype, to_strides);
+        let mut scratch = reserve(used)?;
+        scratch.extend((0..used).map(|_| vec![0f32; dim as usize]));
+        threads.for_each(&mut scratch, spans.len(), |row, task| {
+            let span = spans[task];
+            for (n, j) in (span.seqlen_cached..span.seqlen_k).enumerate() {
+                let (batch, at) = rows.at(&span, j);
+                for head in 0..dims.num_heads_kv {
+                    let source = from.matrix(span.new_batch, head, span.new_row + n as u32);
+                    for (d, x) in row.iter_mut().enumerate() {
+                        // SAFETY: the argument check measured k_new and v_new, `spans` their rows.
+                        *x = unsafe { source.get(0, d) };
+                    }
+                    if let Some(angles) = &angles {
+                        angles.turn(row, j);
+                    }
+                    // SAFETY: `spans` saw that this row is in the cache and that no other is written there.
+                    unsafe { to.write_strided(batch, at, head, row) };
+                }
+            }
+        });
+    }
+    Ok(())
+}
+
+/// Q as attention takes it: turned to its positions, b·s·h·d.
+pub(crate) struct TurnedQueries {
+    memory: Floats,
+    dtype: DType,
+    strides: Strides,
+}
+
+impl TurnedQueries {
+    /// `None` where nothing turns.
+    ///
+    /// # Errors
+    /// Memory that the system refuses.
+    pub(crate) fn of(
+        problem: &FwdProblem,
+        args: &FwdArgs<'_>,
+        spans: &[SeqSpan],
+        threads: &Threads,
+    ) -> fmha_core::Result<Option<Self>> {
+        let Some(rotary) = problem.rotary else { return Ok(None) };
+        let angles = Angles::new(rotary, &args.cache);
+        let shape: Shape = problem.extents(args.seq.totals).q;
+        let (dtype, strides) = (problem.dtype_qk, Strides::bshd(shape));
+        let bytes = shape.num_elems() * dtype.size_bytes();
+        let mut memory = Floats::scratch(bytes.div_ceil(4) as usize)?;
+        let from = Source::new(args.q, dtype, problem.q);
+        let to = Target::of_scratch(memory.as_mut_ptr().cast(), dtype, strides);
+        let used = threads.used(spans.len());
+        let mut scratch = reserve(used)?;
+        scratch.extend((0..used).map(|_| vec![0f32; shape.dim as usize]));
+        threads.for_each(&mut scratch, spans.len(), |row, task| {
+            let span = spans[task];
+            for i in 0..span.seqlen_q {
+                let position = span.seqlen_cached + if problem.positions_advance() { i } else { 0 };
+                for head in 0..shape.head {
+                    let source = from.q_rows(span, head).skip(i as usize);
+                    for (d, x) in row.iter_mut().enumerate() {
+                        // SAFETY: the argument check measured Q, `spans` its rows.
+                        *x = unsafe { source.get(0, d) };
+                    }
+                    angles.turn(row, position);
+                    // SAFETY: a row of the scratch that no other thread writes.
+                    unsafe { to.write_row(span.q_batch, span.q_row + i, head, 0, row) };
+                }
+            }
+        });
+        Ok(Some(Self { memory, dtype, strides }))
+    }
+
+    /// It, to read.
+    pub(crate) fn source(&self) -> Source {
+        Source::of_scratch(self.memory.as_ptr().cast(), self.dtype, self.strides)
+    }
+}
+
+/// K or V as it lies in the cache.
+#[derive(Clone, Copy)]
+pub(crate) struct Cached<'a> {
+    /// The tensor.
+    pub(crate) source: Source,
+    /// Where its rows are.
+    pub(crate) rows: KvRows<'a>,
+    /// Elements of a row.
+    pub(crate) dim: usize,
+    /// The type that a narrower cache is taken for.
+    pub(crate) widened: Option<DType>,
+}
+
+impl Cached<'_> {
+    /// Bytes of scratch for `count` keys.
+    pub(crate) fn scratch_bytes(&self, count: usize) -> usize {
+        let size = self.widened.unwrap_or(self.source.dtype()).size_bytes() as usize;
+        count * self.dim * size
+    }
+
+    /// Keys `j .. j + count` of one head as a matrix: where they lie, or brought together in `scratch`. `dense`: the
+    /// elements of a row are to lie side by side.
+    pub(crate) fn block(
+        &self,
+        head: &HeadScore,
+        (j, count): (u32, usize),
+        descale: f32,
+        dense: bool,
+        scratch: &mut Floats,
+    ) -> Matrix {
+        let span = &head.span;
+        let run = self.rows.run(span, j) as usize;
+        let (batch, row) = self.rows.at(span, j);
+        let here = self.source.matrix(batch, head.i_head_kv, row);
+        if self.widened.is_none() && run >= count && (here.has_dense_rows() || !dense) {
+            return here;
+        }
+        let dtype = self.widened.unwrap_or(self.source.dtype());
+        let size = dtype.size_bytes() as usize;
+        let to = scratch.as_mut_ptr().cast::<u8>();
+        let widen = self.widened.map(|wide| Widen::new(self.source.dtype(), wide, descale));
+        let mut done = 0;
+        while done < count {
+            let key = j + done as u32;
+            let run = (self.rows.run(span, key) as usize).min(count - done);
+            let (batch, row) = self.rows.at(span, key);
+            let from = self.source.matrix(batch, head.i_head_kv, row);
+            for n in 0..run {
+                let to = to.wrapping_add((done + n) * self.dim * size);
+                // SAFETY: `spans` saw that the row is in the tensor; the scratch holds `count` rows.
+                unsafe {
+                    match &widen {
+                        Some(widen) => {
+                            for d in 0..self.dim {
+                                let code = *from.at(n, d);
+                                to.cast::<u16>().add(d).write(widen.0[usize::from(code)]);
+                            }
+                        }
+                        None if from.has_dense_rows() => {
+                            std::ptr::copy_nonoverlapping(from.at(n, 0), to, self.dim * size);
+                        }
+                        None => {
+                            for d in 0..self.dim {
+                                std::ptr::copy_nonoverlapping(from.at(n, d), to.add(d * size), size);
+                            }
+                        }
+                    }
+                }
+            }
+            done += run;
+        }
+        Matrix::dense(to, dtype, self.dim)
+    }
+}
+
+/// What every byte of an FP8 cache becomes in a 16-bit type: times its descale, rounded once.
+struct Widen([u16; 256]);
+
+impl Widen {
+    fn new(from: DType, to: DType, descale: f32) -> Self {
+        let values = fp8_table(from);
+        Self(std::array::from_fn(|code| {
+            let mut bytes = [0; 2];
+            to.write(f64::from(values[code] * descale), &mut bytes);
+            u16::from_le_bytes(bytes)
+        }))
+    }
+}

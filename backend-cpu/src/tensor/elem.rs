@@ -1,0 +1,118 @@
+//! Types of elements, settled before the loops over them.
+
+use std::sync::LazyLock;
+
+use fmha_core::DType;
+use fmha_core::fp8::{E4m3Fn, E4m3Fnuz, E5m2, E5m2Fnuz};
+use half::{bf16, f16};
+
+use crate::simd::Simd;
+
+/// The value of every FP8 byte.
+pub(crate) fn fp8_table(dtype: DType) -> &'static [f32; 256] {
+    type Table = LazyLock<[f32; 256]>;
+    static E4M3FN: Table = LazyLock::new(|| std::array::from_fn(|b| E4m3Fn::from_bits(b as u8).to_f32()));
+    static E5M2: Table = LazyLock::new(|| std::array::from_fn(|b| E5m2::from_bits(b as u8).to_f32()));
+    static E4M3FNUZ: Table = LazyLock::new(|| std::array::from_fn(|b| E4m3Fnuz::from_bits(b as u8).to_f32()));
+    static E5M2FNUZ: Table = LazyLock::new(|| std::array::from_fn(|b| E5m2Fnuz::from_bits(b as u8).to_f32()));
+    match dtype {
+        DType::E5m2 => &E5M2,
+        DType::E4m3Fnuz => &E4M3FNUZ,
+        DType::E5m2Fnuz => &E5M2FNUZ,
+        _ => &E4M3FN,
+    }
+}
+
+/// A type of elements, settled before the loops over them.
+pub(crate) trait Elem: Copy {
+    const BYTES: usize;
+    /// # Safety
+    /// An element is readable there.
+    unsafe fn one(self, at: *const u8) -> f32;
+    /// # Safety
+    /// A whole vector of elements is readable there.
+    unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V;
+}
+
+#[derive(Clone, Copy)]
+pub(crate) struct OfF32;
+#[derive(Clone, Copy)]
+pub(crate) struct OfF16;
+#[derive(Clone, Copy)]
+pub(crate) struct OfBf16;
+/// By the value of every byte.
+#[derive(Clone, Copy)]
+pub(crate) struct OfFp8(pub(crate) &'static [f32; 256]);
+
+/// A type that vectors load by one instruction: its bits, how one is converted, and how a vector is.
+macro_rules! vector_elem {
+    ($name:ident, $bits:ty, $one:expr, $vector:ident) => {
+        impl Elem for $name {
+            const BYTES: usize = size_of::<$bits>();
+
+            #[inline(always)]
+            unsafe fn one(self, at: *const u8) -> f32 {
+                // SAFETY: the caller's promise.
+                $one(unsafe { at.cast::<$bits>().read_unaligned() })
+            }
+
+            #[inline(always)]
+            unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
+                // SAFETY: the caller's promise.
+                unsafe { s.$vector(at.cast()) }
+            }
+        }
+    };
+}
+
+vector_elem!(OfF32, f32, std::convert::identity, load);
+vector_elem!(OfF16, u16, |bits| f16::from_bits(bits).to_f32(), load_f16);
+vector_elem!(OfBf16, u16, |bits| bf16::from_bits(bits).to_f32(), load_bf16);
+
+impl Elem for OfFp8 {
+    const BYTES: usize = 1;
+
+    #[inline(always)]
+    unsafe fn one(self, at: *const u8) -> f32 {
+        // SAFETY: the caller's promise.
+        self.0[usize::from(unsafe { at.read() })]
+    }
+
+    #[inline(always)]
+    unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
+        let mut lanes = [0.0; 16];
+        // SAFETY: the caller's promise; no vector has more than sixteen lanes.
+        unsafe {
+            for (i, lane) in lanes[..S::LANES].iter_mut().enumerate() {
+                *lane = self.one(at.add(i));
+            }
+            s.load(lanes.as_ptr())
+        }
+    }
+}
+
+/// `$body` once for each type of elements, the type chosen here.
+macro_rules! of_type {
+    ($dtype:expr, $elem:ident => $body:expr) => {
+        match $dtype {
+            fmha_core::DType::F32 => {
+                let $elem = $crate::tensor::elem::OfF32;
+                $body
+            }
+            fmha_core::DType::F16 => {
+                let $elem = $crate::tensor::elem::OfF16;
+                $body
+            }
+            fmha_core::DType::Bf16 => {
+                let $elem = $crate::tensor::elem::OfBf16;
+                $body
+            }
+            fp8 => {
+                let $elem = $crate::tensor::elem::OfFp8($crate::tensor::fp8_table(fp8));
+                $body
+            }
+        }
+    };
+}
+
+pub(crate) use of_type;

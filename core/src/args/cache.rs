@@ -1,0 +1,75 @@
+//! The tensors of a KV cache that a call updates.
+
+use super::{DevSlice, DevSliceMut, FwdArgs, MemorySpace};
+
+/// K or V of a forward call.
+#[derive(Debug)]
+pub enum CacheSlice<'a> {
+    /// Memory that the call reads.
+    Read(DevSlice<'a>),
+    /// Memory that the call appends to, then reads.
+    Append(DevSliceMut<'a>),
+    /// V of a problem whose V lies in K's rows.
+    InK,
+}
+
+impl<'a> From<DevSlice<'a>> for CacheSlice<'a> {
+    fn from(slice: DevSlice<'a>) -> Self {
+        Self::Read(slice)
+    }
+}
+
+impl<'a> From<DevSliceMut<'a>> for CacheSlice<'a> {
+    fn from(slice: DevSliceMut<'a>) -> Self {
+        Self::Append(slice)
+    }
+}
+
+/// Operands of what happens to a cache besides reading it; each is there iff the problem says so.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CacheArgs<'a> {
+    /// New keys.
+    pub k_new: Option<DevSlice<'a>>,
+    /// New values, unless V lies in K.
+    pub v_new: Option<DevSlice<'a>>,
+    /// Cosines of the rotary embedding.
+    pub cos: Option<DevSlice<'a>>,
+    /// Sines of the rotary embedding.
+    pub sin: Option<DevSlice<'a>>,
+    /// u32 `[batch, seqlen_q, words]`, or packed `[total_q, words]`.
+    pub tree_mask: Option<DevSlice<'a>>,
+}
+
+impl FwdArgs<'_> {
+    /// K's memory, to read.
+    #[must_use]
+    pub fn k_slice(&self) -> DevSlice<'_> {
+        Self::readable(&self.k).unwrap_or_else(|| DevSlice::host::<u8>(&[]))
+    }
+
+    /// V's memory, to read: K's, where V lies in K.
+    #[must_use]
+    pub fn v_slice(&self) -> DevSlice<'_> {
+        Self::readable(&self.v).unwrap_or_else(|| self.k_slice())
+    }
+
+    fn readable<'b>(slice: &'b CacheSlice<'_>) -> Option<DevSlice<'b>> {
+        match slice {
+            CacheSlice::Read(slice) => Some(*slice),
+            CacheSlice::Append(slice) => Some(slice.as_input()),
+            CacheSlice::InK => None,
+        }
+    }
+}
+
+impl CacheSlice<'_> {
+    /// Where it lies; `None` where it is no memory of its own.
+    #[must_use]
+    pub fn space(&self) -> Option<MemorySpace> {
+        match self {
+            CacheSlice::Read(slice) => Some(slice.space()),
+            CacheSlice::Append(slice) => Some(slice.space()),
+            CacheSlice::InK => None,
+        }
+    }
+}

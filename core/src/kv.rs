@@ -1,0 +1,76 @@
+//! What a call does with a KV cache besides reading it: new keys and values appended, positions rotated
+//! in, a cache that is narrower than its arithmetic.
+
+use crate::dtype::DType;
+use crate::layout::{QLayout, Strides};
+
+/// New keys and values: written to the cache at rows `seqused_k[b] ..`, then attended to like the rest.
+///
+/// k_new `[batch, seqlen_new, num_heads_kv, head_dim_qk]` and v_new `[.., head_dim_v]`, in the types of K and V,
+/// or packed by `cu_seqlens_new`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Append {
+    /// A batch axis, or sequences one after another.
+    pub layout: QLayout,
+    /// New rows of a sequence; packed, an upper bound over the sequences.
+    pub seqlen_new: u32,
+    /// Strides of k_new.
+    pub k_new: Strides,
+    /// Strides of v_new; unused where V lies in K.
+    pub v_new: Strides,
+}
+
+/// Which elements of a row turn about each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum RotaryPairs {
+    /// 2i and 2i + 1 (GPT-J).
+    Interleaved,
+    /// i and i + dim / 2 (GPT-NeoX).
+    Half,
+}
+
+/// Rotary embedding: Q's rows, and k_new's before they are written, are turned by their positions' angles,
+/// computed in f32 and rounded to their type once.
+///
+/// cos and sin are `[max_pos, dim / 2]`, contiguous. A new key stands at the row it is written to; query i
+/// at `seqused_k[b] + i` under a causal mask or a window, and at `seqused_k[b]` otherwise.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rotary {
+    /// Leading elements of a row that turn: even, at most `head_dim_qk`.
+    pub dim: u32,
+    /// Which of them together.
+    pub pairs: RotaryPairs,
+    /// Rows of cos and sin.
+    pub max_pos: u32,
+    /// Their type: f32, or that of Q.
+    pub dtype: DType,
+}
+
+impl Rotary {
+    /// Elements of cos, and of sin.
+    #[must_use]
+    pub fn table_elems(&self) -> u64 {
+        u64::from(self.max_pos) * u64::from(self.dim / 2)
+    }
+
+    /// The two elements of the i-th pair.
+    #[must_use]
+    #[inline]
+    pub fn pair(&self, i: u32) -> (usize, usize) {
+        match self.pairs {
+            RotaryPairs::Interleaved => (2 * i as usize, 2 * i as usize + 1),
+            RotaryPairs::Half => (i as usize, (i + self.dim / 2) as usize),
+        }
+    }
+
+    /// Turns a row in place; `angle` gives (cos, sin) of the i-th pair. Two products and a sum, each
+    /// rounded to f32: no fused operation, so that every backend has the same bits.
+    pub fn turn(&self, row: &mut [f32], angle: impl Fn(u32) -> (f32, f32)) {
+        for i in 0..self.dim / 2 {
+            let ((a, b), (cos, sin)) = (self.pair(i), angle(i));
+            let (x, y) = (row[a], row[b]);
+            row[a] = x * cos - y * sin;
+            row[b] = y * cos + x * sin;
+        }
+    }
+}

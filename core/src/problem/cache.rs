@@ -1,0 +1,239 @@
+//! What a problem does with a KV cache: its checks, and what follows from it.
+
+use super::{Dims, FwdProblem, MAX_SEQLEN, check_input, check_output, check_unit_stride};
+use crate::dtype::DType;
+use crate::error::{ProblemError, Refusal, ensure};
+use crate::kv::{Append, Rotary};
+use crate::layout::{KvLayout, QLayout, Shape, Strides, Totals, VLayout};
+use crate::mask::{MaskAlign, MaskShape, MaskSpec};
+
+impl Append {
+    /// `seqlen_new` rows a sequence of a problem's, contiguous b·s·h·d.
+    #[must_use]
+    pub fn batch(problem: &FwdProblem, seqlen_new: u32) -> Self {
+        Self::new(QLayout::Batch, problem.dims, seqlen_new)
+    }
+
+    /// At most `seqlen_new` rows a sequence of a problem's, packed, contiguous s·h·d.
+    #[must_use]
+    pub fn packed(problem: &FwdProblem, seqlen_new: u32) -> Self {
+        Self::new(QLayout::Packed, problem.dims, seqlen_new)
+    }
+
+    fn new(layout: QLayout, dims: Dims, seqlen_new: u32) -> Self {
+        let k = Shape { batch: dims.batch, seq: seqlen_new, head: dims.num_heads_kv, dim: dims.head_dim_qk };
+        let v = Shape { dim: dims.head_dim_v, ..k };
+        Self { layout, seqlen_new, k_new: Strides::bshd(k), v_new: Strides::bshd(v) }
+    }
+}
+
+impl FwdProblem {
+    /// The type that K is stored in.
+    #[must_use]
+    pub fn stored_k(&self) -> DType {
+        self.dtype_cache.unwrap_or(self.dtype_qk)
+    }
+
+    /// The type that V is stored in.
+    #[must_use]
+    pub fn stored_v(&self) -> DType {
+        self.dtype_cache.unwrap_or(self.dtype_v)
+    }
+
+    /// Whether query i of a sequence stands i rows after its first one, and not all on one position.
+    #[must_use]
+    pub fn positions_advance(&self) -> bool {
+        matches!(self.mask.shape, MaskShape::Causal(_) | MaskShape::Window { .. }) || self.tree_mask
+    }
+
+    /// Words of a query's row of the tree mask.
+    #[must_use]
+    pub fn tree_mask_words(&self) -> u32 {
+        self.dims.seqlen_q.div_ceil(32)
+    }
+
+    /// Shapes of k_new and v_new.
+    #[must_use]
+    pub fn shapes_new(&self, append: &Append, totals: Totals) -> (Shape, Shape) {
+        let dims = self.dims;
+        let (batch, seq) = match append.layout {
+            QLayout::Batch => (dims.batch, append.seqlen_new),
+            QLayout::Packed => (1, totals.total_new.unwrap_or(0)),
+        };
+        let k = Shape { batch, seq, head: dims.num_heads_kv, dim: dims.head_dim_qk };
+        (k, Shape { dim: dims.head_dim_v, ..k })
+    }
+
+    pub(crate) fn check_cache(&self) -> Result<(), ProblemError> {
+        if let Some(cache) = self.dtype_cache {
+            let (qk, v) = (self.dtype_qk, self.dtype_v);
+            ensure!(
+                cache.is_fp8() && matches!(qk, DType::F16 | DType::Bf16) && v == qk,
+                "dtype_cache",
+                "dtype_cache {cache} does not go with dtype_qk {qk} and dtype_v {v} (FP8 beside 16 bits)"
+            );
+            ensure!(
+                self.append.is_none(),
+                "dtype_cache",
+                "dtype_cache {cache} takes no append: 0 ways to round new keys to it are defined"
+            );
+        }
+        if self.v_in_k {
+            self.check_v_in_k()?;
+        }
+        if let Some(append) = &self.append {
+            self.check_append(append)?;
+        }
+        if let Some(rotary) = &self.rotary {
+            self.check_rotary(rotary)?;
+        }
+        let plain = MaskSpec { shape: MaskShape::Causal(MaskAlign::BottomRight), sink_columns: 0 };
+        ensure!(
+            !self.tree_mask || self.mask == plain,
+            "tree_mask",
+            "tree_mask stands in for the mask 2 (causal, bottom-right), not for {}",
+            self.mask
+        );
+        Ok(())
+    }
+
+    fn check_v_in_k(&self) -> Result<(), ProblemError> {
+        let dims = self.dims;
+        ensure!(
+            dims.head_dim_v <= dims.head_dim_qk,
+            "v_in_k",
+            "v_in_k: head_dim_v {} is larger than head_dim_qk {}",
+            dims.head_dim_v,
+            dims.head_dim_qk
+        );
+        let alike = self.v == self.k && self.dtype_v == self.dtype_qk;
+        ensure!(
+            alike && self.v_layout == VLayout::RowMajor && self.descale_v == self.descale_k,
+            "v_in_k",
+            "v_in_k: V's strides {:?}, type, layout or descale are not K's {:?}",
+            self.v,
+            self.k
+        );
+        Ok(())
+    }
+
+    fn check_append(&self, append: &Append) -> Result<(), ProblemError> {
+        let most = i32::MAX.unsigned_abs();
+        let new = append.seqlen_new;
+        ensure!(new <= most, "seqlen_new", "seqlen_new {new} is larger than {most}");
+        ensure!(
+            self.seqused_k,
+            "append",
+            "append of seqlen_new {new} needs seqused_k, the rows that are there before"
+        );
+        let (k, v) = self.shapes_new(append, Totals { total_new: Some(new.max(2)), ..Totals::NONE });
+        check_input("k_new", append.k_new, k, self.dtype_qk)?;
+        check_unit_stride("k_new", "dim", append.k_new.dim, k.dim)?;
+        if !self.v_in_k {
+            check_input("v_new", append.v_new, v, self.dtype_v)?;
+            check_unit_stride("v_new", "dim", append.v_new.dim, v.dim)?;
+        }
+        Ok(())
+    }
+
+    fn check_rotary(&self, rotary: &Rotary) -> Result<(), ProblemError> {
+        let (dim, most) = (rotary.dim, self.dims.head_dim_qk);
+        ensure!(
+            dim >= 2 && dim.is_multiple_of(2) && dim <= most,
+            "rotary_dim",
+            "rotary_dim {dim} is not even in 2..={most} (head_dim_qk)"
+        );
+        let positions = i32::MAX.unsigned_abs();
+        let max_pos = rotary.max_pos;
+        ensure!((1..=positions).contains(&max_pos), "max_pos", "max_pos {max_pos} is not in 1..={positions}");
+        let qk = self.dtype_qk;
+        ensure!(
+            (rotary.dtype == DType::F32 || rotary.dtype == qk) && !qk.is_fp8(),
+            "rotary.dtype",
+            "rotary.dtype {} does not go with dtype_qk {qk} (f32, or Q's type, which is not FP8)",
+            rotary.dtype
+        );
+        ensure!(
+            self.seqused_k,
+            "rotary",
+            "rotary of dim {dim} needs seqused_k, the position that it begins at"
+        );
+        Ok(())
+    }
+
+    /// The strides of what an append writes, for these extents.
+    pub(crate) fn check_written_cache(&self, k: Shape, v: Shape) -> Result<(), ProblemError> {
+        if self.append.is_none() {
+            return Ok(());
+        }
+        check_output("k", self.k, k, self.dtype_qk)?;
+        // A column-major V is written by elements: no two of them may share an address either.
+        ensure!(
+            self.v_in_k || self.v.is_injective(v),
+            "v",
+            "v strides {:?} give two elements of {v:?} one address",
+            self.v
+        );
+        Ok(())
+    }
+
+    /// Refuses, in a kernel's name, layouts other than a batch axis on both sides or packed rows on both.
+    ///
+    /// # Errors
+    /// Both layouts.
+    pub fn refuse_mixed_layouts(&self, kernel: &'static str) -> Result<(), Refusal> {
+        match (self.q_layout, self.kv_layout) {
+            (QLayout::Batch, KvLayout::Strided) | (QLayout::Packed, KvLayout::Packed) => Ok(()),
+            (q, kv) => Err(Refusal::new(
+                kernel,
+                format!("q_layout {q:?} with kv_layout {kv:?} is not 1 batch axis or packed rows for both"),
+            )),
+        }
+    }
+
+    /// Refuses, in a kernel's name, what it does to a cache besides reading it.
+    ///
+    /// # Errors
+    /// The first of append, rotary embedding, quantised cache and tree mask that the problem has.
+    pub fn refuse_cache_updates(&self, kernel: &'static str) -> Result<(), Refusal> {
+        let text = match self {
+            Self { append: Some(append), .. } => format!("append of seqlen_new {}", append.seqlen_new),
+            Self { rotary: Some(rotary), .. } => format!("rotary embedding of dim {}", rotary.dim),
+            Self { dtype_cache: Some(cache), .. } => format!("dtype_cache {cache} beside {}", self.dtype_qk),
+            Self { tree_mask: true, .. } => format!("tree_mask of {} queries", self.dims.seqlen_q),
+            _ => return Ok(()),
+        };
+        Err(Refusal::new(kernel, format!("{text} is not taken")))
+    }
+
+    /// Checks that each total is there iff the problem wants it, and that none is too large.
+    ///
+    /// # Errors
+    /// The first that is missing, given without need, or larger than [`MAX_SEQLEN`].
+    pub fn check_totals(&self, totals: Totals) -> Result<(), ProblemError> {
+        let packs_new = self.append.is_some_and(|append| append.layout == QLayout::Packed);
+        for (field, value, wanted, what) in [
+            ("total_q", totals.total_q, self.q_layout == QLayout::Packed, "Q is packed"),
+            ("total_k", totals.total_k, self.kv_layout == KvLayout::Packed, "K and V are packed"),
+            ("num_pages", totals.num_pages, self.kv_layout.is_paged(), "K and V are paged"),
+            ("total_new", totals.total_new, packs_new, "k_new and v_new are packed"),
+        ] {
+            match value {
+                Some(value) if !wanted => {
+                    return Err(ProblemError::new(
+                        field,
+                        format!("{field} {value} is given, but it is not so that {what}"),
+                    ));
+                }
+                None if wanted => {
+                    return Err(ProblemError::new(field, format!("{field} is missing (0 given): {what}")));
+                }
+                Some(value) => {
+                    ensure!(value <= MAX_SEQLEN, field, "{field} {value} is larger than {MAX_SEQLEN}");
+                }
+                None => {}
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,68 @@
+//! What a tensor's strides must hold to.
+
+use crate::dtype::DType;
+use crate::error::{ProblemError, ensure};
+use crate::layout::{Shape, Strides, VLayout};
+
+/// Bytes that a tensor may span: half of what a pointer difference can express.
+pub(crate) const MAX_EXTENT_BYTES: u64 = 1 << 62;
+
+/// Strides that stay non-negative and inside the address range.
+pub(crate) fn check_input(
+    name: &'static str,
+    strides: Strides,
+    shape: Shape,
+    dtype: DType,
+) -> Result<(), ProblemError> {
+    if let Some((axis, stride)) = strides.negative_axis(shape) {
+        return Err(ProblemError::new(name, format!("{name}.{axis} stride {stride} is negative")));
+    }
+    let most = MAX_EXTENT_BYTES / dtype.size_bytes();
+    let fits = strides.extent(shape).is_some_and(|elems| elems <= most);
+    ensure!(fits, name, "{name} strides {strides:?} reach beyond 2^62 bytes over {shape:?}");
+    // Strides of 0 hide how many there are.
+    ensure!(shape.num_elems() <= most, name, "{name} {shape:?} has more than {most} elements");
+    Ok(())
+}
+
+/// Outputs: rows of stride 1, and no element twice.
+pub(crate) fn check_output(
+    name: &'static str,
+    strides: Strides,
+    shape: Shape,
+    dtype: DType,
+) -> Result<(), ProblemError> {
+    check_input(name, strides, shape, dtype)?;
+    check_unit_stride(name, "dim", strides.dim, shape.dim)?;
+    ensure!(
+        strides.is_injective(shape),
+        name,
+        "{name} strides {strides:?} give two elements of {shape:?} one address"
+    );
+    Ok(())
+}
+
+/// V: stride 1 where its layout says.
+pub(crate) fn check_v(
+    name: &'static str,
+    strides: Strides,
+    layout: VLayout,
+    shape: Shape,
+    dtype: DType,
+) -> Result<(), ProblemError> {
+    check_input(name, strides, shape, dtype)?;
+    match layout {
+        VLayout::RowMajor => check_unit_stride(name, "dim", strides.dim, shape.dim),
+        VLayout::ColMajor => check_unit_stride(name, "seq", strides.seq, shape.seq),
+    }
+}
+
+pub(crate) fn check_unit_stride(
+    name: &'static str,
+    axis: &str,
+    stride: i64,
+    extent: u32,
+) -> Result<(), ProblemError> {
+    ensure!(stride == 1 || extent <= 1, name, "{name}.{axis} stride {stride} is not 1");
+    Ok(())
+}

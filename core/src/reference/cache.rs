@@ -1,0 +1,126 @@
+//! A head's operands as a KV cache gives them: wherever rows lie, new ones from where they come, turned to their
+//! positions, and a narrower cache widened.
+
+use num_traits::Float;
+
+use super::head::{Inputs, Rows, host, real};
+use crate::args::DevSlice;
+use crate::dtype::DType;
+use crate::error::ProblemError;
+use crate::layout::Strides;
+use crate::problem::FwdProblem;
+use crate::seq::{KvRows, SeqSpan};
+
+/// One sequence's operands.
+#[derive(Clone, Copy)]
+pub(super) struct Cached<'a> {
+    pub(super) problem: &'a FwdProblem,
+    pub(super) inputs: &'a Inputs<'a>,
+    pub(super) span: SeqSpan,
+}
+
+impl<'a> Cached<'a> {
+    /// Q `[seqlen_q, head_dim_qk]` of one head.
+    pub(super) fn queries<T: Float>(self, head: u32, descale: T) -> Result<Vec<T>, ProblemError> {
+        let Self { problem, inputs, span } = self;
+        let q = Rows { name: "q", slice: inputs.q, dtype: problem.dtype_qk, strides: problem.q };
+        let dim = problem.dims.head_dim_qk;
+        let mut rows = q.gather(|i| (span.q_batch, span.q_row + i), head, span.seqlen_q, dim, descale)?;
+        let advances = u32::from(problem.positions_advance());
+        self.turn(&mut rows, |i| span.seqlen_cached + advances * i)?;
+        Ok(rows)
+    }
+
+    /// K `[seqlen_k, head_dim_qk]` of one kv head.
+    pub(super) fn keys<T: Float>(self, head: u32, descale: T) -> Result<Vec<T>, ProblemError> {
+        let Self { problem, inputs, span } = self;
+        let rows = Rows { name: "k", slice: inputs.k, dtype: problem.stored_k(), strides: problem.k };
+        let mut keys = self.cached(&rows, head, problem.dims.head_dim_qk, descale)?;
+        if let (Some(append), Some(new)) = (&problem.append, inputs.cache.k_new) {
+            let mut new: Vec<T> =
+                self.new_rows("k_new", new, append.k_new, problem.dtype_qk, head, problem.dims.head_dim_qk)?;
+            self.turn(&mut new, |n| span.seqlen_cached + n)?;
+            keys.extend(new);
+        }
+        Ok(keys)
+    }
+
+    /// V `[seqlen_k, head_dim_v]` of one kv head.
+    pub(super) fn values<T: Float>(self, head: u32, descale: T) -> Result<Vec<T>, ProblemError> {
+        let Self { problem, inputs, .. } = self;
+        if problem.v_in_k {
+            let (qk, v) = (problem.dims.head_dim_qk as usize, problem.dims.head_dim_v as usize);
+            let keys: Vec<T> = self.keys(head, descale)?;
+            return Ok(keys.chunks(qk).flat_map(|row| &row[..v]).copied().collect());
+        }
+        let rows = Rows { name: "v", slice: inputs.v, dtype: problem.stored_v(), strides: problem.v };
+        let mut values = self.cached(&rows, head, problem.dims.head_dim_v, descale)?;
+        if let (Some(append), Some(new)) = (&problem.append, inputs.cache.v_new) {
+            let new: Vec<T> =
+                self.new_rows("v_new", new, append.v_new, problem.dtype_v, head, problem.dims.head_dim_v)?;
+            values.extend(new);
+        }
+        Ok(values)
+    }
+
+    /// The rows that are in the cache before the call.
+    fn cached<T: Float>(
+        self,
+        rows: &Rows<'_>,
+        head: u32,
+        dim: u32,
+        descale: T,
+    ) -> Result<Vec<T>, ProblemError> {
+        let Self { problem, inputs, span } = self;
+        let places = KvRows::of(problem, &inputs.seq)?;
+        let place = |j| places.at(&span, j);
+        if problem.dtype_cache.is_none() {
+            return rows.gather(place, head, span.seqlen_cached, dim, descale);
+        }
+        // The product in f32, rounded to Q's type once, as the contract has it.
+        let stored: Vec<f32> = rows.gather(place, head, span.seqlen_cached, dim, 1.0)?;
+        let descale = descale.to_f32().unwrap_or(f32::NAN);
+        let widened = |x: f32| real(problem.dtype_qk.round(f64::from(x * descale)));
+        Ok(stored.into_iter().map(widened).collect())
+    }
+
+    fn new_rows<T: Float>(
+        self,
+        name: &'static str,
+        slice: DevSlice<'_>,
+        strides: Strides,
+        dtype: DType,
+        head: u32,
+        dim: u32,
+    ) -> Result<Vec<T>, ProblemError> {
+        let span = self.span;
+        let rows = Rows { name, slice, dtype, strides };
+        rows.gather(
+            |n| (span.new_batch, span.new_row + n),
+            head,
+            span.seqlen_k - span.seqlen_cached,
+            dim,
+            T::one(),
+        )
+    }
+
+    /// Turns rows of Q or K to their positions: in f32, rounded to the input's type once.
+    fn turn<T: Float>(self, rows: &mut [T], position: impl Fn(u32) -> u32) -> Result<(), ProblemError> {
+        let Some(rotary) = self.problem.rotary else { return Ok(()) };
+        let cache = &self.inputs.cache;
+        let (cos, sin) = (host("cos", cache.cos.as_ref())?, host("sin", cache.sin.as_ref())?);
+        let (half, size) = (rotary.dim as usize / 2, rotary.dtype.size_bytes() as usize);
+        let dim = self.problem.dims.head_dim_qk as usize;
+        for (i, row) in rows.chunks_mut(dim).enumerate() {
+            let first = position(i as u32) as usize * half;
+            let at =
+                |table: &[u8], pair: u32| rotary.dtype.read(&table[(first + pair as usize) * size..]) as f32;
+            let mut turned: Vec<f32> = row.iter().map(|x| x.to_f32().unwrap_or(f32::NAN)).collect();
+            rotary.turn(&mut turned, |pair| (at(cos, pair), at(sin, pair)));
+            for (x, turned) in row.iter_mut().zip(turned).take(rotary.dim as usize) {
+                *x = real(self.problem.dtype_qk.round(f64::from(turned)));
+            }
+        }
+        Ok(())
+    }
+}

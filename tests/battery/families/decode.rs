@@ -1,0 +1,419 @@
+//! Few queries over a KV cache: paged, appended to, rotated, quantised, with V inside K, under tree masks; and the
+//! laws that such calls keep.
+
+use fmha_core::{
+    Append, DType, Descale, Dims, FwdProblem, KvLayout, QLayout, Rotary, RotaryPairs, Strides, Totals,
+};
+
+use super::edges::{data, masked};
+use crate::case::{Body, Case, Forward, Plant};
+use crate::init::mix;
+use crate::law::{Law, LawKind};
+use crate::tensors::Lengths;
+
+const WIDE: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
+
+pub(crate) fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    paged(&mut cases);
+    appended(&mut cases);
+    rotated(&mut cases);
+    quantised(&mut cases);
+    latent(&mut cases);
+    trees(&mut cases);
+    mixed(&mut cases);
+    modified(&mut cases);
+    long(&mut cases);
+    laws(&mut cases);
+    cases
+}
+
+fn dims(seqlen_q: u32, seqlen_k: u32, heads: (u32, u32), head_dim: u32) -> Dims {
+    Dims {
+        batch: 3,
+        seqlen_q,
+        seqlen_k,
+        num_heads_q: heads.0,
+        num_heads_kv: heads.1,
+        head_dim_qk: head_dim,
+        head_dim_v: head_dim,
+    }
+}
+
+fn push(cases: &mut Vec<Case>, name: String, problem: FwdProblem, lengths: Lengths) {
+    let data = data(&name);
+    cases.push(Case::forward(name, problem, lengths, data));
+}
+
+fn push_law(cases: &mut Vec<Case>, name: String, problem: FwdProblem, lengths: Lengths, kind: LawKind) {
+    let data = data(&name);
+    let forward = Forward { problem, lengths, data, plant: Plant::Nothing };
+    cases.push(Case { name, body: Body::Law(Box::new(Law { forward, kind })) });
+}
+
+/// A block table for a problem's longest sequences, in a random order among more pages than it takes, and how
+/// many pages there are. Entries that no key needs point nowhere.
+pub(crate) fn pages(problem: &FwdProblem, page_size: u32, seed: u64) -> (Vec<i32>, u32) {
+    let Dims { batch, seqlen_k, .. } = problem.dims;
+    let used = seqlen_k.div_ceil(page_size);
+    let num_pages = batch * used + 2;
+    let mut free: Vec<i32> = (0..num_pages.cast_signed()).collect();
+    for at in (1..free.len()).rev() {
+        free.swap(at, (mix(seed ^ at as u64) % (at as u64 + 1)) as usize);
+    }
+    let mut table = Vec::new();
+    for row in free.chunks(used.max(1) as usize).take(batch as usize) {
+        table.extend(row.iter().take(used as usize));
+        // One column more than it takes.
+        table.push(i32::MIN);
+    }
+    (table, num_pages)
+}
+
+/// `problem` with K and V in pages, and the table.
+fn in_pages(
+    mut problem: FwdProblem,
+    page_size: u32,
+    mut lengths: Lengths,
+    name: &str,
+) -> (FwdProblem, Lengths) {
+    let (table, num_pages) = pages(&problem, page_size, data(name).seed);
+    problem.kv_layout = KvLayout::Paged { page_size };
+    problem.k = Strides::bshd(problem.shape_k());
+    problem.v = Strides::bshd(problem.shape_v());
+    (lengths.block_table, lengths.totals.num_pages) = (table, Some(num_pages));
+    (problem, lengths)
+}
+
+/// Lengths of three caches, the longest among them.
+fn used(problem: &mut FwdProblem) -> Lengths {
+    let most = problem.dims.seqlen_k.cast_signed();
+    problem.seqused_k = true;
+    Lengths { seqused_k: vec![most, most / 3, 1.min(most)], ..Lengths::default() }
+}
+
+/// Every page size on both sides of a block, rows together (NHD) and heads together (HND), whole and partly used.
+fn paged(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for page_size in [1, 2, 3, 7, 16, 37, 64, 100, 256] {
+            for (seqlen_q, seqlen_k) in [(1, 70), (3, 129), (17, 90)] {
+                for mask in ["0", "b", "b:20,0"] {
+                    for heads_first in [false, true] {
+                        let order = if heads_first { "hnd" } else { "nhd" };
+                        let name = format!(
+                            "decode/paged/{dtype}/p{page_size}/s{seqlen_q}x{seqlen_k}/{mask}/{order}"
+                        );
+                        let mut problem = masked(dtype, dims(seqlen_q, seqlen_k, (4, 2), 32), mask);
+                        let lengths = used(&mut problem);
+                        let (mut problem, lengths) = in_pages(problem, page_size, lengths, &name);
+                        if heads_first {
+                            problem.k = Strides::bhsd(problem.shape_k());
+                            problem.v = Strides::bhsd(problem.shape_v());
+                        }
+                        push(cases, name, problem, lengths);
+                    }
+                }
+            }
+        }
+        // Two sequences begin with one page; sequences of no keys; tables without a page.
+        let name = format!("decode/shared_pages/{dtype}");
+        let mut problem = masked(dtype, dims(2, 40, (4, 2), 64), "b");
+        problem.seqused_k = true;
+        let lengths = Lengths { seqused_k: vec![40, 29, 16], ..Lengths::default() };
+        let (problem, mut lengths) = in_pages(problem, 16, lengths, &name);
+        let columns = lengths.block_table.len() / 3;
+        for sequence in 1..3 {
+            lengths.block_table[sequence * columns] = lengths.block_table[0];
+        }
+        push(cases, name, problem, lengths);
+        let name = format!("decode/no_keys/{dtype}");
+        let mut problem = masked(dtype, dims(2, 8, (2, 1), 32), "b");
+        problem.seqused_k = true;
+        let lengths = Lengths { seqused_k: vec![0, 8, 0], ..Lengths::default() };
+        let (problem, lengths) = in_pages(problem, 3, lengths, &name);
+        push(cases, name, problem, lengths);
+    }
+}
+
+/// New keys, none to many, with a batch axis and packed, in every layout of the cache.
+fn appended(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for (new, seqlen_q) in [(1, 1), (1, 3), (4, 4), (5, 2), (17, 17), (0, 1)] {
+            for page_size in [None, Some(1), Some(5), Some(16)] {
+                for mask in ["0", "b", "b:9,0"] {
+                    let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+                    let name = format!("decode/append/{dtype}/new{new}/q{seqlen_q}/{layout}/{mask}");
+                    let mut problem = masked(dtype, dims(seqlen_q, 60, (4, 2), 32), mask);
+                    problem.seqused_k = true;
+                    problem.append = Some(Append::batch(&problem, new));
+                    let mut lengths =
+                        Lengths { seqused_k: vec![60 - new.cast_signed(), 0, 31], ..Lengths::default() };
+                    if let Some(page_size) = page_size {
+                        (problem, lengths) = in_pages(problem, page_size, lengths, &name);
+                    }
+                    push(cases, name, problem, lengths);
+                }
+            }
+        }
+        for page_size in [None, Some(4)] {
+            let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+            let name = format!("decode/append_packed/{dtype}/{layout}");
+            let mut problem = masked(dtype, dims(9, 50, (4, 2), 32), "b");
+            (problem.q_layout, problem.seqused_k) = (QLayout::Packed, true);
+            problem.append = Some(Append::packed(&problem, 9));
+            let mut lengths = Lengths {
+                totals: Totals { total_q: Some(12), total_new: Some(13), ..Totals::NONE },
+                cu_seqlens_q: vec![0, 1, 1, 10],
+                cu_seqlens_new: vec![0, 1, 2, 11],
+                seqused_k: vec![40, 0, 22],
+                ..Lengths::default()
+            };
+            if let Some(page_size) = page_size {
+                (problem, lengths) = in_pages(problem, page_size, lengths, &name);
+            }
+            push(cases, name, problem, lengths);
+        }
+    }
+}
+
+/// Both pairings, part of a row and all of it, tables in f32 and in Q's type, with and without new keys.
+fn rotated(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for (pairs, word) in [(RotaryPairs::Interleaved, "interleaved"), (RotaryPairs::Half, "half")] {
+            for dim in [2, 16, 40] {
+                for table in [DType::F32, dtype] {
+                    for (new, mask) in [(0, "b"), (3, "b"), (1, "0"), (2, "b:7,0")] {
+                        let name =
+                            format!("decode/rotary/{word}/{dtype}/tables_{table}/r{dim}/new{new}/{mask}");
+                        if table == dtype && dtype == DType::F32 {
+                            continue;
+                        }
+                        let mut problem = masked(dtype, dims(3, 40, (4, 2), 40), mask);
+                        problem.seqused_k = true;
+                        problem.rotary = Some(Rotary { dim, pairs, max_pos: 64, dtype: table });
+                        problem.append = (new > 0).then(|| Append::batch(&problem, new));
+                        let lengths = Lengths { seqused_k: vec![37, 5, 0], ..Lengths::default() };
+                        push(cases, name, problem, lengths);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// FP8 caches beside 16-bit queries, every descale, strided and paged.
+fn quantised(cases: &mut Vec<Case>) {
+    for cache in [DType::E4m3Fn, DType::E5m2, DType::E4m3Fnuz, DType::E5m2Fnuz] {
+        for dtype in [DType::F16, DType::Bf16] {
+            for (word, descale) in
+                [("plain", Descale::None), ("tensor", Descale::PerTensor), ("head", Descale::PerKvHead)]
+            {
+                for (seqlen_q, page_size) in
+                    [(1, None), (1, Some(16)), (2, Some(5)), (20, None), (20, Some(7))]
+                {
+                    let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+                    let name =
+                        format!("decode/fp8_cache/{cache}/{dtype}/descale_{word}/q{seqlen_q}/{layout}");
+                    let (mut problem, lengths) = fp8_cache(dtype, cache, descale, seqlen_q);
+                    let mut lengths = lengths;
+                    if let Some(page_size) = page_size {
+                        (problem, lengths) = in_pages(problem, page_size, lengths, &name);
+                    }
+                    push(cases, name, problem, lengths);
+                }
+            }
+        }
+    }
+}
+
+fn fp8_cache(dtype: DType, cache: DType, descale: Descale, seqlen_q: u32) -> (FwdProblem, Lengths) {
+    let mut problem = masked(dtype, dims(seqlen_q, 75, (4, 2), 48), "b");
+    problem.dtype_cache = Some(cache);
+    (problem.descale_k, problem.descale_v) = (descale, descale);
+    let lengths = used(&mut problem);
+    (problem, lengths)
+}
+
+/// V as the first elements of K's rows, to 576 and 512.
+fn latent(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for (qk, v) in [(24, 16), (40, 40), (192, 128), (576, 512)] {
+            for (seqlen_q, page_size) in [(1, None), (2, Some(8)), (12, Some(16))] {
+                for new in [0, 2] {
+                    let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+                    let name = format!("decode/v_in_k/{dtype}/d{qk}x{v}/q{seqlen_q}/{layout}/new{new}");
+                    let sizes = Dims { head_dim_v: v, batch: 2, ..dims(seqlen_q, 33, (4, 1), qk) };
+                    let mut problem = masked(dtype, sizes, "b");
+                    problem.seqused_k = true;
+                    let mut lengths = Lengths { seqused_k: vec![31, 14], ..Lengths::default() };
+                    if let Some(page_size) = page_size {
+                        (problem, lengths) = in_pages(problem, page_size, lengths, &name);
+                    }
+                    (problem.v_in_k, problem.v) = (true, problem.k);
+                    problem.append = (new > 0).then(|| Append::batch(&problem, new));
+                    push(cases, name, problem, lengths);
+                }
+            }
+        }
+        for head_dim in [257, 320, 512, 576] {
+            let name = format!("decode/head_dim/{dtype}/d{head_dim}");
+            let sizes = Dims { batch: 1, ..dims(2, 50, (2, 1), head_dim) };
+            push(cases, name, masked(dtype, sizes, "b"), Lengths::default());
+        }
+    }
+}
+
+/// Speculative tokens: chains, wide trees, forests, random bits; more of them than keys.
+fn trees(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for seqlen_q in [1, 5, 33] {
+            for (word, seqlen_k) in [("chain", 70), ("siblings", 70), ("random", 70), ("short", 20)] {
+                let name = format!("decode/tree/{word}/{dtype}/q{seqlen_q}");
+                let mut problem = masked(dtype, dims(seqlen_q, seqlen_k, (4, 2), 32), "b");
+                problem.tree_mask = true;
+                let words = problem.tree_mask_words();
+                let seed = data(&name).seed;
+                let sees = |row: u32, n: u32| match word {
+                    "chain" => n <= row % seqlen_q,
+                    "siblings" => n == 0 || n == row % seqlen_q,
+                    _ => mix(seed ^ u64::from(row * 1000 + n)) % 3 > 0,
+                };
+                let word_of = |row: u32, at: u32| {
+                    let bits = (at * 32..(at * 32 + 32).min(seqlen_q)).filter(|&n| sees(row, n));
+                    bits.fold(0u32, |bits, n| bits | 1 << (n % 32)).cast_signed()
+                };
+                let rows = 0..3 * seqlen_q;
+                let mut lengths = used(&mut problem);
+                lengths.tree_mask = rows
+                    .flat_map(|row| (0..words).map(move |at| (row, at)))
+                    .map(|(row, at)| word_of(row, at))
+                    .collect();
+                push(cases, name, problem, lengths);
+            }
+        }
+    }
+}
+
+/// Q and K laid out apart: packed queries over strided and paged caches, batched queries over packed keys.
+fn mixed(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for mask in ["0", "b", "t", "b:6,0,2"] {
+            for (word, kv_layout) in [
+                ("strided", KvLayout::Strided),
+                ("packed", KvLayout::Packed),
+                ("paged", KvLayout::Paged { page_size: 6 }),
+            ] {
+                for q_layout in [QLayout::Batch, QLayout::Packed] {
+                    let name = format!("decode/layouts/{dtype}/{q_layout:?}_over_{word}/{mask}");
+                    let mut problem = FwdProblem::new(q_layout, kv_layout, dtype, dims(9, 40, (4, 2), 32));
+                    problem.mask = masked(dtype, problem.dims, mask).mask;
+                    problem.write_lse = true;
+                    let mut lengths = Lengths::packed(&[(1, 40), (9, 13), (0, 7)]);
+                    if q_layout == QLayout::Batch {
+                        lengths.totals.total_q = None;
+                    }
+                    if kv_layout != KvLayout::Packed {
+                        lengths.totals.total_k = None;
+                        lengths.seqused_k = used(&mut problem).seqused_k;
+                    }
+                    if let Some(page_size) = kv_layout.page_size() {
+                        let (table, num_pages) = pages(&problem, page_size, data(&name).seed);
+                        (lengths.block_table, lengths.totals.num_pages) = (table, Some(num_pages));
+                    }
+                    push(cases, name, problem, lengths);
+                }
+            }
+        }
+    }
+}
+
+/// Everything that changes a score, with few queries.
+fn modified(cases: &mut Vec<Case>) {
+    use fmha_core::{Bias, BiasBroadcast, ElementwiseBias};
+    for dtype in WIDE {
+        for seqlen_q in [1, 4] {
+            for mask in ["0", "b", "b:30,0,3"] {
+                for word in ["softcap", "alibi", "bias", "sink", "dropout", "negative", "f32_output"] {
+                    let name = format!("decode/score/{word}/{dtype}/q{seqlen_q}/{mask}");
+                    let mut problem = masked(dtype, dims(seqlen_q, 140, (6, 2), 40), mask);
+                    match word {
+                        "softcap" => problem.softcap = Some(1.5),
+                        "alibi" => problem.bias = Bias::Alibi { per_batch: true },
+                        "bias" => {
+                            let broadcast = BiasBroadcast::OneHead;
+                            let strides = Strides::bhsd(problem.shape_bias(broadcast));
+                            problem.bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
+                        }
+                        "sink" => problem.sink = true,
+                        "dropout" => (problem.p_drop, problem.write_keep_mask) = (0.3, true),
+                        "negative" => problem.softmax_scale = Some(-0.4),
+                        _ => problem.dtype_o = DType::F32,
+                    }
+                    push(cases, name, problem, Lengths::default());
+                }
+            }
+        }
+    }
+}
+
+/// Caches of more than one chunk, whose last block and last chunk are whole, ragged and of one key.
+fn long(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for seqlen_k in [511, 512, 513, 1024, 1601] {
+            for (mask, seqlen_q) in [("0", 1), ("b", 3), ("b:600,0", 2), ("b:100,0,5", 1)] {
+                let name = format!("decode/long/{dtype}/s{seqlen_q}x{seqlen_k}/{mask}");
+                let sizes = Dims { batch: 1, ..dims(seqlen_q, seqlen_k, (4, 2), 24) };
+                push(cases, name, masked(dtype, sizes, mask), Lengths::default());
+            }
+        }
+    }
+}
+
+fn laws(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for seqlen_q in [1, 5, 20] {
+            for mask in ["0", "b", "b:25,0"] {
+                let base = || {
+                    let mut problem = masked(dtype, dims(seqlen_q, 90, (4, 2), 64), mask);
+                    let lengths = used(&mut problem);
+                    (problem, lengths)
+                };
+                let at = format!("{dtype}/q{seqlen_q}/{mask}");
+                for page_size in [1, 16, 50] {
+                    let name = format!("decode/pages_hold_the_same_keys/{at}/p{page_size}");
+                    let (problem, lengths) = base();
+                    push_law(cases, name, problem, lengths, LawKind::PagedIsStrided(page_size));
+                }
+                let name = format!("decode/pages_may_be_renumbered/{at}");
+                let (problem, lengths) = base();
+                let (problem, mut lengths) = in_pages(problem, 8, lengths, &name);
+                // The entries that are there, in their order.
+                let most = lengths.totals.num_pages.unwrap_or(0).cast_signed();
+                lengths.block_table.iter_mut().for_each(|page| *page = (*page).clamp(0, most - 1));
+                push_law(cases, name, problem, lengths, LawKind::PermutedPages);
+
+                let name = format!("decode/an_append_is_a_cache_written_before/{at}");
+                let (problem, mut lengths) = base();
+                lengths.seqused_k = vec![90, 33, 5];
+                push_law(cases, name, problem, lengths, LawKind::AppendIsWritten(5));
+
+                let name = format!("decode/a_token_alone_is_the_last_of_many/{at}");
+                let (problem, lengths) = base();
+                push_law(cases, name, problem, lengths, LawKind::LastOfMany);
+            }
+        }
+    }
+    for (cache, dtype) in
+        [(DType::E4m3Fn, DType::F16), (DType::E5m2, DType::Bf16), (DType::E4m3Fnuz, DType::Bf16)]
+    {
+        for descale in [Descale::None, Descale::PerTensor, Descale::PerKvHead] {
+            for seqlen_q in [1, 4, 20] {
+                let name = format!(
+                    "decode/an_fp8_cache_is_one_widened_before/{cache}/{dtype}/{descale:?}/q{seqlen_q}"
+                );
+                let (problem, lengths) = fp8_cache(dtype, cache, descale, seqlen_q);
+                push_law(cases, name, problem, lengths, LawKind::WidenedCache);
+            }
+        }
+    }
+}
