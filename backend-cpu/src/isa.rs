@@ -38,6 +38,15 @@ impl Isa {
     /// Every set, best first.
     pub const ALL: [Isa; 6] = [Isa::Amx, Isa::Avx512Bf16, Isa::Avx512, Isa::Avx2, Isa::Neon, Isa::Portable];
 
+    /// Whether processors of this program's architecture can have it.
+    fn is_of_this_architecture(self) -> bool {
+        match self {
+            Isa::Portable => true,
+            Isa::Neon => cfg!(target_arch = "aarch64"),
+            Isa::Avx2 | Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => cfg!(target_arch = "x86_64"),
+        }
+    }
+
     /// The name in `FMHA_CPU_ISA` and in plans.
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -168,6 +177,10 @@ impl Engine {
     /// # Errors
     /// The cap names instructions of another processor.
     pub(crate) fn best(cap: Option<Isa>) -> Result<(Isa, Self)> {
+        if let Some(cap) = cap.filter(|cap| !cap.is_of_this_architecture()) {
+            let text = format!("instruction set {cap} is not one of {}", std::env::consts::ARCH);
+            return Err(Error::NoDevice(text));
+        }
         let best = Isa::ALL
             .into_iter()
             .filter(|&isa| match cap {

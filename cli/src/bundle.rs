@@ -23,7 +23,7 @@ Examples:
   fmha bundle --arch sm_90a --out kernels.fmha         every kernel of the table
   fmha bundle --arch sm_90a,gfx942 --out kernels.fmha  for two architectures
   fmha bundle --arch sm_90a --filter bf16/d128x128/causal --out kernels.fmha
-  FMHA_BUNDLE=kernels.fmha fmha run ...                no compiler is needed then
+  FMHA_BUNDLE=kernels.fmha fmha run ...                needs no compiler
 
 No device is needed, only the vendor's compiler. The table is plain attention (no bias, soft-cap or
 sink) in f16 and bf16; head dimensions 64, 96, 128, 192, 256 and 192x128; full, causal and window;

@@ -20,7 +20,7 @@ use crate::target::{self, write_text};
 #[command(after_help = "\
 Examples:
   fmha conformance                               every case on the best device
-  fmha conformance --backend cpu --filter edges  the cases with `edges` in their names
+  fmha conformance --backend cpu --filter edges  cases with `edges` in the name
   fmha conformance --filter '^laws/.*bf16'       a regular expression
   fmha conformance --list --filter fp8           their names only
   fmha conformance --json > report.json          every case, and a summary

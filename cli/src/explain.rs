@@ -20,9 +20,9 @@ use crate::timing::duration;
 #[command(after_help = "\
 Examples:
   fmha explain -d 256 --prec bf16 --mask b   kernel, tile, promises
-  fmha explain --arch sm_90a                 the same for a device that is not here
-  fmha explain --emulate sm_90a              and what it asks of each unit of its
-                                             multiprocessors, counted in the emulator
+  fmha explain --arch sm_90a                 for a device that is not here
+  fmha explain --emulate sm_90a              and what it asks of each unit of a
+                                             multiprocessor, counted in the emulator
   fmha explain --kernel no-such-kernel       every kernel's refusal
 
 Exit status 2 when no kernel takes the problem.")]

@@ -188,7 +188,9 @@ proptest! {
                     Err(failure) => {
                         let text = failure.to_string();
                         is_a_line(&text)?;
-                        prop_assert!(text.contains(|c: char| c.is_ascii_digit()), "no number: {}", text);
+                        let number = text.contains(|c: char| c.is_ascii_digit());
+                        let number = number || ["NaN", "inf"].iter().any(|word| text.contains(word));
+                        prop_assert!(number, "no number: {}", text);
                     }
                 }
             }

@@ -179,6 +179,16 @@ fn too_little_memory_is_an_error_line() {
 }
 
 #[test]
+fn an_instruction_set_of_another_processor_is_refused() {
+    let foreign = if cfg!(target_arch = "aarch64") { "avx2" } else { "neon" };
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = command(folder.path(), "run -b 1 -h 1 -s 8 -d 8 --backend cpu");
+    let ran = Ran::of(command.env("FMHA_CPU_ISA", foreign).output().unwrap());
+    assert_eq!((ran.status, ran.err.lines().count()), (2, 1), "{}{}", ran.out, ran.err);
+    assert!(ran.err.contains(foreign) && ran.err.contains(std::env::consts::ARCH), "{}", ran.err);
+}
+
+#[test]
 fn bounds_that_say_nothing_are_no_pass() {
     // Made by hand: one large score a row, so that every check of a direction holds.
     let folder = tempfile::tempdir().unwrap();

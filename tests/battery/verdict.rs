@@ -246,3 +246,29 @@ impl Stat {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_result_that_is_no_number_has_no_cosine() {
+        let verdict = |got: [f64; 2]| {
+            let mut stat = Stat::default();
+            for (got, want) in got.into_iter().zip([1.0, 2.0]) {
+                stat.add(Place { got, want, ..Place::default() }, want, 0.0);
+            }
+            stat.verdict("o", Bound { max: 1.0, rmse: 1.0 }, Some(0.9))
+        };
+        assert!(verdict([1.0, 2.0]).pass && (verdict([1.0, 2.0]).cosine - 1.0).abs() < 1e-12);
+        for got in [[f64::NAN; 2], [1.0, f64::NAN], [f64::INFINITY, 2.0]] {
+            assert!(!verdict(got).pass && verdict(got).cosine.is_nan(), "{got:?}");
+        }
+    }
+
+    #[test]
+    fn bounds_beyond_what_f32_tells_apart_say_nothing() {
+        let of = |logits| Verdict { logits, ..Verdict::default() };
+        assert!(!of(1e4).says_nothing() && of(1e20).says_nothing());
+    }
+}
