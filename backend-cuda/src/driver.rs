@@ -118,7 +118,7 @@ impl Drop for Device {
 
 /// A device's context is this thread's until this is dropped; then the caller's own is again.
 #[must_use = "the context is the caller's again at once"]
-struct Entered {
+pub(crate) struct Entered {
     /// None where it was the device's already.
     callers: Option<sys::CUcontext>,
 }
@@ -134,7 +134,7 @@ impl Drop for Entered {
 
 impl Device {
     /// Makes the device's context this thread's for as long as the answer lives.
-    fn enter(&self) -> Result<Entered> {
+    pub(crate) fn enter(&self) -> Result<Entered> {
         let mut current = std::ptr::null_mut();
         call!(cuCtxGetCurrent(&raw mut current))?;
         if current == self.context {
@@ -331,7 +331,8 @@ pub(crate) struct TensorMapFacts<const AXES: usize, const STRIDES: usize> {
 impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
     const ONE_STRIDE_FEWER: () = assert!(STRIDES + 1 == AXES, "a map has a stride an axis, but for axis 0");
 
-    /// Encodes the map.
+    /// Encodes the map, in the calling thread's context: the driver refuses without one (201, seen on an H200 with
+    /// driver 580).
     ///
     /// # Errors
     /// What the driver refuses.

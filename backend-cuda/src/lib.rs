@@ -202,6 +202,8 @@ impl FmhaBackend for CudaBackend {
         let handle = plan.handle::<Handle<FwdKernel>>(&self.id, &self.name)?;
         let problem = plan.problem();
         check_fwd(problem, args, plan.workspace(), MemorySpace::Device)?;
+        // For all of the run: tensor maps are encoded in the device's context too.
+        let _entered = self.memory.device()?.enter()?;
         if handle.checks_lengths {
             self.check_lengths(problem, &args.seq, stream.0)?;
         }
@@ -236,6 +238,7 @@ impl FmhaBackend for CudaBackend {
         let handle = plan.handle::<Handle<BwdKernel>>(&self.id, &self.name)?;
         let problem = plan.problem();
         check_bwd(problem, args, plan.workspace(), MemorySpace::Device)?;
+        let _entered = self.memory.device()?.enter()?;
         if handle.checks_lengths {
             self.check_lengths(problem.fwd(), &args.seq, stream.0)?;
         }
@@ -256,6 +259,7 @@ impl FmhaBackend for CudaBackend {
         let handle = plan.handle::<Handle<CombineKernel>>(&self.id, &self.name)?;
         let problem = plan.problem();
         check_combine(problem, args, MemorySpace::Device)?;
+        let _entered = self.memory.device()?.enter()?;
         if problem.lse_elems() == 0 {
             return Ok(());
         }

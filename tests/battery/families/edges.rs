@@ -1,7 +1,7 @@
 //! Where code goes wrong: empty and single rows, tile borders, hidden rows, odd strides, large scores,
 //! NaN beside what is read.
 
-use fmha_core::{DType, Dims, FwdProblem, MaskSpec, Shape, Strides};
+use fmha_core::{Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FwdProblem, MaskSpec, Shape, Strides};
 
 use crate::case::{Body, Case, Plant, WIDE, seed_of};
 use crate::init::Init;
@@ -246,6 +246,16 @@ fn numbers(cases: &mut Vec<Case>) {
             problem.softcap = Some(cap);
             let name = format!("edges/softcap/{dtype}/{cap:e}");
             push_of(cases, Init::HugeLogits, name, problem);
+        }
+        // Rows of the bias on 16 bytes and not; blocks of keys that are whole, and a last one that is not.
+        for seqlen_k in [288, 283] {
+            for mask in ["0", "b"] {
+                let mut problem = masked(dtype, dims(200, seqlen_k, 64), mask);
+                let broadcast = BiasBroadcast::OneHead;
+                let strides = Strides::bhsd(problem.shape_bias(broadcast));
+                problem.bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
+                push(cases, format!("edges/bias/{dtype}/k{seqlen_k}/{mask}"), problem, Lengths::default());
+            }
         }
         for p_drop in [1e-9, 0.5, 0.999] {
             let mut problem = masked(dtype, dims(37, 45, 32), "b");

@@ -89,7 +89,9 @@ FMHA_DEVICE int32_t turn_at(const Sm90BwdSchedule& schedule, const Work& work, i
   if constexpr (spec.fwd.mask != MaskKind::Full) {
     const int32_t first_query = block * tile.block_m;
     const Range queries = {first_query, min(first_query + tile.block_m, work.span.seqlen_q)};
-    const Range keys = k_range(work.band, queries, work.span.seqlen_k);
+    // As query_range has it, seen from the queries: nobody waits for a turn that nobody takes.
+    const bool has_width = work.band.lo <= work.band.hi;
+    const Range keys = has_width ? k_range(work.band, queries, work.span.seqlen_k) : Range{0, 0};
     const int32_t band_end = keys.empty() ? 0 : ceil_div(keys.end, tile.block_n);
     const int32_t band_begin = keys.empty() ? 0 : keys.begin / tile.block_n;
     if (!keys.empty() && work.key_block >= band_begin) return band_end - 1 - work.key_block;
