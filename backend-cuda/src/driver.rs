@@ -7,6 +7,7 @@ use std::ffi::{CStr, CString, c_void};
 use std::sync::Arc;
 
 use cudarc::driver::sys;
+use fmha_core::DType;
 use fmha_core::error::{Error, Result};
 
 /// A driver's answer as a [`Result`], with the call's name.
@@ -316,7 +317,8 @@ impl TensorMap {
 pub(crate) struct TensorMapFacts<const AXES: usize, const STRIDES: usize> {
     /// For errors: which operand.
     pub(crate) name: &'static str,
-    pub(crate) bf16: bool,
+    /// f16, bf16 or a type of 8 bits.
+    pub(crate) dtype: DType,
     pub(crate) address: u64,
     /// Extents, from axis 0.
     pub(crate) dims: [u64; AXES],
@@ -339,13 +341,16 @@ impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
         use sys::CUtensorMapDataType_enum as T;
         use sys::CUtensorMapSwizzle_enum as S;
         let mut map = TensorMap([0; 16]);
-        let swizzle = match self.box_dims[0] * 2 {
+        let swizzle = match self.box_dims[0] * self.dtype.size_bytes() as u32 {
             32 => S::CU_TENSOR_MAP_SWIZZLE_32B,
             64 => S::CU_TENSOR_MAP_SWIZZLE_64B,
             _ => S::CU_TENSOR_MAP_SWIZZLE_128B,
         };
-        let dtype =
-            if self.bf16 { T::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 } else { T::CU_TENSOR_MAP_DATA_TYPE_FLOAT16 };
+        let dtype = match self.dtype {
+            DType::Bf16 => T::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            DType::F16 => T::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            _ => T::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        };
         let element_strides = [1u32; AXES];
         call!(cuTensorMapEncodeTiled(
             (&raw mut map).cast(),

@@ -29,11 +29,12 @@ use fmha_core::{
 };
 
 use fmha_kernels_cuda::sm90::Sm90Tile;
+use fmha_kernels_cuda::sm100::Sm100Tile;
 
 use driver::Device;
 use kernels::{
     BwdKernel, BwdRecipe as _, Call, Choice, CombineKernel, CombineRecipe as _, DeviceFacts, FwdKernel,
-    FwdRecipe as _, Launch, Named as _, select, sm90,
+    FwdRecipe as _, Launch, Named as _, select, sm90, sm100,
 };
 use modules::Modules;
 use steps::Handle;
@@ -268,21 +269,31 @@ impl FmhaBackend for CudaBackend {
     }
 }
 
+impl CudaBackend {
+    /// Whether the kernel that is tuned here is Blackwell's.
+    fn is_blackwell(&self) -> bool {
+        fmha_kernels_cuda::sm100::ARCHS.contains(&self.facts.arch.as_str())
+    }
+}
+
 impl Tune for CudaBackend {
     fn default_tile(&self, problem: &ValidFwd) -> Result<TileOptions> {
-        sm90::own_tile(problem, &self.facts)
+        let own = if self.is_blackwell() { sm100::own_tile } else { sm90::own_tile };
+        own(problem, &self.facts)
             .map_err(|refusal| Error::Unsupported { backend: self.name.clone(), refusals: vec![refusal] })
     }
 
     fn knobs(&self) -> Vec<(&'static str, Vec<String>)> {
-        fields::knobs::<Sm90Tile>()
+        if self.is_blackwell() { fields::knobs::<Sm100Tile>() } else { fields::knobs::<Sm90Tile>() }
     }
 
     fn keep(&self, problem: &ValidFwd, tile: TunedTile) -> Result<PathBuf> {
         if self.memory.emulated {
             return Err(Error::NoDevice("the device is emulated: its times are no device's".to_owned()));
         }
-        self.facts.tuned.keep(fmha_kernels_cuda::sm90::NAME, problem, tile)
+        let kernel =
+            if self.is_blackwell() { fmha_kernels_cuda::sm100::NAME } else { fmha_kernels_cuda::sm90::NAME };
+        self.facts.tuned.keep(kernel, problem, tile)
     }
 }
 
