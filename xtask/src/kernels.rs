@@ -127,6 +127,13 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^bits/few/", deal: 1 },
         ..HOPPER
     },
+    // Gradients: of the fast kernel where it takes a problem, else of the fallback.
+    Row {
+        in_test: Cases { filter: "^backward/(head_dim/bf16|group)", deal: 2 },
+        in_all: Cases { filter: "^backward/", deal: 1 },
+        ..HOPPER
+    },
+    Row { in_test: NONE, in_all: Cases { filter: "^backward/", deal: 1 }, ..amd("gfx942", NONE) },
     Row {
         kernel: Some("simt"),
         in_test: Cases { filter: "^(definition|fp8|guards)/", deal: 96 },
