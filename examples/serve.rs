@@ -173,7 +173,6 @@ impl Model {
                 tree_mask: None,
             };
             backend.run_fwd(plan, &mut args, Stream::DEFAULT)?;
-            drop(args);
             for (x, o) in x.iter_mut().zip(layer.o.times(&o)) {
                 *x += o;
             }

@@ -189,7 +189,6 @@ impl Inputs {
         let scale_o = if problem.scale_o { vec![1.75] } else { vec![] };
         Self {
             problem,
-            totals,
             spans,
             q,
             k,
@@ -199,6 +198,7 @@ impl Inputs {
             sink,
             descales,
             scale_o,
+            totals,
             cu_q,
             cu_k,
             used_q,

@@ -276,7 +276,7 @@ fn trees(cases: &mut Vec<Case>) {
                 let sees = |row: u32, n: u32| match word {
                     "chain" => n <= row % seqlen_q,
                     "siblings" => n == 0 || n == row % seqlen_q,
-                    _ => mix(seed ^ u64::from(row * 1000 + n)) % 3 > 0,
+                    _ => !mix(seed ^ u64::from(row * 1000 + n)).is_multiple_of(3),
                 };
                 let word_of = |row: u32, at: u32| {
                     let bits = (at * 32..(at * 32 + 32).min(seqlen_q)).filter(|&n| sees(row, n));
