@@ -11,7 +11,7 @@ mod amd;
 
 use std::collections::HashSet;
 
-use fmha_conformance::case::{Case, all};
+use fmha_conformance::case::{Body, Case, all};
 use fmha_conformance::deal::Deal;
 use fmha_conformance::report::run_cases;
 use fmha_conformance::run::{Options, Outcome};
@@ -45,6 +45,10 @@ fn hash(text: &str) -> u64 {
 }
 
 fn is_dealt_to(arch: usize, backend: &RocmBackend, case: &Case) -> bool {
+    // Gradients are the fallback's: rows of their own in `xtask/src/kernels.rs`.
+    if matches!(case.body, Body::Backward(_)) {
+        return false;
+    }
     if EVERYWHERE.iter().any(|family| case.name.starts_with(family)) {
         return true;
     }
@@ -96,7 +100,7 @@ fn the_tile_kernel_keeps_the_contract_on_every_emulated_architecture() {
         println!("{:<12} {}", "all", report.summary);
         println!("battery rocm ({arch}, emulated): {}", report.summary);
         failed += report.summary.failed;
-        assert!(report.summary.passed > 100, "{}", report.summary);
+        assert!(report.summary.passed > 60, "{}", report.summary);
     }
     assert_eq!(failed, 0);
 }
@@ -125,7 +129,7 @@ fn workgroups_that_walk_over_tiles_keep_the_contract_on_every_emulated_architect
             repro_words: format!("--emulate {arch} --tile block_m=64,order=static,workgroups={workgroups}"),
             ..Options::default()
         };
-        let dealt: Deal = format!("{}/64", index + 1).parse().unwrap();
+        let dealt: Deal = format!("{}/24", index + 1).parse().unwrap();
         let cases = dealt.of(cases, &backend, &options.plan);
         let report = run_cases(&backend, &cases, &options, &|_, _, _| ());
         for case in report.failures() {
@@ -133,7 +137,7 @@ fn workgroups_that_walk_over_tiles_keep_the_contract_on_every_emulated_architect
         }
         println!("battery rocm ({arch}, emulated, {workgroups} workgroups): {}", report.summary);
         failed += report.summary.failed;
-        assert!(report.summary.passed > 8, "{}", report.summary);
+        assert!(report.summary.passed > 4, "{}", report.summary);
     }
     assert_eq!(failed, 0);
 }

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeSet;
 
+use fmha_conformance::case::Case;
 use fmha_conformance::deal::jobs;
 use fmha_conformance::definition;
 use fmha_core::{FmhaBackend, PlanOptions};
@@ -18,31 +19,37 @@ fn pairs(levels: &[usize]) -> impl Iterator<Item = Pair> {
     (0..axes).flat_map(move |a| (a + 1..axes).map(move |b| [a, levels[a], b, levels[b]]))
 }
 
-/// Pairs of levels, each of which the fast kernels of `backend` take in some case, that they take in none.
+/// Pairs of levels that the fast kernels of `backend` meet in no case, though they take them: beside the first level of
+/// every other axis, with some type.
 fn unmet(backend: &dyn FmhaBackend) -> Vec<Pair> {
     let options = PlanOptions { allow_fallback: false, ..PlanOptions::default() };
-    let (mut met, mut taken) = (BTreeSet::new(), BTreeSet::new());
-    let mut all = BTreeSet::new();
+    let takes = |case: &Case| !jobs(case, backend, &options).is_empty();
+    let (mut met, mut all) = (BTreeSet::new(), BTreeSet::new());
     for (case, levels) in definition::with_levels() {
         all.extend(pairs(&levels));
-        if !jobs(&case, backend, &options).is_empty() {
+        if takes(&case) {
             met.extend(pairs(&levels));
-            taken.extend(levels.into_iter().enumerate());
         }
     }
     assert!(met.len() > 1000, "{}: {} pairs", backend.name(), met.len());
-    let takes = |axis, level| taken.contains(&(axis, level));
-    all.difference(&met).copied().filter(|&[a, x, b, y]| takes(a, x) && takes(b, y)).collect()
+    let of_dtype = |pair: &Pair| if pair[0] == 0 { pair[1]..pair[1] + 1 } else { 0..7 };
+    let taken = |pair: &&Pair| of_dtype(pair).any(|dtype| takes(&definition::plain_with(dtype, **pair)));
+    let unmet: Vec<Pair> = all.difference(&met).filter(taken).copied().collect();
+    println!("{}: {} of {} pairs of levels meet on fast kernels", backend.name(), met.len(), all.len());
+    unmet
 }
 
-/// A type of FP8, whose rows are few: its pairs with one other level at a time are met, and more is not promised.
 #[test]
 fn every_pair_of_levels_that_fast_kernels_take_meets_in_a_case_on_one() {
     let cuda = ["sm_90a"].map(|arch| Box::new(CudaBackend::pretend(arch).unwrap()) as Box<dyn FmhaBackend>);
     let rocm = ["gfx90a", "gfx942", "gfx950"]
         .map(|arch| Box::new(RocmBackend::pretend(arch).unwrap()) as Box<dyn FmhaBackend>);
+    let mut missing = Vec::new();
     for backend in cuda.into_iter().chain(rocm) {
         let unmet = unmet(&*backend);
-        assert!(unmet.is_empty(), "{}: (axis, level, axis, level): {unmet:?}", backend.name());
+        if !unmet.is_empty() {
+            missing.push(format!("{}: (axis, level, axis, level): {unmet:?}", backend.name()));
+        }
     }
+    assert!(missing.is_empty(), "{}", missing.join("\n"));
 }

@@ -6,6 +6,7 @@
 #[path = "planted/mod.rs"]
 mod planting;
 
+use std::path::Path;
 use std::sync::Mutex;
 
 use planting::{Fate, Fault, each, is_own_process};
@@ -22,12 +23,28 @@ fn the_fault_of_this_process() {
     is_own_process();
 }
 
+fn faults() -> Vec<Fault> {
+    toml::from_str::<Faults>(include_str!("planted/device.toml")).unwrap().fault
+}
+
+/// Nothing is compiled: who changes a line of device text that a fault stands on learns it at once.
+#[test]
+fn each_planted_fault_has_its_text_once_in_its_header() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    for Fault { what, arch, header, text, put, .. } in faults() {
+        let vendor = if arch.starts_with("gfx") { "kernels-hip" } else { "kernels-cuda" };
+        let paths = [vendor, "core/device"].map(|folder| root.join(folder).join(&header));
+        let found = paths.iter().find_map(|path| std::fs::read_to_string(path).ok());
+        assert_eq!(found.map(|all| all.matches(&text).count()), Some(1), "{what}: {header}: `{text}`");
+        assert_ne!(text, put, "{what}");
+    }
+}
+
 #[test]
 fn each_planted_fault_is_found_by_its_case_and_its_sound_twin_passes() {
-    let faults = toml::from_str::<Faults>(include_str!("planted/device.toml")).unwrap().fault;
     // A part of a fault's words, to run those alone.
     let only = std::env::var("PLANTED_ONLY").unwrap_or_default();
-    let chosen: Vec<Fault> = faults.into_iter().filter(|fault| fault.what.contains(&only)).collect();
+    let chosen: Vec<Fault> = faults().into_iter().filter(|fault| fault.what.contains(&only)).collect();
     let missed = Mutex::new(Vec::new());
     each(&chosen, |fault| {
         let Fault { what, arch, case, .. } = fault;

@@ -7,6 +7,7 @@ use std::ffi::{CStr, CString, c_void};
 use std::sync::Arc;
 
 use cudarc::driver::sys;
+use fmha_core::DType;
 use fmha_core::error::{Error, Result};
 
 /// A driver's answer as a [`Result`], with the call's name.
@@ -117,7 +118,7 @@ impl Drop for Device {
 
 /// A device's context is this thread's until this is dropped; then the caller's own is again.
 #[must_use = "the context is the caller's again at once"]
-struct Entered {
+pub(crate) struct Entered {
     /// None where it was the device's already.
     callers: Option<sys::CUcontext>,
 }
@@ -133,7 +134,7 @@ impl Drop for Entered {
 
 impl Device {
     /// Makes the device's context this thread's for as long as the answer lives.
-    fn enter(&self) -> Result<Entered> {
+    pub(crate) fn enter(&self) -> Result<Entered> {
         let mut current = std::ptr::null_mut();
         call!(cuCtxGetCurrent(&raw mut current))?;
         if current == self.context {
@@ -316,7 +317,8 @@ impl TensorMap {
 pub(crate) struct TensorMapFacts<const AXES: usize, const STRIDES: usize> {
     /// For errors: which operand.
     pub(crate) name: &'static str,
-    pub(crate) bf16: bool,
+    /// f16, bf16 or a type of 8 bits.
+    pub(crate) dtype: DType,
     pub(crate) address: u64,
     /// Extents, from axis 0.
     pub(crate) dims: [u64; AXES],
@@ -329,7 +331,8 @@ pub(crate) struct TensorMapFacts<const AXES: usize, const STRIDES: usize> {
 impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
     const ONE_STRIDE_FEWER: () = assert!(STRIDES + 1 == AXES, "a map has a stride an axis, but for axis 0");
 
-    /// Encodes the map.
+    /// Encodes the map, in the calling thread's context: the driver refuses without one (201, seen on an H200 with
+    /// driver 580).
     ///
     /// # Errors
     /// What the driver refuses.
@@ -338,13 +341,16 @@ impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
         use sys::CUtensorMapDataType_enum as T;
         use sys::CUtensorMapSwizzle_enum as S;
         let mut map = TensorMap([0; 16]);
-        let swizzle = match self.box_dims[0] * 2 {
+        let swizzle = match self.box_dims[0] * self.dtype.size_bytes() as u32 {
             32 => S::CU_TENSOR_MAP_SWIZZLE_32B,
             64 => S::CU_TENSOR_MAP_SWIZZLE_64B,
             _ => S::CU_TENSOR_MAP_SWIZZLE_128B,
         };
-        let dtype =
-            if self.bf16 { T::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 } else { T::CU_TENSOR_MAP_DATA_TYPE_FLOAT16 };
+        let dtype = match self.dtype {
+            DType::Bf16 => T::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            DType::F16 => T::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            _ => T::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        };
         let element_strides = [1u32; AXES];
         call!(cuTensorMapEncodeTiled(
             (&raw mut map).cast(),

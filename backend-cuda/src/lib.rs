@@ -29,11 +29,12 @@ use fmha_core::{
 };
 
 use fmha_kernels_cuda::sm90::Sm90Tile;
+use fmha_kernels_cuda::sm100::Sm100Tile;
 
 use driver::Device;
 use kernels::{
     BwdKernel, BwdRecipe as _, Call, Choice, CombineKernel, CombineRecipe as _, DeviceFacts, FwdKernel,
-    FwdRecipe as _, Launch, Named as _, select, sm90,
+    FwdRecipe as _, Launch, Named as _, select, sm90, sm100,
 };
 use modules::Modules;
 use steps::Handle;
@@ -201,6 +202,8 @@ impl FmhaBackend for CudaBackend {
         let handle = plan.handle::<Handle<FwdKernel>>(&self.id, &self.name)?;
         let problem = plan.problem();
         check_fwd(problem, args, plan.workspace(), MemorySpace::Device)?;
+        // For all of the run: tensor maps are encoded in the device's context too.
+        let _entered = self.memory.device()?.enter()?;
         if handle.checks_lengths {
             self.check_lengths(problem, &args.seq, stream.0)?;
         }
@@ -214,6 +217,7 @@ impl FmhaBackend for CudaBackend {
     }
 
     fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {
+        let problem = &problem.or_deterministic(options.deterministic);
         let (mut choice, refusals) = self.choose_bwd(problem, options)?;
         let (chosen, steps) = self.ready(&mut choice)?;
         let stand_in = if options.allow_fallback && !chosen.kernel.is_fallback() {
@@ -235,6 +239,7 @@ impl FmhaBackend for CudaBackend {
         let handle = plan.handle::<Handle<BwdKernel>>(&self.id, &self.name)?;
         let problem = plan.problem();
         check_bwd(problem, args, plan.workspace(), MemorySpace::Device)?;
+        let _entered = self.memory.device()?.enter()?;
         if handle.checks_lengths {
             self.check_lengths(problem.fwd(), &args.seq, stream.0)?;
         }
@@ -255,6 +260,7 @@ impl FmhaBackend for CudaBackend {
         let handle = plan.handle::<Handle<CombineKernel>>(&self.id, &self.name)?;
         let problem = plan.problem();
         check_combine(problem, args, MemorySpace::Device)?;
+        let _entered = self.memory.device()?.enter()?;
         if problem.lse_elems() == 0 {
             return Ok(());
         }
@@ -263,21 +269,31 @@ impl FmhaBackend for CudaBackend {
     }
 }
 
+impl CudaBackend {
+    /// Whether the kernel that is tuned here is Blackwell's.
+    fn is_blackwell(&self) -> bool {
+        fmha_kernels_cuda::sm100::ARCHS.contains(&self.facts.arch.as_str())
+    }
+}
+
 impl Tune for CudaBackend {
     fn default_tile(&self, problem: &ValidFwd) -> Result<TileOptions> {
-        sm90::own_tile(problem, &self.facts)
+        let own = if self.is_blackwell() { sm100::own_tile } else { sm90::own_tile };
+        own(problem, &self.facts)
             .map_err(|refusal| Error::Unsupported { backend: self.name.clone(), refusals: vec![refusal] })
     }
 
     fn knobs(&self) -> Vec<(&'static str, Vec<String>)> {
-        fields::knobs::<Sm90Tile>()
+        if self.is_blackwell() { fields::knobs::<Sm100Tile>() } else { fields::knobs::<Sm90Tile>() }
     }
 
     fn keep(&self, problem: &ValidFwd, tile: TunedTile) -> Result<PathBuf> {
         if self.memory.emulated {
             return Err(Error::NoDevice("the device is emulated: its times are no device's".to_owned()));
         }
-        self.facts.tuned.keep(fmha_kernels_cuda::sm90::NAME, problem, tile)
+        let kernel =
+            if self.is_blackwell() { fmha_kernels_cuda::sm100::NAME } else { fmha_kernels_cuda::sm90::NAME };
+        self.facts.tuned.keep(kernel, problem, tile)
     }
 }
 
@@ -285,7 +301,10 @@ impl Precompile for CudaBackend {
     fn jobs(&self, problem: AnyProblem<'_>, options: &PlanOptions) -> Result<Vec<KernelJob>> {
         let launches = match problem {
             AnyProblem::Forward(problem) => self.choose_fwd(problem, options)?.0.launches,
-            AnyProblem::Backward(problem) => self.choose_bwd(problem, options)?.0.launches,
+            AnyProblem::Backward(problem) => {
+                let problem = problem.or_deterministic(options.deterministic);
+                self.choose_bwd(&problem, options)?.0.launches
+            }
             AnyProblem::Combine(problem) => self.choose_combine(problem, options)?.0.launches,
         };
         Ok(launches

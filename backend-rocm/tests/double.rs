@@ -298,6 +298,63 @@ fn workgroups_that_walk_over_tiles_write_the_bits_of_those_that_have_one() {
 }
 
 #[test]
+fn a_plan_runs_on_the_backend_that_made_it_alone() {
+    let (maker, twin) = (RocmBackend::pretend("gfx942").unwrap(), RocmBackend::pretend("gfx942").unwrap());
+    let problem = FwdProblem::batch(DType::F16, DIMS).validate().unwrap();
+    let plan = maker.plan_fwd(&problem, &PlanOptions::default()).unwrap();
+    let mut args = FwdArgs::new(
+        DevSlice::host::<u8>(&[]),
+        DevSlice::host::<u8>(&[]),
+        DevSlice::host::<u8>(&[]),
+        DevSliceMut::host::<u8>(&mut []),
+    );
+    let error = twin.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap_err().to_string();
+    assert!(error.starts_with("plan was made by backend"), "{error}");
+    // Its maker goes on to the arguments.
+    let error = maker.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap_err().to_string();
+    assert!(error.starts_with("q is in Host memory"), "{error}");
+}
+
+/// Offsets that decrease, go below 0, and go past the tensors' rows; the emulated device faults on an
+/// access outside every allocation.
+#[test]
+fn offsets_that_lie_touch_nothing_outside_the_tensors_and_checking_names_them() {
+    let Some(backend) = device("gfx942") else { return };
+    let dims = Dims { batch: 2, num_heads_q: 1, ..DIMS };
+    let problem = FwdProblem { write_lse: true, ..FwdProblem::group(DType::F16, dims) };
+    let problem = problem.validate().unwrap();
+    let [q, k, v] = [48, 80, 80].map(|rows| upload(&backend, &numbers(DType::F16, rows * 64, rows as u32)));
+    let (mut o, mut lse) = (upload(&backend, &[0; 48 * 64 * 2]), upload(&backend, &[0; 48 * 4]));
+    let honest = [0, 20, 48];
+    for (offsets, text) in [
+        ([0, 48, -9], "cu_seqlens_q[2] -9 is less than cu_seqlens_q[1] 48"),
+        ([-70_000, 20, 48], "cu_seqlens_q[0] -70000 is negative"),
+        ([0, 20, 1 << 30], "cu_seqlens_q[2] 1073741824 is larger than the 48 rows"),
+        (honest, ""),
+    ] {
+        let bytes: Vec<u8> = offsets.iter().flat_map(|offset: &i32| offset.to_le_bytes()).collect();
+        let (cu_q, cu_k) = (upload(&backend, &bytes), upload(&backend, &bytes));
+        for kernel in ["cdna_fwd", "simt"] {
+            let options = PlanOptions { kernel: Some(kernel.to_owned()), ..PlanOptions::default() };
+            let mut run = |options: &PlanOptions| {
+                let plan = backend.plan_fwd(&problem, options).unwrap();
+                let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
+                args.lse = Some(lse.slice_mut());
+                args.seq.totals = Totals::packed(48, 80);
+                (args.seq.cu_seqlens_q, args.seq.cu_seqlens_k) = (Some(cu_q.slice()), Some(cu_k.slice()));
+                backend.run_fwd(&plan, &mut args, Stream::DEFAULT)?;
+                backend.memory().synchronize(Stream::DEFAULT)
+            };
+            run(&options).unwrap_or_else(|error| panic!("{kernel} with {offsets:?}: {error}"));
+            match run(&PlanOptions { check_lengths: true, ..options }) {
+                Ok(()) => assert_eq!(offsets, honest),
+                Err(error) => assert!(!text.is_empty() && error.to_string().contains(text), "{error}"),
+            }
+        }
+    }
+}
+
+#[test]
 fn unaligned_operands_are_served_by_a_kernel_of_the_plan_or_refused_by_name() {
     let Some(backend) = device("gfx942") else { return };
     let problem = FwdProblem::batch(DType::F16, DIMS).validate().unwrap();

@@ -11,44 +11,69 @@ use crate::job::{Job, Source};
 use crate::options::{Lengths, OrSame, ProblemArgs};
 use crate::setup::Setup;
 
-/// A unit of a multiprocessor of Hopper and what it does in a cycle.
+/// What a multiprocessor does in a cycle, and who says so.
+struct Rates {
+    /// Multiply-adds of 16-bit numbers.
+    tensor_macs: f64,
+    /// Results of the special-function unit.
+    special: f64,
+    /// Bytes of memory, the device's bandwidth shared out.
+    memory: f64,
+    source: &'static str,
+}
+
+/// Multiply-adds from NVIDIA H100 Tensor Core GPU Architecture (2022), table 2: 989 TFLOP/s of dense 16-bit
+/// products on 132 SMs at 1830 MHz; the rest from the CUDA C++ Programming Guide, throughput of native arithmetic
+/// instructions, compute capability 9.0 (results a cycle and SM), its four warp schedulers, and 32 banks of 4 bytes.
+/// Memory: the H200's data sheet, 4.8 TB/s over the same SMs and clock.
+const HOPPER: Rates = Rates {
+    tensor_macs: 2048.0,
+    special: 16.0,
+    memory: 4.8e12 / 132.0 / 1.83e9,
+    source: "H100 whitepaper (tensor), CUDA C++ Programming Guide for 9.0 (others), H200 data sheet (memory)",
+};
+
+/// Multiply-adds: an HGX B200's 2.25 PFLOP/s of dense 16-bit products on 148 SMs at 1.85 GHz. Nobody here has one.
+const BLACKWELL: Rates = Rates {
+    tensor_macs: 4096.0,
+    special: 16.0,
+    memory: 8e12 / 148.0 / 1.85e9,
+    source: "HGX B200 data sheet (tensor, memory), CUDA C++ Programming Guide (others)",
+};
+
+/// A unit of a multiprocessor and what it does in a cycle.
 struct Unit {
     name: &'static str,
     /// What it works on, from the counters of a launch.
     work: fn(&Counted) -> f64,
     unit: &'static str,
-    a_cycle: f64,
+    a_cycle: fn(&Rates) -> f64,
     /// Of the multiprocessor itself: what lies in the L2 cache costs the memory nothing.
     inside: bool,
 }
-
-/// Rates: multiply-adds from NVIDIA H100 Tensor Core GPU Architecture (2022), table 2: 989 TFLOP/s of dense 16-bit
-/// products on 132 SMs at 1830 MHz; the rest from the CUDA C++ Programming Guide, throughput of native arithmetic
-/// instructions, compute capability 9.0 (results a cycle and SM), its four warp schedulers, and 32 banks of 4 bytes.
-/// Memory: the H200's data sheet, 4.8 TB/s over the same SMs and clock.
-const SOURCE: &str =
-    "H100 whitepaper (tensor), CUDA C++ Programming Guide for 9.0 (others), H200 data sheet (memory)";
 
 const UNITS: &[Unit] = &[
     Unit {
         name: "tensor cores",
         work: |c| c.counter("tensor_macs"),
         unit: "multiply-adds",
-        a_cycle: 2048.0,
+        a_cycle: |rates| rates.tensor_macs,
         inside: true,
     },
     Unit {
         name: "special functions",
         work: |c| c.counter("special_functions"),
         unit: "results",
-        a_cycle: 16.0,
+        a_cycle: |rates| rates.special,
         inside: true,
     },
     Unit {
         name: "float multiply, add",
-        work: |c| 32.0 * c.instructions("float multiply, add"),
+        work: |c| {
+            32.0 * c.instructions("float multiply, add") + 64.0 * c.instructions("packed float multiply, add")
+        },
         unit: "results",
-        a_cycle: 128.0,
+        a_cycle: |_| 128.0,
         inside: true,
     },
     Unit {
@@ -57,21 +82,21 @@ const UNITS: &[Unit] = &[
             32.0 * (c.instructions("integer, move, predicate") + c.instructions("float minimum, maximum"))
         },
         unit: "results",
-        a_cycle: 64.0,
+        a_cycle: |_| 64.0,
         inside: true,
     },
     Unit {
         name: "conversion",
         work: |c| 32.0 * c.instructions("conversion"),
         unit: "results",
-        a_cycle: 64.0,
+        a_cycle: |_| 64.0,
         inside: true,
     },
     Unit {
         name: "warp schedulers",
         work: |c| c.counter("warp_instructions"),
         unit: "instructions",
-        a_cycle: 4.0,
+        a_cycle: |_| 4.0,
         inside: true,
     },
     Unit {
@@ -81,14 +106,14 @@ const UNITS: &[Unit] = &[
             128.0 * c.counter("shared_passes") + c.counter("shared_matrix_bytes") + c.counter("bulk_bytes")
         },
         unit: "bytes",
-        a_cycle: 128.0,
+        a_cycle: |_| 128.0,
         inside: true,
     },
     Unit {
         name: "memory, no L2 hit",
         work: |c| c.counter("global_read") + c.counter("global_written"),
         unit: "bytes",
-        a_cycle: 4.8e12 / 132.0 / 1.83e9,
+        a_cycle: |rates| rates.memory,
         inside: false,
     },
 ];
@@ -162,22 +187,28 @@ pub(super) fn write(
     ] {
         writeln!(out, "{:<18} {:>12.0} {words}", "", counted.counter(name))?;
     }
-    if backend.name().contains("sm_90a") {
-        shares(out, &counted)?;
+    let name = backend.name();
+    if name.contains("sm_90a") {
+        shares(out, &counted, &HOPPER)?;
+    } else if name.contains("sm_100a") {
+        shares(out, &counted, &BLACKWELL)?;
+    } else if name.contains("sm_103a") {
+        // Its special-function unit has twice the exponentials.
+        shares(out, &counted, &Rates { special: 32.0, ..BLACKWELL })?;
     }
     Ok(())
 }
 
 /// The cycles that each unit would need for a tile alone, and which is the slowest.
-fn shares(out: &mut dyn Write, counted: &Counted) -> Result<(), Failure> {
-    let cycles = |unit: &Unit| (unit.work)(counted) / unit.a_cycle;
+fn shares(out: &mut dyn Write, counted: &Counted, rates: &Rates) -> Result<(), Failure> {
+    let cycles = |unit: &Unit| (unit.work)(counted) / (unit.a_cycle)(rates);
     let slowest = UNITS.iter().filter(|unit| unit.inside).map(cycles).fold(1.0, f64::max);
     writeln!(
         out,
         "{:<18} cycles of each unit for a tile, from PTX, of which the assembler drops some; not measured",
         "modelled"
     )?;
-    writeln!(out, "{:<18} rates: {SOURCE}", "")?;
+    writeln!(out, "{:<18} rates: {}", "", rates.source)?;
     for unit in UNITS {
         writeln!(
             out,
@@ -188,7 +219,7 @@ fn shares(out: &mut dyn Write, counted: &Counted) -> Result<(), Failure> {
             unit.name,
             (unit.work)(counted),
             unit.unit,
-            unit.a_cycle
+            (unit.a_cycle)(rates)
         )?;
     }
     Ok(())

@@ -97,6 +97,7 @@ const TABLE: &[(&str, &[&str])] = &[
     ("run -d 2000", &["head_dim_qk 2000", "1024"]),
     ("run --d_v=0", &["head_dim_v 0"]),
     ("run -d 64.5", &["head_dim_qk", "64.5"]),
+    ("explain -b 1 -h 1073741824 -s 16777216 -d 1024", &["q", "2^62 bytes"]),
     ("run -b 70000 -h 70000 -s 1 -d 1", &["num_heads_q 70000", "batch 70000"]),
     // Lengths.
     ("run --mode 2", &["mode", "2"]),

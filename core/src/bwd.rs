@@ -133,6 +133,14 @@ pub struct ValidBwd {
 }
 
 impl ValidBwd {
+    /// The same problem, deterministic where a plan's option asks for it though the problem does not.
+    #[must_use]
+    pub fn or_deterministic(&self, wanted: bool) -> Self {
+        let mut same = self.clone();
+        same.problem.deterministic |= wanted;
+        same
+    }
+
     /// The forward problem, validated.
     #[must_use]
     pub fn fwd(&self) -> &ValidFwd {

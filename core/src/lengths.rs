@@ -28,6 +28,7 @@ pub fn check_lengths(
     let batch = u64::from(problem.dims.batch);
     let cu_seqlens_q = copy(seq.cu_seqlens_q, batch + 1)?;
     let cu_seqlens_k = copy(seq.cu_seqlens_k, batch + 1)?;
+    let cu_seqlens_new = copy(seq.cu_seqlens_new, batch + 1)?;
     let seqused_q = copy(seq.seqused_q, batch)?;
     let seqused_k = copy(seq.seqused_k, batch)?;
     let max_pages = seq.block_table.map_or(0, |table| table.max_pages);
@@ -35,10 +36,11 @@ pub fn check_lengths(
     let copied = SeqArgs {
         cu_seqlens_q: cu_seqlens_q.as_deref().map(DevSlice::host),
         cu_seqlens_k: cu_seqlens_k.as_deref().map(DevSlice::host),
+        cu_seqlens_new: cu_seqlens_new.as_deref().map(DevSlice::host),
         seqused_q: seqused_q.as_deref().map(DevSlice::host),
         seqused_k: seqused_k.as_deref().map(DevSlice::host),
         block_table: pages.as_deref().map(|pages| BlockTable { pages: DevSlice::host(pages), max_pages }),
-        ..*seq
+        totals: seq.totals,
     };
     spans(problem, &copied)?;
     Ok(())
@@ -54,4 +56,76 @@ fn zeros(bytes: u64) -> Result<Vec<u8>> {
     buffer.try_reserve_exact(size).map_err(|_| refused())?;
     buffer.resize(size, 0);
     Ok(buffer)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+mod tests {
+    use super::*;
+    use crate::{DType, Dims, KvLayout, QLayout, Totals};
+
+    const DIMS: Dims = Dims {
+        batch: 2,
+        seqlen_q: 4,
+        seqlen_k: 6,
+        num_heads_q: 1,
+        num_heads_kv: 1,
+        head_dim_qk: 8,
+        head_dim_v: 8,
+    };
+
+    /// Copies, as a device's download would, and counts the bytes.
+    fn check(problem: &FwdProblem, seq: &SeqArgs<'_>) -> (Result<()>, usize) {
+        let mut read = 0;
+        let checked = check_lengths(problem, seq, |slice, bytes| {
+            bytes.copy_from_slice(&slice.as_host().unwrap()[..bytes.len()]);
+            read += bytes.len();
+            Ok(())
+        });
+        (checked, read)
+    }
+
+    /// Seven queries, four pages of two keys.
+    fn lengths<'a>(cu: &'a [i32], used: &'a [i32], pages: &'a [i32]) -> SeqArgs<'a> {
+        SeqArgs {
+            totals: Totals { total_q: Some(7), total_k: None, num_pages: Some(4), ..Totals::NONE },
+            cu_seqlens_q: Some(DevSlice::host(cu)),
+            seqused_k: Some(DevSlice::host(used)),
+            block_table: Some(BlockTable { pages: DevSlice::host(pages), max_pages: 3 }),
+            ..SeqArgs::default()
+        }
+    }
+
+    #[test]
+    fn what_is_read_back_is_checked_as_on_the_host_and_no_more_is_read_than_is_used() {
+        let problem = FwdProblem::new(QLayout::Packed, KvLayout::Paged { page_size: 2 }, DType::F16, DIMS);
+        let problem = FwdProblem { seqused_k: true, ..problem };
+        // Beyond what is used lies what is wrong.
+        let (cu, used, pages) = (&[0, 3, 7, -1, -1], &[5, 6, -1], &[0, 1, 2, 3, 3, 0, -1]);
+        let (checked, read) = check(&problem, &lengths(cu, used, pages));
+        checked.unwrap();
+        assert_eq!(read, 4 * (3 + 2 + 6));
+        for (seq, text) in [
+            (lengths(&[0, 4, 3], used, pages), "cu_seqlens_q[2] 3 is less than"),
+            (lengths(cu, &[5, 7], pages), "seqused_k[1] 7"),
+            (lengths(cu, used, &[0, 1, 2, 3, 3, 4]), "block_table[1][2] 4 is not in 0..4"),
+        ] {
+            let error = check(&problem, &seq).0.unwrap_err().to_string();
+            assert!(error.contains(text), "{error}");
+        }
+    }
+
+    #[test]
+    fn what_reading_back_says_is_passed_on() {
+        let problem = FwdProblem::group(DType::F16, DIMS);
+        let cu = [0, 2, 4];
+        let seq = SeqArgs {
+            totals: Totals::packed(4, 4),
+            cu_seqlens_q: Some(DevSlice::host(&cu)),
+            cu_seqlens_k: Some(DevSlice::host(&cu)),
+            ..SeqArgs::default()
+        };
+        let failed = check_lengths(&problem, &seq, |_, _| Err(Error::NoDevice("gone".to_owned())));
+        assert_eq!(failed.unwrap_err().to_string(), "gone");
+    }
 }

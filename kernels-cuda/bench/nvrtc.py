@@ -1,6 +1,7 @@
 """Compiles rendered kernels with NVRTC, no GPU needed: `python3 nvrtc.py FOLDER... [-j N]`.
 
-Each FOLDER is one that `examples/render.rs` wrote; its `kernel.cubin` and `log.txt` go beside the entry.
+Each FOLDER is one that `examples/render.rs` wrote; its `kernel.cubin`, `kernel.ptx` and `log.txt` go beside the entry.
+The architecture is that of its `meta.txt` (`arch=sm_100a`), or else sm_90a.
 Prints registers, spills and warnings of each. Exit status 1: something failed to compile or spilled.
 """
 
@@ -36,7 +37,8 @@ def compile_folder(folder: Path) -> str:
     texts = (ctypes.c_char_p * len(headers))(*headers.values())
     entry = (folder / "entry.cu").read_bytes()
     lib.nvrtcCreateProgram(ctypes.byref(program), entry, b"entry.cu", len(headers), texts, names)
-    options = [b"--gpu-architecture=sm_90a", b"-std=c++20", b"-default-device", b"-Xptxas=-v"]
+    arch = re.search(r"^arch=(\w+)", (folder / "meta.txt").read_text(), re.MULTILINE)
+    options = [b"--gpu-architecture=" + (arch[1] if arch else "sm_90a").encode(), b"-std=c++20", b"-default-device", b"-Xptxas=-v"]
     status = lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     size = ctypes.c_size_t()
     lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
@@ -48,6 +50,10 @@ def compile_folder(folder: Path) -> str:
     cubin = ctypes.create_string_buffer(size.value)
     lib.nvrtcGetCUBIN(program, cubin)
     (folder / "kernel.cubin").write_bytes(cubin.raw)
+    lib.nvrtcGetPTXSize(program, ctypes.byref(size))
+    ptx = ctypes.create_string_buffer(size.value)
+    lib.nvrtcGetPTX(program, ptx)
+    (folder / "kernel.ptx").write_bytes(ptx.value)
     (folder / "log.txt").write_bytes(log.value)
     lib.nvrtcDestroyProgram(ctypes.byref(program))
     return log.value.decode()

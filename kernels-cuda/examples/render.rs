@@ -1,17 +1,20 @@
 //! Renders kernels for inspection or for a bench outside Rust: one folder a kernel, with its entry,
 //! its headers and `meta.txt`. Reads lines `NAME field=value ...` from standard input, where fields
-//! are those of `FwdSpec` and `Sm90Tile`; what is not named has its default.
+//! are those of `FwdSpec` and `Sm90Tile`; what is not named has its default. With `kernel=sm100` fields are those of
+//! `Sm100Tile`, and the folder is for the check of registers alone.
 //!
 //! `echo 'd128 dtype=bf16 dim=128 mask=Upper block_n=128' | cargo run --example render -- out`
 
 use std::error::Error;
 use std::io::Read as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use fmha_core::fields::Fields as _;
+use fmha_core::source::KernelSource;
 use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
 use fmha_core::{DType, MaskKind, QLayout};
 use fmha_kernels_cuda::sm90::{self, Sm90Tile};
+use fmha_kernels_cuda::sm100;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let out = PathBuf::from(std::env::args().nth(1).ok_or("usage: render FOLDER < kernels.txt")?);
@@ -26,6 +29,17 @@ fn main() -> Result<(), Box<dyn Error>> {
         for &(field, value) in &fields {
             of_spec.push(set_spec(&mut spec, field, value)?);
         }
+        if fields.contains(&("kernel", "sm100")) {
+            let mut tile = sm100::default_tile(&spec);
+            for (&(field, value), of_spec) in fields.iter().zip(of_spec) {
+                if !of_spec && field != "kernel" {
+                    tile.set(field, value)?;
+                }
+            }
+            tile.check(&spec, 2).map_err(|why| format!("{name}: {why}"))?;
+            write(&out.join(name), &sm100::fwd(&spec, &tile), "arch=sm_100a\n")?;
+            continue;
+        }
         let mut tile = sm90::default_tile(&spec);
         for (&(field, value), of_spec) in fields.iter().zip(of_spec) {
             if !set_tile(&mut tile, field, value)? && !of_spec {
@@ -33,14 +47,6 @@ fn main() -> Result<(), Box<dyn Error>> {
             }
         }
         tile.check(&spec, 2).map_err(|why| format!("{name}: {why}"))?;
-        let source = sm90::fwd(&spec, &tile);
-        let folder = out.join(name);
-        for header in &source.headers {
-            let path = folder.join(header.name.as_ref());
-            std::fs::create_dir_all(path.parent().unwrap_or(&folder))?;
-            std::fs::write(path, header.text.as_ref())?;
-        }
-        std::fs::write(folder.join("entry.cu"), &source.entry)?;
         let meta = format!(
             "threads={}\nsmem={}\nblock_m={}\nq_rows={}\nblock_n={}\nbox_qk={}\nbox_v={}\npack_gqa={}\norder={:?}\ncluster={}\ncluster_heads={}\n\
              dependent_launch={}\n",
@@ -57,8 +63,19 @@ fn main() -> Result<(), Box<dyn Error>> {
             i32::from(tile.cluster_heads),
             i32::from(tile.dependent_launch),
         );
-        std::fs::write(folder.join("meta.txt"), meta)?;
+        write(&out.join(name), &sm90::fwd(&spec, &tile), &meta)?;
     }
+    Ok(())
+}
+
+fn write(folder: &Path, source: &KernelSource, meta: &str) -> Result<(), Box<dyn Error>> {
+    for header in &source.headers {
+        let path = folder.join(header.name.as_ref());
+        std::fs::create_dir_all(path.parent().unwrap_or(folder))?;
+        std::fs::write(path, header.text.as_ref())?;
+    }
+    std::fs::write(folder.join("entry.cu"), &source.entry)?;
+    std::fs::write(folder.join("meta.txt"), meta)?;
     Ok(())
 }
 

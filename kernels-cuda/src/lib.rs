@@ -7,6 +7,7 @@
 pub mod combine;
 pub mod schedule;
 pub mod simt;
+pub mod sm100;
 pub mod sm90;
 pub mod sm90_bwd;
 pub mod wgmma;
@@ -34,14 +35,19 @@ pub fn headers() -> Vec<Header> {
         "ptx/cluster.cuh",
         "ptx/collective.cuh",
         "ptx/copy.cuh",
+        "ptx/elect.cuh",
+        "ptx/f32x2.cuh",
+        "ptx/fp8.cuh",
         "ptx/flag.cuh",
         "ptx/grid.cuh",
         "ptx/matrix.cuh",
         "ptx/mbarrier.cuh",
         "ptx/memory.cuh",
         "ptx/num.cuh",
+        "ptx/tcgen05.cuh",
         "ptx/shared.cuh",
         "ptx/tma.cuh",
+        "ptx/tmem.cuh",
         "ptx/warp.cuh",
         "ptx/wgmma.cuh",
         "common/copy_tile.cuh",
@@ -51,11 +57,19 @@ pub fn headers() -> Vec<Header> {
         "common/scheduler.cuh",
         "common/work.cuh",
         "common/zero_rows.cuh",
+        "mma/sm100.cuh",
         "mma/smem_tile.cuh",
         "mma/sm90.cuh",
         "mma/sm90/descriptor.cuh",
         "mma/sm90/half_accumulator.cuh",
         "mma/sm90/register_product.cuh",
+        "sm100/fwd/config.cuh",
+        "sm100/fwd/correct.cuh",
+        "sm100/fwd/fwd.cuh",
+        "sm100/fwd/issue.cuh",
+        "sm100/fwd/load.cuh",
+        "sm100/fwd/output.cuh",
+        "sm100/fwd/softmax.cuh",
         "mma/sm90/transposed_product.cuh",
         "sm90/bwd/config.cuh",
         "sm90/bwd/consume.cuh",

@@ -249,7 +249,7 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
 }
 
 /// The strides that are used, but those of 1 between the elements of a row.
-fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static str, i64)> {
+pub(crate) fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static str, i64)> {
     let operands = [
         ("q", problem.q, problem.shape_q(), true),
         ("k", problem.k, problem.shape_k(), true),
@@ -271,7 +271,7 @@ fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64)>
 
 /// [`Sm90Tile::copy_bytes`] for a problem: 0 where TMA takes its strides, else the most bytes
 /// that divide every one.
-fn copy_bytes(problem: &FwdProblem) -> i32 {
+pub(crate) fn copy_bytes(problem: &FwdProblem) -> i32 {
     if odd_stride(problem).is_none() {
         return 0;
     }

@@ -12,11 +12,11 @@ use fmha_core::source::KernelSource;
 use fmha_core::spec::{BiasKind, CombineSpec, FwdSpec, KvKind};
 use fmha_core::{DType, MaskKind, QLayout, VLayout};
 use fmha_kernels_cuda::sm90::{Sm90Tile, TileOrder};
-use fmha_kernels_cuda::{COMPILE_OPTIONS, combine, simt, sm90};
+use fmha_kernels_cuda::{COMPILE_OPTIONS, combine, simt, sm90, sm100};
 use libloading::Library;
 
 /// Compiles with NVRTC and returns the log, or the compiler's complaint.
-fn compile(nvrtc: &Library, source: &KernelSource) -> Result<String, String> {
+fn compile(nvrtc: &Library, source: &KernelSource, arch: &str) -> Result<String, String> {
     type Program = *mut c_void;
     type Create = unsafe extern "C" fn(
         *mut Program,
@@ -35,11 +35,9 @@ fn compile(nvrtc: &Library, source: &KernelSource) -> Result<String, String> {
     let entry = text(&source.entry);
     let names: Vec<CString> = source.headers.iter().map(|header| text(&header.name)).collect();
     let texts: Vec<CString> = source.headers.iter().map(|header| text(&header.text)).collect();
-    let options: Vec<CString> = COMPILE_OPTIONS
-        .iter()
-        .chain(&["--gpu-architecture=sm_90a", "-Xptxas=-v"])
-        .map(|option| text(option))
-        .collect();
+    let arch = format!("--gpu-architecture={arch}");
+    let options: Vec<CString> =
+        COMPILE_OPTIONS.iter().chain(&[arch.as_str(), "-Xptxas=-v"]).map(|option| text(option)).collect();
     let pointers = |strings: &[CString]| strings.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
     // SAFETY: the signatures are those of nvrtc.h; every pointer outlives its call, the log has the
     // size that the library asked for.
@@ -140,21 +138,52 @@ fn kernels() -> Vec<(String, KernelSource)> {
     kernels
 }
 
+/// Of the Blackwell kernel, what changes its registers: head dimensions, masks, modifiers.
+fn blackwell_kernels() -> Vec<(String, KernelSource)> {
+    let plain = |qk, v, mask| FwdSpec { head_dim_v: v, ..FwdSpec::plain(DType::Bf16, qk, mask) };
+    let upper = plain(128, 128, MaskKind::Upper);
+    let mut specs = vec![
+        ("128_dropout".to_owned(), FwdSpec { dropout: true, ..upper }),
+        ("128_softcap".to_owned(), FwdSpec { softcap: true, ..upper }),
+        ("128_alibi".to_owned(), FwdSpec { bias: BiasKind::Alibi, ..upper }),
+        ("128_bias".to_owned(), FwdSpec { bias: BiasKind::Elementwise, ..upper }),
+        ("128_v_columns".to_owned(), FwdSpec { v_layout: VLayout::ColMajor, ..upper }),
+        ("128_group".to_owned(), FwdSpec { q_layout: QLayout::Packed, kv_layout: KvKind::Packed, ..upper }),
+        ("128_f32_output".to_owned(), FwdSpec { dtype_o: DType::F32, ..upper }),
+    ];
+    for (qk, v) in [(64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256)] {
+        specs.push((format!("{qk}x{v}_upper"), plain(qk, v, MaskKind::Upper)));
+    }
+    for (mask, name) in [(MaskKind::Full, "full"), (MaskKind::Band, "band")] {
+        specs.push((format!("128x128_{name}"), plain(128, 128, mask)));
+    }
+    let fp8 = FwdSpec { dtype_qk: DType::E4m3Fn, dtype_v: DType::E4m3Fn, ..upper };
+    specs.push(("128_fp8".to_owned(), fp8));
+    let kernel = |(name, spec): (String, FwdSpec)| {
+        (format!("sm100_{name}"), sm100::fwd(&spec, &sm100::default_tile(&spec)))
+    };
+    specs.into_iter().map(kernel).collect()
+}
+
 /// One in so many of them, from the first: ptxas takes seconds a kernel.
 const SAMPLE: usize = 4;
 
 #[test]
 fn a_sample_of_kernels_compiles_in_the_registers_of_the_table_without_spills() {
-    compiled_as_in_the_table(SAMPLE);
+    as_in_the_table("sm_90a", include_str!("resources.txt"), kernels(), SAMPLE);
+    as_in_the_table("sm_100a", include_str!("resources_sm100.txt"), blackwell_kernels(), SAMPLE);
 }
 
 #[test]
 #[ignore = "every kernel of the table is compiled: cargo xtask test --all"]
 fn every_kernel_compiles_in_the_registers_of_the_table_without_spills() {
-    compiled_as_in_the_table(1);
+    as_in_the_table("sm_90a", include_str!("resources.txt"), kernels(), 1);
+    for arch in sm100::ARCHS {
+        as_in_the_table(arch, include_str!("resources_sm100.txt"), blackwell_kernels(), 1);
+    }
 }
 
-fn compiled_as_in_the_table(every: usize) {
+fn as_in_the_table(arch: &str, table: &str, kernels: Vec<(String, KernelSource)>, every: usize) {
     let path = fmha_core::env::NVRTC.get().unwrap().unwrap_or_else(|| "libnvrtc.so.13".to_owned());
     // The compiler finds its own built-in functions only if they are loaded already.
     let builtins = std::path::Path::new(&path).with_file_name("libnvrtc-builtins.so.13.0");
@@ -164,12 +193,12 @@ fn compiled_as_in_the_table(every: usize) {
         eprintln!("absent: NVRTC ({path}), so no kernel was compiled");
         return;
     };
-    let table = include_str!("resources.txt");
     let expected: String = table.lines().step_by(every).map(|line| format!("{line}\n")).collect();
-    assert_eq!(table.lines().count(), kernels().len(), "resources.txt has not a line a kernel");
+    assert_eq!(table.lines().count(), kernels.len(), "{arch}: the table has not a line a kernel");
     let mut found = String::new();
-    for (name, source) in kernels().into_iter().step_by(every) {
-        let log = compile(&nvrtc, &source).unwrap_or_else(|log| panic!("{name} does not compile:\n{log}"));
+    for (name, source) in kernels.into_iter().step_by(every) {
+        let log =
+            compile(&nvrtc, &source, arch).unwrap_or_else(|log| panic!("{name} does not compile:\n{log}"));
         for warning in ["C7508", "C7510", "C7512", "C7520"] {
             assert!(!log.contains(warning), "{name}: {log}");
         }

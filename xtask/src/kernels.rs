@@ -17,7 +17,7 @@ pub(crate) enum Mode {
 
 /// One kernel on one architecture.
 pub(crate) struct Row {
-    /// As plans name it; `None` lets the backend choose, fallbacks included.
+    /// As plans name it, where every case must run on it; `None` lets the backend choose, fallbacks included.
     pub(crate) kernel: Option<&'static str>,
     /// `cuda` or `rocm`, and what it is to emulate.
     pub(crate) backend: &'static str,
@@ -66,12 +66,13 @@ const HOPPER_WALKING: Row =
     Row { kernel: Some("sm90"), mode: Mode::HappensBefore, multiprocessors: Some(2), ..HOPPER };
 
 pub(crate) const ROWS: &[Row] = &[
-    // What found planted faults, whole; of the rest every pair of features, a kernel in twenty.
+    // What found planted faults, whole; of the rest one kernel in so many, with all its cases.
     Row {
         kernel: Some("sm90"),
-        in_test: Cases { filter: "^(heads/(batch|group|row_blocks)|rare|addresses)/.*bf16", deal: 1 },
+        in_test: Cases { filter: "^(heads/(batch|group|row_blocks)|rare)/.*bf16", deal: 1 },
         ..HOPPER
     },
+    Row { in_test: Cases { filter: "^addresses/.*bf16", deal: 2 }, ..HOPPER },
     Row {
         in_test: Cases { filter: "^(combine|definition|edges|fp8|guards|laws)/", deal: 24 },
         in_all: Cases { filter: FORWARD, deal: 1 },
@@ -126,6 +127,13 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^bits/few/", deal: 1 },
         ..HOPPER
     },
+    // Gradients: of the fast kernel where it takes a problem, else of the fallback.
+    Row {
+        in_test: Cases { filter: "^backward/(head_dim/bf16|group)", deal: 2 },
+        in_all: Cases { filter: "^backward/", deal: 1 },
+        ..HOPPER
+    },
+    Row { in_test: NONE, in_all: Cases { filter: "^backward/", deal: 1 }, ..amd("gfx942", NONE) },
     Row {
         kernel: Some("simt"),
         in_test: Cases { filter: "^(definition|fp8|guards)/", deal: 96 },

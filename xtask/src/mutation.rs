@@ -1,9 +1,47 @@
-//! `cargo xtask mutation`: the sm90 kernel broken instruction by instruction in the emulator.
+//! `cargo xtask mutation`: the sm90 and sm100 kernels broken instruction by instruction in the emulator.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::setup::{self, loudly};
+
+/// A page: which kernel's, on what, and what is broken.
+type Page = (&'static str, &'static str, &'static [(&'static str, &'static [&'static str])]);
+
+/// One page a kernel.
+const PAGES: [Page; 2] = [("sm90", "sm_90a", KERNELS), ("sm100", "sm_100a", BLACKWELL)];
+
+/// The Blackwell kernel: as [`KERNELS`].
+const BLACKWELL: &[(&str, &[&str])] = &[
+    (
+        "two query tiles, full, D 128",
+        &[
+            "-b 1 --heads 3 -s 300 --seqlen-k 700 -d 128 --prec bf16",
+            "-b 1 --heads 5 -s 150 --seqlen-k 100 -d 128 --prec bf16",
+        ],
+    ),
+    (
+        "two query tiles, causal, packed sequences, D 64",
+        &[
+            "--mode 1 -b 3 --heads 2 -s 150,300,40 --seqlen-k 200,430,100 -d 64 --prec f16 --mask b",
+            "--mode 1 -b 4 --heads 3 -s 150,30,140,100 --seqlen-k 20,30,200,70 -d 64 --prec f16 --mask b",
+        ],
+    ),
+    (
+        "a lone query tile, window, D 256",
+        &[
+            "-b 1 --heads 3 -s 300 -d 256 --prec bf16 --mask b:100,0",
+            "-b 1 --heads 5 -s 70 --seqlen-k 50 -d 256 --prec bf16 --mask b:100,0",
+        ],
+    ),
+    (
+        "loads by copies, causal, D 64",
+        &[
+            "-b 1 --heads 3 -s 300 --seqlen-k 437 -d 64 --prec bf16 --mask b --tile copy_bytes=8",
+            "-b 1 --heads 40 -s 70 -d 64 --prec bf16 --mask b --tile copy_bytes=8,block_m=256",
+        ],
+    ),
+];
 
 /// Kernels, and the problems that make each of their instructions matter: long tiles, tiles of one block, both in turn.
 pub(crate) const KERNELS: &[(&str, &[&str])] = &[
@@ -141,8 +179,12 @@ pub(crate) fn sms(title: &str) -> &'static str {
     if title.starts_with("clusters of two") { "2" } else { "1" }
 }
 
-/// Records the launches, breaks them, rewrites `tests/evidence/sm90-mutation.md`.
+/// Records the launches, breaks them, rewrites each kernel's `tests/evidence/KERNEL-mutation.md`.
 pub(crate) fn run(schedules: u32) -> Result<(), String> {
+    PAGES.iter().try_for_each(|page| run_page(page, schedules))
+}
+
+fn run_page((kernel, arch, kernels): &Page, schedules: u32) -> Result<(), String> {
     let environment = setup::run();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let build = |packages: &[&str]| {
@@ -151,10 +193,10 @@ pub(crate) fn run(schedules: u32) -> Result<(), String> {
     build(&[])?;
     build(&["-p", "fmha-emu-ptx"])?;
     let release = setup::target().join("release");
-    let launches = setup::target().join("mutation");
+    let launches = setup::target().join("mutation").join(kernel);
     let mut mutate = Command::new(release.join("ptx-emu"));
     mutate.arg("mutate").current_dir(&root);
-    for (i, (title, problems)) in KERNELS.iter().enumerate() {
+    for (i, (title, problems)) in kernels.iter().enumerate() {
         for (j, problem) in problems.iter().enumerate() {
             let folder = launches.join(format!("{i}-{j}"));
             // What an earlier run left there would count as launches of this one.
@@ -169,9 +211,9 @@ pub(crate) fn run(schedules: u32) -> Result<(), String> {
                     "--backend",
                     "cuda",
                     "--kernel",
-                    "sm90",
+                    kernel,
                     "--emulate",
-                    "sm_90a",
+                    arch,
                     "--warmup",
                     "0",
                     "--repeat",
@@ -189,12 +231,8 @@ pub(crate) fn run(schedules: u32) -> Result<(), String> {
     mutate
         .args(["--schedules", &schedules.to_string(), "--wrappers", "fmha/ptx/"])
         .args(["--sources", "kernels-cuda", "--sources", "core/device"])
-        .args([
-            "--reasons",
-            "tests/evidence/sm90-mutation.reasons",
-            "--out",
-            "tests/evidence/sm90-mutation.md",
-        ]);
+        .args(["--reasons", &format!("tests/evidence/{kernel}-mutation.reasons")])
+        .args(["--out", &format!("tests/evidence/{kernel}-mutation.md")]);
     loudly(&mut mutate)
 }
 

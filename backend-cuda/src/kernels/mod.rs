@@ -1,8 +1,10 @@
 //! The kernels, a closed family for each operation: which takes a problem, what it launches.
 
 pub(crate) mod combine;
+mod maps;
 pub(crate) mod simt;
 pub(crate) mod simt_bwd;
+pub(crate) mod sm100;
 pub(crate) mod sm90;
 pub(crate) mod sm90_bwd;
 
@@ -14,7 +16,7 @@ use fmha_core::{
     BwdArgs, CombineArgs, DType, FwdArgs, PlanOptions, Promises, Roofline, ValidBwd, ValidCombine, ValidFwd,
     Workspace,
 };
-use fmha_kernels_cuda::sm90 as text;
+use fmha_kernels_cuda::{sm90 as sm90_text, sm100 as sm100_text};
 
 use crate::driver::{Device, Grid};
 use crate::steps::Step;
@@ -23,6 +25,7 @@ use simt::Simt;
 use simt_bwd::SimtBwd;
 use sm90::Sm90;
 use sm90_bwd::Sm90Bwd;
+use sm100::Sm100;
 
 /// CTAs of a row kernel that a multiprocessor holds at a time: 128 threads each, of 2048.
 pub(crate) const ROW_CTAS_PER_SM: u32 = 16;
@@ -92,18 +95,25 @@ impl DeviceFacts {
     /// # Errors
     /// A value of `FMHA_CACHE_DIR` that is not UTF-8.
     fn load_tuned(&self) -> Result<TunedTiles> {
-        let kernels = [(text::NAME, text::HEADER)];
+        let kernels = [(sm90_text::NAME, sm90_text::HEADER), (sm100_text::NAME, sm100_text::HEADER)];
         TunedTiles::load(&self.device, &kernels, &fmha_kernels_cuda::headers())
     }
 
     /// An architecture without a device: the numbers that NVIDIA states of one that has it.
     pub(crate) fn stated(arch: &str) -> Result<Self> {
-        if arch != "sm_90a" {
-            return Err(Error::NoDevice(format!(
-                "no device is known for architecture {arch}: cuda plans without one for sm_90a"
-            )));
-        }
-        let num_sms = 132;
+        let (num_sms, flops_per_second, bytes_per_second, source) = match arch {
+            "sm_90a" => {
+                let flops = HOPPER_FLOPS_PER_CLOCK * 132.0 * 1.83e9;
+                (132, flops, 4.8e12, "an H200 SXM as NVIDIA states it: 989 TFLOP/s, 4.8 TB/s")
+            }
+            "sm_100a" => (148, 2.25e15, 8e12, "a B200 of an HGX as NVIDIA states it: 2.25 PFLOP/s, 8 TB/s"),
+            "sm_103a" => (148, 2.25e15, 8e12, "a B300 of an HGX as NVIDIA states it: 2.25 PFLOP/s, 8 TB/s"),
+            _ => {
+                return Err(Error::NoDevice(format!(
+                    "no device is known for architecture {arch}: cuda plans without one for sm_90a, sm_100a, sm_103a"
+                )));
+            }
+        };
         Ok(Self {
             arch: arch.to_owned(),
             device: String::new(),
@@ -111,9 +121,9 @@ impl DeviceFacts {
             num_sms,
             smem_bytes: fmha_kernels_cuda::sm90::MAX_SMEM_BYTES.unsigned_abs(),
             roofline: Roofline {
-                flops_per_second: Some(HOPPER_FLOPS_PER_CLOCK * f64::from(num_sms) * 1.83e9),
-                bytes_per_second: Some(4.8e12),
-                source: "an H200 SXM as NVIDIA states it: 989 TFLOP/s, 4.8 TB/s".to_owned(),
+                flops_per_second: Some(flops_per_second),
+                bytes_per_second: Some(bytes_per_second),
+                source: source.to_owned(),
             },
         })
     }
@@ -223,13 +233,14 @@ pub(crate) trait CombineRecipe {
 #[enum_dispatch(Named, FwdRecipe)]
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum FwdKernel {
+    Sm100,
     Sm90,
     Simt,
 }
 
 impl FwdKernel {
-    pub(crate) fn all() -> [Self; 2] {
-        [Sm90::default().into(), Simt.into()]
+    pub(crate) fn all() -> [Self; 3] {
+        [Sm100::default().into(), Sm90::default().into(), Simt.into()]
     }
 }
 

@@ -4,32 +4,18 @@ use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::Fields as _;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{
-    Accuracy, DType, PlanOptions, Promises, QLayout, Shape, Strides, VLayout, ValidFwd, Workspace, bind,
-};
+use fmha_core::{Accuracy, PlanOptions, Promises, VLayout, ValidFwd, Workspace, bind};
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm90::{self, Sm90Tile};
 
+use super::maps::{Boxes, Maps};
 use super::{Choice, DeviceFacts, FwdCall, FwdKernel, FwdRecipe, Launch, Named};
-use crate::driver::{Grid, TensorMap, TensorMapFacts};
+use crate::driver::Grid;
 use crate::steps::{Step, exactly};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Sm90 {
     chosen: Option<(Sm90Tile, TileSchedule)>,
-}
-
-/// The kernel's second argument.
-#[repr(C, align(128))]
-struct Maps {
-    q: TensorMap,
-    k: TensorMap,
-    v: TensorMap,
-}
-
-impl Maps {
-    /// For a kernel that copies without TMA.
-    const UNREAD: Self = Self { q: TensorMap::UNREAD, k: TensorMap::UNREAD, v: TensorMap::UNREAD };
 }
 
 /// What TMA and 16-byte stores ask of addresses.
@@ -145,7 +131,8 @@ impl FwdRecipe for Sm90 {
         let Some((tile, schedule)) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
         };
-        let mut maps = if tile.copy_bytes > 0 { Maps::UNREAD } else { maps(call, &tile)? };
+        let mut maps =
+            if tile.copy_bytes > 0 { Maps::UNREAD } else { Maps::of(call, &boxes(call.problem, &tile))? };
         let (mut params, mut schedule) = (bind::fwd_params(call.problem, call.args), schedule);
         let mut arguments = [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
         // SAFETY: the kernel takes FwdParams, Maps and TileSchedule; `check_fwd` saw that the memory
@@ -194,61 +181,13 @@ pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOp
     Ok(tile.named_values().into_iter().map(|(field, value)| (field.to_owned(), value)).collect())
 }
 
-/// The tensor maps: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`.
-fn maps(call: &FwdCall<'_>, tile: &Sm90Tile) -> Result<Maps> {
-    let problem = call.problem;
-    let dims = problem.dims;
-    let ratio = problem.gqa_ratio();
-    let bf16 = problem.dtype_qk == DType::Bf16;
-    let extents = problem.extents(call.args.seq.totals);
-    // The kernel takes problems that are packed on both sides or on neither.
-    let packed = problem.q_layout == QLayout::Packed;
-    // The driver wants a stride for an axis of one too: any that it takes.
-    let bytes = |stride: i64, extent: u32| if extent > 1 { stride.unsigned_abs() * 2 } else { 1 << 20 };
-    let batch_bytes = |stride: i64, shape: Shape| if packed { 1 << 20 } else { bytes(stride, shape.batch) };
-
-    let q = extents.q;
-    let q_address = call.args.q.as_ptr() as u64;
-    let rows_in_box = tile.q_rows().unsigned_abs() / if tile.pack_gqa { ratio } else { 1 };
-    let q_map = TensorMapFacts {
-        name: "q",
-        bf16,
-        address: q_address,
-        dims: [q.dim, ratio, q.seq.max(1), dims.num_heads_kv, q.batch].map(u64::from),
-        strides_bytes: [
-            bytes(problem.q.head, ratio),
-            bytes(problem.q.seq, q.seq),
-            bytes(problem.q.head * i64::from(ratio), dims.num_heads_kv),
-            batch_bytes(problem.q.batch, q),
-        ],
-        box_dims: [
-            Sm90Tile::box_dim(q.dim as i32).unsigned_abs(),
-            if tile.pack_gqa { ratio } else { 1 },
-            rows_in_box,
-            1,
-            1,
-        ],
-    };
-    let columns = |name| name == "v" && problem.v_layout == VLayout::ColMajor;
-    let rows = |shape: Shape| shape.seq.max(1);
-    let kv_map = |name, address: u64, strides: Strides, shape: Shape| TensorMapFacts {
-        name,
-        bf16,
-        // A tensor without rows is never read, but a map needs an address.
-        address: if shape.seq == 0 { q_address } else { address },
-        dims: {
-            let (inner, outer) =
-                if columns(name) { (rows(shape), shape.dim) } else { (shape.dim, rows(shape)) };
-            [inner, outer, shape.head, shape.batch].map(u64::from)
-        },
-        strides_bytes: [
-            if columns(name) { bytes(strides.dim, shape.dim) } else { bytes(strides.seq, shape.seq) },
-            bytes(strides.head, shape.head),
-            batch_bytes(strides.batch, shape),
-        ],
-        box_dims: tile.kv_box(shape.dim as i32, columns(name)).map(i32::unsigned_abs),
-    };
-    let k_map = kv_map("k", call.args.k_slice().as_ptr() as u64, problem.k, extents.k);
-    let v_map = kv_map("v", call.args.v_slice().as_ptr() as u64, problem.v, extents.v);
-    Ok(Maps { q: q_map.encode()?, k: k_map.encode()?, v: v_map.encode()? })
+/// What TMA brings at once.
+fn boxes(problem: &ValidFwd, tile: &Sm90Tile) -> Boxes {
+    let heads = if tile.pack_gqa { problem.gqa_ratio() as i32 } else { 1 };
+    let (q, v) = (problem.shape_q().dim as i32, problem.shape_v().dim as i32);
+    Boxes {
+        q: [Sm90Tile::box_dim(q), heads, tile.q_rows() / heads, 1, 1],
+        k: tile.kv_box(q, false),
+        v: tile.kv_box(v, problem.v_layout == VLayout::ColMajor),
+    }
 }

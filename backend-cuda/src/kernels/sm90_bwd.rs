@@ -4,7 +4,7 @@ use fmha_core::bwd_workspace::BwdWorkspace;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::Fields as _;
 use fmha_core::spec::BwdSpec;
-use fmha_core::{Accuracy, DType, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind};
+use fmha_core::{Accuracy, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind};
 use fmha_kernels_cuda::sm90_bwd::{self, Sm90BwdSchedule, Sm90BwdTile};
 
 use super::{BwdCall, BwdKernel, BwdRecipe, Choice, DeviceFacts, Launch, Named};
@@ -185,7 +185,7 @@ fn maps(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> Result<Maps> {
     let map = |name, address: u64, strides: Strides, shape: Shape, rows: i32| {
         TensorMapFacts {
             name,
-            bf16: fwd.dtype_qk == DType::Bf16,
+            dtype: fwd.dtype_qk,
             // A tensor without rows is never read, but a map needs an address.
             address: if shape.seq == 0 { k_address } else { address },
             dims: [shape.dim, shape.seq.max(1), shape.head, shape.batch].map(u64::from),

@@ -54,7 +54,8 @@ pub struct PlanOptions {
     pub allow_fallback: bool,
     /// How closely the running maximum is followed. [`Accuracy::Fast`] takes either.
     pub accuracy: Accuracy,
-    /// The same bits on every run, whatever runs beside it. Forward and combine always keep this.
+    /// The same bits on every run, whatever runs beside it. Forward and combine always keep this; a
+    /// backward plan is then that of a [`deterministic`](crate::BwdProblem::deterministic) problem.
     pub deterministic: bool,
     /// The bits of a sequence depend on its own lengths and contents alone: not on the batch around
     /// it, nor on how many of its queries come in one call.

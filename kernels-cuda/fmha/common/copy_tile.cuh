@@ -7,17 +7,28 @@
 
 namespace fmha {
 
-// Warps 0, 2 and 3 of the CTA; warp 1 is the schedule role's.
-constexpr int kCopyThreads = 96;
+// The threads that copy: of a warpgroup the warps whose bits are set.
+template <int warpgroup, uint32_t copying>
+struct CopyWarps {
+  // Of the warpgroup's first `warps` those that copy.
+  FMHA_DEVICE static constexpr int num_warps(uint32_t warps) {
+    int number = 0;
+    for (uint32_t warp = 0; warp < warps; ++warp) number += copying >> warp & 1;
+    return number;
+  }
+  static constexpr int count = 32 * num_warps(4);
 
+  // Of those threads.
+  FMHA_DEVICE static int32_t rank() {
+    const uint32_t thread = threadIdx.x - 128 * warpgroup;
+    return 32 * num_warps(thread / 32) + thread % 32;
+  }
+};
 
-template <int bytes>
+template <int bytes, class Threads>
 struct Copier {
   // One tile's copies stay under way while the next one's are issued; its barrier is arrived at after those.
   ptx::Barrier* pending = nullptr;
-
-  // Of the threads that copy.
-  FMHA_DEVICE static int32_t rank() { return threadIdx.x < 32 ? threadIdx.x : threadIdx.x - 32; }
 
   // Rows of a tile from where `row_of` says (null: zeros), `dim` elements each, zeros after them.
   template <class Tile, class RowOf>
@@ -26,7 +37,7 @@ struct Copier {
     constexpr int elems = bytes == 2 ? 8 : bytes / 2;  // by one thread, at a time
     constexpr int units = Tile::dim / elems;
 #pragma unroll 2
-    for (int32_t at = rank(); at < Tile::rows * units; at += kCopyThreads) {
+    for (int32_t at = Threads::rank(); at < Tile::rows * units; at += Threads::count) {
       const int32_t row = at / units, column = at % units * elems;
       const uint16_t* from = row_of(row);
       const int32_t there = from ? clamp(dim - column, 0, elems) : 0;

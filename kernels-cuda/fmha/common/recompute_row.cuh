@@ -47,12 +47,15 @@ struct RecomputedRow {
     return dot;
   }
 
+  FMHA_DEVICE float descale(const HeadScalars& x) const { return scalar_of(x, span.i_batch, i_head_kv, 1.f); }
+
   FMHA_DEVICE void take(Range keys, const ScoreModifier& modifier) {
     const int32_t begin = ptx::uniform(keys.begin), end = ptx::uniform(keys.end);
 #pragma unroll 1
     for (int32_t j = begin; j < end; ++j) {
       const float score = modified_score<spec>(modifier, product(j), i, j);
-      float weight = round_to<spec.dtype_v>(ptx::ex2_approx_ftz((score - lse) * kLog2E));
+      constexpr float of_p = p_scale(spec.dtype_v);
+      float weight = round_to<spec.dtype_v>(ptx::ex2_approx_ftz((score - lse) * kLog2E) * of_p) / of_p;
       if constexpr (spec.dropout) {
         // Not words[j % 4], which would put them on the stack.
         const Array<uint32_t, 4> words = dropout_words(p, span.i_batch * p.num_heads_q + i_head, i, j / 4);
@@ -71,15 +74,19 @@ struct RecomputedRow {
 
   FMHA_DEVICE void run() {
     const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
-    const ScoreModifier modifier = score_modifier<spec>(p, span, i_head, p.softmax_scale);
+    const float scale = is_fp8(spec.dtype_qk) ? p.softmax_scale * descale(p.descale_q) * descale(p.descale_k)
+                                              : p.softmax_scale;
+    const ScoreModifier modifier = score_modifier<spec>(p, span, i_head, scale);
     const Range row = {i, i + 1};
     if constexpr (spec.sink_columns) take(sink_range(band, row, span.seqlen_k), modifier);
     take(row_range(band, i, span.seqlen_k), modifier);
     const int64_t at = row_offset(p.o, span.storage_batch, span.q_row + i, i_head);
+    const float factor = is_fp8(spec.dtype_v) ? descale(p.descale_v) : 1.f;
 #pragma unroll
     for (int32_t c = 0; c < columns; ++c) {
       const int32_t d = c * 32 + lane;
       const bool there = d < spec.head_dim_v;
+      o[c] *= factor;
       if constexpr (spec.dtype_o == DType::F32) {
         ptx::st_global_f32_if(static_cast<float*>(p.o.data) + at + d, o[c], there);
       } else {

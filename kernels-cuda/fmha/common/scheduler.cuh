@@ -61,7 +61,8 @@ struct Scheduler {
     ++round;
     if (first || tile.order == TileOrder::Static) return index;
     if (tile.order == TileOrder::Single) return schedule.num_tiles;
-    return tile.cluster > 1 ? claim_together(p, schedule) : claim(p, schedule);
+    if constexpr (tile.cluster > 1) return claim_together(p, schedule);
+    return claim(p, schedule);
   }
 
   // The next tile that has rows; num_blocks 0 when there is none.

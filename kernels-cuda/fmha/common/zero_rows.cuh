@@ -9,7 +9,6 @@ namespace fmha {
 template <class Tile>
 FMHA_DEVICE void zero_columns(const Tile& tile, int32_t begin, int32_t rank, int32_t num_threads) {
   constexpr int elems = 16 / Tile::elem_bytes;  // of a word
-  static_assert(Tile::elem_bytes == 2, "a word that is zeroed in part holds 16-bit elements");
   const int32_t first_word = begin / elems, words = Tile::dim / elems - first_word;
 #pragma unroll 1
   for (int32_t at = rank; at < Tile::rows * words; at += num_threads) {
@@ -18,7 +17,13 @@ FMHA_DEVICE void zero_columns(const Tile& tile, int32_t begin, int32_t rank, int
     if (elems * word >= begin) {
       ptx::st_shared_v4_zero(address);
     } else {
-      for (int32_t k = begin - elems * word; k < elems; ++k) ptx::st_shared_u16(address + 2 * k, 0);
+      for (int32_t k = begin - elems * word; k < elems; ++k) {
+        if constexpr (Tile::elem_bytes == 2) {
+          ptx::st_shared_u16(address + 2 * k, 0);
+        } else {
+          ptx::st_shared_u8(address + k, 0);
+        }
+      }
     }
   }
 }

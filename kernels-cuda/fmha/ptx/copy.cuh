@@ -43,4 +43,10 @@ FMHA_DEVICE void st_shared_u16(uint32_t address, uint16_t value) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
 }
 
+// needs: sm_70. The low byte.
+// PTX ISA: st.
+FMHA_DEVICE void st_shared_u8(uint32_t address, uint16_t value) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "h"(value) : "memory");
+}
+
 }  // namespace fmha::ptx

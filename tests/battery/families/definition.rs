@@ -3,15 +3,17 @@
 use fmha_core::DType;
 
 use super::pairwise::{Levels, pairwise};
-use super::recipe::{AXES, DTYPES, random_levels, recipe};
+use super::recipe::{AXES, DTYPES, axis, random_levels, recipe};
 use crate::case::{Case, seed_of};
 
 /// Series of pairwise rows: each meets every pair once more, beside other levels.
 const SERIES: u64 = 5;
 const RANDOM: u64 = 500;
-/// The types that every fast kernel takes: a series of their own, so that each pair of the other axes' levels meets
-/// there too.
+/// The types that every fast kernel takes: series of their own, so that each pair of the other axes' levels meets
+/// on fast kernels too. Some of those write no keep mask, and take column-major V in rows of whole 16 bytes alone.
 const FAST: [DType; 2] = [DType::F16, DType::Bf16];
+/// Of the lengths, those whose column-major V, packed too, has such rows.
+const WHOLE_COLUMNS: [usize; 3] = [4, 7, 9];
 
 pub(crate) fn cases() -> Vec<Case> {
     rows().into_iter().map(|(name, levels)| case(&name, &levels)).collect()
@@ -35,11 +37,59 @@ fn rows() -> Vec<(String, Levels)> {
     });
     let random =
         (0..RANDOM).map(|index| (format!("definition/random_{index:03}"), random_levels(0x5eed, index)));
+    let fast = (0..3).flat_map(|series| fast_of(Series::Rows(series)));
+    pairs
+        .chain(random)
+        .chain(fast)
+        .chain(fast_of(Series::Columns))
+        .chain(fast_of(Series::WithoutDropout))
+        .collect()
+}
+
+/// A series whose rows nearly every fast kernel takes.
+#[derive(Clone, Copy, PartialEq)]
+enum Series {
+    /// V row-major, no keep mask.
+    Rows(u64),
+    /// V column-major, of whole 16 bytes.
+    Columns,
+    /// Keep masks asked for where nothing is dropped.
+    WithoutDropout,
+}
+
+fn fast_of(series: Series) -> impl Iterator<Item = (String, Levels)> {
     let mut axes = AXES;
-    axes[0] = FAST.len();
-    let fast = pairwise(&axes, 0xfa57).into_iter().enumerate().map(|(row, mut levels)| {
-        levels[0] = DTYPES.iter().position(|dtype| *dtype == FAST[levels[0]]).unwrap_or_default();
-        (format!("definition/fast_{row:03}"), levels)
-    });
-    pairs.chain(random).chain(fast).collect()
+    (axes[axis::DTYPE], axes[axis::V_LAYOUT], axes[axis::WRITES]) = (FAST.len(), 1, 2);
+    let (name, seed) = match series {
+        Series::Rows(seed) => (format!("fast{seed}"), seed),
+        Series::Columns => ("fast_columns".to_owned(), 0),
+        Series::WithoutDropout => ("fast_without_dropout".to_owned(), 0),
+    };
+    match series {
+        Series::Rows(_) => {}
+        // No gaps between sequences, no padding of rows: both end inside 16 bytes.
+        Series::Columns => {
+            (axes[axis::SEQUENCES], axes[axis::LENGTHS], axes[axis::LAYOUT]) = (3, WHOLE_COLUMNS.len(), 2);
+        }
+        Series::WithoutDropout => (axes[axis::DROPS], axes[axis::WRITES]) = (2, 3),
+    }
+    pairwise(&axes, 0xfa57 + seed).into_iter().enumerate().map(move |(row, mut levels)| {
+        let dtype = FAST[levels[axis::DTYPE]];
+        levels[axis::DTYPE] = DTYPES.iter().position(|one| *one == dtype).unwrap_or_default();
+        if series == Series::Columns {
+            levels[axis::V_LAYOUT] = 1;
+            levels[axis::LENGTHS] = WHOLE_COLUMNS[levels[axis::LENGTHS]];
+        }
+        (format!("definition/{name}_{row:03}"), levels)
+    })
+}
+
+/// The first level of each axis but those two, for whether a kernel takes a pair at all.
+#[must_use]
+pub fn plain_with(dtype: usize, pair: [usize; 4]) -> Case {
+    let mut levels = vec![0; AXES.len()];
+    levels[axis::DTYPE] = dtype;
+    let [a, x, b, y] = pair;
+    (levels[a], levels[b]) = (x, y);
+    case(&format!("definition/plain_{pair:?}"), &levels)
 }

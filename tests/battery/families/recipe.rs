@@ -61,6 +61,17 @@ pub(crate) const AXES: [usize; 18] = [
     3, // LSE, keep mask
 ];
 
+/// Places in [`AXES`].
+pub(crate) mod axis {
+    pub(crate) const DTYPE: usize = 0;
+    pub(crate) const SEQUENCES: usize = 3;
+    pub(crate) const LENGTHS: usize = 6;
+    pub(crate) const DROPS: usize = 11;
+    pub(crate) const LAYOUT: usize = 12;
+    pub(crate) const V_LAYOUT: usize = 13;
+    pub(crate) const WRITES: usize = 17;
+}
+
 /// A sound problem, its lengths and data.
 pub(crate) struct Recipe {
     pub(crate) label: String,

@@ -24,9 +24,11 @@ FMHA_DEVICE constexpr int num_consumer_warps(const Sm90Tile& tile) { return 4 * 
 
 // Threads that load: one, which issues TMA; or three warps that copy, all of the first warpgroup but the schedule
 // role's. The zero role's is among them: a copy brings zeros itself.
-FMHA_DEVICE constexpr int num_load_arrivals(const Sm90Tile& tile) { return tile.copy_bytes > 0 ? kCopyThreads : 1; }
+// Warps 0, 2 and 3; warp 1 is the schedule role's.
+using CopyThreads = CopyWarps<0, 0b1101>;
+FMHA_DEVICE constexpr int num_load_arrivals(const Sm90Tile& tile) { return tile.copy_bytes > 0 ? CopyThreads::count : 1; }
 FMHA_DEVICE constexpr int num_work_readers(const Sm90Tile& tile) {
-  return num_consumer_warps(tile) + (tile.copy_bytes > 0 ? kCopyThreads / 32 : 2);
+  return num_consumer_warps(tile) + (tile.copy_bytes > 0 ? CopyThreads::count / 32 : 2);
 }
 
 // Registers a thread after setmaxnreg; role by role they sum to the file's 64 K.

@@ -17,7 +17,7 @@ struct Loader {
   Slot<kWorkSlots> work_slot;
 
   static constexpr bool copies = tile.copy_bytes > 0;
-  Copier<copies ? tile.copy_bytes : 16> copier;
+  Copier<copies ? tile.copy_bytes : 16, CopyThreads> copier;
 
   FMHA_DEVICE void wait(Barrier& barrier, uint32_t parity) {
     if constexpr (copies) {

@@ -63,7 +63,9 @@ impl Drop for Allocation {
 
 impl Allocation {
     fn new(base: u64, bytes: usize, read_only: bool) -> Self {
-        let layout = Layout::from_size_align(bytes.next_multiple_of(16).max(16), 64)
+        // No more than the allocator's own alignment: beyond it, zeros are written, and tensors of gigabytes whose rows
+        // are few would take gigabytes.
+        let layout = Layout::from_size_align(bytes.next_multiple_of(16).max(16), 16)
             .unwrap_or_else(|_| Layout::new::<[u128; 4]>());
         // SAFETY: the layout's size is not zero.
         let (data, written) = unsafe { (alloc_zeroed(layout), alloc_zeroed(layout)) };
@@ -83,7 +85,7 @@ impl Allocation {
     #[inline(always)]
     fn word(&self, at: usize) -> &AtomicU32 {
         debug_assert!(at.is_multiple_of(4) && at < self.layout.size());
-        // SAFETY: callers checked `at` against the size; the allocation is aligned to 64 and `at` to 4.
+        // SAFETY: callers checked `at` against the size; the allocation is aligned to 16 and `at` to 4.
         unsafe { AtomicU32::from_ptr(self.data.add(at).cast()) }
     }
 

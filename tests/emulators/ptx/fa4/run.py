@@ -1,6 +1,6 @@
 """Runs flash-attn-4's programs for sm_100a, as its own host code compiles and launches them, on the emulator.
 
-    python run.py [--driver libfmha_emu_libcuda.so] [--mode eager|hb|late:SEED] [--only TEXT]
+    python run.py [--driver libfmha_emu_libcuda.so] [--mode eager|hb|late:SEED] [--only TEXT] [--counters]
 
 Needs flash-attn-4 with the CUTLASS DSL, PyTorch (no GPU) and a C compiler. Tensors are torch's fake ones: each of their
 storages is memory of the emulated device. Results are held to f64, as far from it as twice a plain computation in bf16.
@@ -8,6 +8,7 @@ storages is memory of the emulated device. Results are held to f64, as far from 
 
 import argparse
 import ctypes
+import json
 import os
 import pathlib
 import subprocess
@@ -195,6 +196,11 @@ def one(case):
             results = interface._flash_attn_fwd(fq, fk, fv, causal=causal, return_lse=True)[:2]
     results = [memory.read(tensor) for tensor in results]
     print(f"{name}: {time.time() - start:.1f} s with the compilation")
+    if os.environ.get("FA4_COUNTERS"):
+        driver = ctypes.CDLL(os.environ["FA4_DRIVER"])
+        driver.fmha_emu_launches.restype = ctypes.c_char_p
+        launch = json.loads(driver.fmha_emu_launches())[-1]
+        print("counters", json.dumps({"case": name} | launch["counters"] | launch["instructions"]))
     if not backward:
         return hold("o", results[0], exact, plain) & hold("lse", results[1], lse, plain_lse.float())
     exact.backward(do.double())
@@ -208,6 +214,7 @@ def main():
     options.add_argument("--driver", default=str(ROOT / "target/release/libfmha_emu_libcuda.so"))
     options.add_argument("--mode", default="eager")
     options.add_argument("--only", default="", help="cases whose names have this text")
+    options.add_argument("--counters", action="store_true", help="what the last kernel did, a JSON object a case")
     options.add_argument("--case", type=int, help=argparse.SUPPRESS)
     options = options.parse_args()
     if options.case is not None:
@@ -230,6 +237,8 @@ def main():
                 # The last stage of its rings is announced and never loaded.
                 "FMHA_EMULATE_LOOSE_ENDS": "1", "PYTHONWARNINGS": "ignore",
             }
+            if options.counters:
+                environment["FA4_COUNTERS"] = "1"
             command = [sys.executable, __file__, "--case", str(number)]
             count += 1
             if subprocess.run(command, env=environment).returncode != 0:

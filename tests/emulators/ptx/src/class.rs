@@ -2,10 +2,14 @@
 
 use crate::op::{Code, Hf, Wf};
 
+const FLOAT: &str = "float multiply, add";
+
 /// The class of an instruction, named for the pipe that it takes on the hardware, or for what it waits on.
 pub(crate) fn class_of(code: &Code) -> &'static str {
     match code {
         Code::W { f, .. } => word(*f),
+        // Two results a lane: half the instructions, the same work for the pipe.
+        Code::Pair32(slow) if word(slow.f) == FLOAT => "packed float multiply, add",
         Code::WSlow(slow) | Code::Pair32(slow) => word(slow.f),
         Code::Half { f: Hf::Ex2 | Hf::Tanh, .. } => "special function",
         Code::Half { .. } => "16-bit float",
@@ -43,7 +47,7 @@ fn word(f: Wf) -> &'static str {
         Wf::FEx2 | Wf::FLg2 | Wf::FRcp | Wf::FRsqrt | Wf::FSqrt | Wf::FTanh | Wf::FSin | Wf::FCos => {
             "special function"
         }
-        Wf::FAdd | Wf::FSub | Wf::FMul | Wf::FFma | Wf::FDiv => "float multiply, add",
+        Wf::FAdd | Wf::FSub | Wf::FMul | Wf::FFma | Wf::FDiv => FLOAT,
         // The comparing ones go down the integer pipe, at half the rate of multiply-adds.
         Wf::FMin | Wf::FMax | Wf::FMinNan | Wf::FMaxNan | Wf::FMin3 | Wf::FMax3 => "float minimum, maximum",
         _ => "integer, move, predicate",

@@ -67,6 +67,9 @@ pub struct Options {
     pub cluster_order: Option<u64>,
     /// Which way `tcgen05.shift` and `.ashift` move rows.
     pub row_shift: RowShift,
+    /// Happens-before: accesses to tensor memory need the waits and fences of `tcgen05` that the ISA asks for. Off for
+    /// published programs that leave some out.
+    pub strict_tensor_memory: bool,
 }
 
 impl Default for Options {
@@ -82,6 +85,7 @@ impl Default for Options {
             parallel: true,
             cluster_order: None,
             row_shift: RowShift::default(),
+            strict_tensor_memory: true,
         }
     }
 }

@@ -103,12 +103,17 @@ impl<'a> Found<'a> {
                     out.push(("each thread for itself", format!("{} mov.pred {to}, {own}", self.guard)));
                 }
             }
+            ["tcgen05", "alloc", ..] => {
+                change("half the columns", 1, "shr.u32", 1);
+                out.push(("left out", self.skipped()));
+            }
             ["mbarrier", "arrive" | "arrive_drop", ..]
             | ["wgmma", "fence" | "commit_group", ..]
             | ["fence", "proxy" | "mbarrier_init", ..]
             | ["cp", "async", "wait_group" | "wait_all" | "commit_group", ..]
             | ["cp", "async", "bulk", "wait_group" | "commit_group", ..]
-            | ["tcgen05", "wait" | "wait::ld" | "wait::st" | "commit", ..]
+            | ["tcgen05", "wait" | "wait::ld" | "wait::st" | "commit" | "dealloc", ..]
+            | ["tcgen05", "fence::before_thread_sync" | "fence::after_thread_sync", ..]
             | ["bar" | "barrier", "sync" | "arrive" | "red" | "cta" | "cluster", ..] => {
                 out.push(("left out", self.skipped()));
             }

@@ -127,7 +127,8 @@ fn kernel(p: Product) -> String {
     let done = match flaw {
         Flaw::NoWait => String::new(),
         Flaw::ReadsA => {
-            format!("tcgen05.ld.sync.aligned.32x32b.x32.b32 {{{}}}, [%ts];", regs(32)) + &wait("%done", "WD")
+            let load = format!("tcgen05.ld.sync.aligned.32x32b.x32.b32 {{{}}}, [%ts];", regs(32));
+            load + "tcgen05.wait::ld.sync.aligned;" + &wait("%done", "WD")
         }
         _ => wait("%done", "WD"),
     };
@@ -226,6 +227,11 @@ fn kernel(p: Product) -> String {
 }
 
 fn product(p: Product, options: &Options) -> Result<(), Fault> {
+    changed_product(p, options, |text| text)
+}
+
+/// The product, its kernel's text changed.
+fn changed_product(p: Product, options: &Options, change: impl Fn(String) -> String) -> Result<(), Fault> {
     let Product { m, n, .. } = p;
     let device = Device::new();
     let mut random = Random(u64::from(m + n));
@@ -247,7 +253,7 @@ fn product(p: Product, options: &Options) -> Result<(), Fault> {
     (config.grid[0], config.cluster[0]) = (p.blocks(), p.blocks());
     let mut options = options.clone();
     options.row_shift = p.shift.map_or(options.row_shift, |(_, way)| way);
-    run(&device, &kernel(p), &config, &args, &options)?;
+    run(&device, &change(kernel(p)), &config, &args, &options)?;
     let got = download(&device, out, (p.blocks() * words) as usize);
     let mut seen = vec![false; (m * n) as usize];
     for (i, bits) in got.into_iter().enumerate() {
@@ -411,4 +417,60 @@ fn each_misuse_of_tensor_memory_has_its_name() {
     assert_eq!(found(Flaw::FreedTwice).kind, FaultKind::TensorMemory);
     let race = found(Flaw::NoWait);
     assert!(race.kind == FaultKind::Race || race.text.contains("nothing has written"), "{race}");
+}
+
+#[test]
+fn every_wait_and_fence_around_tensor_memory_is_needed() {
+    // Each with how often the kernel has it, and the one to leave out; A is stored to tensor memory by every warp.
+    let p = Product { a_tmem: true, ..Product::new(128, 32) };
+    let text = kernel(p);
+    product(p, &checked()).unwrap_or_else(|f| panic!("whole: {f}"));
+    let mut loose = checked();
+    loose.strict_tensor_memory = false;
+    for (instruction, which, kind) in [
+        ("tcgen05.wait::ld.sync.aligned;", 0, FaultKind::RegisterInFlight),
+        ("tcgen05.wait::st.sync.aligned;", 0, FaultKind::Race),
+        // Behind the allocation, behind the stores.
+        ("tcgen05.fence::before_thread_sync;", 1, FaultKind::Race),
+        ("tcgen05.fence::after_thread_sync;", 1, FaultKind::Race),
+        // Behind the commit.
+        ("tcgen05.fence::after_thread_sync;", 2, FaultKind::Race),
+    ] {
+        let (at, _) = text.match_indices(instruction).nth(which).unwrap();
+        let without = |text: String| format!("{}{}", &text[..at], &text[at + instruction.len()..]);
+        let fault = changed_product(p, &checked(), without).unwrap_err();
+        assert_eq!(fault.kind, kind, "{instruction} number {which}: {fault}");
+        changed_product(p, &loose, without).unwrap_or_else(|f| panic!("{instruction} {which}, relaxed: {f}"));
+    }
+}
+
+#[test]
+fn a_load_that_reduces_gives_each_lane_its_row_s_maximum() {
+    let text = ".version 8.8\n.target sm_103a\n.address_size 64\n.extern .shared .align 16 .b8 raw[];
+        .visible .entry k(.param .u64 o, .param .u64 i) {
+        .reg .b32 %t, %l, %slot, %tm, %ts, %m, %v<8>, %w<8>; .reg .b64 %out, %in, %off;
+        mov.u32 %t, %tid.x; mov.u32 %slot, raw;
+        tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%slot], 32; ld.shared.b32 %tm, [%slot];
+        mul.wide.u32 %off, %t, 32; ld.param.u64 %in, [i]; add.s64 %in, %in, %off;
+        LOADS
+        tcgen05.st.sync.aligned.32x32b.x8.b32 [%tm], {%v0, %v1, %v2, %v3, %v4, %v5, %v6, %v7};
+        tcgen05.wait::st.sync.aligned;
+        tcgen05.ld.red.sync.aligned.32x32b.x8.max.f32 {%w0, %w1, %w2, %w3, %w4, %w5, %w6, %w7}, %m, [%tm];
+        tcgen05.wait::ld.sync.aligned;
+        mul.wide.u32 %off, %t, 8; ld.param.u64 %out, [o]; add.s64 %out, %out, %off;
+        st.global.b32 [%out], %m; st.global.b32 [%out+4], %w5;
+        tcgen05.dealloc.cta_group::1.sync.aligned.b32 %tm, 32; ret; }";
+    let loads: String = (0..8).map(|i| format!("ld.global.b32 %v{i}, [%in+{}];", 4 * i)).collect();
+    let device = Device::new();
+    let mut random = Random(9);
+    let values: Vec<f32> = (0..256).map(|_| random.small(100) as f32).collect();
+    let input = upload_bytes(&device, &values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>());
+    let out = device.alloc(256);
+    let args: Vec<u8> = [out, input].iter().flat_map(|x| x.to_le_bytes()).collect();
+    run(&device, &text.replace("LOADS", &loads), &block(32, 64), &args, &checked()).unwrap();
+    for (lane, pair) in download(&device, out, 64).chunks(2).enumerate() {
+        let row = &values[8 * lane..8 * lane + 8];
+        let most = row.iter().copied().reduce(f32::max).unwrap();
+        assert_eq!([f32::from_bits(pair[0]), f32::from_bits(pair[1])], [most, row[5]], "lane {lane}");
+    }
 }

@@ -193,6 +193,11 @@ pub(crate) extern "C" fn cuCtxSetCurrent(context: Handle) -> Result {
     SUCCESS
 }
 
+/// Whether the calling thread has a context.
+pub(crate) fn has_current() -> bool {
+    STACK.with_borrow(|s| s.last().is_some_and(|&context| context != 0))
+}
+
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuCtxGetCurrent(out: *mut Handle) -> Result {
     let current = STACK.with_borrow(|s| s.last().copied().unwrap_or(0));

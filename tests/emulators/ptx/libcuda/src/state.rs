@@ -62,6 +62,17 @@ const ARCHITECTURES: &[(&str, Architecture)] = &[
         },
     ),
     (
+        "103",
+        Architecture {
+            major: 10,
+            minor: 3,
+            num_sms: 148,
+            shared_optin: 232_448,
+            l2_bytes: 132_644_864,
+            name: "B300",
+        },
+    ),
+    (
         "120",
         Architecture {
             major: 12,
@@ -155,6 +166,7 @@ impl State {
         let mut options = Options::default();
         options.num_sms = arch.num_sms as u32;
         options.check_barriers_at_exit = std::env::var_os("FMHA_EMULATE_LOOSE_ENDS").is_none();
+        options.strict_tensor_memory = options.check_barriers_at_exit;
         options.cluster_order =
             std::env::var("FMHA_EMULATE_ORDER").ok().map(|seed| seed.trim().parse().unwrap_or(1));
         let mode = std::env::var("FMHA_EMULATE_MODE").unwrap_or_default();

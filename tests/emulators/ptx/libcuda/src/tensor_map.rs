@@ -4,7 +4,8 @@ use std::ffi::{c_uint, c_void};
 
 use fmha_emu_ptx::TensorMap;
 
-use crate::error::{INVALID_VALUE, Result, SUCCESS};
+use crate::context::has_current;
+use crate::error::{INVALID_CONTEXT, INVALID_VALUE, Result, SUCCESS};
 use crate::state::state;
 
 /// Reads `n` values, 1 beyond them.
@@ -31,6 +32,10 @@ pub(crate) unsafe extern "C" fn cuTensorMapEncodeTiled(
     _promotion: c_uint,
     fill: c_uint,
 ) -> Result {
+    // As the driver 580 of an H200 does.
+    if !has_current() {
+        return INVALID_CONTEXT;
+    }
     if map.is_null() || dims.is_null() || box_dims.is_null() || element_strides.is_null() {
         return INVALID_VALUE;
     }

@@ -234,13 +234,21 @@ impl Decoder<'_> {
             "ld" => {
                 let shape = shape.ok_or_else(|| unknown(raw))?;
                 let mut inst = new(Tcgen::Ld { shape, repeat, pack16: raw.has("pack::16b") });
-                if raw.has("red") {
-                    return Err(unknown(raw));
-                }
-                self.tmem(&mut inst, raw.operand(1)?)?;
+                // With a reduction over the columns, whose result is an operand of its own.
+                let address = if raw.has("red") {
+                    let maximum = raw.has("max") && raw.has("f32") && shape == TmemShape::L32x32b;
+                    if !maximum || raw.has("abs") || raw.has("NaN") {
+                        return Err(unknown(raw));
+                    }
+                    inst.dst[0] = self.dst(raw.operand(1)?, Ty::F32)?;
+                    2
+                } else {
+                    1
+                };
+                self.tmem(&mut inst, raw.operand(address)?)?;
                 let dst = self.words(raw.operand(0)?, true)?;
                 inst.list = self.list(&dst, &[]);
-                if let Some(split) = ops.get(2) {
+                if let Some(split) = ops.get(address + 1) {
                     inst.src[1] = self.src(split, Ty::B32)?;
                 }
                 inst

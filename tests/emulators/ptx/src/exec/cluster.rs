@@ -143,7 +143,10 @@ impl Cluster {
                 warps.push(warp);
             }
         }
-        let tracker = launch.options.happens_before.then(|| Box::new(Tracker::new(blocks.len(), num_warps)));
+        let tracker = launch
+            .options
+            .happens_before
+            .then(|| Box::new(Tracker::new(blocks.len(), num_warps, launch.options.strict_tensor_memory)));
         let seed = match launch.options.asynchrony {
             Asynchrony::Eager => 0,
             Asynchrony::Late { seed } => {

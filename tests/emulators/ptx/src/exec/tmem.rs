@@ -158,7 +158,16 @@ impl Cluster {
             Tcgen::St { shape, repeat, pack16 } => {
                 self.tmem_access(warp, program, inst, shape, repeat, pack16, false)?;
             }
-            Tcgen::WaitLd | Tcgen::WaitSt | Tcgen::FenceBefore | Tcgen::FenceAfter => {}
+            Tcgen::WaitLd | Tcgen::WaitSt | Tcgen::FenceBefore | Tcgen::FenceAfter => {
+                if let Some(t) = &mut self.tracker {
+                    match op {
+                        Tcgen::WaitLd => t.tensor_wait_loads(warp),
+                        Tcgen::WaitSt => t.tensor_wait_stores(warp),
+                        Tcgen::FenceBefore => t.tensor_fence_before(warp),
+                        _ => t.tensor_fence_after(warp),
+                    }
+                }
+            }
             Tcgen::Commit { multicast } => {
                 for lane in lanes(active) {
                     self.tmem_commit(warp, inst, lane, multicast)?;
@@ -289,9 +298,19 @@ impl Cluster {
                 }
             }
         }
+        let mut written = dst.to_vec();
+        if load && inst.dst[0].is_some() {
+            // `.red.max.f32`: NaN counts only where there is nothing else.
+            for l in 0..32 {
+                let of = regs.iter().map(|&reg| f32::from_bits(warp.get(reg, l) as u32));
+                let maximum = of.reduce(f32::max).unwrap_or(f32::NEG_INFINITY);
+                warp.put(inst.dst[0], l, u64::from(maximum.to_bits()));
+            }
+            written.push(inst.dst[0]);
+        }
         if let Some(t) = &mut self.tracker {
             let touch = if load { Touch::Read } else { Touch::Write };
-            t.tmem_access(touch, warp, [quadrant, column0, width].map(|n| n as u32))?;
+            t.tensor_access(touch, warp, [quadrant, column0, width].map(|n| n as u32), &written)?;
         }
         Ok(())
     }

@@ -194,6 +194,9 @@ impl Cluster {
             }
         }
         self.counters.tensor_macs += (shape.m * shape.n * k) as u64;
+        // Each block reads its own rows of A and its own part of B.
+        let a_bytes = if a_tmem { 0 } else { shape.m * k * element_bytes(shape.a) as usize };
+        self.counters.shared_matrix_bytes += (a_bytes + shape.n * k * element_bytes(shape.b) as usize) as u64;
         Ok(())
     }
 

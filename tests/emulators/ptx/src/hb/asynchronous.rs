@@ -23,7 +23,7 @@ impl Tracker {
         clocks
     }
 
-    fn tcgen_track(&self, warp: &Warp) -> u32 {
+    pub(super) fn tcgen_track(&self, warp: &Warp) -> u32 {
         5 * self.warps + self.id(warp)
     }
 
@@ -46,7 +46,7 @@ impl Tracker {
     }
 
     /// Tensor memory as the cells behind those of all blocks' shared memory: of `columns` columns in a quadrant of lanes.
-    fn tmem_cells(&self, cta: u32, [quadrant, column, columns]: [u32; 3]) -> [u32; 3] {
+    pub(super) fn tmem_cells(&self, cta: u32, [quadrant, column, columns]: [u32; 3]) -> [u32; 3] {
         [self.blocks + cta, (quadrant * 512 + column) * 4, columns * 4]
     }
 
@@ -60,11 +60,15 @@ impl Tracker {
         part: [u32; 3],
     ) -> Exec<()> {
         let me = (self.tcgen_track(warp), warp.asynchrony.tcgen_issued, warp.current_pc, 0);
-        self.touch(touch, clocks, me, self.tmem_cells(cta, part))
+        let cells = self.tmem_cells(cta, part);
+        if self.strict_tensor_memory {
+            return self.touch(touch, &self.tensor_clocks(warp, clocks), me, cells);
+        }
+        self.touch(touch, clocks, me, cells)
     }
 
-    /// `tcgen05.ld` or `.st` by a warp, of the same part.
-    pub(crate) fn tmem_access(&mut self, touch: Touch, warp: &Warp, part: [u32; 3]) -> Exec<()> {
+    /// `tcgen05.ld` or `.st` by a warp, of the same part, ordered like an access to shared memory.
+    pub(super) fn tmem_access(&mut self, touch: Touch, warp: &Warp, part: [u32; 3]) -> Exec<()> {
         self.generic(touch, warp, self.tmem_cells(warp.cta, part), 0, false)
     }
 

@@ -37,6 +37,7 @@ impl Tracker {
             self.lines.clone_from(&program.lines);
         }
         let id = self.id(warp) as usize;
+        self.step_tensor(id, program, pc)?;
         let flight = &mut self.flights[id];
         if flight.written.is_empty() {
             let rows = program.words as usize;

@@ -8,12 +8,14 @@
 mod asynchronous;
 mod cells;
 mod flights;
+mod tensor_memory;
 mod visits;
 
 pub(crate) use cells::{SeenReads, Touch};
 
 use cells::{Access, Line};
 use flights::Flight;
+use tensor_memory::TensorState;
 
 use crate::exec::Warp;
 use crate::fault::{Fault, FaultKind};
@@ -58,6 +60,8 @@ pub(crate) struct Tracker {
     /// By lines of sixteen bytes.
     cells: Vec<Vec<Line>>,
     flights: Vec<Flight>,
+    tensor: Vec<TensorState>,
+    strict_tensor_memory: bool,
     /// Initialised barriers that the asynchronous proxy cannot see yet: block, address, the warp's number.
     unfenced: Vec<(u32, u32, u32)>,
     lines: Vec<(u32, u32)>,
@@ -66,7 +70,7 @@ pub(crate) struct Tracker {
 }
 
 impl Tracker {
-    pub(crate) fn new(blocks: usize, per_block: u32) -> Self {
+    pub(crate) fn new(blocks: usize, per_block: u32, strict_tensor_memory: bool) -> Self {
         let warps = blocks as u32 * per_block;
         let mut clocks = vec![Clocks::default(); warps as usize];
         for (i, c) in clocks.iter_mut().enumerate() {
@@ -77,10 +81,12 @@ impl Tracker {
             warps,
             per_block,
             clocks,
-            tracks: 6 * warps,
+            tracks: 7 * warps,
             cells: vec![Vec::new(); 2 * blocks],
             blocks: blocks as u32,
             flights: vec![Flight::default(); warps as usize],
+            tensor: vec![TensorState::default(); warps as usize],
+            strict_tensor_memory,
             unfenced: Vec::new(),
             lines: Vec::new(),
             visits: vec![Vec::new(); blocks],

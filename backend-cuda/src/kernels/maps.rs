@@ -1,0 +1,98 @@
+//! The tensor maps of a forward call: what TMA has to know of Q, K and V.
+
+use fmha_core::error::Result;
+use fmha_core::{DType, QLayout, Shape, Strides, VLayout};
+
+use super::FwdCall;
+use crate::driver::{TensorMap, TensorMapFacts};
+
+/// A kernel argument: three maps, adjacent.
+#[repr(C, align(128))]
+pub(crate) struct Maps {
+    q: TensorMap,
+    k: TensorMap,
+    v: TensorMap,
+}
+
+/// Elements that a kernel's TMA brings at once.
+pub(crate) struct Boxes {
+    /// (dim, heads of a group, rows, kv heads, batch).
+    pub(crate) q: [i32; 5],
+    /// (dim, rows, heads, batch).
+    pub(crate) k: [i32; 4],
+    /// Likewise; (rows, dim, heads, batch) of a column-major V.
+    pub(crate) v: [i32; 4],
+}
+
+impl Maps {
+    /// For a kernel that copies without TMA.
+    pub(crate) const UNREAD: Self = Self { q: TensorMap::UNREAD, k: TensorMap::UNREAD, v: TensorMap::UNREAD };
+
+    /// Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub(crate) fn of(call: &FwdCall<'_>, boxes: &Boxes) -> Result<Self> {
+        let problem = call.problem;
+        let dims = problem.dims;
+        let ratio = problem.gqa_ratio();
+        let extents = problem.extents(call.args.seq.totals);
+        // Forward kernels take problems that are packed on both sides or on neither.
+        let packed = problem.q_layout == QLayout::Packed;
+        let size = problem.dtype_qk.size_bytes();
+        // The driver wants a stride for an axis of one too: any that it takes.
+        let bytes = |stride: i64, extent: u32, size: u64| {
+            if extent > 1 { stride.unsigned_abs() * size } else { 1 << 20 }
+        };
+        let batch_bytes = |stride: i64, shape: Shape, size: u64| {
+            if packed { 1 << 20 } else { bytes(stride, shape.batch, size) }
+        };
+
+        let q = extents.q;
+        let q_address = call.args.q.as_ptr() as u64;
+        let q_map = TensorMapFacts {
+            name: "q",
+            dtype: problem.dtype_qk,
+            address: q_address,
+            dims: [q.dim, ratio, q.seq.max(1), dims.num_heads_kv, q.batch].map(u64::from),
+            strides_bytes: [
+                bytes(problem.q.head, ratio, size),
+                bytes(problem.q.seq, q.seq, size),
+                bytes(problem.q.head * i64::from(ratio), dims.num_heads_kv, size),
+                batch_bytes(problem.q.batch, q, size),
+            ],
+            box_dims: boxes.q.map(i32::unsigned_abs),
+        };
+        let columns = |name| name == "v" && problem.v_layout == VLayout::ColMajor;
+        let rows = |shape: Shape| shape.seq.max(1);
+        let kv_map =
+            |name, address: u64, dtype: DType, strides: Strides, shape: Shape, box_dims: [i32; 4]| {
+                let size = dtype.size_bytes();
+                TensorMapFacts {
+                    name,
+                    dtype,
+                    // A tensor without rows is never read, but a map needs an address.
+                    address: if shape.seq == 0 { q_address } else { address },
+                    dims: {
+                        let (inner, outer) =
+                            if columns(name) { (rows(shape), shape.dim) } else { (shape.dim, rows(shape)) };
+                        [inner, outer, shape.head, shape.batch].map(u64::from)
+                    },
+                    strides_bytes: [
+                        if columns(name) {
+                            bytes(strides.dim, shape.dim, size)
+                        } else {
+                            bytes(strides.seq, shape.seq, size)
+                        },
+                        bytes(strides.head, shape.head, size),
+                        batch_bytes(strides.batch, shape, size),
+                    ],
+                    box_dims: box_dims.map(i32::unsigned_abs),
+                }
+            };
+        let (k, v) = (call.args.k_slice().as_ptr() as u64, call.args.v_slice().as_ptr() as u64);
+        let k_map = kv_map("k", k, problem.dtype_qk, problem.k, extents.k, boxes.k);
+        let v_map = kv_map("v", v, problem.dtype_v, problem.v, extents.v, boxes.v);
+        Ok(Self { q: q_map.encode()?, k: k_map.encode()?, v: v_map.encode()? })
+    }
+}

@@ -1,0 +1,169 @@
+//! The Blackwell kernel: which problems it takes, its tile, its tensor maps.
+
+use fmha_core::error::{ProblemError, Refusal, Result};
+use fmha_core::fields::Fields as _;
+use fmha_core::spec::FwdSpec;
+use fmha_core::tune::TileOptions;
+use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, Workspace, bind};
+use fmha_kernels_cuda::schedule::TileSchedule;
+use fmha_kernels_cuda::sm100::{self, Sm100Tile};
+
+use super::maps::{Boxes, Maps};
+use super::{Choice, DeviceFacts, FwdCall, FwdKernel, FwdRecipe, Launch, Named};
+use crate::driver::Grid;
+use crate::steps::{Step, exactly};
+
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Sm100 {
+    chosen: Option<(Sm100Tile, TileSchedule)>,
+}
+
+/// What TMA and 16-byte stores ask of addresses.
+const ALIGN: u64 = 16;
+
+impl Named for Sm100 {
+    fn name(&self) -> &'static str {
+        sm100::NAME
+    }
+}
+
+impl FwdRecipe for Sm100 {
+    fn choose(
+        &self,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<FwdKernel>, Refusal> {
+        let refuse = |reason: String| Refusal::new(self.name(), reason);
+        if !sm100::ARCHS.contains(&facts.arch.as_str()) {
+            return Err(refuse(format!("the device is {}, not {}", facts.arch, sm100::ARCHS.join(" or "))));
+        }
+        sm100::accepts(problem)?;
+        let spec = FwdSpec::of(problem);
+        let mut tile = sm100::choose_tile(problem, &facts.arch);
+        if options.accuracy == Accuracy::Exact {
+            tile.lazy_rescale_log2 = 0;
+        }
+        // Tiles are measured as a plan without options has them.
+        let untold = options.tile.is_empty() && options.accuracy == Accuracy::Fast;
+        let tuned = facts.tuned.get(sm100::NAME, problem).filter(|_| untold);
+        for (key, value) in tuned.map_or(&options.tile, |tuned| &tuned.tile) {
+            tile.set(key, value).map_err(refuse)?;
+        }
+        tile.check(&spec, problem.gqa_ratio()).map_err(refuse)?;
+        let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
+        if smem_bytes > facts.smem_bytes {
+            return Err(refuse(format!(
+                "{tile:?} takes {smem_bytes} bytes of shared memory, {} are there",
+                facts.smem_bytes
+            )));
+        }
+        let schedule = tile.schedule(problem).map_err(refuse)?;
+        let grid = Grid {
+            dependent: tile.dependent_launch,
+            ..Grid::new(tile.grid(&schedule, facts.num_sms), tile.num_threads().unsigned_abs())
+        };
+        Ok(Choice {
+            kernel: Self { chosen: Some((tile, schedule)) }.into(),
+            launches: vec![Launch {
+                kernel: self.name(),
+                source: sm100::fwd(&spec, &tile),
+                grid,
+                smem_bytes,
+                tiles: u64::from(schedule.num_tiles.unsigned_abs()),
+                // One CTA an SM: it takes all of tensor memory.
+                tiles_at_once: facts.num_sms.into(),
+            }],
+            // The tile counter.
+            workspace: Workspace::zeroed(tile.workspace_bytes()),
+            promises: Promises {
+                deterministic: true,
+                // A row is one thread's, its key blocks begin at the sequence's first key, and their size is the head
+                // dimensions': blocks that only other rows of its tile see add zeros.
+                batch_invariant: true,
+                graph_capturable: true,
+                accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },
+            },
+            details: vec![
+                ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),
+                ("order", format!("{:?}, L2 groups of {} heads", tile.order, schedule.heads_per_l2_group)),
+                ("schedule", schedule_words(&tile)),
+                ("tensor memory", format!("{} of {} columns", tile.tmem_columns(&spec), sm100::TMEM_COLUMNS)),
+            ],
+        })
+    }
+
+    fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
+        let tile = self.chosen.map(|(tile, _)| tile);
+        let stores_vectors = tile.is_some_and(|tile| tile.vector_store);
+        let loads = match tile {
+            Some(tile) if tile.copy_bytes > 0 => u64::from(tile.copy_bytes.unsigned_abs()),
+            _ => ALIGN,
+        };
+        let args = call.args;
+        // A tensor without rows may lie anywhere.
+        let has_keys = call.problem.shape_k().seq > 0;
+        for (name, address, align, matters) in [
+            ("q", args.q.as_ptr() as u64, loads, true),
+            ("k", args.k_slice().as_ptr() as u64, loads, has_keys),
+            ("v", args.v_slice().as_ptr() as u64, loads, has_keys),
+            ("o", args.o.as_mut_ptr() as u64, ALIGN, stores_vectors),
+        ] {
+            if matters && !address.is_multiple_of(align) {
+                return Err(ProblemError::new(
+                    name,
+                    format!(
+                        "{name} starts at {address:#x}, which is no multiple of the {align} bytes that kernel sm100 needs"
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn launch(&self, steps: &[Step], call: &FwdCall<'_>) -> Result<()> {
+        let [fwd] = exactly(steps)?;
+        let Some((tile, mut schedule)) = self.chosen else {
+            return Err(ProblemError::new("plan", "plan: kernel sm100 has 0 tiles chosen").into());
+        };
+        let mut maps =
+            if tile.copy_bytes > 0 { Maps::UNREAD } else { Maps::of(call, &boxes(call.problem, &tile))? };
+        let mut params = bind::fwd_params(call.problem, call.args);
+        let mut arguments = [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
+        // SAFETY: the kernel takes FwdParams, Maps and TileSchedule; `check_fwd` saw that the memory
+        // covers the problem, and the maps were made for the same extents.
+        unsafe { fwd.launch(&mut arguments, call.stream) }
+    }
+}
+
+/// The tile that the table gives, as [`Sm100Tile::set`] takes it.
+///
+/// # Errors
+/// Why the kernel does not take the problem.
+pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOptions, Refusal> {
+    Sm100::default().choose(problem, facts, &PlanOptions::default())?;
+    let tile = sm100::choose_tile(problem, &facts.arch);
+    let set_by_users = tile.named_values().into_iter().filter(|(field, _)| !field.starts_with("cluster"));
+    Ok(set_by_users.map(|(field, value)| (field.to_owned(), value)).collect())
+}
+
+/// What TMA brings at once.
+fn boxes(problem: &ValidFwd, tile: &Sm100Tile) -> Boxes {
+    let spec = FwdSpec::of(problem);
+    Boxes { q: tile.q_box(&spec, problem.gqa_ratio() as i32), k: tile.k_box(&spec), v: tile.v_box(&spec) }
+}
+
+fn schedule_words(tile: &Sm100Tile) -> String {
+    let tiles = if tile.num_q_tiles() == 2 { "two query tiles" } else { "one query tile, two score slots" };
+    let mut words = vec![tiles.to_owned()];
+    words
+        .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
+    words.extend(
+        (tile.exp2_polynomial_pairs > 0)
+            .then(|| format!("{} of 16 exponentials by a polynomial", tile.exp2_polynomial_pairs)),
+    );
+    words.extend((tile.copy_bytes > 0).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
+    words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
+    words.extend(tile.dependent_launch.then(|| "starts while the grid before ends".to_owned()));
+    words.join(", ")
+}

@@ -1,0 +1,88 @@
+// Typed products of one CTA: 128 rows, accumulators in tensor memory, where row m is lane m and column n column n.
+// PTX ISA, TensorCore 5th Generation Family Instructions: tcgen05.mma, matrix and instruction descriptors
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-instruction-descriptor
+#pragma once
+#include <fmha/mma/smem_tile.cuh>
+#include <fmha/num.h>
+#include <fmha/ptx/tcgen05.cuh>
+
+namespace fmha::mma::sm100 {
+
+using ptx::MmaKind;
+
+constexpr int kRows = 128;       // of one CTA's product
+constexpr int kStepBytes = 32;   // of a row of A, contracted by one instruction
+
+FMHA_DEVICE constexpr MmaKind kind_of(DType dtype) { return is_fp8(dtype) ? MmaKind::F8f6f4 : MmaKind::F16; }
+// Elements contracted by one instruction.
+FMHA_DEVICE constexpr int depth_of(DType dtype) { return kStepBytes / size_bytes(dtype); }
+// Columns of tensor memory that `elems` of an A operand take.
+FMHA_DEVICE constexpr int columns_of(DType dtype, int elems) { return elems * size_bytes(dtype) / 4; }
+
+// What a product computes: A [m, k] and B [n, k] of `dtype`, sums in f32.
+struct Instruction {
+  DType dtype;
+  int m, n;
+  bool negate_a = false;
+  bool b_across_rows = false;  // B's tile is [k, n]
+
+  FMHA_DEVICE constexpr uint32_t bits() const {
+    const uint32_t format = dtype == DType::Bf16 || dtype == DType::E5m2;  // else f16, e4m3
+    constexpr uint32_t f32_sums = 1 << 4;
+    return f32_sums | format << 7 | format << 10 | uint32_t(negate_a) << 13 | uint32_t(b_across_rows) << 16 |
+           uint32_t(n / 8) << 17 | uint32_t(m / 16) << 24;
+  }
+};
+
+// How an operand's tile lies in shared memory. Its low word alone holds the address, so that a step within a tile is
+// one 32-bit addition, which never carries: shared memory ends below 2^18.
+struct Descriptor {
+  uint32_t low, high;
+
+  FMHA_DEVICE Descriptor plus_bytes(uint32_t bytes) const { return {low + (bytes >> 4), high}; }
+  FMHA_DEVICE uint64_t bits() const { return uint64_t(high) << 32 | low; }
+};
+
+// `leading_bytes`: from chunk to chunk, for a tile read across its rows; ignored for one read along them.
+template <class Tile>
+FMHA_DEVICE Descriptor descriptor(const Tile& tile, uint32_t leading_bytes) {
+  constexpr uint32_t swizzle = Tile::span_bytes == 128 ? 2 : Tile::span_bytes == 64 ? 4 : 6;
+  constexpr uint32_t eight_rows = 8 * Tile::span_bytes, version = 1 << 14;
+  return {tile.offset() >> 4 | (leading_bytes >> 4) << 16, eight_rows >> 4 | version | swizzle << 29};
+}
+
+// Where step `step` of a product begins in a tile that is read along its rows.
+template <class Tile>
+FMHA_DEVICE constexpr uint32_t step_along_rows(int step) {
+  constexpr int steps_a_chunk = Tile::span_bytes / kStepBytes;
+  return step / steps_a_chunk * Tile::chunk_bytes + step % steps_a_chunk * kStepBytes;
+}
+
+// d = A B^T, both along their rows. By one thread; starts, does not wait.
+template <Instruction instruction, class TileA, class TileB>
+FMHA_DEVICE void start_product_abt(uint32_t d, const TileA& a, const TileB& b) {
+  static_assert(TileA::dim == TileB::dim, "A and B share their inner dimension");
+  const Descriptor a0 = descriptor(a, 16), b0 = descriptor(b, 16);
+#pragma unroll
+  for (int step = 0; step < TileA::dim * TileA::elem_bytes / kStepBytes; ++step) {
+    ptx::tcgen05_mma_ss<kind_of(instruction.dtype)>(d, a0.plus_bytes(step_along_rows<TileA>(step)).bits(),
+                                                    b0.plus_bytes(step_along_rows<TileB>(step)).bits(),
+                                                    instruction.bits(), step != 0);
+  }
+}
+
+// d (+)= A B: A in tensor memory from column `a` on, of which the steps [first, end) are taken; B's tile is [k, n] or,
+// where its instruction says so, [n, k]. By one thread; starts, does not wait.
+template <Instruction instruction, int first, int end, class TileB>
+FMHA_DEVICE void start_product_tmem(uint32_t d, uint32_t a, const TileB& b, bool accumulate) {
+  constexpr int depth = depth_of(instruction.dtype);
+  const Descriptor b0 = descriptor(b, instruction.b_across_rows ? TileB::chunk_bytes : 16);
+#pragma unroll
+  for (int step = first; step < end; ++step) {
+    const uint32_t at = instruction.b_across_rows ? step * depth * TileB::span_bytes : step_along_rows<TileB>(step);
+    ptx::tcgen05_mma_ts<kind_of(instruction.dtype)>(d, a + step * (kStepBytes / 4), b0.plus_bytes(at).bits(),
+                                                    instruction.bits(), accumulate || step != 0);
+  }
+}
+
+}  // namespace fmha::mma::sm100

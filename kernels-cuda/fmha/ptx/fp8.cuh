@@ -1,0 +1,29 @@
+// Conversions to the OCP FP8 types.
+// PTX ISA, Data Movement and Conversion Instructions: cvt
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
+#pragma once
+#include <fmha/spec.h>
+
+namespace fmha::ptx {
+
+// needs: sm_89. Four numbers to nearest even, the largest where they are larger; the first in the low byte.
+// PTX ISA: cvt.
+template <DType dtype>
+FMHA_DEVICE uint32_t cvt_rn_satfinite_x4(float a, float b, float c, float d) {
+  static_assert(dtype == DType::E4m3Fn || dtype == DType::E5m2, "cvt_rn_satfinite_x4 packs OCP types");
+  uint32_t packed;
+  if constexpr (dtype == DType::E4m3Fn) {
+    asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high}; }"
+        : "=r"(packed)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+  } else {
+    asm("{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, %2, %1; cvt.rn.satfinite.e5m2x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high}; }"
+        : "=r"(packed)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+  }
+  return packed;
+}
+
+}  // namespace fmha::ptx

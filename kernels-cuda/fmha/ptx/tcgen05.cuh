@@ -1,0 +1,104 @@
+// Tensor memory and the products whose accumulators lie in it.
+// PTX ISA, TensorCore 5th Generation Family Instructions
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#tensorcore-5th-generation-instructions
+#pragma once
+#include <fmha/ptx/mbarrier.cuh>
+
+namespace fmha::ptx {
+
+// The operands' element type: 16 or 8 bits.
+enum class MmaKind { F16, F8f6f4 };
+
+// needs: sm_100a. `columns`, a power of two from 32 to 512, of all 128 lanes; their address is written to shared
+// memory at `to`. By one warp; in a pair of CTAs by one warp of each.
+// PTX ISA: tcgen05.alloc.
+template <int cta_group>
+FMHA_DEVICE void tcgen05_alloc(uint32_t to, uint32_t columns) {
+  if constexpr (cta_group == 1) {
+    asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(to), "r"(columns)
+                 : "memory");
+  } else {
+    asm volatile("tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(to), "r"(columns)
+                 : "memory");
+  }
+}
+
+// needs: sm_100a. This CTA allocates no more. PTX ISA: tcgen05.relinquish_alloc_permit.
+template <int cta_group>
+FMHA_DEVICE void tcgen05_relinquish_alloc_permit() {
+  if constexpr (cta_group == 1) {
+    asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;");
+  } else {
+    asm volatile("tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned;");
+  }
+}
+
+// needs: sm_100a. By the warp that allocated. PTX ISA: tcgen05.dealloc.
+template <int cta_group>
+FMHA_DEVICE void tcgen05_dealloc(uint32_t address, uint32_t columns) {
+  if constexpr (cta_group == 1) {
+    asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, %1;" ::"r"(address), "r"(columns));
+  } else {
+    asm volatile("tcgen05.dealloc.cta_group::2.sync.aligned.b32 %0, %1;" ::"r"(address), "r"(columns));
+  }
+}
+
+// needs: sm_100a. What this thread did in tensor memory comes before what another does there after an arrival or a
+// barrier that follows. PTX ISA: tcgen05.fence::before_thread_sync.
+FMHA_DEVICE void tcgen05_fence_before_thread_sync() {
+  asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
+}
+
+// needs: sm_100a. What others did in tensor memory before the wait that precedes comes before what this thread does
+// there now. PTX ISA: tcgen05.fence::after_thread_sync.
+FMHA_DEVICE void tcgen05_fence_after_thread_sync() {
+  asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
+}
+
+// needs: sm_100a. An arrival at `barrier` once all products that this thread has issued are complete.
+// PTX ISA: tcgen05.commit.
+FMHA_DEVICE void tcgen05_commit(Barrier& barrier) {
+  asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(
+                   shared_address(&barrier))
+               : "memory");
+}
+
+// needs: sm_100a. D (+)= A B of one CTA: A by a shared-memory descriptor.
+// PTX ISA: tcgen05.mma.
+template <MmaKind kind>
+FMHA_DEVICE void tcgen05_mma_ss(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, bool accumulate) {
+  if constexpr (kind == MmaKind::F16) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %4, 0;\n"
+        "tcgen05.mma.cta_group::1.kind::f16 [%0], %1, %2, %3, p; }" ::"r"(d),
+        "l"(a), "l"(b), "r"(instruction), "r"(int(accumulate))
+        : "memory");
+  } else {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %4, 0;\n"
+        "tcgen05.mma.cta_group::1.kind::f8f6f4 [%0], %1, %2, %3, p; }" ::"r"(d),
+        "l"(a), "l"(b), "r"(instruction), "r"(int(accumulate))
+        : "memory");
+  }
+}
+
+// needs: sm_100a. D (+)= A B of one CTA: A in tensor memory, packed along the columns.
+// PTX ISA: tcgen05.mma.
+template <MmaKind kind>
+FMHA_DEVICE void tcgen05_mma_ts(uint32_t d, uint32_t a, uint64_t b, uint32_t instruction, bool accumulate) {
+  if constexpr (kind == MmaKind::F16) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %4, 0;\n"
+        "tcgen05.mma.cta_group::1.kind::f16 [%0], [%1], %2, %3, p; }" ::"r"(d),
+        "r"(a), "l"(b), "r"(instruction), "r"(int(accumulate))
+        : "memory");
+  } else {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %4, 0;\n"
+        "tcgen05.mma.cta_group::1.kind::f8f6f4 [%0], [%1], %2, %3, p; }" ::"r"(d),
+        "r"(a), "l"(b), "r"(instruction), "r"(int(accumulate))
+        : "memory");
+  }
+}
+
+}  // namespace fmha::ptx

@@ -1,0 +1,181 @@
+// The Blackwell forward kernel's derived numbers, shared memory, tensor memory, barriers and roles.
+#pragma once
+#include <fmha/common/copy_tile.cuh>
+#include <fmha/common/pipeline.cuh>
+#include <fmha/common/work.cuh>
+#include <fmha/mma/sm100.cuh>
+#include <fmha/ptx/tma.cuh>
+#include <fmha/score.h>
+#include <fmha/sm100_host.h>
+
+namespace fmha::sm100 {
+
+using mma::SmemTile;
+using mma::sm100::kRows;
+using ptx::Barrier;
+using ptx::TensorMap;
+
+// A CTA has one or two tiles of 128 queries. Each has a softmax warpgroup, whose threads have a row each; one more
+// corrects and stores every O; the last is four roles of a warp each.
+FMHA_DEVICE constexpr int num_q_tiles(const Sm100Tile& tile) { return tile.block_m / kRows; }
+FMHA_DEVICE constexpr int num_threads(const Sm100Tile& tile) { return kRows * (num_q_tiles(tile) + 2); }
+
+enum class Role { Softmax, Correct, Issue, Load, Schedule, Zero };
+FMHA_DEVICE constexpr Role role_of(const Sm100Tile& tile, int32_t warp) {
+  const int32_t warpgroup = warp / 4;
+  if (warpgroup < num_q_tiles(tile)) return Role::Softmax;
+  if (warpgroup == num_q_tiles(tile)) return Role::Correct;
+  return Role(int(Role::Issue) + warp % 4);
+}
+
+// Registers a thread after setmaxnreg; role by role they sum to the file's 64 K.
+struct Regs {
+  int softmax, correct, others;
+};
+FMHA_DEVICE constexpr Regs regs(const Sm100Tile& tile) {
+  if (num_q_tiles(tile) == 1) return {232, 160, 120};
+  return tile.copy_bytes > 0 ? Regs{176, 80, 80} : Regs{184, 88, 56};
+}
+
+// Who loads: one thread, which tells TMA; or the load and zero roles' warps, which copy. They copy zeros where the zero
+// role else writes them.
+template <Sm100Tile tile>
+using CopyThreads = CopyWarps<num_q_tiles(tile) + 1, 0b1010>;
+template <Sm100Tile tile>
+FMHA_DEVICE constexpr int num_load_arrivals() { return tile.copy_bytes > 0 ? CopyThreads<tile>::count : 1; }
+
+// A head dimension as the tiles have it: TMA fills with zeros what the tensor lacks.
+FMHA_DEVICE constexpr int padded_dim(int dim) { return dim <= 64 ? 64 : round_up(dim, 32); }
+
+// Three maps: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`.
+struct Maps {
+  TensorMap q, k, v;
+};
+
+// Tensor memory: 512 columns of 128 lanes. Two score slots; P takes the last columns of its S, which the softmax has
+// read by then. O after them.
+template <FwdSpec spec, Sm100Tile tile>
+struct TmemPlan {
+  static constexpr int columns = 512;
+  static constexpr int dim_v = padded_dim(spec.head_dim_v);
+  static constexpr int p_columns = mma::sm100::columns_of(spec.dtype_v, tile.block_n);
+
+  FMHA_DEVICE static constexpr int s(int slot) { return slot * tile.block_n; }
+  FMHA_DEVICE static constexpr int p(int slot) { return s(slot) + tile.block_n - p_columns; }
+  FMHA_DEVICE static constexpr int o(int q_tile) { return 2 * tile.block_n + q_tile * dim_v; }
+
+  static_assert(p_columns <= tile.block_n, "P fits its S");
+  static_assert(s(1) >= s(0) + tile.block_n && o(0) >= s(1) + tile.block_n, "score slots and O lie apart");
+  static_assert(o(num_q_tiles(tile) - 1) + dim_v <= columns, "tensor memory holds S and O");
+};
+
+// A score slot, and the parity of its barriers. Two query tiles have a slot each; a lone one takes them in turn, so
+// that one block's scores are computed under another's exponentials.
+template <int q_tiles>
+struct ScoreSlot {
+  int32_t index = 0;
+  uint32_t phase = 0;
+
+  FMHA_DEVICE void advance() {
+    if constexpr (q_tiles == 2) {
+      phase ^= 1;
+    } else {
+      phase ^= index;
+      index ^= 1;
+    }
+  }
+};
+
+template <FwdSpec spec, Sm100Tile tile>
+struct Smem {
+  static constexpr int q_tiles = num_q_tiles(tile);
+  static constexpr int dim_qk = padded_dim(spec.head_dim_qk), dim_v = padded_dim(spec.head_dim_v);
+  static constexpr bool v_columns = spec.v_layout == VLayout::ColMajor;
+  using QTile = SmemTile<mma::Storage<spec.dtype_qk>, kRows, dim_qk>;
+  using KTile = SmemTile<mma::Storage<spec.dtype_qk>, tile.block_n, dim_qk>;
+  using VTile = SmemTile<mma::Storage<spec.dtype_v>, v_columns ? dim_v : tile.block_n, v_columns ? tile.block_n : dim_v>;
+  // A slot of the ring holds a block of K or of V.
+  struct alignas(1024) KvSlot {
+    unsigned char bytes[max(KTile::tile_bytes, VTile::tile_bytes)];
+
+    FMHA_DEVICE const KTile& k() const { return *reinterpret_cast<const KTile*>(bytes); }
+    FMHA_DEVICE const VTile& v() const { return *reinterpret_cast<const VTile*>(bytes); }
+  };
+
+  QTile q[q_tiles];
+  KvSlot kv[tile.stages];
+  float stats[q_tiles][2][kRows];  // a row's correction; at a tile's end its sum and maximum
+  Barrier q_full[q_tiles];         // the bytes of a query tile, or the arrivals of those who copied them
+  Barrier q_empty[q_tiles];        // its last scores are computed
+  Barrier kv_full[tile.stages];    // likewise of a block, or the zero role's word for them
+  Barrier kv_raw[tile.stages];     // the bytes of a block of V, of which rows are to be zeroed
+  Barrier kv_empty[tile.stages];   // the products that read the block are computed
+  Barrier s_full[2];               // scores are computed, and every product issued before them
+  Barrier p_full[2];               // the first part of P is stored and O is at P's maximum: one arrival per softmax and
+                                   // correction warp
+  Barrier p_last[2];               // the rest of P is stored: one arrival per softmax warp
+  Barrier o_full[q_tiles];         // O is summed; of a lone query tile after each block
+  Barrier stats_full[q_tiles];     // one arrival per softmax warp
+  Barrier stats_empty[q_tiles];    // one arrival per correction warp
+  Barrier o_read;                  // of the last tile: one arrival per correction warp
+  Barrier work_full[kWorkSlots];   // the schedule role's arrival
+  Barrier work_empty[kWorkSlots];  // one arrival per warp that reads it: softmax, correction, issue, those that load
+  Barrier zero_full;               // the load role has written `zero`
+  Barrier zero_empty;              // and the zero role has read it
+  Work work[kWorkSlots];
+  struct {
+    int32_t slot, first_row;       // of the ring; no slot: there is no more to do
+  } zero;
+  uint32_t tmem;                   // address of the 512 columns
+};
+
+// Of a CTA's key blocks, those that a query tile sees: on the diagonal the first of two tiles lacks the CTA's first
+// blocks, in a window the second its last ones. A row's bits are the same with and without them: they add zeros.
+struct BlockRange {
+  int32_t begin, end;
+  FMHA_DEVICE bool has(int32_t i) const { return begin <= i && i < end; }
+};
+template <FwdSpec spec, Sm100Tile tile>
+FMHA_DEVICE BlockRange blocks_of(const FwdParams& p, const Work& work, int q_tile) {
+  BlockRange blocks = {0, work.num_blocks};
+  if constexpr (num_q_tiles(tile) == 2 && spec.mask != MaskKind::Full && !spec.sink_columns) {
+    const int32_t first_row = work.first_row + q_tile * kRows;
+    const int32_t first = query_of<tile>(p, first_row), last = query_of<tile>(p, first_row + kRows - 1);
+    const int32_t end_block = max(last + work.hi + tile.block_n, 0) / tile.block_n;
+    blocks.begin = clamp(work.last_block + 1 - end_block, 0, work.num_blocks - 1);
+    if constexpr (spec.mask == MaskKind::Band) {
+      const int32_t first_block = max(first + work.lo, 0) / tile.block_n;
+      blocks.end = clamp(work.last_block + 1 - first_block, blocks.begin + 1, work.num_blocks);
+    }
+  }
+  return blocks;
+}
+
+// What FP8 scores are to be multiplied by besides the softmax scale.
+template <FwdSpec spec>
+FMHA_DEVICE float descale_qk(const FwdParams& p, const Work& work) {
+  if constexpr (!is_fp8(spec.dtype_qk)) return 1.f;
+  return scalar_of(p.descale_q, work.i_batch, work.i_head_kv, 1.f) *
+         scalar_of(p.descale_k, work.i_batch, work.i_head_kv, 1.f);
+}
+
+// The scale, in log2, of what the softmax takes: S, or the modified score.
+template <FwdSpec spec>
+FMHA_DEVICE float softmax_scale_log2(const FwdParams& p, const Work& work) {
+  if constexpr (modifies_score(spec)) return kLog2E;
+  // A scale of 0 would make -inf * 0 of hidden scores; the smallest normal number scales to nothing too.
+  return fmaxf(fabsf(p.softmax_scale * descale_qk<spec>(p, work)), 1.17549435e-38f) * kLog2E;
+}
+
+// The exponent of a power of two.
+FMHA_DEVICE constexpr float log2_of_power(float power) {
+  float exponent = 0.f;
+  for (; power > 1.f; power /= 2.f) exponent += 1.f;
+  return exponent;
+}
+
+// Keys of a block whose P is handed over first.
+template <FwdSpec spec, Sm100Tile tile>
+FMHA_DEVICE constexpr int first_part() { return tile.block_n * 3 / 4 / 32 * 32; }
+
+}  // namespace fmha::sm100

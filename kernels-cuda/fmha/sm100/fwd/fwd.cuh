@@ -1,0 +1,102 @@
+// Attention forward on Blackwell: a role a warp, or a warpgroup.
+//
+//   load      TMA brings Q and blocks of K and V                   load.cuh
+//   issue     starts S = Q K^T and O += P V in tensor memory       issue.cuh
+//   softmax   S to P, a warpgroup a query tile, a thread a row     softmax.cuh
+//   correct   rescales O, stores it                                correct.cuh, output.cuh
+//   schedule  plans tiles                                          common/scheduler.cuh
+//   zero      zeroes what is not the sequence's                    load.cuh
+//
+// The schedule of FlashAttention-4 (Zadouri et al., 2026): two query tiles, so that one's products run under the
+// other's exponentials; O stays in tensor memory, where a warpgroup of its own corrects it.
+#pragma once
+#include <fmha/ptx/grid.cuh>
+#include <fmha/sm100/fwd/correct.cuh>
+#include <fmha/sm100/fwd/load.cuh>
+#include <fmha/sm100/fwd/softmax.cuh>
+
+namespace fmha::sm100 {
+
+template <FwdSpec spec, Sm100Tile tile>
+FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
+  constexpr int q_tiles = num_q_tiles(tile), warps = 4;  // of a softmax group, of the correct role
+  for (int q = 0; q < q_tiles; ++q) {
+    ptx::mbarrier_init(smem.q_full[q], num_load_arrivals<tile>());
+    ptx::mbarrier_init(smem.q_empty[q], 1);
+    ptx::mbarrier_init(smem.o_full[q], 1);
+    ptx::mbarrier_init(smem.stats_full[q], warps);
+    ptx::mbarrier_init(smem.stats_empty[q], warps);
+  }
+  for (int i = 0; i < tile.stages; ++i) {
+    ptx::mbarrier_init(smem.kv_full[i], num_load_arrivals<tile>());
+    ptx::mbarrier_init(smem.kv_raw[i], 1);
+    ptx::mbarrier_init(smem.kv_empty[i], 1);
+  }
+  for (int i = 0; i < 2; ++i) {
+    ptx::mbarrier_init(smem.s_full[i], 1);
+    ptx::mbarrier_init(smem.p_full[i], 2 * warps);
+    ptx::mbarrier_init(smem.p_last[i], warps);
+  }
+  for (int i = 0; i < kWorkSlots; ++i) {
+    ptx::mbarrier_init(smem.work_full[i], 1);
+    ptx::mbarrier_init(smem.work_empty[i], (q_tiles + 1) * warps + (tile.copy_bytes > 0 ? 3 : 2));
+  }
+  ptx::mbarrier_init(smem.o_read, warps);
+  ptx::mbarrier_init(smem.zero_full, 1);
+  ptx::mbarrier_init(smem.zero_empty, 1);
+  ptx::fence_mbarrier_init();
+}
+
+template <FwdSpec spec, Sm100Tile tile>
+FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& schedule) {
+  using Tmem = TmemPlan<spec, tile>;
+  static_assert(!spec.write_keep_mask, "sm100: it does not write the keep mask");
+  static_assert(tile.copy_bytes == 0 || (spec.v_layout == VLayout::RowMajor && !is_fp8(spec.dtype_qk)),
+                "sm100: copies are of 16-bit rows");
+  extern __shared__ __align__(1024) unsigned char raw[];
+  Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
+  const int32_t warp = ptx::uniform(threadIdx.x / 32);
+  const Role role = role_of(tile, warp);
+  if (threadIdx.x == 0) init_barriers(smem);
+  if (role == Role::Issue) {
+    ptx::tcgen05_alloc<1>(ptx::shared_address(&smem.tmem), Tmem::columns);
+    ptx::tcgen05_relinquish_alloc_permit<1>();
+  }
+  ptx::tcgen05_fence_before_thread_sync();
+  __syncthreads();
+  ptx::tcgen05_fence_after_thread_sync();
+  // Every thread waits: what it stores must not come before the last reads of the grid before. The next grid may
+  // start at once: its CTAs find no room before these end, and it waits for all of them.
+  if constexpr (tile.dependent_launch) {
+    ptx::launch_dependents();
+    ptx::wait_for_grids_before();
+  }
+
+  const uint32_t tmem = smem.tmem, lanes = tmem + (uint32_t(warp % 4 * 32) << 16);
+  if (role == Role::Softmax) {
+    softmax<spec, tile>(p, smem, lanes, warp / 4);
+  } else if (role == Role::Correct) {
+    correct<spec, tile>(p, smem, lanes);
+  } else {
+    ptx::setmaxnreg_dec<regs(tile).others>();
+    if (role == Role::Issue) {
+      Issuer<spec, tile> issuer{p, smem, tmem};
+      issuer.run();
+      // Every product is complete, since each O has been read.
+      ptx::mbarrier_wait_parity(smem.o_read, 0);
+      ptx::tcgen05_fence_after_thread_sync();
+      ptx::tcgen05_dealloc<1>(tmem, Tmem::columns);
+    } else if (role == Role::Load || (role == Role::Zero && tile.copy_bytes > 0)) {
+      if (threadIdx.x % 32 == 0 || tile.copy_bytes > 0) {
+        Loader<spec, tile> loader{p, maps, smem, role == Role::Load};
+        loader.run();
+      }
+    } else if (role == Role::Schedule) {
+      if (threadIdx.x % 32 == 0) schedule_tiles<spec, tile>(p, schedule, smem);
+    } else if constexpr (tile.copy_bytes == 0) {
+      zero_values<spec, tile>(smem);
+    }
+  }
+}
+
+}  // namespace fmha::sm100

@@ -1,0 +1,157 @@
+// The issue role: one warp starts every product.
+//
+//   two query tiles, a block:     O0 += P0 V(i)   S0 = Q0 K(i+1)^T   O1 += P1 V(i)   S1 = Q1 K(i+1)^T
+//   a lone query tile, a block:   O += P V(i)     S = Q K(i+2)^T
+//
+// The scores run a block (two blocks) ahead of the output, over a tile's end into the next, so that the tensor cores
+// have work while a softmax has a tile's last scores.
+//
+// The products of one thread are computed in the order in which it issues them. So S may be written where P was read
+// by the product issued before, and nobody has to announce that a score slot is free.
+#pragma once
+#include <fmha/ptx/elect.cuh>
+#include <fmha/ptx/tcgen05.cuh>
+#include <fmha/ptx/warp.cuh>
+#include <fmha/sm100/fwd/config.cuh>
+
+namespace fmha::sm100 {
+
+template <FwdSpec spec, Sm100Tile tile>
+struct Issuer {
+  using Shared = Smem<spec, tile>;
+  using Tmem = TmemPlan<spec, tile>;
+  using Instruction = mma::sm100::Instruction;
+  static constexpr int q_tiles = Shared::q_tiles, blocks_ahead = 2 / q_tiles;
+  static constexpr Instruction scores_instruction = {spec.dtype_qk, kRows, tile.block_n, spec.negative_scale, false};
+  static constexpr Instruction output_instruction = {spec.dtype_v, kRows, Shared::dim_v, false, !Shared::v_columns};
+
+  // The blocks of the tile at work, one after another.
+  struct Blocks {
+    Slot<kWorkSlots> work;
+    int32_t next = 0, count = 0;
+    BlockRange of[q_tiles];
+
+    FMHA_DEVICE bool is_first(int q) const { return next == of[q].begin; }
+    FMHA_DEVICE bool is_last(int q) const { return next + 1 == of[q].end; }
+  };
+
+  const FwdParams& p;
+  Shared& smem;
+  const uint32_t tmem;
+  const bool issues = ptx::elect_one();
+  Slot<tile.stages> ring;
+  Blocks scores, output;
+  bool more_scores = true;
+  uint32_t q_phase = 1;
+  ScoreSlot<q_tiles> output_slot[q_tiles] = {};
+  int32_t scores_slot = 0;  // of a lone query tile
+
+  // The next tile's blocks; false: there is none.
+  FMHA_DEVICE bool begin_tile(Blocks& blocks) const {
+    ptx::mbarrier_wait_parity(smem.work_full[blocks.work.index], blocks.work.phase);
+    const Work& work = smem.work[blocks.work.index];
+    blocks.next = 0;
+    blocks.count = ptx::uniform(work.num_blocks);
+#pragma unroll
+    for (int q = 0; q < q_tiles; ++q) {
+      const BlockRange range = blocks_of<spec, tile>(p, work, q);
+      blocks.of[q] = {ptx::uniform(range.begin), ptx::uniform(range.end)};
+    }
+    return blocks.count > 0;
+  }
+
+  // Whether there is another block of scores.
+  FMHA_DEVICE bool has_scores() {
+    if (scores.next < scores.count || !more_scores) return more_scores;
+    more_scores = begin_tile(scores);
+    scores.work.advance();
+    q_phase ^= 1;
+    return more_scores;
+  }
+
+  // S of query tile `q`, K in ring slot `k`.
+  FMHA_DEVICE void start_scores(int q, const Slot<tile.stages>& k) {
+    const bool last_tile = q == q_tiles - 1;
+    if (q == 0) ptx::mbarrier_wait_parity(smem.kv_full[k.index], k.phase);
+    if (scores.of[q].has(scores.next)) {
+      if (scores.is_first(q)) ptx::mbarrier_wait_parity(smem.q_full[q], q_phase);
+      const int32_t slot = q_tiles == 2 ? q : scores_slot;
+      if (issues) {
+        mma::sm100::start_product_abt<scores_instruction>(tmem + Tmem::s(slot), smem.q[q], smem.kv[k.index].k());
+        ptx::tcgen05_commit(smem.s_full[slot]);
+        if (scores.is_last(q)) ptx::tcgen05_commit(smem.q_empty[q]);
+      }
+    }
+    if (last_tile) {
+      if (issues) ptx::tcgen05_commit(smem.kv_empty[k.index]);
+      scores_slot ^= 1;
+      ++scores.next;
+    }
+  }
+
+  // O of query tile `q`, V in ring slot `v`.
+  FMHA_DEVICE void start_output(int q, const Slot<tile.stages>& v) {
+    const bool last_tile = q == q_tiles - 1, taken = output.of[q].has(output.next);
+    if (taken) {
+      ScoreSlot<q_tiles>& at = output_slot[q];
+      const int32_t slot = q_tiles == 2 ? q : at.index;
+      const uint32_t d = tmem + Tmem::o(q), a = tmem + Tmem::p(slot);
+      constexpr int steps = tile.block_n / mma::sm100::depth_of(spec.dtype_v);
+      constexpr int first_steps = first_part<spec, tile>() / mma::sm100::depth_of(spec.dtype_v);
+      const auto& values = smem.kv[v.index].v();
+      ptx::mbarrier_wait_parity(smem.p_full[slot], at.phase);
+      ptx::tcgen05_fence_after_thread_sync();
+      if (issues) {
+        mma::sm100::start_product_tmem<output_instruction, 0, first_steps>(d, a, values, !output.is_first(q));
+      }
+      ptx::mbarrier_wait_parity(smem.p_last[slot], at.phase);
+      ptx::tcgen05_fence_after_thread_sync();
+      if (issues) mma::sm100::start_product_tmem<output_instruction, first_steps, steps>(d, a, values, true);
+      at.advance();
+    }
+    if (issues) {
+      if (last_tile) ptx::tcgen05_commit(smem.kv_empty[v.index]);
+      if (taken && (q_tiles == 1 || output.is_last(q))) ptx::tcgen05_commit(smem.o_full[q]);
+    }
+  }
+
+  FMHA_DEVICE bool begin_output() {
+    const bool more = begin_tile(output);
+    __syncwarp();
+    ptx::mbarrier_arrive_if(smem.work_empty[output.work.index], issues);
+    output.work.advance();
+    return more;
+  }
+
+  FMHA_DEVICE Slot<tile.stages> take_slot() {
+    const Slot<tile.stages> slot = ring;
+    ring.advance();
+    return slot;
+  }
+
+  FMHA_DEVICE void run() {
+#pragma unroll 1
+    for (int i = 0; i < blocks_ahead && has_scores(); ++i) {
+      const Slot<tile.stages> k = take_slot();
+#pragma unroll
+      for (int q = 0; q < q_tiles; ++q) start_scores(q, k);
+    }
+    while (begin_output()) {
+#pragma unroll 1
+      for (; output.next < output.count; ++output.next) {
+        const Slot<tile.stages> v = take_slot();
+        const bool with_scores = has_scores();
+        Slot<tile.stages> k = v;
+        if (with_scores) k = take_slot();
+        ptx::mbarrier_wait_parity(smem.kv_full[v.index], v.phase);
+#pragma unroll
+        for (int q = 0; q < q_tiles; ++q) {
+          start_output(q, v);
+          if (with_scores) start_scores(q, k);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace fmha::sm100

@@ -1,0 +1,235 @@
+// The load role: one thread keeps TMA fed, or two warps copy themselves, in the order in which the issue role takes
+// blocks.
+//
+//   Q, K(0) .. K(blocks ahead - 1), then V(i), K(i + blocks ahead) for each block, over the tile's end into the next
+#pragma once
+#include <fmha/common/scheduler.cuh>
+#include <fmha/common/zero_rows.cuh>
+#include <fmha/sm100/fwd/issue.cuh>
+
+namespace fmha::sm100 {
+
+template <FwdSpec spec, Sm100Tile tile>
+struct Loader {
+  using Shared = Smem<spec, tile>;
+  static constexpr int q_tiles = Shared::q_tiles, blocks_ahead = Issuer<spec, tile>::blocks_ahead;
+
+  // Where a tile's key blocks are; in registers, so that a load follows its slot's release at once.
+  struct Keys {
+    int32_t i_head_kv, storage_batch, k_row, seqlen_k, last_block, num_band_blocks, last_sink_block, first_dirty;
+    int32_t next, end;  // blocks of the tile
+
+    FMHA_DEVICE void begin(const Work& work) {
+      i_head_kv = work.i_head_kv;
+      storage_batch = work.storage_batch;
+      k_row = work.k_row;
+      seqlen_k = work.seqlen_k;
+      last_block = work.last_block;
+      num_band_blocks = work.num_band_blocks;
+      last_sink_block = work.last_sink_block;
+      first_dirty = work.first_dirty;
+      next = 0;
+      end = work.num_blocks;
+    }
+    FMHA_DEVICE int32_t block() const {
+      return spec.sink_columns && next >= num_band_blocks ? last_sink_block - (next - num_band_blocks)
+                                                          : last_block - next;
+    }
+    FMHA_DEVICE int32_t row() const {
+      const int32_t block = this->block();
+      // A tile without keys has block -1: rows before the tensor, zeros.
+      return block < 0 ? -tile.block_n : k_row + block * tile.block_n;
+    }
+  };
+
+  const FwdParams& p;
+  const Maps& maps;
+  Shared& smem;
+  const bool asks;  // the warp that asks the scheduler
+  Slot<tile.stages> ring;
+  Slot<kWorkSlots> k_work, v_work;
+  Keys k = {}, v = {};
+  uint32_t q_phase = 1, zero_phase = 1;
+  int32_t ask_at = 0;
+  bool more = true;
+
+  static constexpr bool copies = tile.copy_bytes > 0;
+  Copier<copies ? tile.copy_bytes : 16, CopyThreads<tile>> copier;
+
+  FMHA_DEVICE void wait(Barrier& barrier, uint32_t parity) {
+    if constexpr (copies) {
+      copier.wait(barrier, parity);
+    } else {
+      ptx::mbarrier_wait_parity(barrier, parity);
+    }
+  }
+  FMHA_DEVICE void ask() const {
+    if (!asks) return;
+    if constexpr (copies) __syncwarp();  // a lane arrives for its warp, but not before the others
+    ptx::barrier_arrive<kWorkWanted, 64>();
+  }
+
+  FMHA_DEVICE void copy_q(const Work& work, int q) {
+    const uint16_t* data = static_cast<const uint16_t*>(p.q.data);
+    copier.copy(smem.q[q], spec.head_dim_qk, data, [&](int32_t row) -> const uint16_t* {
+      const int32_t packed_row = work.first_row + q * kRows + row, i = query_of<tile>(p, packed_row);
+      const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
+      return i < work.seqlen_q ? data + row_offset(p.q, work.storage_batch, work.q_row + i, i_head) : nullptr;
+    });
+    copier.finish(smem.q_full[q]);
+  }
+  template <class Tile>
+  FMHA_DEVICE void copy_block(const Tile& to, const View& view, int32_t dim, Barrier& full, const Keys& keys) {
+    wait(smem.kv_empty[ring.index], ring.phase ^ 1);
+    const int32_t first_key = keys.block() * tile.block_n;
+    // Keys that no query sees are copied as zeros.
+    const int32_t end = keys.next == 0 ? min(keys.seqlen_k, first_key + keys.first_dirty) : keys.seqlen_k;
+    const uint16_t* data = static_cast<const uint16_t*>(view.data);
+    const uint16_t* head = data + row_offset(view, keys.storage_batch, keys.k_row, keys.i_head_kv);
+    copier.copy(to, dim, data, [&](int32_t row) -> const uint16_t* {
+      const int32_t j = first_key + row;
+      return j >= 0 && j < end ? head + j * view.row : nullptr;
+    });
+    copier.finish(full);
+    ring.advance();
+  }
+
+  FMHA_DEVICE void load_q(const Work& work) {
+    using Tile = typename Shared::QTile;
+    const int32_t head_in_group = work.i_head - work.i_head_kv * p.gqa_ratio;
+#pragma unroll
+    for (int q = 0; q < q_tiles; ++q) {
+      wait(smem.q_empty[q], q_phase);
+      if constexpr (copies) {
+        copy_q(work, q);
+        continue;
+      }
+      ptx::mbarrier_arrive_expect_tx(smem.q_full[q], Tile::tile_bytes);
+      const int32_t row = work.q_row + query_of<tile>(p, work.first_row + q * kRows);
+#pragma unroll
+      for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
+        ptx::cp_async_bulk_tensor_5d(smem.q[q].address() + chunk * Tile::chunk_bytes, maps.q, smem.q_full[q],
+                                     chunk * Tile::span, head_in_group, row, work.i_head_kv, work.storage_batch,
+                                     ptx::CacheHint::EvictFirst);
+      }
+    }
+    q_phase ^= 1;
+  }
+
+  // `columns`: the keys of a row lie side by side, [dim, keys].
+  template <bool columns, class Tile>
+  FMHA_DEVICE void load_block(const Tile& to, const TensorMap& map, Barrier& full, const Keys& keys) {
+    ptx::mbarrier_wait_parity(smem.kv_empty[ring.index], ring.phase ^ 1);
+    ptx::mbarrier_arrive_expect_tx(full, Tile::tile_bytes);
+    const int32_t row = keys.row();
+#pragma unroll
+    for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
+      ptx::cp_async_bulk_tensor_4d(to.address() + chunk * Tile::chunk_bytes, map, full,
+                                   chunk * Tile::span + (columns ? row : 0), columns ? 0 : row, keys.i_head_kv,
+                                   keys.storage_batch, ptx::CacheHint::EvictLast);
+    }
+    ring.advance();
+  }
+
+  // The tile whose K comes next, and its Q.
+  FMHA_DEVICE void begin_k() {
+    ptx::mbarrier_wait_parity(smem.work_full[k_work.index], k_work.phase);
+    const Work& work = smem.work[k_work.index];
+    k.begin(work);
+    k_work.advance();
+    more = k.end > 0;
+    if (!more) return;
+    // Some blocks before the end: earlier, the tile would be held while others idle; later, its planning would show.
+    ask_at = max(k.end - 3, 1);
+    load_q(work);
+  }
+  FMHA_DEVICE void load_k() {
+    if (k.next == k.end && more) begin_k();
+    if (!more) return;
+    if constexpr (copies) {
+      copy_block(smem.kv[ring.index].k(), p.k, spec.head_dim_qk, smem.kv_full[ring.index], k);
+    } else {
+      load_block<false>(smem.kv[ring.index].k(), maps.k, smem.kv_full[ring.index], k);
+    }
+    if (++k.next == ask_at) ask();
+  }
+  FMHA_DEVICE bool begin_v() {
+    ptx::mbarrier_wait_parity(smem.work_full[v_work.index], v_work.phase);
+    v.begin(smem.work[v_work.index]);
+    if constexpr (copies) __syncwarp();
+    ptx::mbarrier_arrive_if(smem.work_empty[v_work.index], threadIdx.x % 32 == 0);
+    v_work.advance();
+    return v.end > 0;
+  }
+  FMHA_DEVICE void load_v() {
+    const int32_t slot = ring.index;
+    if constexpr (copies) {
+      copy_block(smem.kv[slot].v(), p.v, spec.head_dim_v, smem.kv_full[slot], v);
+    } else {
+      const bool raw = v.next == 0 && v.first_dirty < tile.block_n;
+      load_block<Shared::v_columns>(smem.kv[slot].v(), maps.v, raw ? smem.kv_raw[slot] : smem.kv_full[slot], v);
+      if (raw) tell_zero_role(slot, v.first_dirty);
+    }
+    ++v.next;
+  }
+  FMHA_DEVICE void tell_zero_role(int32_t slot, int32_t first_row) {
+    ptx::mbarrier_wait_parity(smem.zero_empty, zero_phase);
+    zero_phase ^= 1;
+    smem.zero.slot = slot;
+    smem.zero.first_row = first_row;
+    ptx::mbarrier_arrive_if(smem.zero_full, true);
+  }
+
+  FMHA_DEVICE void run() {
+    if constexpr (!copies) {
+      ptx::prefetch_tensormap(maps.q);
+      ptx::prefetch_tensormap(maps.k);
+      ptx::prefetch_tensormap(maps.v);
+    }
+    ask();
+#pragma unroll 1
+    for (int i = 0; i < blocks_ahead; ++i) load_k();
+    while (begin_v()) {
+#pragma unroll 1
+      while (v.next < v.end) {
+        load_v();
+        load_k();
+      }
+    }
+    if constexpr (copies) {
+      copier.flush();
+    } else {
+      tell_zero_role(-1, 0);
+    }
+  }
+};
+
+// The zero role: V rows that are not the sequence's (padding, another sequence) may hold anything, NaN included, and
+// NaN times their P of 0 would be NaN in O. They stand in a tile's first block alone, which this warp zeroes before it
+// is announced.
+template <FwdSpec spec, Sm100Tile tile>
+FMHA_DEVICE void zero_values(Smem<spec, tile>& smem) {
+  using Shared = Smem<spec, tile>;
+  const int32_t lane = threadIdx.x % 32;
+  uint32_t phase = 0, raw_phases = 0;  // of kv_raw a bit a slot: only where rows are to be zeroed is there a phase
+  while (true) {
+    ptx::mbarrier_wait_parity(smem.zero_full, phase);
+    phase ^= 1;
+    const int32_t slot = ptx::uniform(smem.zero.slot), first_row = smem.zero.first_row;
+    __syncwarp();
+    ptx::mbarrier_arrive_if(smem.zero_empty, lane == 0);
+    if (slot < 0) return;
+    ptx::mbarrier_wait_parity(smem.kv_raw[slot], raw_phases >> slot & 1);
+    raw_phases ^= 1u << slot;
+    if constexpr (Shared::v_columns) {
+      zero_columns(smem.kv[slot].v(), first_row, lane, 32);
+    } else {
+      zero_rows(smem.kv[slot].v(), first_row, lane, 32);
+    }
+    ptx::fence_proxy_async();
+    __syncwarp();
+    ptx::mbarrier_arrive_if(smem.kv_full[slot], lane == 0);
+  }
+}
+
+}  // namespace fmha::sm100

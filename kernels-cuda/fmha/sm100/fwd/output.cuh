@@ -1,0 +1,99 @@
+// A finished row, from tensor memory to O and LSE; a thread a row.
+//
+// Straight from registers: 16 bytes a store, a row's stores one after another, which the L2 joins to whole sectors.
+// Through shared memory and TMA the same bytes would cross shared memory twice, which the products have to share.
+#pragma once
+#include <fmha/common/output_row.cuh>
+#include <fmha/common/recompute_row.cuh>
+#include <fmha/ptx/tmem.cuh>
+#include <fmha/sm100/fwd/config.cuh>
+
+namespace fmha::sm100 {
+
+// Rows of this warp that are not finite although their log-sum-exp is: a value of V that the mask hides has come
+// through. Each is computed again by the whole warp.
+template <FwdSpec spec, Sm100Tile tile>
+FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, bool suspect, float lse) {
+  const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
+  const uint32_t lanes = ptx::vote_ballot(suspect);
+#pragma unroll 1
+  for (int32_t lane = 0; lane < 32; ++lane) {
+    if (!(lanes >> lane & 1)) continue;
+    const int32_t packed_row = ptx::shfl_idx(row, lane);
+    const int32_t i = query_of<tile>(p, packed_row);
+    const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
+    RecomputedRow<spec> again{p, span, i_head, i, ptx::shfl_idx(lse, lane)};
+    again.run();
+  }
+}
+
+// Row `row` of the CTA's, whose O is at `o` in tensor memory. By a whole warp.
+template <FwdSpec spec, Sm100Tile tile>
+FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, float row_sum, float row_max,
+                           uint32_t o) {
+  constexpr int dim = spec.head_dim_v, chunk = 32;
+  row += work.first_row;
+  const int32_t i = query_of<tile>(p, row);
+  const int32_t i_head = tile.pack_gqa ? work.i_head + row - i * p.gqa_ratio : work.i_head;
+  const bool stored = i < work.seqlen_q;
+  // P's scale is in the sum and in O.
+  constexpr float of_p = 1.f / p_scale(spec.dtype_v);
+  RowResult result =
+      finish_row<spec>(p, row_max * softmax_scale_log2<spec>(p, work), row_sum * of_p, stored ? i_head : 0);
+  if constexpr (is_fp8(spec.dtype_v)) result.factor *= of_p * scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f);
+  if constexpr (spec.dropout) result.factor *= p.dropout_scale;
+  const int64_t at = work.storage_batch * p.o.batch + int64_t(work.q_row + i) * p.o.row + i_head * p.o.head;
+
+  float zero = 0.f;  // NaN once a number is not finite
+#pragma unroll
+  for (int c = 0; c < padded_dim(dim); c += chunk) {
+    uint32_t words[chunk];
+    ptx::tcgen05_ld(words, o + c);
+    ptx::tcgen05_wait_ld();
+    ptx::tcgen05_loaded(words);
+    float x[chunk];
+#pragma unroll
+    for (int e = 0; e < chunk; ++e) {
+      x[e] = float_of(words[e]) * result.factor;
+      if constexpr (spec.mask != MaskKind::Full) zero = fmaf(x[e], 0.f, zero);
+    }
+    if constexpr (tile.vector_store && spec.dtype_o == DType::F32) {
+#pragma unroll
+      for (int e = 0; e < chunk; e += 4) {
+        const uint32_t v[4] = {bits_of(x[e]), bits_of(x[e + 1]), bits_of(x[e + 2]), bits_of(x[e + 3])};
+        ptx::st_global_v4_b32_if(static_cast<float*>(p.o.data) + at + c + e, v, stored && c + e < dim);
+      }
+    } else if constexpr (tile.vector_store) {
+#pragma unroll
+      for (int e = 0; e < chunk; e += 8) {
+        uint32_t v[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) v[k] = ptx::cvt_rn_x2<spec.dtype_o>(x[e + 2 * k], x[e + 2 * k + 1]);
+        ptx::st_global_v4_b32_if(static_cast<uint16_t*>(p.o.data) + at + c + e, v, stored && c + e < dim);
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < chunk; ++e) {
+        const bool inside = stored && c + e < dim;
+        if constexpr (spec.dtype_o == DType::F32) {
+          ptx::st_global_f32_if(static_cast<float*>(p.o.data) + at + c + e, x[e], inside);
+        } else {
+          const uint16_t half = uint16_t(ptx::cvt_rn_x2<spec.dtype_o>(x[e], 0.f));
+          ptx::st_global_u16_if(static_cast<uint16_t*>(p.o.data) + at + c + e, half, inside);
+        }
+      }
+    }
+  }
+  if constexpr (spec.write_lse) {
+    float* out = p.lse + work.storage_batch * p.lse_batch + i_head * p.lse_head + work.q_row + i;
+    ptx::st_global_f32_if(out, result.lse, stored);
+  }
+  if constexpr (spec.mask != MaskKind::Full) {
+    // A row without a key is to be 0, and is none if hidden values have reached it.
+    const bool suspect = stored && is_nan(zero) && result.lse < infinity();
+    __syncwarp();
+    if (__any_sync(ptx::kAllLanes, suspect)) recompute_rows<spec, tile>(p, work, row, suspect, result.lse);
+  }
+}
+
+}  // namespace fmha::sm100

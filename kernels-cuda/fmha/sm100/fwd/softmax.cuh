@@ -1,0 +1,285 @@
+// The softmax role: a warpgroup turns a query tile's scores into P, a thread a row.
+//
+//   waits for S, loads it whole
+//   modifiers, mask, maximum
+//   tells the correct role by what O is to be multiplied
+//   P = exp2(S - maximum), stored over S; handed over in two parts, so that O += P V starts early
+//   sums P
+//
+// A row is one thread's, so maxima and sums need no exchange, and a row's bits depend on its own scores alone.
+#pragma once
+#include <fmha/online_softmax.h>
+#include <fmha/philox.h>
+#include <fmha/ptx/f32x2.cuh>
+#include <fmha/ptx/fp8.cuh>
+#include <fmha/ptx/num.cuh>
+#include <fmha/ptx/tcgen05.cuh>
+#include <fmha/ptx/tmem.cuh>
+#include <fmha/ptx/warp.cuh>
+#include <fmha/score.h>
+#include <fmha/sm100/fwd/config.cuh>
+
+namespace fmha::sm100 {
+
+using ptx::F32x2;
+
+// exp2 of two numbers on the multiply-add pipe, for the share of a tile that the special-function unit has no time
+// for. Rounds x down to n + r by adding 1.5 * 2^23 rounding down, then a polynomial in r, and n into the exponent
+// (Cody and Waite, 1980). Of fifth degree: its relative error, 9e-8, is that unit's own, so that LSE is as exact with it;
+// a cubic's 9e-5 would do for P but not for the sums.
+FMHA_DEVICE F32x2 exp2_polynomial(F32x2 x) {
+  constexpr float magic = 12582912.f;
+  const auto both = [](float c) { return F32x2{c, c}; };
+  x = {fmaxf(x.low, -127.f), fmaxf(x.high, -127.f)};
+  const F32x2 shifted = ptx::add_rm_f32x2(x, both(magic));
+  const F32x2 whole = ptx::add_f32x2(shifted, both(-magic));
+  const F32x2 r = ptx::fma_f32x2(whole, both(-1.f), x);
+  F32x2 y = ptx::fma_f32x2(r, both(0.00186713f), both(0.00901703f));
+  y = ptx::fma_f32x2(r, y, both(0.05579991f));
+  y = ptx::fma_f32x2(r, y, both(0.24016445f));
+  y = ptx::fma_f32x2(r, y, both(0.69315131f));
+  y = ptx::fma_f32x2(r, y, both(1.f));
+  return {float_of((bits_of(shifted.low) << 23) + bits_of(y.low)),
+          float_of((bits_of(shifted.high) << 23) + bits_of(y.high))};
+}
+
+template <FwdSpec spec, Sm100Tile tile>
+struct SoftmaxRole {
+  using Shared = Smem<spec, tile>;
+  using Tmem = TmemPlan<spec, tile>;
+  static constexpr int n = tile.block_n, chunk = 32, num_chunks = n / chunk;
+  static constexpr int p_words = chunk * size_bytes(spec.dtype_v) / 4;  // of a chunk
+  static constexpr int early_chunks = first_part<spec, tile>() / chunk;
+  static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
+
+  const FwdParams& p;
+  Shared& smem;
+  const uint32_t tmem;   // at the warp's lanes
+  const int32_t q_tile;  // of the CTA's
+  const int32_t row_in_tile = threadIdx.x % kRows;
+  const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
+
+  ScoreSlot<Shared::q_tiles> slot = {Shared::q_tiles == 2 ? q_tile : 0};
+  Slot<kWorkSlots> work_slot;
+  uint32_t stats_phase = 1;
+  float scale_log2;        // of what the softmax takes: S, or the modified score
+  float row_max, row_sum;  // before the scale; of exp2((S - row_max) * scale_log2), times P's scale
+  bool negates = false;    // descales below 0: the maximum is of -S
+  int32_t row, query, i_head;
+  int32_t inside_begin, inside_end;  // the warp's rows all see the keys inside_begin <= j < inside_end
+
+  FMHA_DEVICE const Work& work() const { return smem.work[work_slot.index]; }
+
+  FMHA_DEVICE void begin_tile() {
+    const Work& w = work();
+    const int32_t warp_row = w.first_row + q_tile * kRows + row_in_tile / 32 * 32;
+    row = w.first_row + q_tile * kRows + row_in_tile;
+    query = query_of<tile>(p, row);
+    i_head = tile.pack_gqa ? w.i_head + row - query * p.gqa_ratio : w.i_head;
+    const int32_t first = query_of<tile>(p, warp_row), last = query_of<tile>(p, warp_row + 31);
+    inside_end = has_hi ? max(min(w.seqlen_k, first + w.hi + 1), 0) : w.seqlen_k;
+    inside_begin = has_lo ? max(last + w.lo, 0) : 0;
+    scale_log2 = softmax_scale_log2<spec>(p, w);
+    if constexpr (is_fp8(spec.dtype_qk)) negates = descale_qk<spec>(p, w) < 0.f;
+    row_max = -infinity();
+    row_sum = 0.f;
+  }
+  // Whether the mask cuts a block for this warp. A tile without keys has block -1.
+  FMHA_DEVICE bool is_edge(int32_t block) const {
+    return (block + 1) * n > inside_end || (has_lo && block * n < inside_begin) || block < 0;
+  }
+
+  FMHA_DEVICE void load(float (&s)[n], int32_t slot_index) const {
+    uint32_t words[num_chunks][chunk];
+#pragma unroll
+    for (int c = 0; c < num_chunks; ++c) ptx::tcgen05_ld(words[c], tmem + Tmem::s(slot_index) + c * chunk);
+    ptx::tcgen05_wait_ld();
+#pragma unroll
+    for (int c = 0; c < num_chunks; ++c) {
+      ptx::tcgen05_loaded(words[c]);
+#pragma unroll
+      for (int e = 0; e < chunk; ++e) s[c * chunk + e] = float_of(words[c][e]);
+    }
+  }
+
+  FMHA_DEVICE void modify(float (&s)[n], int32_t block) const {
+    if constexpr (modifies_score(spec)) {
+      const Work& w = work();
+      const SeqSpan span = {w.i_batch, w.storage_batch, w.q_row, w.seqlen_q, w.k_row, w.seqlen_k};
+      // The product has its sign already.
+      const float scale = (spec.negative_scale ? -1.f : 1.f) * p.softmax_scale * descale_qk<spec>(p, w);
+      const ScoreModifier modifier = score_modifier<spec>(p, span, query < w.seqlen_q ? i_head : 0, scale);
+#pragma unroll
+      for (int e = 0; e < n; ++e) {
+        const int32_t j = block * n + e;
+        // The bias has no element beyond the lengths.
+        const bool there = query < w.seqlen_q && j < w.seqlen_k && block >= 0;
+        if (spec.bias != BiasKind::Elementwise || there) s[e] = modified_score<spec>(modifier, s[e], query, j);
+      }
+    }
+  }
+
+  // Hides what the row does not see of a block.
+  FMHA_DEVICE void mask(float (&s)[n], int32_t block) const {
+    const Work& w = work();
+    const int32_t first_key = block * n, seqlen_k = block < 0 ? -n : w.seqlen_k;
+    const int32_t end = (has_hi ? min(seqlen_k, query + w.hi + 1) : seqlen_k) - first_key;
+    const int32_t begin = has_lo ? query + w.lo - first_key : 0;
+    const int32_t sinks = w.sink_columns - first_key;
+#pragma unroll
+    for (int e = 0; e < n; ++e) {
+      bool hidden = e >= end;
+      if constexpr (has_lo) hidden |= e < begin && !(spec.sink_columns && e < sinks);
+      if (hidden) s[e] = -infinity();
+    }
+  }
+
+  // The largest of S and of the maximum so far. Four chains: one of 128 links would wait for itself.
+  FMHA_DEVICE float largest(const float (&s)[n]) const {
+    float top[4] = {row_max, s[1], s[2], s[3]};
+    top[0] = fmaxf(top[0], s[0]);
+#pragma unroll
+    for (int e = 4; e < n; ++e) top[e % 4] = fmaxf(top[e % 4], s[e]);
+    return fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]));
+  }
+
+  // Two numbers of a row, for the correct role's thread of that row.
+  FMHA_DEVICE void tell(float first, float second, bool both) {
+    ptx::mbarrier_wait_parity(smem.stats_empty[q_tile], stats_phase);
+    stats_phase ^= 1;
+    smem.stats[q_tile][0][row_in_tile] = first;
+    if (both) smem.stats[q_tile][1][row_in_tile] = second;
+    __syncwarp();
+    ptx::mbarrier_arrive_if(smem.stats_full[q_tile], signals);
+  }
+
+  // The sum of P, and of `before`. Four chains of pairs.
+  FMHA_DEVICE static float sum(const float (&s)[n], float before) {
+    F32x2 chains[4] = {{before, 0.f}};
+#pragma unroll
+    for (int e = 0; e < n; e += 2) chains[e / 2 % 4] = ptx::add_f32x2(chains[e / 2 % 4], {s[e], s[e + 1]});
+    const F32x2 total = ptx::add_f32x2(ptx::add_f32x2(chains[0], chains[1]), ptx::add_f32x2(chains[2], chains[3]));
+    return total.low + total.high;
+  }
+
+  // Zeros what dropout drops of a chunk of P. One call of the generator decides four keys; the calls are a loop, whose
+  // results are a bit a key: unrolled, they take the registers that P has.
+  FMHA_DEVICE void drop(float (&s)[n], int first, int32_t block) const {
+    const int32_t batch_head = work().i_batch * p.num_heads_q + i_head, first_quad = (block * n + first) / 4;
+    uint32_t kept = 0;
+#pragma unroll 1
+    for (int quad = 0; quad < chunk / 4; ++quad) {
+      const Array<uint32_t, 4> words = dropout_words(p, batch_head, query, first_quad + quad);
+      uint32_t bits = 0;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) bits |= uint32_t(words[k] < p.dropout_threshold) << k;
+      kept |= bits << 4 * quad;
+    }
+#pragma unroll
+    for (int e = 0; e < chunk; ++e) {
+      if (!(kept >> e & 1)) s[first + e] = 0.f;
+    }
+  }
+
+  // The last `tile.exp2_polynomial_pairs` of each 16 pairs of a chunk go to the multiply-add pipe, spread evenly.
+  FMHA_DEVICE static constexpr bool on_fma_pipe(int pair) {
+    constexpr int pairs = tile.exp2_polynomial_pairs;
+    return (pair + 1) * pairs / 16 != pair * pairs / 16;
+  }
+
+  FMHA_DEVICE void exponentiate(float (&s)[n], float shift) const {
+#pragma unroll
+    for (int e = 0; e < n; e += 2) {
+      const F32x2 x =
+          ptx::fma_f32x2({s[e], s[e + 1]}, {scale_log2, scale_log2}, {-shift, -shift});
+      const F32x2 y = on_fma_pipe(e / 2 % 16) ? exp2_polynomial(x)
+                                              : F32x2{ptx::ex2_approx_ftz(x.low), ptx::ex2_approx_ftz(x.high)};
+      s[e] = y.low;
+      s[e + 1] = y.high;
+    }
+  }
+  FMHA_DEVICE void store(const float (&s)[n], int c, int32_t slot_index) const {
+    uint32_t words[p_words];
+#pragma unroll
+    for (int w = 0; w < p_words; ++w) {
+      const float* x = &s[c * chunk + w * chunk / p_words];
+      if constexpr (is_fp8(spec.dtype_v)) {
+        words[w] = ptx::cvt_rn_satfinite_x4<spec.dtype_v>(x[0], x[1], x[2], x[3]);
+      } else {
+        words[w] = ptx::cvt_rn_x2<spec.dtype_v>(x[0], x[1]);
+      }
+    }
+    ptx::tcgen05_st(tmem + Tmem::p(slot_index) + c * p_words, words);
+  }
+  FMHA_DEVICE void hand_over(Barrier& barrier) const {
+    ptx::tcgen05_wait_st();
+    ptx::tcgen05_fence_before_thread_sync();
+    ptx::mbarrier_arrive_if(barrier, signals);
+  }
+
+  // `first`: of the tile.
+  FMHA_DEVICE void step(int32_t block, int32_t slot_index, bool first) {
+    float s[n];
+    ptx::mbarrier_wait_parity(smem.s_full[slot_index], slot.phase);
+    ptx::tcgen05_fence_after_thread_sync();
+    load(s, slot_index);
+    if constexpr (is_fp8(spec.dtype_qk) && !modifies_score(spec)) {
+      if (negates) {
+#pragma unroll
+        for (int e = 0; e < n; ++e) s[e] = -s[e];
+      }
+    }
+    modify(s, block);
+    if (is_edge(block)) mask(s, block);
+
+    float new_max = largest(s);
+    // A maximum that grew little is kept: P may then exceed 1, up to 2^lazy_rescale_log2, which f32 sums and 16-bit P
+    // hold as well, and O needs no correction. The row decides for itself.
+    if (row_max != -infinity() && (new_max - row_max) * scale_log2 <= float(tile.lazy_rescale_log2)) new_max = row_max;
+    const float reference = finite_or_zero(new_max);
+    const float correction = ptx::ex2_approx_ftz((row_max - reference) * scale_log2);
+    row_max = new_max;
+    if (!first) tell(correction, 0.f, false);
+
+    // P of 8 bits is scaled to their range, in the exponent.
+    const float shift = reference * scale_log2 - log2_of_power(p_scale(spec.dtype_v));
+    exponentiate(s, shift);
+    // Of all of P, before dropout; else behind P's handing over, which the products wait for.
+    if constexpr (spec.dropout) row_sum = sum(s, row_sum * correction);
+#pragma unroll
+    for (int c = 0; c < num_chunks; ++c) {
+      if constexpr (spec.dropout) drop(s, c * chunk, block);
+      store(s, c, slot_index);
+      if (c + 1 == early_chunks) hand_over(smem.p_full[slot_index]);
+    }
+    hand_over(smem.p_last[slot_index]);
+    if constexpr (!spec.dropout) row_sum = sum(s, row_sum * correction);
+    slot.advance();
+  }
+
+  FMHA_DEVICE void run() {
+    while (true) {
+      ptx::mbarrier_wait_parity(smem.work_full[work_slot.index], work_slot.phase);
+      const int32_t num_blocks = ptx::uniform(work().num_blocks);
+      if (num_blocks == 0) return;
+      begin_tile();
+      const BlockRange blocks = blocks_of<spec, tile>(p, work(), q_tile);
+      const int32_t end = ptx::uniform(blocks.end);
+#pragma unroll 1
+      for (int32_t i = ptx::uniform(blocks.begin); i < end; ++i)
+        step(block_at(work(), i), Shared::q_tiles == 2 ? q_tile : slot.index, i == blocks.begin);
+      tell(row_sum, row_max, true);
+      ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], signals);
+      work_slot.advance();
+    }
+  }
+};
+
+template <FwdSpec spec, Sm100Tile tile>
+FMHA_DEVICE void softmax(const FwdParams& p, Smem<spec, tile>& smem, uint32_t tmem, int32_t q_tile) {
+  ptx::setmaxnreg_inc<regs(tile).softmax>();
+  SoftmaxRole<spec, tile> role{p, smem, tmem, q_tile};
+  role.run();
+}
+
+}  // namespace fmha::sm100

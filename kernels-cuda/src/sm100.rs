@@ -1,0 +1,347 @@
+//! The Blackwell forward kernel: its tile, its schedule, its entry.
+
+use fmha_core::abi::AbiLiteral as _;
+use fmha_core::fields::Takes;
+use fmha_core::source::{Entry, Header, KernelSource, Literal};
+use fmha_core::spec::{FwdSpec, KvKind};
+use fmha_core::{DType, FwdProblem, MaskKind, Refusal, VLayout, abi_spec};
+
+use crate::schedule::{self, TileOrder, TileSchedule, UnitOfWork};
+use crate::sm90;
+
+mod knobs;
+
+/// The kernel's name in plans and refusals.
+pub const NAME: &str = "sm100";
+
+/// The header that its entry includes.
+pub const HEADER: &str = "fmha/sm100/fwd/fwd.cuh";
+
+/// Architectures that the kernel is compiled for.
+pub const ARCHS: [&str; 2] = ["sm_100a", "sm_103a"];
+
+/// Shared memory that one CTA can have, bytes.
+pub const MAX_SMEM_BYTES: i32 = 232_448;
+
+/// Columns of tensor memory, which one CTA takes whole.
+pub const TMEM_COLUMNS: i32 = 512;
+
+abi_spec! {
+    /// How the kernel computes.
+    pub struct Sm100Tile {
+        /// Query rows of a CTA: 128 or 256, 128 to a softmax warpgroup.
+        pub block_m: i32 = Takes::among(&[128, 256]).tuned(),
+        /// Keys of a block: a multiple of 32 up to 128.
+        pub block_n: i32 = Takes::multiples(32, 64, 128).tuned(),
+        /// Blocks of K or V in shared memory at a time.
+        pub stages: i32 = Takes::within(1, 16).tuned_over(&[2, 3, 4, 5, 6, 8]),
+        /// How CTAs come by their tiles.
+        pub order: TileOrder = Takes::all().tuned(),
+        /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
+        pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
+        /// Of each 16 pairs of exponentials, how many are polynomials on the multiply-add pipe.
+        pub exp2_polynomial_pairs: i32 = Takes::within(0, 16).tuned_over(&[0, 1, 2, 3, 4, 6]),
+        /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
+        pub pack_gqa: bool = Takes::all().tuned(),
+        /// O is stored 16 bytes at a time; else element by element.
+        pub vector_store: bool,
+        /// 0: TMA loads. Else two warps copy so many bytes at a time, which divide every stride and address of Q, K
+        /// and V: 16, 8, 4, or 2 (element by element). 16-bit types with a row-major V.
+        pub copy_bytes: i32 = Takes::among(&[0, 2, 4, 8, 16]),
+        /// CTAs whose tensor cores compute as one: 1.
+        pub cluster: i32 = Takes::nothing(),
+        /// The CTAs of a cluster have neighbouring heads of a kv head's group; else neighbouring query rows.
+        pub cluster_heads: bool = Takes::nothing(),
+        /// The grid may start while the one before it in the stream ends (programmatic dependent launch);
+        /// it sets up its barriers and then waits for that one's memory.
+        pub dependent_launch: bool = Takes::all().tuned(),
+    }
+}
+
+impl Sm100Tile {
+    /// Query tiles of 128 rows, a softmax warpgroup each.
+    #[must_use]
+    pub const fn num_q_tiles(&self) -> i32 {
+        self.block_m / 128
+    }
+
+    /// Threads of a CTA: the softmax warpgroups, one that corrects and stores, one of single-warp roles.
+    #[must_use]
+    pub const fn num_threads(&self) -> i32 {
+        128 * (self.num_q_tiles() + 2)
+    }
+
+    /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
+    #[must_use]
+    pub const fn smem_bytes(&self, spec: &FwdSpec) -> i32 {
+        self.stages * self.slot_bytes(spec) + self.fixed_smem_bytes(spec)
+    }
+
+    /// A slot of the ring of K and V blocks.
+    const fn slot_bytes(&self, spec: &FwdSpec) -> i32 {
+        let (k, v) = (
+            tile_bytes(self.block_n, sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk),
+            tile_bytes(self.block_n, sm90::padded_dim(spec.head_dim_v), spec.dtype_v),
+        );
+        if k > v { k } else { v }
+    }
+
+    /// What does not grow with the stages: Q, statistics, work, barriers.
+    const fn fixed_smem_bytes(&self, spec: &FwdSpec) -> i32 {
+        let tiles = self.num_q_tiles();
+        let q = tiles * tile_bytes(128, sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk);
+        let stats = tiles * 2 * 128 * 4;
+        let barriers = 8 * (5 * tiles + 3 * self.stages + 15);
+        let work = (3 * 18 + 3) * 4;
+        q + (stats + barriers + work + 1023) / 1024 * 1024
+    }
+
+    /// Columns of tensor memory that S and O take.
+    #[must_use]
+    pub const fn tmem_columns(&self, spec: &FwdSpec) -> i32 {
+        2 * self.block_n + self.num_q_tiles() * sm90::padded_dim(spec.head_dim_v)
+    }
+
+    /// The order of tiles for a problem's maximal lengths.
+    ///
+    /// # Errors
+    /// More tiles than a schedule counts.
+    pub fn schedule(&self, problem: &FwdProblem) -> Result<TileSchedule, String> {
+        let (heads, row_blocks) = if self.cluster_heads { (self.cluster, 1) } else { (1, self.cluster) };
+        TileSchedule::new(
+            problem,
+            UnitOfWork { rows: self.block_m * row_blocks, heads, pack_gqa: self.pack_gqa },
+        )
+    }
+
+    /// CTAs to launch.
+    #[must_use]
+    pub fn grid(&self, schedule: &TileSchedule, num_sms: u32) -> u32 {
+        let tiles = schedule.num_tiles.max(1).unsigned_abs();
+        let cluster = self.cluster.unsigned_abs();
+        cluster * if self.order == TileOrder::Single { tiles } else { tiles.min(num_sms / cluster) }
+    }
+
+    /// Workspace bytes, zero before the first launch.
+    #[must_use]
+    pub const fn workspace_bytes(&self) -> u64 {
+        match self.order {
+            TileOrder::Dynamic => 4,
+            TileOrder::Single | TileOrder::Static => 0,
+        }
+    }
+
+    /// The box of the tensor map of Q: (dim, heads of a group, rows, kv heads, batch).
+    #[must_use]
+    pub const fn q_box(&self, spec: &FwdSpec, gqa_ratio: i32) -> [i32; 5] {
+        let heads = if self.pack_gqa { gqa_ratio } else { 1 };
+        let dim = swizzle_span(sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk);
+        [dim, heads, 128 / heads, 1, 1]
+    }
+
+    /// The box of the tensor map of K: (dim, keys, heads, batch).
+    #[must_use]
+    pub const fn k_box(&self, spec: &FwdSpec) -> [i32; 4] {
+        [swizzle_span(sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk), self.block_n, 1, 1]
+    }
+
+    /// The box of the tensor map of V: (dim, keys, heads, batch); of a column-major V (keys, dim, heads, batch).
+    #[must_use]
+    pub const fn v_box(&self, spec: &FwdSpec) -> [i32; 4] {
+        let dim = sm90::padded_dim(spec.head_dim_v);
+        match spec.v_layout {
+            VLayout::RowMajor => [swizzle_span(dim, spec.dtype_v), self.block_n, 1, 1],
+            VLayout::ColMajor => [swizzle_span(self.block_n, spec.dtype_v), dim, 1, 1],
+        }
+    }
+}
+
+/// Elements that the widest swizzle spans of rows of `elems`.
+const fn swizzle_span(elems: i32, dtype: DType) -> i32 {
+    let size = dtype.size_bytes() as i32;
+    let bytes = match elems * size {
+        row if row % 128 == 0 => 128,
+        row if row % 64 == 0 => 64,
+        _ => 32,
+    };
+    bytes / size
+}
+
+const fn tile_bytes(rows: i32, padded: i32, dtype: DType) -> i32 {
+    (rows * padded * dtype.size_bytes() as i32 + 1023) / 1024 * 1024
+}
+
+/// Whether the kernel computes this problem, and if not, why. Addresses, which a problem has not, must
+/// be multiples of 16.
+///
+/// # Errors
+/// The first fact that it does not take.
+pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
+    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    problem.refuse_mixed_layouts(NAME)?;
+    problem.refuse_cache_updates(NAME)?;
+    let (qk, v) = (problem.dtype_qk, problem.dtype_v);
+    let wide = |dtype| matches!(dtype, DType::F16 | DType::Bf16);
+    let fp8 = |dtype| matches!(dtype, DType::E4m3Fn | DType::E5m2);
+    if !(wide(qk) && v == qk || fp8(qk) && (fp8(v) || wide(v))) {
+        return refuse(format!(
+            "dtype_qk {qk} with dtype_v {v} is not one 16-bit type, OCP FP8, or OCP FP8 with a 16-bit V"
+        ));
+    }
+    if problem.dtype_o.is_fp8() {
+        return refuse(format!("dtype_o {} is not f16, bf16 or f32", problem.dtype_o));
+    }
+    let dims = problem.dims;
+    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
+        if dim > 256 {
+            return refuse(format!("{field} {dim} is larger than 256"));
+        }
+    }
+    if problem.write_keep_mask {
+        return refuse("write_keep_mask: it skips the blocks that the mask hides".to_owned());
+    }
+    for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
+        if length >= 1 << 29 {
+            return refuse(format!("{field} {length} is not below 2^29"));
+        }
+    }
+    if let (Some((name, axis, stride, multiple)), false) = (odd_stride(problem), can_copy(problem)) {
+        return refuse(format!(
+            "{name}.{axis} stride {stride} is not a multiple of {multiple} below 2^40 bytes, as TMA needs, which alone \
+             loads FP8 and a column-major V"
+        ));
+    }
+    Ok(())
+}
+
+/// The first stride that TMA does not take, and what it would have to be a multiple of.
+fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64, i64)> {
+    sm90::strides(problem).find_map(|(name, axis, stride)| {
+        let size = if name == "v" { problem.dtype_v } else { problem.dtype_qk }.size_bytes() as i64;
+        let odd = stride % (16 / size) != 0 || stride >= (1 << 40) / size;
+        odd.then_some((name, axis, stride, 16 / size))
+    })
+}
+
+/// Whether threads can load what TMA does not.
+fn can_copy(problem: &FwdProblem) -> bool {
+    problem.v_layout == VLayout::RowMajor && !problem.dtype_qk.is_fp8()
+}
+
+/// The tile for a problem that the kernel [`accepts`], on one of [`ARCHS`].
+#[must_use]
+pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
+    let spec = FwdSpec::of(problem);
+    let dims = problem.dims;
+    let mut tile = default_tile(&spec);
+    // Its special-function unit is twice as wide.
+    if arch == "sm_103a" {
+        tile.exp2_polynomial_pairs = 0;
+    }
+    let ratio = i64::from(problem.gqa_ratio());
+    let seqlen_q = i64::from(dims.seqlen_q);
+
+    // A short query: the heads of a group side by side, where that saves a tenth of the rows.
+    if ratio > 1 && 128 % ratio == 0 {
+        let block_m = i64::from(tile.block_m);
+        let apart = (seqlen_q + block_m - 1) / block_m * ratio;
+        let packed = (seqlen_q * ratio + block_m - 1) / block_m;
+        tile.pack_gqa = packed * 10 <= apart * 9;
+    }
+    let rows = if tile.pack_gqa { seqlen_q * ratio } else { seqlen_q };
+    if rows <= 128 && tile.block_m > 128 {
+        tile.block_m = 128;
+        tile.stages = most_stages(&spec, &tile);
+    }
+
+    if odd_stride(problem).is_some() {
+        tile.copy_bytes = sm90::copy_bytes(problem);
+    }
+    let (strides, shape) = (problem.o, problem.shape_o());
+    let elems = 16 / problem.dtype_o.size_bytes() as i64;
+    let whole = |stride: i64, extent: u32| extent <= 1 || stride % elems == 0;
+    tile.vector_store = i64::from(dims.head_dim_v) % elems == 0
+        && whole(strides.batch, shape.batch)
+        && whole(strides.seq, shape.seq)
+        && whole(strides.head, shape.head);
+    tile
+}
+
+/// The tile for long sequences of a spec.
+#[must_use]
+pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
+    let (qk, v) = (sm90::padded_dim(spec.head_dim_qk), sm90::padded_dim(spec.head_dim_v));
+    // Two query tiles, whose S and O fill tensor memory to head_dim_v 128, with fewer keys a block to 160. Wider ones
+    // have one, two blocks of whose scores are there at a time: fewer keys a block would have Q, which each block's
+    // product reads again, take more of shared memory's time than the product has. From 224 two slots of 128 keys do not
+    // go beside Q.
+    let (block_m, block_n) = match (qk.max(v), v) {
+        (..=128, _) | (..=192, ..=128) => (256, 128),
+        (..=160, _) => (256, 96),
+        (..=192, _) => (128, 128),
+        _ => (128, 64),
+    };
+    let full = spec.mask == MaskKind::Full;
+    let tile = Sm100Tile {
+        block_m,
+        block_n,
+        stages: 2,
+        order: if full && spec.kv_layout == KvKind::Strided { TileOrder::Static } else { TileOrder::Dynamic },
+        // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room; P of 8 bits has its range already.
+        lazy_rescale_log2: if spec.dtype_v.is_fp8() { 0 } else { 8 },
+        exp2_polynomial_pairs: polynomial_pairs(qk.max(v), spec.dtype_v.is_fp8()),
+        pack_gqa: false,
+        vector_store: spec.head_dim_v % 8 == 0,
+        copy_bytes: 0,
+        cluster: 1,
+        cluster_heads: false,
+        dependent_launch: true,
+    };
+    Sm100Tile { stages: most_stages(spec, &tile), ..tile }
+}
+
+/// The share of exponentials for the multiply-add pipe: about where that pipe, the special-function unit and the tensor
+/// cores would be done together by their rates (docs/kernels/sm100-fwd.md). Modelled, not measured.
+const fn polynomial_pairs(widest: i32, fp8: bool) -> i32 {
+    match widest {
+        ..=96 => 4,
+        97..=160 if fp8 => 4,
+        97..=160 => 2,
+        _ => 0,
+    }
+}
+
+/// As many stages as shared memory holds, up to 8.
+fn most_stages(spec: &FwdSpec, tile: &Sm100Tile) -> i32 {
+    let fits = |stages: &i32| Sm100Tile { stages: *stages, ..*tile }.smem_bytes(spec) <= MAX_SMEM_BYTES;
+    (2..=8).rev().find(fits).unwrap_or(1)
+}
+
+/// The kernel for a spec and a tile. What it binds is in the crate's README.
+#[must_use]
+pub fn fwd(spec: &FwdSpec, tile: &Sm100Tile) -> KernelSource {
+    let call = format!(
+        "static_assert(sizeof(sm100::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
+         sm100::fwd<kSpec, kTile>(p, maps, schedule);",
+        tile.smem_bytes(spec)
+    );
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
+    let entry = Entry {
+        include: HEADER,
+        constants: &constants,
+        bounds: "__launch_bounds__(sm100::num_threads(kTile), 1)",
+        params: "const __grid_constant__ FwdParams p, const __grid_constant__ sm100::Maps maps, \
+                 const __grid_constant__ TileSchedule schedule",
+        call: &call,
+    };
+    crate::source(entry.render(), [schedule::header(), host_header()])
+}
+
+/// `fmha/sm100_host.h`: what this file shares with the device.
+fn host_header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/tile_schedule.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
+        Sm100Tile::c_definition()
+    );
+    Header::rendered("fmha/sm100_host.h", text)
+}

@@ -1,0 +1,108 @@
+//! The tile by name: `block_m=128 stages=3`, as the command, the benches and plan options say it.
+
+use fmha_core::VLayout;
+use fmha_core::fields::Fields as _;
+use fmha_core::spec::FwdSpec;
+
+use super::{MAX_SMEM_BYTES, Sm100Tile, TMEM_COLUMNS};
+
+impl Sm100Tile {
+    /// Sets one field from its name and value.
+    ///
+    /// # Errors
+    /// A text that names the field, the value and what the field takes.
+    pub fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
+        self.set_field(name, value).map_err(|text| format!("tile {text}"))
+    }
+
+    /// Whether the kernel can be compiled so for a spec, and launched where a kv head has `gqa_ratio`
+    /// query heads.
+    ///
+    /// # Errors
+    /// A text that names the fields and numbers that do not go together.
+    pub fn check(&self, spec: &FwdSpec, gqa_ratio: u32) -> Result<(), String> {
+        let refuse = |words: String| Err(format!("tile {words}"));
+        if self.pack_gqa && !128_u32.is_multiple_of(gqa_ratio.max(1)) {
+            return refuse(format!("pack_gqa=1: {gqa_ratio} heads do not divide a query tile's 128 rows"));
+        }
+        if self.num_q_tiles() == 2 && self.stages < 2 {
+            return refuse(format!(
+                "stages={} with block_m={}: a block of V and one of K are read in turn",
+                self.stages, self.block_m
+            ));
+        }
+        if self.lazy_rescale_log2 > 0 && spec.dtype_v.is_fp8() {
+            return refuse(format!(
+                "lazy_rescale_log2={} with dtype_v {}: P would pass its largest number",
+                self.lazy_rescale_log2, spec.dtype_v
+            ));
+        }
+        if self.copy_bytes > 0 && (spec.v_layout == VLayout::ColMajor || spec.dtype_qk.is_fp8()) {
+            return refuse(format!(
+                "copy_bytes={} with dtype_qk {} and v_layout {:?}: threads copy rows of 16-bit types",
+                self.copy_bytes, spec.dtype_qk, spec.v_layout
+            ));
+        }
+        let columns = self.tmem_columns(spec);
+        if columns > TMEM_COLUMNS {
+            return refuse(format!(
+                "block_m={} block_n={} with head_dim_v {} takes {columns} columns of tensor memory of {TMEM_COLUMNS}",
+                self.block_m, self.block_n, spec.head_dim_v
+            ));
+        }
+        let bytes = self.smem_bytes(spec);
+        if bytes > MAX_SMEM_BYTES {
+            return refuse(format!(
+                "block_m={} block_n={} stages={} takes {bytes} bytes of shared memory of {MAX_SMEM_BYTES}",
+                self.block_m, self.block_n, self.stages
+            ));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use fmha_core::{DType, MaskKind};
+
+    use super::*;
+    use crate::sm100::default_tile;
+
+    fn refusal(head_dim: i32, words: &[(&str, &str)]) -> String {
+        let spec = FwdSpec::plain(DType::Bf16, head_dim, MaskKind::Upper);
+        let mut tile = default_tile(&spec);
+        let set = words.iter().try_for_each(|(key, value)| tile.set(key, value));
+        set.and_then(|()| tile.check(&spec, 3)).unwrap_err()
+    }
+
+    #[test]
+    fn wrong_fields_are_refused_with_their_name_and_number() {
+        for (head_dim, words, names) in [
+            (128, &[("block_m", "96")][..], &["block_m", "96"][..]),
+            (128, &[("block_n", "80")], &["block_n", "80"]),
+            (128, &[("stages", "0")], &["stages", "0"]),
+            (128, &[("stages", "8")], &["stages", "8", "bytes"]),
+            (128, &[("stages", "1")], &["stages", "1", "block_m", "256"]),
+            (128, &[("order", "random")], &["order", "random"]),
+            (128, &[("pack_gqa", "1")], &["pack_gqa", "3", "128"]),
+            (256, &[("block_m", "256")], &["block_m", "256", "640 columns"]),
+            (128, &[("blok_n", "1")], &["blok_n", "block_n"]),
+        ] {
+            let text = refusal(head_dim, words);
+            assert!(names.iter().all(|name| text.contains(name)), "{words:?}: {text}");
+        }
+    }
+
+    #[test]
+    fn the_table_s_tiles_fit_tensor_and_shared_memory() {
+        for head_dim in [8, 64, 72, 96, 128, 136, 160, 192, 224, 256] {
+            for head_dim_v in [8, 64, 96, 128, 160, 192, 256] {
+                let spec = FwdSpec { head_dim_v, ..FwdSpec::plain(DType::F16, head_dim, MaskKind::Full) };
+                let tile = default_tile(&spec);
+                tile.check(&spec, 1).unwrap();
+                assert!(tile.stages >= 2, "{head_dim}/{head_dim_v}: {tile:?}");
+            }
+        }
+    }
+}
