@@ -96,7 +96,9 @@ FMHA_DEVICE int32_t turn_at(const Sm90BwdSchedule& schedule, const Work& work, i
     const int32_t band_begin = keys.empty() ? 0 : keys.begin / tile.block_n;
     if (!keys.empty() && work.key_block >= band_begin) return band_end - 1 - work.key_block;
     // Sink columns before the band.
-    const int32_t sinks = ceil_div(sink_range(work.band, queries, work.span.seqlen_k).end, tile.block_n);
+    const int32_t sink_end = has_width ? sink_range(work.band, queries, work.span.seqlen_k).end
+                                       : max(min(work.band.sink_columns, queries.end + work.band.hi), 0);
+    const int32_t sinks = ceil_div(sink_end, tile.block_n);
     return band_end - band_begin + (keys.empty() ? sinks : min(sinks, band_begin)) - 1 - work.key_block;
   } else {
     const Turns turns = turns_of<spec, tile>(schedule, work);
