@@ -2,7 +2,8 @@
 
 use fmha_core::{DType, FwdProblem};
 
-use crate::case::Case;
+use crate::case::{Body, Case};
+use crate::law::LawKind;
 
 /// A refusal that a backend declares.
 pub struct Declared {
@@ -16,6 +17,12 @@ pub struct Declared {
 
 fn uses(problem: Option<&FwdProblem>, dtype: impl Fn(DType) -> bool) -> bool {
     problem.is_some_and(|p| dtype(p.dtype_qk) || dtype(p.dtype_v))
+}
+
+/// The problem does, or the other call that a law makes beside it.
+fn updates_the_cache(case: &Case, problem: Option<&FwdProblem>) -> bool {
+    problem.is_some_and(|p| p.refuse_cache_updates("").is_err())
+        || matches!(&case.body, Body::Law(law) if matches!(law.kind, LawKind::AppendIsWritten(_)))
 }
 
 /// All of them. The CPU backend takes the whole contract and has none.
@@ -43,12 +50,12 @@ pub const DECLARED: &[Declared] = &[
     Declared {
         backend: "cuda",
         what: "appends, rotary embedding, FP8 caches beside 16 bits and tree masks are the CPU backend's",
-        applies: |_, problem| problem.is_some_and(|p| p.refuse_cache_updates("").is_err()),
+        applies: updates_the_cache,
     },
     Declared {
         backend: "rocm",
         what: "appends, rotary embedding, FP8 caches beside 16 bits and tree masks are the CPU backend's",
-        applies: |_, problem| problem.is_some_and(|p| p.refuse_cache_updates("").is_err()),
+        applies: updates_the_cache,
     },
 ];
 
