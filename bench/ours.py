@@ -175,5 +175,5 @@ def make(w: Workload, q, k, v, dout=None):
         backward()
         return dq, dk, dv
 
-    run_backward.held = run.held, dout, gradients
+    run_backward.held = run, dout, gradients  # `run` keeps O, which backward reads
     return run_backward
