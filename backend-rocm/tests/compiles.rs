@@ -140,10 +140,10 @@ fn what_the_kernel_does_not_take_is_refused_with_field_and_number() {
         (FwdProblem::batch(DType::E4m3Fn, DIMS), &[], "dtype_qk e4m3fn"),
         (bf16(), &[("block_m", "100")], "block_m=100"),
         (bf16(), &[("block_n", "128")], "131072 bytes of LDS, more than 65536"),
-        (bf16(), &[("block_k", "1")], "block_k=1 is unknown"),
+        (bf16(), &[("block_k", "1")], "block_k=1: there is no such field"),
         (bf16(), &[("order", "dynamic")], "order=dynamic is not single or static"),
         (bf16(), &[("workgroups", "3")], "workgroups=3 is a stride's, and order is single"),
-        (bf16(), &[("order", "static"), ("workgroups", "0")], "workgroups=0 is not at least 1"),
+        (bf16(), &[("order", "static"), ("workgroups", "0")], "workgroups=0 is not a number from 1"),
     ] {
         let text = refusal(problem, tile);
         assert!(text.contains(part), "{text}");
