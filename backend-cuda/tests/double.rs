@@ -325,8 +325,7 @@ fn exact_is_planned_without_a_lagging_maximum_and_what_is_not_kept_is_refused() 
     let error = backend.plan_fwd(&problem, &PlanOptions { tile: lagging, ..exact }).unwrap_err();
     assert!(error.to_string().contains("accuracy exact is not kept"), "{error}");
     let invariant = PlanOptions { batch_invariant: true, ..PlanOptions::default() };
-    let error = backend.plan_fwd(&problem, &invariant).unwrap_err();
-    assert!(error.to_string().contains("batch_invariant true is not kept"), "{error}");
-    let plan = backend.plan_fwd(&problem, &PlanOptions { allow_fallback: true, ..invariant }).unwrap();
-    assert_eq!(plan.kernel(), "simt");
+    let plan = backend.plan_fwd(&problem, &invariant).unwrap();
+    assert!(plan.kernel() == "sm90" && plan.promises().batch_invariant, "{plan}");
+    assert!(!backend.plan_fwd(&problem, &PlanOptions::default()).unwrap().promises().batch_invariant);
 }

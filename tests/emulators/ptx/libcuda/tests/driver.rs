@@ -158,7 +158,7 @@ fn a_captured_launch_runs_only_when_its_graph_is_replayed() {
 }
 
 #[test]
-fn an_inner_box_wider_than_the_swizzle_span_is_refused() {
+fn a_tensor_map_wants_a_context_and_an_inner_box_within_the_swizzle_span() {
     #[repr(align(64))]
     struct Map([u8; 128]);
     let lib = library();
@@ -196,6 +196,12 @@ fn an_inner_box_wider_than_the_swizzle_span_is_refused() {
             0
         )
     };
+    const INVALID_CONTEXT: c_uint = 201;
+    assert_eq!(encode(&mut map, 64), INVALID_CONTEXT);
+    let mut context = 0usize;
+    assert_eq!(call!(lib, "cuInit", (c_uint), 0), 0);
+    assert_eq!(call!(lib, "cuDevicePrimaryCtxRetain", (*mut usize, c_int), &raw mut context, 0), 0);
+    assert_eq!(call!(lib, "cuCtxSetCurrent", (usize), context), 0);
     assert_eq!(encode(&mut map, 64), 0);
     assert_eq!(encode(&mut map, 128), 1);
 }
