@@ -61,8 +61,8 @@ pub(crate) struct Block<'a> {
     pub(crate) dtype: DType,
     /// Queries of each head: their rows follow those of the head before.
     pub(crate) queries: usize,
-    /// Whether they lie in the caller's memory; else in scratch, which is in the cache.
-    pub(crate) in_place: bool,
+    /// Whether hardware would not see one stream in it: rows of several heads, or of pages, in the caller's memory.
+    pub(crate) is_scattered: bool,
     /// The rows that are read after this block, and the bytes of each.
     pub(crate) next: (&'a [*const u8], usize),
 }
@@ -76,9 +76,9 @@ const AHEAD_BYTES: usize = 16 << 10;
 /// Keys whose sums are taken together.
 const FOUR: usize = 4;
 
-/// How many heads of `row_bytes` leave a window four keys.
-pub(crate) fn heads_of_window(row_bytes: usize) -> usize {
-    (WINDOW_BYTES / (FOUR * row_bytes)).max(1)
+/// How many heads of `row_bytes` a block takes: four keys of them are two windows at most.
+pub(crate) fn heads_of_block(row_bytes: usize) -> usize {
+    (2 * WINDOW_BYTES / (FOUR * row_bytes)).max(1)
 }
 
 impl<'a> Block<'a> {
@@ -90,23 +90,26 @@ impl<'a> Block<'a> {
     /// time, GB/s): head by head 4 to 5; blocks of all heads, 64 keys head by head, with software prefetch 16; windows
     /// of 8 KiB 14; windows with software prefetch 16 KiB ahead 20; plain reads 20.
     #[inline(always)]
-    fn windows<S: Simd>(&self, s: S, mut work: impl FnMut(usize, usize, usize)) {
-        let row_bytes = self.row_bytes();
+    fn windows<S: Simd, E: Elem>(&self, s: S, _: E, mut work: impl FnMut(usize, usize, usize)) {
+        if !self.is_scattered {
+            // Not `for_each`: what it calls is compiled without these instructions.
+            for head in 0..self.heads {
+                work(head, 0, self.keys.len());
+            }
+            return;
+        }
+        let row_bytes = self.dim * E::BYTES;
         let side_by_side = self.head_step == row_bytes as isize;
         let (pieces, piece_bytes) =
             if side_by_side { (1, self.heads * row_bytes) } else { (self.heads, row_bytes) };
         let keys = (WINDOW_BYTES / (self.heads * row_bytes)).max(FOUR) & !(FOUR - 1);
-        let skipped = self.keys.len().min(self.keys_ahead());
-        let mut ahead = Ahead {
-            rows: &self.keys[skipped..],
-            bytes: self.bytes_of_key(),
-            next: self.next,
-            done: 0,
-        };
+        let bytes = self.bytes_of_key(row_bytes);
+        let skipped = self.keys.len().min(keys_ahead(bytes));
+        let mut ahead = Ahead { rows: &self.keys[skipped..], bytes, next: self.next, done: 0 };
         let mut first = 0;
         while first < self.keys.len() {
             let last = self.keys.len().min(first + keys);
-            for &key in self.keys[first..last].iter().filter(|_| self.in_place) {
+            for &key in &self.keys[first..last] {
                 for piece in 0..pieces {
                     let piece = key.wrapping_offset(piece as isize * self.head_step);
                     for at in (0..piece_bytes).step_by(64) {
@@ -116,33 +119,23 @@ impl<'a> Block<'a> {
                 }
             }
             for head in 0..self.heads {
-                if self.in_place {
-                    ahead.ask_for(s, (last - first) * row_bytes);
-                }
+                ahead.ask_for(s, (last - first) * row_bytes);
                 work(head, first, last);
             }
             first = last;
         }
     }
 
-    fn row_bytes(&self) -> usize {
-        self.dim * self.dtype.size_bytes() as usize
-    }
-
     /// From a key's first byte to its last, of all heads.
-    fn bytes_of_key(&self) -> usize {
-        self.row_bytes() + (self.heads - 1) * self.head_step.max(0) as usize
+    fn bytes_of_key(&self, row_bytes: usize) -> usize {
+        row_bytes + (self.heads - 1) * self.head_step.max(0) as usize
     }
 
-    /// Its first [`AHEAD_BYTES`], for the block before it to ask for; nothing that is not in place.
+    /// Its first [`AHEAD_BYTES`], for the block before it to ask for.
     pub(crate) fn ahead(&self) -> (&'a [*const u8], usize) {
-        let count = if self.in_place { self.keys.len().min(self.keys_ahead()) } else { 0 };
-        (&self.keys[..count], self.bytes_of_key())
-    }
-
-    /// Keys of [`AHEAD_BYTES`].
-    fn keys_ahead(&self) -> usize {
-        (AHEAD_BYTES / self.bytes_of_key()).max(FOUR)
+        let bytes = self.bytes_of_key(self.dim * self.dtype.size_bytes() as usize);
+        let count = if self.is_scattered { self.keys.len().min(keys_ahead(bytes)) } else { 0 };
+        (&self.keys[..count], bytes)
     }
 
     /// The row of a key of a head.
@@ -150,6 +143,11 @@ impl<'a> Block<'a> {
     fn at(&self, key: usize, head: usize) -> *const u8 {
         self.keys[key].wrapping_offset(head as isize * self.head_step)
     }
+}
+
+/// Keys of [`AHEAD_BYTES`].
+fn keys_ahead(bytes_of_key: usize) -> usize {
+    (AHEAD_BYTES / bytes_of_key).max(FOUR)
 }
 
 /// Rows that the second-level cache is asked for, one after another.
@@ -165,7 +163,7 @@ struct Ahead<'a> {
 impl Ahead<'_> {
     #[inline(always)]
     fn ask_for<S: Simd>(&mut self, s: S, bytes: usize) {
-        let mut left = bytes as isize;
+        let mut left = bytes;
         while left > 0 {
             let Some((&row, rest)) = self.rows.split_first() else {
                 if self.next.0.is_empty() {
@@ -174,9 +172,14 @@ impl Ahead<'_> {
                 (self.rows, self.bytes) = std::mem::take(&mut self.next);
                 continue;
             };
-            s.prefetch(row.wrapping_add(self.done));
-            (self.done, left) = (self.done + 64, left - 64);
-            if self.done >= self.bytes {
+            let taken = left.min(self.bytes - self.done);
+            let mut at = 0;
+            while at < taken {
+                s.prefetch(row.wrapping_add(self.done + at));
+                at += 64;
+            }
+            (self.done, left) = (self.done + taken, left - taken);
+            if self.done == self.bytes {
                 (self.rows, self.done) = (rest, 0);
             }
         }
@@ -219,6 +222,7 @@ impl Dots<'_> {
     fn windows<S: Simd, E: Elem, const BF16: bool>(&self, s: S, elem: E) {
         self.keys.windows(
             s,
+            elem,
             #[inline(always)]
             |head, first, last| {
                 let mut live = self.live;
@@ -279,10 +283,10 @@ impl Dots<'_> {
                     add_unit::<S, E, Q, BF16>(s, elem, &mut sums, keys, queries, whole);
                 }
                 for (sums, score) in sums.into_iter().zip(scores) {
-                    let dots = s.sum_of_four(sums);
-                    for (n, dot) in dots.iter().enumerate().take(count) {
-                        *score.add(first + n) = dot * factor;
-                    }
+                    let [a, b, c, d] = s.sum_of_four(sums);
+                    // Those beyond `count` too: a block of scores has room for them, and they are hidden next.
+                    let dots = [a * factor, b * factor, c * factor, d * factor];
+                    score.add(first).cast::<[f32; FOUR]>().write_unaligned(dots);
                 }
             }
         }
@@ -430,6 +434,7 @@ impl AddValues<'_> {
     fn of<S: Simd, E: Elem>(&self, s: S, elem: E) {
         self.values.windows(
             s,
+            elem,
             #[inline(always)]
             |head, first, last| {
                 let mut live = self.whole;

@@ -147,6 +147,8 @@ pub(crate) struct Cached<'a> {
     pub(crate) source: Source,
     /// Where its rows are.
     pub(crate) rows: KvRows<'a>,
+    /// Whether that is in pages.
+    pub(crate) is_paged: bool,
     /// Elements of a row.
     pub(crate) dim: usize,
     /// The type that a narrower cache is taken for.
@@ -190,10 +192,23 @@ impl Cached<'_> {
 
     /// Where keys `j .. j + keys.len()` of a kv head lie.
     pub(crate) fn rows_in_place(&self, span: &SeqSpan, i_head_kv: u32, j: u32, keys: &mut [*const u8]) {
-        for (n, key) in keys.iter_mut().enumerate() {
-            let (batch, row) = self.rows.at(span, j + n as u32);
-            *key = self.source.matrix(batch, i_head_kv, row).at(0, 0);
+        let mut done = 0;
+        while done < keys.len() {
+            let at = j + done as u32;
+            let run = (self.rows.run(span, at) as usize).min(keys.len() - done);
+            let (batch, row) = self.rows.at(span, at);
+            let here = self.source.matrix(batch, i_head_kv, row);
+            for (n, key) in keys[done..done + run].iter_mut().enumerate() {
+                *key = here.at(n, 0);
+            }
+            done += run;
         }
+    }
+
+    /// Whether the hardware would not see one stream where `heads` of it are read together.
+    pub(crate) fn is_scattered(&self, heads: u32) -> bool {
+        let is_one_stream = heads == 1 && !self.is_paged && self.source.strides().seq == self.dim as i64;
+        self.reads_in_place() && !is_one_stream
     }
 
     /// Brings keys `j .. j + keys.len()` of the kv heads from `first_head` on, one for each of `descales`, together in

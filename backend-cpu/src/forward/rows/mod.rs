@@ -22,7 +22,7 @@ mod modify;
 use fmha_core::SeqSpan;
 
 use super::{Bytes, Shared, settle};
-use crate::blocks::{BLOCK_KEYS, Order, RowSums, exp_one, heads_of_window, unit};
+use crate::blocks::{BLOCK_KEYS, Order, RowSums, exp_one, heads_of_block, unit};
 use crate::memory::{Floats, reserve};
 use crate::simd::{Op, Simd};
 use crate::tasks::Threads;
@@ -151,7 +151,7 @@ impl Shared<'_> {
         if !self.k.heads_lie_together() {
             return 1;
         }
-        let most = (MAX_STATES / rows).min(heads_of_window(self.k.row_bytes().max(self.v.row_bytes()))).clamp(1, heads as usize) as u32;
+        let most = (MAX_STATES / rows).min(heads_of_block(self.k.row_bytes().max(self.v.row_bytes()))).clamp(1, heads as usize) as u32;
         // As even as it goes.
         heads.div_ceil(heads.div_ceil(most))
     }
