@@ -25,7 +25,7 @@ pub(super) struct Setup {
     pub(super) iperm: bool,
     pub(super) operm: bool,
     /// The same bits every run.
-    deterministic: bool,
+    pub(super) deterministic: bool,
 }
 
 /// Tensors that the user brings: their types and logical shapes.
@@ -357,7 +357,6 @@ impl ProblemArgs {
             dbias,
             write_dsink: self.dsink,
             has_dlse: self.dlse,
-            deterministic: self.deterministic,
             ..BwdProblem::new(fwd.clone())
         }
     }

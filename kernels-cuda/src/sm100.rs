@@ -122,13 +122,11 @@ impl Sm100Tile {
         cluster * if self.order == TileOrder::Single { tiles } else { tiles.min(num_sms / cluster) }
     }
 
-    /// Workspace bytes, zero before the first launch.
+    /// Workspace bytes, zero before each launch.
     #[must_use]
-    pub const fn workspace_bytes(&self) -> u64 {
-        match self.order {
-            TileOrder::Dynamic => 4,
-            TileOrder::Single | TileOrder::Static => 0,
-        }
+    pub fn counter_bytes(&self, schedule: &TileSchedule, num_sms: u32) -> u64 {
+        let cluster = self.cluster.unsigned_abs();
+        schedule.counter_bytes(self.order, self.grid(schedule, num_sms) / cluster)
     }
 
     /// The box of the tensor map of Q: (dim, heads of a group, rows, kv heads, batch).

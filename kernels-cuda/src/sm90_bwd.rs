@@ -256,12 +256,12 @@ fn odd_stride(strides: Strides, shape: Shape) -> Option<(&'static str, i64)> {
     .map(|(axis, stride, _)| (axis, stride))
 }
 
-/// The tile for a problem that the kernels [`accept`](accepts).
+/// The tile for a problem that the kernels [`accept`](accepts), and its spec.
 #[must_use]
-pub fn choose_tile(problem: &BwdProblem) -> Sm90BwdTile {
+pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
     let fwd = &problem.fwd;
     let dims = fwd.dims;
-    let mut tile = default_tile(&BwdSpec::of(problem));
+    let mut tile = default_tile(spec);
     let whole = |strides, shape| odd_stride(strides, shape).is_none();
     tile.vector_load = dims.head_dim_v.is_multiple_of(8) && whole(fwd.o, fwd.shape_o());
     tile.vector_store = dims.head_dim_qk.is_multiple_of(8)

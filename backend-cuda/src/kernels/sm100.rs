@@ -75,7 +75,7 @@ impl FwdRecipe for Sm100 {
                 tiles_at_once: facts.num_sms.into(),
             }],
             // The tile counter.
-            workspace: Workspace::zeroed(tile.workspace_bytes()),
+            workspace: Workspace::zeroed(tile.counter_bytes(&schedule, facts.num_sms)),
             promises: Promises {
                 deterministic: true,
                 // A row is one thread's, its key blocks begin at the sequence's first key, and their size is the head
