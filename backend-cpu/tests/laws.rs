@@ -197,7 +197,9 @@ fn nan_reaches_only_the_gradients_that_it_touches() {
 #[test]
 fn under_a_soft_cap_too_what_the_mask_hides_reaches_no_gradient() {
     for (isa, threads) in available().flat_map(|isa| [(isa, 1), (isa, 5)]) {
-        for (seqlen_q, seqlen_k, mask) in [(40, 40, "b:1,19"), (20, 40, "b:1,19"), (60, 20, "b:1,19"), (70, 70, "b")] {
+        for (seqlen_q, seqlen_k, mask) in
+            [(40, 40, "b:1,19"), (20, 40, "b:1,19"), (60, 20, "b:1,19"), (70, 70, "b")]
+        {
             let mut problem = problem(DType::F32, dims(1, seqlen_q, seqlen_k, (1, 1)));
             (problem.mask, problem.softcap) = (mask.parse().unwrap(), Some(3.0));
             let inputs = Inputs::random(problem, &[], 11);
@@ -234,7 +236,10 @@ fn under_a_soft_cap_too_what_the_mask_hides_reaches_no_gradient() {
                             (0..seqlen_q).any(|i| band.visible(i, j) && wanted(i))
                         };
                         let sound = !seen(&touched);
-                        assert!(!sound || found.iter().all(|x| x.is_finite()), "{what}: {name} of {j}: {found:?}");
+                        assert!(
+                            !sound || found.iter().all(|x| x.is_finite()),
+                            "{what}: {name} of {j}: {found:?}"
+                        );
                         assert!(seen(&|_| true) || found.iter().all(|&x| x == 0.0), "{what}: {name} of {j}");
                     }
                 }

@@ -353,12 +353,7 @@ impl ProblemArgs {
             (true, _) => Some(BiasGrad { dtype: DType::F32, strides: fwd.o }),
             (false, _) => None,
         };
-        BwdProblem {
-            dbias,
-            write_dsink: self.dsink,
-            has_dlse: self.dlse,
-            ..BwdProblem::new(fwd.clone())
-        }
+        BwdProblem { dbias, write_dsink: self.dsink, has_dlse: self.dlse, ..BwdProblem::new(fwd.clone()) }
     }
 }
 

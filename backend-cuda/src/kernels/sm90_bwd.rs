@@ -69,8 +69,7 @@ impl BwdRecipe for Sm90Bwd {
             )));
         }
         let schedule = tile.schedule(problem, facts.num_sms)?;
-        let sums =
-            DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs(), in_turns: spec.deterministic };
+        let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs(), in_turns: spec.deterministic };
         let (block_m, suspects) = (tile.block_m.unsigned_abs(), tile.num_suspects(&spec, &schedule));
         let workspace = BwdWorkspace::new(problem, block_m, Some(sums), suspects)
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
