@@ -4,7 +4,7 @@
 
 use fmha_core::spec::FwdSpec;
 use fmha_core::{DType, Dims, FwdProblem, Strides};
-use fmha_kernels_cuda::schedule::TileOrder;
+use fmha_kernels_cuda::schedule::{MAX_TILES, TileOrder};
 use fmha_kernels_cuda::{sm90, sm100};
 
 const RATIOS: [u32; 12] = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 64, 128];
@@ -95,4 +95,22 @@ fn a_counter_is_there_where_a_cta_may_claim_a_second_tile_and_nowhere_else() {
         }
     }
     assert!(seen.iter().all(|&n| n > 1000), "{seen:?}");
+}
+
+/// One row block a head: as many tiles as heads times sequences.
+#[test]
+fn more_tiles_than_a_schedule_counts_are_refused_with_the_fields_that_make_them() {
+    let of = |batch: u32| {
+        let dims = Dims { batch, num_heads_q: 1 << 10, num_heads_kv: 1 << 10, ..dims(1, (1, 70), (64, 64)) };
+        let problem = FwdProblem::batch(DType::F16, dims);
+        sm90::choose_tile(&problem).schedule(&problem)
+    };
+    let most = u32::try_from(MAX_TILES >> 10).unwrap();
+    assert_eq!(i64::from(of(most).unwrap().num_tiles), MAX_TILES);
+    let refusal = of(most + 1).unwrap_err();
+    for words in ["num_heads_q 1024".to_owned(), format!("batch {}", most + 1), MAX_TILES.to_string()] {
+        assert!(refusal.contains(&words), "{refusal}");
+    }
+    // Without the limit the number would have wrapped to 1024.
+    assert!(of(1 << 22 | 1).unwrap_err().contains("tiles"));
 }
