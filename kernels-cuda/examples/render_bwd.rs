@@ -8,7 +8,7 @@ use std::io::Read as _;
 use std::path::PathBuf;
 
 use fmha_core::fields::Fields as _;
-use fmha_core::spec::{BwdSpec, FwdSpec, KvKind};
+use fmha_core::spec::{BiasKind, BwdSpec, FwdSpec, KvKind};
 use fmha_core::{DType, MaskKind, QLayout};
 use fmha_kernels_cuda::sm90_bwd;
 
@@ -54,6 +54,18 @@ fn main() -> Result<(), Box<dyn Error>> {
                     (spec.fwd.q_layout, spec.fwd.kv_layout) = (QLayout::Packed, KvKind::Packed);
                 }
                 "deterministic" => spec.deterministic = value == "1",
+                "softcap" => spec.fwd.softcap = value == "1",
+                "dropout" => spec.fwd.dropout = value == "1",
+                "sink" => (spec.fwd.sink, spec.write_dsink) = (value == "1", value == "1"),
+                "bias" => {
+                    spec.fwd.bias = match value {
+                        "alibi" => BiasKind::Alibi,
+                        dtype => {
+                            spec.fwd.dtype_bias = dtype.parse()?;
+                            BiasKind::Elementwise
+                        }
+                    };
+                }
                 _ => tile_fields.push((field, value)),
             }
         }

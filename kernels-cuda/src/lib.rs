@@ -76,6 +76,7 @@ pub fn headers() -> Vec<Header> {
         "sm90/bwd/epilogue.cuh",
         "sm90/bwd/load.cuh",
         "sm90/bwd/main.cuh",
+        "sm90/bwd/modifiers.cuh",
         "sm90/bwd/postprocess.cuh",
         "sm90/bwd/preprocess.cuh",
         "sm90/bwd/store_dq.cuh",

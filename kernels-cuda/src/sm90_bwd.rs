@@ -3,7 +3,7 @@
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
-use fmha_core::spec::{BiasKind, BwdSpec};
+use fmha_core::spec::{BiasKind, BwdSpec, FwdSpec};
 use fmha_core::{BwdProblem, DType, MaskKind, Refusal, Shape, Strides, VLayout, abi_spec, abi_struct};
 
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
@@ -31,8 +31,12 @@ abi_spec! {
         pub early_scores: bool = Takes::all().tuned(),
         /// dV is started before dS is made, which holds P in both forms at a time.
         pub early_dv: bool = Takes::all().tuned(),
+        /// dP is started when P is made, which leaves modifiers its registers; else beside the scores.
+        pub late_dp: bool = Takes::all().tuned(),
         /// A CTA to a multiprocessor, which claims key block after key block; else a CTA to a key block.
         pub persistent: bool = Takes::all().tuned(),
+        /// Soft-caps by `tanh(y) = 1 - 2 / (1 + exp(2 y))`; else by a `tanh` that small scores lose nothing in.
+        pub fast_softcap: bool = Takes::all(),
         /// O and dO are read 16 bytes at a time; else element by element.
         pub vector_load: bool = Takes::nothing(),
         /// Gradients are stored 16 bytes at a time; else element by element.
@@ -61,6 +65,12 @@ pub const ROW_THREADS: u32 = 256;
 const MAX_ACCUMULATORS: i32 = 216;
 
 impl Sm90BwdTile {
+    /// Gives up what holds two products at a time: some modifiers want those registers (bytes that ptxas spills of D 64
+    /// with an elementwise bias: 500, then 0; of D 128 with soft-cap, bias and dropout: 320, then 0).
+    fn take_registers(&mut self) {
+        (self.early_scores, self.early_dv, self.late_dp, self.stages_q) = (false, false, true, 2);
+    }
+
     /// Consumer warpgroups.
     #[must_use]
     pub const fn num_consumers(&self) -> i32 {
@@ -108,6 +118,9 @@ impl Sm90BwdTile {
         }
         if self.early_scores && self.stages_q < 2 {
             return Err(format!("stages_q {}: early_scores holds two blocks of Q at a time", self.stages_q));
+        }
+        if self.early_scores && self.late_dp {
+            return Err("late_dp true: early_scores starts dP before P is made".to_owned());
         }
         let (what, shared_out) =
             if self.transposed_dq { ("the padded head dimension", dim) } else { ("block_m", block_m) };
@@ -191,7 +204,6 @@ const fn tile_bytes(rows: i32, dim: i32) -> i32 {
 pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     let fwd = &problem.fwd;
-    let spec = BwdSpec::of(problem);
     let (qk, v) = (fwd.dtype_qk, fwd.dtype_v);
     if qk.is_fp8() || v.is_fp8() {
         return refuse(format!("backward: dtype_qk {qk} with dtype_v {v}: its products are of 16-bit types"));
@@ -211,17 +223,8 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     if fwd.v_layout == VLayout::ColMajor {
         return refuse("backward: v_layout col-major: its products read V along its rows".to_owned());
     }
-    let modifier = match (spec.fwd.bias, spec.fwd.softcap, spec.fwd.dropout) {
-        (BiasKind::None, false, false) => None,
-        (BiasKind::None, true, _) => Some("softcap"),
-        (BiasKind::None, false, true) => Some("p_drop"),
-        (BiasKind::Elementwise | BiasKind::Alibi, ..) => Some("bias"),
-    };
-    if let Some(modifier) = modifier {
-        return refuse(format!("backward: {modifier}: 0 score modifiers are taken"));
-    }
-    if problem.write_dsink {
-        return refuse("backward: dsink: 0 gradients but dQ, dK and dV are written".to_owned());
+    if problem.dbias.is_some() {
+        return refuse("backward: dbias: 0 gradients of a bias are written".to_owned());
     }
     for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
         if length >= 1 << 29 {
@@ -262,6 +265,12 @@ pub fn choose_tile(problem: &BwdProblem) -> Sm90BwdTile {
     let fwd = &problem.fwd;
     let dims = fwd.dims;
     let mut tile = default_tile(&BwdSpec::of(problem));
+    // Beyond, 2 c / (1 + exp(2 y / c)) loses what of y is far below c: its error is some 3e-7 c.
+    let slow_softcap = fwd.softcap.is_some_and(|cap| !(1e-3..=64.0).contains(&cap));
+    if slow_softcap {
+        tile.fast_softcap = false;
+        tile.take_registers();
+    }
     let whole = |strides, shape| odd_stride(strides, shape).is_none();
     tile.vector_load = dims.head_dim_v.is_multiple_of(8) && whole(fwd.o, fwd.shape_o());
     tile.vector_store = dims.head_dim_qk.is_multiple_of(8)
@@ -286,7 +295,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         // Neither 584, early scores and dV 599, and persistent 609; causal 494, 510, 516.
         _ => (64, true, true, true, true),
     };
-    Sm90BwdTile {
+    let mut tile = Sm90BwdTile {
         block_m,
         block_n: 128,
         stages_q: if early_scores { 3 } else { 2 },
@@ -295,11 +304,20 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         transposed_dq,
         early_scores,
         early_dv,
+        late_dp: false,
         // Key blocks that take turns are launched in their order.
         persistent: persistent && !spec.deterministic,
+        fast_softcap: spec.fwd.softcap,
         vector_load: true,
         vector_store: spec.dtype_grad != DType::F32,
+    };
+    let FwdSpec { bias, softcap, dropout, .. } = spec.fwd;
+    let elementwise = bias == BiasKind::Elementwise;
+    let modifiers = i32::from(bias != BiasKind::None) + i32::from(softcap) + i32::from(dropout);
+    if modifiers > 1 || (elementwise && dim == 64) {
+        tile.take_registers();
     }
+    tile
 }
 
 /// The main kernel: arguments `BwdParams`, four tensor maps, `Sm90BwdSchedule`.

@@ -84,7 +84,8 @@ impl BwdRecipe for Sm90Bwd {
             tiles: blocks.into(),
             tiles_at_once: u64::from(2048 / sm90_bwd::ROW_THREADS * facts.num_sms),
         };
-        // After it key blocks too, where a mask may have let hidden infinities through.
+        // After it heads of dSink too, and key blocks where a mask may have let hidden infinities through.
+        let sinks = if problem.write_dsink { dims.num_heads_q } else { 0 };
         let key_blocks = if sm90_bwd::repairs(&spec) { tiles } else { 0 };
         let ctas = if tile.persistent { tiles.min(facts.num_sms) } else { tiles };
         Ok(Choice {
@@ -99,7 +100,7 @@ impl BwdRecipe for Sm90Bwd {
                     tiles: tiles.into(),
                     tiles_at_once: facts.num_sms.into(),
                 },
-                rows("postprocess", sm90_bwd::postprocess(&spec, &tile), q_blocks + key_blocks),
+                rows("postprocess", sm90_bwd::postprocess(&spec, &tile), q_blocks + sinks + key_blocks),
             ],
             workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: 0 },
             promises: Promises {
@@ -164,8 +165,8 @@ impl BwdRecipe for Sm90Bwd {
             // SAFETY: as above; the maps were made for the same extents.
             unsafe { main.launch(&mut arguments, call.stream)? };
         }
-        // Without queries dQ has no rows, and dK and dV are zeros.
-        if schedule.num_q_blocks > 0 {
+        // Without queries dQ has no rows, and dK and dV are zeros; dSink is 0 then, but written.
+        if schedule.num_q_blocks > 0 || call.problem.write_dsink {
             let mut arguments = [(&raw mut params).cast(), (&raw mut schedule).cast()];
             // SAFETY: as above.
             unsafe { postprocess.launch(&mut arguments, call.stream)? };

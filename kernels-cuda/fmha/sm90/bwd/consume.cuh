@@ -11,6 +11,7 @@
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/warp.cuh>
 #include <fmha/sm90/bwd/epilogue.cuh>
+#include <fmha/sm90/bwd/modifiers.cuh>
 #include <fmha/sm90/bwd/work.cuh>
 
 namespace fmha::sm90::bwd {
@@ -21,6 +22,10 @@ struct Consumer {
   using Scores = mma::Accumulator<tile.block_m>;
   using Operand = mma::RegisterTile<typename S::Elem, tile.block_m>;
   static constexpr DType dtype = S::dtype;
+  using Modifier = Modifiers<spec, tile>;
+  using Slopes = typename Modifier::Slopes;
+  using Kept = KeptBits<spec.fwd.dropout ? tile.block_m : 8>;
+  static constexpr bool modifies = modifies_score(spec.fwd);
   static constexpr bool has_hi = spec.fwd.mask != MaskKind::Full, has_lo = spec.fwd.mask == MaskKind::Band;
 
   const BwdParams& p;
@@ -78,28 +83,40 @@ struct Consumer {
     return block_class(work.band, queries, work.keys) != BlockClass::Inside;
   }
 
-  // What P are exponentials of.
-  FMHA_DEVICE Scores exponents(const Scores& s) const {
+  // What P are exponentials of, and where scores are soft-capped by which slopes.
+  FMHA_DEVICE Scores exponents(const Scores& s, const Work& work, const QueryBlocks& blocks, Slopes& slopes) const {
     Scores x;
+    const Modifier modifier = Modifier::of(p, work, blocks.i_head, work.keys.begin + index * mma::kRows,
+                                           blocks.current * tile.block_m);
+    BiasCursor<spec.fwd> bias = modifier.bias();
     const uint32_t lse = ptx::shared_address(smem.lse_log2[q_slot.index]) + mma::fragment_column() * sizeof(float);
 #pragma unroll
     for (int e = 0; e < s.num_elems; e += 4) {
       float lse_log2[2];
       ptx::ld_shared_v2_f32(lse_log2, lse + Scores::column(e) * sizeof(float));
 #pragma unroll
-      for (int k = 0; k < 4; ++k) x[e + k] = fmaf(s[e + k], scale_log2, -lse_log2[k & 1]);
+      for (int k = 0; k < 4; ++k) x[e + k] = modifies ? s[e + k] : fmaf(s[e + k], scale_log2, -lse_log2[k & 1]);
+      if constexpr (modifies) modifier.apply(x, e, lse_log2, bias, slopes);
     }
     return x;
   }
   // dP becomes dS.
-  FMHA_DEVICE void differentiate(Scores& dp, const Scores& probs) const {
+  FMHA_DEVICE void differentiate(Scores& dp, const Scores& probs, const Slopes& slopes, const Kept& kept) const {
     const uint32_t deltas = ptx::shared_address(smem.delta[dout_slot.index]) + mma::fragment_column() * sizeof(float);
 #pragma unroll
     for (int e = 0; e < dp.num_elems; e += 4) {
       float delta[2];
       ptx::ld_shared_v2_f32(delta, deltas + Scores::column(e) * sizeof(float));
 #pragma unroll
-      for (int k = 0; k < 4; ++k) dp[e + k] = probs[e + k] * (dp[e + k] - delta[k & 1]);
+      for (int k = 0; k < 4; ++k) {
+        float x = dp[e + k];
+        if constexpr (spec.fwd.dropout) x = kept.keeps(e + k) ? x * p.fwd.dropout_scale : 0.f;
+        dp[e + k] = probs[e + k] * (x - delta[k & 1]);
+      }
+      if constexpr (spec.fwd.softcap) {
+        slopes.multiply(dp[e], dp[e + 1], e);
+        slopes.multiply(dp[e + 2], dp[e + 3], e + 2);
+      }
     }
   }
 
@@ -165,9 +182,21 @@ struct Consumer {
   }
 
   // P and dS as operands of the products, dV started: before dS is made, where registers allow it.
-  FMHA_DEVICE void differentiate_and_start_dv(Scores& s, Scores& dp, Operand& ds) {
+  FMHA_DEVICE void differentiate_and_start_dv(Scores& s, Scores& dp, Operand& ds, const Work& work,
+                                              const QueryBlocks& blocks, const Slopes& slopes) {
     Operand probs;
-    probs.template from<dtype>(s, 0);
+    Kept kept;
+    if constexpr (spec.fwd.dropout) {
+      // 1 / (1 - p_drop) multiplies dV when it is stored.
+      kept.decide(p.fwd, work.span.i_batch * p.fwd.num_heads_q + blocks.i_head, work.keys.begin + index * mma::kRows,
+                  blocks.current * tile.block_m);
+      Scores kept_probs;
+#pragma unroll
+      for (int e = 0; e < s.num_elems; ++e) kept_probs[e] = kept.keeps(e) ? s[e] : 0.f;
+      probs.template from<dtype>(kept_probs, 0);
+    } else {
+      probs.template from<dtype>(s, 0);
+    }
     const auto& dout = smem.dout[dout_slot.index];
     if constexpr (tile.early_dv) {
       mma::start_product_ab<dtype>(dv, probs, dout);
@@ -175,9 +204,15 @@ struct Consumer {
     } else {
       ptx::wgmma_wait_group<0>();
     }
-    differentiate(dp, s);
+    differentiate(dp, s, slopes, kept);
     ds.template from<dtype>(dp, 0);
     if constexpr (!tile.early_dv) mma::start_product_ab<dtype>(dv, probs, dout);
+  }
+
+  FMHA_DEVICE void take_v_and_start_dp(Scores& dp, const Work& work, const QueryBlocks& blocks) const {
+    ptx::mbarrier_wait_parity(smem.v_full, tile_phase);
+    take_dout(work, blocks.current, dout_slot);
+    start_dp(dp, dout_slot.index);
   }
 
   // A query block after another, each from its scores to its dK.
@@ -187,14 +222,18 @@ struct Consumer {
       Scores s, dp;
       take_q(work, blocks.current, q_slot);
       start_scores(s, q_slot.index);
-      ptx::mbarrier_wait_parity(smem.v_full, tile_phase);
-      take_dout(work, blocks.current, dout_slot);
-      start_dp(dp, dout_slot.index);
-      ptx::wgmma_wait_group<1>();
-      Scores x = exponents(s);
+      if constexpr (!tile.late_dp) {
+        take_v_and_start_dp(dp, work, blocks);
+        ptx::wgmma_wait_group<1>();
+      } else {
+        ptx::wgmma_wait_group<0>();
+      }
+      Slopes slopes;
+      Scores x = exponents(s, work, blocks, slopes);
       exponentiate(x, work, blocks.current);
+      if constexpr (tile.late_dp) take_v_and_start_dp(dp, work, blocks);
       Operand ds;
-      differentiate_and_start_dv(x, dp, ds);
+      differentiate_and_start_dv(x, dp, ds, work, blocks, slopes);
       share_ds(ds);
       mma::Accumulator<S::dq_columns> dq;
       start_dq(dq);
@@ -216,14 +255,23 @@ struct Consumer {
   //
   //   tensor cores   dP(i)  dV(i)              dQ(i)  dK(i)  S(i+1)
   //   this group     P(i)   dS(i)  share dS(i)        store dQ(i)
+  //
+  // Modified scores stay as the product left them until dP is under way: their slopes need not be carried along.
+  FMHA_DEVICE Scores carried(const Scores& s, const Work& work, const QueryBlocks& blocks) const {
+    if constexpr (modifies) return s;
+    Slopes none;
+    return exponents(s, work, blocks, none);
+  }
   template <bool last>
   FMHA_DEVICE void turn(const Work& work, QueryBlocks& blocks, Scores& x) {
     Scores dp;
     take_dout(work, blocks.current, dout_slot);
     start_dp(dp, dout_slot.index);
+    Slopes slopes;
+    if constexpr (modifies) x = exponents(x, work, blocks, slopes);
     exponentiate(x, work, blocks.current);
     Operand ds;
-    differentiate_and_start_dv(x, dp, ds);
+    differentiate_and_start_dv(x, dp, ds, work, blocks, slopes);
     share_ds(ds);
     mma::Accumulator<S::dq_columns> dq;
     start_dq(dq);
@@ -244,7 +292,7 @@ struct Consumer {
       take_q(work, blocks.current, q_slot);
       start_scores(next, q_slot.index);
       ptx::wgmma_wait_group<0>();
-      x = exponents(next);
+      x = carried(next, work, blocks);
     }
     arrive(smem.q_empty[done]);
   }
@@ -254,7 +302,7 @@ struct Consumer {
     start_scores(s, q_slot.index);
     ptx::mbarrier_wait_parity(smem.v_full, tile_phase);
     ptx::wgmma_wait_group<0>();
-    x = exponents(s);
+    x = carried(s, work, blocks);
 #pragma unroll 1
     for (int32_t left = blocks.count(); left > 1; --left) turn<false>(work, blocks, x);
     turn<true>(work, blocks, x);
@@ -289,7 +337,7 @@ struct Consumer {
       if (!work.q_blocks.empty()) run_tile(schedule, work);
       const int32_t row = index * mma::kRows + mma::fragment_row();
       store_rows<spec.dtype_grad, spec.fwd.head_dim_qk, tile.vector_store>(dk, p.dk, work, row, p.fwd.softmax_scale);
-      store_rows<spec.dtype_grad, spec.fwd.head_dim_v, tile.vector_store>(dv, p.dv, work, row, 1.f);
+      store_rows<spec.dtype_grad, spec.fwd.head_dim_v, tile.vector_store>(dv, p.dv, work, row, spec.fwd.dropout ? p.fwd.dropout_scale : 1.f);
       if constexpr (repairs<spec>()) {
         bool suspect = false;
 #pragma unroll
