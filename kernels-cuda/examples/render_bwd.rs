@@ -1,4 +1,4 @@
-//! As `render`, for the Hopper backward: one folder a kernel. Reads lines `NAME kernel=main|preprocess|postprocess
+//! As `render`, for the Hopper backward: one folder a kernel. Reads lines `NAME kernel=main|preprocess|postprocess|dbias
 //! field=value ...`; what is not named has its default.
 //!
 //! `echo 'd128 kernel=main dim=128 mask=Upper' | cargo run --example render_bwd -- out`
@@ -39,6 +39,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                     (spec.fwd.dtype_qk, spec.fwd.dtype_v, spec.fwd.dtype_o) = (dtype, dtype, dtype);
                     spec.dtype_grad = dtype;
                 }
+                "dbias" => (spec.write_dbias, spec.dtype_dbias) = (true, value.parse()?),
                 "dtype_grad" => spec.dtype_grad = value.parse()?,
                 "dim" => (spec.fwd.head_dim_qk, spec.fwd.head_dim_v) = (value.parse()?, value.parse()?),
                 "dim_v" => spec.fwd.head_dim_v = value.parse()?,
@@ -78,6 +79,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             "main" => sm90_bwd::main(&spec, &tile),
             "preprocess" => sm90_bwd::preprocess(&spec, &tile),
             "postprocess" => sm90_bwd::postprocess(&spec, &tile),
+            "dbias" => sm90_bwd::dbias(&spec, &tile.of_dbias()),
             other => return Err(format!("{name}: kernel {other}").into()),
         };
         let folder = out.join(name);

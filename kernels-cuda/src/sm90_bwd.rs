@@ -4,7 +4,7 @@ use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{BiasKind, BwdSpec, FwdSpec};
-use fmha_core::{BwdProblem, DType, MaskKind, Refusal, Shape, Strides, VLayout, abi_spec, abi_struct};
+use fmha_core::{Bias, BwdProblem, DType, MaskKind, Refusal, Shape, Strides, VLayout, abi_spec, abi_struct};
 
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
@@ -24,6 +24,8 @@ abi_spec! {
         pub stages_dout: i32 = Takes::within(1, 4),
         /// Blocks of dS in shared memory at a time.
         pub stages_ds: i32 = Takes::within(1, 4),
+        /// Steps of dBias that are in shared memory at a time: K, V, Q and dO of each.
+        pub stages_dbias: i32 = Takes::within(1, 4),
         /// Consumers share out dQ by its dimension, as the transpose of dQ; else by its rows.
         pub transposed_dq: bool = Takes::nothing(),
         /// The next block's scores are started before this block's dK is waited for; two blocks of Q are then held at a
@@ -53,6 +55,8 @@ abi_struct! {
         pub num_key_blocks: i32,
         /// Query blocks of the longest sequence.
         pub num_q_blocks: i32,
+        /// Blocks of dBias, over the axes that it has; 0 where it is not wanted.
+        pub num_bias_blocks: i32,
         /// Multiprocessors: CTAs that run at a time.
         pub num_sms: i32,
     }
@@ -96,6 +100,21 @@ impl Sm90BwdTile {
         round_up(keys + queries + ds + dq + stats + barriers + 8, 1024)
     }
 
+    /// The tile of dBias' kernel: it keeps its own sums beside S and dP, and so has fewer queries in a block, which divide
+    /// the main kernel's, since that lays the rows' numbers out.
+    #[must_use]
+    pub const fn of_dbias(&self) -> Self {
+        Self { block_m: if self.block_m % 64 == 0 { 64 } else { self.block_m }, ..*self }
+    }
+
+    /// Dynamic shared memory of a CTA of dBias' kernel, of its [tile](Self::of_dbias); the entry asserts that the device agrees.
+    #[must_use]
+    pub const fn dbias_smem_bytes(&self, spec: &BwdSpec) -> i32 {
+        let dim = padded_dim(spec);
+        let step = 2 * tile_bytes(self.block_n, dim) + 2 * tile_bytes(self.block_m, dim);
+        round_up(self.stages_dbias * (step + 8 * self.block_m + 16), 1024)
+    }
+
     /// Whether the tile can be compiled for a spec, and if not, why.
     ///
     /// # Errors
@@ -110,7 +129,7 @@ impl Sm90BwdTile {
             return Err(format!("block_n {block_n} is not 128"));
         }
         for (field, stages) in
-            [("stages_q", self.stages_q), ("stages_dout", self.stages_dout), ("stages_ds", self.stages_ds)]
+            [("stages_q", self.stages_q), ("stages_dout", self.stages_dout), ("stages_ds", self.stages_ds), ("stages_dbias", self.stages_dbias)]
         {
             if !(1..=4).contains(&stages) {
                 return Err(format!("{field} {stages} is not from 1 to 4"));
@@ -165,7 +184,18 @@ impl Sm90BwdTile {
             })
         };
         count("seqlen_q", queries, dims.num_heads_q)?;
+        let bias_shape = match (problem.dbias, problem.fwd.bias) {
+            (Some(_), Bias::Elementwise(bias)) => Some(problem.fwd.shape_bias(bias.broadcast)),
+            _ => None,
+        };
+        let bias_blocks = bias_shape.map_or(0, |shape| {
+            u64::from(shape.batch) * u64::from(shape.head) * u64::from(keys) * u64::from(queries)
+        });
+        let num_bias_blocks = i32::try_from(bias_blocks).map_err(|_| {
+            Refusal::new(NAME, format!("dbias: {bias_blocks} blocks of it are 2^31 or more"))
+        })?;
         Ok(Sm90BwdSchedule {
+            num_bias_blocks,
             num_tiles: count("seqlen_k", keys, dims.num_heads_kv)?,
             num_key_blocks: keys as i32,
             num_q_blocks: queries as i32,
@@ -222,9 +252,6 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     }
     if fwd.v_layout == VLayout::ColMajor {
         return refuse("backward: v_layout col-major: its products read V along its rows".to_owned());
-    }
-    if problem.dbias.is_some() {
-        return refuse("backward: dbias: 0 gradients of a bias are written".to_owned());
     }
     for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
         if length >= 1 << 29 {
@@ -301,6 +328,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         stages_q: if early_scores { 3 } else { 2 },
         stages_dout: 2,
         stages_ds: 2,
+        stages_dbias: 2,
         transposed_dq,
         early_scores,
         early_dv,
@@ -323,14 +351,17 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
 /// The main kernel: arguments `BwdParams`, four tensor maps, `Sm90BwdSchedule`.
 #[must_use]
 pub fn main(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    with_maps("main", "Smem", tile.smem_bytes(spec), spec, tile)
+}
+
+fn with_maps(name: &str, smem: &str, smem_bytes: i32, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     let call = format!(
-        "static_assert(sizeof(sm90::bwd::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
-         sm90::bwd::main<kSpec, kTile>(p, maps, schedule);",
-        tile.smem_bytes(spec)
+        "static_assert(sizeof(sm90::bwd::{smem}<kSpec, kTile>) == {smem_bytes}, \"{smem}: host and device disagree\"); \
+         sm90::bwd::{name}<kSpec, kTile>(p, maps, schedule);",
     );
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
     let entry = Entry {
-        include: "fmha/sm90/bwd/main.cuh",
+        include: &format!("fmha/sm90/bwd/{name}.cuh"),
         constants: &constants,
         bounds: "__launch_bounds__(sm90::bwd::num_threads(kTile), 1)",
         params: "const __grid_constant__ BwdParams p, const __grid_constant__ sm90::bwd::Maps maps, \
@@ -350,6 +381,13 @@ pub fn preprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 #[must_use]
 pub fn postprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     rows("postprocess", spec, tile)
+}
+
+/// The kernel of dBias, which wants nothing but what the first one leaves: arguments as of the main one, all of them by
+/// [its own tile](Sm90BwdTile::of_dbias).
+#[must_use]
+pub fn dbias(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    with_maps("dbias", "BiasSmem", tile.dbias_smem_bytes(spec), spec, tile)
 }
 
 fn rows(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
