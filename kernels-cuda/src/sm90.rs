@@ -538,7 +538,12 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     let depth = 32 / elem_bytes(spec.dtype_v);
     let shapes = [
         WgmmaShape { dtype: spec.dtype_qk, n: tile.block_n, a: q, sums: scores },
-        WgmmaShape { dtype: spec.dtype_qk, n: (tile.block_n / 2 + depth - 1) / depth * depth, a: q, sums: scores },
+        WgmmaShape {
+            dtype: spec.dtype_qk,
+            n: (tile.block_n / 2 + depth - 1) / depth * depth,
+            a: q,
+            sums: scores,
+        },
         WgmmaShape {
             dtype: spec.dtype_v,
             n: if tile.output_columns > 0 { tile.output_columns } else { padded_dim(spec.head_dim_v) },

@@ -155,7 +155,8 @@ impl Sm90Tile {
             return refuse(format!("copy_bytes={}: dtype_qk {qk} is loaded by TMA alone", self.copy_bytes));
         }
         if !v.is_fp8() {
-            for (field, value) in [("flush_every", self.flush_every), ("output_columns", self.output_columns)] {
+            for (field, value) in [("flush_every", self.flush_every), ("output_columns", self.output_columns)]
+            {
                 if value > 0 {
                     return refuse(format!("{field}={value}: P V of dtype_v {v} is summed in f32"));
                 }
@@ -192,7 +193,8 @@ impl Sm90Tile {
             }
         }
         if super::turns_v(spec) {
-            for (field, on) in [("cluster=2", self.cluster > 1), ("warp_specialised=0", !self.warp_specialised)]
+            for (field, on) in
+                [("cluster=2", self.cluster > 1), ("warp_specialised=0", !self.warp_specialised)]
             {
                 if on {
                     return refuse(format!(
