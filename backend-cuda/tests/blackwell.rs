@@ -95,14 +95,19 @@ fn one_token_reads_a_cache() {
 #[test]
 fn a_long_cache_is_read_in_parts_that_are_merged() {
     let Some(backend) = device() else { return };
-    let plan = backend.plan_fwd(&problem(1, 700, 8, 2, MaskSpec::CAUSAL).validate().unwrap(), &sm100()).unwrap();
+    let plan =
+        backend.plan_fwd(&problem(1, 700, 8, 2, MaskSpec::CAUSAL).validate().unwrap(), &sm100()).unwrap();
     let names: Vec<_> = plan.steps().iter().map(|step| step.kernel.clone()).collect();
     assert_eq!(names, ["sm100", "sm100_merge"]);
     for (tokens, keys, mask) in [(1, 700, "0"), (3, 512, "b"), (1, 1100, "b:300,0"), (5, 700, "t")] {
         passes(&format!("{tokens} x {keys} {mask}"), problem(tokens, keys, 8, 2, mask.parse().unwrap()));
     }
     let dims = Dims { batch: 3, ..problem(2, 700, 2, 1, MaskSpec::NONE).dims };
-    let used = FwdProblem { mask: "b:200,0".parse().unwrap(), seqused_k: true, ..FwdProblem::batch(DType::Bf16, dims) };
+    let used = FwdProblem {
+        mask: "b:200,0".parse().unwrap(),
+        seqused_k: true,
+        ..FwdProblem::batch(DType::Bf16, dims)
+    };
     let lengths = Lengths { seqused_k: vec![0, 300, 700], ..Lengths::default() };
     for plant in [Plant::Nothing, Plant::HiddenKeys] {
         passes_with("lengths", FwdProblem { write_lse: true, ..used.clone() }, lengths.clone(), plant);
@@ -111,7 +116,10 @@ fn a_long_cache_is_read_in_parts_that_are_merged() {
     passes("a learnable sink", sinks);
     for (dtype, dim) in [(DType::E4m3Fn, 128), (DType::F16, 144), (DType::Bf16, 50), (DType::Bf16, 250)] {
         let dims = Dims { head_dim_qk: dim, head_dim_v: dim, ..problem(1, 600, 2, 1, MaskSpec::NONE).dims };
-        passes(&format!("{dtype}, {dim}"), FwdProblem { dtype_o: DType::F16, ..FwdProblem::batch(dtype, dims) });
+        passes(
+            &format!("{dtype}, {dim}"),
+            FwdProblem { dtype_o: DType::F16, ..FwdProblem::batch(dtype, dims) },
+        );
     }
 }
 
@@ -123,8 +131,10 @@ fn a_sequence_in_parts_has_the_bits_that_it_has_alone() {
     let row = (heads * dim) as usize;
     let alone = problem(1, keys, heads, heads, MaskSpec::CAUSAL);
     let dims = Dims { batch: 3, ..alone.dims };
-    let beside = FwdProblem { mask: MaskSpec::CAUSAL, write_lse: true, ..FwdProblem::batch(DType::Bf16, dims) };
-    let [q, k, v] = [(1, 1), (keys, 2), (keys, 3)].map(|(rows, salt)| filled(3 * u64::from(rows) * row as u64, salt));
+    let beside =
+        FwdProblem { mask: MaskSpec::CAUSAL, write_lse: true, ..FwdProblem::batch(DType::Bf16, dims) };
+    let [q, k, v] =
+        [(1, 1), (keys, 2), (keys, 3)].map(|(rows, salt)| filled(3 * u64::from(rows) * row as u64, salt));
     let (of_all, _) = attend(backend, beside, &sm100(), [&q, &k, &v]);
     let cache = row * keys as usize;
     let own = [&q[row..2 * row], &k[cache..2 * cache], &v[cache..2 * cache]];

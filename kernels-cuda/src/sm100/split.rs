@@ -55,7 +55,8 @@ impl KvParts {
     pub fn params(&self, whole: &FwdParams) -> FwdParams {
         let (rows, row) = (i64::from(whole.seqlen_q), i64::from(self.row));
         let heads = i64::from(whole.num_heads_q);
-        let o = View { data: DevPtr::new(self.o.0), batch: heads * rows * row, row, head: rows * row, dim: 1 };
+        let o =
+            View { data: DevPtr::new(self.o.0), batch: heads * rows * row, row, head: rows * row, dim: 1 };
         FwdParams { o, lse: self.lse, lse_batch: heads * rows, lse_head: rows, ..*whole }
     }
 }
@@ -84,7 +85,7 @@ pub(super) fn workspace_bytes(problem: &FwdProblem, tile: &Sm100Tile) -> u64 {
     if tile.split_keys == 0 {
         return 0;
     }
-    let row_bytes = 4 + 4 * row_elems(problem).unsigned_abs() as u64;
+    let row_bytes = 4 + 4 * u64::from(row_elems(problem).unsigned_abs());
     part_rows(problem, tile).saturating_mul(row_bytes).saturating_add(FIRST_BYTE + 16)
 }
 
@@ -183,9 +184,15 @@ mod tests {
 
     #[test]
     fn parts_depend_on_the_length_alone_and_are_at_most_128() {
-        for (seqlen_k, expected) in
-            [(0, 0), (511, 0), (512, 256), (32768, 256), (32769, 512), (1 << 20, 8192), (i32::MAX as u32, 1 << 24)]
-        {
+        for (seqlen_k, expected) in [
+            (0, 0),
+            (511, 0),
+            (512, 256),
+            (32768, 256),
+            (32769, 512),
+            (1 << 20, 8192),
+            (i32::MAX as u32, 1 << 24),
+        ] {
             for (batch, heads) in [(1, 1), (64, 1), (1, 8)] {
                 let keys = split_keys(&decode(batch, heads, seqlen_k), 128);
                 assert_eq!(keys, expected, "{batch} sequences of {seqlen_k} keys, {heads} heads");
