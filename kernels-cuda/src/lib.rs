@@ -51,6 +51,7 @@ pub fn headers() -> Vec<Header> {
         "ptx/warp.cuh",
         "ptx/wgmma.cuh",
         "common/copy_tile.cuh",
+        "common/merge_parts.cuh",
         "common/output_row.cuh",
         "common/pipeline.cuh",
         "common/recompute_row.cuh",

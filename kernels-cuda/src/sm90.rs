@@ -137,7 +137,7 @@ impl Sm90Tile {
         let (heads, row_blocks) = if self.cluster_heads { (self.cluster, 1) } else { (1, self.cluster) };
         TileSchedule::new(
             problem,
-            UnitOfWork { rows: self.block_m * row_blocks, heads, pack_gqa: self.pack_gqa },
+            UnitOfWork { rows: self.block_m * row_blocks, heads, pack_gqa: self.pack_gqa, kv_parts: 1 },
         )
     }
 

@@ -23,7 +23,7 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
     ptx::mbarrier_init(smem.k_full[i], loads);
     ptx::mbarrier_init(smem.k_empty[i], tile.cluster * warps);
     ptx::mbarrier_init(smem.v_full[i], turns_v(spec) ? kTurnWarps : loads);
-    ptx::mbarrier_init(smem.v_raw_empty[i], kTurnWarps);
+    if constexpr (turns_v(spec)) ptx::mbarrier_init(smem.v_raw_empty[i], kTurnWarps);
     ptx::mbarrier_init(smem.v_raw[i], 1);
     ptx::mbarrier_init(smem.v_empty[i], tile.cluster * warps);
   }
