@@ -128,9 +128,12 @@ impl Sm90BwdTile {
         if block_n != 128 {
             return Err(format!("block_n {block_n} is not 128"));
         }
-        for (field, stages) in
-            [("stages_q", self.stages_q), ("stages_dout", self.stages_dout), ("stages_ds", self.stages_ds), ("stages_dbias", self.stages_dbias)]
-        {
+        for (field, stages) in [
+            ("stages_q", self.stages_q),
+            ("stages_dout", self.stages_dout),
+            ("stages_ds", self.stages_ds),
+            ("stages_dbias", self.stages_dbias),
+        ] {
             if !(1..=4).contains(&stages) {
                 return Err(format!("{field} {stages} is not from 1 to 4"));
             }
@@ -191,9 +194,8 @@ impl Sm90BwdTile {
         let bias_blocks = bias_shape.map_or(0, |shape| {
             u64::from(shape.batch) * u64::from(shape.head) * u64::from(keys) * u64::from(queries)
         });
-        let num_bias_blocks = i32::try_from(bias_blocks).map_err(|_| {
-            Refusal::new(NAME, format!("dbias: {bias_blocks} blocks of it are 2^31 or more"))
-        })?;
+        let num_bias_blocks = i32::try_from(bias_blocks)
+            .map_err(|_| Refusal::new(NAME, format!("dbias: {bias_blocks} blocks of it are 2^31 or more")))?;
         Ok(Sm90BwdSchedule {
             num_bias_blocks,
             num_tiles: count("seqlen_k", keys, dims.num_heads_kv)?,
