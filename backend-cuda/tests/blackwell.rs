@@ -6,7 +6,7 @@
 
 use std::sync::OnceLock;
 
-use fmha_conformance::case::Case;
+use fmha_conformance::case::{Body, Case, Forward, Plant};
 use fmha_conformance::run::{Options, Outcome};
 use fmha_conformance::tensors::{Data, Lengths};
 use fmha_core::{
@@ -48,9 +48,14 @@ fn problem(seqlen_q: u32, seqlen_k: u32, heads: u32, heads_kv: u32, mask: MaskSp
 
 /// Held to the reference in f64.
 fn passes(name: &str, problem: FwdProblem) {
+    passes_with(name, problem, Lengths::default(), Plant::Nothing);
+}
+
+fn passes_with(name: &str, problem: FwdProblem, lengths: Lengths, plant: Plant) {
     let Some(backend) = device() else { return };
     let data = Data { seed: u64::from(problem.dims.seqlen_q), ..Data::default() };
-    let case = Case::forward(name, problem, Lengths::default(), data);
+    let forward = Forward { problem, lengths, data, plant };
+    let case = Case { name: name.to_owned(), body: Body::Forward(Box::new(forward)) };
     let options = Options { plan: sm100(), ..Options::default() };
     let (outcome, text) = case.run(backend, &options);
     assert!(matches!(outcome, Outcome::Passed), "{name}: {text}");
@@ -85,13 +90,70 @@ fn one_token_reads_a_cache() {
     }
 }
 
+/// A cache long enough to be read in parts of 256 keys: beside masks of which a part sees nothing, lengths that end
+/// before a part, sinks, packed heads, wider rows, FP8; hidden keys may hold NaN.
+#[test]
+fn a_long_cache_is_read_in_parts_that_are_merged() {
+    let Some(backend) = device() else { return };
+    let plan =
+        backend.plan_fwd(&problem(1, 700, 8, 2, MaskSpec::CAUSAL).validate().unwrap(), &sm100()).unwrap();
+    let names: Vec<_> = plan.steps().iter().map(|step| step.kernel.clone()).collect();
+    assert_eq!(names, ["sm100", "sm100_merge"]);
+    for (tokens, keys, mask) in [(1, 700, "0"), (3, 512, "b"), (1, 1100, "b:300,0"), (5, 700, "t")] {
+        passes(&format!("{tokens} x {keys} {mask}"), problem(tokens, keys, 8, 2, mask.parse().unwrap()));
+    }
+    let dims = Dims { batch: 3, ..problem(2, 700, 2, 1, MaskSpec::NONE).dims };
+    let used = FwdProblem {
+        mask: "b:200,0".parse().unwrap(),
+        seqused_k: true,
+        ..FwdProblem::batch(DType::Bf16, dims)
+    };
+    let lengths = Lengths { seqused_k: vec![0, 300, 700], ..Lengths::default() };
+    for plant in [Plant::Nothing, Plant::HiddenKeys] {
+        passes_with("lengths", FwdProblem { write_lse: true, ..used.clone() }, lengths.clone(), plant);
+    }
+    let sinks = FwdProblem { sink: true, ..problem(1, 600, 4, 1, MaskSpec::CAUSAL) };
+    passes("a learnable sink", sinks);
+    for (dtype, dim) in [(DType::E4m3Fn, 128), (DType::F16, 144), (DType::Bf16, 50), (DType::Bf16, 250)] {
+        let dims = Dims { head_dim_qk: dim, head_dim_v: dim, ..problem(1, 600, 2, 1, MaskSpec::NONE).dims };
+        passes(
+            &format!("{dtype}, {dim}"),
+            FwdProblem { dtype_o: DType::F16, ..FwdProblem::batch(dtype, dims) },
+        );
+    }
+}
+
+/// Parts end where the sequence's own length says: beside other sequences the bits are the same.
+#[test]
+fn a_sequence_in_parts_has_the_bits_that_it_has_alone() {
+    let Some(backend) = device() else { return };
+    let (keys, heads, dim) = (600, 2, 128);
+    let row = (heads * dim) as usize;
+    let alone = problem(1, keys, heads, heads, MaskSpec::CAUSAL);
+    let dims = Dims { batch: 3, ..alone.dims };
+    let beside =
+        FwdProblem { mask: MaskSpec::CAUSAL, write_lse: true, ..FwdProblem::batch(DType::Bf16, dims) };
+    let [q, k, v] =
+        [(1, 1), (keys, 2), (keys, 3)].map(|(rows, salt)| filled(3 * u64::from(rows) * row as u64, salt));
+    let (of_all, _) = attend(backend, beside, &sm100(), [&q, &k, &v]);
+    let cache = row * keys as usize;
+    let own = [&q[row..2 * row], &k[cache..2 * cache], &v[cache..2 * cache]];
+    let (of_one, _) = attend(backend, alone, &sm100(), own);
+    assert_eq!(of_one, of_all[row..2 * row]);
+}
+
 fn filled(elems: u64, salt: u64) -> Vec<bf16> {
     (0..elems).map(|i| bf16::from_f64(((i * i * 37 + i * 11 + salt) % 101) as f64 / 50.0 - 1.0)).collect()
 }
 
 /// O and LSE of a call.
-fn attend(backend: &CudaBackend, problem: FwdProblem, [q, k, v]: [&[bf16]; 3]) -> (Vec<f64>, Vec<f64>) {
-    let plan = backend.plan_fwd(&problem.validate().unwrap(), &sm100()).unwrap();
+fn attend(
+    backend: &CudaBackend,
+    problem: FwdProblem,
+    options: &PlanOptions,
+    [q, k, v]: [&[bf16]; 3],
+) -> (Vec<f64>, Vec<f64>) {
+    let plan = backend.plan_fwd(&problem.validate().unwrap(), options).unwrap();
     let memory = backend.memory();
     let upload = |x: &[bf16]| {
         let bytes: Vec<u8> = x.iter().flat_map(|x| x.to_le_bytes()).collect();
@@ -129,9 +191,9 @@ fn two_segments_merged_by_their_lse_are_the_whole() {
     let q = filled(u64::from(tokens) * row, 1);
     let [k, v] = [2, 3].map(|salt| filled(u64::from(first + rest) * row, salt));
     let cut = (u64::from(first) * row) as usize;
-    let (whole, whole_lse) = attend(backend, of(first + rest), [&q, &k, &v]);
-    let (o_1, lse_1) = attend(backend, of(first), [&q, &k[..cut], &v[..cut]]);
-    let (o_2, lse_2) = attend(backend, of(rest), [&q, &k[cut..], &v[cut..]]);
+    let (whole, whole_lse) = attend(backend, of(first + rest), &sm100(), [&q, &k, &v]);
+    let (o_1, lse_1) = attend(backend, of(first), &sm100(), [&q, &k[..cut], &v[..cut]]);
+    let (o_2, lse_2) = attend(backend, of(rest), &sm100(), [&q, &k[cut..], &v[cut..]]);
     for (at, &expected) in whole.iter().enumerate() {
         // O is [token, head, dim], LSE [head, token].
         let (token, head) = (at / row as usize, at / dim as usize % heads as usize);
@@ -144,18 +206,20 @@ fn two_segments_merged_by_their_lse_are_the_whole() {
     }
 }
 
-/// A row's bits depend on the row alone: one token, or the same token as the last of many, beside other sequences or not.
+/// A row's bits depend on the row alone where a plan promises so: one token, or the same token as the last of many, beside other sequences or not.
 #[test]
 fn one_token_has_the_bits_of_the_last_of_many() {
     let Some(backend) = device() else { return };
-    let (tokens, keys, heads, dim) = (130, 200, 2, 128);
+    let invariant = PlanOptions { batch_invariant: true, ..sm100() };
+    // So many keys that one token's would be split.
+    let (tokens, keys, heads, dim) = (130, 520, 2, 128);
     let row = (heads * dim) as usize;
     let q = filled(tokens * row as u64, 1);
     let [k, v] = [2, 3].map(|salt| filled(keys * row as u64, salt));
     let many = problem(tokens as u32, keys as u32, heads, heads, MaskSpec::CAUSAL);
     let one = problem(1, keys as u32, heads, heads, MaskSpec::CAUSAL);
-    let (of_many, lse_many) = attend(backend, many, [&q, &k, &v]);
-    let (of_one, lse_one) = attend(backend, one, [&q[q.len() - row..], &k, &v]);
+    let (of_many, lse_many) = attend(backend, many, &invariant, [&q, &k, &v]);
+    let (of_one, lse_one) = attend(backend, one, &invariant, [&q[q.len() - row..], &k, &v]);
     assert_eq!(of_one, of_many[of_many.len() - row..]);
     let last = |head: usize| lse_many[(head + 1) * tokens as usize - 1];
     assert_eq!(lse_one, (0..heads as usize).map(last).collect::<Vec<_>>());

@@ -106,9 +106,9 @@ impl CacheOptions {
 
     /// That length, where the user says none.
     pub(super) fn length_before(&self, seqlen_k: u32) -> Result<u32, Failure> {
-        seqlen_k.checked_sub(self.append).ok_or_else(|| {
-            Failure::wrong(format!("append {} is more than seqlen_k {seqlen_k}", self.append))
-        })
+        seqlen_k
+            .checked_sub(self.append)
+            .ok_or_else(|| Failure::wrong(format!("append {} is more than seqlen_k {seqlen_k}", self.append)))
     }
 
     /// Pages and tree of a problem's sequences.
@@ -117,7 +117,10 @@ impl CacheOptions {
         if self.page_size > 0 {
             let max_pages = dims.seqlen_k.div_ceil(self.page_size).max(1);
             let pages = i32::try_from(i64::from(max_pages) * i64::from(dims.batch)).map_err(|_| {
-                Failure::wrong(format!("page_size {}: {max_pages} pages a sequence are too many", self.page_size))
+                Failure::wrong(format!(
+                    "page_size {}: {max_pages} pages a sequence are too many",
+                    self.page_size
+                ))
             })?;
             (places.max_pages, places.num_pages) = (max_pages, Some(pages.unsigned_abs()));
             places.block_table = (0..pages).rev().collect();
@@ -130,8 +133,7 @@ impl CacheOptions {
 
     /// The problem with what is asked for.
     pub(super) fn apply(&self, problem: &mut FwdProblem) {
-        (problem.dtype_cache, problem.v_in_k, problem.tree_mask) =
-            (self.dtype_cache, self.v_in_k, self.tree);
+        (problem.dtype_cache, problem.v_in_k, problem.tree_mask) = (self.dtype_cache, self.v_in_k, self.tree);
         if self.v_in_k {
             (problem.v, problem.dtype_v, problem.descale_v) =
                 (problem.k, problem.dtype_qk, problem.descale_k);
@@ -176,6 +178,9 @@ mod tests {
     fn a_node_sees_itself_and_its_ancestors() {
         let words: Vec<i32> = tree(6).collect();
         assert_eq!(words, [0b1, 0b11, 0b101, 0b1011, 0b1_0011, 0b10_0101]);
-        assert_eq!(tree(33).skip(64).take(2).collect::<Vec<_>>(), [1 << 0 | 1 << 1 | 1 << 3 | 1 << 7 | 1 << 15, 1]);
+        assert_eq!(
+            tree(33).skip(64).take(2).collect::<Vec<_>>(),
+            [1 << 0 | 1 << 1 | 1 << 3 | 1 << 7 | 1 << 15, 1]
+        );
     }
 }

@@ -2,8 +2,9 @@
 
 use fmha::core::seq::{SeqSpan, spans};
 use fmha::{
-    Bias, BiasBroadcast, BiasGrad, BlockTable, BwdProblem, DType, DevSlice, Dims, DropoutSeed, ElementwiseBias, Extents,
-    FwdProblem, PlanOptions, ProblemError, QLayout, SeqArgs, Shape, Strides, Totals, VLayout,
+    Bias, BiasBroadcast, BiasGrad, BlockTable, BwdProblem, DType, DevSlice, Dims, DropoutSeed,
+    ElementwiseBias, Extents, FwdProblem, PlanOptions, ProblemError, QLayout, SeqArgs, Shape, Strides,
+    Totals, VLayout,
 };
 
 use crate::cache::CachePlaces;
@@ -26,7 +27,7 @@ pub(super) struct Setup {
     pub(super) iperm: bool,
     pub(super) operm: bool,
     /// The same bits every run.
-    deterministic: bool,
+    pub(super) deterministic: bool,
     pub(super) cache: CachePlaces,
 }
 
@@ -373,13 +374,7 @@ impl ProblemArgs {
             (true, _) => Some(BiasGrad { dtype: DType::F32, strides: fwd.o }),
             (false, _) => None,
         };
-        BwdProblem {
-            dbias,
-            write_dsink: self.dsink,
-            has_dlse: self.dlse,
-            deterministic: self.deterministic,
-            ..BwdProblem::new(fwd.clone())
-        }
+        BwdProblem { dbias, write_dsink: self.dsink, has_dlse: self.dlse, ..BwdProblem::new(fwd.clone()) }
     }
 }
 

@@ -7,8 +7,8 @@ use fmha_core::problem::MAX_SEQLEN;
 use fmha_core::seq::spans;
 use fmha_core::{
     Append, Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale, DevSlice, Dims,
-    ElementwiseBias, FwdProblem, KvLayout, MaskSpec, ProblemError, QLayout, Rotary, RotaryPairs, Shape, Strides,
-    Totals, VLayout, ValidFwd,
+    ElementwiseBias, FwdProblem, KvLayout, MaskSpec, ProblemError, QLayout, Rotary, RotaryPairs, Shape,
+    Strides, Totals, VLayout, ValidFwd,
 };
 use proptest::prelude::*;
 

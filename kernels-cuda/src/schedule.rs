@@ -11,7 +11,7 @@ pub enum TileOrder {
     Single,
     /// A CTA per SM; tile t goes to CTA t mod CTAs, every second round backwards.
     Static,
-    /// A CTA per SM; the next tile is claimed from an atomic counter: 4 zero bytes of workspace, left zero again.
+    /// A CTA per SM; the next tile is claimed from an atomic counter: 4 bytes of workspace, zero before each launch.
     Dynamic,
 }
 
@@ -24,8 +24,8 @@ abi_struct! {
         pub num_tiles: i32,
         /// Row blocks of the longest sequence; pairs of them where a cluster has two.
         pub num_m_blocks: i32,
-        /// Sequences times heads: query heads (pairs of them where a cluster has two), or kv heads when they are
-        /// packed.
+        /// Sequences times heads, times the parts of their keys: query heads (pairs of them where a cluster has two), or
+        /// kv heads when they are packed.
         pub num_heads: i32,
         /// Heads of an L2 head group, whose tiles run before the next group's: their K and V share the L2.
         pub heads_per_l2_group: i32,
@@ -45,6 +45,8 @@ pub(crate) struct UnitOfWork {
     pub(crate) heads: i32,
     /// Rows are (query, head of a kv head's group) pairs.
     pub(crate) pack_gqa: bool,
+    /// Parts of a sequence's keys, a unit's work each.
+    pub(crate) kv_parts: i32,
 }
 
 /// Most tiles of a schedule. The atomic counter runs on past the last one by a claim for each CTA, and a tile may be
@@ -62,8 +64,10 @@ impl TileSchedule {
         let rows = i64::from(dims.seqlen_q) * ratio;
         let unit_rows = i64::from(unit.rows);
         let num_m_blocks = rows.div_euclid(unit_rows) + i64::from(rows.rem_euclid(unit_rows) != 0);
-        let num_heads = i64::from(dims.batch) * i64::from(dims.num_heads_q) / ratio / i64::from(unit.heads);
-        let kv_bytes = i64::from(dims.seqlen_k)
+        let kv_parts = i64::from(unit.kv_parts);
+        let heads = i64::from(dims.batch) * i64::from(dims.num_heads_q) / ratio / i64::from(unit.heads);
+        let num_heads = heads.saturating_mul(kv_parts);
+        let kv_bytes = i64::from(dims.seqlen_k).div_euclid(kv_parts)
             * i64::from(dims.head_dim_qk + dims.head_dim_v)
             * problem.dtype_qk.size_bytes() as i64;
         // Adjacent query heads of one kv head share its K and V.
@@ -85,6 +89,16 @@ impl TileSchedule {
             num_heads: num_heads as i32,
             heads_per_l2_group: heads_per_l2_group as i32,
         })
+    }
+}
+
+impl TileSchedule {
+    /// Bytes of the counter that so many CTAs (or clusters) claim tiles from. Where each has one tile at most, the first
+    /// ones are all, and no run has a counter to clear: a step of its stream less.
+    #[must_use]
+    pub fn counter_bytes(&self, order: TileOrder, workers: u32) -> u64 {
+        let claims = order == TileOrder::Dynamic && self.num_tiles.unsigned_abs() > workers;
+        if claims { 4 } else { 0 }
     }
 }
 

@@ -4,12 +4,13 @@ use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{FwdSpec, KvKind};
-use fmha_core::{DType, FwdProblem, MaskKind, Refusal, VLayout, abi_spec};
+use fmha_core::{DType, FwdProblem, MaskKind, Refusal, VLayout, Workspace, abi_spec};
 
 use crate::schedule::{self, TileOrder, TileSchedule, UnitOfWork};
 use crate::sm90;
 
 mod knobs;
+pub mod split;
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm100";
@@ -48,6 +49,8 @@ abi_spec! {
         /// 0: TMA loads. Else two warps copy so many bytes at a time, which divide every stride and address of Q, K
         /// and V: 16, 8, 4, or 2 (element by element). 16-bit types with a row-major V.
         pub copy_bytes: i32 = Takes::among(&[0, 2, 4, 8, 16]),
+        /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile sees all keys.
+        pub split_keys: i32 = Takes::multiples(32, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024]),
         /// CTAs whose tensor cores compute as one: 1.
         pub cluster: i32 = Takes::nothing(),
         /// The CTAs of a cluster have neighbouring heads of a kv head's group; else neighbouring query rows.
@@ -110,7 +113,12 @@ impl Sm100Tile {
         let (heads, row_blocks) = if self.cluster_heads { (self.cluster, 1) } else { (1, self.cluster) };
         TileSchedule::new(
             problem,
-            UnitOfWork { rows: self.block_m * row_blocks, heads, pack_gqa: self.pack_gqa },
+            UnitOfWork {
+                rows: self.block_m * row_blocks,
+                heads,
+                pack_gqa: self.pack_gqa,
+                kv_parts: split::num_parts(problem, self) as i32,
+            },
         )
     }
 
@@ -122,13 +130,12 @@ impl Sm100Tile {
         cluster * if self.order == TileOrder::Single { tiles } else { tiles.min(num_sms / cluster) }
     }
 
-    /// Workspace bytes, zero before the first launch.
+    /// Workspace: the tile counter, zero before each launch, and the parts of a split.
     #[must_use]
-    pub const fn workspace_bytes(&self) -> u64 {
-        match self.order {
-            TileOrder::Dynamic => 4,
-            TileOrder::Single | TileOrder::Static => 0,
-        }
+    pub fn workspace(&self, problem: &FwdProblem, schedule: &TileSchedule, num_sms: u32) -> Workspace {
+        let workers = self.grid(schedule, num_sms) / self.cluster.unsigned_abs();
+        let zeroed_bytes = schedule.counter_bytes(self.order, workers);
+        Workspace { bytes: split::workspace_bytes(problem, self).max(zeroed_bytes), zeroed_bytes }
     }
 
     /// The box of the tensor map of Q: (dim, heads of a group, rows, kv heads, batch).
@@ -253,6 +260,9 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
         tile.block_m = 128;
         tile.stages = most_stages(&spec, &tile);
     }
+    if rows <= 128 {
+        tile.split_keys = split::split_keys(problem, tile.block_n);
+    }
 
     if odd_stride(problem).is_some() {
         tile.copy_bytes = sm90::copy_bytes(problem);
@@ -264,6 +274,8 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
         && whole(strides.batch, shape.batch)
         && whole(strides.seq, shape.seq)
         && whole(strides.head, shape.head);
+    // A part's rows are the kernel's own.
+    tile.vector_store |= tile.split_keys > 0;
     tile
 }
 
@@ -293,6 +305,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
         pack_gqa: false,
         vector_store: spec.head_dim_v % 8 == 0,
         copy_bytes: 0,
+        split_keys: 0,
         cluster: 1,
         cluster_heads: false,
         dependent_launch: true,

@@ -12,6 +12,8 @@ use fmha_core::source::KernelSource;
 use fmha_core::spec::{BiasKind, CombineSpec, FwdSpec, KvKind};
 use fmha_core::{DType, MaskKind, QLayout, VLayout};
 use fmha_kernels_cuda::sm90::{Sm90Tile, TileOrder};
+use fmha_kernels_cuda::sm100::Sm100Tile;
+use fmha_kernels_cuda::sm100::split;
 use fmha_kernels_cuda::{COMPILE_OPTIONS, combine, simt, sm90, sm100};
 use libloading::Library;
 
@@ -162,7 +164,12 @@ fn blackwell_kernels() -> Vec<(String, KernelSource)> {
     let kernel = |(name, spec): (String, FwdSpec)| {
         (format!("sm100_{name}"), sm100::fwd(&spec, &sm100::default_tile(&spec)))
     };
-    specs.into_iter().map(kernel).collect()
+    let mut kernels: Vec<_> = specs.into_iter().map(kernel).collect();
+    let part = split::part_spec(&upper);
+    let tile = Sm100Tile { block_m: 128, split_keys: 256, pack_gqa: true, ..sm100::default_tile(&part) };
+    kernels.push(("sm100_128_part_of_keys".to_owned(), sm100::fwd(&part, &tile)));
+    kernels.push(("sm100_merge_128".to_owned(), split::merge(&upper)));
+    kernels
 }
 
 /// One in so many of them, from the first: ptxas takes seconds a kernel.
@@ -176,8 +183,13 @@ fn a_sample_of_kernels_compiles_in_the_registers_of_the_table_without_spills() {
 
 #[test]
 #[ignore = "every kernel of the table is compiled: cargo xtask test --all"]
-fn every_kernel_compiles_in_the_registers_of_the_table_without_spills() {
+fn every_hopper_kernel_compiles_in_the_registers_of_the_table_without_spills() {
     as_in_the_table("sm_90a", include_str!("resources.txt"), kernels(), 1);
+}
+
+#[test]
+#[ignore = "every kernel of the table is compiled: cargo xtask test --all"]
+fn every_blackwell_kernel_compiles_in_the_registers_of_the_table_without_spills() {
     for arch in sm100::ARCHS {
         as_in_the_table(arch, include_str!("resources_sm100.txt"), blackwell_kernels(), 1);
     }

@@ -45,6 +45,8 @@ const NONE: Cases = Cases { filter: "", deal: 0 };
 
 /// Families that every forward kernel takes in `--all`.
 const FORWARD: &str = "^(addresses|combine|definition|edges|fp8|guards|heads|laws|rare)/";
+/// Those of them that a tile kernel alone serves.
+const FORWARD_TILES: &str = "^(addresses|definition|edges|fp8|guards|heads|laws|rare)/";
 /// Cases of masks and lengths, on which a pair of CTAs sees unlike numbers of blocks.
 const CLUSTER_CASES: &str = "^edges/(mask_sq_[a-z]*_sk/|nan|inf|group|gqa).*bf16";
 
@@ -62,6 +64,8 @@ const HOPPER: Row = Row {
     in_all: NONE,
 };
 
+const BLACKWELL: Row = Row { kernel: Some("sm100"), arch: "sm_100a", ..HOPPER };
+
 const HOPPER_WALKING: Row =
     Row { kernel: Some("sm90"), mode: Mode::HappensBefore, multiprocessors: Some(2), ..HOPPER };
 
@@ -69,7 +73,7 @@ pub(crate) const ROWS: &[Row] = &[
     // What found planted faults, whole; of the rest one kernel in so many, with all its cases.
     Row {
         kernel: Some("sm90"),
-        in_test: Cases { filter: "^(heads/(batch|group)/.*bf16|rare/[a-z_]*/bf16/(gaps|group)$)", deal: 1 },
+        in_test: Cases { filter: "^(heads/(batch|group|row_blocks)|rare)/.*bf16", deal: 2 },
         ..HOPPER
     },
     Row { in_test: Cases { filter: "^addresses/.*bf16", deal: 2 }, ..HOPPER },
@@ -118,6 +122,12 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^(rare|heads/row_blocks)/.*bf16", deal: 1 },
         ..HOPPER_WALKING
     },
+    // FP8 over several blocks: V turned in shared memory and column-major, and beside 16 bits.
+    Row {
+        in_test: Cases { filter: "^fp8/blocks/e4m3fn/(d64x64/b/r|d128x128/0/c|v_bf16|group)$", deal: 1 },
+        in_all: Cases { filter: "^fp8/blocks/(e4m3fn|e5m2)/", deal: 1 },
+        ..HOPPER_WALKING
+    },
     // The same bits whoever claims a tile.
     Row {
         kernel: Some("sm90"),
@@ -142,6 +152,35 @@ pub(crate) const ROWS: &[Row] = &[
             deal: 1,
         },
         ..HOPPER
+    },
+    // Blackwell: short and ragged tiles, hidden NaN, packed heads; keys in parts and in order, every access ordered by
+    // vector clocks; tiles drawn in any order, the same bits.
+    Row {
+        in_test: Cases {
+            filter: "^(edges/(off_tile|nan|inf|group|gqa).*bf16|heads/(batch|group)/.*bf16|rare/[a-z_]*/bf16/(gaps|group)$)",
+            deal: 2,
+        },
+        in_all: Cases { filter: FORWARD_TILES, deal: 1 },
+        ..BLACKWELL
+    },
+    Row { kernel: None, in_all: Cases { filter: "^combine/", deal: 1 }, ..BLACKWELL },
+    Row {
+        tile: Some("order=dynamic"),
+        mode: Mode::HappensBefore,
+        multiprocessors: Some(2),
+        in_test: Cases { filter: "^laws/(twice|a_recorded).*/bf16/.*/b$", deal: 1 },
+        in_all: Cases {
+            filter: "^(laws/(twice|a_recorded)|heads/(batch|group|row_blocks)|rare/).*bf16",
+            deal: 1,
+        },
+        ..BLACKWELL
+    },
+    Row {
+        mode: Mode::DrawnOrder,
+        multiprocessors: Some(3),
+        in_test: Cases { filter: "^bits/few/.*/bf16/d64/b/(mixed_rows|towering)$", deal: 1 },
+        in_all: Cases { filter: "^bits/few/", deal: 1 },
+        ..BLACKWELL
     },
     amd("gfx90a", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
     amd("gfx942", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 2 }),

@@ -4,12 +4,13 @@ use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::Fields as _;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, Workspace, bind};
+use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, bind};
 use fmha_kernels_cuda::schedule::TileSchedule;
+use fmha_kernels_cuda::sm100::split::{self, KvParts};
 use fmha_kernels_cuda::sm100::{self, Sm100Tile};
 
 use super::maps::{Boxes, Maps};
-use super::{Choice, DeviceFacts, FwdCall, FwdKernel, FwdRecipe, Launch, Named};
+use super::{Choice, DeviceFacts, FwdCall, FwdKernel, FwdRecipe, Launch, Named, ROW_CTAS_PER_SM};
 use crate::driver::Grid;
 use crate::steps::{Step, exactly};
 
@@ -44,13 +45,23 @@ impl FwdRecipe for Sm100 {
         if options.accuracy == Accuracy::Exact {
             tile.lazy_rescale_log2 = 0;
         }
+        // Merged parts round differently from the whole, which a longer query has.
+        if options.batch_invariant {
+            tile.split_keys = 0;
+        }
         // Tiles are measured as a plan without options has them.
-        let untold = options.tile.is_empty() && options.accuracy == Accuracy::Fast;
+        let untold =
+            options.tile.is_empty() && options.accuracy == Accuracy::Fast && !options.batch_invariant;
         let tuned = facts.tuned.get(sm100::NAME, problem).filter(|_| untold);
         for (key, value) in tuned.map_or(&options.tile, |tuned| &tuned.tile) {
             tile.set(key, value).map_err(refuse)?;
         }
         tile.check(&spec, problem.gqa_ratio()).map_err(refuse)?;
+        let is_split = tile.split_keys > 0;
+        if is_split {
+            split::splits(problem)
+                .map_err(|why| refuse(format!("tile split_keys={}: {why}", tile.split_keys)))?;
+        }
         let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
         if smem_bytes > facts.smem_bytes {
             return Err(refuse(format!(
@@ -63,24 +74,38 @@ impl FwdRecipe for Sm100 {
             dependent: tile.dependent_launch,
             ..Grid::new(tile.grid(&schedule, facts.num_sms), tile.num_threads().unsigned_abs())
         };
+        let own_spec = if is_split { split::part_spec(&spec) } else { spec };
+        let mut launches = vec![Launch {
+            kernel: self.name(),
+            source: sm100::fwd(&own_spec, &tile),
+            grid,
+            smem_bytes,
+            tiles: u64::from(schedule.num_tiles.unsigned_abs()),
+            // One CTA an SM: it takes all of tensor memory.
+            tiles_at_once: facts.num_sms.into(),
+        }];
+        if is_split {
+            let grid = Grid::new(split::merge_grid(problem, facts.num_sms), split::MERGE_THREADS);
+            launches.push(Launch {
+                kernel: split::MERGE_NAME,
+                source: split::merge(&spec),
+                grid,
+                smem_bytes: 0,
+                tiles: grid.ctas.into(),
+                tiles_at_once: u64::from(ROW_CTAS_PER_SM * facts.num_sms),
+            });
+        }
         Ok(Choice {
             kernel: Self { chosen: Some((tile, schedule)) }.into(),
-            launches: vec![Launch {
-                kernel: self.name(),
-                source: sm100::fwd(&spec, &tile),
-                grid,
-                smem_bytes,
-                tiles: u64::from(schedule.num_tiles.unsigned_abs()),
-                // One CTA an SM: it takes all of tensor memory.
-                tiles_at_once: facts.num_sms.into(),
-            }],
-            // The tile counter.
-            workspace: Workspace::zeroed(tile.workspace_bytes()),
+            launches,
+            workspace: tile.workspace(problem, &schedule, facts.num_sms),
             promises: Promises {
                 deterministic: true,
                 // A row is one thread's, its key blocks begin at the sequence's first key, and their size is the head
-                // dimensions': blocks that only other rows of its tile see add zeros.
-                batch_invariant: true,
+                // dimensions': blocks that only other rows of its tile see add zeros. But a short query's keys may be
+                // split, a long one's are not.
+                batch_invariant: !is_split
+                    && (options.batch_invariant || split::split_keys(problem, tile.block_n) == 0),
                 graph_capturable: true,
                 accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },
             },
@@ -95,7 +120,7 @@ impl FwdRecipe for Sm100 {
 
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
         let tile = self.chosen.map(|(tile, _)| tile);
-        let stores_vectors = tile.is_some_and(|tile| tile.vector_store);
+        let stores_vectors = tile.is_some_and(|tile| tile.vector_store && tile.split_keys == 0);
         let loads = match tile {
             Some(tile) if tile.copy_bytes > 0 => u64::from(tile.copy_bytes.unsigned_abs()),
             _ => ALIGN,
@@ -122,17 +147,28 @@ impl FwdRecipe for Sm100 {
     }
 
     fn launch(&self, steps: &[Step], call: &FwdCall<'_>) -> Result<()> {
-        let [fwd] = exactly(steps)?;
         let Some((tile, mut schedule)) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm100 has 0 tiles chosen").into());
         };
         let mut maps =
             if tile.copy_bytes > 0 { Maps::UNREAD } else { Maps::of(call, &boxes(call.problem, &tile))? };
-        let mut params = bind::fwd_params(call.problem, call.args);
-        let mut arguments = [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
-        // SAFETY: the kernel takes FwdParams, Maps and TileSchedule; `check_fwd` saw that the memory
-        // covers the problem, and the maps were made for the same extents.
-        unsafe { fwd.launch(&mut arguments, call.stream) }
+        let mut whole = bind::fwd_params(call.problem, call.args);
+        if tile.split_keys == 0 {
+            let [fwd] = exactly(steps)?;
+            let mut arguments = [(&raw mut whole).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
+            // SAFETY: the kernel takes FwdParams, Maps and TileSchedule; `check_fwd` saw that the memory
+            // covers the problem, and the maps were made for the same extents.
+            return unsafe { fwd.launch(&mut arguments, call.stream) };
+        }
+        let [fwd, merge] = exactly(steps)?;
+        let mut parts = KvParts::new(call.problem, &tile, whole.workspace.0);
+        let mut part = parts.params(&whole);
+        let mut arguments = [(&raw mut part).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
+        // SAFETY: as above; O and LSE of the parts lie in the workspace, which `check_fwd` saw to be as large as the plan
+        // says.
+        unsafe { fwd.launch(&mut arguments, call.stream)? };
+        // SAFETY: the kernel takes FwdParams and KvParts, whose memory was checked likewise.
+        unsafe { merge.launch(&mut [(&raw mut whole).cast(), (&raw mut parts).cast()], call.stream) }
     }
 }
 
@@ -163,6 +199,7 @@ fn schedule_words(tile: &Sm100Tile) -> String {
             .then(|| format!("{} of 16 exponentials by a polynomial", tile.exp2_polynomial_pairs)),
     );
     words.extend((tile.copy_bytes > 0).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
+    words.extend((tile.split_keys > 0).then(|| format!("keys in parts of {}, merged", tile.split_keys)));
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
     words.extend(tile.dependent_launch.then(|| "starts while the grid before ends".to_owned()));
     words.join(", ")

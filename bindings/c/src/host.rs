@@ -3,16 +3,15 @@
 use std::ffi::{CStr, c_char};
 
 use fmha::{
-    Accuracy, Append, Backend, Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale, Dims,
-    ElementwiseBias, FwdProblem, KvLayout, MaskSpec, PlanOptions, ProblemError, QLayout, Result, Rotary,
-    RotaryPairs, Strides,
-    Totals, VLayout,
+    Accuracy, Append, Backend, Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale,
+    Dims, ElementwiseBias, FwdProblem, KvLayout, MaskSpec, PlanOptions, ProblemError, QLayout, Result,
+    Rotary, RotaryPairs, Strides, Totals, VLayout,
 };
 
 use crate::structs::{
     FMHA_BF16, FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ, FMHA_EXACT, FMHA_F16, FMHA_F32,
-    FMHA_FAST, FMHA_V_COL_MAJOR, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaOptions,
-    FmhaPartial, FmhaTensor,
+    FMHA_FAST, FMHA_V_COL_MAJOR, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaCombine, FmhaGradients,
+    FmhaOptions, FmhaPartial, FmhaTensor,
 };
 
 /// What a call points to in host memory.
@@ -103,12 +102,7 @@ impl Pointed {
     }
 
     /// The backward problem of a call with `gradients`.
-    pub(crate) fn backward(
-        &self,
-        call: &FmhaCall,
-        gradients: &FmhaGradients,
-        deterministic: bool,
-    ) -> Result<BwdProblem> {
+    pub(crate) fn backward(&self, call: &FmhaCall, gradients: &FmhaGradients) -> Result<BwdProblem> {
         let fwd = self.forward(call)?;
         if call.lse.is_null() {
             return Err(ProblemError::new("lse", "lse is null (0), but gradients are wanted of it").into());
@@ -129,7 +123,6 @@ impl Pointed {
             dbias,
             write_dsink: !gradients.dsink.is_null(),
             has_dlse: !gradients.dlse.is_null(),
-            deterministic,
             ..BwdProblem::new(fwd)
         })
     }
@@ -189,7 +182,10 @@ fn rotary(cache: &FmhaCache) -> Result<Option<Rotary>, ProblemError> {
             ("rotary_interleaved", cache.rotary_interleaved.into()),
         ] {
             if value != 0 {
-                return Err(ProblemError::new(field, format!("{field} {value} goes with rotary_dim, which is 0")));
+                return Err(ProblemError::new(
+                    field,
+                    format!("{field} {value} goes with rotary_dim, which is 0"),
+                ));
             }
         }
         return Ok(None);

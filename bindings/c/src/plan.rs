@@ -4,9 +4,9 @@ use std::ffi::CString;
 use std::sync::Arc;
 
 use fmha::{
-    BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CombineArgs, CombinePlan, DType, Descale, DevBuffer, DevSlice, DevSliceMut,
-    Dims, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, MemorySpace, PartialResult, ProblemError, Result,
-    ScoreArgs, SeqArgs, Shape, Stream, Strides, Totals, ValidFwd, Workspace,
+    BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CombineArgs, CombinePlan, DType, Descale, DevBuffer,
+    DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, MemorySpace, PartialResult,
+    ProblemError, Result, ScoreArgs, SeqArgs, Shape, Stream, Strides, Totals, ValidFwd, Workspace,
 };
 
 use crate::agree;
@@ -45,7 +45,7 @@ impl FmhaPlan {
                 (Planned::Forward { plan, call: *call, pointed }, scratch, text)
             }
             Some(gradients) => {
-                let problem = pointed.backward(call, gradients, choice.plan.deterministic)?;
+                let problem = pointed.backward(call, gradients)?;
                 let plan = backend.plan_bwd(&problem.validate()?, &choice.plan)?;
                 let (scratch, text) = (plan.workspace(), plan.to_string());
                 (Planned::Backward { plan, call: *call, pointed }, scratch, text)

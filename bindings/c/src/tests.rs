@@ -11,8 +11,8 @@ use proptest::prelude::*;
 
 use crate::host::Choice;
 use crate::{
-    FMHA_F16, FMHA_F32, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaPlan, FmhaTensor, fmha_drop, fmha_last_error, fmha_plan,
-    fmha_run, guard,
+    FMHA_F16, FMHA_F32, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaPlan, FmhaTensor, fmha_drop,
+    fmha_last_error, fmha_plan, fmha_run, guard,
 };
 
 const NONE: FmhaTensor =
@@ -354,9 +354,8 @@ fn faults() -> impl Strategy<Value = Fault> {
         Just(i64::MAX as u64),
         any::<u32>().prop_map(|low| u64::from(low) << 32),
     ];
-    (0..words, value)
-        .prop_filter("no address", |(word, _)| !is_pointer(*word))
-        .prop_map(|(word, value)| Fault { word, value })
+    let numbers: Vec<usize> = (0..words).filter(|&word| !is_pointer(word)).collect();
+    (prop::sample::select(numbers), value).prop_map(|(word, value)| Fault { word, value })
 }
 
 /// # Panics
@@ -391,20 +390,20 @@ proptest! {
         let mut memory = vec![0x7e01u16; 3 * q.len()];
         let good = call(&q, &q, &q, &mut memory[q.len()..2 * q.len()], 1, &[]);
         let bad = list.iter().fold(good, |call, fault| with(&call, fault));
-        let free = [
+        let seed = [
             std::mem::offset_of!(FmhaCall, dropout_seed),
             std::mem::offset_of!(FmhaCall, dropout_offset),
         ];
-        let seed_alone = list.iter().all(|fault| free.contains(&(fault.word * 8)));
+        // What the planned problem says anyway changes nothing.
+        let same = (0..size_of::<FmhaCall>() / 8).filter(|word| !seed.contains(&(word * 8))).all(|word| {
+            let (bad, good) = (&raw const bad, &raw const good);
+            // SAFETY: words inside the structs, of any bits.
+            unsafe { *bad.cast::<u64>().add(word) == *good.cast::<u64>().add(word) }
+        });
         let plan = plan(&good).unwrap();
         // SAFETY: as in `plan`; what disagrees is refused.
         let result = unsafe { plan.run(&bad) };
-        let same = list.iter().all(|fault| {
-            let (bad, good) = (&raw const bad, &raw const good);
-            // SAFETY: words inside the structs.
-            unsafe { *bad.cast::<u64>().add(fault.word) == *good.cast::<u64>().add(fault.word) }
-        });
-        prop_assert_eq!(result.is_ok(), same || seed_alone, "{:?}", result);
+        prop_assert_eq!(result.is_ok(), same, "{:?}", result);
         if let Err(error) = result {
             let text = error.to_string();
             prop_assert!(text.contains(|c: char| c.is_ascii_digit()), "{}", text);

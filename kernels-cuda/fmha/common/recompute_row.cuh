@@ -9,6 +9,7 @@
 // slot indices in per-lane registers from here on, which the descriptors of the products cannot use.
 #pragma once
 #include <fmha/mask.h>
+#include <fmha/common/output_row.cuh>
 #include <fmha/num.h>
 #include <fmha/philox.h>
 #include <fmha/score.h>
@@ -18,7 +19,7 @@
 
 namespace fmha {
 
-// One row: query i of a head, whose log-sum-exp is known.
+// One row: query i of a head, whose log-sum-exp over the keys of `among` is known.
 template <FwdSpec spec>
 struct RecomputedRow {
   static constexpr int32_t columns = ceil_div(spec.head_dim_v, 32);  // of O, to a lane
@@ -27,6 +28,8 @@ struct RecomputedRow {
   const SeqSpan span;
   const int32_t i_head, i;
   const float lse;
+  const int32_t o_batch = span.storage_batch;  // where O lies
+  const Range among = {0, span.seqlen_k};
   const int32_t lane = threadIdx.x % 32;
   const int32_t i_head_kv = i_head / p.gqa_ratio;
   float o[columns] = {};
@@ -79,20 +82,15 @@ struct RecomputedRow {
     const ScoreModifier modifier = score_modifier<spec>(p, span, i_head, scale);
     const Range row = {i, i + 1};
     if constexpr (spec.sink_columns) take(sink_range(band, row, span.seqlen_k), modifier);
-    take(row_range(band, i, span.seqlen_k), modifier);
-    const int64_t at = row_offset(p.o, span.storage_batch, span.q_row + i, i_head);
-    const float factor = is_fp8(spec.dtype_v) ? descale(p.descale_v) : 1.f;
+    const Range seen = row_range(band, i, span.seqlen_k);
+    take({max(seen.begin, among.begin), min(seen.end, among.end)}, modifier);
+    const int64_t at = row_offset(p.o, o_batch, span.q_row + i, i_head);
+    float factor = is_fp8(spec.dtype_v) ? descale(p.descale_v) : 1.f;
+    if constexpr (is_fp8(spec.dtype_o)) factor *= p.scale_o ? *p.scale_o : 1.f;
 #pragma unroll
     for (int32_t c = 0; c < columns; ++c) {
       const int32_t d = c * 32 + lane;
-      const bool there = d < spec.head_dim_v;
-      o[c] *= factor;
-      if constexpr (spec.dtype_o == DType::F32) {
-        ptx::st_global_f32_if(static_cast<float*>(p.o.data) + at + d, o[c], there);
-      } else {
-        ptx::st_global_u16_if(static_cast<uint16_t*>(p.o.data) + at + d,
-                              uint16_t(ptx::cvt_rn_x2<spec.dtype_o>(o[c], 0.f)), there);
-      }
+      store_o<spec.dtype_o>(p.o.data, at + d, o[c] * factor, d < spec.head_dim_v);
     }
   }
 };

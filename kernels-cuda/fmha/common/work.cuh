@@ -36,6 +36,27 @@ struct Work {
   int32_t first_dirty;  // rows of the first V block from here on are to be zeroed; block_n: none
 };
 
+// Split-KV: keys of a part, a multiple of block_n, where a tile sees one part of its sequence's keys; 0: it sees all of
+// them, as every tile of an architecture whose tiles have no such field.
+template <auto tile>
+FMHA_DEVICE constexpr int split_keys() {
+  if constexpr (requires { tile.split_keys; }) {
+    return tile.split_keys;
+  } else {
+    return 0;
+  }
+}
+
+// The part that a tile sees. It has a block there even if its queries see none of the part's keys.
+template <auto tile>
+FMHA_DEVICE int32_t part_of(const Work& work) { return max(work.last_block, 0) / (split_keys<tile>() / tile.block_n); }
+
+// Its keys, below `seqlen_k`.
+template <auto tile>
+FMHA_DEVICE Range keys_of_part(int32_t part, int32_t seqlen_k) {
+  return {min(part * split_keys<tile>(), seqlen_k), min((part + 1) * split_keys<tile>(), seqlen_k)};
+}
+
 // The i-th key block of a tile.
 FMHA_DEVICE int32_t block_at(const Work& work, int32_t i) {
   return i < work.num_band_blocks ? work.last_block - i : work.last_sink_block - (i - work.num_band_blocks);
@@ -54,7 +75,14 @@ FMHA_DEVICE Work resolve_tile(const FwdParams& p, const TileSchedule& schedule, 
   const int32_t group = index / group_tiles, within = index - group * group_tiles;
   const int32_t first_head = group * schedule.heads_per_l2_group;
   const int32_t num_heads = min(schedule.heads_per_l2_group, schedule.num_heads - first_head);
-  const int32_t i_m = within / num_heads, head = first_head + within - i_m * num_heads;
+  const int32_t i_m = within / num_heads;
+  int32_t head = first_head + within - i_m * num_heads;
+  int32_t part = 0;
+  if constexpr (split_keys<tile>() > 0) {
+    const int32_t num_parts = ceil_div(p.seqlen_k, split_keys<tile>()), head_and_part = head;
+    head = head_and_part / num_parts;
+    part = head_and_part - head * num_parts;
+  }
   const int32_t m_block = spec.mask == MaskKind::Full ? i_m : schedule.num_m_blocks - 1 - i_m;
 
   Work work;
@@ -82,7 +110,14 @@ FMHA_DEVICE Work resolve_tile(const FwdParams& p, const TileSchedule& schedule, 
   const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
   const int32_t last_row = min(cluster_row + cluster_rows, num_rows) - 1;
   const Range queries = {query_of<tile>(p, cluster_row), query_of<tile>(p, last_row) + 1};
-  const Range keys = k_range(band, queries, span.seqlen_k);
+  Range keys = k_range(band, queries, span.seqlen_k);
+  if constexpr (split_keys<tile>() > 0) {
+    static_assert(!spec.sink_columns && split_keys<tile>() % tile.block_n == 0, "a part is whole blocks of the band's");
+    const Range own = keys_of_part<tile>(part, span.seqlen_k);
+    // The merge knows how many parts a sequence has: one without keys has the first.
+    if (part > 0 && own.empty()) return work;
+    keys = {max(keys.begin, own.begin), min(keys.end, own.end)};
+  }
   const Range sinks = spec.sink_columns ? sink_range(band, queries, span.seqlen_k) : Range{0, 0};
   const int32_t first_block = keys.begin / tile.block_n;
   work.lo = band.lo;
@@ -97,6 +132,10 @@ FMHA_DEVICE Work resolve_tile(const FwdParams& p, const TileSchedule& schedule, 
   if (work.num_blocks == 0) {  // no key at all: one block outside the tensor, zeros that are hidden
     work.num_blocks = work.num_band_blocks = 1;
     work.last_block = -1;
+    if constexpr (split_keys<tile>() > 0) {
+      // A block of its part, of which no key is seen.
+      if (span.seqlen_k > 0) work.last_block = part * (split_keys<tile>() / tile.block_n);
+    }
   }
 
   work.num_hidden = 0;

@@ -32,6 +32,13 @@ FMHA_DEVICE float rcp_approx_ftz(float x) {
   return y;
 }
 
+// needs: sm_100. The largest of three; a NaN among them is passed over. PTX ISA: max.
+FMHA_DEVICE float max3(float a, float b, float c) {
+  float d;
+  asm("max.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
+  return d;
+}
+
 // needs: sm_50. The sum, rounded down.
 // PTX ISA: add.
 FMHA_DEVICE float add_rm_ftz(float x, float y) {

@@ -43,6 +43,12 @@ impl Sm100Tile {
                 self.copy_bytes, spec.dtype_qk, spec.v_layout
             ));
         }
+        if self.split_keys % self.block_n != 0 {
+            return refuse(format!(
+                "split_keys={} is not a multiple of block_n={}",
+                self.split_keys, self.block_n
+            ));
+        }
         let columns = self.tmem_columns(spec);
         if columns > TMEM_COLUMNS {
             return refuse(format!(
@@ -86,6 +92,7 @@ mod tests {
             (128, &[("stages", "1")], &["stages", "1", "block_m", "256"]),
             (128, &[("order", "random")], &["order", "random"]),
             (128, &[("pack_gqa", "1")], &["pack_gqa", "3", "128"]),
+            (128, &[("split_keys", "192")], &["split_keys", "192", "block_n", "128"]),
             (256, &[("block_m", "256")], &["block_m", "256", "640 columns"]),
             (128, &[("blok_n", "1")], &["blok_n", "block_n"]),
         ] {

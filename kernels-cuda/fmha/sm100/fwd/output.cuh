@@ -10,6 +10,13 @@
 
 namespace fmha::sm100 {
 
+// The batch coordinate of O and LSE: the parts of a split have batches of their own, one after another.
+template <Sm100Tile tile>
+FMHA_DEVICE int32_t output_batch(const FwdParams& p, const Work& work) {
+  if constexpr (tile.split_keys == 0) return work.storage_batch;
+  else return part_of<tile>(work) * p.batch + work.storage_batch;
+}
+
 // Rows of this warp that are not finite although their log-sum-exp is: a value of V that the mask hides has come
 // through. Each is computed again by the whole warp.
 template <FwdSpec spec, Sm100Tile tile>
@@ -22,8 +29,15 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
     const int32_t packed_row = ptx::shfl_idx(row, lane);
     const int32_t i = query_of<tile>(p, packed_row);
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
-    RecomputedRow<spec> again{p, span, i_head, i, ptx::shfl_idx(lse, lane)};
-    again.run();
+    const float row_lse = ptx::shfl_idx(lse, lane);
+    if constexpr (tile.split_keys > 0) {
+      const Range keys = keys_of_part<tile>(part_of<tile>(work), work.seqlen_k);
+      RecomputedRow<spec> again{p, span, i_head, i, row_lse, output_batch<tile>(p, work), keys};
+      again.run();
+    } else {
+      RecomputedRow<spec> again{p, span, i_head, i, row_lse};
+      again.run();
+    }
   }
 }
 
@@ -42,7 +56,8 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
       finish_row<spec>(p, row_max * softmax_scale_log2<spec>(p, work), row_sum * of_p, stored ? i_head : 0);
   if constexpr (is_fp8(spec.dtype_v)) result.factor *= of_p * scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f);
   if constexpr (spec.dropout) result.factor *= p.dropout_scale;
-  const int64_t at = work.storage_batch * p.o.batch + int64_t(work.q_row + i) * p.o.row + i_head * p.o.head;
+  const int64_t batch = output_batch<tile>(p, work);
+  const int64_t at = batch * p.o.batch + int64_t(work.q_row + i) * p.o.row + i_head * p.o.head;
 
   float zero = 0.f;  // NaN once a number is not finite
 #pragma unroll
@@ -85,7 +100,7 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
     }
   }
   if constexpr (spec.write_lse) {
-    float* out = p.lse + work.storage_batch * p.lse_batch + i_head * p.lse_head + work.q_row + i;
+    float* out = p.lse + batch * p.lse_batch + i_head * p.lse_head + work.q_row + i;
     ptx::st_global_f32_if(out, result.lse, stored);
   }
   if constexpr (spec.mask != MaskKind::Full) {

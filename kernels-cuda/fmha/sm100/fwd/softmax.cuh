@@ -134,13 +134,12 @@ struct SoftmaxRole {
     }
   }
 
-  // The largest of S and of the maximum so far. Four chains: one of 128 links would wait for itself.
+  // The largest of S and of the maximum so far. Four chains of two numbers a link: a single one would wait for itself.
   FMHA_DEVICE float largest(const float (&s)[n]) const {
-    float top[4] = {row_max, s[1], s[2], s[3]};
-    top[0] = fmaxf(top[0], s[0]);
+    float top[4] = {ptx::max3(row_max, s[0], s[1]), fmaxf(s[2], s[3]), fmaxf(s[4], s[5]), fmaxf(s[6], s[7])};
 #pragma unroll
-    for (int e = 4; e < n; ++e) top[e % 4] = fmaxf(top[e % 4], s[e]);
-    return fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]));
+    for (int e = 8; e < n; e += 2) top[e / 2 % 4] = ptx::max3(top[e / 2 % 4], s[e], s[e + 1]);
+    return fmaxf(ptx::max3(top[0], top[1], top[2]), top[3]);
   }
 
   // Two numbers of a row, for the correct role's thread of that row.
