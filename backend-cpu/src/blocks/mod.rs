@@ -5,15 +5,15 @@ mod product;
 mod rows;
 mod softmax;
 mod tiles;
-mod window;
 mod write;
 
 pub(crate) use gather::{Gather, GatherRows, GatherTransposed, TransposePanels, row_stride};
 pub(crate) use product::{Columns, FmaLoop, RowDots, Rows, Scores};
-pub(crate) use rows::{AddValues, BLOCK_KEYS, Dots, Order, RowSums, SoftmaxRow, exp_one, unit};
+pub(crate) use rows::{
+    AddValues, BLOCK_KEYS, Block, Dots, Order, RowSums, SoftmaxRow, exp_one, heads_of_block, unit,
+};
 pub(crate) use softmax::{AddTo, Gradient, Multiply, RowState, Scale, Softmax};
 pub(crate) use tiles::{
     TILE, TileColumns, TileScores, TileSoftmax, TileStage, TransposeValues, UntransposeOut, WriteTransposed,
 };
-pub(crate) use window::{Block, heads_of_block};
 pub(crate) use write::{Factors, WriteRows};
