@@ -6,7 +6,6 @@ mod abort;
 mod argv;
 mod bench;
 mod bundle;
-mod cache;
 mod check;
 mod conformance;
 mod data;

@@ -3,7 +3,6 @@
 use clap::Args;
 use fmha::{Accuracy, Backend, DType, MaskSpec, PlanOptions};
 
-use crate::cache::CacheOptions;
 use crate::failure::Failure;
 
 /// What to compute.
@@ -139,9 +138,6 @@ pub(super) struct ProblemArgs {
     /// The same bits every run, or a refusal (forward always keeps it)
     #[arg(long)]
     pub(super) deterministic: bool,
-
-    #[command(flatten)]
-    pub(super) cache: CacheOptions,
 }
 
 /// Where, and by which kernel.
@@ -324,7 +320,7 @@ fn mode(text: &str) -> Result<Mode, String> {
     }
 }
 
-pub(super) fn dtype(text: &str) -> Result<DType, String> {
+fn dtype(text: &str) -> Result<DType, String> {
     text.parse().map_err(|error| named("dtype", &error))
 }
 
