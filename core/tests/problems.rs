@@ -246,9 +246,11 @@ fn every_wrong_forward_problem_is_refused_by_field_and_number() {
             appended(p, |_| ());
             (p.dtype_cache, p.dtype_qk, p.dtype_v) = (Some(DType::E4m3Fn), BF16, BF16);
         }),
-        ("v_in_k", "9", |p| (p.v_in_k, p.dims.head_dim_v) = (true, 9)),
+        ("v_in_k", "head_dim_qk 4", |p| (p.v_in_k, p.dims.head_dim_qk) = (true, 4)),
         ("v_in_k", "32", |p| (p.v_in_k, p.v.seq) = (true, 32)),
-        ("v_in_k", "16", |p| (p.v_in_k, p.v_layout) = (true, VLayout::ColMajor)),
+        ("v_in_k", "16", |p| {
+            (p.v_in_k, p.v_layout, p.v) = (true, VLayout::ColMajor, Strides::bhds(p.shape_v()));
+        }),
         ("append", "2", |p| {
             appended(p, |_| ());
             p.seqused_k = false;
@@ -276,7 +278,9 @@ fn every_wrong_forward_problem_is_refused_by_field_and_number() {
             p.seqused_k = false;
         }),
         ("tree_mask", "0", |p| p.tree_mask = true),
-        ("tree_mask", "1", |p| (p.tree_mask, p.mask) = (true, mask("1"))),
+        ("tree_mask", "mask 2 (causal, bottom-right), not for t", |p| {
+            (p.tree_mask, p.mask) = (true, mask("1"))
+        }),
         ("tree_mask", "b:-1,0,2", |p| (p.tree_mask, p.mask) = (true, mask("b:-1,0,2"))),
     ];
     for (field, number, change) in table {

@@ -176,13 +176,7 @@ impl<'a> Shared<'a> {
     }
 
     /// O of a block, for every head of the task.
-    fn multiply_values<S: Simd>(
-        &self,
-        s: S,
-        scratch: &mut Scratch,
-        values: Block<'_>,
-        seen: &Seen,
-    ) {
+    fn multiply_values<S: Simd>(&self, s: S, scratch: &mut Scratch, values: Block<'_>, seen: &Seen) {
         s.run(AddValues {
             values,
             weights: scratch.scores.as_ptr(),

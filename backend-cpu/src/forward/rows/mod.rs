@@ -86,8 +86,7 @@ struct State {
 }
 
 impl State {
-    const EMPTY: Self =
-        Self { chunk: RowSums::EMPTY, seen: false, total: RowSums::EMPTY, total_seen: false };
+    const EMPTY: Self = Self { chunk: RowSums::EMPTY, seen: false, total: RowSums::EMPTY, total_seen: false };
 }
 
 /// A chunk's maximum and sum, and whether it saw a key, stand before its O.
@@ -109,7 +108,8 @@ impl Shared<'_> {
 
     /// Q's order beside K: bf16 as it is where there are dot products of them.
     fn order_q<S: Simd>(&self) -> Order {
-        let both = self.problem.dtype_qk == fmha_core::DType::Bf16 && self.k.taken_as() == self.problem.dtype_qk;
+        let both =
+            self.problem.dtype_qk == fmha_core::DType::Bf16 && self.k.taken_as() == self.problem.dtype_qk;
         if S::BF16_DOT && both { Order::Bf16 } else { Order::beside(self.k.taken_as()) }
     }
 
@@ -151,7 +151,9 @@ impl Shared<'_> {
         if !self.k.heads_lie_together() {
             return 1;
         }
-        let most = (MAX_STATES / rows).min(heads_of_block(self.k.row_bytes().max(self.v.row_bytes()))).clamp(1, heads as usize) as u32;
+        let most = (MAX_STATES / rows)
+            .min(heads_of_block(self.k.row_bytes().max(self.v.row_bytes())))
+            .clamp(1, heads as usize) as u32;
         // As even as it goes.
         heads.div_ceil(heads.div_ceil(most))
     }
