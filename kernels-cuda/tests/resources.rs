@@ -137,6 +137,26 @@ fn kernels() -> Vec<(String, KernelSource)> {
     kernels.push(("simt_128_band".to_owned(), simt::fwd(&FwdSpec::plain(DType::Bf16, 128, MaskKind::Band))));
     let merge = CombineSpec { dtype_part: DType::F32, dtype_o: DType::Bf16, head_dim_v: 128 };
     kernels.push(("combine_128".to_owned(), combine::merge(&merge)));
+    let fp8 = |dim, mask, dtype_v| FwdSpec {
+        dtype_v,
+        dtype_o: DType::Bf16,
+        ..FwdSpec::plain(DType::E4m3Fn, dim, mask)
+    };
+    let all = |dim, mask| fp8(dim, mask, DType::E4m3Fn);
+    let upper = all(128, MaskKind::Upper);
+    for (name, spec) in [
+        ("128_upper", upper),
+        ("64_full", all(64, MaskKind::Full)),
+        ("192_full", all(192, MaskKind::Full)),
+        ("256_band", all(256, MaskKind::Band)),
+        ("128_band", all(128, MaskKind::Band)),
+        ("128_upper_v_columns", FwdSpec { v_layout: VLayout::ColMajor, ..upper }),
+        ("128_upper_o_fp8", FwdSpec { dtype_o: DType::E4m3Fn, ..upper }),
+        ("128_upper_softcap", FwdSpec { softcap: true, ..upper }),
+        ("128_upper_v_bf16", fp8(128, MaskKind::Upper, DType::Bf16)),
+    ] {
+        kernels.push((format!("sm90_fp8_{name}"), sm90::fwd(&spec, &sm90::default_tile(&spec))));
+    }
     kernels
 }
 
