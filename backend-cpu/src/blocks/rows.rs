@@ -61,8 +61,8 @@ pub(crate) struct Block<'a> {
     pub(crate) dtype: DType,
     /// Queries of each head: their rows follow those of the head before.
     pub(crate) queries: usize,
-    /// Whether hardware would not see one stream in it: rows of several heads, or of pages, in the caller's memory.
-    pub(crate) is_scattered: bool,
+    /// Whether they lie in the caller's memory; else in scratch, which is in the cache.
+    pub(crate) in_place: bool,
     /// The rows that are read after this block, and the bytes of each.
     pub(crate) next: (&'a [*const u8], usize),
 }
@@ -91,7 +91,7 @@ impl<'a> Block<'a> {
     /// of 8 KiB 14; windows with software prefetch 16 KiB ahead 20; plain reads 20.
     #[inline(always)]
     fn windows<S: Simd, E: Elem>(&self, s: S, _: E, mut work: impl FnMut(usize, usize, usize)) {
-        if !self.is_scattered {
+        if !self.in_place {
             // Not `for_each`: what it calls is compiled without these instructions.
             for head in 0..self.heads {
                 work(head, 0, self.keys.len());
@@ -134,7 +134,7 @@ impl<'a> Block<'a> {
     /// Its first [`AHEAD_BYTES`], for the block before it to ask for.
     pub(crate) fn ahead(&self) -> (&'a [*const u8], usize) {
         let bytes = self.bytes_of_key(self.dim * self.dtype.size_bytes() as usize);
-        let count = if self.is_scattered { self.keys.len().min(keys_ahead(bytes)) } else { 0 };
+        let count = if self.in_place { self.keys.len().min(keys_ahead(bytes)) } else { 0 };
         (&self.keys[..count], bytes)
     }
 

@@ -147,8 +147,6 @@ pub(crate) struct Cached<'a> {
     pub(crate) source: Source,
     /// Where its rows are.
     pub(crate) rows: KvRows<'a>,
-    /// Whether that is in pages.
-    pub(crate) is_paged: bool,
     /// Elements of a row.
     pub(crate) dim: usize,
     /// The type that a narrower cache is taken for.
@@ -203,12 +201,6 @@ impl Cached<'_> {
             }
             done += run;
         }
-    }
-
-    /// Whether the hardware would not see one stream where `heads` of it are read together.
-    pub(crate) fn is_scattered(&self, heads: u32) -> bool {
-        let is_one_stream = heads == 1 && !self.is_paged && self.source.strides().seq == self.dim as i64;
-        self.reads_in_place() && !is_one_stream
     }
 
     /// Brings keys `j .. j + keys.len()` of the kv heads from `first_head` on, one for each of `descales`, together in

@@ -110,7 +110,7 @@ impl<'a> Shared<'a> {
             dim: cached.dim,
             dtype: cached.taken_as(),
             queries: rows.of.len(),
-            is_scattered: cached.is_scattered(rows.heads_kv.1),
+            in_place: cached.reads_in_place(),
             next: (&[], 0),
         };
         [block(&self.k, keys), block(&self.v, values), block(&self.k, next)]
