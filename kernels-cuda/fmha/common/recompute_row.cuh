@@ -9,6 +9,7 @@
 // slot indices in per-lane registers from here on, which the descriptors of the products cannot use.
 #pragma once
 #include <fmha/mask.h>
+#include <fmha/common/output_row.cuh>
 #include <fmha/num.h>
 #include <fmha/philox.h>
 #include <fmha/score.h>
@@ -84,18 +85,12 @@ struct RecomputedRow {
     const Range seen = row_range(band, i, span.seqlen_k);
     take({max(seen.begin, among.begin), min(seen.end, among.end)}, modifier);
     const int64_t at = row_offset(p.o, o_batch, span.q_row + i, i_head);
-    const float factor = is_fp8(spec.dtype_v) ? descale(p.descale_v) : 1.f;
+    float factor = is_fp8(spec.dtype_v) ? descale(p.descale_v) : 1.f;
+    if constexpr (is_fp8(spec.dtype_o)) factor *= p.scale_o ? *p.scale_o : 1.f;
 #pragma unroll
     for (int32_t c = 0; c < columns; ++c) {
       const int32_t d = c * 32 + lane;
-      const bool there = d < spec.head_dim_v;
-      o[c] *= factor;
-      if constexpr (spec.dtype_o == DType::F32) {
-        ptx::st_global_f32_if(static_cast<float*>(p.o.data) + at + d, o[c], there);
-      } else {
-        ptx::st_global_u16_if(static_cast<uint16_t*>(p.o.data) + at + d,
-                              uint16_t(ptx::cvt_rn_x2<spec.dtype_o>(o[c], 0.f)), there);
-      }
+      store_o<spec.dtype_o>(p.o.data, at + d, o[c] * factor, d < spec.head_dim_v);
     }
   }
 };
