@@ -55,8 +55,8 @@ fn main() -> Result<(), Box<dyn Error>> {
             tile.block_m,
             tile.q_rows(),
             tile.block_n,
-            Sm90Tile::box_dim(spec.head_dim_qk),
-            Sm90Tile::box_dim(spec.head_dim_v),
+            Sm90Tile::box_dim(spec.head_dim_qk, spec.dtype_qk),
+            Sm90Tile::box_dim(spec.head_dim_v, spec.dtype_v),
             i32::from(tile.pack_gqa),
             tile.order,
             tile.cluster,
@@ -85,6 +85,7 @@ fn set_spec(spec: &mut FwdSpec, field: &str, value: &str) -> Result<bool, Box<dy
             let dtype: DType = value.parse()?;
             (spec.dtype_qk, spec.dtype_v, spec.dtype_o) = (dtype, dtype, dtype);
         }
+        "dtype_v" => spec.dtype_v = value.parse()?,
         "dtype_o" => spec.dtype_o = value.parse()?,
         "dim" => (spec.head_dim_qk, spec.head_dim_v) = (value.parse()?, value.parse()?),
         "dim_v" => spec.head_dim_v = value.parse()?,

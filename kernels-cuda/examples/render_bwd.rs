@@ -1,4 +1,4 @@
-//! As `render`, for the Hopper backward: one folder a kernel. Reads lines `NAME kernel=main|preprocess|postprocess
+//! As `render`, for the Hopper backward: one folder a kernel. Reads lines `NAME kernel=main|preprocess|postprocess|dbias
 //! field=value ...`; what is not named has its default.
 //!
 //! `echo 'd128 kernel=main dim=128 mask=Upper' | cargo run --example render_bwd -- out`
@@ -8,7 +8,7 @@ use std::io::Read as _;
 use std::path::PathBuf;
 
 use fmha_core::fields::Fields as _;
-use fmha_core::spec::{BwdSpec, FwdSpec, KvKind};
+use fmha_core::spec::{BiasKind, BwdSpec, FwdSpec, KvKind};
 use fmha_core::{DType, MaskKind, QLayout};
 use fmha_kernels_cuda::sm90_bwd;
 
@@ -39,6 +39,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                     (spec.fwd.dtype_qk, spec.fwd.dtype_v, spec.fwd.dtype_o) = (dtype, dtype, dtype);
                     spec.dtype_grad = dtype;
                 }
+                "dbias" => (spec.write_dbias, spec.dtype_dbias) = (true, value.parse()?),
                 "dtype_grad" => spec.dtype_grad = value.parse()?,
                 "dim" => (spec.fwd.head_dim_qk, spec.fwd.head_dim_v) = (value.parse()?, value.parse()?),
                 "dim_v" => spec.fwd.head_dim_v = value.parse()?,
@@ -54,6 +55,18 @@ fn main() -> Result<(), Box<dyn Error>> {
                     (spec.fwd.q_layout, spec.fwd.kv_layout) = (QLayout::Packed, KvKind::Packed);
                 }
                 "deterministic" => spec.deterministic = value == "1",
+                "softcap" => spec.fwd.softcap = value == "1",
+                "dropout" => spec.fwd.dropout = value == "1",
+                "sink" => (spec.fwd.sink, spec.write_dsink) = (value == "1", value == "1"),
+                "bias" => {
+                    spec.fwd.bias = match value {
+                        "alibi" => BiasKind::Alibi,
+                        dtype => {
+                            spec.fwd.dtype_bias = dtype.parse()?;
+                            BiasKind::Elementwise
+                        }
+                    };
+                }
                 _ => tile_fields.push((field, value)),
             }
         }
@@ -66,6 +79,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             "main" => sm90_bwd::main(&spec, &tile),
             "preprocess" => sm90_bwd::preprocess(&spec, &tile),
             "postprocess" => sm90_bwd::postprocess(&spec, &tile),
+            "dbias" => sm90_bwd::dbias(&spec, &tile.of_dbias()),
             other => return Err(format!("{name}: kernel {other}").into()),
         };
         let folder = out.join(name);

@@ -75,6 +75,11 @@ abi_spec! {
         pub f16_scores: bool,
         /// `P V` is summed in f16, beyond whose 65504 it is infinite. Inputs of f16 only.
         pub f16_output: bool,
+        /// FP8's P V, which the tensor cores sum in some 14 bits, is added to O in f32 registers after so many blocks of
+        /// keys; 0: never.
+        pub flush_every: i32 = Takes::within(0, 64).tuned_over(&[1, 2, 4]),
+        /// With `flush_every=1`: columns of O that are summed at a time, where registers are short; 0: all of them.
+        pub output_columns: i32 = Takes::multiples(32, 0, 256),
         /// The grid may start while the one before it in the stream ends (programmatic dependent launch);
         /// it sets up its barriers and then waits for that one's memory.
         pub dependent_launch: bool = Takes::all().tuned(),
@@ -112,9 +117,14 @@ impl Sm90Tile {
             (false, true) => 2,
             (false, false) => 1,
         };
-        let q = q_buffers * tile_bytes(self.q_rows(), qk);
-        let kv = self.stages * (tile_bytes(self.block_n, qk) + tile_bytes(self.block_n, v));
-        let barriers = 8 * (2 * q_buffers + 5 * self.stages + 8);
+        let (size_qk, size_v) = (elem_bytes(spec.dtype_qk), elem_bytes(spec.dtype_v));
+        let q = q_buffers * tile_bytes(self.q_rows(), qk * size_qk);
+        // V twice where it is turned: as it comes, and turned.
+        let copies_of_v = if turns_v(spec) { 2 } else { 1 };
+        let k_and_v =
+            tile_bytes(self.block_n, qk * size_qk) + copies_of_v * tile_bytes(self.block_n, v * size_v);
+        let kv = self.stages * k_and_v;
+        let barriers = 8 * (2 * q_buffers + 6 * self.stages + 8);
         let work = (3 * 18 + 1) * 4;
         (q + kv + barriers + work + 1023) / 1024 * 1024
     }
@@ -146,6 +156,28 @@ impl Sm90Tile {
         (self.lookahead, self.split_q, self.wait_anchor, self.skip_row_max) = (false, false, 0, false);
     }
 
+    /// What FP8 changes of a tile of 16-bit types. With every row's maximum, since scores of 8-bit elements are not
+    /// computed again. Nothing here has been measured; registers, of which a thread has 232, decide: of S
+    /// `block_n / 2`, of O `head_dim_v / 2`, as many again for what is not flushed yet (or those of `output_columns`), of P
+    /// `block_n / 8`.
+    const fn take_fp8(&mut self, spec: &FwdSpec) {
+        self.skip_row_max = false;
+        self.lazy_rescale_log2 = 0;
+        if !spec.dtype_v.is_fp8() {
+            return;
+        }
+        self.block_m = 128;
+        (self.block_n, self.wait_anchor, self.flush_every, self.output_columns) =
+            match padded_dim(spec.head_dim_v) {
+                64 | 96 | 128 => (128, 32, 4, 0),
+                160 => (96, 0, 1, 32),
+                192 => (96, 0, 1, 64),
+                224 => (64, 0, 1, 32),
+                _ => (64, 0, 1, 64),
+            };
+        (self.lookahead, self.split_q) = (true, false);
+    }
+
     /// So that a row's bits depend on its own sequence alone, in a call of any lengths: the blocks of keys that the
     /// spec's table has, and no decision that rows share. What remains (rows of a CTA, clusters, packed heads, the
     /// order) changes no row's arithmetic.
@@ -170,21 +202,21 @@ impl Sm90Tile {
         }
     }
 
-    /// The inner box of the tensor maps of Q and K (`head_dim_qk`) or V (`head_dim_v`), elements; twice
-    /// that is the swizzle in bytes.
+    /// The inner box of the tensor maps of Q and K (`head_dim_qk`) or V (`head_dim_v`), elements; in bytes it is the
+    /// swizzle.
     #[must_use]
-    pub const fn box_dim(head_dim: i32) -> i32 {
-        swizzle_span(padded_dim(head_dim))
+    pub const fn box_dim(head_dim: i32, dtype: DType) -> i32 {
+        swizzle_span(padded_dim(head_dim), dtype)
     }
 
     /// The box of the tensor map of K, or of V: a CTA's share of a block. Row-major `(dim, keys)`; of a
     /// column-major V (`columns`) `(keys, dim)`.
     #[must_use]
-    pub const fn kv_box(&self, head_dim: i32, columns: bool) -> [i32; 4] {
+    pub const fn kv_box(&self, head_dim: i32, dtype: DType, columns: bool) -> [i32; 4] {
         if columns {
-            [swizzle_span(self.block_n), padded_dim(head_dim) / self.cluster, 1, 1]
+            [swizzle_span(self.block_n, dtype), padded_dim(head_dim) / self.cluster, 1, 1]
         } else {
-            [Self::box_dim(head_dim), self.block_n / self.cluster, 1, 1]
+            [Self::box_dim(head_dim, dtype), self.block_n / self.cluster, 1, 1]
         }
     }
 }
@@ -195,18 +227,31 @@ pub const fn padded_dim(head_dim: i32) -> i32 {
     if head_dim <= 64 { 64 } else { (head_dim + 31) / 32 * 32 }
 }
 
-const fn swizzle_span(elems: i32) -> i32 {
-    if elems % 64 == 0 {
+/// Of the widest swizzle that divides a row, in elements.
+const fn swizzle_span(elems: i32, dtype: DType) -> i32 {
+    let size = elem_bytes(dtype);
+    let row_bytes = elems * size;
+    let span_bytes = if row_bytes % 128 == 0 {
+        128
+    } else if row_bytes % 64 == 0 {
         64
-    } else if elems % 32 == 0 {
-        32
     } else {
-        16
-    }
+        32
+    };
+    span_bytes / size
 }
 
-const fn tile_bytes(rows: i32, padded: i32) -> i32 {
-    (rows * padded * 2 + 1023) / 1024 * 1024
+const fn elem_bytes(dtype: DType) -> i32 {
+    dtype.size_bytes() as i32
+}
+
+const fn tile_bytes(rows: i32, row_bytes: i32) -> i32 {
+    (rows * row_bytes + 1023) / 1024 * 1024
+}
+
+/// Whether V is turned in shared memory: as the device's function of that name.
+const fn turns_v(spec: &FwdSpec) -> bool {
+    spec.dtype_v.is_fp8() && matches!(spec.v_layout, VLayout::RowMajor)
 }
 
 /// Whether the kernel computes this problem, and if not, why. Addresses, which a problem has not, must
@@ -219,11 +264,12 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     problem.refuse_mixed_layouts(NAME)?;
     problem.refuse_cache_updates(NAME)?;
     let (qk, v) = (problem.dtype_qk, problem.dtype_v);
-    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk {
-        return refuse(format!("dtype_qk {qk} with dtype_v {v} is not f16 twice or bf16 twice"));
-    }
-    if problem.dtype_o.is_fp8() {
-        return refuse(format!("dtype_o {} is not f16, bf16 or f32", problem.dtype_o));
+    let wide = |dtype| matches!(dtype, DType::F16 | DType::Bf16);
+    let fp8 = |dtype| matches!(dtype, DType::E4m3Fn | DType::E5m2);
+    if !(wide(qk) && v == qk || fp8(qk) && (fp8(v) || wide(v))) {
+        return refuse(format!(
+            "dtype_qk {qk} with dtype_v {v} is not one 16-bit type, OCP FP8, or OCP FP8 with a 16-bit V"
+        ));
     }
     let dims = problem.dims;
     for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
@@ -239,10 +285,11 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             return refuse(format!("{field} {length} is not below 2^29"));
         }
     }
-    if let (Some((name, axis, stride)), VLayout::ColMajor) = (odd_stride(problem), problem.v_layout) {
+    let can_copy = problem.v_layout == VLayout::RowMajor && !fp8(qk);
+    if let (Some((name, axis, stride, multiple)), false) = (odd_stride(problem), can_copy) {
         return refuse(format!(
-            "{name}.{axis} stride {stride} is not a multiple of 8 below 2^39, as TMA needs, which alone \
-             loads a column-major V"
+            "{name}.{axis} stride {stride} is not a multiple of {multiple} below 2^40 bytes, as TMA needs, which \
+             alone loads FP8 and a column-major V"
         ));
     }
     Ok(())
@@ -264,9 +311,13 @@ pub(crate) fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static st
     })
 }
 
-/// The first stride that TMA does not take.
-fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64)> {
-    strides(problem).find(|&(_, _, stride)| stride % 8 != 0 || stride >= 1 << 39)
+/// The first stride that TMA does not take, and what it would have to be a multiple of: of 16 bytes.
+fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64, i64)> {
+    strides(problem).find_map(|(name, axis, stride)| {
+        let size = i64::from(elem_bytes(if name == "v" { problem.dtype_v } else { problem.dtype_qk }));
+        let odd = stride % (16 / size) != 0 || stride >= (1 << 40) / size;
+        odd.then_some((name, axis, stride, 16 / size))
+    })
 }
 
 /// [`Sm90Tile::copy_bytes`] for a problem: 0 where TMA takes its strides, else the most bytes
@@ -328,7 +379,8 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     let strides = problem.o;
     let shape = problem.shape_o();
     let whole = |stride: i64, extent: u32| extent <= 1 || stride % 8 == 0;
-    tile.vector_store &= dims.head_dim_v.is_multiple_of(8)
+    tile.vector_store &= spec.dtype_o.size_bytes() == 2
+        && dims.head_dim_v.is_multiple_of(8)
         && whole(strides.batch, shape.batch)
         && whole(strides.seq, shape.seq)
         && whole(strides.head, shape.head);
@@ -360,7 +412,8 @@ fn widest(spec: &FwdSpec) -> i32 {
 /// clusters it spills. D 64, whose three warpgroups of two CTAs wait for each other, before: 569 and 527.
 fn share_loads(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
     let dims = problem.dims;
-    if spec.kv_layout != KvKind::Strided || modifies(spec) || tile.pack_gqa || tile.block_m != 128 {
+    let plain = spec.kv_layout == KvKind::Strided && !modifies(spec) && !spec.dtype_qk.is_fp8();
+    if !plain || tile.pack_gqa || tile.block_m != 128 {
         return;
     }
     let pairs_of_heads = problem.gqa_ratio().is_multiple_of(2);
@@ -434,7 +487,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         vote_after: 4,
         pack_gqa: false,
         fast_softcap: spec.softcap && spec.bias == BiasKind::None,
-        vector_store: spec.dtype_o != DType::F32,
+        vector_store: spec.dtype_o.size_bytes() == 2,
         copy_bytes: 0,
         warp_specialised: true,
         cluster: 1,
@@ -442,10 +495,15 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         q_in_registers: false,
         f16_scores: false,
         f16_output: false,
+        flush_every: 0,
+        output_columns: 0,
         // Back to back on an H200, bf16, D 128, us a call without and with: 6.6 and 5.9 (B1 H4 S128), 11.2 and 10.2
         // (B1 H16 S512), 34.2 and 33.4 (B8 H16 S512).
         dependent_launch: true,
     };
+    if spec.dtype_qk.is_fp8() {
+        tile.take_fp8(spec);
+    }
     if heavy {
         tile.take_registers(spec);
     }
@@ -476,12 +534,19 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     let sums = |f16| if f16 { Sums::F16 } else { Sums::F32 };
     let (q, scores) =
         (if tile.q_in_registers { OperandA::Registers } else { OperandA::Shared }, sums(tile.f16_scores));
+    // Keys that one product of P V contracts, of which a block computed in part has whole steps.
+    let depth = 32 / elem_bytes(spec.dtype_v);
     let shapes = [
         WgmmaShape { dtype: spec.dtype_qk, n: tile.block_n, a: q, sums: scores },
-        WgmmaShape { dtype: spec.dtype_qk, n: (tile.block_n / 2 + 15) / 16 * 16, a: q, sums: scores },
+        WgmmaShape {
+            dtype: spec.dtype_qk,
+            n: (tile.block_n / 2 + depth - 1) / depth * depth,
+            a: q,
+            sums: scores,
+        },
         WgmmaShape {
             dtype: spec.dtype_v,
-            n: padded_dim(spec.head_dim_v),
+            n: if tile.output_columns > 0 { tile.output_columns } else { padded_dim(spec.head_dim_v) },
             a: OperandA::Registers,
             sums: sums(tile.f16_output),
         },

@@ -3,8 +3,8 @@
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
-use fmha_core::spec::{BiasKind, BwdSpec};
-use fmha_core::{BwdProblem, DType, MaskKind, Refusal, Shape, Strides, VLayout, abi_spec, abi_struct};
+use fmha_core::spec::{BiasKind, BwdSpec, FwdSpec};
+use fmha_core::{Bias, BwdProblem, DType, MaskKind, Refusal, Shape, Strides, VLayout, abi_spec, abi_struct};
 
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
@@ -24,6 +24,8 @@ abi_spec! {
         pub stages_dout: i32 = Takes::within(1, 4),
         /// Blocks of dS in shared memory at a time.
         pub stages_ds: i32 = Takes::within(1, 4),
+        /// Steps of dBias that are in shared memory at a time: K, V, Q and dO of each.
+        pub stages_dbias: i32 = Takes::within(1, 4),
         /// Consumers share out dQ by its dimension, as the transpose of dQ; else by its rows.
         pub transposed_dq: bool = Takes::nothing(),
         /// The next block's scores are started before this block's dK is waited for; two blocks of Q are then held at a
@@ -31,8 +33,12 @@ abi_spec! {
         pub early_scores: bool = Takes::all().tuned(),
         /// dV is started before dS is made, which holds P in both forms at a time.
         pub early_dv: bool = Takes::all().tuned(),
+        /// dP is started when P is made, which leaves modifiers its registers; else beside the scores.
+        pub late_dp: bool = Takes::all().tuned(),
         /// A CTA to a multiprocessor, which claims key block after key block; else a CTA to a key block.
         pub persistent: bool = Takes::all().tuned(),
+        /// Soft-caps by `tanh(y) = 1 - 2 / (1 + exp(2 y))`; else by a `tanh` that small scores lose nothing in.
+        pub fast_softcap: bool = Takes::all(),
         /// O and dO are read 16 bytes at a time; else element by element.
         pub vector_load: bool = Takes::nothing(),
         /// Gradients are stored 16 bytes at a time; else element by element.
@@ -49,6 +55,8 @@ abi_struct! {
         pub num_key_blocks: i32,
         /// Query blocks of the longest sequence.
         pub num_q_blocks: i32,
+        /// Blocks of dBias, over the axes that it has; 0 where it is not wanted.
+        pub num_bias_blocks: i32,
         /// Multiprocessors: CTAs that run at a time.
         pub num_sms: i32,
     }
@@ -61,6 +69,12 @@ pub const ROW_THREADS: u32 = 256;
 const MAX_ACCUMULATORS: i32 = 216;
 
 impl Sm90BwdTile {
+    /// Gives up what holds two products at a time: some modifiers want those registers (bytes that ptxas spills of D 64
+    /// with an elementwise bias: 500, then 0; of D 128 with soft-cap, bias and dropout: 320, then 0).
+    fn take_registers(&mut self) {
+        (self.early_scores, self.early_dv, self.late_dp, self.stages_q) = (false, false, true, 2);
+    }
+
     /// Consumer warpgroups.
     #[must_use]
     pub const fn num_consumers(&self) -> i32 {
@@ -86,6 +100,21 @@ impl Sm90BwdTile {
         round_up(keys + queries + ds + dq + stats + barriers + 8, 1024)
     }
 
+    /// The tile of dBias' kernel: it keeps its own sums beside S and dP, and so has fewer queries in a block, which divide
+    /// the main kernel's, since that lays the rows' numbers out.
+    #[must_use]
+    pub const fn of_dbias(&self) -> Self {
+        Self { block_m: if self.block_m % 64 == 0 { 64 } else { self.block_m }, ..*self }
+    }
+
+    /// Dynamic shared memory of a CTA of dBias' kernel, of its [tile](Self::of_dbias); the entry asserts that the device agrees.
+    #[must_use]
+    pub const fn dbias_smem_bytes(&self, spec: &BwdSpec) -> i32 {
+        let dim = padded_dim(spec);
+        let step = 2 * tile_bytes(self.block_n, dim) + 2 * tile_bytes(self.block_m, dim);
+        round_up(self.stages_dbias * (step + 8 * self.block_m + 16), 1024)
+    }
+
     /// Whether the tile can be compiled for a spec, and if not, why.
     ///
     /// # Errors
@@ -99,15 +128,21 @@ impl Sm90BwdTile {
         if block_n != 128 {
             return Err(format!("block_n {block_n} is not 128"));
         }
-        for (field, stages) in
-            [("stages_q", self.stages_q), ("stages_dout", self.stages_dout), ("stages_ds", self.stages_ds)]
-        {
+        for (field, stages) in [
+            ("stages_q", self.stages_q),
+            ("stages_dout", self.stages_dout),
+            ("stages_ds", self.stages_ds),
+            ("stages_dbias", self.stages_dbias),
+        ] {
             if !(1..=4).contains(&stages) {
                 return Err(format!("{field} {stages} is not from 1 to 4"));
             }
         }
         if self.early_scores && self.stages_q < 2 {
             return Err(format!("stages_q {}: early_scores holds two blocks of Q at a time", self.stages_q));
+        }
+        if self.early_scores && self.late_dp {
+            return Err("late_dp true: early_scores starts dP before P is made".to_owned());
         }
         let (what, shared_out) =
             if self.transposed_dq { ("the padded head dimension", dim) } else { ("block_m", block_m) };
@@ -152,7 +187,17 @@ impl Sm90BwdTile {
             })
         };
         count("seqlen_q", queries, dims.num_heads_q)?;
+        let bias_shape = match (problem.dbias, problem.fwd.bias) {
+            (Some(_), Bias::Elementwise(bias)) => Some(problem.fwd.shape_bias(bias.broadcast)),
+            _ => None,
+        };
+        let bias_blocks = bias_shape.map_or(0, |shape| {
+            u64::from(shape.batch) * u64::from(shape.head) * u64::from(keys) * u64::from(queries)
+        });
+        let num_bias_blocks = i32::try_from(bias_blocks)
+            .map_err(|_| Refusal::new(NAME, format!("dbias: {bias_blocks} blocks of it are 2^31 or more")))?;
         Ok(Sm90BwdSchedule {
+            num_bias_blocks,
             num_tiles: count("seqlen_k", keys, dims.num_heads_kv)?,
             num_key_blocks: keys as i32,
             num_q_blocks: queries as i32,
@@ -191,7 +236,6 @@ const fn tile_bytes(rows: i32, dim: i32) -> i32 {
 pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     let fwd = &problem.fwd;
-    let spec = BwdSpec::of(problem);
     let (qk, v) = (fwd.dtype_qk, fwd.dtype_v);
     if qk.is_fp8() || v.is_fp8() {
         return refuse(format!("backward: dtype_qk {qk} with dtype_v {v}: its products are of 16-bit types"));
@@ -210,18 +254,6 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     }
     if fwd.v_layout == VLayout::ColMajor {
         return refuse("backward: v_layout col-major: its products read V along its rows".to_owned());
-    }
-    let modifier = match (spec.fwd.bias, spec.fwd.softcap, spec.fwd.dropout) {
-        (BiasKind::None, false, false) => None,
-        (BiasKind::None, true, _) => Some("softcap"),
-        (BiasKind::None, false, true) => Some("p_drop"),
-        (BiasKind::Elementwise | BiasKind::Alibi, ..) => Some("bias"),
-    };
-    if let Some(modifier) = modifier {
-        return refuse(format!("backward: {modifier}: 0 score modifiers are taken"));
-    }
-    if problem.write_dsink {
-        return refuse("backward: dsink: 0 gradients but dQ, dK and dV are written".to_owned());
     }
     for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
         if length >= 1 << 29 {
@@ -262,6 +294,12 @@ pub fn choose_tile(problem: &BwdProblem) -> Sm90BwdTile {
     let fwd = &problem.fwd;
     let dims = fwd.dims;
     let mut tile = default_tile(&BwdSpec::of(problem));
+    // Beyond, 2 c / (1 + exp(2 y / c)) loses what of y is far below c: its error is some 3e-7 c.
+    let slow_softcap = fwd.softcap.is_some_and(|cap| !(1e-3..=64.0).contains(&cap));
+    if slow_softcap {
+        tile.fast_softcap = false;
+        tile.take_registers();
+    }
     let whole = |strides, shape| odd_stride(strides, shape).is_none();
     tile.vector_load = dims.head_dim_v.is_multiple_of(8) && whole(fwd.o, fwd.shape_o());
     tile.vector_store = dims.head_dim_qk.is_multiple_of(8)
@@ -286,33 +324,46 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         // Neither 584, early scores and dV 599, and persistent 609; causal 494, 510, 516.
         _ => (64, true, true, true, true),
     };
-    Sm90BwdTile {
+    let mut tile = Sm90BwdTile {
         block_m,
         block_n: 128,
         stages_q: if early_scores { 3 } else { 2 },
         stages_dout: 2,
         stages_ds: 2,
+        stages_dbias: 2,
         transposed_dq,
         early_scores,
         early_dv,
+        late_dp: false,
         // Key blocks that take turns are launched in their order.
         persistent: persistent && !spec.deterministic,
+        fast_softcap: spec.fwd.softcap,
         vector_load: true,
         vector_store: spec.dtype_grad != DType::F32,
+    };
+    let FwdSpec { bias, softcap, dropout, .. } = spec.fwd;
+    let elementwise = bias == BiasKind::Elementwise;
+    let modifiers = i32::from(bias != BiasKind::None) + i32::from(softcap) + i32::from(dropout);
+    if modifiers > 1 || (elementwise && dim == 64) {
+        tile.take_registers();
     }
+    tile
 }
 
 /// The main kernel: arguments `BwdParams`, four tensor maps, `Sm90BwdSchedule`.
 #[must_use]
 pub fn main(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    with_maps("main", "Smem", tile.smem_bytes(spec), spec, tile)
+}
+
+fn with_maps(name: &str, smem: &str, smem_bytes: i32, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     let call = format!(
-        "static_assert(sizeof(sm90::bwd::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
-         sm90::bwd::main<kSpec, kTile>(p, maps, schedule);",
-        tile.smem_bytes(spec)
+        "static_assert(sizeof(sm90::bwd::{smem}<kSpec, kTile>) == {smem_bytes}, \"{smem}: host and device disagree\"); \
+         sm90::bwd::{name}<kSpec, kTile>(p, maps, schedule);",
     );
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
     let entry = Entry {
-        include: "fmha/sm90/bwd/main.cuh",
+        include: &format!("fmha/sm90/bwd/{name}.cuh"),
         constants: &constants,
         bounds: "__launch_bounds__(sm90::bwd::num_threads(kTile), 1)",
         params: "const __grid_constant__ BwdParams p, const __grid_constant__ sm90::bwd::Maps maps, \
@@ -332,6 +383,13 @@ pub fn preprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 #[must_use]
 pub fn postprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     rows("postprocess", spec, tile)
+}
+
+/// The kernel of dBias, which wants nothing but what the first one leaves: arguments as of the main one, all of them by
+/// [its own tile](Sm90BwdTile::of_dbias).
+#[must_use]
+pub fn dbias(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    with_maps("dbias", "BiasSmem", tile.dbias_smem_bytes(spec), spec, tile)
 }
 
 fn rows(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {

@@ -122,6 +122,12 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^(rare|heads/row_blocks)/.*bf16", deal: 1 },
         ..HOPPER_WALKING
     },
+    // FP8 over several blocks: V turned in shared memory and column-major, and beside 16 bits.
+    Row {
+        in_test: Cases { filter: "^fp8/blocks/e4m3fn/(d64x64/b/r|d128x128/0/c|v_bf16|group)$", deal: 1 },
+        in_all: Cases { filter: "^fp8/blocks/(e4m3fn|e5m2)/", deal: 1 },
+        ..HOPPER_WALKING
+    },
     // The same bits whoever claims a tile.
     Row {
         kernel: Some("sm90"),

@@ -43,6 +43,7 @@ impl FwdRecipe for Sm90 {
         let mut tile = sm90::choose_tile(problem);
         if options.accuracy == Accuracy::Exact {
             (tile.lazy_rescale_log2, tile.skip_row_max) = (0, false);
+            tile.flush_every = tile.flush_every.min(1);
         }
         if options.batch_invariant {
             tile.make_batch_invariant(&spec);
@@ -143,7 +144,8 @@ impl FwdRecipe for Sm90 {
 
 /// Exact where every block's maxima are taken, and every row is rescaled to its own.
 fn accuracy(tile: &Sm90Tile) -> Accuracy {
-    if tile.lazy_rescale_log2 == 0 && !tile.skip_row_max { Accuracy::Exact } else { Accuracy::Fast }
+    let exact = tile.lazy_rescale_log2 == 0 && !tile.skip_row_max && tile.flush_every <= 1;
+    if exact { Accuracy::Exact } else { Accuracy::Fast }
 }
 
 fn schedule_words(tile: &Sm90Tile) -> String {
@@ -167,6 +169,13 @@ fn schedule_words(tile: &Sm90Tile) -> String {
     words.extend(tile.q_in_registers.then(|| "Q in registers".to_owned()));
     words.extend(tile.f16_scores.then(|| "scores summed in f16".to_owned()));
     words.extend(tile.f16_output.then(|| "O summed in f16".to_owned()));
+    words.extend((tile.flush_every > 0).then(|| {
+        let parts = match tile.output_columns {
+            0 => String::new(),
+            columns => format!(", {columns} columns at a time"),
+        };
+        format!("P V flushed to f32 after every {} blocks{parts}", tile.flush_every)
+    }));
     words.extend(tile.dependent_launch.then(|| "starts while the grid before ends".to_owned()));
     words.join(", ")
 }
@@ -186,8 +195,8 @@ fn boxes(problem: &ValidFwd, tile: &Sm90Tile) -> Boxes {
     let heads = if tile.pack_gqa { problem.gqa_ratio() as i32 } else { 1 };
     let (q, v) = (problem.shape_q().dim as i32, problem.shape_v().dim as i32);
     Boxes {
-        q: [Sm90Tile::box_dim(q), heads, tile.q_rows() / heads, 1, 1],
-        k: tile.kv_box(q, false),
-        v: tile.kv_box(v, problem.v_layout == VLayout::ColMajor),
+        q: [Sm90Tile::box_dim(q, problem.dtype_qk), heads, tile.q_rows() / heads, 1, 1],
+        k: tile.kv_box(q, problem.dtype_qk, false),
+        v: tile.kv_box(v, problem.dtype_v, problem.v_layout == VLayout::ColMajor),
     }
 }

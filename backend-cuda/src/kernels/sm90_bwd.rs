@@ -20,6 +20,8 @@ pub(crate) struct Sm90Bwd {
 struct Chosen {
     tile: Sm90BwdTile,
     schedule: Sm90BwdSchedule,
+    /// Of the kernel of dBias, if that is wanted.
+    dbias: Option<(Sm90BwdTile, Sm90BwdSchedule)>,
     workspace: BwdWorkspace,
 }
 
@@ -62,13 +64,20 @@ impl BwdRecipe for Sm90Bwd {
         tile.persistent &= problem.fwd().dims.seqlen_q > 0;
         tile.check(&spec).map_err(refuse)?;
         let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
-        if smem_bytes > facts.smem_bytes {
+        let dbias = problem.dbias.map(|_| tile.of_dbias());
+        let dbias_smem_bytes = dbias.map_or(0, |tile| tile.dbias_smem_bytes(&spec).unsigned_abs());
+        let most = smem_bytes.max(dbias_smem_bytes);
+        if most > facts.smem_bytes {
             return Err(refuse(format!(
-                "{tile:?} takes {smem_bytes} bytes of shared memory, {} are there",
+                "{tile:?} takes {most} bytes of shared memory, {} are there",
                 facts.smem_bytes
             )));
         }
         let schedule = tile.schedule(problem, facts.num_sms)?;
+        let dbias = match dbias {
+            Some(tile) => Some((tile, tile.schedule(problem, facts.num_sms)?)),
+            None => None,
+        };
         let dim = sm90_bwd::padded_dim(&spec).unsigned_abs();
         let workspace =
             BwdWorkspace::new(problem, tile.block_m.unsigned_abs(), dim, tile.num_suspects(&spec, &schedule))
@@ -84,12 +93,13 @@ impl BwdRecipe for Sm90Bwd {
             tiles: blocks.into(),
             tiles_at_once: u64::from(2048 / sm90_bwd::ROW_THREADS * facts.num_sms),
         };
-        // After it key blocks too, where a mask may have let hidden infinities through.
+        // After it heads of dSink too, and key blocks where a mask may have let hidden infinities through.
+        let sinks = if problem.write_dsink { dims.num_heads_q } else { 0 };
         let key_blocks = if sm90_bwd::repairs(&spec) { tiles } else { 0 };
         let ctas = if tile.persistent { tiles.min(facts.num_sms) } else { tiles };
         Ok(Choice {
-            kernel: Sm90Bwd { chosen: Some(Chosen { tile, schedule, workspace }) }.into(),
-            launches: vec![
+            kernel: Sm90Bwd { chosen: Some(Chosen { tile, schedule, dbias, workspace }) }.into(),
+            launches: [
                 rows("preprocess", sm90_bwd::preprocess(&spec, &tile), q_blocks),
                 Launch {
                     kernel: self.name(),
@@ -99,8 +109,21 @@ impl BwdRecipe for Sm90Bwd {
                     tiles: tiles.into(),
                     tiles_at_once: facts.num_sms.into(),
                 },
-                rows("postprocess", sm90_bwd::postprocess(&spec, &tile), q_blocks + key_blocks),
-            ],
+                rows("postprocess", sm90_bwd::postprocess(&spec, &tile), q_blocks + sinks + key_blocks),
+            ]
+            .into_iter()
+            .chain(dbias.map(|(tile, schedule)| {
+                let blocks = schedule.num_bias_blocks.unsigned_abs();
+                Launch {
+                    kernel: "dbias",
+                    source: sm90_bwd::dbias(&spec, &tile),
+                    grid: Grid::new(blocks.clamp(1, facts.num_sms), tile.num_threads().unsigned_abs()),
+                    smem_bytes: dbias_smem_bytes,
+                    tiles: blocks.into(),
+                    tiles_at_once: facts.num_sms.into(),
+                }
+            }))
+            .collect(),
             workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: 0 },
             promises: Promises {
                 // Else the sums of dQ have no order where several key blocks add to them.
@@ -145,8 +168,9 @@ impl BwdRecipe for Sm90Bwd {
     }
 
     fn launch(&self, steps: &[Step], call: &BwdCall<'_>) -> Result<()> {
-        let [preprocess, main, postprocess] = exactly(steps)?;
-        let Some(Chosen { tile, mut schedule, workspace }) = self.chosen else {
+        let (three, fourth) = steps.split_at(steps.len().min(3));
+        let [preprocess, main, postprocess] = exactly(three)?;
+        let Some(Chosen { tile, mut schedule, dbias, workspace }) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
         };
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
@@ -164,11 +188,19 @@ impl BwdRecipe for Sm90Bwd {
             // SAFETY: as above; the maps were made for the same extents.
             unsafe { main.launch(&mut arguments, call.stream)? };
         }
-        // Without queries dQ has no rows, and dK and dV are zeros.
-        if schedule.num_q_blocks > 0 {
+        // Without queries dQ has no rows, and dK and dV are zeros; dSink is 0 then, but written.
+        if schedule.num_q_blocks > 0 || call.problem.write_dsink {
             let mut arguments = [(&raw mut params).cast(), (&raw mut schedule).cast()];
             // SAFETY: as above.
             unsafe { postprocess.launch(&mut arguments, call.stream)? };
+        }
+        if let Some((tile, mut schedule)) = dbias.filter(|(_, schedule)| schedule.num_bias_blocks > 0) {
+            let [dbias] = exactly(fourth)?;
+            let mut maps = maps(call, &tile)?;
+            let mut arguments =
+                [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
+            // SAFETY: as above.
+            unsafe { dbias.launch(&mut arguments, call.stream)? };
         }
         Ok(())
     }

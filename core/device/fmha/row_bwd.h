@@ -192,18 +192,22 @@ FMHA_DEVICE void bwd_bias_row(const BwdParams& p, int32_t i_batch, int32_t i_hea
   }
 }
 
-// dSink of a head: over all its queries, exp(sink - LSE) (dLSE - dO . O).
+// What the query whose LSE and delta are at `stats` adds to dSink: exp(sink - LSE) (dLSE - dO . O).
+FMHA_DEVICE float sink_term(const BwdParams& p, int64_t stats, float sink_log2) {
+  // +infinity stands for a row that saw nothing, its sink neither: both are -infinity.
+  if (p.lse_log2[stats] == infinity()) return 0.f;
+  return -exp2_of(sink_log2 - p.lse_log2[stats]) * p.delta[stats];
+}
+
+// dSink of a head, over all its queries.
 template <BwdSpec spec, class Lanes>
 FMHA_DEVICE void bwd_sink(const BwdParams& p, int32_t i_head) {
   const float sink_log2 = scalar_of(p.fwd.sink, 0, i_head, -infinity()) * kLog2E;
   float sum = 0.f;
   for (int32_t b = 0; b < p.fwd.batch; ++b) {
     const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, b);
-    for (int32_t i = Lanes::index(); i < span.seqlen_q; i += Lanes::count) {
-      const int64_t stats = stats_offset(p, span, i_head, i);
-      // +infinity stands for a row that saw nothing, its sink neither: both are -infinity.
-      if (p.lse_log2[stats] != infinity()) sum -= exp2_of(sink_log2 - p.lse_log2[stats]) * p.delta[stats];
-    }
+    for (int32_t i = Lanes::index(); i < span.seqlen_q; i += Lanes::count)
+      sum += sink_term(p, stats_offset(p, span, i_head, i), sink_log2);
   }
   sum = lane_sum<Lanes>(sum);
   if (Lanes::index() == 0) p.dsink[i_head] = sum;

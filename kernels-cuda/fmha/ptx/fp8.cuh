@@ -1,5 +1,5 @@
-// Conversions to the OCP FP8 types.
-// PTX ISA, Data Movement and Conversion Instructions: cvt
+// Conversions to the OCP FP8 types, and bytes of registers.
+// PTX ISA, Data Movement and Conversion Instructions: cvt, prmt
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
 #pragma once
 #include <fmha/spec.h>
@@ -24,6 +24,15 @@ FMHA_DEVICE uint32_t cvt_rn_satfinite_x4(float a, float b, float c, float d) {
         : "f"(a), "f"(b), "f"(c), "f"(d));
   }
   return packed;
+}
+
+// needs: sm_50. Four bytes of two registers: digit i of the selector (hexadecimal, from the right) says which of the eight
+// becomes byte i; those of `b` are 4 to 7.
+// PTX ISA: prmt.
+FMHA_DEVICE uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
+  return bytes;
 }
 
 }  // namespace fmha::ptx

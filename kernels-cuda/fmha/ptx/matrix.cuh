@@ -18,6 +18,15 @@ FMHA_DEVICE void ldmatrix_x4(uint32_t (&v)[4], uint32_t row_address) {
                : "memory");
 }
 
+// needs: sm_75. The same, each matrix transposed: lane l receives of each column l / 4, rows 2 (l % 4) and the next.
+// PTX ISA: ldmatrix.
+FMHA_DEVICE void ldmatrix_x4_trans(uint32_t (&v)[4], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(row_address)
+               : "memory");
+}
+
 // needs: sm_80. d += A B of 16 x 16 and 16 x 8, f32 sums. Lane l has of A rows l / 4 (a[0], a[2]) and that + 8,
 // columns 2 (l % 4) and the next (a[0], a[1]) and those + 8; of B column l / 4, rows likewise; of D rows as of
 // A, columns 2 (l % 4) and the next.

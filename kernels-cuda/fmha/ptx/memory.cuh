@@ -60,6 +60,26 @@ FMHA_DEVICE void ld_global_v4(uint32_t* v, const void* from) {
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(from));
 }
 
+// needs: sm_70. A number that nothing writes while the kernel runs; 0 where `condition` is false.
+// PTX ISA: ld.global.nc.
+FMHA_DEVICE float ld_global_f32_if(const void* from, bool condition) {
+  float x;
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.f32 %0, [%1]; }"
+               : "=f"(x)
+               : "l"(from), "r"(int(condition)));
+  return x;
+}
+
+// needs: sm_70. Its bits, likewise.
+// PTX ISA: ld.global.nc.
+FMHA_DEVICE uint32_t ld_global_u16_if(const void* from, bool condition) {
+  uint32_t x;
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.u16 %0, [%1]; }"
+               : "=r"(x)
+               : "l"(from), "r"(int(condition)));
+  return x;
+}
+
 // needs: sm_70. 16 zero bytes; `address` is a multiple of 16.
 // PTX ISA: st.
 FMHA_DEVICE void st_shared_v4_zero(uint32_t address) {

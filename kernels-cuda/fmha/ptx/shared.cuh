@@ -21,6 +21,15 @@ FMHA_DEVICE void st_shared_v4_f32(uint32_t address, float a, float b, float c, f
 }
 
 // needs: sm_90. Four 8 x 8 matrices of 16-bit elements; lanes 8 j .. 8 j + 7 give where the rows of the j-th go, 16
+// bytes each. Lane l has of each row l / 4, columns 2 (l % 4) and the next.
+// PTX ISA: stmatrix.
+FMHA_DEVICE void stmatrix_x4(uint32_t row_address, const uint32_t (&v)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(v[0]),
+               "r"(v[1]), "r"(v[2]), "r"(v[3])
+               : "memory");
+}
+
+// needs: sm_90. The same, transposed; lanes 8 j .. 8 j + 7 give where the rows of the j-th go, 16
 // bytes each. Lane l has of each column l / 4, rows 2 (l % 4) and the next.
 // PTX ISA: stmatrix.
 FMHA_DEVICE void stmatrix_x4_trans(uint32_t row_address, const uint32_t (&v)[4]) {

@@ -133,12 +133,75 @@ impl Sm90Tile {
                 self.exp2_polynomial_every
             ));
         }
+        self.check_fp8(spec)?;
         let bytes = self.smem_bytes(spec);
         if bytes > MAX_SMEM_BYTES {
             return refuse(format!(
                 "block_m={} block_n={} stages={} takes {bytes} bytes of shared memory of {MAX_SMEM_BYTES}",
                 self.block_m, self.block_n, self.stages
             ));
+        }
+        Ok(())
+    }
+
+    /// What FP8 asks of the fields, and what is asked of those that are FP8's alone.
+    fn check_fp8(&self, spec: &FwdSpec) -> Result<(), String> {
+        let refuse = |words: String| Err(format!("tile {words}"));
+        let (qk, v) = (spec.dtype_qk, spec.dtype_v);
+        if qk.is_fp8() && self.skip_row_max {
+            return refuse(format!("skip_row_max=1: scores of dtype_qk {qk} are not computed again"));
+        }
+        if qk.is_fp8() && self.copy_bytes > 0 {
+            return refuse(format!("copy_bytes={}: dtype_qk {qk} is loaded by TMA alone", self.copy_bytes));
+        }
+        if !v.is_fp8() {
+            for (field, value) in [("flush_every", self.flush_every), ("output_columns", self.output_columns)]
+            {
+                if value > 0 {
+                    return refuse(format!("{field}={value}: P V of dtype_v {v} is summed in f32"));
+                }
+            }
+            return Ok(());
+        }
+        if self.block_n % 32 != 0 {
+            return refuse(format!(
+                "block_n={}: a product of dtype_v {v} contracts 32 keys at a time",
+                self.block_n
+            ));
+        }
+        // P's offset and the threshold together stay below log2 of the largest number: 448 and 57344.
+        let range = if v == DType::E4m3Fn { 8 } else { 15 };
+        if self.lazy_rescale_log2 > range {
+            return refuse(format!(
+                "lazy_rescale_log2={}: a P of dtype_v {v} reaches 2^{range}",
+                self.lazy_rescale_log2
+            ));
+        }
+        if self.output_columns > 0 {
+            let dim = super::padded_dim(spec.head_dim_v);
+            if self.flush_every != 1 {
+                return refuse(format!(
+                    "output_columns={} with flush_every={}: parts of O are flushed with every block",
+                    self.output_columns, self.flush_every
+                ));
+            }
+            if dim % self.output_columns != 0 {
+                return refuse(format!(
+                    "output_columns={} does not divide the {dim} columns of O",
+                    self.output_columns
+                ));
+            }
+        }
+        if super::turns_v(spec) {
+            for (field, on) in
+                [("cluster=2", self.cluster > 1), ("warp_specialised=0", !self.warp_specialised)]
+            {
+                if on {
+                    return refuse(format!(
+                        "{field}: a row-major V of dtype_v {v} is turned by the load role's warpgroup, for its own CTA"
+                    ));
+                }
+            }
         }
         Ok(())
     }

@@ -1,8 +1,10 @@
 //! Every gradient, over every axis that it knows.
 
-use fmha_core::{Bias, BiasGrad, BwdProblem, DType, Dims, FwdProblem, Strides, Totals};
+use fmha_core::{
+    Bias, BiasBroadcast, BiasGrad, BwdProblem, DType, Dims, ElementwiseBias, FwdProblem, Strides, Totals,
+};
 
-use super::edges::{data, masked};
+use super::edges::{data, group, masked};
 use super::pairwise::pairwise;
 use super::recipe::{AXES, Recipe, random_levels, recipe};
 use crate::case::{Case, WIDE, seed_of};
@@ -34,7 +36,86 @@ pub(crate) fn cases() -> Vec<Case> {
         ));
     }
     edges(&mut cases);
+    modifiers(&mut cases);
     cases
+}
+
+/// What stands between a product and its softmax, alone and together, over blocks of keys that hold all of their keys and
+/// one that does not; gradients of it where it has some.
+const MODIFIERS: [&str; 12] = [
+    "softcap",
+    "large_softcap",
+    "alibi",
+    "alibi_softcap_dropout",
+    "bias_f32",
+    "bias_16",
+    "bias_softcap_dropout",
+    "dbias_one_one",
+    "dbias_one_head",
+    "dbias_batch_head",
+    "dropout",
+    "sink",
+];
+
+fn modifiers(cases: &mut Vec<Case>) {
+    for dtype in [DType::F16, DType::Bf16] {
+        for head_dim in [64, 72, 128] {
+            for (n, modifier) in MODIFIERS.into_iter().enumerate() {
+                // Either layout of the sequences and either kind of mask meets every modifier, not every combination.
+                let packed = (n + head_dim as usize / 8 + usize::from(dtype == DType::F16)).is_multiple_of(2);
+                let mask = ["b", "0", "b:60,3,2"][(n + head_dim as usize / 64) % 3];
+                let dims = Dims {
+                    batch: 2,
+                    seqlen_q: 140,
+                    seqlen_k: 150,
+                    num_heads_q: 2,
+                    num_heads_kv: 1,
+                    head_dim_qk: head_dim,
+                    head_dim_v: head_dim,
+                };
+                let sequences = [(140, 60), (30, 150)];
+                let (fwd, lengths) = if packed {
+                    (group(dtype, dims, &sequences, mask), Lengths::packed(&sequences))
+                } else {
+                    (masked(dtype, dims, mask), Lengths::default())
+                };
+                let layout = if packed { "group" } else { "batch" };
+                let name = format!("backward/modifiers/{dtype}/d{head_dim}/{modifier}/{layout}/{mask}");
+                let data = data(&name);
+                cases.push(Case::backward(name, modified(fwd, modifier), lengths, data));
+            }
+        }
+    }
+}
+
+fn modified(mut fwd: FwdProblem, modifier: &str) -> BwdProblem {
+    let has = |what: &str| modifier.contains(what);
+    if has("softcap") {
+        fwd.softcap = Some(if has("large") { 500.0 } else { 2.0 });
+    }
+    if has("dropout") {
+        fwd.p_drop = 0.3;
+    }
+    fwd.sink = has("sink");
+    let broadcast = match modifier {
+        "dbias_one_one" => BiasBroadcast::OneOne,
+        "dbias_batch_head" => BiasBroadcast::BatchHead,
+        _ => BiasBroadcast::OneHead,
+    };
+    if has("alibi") {
+        fwd.bias = Bias::Alibi { per_batch: true };
+    } else if has("bias") {
+        let dtype = if has("bias_16") || has("one_head") { fwd.dtype_qk } else { DType::F32 };
+        let strides = Strides::bhsd(fwd.shape_bias(broadcast));
+        fwd.bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
+    }
+    let mut problem = BwdProblem::new(fwd);
+    problem.write_dsink = problem.fwd.sink;
+    problem.has_dlse = has("sink") || modifier == "alibi";
+    if let (Bias::Elementwise(bias), true) = (problem.fwd.bias, has("dbias")) {
+        problem.dbias = Some(BiasGrad { dtype: bias.dtype, strides: bias.strides });
+    }
+    problem
 }
 
 /// Gradients on request, other types, other strides, as the seed decides.

@@ -1,8 +1,8 @@
 //! FP8: both schemes, every descale, every output type, V both ways.
 
-use fmha_core::{DType, Descale, Dims, FwdProblem, Strides, VLayout};
+use fmha_core::{DType, Descale, Dims, FwdProblem, Shape, Strides, VLayout};
 
-use super::edges::{data, masked};
+use super::edges::{data, group, masked};
 use crate::case::{Body, Case, Plant};
 use crate::init::Init;
 use crate::tensor::Operand;
@@ -68,7 +68,89 @@ pub(crate) fn cases() -> Vec<Case> {
             cases.push(case);
         }
     }
+    blocks(&mut cases);
     cases
+}
+
+/// Several blocks of keys, at the head dimensions of models, with all that a tile kernel does besides. Every stride is a
+/// multiple of 16 bytes, as copy engines want it.
+fn blocks(cases: &mut Vec<Case>) {
+    for dtype in FP8 {
+        let o_16_bits = |mut problem: FwdProblem| {
+            problem.dtype_o = DType::Bf16;
+            problem
+        };
+        let of = |qk: u32, v: u32, (seqlen_q, seqlen_k): (u32, u32), mask: &str| {
+            let dims = Dims {
+                batch: 1,
+                seqlen_q,
+                seqlen_k,
+                num_heads_q: 2,
+                num_heads_kv: 1,
+                head_dim_qk: qk,
+                head_dim_v: v,
+            };
+            o_16_bits(masked(dtype, dims, mask))
+        };
+        let mut push = |what: &str, problem: FwdProblem, lengths: Lengths, plant: Plant| {
+            let name = format!("fp8/blocks/{dtype}/{what}");
+            let mut case = Case::forward(name.clone(), problem, lengths, data(&name));
+            if let Body::Forward(forward) = &mut case.body {
+                forward.plant = plant;
+            }
+            cases.push(case);
+        };
+        for (qk, v) in
+            [(64, 64), (96, 96), (128, 128), (192, 128), (160, 160), (192, 192), (224, 224), (256, 256)]
+        {
+            for (mask, letter) in [("0", "c"), ("b", "r")] {
+                let mut problem = of(qk, v, (150, 610), mask);
+                (problem.descale_q, problem.descale_k, problem.descale_v) =
+                    (Descale::PerKvHead, Descale::PerKvHead, Descale::PerKvHead);
+                if letter == "c" {
+                    columns(&mut problem);
+                }
+                push(&format!("d{qk}x{v}/{mask}/{letter}"), problem, Lengths::default(), Plant::Nothing);
+            }
+        }
+        for (what, dtype_v) in [("v_f16", DType::F16), ("v_bf16", DType::Bf16)] {
+            let problem = FwdProblem { dtype_v, ..of(128, 128, (150, 610), "b") };
+            push(what, problem, Lengths::default(), Plant::Nothing);
+        }
+        let plain = |mask| of(128, 128, (150, 610), mask);
+        for (what, problem) in [
+            ("window", plain("b:200,0")),
+            ("softcap", FwdProblem { softcap: Some(2.0), ..plain("b") }),
+            ("dropout", FwdProblem { p_drop: 0.3, ..plain("b") }),
+            ("sink", FwdProblem { sink: true, ..plain("t") }),
+            ("negative_scale", FwdProblem { softmax_scale: Some(-0.2), ..plain("b") }),
+            ("few_queries", of(128, 128, (3, 610), "b")),
+            ("o_f32", FwdProblem { dtype_o: DType::F32, ..plain("0") }),
+            ("o_fp8", FwdProblem { dtype_o: dtype, scale_o: true, ..plain("0") }),
+        ] {
+            push(what, problem, Lengths::default(), Plant::Nothing);
+        }
+        // NaN in rows of K and V that nobody sees, and in one that some do.
+        push("nan_nobody_sees", plain("t"), Lengths::default(), Plant::HiddenKeys);
+        let (row, kv) = (40, 0);
+        push(
+            "nan_in_v",
+            of(128, 128, (150, 150), "t"),
+            Lengths::default(),
+            Plant::At(Operand::V, [0, row, kv, 5], f64::NAN),
+        );
+        let sequences = [(70, 70), (1, 300), (33, 0), (130, 257)];
+        let dims = plain("b").dims;
+        let packed = o_16_bits(group(dtype, dims, &sequences, "b"));
+        push("group", packed, Lengths::packed(&sequences), Plant::Nothing);
+    }
+}
+
+/// V as `[batch, head, dim, seq]`, the keys of a row padded to 16.
+fn columns(problem: &mut FwdProblem) {
+    let shape = problem.shape_v();
+    problem.v_layout = VLayout::ColMajor;
+    problem.v = Strides::bhds(Shape { seq: shape.seq.next_multiple_of(16), ..shape });
 }
 
 fn small(dtype: DType, mask: &str) -> FwdProblem {

@@ -17,11 +17,13 @@ FMHA_DEVICE void load_a(RegisterTile<typename Tile::Elem, Tile::dim>& a, const T
   }
 }
 
-// d = sign * A B^T (+ d): as many of B's rows as D has columns, along their dim. Starts, does not wait.
-template <DType dtype, int sign, bool accumulate, class D, class TileB>
-FMHA_DEVICE void start_register_product_abt(D& d, const RegisterTile<Storage<dtype>, TileB::dim>& a, const TileB& b) {
+// d = sign * A B^T (+ d): as many of B's rows as D has columns, from `row` on, along their dim. Starts, does not wait.
+template <DType dtype, int sign, class D, class TileB>
+FMHA_DEVICE void start_register_product_abt(D& d, const RegisterTile<Storage<dtype>, TileB::dim>& a, const TileB& b, int row,
+                                            bool accumulate) {
+  static_assert(D::columns <= TileB::rows, "D's columns are rows of B");
   constexpr int depth = kDepth<Storage<dtype>>, steps_per_chunk = TileB::span / depth;
-  const Descriptor b0 = descriptor<TileB::span_bytes>(b.offset(), 16);
+  const Descriptor b0 = descriptor<TileB::span_bytes>(b.offset() + row * TileB::span_bytes, 16);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < TileB::dim / depth; ++step) {

@@ -40,7 +40,6 @@ struct Shape {
   // dQ of a query block is shared out to the consumers: by its dimension, as the transpose of dQ, or by its rows.
   static constexpr int dq_columns = tile.transposed_dq ? tile.block_m : dim;
   static constexpr int dq_rows = tile.transposed_dq ? dim : tile.block_m;
-  static_assert(dq_rows == mma::kRows * consumers, "a consumer has 64 rows of dQ, or of its transpose");
   // f32 numbers of one consumer's share, and of the block.
   static constexpr int dq_share = mma::kRows * dq_columns, dq_block = dq_share * consumers;
 

@@ -11,6 +11,7 @@
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/warp.cuh>
 #include <fmha/sm90/bwd/epilogue.cuh>
+#include <fmha/sm90/bwd/pairs.cuh>
 #include <fmha/sm90/bwd/work.cuh>
 
 namespace fmha::sm90::bwd {
@@ -21,12 +22,14 @@ struct Consumer {
   using Scores = mma::Accumulator<tile.block_m>;
   using Operand = mma::RegisterTile<typename S::Elem, tile.block_m>;
   static constexpr DType dtype = S::dtype;
-  static constexpr bool has_hi = spec.fwd.mask != MaskKind::Full, has_lo = spec.fwd.mask == MaskKind::Band;
+  using Slopes = typename Pairs<spec, tile>::Slopes;
+  using Kept = typename Pairs<spec, tile>::Kept;
+  static constexpr bool modifies = modifies_score(spec.fwd);
 
   const BwdParams& p;
   Smem<spec, tile>& smem;
   const int32_t index;  // of the warpgroup among the consumers
-  const float scale_log2;
+  const Pairs<spec, tile> pairs;
   const bool signals = threadIdx.x % 32 == 0;  // one arrival a warp
 
   Slot<tile.stages_q> q_slot;
@@ -47,60 +50,6 @@ struct Consumer {
   FMHA_DEVICE void finish_zeros() const {
     ptx::fence_proxy_async();
     sync_consumers();
-  }
-
-  // P of what the mask hides becomes 0.
-  FMHA_DEVICE void mask(Scores& probs, const Work& work, int32_t first_query) const {
-    const int32_t query = first_query + mma::fragment_column();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int32_t j = work.keys.begin + index * mma::kRows + mma::fragment_row() + 8 * r;
-      // The first and the last column that see key j.
-      int32_t first = has_hi ? j - work.band.hi - query : 0;
-      const int32_t last = has_lo && !(spec.fwd.sink_columns && j < work.band.sink_columns) ? j - work.band.lo - query
-                                                                                            : tile.block_m;
-      if (j >= work.keys.end) first = tile.block_m;
-#pragma unroll
-      for (int e = 2 * r; e < probs.num_elems; e += 4) {
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          const int column = Scores::column(e + k);
-          if (column < first || (has_lo && column > last)) probs[e + k] = 0.f;
-        }
-      }
-    }
-  }
-
-  FMHA_DEVICE bool is_edge(const Work& work, int32_t first_query) const {
-    if (work.keys.end - work.keys.begin < tile.block_n) return true;
-    if constexpr (!has_hi) return false;
-    const Range queries = {first_query, min(first_query + tile.block_m, work.span.seqlen_q)};
-    return block_class(work.band, queries, work.keys) != BlockClass::Inside;
-  }
-
-  // What P are exponentials of.
-  FMHA_DEVICE Scores exponents(const Scores& s) const {
-    Scores x;
-    const uint32_t lse = ptx::shared_address(smem.lse_log2[q_slot.index]) + mma::fragment_column() * sizeof(float);
-#pragma unroll
-    for (int e = 0; e < s.num_elems; e += 4) {
-      float lse_log2[2];
-      ptx::ld_shared_v2_f32(lse_log2, lse + Scores::column(e) * sizeof(float));
-#pragma unroll
-      for (int k = 0; k < 4; ++k) x[e + k] = fmaf(s[e + k], scale_log2, -lse_log2[k & 1]);
-    }
-    return x;
-  }
-  // dP becomes dS.
-  FMHA_DEVICE void differentiate(Scores& dp, const Scores& probs) const {
-    const uint32_t deltas = ptx::shared_address(smem.delta[dout_slot.index]) + mma::fragment_column() * sizeof(float);
-#pragma unroll
-    for (int e = 0; e < dp.num_elems; e += 4) {
-      float delta[2];
-      ptx::ld_shared_v2_f32(delta, deltas + Scores::column(e) * sizeof(float));
-#pragma unroll
-      for (int k = 0; k < 4; ++k) dp[e + k] = probs[e + k] * (dp[e + k] - delta[k & 1]);
-    }
   }
 
   FMHA_DEVICE void store_share(const mma::Accumulator<S::dq_columns>& dq) {
@@ -148,13 +97,6 @@ struct Consumer {
     }
   }
 
-  // They become P.
-  FMHA_DEVICE void exponentiate(Scores& x, const Work& work, int32_t block) const {
-    const int32_t first_query = block * tile.block_m;
-#pragma unroll
-    for (int e = 0; e < x.num_elems; ++e) x[e] = ptx::ex2_approx_ftz(x[e]);
-    if (is_edge(work, first_query)) mask(x, work, first_query);
-  }
   // This consumer's rows of dS^T for all.
   FMHA_DEVICE void share_ds(const Operand& ds) const {
     // The other consumers have done their dQ with what a single slot held.
@@ -165,9 +107,20 @@ struct Consumer {
   }
 
   // P and dS as operands of the products, dV started: before dS is made, where registers allow it.
-  FMHA_DEVICE void differentiate_and_start_dv(Scores& s, Scores& dp, Operand& ds) {
+  FMHA_DEVICE void differentiate_and_start_dv(Scores& s, Scores& dp, Operand& ds, const Work& work,
+                                              const QueryTile& at, const Slopes& slopes) {
     Operand probs;
-    probs.template from<dtype>(s, 0);
+    Kept kept;
+    pairs.decide(kept, work, at);
+    if constexpr (spec.fwd.dropout) {
+      // 1 / (1 - p_drop) multiplies dV when it is stored.
+      Scores kept_probs;
+#pragma unroll
+      for (int e = 0; e < s.num_elems; ++e) kept_probs[e] = kept.keeps(e) ? s[e] : 0.f;
+      probs.template from<dtype>(kept_probs, 0);
+    } else {
+      probs.template from<dtype>(s, 0);
+    }
     const auto& dout = smem.dout[dout_slot.index];
     if constexpr (tile.early_dv) {
       mma::start_product_ab<dtype>(dv, probs, dout);
@@ -175,9 +128,20 @@ struct Consumer {
     } else {
       ptx::wgmma_wait_group<0>();
     }
-    differentiate(dp, s);
+    pairs.differentiate(dp, s, smem.delta[dout_slot.index], kept);
+    pairs.uncap(dp, slopes);
     ds.template from<dtype>(dp, 0);
     if constexpr (!tile.early_dv) mma::start_product_ab<dtype>(dv, probs, dout);
+  }
+
+  FMHA_DEVICE static QueryTile query_tile(const QueryBlocks& blocks) {
+    return {blocks.i_head, blocks.current * tile.block_m};
+  }
+
+  FMHA_DEVICE void take_v_and_start_dp(Scores& dp, const Work& work, const QueryBlocks& blocks) const {
+    ptx::mbarrier_wait_parity(smem.v_full, tile_phase);
+    take_dout(work, blocks.current, dout_slot);
+    start_dp(dp, dout_slot.index);
   }
 
   // A query block after another, each from its scores to its dK.
@@ -187,14 +151,19 @@ struct Consumer {
       Scores s, dp;
       take_q(work, blocks.current, q_slot);
       start_scores(s, q_slot.index);
-      ptx::mbarrier_wait_parity(smem.v_full, tile_phase);
-      take_dout(work, blocks.current, dout_slot);
-      start_dp(dp, dout_slot.index);
-      ptx::wgmma_wait_group<1>();
-      Scores x = exponents(s);
-      exponentiate(x, work, blocks.current);
+      if constexpr (!tile.late_dp) {
+        take_v_and_start_dp(dp, work, blocks);
+        ptx::wgmma_wait_group<1>();
+      } else {
+        ptx::wgmma_wait_group<0>();
+      }
+      Slopes slopes;
+      const QueryTile at = query_tile(blocks);
+      Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
+      pairs.exponentiate(x, work, at.first_query);
+      if constexpr (tile.late_dp) take_v_and_start_dp(dp, work, blocks);
       Operand ds;
-      differentiate_and_start_dv(x, dp, ds);
+      differentiate_and_start_dv(x, dp, ds, work, at, slopes);
       share_ds(ds);
       mma::Accumulator<S::dq_columns> dq;
       start_dq(dq);
@@ -216,14 +185,24 @@ struct Consumer {
   //
   //   tensor cores   dP(i)  dV(i)              dQ(i)  dK(i)  S(i+1)
   //   this group     P(i)   dS(i)  share dS(i)        store dQ(i)
+  //
+  // Modified scores stay as the product left them until dP is under way: their slopes need not be carried along.
+  FMHA_DEVICE Scores carried(const Scores& s, const Work& work, const QueryBlocks& blocks) const {
+    if constexpr (modifies) return s;
+    Slopes none;
+    return pairs.exponents(s, smem.lse_log2[q_slot.index], work, query_tile(blocks), none);
+  }
   template <bool last>
   FMHA_DEVICE void turn(const Work& work, QueryBlocks& blocks, Scores& x) {
     Scores dp;
     take_dout(work, blocks.current, dout_slot);
     start_dp(dp, dout_slot.index);
-    exponentiate(x, work, blocks.current);
+    Slopes slopes;
+    const QueryTile at = query_tile(blocks);
+    if constexpr (modifies) x = pairs.exponents(x, smem.lse_log2[q_slot.index], work, at, slopes);
+    pairs.exponentiate(x, work, at.first_query);
     Operand ds;
-    differentiate_and_start_dv(x, dp, ds);
+    differentiate_and_start_dv(x, dp, ds, work, at, slopes);
     share_ds(ds);
     mma::Accumulator<S::dq_columns> dq;
     start_dq(dq);
@@ -244,7 +223,7 @@ struct Consumer {
       take_q(work, blocks.current, q_slot);
       start_scores(next, q_slot.index);
       ptx::wgmma_wait_group<0>();
-      x = exponents(next);
+      x = carried(next, work, blocks);
     }
     arrive(smem.q_empty[done]);
   }
@@ -254,7 +233,7 @@ struct Consumer {
     start_scores(s, q_slot.index);
     ptx::mbarrier_wait_parity(smem.v_full, tile_phase);
     ptx::wgmma_wait_group<0>();
-    x = exponents(s);
+    x = carried(s, work, blocks);
 #pragma unroll 1
     for (int32_t left = blocks.count(); left > 1; --left) turn<false>(work, blocks, x);
     turn<true>(work, blocks, x);
@@ -289,7 +268,7 @@ struct Consumer {
       if (!work.q_blocks.empty()) run_tile(schedule, work);
       const int32_t row = index * mma::kRows + mma::fragment_row();
       store_rows<spec.dtype_grad, spec.fwd.head_dim_qk, tile.vector_store>(dk, p.dk, work, row, p.fwd.softmax_scale);
-      store_rows<spec.dtype_grad, spec.fwd.head_dim_v, tile.vector_store>(dv, p.dv, work, row, 1.f);
+      store_rows<spec.dtype_grad, spec.fwd.head_dim_v, tile.vector_store>(dv, p.dv, work, row, spec.fwd.dropout ? p.fwd.dropout_scale : 1.f);
       if constexpr (repairs<spec>()) {
         bool suspect = false;
 #pragma unroll
@@ -306,7 +285,7 @@ struct Consumer {
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void consume(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
   const int32_t index = ptx::uniform(threadIdx.x / mma::kWarpgroup) - 1;
-  Consumer<spec, tile> consumer{p, smem, index, p.fwd.softmax_scale * kLog2E};
+  Consumer<spec, tile> consumer{p, smem, index, {p, index, p.fwd.softmax_scale * kLog2E}};
   consumer.run(schedule);
 }
 

@@ -5,6 +5,22 @@
 
 namespace fmha::sm90::bwd {
 
+template <class Tile>
+FMHA_DEVICE void load_rows(const Tile& to, const TensorMap& map, Barrier& full, int32_t i_batch, int32_t row,
+                           int32_t i_head, ptx::CacheHint hint) {
+#pragma unroll
+  for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
+    ptx::cp_async_bulk_tensor_4d(to.address() + chunk * Tile::chunk_bytes, map, full, chunk * Tile::span, row, i_head,
+                                 i_batch, hint);
+  }
+}
+
+// The batch coordinate of K and V.
+template <BwdSpec spec>
+FMHA_DEVICE int32_t k_batch_of(const SeqSpan& span) {
+  return spec.fwd.kv_layout == KvKind::Packed ? 0 : span.i_batch;
+}
+
 template <BwdSpec spec, Sm90BwdTile tile>
 struct Loader {
   using S = Shape<spec, tile>;
@@ -16,16 +32,6 @@ struct Loader {
   Slot<tile.stages_dout> dout_slot;
   uint32_t tile_phase = 0;
 
-  template <class Tile>
-  FMHA_DEVICE void load(const Tile& to, const TensorMap& map, Barrier& full, int32_t i_batch, int32_t row,
-                        int32_t i_head, ptx::CacheHint hint) const {
-#pragma unroll
-    for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
-      ptx::cp_async_bulk_tensor_4d(to.address() + chunk * Tile::chunk_bytes, map, full, chunk * Tile::span, row, i_head,
-                                   i_batch, hint);
-    }
-  }
-
   // A query block with a number of each of its rows.
   template <class Tile, int stages>
   FMHA_DEVICE void load_queries(Tile (&tiles)[stages], float (&row_stats)[stages][tile.block_m],
@@ -36,7 +42,8 @@ struct Loader {
     const int32_t i = slot.index, first_query = blocks.current * tile.block_m;
     ptx::mbarrier_wait_parity(empty[i], slot.phase ^ 1);
     ptx::mbarrier_arrive_expect_tx(full[i], Tile::tile_bytes + stats_bytes);
-    load(tiles[i], map, full[i], work.span.storage_batch, work.span.q_row + first_query, blocks.i_head, ptx::CacheHint::EvictLast);
+    load_rows(tiles[i], map, full[i], work.span.storage_batch, work.span.q_row + first_query, blocks.i_head,
+              ptx::CacheHint::EvictLast);
     const float* rows = stats + stats_offset(p, work.span, blocks.i_head, first_query);
     ptx::cp_async_bulk(ptx::shared_address(row_stats[i]), rows, stats_bytes, full[i]);
     slot.advance();
@@ -44,16 +51,16 @@ struct Loader {
 
   FMHA_DEVICE void load_tile(const Work& work) {
     const int32_t k_row = work.span.k_row + work.keys.begin;
-    const int32_t k_batch = spec.fwd.kv_layout == KvKind::Packed ? 0 : work.span.i_batch;
+    const int32_t k_batch = k_batch_of<spec>(work.span);
     ptx::mbarrier_wait_parity(smem.kv_empty, tile_phase ^ 1);
     ptx::mbarrier_arrive_expect_tx(smem.k_full, S::KTile::tile_bytes);
-    load(smem.k, maps.k, smem.k_full, k_batch, k_row, work.i_head_kv, ptx::CacheHint::EvictFirst);
+    load_rows(smem.k, maps.k, smem.k_full, k_batch, k_row, work.i_head_kv, ptx::CacheHint::EvictFirst);
     bool first = true;
     for (QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work); blocks.more(); blocks.advance()) {
       load_queries(smem.q, smem.lse_log2, smem.q_full, smem.q_empty, q_slot, maps.q, p.lse_log2, work, blocks);
       if (first) {  // S can start before V is there
         ptx::mbarrier_arrive_expect_tx(smem.v_full, S::VTile::tile_bytes);
-        load(smem.v, maps.v, smem.v_full, k_batch, k_row, work.i_head_kv, ptx::CacheHint::EvictFirst);
+        load_rows(smem.v, maps.v, smem.v_full, k_batch, k_row, work.i_head_kv, ptx::CacheHint::EvictFirst);
         first = false;
       }
       load_queries(smem.dout, smem.delta, smem.dout_full, smem.dout_empty, dout_slot, maps.dout, p.delta, work, blocks);

@@ -1,4 +1,4 @@
-// dQ: the f32 sums of the main kernel, out of the order of its accumulators, scaled and rounded once. And rows of any
+// dSink; and dQ: the f32 sums of the main kernel, out of the order of its accumulators, scaled and rounded once. And rows of any
 // gradient that are not finite where a mask may have let a hidden infinity through: computed again, pair by pair.
 #pragma once
 #include <fmha/bwd.h>
@@ -34,16 +34,43 @@ FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule
   }
 }
 
+// dSink of a head, by all threads: each sums every so many queries of every sequence, then their sums are added in the
+// order of the threads, so that it has the same bits whenever it is computed.
+template <BwdSpec spec>
+FMHA_DEVICE void sink_gradient(const BwdParams& p, int32_t i_head) {
+  __shared__ float sums[kPostprocessThreads / 32];
+  const float sink_log2 = scalar_of(p.fwd.sink, 0, i_head, -infinity()) * kLog2E;
+  float sum = 0.f;
+  for (int32_t b = 0; b < p.fwd.batch; ++b) {
+    const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, b);
+#pragma unroll 4
+    for (int32_t i = threadIdx.x; i < span.seqlen_q; i += kPostprocessThreads)
+      sum += sink_term(p, stats_offset(p, span, i_head, i), sink_log2);
+  }
+  sum = lane_sum<simt::Warp>(sum);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int32_t warp = 1; warp < kPostprocessThreads / 32; ++warp) sum += sums[warp];
+  p.dsink[i_head] = sum;
+}
+
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void postprocess(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   using S = Shape<spec, tile>;
   constexpr int dim = spec.fwd.head_dim_qk;
   __shared__ float rows[tile.block_m][S::dim + 1];
   __shared__ bool suspects[tile.block_m];
+  // CTAs: query blocks, then a head of dSink each, then key blocks.
+  const int32_t num_q_blocks = schedule.num_q_blocks * p.fwd.num_heads_q * p.fwd.batch;
+  const int32_t num_sinks = spec.write_dsink ? p.fwd.num_heads_q : 0;
+  if (spec.write_dsink && int32_t(blockIdx.x) >= num_q_blocks && int32_t(blockIdx.x) < num_q_blocks + num_sinks) {
+    sink_gradient<spec>(p, blockIdx.x - num_q_blocks);
+    return;
+  }
   if constexpr (repairs<spec>()) {
-    const int32_t num_q_blocks = schedule.num_q_blocks * p.fwd.num_heads_q * p.fwd.batch;
-    if (int32_t(blockIdx.x) >= num_q_blocks) {
-      repair_keys<spec, tile>(p, schedule, blockIdx.x - num_q_blocks);
+    if (int32_t(blockIdx.x) >= num_q_blocks + num_sinks) {
+      repair_keys<spec, tile>(p, schedule, blockIdx.x - num_q_blocks - num_sinks);
       return;
     }
     if (threadIdx.x < tile.block_m) suspects[threadIdx.x] = false;

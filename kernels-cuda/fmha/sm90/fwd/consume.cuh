@@ -3,7 +3,7 @@
 //   step i   tensor cores                     this warpgroup
 //            S = Q K(i)^T, O += P V(i-1)      O *= correction, waits for S
 //            O += P V(i-1)                    mask, row maxima, P = exp2(S - row maximum)
-//            -                                P to 16 bit
+//            -                                P to 16 or 8 bits
 //
 // Where no mask cuts a block, the row-max reduction is skipped (`step_reusing_row_max`): P is computed with the
 // running maximum of the blocks before, and the block's row sums tell afterwards whether that was too low.
@@ -11,8 +11,13 @@
 // With `ping_pong` two or three warpgroups issue their products in turn, so that one's products run
 // under another's exponentials. With `lookahead` the next tile's first S is started together with
 // this tile's last P V, so that the tensor cores do not wait at a tile's end either.
+//
+// Products of 8-bit elements are summed in some 14 bits. With `flush_every` those of P V go to accumulators of their own
+// (`recent`), which are added to O in f32 after so many blocks; where O leaves no registers for a second one, a part of its
+// columns at a time (`output_columns`), with every block.
 #pragma once
 #include <fmha/common/scheduler.cuh>
+#include <fmha/mma/sm90/fp8_operand.cuh>
 #include <fmha/mma/sm90/half_accumulator.cuh>
 #include <fmha/mma/sm90/register_product.cuh>
 #include <fmha/ptx/barrier.cuh>
@@ -43,13 +48,18 @@ struct Consumer {
   const FwdParams& p;
   Shared& smem;
   const int32_t index;      // of this warpgroup among the consumers
-  const float scale_log2;   // of what the softmax takes (modifiers.cuh)
+  float scale_log2;         // of what the softmax takes (modifiers.cuh), of the tile whose scores come next
   const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
 
   mma::AccumulatorOf<dim_v, tile.f16_output> o;
   mma::RegisterTile<Storage<spec.dtype_qk>, tile.q_in_registers ? dim_qk : mma::kDepth<Storage<spec.dtype_qk>>> q;
   mma::RegisterTile<Storage<spec.dtype_v>, tile.block_n> probs;
-  Softmax<tile> softmax;
+  static constexpr bool flushes = tile.flush_every > 0;
+  static constexpr int part = output_columns(spec, tile), num_parts = dim_v / part;
+  mma::Accumulator<flushes ? part : 8> recent;  // of O, since the last flush
+  int32_t unflushed = 0;                        // blocks that are in it
+  float descale = 1.f;                          // of FP8 scores, of the same tile as scale_log2
+  Softmax<tile, p_offset_log2(spec, tile)> softmax;
   typename Modifiers::BiasWords bias;  // of the block at work
   Slot<Shared::q_buffers> q_slot = {Shared::q_pieces > 1 ? index : 0};
   Slot<tile.stages> k_slot, v_slot;
@@ -78,6 +88,14 @@ struct Consumer {
   }
 
   FMHA_DEVICE const Work& work() const { return smem.work[work_slot.index]; }
+  FMHA_DEVICE Modifiers modifiers() const { return {p, fabsf(descale)}; }
+  // Descales vary by sequence and kv head.
+  FMHA_DEVICE void take_scale(const Work& w) {
+    if constexpr (is_fp8(spec.dtype_qk)) {
+      descale = scalar_of(p.descale_q, w.i_batch, w.i_head_kv, 1.f) * scalar_of(p.descale_k, w.i_batch, w.i_head_kv, 1.f);
+      scale_log2 = modifiers().scale_log2();
+    }
+  }
   FMHA_DEVICE void wait_work() { ptx::mbarrier_wait_parity(smem.work_full[work_slot.index], work_slot.phase); }
   FMHA_DEVICE void release_work() {
     ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], signals);
@@ -127,17 +145,41 @@ struct Consumer {
     ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
     wait_ping_pong();
     if constexpr (tile.q_in_registers) {
-      mma::start_register_product_abt<spec.dtype_qk, sign, false>(s, q, smem.k[k_slot.index]);
+      mma::start_register_product_abt<spec.dtype_qk, sign>(s, q, smem.k[k_slot.index], 0, false);
     } else {
       mma::start_product_abt<spec.dtype_qk, sign>(s, smem.q[q_slot.index], q_row(), smem.k[k_slot.index]);
     }
   }
   FMHA_DEVICE void start_output() {
     ptx::mbarrier_wait_parity(smem.v_full[v_slot.index], v_slot.phase);
-    if constexpr (Shared::v_columns) {
-      mma::start_register_product_abt<spec.dtype_v, 1, true>(o, probs, smem.v[v_slot.index]);
+    if constexpr (flushes) {
+#pragma unroll
+      for (int i = 0; i < num_parts; ++i) {
+        mma::start_register_product_abt<spec.dtype_v, 1>(recent, probs, smem.v[v_slot.index], i * part,
+                                                         tile.flush_every > 1 && unflushed > 0);
+        if (i + 1 == num_parts) break;
+        ptx::wgmma_wait_group<0>();
+        add_recent(i);
+      }
+    } else if constexpr (Shared::v_columns) {
+      mma::start_register_product_abt<spec.dtype_v, 1>(o, probs, smem.v[v_slot.index], 0, true);
     } else {
       mma::start_product_ab<spec.dtype_v>(o, probs, smem.v[v_slot.index]);
+    }
+  }
+  FMHA_DEVICE void add_recent(int i) {
+    ptx::written_here(recent.elems);
+#pragma unroll
+    for (int e = 0; e < recent.num_elems; ++e) o[i * (part / 2) + e] += recent[e];
+  }
+  FMHA_DEVICE void flush() {
+    add_recent(0);
+    unflushed = 0;
+  }
+  // Before O is read.
+  FMHA_DEVICE void flush_rest() {
+    if constexpr (tile.flush_every > 1) {
+      if (unflushed > 0) flush();
     }
   }
   // `last`: of the tile.
@@ -160,6 +202,11 @@ struct Consumer {
   FMHA_DEVICE void finish_output() {
     ptx::wgmma_wait_group<0>();
     release_v();
+    if constexpr (tile.flush_every == 1) {
+      add_recent(num_parts - 1);
+    } else if constexpr (flushes) {
+      if (++unflushed == tile.flush_every) flush();
+    }
   }
   FMHA_DEVICE void release_v() {
     release_slot(smem.v_empty[v_slot.index]);
@@ -221,7 +268,7 @@ struct Consumer {
   }
 
   FMHA_DEVICE void fetch_bias(const Work& work, int32_t block) {
-    if constexpr (Modifiers::prefetches) Modifiers{p}.fetch(bias, work, rows.row, block);
+    if constexpr (Modifiers::prefetches) modifiers().fetch(bias, work, rows.row, block);
   }
 
   FMHA_DEVICE uint32_t zero() const { return uint32_t(work().num_blocks) >> 31; }
@@ -240,10 +287,32 @@ struct Consumer {
     drop(s, p, i, batch_head, block * tile.block_n);
   }
 
+  // Descales that are negative together turn S around, as a negative scale does in the product.
+  template <int n>
+  FMHA_DEVICE void take_sign(Scores<n>& s) const {
+    if constexpr (is_fp8(spec.dtype_qk)) {
+      if (descale < 0.f) {
+#pragma unroll
+        for (int e = 0; e < s.num_elems; ++e) s[e] = -s[e];
+      }
+    }
+  }
+
+  template <int n>
+  FMHA_DEVICE void take_probs(const Scores<n>& s) {
+    if constexpr (is_fp8(spec.dtype_v)) {
+      constexpr auto order = Shared::turned ? mma::KeyOrder::OfAccumulator : mma::KeyOrder::OfMemory;
+      mma::pack_operand<spec.dtype_v, order>(probs, s, zero());
+    } else {
+      probs.template from<spec.dtype_v>(s, zero());
+    }
+  }
+
   // S to P of block `block` of a tile.
   template <int n>
   FMHA_DEVICE void exponentiate(Scores<n>& s, const Work& work, int32_t block, bool edge) {
-    Modifiers{p}.apply(s, bias, work, rows.row, block);
+    take_sign(s);
+    modifiers().apply(s, bias, work, rows.row, block);
     if (edge) mask(s, work, block);
     softmax.step(s, scale_log2, never());
     if constexpr (spec.dropout) drop_some(s, work, block);
@@ -268,6 +337,14 @@ struct Consumer {
         for (int e = 0; e < o.num_elems; ++e) {
           if (o.row(e) == r) o[e] *= softmax.correction[r];
         }
+        if constexpr (tile.flush_every > 1) {
+          if (unflushed > 0) {
+#pragma unroll
+            for (int e = 0; e < recent.num_elems; ++e) {
+              if (recent.row(e) == r) recent[e] *= softmax.correction[r];
+            }
+          }
+        }
       }
     }
   }
@@ -284,6 +361,7 @@ struct Consumer {
     rows = rows_of(w);
     o.clear();
     softmax.reset();
+    take_scale(w);
     take_q();
     skip_k(first_of(w));
     if (sees_half(w)) {
@@ -303,7 +381,7 @@ struct Consumer {
     if constexpr (release_q_early) release_q(w.num_blocks == 1 + first_of(w));
     auto&& s = mma::in_f32(sums);
     exponentiate_first(s, w);
-    probs.template from<spec.dtype_v>(s, zero());
+    take_probs(s);
     skip_v(first_of(w));
   }
 
@@ -314,7 +392,7 @@ struct Consumer {
     auto&& s = mma::in_f32(sums);
     exponentiate(s, work(), block, edge);
     finish_output();
-    probs.template from<spec.dtype_v>(s, zero());
+    take_probs(s);
   }
 
   // One block without the row-max reduction. Returns whether running maxima of the warp were too low for it.
@@ -322,7 +400,7 @@ struct Consumer {
     ScoreSums<tile.block_n> products;
     overlap_products(products, false, last, work(), block);
     auto&& s = mma::in_f32(products);
-    Modifiers{p}.apply(s, bias, work(), rows.row, block);
+    modifiers().apply(s, bias, work(), rows.row, block);
     float sums[2];
     softmax.step_reusing_row_max(s, scale_log2, sums, never());
     finish_output();
@@ -330,7 +408,7 @@ struct Consumer {
     if (__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(sums))) raised = raise_row_max(s, sums, block);
     softmax.add(sums);
     if constexpr (spec.dropout) drop_some(s, work(), block);
-    probs.template from<spec.dtype_v>(s, zero());
+    take_probs(s);
     return raised;
   }
   // Whether one of the thread's two rows is the sequence's: what follows a packed sequence must not sway a vote.
@@ -344,7 +422,7 @@ struct Consumer {
     const bool overflows = __any_sync(ptx::kAllLanes, softmax.overflows_f32(real_sums));
     if (overflows) {
       recompute_scores<spec, tile>(p, work(), rows.row, block, s);
-      Modifiers{p}.apply(s, bias, work(), rows.row, block);
+      modifiers().apply(s, bias, work(), rows.row, block);
       softmax.step(s, scale_log2, never());
       sums[0] = sums[1] = 0.f;
     } else {
@@ -415,6 +493,7 @@ struct Consumer {
 
   // A tile's last P V, and the next tile's first S started beside it.
   FMHA_DEVICE void cross_to(const Work& next, RowStats (&stats)[2]) {
+    take_scale(next);
     take_q();
     skip_k(first_of(next));
     if (sees_half(next)) {
@@ -435,7 +514,7 @@ struct Consumer {
     if constexpr (!Modifiers::prefetches) rows = rows_of(next);
     exponentiate_first(s, next);
     finish_output();
-    probs.template from<spec.dtype_v>(s, zero());
+    take_probs(s);
     skip_v(first_of(next));
   }
 
@@ -449,6 +528,7 @@ struct Consumer {
       finish_q();
       const Work& done = work();
       const int32_t done_row = rows.row;
+      const float done_scale_log2 = scale_log2;
       Slot<kWorkSlots> next_slot = work_slot;
       next_slot.advance();
       const Work& next = smem.work[next_slot.index];
@@ -464,8 +544,9 @@ struct Consumer {
         stats[0] = softmax.rows[0];
         stats[1] = softmax.rows[1];
       }
+      flush_rest();
       auto&& sums = mma::in_f32(o);
-      epilogue<spec, tile>(p, done, done_row, stats, scale_log2, Modifiers{p}.offset_log2(), sums);
+      epilogue<spec, tile>(p, done, done_row, stats, done_scale_log2, modifiers().offset_log2(), sums);
       release_work();
       if (!more) return;
       if constexpr (tile.lookahead) {
@@ -480,7 +561,7 @@ struct Consumer {
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE Consumer<spec, tile> consumer_of(const FwdParams& p, Smem<spec, tile>& smem) {
   const int32_t index = ptx::uniform(threadIdx.x / mma::kWarpgroup) - first_consumer(tile);
-  return Consumer<spec, tile>{p, smem, index, Modifiers<spec, tile>{p}.scale_log2()};
+  return Consumer<spec, tile>{p, smem, index, Modifiers<spec, tile>{p, 1.f}.scale_log2()};
 }
 
 template <FwdSpec spec, Sm90Tile tile>

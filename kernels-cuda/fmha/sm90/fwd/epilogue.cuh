@@ -5,6 +5,7 @@
 #include <fmha/sm90/common/fragment.cuh>
 #include <fmha/sm90/fwd/config.cuh>
 #include <fmha/sm90/fwd/softmax.cuh>
+#include <fmha/sm90/fwd/turn_values.cuh>
 
 namespace fmha::sm90 {
 
@@ -30,10 +31,70 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
   }
 }
 
+// A thread's elements of row r of sixteen columns of O, from element `first` on: of a V that was turned, four neighbouring
+// dimensions; else the first two and two of the next 8-column group.
+template <bool turned, int n>
+FMHA_DEVICE void four_of(const mma::Accumulator<n>& o, int first, int r, float factor, float (&x)[4]) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const int group = turned ? k % 2 : k / 2, within = turned ? k / 2 : k % 2;
+    x[k] = o[first + 4 * group + 2 * r + within] * factor;
+  }
+}
+
+// A row's part, 16 bytes at a time, of 16-bit elements. `out` is where the row begins.
+template <FwdSpec spec, int n>
+FMHA_DEVICE void store_vectors(uint16_t* out, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
+  constexpr bool turned = turns_v(spec);
+  const int32_t quad_lane = threadIdx.x % 4;
+#pragma unroll
+  for (int c = 0; c < n / 8; c += 4) {
+    uint32_t words[4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float x[4];
+      four_of<turned>(o, 4 * c + 8 * half, r, factor, x);
+      words[2 * half] = ptx::cvt_rn_x2<spec.dtype_o>(x[0], x[1]);
+      words[2 * half + 1] = ptx::cvt_rn_x2<spec.dtype_o>(x[2], x[3]);
+    }
+    int32_t column;
+    if constexpr (turned) {
+      // Of two sixteens the even lanes take the first and the odd ones the second, each from its neighbour.
+      const bool odd = quad_lane & 1;
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const uint32_t received = ptx::shfl_xor(odd ? words[k] : words[2 + k], 1);
+        (odd ? words[k] : words[2 + k]) = received;
+      }
+      column = 8 * c + (odd ? 16 : 0) + 4 * (quad_lane & 2);
+    } else {
+      quad_transpose(words);
+      column = 8 * (c + quad_lane);
+    }
+    ptx::st_global_v4_b32_if(out + column, words, stored && column < spec.head_dim_v);
+  }
+}
+
+// The same element by element, of any type.
+template <FwdSpec spec, int n>
+FMHA_DEVICE void store_elements(void* data, int64_t at, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
+  constexpr bool turned = turns_v(spec);
+  const int32_t quad_lane = threadIdx.x % 4;
+#pragma unroll
+  for (int first = 0; first < o.num_elems; first += 8) {
+    float x[4];
+    four_of<turned>(o, first, r, factor, x);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int32_t column = 2 * first + (turned ? 4 * quad_lane + k : k / 2 * 8 + 2 * quad_lane + k % 2);
+      store_o<spec.dtype_o>(data, at + column, x[k], stored && column < spec.head_dim_v);
+    }
+  }
+}
+
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, RowStats (&rows)[2], float scale_log2, float offset_log2,
                           mma::Accumulator<padded_dim(spec.head_dim_v)>& o) {
-  constexpr int dim = spec.head_dim_v;
   const int32_t quad_lane = threadIdx.x % 4;
   bool suspect[2] = {false, false};
   float lse[2];
@@ -43,7 +104,12 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
     const bool stored = i < work.seqlen_q;
     const float row_sum = quad_reduce(rows[r].row_sum, [](float a, float b) { return a + b; });
-    RowResult result = finish_row<spec>(p, rows[r].row_max * scale_log2 + offset_log2, row_sum, stored ? i_head : 0);
+    // P's offset is in the sum and in O.
+    constexpr float of_p = 1.f / (1 << p_offset_log2(spec, tile));
+    RowResult result =
+        finish_row<spec>(p, rows[r].row_max * scale_log2 + offset_log2, row_sum * of_p, stored ? i_head : 0);
+    if constexpr (is_fp8(spec.dtype_v)) result.factor *= of_p * scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f);
+    if constexpr (is_fp8(spec.dtype_o)) result.factor *= p.scale_o ? *p.scale_o : 1.f;
     if constexpr (spec.dropout) result.factor *= p.dropout_scale;
     lse[r] = result.lse;
     // A row that sees no key (LSE -inf) is among them: its O is to be 0, but 0 times a hidden NaN of V is NaN.
@@ -51,35 +117,9 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
     const int64_t at = work.storage_batch * p.o.batch + int64_t(work.q_row + i) * p.o.row + i_head * p.o.head;
 
     if constexpr (tile.vector_store) {
-      uint16_t* out = static_cast<uint16_t*>(p.o.data) + at;
-#pragma unroll
-      for (int c = 0; c < padded_dim(dim) / 8; c += 4) {
-        uint32_t words[4];
-#pragma unroll
-        for (int g = 0; g < 4; ++g) {
-          const int e = 4 * (c + g) + 2 * r;
-          words[g] = ptx::cvt_rn_x2<spec.dtype_o>(o[e] * result.factor, o[e + 1] * result.factor);
-        }
-        quad_transpose(words);
-        const int32_t column = 8 * (c + quad_lane);
-        ptx::st_global_v4_b32_if(out + column, words, stored && column < dim);
-      }
+      store_vectors<spec>(static_cast<uint16_t*>(p.o.data) + at, o, r, result.factor, stored);
     } else {
-#pragma unroll
-      for (int e = 2 * r; e < padded_dim(dim) / 2; e += 4) {
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          const int32_t column = o.column(e + k) + 2 * quad_lane;
-          const float value = o[e + k] * result.factor;
-          const bool inside = stored && column < dim;
-          if constexpr (spec.dtype_o == DType::F32) {
-            ptx::st_global_f32_if(static_cast<float*>(p.o.data) + at + column, value, inside);
-          } else {
-            const uint16_t half = uint16_t(ptx::cvt_rn_x2<spec.dtype_o>(value, 0.f));
-            ptx::st_global_u16_if(static_cast<uint16_t*>(p.o.data) + at + column, half, inside);
-          }
-        }
-      }
+      store_elements<spec>(p.o.data, at, o, r, result.factor, stored);
     }
     if constexpr (spec.write_lse) {
       float* out = p.lse + work.storage_batch * p.lse_batch + i_head * p.lse_head + work.q_row + i;

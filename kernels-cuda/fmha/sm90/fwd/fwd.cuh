@@ -3,7 +3,7 @@
 //
 // The schedule is that of FlashAttention-3 (Shah et al., 2024). Of the first warpgroup's warps one loads
 // (load.cuh), one claims and resolves tiles (common/scheduler.cuh), one zeroes V rows that are not the
-// sequence's (zero_values.cuh).
+// sequence's (zero_values.cuh), or two do so and turn V (turn_values.cuh).
 #pragma once
 #include <fmha/ptx/grid.cuh>
 #include <fmha/sm90/fwd/consume.cuh>
@@ -22,13 +22,14 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
   for (int i = 0; i < tile.stages; ++i) {
     ptx::mbarrier_init(smem.k_full[i], loads);
     ptx::mbarrier_init(smem.k_empty[i], tile.cluster * warps);
-    ptx::mbarrier_init(smem.v_full[i], loads);
+    ptx::mbarrier_init(smem.v_full[i], turns_v(spec) ? kTurnWarps : loads);
+    if constexpr (turns_v(spec)) ptx::mbarrier_init(smem.v_raw_empty[i], kTurnWarps);
     ptx::mbarrier_init(smem.v_raw[i], 1);
     ptx::mbarrier_init(smem.v_empty[i], tile.cluster * warps);
   }
   for (int i = 0; i < kWorkSlots; ++i) {
     ptx::mbarrier_init(smem.work_full[i], 1);
-    ptx::mbarrier_init(smem.work_empty[i], num_work_readers(tile));
+    ptx::mbarrier_init(smem.work_empty[i], num_work_readers(spec, tile));
   }
   if constexpr (tile.cluster > 1 && tile.order == TileOrder::Dynamic) {
     ptx::mbarrier_init(smem.claimed_full, 1);
@@ -39,8 +40,14 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
 
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& schedule) {
-  static_assert(spec.dtype_qk == spec.dtype_v, "sm90: Q, K and V share a type");
-  static_assert(spec.dtype_qk == DType::F16 || spec.dtype_qk == DType::Bf16, "sm90: 16-bit types");
+  static_assert(spec.dtype_qk == spec.dtype_v || is_fp8(spec.dtype_qk), "sm90: Q, K and V share a type, or Q and K are FP8");
+  static_assert(size_bytes(spec.dtype_qk) <= 2 && size_bytes(spec.dtype_v) <= 2, "sm90: types of 16 and 8 bits");
+  static_assert(!is_fp8(spec.dtype_qk) || (tile.copy_bytes == 0 && !tile.skip_row_max), "sm90: FP8 comes by TMA, with every row's maximum");
+  static_assert(p_offset_log2(spec, tile) >= 0, "sm90: FP8's range holds the rescale threshold");
+  static_assert(!turns_v(spec) || (tile.warp_specialised && tile.cluster == 1), "sm90: the load role's warpgroup turns its own V");
+  static_assert(tile.flush_every == 0 || is_fp8(spec.dtype_v), "sm90: 16-bit products are summed in f32");
+  static_assert(tile.output_columns == 0 || (tile.flush_every == 1 && padded_dim(spec.head_dim_v) % tile.output_columns == 0),
+                "sm90: parts of O are flushed with every block");
   static_assert(!spec.write_keep_mask, "sm90: it does not write the keep mask");
   static_assert(spec.v_layout == VLayout::RowMajor || tile.copy_bytes == 0, "sm90: only TMA loads a column-major V");
   static_assert(!(tile.f16_scores || tile.f16_output) || spec.dtype_qk == DType::F16, "sm90: f16 sums of f16 products");

@@ -20,11 +20,15 @@ struct Modifiers {
   static constexpr bool prefetches = adds_elements && !spec.softcap && size_bytes(spec.dtype_bias) == 2 && tile.block_n % 32 == 0;
 
   const FwdParams& p;
+  const float descale;  // of FP8 scores: the magnitude of the two descales' product, whose sign S has already; else 1
 
-  FMHA_DEVICE float scale() const { return spec.negative_scale ? -p.softmax_scale : p.softmax_scale; }
+  FMHA_DEVICE float scale() const {
+    const float scale = spec.negative_scale ? -p.softmax_scale : p.softmax_scale;
+    return is_fp8(spec.dtype_qk) ? scale * descale : scale;
+  }
   // A scale of 0 would turn the -inf of hidden scores into NaN, and ALiBi's slope over it into infinity; a tiny one
   // scales every score to 0 too.
-  FMHA_DEVICE float positive_scale() const { return fmaxf(fabsf(p.softmax_scale), only_alibi ? 1e-30f : 1.17549435e-38f); }
+  FMHA_DEVICE float positive_scale() const { return fmaxf(fabsf(scale()), only_alibi ? 1e-30f : 1.17549435e-38f); }
 
   // What an exponential multiplies the softmax's scores by.
   FMHA_DEVICE float scale_log2() const {

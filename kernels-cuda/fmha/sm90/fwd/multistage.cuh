@@ -68,9 +68,10 @@ struct Multistage {
     consumer.finish_q();
     consumer.start_output();
     consumer.finish_output();
+    consumer.flush_rest();
     auto&& sums = mma::in_f32(consumer.o);
     epilogue<spec, tile>(consumer.p, work(), consumer.rows.row, consumer.softmax.rows, consumer.scale_log2,
-                         Modifiers<spec, tile>{consumer.p}.offset_log2(), sums);
+                         consumer.modifiers().offset_log2(), sums);
   }
 
   FMHA_DEVICE void run(const FwdParams& p, const TileSchedule& schedule) {

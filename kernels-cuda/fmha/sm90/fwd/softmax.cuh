@@ -31,7 +31,8 @@ FMHA_DEVICE float exp2_of_negative() {
   return float_of(uint32_t(127 - n) << 23);
 }
 
-template <Sm90Tile tile>
+// With `p_offset_log2` P and its sums are that many powers of two larger: FP8's range begins at 2^-9, and P's with it.
+template <Sm90Tile tile, int p_offset_log2>
 struct Softmax {
   RowStats rows[2];
   float correction[2];
@@ -84,14 +85,15 @@ struct Softmax {
       RowStats& row = rows[r];
       new_max[r] = quad_reduce(new_max[r], [](float a, float b) { return fmaxf(a, b); });
       // A maximum that grew by little is kept, so that O needs no rescaling: P then reaches up to
-      // 2^lazy_rescale_log2, which f32 sums and a 16-bit P hold as exactly as 1.
+      // 2^lazy_rescale_log2, which f32 sums and a 16-bit P hold as exactly as 1; that of 8 bits has the room
+      // (p_offset_log2).
       if (row.row_max != -infinity() && (new_max[r] - row.row_max) * scale_log2 <= float(tile.lazy_rescale_log2))
         new_max[r] = row.row_max;
       const float base = finite_or_zero(new_max[r]);
       correction[r] = ptx::ex2_approx_ftz((row.row_max - base) * scale_log2);
       row.row_max = new_max[r];
       sums[r] = row.row_sum * correction[r];
-      shift[r] = base * scale_log2;
+      shift[r] = p_offset_log2 == 0 ? base * scale_log2 : fmaf(base, scale_log2, -float(p_offset_log2));
     }
     exponentiate(s, scale_log2, shift, sums, never);
 #pragma unroll
@@ -102,6 +104,7 @@ struct Softmax {
   // high enough is told afterwards by the block's sums, which no P in it exceeds.
   template <int n>
   FMHA_DEVICE void step_reusing_row_max(mma::Accumulator<n>& s, float scale_log2, float (&sums)[2], uint32_t never) {
+    static_assert(p_offset_log2 == 0, "the thresholds below are for a P that is not scaled");
     const float shift[2] = {rows[0].row_max * scale_log2, rows[1].row_max * scale_log2};
     sums[0] = sums[1] = 0.f;
     exponentiate(s, scale_log2, shift, sums, never);

@@ -1,0 +1,50 @@
+// P of 8 bits: from an accumulator to the A operand of the next product.
+//
+// Of 32 keys a thread's accumulator has 8 g + 2 q and the next, of each 8-column group g; q is its lane in the quad. An A
+// operand of 8-bit elements wants 16 h + 4 q and the three after, of each half h. So a thread's own four keys of a half,
+// packed as they come, stand in places 16 h + 4 q .. + 3 for the keys 16 h + {2 q, 2 q + 1, 8 + 2 q, 9 + 2 q}. Either B has
+// its keys in that order too (`KeyOrder::OfAccumulator`: a V that the kernel turns itself), which costs nothing; or the
+// quad's lanes exchange them (`KeyOrder::OfMemory`: a column-major V, as TMA brings it), a shuffle a register.
+#pragma once
+#include <fmha/mma/sm90.cuh>
+#include <fmha/ptx/collective.cuh>
+#include <fmha/ptx/fp8.cuh>
+
+namespace fmha::mma::sm90 {
+
+enum class KeyOrder { OfMemory, OfAccumulator };
+
+// The key of 16 that stands in place `at` of an operand in the accumulator's order.
+FMHA_DEVICE constexpr int key_at(int at) { return 8 * (at / 2 % 2) + at / 4 * 2 + at % 2; }
+
+// Two registers of four keys, of two rows, from the accumulator's order to memory's. Lane q is to have the keys 4 q .. 4 q
+// + 3 of sixteen: of 8-column group q / 2 the pairs of lanes 2 (q % 2) and the next. Each lane sends either group's pair
+// of both rows once: even lanes first the lower group's, odd lanes first the upper one's, so that nobody wants both at once.
+FMHA_DEVICE void exchange_keys(uint32_t& upper_row, uint32_t& lower_row) {
+  const uint32_t q = threadIdx.x % 4, first_lane = threadIdx.x % 32 - q;
+  const uint32_t low_group = ptx::prmt(upper_row, lower_row, 0x5410), high_group = ptx::prmt(upper_row, lower_row, 0x7632);
+  const bool odd = q & 1, high = q & 2;
+  const uint32_t source = first_lane + q % 2 * 2;
+  const uint32_t a = ptx::shfl_idx(odd ? high_group : low_group, source + (high ? 1 : 0));
+  const uint32_t b = ptx::shfl_idx(odd ? low_group : high_group, source + (high ? 0 : 1));
+  upper_row = ptx::prmt(a, b, high ? 0x1054 : 0x5410);
+  lower_row = ptx::prmt(a, b, high ? 0x3276 : 0x7632);
+}
+
+// A from an accumulator, rounded to `dtype`; columns that it lacks become `zero` (mma/sm90.cuh says why that is no constant).
+template <DType dtype, KeyOrder order, int depth, int n>
+FMHA_DEVICE void pack_operand(RegisterTile<uint8_t, depth>& a, const Accumulator<n>& x, uint32_t zero) {
+  static_assert(n <= depth && n % 16 == 0, "whole registers, and no more than the operand has");
+#pragma unroll
+  for (int half = 0; half < depth / 16; ++half) {
+    uint32_t* words = &a.elems[half / 2][half % 2 * 2];  // of the upper row, and of the lower
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int e = 8 * half + 2 * r;
+      words[r] = half < n / 16 ? ptx::cvt_rn_satfinite_x4<dtype>(x[e], x[e + 1], x[e + 4], x[e + 5]) : zero;
+    }
+    if (order == KeyOrder::OfMemory && half < n / 16) exchange_keys(words[0], words[1]);
+  }
+}
+
+}  // namespace fmha::mma::sm90

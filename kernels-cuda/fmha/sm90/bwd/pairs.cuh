@@ -1,0 +1,114 @@
+// What becomes of a fragment of S^T and of dP^T: a key to a row, queries along it.
+#pragma once
+#include <fmha/ptx/num.cuh>
+#include <fmha/ptx/shared.cuh>
+#include <fmha/sm90/bwd/modifiers.cuh>
+
+namespace fmha::sm90::bwd {
+
+// The queries of a step.
+struct QueryTile {
+  int32_t i_head, first_query;
+};
+
+template <BwdSpec spec, Sm90BwdTile tile>
+struct Pairs {
+  using Scores = mma::Accumulator<tile.block_m>;
+  using Modifier = Modifiers<spec, tile>;
+  using Slopes = typename Modifier::Slopes;
+  using Kept = KeptBits<spec.fwd.dropout ? tile.block_m : 8>;
+  static constexpr bool modifies = modifies_score(spec.fwd);
+  static constexpr bool has_hi = spec.fwd.mask != MaskKind::Full, has_lo = spec.fwd.mask == MaskKind::Band;
+
+  const BwdParams& p;
+  const int32_t index;  // of the warpgroup among the consumers
+  const float scale_log2;
+
+  FMHA_DEVICE int32_t first_key(const Work& work) const { return work.keys.begin + index * mma::kRows; }
+
+  // What the mask hides becomes 0.
+  FMHA_DEVICE void mask(Scores& x, const Work& work, int32_t first_query) const {
+    const int32_t query = first_query + mma::fragment_column();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t j = first_key(work) + mma::fragment_row() + 8 * r;
+      // The first and the last column that see key j.
+      int32_t first = has_hi ? j - work.band.hi - query : 0;
+      const int32_t last = has_lo && !(spec.fwd.sink_columns && j < work.band.sink_columns) ? j - work.band.lo - query
+                                                                                            : tile.block_m;
+      if (j >= work.keys.end) first = tile.block_m;
+#pragma unroll
+      for (int e = 2 * r; e < x.num_elems; e += 4) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const int column = Scores::column(e + k);
+          if (column < first || (has_lo && column > last)) x[e + k] = 0.f;
+        }
+      }
+    }
+  }
+
+  FMHA_DEVICE bool is_edge(const Work& work, int32_t first_query) const {
+    if (work.keys.end - work.keys.begin < tile.block_n) return true;
+    if constexpr (!has_hi) return false;
+    const Range queries = {first_query, min(first_query + tile.block_m, work.span.seqlen_q)};
+    return block_class(work.band, queries, work.keys) != BlockClass::Inside;
+  }
+
+  // What P are exponentials of, and where scores are soft-capped by which slopes.
+  FMHA_DEVICE Scores exponents(const Scores& s, const float (&lse_log2)[tile.block_m], const Work& work,
+                               const QueryTile& at, Slopes& slopes) const {
+    Scores x;
+    const Modifier modifier = Modifier::of(p, work, at.i_head, first_key(work), at.first_query);
+    BiasCursor<spec.fwd> bias = modifier.bias();
+    const uint32_t lses = ptx::shared_address(lse_log2) + mma::fragment_column() * sizeof(float);
+#pragma unroll
+    for (int e = 0; e < s.num_elems; e += 4) {
+      float lse[2];
+      ptx::ld_shared_v2_f32(lse, lses + Scores::column(e) * sizeof(float));
+#pragma unroll
+      for (int k = 0; k < 4; ++k) x[e + k] = modifies ? s[e + k] : fmaf(s[e + k], scale_log2, -lse[k & 1]);
+      if constexpr (modifies) modifier.apply(x, e, lse, bias, slopes);
+    }
+    return x;
+  }
+
+  // They become P.
+  FMHA_DEVICE void exponentiate(Scores& x, const Work& work, int32_t first_query) const {
+#pragma unroll
+    for (int e = 0; e < x.num_elems; ++e) x[e] = ptx::ex2_approx_ftz(x[e]);
+    if (is_edge(work, first_query)) mask(x, work, first_query);
+  }
+
+  FMHA_DEVICE void decide(Kept& kept, const Work& work, const QueryTile& at) const {
+    const int32_t batch_head = work.span.i_batch * p.fwd.num_heads_q + at.i_head;
+    if constexpr (spec.fwd.dropout) kept.decide(p.fwd, batch_head, first_key(work), at.first_query);
+  }
+
+  // dP becomes the gradient of the score as the softmax sees it.
+  FMHA_DEVICE void differentiate(Scores& dp, const Scores& probs, const float (&delta)[tile.block_m],
+                                 const Kept& kept) const {
+    const uint32_t deltas = ptx::shared_address(delta) + mma::fragment_column() * sizeof(float);
+#pragma unroll
+    for (int e = 0; e < dp.num_elems; e += 4) {
+      float pair[2];
+      ptx::ld_shared_v2_f32(pair, deltas + Scores::column(e) * sizeof(float));
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        float x = dp[e + k];
+        if constexpr (spec.fwd.dropout) x = kept.keeps(e + k) ? x * p.fwd.dropout_scale : 0.f;
+        dp[e + k] = probs[e + k] * (x - pair[k & 1]);
+      }
+    }
+  }
+
+  // And that, through the soft-cap, the gradient of the scaled product.
+  FMHA_DEVICE void uncap(Scores& ds, const Slopes& slopes) const {
+    if constexpr (spec.fwd.softcap) {
+#pragma unroll
+      for (int e = 0; e < ds.num_elems; e += 2) slopes.multiply(ds[e], ds[e + 1], e);
+    }
+  }
+};
+
+}  // namespace fmha::sm90::bwd
