@@ -30,7 +30,7 @@ def units(c):
         "tensor cores": c["tensor_macs"] / 4096,
         "`ex2`": c["special_functions"] / 16,
         "multiply-add": (32 * of("float multiply, add") + 64 * of("packed float multiply, add")) / 128,
-        "shared memory": (128 * c["shared_passes"] + c["shared_matrix_bytes"] + c["bulk_bytes"]) / 128,
+        "shared memory": (128 * c["shared_passes"] + c["shared_matrix_bytes"]) / 128,
         "minimum, maximum": 32 * of("float minimum, maximum") / 64,
         "conversion": 32 * of("conversion") / 64,
         "issue slots": issued / 4,
@@ -48,9 +48,9 @@ def ours(fmha, dim, mask):
     for name, words in [("tensor_macs", "multiply-adds"), ("special_functions", "results at 16")]:
         found[name] = int(re.search(rf"(\d+) {words}", text)[1]) * tiles
     found["barrier_waits"] = int(re.search(r"(\d+) barrier waits", text)[1]) * tiles
-    shared = int(re.search(r"shared memory, (\d+) bytes", text)[1]) * tiles
-    # One sum there; of the units below only the sum is asked.
-    found |= {"shared_passes": 0, "bulk_bytes": 0, "shared_matrix_bytes": shared}
+    # One sum there, of TMA's bytes too.
+    shared, copied = (int(re.search(words, text)[1]) for words in (r"shared memory, (\d+) bytes", r"(\d+) bytes by bulk"))
+    found |= {"shared_passes": 0, "shared_matrix_bytes": (shared - copied) * tiles}
     found["warp_instructions"] = sum(found[name] for name in re.findall(r"\d+ warp instructions: (.+)", text))
     return found
 
