@@ -63,6 +63,20 @@ fn words(line: &str) -> impl Iterator<Item = String> {
     line.split(|c: char| !c.is_alphanumeric()).map(str::to_ascii_lowercase)
 }
 
+/// Threads may read the environment at any time, and another user may have made a name that can be foreseen.
+#[test]
+fn no_library_sets_the_environment_or_makes_a_name_of_its_own_in_the_temporary_folder() {
+    let tested =
+        |name: &str| name.contains("/tests/") || name.starts_with("tests/") || name.ends_with("tests.rs");
+    let all: Vec<_> = files("", &[".rs"]).into_iter().filter(|(name, _)| !tested(name)).collect();
+    assert!(all.len() > 100, "{} files", all.len());
+    let broken = |_: &str, line: &str| {
+        let code = code(line);
+        ["set_var(", "remove_var(", "temp_dir().join", "process::id()"].iter().any(|word| code.contains(word))
+    };
+    none(&violations(&all, broken));
+}
+
 #[test]
 fn core_names_no_vendor_in_its_code() {
     let vendors = ["cuda", "nvidia", "nvrtc", "hip", "rocm", "amd", "hiprtc", "cubin"];

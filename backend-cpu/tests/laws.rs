@@ -193,6 +193,61 @@ fn nan_reaches_only_the_gradients_that_it_touches() {
     }
 }
 
+/// The slope of a hidden score's cap is no number where the score is none: it must not meet a P of 0.
+#[test]
+fn under_a_soft_cap_too_what_the_mask_hides_reaches_no_gradient() {
+    for (isa, threads) in available().flat_map(|isa| [(isa, 1), (isa, 5)]) {
+        for (seqlen_q, seqlen_k, mask) in
+            [(40, 40, "b:1,19"), (20, 40, "b:1,19"), (60, 20, "b:1,19"), (70, 70, "b")]
+        {
+            let mut problem = problem(DType::F32, dims(1, seqlen_q, seqlen_k, (1, 1)));
+            (problem.mask, problem.softcap) = (mask.parse().unwrap(), Some(3.0));
+            let inputs = Inputs::random(problem, &[], 11);
+            let band = inputs.problem.mask.band(seqlen_q, seqlen_k);
+            let backward = BwdProblem::new(inputs.problem.clone());
+            let rows = |bytes: &[u64], strides: Strides, count: u32, dim: u32| -> Vec<Vec<f64>> {
+                let bytes: &[u8] = bytemuck::cast_slice(bytes);
+                let at = |i, d| strides.offset(0, i, 0, d) as usize * 4;
+                (0..count).map(|i| (0..dim).map(|d| DType::F32.read(&bytes[at(i, d)..])).collect()).collect()
+            };
+            // Infinite queries too: of rows that see keys, and of rows that see none.
+            let places = [0, 1, 5, 18, 19, 30].map(|row| [(true, row), (false, row)]).into_iter().flatten();
+            for (in_q, row) in places.filter(|&(in_q, row)| row < if in_q { seqlen_q } else { seqlen_k }) {
+                let mut poisoned = inputs.clone();
+                for d in 0..40 {
+                    let (tensor, value) =
+                        if in_q { (&mut poisoned.q, f64::INFINITY) } else { (&mut poisoned.k, f64::NAN) };
+                    tensor.set(0, row, 0, d, value);
+                }
+                let touched = |i: u32| if in_q { i == row } else { band.visible(i, row) };
+                let what = format!("{isa} {seqlen_q}x{seqlen_k} {mask} in_q {in_q} row {row}");
+                let gradients = run_bwd(&backend(isa, threads), &poisoned, backward.clone(), None);
+                let dq = rows(&gradients.dq, backward.dq, seqlen_q, 40);
+                for (i, dq) in (0..).zip(&dq) {
+                    let sees = (0..seqlen_k).any(|j| band.visible(i, j));
+                    let sound = if sees { !touched(i) } else { true };
+                    assert!(!sound || dq.iter().all(|x| x.is_finite()), "{what}: dQ of {i}: {dq:?}");
+                    assert!(sees || dq.iter().all(|&x| x == 0.0), "{what}: dQ of {i}: {dq:?}");
+                }
+                for (name, found, dim) in [("dK", &gradients.dk, 40), ("dV", &gradients.dv, 24)] {
+                    let strides = if name == "dK" { backward.dk } else { backward.dv };
+                    for (j, found) in (0..).zip(rows(found, strides, seqlen_k, dim)) {
+                        let seen = |wanted: &dyn Fn(u32) -> bool| {
+                            (0..seqlen_q).any(|i| band.visible(i, j) && wanted(i))
+                        };
+                        let sound = !seen(&touched);
+                        assert!(
+                            !sound || found.iter().all(|x| x.is_finite()),
+                            "{what}: {name} of {j}: {found:?}"
+                        );
+                        assert!(seen(&|_| true) || found.iter().all(|&x| x == 0.0), "{what}: {name} of {j}");
+                    }
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn combined_halves_are_the_whole() {
     for isa in available() {

@@ -217,7 +217,6 @@ impl FmhaBackend for CudaBackend {
     }
 
     fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {
-        let problem = &problem.or_deterministic(options.deterministic);
         let (mut choice, refusals) = self.choose_bwd(problem, options)?;
         let (chosen, steps) = self.ready(&mut choice)?;
         let stand_in = if options.allow_fallback && !chosen.kernel.is_fallback() {
@@ -301,10 +300,7 @@ impl Precompile for CudaBackend {
     fn jobs(&self, problem: AnyProblem<'_>, options: &PlanOptions) -> Result<Vec<KernelJob>> {
         let launches = match problem {
             AnyProblem::Forward(problem) => self.choose_fwd(problem, options)?.0.launches,
-            AnyProblem::Backward(problem) => {
-                let problem = problem.or_deterministic(options.deterministic);
-                self.choose_bwd(&problem, options)?.0.launches
-            }
+            AnyProblem::Backward(problem) => self.choose_bwd(problem, options)?.0.launches,
             AnyProblem::Combine(problem) => self.choose_combine(problem, options)?.0.launches,
         };
         Ok(launches

@@ -279,10 +279,10 @@ fn every_order_of_products_keeps_the_rule_under_every_kind_of_mask() {
     for (n, (mask, dims)) in masks.into_iter().enumerate() {
         for deterministic in [false, true] {
             let tile = TILES[(n + usize::from(deterministic)) % 3];
-            let problem = BwdProblem { deterministic, ..problem(mask, dims) };
-            let host = Host::new(problem, Packed::default(), |_| ());
+            let host = Host::new(problem(mask, dims), Packed::default(), |_| ());
             let what = format!("mask {mask}, deterministic {deterministic}, {tile}");
-            host.check(&host.run(&backend, &with(tile)), &what);
+            let options = PlanOptions { deterministic, ..with(tile) };
+            host.check(&host.run(&backend, &options), &what);
         }
     }
 }
@@ -292,20 +292,20 @@ fn packed_sequences_are_apart_and_rows_of_empty_ones_are_zeros() {
     let Some(backend) = device() else { return };
     let lengths = [(9, 0), (0, 6), (70, 140), (1, 1)];
     let dims = Dims { batch: 4, seqlen_q: 70, seqlen_k: 140, ..DIMS };
-    let mut packed = BwdProblem::new(FwdProblem {
+    let packed = BwdProblem::new(FwdProblem {
         mask: "b".parse().unwrap(),
         write_lse: true,
         ..FwdProblem::group(DType::Bf16, dims)
     });
     for deterministic in [false, true] {
-        packed.deterministic = deterministic;
         // The first row of the last sequence would reach the one before it, were it not made zeros there.
         let host = Host::new(packed.clone(), Packed { lengths: &lengths }, |[q, _, _, dout]| {
             let row = 79 * 2 * 64;
             q[row] = bf16::NAN;
             dout[row + 1] = bf16::INFINITY;
         });
-        host.check(&host.run(&backend, &with(TILES[2])), "packed");
+        let options = PlanOptions { deterministic, ..with(TILES[2]) };
+        host.check(&host.run(&backend, &options), "packed");
     }
 }
 

@@ -61,14 +61,14 @@ struct Call {
 }
 
 impl Call {
-    /// Causal f16 attention of two sequences: a kernel that claims its tiles from a counter.
+    /// Causal f16 attention of more tiles than the device has multiprocessors: some are claimed from a counter.
     fn new(backend: &CudaBackend) -> Self {
         let dims = Dims {
-            batch: 2,
-            seqlen_q: 150,
-            seqlen_k: 150,
-            num_heads_q: 2,
-            num_heads_kv: 1,
+            batch: 35,
+            seqlen_q: 20,
+            seqlen_k: 30,
+            num_heads_q: 4,
+            num_heads_kv: 4,
             head_dim_qk: 64,
             head_dim_v: 64,
         };

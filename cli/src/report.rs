@@ -62,7 +62,7 @@ pub(super) fn describe(setup: &Setup) -> String {
         (fwd.sink, "sinks"),
         (fwd.v_layout == VLayout::ColMajor, "V column-major"),
         (fwd.write_lse && setup.bwd.is_none(), "LSE"),
-        (setup.bwd.as_ref().is_some_and(|bwd| bwd.deterministic), "deterministic"),
+        (setup.deterministic && setup.bwd.is_some(), "deterministic"),
     ] {
         if on {
             let _ = write!(text, ", {word}");

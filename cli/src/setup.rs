@@ -25,7 +25,7 @@ pub(super) struct Setup {
     pub(super) iperm: bool,
     pub(super) operm: bool,
     /// The same bits every run.
-    deterministic: bool,
+    pub(super) deterministic: bool,
 }
 
 /// Tensors that the user brings: their types and logical shapes.
@@ -353,13 +353,7 @@ impl ProblemArgs {
             (true, _) => Some(BiasGrad { dtype: DType::F32, strides: fwd.o }),
             (false, _) => None,
         };
-        BwdProblem {
-            dbias,
-            write_dsink: self.dsink,
-            has_dlse: self.dlse,
-            deterministic: self.deterministic,
-            ..BwdProblem::new(fwd.clone())
-        }
+        BwdProblem { dbias, write_dsink: self.dsink, has_dlse: self.dlse, ..BwdProblem::new(fwd.clone()) }
     }
 }
 

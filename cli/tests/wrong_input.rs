@@ -232,6 +232,20 @@ const TABLE: &[(&str, &[&str])] = &[
 ];
 
 #[test]
+fn an_emulator_is_opened_where_the_environment_says_and_nowhere_else() {
+    let folder = tempfile::tempdir().unwrap();
+    for (words, file) in [
+        ("cuda --emulate sm_90a", "libfmha_emu_libcuda.so"),
+        ("rocm --emulate gfx942", "libfmha_emu_amdhip64.so"),
+    ] {
+        let mut command = super::command(folder.path(), &format!("devices --backend {words}"));
+        let ran = super::Ran::of(command.env("FMHA_EMULATOR_DIR", folder.path()).output().unwrap());
+        let place = folder.path().join(file).display().to_string();
+        assert!(ran.status != 0 && ran.err.contains(&place), "{words}: {}{}", ran.out, ran.err);
+    }
+}
+
+#[test]
 fn every_wrong_input_gets_one_line_with_the_field_and_the_number() {
     let folder = tempfile::tempdir().unwrap();
     put_files(folder.path());

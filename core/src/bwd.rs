@@ -38,8 +38,6 @@ pub struct BwdProblem {
     pub write_dsink: bool,
     /// Whether there is a gradient of LSE, so that LSE is differentiated too.
     pub has_dlse: bool,
-    /// The same bits every run, or a refusal.
-    pub deterministic: bool,
 }
 
 impl BwdProblem {
@@ -63,7 +61,6 @@ impl BwdProblem {
             dbias: None,
             write_dsink: false,
             has_dlse: false,
-            deterministic: false,
             fwd,
         }
     }
@@ -133,14 +130,6 @@ pub struct ValidBwd {
 }
 
 impl ValidBwd {
-    /// The same problem, deterministic where a plan's option asks for it though the problem does not.
-    #[must_use]
-    pub fn or_deterministic(&self, wanted: bool) -> Self {
-        let mut same = self.clone();
-        same.problem.deterministic |= wanted;
-        same
-    }
-
     /// The forward problem, validated.
     #[must_use]
     pub fn fwd(&self) -> &ValidFwd {

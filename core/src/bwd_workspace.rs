@@ -18,29 +18,38 @@ pub struct BwdWorkspace {
     stats_batch: i64,
 }
 
+/// Sums of dQ in memory, to which blocks of keys add.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DqSums {
+    /// Columns of a row.
+    pub dim: u32,
+    /// One block after another, so that the sums have one order.
+    pub in_turns: bool,
+}
+
 impl BwdWorkspace {
-    /// For a kernel with query blocks of `block_m` rows that sums `dq_dim` columns of dQ in memory (0: none), in turns
-    /// where the problem is deterministic, and has a number of each of `suspects` warps. `None`: it would be 2^62 bytes or
-    /// more.
+    /// For a kernel with query blocks of `block_m` rows, with these sums if it has any, and a number of each of
+    /// `suspects` warps. `None`: it would be 2^62 bytes or more.
     #[must_use]
-    pub fn new(problem: &BwdProblem, block_m: u32, dq_dim: u32, suspects: u64) -> Option<Self> {
+    pub fn new(problem: &BwdProblem, block_m: u32, sums: Option<DqSums>, suspects: u64) -> Option<Self> {
+        let dq_dim = sums.map_or(0, |sums| sums.dim);
         let dims = problem.fwd.dims;
         let block = u64::from(block_m);
         let padded = u64::from(dims.seqlen_q).div_ceil(block) * block;
         let rows = padded.checked_mul(dims.batch.into())?;
         let elems = rows.checked_mul(dims.num_heads_q.into())?;
         let stats = elems.checked_mul(4)?.checked_next_multiple_of(256)?;
-        let sums = elems.checked_mul(4)?.checked_mul(dq_dim.into())?;
+        let sum_bytes = elems.checked_mul(4)?.checked_mul(dq_dim.into())?;
         // A number of claimed tiles, then what has rows.
         let first = 256;
-        let turns = stats.checked_mul(2)?.checked_add(sums)?.checked_add(first)?;
-        let takes_turns = problem.deterministic && dq_dim > 0;
+        let turns = stats.checked_mul(2)?.checked_add(sum_bytes)?.checked_add(first)?;
+        let takes_turns = sums.is_some_and(|sums| sums.in_turns);
         let marks = turns.checked_add(if takes_turns { elems / block * 4 } else { 0 })?;
         let bytes = marks.checked_add(suspects.checked_mul(4)?)?;
         (bytes < 1 << 62).then_some(Self {
             lse_log2: first,
             delta: first + stats,
-            dq_sums: (dq_dim > 0).then_some(first + 2 * stats),
+            dq_sums: sums.is_some().then_some(first + 2 * stats),
             turns: takes_turns.then_some(turns),
             suspects: marks,
             bytes,
@@ -126,10 +135,10 @@ mod tests {
 
     #[test]
     fn every_part_lies_behind_the_one_before_and_inside() {
-        for (block, deterministic) in [(1, false), (64, false), (64, true)] {
-            let mut problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS));
-            problem.deterministic = deterministic;
-            let workspace = BwdWorkspace::new(&problem, block, 8, 5).unwrap();
+        for (block, in_turns) in [(1, false), (64, false), (64, true)] {
+            let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS));
+            let sums = Some(DqSums { dim: 8, in_turns });
+            let workspace = BwdWorkspace::new(&problem, block, sums, 5).unwrap();
             let padded = u64::from(DIMS.seqlen_q.div_ceil(block) * block);
             assert_eq!(workspace.stats_batch, padded as i64);
             let rows = padded * 3 * 2;
@@ -140,8 +149,8 @@ mod tests {
                     && sums >= workspace.delta + rows * 4
             );
             let end = sums + rows * 8 * 4;
-            let turns = if deterministic { rows / u64::from(block) * 4 } else { 0 };
-            assert_eq!((workspace.turns, workspace.bytes), (deterministic.then_some(end), end + turns + 20));
+            let turns = if in_turns { rows / u64::from(block) * 4 } else { 0 };
+            assert_eq!((workspace.turns, workspace.bytes), (in_turns.then_some(end), end + turns + 20));
             assert_eq!(workspace.suspects, end + turns);
         }
     }
@@ -150,6 +159,6 @@ mod tests {
     fn a_workspace_that_no_memory_holds_is_none() {
         let dims = Dims { batch: 1 << 30, seqlen_q: 1 << 30, ..DIMS };
         let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims));
-        assert_eq!(BwdWorkspace::new(&problem, 64, 128, 0), None);
+        assert_eq!(BwdWorkspace::new(&problem, 64, Some(DqSums { dim: 128, in_turns: false }), 0), None);
     }
 }

@@ -190,7 +190,7 @@ abi_spec! {
 }
 
 impl BwdSpec {
-    /// The compile-time facts of a problem.
+    /// The compile-time facts of a problem; the order of sums is the plan's, and here any.
     #[must_use]
     pub fn of(problem: &BwdProblem) -> Self {
         let fwd = FwdSpec { write_lse: true, write_keep_mask: false, ..FwdSpec::of(&problem.fwd) };
@@ -201,7 +201,7 @@ impl BwdSpec {
             write_dbias: problem.dbias.is_some(),
             write_dsink: problem.write_dsink,
             has_dlse: problem.has_dlse,
-            deterministic: problem.deterministic,
+            deterministic: false,
         }
     }
 }

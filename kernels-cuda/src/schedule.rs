@@ -11,7 +11,7 @@ pub enum TileOrder {
     Single,
     /// A CTA per SM; tile t goes to CTA t mod CTAs, every second round backwards.
     Static,
-    /// A CTA per SM; the next tile is claimed from an atomic counter: 4 zero bytes of workspace, left zero again.
+    /// A CTA per SM; the next tile is claimed from an atomic counter: 4 bytes of workspace, zero before each launch.
     Dynamic,
 }
 
@@ -89,6 +89,16 @@ impl TileSchedule {
             num_heads: num_heads as i32,
             heads_per_l2_group: heads_per_l2_group as i32,
         })
+    }
+}
+
+impl TileSchedule {
+    /// Bytes of the counter that so many CTAs (or clusters) claim tiles from. Where each has one tile at most, the first
+    /// ones are all, and no run has a counter to clear: a step of its stream less.
+    #[must_use]
+    pub fn counter_bytes(&self, order: TileOrder, workers: u32) -> u64 {
+        let claims = order == TileOrder::Dynamic && self.num_tiles.unsigned_abs() > workers;
+        if claims { 4 } else { 0 }
     }
 }
 

@@ -137,11 +137,9 @@ impl Sm100Tile {
 
     /// Workspace: the tile counter, zero before each launch, and the parts of a split.
     #[must_use]
-    pub fn workspace(&self, problem: &FwdProblem) -> Workspace {
-        let zeroed_bytes = match self.order {
-            TileOrder::Dynamic => 4,
-            TileOrder::Single | TileOrder::Static => 0,
-        };
+    pub fn workspace(&self, problem: &FwdProblem, schedule: &TileSchedule, num_sms: u32) -> Workspace {
+        let workers = self.grid(schedule, num_sms) / self.cluster.unsigned_abs();
+        let zeroed_bytes = schedule.counter_bytes(self.order, workers);
         Workspace { bytes: split::workspace_bytes(problem, self).max(zeroed_bytes), zeroed_bytes }
     }
 

@@ -193,13 +193,11 @@ impl Sm90Tile {
         !self.skip_row_max && self.block_n == default_tile(spec).block_n
     }
 
-    /// Workspace bytes, zero before the first launch.
+    /// Workspace bytes, zero before each launch.
     #[must_use]
-    pub const fn workspace_bytes(&self) -> u64 {
-        match self.order {
-            TileOrder::Dynamic => 4,
-            TileOrder::Single | TileOrder::Static => 0,
-        }
+    pub fn counter_bytes(&self, schedule: &TileSchedule, num_sms: u32) -> u64 {
+        let cluster = self.cluster.unsigned_abs();
+        schedule.counter_bytes(self.order, self.grid(schedule, num_sms) / cluster)
     }
 
     /// The inner box of the tensor maps of Q and K (`head_dim_qk`) or V (`head_dim_v`), elements; in bytes it is the
@@ -339,6 +337,11 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     let ratio = problem.gqa_ratio() as i32;
     let seqlen_q = i64::from(dims.seqlen_q);
 
+    tile.copy_bytes = copy_bytes(problem);
+    if tile.copy_bytes > 0 {
+        // Beside three warpgroups the threads that copy would have too few registers.
+        tile.block_m = tile.block_m.min(128);
+    }
     // A short query: the heads of a group side by side, where that saves a tenth of the rows.
     if ratio > 1 && tile.block_m % ratio == 0 {
         let block_m = i64::from(tile.block_m);
@@ -355,7 +358,9 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         (128, MaskKind::Full) if !modifies(&spec) && dims.seqlen_k < 4096 => {
             (tile.block_n, tile.wait_anchor) = (128, 32);
         }
-        (64, MaskKind::Upper) if dims.seqlen_k <= 1024 => tile.block_m = 128,
+        (64, MaskKind::Upper) if dims.seqlen_k <= 1024 && !(tile.pack_gqa && 128 % ratio != 0) => {
+            tile.block_m = 128;
+        }
         _ => {}
     }
     let rows = if tile.pack_gqa { seqlen_q * i64::from(ratio) } else { seqlen_q };
@@ -368,11 +373,7 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         tile.fast_softcap = false;
         tile.take_registers(&spec);
     }
-    tile.copy_bytes = copy_bytes(problem);
-    if tile.copy_bytes > 0 {
-        // Beside three warpgroups the threads that copy would have too few registers.
-        tile.block_m = tile.block_m.min(128);
-    } else {
+    if tile.copy_bytes == 0 {
         share_loads(problem, &spec, &mut tile);
     }
 

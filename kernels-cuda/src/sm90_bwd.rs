@@ -288,12 +288,12 @@ fn odd_stride(strides: Strides, shape: Shape) -> Option<(&'static str, i64)> {
     .map(|(axis, stride, _)| (axis, stride))
 }
 
-/// The tile for a problem that the kernels [`accept`](accepts).
+/// The tile for a problem that the kernels [`accept`](accepts), and its spec.
 #[must_use]
-pub fn choose_tile(problem: &BwdProblem) -> Sm90BwdTile {
+pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
     let fwd = &problem.fwd;
     let dims = fwd.dims;
-    let mut tile = default_tile(&BwdSpec::of(problem));
+    let mut tile = default_tile(spec);
     // Beyond, 2 c / (1 + exp(2 y / c)) loses what of y is far below c: its error is some 3e-7 c.
     let slow_softcap = fwd.softcap.is_some_and(|cap| !(1e-3..=64.0).contains(&cap));
     if slow_softcap {

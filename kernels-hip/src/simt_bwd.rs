@@ -41,7 +41,7 @@ pub fn accept(problem: &BwdProblem, options: &PlanOptions) -> Result<SimtBwd, Re
         refuse!(NAME, "lengths, heads and batch make {} rows of gradients, more than {most}", rows.all());
     }
     // Nothing is padded: a block is a row.
-    let Some(workspace) = BwdWorkspace::new(problem, 1, 0, 0) else {
+    let Some(workspace) = BwdWorkspace::new(problem, 1, None, 0) else {
         refuse!(NAME, "the workspace would be 2^62 bytes or more");
     };
     Ok(SimtBwd { spec: BwdSpec::of(problem), workspace, rows })

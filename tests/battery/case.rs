@@ -1,6 +1,6 @@
 //! A case is data: what to compute, on which numbers, and a name.
 
-use fmha_core::{BwdProblem, CombineProblem, DType, FwdProblem};
+use fmha_core::{BwdProblem, CombineProblem, DType, FwdProblem, PlanOptions};
 use regex_lite::Regex;
 
 use crate::law::Law;
@@ -52,6 +52,16 @@ pub struct Backward {
     pub lengths: Lengths,
     /// The numbers.
     pub data: Data,
+    /// Whether the plan is asked for the same bits every run, whatever the caller of the case asks.
+    pub deterministic: bool,
+}
+
+impl Backward {
+    /// What its plan is asked for, by the caller and by itself.
+    #[must_use]
+    pub fn options(&self, asked: &PlanOptions) -> PlanOptions {
+        PlanOptions { deterministic: asked.deterministic || self.deterministic, ..asked.clone() }
+    }
 }
 
 /// A combine call.
@@ -98,7 +108,8 @@ impl Case {
     /// A backward case.
     #[must_use]
     pub fn backward(name: impl Into<String>, problem: BwdProblem, lengths: Lengths, data: Data) -> Self {
-        Self { name: name.into(), body: Body::Backward(Box::new(Backward { problem, lengths, data })) }
+        let body = Backward { problem, lengths, data, deterministic: false };
+        Self { name: name.into(), body: Body::Backward(Box::new(body)) }
     }
 
     /// The family: the name up to the first `/`.

@@ -58,7 +58,8 @@ pub fn jobs(case: &Case, backend: &dyn FmhaBackend, options: &PlanOptions) -> Ve
         Body::Law(law) => forward_jobs(compiler, &law.forward.problem, options),
         Body::Backward(backward) => {
             let problem = backward.problem.clone().validate().ok();
-            problem.and_then(|problem| compiler.jobs(AnyProblem::Backward(&problem), options).ok())
+            let options = backward.options(options);
+            problem.and_then(|problem| compiler.jobs(AnyProblem::Backward(&problem), &options).ok())
         }
         Body::Combine(combine) => {
             let problem = combine.problem.clone().validate().ok();

@@ -129,7 +129,7 @@ pub(crate) fn run_forward(case: &Forward, backend: &dyn FmhaBackend, options: &O
 }
 
 fn run_backward(case: &Backward, backend: &dyn FmhaBackend, options: &Options) -> Result<Verdict> {
-    let plan = backend.plan_bwd(&case.problem.clone().validate()?, &options.plan)?;
+    let plan = backend.plan_bwd(&case.problem.clone().validate()?, &case.options(&options.plan))?;
     let mut host = HostBwd::new(case.problem.clone(), &case.lengths, case.data)?;
     host.fill_forward()?;
     run_bwd(backend, &plan, &mut host)?;

@@ -73,7 +73,7 @@ pub(crate) const ROWS: &[Row] = &[
     // What found planted faults, whole; of the rest one kernel in so many, with all its cases.
     Row {
         kernel: Some("sm90"),
-        in_test: Cases { filter: "^(heads/(batch|group)/.*bf16|rare/[a-z_]*/bf16/(gaps|group)$)", deal: 1 },
+        in_test: Cases { filter: "^(heads/(batch|group|row_blocks)|rare)/.*bf16", deal: 2 },
         ..HOPPER
     },
     Row { in_test: Cases { filter: "^addresses/.*bf16", deal: 2 }, ..HOPPER },

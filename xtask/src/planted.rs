@@ -9,12 +9,21 @@ use crate::setup::{self, loudly};
 
 const FAULTS: &str = "tests/planted/host.tsv";
 
-/// An edit of a file, and the words of `fmha conformance` that are to end in failure.
+/// An edit of a file, and the words of `fmha conformance` that are to end in failure: `NAME=value` in front is its
+/// environment.
 struct Fault<'a> {
     file: &'a str,
     text: &'a str,
     put: &'a str,
     words: &'a str,
+}
+
+impl<'a> Fault<'a> {
+    fn environment(&self) -> impl Iterator<Item = (&'a str, &'a str)> {
+        self.words
+            .split_whitespace()
+            .map_while(|word| word.split_once('=').filter(|(name, _)| !name.starts_with('-')))
+    }
 }
 
 /// Plants each and says which were not found.
@@ -65,7 +74,8 @@ fn is_found(
     let mut build = Command::new(env!("CARGO"));
     loudly(build.args(["build", "--release"]).env("CARGO_TARGET_DIR", &target).current_dir(copy))?;
     let mut run = Command::new(target.join("release/fmha"));
-    run.arg("conformance").args(fault.words.split_whitespace()).envs(environment.iter().cloned());
+    run.envs(environment.iter().cloned()).envs(fault.environment());
+    run.arg("conformance").args(fault.words.split_whitespace().skip(fault.environment().count()));
     let status = run.status().map_err(|error| format!("fmha: {error}"))?;
     // 1 is a wrong result; anything else is no finding.
     Ok(status.code() == Some(1))

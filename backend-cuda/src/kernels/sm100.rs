@@ -105,7 +105,7 @@ impl FwdRecipe for Sm100 {
         Ok(Choice {
             kernel: Self { chosen: Some((tile, schedule)) }.into(),
             launches,
-            workspace: tile.workspace(problem),
+            workspace: tile.workspace(problem, &schedule, facts.num_sms),
             promises: Promises {
                 deterministic: true,
                 // A row is one thread's, its key blocks begin at the sequence's first key, and their size is the head

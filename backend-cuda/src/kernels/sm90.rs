@@ -80,7 +80,7 @@ impl FwdRecipe for Sm90 {
                 tiles_at_once: facts.num_sms.into(),
             }],
             // The tile counter.
-            workspace: Workspace::zeroed(tile.workspace_bytes()),
+            workspace: Workspace::zeroed(tile.counter_bytes(&schedule, facts.num_sms)),
             promises: Promises {
                 deterministic: true,
                 batch_invariant: tile.is_batch_invariant(&spec),

@@ -1,6 +1,6 @@
 //! The Hopper backward: its three launches, its workspace, its tensor maps.
 
-use fmha_core::bwd_workspace::BwdWorkspace;
+use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::Fields as _;
 use fmha_core::spec::BwdSpec;
@@ -55,8 +55,8 @@ impl BwdRecipe for Sm90Bwd {
             return Err(refuse(format!("the device is {}, not sm_90a", facts.arch)));
         }
         sm90_bwd::accepts(problem)?;
-        let spec = BwdSpec::of(problem);
-        let mut tile = sm90_bwd::choose_tile(problem);
+        let spec = BwdSpec { deterministic: options.deterministic, ..BwdSpec::of(problem) };
+        let mut tile = sm90_bwd::choose_tile(problem, &spec);
         for (key, value) in &options.tile {
             tile.set_field(key, value).map_err(refuse)?;
         }
@@ -78,10 +78,10 @@ impl BwdRecipe for Sm90Bwd {
             Some(tile) => Some((tile, tile.schedule(problem, facts.num_sms)?)),
             None => None,
         };
-        let dim = sm90_bwd::padded_dim(&spec).unsigned_abs();
-        let workspace =
-            BwdWorkspace::new(problem, tile.block_m.unsigned_abs(), dim, tile.num_suspects(&spec, &schedule))
-                .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
+        let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs(), in_turns: spec.deterministic };
+        let (block_m, suspects) = (tile.block_m.unsigned_abs(), tile.num_suspects(&spec, &schedule));
+        let workspace = BwdWorkspace::new(problem, block_m, Some(sums), suspects)
+            .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         let dims = problem.fwd().dims;
         let q_blocks = schedule.num_q_blocks.unsigned_abs() * dims.num_heads_q * dims.batch;
         let tiles = schedule.num_tiles.unsigned_abs();
@@ -127,7 +127,7 @@ impl BwdRecipe for Sm90Bwd {
             workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: 0 },
             promises: Promises {
                 // Else the sums of dQ have no order where several key blocks add to them.
-                deterministic: problem.deterministic || schedule.num_key_blocks <= 1,
+                deterministic: spec.deterministic || schedule.num_key_blocks <= 1,
                 batch_invariant: false,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,

@@ -92,12 +92,7 @@ impl Pointed {
     }
 
     /// The backward problem of a call with `gradients`.
-    pub(crate) fn backward(
-        &self,
-        call: &FmhaCall,
-        gradients: &FmhaGradients,
-        deterministic: bool,
-    ) -> Result<BwdProblem> {
+    pub(crate) fn backward(&self, call: &FmhaCall, gradients: &FmhaGradients) -> Result<BwdProblem> {
         let fwd = self.forward(call)?;
         if call.lse.is_null() {
             return Err(ProblemError::new("lse", "lse is null (0), but gradients are wanted of it").into());
@@ -118,7 +113,6 @@ impl Pointed {
             dbias,
             write_dsink: !gradients.dsink.is_null(),
             has_dlse: !gradients.dlse.is_null(),
-            deterministic,
             ..BwdProblem::new(fwd)
         })
     }

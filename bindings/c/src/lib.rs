@@ -58,6 +58,47 @@ fn not_null<T>(field: &'static str, ptr: *const T) -> Result<()> {
     }
 }
 
+/// A plan of either sort, into `*plan`.
+///
+/// # Safety
+/// As `fmha_plan`; `make` may read what `call` points to.
+unsafe fn make_plan<C>(
+    call: *const C,
+    options: *const FmhaOptions,
+    plan: *mut *mut FmhaPlan,
+    make: unsafe fn(&Arc<dyn FmhaBackend>, &C, &Choice) -> Result<FmhaPlan>,
+) -> c_int {
+    guard(|| {
+        not_null("call", call)?;
+        not_null("plan", plan)?;
+        // SAFETY: not null, and the caller promised the rest.
+        let made = unsafe {
+            let choice = Choice::read(options)?;
+            make(&open(choice.backend.as_ref())?, &*call, &choice)?
+        };
+        // SAFETY: as above.
+        unsafe { *plan = Box::into_raw(Box::new(made)) };
+        Ok(())
+    })
+}
+
+/// A run of a plan of either sort.
+///
+/// # Safety
+/// As `fmha_run`; `run` may read and write what `call` points to.
+unsafe fn run_plan<C>(
+    plan: *const FmhaPlan,
+    call: *const C,
+    run: unsafe fn(&FmhaPlan, &C) -> Result<()>,
+) -> c_int {
+    guard(|| {
+        not_null("plan", plan)?;
+        not_null("call", call)?;
+        // SAFETY: not null, and the caller promised the rest.
+        unsafe { run(&*plan, &*call) }
+    })
+}
+
 /// Chooses and compiles a kernel; may take seconds the first time. Nothing on the device is read.
 /// Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`) with `*plan` untouched.
 ///
@@ -73,18 +114,8 @@ pub unsafe extern "C" fn fmha_plan(
     options: *const FmhaOptions,
     plan: *mut *mut FmhaPlan,
 ) -> c_int {
-    guard(|| {
-        not_null("call", call)?;
-        not_null("plan", plan)?;
-        // SAFETY: not null, and the caller promised the rest.
-        let made = unsafe {
-            let choice = Choice::read(options)?;
-            FmhaPlan::new(&open(choice.backend.as_ref())?, &*call, &choice)?
-        };
-        // SAFETY: as above.
-        unsafe { *plan = Box::into_raw(Box::new(made)) };
-        Ok(())
-    })
+    // SAFETY: passed on.
+    unsafe { make_plan(call, options, plan, FmhaPlan::new) }
 }
 
 /// Queues the call on its stream and returns: on a device it neither allocates nor waits.
@@ -96,12 +127,8 @@ pub unsafe extern "C" fn fmha_plan(
 /// plan's backend as large as the call says, untouched by others until the work is done.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_run(plan: *const FmhaPlan, call: *const FmhaCall) -> c_int {
-    guard(|| {
-        not_null("plan", plan)?;
-        not_null("call", call)?;
-        // SAFETY: not null, and the caller promised the rest.
-        unsafe { (*plan).run(&*call) }
-    })
+    // SAFETY: passed on.
+    unsafe { run_plan(plan, call, FmhaPlan::run) }
 }
 
 /// As `fmha_plan`, for merging partial results.
@@ -114,18 +141,8 @@ pub unsafe extern "C" fn fmha_plan_combine(
     options: *const FmhaOptions,
     plan: *mut *mut FmhaPlan,
 ) -> c_int {
-    guard(|| {
-        not_null("call", call)?;
-        not_null("plan", plan)?;
-        // SAFETY: not null, and the caller promised the rest.
-        let made = unsafe {
-            let choice = Choice::read(options)?;
-            FmhaPlan::combine(&open(choice.backend.as_ref())?, &*call, &choice)?
-        };
-        // SAFETY: as above.
-        unsafe { *plan = Box::into_raw(Box::new(made)) };
-        Ok(())
-    })
+    // SAFETY: passed on.
+    unsafe { make_plan(call, options, plan, FmhaPlan::combine) }
 }
 
 /// As `fmha_run`, for merging partial results.
@@ -134,12 +151,8 @@ pub unsafe extern "C" fn fmha_plan_combine(
 /// As `fmha_run`; `parts` is null or `num_parts` of them in host memory.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_run_combine(plan: *const FmhaPlan, call: *const FmhaCombine) -> c_int {
-    guard(|| {
-        not_null("plan", plan)?;
-        not_null("call", call)?;
-        // SAFETY: not null, and the caller promised the rest.
-        unsafe { (*plan).run_combine(&*call) }
-    })
+    // SAFETY: passed on.
+    unsafe { run_plan(plan, call, FmhaPlan::run_combine) }
 }
 
 /// The plan for a reader, a fact a line: kernel, tile, promises, refusals. Lives as long as the plan.

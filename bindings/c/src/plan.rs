@@ -45,7 +45,7 @@ impl FmhaPlan {
                 (Planned::Forward { plan, call: *call, pointed }, scratch, text)
             }
             Some(gradients) => {
-                let problem = pointed.backward(call, gradients, choice.plan.deterministic)?;
+                let problem = pointed.backward(call, gradients)?;
                 let plan = backend.plan_bwd(&problem.validate()?, &choice.plan)?;
                 let (scratch, text) = (plan.workspace(), plan.to_string());
                 (Planned::Backward { plan, call: *call, pointed }, scratch, text)

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::Permissions;
-use std::io::Write as _;
+use std::io::{Read, Write as _};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -84,12 +84,25 @@ impl Bundle {
     /// # Errors
     /// [`Error::System`] with `name` and what is wrong: another kind of file, another version, too
     /// short or too long, another hash.
-    pub fn from_bytes(name: &str, bytes: &[u8]) -> Result<Self> {
+    pub fn from_bytes(name: &str, mut bytes: &[u8]) -> Result<Self> {
+        Self::read(name, &mut bytes)
+    }
+
+    /// Reads a header, and of what follows no more than one byte beyond what the header says.
+    fn read(name: &str, from: &mut dyn Read) -> Result<Self> {
         let empty = Self { name: name.to_owned(), ..Self::default() };
         let refused = |why: &str| Err(empty.refused(why));
-        let Some((header, payload)) = bytes.split_at_checked(HEADER_BYTES) else {
-            return refused(&format!("{} bytes are fewer than a bundle's {HEADER_BYTES}", bytes.len()));
+        let mut part = |bytes: u64| {
+            let mut part = Vec::new();
+            match from.take(bytes).read_to_end(&mut part) {
+                Ok(_) => Ok(part),
+                Err(error) => Err(empty.refused(&error.to_string())),
+            }
         };
+        let header = part(HEADER_BYTES as u64)?;
+        if header.len() < HEADER_BYTES {
+            return refused(&format!("{} bytes are fewer than a bundle's {HEADER_BYTES}", header.len()));
+        }
         let number = |from: usize, to: usize| {
             header[from..to].iter().rev().fold(0u64, |number, &byte| number << 8 | u64::from(byte))
         };
@@ -99,13 +112,16 @@ impl Bundle {
         if number(8, 12) != u64::from(VERSION) {
             return refused(&format!("its format is version {}, not {VERSION}", number(8, 12)));
         }
-        if number(12, 20) != payload.len() as u64 {
-            return refused(&format!("it has {} bytes of {}", payload.len(), number(12, 20)));
+        let payload_bytes = number(12, 20);
+        let payload = part(payload_bytes.saturating_add(1))?;
+        if payload.len() as u64 != payload_bytes {
+            let more = if payload.len() as u64 > payload_bytes { " or more" } else { "" };
+            return refused(&format!("it has {}{more} bytes of {payload_bytes}", payload.len()));
         }
-        if header[20..] != hash([payload]) {
-            return refused(&format!("the hash of its {} bytes is another", payload.len()));
+        if header[20..] != hash([payload.as_slice()]) {
+            return refused(&format!("the hash of its {payload_bytes} bytes is another"));
         }
-        match postcard::from_bytes::<Vec<CompiledKernel>>(payload) {
+        match postcard::from_bytes::<Vec<CompiledKernel>>(&payload) {
             Ok(kernels) => Ok(Self::new(name, kernels.into_iter().map(Arc::new))),
             Err(error) => refused(&error.to_string()),
         }
@@ -117,8 +133,8 @@ impl Bundle {
     /// What the system said, or why the file is [refused](Self::from_bytes).
     pub fn open(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
-        match std::fs::read(path) {
-            Ok(bytes) => Self::from_bytes(&name, &bytes),
+        match std::fs::File::open(path) {
+            Ok(mut file) => Self::read(&name, &mut file),
             Err(error) => Err(Error::System { what: format!("bundle {name}"), text: error.to_string() }),
         }
     }

@@ -43,6 +43,23 @@ fn no_compiler() -> Result<&'static Counting> {
     Err(Error::NoDevice("no compiler: 0 places tried".to_owned()))
 }
 
+/// What never ends is known for no bundle by its first bytes, and what follows a bundle is not read.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_bundle_is_read_no_further_than_its_header_says() {
+    let error = Bundle::open(Path::new("/dev/zero")).unwrap_err().to_string();
+    assert!(error.contains("/dev/zero") && error.contains("no bundle"), "{error}");
+
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("b");
+    std::fs::write(&path, Bundle::new("b", [made("one")]).to_bytes().unwrap()).unwrap();
+    assert_eq!(Bundle::open(&path).unwrap().len(), 1);
+    // A terabyte of zeros that takes no disk.
+    std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(1 << 40).unwrap();
+    let error = Bundle::open(&path).unwrap_err().to_string();
+    assert!(error.contains("bytes of"), "{error}");
+}
+
 #[test]
 fn a_key_changes_with_every_input_and_with_nothing_else() {
     let base = job("entry");

@@ -55,7 +55,7 @@ pub struct PlanOptions {
     /// How closely the running maximum is followed. [`Accuracy::Fast`] takes either.
     pub accuracy: Accuracy,
     /// The same bits on every run, whatever runs beside it. Forward and combine always keep this; a
-    /// backward plan is then that of a [`deterministic`](crate::BwdProblem::deterministic) problem.
+    /// backward plan then has a kernel whose sums have one order.
     pub deterministic: bool,
     /// The bits of a sequence depend on its own lengths and contents alone: not on the batch around
     /// it, nor on how many of its queries come in one call.

@@ -336,6 +336,34 @@ fn a_hidden_nan_reaches_nothing_and_a_seen_one_its_rows_alone() {
 }
 
 #[test]
+fn under_a_soft_cap_what_the_mask_hides_reaches_no_gradient() {
+    // Four queries and five keys: b:0,0 hides key 0, and with two keys queries 0 and 1 see none.
+    let mut fwd = small("b:0,0");
+    fwd.softcap = Some(3.0);
+    let mut operands = Operands::of(&fwd);
+    for head in 0..2 {
+        operands.k[fwd.k.offset(0, 0, head, 0) as usize] = f32::NAN;
+    }
+    let all = operands.backward(&BwdProblem::new(fwd.clone()));
+    for (_, _, dk) in &all.dk {
+        assert!(dk.iter().all(|x| x.is_finite()) && dk[..3] == [0.0; 3], "{dk:?}");
+    }
+    assert!(all.dq.iter().all(|(_, _, dq)| dq.iter().all(|x| x.is_finite())));
+
+    let few = FwdProblem::batch(DType::F32, Dims { seqlen_k: 2, ..fwd.dims });
+    let fwd = FwdProblem { mask: fwd.mask, softcap: fwd.softcap, ..few };
+    let mut operands = Operands::of(&fwd);
+    for head in 0..4 {
+        operands.q[fwd.q.offset(0, 1, head, 0) as usize] = f32::INFINITY;
+    }
+    let all = operands.backward(&BwdProblem::new(fwd));
+    for (_, _, dq) in &all.dq {
+        assert!(dq.iter().all(|x| x.is_finite()) && dq[..6] == [0.0; 6], "{dq:?}");
+    }
+    assert!(all.dk.iter().all(|(_, _, dk)| dk.iter().all(|x| x.is_finite())));
+}
+
+#[test]
 fn combining_the_halves_of_the_keys_gives_the_whole() {
     let whole = small("0");
     let operands = Operands::of(&whole);

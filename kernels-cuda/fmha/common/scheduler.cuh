@@ -30,19 +30,16 @@ struct Scheduler {
     return first + (backwards ? num_workers() - 1 - worker : worker);
   }
 
-  // The counter in the workspace is 0 before the first launch, and again after each.
-  FMHA_DEVICE int32_t claim(const FwdParams& p, const TileSchedule& schedule) const {
-    int32_t* counter = static_cast<int32_t*>(p.workspace);
-    const int32_t index = num_workers() + atomicAdd(counter, 1);
-    if (index == schedule.num_tiles + num_workers() - 1) *counter = 0;  // the last claim of all
-    return index;
+  // The counter in the workspace is 0 before each launch.
+  FMHA_DEVICE int32_t claim(const FwdParams& p) const {
+    return num_workers() + atomicAdd(static_cast<int32_t*>(p.workspace), 1);
   }
 
   // The first CTA of a cluster claims for both.
-  FMHA_DEVICE int32_t claim_together(const FwdParams& p, const TileSchedule& schedule) {
+  FMHA_DEVICE int32_t claim_together(const FwdParams& p) {
     int32_t index;
     if (cluster_rank(tile) == 0) {
-      index = claim(p, schedule);
+      index = claim(p);
       ptx::mbarrier_wait_parity_cluster(smem.claimed_empty, claimed_phase ^ 1);
       ptx::st_shared_at(smem.claimed, 1, index);
       ptx::mbarrier_arrive_release_at(smem.claimed_full, 1);
@@ -60,9 +57,10 @@ struct Scheduler {
     const int32_t index = static_index();
     ++round;
     if (first || tile.order == TileOrder::Static) return index;
-    if (tile.order == TileOrder::Single) return schedule.num_tiles;
-    if constexpr (tile.cluster > 1) return claim_together(p, schedule);
-    return claim(p, schedule);
+    // The first tiles were all: there is no counter (TileSchedule::counter_bytes).
+    if (tile.order == TileOrder::Single || schedule.num_tiles <= num_workers()) return schedule.num_tiles;
+    if constexpr (tile.cluster > 1) return claim_together(p);
+    return claim(p);
   }
 
   // The next tile that has rows; num_blocks 0 when there is none.

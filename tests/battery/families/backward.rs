@@ -7,7 +7,7 @@ use fmha_core::{
 use super::edges::{data, group, masked};
 use super::pairwise::pairwise;
 use super::recipe::{AXES, Recipe, random_levels, recipe};
-use crate::case::{Case, WIDE, seed_of};
+use crate::case::{Backward, Body, Case, WIDE, seed_of};
 use crate::init::{Init, mix};
 use crate::memory::Placement;
 use crate::tensor::Room;
@@ -28,12 +28,9 @@ pub(crate) fn cases() -> Vec<Case> {
             problem.dtype_o = DType::Bf16;
         }
         (problem.scale_o, problem.write_keep_mask) = (false, false);
-        cases.push(Case::backward(
-            format!("{name}/{label}"),
-            options(problem, lengths.totals, seed),
-            lengths,
-            data,
-        ));
+        let (problem, deterministic) = options(problem, lengths.totals, seed);
+        let body = Backward { problem, lengths, data, deterministic };
+        cases.push(Case { name: format!("{name}/{label}"), body: Body::Backward(Box::new(body)) });
     }
     edges(&mut cases);
     modifiers(&mut cases);
@@ -118,13 +115,12 @@ fn modified(mut fwd: FwdProblem, modifier: &str) -> BwdProblem {
     problem
 }
 
-/// Gradients on request, other types, other strides, as the seed decides.
-fn options(fwd: FwdProblem, totals: Totals, seed: u64) -> BwdProblem {
+/// Gradients on request, other types, other strides, and whether sums have one order, as the seed decides.
+fn options(fwd: FwdProblem, totals: Totals, seed: u64) -> (BwdProblem, bool) {
     let word = mix(seed ^ 0xb);
     let mut problem = BwdProblem::new(fwd);
     problem.has_dlse = word & 1 == 1;
     problem.write_dsink = problem.fwd.sink;
-    problem.deterministic = word & 2 == 2;
     if word & 12 == 12 {
         problem.dtype_grad = DType::F32;
     }
@@ -140,7 +136,7 @@ fn options(fwd: FwdProblem, totals: Totals, seed: u64) -> BwdProblem {
         problem.dv = Strides::bhsd(extents.v);
         problem.dout = Strides::bhsd(extents.o);
     }
-    problem
+    (problem, word & 2 == 2)
 }
 
 fn edges(cases: &mut Vec<Case>) {

@@ -137,7 +137,9 @@ fn problem(dtype: DType, variant: &str) -> (FwdProblem, Lengths) {
         }
         "negative_scale" | "negative_scale_group" => problem.softmax_scale = Some(-0.2),
         "column_major_v" | "column_major_v_group" => {
-            (problem.v_layout, problem.v) = (VLayout::ColMajor, Strides::bhds(problem.shape_v()));
+            // Of all rows that lie side by side, not of the longest sequence's.
+            let v = problem.extents(lengths.totals).v;
+            (problem.v_layout, problem.v) = (VLayout::ColMajor, Strides::bhds(v));
         }
         "window" => problem.mask = "b:300,2".parse().unwrap_or(MaskSpec::NONE),
         "sink_columns" => problem.mask = "b:100,0,30".parse().unwrap_or(MaskSpec::NONE),

@@ -18,20 +18,37 @@ fn one_instruction_gives_an_h200s_bits_or_lies_within_its_documented_error() {
     assert!(outcome.failures.is_empty(), "{outcome}");
 }
 
-#[test]
-fn attention_gives_an_h200s_results_within_the_rounding_of_its_sums() {
+/// Kernels of two 16-bit types have one text: bf16 alone, and what changes a score at one head dimension.
+fn in_short(name: &str) -> bool {
+    let kind = name.split('/').next().unwrap_or_default();
+    let every_head_dim = ["full", "causal", "window", "simt"].contains(&kind);
+    !name.contains("/f16") && (every_head_dim || name.contains("/d64/"))
+}
+
+fn attention(takes: impl Fn(&str) -> bool, least: usize) {
     if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
         println!("absent: {reason}");
         return;
     }
     let backend = forward::open(true).unwrap_or_else(|error| panic!("{error}"));
-    let outcome = forward::compare_all(&recording(), &*backend);
+    let outcome = forward::compare_all(&recording(), &*backend, takes);
     println!("{outcome}");
-    assert!(outcome.count > 300, "{} calls", outcome.count);
+    assert!(outcome.count > least, "{} calls", outcome.count);
     assert!(outcome.failures.is_empty(), "{outcome}");
     // What differs does so by rounding alone: most elements are the same number.
     let agreement = outcome.agreement;
     assert!(agreement.equal * 100 > agreement.compared * 80, "{outcome}");
+}
+
+#[test]
+fn attention_gives_an_h200s_results_within_the_rounding_of_its_sums() {
+    attention(in_short, 90);
+}
+
+#[test]
+#[ignore = "compiles some hundred kernels"]
+fn every_call_gives_an_h200s_results_within_the_rounding_of_its_sums() {
+    attention(|_| true, 300);
 }
 
 #[test]

@@ -1,0 +1,116 @@
+//! What the tables choose, held to what the kernels take.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use fmha_core::spec::FwdSpec;
+use fmha_core::{DType, Dims, FwdProblem, Strides};
+use fmha_kernels_cuda::schedule::{MAX_TILES, TileOrder};
+use fmha_kernels_cuda::{sm90, sm100};
+
+const RATIOS: [u32; 12] = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 64, 128];
+const LENGTHS: [(u32, u32); 9] = [
+    (1, 70),
+    (3, 5000),
+    (20, 600),
+    (65, 65),
+    (150, 424),
+    (512, 512),
+    (1024, 1024),
+    (4096, 4096),
+    (9000, 20000),
+];
+const HEAD_DIMS: [(u32, u32); 8] =
+    [(64, 64), (40, 24), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256)];
+
+fn dims(ratio: u32, (seqlen_q, seqlen_k): (u32, u32), (head_dim_qk, head_dim_v): (u32, u32)) -> Dims {
+    Dims { batch: 2, seqlen_q, seqlen_k, num_heads_q: 2 * ratio, num_heads_kv: 2, head_dim_qk, head_dim_v }
+}
+
+/// Every size with every ratio, mask and kind of sequences; rows that TMA takes and rows that it does not; each modifier.
+fn problems() -> impl Iterator<Item = FwdProblem> {
+    let sizes = RATIOS
+        .into_iter()
+        .flat_map(|ratio| LENGTHS.map(|lengths| HEAD_DIMS.map(|head_dims| dims(ratio, lengths, head_dims))))
+        .flatten();
+    sizes.flat_map(|dims| {
+        ["0", "b", "b:300,2"].into_iter().flat_map(move |mask| {
+            (0..16).map(move |bits| {
+                let make = if bits & 1 == 0 { FwdProblem::batch } else { FwdProblem::group };
+                let mut problem = FwdProblem { mask: mask.parse().unwrap(), ..make(DType::F16, dims) };
+                if bits & 2 != 0 {
+                    let seq = problem.k.seq + 1;
+                    problem.k = Strides { seq, batch: seq * i64::from(dims.seqlen_k), ..problem.k };
+                }
+                problem.softcap = (bits & 4 != 0).then_some(30.0);
+                problem.p_drop = if bits & 8 != 0 { 0.5 } else { 0.0 };
+                problem
+            })
+        })
+    })
+}
+
+#[test]
+fn the_tile_that_the_hopper_table_chooses_is_one_that_its_kernel_takes() {
+    let mut packed = 0;
+    for problem in problems() {
+        assert_eq!(sm90::accepts(&problem), Ok(()));
+        let mut tile = sm90::choose_tile(&problem);
+        let spec = FwdSpec::of(&problem);
+        for made_invariant in [false, true] {
+            if made_invariant {
+                tile.make_batch_invariant(&spec);
+            }
+            let refusal = tile.check(&spec, problem.gqa_ratio());
+            assert_eq!(refusal, Ok(()), "{:?} {:?} {tile:?}", problem.dims, problem.kv_layout);
+        }
+        packed += usize::from(tile.pack_gqa);
+    }
+    assert!(packed > 1000, "{packed} tiles with packed heads");
+}
+
+#[test]
+fn the_tile_that_the_blackwell_table_chooses_is_one_that_its_kernel_takes() {
+    for problem in problems().filter(|problem| sm100::accepts(problem).is_ok()) {
+        for arch in sm100::ARCHS {
+            let tile = sm100::choose_tile(&problem, arch);
+            let refusal = tile.check(&FwdSpec::of(&problem), problem.gqa_ratio());
+            assert_eq!(refusal, Ok(()), "{arch} {:?} {:?} {tile:?}", problem.dims, problem.kv_layout);
+        }
+    }
+}
+
+/// A counter costs a run the clearing of it, an eighth of its issue.
+#[test]
+fn a_counter_is_there_where_a_cta_may_claim_a_second_tile_and_nowhere_else() {
+    let mut seen = [0, 0];
+    for problem in problems() {
+        let tile = sm90::choose_tile(&problem);
+        let schedule = tile.schedule(&problem).unwrap();
+        for num_sms in [1, 2, 132] {
+            let ctas = tile.grid(&schedule, num_sms);
+            let tiles = schedule.num_tiles.unsigned_abs() * tile.cluster.unsigned_abs();
+            let claims = tile.order == TileOrder::Dynamic && tiles > ctas;
+            assert_eq!(tile.counter_bytes(&schedule, num_sms), if claims { 4 } else { 0 }, "{tile:?}");
+            seen[usize::from(claims)] += 1;
+        }
+    }
+    assert!(seen.iter().all(|&n| n > 1000), "{seen:?}");
+}
+
+/// One row block a head: as many tiles as heads times sequences.
+#[test]
+fn more_tiles_than_a_schedule_counts_are_refused_with_the_fields_that_make_them() {
+    let of = |batch: u32| {
+        let dims = Dims { batch, num_heads_q: 1 << 10, num_heads_kv: 1 << 10, ..dims(1, (1, 70), (64, 64)) };
+        let problem = FwdProblem::batch(DType::F16, dims);
+        sm90::choose_tile(&problem).schedule(&problem)
+    };
+    let most = u32::try_from(MAX_TILES >> 10).unwrap();
+    assert_eq!(i64::from(of(most).unwrap().num_tiles), MAX_TILES);
+    let refusal = of(most + 1).unwrap_err();
+    for words in ["num_heads_q 1024".to_owned(), format!("batch {}", most + 1), MAX_TILES.to_string()] {
+        assert!(refusal.contains(&words), "{refusal}");
+    }
+    // Without the limit the number would have wrapped to 1024.
+    assert!(of(1 << 22 | 1).unwrap_err().contains("tiles"));
+}
