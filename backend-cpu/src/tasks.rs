@@ -8,7 +8,7 @@ use fmha_core::{Error, Result};
 /// A fixed number of threads, the caller's among them.
 pub(crate) struct Threads {
     /// The others; `None` where there are none.
-    pool: Option<rayon::ThreadPool>,
+    pool: Option<rayon_core::ThreadPool>,
     count: usize,
 }
 
@@ -17,7 +17,7 @@ impl Threads {
         let pool = match count {
             0 | 1 => None,
             _ => Some(
-                rayon::ThreadPoolBuilder::new()
+                rayon_core::ThreadPoolBuilder::new()
                     .num_threads(count - 1)
                     .thread_name(|i| format!("fmha-cpu-{}", i + 1))
                     .build()

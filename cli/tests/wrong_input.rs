@@ -238,7 +238,7 @@ fn an_emulator_is_opened_where_the_environment_says_and_nowhere_else() {
         ("cuda --emulate sm_90a", "libfmha_emu_libcuda.so"),
         ("rocm --emulate gfx942", "libfmha_emu_amdhip64.so"),
     ] {
-        let mut command = super::command(folder.path(), &format!("devices --backend {words}"));
+        let mut command = super::command(folder.path(), &format!("explain --backend {words}"));
         let ran = super::Ran::of(command.env("FMHA_EMULATOR_DIR", folder.path()).output().unwrap());
         let place = folder.path().join(file).display().to_string();
         assert!(ran.status != 0 && ran.err.contains(&place), "{words}: {}{}", ran.out, ran.err);

@@ -6,8 +6,9 @@ use fmha_core::args::SeqArgs;
 use fmha_core::problem::MAX_SEQLEN;
 use fmha_core::seq::spans;
 use fmha_core::{
-    Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale, DevSlice, Dims,
-    ElementwiseBias, FwdProblem, KvLayout, ProblemError, QLayout, Shape, Strides, Totals, VLayout, ValidFwd,
+    Append, Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale, DevSlice, Dims,
+    ElementwiseBias, FwdProblem, KvLayout, MaskSpec, ProblemError, QLayout, Rotary, RotaryPairs, Shape,
+    Strides, Totals, VLayout, ValidFwd,
 };
 use proptest::prelude::*;
 
@@ -239,6 +240,48 @@ fn every_wrong_forward_problem_is_refused_by_field_and_number() {
         ("p_drop", "NaN", |p| p.p_drop = f32::NAN),
         ("bias.dtype", "bf16", |p| p.bias = elementwise(DType::Bf16, 1)),
         ("bias", "2", |p| p.bias = elementwise(DType::F32, 2)),
+        ("dtype_cache", "f32", |p| p.dtype_cache = Some(DType::E4m3Fn)),
+        ("dtype_cache", "f16", |p| (p.dtype_cache, p.dtype_qk, p.dtype_v) = (Some(DType::F16), BF16, BF16)),
+        ("dtype_cache", "0", |p| {
+            appended(p, |_| ());
+            (p.dtype_cache, p.dtype_qk, p.dtype_v) = (Some(DType::E4m3Fn), BF16, BF16);
+        }),
+        ("v_in_k", "head_dim_qk 4", |p| (p.v_in_k, p.dims.head_dim_qk) = (true, 4)),
+        ("v_in_k", "32", |p| (p.v_in_k, p.v.seq) = (true, 32)),
+        ("v_in_k", "16", |p| {
+            (p.v_in_k, p.v_layout, p.v) = (true, VLayout::ColMajor, Strides::bhds(p.shape_v()));
+        }),
+        ("append", "2", |p| {
+            appended(p, |_| ());
+            p.seqused_k = false;
+        }),
+        ("seqlen_new", "2147483648", |p| appended(p, |append| append.seqlen_new = 1 << 31)),
+        ("k_new", "-16", |p| appended(p, |append| append.k_new.seq = -16)),
+        ("k_new", "3", |p| appended(p, |append| append.k_new.dim = 3)),
+        ("v_new", "-5", |p| appended(p, |append| append.v_new.head = -5)),
+        ("v_new", "2", |p| appended(p, |append| append.v_new.dim = 2)),
+        ("k_new", "-7", |p| {
+            appended(p, |append| (append.layout, append.k_new.seq) = (QLayout::Packed, -7));
+        }),
+        ("rotary_dim", "0", |p| rotated(p, |rotary| rotary.dim = 0)),
+        ("rotary_dim", "5", |p| rotated(p, |rotary| rotary.dim = 5)),
+        ("rotary_dim", "10", |p| rotated(p, |rotary| rotary.dim = 10)),
+        ("max_pos", "0", |p| rotated(p, |rotary| rotary.max_pos = 0)),
+        ("max_pos", "2147483648", |p| rotated(p, |rotary| rotary.max_pos = 1 << 31)),
+        ("rotary.dtype", "bf16", |p| rotated(p, |rotary| rotary.dtype = BF16)),
+        ("rotary.dtype", "e4m3fn", |p| {
+            rotated(p, |_| ());
+            (p.dtype_qk, p.dtype_v, p.dtype_o) = (DType::E4m3Fn, DType::E4m3Fn, BF16);
+        }),
+        ("rotary", "4", |p| {
+            rotated(p, |_| ());
+            p.seqused_k = false;
+        }),
+        ("tree_mask", "0", |p| p.tree_mask = true),
+        ("tree_mask", "mask 2 (causal, bottom-right), not for t", |p| {
+            (p.tree_mask, p.mask) = (true, mask("1"))
+        }),
+        ("tree_mask", "b:-1,0,2", |p| (p.tree_mask, p.mask) = (true, mask("b:-1,0,2"))),
     ];
     for (field, number, change) in table {
         let mut problem = FwdProblem::batch(DType::F32, DIMS);
@@ -250,6 +293,77 @@ fn every_wrong_forward_problem_is_refused_by_field_and_number() {
                 assert!(error.text.contains(number), "`{error}` does not say {number}");
             }
         }
+    }
+}
+
+const BF16: DType = DType::Bf16;
+
+fn mask(text: &str) -> MaskSpec {
+    text.parse().unwrap()
+}
+
+/// Two new rows a sequence, and what is wrong with them.
+fn appended(problem: &mut FwdProblem, change: fn(&mut Append)) {
+    let mut append = Append::batch(problem, 2);
+    change(&mut append);
+    (problem.append, problem.seqused_k) = (Some(append), true);
+}
+
+/// Four elements of a row turn, and what is wrong with that.
+fn rotated(problem: &mut FwdProblem, change: fn(&mut Rotary)) {
+    let mut rotary = Rotary { dim: 4, pairs: RotaryPairs::Half, max_pos: 16, dtype: DType::F32 };
+    change(&mut rotary);
+    (problem.rotary, problem.seqused_k) = (Some(rotary), true);
+}
+
+#[test]
+fn a_cache_update_without_a_mistake_validates() {
+    let mut problem = FwdProblem::batch(DType::F32, DIMS);
+    appended(&mut problem, |_| ());
+    rotated(&mut problem, |_| ());
+    (problem.tree_mask, problem.mask) = (true, mask("2"));
+    (problem.v_in_k, problem.v) = (true, problem.k);
+    problem.validate().unwrap();
+}
+
+#[test]
+fn every_total_is_there_where_its_layout_wants_it_and_nowhere_else() {
+    const ALL: Totals = Totals { total_q: Some(6), total_k: Some(7), num_pages: Some(8), total_new: Some(9) };
+    let everything = |p: &mut FwdProblem| {
+        appended(p, |append| append.layout = QLayout::Packed);
+        p.q_layout = QLayout::Packed;
+    };
+    for (kv_layout, right) in [
+        (KvLayout::Packed, Totals { num_pages: None, ..ALL }),
+        (KvLayout::Paged { page_size: 4 }, Totals { total_k: None, ..ALL }),
+    ] {
+        let mut problem = FwdProblem::new(QLayout::Packed, kv_layout, DType::F32, DIMS);
+        everything(&mut problem);
+        problem.check_totals(right).unwrap();
+        let spare = if right.num_pages.is_none() { ("num_pages", "8") } else { ("total_k", "7") };
+        let table: &[(&str, &str, Totals)] = &[
+            ("total_q", "0", Totals { total_q: None, ..right }),
+            ("total_q", "2147483648", Totals { total_q: Some(1 << 31), ..right }),
+            ("total_new", "0", Totals { total_new: None, ..right }),
+            ("total_new", "4294967295", Totals { total_new: Some(u32::MAX), ..right }),
+            (spare.0, spare.1, ALL),
+        ];
+        for (field, number, totals) in table {
+            let error = problem.check_totals(*totals).unwrap_err();
+            assert_eq!(error.field, *field, "{error}");
+            assert!(error.text.contains(number), "`{error}` does not say {number}");
+        }
+    }
+    let plain = FwdProblem::batch(DType::F32, DIMS);
+    plain.check_totals(Totals::NONE).unwrap();
+    for (field, totals) in [
+        ("total_q", Totals { total_q: Some(5), ..Totals::NONE }),
+        ("total_k", Totals { total_k: Some(5), ..Totals::NONE }),
+        ("num_pages", Totals { num_pages: Some(5), ..Totals::NONE }),
+        ("total_new", Totals { total_new: Some(5), ..Totals::NONE }),
+    ] {
+        let error = plain.check_totals(totals).unwrap_err();
+        assert_eq!((error.field, error.text.contains('5')), (field, true), "{error}");
     }
 }
 

@@ -16,8 +16,8 @@ abi_spec! {
     pub struct Sm90BwdTile {
         /// Query rows of a block: a multiple of 16.
         pub block_m: i32 = Takes::multiples(16, 16, 256).tuned_over(&[64, 80, 128]),
-        /// Keys of a CTA: 64 to a consumer warpgroup.
-        pub block_n: i32 = Takes::among(&[128]),
+        /// Keys of a CTA: 64 to a consumer warpgroup, or 64 to all.
+        pub block_n: i32 = Takes::among(&[64, 128]),
         /// Blocks of Q in shared memory at a time.
         pub stages_q: i32 = Takes::within(1, 4).tuned_over(&[2, 3]),
         /// Blocks of dO in shared memory at a time.
@@ -28,6 +28,9 @@ abi_spec! {
         pub stages_dbias: i32 = Takes::within(1, 4),
         /// Consumers share out dQ by its dimension, as the transpose of dQ; else by its rows.
         pub transposed_dq: bool = Takes::nothing(),
+        /// Both consumers have all keys of a CTA, and each half of the queries of S and half of the dimension of dQ, dK and
+        /// dV: what head dimensions beyond 128 leave registers for.
+        pub split_dims: bool = Takes::nothing(),
         /// The next block's scores are started before this block's dK is waited for; two blocks of Q are then held at a
         /// time, and a third stage hides their loading.
         pub early_scores: bool = Takes::all().tuned(),
@@ -70,7 +73,8 @@ const MAX_ACCUMULATORS: i32 = 216;
 
 impl Sm90BwdTile {
     /// Gives up what holds two products at a time: some modifiers want those registers (bytes that ptxas spills of D 64
-    /// with an elementwise bias: 500, then 0; of D 128 with soft-cap, bias and dropout: 320, then 0).
+    /// with an elementwise bias: 500, then 0; of D 128 with soft-cap, bias and dropout: 320, then 0; of D 128 with a bias
+    /// alone 36, of D 64 with a soft-cap 40, with dropout 50).
     fn take_registers(&mut self) {
         (self.early_scores, self.early_dv, self.late_dp, self.stages_q) = (false, false, true, 2);
     }
@@ -78,7 +82,12 @@ impl Sm90BwdTile {
     /// Consumer warpgroups.
     #[must_use]
     pub const fn num_consumers(&self) -> i32 {
-        self.block_n / 64
+        if self.split_dims { 2 } else { self.block_n / 64 }
+    }
+
+    /// Queries of a consumer's S; columns of its dK and dV.
+    const fn consumer_columns(&self, dim: i32) -> (i32, i32) {
+        if self.split_dims { (self.block_m / 2, dim / 2) } else { (self.block_m, dim) }
     }
 
     /// Threads of a CTA of the main kernel.
@@ -93,7 +102,8 @@ impl Sm90BwdTile {
         let dim = padded_dim(spec);
         let keys = 2 * tile_bytes(self.block_n, dim);
         let queries = (self.stages_q + self.stages_dout) * tile_bytes(self.block_m, dim);
-        let ds = self.stages_ds * tile_bytes(self.block_m, self.block_n);
+        let ds =
+            self.stages_ds * tile_bytes(self.block_m, self.block_n) * if self.split_dims { 2 } else { 1 };
         let dq = round_up(4 * self.block_m * dim, 1024);
         let stats = 4 * self.block_m * (self.stages_q + self.stages_dout);
         let barriers = 8 * (3 + 2 * (self.stages_q + self.stages_dout + self.num_consumers() + 2));
@@ -104,7 +114,12 @@ impl Sm90BwdTile {
     /// the main kernel's, since that lays the rows' numbers out.
     #[must_use]
     pub const fn of_dbias(&self) -> Self {
-        Self { block_m: if self.block_m % 64 == 0 { 64 } else { self.block_m }, ..*self }
+        Self {
+            block_m: if self.block_m % 64 == 0 { 64 } else { self.block_m },
+            block_n: 128,
+            split_dims: false,
+            ..*self
+        }
     }
 
     /// Dynamic shared memory of a CTA of dBias' kernel, of its [tile](Self::of_dbias); the entry asserts that the device agrees.
@@ -125,8 +140,18 @@ impl Sm90BwdTile {
         if block_m < 16 || block_m % 16 != 0 || block_m > 256 {
             return Err(format!("block_m {block_m} is not a multiple of 16 from 16 to 256"));
         }
-        if block_n != 128 {
-            return Err(format!("block_n {block_n} is not 128"));
+        let keys = if self.split_dims { 64 } else { 128 };
+        if block_n != keys {
+            return Err(format!("block_n {block_n} is not {keys}"));
+        }
+        if self.split_dims && (self.early_scores || self.early_dv || self.late_dp || self.transposed_dq) {
+            return Err(
+                "split_dims true: early_scores, early_dv, late_dp and transposed_dq are of its absence"
+                    .to_owned(),
+            );
+        }
+        if self.split_dims != (dim > 128) {
+            return Err(format!("split_dims {}: the padded head dimension is {dim}", self.split_dims));
         }
         for (field, stages) in [
             ("stages_q", self.stages_q),
@@ -146,14 +171,16 @@ impl Sm90BwdTile {
         }
         let (what, shared_out) =
             if self.transposed_dq { ("the padded head dimension", dim) } else { ("block_m", block_m) };
-        if shared_out != 64 * self.num_consumers() {
+        let wanted = if self.split_dims { 64 } else { 64 * self.num_consumers() };
+        if shared_out != wanted {
             return Err(format!(
                 "{what} {shared_out} is not 64 for each of {} consumers",
                 self.num_consumers()
             ));
         }
-        let dq = if self.transposed_dq { block_m } else { dim } / 2;
-        let accumulators = block_m.max(dq) + dim;
+        let (queries, columns) = self.consumer_columns(dim);
+        let dq = if self.transposed_dq { block_m } else { columns } / 2;
+        let accumulators = queries.max(dq) + columns;
         if accumulators > MAX_ACCUMULATORS {
             return Err(format!(
                 "block_m {block_m}: {accumulators} accumulators a thread are more than {MAX_ACCUMULATORS}"
@@ -217,7 +244,8 @@ pub fn repairs(spec: &BwdSpec) -> bool {
 #[must_use]
 pub const fn padded_dim(spec: &BwdSpec) -> i32 {
     let (qk, v) = (spec.fwd.head_dim_qk, spec.fwd.head_dim_v);
-    round_up(if qk > v { qk } else { v }, 64)
+    let dim = if qk > v { qk } else { v };
+    round_up(dim, if dim > 128 { 256 } else { 64 })
 }
 
 const fn round_up(a: i32, b: i32) -> i32 {
@@ -248,8 +276,8 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     }
     let dims = fwd.dims;
     for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
-        if dim > 128 {
-            return refuse(format!("backward: {field} {dim} is larger than 128"));
+        if dim > 256 {
+            return refuse(format!("backward: {field} {dim} is larger than 256"));
         }
     }
     if fwd.v_layout == VLayout::ColMajor {
@@ -298,7 +326,9 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
     let slow_softcap = fwd.softcap.is_some_and(|cap| !(1e-3..=64.0).contains(&cap));
     if slow_softcap {
         tile.fast_softcap = false;
-        tile.take_registers();
+        if !tile.split_dims {
+            tile.take_registers();
+        }
     }
     let whole = |strides, shape| odd_stride(strides, shape).is_none();
     tile.vector_load = dims.head_dim_v.is_multiple_of(8) && whole(fwd.o, fwd.shape_o());
@@ -322,16 +352,26 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         // Neither 414, early scores 415, and persistent 420.
         64 => (128, false, true, false, true),
         // Neither 584, early scores and dV 599, and persistent 609; causal 494, 510, 516.
-        _ => (64, true, true, true, true),
+        128 => (64, true, true, true, true),
+        // Not measured.
+        _ => (64, false, false, false, false),
     };
+    let split_dims = dim > 128;
     let mut tile = Sm90BwdTile {
         block_m,
-        block_n: 128,
-        stages_q: if early_scores { 3 } else { 2 },
-        stages_dout: 2,
+        block_n: if split_dims { 64 } else { 128 },
+        stages_q: if early_scores {
+            3
+        } else if split_dims {
+            1
+        } else {
+            2
+        },
+        stages_dout: if split_dims { 1 } else { 2 },
         stages_ds: 2,
-        stages_dbias: 2,
+        stages_dbias: if split_dims { 1 } else { 2 },
         transposed_dq,
+        split_dims,
         early_scores,
         early_dv,
         late_dp: false,
@@ -342,9 +382,10 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         vector_store: spec.dtype_grad != DType::F32,
     };
     let FwdSpec { bias, softcap, dropout, .. } = spec.fwd;
-    let elementwise = bias == BiasKind::Elementwise;
     let modifiers = i32::from(bias != BiasKind::None) + i32::from(softcap) + i32::from(dropout);
-    if modifiers > 1 || (elementwise && dim == 64) {
+    let wants_registers =
+        modifiers > 1 || bias == BiasKind::Elementwise || (dim == 64 && (softcap || dropout));
+    if !split_dims && wants_registers {
         tile.take_registers();
     }
     tile
@@ -407,11 +448,12 @@ fn rows(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 fn rendered(spec: &BwdSpec, tile: &Sm90BwdTile) -> [Header; 2] {
     let dtype = spec.fwd.dtype_qk;
     let dim = padded_dim(spec);
+    let (queries, columns) = tile.consumer_columns(dim);
     let shape = |n, a| WgmmaShape { dtype, n, a, sums: Sums::F32 };
     let shapes = [
-        shape(tile.block_m, OperandA::Shared),
-        shape(dim, OperandA::Registers),
-        shape(if tile.transposed_dq { tile.block_m } else { dim }, OperandA::Shared),
+        shape(queries, OperandA::Shared),
+        shape(columns, if tile.split_dims { OperandA::Shared } else { OperandA::Registers }),
+        shape(if tile.transposed_dq { tile.block_m } else { columns }, OperandA::Shared),
     ];
     [wgmma::header(&shapes), host_header()]
 }

@@ -139,10 +139,14 @@ pub(crate) const ROWS: &[Row] = &[
     },
     // Gradients: of the fast kernel where it takes a problem, else of the fallback.
     Row {
-        in_test: Cases { filter: "^backward/(head_dim/bf16|group)", deal: 2 },
+        in_test: Cases {
+            filter: "^backward/(head_dim/bf16|group|modifiers/bf16/d64/(dbias_one_one|sink))",
+            deal: 2,
+        },
         in_all: Cases { filter: "^backward/", deal: 1 },
         ..HOPPER
     },
+    Row { in_all: Cases { filter: "^backward/modifiers/bf16/", deal: 1 }, ..HOPPER_WALKING },
     Row { in_test: NONE, in_all: Cases { filter: "^backward/", deal: 1 }, ..amd("gfx942", NONE) },
     Row {
         kernel: Some("simt"),

@@ -9,7 +9,9 @@ mod write;
 
 pub(crate) use gather::{Gather, GatherRows, GatherTransposed, TransposePanels, row_stride};
 pub(crate) use product::{Columns, FmaLoop, RowDots, Rows, Scores};
-pub(crate) use rows::{AddValues, BLOCK_KEYS, Dots, RowSums, SoftmaxRow, exp_one};
+pub(crate) use rows::{
+    AddValues, BLOCK_KEYS, Block, Dots, Order, RowSums, SoftmaxRow, exp_one, heads_of_block, unit,
+};
 pub(crate) use softmax::{AddTo, Gradient, Multiply, RowState, Scale, Softmax};
 pub(crate) use tiles::{
     TILE, TileColumns, TileScores, TileSoftmax, TileStage, TransposeValues, UntransposeOut, WriteTransposed,

@@ -6,6 +6,7 @@ use fmha_core::{
     CacheArgs, CacheSlice, DType, DevSlice, FwdArgs, FwdProblem, Rotary, SeqSpan, Shape, Strides,
 };
 
+use crate::blocks::BLOCK_KEYS;
 use crate::memory::{Floats, reserve};
 use crate::score::HeadScore;
 use crate::tasks::Threads;
@@ -146,6 +147,8 @@ pub(crate) struct Cached<'a> {
     pub(crate) source: Source,
     /// Where its rows are.
     pub(crate) rows: KvRows<'a>,
+    /// Whether that is in pages.
+    pub(crate) is_paged: bool,
     /// Elements of a row.
     pub(crate) dim: usize,
     /// The type that a narrower cache is taken for.
@@ -153,10 +156,80 @@ pub(crate) struct Cached<'a> {
 }
 
 impl Cached<'_> {
+    /// The type that arithmetic meets.
+    pub(crate) fn taken_as(&self) -> DType {
+        self.widened.unwrap_or(self.source.dtype())
+    }
+
     /// Bytes of scratch for `count` keys.
     pub(crate) fn scratch_bytes(&self, count: usize) -> usize {
-        let size = self.widened.unwrap_or(self.source.dtype()).size_bytes() as usize;
-        count * self.dim * size
+        count * self.dim * self.taken_as().size_bytes() as usize
+    }
+
+    /// Bytes of a key of one head, where it lies.
+    pub(crate) fn row_bytes(&self) -> usize {
+        self.dim * self.source.dtype().size_bytes() as usize
+    }
+
+    /// Whether the heads of one key lie nearer to each other than the keys of one head.
+    pub(crate) fn heads_lie_together(&self) -> bool {
+        let strides = self.source.strides();
+        strides.head.unsigned_abs() < strides.seq.unsigned_abs()
+    }
+
+    /// Whether rows can be read where they lie.
+    pub(crate) fn reads_in_place(&self) -> bool {
+        self.widened.is_none() && self.source.matrix(0, 0, 0).has_dense_rows()
+    }
+
+    /// Bytes from head to head in what [`rows_of`](Self::rows_of) gives.
+    pub(crate) fn head_step(&self) -> isize {
+        match self.reads_in_place() {
+            true => self.source.strides().head as isize * self.source.dtype().size_bytes() as isize,
+            false => self.scratch_bytes(BLOCK_KEYS) as isize,
+        }
+    }
+
+    /// Where keys `j .. j + keys.len()` of a kv head lie.
+    pub(crate) fn rows_in_place(&self, span: &SeqSpan, i_head_kv: u32, j: u32, keys: &mut [*const u8]) {
+        let mut done = 0;
+        while done < keys.len() {
+            let at = j + done as u32;
+            let run = (self.rows.run(span, at) as usize).min(keys.len() - done);
+            let (batch, row) = self.rows.at(span, at);
+            let here = self.source.matrix(batch, i_head_kv, row);
+            for (n, key) in keys[done..done + run].iter_mut().enumerate() {
+                *key = here.at(n, 0);
+            }
+            done += run;
+        }
+    }
+
+    /// Whether the hardware would not see one stream where `heads` of it are read together.
+    pub(crate) fn is_scattered(&self, heads: u32) -> bool {
+        let is_one_stream = heads == 1 && !self.is_paged && self.source.strides().seq == self.dim as i64;
+        self.reads_in_place() && !is_one_stream
+    }
+
+    /// Brings keys `j .. j + keys.len()` of the kv heads from `first_head` on, one for each of `descales`, together in
+    /// `scratch`, widened; where the first head's are.
+    pub(crate) fn rows_in_scratch(
+        &self,
+        span: &SeqSpan,
+        first_head: u32,
+        j: u32,
+        descales: &[f32],
+        scratch: &mut Floats,
+        keys: &mut [*const u8],
+    ) {
+        let to = scratch.as_mut_ptr().cast::<u8>();
+        for (n, &descale) in descales.iter().enumerate() {
+            let to = to.wrapping_offset(n as isize * self.head_step());
+            self.bring_together(span, first_head + n as u32, (j, keys.len()), descale, to);
+        }
+        for (n, key) in keys.iter_mut().enumerate() {
+            *key = to.wrapping_add(self.scratch_bytes(n));
+        }
     }
 
     /// Keys `j .. j + count` of one head as a matrix: where they lie, or brought together in `scratch`. `dense`: the
@@ -176,16 +249,28 @@ impl Cached<'_> {
         if self.widened.is_none() && run >= count && (here.has_dense_rows() || !dense) {
             return here;
         }
-        let dtype = self.widened.unwrap_or(self.source.dtype());
-        let size = dtype.size_bytes() as usize;
         let to = scratch.as_mut_ptr().cast::<u8>();
+        self.bring_together(span, head.i_head_kv, (j, count), descale, to);
+        Matrix::dense(to, self.taken_as(), self.dim)
+    }
+
+    /// Keys `j .. j + count` of one head, one after another at `to`, where there is room for them.
+    fn bring_together(
+        &self,
+        span: &SeqSpan,
+        i_head_kv: u32,
+        (j, count): (u32, usize),
+        descale: f32,
+        to: *mut u8,
+    ) {
+        let size = self.taken_as().size_bytes() as usize;
         let widen = self.widened.map(|wide| Widen::new(self.source.dtype(), wide, descale));
         let mut done = 0;
         while done < count {
             let key = j + done as u32;
             let run = (self.rows.run(span, key) as usize).min(count - done);
             let (batch, row) = self.rows.at(span, key);
-            let from = self.source.matrix(batch, head.i_head_kv, row);
+            let from = self.source.matrix(batch, i_head_kv, row);
             for n in 0..run {
                 let to = to.wrapping_add((done + n) * self.dim * size);
                 // SAFETY: `spans` saw that the row is in the tensor; the scratch holds `count` rows.
@@ -210,7 +295,6 @@ impl Cached<'_> {
             }
             done += run;
         }
-        Matrix::dense(to, dtype, self.dim)
     }
 }
 

@@ -185,6 +185,7 @@ impl Forward<'_> {
         let cached = |slice, dtype, strides, dim: u32| Cached {
             source: Source::new(slice, dtype, strides),
             rows,
+            is_paged: problem.kv_layout.is_paged(),
             dim: dim as usize,
             widened: problem.dtype_cache.map(|_| problem.dtype_qk),
         };

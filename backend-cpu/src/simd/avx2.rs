@@ -20,9 +20,30 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn sum_of_four(self, v: [Self::V; 4]) -> [f32; 4] {
+        let mut sums = [0.0; 4];
+        // SAFETY: AVX, as `self` proves; four f32 are written.
+        unsafe {
+            // Halves of a pair each, then within them. The order of `sum`.
+            let [a, b, c, d] = v;
+            let ab =
+                _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b));
+            let cd =
+                _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(c, d), _mm256_permute2f128_ps::<0x31>(c, d));
+            // A, A, C, C and B, B, D, D.
+            let pairs = _mm256_add_ps(_mm256_shuffle_ps::<0x44>(ab, cd), _mm256_shuffle_ps::<0xee>(ab, cd));
+            let four = _mm256_add_ps(pairs, _mm256_shuffle_ps::<0xb1>(pairs, pairs));
+            let (ac, bd) = (_mm256_castps256_ps128(four), _mm256_extractf128_ps::<1>(four));
+            let sum = _mm_movelh_ps(_mm_unpacklo_ps(ac, bd), _mm_unpackhi_ps(ac, bd));
+            _mm_storeu_ps(sums.as_mut_ptr(), sum);
+        }
+        sums
+    }
+
+    #[inline(always)]
     fn prefetch(self, at: *const u8) {
         // SAFETY: a prefetch faults nowhere.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }
 
     #[inline(always)]
@@ -172,6 +193,16 @@ impl Simd for Avx2 {
         unsafe {
             let narrow = _mm_loadu_si128(from.cast());
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(narrow)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16_even_odd(self, from: *const u16) -> [Self::V; 2] {
+        // SAFETY: the caller promised sixteen bf16.
+        unsafe {
+            let both = _mm256_loadu_si256(from.cast());
+            let odd = _mm256_and_si256(both, _mm256_set1_epi32(0xffff_0000_u32.cast_signed()));
+            [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(both)), _mm256_castsi256_ps(odd)]
         }
     }
 

@@ -140,6 +140,12 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// `LANES` bf16 are readable at `from`, aligned or not.
     unsafe fn load_bf16(self, from: *const u16) -> Self::V;
+    /// Of `2 * LANES` bf16 those at even places, and those at odd ones: two instructions, where widening each half
+    /// in order takes four.
+    ///
+    /// # Safety
+    /// They are readable at `from`, aligned or not.
+    unsafe fn load_bf16_even_odd(self, from: *const u16) -> [Self::V; 2];
     /// # Safety
     /// `LANES` f16 are readable at `from`, aligned or not.
     unsafe fn load_f16(self, from: *const u16) -> Self::V;
@@ -197,7 +203,30 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         lanes[0]
     }
 
-    /// Asks for the cache line at an address that will be read soon. Any address will do.
+    /// The [`sum`](Self::sum)s of four vectors.
+    #[inline(always)]
+    fn sum_of_four(self, v: [Self::V; 4]) -> [f32; 4] {
+        let [a, b, c, d] = v;
+        [self.sum(a), self.sum(b), self.sum(c), self.sum(d)]
+    }
+
+    /// The largest lane; none is NaN.
+    #[inline(always)]
+    fn largest(self, v: Self::V) -> f32 {
+        let mut lanes = [f32::NEG_INFINITY; 16];
+        // SAFETY: no vector has more than sixteen lanes.
+        unsafe { self.store(lanes.as_mut_ptr(), v) };
+        let mut live = Self::LANES;
+        while live > 1 {
+            live /= 2;
+            for lane in 0..live {
+                lanes[lane] = if lanes[lane] > lanes[lane + live] { lanes[lane] } else { lanes[lane + live] };
+            }
+        }
+        lanes[0]
+    }
+
+    /// Asks the second-level cache for the line at an address that will be read soon. Any address will do.
     #[inline(always)]
     fn prefetch(self, at: *const u8) {
         let _ = at;
@@ -378,6 +407,61 @@ mod tests {
         }
     }
 
+    struct Sums<'a> {
+        of: &'a [f32; 64],
+        four: &'a mut [f32; 4],
+        single: &'a mut [f32; 4],
+        largest: &'a mut f32,
+    }
+
+    impl<S: Simd> Op<S> for Sums<'_> {
+        #[inline(always)]
+        fn call(self, s: S) {
+            // SAFETY: four vectors of at most sixteen lanes.
+            let v = [0, 1, 2, 3].map(|n| unsafe { s.load(self.of.as_ptr().add(n * S::LANES)) });
+            *self.four = s.sum_of_four(v);
+            *self.single = v.map(|v| s.sum(v));
+            *self.largest = s.largest(v[0]);
+        }
+    }
+
+    /// To the bit: a key's score must not depend on how many keys its sum was taken with.
+    fn sums_of_four_are_sums<S: Simd>(s: S) {
+        let of: [f32; 64] = std::array::from_fn(|i| ((i * 37 % 64) as f32 - 20.3).powi(3) * 1.234_567);
+        let (mut four, mut single, mut largest) = ([0.0; 4], [0.0; 4], 0.0);
+        s.run(Sums { of: &of, four: &mut four, single: &mut single, largest: &mut largest });
+        assert_eq!(four.map(f32::to_bits), single.map(f32::to_bits), "{four:?}, {single:?}");
+        assert_eq!(largest, of[..S::LANES].iter().copied().fold(f32::NEG_INFINITY, f32::max));
+    }
+
+    struct EvenOdd<'a> {
+        from: &'a [u16; 32],
+        even: &'a mut [f32; 16],
+        odd: &'a mut [f32; 16],
+    }
+
+    impl<S: Simd> Op<S> for EvenOdd<'_> {
+        #[inline(always)]
+        fn call(self, s: S) {
+            // SAFETY: two vectors of at most sixteen lanes, and room for both.
+            unsafe {
+                let [even, odd] = s.load_bf16_even_odd(self.from.as_ptr());
+                s.store(self.even.as_mut_ptr(), even);
+                s.store(self.odd.as_mut_ptr(), odd);
+            }
+        }
+    }
+
+    fn parts_even_from_odd<S: Simd>(s: S) {
+        let from: [u16; 32] = std::array::from_fn(|i| bf16::from_f32(i as f32 * -1.5 + 7.0).to_bits());
+        let (mut even, mut odd) = ([0.0; 16], [0.0; 16]);
+        s.run(EvenOdd { from: &from, even: &mut even, odd: &mut odd });
+        for lane in 0..S::LANES {
+            let wanted = [2 * lane, 2 * lane + 1].map(|i| bf16::from_bits(from[i]).to_f32());
+            assert_eq!([even[lane], odd[lane]], wanted, "lane {lane}");
+        }
+    }
+
     struct Interleaved<'a> {
         low: &'a [u16],
         high: &'a [u16],
@@ -431,6 +515,16 @@ mod tests {
     #[test]
     fn a_number_becomes_the_nearest_bf16_alone_and_in_pairs() {
         for_each_set!(rounds_to_bf16);
+    }
+
+    #[test]
+    fn sums_of_four_vectors_are_the_sums_of_each() {
+        for_each_set!(sums_of_four_are_sums);
+    }
+
+    #[test]
+    fn bf16_at_even_places_come_apart_from_those_at_odd_ones() {
+        for_each_set!(parts_even_from_odd);
     }
 
     #[test]

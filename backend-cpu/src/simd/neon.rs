@@ -164,6 +164,16 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
+    unsafe fn load_bf16_even_odd(self, from: *const u16) -> [Self::V; 2] {
+        // SAFETY: the caller promised eight bf16.
+        unsafe {
+            let both = vreinterpretq_u32_u16(vld1q_u16(from));
+            let odd = vandq_u32(both, vdupq_n_u32(0xffff_0000));
+            [vreinterpretq_f32_u32(vshlq_n_u32::<16>(both)), vreinterpretq_f32_u32(odd)]
+        }
+    }
+
+    #[inline(always)]
     unsafe fn load_f16(self, from: *const u16) -> Self::V {
         // SAFETY: the caller promised four f16.
         unsafe {

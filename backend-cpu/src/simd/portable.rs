@@ -120,6 +120,14 @@ macro_rules! array_methods {
         }
 
         #[inline(always)]
+        unsafe fn load_bf16_even_odd(self, from: *const u16) -> [Self::V; 2] {
+            // SAFETY: the caller promised twice $n bf16.
+            let pairs = unsafe { from.cast::<[[u16; 2]; $n]>().read_unaligned() };
+            let wide = |bits: u16| f32::from_bits(u32::from(bits) << 16);
+            [lanes!(i => wide(pairs[i][0])), lanes!(i => wide(pairs[i][1]))]
+        }
+
+        #[inline(always)]
         unsafe fn load_f16(self, from: *const u16) -> Self::V {
             // SAFETY: the caller promised $n f16.
             let bits = unsafe { from.cast::<[u16; $n]>().read_unaligned() };
@@ -151,6 +159,11 @@ impl Simd for SoftTiles {
     const BF16_DOT: bool = true;
     const TILES: bool = true;
     array_methods!(16);
+
+    fn dot_bf16(self, acc: Self::V, a: Self::V, b: Self::V) -> Self::V {
+        let half = |pair: f32| [pair.to_bits() << 16, pair.to_bits() & 0xffff_0000].map(f32::from_bits);
+        lanes!(i => acc[i] + half(a[i])[0] * half(b[i])[0] + half(a[i])[1] * half(b[i])[1])
+    }
 
     fn pair_bf16(self, low: Self::V, high: Self::V) -> Self::V {
         let bits = |x: f32| u32::from(bf16::from_f32(x).to_bits());

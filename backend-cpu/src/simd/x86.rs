@@ -69,9 +69,37 @@ macro_rules! avx512_methods {
         }
 
         #[inline(always)]
+        fn sum_of_four(self, v: [Self::V; 4]) -> [f32; 4] {
+            let mut sums = [0.0; 4];
+            // SAFETY: AVX-512 F, as `self` proves; four f32 are written.
+            unsafe {
+                // Halves, then quarters, of a pair each; then within quarters. The order of `sum`.
+                let [a, b, c, d] = v;
+                let ab =
+                    _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xee>(a, b));
+                let cd =
+                    _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(c, d), _mm512_shuffle_f32x4::<0xee>(c, d));
+                let quarters =
+                    _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(ab, cd), _mm512_shuffle_f32x4::<0xdd>(ab, cd));
+                let pairs = _mm512_add_ps(quarters, _mm512_shuffle_ps::<0x4e>(quarters, quarters));
+                let four = _mm512_add_ps(pairs, _mm512_shuffle_ps::<0xb1>(pairs, pairs));
+                let firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+                let four = _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, four));
+                _mm_storeu_ps(sums.as_mut_ptr(), four);
+            }
+            sums
+        }
+
+        #[inline(always)]
+        fn largest(self, v: Self::V) -> f32 {
+            // SAFETY: AVX-512 F, as `self` proves.
+            unsafe { _mm512_reduce_max_ps(v) }
+        }
+
+        #[inline(always)]
         fn prefetch(self, at: *const u8) {
             // SAFETY: a prefetch faults nowhere.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
         }
 
         #[inline(always)]
@@ -227,6 +255,16 @@ macro_rules! avx512_methods {
         }
 
         #[inline(always)]
+        unsafe fn load_bf16_even_odd(self, from: *const u16) -> [Self::V; 2] {
+            // SAFETY: the caller promised thirty-two bf16.
+            unsafe {
+                let both = _mm512_loadu_si512(from.cast());
+                let odd = _mm512_and_si512(both, _mm512_set1_epi32(0xffff_0000_u32.cast_signed()));
+                [_mm512_castsi512_ps(_mm512_slli_epi32::<16>(both)), _mm512_castsi512_ps(odd)]
+            }
+        }
+
+        #[inline(always)]
         unsafe fn load_f16(self, from: *const u16) -> Self::V {
             // SAFETY: the caller promised sixteen f16.
             unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
@@ -268,6 +306,16 @@ impl Simd for Amx {
     const BF16_DOT: bool = true;
     const TILES: bool = true;
     avx512_methods!(Amx, "avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512dq,avx512bf16");
+
+    #[inline(always)]
+    fn dot_bf16(self, acc: Self::V, a: Self::V, b: Self::V) -> Self::V {
+        // SAFETY: AVX-512 BF16, as `self` proves; the operands are 512 bits of bf16 pairs.
+        unsafe {
+            let a = std::mem::transmute::<__m512, __m512bh>(a);
+            let b = std::mem::transmute::<__m512, __m512bh>(b);
+            _mm512_dpbf16_ps(acc, a, b)
+        }
+    }
 
     #[inline(always)]
     fn enter_tiles(self) {

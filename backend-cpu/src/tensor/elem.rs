@@ -32,6 +32,21 @@ pub(crate) trait Elem: Copy {
     /// # Safety
     /// A whole vector of elements is readable there.
     unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V;
+
+    /// Whether [`unit`](Self::unit) takes the elements at even places first, those at odd ones second.
+    const EVEN_ODD: bool = false;
+    /// Whether elements are bf16.
+    const IS_BF16: bool = false;
+
+    /// Two vectors of elements, in the order that is cheapest to convert.
+    ///
+    /// # Safety
+    /// Two whole vectors of elements are readable there.
+    #[inline(always)]
+    unsafe fn unit<S: Simd>(self, s: S, at: *const u8) -> [S::V; 2] {
+        // SAFETY: the caller's promise.
+        unsafe { [self.vector(s, at), self.vector(s, at.add(S::LANES * Self::BYTES))] }
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -67,7 +82,30 @@ macro_rules! vector_elem {
 
 vector_elem!(OfF32, f32, std::convert::identity, load);
 vector_elem!(OfF16, u16, |bits| f16::from_bits(bits).to_f32(), load_f16);
-vector_elem!(OfBf16, u16, |bits| bf16::from_bits(bits).to_f32(), load_bf16);
+
+impl Elem for OfBf16 {
+    const BYTES: usize = 2;
+    const EVEN_ODD: bool = true;
+    const IS_BF16: bool = true;
+
+    #[inline(always)]
+    unsafe fn one(self, at: *const u8) -> f32 {
+        // SAFETY: the caller's promise; so for the two below.
+        bf16::from_bits(unsafe { at.cast::<u16>().read_unaligned() }).to_f32()
+    }
+
+    #[inline(always)]
+    unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
+        // SAFETY: see `one`.
+        unsafe { s.load_bf16(at.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn unit<S: Simd>(self, s: S, at: *const u8) -> [S::V; 2] {
+        // SAFETY: see `one`.
+        unsafe { s.load_bf16_even_odd(at.cast()) }
+    }
+}
 
 impl Elem for OfFp8 {
     const BYTES: usize = 1;

@@ -82,6 +82,10 @@ impl Source {
     pub(crate) fn dtype(&self) -> DType {
         self.dtype
     }
+
+    pub(crate) fn strides(&self) -> Strides {
+        self.strides
+    }
 }
 
 impl Target {

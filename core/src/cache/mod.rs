@@ -13,8 +13,8 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use hmac_sha256::Hash;
 use serde::{Deserialize, Serialize};
-use sha2::{Digest as _, Sha256};
 
 pub use bundle::Bundle;
 pub use dump::dump_source;
@@ -75,12 +75,12 @@ fn hex(bytes: &[u8]) -> String {
 
 /// Hashes texts such that no two lists of them give the same bytes.
 fn hash<'a>(texts: impl IntoIterator<Item = &'a [u8]>) -> [u8; 32] {
-    let mut hasher = Sha256::new();
+    let mut hasher = Hash::new();
     for text in texts {
         hasher.update((text.len() as u64).to_le_bytes());
         hasher.update(text);
     }
-    hasher.finalize().into()
+    hasher.finalize()
 }
 
 /// Which output of a compiler a device runs.

@@ -61,16 +61,16 @@ struct RegisterTile {
   }
 };
 
-// d = sign * A B^T: A's rows [row, row + 64) and as many of B's rows as D has columns, both along their
+// d = sign * A B^T: A's rows [row, row + 64) and as many of B's rows from `b_row` on as D has columns, both along their
 // dim. Starts, does not wait.
 template <DType dtype, int sign, class D, class TileA, class TileB>
-FMHA_DEVICE void start_product_abt(D& d, const TileA& a, int row, const TileB& b) {
+FMHA_DEVICE void start_product_abt(D& d, const TileA& a, int row, const TileB& b, int b_row = 0) {
   static_assert(TileA::dim == TileB::dim && D::columns <= TileB::rows, "A and B share their inner dimension");
   static_assert(sizeof(typename TileA::Elem) == sizeof(Storage<dtype>) && sizeof(typename TileB::Elem) == sizeof(Storage<dtype>),
                 "tiles hold elements of the product's type");
   constexpr int depth = kDepth<Storage<dtype>>, steps_per_chunk = TileA::span / depth;
   const Descriptor a0 = descriptor<TileA::span_bytes>(a.offset() + row * TileA::span_bytes, 16);
-  const Descriptor b0 = descriptor<TileB::span_bytes>(b.offset(), 16);
+  const Descriptor b0 = descriptor<TileB::span_bytes>(b.offset() + b_row * TileB::span_bytes, 16);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < TileA::dim / depth; ++step) {

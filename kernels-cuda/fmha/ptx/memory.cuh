@@ -30,6 +30,14 @@ FMHA_DEVICE void st_global_u16_if(uint16_t* address, uint16_t value, bool condit
                : "memory");
 }
 
+// needs: sm_70. `address` is a multiple of 4.
+// PTX ISA: st.
+FMHA_DEVICE void st_global_b32_if(void* address, uint32_t value, bool condition) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.b32 [%0], %1; }" ::"l"(address), "r"(value),
+               "r"(int(condition))
+               : "memory");
+}
+
 // needs: sm_70. The low byte.
 // PTX ISA: st.
 FMHA_DEVICE void st_global_u8_if(uint8_t* address, uint16_t value, bool condition) {

@@ -56,7 +56,7 @@ const MODIFIERS: [&str; 12] = [
 
 fn modifiers(cases: &mut Vec<Case>) {
     for dtype in [DType::F16, DType::Bf16] {
-        for head_dim in [64, 72, 128] {
+        for head_dim in [64, 72, 128, 200] {
             for (n, modifier) in MODIFIERS.into_iter().enumerate() {
                 // Either layout of the sequences and either kind of mask meets every modifier, not every combination.
                 let packed = (n + head_dim as usize / 8 + usize::from(dtype == DType::F16)).is_multiple_of(2);

@@ -132,6 +132,9 @@ fn blocks(cases: &mut Vec<Case>) {
         }
         // NaN in rows of K and V that nobody sees, and in one that some do.
         push("nan_nobody_sees", plain("t"), Lengths::default(), Plant::HiddenKeys);
+        // Behind a sequence's keys, where no mask can tell.
+        let lengths = Lengths { seqused_k: vec![577], ..Lengths::default() };
+        push("nan_behind_the_keys", FwdProblem { seqused_k: true, ..plain("0") }, lengths, Plant::HiddenKeys);
         let (row, kv) = (40, 0);
         push(
             "nan_in_v",

@@ -25,13 +25,35 @@ FMHA_DEVICE void start_product_atbt(D& d, const TileA& a, int column, const Tile
   ptx::wgmma_commit_group();
 }
 
-// d = A B: A's rows [row, row + 64) along their dim, B read across its rows. Starts, does not wait.
+// d += A^T B: A's columns [column, column + 64) and B's from `b_column` on, as many as D has, both read across their rows.
+// Starts, does not wait.
 template <DType dtype, class D, class TileA, class TileB>
-FMHA_DEVICE void start_product_ab(D& d, const TileA& a, int row, const TileB& b) {
+FMHA_DEVICE void start_product_atb(D& d, const TileA& a, int column, const TileB& b, int b_column) {
+  static_assert(TileA::rows == TileB::rows && D::columns <= TileB::dim, "A's rows are B's rows");
+  static_assert(TileA::span == kRows, "64 columns of A are one chunk");
+  constexpr int depth = kDepth<Storage<dtype>>;
+  const Descriptor a0 =
+      descriptor<TileA::span_bytes>(a.offset() + column / TileA::span * TileA::chunk_bytes, TileA::chunk_bytes);
+  const Descriptor b0 =
+      descriptor<TileB::span_bytes>(b.offset() + b_column / TileB::span * TileB::chunk_bytes, TileB::chunk_bytes);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < TileA::rows / depth; ++step) {
+    ptx::wgmma_mma_async_ss<dtype, 1, 1, 1>(d.elems, a0.plus_bytes(step * depth * TileA::span_bytes).bits(),
+                                            b0.plus_bytes(step * depth * TileB::span_bytes).bits(), true);
+  }
+  ptx::wgmma_commit_group();
+}
+
+// d = A B: A's rows [row, row + 64) along their dim, B read across its rows from `b_column` on, which begins a chunk.
+// Starts, does not wait.
+template <DType dtype, class D, class TileA, class TileB>
+FMHA_DEVICE void start_product_ab(D& d, const TileA& a, int row, const TileB& b, int b_column = 0) {
   static_assert(TileA::dim == TileB::rows && D::columns <= TileB::dim, "A's columns are B's rows");
   constexpr int depth = kDepth<Storage<dtype>>, steps_per_chunk = TileA::span / depth;
   const Descriptor a0 = descriptor<TileA::span_bytes>(a.offset() + row * TileA::span_bytes, 16);
-  const Descriptor b0 = descriptor<TileB::span_bytes>(b.offset(), TileB::chunk_bytes);
+  const Descriptor b0 =
+      descriptor<TileB::span_bytes>(b.offset() + b_column / TileB::span * TileB::chunk_bytes, TileB::chunk_bytes);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < TileA::dim / depth; ++step) {
@@ -42,13 +64,15 @@ FMHA_DEVICE void start_product_ab(D& d, const TileA& a, int row, const TileB& b)
   ptx::wgmma_commit_group();
 }
 
-// The transpose of the warpgroup's 64 x depth into a tile: its row r becomes column `first + r`.
+// The transpose of the warpgroup's 64 x depth into a tile: its row r becomes column `first + r`, its column c row
+// `first_row + c`.
 template <class Tile, class Elem, int depth>
-FMHA_DEVICE void store_transposed(const Tile& tile, const RegisterTile<Elem, depth>& a, int32_t first) {
+FMHA_DEVICE void store_transposed(const Tile& tile, const RegisterTile<Elem, depth>& a, int32_t first,
+                                  int32_t first_row = 0) {
   static_assert(depth <= Tile::rows, "a column of the fragment is a row of the tile");
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
   // Of a step's four 8 x 8 matrices the second and fourth are eight rows further on, the last two eight columns.
-  const int32_t row = lane / 16 * 8 + lane % 8, column = first + warp * 16 + lane / 8 % 2 * 8;
+  const int32_t row = first_row + lane / 16 * 8 + lane % 8, column = first + warp * 16 + lane / 8 % 2 * 8;
   const uint32_t address = tile.address() + word_offset<Tile>(row, column);
 #pragma unroll
   for (int step = 0; step < depth / 16; ++step)

@@ -15,8 +15,15 @@ using fmha::mma::Storage;
 using ptx::Barrier;
 using ptx::TensorMap;
 
-// One warpgroup loads and stores, the others have 64 keys each of the block.
-FMHA_DEVICE constexpr int num_consumers(const Sm90BwdTile& tile) { return tile.block_n / mma::kRows; }
+// One warpgroup loads and stores, the others have 64 keys each of the block; or all of its 64 keys, and half of the
+// queries of S and half of the dimension of dQ, dK and dV.
+FMHA_DEVICE constexpr int num_consumers(const Sm90BwdTile& tile) {
+  return tile.split_dims ? 2 : tile.block_n / mma::kRows;
+}
+// Queries of a consumer's fragment of S^T.
+FMHA_DEVICE constexpr int num_columns(const Sm90BwdTile& tile) {
+  return tile.split_dims ? tile.block_m / num_consumers(tile) : tile.block_m;
+}
 FMHA_DEVICE constexpr int num_consumer_threads(const Sm90BwdTile& tile) { return mma::kWarpgroup * num_consumers(tile); }
 FMHA_DEVICE constexpr int num_threads(const Sm90BwdTile& tile) { return mma::kWarpgroup + num_consumer_threads(tile); }
 FMHA_DEVICE constexpr int num_consumer_warps(const Sm90BwdTile& tile) { return 4 * num_consumers(tile); }
@@ -25,7 +32,10 @@ FMHA_DEVICE constexpr int num_consumer_warps(const Sm90BwdTile& tile) { return 4
 constexpr int kLoadRegs = 24, kConsumeRegs = 240;
 
 // Both head dimensions as the tiles have them: TMA fills with zeros what the tensors lack.
-FMHA_DEVICE constexpr int padded_dim(const FwdSpec& spec) { return round_up(max(spec.head_dim_qk, spec.head_dim_v), 64); }
+FMHA_DEVICE constexpr int padded_dim(const FwdSpec& spec) {
+  const int dim = max(spec.head_dim_qk, spec.head_dim_v);
+  return round_up(dim, dim > 128 ? 256 : 64);
+}
 
 // Maps of `(dim, row, head, batch)`.
 struct Maps {
@@ -37,11 +47,15 @@ struct Shape {
   static constexpr DType dtype = spec.fwd.dtype_qk;
   static constexpr int dim = padded_dim(spec.fwd);
   static constexpr int consumers = num_consumers(tile);
-  // dQ of a query block is shared out to the consumers: by its dimension, as the transpose of dQ, or by its rows.
-  static constexpr int dq_columns = tile.transposed_dq ? tile.block_m : dim;
-  static constexpr int dq_rows = tile.transposed_dq ? dim : tile.block_m;
+  // dQ of a query block is shared out to the consumers: by its dimension, 64 of it each as the transpose of dQ or half of
+  // it, or by its rows.
+  static constexpr int grad_columns = tile.split_dims ? dim / consumers : dim;  // of dK and dV, of a consumer
+  static constexpr int dq_columns = tile.transposed_dq ? tile.block_m : grad_columns;
+  static constexpr int dq_rows = tile.transposed_dq ? dim : tile.split_dims ? tile.block_m * consumers : tile.block_m;
   // f32 numbers of one consumer's share, and of the block.
   static constexpr int dq_share = mma::kRows * dq_columns, dq_block = dq_share * consumers;
+  // Where a consumer's columns of dK and dV begin.
+  FMHA_DEVICE static int32_t first_column(int32_t consumer) { return tile.split_dims ? consumer * grad_columns : 0; }
 
   using Elem = Storage<dtype>;
   using QTile = SmemTile<Elem, tile.block_m, dim>;
@@ -61,7 +75,7 @@ struct Smem {
   typename S::VTile v;
   typename S::QTile q[tile.stages_q];
   typename S::DoutTile dout[tile.stages_dout];
-  typename S::DsTile ds[tile.stages_ds];
+  typename S::DsTile ds[tile.stages_ds][tile.split_dims ? 2 : 1];  // dS; and P, where consumers need each other's
   alignas(1024) float dq[S::consumers][S::dq_share];  // in the order of the accumulators: [element / 4][thread][4]
   alignas(1024) float lse_log2[tile.stages_q][tile.block_m];
   float delta[tile.stages_dout][tile.block_m];

@@ -1,4 +1,6 @@
-// The consume role: a warpgroup's 64 keys of the block against query block after query block.
+// The consume role: a warpgroup's 64 keys of the block against query block after query block. Head dimensions beyond 128
+// leave no registers for that: there both consumers have the same 64 keys, and each half of the queries of S and half of
+// the dimension of every gradient.
 //
 //   S^T  = K Q^T            scores, a key to a row: then P^T and dS^T lie in registers as A operands do
 //   dP^T = V dO^T
@@ -19,8 +21,8 @@ namespace fmha::sm90::bwd {
 template <BwdSpec spec, Sm90BwdTile tile>
 struct Consumer {
   using S = Shape<spec, tile>;
-  using Scores = mma::Accumulator<tile.block_m>;
-  using Operand = mma::RegisterTile<typename S::Elem, tile.block_m>;
+  using Scores = mma::Accumulator<num_columns(tile)>;
+  using Operand = mma::RegisterTile<typename S::Elem, num_columns(tile)>;
   static constexpr DType dtype = S::dtype;
   using Slopes = typename Pairs<spec, tile>::Slopes;
   using Kept = typename Pairs<spec, tile>::Kept;
@@ -36,8 +38,8 @@ struct Consumer {
   Slot<tile.stages_dout> dout_slot;
   Slot<tile.stages_ds> ds_slot;
   uint32_t dq_phase = 0, tile_phase = 0;
-  mma::Accumulator<S::dim> dk;
-  mma::Accumulator<S::dim> dv;
+  mma::Accumulator<S::grad_columns> dk;
+  mma::Accumulator<S::grad_columns> dv;
 
   FMHA_DEVICE void arrive(Barrier& barrier) const { ptx::mbarrier_arrive_if(barrier, signals); }
   FMHA_DEVICE void sync_consumers() const { ptx::bar_sync<num_consumer_threads(tile)>(kConsumersBarrier); }
@@ -83,13 +85,13 @@ struct Consumer {
   }
 
   FMHA_DEVICE void start_scores(Scores& s, int32_t slot) const {
-    mma::start_product_abt<dtype, 1>(s, smem.k, index * mma::kRows, smem.q[slot]);
+    mma::start_product_abt<dtype, 1>(s, smem.k, pairs.own_key(), smem.q[slot], pairs.own_query());
   }
   FMHA_DEVICE void start_dp(Scores& dp, int32_t slot) const {
-    mma::start_product_abt<dtype, 1>(dp, smem.v, index * mma::kRows, smem.dout[slot]);
+    mma::start_product_abt<dtype, 1>(dp, smem.v, pairs.own_key(), smem.dout[slot], pairs.own_query());
   }
   FMHA_DEVICE void start_dq(mma::Accumulator<S::dq_columns>& dq) const {
-    const auto& ds = smem.ds[ds_slot.index];
+    const auto& ds = smem.ds[ds_slot.index][0];
     if constexpr (tile.transposed_dq) {
       mma::start_product_atbt<dtype>(dq, smem.k, index * mma::kRows, ds);
     } else {
@@ -101,19 +103,15 @@ struct Consumer {
   FMHA_DEVICE void share_ds(const Operand& ds) const {
     // The other consumers have done their dQ with what a single slot held.
     if constexpr (tile.stages_ds == 1) sync_consumers();
-    mma::store_transposed(smem.ds[ds_slot.index], ds, index * mma::kRows);
+    mma::store_transposed(smem.ds[ds_slot.index][0], ds, index * mma::kRows);
     ptx::fence_proxy_async();
     sync_consumers();
   }
 
-  // P and dS as operands of the products, dV started: before dS is made, where registers allow it.
-  FMHA_DEVICE void differentiate_and_start_dv(Scores& s, Scores& dp, Operand& ds, const Work& work,
-                                              const QueryTile& at, const Slopes& slopes) {
+  // P after dropout; 1 / (1 - p_drop) multiplies dV when it is stored.
+  FMHA_DEVICE Operand operand_of_dv(const Scores& s, const Kept& kept) const {
     Operand probs;
-    Kept kept;
-    pairs.decide(kept, work, at);
     if constexpr (spec.fwd.dropout) {
-      // 1 / (1 - p_drop) multiplies dV when it is stored.
       Scores kept_probs;
 #pragma unroll
       for (int e = 0; e < s.num_elems; ++e) kept_probs[e] = kept.keeps(e) ? s[e] : 0.f;
@@ -121,6 +119,15 @@ struct Consumer {
     } else {
       probs.template from<dtype>(s, 0);
     }
+    return probs;
+  }
+
+  // P and dS as operands of the products, dV started: before dS is made, where registers allow it.
+  FMHA_DEVICE void differentiate_and_start_dv(Scores& s, Scores& dp, Operand& ds, const Work& work,
+                                              const QueryTile& at, const Slopes& slopes) {
+    Kept kept;
+    pairs.decide(kept, work, at);
+    Operand probs = operand_of_dv(s, kept);
     const auto& dout = smem.dout[dout_slot.index];
     if constexpr (tile.early_dv) {
       mma::start_product_ab<dtype>(dv, probs, dout);
@@ -134,8 +141,8 @@ struct Consumer {
     if constexpr (!tile.early_dv) mma::start_product_ab<dtype>(dv, probs, dout);
   }
 
-  FMHA_DEVICE static QueryTile query_tile(const QueryBlocks& blocks) {
-    return {blocks.i_head, blocks.current * tile.block_m};
+  FMHA_DEVICE QueryTile query_tile(const QueryBlocks& blocks) const {
+    return {blocks.i_head, blocks.current * tile.block_m + pairs.own_query()};
   }
 
   FMHA_DEVICE void take_v_and_start_dp(Scores& dp, const Work& work, const QueryBlocks& blocks) const {
@@ -180,7 +187,51 @@ struct Consumer {
     }
   }
 
-  // The same with the next block's scores started behind this one's dK, so that the tensor cores have work while dQ is
+  // The same where consumers share out the dimension: P and dS go through shared memory for both.
+  FMHA_DEVICE void walk_split(const Work& work, QueryBlocks blocks) {
+#pragma unroll 1
+    for (; blocks.more(); blocks.advance()) {
+      Scores s, dp;
+      take_q(work, blocks.current, q_slot);
+      start_scores(s, q_slot.index);
+      take_v_and_start_dp(dp, work, blocks);
+      ptx::wgmma_wait_group<1>();
+      Slopes slopes;
+      const QueryTile at = query_tile(blocks);
+      Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
+      pairs.exponentiate(x, work, at.first_query);
+      Kept kept;
+      pairs.decide(kept, work, at);
+      // Both consumers have done their products with what a single slot held.
+      if constexpr (tile.stages_ds == 1) sync_consumers();
+      const auto& [ds, probs] = smem.ds[ds_slot.index];
+      mma::store_transposed(probs, operand_of_dv(x, kept), 0, pairs.own_query());
+      ptx::wgmma_wait_group<0>();
+      pairs.differentiate(dp, x, smem.delta[dout_slot.index], kept);
+      pairs.uncap(dp, slopes);
+      Operand own;
+      own.template from<dtype>(dp, 0);
+      mma::store_transposed(ds, own, 0, pairs.own_query());
+      ptx::fence_proxy_async();
+      sync_consumers();
+      const int32_t first_column = S::first_column(index);
+      mma::start_product_atb<dtype>(dv, probs, 0, smem.dout[dout_slot.index], first_column);
+      mma::Accumulator<S::dq_columns> dq;
+      mma::start_product_ab<dtype>(dq, ds, 0, smem.k, first_column);
+      ptx::wgmma_wait_group<1>();  // dV
+      arrive(smem.dout_empty[dout_slot.index]);
+      mma::start_product_atb<dtype>(dk, ds, 0, smem.q[q_slot.index], first_column);
+      ptx::wgmma_wait_group<1>();  // dQ
+      store_share(dq);
+      ptx::wgmma_wait_group<0>();  // dK
+      arrive(smem.q_empty[q_slot.index]);
+      q_slot.advance();
+      dout_slot.advance();
+      ds_slot.advance();
+    }
+  }
+
+  // As `walk`, with the next block's scores started behind this one's dK, so that the tensor cores have work while dQ is
   // stored and, with dP, while P is made. Nothing is under way from turn to turn: ptxas would wait for each product.
   //
   //   tensor cores   dP(i)  dV(i)              dQ(i)  dK(i)  S(i+1)
@@ -249,7 +300,9 @@ struct Consumer {
       finish_zeros();
     }
     const QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work);
-    if constexpr (tile.early_scores) {
+    if constexpr (tile.split_dims) {
+      walk_split(work, blocks);
+    } else if constexpr (tile.early_scores) {
       walk_ahead(work, blocks);
     } else {
       walk(work, blocks);
@@ -266,9 +319,11 @@ struct Consumer {
       dv.clear();
       // Keys that no query sees have gradients of 0.
       if (!work.q_blocks.empty()) run_tile(schedule, work);
-      const int32_t row = index * mma::kRows + mma::fragment_row();
-      store_rows<spec.dtype_grad, spec.fwd.head_dim_qk, tile.vector_store>(dk, p.dk, work, row, p.fwd.softmax_scale);
-      store_rows<spec.dtype_grad, spec.fwd.head_dim_v, tile.vector_store>(dv, p.dv, work, row, spec.fwd.dropout ? p.fwd.dropout_scale : 1.f);
+      const int32_t row = pairs.own_key() + mma::fragment_row(), column = S::first_column(index);
+      store_rows<spec.dtype_grad, spec.fwd.head_dim_qk, tile.vector_store>(dk, p.dk, work, row, column,
+                                                                             p.fwd.softmax_scale);
+      store_rows<spec.dtype_grad, spec.fwd.head_dim_v, tile.vector_store>(
+          dv, p.dv, work, row, column, spec.fwd.dropout ? p.fwd.dropout_scale : 1.f);
       if constexpr (repairs<spec>()) {
         bool suspect = false;
 #pragma unroll

@@ -8,10 +8,11 @@
 
 namespace fmha::sm90::bwd {
 
-// Rows of a gradient times `factor`, whose batch stride is 0 where keys are packed; `row`: the first of the thread's two in the key block.
+// Rows of a gradient times `factor`, whose batch stride is 0 where keys are packed; `row`: the first of the thread's two in
+// the key block; `first_column`: where the fragment's columns begin.
 template <DType dtype, int dim, bool vectors, int n>
 FMHA_DEVICE void store_rows(const mma::Accumulator<n>& grad, const View& view, const Work& work, int32_t row,
-                            float factor) {
+                            int32_t first_column, float factor) {
   const int32_t quad_lane = threadIdx.x % 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -29,7 +30,7 @@ FMHA_DEVICE void store_rows(const mma::Accumulator<n>& grad, const View& view, c
           words[g] = ptx::cvt_rn_x2<dtype>(grad[e] * factor, grad[e + 1] * factor);
         }
         quad_transpose(words);
-        const int32_t column = 8 * (c + quad_lane);
+        const int32_t column = first_column + 8 * (c + quad_lane);
         ptx::st_global_v4_b32_if(out + column, words, stored && column < dim);
       }
     } else {
@@ -37,7 +38,7 @@ FMHA_DEVICE void store_rows(const mma::Accumulator<n>& grad, const View& view, c
       for (int e = 2 * r; e < grad.num_elems; e += 4) {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-          const int32_t column = grad.column(e + k) + 2 * quad_lane;
+          const int32_t column = first_column + grad.column(e + k) + 2 * quad_lane;
           const float value = grad[e + k] * factor;
           const bool inside = stored && column < dim;
           if constexpr (dtype == DType::F32) {

@@ -8,7 +8,8 @@ namespace fmha::sm90::bwd {
 template <class Tile>
 FMHA_DEVICE void load_rows(const Tile& to, const TensorMap& map, Barrier& full, int32_t i_batch, int32_t row,
                            int32_t i_head, ptx::CacheHint hint) {
-#pragma unroll
+  // The loading thread has 24 registers: not enough for the addresses of many chunks at a time.
+#pragma unroll(Tile::num_chunks > 2 ? 1 : Tile::num_chunks)
   for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
     ptx::cp_async_bulk_tensor_4d(to.address() + chunk * Tile::chunk_bytes, map, full, chunk * Tile::span, row, i_head,
                                  i_batch, hint);

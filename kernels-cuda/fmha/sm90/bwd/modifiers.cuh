@@ -85,12 +85,12 @@ struct ModifiedScore {
 
 template <BwdSpec spec, Sm90BwdTile tile>
 struct Modifiers {
-  using Scores = mma::Accumulator<tile.block_m>;
+  using Scores = mma::Accumulator<num_columns(tile)>;
   static constexpr FwdSpec kFwd = spec.fwd;
 
   // The slopes of a block's soft-cap: two f16 to a register.
   struct Slopes {
-    uint32_t pairs[kFwd.softcap ? tile.block_m / 4 : 1];
+    uint32_t pairs[kFwd.softcap ? num_columns(tile) / 4 : 1];
 
     FMHA_DEVICE void multiply(float& low, float& high, int e) const {
       float slopes[2];

@@ -6,17 +6,18 @@
 
 namespace fmha::sm90::bwd {
 
-// The queries of a step.
+// The queries of a step, or a consumer's of them.
 struct QueryTile {
   int32_t i_head, first_query;
 };
 
 template <BwdSpec spec, Sm90BwdTile tile>
 struct Pairs {
-  using Scores = mma::Accumulator<tile.block_m>;
+  static constexpr int columns = num_columns(tile);
+  using Scores = mma::Accumulator<columns>;
   using Modifier = Modifiers<spec, tile>;
   using Slopes = typename Modifier::Slopes;
-  using Kept = KeptBits<spec.fwd.dropout ? tile.block_m : 8>;
+  using Kept = KeptBits<spec.fwd.dropout ? columns : 8>;
   static constexpr bool modifies = modifies_score(spec.fwd);
   static constexpr bool has_hi = spec.fwd.mask != MaskKind::Full, has_lo = spec.fwd.mask == MaskKind::Band;
 
@@ -24,7 +25,10 @@ struct Pairs {
   const int32_t index;  // of the warpgroup among the consumers
   const float scale_log2;
 
-  FMHA_DEVICE int32_t first_key(const Work& work) const { return work.keys.begin + index * mma::kRows; }
+  // The warpgroup's own, of a tile's keys and of a block's queries.
+  FMHA_DEVICE int32_t own_key() const { return tile.split_dims ? 0 : index * mma::kRows; }
+  FMHA_DEVICE int32_t own_query() const { return tile.split_dims ? index * columns : 0; }
+  FMHA_DEVICE int32_t first_key(const Work& work) const { return work.keys.begin + own_key(); }
 
   // What the mask hides becomes 0.
   FMHA_DEVICE void mask(Scores& x, const Work& work, int32_t first_query) const {
@@ -35,8 +39,8 @@ struct Pairs {
       // The first and the last column that see key j.
       int32_t first = has_hi ? j - work.band.hi - query : 0;
       const int32_t last = has_lo && !(spec.fwd.sink_columns && j < work.band.sink_columns) ? j - work.band.lo - query
-                                                                                            : tile.block_m;
-      if (j >= work.keys.end) first = tile.block_m;
+                                                                                            : columns;
+      if (j >= work.keys.end) first = columns;
 #pragma unroll
       for (int e = 2 * r; e < x.num_elems; e += 4) {
 #pragma unroll
@@ -51,7 +55,9 @@ struct Pairs {
   FMHA_DEVICE bool is_edge(const Work& work, int32_t first_query) const {
     if (work.keys.end - work.keys.begin < tile.block_n) return true;
     if constexpr (!has_hi) return false;
-    const Range queries = {first_query, min(first_query + tile.block_m, work.span.seqlen_q)};
+    // Wholly behind the sequence: P are 0 by their LSE.
+    if (tile.split_dims && first_query >= work.span.seqlen_q) return false;
+    const Range queries = {first_query, min(first_query + columns, work.span.seqlen_q)};
     return block_class(work.band, queries, work.keys) != BlockClass::Inside;
   }
 
@@ -61,7 +67,7 @@ struct Pairs {
     Scores x;
     const Modifier modifier = Modifier::of(p, work, at.i_head, first_key(work), at.first_query);
     BiasCursor<spec.fwd> bias = modifier.bias();
-    const uint32_t lses = ptx::shared_address(lse_log2) + mma::fragment_column() * sizeof(float);
+    const uint32_t lses = ptx::shared_address(&lse_log2[own_query() + mma::fragment_column()]);
 #pragma unroll
     for (int e = 0; e < s.num_elems; e += 4) {
       float lse[2];
@@ -88,7 +94,7 @@ struct Pairs {
   // dP becomes the gradient of the score as the softmax sees it.
   FMHA_DEVICE void differentiate(Scores& dp, const Scores& probs, const float (&delta)[tile.block_m],
                                  const Kept& kept) const {
-    const uint32_t deltas = ptx::shared_address(delta) + mma::fragment_column() * sizeof(float);
+    const uint32_t deltas = ptx::shared_address(&delta[own_query() + mma::fragment_column()]);
 #pragma unroll
     for (int e = 0; e < dp.num_elems; e += 4) {
       float pair[2];

@@ -18,9 +18,11 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE Place place_of(int32_t at, int k) {
   constexpr int per_share = Shape<spec, tile>::dq_share / 4;
   const int32_t share = at / per_share, thread = at % mma::kWarpgroup, group = at % per_share / mma::kWarpgroup;
-  const int32_t row = share * mma::kRows + thread / 32 * 16 + thread % 32 / 4 + 8 * (k >> 1);
+  const int32_t row = thread / 32 * 16 + thread % 32 / 4 + 8 * (k >> 1);
   const int32_t column = 8 * group + thread % 4 * 2 + (k & 1);
-  return tile.transposed_dq ? Place{column, row} : Place{row, column};
+  if constexpr (tile.split_dims) return {row, column};  // of the share
+  const int32_t own_row = share * mma::kRows + row;
+  return tile.transposed_dq ? Place{column, own_row} : Place{own_row, column};
 }
 
 // The keys of a tile whose warps found dK or dV that are not finite, a warp to a key.
@@ -28,8 +30,9 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index) {
   const Work work = resolve_work<spec, tile>(p, schedule, index);
   for (int32_t row = threadIdx.x / 32; work.keys.begin + row < work.keys.end; row += kPostprocessThreads / 32) {
-    // A consumer warp has 16 keys.
-    if (p.suspects[index * num_consumer_warps(tile) + row / 16])
+    // A consumer warp has 16 keys; where consumers share out the dimension, one of each has the same.
+    const int32_t* suspects = &p.suspects[index * num_consumer_warps(tile) + row / 16];
+    if (suspects[0] || (tile.split_dims && suspects[num_consumer_warps(tile) / 2]))
       bwd_key_row<spec, simt::Warp>(p, work.span, work.i_head_kv, work.keys.begin + row);
   }
 }
@@ -59,7 +62,9 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void postprocess(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   using S = Shape<spec, tile>;
   constexpr int dim = spec.fwd.head_dim_qk;
-  __shared__ float rows[tile.block_m][S::dim + 1];
+  // A share of the sums at a time, where all would be too many.
+  constexpr int num_passes = tile.split_dims ? S::consumers : 1, columns = S::dim / num_passes;
+  __shared__ float rows[tile.block_m][columns + 1];
   __shared__ bool suspects[tile.block_m];
   // CTAs: query blocks, then a head of dSink each, then key blocks.
   const int32_t num_q_blocks = schedule.num_q_blocks * p.fwd.num_heads_q * p.fwd.batch;
@@ -83,42 +88,46 @@ FMHA_DEVICE void postprocess(const BwdParams& p, const Sm90BwdSchedule& schedule
   const float4* sums = reinterpret_cast<const float4*>(p.dq_sums + first * S::dim);
   // A query block that no key block has seen was never written.
   const bool none = takes_turns<spec>() && p.turns[first / tile.block_m] == 0;
+#pragma unroll 1
+  for (int pass = 0; pass < num_passes; ++pass) {
+    if (pass > 0) __syncthreads();
 #pragma unroll 4
-  for (int32_t at = threadIdx.x; at < S::dq_block / 4; at += kPostprocessThreads) {
-    float4 four = {0.f, 0.f, 0.f, 0.f};
-    if (!none) four = sums[at];
-    const float values[4] = {four.x, four.y, four.z, four.w};
+    for (int32_t at = threadIdx.x; at < S::dq_block / 4 / num_passes; at += kPostprocessThreads) {
+      float4 four = {0.f, 0.f, 0.f, 0.f};
+      if (!none) four = sums[pass * (S::dq_block / 4 / num_passes) + at];
+      const float values[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const Place place = place_of<spec, tile>(at, k);
-      rows[place.row][place.dim] = values[k];
+      for (int k = 0; k < 4; ++k) {
+        const Place place = place_of<spec, tile>(at, k);
+        rows[place.row][place.dim] = values[k];
+      }
     }
-  }
-  __syncthreads();
+    __syncthreads();
 
-  constexpr int units = S::dim / 8;
-  for (int32_t at = threadIdx.x; at < tile.block_m * units; at += kPostprocessThreads) {
-    const int32_t row = at / units, column = at % units * 8, i = block.first + row;
-    if (i >= span.seqlen_q || column >= dim) continue;
-    const int64_t out = row_offset(p.dq, span.storage_batch, int64_t(span.q_row) + i, block.i_head) + column;
-    float values[8];
+    constexpr int units = columns / 8;
+    for (int32_t at = threadIdx.x; at < tile.block_m * units; at += kPostprocessThreads) {
+      const int32_t row = at / units, own = at % units * 8, column = pass * columns + own, i = block.first + row;
+      if (i >= span.seqlen_q || column >= dim) continue;
+      const int64_t out = row_offset(p.dq, span.storage_batch, int64_t(span.q_row) + i, block.i_head) + column;
+      float values[8];
 #pragma unroll
-    for (int k = 0; k < 8; ++k) values[k] = rows[row][column + k] * p.fwd.softmax_scale;
-    if constexpr (repairs<spec>()) {
-      float zero = 0.f;
+      for (int k = 0; k < 8; ++k) values[k] = rows[row][own + k] * p.fwd.softmax_scale;
+      if constexpr (repairs<spec>()) {
+        float zero = 0.f;
 #pragma unroll
-      for (int k = 0; k < 8; ++k) zero = fmaf(values[k], 0.f, zero);
-      if (is_nan(zero)) suspects[row] = true;
-    }
-    if constexpr (tile.vector_store && spec.dtype_grad != DType::F32) {
-      uint32_t words[4];
+        for (int k = 0; k < 8; ++k) zero = fmaf(values[k], 0.f, zero);
+        if (is_nan(zero)) suspects[row] = true;
+      }
+      if constexpr (tile.vector_store && spec.dtype_grad != DType::F32) {
+        uint32_t words[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) words[k] = ptx::cvt_rn_x2<spec.dtype_grad>(values[2 * k], values[2 * k + 1]);
-      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.dq.data) + out) = {words[0], words[1], words[2], words[3]};
-    } else {
+        for (int k = 0; k < 4; ++k) words[k] = ptx::cvt_rn_x2<spec.dtype_grad>(values[2 * k], values[2 * k + 1]);
+        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.dq.data) + out) = {words[0], words[1], words[2], words[3]};
+      } else {
 #pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        if (column + k < dim) store_elem<spec.dtype_grad>(p.dq.data, out + k, values[k]);
+        for (int k = 0; k < 8; ++k) {
+          if (column + k < dim) store_elem<spec.dtype_grad>(p.dq.data, out + k, values[k]);
+        }
       }
     }
   }

@@ -75,6 +75,27 @@ FMHA_DEVICE void store_vectors(uint16_t* out, const mma::Accumulator<n>& o, int 
   }
 }
 
+// A row's part of FP8 elements, four or two bytes at a time.
+template <FwdSpec spec, int n>
+FMHA_DEVICE void store_bytes(uint8_t* out, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
+  constexpr bool turned = turns_v(spec);
+  const int32_t quad_lane = threadIdx.x % 4;
+#pragma unroll
+  for (int first = 0; first < o.num_elems; first += 8) {
+    float x[4];
+    four_of<turned>(o, first, r, factor, x);
+    const uint32_t word = ptx::cvt_rn_satfinite_x4<spec.dtype_o>(x[0], x[1], x[2], x[3]);
+    const bool inside = stored && 2 * first < spec.head_dim_v;  // which is whole sixteens
+    if constexpr (turned) {
+      ptx::st_global_b32_if(out + 2 * first + 4 * quad_lane, word, inside);
+    } else {
+      uint8_t* pair = out + 2 * first + 2 * quad_lane;
+      ptx::st_global_u16_if(reinterpret_cast<uint16_t*>(pair), uint16_t(word), inside);
+      ptx::st_global_u16_if(reinterpret_cast<uint16_t*>(pair + 8), uint16_t(word >> 16), inside);
+    }
+  }
+}
+
 // The same element by element, of any type.
 template <FwdSpec spec, int n>
 FMHA_DEVICE void store_elements(void* data, int64_t at, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
@@ -116,7 +137,9 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
     if constexpr (spec.mask != MaskKind::Full) suspect[r] = stored && has_non_finite(o, r) && result.lse < infinity();
     const int64_t at = work.storage_batch * p.o.batch + int64_t(work.q_row + i) * p.o.row + i_head * p.o.head;
 
-    if constexpr (tile.vector_store) {
+    if constexpr (tile.vector_store && is_fp8(spec.dtype_o)) {
+      store_bytes<spec>(static_cast<uint8_t*>(p.o.data) + at, o, r, result.factor, stored);
+    } else if constexpr (tile.vector_store) {
       store_vectors<spec>(static_cast<uint16_t*>(p.o.data) + at, o, r, result.factor, stored);
     } else {
       store_elements<spec>(p.o.data, at, o, r, result.factor, stored);

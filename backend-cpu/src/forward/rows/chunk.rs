@@ -1,0 +1,267 @@
+//! A chunk of keys against the rows of a task.
+
+use fmha_core::tree::TreeMask;
+use fmha_core::{BlockClass, SeqSpan};
+
+use super::super::cache::Cached;
+use super::modify::{Modify, drop_weights};
+use super::{CHUNK_KEYS, MAX_ROWS, Scratch, Shared, State, Task};
+use crate::blocks::{AddValues, BLOCK_KEYS, Block, Dots, SoftmaxRow};
+use crate::score::HeadScore;
+use crate::simd::Simd;
+
+/// The rows of a task, resolved.
+pub(super) struct Rows<'a> {
+    pub(super) span: SeqSpan,
+    /// The first kv head, and how many.
+    heads_kv: (u32, u32),
+    /// Query heads of each kv head.
+    ratio: u32,
+    /// Query heads of all kv heads.
+    heads: Vec<HeadScore>,
+    /// Of each kv head: what K and V are multiplied by to widen them, and the product of Q and K after that.
+    descales_k: Vec<f32>,
+    descales_v: Vec<f32>,
+    factors: Vec<f32>,
+    /// Query, and query head of the group, of each row of a kv head.
+    of: Vec<(u32, usize)>,
+    tree: Option<TreeMask<'a>>,
+}
+
+/// Which rows of a kv head see a block.
+struct Seen {
+    live: [usize; MAX_ROWS],
+    num_live: usize,
+    whole: [usize; MAX_ROWS],
+    num_whole: usize,
+    /// With a bit for each key.
+    partial: [(usize, u64); MAX_ROWS],
+    num_partial: usize,
+}
+
+impl<'a> Shared<'a> {
+    pub(super) fn rows(&self, task: Task) -> Rows<'a> {
+        let span = self.spans[task.span as usize];
+        let ratio = self.problem.gqa_ratio();
+        let (first, count) = task.heads;
+        let heads = (first * ratio..(first + count) * ratio).map(|i_head| self.score.head(span, i_head));
+        let heads: Vec<HeadScore> = heads.collect();
+        let of_each = |of: &dyn Fn(&HeadScore) -> f32| heads.iter().step_by(ratio as usize).map(of).collect();
+        // What a widened cache was multiplied by is in it.
+        let descale = |head: &HeadScore| if self.k.widened.is_some() { 1.0 } else { head.descale_k };
+        let (descales_k, descales_v) = (of_each(&|head| head.descale_k), of_each(&|head| head.descale_v));
+        let factors = of_each(&|head| head.softmax_scale * descale(head));
+        let of = (task.first_row..task.first_row + task.rows).map(|r| (r / ratio, (r % ratio) as usize));
+        let (heads_kv, of) = (task.heads, of.collect());
+        Rows { span, heads_kv, ratio, heads, descales_k, descales_v, factors, of, tree: self.tree }
+    }
+
+    /// One chunk of keys.
+    pub(super) fn attend_chunk<S: Simd>(
+        &self,
+        s: S,
+        scratch: &mut Scratch,
+        rows: &Rows<'_>,
+        chunk: u32,
+        states: &mut [State],
+    ) {
+        let end = rows.span.seqlen_k.min((chunk + 1).saturating_mul(CHUNK_KEYS));
+        for j in (chunk * CHUNK_KEYS..end).step_by(BLOCK_KEYS) {
+            let count = BLOCK_KEYS.min((end - j) as usize);
+            let seen = rows.who_sees(j, count);
+            if seen.num_live > 0 {
+                let mut pointers = [[std::ptr::null(); BLOCK_KEYS]; 3];
+                let [keys, values, next] = self.locate(scratch, rows, (j, count), &mut pointers);
+                self.multiply_keys(s, scratch, rows, Block { next: values.ahead(), ..keys }, &seen);
+                self.weigh(s, scratch, rows, (j, count), &seen, states);
+                self.multiply_values(s, scratch, Block { next: next.ahead(), ..values }, &seen);
+            }
+        }
+    }
+
+    /// K and V of a block, and K of the next one.
+    fn locate<'p>(
+        &self,
+        scratch: &mut Scratch,
+        rows: &Rows<'_>,
+        (j, count): (u32, usize),
+        pointers: &'p mut [[*const u8; BLOCK_KEYS]; 3],
+    ) -> [Block<'p>; 3] {
+        let (span, first_head) = (&rows.span, rows.heads_kv.0);
+        let after = j + count as u32;
+        let [keys, values, next] = pointers;
+        let (keys, values) = (&mut keys[..count], &mut values[..count]);
+        let next = &mut next[..BLOCK_KEYS.min((span.seqlen_k - after) as usize)];
+        for (cached, at, scratch, descales) in [
+            (&self.k, &mut *keys, &mut scratch.keys, &rows.descales_k),
+            (&self.v, &mut *values, &mut scratch.values, &rows.descales_v),
+        ] {
+            if cached.reads_in_place() {
+                cached.rows_in_place(span, first_head, j, at);
+            } else {
+                cached.rows_in_scratch(span, first_head, j, descales, scratch, at);
+            }
+        }
+        self.k.rows_in_place(span, first_head, after, next);
+        let block = |cached: &Cached<'_>, keys| Block {
+            keys,
+            head_step: cached.head_step(),
+            heads: rows.heads_kv.1 as usize,
+            dim: cached.dim,
+            dtype: cached.taken_as(),
+            queries: rows.of.len(),
+            is_scattered: cached.is_scattered(rows.heads_kv.1),
+            next: (&[], 0),
+        };
+        [block(&self.k, keys), block(&self.v, values), block(&self.k, next)]
+    }
+
+    /// S of a block, for every head of the task.
+    fn multiply_keys<S: Simd>(
+        &self,
+        s: S,
+        scratch: &mut Scratch,
+        rows: &Rows<'_>,
+        keys: Block<'_>,
+        seen: &Seen,
+    ) {
+        s.run(Dots {
+            keys,
+            queries: scratch.queries.as_ptr(),
+            order: self.order_q::<S>(),
+            stride: self.stride_qk::<S>(),
+            live: seen.live(),
+            factors: &rows.factors,
+            scores: scratch.scores.as_mut_ptr(),
+        });
+    }
+
+    /// P of a block in the place of S, and what of it is to be dropped.
+    fn weigh<S: Simd>(
+        &self,
+        s: S,
+        scratch: &mut Scratch,
+        rows: &Rows<'_>,
+        (j, count): (u32, usize),
+        seen: &Seen,
+        states: &mut [State],
+    ) {
+        for head_kv in 0..rows.heads_kv.1 as usize {
+            let mut partial = seen.partial().iter().peekable();
+            for &r in seen.live() {
+                let (i, g) = rows.of[r];
+                let head = &rows.heads[head_kv * rows.ratio as usize + g];
+                let at = head_kv * rows.of.len() + r;
+                let scores = scratch.scores.as_mut_ptr().wrapping_add(at * BLOCK_KEYS);
+                if head.changes() {
+                    s.run(Modify { head, i, j, count, scores });
+                }
+                let all = u64::MAX >> (BLOCK_KEYS - count);
+                let mut hidden = !partial.next_if(|(row, _)| *row == r).map_or(all, |&(_, bits)| bits);
+                while hidden != 0 {
+                    // SAFETY: a row's block of scores.
+                    unsafe { *scores.add(hidden.trailing_zeros() as usize) = f32::NEG_INFINITY };
+                    hidden &= hidden - 1;
+                }
+                // SAFETY: one for each row.
+                let alpha = unsafe { &mut *scratch.alpha.as_mut_ptr().add(at) };
+                let state = &mut states[at];
+                state.seen = true;
+                s.run(SoftmaxRow { scores, state: &mut state.chunk, alpha, round: self.problem.dtype_v });
+                if head.drops {
+                    drop_weights(head, i, j, count, scores);
+                }
+            }
+        }
+    }
+
+    /// O of a block, for every head of the task.
+    fn multiply_values<S: Simd>(&self, s: S, scratch: &mut Scratch, values: Block<'_>, seen: &Seen) {
+        s.run(AddValues {
+            values,
+            weights: scratch.scores.as_ptr(),
+            alpha: scratch.alpha.as_ptr(),
+            whole: seen.whole(),
+            partial: seen.partial(),
+            out: scratch.out.as_mut_ptr(),
+            stride: self.stride_v::<S>(),
+        });
+    }
+}
+
+impl Seen {
+    fn live(&self) -> &[usize] {
+        &self.live[..self.num_live]
+    }
+
+    fn whole(&self) -> &[usize] {
+        &self.whole[..self.num_whole]
+    }
+
+    fn partial(&self) -> &[(usize, u64)] {
+        &self.partial[..self.num_partial]
+    }
+}
+
+impl Rows<'_> {
+    /// Query, score and query head of each row, kv head after kv head.
+    pub(super) fn each(&self) -> impl Iterator<Item = (u32, &HeadScore, u32)> {
+        (0..self.heads_kv.1).flat_map(move |head_kv| {
+            self.of.iter().map(move |&(i, g)| {
+                let at = head_kv * self.ratio + g as u32;
+                (i, &self.heads[at as usize], self.heads_kv.0 * self.ratio + at)
+            })
+        })
+    }
+
+    /// Which rows see the keys `j .. j + count`.
+    fn who_sees(&self, j: u32, count: usize) -> Seen {
+        let mut seen = Seen {
+            live: [0; MAX_ROWS],
+            num_live: 0,
+            whole: [0; MAX_ROWS],
+            num_whole: 0,
+            partial: [(0, 0); MAX_ROWS],
+            num_partial: 0,
+        };
+        for (r, &(i, _)) in self.of.iter().enumerate() {
+            let bits = self.seen(i, j, count);
+            if bits == 0 {
+                continue;
+            }
+            seen.live[seen.num_live] = r;
+            seen.num_live += 1;
+            if bits.count_ones() as usize == count {
+                seen.whole[seen.num_whole] = r;
+                seen.num_whole += 1;
+            } else {
+                seen.partial[seen.num_partial] = (r, bits);
+                seen.num_partial += 1;
+            }
+        }
+        seen
+    }
+
+    /// Which of the keys `j .. j + count` query `i` sees: a bit for each.
+    fn seen(&self, i: u32, j: u32, count: usize) -> u64 {
+        // The mask is the sequence's: every head has the same.
+        let head = &self.heads[0];
+        let all = u64::MAX >> (BLOCK_KEYS - count);
+        let keys = j..j + count as u32;
+        if let Some(tree) = &self.tree {
+            if keys.end + head.span.seqlen_q <= head.span.seqlen_k {
+                return all;
+            }
+            let bit = |key: u32| u64::from(tree.visible(&head.span, i, key)) << (key - j);
+            return keys.map(bit).fold(0, |seen, bit| seen | bit);
+        }
+        match head.band.block_class(i..i + 1, keys.clone()) {
+            BlockClass::Skipped => 0,
+            BlockClass::Inside => all,
+            BlockClass::Edge => {
+                let bit = |key: u32| u64::from(head.band.visible(i, key)) << (key - j);
+                keys.map(bit).fold(0, |seen, bit| seen | bit)
+            }
+        }
+    }
+}

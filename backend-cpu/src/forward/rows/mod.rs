@@ -1,0 +1,387 @@
+//! Forward for few queries: memory's speed is what counts, so K and V are read once, as they lie.
+//!
+//! ```text
+//! for each chunk of CHUNK_KEYS keys                   a state of its own
+//!     for each block of BLOCK_KEYS that some row sees
+//!         S = K q, row by row of K, for all queries of all heads of the task
+//!         adjust S, online softmax
+//!         O = alpha O + P V
+//!     fold the chunk into the row's total             chunks ascending
+//! ```
+//!
+//! A task takes the kv heads together whose rows lie side by side in memory, so that memory is read in the order of
+//! its addresses.
+//!
+//! Chunks begin at multiples of `CHUNK_KEYS` and are folded in order, whether one task walks them all or several
+//! share them. So a row's bits depend on its own keys, and on nothing around it: not on the threads, the batch,
+//! or the other queries of the call.
+
+mod chunk;
+mod modify;
+
+use fmha_core::SeqSpan;
+
+use super::{Bytes, Shared, settle};
+use crate::blocks::{BLOCK_KEYS, Order, RowSums, exp_one, heads_of_block, unit};
+use crate::memory::{Floats, reserve};
+use crate::simd::{Op, Simd};
+use crate::tasks::Threads;
+use chunk::Rows;
+
+/// Keys between two folds: a partial result of 500 bytes for 256 KiB of K and V.
+const CHUNK_KEYS: u32 = 512;
+
+/// Rows of a task, of all query heads of one kv head.
+const MAX_ROWS: usize = 32;
+
+/// Rows of a task, of all its kv heads.
+const MAX_STATES: usize = 64;
+
+/// Tasks for each thread that are enough to keep all of them busy to the end.
+const TASKS_PER_THREAD: usize = 4;
+
+/// Sequences of at most so many queries are taken in rows where both ways would do.
+pub(crate) const FEW_QUERIES: u32 = 8;
+
+/// Some rows of some kv heads. Row `r` of a head is query `r / ratio` of the group's head `r % ratio`.
+#[derive(Clone, Copy)]
+struct Task {
+    span: u32,
+    /// The kv heads: the first, and how many.
+    heads: (u32, u32),
+    first_row: u32,
+    rows: u32,
+    chunks: (u32, u32),
+    /// Where its partial results begin, counted in rows; `None`: it folds and writes them itself.
+    slot: Option<usize>,
+}
+
+impl Task {
+    /// Rows of all heads.
+    fn states(&self) -> usize {
+        (self.heads.1 * self.rows) as usize
+    }
+}
+
+/// Tasks whose chunks are to be folded: as [`Task`], with the slot of the first chunk.
+type Fold = Task;
+
+struct Scratch {
+    queries: Floats,
+    scores: Floats,
+    alpha: Floats,
+    out: Floats,
+    total: Floats,
+    keys: Floats,
+    values: Floats,
+}
+
+/// A row's state over a chunk, and over all chunks so far.
+#[derive(Clone, Copy)]
+struct State {
+    chunk: RowSums,
+    seen: bool,
+    total: RowSums,
+    total_seen: bool,
+}
+
+impl State {
+    const EMPTY: Self = Self { chunk: RowSums::EMPTY, seen: false, total: RowSums::EMPTY, total_seen: false };
+}
+
+/// A chunk's maximum and sum, and whether it saw a key, stand before its O.
+const HEADER: usize = 16;
+
+impl Shared<'_> {
+    /// Whether a sequence is taken in rows.
+    pub(super) fn in_rows(&self, span: &SeqSpan) -> bool {
+        self.blocks.rows_only || self.problem.tree_mask || span.seqlen_q <= FEW_QUERIES
+    }
+
+    fn stride_qk<S: Simd>(&self) -> usize {
+        (self.problem.dims.head_dim_qk as usize).next_multiple_of(unit::<S>())
+    }
+
+    fn stride_v<S: Simd>(&self) -> usize {
+        (self.problem.dims.head_dim_v as usize).next_multiple_of(unit::<S>())
+    }
+
+    /// Q's order beside K: bf16 as it is where there are dot products of them.
+    fn order_q<S: Simd>(&self) -> Order {
+        let both =
+            self.problem.dtype_qk == fmha_core::DType::Bf16 && self.k.taken_as() == self.problem.dtype_qk;
+        if S::BF16_DOT && both { Order::Bf16 } else { Order::beside(self.k.taken_as()) }
+    }
+
+    /// Every sequence that is taken in rows.
+    pub(super) fn attend_rows<S: Simd>(&self, s: S, threads: &Threads) -> fmha_core::Result<()> {
+        let (mut tasks, mut folds) = (Vec::new(), Vec::new());
+        let slots = self.row_tasks(threads.count(), &mut tasks, &mut folds)?;
+        if tasks.is_empty() {
+            return Ok(());
+        }
+        let slot_len = HEADER + self.stride_v::<S>();
+        let mut partial = Floats::scratch(slots * slot_len)?;
+        let partial = Bytes::of(&mut partial);
+        let used = threads.used(tasks.len());
+        let mut scratch = reserve(used)?;
+        let states = tasks.iter().map(Task::states).max().unwrap_or(0);
+        let heads = tasks.iter().map(|task| task.heads.1 as usize).max().unwrap_or(0);
+        for _ in 0..used {
+            scratch.push(self.row_scratch::<S>(states, heads)?);
+        }
+        let slot_of = |task: &Task, first_chunk: u32, chunk: u32, row: usize| {
+            let before = (chunk - first_chunk) as usize * task.states() + row;
+            partial.f32_from((task.slot.unwrap_or(0) + before) * slot_len)
+        };
+        threads.for_each(&mut scratch, tasks.len(), |scratch, at| {
+            let task = tasks[at];
+            self.attend_task(s, scratch, task, |chunk, row| slot_of(&task, task.chunks.0, chunk, row));
+        });
+        threads.for_each(&mut scratch, folds.len(), |scratch, at| {
+            let fold = folds[at];
+            self.fold_task(s, scratch, fold, |chunk, row| slot_of(&fold, 0, chunk, row));
+        });
+        Ok(())
+    }
+
+    /// How many kv heads a task of `rows` rows a head takes together.
+    fn heads_together(&self, rows: usize) -> u32 {
+        let heads = self.problem.dims.num_heads_kv;
+        if !self.k.heads_lie_together() {
+            return 1;
+        }
+        let most = (MAX_STATES / rows)
+            .min(heads_of_block(self.k.row_bytes().max(self.v.row_bytes())))
+            .clamp(1, heads as usize) as u32;
+        // As even as it goes.
+        heads.div_ceil(heads.div_ceil(most))
+    }
+
+    /// Tasks, folds, and how many slots they take.
+    fn row_tasks(
+        &self,
+        threads: usize,
+        tasks: &mut Vec<Task>,
+        folds: &mut Vec<Fold>,
+    ) -> fmha_core::Result<usize> {
+        let heads_kv = self.problem.dims.num_heads_kv;
+        let ratio = self.problem.gqa_ratio();
+        let enough = if threads > 1 { TASKS_PER_THREAD * threads } else { 1 };
+        let mine = || self.spans.iter().enumerate().filter(|(_, span)| self.in_rows(span));
+        let groups = |span: &SeqSpan| (span.seqlen_q as usize * ratio as usize).div_ceil(MAX_ROWS);
+        let chunks = |span: &SeqSpan| span.seqlen_k.div_ceil(CHUNK_KEYS).max(1) as usize;
+        let sum = |of: &dyn Fn(&SeqSpan) -> usize| mine().map(|(_, span)| of(span)).sum::<usize>();
+        // No result depends on how chunks and heads are shared out.
+        let most_heads = |span: &SeqSpan| {
+            self.heads_together((span.seqlen_q as usize * ratio as usize).clamp(1, MAX_ROWS))
+        };
+        let whole = sum(&|span| groups(span) * heads_kv.div_ceil(most_heads(span)) as usize);
+        let most = sum(&|span| groups(span) * chunks(span) * heads_kv.div_ceil(most_heads(span)) as usize);
+        let fewer_heads = enough.div_ceil(most.max(1)) as u32;
+        let parts = enough.div_ceil((whole * fewer_heads as usize).max(1)) as u32;
+        let mut slots = 0;
+        for (number, span) in mine() {
+            let chunks = span.seqlen_k.div_ceil(CHUNK_KEYS);
+            let chunks_of_part = chunks.div_ceil(parts).max(1);
+            let rows = span.seqlen_q * ratio;
+            let heads_of_task = most_heads(span).div_ceil(fewer_heads);
+            for first_row in (0..rows).step_by(MAX_ROWS) {
+                for first_head in (0..heads_kv).step_by(heads_of_task as usize) {
+                    let task = Task {
+                        span: number as u32,
+                        heads: (first_head, heads_of_task.min(heads_kv - first_head)),
+                        first_row,
+                        rows: (rows - first_row).min(MAX_ROWS as u32),
+                        chunks: (0, chunks),
+                        slot: None,
+                    };
+                    let bytes = |len: usize| (len * size_of::<Task>()) as u64;
+                    let refused = |len| move |_| crate::memory::no_memory(bytes(len));
+                    if chunks_of_part < chunks {
+                        let count = chunks.div_ceil(chunks_of_part) as usize;
+                        tasks.try_reserve(count).map_err(refused(count))?;
+                        tasks.extend((0..chunks).step_by(chunks_of_part as usize).map(|first| Task {
+                            chunks: (first, chunks.min(first + chunks_of_part)),
+                            slot: Some(slots + first as usize * task.states()),
+                            ..task
+                        }));
+                        folds.push(Fold { slot: Some(slots), ..task });
+                        slots += chunks as usize * task.states();
+                    } else {
+                        tasks.try_reserve(1).map_err(refused(1))?;
+                        tasks.push(task);
+                    }
+                }
+            }
+        }
+        Ok(slots)
+    }
+
+    fn row_scratch<S: Simd>(&self, states: usize, heads: usize) -> fmha_core::Result<Scratch> {
+        Ok(Scratch {
+            queries: Floats::scratch(states * self.stride_qk::<S>())?,
+            scores: Floats::scratch(states * BLOCK_KEYS)?,
+            alpha: Floats::scratch(states)?,
+            out: Floats::scratch(states * self.stride_v::<S>())?,
+            total: Floats::scratch(states * self.stride_v::<S>())?,
+            keys: Floats::scratch(heads * self.k.scratch_bytes(BLOCK_KEYS).div_ceil(4))?,
+            values: Floats::scratch(heads * self.v.scratch_bytes(BLOCK_KEYS).div_ceil(4))?,
+        })
+    }
+
+    /// Q of a task, in the order that K's arithmetic takes.
+    fn load_rows<S: Simd>(&self, _: S, scratch: &mut Scratch, rows: &Rows<'_>) {
+        let (stride, order) = (self.stride_qk::<S>(), self.order_q::<S>());
+        scratch.queries.fill(0.0);
+        for (at, (i, head, i_head)) in rows.each().enumerate() {
+            let from = self.q.q_rows(rows.span, i_head).skip(i as usize);
+            let to = scratch.queries.as_mut_ptr().wrapping_add(at * stride);
+            for d in 0..self.problem.dims.head_dim_qk as usize {
+                // SAFETY: a row of Q, and one of the scratch.
+                unsafe {
+                    let x = from.get(0, d) * head.descale_q;
+                    match order {
+                        Order::Bf16 => to.cast::<u16>().add(d).write(half::bf16::from_f32(x).to_bits()),
+                        _ => to.add(order.place::<S>(d)).write(x),
+                    }
+                }
+            }
+        }
+    }
+
+    /// The chunks of a task: its partial results to their slots, or the result itself.
+    fn attend_task<S: Simd>(
+        &self,
+        s: S,
+        scratch: &mut Scratch,
+        task: Task,
+        slot: impl Fn(u32, usize) -> *mut f32,
+    ) {
+        let rows = self.rows(task);
+        let stride_v = self.stride_v::<S>();
+        self.load_rows(s, scratch, &rows);
+        let mut states = [State::EMPTY; MAX_STATES];
+        let states = &mut states[..task.states()];
+        scratch.total.fill(0.0);
+        for chunk in task.chunks.0..task.chunks.1 {
+            for state in &mut *states {
+                (state.chunk, state.seen) = (RowSums::EMPTY, false);
+            }
+            scratch.out.fill(0.0);
+            self.attend_chunk(s, scratch, &rows, chunk, states);
+            for (r, state) in states.iter_mut().enumerate() {
+                let out = scratch.out.as_ptr().wrapping_add(r * stride_v);
+                if task.slot.is_some() {
+                    let to = slot(chunk, r);
+                    // SAFETY: a slot of this task's.
+                    unsafe {
+                        (*to, *to.add(1)) = (state.chunk.row_max, state.chunk.row_sum);
+                        *to.add(2) = if state.seen { 1.0 } else { 0.0 };
+                        std::ptr::copy_nonoverlapping(out, to.add(HEADER), stride_v);
+                    }
+                } else if state.seen {
+                    let total = scratch.total.as_mut_ptr().wrapping_add(r * stride_v);
+                    s.run(Folding { out, total, stride: stride_v, state });
+                }
+            }
+        }
+        if task.slot.is_none() {
+            self.finish(s, scratch, &rows, states);
+        }
+    }
+
+    /// Folds the chunks of a split task.
+    fn fold_task<S: Simd>(
+        &self,
+        s: S,
+        scratch: &mut Scratch,
+        fold: Fold,
+        slot: impl Fn(u32, usize) -> *mut f32,
+    ) {
+        let rows = self.rows(fold);
+        let stride = self.stride_v::<S>();
+        let mut states = [State::EMPTY; MAX_STATES];
+        let states = &mut states[..fold.states()];
+        scratch.total.fill(0.0);
+        for chunk in fold.chunks.0..fold.chunks.1 {
+            for (r, state) in states.iter_mut().enumerate() {
+                let from = slot(chunk, r);
+                // SAFETY: the slot was written by the chunk's task.
+                let seen = unsafe {
+                    state.chunk = RowSums { row_max: *from, row_sum: *from.add(1) };
+                    *from.add(2) != 0.0
+                };
+                if seen {
+                    let total = scratch.total.as_mut_ptr().wrapping_add(r * stride);
+                    s.run(Folding { out: from.wrapping_add(HEADER), total, stride, state });
+                }
+            }
+        }
+        self.finish(s, scratch, &rows, states);
+    }
+
+    /// O and LSE of a task's rows.
+    fn finish<S: Simd>(&self, _: S, scratch: &mut Scratch, rows: &Rows<'_>, states: &[State]) {
+        let (span, stride) = (rows.span, self.stride_v::<S>());
+        let order = Order::beside(self.v.taken_as());
+        let dim = self.problem.dims.head_dim_v as usize;
+        // The chunks' O is of no use any more: a row in its own order.
+        let row = scratch.out.as_mut_ptr();
+        for (at, (i, head, i_head)) in rows.each().enumerate() {
+            let sums = states[at].total;
+            let (factor, lse) = settle(f64::from(sums.row_max), f64::from(sums.row_sum), head.sink);
+            let descale = if self.v.widened.is_some() { 1.0 } else { head.descale_v };
+            let factor = (factor * f64::from(head.keep_scale)) as f32 * self.scale_o * descale;
+            // SAFETY: rows of the scratch; the rows of O and LSE are this task's.
+            unsafe {
+                let total = scratch.total.as_ptr().add(at * stride);
+                for d in 0..dim {
+                    let x = *total.add(order.place::<S>(d));
+                    *row.add(d) = if states[at].total_seen { x * factor } else { 0.0 };
+                }
+                let out = std::slice::from_raw_parts(row, dim);
+                self.o.write_row(span.q_batch, span.q_row + i, i_head, 0, out);
+                if let Some(to) = self.lse {
+                    to.write_f32(span.lse_index(self.problem, i_head, i), lse as f32);
+                }
+            }
+            if let Some(to) = self.keep_mask {
+                self.write_keep(to, head.keep, i_head, i..i + 1, span);
+            }
+        }
+    }
+}
+
+/// `total = e^(total max - max) total + e^(chunk max - max) chunk`, O and sums.
+struct Folding<'a> {
+    out: *const f32,
+    total: *mut f32,
+    stride: usize,
+    state: &'a mut State,
+}
+
+impl<S: Simd> Op<S> for Folding<'_> {
+    #[inline(always)]
+    fn call(self, s: S) {
+        let Self { out, total, stride, state } = self;
+        let (before, chunk) = (state.total, state.chunk);
+        let merged = RowSums {
+            row_max: if chunk.row_max > before.row_max { chunk.row_max } else { before.row_max },
+            row_sum: 0.0,
+        };
+        let base = merged.base();
+        let (a, b) = (exp_one(s, before.row_max - base), exp_one(s, chunk.row_max - base));
+        // A chunk whose scores are all −inf or NaN has weights of its own: its sum says which.
+        let b = if chunk.row_max == f32::NEG_INFINITY { 1.0 } else { b };
+        state.total = RowSums { row_sum: before.row_sum * a + chunk.row_sum * b, ..merged };
+        state.total_seen = true;
+        // SAFETY: whole vectors of both.
+        unsafe {
+            for at in (0..stride).step_by(S::LANES) {
+                let old = s.mul(s.load(total.add(at)), s.splat(a));
+                s.store(total.add(at), s.fma(s.load(out.add(at)), s.splat(b), old));
+            }
+        }
+    }
+}
