@@ -142,6 +142,35 @@ fn a_sequence_in_parts_has_the_bits_that_it_has_alone() {
     assert_eq!(of_one, of_all[row..2 * row]);
 }
 
+#[test]
+fn maxima_by_the_loads_are_refused_where_loads_have_none() {
+    let Some(backend) = device() else { return };
+    let tile = vec![("load_max".to_owned(), "1".to_owned())];
+    let options = PlanOptions { tile, ..sm100() };
+    let refused = backend.plan_fwd(&problem(1, 1, 1, 1, MaskSpec::NONE).validate().unwrap(), &options);
+    let text = refused.err().unwrap().to_string();
+    assert!(text.contains("load_max=1") && text.contains("sm_103a"), "{text}");
+}
+
+/// O of 8 bits, times `scale_o`; in parts too.
+#[test]
+fn o_of_8_bits_is_scaled_and_rounded_once() {
+    for (tokens, keys, dim) in [(140, 150, 128), (1, 600, 128), (40, 50, 64)] {
+        for dtype_o in [DType::E4m3Fn, DType::E5m2] {
+            let dims = Dims {
+                head_dim_qk: dim,
+                head_dim_v: dim,
+                ..problem(tokens, keys, 2, 1, MaskSpec::NONE).dims
+            };
+            let fp8 = FwdProblem::batch(dtype_o, dims);
+            let mut fp8 = FwdProblem { dtype_o, scale_o: true, mask: MaskSpec::CAUSAL, ..fp8 };
+            // Rows that are no multiple of 16 bytes are stored a byte at a time.
+            fp8.o.seq += i64::from(tokens == 40);
+            passes(&format!("{tokens} x {keys}, {dim}, {dtype_o}"), fp8);
+        }
+    }
+}
+
 fn filled(elems: u64, salt: u64) -> Vec<bf16> {
     (0..elems).map(|i| bf16::from_f64(((i * i * 37 + i * 11 + salt) % 101) as f64 / 50.0 - 1.0)).collect()
 }

@@ -153,7 +153,8 @@ pub(super) fn write(
     let mut job = Job::new(backend, &part, options, Source::made_up(Init::Normal, 1))?;
     let _ = fmha::emulated_launches();
     job.run()?;
-    let Some(launch) = fmha::emulated_launches().and_then(|text| last(&text)) else { return Ok(()) };
+    let launched = fmha::emulated_launches().and_then(|text| launch_of(&plan, &text));
+    let Some(launch) = launched else { return Ok(()) };
     let tiles = tiles(&plan, &launch);
     let counted = Counted { launch, tiles };
     let dims = part.fwd.dims;
@@ -254,6 +255,9 @@ fn tiles(plan: &FwdPlan, launch: &Value) -> f64 {
     number.unwrap_or_else(ctas).max(1.0)
 }
 
-fn last(launches: &str) -> Option<Value> {
-    serde_json::from_str::<Vec<Value>>(launches).ok()?.pop()
+/// Of the last run's launches, one a step of the plan, that of the kernel that the plan is named after.
+fn launch_of(plan: &FwdPlan, launches: &str) -> Option<Value> {
+    let steps = plan.steps();
+    let behind = steps.iter().rev().position(|step| step.kernel == plan.kernel())?;
+    serde_json::from_str::<Vec<Value>>(launches).ok()?.into_iter().rev().nth(behind)
 }

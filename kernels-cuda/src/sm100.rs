@@ -21,6 +21,9 @@ pub const HEADER: &str = "fmha/sm100/fwd/fwd.cuh";
 /// Architectures that the kernel is compiled for.
 pub const ARCHS: [&str; 2] = ["sm_100a", "sm_103a"];
 
+/// The one of them whose `tcgen05.ld` reduces.
+pub const REDUCING_ARCH: &str = "sm_103a";
+
 /// Shared memory that one CTA can have, bytes.
 pub const MAX_SMEM_BYTES: i32 = 232_448;
 
@@ -42,6 +45,8 @@ abi_spec! {
         pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
         /// Of each 16 pairs of exponentials, how many are polynomials on the multiply-add pipe.
         pub exp2_polynomial_pairs: i32 = Takes::within(0, 16).tuned_over(&[0, 1, 2, 3, 4, 6]),
+        /// The loads of S from tensor memory find its maximum, on sm_103a alone.
+        pub load_max: bool = Takes::all().tuned(),
         /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
         pub pack_gqa: bool = Takes::all().tuned(),
         /// O is stored 16 bytes at a time; else element by element.
@@ -195,8 +200,8 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             "dtype_qk {qk} with dtype_v {v} is not one 16-bit type, OCP FP8, or OCP FP8 with a 16-bit V"
         ));
     }
-    if problem.dtype_o.is_fp8() {
-        return refuse(format!("dtype_o {} is not f16, bf16 or f32", problem.dtype_o));
+    if problem.dtype_o.is_fp8() && !fp8(problem.dtype_o) {
+        return refuse(format!("dtype_o {} is not f16, bf16, f32 or OCP FP8", problem.dtype_o));
     }
     let dims = problem.dims;
     for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
@@ -241,9 +246,10 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
     let spec = FwdSpec::of(problem);
     let dims = problem.dims;
     let mut tile = default_tile(&spec);
-    // Its special-function unit is twice as wide.
-    if arch == "sm_103a" {
+    // Its special-function unit is twice as wide, and its loads from tensor memory reduce.
+    if arch == REDUCING_ARCH {
         tile.exp2_polynomial_pairs = 0;
+        tile.load_max = true;
     }
     let ratio = i64::from(problem.gqa_ratio());
     let seqlen_q = i64::from(dims.seqlen_q);
@@ -302,6 +308,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
         // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room; P of 8 bits has its range already.
         lazy_rescale_log2: if spec.dtype_v.is_fp8() { 0 } else { 8 },
         exp2_polynomial_pairs: polynomial_pairs(qk.max(v), spec.dtype_v.is_fp8()),
+        load_max: false,
         pack_gqa: false,
         vector_store: spec.head_dim_v % 8 == 0,
         copy_bytes: 0,

@@ -168,6 +168,13 @@ pub(crate) const ROWS: &[Row] = &[
         ..BLACKWELL
     },
     Row { kernel: None, in_all: Cases { filter: "^combine/", deal: 1 }, ..BLACKWELL },
+    // Its loads from tensor memory find maxima: of blocks that no mask cuts.
+    Row {
+        arch: "sm_103a",
+        in_test: Cases { filter: "^edges/(off_tile|long|nan|inf).*bf16", deal: 2 },
+        in_all: Cases { filter: "^(edges|heads|rare)/.*bf16", deal: 1 },
+        ..BLACKWELL
+    },
     Row {
         tile: Some("order=dynamic"),
         mode: Mode::HappensBefore,

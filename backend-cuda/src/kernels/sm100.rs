@@ -57,6 +57,13 @@ impl FwdRecipe for Sm100 {
             tile.set(key, value).map_err(refuse)?;
         }
         tile.check(&spec, problem.gqa_ratio()).map_err(refuse)?;
+        if tile.load_max && facts.arch != sm100::REDUCING_ARCH {
+            return Err(refuse(format!(
+                "tile load_max=1: loads from tensor memory find maxima on {}, not on {}",
+                sm100::REDUCING_ARCH,
+                facts.arch
+            )));
+        }
         let is_split = tile.split_keys > 0;
         if is_split {
             split::splits(problem)
@@ -198,6 +205,7 @@ fn schedule_words(tile: &Sm100Tile) -> String {
         (tile.exp2_polynomial_pairs > 0)
             .then(|| format!("{} of 16 exponentials by a polynomial", tile.exp2_polynomial_pairs)),
     );
+    words.extend(tile.load_max.then(|| "maxima by the loads".to_owned()));
     words.extend((tile.copy_bytes > 0).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
     words.extend((tile.split_keys > 0).then(|| format!("keys in parts of {}, merged", tile.split_keys)));
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));

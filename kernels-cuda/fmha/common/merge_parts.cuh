@@ -52,7 +52,8 @@ FMHA_DEVICE void merge_row(const FwdParams& p, const KvParts& parts, int32_t i_b
     }
   }
 
-  const float factor = sum == 0.f ? 0.f : 1.f / sum;
+  float factor = sum == 0.f ? 0.f : 1.f / sum;
+  if constexpr (is_fp8(spec.dtype_o)) factor *= p.scale_o ? *p.scale_o : 1.f;
   const int64_t at = row_offset(p.o, span.storage_batch, span.q_row + i, i_head);
 #pragma unroll
   for (int32_t c = 0; c < columns; ++c) {

@@ -62,9 +62,9 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
     ptx::tcgen05_alloc<1>(ptx::shared_address(&smem.tmem), Tmem::columns);
     ptx::tcgen05_relinquish_alloc_permit<1>();
   }
-  ptx::tcgen05_fence_before_thread_sync();
+  ptx::tcgen05_fence_before_thread_sync();  // behind the allocation
   __syncthreads();
-  ptx::tcgen05_fence_after_thread_sync();
+  ptx::tcgen05_fence_after_thread_sync();  // behind the allocation
   // Every thread waits: what it stores must not come before the last reads of the grid before. The next grid may
   // start at once: its CTAs find no room before these end, and it waits for all of them.
   if constexpr (tile.dependent_launch) {
@@ -84,7 +84,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
       issuer.run();
       // Every product is complete, since each O has been read.
       ptx::mbarrier_wait_parity(smem.o_read, 0);
-      ptx::tcgen05_fence_after_thread_sync();
+      ptx::tcgen05_fence_after_thread_sync();  // before the return
       ptx::tcgen05_dealloc<1>(tmem, Tmem::columns);
     } else if (role == Role::Load || (role == Role::Zero && tile.copy_bytes > 0)) {
       if (threadIdx.x % 32 == 0 || tile.copy_bytes > 0) {

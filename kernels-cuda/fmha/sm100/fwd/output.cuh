@@ -56,6 +56,7 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
       finish_row<spec>(p, row_max * softmax_scale_log2<spec>(p, work), row_sum * of_p, stored ? i_head : 0);
   if constexpr (is_fp8(spec.dtype_v)) result.factor *= of_p * scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f);
   if constexpr (spec.dropout) result.factor *= p.dropout_scale;
+  if constexpr (is_fp8(spec.dtype_o)) result.factor *= p.scale_o ? *p.scale_o : 1.f;
   const int64_t batch = output_batch<tile>(p, work);
   const int64_t at = batch * p.o.batch + int64_t(work.q_row + i) * p.o.row + i_head * p.o.head;
 
@@ -78,6 +79,17 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
         const uint32_t v[4] = {bits_of(x[e]), bits_of(x[e + 1]), bits_of(x[e + 2]), bits_of(x[e + 3])};
         ptx::st_global_v4_b32_if(static_cast<float*>(p.o.data) + at + c + e, v, stored && c + e < dim);
       }
+    } else if constexpr (tile.vector_store && is_fp8(spec.dtype_o)) {
+#pragma unroll
+      for (int e = 0; e < chunk; e += 16) {
+        uint32_t v[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const float* four = &x[e + 4 * k];
+          v[k] = ptx::cvt_rn_satfinite_x4<spec.dtype_o>(four[0], four[1], four[2], four[3]);
+        }
+        ptx::st_global_v4_b32_if(static_cast<uint8_t*>(p.o.data) + at + c + e, v, stored && c + e < dim);
+      }
     } else if constexpr (tile.vector_store) {
 #pragma unroll
       for (int e = 0; e < chunk; e += 8) {
@@ -89,13 +101,7 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
     } else {
 #pragma unroll
       for (int e = 0; e < chunk; ++e) {
-        const bool inside = stored && c + e < dim;
-        if constexpr (spec.dtype_o == DType::F32) {
-          ptx::st_global_f32_if(static_cast<float*>(p.o.data) + at + c + e, x[e], inside);
-        } else {
-          const uint16_t half = uint16_t(ptx::cvt_rn_x2<spec.dtype_o>(x[e], 0.f));
-          ptx::st_global_u16_if(static_cast<uint16_t*>(p.o.data) + at + c + e, half, inside);
-        }
+        store_o<spec.dtype_o>(p.o.data, at + c + e, x[e], stored && c + e < dim);
       }
     }
   }

@@ -50,6 +50,7 @@ struct SoftmaxRole {
   static constexpr int n = tile.block_n, chunk = 32, num_chunks = n / chunk;
   static constexpr int p_words = chunk * size_bytes(spec.dtype_v) / 4;  // of a chunk
   static constexpr int early_chunks = first_part<spec, tile>() / chunk;
+  static constexpr bool loads_maxima = tile.load_max && !modifies_score(spec);
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
 
   const FwdParams& p;
@@ -89,10 +90,19 @@ struct SoftmaxRole {
     return (block + 1) * n > inside_end || (has_lo && block * n < inside_begin) || block < 0;
   }
 
-  FMHA_DEVICE void load(float (&s)[n], int32_t slot_index) const {
+  // Returns the largest score, where the loads find it.
+  FMHA_DEVICE float load(float (&s)[n], int32_t slot_index) const {
     uint32_t words[num_chunks][chunk];
+    float top[num_chunks];
 #pragma unroll
-    for (int c = 0; c < num_chunks; ++c) ptx::tcgen05_ld(words[c], tmem + Tmem::s(slot_index) + c * chunk);
+    for (int c = 0; c < num_chunks; ++c) {
+      const uint32_t address = tmem + Tmem::s(slot_index) + c * chunk;
+      if constexpr (loads_maxima) {
+        ptx::tcgen05_ld_max(words[c], top[c], address);
+      } else {
+        ptx::tcgen05_ld(words[c], address);
+      }
+    }
     ptx::tcgen05_wait_ld();
 #pragma unroll
     for (int c = 0; c < num_chunks; ++c) {
@@ -100,6 +110,15 @@ struct SoftmaxRole {
 #pragma unroll
       for (int e = 0; e < chunk; ++e) s[c * chunk + e] = float_of(words[c][e]);
     }
+    float largest = -infinity();
+    if constexpr (loads_maxima) {
+#pragma unroll
+      for (int c = 0; c < num_chunks; ++c) {
+        ptx::tcgen05_loaded(top[c]);
+        largest = fmaxf(largest, top[c]);
+      }
+    }
+    return largest;
   }
 
   FMHA_DEVICE void modify(float (&s)[n], int32_t block) const {
@@ -221,7 +240,7 @@ struct SoftmaxRole {
     float s[n];
     ptx::mbarrier_wait_parity(smem.s_full[slot_index], slot.phase);
     ptx::tcgen05_fence_after_thread_sync();
-    load(s, slot_index);
+    const float loaded_max = load(s, slot_index);
     if constexpr (is_fp8(spec.dtype_qk) && !modifies_score(spec)) {
       if (negates) {
 #pragma unroll
@@ -229,9 +248,15 @@ struct SoftmaxRole {
       }
     }
     modify(s, block);
-    if (is_edge(block)) mask(s, block);
+    const bool edge = is_edge(block);
+    if (edge) mask(s, block);
 
-    float new_max = largest(s);
+    float new_max;
+    if (loads_maxima && !edge && !negates) {
+      new_max = fmaxf(row_max, loaded_max);
+    } else {
+      new_max = largest(s);
+    }
     // A maximum that grew little is kept: P may then exceed 1, up to 2^lazy_rescale_log2, which f32 sums and 16-bit P
     // hold as well, and O needs no correction. The row decides for itself.
     if (row_max != -infinity() && (new_max - row_max) * scale_log2 <= float(tile.lazy_rescale_log2)) new_max = row_max;
