@@ -279,7 +279,7 @@ fn every_wrong_forward_problem_is_refused_by_field_and_number() {
         }),
         ("tree_mask", "0", |p| p.tree_mask = true),
         ("tree_mask", "mask 2 (causal, bottom-right), not for t", |p| {
-            (p.tree_mask, p.mask) = (true, mask("1"))
+            (p.tree_mask, p.mask) = (true, mask("1"));
         }),
         ("tree_mask", "b:-1,0,2", |p| (p.tree_mask, p.mask) = (true, mask("b:-1,0,2"))),
     ];
