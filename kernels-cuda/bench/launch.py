@@ -4,11 +4,12 @@ What it binds is what any host has to bind: see the crate's README.
 """
 
 import ctypes
-import struct
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 import torch
+
+from structs import Structs
 
 cuda = ctypes.CDLL("libcuda.so.1")
 DEFAULT_GROUP = 32 << 20
@@ -65,6 +66,7 @@ class Kernel:
         folder = Path(folder)
         self.meta = dict(line.split("=") for line in (folder / "meta.txt").read_text().split())
         self.name = folder.name
+        self.structs = Structs(*((folder / "fmha" / h).read_text() for h in ("params.h", "tile_schedule.h")))
         torch.cuda.current_stream()
         torch.zeros(1, device="cuda")
         image = (folder / "kernel.cubin").read_bytes()
@@ -100,25 +102,22 @@ class Kernel:
             return (0 if group else x.stride(0), x.stride(-3), x.stride(-2))
 
         def view(x, strides, dim=1):
-            return struct.pack("<Q4q", x.data_ptr() if x is not None else 0, *strides, dim)
+            return (x, *strides, dim)
 
-        def scalars(x, b, h):
-            return struct.pack("<Qii", x.data_ptr() if x is not None else 0, b, h)
-
-        pointer = lambda x: struct.pack("<Q", x.data_ptr() if x is not None else 0)
+        # What claims tiles counts them here, from 0 in each launch.
+        claims = m["order"] == "Dynamic"
         workspace = torch.zeros(1, dtype=torch.int32, device=q.device)
-        bias_strides = (0, 0, 0)
-        if bias is not None:
-            bias_strides = (bias.stride(0), bias.stride(2), bias.stride(1))
-        params = b"".join(view(x, strides(x)) for x in (q, k, v, o)) + view(bias, bias_strides)
-        params += pointer(lse_out) + struct.pack("<qq", 0 if group else hq * seqlen_q, rows_q)
-        params += struct.pack("<Q", 0) + b"".join(pointer(x) for x in (cu_q, cu_k, used_q, used_k))
-        params += scalars(alibi, 0, 1) + scalars(sink, 0, 1) + scalars(None, 0, 0) * 3
-        params += struct.pack("<Q", 0) + pointer(workspace)
-        params += struct.pack("<6i4ii", batch, seqlen_q, seqlen_k, hq, hkv, ratio, *mask, 1)
-        threshold = min(int((1 - p_drop) * 2**32), 2**32 - 1)
-        params += struct.pack("<ffIfIII", scale, softcap, threshold, 1 / (1 - p_drop), 1, 2, 3)
-        assert len(params) == 5 * 40 + 3 * 8 + 5 * 8 + 5 * 16 + 2 * 8 + 72, len(params)
+        bias_strides = (0, 0, 0) if bias is None else (bias.stride(0), bias.stride(2), bias.stride(1))
+        params = self.structs.pack("FwdParams", dict(
+            q=view(q, strides(q)), k=view(k, strides(k)), v=view(v, strides(v)), o=view(o, strides(o)),
+            bias=view(bias, bias_strides), lse=lse_out, lse_batch=0 if group else hq * seqlen_q, lse_head=rows_q,
+            cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, seqused_q=used_q, seqused_k=used_k, alibi_slopes=(alibi, 0, 1),
+            sink=(sink, 0, 1), workspace=workspace, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, total_q=rows_q,
+            total_k=k.shape[0] if group else seqlen_k, page_size=1, num_heads_q=hq, num_heads_kv=hkv, gqa_ratio=ratio,
+            mask=mask, alibi_bottom_right=1, softmax_scale=scale, softcap=softcap,
+            dropout_threshold=min(int((1 - p_drop) * 2**32), 2**32 - 1), dropout_scale=1 / (1 - p_drop),
+            dropout_key_low=1, dropout_key_high=2, dropout_offset=3,
+        ))  # fmt: skip
 
         box_qk, box_v = int(m["box_qk"]), int(m["box_v"])
         storage_batch = 1 if group else batch
@@ -144,7 +143,7 @@ class Kernel:
         group_bytes = 0 if unmasked and group_bytes == DEFAULT_GROUP else group_bytes
         group = heads_per_l2_group(heads, seqlen_k * (dqk + dv) * q.element_size(), 1 if pack else ratio // pair, group_bytes)
         tiles = max(num_m * heads, 1)
-        schedule = struct.pack("<4i", num_m * heads, max(num_m, 1), heads, group)
+        schedule = self.structs.pack("TileSchedule", (num_m * heads, max(num_m, 1), heads, group))
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         grid = cluster * (tiles if m["order"] == "Single" else min(tiles, sms // cluster))
 
@@ -161,6 +160,8 @@ class Kernel:
         held = (q, k, v, o, lse_out, workspace, raw, p, s, attributes, cu_q, cu_k, used_q, used_k, sink, alibi, bias)
 
         def run():
+            if claims:
+                workspace.zero_()
             status = cuda.cuLaunchKernelEx(byref(config), self.function, arguments, None)
             if status:
                 check(status, f"cuLaunchKernelEx {self.name}")

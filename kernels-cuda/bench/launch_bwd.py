@@ -6,43 +6,15 @@ also entry.cu, meta.txt and the headers `fmha/params.h` and `fmha/sm90_bwd_host.
 
 import ctypes
 import re
-import struct
 from ctypes import byref, c_int, c_uint, c_void_p
 from pathlib import Path
 
 import torch
 
 from launch import UNBOUNDED_HI, UNBOUNDED_LO, check, cuda, tensor_map
+from structs import Structs
 
 ROW_THREADS = 256
-SCALARS = {"int64_t": "q", "int32_t": "i", "uint32_t": "I", "float": "f"}
-
-
-class Structs:
-    """C structs without padding, as the headers declare them."""
-
-    def __init__(self, *headers):
-        self.fields = {}
-        for text in headers:
-            for name, body in re.findall(r"struct (\w+) \{\n(.*?)\n\};", text, re.S):
-                self.fields[name] = re.findall(r"^  ([\w*]+) (\w+)(?:\[.*\])?;$", body, re.M)
-
-    def pack(self, name, values):
-        """`values` by field; what is not there is 0. Tuples are structs in their fields' order."""
-        if isinstance(values, tuple):
-            values = dict(zip((field for _, field in self.fields[name]), values))
-        unknown = set(values) - {field for _, field in self.fields[name]}
-        assert not unknown, f"{name} has no {unknown}"
-        out = b""
-        for kind, field in self.fields[name]:
-            value = values.get(field, 0)
-            if kind.endswith("*"):
-                out += struct.pack("<Q", value.data_ptr() if isinstance(value, torch.Tensor) else value or 0)
-            elif kind in SCALARS:
-                out += struct.pack("<" + SCALARS[kind], value)
-            else:
-                out += self.pack(kind, value or {})
-        return out
 
 
 def load(folder, smem):
