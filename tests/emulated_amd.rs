@@ -69,7 +69,7 @@ fn is_dealt_to(arch: usize, backend: &RocmBackend, case: &Case) -> bool {
     (card >> 20) % PARTS == arch as u64
 }
 
-/// They were 1259 when each fact of a call was compiled in.
+/// They were 1259 when each fact of a call was compiled in; 300 and 9 that FP8 over several blocks asks for are few.
 #[test]
 fn the_battery_asks_for_few_kernels() {
     for arch in ARCHS {
@@ -78,7 +78,7 @@ fn the_battery_asks_for_few_kernels() {
         let forward = cases.iter().filter(|case| !case.name.starts_with("backward/"));
         let kernels: HashSet<String> = forward.filter_map(|case| kernel(&backend, case)).collect();
         println!("{arch}: {} kernels", kernels.len());
-        assert!(!kernels.is_empty() && kernels.len() <= 300, "{arch}: {}", kernels.len());
+        assert!(!kernels.is_empty() && kernels.len() <= 320, "{arch}: {}", kernels.len());
     }
 }
 
