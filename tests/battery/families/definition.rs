@@ -43,6 +43,7 @@ fn rows() -> Vec<(String, Levels)> {
         .chain(fast)
         .chain(fast_of(Series::Columns))
         .chain(fast_of(Series::WithoutDropout))
+        .chain(fast_masks())
         .collect()
 }
 
@@ -81,6 +82,19 @@ fn fast_of(series: Series) -> impl Iterator<Item = (String, Levels)> {
             levels[axis::LENGTHS] = WHOLE_COLUMNS[levels[axis::LENGTHS]];
         }
         (format!("definition/{name}_{row:03}"), levels)
+    })
+}
+
+/// FP8 under every mask, all else plain: fast kernels take few of the pairwise rows of these types, which have odd
+/// strides in the most.
+fn fast_masks() -> impl Iterator<Item = (String, Levels)> {
+    [DType::E4m3Fn, DType::E5m2].into_iter().flat_map(|dtype| {
+        (0..AXES[axis::MASK]).map(move |mask| {
+            let mut levels = vec![0; AXES.len()];
+            levels[axis::DTYPE] = DTYPES.iter().position(|one| *one == dtype).unwrap_or_default();
+            (levels[axis::MASK], levels[axis::LENGTHS]) = (mask, mask % AXES[axis::LENGTHS]);
+            (format!("definition/fast_masks_{dtype}_{mask:02}"), levels)
+        })
     })
 }
 

@@ -66,6 +66,7 @@ pub(crate) mod axis {
     pub(crate) const DTYPE: usize = 0;
     pub(crate) const SEQUENCES: usize = 3;
     pub(crate) const LENGTHS: usize = 6;
+    pub(crate) const MASK: usize = 7;
     pub(crate) const DROPS: usize = 11;
     pub(crate) const LAYOUT: usize = 12;
     pub(crate) const V_LAYOUT: usize = 13;
