@@ -39,8 +39,17 @@ impl Extent {
 }
 
 /// Programs that take longest, by the package or target they come from: they start first, so that none is left over.
-const LONGEST: [&str; 8] =
-    ["conformance", "emulated_amd", "planted", "compiles", "resources", "command", "cdna", "silicon"];
+const LONGEST: [&str; 9] = [
+    "conformance",
+    "emulated_amd",
+    "cuda sm_90a",
+    "silicon",
+    "planted",
+    "compiles",
+    "modelled",
+    "resources",
+    "command",
+];
 
 /// Builds, runs, prints counts and seconds.
 pub(crate) fn run(extent: Extent) -> ExitCode {
