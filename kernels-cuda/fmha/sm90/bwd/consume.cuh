@@ -151,6 +151,17 @@ struct Consumer {
     start_dp(dp, dout_slot.index);
   }
 
+  // The end of a block whose dQ and dK are under way, in that order.
+  FMHA_DEVICE void finish_step(const mma::Accumulator<S::dq_columns>& dq) {
+    ptx::wgmma_wait_group<1>();  // dQ
+    store_share(dq);
+    ptx::wgmma_wait_group<0>();  // dK
+    arrive(smem.q_empty[q_slot.index]);
+    q_slot.advance();
+    dout_slot.advance();
+    ds_slot.advance();
+  }
+
   // A query block after another, each from its scores to its dK.
   FMHA_DEVICE void walk(const Work& work, QueryBlocks blocks) {
 #pragma unroll 1
@@ -177,13 +188,7 @@ struct Consumer {
       ptx::wgmma_wait_group<1>();  // dV
       arrive(smem.dout_empty[dout_slot.index]);
       mma::start_product_ab<dtype>(dk, ds, smem.q[q_slot.index]);
-      ptx::wgmma_wait_group<1>();  // dQ
-      store_share(dq);
-      ptx::wgmma_wait_group<0>();  // dK
-      arrive(smem.q_empty[q_slot.index]);
-      q_slot.advance();
-      dout_slot.advance();
-      ds_slot.advance();
+      finish_step(dq);
     }
   }
 
@@ -221,13 +226,7 @@ struct Consumer {
       ptx::wgmma_wait_group<1>();  // dV
       arrive(smem.dout_empty[dout_slot.index]);
       mma::start_product_atb<dtype>(dk, ds, 0, smem.q[q_slot.index], first_column);
-      ptx::wgmma_wait_group<1>();  // dQ
-      store_share(dq);
-      ptx::wgmma_wait_group<0>();  // dK
-      arrive(smem.q_empty[q_slot.index]);
-      q_slot.advance();
-      dout_slot.advance();
-      ds_slot.advance();
+      finish_step(dq);
     }
   }
 
