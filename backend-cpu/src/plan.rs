@@ -20,6 +20,7 @@ const PROMISES: Promises = Promises {
     batch_invariant: true,
     graph_capturable: false,
     accuracy: Accuracy::Exact,
+    score_bits: Promises::F32_BITS,
 };
 
 /// The largest tile side: scratch stays within a few megabytes a thread.

@@ -36,6 +36,8 @@ macro_rules! call {
     };
 }
 
+pub(crate) mod mapped;
+
 /// One GPU, with its primary context retained.
 #[derive(Debug)]
 pub(crate) struct Device {

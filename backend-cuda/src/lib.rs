@@ -24,14 +24,15 @@ use fmha_core::fields;
 use fmha_core::tune::{TileOptions, Tune, TunedTile, TunedTiles};
 use fmha_core::{
     AnyProblem, BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevBuffer, DeviceMemory,
-    FmhaBackend, FwdArgs, FwdPlan, MemorySpace, PlanOptions, Precompile, Queues, Roofline, Stream, ValidBwd,
-    ValidCombine, ValidFwd,
+    FmhaBackend, FwdArgs, FwdPlan, MemorySpace, PlanOptions, Precompile, Promises, Queues, Roofline, Stream,
+    ValidBwd, ValidCombine, ValidFwd,
 };
 
 use fmha_kernels_cuda::sm90::Sm90Tile;
 use fmha_kernels_cuda::sm100::Sm100Tile;
 
 use driver::Device;
+use driver::mapped::Mapped;
 use kernels::{
     BwdKernel, BwdRecipe as _, Call, Choice, CombineKernel, CombineRecipe as _, DeviceFacts, FwdKernel,
     FwdRecipe as _, Launch, Named as _, select, sm90, sm100,
@@ -76,6 +77,8 @@ impl CudaBackend {
         let mut facts = DeviceFacts::of(&device)?;
         if emulated {
             facts.tuned = TunedTiles::default();
+            // The interpreter sums in f32, so the stricter bound holds there.
+            facts.fp8_sum_bits = Promises::F32_BITS;
             facts.roofline =
                 Roofline { source: "emulated: it has no speed".to_owned(), ..Roofline::default() };
         }
@@ -338,6 +341,17 @@ impl DeviceMemory for CudaMemory {
         };
         // SAFETY: the driver gave this memory to us alone, until `free`.
         Ok(unsafe { DevBuffer::from_raw(MemorySpace::Device, address as *mut u8, bytes, Box::new(free)) })
+    }
+
+    fn alloc_at_edge(&self, bytes: u64, at_end: bool) -> Result<Option<DevBuffer>> {
+        if self.emulated {
+            return Ok(None);
+        }
+        let mapped = Mapped::new(self.device()?, bytes, at_end)?;
+        let address = mapped.address as *mut u8;
+        let free = Box::new(move |_| drop(mapped));
+        // SAFETY: the driver gave this memory to us alone, until `mapped` is dropped.
+        Ok(Some(unsafe { DevBuffer::from_raw(MemorySpace::Device, address, bytes, free) }))
     }
 
     fn upload(&self, bytes: &[u8], to: &mut DevBuffer) -> Result<()> {

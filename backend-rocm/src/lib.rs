@@ -209,6 +209,7 @@ const PROMISES: Promises = Promises {
     batch_invariant: true,
     graph_capturable: true,
     accuracy: Accuracy::Exact,
+    score_bits: Promises::F32_BITS,
 };
 
 impl FmhaBackend for RocmBackend {

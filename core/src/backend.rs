@@ -152,6 +152,16 @@ pub trait DeviceMemory: Send + Sync {
         false
     }
 
+    /// New memory that ends (`at_end`) or begins beside addresses where every access stops the work: for tests, since it
+    /// may take megabytes. Aligned to 16 bytes, so up to 15 bytes may lie before that end. `None` where the memory
+    /// has no such places, or checks bounds anyway.
+    ///
+    /// # Errors
+    /// As [`alloc`](Self::alloc).
+    fn alloc_at_edge(&self, _bytes: u64, _at_end: bool) -> Result<Option<DevBuffer>> {
+        Ok(None)
+    }
+
     /// Waits until all work queued on `stream` is done.
     ///
     /// # Errors

@@ -133,7 +133,7 @@ impl<'a> Resident<'a> {
         let mut buffers = BTreeMap::new();
         if memory.space() == MemorySpace::Device {
             for (&operand, tensor) in &operands.0 {
-                buffers.insert(operand, memory.alloc(tensor.placed(memory).len() as u64)?);
+                buffers.insert(operand, tensor.device_memory(memory)?);
             }
         }
         let mut resident = Self { backend, buffers, workspace, written: Vec::new() };
@@ -163,6 +163,7 @@ impl<'a> Resident<'a> {
     /// What the backend said.
     pub fn run_fwd(&mut self, plan: &FwdPlan, host: &mut HostFwd) -> Result<CallTime> {
         let (totals, dropout) = (host.totals, host.dropout);
+        host.score_bits = plan.promises().score_bits;
         timed(self.backend, || self.forward(plan, &mut host.operands, (totals, dropout), Stream::DEFAULT))
     }
 
@@ -172,6 +173,7 @@ impl<'a> Resident<'a> {
     /// What the backend said.
     pub fn queue_fwd(&mut self, plan: &FwdPlan, host: &mut HostFwd, stream: Stream) -> Result<()> {
         let (totals, dropout) = (host.totals, host.dropout);
+        host.score_bits = plan.promises().score_bits;
         self.forward(plan, &mut host.operands, (totals, dropout), stream)
     }
 

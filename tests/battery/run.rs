@@ -95,7 +95,13 @@ impl Case {
                     // Each tensor is an allocation of its own extent.
                     None
                 } else if !host {
-                    Some("guard pages need host memory, or a device's that checks bounds".into())
+                    let none =
+                        "guard pages need host memory, or a device's that checks bounds or can be mapped";
+                    match backend.memory().alloc_at_edge(1, true) {
+                        Ok(Some(_)) => None,
+                        Ok(None) => Some(none.into()),
+                        Err(error) => Some(format!("{none}: {error}")),
+                    }
                 } else if cfg!(unix) {
                     None
                 } else {

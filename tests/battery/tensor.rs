@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use fmha_core::{DType, DevSlice, DevSliceMut, DeviceMemory, Result, Shape, Strides, ValidFwd};
+use fmha_core::{DType, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, Result, Shape, Strides, ValidFwd};
 
 use crate::memory::{Bytes, Placement};
 
@@ -76,7 +76,7 @@ pub struct Tensor {
     /// Bytes from the first element to the last.
     extent: usize,
     poison: u8,
-    is_sparse: bool,
+    placement: Placement,
     /// The elements' type; meaningless for lengths and the keep mask.
     pub dtype: DType,
     /// Logical extents.
@@ -123,8 +123,7 @@ impl Tensor {
             Placement::BeginsAtUnmapped => (Bytes::beside_unmapped(extent, poison, false)?, 0),
             Placement::Sparse => (Bytes::sparse(extent)?, 0),
         };
-        let is_sparse = room.placement == Placement::Sparse;
-        Ok(Self { bytes, first, extent, poison, is_sparse, dtype, shape, strides })
+        Ok(Self { bytes, first, extent, poison, placement: room.placement, dtype, shape, strides })
     }
 
     /// Moves the elements so many beyond the address they lie at, margins kept.
@@ -193,13 +192,25 @@ impl Tensor {
         }
     }
 
+    /// Device memory for [`placed`](Self::placed), beside unmapped addresses where it is to lie there.
+    pub(crate) fn device_memory(&self, memory: &dyn DeviceMemory) -> Result<DevBuffer> {
+        let bytes = self.placed(memory).len() as u64;
+        let at_edge = match self.placement {
+            Placement::EndsAtUnmapped => memory.alloc_at_edge(bytes, true)?,
+            Placement::BeginsAtUnmapped => memory.alloc_at_edge(bytes, false)?,
+            Placement::Margins | Placement::Sparse => None,
+        };
+        at_edge.map_or_else(|| memory.alloc(bytes), Ok)
+    }
+
     /// The rows of a sparse tensor as bytes of the placed ones; `None` where all are copied at once.
     pub(crate) fn pieces(&self) -> Option<Vec<Range<usize>>> {
         let row = (u64::from(self.shape.dim) * self.dtype.size_bytes()) as usize;
         let Shape { batch, seq, head, .. } = self.shape;
         let rows =
             (0..batch).flat_map(move |b| (0..seq).flat_map(move |s| (0..head).map(move |h| (b, s, h))));
-        self.is_sparse.then(|| rows.map(|(b, s, h)| self.at(b, s, h, 0)).map(|at| at..at + row).collect())
+        let is_sparse = self.placement == Placement::Sparse;
+        is_sparse.then(|| rows.map(|(b, s, h)| self.at(b, s, h, 0)).map(|at| at..at + row).collect())
     }
 
     pub(crate) fn raw_mut(&mut self) -> &mut [u8] {

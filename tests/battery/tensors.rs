@@ -4,8 +4,8 @@ use fmha_core::reference::{Inputs, Precision, forward_head};
 use fmha_core::seq::{KvRows, spans};
 use fmha_core::{
     Bias, BlockTable, BwdProblem, CacheArgs, CombineProblem, DType, Descale, DropoutSeed, FwdProblem,
-    KvLayout, QLayout, Result, ScoreArgs, SeqArgs, SeqSpan, Shape, Strides, Totals, ValidBwd, ValidCombine,
-    ValidFwd,
+    KvLayout, Promises, QLayout, Result, ScoreArgs, SeqArgs, SeqSpan, Shape, Strides, Totals, ValidBwd,
+    ValidCombine, ValidFwd,
 };
 use rayon::prelude::*;
 
@@ -80,6 +80,8 @@ pub struct HostFwd {
     pub dropout: DropoutSeed,
     /// The sequences.
     pub spans: Vec<SeqSpan>,
+    /// As the plan that ran last promised it: how exact its scores are.
+    pub score_bits: u32,
 }
 
 impl HostFwd {
@@ -105,7 +107,7 @@ impl HostFwd {
             operands.put(Operand::KeepMask, Tensor::u8s(problem.keep_mask_bytes(), data.room)?);
         }
         let (totals, dropout) = (lengths.totals, dropout_seed(data.seed));
-        Ok(Self { problem, totals, operands, dropout, spans })
+        Ok(Self { problem, totals, operands, dropout, spans, score_bits: Promises::F32_BITS })
     }
 
     /// What the reference reads.

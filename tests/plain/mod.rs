@@ -43,6 +43,7 @@ impl Plain {
                 batch_invariant: true,
                 graph_capturable: false,
                 accuracy: Accuracy::Exact,
+                score_bits: Promises::F32_BITS,
             },
         };
         parts.seal(&self.id, ())

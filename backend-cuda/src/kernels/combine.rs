@@ -47,6 +47,7 @@ impl CombineRecipe for Merge {
                 batch_invariant: true,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
+                score_bits: Promises::F32_BITS,
             },
             details: Vec::new(),
         })

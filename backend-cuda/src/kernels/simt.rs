@@ -51,6 +51,7 @@ impl FwdRecipe for Simt {
                 batch_invariant: true,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
+                score_bits: Promises::F32_BITS,
             },
             details: vec![("tile", "a warp to a row, 32 keys at a time".to_owned())],
         })

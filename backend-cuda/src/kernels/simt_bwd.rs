@@ -64,6 +64,7 @@ impl BwdRecipe for SimtBwd {
                 batch_invariant: true,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
+                score_bits: Promises::F32_BITS,
             },
             details: vec![("tile", "a warp to a row, 32 pairs at a time".to_owned())],
         })

@@ -131,6 +131,7 @@ impl BwdRecipe for Sm90Bwd {
                 batch_invariant: false,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
+                score_bits: Promises::F32_BITS,
             },
             details: vec![
                 ("tile", format!("{} queries x {} keys", tile.block_m, tile.block_n)),

@@ -294,6 +294,7 @@ mod tests {
                 batch_invariant: false,
                 graph_capturable: true,
                 accuracy: Accuracy::Fast,
+                score_bits: Promises::F32_BITS,
             },
         }
     }

@@ -101,10 +101,19 @@ pub struct Promises {
     pub graph_capturable: bool,
     /// How closely the running maximum is followed.
     pub accuracy: Accuracy,
+    /// Significant bits that the sum of a score's products keeps: 24 (f32), or fewer where a matrix unit sums shorter.
+    /// LSE is as exact as the scores.
+    pub score_bits: u32,
+}
+
+impl Promises {
+    /// [`score_bits`](Self::score_bits) of sums in f32.
+    pub const F32_BITS: u32 = f32::MANTISSA_DIGITS;
 }
 
 impl fmt::Display for Promises {
-    /// `exact, deterministic, batch-invariant, graph-capturable`: those that hold.
+    /// `exact, deterministic, batch-invariant, graph-capturable`: those that hold; and how long scores are, if shorter
+    /// than f32.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.accuracy.fmt(f)?;
         for (name, holds) in [
@@ -115,6 +124,9 @@ impl fmt::Display for Promises {
             if holds {
                 write!(f, ", {name}")?;
             }
+        }
+        if self.score_bits < Self::F32_BITS {
+            write!(f, ", scores summed to {} bits", self.score_bits)?;
         }
         Ok(())
     }
@@ -129,6 +141,7 @@ mod tests {
         batch_invariant: false,
         graph_capturable: false,
         accuracy: Accuracy::Fast,
+        score_bits: Promises::F32_BITS,
     };
 
     #[test]
@@ -143,6 +156,7 @@ mod tests {
             batch_invariant: true,
             graph_capturable: true,
             accuracy: Accuracy::Exact,
+            score_bits: Promises::F32_BITS,
         };
         for (name, options) in wishes {
             let refusal = options.check_promises("k", &NOTHING).unwrap_err();

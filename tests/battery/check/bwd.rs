@@ -3,7 +3,7 @@
 use fmha_core::reference::{
     BackwardSpread, HeadBackward, Part as Rows, Precision, backward_head, backward_part, forward_rows,
 };
-use fmha_core::{Bias, BwdArgs, DevSliceMut, Result};
+use fmha_core::{Bias, BwdArgs, DevSliceMut, Promises, Result};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -132,7 +132,7 @@ pub fn check_bwd(host: &HostBwd, selection: &Selection, progress: Progress<'_>) 
         verdict.tensors.push(stat.verdict(name, bound(&yardstick), None));
     }
     if selection.is_partial() {
-        verdict.tensors.extend(forward.verdicts(fwd, true));
+        verdict.tensors.extend(forward.verdicts(fwd, true, Promises::F32_BITS));
     }
     Ok(verdict)
 }

@@ -1,11 +1,11 @@
 //! Merged partial results.
 
 use fmha_core::reference::combine;
-use fmha_core::{CombineArgs, DType, DevSliceMut, PartialResult, Result};
+use fmha_core::{CombineArgs, DType, DevSliceMut, PartialResult, Promises, Result};
 
 use crate::tensor::Operand;
 use crate::tensors::HostCombine;
-use crate::tolerance::{Bound, Yardstick, bound, lse_bound, smallest_subnormal};
+use crate::tolerance::{Yardstick, bound, lse_bound, smallest_subnormal};
 use crate::verdict::{Place, Stat, Verdict};
 
 /// Compares the merged O and LSE that `host` holds with the reference.
@@ -80,8 +80,8 @@ pub fn check_combine(host: &HostCombine) -> Result<Verdict> {
     let mut verdict =
         Verdict { tensors: vec![o_stat.verdict("o", bound(&yardstick), None)], faults, ..Verdict::default() };
     if problem.write_lse {
-        let most = lse_bound(lse_stat.max_same, max_lse, max_lse);
-        verdict.tensors.push(lse_stat.verdict("lse", Bound { max: most, rmse: most }, None));
+        let bound = lse_bound(lse_stat.max_same, max_lse, max_lse, Promises::F32_BITS);
+        verdict.tensors.push(lse_stat.verdict("lse", bound, None));
     }
     Ok(verdict)
 }

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use super::{Progress, Selection, inner_roundoff, logits_bound};
 use crate::tensor::{Operand, Operands};
 use crate::tensors::HostFwd;
-use crate::tolerance::{Bound, Yardstick, bound, least_cosine, lse_bound, smallest_subnormal};
+use crate::tolerance::{Yardstick, bound, least_cosine, lse_bound, smallest_subnormal};
 use crate::verdict::{Place, Stat, TensorVerdict, Verdict};
 
 /// O and LSE of some (sequence, head) pairs against the reference.
@@ -49,7 +49,7 @@ pub fn check_fwd(host: &HostFwd, selection: &Selection, progress: Progress<'_>) 
 
     let mut all = Forward::default();
     parts.into_iter().for_each(|part| all.merge(part));
-    let tensors = all.verdicts(&host.problem, host.problem.write_lse);
+    let tensors = all.verdicts(&host.problem, host.problem.write_lse, host.score_bits);
     all.faults.truncate(4);
     Ok(Verdict { tensors, faults: all.faults, note: None, logits: all.logits })
 }
@@ -137,8 +137,13 @@ impl Forward {
         }
     }
 
-    /// Of O, and of LSE if it is wanted.
-    pub(super) fn verdicts(&self, problem: &FwdProblem, with_lse: bool) -> Vec<TensorVerdict> {
+    /// Of O, and of LSE if it is wanted, from scores that are sums of so many bits.
+    pub(super) fn verdicts(
+        &self,
+        problem: &FwdProblem,
+        with_lse: bool,
+        score_bits: u32,
+    ) -> Vec<TensorVerdict> {
         let (u_out, u_inner) = (problem.dtype_o.unit_roundoff(), inner_roundoff(problem));
         let yardstick = Yardstick {
             factor: 2.0,
@@ -157,8 +162,8 @@ impl Forward {
         let least = directed.then(|| least_cosine(u_out, u_inner));
         let mut tensors = vec![self.o.verdict("o", bound(&yardstick), least)];
         if with_lse {
-            let most = lse_bound(self.lse.max_same, self.logits, self.max_lse);
-            tensors.push(self.lse.verdict("lse", Bound { max: most, rmse: most }, None));
+            let bound = lse_bound(self.lse.max_same, self.logits, self.max_lse, score_bits);
+            tensors.push(self.lse.verdict("lse", bound, None));
         }
         tensors
     }
