@@ -42,10 +42,9 @@ fn attend(backend: &CudaBackend, stream: Stream, salt: u64) -> Vec<u8> {
 
 #[test]
 fn two_devices_of_one_process_have_memory_streams_and_kernels_of_their_own() {
-    // SAFETY: no other thread of this program reads or writes the environment.
-    unsafe { std::env::set_var("FMHA_EMULATE_DEVICES", "2") };
-    let backends = [0, 1].map(|ordinal| CudaBackend::open(ordinal, Some("sm_90a")).unwrap());
-    assert!(CudaBackend::open(2, Some("sm_90a")).is_err(), "there are two");
+    let open = |ordinal| CudaBackend::open(ordinal, Some("sm_90a,sm_90a"));
+    let backends = [0, 1].map(|ordinal| open(ordinal).unwrap());
+    assert!(open(2).is_err(), "there are two");
 
     let mut buffers = backends.each_ref().map(|backend| backend.memory().alloc(64).unwrap());
     for (at, buffer) in buffers.iter_mut().enumerate() {

@@ -130,12 +130,21 @@ pub(crate) struct State {
 /// The architecture that [`fmha_emu_choose`] was given.
 static CHOSEN: OnceLock<String> = OnceLock::new();
 
-fn architecture(name: &str) -> Option<Architecture> {
+/// What was asked for: `sm_90a`, or a device each, `sm_90a,sm_90a`; they are alike.
+fn asked() -> String {
+    CHOSEN.get().cloned().or_else(|| std::env::var("FMHA_EMULATE").ok()).unwrap_or_default()
+}
+
+fn architecture(names: &str) -> Option<Architecture> {
+    let (name, others) = names.split_once(',').unwrap_or((names, names));
+    if others.split(',').any(|other| other != name) {
+        return None;
+    }
     let digits: String = name.chars().filter(char::is_ascii_digit).collect();
     ARCHITECTURES.iter().find(|(n, _)| *n == digits).map(|(_, arch)| *arch)
 }
 
-/// Chooses the device's architecture (`sm_90a`), before the driver's first call; `FMHA_EMULATE` then says
+/// Chooses the devices' architecture (`sm_90a`, or of two alike `sm_90a,sm_90a`), before the driver's first call; `FMHA_EMULATE` then says
 /// nothing. 0 where it is chosen; 1 where there is no such device, or another one already.
 ///
 /// # Safety
@@ -152,12 +161,12 @@ pub(crate) unsafe extern "C" fn fmha_emu_choose(name: *const c_char) -> c_int {
 
 /// One for each device; they are alike.
 static STATES: LazyLock<Vec<Mutex<State>>> = LazyLock::new(|| {
-    let asked = std::env::var("FMHA_EMULATE_DEVICES").ok().and_then(|text| text.parse().ok());
-    (0..asked.unwrap_or(1).clamp(1, MOST_DEVICES)).map(|ordinal| Mutex::new(State::new(ordinal))).collect()
+    let count = asked().split(',').count().min(MOST_DEVICES) as u32;
+    (0..count).map(|ordinal| Mutex::new(State::new(ordinal))).collect()
 });
 
 /// Most devices of a process.
-const MOST_DEVICES: u32 = 8;
+const MOST_DEVICES: usize = 8;
 
 /// How many devices there are.
 pub(crate) fn device_count() -> usize {
@@ -176,8 +185,7 @@ pub(crate) fn state_of(ordinal: usize) -> MutexGuard<'static, State> {
 
 impl State {
     fn new(ordinal: u32) -> Self {
-        let asked = CHOSEN.get().cloned().or_else(|| std::env::var("FMHA_EMULATE").ok()).unwrap_or_default();
-        let mut arch = architecture(&asked).unwrap_or(ARCHITECTURES[1].1);
+        let mut arch = architecture(&asked()).unwrap_or(ARCHITECTURES[1].1);
         // Fewer multiprocessors make a persistent kernel walk several tiles of a small problem.
         let fewer = std::env::var("FMHA_EMULATE_SMS").ok().and_then(|text| text.parse().ok());
         arch.num_sms = fewer.map_or(arch.num_sms, |n: i32| n.clamp(1, arch.num_sms));
