@@ -4,7 +4,7 @@ use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
-use fmha_core::{DType, FwdProblem, MaskKind, Refusal, VLayout, abi_spec};
+use fmha_core::{Bias, DType, FwdProblem, MaskKind, Refusal, Strides, VLayout, abi_spec};
 
 use crate::schedule::{self, UnitOfWork};
 pub use crate::schedule::{TileOrder, TileSchedule};
@@ -81,6 +81,9 @@ abi_spec! {
         pub flush_every: i32 = Takes::within(0, 64).tuned_over(&[1, 2, 4]),
         /// With `flush_every=1`: columns of O that are summed at a time, where registers are short; 0: all of them.
         pub output_columns: i32 = Takes::multiples(32, 0, 256),
+        /// Blocks of an elementwise bias of 16 bits that TMA brings into shared memory, each warpgroup's rows by
+        /// themselves; 0: threads read their elements from memory.
+        pub bias_stages: i32 = Takes::within(0, 4).tuned_over(&[1, 2]),
         /// The grid may start while the one before it in the stream ends (programmatic dependent launch);
         /// it sets up its barriers and then waits for that one's memory.
         pub dependent_launch: bool = Takes::all().tuned(),
@@ -125,9 +128,12 @@ impl Sm90Tile {
         let k_and_v =
             tile_bytes(self.block_n, qk * size_qk) + copies_of_v * tile_bytes(self.block_n, v * size_v);
         let kv = self.stages * k_and_v;
-        let barriers = 8 * (2 * q_buffers + 6 * self.stages + 8);
+        let bias_slots = self.num_consumers() * self.bias_stages;
+        let bias = bias_slots * tile_bytes(64, self.block_n * 2);
+        let bias_barriers = if bias_slots > 0 { 2 * bias_slots } else { 2 };
+        let barriers = 8 * (2 * q_buffers + 6 * self.stages + bias_barriers + 8);
         let work = (3 * 18 + 1) * 4;
-        (q + kv + barriers + work + 1023) / 1024 * 1024
+        (q + kv + bias + barriers + work + 1023) / 1024 * 1024
     }
 
     /// The order of tiles for a problem's maximal lengths.
@@ -181,6 +187,33 @@ impl Sm90Tile {
         (self.lookahead, self.split_q) = (true, false);
     }
 
+    /// What an elementwise bias of 16 bits changes: it takes shared memory, which lookahead or keys give.
+    fn take_bias(&mut self, spec: &FwdSpec) {
+        self.bias_stages = 1;
+        match widest(spec) {
+            ..=96 => {}
+            128 => (self.block_n, self.wait_anchor, self.split_q) = (128, 32, true),
+            _ => {
+                self.block_n = self.block_n.min(96);
+                (self.lookahead, self.split_q, self.wait_anchor) = (false, false, 0);
+            }
+        }
+        // Above D 192, and of three warpgroups' 160 registers where a mask cuts blocks, it spills beside the bias.
+        self.skip_row_max &= widest(spec) <= 192 && (self.block_m < 192 || spec.mask == MaskKind::Full);
+    }
+
+    /// What dropout changes, beside nothing else: two bits a score are known before it, and few registers more are
+    /// taken than without it.
+    fn take_dropout(&mut self, spec: &FwdSpec) {
+        let plain = *self;
+        self.take_registers(spec);
+        match widest(spec) {
+            64 => (self.lookahead, self.wait_anchor) = (true, 16),
+            128 => (self.block_n, self.lookahead, self.wait_anchor) = (128, plain.lookahead, 32),
+            _ => {}
+        }
+    }
+
     /// So that a row's bits depend on its own sequence alone, in a call of any lengths: the blocks of keys that the
     /// spec's table has, and no decision that rows share. What remains (rows of a CTA, clusters, packed heads, the
     /// order) changes no row's arithmetic.
@@ -219,6 +252,12 @@ impl Sm90Tile {
         } else {
             [Self::box_dim(head_dim, dtype), self.block_n / self.cluster, 1, 1]
         }
+    }
+
+    /// The box of the bias's tensor map `(key, query, head, batch)`: a swizzle's keys of a warpgroup's rows.
+    #[must_use]
+    pub const fn bias_box(&self) -> [i32; 4] {
+        [swizzle_span(self.block_n, DType::Bf16), 64, 1, 1]
     }
 }
 
@@ -331,6 +370,23 @@ pub(crate) fn copy_bytes(problem: &FwdProblem) -> i32 {
     [16, 8, 4].into_iter().find(divides).unwrap_or(2)
 }
 
+/// The first stride of an elementwise bias that TMA does not take, if there is one.
+#[must_use]
+pub fn odd_bias_stride(problem: &FwdProblem) -> Option<(&'static str, i64)> {
+    let Bias::Elementwise(bias) = problem.bias else {
+        return None;
+    };
+    let shape = problem.shape_bias(bias.broadcast);
+    let Strides { batch, seq, head, .. } = bias.strides;
+    // A map has one head or one batch where their stride is 0, but all the rows.
+    [("seq", seq, shape.seq, 1), ("head", head, shape.head, 0), ("batch", batch, shape.batch, 0)]
+        .into_iter()
+        .find(|&(_, stride, extent, least)| {
+            extent > 1 && (stride < least || stride % 8 != 0 || stride >= 1 << 39)
+        })
+        .map(|(axis, stride, ..)| (axis, stride))
+}
+
 /// The tile for a problem that the kernel [`accepts`].
 #[must_use]
 pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
@@ -376,6 +432,10 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         tile.fast_softcap = false;
         tile.take_registers(&spec);
     }
+    if tile.bias_stages > 0 && (tile.copy_bytes > 0 || tile.pack_gqa || odd_bias_stride(problem).is_some()) {
+        tile.bias_stages = 0;
+        tile.take_registers(&spec);
+    }
     if tile.copy_bytes == 0 {
         share_loads(problem, &spec, &mut tile);
     }
@@ -393,13 +453,23 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
 
 /// Whether scores or P are changed on the way.
 fn modifies(spec: &FwdSpec) -> bool {
-    spec.softcap || spec.bias != BiasKind::None || spec.dropout
+    modifies_score(spec) || spec.dropout
+}
+
+/// Whether scores are.
+fn modifies_score(spec: &FwdSpec) -> bool {
+    spec.softcap || spec.bias != BiasKind::None
 }
 
 /// Whether that takes few registers: a soft-cap alone, or ALiBi alone.
 fn modifies_lightly(spec: &FwdSpec) -> bool {
     let alone = spec.softcap != (spec.bias == BiasKind::Alibi);
     alone && spec.bias != BiasKind::Elementwise && !spec.dropout
+}
+
+/// Whether TMA can bring the bias: of 16 bits, and not beside a soft-cap, which wants natural scores first.
+fn adds_wide_elements(spec: &FwdSpec) -> bool {
+    spec.bias == BiasKind::Elementwise && !spec.softcap && spec.dtype_bias.size_bytes() == 2
 }
 
 /// The larger head dimension, as the tiles have it.
@@ -502,6 +572,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         f16_output: false,
         flush_every: 0,
         output_columns: 0,
+        bias_stages: 0,
         // Back to back on an H200, bf16, D 128, us a call without and with: 6.6 and 5.9 (B1 H4 S128), 11.2 and 10.2
         // (B1 H16 S512), 34.2 and 33.4 (B8 H16 S512).
         dependent_launch: true,
@@ -509,7 +580,11 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
     if spec.dtype_qk.is_fp8() {
         tile.take_fp8(spec);
     }
-    if heavy {
+    if adds_wide_elements(spec) && !spec.dropout {
+        tile.take_bias(spec);
+    } else if spec.dropout && !modifies_score(spec) && !spec.dtype_v.is_fp8() {
+        tile.take_dropout(spec);
+    } else if heavy {
         tile.take_registers(spec);
     }
     tile
