@@ -161,7 +161,7 @@ pub(crate) const ROWS: &[Row] = &[
     // vector clocks; tiles drawn in any order, the same bits.
     Row {
         in_test: Cases {
-            filter: "^(edges/(off_tile|nan|inf|group|gqa).*bf16|heads/(batch|group)/.*bf16|rare/[a-z_]*/bf16/(gaps|group)$)",
+            filter: "^(edges/(off_tile|nan|inf|group|gqa|short_query).*bf16|heads/(batch|group)/.*bf16|rare/[a-z_]*/bf16/(gaps|group)$)",
             deal: 2,
         },
         in_all: Cases { filter: FORWARD_TILES, deal: 1 },
