@@ -56,8 +56,8 @@ abi_spec! {
         pub copy_bytes: i32 = Takes::among(&[0, 2, 4, 8, 16]),
         /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile sees all keys.
         pub split_keys: i32 = Takes::multiples(32, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024]),
-        /// CTAs whose tensor cores compute as one: 1.
-        pub cluster: i32 = Takes::nothing(),
+        /// CTAs whose tensor cores compute as one, each with query tiles of its own and half of every block of keys: 1 or 2.
+        pub cluster: i32 = Takes::within(1, 2).tuned(),
         /// The CTAs of a cluster have neighbouring heads of a kv head's group; else neighbouring query rows.
         pub cluster_heads: bool = Takes::nothing(),
         /// The grid may start while the one before it in the stream ends (programmatic dependent launch);
@@ -71,6 +71,17 @@ impl Sm100Tile {
     #[must_use]
     pub const fn num_q_tiles(&self) -> i32 {
         self.block_m / 128
+    }
+
+    /// The tile of a spec's table without a pair of CTAs: for few rows, for copies, and where rows that only a single CTA
+    /// takes are to have the same bits.
+    #[must_use]
+    pub fn alone(self, spec: &FwdSpec) -> Self {
+        if self.cluster == 1 {
+            return self;
+        }
+        let tile = Self { block_n: LONE_BLOCK_N, cluster: 1, ..self };
+        Self { stages: most_stages(spec, &tile), ..tile }
     }
 
     /// Threads of a CTA: the softmax warpgroups, one that corrects and stores, one of single-warp roles.
@@ -88,8 +99,8 @@ impl Sm100Tile {
     /// A slot of the ring of K and V blocks.
     const fn slot_bytes(&self, spec: &FwdSpec) -> i32 {
         let (k, v) = (
-            tile_bytes(self.block_n, sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk),
-            tile_bytes(self.block_n, sm90::padded_dim(spec.head_dim_v), spec.dtype_v),
+            tile_bytes(self.block_n / self.cluster, sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk),
+            tile_bytes(self.block_n, sm90::padded_dim(spec.head_dim_v) / self.cluster, spec.dtype_v),
         );
         if k > v { k } else { v }
     }
@@ -99,8 +110,8 @@ impl Sm100Tile {
         let tiles = self.num_q_tiles();
         let q = tiles * tile_bytes(128, sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk);
         let stats = tiles * 2 * 128 * 4;
-        let barriers = 8 * (5 * tiles + 3 * self.stages + 15);
-        let work = (3 * 18 + 3) * 4;
+        let barriers = 8 * (5 * tiles + 3 * self.stages + 17);
+        let work = (3 * 18 + 4) * 4;
         q + (stats + barriers + work + 1023) / 1024 * 1024
     }
 
@@ -154,13 +165,13 @@ impl Sm100Tile {
     /// The box of the tensor map of K: (dim, keys, heads, batch).
     #[must_use]
     pub const fn k_box(&self, spec: &FwdSpec) -> [i32; 4] {
-        [swizzle_span(sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk), self.block_n, 1, 1]
+        [swizzle_span(sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk), self.block_n / self.cluster, 1, 1]
     }
 
     /// The box of the tensor map of V: (dim, keys, heads, batch); of a column-major V (keys, dim, heads, batch).
     #[must_use]
     pub const fn v_box(&self, spec: &FwdSpec) -> [i32; 4] {
-        let dim = sm90::padded_dim(spec.head_dim_v);
+        let dim = sm90::padded_dim(spec.head_dim_v) / self.cluster;
         match spec.v_layout {
             VLayout::RowMajor => [swizzle_span(dim, spec.dtype_v), self.block_n, 1, 1],
             VLayout::ColMajor => [swizzle_span(self.block_n, spec.dtype_v), dim, 1, 1],
@@ -262,6 +273,10 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
         tile.pack_gqa = packed * 10 <= apart * 9;
     }
     let rows = if tile.pack_gqa { seqlen_q * ratio } else { seqlen_q };
+    let odd = odd_stride(problem).is_some();
+    if rows <= 128 || odd {
+        tile = tile.alone(&spec);
+    }
     if rows <= 128 && tile.block_m > 128 {
         tile.block_m = 128;
         tile.stages = most_stages(&spec, &tile);
@@ -270,7 +285,7 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
         tile.split_keys = split::split_keys(problem, tile.block_n);
     }
 
-    if odd_stride(problem).is_some() {
+    if odd {
         tile.copy_bytes = sm90::copy_bytes(problem);
     }
     let (strides, shape) = (problem.o, problem.shape_o());
@@ -291,13 +306,14 @@ pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
     let (qk, v) = (sm90::padded_dim(spec.head_dim_qk), sm90::padded_dim(spec.head_dim_v));
     // Two query tiles, whose S and O fill tensor memory to head_dim_v 128, with fewer keys a block to 160. Wider ones
     // have one, two blocks of whose scores are there at a time: fewer keys a block would have Q, which each block's
-    // product reads again, take more of shared memory's time than the product has. From 224 two slots of 128 keys do not
-    // go beside Q.
-    let (block_m, block_n) = match (qk.max(v), v) {
-        (..=128, _) | (..=192, ..=128) => (256, 128),
-        (..=160, _) => (256, 96),
-        (..=192, _) => (128, 128),
-        _ => (128, 64),
+    // product reads again, take more of shared memory's time than the product has. From 224 on a ring of 128 keys a block
+    // has room beside Q in a pair of CTAs alone, of which each has half of a block.
+    let (block_m, block_n, cluster) = match (qk.max(v), v) {
+        (..=128, _) | (..=192, ..=128) => (256, 128, 1),
+        (..=160, _) => (256, 96, 1),
+        (..=192, _) => (128, 128, 1),
+        _ if halves_v(spec) => (128, 128, 2),
+        _ => (128, LONE_BLOCK_N, 1),
     };
     let full = spec.mask == MaskKind::Full;
     let tile = Sm100Tile {
@@ -313,11 +329,20 @@ pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
         vector_store: spec.head_dim_v % 8 == 0,
         copy_bytes: 0,
         split_keys: 0,
-        cluster: 1,
+        cluster,
         cluster_heads: false,
         dependent_launch: true,
     };
     Sm100Tile { stages: most_stages(spec, &tile), ..tile }
+}
+
+/// Keys of a block of a wide head dimension's, where a CTA has them alone.
+const LONE_BLOCK_N: i32 = 64;
+
+/// Whether half of V's columns is whole swizzle spans of 32 bytes or more.
+fn halves_v(spec: &FwdSpec) -> bool {
+    let row_bytes = sm90::padded_dim(spec.head_dim_v) * spec.dtype_v.size_bytes() as i32;
+    spec.v_layout == VLayout::ColMajor || row_bytes % 64 == 0
 }
 
 /// The share of exponentials for the multiply-add pipe: about where that pipe, the special-function unit and the tensor
@@ -349,7 +374,11 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm100Tile) -> KernelSource {
     let entry = Entry {
         include: HEADER,
         constants: &constants,
-        bounds: "__launch_bounds__(sm100::num_threads(kTile), 1)",
+        bounds: if tile.cluster > 1 {
+            "__cluster_dims__(kTile.cluster, 1, 1) __launch_bounds__(sm100::num_threads(kTile), 1)"
+        } else {
+            "__launch_bounds__(sm100::num_threads(kTile), 1)"
+        },
         params: "const __grid_constant__ FwdParams p, const __grid_constant__ sm100::Maps maps, \
                  const __grid_constant__ TileSchedule schedule",
         call: &call,

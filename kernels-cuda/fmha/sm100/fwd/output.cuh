@@ -41,12 +41,11 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
   }
 }
 
-// Row `row` of the CTA's, whose O is at `o` in tensor memory. By a whole warp.
+// Row `row` of the sequence and head, whose O is at `o` in tensor memory. By a whole warp.
 template <FwdSpec spec, Sm100Tile tile>
 FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, float row_sum, float row_max,
                            uint32_t o) {
   constexpr int dim = spec.head_dim_v, chunk = 32;
-  row += work.first_row;
   const int32_t i = query_of<tile>(p, row);
   const int32_t i_head = tile.pack_gqa ? work.i_head + row - i * p.gqa_ratio : work.i_head;
   const bool stored = i < work.seqlen_q;
