@@ -4,7 +4,7 @@ use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{FwdSpec, KvKind};
-use fmha_core::{DType, FwdProblem, MaskKind, Refusal, VLayout, Workspace, abi_spec};
+use fmha_core::{DType, FwdProblem, KvLayout, MaskKind, Refusal, VLayout, Workspace, abi_spec};
 
 use crate::schedule::{self, TileOrder, TileSchedule, UnitOfWork};
 use crate::sm90;
@@ -52,8 +52,8 @@ abi_spec! {
         /// O is stored 16 bytes at a time; else element by element.
         pub vector_store: bool,
         /// 0: TMA loads. Else two warps copy so many bytes at a time, which divide every stride and address of Q, K
-        /// and V: 16, 8, 4, or 2 (element by element). 16-bit types with a row-major V.
-        pub copy_bytes: i32 = Takes::among(&[0, 2, 4, 8, 16]),
+        /// and V: 16, 8, 4, or fewer (element by element).
+        pub copy_bytes: i32 = Takes::among(&[0, 1, 2, 4, 8, 16]),
         /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile sees all keys.
         pub split_keys: i32 = Takes::multiples(32, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024]),
         /// CTAs whose tensor cores compute as one, each with query tiles of its own and half of every block of keys: 1 or 2.
@@ -228,27 +228,53 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             return refuse(format!("{field} {length} is not below 2^29"));
         }
     }
-    if let (Some((name, axis, stride, multiple)), false) = (odd_stride(problem), can_copy(problem)) {
-        return refuse(format!(
-            "{name}.{axis} stride {stride} is not a multiple of {multiple} below 2^40 bytes, as TMA needs, which alone \
-             loads FP8 and a column-major V"
-        ));
-    }
     Ok(())
 }
 
-/// The first stride that TMA does not take, and what it would have to be a multiple of.
-fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64, i64)> {
-    sm90::strides(problem).find_map(|(name, axis, stride)| {
+/// The strides in bytes, with the tensor and the axis.
+fn stride_bytes(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static str, i64)> {
+    sm90::strides(problem).map(|(name, axis, stride)| {
         let size = if name == "v" { problem.dtype_v } else { problem.dtype_qk }.size_bytes() as i64;
-        let odd = stride % (16 / size) != 0 || stride >= (1 << 40) / size;
-        odd.then_some((name, axis, stride, 16 / size))
+        (name, axis, stride.saturating_mul(size))
     })
 }
 
-/// Whether threads can load what TMA does not.
-fn can_copy(problem: &FwdProblem) -> bool {
-    problem.v_layout == VLayout::RowMajor && !problem.dtype_qk.is_fp8()
+/// Whether TMA takes every stride: multiples of 16 bytes below 2^40.
+fn tma_loads(problem: &FwdProblem) -> bool {
+    stride_bytes(problem).all(|(_, _, bytes)| bytes % 16 == 0 && bytes < 1 << 40)
+}
+
+/// The most bytes that threads can copy at a time.
+fn most_copied(problem: &FwdProblem) -> i32 {
+    // A packed sequence's keys begin anywhere, which are a column-major V's elements.
+    let anywhere = problem.v_layout == VLayout::ColMajor && problem.kv_layout == KvLayout::Packed;
+    let most = if anywhere { problem.dtype_v.size_bytes() as i64 } else { 16 };
+    let divides = |&bytes: &i64| stride_bytes(problem).all(|(_, _, stride)| stride % bytes == 0);
+    [16, 8, 4, 2].into_iter().filter(|&bytes| bytes <= most).find(divides).unwrap_or(1) as i32
+}
+
+/// Whether a problem's strides can be loaded as a tile says.
+///
+/// # Errors
+/// A text that names the tile's field and the stride.
+pub fn check_loads(problem: &FwdProblem, tile: &Sm100Tile) -> Result<(), String> {
+    let unit = i64::from(if tile.copy_bytes == 0 { 16 } else { tile.copy_bytes });
+    let odd =
+        |&(_, _, bytes): &(&str, &str, i64)| bytes % unit != 0 || tile.copy_bytes == 0 && bytes >= 1 << 40;
+    if let Some((name, axis, bytes)) = stride_bytes(problem).find(odd) {
+        return Err(format!(
+            "tile copy_bytes={}: {name}.{axis} stride of {bytes} bytes is not a multiple of {unit} below 2^40",
+            tile.copy_bytes
+        ));
+    }
+    if tile.copy_bytes > most_copied(problem) {
+        return Err(format!(
+            "tile copy_bytes={} with a packed column-major V, whose sequences begin at any element: at most {}",
+            tile.copy_bytes,
+            most_copied(problem)
+        ));
+    }
+    Ok(())
 }
 
 /// The tile for a problem that the kernel [`accepts`], on one of [`ARCHS`].
@@ -273,8 +299,8 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
         tile.pack_gqa = packed * 10 <= apart * 9;
     }
     let rows = if tile.pack_gqa { seqlen_q * ratio } else { seqlen_q };
-    let odd = odd_stride(problem).is_some();
-    if rows <= 128 || odd {
+    let copies = !tma_loads(problem);
+    if rows <= 128 || copies {
         tile = tile.alone(&spec);
     }
     if rows <= 128 && tile.block_m > 128 {
@@ -285,8 +311,8 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
         tile.split_keys = split::split_keys(problem, tile.block_n);
     }
 
-    if odd {
-        tile.copy_bytes = sm90::copy_bytes(problem);
+    if copies {
+        tile.copy_bytes = most_copied(problem);
     }
     let (strides, shape) = (problem.o, problem.shape_o());
     let elems = 16 / problem.dtype_o.size_bytes() as i64;

@@ -59,6 +59,7 @@ impl FwdRecipe for Sm100 {
             tile.set(key, value).map_err(refuse)?;
         }
         tile.check(&spec, problem.gqa_ratio()).map_err(refuse)?;
+        sm100::check_loads(problem, &tile).map_err(refuse)?;
         if tile.load_max && facts.arch != sm100::REDUCING_ARCH {
             return Err(refuse(format!(
                 "tile load_max=1: loads from tensor memory find maxima on {}, not on {}",

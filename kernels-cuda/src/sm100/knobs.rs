@@ -1,6 +1,5 @@
 //! The tile by name: `block_m=128 stages=3`, as the command, the benches and plan options say it.
 
-use fmha_core::VLayout;
 use fmha_core::fields::Fields as _;
 use fmha_core::spec::FwdSpec;
 
@@ -35,12 +34,6 @@ impl Sm100Tile {
             return refuse(format!(
                 "lazy_rescale_log2={} with dtype_v {}: P would pass its largest number",
                 self.lazy_rescale_log2, spec.dtype_v
-            ));
-        }
-        if self.copy_bytes > 0 && (spec.v_layout == VLayout::ColMajor || spec.dtype_qk.is_fp8()) {
-            return refuse(format!(
-                "copy_bytes={} with dtype_qk {} and v_layout {:?}: threads copy rows of 16-bit types",
-                self.copy_bytes, spec.dtype_qk, spec.v_layout
             ));
         }
         if self.cluster > 1 && (self.copy_bytes > 0 || self.split_keys > 0) {

@@ -136,6 +136,9 @@ fn short_queries(cases: &mut Vec<Case>) {
         }
         let name = format!("edges/short_query_beside_nan/{dtype}");
         push_planted(cases, name, masked(dtype, dims(1, 600, 128), "b:199,0"), Plant::HiddenKeys);
+        let sequences = [(3, 1100), (0, 700), (1, 0), (2, 255), (3, 513)];
+        let packed = group(dtype, dims(3, 1100, 64), &sequences, "b");
+        push(cases, format!("edges/short_query_packed/{dtype}"), packed, Lengths::packed(&sequences));
         let used = FwdProblem { seqused_k: true, sink: true, ..masked(dtype, dims(2, 800, 64), "b") };
         let lengths = Lengths { seqused_k: vec![0, 530], ..Lengths::default() };
         push(cases, format!("edges/short_query_used/{dtype}"), used, lengths);

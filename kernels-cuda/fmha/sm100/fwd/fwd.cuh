@@ -65,8 +65,6 @@ template <FwdSpec spec, Sm100Tile tile>
 FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& schedule) {
   using Tmem = TmemPlan<spec, tile>;
   static_assert(!spec.write_keep_mask, "sm100: it does not write the keep mask");
-  static_assert(tile.copy_bytes == 0 || (spec.v_layout == VLayout::RowMajor && !is_fp8(spec.dtype_qk)),
-                "sm100: copies are of 16-bit rows");
   static_assert(!is_pair(tile) || (tile.copy_bytes == 0 && tile.split_keys == 0),
                 "sm100: a pair loads by TMA, and sees all keys");
   extern __shared__ __align__(1024) unsigned char raw[];

@@ -70,26 +70,36 @@ struct Loader {
   }
 
   FMHA_DEVICE void copy_q(const Work& work, int q) {
-    const uint16_t* data = static_cast<const uint16_t*>(p.q.data);
-    copier.copy(smem.q[q], spec.head_dim_qk, data, [&](int32_t row) -> const uint16_t* {
+    using Elem = typename Shared::QTile::Elem;
+    const Elem* data = static_cast<const Elem*>(p.q.data);
+    copier.copy(smem.q[q], spec.head_dim_qk, data, [&](int32_t row) -> const Elem* {
       const int32_t packed_row = first_row_of<tile>(work, q) + row, i = query_of<tile>(p, packed_row);
       const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
       return i < work.seqlen_q ? data + row_offset(p.q, work.storage_batch, work.q_row + i, i_head) : nullptr;
     });
     copier.finish(smem.q_full[q]);
   }
-  template <class Tile>
+  // `columns`: the keys of a row lie side by side, [dim, keys].
+  template <bool columns, class Tile>
   FMHA_DEVICE void copy_block(const Tile& to, const View& view, int32_t dim, Barrier& full, const Keys& keys) {
+    using Elem = typename Tile::Elem;
     wait(smem.kv_empty[ring.index], ring.phase ^ 1);
     const int32_t first_key = keys.block() * tile.block_n;
     // Keys that no query sees are copied as zeros.
     const int32_t end = keys.next == 0 ? min(keys.seqlen_k, first_key + keys.first_dirty) : keys.seqlen_k;
-    const uint16_t* data = static_cast<const uint16_t*>(view.data);
-    const uint16_t* head = data + row_offset(view, keys.storage_batch, keys.k_row, keys.i_head_kv);
-    copier.copy(to, dim, data, [&](int32_t row) -> const uint16_t* {
-      const int32_t j = first_key + row;
-      return j >= 0 && j < end ? head + j * view.row : nullptr;
-    });
+    const Elem* data = static_cast<const Elem*>(view.data);
+    const Elem* head = data + row_offset(view, keys.storage_batch, keys.k_row, keys.i_head_kv);
+    if constexpr (columns) {
+      const int32_t there = first_key < 0 ? 0 : max(end - first_key, 0);
+      copier.copy(to, there, data, [&](int32_t d) -> const Elem* {
+        return d < dim ? head + d * view.dim + first_key : nullptr;
+      });
+    } else {
+      copier.copy(to, dim, data, [&](int32_t row) -> const Elem* {
+        const int32_t j = first_key + row;
+        return j >= 0 && j < end ? head + j * view.row : nullptr;
+      });
+    }
     copier.finish(full);
     ring.advance();
   }
@@ -148,7 +158,7 @@ struct Loader {
     if (k.next == k.end && more) begin_k();
     if (!more) return;
     if constexpr (copies) {
-      copy_block(smem.kv[ring.index].k(), p.k, spec.head_dim_qk, smem.kv_full[ring.index], k);
+      copy_block<false>(smem.kv[ring.index].k(), p.k, spec.head_dim_qk, smem.kv_full[ring.index], k);
     } else {
       ptx::mbarrier_wait_parity(smem.kv_empty[ring.index], ring.phase ^ 1);
       load_block<false>(smem.kv[ring.index].k(), maps.k, LoadBarrier<tile, true>(smem.kv_full[ring.index]), k,
@@ -167,7 +177,7 @@ struct Loader {
   FMHA_DEVICE void load_v() {
     const int32_t slot = ring.index;
     if constexpr (copies) {
-      copy_block(smem.kv[slot].v(), p.v, spec.head_dim_v, smem.kv_full[slot], v);
+      copy_block<Shared::v_columns>(smem.kv[slot].v(), p.v, spec.head_dim_v, smem.kv_full[slot], v);
     } else {
       const bool raw = v.next == 0 && v.first_dirty < tile.block_n;
       const int32_t row = v.row(), dim = half() * Shared::own_dim_v;
