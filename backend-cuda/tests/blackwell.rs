@@ -53,11 +53,15 @@ fn passes(name: &str, problem: FwdProblem) {
 }
 
 fn passes_with(name: &str, problem: FwdProblem, lengths: Lengths, plant: Plant) {
+    passes_by(name, sm100(), problem, lengths, plant);
+}
+
+fn passes_by(name: &str, plan: PlanOptions, problem: FwdProblem, lengths: Lengths, plant: Plant) {
     let Some(backend) = device() else { return };
     let data = Data { seed: u64::from(problem.dims.seqlen_q), ..Data::default() };
     let forward = Forward { problem, lengths, data, plant };
     let case = Case { name: name.to_owned(), body: Body::Forward(Box::new(forward)) };
-    let options = Options { plan: sm100(), ..Options::default() };
+    let options = Options { plan, ..Options::default() };
     let (outcome, text) = case.run(backend, &options);
     assert!(matches!(outcome, Outcome::Passed), "{name}: {text}");
 }
@@ -267,41 +271,51 @@ fn wide(dtype: DType, dims: [u32; 2], seqlens: [u32; 2], mask: &str) -> FwdProbl
     }
 }
 
-/// Above head dimension 192 two CTAs compute as one: rows that end in the first CTA's, in the second's, beyond one pair;
-/// blocks that one of them does not see; both layouts of V, padding that may hold NaN, 8 bits.
+/// The kernel with fields of its tile.
+fn with_tile(words: &[(&str, &str)]) -> PlanOptions {
+    let tile = words.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
+    PlanOptions { tile, ..sm100() }
+}
+
+/// Two CTAs compute as one: rows that end in the first CTA's, in the second's, beyond one pair; blocks that one of them
+/// does not see; both layouts of V, padding that may hold NaN, 8 bits.
 #[test]
 fn pairs_of_ctas_compute_as_one() {
     let Some(backend) = device() else { return };
-    let plan = backend
-        .plan_fwd(&wide(DType::Bf16, [256, 256], [300, 300], "b").validate().unwrap(), &sm100())
-        .unwrap();
-    assert!(plan.to_string().contains("pairs of CTAs"), "{plan}");
+    // Of themselves without a mask, or where there are many keys.
+    for (mask, keys, pairs) in
+        [("0", 300, true), ("b", 300, false), ("b", 8192, true), ("b:100,0", 8192, false)]
+    {
+        let problem = wide(DType::Bf16, [256, 256], [300, keys], mask).validate().unwrap();
+        let plan = backend.plan_fwd(&problem, &sm100()).unwrap().to_string();
+        assert_eq!(plan.contains("pairs of CTAs"), pairs, "{mask}, {keys} keys: {plan}");
+    }
+    let passes = |name: &str, problem, lengths, plant| {
+        passes_by(name, with_tile(&[("cluster", "2"), ("block_n", "128")]), problem, lengths, plant);
+    };
+    let plain = |name: &str, problem| passes(name, problem, Lengths::default(), Plant::Nothing);
     for (seqlens, mask) in
         [([129, 140], "0"), ([300, 500], "t"), ([257, 70], "b"), ([400, 650], "b:130,0"), ([200, 0], "0")]
     {
-        passes(&format!("{seqlens:?} {mask}"), wide(DType::Bf16, [256, 256], seqlens, mask));
+        plain(&format!("{seqlens:?} {mask}"), wide(DType::Bf16, [256, 256], seqlens, mask));
     }
-    passes("unlike dimensions", wide(DType::F16, [200, 250], [280, 200], "b:100,50,3"));
-    passes("8 bits", wide(DType::E4m3Fn, [256, 256], [200, 300], "b"));
+    plain("unlike dimensions", wide(DType::F16, [200, 250], [280, 200], "b:100,50,3"));
+    plain("8 bits", wide(DType::E4m3Fn, [256, 256], [200, 300], "b"));
     let mut columns = wide(DType::Bf16, [256, 224], [200, 264], "b");
     columns.v_layout = VLayout::ColMajor;
     columns.v = Strides::bhds(columns.shape_v());
-    passes("column-major V", columns);
+    plain("column-major V", columns);
     let sequences = [(300, 200), (0, 30), (140, 333)];
     let dims = Dims { batch: 3, ..wide(DType::Bf16, [256, 256], [300, 333], "b").dims };
     let packed =
         FwdProblem { mask: MaskSpec::CAUSAL, write_lse: true, ..FwdProblem::group(DType::Bf16, dims) };
-    passes_with("packed", packed, Lengths::packed(&sequences), Plant::HiddenKeys);
+    passes("packed", packed, Lengths::packed(&sequences), Plant::HiddenKeys);
 }
 
 /// The same bits from pairs as from single CTAs with as many keys a block.
 #[test]
 fn a_pair_of_ctas_gives_the_bits_of_single_ones() {
     let Some(backend) = device() else { return };
-    let with = |words: &[(&str, &str)]| {
-        let tile = words.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
-        PlanOptions { tile, ..sm100() }
-    };
     let (tokens, keys, heads, dim) = (390_u32, 450_u32, 2, 128);
     let row = u64::from(heads * dim);
     let q = filled(u64::from(tokens) * row, 1);
@@ -309,8 +323,8 @@ fn a_pair_of_ctas_gives_the_bits_of_single_ones() {
     for mask in ["0", "b", "b:100,0"] {
         let of =
             FwdProblem { mask: mask.parse().unwrap(), ..problem(tokens, keys, heads, heads, MaskSpec::NONE) };
-        let single = attend(backend, of.clone(), &with(&[("cluster", "1")]), [&q, &k, &v]);
-        let pair = attend(backend, of, &with(&[("cluster", "2")]), [&q, &k, &v]);
+        let single = attend(backend, of.clone(), &with_tile(&[("cluster", "1")]), [&q, &k, &v]);
+        let pair = attend(backend, of, &with_tile(&[("cluster", "2")]), [&q, &k, &v]);
         assert!(single == pair, "{mask}");
     }
 }

@@ -300,7 +300,7 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
     }
     let rows = if tile.pack_gqa { seqlen_q * ratio } else { seqlen_q };
     let copies = !tma_loads(problem);
-    if rows <= 128 || copies {
+    if rows <= 128 || copies || !pairs_pay(&spec, dims.seqlen_k) {
         tile = tile.alone(&spec);
     }
     if rows <= 128 && tile.block_m > 128 {
@@ -360,6 +360,16 @@ pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
         dependent_launch: true,
     };
     Sm100Tile { stages: most_stages(spec, &tile), ..tile }
+}
+
+/// Whether a pair of CTAs is faster than two single ones, where the table has pairs. It computes more that the mask hides,
+/// on the diagonal some 96 keys a row: modelled, that is what it saves at 6300 keys (docs/kernels/sm100-fwd.md).
+const fn pairs_pay(spec: &FwdSpec, seqlen_k: u32) -> bool {
+    match spec.mask {
+        MaskKind::Full => true,
+        MaskKind::Upper => seqlen_k >= 6144,
+        MaskKind::Band => false,
+    }
 }
 
 /// Keys of a block of a wide head dimension's, where a CTA has them alone.

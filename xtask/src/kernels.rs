@@ -165,14 +165,7 @@ pub(crate) const ROWS: &[Row] = &[
         ..BLACKWELL
     },
     Row { kernel: None, in_all: Cases { filter: FORWARD, deal: 1 }, ..BLACKWELL },
-    // Pairs of CTAs, which wait for each other, at head dimension 256 and where a tile asks for them.
-    Row {
-        mode: Mode::HappensBefore,
-        multiprocessors: Some(4),
-        in_test: Cases { filter: "^heads/(batch|group|row_blocks)/bf16/.*d256", deal: 1 },
-        in_all: Cases { filter: "d256", deal: 1 },
-        ..BLACKWELL
-    },
+    // Pairs of CTAs, which wait for each other.
     Row {
         tile: Some("cluster=2,order=dynamic,split_keys=0,copy_bytes=0"),
         mode: Mode::HappensBefore,
