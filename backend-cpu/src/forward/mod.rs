@@ -321,7 +321,7 @@ impl Shared<'_> {
         let mut finite = true;
         let factor = |descale: f32| if self.problem.dtype_cache.is_some() { 1.0 } else { descale };
         s.run(GatherRows {
-            from: self.k.block(head, (j, keys), head.descale_k, false, &mut scratch.gathered),
+            from: self.k.block(s, head, (j, keys), head.descale_k, false, &mut scratch.gathered),
             rows: keys,
             cols: self.problem.dims.head_dim_qk as usize,
             factor: factor(head.descale_k),
@@ -329,7 +329,7 @@ impl Shared<'_> {
             pairs,
         });
         s.run(Gather {
-            from: self.v.block(head, (j, keys), head.descale_v, false, &mut scratch.gathered),
+            from: self.v.block(s, head, (j, keys), head.descale_v, false, &mut scratch.gathered),
             rows: keys,
             cols: self.problem.dims.head_dim_v as usize,
             factor: factor(head.descale_v),
