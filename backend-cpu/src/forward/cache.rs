@@ -210,20 +210,19 @@ impl Cached<'_> {
         descales.iter().map(|&descale| Widen::new(self.source.dtype(), wide, descale)).collect()
     }
 
-    /// Brings keys `j .. j + keys.len()` of `heads` kv heads from `first_head` on together in `scratch`, widened by the
+    /// Brings keys `j .. j + keys.len()` of some kv heads (the first, and how many) together in `scratch`, widened by the
     /// heads' [`widen`](Self::widen); where the first head's are.
     pub(crate) fn rows_in_scratch<S: Simd>(
         &self,
         s: S,
         span: &SeqSpan,
-        (first_head, heads): (u32, u32),
-        j: u32,
+        heads: (u32, u32),
         widen: &[Widen],
         scratch: &mut Floats,
-        keys: &mut [*const u8],
+        (j, keys): (u32, &mut [*const u8]),
     ) {
         let to = scratch.as_mut_ptr().cast::<u8>();
-        self.bring_together(s, span, (first_head, heads), (j, keys.len()), widen, to);
+        self.bring_together(s, span, heads, (j, keys.len()), widen, to);
         for (n, key) in keys.iter_mut().enumerate() {
             *key = to.wrapping_add(self.scratch_bytes(n));
         }

@@ -103,7 +103,7 @@ impl<'a> Shared<'a> {
             if cached.reads_in_place() {
                 cached.rows_in_place(span, first_head, j, at);
             } else {
-                cached.rows_in_scratch(s, span, rows.heads_kv, j, widen, scratch, at);
+                cached.rows_in_scratch(s, span, rows.heads_kv, widen, scratch, (j, at));
             }
         }
         self.k.rows_in_place(span, first_head, after, next);

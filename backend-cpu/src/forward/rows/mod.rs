@@ -21,9 +21,9 @@ mod modify;
 
 use fmha_core::SeqSpan;
 
-use super::{Bytes, Shared, settle};
+use super::{Shared, settle};
 use crate::blocks::{BLOCK_KEYS, Order, RowSums, exp_one, heads_of_block, unit};
-use crate::memory::{Floats, reserve};
+use crate::memory::{Bytes, Floats, reserve};
 use crate::simd::{Op, Simd};
 use crate::tasks::Threads;
 use chunk::Rows;
