@@ -102,10 +102,10 @@ impl<'a> Block<'a> {
     ///
     /// Heads want rows that lie apart: sixteen tokens of eight heads are 4 KiB apart for one head, and four such
     /// streams in a page are none to a hardware prefetcher. So rows are asked for in the order of their addresses.
-    /// Measured for 8 heads of 128 bf16 on an EPYC beside other programs, by processor time, as parts of plain reads'
-    /// speed: no prefetch 0.4 to 0.5; 16 KiB ahead and windows of 8 KiB read once before they are used 0.68, not read
-    /// 0.74; windows of 32 KiB, 32 KiB ahead, asked for by 2 KiB at once 0.73, by four keys of a head 0.80; 8 KiB
-    /// ahead 0.71; into the first-level cache 0.54.
+    /// Measured for 8 heads of 128 bf16 on an EPYC with these loops alone, beside other programs, by processor time, as
+    /// parts of plain reads' speed: no prefetch 0.4 to 0.5; 16 KiB ahead and windows of 8 KiB read once before they are
+    /// used 0.68, not read 0.74; windows of 32 KiB, 32 KiB ahead, asked for by 2 KiB at once 0.73, by four keys of a
+    /// head 0.80; 8 KiB ahead 0.71; into the first-level cache 0.54.
     #[inline(always)]
     fn windows<S: Simd, E: Elem>(
         &self,
