@@ -266,13 +266,15 @@ impl Cached<'_> {
         let mut done = 0;
         while done < count {
             let key = j + done as u32;
-            let run = (self.rows.run(span, key) as usize).min(count - done);
+            let contiguous = self.rows.run(span, key) as usize;
+            let run = contiguous.min(count - done);
             let (batch, row) = self.rows.at(span, key);
             s.run(Together {
                 from: self.source.matrix(batch, first_head, row),
                 from_head: self.source.strides().head as isize * self.source.dtype().size_bytes() as isize,
                 heads: heads as usize,
                 rows: run,
+                contiguous,
                 dim: self.dim,
                 size,
                 widen,
@@ -284,6 +286,9 @@ impl Cached<'_> {
     }
 }
 
+/// How far ahead the second-level cache is asked for rows.
+const AHEAD_BYTES: usize = 16 << 10;
+
 /// Rows of some heads to one place for each head, in the order of their addresses.
 struct Together<'a> {
     /// Of the first head.
@@ -292,6 +297,8 @@ struct Together<'a> {
     from_head: isize,
     heads: usize,
     rows: usize,
+    /// Rows that follow one another from the first on, in this call or after it.
+    contiguous: usize,
     dim: usize,
     /// Bytes of an element where it goes.
     size: usize,
@@ -305,10 +312,18 @@ struct Together<'a> {
 impl<S: Simd> Op<S> for Together<'_> {
     #[inline(always)]
     fn call(self, s: S) {
-        let Self { from, from_head, heads, rows, dim, size, widen, to, to_head } = self;
+        let Self { from, from_head, heads, rows, contiguous, dim, size, widen, to, to_head } = self;
+        let row_bytes = dim * from.dtype.size_bytes() as usize;
+        let ahead = AHEAD_BYTES / (heads * row_bytes).max(1);
         let dense = from.has_dense_rows();
         for n in 0..rows {
             for head in 0..heads {
+                if n + ahead < contiguous {
+                    let row = from.at(n + ahead, 0).wrapping_offset((head as isize).wrapping_mul(from_head));
+                    for at in (0..row_bytes).step_by(64) {
+                        s.prefetch(row.wrapping_add(at));
+                    }
+                }
                 let at = |d: usize| from.at(n, d).wrapping_offset((head as isize).wrapping_mul(from_head));
                 let to = to.wrapping_add(head * to_head + n * dim * size);
                 // SAFETY: `spans` saw that the row is in the tensor; the scratch has room for it.
