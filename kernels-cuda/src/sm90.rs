@@ -81,6 +81,9 @@ abi_spec! {
         pub flush_every: i32 = Takes::within(0, 64).tuned_over(&[1, 2, 4]),
         /// With `flush_every=1`: columns of O that are summed at a time, where registers are short; 0: all of them.
         pub output_columns: i32 = Takes::multiples(32, 0, 256),
+        /// With `flush_every=1`: a block's P V is summed, and added to O, before the next block's S is started, whose
+        /// registers it has until then; else beside it.
+        pub output_first: bool,
         /// The grid may start while the one before it in the stream ends (programmatic dependent launch);
         /// it sets up its barriers and then waits for that one's memory.
         pub dependent_launch: bool = Takes::all().tuned(),
@@ -158,7 +161,7 @@ impl Sm90Tile {
     }
 
     /// What FP8 changes of a tile of 16-bit types. With every row's maximum, since scores of 8-bit elements are not
-    /// computed again. Nothing here has been measured; registers, of which a thread has 232, decide: of S
+    /// computed again. Registers, of which a thread has 232 (three warpgroups: 160), decide: of S
     /// `block_n / 2`, of O `head_dim_v / 2`, as many again for what is not flushed yet (or those of `output_columns`), of P
     /// `block_n / 8`.
     ///
@@ -170,13 +173,14 @@ impl Sm90Tile {
         if !spec.dtype_v.is_fp8() {
             return;
         }
-        self.block_m = 128;
-        (self.block_n, self.wait_anchor, self.flush_every, self.output_columns) =
-            match padded_dim(spec.head_dim_v) {
-                64 | 96 | 128 => (128, 32, 2, 0),
+        (self.block_m, self.block_n, self.wait_anchor, self.flush_every, self.output_columns) =
+            match (padded_dim(spec.head_dim_qk), padded_dim(spec.head_dim_v)) {
+                // TFLOP/s on an H200 at 8k, full: two warpgroups 428, three 545.
+                (..=64, 64) => (192, 128, 16, 1, 0),
+                (_, 64 | 96 | 128) => (128, 128, 32, 2, 0),
                 // 64 columns at a time: spills of 8 to 16 bytes in some.
-                160 | 192 => (128, 0, 1, 32),
-                _ => (96, 0, 1, 32),
+                (_, 160 | 192) => (128, 128, 0, 1, 32),
+                _ => (128, 96, 0, 1, 32),
             };
         (self.lookahead, self.split_q) = (true, false);
     }
@@ -502,6 +506,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         f16_output: false,
         flush_every: 0,
         output_columns: 0,
+        output_first: false,
         // Back to back on an H200, bf16, D 128, us a call without and with: 6.6 and 5.9 (B1 H4 S128), 11.2 and 10.2
         // (B1 H16 S512), 34.2 and 33.4 (B8 H16 S512).
         dependent_launch: true,

@@ -155,8 +155,11 @@ impl Sm90Tile {
             return refuse(format!("copy_bytes={}: dtype_qk {qk} is loaded by TMA alone", self.copy_bytes));
         }
         if !v.is_fp8() {
-            for (field, value) in [("flush_every", self.flush_every), ("output_columns", self.output_columns)]
-            {
+            for (field, value) in [
+                ("flush_every", self.flush_every),
+                ("output_columns", self.output_columns),
+                ("output_first", self.output_first.into()),
+            ] {
                 if value > 0 {
                     return refuse(format!("{field}={value}: P V of dtype_v {v} is summed in f32"));
                 }
@@ -191,6 +194,12 @@ impl Sm90Tile {
                     self.output_columns
                 ));
             }
+        }
+        if self.output_first && self.flush_every != 1 {
+            return refuse(format!(
+                "output_first=1 with flush_every={}: what is summed first is flushed with every block",
+                self.flush_every
+            ));
         }
         if super::turns_v(spec) {
             for (field, on) in
