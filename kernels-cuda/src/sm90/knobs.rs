@@ -20,6 +20,12 @@ impl Sm90Tile {
         if was.warp_specialised && !self.warp_specialised {
             (self.ping_pong, self.lookahead, self.skip_row_max) = (false, false, false);
         }
+        if was.ping_pong && !self.ping_pong {
+            self.turn_after_max = false;
+        }
+        if was.flush_every == 1 && self.flush_every != 1 {
+            (self.output_columns, self.output_first) = (0, false);
+        }
         if self.split_q && !was.split_q {
             self.lookahead = true;
         }
@@ -53,6 +59,9 @@ impl Sm90Tile {
                 self.wait_anchor,
                 self.block_n / 2
             ));
+        }
+        if self.turn_after_max && !self.ping_pong {
+            return refuse("turn_after_max=1 with ping_pong=0: no turn is passed on".to_owned());
         }
         if self.pack_gqa && !self.block_m.unsigned_abs().is_multiple_of(gqa_ratio.max(1)) {
             return refuse(format!("pack_gqa=1: {gqa_ratio} heads do not divide block_m={}", self.block_m));

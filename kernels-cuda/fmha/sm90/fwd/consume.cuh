@@ -197,9 +197,9 @@ struct Consumer {
     if constexpr (release_q_early) release_q(last);
   }
   // A block's S, and O += P V of the block before. O is rescaled here, and not with the softmax before, so that the
-  // multiplications run under the product of S.
+  // multiplications run under the product of S. `passes_turn`: else the softmax does, once it has the maxima.
   template <class Sums>
-  FMHA_DEVICE void overlap_products(Sums& scores, bool rescales, bool last, const Work& work, int32_t block) {
+  FMHA_DEVICE void overlap_products(Sums& scores, bool rescales, bool last, const Work& work, int32_t block, bool passes_turn = true) {
     if constexpr (tile.output_first) {
       wait_ping_pong();
       if (rescales) rescale();
@@ -211,7 +211,7 @@ struct Consumer {
       if (rescales) rescale();
       start_output();
     }
-    signal_ping_pong();
+    if (passes_turn) signal_ping_pong();
     fetch_bias(work, block);
     finish_scores(last);
   }
@@ -330,11 +330,13 @@ struct Consumer {
 
   // S to P of block `block` of a tile.
   template <int n>
-  FMHA_DEVICE void exponentiate(Scores<n>& s, const Work& work, int32_t block, bool edge) {
+  FMHA_DEVICE void exponentiate(Scores<n>& s, const Work& work, int32_t block, bool edge, bool passes_turn = false) {
     take_sign(s);
     modifiers().apply(s, bias, work, rows.row, block);
     if (edge) mask(s, work, block);
-    softmax.step(s, scale_log2, never());
+    softmax.step(s, scale_log2, never(), [&] {
+      if (passes_turn) signal_ping_pong();
+    });
     if constexpr (spec.dropout) drop_some(s, work, block);
   }
   template <int n>
@@ -409,9 +411,9 @@ struct Consumer {
   // One block, with the row-max reduction. `edge` and `last` are uniform over the warpgroup.
   FMHA_DEVICE void step(int32_t block, bool edge, bool last) {
     ScoreSums<tile.block_n> sums;
-    overlap_products(sums, true, last, work(), block);
+    overlap_products(sums, true, last, work(), block, !tile.turn_after_max);
     auto&& s = mma::in_f32(sums);
-    exponentiate(s, work(), block, edge);
+    exponentiate(s, work(), block, edge, tile.turn_after_max);
     finish_overlapped_output();
     take_probs(s);
   }
@@ -444,7 +446,7 @@ struct Consumer {
     if (overflows) {
       recompute_scores<spec, tile>(p, work(), rows.row, block, s);
       modifiers().apply(s, bias, work(), rows.row, block);
-      softmax.step(s, scale_log2, never());
+      softmax.step(s, scale_log2, never(), [] {});
       sums[0] = sums[1] = 0.f;
     } else {
       softmax.rescale_to_row_max(s, scale_log2, sums);
