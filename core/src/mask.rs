@@ -370,6 +370,20 @@ mod tests {
     }
 
     #[test]
+    fn the_ranges_of_one_row_are_exactly_the_keys_that_it_sees() {
+        for spec in all_specs() {
+            for (seqlen_q, seqlen_k) in [(1, 9), (7, 9), (9, 4)] {
+                let band = spec.band(seqlen_q, seqlen_k);
+                for i in 0..seqlen_q {
+                    let seen = (0..seqlen_k).filter(|&j| band.visible(i, j));
+                    let found = band.sink_range(i..i + 1, seqlen_k).chain(band.row_range(i, seqlen_k));
+                    assert!(seen.eq(found), "{spec} {seqlen_q}x{seqlen_k} row {i}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn skipped_tiles_are_empty_inside_tiles_are_full_and_ranges_lose_nothing() {
         for spec in all_specs() {
             let (seqlen_q, seqlen_k) = (7, 9);
