@@ -38,6 +38,14 @@ abi_spec! {
         pub early_dv: bool = Takes::all().tuned(),
         /// dP is started when P is made, which leaves modifiers its registers; else beside the scores.
         pub late_dp: bool = Takes::all().tuned(),
+        /// A block's dQ is started behind the next block's scores, so that consumers need each other's dS a step later.
+        pub late_dq: bool = Takes::all().tuned(),
+        /// Consumers add dQ to memory from their registers; else a thread adds it from shared memory.
+        pub direct_dq: bool = Takes::all().tuned(),
+        /// Blocks that a mask or the end of the keys cuts have a loop of their own.
+        pub edges_apart: bool = Takes::all().tuned(),
+        /// Without a mask, key blocks begin at query blocks as far apart as they have room.
+        pub staggered: bool = Takes::all().tuned(),
         /// A CTA to a multiprocessor, which claims key block after key block; else a CTA to a key block.
         pub persistent: bool = Takes::all().tuned(),
         /// Soft-caps by `tanh(y) = 1 - 2 / (1 + exp(2 y))`; else by a `tanh` that small scores lose nothing in.
@@ -77,6 +85,7 @@ impl Sm90BwdTile {
     /// alone 36, of D 64 with a soft-cap 40, with dropout 50).
     fn take_registers(&mut self) {
         (self.early_scores, self.early_dv, self.late_dp, self.stages_q) = (false, false, true, 2);
+        self.late_dq = false;
     }
 
     /// Consumer warpgroups.
@@ -104,9 +113,11 @@ impl Sm90BwdTile {
         let queries = (self.stages_q + self.stages_dout) * tile_bytes(self.block_m, dim);
         let ds =
             self.stages_ds * tile_bytes(self.block_m, self.block_n) * if self.split_dims { 2 } else { 1 };
-        let dq = round_up(4 * self.block_m * dim, 1024);
+        let dq = if self.direct_dq { 1024 } else { round_up(4 * self.block_m * dim, 1024) };
         let stats = 4 * self.block_m * (self.stages_q + self.stages_dout);
-        let barriers = 8 * (3 + 2 * (self.stages_q + self.stages_dout + self.num_consumers() + 2));
+        let barriers = 8
+            * (3 + 2 * (self.stages_q + self.stages_dout + self.num_consumers() + 2)
+                + self.num_consumers() * self.stages_ds);
         round_up(keys + queries + ds + dq + stats + barriers + 8, 1024)
     }
 
@@ -144,11 +155,19 @@ impl Sm90BwdTile {
         if block_n != keys {
             return Err(format!("block_n {block_n} is not {keys}"));
         }
-        if self.split_dims && (self.early_scores || self.early_dv || self.late_dp || self.transposed_dq) {
+        if self.split_dims && (self.early_dv || self.late_dp || self.late_dq || self.transposed_dq) {
             return Err(
-                "split_dims true: early_scores, early_dv, late_dp and transposed_dq are of its absence"
-                    .to_owned(),
+                "split_dims true: early_dv, late_dp, late_dq and transposed_dq are of its absence".to_owned(),
             );
+        }
+        if self.direct_dq && spec.deterministic {
+            return Err("direct_dq true: deterministic sums take turns, which the storing thread keeps".to_owned());
+        }
+        if self.late_dq && (self.early_scores || self.late_dp) {
+            return Err("late_dq true: early_scores and late_dp have other orders".to_owned());
+        }
+        if self.late_dq && self.stages_ds < 2 {
+            return Err(format!("stages_ds {}: late_dq holds two blocks of dS at a time", self.stages_ds));
         }
         if self.split_dims != (dim > 128) {
             return Err(format!("split_dims {}: the padded head dimension is {dim}", self.split_dims));
@@ -162,6 +181,12 @@ impl Sm90BwdTile {
             if !(1..=4).contains(&stages) {
                 return Err(format!("{field} {stages} is not from 1 to 4"));
             }
+        }
+        if self.early_scores && self.split_dims && self.stages_dout < 2 {
+            return Err(format!(
+                "stages_dout {}: early_scores with split_dims holds two blocks of dO at a time",
+                self.stages_dout
+            ));
         }
         if self.early_scores && self.stages_q < 2 {
             return Err(format!("stages_q {}: early_scores holds two blocks of Q at a time", self.stages_q));
@@ -375,6 +400,10 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         early_scores,
         early_dv,
         late_dp: false,
+        late_dq: false,
+        direct_dq: false,
+        edges_apart: false,
+        staggered: false,
         // Key blocks that take turns are launched in their order.
         persistent: persistent && !spec.deterministic,
         fast_softcap: spec.fwd.softcap,
