@@ -85,7 +85,7 @@ impl Sm90BwdTile {
     /// alone 36, of D 64 with a soft-cap 40, with dropout 50).
     fn take_registers(&mut self) {
         (self.early_scores, self.early_dv, self.late_dp, self.stages_q) = (false, false, true, 2);
-        self.late_dq = false;
+        (self.late_dq, self.edges_apart) = (false, false);
     }
 
     /// Consumer warpgroups.
@@ -157,11 +157,13 @@ impl Sm90BwdTile {
         }
         if self.split_dims && (self.early_dv || self.late_dp || self.late_dq || self.transposed_dq) {
             return Err(
-                "split_dims true: early_dv, late_dp, late_dq and transposed_dq are of its absence".to_owned(),
+                "split_dims true: early_dv, late_dp, late_dq and transposed_dq are of its absence".to_owned()
             );
         }
         if self.direct_dq && spec.deterministic {
-            return Err("direct_dq true: deterministic sums take turns, which the storing thread keeps".to_owned());
+            return Err(
+                "direct_dq true: deterministic sums take turns, which the storing thread keeps".to_owned()
+            );
         }
         if self.late_dq && (self.early_scores || self.late_dp) {
             return Err("late_dq true: early_scores and late_dp have other orders".to_owned());
@@ -372,10 +374,10 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
     let full = spec.fwd.mask == MaskKind::Full;
     // TFLOP/s on an H200, bf16, S 4096. (block_m, transposed_dq, early_scores, early_dv, persistent)
     let (block_m, transposed_dq, early_scores, early_dv, persistent) = match dim {
-        // Without early scores 489, with 483, with dV early too 464.
-        64 if full => (128, false, false, false, false),
-        // Neither 414, early scores 415, and persistent 420.
-        64 => (128, false, true, false, true),
+        // Without early scores 489, with 483, with dV early too 464. Edges apart 510, and persistent 521; dQ late 480.
+        64 if full => (128, false, false, false, true),
+        // Early scores and persistent 409; neither, edges apart 428, persistent 431, dQ late too 448.
+        64 => (128, false, false, false, true),
         // Neither 584, early scores and dV 599, and persistent 609; causal 494, 510, 516.
         128 => (64, true, true, true, true),
         // Not measured.
@@ -400,9 +402,11 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         early_scores,
         early_dv,
         late_dp: false,
-        late_dq: false,
+        // Without persistence no gain: 419 of 428. Deterministic: not measured.
+        late_dq: dim == 64 && !full && !spec.deterministic,
         direct_dq: false,
-        edges_apart: false,
+        // At D 128 a second loop spills: 492 of 603, causal 494 of 505.
+        edges_apart: dim == 64,
         staggered: false,
         // Key blocks that take turns are launched in their order.
         persistent: persistent && !spec.deterministic,
@@ -416,6 +420,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         modifiers > 1 || bias == BiasKind::Elementwise || (dim == 64 && (softcap || dropout));
     if !split_dims && wants_registers {
         tile.take_registers();
+        tile.persistent &= !(dim == 64 && full);
     }
     tile
 }
