@@ -71,6 +71,7 @@ pub fn headers() -> Vec<Header> {
         "sm100/fwd/issue.cuh",
         "sm100/fwd/load.cuh",
         "sm100/fwd/output.cuh",
+        "sm100/fwd/pair.cuh",
         "sm100/fwd/softmax.cuh",
         "mma/sm90/transposed_product.cuh",
         "sm90/bwd/config.cuh",

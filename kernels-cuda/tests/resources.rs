@@ -191,6 +191,19 @@ fn blackwell_kernels(arch: &str) -> Vec<(String, KernelSource)> {
         (format!("sm100_{name}"), sm100::fwd(&spec, &own(sm100::default_tile(&spec))))
     };
     let mut kernels: Vec<_> = specs.into_iter().map(kernel).collect();
+    // Pairs of CTAs where a tile asks for them, a single one where the table has pairs; loads by copies.
+    let wide = plain(256, 256, MaskKind::Upper);
+    let columns = FwdSpec { v_layout: VLayout::ColMajor, ..upper };
+    let copied =
+        |spec, copy_bytes| sm100::fwd(spec, &Sm100Tile { copy_bytes, ..own(sm100::default_tile(spec)) });
+    let pair = Sm100Tile { cluster: 2, ..own(sm100::default_tile(&upper)) };
+    kernels.push(("sm100_128_pair".to_owned(), sm100::fwd(&upper, &pair)));
+    kernels.push((
+        "sm100_256_alone".to_owned(),
+        sm100::fwd(&wide, &own(sm100::default_tile(&wide).alone(&wide))),
+    ));
+    kernels.push(("sm100_128_fp8_copied".to_owned(), copied(&fp8, 1)));
+    kernels.push(("sm100_128_v_columns_copied".to_owned(), copied(&columns, 2)));
     let part = split::part_spec(&upper);
     let tile = Sm100Tile { block_m: 128, split_keys: 256, pack_gqa: true, ..own(sm100::default_tile(&part)) };
     kernels.push(("sm100_128_part_of_keys".to_owned(), sm100::fwd(&part, &tile)));

@@ -232,6 +232,12 @@ impl Device {
         Self::default()
     }
 
+    /// Device `ordinal` of several, at most 32, with nothing in its memory: no address of it is another's.
+    #[must_use]
+    pub fn numbered(ordinal: u32) -> Self {
+        Self { memory: GlobalMemory::behind(u64::from(ordinal) << 43) }
+    }
+
     pub(crate) fn memory(&self) -> &GlobalMemory {
         &self.memory
     }

@@ -3,10 +3,25 @@
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
 use crate::error::{INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED, Result, SUCCESS, put};
-use crate::state::{Handle, state};
+use crate::state::{Handle, device_count, state, state_of};
 
-/// The one context's handle.
-const CONTEXT: Handle = 0xc0;
+/// The handle of the first device's context; the others' follow.
+const FIRST_CONTEXT: Handle = 0xc0;
+
+/// A device by the number that a caller gave, if there is one.
+fn device(number: c_int) -> Option<usize> {
+    usize::try_from(number).ok().filter(|&number| number < device_count())
+}
+
+pub(crate) fn context_of(device: usize) -> Handle {
+    FIRST_CONTEXT + device
+}
+
+/// The device whose context the calling thread has; the first where it has none, or one that is nobody's.
+pub(crate) fn current_device() -> usize {
+    let current = STACK.with_borrow(|s| s.last().copied().unwrap_or(0));
+    current.checked_sub(FIRST_CONTEXT).filter(|&device| device < device_count()).unwrap_or(0)
+}
 
 thread_local! {
     static STACK: std::cell::RefCell<Vec<Handle>> = const { std::cell::RefCell::new(Vec::new()) };
@@ -27,24 +42,22 @@ pub(crate) unsafe extern "C" fn cuDriverGetVersion(out: *mut c_int) -> Result {
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuDeviceGetCount(out: *mut c_int) -> Result {
     // SAFETY: an output parameter of the driver API.
-    unsafe { put(out, 1) }
+    unsafe { put(out, device_count() as c_int) }
 }
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuDeviceGet(out: *mut c_int, ordinal: c_int) -> Result {
-    if ordinal != 0 {
+    if device(ordinal).is_none() {
         return INVALID_DEVICE;
     }
     // SAFETY: an output parameter of the driver API.
-    unsafe { put(out, 0) }
+    unsafe { put(out, ordinal) }
 }
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuDeviceGetName(out: *mut c_char, len: c_int, device: c_int) -> Result {
-    if device != 0 || out.is_null() || len <= 0 {
-        return INVALID_VALUE;
-    }
-    let name = format!("emulated {}", state().arch.name);
+pub(crate) unsafe extern "C" fn cuDeviceGetName(out: *mut c_char, len: c_int, number: c_int) -> Result {
+    let Some(device) = device(number).filter(|_| !out.is_null() && len > 0) else { return INVALID_VALUE };
+    let name = format!("emulated {}", state_of(device).arch.name);
     let n = name.len().min(len as usize - 1);
     // SAFETY: the caller gives `len` bytes, of which at most `len` are written.
     unsafe {
@@ -61,9 +74,12 @@ pub(crate) unsafe extern "C" fn cuDeviceTotalMem_v2(out: *mut usize, _device: c_
 }
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuDeviceGetUuid(out: *mut [u8; 16], _device: c_int) -> Result {
+pub(crate) unsafe extern "C" fn cuDeviceGetUuid(out: *mut [u8; 16], number: c_int) -> Result {
+    let Some(device) = device(number) else { return INVALID_DEVICE };
+    let mut uuid = *b"emulated-by-fmh0";
+    uuid[15] += device as u8;
     // SAFETY: an output parameter of the driver API.
-    unsafe { put(out, *b"emulated-by-fmha") }
+    unsafe { put(out, uuid) }
 }
 
 #[unsafe(no_mangle)]
@@ -78,12 +94,10 @@ pub(crate) unsafe extern "C" fn cuDeviceGetUuid_v2(out: *mut [u8; 16], device: c
 pub(crate) unsafe extern "C" fn cuDeviceGetAttribute(
     out: *mut c_int,
     attribute: c_uint,
-    device: c_int,
+    number: c_int,
 ) -> Result {
-    if device != 0 {
-        return INVALID_DEVICE;
-    }
-    let arch = state().arch;
+    let Some(device) = device(number) else { return INVALID_DEVICE };
+    let arch = state_of(device).arch;
     let hopper = c_int::from(arch.major >= 9);
     let value = match attribute {
         1..=3 => 1024,          // threads per block, block x, block y
@@ -129,9 +143,10 @@ pub(crate) unsafe extern "C" fn cuDeviceGetAttribute(
 }
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuDevicePrimaryCtxRetain(out: *mut Handle, _device: c_int) -> Result {
+pub(crate) unsafe extern "C" fn cuDevicePrimaryCtxRetain(out: *mut Handle, number: c_int) -> Result {
+    let Some(device) = device(number) else { return INVALID_DEVICE };
     // SAFETY: an output parameter of the driver API.
-    unsafe { put(out, CONTEXT) }
+    unsafe { put(out, context_of(device)) }
 }
 
 #[unsafe(no_mangle)]
@@ -145,8 +160,9 @@ pub(crate) extern "C" fn cuDevicePrimaryCtxSetFlags_v2(_device: c_int, _flags: c
 }
 
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn cuDevicePrimaryCtxReset_v2(_device: c_int) -> Result {
-    state().sticky = None;
+pub(crate) extern "C" fn cuDevicePrimaryCtxReset_v2(number: c_int) -> Result {
+    let Some(device) = device(number) else { return INVALID_DEVICE };
+    state_of(device).sticky = None;
     SUCCESS
 }
 
@@ -161,10 +177,12 @@ pub(crate) unsafe extern "C" fn cuDevicePrimaryCtxGetState(
 }
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuCtxCreate_v2(out: *mut Handle, _flags: c_uint, _device: c_int) -> Result {
-    STACK.with_borrow_mut(|s| s.push(CONTEXT));
+pub(crate) unsafe extern "C" fn cuCtxCreate_v2(out: *mut Handle, _flags: c_uint, number: c_int) -> Result {
+    let Some(device) = device(number) else { return INVALID_DEVICE };
+    let context = context_of(device);
+    STACK.with_borrow_mut(|s| s.push(context));
     // SAFETY: an output parameter of the driver API.
-    unsafe { put(out, CONTEXT) }
+    unsafe { put(out, context) }
 }
 
 #[unsafe(no_mangle)]
@@ -224,7 +242,7 @@ pub(crate) unsafe extern "C" fn cuCtxPopCurrent_v2(out: *mut Handle) -> Result {
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuCtxGetDevice(out: *mut c_int) -> Result {
     // SAFETY: an output parameter of the driver API.
-    unsafe { put(out, 0) }
+    unsafe { put(out, current_device() as c_int) }
 }
 
 #[unsafe(no_mangle)]

@@ -1,7 +1,8 @@
-//! A test double of `libcuda.so`: one device whose kernels run in [`fmha_emu_ptx`].
+//! A test double of `libcuda.so`: a device, or several alike, whose kernels run in [`fmha_emu_ptx`].
 //!
 //! Environment:
 //! - `FMHA_EMULATE`: the device's architecture, `sm_80`, `sm_90a` (default), `sm_100a`, `sm_120`;
+//! - `FMHA_EMULATE_DEVICES`: how many of them there are (default 1);
 //! - `FMHA_EMULATE_MODE`: `eager` (default), `late:SEED`, `hb` (happens-before);
 //! - `FMHA_EMULATE_ORDER`: a seed for the order in which clusters run piece by piece, another with each launch;
 //! - `FMHA_EMULATE_PTX_DIR`: where `<sha256 of a cubin>.ptx` stands for the cubin;

@@ -2,6 +2,7 @@
 
 use std::ffi::{c_int, c_uchar, c_uint, c_ushort, c_void};
 
+use crate::context::{context_of, current_device};
 use crate::error::{INVALID_VALUE, Result, SUCCESS, put};
 use crate::graph::{Node, submit};
 use crate::state::{Handle, state};
@@ -148,13 +149,13 @@ pub(crate) unsafe extern "C" fn cuPointerGetAttribute(
     let Some((start, size)) = state().device.allocation(address) else { return INVALID_VALUE };
     match attribute {
         // SAFETY: an output parameter whose width the attribute fixes.
-        1 => unsafe { put(out.cast::<usize>(), 0xc0) },
+        1 => unsafe { put(out.cast::<usize>(), context_of(current_device())) },
         // SAFETY: an output parameter whose width the attribute fixes.
         2 => unsafe { put(out.cast::<c_uint>(), 2) },
         // SAFETY: an output parameter whose width the attribute fixes.
         3 => unsafe { put(out.cast::<u64>(), address) },
         // SAFETY: an output parameter whose width the attribute fixes.
-        9 => unsafe { put(out.cast::<c_int>(), 0) },
+        9 => unsafe { put(out.cast::<c_int>(), current_device() as c_int) },
         // SAFETY: an output parameter whose width the attribute fixes.
         11 => unsafe { put(out.cast::<u64>(), start) },
         // SAFETY: an output parameter whose width the attribute fixes.

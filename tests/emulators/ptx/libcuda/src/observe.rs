@@ -7,7 +7,7 @@ use std::path::Path;
 
 use fmha_emu_ptx::{Kernel, LaunchConfig, Report, SourceLine, SourceMap};
 
-use crate::state::state;
+use crate::state::{device_count, state_of};
 
 /// Launches whose counters are kept until somebody asks.
 const KEPT: usize = 64;
@@ -77,11 +77,12 @@ fn json(kernel: &Kernel, config: &LaunchConfig, report: &Report) -> String {
     )
 }
 
-/// Not of NVIDIA's interface: what the last launches (at most 64) did, as a JSON array, oldest first; asking forgets
+/// Not of NVIDIA's interface: what the last launches (at most 64) did, as a JSON array, oldest first, a device after the other; asking forgets
 /// them. The text is the caller's until [`fmha_emu_forget`].
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn fmha_emu_launches() -> *mut c_char {
-    let launches: Vec<String> = state().observer.launches.drain(..).collect();
+    let of = |device| state_of(device).observer.launches.drain(..).collect::<Vec<_>>();
+    let launches: Vec<String> = (0..device_count()).flat_map(of).collect();
     // The objects hold no zero byte: names and numbers.
     CString::new(format!("[{}]", launches.join(","))).unwrap_or_default().into_raw()
 }

@@ -1,4 +1,4 @@
-//! The one device of the process, and everything that has a handle.
+//! The devices of the process, and everything that has a handle.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CStr, c_char, c_int};
@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use fmha_emu_ptx::{Asynchrony, Device, Fault, Kernel, LaunchConfig, Module, Options, Recording};
 
+use crate::context::current_device;
 use crate::graph::Node;
 use crate::observe::Observer;
 
@@ -102,7 +103,7 @@ pub(crate) struct Stream {
     pub(crate) non_blocking: bool,
 }
 
-/// All of the process's state.
+/// All of a device's state.
 pub(crate) struct State {
     pub(crate) device: Device,
     pub(crate) arch: Architecture,
@@ -149,15 +150,32 @@ pub(crate) unsafe extern "C" fn fmha_emu_choose(name: *const c_char) -> c_int {
     c_int::from(CHOSEN.get_or_init(|| name.clone()) != &name)
 }
 
-static STATE: LazyLock<Mutex<State>> = LazyLock::new(|| Mutex::new(State::new()));
+/// One for each device; they are alike.
+static STATES: LazyLock<Vec<Mutex<State>>> = LazyLock::new(|| {
+    let asked = std::env::var("FMHA_EMULATE_DEVICES").ok().and_then(|text| text.parse().ok());
+    (0..asked.unwrap_or(1).clamp(1, MOST_DEVICES)).map(|ordinal| Mutex::new(State::new(ordinal))).collect()
+});
 
-/// The state, locked for one call.
+/// Most devices of a process.
+const MOST_DEVICES: u32 = 8;
+
+/// How many devices there are.
+pub(crate) fn device_count() -> usize {
+    STATES.len()
+}
+
+/// The state of the device whose context the calling thread has (the first one's without any), locked for one call.
 pub(crate) fn state() -> MutexGuard<'static, State> {
-    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+    state_of(current_device())
+}
+
+/// The state of device `ordinal`, of those that there are, locked for one call.
+pub(crate) fn state_of(ordinal: usize) -> MutexGuard<'static, State> {
+    STATES[ordinal].lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl State {
-    fn new() -> Self {
+    fn new(ordinal: u32) -> Self {
         let asked = CHOSEN.get().cloned().or_else(|| std::env::var("FMHA_EMULATE").ok()).unwrap_or_default();
         let mut arch = architecture(&asked).unwrap_or(ARCHITECTURES[1].1);
         // Fewer multiprocessors make a persistent kernel walk several tiles of a small problem.
@@ -176,7 +194,7 @@ impl State {
             options.asynchrony = Asynchrony::Late { seed: seed.trim_start_matches(':').parse().unwrap_or(1) };
         }
         Self {
-            device: Device::new(),
+            device: Device::numbered(ordinal),
             arch,
             arch_name: format!("{}{}", arch.major, arch.minor),
             options,
@@ -193,7 +211,7 @@ impl State {
             limits: HashMap::new(),
             sticky: None,
             staged: Vec::new(),
-            next: 0x1000,
+            next: 0x1000 + ((ordinal as Handle) << 32),
         }
     }
 

@@ -151,6 +151,11 @@ struct Inner {
 }
 
 impl GlobalMemory {
+    /// Memory whose addresses begin `bytes` behind another device's, so that neither takes the other's pointers.
+    pub(crate) fn behind(bytes: u64) -> Self {
+        Self { inner: Mutex::new(Inner { next: bytes, ..Inner::default() }) }
+    }
+
     fn lock(&self) -> std::sync::MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,0 +1,84 @@
+//! Two devices of one process, on the test double of the driver: the only test of this program, since the double
+//! reads how many devices it has once. Kernels run where NVRTC is; where not, the test says `absent` for them.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use fmha_core::{
+    DType, DevBuffer, Dims, FmhaBackend as _, FwdArgs, FwdProblem, MaskSpec, PlanOptions, Stream,
+};
+use fmha_cuda::CudaBackend;
+
+/// 64 rows of one head on `backend`, of values that depend on `salt`: O, as bytes.
+fn attend(backend: &CudaBackend, stream: Stream, salt: u64) -> Vec<u8> {
+    let dims = Dims {
+        batch: 1,
+        seqlen_q: 64,
+        seqlen_k: 64,
+        num_heads_q: 1,
+        num_heads_kv: 1,
+        head_dim_qk: 64,
+        head_dim_v: 64,
+    };
+    let problem = FwdProblem { mask: MaskSpec::CAUSAL, ..FwdProblem::batch(DType::F16, dims) };
+    let plan = backend.plan_fwd(&problem.validate().unwrap(), &PlanOptions::default()).unwrap();
+    let memory = backend.memory();
+    let filled = |salt: u64| {
+        let value = |i: u64| half::f16::from_f64(((i * 37 + salt) % 101) as f64 / 50.0 - 1.0);
+        let bytes: Vec<u8> = (0..64 * 64).flat_map(|i| value(i).to_le_bytes()).collect();
+        let mut buffer = memory.alloc(bytes.len() as u64).unwrap();
+        memory.upload(&bytes, &mut buffer).unwrap();
+        buffer
+    };
+    let (q, k, v, mut o) = (filled(salt), filled(salt + 1), filled(salt + 2), filled(salt + 3));
+    let mut workspace = memory.workspace(plan.workspace()).unwrap();
+    let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
+    args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
+    backend.run_fwd(&plan, &mut args, stream).unwrap();
+    memory.synchronize(stream).unwrap();
+    let mut bytes = vec![0; o.bytes() as usize];
+    memory.download(&o, &mut bytes).unwrap();
+    bytes
+}
+
+#[test]
+fn two_devices_of_one_process_have_memory_streams_and_kernels_of_their_own() {
+    // SAFETY: no other thread of this program reads or writes the environment.
+    unsafe { std::env::set_var("FMHA_EMULATE_DEVICES", "2") };
+    let backends = [0, 1].map(|ordinal| CudaBackend::open(ordinal, Some("sm_90a")).unwrap());
+    assert!(CudaBackend::open(2, Some("sm_90a")).is_err(), "there are two");
+
+    let mut buffers = backends.each_ref().map(|backend| backend.memory().alloc(64).unwrap());
+    for (at, buffer) in buffers.iter_mut().enumerate() {
+        backends[at].memory().upload(&[at as u8 + 3; 64], buffer).unwrap();
+    }
+    // The double's devices have no address in common, as with the driver's unified addresses.
+    let mut bytes = [0; 64];
+    assert!(backends[0].memory().download(&buffers[1], &mut bytes).is_err());
+
+    let streams = backends.each_ref().map(|backend| backend.queues().unwrap().create_stream().unwrap());
+    let absent = fmha_cuda::nvrtc::nvrtc().err();
+    // In turns, so that each call finds the other's context behind it.
+    let mut outputs = Vec::new();
+    for salt in [1, 50] {
+        for (at, backend) in backends.iter().enumerate() {
+            backend.memory().download(&buffers[at], &mut bytes).unwrap();
+            assert_eq!(bytes, [at as u8 + 3; 64]);
+            let seconds = backend.queues().unwrap().seconds(streams[at], &mut || Ok(())).unwrap();
+            assert!(seconds >= 0.0);
+            if absent.is_none() {
+                outputs.push(attend(backend, streams[at], salt));
+            }
+        }
+    }
+    match (&outputs[..], absent) {
+        ([one, two, three, four], _) => {
+            assert_eq!((one, three), (two, four), "a device computes what the other does");
+            assert_ne!(one, three, "from the operands that it is given");
+        }
+        (_, absent) => println!("absent: kernels of two devices: {absent:?}"),
+    }
+    for ((backend, stream), buffer) in backends.iter().zip(streams).zip(buffers) {
+        backend.queues().unwrap().destroy_stream(stream).unwrap();
+        drop(buffer);
+    }
+}
