@@ -139,15 +139,23 @@ struct Consumer {
     return probs;
   }
 
+  FMHA_DEVICE void start_dv(const Operand& probs) {
+    pin_zeros(dv);
+    mma::start_product_ab<dtype>(dv, probs, smem.dout[dout_slot.index]);
+  }
+  // Where the first step is no part of a loop, the compiler may put the zeros of dK and dV behind their products' fence.
+  FMHA_DEVICE void pin_zeros(mma::Accumulator<S::grad_columns>& grad) const {
+    if constexpr (tile.late_dq) ptx::written_here(grad.elems);
+  }
+
   // P and dS as operands of the products, dV started: before dS is made, where registers allow it.
   FMHA_DEVICE void differentiate_and_start_dv(Scores& s, Scores& dp, Operand& ds, const Work& work,
                                               const QueryTile& at, const Slopes& slopes) {
     Kept kept;
     pairs.decide(kept, work, at);
     Operand probs = operand_of_dv(s, kept);
-    const auto& dout = smem.dout[dout_slot.index];
     if constexpr (tile.early_dv) {
-      mma::start_product_ab<dtype>(dv, probs, dout);
+      start_dv(probs);
       ptx::wgmma_wait_group<1>();  // dP
     } else {
       ptx::wgmma_wait_group<0>();
@@ -155,7 +163,7 @@ struct Consumer {
     pairs.differentiate(dp, s, smem.delta[dout_slot.index], kept);
     pairs.uncap(dp, slopes);
     ds.template from<dtype>(dp, 0);
-    if constexpr (!tile.early_dv) mma::start_product_ab<dtype>(dv, probs, dout);
+    if constexpr (!tile.early_dv) start_dv(probs);
   }
 
   FMHA_DEVICE QueryTile query_tile(const QueryBlocks& blocks) const {
@@ -254,6 +262,7 @@ struct Consumer {
     pairs.template exponentiate<edges>(x, work, at.first_query);
     Operand ds;
     differentiate_and_start_dv(x, dp, ds, work, at, slopes);
+    pin_zeros(dk);
     mma::start_product_ab<dtype>(dk, ds, smem.q[q_slot.index]);
     mma::store_transposed(smem.ds[ds_slot.index][0], ds, index * mma::kRows);
     ptx::fence_proxy_async();
