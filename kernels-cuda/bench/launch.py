@@ -41,7 +41,7 @@ def tensor_map(x, dims, strides, box):
     address = (ctypes.addressof(out) + 127) // 128 * 128
     n = len(dims)
     swizzle = {128: 3, 64: 2, 32: 1}[box[0] * x.element_size()]
-    kind = {torch.float16: 6, torch.bfloat16: 9}[x.dtype]
+    kind = {torch.float16: 6, torch.bfloat16: 9}.get(x.dtype, 0)  # 0: bytes, as FP8 is loaded
     status = cuda.cuTensorMapEncodeTiled(
         c_void_p(address), c_int(kind), c_uint32(n), c_void_p(x.data_ptr()), (c_uint64 * n)(*dims),
         (c_uint64 * (n - 1))(*(s * x.element_size() for s in strides)), (c_uint32 * n)(*box),
@@ -90,7 +90,7 @@ class Kernel:
         ratio = hq // hkv
         seqlen_q, seqlen_k = (max_q, max_k) if group else (q.shape[1], k.shape[1])
         if o is None:
-            o = torch.full((*q.shape[:-1], dv), float("nan"), dtype=dtype_o or q.dtype, device=q.device)
+            o = torch.full((*q.shape[:-1], dv), float("nan"), dtype=dtype_o or (q.dtype if q.element_size() > 1 else torch.bfloat16), device=q.device)
         rows_q = q.shape[0] if group else seqlen_q
         lse_shape = (hq, rows_q) if group else (batch, hq, seqlen_q)
         lse_out = torch.full(lse_shape, float("nan"), device=q.device) if lse else None

@@ -31,6 +31,9 @@ abi_spec! {
         pub order: TileOrder = Takes::all().tuned(),
         /// Consumer warpgroups issue their products in turn, one's under another's exponentials.
         pub ping_pong: bool = Takes::all().tuned(),
+        /// With `ping_pong`: the turn is passed on when a block's maxima are there, so that the warpgroups'
+        /// exponentials do not coincide; else when its products are issued.
+        pub turn_after_max: bool = Takes::all().tuned(),
         /// The next tile's first scores are started with this tile's last output; Q has two buffers.
         pub lookahead: bool = Takes::all().tuned(),
         /// Q lies in pieces of 64 rows, and lookahead has one spare piece and no second Q: less shared memory.
@@ -81,6 +84,9 @@ abi_spec! {
         pub flush_every: i32 = Takes::within(0, 64).tuned_over(&[1, 2, 4]),
         /// With `flush_every=1`: columns of O that are summed at a time, where registers are short; 0: all of them.
         pub output_columns: i32 = Takes::multiples(32, 0, 256),
+        /// With `flush_every=1`: a block's P V is summed, and added to O, before the next block's S is started, whose
+        /// registers it has until then; else beside it.
+        pub output_first: bool,
         /// The grid may start while the one before it in the stream ends (programmatic dependent launch);
         /// it sets up its barriers and then waits for that one's memory.
         pub dependent_launch: bool = Takes::all().tuned(),
@@ -158,27 +164,37 @@ impl Sm90Tile {
     }
 
     /// What FP8 changes of a tile of 16-bit types. With every row's maximum, since scores of 8-bit elements are not
-    /// computed again. Nothing here has been measured; registers, of which a thread has 232, decide: of S
+    /// computed again. Registers, of which a thread has 232 (three warpgroups: 160), decide: of S
     /// `block_n / 2`, of O `head_dim_v / 2`, as many again for what is not flushed yet (or those of `output_columns`), of P
     /// `block_n / 8`.
     ///
     /// Sums modelled at 128k keys (docs/kernels/sm90-fwd.md), V of mean 1, where they hurt most, O's relative error: f32 7e-4,
     /// flushed after each block 1.0e-3, two 1.8e-3, four 4.2e-3, never 0.58. bf16 rounds O itself by 1.7e-3.
+    ///
+    /// TFLOP/s below: one H200, e4m3, full, S 8192.
     const fn take_fp8(&mut self, spec: &FwdSpec) {
         self.skip_row_max = false;
         self.lazy_rescale_log2 = 0;
         if !spec.dtype_v.is_fp8() {
             return;
         }
-        self.block_m = 128;
-        (self.block_n, self.wait_anchor, self.flush_every, self.output_columns) =
-            match padded_dim(spec.head_dim_v) {
-                64 | 96 | 128 => (128, 32, 2, 0),
+        (self.block_m, self.block_n, self.wait_anchor, self.flush_every, self.output_columns) =
+            match (padded_dim(spec.head_dim_qk), padded_dim(spec.head_dim_v)) {
+                // Two warpgroups 428 before, three 616; 160 keys, output first 629, beside the next S 632 with spills.
+                (..=64, 64) if matches!(spec.mask, MaskKind::Full) => (192, 160, 0, 1, 32),
+                (..=64, 64) => (192, 128, 16, 1, 0),
+                // The turn passed on after the maximum, beside the usual: never flushed 918 and 838, each other block
+                // 845 and 755; each block, the usual 834.
+                (_, 64 | 96 | 128) => (128, 128, 32, 1, 0),
                 // 64 columns at a time: spills of 8 to 16 bytes in some.
-                160 | 192 => (128, 0, 1, 32),
-                _ => (96, 0, 1, 32),
+                (_, 160 | 192 | 224) => (128, 128, 0, 1, 32),
+                // Beside the next S: 96 keys 956, with 64 columns at a time 1029, 64 keys 884; output first 1111.
+                _ => (128, 128, 0, 1, 64),
             };
-        (self.lookahead, self.split_q) = (true, false);
+        let v = padded_dim(spec.head_dim_v);
+        self.output_first = v > 192 || self.block_n == 160;
+        self.turn_after_max = v <= 128 && self.block_m == 128;
+        (self.lookahead, self.split_q) = (v <= 192, false);
     }
 
     /// So that a row's bits depend on its own sequence alone, in a call of any lengths: the blocks of keys that the
@@ -472,6 +488,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         // TFLOP/s fixed, 729 dynamic.
         order: if full && spec.kv_layout == KvKind::Strided { TileOrder::Static } else { TileOrder::Dynamic },
         ping_pong: true,
+        turn_after_max: false,
         lookahead,
         // Where there is no room for a second Q.
         split_q: qk.max(v) >= 192 && lookahead,
@@ -502,6 +519,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         f16_output: false,
         flush_every: 0,
         output_columns: 0,
+        output_first: false,
         // Back to back on an H200, bf16, D 128, us a call without and with: 6.6 and 5.9 (B1 H4 S128), 11.2 and 10.2
         // (B1 H16 S512), 34.2 and 33.4 (B8 H16 S512).
         dependent_launch: true,

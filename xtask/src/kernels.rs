@@ -76,7 +76,7 @@ pub(crate) const ROWS: &[Row] = &[
     },
     Row { in_test: Cases { filter: "^addresses/.*bf16", deal: 2 }, ..HOPPER },
     Row {
-        in_test: Cases { filter: "^(combine|definition|edges|fp8|guards|laws)/", deal: 24 },
+        in_test: Cases { filter: "^(combine|definition|edges|fp8|guards|laws)/", deal: 40 },
         in_all: Cases { filter: FORWARD, deal: 1 },
         ..HOPPER
     },

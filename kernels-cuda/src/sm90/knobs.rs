@@ -20,6 +20,12 @@ impl Sm90Tile {
         if was.warp_specialised && !self.warp_specialised {
             (self.ping_pong, self.lookahead, self.skip_row_max) = (false, false, false);
         }
+        if was.ping_pong && !self.ping_pong {
+            self.turn_after_max = false;
+        }
+        if was.flush_every == 1 && self.flush_every != 1 {
+            (self.output_columns, self.output_first) = (0, false);
+        }
         if self.split_q && !was.split_q {
             self.lookahead = true;
         }
@@ -53,6 +59,9 @@ impl Sm90Tile {
                 self.wait_anchor,
                 self.block_n / 2
             ));
+        }
+        if self.turn_after_max && !self.ping_pong {
+            return refuse("turn_after_max=1 with ping_pong=0: no turn is passed on".to_owned());
         }
         if self.pack_gqa && !self.block_m.unsigned_abs().is_multiple_of(gqa_ratio.max(1)) {
             return refuse(format!("pack_gqa=1: {gqa_ratio} heads do not divide block_m={}", self.block_m));
@@ -155,8 +164,11 @@ impl Sm90Tile {
             return refuse(format!("copy_bytes={}: dtype_qk {qk} is loaded by TMA alone", self.copy_bytes));
         }
         if !v.is_fp8() {
-            for (field, value) in [("flush_every", self.flush_every), ("output_columns", self.output_columns)]
-            {
+            for (field, value) in [
+                ("flush_every", self.flush_every),
+                ("output_columns", self.output_columns),
+                ("output_first", self.output_first.into()),
+            ] {
                 if value > 0 {
                     return refuse(format!("{field}={value}: P V of dtype_v {v} is summed in f32"));
                 }
@@ -191,6 +203,12 @@ impl Sm90Tile {
                     self.output_columns
                 ));
             }
+        }
+        if self.output_first && self.flush_every != 1 {
+            return refuse(format!(
+                "output_first=1 with flush_every={}: what is summed first is flushed with every block",
+                self.flush_every
+            ));
         }
         if super::turns_v(spec) {
             for (field, on) in

@@ -14,7 +14,12 @@
 //
 // Products of 8-bit elements are summed in some 14 bits. With `flush_every` those of P V go to accumulators of their own
 // (`recent`), which are added to O in f32 after so many blocks; where O leaves no registers for a second one, a part of its
-// columns at a time (`output_columns`), with every block.
+// columns at a time (`output_columns`), with every block. With `output_first` that is over before the next block's S begins:
+//
+//   step i   O += P V(i-1), part by part, one summed while the one before is added; S = Q K(i); P
+//
+// The parts and S have the same registers then, so that blocks can be larger; a warpgroup's exponentials run under the
+// products of the others alone.
 #pragma once
 #include <fmha/common/scheduler.cuh>
 #include <fmha/mma/sm90/fp8_operand.cuh>
@@ -56,7 +61,8 @@ struct Consumer {
   mma::RegisterTile<Storage<spec.dtype_v>, tile.block_n> probs;
   static constexpr bool flushes = tile.flush_every > 0;
   static constexpr int part = output_columns(spec, tile), num_parts = dim_v / part;
-  mma::Accumulator<flushes ? part : 8> recent;  // of O, since the last flush
+  static constexpr int num_recent = tile.output_first && num_parts > 1 ? 2 : 1;
+  mma::Accumulator<flushes ? part : 8> recent[num_recent];  // of O, since the last flush: parts in turn
   int32_t unflushed = 0;                        // blocks that are in it
   float descale = 1.f;                          // of FP8 scores, of the same tile as scale_log2
   Softmax<tile, p_offset_log2(spec, tile)> softmax;
@@ -143,7 +149,7 @@ struct Consumer {
   FMHA_DEVICE void start_scores(Sums& s) {
     constexpr int sign = spec.negative_scale ? -1 : 1;
     ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
-    wait_ping_pong();
+    if constexpr (!tile.output_first) wait_ping_pong();
     if constexpr (tile.q_in_registers) {
       mma::start_register_product_abt<spec.dtype_qk, sign>(s, q, smem.k[k_slot.index], 0, false);
     } else {
@@ -155,11 +161,12 @@ struct Consumer {
     if constexpr (flushes) {
 #pragma unroll
       for (int i = 0; i < num_parts; ++i) {
-        mma::start_register_product_abt<spec.dtype_v, 1>(recent, probs, smem.v[v_slot.index], i * part,
+        mma::start_register_product_abt<spec.dtype_v, 1>(recent[i % num_recent], probs, smem.v[v_slot.index], i * part,
                                                          tile.flush_every > 1 && unflushed > 0);
-        if (i + 1 == num_parts) break;
-        ptx::wgmma_wait_group<0>();
-        add_recent(i);
+        const int added = i + 1 - num_recent;
+        if (added < 0 || added + 1 == num_parts) continue;
+        ptx::wgmma_wait_group<num_recent - 1>();
+        add_recent(added);
       }
     } else if constexpr (Shared::v_columns) {
       mma::start_register_product_abt<spec.dtype_v, 1>(o, probs, smem.v[v_slot.index], 0, true);
@@ -168,9 +175,10 @@ struct Consumer {
     }
   }
   FMHA_DEVICE void add_recent(int i) {
-    ptx::written_here(recent.elems);
+    auto& sums = recent[i % num_recent];
+    ptx::written_here(sums.elems);
 #pragma unroll
-    for (int e = 0; e < recent.num_elems; ++e) o[i * (part / 2) + e] += recent[e];
+    for (int e = 0; e < sums.num_elems; ++e) o[i * (part / 2) + e] += sums[e];
   }
   FMHA_DEVICE void flush() {
     add_recent(0);
@@ -184,20 +192,32 @@ struct Consumer {
   }
   // `last`: of the tile.
   FMHA_DEVICE void finish_scores(bool last) {
-    ptx::wgmma_wait_group<1>();
+    ptx::wgmma_wait_group<tile.output_first ? 0 : 1>();
     release_k();
     if constexpr (release_q_early) release_q(last);
   }
   // A block's S, and O += P V of the block before. O is rescaled here, and not with the softmax before, so that the
-  // multiplications run under the product of S.
+  // multiplications run under the product of S. `passes_turn`: else the softmax does, once it has the maxima.
   template <class Sums>
-  FMHA_DEVICE void overlap_products(Sums& scores, bool rescales, bool last, const Work& work, int32_t block) {
-    start_scores(scores);
-    if (rescales) rescale();
-    start_output();
-    signal_ping_pong();
+  FMHA_DEVICE void overlap_products(Sums& scores, bool rescales, bool last, const Work& work, int32_t block, bool passes_turn = true) {
+    if constexpr (tile.output_first) {
+      wait_ping_pong();
+      if (rescales) rescale();
+      start_output();
+      finish_output();
+      start_scores(scores);
+    } else {
+      start_scores(scores);
+      if (rescales) rescale();
+      start_output();
+    }
+    if (passes_turn) signal_ping_pong();
     fetch_bias(work, block);
     finish_scores(last);
+  }
+  // Of the products that were started together.
+  FMHA_DEVICE void finish_overlapped_output() {
+    if constexpr (!tile.output_first) finish_output();
   }
   FMHA_DEVICE void finish_output() {
     ptx::wgmma_wait_group<0>();
@@ -310,11 +330,13 @@ struct Consumer {
 
   // S to P of block `block` of a tile.
   template <int n>
-  FMHA_DEVICE void exponentiate(Scores<n>& s, const Work& work, int32_t block, bool edge) {
+  FMHA_DEVICE void exponentiate(Scores<n>& s, const Work& work, int32_t block, bool edge, bool passes_turn = false) {
     take_sign(s);
     modifiers().apply(s, bias, work, rows.row, block);
     if (edge) mask(s, work, block);
-    softmax.step(s, scale_log2, never());
+    softmax.step(s, scale_log2, never(), [&] {
+      if (passes_turn) signal_ping_pong();
+    });
     if constexpr (spec.dropout) drop_some(s, work, block);
   }
   template <int n>
@@ -340,8 +362,8 @@ struct Consumer {
         if constexpr (tile.flush_every > 1) {
           if (unflushed > 0) {
 #pragma unroll
-            for (int e = 0; e < recent.num_elems; ++e) {
-              if (recent.row(e) == r) recent[e] *= softmax.correction[r];
+            for (int e = 0; e < recent[0].num_elems; ++e) {
+              if (recent[0].row(e) == r) recent[0][e] *= softmax.correction[r];
             }
           }
         }
@@ -373,6 +395,7 @@ struct Consumer {
   template <int n>
   FMHA_DEVICE void first_scores(const Work& w) {
     ScoreSums<n> sums;
+    if constexpr (tile.output_first) wait_ping_pong();
     start_scores(sums);
     signal_ping_pong();
     fetch_bias(w, block_at(w, first_of(w)));
@@ -388,10 +411,10 @@ struct Consumer {
   // One block, with the row-max reduction. `edge` and `last` are uniform over the warpgroup.
   FMHA_DEVICE void step(int32_t block, bool edge, bool last) {
     ScoreSums<tile.block_n> sums;
-    overlap_products(sums, true, last, work(), block);
+    overlap_products(sums, true, last, work(), block, !tile.turn_after_max);
     auto&& s = mma::in_f32(sums);
-    exponentiate(s, work(), block, edge);
-    finish_output();
+    exponentiate(s, work(), block, edge, tile.turn_after_max);
+    finish_overlapped_output();
     take_probs(s);
   }
 
@@ -423,7 +446,7 @@ struct Consumer {
     if (overflows) {
       recompute_scores<spec, tile>(p, work(), rows.row, block, s);
       modifiers().apply(s, bias, work(), rows.row, block);
-      softmax.step(s, scale_log2, never());
+      softmax.step(s, scale_log2, never(), [] {});
       sums[0] = sums[1] = 0.f;
     } else {
       softmax.rescale_to_row_max(s, scale_log2, sums);
@@ -513,7 +536,7 @@ struct Consumer {
     softmax.reset();
     if constexpr (!Modifiers::prefetches) rows = rows_of(next);
     exponentiate_first(s, next);
-    finish_output();
+    finish_overlapped_output();
     take_probs(s);
     skip_v(first_of(next));
   }

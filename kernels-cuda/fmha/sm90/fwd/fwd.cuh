@@ -48,6 +48,8 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
   static_assert(tile.flush_every == 0 || is_fp8(spec.dtype_v), "sm90: 16-bit products are summed in f32");
   static_assert(tile.output_columns == 0 || (tile.flush_every == 1 && padded_dim(spec.head_dim_v) % tile.output_columns == 0),
                 "sm90: parts of O are flushed with every block");
+  static_assert(!tile.output_first || (tile.flush_every == 1 && !tile.skip_row_max),
+                "sm90: before the next S begins O is summed and flushed, and its maximum corrects O");
   static_assert(!spec.write_keep_mask, "sm90: it does not write the keep mask");
   static_assert(spec.v_layout == VLayout::RowMajor || tile.copy_bytes == 0, "sm90: only TMA loads a column-major V");
   static_assert(!(tile.f16_scores || tile.f16_output) || spec.dtype_qk == DType::F16, "sm90: f16 sums of f16 products");
