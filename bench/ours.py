@@ -9,6 +9,8 @@ The shared library is $FMHA_LIB (`cargo build --release -p fmha-c`: target/relea
 The words of tile and kernel are those of the call that is timed: of backward, in its tables.
 """
 
+from __future__ import annotations
+
 import ctypes
 import functools
 import os
@@ -19,7 +21,10 @@ from ctypes import (
 
 import torch
 
-from peers import Unsupported, Workload, cu_seqlens, to_pages
+try:
+    from peers import Unsupported, Workload, cu_seqlens, to_pages
+except ImportError:  # outside the kit: its structs serve train.py
+    Unsupported = RuntimeError
 
 DTYPE = {torch.float16: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3, torch.float32: 6}
 

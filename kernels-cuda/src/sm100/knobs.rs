@@ -101,7 +101,7 @@ mod tests {
             (128, &[("cluster", "3")], &["cluster", "3"]),
             (128, &[("cluster", "2"), ("copy_bytes", "8")], &["cluster=2", "copy_bytes=8"]),
             (128, &[("cluster", "2"), ("split_keys", "256")], &["cluster=2", "split_keys=256"]),
-            (256, &[("block_m", "256")], &["block_m", "256", "640 columns"]),
+            (256, &[("block_m", "256")], &["block_m", "256", "768 columns"]),
             (128, &[("blok_n", "1")], &["blok_n", "block_n"]),
         ] {
             let text = refusal(head_dim, words);
