@@ -9,6 +9,8 @@ The shared library is $FMHA_LIB (`cargo build --release -p fmha-c`: target/relea
 The words of tile and kernel are those of the call that is timed: of backward, in its tables.
 """
 
+from __future__ import annotations
+
 import ctypes
 import functools
 import os
@@ -19,7 +21,10 @@ from ctypes import (
 
 import torch
 
-from peers import Unsupported, Workload, cu_seqlens, to_pages
+try:
+    from peers import Unsupported, Workload, cu_seqlens, to_pages
+except ImportError:  # outside the kit: its structs serve train.py
+    Unsupported = RuntimeError
 
 DTYPE = {torch.float16: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3, torch.float32: 6}
 
@@ -40,6 +45,17 @@ class FmhaGradients(Structure):
     ]
 
 
+class FmhaCache(Structure):
+    _fields_ = [
+        ("struct_bytes", c_uint64),
+        *((n, c_int64) for n in ("seqlen_new", "total_new", "max_pos")),
+        *((n, FmhaTensor) for n in ("k_new", "v_new")),
+        *((n, c_void_p) for n in ("cu_seqlens_new", "rotary_cos", "rotary_sin", "tree_mask")),
+        *((n, c_int32) for n in ("rotary_dim", "rotary_interleaved", "dtype_rotary", "dtype_cache")),
+        *((n, c_int32) for n in ("v_in_k", "reserved")),
+    ]
+
+
 class FmhaCall(Structure):
     _fields_ = [
         ("struct_bytes", c_uint64),
@@ -54,6 +70,7 @@ class FmhaCall(Structure):
         *((n, POINTER(c_float)) for n in ("softmax_scale", "softcap")),
         ("stream", c_void_p),
         ("gradients", POINTER(FmhaGradients)),
+        ("cache", POINTER(FmhaCache)),
         *((n, c_uint64) for n in ("dropout_seed", "dropout_offset")),
         ("p_drop", c_float),
         *((n, c_int32) for n in ("dtype_qk", "dtype_v", "dtype_o", "dtype_bias")),

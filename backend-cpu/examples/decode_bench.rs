@@ -1,8 +1,9 @@
 //! Times decode of the CPU backend beside the machine's own read bandwidth, in turns: a query a sequence over a long
 //! cache, whose K and V are to be read once.
 //!
-//! `decode_bench SEQLEN_K BATCH HEADS_Q HEADS_KV HEAD_DIM f32|f16|bf16 PAGE_SIZE(0: strided) TURNS`;
-//! `FMHA_NUM_THREADS` and `FMHA_CPU_ISA` apply to both. Prints the best of each over the turns, and their ratio; by the
+//! `decode_bench SEQLEN_K BATCH HEADS_Q HEADS_KV HEAD_DIM TYPE PAGE_SIZE(0: strided) TURNS`, where TYPE is f32, f16 or
+//! bf16, or two types: `bf16/fp8` is queries of bf16 over a cache of FP8. `FMHA_NUM_THREADS` and `FMHA_CPU_ISA` apply to
+//! both. Tensors begin on a cache line, as PyTorch's do. Prints the best of each over the turns, and their ratio; by the
 //! clock, and with one thread by processor time too, which other programs do not lengthen.
 
 use std::time::Instant;
@@ -12,6 +13,11 @@ use fmha_core::{
     QLayout, Stream,
 };
 use fmha_cpu::CpuBackend;
+
+/// A line of the cache.
+#[derive(Clone, Copy, bytemuck::Zeroable, bytemuck::Pod)]
+#[repr(C, align(64))]
+struct Line([u64; 8]);
 
 /// Processor time of this thread.
 fn thread_seconds() -> f64 {
@@ -29,11 +35,11 @@ fn timed(work: impl FnOnce()) -> (f64, f64) {
 }
 
 /// Reads all of it once, each thread a part.
-fn read(memory: &[u64], threads: usize) -> u64 {
-    let part = |part: &[u64]| {
+fn read(memory: &[Line], threads: usize) -> u64 {
+    let part = |part: &[Line]| {
         let mut sums = [0u64; 8];
-        for chunk in part.chunks_exact(8) {
-            for (sum, &x) in sums.iter_mut().zip(chunk) {
+        for line in part {
+            for (sum, &x) in sums.iter_mut().zip(&line.0) {
                 *sum = sum.wrapping_add(x);
             }
         }
@@ -56,7 +62,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let number = |i: usize, default: u32| args.get(i).map_or(Ok(default), |text| text.parse::<u32>());
     let (seqlen_k, batch) = (number(0, 32768)?, number(1, 1)?);
     let (num_heads_q, num_heads_kv, head_dim) = (number(2, 8)?, number(3, 8)?, number(4, 128)?);
-    let dtype: DType = args.get(5).map_or("bf16", String::as_str).parse()?;
+    let types = args.get(5).map_or("bf16", String::as_str);
+    let (dtype, dtype_cache) = types.split_once('/').unwrap_or((types, types));
+    let (dtype, dtype_cache): (DType, DType) = (dtype.parse()?, dtype_cache.parse()?);
     let (page_size, turns) = (number(6, 0)?, number(7, 20)?);
     let dims = Dims {
         batch,
@@ -68,30 +76,35 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         head_dim_v: head_dim,
     };
     let layout = if page_size == 0 { KvLayout::Strided } else { KvLayout::Paged { page_size } };
-    let problem = FwdProblem::new(QLayout::Batch, layout, dtype, dims);
+    let mut problem = FwdProblem::new(QLayout::Batch, layout, dtype, dims);
+    if dtype_cache != dtype {
+        problem.dtype_cache = Some(dtype_cache);
+    }
     let pages = if page_size == 0 { 0 } else { seqlen_k.div_ceil(page_size) };
     let rows = if page_size == 0 { batch * seqlen_k } else { batch * pages * page_size };
-    let size = dtype.size_bytes() as usize;
-    let cache_bytes = rows as usize * num_heads_kv as usize * head_dim as usize * size;
+    let elems = rows as usize * num_heads_kv as usize * head_dim as usize;
+    let cache_bytes = elems * dtype_cache.size_bytes() as usize;
     let mut state = 1u32;
-    let mut random = |bytes: usize| {
-        let mut data = vec![0u64; bytes.div_ceil(8)];
-        for element in bytemuck::cast_slice_mut::<u64, u8>(&mut data)[..bytes].chunks_exact_mut(size) {
+    let mut random = |dtype: DType, elems: usize| {
+        let size = dtype.size_bytes() as usize;
+        let mut data = vec![Line([0; 8]); (elems * size).div_ceil(64)];
+        for element in bytemuck::cast_slice_mut::<Line, u8>(&mut data)[..elems * size].chunks_exact_mut(size)
+        {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             dtype.write(f64::from(state >> 8) / f64::from(1 << 23) - 1.0, element);
         }
         data
     };
-    let q = random(problem.shape_q().num_elems() as usize * size);
-    let (k, v) = (random(cache_bytes), random(cache_bytes));
-    let mut o = vec![0u64; q.len()];
+    let q = random(dtype, problem.shape_q().num_elems() as usize);
+    let (k, v) = (random(dtype_cache, elems), random(dtype_cache, elems));
+    let mut o = q.clone();
     // Neighbouring pages far apart, as a server's are after a while.
     let table: Vec<i32> =
         (0..batch * pages).map(|at| (u64::from(at) * 7919 % u64::from(batch * pages)) as i32).collect();
 
     let backend = CpuBackend::new()?;
     let plan = backend.plan_fwd(&problem.validate()?, &PlanOptions::default())?;
-    println!("{}, {dtype}, page_size {page_size}", backend.name());
+    println!("{}, {types}, page_size {page_size}", backend.name());
     let mut best = [[f64::INFINITY; 2]; 2];
     for _ in 0..turns {
         let mut error = None;

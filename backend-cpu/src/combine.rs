@@ -2,8 +2,7 @@
 
 use fmha_core::{CombineArgs, CombineProblem};
 
-use crate::forward::Bytes;
-use crate::memory::{Floats, reserve};
+use crate::memory::{Bytes, Floats, reserve};
 use crate::simd::Simd;
 use crate::tasks::Threads;
 use crate::tensor::{Source, Target, f32_at};

@@ -3,7 +3,7 @@
 use std::alloc::{Layout, alloc, dealloc};
 use std::sync::Mutex;
 
-use fmha_core::{DevBuffer, DeviceMemory, Error, MemorySpace, ProblemError, Result, Stream};
+use fmha_core::{DevBuffer, DevSliceMut, DeviceMemory, Error, MemorySpace, ProblemError, Result, Stream};
 
 /// The processor's own memory.
 #[derive(Debug)]
@@ -129,6 +129,45 @@ impl Drop for Floats {
         {
             all.push(std::mem::take(&mut self.0));
         }
+    }
+}
+
+/// An output of plain numbers, each written by one thread.
+#[derive(Clone, Copy)]
+pub(crate) struct Bytes(*mut u8);
+
+// SAFETY: tasks write disjoint elements.
+unsafe impl Send for Bytes {}
+// SAFETY: as above.
+unsafe impl Sync for Bytes {}
+
+impl Bytes {
+    pub(crate) fn new(slice: &DevSliceMut<'_>) -> Self {
+        Self(slice.as_mut_ptr())
+    }
+
+    /// Scratch that threads share.
+    pub(crate) fn of(floats: &mut Floats) -> Self {
+        Self(floats.as_mut_ptr().cast())
+    }
+
+    /// Those from f32 `index` on.
+    pub(crate) fn f32_from(self, index: usize) -> *mut f32 {
+        self.0.cast::<f32>().wrapping_add(index)
+    }
+
+    /// # Safety
+    /// f32 `index` is inside, and no other thread writes it.
+    pub(crate) unsafe fn write_f32(self, index: usize, value: f32) {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.cast::<f32>().add(index).write_unaligned(value) }
+    }
+
+    /// # Safety
+    /// Byte `index` is inside, and no other thread writes it.
+    pub(crate) unsafe fn write_u8(self, index: usize, value: u8) {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.add(index).write(value) }
     }
 }
 

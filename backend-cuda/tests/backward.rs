@@ -256,10 +256,11 @@ fn with(tile: &str) -> PlanOptions {
     PlanOptions { kernel: Some("sm90".to_owned()), tile, ..PlanOptions::default() }
 }
 
-const TILES: [&str; 3] = [
+const TILES: [&str; 4] = [
     "early_scores=0,early_dv=0,persistent=0",
-    "early_scores=1,stages_q=3",
-    "early_scores=1,early_dv=1,persistent=1",
+    "late_dq=0,early_scores=1,stages_q=3",
+    "late_dq=0,early_scores=1,early_dv=1,persistent=1",
+    "early_scores=0,late_dq=1,edges_apart=1",
 ];
 
 #[test]
@@ -282,7 +283,7 @@ fn every_order_of_products_keeps_the_rule_under_every_kind_of_mask() {
         for deterministic in [false, true] {
             // The orders are those of head dimensions up to 128.
             let tile =
-                if dims == split { "stages_ds=1" } else { TILES[(n + usize::from(deterministic)) % 3] };
+                if dims == split { "stages_ds=1" } else { TILES[(n + usize::from(deterministic)) % 4] };
             let host = Host::new(problem(mask, dims), Packed::default(), |_| ());
             let what = format!("mask {mask}, deterministic {deterministic}, {tile}");
             let options = PlanOptions { deterministic, ..with(tile) };

@@ -10,7 +10,8 @@ use fmha_conformance::case::{Body, Case, Forward, Plant};
 use fmha_conformance::run::{Options, Outcome};
 use fmha_conformance::tensors::{Data, Lengths};
 use fmha_core::{
-    DType, DevBuffer, Dims, FmhaBackend, FwdArgs, FwdProblem, MaskSpec, PlanOptions, Stream, Totals,
+    DType, DevBuffer, Dims, FmhaBackend, FwdArgs, FwdProblem, MaskSpec, PlanOptions, Stream, Strides, Totals,
+    VLayout,
 };
 use fmha_cuda::CudaBackend;
 use half::bf16;
@@ -52,11 +53,15 @@ fn passes(name: &str, problem: FwdProblem) {
 }
 
 fn passes_with(name: &str, problem: FwdProblem, lengths: Lengths, plant: Plant) {
+    passes_by(name, sm100(), problem, lengths, plant);
+}
+
+fn passes_by(name: &str, plan: PlanOptions, problem: FwdProblem, lengths: Lengths, plant: Plant) {
     let Some(backend) = device() else { return };
     let data = Data { seed: u64::from(problem.dims.seqlen_q), ..Data::default() };
     let forward = Forward { problem, lengths, data, plant };
     let case = Case { name: name.to_owned(), body: Body::Forward(Box::new(forward)) };
-    let options = Options { plan: sm100(), ..Options::default() };
+    let options = Options { plan, ..Options::default() };
     let (outcome, text) = case.run(backend, &options);
     assert!(matches!(outcome, Outcome::Passed), "{name}: {text}");
 }
@@ -252,4 +257,116 @@ fn one_token_has_the_bits_of_the_last_of_many() {
     assert_eq!(of_one, of_many[of_many.len() - row..]);
     let last = |head: usize| lse_many[(head + 1) * tokens as usize - 1];
     assert_eq!(lse_one, (0..heads as usize).map(last).collect::<Vec<_>>());
+}
+
+fn wide(dtype: DType, dims: [u32; 2], seqlens: [u32; 2], mask: &str) -> FwdProblem {
+    let [seqlen_q, seqlen_k] = seqlens;
+    let [head_dim_qk, head_dim_v] = dims;
+    let dims = Dims { head_dim_qk, head_dim_v, ..problem(seqlen_q, seqlen_k, 2, 1, MaskSpec::NONE).dims };
+    FwdProblem {
+        mask: mask.parse().unwrap(),
+        write_lse: true,
+        dtype_o: DType::Bf16,
+        ..FwdProblem::batch(dtype, dims)
+    }
+}
+
+/// The kernel with fields of its tile.
+fn with_tile(words: &[(&str, &str)]) -> PlanOptions {
+    let tile = words.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
+    PlanOptions { tile, ..sm100() }
+}
+
+/// Two CTAs compute as one: rows that end in the first CTA's, in the second's, beyond one pair; blocks that one of them
+/// does not see; both layouts of V, padding that may hold NaN, 8 bits.
+#[test]
+fn pairs_of_ctas_compute_as_one() {
+    let Some(backend) = device() else { return };
+    // Of themselves without a mask, or where there are many keys.
+    for (mask, keys, pairs) in
+        [("0", 300, true), ("b", 300, false), ("b", 8192, true), ("b:100,0", 8192, false)]
+    {
+        let problem = wide(DType::Bf16, [256, 256], [300, keys], mask).validate().unwrap();
+        let plan = backend.plan_fwd(&problem, &sm100()).unwrap().to_string();
+        assert_eq!(plan.contains("pairs of CTAs"), pairs, "{mask}, {keys} keys: {plan}");
+    }
+    let passes = |name: &str, problem, lengths, plant| {
+        passes_by(name, with_tile(&[("cluster", "2"), ("block_n", "128")]), problem, lengths, plant);
+    };
+    let plain = |name: &str, problem| passes(name, problem, Lengths::default(), Plant::Nothing);
+    for (seqlens, mask) in
+        [([129, 140], "0"), ([300, 500], "t"), ([257, 70], "b"), ([400, 650], "b:130,0"), ([200, 0], "0")]
+    {
+        plain(&format!("{seqlens:?} {mask}"), wide(DType::Bf16, [256, 256], seqlens, mask));
+    }
+    plain("unlike dimensions", wide(DType::F16, [200, 248], [280, 200], "b:100,50,3"));
+    plain("8 bits", wide(DType::E4m3Fn, [256, 256], [200, 300], "b"));
+    let mut columns = wide(DType::Bf16, [256, 224], [200, 264], "b");
+    columns.v_layout = VLayout::ColMajor;
+    columns.v = Strides::bhds(columns.shape_v());
+    plain("column-major V", columns);
+    let sequences = [(300, 200), (0, 30), (140, 333)];
+    let dims = Dims { batch: 3, ..wide(DType::Bf16, [256, 256], [300, 333], "b").dims };
+    let packed =
+        FwdProblem { mask: MaskSpec::CAUSAL, write_lse: true, ..FwdProblem::group(DType::Bf16, dims) };
+    passes("packed", packed, Lengths::packed(&sequences), Plant::HiddenKeys);
+}
+
+/// The same bits from pairs as from single CTAs with as many keys a block.
+#[test]
+fn a_pair_of_ctas_gives_the_bits_of_single_ones() {
+    let Some(backend) = device() else { return };
+    let (tokens, keys, heads, dim) = (390_u32, 450_u32, 2, 128);
+    let row = u64::from(heads * dim);
+    let q = filled(u64::from(tokens) * row, 1);
+    let [k, v] = [2, 3].map(|salt| filled(u64::from(keys) * row, salt));
+    for mask in ["0", "b", "b:100,0"] {
+        let of =
+            FwdProblem { mask: mask.parse().unwrap(), ..problem(tokens, keys, heads, heads, MaskSpec::NONE) };
+        let single = attend(backend, of.clone(), &with_tile(&[("cluster", "1")]), [&q, &k, &v]);
+        let pair = attend(backend, of, &with_tile(&[("cluster", "2")]), [&q, &k, &v]);
+        assert!(single == pair, "{mask}");
+    }
+}
+
+/// Strides that TMA does not take: 8 bits, both layouts of V, packed sequences whose keys begin anywhere.
+#[test]
+fn strides_that_tma_does_not_take_are_copied() {
+    for (dtype, dtype_v) in
+        [(DType::E4m3Fn, DType::E4m3Fn), (DType::E5m2, DType::Bf16), (DType::Bf16, DType::Bf16)]
+    {
+        for gap in [1, 4, 8] {
+            let mut odd = wide(dtype, [72, 100], [140, 150], "b");
+            odd.dtype_v = dtype_v;
+            odd.k.seq += gap;
+            odd.v.seq += gap;
+            passes(&format!("{dtype}, {dtype_v}, rows {gap} apart"), odd.clone());
+            odd.v_layout = VLayout::ColMajor;
+            odd.v = Strides::bhds(odd.shape_v());
+            odd.v.dim += gap;
+            passes(&format!("{dtype}, {dtype_v}, columns {gap} apart"), odd);
+        }
+        let dims = Dims { batch: 2, ..wide(dtype, [64, 64], [130, 201], "b").dims };
+        let mut packed =
+            FwdProblem { mask: MaskSpec::CAUSAL, dtype_o: DType::F16, ..FwdProblem::group(dtype, dims) };
+        packed.dtype_v = dtype_v;
+        packed.v_layout = VLayout::ColMajor;
+        (packed.v.dim, packed.v.head, packed.v.seq) = (335, 335 * 64, 1);
+        passes_with("packed columns", packed, Lengths::packed(&[(130, 133), (40, 201)]), Plant::HiddenKeys);
+    }
+}
+
+/// Packed queries too: parts are laid out by the maximal lengths, whatever the sequences have.
+#[test]
+fn packed_short_queries_are_read_in_parts() {
+    let Some(backend) = device() else { return };
+    let sequences = [(3, 1100), (0, 700), (1, 0), (2, 255), (3, 513)];
+    let dims = Dims { batch: 5, ..problem(3, 1100, 4, 1, MaskSpec::NONE).dims };
+    for plant in [Plant::Nothing, Plant::HiddenKeys] {
+        let packed =
+            FwdProblem { mask: MaskSpec::CAUSAL, write_lse: true, ..FwdProblem::group(DType::Bf16, dims) };
+        let plan = backend.plan_fwd(&packed.clone().validate().unwrap(), &sm100()).unwrap();
+        assert_eq!(plan.steps().len(), 2);
+        passes_with("packed", packed, Lengths::packed(&sequences), plant);
+    }
 }

@@ -83,6 +83,44 @@ typedef struct FmhaGradients {
   int32_t dtype_dbias;
 } FmhaGradients;
 
+// What a call does with a KV cache besides reading it. Set everything to 0 first, then what is wanted.
+typedef struct FmhaCache {
+  // sizeof(FmhaCache).
+  uint64_t struct_bytes;
+  // New rows of a sequence, written to K and V at rows seqused_k[b] .. before attention sees them; packed: of
+  // the longest; 0: none.
+  int64_t seqlen_new;
+  // Packed: new rows of all sequences together; else 0. May change from run to run.
+  int64_t total_new;
+  // Rows of rotary_cos and rotary_sin; 0: nothing turns.
+  int64_t max_pos;
+  // New keys [batch, seqlen_new, num_heads_kv, head_dim_qk]; packed [total_new, num_heads_kv, head_dim_qk].
+  struct FmhaTensor k_new;
+  // New values [batch, seqlen_new, num_heads_kv, head_dim_v], or packed; data null with v_in_k.
+  struct FmhaTensor v_new;
+  // i32 [batch + 1], first row of each sequence of k_new and v_new, which are packed then; null: they are not.
+  const int32_t *cu_seqlens_new;
+  // Cosines [max_pos, rotary_dim / 2]; null: nothing turns.
+  const void *rotary_cos;
+  // Sines, likewise.
+  const void *rotary_sin;
+  // u32 [batch, seqlen_q, ceil(seqlen_q / 32)], packed [total_q, ceil(seqlen_q / 32)]: bit n % 32 of word n / 32
+  // shows a query the n-th of the last seqlen_q keys, in place of the mask "b"; null: none.
+  const uint32_t *tree_mask;
+  // Leading elements of Q's and k_new's rows that turn: even, at most head_dim_qk; 0: none.
+  int32_t rotary_dim;
+  // 1: elements 2i and 2i + 1 turn together; 0: i and i + rotary_dim / 2.
+  int32_t rotary_interleaved;
+  // Of rotary_cos and rotary_sin: FMHA_F32, or dtype_qk; 0 where there are none.
+  int32_t dtype_rotary;
+  // FP8 type that K and V are stored in beside a 16-bit Q: FMHA_E4M3FN, ...; 0: their own.
+  int32_t dtype_cache;
+  // 1: V is the first head_dim_v elements of K's rows, and v.data is not used; else 0.
+  int32_t v_in_k;
+  // 0.
+  int32_t reserved;
+} FmhaCache;
+
 // One call. Set everything to 0 first, then what is wanted: a null pointer is an option that is off.
 // Pointers are to memory of the plan's backend, unless they are said to be host memory.
 typedef struct FmhaCall {
@@ -164,6 +202,8 @@ typedef struct FmhaCall {
   void *stream;
   // Host memory: null: forward; else backward.
   const struct FmhaGradients *gradients;
+  // Host memory: null: the cache is read, and nothing else happens to it.
+  const struct FmhaCache *cache;
   // Key of the dropout generator. May change from run to run.
   uint64_t dropout_seed;
   // Last word of its counter. May change from run to run.

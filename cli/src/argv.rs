@@ -10,6 +10,9 @@ use crate::failure::Failure;
 const VALUES: &[&str] = &[
     "mode",
     "h_k",
+    "s_knew",
+    "rotary_dim",
+    "page_block_size",
     "s_k",
     "s_qpad",
     "s_kpad",
@@ -38,6 +41,7 @@ const SWITCHES: &[&str] = &[
     "lse",
     "iperm",
     "operm",
+    "rotary_interleaved",
     "kname",
     "json",
     "dbias",
@@ -52,13 +56,9 @@ const SWITCHES: &[&str] = &[
 
 /// Composable Kernel's options that we do not have, and the default at which they change nothing.
 const ABSENT: &[(&str, &str)] = &[
-    ("s_knew", "0"),
     ("drop_prefs", "0"),
     ("timer", "gpu"),
-    ("rotary_dim", "0"),
-    ("rotary_interleaved", "1"),
     ("num_splits", "1"),
-    ("page_block_size", "0"),
     ("cache_batch_idx", "0"),
     ("pack_gqa", "1"),
 ];

@@ -1,4 +1,4 @@
-//! `fmha bundle`: the forward table of some architectures, compiled into one file.
+//! `fmha bundle`: the table of some architectures, compiled into one file.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use clap::Args;
 use fmha::core::cache::{Bundle, CompiledKernel, KernelJob, Precompile, SourceKey, forward_table};
-use fmha::{AnyProblem, Error, FmhaBackend, PlanOptions};
+use fmha::{AnyProblem, BwdProblem, Error, FmhaBackend, FwdProblem, PlanOptions};
 use rayon::prelude::*;
 
 use crate::Verdict;
@@ -23,6 +23,7 @@ Examples:
   fmha bundle --arch sm_90a --out kernels.fmha         every kernel of the table
   fmha bundle --arch sm_90a,gfx942 --out kernels.fmha  for two architectures
   fmha bundle --arch sm_90a --filter bf16/d128x128/causal --out kernels.fmha
+  fmha bundle --arch sm_90a --backward --filter bf16/d128x128 --out kernels.fmha
   FMHA_BUNDLE=kernels.fmha fmha run ...                needs no compiler
 
 No device is needed, only the vendor's compiler. The table is plain attention (no bias, soft-cap or
@@ -40,6 +41,10 @@ pub(super) struct BundleArgs {
     /// Only problems with these parts in their names: bf16/d128x128/causal/batch/lse/q2048k2048/gqa4
     #[arg(long, value_name = "TEXT", default_value = "")]
     filter: String,
+
+    /// The backward of those problems that have LSE too, deterministic and not
+    #[arg(long)]
+    backward: bool,
 
     /// Keep the compiler's assembly too: an emulated NVIDIA device runs that
     #[arg(long)]
@@ -96,9 +101,9 @@ impl BundleArgs {
         let (mut problems, mut kernels, mut refused) = (0, 0, 0);
         // Most problems share their kernel, and a key is a hash of all headers: texts are compared first.
         let mut seen = std::collections::BTreeSet::new();
-        for entry in forward_table()?.iter().filter(|entry| self.wants(&entry.name)) {
+        let mut add = |problem: AnyProblem<'_>, options: &PlanOptions| {
             problems += 1;
-            match compiler.jobs(AnyProblem::Forward(&entry.problem), &PlanOptions::default()) {
+            match compiler.jobs(problem, options) {
                 Ok(jobs) => {
                     for job in jobs.into_iter().filter(|job| seen.insert(job.source.entry.clone())) {
                         kernels += 1;
@@ -106,7 +111,18 @@ impl BundleArgs {
                     }
                 }
                 Err(Error::Unsupported { .. }) => refused += 1,
-                Err(other) => return Err(other.into()),
+                Err(other) => return Err(other),
+            }
+            Ok(())
+        };
+        for entry in forward_table()?.iter().filter(|entry| self.wants(&entry.name)) {
+            add(AnyProblem::Forward(&entry.problem), &PlanOptions::default())?;
+            if self.backward && entry.problem.write_lse {
+                let problem = BwdProblem::new(FwdProblem::clone(&entry.problem)).validate()?;
+                for deterministic in [false, true] {
+                    let options = PlanOptions { deterministic, ..PlanOptions::default() };
+                    add(AnyProblem::Backward(&problem), &options)?;
+                }
             }
         }
         writeln!(out, "{name}: {problems} problems, {kernels} kernels, {refused} problems refused")?;

@@ -197,6 +197,8 @@ impl Setup {
             cu_seqlens_k: list(&self.cu_seqlens_k),
             seqused_q: list(&self.seqused_q),
             seqused_k: list(&self.seqused_k),
+            block_table: self.cache.block_table.clone(),
+            tree_mask: self.cache.tree_mask.clone(),
             ..Lengths::default()
         }
     }
@@ -236,8 +238,8 @@ fn there_is_room(
     let mut bytes = u128::from(workspace.bytes);
     for (strides, shape, dtype) in [
         (valid.q, extents.q, valid.dtype_qk),
-        (valid.k, extents.k, valid.dtype_qk),
-        (valid.v, extents.v, valid.dtype_v),
+        (valid.k, extents.k, valid.stored_k()),
+        (valid.v, extents.v, valid.stored_v()),
         (valid.o, extents.o, valid.dtype_o),
     ] {
         bytes += u128::from(ValidFwd::extent_bytes(strides, shape, dtype)) * u128::from(copies);

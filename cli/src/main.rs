@@ -6,6 +6,7 @@ mod abort;
 mod argv;
 mod bench;
 mod bundle;
+mod cache;
 mod check;
 mod conformance;
 mod data;

@@ -3,6 +3,7 @@
 use clap::Args;
 use fmha::{Accuracy, Backend, DType, MaskSpec, PlanOptions};
 
+use crate::cache::CacheOptions;
 use crate::failure::Failure;
 
 /// What to compute.
@@ -138,6 +139,9 @@ pub(super) struct ProblemArgs {
     /// The same bits every run, or a refusal (forward always keeps it)
     #[arg(long)]
     pub(super) deterministic: bool,
+
+    #[command(flatten)]
+    pub(super) cache: CacheOptions,
 }
 
 /// Where, and by which kernel.
@@ -320,7 +324,7 @@ fn mode(text: &str) -> Result<Mode, String> {
     }
 }
 
-fn dtype(text: &str) -> Result<DType, String> {
+pub(super) fn dtype(text: &str) -> Result<DType, String> {
     text.parse().map_err(|error| named("dtype", &error))
 }
 

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use fmha::core::work::Work;
-use fmha::{Bias, BiasBroadcast, QLayout, Roofline, Totals, VLayout};
+use fmha::{Bias, BiasBroadcast, KvLayout, QLayout, Roofline, Totals, VLayout};
 
 use crate::failure::Failure;
 use crate::setup::Setup;
@@ -57,7 +57,21 @@ pub(super) fn describe(setup: &Setup) -> String {
             BiasBroadcast::BatchHead => ", bias b*h",
         }),
     }
+    if let KvLayout::Paged { page_size } = fwd.kv_layout {
+        let _ = write!(text, ", pages of {page_size}");
+    }
+    if let Some(append) = &fwd.append {
+        let _ = write!(text, ", {} new rows", append.seqlen_new);
+    }
+    if let Some(rotary) = &fwd.rotary {
+        let _ = write!(text, ", rotary {}", rotary.dim);
+    }
+    if let Some(cache) = fwd.dtype_cache {
+        let _ = write!(text, ", {cache} cache");
+    }
     for (on, word) in [
+        (fwd.v_in_k, "V in K"),
+        (fwd.tree_mask, "tree"),
         (fwd.seqused_q || fwd.seqused_k, "padded"),
         (fwd.sink, "sinks"),
         (fwd.v_layout == VLayout::ColMajor, "V column-major"),

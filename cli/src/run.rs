@@ -26,6 +26,8 @@ Examples:
       causal attention in f16 on made-up data, on the best device; checked against f64
   fmha run -h 32 --heads-kv 8 -s 1 --seqlen-k 32768 --prec bf16
       decoding: one query against a long cache, four query heads to a kv head
+  fmha run -h 8 -s 1 --seqlen-k 4096 --page-size 16 --append 1 --rotary 64
+      a paged cache that gets the new token's key and value, rotated to its position
   fmha run --mode 1 -s 1024,300,77 --mask b:128,0 --lse
       three packed sequences, a window of 128 keys before the diagonal, LSE too
   fmha run --backward --bias e:2 --dbias --deterministic

@@ -2,10 +2,12 @@
 
 use fmha::core::seq::{SeqSpan, spans};
 use fmha::{
-    Bias, BiasBroadcast, BiasGrad, BwdProblem, DType, DevSlice, Dims, DropoutSeed, ElementwiseBias, Extents,
-    FwdProblem, PlanOptions, ProblemError, SeqArgs, Shape, Strides, Totals, VLayout,
+    Bias, BiasBroadcast, BiasGrad, BlockTable, BwdProblem, DType, DevSlice, Dims, DropoutSeed,
+    ElementwiseBias, Extents, FwdProblem, PlanOptions, ProblemError, QLayout, SeqArgs, Shape, Strides,
+    Totals, VLayout,
 };
 
+use crate::cache::CachePlaces;
 use crate::failure::Failure;
 use crate::memory::room_for;
 use crate::options::{BiasChoice, Lengths, Mode, OrSame, ProblemArgs};
@@ -26,6 +28,7 @@ pub(super) struct Setup {
     pub(super) operm: bool,
     /// The same bits every run.
     pub(super) deterministic: bool,
+    pub(super) cache: CachePlaces,
 }
 
 /// Tensors that the user brings: their types and logical shapes.
@@ -59,7 +62,12 @@ impl Setup {
     pub(super) fn totals(&self) -> Totals {
         // The offsets were made here: the last is the sum of the lengths.
         let total = |offsets: &Option<Vec<i32>>| Some(offsets.as_ref()?.last()?.unsigned_abs());
-        Totals { total_q: total(&self.cu_seqlens_q), total_k: total(&self.cu_seqlens_k), ..Totals::NONE }
+        Totals {
+            total_q: total(&self.cu_seqlens_q),
+            total_k: total(&self.cu_seqlens_k),
+            num_pages: self.cache.num_pages,
+            ..Totals::NONE
+        }
     }
 
     /// The tensors' extents.
@@ -74,7 +82,10 @@ impl Setup {
         }
         SeqArgs {
             totals: self.totals(),
-            block_table: None,
+            block_table: self.cache.num_pages.map(|_| BlockTable {
+                pages: DevSlice::host(&self.cache.block_table),
+                max_pages: self.cache.max_pages,
+            }),
             cu_seqlens_new: None,
             cu_seqlens_q: host(&self.cu_seqlens_q),
             cu_seqlens_k: host(&self.cu_seqlens_k),
@@ -99,6 +110,7 @@ impl ProblemArgs {
     pub(super) fn setup(&self, given: Option<&Given>) -> Result<Setup, Failure> {
         self.backward_options_fit()?;
         let group = self.mode == Mode::Group;
+        self.cache.fit(group, given.is_some(), self.backward)?;
         let batch = self.batch(given)?;
         // Offsets, lengths and places of each sequence, here and where they are checked.
         room_for(&format_args!("batch {batch}"), u128::from(batch) * 8 * size_of::<SeqSpan>() as u128)?;
@@ -124,7 +136,7 @@ impl ProblemArgs {
         } else {
             self.seqlen_k.as_ref()
         };
-        let k = self.side(
+        let mut k = self.side(
             "seqlen_k",
             k_lengths,
             self.padded_k.as_ref(),
@@ -143,9 +155,14 @@ impl ProblemArgs {
             head_dim_qk,
             head_dim_v,
         };
+        if self.cache.wants_lengths() && k.used.is_none() {
+            let before = self.cache.length_before(k.longest)?;
+            k.used = Some(vec![before.cast_signed(); batch as usize]);
+        }
+        let cache = self.cache.places(dims)?;
         let totals = match (&q.packed, &k.packed) {
             (Some((total_q, _)), Some((total_k, _))) => Totals::packed(*total_q, *total_k),
-            _ => Totals::NONE,
+            _ => Totals { num_pages: cache.num_pages, ..Totals::NONE },
         };
         let fwd = self.forward(totals, dims, given, q.used.is_some(), k.used.is_some())?;
         let bwd = self.backward.then(|| self.backward_of(&fwd));
@@ -164,6 +181,7 @@ impl ProblemArgs {
             iperm: self.iperm,
             operm: self.operm,
             deterministic: self.deterministic,
+            cache,
         };
         setup.spans()?;
         Ok(setup)
@@ -299,7 +317,7 @@ impl ProblemArgs {
             }
         };
         let base = match totals.total_q {
-            None => FwdProblem::batch(dtype_qk, dims),
+            None => FwdProblem::new(QLayout::Batch, self.cache.kv_layout(), dtype_qk, dims),
             Some(_) => FwdProblem::group(dtype_qk, dims),
         };
         let extents = base.extents(totals);
@@ -307,9 +325,10 @@ impl ProblemArgs {
         let inputs = if self.iperm { Strides::bhsd } else { Strides::bshd };
         let output = if self.operm { Strides::bhsd } else { Strides::bshd };
         let descale = |dtype: DType| if dtype.is_fp8() { self.qscale } else { fmha::Descale::None };
+        let stored = |dtype| descale(self.cache.stored(dtype));
         let made_up = if dtype_qk.is_fp8() { DType::F32 } else { dtype_qk };
         let bias_dtype = given.and_then(|given| given.bias).unwrap_or(made_up);
-        Ok(FwdProblem {
+        let mut problem = FwdProblem {
             seqused_q,
             seqused_k,
             dtype_v,
@@ -338,12 +357,14 @@ impl ProblemArgs {
             sink: self.sink,
             p_drop: self.p_drop,
             descale_q: descale(dtype_qk),
-            descale_k: descale(dtype_qk),
-            descale_v: descale(dtype_v),
+            descale_k: stored(dtype_qk),
+            descale_v: stored(dtype_v),
             scale_o: dtype_o.is_fp8(),
             write_lse: self.lse || self.backward,
             ..base
-        })
+        };
+        self.cache.apply(&mut problem);
+        Ok(problem)
     }
 
     fn backward_of(&self, fwd: &FwdProblem) -> BwdProblem {

@@ -8,6 +8,7 @@ mod amd;
 mod amd_check;
 mod api;
 mod bench;
+mod blackwell;
 mod bundle;
 mod conformance;
 mod data;

@@ -43,6 +43,22 @@ fn every_option_of_the_problem_runs_and_is_checked() {
 }
 
 #[test]
+fn every_option_of_a_cache_runs_and_is_checked() {
+    for options in [
+        "--page-size 16 --seqused-k 40,3",
+        "--page-size 7 --append 3 --mask b",
+        "--append 5 --seqused-k 35,0 --rotary 8 --mask b --lse",
+        "--rotary 16 --interleaved --page-size 8",
+        "--prec bf16 --cache-type fp8 --qscale kv --page-size 16",
+        "--d_v=8 --v-in-k --heads-kv 1",
+        "--mask b --tree --page-size 5",
+        "-s_knew=2 -rotary_dim=4 -rotary_interleaved=1 -page_block_size=16",
+    ] {
+        passes(&format!("run --backend cpu -b 2 -h 2 -s 5 --seqlen-k 40 -d 16 --repeat 1 {options}"));
+    }
+}
+
+#[test]
 fn gradients_run_and_are_checked() {
     for options in
         ["--prec fp32", "--mask b --prec bf16", "--bias e:1 --dbias --sink --dsink --dlse", "--heads-kv 1"]

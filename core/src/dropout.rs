@@ -96,6 +96,20 @@ mod tests {
     }
 
     #[test]
+    fn four_keys_share_one_call_of_the_generator_and_each_has_its_own_word() {
+        let mask = KeepMask::new(0.5, DropoutSeed { seed: 1, offset: 2 }, 1, 1, 4);
+        for (i, j) in (0..20).flat_map(|i| (0..20).map(move |j| (i, j))) {
+            let words = philox4x32_10([j / 4, i, 5, 2], [1, 0]);
+            assert_eq!(mask.keep(i, j), words[j as usize % 4] < 1 << 31, "{i} {j}");
+        }
+    }
+
+    #[test]
+    fn what_is_kept_makes_up_for_what_is_not() {
+        assert_eq!([0.0, 0.5, 0.75].map(keep_scale), [1.0, 2.0, 4.0]);
+    }
+
+    #[test]
     fn the_share_kept_is_one_minus_p() {
         for p_drop in [0.0, 0.1, 0.5, 0.9] {
             let mask = KeepMask::new(p_drop, DropoutSeed { seed: 7, offset: 3 }, 1, 2, 4);

@@ -116,6 +116,32 @@ mod tests {
     }
 
     #[test]
+    fn packed_keys_and_packed_new_rows_are_read_back_too() {
+        let (cu, new, used) = ([0, 2, 4], [0, 1, 3], [1, 2]);
+        let packed = SeqArgs {
+            totals: Totals::packed(4, 4),
+            cu_seqlens_q: Some(DevSlice::host(&cu)),
+            cu_seqlens_k: Some(DevSlice::host(&cu)),
+            ..SeqArgs::default()
+        };
+        let (checked, read) = check(&FwdProblem::group(DType::F16, DIMS), &packed);
+        checked.unwrap();
+        assert_eq!(read, 4 * (3 + 3));
+
+        let problem = FwdProblem::batch(DType::F16, DIMS);
+        let append = Some(crate::Append::packed(&problem, 2));
+        let appended = SeqArgs {
+            totals: Totals { total_new: Some(3), ..Totals::NONE },
+            cu_seqlens_new: Some(DevSlice::host(&new)),
+            seqused_k: Some(DevSlice::host(&used)),
+            ..SeqArgs::default()
+        };
+        let (checked, read) = check(&FwdProblem { seqused_k: true, append, ..problem }, &appended);
+        checked.unwrap();
+        assert_eq!(read, 4 * (3 + 2));
+    }
+
+    #[test]
     fn what_reading_back_says_is_passed_on() {
         let problem = FwdProblem::group(DType::F16, DIMS);
         let cu = [0, 2, 4];

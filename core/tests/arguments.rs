@@ -90,11 +90,13 @@ fn an_output_over_an_input_or_another_output_is_refused() {
     assert!(refusal(with_lse, &lse_in_o).contains("overlaps"));
 }
 
-fn packed_gradients(offset_dv: usize) -> Result<(), fmha_core::ProblemError> {
-    let dims = Dims { num_heads_kv: 4, seqlen_k: 3, ..DIMS };
+/// dQ, dK and dV in one buffer, dK and dV so many elements behind dQ; rows of dQ `q_row` elements apart, of the others
+/// `kv_row`.
+fn gradients(dims: Dims, [dk, dv]: [usize; 2], [q_row, kv_row]: [i64; 2]) -> Option<String> {
     let mut problem = BwdProblem::new(FwdProblem::batch(DType::F32, dims));
-    let packed = Strides { batch: 3 * 3 * 32, seq: 3 * 32, head: 8, dim: 1 };
-    (problem.dq, problem.dk, problem.dv) = (packed, packed, packed);
+    let strides = |row| Strides { batch: 3 * row, seq: row, head: i64::from(dims.head_dim_qk), dim: 1 };
+    (problem.dq, problem.dk, problem.dv) = (strides(q_row), strides(kv_row), strides(kv_row));
+    let address = |elems: usize| 0x70000 + elems * 4;
     let args = BwdArgs {
         q: input(0x10000, 192),
         k: input(0x20000, 192),
@@ -103,24 +105,39 @@ fn packed_gradients(offset_dv: usize) -> Result<(), fmha_core::ProblemError> {
         lse: input(0x50000, 24),
         dout: input(0x60000, 192),
         dlse: None,
-        dq: output(0x70000, 576),
-        dk: output(0x70000 + 32 * 4, 544),
-        dv: output(0x70000 + offset_dv, 512),
+        dq: output(address(0), 7000),
+        dk: output(address(dk), 600),
+        dv: output(address(dv), 600),
         dbias: None,
         dsink: None,
         seq: SeqArgs::default(),
         score: ScoreArgs::default(),
         workspace: None,
     };
-    check_bwd(&problem.validate().unwrap(), &args, Workspace::NONE, MemorySpace::Host)
+    let checked = check_bwd(&problem.validate().unwrap(), &args, Workspace::NONE, MemorySpace::Host);
+    checked.err().map(|error| format!("{}: {}", error.field, error.text))
 }
 
 #[test]
 fn gradients_may_interleave_in_one_packed_buffer_but_not_collide() {
-    packed_gradients(64 * 4).unwrap();
-    let collision = packed_gradients(63 * 4).unwrap_err();
-    assert_eq!(collision.field, "dk");
-    assert!(collision.text.contains("overlaps dv"), "{collision}");
+    let dims = Dims { num_heads_kv: 4, seqlen_k: 3, ..DIMS };
+    let collides = |dims, places, rows, [one, other]: [&str; 2]| {
+        let found = gradients(dims, places, rows).unwrap();
+        assert!(
+            found.starts_with(one) && found.contains(&format!("overlaps {other} ")),
+            "{places:?}: {found}"
+        );
+    };
+    assert_eq!(gradients(dims, [32, 64], [96, 96]), None);
+    collides(dims, [32, 63], [96, 96], ["dk", "dv"]);
+    // Into dQ's next row.
+    collides(dims, [32, 95], [96, 96], ["dq", "dv"]);
+    // Two heads of dK behind the first two of dQ's four.
+    let grouped = Dims { num_heads_kv: 2, ..dims };
+    collides(grouped, [16, 48], [64, 64], ["dq", "dk"]);
+    // Narrow rows of dV inside the rows of dQ, of one head.
+    let narrow = Dims { num_heads_q: 1, num_heads_kv: 1, head_dim_v: 4, ..dims };
+    collides(narrow, [200, 4], [8, 8], ["dq", "dv"]);
 }
 
 /// Rows of packed tensors are not known to a plan, so what depends on them is checked with the tensors.

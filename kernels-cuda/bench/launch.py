@@ -41,7 +41,7 @@ def tensor_map(x, dims, strides, box):
     address = (ctypes.addressof(out) + 127) // 128 * 128
     n = len(dims)
     swizzle = {128: 3, 64: 2, 32: 1}[box[0] * x.element_size()]
-    kind = {torch.float16: 6, torch.bfloat16: 9}[x.dtype]
+    kind = {torch.float16: 6, torch.bfloat16: 9}.get(x.dtype, 0)  # 0: bytes, as FP8 is loaded
     status = cuda.cuTensorMapEncodeTiled(
         c_void_p(address), c_int(kind), c_uint32(n), c_void_p(x.data_ptr()), (c_uint64 * n)(*dims),
         (c_uint64 * (n - 1))(*(s * x.element_size() for s in strides)), (c_uint32 * n)(*box),
@@ -90,7 +90,7 @@ class Kernel:
         ratio = hq // hkv
         seqlen_q, seqlen_k = (max_q, max_k) if group else (q.shape[1], k.shape[1])
         if o is None:
-            o = torch.full((*q.shape[:-1], dv), float("nan"), dtype=dtype_o or q.dtype, device=q.device)
+            o = torch.full((*q.shape[:-1], dv), float("nan"), dtype=dtype_o or (q.dtype if q.element_size() > 1 else torch.bfloat16), device=q.device)
         rows_q = q.shape[0] if group else seqlen_q
         lse_shape = (hq, rows_q) if group else (batch, hq, seqlen_q)
         lse_out = torch.full(lse_shape, float("nan"), device=q.device) if lse else None
@@ -135,7 +135,15 @@ class Kernel:
                 x, rows = q, 1
             return tensor_map(x, (dim, rows, hkv, storage_batch), (s[1], s[2], far if storage_batch == 1 else s[0]), (box, block_n // cluster, 1, 1))
 
-        maps = q_map + kv_map(k, ks, dqk, box_qk) + kv_map(v, vs, dv, box_v)
+        def bias_map():
+            if m.get("bias_stages", "0") == "0":
+                return bytes(128)
+            # One head or batch where they share it, as the kernel counts them.
+            heads, batches = ((n, s) if s else (1, far) for n, s in ((bias.shape[1], bias.stride(1)), (bias.shape[0], bias.stride(0))))
+            dims = (bias.shape[3], bias.shape[2], heads[0], batches[0])
+            return tensor_map(bias, dims, (bias.stride(2), heads[1], batches[1]), (int(m["box_bias"]), 64, 1, 1))
+
+        maps = q_map + kv_map(k, ks, dqk, box_qk) + kv_map(v, vs, dv, box_v) + bias_map()
         pair = cluster if m.get("cluster_heads") == "1" else 1  # heads of a cluster; else it has row blocks
         num_m = -(-seqlen_q * (ratio if pack else 1) // (block_m * cluster // pair))
         heads = batch * (hkv if pack else hq) // pair

@@ -36,7 +36,9 @@ class Backward:
         self.structs = Structs(*((root / name / "fmha" / h).read_text() for h in ("params.h", "sm90_bwd_host.h")))
         self.block_m, self.block_n = int(field("block_m")), int(field("block_n"))
         self.persistent = field("persistent") == "true"
-        self.dim = -(-max(int(field("head_dim_qk")), int(field("head_dim_v"))) // 64) * 64
+        dim = max(int(field("head_dim_qk")), int(field("head_dim_v")))
+        step = 256 if dim > 128 else 64
+        self.dim, self.warps = -(-dim // step) * step, 8
         meta = dict(line.split("=", 1) for line in (root / name / "meta.txt").read_text().splitlines() if "=" in line)
         self.threads, self.smem = int(meta["threads"]), int(meta["smem"])
         self.main = load(root / name, self.smem)
@@ -67,13 +69,13 @@ class Backward:
         key_blocks, q_blocks = -(-seqlen_k // self.block_n), -(-seqlen_q // m)
         tiles = key_blocks * hkv * batch
         repairs = mask[0] != UNBOUNDED_LO or mask[1] != UNBOUNDED_HI
-        suspects = torch.empty(tiles * self.block_n // 16, dtype=torch.int32, device=q.device)
+        suspects = torch.empty(tiles * self.warps, dtype=torch.int32, device=q.device)
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         params = self.structs.pack("BwdParams", dict(
             fwd=fwd, dout=view(dout), dq=view(grads[0]), dk=view(grads[1]), dv=view(grads[2]), lse_log2=stats[0],
             delta=stats[1], dq_sums=sums, turns=turns[1:], claimed=turns, suspects=suspects, stats_head=rows, stats_batch=padded,
         ))  # fmt: skip
-        schedule = self.structs.pack("Sm90BwdSchedule", (tiles, key_blocks, q_blocks, sms))
+        schedule = self.structs.pack("Sm90BwdSchedule", (tiles, key_blocks, q_blocks, 0, sms))
 
         far = 1 << 20
 

@@ -29,7 +29,7 @@ def exact(q, k, v):
     return (torch.softmax(q @ k.transpose(2, 3) * 128**-0.5, -1) @ v).transpose(1, 2)
 
 
-for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("e4m3", torch.float8_e4m3fn)):
     for outliers in (False, True):
         q, k, v = (inputs(dtype, outliers) for _ in range(3))
         reference = exact(q, k, v)
@@ -38,6 +38,7 @@ for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
         makers = {n: peers.PEERS[n][0] for n in names} | {"ours": ours.make}
         cells = []
         for who, make in makers.items():
-            error = make(w, q, k, v)().double() - reference
+            fn = make(w, q, k, v)
+            error = fn().double() / getattr(fn, "scale_o", 1.0) - reference
             cells.append(f"{who} {error.square().mean().sqrt():.2e}")
         print(name, "outliers" if outliers else "normal", *cells, sep="  ")

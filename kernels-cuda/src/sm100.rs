@@ -4,7 +4,7 @@ use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{FwdSpec, KvKind};
-use fmha_core::{DType, FwdProblem, MaskKind, Refusal, VLayout, Workspace, abi_spec};
+use fmha_core::{DType, FwdProblem, KvLayout, MaskKind, Refusal, VLayout, Workspace, abi_spec};
 
 use crate::schedule::{self, TileOrder, TileSchedule, UnitOfWork};
 use crate::sm90;
@@ -52,12 +52,12 @@ abi_spec! {
         /// O is stored 16 bytes at a time; else element by element.
         pub vector_store: bool,
         /// 0: TMA loads. Else two warps copy so many bytes at a time, which divide every stride and address of Q, K
-        /// and V: 16, 8, 4, or 2 (element by element). 16-bit types with a row-major V.
-        pub copy_bytes: i32 = Takes::among(&[0, 2, 4, 8, 16]),
+        /// and V: 16, 8, 4, or fewer (element by element).
+        pub copy_bytes: i32 = Takes::among(&[0, 1, 2, 4, 8, 16]),
         /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile sees all keys.
         pub split_keys: i32 = Takes::multiples(32, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024]),
-        /// CTAs whose tensor cores compute as one: 1.
-        pub cluster: i32 = Takes::nothing(),
+        /// CTAs whose tensor cores compute as one, each with query tiles of its own and half of every block of keys: 1 or 2.
+        pub cluster: i32 = Takes::within(1, 2).tuned(),
         /// The CTAs of a cluster have neighbouring heads of a kv head's group; else neighbouring query rows.
         pub cluster_heads: bool = Takes::nothing(),
         /// The grid may start while the one before it in the stream ends (programmatic dependent launch);
@@ -71,6 +71,17 @@ impl Sm100Tile {
     #[must_use]
     pub const fn num_q_tiles(&self) -> i32 {
         self.block_m / 128
+    }
+
+    /// The tile of a spec's table without a pair of CTAs: for few rows, for copies, and where rows that only a single CTA
+    /// takes are to have the same bits.
+    #[must_use]
+    pub fn alone(self, spec: &FwdSpec) -> Self {
+        if self.cluster == 1 {
+            return self;
+        }
+        let tile = Self { block_n: LONE_BLOCK_N, cluster: 1, ..self };
+        Self { stages: most_stages(spec, &tile), ..tile }
     }
 
     /// Threads of a CTA: the softmax warpgroups, one that corrects and stores, one of single-warp roles.
@@ -88,8 +99,8 @@ impl Sm100Tile {
     /// A slot of the ring of K and V blocks.
     const fn slot_bytes(&self, spec: &FwdSpec) -> i32 {
         let (k, v) = (
-            tile_bytes(self.block_n, sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk),
-            tile_bytes(self.block_n, sm90::padded_dim(spec.head_dim_v), spec.dtype_v),
+            tile_bytes(self.block_n / self.cluster, sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk),
+            tile_bytes(self.block_n, sm90::padded_dim(spec.head_dim_v) / self.cluster, spec.dtype_v),
         );
         if k > v { k } else { v }
     }
@@ -99,8 +110,8 @@ impl Sm100Tile {
         let tiles = self.num_q_tiles();
         let q = tiles * tile_bytes(128, sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk);
         let stats = tiles * 2 * 128 * 4;
-        let barriers = 8 * (5 * tiles + 3 * self.stages + 15);
-        let work = (3 * 18 + 3) * 4;
+        let barriers = 8 * (5 * tiles + 3 * self.stages + 17);
+        let work = (3 * 18 + 4) * 4;
         q + (stats + barriers + work + 1023) / 1024 * 1024
     }
 
@@ -154,13 +165,13 @@ impl Sm100Tile {
     /// The box of the tensor map of K: (dim, keys, heads, batch).
     #[must_use]
     pub const fn k_box(&self, spec: &FwdSpec) -> [i32; 4] {
-        [swizzle_span(sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk), self.block_n, 1, 1]
+        [swizzle_span(sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk), self.block_n / self.cluster, 1, 1]
     }
 
     /// The box of the tensor map of V: (dim, keys, heads, batch); of a column-major V (keys, dim, heads, batch).
     #[must_use]
     pub const fn v_box(&self, spec: &FwdSpec) -> [i32; 4] {
-        let dim = sm90::padded_dim(spec.head_dim_v);
+        let dim = sm90::padded_dim(spec.head_dim_v) / self.cluster;
         match spec.v_layout {
             VLayout::RowMajor => [swizzle_span(dim, spec.dtype_v), self.block_n, 1, 1],
             VLayout::ColMajor => [swizzle_span(self.block_n, spec.dtype_v), dim, 1, 1],
@@ -217,27 +228,53 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             return refuse(format!("{field} {length} is not below 2^29"));
         }
     }
-    if let (Some((name, axis, stride, multiple)), false) = (odd_stride(problem), can_copy(problem)) {
-        return refuse(format!(
-            "{name}.{axis} stride {stride} is not a multiple of {multiple} below 2^40 bytes, as TMA needs, which alone \
-             loads FP8 and a column-major V"
-        ));
-    }
     Ok(())
 }
 
-/// The first stride that TMA does not take, and what it would have to be a multiple of.
-fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64, i64)> {
-    sm90::strides(problem).find_map(|(name, axis, stride)| {
+/// The strides in bytes, with the tensor and the axis.
+fn stride_bytes(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static str, i64)> {
+    sm90::strides(problem).map(|(name, axis, stride)| {
         let size = if name == "v" { problem.dtype_v } else { problem.dtype_qk }.size_bytes() as i64;
-        let odd = stride % (16 / size) != 0 || stride >= (1 << 40) / size;
-        odd.then_some((name, axis, stride, 16 / size))
+        (name, axis, stride.saturating_mul(size))
     })
 }
 
-/// Whether threads can load what TMA does not.
-fn can_copy(problem: &FwdProblem) -> bool {
-    problem.v_layout == VLayout::RowMajor && !problem.dtype_qk.is_fp8()
+/// Whether TMA takes every stride: multiples of 16 bytes below 2^40.
+fn tma_loads(problem: &FwdProblem) -> bool {
+    stride_bytes(problem).all(|(_, _, bytes)| bytes % 16 == 0 && bytes < 1 << 40)
+}
+
+/// The most bytes that threads can copy at a time.
+fn most_copied(problem: &FwdProblem) -> i32 {
+    // A packed sequence's keys begin anywhere, which are a column-major V's elements.
+    let anywhere = problem.v_layout == VLayout::ColMajor && problem.kv_layout == KvLayout::Packed;
+    let most = if anywhere { problem.dtype_v.size_bytes() as i64 } else { 16 };
+    let divides = |&bytes: &i64| stride_bytes(problem).all(|(_, _, stride)| stride % bytes == 0);
+    [16, 8, 4, 2].into_iter().filter(|&bytes| bytes <= most).find(divides).unwrap_or(1) as i32
+}
+
+/// Whether a problem's strides can be loaded as a tile says.
+///
+/// # Errors
+/// A text that names the tile's field and the stride.
+pub fn check_loads(problem: &FwdProblem, tile: &Sm100Tile) -> Result<(), String> {
+    let unit = i64::from(if tile.copy_bytes == 0 { 16 } else { tile.copy_bytes });
+    let odd =
+        |&(_, _, bytes): &(&str, &str, i64)| bytes % unit != 0 || tile.copy_bytes == 0 && bytes >= 1 << 40;
+    if let Some((name, axis, bytes)) = stride_bytes(problem).find(odd) {
+        return Err(format!(
+            "tile copy_bytes={}: {name}.{axis} stride of {bytes} bytes is not a multiple of {unit} below 2^40",
+            tile.copy_bytes
+        ));
+    }
+    if tile.copy_bytes > most_copied(problem) {
+        return Err(format!(
+            "tile copy_bytes={} with a packed column-major V, whose sequences begin at any element: at most {}",
+            tile.copy_bytes,
+            most_copied(problem)
+        ));
+    }
+    Ok(())
 }
 
 /// The tile for a problem that the kernel [`accepts`], on one of [`ARCHS`].
@@ -262,6 +299,10 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
         tile.pack_gqa = packed * 10 <= apart * 9;
     }
     let rows = if tile.pack_gqa { seqlen_q * ratio } else { seqlen_q };
+    let copies = !tma_loads(problem);
+    if rows <= 128 || copies || !pairs_pay(&spec, dims.seqlen_k) {
+        tile = tile.alone(&spec);
+    }
     if rows <= 128 && tile.block_m > 128 {
         tile.block_m = 128;
         tile.stages = most_stages(&spec, &tile);
@@ -270,8 +311,8 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
         tile.split_keys = split::split_keys(problem, tile.block_n);
     }
 
-    if odd_stride(problem).is_some() {
-        tile.copy_bytes = sm90::copy_bytes(problem);
+    if copies {
+        tile.copy_bytes = most_copied(problem);
     }
     let (strides, shape) = (problem.o, problem.shape_o());
     let elems = 16 / problem.dtype_o.size_bytes() as i64;
@@ -291,13 +332,14 @@ pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
     let (qk, v) = (sm90::padded_dim(spec.head_dim_qk), sm90::padded_dim(spec.head_dim_v));
     // Two query tiles, whose S and O fill tensor memory to head_dim_v 128, with fewer keys a block to 160. Wider ones
     // have one, two blocks of whose scores are there at a time: fewer keys a block would have Q, which each block's
-    // product reads again, take more of shared memory's time than the product has. From 224 two slots of 128 keys do not
-    // go beside Q.
-    let (block_m, block_n) = match (qk.max(v), v) {
-        (..=128, _) | (..=192, ..=128) => (256, 128),
-        (..=160, _) => (256, 96),
-        (..=192, _) => (128, 128),
-        _ => (128, 64),
+    // product reads again, take more of shared memory's time than the product has. From 224 on a ring of 128 keys a block
+    // has room beside Q in a pair of CTAs alone, of which each has half of a block.
+    let (block_m, block_n, cluster) = match (qk.max(v), v) {
+        (..=128, _) | (..=192, ..=128) => (256, 128, 1),
+        (..=160, _) => (256, 96, 1),
+        (..=192, _) => (128, 128, 1),
+        _ if halves_v(spec) => (128, 128, 2),
+        _ => (128, LONE_BLOCK_N, 1),
     };
     let full = spec.mask == MaskKind::Full;
     let tile = Sm100Tile {
@@ -313,11 +355,30 @@ pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
         vector_store: spec.head_dim_v % 8 == 0,
         copy_bytes: 0,
         split_keys: 0,
-        cluster: 1,
+        cluster,
         cluster_heads: false,
         dependent_launch: true,
     };
     Sm100Tile { stages: most_stages(spec, &tile), ..tile }
+}
+
+/// Whether a pair of CTAs is faster than two single ones, where the table has pairs. It computes more that the mask hides,
+/// on the diagonal some 96 keys a row: modelled, that is what it saves at 6300 keys (docs/kernels/sm100-fwd.md).
+const fn pairs_pay(spec: &FwdSpec, seqlen_k: u32) -> bool {
+    match spec.mask {
+        MaskKind::Full => true,
+        MaskKind::Upper => seqlen_k >= 6144,
+        MaskKind::Band => false,
+    }
+}
+
+/// Keys of a block of a wide head dimension's, where a CTA has them alone.
+const LONE_BLOCK_N: i32 = 64;
+
+/// Whether half of V's columns is whole swizzle spans of 32 bytes or more.
+fn halves_v(spec: &FwdSpec) -> bool {
+    let row_bytes = sm90::padded_dim(spec.head_dim_v) * spec.dtype_v.size_bytes() as i32;
+    spec.v_layout == VLayout::ColMajor || row_bytes % 64 == 0
 }
 
 /// The share of exponentials for the multiply-add pipe: about where that pipe, the special-function unit and the tensor
@@ -349,7 +410,11 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm100Tile) -> KernelSource {
     let entry = Entry {
         include: HEADER,
         constants: &constants,
-        bounds: "__launch_bounds__(sm100::num_threads(kTile), 1)",
+        bounds: if tile.cluster > 1 {
+            "__cluster_dims__(kTile.cluster, 1, 1) __launch_bounds__(sm100::num_threads(kTile), 1)"
+        } else {
+            "__launch_bounds__(sm100::num_threads(kTile), 1)"
+        },
         params: "const __grid_constant__ FwdParams p, const __grid_constant__ sm100::Maps maps, \
                  const __grid_constant__ TileSchedule schedule",
         call: &call,

@@ -38,6 +38,14 @@ abi_spec! {
         pub early_dv: bool = Takes::all().tuned(),
         /// dP is started when P is made, which leaves modifiers its registers; else beside the scores.
         pub late_dp: bool = Takes::all().tuned(),
+        /// A block's dQ is started behind the next block's scores, so that consumers need each other's dS a step later.
+        pub late_dq: bool = Takes::all().tuned(),
+        /// Consumers add dQ to memory from their registers; else a thread adds it from shared memory.
+        pub direct_dq: bool = Takes::all().tuned(),
+        /// Blocks that a mask or the end of the keys cuts have a loop of their own.
+        pub edges_apart: bool = Takes::all().tuned(),
+        /// Without a mask, key blocks begin at query blocks as far apart as they have room.
+        pub staggered: bool = Takes::all().tuned(),
         /// A CTA to a multiprocessor, which claims key block after key block; else a CTA to a key block.
         pub persistent: bool = Takes::all().tuned(),
         /// Soft-caps by `tanh(y) = 1 - 2 / (1 + exp(2 y))`; else by a `tanh` that small scores lose nothing in.
@@ -77,6 +85,7 @@ impl Sm90BwdTile {
     /// alone 36, of D 64 with a soft-cap 40, with dropout 50).
     fn take_registers(&mut self) {
         (self.early_scores, self.early_dv, self.late_dp, self.stages_q) = (false, false, true, 2);
+        (self.late_dq, self.edges_apart) = (false, false);
     }
 
     /// Consumer warpgroups.
@@ -104,9 +113,11 @@ impl Sm90BwdTile {
         let queries = (self.stages_q + self.stages_dout) * tile_bytes(self.block_m, dim);
         let ds =
             self.stages_ds * tile_bytes(self.block_m, self.block_n) * if self.split_dims { 2 } else { 1 };
-        let dq = round_up(4 * self.block_m * dim, 1024);
+        let dq = if self.direct_dq { 1024 } else { round_up(4 * self.block_m * dim, 1024) };
         let stats = 4 * self.block_m * (self.stages_q + self.stages_dout);
-        let barriers = 8 * (3 + 2 * (self.stages_q + self.stages_dout + self.num_consumers() + 2));
+        let barriers = 8
+            * (3 + 2 * (self.stages_q + self.stages_dout + self.num_consumers() + 2)
+                + self.num_consumers() * self.stages_ds);
         round_up(keys + queries + ds + dq + stats + barriers + 8, 1024)
     }
 
@@ -144,11 +155,21 @@ impl Sm90BwdTile {
         if block_n != keys {
             return Err(format!("block_n {block_n} is not {keys}"));
         }
-        if self.split_dims && (self.early_scores || self.early_dv || self.late_dp || self.transposed_dq) {
+        if self.split_dims && (self.early_dv || self.late_dp || self.late_dq || self.transposed_dq) {
             return Err(
-                "split_dims true: early_scores, early_dv, late_dp and transposed_dq are of its absence"
-                    .to_owned(),
+                "split_dims true: early_dv, late_dp, late_dq and transposed_dq are of its absence".to_owned()
             );
+        }
+        if self.direct_dq && spec.deterministic {
+            return Err(
+                "direct_dq true: deterministic sums take turns, which the storing thread keeps".to_owned()
+            );
+        }
+        if self.late_dq && (self.early_scores || self.late_dp) {
+            return Err("late_dq true: early_scores and late_dp have other orders".to_owned());
+        }
+        if self.late_dq && self.stages_ds < 2 {
+            return Err(format!("stages_ds {}: late_dq holds two blocks of dS at a time", self.stages_ds));
         }
         if self.split_dims != (dim > 128) {
             return Err(format!("split_dims {}: the padded head dimension is {dim}", self.split_dims));
@@ -162,6 +183,12 @@ impl Sm90BwdTile {
             if !(1..=4).contains(&stages) {
                 return Err(format!("{field} {stages} is not from 1 to 4"));
             }
+        }
+        if self.early_scores && self.split_dims && self.stages_dout < 2 {
+            return Err(format!(
+                "stages_dout {}: early_scores with split_dims holds two blocks of dO at a time",
+                self.stages_dout
+            ));
         }
         if self.early_scores && self.stages_q < 2 {
             return Err(format!("stages_q {}: early_scores holds two blocks of Q at a time", self.stages_q));
@@ -347,10 +374,10 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
     let full = spec.fwd.mask == MaskKind::Full;
     // TFLOP/s on an H200, bf16, S 4096. (block_m, transposed_dq, early_scores, early_dv, persistent)
     let (block_m, transposed_dq, early_scores, early_dv, persistent) = match dim {
-        // Without early scores 489, with 483, with dV early too 464.
-        64 if full => (128, false, false, false, false),
-        // Neither 414, early scores 415, and persistent 420.
-        64 => (128, false, true, false, true),
+        // Without early scores 489, with 483, with dV early too 464. Edges apart 510, and persistent 521; dQ late 480.
+        64 if full => (128, false, false, false, true),
+        // Early scores and persistent 409; neither, edges apart 428, persistent 431, dQ late too 448.
+        64 => (128, false, false, false, true),
         // Neither 584, early scores and dV 599, and persistent 609; causal 494, 510, 516.
         128 => (64, true, true, true, true),
         // Not measured.
@@ -375,6 +402,12 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         early_scores,
         early_dv,
         late_dp: false,
+        // At D 64 with a mask 448 of 431; without persistence no gain: 419 of 428.
+        late_dq: dim == 64 && !full && !spec.deterministic,
+        direct_dq: false,
+        // At D 128 a second loop spills: 492 of 603, causal 494 of 505.
+        edges_apart: dim == 64,
+        staggered: false,
         // Key blocks that take turns are launched in their order.
         persistent: persistent && !spec.deterministic,
         fast_softcap: spec.fwd.softcap,
@@ -387,6 +420,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         modifiers > 1 || bias == BiasKind::Elementwise || (dim == 64 && (softcap || dropout));
     if !split_dims && wants_registers {
         tile.take_registers();
+        tile.persistent &= !(dim == 64 && full);
     }
     tile
 }

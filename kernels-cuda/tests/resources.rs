@@ -126,6 +126,16 @@ fn kernels() -> Vec<(String, KernelSource)> {
             (false, false, false, false);
     });
     variant("sm90_128_upper_dropout", FwdSpec { dropout: true, ..upper(128) }, |_| {});
+    variant("sm90_64_upper_dropout", FwdSpec { dropout: true, ..upper(64) }, |_| {});
+    let biased = |dim, mask| FwdSpec {
+        bias: BiasKind::Elementwise,
+        dtype_bias: DType::Bf16,
+        ..FwdSpec::plain(DType::Bf16, dim, mask)
+    };
+    variant("sm90_64_upper_bias", biased(64, MaskKind::Upper), |_| {});
+    variant("sm90_128_full_bias", biased(128, MaskKind::Full), |_| {});
+    variant("sm90_128_upper_bias", biased(128, MaskKind::Upper), |_| {});
+    variant("sm90_256_full_bias", biased(256, MaskKind::Full), |_| {});
     let columns = FwdSpec { v_layout: VLayout::ColMajor, ..upper(128) };
     variant("sm90_128_upper_v_columns", columns, |_| {});
     let group = FwdSpec {
@@ -191,6 +201,19 @@ fn blackwell_kernels(arch: &str) -> Vec<(String, KernelSource)> {
         (format!("sm100_{name}"), sm100::fwd(&spec, &own(sm100::default_tile(&spec))))
     };
     let mut kernels: Vec<_> = specs.into_iter().map(kernel).collect();
+    // Pairs of CTAs where a tile asks for them, a single one where the table has pairs; loads by copies.
+    let wide = plain(256, 256, MaskKind::Upper);
+    let columns = FwdSpec { v_layout: VLayout::ColMajor, ..upper };
+    let copied =
+        |spec, copy_bytes| sm100::fwd(spec, &Sm100Tile { copy_bytes, ..own(sm100::default_tile(spec)) });
+    let pair = Sm100Tile { cluster: 2, ..own(sm100::default_tile(&upper)) };
+    kernels.push(("sm100_128_pair".to_owned(), sm100::fwd(&upper, &pair)));
+    kernels.push((
+        "sm100_256_alone".to_owned(),
+        sm100::fwd(&wide, &own(sm100::default_tile(&wide).alone(&wide))),
+    ));
+    kernels.push(("sm100_128_fp8_copied".to_owned(), copied(&fp8, 1)));
+    kernels.push(("sm100_128_v_columns_copied".to_owned(), copied(&columns, 2)));
     let part = split::part_spec(&upper);
     let tile = Sm100Tile { block_m: 128, split_keys: 256, pack_gqa: true, ..own(sm100::default_tile(&part)) };
     kernels.push(("sm100_128_part_of_keys".to_owned(), sm100::fwd(&part, &tile)));

@@ -240,14 +240,12 @@ type Source = (u32, u32, u32);
 fn copy(from: &HostFwd, to: &mut HostFwd, operand: Operand, source: impl Fn(u32, u32, u32) -> Source) {
     let source_tensor = from.operands.expect(operand);
     let tensor = to.operands.expect_mut(operand);
-    let Shape { batch, seq, head, dim } = tensor.shape;
+    let Shape { batch, seq, head, .. } = tensor.shape;
     for b in 0..batch {
         for row in 0..seq {
             for h in 0..head {
                 let (from_b, from_row, from_h) = source(b, row, h);
-                for d in 0..dim {
-                    tensor.set([b, row, h, d], source_tensor.get(from_b, from_row, from_h, d));
-                }
+                tensor.copy_row([b, row, h], source_tensor, [from_b, from_row, from_h]);
             }
         }
     }
@@ -319,20 +317,20 @@ fn difference_in_sequence(a: &HostFwd, span_a: &SeqSpan, b: &HostFwd, span_b: &S
     let (o_a, o_b) = (a.operands.expect(Operand::O), b.operands.expect(Operand::O));
     for head in 0..problem.dims.num_heads_q {
         for i in 0..span_a.seqlen_q {
-            let place = format!("at batch {} head {head} row {i}", span_a.i_batch);
-            for d in 0..problem.dims.head_dim_v {
-                let bits_a = o_a.bits(span_a.q_batch, span_a.q_row + i, head, d);
-                let bits_b = o_b.bits(span_b.q_batch, span_b.q_row + i, head, d);
-                if bits_a != bits_b {
-                    return Some(format!("o {place} dim {d}: bits {bits_a:#x} here, {bits_b:#x} there"));
-                }
+            let place = || format!("at batch {} head {head} row {i}", span_a.i_batch);
+            let at_a = [span_a.q_batch, span_a.q_row + i, head];
+            let at_b = [span_b.q_batch, span_b.q_row + i, head];
+            if let Some(d) = o_a.row_differs(at_a, o_b, at_b) {
+                let bits_a = o_a.bits(at_a[0], at_a[1], head, d);
+                let bits_b = o_b.bits(at_b[0], at_b[1], head, d);
+                return Some(format!("o {} dim {d}: bits {bits_a:#x} here, {bits_b:#x} there", place()));
             }
             if let (Some(lse_a), Some(lse_b)) = (a.operands.get(Operand::Lse), b.operands.get(Operand::Lse)) {
                 let bits = |lse: &Tensor, at: usize| lse.nth(at).to_bits();
                 let bits_a = bits(lse_a, span_a.lse_index(problem, head, i));
                 let bits_b = bits(lse_b, span_b.lse_index(&b.problem, head, i));
                 if bits_a != bits_b {
-                    return Some(format!("lse {place} differs"));
+                    return Some(format!("lse {} differs", place()));
                 }
             }
         }

@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use half::{bf16, f16};
+
 use fmha_core::{DType, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, Result, Shape, Strides, ValidFwd};
 
 use crate::memory::{Bytes, Placement};
@@ -239,6 +241,62 @@ impl Tensor {
         dtype.write(value, &mut self.elems_mut()[at..]);
     }
 
+    /// Where the elements of a row lie, if they lie side by side.
+    fn dense(&self, [batch, seq, head]: [u32; 3]) -> Option<Range<usize>> {
+        let at = self.at(batch, seq, head, 0);
+        let bytes = (u64::from(self.shape.dim) * self.dtype.size_bytes()) as usize;
+        (self.strides.dim == 1).then_some(at..at + bytes)
+    }
+
+    /// Writes a row, each element rounded to the type.
+    pub(crate) fn set_row(&mut self, at: [u32; 3], values: &[f32]) {
+        let (dtype, [batch, seq, head]) = (self.dtype, at);
+        let Some(place) = self.dense(at) else {
+            for (d, &value) in values.iter().enumerate() {
+                self.set([batch, seq, head, d as u32], f64::from(value));
+            }
+            return;
+        };
+        let bytes = &mut self.elems_mut()[place];
+        // What takes most of a battery's time is filling tensors: a row at once, in a loop of its own for each wide type.
+        match dtype {
+            DType::F32 => write_each(bytes, values, f32::to_le_bytes),
+            DType::F16 => write_each(bytes, values, |value| f16::from_f32(value).to_le_bytes()),
+            DType::Bf16 => write_each(bytes, values, |value| bf16::from_f32(value).to_le_bytes()),
+            _ => write_each(bytes, values, |value| {
+                let mut byte = [0];
+                dtype.write(f64::from(value), &mut byte);
+                byte
+            }),
+        }
+    }
+
+    /// Writes the bits of a row of `from`, a tensor of the same type and rows.
+    pub(crate) fn copy_row(&mut self, at: [u32; 3], from: &Tensor, from_at: [u32; 3]) {
+        if let (Some(place), Some(from_place)) = (self.dense(at), from.dense(from_at)) {
+            self.elems_mut()[place].copy_from_slice(&from.elems()[from_place]);
+            return;
+        }
+        let size = self.dtype.size_bytes() as usize;
+        let ([b, s, h], [from_b, from_s, from_h]) = (at, from_at);
+        for d in 0..self.shape.dim {
+            let (place, from_place) = (self.at(b, s, h, d), from.at(from_b, from_s, from_h, d));
+            self.elems_mut()[place..place + size]
+                .copy_from_slice(&from.elems()[from_place..from_place + size]);
+        }
+    }
+
+    /// The first element of a row that differs in a bit from that of `other`, a tensor of the same type and rows.
+    pub(crate) fn row_differs(&self, at: [u32; 3], other: &Tensor, other_at: [u32; 3]) -> Option<u32> {
+        if let (Some(place), Some(other_place)) = (self.dense(at), other.dense(other_at))
+            && self.elems()[place] == other.elems()[other_place]
+        {
+            return None;
+        }
+        let ([b, s, h], [other_b, other_s, other_h]) = (at, other_at);
+        (0..self.shape.dim).find(|&d| self.bits(b, s, h, d) != other.bits(other_b, other_s, other_h, d))
+    }
+
     /// The bits of one element, for comparisons without a tolerance.
     #[must_use]
     pub fn bits(&self, batch: u32, seq: u32, head: u32, dim: u32) -> u32 {
@@ -270,6 +328,12 @@ impl Tensor {
     /// As an output in host memory.
     pub fn slice_mut(&mut self) -> DevSliceMut<'_> {
         DevSliceMut::host(self.elems_mut())
+    }
+}
+
+fn write_each<const SIZE: usize>(bytes: &mut [u8], values: &[f32], element: impl Fn(f32) -> [u8; SIZE]) {
+    for (place, &value) in bytes.chunks_exact_mut(SIZE).zip(values) {
+        place.copy_from_slice(&element(value));
     }
 }
 

@@ -90,9 +90,18 @@ impl HostFwd {
     /// # Errors
     /// A problem that contradicts itself, lengths that do not fit it, or too little memory.
     pub fn new(problem: FwdProblem, lengths: &Lengths, data: Data) -> Result<Self> {
+        Self::with_fill(problem, lengths, data, &|tensor, operand, rows| fill(tensor, operand, rows, data))
+    }
+
+    /// As [`new`](Self::new), but Q, K and V are NaN until the caller writes them.
+    pub(crate) fn unfilled(problem: FwdProblem, lengths: &Lengths, data: Data) -> Result<Self> {
+        Self::with_fill(problem, lengths, data, &|_, _, _| ())
+    }
+
+    fn with_fill(problem: FwdProblem, lengths: &Lengths, data: Data, fill: Fill<'_>) -> Result<Self> {
         let problem = problem.validate()?;
         let mut operands = Operands::default();
-        let spans = inputs(&problem, lengths, data, &mut operands)?;
+        let spans = inputs(&problem, lengths, data, fill, &mut operands)?;
         let tensor = |dtype, shape, strides| Tensor::new(dtype, shape, strides, data.room);
         let extents = problem.extents(lengths.totals);
         operands.put(Operand::O, tensor(problem.dtype_o, extents.o, problem.o)?);
@@ -141,7 +150,8 @@ impl HostBwd {
         let problem = problem.validate()?;
         let fwd = problem.fwd().clone();
         let mut operands = Operands::default();
-        let spans = inputs(&fwd, lengths, data, &mut operands)?;
+        let filled: Fill<'_> = &|tensor, operand, rows| fill(tensor, operand, rows, data);
+        let spans = inputs(&fwd, lengths, data, filled, &mut operands)?;
         let tensor = |dtype, shape, strides| Tensor::new(dtype, shape, strides, data.room);
         let extents = fwd.extents(lengths.totals);
         operands.put(Operand::O, tensor(fwd.dtype_o, extents.o, fwd.o)?);
@@ -336,6 +346,7 @@ fn inputs(
     problem: &ValidFwd,
     lengths: &Lengths,
     data: Data,
+    fill: Fill<'_>,
     operands: &mut Operands,
 ) -> Result<Vec<SeqSpan>> {
     let facts = (lengths.totals, problem.dims.batch);
@@ -368,7 +379,7 @@ fn inputs(
             continue;
         }
         let mut tensor = Tensor::new(dtype, shape, strides, data.room)?;
-        fill(&mut tensor, operand, rows, data);
+        fill(&mut tensor, operand, rows);
         operands.put(operand, tensor);
     }
     cache_operands(problem, lengths, &spans, data, operands)?;
@@ -409,6 +420,9 @@ fn inputs(
     }
     Ok(spans)
 }
+
+/// Fills these rows of Q, K or V.
+type Fill<'a> = &'a dyn Fn(&mut Tensor, Operand, &[Row]);
 
 /// A row to fill: where it lies, and which sequence's which position it is.
 struct Row {
@@ -498,9 +512,8 @@ fn fill(tensor: &mut Tensor, operand: Operand, rows: &[Row], data: Data) {
             }
         });
         for (numbers, row) in numbers.chunks(width).zip(rows) {
-            for (index, &number) in numbers.iter().enumerate() {
-                let (head, d) = (index as u32 / dim, index as u32 % dim);
-                tensor.set([row.storage_batch, row.row, head, d], f64::from(number));
+            for (head, numbers) in numbers.chunks(dim as usize).enumerate() {
+                tensor.set_row([row.storage_batch, row.row, head as u32], numbers);
             }
         }
     }

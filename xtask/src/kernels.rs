@@ -45,8 +45,6 @@ const NONE: Cases = Cases { filter: "", deal: 0 };
 
 /// Families that every forward kernel takes in `--all`.
 const FORWARD: &str = "^(addresses|combine|definition|edges|fp8|guards|heads|laws|rare)/";
-/// Those of them that a tile kernel alone serves.
-const FORWARD_TILES: &str = "^(addresses|definition|edges|fp8|guards|heads|laws|rare)/";
 /// Cases of masks and lengths, on which a pair of CTAs sees unlike numbers of blocks.
 const CLUSTER_CASES: &str = "^edges/(mask_sq_[a-z]*_sk/|nan|inf|group|gqa).*bf16";
 
@@ -78,7 +76,7 @@ pub(crate) const ROWS: &[Row] = &[
     },
     Row { in_test: Cases { filter: "^addresses/.*bf16", deal: 2 }, ..HOPPER },
     Row {
-        in_test: Cases { filter: "^(combine|definition|edges|fp8|guards|laws)/", deal: 24 },
+        in_test: Cases { filter: "^(combine|definition|edges|fp8|guards|laws)/", deal: 40 },
         in_all: Cases { filter: FORWARD, deal: 1 },
         ..HOPPER
     },
@@ -161,13 +159,21 @@ pub(crate) const ROWS: &[Row] = &[
     // vector clocks; tiles drawn in any order, the same bits.
     Row {
         in_test: Cases {
-            filter: "^(edges/(off_tile|nan|inf|group|gqa).*bf16|heads/(batch|group)/.*bf16|rare/[a-z_]*/bf16/(gaps|group)$)",
+            filter: "^(edges/(off_tile|nan|inf|group|gqa|short_query).*bf16|heads/(batch|group)/.*bf16|rare/[a-z_]*/bf16/(gaps|group)$)",
             deal: 2,
         },
-        in_all: Cases { filter: FORWARD_TILES, deal: 1 },
         ..BLACKWELL
     },
-    Row { kernel: None, in_all: Cases { filter: "^combine/", deal: 1 }, ..BLACKWELL },
+    Row { kernel: None, in_all: Cases { filter: FORWARD, deal: 1 }, ..BLACKWELL },
+    // Pairs of CTAs, which wait for each other.
+    Row {
+        tile: Some("cluster=2,order=dynamic,split_keys=0,copy_bytes=0"),
+        mode: Mode::HappensBefore,
+        multiprocessors: Some(4),
+        in_test: Cases { filter: "^edges/(mask_sq_gt_sk|group|gqa).*bf16", deal: 2 },
+        in_all: Cases { filter: CLUSTER_CASES, deal: 1 },
+        ..BLACKWELL
+    },
     // Its loads from tensor memory find maxima: of blocks that no mask cuts.
     Row {
         arch: "sm_103a",

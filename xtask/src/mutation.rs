@@ -30,8 +30,15 @@ const BLACKWELL: &[(&str, &[&str])] = &[
     (
         "a lone query tile, window, D 256",
         &[
-            "-b 1 --heads 3 -s 300 -d 256 --prec bf16 --mask b:100,0",
-            "-b 1 --heads 5 -s 70 --seqlen-k 50 -d 256 --prec bf16 --mask b:100,0",
+            "-b 1 --heads 3 -s 300 -d 256 --prec bf16 --mask b:100,0 --tile cluster=1,block_n=64",
+            "-b 1 --heads 5 -s 70 --seqlen-k 50 -d 256 --prec bf16 --mask b:100,0 --tile cluster=1,block_n=64",
+        ],
+    ),
+    (
+        "pairs of CTAs, causal, packed sequences, D 256",
+        &[
+            "--mode 1 -b 2 --heads 2 -s 300,270 --seqlen-k 430,330 -d 256 --prec bf16 --mask b --tile cluster=2,block_n=128",
+            "--mode 1 -b 4 --heads 3 -s 150,30,140,100 --seqlen-k 20,30,200,70 -d 256 --prec bf16 --mask b --tile cluster=2,block_n=128",
         ],
     ),
     (
@@ -181,7 +188,7 @@ pub(crate) const KERNELS: &[(&str, &[&str])] = &[
 
 /// Multiprocessors: the fewest, so that a CTA walks several tiles.
 pub(crate) fn sms(title: &str) -> &'static str {
-    if title.starts_with("clusters of two") { "2" } else { "1" }
+    if title.starts_with("clusters of two") || title.starts_with("pairs of CTAs") { "2" } else { "1" }
 }
 
 /// Records the launches, breaks them, rewrites each kernel's `tests/evidence/KERNEL-mutation.md`.

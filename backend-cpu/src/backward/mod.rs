@@ -20,8 +20,8 @@ mod tile;
 use fmha_core::{Bias, BwdArgs, SeqSpan, ValidBwd};
 
 use crate::blocks::{AddTo, Factors, RowDots, Rows, WriteRows};
-use crate::forward::{Blocks, Bytes, Call, key_tiles};
-use crate::memory::{Floats, reserve};
+use crate::forward::{Blocks, Call, key_tiles};
+use crate::memory::{Bytes, Floats, reserve};
 use crate::score::{Panel, ScoreInputs};
 use crate::simd::Simd;
 use crate::tasks::Threads;

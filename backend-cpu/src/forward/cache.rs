@@ -9,6 +9,7 @@ use fmha_core::{
 use crate::blocks::BLOCK_KEYS;
 use crate::memory::{Floats, reserve};
 use crate::score::HeadScore;
+use crate::simd::{BytePlanes, Op, Simd};
 use crate::tasks::Threads;
 use crate::tensor::{Matrix, Source, Target, fp8_table};
 
@@ -203,22 +204,25 @@ impl Cached<'_> {
         }
     }
 
-    /// Brings keys `j .. j + keys.len()` of the kv heads from `first_head` on, one for each of `descales`, together in
-    /// `scratch`, widened; where the first head's are.
-    pub(crate) fn rows_in_scratch(
+    /// What widens it by each of these descales; nothing where it is not widened.
+    pub(crate) fn widen(&self, descales: &[f32]) -> Vec<Widen> {
+        let Some(wide) = self.widened else { return Vec::new() };
+        descales.iter().map(|&descale| Widen::new(self.source.dtype(), wide, descale)).collect()
+    }
+
+    /// Brings keys `j .. j + keys.len()` of some kv heads (the first, and how many) together in `scratch`, widened by the
+    /// heads' [`widen`](Self::widen); where the first head's are.
+    pub(crate) fn rows_in_scratch<S: Simd>(
         &self,
+        s: S,
         span: &SeqSpan,
-        first_head: u32,
-        j: u32,
-        descales: &[f32],
+        heads: (u32, u32),
+        widen: &[Widen],
         scratch: &mut Floats,
-        keys: &mut [*const u8],
+        (j, keys): (u32, &mut [*const u8]),
     ) {
         let to = scratch.as_mut_ptr().cast::<u8>();
-        for (n, &descale) in descales.iter().enumerate() {
-            let to = to.wrapping_offset(n as isize * self.head_step());
-            self.bring_together(span, first_head + n as u32, (j, keys.len()), descale, to);
-        }
+        self.bring_together(s, span, heads, (j, keys.len()), widen, to);
         for (n, key) in keys.iter_mut().enumerate() {
             *key = to.wrapping_add(self.scratch_bytes(n));
         }
@@ -226,8 +230,9 @@ impl Cached<'_> {
 
     /// Keys `j .. j + count` of one head as a matrix: where they lie, or brought together in `scratch`. `dense`: the
     /// elements of a row are to lie side by side.
-    pub(crate) fn block(
+    pub(crate) fn block<S: Simd>(
         &self,
+        s: S,
         head: &HeadScore,
         (j, count): (u32, usize),
         descale: f32,
@@ -242,63 +247,116 @@ impl Cached<'_> {
             return here;
         }
         let to = scratch.as_mut_ptr().cast::<u8>();
-        self.bring_together(span, head.i_head_kv, (j, count), descale, to);
+        self.bring_together(s, span, (head.i_head_kv, 1), (j, count), &self.widen(&[descale]), to);
         Matrix::dense(to, self.taken_as(), self.dim)
     }
 
-    /// Keys `j .. j + count` of one head, one after another at `to`, where there is room for them.
-    fn bring_together(
+    /// Keys `j .. j + count` of heads, one after another at `to`, where there is room for them: a head's
+    /// [`head_step`](Self::head_step) behind the one before.
+    fn bring_together<S: Simd>(
         &self,
+        s: S,
         span: &SeqSpan,
-        i_head_kv: u32,
+        (first_head, heads): (u32, u32),
         (j, count): (u32, usize),
-        descale: f32,
+        widen: &[Widen],
         to: *mut u8,
     ) {
         let size = self.taken_as().size_bytes() as usize;
-        let widen = self.widened.map(|wide| Widen::new(self.source.dtype(), wide, descale));
         let mut done = 0;
         while done < count {
             let key = j + done as u32;
-            let run = (self.rows.run(span, key) as usize).min(count - done);
+            let contiguous = self.rows.run(span, key) as usize;
+            let run = contiguous.min(count - done);
             let (batch, row) = self.rows.at(span, key);
-            let from = self.source.matrix(batch, i_head_kv, row);
-            for n in 0..run {
-                let to = to.wrapping_add((done + n) * self.dim * size);
-                // SAFETY: `spans` saw that the row is in the tensor; the scratch holds `count` rows.
-                unsafe {
-                    match &widen {
-                        Some(widen) => {
-                            for d in 0..self.dim {
-                                let code = *from.at(n, d);
-                                to.cast::<u16>().add(d).write(widen.0[usize::from(code)]);
-                            }
-                        }
-                        None if from.has_dense_rows() => {
-                            std::ptr::copy_nonoverlapping(from.at(n, 0), to, self.dim * size);
-                        }
-                        None => {
-                            for d in 0..self.dim {
-                                std::ptr::copy_nonoverlapping(from.at(n, d), to.add(d * size), size);
-                            }
-                        }
-                    }
-                }
-            }
+            s.run(Together {
+                from: self.source.matrix(batch, first_head, row),
+                from_head: self.source.strides().head as isize * self.source.dtype().size_bytes() as isize,
+                heads: heads as usize,
+                rows: run,
+                contiguous,
+                dim: self.dim,
+                size,
+                widen,
+                to: to.wrapping_add(done * self.dim * size),
+                to_head: self.scratch_bytes(BLOCK_KEYS),
+            });
             done += run;
         }
     }
 }
 
+/// How far ahead the second-level cache is asked for rows.
+const AHEAD_BYTES: usize = 16 << 10;
+
+/// Rows of some heads to one place for each head, in the order of their addresses.
+struct Together<'a> {
+    /// Of the first head.
+    from: Matrix,
+    /// Bytes from head to head.
+    from_head: isize,
+    heads: usize,
+    rows: usize,
+    /// Rows that follow one another from the first on, in this call or after it.
+    contiguous: usize,
+    dim: usize,
+    /// Bytes of an element where it goes.
+    size: usize,
+    /// One for each head; none where they go as they are.
+    widen: &'a [Widen],
+    to: *mut u8,
+    /// Bytes from head to head.
+    to_head: usize,
+}
+
+impl<S: Simd> Op<S> for Together<'_> {
+    #[inline(always)]
+    fn call(self, s: S) {
+        let Self { from, from_head, heads, rows, contiguous, dim, size, widen, to, to_head } = self;
+        let row_bytes = dim * from.dtype.size_bytes() as usize;
+        let ahead = AHEAD_BYTES / (heads * row_bytes).max(1);
+        let dense = from.has_dense_rows();
+        for n in 0..rows {
+            for head in 0..heads {
+                if n + ahead < contiguous {
+                    let row = from.at(n + ahead, 0).wrapping_offset((head as isize).wrapping_mul(from_head));
+                    for at in (0..row_bytes).step_by(64) {
+                        s.prefetch(row.wrapping_add(at));
+                    }
+                }
+                let at = |d: usize| from.at(n, d).wrapping_offset((head as isize).wrapping_mul(from_head));
+                let to = to.wrapping_add(head * to_head + n * dim * size);
+                // SAFETY: `spans` saw that the row is in the tensor; the scratch has room for it.
+                unsafe {
+                    match widen.get(head) {
+                        Some(widen) if dense => s.widen_bytes(&widen.0, at(0), to.cast(), dim),
+                        Some(widen) => {
+                            for d in 0..dim {
+                                to.cast::<u16>().add(d).write(widen.0.of(*at(d)));
+                            }
+                        }
+                        None if dense => std::ptr::copy_nonoverlapping(at(0), to, dim * size),
+                        None => {
+                            for d in 0..dim {
+                                std::ptr::copy_nonoverlapping(at(d), to.add(d * size), size);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// What every byte of an FP8 cache becomes in a 16-bit type: times its descale, rounded once.
-struct Widen([u16; 256]);
+pub(crate) struct Widen(BytePlanes);
 
 impl Widen {
     fn new(from: DType, to: DType, descale: f32) -> Self {
         let values = fp8_table(from);
-        Self(std::array::from_fn(|code| {
+        Self(BytePlanes::new(|code| {
             let mut bytes = [0; 2];
-            to.write(f64::from(values[code] * descale), &mut bytes);
+            to.write(f64::from(values[usize::from(code)] * descale), &mut bytes);
             u16::from_le_bytes(bytes)
         }))
     }

@@ -25,7 +25,7 @@ use std::ops::Range;
 
 use fmha_core::seq::KvRows;
 use fmha_core::tree::TreeMask;
-use fmha_core::{DType, DevSliceMut, FwdArgs, FwdProblem, SeqSpan};
+use fmha_core::{DType, FwdArgs, FwdProblem, SeqSpan};
 
 use cache::{Cached, TurnedQueries};
 
@@ -33,7 +33,7 @@ use crate::blocks::{
     Columns, Factors, Gather, GatherRows, GatherTransposed, Multiply, RowState, Scores, Softmax, TILE,
     WriteRows, row_stride,
 };
-use crate::memory::{Floats, reserve};
+use crate::memory::{Bytes, Floats, reserve};
 use crate::score::{Adjust, HeadScore, Keep, Panel, ScoreInputs};
 use crate::simd::Simd;
 use crate::tasks::Threads;
@@ -113,45 +113,6 @@ struct Shared<'a> {
     scale_o: f32,
     lse: Option<Bytes>,
     keep_mask: Option<Bytes>,
-}
-
-/// An output of plain numbers, each written by one thread.
-#[derive(Clone, Copy)]
-pub(crate) struct Bytes(*mut u8);
-
-// SAFETY: tasks write disjoint elements.
-unsafe impl Send for Bytes {}
-// SAFETY: as above.
-unsafe impl Sync for Bytes {}
-
-impl Bytes {
-    pub(crate) fn new(slice: &DevSliceMut<'_>) -> Self {
-        Self(slice.as_mut_ptr())
-    }
-
-    /// Scratch that threads share.
-    pub(crate) fn of(floats: &mut Floats) -> Self {
-        Self(floats.as_mut_ptr().cast())
-    }
-
-    /// Those from f32 `index` on.
-    pub(crate) fn f32_from(self, index: usize) -> *mut f32 {
-        self.0.cast::<f32>().wrapping_add(index)
-    }
-
-    /// # Safety
-    /// f32 `index` is inside, and no other thread writes it.
-    pub(crate) unsafe fn write_f32(self, index: usize, value: f32) {
-        // SAFETY: the caller's promise.
-        unsafe { self.0.cast::<f32>().add(index).write_unaligned(value) }
-    }
-
-    /// # Safety
-    /// Byte `index` is inside, and no other thread writes it.
-    unsafe fn write_u8(self, index: usize, value: u8) {
-        // SAFETY: the caller's promise.
-        unsafe { self.0.add(index).write(value) }
-    }
 }
 
 /// Tiles of `block_n` keys that some of `rows` see, ascending: those of the sink columns, then those
@@ -321,7 +282,7 @@ impl Shared<'_> {
         let mut finite = true;
         let factor = |descale: f32| if self.problem.dtype_cache.is_some() { 1.0 } else { descale };
         s.run(GatherRows {
-            from: self.k.block(head, (j, keys), head.descale_k, false, &mut scratch.gathered),
+            from: self.k.block(s, head, (j, keys), head.descale_k, false, &mut scratch.gathered),
             rows: keys,
             cols: self.problem.dims.head_dim_qk as usize,
             factor: factor(head.descale_k),
@@ -329,7 +290,7 @@ impl Shared<'_> {
             pairs,
         });
         s.run(Gather {
-            from: self.v.block(head, (j, keys), head.descale_v, false, &mut scratch.gathered),
+            from: self.v.block(s, head, (j, keys), head.descale_v, false, &mut scratch.gathered),
             rows: keys,
             cols: self.problem.dims.head_dim_v as usize,
             factor: factor(head.descale_v),

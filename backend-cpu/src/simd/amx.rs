@@ -34,9 +34,7 @@ static CONFIG: Config = Config {
 impl Amx {
     /// Whether this processor has the instructions, and the system lets this process use them.
     pub(crate) fn detect() -> Option<Self> {
-        let vectors = Avx512Bf16::detect().is_some()
-            && is_x86_feature_detected!("avx512bw")
-            && is_x86_feature_detected!("avx512dq");
+        let vectors = Avx512Bf16::detect().is_some() && is_x86_feature_detected!("avx512dq");
         (vectors && has_tiles() && permitted()).then_some(Self(()))
     }
 }

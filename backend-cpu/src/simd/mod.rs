@@ -12,6 +12,8 @@ mod math;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
+#[cfg(test)]
+mod tests;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
@@ -86,6 +88,26 @@ impl TileProduct {
             }
             s.tile_store(self.c, self.c_row);
         }
+    }
+}
+
+/// A 16-bit number for each byte: the low halves of all, then the high halves.
+pub(crate) struct BytePlanes([[u8; 256]; 2]);
+
+impl BytePlanes {
+    /// `wide` for each byte.
+    pub(crate) fn new(wide: impl Fn(u8) -> u16) -> Self {
+        let mut planes = [[0; 256]; 2];
+        for byte in 0..=u8::MAX {
+            let [low, high] = wide(byte).to_le_bytes();
+            (planes[0][usize::from(byte)], planes[1][usize::from(byte)]) = (low, high);
+        }
+        Self(planes)
+    }
+
+    /// That of one byte.
+    pub(crate) fn of(&self, byte: u8) -> u16 {
+        u16::from_le_bytes([self.0[0][usize::from(byte)], self.0[1][usize::from(byte)]])
     }
 }
 
@@ -185,6 +207,18 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
             }
         }
         special == 0
+    }
+
+    /// The numbers of `count` bytes.
+    ///
+    /// # Safety
+    /// They are readable at `from`, and as many u16 writable at `to`, aligned or not.
+    #[inline(always)]
+    unsafe fn widen_bytes(self, to_wide: &BytePlanes, from: *const u8, to: *mut u16, count: usize) {
+        for at in 0..count {
+            // SAFETY: the caller's promise.
+            unsafe { to.add(at).write_unaligned(to_wide.of(from.add(at).read())) };
+        }
     }
 
     /// The sum of the lanes, in an order of this instruction set's own.
@@ -294,6 +328,18 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         acc
     }
 
+    /// Both rounded to bf16: the lanes of `first`, then those of `second`, two to a lane.
+    fn pack_bf16(self, first: Self::V, second: Self::V) -> Self::V {
+        let _ = second;
+        first
+    }
+
+    /// Two rows of `2 * LANES` bf16 to pairs for [`dot_bf16`](Self::dot_bf16), `low` in the low halves: the even fours
+    /// of elements, then the odd ones.
+    fn pair_rows(self, low: Self::V, high: Self::V) -> [Self::V; 2] {
+        [low, high]
+    }
+
     /// As [`pair_bf16`](Self::pair_bf16) for numbers from 0 on, where halves may be rounded away from 0 and NaN may
     /// become anything.
     fn pair_weights(self, low: Self::V, high: Self::V) -> Self::V {
@@ -305,235 +351,5 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn pair_bf16(self, low: Self::V, high: Self::V) -> Self::V {
         let _ = high;
         low
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use half::bf16;
-
-    use super::*;
-
-    struct Transpose<'a> {
-        from: &'a [f32],
-        to: &'a mut [f32],
-    }
-
-    /// Of the test's matrices: unlike at the two ends, and no multiple of a vector.
-    const FROM_STEP: usize = 19;
-    const TO_STEP: usize = 23;
-
-    impl<S: Simd> Op<S> for Transpose<'_> {
-        #[inline(always)]
-        fn call(self, s: S) {
-            assert!(self.from.len() >= 16 * FROM_STEP && self.to.len() >= 16 * TO_STEP);
-            // SAFETY: sixteen rows are there at both ends, which is the widest block.
-            unsafe { s.transpose(self.from.as_ptr(), FROM_STEP, self.to.as_mut_ptr(), TO_STEP) };
-        }
-    }
-
-    fn transposes<S: Simd>(s: S) {
-        let from: Vec<f32> = (0..16 * FROM_STEP).map(|i| i as f32).collect();
-        let mut to = vec![-1.0; 16 * TO_STEP];
-        s.run(Transpose { from: &from, to: &mut to });
-        for (at, &found) in to.iter().enumerate() {
-            let (c, r) = (at / TO_STEP, at % TO_STEP);
-            let inside = c < S::LANES && r < S::LANES;
-            assert_eq!(found, if inside { from[r * FROM_STEP + c] } else { -1.0 }, "row {r}, column {c}");
-        }
-    }
-
-    struct Rounded<'a> {
-        low: &'a [f32; 32],
-        high: &'a [f32; 32],
-        single: &'a mut [u16; 32],
-        pairs: &'a mut [f32; 32],
-        weights: &'a mut [f32; 32],
-    }
-
-    impl<S: Simd> Op<S> for Rounded<'_> {
-        #[inline(always)]
-        fn call(self, s: S) {
-            for at in (0..32).step_by(S::LANES) {
-                // SAFETY: vectors of arrays of 32.
-                unsafe {
-                    let (low, high) = (s.load(self.low[at..].as_ptr()), s.load(self.high[at..].as_ptr()));
-                    s.store_bf16(self.single[at..].as_mut_ptr(), low);
-                    s.store(self.pairs[at..].as_mut_ptr(), s.pair_bf16(low, high));
-                    let (low, high) = (s.abs(low), s.abs(high));
-                    s.store(self.weights[at..].as_mut_ptr(), s.pair_weights(low, high));
-                }
-            }
-        }
-    }
-
-    /// Numbers whose rounding differs from truncation, carries, is a tie, or overflows, and NaN.
-    fn rounds_to_bf16<S: Simd>(s: S) {
-        let low: [f32; 32] = std::array::from_fn(|i| match i {
-            0 => f32::NAN,
-            1 => f32::NEG_INFINITY,
-            2 => f32::from_bits(0x7fff_ffff),
-            3 => f32::MAX,
-            4 => -0.0,
-            5 => f32::from_bits(0x3f80_8000),
-            6 => f32::from_bits(0x3f81_8000),
-            7 => f32::from_bits(0xbfff_ffff),
-            _ => (i as f32 - 17.3) * 1.234_567,
-        });
-        let high = low.map(|x| x * -3.7);
-        let (mut single, mut pairs, mut weights) = ([0; 32], [0.0; 32], [0.0; 32]);
-        let of =
-            Rounded { low: &low, high: &high, single: &mut single, pairs: &mut pairs, weights: &mut weights };
-        s.run(of);
-        for i in 0..32 {
-            let same = |bits: u32, x: f32| {
-                let (found, wanted) = (bf16::from_bits(bits as u16), bf16::from_f32(x));
-                found.to_bits() == wanted.to_bits() || found.is_nan() && wanted.is_nan()
-            };
-            assert!(same(single[i].into(), low[i]), "{} became {:#x}", low[i], single[i]);
-            if !S::BF16_DOT {
-                continue;
-            }
-            let pair = pairs[i].to_bits();
-            assert!(same(pair, low[i]) && same(pair >> 16, high[i]), "{}, {}: {pair:#x}", low[i], high[i]);
-            for (bits, x) in
-                [(weights[i].to_bits(), low[i].abs()), (weights[i].to_bits() >> 16, high[i].abs())]
-            {
-                let found = bf16::from_bits(bits as u16).to_f32();
-                if x.is_finite() && x < 1e38 {
-                    assert!((found - x).abs() <= x / 256.0, "{x} became {found}");
-                }
-            }
-        }
-    }
-
-    struct Sums<'a> {
-        of: &'a [f32; 64],
-        four: &'a mut [f32; 4],
-        single: &'a mut [f32; 4],
-        largest: &'a mut f32,
-    }
-
-    impl<S: Simd> Op<S> for Sums<'_> {
-        #[inline(always)]
-        fn call(self, s: S) {
-            // SAFETY: four vectors of at most sixteen lanes.
-            let v = [0, 1, 2, 3].map(|n| unsafe { s.load(self.of.as_ptr().add(n * S::LANES)) });
-            *self.four = s.sum_of_four(v);
-            *self.single = v.map(|v| s.sum(v));
-            *self.largest = s.largest(v[0]);
-        }
-    }
-
-    /// To the bit: a key's score must not depend on how many keys its sum was taken with.
-    fn sums_of_four_are_sums<S: Simd>(s: S) {
-        let of: [f32; 64] = std::array::from_fn(|i| ((i * 37 % 64) as f32 - 20.3).powi(3) * 1.234_567);
-        let (mut four, mut single, mut largest) = ([0.0; 4], [0.0; 4], 0.0);
-        s.run(Sums { of: &of, four: &mut four, single: &mut single, largest: &mut largest });
-        assert_eq!(four.map(f32::to_bits), single.map(f32::to_bits), "{four:?}, {single:?}");
-        assert_eq!(largest, of[..S::LANES].iter().copied().fold(f32::NEG_INFINITY, f32::max));
-    }
-
-    struct EvenOdd<'a> {
-        from: &'a [u16; 32],
-        even: &'a mut [f32; 16],
-        odd: &'a mut [f32; 16],
-    }
-
-    impl<S: Simd> Op<S> for EvenOdd<'_> {
-        #[inline(always)]
-        fn call(self, s: S) {
-            // SAFETY: two vectors of at most sixteen lanes, and room for both.
-            unsafe {
-                let [even, odd] = s.load_bf16_even_odd(self.from.as_ptr());
-                s.store(self.even.as_mut_ptr(), even);
-                s.store(self.odd.as_mut_ptr(), odd);
-            }
-        }
-    }
-
-    fn parts_even_from_odd<S: Simd>(s: S) {
-        let from: [u16; 32] = std::array::from_fn(|i| bf16::from_f32(i as f32 * -1.5 + 7.0).to_bits());
-        let (mut even, mut odd) = ([0.0; 16], [0.0; 16]);
-        s.run(EvenOdd { from: &from, even: &mut even, odd: &mut odd });
-        for lane in 0..S::LANES {
-            let wanted = [2 * lane, 2 * lane + 1].map(|i| bf16::from_bits(from[i]).to_f32());
-            assert_eq!([even[lane], odd[lane]], wanted, "lane {lane}");
-        }
-    }
-
-    struct Interleaved<'a> {
-        low: &'a [u16],
-        high: &'a [u16],
-        to: &'a mut [f32],
-        finite: &'a mut bool,
-    }
-
-    impl<S: Simd> Op<S> for Interleaved<'_> {
-        #[inline(always)]
-        fn call(self, s: S) {
-            assert!(self.low.len() >= S::PANEL && self.high.len() >= S::PANEL && self.to.len() >= S::PANEL);
-            // SAFETY: a panel each.
-            *self.finite =
-                unsafe { s.interleave_bf16(self.low.as_ptr(), self.high.as_ptr(), self.to.as_mut_ptr()) };
-        }
-    }
-
-    fn interleaves<S: Simd>(s: S) {
-        let (low, mut high): (Vec<u16>, Vec<u16>) = (0..32u16).map(|i| (7 * i + 1, 1000 + 11 * i)).unzip();
-        let (mut to, mut finite) = ([0.0; 32], false);
-        s.run(Interleaved { low: &low, high: &high, to: &mut to, finite: &mut finite });
-        for col in 0..S::PANEL {
-            assert_eq!(to[col].to_bits(), u32::from(low[col]) | u32::from(high[col]) << 16, "column {col}");
-        }
-        assert!(finite);
-        for special in [bf16::INFINITY, bf16::NAN, bf16::NEG_INFINITY] {
-            high[S::PANEL - 1] = special.to_bits();
-            s.run(Interleaved { low: &high, high: &low, to: &mut to, finite: &mut finite });
-            assert!(!finite, "{special}");
-        }
-    }
-
-    /// Runs a test for every instruction set of this processor, and says which ones it has not.
-    macro_rules! for_each_set {
-        ($test:ident) => {
-            $test(Portable);
-            $test(SoftTiles);
-            #[cfg(target_arch = "x86_64")]
-            {
-                let absent = |name| eprintln!("absent: {name}, which this processor has not");
-                Avx2::detect().map_or_else(|| absent("avx2"), $test);
-                Avx512::detect().map_or_else(|| absent("avx512"), $test);
-                Avx512Bf16::detect().map_or_else(|| absent("avx512bf16"), $test);
-                Amx::detect().map_or_else(|| absent("amx"), $test);
-            }
-            #[cfg(target_arch = "aarch64")]
-            Neon::detect().into_iter().for_each($test);
-        };
-    }
-
-    #[test]
-    fn a_number_becomes_the_nearest_bf16_alone_and_in_pairs() {
-        for_each_set!(rounds_to_bf16);
-    }
-
-    #[test]
-    fn sums_of_four_vectors_are_the_sums_of_each() {
-        for_each_set!(sums_of_four_are_sums);
-    }
-
-    #[test]
-    fn bf16_at_even_places_come_apart_from_those_at_odd_ones() {
-        for_each_set!(parts_even_from_odd);
-    }
-
-    #[test]
-    fn rows_are_interleaved_column_by_column_and_what_is_not_finite_is_seen() {
-        for_each_set!(interleaves);
-    }
-
-    #[test]
-    fn a_transposed_block_has_rows_where_columns_were_and_touches_nothing_else() {
-        for_each_set!(transposes);
     }
 }

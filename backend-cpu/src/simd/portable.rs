@@ -170,6 +170,18 @@ impl Simd for SoftTiles {
         lanes!(i => f32::from_bits(bits(low[i]) | bits(high[i]) << 16))
     }
 
+    fn pack_bf16(self, first: Self::V, second: Self::V) -> Self::V {
+        let both: [f32; 32] = std::array::from_fn(|i| if i < 16 { first[i] } else { second[i - 16] });
+        let bits = |x: f32| u32::from(bf16::from_f32(x).to_bits());
+        lanes!(i => f32::from_bits(bits(both[2 * i]) | bits(both[2 * i + 1]) << 16))
+    }
+
+    fn pair_rows(self, low: Self::V, high: Self::V) -> [Self::V; 2] {
+        let half = |of: &Self::V, d: usize| of[d / 2].to_bits() >> (d % 2 * 16) & 0xffff;
+        let pair = |d: usize| f32::from_bits(half(&low, d) | half(&high, d) << 16);
+        [lanes!(i => pair(i / 4 * 8 + i % 4)), lanes!(i => pair(i / 4 * 8 + 4 + i % 4))]
+    }
+
     unsafe fn tile_zero(self) {
         ACCUMULATORS.set([[0.0; 32]; 32]);
     }

@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::amx::{self, Amx};
-use super::{Op, Simd};
+use super::{BytePlanes, Op, Simd};
 
 /// AVX2, FMA, F16C: eight lanes, sixteen registers.
 #[derive(Clone, Copy, Debug)]
@@ -13,7 +13,8 @@ pub(crate) struct Avx2(());
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Avx512(());
 
-/// [`Avx512`] with the bf16 dot products of AVX-512 BF16.
+/// [`Avx512`] with the bf16 dot products of AVX-512 BF16, and the permutations of bytes that all processors
+/// with them have but one (Cooper Lake).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Avx512Bf16(());
 
@@ -40,7 +41,10 @@ impl Avx512 {
 impl Avx512Bf16 {
     /// Whether this processor has the instructions.
     pub(crate) fn detect() -> Option<Self> {
-        let all = Avx512::detect().is_some() && is_x86_feature_detected!("avx512bf16");
+        let all = Avx512::detect().is_some()
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vbmi")
+            && is_x86_feature_detected!("avx512bf16");
         all.then_some(Self(()))
     }
 }
@@ -272,50 +276,129 @@ macro_rules! avx512_methods {
     };
 }
 
+/// What [`Avx512Bf16`] and [`Amx`] add to them.
+macro_rules! bf16_methods {
+    () => {
+        const BF16_DOT: bool = true;
+
+        #[inline(always)]
+        fn dot_bf16(self, acc: Self::V, a: Self::V, b: Self::V) -> Self::V {
+            // SAFETY: AVX-512 BF16, as `self` proves; the operands are 512 bits of bf16 pairs.
+            unsafe {
+                let a = std::mem::transmute::<__m512, __m512bh>(a);
+                let b = std::mem::transmute::<__m512, __m512bh>(b);
+                _mm512_dpbf16_ps(acc, a, b)
+            }
+        }
+
+        #[inline(always)]
+        fn pair_bf16(self, low: Self::V, high: Self::V) -> Self::V {
+            const ORDER: [u16; 32] = {
+                let mut order = [0; 32];
+                let mut lane = 0;
+                while lane < 16 {
+                    (order[2 * lane], order[2 * lane + 1]) = (lane as u16, lane as u16 + 16);
+                    lane += 1;
+                }
+                order
+            };
+            // SAFETY: AVX-512 BF16 and BW, as `self` proves; `__m512bh` is 512 bits of bf16, those of `low` first.
+            unsafe {
+                let both = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+                let order = _mm512_loadu_si512(ORDER.as_ptr().cast());
+                _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, both))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn interleave_bf16(self, low: *const u16, high: *const u16, to: *mut f32) -> bool {
+            // Quarters of four pairs: unpacking leaves columns 0, 8, 16, 24 and 4, 12, 20, 28 and those after them.
+            const FIRST: [u64; 8] = [0, 1, 8, 9, 2, 3, 10, 11];
+            const SECOND: [u64; 8] = [4, 5, 12, 13, 6, 7, 14, 15];
+            // SAFETY: AVX-512 BW; the caller promised 32 bf16 twice, and room for 32 pairs.
+            unsafe {
+                let (a, b) = (_mm512_loadu_si512(low.cast()), _mm512_loadu_si512(high.cast()));
+                let (even, odd) = (_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b));
+                let first = _mm512_loadu_si512(FIRST.as_ptr().cast());
+                let second = _mm512_loadu_si512(SECOND.as_ptr().cast());
+                _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi64(even, first, odd));
+                _mm512_storeu_si512(to.add(16).cast(), _mm512_permutex2var_epi64(even, second, odd));
+                let exponent = _mm512_set1_epi16(0x7f80);
+                let special = |x| _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent);
+                special(a) | special(b) == 0
+            }
+        }
+
+        #[inline(always)]
+        fn pack_bf16(self, first: Self::V, second: Self::V) -> Self::V {
+            // SAFETY: AVX-512 BF16, as `self` proves; `__m512bh` is 512 bits of bf16, those of the last operand first.
+            unsafe { std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(second, first)) }
+        }
+
+        #[inline(always)]
+        fn pair_rows(self, low: Self::V, high: Self::V) -> [Self::V; 2] {
+            // SAFETY: AVX-512 BW, as `self` proves.
+            unsafe {
+                let (low, high) = (_mm512_castps_si512(low), _mm512_castps_si512(high));
+                let (even, odd) = (_mm512_unpacklo_epi16(low, high), _mm512_unpackhi_epi16(low, high));
+                [_mm512_castsi512_ps(even), _mm512_castsi512_ps(odd)]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn widen_bytes(self, to_wide: &BytePlanes, from: *const u8, to: *mut u16, count: usize) {
+            // Eights of codes so that interleaving within 128 bits leaves them in order.
+            const ORDER: [u64; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+            // SAFETY: AVX-512 VBMI, as `self` proves; the caller promised `count` of both, and masks leave the rest alone.
+            unsafe {
+                let order = _mm512_loadu_si512(ORDER.as_ptr().cast());
+                let planes = to_wide.0.as_ptr().cast::<u8>();
+                let mut tables = [_mm512_setzero_si512(); 8];
+                for (n, table) in tables.iter_mut().enumerate() {
+                    *table = _mm512_loadu_si512(planes.add(64 * n).cast());
+                }
+                let [a, b, c, d, e, f, g, h] = tables;
+                let mut at = 0;
+                while at < count {
+                    let live = u64::MAX >> (64 - (count - at).min(64));
+                    let codes = _mm512_maskz_loadu_epi8(live, from.add(at).cast());
+                    let codes = _mm512_permutexvar_epi64(order, codes);
+                    let upper = _mm512_movepi8_mask(codes);
+                    let low = _mm512_mask_blend_epi8(
+                        upper,
+                        _mm512_permutex2var_epi8(a, codes, b),
+                        _mm512_permutex2var_epi8(c, codes, d),
+                    );
+                    let high = _mm512_mask_blend_epi8(
+                        upper,
+                        _mm512_permutex2var_epi8(e, codes, f),
+                        _mm512_permutex2var_epi8(g, codes, h),
+                    );
+                    let (first, second) = (_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high));
+                    _mm512_mask_storeu_epi16(to.add(at).cast(), live as u32, first);
+                    if live >> 32 != 0 {
+                        _mm512_mask_storeu_epi16(to.add(at + 32).cast(), (live >> 32) as u32, second);
+                    }
+                    at += 64;
+                }
+            }
+        }
+    };
+}
+
 impl Simd for Avx512 {
     avx512_methods!(Avx512, "avx2,fma,f16c,avx512f,avx512vl");
 }
 
 impl Simd for Avx512Bf16 {
-    const BF16_DOT: bool = true;
-    avx512_methods!(Avx512Bf16, "avx2,fma,f16c,avx512f,avx512vl,avx512bf16");
-
-    #[inline(always)]
-    fn dot_bf16(self, acc: Self::V, a: Self::V, b: Self::V) -> Self::V {
-        // SAFETY: AVX-512 BF16, as `self` proves; the operands are 512 bits of bf16 pairs.
-        unsafe {
-            let a = std::mem::transmute::<__m512, __m512bh>(a);
-            let b = std::mem::transmute::<__m512, __m512bh>(b);
-            _mm512_dpbf16_ps(acc, a, b)
-        }
-    }
-
-    #[inline(always)]
-    fn pair_bf16(self, low: Self::V, high: Self::V) -> Self::V {
-        // SAFETY: as above; `__m256bh` is 256 bits of bf16.
-        unsafe {
-            let low = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(low));
-            let high = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(high));
-            let high = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(high));
-            _mm512_castsi512_ps(_mm512_or_si512(_mm512_cvtepu16_epi32(low), high))
-        }
-    }
+    avx512_methods!(Avx512Bf16, "avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512vbmi,avx512bf16");
+    bf16_methods!();
 }
 
 impl Simd for Amx {
-    const BF16_DOT: bool = true;
     const TILES: bool = true;
-    avx512_methods!(Amx, "avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512dq,avx512bf16");
-
-    #[inline(always)]
-    fn dot_bf16(self, acc: Self::V, a: Self::V, b: Self::V) -> Self::V {
-        // SAFETY: AVX-512 BF16, as `self` proves; the operands are 512 bits of bf16 pairs.
-        unsafe {
-            let a = std::mem::transmute::<__m512, __m512bh>(a);
-            let b = std::mem::transmute::<__m512, __m512bh>(b);
-            _mm512_dpbf16_ps(acc, a, b)
-        }
-    }
+    avx512_methods!(Amx, "avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512dq,avx512vbmi,avx512bf16");
+    bf16_methods!();
 
     #[inline(always)]
     fn enter_tiles(self) {
@@ -368,44 +451,6 @@ impl Simd for Amx {
         let q = self.fma(q, r, self.splat(1.0));
         // SAFETY: AVX-512 F.
         unsafe { _mm512_scalef_ps(q, x) }
-    }
-
-    #[inline(always)]
-    unsafe fn interleave_bf16(self, low: *const u16, high: *const u16, to: *mut f32) -> bool {
-        // Quarters of four pairs: unpacking leaves columns 0, 8, 16, 24 and 4, 12, 20, 28 and those after them.
-        const FIRST: [u64; 8] = [0, 1, 8, 9, 2, 3, 10, 11];
-        const SECOND: [u64; 8] = [4, 5, 12, 13, 6, 7, 14, 15];
-        // SAFETY: AVX-512 BW; the caller promised 32 bf16 twice, and room for 32 pairs.
-        unsafe {
-            let (a, b) = (_mm512_loadu_si512(low.cast()), _mm512_loadu_si512(high.cast()));
-            let (even, odd) = (_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b));
-            let first = _mm512_loadu_si512(FIRST.as_ptr().cast());
-            let second = _mm512_loadu_si512(SECOND.as_ptr().cast());
-            _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi64(even, first, odd));
-            _mm512_storeu_si512(to.add(16).cast(), _mm512_permutex2var_epi64(even, second, odd));
-            let exponent = _mm512_set1_epi16(0x7f80);
-            let special = |x| _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent);
-            special(a) | special(b) == 0
-        }
-    }
-
-    #[inline(always)]
-    fn pair_bf16(self, low: Self::V, high: Self::V) -> Self::V {
-        const ORDER: [u16; 32] = {
-            let mut order = [0; 32];
-            let mut lane = 0;
-            while lane < 16 {
-                (order[2 * lane], order[2 * lane + 1]) = (lane as u16, lane as u16 + 16);
-                lane += 1;
-            }
-            order
-        };
-        // SAFETY: AVX-512 BF16 and BW, as `self` proves; `__m512bh` is 512 bits of bf16, those of `low` first.
-        unsafe {
-            let both = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
-            let order = _mm512_loadu_si512(ORDER.as_ptr().cast());
-            _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, both))
-        }
     }
 
     /// Four instructions of one micro-operation where [`pair_bf16`](Self::pair_bf16)'s two have six.

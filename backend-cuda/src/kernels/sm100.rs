@@ -45,9 +45,11 @@ impl FwdRecipe for Sm100 {
         if options.accuracy == Accuracy::Exact {
             tile.lazy_rescale_log2 = 0;
         }
-        // Merged parts round differently from the whole, which a longer query has.
+        // Merged parts round differently from the whole, which a longer query has; a pair of CTAs, which a short query has
+        // not, takes more keys a block.
         if options.batch_invariant {
             tile.split_keys = 0;
+            tile = tile.alone(&spec);
         }
         // Tiles are measured as a plan without options has them.
         let untold =
@@ -57,6 +59,7 @@ impl FwdRecipe for Sm100 {
             tile.set(key, value).map_err(refuse)?;
         }
         tile.check(&spec, problem.gqa_ratio()).map_err(refuse)?;
+        sm100::check_loads(problem, &tile).map_err(refuse)?;
         if tile.load_max && facts.arch != sm100::REDUCING_ARCH {
             return Err(refuse(format!(
                 "tile load_max=1: loads from tensor memory find maxima on {}, not on {}",
@@ -89,7 +92,7 @@ impl FwdRecipe for Sm100 {
             smem_bytes,
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
             // One CTA an SM: it takes all of tensor memory.
-            tiles_at_once: facts.num_sms.into(),
+            tiles_at_once: u64::from(facts.num_sms / tile.cluster.unsigned_abs()),
         }];
         if is_split {
             let grid = Grid::new(split::merge_grid(problem, facts.num_sms), split::MERGE_THREADS);
@@ -112,7 +115,10 @@ impl FwdRecipe for Sm100 {
                 // dimensions': blocks that only other rows of its tile see add zeros. But a short query's keys may be
                 // split, a long one's are not.
                 batch_invariant: !is_split
-                    && (options.batch_invariant || split::split_keys(problem, tile.block_n) == 0),
+                    && tile.cluster == 1
+                    && (options.batch_invariant
+                        || split::split_keys(problem, tile.block_n) == 0
+                            && sm100::default_tile(&spec).cluster == 1),
                 graph_capturable: true,
                 accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },
                 score_bits: Promises::F32_BITS,
@@ -187,14 +193,19 @@ impl FwdRecipe for Sm100 {
 pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOptions, Refusal> {
     Sm100::default().choose(problem, facts, &PlanOptions::default())?;
     let tile = sm100::choose_tile(problem, &facts.arch);
-    let set_by_users = tile.named_values().into_iter().filter(|(field, _)| !field.starts_with("cluster"));
+    let set_by_users = tile.named_values().into_iter().filter(|(field, _)| *field != "cluster_heads");
     Ok(set_by_users.map(|(field, value)| (field.to_owned(), value)).collect())
 }
 
 /// What TMA brings at once.
 fn boxes(problem: &ValidFwd, tile: &Sm100Tile) -> Boxes {
     let spec = FwdSpec::of(problem);
-    Boxes { q: tile.q_box(&spec, problem.gqa_ratio() as i32), k: tile.k_box(&spec), v: tile.v_box(&spec) }
+    Boxes {
+        q: tile.q_box(&spec, problem.gqa_ratio() as i32),
+        k: tile.k_box(&spec),
+        v: tile.v_box(&spec),
+        bias: None,
+    }
 }
 
 fn schedule_words(tile: &Sm100Tile) -> String {
@@ -209,6 +220,7 @@ fn schedule_words(tile: &Sm100Tile) -> String {
     words.extend(tile.load_max.then(|| "maxima by the loads".to_owned()));
     words.extend((tile.copy_bytes > 0).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
     words.extend((tile.split_keys > 0).then(|| format!("keys in parts of {}, merged", tile.split_keys)));
+    words.extend((tile.cluster > 1).then(|| "pairs of CTAs".to_owned()));
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
     words.extend(tile.dependent_launch.then(|| "starts while the grid before ends".to_owned()));
     words.join(", ")

@@ -7,7 +7,7 @@ use std::fmt;
 use fmha::{ProblemError, Result};
 
 use crate::host::Pointed;
-use crate::structs::{FmhaCall, FmhaCombine, FmhaGradients, FmhaPartial, FmhaTensor};
+use crate::structs::{FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaPartial, FmhaTensor};
 
 /// Refuses a call that is not the planned one.
 ///
@@ -52,6 +52,7 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
         softcap: _,
         stream: _,
         gradients: _,
+        cache: _,
         dropout_seed: _,
         dropout_offset: _,
         p_drop,
@@ -116,7 +117,7 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
     }
     // SAFETY: passed on.
     let read = unsafe { Pointed::read(given)? };
-    let Pointed { mask, softmax_scale, softcap, gradients } = read;
+    let Pointed { mask, softmax_scale, softcap, gradients, cache } = read;
     if mask != pointed.mask {
         return Err(differs("mask", &mask, &pointed.mask, "the plan's").into());
     }
@@ -128,14 +129,74 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
             return Err(differs(field, &word(given), &word(planned), "the plan's").into());
         }
     }
-    match (&gradients, &pointed.gradients) {
+    both("gradients", gradients.as_ref(), pointed.gradients.as_ref(), self::gradients)?;
+    both("cache", cache.as_ref(), pointed.cache.as_ref(), self::cache)
+}
+
+/// Two structs of host memory, which are there or not alike.
+fn both<T>(
+    field: &'static str,
+    given: Option<&T>,
+    planned: Option<&T>,
+    agree: fn(&T, &T) -> Result<()>,
+) -> Result<()> {
+    match (given, planned) {
         (None, None) => Ok(()),
-        (Some(given), Some(planned)) => self::gradients(planned, given),
+        (Some(given), Some(planned)) => agree(planned, given),
         (given, _) => {
             let (given, planned) = if given.is_some() { ("given", "null") } else { ("null", "given") };
-            Err(differs("gradients", &given, &planned, "the plan's").into())
+            Err(differs(field, &given, &planned, "the plan's").into())
         }
     }
+}
+
+fn cache(planned: &FmhaCache, given: &FmhaCache) -> Result<()> {
+    let FmhaCache {
+        struct_bytes,
+        seqlen_new,
+        total_new: _,
+        max_pos,
+        k_new,
+        v_new,
+        cu_seqlens_new,
+        rotary_cos,
+        rotary_sin,
+        tree_mask,
+        rotary_dim,
+        rotary_interleaved,
+        dtype_rotary,
+        dtype_cache,
+        v_in_k,
+        reserved,
+    } = *given;
+    number("struct_bytes", struct_bytes, planned.struct_bytes)?;
+    for (field, given, planned) in
+        [("seqlen_new", seqlen_new, planned.seqlen_new), ("max_pos", max_pos, planned.max_pos)]
+    {
+        number(field, given, planned)?;
+    }
+    for (field, given, planned) in [
+        ("rotary_dim", rotary_dim, planned.rotary_dim),
+        ("rotary_interleaved", rotary_interleaved, planned.rotary_interleaved),
+        ("dtype_rotary", dtype_rotary, planned.dtype_rotary),
+        ("dtype_cache", dtype_cache, planned.dtype_cache),
+        ("v_in_k", v_in_k, planned.v_in_k),
+        ("reserved", reserved, planned.reserved),
+    ] {
+        number(field, given, planned)?;
+    }
+    for (field, given, planned) in [
+        ("k_new.data", k_new.data.cast_const().cast::<()>(), planned.k_new.data.cast_const().cast::<()>()),
+        ("v_new.data", v_new.data.cast_const().cast(), planned.v_new.data.cast_const().cast()),
+        ("cu_seqlens_new", cu_seqlens_new.cast(), planned.cu_seqlens_new.cast()),
+        ("rotary_cos", rotary_cos.cast(), planned.rotary_cos.cast()),
+        ("rotary_sin", rotary_sin.cast(), planned.rotary_sin.cast()),
+        ("tree_mask", tree_mask.cast(), planned.tree_mask.cast()),
+    ] {
+        presence(field, given, planned)?;
+    }
+    strides("k_new", &k_new, &planned.k_new, "the plan's")?;
+    strides("v_new", &v_new, &planned.v_new, "the plan's")
 }
 
 fn gradients(planned: &FmhaGradients, given: &FmhaGradients) -> Result<()> {

@@ -3,15 +3,15 @@
 use std::ffi::{CStr, c_char};
 
 use fmha::{
-    Accuracy, Backend, Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale, Dims,
-    ElementwiseBias, FwdProblem, KvLayout, MaskSpec, PlanOptions, ProblemError, QLayout, Result, Strides,
-    Totals, VLayout,
+    Accuracy, Append, Backend, Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale,
+    Dims, ElementwiseBias, FwdProblem, KvLayout, MaskSpec, PlanOptions, ProblemError, QLayout, Result,
+    Rotary, RotaryPairs, Strides, Totals, VLayout,
 };
 
 use crate::structs::{
     FMHA_BF16, FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ, FMHA_EXACT, FMHA_F16, FMHA_F32,
-    FMHA_FAST, FMHA_V_COL_MAJOR, FMHA_V_ROW_MAJOR, FmhaCall, FmhaCombine, FmhaGradients, FmhaOptions,
-    FmhaPartial, FmhaTensor,
+    FMHA_FAST, FMHA_V_COL_MAJOR, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaCombine, FmhaGradients,
+    FmhaOptions, FmhaPartial, FmhaTensor,
 };
 
 /// What a call points to in host memory.
@@ -21,6 +21,7 @@ pub(crate) struct Pointed {
     pub(crate) softmax_scale: Option<f32>,
     pub(crate) softcap: Option<f32>,
     pub(crate) gradients: Option<FmhaGradients>,
+    pub(crate) cache: Option<FmhaCache>,
 }
 
 impl Pointed {
@@ -34,13 +35,18 @@ impl Pointed {
             struct_bytes::<FmhaGradients>(gradients.struct_bytes)?;
         }
         // SAFETY: as above.
+        let cache = unsafe { call.cache.as_ref() }.copied();
+        if let Some(cache) = &cache {
+            struct_bytes::<FmhaCache>(cache.struct_bytes)?;
+        }
+        // SAFETY: as above.
         let mask = match unsafe { text("mask", call.mask)? } {
             None => MaskSpec::NONE,
             Some(mask) => mask.parse()?,
         };
         // SAFETY: as above.
         let (softmax_scale, softcap) = unsafe { (call.softmax_scale.as_ref(), call.softcap.as_ref()) };
-        Ok(Self { mask, softmax_scale: softmax_scale.copied(), softcap: softcap.copied(), gradients })
+        Ok(Self { mask, softmax_scale: softmax_scale.copied(), softcap: softcap.copied(), gradients, cache })
     }
 
     /// The forward problem of a call.
@@ -57,7 +63,7 @@ impl Pointed {
         let dtype_qk = dtype("dtype_qk", call.dtype_qk)?;
         let (q_layout, kv_layout) = layouts(call)?;
         // Their numbers come with each run; that they go with the layouts is asked at once.
-        totals(call)?;
+        totals(call, self.cache.as_ref())?;
         let base = FwdProblem::new(q_layout, kv_layout, dtype_qk, dims);
         let per_tensor = flag("descale_per_tensor", call.descale_per_tensor)?;
         let descale = |pointer: *const f32| match (pointer.is_null(), per_tensor) {
@@ -65,7 +71,7 @@ impl Pointed {
             (false, true) => Descale::PerTensor,
             (false, false) => Descale::PerKvHead,
         };
-        Ok(FwdProblem {
+        let problem = FwdProblem {
             seqused_q: !call.seqused_q.is_null(),
             seqused_k: !call.seqused_k.is_null(),
             dtype_v: dtype("dtype_v", call.dtype_v)?,
@@ -88,7 +94,11 @@ impl Pointed {
             write_lse: !call.lse.is_null(),
             write_keep_mask: !call.keep_mask.is_null(),
             ..base
-        })
+        };
+        match &self.cache {
+            None => Ok(problem),
+            Some(cache) => Ok(cached(problem, cache)?),
+        }
     }
 
     /// The backward problem of a call with `gradients`.
@@ -116,6 +126,77 @@ impl Pointed {
             ..BwdProblem::new(fwd)
         })
     }
+}
+
+/// A problem with what `FmhaCache` adds to it.
+fn cached(problem: FwdProblem, cache: &FmhaCache) -> Result<FwdProblem, ProblemError> {
+    let seqlen_new = size("seqlen_new", cache.seqlen_new)?;
+    let packed = !cache.cu_seqlens_new.is_null();
+    let append = Append {
+        layout: if packed { QLayout::Packed } else { QLayout::Batch },
+        seqlen_new,
+        k_new: strides(&cache.k_new),
+        v_new: strides(&cache.v_new),
+    };
+    for (field, given) in [
+        ("k_new.data", !cache.k_new.data.is_null()),
+        ("v_new.data", !cache.v_new.data.is_null()),
+        ("cu_seqlens_new", packed),
+    ] {
+        if given && seqlen_new == 0 {
+            return Err(ProblemError::new(field, format!("{field} is given, but seqlen_new is 0")));
+        }
+    }
+    let v_in_k = flag("v_in_k", cache.v_in_k)?;
+    if v_in_k && !cache.v_new.data.is_null() {
+        return Err(ProblemError::new("v_new.data", "v_new.data is given, but v_in_k is 1"));
+    }
+    if cache.reserved != 0 {
+        return Err(ProblemError::new("reserved", format!("reserved {} is not 0", cache.reserved)));
+    }
+    let dtype_cache = match cache.dtype_cache {
+        0 => None,
+        code => Some(dtype("dtype_cache", code)?),
+    };
+    Ok(FwdProblem {
+        append: (seqlen_new > 0).then_some(append),
+        rotary: rotary(cache)?,
+        tree_mask: !cache.tree_mask.is_null(),
+        dtype_cache,
+        v_in_k,
+        ..problem
+    })
+}
+
+/// The rotary embedding: all of it, or nothing of it.
+fn rotary(cache: &FmhaCache) -> Result<Option<Rotary>, ProblemError> {
+    let interleaved = flag("rotary_interleaved", cache.rotary_interleaved)?;
+    let max_pos = size("max_pos", cache.max_pos)?;
+    let dim = size("rotary_dim", cache.rotary_dim.into())?;
+    if dim == 0 {
+        for (field, value) in [
+            ("max_pos", cache.max_pos),
+            ("rotary_cos", (!cache.rotary_cos.is_null()).into()),
+            ("rotary_sin", (!cache.rotary_sin.is_null()).into()),
+            ("dtype_rotary", cache.dtype_rotary.into()),
+            ("rotary_interleaved", cache.rotary_interleaved.into()),
+        ] {
+            if value != 0 {
+                return Err(ProblemError::new(
+                    field,
+                    format!("{field} {value} goes with rotary_dim, which is 0"),
+                ));
+            }
+        }
+        return Ok(None);
+    }
+    for (field, pointer) in [("rotary_cos", cache.rotary_cos), ("rotary_sin", cache.rotary_sin)] {
+        if pointer.is_null() {
+            return Err(ProblemError::new(field, format!("{field} is null (0), but rotary_dim is {dim}")));
+        }
+    }
+    let pairs = if interleaved { RotaryPairs::Interleaved } else { RotaryPairs::Half };
+    Ok(Some(Rotary { dim, pairs, max_pos, dtype: dtype("dtype_rotary", cache.dtype_rotary)? }))
 }
 
 /// The parts of a combine call, which all have the strides of the first.
@@ -246,8 +327,10 @@ fn layouts(call: &FmhaCall) -> Result<(QLayout, KvLayout), ProblemError> {
 }
 
 /// Rows and pages, each there iff the layout has it.
-pub(crate) fn totals(call: &FmhaCall) -> Result<Totals, ProblemError> {
+pub(crate) fn totals(call: &FmhaCall, cache: Option<&FmhaCache>) -> Result<Totals, ProblemError> {
     let (q, kv) = layouts(call)?;
+    let (total_new, packs_new) =
+        cache.map_or((0, false), |cache| (cache.total_new, !cache.cu_seqlens_new.is_null()));
     let paged = matches!(kv, KvLayout::Paged { .. });
     let of = |field, value, wanted, with: &str| match (size(field, value)?, wanted) {
         (value, true) => Ok(Some(value)),
@@ -260,7 +343,7 @@ pub(crate) fn totals(call: &FmhaCall) -> Result<Totals, ProblemError> {
         total_q: of("total_q", call.total_q, q == QLayout::Packed, cu_q)?,
         total_k: of("total_k", call.total_k, kv == KvLayout::Packed, cu_k)?,
         num_pages: of("num_pages", call.num_pages, paged, "page_size, which is 0")?,
-        ..Totals::NONE
+        total_new: of("total_new", total_new, packs_new, "cu_seqlens_new, which is null")?,
     })
 }
 

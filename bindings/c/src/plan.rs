@@ -4,14 +4,14 @@ use std::ffi::CString;
 use std::sync::Arc;
 
 use fmha::{
-    BlockTable, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, Descale, DevBuffer, DevSlice, DevSliceMut,
-    Dims, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, MemorySpace, PartialResult, ProblemError, Result,
-    ScoreArgs, SeqArgs, Shape, Stream, Strides, Totals, ValidFwd, Workspace,
+    BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CombineArgs, CombinePlan, DType, Descale, DevBuffer,
+    DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, MemorySpace, PartialResult,
+    ProblemError, Result, ScoreArgs, SeqArgs, Shape, Stream, Strides, Totals, ValidFwd, Workspace,
 };
 
 use crate::agree;
 use crate::host::{self, Choice, Pointed, strides};
-use crate::structs::{FmhaCall, FmhaCombine, FmhaGradients, FmhaPartial, FmhaTensor};
+use crate::structs::{FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaPartial, FmhaTensor};
 
 /// A chosen and loaded kernel with its scratch memory, of the backend that it was planned on.
 pub struct FmhaPlan {
@@ -164,20 +164,35 @@ impl Memory {
         call: &FmhaCall,
         workspace: Option<&'a DevBuffer>,
     ) -> Result<FwdArgs<'a>> {
-        let totals = host::totals(call)?;
+        // SAFETY: passed on.
+        let cache = unsafe { call.cache.as_ref() };
+        let totals = host::totals(call, cache)?;
         let extents = problem.extents(totals);
+        let (stored_k, stored_v) = (problem.stored_k(), problem.stored_v());
         // SAFETY: passed on, here and below.
         unsafe {
-            let mut args = FwdArgs::new(
-                self.input("q", &call.q, extents.q, problem.dtype_qk)?,
-                self.input("k", &call.k, extents.k, problem.dtype_qk)?,
-                self.input("v", &call.v, extents.v, problem.dtype_v)?,
-                self.output("o", &call.o, extents.o, problem.dtype_o)?,
-            );
+            let q = self.input("q", &call.q, extents.q, problem.dtype_qk)?;
+            let o = self.output("o", &call.o, extents.o, problem.dtype_o)?;
+            let k: CacheSlice<'a> = match problem.append {
+                Some(_) => self.output("k", &call.k, extents.k, stored_k)?.into(),
+                None => self.input("k", &call.k, extents.k, stored_k)?.into(),
+            };
+            let v: CacheSlice<'a> = match problem.append {
+                _ if problem.v_in_k => CacheSlice::InK,
+                Some(_) => self.output("v", &call.v, extents.v, stored_v)?.into(),
+                None => self.input("v", &call.v, extents.v, stored_v)?.into(),
+            };
+            let mut args = FwdArgs::new(q, k, v, o);
+            if let Some(cache) = cache {
+                args.cache = self.cache(problem, cache, totals)?;
+            }
             args.lse = self.optional_mut(call.lse.cast(), extents.lse_elems * 4);
             args.keep_mask = self.optional_mut(call.keep_mask, problem.keep_mask_bytes());
             args.scale_o = self.optional(call.scale_o.cast(), 4);
             args.seq = self.seq(problem, call, totals);
+            let offsets = (u64::from(problem.dims.batch) + 1) * 4;
+            args.seq.cu_seqlens_new =
+                cache.and_then(|cache| self.optional(cache.cu_seqlens_new.cast(), offsets));
             args.score = self.score(problem, call)?;
             args.workspace = workspace.map(|buffer| self.write(buffer.as_ptr(), buffer.bytes()));
             Ok(args)
@@ -195,7 +210,7 @@ impl Memory {
     ) -> Result<BwdArgs<'a>> {
         let problem = plan.problem();
         let fwd = problem.fwd();
-        let totals = host::totals(call)?;
+        let totals = host::totals(call, None)?;
         let extents = fwd.extents(totals);
         let lse_bytes = extents.lse_elems * 4;
         // SAFETY: passed on, here and below.
@@ -226,6 +241,37 @@ impl Memory {
                 workspace: workspace.map(|buffer| self.write(buffer.as_ptr(), buffer.bytes())),
             })
         }
+    }
+
+    /// # Safety
+    /// As [`FmhaPlan::run`].
+    unsafe fn cache<'a>(
+        self,
+        problem: &FwdProblem,
+        cache: &FmhaCache,
+        totals: Totals,
+    ) -> Result<CacheArgs<'a>> {
+        let mut args = CacheArgs::default();
+        // SAFETY: passed on.
+        unsafe {
+            if let Some(append) = &problem.append {
+                let (k, v) = problem.shapes_new(append, totals);
+                args.k_new = Some(self.input("k_new", &cache.k_new, k, problem.dtype_qk)?);
+                if !problem.v_in_k {
+                    args.v_new = Some(self.input("v_new", &cache.v_new, v, problem.dtype_v)?);
+                }
+            }
+            if let Some(rotary) = &problem.rotary {
+                let bytes = rotary.table_elems() * rotary.dtype.size_bytes();
+                args.cos = self.optional(cache.rotary_cos.cast(), bytes);
+                args.sin = self.optional(cache.rotary_sin.cast(), bytes);
+            }
+            let dims = problem.dims;
+            let rows = totals.total_q.map_or(u64::from(dims.batch) * u64::from(dims.seqlen_q), u64::from);
+            let bytes = rows.saturating_mul(u64::from(problem.tree_mask_words()) * 4);
+            args.tree_mask = self.optional(cache.tree_mask.cast(), bytes);
+        }
+        Ok(args)
     }
 
     /// # Safety

@@ -72,6 +72,46 @@ pub struct FmhaGradients {
     pub dtype_dbias: i32,
 }
 
+/// What a call does with a KV cache besides reading it. Set everything to 0 first, then what is wanted.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaCache {
+    /// sizeof(FmhaCache).
+    pub struct_bytes: u64,
+    /// New rows of a sequence, written to K and V at rows seqused_k[b] .. before attention sees them; packed: of
+    /// the longest; 0: none.
+    pub seqlen_new: i64,
+    /// Packed: new rows of all sequences together; else 0. May change from run to run.
+    pub total_new: i64,
+    /// Rows of rotary_cos and rotary_sin; 0: nothing turns.
+    pub max_pos: i64,
+    /// New keys [batch, seqlen_new, num_heads_kv, head_dim_qk]; packed [total_new, num_heads_kv, head_dim_qk].
+    pub k_new: FmhaTensor,
+    /// New values [batch, seqlen_new, num_heads_kv, head_dim_v], or packed; data null with v_in_k.
+    pub v_new: FmhaTensor,
+    /// i32 [batch + 1], first row of each sequence of k_new and v_new, which are packed then; null: they are not.
+    pub cu_seqlens_new: *const i32,
+    /// Cosines [max_pos, rotary_dim / 2]; null: nothing turns.
+    pub rotary_cos: *const c_void,
+    /// Sines, likewise.
+    pub rotary_sin: *const c_void,
+    /// u32 [batch, seqlen_q, ceil(seqlen_q / 32)], packed [total_q, ceil(seqlen_q / 32)]: bit n % 32 of word n / 32
+    /// shows a query the n-th of the last seqlen_q keys, in place of the mask "b"; null: none.
+    pub tree_mask: *const u32,
+    /// Leading elements of Q's and k_new's rows that turn: even, at most head_dim_qk; 0: none.
+    pub rotary_dim: i32,
+    /// 1: elements 2i and 2i + 1 turn together; 0: i and i + rotary_dim / 2.
+    pub rotary_interleaved: i32,
+    /// Of rotary_cos and rotary_sin: FMHA_F32, or dtype_qk; 0 where there are none.
+    pub dtype_rotary: i32,
+    /// FP8 type that K and V are stored in beside a 16-bit Q: FMHA_E4M3FN, ...; 0: their own.
+    pub dtype_cache: i32,
+    /// 1: V is the first head_dim_v elements of K's rows, and v.data is not used; else 0.
+    pub v_in_k: i32,
+    /// 0.
+    pub reserved: i32,
+}
+
 /// One call. Set everything to 0 first, then what is wanted: a null pointer is an option that is off.
 /// Pointers are to memory of the plan's backend, unless they are said to be host memory.
 #[repr(C)]
@@ -155,6 +195,8 @@ pub struct FmhaCall {
     pub stream: *mut c_void,
     /// Host memory: null: forward; else backward.
     pub gradients: *const FmhaGradients,
+    /// Host memory: null: the cache is read, and nothing else happens to it.
+    pub cache: *const FmhaCache,
     /// Key of the dropout generator. May change from run to run.
     pub dropout_seed: u64,
     /// Last word of its counter. May change from run to run.

@@ -11,8 +11,8 @@ use proptest::prelude::*;
 
 use crate::host::Choice;
 use crate::{
-    FMHA_F16, FMHA_V_ROW_MAJOR, FmhaCall, FmhaPlan, FmhaTensor, fmha_drop, fmha_last_error, fmha_plan,
-    fmha_run, guard,
+    FMHA_F16, FMHA_F32, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaPlan, FmhaTensor, fmha_drop,
+    fmha_last_error, fmha_plan, fmha_run, guard,
 };
 
 const NONE: FmhaTensor =
@@ -78,6 +78,7 @@ fn call(q: &[u16], k: &[u16], v: &[u16], o: &mut [u16], batch: i64, cu_seqlens: 
         softcap: null(),
         stream: null_mut(),
         gradients: null(),
+        cache: null(),
         dropout_seed: 0,
         dropout_offset: 0,
         p_drop: 0.0,
@@ -171,6 +172,118 @@ fn paged_keys_in_any_order_are_the_batch_call() {
     assert!(error.contains("max_pages 2"), "{error}");
 }
 
+/// Nothing of a cache.
+const NO_CACHE: FmhaCache = FmhaCache {
+    struct_bytes: size_of::<FmhaCache>() as u64,
+    seqlen_new: 0,
+    total_new: 0,
+    max_pos: 0,
+    k_new: NONE,
+    v_new: NONE,
+    cu_seqlens_new: null(),
+    rotary_cos: null(),
+    rotary_sin: null(),
+    tree_mask: null(),
+    rotary_dim: 0,
+    rotary_interleaved: 0,
+    dtype_rotary: 0,
+    dtype_cache: 0,
+    v_in_k: 0,
+    reserved: 0,
+};
+
+#[test]
+fn appended_rows_are_written_and_seen_as_if_they_had_been_there() {
+    let (q, k, v) = (numbers(1, ROWS), numbers(77, ROWS), numbers(300, ROWS));
+    let (mut whole, mut appended) = (vec![0; q.len()], vec![0; q.len()]);
+    run_on_cpu(&call(&q, &k, &v, &mut whole, 1, &[]));
+    // The last two rows are new; what the cache has in their place is never read.
+    let old = (ROWS - 2) * HEADS * DIM;
+    let (mut k_cache, mut v_cache) = (k.clone(), v.clone());
+    k_cache[old..].fill(0x7e01);
+    v_cache[old..].fill(0x7e01);
+    let used = [ROWS as i32 - 2];
+    let cache = FmhaCache { seqlen_new: 2, k_new: tensor(&k[old..]), v_new: tensor(&v[old..]), ..NO_CACHE };
+    let base = call(&q, &k, &v, &mut appended, 1, &[]);
+    let call = FmhaCall {
+        k: FmhaTensor { data: k_cache.as_mut_ptr().cast(), ..base.k },
+        v: FmhaTensor { data: v_cache.as_mut_ptr().cast(), ..base.v },
+        seqused_k: used.as_ptr(),
+        cache: &raw const cache,
+        ..base
+    };
+    run_on_cpu(&call);
+    assert_eq!((appended, k_cache, v_cache), (whole, k, v));
+}
+
+#[test]
+fn a_tree_that_is_a_chain_is_the_causal_mask_and_a_turn_by_nothing_changes_nothing() {
+    let (q, k, v) = (numbers(1, ROWS), numbers(77, ROWS), numbers(300, ROWS));
+    let (mut causal, mut tree) = (vec![0; q.len()], vec![0; q.len()]);
+    run_on_cpu(&call(&q, &k, &v, &mut causal, 1, &[]));
+    let chain: Vec<u32> = (0..ROWS as u32).map(|i| (2 << i) - 1).collect();
+    let (ones, zeros, used) = ([1f32; 2 * ROWS * DIM / 2], [0f32; 2 * ROWS * DIM / 2], [ROWS as i32]);
+    let cache = FmhaCache {
+        tree_mask: chain.as_ptr(),
+        max_pos: 2 * ROWS as i64,
+        rotary_dim: DIM as i32,
+        rotary_cos: ones.as_ptr().cast(),
+        rotary_sin: zeros.as_ptr().cast(),
+        dtype_rotary: FMHA_F32,
+        ..NO_CACHE
+    };
+    let base = call(&q, &k, &v, &mut tree, 1, &[]);
+    run_on_cpu(&FmhaCall { seqused_k: used.as_ptr(), cache: &raw const cache, ..base });
+    assert_eq!(causal, tree);
+}
+
+#[test]
+fn a_wrong_cache_is_refused_by_field_and_number() {
+    let (x, used) = (numbers(1, ROWS), [1i32]);
+    let mut o = vec![0; x.len()];
+    let base = FmhaCall { seqused_k: used.as_ptr(), ..call(&x, &x, &x, &mut o, 1, &[]) };
+    let table = [0f32; 64];
+    let turning = FmhaCache {
+        max_pos: 8,
+        rotary_dim: DIM as i32,
+        rotary_cos: table.as_ptr().cast(),
+        rotary_sin: table.as_ptr().cast(),
+        dtype_rotary: FMHA_F32,
+        ..NO_CACHE
+    };
+    let appending = FmhaCache { seqlen_new: 2, k_new: tensor(&x), v_new: tensor(&x), ..NO_CACHE };
+    for (wanted, number, cache) in [
+        ("struct_bytes", "8", FmhaCache { struct_bytes: 8, ..NO_CACHE }),
+        ("seqlen_new", "-1", FmhaCache { seqlen_new: -1, ..NO_CACHE }),
+        ("k_new.data", "0", FmhaCache { seqlen_new: 0, v_new: NONE, ..appending }),
+        ("v_new.data", "0", FmhaCache { seqlen_new: 0, k_new: NONE, ..appending }),
+        ("v_new.data", "1", FmhaCache { v_in_k: 1, ..appending }),
+        ("k_new", "9", FmhaCache { k_new: FmhaTensor { dim_stride: 9, ..appending.k_new }, ..appending }),
+        ("total_new", "3", FmhaCache { total_new: 3, ..appending }),
+        ("max_pos", "8", FmhaCache { max_pos: 8, ..NO_CACHE }),
+        ("max_pos", "-8", FmhaCache { max_pos: -8, ..NO_CACHE }),
+        ("rotary_cos", "1", FmhaCache { rotary_cos: table.as_ptr().cast(), ..NO_CACHE }),
+        ("rotary_sin", "0", FmhaCache { rotary_sin: null(), ..turning }),
+        ("rotary_dim", "3", FmhaCache { rotary_dim: 3, ..turning }),
+        ("rotary_dim", "-4", FmhaCache { rotary_dim: -4, ..turning }),
+        ("rotary_interleaved", "2", FmhaCache { rotary_interleaved: 2, ..turning }),
+        ("dtype_rotary", "17", FmhaCache { dtype_rotary: 17, ..turning }),
+        ("dtype_cache", "f32", FmhaCache { dtype_cache: FMHA_F32, ..NO_CACHE }),
+        ("v_in_k", "4", FmhaCache { v_in_k: 4, ..NO_CACHE }),
+        ("reserved", "6", FmhaCache { reserved: 6, ..NO_CACHE }),
+    ] {
+        let call = FmhaCall { cache: &raw const cache, ..base };
+        let Err(error) = plan(&call) else { panic!("{wanted} {number} is planned") };
+        let text = error.to_string();
+        assert!(text.contains(wanted) && text.contains(number), "{wanted} {number}: {text}");
+    }
+    // A tree stands in for the causal mask alone.
+    let cache = FmhaCache { tree_mask: table.as_ptr().cast(), ..NO_CACHE };
+    let call = FmhaCall { cache: &raw const cache, mask: c"0".as_ptr(), ..base };
+    let Err(error) = plan(&call) else { panic!("a tree beside no mask is planned") };
+    assert!(error.to_string().contains("tree_mask"), "{error}");
+}
+
 #[test]
 fn a_plan_of_packed_sequences_runs_with_other_totals() {
     let x = numbers(1, 2 * ROWS);
@@ -225,7 +338,7 @@ fn is_pointer(word: usize) -> bool {
         std::mem::offset_of!(FmhaCall, bias),
     ];
     let first = std::mem::offset_of!(FmhaCall, lse);
-    let last = std::mem::offset_of!(FmhaCall, gradients);
+    let last = std::mem::offset_of!(FmhaCall, cache);
     let at = word * 8;
     pointers.contains(&at) || (first..=last).contains(&at)
 }

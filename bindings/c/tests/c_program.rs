@@ -40,7 +40,7 @@ fn the_kits_adapter_has_the_headers_fields_in_their_order() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let header = std::fs::read_to_string(root.join("fmha.h")).unwrap();
     let adapter = std::fs::read_to_string(root.join("../../bench/ours.py")).unwrap();
-    for name in ["FmhaTensor", "FmhaGradients", "FmhaCall", "FmhaOptions"] {
+    for name in ["FmhaTensor", "FmhaGradients", "FmhaCache", "FmhaCall", "FmhaOptions"] {
         let body =
             header.split(&format!("typedef struct {name} {{")).nth(1).unwrap().split('}').next().unwrap();
         let fields: Vec<&str> = body

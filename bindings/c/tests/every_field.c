@@ -77,6 +77,7 @@ static const Field CALL[] = {
     FIELD(FmhaCall, softcap, HOST_FLOAT),
     FIELD(FmhaCall, stream, FREE),
     FIELD(FmhaCall, gradients, STRUCT),
+    FIELD(FmhaCall, cache, STRUCT),
     FIELD(FmhaCall, dropout_seed, FREE),
     FIELD(FmhaCall, dropout_offset, FREE),
     FIELD(FmhaCall, p_drop, FLOAT),
@@ -100,6 +101,25 @@ static const Field GRADIENTS[] = {
     FIELD(FmhaGradients, dsink, POINTER),
     FIELD(FmhaGradients, dtype_grad, INT32),
     FIELD(FmhaGradients, dtype_dbias, INT32),
+};
+
+static const Field CACHE[] = {
+    FIELD(FmhaCache, struct_bytes, UINT64),
+    FIELD(FmhaCache, seqlen_new, INT64),
+    FIELD(FmhaCache, total_new, INT64),
+    FIELD(FmhaCache, max_pos, INT64),
+    TENSOR(FmhaCache, k_new),
+    TENSOR(FmhaCache, v_new),
+    FIELD(FmhaCache, cu_seqlens_new, POINTER),
+    FIELD(FmhaCache, rotary_cos, POINTER),
+    FIELD(FmhaCache, rotary_sin, POINTER),
+    FIELD(FmhaCache, tree_mask, POINTER),
+    FIELD(FmhaCache, rotary_dim, INT32),
+    FIELD(FmhaCache, rotary_interleaved, INT32),
+    FIELD(FmhaCache, dtype_rotary, INT32),
+    FIELD(FmhaCache, dtype_cache, INT32),
+    FIELD(FmhaCache, v_in_k, INT32),
+    FIELD(FmhaCache, reserved, INT32),
 };
 
 static const Field COMBINE[] = {
@@ -282,6 +302,8 @@ static void forward_and_backward(const FmhaOptions *options) {
   with.gradients = &gradients;
   CHECK(fmha_plan(&call, options, &forward) == 0, "forward is not planned");
   CHECK(fmha_plan(&with, options, &backward) == 0, "backward is not planned");
+  FmhaCache no_cache = {0};
+  no_cache.struct_bytes = sizeof no_cache;
   if (!forward || !backward) return;
   CHECK(strstr(fmha_plan_text(forward), "kernel") != NULL, "a plan without a text");
   CHECK(fmha_run(forward, &call) == 0, "forward does not run");
@@ -297,7 +319,10 @@ static void forward_and_backward(const FmhaOptions *options) {
       switch (spoil(&bad, &CALL[i], said)) {
         case 0: continue;
         case 1: break;
-        case 2: bad.gradients = kind ? NULL : &gradients; break;
+        case 2:
+          if (CALL[i].at == offsetof(FmhaCall, cache)) bad.cache = &no_cache;
+          else bad.gradients = kind ? NULL : &gradients;
+          break;
       }
       refused(fmha_run(kind ? backward : forward, &bad), CALL[i].name, said);
     }
@@ -349,6 +374,50 @@ static void forward_and_backward(const FmhaOptions *options) {
   fmha_drop(by_default);
   fmha_drop(backward);
   fmha_drop(forward);
+}
+
+// One new row a sequence, turned by a quarter; then each field of the cache changed.
+static void appended(const FmhaOptions *options) {
+  static float k_new[BATCH * KV * DIM], v_new[BATCH * KV * DIM], cosines[ROWS * DIM / 2], sines[ROWS * DIM / 2];
+  static const int32_t used[BATCH] = {ROWS - 1, 2};
+  for (int i = 0; i < BATCH * KV * DIM; ++i) k_new[i] = v_new[i] = (float)(i % 5) + 1.0f;
+  for (int i = 0; i < ROWS * DIM / 2; ++i) sines[i] = 1.0f;
+  FmhaCache cache = {0};
+  cache.struct_bytes = sizeof cache;
+  cache.seqlen_new = 1;
+  cache.k_new = tensor(k_new, KV);
+  cache.v_new = tensor(v_new, KV);
+  cache.k_new.batch_stride = cache.v_new.batch_stride = KV * DIM;
+  cache.max_pos = ROWS;
+  cache.rotary_dim = DIM;
+  cache.rotary_interleaved = 1;
+  cache.rotary_cos = cosines;
+  cache.rotary_sin = sines;
+  cache.dtype_rotary = FMHA_F32;
+  FmhaCall call = good();
+  call.seqlen_q = 1;
+  call.seqused_k = used;
+  call.cache = &cache;
+  FmhaPlan *plan = NULL;
+  CHECK(fmha_plan(&call, options, &plan) == 0, "an append is not planned");
+  if (!plan) return;
+  CHECK(fmha_run(plan, &call) == 0, "an append does not run");
+  const float *written = k + (ROWS - 1) * KV * DIM;
+  CHECK(written[0] == -k_new[1] && written[1] == k_new[0], "a row is not turned: %f %f", written[0], written[1]);
+  CHECK(v[(ROWS - 1) * KV * DIM] == v_new[0], "a value is not written: %f", v[(ROWS - 1) * KV * DIM]);
+  char said[64];
+  for (size_t i = 0; i < sizeof CACHE / sizeof *CACHE; ++i) {
+    FmhaCache bad = cache;
+    clear();
+    if (!spoil(&bad, &CACHE[i], said)) continue;
+    FmhaCall bad_call = call;
+    bad_call.cache = &bad;
+    refused(fmha_run(plan, &bad_call), CACHE[i].name, said);
+  }
+  clear();
+  call.cache = NULL;
+  refused(fmha_run(plan, &call), "cache", "null");
+  fmha_drop(plan);
 }
 
 static void combine(const FmhaOptions *options) {
@@ -441,9 +510,11 @@ int main(void) {
   for (int i = 0; i < K_ELEMS; ++i) k[i] = v[i] = (float)(i % 7) / 4 - 0.5f;
   covers("FmhaCall", CALL, sizeof CALL / sizeof *CALL, sizeof(FmhaCall));
   covers("FmhaGradients", GRADIENTS, sizeof GRADIENTS / sizeof *GRADIENTS, sizeof(FmhaGradients));
+  covers("FmhaCache", CACHE, sizeof CACHE / sizeof *CACHE, sizeof(FmhaCache));
   covers("FmhaCombine", COMBINE, sizeof COMBINE / sizeof *COMBINE, sizeof(FmhaCombine));
   plans(&options);
   forward_and_backward(&options);
+  appended(&options);
   combine(&options);
   printf("%d wrong structs tried, %d failures\n", tried, failures);
   return failures != 0;

@@ -107,3 +107,25 @@ impl Explain {
         Some((compute / efficiency).max(memory))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modelled_time_is_that_of_the_slower_side_and_an_idle_last_wave_costs_as_much_as_a_full_one() {
+        let roofline =
+            Roofline { flops_per_second: Some(2.0), bytes_per_second: Some(4.0), source: String::new() };
+        let explain = Explain::default();
+        assert_eq!(explain.modelled_seconds(&roofline, 10, 8), Some(5.0));
+        assert_eq!(explain.modelled_seconds(&roofline, 10, 80), Some(20.0));
+        assert_eq!(explain.modelled_seconds(&Roofline::default(), 10, 80), None);
+
+        let launch = LaunchShape { groups: 4, threads: 1, shared_bytes: 0, tiles: 6, tiles_at_once: 4 };
+        assert_eq!((launch.waves(), launch.wave_efficiency()), (1.5, 0.75));
+        let explain = Explain { launch: Some(launch), ..explain };
+        assert_eq!(explain.modelled_seconds(&roofline, 6, 8), Some(4.0));
+        // A device of no known size has one tile at a time.
+        assert_eq!(LaunchShape { tiles_at_once: 0, ..launch }.waves(), 6.0);
+    }
+}

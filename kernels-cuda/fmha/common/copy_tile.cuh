@@ -1,4 +1,4 @@
-// Loads without TMA: three warps copy a tile to the places where TMA would have put it. For strides that TMA does
+// Loads without TMA: warps copy a tile to the places where TMA would have put it. For strides that TMA does
 // not take.
 #pragma once
 #include <fmha/mma/smem_tile.cuh>
@@ -30,27 +30,32 @@ struct Copier {
   // One tile's copies stay under way while the next one's are issued; its barrier is arrived at after those.
   ptx::Barrier* pending = nullptr;
 
-  // Rows of a tile from where `row_of` says (null: zeros), `dim` elements each, zeros after them.
+  // Rows of a tile from where `row_of` says (null: zeros), `dim` elements each, zeros after them. Fewer than 4 bytes at a
+  // time are read element by element.
   template <class Tile, class RowOf>
   FMHA_DEVICE void copy(const Tile& tile, int32_t dim, const void* any, RowOf row_of) const {
-    static_assert(Tile::elem_bytes == 2, "copies are of 16-bit elements");
-    constexpr int elems = bytes == 2 ? 8 : bytes / 2;  // by one thread, at a time
+    using Elem = typename Tile::Elem;
+    constexpr int size = Tile::elem_bytes, word = 16 / size;
+    constexpr int elems = bytes < 4 ? word : bytes / size;  // by one thread, at a time
     constexpr int units = Tile::dim / elems;
 #pragma unroll 2
     for (int32_t at = Threads::rank(); at < Tile::rows * units; at += Threads::count) {
       const int32_t row = at / units, column = at % units * elems;
-      const uint16_t* from = row_of(row);
+      const Elem* from = row_of(row);
       const int32_t there = from ? clamp(dim - column, 0, elems) : 0;
-      const uint32_t to = tile.address() + mma::word_offset<Tile>(row, column / 8 * 8) + column % 8 * 2;
-      if constexpr (bytes > 2) {
-        ptx::cp_async<bytes>(to, there > 0 ? from + column : any, 2 * there);
+      const uint32_t to = tile.address() + mma::word_offset<Tile>(row, column / word * word) + column % word * size;
+      if constexpr (bytes >= 4) {
+        ptx::cp_async<bytes>(to, there > 0 ? from + column : any, size * there);
       } else {
         uint32_t words[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          const uint32_t low = 2 * k < there ? from[column + 2 * k] : 0;
-          const uint32_t high = 2 * k + 1 < there ? from[column + 2 * k + 1] : 0;
-          words[k] = low | high << 16;
+          words[k] = 0;
+#pragma unroll
+          for (int e = 0; e < 4 / size; ++e) {
+            const int at_elem = k * (4 / size) + e;
+            if (at_elem < there) words[k] |= uint32_t(from[column + at_elem]) << 8 * size * e;
+          }
         }
         ptx::st_shared_v4(to, words);
       }

@@ -28,7 +28,7 @@ struct RecomputedRow {
   const SeqSpan span;
   const int32_t i_head, i;
   const float lse;
-  const int32_t o_batch = span.storage_batch;  // where O lies
+  const int32_t o_batch = span.storage_batch, o_row = span.q_row + i;  // where O lies
   const Range among = {0, span.seqlen_k};
   const int32_t lane = threadIdx.x % 32;
   const int32_t i_head_kv = i_head / p.gqa_ratio;
@@ -84,7 +84,7 @@ struct RecomputedRow {
     if constexpr (spec.sink_columns) take(sink_range(band, row, span.seqlen_k), modifier);
     const Range seen = row_range(band, i, span.seqlen_k);
     take({max(seen.begin, among.begin), min(seen.end, among.end)}, modifier);
-    const int64_t at = row_offset(p.o, o_batch, span.q_row + i, i_head);
+    const int64_t at = row_offset(p.o, o_batch, o_row, i_head);
     float factor = is_fp8(spec.dtype_v) ? descale(p.descale_v) : 1.f;
     if constexpr (is_fp8(spec.dtype_o)) factor *= p.scale_o ? *p.scale_o : 1.f;
 #pragma unroll

@@ -1,4 +1,4 @@
-// Typed products of one CTA: 128 rows, accumulators in tensor memory, where row m is lane m and column n column n.
+// Typed products of one CTA, or of a pair whose tensor cores compute as one: 128 rows a CTA, accumulators in tensor memory, where row m is lane m and column n column n.
 // PTX ISA, TensorCore 5th Generation Family Instructions: tcgen05.mma, matrix and instruction descriptors
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-instruction-descriptor
 #pragma once
@@ -10,7 +10,7 @@ namespace fmha::mma::sm100 {
 
 using ptx::MmaKind;
 
-constexpr int kRows = 128;       // of one CTA's product
+constexpr int kRows = 128;       // of one CTA's product, and of one CTA's in a pair's
 constexpr int kStepBytes = 32;   // of a row of A, contracted by one instruction
 
 FMHA_DEVICE constexpr MmaKind kind_of(DType dtype) { return is_fp8(dtype) ? MmaKind::F8f6f4 : MmaKind::F16; }
@@ -19,13 +19,15 @@ FMHA_DEVICE constexpr int depth_of(DType dtype) { return kStepBytes / size_bytes
 // Columns of tensor memory that `elems` of an A operand take.
 FMHA_DEVICE constexpr int columns_of(DType dtype, int elems) { return elems * size_bytes(dtype) / 4; }
 
-// What a product computes: A [m, k] and B [n, k] of `dtype`, sums in f32.
+// What a product computes: A [m, k] and B [n, k] of `dtype`, sums in f32. Of a pair's product (m 256) each CTA has 128 of
+// A's rows and half of B's, and gets its own rows of D whole.
 struct Instruction {
   DType dtype;
   int m, n;
   bool negate_a = false;
   bool b_across_rows = false;  // B's tile is [k, n]
 
+  FMHA_DEVICE constexpr int num_ctas() const { return m / kRows; }
   FMHA_DEVICE constexpr uint32_t bits() const {
     const uint32_t format = dtype == DType::Bf16 || dtype == DType::E5m2;  // else f16, e4m3
     constexpr uint32_t f32_sums = 1 << 4;
@@ -65,9 +67,9 @@ FMHA_DEVICE void start_product_abt(uint32_t d, const TileA& a, const TileB& b) {
   const Descriptor a0 = descriptor(a, 16), b0 = descriptor(b, 16);
 #pragma unroll
   for (int step = 0; step < TileA::dim * TileA::elem_bytes / kStepBytes; ++step) {
-    ptx::tcgen05_mma_ss<kind_of(instruction.dtype)>(d, a0.plus_bytes(step_along_rows<TileA>(step)).bits(),
-                                                    b0.plus_bytes(step_along_rows<TileB>(step)).bits(),
-                                                    instruction.bits(), step != 0);
+    ptx::tcgen05_mma_ss<instruction.num_ctas(), kind_of(instruction.dtype)>(
+        d, a0.plus_bytes(step_along_rows<TileA>(step)).bits(), b0.plus_bytes(step_along_rows<TileB>(step)).bits(),
+        instruction.bits(), step != 0);
   }
 }
 
@@ -80,8 +82,8 @@ FMHA_DEVICE void start_product_tmem(uint32_t d, uint32_t a, const TileB& b, bool
 #pragma unroll
   for (int step = first; step < end; ++step) {
     const uint32_t at = instruction.b_across_rows ? step * depth * TileB::span_bytes : step_along_rows<TileB>(step);
-    ptx::tcgen05_mma_ts<kind_of(instruction.dtype)>(d, a + step * (kStepBytes / 4), b0.plus_bytes(at).bits(),
-                                                    instruction.bits(), accumulate || step != 0);
+    ptx::tcgen05_mma_ts<instruction.num_ctas(), kind_of(instruction.dtype)>(
+        d, a + step * (kStepBytes / 4), b0.plus_bytes(at).bits(), instruction.bits(), accumulate || step != 0);
   }
 }
 

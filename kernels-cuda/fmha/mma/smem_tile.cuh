@@ -58,4 +58,12 @@ FMHA_DEVICE uint32_t word_offset(int32_t row, int32_t column) {
   return column / Tile::span * Tile::chunk_bytes + (offset ^ (offset >> 7 & exchanged) << 4);
 }
 
+// The same for `row0` and `column0`, known when compiling, beyond a place of the lane's whose offset is `offset`: of row
+// 0 .. 31, in the first 32 bytes. The swizzle is linear, so that only the column's part has to be put in, by one operation.
+template <class Tile>
+FMHA_DEVICE uint32_t beyond(uint32_t offset, int32_t row0, int32_t column0) {
+  static_assert(Tile::span_bytes >= 32 && sizeof(typename Tile::Elem) == 1, "whole groups of 32 elements in a span");
+  return (offset ^ uint32_t(column0 % Tile::span)) + row0 * Tile::span_bytes + column0 / Tile::span * Tile::chunk_bytes;
+}
+
 }  // namespace fmha::mma

@@ -25,6 +25,21 @@ FMHA_DEVICE void mbarrier_arrive_at_if(Barrier& barrier, uint32_t rank, bool con
       : "memory");
 }
 
+// needs: sm_90. The address of the same barrier of CTA `rank` of the cluster.
+// PTX ISA: mapa.
+FMHA_DEVICE uint32_t address_at(Barrier& barrier, uint32_t rank) {
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(&barrier)), "r"(rank));
+  return address;
+}
+
+// needs: sm_90. Arrives at a barrier of any CTA of the cluster, by its address there, and announces `bytes` that TMA
+// will deliver for it in this phase.
+// PTX ISA: mbarrier.arrive, expect-tx operation.
+FMHA_DEVICE void mbarrier_arrive_expect_tx_at(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
 // needs: sm_90. Arrives at the same barrier of CTA `rank`; what this thread has written before is seen there by
 // who waits with mbarrier_wait_parity_cluster.
 // PTX ISA: mapa, mbarrier.arrive.

@@ -10,37 +10,25 @@ namespace fmha::ptx {
 enum class MmaKind { F16, F8f6f4 };
 
 // needs: sm_100a. `columns`, a power of two from 32 to 512, of all 128 lanes; their address is written to shared
-// memory at `to`. By one warp; in a pair of CTAs by one warp of each.
+// memory at `to`. By one warp; in a pair of CTAs (`cta_group` 2) by one warp of each.
 // PTX ISA: tcgen05.alloc.
 template <int cta_group>
 FMHA_DEVICE void tcgen05_alloc(uint32_t to, uint32_t columns) {
-  if constexpr (cta_group == 1) {
-    asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(to), "r"(columns)
-                 : "memory");
-  } else {
-    asm volatile("tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(to), "r"(columns)
-                 : "memory");
-  }
+  asm volatile("tcgen05.alloc.cta_group::%2.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(to), "r"(columns),
+               "n"(cta_group)
+               : "memory");
 }
 
 // needs: sm_100a. This CTA allocates no more. PTX ISA: tcgen05.relinquish_alloc_permit.
 template <int cta_group>
 FMHA_DEVICE void tcgen05_relinquish_alloc_permit() {
-  if constexpr (cta_group == 1) {
-    asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;");
-  } else {
-    asm volatile("tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned;");
-  }
+  asm volatile("tcgen05.relinquish_alloc_permit.cta_group::%0.sync.aligned;" ::"n"(cta_group));
 }
 
 // needs: sm_100a. By the warp that allocated. PTX ISA: tcgen05.dealloc.
 template <int cta_group>
 FMHA_DEVICE void tcgen05_dealloc(uint32_t address, uint32_t columns) {
-  if constexpr (cta_group == 1) {
-    asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, %1;" ::"r"(address), "r"(columns));
-  } else {
-    asm volatile("tcgen05.dealloc.cta_group::2.sync.aligned.b32 %0, %1;" ::"r"(address), "r"(columns));
-  }
+  asm volatile("tcgen05.dealloc.cta_group::%2.sync.aligned.b32 %0, %1;" ::"r"(address), "r"(columns), "n"(cta_group));
 }
 
 // needs: sm_100a. What this thread did in tensor memory comes before what another does there after an arrival or a
@@ -63,40 +51,51 @@ FMHA_DEVICE void tcgen05_commit(Barrier& barrier) {
                : "memory");
 }
 
-// needs: sm_100a. D (+)= A B of one CTA: A by a shared-memory descriptor.
+// needs: sm_100a. The same of products of a pair of CTAs, at the same barrier of every CTA whose bit is in `ctas`.
+// PTX ISA: tcgen05.commit, .multicast::cluster.
+FMHA_DEVICE void tcgen05_commit_pair(Barrier& barrier, uint16_t ctas) {
+  asm volatile(
+      "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%0], %1;" ::"r"(
+          shared_address(&barrier)),
+      "h"(ctas)
+      : "memory");
+}
+
+// needs: sm_100a. D (+)= A B of one CTA, or of a pair (`cta_group` 2), of which each has its rows of A and D and its half
+// of B's columns: A by a shared-memory descriptor.
 // PTX ISA: tcgen05.mma.
-template <MmaKind kind>
+template <int cta_group, MmaKind kind>
 FMHA_DEVICE void tcgen05_mma_ss(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, bool accumulate) {
   if constexpr (kind == MmaKind::F16) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %4, 0;\n"
-        "tcgen05.mma.cta_group::1.kind::f16 [%0], %1, %2, %3, p; }" ::"r"(d),
-        "l"(a), "l"(b), "r"(instruction), "r"(int(accumulate))
+        "tcgen05.mma.cta_group::%5.kind::f16 [%0], %1, %2, %3, p; }" ::"r"(d),
+        "l"(a), "l"(b), "r"(instruction), "r"(int(accumulate)), "n"(cta_group)
         : "memory");
   } else {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %4, 0;\n"
-        "tcgen05.mma.cta_group::1.kind::f8f6f4 [%0], %1, %2, %3, p; }" ::"r"(d),
-        "l"(a), "l"(b), "r"(instruction), "r"(int(accumulate))
+        "tcgen05.mma.cta_group::%5.kind::f8f6f4 [%0], %1, %2, %3, p; }" ::"r"(d),
+        "l"(a), "l"(b), "r"(instruction), "r"(int(accumulate)), "n"(cta_group)
         : "memory");
   }
 }
 
-// needs: sm_100a. D (+)= A B of one CTA: A in tensor memory, packed along the columns.
+// needs: sm_100a. The same with A in tensor memory, packed along the columns.
 // PTX ISA: tcgen05.mma.
-template <MmaKind kind>
+template <int cta_group, MmaKind kind>
 FMHA_DEVICE void tcgen05_mma_ts(uint32_t d, uint32_t a, uint64_t b, uint32_t instruction, bool accumulate) {
   if constexpr (kind == MmaKind::F16) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %4, 0;\n"
-        "tcgen05.mma.cta_group::1.kind::f16 [%0], [%1], %2, %3, p; }" ::"r"(d),
-        "r"(a), "l"(b), "r"(instruction), "r"(int(accumulate))
+        "tcgen05.mma.cta_group::%5.kind::f16 [%0], [%1], %2, %3, p; }" ::"r"(d),
+        "r"(a), "l"(b), "r"(instruction), "r"(int(accumulate)), "n"(cta_group)
         : "memory");
   } else {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %4, 0;\n"
-        "tcgen05.mma.cta_group::1.kind::f8f6f4 [%0], [%1], %2, %3, p; }" ::"r"(d),
-        "r"(a), "l"(b), "r"(instruction), "r"(int(accumulate))
+        "tcgen05.mma.cta_group::%5.kind::f8f6f4 [%0], [%1], %2, %3, p; }" ::"r"(d),
+        "r"(a), "l"(b), "r"(instruction), "r"(int(accumulate)), "n"(cta_group)
         : "memory");
   }
 }

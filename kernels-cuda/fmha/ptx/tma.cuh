@@ -50,6 +50,29 @@ FMHA_DEVICE void cp_async_bulk_tensor_4d_multicast(uint32_t to, const TensorMap&
       : "memory");
 }
 
+// needs: sm_100a. As cp_async_bulk_tensor_4d, to this CTA, for a barrier of either CTA of its pair: an address in the
+// cluster's window.
+// PTX ISA: cp.async.bulk.tensor, .cta_group::2.
+FMHA_DEVICE void cp_async_bulk_tensor_4d_pair(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t c0,
+                                              int32_t c1, int32_t c2, int32_t c3, CacheHint hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.cta_group::2.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(uint64_t(hint))
+      : "memory");
+}
+
+// needs: sm_100a. The same of five dimensions.
+// PTX ISA: cp.async.bulk.tensor, .cta_group::2.
+FMHA_DEVICE void cp_async_bulk_tensor_5d_pair(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t c0,
+                                              int32_t c1, int32_t c2, int32_t c3, int32_t c4, CacheHint hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.cta_group::2.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(uint64_t(hint))
+      : "memory");
+}
+
 // needs: sm_90. Fetches the descriptor itself ahead of its first use.
 // PTX ISA: prefetch.
 FMHA_DEVICE void prefetch_tensormap(const TensorMap& map) {

@@ -1,10 +1,9 @@
 //! The tile by name: `block_m=128 stages=3`, as the command, the benches and plan options say it.
 
-use fmha_core::VLayout;
 use fmha_core::fields::Fields as _;
 use fmha_core::spec::FwdSpec;
 
-use super::{MAX_SMEM_BYTES, Sm100Tile, TMEM_COLUMNS};
+use super::{MAX_SMEM_BYTES, Sm100Tile, TMEM_COLUMNS, halves_v};
 
 impl Sm100Tile {
     /// Sets one field from its name and value.
@@ -37,10 +36,16 @@ impl Sm100Tile {
                 self.lazy_rescale_log2, spec.dtype_v
             ));
         }
-        if self.copy_bytes > 0 && (spec.v_layout == VLayout::ColMajor || spec.dtype_qk.is_fp8()) {
+        if self.cluster > 1 && (self.copy_bytes > 0 || self.split_keys > 0) {
             return refuse(format!(
-                "copy_bytes={} with dtype_qk {} and v_layout {:?}: threads copy rows of 16-bit types",
-                self.copy_bytes, spec.dtype_qk, spec.v_layout
+                "cluster={} with copy_bytes={} and split_keys={}: a pair of CTAs loads by TMA, and sees all keys",
+                self.cluster, self.copy_bytes, self.split_keys
+            ));
+        }
+        if self.cluster > 1 && !halves_v(spec) {
+            return refuse(format!(
+                "cluster={} with head_dim_v {} of dtype_v {}: half of a row is not whole swizzle spans",
+                self.cluster, spec.head_dim_v, spec.dtype_v
             ));
         }
         if self.split_keys % self.block_n != 0 {
@@ -93,7 +98,10 @@ mod tests {
             (128, &[("order", "random")], &["order", "random"]),
             (128, &[("pack_gqa", "1")], &["pack_gqa", "3", "128"]),
             (128, &[("split_keys", "192")], &["split_keys", "192", "block_n", "128"]),
-            (256, &[("block_m", "256")], &["block_m", "256", "640 columns"]),
+            (128, &[("cluster", "3")], &["cluster", "3"]),
+            (128, &[("cluster", "2"), ("copy_bytes", "8")], &["cluster=2", "copy_bytes=8"]),
+            (128, &[("cluster", "2"), ("split_keys", "256")], &["cluster=2", "split_keys=256"]),
+            (256, &[("block_m", "256")], &["block_m", "256", "768 columns"]),
             (128, &[("blok_n", "1")], &["blok_n", "block_n"]),
         ] {
             let text = refusal(head_dim, words);

@@ -6,7 +6,7 @@
 use fmha_core::abi::{AbiStruct as _, DevPtr, FwdParams, View};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
-use fmha_core::{DType, FwdProblem, QLayout, abi_struct};
+use fmha_core::{DType, FwdProblem, abi_struct};
 
 use super::Sm100Tile;
 
@@ -27,7 +27,8 @@ const MOST_PARTS: u32 = 128;
 const FIRST_BYTE: u64 = 256;
 
 abi_struct! {
-    /// The partial results, a kernel argument: part after part, each `[batch, num_heads_q, seqlen_q]`.
+    /// The partial results, a kernel argument: part after part, each `[batch, num_heads_q, seqlen_q]`, of packed
+    /// sequences too, since how many rows they have is not known when a plan is made.
     pub struct KvParts {
         /// O, `row` elements a row.
         pub o: DevPtr<f32>,
@@ -94,9 +95,6 @@ pub(super) fn workspace_bytes(problem: &FwdProblem, tile: &Sm100Tile) -> u64 {
 /// # Errors
 /// The field that forbids it.
 pub fn splits(problem: &FwdProblem) -> Result<(), String> {
-    if problem.q_layout == QLayout::Packed {
-        return Err("packed Q: how many rows the parts have is not known when a plan is made".to_owned());
-    }
     if problem.mask.sink_columns > 0 {
         return Err(format!(
             "sink_columns {}: they are not in the part of the keys beside them",

@@ -8,7 +8,7 @@ use super::{MAX_SMEM_BYTES, Sm90Tile};
 
 impl Sm90Tile {
     /// Sets one field from its name and value. What a field cannot go with yields: `warp_specialised=0` ends
-    /// ping-pong, lookahead and `skip_row_max`, `cluster=1` its heads, `f16_output=1` lazy rescaling, which lets
+    /// ping-pong, lookahead and `skip_row_max`, clusters, packed heads and copies a bias by TMA, `cluster=1` its heads, `f16_output=1` lazy rescaling, which lets
     /// sums grow beyond f16; `lazy_rescale_log2=0` and a polynomial, which has no overflow to see, end
     /// `skip_row_max`. [`Sm90Tile::check`] refuses it if a later word brings it back.
     ///
@@ -20,6 +20,12 @@ impl Sm90Tile {
         if was.warp_specialised && !self.warp_specialised {
             (self.ping_pong, self.lookahead, self.skip_row_max) = (false, false, false);
         }
+        if was.ping_pong && !self.ping_pong {
+            self.turn_after_max = false;
+        }
+        if was.flush_every == 1 && self.flush_every != 1 {
+            (self.output_columns, self.output_first) = (0, false);
+        }
         if self.split_q && !was.split_q {
             self.lookahead = true;
         }
@@ -28,6 +34,11 @@ impl Sm90Tile {
         }
         if was.cluster > 1 && self.cluster == 1 {
             self.cluster_heads = false;
+        }
+        let loads_own_rows =
+            self.warp_specialised && self.cluster == 1 && !self.pack_gqa && self.copy_bytes == 0;
+        if was.bias_stages == self.bias_stages && !loads_own_rows {
+            self.bias_stages = 0;
         }
         if self.f16_output && !was.f16_output {
             self.lazy_rescale_log2 = 0;
@@ -53,6 +64,9 @@ impl Sm90Tile {
                 self.wait_anchor,
                 self.block_n / 2
             ));
+        }
+        if self.turn_after_max && !self.ping_pong {
+            return refuse("turn_after_max=1 with ping_pong=0: no turn is passed on".to_owned());
         }
         if self.pack_gqa && !self.block_m.unsigned_abs().is_multiple_of(gqa_ratio.max(1)) {
             return refuse(format!("pack_gqa=1: {gqa_ratio} heads do not divide block_m={}", self.block_m));
@@ -133,6 +147,26 @@ impl Sm90Tile {
                 self.exp2_polynomial_every
             ));
         }
+        if self.bias_stages > 0 {
+            let stages = self.bias_stages;
+            if !super::adds_wide_elements(spec) {
+                return refuse(format!(
+                    "bias_stages={stages}: there is no elementwise bias of 16 bits, or a soft-cap beside it"
+                ));
+            }
+            for (field, on) in [
+                ("pack_gqa=1", self.pack_gqa),
+                ("cluster=2", self.cluster > 1),
+                ("copy_bytes", self.copy_bytes > 0),
+                ("warp_specialised=0", !self.warp_specialised),
+            ] {
+                if on {
+                    return refuse(format!(
+                        "bias_stages={stages} with {field}: a spare warp of the load role brings one head's rows by TMA"
+                    ));
+                }
+            }
+        }
         self.check_fp8(spec)?;
         let bytes = self.smem_bytes(spec);
         if bytes > MAX_SMEM_BYTES {
@@ -155,8 +189,11 @@ impl Sm90Tile {
             return refuse(format!("copy_bytes={}: dtype_qk {qk} is loaded by TMA alone", self.copy_bytes));
         }
         if !v.is_fp8() {
-            for (field, value) in [("flush_every", self.flush_every), ("output_columns", self.output_columns)]
-            {
+            for (field, value) in [
+                ("flush_every", self.flush_every),
+                ("output_columns", self.output_columns),
+                ("output_first", self.output_first.into()),
+            ] {
                 if value > 0 {
                     return refuse(format!("{field}={value}: P V of dtype_v {v} is summed in f32"));
                 }
@@ -191,6 +228,12 @@ impl Sm90Tile {
                     self.output_columns
                 ));
             }
+        }
+        if self.output_first && self.flush_every != 1 {
+            return refuse(format!(
+                "output_first=1 with flush_every={}: what is summed first is flushed with every block",
+                self.flush_every
+            ));
         }
         if super::turns_v(spec) {
             for (field, on) in
@@ -244,6 +287,7 @@ mod tests {
                 &[("exp2_polynomial_every", "4"), ("skip_row_max", "1")],
                 &["skip_row_max", "exp2_polynomial_every=4"],
             ),
+            (&[("bias_stages", "1")], &["bias_stages=1", "16 bits"]),
             (&[("blok_n", "1")], &["blok_n", "block_n"]),
         ] {
             let text = refusal(words);

@@ -34,6 +34,7 @@ pub(crate) fn cases() -> Vec<Case> {
     }
     edges(&mut cases);
     modifiers(&mut cases);
+    field(&mut cases);
     cases
 }
 
@@ -88,7 +89,11 @@ fn modifiers(cases: &mut Vec<Case>) {
 fn modified(mut fwd: FwdProblem, modifier: &str) -> BwdProblem {
     let has = |what: &str| modifier.contains(what);
     if has("softcap") {
-        fwd.softcap = Some(if has("large") { 500.0 } else { 2.0 });
+        fwd.softcap = Some(if has("large") { 70.0 } else { 2.0 });
+    }
+    if has("large") {
+        // So that the largest scores of a row, which alone have a gradient, lie where the cap bends.
+        fwd.softmax_scale = Some(30.0 / (fwd.dims.head_dim_qk as f32).sqrt());
     }
     if has("dropout") {
         fwd.p_drop = 0.3;
@@ -113,6 +118,43 @@ fn modified(mut fwd: FwdProblem, modifier: &str) -> BwdProblem {
         problem.dbias = Some(BiasGrad { dtype: bias.dtype, strides: bias.strides });
     }
     problem
+}
+
+/// What other libraries' backward got wrong: sequences without a token or with one, beside others that end anywhere in a
+/// block; dO that lies otherwise than O; head dimensions far apart.
+fn field(cases: &mut Vec<Case>) {
+    let sequences = [(0, 0), (1, 1), (65, 65), (0, 5), (127, 130), (1, 0), (129, 64)];
+    let dims = |head_dim_qk, head_dim_v| Dims {
+        batch: 2,
+        seqlen_q: 129,
+        seqlen_k: 130,
+        num_heads_q: 2,
+        num_heads_kv: 1,
+        head_dim_qk,
+        head_dim_v,
+    };
+    for dtype in [DType::F16, DType::Bf16] {
+        for head_dim in [64, 128] {
+            let dims = Dims { batch: sequences.len() as u32, ..dims(head_dim, head_dim) };
+            for mask in ["0", "b"] {
+                let name = format!("backward/field/short_sequences/{dtype}/d{head_dim}/{mask}");
+                let problem = BwdProblem::new(group(dtype, dims, &sequences, mask));
+                let data = data(&name);
+                cases.push(Case::backward(name, problem, Lengths::packed(&sequences), data));
+            }
+        }
+        for (qk, v) in [(192, 128), (256, 64), (64, 256), (96, 96)] {
+            let name = format!("backward/field/unlike_head_dims/{dtype}/d{qk}x{v}");
+            let data = data(&name);
+            let problem = BwdProblem::new(masked(dtype, dims(qk, v), "b"));
+            cases.push(Case::backward(name, problem, Lengths::default(), data));
+        }
+        let name = format!("backward/field/dout_of_its_own_strides/{dtype}");
+        let data = data(&name);
+        let mut problem = BwdProblem::new(masked(dtype, dims(64, 64), "b"));
+        problem.dout = Strides::bhsd(problem.fwd.shape_o());
+        cases.push(Case::backward(name, problem, Lengths::default(), data));
+    }
 }
 
 /// Gradients on request, other types, other strides, and whether sums have one order, as the seed decides.

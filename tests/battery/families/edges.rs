@@ -12,6 +12,7 @@ pub(crate) fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     lengths(&mut cases);
     tiles(&mut cases);
+    short_queries(&mut cases);
     masks(&mut cases);
     strides(&mut cases);
     numbers(&mut cases);
@@ -122,6 +123,25 @@ fn tiles(cases: &mut Vec<Case>) {
             let name = format!("edges/long/{dtype}/s{q}x{k}/{mask}");
             push(cases, name, masked(dtype, dims, mask), Lengths::default());
         }
+    }
+}
+
+/// A few queries on many keys, which a kernel may split into parts: masks of which a part sees nothing, lengths that end
+/// before a part, hidden NaN beside keys that are seen.
+fn short_queries(cases: &mut Vec<Case>) {
+    for dtype in [DType::F32, DType::Bf16] {
+        for (q, k, mask) in [(1, 600, "0"), (3, 1100, "b:300,0"), (5, 700, "t")] {
+            let name = format!("edges/short_query/{dtype}/s{q}x{k}/{mask}");
+            push(cases, name, masked(dtype, dims(q, k, 64), mask), Lengths::default());
+        }
+        let name = format!("edges/short_query_beside_nan/{dtype}");
+        push_planted(cases, name, masked(dtype, dims(1, 600, 128), "b:199,0"), Plant::HiddenKeys);
+        let sequences = [(3, 1100), (0, 700), (1, 0), (2, 255), (3, 513)];
+        let packed = group(dtype, dims(3, 1100, 64), &sequences, "b");
+        push(cases, format!("edges/short_query_packed/{dtype}"), packed, Lengths::packed(&sequences));
+        let used = FwdProblem { seqused_k: true, sink: true, ..masked(dtype, dims(2, 800, 64), "b") };
+        let lengths = Lengths { seqused_k: vec![0, 530], ..Lengths::default() };
+        push(cases, format!("edges/short_query_used/{dtype}"), used, lengths);
     }
 }
 

@@ -3,7 +3,7 @@
 use fmha_core::tree::TreeMask;
 use fmha_core::{BlockClass, SeqSpan};
 
-use super::super::cache::Cached;
+use super::super::cache::{Cached, Widen};
 use super::modify::{Modify, drop_weights};
 use super::{CHUNK_KEYS, MAX_ROWS, Scratch, Shared, State, Task};
 use crate::blocks::{AddValues, BLOCK_KEYS, Block, Dots, SoftmaxRow};
@@ -19,9 +19,9 @@ pub(super) struct Rows<'a> {
     ratio: u32,
     /// Query heads of all kv heads.
     heads: Vec<HeadScore>,
-    /// Of each kv head: what K and V are multiplied by to widen them, and the product of Q and K after that.
-    descales_k: Vec<f32>,
-    descales_v: Vec<f32>,
+    /// Of each kv head: what widens K and V, and what the product of Q and K is multiplied by after that.
+    widen_k: Vec<Widen>,
+    widen_v: Vec<Widen>,
     factors: Vec<f32>,
     /// Query, and query head of the group, of each row of a kv head.
     of: Vec<(u32, usize)>,
@@ -46,14 +46,17 @@ impl<'a> Shared<'a> {
         let (first, count) = task.heads;
         let heads = (first * ratio..(first + count) * ratio).map(|i_head| self.score.head(span, i_head));
         let heads: Vec<HeadScore> = heads.collect();
-        let of_each = |of: &dyn Fn(&HeadScore) -> f32| heads.iter().step_by(ratio as usize).map(of).collect();
+        let of_each = |of: &dyn Fn(&HeadScore) -> f32| -> Vec<f32> {
+            heads.iter().step_by(ratio as usize).map(of).collect()
+        };
         // What a widened cache was multiplied by is in it.
         let descale = |head: &HeadScore| if self.k.widened.is_some() { 1.0 } else { head.descale_k };
-        let (descales_k, descales_v) = (of_each(&|head| head.descale_k), of_each(&|head| head.descale_v));
+        let widen_k = self.k.widen(&of_each(&|head| head.descale_k));
+        let widen_v = self.v.widen(&of_each(&|head| head.descale_v));
         let factors = of_each(&|head| head.softmax_scale * descale(head));
         let of = (task.first_row..task.first_row + task.rows).map(|r| (r / ratio, (r % ratio) as usize));
         let (heads_kv, of) = (task.heads, of.collect());
-        Rows { span, heads_kv, ratio, heads, descales_k, descales_v, factors, of, tree: self.tree }
+        Rows { span, heads_kv, ratio, heads, widen_k, widen_v, factors, of, tree: self.tree }
     }
 
     /// One chunk of keys.
@@ -71,7 +74,7 @@ impl<'a> Shared<'a> {
             let seen = rows.who_sees(j, count);
             if seen.num_live > 0 {
                 let mut pointers = [[std::ptr::null(); BLOCK_KEYS]; 3];
-                let [keys, values, next] = self.locate(scratch, rows, (j, count), &mut pointers);
+                let [keys, values, next] = self.locate(s, scratch, rows, (j, count), &mut pointers);
                 self.multiply_keys(s, scratch, rows, Block { next: values.ahead(), ..keys }, &seen);
                 self.weigh(s, scratch, rows, (j, count), &seen, states);
                 self.multiply_values(s, scratch, Block { next: next.ahead(), ..values }, &seen);
@@ -80,8 +83,9 @@ impl<'a> Shared<'a> {
     }
 
     /// K and V of a block, and K of the next one.
-    fn locate<'p>(
+    fn locate<'p, S: Simd>(
         &self,
+        s: S,
         scratch: &mut Scratch,
         rows: &Rows<'_>,
         (j, count): (u32, usize),
@@ -92,14 +96,14 @@ impl<'a> Shared<'a> {
         let [keys, values, next] = pointers;
         let (keys, values) = (&mut keys[..count], &mut values[..count]);
         let next = &mut next[..BLOCK_KEYS.min((span.seqlen_k - after) as usize)];
-        for (cached, at, scratch, descales) in [
-            (&self.k, &mut *keys, &mut scratch.keys, &rows.descales_k),
-            (&self.v, &mut *values, &mut scratch.values, &rows.descales_v),
+        for (cached, at, scratch, widen) in [
+            (&self.k, &mut *keys, &mut scratch.keys, &rows.widen_k),
+            (&self.v, &mut *values, &mut scratch.values, &rows.widen_v),
         ] {
             if cached.reads_in_place() {
                 cached.rows_in_place(span, first_head, j, at);
             } else {
-                cached.rows_in_scratch(span, first_head, j, descales, scratch, at);
+                cached.rows_in_scratch(s, span, rows.heads_kv, widen, scratch, (j, at));
             }
         }
         self.k.rows_in_place(span, first_head, after, next);
@@ -179,7 +183,7 @@ impl<'a> Shared<'a> {
     fn multiply_values<S: Simd>(&self, s: S, scratch: &mut Scratch, values: Block<'_>, seen: &Seen) {
         s.run(AddValues {
             values,
-            weights: scratch.scores.as_ptr(),
+            weights: scratch.scores.as_mut_ptr(),
             alpha: scratch.alpha.as_ptr(),
             whole: seen.whole(),
             partial: seen.partial(),

@@ -21,9 +21,9 @@ mod modify;
 
 use fmha_core::SeqSpan;
 
-use super::{Bytes, Shared, settle};
+use super::{Shared, settle};
 use crate::blocks::{BLOCK_KEYS, Order, RowSums, exp_one, heads_of_block, unit};
-use crate::memory::{Floats, reserve};
+use crate::memory::{Bytes, Floats, reserve};
 use crate::simd::{Op, Simd};
 use crate::tasks::Threads;
 use chunk::Rows;
@@ -324,7 +324,7 @@ impl Shared<'_> {
     /// O and LSE of a task's rows.
     fn finish<S: Simd>(&self, _: S, scratch: &mut Scratch, rows: &Rows<'_>, states: &[State]) {
         let (span, stride) = (rows.span, self.stride_v::<S>());
-        let order = Order::beside(self.v.taken_as());
+        let order = Order::of_sums::<S>(self.v.taken_as());
         let dim = self.problem.dims.head_dim_v as usize;
         // The chunks' O is of no use any more: a row in its own order.
         let row = scratch.out.as_mut_ptr();

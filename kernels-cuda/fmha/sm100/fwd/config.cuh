@@ -20,6 +20,18 @@ using ptx::TensorMap;
 FMHA_DEVICE constexpr int num_q_tiles(const Sm100Tile& tile) { return tile.block_m / kRows; }
 FMHA_DEVICE constexpr int num_threads(const Sm100Tile& tile) { return kRows * (num_q_tiles(tile) + 2); }
 
+// Pairs of CTAs compute as one: pair.cuh.
+FMHA_DEVICE constexpr bool is_pair(const Sm100Tile& tile) { return tile.cluster == 2; }
+
+// Rows of a tile of work: a CTA's query tiles follow each other; a pair's are taken by its CTAs in turn, so that one
+// product has 256 adjacent rows.
+template <Sm100Tile tile>
+FMHA_DEVICE int32_t first_row_of(const Work& work, int q_tile) {
+  if constexpr (!is_pair(tile)) return work.first_row + q_tile * kRows;
+  const int32_t rank = cluster_rank(tile);
+  return work.first_row - rank * tile.block_m + (q_tile * tile.cluster + rank) * kRows;
+}
+
 enum class Role { Softmax, Correct, Issue, Load, Schedule, Zero };
 FMHA_DEVICE constexpr Role role_of(const Sm100Tile& tile, int32_t warp) {
   const int32_t warpgroup = warp / 4;
@@ -52,7 +64,7 @@ struct Maps {
   TensorMap q, k, v;
 };
 
-// Tensor memory: 512 columns of 128 lanes. Two score slots; P takes the last columns of its S, which the softmax has
+// Tensor memory, of each CTA: 512 columns of 128 lanes. Two score slots; P takes the last columns of its S, which the softmax has
 // read by then. O after them.
 template <FwdSpec spec, Sm100Tile tile>
 struct TmemPlan {
@@ -90,10 +102,13 @@ template <FwdSpec spec, Sm100Tile tile>
 struct Smem {
   static constexpr int q_tiles = num_q_tiles(tile);
   static constexpr int dim_qk = padded_dim(spec.head_dim_qk), dim_v = padded_dim(spec.head_dim_v);
-  static constexpr bool v_columns = spec.v_layout == VLayout::ColMajor;
-  using QTile = SmemTile<mma::Storage<spec.dtype_qk>, kRows, dim_qk>;
-  using KTile = SmemTile<mma::Storage<spec.dtype_qk>, tile.block_n, dim_qk>;
-  using VTile = SmemTile<mma::Storage<spec.dtype_v>, v_columns ? dim_v : tile.block_n, v_columns ? tile.block_n : dim_v>;
+  static constexpr bool v_columns = spec.v_layout == VLayout::ColMajor, clustered = is_pair(tile);
+  // Of a block each CTA of a pair has half of K's rows and half of V's columns.
+  static constexpr int own_keys = tile.block_n / tile.cluster, own_dim_v = dim_v / tile.cluster;
+  using QTile = SmemTile<mma::Storage<spec.dtype_qk>, kRows, dim_qk, clustered>;
+  using KTile = SmemTile<mma::Storage<spec.dtype_qk>, own_keys, dim_qk, clustered>;
+  using VTile = SmemTile<mma::Storage<spec.dtype_v>, v_columns ? own_dim_v : tile.block_n,
+                         v_columns ? tile.block_n : own_dim_v, clustered>;
   // A slot of the ring holds a block of K or of V.
   struct alignas(1024) KvSlot {
     unsigned char bytes[max(KTile::tile_bytes, VTile::tile_bytes)];
@@ -105,6 +120,7 @@ struct Smem {
   QTile q[q_tiles];
   KvSlot kv[tile.stages];
   float stats[q_tiles][2][kRows];  // a row's correction; at a tile's end its sum and maximum
+  // Of a pair, the leader's q_full, kv_full, p_full and p_last are used, with arrivals of either CTA.
   Barrier q_full[q_tiles];         // the bytes of a query tile, or the arrivals of those who copied them
   Barrier q_empty[q_tiles];        // its last scores are computed
   Barrier kv_full[tile.stages];    // likewise of a block, or the zero role's word for them
@@ -117,7 +133,7 @@ struct Smem {
   Barrier o_full[q_tiles];         // O is summed; of a lone query tile after each block
   Barrier stats_full[q_tiles];     // one arrival per softmax warp
   Barrier stats_empty[q_tiles];    // one arrival per correction warp
-  Barrier o_read;                  // of the last tile: one arrival per correction warp
+  Barrier o_read;                  // of the last tile: one arrival per correction warp, of either CTA
   Barrier work_full[kWorkSlots];   // the schedule role's arrival
   Barrier work_empty[kWorkSlots];  // one arrival per warp that reads it: softmax, correction, issue, those that load
   Barrier zero_full;               // the load role has written `zero`
@@ -127,10 +143,14 @@ struct Smem {
     int32_t slot, first_row;       // of the ring; no slot: there is no more to do
   } zero;
   uint32_t tmem;                   // address of the 512 columns
+  int32_t claimed;                 // index of the next tile, which a pair's first CTA has claimed for both
+  Barrier claimed_full;            // it is written in the second: one arrival
+  Barrier claimed_empty;           // and the second's schedule role has read it: one arrival
 };
 
 // Of a CTA's key blocks, those that a query tile sees: on the diagonal the first of two tiles lacks the CTA's first
-// blocks, in a window the second its last ones. A row's bits are the same with and without them: they add zeros.
+// blocks, in a window the second its last ones. A row's bits are the same with and without them: they add zeros. A pair's
+// CTAs compute what either sees.
 struct BlockRange {
   int32_t begin, end;
   FMHA_DEVICE bool has(int32_t i) const { return begin <= i && i < end; }
@@ -139,8 +159,8 @@ template <FwdSpec spec, Sm100Tile tile>
 FMHA_DEVICE BlockRange blocks_of(const FwdParams& p, const Work& work, int q_tile) {
   BlockRange blocks = {0, work.num_blocks};
   if constexpr (num_q_tiles(tile) == 2 && spec.mask != MaskKind::Full && !spec.sink_columns) {
-    const int32_t first_row = work.first_row + q_tile * kRows;
-    const int32_t first = query_of<tile>(p, first_row), last = query_of<tile>(p, first_row + kRows - 1);
+    const int32_t first_row = first_row_of<tile>(work, q_tile) - cluster_rank(tile) * kRows;
+    const int32_t first = query_of<tile>(p, first_row), last = query_of<tile>(p, first_row + tile.cluster * kRows - 1);
     const int32_t end_block = max(last + work.hi + tile.block_n, 0) / tile.block_n;
     blocks.begin = clamp(work.last_block + 1 - end_block, 0, work.num_blocks - 1);
     if constexpr (spec.mask == MaskKind::Band) {

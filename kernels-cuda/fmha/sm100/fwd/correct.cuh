@@ -10,6 +10,7 @@
 #include <fmha/ptx/tmem.cuh>
 #include <fmha/ptx/warp.cuh>
 #include <fmha/sm100/fwd/output.cuh>
+#include <fmha/sm100/fwd/pair.cuh>
 
 namespace fmha::sm100 {
 
@@ -47,7 +48,7 @@ struct CorrectRole {
   }
   FMHA_DEVICE void release_output(int q) const {
     ptx::tcgen05_fence_before_thread_sync();
-    ptx::mbarrier_arrive_if(smem.p_full[q_tiles == 2 ? q : slot.index], signals);
+    arrive_at_leader_if<tile>(smem.p_full[q_tiles == 2 ? q : slot.index], signals);
   }
 
   // Where no row of the warp has another maximum, O is left alone: times 1 it would be the same.
@@ -86,7 +87,8 @@ struct CorrectRole {
     const float row_sum = take_stats(q), row_max = smem.stats[q][1][row_in_tile];
     release_stats(q);
     wait_output(q);
-    store_row<spec, tile>(p, smem.work[work_slot.index], q * kRows + row_in_tile, row_sum, row_max, tmem + Tmem::o(q));
+    const Work& work = smem.work[work_slot.index];
+    store_row<spec, tile>(p, work, first_row_of<tile>(work, q) + row_in_tile, row_sum, row_max, tmem + Tmem::o(q));
   }
 
   FMHA_DEVICE void run() {
@@ -115,7 +117,12 @@ struct CorrectRole {
       work_slot.advance();
     }
     ptx::tcgen05_fence_before_thread_sync();
-    ptx::mbarrier_arrive_if(smem.o_read, signals);
+    if constexpr (is_pair(tile)) {
+#pragma unroll
+      for (uint32_t rank = 0; rank < tile.cluster; ++rank) ptx::mbarrier_arrive_at_if(smem.o_read, rank, signals);
+    } else {
+      ptx::mbarrier_arrive_if(smem.o_read, signals);
+    }
   }
 };
 

@@ -7,6 +7,8 @@
 //   schedule  plans tiles                                          common/scheduler.cuh
 //   zero      zeroes what is not the sequence's                    load.cuh
 //
+// Two CTAs may compute as one, of which the first issues every product: pair.cuh.
+//
 // The schedule of FlashAttention-4 (Zadouri et al., 2026): two query tiles, so that one's products run under the
 // other's exponentials; O stays in tensor memory, where a warpgroup of its own corrects it.
 #pragma once
@@ -20,50 +22,66 @@ namespace fmha::sm100 {
 template <FwdSpec spec, Sm100Tile tile>
 FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
   constexpr int q_tiles = num_q_tiles(tile), warps = 4;  // of a softmax group, of the correct role
+  constexpr int ctas = tile.cluster;
   for (int q = 0; q < q_tiles; ++q) {
-    ptx::mbarrier_init(smem.q_full[q], num_load_arrivals<tile>());
+    ptx::mbarrier_init(smem.q_full[q], ctas * num_load_arrivals<tile>());
     ptx::mbarrier_init(smem.q_empty[q], 1);
     ptx::mbarrier_init(smem.o_full[q], 1);
     ptx::mbarrier_init(smem.stats_full[q], warps);
     ptx::mbarrier_init(smem.stats_empty[q], warps);
   }
   for (int i = 0; i < tile.stages; ++i) {
-    ptx::mbarrier_init(smem.kv_full[i], num_load_arrivals<tile>());
+    ptx::mbarrier_init(smem.kv_full[i], ctas * num_load_arrivals<tile>());
     ptx::mbarrier_init(smem.kv_raw[i], 1);
     ptx::mbarrier_init(smem.kv_empty[i], 1);
   }
   for (int i = 0; i < 2; ++i) {
     ptx::mbarrier_init(smem.s_full[i], 1);
-    ptx::mbarrier_init(smem.p_full[i], 2 * warps);
-    ptx::mbarrier_init(smem.p_last[i], warps);
+    ptx::mbarrier_init(smem.p_full[i], ctas * 2 * warps);
+    ptx::mbarrier_init(smem.p_last[i], ctas * warps);
   }
+  const int issuers = is_leader<tile>() ? 1 : 0;
   for (int i = 0; i < kWorkSlots; ++i) {
     ptx::mbarrier_init(smem.work_full[i], 1);
-    ptx::mbarrier_init(smem.work_empty[i], (q_tiles + 1) * warps + (tile.copy_bytes > 0 ? 3 : 2));
+    ptx::mbarrier_init(smem.work_empty[i], (q_tiles + 1) * warps + (tile.copy_bytes > 0 ? 2 : 1) + issuers);
   }
-  ptx::mbarrier_init(smem.o_read, warps);
+  ptx::mbarrier_init(smem.o_read, ctas * warps);
+  if constexpr (is_pair(tile)) {
+    ptx::mbarrier_init(smem.claimed_full, 1);
+    ptx::mbarrier_init(smem.claimed_empty, 1);
+  }
   ptx::mbarrier_init(smem.zero_full, 1);
   ptx::mbarrier_init(smem.zero_empty, 1);
   ptx::fence_mbarrier_init();
+}
+
+// Of a lane that its role has no use for: else it would wait at the cluster's barrier before the role's only lane comes.
+template <Sm100Tile tile>
+FMHA_DEVICE void leave() {
+  if constexpr (is_pair(tile)) ptx::exit_thread();
 }
 
 template <FwdSpec spec, Sm100Tile tile>
 FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& schedule) {
   using Tmem = TmemPlan<spec, tile>;
   static_assert(!spec.write_keep_mask, "sm100: it does not write the keep mask");
-  static_assert(tile.copy_bytes == 0 || (spec.v_layout == VLayout::RowMajor && !is_fp8(spec.dtype_qk)),
-                "sm100: copies are of 16-bit rows");
+  static_assert(!is_pair(tile) || (tile.copy_bytes == 0 && tile.split_keys == 0),
+                "sm100: a pair loads by TMA, and sees all keys");
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
   const int32_t warp = ptx::uniform(threadIdx.x / 32);
   const Role role = role_of(tile, warp);
   if (threadIdx.x == 0) init_barriers(smem);
   if (role == Role::Issue) {
-    ptx::tcgen05_alloc<1>(ptx::shared_address(&smem.tmem), Tmem::columns);
-    ptx::tcgen05_relinquish_alloc_permit<1>();
+    ptx::tcgen05_alloc<tile.cluster>(ptx::shared_address(&smem.tmem), Tmem::columns);
+    ptx::tcgen05_relinquish_alloc_permit<tile.cluster>();
   }
   ptx::tcgen05_fence_before_thread_sync();  // behind the allocation
-  __syncthreads();
+  if constexpr (is_pair(tile)) {
+    ptx::cluster_sync();
+  } else {
+    __syncthreads();
+  }
   ptx::tcgen05_fence_after_thread_sync();  // behind the allocation
   // Every thread waits: what it stores must not come before the last reads of the grid before. The next grid may
   // start at once: its CTAs find no room before these end, and it waits for all of them.
@@ -80,23 +98,33 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
   } else {
     ptx::setmaxnreg_dec<regs(tile).others>();
     if (role == Role::Issue) {
-      Issuer<spec, tile> issuer{p, smem, tmem};
-      issuer.run();
-      // Every product is complete, since each O has been read.
+      if (is_leader<tile>()) {
+        Issuer<spec, tile> issuer{p, smem, tmem};
+        issuer.run();
+      }
+      // Every product is complete, since each O has been read, of either CTA.
       ptx::mbarrier_wait_parity(smem.o_read, 0);
       ptx::tcgen05_fence_after_thread_sync();  // before the return
-      ptx::tcgen05_dealloc<1>(tmem, Tmem::columns);
+      ptx::tcgen05_dealloc<tile.cluster>(tmem, Tmem::columns);
     } else if (role == Role::Load || (role == Role::Zero && tile.copy_bytes > 0)) {
       if (threadIdx.x % 32 == 0 || tile.copy_bytes > 0) {
         Loader<spec, tile> loader{p, maps, smem, role == Role::Load};
         loader.run();
+      } else {
+        leave<tile>();
       }
     } else if (role == Role::Schedule) {
-      if (threadIdx.x % 32 == 0) schedule_tiles<spec, tile>(p, schedule, smem);
+      if (threadIdx.x % 32 == 0) {
+        schedule_tiles<spec, tile>(p, schedule, smem);
+      } else {
+        leave<tile>();
+      }
     } else if constexpr (tile.copy_bytes == 0) {
       zero_values<spec, tile>(smem);
     }
   }
+  // A CTA of a pair stays until the other's arrivals have come, and the products have read what it holds.
+  if constexpr (is_pair(tile)) ptx::cluster_sync();
 }
 
 }  // namespace fmha::sm100

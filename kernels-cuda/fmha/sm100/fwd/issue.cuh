@@ -8,11 +8,13 @@
 //
 // The products of one thread are computed in the order in which it issues them. So S may be written where P was read
 // by the product issued before, and nobody has to announce that a score slot is free.
+//
+// Of a pair of CTAs the leader's does all of it, for the query tiles of both.
 #pragma once
 #include <fmha/ptx/elect.cuh>
 #include <fmha/ptx/tcgen05.cuh>
 #include <fmha/ptx/warp.cuh>
-#include <fmha/sm100/fwd/config.cuh>
+#include <fmha/sm100/fwd/pair.cuh>
 
 namespace fmha::sm100 {
 
@@ -22,8 +24,10 @@ struct Issuer {
   using Tmem = TmemPlan<spec, tile>;
   using Instruction = mma::sm100::Instruction;
   static constexpr int q_tiles = Shared::q_tiles, blocks_ahead = 2 / q_tiles;
-  static constexpr Instruction scores_instruction = {spec.dtype_qk, kRows, tile.block_n, spec.negative_scale, false};
-  static constexpr Instruction output_instruction = {spec.dtype_v, kRows, Shared::dim_v, false, !Shared::v_columns};
+  static constexpr Instruction scores_instruction = {spec.dtype_qk, kRows * tile.cluster, tile.block_n, spec.negative_scale,
+                                                    false};
+  static constexpr Instruction output_instruction = {spec.dtype_v, kRows * tile.cluster, Shared::dim_v, false,
+                                                    !Shared::v_columns};
 
   // The blocks of the tile at work, one after another.
   struct Blocks {
@@ -72,18 +76,18 @@ struct Issuer {
   // S of query tile `q`, K in ring slot `k`.
   FMHA_DEVICE void start_scores(int q, const Slot<tile.stages>& k) {
     const bool last_tile = q == q_tiles - 1;
-    if (q == 0) ptx::mbarrier_wait_parity(smem.kv_full[k.index], k.phase);
+    if (q == 0) wait_for_pair<tile>(smem.kv_full[k.index], k.phase);
     if (scores.of[q].has(scores.next)) {
-      if (scores.is_first(q)) ptx::mbarrier_wait_parity(smem.q_full[q], q_phase);
+      if (scores.is_first(q)) wait_for_pair<tile>(smem.q_full[q], q_phase);
       const int32_t slot = q_tiles == 2 ? q : scores_slot;
       if (issues) {
         mma::sm100::start_product_abt<scores_instruction>(tmem + Tmem::s(slot), smem.q[q], smem.kv[k.index].k());
-        ptx::tcgen05_commit(smem.s_full[slot]);
-        if (scores.is_last(q)) ptx::tcgen05_commit(smem.q_empty[q]);
+        commit<tile>(smem.s_full[slot]);
+        if (scores.is_last(q)) commit<tile>(smem.q_empty[q]);
       }
     }
     if (last_tile) {
-      if (issues) ptx::tcgen05_commit(smem.kv_empty[k.index]);
+      if (issues) commit<tile>(smem.kv_empty[k.index]);
       scores_slot ^= 1;
       ++scores.next;
     }
@@ -99,19 +103,19 @@ struct Issuer {
       constexpr int steps = tile.block_n / mma::sm100::depth_of(spec.dtype_v);
       constexpr int first_steps = first_part<spec, tile>() / mma::sm100::depth_of(spec.dtype_v);
       const auto& values = smem.kv[v.index].v();
-      ptx::mbarrier_wait_parity(smem.p_full[slot], at.phase);
+      wait_for_pair<tile>(smem.p_full[slot], at.phase);
       ptx::tcgen05_fence_after_thread_sync();
       if (issues) {
         mma::sm100::start_product_tmem<output_instruction, 0, first_steps>(d, a, values, !output.is_first(q));
       }
-      ptx::mbarrier_wait_parity(smem.p_last[slot], at.phase);
+      wait_for_pair<tile>(smem.p_last[slot], at.phase);
       ptx::tcgen05_fence_after_thread_sync();
       if (issues) mma::sm100::start_product_tmem<output_instruction, first_steps, steps>(d, a, values, true);
       at.advance();
     }
     if (issues) {
-      if (last_tile) ptx::tcgen05_commit(smem.kv_empty[v.index]);
-      if (taken && (q_tiles == 1 || output.is_last(q))) ptx::tcgen05_commit(smem.o_full[q]);
+      if (last_tile) commit<tile>(smem.kv_empty[v.index]);
+      if (taken && (q_tiles == 1 || output.is_last(q))) commit<tile>(smem.o_full[q]);
     }
   }
 
@@ -143,7 +147,7 @@ struct Issuer {
         const bool with_scores = has_scores();
         Slot<tile.stages> k = v;
         if (with_scores) k = take_slot();
-        ptx::mbarrier_wait_parity(smem.kv_full[v.index], v.phase);
+        wait_for_pair<tile>(smem.kv_full[v.index], v.phase);
 #pragma unroll
         for (int q = 0; q < q_tiles; ++q) {
           start_output(q, v);

@@ -70,26 +70,36 @@ struct Loader {
   }
 
   FMHA_DEVICE void copy_q(const Work& work, int q) {
-    const uint16_t* data = static_cast<const uint16_t*>(p.q.data);
-    copier.copy(smem.q[q], spec.head_dim_qk, data, [&](int32_t row) -> const uint16_t* {
-      const int32_t packed_row = work.first_row + q * kRows + row, i = query_of<tile>(p, packed_row);
+    using Elem = typename Shared::QTile::Elem;
+    const Elem* data = static_cast<const Elem*>(p.q.data);
+    copier.copy(smem.q[q], spec.head_dim_qk, data, [&](int32_t row) -> const Elem* {
+      const int32_t packed_row = first_row_of<tile>(work, q) + row, i = query_of<tile>(p, packed_row);
       const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
       return i < work.seqlen_q ? data + row_offset(p.q, work.storage_batch, work.q_row + i, i_head) : nullptr;
     });
     copier.finish(smem.q_full[q]);
   }
-  template <class Tile>
+  // `columns`: the keys of a row lie side by side, [dim, keys].
+  template <bool columns, class Tile>
   FMHA_DEVICE void copy_block(const Tile& to, const View& view, int32_t dim, Barrier& full, const Keys& keys) {
+    using Elem = typename Tile::Elem;
     wait(smem.kv_empty[ring.index], ring.phase ^ 1);
     const int32_t first_key = keys.block() * tile.block_n;
     // Keys that no query sees are copied as zeros.
     const int32_t end = keys.next == 0 ? min(keys.seqlen_k, first_key + keys.first_dirty) : keys.seqlen_k;
-    const uint16_t* data = static_cast<const uint16_t*>(view.data);
-    const uint16_t* head = data + row_offset(view, keys.storage_batch, keys.k_row, keys.i_head_kv);
-    copier.copy(to, dim, data, [&](int32_t row) -> const uint16_t* {
-      const int32_t j = first_key + row;
-      return j >= 0 && j < end ? head + j * view.row : nullptr;
-    });
+    const Elem* data = static_cast<const Elem*>(view.data);
+    const Elem* head = data + row_offset(view, keys.storage_batch, keys.k_row, keys.i_head_kv);
+    if constexpr (columns) {
+      const int32_t there = first_key < 0 ? 0 : max(end - first_key, 0);
+      copier.copy(to, there, data, [&](int32_t d) -> const Elem* {
+        return d < dim ? head + d * view.dim + first_key : nullptr;
+      });
+    } else {
+      copier.copy(to, dim, data, [&](int32_t row) -> const Elem* {
+        const int32_t j = first_key + row;
+        return j >= 0 && j < end ? head + j * view.row : nullptr;
+      });
+    }
     copier.finish(full);
     ring.advance();
   }
@@ -104,32 +114,33 @@ struct Loader {
         copy_q(work, q);
         continue;
       }
-      ptx::mbarrier_arrive_expect_tx(smem.q_full[q], Tile::tile_bytes);
-      const int32_t row = work.q_row + query_of<tile>(p, work.first_row + q * kRows);
+      const LoadBarrier<tile, true> full(smem.q_full[q]);
+      full.arrive_expect_tx(Tile::tile_bytes);
+      const int32_t row = work.q_row + query_of<tile>(p, first_row_of<tile>(work, q));
 #pragma unroll
       for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
-        ptx::cp_async_bulk_tensor_5d(smem.q[q].address() + chunk * Tile::chunk_bytes, maps.q, smem.q_full[q],
-                                     chunk * Tile::span, head_in_group, row, work.i_head_kv, work.storage_batch,
-                                     ptx::CacheHint::EvictFirst);
+        full.load(smem.q[q].address() + chunk * Tile::chunk_bytes, maps.q, chunk * Tile::span, head_in_group, row,
+                  work.i_head_kv, work.storage_batch, ptx::CacheHint::EvictFirst);
       }
     }
     q_phase ^= 1;
   }
 
-  // `columns`: the keys of a row lie side by side, [dim, keys].
-  template <bool columns, class Tile>
-  FMHA_DEVICE void load_block(const Tile& to, const TensorMap& map, Barrier& full, const Keys& keys) {
-    ptx::mbarrier_wait_parity(smem.kv_empty[ring.index], ring.phase ^ 1);
-    ptx::mbarrier_arrive_expect_tx(full, Tile::tile_bytes);
-    const int32_t row = keys.row();
+  // A block of K or V whose first key is `row` and whose first element of each is `dim`. `columns`: the keys of a row lie
+  // side by side, [dim, keys].
+  template <bool columns, class Tile, class Full>
+  FMHA_DEVICE void load_block(const Tile& to, const TensorMap& map, const Full& full, const Keys& keys, int32_t row,
+                              int32_t dim) {
+    full.arrive_expect_tx(Tile::tile_bytes);
 #pragma unroll
     for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
-      ptx::cp_async_bulk_tensor_4d(to.address() + chunk * Tile::chunk_bytes, map, full,
-                                   chunk * Tile::span + (columns ? row : 0), columns ? 0 : row, keys.i_head_kv,
-                                   keys.storage_batch, ptx::CacheHint::EvictLast);
+      full.load(to.address() + chunk * Tile::chunk_bytes, map, chunk * Tile::span + (columns ? row : dim),
+                columns ? dim : row, keys.i_head_kv, keys.storage_batch, ptx::CacheHint::EvictLast);
     }
     ring.advance();
   }
+  // Which half of a block is this CTA's.
+  FMHA_DEVICE static int32_t half() { return is_pair(tile) ? cluster_rank(tile) : 0; }
 
   // The tile whose K comes next, and its Q.
   FMHA_DEVICE void begin_k() {
@@ -147,9 +158,11 @@ struct Loader {
     if (k.next == k.end && more) begin_k();
     if (!more) return;
     if constexpr (copies) {
-      copy_block(smem.kv[ring.index].k(), p.k, spec.head_dim_qk, smem.kv_full[ring.index], k);
+      copy_block<false>(smem.kv[ring.index].k(), p.k, spec.head_dim_qk, smem.kv_full[ring.index], k);
     } else {
-      load_block<false>(smem.kv[ring.index].k(), maps.k, smem.kv_full[ring.index], k);
+      ptx::mbarrier_wait_parity(smem.kv_empty[ring.index], ring.phase ^ 1);
+      load_block<false>(smem.kv[ring.index].k(), maps.k, LoadBarrier<tile, true>(smem.kv_full[ring.index]), k,
+                        k.row() + half() * Shared::own_keys, 0);
     }
     if (++k.next == ask_at) ask();
   }
@@ -164,11 +177,17 @@ struct Loader {
   FMHA_DEVICE void load_v() {
     const int32_t slot = ring.index;
     if constexpr (copies) {
-      copy_block(smem.kv[slot].v(), p.v, spec.head_dim_v, smem.kv_full[slot], v);
+      copy_block<Shared::v_columns>(smem.kv[slot].v(), p.v, spec.head_dim_v, smem.kv_full[slot], v);
     } else {
       const bool raw = v.next == 0 && v.first_dirty < tile.block_n;
-      load_block<Shared::v_columns>(smem.kv[slot].v(), maps.v, raw ? smem.kv_raw[slot] : smem.kv_full[slot], v);
-      if (raw) tell_zero_role(slot, v.first_dirty);
+      const int32_t row = v.row(), dim = half() * Shared::own_dim_v;
+      ptx::mbarrier_wait_parity(smem.kv_empty[slot], ring.phase ^ 1);
+      if (raw) {
+        load_block<Shared::v_columns>(smem.kv[slot].v(), maps.v, LoadBarrier<tile, false>(smem.kv_raw[slot]), v, row, dim);
+        tell_zero_role(slot, v.first_dirty);
+      } else {
+        load_block<Shared::v_columns>(smem.kv[slot].v(), maps.v, LoadBarrier<tile, true>(smem.kv_full[slot]), v, row, dim);
+      }
     }
     ++v.next;
   }
@@ -228,7 +247,7 @@ FMHA_DEVICE void zero_values(Smem<spec, tile>& smem) {
     }
     ptx::fence_proxy_async();
     __syncwarp();
-    ptx::mbarrier_arrive_if(smem.kv_full[slot], lane == 0);
+    arrive_release_at_leader_if<tile>(smem.kv_full[slot], lane == 0);
   }
 }
 

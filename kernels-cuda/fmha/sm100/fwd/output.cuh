@@ -10,11 +10,15 @@
 
 namespace fmha::sm100 {
 
-// The batch coordinate of O and LSE: the parts of a split have batches of their own, one after another.
+// The batch coordinate and the first row of O and LSE: the parts of a split have batches of their own, one after another,
+// also of packed sequences.
+struct OutputPlace {
+  int32_t batch, row;
+};
 template <Sm100Tile tile>
-FMHA_DEVICE int32_t output_batch(const FwdParams& p, const Work& work) {
-  if constexpr (tile.split_keys == 0) return work.storage_batch;
-  else return part_of<tile>(work) * p.batch + work.storage_batch;
+FMHA_DEVICE OutputPlace output_place(const FwdParams& p, const Work& work) {
+  if constexpr (tile.split_keys == 0) return {work.storage_batch, work.q_row};
+  else return {part_of<tile>(work) * p.batch + work.i_batch, 0};
 }
 
 // Rows of this warp that are not finite although their log-sum-exp is: a value of V that the mask hides has come
@@ -32,7 +36,8 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
     const float row_lse = ptx::shfl_idx(lse, lane);
     if constexpr (tile.split_keys > 0) {
       const Range keys = keys_of_part<tile>(part_of<tile>(work), work.seqlen_k);
-      RecomputedRow<spec> again{p, span, i_head, i, row_lse, output_batch<tile>(p, work), keys};
+      const OutputPlace place = output_place<tile>(p, work);
+      RecomputedRow<spec> again{p, span, i_head, i, row_lse, place.batch, place.row + i, keys};
       again.run();
     } else {
       RecomputedRow<spec> again{p, span, i_head, i, row_lse};
@@ -41,12 +46,11 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
   }
 }
 
-// Row `row` of the CTA's, whose O is at `o` in tensor memory. By a whole warp.
+// Row `row` of the sequence and head, whose O is at `o` in tensor memory. By a whole warp.
 template <FwdSpec spec, Sm100Tile tile>
 FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, float row_sum, float row_max,
                            uint32_t o) {
   constexpr int dim = spec.head_dim_v, chunk = 32;
-  row += work.first_row;
   const int32_t i = query_of<tile>(p, row);
   const int32_t i_head = tile.pack_gqa ? work.i_head + row - i * p.gqa_ratio : work.i_head;
   const bool stored = i < work.seqlen_q;
@@ -57,8 +61,8 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
   if constexpr (is_fp8(spec.dtype_v)) result.factor *= of_p * scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f);
   if constexpr (spec.dropout) result.factor *= p.dropout_scale;
   if constexpr (is_fp8(spec.dtype_o)) result.factor *= p.scale_o ? *p.scale_o : 1.f;
-  const int64_t batch = output_batch<tile>(p, work);
-  const int64_t at = batch * p.o.batch + int64_t(work.q_row + i) * p.o.row + i_head * p.o.head;
+  const OutputPlace place = output_place<tile>(p, work);
+  const int64_t at = place.batch * p.o.batch + int64_t(place.row + i) * p.o.row + i_head * p.o.head;
 
   float zero = 0.f;  // NaN once a number is not finite
 #pragma unroll
@@ -106,7 +110,7 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
     }
   }
   if constexpr (spec.write_lse) {
-    float* out = p.lse + batch * p.lse_batch + i_head * p.lse_head + work.q_row + i;
+    float* out = p.lse + place.batch * p.lse_batch + i_head * p.lse_head + place.row + i;
     ptx::st_global_f32_if(out, result.lse, stored);
   }
   if constexpr (spec.mask != MaskKind::Full) {

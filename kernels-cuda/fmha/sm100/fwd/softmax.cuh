@@ -17,7 +17,7 @@
 #include <fmha/ptx/tmem.cuh>
 #include <fmha/ptx/warp.cuh>
 #include <fmha/score.h>
-#include <fmha/sm100/fwd/config.cuh>
+#include <fmha/sm100/fwd/pair.cuh>
 
 namespace fmha::sm100 {
 
@@ -73,8 +73,8 @@ struct SoftmaxRole {
 
   FMHA_DEVICE void begin_tile() {
     const Work& w = work();
-    const int32_t warp_row = w.first_row + q_tile * kRows + row_in_tile / 32 * 32;
-    row = w.first_row + q_tile * kRows + row_in_tile;
+    const int32_t first_row = first_row_of<tile>(w, q_tile), warp_row = first_row + row_in_tile / 32 * 32;
+    row = first_row + row_in_tile;
     query = query_of<tile>(p, row);
     i_head = tile.pack_gqa ? w.i_head + row - query * p.gqa_ratio : w.i_head;
     const int32_t first = query_of<tile>(p, warp_row), last = query_of<tile>(p, warp_row + 31);
@@ -232,7 +232,7 @@ struct SoftmaxRole {
   FMHA_DEVICE void hand_over(Barrier& barrier) const {
     ptx::tcgen05_wait_st();
     ptx::tcgen05_fence_before_thread_sync();
-    ptx::mbarrier_arrive_if(barrier, signals);
+    arrive_at_leader_if<tile>(barrier, signals);
   }
 
   // `first`: of the tile.

@@ -76,7 +76,8 @@ struct Smem {
   typename S::QTile q[tile.stages_q];
   typename S::DoutTile dout[tile.stages_dout];
   typename S::DsTile ds[tile.stages_ds][tile.split_dims ? 2 : 1];  // dS; and P, where consumers need each other's
-  alignas(1024) float dq[S::consumers][S::dq_share];  // in the order of the accumulators: [element / 4][thread][4]
+  // In the order of the accumulators: [element / 4][thread][4]. Nothing, where consumers add to memory themselves.
+  alignas(1024) float dq[S::consumers][tile.direct_dq ? 1 : S::dq_share];
   alignas(1024) float lse_log2[tile.stages_q][tile.block_m];
   float delta[tile.stages_dout][tile.block_m];
   Barrier k_full;    // the bytes of a key block's K
@@ -86,10 +87,11 @@ struct Smem {
   Barrier q_empty[tile.stages_q];        // one arrival per consumer warp
   Barrier dout_full[tile.stages_dout];   // the bytes of dO, and of its rows' delta
   Barrier dout_empty[tile.stages_dout];  // one arrival per consumer warp
+  Barrier ds_full[S::consumers][tile.stages_ds];  // late_dq: one arrival per warp of the consumer: its rows of dS are there
   Barrier dq_full[S::consumers];         // one arrival per warp of the consumer: its share of dQ is there
   Barrier dq_empty[S::consumers];        // the store role's arrival: the share has been read
   Barrier claim_full[kClaimSlots];       // the load role's arrival: the next tile is known
-  Barrier claim_empty[kClaimSlots];      // one arrival per consumer warp and the store role's
+  Barrier claim_empty[kClaimSlots];      // one arrival per consumer warp, and the store role's where there is one
   int32_t claims[kClaimSlots];
 };
 

@@ -11,6 +11,7 @@
 #include <fmha/common/zero_rows.cuh>
 #include <fmha/mma/sm90/transposed_product.cuh>
 #include <fmha/ptx/barrier.cuh>
+#include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/warp.cuh>
 #include <fmha/sm90/bwd/epilogue.cuh>
 #include <fmha/sm90/bwd/pairs.cuh>
@@ -54,7 +55,23 @@ struct Consumer {
     sync_consumers();
   }
 
-  FMHA_DEVICE void store_share(const mma::Accumulator<S::dq_columns>& dq) {
+  // This consumer's share of a block's dQ on its way to memory.
+  FMHA_DEVICE void store_share(const mma::Accumulator<S::dq_columns>& dq, const Work& work, const QueryBlocks& blocks) {
+    if constexpr (tile.direct_dq) {
+      add_share(dq, work, blocks);
+    } else {
+      hand_over_share(dq);
+    }
+  }
+  FMHA_DEVICE void add_share(const mma::Accumulator<S::dq_columns>& dq, const Work& work,
+                             const QueryBlocks& blocks) const {
+    const int64_t row = stats_offset(p, work.span, blocks.i_head, blocks.current * tile.block_m);
+    float* to = p.dq_sums + row * S::dim + index * S::dq_share + threadIdx.x % mma::kWarpgroup * 4;
+#pragma unroll
+    for (int e = 0; e < dq.num_elems; e += 4)
+      ptx::red_global_add_v4_f32(to + e * mma::kWarpgroup, dq[e], dq[e + 1], dq[e + 2], dq[e + 3]);
+  }
+  FMHA_DEVICE void hand_over_share(const mma::Accumulator<S::dq_columns>& dq) {
     ptx::mbarrier_wait_parity(smem.dq_empty[index], dq_phase ^ 1);
     const uint32_t to = ptx::shared_address(smem.dq[index]) + threadIdx.x % mma::kWarpgroup * 16;
 #pragma unroll
@@ -122,15 +139,23 @@ struct Consumer {
     return probs;
   }
 
+  FMHA_DEVICE void start_dv(const Operand& probs) {
+    pin_zeros(dv);
+    mma::start_product_ab<dtype>(dv, probs, smem.dout[dout_slot.index]);
+  }
+  // Where the first step is no part of a loop, the compiler may put the zeros of dK and dV behind their products' fence.
+  FMHA_DEVICE void pin_zeros(mma::Accumulator<S::grad_columns>& grad) const {
+    if constexpr (tile.late_dq) ptx::written_here(grad.elems);
+  }
+
   // P and dS as operands of the products, dV started: before dS is made, where registers allow it.
   FMHA_DEVICE void differentiate_and_start_dv(Scores& s, Scores& dp, Operand& ds, const Work& work,
                                               const QueryTile& at, const Slopes& slopes) {
     Kept kept;
     pairs.decide(kept, work, at);
     Operand probs = operand_of_dv(s, kept);
-    const auto& dout = smem.dout[dout_slot.index];
     if constexpr (tile.early_dv) {
-      mma::start_product_ab<dtype>(dv, probs, dout);
+      start_dv(probs);
       ptx::wgmma_wait_group<1>();  // dP
     } else {
       ptx::wgmma_wait_group<0>();
@@ -138,7 +163,7 @@ struct Consumer {
     pairs.differentiate(dp, s, smem.delta[dout_slot.index], kept);
     pairs.uncap(dp, slopes);
     ds.template from<dtype>(dp, 0);
-    if constexpr (!tile.early_dv) mma::start_product_ab<dtype>(dv, probs, dout);
+    if constexpr (!tile.early_dv) start_dv(probs);
   }
 
   FMHA_DEVICE QueryTile query_tile(const QueryBlocks& blocks) const {
@@ -152,82 +177,228 @@ struct Consumer {
   }
 
   // The end of a block whose dQ and dK are under way, in that order.
-  FMHA_DEVICE void finish_step(const mma::Accumulator<S::dq_columns>& dq) {
+  FMHA_DEVICE void finish_step(const mma::Accumulator<S::dq_columns>& dq, const Work& work, const QueryBlocks& blocks) {
     ptx::wgmma_wait_group<1>();  // dQ
-    store_share(dq);
+    store_share(dq, work, blocks);
     ptx::wgmma_wait_group<0>();  // dK
     arrive(smem.q_empty[q_slot.index]);
+    advance_slots();
+  }
+  FMHA_DEVICE void advance_slots() {
     q_slot.advance();
     dout_slot.advance();
     ds_slot.advance();
   }
 
-  // A query block after another, each from its scores to its dK.
-  FMHA_DEVICE void walk(const Work& work, QueryBlocks blocks) {
+  FMHA_DEVICE bool is_edge(const Work& work, const QueryBlocks& blocks) const {
+    return pairs.is_edge(work, query_tile(blocks).first_query);
+  }
+  // Calls `step` for block after block while `more` holds. Blocks that are cut and those that are not have loops of their
+  // own, where the tile has it so: then most have no mask in theirs.
+  template <class More, class Step>
+  FMHA_DEVICE void for_each_block(const Work& work, QueryBlocks& blocks, More more, Step step) {
+    if constexpr (tile.edges_apart) {
+      while (more()) {
 #pragma unroll 1
-    for (; blocks.more(); blocks.advance()) {
-      Scores s, dp;
-      take_q(work, blocks.current, q_slot);
-      start_scores(s, q_slot.index);
-      if constexpr (!tile.late_dp) {
-        take_v_and_start_dp(dp, work, blocks);
-        ptx::wgmma_wait_group<1>();
-      } else {
-        ptx::wgmma_wait_group<0>();
+        for (; more() && is_edge(work, blocks); blocks.advance()) step.template operator()<Edges::All>();
+#pragma unroll 1
+        for (; more() && !is_edge(work, blocks); blocks.advance()) step.template operator()<Edges::None>();
       }
-      Slopes slopes;
-      const QueryTile at = query_tile(blocks);
-      Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
-      pairs.exponentiate(x, work, at.first_query);
-      if constexpr (tile.late_dp) take_v_and_start_dp(dp, work, blocks);
-      Operand ds;
-      differentiate_and_start_dv(x, dp, ds, work, at, slopes);
-      share_ds(ds);
-      mma::Accumulator<S::dq_columns> dq;
-      start_dq(dq);
-      ptx::wgmma_wait_group<1>();  // dV
-      arrive(smem.dout_empty[dout_slot.index]);
-      mma::start_product_ab<dtype>(dk, ds, smem.q[q_slot.index]);
-      finish_step(dq);
+    } else {
+#pragma unroll 1
+      for (; more(); blocks.advance()) step.template operator()<Edges::Some>();
     }
   }
 
-  // The same where consumers share out the dimension: P and dS go through shared memory for both.
-  FMHA_DEVICE void walk_split(const Work& work, QueryBlocks blocks) {
-#pragma unroll 1
-    for (; blocks.more(); blocks.advance()) {
-      Scores s, dp;
-      take_q(work, blocks.current, q_slot);
-      start_scores(s, q_slot.index);
+  // A query block after another, each from its scores to its dK.
+  template <Edges edges>
+  FMHA_DEVICE void step(const Work& work, const QueryBlocks& blocks) {
+    Scores s, dp;
+    take_q(work, blocks.current, q_slot);
+    start_scores(s, q_slot.index);
+    if constexpr (!tile.late_dp) {
       take_v_and_start_dp(dp, work, blocks);
       ptx::wgmma_wait_group<1>();
-      Slopes slopes;
-      const QueryTile at = query_tile(blocks);
-      Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
-      pairs.exponentiate(x, work, at.first_query);
-      Kept kept;
-      pairs.decide(kept, work, at);
-      // Both consumers have done their products with what a single slot held.
-      if constexpr (tile.stages_ds == 1) sync_consumers();
-      const auto& [ds, probs] = smem.ds[ds_slot.index];
-      mma::store_transposed(probs, operand_of_dv(x, kept), 0, pairs.own_query());
+    } else {
       ptx::wgmma_wait_group<0>();
-      pairs.differentiate(dp, x, smem.delta[dout_slot.index], kept);
-      pairs.uncap(dp, slopes);
-      Operand own;
-      own.template from<dtype>(dp, 0);
-      mma::store_transposed(ds, own, 0, pairs.own_query());
-      ptx::fence_proxy_async();
-      sync_consumers();
-      const int32_t first_column = S::first_column(index);
-      mma::start_product_atb<dtype>(dv, probs, 0, smem.dout[dout_slot.index], first_column);
-      mma::Accumulator<S::dq_columns> dq;
-      mma::start_product_ab<dtype>(dq, ds, 0, smem.k, first_column);
-      ptx::wgmma_wait_group<1>();  // dV
-      arrive(smem.dout_empty[dout_slot.index]);
-      mma::start_product_atb<dtype>(dk, ds, 0, smem.q[q_slot.index], first_column);
-      finish_step(dq);
     }
+    Slopes slopes;
+    const QueryTile at = query_tile(blocks);
+    Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
+    pairs.template exponentiate<edges>(x, work, at.first_query);
+    if constexpr (tile.late_dp) take_v_and_start_dp(dp, work, blocks);
+    Operand ds;
+    differentiate_and_start_dv(x, dp, ds, work, at, slopes);
+    share_ds(ds);
+    mma::Accumulator<S::dq_columns> dq;
+    start_dq(dq);
+    ptx::wgmma_wait_group<1>();  // dV
+    arrive(smem.dout_empty[dout_slot.index]);
+    mma::start_product_ab<dtype>(dk, ds, smem.q[q_slot.index]);
+    finish_step(dq, work, blocks);
+  }
+  FMHA_DEVICE void walk(const Work& work, QueryBlocks blocks) {
+    for_each_block(work, blocks, [&] { return blocks.more(); }, [&]<Edges edges>() { step<edges>(work, blocks); });
+  }
+
+  // As `walk`, with a block's dQ started behind the next one's scores. The consumers meet where one wants the other's dS,
+  // which by then is a step old: they may be most of a step apart, so that one has the tensor cores while the other makes
+  // P and dS.
+  template <bool first, Edges edges>
+  FMHA_DEVICE void step_with_last_dq(const Work& work, const QueryBlocks& blocks, QueryBlocks& last) {
+    Scores s, dp;
+    take_q(work, blocks.current, q_slot);
+    start_scores(s, q_slot.index);
+    if constexpr (!first) {
+      finish_dq(work, last);
+    } else {
+      ptx::wgmma_wait_group<0>();
+    }
+    last = blocks;
+    take_v_and_start_dp(dp, work, blocks);
+    Slopes slopes;
+    const QueryTile at = query_tile(blocks);
+    Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
+    pairs.template exponentiate<edges>(x, work, at.first_query);
+    Operand ds;
+    differentiate_and_start_dv(x, dp, ds, work, at, slopes);
+    pin_zeros(dk);
+    mma::start_product_ab<dtype>(dk, ds, smem.q[q_slot.index]);
+    mma::store_transposed(smem.ds[ds_slot.index][0], ds, index * mma::kRows);
+    ptx::fence_proxy_async();
+    __syncwarp();
+    arrive(smem.ds_full[index][ds_slot.index]);
+    ptx::wgmma_wait_group<1>();  // dV
+    arrive(smem.dout_empty[dout_slot.index]);
+    ptx::wgmma_wait_group<0>();  // dK
+    arrive(smem.q_empty[q_slot.index]);
+    q_slot.advance();
+    dout_slot.advance();
+  }
+  // dQ of the block before, from all consumers' dS.
+  FMHA_DEVICE void finish_dq(const Work& work, const QueryBlocks& last) {
+#pragma unroll
+    for (int c = 0; c < S::consumers; ++c) ptx::mbarrier_wait_parity(smem.ds_full[c][ds_slot.index], ds_slot.phase);
+    mma::Accumulator<S::dq_columns> dq;
+    start_dq(dq);
+    ptx::wgmma_wait_group<0>();
+    store_share(dq, work, last);
+    ds_slot.advance();
+  }
+  FMHA_DEVICE void walk_with_last_dq(const Work& work, QueryBlocks blocks) {
+    QueryBlocks last = blocks;
+    step_with_last_dq<true, Edges::Some>(work, blocks, last);
+    blocks.advance();
+    for_each_block(work, blocks, [&] { return blocks.more(); },
+                   [&]<Edges edges>() { step_with_last_dq<false, edges>(work, blocks, last); });
+    finish_dq(work, last);
+  }
+
+  // The same where consumers share out the dimension: P and dS go through shared memory for both.
+  FMHA_DEVICE void share_probs(const Scores& x, const Kept& kept) const {
+    // Both consumers have done their products with what a single slot held.
+    if constexpr (tile.stages_ds == 1) sync_consumers();
+    mma::store_transposed(smem.ds[ds_slot.index][1], operand_of_dv(x, kept), 0, pairs.own_query());
+  }
+  FMHA_DEVICE void share_own_ds(Scores& dp, const Scores& x, const Slopes& slopes, const Kept& kept) const {
+    pairs.differentiate(dp, x, smem.delta[dout_slot.index], kept);
+    pairs.uncap(dp, slopes);
+    Operand own;
+    own.template from<dtype>(dp, 0);
+    mma::store_transposed(smem.ds[ds_slot.index][0], own, 0, pairs.own_query());
+    ptx::fence_proxy_async();
+    sync_consumers();
+  }
+  FMHA_DEVICE void start_own_dq(mma::Accumulator<S::dq_columns>& dq) const {
+    mma::start_product_ab<dtype>(dq, smem.ds[ds_slot.index][0], 0, smem.k, S::first_column(index));
+  }
+  FMHA_DEVICE void start_own_dv() {
+    mma::start_product_atb<dtype>(dv, smem.ds[ds_slot.index][1], 0, smem.dout[dout_slot.index], S::first_column(index));
+  }
+  FMHA_DEVICE void start_own_dk() {
+    mma::start_product_atb<dtype>(dk, smem.ds[ds_slot.index][0], 0, smem.q[q_slot.index], S::first_column(index));
+  }
+  template <Edges edges>
+  FMHA_DEVICE void step_split(const Work& work, const QueryBlocks& blocks) {
+    Scores s, dp;
+    take_q(work, blocks.current, q_slot);
+    start_scores(s, q_slot.index);
+    take_v_and_start_dp(dp, work, blocks);
+    ptx::wgmma_wait_group<1>();
+    Slopes slopes;
+    const QueryTile at = query_tile(blocks);
+    Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
+    pairs.template exponentiate<edges>(x, work, at.first_query);
+    Kept kept;
+    pairs.decide(kept, work, at);
+    share_probs(x, kept);
+    ptx::wgmma_wait_group<0>();
+    share_own_ds(dp, x, slopes, kept);
+    start_own_dv();
+    mma::Accumulator<S::dq_columns> dq;
+    start_own_dq(dq);
+    ptx::wgmma_wait_group<1>();  // dV
+    arrive(smem.dout_empty[dout_slot.index]);
+    start_own_dk();
+    finish_step(dq, work, blocks);
+  }
+  FMHA_DEVICE void walk_split(const Work& work, QueryBlocks blocks) {
+    for_each_block(work, blocks, [&] { return blocks.more(); }, [&]<Edges edges>() { step_split<edges>(work, blocks); });
+  }
+
+  // As `walk_split`, with the next block's S and dP started behind this one's three products, so that the tensor cores
+  // have work while dQ is added to memory.
+  template <bool last, Edges edges>
+  FMHA_DEVICE void turn_split(const Work& work, const QueryBlocks& blocks, Scores& s, Scores& dp) {
+    Slopes slopes;
+    const QueryTile at = query_tile(blocks);
+    Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
+    pairs.template exponentiate<edges>(x, work, at.first_query);
+    Kept kept;
+    pairs.decide(kept, work, at);
+    share_probs(x, kept);
+    share_own_ds(dp, x, slopes, kept);
+    mma::Accumulator<S::dq_columns> dq;
+    start_own_dq(dq);
+    start_own_dv();
+    start_own_dk();
+    ptx::wgmma_wait_group<2>();  // dQ
+    store_share(dq, work, blocks);
+    const int32_t done_q = q_slot.index, done_dout = dout_slot.index;
+    advance_slots();
+    Scores next_s, next_dp;
+    if constexpr (!last) {
+      QueryBlocks next = blocks;
+      next.advance();
+      take_q(work, next.current, q_slot);
+      start_scores(next_s, q_slot.index);
+      take_dout(work, next.current, dout_slot);
+      start_dp(next_dp, dout_slot.index);
+      ptx::wgmma_wait_group<3>();  // dV
+      arrive(smem.dout_empty[done_dout]);
+      ptx::wgmma_wait_group<2>();  // dK
+      arrive(smem.q_empty[done_q]);
+      ptx::wgmma_wait_group<0>();
+      s = next_s;
+      dp = next_dp;
+    } else {
+      ptx::wgmma_wait_group<0>();
+      arrive(smem.dout_empty[done_dout]);
+      arrive(smem.q_empty[done_q]);
+    }
+  }
+  FMHA_DEVICE void walk_split_ahead(const Work& work, QueryBlocks blocks) {
+    Scores s, dp;
+    take_q(work, blocks.current, q_slot);
+    start_scores(s, q_slot.index);
+    take_v_and_start_dp(dp, work, blocks);
+    ptx::wgmma_wait_group<0>();
+    int32_t left = blocks.count();
+    for_each_block(work, blocks, [&] { return left > 1; }, [&]<Edges edges>() {
+      turn_split<false, edges>(work, blocks, s, dp);
+      --left;
+    });
+    turn_split<true, Edges::Some>(work, blocks, s, dp);
   }
 
   // As `walk`, with the next block's scores started behind this one's dK, so that the tensor cores have work while dQ is
@@ -242,15 +413,15 @@ struct Consumer {
     Slopes none;
     return pairs.exponents(s, smem.lse_log2[q_slot.index], work, query_tile(blocks), none);
   }
-  template <bool last>
-  FMHA_DEVICE void turn(const Work& work, QueryBlocks& blocks, Scores& x) {
+  template <bool last, Edges edges>
+  FMHA_DEVICE void turn(const Work& work, const QueryBlocks& blocks, Scores& x) {
     Scores dp;
     take_dout(work, blocks.current, dout_slot);
     start_dp(dp, dout_slot.index);
     Slopes slopes;
     const QueryTile at = query_tile(blocks);
     if constexpr (modifies) x = pairs.exponents(x, smem.lse_log2[q_slot.index], work, at, slopes);
-    pairs.exponentiate(x, work, at.first_query);
+    pairs.template exponentiate<edges>(x, work, at.first_query);
     Operand ds;
     differentiate_and_start_dv(x, dp, ds, work, at, slopes);
     share_ds(ds);
@@ -260,20 +431,19 @@ struct Consumer {
     arrive(smem.dout_empty[dout_slot.index]);
     mma::start_product_ab<dtype>(dk, ds, smem.q[q_slot.index]);
     const int32_t done = q_slot.index;
-    q_slot.advance();
-    dout_slot.advance();
-    ds_slot.advance();
-    blocks.advance();
+    advance_slots();
     ptx::wgmma_wait_group<1>();  // dQ
-    store_share(dq);
+    store_share(dq, work, blocks);
     if constexpr (last) {
       ptx::wgmma_wait_group<0>();
     } else {
-      Scores next;
-      take_q(work, blocks.current, q_slot);
-      start_scores(next, q_slot.index);
+      QueryBlocks next = blocks;
+      next.advance();
+      Scores s;
+      take_q(work, next.current, q_slot);
+      start_scores(s, q_slot.index);
       ptx::wgmma_wait_group<0>();
-      x = carried(next, work, blocks);
+      x = carried(s, work, next);
     }
     arrive(smem.q_empty[done]);
   }
@@ -284,9 +454,12 @@ struct Consumer {
     ptx::mbarrier_wait_parity(smem.v_full, tile_phase);
     ptx::wgmma_wait_group<0>();
     x = carried(s, work, blocks);
-#pragma unroll 1
-    for (int32_t left = blocks.count(); left > 1; --left) turn<false>(work, blocks, x);
-    turn<true>(work, blocks, x);
+    int32_t left = blocks.count();
+    for_each_block(work, blocks, [&] { return left > 1; }, [&]<Edges edges>() {
+      turn<false, edges>(work, blocks, x);
+      --left;
+    });
+    turn<true, Edges::Some>(work, blocks, x);
   }
 
   FMHA_DEVICE void run_tile(const Sm90BwdSchedule& schedule, const Work& work) {
@@ -299,8 +472,12 @@ struct Consumer {
       finish_zeros();
     }
     const QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work);
-    if constexpr (tile.split_dims) {
+    if constexpr (tile.split_dims && tile.early_scores) {
+      walk_split_ahead(work, blocks);
+    } else if constexpr (tile.split_dims) {
       walk_split(work, blocks);
+    } else if constexpr (tile.late_dq) {
+      walk_with_last_dq(work, blocks);
     } else if constexpr (tile.early_scores) {
       walk_ahead(work, blocks);
     } else {

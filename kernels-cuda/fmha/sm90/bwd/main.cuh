@@ -26,12 +26,13 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
     ptx::mbarrier_init(smem.dout_empty[i], warps);
   }
   for (int i = 0; i < num_consumers(tile); ++i) {
+    for (int slot = 0; slot < tile.stages_ds; ++slot) ptx::mbarrier_init(smem.ds_full[i][slot], 4);
     ptx::mbarrier_init(smem.dq_full[i], 4);
     ptx::mbarrier_init(smem.dq_empty[i], 1);
   }
   for (int i = 0; i < kClaimSlots; ++i) {
     ptx::mbarrier_init(smem.claim_full[i], 1);
-    ptx::mbarrier_init(smem.claim_empty[i], warps + 1);
+    ptx::mbarrier_init(smem.claim_empty[i], warps + (tile.direct_dq ? 0 : 1));
   }
   ptx::fence_mbarrier_init();
 }
@@ -52,7 +53,9 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
     const int32_t warp = ptx::uniform(threadIdx.x / 32);
     const bool first_lane = threadIdx.x % 32 == 0;
     if (warp == 0 && first_lane) load<spec, tile>(p, maps, schedule, smem);
-    if (warp == 1 && first_lane) store_dq<spec, tile>(p, schedule, smem);
+    if constexpr (!tile.direct_dq) {
+      if (warp == 1 && first_lane) store_dq<spec, tile>(p, schedule, smem);
+    }
   } else {
     ptx::setmaxnreg_inc<kConsumeRegs>();
     consume<spec, tile>(p, schedule, smem);

@@ -11,6 +11,9 @@ struct QueryTile {
   int32_t i_head, first_query;
 };
 
+// Which of some blocks the mask or the end of the keys cuts.
+enum class Edges { None, Some, All };
+
 template <BwdSpec spec, Sm90BwdTile tile>
 struct Pairs {
   static constexpr int columns = num_columns(tile);
@@ -80,10 +83,15 @@ struct Pairs {
   }
 
   // They become P.
+  template <Edges edges>
   FMHA_DEVICE void exponentiate(Scores& x, const Work& work, int32_t first_query) const {
 #pragma unroll
     for (int e = 0; e < x.num_elems; ++e) x[e] = ptx::ex2_approx_ftz(x[e]);
-    if (is_edge(work, first_query)) mask(x, work, first_query);
+    if constexpr (edges == Edges::All) {
+      mask(x, work, first_query);
+    } else if constexpr (edges == Edges::Some) {
+      if (is_edge(work, first_query)) mask(x, work, first_query);
+    }
   }
 
   FMHA_DEVICE void decide(Kept& kept, const Work& work, const QueryTile& at) const {

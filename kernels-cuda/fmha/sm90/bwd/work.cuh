@@ -112,8 +112,8 @@ FMHA_DEVICE int32_t turn_at(const Sm90BwdSchedule& schedule, const Work& work, i
 
 // The query blocks of a tile, one query head of the group after another.
 struct QueryBlocks {
-  const Range range;
-  const int32_t start, end_head;
+  Range range;
+  int32_t start, end_head;
   int32_t i_head, current;
 
   FMHA_DEVICE int32_t count() const { return (range.end - range.begin) * (end_head - i_head); }  // before any advance
@@ -128,7 +128,7 @@ FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& 
   const int32_t first_head = work.i_head_kv * p.fwd.gqa_ratio;
   const bool none = work.q_blocks.empty();
   int32_t start = work.q_blocks.begin;
-  if constexpr (takes_turns<spec>() && spec.fwd.mask == MaskKind::Full) {
+  if constexpr ((takes_turns<spec>() || tile.staggered) && spec.fwd.mask == MaskKind::Full) {
     if (!none) {
       const Turns turns = turns_of<spec, tile>(schedule, work);
       start += (work.key_block - turns.first) * turns.stride;

@@ -14,7 +14,12 @@
 //
 // Products of 8-bit elements are summed in some 14 bits. With `flush_every` those of P V go to accumulators of their own
 // (`recent`), which are added to O in f32 after so many blocks; where O leaves no registers for a second one, a part of its
-// columns at a time (`output_columns`), with every block.
+// columns at a time (`output_columns`), with every block. With `output_first` that is over before the next block's S begins:
+//
+//   step i   O += P V(i-1), part by part, one summed while the one before is added; S = Q K(i); P
+//
+// The parts and S have the same registers then, so that blocks can be larger; a warpgroup's exponentials run under the
+// products of the others alone.
 #pragma once
 #include <fmha/common/scheduler.cuh>
 #include <fmha/mma/sm90/fp8_operand.cuh>
@@ -56,13 +61,16 @@ struct Consumer {
   mma::RegisterTile<Storage<spec.dtype_v>, tile.block_n> probs;
   static constexpr bool flushes = tile.flush_every > 0;
   static constexpr int part = output_columns(spec, tile), num_parts = dim_v / part;
-  mma::Accumulator<flushes ? part : 8> recent;  // of O, since the last flush
+  static constexpr int num_recent = tile.output_first && num_parts > 1 ? 2 : 1;
+  mma::Accumulator<flushes ? part : 8> recent[num_recent];  // of O, since the last flush: parts in turn
   int32_t unflushed = 0;                        // blocks that are in it
   float descale = 1.f;                          // of FP8 scores, of the same tile as scale_log2
   Softmax<tile, p_offset_log2(spec, tile)> softmax;
-  typename Modifiers::BiasWords bias;  // of the block at work
+  DroppedBits<spec.dropout ? tile.block_n : 8> dropped;  // of the block at work
+  typename Modifiers::BiasWords bias;  // of the block at work, where it is not in shared memory
   Slot<Shared::q_buffers> q_slot = {Shared::q_pieces > 1 ? index : 0};
   Slot<tile.stages> k_slot, v_slot;
+  Slot<max(tile.bias_stages, 1)> bias_slot;
   Slot<kWorkSlots> work_slot;
 
   // What a tile's rows see, in this thread's terms.
@@ -143,7 +151,7 @@ struct Consumer {
   FMHA_DEVICE void start_scores(Sums& s) {
     constexpr int sign = spec.negative_scale ? -1 : 1;
     ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
-    wait_ping_pong();
+    if constexpr (!tile.output_first) wait_ping_pong();
     if constexpr (tile.q_in_registers) {
       mma::start_register_product_abt<spec.dtype_qk, sign>(s, q, smem.k[k_slot.index], 0, false);
     } else {
@@ -155,11 +163,12 @@ struct Consumer {
     if constexpr (flushes) {
 #pragma unroll
       for (int i = 0; i < num_parts; ++i) {
-        mma::start_register_product_abt<spec.dtype_v, 1>(recent, probs, smem.v[v_slot.index], i * part,
+        mma::start_register_product_abt<spec.dtype_v, 1>(recent[i % num_recent], probs, smem.v[v_slot.index], i * part,
                                                          tile.flush_every > 1 && unflushed > 0);
-        if (i + 1 == num_parts) break;
-        ptx::wgmma_wait_group<0>();
-        add_recent(i);
+        const int added = i + 1 - num_recent;
+        if (added < 0 || added + 1 == num_parts) continue;
+        ptx::wgmma_wait_group<num_recent - 1>();
+        add_recent(added);
       }
     } else if constexpr (Shared::v_columns) {
       mma::start_register_product_abt<spec.dtype_v, 1>(o, probs, smem.v[v_slot.index], 0, true);
@@ -168,9 +177,10 @@ struct Consumer {
     }
   }
   FMHA_DEVICE void add_recent(int i) {
-    ptx::written_here(recent.elems);
+    auto& sums = recent[i % num_recent];
+    ptx::written_here(sums.elems);
 #pragma unroll
-    for (int e = 0; e < recent.num_elems; ++e) o[i * (part / 2) + e] += recent[e];
+    for (int e = 0; e < sums.num_elems; ++e) o[i * (part / 2) + e] += sums[e];
   }
   FMHA_DEVICE void flush() {
     add_recent(0);
@@ -184,20 +194,32 @@ struct Consumer {
   }
   // `last`: of the tile.
   FMHA_DEVICE void finish_scores(bool last) {
-    ptx::wgmma_wait_group<1>();
+    ptx::wgmma_wait_group<tile.output_first ? 0 : 1>();
     release_k();
     if constexpr (release_q_early) release_q(last);
   }
   // A block's S, and O += P V of the block before. O is rescaled here, and not with the softmax before, so that the
-  // multiplications run under the product of S.
+  // multiplications run under the product of S. `passes_turn`: else the softmax does, once it has the maxima.
   template <class Sums>
-  FMHA_DEVICE void overlap_products(Sums& scores, bool rescales, bool last, const Work& work, int32_t block) {
-    start_scores(scores);
-    if (rescales) rescale();
-    start_output();
-    signal_ping_pong();
-    fetch_bias(work, block);
+  FMHA_DEVICE void overlap_products(Sums& scores, bool rescales, bool last, const Work& work, int32_t block, bool passes_turn = true) {
+    if constexpr (tile.output_first) {
+      wait_ping_pong();
+      if (rescales) rescale();
+      start_output();
+      finish_output();
+      start_scores(scores);
+    } else {
+      start_scores(scores);
+      if (rescales) rescale();
+      start_output();
+    }
+    if (passes_turn) signal_ping_pong();
+    prepare_scores<Sums::columns>(work, block);
     finish_scores(last);
+  }
+  // Of the products that were started together.
+  FMHA_DEVICE void finish_overlapped_output() {
+    if constexpr (!tile.output_first) finish_output();
   }
   FMHA_DEVICE void finish_output() {
     ptx::wgmma_wait_group<0>();
@@ -267,15 +289,32 @@ struct Consumer {
     }
   }
 
-  FMHA_DEVICE void fetch_bias(const Work& work, int32_t block) {
-    if constexpr (Modifiers::prefetches) modifiers().fetch(bias, work, rows.row, block);
+  // Raw scores to what the softmax takes.
+  template <int n>
+  FMHA_DEVICE void modify(Scores<n>& s, const Work& work, int32_t block) {
+    if constexpr (tile.bias_stages > 0) {
+      const int32_t at = index * tile.bias_stages + bias_slot.index;
+      ptx::mbarrier_wait_parity(smem.bias_full[at], bias_slot.phase);
+      modifiers().add_tile(s, smem.bias[at]);
+      ptx::mbarrier_arrive_if(smem.bias_empty[at], signals);
+      bias_slot.advance();
+    } else {
+      modifiers().apply(s, bias, work, rows.row, block);
+    }
   }
 
   FMHA_DEVICE uint32_t zero() const { return uint32_t(work().num_blocks) >> 31; }
   FMHA_DEVICE uint32_t never() const { return ptx::shared_address(&smem.work[0]); }
 
+  // What can be had before a block's scores are there, under their product: a bias from memory, which of them dropout
+  // zeros.
   template <int n>
-  FMHA_DEVICE void drop_some(Scores<n>& s, const Work& work, int32_t block) const {
+  FMHA_DEVICE void prepare_scores(const Work& work, int32_t block) {
+    if constexpr (Modifiers::prefetches) modifiers().fetch(bias, work, rows.row, block);
+    if constexpr (spec.dropout) decide_dropped<n>(work, block);
+  }
+  template <int n>
+  FMHA_DEVICE void decide_dropped(const Work& work, int32_t block) {
     int32_t i[2], batch_head[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -284,7 +323,13 @@ struct Consumer {
       const int32_t i_head = tile.pack_gqa ? work.i_head + row - i[r] * p.gqa_ratio : work.i_head;
       batch_head[r] = work.i_batch * p.num_heads_q + i_head;
     }
-    drop(s, p, i, batch_head, block * tile.block_n);
+    dropped.template decide<n>(p, i, batch_head, block * tile.block_n);
+    // A store to a word that nobody reads, and that the wait for S may not pass: without it ptxas moves the generator
+    // behind that wait.
+    bool some = false;
+#pragma unroll
+    for (int w = 0; w < ceil_div(n / 8, dropped.groups_a_word); ++w) some |= dropped.words[0][w] == 0x80000001u;
+    ptx::st_shared_b32_if(ptx::shared_address(&smem.unread), 0, some);
   }
 
   // Descales that are negative together turn S around, as a negative scale does in the product.
@@ -299,23 +344,26 @@ struct Consumer {
   }
 
   template <int n>
-  FMHA_DEVICE void take_probs(const Scores<n>& s) {
+  FMHA_DEVICE void take_probs(Scores<n>& s) {
     if constexpr (is_fp8(spec.dtype_v)) {
+      if constexpr (spec.dropout) dropped.drop(s);
       constexpr auto order = Shared::turned ? mma::KeyOrder::OfAccumulator : mma::KeyOrder::OfMemory;
       mma::pack_operand<spec.dtype_v, order>(probs, s, zero());
     } else {
       probs.template from<spec.dtype_v>(s, zero());
+      if constexpr (spec.dropout) dropped.drop(probs, n);
     }
   }
 
   // S to P of block `block` of a tile.
   template <int n>
-  FMHA_DEVICE void exponentiate(Scores<n>& s, const Work& work, int32_t block, bool edge) {
+  FMHA_DEVICE void exponentiate(Scores<n>& s, const Work& work, int32_t block, bool edge, bool passes_turn = false) {
     take_sign(s);
-    modifiers().apply(s, bias, work, rows.row, block);
+    modify(s, work, block);
     if (edge) mask(s, work, block);
-    softmax.step(s, scale_log2, never());
-    if constexpr (spec.dropout) drop_some(s, work, block);
+    softmax.step(s, scale_log2, never(), [&] {
+      if (passes_turn) signal_ping_pong();
+    });
   }
   template <int n>
   FMHA_DEVICE void exponentiate_first(Scores<n>& s, const Work& work) {
@@ -340,8 +388,8 @@ struct Consumer {
         if constexpr (tile.flush_every > 1) {
           if (unflushed > 0) {
 #pragma unroll
-            for (int e = 0; e < recent.num_elems; ++e) {
-              if (recent.row(e) == r) recent[e] *= softmax.correction[r];
+            for (int e = 0; e < recent[0].num_elems; ++e) {
+              if (recent[0].row(e) == r) recent[0][e] *= softmax.correction[r];
             }
           }
         }
@@ -373,9 +421,10 @@ struct Consumer {
   template <int n>
   FMHA_DEVICE void first_scores(const Work& w) {
     ScoreSums<n> sums;
+    if constexpr (tile.output_first) wait_ping_pong();
     start_scores(sums);
     signal_ping_pong();
-    fetch_bias(w, block_at(w, first_of(w)));
+    prepare_scores<n>(w, block_at(w, first_of(w)));
     ptx::wgmma_wait_group<0>();
     release_k();
     if constexpr (release_q_early) release_q(w.num_blocks == 1 + first_of(w));
@@ -388,10 +437,10 @@ struct Consumer {
   // One block, with the row-max reduction. `edge` and `last` are uniform over the warpgroup.
   FMHA_DEVICE void step(int32_t block, bool edge, bool last) {
     ScoreSums<tile.block_n> sums;
-    overlap_products(sums, true, last, work(), block);
+    overlap_products(sums, true, last, work(), block, !tile.turn_after_max);
     auto&& s = mma::in_f32(sums);
-    exponentiate(s, work(), block, edge);
-    finish_output();
+    exponentiate(s, work(), block, edge, tile.turn_after_max);
+    finish_overlapped_output();
     take_probs(s);
   }
 
@@ -400,14 +449,13 @@ struct Consumer {
     ScoreSums<tile.block_n> products;
     overlap_products(products, false, last, work(), block);
     auto&& s = mma::in_f32(products);
-    modifiers().apply(s, bias, work(), rows.row, block);
+    modify(s, work(), block);
     float sums[2];
     softmax.step_reusing_row_max(s, scale_log2, sums, never());
     finish_output();
     bool raised = false;
     if (__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(sums))) raised = raise_row_max(s, sums, block);
     softmax.add(sums);
-    if constexpr (spec.dropout) drop_some(s, work(), block);
     take_probs(s);
     return raised;
   }
@@ -423,7 +471,7 @@ struct Consumer {
     if (overflows) {
       recompute_scores<spec, tile>(p, work(), rows.row, block, s);
       modifiers().apply(s, bias, work(), rows.row, block);
-      softmax.step(s, scale_log2, never());
+      softmax.step(s, scale_log2, never(), [] {});
       sums[0] = sums[1] = 0.f;
     } else {
       softmax.rescale_to_row_max(s, scale_log2, sums);
@@ -505,15 +553,16 @@ struct Consumer {
   template <int n>
   FMHA_DEVICE void cross_products(const Work& next, RowStats (&stats)[2]) {
     ScoreSums<n> sums;
-    if constexpr (Modifiers::prefetches) rows = rows_of(next);
+    constexpr bool prepares = Modifiers::prefetches || spec.dropout;
+    if constexpr (prepares) rows = rows_of(next);
     overlap_products(sums, true, next.num_blocks == 1 + first_of(next), next, block_at(next, first_of(next)));
     auto&& s = mma::in_f32(sums);
     stats[0] = softmax.rows[0];
     stats[1] = softmax.rows[1];
     softmax.reset();
-    if constexpr (!Modifiers::prefetches) rows = rows_of(next);
+    if constexpr (!prepares) rows = rows_of(next);
     exponentiate_first(s, next);
-    finish_output();
+    finish_overlapped_output();
     take_probs(s);
     skip_v(first_of(next));
   }

@@ -73,9 +73,9 @@ struct Softmax {
   }
 
   // S becomes P, unnormalised; the running maximum is the exact one, but for `lazy_rescale_log2`. `never` is an
-  // address for the store that never happens.
-  template <int n>
-  FMHA_DEVICE void step(mma::Accumulator<n>& s, float scale_log2, uint32_t never) {
+  // address for the store that never happens; `have_max` is called between the maximum and the exponentials.
+  template <int n, class HaveMax>
+  FMHA_DEVICE void step(mma::Accumulator<n>& s, float scale_log2, uint32_t never, HaveMax&& have_max) {
     float new_max[2] = {rows[0].row_max, rows[1].row_max};
     raise(new_max, s);
 
@@ -95,6 +95,7 @@ struct Softmax {
       sums[r] = row.row_sum * correction[r];
       shift[r] = p_offset_log2 == 0 ? base * scale_log2 : fmaf(base, scale_log2, -float(p_offset_log2));
     }
+    have_max();
     exponentiate(s, scale_log2, shift, sums, never);
 #pragma unroll
     for (int r = 0; r < 2; ++r) rows[r].row_sum = sums[r];

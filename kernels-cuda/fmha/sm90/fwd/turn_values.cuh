@@ -32,18 +32,33 @@ struct TurnRole {
   Slot<tile.stages> slot;  // of the ring of raw blocks and of that of turned ones, which have as many
   Slot<kWorkSlots> work_slot;
 
+  // Each warp takes sixteen of 32 keys. A few loads come before their stores, or each store would wait for its load, and
+  // each load for the store before; how many, and that more than
+  // 160 dimensions come in parts, is for the role's registers.
   template <class Raw>
   FMHA_DEVICE void turn(const Raw& raw, const Turned& turned) const {
-    constexpr int keys = 16, dims = 32, key_steps = tile.block_n / keys, steps = key_steps * (Shared::dim_v / dims);
-    const int32_t lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
-#pragma unroll 2
-    for (int32_t step = threadIdx.x / 32 % kTurnWarps; step < steps; step += kTurnWarps) {
-      const int32_t dim = step / key_steps * dims, key = step % key_steps * keys;
-      uint32_t v[4];  // keys 0..7 and 8..15 of the first sixteen dimensions, then of the others
-      ptx::ldmatrix_x4_trans(v, raw.address() + fmha::mma::word_offset<Raw>(key + matrix % 2 * 8 + row, dim + matrix / 2 * 16));
-      const uint32_t parted[4] = {ptx::prmt(v[0], v[1], 0x6420), ptx::prmt(v[0], v[1], 0x7531),
-                                  ptx::prmt(v[2], v[3], 0x6420), ptx::prmt(v[2], v[3], 0x7531)};
-      ptx::stmatrix_x4(turned.address() + fmha::mma::word_offset<Turned>(dim + matrix * 8 + row, key), parted);
+    constexpr int all_steps = Shared::dim_v / 32, steps = all_steps > 5 ? Raw::span / 32 : all_steps;
+    constexpr int batch = num_consumers(tile) > 2 ? 2 : 4;
+    const int32_t matrix = threadIdx.x % 32 / 8, row = threadIdx.x % 8, key = threadIdx.x / 32 % kTurnWarps * 16;
+    const uint32_t from = raw.address() + fmha::mma::word_offset<Raw>(key + matrix % 2 * 8 + row, matrix / 2 * 16);
+    const uint32_t to = turned.address() + fmha::mma::word_offset<Turned>(matrix * 8 + row, key);
+#pragma unroll 1
+    for (int32_t at = 0; at < all_steps / steps * tile.block_n; at += 32) {
+      const int32_t part = at / tile.block_n, dim0 = part * (steps * 32), key0 = at - part * tile.block_n;
+      const uint32_t from_part = fmha::mma::beyond<Raw>(from, key0, dim0), to_part = fmha::mma::beyond<Turned>(to, dim0, key0);
+#pragma unroll
+      for (int first = 0; first < steps; first += batch) {
+        uint32_t v[batch][4];  // keys 0..7 and 8..15 of the first sixteen dimensions, then of the others
+#pragma unroll
+        for (int i = 0; i < batch && first + i < steps; ++i)
+          ptx::ldmatrix_x4_trans(v[i], fmha::mma::beyond<Raw>(from_part, 0, (first + i) * 32));
+#pragma unroll
+        for (int i = 0; i < batch && first + i < steps; ++i) {
+          const uint32_t parted[4] = {ptx::prmt(v[i][0], v[i][1], 0x6420), ptx::prmt(v[i][0], v[i][1], 0x7531),
+                                      ptx::prmt(v[i][2], v[i][3], 0x6420), ptx::prmt(v[i][2], v[i][3], 0x7531)};
+          ptx::stmatrix_x4(fmha::mma::beyond<Turned>(to_part, (first + i) * 32, 0), parted);
+        }
+      }
     }
   }
 

@@ -3,7 +3,8 @@
 //! 1999), the intervals widened over the blocks where a register is live.
 //!
 //! A register that may be read before it is written lives from the entry, and so keeps its poison. What `wgmma`
-//! reads or writes lives until each `wgmma.wait_group` that can follow: it is in flight until then.
+//! reads or writes lives until each `wgmma.wait_group` that can follow: it is in flight until then. What it writes lives from
+//! the `wgmma.fence` before it, behind which nobody else may touch its row.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -166,10 +167,18 @@ fn intervals(program: &Program, numbers: &Numbers) -> Vec<(usize, usize)> {
     for b in &blocks {
         b.live_in.each(|n| extend(n, b.first));
         b.live_out.each(|n| extend(n, b.end - 1));
+        let mut fence = None;
         for pc in b.first..b.end {
             let inst = &program.code[pc];
             let (dst, src) = operands(program, inst);
             dst.chain(src).filter_map(|r| numbers.of(r)).for_each(|n| extend(n, pc));
+            match (&inst.code, fence) {
+                (Code::WgmmaFence, _) => fence = Some(pc),
+                (Code::Wgmma(_), Some(fence)) => {
+                    program.list(inst).0.iter().filter_map(|r| numbers.of(*r)).for_each(|n| extend(n, fence));
+                }
+                _ => {}
+            }
         }
         // What may be in flight at a wait lives to it.
         if program.code[b.first..b.end].iter().any(|inst| inst.code == Code::WgmmaWait) {

@@ -1,0 +1,166 @@
+//! Scores of a block of keys.
+
+use super::{Ahead, BLOCK_KEYS, Block, FOUR, Order, UNIT_BYTES, taken_together, unit};
+use crate::simd::{Op, Simd};
+use crate::tensor::{Elem, of_type};
+
+/// `scores[query][key] = factor[head] * Q[query] . K[key]`, for a block.
+pub(crate) struct Dots<'a> {
+    pub(crate) keys: Block<'a>,
+    /// Rows of whole units, `stride` f32 apart, zeros beyond the head dimension.
+    pub(crate) queries: *const f32,
+    pub(crate) order: Order,
+    pub(crate) stride: usize,
+    /// Which queries of each head.
+    pub(crate) live: &'a [usize],
+    /// One for each head.
+    pub(crate) factors: &'a [f32],
+    /// [`BLOCK_KEYS`] for each of the queries.
+    pub(crate) scores: *mut f32,
+}
+
+/// Queries of a head, one after another, and the keys of a window.
+#[derive(Clone, Copy)]
+struct Group {
+    /// The first query's.
+    row: usize,
+    head: usize,
+    first: usize,
+    last: usize,
+    /// Whether it asks for rows ahead.
+    asks: bool,
+}
+
+impl<S: Simd> Op<S> for Dots<'_> {
+    #[inline(always)]
+    fn call(self, s: S) {
+        of_type!(self.keys.dtype, elem => self.of(s, elem));
+    }
+}
+
+impl Dots<'_> {
+    #[inline(always)]
+    fn of<S: Simd, E: Elem>(&self, s: S, elem: E) {
+        if S::BF16_DOT && E::IS_BF16 && self.order == Order::Bf16 {
+            self.windows::<S, E, true>(s, elem);
+        } else {
+            self.windows::<S, E, false>(s, elem);
+        }
+    }
+
+    #[inline(always)]
+    fn windows<S: Simd, E: Elem, const BF16: bool>(&self, s: S, elem: E) {
+        self.keys.windows(
+            s,
+            elem,
+            #[inline(always)]
+            |head, first, last, ahead| {
+                let (mut live, mut asks) = (self.live, true);
+                while let &[row, ..] = live {
+                    let of = Group { row: head * self.keys.queries + row, head, first, last, asks };
+                    // Sums of four keys for four queries fit thirty-two registers, for two sixteen.
+                    let taken = taken_together(live, if S::TILE_ROWS > 6 { 4 } else { 2 });
+                    match taken {
+                        4 => self.group::<S, E, 4, BF16>(s, elem, of, ahead),
+                        2 => self.group::<S, E, 2, BF16>(s, elem, of, ahead),
+                        _ => self.group::<S, E, 1, BF16>(s, elem, of, ahead),
+                    }
+                    (live, asks) = (&live[taken..], false);
+                }
+            },
+        );
+    }
+
+    #[inline(always)]
+    fn group<S: Simd, E: Elem, const Q: usize, const BF16: bool>(
+        &self,
+        s: S,
+        elem: E,
+        Group { row, head, first, last, asks }: Group,
+        ahead: &mut Ahead<'_>,
+    ) {
+        let whole = self.keys.dim - self.keys.dim % unit::<S>();
+        let queries = self.queries.wrapping_add(row * self.stride);
+        let scores = self.scores.wrapping_add(row * BLOCK_KEYS);
+        let factor = self.factors[head];
+        for first in (first..last).step_by(FOUR) {
+            let count = FOUR.min(last - first);
+            if asks {
+                ahead.ask_for(s, count * self.keys.dim * E::BYTES);
+            }
+            let mut keys = [self.keys.at(first, head); FOUR];
+            for (n, key) in keys.iter_mut().enumerate().take(count) {
+                *key = self.keys.at(first + n, head);
+            }
+            let mut sums = [[s.splat(0.0); FOUR]; Q];
+            // SAFETY: keys and queries of the call; their rows are as long as `dim`, the queries' whole units.
+            unsafe {
+                for col in (0..whole).step_by(unit::<S>()) {
+                    add_unit::<S, E, Q, BF16>(
+                        s,
+                        elem,
+                        &mut sums,
+                        keys,
+                        (queries.add(if BF16 { col / 2 } else { col }), self.stride),
+                    );
+                    for key in &mut keys {
+                        *key = key.add(unit::<S>() * E::BYTES);
+                    }
+                }
+                if whole < self.keys.dim {
+                    let mut rest = [[0u8; UNIT_BYTES]; FOUR];
+                    for (rest, key) in rest.iter_mut().zip(&mut keys) {
+                        let bytes = (self.keys.dim - whole) * E::BYTES;
+                        std::ptr::copy_nonoverlapping(*key, rest.as_mut_ptr(), bytes);
+                        *key = rest.as_ptr();
+                    }
+                    add_unit::<S, E, Q, BF16>(
+                        s,
+                        elem,
+                        &mut sums,
+                        keys,
+                        (queries.add(if BF16 { whole / 2 } else { whole }), self.stride),
+                    );
+                }
+                for (q, sums) in sums.into_iter().enumerate() {
+                    let [a, b, c, d] = s.sum_of_four(sums);
+                    // Those beyond `count` too: a block of scores has room for them, and they are hidden next.
+                    let dots = [a * factor, b * factor, c * factor, d * factor];
+                    scores.add(q * BLOCK_KEYS + first).cast::<[f32; FOUR]>().write_unaligned(dots);
+                }
+            }
+        }
+    }
+}
+
+/// Adds the products of one unit.
+///
+/// # Safety
+/// A unit is readable at each of `keys`, and of each of Q queries, which lie `stride` apart.
+#[inline(always)]
+unsafe fn add_unit<S: Simd, E: Elem, const Q: usize, const BF16: bool>(
+    s: S,
+    elem: E,
+    sums: &mut [[S::V; FOUR]; Q],
+    keys: [*const u8; FOUR],
+    (queries, stride): (*const f32, usize),
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        for (n, key) in keys.into_iter().enumerate() {
+            if BF16 {
+                let k = s.load(key.cast());
+                for (q, sums) in sums.iter_mut().enumerate() {
+                    sums[n] = s.dot_bf16(sums[n], k, s.load(queries.add(q * stride)));
+                }
+            } else {
+                let [a, b] = elem.unit(s, key);
+                for (q, sums) in sums.iter_mut().enumerate() {
+                    let query = queries.add(q * stride);
+                    let sum = s.fma(a, s.load(query), sums[n]);
+                    sums[n] = s.fma(b, s.load(query.add(S::LANES)), sum);
+                }
+            }
+        }
+    }
+}

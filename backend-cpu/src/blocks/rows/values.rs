@@ -1,0 +1,253 @@
+//! What a block of values adds to O.
+
+use super::{Ahead, BLOCK_KEYS, Block, UNIT_BYTES, taken_together, unit};
+use crate::simd::{Op, Simd};
+use crate::tensor::{Elem, of_type};
+
+/// `out[query] = alpha[query] out[query] + sum_key P[query][key] V[key]`, for a block.
+pub(crate) struct AddValues<'a> {
+    pub(crate) values: Block<'a>,
+    /// [`BLOCK_KEYS`] for each query. Those of bf16 are packed in place.
+    pub(crate) weights: *mut f32,
+    /// One for each query.
+    pub(crate) alpha: *const f32,
+    /// Queries of each head that see every key of the block.
+    pub(crate) whole: &'a [usize],
+    /// Queries that see some, and which: a bit for each key. What the others' V holds does not matter.
+    pub(crate) partial: &'a [(usize, u64)],
+    /// Rows of whole units in V's [`Order`](super::Order::of_sums), `stride` apart.
+    pub(crate) out: *mut f32,
+    pub(crate) stride: usize,
+}
+
+/// Queries of a head, one after another, and the keys of a window.
+#[derive(Clone, Copy)]
+struct Group {
+    /// The first query's.
+    row: usize,
+    /// A bit for each key.
+    seen: u64,
+    head: usize,
+    first: usize,
+    last: usize,
+    /// Whether it asks for rows ahead.
+    asks: bool,
+}
+
+impl<S: Simd> Op<S> for AddValues<'_> {
+    #[inline(always)]
+    fn call(self, s: S) {
+        of_type!(self.values.dtype, elem => self.of(s, elem));
+    }
+}
+
+impl AddValues<'_> {
+    #[inline(always)]
+    fn of<S: Simd, E: Elem>(&self, s: S, elem: E) {
+        if S::BF16_DOT && E::IS_BF16 {
+            for head in 0..self.values.heads {
+                let partial = self.partial.iter().map(|(row, _)| row);
+                for row in self.whole.iter().chain(partial) {
+                    self.pack_weights(s, head * self.values.queries + row);
+                }
+            }
+            self.windows::<S, E, true>(s, elem);
+        } else {
+            self.windows::<S, E, false>(s, elem);
+        }
+    }
+
+    #[inline(always)]
+    fn windows<S: Simd, E: Elem, const BF16: bool>(&self, s: S, elem: E) {
+        self.values.windows(
+            s,
+            elem,
+            #[inline(always)]
+            |head, first, last, ahead| {
+                let (mut live, mut asks) = (self.whole, true);
+                let first_row = head * self.values.queries;
+                while let &[row, ..] = live {
+                    let of = Group { row: first_row + row, seen: u64::MAX, head, first, last, asks };
+                    let taken = taken_together(live, 4);
+                    match taken {
+                        4 => self.group::<S, E, 4, BF16>(s, elem, of, ahead),
+                        2 => self.group::<S, E, 2, BF16>(s, elem, of, ahead),
+                        _ => self.group::<S, E, 1, BF16>(s, elem, of, ahead),
+                    }
+                    (live, asks) = (&live[taken..], false);
+                }
+                for &(row, seen) in self.partial {
+                    let of = Group { row: first_row + row, seen, head, first, last, asks };
+                    self.group::<S, E, 1, BF16>(s, elem, of, ahead);
+                    asks = false;
+                }
+            },
+        );
+    }
+
+    /// A query's weights to bf16, which they are but for their type, in the place of the first half of them.
+    #[inline(always)]
+    fn pack_weights<S: Simd>(&self, s: S, row: usize) {
+        let weights = self.weights.wrapping_add(row * BLOCK_KEYS);
+        for at in (0..BLOCK_KEYS).step_by(unit::<S>()) {
+            // SAFETY: a row's block of weights; what is overwritten has been read.
+            unsafe {
+                let packed = s.pack_bf16(s.load(weights.add(at)), s.load(weights.add(at + S::LANES)));
+                s.store(weights.add(at / 2), packed);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn group<S: Simd, E: Elem, const Q: usize, const BF16: bool>(
+        &self,
+        s: S,
+        elem: E,
+        of: Group,
+        ahead: &mut Ahead<'_>,
+    ) {
+        // Eight vectors of sums, or sixteen where there are thirty-two registers.
+        let most = if S::TILE_ROWS > 6 { 8 / Q } else { 4 / Q };
+        let (mut col, dim) = (0, self.values.dim);
+        while most >= 4 && col + 4 * unit::<S>() <= dim {
+            self.columns::<S, E, Q, 4, BF16, false>(s, elem, of, col, ahead);
+            col += 4 * unit::<S>();
+        }
+        while most >= 2 && col + 2 * unit::<S>() <= dim {
+            self.columns::<S, E, Q, 2, BF16, false>(s, elem, of, col, ahead);
+            col += 2 * unit::<S>();
+        }
+        while col + unit::<S>() <= dim {
+            self.columns::<S, E, Q, 1, BF16, false>(s, elem, of, col, ahead);
+            col += unit::<S>();
+        }
+        if col < dim {
+            self.columns::<S, E, Q, 1, BF16, true>(s, elem, of, col, ahead);
+        }
+    }
+
+    /// `UNITS` units of columns from `col` on; `REST`: what is left of the last one.
+    #[inline(always)]
+    fn columns<S: Simd, E: Elem, const Q: usize, const UNITS: usize, const BF16: bool, const REST: bool>(
+        &self,
+        s: S,
+        elem: E,
+        of: Group,
+        col: usize,
+        ahead: &mut Ahead<'_>,
+    ) {
+        let columns = if REST { self.values.dim - col } else { UNITS * unit::<S>() };
+        let out = self.out.wrapping_add(of.row * self.stride + col);
+        let mut sums = [[[s.splat(0.0); 2]; UNITS]; Q];
+        // SAFETY: rows and columns of the call.
+        unsafe {
+            for (q, sums) in sums.iter_mut().enumerate() {
+                let alpha = s.splat(if of.first == 0 { *self.alpha.add(of.row + q) } else { 1.0 });
+                for (u, sums) in sums.iter_mut().enumerate() {
+                    for (v, sum) in sums.iter_mut().enumerate() {
+                        *sum = s.mul(s.load(out.add(q * self.stride + (2 * u + v) * S::LANES)), alpha);
+                    }
+                }
+            }
+            // Two keys at once: bf16 are multiplied in pairs.
+            for key in (of.first..of.last).step_by(2) {
+                if of.asks {
+                    ahead.ask_for(s, 2 * columns * E::BYTES);
+                }
+                let mut rest = [[0u8; UNIT_BYTES]; 2];
+                let mut from = [ZEROS.as_ptr(); 2];
+                let mut seen = [false; 2];
+                for n in 0..2 {
+                    seen[n] = key + n < of.last && of.seen >> (key + n) & 1 != 0;
+                    if seen[n] {
+                        from[n] = self.values.at(key + n, of.head).add(col * E::BYTES);
+                        if REST {
+                            std::ptr::copy_nonoverlapping(from[n], rest[n].as_mut_ptr(), columns * E::BYTES);
+                            from[n] = rest[n].as_ptr();
+                        }
+                    }
+                }
+                let weights = self.weights.wrapping_add(of.row * BLOCK_KEYS);
+                if BF16 {
+                    if seen[0] || seen[1] {
+                        add_pair(s, &mut sums, from, weights.add(key / 2));
+                    }
+                } else {
+                    for n in 0..2 {
+                        if seen[n] {
+                            add_row(s, elem, &mut sums, from[n], weights.add(key + n));
+                        }
+                    }
+                }
+            }
+            for (q, sums) in sums.iter().enumerate() {
+                for (u, sums) in sums.iter().enumerate() {
+                    for (v, &sum) in sums.iter().enumerate() {
+                        s.store(out.add(q * self.stride + (2 * u + v) * S::LANES), sum);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Units of bf16 in the place of a key that is not to be met.
+static ZEROS: [u8; 4 * UNIT_BYTES / 2] = [0; 4 * UNIT_BYTES / 2];
+
+/// Adds the products of two keys of bf16: one multiplication for two, where rows are paired element by element.
+///
+/// # Safety
+/// `UNITS` units are readable at both of `from`, weights of Q queries at `weights`.
+#[inline(always)]
+unsafe fn add_pair<S: Simd, const Q: usize, const UNITS: usize>(
+    s: S,
+    sums: &mut [[[S::V; 2]; UNITS]; Q],
+    from: [*const u8; 2],
+    weights: *const f32,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut p = [s.splat(0.0); Q];
+        for (q, p) in p.iter_mut().enumerate() {
+            *p = s.splat(*weights.add(q * BLOCK_KEYS));
+        }
+        for u in 0..UNITS {
+            let [a, b] = from;
+            let (a, b) =
+                (s.load(a.cast::<f32>().add(u * S::LANES)), s.load(b.cast::<f32>().add(u * S::LANES)));
+            let v = s.pair_rows(a, b);
+            for (sums, &p) in sums.iter_mut().zip(&p) {
+                sums[u][0] = s.dot_bf16(sums[u][0], v[0], p);
+                sums[u][1] = s.dot_bf16(sums[u][1], v[1], p);
+            }
+        }
+    }
+}
+
+/// Adds the products of one key.
+///
+/// # Safety
+/// `UNITS` units are readable at `from`, weights of Q queries at `weights`.
+#[inline(always)]
+unsafe fn add_row<S: Simd, E: Elem, const Q: usize, const UNITS: usize>(
+    s: S,
+    elem: E,
+    sums: &mut [[[S::V; 2]; UNITS]; Q],
+    from: *const u8,
+    weights: *const f32,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut p = [s.splat(0.0); Q];
+        for (q, p) in p.iter_mut().enumerate() {
+            *p = s.splat(*weights.add(q * BLOCK_KEYS));
+        }
+        for u in 0..UNITS {
+            let v = elem.unit(s, from.add(u * unit::<S>() * E::BYTES));
+            for (sums, &p) in sums.iter_mut().zip(&p) {
+                sums[u][0] = s.fma(p, v[0], sums[u][0]);
+                sums[u][1] = s.fma(p, v[1], sums[u][1]);
+            }
+        }
+    }
+}

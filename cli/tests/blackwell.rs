@@ -1,0 +1,26 @@
+//! The command on emulated Blackwell devices. Where there is no NVRTC, a test says `absent`.
+
+use super::{fmha, fmha_in};
+
+/// On sm_103a the loads of S from tensor memory find its maxima (`load_max`): the same number, so the same bits.
+#[test]
+fn maxima_that_the_loads_find_change_no_bit() {
+    let plan: serde_json::Value = serde_json::from_str(&fmha("explain --arch sm_103a --json").out).unwrap();
+    if let Some(reason) = plan["code"].as_str().unwrap().strip_prefix("none: ") {
+        println!("absent: {reason}");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    for mask in ["0", "b"] {
+        let written = ["0", "1"].map(|load_max| {
+            let line = format!(
+                "run --backend cuda --emulate sm_103a --kernel sm100 --warmup 0 --repeat 1 -b 1 --heads 2 -s 200 \
+                 --seqlen-k 300 -d 64 --prec bf16 --lse --mask {mask} --tile load_max={load_max} --out {load_max}.safetensors"
+            );
+            let ran = fmha_in(folder.path(), &line);
+            assert!(ran.out.ends_with("PASS\n"), "`fmha {line}`: {}{}", ran.out, ran.err);
+            std::fs::read(folder.path().join(format!("{load_max}.safetensors"))).unwrap()
+        });
+        assert!(written[0] == written[1], "mask {mask}");
+    }
+}

@@ -1,0 +1,169 @@
+//! Where sequences lie: packed, in pages, with rows appended; and which lengths and tables are refused, by number.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use fmha_core::seq::{KvRows, spans};
+use fmha_core::tree::TreeMask;
+use fmha_core::{
+    Append, BlockTable, CacheArgs, DType, DevSlice, Dims, FwdProblem, KvLayout, QLayout, Rotary, RotaryPairs,
+    SeqArgs, Totals,
+};
+
+const DIMS: Dims = Dims {
+    batch: 2,
+    seqlen_q: 4,
+    seqlen_k: 6,
+    num_heads_q: 3,
+    num_heads_kv: 1,
+    head_dim_qk: 8,
+    head_dim_v: 8,
+};
+
+#[test]
+fn packed_sequences_lie_one_after_another_and_so_do_their_rows_of_lse() {
+    let problem = FwdProblem::group(DType::F16, DIMS);
+    let (cu_q, cu_k) = ([0, 3, 7], [1, 6, 8]);
+    let seq = SeqArgs {
+        totals: Totals::packed(9, 8),
+        cu_seqlens_q: Some(DevSlice::host(&cu_q)),
+        cu_seqlens_k: Some(DevSlice::host(&cu_k)),
+        ..SeqArgs::default()
+    };
+    let spans = spans(&problem, &seq).unwrap();
+    let places: Vec<_> = spans.iter().map(|s| (s.q_row, s.seqlen_q, s.k_row, s.seqlen_k)).collect();
+    assert_eq!(places, [(0, 3, 1, 5), (3, 4, 6, 2)]);
+    // `[head, total_q]`.
+    assert_eq!(spans[0].lse_index(&problem, 2, 1), 2 * 9 + 1);
+    assert_eq!(spans[1].lse_index(&problem, 2, 1), 2 * 9 + 3 + 1);
+    // One offset too few on either side.
+    for (cu_q, cu_k, name) in [(&cu_q[..2], &cu_k[..], "cu_seqlens_q"), (&cu_q, &cu_k[..2], "cu_seqlens_k")] {
+        let seq = SeqArgs {
+            cu_seqlens_q: Some(DevSlice::host(cu_q)),
+            cu_seqlens_k: Some(DevSlice::host(cu_k)),
+            ..seq
+        };
+        let error = fmha_core::seq::spans(&problem, &seq).unwrap_err().to_string();
+        assert!(error.contains(name) && error.contains('8'), "{error}");
+    }
+}
+
+#[test]
+fn rows_of_lse_have_a_batch_axis_where_queries_have_one() {
+    let problem = FwdProblem::batch(DType::F16, DIMS);
+    let spans = spans(&problem, &SeqArgs::default()).unwrap();
+    assert_eq!(spans[1].lse_index(&problem, 2, 1), (3 + 2) * 4 + 1);
+}
+
+/// Two caches in five pages of two rows, three keys appended to each.
+fn appended() -> FwdProblem {
+    let problem = FwdProblem::new(QLayout::Batch, KvLayout::Paged { page_size: 2 }, DType::F16, DIMS);
+    FwdProblem { seqused_k: true, append: Some(Append::batch(&problem, 3)), ..problem }
+}
+
+fn pages<'a>(used: &'a [i32], table: &'a [i32]) -> SeqArgs<'a> {
+    SeqArgs {
+        totals: Totals { num_pages: Some(5), ..Totals::NONE },
+        seqused_k: Some(DevSlice::host(used)),
+        block_table: Some(BlockTable { pages: DevSlice::host(table), max_pages: 3 }),
+        ..SeqArgs::default()
+    }
+}
+
+#[test]
+fn keys_lie_where_the_block_table_says_and_new_ones_behind_the_cached() {
+    let (used, table) = ([3, 1], [4, 0, 2, 3, 1, -1]);
+    let seq = pages(&used, &table);
+    let spans = spans(&appended(), &seq).unwrap();
+    assert_eq!(spans.iter().map(|s| (s.seqlen_cached, s.seqlen_k)).collect::<Vec<_>>(), [(3, 6), (1, 4)]);
+    let rows = KvRows::of(&appended(), &seq).unwrap();
+    let places: Vec<_> = (0..4).map(|j| rows.at(&spans[1], j)).collect();
+    assert_eq!(places, [(3, 0), (3, 1), (1, 0), (1, 1)]);
+    // To the end of a page, or of the sequence.
+    assert_eq!((0..6).map(|j| rows.run(&spans[0], j)).collect::<Vec<_>>(), [2, 1, 2, 1, 2, 1]);
+    let whole = fmha_core::SeqSpan { seqlen_k: 3, ..spans[1] };
+    assert_eq!((rows.run(&whole, 2), KvRows::UNPAGED.run(&whole, 1)), (1, 2));
+}
+
+#[test]
+fn packed_new_keys_lie_one_after_another() {
+    let problem = appended();
+    let problem = FwdProblem { append: Some(Append::packed(&problem, 3)), ..problem };
+    let (used, table, new) = ([3, 1], [4, 0, 2, 3, 1, -1], [0, 3, 5]);
+    let mut seq = pages(&used, &table);
+    (seq.totals.total_new, seq.cu_seqlens_new) = (Some(5), Some(DevSlice::host(&new)));
+    let spans = spans(&problem, &seq).unwrap();
+    let places: Vec<_> = spans.iter().map(|s| (s.new_batch, s.new_row, s.seqlen_k)).collect();
+    assert_eq!(places, [(0, 0, 6), (0, 3, 3)]);
+}
+
+#[test]
+fn new_keys_are_refused_where_a_packed_cache_has_no_row_left() {
+    let problem = FwdProblem::new(QLayout::Batch, KvLayout::Packed, DType::F16, DIMS);
+    let problem = FwdProblem { seqused_k: true, append: Some(Append::batch(&problem, 3)), ..problem };
+    let seq = |cu: &'static [i32; 3]| SeqArgs {
+        totals: Totals { total_k: Some(10), ..Totals::NONE },
+        cu_seqlens_k: Some(DevSlice::host(cu)),
+        seqused_k: Some(DevSlice::host(&[3, 1])),
+        ..SeqArgs::default()
+    };
+    spans(&problem, &seq(&[0, 6, 10])).unwrap();
+    let error = spans(&problem, &seq(&[0, 6, 9])).unwrap_err().to_string();
+    assert!(error.contains("1 and 3 new rows are more than the 3 there is room for"), "{error}");
+}
+
+#[test]
+fn a_tree_mask_has_a_bit_for_each_query_and_each_of_the_last_keys() {
+    let dims = Dims { seqlen_q: 40, seqlen_k: 43, ..DIMS };
+    let problem = FwdProblem { tree_mask: true, ..FwdProblem::batch(DType::F16, dims) };
+    let is_set = move |batch: u32, i: u32, bit: u32| (batch * 1009 + i * 31 + bit * 17) % 7 < 3;
+    let word = move |batch, i, first: u32| {
+        (first..40.min(first + 32)).map(|bit| u32::from(is_set(batch, i, bit)) << (bit - first)).sum()
+    };
+    let words: Vec<u32> =
+        (0..2).flat_map(|batch| (0..40).flat_map(move |i| [word(batch, i, 0), word(batch, i, 32)])).collect();
+    let cache = CacheArgs { tree_mask: Some(DevSlice::host(&words)), ..CacheArgs::default() };
+    // Queries packed or not: their rows of the mask lie one after another.
+    let packed = FwdProblem { q_layout: QLayout::Packed, ..problem.clone() };
+    let offsets = [0, 40, 80];
+    let in_a_pack = SeqArgs {
+        totals: Totals { total_q: Some(80), ..Totals::NONE },
+        cu_seqlens_q: Some(DevSlice::host(&offsets)),
+        ..SeqArgs::default()
+    };
+    for (problem, seq) in [(problem, SeqArgs::default()), (packed, in_a_pack)] {
+        let tree = TreeMask::of(&problem, &cache, &seq).unwrap();
+        for span in spans(&problem, &seq).unwrap() {
+            for (i, j) in (0..40).flat_map(|i| (0..43).map(move |j| (i, j))) {
+                // Three keys stand before the last 40.
+                let expected = j < 3 || is_set(span.i_batch, i, j - 3);
+                assert_eq!(tree.visible(&span, i, j), expected, "{} {i} {j}", span.i_batch);
+            }
+        }
+    }
+}
+
+#[test]
+fn tables_and_positions_that_do_not_fit_are_refused_by_number() {
+    let problem = appended();
+    let refused = |problem: &FwdProblem, seq: &SeqArgs<'_>, wanted: &str| {
+        let error = spans(problem, seq).unwrap_err().to_string();
+        assert!(error.contains(wanted), "{error}");
+    };
+    let table = [4, 0, 2, 3, 1, -1];
+    refused(&problem, &pages(&[3, 1], &table[..5]), "block_table has 20 bytes, but 24 are read");
+    refused(&problem, &pages(&[3, 1], &[4, 0, 2, 0, 1, -1]), "2 new keys go to row 1 of page 0");
+    // Pages that are read alone may be shared.
+    spans(&problem, &pages(&[3, 2], &[4, 0, 2, 4, 1, 3])).unwrap();
+    refused(&problem, &pages(&[4, 1], &table), "seqused_k");
+
+    let rotary = |max_pos| Rotary { dim: 8, max_pos, pairs: RotaryPairs::Half, dtype: DType::F32 };
+    let turned = |max_pos| FwdProblem { rotary: Some(rotary(max_pos)), ..problem.clone() };
+    assert_eq!(rotary(6).table_elems(), 24);
+    spans(&turned(6), &pages(&[3, 1], &table)).unwrap();
+    refused(&turned(5), &pages(&[3, 1], &table), "max_pos 5 is less than the 6 positions of sequence 0");
+    // A query stands behind the cached keys, with new ones or without; nobody stands anywhere without either.
+    let none_new = FwdProblem { append: Some(Append::batch(&problem, 0)), ..turned(5) };
+    refused(&none_new, &pages(&[5, 1], &table), "max_pos 5 is less than the 6 positions of sequence 0");
+    let no_query = FwdProblem { dims: Dims { seqlen_q: 0, ..DIMS }, rotary: Some(rotary(1)), ..none_new };
+    spans(&no_query, &pages(&[5, 1], &table)).unwrap();
+}
