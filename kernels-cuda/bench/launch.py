@@ -135,7 +135,15 @@ class Kernel:
                 x, rows = q, 1
             return tensor_map(x, (dim, rows, hkv, storage_batch), (s[1], s[2], far if storage_batch == 1 else s[0]), (box, block_n // cluster, 1, 1))
 
-        maps = q_map + kv_map(k, ks, dqk, box_qk) + kv_map(v, vs, dv, box_v)
+        def bias_map():
+            if m.get("bias_stages", "0") == "0":
+                return bytes(128)
+            # One head or batch where they share it, as the kernel counts them.
+            heads, batches = ((n, s) if s else (1, far) for n, s in ((bias.shape[1], bias.stride(1)), (bias.shape[0], bias.stride(0))))
+            dims = (bias.shape[3], bias.shape[2], heads[0], batches[0])
+            return tensor_map(bias, dims, (bias.stride(2), heads[1], batches[1]), (int(m["box_bias"]), 64, 1, 1))
+
+        maps = q_map + kv_map(k, ks, dqk, box_qk) + kv_map(v, vs, dv, box_v) + bias_map()
         pair = cluster if m.get("cluster_heads") == "1" else 1  # heads of a cluster; else it has row blocks
         num_m = -(-seqlen_q * (ratio if pack else 1) // (block_m * cluster // pair))
         heads = batch * (hkv if pack else hq) // pair

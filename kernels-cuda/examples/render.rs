@@ -49,7 +49,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         tile.check(&spec, 2).map_err(|why| format!("{name}: {why}"))?;
         let meta = format!(
             "threads={}\nsmem={}\nblock_m={}\nq_rows={}\nblock_n={}\nbox_qk={}\nbox_v={}\npack_gqa={}\norder={:?}\ncluster={}\ncluster_heads={}\n\
-             dependent_launch={}\n",
+             dependent_launch={}\nbias_stages={}\nbox_bias={}\n",
             tile.num_threads(),
             tile.smem_bytes(&spec),
             tile.block_m,
@@ -62,6 +62,8 @@ fn main() -> Result<(), Box<dyn Error>> {
             tile.cluster,
             i32::from(tile.cluster_heads),
             i32::from(tile.dependent_launch),
+            tile.bias_stages,
+            tile.bias_box()[0],
         );
         write(&out.join(name), &sm90::fwd(&spec, &tile), &meta)?;
     }

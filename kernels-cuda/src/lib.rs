@@ -93,6 +93,7 @@ pub fn headers() -> Vec<Header> {
         "sm90/fwd/epilogue.cuh",
         "sm90/fwd/fwd.cuh",
         "sm90/fwd/load.cuh",
+        "sm90/fwd/load_bias.cuh",
         "sm90/fwd/modifiers.cuh",
         "sm90/fwd/multistage.cuh",
         "sm90/fwd/recompute_scores.cuh",

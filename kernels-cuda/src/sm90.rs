@@ -4,7 +4,7 @@ use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
-use fmha_core::{DType, FwdProblem, MaskKind, Refusal, VLayout, abi_spec};
+use fmha_core::{Bias, DType, FwdProblem, MaskKind, Refusal, Strides, VLayout, abi_spec};
 
 use crate::schedule::{self, UnitOfWork};
 pub use crate::schedule::{TileOrder, TileSchedule};
@@ -87,6 +87,9 @@ abi_spec! {
         /// With `flush_every=1`: a block's P V is summed, and added to O, before the next block's S is started, whose
         /// registers it has until then; else beside it.
         pub output_first: bool,
+        /// Blocks of an elementwise bias of 16 bits that TMA brings into shared memory, each warpgroup's rows by
+        /// themselves; 0: threads read their elements from memory.
+        pub bias_stages: i32 = Takes::within(0, 4).tuned_over(&[1, 2]),
         /// The grid may start while the one before it in the stream ends (programmatic dependent launch);
         /// it sets up its barriers and then waits for that one's memory.
         pub dependent_launch: bool = Takes::all().tuned(),
@@ -131,9 +134,12 @@ impl Sm90Tile {
         let k_and_v =
             tile_bytes(self.block_n, qk * size_qk) + copies_of_v * tile_bytes(self.block_n, v * size_v);
         let kv = self.stages * k_and_v;
-        let barriers = 8 * (2 * q_buffers + 6 * self.stages + 8);
+        let bias_slots = self.num_consumers() * self.bias_stages;
+        let bias = bias_slots * tile_bytes(64, self.block_n * 2);
+        let bias_barriers = if bias_slots > 0 { 2 * bias_slots } else { 2 };
+        let barriers = 8 * (2 * q_buffers + 6 * self.stages + bias_barriers + 8);
         let work = (3 * 18 + 1) * 4;
-        (q + kv + barriers + work + 1023) / 1024 * 1024
+        (q + kv + bias + barriers + work + 1023) / 1024 * 1024
     }
 
     /// The order of tiles for a problem's maximal lengths.
@@ -197,6 +203,35 @@ impl Sm90Tile {
         (self.lookahead, self.split_q) = (v <= 192, false);
     }
 
+    /// What an elementwise bias of 16 bits changes: it takes shared memory, which lookahead or keys give.
+    fn take_bias(&mut self, spec: &FwdSpec) {
+        self.bias_stages = 1;
+        match widest(spec) {
+            ..=96 => {}
+            128 => (self.block_n, self.wait_anchor, self.split_q) = (128, 32, true),
+            _ => {
+                self.block_n = self.block_n.min(96);
+                (self.lookahead, self.split_q, self.wait_anchor) = (false, false, 0);
+            }
+        }
+        // Above D 192, and of three warpgroups' 160 registers where a mask cuts blocks, it spills beside the bias.
+        self.skip_row_max &= widest(spec) <= 192 && (self.block_m < 192 || spec.mask == MaskKind::Full);
+    }
+
+    /// What dropout changes, beside nothing else: two bits a score are known before it, and few registers more are
+    /// taken than without it.
+    ///
+    /// Causal bf16 on an H200, TFLOP/s: D 64 152 with three warpgroups and 96 keys, 156 with lookahead, 178 with two, 128
+    /// keys and no row-max reductions; D 128 275 with 96 keys, 278 with lookahead and 128, 292 without row-max reductions.
+    fn take_dropout(&mut self, spec: &FwdSpec) {
+        let plain = *self;
+        self.take_registers(spec);
+        if let dim @ (64 | 128) = widest(spec) {
+            (self.block_m, self.block_n, self.lookahead) = (128, 128, true);
+            (self.wait_anchor, self.skip_row_max) = (dim / 4, plain.skip_row_max);
+        }
+    }
+
     /// So that a row's bits depend on its own sequence alone, in a call of any lengths: the blocks of keys that the
     /// spec's table has, and no decision that rows share. What remains (rows of a CTA, clusters, packed heads, the
     /// order) changes no row's arithmetic.
@@ -235,6 +270,12 @@ impl Sm90Tile {
         } else {
             [Self::box_dim(head_dim, dtype), self.block_n / self.cluster, 1, 1]
         }
+    }
+
+    /// The box of the bias's tensor map `(key, query, head, batch)`: a swizzle's keys of a warpgroup's rows.
+    #[must_use]
+    pub const fn bias_box(&self) -> [i32; 4] {
+        [swizzle_span(self.block_n, DType::Bf16), 64, 1, 1]
     }
 }
 
@@ -347,6 +388,23 @@ pub(crate) fn copy_bytes(problem: &FwdProblem) -> i32 {
     [16, 8, 4].into_iter().find(divides).unwrap_or(2)
 }
 
+/// The first stride of an elementwise bias that TMA does not take, if there is one.
+#[must_use]
+pub fn odd_bias_stride(problem: &FwdProblem) -> Option<(&'static str, i64)> {
+    let Bias::Elementwise(bias) = problem.bias else {
+        return None;
+    };
+    let shape = problem.shape_bias(bias.broadcast);
+    let Strides { batch, seq, head, .. } = bias.strides;
+    // A map has one head or one batch where their stride is 0, but all the rows.
+    [("seq", seq, shape.seq, 1), ("head", head, shape.head, 0), ("batch", batch, shape.batch, 0)]
+        .into_iter()
+        .find(|&(_, stride, extent, least)| {
+            extent > 1 && (stride < least || stride % 8 != 0 || stride >= 1 << 39)
+        })
+        .map(|(axis, stride, ..)| (axis, stride))
+}
+
 /// The tile for a problem that the kernel [`accepts`].
 #[must_use]
 pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
@@ -377,6 +435,19 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         (128, MaskKind::Full) if !modifies(&spec) && dims.seqlen_k < 4096 => {
             (tile.block_n, tile.wait_anchor) = (128, 32);
         }
+        // Of 192 rows a third would be empty: B64 H16 bf16 153 and 167, with four stages 170, at 128 (cuDNN 163), 253 and
+        // 292, with four stages 287, at 256 (304); 398 and 366 at 512.
+        (64, MaskKind::Full)
+            if !modifies(&spec)
+                && !spec.dtype_qk.is_fp8()
+                && wasted_by_192_rows(seqlen_q)
+                && !(tile.pack_gqa && 128 % ratio != 0) =>
+        {
+            tile.block_m = 128;
+            if dims.seqlen_k <= 128 {
+                tile.stages = 4;
+            }
+        }
         (64, MaskKind::Upper) if dims.seqlen_k <= 1024 && !(tile.pack_gqa && 128 % ratio != 0) => {
             tile.block_m = 128;
         }
@@ -390,6 +461,10 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     // Beyond, 2 c / (1 + exp(2 y / c)) loses what of y is far below c: its error is some 3e-7 c.
     if problem.softcap.is_some_and(|cap| !(1e-3..=64.0).contains(&cap)) {
         tile.fast_softcap = false;
+        tile.take_registers(&spec);
+    }
+    if tile.bias_stages > 0 && (tile.copy_bytes > 0 || tile.pack_gqa || odd_bias_stride(problem).is_some()) {
+        tile.bias_stages = 0;
         tile.take_registers(&spec);
     }
     if tile.copy_bytes == 0 {
@@ -407,15 +482,30 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     tile
 }
 
+/// Whether tiles of 192 query rows compute a fifth more rows than those of 128.
+const fn wasted_by_192_rows(seqlen_q: i64) -> bool {
+    (seqlen_q + 191) / 192 * 192 * 5 >= (seqlen_q + 127) / 128 * 128 * 6
+}
+
 /// Whether scores or P are changed on the way.
 fn modifies(spec: &FwdSpec) -> bool {
-    spec.softcap || spec.bias != BiasKind::None || spec.dropout
+    modifies_score(spec) || spec.dropout
+}
+
+/// Whether scores are.
+fn modifies_score(spec: &FwdSpec) -> bool {
+    spec.softcap || spec.bias != BiasKind::None
 }
 
 /// Whether that takes few registers: a soft-cap alone, or ALiBi alone.
 fn modifies_lightly(spec: &FwdSpec) -> bool {
     let alone = spec.softcap != (spec.bias == BiasKind::Alibi);
     alone && spec.bias != BiasKind::Elementwise && !spec.dropout
+}
+
+/// Whether TMA can bring the bias: of 16 bits, and not beside a soft-cap, which wants natural scores first.
+fn adds_wide_elements(spec: &FwdSpec) -> bool {
+    spec.bias == BiasKind::Elementwise && !spec.softcap && spec.dtype_bias.size_bytes() == 2
 }
 
 /// The larger head dimension, as the tiles have it.
@@ -520,6 +610,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         flush_every: 0,
         output_columns: 0,
         output_first: false,
+        bias_stages: 0,
         // Back to back on an H200, bf16, D 128, us a call without and with: 6.6 and 5.9 (B1 H4 S128), 11.2 and 10.2
         // (B1 H16 S512), 34.2 and 33.4 (B8 H16 S512).
         dependent_launch: true,
@@ -527,7 +618,11 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
     if spec.dtype_qk.is_fp8() {
         tile.take_fp8(spec);
     }
-    if heavy {
+    if adds_wide_elements(spec) && !spec.dropout {
+        tile.take_bias(spec);
+    } else if spec.dropout && !modifies_score(spec) && !spec.dtype_v.is_fp8() {
+        tile.take_dropout(spec);
+    } else if heavy {
         tile.take_registers(spec);
     }
     tile

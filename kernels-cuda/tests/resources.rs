@@ -126,6 +126,16 @@ fn kernels() -> Vec<(String, KernelSource)> {
             (false, false, false, false);
     });
     variant("sm90_128_upper_dropout", FwdSpec { dropout: true, ..upper(128) }, |_| {});
+    variant("sm90_64_upper_dropout", FwdSpec { dropout: true, ..upper(64) }, |_| {});
+    let biased = |dim, mask| FwdSpec {
+        bias: BiasKind::Elementwise,
+        dtype_bias: DType::Bf16,
+        ..FwdSpec::plain(DType::Bf16, dim, mask)
+    };
+    variant("sm90_64_upper_bias", biased(64, MaskKind::Upper), |_| {});
+    variant("sm90_128_full_bias", biased(128, MaskKind::Full), |_| {});
+    variant("sm90_128_upper_bias", biased(128, MaskKind::Upper), |_| {});
+    variant("sm90_256_full_bias", biased(256, MaskKind::Full), |_| {});
     let columns = FwdSpec { v_layout: VLayout::ColMajor, ..upper(128) };
     variant("sm90_128_upper_v_columns", columns, |_| {});
     let group = FwdSpec {

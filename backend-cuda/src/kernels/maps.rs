@@ -1,17 +1,18 @@
-//! The tensor maps of a forward call: what TMA has to know of Q, K and V.
+//! The tensor maps of a forward call: what TMA has to know of Q, K, V and the bias.
 
 use fmha_core::error::Result;
-use fmha_core::{DType, QLayout, Shape, Strides, VLayout};
+use fmha_core::{Bias, DType, QLayout, Shape, Strides, VLayout};
 
 use super::FwdCall;
 use crate::driver::{TensorMap, TensorMapFacts};
 
-/// A kernel argument: three maps, adjacent.
+/// A kernel argument: maps, adjacent. A kernel without a bias by TMA may take the first three.
 #[repr(C, align(128))]
 pub(crate) struct Maps {
     q: TensorMap,
     k: TensorMap,
     v: TensorMap,
+    bias: TensorMap,
 }
 
 /// Elements that a kernel's TMA brings at once.
@@ -22,13 +23,17 @@ pub(crate) struct Boxes {
     pub(crate) k: [i32; 4],
     /// Likewise; (rows, dim, heads, batch) of a column-major V.
     pub(crate) v: [i32; 4],
+    /// (key, query, head, batch) of an elementwise bias, where TMA brings it.
+    pub(crate) bias: Option<[i32; 4]>,
 }
 
 impl Maps {
     /// For a kernel that copies without TMA.
-    pub(crate) const UNREAD: Self = Self { q: TensorMap::UNREAD, k: TensorMap::UNREAD, v: TensorMap::UNREAD };
+    pub(crate) const UNREAD: Self =
+        Self { q: TensorMap::UNREAD, k: TensorMap::UNREAD, v: TensorMap::UNREAD, bias: TensorMap::UNREAD };
 
-    /// Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`.
+    /// Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`, the bias `(key, query, head,
+    /// batch)`.
     ///
     /// # Errors
     /// What the driver refuses.
@@ -93,6 +98,30 @@ impl Maps {
         let (k, v) = (call.args.k_slice().as_ptr() as u64, call.args.v_slice().as_ptr() as u64);
         let k_map = kv_map("k", k, problem.dtype_qk, problem.k, extents.k, boxes.k);
         let v_map = kv_map("v", v, problem.dtype_v, problem.v, extents.v, boxes.v);
-        Ok(Self { q: q_map.encode()?, k: k_map.encode()?, v: v_map.encode()? })
+        let bias = boxes.bias.map_or(Ok(TensorMap::UNREAD), |box_dims| bias_map(call, box_dims))?;
+        Ok(Self { q: q_map.encode()?, k: k_map.encode()?, v: v_map.encode()?, bias })
     }
+}
+
+/// The map of an elementwise bias; one of its kind where its stride is 0, as the kernel counts them.
+fn bias_map(call: &FwdCall<'_>, box_dims: [i32; 4]) -> Result<TensorMap> {
+    let (Bias::Elementwise(bias), Some(data)) = (call.problem.bias, &call.args.score.bias) else {
+        return Ok(TensorMap::UNREAD);
+    };
+    let shape = call.problem.shape_bias(bias.broadcast);
+    let size = bias.dtype.size_bytes();
+    let axes =
+        [(bias.strides.head, shape.head), (bias.strides.batch, shape.batch)].map(|(stride, extent)| {
+            if stride == 0 || extent <= 1 { (1 << 20, 1) } else { (stride.unsigned_abs() * size, extent) }
+        });
+    let rows = if shape.seq > 1 { bias.strides.seq.unsigned_abs() * size } else { 1 << 20 };
+    TensorMapFacts {
+        name: "bias",
+        dtype: bias.dtype,
+        address: data.as_ptr() as u64,
+        dims: [shape.dim.max(1), shape.seq.max(1), axes[0].1, axes[1].1].map(u64::from),
+        strides_bytes: [rows, axes[0].0, axes[1].0],
+        box_dims: box_dims.map(i32::unsigned_abs),
+    }
+    .encode()
 }

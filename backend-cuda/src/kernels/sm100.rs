@@ -199,7 +199,12 @@ pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOp
 /// What TMA brings at once.
 fn boxes(problem: &ValidFwd, tile: &Sm100Tile) -> Boxes {
     let spec = FwdSpec::of(problem);
-    Boxes { q: tile.q_box(&spec, problem.gqa_ratio() as i32), k: tile.k_box(&spec), v: tile.v_box(&spec) }
+    Boxes {
+        q: tile.q_box(&spec, problem.gqa_ratio() as i32),
+        k: tile.k_box(&spec),
+        v: tile.v_box(&spec),
+        bias: None,
+    }
 }
 
 fn schedule_words(tile: &Sm100Tile) -> String {

@@ -56,6 +56,12 @@ impl FwdRecipe for Sm90 {
             tile.set(key, value).map_err(refuse)?;
         }
         tile.check(&spec, problem.gqa_ratio()).map_err(refuse)?;
+        if let (Some((axis, stride)), true) = (sm90::odd_bias_stride(problem), tile.bias_stages > 0) {
+            return Err(refuse(format!(
+                "tile bias_stages={}: bias.{axis} stride {stride} is not a positive multiple of 8 below 2^39, as TMA needs",
+                tile.bias_stages
+            )));
+        }
         let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
         if smem_bytes > facts.smem_bytes {
             return Err(refuse(format!(
@@ -102,6 +108,7 @@ impl FwdRecipe for Sm90 {
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
         let tile = self.chosen.map(|(tile, _)| tile);
         let stores_vectors = tile.is_some_and(|tile| tile.vector_store);
+        let brings_bias = tile.is_some_and(|tile| tile.bias_stages > 0);
         let loads = match tile {
             Some(tile) if tile.copy_bytes > 0 => u64::from(tile.copy_bytes.unsigned_abs()),
             _ => ALIGN,
@@ -114,6 +121,7 @@ impl FwdRecipe for Sm90 {
             ("k", args.k_slice().as_ptr() as u64, loads, has_keys),
             ("v", args.v_slice().as_ptr() as u64, loads, has_keys),
             ("o", args.o.as_mut_ptr() as u64, ALIGN, stores_vectors),
+            ("bias", args.score.bias.as_ref().map_or(0, |bias| bias.as_ptr() as u64), ALIGN, brings_bias),
         ] {
             if matters && !address.is_multiple_of(align) {
                 return Err(ProblemError::new(
@@ -176,6 +184,7 @@ fn schedule_words(tile: &Sm90Tile) -> String {
         };
         format!("P V flushed to f32 after every {} blocks{parts}", tile.flush_every)
     }));
+    words.extend((tile.bias_stages > 0).then(|| format!("bias by TMA, {} blocks", tile.bias_stages)));
     words.extend(tile.dependent_launch.then(|| "starts while the grid before ends".to_owned()));
     words.join(", ")
 }
@@ -198,5 +207,6 @@ fn boxes(problem: &ValidFwd, tile: &Sm90Tile) -> Boxes {
         q: [Sm90Tile::box_dim(q, problem.dtype_qk), heads, tile.q_rows() / heads, 1, 1],
         k: tile.kv_box(q, problem.dtype_qk, false),
         v: tile.kv_box(v, problem.dtype_v, problem.v_layout == VLayout::ColMajor),
+        bias: (tile.bias_stages > 0).then(|| tile.bias_box()),
     }
 }

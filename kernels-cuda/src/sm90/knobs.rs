@@ -8,7 +8,7 @@ use super::{MAX_SMEM_BYTES, Sm90Tile};
 
 impl Sm90Tile {
     /// Sets one field from its name and value. What a field cannot go with yields: `warp_specialised=0` ends
-    /// ping-pong, lookahead and `skip_row_max`, `cluster=1` its heads, `f16_output=1` lazy rescaling, which lets
+    /// ping-pong, lookahead and `skip_row_max`, clusters, packed heads and copies a bias by TMA, `cluster=1` its heads, `f16_output=1` lazy rescaling, which lets
     /// sums grow beyond f16; `lazy_rescale_log2=0` and a polynomial, which has no overflow to see, end
     /// `skip_row_max`. [`Sm90Tile::check`] refuses it if a later word brings it back.
     ///
@@ -34,6 +34,11 @@ impl Sm90Tile {
         }
         if was.cluster > 1 && self.cluster == 1 {
             self.cluster_heads = false;
+        }
+        let loads_own_rows =
+            self.warp_specialised && self.cluster == 1 && !self.pack_gqa && self.copy_bytes == 0;
+        if was.bias_stages == self.bias_stages && !loads_own_rows {
+            self.bias_stages = 0;
         }
         if self.f16_output && !was.f16_output {
             self.lazy_rescale_log2 = 0;
@@ -141,6 +146,26 @@ impl Sm90Tile {
                 "skip_row_max=1 with exp2_polynomial_every={}: a polynomial's overflow is not seen",
                 self.exp2_polynomial_every
             ));
+        }
+        if self.bias_stages > 0 {
+            let stages = self.bias_stages;
+            if !super::adds_wide_elements(spec) {
+                return refuse(format!(
+                    "bias_stages={stages}: there is no elementwise bias of 16 bits, or a soft-cap beside it"
+                ));
+            }
+            for (field, on) in [
+                ("pack_gqa=1", self.pack_gqa),
+                ("cluster=2", self.cluster > 1),
+                ("copy_bytes", self.copy_bytes > 0),
+                ("warp_specialised=0", !self.warp_specialised),
+            ] {
+                if on {
+                    return refuse(format!(
+                        "bias_stages={stages} with {field}: a spare warp of the load role brings one head's rows by TMA"
+                    ));
+                }
+            }
         }
         self.check_fp8(spec)?;
         let bytes = self.smem_bytes(spec);
@@ -262,6 +287,7 @@ mod tests {
                 &[("exp2_polynomial_every", "4"), ("skip_row_max", "1")],
                 &["skip_row_max", "exp2_polynomial_every=4"],
             ),
+            (&[("bias_stages", "1")], &["bias_stages=1", "16 bits"]),
             (&[("blok_n", "1")], &["blok_n", "block_n"]),
         ] {
             let text = refusal(words);

@@ -36,7 +36,7 @@ constexpr int kTurnWarps = 2;  // of the load role's warpgroup, the last two
 FMHA_DEVICE constexpr int num_work_readers(const FwdSpec& spec, const Sm90Tile& tile) {
   const int loaders = tile.copy_bytes > 0 ? CopyThreads::count / 32 : 1;
   const int others = tile.copy_bytes > 0 ? 0 : turns_v(spec) ? kTurnWarps : 1;  // that turn V, or zero rows of it
-  return num_consumer_warps(tile) + loaders + others;
+  return num_consumer_warps(tile) + loaders + others + (tile.bias_stages > 0);
 }
 
 // Registers a thread after setmaxnreg; role by role they sum to the file's 64 K.
@@ -55,9 +55,10 @@ FMHA_DEVICE constexpr Regs regs(const Sm90Tile& tile) {
 // A head dimension as the tiles have it: TMA fills with zeros what the tensor lacks.
 FMHA_DEVICE constexpr int padded_dim(int dim) { return dim <= 64 ? 64 : round_up(dim, 32); }
 
-// Three maps: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`.
+// Four maps: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`, the bias
+// `(key, query, head, batch)`, which has one head or one batch where it is the same for all.
 struct Maps {
-  TensorMap q, k, v;
+  TensorMap q, k, v, bias;
 };
 
 // P of 8 bits is scaled to their range, in the exponent: by as much as leaves room for the factor by which a row's
@@ -82,8 +83,21 @@ struct RawValues<Tile, stages, true> {
   Tile raw[stages];  // V as it lies in memory
 };
 
+
+// The bias of blocks to come, a warpgroup's 64 rows at a time.
+template <class Tile, int slots>
+struct BiasValues {
+  Tile bias[slots];
+};
+template <class Tile>
+struct BiasValues<Tile, 0> {};
+FMHA_DEVICE constexpr int num_bias_slots(const Sm90Tile& tile) { return num_consumers(tile) * tile.bias_stages; }
+template <Sm90Tile tile>
+using BiasTile = SmemTile<uint16_t, mma::kRows, tile.block_n>;
+
 template <FwdSpec spec, Sm90Tile tile>
-struct Smem : RawValues<SmemTile<Storage<spec.dtype_v>, tile.block_n, padded_dim(spec.head_dim_v)>, tile.stages, turns_v(spec)> {
+struct Smem : RawValues<SmemTile<Storage<spec.dtype_v>, tile.block_n, padded_dim(spec.head_dim_v)>, tile.stages, turns_v(spec)>,
+              BiasValues<BiasTile<tile>, num_bias_slots(tile)> {
   // Q in one piece, or in a warpgroup's 64 rows each; then one piece is spare.
   static constexpr int q_rows = tile.split_q ? mma::kRows : tile.block_m, q_pieces = tile.block_m / q_rows;
   static constexpr int q_buffers = tile.split_q ? q_pieces + 1 : tile.lookahead ? 2 : 1;
@@ -105,12 +119,15 @@ struct Smem : RawValues<SmemTile<Storage<spec.dtype_v>, tile.block_n, padded_dim
   Barrier v_raw[tile.stages];    // the bytes of one V block that is to be turned, or some of whose rows are to be zeroed
   Barrier v_raw_empty[tile.stages];  // one arrival per warp that turns V
   Barrier v_empty[tile.stages];  // one arrival per consumer warp of the cluster
+  Barrier bias_full[max(num_bias_slots(tile), 1)];   // the bytes of a warpgroup's bias for one block
+  Barrier bias_empty[max(num_bias_slots(tile), 1)];  // one arrival per warp of that warpgroup
   Barrier work_full[kWorkSlots];   // the schedule role's arrival
-  Barrier work_empty[kWorkSlots];  // one arrival per warp that reads it: consumers, load, zero
+  Barrier work_empty[kWorkSlots];  // one arrival per warp that reads it: consumers, load, zero or turn, bias
   Barrier claimed_full;   // the first CTA's schedule role has written `claimed` of the second: one arrival
   Barrier claimed_empty;  // and the second's has read it: one arrival
   Work work[kWorkSlots];
   int32_t claimed;  // index of the next tile
+  uint32_t unread;  // what is stored here matters to nobody
 };
 
 }  // namespace fmha::sm90

@@ -66,9 +66,11 @@ struct Consumer {
   int32_t unflushed = 0;                        // blocks that are in it
   float descale = 1.f;                          // of FP8 scores, of the same tile as scale_log2
   Softmax<tile, p_offset_log2(spec, tile)> softmax;
-  typename Modifiers::BiasWords bias;  // of the block at work
+  DroppedBits<spec.dropout ? tile.block_n : 8> dropped;  // of the block at work
+  typename Modifiers::BiasWords bias;  // of the block at work, where it is not in shared memory
   Slot<Shared::q_buffers> q_slot = {Shared::q_pieces > 1 ? index : 0};
   Slot<tile.stages> k_slot, v_slot;
+  Slot<max(tile.bias_stages, 1)> bias_slot;
   Slot<kWorkSlots> work_slot;
 
   // What a tile's rows see, in this thread's terms.
@@ -212,7 +214,7 @@ struct Consumer {
       start_output();
     }
     if (passes_turn) signal_ping_pong();
-    fetch_bias(work, block);
+    prepare_scores<Sums::columns>(work, block);
     finish_scores(last);
   }
   // Of the products that were started together.
@@ -287,15 +289,32 @@ struct Consumer {
     }
   }
 
-  FMHA_DEVICE void fetch_bias(const Work& work, int32_t block) {
-    if constexpr (Modifiers::prefetches) modifiers().fetch(bias, work, rows.row, block);
+  // Raw scores to what the softmax takes.
+  template <int n>
+  FMHA_DEVICE void modify(Scores<n>& s, const Work& work, int32_t block) {
+    if constexpr (tile.bias_stages > 0) {
+      const int32_t at = index * tile.bias_stages + bias_slot.index;
+      ptx::mbarrier_wait_parity(smem.bias_full[at], bias_slot.phase);
+      modifiers().add_tile(s, smem.bias[at]);
+      ptx::mbarrier_arrive_if(smem.bias_empty[at], signals);
+      bias_slot.advance();
+    } else {
+      modifiers().apply(s, bias, work, rows.row, block);
+    }
   }
 
   FMHA_DEVICE uint32_t zero() const { return uint32_t(work().num_blocks) >> 31; }
   FMHA_DEVICE uint32_t never() const { return ptx::shared_address(&smem.work[0]); }
 
+  // What can be had before a block's scores are there, under their product: a bias from memory, which of them dropout
+  // zeros.
   template <int n>
-  FMHA_DEVICE void drop_some(Scores<n>& s, const Work& work, int32_t block) const {
+  FMHA_DEVICE void prepare_scores(const Work& work, int32_t block) {
+    if constexpr (Modifiers::prefetches) modifiers().fetch(bias, work, rows.row, block);
+    if constexpr (spec.dropout) decide_dropped<n>(work, block);
+  }
+  template <int n>
+  FMHA_DEVICE void decide_dropped(const Work& work, int32_t block) {
     int32_t i[2], batch_head[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -304,7 +323,13 @@ struct Consumer {
       const int32_t i_head = tile.pack_gqa ? work.i_head + row - i[r] * p.gqa_ratio : work.i_head;
       batch_head[r] = work.i_batch * p.num_heads_q + i_head;
     }
-    drop(s, p, i, batch_head, block * tile.block_n);
+    dropped.template decide<n>(p, i, batch_head, block * tile.block_n);
+    // A store to a word that nobody reads, and that the wait for S may not pass: without it ptxas moves the generator
+    // behind that wait.
+    bool some = false;
+#pragma unroll
+    for (int w = 0; w < ceil_div(n / 8, dropped.groups_a_word); ++w) some |= dropped.words[0][w] == 0x80000001u;
+    ptx::st_shared_b32_if(ptx::shared_address(&smem.unread), 0, some);
   }
 
   // Descales that are negative together turn S around, as a negative scale does in the product.
@@ -319,12 +344,14 @@ struct Consumer {
   }
 
   template <int n>
-  FMHA_DEVICE void take_probs(const Scores<n>& s) {
+  FMHA_DEVICE void take_probs(Scores<n>& s) {
     if constexpr (is_fp8(spec.dtype_v)) {
+      if constexpr (spec.dropout) dropped.drop(s);
       constexpr auto order = Shared::turned ? mma::KeyOrder::OfAccumulator : mma::KeyOrder::OfMemory;
       mma::pack_operand<spec.dtype_v, order>(probs, s, zero());
     } else {
       probs.template from<spec.dtype_v>(s, zero());
+      if constexpr (spec.dropout) dropped.drop(probs, n);
     }
   }
 
@@ -332,12 +359,11 @@ struct Consumer {
   template <int n>
   FMHA_DEVICE void exponentiate(Scores<n>& s, const Work& work, int32_t block, bool edge, bool passes_turn = false) {
     take_sign(s);
-    modifiers().apply(s, bias, work, rows.row, block);
+    modify(s, work, block);
     if (edge) mask(s, work, block);
     softmax.step(s, scale_log2, never(), [&] {
       if (passes_turn) signal_ping_pong();
     });
-    if constexpr (spec.dropout) drop_some(s, work, block);
   }
   template <int n>
   FMHA_DEVICE void exponentiate_first(Scores<n>& s, const Work& work) {
@@ -398,7 +424,7 @@ struct Consumer {
     if constexpr (tile.output_first) wait_ping_pong();
     start_scores(sums);
     signal_ping_pong();
-    fetch_bias(w, block_at(w, first_of(w)));
+    prepare_scores<n>(w, block_at(w, first_of(w)));
     ptx::wgmma_wait_group<0>();
     release_k();
     if constexpr (release_q_early) release_q(w.num_blocks == 1 + first_of(w));
@@ -423,14 +449,13 @@ struct Consumer {
     ScoreSums<tile.block_n> products;
     overlap_products(products, false, last, work(), block);
     auto&& s = mma::in_f32(products);
-    modifiers().apply(s, bias, work(), rows.row, block);
+    modify(s, work(), block);
     float sums[2];
     softmax.step_reusing_row_max(s, scale_log2, sums, never());
     finish_output();
     bool raised = false;
     if (__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(sums))) raised = raise_row_max(s, sums, block);
     softmax.add(sums);
-    if constexpr (spec.dropout) drop_some(s, work(), block);
     take_probs(s);
     return raised;
   }
@@ -528,13 +553,14 @@ struct Consumer {
   template <int n>
   FMHA_DEVICE void cross_products(const Work& next, RowStats (&stats)[2]) {
     ScoreSums<n> sums;
-    if constexpr (Modifiers::prefetches) rows = rows_of(next);
+    constexpr bool prepares = Modifiers::prefetches || spec.dropout;
+    if constexpr (prepares) rows = rows_of(next);
     overlap_products(sums, true, next.num_blocks == 1 + first_of(next), next, block_at(next, first_of(next)));
     auto&& s = mma::in_f32(sums);
     stats[0] = softmax.rows[0];
     stats[1] = softmax.rows[1];
     softmax.reset();
-    if constexpr (!Modifiers::prefetches) rows = rows_of(next);
+    if constexpr (!prepares) rows = rows_of(next);
     exponentiate_first(s, next);
     finish_overlapped_output();
     take_probs(s);

@@ -27,6 +27,10 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
     ptx::mbarrier_init(smem.v_raw[i], 1);
     ptx::mbarrier_init(smem.v_empty[i], tile.cluster * warps);
   }
+  for (int i = 0; i < num_bias_slots(tile); ++i) {
+    ptx::mbarrier_init(smem.bias_full[i], 1);
+    ptx::mbarrier_init(smem.bias_empty[i], warps / num_consumers(tile));
+  }
   for (int i = 0; i < kWorkSlots; ++i) {
     ptx::mbarrier_init(smem.work_full[i], 1);
     ptx::mbarrier_init(smem.work_empty[i], num_work_readers(spec, tile));
@@ -48,6 +52,9 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
   static_assert(tile.flush_every == 0 || is_fp8(spec.dtype_v), "sm90: 16-bit products are summed in f32");
   static_assert(tile.output_columns == 0 || (tile.flush_every == 1 && padded_dim(spec.head_dim_v) % tile.output_columns == 0),
                 "sm90: parts of O are flushed with every block");
+  static_assert(tile.bias_stages == 0 || (Modifiers<spec, tile>::adds_wide_elements && tile.warp_specialised && tile.copy_bytes == 0 &&
+                                          tile.cluster == 1 && !tile.pack_gqa),
+                "sm90: a spare warp of the load role brings a bias of 16 bits, its rows those of one head");
   static_assert(!tile.output_first || (tile.flush_every == 1 && !tile.skip_row_max),
                 "sm90: before the next S begins O is summed and flushed, and its maximum corrects O");
   static_assert(!spec.write_keep_mask, "sm90: it does not write the keep mask");

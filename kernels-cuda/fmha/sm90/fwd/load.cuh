@@ -2,6 +2,7 @@
 #pragma once
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/common/scheduler.cuh>
+#include <fmha/sm90/fwd/load_bias.cuh>
 #include <fmha/sm90/fwd/turn_values.cuh>
 #include <fmha/sm90/fwd/zero_values.cuh>
 
@@ -218,6 +219,11 @@ FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const TileSchedule& 
   } else if (tile.copy_bytes == 0 && threadIdx.x / 32 == 2) {
     ZeroRole<spec, tile> zero{smem};
     zero.run();
+  } else if constexpr (tile.bias_stages > 0) {
+    if (threadIdx.x == 96) {
+      BiasRole<spec, tile> bias{p, maps.bias, smem};
+      bias.run();
+    }
   } else if constexpr (tile.cluster > 1) {
     ptx::exit_thread();  // else the role's idle lanes would wait at the cluster's barrier before its only lane arrives
   }

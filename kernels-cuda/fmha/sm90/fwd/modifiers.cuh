@@ -4,7 +4,9 @@
 // alone, c tanh(y / c) = c - 2c / (1 + exp(2y / c)): the softmax takes -1 / (1 + exp(2y / c)), whose factor is 2c, and the
 // constant c goes into the LSE alone. Anything else: natural scores.
 #pragma once
+#include <fmha/mma/smem_tile.cuh>
 #include <fmha/ptx/copy.cuh>
+#include <fmha/ptx/matrix.cuh>
 #include <fmha/score.h>
 #include <fmha/sm90/common/fragment.cuh>
 #include <fmha/sm90/fwd/config.cuh>
@@ -16,8 +18,9 @@ struct Modifiers {
   static constexpr bool only_alibi = spec.bias == BiasKind::Alibi && !spec.softcap;
   static constexpr bool fast_softcap = tile.fast_softcap && spec.softcap && spec.bias == BiasKind::None;
   static constexpr bool adds_elements = spec.bias == BiasKind::Elementwise;
+  static constexpr bool adds_wide_elements = adds_elements && !spec.softcap && size_bytes(spec.dtype_bias) == 2;
   // Two neighbouring 16-bit elements to a register, fetched under the product of S.
-  static constexpr bool prefetches = adds_elements && !spec.softcap && size_bytes(spec.dtype_bias) == 2 && tile.block_n % 32 == 0;
+  static constexpr bool prefetches = adds_wide_elements && tile.bias_stages == 0 && tile.block_n % 32 == 0;
 
   const FwdParams& p;
   const float descale;  // of FP8 scores: the magnitude of the two descales' product, whose sign S has already; else 1
@@ -120,14 +123,31 @@ struct Modifiers {
 #pragma unroll
         for (int g = 0; g < 4; ++g) {
           if (c + g >= n / 8) continue;  // of a first block that is computed in part
-          float low, high;
-          ptx::unpack_x2<spec.dtype_bias>(group[g], low, high);
-          const int e = 4 * (c + g) + 2 * r;
-          s[e] = fmaf(s[e], factor, low);
-          s[e + 1] = fmaf(s[e + 1], factor, high);
+          add_pair(s, 4 * (c + g) + 2 * r, factor, group[g]);
         }
       }
     }
+  }
+
+  // The same of a tile in shared memory that holds the bias of the warpgroup's rows.
+  template <int n, class Tile>
+  FMHA_DEVICE void add_tile(mma::Accumulator<n>& s, const Tile& tile_of_bias) const {
+    const float factor = scale();
+    const int32_t lane = threadIdx.x % 32, row = threadIdx.x % mma::kWarpgroup / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int c = 0; c < n / 8; c += 2) {
+      uint32_t words[4];  // of both rows in group c, then in the next
+      ptx::ldmatrix_x4(words, tile_of_bias.address() + fmha::mma::word_offset<Tile>(row, 8 * (c + lane / 16)));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) add_pair(s, 4 * c + 2 * i, factor, words[i]);
+    }
+  }
+  template <int n>
+  FMHA_DEVICE static void add_pair(mma::Accumulator<n>& s, int e, float factor, uint32_t word) {
+    float low, high;
+    ptx::unpack_x2<spec.dtype_bias>(word, low, high);
+    s[e] = fmaf(s[e], factor, low);
+    s[e + 1] = fmaf(s[e + 1], factor, high);
   }
 
   template <int n>
