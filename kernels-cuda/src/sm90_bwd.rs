@@ -15,7 +15,7 @@ abi_spec! {
     /// How the kernels compute.
     pub struct Sm90BwdTile {
         /// Query rows of a block: a multiple of 16.
-        pub block_m: i32 = Takes::multiples(16, 16, 256).tuned_over(&[64, 80, 128]),
+        pub block_m: i32 = Takes::multiples(16, 16, 256).tuned_over(&[64, 80, 96, 128]),
         /// Keys of a CTA: 64 to a consumer warpgroup, or 64 to all.
         pub block_n: i32 = Takes::among(&[64, 128]),
         /// Blocks of Q in shared memory at a time.
@@ -28,7 +28,7 @@ abi_spec! {
         pub stages_dbias: i32 = Takes::within(1, 4),
         /// Consumers share out dQ by its dimension, as the transpose of dQ; else by its rows.
         pub transposed_dq: bool = Takes::nothing(),
-        /// Both consumers have all keys of a CTA, and each half of the queries of S and half of the dimension of dQ, dK and
+        /// All consumers have all keys of a CTA, and each 32 of the queries of S and a part of the dimension of dQ, dK and
         /// dV: what head dimensions beyond 128 leave registers for.
         pub split_dims: bool = Takes::nothing(),
         /// The next block's scores are started before this block's dK is waited for; two blocks of Q are then held at a
@@ -79,6 +79,9 @@ pub const ROW_THREADS: u32 = 256;
 /// Registers of a consumer's accumulators that leave room for the rest.
 const MAX_ACCUMULATORS: i32 = 216;
 
+/// Queries of a consumer's S where dimensions are split.
+const SPLIT_QUERIES: i32 = 32;
+
 impl Sm90BwdTile {
     /// Gives up what holds two products at a time: some modifiers want those registers (bytes that ptxas spills of D 64
     /// with an elementwise bias: 500, then 0; of D 128 with soft-cap, bias and dropout: 320, then 0; of D 128 with a bias
@@ -91,12 +94,12 @@ impl Sm90BwdTile {
     /// Consumer warpgroups.
     #[must_use]
     pub const fn num_consumers(&self) -> i32 {
-        if self.split_dims { 2 } else { self.block_n / 64 }
+        if self.split_dims { self.block_m / SPLIT_QUERIES } else { self.block_n / 64 }
     }
 
     /// Queries of a consumer's S; columns of its dK and dV.
     const fn consumer_columns(&self, dim: i32) -> (i32, i32) {
-        if self.split_dims { (self.block_m / 2, dim / 2) } else { (self.block_m, dim) }
+        if self.split_dims { (SPLIT_QUERIES, dim / self.num_consumers()) } else { (self.block_m, dim) }
     }
 
     /// Threads of a CTA of the main kernel.
@@ -129,6 +132,7 @@ impl Sm90BwdTile {
             block_m: if self.block_m % 64 == 0 { 64 } else { self.block_m },
             block_n: 128,
             split_dims: false,
+            direct_dq: false,
             ..*self
         }
     }
@@ -155,14 +159,17 @@ impl Sm90BwdTile {
         if block_n != keys {
             return Err(format!("block_n {block_n} is not {keys}"));
         }
-        if self.split_dims && (self.early_dv || self.late_dp || self.late_dq || self.transposed_dq) {
-            return Err(
-                "split_dims true: early_dv, late_dp, late_dq and transposed_dq are of its absence".to_owned()
-            );
+        if self.split_dims && (self.early_dv || self.late_dp || self.late_dq) {
+            return Err("split_dims true: early_dv, late_dp and late_dq are of its absence".to_owned());
         }
-        if self.direct_dq && spec.deterministic {
+        if self.direct_dq && spec.deterministic && !(self.split_dims && self.early_scores) {
             return Err(
                 "direct_dq true: deterministic sums take turns, which the storing thread keeps".to_owned()
+            );
+        }
+        if self.direct_dq && spec.deterministic && self.persistent {
+            return Err(
+                "persistent true: a key block that is claimed ahead does not take its turns".to_owned()
             );
         }
         if self.late_dq && (self.early_scores || self.late_dp) {
@@ -174,6 +181,11 @@ impl Sm90BwdTile {
         if self.split_dims != (dim > 128) {
             return Err(format!("split_dims {}: the padded head dimension is {dim}", self.split_dims));
         }
+        // Two consumers with half of 256 each, or three with a third of 192.
+        let split_over = if dim == 192 { 96 } else { 64 };
+        if self.split_dims && block_m != split_over {
+            return Err(format!("block_m {block_m} is not {split_over}: the padded head dimension is {dim}"));
+        }
         for (field, stages) in [
             ("stages_q", self.stages_q),
             ("stages_dout", self.stages_dout),
@@ -183,6 +195,9 @@ impl Sm90BwdTile {
             if !(1..=4).contains(&stages) {
                 return Err(format!("{field} {stages} is not from 1 to 4"));
             }
+        }
+        if self.early_scores && self.split_dims && !self.direct_dq {
+            return Err("early_scores true: with split_dims it adds dQ by direct_dq".to_owned());
         }
         if self.early_scores && self.split_dims && self.stages_dout < 2 {
             return Err(format!(
@@ -198,7 +213,8 @@ impl Sm90BwdTile {
         }
         let (what, shared_out) =
             if self.transposed_dq { ("the padded head dimension", dim) } else { ("block_m", block_m) };
-        let wanted = if self.split_dims { 64 } else { 64 * self.num_consumers() };
+        let rows_of_all = self.split_dims && !self.transposed_dq;
+        let wanted = if rows_of_all { 64 } else { 64 * self.num_consumers() };
         if shared_out != wanted {
             return Err(format!(
                 "{what} {shared_out} is not 64 for each of {} consumers",
@@ -272,7 +288,7 @@ pub fn repairs(spec: &BwdSpec) -> bool {
 pub const fn padded_dim(spec: &BwdSpec) -> i32 {
     let (qk, v) = (spec.fwd.head_dim_qk, spec.fwd.head_dim_v);
     let dim = if qk > v { qk } else { v };
-    round_up(dim, if dim > 128 { 256 } else { 64 })
+    round_up(dim, 64)
 }
 
 const fn round_up(a: i32, b: i32) -> i32 {
@@ -380,22 +396,24 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         64 => (128, false, false, false, true),
         // Neither 584, early scores and dV 599, and persistent 609; causal 494, 510, 516.
         128 => (64, true, true, true, true),
-        // Not measured.
-        _ => (64, false, false, false, false),
+        // 388; causal 328; with V of 128 315, 280.
+        192 => (96, true, !spec.deterministic, false, true),
+        // 432; causal 371. dQ through shared memory 291, 271.
+        _ => (64, false, !spec.deterministic, false, true),
     };
     let split_dims = dim > 128;
+    // Turns at dQ from registers have not been measured.
+    let direct_dq = split_dims && !spec.deterministic;
     let mut tile = Sm90BwdTile {
         block_m,
         block_n: if split_dims { 64 } else { 128 },
-        stages_q: if early_scores {
-            3
-        } else if split_dims {
-            1
-        } else {
-            2
+        stages_q: match (split_dims, early_scores) {
+            (true, _) => 1 + i32::from(direct_dq),
+            (false, true) => 3,
+            (false, false) => 2,
         },
-        stages_dout: if split_dims { 1 } else { 2 },
-        stages_ds: 2,
+        stages_dout: if split_dims && !direct_dq { 1 } else { 2 },
+        stages_ds: if dim == 192 { 1 } else { 2 },
         stages_dbias: if split_dims { 1 } else { 2 },
         transposed_dq,
         split_dims,
@@ -404,7 +422,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         late_dp: false,
         // At D 64 with a mask 448 of 431; without persistence no gain: 419 of 428.
         late_dq: dim == 64 && !full && !spec.deterministic,
-        direct_dq: false,
+        direct_dq,
         // At D 128 a second loop spills: 492 of 603, causal 494 of 505.
         edges_apart: dim == 64,
         staggered: false,

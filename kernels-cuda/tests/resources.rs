@@ -243,6 +243,7 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
         ("64_full", plain(64, MaskKind::Full)),
         ("128_upper", plain(128, MaskKind::Upper)),
         ("256_upper", plain(256, MaskKind::Upper)),
+        ("192_upper", plain(192, MaskKind::Upper)),
         ("64_bias", modified(64, |spec| spec.fwd.bias = BiasKind::Elementwise)),
         ("64_upper", plain(64, MaskKind::Upper)),
         ("128_full", plain(128, MaskKind::Full)),
@@ -255,6 +256,8 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
         ("128_dropout", modified(128, |spec| spec.fwd.dropout = true)),
         ("128_softcap_dropout", modified(128, |spec| (spec.fwd.softcap, spec.fwd.dropout) = (true, true))),
         ("128_deterministic", modified(128, |spec| spec.deterministic = true)),
+        ("192_deterministic", modified(192, |spec| spec.deterministic = true)),
+        ("256_deterministic", modified(256, |spec| spec.deterministic = true)),
     ];
     let mut kernels: Vec<_> = specs
         .into_iter()
@@ -263,7 +266,7 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
         })
         .collect();
     let dbias = |spec: &mut BwdSpec| (spec.fwd.bias, spec.write_dbias) = (BiasKind::Elementwise, true);
-    for dim in [64, 128, 256] {
+    for dim in [64, 128, 192, 256] {
         let spec = modified(dim, dbias);
         let tile = sm90_bwd::default_tile(&spec);
         kernels.push((format!("sm90_bwd_{dim}_dbias_kernel"), sm90_bwd::dbias(&spec, &tile.of_dbias())));

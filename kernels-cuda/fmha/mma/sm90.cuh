@@ -62,8 +62,8 @@ struct RegisterTile {
 };
 
 // d = sign * A B^T: A's rows [row, row + 64) and as many of B's rows from `b_row` on as D has columns, both along their
-// dim. Starts, does not wait.
-template <DType dtype, int sign, class D, class TileA, class TileB>
+// dim, of which the first `dim` elements if that is not 0. Starts, does not wait.
+template <DType dtype, int sign, int dim = 0, class D, class TileA, class TileB>
 FMHA_DEVICE void start_product_abt(D& d, const TileA& a, int row, const TileB& b, int b_row = 0) {
   static_assert(TileA::dim == TileB::dim && D::columns <= TileB::rows, "A and B share their inner dimension");
   static_assert(sizeof(typename TileA::Elem) == sizeof(Storage<dtype>) && sizeof(typename TileB::Elem) == sizeof(Storage<dtype>),
@@ -73,7 +73,7 @@ FMHA_DEVICE void start_product_abt(D& d, const TileA& a, int row, const TileB& b
   const Descriptor b0 = descriptor<TileB::span_bytes>(b.offset() + b_row * TileB::span_bytes, 16);
   ptx::wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < TileA::dim / depth; ++step) {
+  for (int step = 0; step < (dim ? dim : TileA::dim) / depth; ++step) {
     const int chunk = step / steps_per_chunk, within = step % steps_per_chunk * 32;
     ptx::wgmma_mma_async_ss<dtype, sign, 0, 0>(d.elems, a0.plus_bytes(chunk * TileA::chunk_bytes + within).bits(),
                                      b0.plus_bytes(chunk * TileB::chunk_bytes + within).bits(), step != 0);

@@ -29,6 +29,12 @@ FMHA_DEVICE void red_global_add_v4_f32(float* address, float a, float b, float c
                : "memory");
 }
 
+// needs: sm_70. `address` is a multiple of 16.
+// PTX ISA: st.
+FMHA_DEVICE void st_global_v4_f32(float* address, float a, float b, float c, float d) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
 // needs: sm_70.
 // PTX ISA: st.
 FMHA_DEVICE void st_global_u16_if(uint16_t* address, uint16_t value, bool condition) {

@@ -57,7 +57,7 @@ const MODIFIERS: [&str; 12] = [
 
 fn modifiers(cases: &mut Vec<Case>) {
     for dtype in [DType::F16, DType::Bf16] {
-        for head_dim in [64, 72, 128, 200] {
+        for head_dim in [64, 72, 128, 136, 200] {
             for (n, modifier) in MODIFIERS.into_iter().enumerate() {
                 // Either layout of the sequences and either kind of mask meets every modifier, not every combination.
                 let packed = (n + head_dim as usize / 8 + usize::from(dtype == DType::F16)).is_multiple_of(2);
@@ -231,6 +231,16 @@ fn edges(cases: &mut Vec<Case>) {
         problem.write_dsink = true;
         let name = format!("backward/group_with_empty_sequences/{dtype}");
         push(name, problem, Lengths::packed(&sequences), plain, Init::Normal);
+    }
+    // Several blocks of those tiles whose consumers share out the head dimension, with V's of its own.
+    for (head_dim, head_dim_v) in [(192, 128), (136, 192), (256, 256)] {
+        for mask in ["0", "b", "b:70,3"] {
+            let mut dims = dims(210, 150, head_dim);
+            (dims.batch, dims.num_heads_q, dims.num_heads_kv, dims.head_dim_v) = (1, 2, 1, head_dim_v);
+            let problem = BwdProblem::new(masked(DType::Bf16, dims, mask));
+            let name = format!("backward/wide/bf16/d{head_dim}x{head_dim_v}/{mask}");
+            push(name, problem, Lengths::default(), plain, Init::Normal);
+        }
     }
     let mut long = BwdProblem::new(masked(DType::Bf16, dims(300, 520, 64), "b"));
     (long.fwd.dims.batch, long.fwd.dims.num_heads_q, long.fwd.dims.num_heads_kv) = (1, 2, 1);

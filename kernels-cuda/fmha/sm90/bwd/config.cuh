@@ -15,10 +15,11 @@ using fmha::mma::Storage;
 using ptx::Barrier;
 using ptx::TensorMap;
 
-// One warpgroup loads and stores, the others have 64 keys each of the block; or all of its 64 keys, and half of the
-// queries of S and half of the dimension of dQ, dK and dV.
+// One warpgroup loads and stores, the others have 64 keys each of the block; or all of its 64 keys, and each 32 of the
+// queries of S and a part of the dimension of dQ, dK and dV.
+constexpr int kSplitQueries = 32;
 FMHA_DEVICE constexpr int num_consumers(const Sm90BwdTile& tile) {
-  return tile.split_dims ? 2 : tile.block_n / mma::kRows;
+  return tile.split_dims ? tile.block_m / kSplitQueries : tile.block_n / mma::kRows;
 }
 // Queries of a consumer's fragment of S^T.
 FMHA_DEVICE constexpr int num_columns(const Sm90BwdTile& tile) {
@@ -29,12 +30,13 @@ FMHA_DEVICE constexpr int num_threads(const Sm90BwdTile& tile) { return mma::kWa
 FMHA_DEVICE constexpr int num_consumer_warps(const Sm90BwdTile& tile) { return 4 * num_consumers(tile); }
 
 // Registers a thread after setmaxnreg; role by role they sum to the file's 64 K.
-constexpr int kLoadRegs = 24, kConsumeRegs = 240;
+FMHA_DEVICE constexpr int load_regs(const Sm90BwdTile& tile) { return num_consumers(tile) == 2 ? 24 : 32; }
+FMHA_DEVICE constexpr int consume_regs(const Sm90BwdTile& tile) { return num_consumers(tile) == 2 ? 240 : 160; }
 
 // Both head dimensions as the tiles have them: TMA fills with zeros what the tensors lack.
 FMHA_DEVICE constexpr int padded_dim(const FwdSpec& spec) {
   const int dim = max(spec.head_dim_qk, spec.head_dim_v);
-  return round_up(dim, dim > 128 ? 256 : 64);
+  return round_up(dim, 64);
 }
 
 // Maps of `(dim, row, head, batch)`.
@@ -47,6 +49,8 @@ struct Shape {
   static constexpr DType dtype = spec.fwd.dtype_qk;
   static constexpr int dim = padded_dim(spec.fwd);
   static constexpr int consumers = num_consumers(tile);
+  // What of V's dimension its padding leaves to be multiplied.
+  static constexpr int dim_v = round_up(spec.fwd.head_dim_v, 64);
   // dQ of a query block is shared out to the consumers: by its dimension, 64 of it each as the transpose of dQ or half of
   // it, or by its rows.
   static constexpr int grad_columns = tile.split_dims ? dim / consumers : dim;  // of dK and dV, of a consumer
@@ -97,5 +101,6 @@ struct Smem {
 
 // Named barriers; 0 is that of __syncthreads.
 constexpr int kConsumersBarrier = 1;
+constexpr int kOwnBarrier = 2;  // of a consumer's threads; the next ones are the other consumers'
 
 }  // namespace fmha::sm90::bwd

@@ -1,6 +1,6 @@
 // The consume role: a warpgroup's 64 keys of the block against query block after query block. Head dimensions beyond 128
-// leave no registers for that: there both consumers have the same 64 keys, and each half of the queries of S and half of
-// the dimension of every gradient.
+// leave no registers for that: there all consumers have the same 64 keys, and each a part of the queries of S and a part
+// of the dimension of every gradient.
 //
 //   S^T  = K Q^T            scores, a key to a row: then P^T and dS^T lie in registers as A operands do
 //   dP^T = V dO^T
@@ -11,6 +11,7 @@
 #include <fmha/common/zero_rows.cuh>
 #include <fmha/mma/sm90/transposed_product.cuh>
 #include <fmha/ptx/barrier.cuh>
+#include <fmha/ptx/flag.cuh>
 #include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/warp.cuh>
 #include <fmha/sm90/bwd/epilogue.cuh>
@@ -63,13 +64,52 @@ struct Consumer {
       hand_over_share(dq);
     }
   }
+  FMHA_DEVICE float* share_of(const Work& work, const QueryBlocks& blocks) const {
+    const int64_t row = stats_offset(p, work.span, blocks.i_head, blocks.current * tile.block_m);
+    return p.dq_sums + row * S::dim + index * S::dq_share + threadIdx.x % mma::kWarpgroup * 4;
+  }
+  template <int first, int last>
+  FMHA_DEVICE void add_elems(float* to, const mma::Accumulator<S::dq_columns>& dq, bool is_first = false) const {
+    if (is_first) {
+#pragma unroll
+      for (int e = first; e < last; e += 4)
+        ptx::st_global_v4_f32(to + e * mma::kWarpgroup, dq[e], dq[e + 1], dq[e + 2], dq[e + 3]);
+    } else {
+#pragma unroll
+      for (int e = first; e < last; e += 4)
+        ptx::red_global_add_v4_f32(to + e * mma::kWarpgroup, dq[e], dq[e + 1], dq[e + 2], dq[e + 3]);
+    }
+  }
   FMHA_DEVICE void add_share(const mma::Accumulator<S::dq_columns>& dq, const Work& work,
                              const QueryBlocks& blocks) const {
-    const int64_t row = stats_offset(p, work.span, blocks.i_head, blocks.current * tile.block_m);
-    float* to = p.dq_sums + row * S::dim + index * S::dq_share + threadIdx.x % mma::kWarpgroup * 4;
-#pragma unroll
-    for (int e = 0; e < dq.num_elems; e += 4)
-      ptx::red_global_add_v4_f32(to + e * mma::kWarpgroup, dq[e], dq[e + 1], dq[e + 2], dq[e + 3]);
+    add_elems<0, S::dq_columns / 2>(share_of(work, blocks), dq);
+  }
+
+  // Turns, where there are any: every consumer of a key block counts for itself.
+  FMHA_DEVICE void sync_own() const { ptx::bar_sync<mma::kWarpgroup>(kOwnBarrier + index); }
+  FMHA_DEVICE int32_t* turns_of_block(const Work& work, const QueryBlocks& blocks) const {
+    return p.turns + stats_offset(p, work.span, blocks.i_head, blocks.current * tile.block_m) / tile.block_m;
+  }
+  // Whether it is the first: then sums are stored, and nobody has to put zeros there before.
+  FMHA_DEVICE bool wait_for_turn(const Sm90BwdSchedule& schedule, const Work& work, const QueryBlocks& blocks) const {
+    if constexpr (!takes_turns<spec>()) return false;
+    const int32_t before = S::consumers * turn_at<spec, tile>(schedule, work, blocks.current);
+    if (threadIdx.x % mma::kWarpgroup == 0) {
+      const int32_t* turns = turns_of_block(work, blocks);
+      while (ptx::ld_acquire_gpu(turns) < before) {
+      }
+    }
+    __syncwarp();
+    sync_own();
+    return before == 0;
+  }
+  FMHA_DEVICE void end_turn(int32_t* turns) const {
+    if constexpr (takes_turns<spec>()) {
+      ptx::fence_gpu();
+      sync_own();
+      if (threadIdx.x % mma::kWarpgroup == 0) ptx::red_release_gpu_add(turns, 1);
+      __syncwarp();
+    }
   }
   FMHA_DEVICE void hand_over_share(const mma::Accumulator<S::dq_columns>& dq) {
     ptx::mbarrier_wait_parity(smem.dq_empty[index], dq_phase ^ 1);
@@ -105,7 +145,7 @@ struct Consumer {
     mma::start_product_abt<dtype, 1>(s, smem.k, pairs.own_key(), smem.q[slot], pairs.own_query());
   }
   FMHA_DEVICE void start_dp(Scores& dp, int32_t slot) const {
-    mma::start_product_abt<dtype, 1>(dp, smem.v, pairs.own_key(), smem.dout[slot], pairs.own_query());
+    mma::start_product_abt<dtype, 1, S::dim_v>(dp, smem.v, pairs.own_key(), smem.dout[slot], pairs.own_query());
   }
   FMHA_DEVICE void start_dq(mma::Accumulator<S::dq_columns>& dq) const {
     const auto& ds = smem.ds[ds_slot.index][0];
@@ -296,7 +336,7 @@ struct Consumer {
 
   // The same where consumers share out the dimension: P and dS go through shared memory for both.
   FMHA_DEVICE void share_probs(const Scores& x, const Kept& kept) const {
-    // Both consumers have done their products with what a single slot held.
+    // All consumers have done their products with what a single slot held.
     if constexpr (tile.stages_ds == 1) sync_consumers();
     mma::store_transposed(smem.ds[ds_slot.index][1], operand_of_dv(x, kept), 0, pairs.own_query());
   }
@@ -310,7 +350,12 @@ struct Consumer {
     sync_consumers();
   }
   FMHA_DEVICE void start_own_dq(mma::Accumulator<S::dq_columns>& dq) const {
-    mma::start_product_ab<dtype>(dq, smem.ds[ds_slot.index][0], 0, smem.k, S::first_column(index));
+    const auto& ds = smem.ds[ds_slot.index][0];
+    if constexpr (tile.transposed_dq) {
+      mma::start_product_atbt<dtype>(dq, smem.k, S::first_column(index), ds);
+    } else {
+      mma::start_product_ab<dtype>(dq, ds, 0, smem.k, S::first_column(index));
+    }
   }
   FMHA_DEVICE void start_own_dv() {
     mma::start_product_atb<dtype>(dv, smem.ds[ds_slot.index][1], 0, smem.dout[dout_slot.index], S::first_column(index));
@@ -346,10 +391,11 @@ struct Consumer {
     for_each_block(work, blocks, [&] { return blocks.more(); }, [&]<Edges edges>() { step_split<edges>(work, blocks); });
   }
 
-  // As `walk_split`, with the next block's S and dP started behind this one's three products, so that the tensor cores
-  // have work while dQ is added to memory.
+  // As `walk_split`, with the next block's S started behind this one's three products, and its dP where half of dQ has left
+  // the registers. L2 takes longer to add dQ than the tensor cores need for any one product, and a warp waits for it.
   template <bool last, Edges edges>
-  FMHA_DEVICE void turn_split(const Work& work, const QueryBlocks& blocks, Scores& s, Scores& dp) {
+  FMHA_DEVICE void turn_split(const Sm90BwdSchedule& schedule, const Work& work, const QueryBlocks& blocks, Scores& s,
+                              Scores& dp) {
     Slopes slopes;
     const QueryTile at = query_tile(blocks);
     Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
@@ -362,32 +408,37 @@ struct Consumer {
     start_own_dq(dq);
     start_own_dv();
     start_own_dk();
-    ptx::wgmma_wait_group<2>();  // dQ
-    store_share(dq, work, blocks);
     const int32_t done_q = q_slot.index, done_dout = dout_slot.index;
     advance_slots();
-    Scores next_s, next_dp;
+    constexpr int all = S::dq_columns / 2, half = all / 2;
+    float* sums = share_of(work, blocks);
+    int32_t* turns = takes_turns<spec>() ? turns_of_block(work, blocks) : nullptr;
     if constexpr (!last) {
       QueryBlocks next = blocks;
       next.advance();
       take_q(work, next.current, q_slot);
-      start_scores(next_s, q_slot.index);
+      start_scores(s, q_slot.index);
+      ptx::wgmma_wait_group<3>();  // dQ
+      const bool is_first = wait_for_turn(schedule, work, blocks);
+      add_elems<0, half>(sums, dq, is_first);
       take_dout(work, next.current, dout_slot);
-      start_dp(next_dp, dout_slot.index);
-      ptx::wgmma_wait_group<3>();  // dV
+      start_dp(dp, dout_slot.index);
+      add_elems<half, all>(sums, dq, is_first);
+      ptx::wgmma_wait_group<2>();  // dV, dK
       arrive(smem.dout_empty[done_dout]);
-      ptx::wgmma_wait_group<2>();  // dK
       arrive(smem.q_empty[done_q]);
       ptx::wgmma_wait_group<0>();
-      s = next_s;
-      dp = next_dp;
+      end_turn(turns);
     } else {
+      ptx::wgmma_wait_group<2>();  // dQ
+      add_elems<0, all>(sums, dq, wait_for_turn(schedule, work, blocks));
+      end_turn(turns);
       ptx::wgmma_wait_group<0>();
       arrive(smem.dout_empty[done_dout]);
       arrive(smem.q_empty[done_q]);
     }
   }
-  FMHA_DEVICE void walk_split_ahead(const Work& work, QueryBlocks blocks) {
+  FMHA_DEVICE void walk_split_ahead(const Sm90BwdSchedule& schedule, const Work& work, QueryBlocks blocks) {
     Scores s, dp;
     take_q(work, blocks.current, q_slot);
     start_scores(s, q_slot.index);
@@ -395,10 +446,10 @@ struct Consumer {
     ptx::wgmma_wait_group<0>();
     int32_t left = blocks.count();
     for_each_block(work, blocks, [&] { return left > 1; }, [&]<Edges edges>() {
-      turn_split<false, edges>(work, blocks, s, dp);
+      turn_split<false, edges>(schedule, work, blocks, s, dp);
       --left;
     });
-    turn_split<true, Edges::Some>(work, blocks, s, dp);
+    turn_split<true, Edges::Some>(schedule, work, blocks, s, dp);
   }
 
   // As `walk`, with the next block's scores started behind this one's dK, so that the tensor cores have work while dQ is
@@ -473,7 +524,7 @@ struct Consumer {
     }
     const QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work);
     if constexpr (tile.split_dims && tile.early_scores) {
-      walk_split_ahead(work, blocks);
+      walk_split_ahead(schedule, work, blocks);
     } else if constexpr (tile.split_dims) {
       walk_split(work, blocks);
     } else if constexpr (tile.late_dq) {

@@ -172,11 +172,11 @@ FMHA_DEVICE void dbias(const BwdParams& p, const Maps& maps, const Sm90BwdSchedu
   }
   __syncthreads();
   if (ptx::uniform(threadIdx.x / mma::kWarpgroup) == 0) {
-    ptx::setmaxnreg_dec<kLoadRegs>();
+    ptx::setmaxnreg_dec<load_regs(tile)>();
     BiasLoader<spec, tile> loader{p, maps, smem};
     if (threadIdx.x == 0) walk_bias_blocks<spec, tile>(p, schedule, loader);
   } else {
-    ptx::setmaxnreg_inc<kConsumeRegs>();
+    ptx::setmaxnreg_inc<consume_regs(tile)>();
     const int32_t index = ptx::uniform(threadIdx.x / mma::kWarpgroup) - 1;
     BiasConsumer<spec, tile> consumer{p, smem, index, {p, index, p.fwd.softmax_scale * kLog2E}};
     walk_bias_blocks<spec, tile>(p, schedule, consumer);

@@ -49,7 +49,7 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
   if (threadIdx.x == 0) init_barriers(smem);
   __syncthreads();
   if (ptx::uniform(threadIdx.x / mma::kWarpgroup) == 0) {
-    ptx::setmaxnreg_dec<kLoadRegs>();
+    ptx::setmaxnreg_dec<load_regs(tile)>();
     const int32_t warp = ptx::uniform(threadIdx.x / 32);
     const bool first_lane = threadIdx.x % 32 == 0;
     if (warp == 0 && first_lane) load<spec, tile>(p, maps, schedule, smem);
@@ -57,7 +57,7 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
       if (warp == 1 && first_lane) store_dq<spec, tile>(p, schedule, smem);
     }
   } else {
-    ptx::setmaxnreg_inc<kConsumeRegs>();
+    ptx::setmaxnreg_inc<consume_regs(tile)>();
     consume<spec, tile>(p, schedule, smem);
   }
 }

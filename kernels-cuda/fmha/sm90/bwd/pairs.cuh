@@ -83,7 +83,7 @@ struct Pairs {
   }
 
   // They become P.
-  template <Edges edges>
+  template <Edges edges = Edges::Some>
   FMHA_DEVICE void exponentiate(Scores& x, const Work& work, int32_t first_query) const {
 #pragma unroll
     for (int e = 0; e < x.num_elems; ++e) x[e] = ptx::ex2_approx_ftz(x[e]);

@@ -20,8 +20,7 @@ FMHA_DEVICE Place place_of(int32_t at, int k) {
   const int32_t share = at / per_share, thread = at % mma::kWarpgroup, group = at % per_share / mma::kWarpgroup;
   const int32_t row = thread / 32 * 16 + thread % 32 / 4 + 8 * (k >> 1);
   const int32_t column = 8 * group + thread % 4 * 2 + (k & 1);
-  if constexpr (tile.split_dims) return {row, column};  // of the share
-  const int32_t own_row = share * mma::kRows + row;
+  const int32_t own_row = tile.split_dims ? row : share * mma::kRows + row;  // of the share, where dimensions are split
   return tile.transposed_dq ? Place{column, own_row} : Place{own_row, column};
 }
 
@@ -32,7 +31,10 @@ FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule
   for (int32_t row = threadIdx.x / 32; work.keys.begin + row < work.keys.end; row += kPostprocessThreads / 32) {
     // A consumer warp has 16 keys; where consumers share out the dimension, one of each has the same.
     const int32_t* suspects = &p.suspects[index * num_consumer_warps(tile) + row / 16];
-    if (suspects[0] || (tile.split_dims && suspects[num_consumer_warps(tile) / 2]))
+    bool suspect = false;
+#pragma unroll
+    for (int c = 0; c < (tile.split_dims ? num_consumers(tile) : 1); ++c) suspect |= suspects[4 * c] != 0;
+    if (suspect)
       bwd_key_row<spec, simt::Warp>(p, work.span, work.i_head_kv, work.keys.begin + row);
   }
 }

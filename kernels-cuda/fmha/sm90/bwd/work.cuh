@@ -19,7 +19,11 @@ struct Work {
 // warp `signals` is true in one lane of those that call.
 template <Sm90BwdTile tile, class Shared, class Run>
 FMHA_DEVICE void for_each_tile(const Sm90BwdSchedule& schedule, Shared& smem, bool signals, Run run) {
-  if constexpr (!tile.persistent) {
+  if constexpr (!tile.persistent && tile.split_dims && tile.direct_dq) {
+    // Once: a loop, since ptxas spills without one (0 bytes and 300).
+#pragma unroll 1
+    for (int32_t index = blockIdx.x; index < schedule.num_tiles; index += gridDim.x) run(index);
+  } else if constexpr (!tile.persistent) {
     run(int32_t(blockIdx.x));
   } else {
     Slot<kClaimSlots> slot;
