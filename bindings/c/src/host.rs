@@ -97,7 +97,7 @@ impl Pointed {
         };
         match &self.cache {
             None => Ok(problem),
-            Some(cache) => Ok(cached(problem, cache)?),
+            Some(cache) => Ok(cached(&problem, cache)?),
         }
     }
 
@@ -129,7 +129,7 @@ impl Pointed {
 }
 
 /// A problem with what `FmhaCache` adds to it.
-fn cached(problem: FwdProblem, cache: &FmhaCache) -> Result<FwdProblem, ProblemError> {
+fn cached(problem: &FwdProblem, cache: &FmhaCache) -> Result<FwdProblem, ProblemError> {
     let seqlen_new = size("seqlen_new", cache.seqlen_new)?;
     let packed = !cache.cu_seqlens_new.is_null();
     let append = Append {
@@ -164,7 +164,7 @@ fn cached(problem: FwdProblem, cache: &FmhaCache) -> Result<FwdProblem, ProblemE
         tree_mask: !cache.tree_mask.is_null(),
         dtype_cache,
         v_in_k,
-        ..problem
+        ..problem.clone()
     })
 }
 
