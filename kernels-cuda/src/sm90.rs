@@ -429,6 +429,7 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
             (tile.split_q, tile.lookahead) = (false, false);
         }
     }
+    let takes_128_rows = !tile.pack_gqa || 128 % ratio == 0;
     // Measured on an H200, TFLOP/s, the larger tile first: full D 128 bf16 502 and 585 at 512, 735 and 751 at 2k, f16
     // 588 and 592 at 3328; causal D 64 bf16 250 and 269 at 512, 330 and 362 at 1k, 457 and 433 at 2k.
     match (widest(&spec), spec.mask) {
@@ -441,7 +442,7 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
             if !modifies(&spec)
                 && !spec.dtype_qk.is_fp8()
                 && wasted_by_192_rows(seqlen_q)
-                && !(tile.pack_gqa && 128 % ratio != 0) =>
+                && takes_128_rows =>
         {
             tile.block_m = 128;
             if dims.seqlen_k <= 128 {
