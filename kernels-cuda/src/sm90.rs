@@ -3,14 +3,18 @@
 use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
-use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
-use fmha_core::{Bias, DType, FwdProblem, MaskKind, Refusal, Strides, VLayout, abi_spec};
+use fmha_core::spec::FwdSpec;
+use fmha_core::{Bias, DType, FwdProblem, Refusal, Strides, VLayout, abi_spec};
 
 use crate::schedule::{self, UnitOfWork};
 pub use crate::schedule::{TileOrder, TileSchedule};
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
 mod knobs;
+mod table;
+
+use table::adds_wide_elements;
+pub use table::{choose_tile, default_tile};
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm90";
@@ -160,76 +164,6 @@ impl Sm90Tile {
         let tiles = schedule.num_tiles.max(1).unsigned_abs();
         let cluster = self.cluster.unsigned_abs();
         cluster * if self.order == TileOrder::Single { tiles } else { tiles.min(num_sms / cluster) }
-    }
-
-    /// Leaves registers to what changes scores or P: smaller blocks, no next tile's product, no second way through a
-    /// block.
-    fn take_registers(&mut self, spec: &FwdSpec) {
-        self.block_n = self.block_n.min(if widest(spec) > 192 { 64 } else { 96 });
-        (self.lookahead, self.split_q, self.wait_anchor, self.skip_row_max) = (false, false, 0, false);
-    }
-
-    /// What FP8 changes of a tile of 16-bit types. With every row's maximum, since scores of 8-bit elements are not
-    /// computed again. Registers, of which a thread has 232 (three warpgroups: 160), decide: of S
-    /// `block_n / 2`, of O `head_dim_v / 2`, as many again for what is not flushed yet (or those of `output_columns`), of P
-    /// `block_n / 8`.
-    ///
-    /// Sums modelled at 128k keys (docs/kernels/sm90-fwd.md), V of mean 1, where they hurt most, O's relative error: f32 7e-4,
-    /// flushed after each block 1.0e-3, two 1.8e-3, four 4.2e-3, never 0.58. bf16 rounds O itself by 1.7e-3.
-    ///
-    /// TFLOP/s below: one H200, e4m3, full, S 8192.
-    const fn take_fp8(&mut self, spec: &FwdSpec) {
-        self.skip_row_max = false;
-        self.lazy_rescale_log2 = 0;
-        if !spec.dtype_v.is_fp8() {
-            return;
-        }
-        (self.block_m, self.block_n, self.wait_anchor, self.flush_every, self.output_columns) =
-            match (padded_dim(spec.head_dim_qk), padded_dim(spec.head_dim_v)) {
-                // Two warpgroups 428 before, three 616; 160 keys, output first 629, beside the next S 632 with spills.
-                (..=64, 64) if matches!(spec.mask, MaskKind::Full) => (192, 160, 0, 1, 32),
-                (..=64, 64) => (192, 128, 16, 1, 0),
-                // The turn passed on after the maximum, beside the usual: never flushed 918 and 838, each other block
-                // 845 and 755; each block, the usual 834.
-                (_, 64 | 96 | 128) => (128, 128, 32, 1, 0),
-                // 64 columns at a time: spills of 8 to 16 bytes in some.
-                (_, 160 | 192 | 224) => (128, 128, 0, 1, 32),
-                // Beside the next S: 96 keys 956, with 64 columns at a time 1029, 64 keys 884; output first 1111.
-                _ => (128, 128, 0, 1, 64),
-            };
-        let v = padded_dim(spec.head_dim_v);
-        self.output_first = v > 192 || self.block_n == 160;
-        self.turn_after_max = v <= 128 && self.block_m == 128;
-        (self.lookahead, self.split_q) = (v <= 192, false);
-    }
-
-    /// What an elementwise bias of 16 bits changes: it takes shared memory, which lookahead or keys give.
-    fn take_bias(&mut self, spec: &FwdSpec) {
-        self.bias_stages = 1;
-        match widest(spec) {
-            ..=96 => {}
-            128 => (self.block_n, self.wait_anchor, self.split_q) = (128, 32, true),
-            _ => {
-                self.block_n = self.block_n.min(96);
-                (self.lookahead, self.split_q, self.wait_anchor) = (false, false, 0);
-            }
-        }
-        // Above D 192, and of three warpgroups' 160 registers where a mask cuts blocks, it spills beside the bias.
-        self.skip_row_max &= widest(spec) <= 192 && (self.block_m < 192 || spec.mask == MaskKind::Full);
-    }
-
-    /// What dropout changes, beside nothing else: two bits a score are known before it, and few registers more are
-    /// taken than without it.
-    ///
-    /// Causal bf16 on an H200, TFLOP/s: D 64 152 with three warpgroups and 96 keys, 156 with lookahead, 178 with two, 128
-    /// keys and no row-max reductions; D 128 275 with 96 keys, 278 with lookahead and 128, 292 without row-max reductions.
-    fn take_dropout(&mut self, spec: &FwdSpec) {
-        let plain = *self;
-        self.take_registers(spec);
-        if let dim @ (64 | 128) = widest(spec) {
-            (self.block_m, self.block_n, self.lookahead) = (128, 128, true);
-            (self.wait_anchor, self.skip_row_max) = (dim / 4, plain.skip_row_max);
-        }
     }
 
     /// So that a row's bits depend on its own sequence alone, in a call of any lengths: the blocks of keys that the
@@ -403,230 +337,6 @@ pub fn odd_bias_stride(problem: &FwdProblem) -> Option<(&'static str, i64)> {
             extent > 1 && (stride < least || stride % 8 != 0 || stride >= 1 << 39)
         })
         .map(|(axis, stride, ..)| (axis, stride))
-}
-
-/// The tile for a problem that the kernel [`accepts`].
-#[must_use]
-pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
-    let spec = FwdSpec::of(problem);
-    let dims = problem.dims;
-    let mut tile = default_tile(&spec);
-    let ratio = problem.gqa_ratio() as i32;
-    let seqlen_q = i64::from(dims.seqlen_q);
-
-    tile.copy_bytes = copy_bytes(problem);
-    if tile.copy_bytes > 0 {
-        // Beside three warpgroups the threads that copy would have too few registers.
-        tile.block_m = tile.block_m.min(128);
-    }
-    // A short query: the heads of a group side by side, where that saves a tenth of the rows.
-    if ratio > 1 && tile.block_m % ratio == 0 {
-        let block_m = i64::from(tile.block_m);
-        let apart = (seqlen_q + block_m - 1) / block_m * i64::from(ratio);
-        let packed = (seqlen_q * i64::from(ratio) + block_m - 1) / block_m;
-        tile.pack_gqa = packed * 10 <= apart * 9;
-        if tile.pack_gqa && 64 % ratio != 0 && tile.split_q {
-            (tile.split_q, tile.lookahead) = (false, false);
-        }
-    }
-    let takes_128_rows = !tile.pack_gqa || 128 % ratio == 0;
-    // Measured on an H200, TFLOP/s, the larger tile first: full D 128 bf16 502 and 585 at 512, 735 and 751 at 2k, f16
-    // 588 and 592 at 3328; causal D 64 bf16 250 and 269 at 512, 330 and 362 at 1k, 457 and 433 at 2k.
-    match (widest(&spec), spec.mask) {
-        (128, MaskKind::Full) if !modifies(&spec) && dims.seqlen_k < 4096 => {
-            (tile.block_n, tile.wait_anchor) = (128, 32);
-        }
-        // Of 192 rows a third would be empty: B64 H16 bf16 153 and 167, with four stages 170, at 128 (cuDNN 163), 253 and
-        // 292, with four stages 287, at 256 (304); 398 and 366 at 512.
-        (64, MaskKind::Full)
-            if !modifies(&spec)
-                && !spec.dtype_qk.is_fp8()
-                && wasted_by_192_rows(seqlen_q)
-                && takes_128_rows =>
-        {
-            tile.block_m = 128;
-            if dims.seqlen_k <= 128 {
-                tile.stages = 4;
-            }
-        }
-        (64, MaskKind::Upper) if dims.seqlen_k <= 1024 && !(tile.pack_gqa && 128 % ratio != 0) => {
-            tile.block_m = 128;
-        }
-        _ => {}
-    }
-    let rows = if tile.pack_gqa { seqlen_q * i64::from(ratio) } else { seqlen_q };
-    if rows <= 64 && (!tile.pack_gqa || 64 % ratio == 0) {
-        tile.block_m = 64;
-    }
-
-    // Beyond, 2 c / (1 + exp(2 y / c)) loses what of y is far below c: its error is some 3e-7 c.
-    if problem.softcap.is_some_and(|cap| !(1e-3..=64.0).contains(&cap)) {
-        tile.fast_softcap = false;
-        tile.take_registers(&spec);
-    }
-    if tile.bias_stages > 0 && (tile.copy_bytes > 0 || tile.pack_gqa || odd_bias_stride(problem).is_some()) {
-        tile.bias_stages = 0;
-        tile.take_registers(&spec);
-    }
-    if tile.copy_bytes == 0 {
-        share_loads(problem, &spec, &mut tile);
-    }
-
-    let strides = problem.o;
-    let shape = problem.shape_o();
-    let sixteen_bytes = 16 / elem_bytes(spec.dtype_o);
-    let whole = |stride: i64, extent: u32| extent <= 1 || stride % i64::from(sixteen_bytes) == 0;
-    tile.vector_store &= dims.head_dim_v.is_multiple_of(sixteen_bytes.unsigned_abs())
-        && whole(strides.batch, shape.batch)
-        && whole(strides.seq, shape.seq)
-        && whole(strides.head, shape.head);
-    tile
-}
-
-/// Whether tiles of 192 query rows compute a fifth more rows than those of 128.
-const fn wasted_by_192_rows(seqlen_q: i64) -> bool {
-    (seqlen_q + 191) / 192 * 192 * 5 >= (seqlen_q + 127) / 128 * 128 * 6
-}
-
-/// Whether scores or P are changed on the way.
-fn modifies(spec: &FwdSpec) -> bool {
-    modifies_score(spec) || spec.dropout
-}
-
-/// Whether scores are.
-fn modifies_score(spec: &FwdSpec) -> bool {
-    spec.softcap || spec.bias != BiasKind::None
-}
-
-/// Whether that takes few registers: a soft-cap alone, or ALiBi alone.
-fn modifies_lightly(spec: &FwdSpec) -> bool {
-    let alone = spec.softcap != (spec.bias == BiasKind::Alibi);
-    alone && spec.bias != BiasKind::Elementwise && !spec.dropout
-}
-
-/// Whether TMA can bring the bias: of 16 bits, and not beside a soft-cap, which wants natural scores first.
-fn adds_wide_elements(spec: &FwdSpec) -> bool {
-    spec.bias == BiasKind::Elementwise && !spec.softcap && spec.dtype_bias.size_bytes() == 2
-}
-
-/// The larger head dimension, as the tiles have it.
-fn widest(spec: &FwdSpec) -> i32 {
-    padded_dim(spec.head_dim_qk).max(padded_dim(spec.head_dim_v))
-}
-
-/// Clusters of two that load half of K and V each, where that was measured to gain: half the traffic from the L2,
-/// whose energy the tensor cores then have.
-///
-/// TFLOP/s on an H200, bf16, the lone CTA first. D 128 full 766 and 767 at 4k; causal 733 and 725 at 4k, 784 and 784 at
-/// 8k, 807 and 814 at 16k; a group's heads 784 and 795 at 8k. D 192 at 8k: full 832 and 838, causal 803 and 815;
-/// 192/128 824 and 829, 797 and 803. D 256 full 823 and 829 at 4k, 850 and 855 at 16k; causal 756 and 754 at 4k, and in
-/// clusters it spills. D 64, whose three warpgroups of two CTAs wait for each other, before: 569 and 527.
-fn share_loads(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
-    let dims = problem.dims;
-    let plain = spec.kv_layout == KvKind::Strided && !modifies(spec) && !spec.dtype_qk.is_fp8();
-    if !plain || tile.pack_gqa || tile.block_m != 128 {
-        return;
-    }
-    let pairs_of_heads = problem.gqa_ratio().is_multiple_of(2);
-    let least = match (widest(spec), spec.mask) {
-        (128 | 256, MaskKind::Full) => 4096,
-        (192, MaskKind::Full | MaskKind::Upper) => 8192,
-        (128, MaskKind::Upper) if pairs_of_heads => 8192,
-        (128, MaskKind::Upper) => 16384,
-        _ => return,
-    };
-    if dims.seqlen_q.min(dims.seqlen_k) < least {
-        return;
-    }
-    tile.cluster = 2;
-    tile.order = TileOrder::Dynamic;
-    tile.cluster_heads = pairs_of_heads && (widest(spec), spec.mask) == (128, MaskKind::Upper);
-    if (padded_dim(spec.head_dim_v), widest(spec), spec.mask) == (128, 192, MaskKind::Upper) {
-        tile.wait_anchor = 24;
-    }
-}
-
-/// The tile for long sequences of a spec.
-#[must_use]
-#[allow(clippy::match_same_arms, reason = "a table: a row a head dimension")]
-pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
-    let (qk, v) = (padded_dim(spec.head_dim_qk), padded_dim(spec.head_dim_v));
-    let full = spec.mask == MaskKind::Full;
-    // (block_m, block_n, lookahead, wait_anchor)
-    let (block_m, block_n, lookahead, wait_anchor) = match qk.max(v) {
-        // Anchor 0: full 559 beside 572 at 2k, 618 beside 640 at 16k; causal alike.
-        64 => (192, 128, true, 16),
-        // Two warpgroups and 176 keys: 645 beside 680 at 8k. Anchor 0: 733 beside 739; causal 702 beside 706.
-        96 => (192, 112, true, 28),
-        128 if full => (128, 160, true, 40),
-        // 144 keys: 8k 773 beside 784.
-        128 => (128, 128, true, 32),
-        160 => (128, 112, false, 0),
-        192 if v <= 128 => (128, 128, false, 32),
-        // 112 keys, which leave no room to look ahead: 8k full 831 beside 838, causal 808 beside 815.
-        192 => (128, 96, true, 0),
-        // 80 keys: full 551 beside 571 at 512, 849 beside 849 at 16k. Without lookahead: full 573 beside 607 at 512,
-        // 703 beside 720 at 1k, 853 beside 855 at 16k; causal 360 beside 376, 530 beside 537.
-        _ => (128, 64, true, 0),
-    };
-    // Beside sums of FP8 that are not flushed yet a soft-cap alone spills too.
-    let heavy = modifies(spec) && (!modifies_lightly(spec) || spec.dtype_v.is_fp8());
-    let mut tile = Sm90Tile {
-        block_m,
-        block_n,
-        stages: 2,
-        // Of unlike tiles a fixed order leaves up to a fifth of the SMs idle: 16k causal, D 128, 576
-        // TFLOP/s fixed, 729 dynamic.
-        order: if full && spec.kv_layout == KvKind::Strided { TileOrder::Static } else { TileOrder::Dynamic },
-        ping_pong: true,
-        turn_after_max: false,
-        lookahead,
-        // Where there is no room for a second Q.
-        split_q: qk.max(v) >= 192 && lookahead,
-        // Full masks: 8 has 13 % more RMSE than exact maxima with outliers in the input, 6 has 8 %, and they are equally
-        // fast. Causal ones, whose first rows start from few keys, bf16 D 128: 354 with 6, 368 with 8 at 512; 358 and 362
-        // with 8 and 11 at 512, 504 and 509 at 1k, 756 and 759 at 8k; Q four times as large 0.256 and 0.238 ms.
-        lazy_rescale_log2: if full { 6 } else { 11 },
-        wait_anchor,
-        exp2_polynomial_every: 0,
-        // Without and with, bf16, full: D 64 605 and 618 at 16k, D 128 571 and 585 at 512, 781 and 795 at 16k, D 256
-        // 838 and 849; causal: D 64 352 and 362 at 1k, D 128 357 and 369 at 512, 615 and 642 at 2k, 785 and 802.
-        // A window of 512 keys has two or three such blocks: 469 and 463.
-        skip_row_max: spec.mask != MaskKind::Band,
-        // Simulated, independent normal scores of standard deviation s: with a threshold of 2^6 (full) 25 blocks raise a
-        // warpgroup's maxima 0.5 times at s = 2 and 6.5 times at 3, with 2^11 31 blocks 0.1 times at 3 and 2 times at 4. At
-        // 8 and 11 the tile is exact with s = 3 and 4, and is not with 2 and 3.
-        exact_max_spread_log2: if full { 8 } else { 11 },
-        vote_after: 4,
-        pack_gqa: false,
-        fast_softcap: spec.softcap && spec.bias == BiasKind::None,
-        vector_store: spec.dtype_o != DType::F32,
-        copy_bytes: 0,
-        warp_specialised: true,
-        cluster: 1,
-        cluster_heads: false,
-        q_in_registers: false,
-        f16_scores: false,
-        f16_output: false,
-        flush_every: 0,
-        output_columns: 0,
-        output_first: false,
-        bias_stages: 0,
-        // Back to back on an H200, bf16, D 128, us a call without and with: 6.6 and 5.9 (B1 H4 S128), 11.2 and 10.2
-        // (B1 H16 S512), 34.2 and 33.4 (B8 H16 S512).
-        dependent_launch: true,
-    };
-    if spec.dtype_qk.is_fp8() {
-        tile.take_fp8(spec);
-    }
-    if adds_wide_elements(spec) && !spec.dropout {
-        tile.take_bias(spec);
-    } else if spec.dropout && !modifies_score(spec) && !spec.dtype_v.is_fp8() {
-        tile.take_dropout(spec);
-    } else if heavy {
-        tile.take_registers(spec);
-    }
-    tile
 }
 
 /// The kernel for a spec and a tile. What it binds is in the crate's README.
