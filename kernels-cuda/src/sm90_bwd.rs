@@ -167,7 +167,8 @@ impl Sm90BwdTile {
                 "direct_dq true: deterministic sums take turns, which the storing thread keeps".to_owned()
             );
         }
-        if self.direct_dq && spec.deterministic && self.persistent {
+        // Without a mask key blocks take turns in circles: one claimed ahead would wait behind its own CTA's present one.
+        if spec.deterministic && self.persistent && (self.direct_dq || spec.fwd.mask == MaskKind::Full) {
             return Err(
                 "persistent true: a key block that is claimed ahead does not take its turns".to_owned()
             );

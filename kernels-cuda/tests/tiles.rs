@@ -2,10 +2,10 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use fmha_core::spec::FwdSpec;
-use fmha_core::{DType, Dims, FwdProblem, Strides};
+use fmha_core::spec::{BwdSpec, FwdSpec};
+use fmha_core::{BwdProblem, DType, Dims, FwdProblem, MaskSpec, Strides};
 use fmha_kernels_cuda::schedule::{MAX_TILES, TileOrder};
-use fmha_kernels_cuda::{sm90, sm100};
+use fmha_kernels_cuda::{sm90, sm90_bwd, sm100};
 
 const RATIOS: [u32; 12] = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 64, 128];
 const LENGTHS: [(u32, u32); 9] = [
@@ -113,4 +113,19 @@ fn more_tiles_than_a_schedule_counts_are_refused_with_the_fields_that_make_them(
     }
     // Without the limit the number would have wrapped to 1024.
     assert!(of(1 << 22 | 1).unwrap_err().contains("tiles"));
+}
+
+/// Without a mask each key block of a group waits for another of it, so all of them must be running.
+#[test]
+fn key_blocks_that_take_turns_in_circles_are_not_claimed_ahead() {
+    for (mask, taken) in [(MaskSpec::NONE, false), (MaskSpec::CAUSAL, true)] {
+        let dims = dims(1, (512, 512), (128, 128));
+        let fwd = FwdProblem { mask, ..FwdProblem::batch(DType::Bf16, dims) };
+        let spec = BwdSpec { deterministic: true, ..BwdSpec::of(&BwdProblem::new(fwd)) };
+        let mut tile = sm90_bwd::default_tile(&spec);
+        assert_eq!(tile.check(&spec), Ok(()));
+        tile.persistent = true;
+        assert_eq!(tile.check(&spec).is_ok(), taken, "{mask:?}");
+        assert_eq!(tile.check(&BwdSpec { deterministic: false, ..spec }), Ok(()));
+    }
 }
