@@ -164,7 +164,7 @@ fn cached(problem: &FwdProblem, cache: &FmhaCache) -> Result<FwdProblem, Problem
         tree_mask: !cache.tree_mask.is_null(),
         dtype_cache,
         v_in_k,
-        ..problem.clone()
+        ..*problem
     })
 }
 

@@ -77,8 +77,8 @@ fn json(kernel: &Kernel, config: &LaunchConfig, report: &Report) -> String {
     )
 }
 
-/// Not of NVIDIA's interface: what the last launches (at most 64) did, as a JSON array, oldest first, a device after the other; asking forgets
-/// them. The text is the caller's until [`fmha_emu_forget`].
+/// Not of NVIDIA's interface: what the last launches (at most 64) did, as a JSON array, oldest first, a device after the
+/// other; asking forgets them. The text is the caller's until [`fmha_emu_forget`].
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn fmha_emu_launches() -> *mut c_char {
     let of = |device| state_of(device).observer.launches.drain(..).collect::<Vec<_>>();

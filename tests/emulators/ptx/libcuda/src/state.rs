@@ -144,8 +144,8 @@ fn architecture(names: &str) -> Option<Architecture> {
     ARCHITECTURES.iter().find(|(n, _)| *n == digits).map(|(_, arch)| *arch)
 }
 
-/// Chooses the devices' architecture (`sm_90a`, or of two alike `sm_90a,sm_90a`), before the driver's first call; `FMHA_EMULATE` then says
-/// nothing. 0 where it is chosen; 1 where there is no such device, or another one already.
+/// Chooses the devices' architecture (`sm_90a`, or of two alike `sm_90a,sm_90a`), before the driver's first call;
+/// `FMHA_EMULATE` then says nothing. 0 where it is chosen; 1 where there is no such device, or another one already.
 ///
 /// # Safety
 /// `name` is a C string.
