@@ -166,7 +166,12 @@ pub(crate) const ROWS: &[Row] = &[
         },
         ..BLACKWELL
     },
-    Row { kernel: None, in_all: Cases { filter: FORWARD, deal: 1 }, ..BLACKWELL },
+    Row {
+        kernel: None,
+        in_test: Cases { filter: FORWARD, deal: 64 },
+        in_all: Cases { filter: FORWARD, deal: 1 },
+        ..BLACKWELL
+    },
     // Pairs of CTAs, which wait for each other.
     Row {
         tile: Some("cluster=2,order=dynamic,split_keys=0,copy_bytes=0"),
