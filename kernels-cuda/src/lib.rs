@@ -90,6 +90,7 @@ pub fn headers() -> Vec<Header> {
         "sm90/common/dropout.cuh",
         "sm90/common/exp2.cuh",
         "sm90/common/fragment.cuh",
+        "sm90/common/philox_parts.cuh",
         "sm90/fwd/config.cuh",
         "sm90/fwd/consume.cuh",
         "sm90/fwd/epilogue.cuh",
