@@ -1,6 +1,6 @@
 //! From the C structs to problems: everything that lies in host memory is read here, at the plan.
 
-use std::ffi::{CStr, c_char};
+use std::ffi::{CStr, CString, c_char};
 
 use fmha::{
     Accuracy, Append, Backend, Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale,
@@ -18,6 +18,7 @@ use crate::structs::{
 #[derive(Clone, Debug)]
 pub(crate) struct Pointed {
     pub(crate) mask: MaskSpec,
+    mask_text: Option<CString>,
     pub(crate) softmax_scale: Option<f32>,
     pub(crate) softcap: Option<f32>,
     pub(crate) gradients: Option<FmhaGradients>,
@@ -40,10 +41,21 @@ impl Pointed {
             struct_bytes::<FmhaCache>(cache.struct_bytes)?;
         }
         // SAFETY: as above.
-        let mask = unsafe { mask(call)? };
+        let (mask, mask_text) = unsafe { (mask(call)?, c_str(call.mask).map(CStr::to_owned)) };
         // SAFETY: as above.
         let (softmax_scale, softcap) = unsafe { (call.softmax_scale.as_ref(), call.softcap.as_ref()) };
-        Ok(Self { mask, softmax_scale: softmax_scale.copied(), softcap: softcap.copied(), gradients, cache })
+        let (softmax_scale, softcap) = (softmax_scale.copied(), softcap.copied());
+        Ok(Self { mask, mask_text, softmax_scale, softcap, gradients, cache })
+    }
+
+    /// Whether a later call's mask is spelled as this one's was: it need not be read again then.
+    ///
+    /// # Safety
+    /// `mask` is null or a C string.
+    #[inline]
+    pub(crate) unsafe fn spells_mask_of(&self, call: &FmhaCall) -> bool {
+        // SAFETY: passed on.
+        unsafe { c_str(call.mask) == self.mask_text.as_deref() }
     }
 
     /// The forward problem of a call.
@@ -295,12 +307,16 @@ fn tile_options(text: &str) -> Result<Vec<(String, String)>, ProblemError> {
 
 /// # Safety
 /// `pointer` is null or a C string that outlives the call.
-unsafe fn text<'a>(field: &'static str, pointer: *const c_char) -> Result<Option<&'a str>, ProblemError> {
-    if pointer.is_null() {
-        return Ok(None);
-    }
+unsafe fn c_str<'a>(pointer: *const c_char) -> Option<&'a CStr> {
     // SAFETY: the caller promised a C string.
-    let text = unsafe { CStr::from_ptr(pointer) };
+    (!pointer.is_null()).then(|| unsafe { CStr::from_ptr(pointer) })
+}
+
+/// # Safety
+/// As [`c_str`].
+unsafe fn text<'a>(field: &'static str, pointer: *const c_char) -> Result<Option<&'a str>, ProblemError> {
+    // SAFETY: passed on.
+    let Some(text) = (unsafe { c_str(pointer) }) else { return Ok(None) };
     text.to_str().map(Some).map_err(|_| ProblemError::new(field, format!("{field} {text:?} is not UTF-8")))
 }
 
@@ -338,6 +354,15 @@ fn layouts(call: &FmhaCall) -> Result<(QLayout, KvLayout), ProblemError> {
 /// Rows and pages, each there iff the layout has it.
 #[inline]
 pub(crate) fn totals(call: &FmhaCall, cache: Option<&FmhaCache>) -> Result<Totals, ProblemError> {
+    let numbers = call.total_q | call.total_k | call.num_pages | call.max_pages | call.page_size;
+    let pointers = [call.cu_seqlens_q, call.cu_seqlens_k, call.page_table];
+    if numbers == 0 && pointers.iter().all(|pointer| pointer.is_null()) && cache.is_none() {
+        return Ok(Totals::NONE);
+    }
+    given_totals(call, cache)
+}
+
+fn given_totals(call: &FmhaCall, cache: Option<&FmhaCache>) -> Result<Totals, ProblemError> {
     let (q, kv) = layouts(call)?;
     let (total_new, packs_new) =
         cache.map_or((0, false), |cache| (cache.total_new, !cache.cu_seqlens_new.is_null()));
