@@ -28,6 +28,7 @@ struct Target {
     arch: &'static str,
     kernel: &'static str,
     tile: Option<&'static str>,
+    environment: &'static [(&'static str, &'static str)],
     /// Tried in this order.
     cases: &'static [&'static str],
 }
@@ -38,6 +39,8 @@ const HOPPER_CASES: &[&str] = &[
     "rare/towering/bf16/negative_scale_group",
     "rare/nan_in_v/bf16/column_major_v_group",
     "edges/mask_sq_gt_sk/bf16/b:1,2,9",
+    // Sink columns in a block that the window shows too, and another block beside it.
+    "definition/random_137/f16/group/d64x64/h4kv2/s5x129/b:9,4,3",
 ];
 const CDNA_CASES: &[&str] = &[
     "edges/off_tile/bf16/s193x176/b",
@@ -46,9 +49,16 @@ const CDNA_CASES: &[&str] = &[
     "addresses/ragged_columns/bf16/k200/d64/odd_gap",
     "fp8/all/e4m3fnuz/o_e4m3fnuz/descale_head/r/b",
     "edges/mask_sq_gt_sk/bf16/b:1,2,9",
+    // Rows that end inside a dword.
+    "definition/pairs0_046/f16/group/d7x5/h1kv1/s33x70/0",
 ];
-const ROW_CASES: &[&str] =
-    &["definition/pairs0_003", "heads/group/bf16/ratio3kv2/s70x45", "rare/nan_in_v/bf16/window"];
+const ROW_CASES: &[&str] = &[
+    "definition/pairs0_003",
+    "heads/group/bf16/ratio3kv2/s70x45",
+    "rare/nan_in_v/bf16/window",
+    "definition/pairs0_010/e5m2fnuz/batch/d1x1/h9kv3/s70x33/b:9,4,3",
+    "definition/pairs0_140/f32/group/d128x128/h9kv3/s1x65/b:9,4,3",
+];
 
 const TARGETS: [Target; 4] = [
     Target {
@@ -57,6 +67,8 @@ const TARGETS: [Target; 4] = [
         arch: "sm_90a",
         kernel: "sm90",
         tile: None,
+        // A worker has several tiles.
+        environment: &[("FMHA_EMULATE_SMS", "2")],
         cases: HOPPER_CASES,
     },
     Target {
@@ -65,6 +77,7 @@ const TARGETS: [Target; 4] = [
         arch: "gfx942",
         kernel: "cdna_fwd",
         tile: None,
+        environment: &[],
         cases: CDNA_CASES,
     },
     Target {
@@ -73,6 +86,7 @@ const TARGETS: [Target; 4] = [
         arch: "gfx942",
         kernel: "cdna_fwd",
         tile: None,
+        environment: &[],
         cases: CDNA_CASES,
     },
     Target {
@@ -81,6 +95,7 @@ const TARGETS: [Target; 4] = [
         arch: "gfx942",
         kernel: "simt",
         tile: None,
+        environment: &[],
         cases: ROW_CASES,
     },
 ];
@@ -120,6 +135,10 @@ fn is_code(line: &str) -> bool {
     !text.is_empty() && !starts.iter().any(|start| text.starts_with(start))
 }
 
+fn owned(environment: &[(&str, &str)]) -> BTreeMap<String, String> {
+    environment.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect()
+}
+
 /// Every mutant of one target.
 fn mutants(target: &Target) -> Vec<Fault> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(target.folder);
@@ -145,7 +164,7 @@ fn mutants(target: &Target) -> Vec<Fault> {
                     line: Some(at + 1),
                     case: String::new(),
                     found_as: None,
-                    environment: BTreeMap::new(),
+                    environment: owned(target.environment),
                     sound_is_known: true,
                 });
             }
