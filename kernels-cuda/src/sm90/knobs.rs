@@ -182,13 +182,11 @@ impl Sm90Tile {
     fn check_fp8(&self, spec: &FwdSpec) -> Result<(), String> {
         let refuse = |words: String| Err(format!("tile {words}"));
         let (qk, v) = (spec.dtype_qk, spec.dtype_v);
-        if qk.is_fp8() && self.skip_row_max {
-            return refuse(format!("skip_row_max=1: scores of dtype_qk {qk} are not computed again"));
-        }
+        let operand_v = super::operand_v(spec, self);
         if qk.is_fp8() && self.copy_bytes > 0 {
             return refuse(format!("copy_bytes={}: dtype_qk {qk} is loaded by TMA alone", self.copy_bytes));
         }
-        if !v.is_fp8() {
+        if !operand_v.is_fp8() {
             for (field, value) in [
                 ("flush_every", self.flush_every),
                 ("output_columns", self.output_columns),
@@ -198,7 +196,7 @@ impl Sm90Tile {
                     return refuse(format!("{field}={value}: P V of dtype_v {v} is summed in f32"));
                 }
             }
-            return Ok(());
+            return self.check_prepared(spec);
         }
         if self.block_n % 32 != 0 {
             return refuse(format!(
@@ -235,7 +233,13 @@ impl Sm90Tile {
                 self.flush_every
             ));
         }
-        if super::turns_v(spec) {
+        self.check_prepared(spec)
+    }
+
+    fn check_prepared(&self, spec: &FwdSpec) -> Result<(), String> {
+        let refuse = |words: String| Err(format!("tile {words}"));
+        let v = spec.dtype_v;
+        if super::prepares_v(spec, self) {
             for (field, on) in
                 [("cluster=2", self.cluster > 1), ("warp_specialised=0", !self.warp_specialised)]
             {

@@ -1,7 +1,7 @@
 //! Which tile a problem gets: a row a head dimension, and what modifiers, FP8 and few rows change of it.
 
 use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
-use fmha_core::{DType, FwdProblem, MaskKind};
+use fmha_core::{DType, FwdProblem, MaskKind, VLayout};
 
 use super::{Sm90Tile, TileOrder, copy_bytes, elem_bytes, odd_bias_stride, padded_dim};
 
@@ -40,7 +40,6 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         // 292, with four stages 287, at 256 (304); 398 and 366 at 512.
         (64, MaskKind::Full)
             if !modifies(&spec)
-                && !spec.dtype_qk.is_fp8()
                 && wasted_by_192_rows(seqlen_q)
                 && takes_128_rows =>
         {
@@ -110,8 +109,9 @@ pub(super) fn adds_wide_elements(spec: &FwdSpec) -> bool {
 }
 
 /// The larger head dimension, as the tiles have it.
-fn widest(spec: &FwdSpec) -> i32 {
-    padded_dim(spec.head_dim_qk).max(padded_dim(spec.head_dim_v))
+const fn widest(spec: &FwdSpec) -> i32 {
+    let (qk, v) = (padded_dim(spec.head_dim_qk), padded_dim(spec.head_dim_v));
+    if qk > v { qk } else { v }
 }
 
 /// Clusters of two that load half of K and V each, where that was measured to gain: half the traffic from the L2,
@@ -169,8 +169,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         // 703 beside 720 at 1k, 853 beside 855 at 16k; causal 360 beside 376, 530 beside 537.
         _ => (128, 64, true, 0),
     };
-    // Beside sums of FP8 that are not flushed yet a soft-cap alone spills too.
-    let heavy = modifies(spec) && (!modifies_lightly(spec) || spec.dtype_v.is_fp8());
+    let heavy = modifies(spec) && !modifies_lightly(spec);
     let mut tile = Sm90Tile {
         block_m,
         block_n,
@@ -208,6 +207,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         q_in_registers: false,
         f16_scores: false,
         f16_output: false,
+        f16_values: false,
         flush_every: 0,
         output_columns: 0,
         output_first: false,
@@ -216,12 +216,12 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         // (B1 H16 S512), 34.2 and 33.4 (B8 H16 S512).
         dependent_launch: true,
     };
-    if spec.dtype_qk.is_fp8() {
+    if spec.dtype_v.is_fp8() {
         tile.take_fp8(spec);
     }
     if adds_wide_elements(spec) && !spec.dropout {
         tile.take_bias(spec);
-    } else if spec.dropout && !modifies_score(spec) && !spec.dtype_v.is_fp8() {
+    } else if spec.dropout && !modifies_score(spec) {
         tile.take_dropout(spec);
     } else if heavy {
         tile.take_registers(spec);
@@ -237,40 +237,18 @@ impl Sm90Tile {
         (self.lookahead, self.split_q, self.wait_anchor, self.skip_row_max) = (false, false, 0, false);
     }
 
-    /// What FP8 changes of a tile of 16-bit types. With every row's maximum, since scores of 8-bit elements are not
-    /// computed again. Registers, of which a thread has 232 (three warpgroups: 160), decide: of S
-    /// `block_n / 2`, of O `head_dim_v / 2`, as many again for what is not flushed yet (or those of `output_columns`), of P
-    /// `block_n / 8`.
-    ///
-    /// Sums modelled at 128k keys (docs/kernels/sm90-fwd.md), V of mean 1, where they hurt most, O's relative error: f32 7e-4,
-    /// flushed after each block 1.0e-3, two 1.8e-3, four 4.2e-3, never 0.58. bf16 rounds O itself by 1.7e-3.
-    ///
-    /// TFLOP/s below: one H200, e4m3, full, S 8192.
+    /// What a V of FP8 changes of a tile of 16-bit types, whose registers and steps it otherwise has: it comes in blocks of its
+    /// own, which are widened to f16.
     const fn take_fp8(&mut self, spec: &FwdSpec) {
-        self.skip_row_max = false;
-        self.lazy_rescale_log2 = 0;
-        if !spec.dtype_v.is_fp8() {
-            return;
+        self.f16_values = true;
+        // Q takes half the room.
+        if widest(spec) > 192 {
+            (self.block_n, self.split_q) = (80, false);
         }
-        (self.block_m, self.block_n, self.wait_anchor, self.flush_every, self.output_columns) =
-            match (padded_dim(spec.head_dim_qk), padded_dim(spec.head_dim_v)) {
-                // Two warpgroups 428 before, three 616; 160 keys, output first 629, beside the next S 632 with spills.
-                (..=64, 64) if matches!(spec.mask, MaskKind::Full) => (192, 160, 0, 1, 32),
-                (..=64, 64) => (192, 128, 16, 1, 0),
-                // Output first 872; as the next row 834.
-                (..=128, 128) if matches!(spec.mask, MaskKind::Full) => (128, 192, 0, 1, 64),
-                // The turn passed on after the maximum, beside the usual: never flushed 918 and 838, each other block
-                // 845 and 755; each block 834 both.
-                (_, 64 | 96 | 128) => (128, 128, 32, 1, 0),
-                // 64 columns at a time: spills of 8 to 16 bytes in some.
-                (_, 160 | 192 | 224) => (128, 128, 0, 1, 32),
-                // Beside the next S: 96 keys 956, with 64 columns at a time 1029, 64 keys 884; output first 1111.
-                _ => (128, 128, 0, 1, 64),
-            };
-        let v = padded_dim(spec.head_dim_v);
-        self.output_first = v > 192 || self.block_n > 128;
-        self.turn_after_max = v <= 128 && self.block_m == 128 && !self.output_first;
-        (self.lookahead, self.split_q) = (v <= 192 && (self.block_n < 192), false);
+        // Along keys whole swizzles of 32 bytes.
+        if matches!(spec.v_layout, VLayout::ColMajor) {
+            self.block_n = self.block_n / 32 * 32;
+        }
     }
 
     /// What an elementwise bias of 16 bits changes: it takes shared memory, which lookahead or keys give.

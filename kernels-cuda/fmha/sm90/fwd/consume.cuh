@@ -44,7 +44,8 @@ struct Consumer {
   static constexpr int dim_qk = padded_dim(spec.head_dim_qk), dim_v = padded_dim(spec.head_dim_v);
   // Of a first block whose later keys the mask hides from the warpgroup, as on the diagonal from the upper one,
   // only so many are computed.
-  static constexpr int half_n = round_up(tile.block_n / 2, mma::kDepth<Storage<spec.dtype_v>>);
+  static constexpr DType type_v = operand_v(spec, tile);
+  static constexpr int half_n = round_up(tile.block_n / 2, mma::kDepth<Storage<type_v>>);
   static constexpr int consumers = num_consumers(tile);
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
 
@@ -58,7 +59,7 @@ struct Consumer {
 
   mma::AccumulatorOf<dim_v, tile.f16_output> o;
   mma::RegisterTile<Storage<spec.dtype_qk>, tile.q_in_registers ? dim_qk : mma::kDepth<Storage<spec.dtype_qk>>> q;
-  mma::RegisterTile<Storage<spec.dtype_v>, tile.block_n> probs;
+  mma::RegisterTile<Storage<type_v>, tile.block_n> probs;
   static constexpr bool flushes = tile.flush_every > 0;
   static constexpr int part = output_columns(spec, tile), num_parts = dim_v / part;
   static constexpr int num_recent = tile.output_first && num_parts > 1 ? 2 : 1;
@@ -163,7 +164,7 @@ struct Consumer {
     if constexpr (flushes) {
 #pragma unroll
       for (int i = 0; i < num_parts; ++i) {
-        mma::start_register_product_abt<spec.dtype_v, 1>(recent[i % num_recent], probs, smem.v[v_slot.index], i * part,
+        mma::start_register_product_abt<type_v, 1>(recent[i % num_recent], probs, smem.v[v_slot.index], i * part,
                                                          tile.flush_every > 1 && unflushed > 0);
         const int added = i + 1 - num_recent;
         if (added < 0 || added + 1 == num_parts) continue;
@@ -171,9 +172,9 @@ struct Consumer {
         add_recent(added);
       }
     } else if constexpr (Shared::v_columns) {
-      mma::start_register_product_abt<spec.dtype_v, 1>(o, probs, smem.v[v_slot.index], 0, true);
+      mma::start_register_product_abt<type_v, 1>(o, probs, smem.v[v_slot.index], 0, true);
     } else {
-      mma::start_product_ab<spec.dtype_v>(o, probs, smem.v[v_slot.index]);
+      mma::start_product_ab<type_v>(o, probs, smem.v[v_slot.index]);
     }
   }
   FMHA_DEVICE void add_recent(int i) {
@@ -345,12 +346,12 @@ struct Consumer {
 
   template <int n>
   FMHA_DEVICE void take_probs(Scores<n>& s) {
-    if constexpr (is_fp8(spec.dtype_v)) {
+    if constexpr (is_fp8(type_v)) {
       if constexpr (spec.dropout) dropped.drop(s);
       constexpr auto order = Shared::turned ? mma::KeyOrder::OfAccumulator : mma::KeyOrder::OfMemory;
-      mma::pack_operand<spec.dtype_v, order>(probs, s, zero());
+      mma::pack_operand<type_v, order>(probs, s, zero());
     } else {
-      probs.template from<spec.dtype_v>(s, zero());
+      probs.template from<type_v>(s, zero());
       if constexpr (spec.dropout) dropped.drop(probs, n);
     }
   }
@@ -449,10 +450,11 @@ struct Consumer {
     ScoreSums<tile.block_n> products;
     overlap_products(products, false, last, work(), block);
     auto&& s = mma::in_f32(products);
+    take_sign(s);
     modify(s, work(), block);
     float sums[2];
     softmax.step_reusing_row_max(s, scale_log2, sums, never());
-    finish_output();
+    finish_overlapped_output();
     bool raised = false;
     if (__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(sums))) raised = raise_row_max(s, sums, block);
     softmax.add(sums);
@@ -470,6 +472,7 @@ struct Consumer {
     const bool overflows = __any_sync(ptx::kAllLanes, softmax.overflows_f32(real_sums));
     if (overflows) {
       recompute_scores<spec, tile>(p, work(), rows.row, block, s);
+      take_sign(s);
       modifiers().apply(s, bias, work(), rows.row, block);
       softmax.step(s, scale_log2, never(), [] {});
       sums[0] = sums[1] = 0.f;
@@ -491,7 +494,7 @@ struct Consumer {
       const int32_t end = has_hi ? query_of<tile>(p, rows.row + 8 * r) + work().hi + 1 : work().seqlen_k;
       const float share = softmax.rows[r].row_sum;
       const bool sees_keys = share > 0.f || end - (block + 1) * tile.block_n >= 8;
-      apart |= is_row(r) && sees_keys && share < exp2_of_negative<tile.exact_max_spread_log2>();
+      apart |= is_row(r) && sees_keys && share < exp2_of_negative<tile.exact_max_spread_log2 - p_offset_log2(spec, tile)>();
     }
     return apart;
   }
