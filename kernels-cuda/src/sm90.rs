@@ -86,12 +86,12 @@ abi_spec! {
         /// A V of FP8 is brought to f16 in shared memory, which holds it exactly, and P V is a product of f16, summed in f32;
         /// else of FP8.
         pub f16_values: bool,
-        /// FP8's P V, which the tensor cores sum in some 14 bits, is added to O in f32 registers after so many blocks of
-        /// keys; 0: never.
-        pub flush_every: i32 = Takes::within(0, 64).tuned_over(&[1, 2, 4]),
-        /// With `flush_every=1`: columns of O that are summed at a time, where registers are short; 0: all of them.
+        /// A product P V of FP8, which the tensor cores sum in some 14 bits, is added to O in f32 registers after each block
+        /// of keys; else they sum O throughout.
+        pub flush: bool,
+        /// With `flush`: columns of O that are summed at a time, where registers are short; 0: all of them.
         pub output_columns: i32 = Takes::multiples(32, 0, 256),
-        /// With `flush_every=1`: a block's P V is summed, and added to O, before the next block's S is started, whose
+        /// With `flush`: a block's P V is summed, and added to O, before the next block's S is started, whose
         /// registers it has until then; else beside it.
         pub output_first: bool,
         /// Blocks of an elementwise bias of 16 bits that TMA brings into shared memory, each warpgroup's rows by

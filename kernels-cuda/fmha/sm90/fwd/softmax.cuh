@@ -37,9 +37,6 @@ struct Softmax {
   RowStats rows[2];
   float correction[2];
 
-  FMHA_DEVICE static float shift_of(float row_max, float scale_log2) {
-    return p_offset_log2 == 0 ? row_max * scale_log2 : fmaf(row_max, scale_log2, -float(p_offset_log2));
-  }
   FMHA_DEVICE void reset() { rows[0] = rows[1] = RowStats{}; }
 
   // The largest of S and of the maxima so far, of this thread's columns.
@@ -96,7 +93,7 @@ struct Softmax {
       correction[r] = ptx::ex2_approx_ftz((row.row_max - base) * scale_log2);
       row.row_max = new_max[r];
       sums[r] = row.row_sum * correction[r];
-      shift[r] = shift_of(base, scale_log2);
+      shift[r] = p_offset_log2 == 0 ? base * scale_log2 : fmaf(base, scale_log2, -float(p_offset_log2));
     }
     have_max();
     exponentiate(s, scale_log2, shift, sums, never);
@@ -108,13 +105,14 @@ struct Softmax {
   // high enough is told afterwards by the block's sums, which no P in it exceeds.
   template <int n>
   FMHA_DEVICE void step_reusing_row_max(mma::Accumulator<n>& s, float scale_log2, float (&sums)[2], uint32_t never) {
-    const float shift[2] = {shift_of(rows[0].row_max, scale_log2), shift_of(rows[1].row_max, scale_log2)};
+    static_assert(p_offset_log2 == 0, "the thresholds below are for a P that is not scaled");
+    const float shift[2] = {rows[0].row_max * scale_log2, rows[1].row_max * scale_log2};
     sums[0] = sums[1] = 0.f;
     exponentiate(s, scale_log2, shift, sums, never);
   }
-  // Whether some P may be beyond 2^lazy_rescale_log2, its offset aside. So does NaN count: it is the sum of a row whose running
+  // Whether some P may be beyond 2^lazy_rescale_log2. So does NaN count: it is the sum of a row whose running
   // maximum is still -inf.
-  FMHA_DEVICE static bool exceeds_rescale_threshold(const float (&sums)[2]) { return exceed(sums, float(1 << (tile.lazy_rescale_log2 + p_offset_log2))); }
+  FMHA_DEVICE static bool exceeds_rescale_threshold(const float (&sums)[2]) { return exceed(sums, float(1 << tile.lazy_rescale_log2)); }
   // Whether P may have overflowed f32, which leaves nothing to rescale. The limit is lower than f32's, since the
   // correction of a P beyond 2^126 would be 0.
   FMHA_DEVICE static bool overflows_f32(const float (&sums)[2]) { return exceed(sums, 1.2676506e30f); }  // 2^100
@@ -125,15 +123,14 @@ struct Softmax {
   template <int n>
   FMHA_DEVICE void rescale_to_row_max(mma::Accumulator<n>& p, float scale_log2, float (&sums)[2]) {
     using S = mma::Accumulator<n>;
-    constexpr float at_row_max = 1 << p_offset_log2;
-    float top[2] = {at_row_max, at_row_max};
+    float top[2] = {1.f, 1.f};
 #pragma unroll
     for (int e = 0; e < S::num_elems; ++e) top[S::row(e)] = fmaxf(top[S::row(e)], p[e]);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       RowStats& row = rows[r];
       top[r] = quad_reduce(top[r], [](float a, float b) { return fmaxf(a, b); });
-      const float new_max = row.row_max + (ptx::lg2_approx_ftz(top[r]) - float(p_offset_log2)) / scale_log2;
+      const float new_max = row.row_max + ptx::lg2_approx_ftz(top[r]) / scale_log2;
       correction[r] = ptx::ex2_approx_ftz((row.row_max - new_max) * scale_log2);
       row.row_max = new_max;
       row.row_sum *= correction[r];

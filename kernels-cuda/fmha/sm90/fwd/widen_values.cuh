@@ -32,28 +32,36 @@ FMHA_DEVICE void widen_values(const Raw& raw, const Wide& wide) {
   static_assert(Raw::rows == Wide::rows && Raw::dim == Wide::dim, "the same elements");
   constexpr int columns = Raw::dim % 64 == 0 ? 64 : 32, words = columns / 16, rows = 32 / words;
   static_assert(Wide::span == columns && Raw::rows % rows == 0, "whole steps and groups");
-  constexpr int groups = Raw::rows / rows, steps = Raw::dim / columns;
+  constexpr int groups = Raw::rows / rows, steps = Raw::dim / columns, at_once = max(batch / steps, 1);
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kValueWarps;
-  const int32_t at = lane / words, row = (at & 1 ? at ^ 4 : at) % rows, column = lane % words * 16;
-  uint32_t from = raw.address() + fmha::mma::word_offset<Raw>(row, column) + warp * rows * Raw::span_bytes;
-  uint32_t to = wide.address() + fmha::mma::word_offset<Wide>(row, column) + warp * rows * Wide::span_bytes;
+  const int32_t at = lane / words, row = warp * rows + (at & 1 ? at ^ 4 : at), column = lane % words * 16;
+  uint32_t from = raw.address() + fmha::mma::word_offset<Raw>(row, column);
+  uint32_t to = wide.address() + fmha::mma::word_offset<Wide>(row, column);
+  constexpr int stride = kValueWarps * rows;
 #pragma unroll 1
-  for (int32_t group = warp; group < groups; group += kValueWarps) {
+  for (int32_t group = warp; group < groups; group += at_once * kValueWarps) {
+    // A group whose turn it would be after the last is not there.
+    const auto there = [&](int item) {
+      return groups % (at_once * kValueWarps) == 0 || group + item / steps * kValueWarps < groups;
+    };
 #pragma unroll
-    for (int first = 0; first < steps; first += batch) {
+    for (int first = 0; first < at_once * steps; first += batch) {
       uint32_t v[batch][4];
 #pragma unroll
-      for (int i = 0; i < batch && first + i < steps; ++i)
-        ptx::ld_shared_v4(v[i], fmha::mma::beyond<Raw>(from, 0, (first + i) * columns));
+      for (int i = first; i < min(first + batch, at_once * steps); ++i) {
+        if (there(i)) ptx::ld_shared_v4(v[i - first], fmha::mma::beyond<Raw>(from, i / steps * stride, i % steps * columns));
+      }
 #pragma unroll
-      for (int i = 0; i < batch && first + i < steps; ++i) {
-        const uint32_t words_at = to + (first + i) * (columns / Wide::span) * Wide::chunk_bytes;
-        widen_word<dtype>(words_at, v[i][0], v[i][1]);
-        widen_word<dtype>(words_at ^ 16, v[i][2], v[i][3]);
+      for (int i = first; i < min(first + batch, at_once * steps); ++i) {
+        const uint32_t address = to + i / steps * stride * Wide::span_bytes + i % steps * Wide::chunk_bytes;
+        if (there(i)) {
+          widen_word<dtype>(address, v[i - first][0], v[i - first][1]);
+          widen_word<dtype>(address ^ 16, v[i - first][2], v[i - first][3]);
+        }
       }
     }
-    from += kValueWarps * rows * Raw::span_bytes;
-    to += kValueWarps * rows * Wide::span_bytes;
+    from += at_once * stride * Raw::span_bytes;
+    to += at_once * stride * Wide::span_bytes;
   }
 }
 
