@@ -43,11 +43,7 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         }
         // Of 192 rows a third would be empty: B64 H16 bf16 153 and 167, with four stages 170, at 128 (cuDNN 163), 253 and
         // 292, with four stages 287, at 256 (304); 398 and 366 at 512.
-        (64, MaskKind::Full)
-            if !modifies(&spec)
-                && wasted_by_192_rows(seqlen_q)
-                && takes_128_rows =>
-        {
+        (64, MaskKind::Full) if !modifies(&spec) && wasted_by_192_rows(seqlen_q) && takes_128_rows => {
             tile.block_m = 128;
             if dims.seqlen_k <= 128 {
                 tile.stages = 4;
