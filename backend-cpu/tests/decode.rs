@@ -126,19 +126,27 @@ fn pages_in_any_order_are_the_strided_cache() {
 #[test]
 fn an_fp8_cache_is_its_values_in_the_type_of_q() {
     for (isa, backend) in backends() {
-        for dtype in [DType::F16, DType::Bf16] {
-            let mut narrow = Inputs::random(problem(dtype, 1, (4, 2), (64, 64)), &[], 8);
-            narrow.problem.dtype_cache = Some(DType::E4m3Fn);
+        for (dtype, dtype_cache, seqlen_q, heads, head_dims, descales) in [
+            (DType::F16, DType::E4m3Fn, 1, (4, 2), (64, 64), [0.7f32, 1.3]),
+            (DType::Bf16, DType::E4m3Fn, 1, (4, 2), (64, 64), [0.7, 1.3]),
+            // Rows that are no whole vectors of codes; queries that see different keys.
+            (DType::Bf16, DType::E5m2, 3, (8, 2), (96, 40), [-0.7, 1e-3]),
+            (DType::Bf16, DType::E4m3Fn, 1, (12, 1), (136, 200), [448.0, -1.3]),
+            (DType::Bf16, DType::E4m3Fnuz, 2, (4, 4), (128, 128), [0.7, 1.3]),
+        ] {
+            let mut narrow = Inputs::random(problem(dtype, seqlen_q, heads, head_dims), &[], 8);
+            narrow.problem.dtype_cache = Some(dtype_cache);
             (narrow.problem.descale_k, narrow.problem.descale_v) = (Descale::PerTensor, Descale::PerTensor);
-            (narrow.descales[1], narrow.descales[2]) = (vec![0.7], vec![1.3]);
+            (narrow.descales[1], narrow.descales[2]) = (vec![descales[0]], vec![descales[1]]);
             let mut wide = narrow.clone();
             (wide.problem.dtype_cache, wide.descales) = (None, Default::default());
             (wide.problem.descale_k, wide.problem.descale_v) = (Descale::None, Descale::None);
-            let shape = narrow.problem.shape_k();
-            for (narrow, wide, descale) in
-                [(&mut narrow.k, &mut wide.k, 0.7f32), (&mut narrow.v, &mut wide.v, 1.3)]
+            let shapes = [narrow.problem.shape_k(), narrow.problem.shape_v()];
+            for (n, (narrow, wide)) in
+                [(&mut narrow.k, &mut wide.k), (&mut narrow.v, &mut wide.v)].into_iter().enumerate()
             {
-                let mut codes = Tensor::poisoned(DType::E4m3Fn, narrow.strides, shape);
+                let (shape, descale) = (shapes[n], descales[n]);
+                let mut codes = Tensor::poisoned(dtype_cache, narrow.strides, shape);
                 copy(narrow, &mut codes, shape, |b, s| (b, s));
                 *narrow = codes;
                 for b in 0..shape.batch {
@@ -152,7 +160,10 @@ fn an_fp8_cache_is_its_values_in_the_type_of_q() {
                     }
                 }
             }
-            assert!(run_on(&backend, &narrow, None) == run_on(&backend, &wide, None), "{isa} {dtype}");
+            assert!(
+                run_on(&backend, &narrow, None) == run_on(&backend, &wide, None),
+                "{isa} {dtype} {dtype_cache} {heads:?} {head_dims:?}"
+            );
         }
     }
 }

@@ -88,6 +88,12 @@ fn an_output_over_an_input_or_another_output_is_refused() {
     with_lse.write_lse = true;
     let lse_in_o = FwdArgs { lse: Some(output(0x40000 + 4, 24)), ..args() };
     assert!(refusal(with_lse, &lse_in_o).contains("overlaps"));
+    // One row of O among K's three: the stride from row to row, which nothing uses, steps over none of them.
+    let dims = Dims { batch: 1, seqlen_q: 1, seqlen_k: 3, num_heads_q: 1, num_heads_kv: 1, ..DIMS };
+    let mut one_row = FwdProblem::batch(DType::F32, dims);
+    one_row.o.seq = 960;
+    let in_k = FwdArgs { o: output(0x20000 + 12 * 4, 8), ..args() };
+    assert!(refusal(one_row, &in_k).starts_with("o (32 bytes at 0x20030) overlaps k (96 bytes"));
 }
 
 /// dQ, dK and dV in one buffer, dK and dV so many elements behind dQ; rows of dQ `q_row` elements apart, of the others

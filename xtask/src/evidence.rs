@@ -3,7 +3,7 @@
 //! A battery, a mutation run or a run on a device holds for the device text that it was made on, and for the emulator's.
 //! So each figure is kept with the hash of what it is about, and shown as stale as soon as that hash is another.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -14,8 +14,12 @@ const BEGIN: &str = "<!-- support: written by `cargo xtask support` from tests/e
 const END: &str = "<!-- end of support -->";
 const FOLDER: &str = "tests/evidence";
 
-/// Folders of the device text that belong to one architecture's kernels, whose names begin so.
-const ARCHITECTURES: [&str; 6] = ["cdna", "simt", "sm100", "sm120", "sm80", "sm90"];
+/// Headers outside a kernel's own folder that its launches begin with: kernel and header.
+const ENTRIES: [(&str, &str); 3] = [
+    ("combine", "fmha/combine.cuh"),
+    ("combine", "fmha/combine.h"),
+    ("sm100", "fmha/common/merge_parts.cuh"),
+];
 const FALLBACK: &str = "simt";
 
 /// Figures of one run.
@@ -58,7 +62,7 @@ pub(crate) fn keep(on: &str, file: &str, cases: &str) -> Result<(), String> {
     if figures.is_empty() {
         return Err(format!("{file}: no line of a kernel's counts in it"));
     }
-    let emulator = emulator_folder(on).map(|folder| hash_of(&[folder], &|_| true)).transpose()?;
+    let emulator = emulator_folder(on).map(|folder| hash_of(&[folder])).transpose()?;
     let evidence = Evidence { on: on.to_owned(), made: today(), cases: cases.to_owned(), emulator, figures };
     let name: String = on.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
     let path = root().join(FOLDER).join(format!("{name}.txt"));
@@ -127,7 +131,7 @@ impl Evidence {
     /// Whether a figure's text and emulator are those of now.
     fn is_fresh(&self, figure: &Figure) -> bool {
         let same = text_hash(&self.on, &figure.kernel).is_ok_and(|now| now == figure.text);
-        let emulator = emulator_folder(&self.on).and_then(|folder| hash_of(&[folder], &|_| true).ok());
+        let emulator = emulator_folder(&self.on).and_then(|folder| hash_of(&[folder]).ok());
         same && emulator == self.emulator
     }
 
@@ -149,51 +153,124 @@ fn emulator_folder(on: &str) -> Option<&'static str> {
     }
 }
 
-/// Hash of what a kernel is made of: its vendor's text and the shared headers, without the folders of other
-/// architectures.
+/// Folders of headers whose functions are an instruction each, of which a kernel uses a few.
+const INSTRUCTIONS: [&str; 2] = ["ptx", "isa"];
+
+/// Hash of what a kernel is made of: the headers of its folder, whose name its own begins with, and those that they
+/// include; of functions that are an instruction, those that it names. A case that ran on several kernels is about all of them.
 fn text_hash(on: &str, kernel: &str) -> Result<String, String> {
     let folders: &[&str] = match on.split([',', ' ']).next().unwrap_or_default() {
-        "cpu" => &["backend-cpu/src"],
-        "cuda" => &["kernels-cuda/fmha", "core/device/fmha"],
-        "rocm" => &["kernels-hip/fmha", "core/device/fmha"],
+        "cpu" => return hash_of(&["backend-cpu/src"]),
+        "cuda" => &["kernels-cuda", "core/device"],
+        "rocm" => &["kernels-hip", "core/device"],
         other => return Err(format!("`{other}` is no backend")),
     };
-    let kernels: Vec<&str> = kernel.split('+').collect();
-    let belongs = |path: &Path| {
-        path.components().filter_map(|part| part.as_os_str().to_str()).all(|folder| {
-            let another = ARCHITECTURES.contains(&folder);
-            !another || kernels.iter().any(|kernel| kernel.starts_with(folder))
-        })
-    };
-    hash_of(folders, &belongs)
+    let mut reached: BTreeMap<PathBuf, String> = BTreeMap::new();
+    let mut open: Vec<PathBuf> = Vec::new();
+    for kernel in kernel.split('+') {
+        let entries: Vec<&str> =
+            ENTRIES.iter().filter(|(of, _)| *of == kernel).map(|(_, header)| *header).collect();
+        for folder in folders {
+            let base = Path::new(folder);
+            let begins = |header: &PathBuf| {
+                let Ok(name) = header.strip_prefix(base.join("fmha")) else { return false };
+                // A file, or a folder of an architecture's.
+                let first = name.iter().next().and_then(|first| first.to_str()).unwrap_or_default();
+                kernel.starts_with(first) || entries.iter().any(|entry| *header == base.join(entry))
+            };
+            open.extend(files_below(&[&format!("{folder}/fmha")])?.into_iter().filter(begins));
+        }
+    }
+    if open.is_empty() {
+        return Err(format!("no header begins kernel `{kernel}`"));
+    }
+    while let Some(path) = open.pop() {
+        let text = std::fs::read_to_string(root().join(&path))
+            .map_err(|error| format!("{}: {error}", path.display()))?;
+        let included = text.lines().filter_map(|line| line.strip_prefix("#include <")?.split_once('>'));
+        for (name, _) in included {
+            // What is in neither folder is rendered from Rust.
+            let paths = folders.iter().map(|folder| Path::new(folder).join(name));
+            open.extend(paths.filter(|path| root().join(path).exists() && !reached.contains_key(path)));
+        }
+        reached.insert(path, text);
+    }
+    let named = words(reached.values());
+    for (path, text) in &mut reached {
+        if path.iter().any(|folder| INSTRUCTIONS.iter().any(|instructions| folder == *instructions)) {
+            *text = without_unnamed_functions(text, &named);
+        }
+    }
+    Ok(hash_of_texts(reached.into_iter().map(|(path, text)| (path, text.into_bytes()))))
 }
 
-/// Hash of the files below folders of the repository, names and texts, of those that `belongs` takes.
-fn hash_of(folders: &[&str], belongs: &dyn Fn(&Path) -> bool) -> Result<String, String> {
-    let mut files = Vec::new();
+/// How often each word stands in some texts.
+fn words<'a>(texts: impl Iterator<Item = &'a String>) -> BTreeMap<String, usize> {
+    let mut counts = BTreeMap::new();
+    for word in texts.flat_map(|text| text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_')) {
+        *counts.entry(word.to_owned()).or_default() += 1;
+    }
+    counts
+}
+
+/// A header without the paragraphs of functions whose names stand nowhere else.
+fn without_unnamed_functions(text: &str, named: &BTreeMap<String, usize>) -> String {
+    let is_kept = |paragraph: &&str| {
+        let own = words([(*paragraph).to_owned()].iter());
+        let defined: Vec<&str> = paragraph
+            .split("FMHA_DEVICE ")
+            .skip(1)
+            .filter_map(|rest| rest.split_once('(')?.0.split([' ', '&', '*']).next_back())
+            .collect();
+        defined.is_empty() || defined.iter().any(|name| named.get(*name) != own.get(*name))
+    };
+    text.split("\n\n").filter(is_kept).collect::<Vec<_>>().join("\n\n")
+}
+
+/// Hash of the files below folders of the repository, names and texts.
+fn hash_of(folders: &[&str]) -> Result<String, String> {
+    hash_of_files(files_below(folders)?)
+}
+
+fn files_below(folders: &[&str]) -> Result<BTreeSet<PathBuf>, String> {
+    let mut files = BTreeSet::new();
     for folder in folders {
         let mut open = vec![PathBuf::from(folder)];
         while let Some(folder) = open.pop() {
             let entries = std::fs::read_dir(root().join(&folder))
                 .map_err(|error| format!("{}: {error}", folder.display()))?;
             for name in entries.flatten().map(|entry| folder.join(entry.file_name())) {
-                if root().join(&name).is_dir() { open.push(name) } else { files.push(name) }
+                if root().join(&name).is_dir() {
+                    open.push(name);
+                } else {
+                    files.insert(name);
+                }
             }
         }
     }
-    files.retain(|file| belongs(file));
-    files.sort();
-    let mut hash = Sha256::new();
-    for file in files {
+    Ok(files)
+}
+
+fn hash_of_files(files: BTreeSet<PathBuf>) -> Result<String, String> {
+    let read = |path: PathBuf| {
         let text =
-            std::fs::read(root().join(&file)).map_err(|error| format!("{}: {error}", file.display()))?;
-        let name = file.display().to_string();
+            std::fs::read(root().join(&path)).map_err(|error| format!("{}: {error}", path.display()))?;
+        Ok((path, text))
+    };
+    Ok(hash_of_texts(files.into_iter().map(read).collect::<Result<Vec<_>, String>>()?.into_iter()))
+}
+
+/// Of names and texts.
+fn hash_of_texts(texts: impl Iterator<Item = (PathBuf, Vec<u8>)>) -> String {
+    let mut hash = Sha256::new();
+    for (path, text) in texts {
+        let name = path.display().to_string();
         hash.update((name.len() as u64).to_le_bytes());
         hash.update(name);
         hash.update((text.len() as u64).to_le_bytes());
         hash.update(text);
     }
-    Ok(hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect())
+    hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Every file of evidence, by name.
@@ -279,7 +356,7 @@ mod tests {
     #[test]
     fn a_figure_of_another_text_is_stale_and_one_of_this_text_is_not() {
         let on = "cuda, sm_90a emulated";
-        let emulator = hash_of(&["tests/emulators/ptx/src"], &|_| true).ok();
+        let emulator = hash_of(&["tests/emulators/ptx/src"]).ok();
         let text = text_hash(on, "sm90").unwrap_or_default();
         let figure = Figure { kernel: "sm90".to_owned(), found: "3 passed, 0 failed".to_owned(), text };
         let one = Evidence {
@@ -301,8 +378,22 @@ mod tests {
     fn another_architectures_text_is_no_part_of_a_kernel() {
         let hash = |kernel| text_hash("cuda", kernel).unwrap_or_default();
         assert_ne!(hash("sm90"), hash("simt"));
+        assert_ne!(hash("sm100"), hash("sm90"));
         assert_ne!(hash("combine"), hash("combine+sm90"));
         assert!(text_hash("tpu", "sm90").is_err());
+    }
+
+    #[test]
+    fn an_instruction_that_a_kernel_does_not_name_is_no_part_of_it() {
+        let header = "#pragma once\n\n// Adds.\nFMHA_DEVICE float add(float a) { return add_asm(a); }\n\n\
+                      FMHA_DEVICE float other(float a) { return a; }\n\n}  // namespace";
+        let kept = |user: &str| {
+            let texts = [header.to_owned(), user.to_owned()];
+            without_unnamed_functions(header, &words(texts.iter()))
+        };
+        assert!(!kept("y = ptx::add(x);").contains("other") && kept("y = ptx::add(x);").contains("Adds."));
+        assert_eq!(kept("add other"), header);
+        assert_eq!(kept(""), "#pragma once\n\n}  // namespace");
     }
 
     #[test]

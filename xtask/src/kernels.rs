@@ -13,6 +13,8 @@ pub(crate) enum Mode {
     HappensBefore,
     /// Clusters run piece by piece in an order that a seed decides, another with each launch: so tiles are claimed by others.
     DrawnOrder,
+    /// Asynchronous work takes effect as late as a seed decides, another with each launch.
+    Late,
 }
 
 /// One kernel on one architecture.
@@ -156,7 +158,7 @@ pub(crate) const ROWS: &[Row] = &[
         ..HOPPER
     },
     // Blackwell: short and ragged tiles, hidden NaN, packed heads; keys in parts and in order, every access ordered by
-    // vector clocks; tiles drawn in any order, the same bits.
+    // vector clocks; tiles drawn in any order, and asynchronous work late, the same bits.
     Row {
         in_test: Cases {
             filter: "^(edges/(off_tile|nan|inf|group|gqa|short_query).*bf16|heads/(batch|group)/.*bf16|rare/[a-z_]*/bf16/(gaps|group)$)",
@@ -164,7 +166,12 @@ pub(crate) const ROWS: &[Row] = &[
         },
         ..BLACKWELL
     },
-    Row { kernel: None, in_all: Cases { filter: FORWARD, deal: 1 }, ..BLACKWELL },
+    Row {
+        kernel: None,
+        in_test: Cases { filter: FORWARD, deal: 64 },
+        in_all: Cases { filter: FORWARD, deal: 1 },
+        ..BLACKWELL
+    },
     // Pairs of CTAs, which wait for each other.
     Row {
         tile: Some("cluster=2,order=dynamic,split_keys=0,copy_bytes=0"),
@@ -199,6 +206,13 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^bits/few/", deal: 1 },
         ..BLACKWELL
     },
+    Row {
+        mode: Mode::Late,
+        multiprocessors: Some(2),
+        in_test: Cases { filter: "^bits/few/.*/bf16/d64/b/(mixed_rows|towering)$", deal: 1 },
+        in_all: Cases { filter: "^bits/few/", deal: 1 },
+        ..BLACKWELL
+    },
     amd("gfx90a", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
     amd("gfx942", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 2 }),
     amd("gfx950", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
@@ -225,6 +239,7 @@ impl Row {
             Mode::Eager => None,
             Mode::HappensBefore => Some("happens-before"),
             Mode::DrawnOrder => Some("drawn order"),
+            Mode::Late => Some("late"),
         };
         [Some(self.backend), Some(self.arch), self.kernel, self.tile, mode]
             .into_iter()
@@ -257,6 +272,7 @@ impl Row {
             Mode::Eager => {}
             Mode::HappensBefore => environment.push(("FMHA_EMULATE_MODE".to_owned(), "hb".to_owned())),
             Mode::DrawnOrder => environment.push(("FMHA_EMULATE_ORDER".to_owned(), "1".to_owned())),
+            Mode::Late => environment.push(("FMHA_EMULATE_MODE".to_owned(), "late:1".to_owned())),
         }
         if let Some(count) = self.multiprocessors {
             environment.push(("FMHA_EMULATE_SMS".to_owned(), count.to_string()));

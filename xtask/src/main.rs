@@ -31,9 +31,9 @@ usage: cargo xtask test      set up, build in release, test what CI has time for
        cargo xtask planted   faults in host code, each built in a copy and found by a case
        cargo xtask mutants [--shard I/N]
                              cargo-mutants over core, the backends' host code and the CPU backend
-       cargo xtask mutation [SCHEDULES]
-                             the sm90 kernel broken instruction by instruction in the emulator, into
-                             tests/evidence/sm90-mutation.md; sound, under 100 schedules
+       cargo xtask mutation [KERNEL]
+                             the sm90 and sm100 kernels (or one of them) broken instruction by instruction in the
+                             emulator, into tests/evidence/KERNEL-mutation.md; sound, under 100 schedules
        cargo xtask mutation-amd
                              the CDNA kernel's waits and barriers left out one by one in the emulator, into
                              tests/evidence/cdna-mutation.md
@@ -59,11 +59,8 @@ fn main() -> ExitCode {
         ["planted"] => ended(planted::run()),
         ["mutants", ref words @ ..] => ended(planted::mutants(words)),
         ["mutation-amd"] => ended(mutation_amd::run()),
-        ["mutation"] => ended(mutation::run(100)),
-        ["mutation", number] => match number.parse() {
-            Ok(schedules) => ended(mutation::run(schedules)),
-            Err(_) => ended(Err(format!("schedules `{number}` is no number"))),
-        },
+        ["mutation"] => ended(mutation::run(None)),
+        ["mutation", kernel] => ended(mutation::run(Some(kernel))),
         _ => {
             eprintln!("{USAGE}");
             ExitCode::from(2)

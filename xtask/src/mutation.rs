@@ -191,12 +191,19 @@ pub(crate) fn sms(title: &str) -> &'static str {
     if title.starts_with("clusters of two") || title.starts_with("pairs of CTAs") { "2" } else { "1" }
 }
 
-/// Records the launches, breaks them, rewrites each kernel's `tests/evidence/KERNEL-mutation.md`.
-pub(crate) fn run(schedules: u32) -> Result<(), String> {
-    PAGES.iter().try_for_each(|page| run_page(page, schedules))
+/// The sound kernel's, each with other delays.
+const SCHEDULES: u32 = 100;
+
+/// Records the launches, breaks them, rewrites `tests/evidence/KERNEL-mutation.md` of each kernel, or of `only` one.
+pub(crate) fn run(only: Option<&str>) -> Result<(), String> {
+    let known: Vec<&str> = PAGES.iter().map(|(kernel, ..)| *kernel).collect();
+    if let Some(kernel) = only.filter(|kernel| !known.contains(kernel)) {
+        return Err(format!("kernel `{kernel}` has no page of mutants: {}", known.join(", ")));
+    }
+    PAGES.iter().filter(|(kernel, ..)| only.is_none_or(|only| only == *kernel)).try_for_each(run_page)
 }
 
-fn run_page((kernel, arch, kernels): &Page, schedules: u32) -> Result<(), String> {
+fn run_page((kernel, arch, kernels): &Page) -> Result<(), String> {
     let environment = setup::run();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let build = |packages: &[&str]| {
@@ -241,7 +248,7 @@ fn run_page((kernel, arch, kernels): &Page, schedules: u32) -> Result<(), String
         }
     }
     mutate
-        .args(["--schedules", &schedules.to_string(), "--wrappers", "fmha/ptx/"])
+        .args(["--schedules", &SCHEDULES.to_string(), "--wrappers", "fmha/ptx/"])
         .args(["--sources", "kernels-cuda", "--sources", "core/device"])
         .args(["--reasons", &format!("tests/evidence/{kernel}-mutation.reasons")])
         .args(["--out", &format!("tests/evidence/{kernel}-mutation.md")]);

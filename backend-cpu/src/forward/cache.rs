@@ -6,6 +6,8 @@ use fmha_core::{
     CacheArgs, CacheSlice, DType, DevSlice, FwdArgs, FwdProblem, Rotary, SeqSpan, Shape, Strides,
 };
 
+use half::{bf16, f16};
+
 use crate::blocks::BLOCK_KEYS;
 use crate::memory::{Floats, reserve};
 use crate::score::HeadScore;
@@ -152,6 +154,8 @@ pub(crate) struct Cached<'a> {
     pub(crate) dim: usize,
     /// The type that a narrower cache is taken for.
     pub(crate) widened: Option<DType>,
+    /// Whether it is read where it lies and widened in registers.
+    pub(crate) in_codes: bool,
 }
 
 impl Cached<'_> {
@@ -178,7 +182,30 @@ impl Cached<'_> {
 
     /// Whether rows can be read where they lie.
     pub(crate) fn reads_in_place(&self) -> bool {
-        self.widened.is_none() && self.source.matrix(0, 0, 0).has_dense_rows()
+        (self.widened.is_none() || self.in_codes) && self.source.matrix(0, 0, 0).has_dense_rows()
+    }
+
+    /// The type in which rows are read.
+    pub(crate) fn read_as(&self) -> DType {
+        if self.in_codes { self.source.dtype() } else { self.taken_as() }
+    }
+
+    /// It, and what widens each head's; read in codes where that can be done.
+    pub(crate) fn widened_by<S: Simd>(mut self, descales: &[f32]) -> (Self, Vec<BytePlanes>) {
+        let Some(wide) = self.widened else { return (self, Vec::new()) };
+        let mut planes: Vec<BytePlanes> = Vec::new();
+        for (n, &descale) in descales.iter().enumerate() {
+            let same = descales[..n].iter().position(|before| before.to_bits() == descale.to_bits());
+            planes.push(match same {
+                Some(same) => planes[same].clone(),
+                None => widen(self.source.dtype(), wide, descale),
+            });
+        }
+        self.in_codes = S::BF16_DOT
+            && wide == DType::Bf16
+            && self.source.matrix(0, 0, 0).has_dense_rows()
+            && planes.iter().all(BytePlanes::is_odd);
+        (self, planes)
     }
 
     /// Bytes from head to head in what [`rows_of`](Self::rows_of) gives.
@@ -204,20 +231,14 @@ impl Cached<'_> {
         }
     }
 
-    /// What widens it by each of these descales; nothing where it is not widened.
-    pub(crate) fn widen(&self, descales: &[f32]) -> Vec<Widen> {
-        let Some(wide) = self.widened else { return Vec::new() };
-        descales.iter().map(|&descale| Widen::new(self.source.dtype(), wide, descale)).collect()
-    }
-
-    /// Brings keys `j .. j + keys.len()` of some kv heads (the first, and how many) together in `scratch`, widened by the
-    /// heads' [`widen`](Self::widen); where the first head's are.
+    /// Brings keys `j .. j + keys.len()` of some kv heads (the first, and how many) together in `scratch`, widened by what
+    /// [`widened_by`](Self::widened_by) gave; where the first head's are.
     pub(crate) fn rows_in_scratch<S: Simd>(
         &self,
         s: S,
         span: &SeqSpan,
         heads: (u32, u32),
-        widen: &[Widen],
+        widen: &[BytePlanes],
         scratch: &mut Floats,
         (j, keys): (u32, &mut [*const u8]),
     ) {
@@ -247,7 +268,14 @@ impl Cached<'_> {
             return here;
         }
         let to = scratch.as_mut_ptr().cast::<u8>();
-        self.bring_together(s, span, (head.i_head_kv, 1), (j, count), &self.widen(&[descale]), to);
+        self.bring_together(
+            s,
+            span,
+            (head.i_head_kv, 1),
+            (j, count),
+            &self.widened_by::<S>(&[descale]).1,
+            to,
+        );
         Matrix::dense(to, self.taken_as(), self.dim)
     }
 
@@ -259,7 +287,7 @@ impl Cached<'_> {
         span: &SeqSpan,
         (first_head, heads): (u32, u32),
         (j, count): (u32, usize),
-        widen: &[Widen],
+        widen: &[BytePlanes],
         to: *mut u8,
     ) {
         let size = self.taken_as().size_bytes() as usize;
@@ -303,7 +331,7 @@ struct Together<'a> {
     /// Bytes of an element where it goes.
     size: usize,
     /// One for each head; none where they go as they are.
-    widen: &'a [Widen],
+    widen: &'a [BytePlanes],
     to: *mut u8,
     /// Bytes from head to head.
     to_head: usize,
@@ -329,10 +357,10 @@ impl<S: Simd> Op<S> for Together<'_> {
                 // SAFETY: `spans` saw that the row is in the tensor; the scratch has room for it.
                 unsafe {
                     match widen.get(head) {
-                        Some(widen) if dense => s.widen_bytes(&widen.0, at(0), to.cast(), dim),
+                        Some(widen) if dense => s.widen_bytes(widen, at(0), to.cast(), dim),
                         Some(widen) => {
                             for d in 0..dim {
-                                to.cast::<u16>().add(d).write(widen.0.of(*at(d)));
+                                to.cast::<u16>().add(d).write(widen.of(*at(d)));
                             }
                         }
                         None if dense => std::ptr::copy_nonoverlapping(at(0), to, dim * size),
@@ -349,15 +377,13 @@ impl<S: Simd> Op<S> for Together<'_> {
 }
 
 /// What every byte of an FP8 cache becomes in a 16-bit type: times its descale, rounded once.
-pub(crate) struct Widen(BytePlanes);
-
-impl Widen {
-    fn new(from: DType, to: DType, descale: f32) -> Self {
-        let values = fp8_table(from);
-        Self(BytePlanes::new(|code| {
-            let mut bytes = [0; 2];
-            to.write(f64::from(values[usize::from(code)] * descale), &mut bytes);
-            u16::from_le_bytes(bytes)
-        }))
-    }
+fn widen(from: DType, to: DType, descale: f32) -> BytePlanes {
+    let values = fp8_table(from);
+    BytePlanes::new(|code| {
+        let value = values[usize::from(code)] * descale;
+        match to {
+            DType::F16 => f16::from_f32(value).to_bits(),
+            _ => bf16::from_f32(value).to_bits(),
+        }
+    })
 }

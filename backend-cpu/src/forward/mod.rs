@@ -148,6 +148,7 @@ impl Forward<'_> {
             rows,
             dim: dim as usize,
             widened: problem.dtype_cache.map(|_| problem.dtype_qk),
+            in_codes: false,
         };
         let q = Source::new(args.q, problem.dtype_qk, problem.q);
         let shared = Shared {

@@ -5,9 +5,10 @@
 //! (LDTILECFG, TILELOADD, TDPBF16PS, TILESTORED). Vectors are AVX-512's.
 
 use std::arch::asm;
-use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
+use std::arch::x86_64::*;
 
-use super::x86::Avx512Bf16;
+use super::x86::{Avx512Bf16, EIGHTS, avx512_methods, bf16_methods};
+use super::{BytePlanes, Op, Simd};
 
 /// [`Avx512Bf16`] with tiles of bf16.
 #[derive(Clone, Copy, Debug)]
@@ -172,5 +173,78 @@ pub(super) unsafe fn store(c: *mut f32, c_row: usize) {
             c = in(reg) c, lower = in(reg) c.cast::<u8>().wrapping_add(16 * c_row), c_row = in(reg) c_row,
             options(nostack, preserves_flags),
         );
+    }
+}
+
+impl Simd for Amx {
+    const TILES: bool = true;
+    avx512_methods!(Amx, "avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512dq,avx512vbmi,avx512bf16");
+    bf16_methods!();
+
+    #[inline(always)]
+    fn enter_tiles(self) {
+        // SAFETY: `self` is an Amx.
+        unsafe { enter() };
+    }
+
+    #[inline(always)]
+    fn leave_tiles(self) {
+        // SAFETY: as above.
+        unsafe { leave() };
+    }
+
+    #[inline(always)]
+    unsafe fn tile_zero(self) {
+        // SAFETY: the caller's promise; so for the three below.
+        unsafe { zero() };
+    }
+
+    #[inline(always)]
+    unsafe fn tile_load(self, c: *const f32, c_row: usize) {
+        // SAFETY: see `tile_zero`.
+        unsafe { load(c, c_row) };
+    }
+
+    #[inline(always)]
+    unsafe fn tile_step(self, a: *const u8, a_row: usize, b: *const u8, b_row: usize) {
+        // SAFETY: see `tile_zero`.
+        unsafe { step(a, a_row, b, b_row) };
+    }
+
+    #[inline(always)]
+    unsafe fn tile_store(self, c: *mut f32, c_row: usize) {
+        // SAFETY: see `tile_zero`.
+        unsafe { store(c, c_row) };
+    }
+
+    /// A quintic on [0, 1) that is 1 at 0, 1.5e-7 off at most: VREDUCEPS leaves the fraction and VSCALEFPS
+    /// multiplies by the power of the floor, so that nothing else is needed, nor a bound of x.
+    #[inline(always)]
+    fn exp2_coarse(self, x: Self::V) -> Self::V {
+        const NO_FRACTION_BITS_KEPT_TOWARDS_MINUS_INFINITY: i32 = 0x09;
+        // SAFETY: AVX-512 DQ, as `self` proves.
+        let r = unsafe { _mm512_reduce_ps::<NO_FRACTION_BITS_KEPT_TOWARDS_MINUS_INFINITY>(x) };
+        let q = self.splat(1.867_13e-3);
+        let q = self.fma(q, r, self.splat(9.017_031e-3));
+        let q = self.fma(q, r, self.splat(5.579_991_3e-2));
+        let q = self.fma(q, r, self.splat(2.401_644_4e-1));
+        let q = self.fma(q, r, self.splat(6.931_513e-1));
+        let q = self.fma(q, r, self.splat(1.0));
+        // SAFETY: AVX-512 F.
+        unsafe { _mm512_scalef_ps(q, x) }
+    }
+
+    /// Four instructions of one micro-operation where [`pair_bf16`](Self::pair_bf16)'s two have six.
+    #[inline(always)]
+    fn pair_weights(self, low: Self::V, high: Self::V) -> Self::V {
+        const HIGH_HALF_OF_A_OR_C: i32 = 0xea;
+        // SAFETY: AVX-512 F, as `self` proves.
+        unsafe {
+            let half = _mm512_set1_epi32(0x8000);
+            let low = _mm512_srli_epi32::<16>(_mm512_add_epi32(_mm512_castps_si512(low), half));
+            let high = _mm512_add_epi32(_mm512_castps_si512(high), half);
+            let mask = _mm512_set1_epi32(0xffff_0000_u32.cast_signed());
+            _mm512_castsi512_ps(_mm512_ternarylogic_epi32::<HIGH_HALF_OF_A_OR_C>(high, mask, low))
+        }
     }
 }

@@ -92,6 +92,7 @@ impl TileProduct {
 }
 
 /// A 16-bit number for each byte: the low halves of all, then the high halves.
+#[derive(Clone)]
 pub(crate) struct BytePlanes([[u8; 256]; 2]);
 
 impl BytePlanes {
@@ -109,6 +110,23 @@ impl BytePlanes {
     pub(crate) fn of(&self, byte: u8) -> u16 {
         u16::from_le_bytes([self.0[0][usize::from(byte)], self.0[1][usize::from(byte)]])
     }
+
+    /// Whether 0 becomes 0 and a byte's highest bit changes its number's highest bit alone, as the sign of FP8 does where
+    /// there is a negative zero: then the lower 128 numbers say everything.
+    pub(crate) fn is_odd(&self) -> bool {
+        (0..0x80).all(|byte| self.of(byte | 0x80) == self.of(byte) ^ 0x8000) && self.of(0) & 0x7fff == 0
+    }
+
+    /// The lower 128 numbers for [`Simd::widen_codes`].
+    #[inline(always)]
+    pub(crate) fn lower<S: Simd>(&self, s: S) -> [S::V; 4] {
+        let mut lower = [s.splat(0.0); 4];
+        for (n, lower) in lower.iter_mut().enumerate() {
+            // SAFETY: half a plane is two vectors where there is `widen_codes`, at most two elsewhere.
+            *lower = unsafe { s.load(self.0[n / 2].as_ptr().add(n % 2 * 64).cast()) };
+        }
+        lower
+    }
 }
 
 /// One instruction set.
@@ -118,7 +136,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Rows of the micro-tile, which is two vectors wide: as many as leave registers for those two
     /// and a broadcast.
     const TILE_ROWS: usize;
-    /// Whether [`dot_bf16`](Self::dot_bf16) exists.
+    /// Whether [`dot_bf16`](Self::dot_bf16) and what is said to go with it exist.
     const BF16_DOT: bool = false;
     /// Whether [`tile_step`](Self::tile_step) and its like exist; then a panel has 32 columns.
     const TILES: bool = false;
@@ -244,6 +262,13 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         [self.sum(a), self.sum(b), self.sum(c), self.sum(d)]
     }
 
+    /// The [`sum`](Self::sum)s of sixteen vectors.
+    #[inline(always)]
+    fn sum_of_sixteen(self, v: [[Self::V; 4]; 4]) -> [[f32; 4]; 4] {
+        let [a, b, c, d] = v;
+        [self.sum_of_four(a), self.sum_of_four(b), self.sum_of_four(c), self.sum_of_four(d)]
+    }
+
     /// The largest lane; none is NaN.
     #[inline(always)]
     fn largest(self, v: Self::V) -> f32 {
@@ -337,6 +362,29 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Two rows of `2 * LANES` bf16 to pairs for [`dot_bf16`](Self::dot_bf16), `low` in the low halves: the even fours
     /// of elements, then the odd ones.
     fn pair_rows(self, low: Self::V, high: Self::V) -> [Self::V; 2] {
+        [low, high]
+    }
+
+    /// `4 * LANES` bytes for [`widen_codes`](Self::widen_codes), in the order that it takes; goes with
+    /// [`dot_bf16`](Self::dot_bf16), as do the two below.
+    ///
+    /// # Safety
+    /// They are readable at `from`, aligned or not.
+    unsafe fn load_codes(self, from: *const u8) -> Self::V {
+        // SAFETY: the caller's promise.
+        unsafe { self.load(from.cast()) }
+    }
+
+    /// The 16-bit numbers of loaded bytes, in the bytes' order, by the [`lower`](BytePlanes::lower) half of a table that
+    /// [`is_odd`](BytePlanes::is_odd).
+    fn widen_codes(self, lower: &[Self::V; 4], codes: Self::V) -> [Self::V; 2] {
+        let _ = lower;
+        [codes, codes]
+    }
+
+    /// Two rows of loaded bytes, byte by byte: widened, each half is what [`pair_rows`](Self::pair_rows) makes of half of
+    /// the rows' numbers.
+    fn pair_codes(self, low: Self::V, high: Self::V) -> [Self::V; 2] {
         [low, high]
     }
 

@@ -182,6 +182,29 @@ impl Simd for SoftTiles {
         [lanes!(i => pair(i / 4 * 8 + i % 4)), lanes!(i => pair(i / 4 * 8 + 4 + i % 4))]
     }
 
+    fn widen_codes(self, lower: &[Self::V; 4], codes: Self::V) -> [Self::V; 2] {
+        let byte = |of: &[f32], at: usize| of[at / 4].to_bits().to_le_bytes()[at % 4];
+        let lower: &[f32] = lower.as_flattened();
+        let wide = |d: usize| {
+            let code = usize::from(byte(&codes, d));
+            let number = [byte(lower, code % 128), byte(lower, 128 + code % 128)];
+            u32::from(u16::from_le_bytes(number) ^ (code as u16 & 0x80) << 8)
+        };
+        let pair = |d: usize| f32::from_bits(wide(d) | wide(d + 1) << 16);
+        [lanes!(i => pair(2 * i)), lanes!(i => pair(32 + 2 * i))]
+    }
+
+    fn pair_codes(self, low: Self::V, high: Self::V) -> [Self::V; 2] {
+        let byte = |of: &Self::V, at: usize| of[at / 4].to_bits().to_le_bytes()[at % 4];
+        // Byte `at` of a half: the even fours of elements come before the odd ones.
+        let paired = |half: usize, at: usize| {
+            let d = 32 * half + at / 2 % 16 / 4 * 8 + at / 32 * 4 + at / 2 % 4;
+            byte(if at.is_multiple_of(2) { &low } else { &high }, d)
+        };
+        let four = |half, i| f32::from_le_bytes(std::array::from_fn(|n| paired(half, 4 * i + n)));
+        [lanes!(i => four(0, i)), lanes!(i => four(1, i))]
+    }
+
     unsafe fn tile_zero(self) {
         ACCUMULATORS.set([[0.0; 32]; 32]);
     }

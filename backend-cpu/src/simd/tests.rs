@@ -98,6 +98,7 @@ fn rounds_to_bf16<S: Simd>(s: S) {
 struct Sums<'a> {
     of: &'a [f32; 64],
     four: &'a mut [f32; 4],
+    sixteen: &'a mut [[f32; 4]; 4],
     single: &'a mut [f32; 4],
     largest: &'a mut f32,
 }
@@ -108,17 +109,29 @@ impl<S: Simd> Op<S> for Sums<'_> {
         // SAFETY: four vectors of at most sixteen lanes.
         let v = [0, 1, 2, 3].map(|n| unsafe { s.load(self.of.as_ptr().add(n * S::LANES)) });
         *self.four = s.sum_of_four(v);
+        let [a, b, c, d] = v;
+        *self.sixteen = s.sum_of_sixteen([v, [b, c, d, a], [c, d, a, b], [d, a, b, c]]);
         *self.single = v.map(|v| s.sum(v));
         *self.largest = s.largest(v[0]);
     }
 }
 
 /// To the bit: a key's score must not depend on how many keys its sum was taken with.
-fn sums_of_four_are_sums<S: Simd>(s: S) {
+fn sums_of_several_are_sums<S: Simd>(s: S) {
     let of: [f32; 64] = std::array::from_fn(|i| ((i * 37 % 64) as f32 - 20.3).powi(3) * 1.234_567);
-    let (mut four, mut single, mut largest) = ([0.0; 4], [0.0; 4], 0.0);
-    s.run(Sums { of: &of, four: &mut four, single: &mut single, largest: &mut largest });
+    let (mut four, mut sixteen, mut single, mut largest) = ([0.0; 4], [[0.0; 4]; 4], [0.0; 4], 0.0);
+    s.run(Sums {
+        of: &of,
+        four: &mut four,
+        sixteen: &mut sixteen,
+        single: &mut single,
+        largest: &mut largest,
+    });
     assert_eq!(four.map(f32::to_bits), single.map(f32::to_bits), "{four:?}, {single:?}");
+    for (n, mut sums) in sixteen.into_iter().enumerate() {
+        sums.rotate_right(n);
+        assert_eq!(sums.map(f32::to_bits), single.map(f32::to_bits), "{n}: {sums:?}, {single:?}");
+    }
     assert_eq!(largest, of[..S::LANES].iter().copied().fold(f32::NEG_INFINITY, f32::max));
 }
 
@@ -248,6 +261,57 @@ fn widens<S: Simd>(s: S) {
     }
 }
 
+struct Codes<'a> {
+    to_wide: &'a BytePlanes,
+    rows: &'a [[u8; 64]; 2],
+    wide: &'a mut [u16; 64],
+    pairs: &'a mut [[u32; 32]; 2],
+}
+
+impl<S: Simd> Op<S> for Codes<'_> {
+    #[inline(always)]
+    fn call(self, s: S) {
+        let [low, high] = self.rows;
+        let lower = self.to_wide.lower(s);
+        // SAFETY: sixty-four bytes each, and room for their numbers.
+        unsafe {
+            let (low, high) = (s.load_codes(low.as_ptr()), s.load_codes(high.as_ptr()));
+            for (n, wide) in s.widen_codes(&lower, low).into_iter().enumerate() {
+                s.store(self.wide.as_mut_ptr().add(32 * n).cast(), wide);
+            }
+            for (pairs, half) in self.pairs.iter_mut().zip(s.pair_codes(low, high)) {
+                for (n, wide) in s.widen_codes(&lower, half).into_iter().enumerate() {
+                    s.store(pairs.as_mut_ptr().add(16 * n).cast(), wide);
+                }
+            }
+        }
+    }
+}
+
+/// In registers: a row's in its order, two rows' as [`Simd::pair_rows`] pairs what they become.
+fn widens_codes<S: Simd>(s: S) {
+    if !S::BF16_DOT {
+        return;
+    }
+    let wide = |byte: u8| (u16::from(byte & 0x7f) * 257) ^ (u16::from(byte & 0x80) << 8) ^ 0x8000;
+    let to_wide = BytePlanes::new(wide);
+    assert!(to_wide.is_odd() && !BytePlanes::new(|byte| u16::from(byte) + 1).is_odd());
+    for base in 0..=255u8 {
+        let rows = [0, 101].map(|row| std::array::from_fn(|d| (usize::from(base) + row + 3 * d) as u8));
+        let (mut found, mut pairs) = ([0; 64], [[0; 32]; 2]);
+        s.run(Codes { to_wide: &to_wide, rows: &rows, wide: &mut found, pairs: &mut pairs });
+        assert_eq!(found, rows[0].map(wide), "codes from {base}");
+        for d in 0..64 {
+            let wanted = u32::from(wide(rows[0][d])) | u32::from(wide(rows[1][d])) << 16;
+            assert_eq!(
+                pairs[d / 32][d / 4 % 2 * 16 + d % 32 / 8 * 4 + d % 4],
+                wanted,
+                "element {d} from {base}"
+            );
+        }
+    }
+}
+
 /// Runs a test for every instruction set of this processor, and says which ones it has not.
 macro_rules! for_each_set {
     ($test:ident) => {
@@ -272,8 +336,8 @@ fn a_number_becomes_the_nearest_bf16_alone_and_in_pairs() {
 }
 
 #[test]
-fn sums_of_four_vectors_are_the_sums_of_each() {
-    for_each_set!(sums_of_four_are_sums);
+fn sums_of_several_vectors_are_the_sums_of_each() {
+    for_each_set!(sums_of_several_are_sums);
 }
 
 #[test]
@@ -299,4 +363,5 @@ fn rows_are_paired_in_fours_and_weights_are_packed_in_order() {
 #[test]
 fn bytes_become_the_numbers_of_their_table() {
     for_each_set!(widens);
+    for_each_set!(widens_codes);
 }

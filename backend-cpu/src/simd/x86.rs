@@ -2,7 +2,6 @@
 
 use std::arch::x86_64::*;
 
-use super::amx::{self, Amx};
 use super::{BytePlanes, Op, Simd};
 
 /// AVX2, FMA, F16C: eight lanes, sixteen registers.
@@ -49,7 +48,7 @@ impl Avx512Bf16 {
     }
 }
 
-/// The methods that [`Avx512`] and [`Avx512Bf16`] share.
+/// The methods that all with AVX-512 share.
 macro_rules! avx512_methods {
     ($name:ident, $features:literal) => {
         const LANES: usize = 16;
@@ -90,6 +89,33 @@ macro_rules! avx512_methods {
                 let firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
                 let four = _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, four));
                 _mm_storeu_ps(sums.as_mut_ptr(), four);
+            }
+            sums
+        }
+
+        #[inline(always)]
+        fn sum_of_sixteen(self, v: [[Self::V; 4]; 4]) -> [[f32; 4]; 4] {
+            let mut sums = [[0.0; 4]; 4];
+            // SAFETY: AVX-512 F, as `self` proves; sixteen f32 are written.
+            unsafe {
+                // The vectors at one place of all four, as in `sum_of_four`; then pairs and single lanes of all of them.
+                let mut quarters = [_mm512_setzero_ps(); 4];
+                for (n, quarters) in quarters.iter_mut().enumerate() {
+                    let [a, b, c, d] = [v[0][n], v[1][n], v[2][n], v[3][n]];
+                    let ab =
+                        _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xee>(a, b));
+                    let cd =
+                        _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(c, d), _mm512_shuffle_f32x4::<0xee>(c, d));
+                    *quarters = _mm512_add_ps(
+                        _mm512_shuffle_f32x4::<0x88>(ab, cd),
+                        _mm512_shuffle_f32x4::<0xdd>(ab, cd),
+                    );
+                }
+                let [a, b, c, d] = quarters;
+                let ab = _mm512_add_ps(_mm512_shuffle_ps::<0x44>(a, b), _mm512_shuffle_ps::<0xee>(a, b));
+                let cd = _mm512_add_ps(_mm512_shuffle_ps::<0x44>(c, d), _mm512_shuffle_ps::<0xee>(c, d));
+                let all = _mm512_add_ps(_mm512_shuffle_ps::<0x88>(ab, cd), _mm512_shuffle_ps::<0xdd>(ab, cd));
+                _mm512_storeu_ps(sums.as_mut_ptr().cast(), all);
             }
             sums
         }
@@ -276,7 +302,10 @@ macro_rules! avx512_methods {
     };
 }
 
-/// What [`Avx512Bf16`] and [`Amx`] add to them.
+/// Eights of bytes so that interleaving within 128 bits leaves them in order.
+pub(super) const EIGHTS: [u64; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+
+/// What [`Avx512Bf16`] and [`Amx`](super::Amx) add to them.
 macro_rules! bf16_methods {
     () => {
         const BF16_DOT: bool = true;
@@ -346,12 +375,48 @@ macro_rules! bf16_methods {
         }
 
         #[inline(always)]
+        unsafe fn load_codes(self, from: *const u8) -> Self::V {
+            // SAFETY: AVX-512 F, as `self` proves; the caller promised sixty-four bytes.
+            unsafe {
+                let order = _mm512_loadu_si512(EIGHTS.as_ptr().cast());
+                _mm512_castsi512_ps(_mm512_permutexvar_epi64(order, _mm512_loadu_si512(from.cast())))
+            }
+        }
+
+        #[inline(always)]
+        fn widen_codes(self, lower: &[Self::V; 4], codes: Self::V) -> [Self::V; 2] {
+            const A_XOR_B_AND_C: i32 = 0x78;
+            // SAFETY: AVX-512 VBMI, as `self` proves.
+            unsafe {
+                let [a, b, c, d] = *lower;
+                let (a, b) = (_mm512_castps_si512(a), _mm512_castps_si512(b));
+                let (c, d) = (_mm512_castps_si512(c), _mm512_castps_si512(d));
+                let codes = _mm512_castps_si512(codes);
+                // An index has seven bits: the eighth is the sign, which may be that of a negative descale already.
+                let low = _mm512_permutex2var_epi8(a, codes, b);
+                let high = _mm512_permutex2var_epi8(c, codes, d);
+                let sign = _mm512_set1_epi8(i8::MIN);
+                let high = _mm512_ternarylogic_epi32::<A_XOR_B_AND_C>(high, codes, sign);
+                let (first, second) = (_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high));
+                [_mm512_castsi512_ps(first), _mm512_castsi512_ps(second)]
+            }
+        }
+
+        #[inline(always)]
+        fn pair_codes(self, low: Self::V, high: Self::V) -> [Self::V; 2] {
+            // SAFETY: AVX-512 BW, as `self` proves.
+            unsafe {
+                let (low, high) = (_mm512_castps_si512(low), _mm512_castps_si512(high));
+                let (first, second) = (_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high));
+                [_mm512_castsi512_ps(first), _mm512_castsi512_ps(second)]
+            }
+        }
+
+        #[inline(always)]
         unsafe fn widen_bytes(self, to_wide: &BytePlanes, from: *const u8, to: *mut u16, count: usize) {
-            // Eights of codes so that interleaving within 128 bits leaves them in order.
-            const ORDER: [u64; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
             // SAFETY: AVX-512 VBMI, as `self` proves; the caller promised `count` of both, and masks leave the rest alone.
             unsafe {
-                let order = _mm512_loadu_si512(ORDER.as_ptr().cast());
+                let order = _mm512_loadu_si512(EIGHTS.as_ptr().cast());
                 let planes = to_wide.0.as_ptr().cast::<u8>();
                 let mut tables = [_mm512_setzero_si512(); 8];
                 for (n, table) in tables.iter_mut().enumerate() {
@@ -395,75 +460,4 @@ impl Simd for Avx512Bf16 {
     bf16_methods!();
 }
 
-impl Simd for Amx {
-    const TILES: bool = true;
-    avx512_methods!(Amx, "avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512dq,avx512vbmi,avx512bf16");
-    bf16_methods!();
-
-    #[inline(always)]
-    fn enter_tiles(self) {
-        // SAFETY: `self` is an Amx.
-        unsafe { amx::enter() };
-    }
-
-    #[inline(always)]
-    fn leave_tiles(self) {
-        // SAFETY: as above.
-        unsafe { amx::leave() };
-    }
-
-    #[inline(always)]
-    unsafe fn tile_zero(self) {
-        // SAFETY: the caller's promise; so for the three below.
-        unsafe { amx::zero() };
-    }
-
-    #[inline(always)]
-    unsafe fn tile_load(self, c: *const f32, c_row: usize) {
-        // SAFETY: see `tile_zero`.
-        unsafe { amx::load(c, c_row) };
-    }
-
-    #[inline(always)]
-    unsafe fn tile_step(self, a: *const u8, a_row: usize, b: *const u8, b_row: usize) {
-        // SAFETY: see `tile_zero`.
-        unsafe { amx::step(a, a_row, b, b_row) };
-    }
-
-    #[inline(always)]
-    unsafe fn tile_store(self, c: *mut f32, c_row: usize) {
-        // SAFETY: see `tile_zero`.
-        unsafe { amx::store(c, c_row) };
-    }
-
-    /// A quintic on [0, 1) that is 1 at 0, 1.5e-7 off at most: VREDUCEPS leaves the fraction and VSCALEFPS
-    /// multiplies by the power of the floor, so that nothing else is needed, nor a bound of x.
-    #[inline(always)]
-    fn exp2_coarse(self, x: Self::V) -> Self::V {
-        const NO_FRACTION_BITS_KEPT_TOWARDS_MINUS_INFINITY: i32 = 0x09;
-        // SAFETY: AVX-512 DQ, as `self` proves.
-        let r = unsafe { _mm512_reduce_ps::<NO_FRACTION_BITS_KEPT_TOWARDS_MINUS_INFINITY>(x) };
-        let q = self.splat(1.867_13e-3);
-        let q = self.fma(q, r, self.splat(9.017_031e-3));
-        let q = self.fma(q, r, self.splat(5.579_991_3e-2));
-        let q = self.fma(q, r, self.splat(2.401_644_4e-1));
-        let q = self.fma(q, r, self.splat(6.931_513e-1));
-        let q = self.fma(q, r, self.splat(1.0));
-        // SAFETY: AVX-512 F.
-        unsafe { _mm512_scalef_ps(q, x) }
-    }
-
-    /// Four instructions of one micro-operation where [`pair_bf16`](Self::pair_bf16)'s two have six.
-    #[inline(always)]
-    fn pair_weights(self, low: Self::V, high: Self::V) -> Self::V {
-        const HIGH_HALF_OF_A_OR_C: i32 = 0xea;
-        // SAFETY: AVX-512 F, as `self` proves.
-        unsafe {
-            let half = _mm512_set1_epi32(0x8000);
-            let low = _mm512_srli_epi32::<16>(_mm512_add_epi32(_mm512_castps_si512(low), half));
-            let high = _mm512_add_epi32(_mm512_castps_si512(high), half);
-            let mask = _mm512_set1_epi32(0xffff_0000_u32.cast_signed());
-            _mm512_castsi512_ps(_mm512_ternarylogic_epi32::<HIGH_HALF_OF_A_OR_C>(high, mask, low))
-        }
-    }
-}
+pub(super) use {avx512_methods, bf16_methods};

@@ -16,7 +16,7 @@ FMHA_DEVICE void ld_shared_v2_f32(float (&v)[2], uint32_t address) {
 
 // needs: sm_70. `address` is a multiple of 16.
 // PTX ISA: ld.
-FMHA_DEVICE void ld_shared_v4(uint32_t (&v)[4], uint32_t address) {
+FMHA_DEVICE void ld_shared_v4_b32(uint32_t (&v)[4], uint32_t address) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
                : "r"(address)

@@ -1,6 +1,6 @@
 //! Scores of a block of keys.
 
-use super::{Ahead, BLOCK_KEYS, Block, FOUR, Order, UNIT_BYTES, taken_together, unit};
+use super::{Ahead, BLOCK_KEYS, Block, FOUR, KEYS_WINDOW, Order, UNIT_BYTES, met, taken_together, unit};
 use crate::simd::{Op, Simd};
 use crate::tensor::{Elem, of_type};
 
@@ -41,18 +41,21 @@ impl<S: Simd> Op<S> for Dots<'_> {
 impl Dots<'_> {
     #[inline(always)]
     fn of<S: Simd, E: Elem>(&self, s: S, elem: E) {
-        if S::BF16_DOT && E::IS_BF16 && self.order == Order::Bf16 {
-            self.windows::<S, E, true>(s, elem);
+        if S::BF16_DOT && E::BYTES == 1 && !self.keys.codes.is_empty() {
+            self.windows::<S, E, { met::AS_CODES }>(s, elem);
+        } else if S::BF16_DOT && E::IS_BF16 && self.order == Order::Bf16 {
+            self.windows::<S, E, { met::IN_PAIRS }>(s, elem);
         } else {
-            self.windows::<S, E, false>(s, elem);
+            self.windows::<S, E, { met::AS_F32 }>(s, elem);
         }
     }
 
     #[inline(always)]
-    fn windows<S: Simd, E: Elem, const BF16: bool>(&self, s: S, elem: E) {
+    fn windows<S: Simd, E: Elem, const MET: u8>(&self, s: S, elem: E) {
         self.keys.windows(
             s,
             elem,
+            KEYS_WINDOW,
             #[inline(always)]
             |head, first, last, ahead| {
                 let (mut live, mut asks) = (self.live, true);
@@ -61,9 +64,9 @@ impl Dots<'_> {
                     // Sums of four keys for four queries fit thirty-two registers, for two sixteen.
                     let taken = taken_together(live, if S::TILE_ROWS > 6 { 4 } else { 2 });
                     match taken {
-                        4 => self.group::<S, E, 4, BF16>(s, elem, of, ahead),
-                        2 => self.group::<S, E, 2, BF16>(s, elem, of, ahead),
-                        _ => self.group::<S, E, 1, BF16>(s, elem, of, ahead),
+                        4 => self.group::<S, E, 4, MET>(s, elem, of, ahead),
+                        2 => self.group::<S, E, 2, MET>(s, elem, of, ahead),
+                        _ => self.group::<S, E, 1, MET>(s, elem, of, ahead),
                     }
                     (live, asks) = (&live[taken..], false);
                 }
@@ -72,17 +75,20 @@ impl Dots<'_> {
     }
 
     #[inline(always)]
-    fn group<S: Simd, E: Elem, const Q: usize, const BF16: bool>(
+    fn group<S: Simd, E: Elem, const Q: usize, const MET: u8>(
         &self,
         s: S,
         elem: E,
         Group { row, head, first, last, asks }: Group,
         ahead: &mut Ahead<'_>,
     ) {
-        let whole = self.keys.dim - self.keys.dim % unit::<S>();
+        let unit = if MET == met::AS_CODES { 2 * unit::<S>() } else { unit::<S>() };
+        let of_query = |col: usize| if MET == met::AS_F32 { col } else { col / 2 };
+        let whole = self.keys.dim - self.keys.dim % unit;
         let queries = self.queries.wrapping_add(row * self.stride);
         let scores = self.scores.wrapping_add(row * BLOCK_KEYS);
         let factor = self.factors[head];
+        let codes = if MET == met::AS_CODES { self.keys.codes[head].lower(s) } else { [s.splat(0.0); 4] };
         for first in (first..last).step_by(FOUR) {
             let count = FOUR.min(last - first);
             if asks {
@@ -95,16 +101,11 @@ impl Dots<'_> {
             let mut sums = [[s.splat(0.0); FOUR]; Q];
             // SAFETY: keys and queries of the call; their rows are as long as `dim`, the queries' whole units.
             unsafe {
-                for col in (0..whole).step_by(unit::<S>()) {
-                    add_unit::<S, E, Q, BF16>(
-                        s,
-                        elem,
-                        &mut sums,
-                        keys,
-                        (queries.add(if BF16 { col / 2 } else { col }), self.stride),
-                    );
+                for col in (0..whole).step_by(unit) {
+                    let queries = (queries.add(of_query(col)), self.stride);
+                    add_unit::<S, E, Q, MET>(s, elem, &codes, &mut sums, keys, queries);
                     for key in &mut keys {
-                        *key = key.add(unit::<S>() * E::BYTES);
+                        *key = key.add(unit * E::BYTES);
                     }
                 }
                 if whole < self.keys.dim {
@@ -114,16 +115,10 @@ impl Dots<'_> {
                         std::ptr::copy_nonoverlapping(*key, rest.as_mut_ptr(), bytes);
                         *key = rest.as_ptr();
                     }
-                    add_unit::<S, E, Q, BF16>(
-                        s,
-                        elem,
-                        &mut sums,
-                        keys,
-                        (queries.add(if BF16 { whole / 2 } else { whole }), self.stride),
-                    );
+                    let queries = (queries.add(of_query(whole)), self.stride);
+                    add_unit::<S, E, Q, MET>(s, elem, &codes, &mut sums, keys, queries);
                 }
-                for (q, sums) in sums.into_iter().enumerate() {
-                    let [a, b, c, d] = s.sum_of_four(sums);
+                for (q, [a, b, c, d]) in sums_of::<S, Q>(s, &sums).into_iter().enumerate() {
                     // Those beyond `count` too: a block of scores has room for them, and they are hidden next.
                     let dots = [a * factor, b * factor, c * factor, d * factor];
                     scores.add(q * BLOCK_KEYS + first).cast::<[f32; FOUR]>().write_unaligned(dots);
@@ -133,14 +128,29 @@ impl Dots<'_> {
     }
 }
 
-/// Adds the products of one unit.
+/// Of each vector the sum of its lanes.
+#[inline(always)]
+fn sums_of<S: Simd, const Q: usize>(s: S, sums: &[[S::V; FOUR]; Q]) -> [[f32; FOUR]; Q] {
+    let mut of = [[0.0; FOUR]; Q];
+    if let (&[a, b, c, d], true) = (&sums[..], Q == 4) {
+        of.copy_from_slice(&s.sum_of_sixteen([a, b, c, d]));
+    } else {
+        for (of, &sums) in of.iter_mut().zip(sums) {
+            *of = s.sum_of_four(sums);
+        }
+    }
+    of
+}
+
+/// Adds the products of one unit, of codes of two.
 ///
 /// # Safety
-/// A unit is readable at each of `keys`, and of each of Q queries, which lie `stride` apart.
+/// It is readable at each of `keys`, and of each of Q queries, which lie `stride` apart.
 #[inline(always)]
-unsafe fn add_unit<S: Simd, E: Elem, const Q: usize, const BF16: bool>(
+unsafe fn add_unit<S: Simd, E: Elem, const Q: usize, const MET: u8>(
     s: S,
     elem: E,
+    codes: &[S::V; 4],
     sums: &mut [[S::V; FOUR]; Q],
     keys: [*const u8; FOUR],
     (queries, stride): (*const f32, usize),
@@ -148,7 +158,14 @@ unsafe fn add_unit<S: Simd, E: Elem, const Q: usize, const BF16: bool>(
     // SAFETY: the caller's promise.
     unsafe {
         for (n, key) in keys.into_iter().enumerate() {
-            if BF16 {
+            if MET == met::AS_CODES {
+                let [a, b] = s.widen_codes(codes, s.load_codes(key));
+                for (q, sums) in sums.iter_mut().enumerate() {
+                    let query = queries.add(q * stride);
+                    let sum = s.dot_bf16(sums[n], a, s.load(query));
+                    sums[n] = s.dot_bf16(sum, b, s.load(query.add(S::LANES)));
+                }
+            } else if MET == met::IN_PAIRS {
                 let k = s.load(key.cast());
                 for (q, sums) in sums.iter_mut().enumerate() {
                     sums[n] = s.dot_bf16(sums[n], k, s.load(queries.add(q * stride)));

@@ -1,6 +1,6 @@
 //! What a block of values adds to O.
 
-use super::{Ahead, BLOCK_KEYS, Block, UNIT_BYTES, taken_together, unit};
+use super::{Ahead, BLOCK_KEYS, Block, FOUR, UNIT_BYTES, VALUES_WINDOW, met, taken_together, unit};
 use crate::simd::{Op, Simd};
 use crate::tensor::{Elem, of_type};
 
@@ -44,24 +44,30 @@ impl<S: Simd> Op<S> for AddValues<'_> {
 impl AddValues<'_> {
     #[inline(always)]
     fn of<S: Simd, E: Elem>(&self, s: S, elem: E) {
-        if S::BF16_DOT && E::IS_BF16 {
+        let codes = E::BYTES == 1 && !self.values.codes.is_empty();
+        if S::BF16_DOT && (E::IS_BF16 || codes) {
             for head in 0..self.values.heads {
                 let partial = self.partial.iter().map(|(row, _)| row);
                 for row in self.whole.iter().chain(partial) {
                     self.pack_weights(s, head * self.values.queries + row);
                 }
             }
-            self.windows::<S, E, true>(s, elem);
+        }
+        if S::BF16_DOT && codes {
+            self.windows::<S, E, { met::AS_CODES }>(s, elem);
+        } else if S::BF16_DOT && E::IS_BF16 {
+            self.windows::<S, E, { met::IN_PAIRS }>(s, elem);
         } else {
-            self.windows::<S, E, false>(s, elem);
+            self.windows::<S, E, { met::AS_F32 }>(s, elem);
         }
     }
 
     #[inline(always)]
-    fn windows<S: Simd, E: Elem, const BF16: bool>(&self, s: S, elem: E) {
+    fn windows<S: Simd, E: Elem, const MET: u8>(&self, s: S, elem: E) {
         self.values.windows(
             s,
             elem,
+            VALUES_WINDOW,
             #[inline(always)]
             |head, first, last, ahead| {
                 let (mut live, mut asks) = (self.whole, true);
@@ -70,15 +76,15 @@ impl AddValues<'_> {
                     let of = Group { row: first_row + row, seen: u64::MAX, head, first, last, asks };
                     let taken = taken_together(live, 4);
                     match taken {
-                        4 => self.group::<S, E, 4, BF16>(s, elem, of, ahead),
-                        2 => self.group::<S, E, 2, BF16>(s, elem, of, ahead),
-                        _ => self.group::<S, E, 1, BF16>(s, elem, of, ahead),
+                        4 => self.group::<S, E, 4, MET>(s, elem, of, ahead),
+                        2 => self.group::<S, E, 2, MET>(s, elem, of, ahead),
+                        _ => self.group::<S, E, 1, MET>(s, elem, of, ahead),
                     }
                     (live, asks) = (&live[taken..], false);
                 }
                 for &(row, seen) in self.partial {
                     let of = Group { row: first_row + row, seen, head, first, last, asks };
-                    self.group::<S, E, 1, BF16>(s, elem, of, ahead);
+                    self.group::<S, E, 1, MET>(s, elem, of, ahead);
                     asks = false;
                 }
             },
@@ -99,7 +105,7 @@ impl AddValues<'_> {
     }
 
     #[inline(always)]
-    fn group<S: Simd, E: Elem, const Q: usize, const BF16: bool>(
+    fn group<S: Simd, E: Elem, const Q: usize, const MET: u8>(
         &self,
         s: S,
         elem: E,
@@ -110,25 +116,32 @@ impl AddValues<'_> {
         let most = if S::TILE_ROWS > 6 { 8 / Q } else { 4 / Q };
         let (mut col, dim) = (0, self.values.dim);
         while most >= 4 && col + 4 * unit::<S>() <= dim {
-            self.columns::<S, E, Q, 4, BF16, false>(s, elem, of, col, ahead);
+            self.columns::<S, E, Q, 4, MET, false>(s, elem, of, col, ahead);
             col += 4 * unit::<S>();
         }
         while most >= 2 && col + 2 * unit::<S>() <= dim {
-            self.columns::<S, E, Q, 2, BF16, false>(s, elem, of, col, ahead);
+            self.columns::<S, E, Q, 2, MET, false>(s, elem, of, col, ahead);
             col += 2 * unit::<S>();
         }
+        if MET == met::AS_CODES {
+            // A vector of codes is two units.
+            if col < dim {
+                self.columns::<S, E, Q, 2, MET, true>(s, elem, of, col, ahead);
+            }
+            return;
+        }
         while col + unit::<S>() <= dim {
-            self.columns::<S, E, Q, 1, BF16, false>(s, elem, of, col, ahead);
+            self.columns::<S, E, Q, 1, MET, false>(s, elem, of, col, ahead);
             col += unit::<S>();
         }
         if col < dim {
-            self.columns::<S, E, Q, 1, BF16, true>(s, elem, of, col, ahead);
+            self.columns::<S, E, Q, 1, MET, true>(s, elem, of, col, ahead);
         }
     }
 
     /// `UNITS` units of columns from `col` on; `REST`: what is left of the last one.
     #[inline(always)]
-    fn columns<S: Simd, E: Elem, const Q: usize, const UNITS: usize, const BF16: bool, const REST: bool>(
+    fn columns<S: Simd, E: Elem, const Q: usize, const UNITS: usize, const MET: u8, const REST: bool>(
         &self,
         s: S,
         elem: E,
@@ -138,6 +151,8 @@ impl AddValues<'_> {
     ) {
         let columns = if REST { self.values.dim - col } else { UNITS * unit::<S>() };
         let out = self.out.wrapping_add(of.row * self.stride + col);
+        let codes =
+            if MET == met::AS_CODES { self.values.codes[of.head].lower(s) } else { [s.splat(0.0); 4] };
         let mut sums = [[[s.splat(0.0); 2]; UNITS]; Q];
         // SAFETY: rows and columns of the call.
         unsafe {
@@ -149,34 +164,39 @@ impl AddValues<'_> {
                     }
                 }
             }
-            // Two keys at once: bf16 are multiplied in pairs.
-            for key in (of.first..of.last).step_by(2) {
+            for first in (of.first..of.last).step_by(FOUR) {
+                let last = of.last.min(first + FOUR);
                 if of.asks {
-                    ahead.ask_for(s, 2 * columns * E::BYTES);
+                    ahead.ask_for(s, (last - first) * columns * E::BYTES);
                 }
-                let mut rest = [[0u8; UNIT_BYTES]; 2];
-                let mut from = [ZEROS.as_ptr(); 2];
-                let mut seen = [false; 2];
-                for n in 0..2 {
-                    seen[n] = key + n < of.last && of.seen >> (key + n) & 1 != 0;
-                    if seen[n] {
-                        from[n] = self.values.at(key + n, of.head).add(col * E::BYTES);
-                        if REST {
-                            std::ptr::copy_nonoverlapping(from[n], rest[n].as_mut_ptr(), columns * E::BYTES);
-                            from[n] = rest[n].as_ptr();
-                        }
-                    }
-                }
-                let weights = self.weights.wrapping_add(of.row * BLOCK_KEYS);
-                if BF16 {
-                    if seen[0] || seen[1] {
-                        add_pair(s, &mut sums, from, weights.add(key / 2));
-                    }
-                } else {
+                // Two keys at once: bf16 are multiplied in pairs.
+                for key in (first..last).step_by(2) {
+                    let mut rest = [[0u8; UNIT_BYTES]; 2];
+                    let mut from = [ZEROS.as_ptr(); 2];
+                    let mut seen = [false; 2];
                     for n in 0..2 {
+                        seen[n] = key + n < last && of.seen >> (key + n) & 1 != 0;
                         if seen[n] {
-                            add_row(s, elem, &mut sums, from[n], weights.add(key + n));
+                            from[n] = self.values.at(key + n, of.head).add(col * E::BYTES);
+                            if REST {
+                                std::ptr::copy_nonoverlapping(
+                                    from[n],
+                                    rest[n].as_mut_ptr(),
+                                    columns * E::BYTES,
+                                );
+                                from[n] = rest[n].as_ptr();
+                            }
                         }
+                    }
+                    let weights = self.weights.wrapping_add(of.row * BLOCK_KEYS);
+                    if MET == met::AS_F32 {
+                        for n in 0..2 {
+                            if seen[n] {
+                                add_row(s, elem, &mut sums, from[n], weights.add(key + n));
+                            }
+                        }
+                    } else if seen[0] || seen[1] {
+                        add_pair::<S, Q, UNITS, MET>(s, &codes, &mut sums, from, weights.add(key / 2));
                     }
                 }
             }
@@ -191,16 +211,18 @@ impl AddValues<'_> {
     }
 }
 
-/// Units of bf16 in the place of a key that is not to be met.
+/// Units of bf16, or of codes of 0, in the place of a key that is not to be met.
 static ZEROS: [u8; 4 * UNIT_BYTES / 2] = [0; 4 * UNIT_BYTES / 2];
 
-/// Adds the products of two keys of bf16: one multiplication for two, where rows are paired element by element.
+/// Adds the products of two keys of bf16, or of codes of them: one multiplication for two, where rows are paired
+/// element by element.
 ///
 /// # Safety
 /// `UNITS` units are readable at both of `from`, weights of Q queries at `weights`.
 #[inline(always)]
-unsafe fn add_pair<S: Simd, const Q: usize, const UNITS: usize>(
+unsafe fn add_pair<S: Simd, const Q: usize, const UNITS: usize, const MET: u8>(
     s: S,
+    codes: &[S::V; 4],
     sums: &mut [[[S::V; 2]; UNITS]; Q],
     from: [*const u8; 2],
     weights: *const f32,
@@ -211,11 +233,23 @@ unsafe fn add_pair<S: Simd, const Q: usize, const UNITS: usize>(
         for (q, p) in p.iter_mut().enumerate() {
             *p = s.splat(*weights.add(q * BLOCK_KEYS));
         }
-        for u in 0..UNITS {
-            let [a, b] = from;
-            let (a, b) =
-                (s.load(a.cast::<f32>().add(u * S::LANES)), s.load(b.cast::<f32>().add(u * S::LANES)));
-            let v = s.pair_rows(a, b);
+        let [a, b] = from;
+        let mut units = [[p[0]; 2]; UNITS];
+        if MET == met::AS_CODES {
+            for u in (0..UNITS).step_by(2) {
+                let at = 2 * u * S::LANES;
+                let halves = s.pair_codes(s.load_codes(a.add(at)), s.load_codes(b.add(at)));
+                for (unit, half) in units[u..].iter_mut().zip(halves) {
+                    *unit = s.widen_codes(codes, half);
+                }
+            }
+        } else {
+            for (u, unit) in units.iter_mut().enumerate() {
+                let at = 4 * u * S::LANES;
+                *unit = s.pair_rows(s.load(a.add(at).cast()), s.load(b.add(at).cast()));
+            }
+        }
+        for (u, v) in units.iter().enumerate() {
             for (sums, &p) in sums.iter_mut().zip(&p) {
                 sums[u][0] = s.dot_bf16(sums[u][0], v[0], p);
                 sums[u][1] = s.dot_bf16(sums[u][1], v[1], p);

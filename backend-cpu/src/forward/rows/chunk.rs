@@ -3,12 +3,12 @@
 use fmha_core::tree::TreeMask;
 use fmha_core::{BlockClass, SeqSpan};
 
-use super::super::cache::{Cached, Widen};
+use super::super::cache::Cached;
 use super::modify::{Modify, drop_weights};
 use super::{CHUNK_KEYS, MAX_ROWS, Scratch, Shared, State, Task};
 use crate::blocks::{AddValues, BLOCK_KEYS, Block, Dots, SoftmaxRow};
 use crate::score::HeadScore;
-use crate::simd::Simd;
+use crate::simd::{BytePlanes, Simd};
 
 /// The rows of a task, resolved.
 pub(super) struct Rows<'a> {
@@ -19,9 +19,11 @@ pub(super) struct Rows<'a> {
     ratio: u32,
     /// Query heads of all kv heads.
     heads: Vec<HeadScore>,
+    k: Cached<'a>,
+    v: Cached<'a>,
     /// Of each kv head: what widens K and V, and what the product of Q and K is multiplied by after that.
-    widen_k: Vec<Widen>,
-    widen_v: Vec<Widen>,
+    widen_k: Vec<BytePlanes>,
+    widen_v: Vec<BytePlanes>,
     factors: Vec<f32>,
     /// Query, and query head of the group, of each row of a kv head.
     of: Vec<(u32, usize)>,
@@ -40,7 +42,7 @@ struct Seen {
 }
 
 impl<'a> Shared<'a> {
-    pub(super) fn rows(&self, task: Task) -> Rows<'a> {
+    pub(super) fn rows<S: Simd>(&self, task: Task) -> Rows<'a> {
         let span = self.spans[task.span as usize];
         let ratio = self.problem.gqa_ratio();
         let (first, count) = task.heads;
@@ -51,12 +53,12 @@ impl<'a> Shared<'a> {
         };
         // What a widened cache was multiplied by is in it.
         let descale = |head: &HeadScore| if self.k.widened.is_some() { 1.0 } else { head.descale_k };
-        let widen_k = self.k.widen(&of_each(&|head| head.descale_k));
-        let widen_v = self.v.widen(&of_each(&|head| head.descale_v));
+        let (k, widen_k) = self.k.widened_by::<S>(&of_each(&|head| head.descale_k));
+        let (v, widen_v) = self.v.widened_by::<S>(&of_each(&|head| head.descale_v));
         let factors = of_each(&|head| head.softmax_scale * descale(head));
         let of = (task.first_row..task.first_row + task.rows).map(|r| (r / ratio, (r % ratio) as usize));
         let (heads_kv, of) = (task.heads, of.collect());
-        Rows { span, heads_kv, ratio, heads, widen_k, widen_v, factors, of, tree: self.tree }
+        Rows { span, heads_kv, ratio, heads, k, v, widen_k, widen_v, factors, of, tree: self.tree }
     }
 
     /// One chunk of keys.
@@ -87,7 +89,7 @@ impl<'a> Shared<'a> {
         &self,
         s: S,
         scratch: &mut Scratch,
-        rows: &Rows<'_>,
+        rows: &'p Rows<'_>,
         (j, count): (u32, usize),
         pointers: &'p mut [[*const u8; BLOCK_KEYS]; 3],
     ) -> [Block<'p>; 3] {
@@ -97,8 +99,8 @@ impl<'a> Shared<'a> {
         let (keys, values) = (&mut keys[..count], &mut values[..count]);
         let next = &mut next[..BLOCK_KEYS.min((span.seqlen_k - after) as usize)];
         for (cached, at, scratch, widen) in [
-            (&self.k, &mut *keys, &mut scratch.keys, &rows.widen_k),
-            (&self.v, &mut *values, &mut scratch.values, &rows.widen_v),
+            (&rows.k, &mut *keys, &mut scratch.keys, &rows.widen_k),
+            (&rows.v, &mut *values, &mut scratch.values, &rows.widen_v),
         ] {
             if cached.reads_in_place() {
                 cached.rows_in_place(span, first_head, j, at);
@@ -106,18 +108,20 @@ impl<'a> Shared<'a> {
                 cached.rows_in_scratch(s, span, rows.heads_kv, widen, scratch, (j, at));
             }
         }
-        self.k.rows_in_place(span, first_head, after, next);
-        let block = |cached: &Cached<'_>, keys| Block {
+        rows.k.rows_in_place(span, first_head, after, next);
+        let block = |cached: &Cached<'_>, widen: &'p [BytePlanes], keys| Block {
             keys,
             head_step: cached.head_step(),
             heads: rows.heads_kv.1 as usize,
             dim: cached.dim,
-            dtype: cached.taken_as(),
+            dtype: cached.read_as(),
+            codes: if cached.in_codes { widen } else { &[] },
             queries: rows.of.len(),
             in_place: cached.reads_in_place(),
             next: (&[], 0),
         };
-        [block(&self.k, keys), block(&self.v, values), block(&self.k, next)]
+        let (k, v) = (&rows.widen_k[..], &rows.widen_v[..]);
+        [block(&rows.k, k, keys), block(&rows.v, v, values), block(&rows.k, k, next)]
     }
 
     /// S of a block, for every head of the task.

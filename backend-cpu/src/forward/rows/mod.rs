@@ -103,7 +103,8 @@ impl Shared<'_> {
     }
 
     fn stride_v<S: Simd>(&self) -> usize {
-        (self.problem.dims.head_dim_v as usize).next_multiple_of(unit::<S>())
+        // A vector of FP8 codes is two units.
+        (self.problem.dims.head_dim_v as usize).next_multiple_of(2 * unit::<S>())
     }
 
     /// Q's order beside K: bf16 as it is where there are dot products of them.
@@ -258,7 +259,7 @@ impl Shared<'_> {
         task: Task,
         slot: impl Fn(u32, usize) -> *mut f32,
     ) {
-        let rows = self.rows(task);
+        let rows = self.rows::<S>(task);
         let stride_v = self.stride_v::<S>();
         self.load_rows(s, scratch, &rows);
         let mut states = [State::EMPTY; MAX_STATES];
@@ -299,7 +300,7 @@ impl Shared<'_> {
         fold: Fold,
         slot: impl Fn(u32, usize) -> *mut f32,
     ) {
-        let rows = self.rows(fold);
+        let rows = self.rows::<S>(fold);
         let stride = self.stride_v::<S>();
         let mut states = [State::EMPTY; MAX_STATES];
         let states = &mut states[..fold.states()];

@@ -49,7 +49,7 @@ FMHA_DEVICE void widen_values(const Raw& raw, const Wide& wide) {
       uint32_t v[batch][4];
 #pragma unroll
       for (int i = first; i < min(first + batch, at_once * steps); ++i) {
-        if (there(i)) ptx::ld_shared_v4(v[i - first], fmha::mma::beyond<Raw>(from, i / steps * stride, i % steps * columns));
+        if (there(i)) ptx::ld_shared_v4_b32(v[i - first], fmha::mma::beyond<Raw>(from, i / steps * stride, i % steps * columns));
       }
 #pragma unroll
       for (int i = first; i < min(first + batch, at_once * steps); ++i) {

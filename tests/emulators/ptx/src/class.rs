@@ -13,7 +13,8 @@ pub(crate) fn class_of(code: &Code) -> &'static str {
         Code::WSlow(slow) | Code::Pair32(slow) => word(slow.f),
         Code::Half { f: Hf::Ex2 | Hf::Tanh, .. } => "special function",
         Code::Half { .. } => "16-bit float",
-        Code::Cvt(_) => "conversion",
+        // Between integers the assembler makes a move of it, or of the register pair that a wider one takes.
+        Code::Cvt(cvt) if cvt.to.is_float() || cvt.from.is_float() => "conversion",
         Code::Ld(_) | Code::St(_) | Code::Atom(_) => "load, store, atomic",
         Code::LdMatrix { .. } | Code::StMatrix { .. } | Code::MovMatrix => "matrix load, store",
         Code::Shfl(_)

@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 
-use fmha_emu_ptx::{Kernel, LaunchConfig};
+use fmha_emu_ptx::{Asynchrony, Kernel, LaunchConfig};
 
 use crate::error::{INVALID_HANDLE, INVALID_VALUE, LAUNCH_FAILED, Result, SUCCESS, put};
 use crate::state::{Handle, state};
@@ -52,6 +52,9 @@ impl Node {
             Self::Launch { kernel, config, args } => {
                 let options = state.options.clone();
                 if let Some(seed) = &mut state.options.cluster_order {
+                    *seed = seed.wrapping_add(1);
+                }
+                if let Asynchrony::Late { seed } = &mut state.options.asynchrony {
                     *seed = seed.wrapping_add(1);
                 }
                 state.record(kernel, config, args);

@@ -3,7 +3,7 @@
 //! Environment:
 //! - `FMHA_EMULATE`: the device's architecture, `sm_80`, `sm_90a` (default), `sm_100a`, `sm_120`; of several devices,
 //!   which are alike, each one's: `sm_90a,sm_90a`;
-//! - `FMHA_EMULATE_MODE`: `eager` (default), `late:SEED`, `hb` (happens-before);
+//! - `FMHA_EMULATE_MODE`: `eager` (default), `late:SEED` (other delays with each launch), `hb` (happens-before);
 //! - `FMHA_EMULATE_ORDER`: a seed for the order in which clusters run piece by piece, another with each launch;
 //! - `FMHA_EMULATE_PTX_DIR`: where `<sha256 of a cubin>.ptx` stands for the cubin;
 //! - `FMHA_EMULATE_REPORT`: a file to which every fault is appended.
