@@ -11,10 +11,13 @@ use fmha_core::DType;
 use fmha_core::error::{Error, Result};
 
 /// A driver's answer as a [`Result`], with the call's name.
+#[inline]
 fn check(call: &'static str, status: sys::CUresult) -> Result<()> {
-    if status == sys::CUresult::CUDA_SUCCESS {
-        return Ok(());
-    }
+    if status == sys::CUresult::CUDA_SUCCESS { Ok(()) } else { Err(failure(call, status)) }
+}
+
+#[cold]
+fn failure(call: &'static str, status: sys::CUresult) -> Error {
     let mut words = std::ptr::null();
     // SAFETY: `words` is a valid place for a pointer; the driver's strings are static.
     let known = unsafe { sys::cuGetErrorString(status, &raw mut words) } == sys::CUresult::CUDA_SUCCESS;
@@ -24,7 +27,7 @@ fn check(call: &'static str, status: sys::CUresult) -> Result<()> {
     } else {
         "unknown error".to_owned()
     };
-    Err(Error::Driver { call, code: status as i32, text })
+    Error::Driver { call, code: status as i32, text }
 }
 
 /// Calls a driver function by name and checks its answer.
@@ -270,13 +273,12 @@ impl Grid {
 }
 
 impl Kernel {
-    /// Queues the kernel.
+    /// Queues the kernel, in the calling thread's context: a run has entered it for all of its launches.
     ///
     /// # Safety
     /// `arguments` point to the kernel's parameters, in order and of their types, and the device
     /// memory they name is what the kernel's contract asks for.
     pub(crate) unsafe fn launch(&self, grid: Grid, arguments: &mut [*mut c_void], stream: u64) -> Result<()> {
-        let _entered = self.device.enter()?;
         let mut dependent = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
             pad: [0; 4],

@@ -58,16 +58,16 @@ pub(super) struct CachePlaces {
 impl CacheOptions {
     /// Refuses what these options do not go with.
     pub(super) fn fit(&self, is_group: bool, is_given: bool, backward: bool) -> Result<(), Failure> {
-        let number = |on: bool| u32::from(on);
+        let number = |value: u32| (value > 0).then(|| value.to_string());
         let options = [
-            ("page_size", self.page_size),
-            ("append", self.append),
-            ("rotary", self.rotary_dim),
-            ("cache_type", number(self.dtype_cache.is_some())),
-            ("v_in_k", number(self.v_in_k)),
-            ("tree", number(self.tree)),
+            ("page_size", number(self.page_size)),
+            ("append", number(self.append)),
+            ("rotary", number(self.rotary_dim)),
+            ("cache_type", self.dtype_cache.map(|dtype| dtype.to_string())),
+            ("v_in_k", number(self.v_in_k.into())),
+            ("tree", number(self.tree.into())),
         ];
-        for (name, value) in options.into_iter().filter(|&(_, value)| value > 0) {
+        for (name, value) in options.into_iter().filter_map(|(name, value)| Some((name, value?))) {
             let against = [
                 (is_group, "--mode 0, and --mode is 1"),
                 (is_given, "made-up data, and q, k and v are given"),

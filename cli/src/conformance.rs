@@ -4,10 +4,11 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use clap::Args;
+use fmha_conformance::Regex;
+use fmha_conformance::case::{self, Case};
 use fmha_conformance::deal::Deal;
 use fmha_conformance::report::{Report, run_cases};
 use fmha_conformance::run::Options;
-use fmha_conformance::{Regex, case};
 
 use crate::Verdict;
 use crate::failure::Failure;
@@ -69,11 +70,9 @@ impl ConformanceArgs {
             let filter = self.filter.map(|filter| filter.to_string()).unwrap_or_default();
             return Err(Failure::wrong(format!("filter `{filter}` finds 0 of {} cases", case::all().len())));
         }
-        if self.list {
-            for case in &cases {
-                writeln!(out, "{}", case.name)?;
-            }
-            return Ok(Verdict::Right);
+        // Which kernels a case needs is the backend's to say; names alone need none.
+        if self.list && self.deal.is_none() {
+            return list(out, &cases);
         }
         if let Some(path) = &self.junit {
             target::check("junit", path, &[])?;
@@ -86,6 +85,9 @@ impl ConformanceArgs {
             Some(deal) => deal.of(cases, &*backend, &plan),
             None => cases,
         };
+        if self.list {
+            return list(out, &cases);
+        }
         let options =
             Options { plan, huge_on_device: self.huge_on_device, repro_words: self.backend.words() };
         if !self.json {
@@ -111,6 +113,13 @@ impl ConformanceArgs {
         }
         Ok(if report.summary.failed > 0 { Verdict::Wrong } else { Verdict::Right })
     }
+}
+
+fn list(out: &mut dyn Write, cases: &[Case]) -> Result<Verdict, Failure> {
+    for case in cases {
+        writeln!(out, "{}", case.name)?;
+    }
+    Ok(Verdict::Right)
 }
 
 fn print(out: &mut dyn Write, report: &Report) -> std::io::Result<()> {

@@ -26,6 +26,22 @@ fn the_report_ends_in_a_summary_that_counts_every_case() {
     assert_eq!(tail.matches('{').count(), 1, "something follows the summary: {tail}");
 }
 
+/// Each case in one part, by its kernels: what a run of that part would run.
+#[test]
+fn a_part_is_listed_as_it_would_run() {
+    let names = |words: &str| {
+        let ran = fmha(&format!("conformance --backend cpu --filter edges --list {words}"));
+        assert_eq!(ran.status, 0, "{}{}", ran.out, ran.err);
+        ran.out.lines().map(str::to_owned).collect::<Vec<_>>()
+    };
+    let (mut whole, one, other) = (names(""), names("--deal 1/2"), names("--deal 2/2"));
+    assert!(!one.is_empty() && !other.is_empty());
+    let mut both = [one, other].concat();
+    both.sort();
+    whole.sort();
+    assert_eq!(both, whole);
+}
+
 #[test]
 fn junit_is_written_on_request() {
     let (filter, _) = a_few();

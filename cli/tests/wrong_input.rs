@@ -143,6 +143,7 @@ const TABLE: &[(&str, &[&str])] = &[
     ("run -s 4 --cache-type fp16 --prec bf16", &["dtype_cache f16", "bf16"]),
     ("run -s 4 --cache-type fp8 --prec fp32", &["dtype_cache e4m3fn", "f32"]),
     ("run -s 4 --cache-type fp8 --append 1", &["dtype_cache e4m3fn", "append"]),
+    ("run -s 4 --cache-type fp8 --backward", &["cache_type e4m3fn", "the forward"]),
     ("run -s 4 -d 16 --d_v=24 --v-in-k", &["v_in_k", "24", "16"]),
     ("run --q q.npy --k q.npy --v q.npy --page-size 4", &["page_size 4", "made-up"]),
     ("run -page_block_size=-16", &["page_size -16"]),

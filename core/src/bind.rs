@@ -15,14 +15,13 @@ use crate::score::{Bias, BiasBroadcast, Descale};
 /// The arguments of a forward kernel. `args` have passed [`check_fwd`](crate::args::check_fwd).
 #[must_use]
 pub fn fwd_params(problem: &FwdProblem, args: &FwdArgs<'_>) -> FwdParams {
-    FwdParams {
-        o: View::new(address_mut(&args.o), problem.o, is_packed_q(problem)),
-        lse: pointer_mut(args.lse.as_ref()),
-        keep_mask: pointer_mut(args.keep_mask.as_ref()),
-        scale_o: pointer(args.scale_o.as_ref()),
-        workspace: pointer_mut(args.workspace.as_ref()),
-        ..inputs(problem, [&args.q, &args.k_slice(), &args.v_slice()], &args.seq, &args.score)
-    }
+    let mut params = inputs(problem, [&args.q, &args.k_slice(), &args.v_slice()], &args.seq, &args.score);
+    params.o = View::new(address_mut(&args.o), problem.o, is_packed_q(problem));
+    params.lse = pointer_mut(args.lse.as_ref());
+    params.keep_mask = pointer_mut(args.keep_mask.as_ref());
+    params.scale_o = pointer(args.scale_o.as_ref());
+    params.workspace = pointer_mut(args.workspace.as_ref());
+    params
 }
 
 /// The arguments of a backward kernel, but for those in its workspace, which it lays out itself. `args` have passed

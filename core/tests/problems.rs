@@ -326,6 +326,20 @@ fn a_cache_update_without_a_mistake_validates() {
     problem.validate().unwrap();
 }
 
+/// Where a rotary embedding turns query i: i rows after the first under a mask that looks back from it, with the first
+/// under one that shows every query the same keys.
+#[test]
+fn positions_advance_under_masks_that_look_back_and_under_a_tree() {
+    let advances = |text, tree_mask| {
+        let problem = FwdProblem { mask: mask(text), tree_mask, ..FwdProblem::batch(DType::F32, DIMS) };
+        problem.positions_advance()
+    };
+    for text in ["t", "b", "b:2,1"] {
+        assert!(advances(text, false) && advances(text, true), "{text}");
+    }
+    assert!(!advances("0", false) && advances("0", true));
+}
+
 #[test]
 fn every_total_is_there_where_its_layout_wants_it_and_nowhere_else() {
     const ALL: Totals = Totals { total_q: Some(6), total_k: Some(7), num_pages: Some(8), total_new: Some(9) };

@@ -1,7 +1,8 @@
 """Times modified scores beside what people use for them: `python3 modifiers.py FOLDER KIT PLAN.txt [BUDGET]`.
 
 FOLDER holds kernels as nvrtc.py leaves them, KIT peers.py and compare.py. A line of PLAN is `WHAT DIM KERNEL...`, WHAT one
-of plain, softcap, alibi, bias, dropout, with `-causal` behind it or not. B4 H16 S4096, bf16, TFLOP/s (half the pairs for
+of plain, softcap, alibi, bias, dropout, with `-causal` behind it or not; a kernel named `ours` is what the
+library in $FMHA_LIB chooses, through its C ABI (KIT's ours.py is then bench/ours.py). B4 H16 S4096, bf16, TFLOP/s (half the pairs for
 causal): FlexAttention compiled, FlashAttention-2 and cuDNN as torch calls them, and the kernels, in turns, bursts with
 the L2 flushed before each call. Each output but dropout's, whose masks are not alike, is held to float64 on some rows.
 """
@@ -9,6 +10,7 @@ the L2 flushed before each call. Each output but dropout's, whose masks are not 
 import math
 import sys
 import time
+from ctypes import c_float, pointer, sizeof
 from pathlib import Path
 
 import torch
@@ -74,6 +76,36 @@ def peers_of(what, causal, q, k, v, bias, slopes):
     return calls
 
 
+def through_library(what, causal, q, k, v, bias, slopes):
+    """One call of the library: returns O."""
+    from ours import DTYPE, FmhaCall, _options, _runner, _tensor
+
+    o = torch.empty_like(q)
+    call = FmhaCall(
+        struct_bytes=sizeof(FmhaCall), batch=BATCH, seqlen_q=SEQLEN, seqlen_k=SEQLEN, num_heads_q=HEADS,
+        num_heads_kv=HEADS, head_dim_qk=q.shape[-1], head_dim_v=q.shape[-1], mask=b"b" if causal else b"0",
+        dtype_qk=DTYPE[q.dtype], dtype_v=DTYPE[v.dtype], dtype_o=DTYPE[o.dtype],
+        stream=torch.cuda.current_stream().cuda_stream,
+    )  # fmt: skip
+    for name, x in dict(q=q, k=k, v=v, o=o).items():
+        setattr(call, name, _tensor(x))
+    if what == "softcap":
+        call.softcap = pointer(c_float(SOFTCAP))
+    if what == "alibi":
+        call.alibi_slopes = slopes.data_ptr()
+    if what == "bias":  # [batch, query, head, key], in the order of FmhaTensor's strides
+        call.bias, call.dtype_bias = _tensor(bias[None].expand(BATCH, -1, -1, -1).transpose(1, 2)), DTYPE[bias.dtype]
+    if what == "dropout":
+        call.p_drop, call.dropout_seed = P_DROP, 1
+    queue = _runner(call, _options(timed=True, backward=False))
+
+    def run():
+        queue()
+        return o
+
+    return run
+
+
 def main():
     root, budget = Path(sys.argv[1]), float(sys.argv[4]) if len(sys.argv) > 4 else 1e9
     started = time.monotonic()
@@ -95,6 +127,9 @@ def main():
         mask = (UNBOUNDED_LO, 0, 1, 0) if causal else (UNBOUNDED_LO, UNBOUNDED_HI, 0, 0)
         fns = peers_of(what, causal, q, k, v, bias, slopes)
         for name in kernels:
+            if name == "ours":
+                fns[name] = through_library(what, causal, q, k, v, bias, slopes)
+                continue
             options = dict(mask=mask)
             if what == "softcap":
                 options["softcap"] = SOFTCAP

@@ -140,10 +140,12 @@ impl Sm90Tile {
         let kv = self.stages * k_and_v;
         let bias_slots = self.num_consumers() * self.bias_stages;
         let bias = bias_slots * tile_bytes(64, self.block_n * 2);
+        // 32 quads of 16 bytes for each consumer warp.
+        let quads = if spec.dropout { self.num_consumers() * 4 * 512 } else { 0 };
         let bias_barriers = if bias_slots > 0 { 2 * bias_slots } else { 2 };
         let barriers = 8 * (2 * q_buffers + 6 * self.stages + bias_barriers + 8);
         let work = (3 * 18 + 1) * 4;
-        (q + kv + bias + barriers + work + 1023) / 1024 * 1024
+        (q + kv + bias + quads + barriers + work + 1023) / 1024 * 1024
     }
 
     /// The order of tiles for a problem's maximal lengths.

@@ -263,6 +263,9 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
         let tile = sm90_bwd::default_tile(&spec);
         kernels.push((format!("sm90_bwd_{dim}_dbias_kernel"), sm90_bwd::dbias(&spec, &tile.of_dbias())));
         kernels.push((format!("sm90_bwd_{dim}_postprocess"), sm90_bwd::postprocess(&spec, &tile)));
+        let masked = plain(dim, MaskKind::Upper);
+        let tile = sm90_bwd::default_tile(&masked);
+        kernels.push((format!("sm90_bwd_{dim}_repair"), sm90_bwd::repair(&masked, &tile)));
     }
     kernels
 }

@@ -87,7 +87,8 @@ pub(crate) fn mutants(words: &[&str]) -> Result<(), String> {
     let out = setup::target().join("cargo-mutants");
     std::fs::create_dir_all(&out).map_err(|error| format!("{}: {error}", out.display()))?;
     let mut command = Command::new(env!("CARGO"));
-    command.arg("mutants").args(words).arg("--output").arg(out).current_dir(root);
+    // Without the word it takes the package of the root folder alone, and finds nothing of the globs there.
+    command.args(["mutants", "--workspace"]).args(words).arg("--output").arg(out).current_dir(root);
     loudly(&mut command).map_err(|error| format!("{error} (`cargo install cargo-mutants` sets it up)"))
 }
 

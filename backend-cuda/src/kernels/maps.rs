@@ -37,7 +37,7 @@ impl Maps {
     ///
     /// # Errors
     /// What the driver refuses.
-    pub(crate) fn of(call: &FwdCall<'_>, boxes: &Boxes) -> Result<Self> {
+    pub(crate) fn encode(&mut self, call: &FwdCall<'_>, boxes: &Boxes) -> Result<()> {
         let problem = call.problem;
         let dims = problem.dims;
         let ratio = problem.gqa_ratio();
@@ -98,8 +98,13 @@ impl Maps {
         let (k, v) = (call.args.k_slice().as_ptr() as u64, call.args.v_slice().as_ptr() as u64);
         let k_map = kv_map("k", k, problem.dtype_qk, problem.k, extents.k, boxes.k);
         let v_map = kv_map("v", v, problem.dtype_v, problem.v, extents.v, boxes.v);
-        let bias = boxes.bias.map_or(Ok(TensorMap::UNREAD), |box_dims| bias_map(call, box_dims))?;
-        Ok(Self { q: q_map.encode()?, k: k_map.encode()?, v: v_map.encode()?, bias })
+        self.q = q_map.encode()?;
+        self.k = k_map.encode()?;
+        self.v = v_map.encode()?;
+        if let Some(box_dims) = boxes.bias {
+            self.bias = bias_map(call, box_dims)?;
+        }
+        Ok(())
     }
 }
 

@@ -148,7 +148,7 @@ impl FwdRecipe for Sm100 {
             ("v", args.v_slice().as_ptr() as u64, loads, has_keys),
             ("o", args.o.as_mut_ptr() as u64, ALIGN, stores_vectors),
         ] {
-            if matters && !address.is_multiple_of(align) {
+            if matters && address & (align - 1) != 0 {
                 return Err(ProblemError::new(
                     name,
                     format!(
@@ -164,8 +164,10 @@ impl FwdRecipe for Sm100 {
         let Some((tile, mut schedule)) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm100 has 0 tiles chosen").into());
         };
-        let mut maps =
-            if tile.copy_bytes > 0 { Maps::UNREAD } else { Maps::of(call, &boxes(call.problem, &tile))? };
+        let mut maps = Maps::UNREAD;
+        if tile.copy_bytes == 0 {
+            maps.encode(call, &boxes(call.problem, &tile))?;
+        }
         let mut whole = bind::fwd_params(call.problem, call.args);
         if tile.split_keys == 0 {
             let [fwd] = exactly(steps)?;

@@ -124,7 +124,7 @@ impl FwdRecipe for Sm90 {
             ("o", args.o.as_mut_ptr() as u64, ALIGN, stores_vectors),
             ("bias", args.score.bias.as_ref().map_or(0, |bias| bias.as_ptr() as u64), ALIGN, brings_bias),
         ] {
-            if matters && !address.is_multiple_of(align) {
+            if matters && address & (align - 1) != 0 {
                 return Err(ProblemError::new(
                     name,
                     format!(
@@ -138,12 +138,14 @@ impl FwdRecipe for Sm90 {
 
     fn launch(&self, steps: &[Step], call: &FwdCall<'_>) -> Result<()> {
         let [fwd] = exactly(steps)?;
-        let Some((tile, schedule)) = self.chosen else {
+        let Some((tile, mut schedule)) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
         };
-        let mut maps =
-            if tile.copy_bytes > 0 { Maps::UNREAD } else { Maps::of(call, &boxes(call.problem, &tile))? };
-        let (mut params, mut schedule) = (bind::fwd_params(call.problem, call.args), schedule);
+        let mut maps = Maps::UNREAD;
+        if tile.copy_bytes == 0 {
+            maps.encode(call, &boxes(call.problem, &tile))?;
+        }
+        let mut params = bind::fwd_params(call.problem, call.args);
         let mut arguments = [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
         // SAFETY: the kernel takes FwdParams, Maps and TileSchedule; `check_fwd` saw that the memory
         // covers the problem, and the maps were made for the same extents.
@@ -203,7 +205,7 @@ pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOp
 /// What TMA brings at once.
 fn boxes(problem: &ValidFwd, tile: &Sm90Tile) -> Boxes {
     let heads = if tile.pack_gqa { problem.gqa_ratio() as i32 } else { 1 };
-    let (q, v) = (problem.shape_q().dim as i32, problem.shape_v().dim as i32);
+    let (q, v) = (problem.dims.head_dim_qk as i32, problem.dims.head_dim_v as i32);
     Boxes {
         q: [Sm90Tile::box_dim(q, problem.dtype_qk), heads, tile.q_rows() / heads, 1, 1],
         k: tile.kv_box(q, problem.dtype_qk, false),

@@ -6,8 +6,34 @@ use std::fmt;
 
 use fmha::{ProblemError, Result};
 
-use crate::host::Pointed;
+use crate::host::{self, Pointed};
 use crate::structs::{FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaPartial, FmhaTensor};
+
+// Fields by their names, which are bound to those of the given struct: a comparison each and nothing else, since
+// every run comes through here.
+
+/// Numbers that must be the planned ones.
+macro_rules! number {
+    ($planned:expr, $($field:ident),+) => {
+        $(if *$field != $planned.$field {
+            return Err(differs(stringify!($field), $field, &$planned.$field).into());
+        })+
+    };
+}
+
+/// Pointers that must be null or not as planned.
+macro_rules! presence {
+    ($planned:expr, $($field:ident),+) => {
+        $(presence(stringify!($field), *$field, $planned.$field)?;)+
+    };
+}
+
+/// Tensors whose strides must be the planned ones.
+macro_rules! lattice {
+    ($planned:expr, $($field:ident),+) => {
+        $(strides(stringify!($field), $field, &$planned.$field, "the plan's")?;)+
+    };
+}
 
 /// Refuses a call that is not the planned one.
 ///
@@ -63,77 +89,55 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
         v_layout,
         alibi_per_batch,
         descale_per_tensor,
-    } = *given;
+    } = given;
     // First: of another version's struct nothing else can be read.
-    number("struct_bytes", struct_bytes, planned.struct_bytes)?;
-    for (field, given, planned) in [
-        ("batch", batch, planned.batch),
-        ("seqlen_q", seqlen_q, planned.seqlen_q),
-        ("seqlen_k", seqlen_k, planned.seqlen_k),
-        ("num_heads_q", num_heads_q, planned.num_heads_q),
-        ("num_heads_kv", num_heads_kv, planned.num_heads_kv),
-        ("head_dim_qk", head_dim_qk, planned.head_dim_qk),
-        ("head_dim_v", head_dim_v, planned.head_dim_v),
-        ("page_size", page_size, planned.page_size),
-        ("dtype_qk", dtype_qk.into(), planned.dtype_qk.into()),
-        ("dtype_v", dtype_v.into(), planned.dtype_v.into()),
-        ("dtype_o", dtype_o.into(), planned.dtype_o.into()),
-        ("dtype_bias", dtype_bias.into(), planned.dtype_bias.into()),
-        ("v_layout", v_layout.into(), planned.v_layout.into()),
-        ("alibi_per_batch", alibi_per_batch.into(), planned.alibi_per_batch.into()),
-        ("descale_per_tensor", descale_per_tensor.into(), planned.descale_per_tensor.into()),
-    ] {
-        number(field, given, planned)?;
-    }
+    number!(planned, struct_bytes);
+    number!(
+        planned,
+        batch,
+        seqlen_q,
+        seqlen_k,
+        num_heads_q,
+        num_heads_kv,
+        head_dim_qk,
+        head_dim_v,
+        page_size
+    );
+    number!(planned, dtype_qk, dtype_v, dtype_o, dtype_bias);
+    number!(planned, v_layout, alibi_per_batch, descale_per_tensor);
     if p_drop.to_bits() != planned.p_drop.to_bits() {
-        return Err(differs("p_drop", &p_drop, &planned.p_drop, "the plan's").into());
+        return Err(differs("p_drop", p_drop, &planned.p_drop).into());
     }
-    for (field, given, planned) in [
-        ("lse", lse.cast_const().cast(), planned.lse.cast_const().cast()),
-        ("keep_mask", keep_mask.cast_const().cast(), planned.keep_mask.cast_const().cast()),
-        ("cu_seqlens_q", cu_seqlens_q.cast::<()>(), planned.cu_seqlens_q.cast::<()>()),
-        ("cu_seqlens_k", cu_seqlens_k.cast(), planned.cu_seqlens_k.cast()),
-        ("seqused_q", seqused_q.cast(), planned.seqused_q.cast()),
-        ("seqused_k", seqused_k.cast(), planned.seqused_k.cast()),
-        ("page_table", page_table.cast(), planned.page_table.cast()),
-        ("alibi_slopes", alibi_slopes.cast(), planned.alibi_slopes.cast()),
-        ("sink", sink.cast(), planned.sink.cast()),
-        ("descale_q", descale_q.cast(), planned.descale_q.cast()),
-        ("descale_k", descale_k.cast(), planned.descale_k.cast()),
-        ("descale_v", descale_v.cast(), planned.descale_v.cast()),
-        ("scale_o", scale_o.cast(), planned.scale_o.cast()),
-        ("bias.data", bias.data.cast_const().cast(), planned.bias.data.cast_const().cast()),
-    ] {
-        presence(field, given, planned)?;
-    }
-    for (field, given, planned) in [
-        ("q", q, planned.q),
-        ("k", k, planned.k),
-        ("v", v, planned.v),
-        ("o", o, planned.o),
-        ("bias", bias, planned.bias),
-    ] {
-        strides(field, &given, &planned, "the plan's")?;
-    }
+    presence!(planned, lse, keep_mask, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table);
+    presence!(planned, alibi_slopes, sink, descale_q, descale_k, descale_v, scale_o);
+    presence("bias.data", bias.data, planned.bias.data)?;
+    lattice!(planned, q, k, v, o, bias);
     // SAFETY: passed on.
-    let read = unsafe { Pointed::read(given)? };
-    let Pointed { mask, softmax_scale, softcap, gradients, cache } = read;
+    let (mask, softmax_scale, softcap, gradients, cache) = unsafe {
+        let (scale, cap) = (given.softmax_scale.as_ref(), given.softcap.as_ref());
+        (host::mask(given)?, scale, cap, given.gradients.as_ref(), given.cache.as_ref())
+    };
     if mask != pointed.mask {
-        return Err(differs("mask", &mask, &pointed.mask, "the plan's").into());
+        return Err(differs("mask", &mask, &pointed.mask).into());
     }
-    for (field, given, planned) in
-        [("softmax_scale", softmax_scale, pointed.softmax_scale), ("softcap", softcap, pointed.softcap)]
-    {
-        if given.map(f32::to_bits) != planned.map(f32::to_bits) {
-            let word = |value: Option<f32>| value.map_or("null".to_owned(), |value| value.to_string());
-            return Err(differs(field, &word(given), &word(planned), "the plan's").into());
-        }
+    optional("softmax_scale", softmax_scale.copied(), pointed.softmax_scale)?;
+    optional("softcap", softcap.copied(), pointed.softcap)?;
+    both("gradients", gradients, pointed.gradients.as_ref(), self::gradients)?;
+    both("cache", cache, pointed.cache.as_ref(), self::cache)
+}
+
+/// Two numbers of host memory, which are there or not alike.
+#[inline]
+fn optional(field: &'static str, given: Option<f32>, planned: Option<f32>) -> Result<()> {
+    if given.map(f32::to_bits) == planned.map(f32::to_bits) {
+        return Ok(());
     }
-    both("gradients", gradients.as_ref(), pointed.gradients.as_ref(), self::gradients)?;
-    both("cache", cache.as_ref(), pointed.cache.as_ref(), self::cache)
+    let word = |value: Option<f32>| value.map_or("null".to_owned(), |value| value.to_string());
+    Err(differs(field, &word(given), &word(planned)).into())
 }
 
 /// Two structs of host memory, which are there or not alike.
+#[inline]
 fn both<T>(
     field: &'static str,
     given: Option<&T>,
@@ -145,7 +149,7 @@ fn both<T>(
         (Some(given), Some(planned)) => agree(planned, given),
         (given, _) => {
             let (given, planned) = if given.is_some() { ("given", "null") } else { ("null", "given") };
-            Err(differs(field, &given, &planned, "the plan's").into())
+            Err(differs(field, &given, &planned).into())
         }
     }
 }
@@ -168,55 +172,22 @@ fn cache(planned: &FmhaCache, given: &FmhaCache) -> Result<()> {
         dtype_cache,
         v_in_k,
         reserved,
-    } = *given;
-    number("struct_bytes", struct_bytes, planned.struct_bytes)?;
-    for (field, given, planned) in
-        [("seqlen_new", seqlen_new, planned.seqlen_new), ("max_pos", max_pos, planned.max_pos)]
-    {
-        number(field, given, planned)?;
-    }
-    for (field, given, planned) in [
-        ("rotary_dim", rotary_dim, planned.rotary_dim),
-        ("rotary_interleaved", rotary_interleaved, planned.rotary_interleaved),
-        ("dtype_rotary", dtype_rotary, planned.dtype_rotary),
-        ("dtype_cache", dtype_cache, planned.dtype_cache),
-        ("v_in_k", v_in_k, planned.v_in_k),
-        ("reserved", reserved, planned.reserved),
-    ] {
-        number(field, given, planned)?;
-    }
-    for (field, given, planned) in [
-        ("k_new.data", k_new.data.cast_const().cast::<()>(), planned.k_new.data.cast_const().cast::<()>()),
-        ("v_new.data", v_new.data.cast_const().cast(), planned.v_new.data.cast_const().cast()),
-        ("cu_seqlens_new", cu_seqlens_new.cast(), planned.cu_seqlens_new.cast()),
-        ("rotary_cos", rotary_cos.cast(), planned.rotary_cos.cast()),
-        ("rotary_sin", rotary_sin.cast(), planned.rotary_sin.cast()),
-        ("tree_mask", tree_mask.cast(), planned.tree_mask.cast()),
-    ] {
-        presence(field, given, planned)?;
-    }
-    strides("k_new", &k_new, &planned.k_new, "the plan's")?;
-    strides("v_new", &v_new, &planned.v_new, "the plan's")
+    } = given;
+    number!(planned, struct_bytes, seqlen_new, max_pos);
+    number!(planned, rotary_dim, rotary_interleaved, dtype_rotary, dtype_cache, v_in_k, reserved);
+    presence("k_new.data", k_new.data, planned.k_new.data)?;
+    presence("v_new.data", v_new.data, planned.v_new.data)?;
+    presence!(planned, cu_seqlens_new, rotary_cos, rotary_sin, tree_mask);
+    lattice!(planned, k_new, v_new);
+    Ok(())
 }
 
 fn gradients(planned: &FmhaGradients, given: &FmhaGradients) -> Result<()> {
-    let FmhaGradients { struct_bytes, dout, dq, dk, dv, dbias, dlse, dsink, dtype_grad, dtype_dbias } =
-        *given;
-    number("struct_bytes", struct_bytes, planned.struct_bytes)?;
-    number("dtype_grad", dtype_grad, planned.dtype_grad)?;
-    number("dtype_dbias", dtype_dbias, planned.dtype_dbias)?;
-    presence("dlse", dlse.cast(), planned.dlse.cast())?;
-    presence("dsink", dsink.cast_const().cast(), planned.dsink.cast_const().cast())?;
-    presence("dbias.data", dbias.data.cast_const().cast(), planned.dbias.data.cast_const().cast())?;
-    for (field, given, planned) in [
-        ("dout", dout, planned.dout),
-        ("dq", dq, planned.dq),
-        ("dk", dk, planned.dk),
-        ("dv", dv, planned.dv),
-        ("dbias", dbias, planned.dbias),
-    ] {
-        strides(field, &given, &planned, "the plan's")?;
-    }
+    let FmhaGradients { struct_bytes, dout, dq, dk, dv, dbias, dlse, dsink, dtype_grad, dtype_dbias } = given;
+    number!(planned, struct_bytes, dtype_grad, dtype_dbias);
+    presence!(planned, dlse, dsink);
+    presence("dbias.data", dbias.data, planned.dbias.data)?;
+    lattice!(planned, dout, dq, dk, dv, dbias);
     Ok(())
 }
 
@@ -240,62 +211,57 @@ pub(crate) fn combine(
         stream: _,
         dtype_part,
         dtype_o,
-    } = *given;
-    number("struct_bytes", struct_bytes, planned.struct_bytes)?;
-    for (field, given, planned) in [
-        ("num_parts", num_parts, planned.num_parts),
-        ("batch", batch, planned.batch),
-        ("seqlen_q", seqlen_q, planned.seqlen_q),
-        ("num_heads_q", num_heads_q, planned.num_heads_q),
-        ("head_dim_v", head_dim_v, planned.head_dim_v),
-        ("dtype_part", dtype_part.into(), planned.dtype_part.into()),
-        ("dtype_o", dtype_o.into(), planned.dtype_o.into()),
-    ] {
-        number(field, given, planned)?;
-    }
-    presence("lse", lse.cast_const().cast(), planned.lse.cast_const().cast())?;
-    strides("o", &o, &planned.o, "the plan's")?;
+    } = given;
+    number!(planned, struct_bytes, num_parts, batch, seqlen_q, num_heads_q, head_dim_v, dtype_part, dtype_o);
+    presence!(planned, lse);
+    lattice!(planned, o);
     strides("parts[0].o", &first.o, &planned_part.o, "the plan's")
 }
 
 /// Refuses strides other than the planned ones.
-pub(crate) fn strides(name: &str, given: &FmhaTensor, planned: &FmhaTensor, whose: &str) -> Result<()> {
-    let FmhaTensor { data: _, batch_stride, seqlen_stride, head_stride, dim_stride } = *given;
-    for (axis, field, given, planned) in [
-        ("batch_stride", "batch_stride", batch_stride, planned.batch_stride),
-        ("seqlen_stride", "seqlen_stride", seqlen_stride, planned.seqlen_stride),
-        ("head_stride", "head_stride", head_stride, planned.head_stride),
-        ("dim_stride", "dim_stride", dim_stride, planned.dim_stride),
+#[inline(always)]
+pub(crate) fn strides(
+    name: impl fmt::Display,
+    given: &FmhaTensor,
+    planned: &FmhaTensor,
+    whose: &str,
+) -> Result<()> {
+    if host::strides(given) == host::strides(planned) {
+        Ok(())
+    } else {
+        differing(&name, given, planned, whose)
+    }
+}
+
+/// The first of the strides that differs.
+#[cold]
+fn differing(name: &dyn fmt::Display, given: &FmhaTensor, planned: &FmhaTensor, whose: &str) -> Result<()> {
+    for (axis, given, planned) in [
+        ("batch_stride", given.batch_stride, planned.batch_stride),
+        ("seqlen_stride", given.seqlen_stride, planned.seqlen_stride),
+        ("head_stride", given.head_stride, planned.head_stride),
+        ("dim_stride", given.dim_stride, planned.dim_stride),
     ] {
         if given != planned {
             let text = format!("{name}.{axis} {given} is not {whose} {planned}");
-            return Err(ProblemError::new(field, text).into());
+            return Err(ProblemError::new(axis, text).into());
         }
     }
     Ok(())
 }
 
-fn number<T: Copy + PartialEq + fmt::Display>(field: &'static str, given: T, planned: T) -> Result<()> {
-    if given == planned { Ok(()) } else { Err(differs(field, &given, &planned, "the plan's").into()) }
+#[inline(always)]
+fn presence<T>(field: &'static str, given: *const T, planned: *const T) -> Result<()> {
+    if given.is_null() == planned.is_null() { Ok(()) } else { Err(present(field, planned.is_null()).into()) }
 }
 
-fn presence(field: &'static str, given: *const (), planned: *const ()) -> Result<()> {
-    match (given.is_null(), planned.is_null()) {
-        (true, false) => {
-            Err(ProblemError::new(field, format!("{field} is null (0), but the plan has it")).into())
-        }
-        (false, true) => {
-            Err(ProblemError::new(field, format!("{field} is given (1), but the plan is without it")).into())
-        }
-        _ => Ok(()),
-    }
+#[cold]
+fn present(field: &'static str, given: bool) -> ProblemError {
+    let text = if given { "given (1), but the plan is without it" } else { "null (0), but the plan has it" };
+    ProblemError::new(field, format!("{field} is {text}"))
 }
 
-fn differs(
-    field: &'static str,
-    given: &dyn fmt::Display,
-    planned: &dyn fmt::Display,
-    whose: &str,
-) -> ProblemError {
-    ProblemError::new(field, format!("{field} {given} is not {whose} {planned}"))
+#[cold]
+fn differs(field: &'static str, given: &dyn fmt::Display, planned: &dyn fmt::Display) -> ProblemError {
+    ProblemError::new(field, format!("{field} {given} is not the plan's {planned}"))
 }

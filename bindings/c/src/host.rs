@@ -1,4 +1,4 @@
-//! From the C structs to problems: everything that lies in host memory is read here, once, at the plan.
+//! From the C structs to problems: everything that lies in host memory is read here, at the plan.
 
 use std::ffi::{CStr, c_char};
 
@@ -40,10 +40,7 @@ impl Pointed {
             struct_bytes::<FmhaCache>(cache.struct_bytes)?;
         }
         // SAFETY: as above.
-        let mask = match unsafe { text("mask", call.mask)? } {
-            None => MaskSpec::NONE,
-            Some(mask) => mask.parse()?,
-        };
+        let mask = unsafe { mask(call)? };
         // SAFETY: as above.
         let (softmax_scale, softcap) = unsafe { (call.softmax_scale.as_ref(), call.softcap.as_ref()) };
         Ok(Self { mask, softmax_scale: softmax_scale.copied(), softcap: softcap.copied(), gradients, cache })
@@ -125,6 +122,18 @@ impl Pointed {
             has_dlse: !gradients.dlse.is_null(),
             ..BwdProblem::new(fwd)
         })
+    }
+}
+
+/// The mask of a call.
+///
+/// # Safety
+/// `mask` is null or a C string.
+pub(crate) unsafe fn mask(call: &FmhaCall) -> Result<MaskSpec, ProblemError> {
+    // SAFETY: passed on.
+    match unsafe { text("mask", call.mask)? } {
+        None => Ok(MaskSpec::NONE),
+        Some(mask) => mask.parse(),
     }
 }
 
@@ -213,7 +222,7 @@ pub(crate) unsafe fn parts(call: &FmhaCombine) -> Result<&[FmhaPartial]> {
     // SAFETY: the caller promised so many.
     let parts = unsafe { std::slice::from_raw_parts(call.parts, num_parts as usize) };
     for (i, part) in parts.iter().enumerate() {
-        crate::agree::strides(&format!("parts[{i}].o"), &part.o, &parts[0].o, "that of parts[0].o")?;
+        crate::agree::strides(format_args!("parts[{i}].o"), &part.o, &parts[0].o, "that of parts[0].o")?;
         if part.lse.is_null() {
             return Err(ProblemError::new("parts", format!("parts[{i}].lse is null (0)")).into());
         }
@@ -327,6 +336,7 @@ fn layouts(call: &FmhaCall) -> Result<(QLayout, KvLayout), ProblemError> {
 }
 
 /// Rows and pages, each there iff the layout has it.
+#[inline]
 pub(crate) fn totals(call: &FmhaCall, cache: Option<&FmhaCache>) -> Result<Totals, ProblemError> {
     let (q, kv) = layouts(call)?;
     let (total_new, packs_new) =

@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use fmha::{
     BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CombineArgs, CombinePlan, DType, Descale, DevBuffer,
-    DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, MemorySpace, PartialResult,
-    ProblemError, Result, ScoreArgs, SeqArgs, Shape, Stream, Strides, Totals, ValidFwd, Workspace,
+    DevSlice, DevSliceMut, Dims, Extents, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, MemorySpace,
+    PartialResult, ProblemError, Result, ScoreArgs, SeqArgs, Shape, Stream, Strides, Totals, ValidFwd,
+    Workspace,
 };
 
 use crate::agree;
@@ -95,8 +96,7 @@ impl FmhaPlan {
                 // SAFETY: passed on.
                 unsafe { agree::call(planned, pointed, call)? };
                 // SAFETY: passed on.
-                let mut args = unsafe { memory.forward(plan.problem(), call, self.workspace.as_ref())? };
-                self.backend.run_fwd(plan, &mut args, stream)
+                unsafe { self.run_forward(plan, call) }
             }
             Planned::Backward { plan, call: planned, pointed } => {
                 // SAFETY: passed on.
@@ -111,6 +111,35 @@ impl FmhaPlan {
             }
             Planned::Combine { .. } => wrong_kind("fmha_run", "combine", "fmha_run_combine"),
         }
+    }
+
+    /// # Safety
+    /// As [`Self::run`].
+    #[inline]
+    unsafe fn run_forward(&self, plan: &FwdPlan, call: &FmhaCall) -> Result<()> {
+        let (problem, memory) = (plan.problem(), Memory(self.backend.memory().space()));
+        // SAFETY: passed on.
+        let cache = unsafe { call.cache.as_ref() };
+        let totals = host::totals(call, cache)?;
+        let extents = problem.extents(totals);
+        // SAFETY: passed on.
+        let (q, k, v, o) = unsafe { memory.tensors(problem, call, &extents)? };
+        // Field by field: to move all of the arguments once takes as long as to make them.
+        let mut args = FwdArgs::new(q, k, v, o);
+        // SAFETY: passed on.
+        unsafe {
+            if let Some(cache) = cache {
+                args.cache = memory.cache(problem, cache, totals)?;
+            }
+            args.lse = memory.optional_mut(call.lse.cast(), extents.lse_elems * 4);
+            args.keep_mask = memory.optional_mut(call.keep_mask, problem.keep_mask_bytes());
+            args.scale_o = memory.optional(call.scale_o.cast(), 4);
+            args.seq = memory.seq(problem, call, cache, totals);
+            args.score = memory.score(problem, call)?;
+            args.workspace =
+                self.workspace.as_ref().map(|buffer| memory.write(buffer.as_ptr(), buffer.bytes()));
+        }
+        self.backend.run_fwd(plan, &mut args, Stream(call.stream as u64))
     }
 
     /// # Safety
@@ -156,18 +185,17 @@ fn wrong_kind(function: &str, planned: &str, instead: &str) -> Result<()> {
 struct Memory(MemorySpace);
 
 impl Memory {
+    /// Q, K, V and O of a forward call.
+    ///
     /// # Safety
     /// As [`FmhaPlan::run`].
-    unsafe fn forward<'a>(
+    #[inline]
+    unsafe fn tensors<'a>(
         self,
         problem: &ValidFwd,
         call: &FmhaCall,
-        workspace: Option<&'a DevBuffer>,
-    ) -> Result<FwdArgs<'a>> {
-        // SAFETY: passed on.
-        let cache = unsafe { call.cache.as_ref() };
-        let totals = host::totals(call, cache)?;
-        let extents = problem.extents(totals);
+        extents: &Extents,
+    ) -> Result<(DevSlice<'a>, CacheSlice<'a>, CacheSlice<'a>, DevSliceMut<'a>)> {
         let (stored_k, stored_v) = (problem.stored_k(), problem.stored_v());
         // SAFETY: passed on, here and below.
         unsafe {
@@ -182,20 +210,7 @@ impl Memory {
                 Some(_) => self.output("v", &call.v, extents.v, stored_v)?.into(),
                 None => self.input("v", &call.v, extents.v, stored_v)?.into(),
             };
-            let mut args = FwdArgs::new(q, k, v, o);
-            if let Some(cache) = cache {
-                args.cache = self.cache(problem, cache, totals)?;
-            }
-            args.lse = self.optional_mut(call.lse.cast(), extents.lse_elems * 4);
-            args.keep_mask = self.optional_mut(call.keep_mask, problem.keep_mask_bytes());
-            args.scale_o = self.optional(call.scale_o.cast(), 4);
-            args.seq = self.seq(problem, call, totals);
-            let offsets = (u64::from(problem.dims.batch) + 1) * 4;
-            args.seq.cu_seqlens_new =
-                cache.and_then(|cache| self.optional(cache.cu_seqlens_new.cast(), offsets));
-            args.score = self.score(problem, call)?;
-            args.workspace = workspace.map(|buffer| self.write(buffer.as_ptr(), buffer.bytes()));
-            Ok(args)
+            Ok((q, k, v, o))
         }
     }
 
@@ -236,7 +251,7 @@ impl Memory {
                 dv: grad("dv", &gradients.dv, extents.v)?,
                 dbias,
                 dsink: self.optional_mut(gradients.dsink.cast(), u64::from(fwd.dims.num_heads_q) * 4),
-                seq: self.seq(fwd, call, totals),
+                seq: self.seq(fwd, call, None, totals),
                 score: self.score(fwd, call)?,
                 workspace: workspace.map(|buffer| self.write(buffer.as_ptr(), buffer.bytes())),
             })
@@ -276,7 +291,14 @@ impl Memory {
 
     /// # Safety
     /// As [`FmhaPlan::run`].
-    unsafe fn seq<'a>(self, problem: &FwdProblem, call: &FmhaCall, totals: Totals) -> SeqArgs<'a> {
+    #[inline]
+    unsafe fn seq<'a>(
+        self,
+        problem: &FwdProblem,
+        call: &FmhaCall,
+        cache: Option<&FmhaCache>,
+        totals: Totals,
+    ) -> SeqArgs<'a> {
         let used = u64::from(problem.dims.batch) * 4;
         // `totals` has read it: in range, and 0 where there are no pages.
         let max_pages = call.max_pages as u32;
@@ -292,13 +314,14 @@ impl Memory {
                 cu_seqlens_k: self.optional(call.cu_seqlens_k.cast(), used + 4),
                 seqused_q: self.optional(call.seqused_q.cast(), used),
                 seqused_k: self.optional(call.seqused_k.cast(), used),
-                ..SeqArgs::default()
+                cu_seqlens_new: cache.and_then(|cache| self.optional(cache.cu_seqlens_new.cast(), used + 4)),
             }
         }
     }
 
     /// # Safety
     /// As [`FmhaPlan::run`].
+    #[inline]
     unsafe fn score<'a>(self, problem: &FwdProblem, call: &FmhaCall) -> Result<ScoreArgs<'a>> {
         let Dims { batch, num_heads_q, num_heads_kv, .. } = problem.dims;
         let heads = u64::from(num_heads_q) * 4;
@@ -326,6 +349,7 @@ impl Memory {
 
     /// # Safety
     /// As [`FmhaPlan::run`].
+    #[inline]
     unsafe fn input<'a>(
         self,
         name: &'static str,
@@ -340,6 +364,7 @@ impl Memory {
 
     /// # Safety
     /// As [`FmhaPlan::run`].
+    #[inline]
     unsafe fn output<'a>(
         self,
         name: &'static str,
@@ -385,6 +410,7 @@ impl Memory {
 }
 
 /// What a tensor spans, or a refusal of one that is not there.
+#[inline]
 fn bytes(
     name: &'static str,
     tensor: &FmhaTensor,

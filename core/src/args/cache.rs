@@ -43,12 +43,14 @@ pub struct CacheArgs<'a> {
 impl FwdArgs<'_> {
     /// K's memory, to read.
     #[must_use]
+    #[inline]
     pub fn k_slice(&self) -> DevSlice<'_> {
         Self::readable(&self.k).unwrap_or_else(|| DevSlice::host::<u8>(&[]))
     }
 
     /// V's memory, to read: K's, where V lies in K.
     #[must_use]
+    #[inline]
     pub fn v_slice(&self) -> DevSlice<'_> {
         Self::readable(&self.v).unwrap_or_else(|| self.k_slice())
     }

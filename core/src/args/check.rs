@@ -13,7 +13,7 @@ use crate::error::{ProblemError, ensure};
 use crate::layout::{KvLayout, QLayout, Shape, Strides};
 use crate::plan::Workspace;
 use crate::problem::{Extents, FwdProblem, ValidFwd, check_input};
-use crate::score::Bias;
+use crate::score::{Bias, Descale};
 
 /// Checks forward arguments against their problem and the plan's workspace: each there iff wanted, in
 /// `space`, large enough, aligned to its elements, and no output over an input or another output.
@@ -34,7 +34,7 @@ pub fn check_fwd(
     operands.tensor("o", Access::out(&args.o), problem.o, extents.o, problem.dtype_o)?;
     let lse = args.lse.as_ref().map(Access::out);
     operands.numbers("lse", lse, problem.write_lse, extents.lse_elems)?;
-    operands.numbers("scale_o", args.scale_o.as_ref().map(Access::input), problem.scale_o, 1)?;
+    operands.read("scale_o", &args.scale_o, problem.scale_o, 1)?;
     let keep_mask = args.keep_mask.as_ref().map(Access::out);
     operands.optional("keep_mask", keep_mask, problem.write_keep_mask, problem.keep_mask_bytes(), 1)?;
     operands.workspace(args.workspace.as_ref(), workspace)?;
@@ -61,7 +61,7 @@ pub fn check_bwd(
     operands.tensor("o", Access::input(&args.o), fwd.o, extents.o, fwd.dtype_o)?;
     operands.numbers("lse", Some(Access::input(&args.lse)), true, lse_elems)?;
     operands.tensor("dout", Access::input(&args.dout), problem.dout, extents.o, fwd.dtype_o)?;
-    operands.numbers("dlse", args.dlse.as_ref().map(Access::input), problem.has_dlse, lse_elems)?;
+    operands.read("dlse", &args.dlse, problem.has_dlse, lse_elems)?;
     let grad = problem.dtype_grad;
     operands.tensor("dq", Access::out(&args.dq), problem.dq, extents.q, grad)?;
     operands.tensor("dk", Access::out(&args.dk), problem.dk, extents.k, grad)?;
@@ -166,14 +166,10 @@ impl Operands {
         let (packed_q, packed_k) =
             (problem.q_layout == QLayout::Packed, problem.kv_layout == KvLayout::Packed);
         let batch = u64::from(dims.batch);
-        for (name, slice, wanted, elems) in [
-            ("cu_seqlens_q", &seq.cu_seqlens_q, packed_q, batch + 1),
-            ("cu_seqlens_k", &seq.cu_seqlens_k, packed_k, batch + 1),
-            ("seqused_q", &seq.seqused_q, problem.seqused_q, batch),
-            ("seqused_k", &seq.seqused_k, problem.seqused_k, batch),
-        ] {
-            self.numbers(name, slice.as_ref().map(Access::input), wanted, elems)?;
-        }
+        self.read("cu_seqlens_q", &seq.cu_seqlens_q, packed_q, batch + 1)?;
+        self.read("cu_seqlens_k", &seq.cu_seqlens_k, packed_k, batch + 1)?;
+        self.read("seqused_q", &seq.seqused_q, problem.seqused_q, batch)?;
+        self.read("seqused_k", &seq.seqused_k, problem.seqused_k, batch)?;
 
         let table_elems = match (problem.kv_layout.page_size(), &seq.block_table) {
             (Some(page_size), Some(table)) => {
@@ -208,15 +204,13 @@ impl Operands {
             }
             _ => 0,
         };
-        for (name, slice, elems) in [
-            ("alibi_slopes", &score.alibi_slopes, slopes),
-            ("sink", &score.sink, if problem.sink { u64::from(dims.num_heads_q) } else { 0 }),
-            ("descale_q", &score.descale_q, problem.descale_q.num_elems(dims.batch, dims.num_heads_kv)),
-            ("descale_k", &score.descale_k, problem.descale_k.num_elems(dims.batch, dims.num_heads_kv)),
-            ("descale_v", &score.descale_v, problem.descale_v.num_elems(dims.batch, dims.num_heads_kv)),
-        ] {
-            self.numbers(name, slice.as_ref().map(Access::input), elems > 0, elems)?;
-        }
+        self.read("alibi_slopes", &score.alibi_slopes, slopes > 0, slopes)?;
+        self.read("sink", &score.sink, problem.sink, dims.num_heads_q.into())?;
+        let descale = |kind: Descale| kind.num_elems(dims.batch, dims.num_heads_kv);
+        let [q, k, v] = [problem.descale_q, problem.descale_k, problem.descale_v].map(descale);
+        self.read("descale_q", &score.descale_q, q > 0, q)?;
+        self.read("descale_k", &score.descale_k, k > 0, k)?;
+        self.read("descale_v", &score.descale_v, v > 0, v)?;
         Ok(extents)
     }
 
@@ -257,8 +251,7 @@ impl Operands {
         extents: Extents,
     ) -> Result<(), ProblemError> {
         let packs_new = problem.append.is_some_and(|append| append.layout == QLayout::Packed);
-        let offsets = seq.cu_seqlens_new.as_ref().map(Access::input);
-        self.numbers("cu_seqlens_new", offsets, packs_new, u64::from(problem.dims.batch) + 1)?;
+        self.read("cu_seqlens_new", &seq.cu_seqlens_new, packs_new, u64::from(problem.dims.batch) + 1)?;
         for (name, slice, wanted) in [("k_new", &cache.k_new, true), ("v_new", &cache.v_new, !problem.v_in_k)]
         {
             let access = slice.as_ref().map(Access::input);
@@ -283,9 +276,10 @@ impl Operands {
         }
         let rows = u64::from(extents.q.batch) * u64::from(extents.q.seq);
         let words = rows.saturating_mul(problem.tree_mask_words().into());
-        self.numbers("tree_mask", cache.tree_mask.as_ref().map(Access::input), problem.tree_mask, words)
+        self.read("tree_mask", &cache.tree_mask, problem.tree_mask, words)
     }
 
+    #[inline]
     fn tensor(
         &mut self,
         name: &'static str,
@@ -298,7 +292,20 @@ impl Operands {
         self.push(name, access, bytes, dtype.size_bytes() as usize, Some((strides, shape, dtype)))
     }
 
+    /// An i32 or f32 array that the call reads, there iff wanted.
+    #[inline(always)]
+    fn read(
+        &mut self,
+        name: &'static str,
+        slice: &Option<DevSlice<'_>>,
+        wanted: bool,
+        elems: u64,
+    ) -> Result<(), ProblemError> {
+        self.numbers(name, slice.as_ref().map(Access::input), wanted, elems)
+    }
+
     /// An i32 or f32 array, there iff wanted.
+    #[inline(always)]
     fn numbers(
         &mut self,
         name: &'static str,
@@ -318,7 +325,20 @@ impl Operands {
         self.optional("workspace", access, needed, wanted.bytes, Workspace::ALIGN)
     }
 
+    /// Most of a call's operands are neither given nor wanted: a comparison each, where it is asked.
+    #[inline(always)]
     fn optional(
+        &mut self,
+        name: &'static str,
+        access: Option<Access>,
+        wanted: bool,
+        bytes: u64,
+        align: usize,
+    ) -> Result<(), ProblemError> {
+        if access.is_none() && !wanted { Ok(()) } else { self.given(name, access, wanted, bytes, align) }
+    }
+
+    fn given(
         &mut self,
         name: &'static str,
         access: Option<Access>,
@@ -328,14 +348,12 @@ impl Operands {
     ) -> Result<(), ProblemError> {
         match access {
             Some(access) if wanted => self.push(name, access, bytes, align, None),
-            None if wanted => {
-                Err(ProblemError::new(name, format!("{name} is missing: {bytes} bytes are wanted")))
-            }
             Some(_) => Err(ProblemError::new(name, format!("{name} is given, but the problem has none"))),
-            None => Ok(()),
+            None => Err(ProblemError::new(name, format!("{name} is missing: {bytes} bytes are wanted"))),
         }
     }
 
+    #[inline]
     fn push(
         &mut self,
         name: &'static str,
@@ -344,27 +362,29 @@ impl Operands {
         align: usize,
         lattice: Option<(Strides, Shape, DType)>,
     ) -> Result<(), ProblemError> {
-        let space = self.space;
-        ensure!(
-            access.space == space,
-            name,
-            "{name} is in {:?} memory, not in {space:?} memory",
-            access.space
-        );
-        ensure!(
-            access.bytes >= touched,
-            name,
-            "{name} has {} bytes, but its extents and strides reach {touched}",
-            access.bytes
-        );
-        ensure!(
-            touched == 0 || access.address.is_multiple_of(align),
-            name,
-            "{name} starts at {:#x}, which is no multiple of the {align} bytes that it is aligned to",
-            access.address
-        );
+        // A mask in place of a division: alignments are powers of two.
+        let aligned = touched == 0 || access.address & (align - 1) == 0;
+        if access.space != self.space || access.bytes < touched || !aligned {
+            return Err(self.misfit(name, &access, touched, align));
+        }
         self.all.push(Operand { name, access, touched, lattice });
         Ok(())
+    }
+
+    /// What is wrong with an argument that does not fit.
+    #[cold]
+    fn misfit(&self, name: &'static str, access: &Access, touched: u64, align: usize) -> ProblemError {
+        let Access { space, address, bytes, .. } = *access;
+        let text = if space != self.space {
+            format!("{name} is in {space:?} memory, not in {:?} memory", self.space)
+        } else if bytes < touched {
+            format!("{name} has {bytes} bytes, but its extents and strides reach {touched}")
+        } else {
+            format!(
+                "{name} starts at {address:#x}, which is no multiple of the {align} bytes that it is aligned to"
+            )
+        };
+        ProblemError::new(name, text)
     }
 
     /// No output shares a byte with another operand, except tensors that interleave.

@@ -319,4 +319,15 @@ mod tests {
             assert!(text.contains(line), "{line} is not in\n{text}");
         }
     }
+
+    #[test]
+    fn a_single_step_and_what_is_not_cleared_go_unsaid() {
+        let one = PlanParts {
+            steps: vec![Step { kernel: "main".to_owned(), explain: Explain::default() }],
+            workspace: Workspace { bytes: 1024, zeroed_bytes: 0 },
+            ..parts()
+        };
+        let text = one.seal(&BackendId::unique(), ()).to_string();
+        assert!(!text.contains("step ") && text.contains("1024 bytes\n"), "{text}");
+    }
 }

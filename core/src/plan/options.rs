@@ -145,6 +145,14 @@ mod tests {
     };
 
     #[test]
+    fn an_accuracy_is_read_by_its_own_name() {
+        for accuracy in [Accuracy::Fast, Accuracy::Exact] {
+            assert_eq!(accuracy.name().parse(), Ok(accuracy));
+        }
+        assert!("best".parse::<Accuracy>().is_err_and(|error| error.contains("`best`")));
+    }
+
+    #[test]
     fn a_wish_that_a_kernel_does_not_keep_is_refused_by_its_name() {
         let wishes = [
             ("accuracy", PlanOptions { accuracy: Accuracy::Exact, ..PlanOptions::default() }),

@@ -210,30 +210,31 @@ impl FwdProblem {
     ///
     /// # Errors
     /// The first that is missing, given without need, or larger than [`MAX_SEQLEN`].
+    #[inline]
     pub fn check_totals(&self, totals: Totals) -> Result<(), ProblemError> {
         let packs_new = self.append.is_some_and(|append| append.layout == QLayout::Packed);
-        for (field, value, wanted, what) in [
-            ("total_q", totals.total_q, self.q_layout == QLayout::Packed, "Q is packed"),
-            ("total_k", totals.total_k, self.kv_layout == KvLayout::Packed, "K and V are packed"),
-            ("num_pages", totals.num_pages, self.kv_layout.is_paged(), "K and V are paged"),
-            ("total_new", totals.total_new, packs_new, "k_new and v_new are packed"),
-        ] {
-            match value {
-                Some(value) if !wanted => {
-                    return Err(ProblemError::new(
-                        field,
-                        format!("{field} {value} is given, but it is not so that {what}"),
-                    ));
-                }
-                None if wanted => {
-                    return Err(ProblemError::new(field, format!("{field} is missing (0 given): {what}")));
-                }
-                Some(value) => {
-                    ensure!(value <= MAX_SEQLEN, field, "{field} {value} is larger than {MAX_SEQLEN}");
-                }
-                None => {}
-            }
-        }
-        Ok(())
+        check_total("total_q", totals.total_q, self.q_layout == QLayout::Packed, "Q is packed")?;
+        let packs_k = self.kv_layout == KvLayout::Packed;
+        check_total("total_k", totals.total_k, packs_k, "K and V are packed")?;
+        check_total("num_pages", totals.num_pages, self.kv_layout.is_paged(), "K and V are paged")?;
+        check_total("total_new", totals.total_new, packs_new, "k_new and v_new are packed")
     }
+}
+
+/// One total, which is there iff it is so that `what`.
+#[inline]
+fn check_total(
+    field: &'static str,
+    total: Option<u32>,
+    wanted: bool,
+    what: &str,
+) -> Result<(), ProblemError> {
+    match total {
+        Some(total) => {
+            ensure!(wanted, field, "{field} {total} is given, but it is not so that {what}");
+            ensure!(total <= MAX_SEQLEN, field, "{field} {total} is larger than {MAX_SEQLEN}");
+        }
+        None => ensure!(!wanted, field, "{field} is missing (0 given): {what}"),
+    }
+    Ok(())
 }

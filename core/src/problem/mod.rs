@@ -212,6 +212,7 @@ impl FwdProblem {
 
     /// The tensors' physical extents. Totals that the layouts have and `totals` lacks count as 0.
     #[must_use]
+    #[inline]
     pub fn extents(&self, totals: Totals) -> Extents {
         let Dims { batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v } =
             self.dims;
@@ -394,6 +395,7 @@ impl FwdProblem {
     ///
     /// # Errors
     /// A total that is missing, given without need or too large, and strides that do not go with it.
+    #[inline]
     pub(crate) fn checked_extents(&self, totals: Totals) -> Result<Extents, ProblemError> {
         self.check_totals(totals)?;
         let extents = self.extents(totals);
@@ -453,6 +455,7 @@ impl ValidFwd {
     ///
     /// `shape` and `strides` are those of a tensor that validation saw.
     #[must_use]
+    #[inline]
     pub fn extent_bytes(strides: Strides, shape: Shape, dtype: DType) -> u64 {
         strides.extent(shape).map_or(u64::MAX, |elems| elems.saturating_mul(dtype.size_bytes()))
     }

@@ -36,8 +36,8 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         (128, MaskKind::Full) if !modifies(&spec) && dims.seqlen_k < 4096 => {
             (tile.block_n, tile.wait_anchor) = (128, 32);
         }
-        // Of 192 rows a third would be empty: B64 H16 bf16 153 and 167, with four stages 170, at 128 (cuDNN 163), 253 and
-        // 292, with four stages 287, at 256 (304); 398 and 366 at 512.
+        // Of 192 rows a third would be empty: B64 H16 bf16 154 and 168, with four stages 165, at 128 (cuDNN 167), 261 and
+        // 316, with four stages 315, at 256 (302); 398 and 366 at 512.
         (64, MaskKind::Full)
             if !modifies(&spec)
                 && !spec.dtype_qk.is_fp8()
@@ -45,15 +45,13 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
                 && takes_128_rows =>
         {
             tile.block_m = 128;
-            if dims.seqlen_k <= 128 {
-                tile.stages = 4;
-            }
         }
         (64, MaskKind::Upper) if dims.seqlen_k <= 1024 && !(tile.pack_gqa && 128 % ratio != 0) => {
             tile.block_m = 128;
         }
         _ => {}
     }
+    take_short_rows(problem, &spec, &mut tile);
     let rows = if tile.pack_gqa { seqlen_q * i64::from(ratio) } else { seqlen_q };
     if rows <= 64 && (!tile.pack_gqa || 64 % ratio == 0) {
         tile.block_m = 64;
@@ -81,6 +79,29 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
         && whole(strides.seq, shape.seq)
         && whole(strides.head, shape.head);
     tile
+}
+
+/// Few keys: no block is left that could skip its row-max reduction, or one, and without that path the kernel is a third
+/// smaller, so that less of it comes from memory. Causal D 64: the tiles are nearly alike, so no counter is cleared and asked.
+///
+/// TFLOP/s on an H200, bf16, B64 H16, before and after (cuDNN): D 64 full 128 keys 164, 168 (167), 256 keys 289, 316 (302);
+/// causal 74, 79 (79) and 159, 166 (163), at 512 248 and 204; D 128 full 203, 208 (208) and 439, 446 (418). D 128 causal
+/// gains by neither: 100, 100 (101) and 213, 205 (225).
+fn take_short_rows(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
+    let dims = problem.dims;
+    if dims.seqlen_k > 256 || dims.seqlen_k > 2 * tile.block_n.unsigned_abs() || modifies(spec) {
+        return;
+    }
+    match (widest(spec), spec.mask) {
+        (_, MaskKind::Full) => tile.skip_row_max = false,
+        (64, MaskKind::Upper) => {
+            tile.skip_row_max = false;
+            if dims.seqlen_q <= 256 && spec.kv_layout == KvKind::Strided {
+                tile.order = TileOrder::Static;
+            }
+        }
+        _ => {}
+    }
 }
 
 /// Whether tiles of 192 query rows compute a fifth more rows than those of 128.

@@ -1,13 +1,19 @@
 // Dropout of a consumer thread's scores, decided by position alone.
 #pragma once
 #include <fmha/mma/sm90.cuh>
-#include <fmha/philox.h>
 #include <fmha/ptx/fp8.cuh>
 #include <fmha/ptx/warp.cuh>
+#include <fmha/sm90/common/philox_parts.cuh>
 
 namespace fmha::sm90 {
 
 namespace mma = fmha::mma::sm90;
+
+// What the generator has of 128 keys for every query of a head (dropout_quad): a warp's, in shared memory.
+struct alignas(16) DropoutQuad {
+  Array<uint32_t, 4> words;
+};
+using DropoutQuads = DropoutQuad[32];
 
 // Which elements dropout zeros of a fragment of a block's `n` keys, known before the scores are.
 //
@@ -21,39 +27,49 @@ struct DroppedBits {
   // above it the second; in either the highest bit has the first two groups, and so on down.
   uint32_t words[2][num_words];
 
-  // Of the first `count` keys. `i`, `batch_head`: of the two rows.
-  template <int count>
-  FMHA_DEVICE void decide(const FwdParams& p, const int32_t (&i)[2], const int32_t (&batch_head)[2], int32_t first_key) {
+  // Of the first `count` keys. `i`, `batch_head`: of the two rows; of one head all over the warp, if `one_head`.
+  template <int count, bool one_head>
+  FMHA_DEVICE void decide(const FwdParams& p, DropoutQuads& quads, const int32_t (&i)[2], const int32_t (&batch_head)[2],
+                          int32_t first_key) {
     static_assert(count % 16 == 0, "groups come in pairs");
     const int32_t lane = threadIdx.x % 4;
     const bool odd = lane & 1;
-    // A word is dropped if it is not below the threshold: if the sum of it and this carries.
-    const uint32_t complement = -p.dropout_threshold;
+    const int32_t own_head = odd ? batch_head[1] : batch_head[0];
+    const Array<uint32_t, 2> row = dropout_row(p, own_head, odd ? i[1] : i[0]);
 #pragma unroll
     for (int w = 0; w < ceil_div(count / 8, groups_a_word); ++w) {
       const int num_pairs = min(groups_a_word, count / 8 - w * groups_a_word) / 2;
-      uint32_t bytes[2][4] = {};  // of this lane's row: the even lane's two keys, and the odd lane's
-      int32_t quad = first_key / 4 + 2 * w * groups_a_word + lane / 2;
+      uint32_t called[2] = {};  // of this lane's row: the even lane's two keys, and the odd lane's
+      const int32_t first_quad = first_key / 4 + 2 * w * groups_a_word;
+      if constexpr (one_head) {
+        __syncwarp();
+        quads[threadIdx.x % 32].words = dropout_quad(p, own_head, first_quad + threadIdx.x % 32);
+        __syncwarp();
+      }
+      int32_t quad = lane / 2;
       // Four calls at a time are enough beside each other; all of a block's at once are more than the instruction cache
       // next to the warp holds.
       constexpr int calls = 4;
 #pragma unroll 1
-      for (int g = 0; g < 2 * num_pairs; g += calls) {
+      for (int g = 0; g < 2 * num_pairs; g += calls, quad += 2 * calls) {
+        Array<uint32_t, 4> decided[calls];
 #pragma unroll
-        for (int c = 0; c < calls; ++c, quad += 2) {
-          const Array<uint32_t, 4> decided = dropout_words(p, odd ? batch_head[1] : batch_head[0], odd ? i[1] : i[0], quad);
+        for (int c = 0; c < calls; ++c)
+          decided[c] = one_head ? quads[quad + 2 * c].words : dropout_quad(p, own_head, first_quad + quad + 2 * c);
+        dropout_words(decided, p, row);
+        called[0] <<= calls / 2;
+        called[1] <<= calls / 2;
+#pragma unroll
+        for (int c = 0; c < calls; ++c) {
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
-            uint32_t& byte = bytes[k / 2][2 * (c % 2) + k % 2];
-            byte = ptx::shift_in_carry(byte, decided[k], complement);
+            const uint32_t bit = 1u << (8 * (2 * (c % 2) + k % 2) + calls / 2 - 1 - c / 2);
+            if (decided[c][k] >= p.dropout_threshold) called[k / 2] |= bit;
           }
         }
       }
-      uint32_t called[2];
 #pragma unroll
-      for (int l = 0; l < 2; ++l) {
-        called[l] = (bytes[l][0] + (bytes[l][1] << 8) + (bytes[l][2] << 16) + (bytes[l][3] << 24)) << (8 - round_up(num_pairs, calls / 2));
-      }
+      for (int l = 0; l < 2; ++l) called[l] <<= 8 - round_up(num_pairs, calls / 2);
       const uint32_t other = ptx::shfl_xor(odd ? called[0] : called[1], 1), own = odd ? called[1] : called[0];
       words[0][w] = odd ? other : own;
       words[1][w] = odd ? own : other;

@@ -6,6 +6,7 @@
 #include <fmha/num.h>
 #include <fmha/mma/sm90.cuh>
 #include <fmha/ptx/tma.cuh>
+#include <fmha/sm90/common/dropout.cuh>
 #include <fmha/sm90_host.h>
 
 namespace fmha::sm90 {
@@ -95,9 +96,18 @@ FMHA_DEVICE constexpr int num_bias_slots(const Sm90Tile& tile) { return num_cons
 template <Sm90Tile tile>
 using BiasTile = SmemTile<uint16_t, mma::kRows, tile.block_n>;
 
+// What dropout's generator has in common, of each consumer warp.
+template <int warps>
+struct QuadsOfWarps {
+  DropoutQuads quads[warps];
+};
+template <>
+struct QuadsOfWarps<0> {};
+
 template <FwdSpec spec, Sm90Tile tile>
 struct Smem : RawValues<SmemTile<Storage<spec.dtype_v>, tile.block_n, padded_dim(spec.head_dim_v)>, tile.stages, turns_v(spec)>,
-              BiasValues<BiasTile<tile>, num_bias_slots(tile)> {
+              BiasValues<BiasTile<tile>, num_bias_slots(tile)>,
+              QuadsOfWarps<spec.dropout ? num_consumer_warps(tile) : 0> {
   // Q in one piece, or in a warpgroup's 64 rows each; then one piece is spare.
   static constexpr int q_rows = tile.split_q ? mma::kRows : tile.block_m, q_pieces = tile.block_m / q_rows;
   static constexpr int q_buffers = tile.split_q ? q_pieces + 1 : tile.lookahead ? 2 : 1;
