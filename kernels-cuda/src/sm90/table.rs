@@ -33,12 +33,10 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     // Measured on an H200, TFLOP/s, the larger tile first: full D 128 bf16 502 and 585 at 512, 735 and 751 at 2k, f16
     // 588 and 592 at 3328; causal D 64 bf16 250 and 269 at 512, 330 and 362 at 1k, 457 and 433 at 2k.
     match (widest(&spec), spec.mask) {
-        (128, _) if tile.f16_values => {
-            if tile.block_m == 192 && wasted_by_192_rows(seqlen_q) && takes_128_rows {
-                (tile.block_m, tile.block_n, tile.wait_anchor) = (128, 128, 32);
-            }
+        (128, _) if tile.block_m == 192 && wasted_by_192_rows(seqlen_q) && takes_128_rows => {
+            (tile.block_m, tile.block_n, tile.wait_anchor) = (128, 128, 32);
         }
-        (128, MaskKind::Full) if !modifies(&spec) && dims.seqlen_k < 4096 => {
+        (128, MaskKind::Full) if !modifies(&spec) && !tile.f16_values && dims.seqlen_k < 4096 => {
             (tile.block_n, tile.wait_anchor) = (128, 32);
         }
         // Of 192 rows a third would be empty: B64 H16 bf16 154 and 168, with four stages 165, at 128 (cuDNN 167), 261 and
