@@ -196,15 +196,16 @@ def loss_of(model, attend, tokens, targets):
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def train(args, batches, attend):
+def train(args, batches, attend, steps):
+    """The first `steps` of a run of `args.steps`."""
     torch.manual_seed(0)
     model = Model(args.layers, args.width, args.seqlen).to(args.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     warm = lambda step: min(1.0, (step + 1) / 100) * (1 - 0.9 * step / args.steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm)
     losses = torch.empty(args.steps, device=args.device)
     started = time.monotonic()
-    for step in range(args.steps):
+    for step in range(steps):
         loss = loss_of(model, attend, *batches.at(batches.starts[step]))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -212,6 +213,8 @@ def train(args, batches, attend):
         optimizer.step()
         schedule.step()
         losses[step] = loss.detach()
+        if step % 500 == 499:
+            print(f"  step {step + 1}, loss {losses[step].item():.4f}, {time.monotonic() - started:.1f} s", flush=True)
     losses = losses.cpu()
     seconds = time.monotonic() - started
     with torch.no_grad():
@@ -258,11 +261,12 @@ def arguments():
     for name, value in dict(steps=2000, batch=16, seqlen=512, layers=4, width=512, text_bytes=4 << 20).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--budget", type=float, help="seconds for everything: fewer steps, the same for all runs, if need be")
     return parser.parse_args()
 
 
 def main():
-    args = arguments()
+    args, began = arguments(), time.monotonic()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.matmul.allow_tf32 = False
     batches = Batches(args)
@@ -274,9 +278,19 @@ def main():
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(f"{where}, torch {torch.__version__}, {len(batches.data)} bytes of text, {args.steps} steps of "
           f"{args.batch} x {args.seqlen} bytes, {args.layers} layers of width {args.width}")  # fmt: skip
+    if args.budget:
+        # A tenth of the time for the held-out text.
+        slowest = 0.0
+        for name, attend in runs.items():
+            train(args, batches, attend, 3)  # compiles
+            slowest += train(args, batches, attend, 20)[3] / 20
+            print(f"  {name}: {time.monotonic() - began:.1f} s since the start", flush=True)
+        left = args.budget - (time.monotonic() - began)
+        args.steps = min(args.steps, int(0.9 * left / slowest))
+        print(f"{slowest * 1e3:.1f} ms a step of all {len(runs)}: {args.steps} steps", flush=True)
     curves, weights, ends = {}, {}, {}
     for name, attend in runs.items():
-        losses, held_out, weights[name], seconds = train(args, batches, attend)
+        losses, held_out, weights[name], seconds = train(args, batches, attend, args.steps)
         curves[name], ends[name] = losses, losses[-max(1, args.steps // 10) :].mean().item()
         print(f"{name:26} loss {ends[name]:.4f} (last tenth), held out {held_out:.4f}, {seconds:.1f} s", flush=True)
     with open(f"{args.out}.csv", "w", newline="") as file:

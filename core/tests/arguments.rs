@@ -177,6 +177,53 @@ fn totals_are_checked_with_the_tensors_that_have_them() {
     );
 }
 
+/// The gradients' strides too, of which a plan knows the longest sequence's rows alone.
+#[test]
+fn totals_are_checked_with_the_gradients_that_have_them() {
+    let mut group = BwdProblem::new(FwdProblem::group(DType::F32, DIMS));
+    group.dq = Strides { batch: 0, seq: 8, head: 6 * 8, dim: 1 };
+    let checked = |total_q| {
+        let offsets = Some(input(0x80000, 3));
+        let args = BwdArgs {
+            q: input(0x10000, 300),
+            k: input(0x20000, 300),
+            v: input(0x30000, 300),
+            o: input(0x40000, 300),
+            lse: input(0x50000, 40),
+            dout: input(0x60000, 300),
+            dlse: None,
+            dq: output(0x70000, 300),
+            dk: output(0x72000, 300),
+            dv: output(0x74000, 300),
+            dbias: None,
+            dsink: None,
+            seq: SeqArgs {
+                totals: Totals::packed(total_q, 6),
+                cu_seqlens_q: offsets,
+                cu_seqlens_k: offsets,
+                ..SeqArgs::default()
+            },
+            score: ScoreArgs::default(),
+            workspace: None,
+        };
+        let problem = group.clone().validate().unwrap();
+        check_bwd(&problem, &args, Workspace::NONE, MemorySpace::Host).map_err(|error| error.text)
+    };
+    assert_eq!(checked(6), Ok(()));
+    assert!(checked(7).unwrap_err().starts_with("dq strides"));
+}
+
+#[test]
+fn a_slice_says_where_it_lies_and_how_large_it_is() {
+    let mut elems = [1.0f32, 2.0, 3.0];
+    let address = elems.as_mut_ptr().cast::<u8>();
+    let read = DevSlice::host(&elems);
+    assert_eq!((read.as_ptr(), read.bytes(), read.space()), (address.cast_const(), 12, MemorySpace::Host));
+    let written = DevSliceMut::host(&mut elems);
+    assert_eq!((written.as_mut_ptr(), written.bytes(), written.space()), (address, 12, MemorySpace::Host));
+    assert_eq!((written.as_input().as_ptr(), written.as_input().bytes()), (address.cast_const(), 12));
+}
+
 #[test]
 fn a_block_table_has_room_for_the_longest_sequence() {
     let table = [0i32; 4];

@@ -44,8 +44,8 @@ abi_spec! {
         pub direct_dq: bool = Takes::all().tuned(),
         /// Blocks that a mask or the end of the keys cuts have a loop of their own.
         pub edges_apart: bool = Takes::all().tuned(),
-        /// Without a mask, key blocks begin at query blocks as far apart as they have room.
-        pub staggered: bool = Takes::all().tuned(),
+        /// Of each 16 exponentials, how many are polynomials on the multiply-add pipe.
+        pub exp2_polynomials: i32 = Takes::within(0, 8).tuned_over(&[0, 2, 4, 6]),
         /// A CTA to a multiprocessor, which claims key block after key block; else a CTA to a key block.
         pub persistent: bool = Takes::all().tuned(),
         /// Soft-caps by `tanh(y) = 1 - 2 / (1 + exp(2 y))`; else by a `tanh` that small scores lose nothing in.
@@ -88,7 +88,7 @@ impl Sm90BwdTile {
     /// alone 36, of D 64 with a soft-cap 40, with dropout 50).
     fn take_registers(&mut self) {
         (self.early_scores, self.early_dv, self.late_dp, self.stages_q) = (false, false, true, 2);
-        (self.late_dq, self.edges_apart) = (false, false);
+        (self.late_dq, self.edges_apart, self.exp2_polynomials) = (false, false, 0);
     }
 
     /// Consumer warpgroups.
@@ -108,14 +108,18 @@ impl Sm90BwdTile {
         128 * (1 + self.num_consumers())
     }
 
+    /// Shared memory of dS; and of P, where consumers need each other's.
+    const fn ds_bytes(&self) -> i32 {
+        self.stages_ds * tile_bytes(self.block_m, self.block_n) * if self.split_dims { 2 } else { 1 }
+    }
+
     /// Dynamic shared memory of a CTA of the main kernel; the entry asserts that the device agrees.
     #[must_use]
     pub const fn smem_bytes(&self, spec: &BwdSpec) -> i32 {
         let dim = padded_dim(spec);
         let keys = 2 * tile_bytes(self.block_n, dim);
         let queries = (self.stages_q + self.stages_dout) * tile_bytes(self.block_m, dim);
-        let ds =
-            self.stages_ds * tile_bytes(self.block_m, self.block_n) * if self.split_dims { 2 } else { 1 };
+        let ds = self.ds_bytes();
         let dq = if self.direct_dq { 1024 } else { round_up(4 * self.block_m * dim, 1024) };
         let stats = 4 * self.block_m * (self.stages_q + self.stages_dout);
         let barriers = 8
@@ -212,6 +216,15 @@ impl Sm90BwdTile {
         if self.early_scores && self.late_dp {
             return Err("late_dp true: early_scores starts dP before P is made".to_owned());
         }
+        // 16 rows of 64 columns of each warp at a time.
+        let staged = 4 * self.num_consumers() * 16 * 64 * 2;
+        if self.vector_store && spec.dtype_grad != DType::F32 && staged > self.ds_bytes() {
+            return Err(format!(
+                "stages_ds {}: dK and dV leave through the {} bytes of dS, and want {staged}",
+                self.stages_ds,
+                self.ds_bytes()
+            ));
+        }
         let (what, shared_out) =
             if self.transposed_dq { ("the padded head dimension", dim) } else { ("block_m", block_m) };
         let rows_of_all = self.split_dims && !self.transposed_dq;
@@ -233,11 +246,12 @@ impl Sm90BwdTile {
         Ok(())
     }
 
-    /// Consumer warps of all tiles, each of which says whether its dK and dV are finite; 0 where nobody asks.
+    /// Consumer warps of all tiles and query blocks of all heads, each of which says whether its dK and dV, or its dQ, are
+    /// finite; 0 where nobody asks.
     #[must_use]
-    pub fn num_suspects(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule) -> u64 {
+    pub fn num_suspects(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule, q_blocks: u32) -> u64 {
         if repairs(spec) {
-            4 * u64::from((self.num_consumers() * schedule.num_tiles).unsigned_abs())
+            4 * u64::from((self.num_consumers() * schedule.num_tiles).unsigned_abs()) + u64::from(q_blocks)
         } else {
             0
         }
@@ -389,18 +403,21 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
 pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
     let dim = padded_dim(spec);
     let full = spec.fwd.mask == MaskKind::Full;
-    // TFLOP/s on an H200, bf16, S 4096. (block_m, transposed_dq, early_scores, early_dv, persistent)
-    let (block_m, transposed_dq, early_scores, early_dv, persistent) = match dim {
-        // Without early scores 489, with 483, with dV early too 464. Edges apart 510, and persistent 521; dQ late 480.
-        64 if full => (128, false, false, false, true),
-        // Early scores and persistent 409; neither, edges apart 428, persistent 431, dQ late too 448.
-        64 => (128, false, false, false, true),
-        // Neither 584, early scores and dV 599, and persistent 609; causal 494, 510, 516.
-        128 => (64, true, true, true, true),
+    let FwdSpec { bias, softcap, dropout, .. } = spec.fwd;
+    let modifiers = i32::from(bias != BiasKind::None) + i32::from(softcap) + i32::from(dropout);
+    // TFLOP/s on an H200, bf16, S 4096. (block_m, transposed_dq, early_scores, early_dv)
+    let (block_m, transposed_dq, early_scores, early_dv) = match dim {
+        // Without early scores 547, with 521; causal, with polynomials, 478 and 435, and 464 with dQ late.
+        64 => (128, false, false, false),
+        // Edges apart, without either 615, with both 605; causal 521 and 516. In turns full 521, causal 434 without.
+        128 => {
+            let early = spec.deterministic || modifiers > 0;
+            (64, true, early, early)
+        }
         // 388; causal 328; with V of 128 315, 280.
-        192 => (96, true, !spec.deterministic, false, true),
-        // 432; causal 371. dQ through shared memory 291, 271.
-        _ => (64, false, !spec.deterministic, false, true),
+        192 => (96, true, !spec.deterministic, false),
+        // 430; causal 383. dQ through shared memory 291, 271.
+        _ => (64, false, !spec.deterministic, false),
     };
     let split_dims = dim > 128;
     // Turns at dQ from registers have not been measured.
@@ -421,20 +438,18 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         early_scores,
         early_dv,
         late_dp: false,
-        // At D 64 with a mask 448 of 431; without persistence no gain: 419 of 428.
-        late_dq: dim == 64 && !full && !spec.deterministic,
+        late_dq: false,
         direct_dq,
-        // At D 128 a second loop spills: 492 of 603, causal 494 of 505.
-        edges_apart: dim == 64,
-        staggered: false,
+        // At D 128 a second loop of the early order spills: 492 of 603, causal 494 of 505.
+        edges_apart: dim == 64 || (dim == 128 && !early_scores),
+        // 557 of 547; causal 478 of 462; at D 128 without early scores causal 523 of 504, edges apart as well.
+        exp2_polynomials: if !split_dims && modifiers == 0 { 4 } else { 0 },
         // Key blocks that take turns are launched in their order.
-        persistent: persistent && !spec.deterministic,
+        persistent: !spec.deterministic,
         fast_softcap: spec.fwd.softcap,
         vector_load: true,
         vector_store: spec.dtype_grad != DType::F32,
     };
-    let FwdSpec { bias, softcap, dropout, .. } = spec.fwd;
-    let modifiers = i32::from(bias != BiasKind::None) + i32::from(softcap) + i32::from(dropout);
     let wants_registers =
         modifiers > 1 || bias == BiasKind::Elementwise || (dim == 64 && (softcap || dropout));
     if !split_dims && wants_registers {
@@ -477,6 +492,12 @@ pub fn preprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 #[must_use]
 pub fn postprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     rows("postprocess", spec, tile)
+}
+
+/// The kernel after that where [`repairs`]: arguments likewise, a warp to a query block of a query head and to a tile.
+#[must_use]
+pub fn repair(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    rows("repair", spec, tile)
 }
 
 /// The kernel of dBias, which wants nothing but what the first one leaves: arguments as of the main one, all of them by

@@ -153,8 +153,11 @@ fn emulator_folder(on: &str) -> Option<&'static str> {
     }
 }
 
+/// Folders of headers whose functions are an instruction each, of which a kernel uses a few.
+const INSTRUCTIONS: [&str; 2] = ["ptx", "isa"];
+
 /// Hash of what a kernel is made of: the headers of its folder, whose name its own begins with, and those that they
-/// include. A case that ran on several kernels is about all of them.
+/// include; of functions that are an instruction, those that it names. A case that ran on several kernels is about all of them.
 fn text_hash(on: &str, kernel: &str) -> Result<String, String> {
     let folders: &[&str] = match on.split([',', ' ']).next().unwrap_or_default() {
         "cpu" => return hash_of(&["backend-cpu/src"]),
@@ -162,7 +165,7 @@ fn text_hash(on: &str, kernel: &str) -> Result<String, String> {
         "rocm" => &["kernels-hip", "core/device"],
         other => return Err(format!("`{other}` is no backend")),
     };
-    let mut reached: BTreeSet<PathBuf> = BTreeSet::new();
+    let mut reached: BTreeMap<PathBuf, String> = BTreeMap::new();
     let mut open: Vec<PathBuf> = Vec::new();
     for kernel in kernel.split('+') {
         let entries: Vec<&str> =
@@ -188,11 +191,40 @@ fn text_hash(on: &str, kernel: &str) -> Result<String, String> {
         for (name, _) in included {
             // What is in neither folder is rendered from Rust.
             let paths = folders.iter().map(|folder| Path::new(folder).join(name));
-            open.extend(paths.filter(|path| root().join(path).exists() && !reached.contains(path)));
+            open.extend(paths.filter(|path| root().join(path).exists() && !reached.contains_key(path)));
         }
-        reached.insert(path);
+        reached.insert(path, text);
     }
-    hash_of_files(reached)
+    let named = words(reached.values());
+    for (path, text) in &mut reached {
+        if path.iter().any(|folder| INSTRUCTIONS.iter().any(|instructions| folder == *instructions)) {
+            *text = without_unnamed_functions(text, &named);
+        }
+    }
+    Ok(hash_of_texts(reached.into_iter().map(|(path, text)| (path, text.into_bytes()))))
+}
+
+/// How often each word stands in some texts.
+fn words<'a>(texts: impl Iterator<Item = &'a String>) -> BTreeMap<String, usize> {
+    let mut counts = BTreeMap::new();
+    for word in texts.flat_map(|text| text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_')) {
+        *counts.entry(word.to_owned()).or_default() += 1;
+    }
+    counts
+}
+
+/// A header without the paragraphs of functions whose names stand nowhere else.
+fn without_unnamed_functions(text: &str, named: &BTreeMap<String, usize>) -> String {
+    let is_kept = |paragraph: &&str| {
+        let own = words([(*paragraph).to_owned()].iter());
+        let defined: Vec<&str> = paragraph
+            .split("FMHA_DEVICE ")
+            .skip(1)
+            .filter_map(|rest| rest.split_once('(')?.0.split([' ', '&', '*']).next_back())
+            .collect();
+        defined.is_empty() || defined.iter().any(|name| named.get(*name) != own.get(*name))
+    };
+    text.split("\n\n").filter(is_kept).collect::<Vec<_>>().join("\n\n")
 }
 
 /// Hash of the files below folders of the repository, names and texts.
@@ -220,17 +252,25 @@ fn files_below(folders: &[&str]) -> Result<BTreeSet<PathBuf>, String> {
 }
 
 fn hash_of_files(files: BTreeSet<PathBuf>) -> Result<String, String> {
-    let mut hash = Sha256::new();
-    for file in files {
+    let read = |path: PathBuf| {
         let text =
-            std::fs::read(root().join(&file)).map_err(|error| format!("{}: {error}", file.display()))?;
-        let name = file.display().to_string();
+            std::fs::read(root().join(&path)).map_err(|error| format!("{}: {error}", path.display()))?;
+        Ok((path, text))
+    };
+    Ok(hash_of_texts(files.into_iter().map(read).collect::<Result<Vec<_>, String>>()?.into_iter()))
+}
+
+/// Of names and texts.
+fn hash_of_texts(texts: impl Iterator<Item = (PathBuf, Vec<u8>)>) -> String {
+    let mut hash = Sha256::new();
+    for (path, text) in texts {
+        let name = path.display().to_string();
         hash.update((name.len() as u64).to_le_bytes());
         hash.update(name);
         hash.update((text.len() as u64).to_le_bytes());
         hash.update(text);
     }
-    Ok(hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect())
+    hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Every file of evidence, by name.
@@ -341,6 +381,19 @@ mod tests {
         assert_ne!(hash("sm100"), hash("sm90"));
         assert_ne!(hash("combine"), hash("combine+sm90"));
         assert!(text_hash("tpu", "sm90").is_err());
+    }
+
+    #[test]
+    fn an_instruction_that_a_kernel_does_not_name_is_no_part_of_it() {
+        let header = "#pragma once\n\n// Adds.\nFMHA_DEVICE float add(float a) { return add_asm(a); }\n\n\
+                      FMHA_DEVICE float other(float a) { return a; }\n\n}  // namespace";
+        let kept = |user: &str| {
+            let texts = [header.to_owned(), user.to_owned()];
+            without_unnamed_functions(header, &words(texts.iter()))
+        };
+        assert!(!kept("y = ptx::add(x);").contains("other") && kept("y = ptx::add(x);").contains("Adds."));
+        assert_eq!(kept("add other"), header);
+        assert_eq!(kept(""), "#pragma once\n\n}  // namespace");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The Hopper backward: its three launches, its workspace, its tensor maps.
+//! The Hopper backward: its launches, its workspace, its tensor maps.
 
 use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
 use fmha_core::error::{ProblemError, Refusal, Result};
@@ -22,6 +22,7 @@ struct Chosen {
     schedule: Sm90BwdSchedule,
     /// Of the kernel of dBias, if that is wanted.
     dbias: Option<(Sm90BwdTile, Sm90BwdSchedule)>,
+    repairs: bool,
     workspace: BwdWorkspace,
 }
 
@@ -79,39 +80,49 @@ impl BwdRecipe for Sm90Bwd {
             None => None,
         };
         let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs(), in_turns: spec.deterministic };
-        let (block_m, suspects) = (tile.block_m.unsigned_abs(), tile.num_suspects(&spec, &schedule));
-        let workspace = BwdWorkspace::new(problem, block_m, Some(sums), suspects)
-            .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         let dims = problem.fwd().dims;
         let q_blocks = schedule.num_q_blocks.unsigned_abs() * dims.num_heads_q * dims.batch;
+        let (block_m, suspects) =
+            (tile.block_m.unsigned_abs(), tile.num_suspects(&spec, &schedule, q_blocks));
+        let workspace = BwdWorkspace::new(problem, block_m, Some(sums), suspects)
+            .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         let tiles = schedule.num_tiles.unsigned_abs();
+        let grid = |ctas: u32, threads: u32| Grid { dependent: true, ..Grid::new(ctas.max(1), threads) };
         let rows = |kernel, source, blocks: u32| Launch {
             kernel,
             source,
-            grid: Grid::new(blocks.max(1), sm90_bwd::ROW_THREADS),
+            grid: grid(blocks, sm90_bwd::ROW_THREADS),
             smem_bytes: 0,
             tiles: blocks.into(),
             tiles_at_once: u64::from(2048 / sm90_bwd::ROW_THREADS * facts.num_sms),
         };
-        // After it heads of dSink too, and key blocks where a mask may have let hidden infinities through.
+        // After it heads of dSink too.
         let sinks = if problem.write_dsink { dims.num_heads_q } else { 0 };
-        let key_blocks = if sm90_bwd::repairs(&spec) { tiles } else { 0 };
+        // And where a mask may have let hidden infinities through, a warp to each block.
+        let repair = sm90_bwd::repairs(&spec).then(|| {
+            let warps = (q_blocks + tiles).div_ceil(sm90_bwd::ROW_THREADS / 32);
+            rows("repair", sm90_bwd::repair(&spec, &tile), warps)
+        });
         let ctas = if tile.persistent { tiles.min(facts.num_sms) } else { tiles };
         Ok(Choice {
-            kernel: Sm90Bwd { chosen: Some(Chosen { tile, schedule, dbias, workspace }) }.into(),
+            kernel: Sm90Bwd {
+                chosen: Some(Chosen { tile, schedule, dbias, repairs: repair.is_some(), workspace }),
+            }
+            .into(),
             launches: [
                 rows("preprocess", sm90_bwd::preprocess(&spec, &tile), q_blocks),
                 Launch {
                     kernel: self.name(),
                     source: sm90_bwd::main(&spec, &tile),
-                    grid: Grid::new(ctas.max(1), tile.num_threads().unsigned_abs()),
+                    grid: grid(ctas, tile.num_threads().unsigned_abs()),
                     smem_bytes,
                     tiles: tiles.into(),
                     tiles_at_once: facts.num_sms.into(),
                 },
-                rows("postprocess", sm90_bwd::postprocess(&spec, &tile), q_blocks + sinks + key_blocks),
+                rows("postprocess", sm90_bwd::postprocess(&spec, &tile), q_blocks + sinks),
             ]
             .into_iter()
+            .chain(repair)
             .chain(dbias.map(|(tile, schedule)| {
                 let blocks = schedule.num_bias_blocks.unsigned_abs();
                 Launch {
@@ -137,6 +148,7 @@ impl BwdRecipe for Sm90Bwd {
                 ("tile", format!("{} queries x {} keys", tile.block_m, tile.block_n)),
                 ("stages", format!("{} Q, {} dO, {} dS", tile.stages_q, tile.stages_dout, tile.stages_ds)),
                 ("dQ", "f32 sums in memory".to_owned()),
+                ("launches", "start while the one before ends".to_owned()),
             ],
         })
     }
@@ -169,11 +181,12 @@ impl BwdRecipe for Sm90Bwd {
     }
 
     fn launch(&self, steps: &[Step], call: &BwdCall<'_>) -> Result<()> {
-        let (three, fourth) = steps.split_at(steps.len().min(3));
-        let [preprocess, main, postprocess] = exactly(three)?;
-        let Some(Chosen { tile, mut schedule, dbias, workspace }) = self.chosen else {
+        let Some(Chosen { tile, mut schedule, dbias, repairs, workspace }) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
         };
+        let (three, more) = steps.split_at(steps.len().min(3));
+        let [preprocess, main, postprocess] = exactly(three)?;
+        let (repair, dbias_step) = more.split_at(usize::from(repairs).min(more.len()));
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let mut params = workspace.bind(bind::bwd_params(call.problem, call.args), address);
         if schedule.num_q_blocks > 0 {
@@ -195,8 +208,14 @@ impl BwdRecipe for Sm90Bwd {
             // SAFETY: as above.
             unsafe { postprocess.launch(&mut arguments, call.stream)? };
         }
+        if repairs && schedule.num_q_blocks > 0 {
+            let [repair] = exactly(repair)?;
+            let mut arguments = [(&raw mut params).cast(), (&raw mut schedule).cast()];
+            // SAFETY: as above.
+            unsafe { repair.launch(&mut arguments, call.stream)? };
+        }
         if let Some((tile, mut schedule)) = dbias.filter(|(_, schedule)| schedule.num_bias_blocks > 0) {
-            let [dbias] = exactly(fourth)?;
+            let [dbias] = exactly(dbias_step)?;
             let mut maps = maps(call, &tile)?;
             let mut arguments =
                 [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];

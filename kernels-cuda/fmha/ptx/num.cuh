@@ -39,6 +39,14 @@ FMHA_DEVICE float max3(float a, float b, float c) {
   return d;
 }
 
+// needs: sm_80. The larger; NaN, if one of them is.
+// PTX ISA: max.
+FMHA_DEVICE float max_nan(float a, float b) {
+  float c;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+}
+
 // needs: sm_50. The sum, rounded down.
 // PTX ISA: add.
 FMHA_DEVICE float add_rm_ftz(float x, float y) {

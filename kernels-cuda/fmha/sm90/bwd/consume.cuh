@@ -156,13 +156,11 @@ struct Consumer {
     }
   }
 
-  // This consumer's rows of dS^T for all.
-  FMHA_DEVICE void share_ds(const Operand& ds) const {
+  // This consumer's rows of dS^T for all; they are there when `sync_consumers` or `ds_full` says so.
+  FMHA_DEVICE void store_ds(const Operand& ds) const {
     // The other consumers have done their dQ with what a single slot held.
     if constexpr (tile.stages_ds == 1) sync_consumers();
     mma::store_transposed(smem.ds[ds_slot.index][0], ds, index * mma::kRows);
-    ptx::fence_proxy_async();
-    sync_consumers();
   }
 
   // P after dropout; 1 / (1 - p_drop) multiplies dV when it is stored.
@@ -188,7 +186,8 @@ struct Consumer {
     if constexpr (tile.late_dq) ptx::written_here(grad.elems);
   }
 
-  // P and dS as operands of the products, dV started: before dS is made, where registers allow it.
+  // P and dS as operands of the products, dS stored, dV started: before dS is made where registers allow it, else behind
+  // its stores, which are under way while the instructions of dV are issued.
   FMHA_DEVICE void differentiate_and_start_dv(Scores& s, Scores& dp, Operand& ds, const Work& work,
                                               const QueryTile& at, const Slopes& slopes) {
     Kept kept;
@@ -203,7 +202,21 @@ struct Consumer {
     pairs.differentiate(dp, s, smem.delta[dout_slot.index], kept);
     pairs.uncap(dp, slopes);
     ds.template from<dtype>(dp, 0);
+    store_ds(ds);
     if constexpr (!tile.early_dv) start_dv(probs);
+  }
+
+  // The three products that take P and dS; dV is done, dQ and dK are under way.
+  FMHA_DEVICE void start_gradients(mma::Accumulator<S::dq_columns>& dq, Scores& x, Scores& dp, const Work& work,
+                                   const QueryTile& at, const Slopes& slopes) {
+    Operand ds;
+    differentiate_and_start_dv(x, dp, ds, work, at, slopes);
+    ptx::fence_proxy_async();
+    sync_consumers();
+    start_dq(dq);
+    ptx::wgmma_wait_group<1>();  // dV
+    arrive(smem.dout_empty[dout_slot.index]);
+    mma::start_product_ab<dtype>(dk, ds, smem.q[q_slot.index]);
   }
 
   FMHA_DEVICE QueryTile query_tile(const QueryBlocks& blocks) const {
@@ -267,14 +280,8 @@ struct Consumer {
     Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
     pairs.template exponentiate<edges>(x, work, at.first_query);
     if constexpr (tile.late_dp) take_v_and_start_dp(dp, work, blocks);
-    Operand ds;
-    differentiate_and_start_dv(x, dp, ds, work, at, slopes);
-    share_ds(ds);
     mma::Accumulator<S::dq_columns> dq;
-    start_dq(dq);
-    ptx::wgmma_wait_group<1>();  // dV
-    arrive(smem.dout_empty[dout_slot.index]);
-    mma::start_product_ab<dtype>(dk, ds, smem.q[q_slot.index]);
+    start_gradients(dq, x, dp, work, at, slopes);
     finish_step(dq, work, blocks);
   }
   FMHA_DEVICE void walk(const Work& work, QueryBlocks blocks) {
@@ -304,7 +311,6 @@ struct Consumer {
     differentiate_and_start_dv(x, dp, ds, work, at, slopes);
     pin_zeros(dk);
     mma::start_product_ab<dtype>(dk, ds, smem.q[q_slot.index]);
-    mma::store_transposed(smem.ds[ds_slot.index][0], ds, index * mma::kRows);
     ptx::fence_proxy_async();
     __syncwarp();
     arrive(smem.ds_full[index][ds_slot.index]);
@@ -473,14 +479,8 @@ struct Consumer {
     const QueryTile at = query_tile(blocks);
     if constexpr (modifies) x = pairs.exponents(x, smem.lse_log2[q_slot.index], work, at, slopes);
     pairs.template exponentiate<edges>(x, work, at.first_query);
-    Operand ds;
-    differentiate_and_start_dv(x, dp, ds, work, at, slopes);
-    share_ds(ds);
     mma::Accumulator<S::dq_columns> dq;
-    start_dq(dq);
-    ptx::wgmma_wait_group<1>();  // dV
-    arrive(smem.dout_empty[dout_slot.index]);
-    mma::start_product_ab<dtype>(dk, ds, smem.q[q_slot.index]);
+    start_gradients(dq, x, dp, work, at, slopes);
     const int32_t done = q_slot.index;
     advance_slots();
     ptx::wgmma_wait_group<1>();  // dQ
@@ -538,6 +538,25 @@ struct Consumer {
     tile_phase ^= 1;
   }
 
+  // dK and dV to memory, through that of dS where rows are stored 16 bytes at a time.
+  FMHA_DEVICE void store_gradients(const Work& work) const {
+    constexpr int qk = spec.fwd.head_dim_qk, v = spec.fwd.head_dim_v;
+    constexpr DType dtype = spec.dtype_grad;
+    const int32_t row = pairs.own_key() + mma::fragment_row(), column = S::first_column(index);
+    const float dv_factor = spec.fwd.dropout ? p.fwd.dropout_scale : 1.f;
+    if constexpr (tile.vector_store && dtype != DType::F32) {
+      static_assert(num_consumer_warps(tile) * kStagingBytes <= sizeof(smem.ds), "rows find room where dS was");
+      const uint32_t staging = ptx::shared_address(&smem.ds) + (threadIdx.x / 32 - 4) * kStagingBytes;
+      sync_consumers();  // All have done their products with dS.
+      store_rows<dtype, v>(dv, p.dv, work, row, column, dv_factor, staging);
+      store_rows<dtype, qk>(dk, p.dk, work, row, column, p.fwd.softmax_scale, staging);
+      sync_consumers();
+    } else {
+      store_elems<dtype, v>(dv, p.dv, work, row, column, dv_factor);
+      store_elems<dtype, qk>(dk, p.dk, work, row, column, p.fwd.softmax_scale);
+    }
+  }
+
   FMHA_DEVICE void run(const Sm90BwdSchedule& schedule) {
     for_each_tile<tile>(schedule, smem, signals, [&](int32_t i) {
       const Work work = resolve_work<spec, tile>(p, schedule, i);
@@ -546,11 +565,7 @@ struct Consumer {
       dv.clear();
       // Keys that no query sees have gradients of 0.
       if (!work.q_blocks.empty()) run_tile(schedule, work);
-      const int32_t row = pairs.own_key() + mma::fragment_row(), column = S::first_column(index);
-      store_rows<spec.dtype_grad, spec.fwd.head_dim_qk, tile.vector_store>(dk, p.dk, work, row, column,
-                                                                             p.fwd.softmax_scale);
-      store_rows<spec.dtype_grad, spec.fwd.head_dim_v, tile.vector_store>(
-          dv, p.dv, work, row, column, spec.fwd.dropout ? p.fwd.dropout_scale : 1.f);
+      store_gradients(work);
       if constexpr (repairs<spec>()) {
         bool suspect = false;
 #pragma unroll

@@ -48,6 +48,7 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
   if (threadIdx.x == 0) init_barriers(smem);
   __syncthreads();
+  wait_for_launch_before();
   if (ptx::uniform(threadIdx.x / mma::kWarpgroup) == 0) {
     ptx::setmaxnreg_dec<load_regs(tile)>();
     const int32_t warp = ptx::uniform(threadIdx.x / 32);

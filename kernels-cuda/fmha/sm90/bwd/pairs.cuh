@@ -3,6 +3,7 @@
 #include <fmha/ptx/num.cuh>
 #include <fmha/ptx/shared.cuh>
 #include <fmha/sm90/bwd/modifiers.cuh>
+#include <fmha/sm90/common/exp2.cuh>
 
 namespace fmha::sm90::bwd {
 
@@ -86,7 +87,10 @@ struct Pairs {
   template <Edges edges = Edges::Some>
   FMHA_DEVICE void exponentiate(Scores& x, const Work& work, int32_t first_query) const {
 #pragma unroll
-    for (int e = 0; e < x.num_elems; ++e) x[e] = ptx::ex2_approx_ftz(x[e]);
+    for (int e = 0; e < x.num_elems; ++e) {
+      const bool on_fma_pipe = e % 2 == 1 && e % 16 < 2 * tile.exp2_polynomials;
+      x[e] = on_fma_pipe ? exp2_polynomial(x[e]) : ptx::ex2_approx_ftz(x[e]);
+    }
     if constexpr (edges == Edges::All) {
       mask(x, work, first_query);
     } else if constexpr (edges == Edges::Some) {

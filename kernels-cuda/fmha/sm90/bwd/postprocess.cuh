@@ -1,8 +1,8 @@
-// dSink; and dQ: the f32 sums of the main kernel, out of the order of its accumulators, scaled and rounded once. And rows of any
-// gradient that are not finite where a mask may have let a hidden infinity through: computed again, pair by pair.
+// dSink; and dQ: the f32 sums of the main kernel, out of the order of its accumulators, scaled and rounded once.
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/num.h>
+#include <fmha/ptx/barrier.cuh>
 #include <fmha/simt/bwd.cuh>
 #include <fmha/sm90/bwd/preprocess.cuh>
 
@@ -10,34 +10,42 @@ namespace fmha::sm90::bwd {
 
 constexpr int kPostprocessThreads = 256;
 
-// Where in its block an accumulator's element lies. Of 16 bytes of the sums at `at`, the `k`-th.
-struct Place {
-  int32_t row, dim;
-};
+// What a thread takes of a block's sums: 16 rows of an accumulator and the four threads' eight columns of it hold whole
+// pieces of 16 bytes of dQ. Of dQ these are eight dims of two queries eight apart; of its transpose 16 dims of two
+// neighbouring queries. Threads beside each other have the pieces of a query that lie beside each other.
 template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE Place place_of(int32_t at, int k) {
-  constexpr int per_share = Shape<spec, tile>::dq_share / 4;
-  const int32_t share = at / per_share, thread = at % mma::kWarpgroup, group = at % per_share / mma::kWarpgroup;
-  const int32_t row = thread / 32 * 16 + thread % 32 / 4 + 8 * (k >> 1);
-  const int32_t column = 8 * group + thread % 4 * 2 + (k & 1);
-  const int32_t own_row = tile.split_dims ? row : share * mma::kRows + row;  // of the share, where dimensions are split
-  return tile.transposed_dq ? Place{column, own_row} : Place{own_row, column};
-}
+struct Unit {
+  using S = Shape<spec, tile>;
+  static constexpr int fours = tile.transposed_dq ? 8 : 4;  // float4 of the sums
+  static constexpr int stride = tile.transposed_dq ? 4 : 1;  // from one to the next
+  static constexpr int pieces = fours / 4;  // 16-byte pieces of either query
+  static constexpr int count = S::dq_block / (4 * fours);
+  static constexpr int next_query = tile.transposed_dq ? 1 : 8;
+  int32_t first, query, dim;  // of the float4 in the block; of the elements
 
-// The keys of a tile whose warps found dK or dV that are not finite, a warp to a key.
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index) {
-  const Work work = resolve_work<spec, tile>(p, schedule, index);
-  for (int32_t row = threadIdx.x / 32; work.keys.begin + row < work.keys.end; row += kPostprocessThreads / 32) {
-    // A consumer warp has 16 keys; where consumers share out the dimension, one of each has the same.
-    const int32_t* suspects = &p.suspects[index * num_consumer_warps(tile) + row / 16];
-    bool suspect = false;
-#pragma unroll
-    for (int c = 0; c < (tile.split_dims ? num_consumers(tile) : 1); ++c) suspect |= suspects[4 * c] != 0;
-    if (suspect)
-      bwd_key_row<spec, simt::Warp>(p, work.span, work.i_head_kv, work.keys.begin + row);
+  FMHA_DEVICE explicit Unit(int32_t i) {
+    constexpr int groups = S::dq_columns / 8, share_fours = S::dq_share / 4;
+    if constexpr (tile.transposed_dq) {
+      constexpr int row_blocks = S::dq_rows / 16;
+      const int32_t row_block = i % row_blocks, pair = i / row_blocks % 4, group = i / (4 * row_blocks);
+      first = row_block / 4 * share_fours + group * mma::kWarpgroup + row_block % 4 * 32 + pair;
+      query = 8 * group + 2 * pair;
+      dim = 16 * row_block;
+    } else {
+      const int32_t group = i % groups, row = i / groups % kSumRows, share = i / (groups * kSumRows);
+      first = share * share_fours + group * mma::kWarpgroup + row * 4;
+      query = row / 8 * 16 + row % 8 + (tile.split_dims ? 0 : share * mma::kRows);
+      dim = 8 * group + (tile.split_dims ? share * S::dq_columns : 0);
+    }
   }
-}
+  // Element `k` of piece `piece` of the query `q`, 0 or 1, of the sums that `load` has put in order.
+  FMHA_DEVICE static float elem(const float4 (&sums)[fours], int q, int piece, int k) {
+    const float4& four = tile.transposed_dq ? sums[k] : sums[k / 2];
+    const int i = tile.transposed_dq ? 2 * piece + q : 2 * q + k % 2;
+    return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+  }
+  static constexpr int kSumRows = mma::kRows / 2;  // rows eight apart are one thread's
+};
 
 // dSink of a head, by all threads: each sums every so many queries of every sequence, then their sums are added in the
 // order of the threads, so that it has the same bits whenever it is computed.
@@ -62,82 +70,63 @@ FMHA_DEVICE void sink_gradient(const BwdParams& p, int32_t i_head) {
 
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void postprocess(const BwdParams& p, const Sm90BwdSchedule& schedule) {
-  using S = Shape<spec, tile>;
+  using U = Unit<spec, tile>;
   constexpr int dim = spec.fwd.head_dim_qk;
-  // A share of the sums at a time, where all would be too many.
-  constexpr int num_passes = tile.split_dims ? S::consumers : 1, columns = S::dim / num_passes;
-  __shared__ float rows[tile.block_m][columns + 1];
-  __shared__ bool suspects[tile.block_m];
-  // CTAs: query blocks, then a head of dSink each, then key blocks.
+  wait_for_launch_before();
+  // CTAs: query blocks, then a head of dSink each.
   const int32_t num_q_blocks = schedule.num_q_blocks * p.fwd.num_heads_q * p.fwd.batch;
-  const int32_t num_sinks = spec.write_dsink ? p.fwd.num_heads_q : 0;
-  if (spec.write_dsink && int32_t(blockIdx.x) >= num_q_blocks && int32_t(blockIdx.x) < num_q_blocks + num_sinks) {
+  if (spec.write_dsink && int32_t(blockIdx.x) >= num_q_blocks) {
     sink_gradient<spec>(p, blockIdx.x - num_q_blocks);
     return;
   }
-  if constexpr (repairs<spec>()) {
-    if (int32_t(blockIdx.x) >= num_q_blocks + num_sinks) {
-      repair_keys<spec, tile>(p, schedule, blockIdx.x - num_q_blocks - num_sinks);
-      return;
-    }
-    if (threadIdx.x < tile.block_m) suspects[threadIdx.x] = false;
-  }
   const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, blockIdx.x);
   const SeqSpan& span = block.span;
-  if (block.first >= span.seqlen_q) return;
-
-  const int64_t first = stats_offset(p, span, block.i_head, block.first);
-  const float4* sums = reinterpret_cast<const float4*>(p.dq_sums + first * S::dim);
-  // A query block that no key block has seen was never written.
-  const bool none = takes_turns<spec>() && p.turns[first / tile.block_m] == 0;
-#pragma unroll 1
-  for (int pass = 0; pass < num_passes; ++pass) {
-    if (pass > 0) __syncthreads();
-#pragma unroll 4
-    for (int32_t at = threadIdx.x; at < S::dq_block / 4 / num_passes; at += kPostprocessThreads) {
-      float4 four = {0.f, 0.f, 0.f, 0.f};
-      if (!none) four = sums[pass * (S::dq_block / 4 / num_passes) + at];
-      const float values[4] = {four.x, four.y, four.z, four.w};
+  bool suspect = false;
+  if (block.first < span.seqlen_q) {
+    const int64_t first = stats_offset(p, span, block.i_head, block.first);
+    const float4* block_sums = reinterpret_cast<const float4*>(p.dq_sums + first * Shape<spec, tile>::dim);
+    // A query block that no key block has seen was never written.
+    const bool none = takes_turns<spec>() && p.turns[first / tile.block_m] == 0;
+    for (int32_t i = threadIdx.x; i < U::count; i += kPostprocessThreads) {
+      const U unit(i);
+      float4 sums[U::fours];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const Place place = place_of<spec, tile>(at, k);
-        rows[place.row][place.dim] = values[k];
-      }
-    }
-    __syncthreads();
-
-    constexpr int units = columns / 8;
-    for (int32_t at = threadIdx.x; at < tile.block_m * units; at += kPostprocessThreads) {
-      const int32_t row = at / units, own = at % units * 8, column = pass * columns + own, i = block.first + row;
-      if (i >= span.seqlen_q || column >= dim) continue;
-      const int64_t out = row_offset(p.dq, span.storage_batch, int64_t(span.q_row) + i, block.i_head) + column;
-      float values[8];
+      for (int f = 0; f < U::fours; ++f)
+        sums[f] = none ? float4{0.f, 0.f, 0.f, 0.f} : block_sums[unit.first + f * U::stride];
 #pragma unroll
-      for (int k = 0; k < 8; ++k) values[k] = rows[row][own + k] * p.fwd.softmax_scale;
-      if constexpr (repairs<spec>()) {
-        float zero = 0.f;
+      for (int q = 0; q < 2; ++q) {
+        const int32_t query = block.first + unit.query + q * U::next_query;
+        const int64_t row = row_offset(p.dq, span.storage_batch, int64_t(span.q_row) + query, block.i_head);
 #pragma unroll
-        for (int k = 0; k < 8; ++k) zero = fmaf(values[k], 0.f, zero);
-        if (is_nan(zero)) suspects[row] = true;
-      }
-      if constexpr (tile.vector_store && spec.dtype_grad != DType::F32) {
-        uint32_t words[4];
+        for (int piece = 0; piece < U::pieces; ++piece) {
+          const int32_t column = unit.dim + 8 * piece;
+          if (query >= span.seqlen_q || column >= dim) continue;
+          float values[8], zero = 0.f;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) words[k] = ptx::cvt_rn_x2<spec.dtype_grad>(values[2 * k], values[2 * k + 1]);
-        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.dq.data) + out) = {words[0], words[1], words[2], words[3]};
-      } else {
+          for (int k = 0; k < 8; ++k) values[k] = U::elem(sums, q, piece, k) * p.fwd.softmax_scale;
+          if constexpr (repairs<spec>()) {
 #pragma unroll
-        for (int k = 0; k < 8; ++k) {
-          if (column + k < dim) store_elem<spec.dtype_grad>(p.dq.data, out + k, values[k]);
+            for (int k = 0; k < 8; ++k) zero = fmaf(values[k], 0.f, zero);
+            suspect |= is_nan(zero);
+          }
+          if constexpr (tile.vector_store && spec.dtype_grad != DType::F32) {
+            uint32_t words[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) words[k] = ptx::cvt_rn_x2<spec.dtype_grad>(values[2 * k], values[2 * k + 1]);
+            *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.dq.data) + row + column) = {words[0], words[1], words[2], words[3]};
+          } else {
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+              if (column + k < dim) store_elem<spec.dtype_grad>(p.dq.data, row + column + k, values[k]);
+            }
+          }
         }
       }
     }
   }
   if constexpr (repairs<spec>()) {
-    __syncthreads();
-    for (int32_t row = threadIdx.x / 32; row < tile.block_m; row += kPostprocessThreads / 32) {
-      if (suspects[row]) bwd_query_row<spec, simt::Warp>(p, span, block.i_head, block.first + row);
-    }
+    const bool all_finite = ptx::bar_red_and<kPostprocessThreads>(0, !suspect);
+    if (threadIdx.x == 0) suspect_blocks<tile>(p, schedule)[blockIdx.x] = !all_finite;
   }
 }
 

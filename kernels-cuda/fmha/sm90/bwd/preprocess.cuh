@@ -54,6 +54,7 @@ FMHA_DEVICE void preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule)
   constexpr DType dtype = spec.fwd.dtype_o;
   constexpr int dim = spec.fwd.head_dim_v;
   constexpr int lanes = tile.vector_load && S::dim <= 128 ? S::dim / 8 : 32;  // of a row: a power of two
+  wait_for_launch_before();
   const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, blockIdx.x);
   const SeqSpan& span = block.span;
   if (tile.persistent && blockIdx.x == 0 && threadIdx.x == 0) *p.claimed = 0;

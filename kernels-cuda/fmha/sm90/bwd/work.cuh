@@ -2,6 +2,7 @@
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/mask.h>
+#include <fmha/ptx/grid.cuh>
 #include <fmha/seq.h>
 #include <fmha/sm90/bwd/config.cuh>
 
@@ -132,7 +133,7 @@ FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& 
   const int32_t first_head = work.i_head_kv * p.fwd.gqa_ratio;
   const bool none = work.q_blocks.empty();
   int32_t start = work.q_blocks.begin;
-  if constexpr ((takes_turns<spec>() || tile.staggered) && spec.fwd.mask == MaskKind::Full) {
+  if constexpr (takes_turns<spec>() && spec.fwd.mask == MaskKind::Full) {
     if (!none) {
       const Turns turns = turns_of<spec, tile>(schedule, work);
       start += (work.key_block - turns.first) * turns.stride;
@@ -146,6 +147,18 @@ FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& 
 template <BwdSpec spec>
 FMHA_DEVICE constexpr bool repairs() {
   return spec.fwd.mask != MaskKind::Full;
+}
+
+// Every launch starts while the one before it ends, and waits here for all of it before it touches memory.
+FMHA_DEVICE void wait_for_launch_before() {
+  ptx::launch_dependents();
+  ptx::wait_for_grids_before();
+}
+
+// What is not finite of dQ, a number to each query block of a head; before them those of the consumer warps of each tile.
+template <Sm90BwdTile tile>
+FMHA_DEVICE int32_t* suspect_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule) {
+  return p.suspects + int64_t(schedule.num_tiles) * num_consumer_warps(tile);
 }
 
 // Whether rows of a block that lie behind its sequence may hold anything: TMA has put zeros only behind the tensor.

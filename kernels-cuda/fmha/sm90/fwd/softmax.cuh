@@ -1,23 +1,11 @@
 // The online softmax of a consumer thread's two rows.
 #pragma once
 #include <fmha/online_softmax.h>
+#include <fmha/sm90/common/exp2.cuh>
 #include <fmha/sm90/common/fragment.cuh>
 #include <fmha/sm90_host.h>
 
 namespace fmha::sm90 {
-
-// exp2 on the FMA pipe, for a share of a block's exponentials: the special-function unit does 16 a clock. Rounds x down to n + r by adding 1.5 * 2^23 rounding down, then a cubic in r, relative error
-// 9e-5 (below f16's 5e-4), and n into the exponent. (Algorithm: Cody and Waite, 1980.)
-FMHA_DEVICE float exp2_polynomial(float x) {
-  constexpr float magic = 12582912.f;
-  x = max(x, -127.f);
-  const float shifted = ptx::add_rm_ftz(x, magic);
-  const float r = x - (shifted - magic);
-  float y = fmaf(r, 0.077119090f, 0.227564394f);
-  y = fmaf(r, y, 0.695146143f);
-  y = fmaf(r, y, 1.f);
-  return float_of((bits_of(shifted) << 23) + bits_of(y));
-}
 
 // A row that has seen no key yet has the maximum -inf and the sum 0.
 struct RowStats {

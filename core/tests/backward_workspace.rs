@@ -1,0 +1,77 @@
+//! Where a backward call's numbers lie in its workspace, and how many rows are computed one by one.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace, DqSums};
+use fmha_core::{
+    Bias, BiasBroadcast, BiasGrad, BwdArgs, BwdProblem, DType, DevSlice, DevSliceMut, Dims, ElementwiseBias,
+    FwdProblem, ScoreArgs, SeqArgs, Strides, bind,
+};
+
+const DIMS: Dims = Dims {
+    batch: 3,
+    seqlen_q: 70,
+    seqlen_k: 9,
+    num_heads_q: 4,
+    num_heads_kv: 2,
+    head_dim_qk: 8,
+    head_dim_v: 8,
+};
+
+fn arguments() -> BwdArgs<'static> {
+    let input = DevSlice::host::<f32>(&[]);
+    let output = || DevSliceMut::host::<f32>(&mut []);
+    BwdArgs {
+        q: input,
+        k: input,
+        v: input,
+        o: input,
+        lse: input,
+        dout: input,
+        dlse: None,
+        dq: output(),
+        dk: output(),
+        dv: output(),
+        dbias: None,
+        dsink: None,
+        seq: SeqArgs::default(),
+        score: ScoreArgs::default(),
+        workspace: None,
+    }
+}
+
+#[test]
+fn each_part_is_bound_behind_the_one_before() {
+    let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS));
+    let params = bind::bwd_params(&problem, &arguments());
+    let workspace =
+        |sums: Option<DqSums>| BwdWorkspace::new(&problem, 64, sums, 5).unwrap().bind(params, 1 << 20);
+    // Two blocks of 64 rows a sequence, 3 sequences, 4 heads.
+    let (rows, start) = (128 * 3 * 4, 1 << 20);
+    let whole = workspace(Some(DqSums { dim: 8, in_turns: true }));
+    assert_eq!((whole.claimed.0, whole.lse_log2.0), (start, start + 256));
+    let delta = start + 256 + rows * 4;
+    assert_eq!((whole.delta.0, whole.dq_sums.0), (delta, delta + rows * 4));
+    let turns = delta + rows * 4 + rows * 8 * 4;
+    assert_eq!((whole.turns.0, whole.suspects.0), (turns, turns + rows / 64 * 4));
+    assert_eq!((whole.stats_batch, whole.stats_head), (128, 128 * 3));
+    let bare = workspace(None);
+    assert_eq!((bare.dq_sums.0, bare.turns.0, bare.suspects.0), (0, 0, delta + rows * 4));
+}
+
+#[test]
+fn rows_are_counted_by_what_is_written() {
+    let mut problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS));
+    let rows = BwdRows::of(&problem);
+    assert_eq!((rows.queries, rows.keys, rows.bias, rows.sinks), (840, 54, 0, 0));
+    assert_eq!(rows.all(), 894);
+    let shape = problem.fwd.shape_bias(BiasBroadcast::OneHead);
+    let strides = Strides::bhsd(shape);
+    problem.fwd.bias =
+        Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast: BiasBroadcast::OneHead, strides });
+    problem.dbias = Some(BiasGrad { dtype: DType::F32, strides });
+    problem.write_dsink = true;
+    let rows = BwdRows::of(&problem);
+    assert_eq!((rows.bias, rows.sinks), (4 * 70, 4));
+    assert_eq!(rows.all(), 840 + 54 + 280 + 4);
+}

@@ -1,0 +1,63 @@
+// Rows of any gradient that are not finite where a mask may have let a hidden infinity through: computed again, pair by pair.
+// A launch of its own, since its registers would slow down the conversion of dQ.
+#pragma once
+#include <fmha/bwd.h>
+#include <fmha/num.h>
+#include <fmha/simt/bwd.cuh>
+#include <fmha/sm90/bwd/preprocess.cuh>
+
+namespace fmha::sm90::bwd {
+
+constexpr int kRepairThreads = 256;
+
+template <DType dtype, int dim>
+FMHA_DEVICE bool has_non_finite(const View& x, int64_t row) {
+  float zero = 0.f;
+  for (int32_t d = threadIdx.x % 32; d < dim; d += 32) zero = fmaf(load_elem<dtype>(x.data, row + d), 0.f, zero);
+  return __any_sync(ptx::kAllLanes, is_nan(zero));
+}
+
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE void repair_queries(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index) {
+  if (suspect_blocks<tile>(p, schedule)[index] == 0) return;
+  const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, index);
+  for (int32_t i = block.first; i < min(block.first + tile.block_m, block.span.seqlen_q); ++i) {
+    const int64_t row = row_offset(p.dq, block.span.storage_batch, int64_t(block.span.q_row) + i, block.i_head);
+    if (has_non_finite<spec.dtype_grad, spec.fwd.head_dim_qk>(p.dq, row))
+      bwd_query_row<spec, simt::Warp>(p, block.span, block.i_head, i);
+  }
+}
+
+// The keys of a tile whose warps found dK or dV that are not finite.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index) {
+  const Work work = resolve_work<spec, tile>(p, schedule, index);
+  if (work.keys.empty()) return;  // nobody has said anything
+  const int32_t* suspects = &p.suspects[index * num_consumer_warps(tile)];
+  const bool mine = int32_t(threadIdx.x) % 32 < num_consumer_warps(tile) && suspects[threadIdx.x % 32] != 0;
+  const uint32_t warps = ptx::vote_ballot(mine);
+  if (warps == 0) return;
+  // A consumer warp has 16 keys; where consumers share out the dimension, one of each has the same.
+  constexpr int sharers = tile.split_dims ? num_consumers(tile) : 1;
+  for (int32_t row = 0; work.keys.begin + row < work.keys.end; ++row) {
+    bool suspect = false;
+#pragma unroll
+    for (int c = 0; c < sharers; ++c) suspect |= warps >> (row / 16 + 4 * c) & 1;
+    if (suspect) bwd_key_row<spec, simt::Warp>(p, work.span, work.i_head_kv, work.keys.begin + row);
+  }
+}
+
+// A warp to a query block of a head, then one to a key block.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE void repair(const BwdParams& p, const Sm90BwdSchedule& schedule) {
+  wait_for_launch_before();
+  const int32_t index = blockIdx.x * (kRepairThreads / 32) + threadIdx.x / 32;
+  const int32_t num_q_blocks = schedule.num_q_blocks * p.fwd.num_heads_q * p.fwd.batch;
+  if (index < num_q_blocks) {
+    repair_queries<spec, tile>(p, schedule, index);
+  } else if (index < num_q_blocks + schedule.num_tiles) {
+    repair_keys<spec, tile>(p, schedule, index - num_q_blocks);
+  }
+}
+
+}  // namespace fmha::sm90::bwd
