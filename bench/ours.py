@@ -5,6 +5,7 @@ The shared library is $FMHA_LIB (`cargo build --release -p fmha-c`: target/relea
     OURS_KERNEL=sm90                 the kernel, honoured or refused
     OURS_DETERMINISTIC=1             backward with the same bits every run
     OURS_ACCURACY=exact              the true running maximum is subtracted
+    OURS_O=f32                       O in f32, where FP8's is bf16 else
     OURS_FALLBACK=1                  a kernel that is correct but slow may serve
 The words of tile and kernel are those of the call that is timed: of backward, in its tables.
 """
@@ -144,7 +145,8 @@ def make(w: Workload, q, k, v, dout=None):
         held[name] = x
         setattr(call, name, x.data_ptr())
 
-    dtype_o = torch.bfloat16 if w.dtype == "e4m3" else q.dtype
+    fp8_o = torch.float32 if os.environ.get("OURS_O") == "f32" else torch.bfloat16
+    dtype_o = fp8_o if w.dtype == "e4m3" else q.dtype
     o = torch.empty(*q.shape[:-1], w.head_dim_v, device=q.device, dtype=dtype_o)
     call = FmhaCall(
         struct_bytes=sizeof(FmhaCall),

@@ -4,7 +4,7 @@
     cargo build --release -p fmha-cpu --example decode_bench
     python backend-cpu/bench/decode.py --out docs/measured/cpu-decode.md
 
-One query over 32768 keys of dimension 128, keys and heads as in a cache, b·s·h·d. Each row is `decode_bench` (ours and
+One query over many keys of dimension 128, keys and heads as in a cache, b·s·h·d. Each row is `decode_bench` (ours and
 plain reads in turns), then PyTorch on as many threads; each figure is the best over the turns, in GB of K and V a second.
 What PyTorch has no kernel for (pages, an FP8 cache) has no figure of its. By the clock: the machine should be otherwise
 idle. `--busy` takes one thread alone and its processor time, which other programs do not lengthen, though they do take
@@ -25,7 +25,7 @@ try:
 except ImportError:
     torch = None
 
-KEYS, DIM = 32768, 128
+DIM = 128
 # Batch, query heads, kv heads, types (of Q, and of the cache where it has another), rows of a page.
 ROWS = [
     (1, 8, 8, "bf16", 0),
@@ -43,10 +43,10 @@ ROWS = [
 ]
 
 
-def ours(binary, row, threads, turns, busy):
+def ours(binary, row, keys, threads, turns, busy):
     """The backend's name, and GB/s of decode and of plain reads."""
     batch, heads_q, heads_kv, types, page = row
-    command = [binary, *map(str, (KEYS, batch, heads_q, heads_kv, DIM, types, page, turns))]
+    command = [binary, *map(str, (keys, batch, heads_q, heads_kv, DIM, types, page, turns))]
     env = {**os.environ, "FMHA_NUM_THREADS": str(threads)}
     text = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
     clock = "processor time" if busy else "by the clock"
@@ -55,7 +55,7 @@ def ours(binary, row, threads, turns, busy):
     return text.split(" (")[1].split(",")[0], float(decode), float(reads)
 
 
-def theirs(row, threads, turns, busy):
+def theirs(row, keys, threads, turns, busy):
     """GB/s of PyTorch, or None where it has no kernel."""
     batch, heads_q, heads_kv, types, page = row
     if torch is None or page or "/" in types:
@@ -63,7 +63,7 @@ def theirs(row, threads, turns, busy):
     torch.set_num_threads(threads)
     dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[types]
     q = torch.randn(batch, heads_q, 1, DIM, dtype=dtype)
-    k, v = (torch.randn(batch, KEYS, heads_kv, DIM, dtype=dtype).transpose(1, 2) for _ in range(2))
+    k, v = (torch.randn(batch, keys, heads_kv, DIM, dtype=dtype).transpose(1, 2) for _ in range(2))
     clock = time.process_time if busy else time.perf_counter
     best = float("inf")
     with torch.inference_mode():
@@ -80,6 +80,7 @@ def main():
     parser.add_argument("--out", help="the Markdown file to write; standard output if not given")
     parser.add_argument("--threads", default=f"1,{os.cpu_count()}", help="how many, with commas")
     parser.add_argument("--types", default="bf16,f16,f32,bf16/fp8", help="which types, with commas")
+    parser.add_argument("--keys", type=int, default=32768, help="of each sequence; K and V should not fit the caches")
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--busy", action="store_true", help="one thread, by its processor time")
     args = parser.parse_args()
@@ -87,8 +88,8 @@ def main():
     name, lines = "", []
     for threads in counts:
         for row in (row for row in ROWS if row[3] in args.types.split(",")):
-            name, decode, reads = ours(args.binary, row, threads, args.turns, args.busy)
-            torch_speed = theirs(row, threads, args.turns, args.busy)
+            name, decode, reads = ours(args.binary, row, args.keys, threads, args.turns, args.busy)
+            torch_speed = theirs(row, args.keys, threads, args.turns, args.busy)
             batch, heads_q, heads_kv, types, page = row
             beside = "absent | " if torch_speed is None else f"{torch_speed:.1f} | {decode / torch_speed:.2f}"
             lines.append(
@@ -98,12 +99,13 @@ def main():
             print(lines[-1], file=sys.stderr, flush=True)
     version = f"PyTorch {torch.__version__}" if torch else "PyTorch absent"
     types = "" if args.types == parser.get_default("types") else f" --types {args.types}"
-    flags = f"{types} --turns {args.turns}{' --busy' if args.busy else ''}"
+    keys = "" if args.keys == parser.get_default("keys") else f" --keys {args.keys}"
+    flags = f"{types}{keys} --turns {args.turns}{' --busy' if args.busy else ''}"
     text = [
         f"# Decode on the CPU ({name}), beside plain reads and {version}",
         "",
         f"Written by `python backend-cpu/bench/decode.py --threads {','.join(map(str, counts))}{flags}`: one query over "
-        f"{KEYS} keys of dimension {DIM}, GB of K and V a second, best of {args.turns} turns, "
+        f"{args.keys} keys of dimension {DIM}, GB of K and V a second, best of {args.turns} turns, "
         f"{'processor time' if args.busy else 'by the clock'}, {platform.system()}, load average at the end "
         f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores. The last column is our speed by PyTorch's.",
         "",

@@ -3,9 +3,11 @@
 //!
 //! `decode_bench SEQLEN_K BATCH HEADS_Q HEADS_KV HEAD_DIM TYPE PAGE_SIZE(0: strided) TURNS`, where TYPE is f32, f16 or
 //! bf16, or two types: `bf16/fp8` is queries of bf16 over a cache of FP8. `FMHA_NUM_THREADS` and `FMHA_CPU_ISA` apply to
-//! both. Tensors begin on a cache line, as PyTorch's do. Prints the best of each over the turns, and their ratio; by the
+//! both. Reads are those of as many threads, which wait for their turn, with lines asked for ahead and without. Tensors begin on a cache line, as PyTorch's do. Prints the best of each over the turns, and their ratio; by the
 //! clock, and with one thread by processor time too, which other programs do not lengthen.
 
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use fmha_core::{
@@ -34,27 +36,74 @@ fn timed(work: impl FnOnce()) -> (f64, f64) {
     (start.elapsed().as_secs_f64(), thread_seconds() - start_cpu)
 }
 
-/// Reads all of it once, each thread a part.
-fn read(memory: &[Line], threads: usize) -> u64 {
-    let part = |part: &[Line]| {
-        let mut sums = [0u64; 8];
-        for line in part {
-            for (sum, &x) in sums.iter_mut().zip(&line.0) {
-                *sum = sum.wrapping_add(x);
-            }
+/// The sum of a part of the memory, with lines asked for ahead or left to the processor's own prefetchers.
+fn sum(part: &[Line], asks: bool) -> u64 {
+    const AHEAD_LINES: usize = 128;
+    let mut sums = [0u64; 8];
+    for line in part {
+        #[cfg(target_arch = "x86_64")]
+        if asks {
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            let ahead = std::ptr::from_ref(line).wrapping_add(AHEAD_LINES);
+            // SAFETY: a prefetch faults nowhere.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead.cast()) }
         }
-        sums.iter().fold(0u64, |sum, &x| sum.wrapping_add(x))
-    };
-    if threads == 1 {
-        return part(memory);
+        for (sum, &x) in sums.iter_mut().zip(&line.0) {
+            *sum = sum.wrapping_add(x);
+        }
     }
-    std::thread::scope(|scope| {
-        let parts: Vec<_> = memory
-            .chunks(memory.len().div_ceil(threads))
-            .map(|chunk| scope.spawn(move || part(chunk)))
-            .collect();
-        parts.into_iter().map(|part| part.join().unwrap_or(0)).fold(0, u64::wrapping_add)
-    })
+    let _ = (asks, AHEAD_LINES);
+    sums.iter().fold(0u64, |sum, &x| sum.wrapping_add(x))
+}
+
+/// Threads that read memory whenever they are told to, each a part of it.
+struct Readers<'a> {
+    memory: [&'a [Line]; 2],
+    threads: usize,
+    asks: AtomicBool,
+    ends: AtomicBool,
+    start: Barrier,
+    done: Barrier,
+}
+
+impl<'a> Readers<'a> {
+    fn new(memory: [&'a [Line]; 2], threads: usize) -> Self {
+        let (start, done) = (Barrier::new(threads), Barrier::new(threads));
+        Self { memory, threads, asks: AtomicBool::new(false), ends: AtomicBool::new(false), start, done }
+    }
+
+    fn read_part(&self, thread: usize) {
+        let asks = self.asks.load(Ordering::Relaxed);
+        for memory in self.memory {
+            let part = memory.len().div_ceil(self.threads);
+            let part = &memory[(part * thread).min(memory.len())..(part * (thread + 1)).min(memory.len())];
+            std::hint::black_box(sum(part, asks));
+        }
+    }
+
+    /// What every thread but the caller's does.
+    fn serve(&self, thread: usize) {
+        loop {
+            self.start.wait();
+            if self.ends.load(Ordering::Relaxed) {
+                return;
+            }
+            self.read_part(thread);
+            self.done.wait();
+        }
+    }
+
+    fn read(&self, asks: bool) {
+        self.asks.store(asks, Ordering::Relaxed);
+        self.start.wait();
+        self.read_part(0);
+        self.done.wait();
+    }
+
+    fn end(&self) {
+        self.ends.store(true, Ordering::Relaxed);
+        self.start.wait();
+    }
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -88,10 +137,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut random = |dtype: DType, elems: usize| {
         let size = dtype.size_bytes() as usize;
         let mut data = vec![Line([0; 8]); (elems * size).div_ceil(64)];
-        for element in bytemuck::cast_slice_mut::<Line, u8>(&mut data)[..elems * size].chunks_exact_mut(size)
-        {
+        let bytes = &mut bytemuck::cast_slice_mut::<Line, u8>(&mut data)[..elems * size];
+        let (first, rest) = bytes.split_at_mut(bytes.len().min(1 << 20));
+        for element in first.chunks_exact_mut(size) {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             dtype.write(f64::from(state >> 8) / f64::from(1 << 23) - 1.0, element);
+        }
+        // Over and over: to make up so many numbers takes longer than the measurement.
+        for part in rest.chunks_mut(first.len()) {
+            part.copy_from_slice(&first[..part.len()]);
         }
         data
     };
@@ -106,28 +160,38 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let plan = backend.plan_fwd(&problem.validate()?, &PlanOptions::default())?;
     println!("{}, {types}, page_size {page_size}", backend.name());
     let mut best = [[f64::INFINITY; 2]; 2];
-    for _ in 0..turns {
-        let mut error = None;
-        let ours = timed(|| {
-            let (k, v) = (DevSlice::host(&k), DevSlice::host(&v));
-            let mut args = FwdArgs::new(DevSlice::host(&q), k, v, DevSliceMut::host(&mut o));
-            if page_size > 0 {
-                args.seq.totals.num_pages = Some(batch * pages);
-                args.seq.block_table = Some(BlockTable { pages: DevSlice::host(&table), max_pages: pages });
+    let readers = Readers::new([&k, &v], backend.threads());
+    let mut measure = || -> Result<(), fmha_core::Error> {
+        for _ in 0..turns {
+            let mut result = Ok(());
+            let ours = timed(|| {
+                let (k, v) = (DevSlice::host(&k), DevSlice::host(&v));
+                let mut args = FwdArgs::new(DevSlice::host(&q), k, v, DevSliceMut::host(&mut o));
+                if page_size > 0 {
+                    let block_table = BlockTable { pages: DevSlice::host(&table), max_pages: pages };
+                    args.seq.totals.num_pages = Some(batch * pages);
+                    args.seq.block_table = Some(block_table);
+                }
+                result = backend.run_fwd(&plan, &mut args, Stream::DEFAULT);
+            });
+            result?;
+            let plain = [false, true].map(|asks| timed(|| readers.read(asks)));
+            for (at, time) in [(0, ours), (1, plain[0]), (1, plain[1])] {
+                best[at] = [best[at][0].min(time.0), best[at][1].min(time.1)];
             }
-            error = backend.run_fwd(&plan, &mut args, Stream::DEFAULT).err();
-        });
-        if let Some(error) = error {
-            return Err(error.into());
         }
-        let plain = timed(|| {
-            std::hint::black_box(read(&k, backend.threads()));
-            std::hint::black_box(read(&v, backend.threads()));
-        });
-        for (best, time) in best.iter_mut().zip([ours, plain]) {
-            (best[0], best[1]) = (best[0].min(time.0), best[1].min(time.1));
+        Ok(())
+    };
+    let result = std::thread::scope(|scope| {
+        for thread in 1..backend.threads() {
+            let readers = &readers;
+            scope.spawn(move || readers.serve(thread));
         }
-    }
+        let result = measure();
+        readers.end();
+        result
+    });
+    result?;
     let bytes = 2.0 * cache_bytes as f64;
     for (at, clock) in [(0, "by the clock"), (1, "by this thread's processor time")] {
         if at == 1 && backend.threads() > 1 {

@@ -204,6 +204,20 @@ impl BwdSpec {
             deterministic: false,
         }
     }
+
+    /// The spec of a plain call's backward, as [`FwdSpec::plain`].
+    #[must_use]
+    pub const fn plain(dtype: DType, head_dim: i32, mask: MaskKind) -> Self {
+        Self {
+            fwd: FwdSpec::plain(dtype, head_dim, mask),
+            dtype_grad: dtype,
+            dtype_dbias: DType::F32,
+            write_dbias: false,
+            write_dsink: false,
+            has_dlse: false,
+            deterministic: false,
+        }
+    }
 }
 
 abi_spec! {

@@ -1,6 +1,7 @@
 """Launches rendered and compiled sm90 backward kernels on torch tensors, through libcuda alone.
 
-A variant NAME is three folders of examples/render_bwd.rs: NAME, NAME.pre and NAME.post. Of each the cubin, of the first
+A variant NAME is three folders of examples/render_bwd.rs, NAME, NAME.pre and NAME.post, with a mask a fourth, NAME.repair
+(`kernel=repair`). Of each the cubin, of the first
 also entry.cu, meta.txt and the headers `fmha/params.h` and `fmha/sm90_bwd_host.h`, which say how arguments lie.
 """
 
@@ -43,6 +44,8 @@ class Backward:
         self.threads, self.smem = int(meta["threads"]), int(meta["smem"])
         self.main = load(root / name, self.smem)
         self.pre, self.post = load(root / f"{name}.pre", 0), load(root / f"{name}.post", 0)
+        repair = root / f"{name}.repair"
+        self.repair = load(repair, 0) if repair.exists() else None
 
     def prepare(self, q, k, v, o, lse, dout, *, mask=(UNBOUNDED_LO, UNBOUNDED_HI, 0, 0), scale=None, cu=None, longest=None):
         """A callable that gives (dq, dk, dv). [batch, seqlen, heads, dim], lse [batch, heads, seqlen]; or packed."""
@@ -68,8 +71,8 @@ class Backward:
         )  # fmt: skip
         key_blocks, q_blocks = -(-seqlen_k // self.block_n), -(-seqlen_q // m)
         tiles = key_blocks * hkv * batch
-        repairs = mask[0] != UNBOUNDED_LO or mask[1] != UNBOUNDED_HI
-        suspects = torch.empty(tiles * self.warps, dtype=torch.int32, device=q.device)
+        row_blocks = q_blocks * hq * batch
+        suspects = torch.empty(tiles * self.warps + row_blocks, dtype=torch.int32, device=q.device)
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         params = self.structs.pack("BwdParams", dict(
             fwd=fwd, dout=view(dout), dq=view(grads[0]), dk=view(grads[1]), dv=view(grads[2]), lse_log2=stats[0],
@@ -94,10 +97,12 @@ class Backward:
         stream = c_void_p(torch.cuda.current_stream().cuda_stream)
         one = c_uint(1)
         launches = [
-            (self.pre, q_blocks * hq * batch, ROW_THREADS, 0, around),
+            (self.pre, row_blocks, ROW_THREADS, 0, around),
             (self.main, min(tiles, sms) if self.persistent else tiles, self.threads, self.smem, inside),
-            (self.post, q_blocks * hq * batch + (tiles if repairs else 0), ROW_THREADS, 0, around),
+            (self.post, row_blocks, ROW_THREADS, 0, around),
         ]
+        if self.repair:
+            launches.append((self.repair, -(-(row_blocks + tiles) * 32 // ROW_THREADS), ROW_THREADS, 0, around))
 
         def launch(which):
             function, grid, threads, smem, arguments = launches[which]
@@ -106,10 +111,10 @@ class Backward:
                 check(status, f"cuLaunchKernel {self.name} {which}")
 
         def run():
-            for which in range(3):
+            for which in range(len(launches)):
                 launch(which)
             return tuple(grads)
 
-        run.launch = launch
+        run.launch, run.number = launch, len(launches)
         run.held = (q, k, v, o, lse, dout, grads, stats, sums, turns, suspects, raw, p, s, cu)
         return run

@@ -1,7 +1,7 @@
 """Times compiled sm90 backward kernels beside the peers: `python3 speed_bwd.py FOLDER KIT PLAN.txt [PEER,...] [BUDGET] [ROUNDS]`.
 
 As speed.py. Each variant's gradients are checked by the kit before it is timed; `PLAN` lines are `TABLE REGEX VARIANT...`.
-A last part times the three launches of each variant apart, and repeats it: how many gradients' bits change.
+A last part times the launches of each variant apart, and repeats it: how many gradients' bits change.
 """
 
 import re
@@ -63,19 +63,20 @@ def apart(name, w):
     inputs = peers.make_inputs(w)
     run = maker(name)(w, *inputs)
     first = [x.clone() for x in run()]
-    times = []
-    for which in range(3):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        samples = []
-        for _ in range(5):
-            events[0].record()
+    flush = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
+    samples = []
+    for _ in range(7):
+        flush.zero_()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(run.number + 1)]
+        events[0].record()
+        for which in range(run.number):
             run.launch(which)
-            events[1].record()
-            torch.cuda.synchronize()
-            samples.append(events[0].elapsed_time(events[1]) * 1e3)
-        times.append(sorted(samples)[2])
+            events[which + 1].record()
+        torch.cuda.synchronize()
+        samples.append([a.elapsed_time(b) * 1e3 for a, b in zip(events, events[1:])])
+    times = " ".join(f"{sorted(launch)[3]:.1f}" for launch in zip(*samples))
     changed = sum(any(not torch.equal(a, b) for a, b in zip(first, run())) for _ in range(20))
-    return f"pre {times[0]:.1f} main {times[1]:.1f} post {times[2]:.1f} us, bits changed in {changed} of 20"
+    return f"launches {times} us, bits changed in {changed} of 20"
 
 
 def main():

@@ -8,7 +8,7 @@ use std::io::Read as _;
 use std::path::PathBuf;
 
 use fmha_core::fields::Fields as _;
-use fmha_core::spec::{BiasKind, BwdSpec, FwdSpec, KvKind};
+use fmha_core::spec::{BiasKind, BwdSpec, KvKind};
 use fmha_core::{DType, MaskKind, QLayout};
 use fmha_kernels_cuda::sm90_bwd;
 
@@ -20,15 +20,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let mut words = line.split_whitespace();
         let name = words.next().ok_or("a line has no name")?;
         let fields: Vec<(&str, &str)> = words.filter_map(|word| word.split_once('=')).collect();
-        let mut spec = BwdSpec {
-            fwd: FwdSpec::plain(DType::Bf16, 128, MaskKind::Full),
-            dtype_grad: DType::Bf16,
-            dtype_dbias: DType::F32,
-            write_dbias: false,
-            write_dsink: false,
-            has_dlse: false,
-            deterministic: false,
-        };
+        let mut spec = BwdSpec::plain(DType::Bf16, 128, MaskKind::Full);
         let mut tile_fields = Vec::new();
         let mut kernel = "main";
         for &(field, value) in &fields {

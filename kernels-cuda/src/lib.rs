@@ -102,6 +102,8 @@ pub fn headers() -> Vec<Header> {
         "sm90/fwd/recompute_scores.cuh",
         "sm90/fwd/softmax.cuh",
         "sm90/fwd/turn_values.cuh",
+        "sm90/fwd/value_role.cuh",
+        "sm90/fwd/widen_values.cuh",
         "sm90/fwd/zero_values.cuh",
         "simt/bwd.cuh",
         "simt/fwd.cuh",

@@ -83,12 +83,15 @@ abi_spec! {
         pub f16_scores: bool,
         /// `P V` is summed in f16, beyond whose 65504 it is infinite. Inputs of f16 only.
         pub f16_output: bool,
-        /// FP8's P V, which the tensor cores sum in some 14 bits, is added to O in f32 registers after so many blocks of
-        /// keys; 0: never.
-        pub flush_every: i32 = Takes::within(0, 64).tuned_over(&[1, 2, 4]),
-        /// With `flush_every=1`: columns of O that are summed at a time, where registers are short; 0: all of them.
+        /// A V of FP8 is brought to f16 in shared memory, which holds it exactly, and P V is a product of f16, summed in f32;
+        /// else of FP8.
+        pub f16_values: bool,
+        /// A product P V of FP8, which the tensor cores sum in some 14 bits, is added to O in f32 registers after each block
+        /// of keys; else they sum O throughout.
+        pub flush: bool,
+        /// With `flush`: columns of O that are summed at a time, where registers are short; 0: all of them.
         pub output_columns: i32 = Takes::multiples(32, 0, 256),
-        /// With `flush_every=1`: a block's P V is summed, and added to O, before the next block's S is started, whose
+        /// With `flush`: a block's P V is summed, and added to O, before the next block's S is started, whose
         /// registers it has until then; else beside it.
         pub output_first: bool,
         /// Blocks of an elementwise bias of 16 bits that TMA brings into shared memory, each warpgroup's rows by
@@ -131,13 +134,12 @@ impl Sm90Tile {
             (false, true) => 2,
             (false, false) => 1,
         };
-        let (size_qk, size_v) = (elem_bytes(spec.dtype_qk), elem_bytes(spec.dtype_v));
+        let (size_qk, size_v) = (elem_bytes(spec.dtype_qk), elem_bytes(operand_v(spec, self)));
         let q = q_buffers * tile_bytes(self.q_rows(), qk * size_qk);
-        // V twice where it is turned: as it comes, and turned.
-        let copies_of_v = if turns_v(spec) { 2 } else { 1 };
-        let k_and_v =
-            tile_bytes(self.block_n, qk * size_qk) + copies_of_v * tile_bytes(self.block_n, v * size_v);
-        let kv = self.stages * k_and_v;
+        // V twice where it is prepared: as it comes, and as the products take it.
+        let raw_v = if prepares_v(spec, self) { tile_bytes(self.block_n, v) } else { 0 };
+        let k_and_v = tile_bytes(self.block_n, qk * size_qk) + tile_bytes(self.block_n, v * size_v);
+        let kv = self.stages * (k_and_v + raw_v);
         let bias_slots = self.num_consumers() * self.bias_stages;
         let bias = bias_slots * tile_bytes(64, self.block_n * 2);
         // 32 quads of 16 bytes for each consumer warp.
@@ -243,9 +245,14 @@ const fn tile_bytes(rows: i32, row_bytes: i32) -> i32 {
     (rows * row_bytes + 1023) / 1024 * 1024
 }
 
-/// Whether V is turned in shared memory: as the device's function of that name.
-const fn turns_v(spec: &FwdSpec) -> bool {
-    spec.dtype_v.is_fp8() && matches!(spec.v_layout, VLayout::RowMajor)
+/// The type of P V's operands: as the device's function of that name.
+const fn operand_v(spec: &FwdSpec, tile: &Sm90Tile) -> DType {
+    if spec.dtype_v.is_fp8() && tile.f16_values { DType::F16 } else { spec.dtype_v }
+}
+
+/// Whether a V of FP8 passes through shared memory twice: brought to f16, or turned.
+const fn prepares_v(spec: &FwdSpec, tile: &Sm90Tile) -> bool {
+    spec.dtype_v.is_fp8() && (tile.f16_values || matches!(spec.v_layout, VLayout::RowMajor))
 }
 
 /// Whether the kernel computes this problem, and if not, why. Addresses, which a problem has not, must
@@ -366,7 +373,8 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     let (q, scores) =
         (if tile.q_in_registers { OperandA::Registers } else { OperandA::Shared }, sums(tile.f16_scores));
     // Keys that one product of P V contracts, of which a block computed in part has whole steps.
-    let depth = 32 / elem_bytes(spec.dtype_v);
+    let operand_v = operand_v(spec, tile);
+    let depth = 32 / elem_bytes(operand_v);
     let shapes = [
         WgmmaShape { dtype: spec.dtype_qk, n: tile.block_n, a: q, sums: scores },
         WgmmaShape {
@@ -376,7 +384,7 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
             sums: scores,
         },
         WgmmaShape {
-            dtype: spec.dtype_v,
+            dtype: operand_v,
             n: if tile.output_columns > 0 { tile.output_columns } else { padded_dim(spec.head_dim_v) },
             a: OperandA::Registers,
             sums: sums(tile.f16_output),

@@ -409,9 +409,11 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
     let (block_m, transposed_dq, early_scores, early_dv) = match dim {
         // Without early scores 547, with 521; causal, with polynomials, 478 and 435, and 464 with dQ late.
         64 => (128, false, false, false),
-        // 605, without either 591; causal 518, and 523 without either but edges apart.
-        128 if full || modifiers > 0 => (64, true, true, true),
-        128 => (64, true, false, false),
+        // Edges apart, without either 615, with both 605; causal 521 and 516. In turns full 521, causal 434 without.
+        128 => {
+            let early = spec.deterministic || modifiers > 0;
+            (64, true, early, early)
+        }
         // 388; causal 328; with V of 128 315, 280.
         192 => (96, true, !spec.deterministic, false),
         // 430; causal 383. dQ through shared memory 291, 271.
@@ -440,7 +442,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         direct_dq,
         // At D 128 a second loop of the early order spills: 492 of 603, causal 494 of 505.
         edges_apart: dim == 64 || (dim == 128 && !early_scores),
-        // 557 of 547; causal 478 of 462; at D 128 605 of 601, causal 518 of 515.
+        // 557 of 547; causal 478 of 462; at D 128 without early scores causal 523 of 504, edges apart as well.
         exp2_polynomials: if !split_dims && modifiers == 0 { 4 } else { 0 },
         // Key blocks that take turns are launched in their order.
         persistent: !spec.deterministic,

@@ -225,15 +225,7 @@ fn blackwell_kernels(arch: &str) -> Vec<(String, KernelSource)> {
 ///
 /// Persistent kernels spill some 50 bytes of their loading thread, which has 24 registers.
 fn backward_kernels() -> Vec<(String, KernelSource)> {
-    let plain = |dim, mask| BwdSpec {
-        fwd: FwdSpec::plain(DType::Bf16, dim, mask),
-        dtype_grad: DType::Bf16,
-        dtype_dbias: DType::F32,
-        write_dbias: false,
-        write_dsink: false,
-        has_dlse: false,
-        deterministic: false,
-    };
+    let plain = |dim, mask| BwdSpec::plain(DType::Bf16, dim, mask);
     let modified = |dim, change: fn(&mut BwdSpec)| {
         let mut spec = plain(dim, MaskKind::Upper);
         change(&mut spec);

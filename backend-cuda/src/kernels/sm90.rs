@@ -43,7 +43,6 @@ impl FwdRecipe for Sm90 {
         let mut tile = sm90::choose_tile(problem);
         if options.accuracy == Accuracy::Exact {
             (tile.lazy_rescale_log2, tile.skip_row_max) = (0, false);
-            tile.flush_every = tile.flush_every.min(1);
         }
         if options.batch_invariant {
             tile.make_batch_invariant(&spec);
@@ -155,7 +154,7 @@ impl FwdRecipe for Sm90 {
 
 /// Exact where every block's maxima are taken, and every row is rescaled to its own.
 fn accuracy(tile: &Sm90Tile) -> Accuracy {
-    let exact = tile.lazy_rescale_log2 == 0 && !tile.skip_row_max && tile.flush_every <= 1;
+    let exact = tile.lazy_rescale_log2 == 0 && !tile.skip_row_max;
     if exact { Accuracy::Exact } else { Accuracy::Fast }
 }
 
@@ -180,12 +179,13 @@ fn schedule_words(tile: &Sm90Tile) -> String {
     words.extend(tile.q_in_registers.then(|| "Q in registers".to_owned()));
     words.extend(tile.f16_scores.then(|| "scores summed in f16".to_owned()));
     words.extend(tile.f16_output.then(|| "O summed in f16".to_owned()));
-    words.extend((tile.flush_every > 0).then(|| {
+    words.extend(tile.f16_values.then(|| "V brought to f16, P V summed in f32".to_owned()));
+    words.extend(tile.flush.then(|| {
         let parts = match tile.output_columns {
             0 => String::new(),
             columns => format!(", {columns} columns at a time"),
         };
-        format!("P V flushed to f32 after every {} blocks{parts}", tile.flush_every)
+        format!("P V summed in 14 bits and added to f32 after each {} keys{parts}", tile.block_n)
     }));
     words.extend((tile.bias_stages > 0).then(|| format!("bias by TMA, {} blocks", tile.bias_stages)));
     words.extend(tile.dependent_launch.then(|| "starts while the grid before ends".to_owned()));

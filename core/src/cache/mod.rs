@@ -189,10 +189,8 @@ pub struct CompiledKernel {
     /// The translation unit, for readers: the headers are in `key` alone.
     pub entry: String,
     /// Machine code.
-    #[serde(with = "serde_bytes")]
     pub machine: Vec<u8>,
     /// Assembly text; empty where it was not kept.
-    #[serde(with = "serde_bytes")]
     pub assembly: Vec<u8>,
     /// The compiler's words.
     pub log: String,

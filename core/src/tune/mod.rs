@@ -22,7 +22,7 @@ pub type TileOptions = Vec<(String, String)>;
 /// A tile that was faster than its kernel's own choice.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TunedTile {
-    /// All of its knobs.
+    /// All of its fields.
     pub tile: TileOptions,
     /// Median seconds of a call with it.
     pub seconds: f64,

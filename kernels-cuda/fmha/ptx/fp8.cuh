@@ -26,6 +26,14 @@ FMHA_DEVICE uint32_t cvt_rn_satfinite_x4(float a, float b, float c, float d) {
   return packed;
 }
 
+// needs: sm_89. The low half's two numbers to f16, which holds them exactly; the first in the low half.
+// PTX ISA: cvt.
+FMHA_DEVICE uint32_t cvt_rn_f16x2_e4m3x2(uint32_t pair) {
+  uint32_t wide;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(uint16_t(pair)));
+  return wide;
+}
+
 // needs: sm_50. Four bytes of two registers: digit i of the selector (hexadecimal, from the right) says which of the eight
 // becomes byte i; those of `b` are 4 to 7.
 // PTX ISA: prmt.

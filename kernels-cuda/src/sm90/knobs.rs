@@ -9,7 +9,7 @@ use super::{MAX_SMEM_BYTES, Sm90Tile};
 impl Sm90Tile {
     /// Sets one field from its name and value. What a field cannot go with yields: `warp_specialised=0` ends
     /// ping-pong, lookahead and `skip_row_max`, clusters, packed heads and copies a bias by TMA, `cluster=1` its heads, `f16_output=1` lazy rescaling, which lets
-    /// sums grow beyond f16; `lazy_rescale_log2=0` and a polynomial, which has no overflow to see, end
+    /// sums grow beyond f16, `f16_values=1` the flush of 8-bit sums and `f16_values=0` lazy rescaling, `flush=0` what is said of it; `lazy_rescale_log2=0` and a polynomial, which has no overflow to see, end
     /// `skip_row_max`. [`Sm90Tile::check`] refuses it if a later word brings it back.
     ///
     /// # Errors
@@ -23,7 +23,13 @@ impl Sm90Tile {
         if was.ping_pong && !self.ping_pong {
             self.turn_after_max = false;
         }
-        if was.flush_every == 1 && self.flush_every != 1 {
+        if was.f16_values && !self.f16_values {
+            (self.lazy_rescale_log2, self.skip_row_max) = (0, false);
+        }
+        if self.f16_values && !was.f16_values {
+            self.flush = false;
+        }
+        if was.flush && !self.flush {
             (self.output_columns, self.output_first) = (0, false);
         }
         if self.split_q && !was.split_q {
@@ -182,23 +188,43 @@ impl Sm90Tile {
     fn check_fp8(&self, spec: &FwdSpec) -> Result<(), String> {
         let refuse = |words: String| Err(format!("tile {words}"));
         let (qk, v) = (spec.dtype_qk, spec.dtype_v);
-        if qk.is_fp8() && self.skip_row_max {
-            return refuse(format!("skip_row_max=1: scores of dtype_qk {qk} are not computed again"));
-        }
         if qk.is_fp8() && self.copy_bytes > 0 {
             return refuse(format!("copy_bytes={}: dtype_qk {qk} is loaded by TMA alone", self.copy_bytes));
         }
-        if !v.is_fp8() {
+        if self.f16_values && !v.is_fp8() {
+            return refuse(format!("f16_values=1: dtype_v is {v}, not FP8"));
+        }
+        if super::prepares_v(spec, self) {
+            for (field, on) in
+                [("cluster=2", self.cluster > 1), ("warp_specialised=0", !self.warp_specialised)]
+            {
+                if on {
+                    return refuse(format!(
+                        "{field}: a V of dtype_v {v} is prepared by the load role's warpgroup, for its own CTA"
+                    ));
+                }
+            }
+        }
+        if self.f16_values && spec.v_layout == VLayout::ColMajor && self.block_n % 32 != 0 {
+            return refuse(format!(
+                "block_n={}: a column-major V of dtype_v {v} comes in whole 32 bytes",
+                self.block_n
+            ));
+        }
+        if !super::operand_v(spec, self).is_fp8() {
             for (field, value) in [
-                ("flush_every", self.flush_every),
+                ("flush", self.flush.into()),
                 ("output_columns", self.output_columns),
                 ("output_first", self.output_first.into()),
             ] {
                 if value > 0 {
-                    return refuse(format!("{field}={value}: P V of dtype_v {v} is summed in f32"));
+                    return refuse(format!("{field}={value}: P V is a product of 16 bits, summed in f32"));
                 }
             }
             return Ok(());
+        }
+        if self.skip_row_max {
+            return refuse(format!("skip_row_max=1: a P of dtype_v {v} has no room above a row's maximum"));
         }
         if self.block_n % 32 != 0 {
             return refuse(format!(
@@ -216,10 +242,10 @@ impl Sm90Tile {
         }
         if self.output_columns > 0 {
             let dim = super::padded_dim(spec.head_dim_v);
-            if self.flush_every != 1 {
+            if !self.flush {
                 return refuse(format!(
-                    "output_columns={} with flush_every={}: parts of O are flushed with every block",
-                    self.output_columns, self.flush_every
+                    "output_columns={} with flush=0: parts of O are flushed with every block",
+                    self.output_columns
                 ));
             }
             if dim % self.output_columns != 0 {
@@ -229,22 +255,10 @@ impl Sm90Tile {
                 ));
             }
         }
-        if self.output_first && self.flush_every != 1 {
-            return refuse(format!(
-                "output_first=1 with flush_every={}: what is summed first is flushed with every block",
-                self.flush_every
-            ));
-        }
-        if super::turns_v(spec) {
-            for (field, on) in
-                [("cluster=2", self.cluster > 1), ("warp_specialised=0", !self.warp_specialised)]
-            {
-                if on {
-                    return refuse(format!(
-                        "{field}: a row-major V of dtype_v {v} is turned by the load role's warpgroup, for its own CTA"
-                    ));
-                }
-            }
+        if self.output_first && !self.flush {
+            return refuse(
+                "output_first=1 with flush=0: what is summed first is flushed with every block".to_owned(),
+            );
         }
         Ok(())
     }

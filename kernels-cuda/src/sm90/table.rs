@@ -1,7 +1,7 @@
 //! Which tile a problem gets: a row a head dimension, and what modifiers, FP8 and few rows change of it.
 
 use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
-use fmha_core::{DType, FwdProblem, MaskKind};
+use fmha_core::{DType, FwdProblem, MaskKind, VLayout};
 
 use super::{Sm90Tile, TileOrder, copy_bytes, elem_bytes, odd_bias_stride, padded_dim};
 
@@ -33,17 +33,15 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     // Measured on an H200, TFLOP/s, the larger tile first: full D 128 bf16 502 and 585 at 512, 735 and 751 at 2k, f16
     // 588 and 592 at 3328; causal D 64 bf16 250 and 269 at 512, 330 and 362 at 1k, 457 and 433 at 2k.
     match (widest(&spec), spec.mask) {
-        (128, MaskKind::Full) if !modifies(&spec) && dims.seqlen_k < 4096 => {
+        (128, _) if tile.block_m == 192 && wasted_by_192_rows(seqlen_q) && takes_128_rows => {
+            (tile.block_m, tile.block_n, tile.wait_anchor) = (128, 128, 32);
+        }
+        (128, MaskKind::Full) if !modifies(&spec) && !tile.f16_values && dims.seqlen_k < 4096 => {
             (tile.block_n, tile.wait_anchor) = (128, 32);
         }
         // Of 192 rows a third would be empty: B64 H16 bf16 154 and 168, with four stages 165, at 128 (cuDNN 167), 261 and
         // 316, with four stages 315, at 256 (302); 398 and 366 at 512.
-        (64, MaskKind::Full)
-            if !modifies(&spec)
-                && !spec.dtype_qk.is_fp8()
-                && wasted_by_192_rows(seqlen_q)
-                && takes_128_rows =>
-        {
+        (64, MaskKind::Full) if !modifies(&spec) && wasted_by_192_rows(seqlen_q) && takes_128_rows => {
             tile.block_m = 128;
         }
         (64, MaskKind::Upper) if dims.seqlen_k <= 1024 && !(tile.pack_gqa && 128 % ratio != 0) => {
@@ -131,8 +129,9 @@ pub(super) fn adds_wide_elements(spec: &FwdSpec) -> bool {
 }
 
 /// The larger head dimension, as the tiles have it.
-fn widest(spec: &FwdSpec) -> i32 {
-    padded_dim(spec.head_dim_qk).max(padded_dim(spec.head_dim_v))
+const fn widest(spec: &FwdSpec) -> i32 {
+    let (qk, v) = (padded_dim(spec.head_dim_qk), padded_dim(spec.head_dim_v));
+    if qk > v { qk } else { v }
 }
 
 /// Clusters of two that load half of K and V each, where that was measured to gain: half the traffic from the L2,
@@ -190,8 +189,6 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         // 703 beside 720 at 1k, 853 beside 855 at 16k; causal 360 beside 376, 530 beside 537.
         _ => (128, 64, true, 0),
     };
-    // Beside sums of FP8 that are not flushed yet a soft-cap alone spills too.
-    let heavy = modifies(spec) && (!modifies_lightly(spec) || spec.dtype_v.is_fp8());
     let mut tile = Sm90Tile {
         block_m,
         block_n,
@@ -229,7 +226,8 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         q_in_registers: false,
         f16_scores: false,
         f16_output: false,
-        flush_every: 0,
+        f16_values: false,
+        flush: false,
         output_columns: 0,
         output_first: false,
         bias_stages: 0,
@@ -237,12 +235,14 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         // (B1 H16 S512), 34.2 and 33.4 (B8 H16 S512).
         dependent_launch: true,
     };
-    if spec.dtype_qk.is_fp8() {
+    if spec.dtype_v.is_fp8() {
         tile.take_fp8(spec);
     }
+    // Beside accumulators of their own for FP8's sums a soft-cap alone spills too.
+    let heavy = modifies(spec) && (!modifies_lightly(spec) || tile.flush);
     if adds_wide_elements(spec) && !spec.dropout {
         tile.take_bias(spec);
-    } else if spec.dropout && !modifies_score(spec) && !spec.dtype_v.is_fp8() {
+    } else if spec.dropout && !modifies_score(spec) && !tile.flush {
         tile.take_dropout(spec);
     } else if heavy {
         tile.take_registers(spec);
@@ -258,40 +258,35 @@ impl Sm90Tile {
         (self.lookahead, self.split_q, self.wait_anchor, self.skip_row_max) = (false, false, 0, false);
     }
 
-    /// What FP8 changes of a tile of 16-bit types. With every row's maximum, since scores of 8-bit elements are not
-    /// computed again. Registers, of which a thread has 232 (three warpgroups: 160), decide: of S
-    /// `block_n / 2`, of O `head_dim_v / 2`, as many again for what is not flushed yet (or those of `output_columns`), of P
-    /// `block_n / 8`.
+    /// What a V of FP8 changes of a tile of 16-bit types.
     ///
-    /// Sums modelled at 128k keys (docs/kernels/sm90-fwd.md), V of mean 1, where they hurt most, O's relative error: f32 7e-4,
-    /// flushed after each block 1.0e-3, two 1.8e-3, four 4.2e-3, never 0.58. bf16 rounds O itself by 1.7e-3.
-    ///
-    /// TFLOP/s below: one H200, e4m3, full, S 8192.
-    const fn take_fp8(&mut self, spec: &FwdSpec) {
-        self.skip_row_max = false;
-        self.lazy_rescale_log2 = 0;
-        if !spec.dtype_v.is_fp8() {
-            return;
+    /// TFLOP/s on an H200, e4m3, S 8192, V brought to f16 beside P of 8 bits and FlashAttention-3: D 64 full 688, 628, 656,
+    /// causal 632, 582, 621; D 128 full 878, 885, 986, causal 861, 797, 929; D 256 full 1008, 1126, 1264. At D 128 with two
+    /// warpgroups of 144 keys 865, of 128 833, causal 822. With three stages in another run: D 128 full 875 to 899, causal 863
+    /// to 885 (FlashAttention-3 988, 924).
+    fn take_fp8(&mut self, spec: &FwdSpec) {
+        self.f16_values = padded_dim(spec.head_dim_v) <= 128;
+        if !self.f16_values {
+            self.take_fp8_products(spec);
+        } else if spec.v_layout == VLayout::ColMajor {
+            // Along keys whole swizzles of 32 bytes.
+            self.block_n = self.block_n / 32 * 32;
+        } else if widest(spec) == 128 && !modifies(spec) {
+            (self.block_m, self.block_n, self.wait_anchor, self.stages) = (192, 80, 20, 3);
         }
-        (self.block_m, self.block_n, self.wait_anchor, self.flush_every, self.output_columns) =
-            match (padded_dim(spec.head_dim_qk), padded_dim(spec.head_dim_v)) {
-                // Two warpgroups 428 before, three 616; 160 keys, output first 629, beside the next S 632 with spills.
-                (..=64, 64) if matches!(spec.mask, MaskKind::Full) => (192, 160, 0, 1, 32),
-                (..=64, 64) => (192, 128, 16, 1, 0),
-                // Output first 872; as the next row 834.
-                (..=128, 128) if matches!(spec.mask, MaskKind::Full) => (128, 192, 0, 1, 64),
-                // The turn passed on after the maximum, beside the usual: never flushed 918 and 838, each other block
-                // 845 and 755; each block 834 both.
-                (_, 64 | 96 | 128) => (128, 128, 32, 1, 0),
-                // 64 columns at a time: spills of 8 to 16 bytes in some.
-                (_, 160 | 192 | 224) => (128, 128, 0, 1, 32),
-                // Beside the next S: 96 keys 956, with 64 columns at a time 1029, 64 keys 884; output first 1111.
-                _ => (128, 128, 0, 1, 64),
-            };
-        let v = padded_dim(spec.head_dim_v);
-        self.output_first = v > 192 || self.block_n > 128;
-        self.turn_after_max = v <= 128 && self.block_m == 128 && !self.output_first;
-        (self.lookahead, self.split_q) = (v <= 192 && (self.block_n < 192), false);
+    }
+
+    /// With a P of 8 bits, whose products are summed in some 14 bits: flushed after each block, and with every row's maximum,
+    /// since the type leaves P no room above it. Registers, of which a thread has 232, decide: of S `block_n / 2`, of O
+    /// `head_dim_v / 2`, those of `output_columns`, of P `block_n / 8`.
+    ///
+    /// D 256, TFLOP/s: beside the next S 96 keys 956, with 64 columns at a time 1029, 64 keys 884; output first 1111.
+    const fn take_fp8_products(&mut self, spec: &FwdSpec) {
+        (self.skip_row_max, self.lazy_rescale_log2, self.flush) = (false, 0, true);
+        (self.block_n, self.wait_anchor) = (128, 0);
+        self.output_first = padded_dim(spec.head_dim_v) > 192;
+        self.output_columns = if padded_dim(spec.head_dim_v) == 256 { 64 } else { 32 };
+        (self.lookahead, self.split_q) = (!self.output_first, false);
     }
 
     /// What an elementwise bias of 16 bits changes: it takes shared memory, which lookahead or keys give.

@@ -59,6 +59,12 @@ pub(crate) fn cases() -> Vec<Case> {
             }
         }
     }
+    // What is read again is of 8 bits, and P has their range or f16's.
+    for dtype in [DType::E4m3Fn, DType::E5m2] {
+        for variant in ["batch", "group", "negative_scale"] {
+            cases.extend(CAUSES[..3].iter().map(|&cause| case(dtype, variant, cause)));
+        }
+    }
     for dtype in [DType::F16, DType::Bf16] {
         for (seqlen_q, seqlen_k) in [(20, 600), (70, 130)] {
             let mut problem = masked(dtype, Dims { seqlen_q, seqlen_k, ..dims() }, "0");

@@ -29,14 +29,23 @@ FMHA_DEVICE constexpr int num_consumer_warps(const Sm90Tile& tile) { return 4 * 
 // Warps 0, 2 and 3; warp 1 is the schedule role's.
 using CopyThreads = CopyWarps<0, 0b1101>;
 FMHA_DEVICE constexpr int num_load_arrivals(const Sm90Tile& tile) { return tile.copy_bytes > 0 ? CopyThreads::count : 1; }
+// Whether a V of 8 bits is brought to f16 in shared memory (widen_values.cuh), and P V a product of f16.
+FMHA_DEVICE constexpr bool widens_v(const FwdSpec& spec, const Sm90Tile& tile) { return is_fp8(spec.dtype_v) && tile.f16_values; }
+FMHA_DEVICE constexpr DType operand_v(const FwdSpec& spec, const Sm90Tile& tile) {
+  return widens_v(spec, tile) ? DType::F16 : spec.dtype_v;
+}
 // Whether a row-major V is turned in shared memory: wgmma reads tiles of 8-bit elements along their rows alone, and those
 // of V have to be along the keys (turn_values.cuh).
-FMHA_DEVICE constexpr bool turns_v(const FwdSpec& spec) { return is_fp8(spec.dtype_v) && spec.v_layout == VLayout::RowMajor; }
-constexpr int kTurnWarps = 2;  // of the load role's warpgroup, the last two
+FMHA_DEVICE constexpr bool turns_v(const FwdSpec& spec, const Sm90Tile& tile) {
+  return is_fp8(operand_v(spec, tile)) && spec.v_layout == VLayout::RowMajor;
+}
+// Whether V passes through shared memory twice: as it comes, and as the products take it.
+FMHA_DEVICE constexpr bool prepares_v(const FwdSpec& spec, const Sm90Tile& tile) { return widens_v(spec, tile) || turns_v(spec, tile); }
+constexpr int kValueWarps = 2;  // that bring it from one to the other: of the load role's warpgroup, the last two
 
 FMHA_DEVICE constexpr int num_work_readers(const FwdSpec& spec, const Sm90Tile& tile) {
   const int loaders = tile.copy_bytes > 0 ? CopyThreads::count / 32 : 1;
-  const int others = tile.copy_bytes > 0 ? 0 : turns_v(spec) ? kTurnWarps : 1;  // that turn V, or zero rows of it
+  const int others = tile.copy_bytes > 0 ? 0 : prepares_v(spec, tile) ? kValueWarps : 1;  // that prepare V, or zero rows of it
   return num_consumer_warps(tile) + loaders + others + (tile.bias_stages > 0);
 }
 
@@ -65,7 +74,7 @@ struct Maps {
 // P of 8 bits is scaled to their range, in the exponent: by as much as leaves room for the factor by which a row's
 // maximum may be surpassed before it is raised. Both together stay below the type's largest number (448 = 2^8.8).
 FMHA_DEVICE constexpr int p_offset_log2(const FwdSpec& spec, const Sm90Tile& tile) {
-  if (!is_fp8(spec.dtype_v)) return 0;
+  if (!is_fp8(operand_v(spec, tile))) return 0;
   int log2 = 0;
   for (float power = p_scale(spec.dtype_v); power > 1.f; power /= 2.f) ++log2;
   return log2 - tile.lazy_rescale_log2;
@@ -76,8 +85,8 @@ FMHA_DEVICE constexpr int output_columns(const FwdSpec& spec, const Sm90Tile& ti
   return tile.output_columns > 0 ? tile.output_columns : padded_dim(spec.head_dim_v);
 }
 
-// What a V that is turned passes through.
-template <class Tile, int stages, bool turns>
+// What a V that is prepared comes in.
+template <class Tile, int stages, bool prepares>
 struct RawValues {};
 template <class Tile, int stages>
 struct RawValues<Tile, stages, true> {
@@ -96,6 +105,11 @@ FMHA_DEVICE constexpr int num_bias_slots(const Sm90Tile& tile) { return num_cons
 template <Sm90Tile tile>
 using BiasTile = SmemTile<uint16_t, mma::kRows, tile.block_n>;
 
+// V as it lies in memory.
+template <FwdSpec spec, Sm90Tile tile>
+using RawTile = SmemTile<Storage<spec.dtype_v>, spec.v_layout == VLayout::ColMajor ? padded_dim(spec.head_dim_v) : tile.block_n,
+                         spec.v_layout == VLayout::ColMajor ? tile.block_n : padded_dim(spec.head_dim_v)>;
+
 // What dropout's generator has in common, of each consumer warp.
 template <int warps>
 struct QuadsOfWarps {
@@ -105,7 +119,7 @@ template <>
 struct QuadsOfWarps<0> {};
 
 template <FwdSpec spec, Sm90Tile tile>
-struct Smem : RawValues<SmemTile<Storage<spec.dtype_v>, tile.block_n, padded_dim(spec.head_dim_v)>, tile.stages, turns_v(spec)>,
+struct Smem : RawValues<RawTile<spec, tile>, tile.stages, prepares_v(spec, tile)>,
               BiasValues<BiasTile<tile>, num_bias_slots(tile)>,
               QuadsOfWarps<spec.dropout ? num_consumer_warps(tile) : 0> {
   // Q in one piece, or in a warpgroup's 64 rows each; then one piece is spare.
@@ -114,9 +128,9 @@ struct Smem : RawValues<SmemTile<Storage<spec.dtype_v>, tile.block_n, padded_dim
   static constexpr bool clustered = tile.cluster > 1;
   using QTile = SmemTile<Storage<spec.dtype_qk>, q_rows, padded_dim(spec.head_dim_qk), clustered>;
   using KTile = SmemTile<Storage<spec.dtype_qk>, tile.block_n, padded_dim(spec.head_dim_qk), clustered>;
-  static constexpr bool turned = turns_v(spec), v_columns = spec.v_layout == VLayout::ColMajor || turned;
+  static constexpr bool prepared = prepares_v(spec, tile), turned = turns_v(spec, tile), v_columns = spec.v_layout == VLayout::ColMajor || turned;
   static constexpr int dim_v = padded_dim(spec.head_dim_v);
-  using VTile = SmemTile<Storage<spec.dtype_v>, v_columns ? dim_v : tile.block_n, v_columns ? tile.block_n : dim_v, clustered>;
+  using VTile = SmemTile<Storage<operand_v(spec, tile)>, v_columns ? dim_v : tile.block_n, v_columns ? tile.block_n : dim_v, clustered>;
 
   QTile q[q_buffers];
   KTile k[tile.stages];
@@ -125,14 +139,14 @@ struct Smem : RawValues<SmemTile<Storage<spec.dtype_v>, tile.block_n, padded_dim
   Barrier q_empty[q_buffers];    // one arrival per warp that reads it
   Barrier k_full[tile.stages];   // likewise of one K block
   Barrier k_empty[tile.stages];  // one arrival per consumer warp of the cluster
-  Barrier v_full[tile.stages];   // likewise of one V block; or the zero role's arrival, or the turn role's, after v_raw
-  Barrier v_raw[tile.stages];    // the bytes of one V block that is to be turned, or some of whose rows are to be zeroed
-  Barrier v_raw_empty[tile.stages];  // one arrival per warp that turns V
+  Barrier v_full[tile.stages];   // likewise of one V block; or the zero role's arrival, or those of the value role, after v_raw
+  Barrier v_raw[tile.stages];    // the bytes of one V block that is to be prepared, or some of whose rows are to be zeroed
+  Barrier v_raw_empty[tile.stages];  // one arrival per warp that prepares V
   Barrier v_empty[tile.stages];  // one arrival per consumer warp of the cluster
   Barrier bias_full[max(num_bias_slots(tile), 1)];   // the bytes of a warpgroup's bias for one block
   Barrier bias_empty[max(num_bias_slots(tile), 1)];  // one arrival per warp of that warpgroup
   Barrier work_full[kWorkSlots];   // the schedule role's arrival
-  Barrier work_empty[kWorkSlots];  // one arrival per warp that reads it: consumers, load, zero or turn, bias
+  Barrier work_empty[kWorkSlots];  // one arrival per warp that reads it: consumers, load, zero or value, bias
   Barrier claimed_full;   // the first CTA's schedule role has written `claimed` of the second: one arrival
   Barrier claimed_empty;  // and the second's has read it: one arrival
   Work work[kWorkSlots];

@@ -12,9 +12,9 @@
 // under another's exponentials. With `lookahead` the next tile's first S is started together with
 // this tile's last P V, so that the tensor cores do not wait at a tile's end either.
 //
-// Products of 8-bit elements are summed in some 14 bits. With `flush_every` those of P V go to accumulators of their own
-// (`recent`), which are added to O in f32 after so many blocks; where O leaves no registers for a second one, a part of its
-// columns at a time (`output_columns`), with every block. With `output_first` that is over before the next block's S begins:
+// Products of 8-bit elements are summed in some 14 bits. With `flush` those of P V go to accumulators of their own
+// (`recent`), which are added to O in f32 with every block; where O leaves no registers for a second one, a part of its
+// columns at a time (`output_columns`). With `output_first` that is over before the next block's S begins:
 //
 //   step i   O += P V(i-1), part by part, one summed while the one before is added; S = Q K(i); P
 //
@@ -42,9 +42,10 @@ struct Consumer {
   template <int n>
   using ScoreSums = mma::AccumulatorOf<n, tile.f16_scores>;  // as the product leaves them
   static constexpr int dim_qk = padded_dim(spec.head_dim_qk), dim_v = padded_dim(spec.head_dim_v);
+  static constexpr DType type_v = operand_v(spec, tile);
   // Of a first block whose later keys the mask hides from the warpgroup, as on the diagonal from the upper one,
   // only so many are computed.
-  static constexpr int half_n = round_up(tile.block_n / 2, mma::kDepth<Storage<spec.dtype_v>>);
+  static constexpr int half_n = round_up(tile.block_n / 2, mma::kDepth<Storage<type_v>>);
   static constexpr int consumers = num_consumers(tile);
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
 
@@ -58,12 +59,10 @@ struct Consumer {
 
   mma::AccumulatorOf<dim_v, tile.f16_output> o;
   mma::RegisterTile<Storage<spec.dtype_qk>, tile.q_in_registers ? dim_qk : mma::kDepth<Storage<spec.dtype_qk>>> q;
-  mma::RegisterTile<Storage<spec.dtype_v>, tile.block_n> probs;
-  static constexpr bool flushes = tile.flush_every > 0;
+  mma::RegisterTile<Storage<type_v>, tile.block_n> probs;
   static constexpr int part = output_columns(spec, tile), num_parts = dim_v / part;
   static constexpr int num_recent = tile.output_first && num_parts > 1 ? 2 : 1;
-  mma::Accumulator<flushes ? part : 8> recent[num_recent];  // of O, since the last flush: parts in turn
-  int32_t unflushed = 0;                        // blocks that are in it
+  mma::Accumulator<tile.flush ? part : 8> recent[num_recent];  // of a block's P V: parts in turn
   float descale = 1.f;                          // of FP8 scores, of the same tile as scale_log2
   Softmax<tile, p_offset_log2(spec, tile)> softmax;
   DroppedBits<spec.dropout ? tile.block_n : 8> dropped;  // of the block at work
@@ -160,20 +159,19 @@ struct Consumer {
   }
   FMHA_DEVICE void start_output() {
     ptx::mbarrier_wait_parity(smem.v_full[v_slot.index], v_slot.phase);
-    if constexpr (flushes) {
+    if constexpr (tile.flush) {
 #pragma unroll
       for (int i = 0; i < num_parts; ++i) {
-        mma::start_register_product_abt<spec.dtype_v, 1>(recent[i % num_recent], probs, smem.v[v_slot.index], i * part,
-                                                         tile.flush_every > 1 && unflushed > 0);
+        mma::start_register_product_abt<type_v, 1>(recent[i % num_recent], probs, smem.v[v_slot.index], i * part, false);
         const int added = i + 1 - num_recent;
         if (added < 0 || added + 1 == num_parts) continue;
         ptx::wgmma_wait_group<num_recent - 1>();
         add_recent(added);
       }
     } else if constexpr (Shared::v_columns) {
-      mma::start_register_product_abt<spec.dtype_v, 1>(o, probs, smem.v[v_slot.index], 0, true);
+      mma::start_register_product_abt<type_v, 1>(o, probs, smem.v[v_slot.index], 0, true);
     } else {
-      mma::start_product_ab<spec.dtype_v>(o, probs, smem.v[v_slot.index]);
+      mma::start_product_ab<type_v>(o, probs, smem.v[v_slot.index]);
     }
   }
   FMHA_DEVICE void add_recent(int i) {
@@ -181,16 +179,6 @@ struct Consumer {
     ptx::written_here(sums.elems);
 #pragma unroll
     for (int e = 0; e < sums.num_elems; ++e) o[i * (part / 2) + e] += sums[e];
-  }
-  FMHA_DEVICE void flush() {
-    add_recent(0);
-    unflushed = 0;
-  }
-  // Before O is read.
-  FMHA_DEVICE void flush_rest() {
-    if constexpr (tile.flush_every > 1) {
-      if (unflushed > 0) flush();
-    }
   }
   // `last`: of the tile.
   FMHA_DEVICE void finish_scores(bool last) {
@@ -224,11 +212,7 @@ struct Consumer {
   FMHA_DEVICE void finish_output() {
     ptx::wgmma_wait_group<0>();
     release_v();
-    if constexpr (tile.flush_every == 1) {
-      add_recent(num_parts - 1);
-    } else if constexpr (flushes) {
-      if (++unflushed == tile.flush_every) flush();
-    }
+    if constexpr (tile.flush) add_recent(num_parts - 1);
   }
   FMHA_DEVICE void release_v() {
     release_slot(smem.v_empty[v_slot.index]);
@@ -345,12 +329,12 @@ struct Consumer {
 
   template <int n>
   FMHA_DEVICE void take_probs(Scores<n>& s) {
-    if constexpr (is_fp8(spec.dtype_v)) {
+    if constexpr (is_fp8(type_v)) {
       if constexpr (spec.dropout) dropped.drop(s);
       constexpr auto order = Shared::turned ? mma::KeyOrder::OfAccumulator : mma::KeyOrder::OfMemory;
-      mma::pack_operand<spec.dtype_v, order>(probs, s, zero());
+      mma::pack_operand<type_v, order>(probs, s, zero());
     } else {
-      probs.template from<spec.dtype_v>(s, zero());
+      probs.template from<type_v>(s, zero());
       if constexpr (spec.dropout) dropped.drop(probs, n);
     }
   }
@@ -384,14 +368,6 @@ struct Consumer {
 #pragma unroll
         for (int e = 0; e < o.num_elems; ++e) {
           if (o.row(e) == r) o[e] *= softmax.correction[r];
-        }
-        if constexpr (tile.flush_every > 1) {
-          if (unflushed > 0) {
-#pragma unroll
-            for (int e = 0; e < recent[0].num_elems; ++e) {
-              if (recent[0].row(e) == r) recent[0][e] *= softmax.correction[r];
-            }
-          }
         }
       }
     }
@@ -449,6 +425,7 @@ struct Consumer {
     ScoreSums<tile.block_n> products;
     overlap_products(products, false, last, work(), block);
     auto&& s = mma::in_f32(products);
+    take_sign(s);
     modify(s, work(), block);
     float sums[2];
     softmax.step_reusing_row_max(s, scale_log2, sums, never());
@@ -470,6 +447,7 @@ struct Consumer {
     const bool overflows = __any_sync(ptx::kAllLanes, softmax.overflows_f32(real_sums));
     if (overflows) {
       recompute_scores<spec, tile>(p, work(), rows.row, block, s);
+      take_sign(s);
       modifiers().apply(s, bias, work(), rows.row, block);
       softmax.step(s, scale_log2, never(), [] {});
       sums[0] = sums[1] = 0.f;
@@ -593,7 +571,6 @@ struct Consumer {
         stats[0] = softmax.rows[0];
         stats[1] = softmax.rows[1];
       }
-      flush_rest();
       auto&& sums = mma::in_f32(o);
       epilogue<spec, tile>(p, done, done_row, stats, done_scale_log2, modifiers().offset_log2(), sums);
       release_work();

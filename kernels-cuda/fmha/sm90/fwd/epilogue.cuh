@@ -5,7 +5,6 @@
 #include <fmha/sm90/common/fragment.cuh>
 #include <fmha/sm90/fwd/config.cuh>
 #include <fmha/sm90/fwd/softmax.cuh>
-#include <fmha/sm90/fwd/turn_values.cuh>
 
 namespace fmha::sm90 {
 
@@ -43,9 +42,8 @@ FMHA_DEVICE void four_of(const mma::Accumulator<n>& o, int first, int r, float f
 }
 
 // A row's part, 16 bytes at a time, of 16-bit elements. `out` is where the row begins.
-template <FwdSpec spec, int n>
+template <FwdSpec spec, bool turned, int n>
 FMHA_DEVICE void store_vectors(uint16_t* out, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
-  constexpr bool turned = turns_v(spec);
   const int32_t quad_lane = threadIdx.x % 4;
 #pragma unroll
   for (int c = 0; c < n / 8; c += 4) {
@@ -76,9 +74,8 @@ FMHA_DEVICE void store_vectors(uint16_t* out, const mma::Accumulator<n>& o, int 
 }
 
 // A row's part of FP8 elements, four or two bytes at a time.
-template <FwdSpec spec, int n>
+template <FwdSpec spec, bool turned, int n>
 FMHA_DEVICE void store_bytes(uint8_t* out, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
-  constexpr bool turned = turns_v(spec);
   const int32_t quad_lane = threadIdx.x % 4;
 #pragma unroll
   for (int first = 0; first < o.num_elems; first += 8) {
@@ -97,9 +94,8 @@ FMHA_DEVICE void store_bytes(uint8_t* out, const mma::Accumulator<n>& o, int r, 
 }
 
 // The same element by element, of any type.
-template <FwdSpec spec, int n>
+template <FwdSpec spec, bool turned, int n>
 FMHA_DEVICE void store_elements(void* data, int64_t at, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
-  constexpr bool turned = turns_v(spec);
   const int32_t quad_lane = threadIdx.x % 4;
 #pragma unroll
   for (int first = 0; first < o.num_elems; first += 8) {
@@ -116,6 +112,7 @@ FMHA_DEVICE void store_elements(void* data, int64_t at, const mma::Accumulator<n
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, RowStats (&rows)[2], float scale_log2, float offset_log2,
                           mma::Accumulator<padded_dim(spec.head_dim_v)>& o) {
+  constexpr bool turned = turns_v(spec, tile);
   const int32_t quad_lane = threadIdx.x % 4;
   bool suspect[2] = {false, false};
   float lse[2];
@@ -138,11 +135,11 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
     const int64_t at = work.storage_batch * p.o.batch + int64_t(work.q_row + i) * p.o.row + i_head * p.o.head;
 
     if constexpr (tile.vector_store && is_fp8(spec.dtype_o)) {
-      store_bytes<spec>(static_cast<uint8_t*>(p.o.data) + at, o, r, result.factor, stored);
+      store_bytes<spec, turned>(static_cast<uint8_t*>(p.o.data) + at, o, r, result.factor, stored);
     } else if constexpr (tile.vector_store) {
-      store_vectors<spec>(static_cast<uint16_t*>(p.o.data) + at, o, r, result.factor, stored);
+      store_vectors<spec, turned>(static_cast<uint16_t*>(p.o.data) + at, o, r, result.factor, stored);
     } else {
-      store_elements<spec>(p.o.data, at, o, r, result.factor, stored);
+      store_elements<spec, turned>(p.o.data, at, o, r, result.factor, stored);
     }
     if constexpr (spec.write_lse) {
       float* out = p.lse + work.storage_batch * p.lse_batch + i_head * p.lse_head + work.q_row + i;

@@ -3,7 +3,7 @@
 //
 // The schedule is that of FlashAttention-3 (Shah et al., 2024). Of the first warpgroup's warps one loads
 // (load.cuh), one claims and resolves tiles (common/scheduler.cuh), one zeroes V rows that are not the
-// sequence's (zero_values.cuh), or two do so and turn V (turn_values.cuh).
+// sequence's (zero_values.cuh), or two do so and prepare a V of 8 bits (value_role.cuh).
 #pragma once
 #include <fmha/ptx/grid.cuh>
 #include <fmha/sm90/fwd/consume.cuh>
@@ -22,8 +22,8 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
   for (int i = 0; i < tile.stages; ++i) {
     ptx::mbarrier_init(smem.k_full[i], loads);
     ptx::mbarrier_init(smem.k_empty[i], tile.cluster * warps);
-    ptx::mbarrier_init(smem.v_full[i], turns_v(spec) ? kTurnWarps : loads);
-    if constexpr (turns_v(spec)) ptx::mbarrier_init(smem.v_raw_empty[i], kTurnWarps);
+    ptx::mbarrier_init(smem.v_full[i], prepares_v(spec, tile) ? kValueWarps : loads);
+    if constexpr (prepares_v(spec, tile)) ptx::mbarrier_init(smem.v_raw_empty[i], kValueWarps);
     ptx::mbarrier_init(smem.v_raw[i], 1);
     ptx::mbarrier_init(smem.v_empty[i], tile.cluster * warps);
   }
@@ -46,17 +46,17 @@ template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& schedule) {
   static_assert(spec.dtype_qk == spec.dtype_v || is_fp8(spec.dtype_qk), "sm90: Q, K and V share a type, or Q and K are FP8");
   static_assert(size_bytes(spec.dtype_qk) <= 2 && size_bytes(spec.dtype_v) <= 2, "sm90: types of 16 and 8 bits");
-  static_assert(!is_fp8(spec.dtype_qk) || (tile.copy_bytes == 0 && !tile.skip_row_max), "sm90: FP8 comes by TMA, with every row's maximum");
+  static_assert(!is_fp8(spec.dtype_qk) || tile.copy_bytes == 0, "sm90: FP8 comes by TMA");
+  static_assert(!is_fp8(operand_v(spec, tile)) || !tile.skip_row_max, "sm90: a P of 8 bits has no room above a row's maximum");
   static_assert(p_offset_log2(spec, tile) >= 0, "sm90: FP8's range holds the rescale threshold");
-  static_assert(!turns_v(spec) || (tile.warp_specialised && tile.cluster == 1), "sm90: the load role's warpgroup turns its own V");
-  static_assert(tile.flush_every == 0 || is_fp8(spec.dtype_v), "sm90: 16-bit products are summed in f32");
-  static_assert(tile.output_columns == 0 || (tile.flush_every == 1 && padded_dim(spec.head_dim_v) % tile.output_columns == 0),
+  static_assert(!prepares_v(spec, tile) || (tile.warp_specialised && tile.cluster == 1), "sm90: the load role's warpgroup prepares its own V");
+  static_assert(!tile.flush || is_fp8(operand_v(spec, tile)), "sm90: 16-bit products are summed in f32");
+  static_assert(tile.output_columns == 0 || (tile.flush && padded_dim(spec.head_dim_v) % tile.output_columns == 0),
                 "sm90: parts of O are flushed with every block");
   static_assert(tile.bias_stages == 0 || (Modifiers<spec, tile>::adds_wide_elements && tile.warp_specialised && tile.copy_bytes == 0 &&
                                           tile.cluster == 1 && !tile.pack_gqa),
                 "sm90: a spare warp of the load role brings a bias of 16 bits, its rows those of one head");
-  static_assert(!tile.output_first || (tile.flush_every == 1 && !tile.skip_row_max),
-                "sm90: before the next S begins O is summed and flushed, and its maximum corrects O");
+  static_assert(!tile.output_first || tile.flush, "sm90: before the next S begins O is summed and flushed");
   static_assert(!spec.write_keep_mask, "sm90: it does not write the keep mask");
   static_assert(spec.v_layout == VLayout::RowMajor || tile.copy_bytes == 0, "sm90: only TMA loads a column-major V");
   static_assert(!(tile.f16_scores || tile.f16_output) || spec.dtype_qk == DType::F16, "sm90: f16 sums of f16 products");

@@ -3,7 +3,7 @@
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/common/scheduler.cuh>
 #include <fmha/sm90/fwd/load_bias.cuh>
-#include <fmha/sm90/fwd/turn_values.cuh>
+#include <fmha/sm90/fwd/value_role.cuh>
 #include <fmha/sm90/fwd/zero_values.cuh>
 
 namespace fmha::sm90 {
@@ -132,8 +132,8 @@ struct Loader {
   FMHA_DEVICE void load_v(const Keys& keys, int32_t i) {
     if constexpr (copies) {
       copy_block(smem.v, p.v, spec.head_dim_v, smem.v_full, smem.v_empty, v_slot, keys, i);
-    } else if constexpr (Shared::turned) {
-      load_block<false>(smem.raw, maps.v, smem.v_raw[v_slot.index], smem.v_raw_empty, v_slot, keys, i);
+    } else if constexpr (Shared::prepared) {
+      load_block<spec.v_layout == VLayout::ColMajor>(smem.raw, maps.v, smem.v_raw[v_slot.index], smem.v_raw_empty, v_slot, keys, i);
     } else {
       const bool raw = tile.warp_specialised && i == 0 && keys.first_dirty < tile.block_n;
       Barrier& full = raw ? smem.v_raw[v_slot.index] : smem.v_full[v_slot.index];
@@ -211,10 +211,10 @@ FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const TileSchedule& 
     loader.run();
   } else if (threadIdx.x == 32) {
     schedule_tiles<spec, tile>(p, schedule, smem);
-  } else if constexpr (turns_v(spec)) {
-    if (threadIdx.x / 32 >= 4 - kTurnWarps) {
-      TurnRole<spec, tile> turn{smem};
-      turn.run();
+  } else if constexpr (prepares_v(spec, tile)) {
+    if (threadIdx.x / 32 >= 4 - kValueWarps) {
+      ValueRole<spec, tile> values{smem};
+      values.run();
     }
   } else if (tile.copy_bytes == 0 && threadIdx.x / 32 == 2) {
     ZeroRole<spec, tile> zero{smem};

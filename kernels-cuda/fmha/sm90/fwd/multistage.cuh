@@ -68,7 +68,6 @@ struct Multistage {
     consumer.finish_q();
     consumer.start_output();
     consumer.finish_output();
-    consumer.flush_rest();
     auto&& sums = mma::in_f32(consumer.o);
     epilogue<spec, tile>(consumer.p, work(), consumer.rows.row, consumer.softmax.rows, consumer.scale_log2,
                          consumer.modifiers().offset_log2(), sums);

@@ -2,17 +2,26 @@
 // that overflowed f32, and whose K slot has been released. Rare (the row's maximum has to be 2^100 above the
 // running one), so plain: fragments element by element.
 #pragma once
+#include <fmha/ptx/fp8.cuh>
 #include <fmha/ptx/matrix.cuh>
 #include <fmha/seq.h>
 #include <fmha/sm90/fwd/config.cuh>
 
 namespace fmha::sm90 {
 
+// Elements of 8 bits are computed with as f16, which holds them exactly.
+FMHA_DEVICE constexpr DType recompute_type(DType dtype) { return is_fp8(dtype) ? DType::F16 : dtype; }
+
 // Two neighbouring elements of a row, packed; beyond `dim` zeros. No branch: see common/recompute_row.cuh.
+template <DType dtype>
 FMHA_DEVICE uint32_t load_pair(const View& x, int64_t row, int32_t column, int32_t dim) {
-  const uint16_t* data = static_cast<const uint16_t*>(x.data) + row;
+  constexpr int bits = 8 * size_bytes(dtype);
+  const Storage<dtype>* data = static_cast<const Storage<dtype>*>(x.data) + row;
   const uint32_t low = data[min(column, dim - 1)], high = data[min(column + 1, dim - 1)];
-  return (column < dim ? low : 0) | (column + 1 < dim ? high << 16 : 0);
+  const uint32_t pair = (column < dim ? low : 0) | (column + 1 < dim ? high << bits : 0);
+  if constexpr (dtype == DType::E4m3Fn) return ptx::cvt_rn_f16x2_e4m3x2(pair);
+  if constexpr (dtype == DType::E5m2) return ptx::prmt(pair, 0, 0x1404);
+  return pair;
 }
 
 // Moves the first `count` elements behind the last.
@@ -29,6 +38,7 @@ template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void recompute_scores(const FwdParams& p, const Work& work, int32_t row, int32_t block,
                              mma::Accumulator<tile.block_n>& s) {
   constexpr int32_t dim = spec.head_dim_qk;
+  constexpr DType dtype = recompute_type(spec.dtype_qk);
   const int32_t column = mma::fragment_column();
   int64_t q_row[2];
 #pragma unroll
@@ -44,18 +54,18 @@ FMHA_DEVICE void recompute_scores(const FwdParams& p, const Work& work, int32_t 
   // A loop that is not unrolled cannot index registers: sixteen keys at a time are rotated to the front of S, and
   // are back in their place after each step.
 #pragma unroll 1
-  for (int32_t step = 0; step < ceil_div(dim, mma::kDepth<Storage<spec.dtype_qk>>); ++step) {
-    const int32_t d = step * mma::kDepth<Storage<spec.dtype_qk>> + column;
-    const uint32_t a[4] = {load_pair(p.q, q_row[0], d, dim), load_pair(p.q, q_row[1], d, dim),
-                           load_pair(p.q, q_row[0], d + 8, dim), load_pair(p.q, q_row[1], d + 8, dim)};
+  for (int32_t step = 0; step < ceil_div(dim, mma::kDepth<Storage<dtype>>); ++step) {
+    const int32_t d = step * mma::kDepth<Storage<dtype>> + column;
+    const uint32_t a[4] = {load_pair<spec.dtype_qk>(p.q, q_row[0], d, dim), load_pair<spec.dtype_qk>(p.q, q_row[1], d, dim),
+                           load_pair<spec.dtype_qk>(p.q, q_row[0], d + 8, dim), load_pair<spec.dtype_qk>(p.q, q_row[1], d + 8, dim)};
     int64_t k_row = first_k_row;
 #pragma unroll 1
     for (int32_t c = 0; c < tile.block_n / 16; ++c) {
       const int64_t next = k_row + 8 * p.k.row;
-      const uint32_t b[2][2] = {{load_pair(p.k, k_row, d, dim), load_pair(p.k, k_row, d + 8, dim)},
-                                {load_pair(p.k, next, d, dim), load_pair(p.k, next, d + 8, dim)}};
-      ptx::mma_m16n8k16<spec.dtype_qk>(&s.elems[0], a, b[0]);
-      ptx::mma_m16n8k16<spec.dtype_qk>(&s.elems[4], a, b[1]);
+      const uint32_t b[2][2] = {{load_pair<spec.dtype_qk>(p.k, k_row, d, dim), load_pair<spec.dtype_qk>(p.k, k_row, d + 8, dim)},
+                                {load_pair<spec.dtype_qk>(p.k, next, d, dim), load_pair<spec.dtype_qk>(p.k, next, d + 8, dim)}};
+      ptx::mma_m16n8k16<dtype>(&s.elems[0], a, b[0]);
+      ptx::mma_m16n8k16<dtype>(&s.elems[4], a, b[1]);
       rotate<8>(s);
       k_row = next + 8 * p.k.row;
     }

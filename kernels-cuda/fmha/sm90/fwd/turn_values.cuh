@@ -1,4 +1,4 @@
-// The turn role: two warps bring a row-major V of 8-bit elements from [keys, dim] to [dim, keys], in which wgmma reads it.
+// A row-major V of 8-bit elements from [keys, dim] to [dim, keys], in which wgmma reads it.
 //
 // Sixteen keys of 32 dimensions at a time. A transposing ldmatrix moves pairs of bytes: lane 4 p + t receives dimensions 2 p
 // and 2 p + 1 of the keys 2 t and 2 t + 1 of an 8 x 16 matrix. Two prmt of the registers of keys 0..7 and 8..15 part the
@@ -6,11 +6,7 @@
 // the keys have the order that P has in its registers (mma/sm90/fp8_operand.cuh), so P needs no exchange. The even
 // dimensions of sixteen become the first eight rows, the odd ones the others: stored in their own places, two apart, eight
 // rows would lie in half of the banks. The epilogue knows (`dim_at`).
-//
-// V rows that are not the sequence's are zeroed first, as zero_values.cuh does for other types.
 #pragma once
-#include <fmha/common/zero_rows.cuh>
-#include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/fp8.cuh>
 #include <fmha/ptx/matrix.cuh>
 #include <fmha/ptx/shared.cuh>
@@ -21,80 +17,33 @@ namespace fmha::sm90 {
 // The dimension that stands in column `column` of O, of a V that was turned.
 FMHA_DEVICE constexpr int dim_at(int column) { return column / 16 * 16 + column % 8 * 2 + column / 8 % 2; }
 
-// Named barrier: what the turn role's warps have zeroed is zero for both. Above those of the votes.
-constexpr int kTurnZeroed = 12;
-
-template <FwdSpec spec, Sm90Tile tile>
-struct TurnRole {
-  using Shared = Smem<spec, tile>;
-  using Turned = typename Shared::VTile;
-  Shared& smem;
-  Slot<tile.stages> slot;  // of the ring of raw blocks and of that of turned ones, which have as many
-  Slot<kWorkSlots> work_slot;
-
-  // Each warp takes sixteen of 32 keys. A few loads come before their stores, or each store would wait for its load, and
-  // each load for the store before; how many, and that more than
-  // 160 dimensions come in parts, is for the role's registers.
-  template <class Raw>
-  FMHA_DEVICE void turn(const Raw& raw, const Turned& turned) const {
-    constexpr int all_steps = Shared::dim_v / 32, steps = all_steps > 5 ? Raw::span / 32 : all_steps;
-    constexpr int batch = num_consumers(tile) > 2 ? 2 : 4;
-    const int32_t matrix = threadIdx.x % 32 / 8, row = threadIdx.x % 8, key = threadIdx.x / 32 % kTurnWarps * 16;
-    const uint32_t from = raw.address() + fmha::mma::word_offset<Raw>(key + matrix % 2 * 8 + row, matrix / 2 * 16);
-    const uint32_t to = turned.address() + fmha::mma::word_offset<Turned>(matrix * 8 + row, key);
+// Each warp takes sixteen of 32 keys. A few loads come before their stores, or each store would wait for its load, and
+// each load for the store before; how many, and that more than
+// 160 dimensions come in parts, is for the role's registers.
+template <int batch, class Raw, class Turned>
+FMHA_DEVICE void turn_values(const Raw& raw, const Turned& turned) {
+  constexpr int all_steps = Turned::rows / 32, steps = all_steps > 5 ? Raw::span / 32 : all_steps;
+  const int32_t matrix = threadIdx.x % 32 / 8, row = threadIdx.x % 8, key = threadIdx.x / 32 % kValueWarps * 16;
+  const uint32_t from = raw.address() + fmha::mma::word_offset<Raw>(key + matrix % 2 * 8 + row, matrix / 2 * 16);
+  const uint32_t to = turned.address() + fmha::mma::word_offset<Turned>(matrix * 8 + row, key);
 #pragma unroll 1
-    for (int32_t at = 0; at < all_steps / steps * tile.block_n; at += 32) {
-      const int32_t part = at / tile.block_n, dim0 = part * (steps * 32), key0 = at - part * tile.block_n;
-      const uint32_t from_part = fmha::mma::beyond<Raw>(from, key0, dim0), to_part = fmha::mma::beyond<Turned>(to, dim0, key0);
+  for (int32_t at = 0; at < all_steps / steps * Raw::rows; at += 32) {
+    const int32_t part = at / Raw::rows, dim0 = part * (steps * 32), key0 = at - part * Raw::rows;
+    const uint32_t from_part = fmha::mma::beyond<Raw>(from, key0, dim0), to_part = fmha::mma::beyond<Turned>(to, dim0, key0);
 #pragma unroll
-      for (int first = 0; first < steps; first += batch) {
-        uint32_t v[batch][4];  // keys 0..7 and 8..15 of the first sixteen dimensions, then of the others
+    for (int first = 0; first < steps; first += batch) {
+      uint32_t v[batch][4];  // keys 0..7 and 8..15 of the first sixteen dimensions, then of the others
 #pragma unroll
-        for (int i = 0; i < batch && first + i < steps; ++i)
-          ptx::ldmatrix_x4_trans(v[i], fmha::mma::beyond<Raw>(from_part, 0, (first + i) * 32));
+      for (int i = 0; i < batch && first + i < steps; ++i)
+        ptx::ldmatrix_x4_trans(v[i], fmha::mma::beyond<Raw>(from_part, 0, (first + i) * 32));
 #pragma unroll
-        for (int i = 0; i < batch && first + i < steps; ++i) {
-          const uint32_t parted[4] = {ptx::prmt(v[i][0], v[i][1], 0x6420), ptx::prmt(v[i][0], v[i][1], 0x7531),
-                                      ptx::prmt(v[i][2], v[i][3], 0x6420), ptx::prmt(v[i][2], v[i][3], 0x7531)};
-          ptx::stmatrix_x4(fmha::mma::beyond<Turned>(to_part, (first + i) * 32, 0), parted);
-        }
+      for (int i = 0; i < batch && first + i < steps; ++i) {
+        const uint32_t parted[4] = {ptx::prmt(v[i][0], v[i][1], 0x6420), ptx::prmt(v[i][0], v[i][1], 0x7531),
+                                    ptx::prmt(v[i][2], v[i][3], 0x6420), ptx::prmt(v[i][2], v[i][3], 0x7531)};
+        ptx::stmatrix_x4(fmha::mma::beyond<Turned>(to_part, (first + i) * 32, 0), parted);
       }
     }
   }
-
-  FMHA_DEVICE void block(int32_t first_dirty) {
-    const int32_t stage = slot.index;
-    auto& raw = smem.raw[stage];
-    ptx::mbarrier_wait_parity(smem.v_raw[stage], slot.phase);
-    if (first_dirty < tile.block_n) {
-      zero_rows(raw, first_dirty, threadIdx.x % (32 * kTurnWarps), 32 * kTurnWarps);
-      ptx::bar_sync<32 * kTurnWarps>(kTurnZeroed);
-    }
-    ptx::mbarrier_wait_parity(smem.v_empty[stage], slot.phase ^ 1);
-    __syncwarp();
-    turn(raw, smem.v[stage]);
-    ptx::fence_proxy_async();
-    __syncwarp();
-    const bool signals = threadIdx.x % 32 == 0;
-    ptx::mbarrier_arrive_if(smem.v_full[stage], signals);
-    ptx::mbarrier_arrive_if(smem.v_raw_empty[stage], signals);
-    slot.advance();
-  }
-
-  FMHA_DEVICE void run() {
-    while (true) {
-      ptx::mbarrier_wait_parity(smem.work_full[work_slot.index], work_slot.phase);
-      const int32_t num_blocks = ptx::uniform(smem.work[work_slot.index].num_blocks);
-      const int32_t first_dirty = ptx::uniform(smem.work[work_slot.index].first_dirty);
-      __syncwarp();
-      ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], threadIdx.x % 32 == 0);
-      work_slot.advance();
-      if (num_blocks == 0) return;
-      block(first_dirty);
-#pragma unroll 1
-      for (int32_t i = 1; i < num_blocks; ++i) block(tile.block_n);
-    }
-  }
-};
+}
 
 }  // namespace fmha::sm90

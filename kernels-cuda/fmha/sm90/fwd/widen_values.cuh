@@ -1,0 +1,68 @@
+// A V of 8-bit elements to f16, which holds every one of them: P V is then a product of f16, whose sums the tensor cores keep
+// in f32, where those of 8-bit products have some 14 bits.
+//
+// A lane takes 16 elements at a time, a warp 8 rows of 64 (or, where a row is no multiple of that, 16 of 32), at places that
+// make its eight lanes of a pass read and write all banks: rows r and r ^ 5, so that what a lane reads lies apart by the
+// swizzle's third bit, and what it writes, every other word of a span, by its first.
+#pragma once
+#include <fmha/ptx/copy.cuh>
+#include <fmha/ptx/fp8.cuh>
+#include <fmha/ptx/shared.cuh>
+#include <fmha/sm90/fwd/config.cuh>
+
+namespace fmha::sm90 {
+
+// Eight elements to f16 at `address`. Those of e5m2 are the upper halves of f16.
+template <DType dtype>
+FMHA_DEVICE void widen_word(uint32_t address, uint32_t first, uint32_t second) {
+  uint32_t wide[4];
+  if constexpr (dtype == DType::E5m2) {
+    wide[0] = ptx::prmt(first, 0, 0x1404), wide[1] = ptx::prmt(first, 0, 0x3424);
+    wide[2] = ptx::prmt(second, 0, 0x1404), wide[3] = ptx::prmt(second, 0, 0x3424);
+  } else {
+    wide[0] = ptx::cvt_rn_f16x2_e4m3x2(first), wide[1] = ptx::cvt_rn_f16x2_e4m3x2(first >> 16);
+    wide[2] = ptx::cvt_rn_f16x2_e4m3x2(second), wide[3] = ptx::cvt_rn_f16x2_e4m3x2(second >> 16);
+  }
+  ptx::st_shared_v4(address, wide);
+}
+
+// The value role's warps, each every other group of rows. `batch`: loads before their stores, for the role's registers.
+template <DType dtype, int batch, class Raw, class Wide>
+FMHA_DEVICE void widen_values(const Raw& raw, const Wide& wide) {
+  static_assert(Raw::rows == Wide::rows && Raw::dim == Wide::dim, "the same elements");
+  constexpr int columns = Raw::dim % 64 == 0 ? 64 : 32, words = columns / 16, rows = 32 / words;
+  static_assert(Wide::span == columns && Raw::rows % rows == 0, "whole steps and groups");
+  constexpr int groups = Raw::rows / rows, steps = Raw::dim / columns, at_once = max(batch / steps, 1);
+  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kValueWarps;
+  const int32_t at = lane / words, row = warp * rows + (at & 1 ? at ^ 4 : at), column = lane % words * 16;
+  uint32_t from = raw.address() + fmha::mma::word_offset<Raw>(row, column);
+  uint32_t to = wide.address() + fmha::mma::word_offset<Wide>(row, column);
+  constexpr int stride = kValueWarps * rows;
+#pragma unroll 1
+  for (int32_t group = warp; group < groups; group += at_once * kValueWarps) {
+    // A group whose turn it would be after the last is not there.
+    const auto there = [&](int item) {
+      return groups % (at_once * kValueWarps) == 0 || group + item / steps * kValueWarps < groups;
+    };
+#pragma unroll
+    for (int first = 0; first < at_once * steps; first += batch) {
+      uint32_t v[batch][4];
+#pragma unroll
+      for (int i = first; i < min(first + batch, at_once * steps); ++i) {
+        if (there(i)) ptx::ld_shared_v4_b32(v[i - first], fmha::mma::beyond<Raw>(from, i / steps * stride, i % steps * columns));
+      }
+#pragma unroll
+      for (int i = first; i < min(first + batch, at_once * steps); ++i) {
+        const uint32_t address = to + i / steps * stride * Wide::span_bytes + i % steps * Wide::chunk_bytes;
+        if (there(i)) {
+          widen_word<dtype>(address, v[i - first][0], v[i - first][1]);
+          widen_word<dtype>(address ^ 16, v[i - first][2], v[i - first][3]);
+        }
+      }
+    }
+    from += at_once * stride * Raw::span_bytes;
+    to += at_once * stride * Wide::span_bytes;
+  }
+}
+
+}  // namespace fmha::sm90
