@@ -287,6 +287,8 @@ def main():
             print(f"  {name}: {time.monotonic() - began:.1f} s since the start", flush=True)
         left = args.budget - (time.monotonic() - began)
         args.steps = min(args.steps, int(0.9 * left / slowest))
+        if args.steps < 1:
+            sys.exit(f"--budget {args.budget:g}: compiling and trying took {args.budget - left:.0f} s of it, no step is left")
         print(f"{slowest * 1e3:.1f} ms a step of all {len(runs)}: {args.steps} steps", flush=True)
     curves, weights, ends = {}, {}, {}
     for name, attend in runs.items():
