@@ -77,13 +77,6 @@ FMHA_DEVICE void unpack_f16x2(uint32_t packed, float& low, float& high) {
       : "r"(packed));
 }
 
-// needs: sm_50. 2 x, and 1 if a + b passes 2^32.
-// PTX ISA: add.cc, addc.
-FMHA_DEVICE uint32_t shift_in_carry(uint32_t x, uint32_t a, uint32_t b) {
-  asm("{\n.reg .u32 sum;\nadd.cc.u32 sum, %1, %2;\naddc.u32 %0, %0, %0;\n}" : "+r"(x) : "r"(a), "r"(b));
-  return x;
-}
-
 // needs: sm_50. The f32 values of a packed pair of 16-bit numbers.
 // PTX ISA: cvt (f16), prmt (bf16, the upper half of an f32).
 template <DType dtype>
