@@ -80,7 +80,7 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
 }
 
 /// Few keys: no block is left that could skip its row-max reduction, or one, and without that path the kernel is a third
-/// smaller, so that less of it comes from memory. Causal D 64: the tiles are nearly alike, so no counter is cleared and asked.
+/// smaller, so that less of it comes from memory. D 64: the tiles are nearly alike, so no counter is cleared and asked.
 ///
 /// TFLOP/s on an H200, bf16, B64 H16, before and after (cuDNN): D 64 full 128 keys 164, 168 (167), 256 keys 289, 316 (302);
 /// causal 74, 79 (79) and 159, 166 (163), at 512 248 and 204; D 128 full 203, 208 (208) and 439, 446 (418). D 128 causal
@@ -91,13 +91,13 @@ fn take_short_rows(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
         return;
     }
     match (widest(spec), spec.mask) {
-        (_, MaskKind::Full) => tile.skip_row_max = false,
-        (64, MaskKind::Upper) => {
+        (64, MaskKind::Full | MaskKind::Upper) => {
             tile.skip_row_max = false;
             if dims.seqlen_q <= 256 && spec.kv_layout == KvKind::Strided {
                 tile.order = TileOrder::Static;
             }
         }
+        (_, MaskKind::Full) => tile.skip_row_max = false,
         _ => {}
     }
 }
@@ -193,9 +193,15 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         block_m,
         block_n,
         stages: 2,
-        // Of unlike tiles a fixed order leaves up to a fifth of the SMs idle: 16k causal, D 128, 576
-        // TFLOP/s fixed, 729 dynamic.
-        order: if full && spec.kv_layout == KvKind::Strided { TileOrder::Static } else { TileOrder::Dynamic },
+        // Of unlike tiles a fixed order leaves up to a fifth of the SMs idle: 16k causal, D 128, 576 TFLOP/s fixed, 729
+        // dynamic. Tiles of D 64 are unlike without a mask too, where some take exact maxima; fixed and dynamic, normal
+        // scores and eight times as far apart, bf16: 485, 490 and 421, 449 at 1k, 588, 598 and 482, 549 at 4k, 629, 637
+        // and 585, 585 at 8k. D 128 full 574 and 569 at 512, 746 and 749 at 2k; D 256 600 and 592, 783 and 785.
+        order: if full && qk.max(v) != 64 && spec.kv_layout == KvKind::Strided {
+            TileOrder::Static
+        } else {
+            TileOrder::Dynamic
+        },
         ping_pong: true,
         turn_after_max: false,
         lookahead,
@@ -263,8 +269,11 @@ impl Sm90Tile {
     /// TFLOP/s on an H200, e4m3, S 8192, V brought to f16 beside P of 8 bits and FlashAttention-3: D 64 full 688, 628, 656,
     /// causal 632, 582, 621; D 128 full 878, 885, 986, causal 861, 797, 929; D 256 full 1008, 1126, 1264. At D 128 with two
     /// warpgroups of 144 keys 865, of 128 833, causal 822. With three stages in another run: D 128 full 875 to 899, causal 863
-    /// to 885 (FlashAttention-3 988, 924).
+    /// to 885 (FlashAttention-3 988, 924). In a fixed order and as they come at 4k and 16k: D 128 full 854, 864 and 920, 928,
+    /// with four stages 871 and 938 (924, 994); D 256 full 1058, 1073 and 1110, 1123. D 64 causal with an anchor of 16 and of
+    /// 0: 539, 552 and 643, 661 (535, 660).
     fn take_fp8(&mut self, spec: &FwdSpec) {
+        self.order = TileOrder::Dynamic;
         self.f16_values = padded_dim(spec.head_dim_v) <= 128;
         if !self.f16_values {
             self.take_fp8_products(spec);
@@ -272,7 +281,9 @@ impl Sm90Tile {
             // Along keys whole swizzles of 32 bytes.
             self.block_n = self.block_n / 32 * 32;
         } else if widest(spec) == 128 && !modifies(spec) {
-            (self.block_m, self.block_n, self.wait_anchor, self.stages) = (192, 80, 20, 3);
+            (self.block_m, self.block_n, self.wait_anchor, self.stages) = (192, 80, 20, 4);
+        } else if widest(spec) == 64 {
+            self.wait_anchor = 0;
         }
     }
 
