@@ -3,7 +3,7 @@
 use fmha_core::backend::unsupported;
 use fmha_core::{
     Accuracy, BwdPlan, CombinePlan, FwdPlan, Plan, PlanOptions, PlanParts, Promises, Refusal, Result,
-    ValidBwd, ValidCombine, ValidFwd, Workspace,
+    ScoreSums, ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 
 use crate::CpuBackend;
@@ -20,7 +20,7 @@ const PROMISES: Promises = Promises {
     batch_invariant: true,
     graph_capturable: false,
     accuracy: Accuracy::Exact,
-    score_bits: Promises::F32_BITS,
+    score_sums: ScoreSums::F32,
 };
 
 /// The largest tile side: scratch stays within a few megabytes a thread.

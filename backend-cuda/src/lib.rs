@@ -24,8 +24,8 @@ use fmha_core::fields;
 use fmha_core::tune::{TileOptions, Tune, TunedTile, TunedTiles};
 use fmha_core::{
     AnyProblem, BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevBuffer, DeviceMemory,
-    FmhaBackend, FwdArgs, FwdPlan, MemorySpace, PlanOptions, Precompile, Promises, Queues, Roofline, Stream,
-    ValidBwd, ValidCombine, ValidFwd,
+    FmhaBackend, FwdArgs, FwdPlan, MemorySpace, PlanOptions, Precompile, Queues, Roofline, Stream, ValidBwd,
+    ValidCombine, ValidFwd,
 };
 
 use fmha_kernels_cuda::sm90::Sm90Tile;
@@ -35,7 +35,7 @@ use driver::Device;
 use driver::mapped::Mapped;
 use kernels::{
     BwdKernel, BwdRecipe as _, Call, Choice, CombineKernel, CombineRecipe as _, DeviceFacts, FwdKernel,
-    FwdRecipe as _, Launch, Named as _, select, sm90, sm100,
+    FwdRecipe as _, Launch, MatrixSums, Named as _, select, sm90, sm100,
 };
 use modules::Modules;
 use steps::Handle;
@@ -78,7 +78,7 @@ impl CudaBackend {
         if emulated {
             facts.tuned = TunedTiles::default();
             // The interpreter sums in f32, so the stricter bound holds there.
-            facts.fp8_sum_bits = Promises::F32_BITS;
+            facts.score_sums = MatrixSums::default();
             facts.roofline =
                 Roofline { source: "emulated: it has no speed".to_owned(), ..Roofline::default() };
         }

@@ -6,7 +6,7 @@
 use fmha_core::reference::{Backward, Precision, backward, forward};
 use fmha_core::{
     BwdArgs, BwdProblem, DType, DevBuffer, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdProblem,
-    PlanOptions, SeqArgs, SeqSpan, Shape, Stream, Strides, Totals,
+    PlanOptions, ScoreSums, SeqArgs, SeqSpan, Shape, Stream, Strides, Totals,
 };
 use fmha_cuda::CudaBackend;
 use half::bf16;
@@ -211,7 +211,8 @@ impl Host {
 
     /// The contract's rule for gradients, over each of them; NaN where the definition has it and nowhere else.
     fn check(&self, got: &[Vec<bf16>; 3], what: &str) {
-        let (exact, same) = (self.reference(Precision::Exact), self.reference(Precision::AsInput));
+        let (exact, same) =
+            (self.reference(Precision::Exact), self.reference(Precision::AsInput(ScoreSums::F32)));
         let fwd = &self.problem.fwd;
         let dims = fwd.dims;
         type Rows = Vec<(SeqSpan, u32, Vec<f64>)>;

@@ -24,8 +24,8 @@ use fmha_core::source::KernelSource;
 use fmha_core::{
     Accuracy, AnyProblem, BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevSliceMut,
     DeviceMemory, Error, Explain, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, LaunchShape, MemorySpace,
-    PlanOptions, PlanParts, Precompile, Promises, Queues, Refusal, ResourceUsage, Result, Roofline, SeqArgs,
-    Step, Stream, ValidBwd, ValidCombine, ValidFwd, Workspace,
+    PlanOptions, PlanParts, Precompile, Promises, Queues, Refusal, ResourceUsage, Result, Roofline,
+    ScoreSums, SeqArgs, Step, Stream, ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 use fmha_kernels_hip::simt_bwd::{self, SimtBwd};
 use fmha_kernels_hip::{Device, Grid, cdna, combine, simt};
@@ -209,7 +209,7 @@ const PROMISES: Promises = Promises {
     batch_invariant: true,
     graph_capturable: true,
     accuracy: Accuracy::Exact,
-    score_bits: Promises::F32_BITS,
+    score_sums: ScoreSums::F32,
 };
 
 impl FmhaBackend for RocmBackend {

@@ -166,6 +166,6 @@ fn as_json<P: fmt::Debug>(plan: &Plan<P>) -> Value {
         "deterministic": plan.promises().deterministic,
         "batch_invariant": plan.promises().batch_invariant,
         "graph_capturable": plan.promises().graph_capturable,
-        "score_bits": plan.promises().score_bits,
+        "score_bits": plan.promises().score_sums.bits(),
     })
 }

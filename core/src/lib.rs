@@ -76,7 +76,7 @@ pub use mask::{BlockClass, MaskAlign, MaskBand, MaskBounds, MaskKind, MaskShape,
 pub use operation::{AnyProblem, Operation};
 pub use plan::{
     Accuracy, BackendId, BwdPlan, CombinePlan, Explain, FwdPlan, LaunchShape, Plan, PlanOptions, PlanParts,
-    Promises, ResourceUsage, Step, Workspace,
+    Promises, ResourceUsage, ScoreSums, Step, Workspace,
 };
 pub use problem::{Dims, Extents, FwdProblem, ValidFwd};
 pub use queues::{Queues, Recording, Stream};

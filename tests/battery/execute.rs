@@ -163,7 +163,7 @@ impl<'a> Resident<'a> {
     /// What the backend said.
     pub fn run_fwd(&mut self, plan: &FwdPlan, host: &mut HostFwd) -> Result<CallTime> {
         let (totals, dropout) = (host.totals, host.dropout);
-        host.score_bits = plan.promises().score_bits;
+        host.score_sums = plan.promises().score_sums;
         timed(self.backend, || self.forward(plan, &mut host.operands, (totals, dropout), Stream::DEFAULT))
     }
 
@@ -173,7 +173,7 @@ impl<'a> Resident<'a> {
     /// What the backend said.
     pub fn queue_fwd(&mut self, plan: &FwdPlan, host: &mut HostFwd, stream: Stream) -> Result<()> {
         let (totals, dropout) = (host.totals, host.dropout);
-        host.score_bits = plan.promises().score_bits;
+        host.score_sums = plan.promises().score_sums;
         self.forward(plan, &mut host.operands, (totals, dropout), stream)
     }
 
@@ -232,6 +232,7 @@ impl<'a> Resident<'a> {
     /// # Errors
     /// What the backend said.
     pub fn run_bwd(&mut self, plan: &BwdPlan, host: &mut HostBwd) -> Result<CallTime> {
+        host.score_sums = plan.promises().score_sums;
         timed(self.backend, || self.backward(plan, host))
     }
 

@@ -4,7 +4,7 @@ use fmha_core::reference::{Inputs, Precision, forward_head};
 use fmha_core::seq::{KvRows, spans};
 use fmha_core::{
     Bias, BlockTable, BwdProblem, CacheArgs, CombineProblem, DType, Descale, DropoutSeed, FwdProblem,
-    KvLayout, Promises, QLayout, Result, ScoreArgs, SeqArgs, SeqSpan, Shape, Strides, Totals, ValidBwd,
+    KvLayout, QLayout, Result, ScoreArgs, ScoreSums, SeqArgs, SeqSpan, Shape, Strides, Totals, ValidBwd,
     ValidCombine, ValidFwd,
 };
 use rayon::prelude::*;
@@ -80,8 +80,8 @@ pub struct HostFwd {
     pub dropout: DropoutSeed,
     /// The sequences.
     pub spans: Vec<SeqSpan>,
-    /// As the plan that ran last promised it: how exact its scores are.
-    pub score_bits: u32,
+    /// As the plan that ran last promised them: how its scores were summed.
+    pub score_sums: ScoreSums,
 }
 
 impl HostFwd {
@@ -116,7 +116,7 @@ impl HostFwd {
             operands.put(Operand::KeepMask, Tensor::u8s(problem.keep_mask_bytes(), data.room)?);
         }
         let (totals, dropout) = (lengths.totals, dropout_seed(data.seed));
-        Ok(Self { problem, totals, operands, dropout, spans, score_bits: Promises::F32_BITS })
+        Ok(Self { problem, totals, operands, dropout, spans, score_sums: ScoreSums::F32 })
     }
 
     /// What the reference reads.
@@ -139,6 +139,8 @@ pub struct HostBwd {
     pub dropout: DropoutSeed,
     /// The sequences.
     pub spans: Vec<SeqSpan>,
+    /// As the backward plan that ran last promised them: how its scores were summed.
+    pub score_sums: ScoreSums,
 }
 
 impl HostBwd {
@@ -183,7 +185,7 @@ impl HostBwd {
             operands.put(Operand::Dsink, Tensor::row(DType::F32, heads, data.room)?);
         }
         let (totals, dropout) = (lengths.totals, dropout_seed(data.seed));
-        Ok(Self { problem, totals, operands, dropout, spans })
+        Ok(Self { problem, totals, operands, dropout, spans, score_sums: ScoreSums::F32 })
     }
 
     /// Writes O and LSE as an exact forward call would, rounded to their types.

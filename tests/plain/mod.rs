@@ -10,7 +10,7 @@ use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::{
     Accuracy, BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevBuffer, DevSlice, DevSliceMut,
     DeviceMemory, Error, FmhaBackend, FwdArgs, FwdPlan, MemorySpace, Plan, PlanOptions, PlanParts, Promises,
-    Result, Stream, Strides, ValidBwd, ValidCombine, ValidFwd, Workspace,
+    Result, ScoreSums, Stream, Strides, ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 
 pub(crate) use fault::Fault;
@@ -43,7 +43,7 @@ impl Plain {
                 batch_invariant: true,
                 graph_capturable: false,
                 accuracy: Accuracy::Exact,
-                score_bits: Promises::F32_BITS,
+                score_sums: ScoreSums::F32,
             },
         };
         parts.seal(&self.id, ())

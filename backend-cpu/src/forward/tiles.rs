@@ -182,7 +182,9 @@ impl Shared<'_> {
 #[cfg(test)]
 mod tests {
     use fmha_core::reference::{Inputs, Precision, forward_head};
-    use fmha_core::{DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, SeqArgs, Totals, ValidFwd};
+    use fmha_core::{
+        DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, ScoreSums, SeqArgs, Totals, ValidFwd,
+    };
     use half::bf16;
 
     use super::super::*;
@@ -250,7 +252,8 @@ mod tests {
         for &span in &spans {
             for i_head in 0..valid.dims.num_heads_q {
                 let exact = forward_head(&valid, &inputs, span, i_head, Precision::Exact).unwrap();
-                let same = forward_head(&valid, &inputs, span, i_head, Precision::AsInput).unwrap();
+                let same =
+                    forward_head(&valid, &inputs, span, i_head, Precision::AsInput(ScoreSums::F32)).unwrap();
                 let dim = valid.dims.head_dim_v;
                 for i in 0..span.seqlen_q {
                     let found = f64::from(lse[span.lse_index(&valid, i_head, i)]);

@@ -9,7 +9,7 @@
 use fmha_core::reference::{self, Precision};
 use fmha_core::{
     Bias, BwdArgs, BwdProblem, DType, DevSlice, DevSliceMut, DropoutSeed, FmhaBackend, FwdArgs, FwdProblem,
-    PlanOptions, ScoreArgs, SeqArgs, SeqSpan, Shape, Stream, Strides, Totals, ValidFwd,
+    PlanOptions, ScoreArgs, ScoreSums, SeqArgs, SeqSpan, Shape, Stream, Strides, Totals, ValidFwd,
 };
 
 /// A small generator of numbers: SplitMix64.
@@ -303,7 +303,7 @@ pub fn check_fwd(backend: &dyn FmhaBackend, inputs: &Inputs, what: &str) {
         ..FwdArgs::new(inputs.q.slice(), inputs.k.slice(), inputs.v.slice(), DevSliceMut::host(&mut unused))
     };
     let exact = reference::forward(problem, &args, Precision::Exact).unwrap();
-    let same = reference::forward(problem, &args, Precision::AsInput).unwrap();
+    let same = reference::forward(problem, &args, Precision::AsInput(ScoreSums::F32)).unwrap();
     let (mut error_o, mut error_lse) = (Error::default(), Error::default());
     let mut o = outputs.o;
     let scale_o = inputs.scale_o.first().map_or(1.0, |&scale| f64::from(scale));
@@ -393,7 +393,7 @@ pub fn run_bwd(
     backend.run_bwd(&plan, &mut args, Stream::DEFAULT).unwrap();
     let wanted = check.map(|what| {
         let exact = reference::backward(&valid, &args, Precision::Exact).unwrap();
-        let same = reference::backward(&valid, &args, Precision::AsInput).unwrap();
+        let same = reference::backward(&valid, &args, Precision::AsInput(ScoreSums::F32)).unwrap();
         (what, exact, same)
     });
     if let Some((what, exact, same)) = wanted {

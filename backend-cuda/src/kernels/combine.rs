@@ -2,7 +2,7 @@
 
 use fmha_core::error::{Refusal, Result};
 use fmha_core::spec::CombineSpec;
-use fmha_core::{Accuracy, PlanOptions, Promises, ValidCombine, Workspace, bind};
+use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidCombine, Workspace, bind};
 use fmha_kernels_cuda::combine;
 
 use super::{Choice, CombineCall, CombineKernel, CombineRecipe, DeviceFacts, Launch, Named, ROW_CTAS_PER_SM};
@@ -47,7 +47,7 @@ impl CombineRecipe for Merge {
                 batch_invariant: true,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
-                score_bits: Promises::F32_BITS,
+                score_sums: ScoreSums::F32,
             },
             details: Vec::new(),
         })

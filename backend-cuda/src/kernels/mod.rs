@@ -13,8 +13,8 @@ use fmha_core::error::{Error, ProblemError, Refusal, Result};
 use fmha_core::source::KernelSource;
 use fmha_core::tune::TunedTiles;
 use fmha_core::{
-    BwdArgs, CombineArgs, DType, FwdArgs, PlanOptions, Promises, Roofline, ValidBwd, ValidCombine, ValidFwd,
-    Workspace,
+    BwdArgs, CombineArgs, DType, FwdArgs, PlanOptions, Promises, Roofline, ScoreSums, ValidBwd, ValidCombine,
+    ValidFwd, Workspace,
 };
 use fmha_kernels_cuda::{sm90 as sm90_text, sm100 as sm100_text};
 
@@ -39,8 +39,8 @@ pub(crate) struct DeviceFacts {
     /// Shared memory that one CTA can have, bytes.
     pub(crate) smem_bytes: u32,
     pub(crate) roofline: Roofline,
-    /// Significant bits that tensor cores keep of a sum of FP8 products.
-    pub(crate) fp8_sum_bits: u32,
+    /// How its tensor cores add.
+    pub(crate) score_sums: MatrixSums,
     /// `NVIDIA H200, sm_90a, 132 SMs`: what tiles are kept for.
     pub(crate) device: String,
     /// Tiles that were measured on it.
@@ -51,13 +51,31 @@ pub(crate) struct DeviceFacts {
 /// Tensor Core GPU Architecture, 2022, table 2: 989 TFLOP/s at 1830 MHz with 132 SMs).
 const HOPPER_FLOPS_PER_CLOCK: f64 = 4096.0;
 
-/// Significant bits of a sum of FP8 products on Hopper: DeepSeek-V3's report (2024, section 3.5.2) says some 14 of the
-/// H800. On an H200 the LSE of all FP8 cases of the battery lies within them, at most at 0.92 of what they allow. Of
-/// Blackwell nothing is known here.
-const HOPPER_FP8_SUM_BITS: u32 = 14;
+/// How tensor cores add the products of a score.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct MatrixSums {
+    of_16_bits: ScoreSums,
+    of_fp8: ScoreSums,
+}
 
-fn fp8_sum_bits(arch: &str) -> u32 {
-    if arch == "sm_90a" { HOPPER_FP8_SUM_BITS } else { Promises::F32_BITS }
+impl MatrixSums {
+    /// Hopper's, a step being the products of one instruction along the head dim. FP8: some 14 bits, as DeepSeek-V3's
+    /// report (2024, section 3.5.2) says of the H800. On an H200 an LSE of the battery whose products cancel is off by
+    /// -3.410e-3 (e4m3fn, D 64), and one of f16 at D 256 by -5.192e-5: these sums give -3.410e-3 and -5.240e-5, those
+    /// with a bit less -3.410e-3 (and 1e-2 elsewhere) and -8.578e-5.
+    const HOPPER: Self = Self {
+        of_16_bits: ScoreSums::Cut { products: 16, bits: 26 },
+        of_fp8: ScoreSums::Cut { products: 32, bits: 14 },
+    };
+
+    /// Of an architecture; f32 where nothing is known.
+    fn of_arch(arch: &str) -> Self {
+        if arch == "sm_90a" { Self::HOPPER } else { Self::default() }
+    }
+
+    pub(crate) fn of(self, dtype: DType) -> ScoreSums {
+        if dtype.is_fp8() { self.of_fp8 } else { self.of_16_bits }
+    }
 }
 
 impl DeviceFacts {
@@ -78,7 +96,7 @@ impl DeviceFacts {
         let mut facts = Self {
             device: format!("{}, {arch}, {} SMs", device.name, device.num_sms),
             tuned: TunedTiles::default(),
-            fp8_sum_bits: fp8_sum_bits(&arch),
+            score_sums: MatrixSums::of_arch(&arch),
             arch,
             num_sms: device.num_sms,
             smem_bytes: device.smem_bytes,
@@ -129,7 +147,7 @@ impl DeviceFacts {
         Ok(Self {
             arch: arch.to_owned(),
             device: String::new(),
-            fp8_sum_bits: fp8_sum_bits(arch),
+            score_sums: MatrixSums::of_arch(arch),
             tuned: TunedTiles::default(),
             num_sms,
             smem_bytes: fmha_kernels_cuda::sm90::MAX_SMEM_BYTES.unsigned_abs(),

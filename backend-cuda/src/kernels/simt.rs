@@ -2,7 +2,7 @@
 
 use fmha_core::error::{Refusal, Result};
 use fmha_core::spec::FwdSpec;
-use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, Workspace, bind};
+use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidFwd, Workspace, bind};
 use fmha_kernels_cuda::simt;
 
 use super::{Choice, DeviceFacts, FwdCall, FwdKernel, FwdRecipe, Launch, Named, ROW_CTAS_PER_SM};
@@ -51,7 +51,7 @@ impl FwdRecipe for Simt {
                 batch_invariant: true,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
-                score_bits: Promises::F32_BITS,
+                score_sums: ScoreSums::F32,
             },
             details: vec![("tile", "a warp to a row, 32 keys at a time".to_owned())],
         })

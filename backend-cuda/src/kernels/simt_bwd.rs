@@ -3,7 +3,7 @@
 use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::spec::BwdSpec;
-use fmha_core::{Accuracy, PlanOptions, Promises, ValidBwd, Workspace, bind};
+use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidBwd, Workspace, bind};
 use fmha_kernels_cuda::simt;
 
 use super::{BwdCall, BwdKernel, BwdRecipe, Choice, DeviceFacts, Launch, Named, ROW_CTAS_PER_SM};
@@ -64,7 +64,7 @@ impl BwdRecipe for SimtBwd {
                 batch_invariant: true,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
-                score_bits: Promises::F32_BITS,
+                score_sums: ScoreSums::F32,
             },
             details: vec![("tile", "a warp to a row, 32 pairs at a time".to_owned())],
         })

@@ -4,7 +4,7 @@ use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::Fields as _;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, bind};
+use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidFwd, bind};
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm100::split::{self, KvParts};
 use fmha_kernels_cuda::sm100::{self, Sm100Tile};
@@ -121,7 +121,7 @@ impl FwdRecipe for Sm100 {
                             && sm100::default_tile(&spec).cluster == 1),
                 graph_capturable: true,
                 accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },
-                score_bits: Promises::F32_BITS,
+                score_sums: ScoreSums::F32,
             },
             details: vec![
                 ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),

@@ -91,7 +91,7 @@ impl FwdRecipe for Sm90 {
                 batch_invariant: tile.is_batch_invariant(&spec),
                 graph_capturable: true,
                 accuracy: accuracy(&tile),
-                score_bits: if problem.dtype_qk.is_fp8() { facts.fp8_sum_bits } else { Promises::F32_BITS },
+                score_sums: facts.score_sums.of(problem.dtype_qk),
             },
             details: vec![
                 ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),

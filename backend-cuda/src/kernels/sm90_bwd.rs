@@ -142,7 +142,7 @@ impl BwdRecipe for Sm90Bwd {
                 batch_invariant: false,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
-                score_bits: Promises::F32_BITS,
+                score_sums: facts.score_sums.of(problem.fwd().dtype_qk),
             },
             details: vec![
                 ("tile", format!("{} queries x {} keys", tile.block_m, tile.block_n)),

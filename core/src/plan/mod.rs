@@ -5,6 +5,7 @@
 
 mod explain;
 mod options;
+mod sums;
 
 use std::any::Any;
 use std::fmt;
@@ -13,6 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use explain::{Explain, LaunchShape, ResourceUsage};
 pub use options::{Accuracy, PlanOptions, Promises};
+pub use sums::ScoreSums;
 
 use crate::bwd::ValidBwd;
 use crate::combine::ValidCombine;
@@ -294,7 +296,7 @@ mod tests {
                 batch_invariant: false,
                 graph_capturable: true,
                 accuracy: Accuracy::Fast,
-                score_bits: Promises::F32_BITS,
+                score_sums: ScoreSums::F32,
             },
         }
     }

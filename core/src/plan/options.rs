@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use super::sums::ScoreSums;
 use crate::error::Refusal;
 
 /// How closely a kernel follows the running maximum of a row. Both keep the rule that
@@ -101,14 +102,8 @@ pub struct Promises {
     pub graph_capturable: bool,
     /// How closely the running maximum is followed.
     pub accuracy: Accuracy,
-    /// Significant bits that the sum of a score's products keeps: 24 (f32), or fewer where a matrix unit sums shorter.
-    /// LSE is as exact as the scores.
-    pub score_bits: u32,
-}
-
-impl Promises {
-    /// [`score_bits`](Self::score_bits) of sums in f32.
-    pub const F32_BITS: u32 = f32::MANTISSA_DIGITS;
+    /// How a score's products are added. LSE is as exact as the scores.
+    pub score_sums: ScoreSums,
 }
 
 impl fmt::Display for Promises {
@@ -125,8 +120,9 @@ impl fmt::Display for Promises {
                 write!(f, ", {name}")?;
             }
         }
-        if self.score_bits < Self::F32_BITS {
-            write!(f, ", scores summed to {} bits", self.score_bits)?;
+        let bits = self.score_sums.bits();
+        if bits < ScoreSums::F32.bits() {
+            write!(f, ", scores summed to {bits} bits")?;
         }
         Ok(())
     }
@@ -141,7 +137,7 @@ mod tests {
         batch_invariant: false,
         graph_capturable: false,
         accuracy: Accuracy::Fast,
-        score_bits: Promises::F32_BITS,
+        score_sums: ScoreSums::F32,
     };
 
     #[test]
@@ -164,7 +160,7 @@ mod tests {
             batch_invariant: true,
             graph_capturable: true,
             accuracy: Accuracy::Exact,
-            score_bits: Promises::F32_BITS,
+            score_sums: ScoreSums::F32,
         };
         for (name, options) in wishes {
             let refusal = options.check_promises("k", &NOTHING).unwrap_err();

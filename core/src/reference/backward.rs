@@ -124,7 +124,7 @@ pub fn backward(
             }
         }
     }
-    if precision == Precision::AsInput {
+    if matches!(precision, Precision::AsInput(_)) {
         let dtype = problem.dtype_grad;
         for (_, _, grad) in all.dq.iter_mut().chain(&mut all.dk).chain(&mut all.dv) {
             grad.iter_mut().for_each(|x| *x = dtype.round(*x));
@@ -154,7 +154,7 @@ pub fn backward_head(
     let one = OneHead { problem, args, span, i_head };
     match precision {
         Precision::Exact => one.differentiate::<f64>(precision),
-        Precision::AsInput => one.differentiate::<f32>(precision),
+        Precision::AsInput(_) => one.differentiate::<f32>(precision),
     }
 }
 
@@ -175,7 +175,7 @@ pub fn backward_part(
     let one = OneHead { problem, args, span, i_head };
     match precision {
         Precision::Exact => one.differentiate_part::<f64>(part, precision),
-        Precision::AsInput => one.differentiate_part::<f32>(part, precision),
+        Precision::AsInput(_) => one.differentiate_part::<f32>(part, precision),
     }
 }
 

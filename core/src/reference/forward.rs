@@ -75,7 +75,7 @@ pub fn forward_rows(
         Precision::Exact => {
             attend(&Head::<f64>::gather(problem, inputs, span, i_head, precision)?, problem, rows)
         }
-        Precision::AsInput => {
+        Precision::AsInput(_) => {
             attend(&Head::<f32>::gather(problem, inputs, span, i_head, precision)?, problem, rows)
         }
     })

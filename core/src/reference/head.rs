@@ -9,6 +9,7 @@ use crate::dtype::DType;
 use crate::error::ProblemError;
 use crate::layout::Strides;
 use crate::mask::MaskBand;
+use crate::plan::ScoreSums;
 use crate::problem::FwdProblem;
 use crate::score::{Bias, Descale};
 use crate::seq::SeqSpan;
@@ -20,8 +21,9 @@ pub enum Precision {
     /// f64 throughout, nothing rounded.
     Exact,
     /// The unfused algorithm as a user of the input's type would write it: sums and softmax in f32,
-    /// P (backward: dS too) rounded to the input's type, results to the output's type.
-    AsInput,
+    /// P (backward: dS too) rounded to the input's type, results to the output's type. A score is summed as
+    /// the backend's matrix unit does it.
+    AsInput(ScoreSums),
 }
 
 /// What attention reads, in host memory.
@@ -151,8 +153,12 @@ impl<'a, T: Float> Head<'a, T> {
 
     /// `softmax_scale * Q[i] . K[j]`, soft-capped, and what the cap's slope is there.
     pub(super) fn capped(&self, i: u32, j: u32) -> (T, T) {
-        let scaled =
-            self.softmax_scale * dot(row(&self.q, i, self.head_dim_qk), row(&self.k, j, self.head_dim_qk));
+        let sums = match self.precision {
+            Precision::AsInput(sums) => sums,
+            Precision::Exact => ScoreSums::F32,
+        };
+        let (q, k) = (row(&self.q, i, self.head_dim_qk), row(&self.k, j, self.head_dim_qk));
+        let scaled = self.softmax_scale * sums.dot(q, k);
         match self.softcap {
             None => (scaled, T::one()),
             Some(softcap) => {

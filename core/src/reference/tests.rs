@@ -9,6 +9,7 @@ use crate::combine::CombineProblem;
 use crate::dropout::DropoutSeed;
 use crate::dtype::DType;
 use crate::layout::{Shape, Strides, Totals};
+use crate::plan::ScoreSums;
 use crate::problem::{Dims, FwdProblem};
 use crate::score::{Bias, BiasBroadcast, ElementwiseBias};
 
@@ -299,6 +300,22 @@ fn a_row_that_sees_no_key_is_zero_and_its_lse_minus_infinity_or_the_sink() {
     let first = &operands.forward(&problem)[0];
     assert!(first.o[..2].iter().all(|&o| o == 0.0));
     assert_relative_eq!(first.lse[0], f64::from(operands.sink[0]));
+}
+
+#[test]
+fn the_plain_algorithm_sums_scores_as_the_matrix_unit_does_and_the_reference_exactly() {
+    let problem = small("0");
+    let operands = Operands::of(&problem);
+    let lse = |precision| {
+        let (q, k, v) =
+            (DevSlice::host(&operands.q), DevSlice::host(&operands.k), DevSlice::host(&operands.v));
+        let args = FwdArgs::new(q, k, v, DevSliceMut::host::<f32>(&mut []));
+        forward(&problem, &args, precision).unwrap()[0].lse[0]
+    };
+    let off = |sums| (lse(Precision::AsInput(sums)) - lse(Precision::Exact)).abs();
+    assert!(off(ScoreSums::F32) < 1e-6);
+    let cut = off(ScoreSums::Cut { products: 32, bits: 6 });
+    assert!((1e-4..0.1).contains(&cut), "{cut}");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use fmha_core::reference::{
     BackwardSpread, HeadBackward, Part as Rows, Precision, backward_head, backward_part, forward_rows,
 };
-use fmha_core::{Bias, BwdArgs, DevSliceMut, Promises, Result};
+use fmha_core::{Bias, BwdArgs, DevSliceMut, Result};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -132,7 +132,7 @@ pub fn check_bwd(host: &HostBwd, selection: &Selection, progress: Progress<'_>) 
         verdict.tensors.push(stat.verdict(name, bound(&yardstick), None));
     }
     if selection.is_partial() {
-        verdict.tensors.extend(forward.verdicts(fwd, true, Promises::F32_BITS));
+        verdict.tensors.extend(forward.verdicts(fwd, true));
     }
     Ok(verdict)
 }
@@ -165,7 +165,7 @@ fn check_kv_head(host: &HostBwd, selection: &Selection, i_span: usize, i_head_kv
     for i_head in i_head_kv * fwd.gqa_ratio()..(i_head_kv + 1) * fwd.gqa_ratio() {
         part.logits = part.logits.max(logits_bound(fwd, &host.operands, span, i_head));
         let exact = head(host, i_span, i_head, chosen, Precision::Exact)?;
-        let same = head(host, i_span, i_head, chosen, Precision::AsInput)?;
+        let same = head(host, i_span, i_head, chosen, Precision::AsInput(host.score_sums))?;
         let spread: &BackwardSpread = &exact.spread;
         for (at, &want) in exact.dq.iter().enumerate() {
             let (row, dim) = (rows[at / dims.head_dim_qk as usize], at as u32 % dims.head_dim_qk);
@@ -230,7 +230,7 @@ fn check_forward(
 ) -> Result<()> {
     let (fwd, span) = (host.problem.fwd(), host.spans[i_span]);
     let exact = forward_rows(fwd, &host.inputs(), span, i_head, rows, Precision::Exact)?;
-    let same = forward_rows(fwd, &host.inputs(), span, i_head, rows, Precision::AsInput)?;
+    let same = forward_rows(fwd, &host.inputs(), span, i_head, rows, Precision::AsInput(host.score_sums))?;
     forward.add(fwd, &host.operands, rows, [&exact, &same], |o| o);
     forward.logits = forward.logits.max(logits_bound(fwd, &host.operands, span, i_head));
     Ok(())
@@ -245,7 +245,7 @@ fn whole_dsink(host: &HostBwd) -> Result<Shared> {
             for i_head in 0..heads {
                 let none = Some(Rows::default());
                 let exact = head(host, i_span, i_head, none, Precision::Exact)?;
-                let same = head(host, i_span, i_head, none, Precision::AsInput)?;
+                let same = head(host, i_span, i_head, none, Precision::AsInput(host.score_sums))?;
                 dsink.add(i_head as usize, exact.dsink, same.dsink, exact.spread.dsink);
             }
         }
@@ -283,7 +283,7 @@ fn compare_dbias_rows(host: &HostBwd, selection: &Selection, stat: &mut Stat) ->
             let live: Vec<u32> = rows.iter().copied().filter(|&i| i < span.seqlen_q).collect();
             let part = Some(Rows { rows: &live, keys: &[] });
             let exact = head(host, i_span, i_head, part, Precision::Exact)?;
-            let same = head(host, i_span, i_head, part, Precision::AsInput)?;
+            let same = head(host, i_span, i_head, part, Precision::AsInput(host.score_sums))?;
             for at in 0..exact.ds.len() {
                 let (row, j) = (at / span.seqlen_k as usize, at % span.seqlen_k as usize);
                 sums.add(row * dim + j, exact.ds[at], same.ds[at], exact.spread.ds[at]);

@@ -1,7 +1,7 @@
 //! Merged partial results.
 
 use fmha_core::reference::combine;
-use fmha_core::{CombineArgs, DType, DevSliceMut, PartialResult, Promises, Result};
+use fmha_core::{CombineArgs, DType, DevSliceMut, PartialResult, Result};
 
 use crate::tensor::Operand;
 use crate::tensors::HostCombine;
@@ -80,7 +80,7 @@ pub fn check_combine(host: &HostCombine) -> Result<Verdict> {
     let mut verdict =
         Verdict { tensors: vec![o_stat.verdict("o", bound(&yardstick), None)], faults, ..Verdict::default() };
     if problem.write_lse {
-        let bound = lse_bound(lse_stat.max_same, max_lse, max_lse, Promises::F32_BITS);
+        let bound = lse_bound(lse_stat.max_same, max_lse, max_lse);
         verdict.tensors.push(lse_stat.verdict("lse", bound, None));
     }
     Ok(verdict)

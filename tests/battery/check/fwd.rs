@@ -49,7 +49,7 @@ pub fn check_fwd(host: &HostFwd, selection: &Selection, progress: Progress<'_>) 
 
     let mut all = Forward::default();
     parts.into_iter().for_each(|part| all.merge(part));
-    let tensors = all.verdicts(&host.problem, host.problem.write_lse, host.score_bits);
+    let tensors = all.verdicts(&host.problem, host.problem.write_lse);
     all.faults.truncate(4);
     Ok(Verdict { tensors, faults: all.faults, note: None, logits: all.logits })
 }
@@ -66,7 +66,7 @@ fn check_head(
     let span = host.spans[i_span];
     let rows = selection.rows(span.seqlen_q);
     let exact = forward_rows(unscaled, inputs, span, i_head, &rows, Precision::Exact)?;
-    let same = forward_rows(unscaled, inputs, span, i_head, &rows, Precision::AsInput)?;
+    let same = forward_rows(unscaled, inputs, span, i_head, &rows, Precision::AsInput(host.score_sums))?;
     let scale = host.operands.get(Operand::ScaleO).map_or(1.0, |scale| scale.nth(0));
     let stored = |value: f64| {
         let most = problem.dtype_o.max_finite();
@@ -137,13 +137,8 @@ impl Forward {
         }
     }
 
-    /// Of O, and of LSE if it is wanted, from scores that are sums of so many bits.
-    pub(super) fn verdicts(
-        &self,
-        problem: &FwdProblem,
-        with_lse: bool,
-        score_bits: u32,
-    ) -> Vec<TensorVerdict> {
+    /// Of O, and of LSE if it is wanted.
+    pub(super) fn verdicts(&self, problem: &FwdProblem, with_lse: bool) -> Vec<TensorVerdict> {
         let (u_out, u_inner) = (problem.dtype_o.unit_roundoff(), inner_roundoff(problem));
         let yardstick = Yardstick {
             factor: 2.0,
@@ -162,7 +157,7 @@ impl Forward {
         let least = directed.then(|| least_cosine(u_out, u_inner));
         let mut tensors = vec![self.o.verdict("o", bound(&yardstick), least)];
         if with_lse {
-            let bound = lse_bound(self.lse.max_same, self.logits, self.max_lse, score_bits);
+            let bound = lse_bound(self.lse.max_same, self.logits, self.max_lse);
             tensors.push(self.lse.verdict("lse", bound, None));
         }
         tensors
