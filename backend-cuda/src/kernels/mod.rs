@@ -59,10 +59,8 @@ pub(crate) struct MatrixSums {
 }
 
 impl MatrixSums {
-    /// Hopper's, a step being the products of one instruction along the head dim. FP8: some 14 bits, as DeepSeek-V3's
-    /// report (2024, section 3.5.2) says of the H800. On an H200 an LSE of the battery whose products cancel is off by
-    /// -3.410e-3 (e4m3fn, D 64), and one of f16 at D 256 by -5.192e-5: these sums give -3.410e-3 and -5.240e-5, those
-    /// with a bit less -3.410e-3 (and 1e-2 elsewhere) and -8.578e-5.
+    /// Hopper's, a step being the products of one instruction along the head dim. DeepSeek-V3's report (2024, section
+    /// 3.5.2) says of the H800's FP8 that some 14 bits are kept; how was found by models of an H200's LSE: docs/kernels/sm90-fwd.md.
     const HOPPER: Self = Self {
         of_16_bits: ScoreSums::Cut { products: 16, bits: 26 },
         of_fp8: ScoreSums::Cut { products: 32, bits: 14 },

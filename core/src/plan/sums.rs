@@ -8,13 +8,14 @@ pub enum ScoreSums {
     /// In f32, in any order, each sum rounded.
     #[default]
     F32,
-    /// By a matrix unit that adds some products to the sum so far in one step, and first cuts each of them
-    /// towards zero to so many significant bits below the largest one's exponent. Such errors do not
+    /// By a matrix unit that adds some products to the sum so far in one step. First it cuts each of them towards
+    /// zero at so many bits below the largest exponent, a product's being the sum of its factors' exponents; then
+    /// it cuts their sum to as many significant bits, or to those of f32 if they are fewer. Such errors do not
     /// cancel: they grow with the largest sum on the way, not with the score.
     Cut {
         /// Products of a step.
         products: u8,
-        /// Significant bits that the largest of them keeps.
+        /// Bits from the largest exponent to the last that is kept.
         bits: u8,
     },
 }
@@ -40,22 +41,28 @@ impl ScoreSums {
         let wide = |x: T| x.to_f64().unwrap_or(f64::NAN);
         let width = usize::from(products.max(1));
         let sum = a.chunks(width).zip(b.chunks(width)).fold(0.0, |sum: f64, (a, b)| {
-            let terms = || a.iter().zip(b).map(|(&a, &b)| wide(a) * wide(b));
-            let largest = terms().fold(sum.abs(), |largest, term| largest.max(term.abs()));
-            let Some(unit) = unit_of(largest, bits) else { return terms().fold(sum, |sum, term| sum + term) };
-            let cut = |x: f64| (x / unit).trunc() * unit;
-            let sum = terms().fold(cut(sum), |sum, term| sum + cut(term));
-            unit_of(sum, f32::MANTISSA_DIGITS as u8).map_or(sum, |unit| (sum / unit).trunc() * unit)
+            let factors = || a.iter().zip(b).map(|(&a, &b)| (wide(a), wide(b)));
+            let largest = factors()
+                .filter(|&(a, b)| a != 0.0 && b != 0.0)
+                .fold(exponent(sum), |largest, (a, b)| largest.max(exponent(a) + exponent(b)));
+            let unit = 2f64.powi(largest + 1 - i32::from(bits));
+            let terms = factors().map(|(a, b)| cut(a * b, unit));
+            let sum = terms.fold(cut(sum, unit), |sum, term| sum + term);
+            cut(sum, 2f64.powi(exponent(sum) + 1 - self.bits() as i32))
         });
         T::from(sum).unwrap_or_else(T::nan)
     }
 }
 
-/// The last of `bits` significant bits of `x`; none where it has no exponent.
-fn unit_of(x: f64, bits: u8) -> Option<f64> {
-    let exponent = (x.to_bits() >> 52 & 0x7ff) as i32 - 1023;
-    // A product of two f32 is zero or far above the least normal f64.
-    (exponent > -1000 && exponent < 1024).then(|| 2f64.powi(exponent + 1 - i32::from(bits)))
+/// The exponent of the leading bit, below every product's for zero.
+fn exponent(x: f64) -> i32 {
+    const BIAS: i32 = 1023;
+    (x.to_bits() >> 52 & 0x7ff) as i32 - BIAS
+}
+
+/// Towards zero to whole units; zero, infinity and NaN as they are.
+fn cut(x: f64, unit: f64) -> f64 {
+    if x == 0.0 || !x.is_finite() { x } else { (x / unit).trunc() * unit }
 }
 
 #[cfg(test)]
@@ -67,10 +74,21 @@ mod tests {
     #[test]
     fn what_lies_below_the_last_bit_of_the_largest_is_cut_towards_zero() {
         let small = 2f32.powi(-13);
-        assert_eq!(FP8.dot(&[1f32, 1.5 * small], &[1.0, 1.0]), 1.0 + small);
-        assert_eq!(FP8.dot(&[1.0, -1.5 * small], &[1.0, 1.0]), 1.0 - small);
+        assert_eq!(FP8.dot(&[1.0, 1.5 * small], &[1.0, 1.0]), 1.0 + small);
+        assert_eq!(FP8.dot(&[-1.0, -1.5 * small], &[1.0, 1.0]), -1.0 - small);
         assert_eq!(FP8.dot(&[2.0, 1.5 * small], &[1.0, 1.0]), 2.0);
         assert_eq!(ScoreSums::F32.dot(&[2.0, 1.5 * small], &[1.0, 1.0]), 2.0 + 1.5 * small);
+    }
+
+    #[test]
+    fn exponents_of_factors_decide_and_a_sum_is_cut_again() {
+        // 1.5 * 1.5 has the exponent 0 though it is above 2: 2^-13 is kept in the step, and lost in a sum above 2.
+        let small = 2f32.powi(-13);
+        assert_eq!(FP8.dot(&[1.5, small], &[1.5, 1.0]), 2.25);
+        let two_steps = [1.5, small, -1.5, 0.0];
+        assert_eq!(FP8.dot(&two_steps, &[1.5, 1.0, 1.5, 0.0]), 0.0);
+        let one_step = ScoreSums::Cut { products: 4, bits: 14 };
+        assert_eq!(one_step.dot(&two_steps, &[1.5, 1.0, 1.5, 0.0]), small);
     }
 
     #[test]
@@ -93,11 +111,11 @@ mod tests {
 
     #[test]
     fn bits_beyond_those_of_f32_are_of_the_step_alone() {
-        assert_eq!(ScoreSums::Cut { products: 16, bits: 26 }.bits(), 24);
-        assert_eq!(FP8.bits(), 14);
-        let f16 = ScoreSums::Cut { products: 2, bits: 26 };
-        let (half_unit, unit) = (2f32.powi(-24), 2f32.powi(-23));
+        let f16 = ScoreSums::Cut { products: 3, bits: 26 };
+        assert_eq!((f16.bits(), FP8.bits()), (24, 14));
+        let half_unit = 2f32.powi(-24);
         assert_eq!(f16.dot(&[1.0, half_unit], &[1.0; 2]), 1.0, "a sum is cut, not rounded");
-        assert_eq!(f16.dot(&[1.0, unit], &[1.0; 2]), 1.0 + unit);
+        assert_eq!(f16.dot(&[1.0, half_unit, half_unit], &[1.0; 3]), 1.0 + 2.0 * half_unit);
+        assert_eq!(f16.dot(&[1.0, half_unit / 8.0, half_unit / 8.0], &[1.0; 3]), 1.0);
     }
 }
