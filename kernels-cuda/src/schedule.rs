@@ -102,11 +102,12 @@ impl TileSchedule {
     }
 }
 
-/// The largest count of heads whose K and V fit `group_bytes`, a multiple of `sharing` where possible and as even
-/// over the groups as can be: a short last group leaves SMs idle.
-fn heads_per_l2_group(num_heads: i64, kv_bytes: i64, sharing: i64, group_bytes: i64) -> i64 {
+/// The largest count of heads that fit `group_bytes`, where tiles of a head share `head_bytes`, a multiple of `sharing`
+/// where possible and as even over the groups as can be: a short last group leaves SMs idle.
+pub(crate) fn heads_per_l2_group(num_heads: i64, head_bytes: i64, sharing: i64, group_bytes: i64) -> i64 {
     // More than 32 make their first tiles compete for the memory: 512 causal, 337 with 128, 359 with 32.
-    let fitting = (group_bytes / kv_bytes.max(1)).clamp(1, 32).saturating_mul(sharing).min(num_heads).max(1);
+    let fitting =
+        (group_bytes / head_bytes.max(1)).clamp(1, 32).saturating_mul(sharing).min(num_heads).max(1);
     // 32 heads in groups of 5 (and one of 2): 757; in groups of 4 or 8: 785. D 192 causal, 8k.
     let whole = |heads: &i64| num_heads % heads == 0 && heads % sharing == 0;
     if let Some(heads) = (fitting / 2 + 1..=fitting).rev().find(whole) {

@@ -6,6 +6,7 @@ use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{BiasKind, BwdSpec, FwdSpec};
 use fmha_core::{Bias, BwdProblem, DType, MaskKind, Refusal, Shape, Strides, VLayout, abi_spec, abi_struct};
 
+use crate::schedule::{L2_GROUP_BYTES, heads_per_l2_group};
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
 /// The kernels' name in plans and refusals.
@@ -64,6 +65,10 @@ abi_struct! {
         pub num_tiles: i32,
         /// Key blocks of the longest sequence.
         pub num_key_blocks: i32,
+        /// Sequences times kv heads.
+        pub num_heads: i32,
+        /// Heads of an L2 head group, whose tiles run before the next group's: their Q, dO and sums of dQ share the L2.
+        pub heads_per_l2_group: i32,
         /// Query blocks of the longest sequence.
         pub num_q_blocks: i32,
         /// Blocks of dBias, over the axes that it has; 0 where it is not wanted.
@@ -261,7 +266,12 @@ impl Sm90BwdTile {
     ///
     /// # Errors
     /// More tiles than a grid can have.
-    pub fn schedule(&self, problem: &BwdProblem, num_sms: u32) -> Result<Sm90BwdSchedule, Refusal> {
+    pub fn schedule(
+        &self,
+        problem: &BwdProblem,
+        spec: &BwdSpec,
+        num_sms: u32,
+    ) -> Result<Sm90BwdSchedule, Refusal> {
         let dims = problem.fwd.dims;
         let blocks = |rows: u32, block: i32| rows.div_ceil(block.unsigned_abs());
         let (keys, queries) = (blocks(dims.seqlen_k, self.block_n), blocks(dims.seqlen_q, self.block_m));
@@ -281,8 +291,17 @@ impl Sm90BwdTile {
         });
         let num_bias_blocks = i32::try_from(bias_blocks)
             .map_err(|_| Refusal::new(NAME, format!("dbias: {bias_blocks} blocks of it are 2^31 or more")))?;
+        // Masked, key blocks differ in length. Turns want those of a head one after another.
+        let in_groups = problem.fwd.mask.kind() != MaskKind::Full && !spec.deterministic;
+        let num_heads = i64::from(dims.batch) * i64::from(dims.num_heads_kv);
+        let row_bytes = i64::from(dims.head_dim_qk) * 6 + i64::from(dims.head_dim_v) * 2;
+        let head_bytes = i64::from(dims.seqlen_q) * i64::from(problem.fwd.gqa_ratio()) * row_bytes;
+        let group_bytes = if in_groups { L2_GROUP_BYTES } else { 0 };
+        let heads_per_l2_group = heads_per_l2_group(num_heads, head_bytes, 1, group_bytes);
         Ok(Sm90BwdSchedule {
             num_bias_blocks,
+            num_heads: num_heads as i32,
+            heads_per_l2_group: heads_per_l2_group as i32,
             num_tiles: count("seqlen_k", keys, dims.num_heads_kv)?,
             num_key_blocks: keys as i32,
             num_q_blocks: queries as i32,

@@ -74,9 +74,9 @@ impl BwdRecipe for Sm90Bwd {
                 facts.smem_bytes
             )));
         }
-        let schedule = tile.schedule(problem, facts.num_sms)?;
+        let schedule = tile.schedule(problem, &spec, facts.num_sms)?;
         let dbias = match dbias {
-            Some(tile) => Some((tile, tile.schedule(problem, facts.num_sms)?)),
+            Some(tile) => Some((tile, tile.schedule(problem, &spec, facts.num_sms)?)),
             None => None,
         };
         let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs(), in_turns: spec.deterministic };

@@ -174,8 +174,9 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
     let full = spec.mask == MaskKind::Full;
     // (block_m, block_n, lookahead, wait_anchor)
     let (block_m, block_n, lookahead, wait_anchor) = match qk.max(v) {
-        // Anchor 0: full 559 beside 572 at 2k, 618 beside 640 at 16k; causal alike.
-        64 => (192, 128, true, 16),
+        // Anchor 0: full 559 beside 572 at 2k, 618 beside 640 at 16k; causal alike. 16: full 587 beside 596, causal 511 beside
+        // 517 at 4k.
+        64 => (192, 128, true, 8),
         // Two warpgroups and 176 keys: 645 beside 680 at 8k. Anchor 0: 733 beside 739; causal 702 beside 706.
         96 => (192, 112, true, 28),
         128 if full => (128, 160, true, 40),
@@ -183,11 +184,13 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         128 => (128, 128, true, 32),
         160 => (128, 112, false, 0),
         192 if v <= 128 => (128, 128, false, 32),
-        // 112 keys, which leave no room to look ahead: 8k full 831 beside 838, causal 808 beside 815.
-        192 => (128, 96, true, 0),
+        // 112 keys, which leave no room to look ahead: 8k full 831 beside 838, causal 808 beside 815. Causal at 8k with an
+        // anchor of 0: 817 beside 815, and 783 beside 808 where scores lie eight times as far apart.
+        192 => (128, 96, true, if full { 0 } else { 8 }),
         // 80 keys: full 551 beside 571 at 512, 849 beside 849 at 16k. Without lookahead: full 573 beside 607 at 512,
-        // 703 beside 720 at 1k, 853 beside 855 at 16k; causal 360 beside 376, 530 beside 537.
-        _ => (128, 64, true, 0),
+        // 703 beside 720 at 1k, 853 beside 855 at 16k; causal 360 beside 376, 530 beside 537. Causal with an anchor of 0: 754
+        // beside 753 at 4k, and where scores lie far apart 700 beside 727, exact maxima at 8k 748 beside 771.
+        _ => (128, 64, true, if full { 0 } else { 16 }),
     };
     let mut tile = Sm90Tile {
         block_m,

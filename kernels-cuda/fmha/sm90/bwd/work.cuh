@@ -46,13 +46,17 @@ FMHA_DEVICE constexpr bool takes_turns() {
   return spec.deterministic;
 }
 
-// Tile `index` of the order: the key blocks of a head one after another, since they share its Q and dO. Masks leave the
-// first ones the most queries: they come first, unless turns demand otherwise.
+// Tile `index` of the order: L2 head groups; in a group the key blocks with the most queries first, which masks leave to the
+// first ones, every head's in turn. Turns have groups of one head, and demand the last ones first.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index) {
-  const int32_t head = index / schedule.num_key_blocks, within = index - head * schedule.num_key_blocks;
+  const int32_t group_tiles = schedule.heads_per_l2_group * schedule.num_key_blocks;
+  const int32_t group = index / group_tiles, within = index - group * group_tiles;
+  const int32_t first_head = group * schedule.heads_per_l2_group;
+  const int32_t num_heads = min(schedule.heads_per_l2_group, schedule.num_heads - first_head);
+  const int32_t i_block = within / num_heads, head = first_head + within - i_block * num_heads;
   const bool last_first = takes_turns<spec>() && spec.fwd.mask != MaskKind::Full;
-  const int32_t key_block = last_first ? schedule.num_key_blocks - 1 - within : within;
+  const int32_t key_block = last_first ? schedule.num_key_blocks - 1 - i_block : i_block;
   const int32_t first_key = key_block * tile.block_n;
   const int32_t i_batch = head / p.fwd.num_heads_kv;
   Work work;
