@@ -12,7 +12,7 @@ use fmha_core::{
 
 use crate::CudaBackend;
 use crate::driver::Grid;
-use crate::kernels::{Choice, Launch, Named};
+use crate::kernels::{Choice, LastMaps, Launch, Named};
 use crate::modules::Module;
 
 /// One launch.
@@ -20,6 +20,8 @@ pub(crate) struct Step {
     /// Absent where a backend only plans and could not compile.
     module: Option<Arc<Module>>,
     grid: Grid,
+    /// Where it takes a forward call's.
+    pub(crate) maps: LastMaps,
 }
 
 impl Step {
@@ -113,7 +115,10 @@ impl CudaBackend {
             }),
             code,
         };
-        Ok((Step { module, grid }, Explained { kernel: kernel.to_owned(), explain }))
+        Ok((
+            Step { module, grid, maps: LastMaps::default() },
+            Explained { kernel: kernel.to_owned(), explain },
+        ))
     }
 
     /// What a plan says of a choice.

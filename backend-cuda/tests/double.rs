@@ -143,6 +143,34 @@ fn a_run_gives_the_same_bits_whatever_its_workspace_holds_before_it() {
     }
 }
 
+/// Tensor maps of the call before are kept where nothing has moved.
+#[test]
+fn a_plan_reads_each_call_where_it_lies_and_each_operand_by_itself() {
+    let Some(backend) = device() else { return };
+    let mut call = Call::new(&backend);
+    call.run(&backend, Stream::DEFAULT);
+    let first = call.output(&backend);
+    let other = |from: &DevBuffer| {
+        let mut bytes = vec![0; from.bytes() as usize];
+        backend.memory().download(from, &mut bytes).unwrap();
+        bytes.rotate_left(1024);
+        let mut buffer = backend.memory().alloc(from.bytes()).unwrap();
+        backend.memory().upload(&bytes, &mut buffer).unwrap();
+        buffer
+    };
+    let operands: [fn(&mut Call) -> &mut DevBuffer; 3] =
+        [|call| &mut call.q, |call| &mut call.k, |call| &mut call.v];
+    for (operand, name) in operands.into_iter().zip(["q", "k", "v"]) {
+        let elsewhere = other(operand(&mut call));
+        let before = std::mem::replace(operand(&mut call), elsewhere);
+        call.run(&backend, Stream::DEFAULT);
+        assert!(call.output(&backend) != first, "{name} was read where it had been");
+        *operand(&mut call) = before;
+        call.run(&backend, Stream::DEFAULT);
+        assert!(call.output(&backend) == first, "{name} is back, and its bits are not");
+    }
+}
+
 #[test]
 fn a_plan_runs_on_the_backend_that_made_it_alone() {
     let Some(maker) = device() else { return };

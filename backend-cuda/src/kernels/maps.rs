@@ -1,12 +1,15 @@
 //! The tensor maps of a forward call: what TMA has to know of Q, K, V and the bias.
 
+use std::sync::Mutex;
+
 use fmha_core::error::Result;
-use fmha_core::{Bias, DType, QLayout, Shape, Strides, VLayout};
+use fmha_core::{Bias, DType, QLayout, Shape, Strides, Totals, VLayout};
 
 use super::FwdCall;
 use crate::driver::{TensorMap, TensorMapFacts};
 
 /// A kernel argument: maps, adjacent. A kernel without a bias by TMA may take the first three.
+#[derive(Clone, Copy)]
 #[repr(C, align(128))]
 pub(crate) struct Maps {
     q: TensorMap,
@@ -27,6 +30,43 @@ pub(crate) struct Boxes {
     pub(crate) bias: Option<[i32; 4]>,
 }
 
+/// What maps depend on besides the plan: addresses of Q, K, V and the bias, and rows of packed tensors.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Places {
+    addresses: [u64; 4],
+    totals: Totals,
+}
+
+/// The maps of a step's last call: most calls lie where the one before them lay, and on the host of an H200 the driver takes
+/// 65 ns to encode each map, of some 3.7 us that a call of the C library takes from Python.
+#[derive(Default)]
+pub(crate) struct LastMaps(Mutex<Option<(Places, Maps)>>);
+
+impl LastMaps {
+    /// Of a call of the plan whose step this is. Beside another thread's call they are encoded anew, nobody waits.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub(crate) fn of(&self, call: &FwdCall<'_>, boxes: &Boxes) -> Result<Maps> {
+        let args = call.args;
+        let bias = args.score.bias.as_ref().map_or(0, |bias| bias.as_ptr() as u64);
+        let addresses =
+            [args.q.as_ptr() as u64, args.k_slice().as_ptr() as u64, args.v_slice().as_ptr() as u64, bias];
+        let places = Places { addresses, totals: args.seq.totals };
+        if let Ok(last) = self.0.try_lock()
+            && let Some((known, maps)) = &*last
+            && *known == places
+        {
+            return Ok(*maps);
+        }
+        let maps = Maps::encode(call, boxes)?;
+        if let Ok(mut last) = self.0.try_lock() {
+            *last = Some((places, maps));
+        }
+        Ok(maps)
+    }
+}
+
 impl Maps {
     /// For a kernel that copies without TMA.
     pub(crate) const UNREAD: Self =
@@ -37,7 +77,7 @@ impl Maps {
     ///
     /// # Errors
     /// What the driver refuses.
-    pub(crate) fn encode(&mut self, call: &FwdCall<'_>, boxes: &Boxes) -> Result<()> {
+    fn encode(call: &FwdCall<'_>, boxes: &Boxes) -> Result<Self> {
         let problem = call.problem;
         let dims = problem.dims;
         let ratio = problem.gqa_ratio();
@@ -98,13 +138,8 @@ impl Maps {
         let (k, v) = (call.args.k_slice().as_ptr() as u64, call.args.v_slice().as_ptr() as u64);
         let k_map = kv_map("k", k, problem.dtype_qk, problem.k, extents.k, boxes.k);
         let v_map = kv_map("v", v, problem.dtype_v, problem.v, extents.v, boxes.v);
-        self.q = q_map.encode()?;
-        self.k = k_map.encode()?;
-        self.v = v_map.encode()?;
-        if let Some(box_dims) = boxes.bias {
-            self.bias = bias_map(call, box_dims)?;
-        }
-        Ok(())
+        let bias = boxes.bias.map_or(Ok(TensorMap::UNREAD), |box_dims| bias_map(call, box_dims))?;
+        Ok(Self { q: q_map.encode()?, k: k_map.encode()?, v: v_map.encode()?, bias })
     }
 }
 

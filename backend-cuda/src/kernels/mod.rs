@@ -21,6 +21,7 @@ use fmha_kernels_cuda::{sm90 as sm90_text, sm100 as sm100_text};
 use crate::driver::{Device, Grid};
 use crate::steps::Step;
 use combine::Merge;
+pub(crate) use maps::LastMaps;
 use simt::Simt;
 use simt_bwd::SimtBwd;
 use sm90::Sm90;

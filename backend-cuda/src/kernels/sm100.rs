@@ -164,10 +164,10 @@ impl FwdRecipe for Sm100 {
         let Some((tile, mut schedule)) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm100 has 0 tiles chosen").into());
         };
-        let mut maps = Maps::UNREAD;
-        if tile.copy_bytes == 0 {
-            maps.encode(call, &boxes(call.problem, &tile))?;
-        }
+        let mut maps = match (steps.first(), tile.copy_bytes) {
+            (Some(fwd), 0) => fwd.maps.of(call, &boxes(call.problem, &tile))?,
+            _ => Maps::UNREAD,
+        };
         let mut whole = bind::fwd_params(call.problem, call.args);
         if tile.split_keys == 0 {
             let [fwd] = exactly(steps)?;

@@ -140,10 +140,10 @@ impl FwdRecipe for Sm90 {
         let Some((tile, mut schedule)) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
         };
-        let mut maps = Maps::UNREAD;
-        if tile.copy_bytes == 0 {
-            maps.encode(call, &boxes(call.problem, &tile))?;
-        }
+        let mut maps = match tile.copy_bytes {
+            0 => fwd.maps.of(call, &boxes(call.problem, &tile))?,
+            _ => Maps::UNREAD,
+        };
         let mut params = bind::fwd_params(call.problem, call.args);
         let mut arguments = [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
         // SAFETY: the kernel takes FwdParams, Maps and TileSchedule; `check_fwd` saw that the memory

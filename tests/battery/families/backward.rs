@@ -149,6 +149,15 @@ fn field(cases: &mut Vec<Case>) {
             let problem = BwdProblem::new(masked(dtype, dims(qk, v), "b"));
             cases.push(Case::backward(name, problem, Lengths::default(), data));
         }
+        // Heads whose tiles run together, and a rest of fewer.
+        for mask in ["b", "b:40,0"] {
+            let name = format!("backward/field/more_heads_than_run_together/{dtype}/{mask}");
+            let data = data(&name);
+            let many =
+                Dims { seqlen_q: 12, seqlen_k: 1030, num_heads_q: 35, num_heads_kv: 35, ..dims(64, 64) };
+            let problem = BwdProblem::new(masked(dtype, many, mask));
+            cases.push(Case::backward(name, problem, Lengths::default(), data));
+        }
         let name = format!("backward/field/dout_of_its_own_strides/{dtype}");
         let data = data(&name);
         let mut problem = BwdProblem::new(masked(dtype, dims(64, 64), "b"));
