@@ -19,6 +19,9 @@ abi_spec! {
         pub block_m: i32 = Takes::multiples(16, 16, 256).tuned_over(&[64, 80, 96, 128]),
         /// Keys of a CTA: 64 to a consumer warpgroup, or 64 to all.
         pub block_n: i32 = Takes::among(&[64, 128]),
+        /// CTAs of a cluster: they have neighbouring key blocks, send each other their dS, and each adds its share of dQ's
+        /// dimension for both.
+        pub cluster: i32 = Takes::within(1, 2),
         /// Blocks of Q in shared memory at a time.
         pub stages_q: i32 = Takes::within(1, 4).tuned_over(&[2, 3]),
         /// Blocks of dO in shared memory at a time.
@@ -39,8 +42,6 @@ abi_spec! {
         pub early_dv: bool = Takes::all().tuned(),
         /// dP is started when P is made, which leaves modifiers its registers; else beside the scores.
         pub late_dp: bool = Takes::all().tuned(),
-        /// A block's dQ is started behind the next block's scores, so that consumers need each other's dS a step later.
-        pub late_dq: bool = Takes::all().tuned(),
         /// Consumers add dQ to memory from their registers; else a thread adds it from shared memory.
         pub direct_dq: bool = Takes::all().tuned(),
         /// Blocks that a mask or the end of the keys cuts have a loop of their own.
@@ -93,7 +94,7 @@ impl Sm90BwdTile {
     /// alone 36, of D 64 with a soft-cap 40, with dropout 50).
     fn take_registers(&mut self) {
         (self.early_scores, self.early_dv, self.late_dp, self.stages_q) = (false, false, true, 2);
-        (self.late_dq, self.edges_apart, self.exp2_polynomials) = (false, false, 0);
+        (self.edges_apart, self.exp2_polynomials) = (false, 0);
     }
 
     /// Consumer warpgroups.
@@ -118,18 +119,31 @@ impl Sm90BwdTile {
         self.stages_ds * tile_bytes(self.block_m, self.block_n) * if self.split_dims { 2 } else { 1 }
     }
 
+    /// Shared memory of what a CTA holds of the other one of its cluster: columns of K, and dS.
+    const fn other_bytes(&self, dim: i32) -> i32 {
+        if self.cluster == 1 {
+            return 0;
+        }
+        tile_bytes(self.block_n, dim / self.cluster) + self.stages_ds * tile_bytes(self.block_m, self.block_n)
+    }
+
+    /// Rows of Q and dO that a CTA loads at a time.
+    #[must_use]
+    pub const fn loaded_rows(&self) -> i32 {
+        self.block_m / self.cluster
+    }
+
     /// Dynamic shared memory of a CTA of the main kernel; the entry asserts that the device agrees.
     #[must_use]
     pub const fn smem_bytes(&self, spec: &BwdSpec) -> i32 {
         let dim = padded_dim(spec);
-        let keys = 2 * tile_bytes(self.block_n, dim);
+        let keys = 2 * tile_bytes(self.block_n, dim) + self.other_bytes(dim);
         let queries = (self.stages_q + self.stages_dout) * tile_bytes(self.block_m, dim);
         let ds = self.ds_bytes();
         let dq = if self.direct_dq { 1024 } else { round_up(4 * self.block_m * dim, 1024) };
         let stats = 4 * self.block_m * (self.stages_q + self.stages_dout);
-        let barriers = 8
-            * (3 + 2 * (self.stages_q + self.stages_dout + self.num_consumers() + 2)
-                + self.num_consumers() * self.stages_ds);
+        let barriers =
+            8 * (3 + 2 * (self.stages_q + self.stages_dout + self.num_consumers() + 2 + self.stages_ds));
         round_up(keys + queries + ds + dq + stats + barriers + 8, 1024)
     }
 
@@ -140,6 +154,7 @@ impl Sm90BwdTile {
         Self {
             block_m: if self.block_m % 64 == 0 { 64 } else { self.block_m },
             block_n: 128,
+            cluster: 1,
             split_dims: false,
             direct_dq: false,
             ..*self
@@ -168,8 +183,19 @@ impl Sm90BwdTile {
         if block_n != keys {
             return Err(format!("block_n {block_n} is not {keys}"));
         }
-        if self.split_dims && (self.early_dv || self.late_dp || self.late_dq) {
-            return Err("split_dims true: early_dv, late_dp and late_dq are of its absence".to_owned());
+        if self.split_dims && (self.early_dv || self.late_dp) {
+            return Err("split_dims true: early_dv and late_dp are of its absence".to_owned());
+        }
+        if !(1..=2).contains(&self.cluster) {
+            return Err(format!("cluster {} is not from 1 to 2", self.cluster));
+        }
+        let in_pairs = self.early_scores && self.direct_dq && !self.transposed_dq && !self.persistent;
+        if self.cluster > 1 && !(dim == 256 && in_pairs) {
+            return Err(format!(
+                "cluster {}: it is for padded head dimension 256, not {dim}, with early_scores and direct_dq, \
+                 without transposed_dq and persistent",
+                self.cluster
+            ));
         }
         if self.direct_dq && spec.deterministic && !(self.split_dims && self.early_scores) {
             return Err(
@@ -181,12 +207,6 @@ impl Sm90BwdTile {
             return Err(
                 "persistent true: a key block that is claimed ahead does not take its turns".to_owned()
             );
-        }
-        if self.late_dq && (self.early_scores || self.late_dp) {
-            return Err("late_dq true: early_scores and late_dp have other orders".to_owned());
-        }
-        if self.late_dq && self.stages_ds < 2 {
-            return Err(format!("stages_ds {}: late_dq holds two blocks of dS at a time", self.stages_ds));
         }
         if self.split_dims != (dim > 128) {
             return Err(format!("split_dims {}: the padded head dimension is {dim}", self.split_dims));
@@ -209,7 +229,7 @@ impl Sm90BwdTile {
         if self.early_scores && self.split_dims && !self.direct_dq {
             return Err("early_scores true: with split_dims it adds dQ by direct_dq".to_owned());
         }
-        if self.early_scores && self.split_dims && self.stages_dout < 2 {
+        if self.early_scores && self.split_dims && self.cluster == 1 && self.stages_dout < 2 {
             return Err(format!(
                 "stages_dout {}: early_scores with split_dims holds two blocks of dO at a time",
                 self.stages_dout
@@ -274,7 +294,9 @@ impl Sm90BwdTile {
     ) -> Result<Sm90BwdSchedule, Refusal> {
         let dims = problem.fwd.dims;
         let blocks = |rows: u32, block: i32| rows.div_ceil(block.unsigned_abs());
-        let (keys, queries) = (blocks(dims.seqlen_k, self.block_n), blocks(dims.seqlen_q, self.block_m));
+        let cluster = self.cluster.unsigned_abs();
+        let keys = blocks(dims.seqlen_k, self.block_n * self.cluster) * cluster;
+        let queries = blocks(dims.seqlen_q, self.block_m);
         let count = |name: &str, blocks: u32, heads: u32| {
             let all = u64::from(blocks) * u64::from(heads) * u64::from(dims.batch);
             i32::try_from(all).map_err(|_| {
@@ -438,21 +460,22 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         }
         // 388; causal 328; with V of 128 315, 280.
         192 => (96, true, !spec.deterministic, false),
-        // 430; causal 383. dQ through shared memory 291, 271.
-        _ => (64, false, !spec.deterministic, false),
+        // 491; causal 439. A CTA without another 426, 393; a CTA to a multiprocessor 483, 427.
+        _ => (64, false, true, false),
     };
     let split_dims = dim > 128;
-    // Turns at dQ from registers have not been measured.
-    let direct_dq = split_dims && !spec.deterministic;
+    let direct_dq = split_dims && early_scores;
+    let cluster = if dim == 256 { 2 } else { 1 };
     let mut tile = Sm90BwdTile {
         block_m,
         block_n: if split_dims { 64 } else { 128 },
+        cluster,
         stages_q: match (split_dims, early_scores) {
             (true, _) => 1 + i32::from(direct_dq),
             (false, true) => 3,
             (false, false) => 2,
         },
-        stages_dout: if split_dims && !direct_dq { 1 } else { 2 },
+        stages_dout: if split_dims && (!direct_dq || cluster > 1) { 1 } else { 2 },
         stages_ds: if dim == 192 { 1 } else { 2 },
         stages_dbias: if split_dims { 1 } else { 2 },
         transposed_dq,
@@ -460,14 +483,13 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         early_scores,
         early_dv,
         late_dp: false,
-        late_dq: false,
         direct_dq,
         // At D 128 a second loop of the early order spills: 492 of 603, causal 494 of 505.
         edges_apart: dim == 64 || (dim == 128 && !early_scores),
         // 557 of 547; causal 478 of 462; at D 128 without early scores causal 523 of 504, edges apart as well.
         exp2_polynomials: if !split_dims && modifiers == 0 { 4 } else { 0 },
         // Key blocks that take turns are launched in their order.
-        persistent: !spec.deterministic,
+        persistent: !spec.deterministic && cluster == 1,
         fast_softcap: spec.fwd.softcap,
         vector_load: true,
         vector_store: spec.dtype_grad != DType::F32,
@@ -496,7 +518,11 @@ fn with_maps(name: &str, smem: &str, smem_bytes: i32, spec: &BwdSpec, tile: &Sm9
     let entry = Entry {
         include: &format!("fmha/sm90/bwd/{name}.cuh"),
         constants: &constants,
-        bounds: "__launch_bounds__(sm90::bwd::num_threads(kTile), 1)",
+        bounds: if tile.cluster > 1 {
+            "__cluster_dims__(kTile.cluster, 1, 1) __launch_bounds__(sm90::bwd::num_threads(kTile), 1)"
+        } else {
+            "__launch_bounds__(sm90::bwd::num_threads(kTile), 1)"
+        },
         params: "const __grid_constant__ BwdParams p, const __grid_constant__ sm90::bwd::Maps maps, \
                  const __grid_constant__ Sm90BwdSchedule schedule",
         call: &call,
@@ -549,7 +575,7 @@ fn rendered(spec: &BwdSpec, tile: &Sm90BwdTile) -> [Header; 2] {
     let shapes = [
         shape(queries, OperandA::Shared),
         shape(columns, if tile.split_dims { OperandA::Shared } else { OperandA::Registers }),
-        shape(if tile.transposed_dq { tile.block_m } else { columns }, OperandA::Shared),
+        shape(if tile.transposed_dq { tile.block_m } else { columns / tile.cluster }, OperandA::Shared),
     ];
     [wgmma::header(&shapes), host_header()]
 }

@@ -146,7 +146,12 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^backward/", deal: 1 },
         ..HOPPER
     },
-    Row { in_all: Cases { filter: "^backward/modifiers/bf16/", deal: 1 }, ..HOPPER_WALKING },
+    // Clusters, whose CTAs send each other their dS.
+    Row {
+        in_test: Cases { filter: "^backward/wide/bf16/d256x256/(b|used/0)$", deal: 1 },
+        in_all: Cases { filter: "^backward/(wide|modifiers)/bf16/", deal: 1 },
+        ..HOPPER_WALKING
+    },
     Row { in_test: NONE, in_all: Cases { filter: "^backward/", deal: 1 }, ..amd("gfx942", NONE) },
     Row {
         kernel: Some("simt"),

@@ -138,7 +138,7 @@ impl BwdRecipe for Sm90Bwd {
             workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: 0 },
             promises: Promises {
                 // Else the sums of dQ have no order where several key blocks add to them.
-                deterministic: spec.deterministic || schedule.num_key_blocks <= 1,
+                deterministic: spec.deterministic || schedule.num_key_blocks <= tile.cluster,
                 batch_invariant: false,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
@@ -251,9 +251,9 @@ fn maps(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> Result<Maps> {
         .encode()
     };
     Ok(Maps {
-        q: map("q", args.q.as_ptr() as u64, fwd.q, extents.q, tile.block_m)?,
+        q: map("q", args.q.as_ptr() as u64, fwd.q, extents.q, tile.loaded_rows())?,
         k: map("k", k_address, fwd.k, extents.k, tile.block_n)?,
         v: map("v", args.v.as_ptr() as u64, fwd.v, extents.v, tile.block_n)?,
-        dout: map("dout", args.dout.as_ptr() as u64, problem.dout, extents.o, tile.block_m)?,
+        dout: map("dout", args.dout.as_ptr() as u64, problem.dout, extents.o, tile.loaded_rows())?,
     })
 }

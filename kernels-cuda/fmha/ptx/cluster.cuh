@@ -33,6 +33,19 @@ FMHA_DEVICE uint32_t address_at(Barrier& barrier, uint32_t rank) {
   return address;
 }
 
+// needs: sm_90. From this CTA's shared memory to that of CTA `rank`, `to` and the barrier that counts the bytes by their
+// addresses here; `bytes` and both addresses are multiples of 16.
+// PTX ISA: mapa, cp.async.bulk.
+FMHA_DEVICE void cp_async_bulk_at(uint32_t to, uint32_t rank, uint32_t from, uint32_t bytes, Barrier& barrier) {
+  asm volatile(
+      "{ .reg .b32 remote, bar;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mapa.shared::cluster.u32 bar, %4, %1;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [remote], [%2], %3, [bar]; }" ::"r"(to),
+      "r"(rank), "r"(from), "r"(bytes), "r"(shared_address(&barrier))
+      : "memory");
+}
+
 // needs: sm_90. Arrives at a barrier of any CTA of the cluster, by its address there, and announces `bytes` that TMA
 // will deliver for it in this phase.
 // PTX ISA: mbarrier.arrive, expect-tx operation.

@@ -251,6 +251,20 @@ fn edges(cases: &mut Vec<Case>) {
             push(name, problem, Lengths::default(), plain, Init::Normal);
         }
     }
+    // Lengths that end amid a pair of key blocks, or before its second one: what lies behind them is NaN.
+    for mask in ["0", "b"] {
+        let mut dims = dims(150, 260, 256);
+        (dims.batch, dims.num_heads_q, dims.num_heads_kv) = (4, 2, 1);
+        let mut fwd = masked(DType::Bf16, dims, mask);
+        (fwd.seqused_q, fwd.seqused_k) = (true, true);
+        let lengths = Lengths {
+            seqused_q: vec![150, 65, 3, 0],
+            seqused_k: vec![193, 64, 257, 40],
+            ..Lengths::default()
+        };
+        let name = format!("backward/wide/bf16/d256x256/used/{mask}");
+        push(name, BwdProblem::new(fwd), lengths, plain, Init::Normal);
+    }
     let mut long = BwdProblem::new(masked(DType::Bf16, dims(300, 520, 64), "b"));
     (long.fwd.dims.batch, long.fwd.dims.num_heads_q, long.fwd.dims.num_heads_kv) = (1, 2, 1);
     let long = BwdProblem::new(masked(DType::Bf16, long.fwd.dims, "b"));

@@ -45,9 +45,9 @@ FMHA_DEVICE void start_product_atb(D& d, const TileA& a, int column, const TileB
   ptx::wgmma_commit_group();
 }
 
-// d = A B: A's rows [row, row + 64) along their dim, B read across its rows from `b_column` on, which begins a chunk.
-// Starts, does not wait.
-template <DType dtype, class D, class TileA, class TileB>
+// d = A B, or d += A B: A's rows [row, row + 64) along their dim, B read across its rows from `b_column` on, which begins a
+// chunk. Starts, does not wait.
+template <DType dtype, bool adds = false, class D, class TileA, class TileB>
 FMHA_DEVICE void start_product_ab(D& d, const TileA& a, int row, const TileB& b, int b_column = 0) {
   static_assert(TileA::dim == TileB::rows && D::columns <= TileB::dim, "A's columns are B's rows");
   constexpr int depth = kDepth<Storage<dtype>>, steps_per_chunk = TileA::span / depth;
@@ -59,7 +59,7 @@ FMHA_DEVICE void start_product_ab(D& d, const TileA& a, int row, const TileB& b,
   for (int step = 0; step < TileA::dim / depth; ++step) {
     const int chunk = step / steps_per_chunk, within = step % steps_per_chunk * 32;
     ptx::wgmma_mma_async_ss<dtype, 1, 0, 1>(d.elems, a0.plus_bytes(chunk * TileA::chunk_bytes + within).bits(),
-                                            b0.plus_bytes(step * depth * TileB::span_bytes).bits(), step != 0);
+                                            b0.plus_bytes(step * depth * TileB::span_bytes).bits(), adds || step != 0);
   }
   ptx::wgmma_commit_group();
 }

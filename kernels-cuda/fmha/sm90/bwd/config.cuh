@@ -21,6 +21,10 @@ constexpr int kSplitQueries = 32;
 FMHA_DEVICE constexpr int num_consumers(const Sm90BwdTile& tile) {
   return tile.split_dims ? tile.block_m / kSplitQueries : tile.block_n / mma::kRows;
 }
+// A cluster's CTAs have neighbouring key blocks of one head. Each adds its share of dQ's dimension for both, from both CTAs'
+// dS, so that half as many bytes are added; and each loads half of the rows of Q and dO for both.
+FMHA_DEVICE int32_t cluster_rank(const Sm90BwdTile& tile) { return tile.cluster > 1 ? blockIdx.x % tile.cluster : 0; }
+FMHA_DEVICE constexpr int cluster_keys(const Sm90BwdTile& tile) { return tile.block_n * tile.cluster; }
 // Queries of a consumer's fragment of S^T.
 FMHA_DEVICE constexpr int num_columns(const Sm90BwdTile& tile) {
   return tile.split_dims ? tile.block_m / num_consumers(tile) : tile.block_m;
@@ -39,6 +43,17 @@ FMHA_DEVICE constexpr int padded_dim(const FwdSpec& spec) {
   return round_up(dim, 64);
 }
 
+// A tile whose address, in a cluster, is no constant: the compiler is to make the descriptors of a product's steps of it each
+// time, not to keep all of them beside the accumulators from step to step (it spilled some 40 registers in the loop).
+template <class Elem, int rows, int dim, bool clustered>
+struct BwdTile : SmemTile<Elem, rows, dim, clustered> {
+  FMHA_DEVICE uint32_t offset() const {
+    uint32_t offset = SmemTile<Elem, rows, dim, clustered>::offset();
+    if constexpr (clustered) asm volatile("" : "+r"(offset));
+    return offset;
+  }
+};
+
 // Maps of `(dim, row, head, batch)`.
 struct Maps {
   TensorMap q, k, v, dout;
@@ -54,26 +69,38 @@ struct Shape {
   // dQ of a query block is shared out to the consumers: by its dimension, 64 of it each as the transpose of dQ or half of
   // it, or by its rows.
   static constexpr int grad_columns = tile.split_dims ? dim / consumers : dim;  // of dK and dV, of a consumer
-  static constexpr int dq_columns = tile.transposed_dq ? tile.block_m : grad_columns;
+  static constexpr int dq_columns = tile.transposed_dq ? tile.block_m : grad_columns / tile.cluster;
   static constexpr int dq_rows = tile.transposed_dq ? dim : tile.split_dims ? tile.block_m * consumers : tile.block_m;
   // f32 numbers of one consumer's share, and of the block.
-  static constexpr int dq_share = mma::kRows * dq_columns, dq_block = dq_share * consumers;
+  static constexpr int dq_share = mma::kRows * dq_columns, dq_block = dq_share * consumers * tile.cluster;
+  static constexpr int cluster_columns = dim / tile.cluster;  // of a CTA's share of dQ
   // Where a consumer's columns of dK and dV begin.
   FMHA_DEVICE static int32_t first_column(int32_t consumer) { return tile.split_dims ? consumer * grad_columns : 0; }
 
   using Elem = Storage<dtype>;
-  using QTile = SmemTile<Elem, tile.block_m, dim>;
-  using KTile = SmemTile<Elem, tile.block_n, dim>;
-  using VTile = SmemTile<Elem, tile.block_n, dim>;
-  using DoutTile = SmemTile<Elem, tile.block_m, dim>;
-  using DsTile = SmemTile<Elem, tile.block_m, tile.block_n>;
+  using QTile = BwdTile<Elem, tile.block_m, dim, (tile.cluster > 1)>;
+  using KTile = BwdTile<Elem, tile.block_n, dim, (tile.cluster > 1)>;
+  using VTile = BwdTile<Elem, tile.block_n, dim, (tile.cluster > 1)>;
+  using DoutTile = BwdTile<Elem, tile.block_m, dim, (tile.cluster > 1)>;
+  using DsTile = BwdTile<Elem, tile.block_m, tile.block_n, (tile.cluster > 1)>;
+  using OtherKTile = BwdTile<Elem, tile.block_n, cluster_columns, (tile.cluster > 1)>;
+};
+
+// What a CTA holds of the other one of its cluster.
+template <BwdSpec spec, Sm90BwdTile tile, bool = (tile.cluster > 1)>
+struct ClusterSmem {};
+template <BwdSpec spec, Sm90BwdTile tile>
+struct ClusterSmem<spec, tile, true> {
+  using S = Shape<spec, tile>;
+  typename S::OtherKTile other_k;  // columns of its K, of this CTA's share of dQ
+  typename S::DsTile other_ds[tile.stages_ds];
 };
 
 // Tiles that are known at a time: the one at work, and its successor, which is loaded meanwhile.
 constexpr int kClaimSlots = 2;
 
 template <BwdSpec spec, Sm90BwdTile tile>
-struct Smem {
+struct Smem : ClusterSmem<spec, tile> {
   using S = Shape<spec, tile>;
   typename S::KTile k;
   typename S::VTile v;
@@ -88,10 +115,11 @@ struct Smem {
   Barrier v_full;    // and of its V
   Barrier kv_empty;  // one arrival per consumer warp: the key block is done
   Barrier q_full[tile.stages_q];         // the bytes of Q, and of its rows' LSE
-  Barrier q_empty[tile.stages_q];        // one arrival per consumer warp
+  Barrier q_empty[tile.stages_q];        // one arrival per consumer warp of the cluster
   Barrier dout_full[tile.stages_dout];   // the bytes of dO, and of its rows' delta
-  Barrier dout_empty[tile.stages_dout];  // one arrival per consumer warp
-  Barrier ds_full[S::consumers][tile.stages_ds];  // late_dq: one arrival per warp of the consumer: its rows of dS are there
+  Barrier dout_empty[tile.stages_dout];  // one arrival per consumer warp of the cluster
+  Barrier other_ds_full[tile.stages_ds];   // the bytes of the other CTA's dS
+  Barrier other_ds_empty[tile.stages_ds];  // one arrival per consumer warp there: what this CTA sent has been used
   Barrier dq_full[S::consumers];         // one arrival per warp of the consumer: its share of dQ is there
   Barrier dq_empty[S::consumers];        // the store role's arrival: the share has been read
   Barrier claim_full[kClaimSlots];       // the load role's arrival: the next tile is known

@@ -11,6 +11,7 @@
 #include <fmha/common/zero_rows.cuh>
 #include <fmha/mma/sm90/transposed_product.cuh>
 #include <fmha/ptx/barrier.cuh>
+#include <fmha/ptx/cluster.cuh>
 #include <fmha/ptx/flag.cuh>
 #include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/warp.cuh>
@@ -40,10 +41,20 @@ struct Consumer {
   Slot<tile.stages_dout> dout_slot;
   Slot<tile.stages_ds> ds_slot;
   uint32_t dq_phase = 0, tile_phase = 0;
+  int32_t* open_turn = nullptr;  // of dQ that this consumer has added and not yet said so
   mma::Accumulator<S::grad_columns> dk;
   mma::Accumulator<S::grad_columns> dv;
 
   FMHA_DEVICE void arrive(Barrier& barrier) const { ptx::mbarrier_arrive_if(barrier, signals); }
+  // A block of Q or dO has been used: said to all that load parts of it.
+  FMHA_DEVICE void release(Barrier& empty) const {
+    if constexpr (tile.cluster > 1) {
+      const uint32_t rank = threadIdx.x % 32;
+      ptx::mbarrier_arrive_at_if(empty, rank, rank < uint32_t(tile.cluster));
+    } else {
+      arrive(empty);
+    }
+  }
   FMHA_DEVICE void sync_consumers() const { ptx::bar_sync<num_consumer_threads(tile)>(kConsumersBarrier); }
 
   // Zeros in the rows of a tile from `first` on, by all consumers.
@@ -64,9 +75,10 @@ struct Consumer {
       hand_over_share(dq);
     }
   }
+  FMHA_DEVICE int32_t share() const { return cluster_rank(tile) * S::consumers + index; }
   FMHA_DEVICE float* share_of(const Work& work, const QueryBlocks& blocks) const {
     const int64_t row = stats_offset(p, work.span, blocks.i_head, blocks.current * tile.block_m);
-    return p.dq_sums + row * S::dim + index * S::dq_share + threadIdx.x % mma::kWarpgroup * 4;
+    return p.dq_sums + row * S::dim + share() * S::dq_share + threadIdx.x % mma::kWarpgroup * 4;
   }
   template <int first, int last>
   FMHA_DEVICE void add_elems(float* to, const mma::Accumulator<S::dq_columns>& dq, bool is_first = false) const {
@@ -93,7 +105,7 @@ struct Consumer {
   // Whether it is the first: then sums are stored, and nobody has to put zeros there before.
   FMHA_DEVICE bool wait_for_turn(const Sm90BwdSchedule& schedule, const Work& work, const QueryBlocks& blocks) const {
     if constexpr (!takes_turns<spec>()) return false;
-    const int32_t before = S::consumers * turn_at<spec, tile>(schedule, work, blocks.current);
+    const int32_t before = S::consumers * tile.cluster * turn_at<spec, tile>(schedule, work, blocks.current);
     if (threadIdx.x % mma::kWarpgroup == 0) {
       const int32_t* turns = turns_of_block(work, blocks);
       while (ptx::ld_acquire_gpu(turns) < before) {
@@ -109,6 +121,14 @@ struct Consumer {
       sync_own();
       if (threadIdx.x % mma::kWarpgroup == 0) ptx::red_release_gpu_add(turns, 1);
       __syncwarp();
+    }
+  }
+  // The turn of the block before: ended when its additions have long left the registers, since the fence waits for them.
+  FMHA_DEVICE void end_open_turn() {
+    if constexpr (takes_turns<spec>()) {
+      if (open_turn == nullptr) return;
+      end_turn(open_turn);
+      open_turn = nullptr;
     }
   }
   FMHA_DEVICE void hand_over_share(const mma::Accumulator<S::dq_columns>& dq) {
@@ -156,7 +176,7 @@ struct Consumer {
     }
   }
 
-  // This consumer's rows of dS^T for all; they are there when `sync_consumers` or `ds_full` says so.
+  // This consumer's rows of dS^T for all; they are there when `sync_consumers` says so.
   FMHA_DEVICE void store_ds(const Operand& ds) const {
     // The other consumers have done their dQ with what a single slot held.
     if constexpr (tile.stages_ds == 1) sync_consumers();
@@ -178,14 +198,8 @@ struct Consumer {
   }
 
   FMHA_DEVICE void start_dv(const Operand& probs) {
-    pin_zeros(dv);
     mma::start_product_ab<dtype>(dv, probs, smem.dout[dout_slot.index]);
   }
-  // Where the first step is no part of a loop, the compiler may put the zeros of dK and dV behind their products' fence.
-  FMHA_DEVICE void pin_zeros(mma::Accumulator<S::grad_columns>& grad) const {
-    if constexpr (tile.late_dq) ptx::written_here(grad.elems);
-  }
-
   // P and dS as operands of the products, dS stored, dV started: before dS is made where registers allow it, else behind
   // its stores, which are under way while the instructions of dV are issued.
   FMHA_DEVICE void differentiate_and_start_dv(Scores& s, Scores& dp, Operand& ds, const Work& work,
@@ -215,7 +229,7 @@ struct Consumer {
     sync_consumers();
     start_dq(dq);
     ptx::wgmma_wait_group<1>();  // dV
-    arrive(smem.dout_empty[dout_slot.index]);
+    release(smem.dout_empty[dout_slot.index]);
     mma::start_product_ab<dtype>(dk, ds, smem.q[q_slot.index]);
   }
 
@@ -234,7 +248,7 @@ struct Consumer {
     ptx::wgmma_wait_group<1>();  // dQ
     store_share(dq, work, blocks);
     ptx::wgmma_wait_group<0>();  // dK
-    arrive(smem.q_empty[q_slot.index]);
+    release(smem.q_empty[q_slot.index]);
     advance_slots();
   }
   FMHA_DEVICE void advance_slots() {
@@ -288,58 +302,6 @@ struct Consumer {
     for_each_block(work, blocks, [&] { return blocks.more(); }, [&]<Edges edges>() { step<edges>(work, blocks); });
   }
 
-  // As `walk`, with a block's dQ started behind the next one's scores. The consumers meet where one wants the other's dS,
-  // which by then is a step old: they may be most of a step apart, so that one has the tensor cores while the other makes
-  // P and dS.
-  template <bool first, Edges edges>
-  FMHA_DEVICE void step_with_last_dq(const Work& work, const QueryBlocks& blocks, QueryBlocks& last) {
-    Scores s, dp;
-    take_q(work, blocks.current, q_slot);
-    start_scores(s, q_slot.index);
-    if constexpr (!first) {
-      finish_dq(work, last);
-    } else {
-      ptx::wgmma_wait_group<0>();
-    }
-    last = blocks;
-    take_v_and_start_dp(dp, work, blocks);
-    Slopes slopes;
-    const QueryTile at = query_tile(blocks);
-    Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
-    pairs.template exponentiate<edges>(x, work, at.first_query);
-    Operand ds;
-    differentiate_and_start_dv(x, dp, ds, work, at, slopes);
-    pin_zeros(dk);
-    mma::start_product_ab<dtype>(dk, ds, smem.q[q_slot.index]);
-    ptx::fence_proxy_async();
-    __syncwarp();
-    arrive(smem.ds_full[index][ds_slot.index]);
-    ptx::wgmma_wait_group<1>();  // dV
-    arrive(smem.dout_empty[dout_slot.index]);
-    ptx::wgmma_wait_group<0>();  // dK
-    arrive(smem.q_empty[q_slot.index]);
-    q_slot.advance();
-    dout_slot.advance();
-  }
-  // dQ of the block before, from all consumers' dS.
-  FMHA_DEVICE void finish_dq(const Work& work, const QueryBlocks& last) {
-#pragma unroll
-    for (int c = 0; c < S::consumers; ++c) ptx::mbarrier_wait_parity(smem.ds_full[c][ds_slot.index], ds_slot.phase);
-    mma::Accumulator<S::dq_columns> dq;
-    start_dq(dq);
-    ptx::wgmma_wait_group<0>();
-    store_share(dq, work, last);
-    ds_slot.advance();
-  }
-  FMHA_DEVICE void walk_with_last_dq(const Work& work, QueryBlocks blocks) {
-    QueryBlocks last = blocks;
-    step_with_last_dq<true, Edges::Some>(work, blocks, last);
-    blocks.advance();
-    for_each_block(work, blocks, [&] { return blocks.more(); },
-                   [&]<Edges edges>() { step_with_last_dq<false, edges>(work, blocks, last); });
-    finish_dq(work, last);
-  }
-
   // The same where consumers share out the dimension: P and dS go through shared memory for both.
   FMHA_DEVICE void share_probs(const Scores& x, const Kept& kept) const {
     // All consumers have done their products with what a single slot held.
@@ -351,6 +313,8 @@ struct Consumer {
     pairs.uncap(dp, slopes);
     Operand own;
     own.template from<dtype>(dp, 0);
+    // The other CTA has what this slot held.
+    if constexpr (tile.cluster > 1) ptx::mbarrier_wait_parity(smem.other_ds_empty[ds_slot.index], ds_slot.phase ^ 1);
     mma::store_transposed(smem.ds[ds_slot.index][0], own, 0, pairs.own_query());
     ptx::fence_proxy_async();
     sync_consumers();
@@ -389,7 +353,7 @@ struct Consumer {
     mma::Accumulator<S::dq_columns> dq;
     start_own_dq(dq);
     ptx::wgmma_wait_group<1>();  // dV
-    arrive(smem.dout_empty[dout_slot.index]);
+    release(smem.dout_empty[dout_slot.index]);
     start_own_dk();
     finish_step(dq, work, blocks);
   }
@@ -431,8 +395,8 @@ struct Consumer {
       start_dp(dp, dout_slot.index);
       add_elems<half, all>(sums, dq, is_first);
       ptx::wgmma_wait_group<2>();  // dV, dK
-      arrive(smem.dout_empty[done_dout]);
-      arrive(smem.q_empty[done_q]);
+      release(smem.dout_empty[done_dout]);
+      release(smem.q_empty[done_q]);
       ptx::wgmma_wait_group<0>();
       end_turn(turns);
     } else {
@@ -440,10 +404,91 @@ struct Consumer {
       add_elems<0, all>(sums, dq, wait_for_turn(schedule, work, blocks));
       end_turn(turns);
       ptx::wgmma_wait_group<0>();
-      arrive(smem.dout_empty[done_dout]);
-      arrive(smem.q_empty[done_q]);
+      release(smem.dout_empty[done_dout]);
+      release(smem.q_empty[done_q]);
     }
   }
+
+  // The same by the CTAs of a cluster, which send each other their dS while the tensor cores have dK and dQ of their own. dV
+  // is started before dS is made: dO, of which there is one block at a time, is then free for the next.
+  //
+  //   tensor cores          dV(i)    dK(i)  dQ(i)  dQ(i) of the other's dS  S(i+1)        dP(i+1)
+  //   this group     P(i)   dS(i)    send dS(i)                             half of dQ    the rest   P(i+1)
+  template <bool last, Edges edges>
+  FMHA_DEVICE void turn_cluster(const Sm90BwdSchedule& schedule, const Work& work, const QueryBlocks& blocks, Scores& s,
+                                Scores& dp) {
+    Slopes slopes;
+    const QueryTile at = query_tile(blocks);
+    Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
+    pairs.template exponentiate<edges>(x, work, at.first_query);
+    Kept kept;
+    pairs.decide(kept, work, at);
+    share_probs(x, kept);
+    ptx::fence_proxy_async();
+    sync_consumers();
+    start_own_dv();
+    end_open_turn();
+    share_own_ds(dp, x, slopes, kept);
+    send_ds();
+    start_own_dk();
+    mma::Accumulator<S::dq_columns> dq;
+    start_dq_of<false>(dq, smem.ds[ds_slot.index][0], smem.k, share() * S::dq_columns);
+    ptx::wgmma_wait_group<2>();  // dV
+    release(smem.dout_empty[dout_slot.index]);
+    ptx::mbarrier_wait_parity(smem.other_ds_full[ds_slot.index], ds_slot.phase);
+    start_dq_of<true>(dq, smem.other_ds[ds_slot.index], smem.other_k, index * S::dq_columns);
+    Barrier& done_q = smem.q_empty[q_slot.index];
+    Barrier& done_ds = smem.other_ds_empty[ds_slot.index];
+    advance_slots();
+    constexpr int all = S::dq_columns / 2, half = all / 2;
+    float* sums = share_of(work, blocks);
+    int32_t* turns = takes_turns<spec>() ? turns_of_block(work, blocks) : nullptr;
+    if constexpr (!last) {
+      QueryBlocks next = blocks;
+      next.advance();
+      take_q(work, next.current, q_slot);
+      start_scores(s, q_slot.index);
+      ptx::wgmma_wait_group<1>();  // dK, dQ
+      release(done_q);
+      ptx::mbarrier_arrive_at_if(done_ds, cluster_rank(tile) ^ 1, signals);
+      const bool is_first = wait_for_turn(schedule, work, blocks);
+      add_elems<0, half>(sums, dq, is_first);
+      take_dout(work, next.current, dout_slot);
+      start_dp(dp, dout_slot.index);
+      add_elems<half, all>(sums, dq, is_first);
+      open_turn = turns;
+      ptx::wgmma_wait_group<0>();
+    } else {
+      ptx::wgmma_wait_group<0>();
+      release(done_q);
+      ptx::mbarrier_arrive_at_if(done_ds, cluster_rank(tile) ^ 1, signals);
+      add_elems<0, all>(sums, dq, wait_for_turn(schedule, work, blocks));
+      end_turn(turns);
+    }
+  }
+  // This CTA's dS to the other one, by one thread.
+  FMHA_DEVICE void send_ds() const {
+    if (threadIdx.x == mma::kWarpgroup) {
+      const int32_t other = cluster_rank(tile) ^ 1;
+      Barrier& full = smem.other_ds_full[ds_slot.index];
+      ptx::mbarrier_arrive_expect_tx_at(ptx::address_at(full, other), S::DsTile::tile_bytes);
+      ptx::cp_async_bulk_at(smem.other_ds[ds_slot.index].address(), other, smem.ds[ds_slot.index][0].address(),
+                            S::DsTile::tile_bytes, full);
+    }
+    __syncwarp();
+  }
+  // dK and dV leave through the memory of dS: the other CTA has what this one sent.
+  FMHA_DEVICE void wait_until_sent() const {
+    Slot<tile.stages_ds> slot = ds_slot;
+    for (int i = 0; i < tile.stages_ds; ++i, slot.advance())
+      ptx::mbarrier_wait_parity(smem.other_ds_empty[slot.index], slot.phase ^ 1);
+  }
+  // The columns of dQ from `column` of K on, from some keys' dS.
+  template <bool adds, class Tile, class KTile>
+  FMHA_DEVICE void start_dq_of(mma::Accumulator<S::dq_columns>& dq, const Tile& ds, const KTile& k, int32_t column) const {
+    mma::start_product_ab<dtype, adds>(dq, ds, 0, k, column);
+  }
+
   FMHA_DEVICE void walk_split_ahead(const Sm90BwdSchedule& schedule, const Work& work, QueryBlocks blocks) {
     Scores s, dp;
     take_q(work, blocks.current, q_slot);
@@ -452,10 +497,18 @@ struct Consumer {
     ptx::wgmma_wait_group<0>();
     int32_t left = blocks.count();
     for_each_block(work, blocks, [&] { return left > 1; }, [&]<Edges edges>() {
-      turn_split<false, edges>(schedule, work, blocks, s, dp);
+      if constexpr (tile.cluster > 1) {
+        turn_cluster<false, edges>(schedule, work, blocks, s, dp);
+      } else {
+        turn_split<false, edges>(schedule, work, blocks, s, dp);
+      }
       --left;
     });
-    turn_split<true, Edges::Some>(schedule, work, blocks, s, dp);
+    if constexpr (tile.cluster > 1) {
+      turn_cluster<true, Edges::Some>(schedule, work, blocks, s, dp);
+    } else {
+      turn_split<true, Edges::Some>(schedule, work, blocks, s, dp);
+    }
   }
 
   // As `walk`, with the next block's scores started behind this one's dK, so that the tensor cores have work while dQ is
@@ -496,7 +549,7 @@ struct Consumer {
       ptx::wgmma_wait_group<0>();
       x = carried(s, work, next);
     }
-    arrive(smem.q_empty[done]);
+    release(smem.q_empty[done]);
   }
   FMHA_DEVICE void walk_ahead(const Work& work, QueryBlocks blocks) {
     Scores s, x;
@@ -513,22 +566,31 @@ struct Consumer {
     turn<true, Edges::Some>(work, blocks, x);
   }
 
+  FMHA_DEVICE void zero_others_keys(const Work& work) const {
+    const int32_t first = work.keys.begin + (cluster_rank(tile) == 0 ? tile.block_n : -tile.block_n);
+    const int32_t there = work.cluster_keys.end - first;
+    if (there < tile.block_n && may_be_dirty<spec>(p)) {
+      ptx::mbarrier_wait_parity(smem.v_full, tile_phase);
+      zero_rows(smem.other_k, max(there, 0));
+      finish_zeros();
+    }
+  }
+
   FMHA_DEVICE void run_tile(const Sm90BwdSchedule& schedule, const Work& work) {
     ptx::mbarrier_wait_parity(smem.k_full, tile_phase);
     const int32_t there = work.keys.end - work.keys.begin;
     if (there < tile.block_n && may_be_dirty<spec>(p)) {
       ptx::mbarrier_wait_parity(smem.v_full, tile_phase);
-      zero_rows(smem.k, there);
-      zero_rows(smem.v, there);
+      zero_rows(smem.k, max(there, 0));
+      zero_rows(smem.v, max(there, 0));
       finish_zeros();
     }
+    if constexpr (tile.cluster > 1) zero_others_keys(work);
     const QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work);
     if constexpr (tile.split_dims && tile.early_scores) {
       walk_split_ahead(schedule, work, blocks);
     } else if constexpr (tile.split_dims) {
       walk_split(work, blocks);
-    } else if constexpr (tile.late_dq) {
-      walk_with_last_dq(work, blocks);
     } else if constexpr (tile.early_scores) {
       walk_ahead(work, blocks);
     } else {
@@ -536,6 +598,7 @@ struct Consumer {
     }
     arrive(smem.kv_empty);
     tile_phase ^= 1;
+    if constexpr (tile.cluster > 1) wait_until_sent();
   }
 
   // dK and dV to memory, through that of dS where rows are stored 16 bytes at a time.
@@ -560,7 +623,7 @@ struct Consumer {
   FMHA_DEVICE void run(const Sm90BwdSchedule& schedule) {
     for_each_tile<tile>(schedule, smem, signals, [&](int32_t i) {
       const Work work = resolve_work<spec, tile>(p, schedule, i);
-      if (work.keys.empty()) return;
+      if (work.cluster_keys.empty()) return;
       dk.clear();
       dv.clear();
       // Keys that no query sees have gradients of 0.

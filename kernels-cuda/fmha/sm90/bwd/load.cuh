@@ -7,12 +7,24 @@ namespace fmha::sm90::bwd {
 
 template <class Tile>
 FMHA_DEVICE void load_rows(const Tile& to, const TensorMap& map, Barrier& full, int32_t i_batch, int32_t row,
-                           int32_t i_head, ptx::CacheHint hint) {
+                           int32_t i_head, ptx::CacheHint hint, int32_t first_column = 0) {
   // The loading thread has 24 registers: not enough for the addresses of many chunks at a time.
 #pragma unroll(Tile::num_chunks > 2 ? 1 : Tile::num_chunks)
   for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
-    ptx::cp_async_bulk_tensor_4d(to.address() + chunk * Tile::chunk_bytes, map, full, chunk * Tile::span, row, i_head,
-                                 i_batch, hint);
+    ptx::cp_async_bulk_tensor_4d(to.address() + chunk * Tile::chunk_bytes, map, full, first_column + chunk * Tile::span,
+                                 row, i_head, i_batch, hint);
+  }
+}
+// The same rows for both CTAs of a cluster, of which each loads half.
+template <class Tile>
+FMHA_DEVICE void load_rows_together(const Tile& to, const TensorMap& map, Barrier& full, int32_t i_batch, int32_t row,
+                                    int32_t i_head, ptx::CacheHint hint, int32_t rank) {
+  constexpr uint16_t both = 3;
+  const int32_t first = rank * (Tile::rows / 2);
+#pragma unroll 1
+  for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
+    ptx::cp_async_bulk_tensor_4d_multicast(to.address() + chunk * Tile::chunk_bytes + first * Tile::span_bytes, map, full,
+                                           chunk * Tile::span, row + first, i_head, i_batch, both, hint);
   }
 }
 
@@ -43,8 +55,13 @@ struct Loader {
     const int32_t i = slot.index, first_query = blocks.current * tile.block_m;
     ptx::mbarrier_wait_parity(empty[i], slot.phase ^ 1);
     ptx::mbarrier_arrive_expect_tx(full[i], Tile::tile_bytes + stats_bytes);
-    load_rows(tiles[i], map, full[i], work.span.storage_batch, work.span.q_row + first_query, blocks.i_head,
-              ptx::CacheHint::EvictLast);
+    const int32_t row = work.span.q_row + first_query;
+    if constexpr (tile.cluster > 1) {
+      load_rows_together(tiles[i], map, full[i], work.span.storage_batch, row, blocks.i_head, ptx::CacheHint::EvictLast,
+                         cluster_rank(tile));
+    } else {
+      load_rows(tiles[i], map, full[i], work.span.storage_batch, row, blocks.i_head, ptx::CacheHint::EvictLast);
+    }
     const float* rows = stats + stats_offset(p, work.span, blocks.i_head, first_query);
     ptx::cp_async_bulk(ptx::shared_address(row_stats[i]), rows, stats_bytes, full[i]);
     slot.advance();
@@ -60,8 +77,14 @@ struct Loader {
     for (QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work); blocks.more(); blocks.advance()) {
       load_queries(smem.q, smem.lse_log2, smem.q_full, smem.q_empty, q_slot, maps.q, p.lse_log2, work, blocks);
       if (first) {  // S can start before V is there
-        ptx::mbarrier_arrive_expect_tx(smem.v_full, S::VTile::tile_bytes);
+        constexpr uint32_t other_bytes = tile.cluster > 1 ? S::OtherKTile::tile_bytes : 0;
+        ptx::mbarrier_arrive_expect_tx(smem.v_full, S::VTile::tile_bytes + other_bytes);
         load_rows(smem.v, maps.v, smem.v_full, k_batch, k_row, work.i_head_kv, ptx::CacheHint::EvictFirst);
+        if constexpr (tile.cluster > 1) {
+          const int32_t rank = cluster_rank(tile), other_row = k_row + (rank == 0 ? tile.block_n : -tile.block_n);
+          load_rows(smem.other_k, maps.k, smem.v_full, k_batch, other_row, work.i_head_kv, ptx::CacheHint::EvictFirst,
+                    rank * S::cluster_columns);
+        }
         first = false;
       }
       load_queries(smem.dout, smem.delta, smem.dout_full, smem.dout_empty, dout_slot, maps.dout, p.delta, work, blocks);

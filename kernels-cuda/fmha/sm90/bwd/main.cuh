@@ -19,16 +19,21 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
   ptx::mbarrier_init(smem.kv_empty, warps);
   for (int i = 0; i < tile.stages_q; ++i) {
     ptx::mbarrier_init(smem.q_full[i], 1);
-    ptx::mbarrier_init(smem.q_empty[i], warps);
+    ptx::mbarrier_init(smem.q_empty[i], warps * tile.cluster);
   }
   for (int i = 0; i < tile.stages_dout; ++i) {
     ptx::mbarrier_init(smem.dout_full[i], 1);
-    ptx::mbarrier_init(smem.dout_empty[i], warps);
+    ptx::mbarrier_init(smem.dout_empty[i], warps * tile.cluster);
   }
   for (int i = 0; i < num_consumers(tile); ++i) {
-    for (int slot = 0; slot < tile.stages_ds; ++slot) ptx::mbarrier_init(smem.ds_full[i][slot], 4);
     ptx::mbarrier_init(smem.dq_full[i], 4);
     ptx::mbarrier_init(smem.dq_empty[i], 1);
+  }
+  if constexpr (tile.cluster > 1) {
+    for (int i = 0; i < tile.stages_ds; ++i) {
+      ptx::mbarrier_init(smem.other_ds_full[i], 1);
+      ptx::mbarrier_init(smem.other_ds_empty[i], warps);
+    }
   }
   for (int i = 0; i < kClaimSlots; ++i) {
     ptx::mbarrier_init(smem.claim_full[i], 1);
@@ -47,7 +52,11 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
   if (threadIdx.x == 0) init_barriers(smem);
-  __syncthreads();
+  if constexpr (tile.cluster > 1) {
+    ptx::cluster_sync();
+  } else {
+    __syncthreads();
+  }
   wait_for_launch_before();
   if (ptx::uniform(threadIdx.x / mma::kWarpgroup) == 0) {
     ptx::setmaxnreg_dec<load_regs(tile)>();
@@ -61,6 +70,8 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
     ptx::setmaxnreg_inc<consume_regs(tile)>();
     consume<spec, tile>(p, schedule, smem);
   }
+  // A CTA stays until the other one has sent and taken all.
+  if constexpr (tile.cluster > 1) ptx::cluster_sync();
 }
 
 }  // namespace fmha::sm90::bwd

@@ -11,9 +11,10 @@ namespace fmha::sm90::bwd {
 struct Work {
   SeqSpan span;
   MaskBand band;
-  int32_t i_head_kv, key_block;
-  Range keys;      // of the sequence; empty: the sequence has no such block
-  Range q_blocks;  // those with a query that sees one of the keys
+  int32_t i_head_kv, key_block;  // the block counted in those of clusters, whose CTAs walk the same query blocks
+  Range keys;          // of the sequence; empty: the sequence has no such block
+  Range cluster_keys;  // those of all CTAs of the cluster
+  Range q_blocks;      // those with a query that sees one of the cluster's keys
 };
 
 // Calls `run` for each tile of this CTA: its own, and where CTAs are persistent those that the load role claims. Of each
@@ -50,14 +51,16 @@ FMHA_DEVICE constexpr bool takes_turns() {
 // first ones, every head's in turn. Turns have groups of one head, and demand the last ones first.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index) {
-  const int32_t group_tiles = schedule.heads_per_l2_group * schedule.num_key_blocks;
-  const int32_t group = index / group_tiles, within = index - group * group_tiles;
+  const int32_t num_key_blocks = schedule.num_key_blocks / tile.cluster, i_cluster = index / tile.cluster;
+  const int32_t group_tiles = schedule.heads_per_l2_group * num_key_blocks;
+  const int32_t group = i_cluster / group_tiles, within = i_cluster - group * group_tiles;
   const int32_t first_head = group * schedule.heads_per_l2_group;
   const int32_t num_heads = min(schedule.heads_per_l2_group, schedule.num_heads - first_head);
   const int32_t i_block = within / num_heads, head = first_head + within - i_block * num_heads;
   const bool last_first = takes_turns<spec>() && spec.fwd.mask != MaskKind::Full;
-  const int32_t key_block = last_first ? schedule.num_key_blocks - 1 - i_block : i_block;
-  const int32_t first_key = key_block * tile.block_n;
+  const int32_t key_block = last_first ? num_key_blocks - 1 - i_block : i_block;
+  const int32_t cluster_key = key_block * cluster_keys(tile);
+  const int32_t first_key = cluster_key + (index - i_cluster * tile.cluster) * tile.block_n;
   const int32_t i_batch = head / p.fwd.num_heads_kv;
   Work work;
   work.i_head_kv = head - i_batch * p.fwd.num_heads_kv;
@@ -65,9 +68,10 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
   work.span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
   work.band = resolve_band(p.fwd.mask, work.span.seqlen_q, work.span.seqlen_k);
   work.keys = {first_key, min(first_key + tile.block_n, work.span.seqlen_k)};
+  work.cluster_keys = {cluster_key, min(cluster_key + cluster_keys(tile), work.span.seqlen_k)};
   work.q_blocks = {0, 0};
-  if (!work.keys.empty()) {
-    const Range queries = query_range(work.band, work.keys, work.span.seqlen_q);
+  if (!work.cluster_keys.empty()) {
+    const Range queries = query_range(work.band, work.cluster_keys, work.span.seqlen_q);
     if (!queries.empty()) work.q_blocks = {queries.begin / tile.block_m, ceil_div(queries.end, tile.block_m)};
   }
   return work;
@@ -86,9 +90,9 @@ struct Turns {
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE Turns turns_of(const Sm90BwdSchedule& schedule, const Work& work) {
   // From the sequence's own length, so that its bits do not depend on the batch.
-  const int32_t num_keys = ceil_div(work.span.seqlen_k, tile.block_n);
-  const int32_t group = ceil_div(num_keys, ceil_div(num_keys, schedule.num_sms));
-  const int32_t first = work.key_block / group * group, size = min(group, num_keys - first);
+  const int32_t num_blocks = ceil_div(work.span.seqlen_k, cluster_keys(tile));
+  const int32_t group = ceil_div(num_blocks, ceil_div(num_blocks, schedule.num_sms / tile.cluster));
+  const int32_t first = work.key_block / group * group, size = min(group, num_blocks - first);
   return {first, size, (work.q_blocks.end - work.q_blocks.begin) / size};
 }
 
@@ -101,13 +105,13 @@ FMHA_DEVICE int32_t turn_at(const Sm90BwdSchedule& schedule, const Work& work, i
     // As query_range has it, seen from the queries: nobody waits for a turn that nobody takes.
     const bool has_width = work.band.lo <= work.band.hi;
     const Range keys = has_width ? k_range(work.band, queries, work.span.seqlen_k) : Range{0, 0};
-    const int32_t band_end = keys.empty() ? 0 : ceil_div(keys.end, tile.block_n);
-    const int32_t band_begin = keys.empty() ? 0 : keys.begin / tile.block_n;
+    const int32_t band_end = keys.empty() ? 0 : ceil_div(keys.end, cluster_keys(tile));
+    const int32_t band_begin = keys.empty() ? 0 : keys.begin / cluster_keys(tile);
     if (!keys.empty() && work.key_block >= band_begin) return band_end - 1 - work.key_block;
     // Sink columns before the band.
     const int32_t sink_end = has_width ? sink_range(work.band, queries, work.span.seqlen_k).end
                                        : max(min(work.band.sink_columns, queries.end + work.band.hi), 0);
-    const int32_t sinks = ceil_div(sink_end, tile.block_n);
+    const int32_t sinks = ceil_div(sink_end, cluster_keys(tile));
     return band_end - band_begin + (keys.empty() ? sinks : min(sinks, band_begin)) - 1 - work.key_block;
   } else {
     const Turns turns = turns_of<spec, tile>(schedule, work);

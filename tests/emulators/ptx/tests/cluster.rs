@@ -92,6 +92,30 @@ fn a_block_that_ends_before_others_are_done_with_its_shared_memory_is_a_race() {
 }
 
 #[test]
+fn the_source_of_a_copy_to_another_block_is_free_when_that_block_says_that_it_has_the_bytes() {
+    let mut options = Options::default();
+    options.happens_before = true;
+    // Block 0 sends 16 bytes and writes them again; block 1 waits for them and arrives at block 0's second barrier.
+    let sent = |wait: &str| {
+        format!(
+            "mbarrier.init.shared::cta.b64 [%s], 1; mbarrier.init.shared::cta.b64 [%s+8], 1;
+             fence.mbarrier_init.release.cluster; {MEET}
+             setp.eq.u32 %p, %r, 0; mov.u32 %w3, 7; mapa.shared::cluster.u32 %w0, %s, 1; @!%p bra TAKE;
+             st.shared.v4.b32 [%s+64], {{%w3, %w3, %w3, %w3}}; fence.proxy.async.shared::cta;
+             mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%w0], 16; add.u32 %w1, %w0, 128; add.u32 %w2, %s, 64;
+             cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%w1], [%w2], 16, [%w0];
+             {wait} st.shared.b32 [%s+64], %r; bra DONE;
+             TAKE: mbarrier.try_wait.parity.shared::cta.b64 %q, [%s], 0; @!%q bra TAKE;
+             mapa.shared::cluster.u32 %w0, %s, 0; mbarrier.arrive.shared::cluster.b64 _, [%w0+8];
+             ld.shared.b32 %d, [%s+128]; DONE: {MEET}"
+        )
+    };
+    let wait = "WAIT: mbarrier.try_wait.parity.shared::cta.b64 %q, [%s+8], 0; @!%q bra WAIT;";
+    assert_eq!(two_blocks_apart(&sent(wait), &options), Ok(vec![0, 7]));
+    assert_eq!(two_blocks_apart(&sent(""), &options), Err(FaultKind::Race));
+}
+
+#[test]
 fn a_descriptor_is_read_as_it_stands_rank_and_all() {
     // One product of ones, no swizzle: rows of K 128 bytes apart (leading), groups of rows 256 (stride). `addr >> 4`
     // without a mask puts the rank of block 1 into the leading field: it then reads 256 bytes further.

@@ -50,16 +50,19 @@ impl Cluster {
         Ok(())
     }
 
+    /// The track of an mbarrier, and which of its phases is the next to complete.
+    fn phase_at_work(&mut self, cta: u32, at: u32) -> Exec<(u32, u32)> {
+        let bar = self.barrier_at(cta, at)?;
+        Ok((bar.track, bar.phase as u32 + 1))
+    }
+
     /// Writes the tile into shared memory, swizzled, and completes the bytes on the barrier.
     pub(super) fn deliver(&mut self, job: &Job, data: &[u8]) -> Exec<()> {
         let swizzle = job.map.as_ref().map(TensorMap::swizzle_mode);
         for (i, &(cta, at)) in job.shared.iter().enumerate() {
             let bar = job.bars.get(i).copied();
             let epoch = match bar {
-                Some((c, a)) => {
-                    let bar = self.barrier_at(c, a)?;
-                    (bar.track, bar.phase as u32 + 1)
-                }
+                Some((c, a)) => self.phase_at_work(c, a)?,
                 None => (0, 0),
             };
             if let Some(t) = &mut self.tracker {
@@ -97,9 +100,14 @@ impl Cluster {
     /// Reads the source in shared memory, undoing the swizzle.
     pub(super) fn collect(&mut self, job: &Job, data: &mut [u8]) -> Exec<()> {
         let (cta, at) = job.source;
+        // PTX ISA, `cp.async.bulk`: an mbarrier that counts the bytes says too that they have been read.
+        let announced = match job.bars.first() {
+            Some(&(c, a)) => Some(self.phase_at_work(c, a)?),
+            None => None,
+        };
         if let Some(t) = &mut self.tracker {
-            let track = t.bulk_track(job.cta, job.warp);
-            let me = (track, job.group, job.pc, job.lane);
+            let (track, epoch) = announced.unwrap_or_else(|| (t.bulk_track(job.cta, job.warp), job.group));
+            let me = (track, epoch, job.pc, job.lane);
             t.touch(Touch::Read, &job.clocks, me, [cta, at, job.bytes])?;
         }
         let shared = &self.blocks[cta as usize].shared;
