@@ -6,6 +6,14 @@
 
 namespace fmha::ptx {
 
+// needs: sm_90. No instruction: the compiler takes `address` for made here, and so keeps nothing that it derives from it
+// across loops. In a cluster an address of shared memory is no constant.
+// PTX ISA: mapa.
+FMHA_DEVICE uint32_t made_here(uint32_t address) {
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
 // needs: sm_90. Waits for every thread of the cluster that has not exited. Not the aligned form: lanes of
 // the load role come one by one.
 // PTX ISA: barrier.cluster.

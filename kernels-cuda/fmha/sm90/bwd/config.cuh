@@ -3,6 +3,7 @@
 #include <fmha/common/pipeline.cuh>
 #include <fmha/mma/sm90.cuh>
 #include <fmha/params.h>
+#include <fmha/ptx/cluster.cuh>
 #include <fmha/ptx/mbarrier.cuh>
 #include <fmha/ptx/tma.cuh>
 #include <fmha/sm90/common/fragment.cuh>
@@ -48,9 +49,8 @@ FMHA_DEVICE constexpr int padded_dim(const FwdSpec& spec) {
 template <class Elem, int rows, int dim, bool clustered>
 struct BwdTile : SmemTile<Elem, rows, dim, clustered> {
   FMHA_DEVICE uint32_t offset() const {
-    uint32_t offset = SmemTile<Elem, rows, dim, clustered>::offset();
-    if constexpr (clustered) asm volatile("" : "+r"(offset));
-    return offset;
+    const uint32_t offset = SmemTile<Elem, rows, dim, clustered>::offset();
+    return clustered ? ptx::made_here(offset) : offset;
   }
 };
 

@@ -11,7 +11,6 @@
 #include <fmha/common/zero_rows.cuh>
 #include <fmha/mma/sm90/transposed_product.cuh>
 #include <fmha/ptx/barrier.cuh>
-#include <fmha/ptx/cluster.cuh>
 #include <fmha/ptx/flag.cuh>
 #include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/warp.cuh>

@@ -59,6 +59,7 @@ FMHA_DEVICE void walk_bias_blocks(const BwdParams& p, const Sm90BwdSchedule& sch
       work.keys = {first_key, min(first_key + tile.block_n, work.span.seqlen_k)};
       const Range queries = {first_query, min(first_query + tile.block_m, work.span.seqlen_q)};
       if (queries.empty() || work.keys.empty()) continue;
+      work.uncut = uncut_queries<spec, tile>(work);
       if (block_class(work.band, queries, work.keys) == BlockClass::Skipped) continue;
       for (int32_t h = block.heads.begin; h < block.heads.end; ++h) {
         work.i_head_kv = h / p.fwd.gqa_ratio;

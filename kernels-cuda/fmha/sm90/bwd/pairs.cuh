@@ -57,12 +57,7 @@ struct Pairs {
   }
 
   FMHA_DEVICE bool is_edge(const Work& work, int32_t first_query) const {
-    if (work.keys.end - work.keys.begin < tile.block_n) return true;
-    if constexpr (!has_hi) return false;
-    // Wholly behind the sequence: P are 0 by their LSE.
-    if (tile.split_dims && first_query >= work.span.seqlen_q) return false;
-    const Range queries = {first_query, min(first_query + columns, work.span.seqlen_q)};
-    return block_class(work.band, queries, work.keys) != BlockClass::Inside;
+    return first_query < work.uncut.begin || first_query >= work.uncut.end;
   }
 
   // What P are exponentials of, and where scores are soft-capped by which slopes.

@@ -15,6 +15,7 @@ struct Work {
   Range keys;          // of the sequence; empty: the sequence has no such block
   Range cluster_keys;  // those of all CTAs of the cluster
   Range q_blocks;      // those with a query that sees one of the cluster's keys
+  Range uncut;         // first queries of a consumer's columns that see all keys of a whole block
 };
 
 // Calls `run` for each tile of this CTA: its own, and where CTAs are persistent those that the load role claims. Of each
@@ -41,7 +42,22 @@ FMHA_DEVICE void for_each_tile(const Sm90BwdSchedule& schedule, Shared& smem, bo
   }
 }
 
-// Whether key blocks take turns at the sums of dQ (order.cuh).
+// From a tile's keys alone, so that a step has one comparison for it: as `block_class` finds out, some forty instructions,
+// with nothing under way beside them.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE Range uncut_queries(const Work& work) {
+  if (work.keys.end - work.keys.begin < tile.block_n) return {0, 0};
+  Range uncut = {0, kUnboundedHi};
+  if constexpr (spec.fwd.mask != MaskKind::Full) uncut.begin = work.keys.end - 1 - work.band.hi;
+  if constexpr (spec.fwd.mask == MaskKind::Band) {
+    const int32_t last = work.keys.begin - work.band.lo;  // the last query that still sees the first key
+    const bool seen_by_all = last >= work.span.seqlen_q - 1 || work.keys.end <= work.band.sink_columns;
+    if (!seen_by_all) uncut.end = last - num_columns(tile) + 2;
+  }
+  return uncut;
+}
+
+// Whether key blocks take turns at the sums of dQ.
 template <BwdSpec spec>
 FMHA_DEVICE constexpr bool takes_turns() {
   return spec.deterministic;
@@ -74,6 +90,7 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
     const Range queries = query_range(work.band, work.cluster_keys, work.span.seqlen_q);
     if (!queries.empty()) work.q_blocks = {queries.begin / tile.block_m, ceil_div(queries.end, tile.block_m)};
   }
+  work.uncut = uncut_queries<spec, tile>(work);
   return work;
 }
 
