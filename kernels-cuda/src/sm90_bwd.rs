@@ -1,6 +1,6 @@
 //! The Hopper backward kernels: their tile, their workspace, their entries.
 
-use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
+use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr};
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{BiasKind, BwdSpec, FwdSpec};
@@ -44,6 +44,9 @@ abi_spec! {
         pub late_dp: bool = Takes::all().tuned(),
         /// Consumers add dQ to memory from their registers; else a thread adds it from shared memory.
         pub direct_dq: bool = Takes::all().tuned(),
+        /// A kv head's query heads are shared out to several tiles, whose dK and dV a launch of its own adds; else one
+        /// tile walks all of them.
+        pub head_parts: bool = Takes::all(),
         /// Blocks that a mask or the end of the keys cuts have a loop of their own.
         pub edges_apart: bool = Takes::all().tuned(),
         /// Of each 16 exponentials, how many are polynomials on the multiply-add pipe.
@@ -76,6 +79,10 @@ abi_struct! {
         pub num_bias_blocks: i32,
         /// Multiprocessors: CTAs that run at a time.
         pub num_sms: i32,
+        /// Tiles that share a kv head's query heads.
+        pub num_head_parts: i32,
+        /// With `head_parts` f32 sums of dK and dV, part by part; set at each run.
+        pub head_sums: DevPtr<f32>,
     }
 }
 
@@ -155,6 +162,7 @@ impl Sm90BwdTile {
             block_m: if self.block_m % 64 == 0 { 64 } else { self.block_m },
             block_n: 128,
             cluster: 1,
+            head_parts: false,
             split_dims: false,
             direct_dq: false,
             ..*self
@@ -282,6 +290,35 @@ impl Sm90BwdTile {
         }
     }
 
+    /// Whether tiles are to share a kv head's query heads: where without it there are fewer tiles than two to a
+    /// multiprocessor. Not where the bits of a sequence are to be the same in any batch.
+    #[must_use]
+    pub fn wants_head_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> bool {
+        let tiles = self.tiles_of_all_heads(problem);
+        !spec.deterministic && problem.fwd.gqa_ratio() > 1 && tiles < 2 * u64::from(num_sms)
+    }
+
+    fn tiles_of_all_heads(&self, problem: &BwdProblem) -> u64 {
+        let dims = problem.fwd.dims;
+        let keys = u64::from(dims.seqlen_k.div_ceil(self.block_n.unsigned_abs()));
+        keys * u64::from(dims.num_heads_kv) * u64::from(dims.batch)
+    }
+
+    /// Of a kv head's query heads: so many parts of equal size that each multiprocessor has some four tiles.
+    fn num_head_parts(&self, problem: &BwdProblem, num_sms: u32) -> u32 {
+        let ratio = problem.fwd.gqa_ratio();
+        let wanted = (4 * u64::from(num_sms)).div_ceil(self.tiles_of_all_heads(problem).max(1));
+        let divides = |&parts: &u32| ratio.is_multiple_of(parts) && u64::from(parts) >= wanted;
+        if self.head_parts { (1..ratio).find(divides).unwrap_or(ratio) } else { 1 }
+    }
+
+    /// The f32 sums of dK and dV of all tiles, in bytes; 0 where each tile has a kv head's query heads alone.
+    #[must_use]
+    pub fn head_sums_bytes(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule) -> u64 {
+        let keys = u64::from(schedule.num_tiles.unsigned_abs()) * u64::from(self.block_n.unsigned_abs());
+        if self.head_parts { keys * 8 * u64::from(padded_dim(spec).unsigned_abs()) } else { 0 }
+    }
+
     /// How the work of a problem is cut.
     ///
     /// # Errors
@@ -318,19 +355,22 @@ impl Sm90BwdTile {
         // at 8k, 633, 635 at 16k; D 64 484, 493 at 4k; D 256 337, 348 at 2k. D 64 at 512 207, 201.
         let in_groups =
             problem.fwd.mask.kind() != MaskKind::Full && !spec.deterministic && dims.seqlen_k >= 1024;
-        let num_heads = i64::from(dims.batch) * i64::from(dims.num_heads_kv);
+        let parts = self.num_head_parts(problem, num_sms);
+        let num_heads = i64::from(dims.batch) * i64::from(dims.num_heads_kv) * i64::from(parts);
         let row_bytes = i64::from(dims.head_dim_qk) * 6 + i64::from(dims.head_dim_v) * 2;
-        let head_bytes = i64::from(dims.seqlen_q) * i64::from(problem.fwd.gqa_ratio()) * row_bytes;
+        let head_bytes = i64::from(dims.seqlen_q) * i64::from(problem.fwd.gqa_ratio() / parts) * row_bytes;
         let group_bytes = if in_groups { L2_GROUP_BYTES } else { 0 };
         let heads_per_l2_group = heads_per_l2_group(num_heads, head_bytes, 1, group_bytes);
         Ok(Sm90BwdSchedule {
             num_bias_blocks,
             num_heads: num_heads as i32,
             heads_per_l2_group: heads_per_l2_group as i32,
-            num_tiles: count("seqlen_k", keys, dims.num_heads_kv)?,
+            num_tiles: count("seqlen_k", keys, dims.num_heads_kv * parts)?,
             num_key_blocks: keys as i32,
             num_q_blocks: queries as i32,
             num_sms: num_sms as i32,
+            num_head_parts: parts as i32,
+            head_sums: DevPtr::NULL,
         })
     }
 }
@@ -488,6 +528,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         edges_apart: dim == 64 || (dim == 128 && !early_scores),
         // 557 of 547; causal 478 of 462; at D 128 without early scores causal 523 of 504, edges apart as well.
         exp2_polynomials: if !split_dims && modifiers == 0 { 4 } else { 0 },
+        head_parts: false,
         // Key blocks that take turns are launched in their order.
         persistent: !spec.deterministic && cluster == 1,
         fast_softcap: spec.fwd.softcap,
@@ -546,6 +587,12 @@ pub fn postprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 #[must_use]
 pub fn repair(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     rows("repair", spec, tile)
+}
+
+/// The kernel after the main one with `head_parts`: arguments likewise, a CTA to a key block of a kv head.
+#[must_use]
+pub fn head_sums(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+    rows("head_sums", spec, tile)
 }
 
 /// The kernel of dBias, which wants nothing but what the first one leaves: arguments as of the main one, all of them by

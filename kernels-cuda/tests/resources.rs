@@ -263,6 +263,13 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
         let tile = sm90_bwd::default_tile(&spec);
         kernels.push((format!("sm90_bwd_{dim}_dbias_kernel"), sm90_bwd::dbias(&spec, &tile.of_dbias())));
         kernels.push((format!("sm90_bwd_{dim}_postprocess"), sm90_bwd::postprocess(&spec, &tile)));
+        let shared = sm90_bwd::Sm90BwdTile {
+            head_parts: true,
+            ..sm90_bwd::default_tile(&plain(dim, MaskKind::Upper))
+        };
+        let spec = plain(dim, MaskKind::Upper);
+        kernels.push((format!("sm90_bwd_{dim}_head_parts"), sm90_bwd::main(&spec, &shared)));
+        kernels.push((format!("sm90_bwd_{dim}_head_sums"), sm90_bwd::head_sums(&spec, &shared)));
         let masked = plain(dim, MaskKind::Upper);
         let tile = sm90_bwd::default_tile(&masked);
         kernels.push((format!("sm90_bwd_{dim}_repair"), sm90_bwd::repair(&masked, &tile)));

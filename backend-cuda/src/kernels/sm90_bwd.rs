@@ -1,5 +1,6 @@
 //! The Hopper backward: its launches, its workspace, its tensor maps.
 
+use fmha_core::abi::DevPtr;
 use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::Fields as _;
@@ -24,6 +25,8 @@ struct Chosen {
     dbias: Option<(Sm90BwdTile, Sm90BwdSchedule)>,
     repairs: bool,
     workspace: BwdWorkspace,
+    /// Where in the workspace the sums of heads' parts begin.
+    head_sums: u64,
 }
 
 /// The main kernel's second argument.
@@ -58,6 +61,7 @@ impl BwdRecipe for Sm90Bwd {
         sm90_bwd::accepts(problem)?;
         let spec = BwdSpec { deterministic: options.deterministic, ..BwdSpec::of(problem) };
         let mut tile = sm90_bwd::choose_tile(problem, &spec);
+        tile.head_parts = tile.wants_head_parts(problem, &spec, facts.num_sms);
         for (key, value) in &options.tile {
             tile.set_field(key, value).map_err(refuse)?;
         }
@@ -86,6 +90,9 @@ impl BwdRecipe for Sm90Bwd {
             (tile.block_m.unsigned_abs(), tile.num_suspects(&spec, &schedule, q_blocks));
         let workspace = BwdWorkspace::new(problem, block_m, Some(sums), suspects)
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
+        // Behind it the sums of heads' parts.
+        let head_sums = workspace.bytes.next_multiple_of(ALIGN);
+        let bytes = head_sums + tile.head_sums_bytes(&spec, &schedule);
         let tiles = schedule.num_tiles.unsigned_abs();
         let grid = |ctas: u32, threads: u32| Grid { dependent: true, ..Grid::new(ctas.max(1), threads) };
         let rows = |kernel, source, blocks: u32| Launch {
@@ -98,6 +105,10 @@ impl BwdRecipe for Sm90Bwd {
         };
         // After it heads of dSink too.
         let sinks = if problem.write_dsink { dims.num_heads_q } else { 0 };
+        let sums = tile.head_parts.then(|| {
+            let blocks = tiles / schedule.num_head_parts.unsigned_abs();
+            rows("head_sums", sm90_bwd::head_sums(&spec, &tile), blocks)
+        });
         // And where a mask may have let hidden infinities through, a warp to each block.
         let repair = sm90_bwd::repairs(&spec).then(|| {
             let warps = (q_blocks + tiles).div_ceil(sm90_bwd::ROW_THREADS / 32);
@@ -106,7 +117,14 @@ impl BwdRecipe for Sm90Bwd {
         let ctas = if tile.persistent { tiles.min(facts.num_sms) } else { tiles };
         Ok(Choice {
             kernel: Sm90Bwd {
-                chosen: Some(Chosen { tile, schedule, dbias, repairs: repair.is_some(), workspace }),
+                chosen: Some(Chosen {
+                    tile,
+                    schedule,
+                    dbias,
+                    repairs: repair.is_some(),
+                    workspace,
+                    head_sums,
+                }),
             }
             .into(),
             launches: [
@@ -122,6 +140,7 @@ impl BwdRecipe for Sm90Bwd {
                 rows("postprocess", sm90_bwd::postprocess(&spec, &tile), q_blocks + sinks),
             ]
             .into_iter()
+            .chain(sums)
             .chain(repair)
             .chain(dbias.map(|(tile, schedule)| {
                 let blocks = schedule.num_bias_blocks.unsigned_abs();
@@ -135,7 +154,7 @@ impl BwdRecipe for Sm90Bwd {
                 }
             }))
             .collect(),
-            workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: 0 },
+            workspace: Workspace { bytes, zeroed_bytes: 0 },
             promises: Promises {
                 // Else the sums of dQ have no order where several key blocks add to them.
                 deterministic: spec.deterministic || schedule.num_key_blocks <= tile.cluster,
@@ -149,7 +168,14 @@ impl BwdRecipe for Sm90Bwd {
                 ("stages", format!("{} Q, {} dO, {} dS", tile.stages_q, tile.stages_dout, tile.stages_ds)),
                 ("dQ", "f32 sums in memory".to_owned()),
                 ("launches", "start while the one before ends".to_owned()),
-            ],
+            ]
+            .into_iter()
+            .chain(tile.head_parts.then(|| {
+                let (heads, parts) = (problem.fwd().gqa_ratio(), schedule.num_head_parts);
+                ("query heads", format!("{heads} of a kv head shared by {parts} tiles"))
+            }))
+            .chain((tile.cluster > 1).then(|| ("clusters", format!("{} key blocks", tile.cluster))))
+            .collect(),
         })
     }
 
@@ -181,13 +207,15 @@ impl BwdRecipe for Sm90Bwd {
     }
 
     fn launch(&self, steps: &[Step], call: &BwdCall<'_>) -> Result<()> {
-        let Some(Chosen { tile, mut schedule, dbias, repairs, workspace }) = self.chosen else {
+        let Some(Chosen { tile, mut schedule, dbias, repairs, workspace, head_sums }) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
         };
         let (three, more) = steps.split_at(steps.len().min(3));
         let [preprocess, main, postprocess] = exactly(three)?;
+        let (sums, more) = more.split_at(usize::from(tile.head_parts).min(more.len()));
         let (repair, dbias_step) = more.split_at(usize::from(repairs).min(more.len()));
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
+        schedule.head_sums = DevPtr::new(address + head_sums);
         let mut params = workspace.bind(bind::bwd_params(call.problem, call.args), address);
         if schedule.num_q_blocks > 0 {
             let mut arguments = [(&raw mut params).cast(), (&raw mut schedule).cast()];
@@ -207,6 +235,12 @@ impl BwdRecipe for Sm90Bwd {
             let mut arguments = [(&raw mut params).cast(), (&raw mut schedule).cast()];
             // SAFETY: as above.
             unsafe { postprocess.launch(&mut arguments, call.stream)? };
+        }
+        if tile.head_parts && schedule.num_tiles > 0 {
+            let [sums] = exactly(sums)?;
+            let mut arguments = [(&raw mut params).cast(), (&raw mut schedule).cast()];
+            // SAFETY: as above.
+            unsafe { sums.launch(&mut arguments, call.stream)? };
         }
         if repairs && schedule.num_q_blocks > 0 {
             let [repair] = exactly(repair)?;

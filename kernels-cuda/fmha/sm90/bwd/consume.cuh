@@ -15,6 +15,7 @@
 #include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/warp.cuh>
 #include <fmha/sm90/bwd/epilogue.cuh>
+#include <fmha/sm90/bwd/head_sums.cuh>
 #include <fmha/sm90/bwd/pairs.cuh>
 #include <fmha/sm90/bwd/work.cuh>
 
@@ -601,12 +602,19 @@ struct Consumer {
   }
 
   // dK and dV to memory, through that of dS where rows are stored 16 bytes at a time.
-  FMHA_DEVICE void store_gradients(const Work& work) const {
+  FMHA_DEVICE void store_gradients(const Sm90BwdSchedule& schedule, const Work& work) const {
     constexpr int qk = spec.fwd.head_dim_qk, v = spec.fwd.head_dim_v;
     constexpr DType dtype = spec.dtype_grad;
     const int32_t row = pairs.own_key() + mma::fragment_row(), column = S::first_column(index);
     const float dv_factor = spec.fwd.dropout ? p.fwd.dropout_scale : 1.f;
-    if constexpr (tile.vector_store && dtype != DType::F32) {
+    if constexpr (tile.head_parts) {
+      float* sums = head_sums_of<spec, tile>(p, schedule, work.span.i_batch, work.i_head_kv, work.i_part);
+      Work of_sequence = work;
+      of_sequence.span.k_row = 0;
+      constexpr int64_t to_next_key = kHeadSumsRow<spec, tile>;
+      store_elems<DType::F32, v>(dv, View{sums + S::dim, 0, to_next_key, 0, 1}, of_sequence, row, column, dv_factor);
+      store_elems<DType::F32, qk>(dk, View{sums, 0, to_next_key, 0, 1}, of_sequence, row, column, p.fwd.softmax_scale);
+    } else if constexpr (tile.vector_store && dtype != DType::F32) {
       static_assert(num_consumer_warps(tile) * kStagingBytes <= sizeof(smem.ds), "rows find room where dS was");
       const uint32_t staging = ptx::shared_address(&smem.ds) + (threadIdx.x / 32 - 4) * kStagingBytes;
       sync_consumers();  // All have done their products with dS.
@@ -627,7 +635,7 @@ struct Consumer {
       dv.clear();
       // Keys that no query sees have gradients of 0.
       if (!work.q_blocks.empty()) run_tile(schedule, work);
-      store_gradients(work);
+      store_gradients(schedule, work);
       if constexpr (repairs<spec>()) {
         bool suspect = false;
 #pragma unroll

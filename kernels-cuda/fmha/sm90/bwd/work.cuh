@@ -11,6 +11,7 @@ namespace fmha::sm90::bwd {
 struct Work {
   SeqSpan span;
   MaskBand band;
+  int32_t i_part;                // of the kv head's query heads, where tiles share them (`head_parts`)
   int32_t i_head_kv, key_block;  // the block counted in those of clusters, whose CTAs walk the same query blocks
   Range keys;          // of the sequence; empty: the sequence has no such block
   Range cluster_keys;  // those of all CTAs of the cluster
@@ -72,13 +73,20 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
   const int32_t group = i_cluster / group_tiles, within = i_cluster - group * group_tiles;
   const int32_t first_head = group * schedule.heads_per_l2_group;
   const int32_t num_heads = min(schedule.heads_per_l2_group, schedule.num_heads - first_head);
-  const int32_t i_block = within / num_heads, head = first_head + within - i_block * num_heads;
+  const int32_t i_block = within / num_heads;
+  int32_t head = first_head + within - i_block * num_heads, i_part = 0;
+  if constexpr (tile.head_parts) {
+    const int32_t part = head;
+    head = part / schedule.num_head_parts;
+    i_part = part - head * schedule.num_head_parts;
+  }
   const bool last_first = takes_turns<spec>() && spec.fwd.mask != MaskKind::Full;
   const int32_t key_block = last_first ? num_key_blocks - 1 - i_block : i_block;
   const int32_t cluster_key = key_block * cluster_keys(tile);
   const int32_t first_key = cluster_key + (index - i_cluster * tile.cluster) * tile.block_n;
   const int32_t i_batch = head / p.fwd.num_heads_kv;
   Work work;
+  work.i_part = i_part;
   work.i_head_kv = head - i_batch * p.fwd.num_heads_kv;
   work.key_block = key_block;
   work.span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
@@ -155,7 +163,8 @@ struct QueryBlocks {
 };
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work) {
-  const int32_t first_head = work.i_head_kv * p.fwd.gqa_ratio;
+  const int32_t num_heads = tile.head_parts ? p.fwd.gqa_ratio / schedule.num_head_parts : p.fwd.gqa_ratio;
+  const int32_t first_head = work.i_head_kv * p.fwd.gqa_ratio + work.i_part * num_heads;
   const bool none = work.q_blocks.empty();
   int32_t start = work.q_blocks.begin;
   if constexpr (takes_turns<spec>() && spec.fwd.mask == MaskKind::Full) {
@@ -164,7 +173,7 @@ FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& 
       start += (work.key_block - turns.first) * turns.stride;
     }
   }
-  return {work.q_blocks, start, none ? first_head : first_head + p.fwd.gqa_ratio, first_head, start};
+  return {work.q_blocks, start, none ? first_head : first_head + num_heads, first_head, start};
 }
 
 // Whether rows may have to be computed again: a mask hides a key from some queries of a block and not from others, and
