@@ -202,10 +202,8 @@ struct Consumer {
   }
   // P and dS as operands of the products, dS stored, dV started: before dS is made where registers allow it, else behind
   // its stores, which are under way while the instructions of dV are issued.
-  FMHA_DEVICE void differentiate_and_start_dv(Scores& s, Scores& dp, Operand& ds, const Work& work,
-                                              const QueryTile& at, const Slopes& slopes) {
-    Kept kept;
-    pairs.decide(kept, work, at);
+  FMHA_DEVICE void differentiate_and_start_dv(Scores& s, Scores& dp, Operand& ds,
+                                              const Slopes& slopes, const Kept& kept) {
     Operand probs = operand_of_dv(s, kept);
     if constexpr (tile.early_dv) {
       start_dv(probs);
@@ -221,10 +219,10 @@ struct Consumer {
   }
 
   // The three products that take P and dS; dV is done, dQ and dK are under way.
-  FMHA_DEVICE void start_gradients(mma::Accumulator<S::dq_columns>& dq, Scores& x, Scores& dp, const Work& work,
-                                   const QueryTile& at, const Slopes& slopes) {
+  FMHA_DEVICE void start_gradients(mma::Accumulator<S::dq_columns>& dq, Scores& x, Scores& dp, const Slopes& slopes,
+                                   const Kept& kept) {
     Operand ds;
-    differentiate_and_start_dv(x, dp, ds, work, at, slopes);
+    differentiate_and_start_dv(x, dp, ds, slopes, kept);
     ptx::fence_proxy_async();
     sync_consumers();
     start_dq(dq);
@@ -283,19 +281,17 @@ struct Consumer {
     Scores s, dp;
     take_q(work, blocks.current, q_slot);
     start_scores(s, q_slot.index);
-    if constexpr (!tile.late_dp) {
-      take_v_and_start_dp(dp, work, blocks);
-      ptx::wgmma_wait_group<1>();
-    } else {
-      ptx::wgmma_wait_group<0>();
-    }
-    Slopes slopes;
+    if constexpr (!tile.late_dp) take_v_and_start_dp(dp, work, blocks);
     const QueryTile at = query_tile(blocks);
+    Kept kept;
+    pairs.decide(kept, work, at);
+    ptx::wgmma_wait_group<tile.late_dp ? 0 : 1>();
+    Slopes slopes;
     Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
     pairs.template exponentiate<edges>(x, work, at.first_query);
     if constexpr (tile.late_dp) take_v_and_start_dp(dp, work, blocks);
     mma::Accumulator<S::dq_columns> dq;
-    start_gradients(dq, x, dp, work, at, slopes);
+    start_gradients(dq, x, dp, slopes, kept);
     finish_step(dq, work, blocks);
   }
   FMHA_DEVICE void walk(const Work& work, QueryBlocks blocks) {
@@ -339,13 +335,13 @@ struct Consumer {
     take_q(work, blocks.current, q_slot);
     start_scores(s, q_slot.index);
     take_v_and_start_dp(dp, work, blocks);
-    ptx::wgmma_wait_group<1>();
-    Slopes slopes;
     const QueryTile at = query_tile(blocks);
-    Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
-    pairs.template exponentiate<edges>(x, work, at.first_query);
     Kept kept;
     pairs.decide(kept, work, at);
+    ptx::wgmma_wait_group<1>();
+    Slopes slopes;
+    Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
+    pairs.template exponentiate<edges>(x, work, at.first_query);
     share_probs(x, kept);
     ptx::wgmma_wait_group<0>();
     share_own_ds(dp, x, slopes, kept);
@@ -365,13 +361,11 @@ struct Consumer {
   // the registers. L2 takes longer to add dQ than the tensor cores need for any one product, and a warp waits for it.
   template <bool last, Edges edges>
   FMHA_DEVICE void turn_split(const Sm90BwdSchedule& schedule, const Work& work, const QueryBlocks& blocks, Scores& s,
-                              Scores& dp) {
+                              Scores& dp, Kept& kept) {
     Slopes slopes;
     const QueryTile at = query_tile(blocks);
     Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
     pairs.template exponentiate<edges>(x, work, at.first_query);
-    Kept kept;
-    pairs.decide(kept, work, at);
     share_probs(x, kept);
     share_own_ds(dp, x, slopes, kept);
     mma::Accumulator<S::dq_columns> dq;
@@ -394,6 +388,7 @@ struct Consumer {
       take_dout(work, next.current, dout_slot);
       start_dp(dp, dout_slot.index);
       add_elems<half, all>(sums, dq, is_first);
+      pairs.decide(kept, work, query_tile(next));
       ptx::wgmma_wait_group<2>();  // dV, dK
       release(smem.dout_empty[done_dout]);
       release(smem.q_empty[done_q]);
@@ -416,13 +411,11 @@ struct Consumer {
   //   this group     P(i)   dS(i)    send dS(i)                             half of dQ    the rest   P(i+1)
   template <bool last, Edges edges>
   FMHA_DEVICE void turn_cluster(const Sm90BwdSchedule& schedule, const Work& work, const QueryBlocks& blocks, Scores& s,
-                                Scores& dp) {
+                                Scores& dp, Kept& kept) {
     Slopes slopes;
     const QueryTile at = query_tile(blocks);
     Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
     pairs.template exponentiate<edges>(x, work, at.first_query);
-    Kept kept;
-    pairs.decide(kept, work, at);
     share_probs(x, kept);
     ptx::fence_proxy_async();
     sync_consumers();
@@ -457,6 +450,7 @@ struct Consumer {
       start_dp(dp, dout_slot.index);
       add_elems<half, all>(sums, dq, is_first);
       open_turn = turns;
+      pairs.decide(kept, work, query_tile(next));
       ptx::wgmma_wait_group<0>();
     } else {
       ptx::wgmma_wait_group<0>();
@@ -494,20 +488,22 @@ struct Consumer {
     take_q(work, blocks.current, q_slot);
     start_scores(s, q_slot.index);
     take_v_and_start_dp(dp, work, blocks);
+    Kept kept;
+    pairs.decide(kept, work, query_tile(blocks));
     ptx::wgmma_wait_group<0>();
     int32_t left = blocks.count();
     for_each_block(work, blocks, [&] { return left > 1; }, [&]<Edges edges>() {
       if constexpr (tile.cluster > 1) {
-        turn_cluster<false, edges>(schedule, work, blocks, s, dp);
+        turn_cluster<false, edges>(schedule, work, blocks, s, dp, kept);
       } else {
-        turn_split<false, edges>(schedule, work, blocks, s, dp);
+        turn_split<false, edges>(schedule, work, blocks, s, dp, kept);
       }
       --left;
     });
     if constexpr (tile.cluster > 1) {
-      turn_cluster<true, Edges::Some>(schedule, work, blocks, s, dp);
+      turn_cluster<true, Edges::Some>(schedule, work, blocks, s, dp, kept);
     } else {
-      turn_split<true, Edges::Some>(schedule, work, blocks, s, dp);
+      turn_split<true, Edges::Some>(schedule, work, blocks, s, dp, kept);
     }
   }
 
@@ -524,7 +520,7 @@ struct Consumer {
     return pairs.exponents(s, smem.lse_log2[q_slot.index], work, query_tile(blocks), none);
   }
   template <bool last, Edges edges>
-  FMHA_DEVICE void turn(const Work& work, const QueryBlocks& blocks, Scores& x) {
+  FMHA_DEVICE void turn(const Work& work, const QueryBlocks& blocks, Scores& x, Kept& kept) {
     Scores dp;
     take_dout(work, blocks.current, dout_slot);
     start_dp(dp, dout_slot.index);
@@ -533,7 +529,7 @@ struct Consumer {
     if constexpr (modifies) x = pairs.exponents(x, smem.lse_log2[q_slot.index], work, at, slopes);
     pairs.template exponentiate<edges>(x, work, at.first_query);
     mma::Accumulator<S::dq_columns> dq;
-    start_gradients(dq, x, dp, work, at, slopes);
+    start_gradients(dq, x, dp, slopes, kept);
     const int32_t done = q_slot.index;
     advance_slots();
     ptx::wgmma_wait_group<1>();  // dQ
@@ -546,6 +542,7 @@ struct Consumer {
       Scores s;
       take_q(work, next.current, q_slot);
       start_scores(s, q_slot.index);
+      pairs.decide(kept, work, query_tile(next));
       ptx::wgmma_wait_group<0>();
       x = carried(s, work, next);
     }
@@ -556,14 +553,16 @@ struct Consumer {
     take_q(work, blocks.current, q_slot);
     start_scores(s, q_slot.index);
     ptx::mbarrier_wait_parity(smem.v_full, tile_phase);
+    Kept kept;
+    pairs.decide(kept, work, query_tile(blocks));
     ptx::wgmma_wait_group<0>();
     x = carried(s, work, blocks);
     int32_t left = blocks.count();
     for_each_block(work, blocks, [&] { return left > 1; }, [&]<Edges edges>() {
-      turn<false, edges>(work, blocks, x);
+      turn<false, edges>(work, blocks, x, kept);
       --left;
     });
-    turn<true, Edges::Some>(work, blocks, x);
+    turn<true, Edges::Some>(work, blocks, x, kept);
   }
 
   FMHA_DEVICE void zero_others_keys(const Work& work) const {

@@ -93,6 +93,7 @@ struct Pairs {
     }
   }
 
+  // Which elements dropout keeps: asked while products are under way that have nothing else beside them.
   FMHA_DEVICE void decide(Kept& kept, const Work& work, const QueryTile& at) const {
     const int32_t batch_head = work.span.i_batch * p.fwd.num_heads_q + at.i_head;
     if constexpr (spec.fwd.dropout) kept.decide(p.fwd, batch_head, first_key(work), at.first_query);
