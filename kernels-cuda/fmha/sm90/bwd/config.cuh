@@ -78,12 +78,14 @@ struct Shape {
   FMHA_DEVICE static int32_t first_column(int32_t consumer) { return tile.split_dims ? consumer * grad_columns : 0; }
 
   using Elem = Storage<dtype>;
-  using QTile = BwdTile<Elem, tile.block_m, dim, (tile.cluster > 1)>;
-  using KTile = BwdTile<Elem, tile.block_n, dim, (tile.cluster > 1)>;
-  using VTile = BwdTile<Elem, tile.block_n, dim, (tile.cluster > 1)>;
-  using DoutTile = BwdTile<Elem, tile.block_m, dim, (tile.cluster > 1)>;
-  using DsTile = BwdTile<Elem, tile.block_m, tile.block_n, (tile.cluster > 1)>;
-  using OtherKTile = BwdTile<Elem, tile.block_n, cluster_columns, (tile.cluster > 1)>;
+  template <int rows, int columns>
+  using Tile = BwdTile<Elem, rows, columns, (tile.cluster > 1)>;
+  using QTile = Tile<tile.block_m, dim>;
+  using KTile = Tile<tile.block_n, dim>;
+  using VTile = Tile<tile.block_n, dim>;
+  using DoutTile = Tile<tile.block_m, dim>;
+  using DsTile = Tile<tile.block_m, tile.block_n>;
+  using OtherKTile = Tile<tile.block_n, cluster_columns>;
 };
 
 // What a CTA holds of the other one of its cluster.

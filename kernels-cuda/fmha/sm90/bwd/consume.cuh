@@ -202,8 +202,8 @@ struct Consumer {
   }
   // P and dS as operands of the products, dS stored, dV started: before dS is made where registers allow it, else behind
   // its stores, which are under way while the instructions of dV are issued.
-  FMHA_DEVICE void differentiate_and_start_dv(Scores& s, Scores& dp, Operand& ds,
-                                              const Slopes& slopes, const Kept& kept) {
+  FMHA_DEVICE void differentiate_and_start_dv(Scores& s, Scores& dp, Operand& ds, const Slopes& slopes,
+                                              const Kept& kept) {
     Operand probs = operand_of_dv(s, kept);
     if constexpr (tile.early_dv) {
       start_dv(probs);
@@ -425,11 +425,11 @@ struct Consumer {
     send_ds();
     start_own_dk();
     mma::Accumulator<S::dq_columns> dq;
-    start_dq_of<false>(dq, smem.ds[ds_slot.index][0], smem.k, share() * S::dq_columns);
+    mma::start_product_ab<dtype>(dq, smem.ds[ds_slot.index][0], 0, smem.k, share() * S::dq_columns);
     ptx::wgmma_wait_group<2>();  // dV
     release(smem.dout_empty[dout_slot.index]);
     ptx::mbarrier_wait_parity(smem.other_ds_full[ds_slot.index], ds_slot.phase);
-    start_dq_of<true>(dq, smem.other_ds[ds_slot.index], smem.other_k, index * S::dq_columns);
+    mma::start_product_ab<dtype, true>(dq, smem.other_ds[ds_slot.index], 0, smem.other_k, index * S::dq_columns);
     Barrier& done_q = smem.q_empty[q_slot.index];
     Barrier& done_ds = smem.other_ds_empty[ds_slot.index];
     advance_slots();
@@ -476,11 +476,6 @@ struct Consumer {
     Slot<tile.stages_ds> slot = ds_slot;
     for (int i = 0; i < tile.stages_ds; ++i, slot.advance())
       ptx::mbarrier_wait_parity(smem.other_ds_empty[slot.index], slot.phase ^ 1);
-  }
-  // The columns of dQ from `column` of K on, from some keys' dS.
-  template <bool adds, class Tile, class KTile>
-  FMHA_DEVICE void start_dq_of(mma::Accumulator<S::dq_columns>& dq, const Tile& ds, const KTile& k, int32_t column) const {
-    mma::start_product_ab<dtype, adds>(dq, ds, 0, k, column);
   }
 
   FMHA_DEVICE void walk_split_ahead(const Sm90BwdSchedule& schedule, const Work& work, QueryBlocks blocks) {
@@ -565,6 +560,7 @@ struct Consumer {
     turn<true, Edges::Some>(work, blocks, x, kept);
   }
 
+  // What lies behind the sequence in the other CTA's keys, as `run_tile` does with this one's.
   FMHA_DEVICE void zero_others_keys(const Work& work) const {
     const int32_t first = work.keys.begin + (cluster_rank(tile) == 0 ? tile.block_n : -tile.block_n);
     const int32_t there = work.cluster_keys.end - first;
