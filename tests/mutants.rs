@@ -41,6 +41,12 @@ const HOPPER_CASES: &[&str] = &[
     "edges/mask_sq_gt_sk/bf16/b:1,2,9",
     // Sink columns in a block that the window shows too, and another block beside it.
     "definition/random_137/f16/group/d64x64/h4kv2/s5x129/b:9,4,3",
+    // Scores computed again of a kv head that is not its query head's number; of sink columns; loads by copies.
+    "rare/towering/bf16/ratio3_group",
+    "rare/towering/bf16/sink_columns",
+    "guards/ends_at_unmapped/bf16/d33/s66x70/b:11,3,2",
+    // A band that begins in the block of the sink columns and ends in the next.
+    "edges/mask_sq_lt_sk/bf16/b:1,2,9",
 ];
 const CDNA_CASES: &[&str] = &[
     "edges/off_tile/bf16/s193x176/b",
@@ -51,6 +57,8 @@ const CDNA_CASES: &[&str] = &[
     "edges/mask_sq_gt_sk/bf16/b:1,2,9",
     // Rows that end inside a dword.
     "definition/pairs0_046/f16/group/d7x5/h1kv1/s33x70/0",
+    // Columns of V in several chunks a thread, the last one element by element.
+    "addresses/ragged_columns/bf16/k333/d128/odd_gap",
 ];
 const ROW_CASES: &[&str] = &[
     "definition/pairs0_003",
