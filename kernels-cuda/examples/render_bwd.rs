@@ -1,4 +1,4 @@
-//! As `render`, for the Hopper backward: one folder a kernel. Reads lines `NAME kernel=main|preprocess|postprocess|repair|dbias
+//! As `render`, for the Hopper backward: one folder a kernel. Reads lines `NAME kernel=main|preprocess|postprocess|head_sums|repair|dbias
 //! field=value ...`; what is not named has its default.
 //!
 //! `echo 'd128 kernel=main dim=128 mask=Upper' | cargo run --example render_bwd -- out`
@@ -71,6 +71,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             "main" => sm90_bwd::main(&spec, &tile),
             "preprocess" => sm90_bwd::preprocess(&spec, &tile),
             "postprocess" => sm90_bwd::postprocess(&spec, &tile),
+            "head_sums" => sm90_bwd::head_sums(&spec, &tile),
             "repair" => sm90_bwd::repair(&spec, &tile),
             "dbias" => sm90_bwd::dbias(&spec, &tile.of_dbias()),
             other => return Err(format!("{name}: kernel {other}").into()),

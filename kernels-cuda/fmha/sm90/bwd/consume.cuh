@@ -275,6 +275,14 @@ struct Consumer {
     }
   }
 
+  // P of the block whose product S is.
+  template <Edges edges>
+  FMHA_DEVICE Scores probs(const Scores& s, const Work& work, const QueryTile& at, Slopes& slopes) const {
+    Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
+    pairs.template exponentiate<edges>(x, work, at.first_query);
+    return x;
+  }
+
   // A query block after another, each from its scores to its dK.
   template <Edges edges>
   FMHA_DEVICE void step(const Work& work, const QueryBlocks& blocks) {
@@ -287,8 +295,7 @@ struct Consumer {
     pairs.decide(kept, work, at);
     ptx::wgmma_wait_group<tile.late_dp ? 0 : 1>();
     Slopes slopes;
-    Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
-    pairs.template exponentiate<edges>(x, work, at.first_query);
+    Scores x = probs<edges>(s, work, at, slopes);
     if constexpr (tile.late_dp) take_v_and_start_dp(dp, work, blocks);
     mma::Accumulator<S::dq_columns> dq;
     start_gradients(dq, x, dp, slopes, kept);
@@ -340,8 +347,7 @@ struct Consumer {
     pairs.decide(kept, work, at);
     ptx::wgmma_wait_group<1>();
     Slopes slopes;
-    Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
-    pairs.template exponentiate<edges>(x, work, at.first_query);
+    Scores x = probs<edges>(s, work, at, slopes);
     share_probs(x, kept);
     ptx::wgmma_wait_group<0>();
     share_own_ds(dp, x, slopes, kept);
@@ -364,8 +370,7 @@ struct Consumer {
                               Scores& dp, Kept& kept) {
     Slopes slopes;
     const QueryTile at = query_tile(blocks);
-    Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
-    pairs.template exponentiate<edges>(x, work, at.first_query);
+    Scores x = probs<edges>(s, work, at, slopes);
     share_probs(x, kept);
     share_own_ds(dp, x, slopes, kept);
     mma::Accumulator<S::dq_columns> dq;
@@ -414,8 +419,7 @@ struct Consumer {
                                 Scores& dp, Kept& kept) {
     Slopes slopes;
     const QueryTile at = query_tile(blocks);
-    Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
-    pairs.template exponentiate<edges>(x, work, at.first_query);
+    Scores x = probs<edges>(s, work, at, slopes);
     share_probs(x, kept);
     ptx::fence_proxy_async();
     sync_consumers();
@@ -478,6 +482,15 @@ struct Consumer {
       ptx::mbarrier_wait_parity(smem.other_ds_empty[slot.index], slot.phase ^ 1);
   }
 
+  template <bool last, Edges edges>
+  FMHA_DEVICE void turn_ahead(const Sm90BwdSchedule& schedule, const Work& work, const QueryBlocks& blocks, Scores& s,
+                              Scores& dp, Kept& kept) {
+    if constexpr (tile.cluster > 1) {
+      turn_cluster<last, edges>(schedule, work, blocks, s, dp, kept);
+    } else {
+      turn_split<last, edges>(schedule, work, blocks, s, dp, kept);
+    }
+  }
   FMHA_DEVICE void walk_split_ahead(const Sm90BwdSchedule& schedule, const Work& work, QueryBlocks blocks) {
     Scores s, dp;
     take_q(work, blocks.current, q_slot);
@@ -488,18 +501,10 @@ struct Consumer {
     ptx::wgmma_wait_group<0>();
     int32_t left = blocks.count();
     for_each_block(work, blocks, [&] { return left > 1; }, [&]<Edges edges>() {
-      if constexpr (tile.cluster > 1) {
-        turn_cluster<false, edges>(schedule, work, blocks, s, dp, kept);
-      } else {
-        turn_split<false, edges>(schedule, work, blocks, s, dp, kept);
-      }
+      turn_ahead<false, edges>(schedule, work, blocks, s, dp, kept);
       --left;
     });
-    if constexpr (tile.cluster > 1) {
-      turn_cluster<true, Edges::Some>(schedule, work, blocks, s, dp, kept);
-    } else {
-      turn_split<true, Edges::Some>(schedule, work, blocks, s, dp, kept);
-    }
+    turn_ahead<true, Edges::Some>(schedule, work, blocks, s, dp, kept);
   }
 
   // As `walk`, with the next block's scores started behind this one's dK, so that the tensor cores have work while dQ is
@@ -562,8 +567,7 @@ struct Consumer {
 
   // What lies behind the sequence in the other CTA's keys, as `run_tile` does with this one's.
   FMHA_DEVICE void zero_others_keys(const Work& work) const {
-    const int32_t first = work.keys.begin + (cluster_rank(tile) == 0 ? tile.block_n : -tile.block_n);
-    const int32_t there = work.cluster_keys.end - first;
+    const int32_t there = work.cluster_keys.end - first_key_of_other<tile>(work);
     if (there < tile.block_n && may_be_dirty<spec>(p)) {
       ptx::mbarrier_wait_parity(smem.v_full, tile_phase);
       zero_rows(smem.other_k, max(there, 0));

@@ -1,4 +1,4 @@
-// dK and dV of a finished key block, from registers to memory.
+// Gradients from registers to memory: dK and dV of a finished key block, and rows of any.
 #pragma once
 #include <fmha/num.h>
 #include <fmha/ptx/memory.cuh>
@@ -34,6 +34,22 @@ FMHA_DEVICE void store_elems(const mma::Accumulator<n>& grad, const View& view, 
     }
   }
   __syncwarp();
+}
+
+// Eight columns of a row, of which there are `columns`: 16 bytes at a time where `vector`.
+template <DType dtype, bool vector>
+FMHA_DEVICE void store_eight(void* data, int64_t at, int32_t columns, const float (&values)[8]) {
+  if constexpr (vector && dtype != DType::F32) {
+    uint32_t words[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) words[k] = ptx::cvt_rn_x2<dtype>(values[2 * k], values[2 * k + 1]);
+    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(data) + at) = {words[0], words[1], words[2], words[3]};
+  } else {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      if (k < columns) store_elem<dtype>(data, at + k, values[k]);
+    }
+  }
 }
 
 // Columns that `store_rows` takes at a time, and the shared memory that it wants of a warp for them.

@@ -1,9 +1,7 @@
 // dK and dV of a kv head whose query heads several tiles share (`head_parts`): each tile leaves the sums of its heads in
 // memory, and a launch of its own adds them in the order of the parts, so that they have the same bits whoever was first.
 #pragma once
-#include <fmha/num.h>
-#include <fmha/ptx/num.cuh>
-#include <fmha/sm90/bwd/work.cuh>
+#include <fmha/sm90/bwd/epilogue.cuh>
 
 namespace fmha::sm90::bwd {
 
@@ -31,7 +29,7 @@ FMHA_DEVICE void head_sums(const BwdParams& p, const Sm90BwdSchedule& schedule) 
   const int32_t i_batch = head / p.fwd.num_heads_kv, i_head_kv = head - i_batch * p.fwd.num_heads_kv;
   const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
   const float* first_part = head_sums_of<spec, tile>(p, schedule, i_batch, i_head_kv, 0);
-  const int64_t to_next_part = int64_t(p.fwd.batch) * p.fwd.num_heads_kv * schedule.num_key_blocks * tile.block_n * row_elems;
+  const int64_t to_next_part = head_sums_of<spec, tile>(p, schedule, i_batch, i_head_kv, 1) - first_part;
   for (int32_t i = threadIdx.x; i < tile.block_n * pieces; i += kHeadSumsThreads) {
     const int32_t key = key_block * tile.block_n + i / pieces, piece = i % pieces;
     const bool of_v = piece >= pieces / 2;
@@ -48,17 +46,7 @@ FMHA_DEVICE void head_sums(const BwdParams& p, const Sm90BwdSchedule& schedule) 
     }
     const View& view = of_v ? p.dv : p.dk;
     const int64_t at = row_offset(view, span.i_batch, int64_t(span.k_row) + key, i_head_kv) + column;
-    if constexpr (tile.vector_store && spec.dtype_grad != DType::F32) {
-      uint32_t words[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) words[k] = ptx::cvt_rn_x2<spec.dtype_grad>(sums[2 * k], sums[2 * k + 1]);
-      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(view.data) + at) = {words[0], words[1], words[2], words[3]};
-    } else {
-#pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        if (column + k < dim) store_elem<spec.dtype_grad>(view.data, at + k, sums[k]);
-      }
-    }
+    store_eight<spec.dtype_grad, tile.vector_store>(view.data, at, dim - column, sums);
   }
 }
 

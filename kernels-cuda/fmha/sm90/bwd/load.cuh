@@ -81,9 +81,8 @@ struct Loader {
         ptx::mbarrier_arrive_expect_tx(smem.v_full, S::VTile::tile_bytes + other_bytes);
         load_rows(smem.v, maps.v, smem.v_full, k_batch, k_row, work.i_head_kv, ptx::CacheHint::EvictFirst);
         if constexpr (tile.cluster > 1) {
-          const int32_t rank = cluster_rank(tile), other_row = k_row + (rank == 0 ? tile.block_n : -tile.block_n);
-          load_rows(smem.other_k, maps.k, smem.v_full, k_batch, other_row, work.i_head_kv, ptx::CacheHint::EvictFirst,
-                    rank * S::cluster_columns);
+          load_rows(smem.other_k, maps.k, smem.v_full, k_batch, work.span.k_row + first_key_of_other<tile>(work),
+                    work.i_head_kv, ptx::CacheHint::EvictFirst, cluster_rank(tile) * S::cluster_columns);
         }
         first = false;
       }

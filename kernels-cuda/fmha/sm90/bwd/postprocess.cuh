@@ -4,6 +4,7 @@
 #include <fmha/num.h>
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/simt/bwd.cuh>
+#include <fmha/sm90/bwd/epilogue.cuh>
 #include <fmha/sm90/bwd/preprocess.cuh>
 
 namespace fmha::sm90::bwd {
@@ -109,17 +110,7 @@ FMHA_DEVICE void postprocess(const BwdParams& p, const Sm90BwdSchedule& schedule
             for (int k = 0; k < 8; ++k) zero = fmaf(values[k], 0.f, zero);
             suspect |= is_nan(zero);
           }
-          if constexpr (tile.vector_store && spec.dtype_grad != DType::F32) {
-            uint32_t words[4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) words[k] = ptx::cvt_rn_x2<spec.dtype_grad>(values[2 * k], values[2 * k + 1]);
-            *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.dq.data) + row + column) = {words[0], words[1], words[2], words[3]};
-          } else {
-#pragma unroll
-            for (int k = 0; k < 8; ++k) {
-              if (column + k < dim) store_elem<spec.dtype_grad>(p.dq.data, row + column + k, values[k]);
-            }
-          }
+          store_eight<spec.dtype_grad, tile.vector_store>(p.dq.data, row + column, dim - column, values);
         }
       }
     }

@@ -19,6 +19,12 @@ struct Work {
   Range uncut;         // first queries of a consumer's columns that see all keys of a whole block
 };
 
+// Of the keys of the cluster's other CTA, in the sequence.
+template <Sm90BwdTile tile>
+FMHA_DEVICE int32_t first_key_of_other(const Work& work) {
+  return work.keys.begin + (cluster_rank(tile) == 0 ? tile.block_n : -tile.block_n);
+}
+
 // Calls `run` for each tile of this CTA: its own, and where CTAs are persistent those that the load role claims. Of each
 // warp `signals` is true in one lane of those that call.
 template <Sm90BwdTile tile, class Shared, class Run>
