@@ -57,6 +57,8 @@ struct Pairs {
   }
 
   FMHA_DEVICE bool is_edge(const Work& work, int32_t first_query) const {
+    // Without a mask the keys alone, which are held anyway: no registers beside them.
+    if constexpr (spec.fwd.mask == MaskKind::Full) return work.keys.end - work.keys.begin < tile.block_n;
     return first_query < work.uncut.begin || first_query >= work.uncut.end;
   }
 
