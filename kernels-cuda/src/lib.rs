@@ -79,6 +79,7 @@ pub fn headers() -> Vec<Header> {
         "sm90/bwd/dbias.cuh",
         "sm90/bwd/epilogue.cuh",
         "sm90/bwd/head_sums.cuh",
+        "sm90/bwd/keep_turns.cuh",
         "sm90/bwd/load.cuh",
         "sm90/bwd/main.cuh",
         "sm90/bwd/modifiers.cuh",

@@ -151,7 +151,7 @@ impl Sm90BwdTile {
         let stats = 4 * self.block_m * (self.stages_q + self.stages_dout);
         let barriers =
             8 * (3 + 2 * (self.stages_q + self.stages_dout + self.num_consumers() + 2 + self.stages_ds));
-        round_up(keys + queries + ds + dq + stats + barriers + 8, 1024)
+        round_up(keys + queries + ds + dq + stats + barriers + 3 * 4, 1024)
     }
 
     /// The tile of dBias' kernel: it keeps its own sums beside S and dP, and so has fewer queries in a block, which divide
@@ -489,54 +489,48 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
     let full = spec.fwd.mask == MaskKind::Full;
     let FwdSpec { bias, softcap, dropout, .. } = spec.fwd;
     let modifiers = i32::from(bias != BiasKind::None) + i32::from(softcap) + i32::from(dropout);
-    // TFLOP/s on an H200, bf16, S 4096. (block_m, transposed_dq, early_scores, early_dv)
-    let (block_m, transposed_dq, early_scores, early_dv) = match dim {
+    // TFLOP/s on an H200, bf16, S 4096. (block_m, transposed_dq, early_scores)
+    let (block_m, transposed_dq, early_scores) = match dim {
         // Without early scores 547, with 521; causal, with polynomials, 478 and 435, and 464 with dQ late.
-        64 => (128, false, false, false),
-        // Edges apart, without either 615, with both 605; causal 521 and 516. In turns full 521, causal 434 without.
-        128 => {
-            let early = spec.deterministic || modifiers > 0;
-            (64, true, early, early)
-        }
-        // 388; causal 328; with V of 128 315, 280.
-        192 => (96, true, !spec.deterministic, false),
+        64 => (128, false, false),
+        // Edges apart, without it and an early dV 615, with both 605; causal 521 and 516; with dropout 408 and 356. In turns,
+        // S 8192, 582 and 548; causal 508 and 484.
+        128 => (64, true, false),
+        // 388; causal 328; with V of 128 315, 280. In turns, S 2048, 222, without 213.
+        192 => (96, true, true),
         // 491; causal 439. A CTA without another 426, 393; a CTA to a multiprocessor 483, 427.
-        _ => (64, false, true, false),
+        _ => (64, false, true),
     };
     let split_dims = dim > 128;
-    let direct_dq = split_dims && early_scores;
     let cluster = if dim == 256 { 2 } else { 1 };
     let mut tile = Sm90BwdTile {
         block_m,
         block_n: if split_dims { 64 } else { 128 },
         cluster,
-        stages_q: match (split_dims, early_scores) {
-            (true, _) => 1 + i32::from(direct_dq),
-            (false, true) => 3,
-            (false, false) => 2,
-        },
-        stages_dout: if split_dims && (!direct_dq || cluster > 1) { 1 } else { 2 },
+        stages_q: 2,
+        stages_dout: if cluster > 1 { 1 } else { 2 },
         stages_ds: if dim == 192 { 1 } else { 2 },
         stages_dbias: if split_dims { 1 } else { 2 },
         transposed_dq,
         split_dims,
         early_scores,
-        early_dv,
+        early_dv: false,
         late_dp: false,
-        direct_dq,
+        direct_dq: split_dims,
         // At D 128 a second loop of the early order spills: 492 of 603, causal 494 of 505.
-        edges_apart: dim == 64 || (dim == 128 && !early_scores),
+        edges_apart: !split_dims,
         // 557 of 547; causal 478 of 462; at D 128 without early scores causal 523 of 504, edges apart as well.
         exp2_polynomials: if !split_dims && modifiers == 0 { 4 } else { 0 },
         head_parts: false,
-        // Key blocks that take turns are launched in their order.
-        persistent: !spec.deterministic && cluster == 1,
+        // Key blocks that take turns are launched in their order, or claimed in it: D 128 causal 508 of 494, D 64 488 of 484 but
+        // at S 2048 355 of 376.
+        persistent: cluster == 1 && (!spec.deterministic || (dim == 128 && !full)),
         fast_softcap: spec.fwd.softcap,
         vector_load: true,
         vector_store: spec.dtype_grad != DType::F32,
     };
     let wants_registers =
-        modifiers > 1 || bias == BiasKind::Elementwise || (dim == 64 && (softcap || dropout));
+        modifiers > 1 || (dim == 64 && (softcap || dropout || bias == BiasKind::Elementwise));
     if !split_dims && wants_registers {
         tile.take_registers();
         tile.persistent &= !(dim == 64 && full);

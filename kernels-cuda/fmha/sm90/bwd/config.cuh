@@ -122,15 +122,15 @@ struct Smem : ClusterSmem<spec, tile> {
   Barrier dout_empty[tile.stages_dout];  // one arrival per consumer warp of the cluster
   Barrier other_ds_full[tile.stages_ds];   // the bytes of the other CTA's dS
   Barrier other_ds_empty[tile.stages_ds];  // one arrival per consumer warp there: what this CTA sent has been used
-  Barrier dq_full[S::consumers];         // one arrival per warp of the consumer: its share of dQ is there
-  Barrier dq_empty[S::consumers];        // the store role's arrival: the share has been read
+  Barrier dq_full[S::consumers];         // one arrival per warp of the consumer: its share of dQ is there, or is being added
+  Barrier dq_empty[S::consumers];        // the store role's arrival: the share has been read; or, of the first, its turn has come
   Barrier claim_full[kClaimSlots];       // the load role's arrival: the next tile is known
   Barrier claim_empty[kClaimSlots];      // one arrival per consumer warp, and the store role's where there is one
   int32_t claims[kClaimSlots];
+  int32_t is_first_turn;
 };
 
 // Named barriers; 0 is that of __syncthreads.
 constexpr int kConsumersBarrier = 1;
-constexpr int kOwnBarrier = 2;  // of a consumer's threads; the next ones are the other consumers'
 
 }  // namespace fmha::sm90::bwd

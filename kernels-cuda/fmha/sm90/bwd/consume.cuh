@@ -28,6 +28,7 @@ struct Consumer {
   using Operand = mma::RegisterTile<typename S::Elem, num_columns(tile)>;
   static constexpr DType dtype = S::dtype;
   using Slopes = typename Pairs<spec, tile>::Slopes;
+  using Biases = typename Pairs<spec, tile>::Biases;
   using Kept = typename Pairs<spec, tile>::Kept;
   static constexpr bool modifies = modifies_score(spec.fwd);
 
@@ -41,7 +42,6 @@ struct Consumer {
   Slot<tile.stages_dout> dout_slot;
   Slot<tile.stages_ds> ds_slot;
   uint32_t dq_phase = 0, tile_phase = 0;
-  int32_t* open_turn = nullptr;  // of dQ that this consumer has added and not yet said so
   mma::Accumulator<S::grad_columns> dk;
   mma::Accumulator<S::grad_columns> dv;
 
@@ -97,38 +97,19 @@ struct Consumer {
     add_elems<0, S::dq_columns / 2>(share_of(work, blocks), dq);
   }
 
-  // Turns, where there are any: every consumer of a key block counts for itself.
-  FMHA_DEVICE void sync_own() const { ptx::bar_sync<mma::kWarpgroup>(kOwnBarrier + index); }
-  FMHA_DEVICE int32_t* turns_of_block(const Work& work, const QueryBlocks& blocks) const {
-    return p.turns + stats_offset(p, work.span, blocks.i_head, blocks.current * tile.block_m) / tile.block_m;
-  }
-  // Whether it is the first: then sums are stored, and nobody has to put zeros there before.
-  FMHA_DEVICE bool wait_for_turn(const Sm90BwdSchedule& schedule, const Work& work, const QueryBlocks& blocks) const {
+  // A turn at a block of dQ, where there are any: whether it is the first, when sums are stored, and nobody has to put zeros
+  // there before. Who keeps the turns (keep_turns.cuh) is asked in shared memory: the counter's answer takes a quarter of a
+  // step, and so does the fence behind the additions.
+  FMHA_DEVICE bool wait_for_turn() const {
     if constexpr (!takes_turns<spec>()) return false;
-    const int32_t before = S::consumers * tile.cluster * turn_at<spec, tile>(schedule, work, blocks.current);
-    if (threadIdx.x % mma::kWarpgroup == 0) {
-      const int32_t* turns = turns_of_block(work, blocks);
-      while (ptx::ld_acquire_gpu(turns) < before) {
-      }
-    }
-    __syncwarp();
-    sync_own();
-    return before == 0;
+    ptx::mbarrier_wait_parity(smem.dq_empty[0], dq_phase);
+    return smem.is_first_turn;
   }
-  FMHA_DEVICE void end_turn(int32_t* turns) const {
+  FMHA_DEVICE void end_turn() {
     if constexpr (takes_turns<spec>()) {
-      ptx::fence_gpu();
-      sync_own();
-      if (threadIdx.x % mma::kWarpgroup == 0) ptx::red_release_gpu_add(turns, 1);
       __syncwarp();
-    }
-  }
-  // The turn of the block before: ended when its additions have long left the registers, since the fence waits for them.
-  FMHA_DEVICE void end_open_turn() {
-    if constexpr (takes_turns<spec>()) {
-      if (open_turn == nullptr) return;
-      end_turn(open_turn);
-      open_turn = nullptr;
+      arrive(smem.dq_full[index]);
+      dq_phase ^= 1;
     }
   }
   FMHA_DEVICE void hand_over_share(const mma::Accumulator<S::dq_columns>& dq) {
@@ -277,8 +258,9 @@ struct Consumer {
 
   // P of the block whose product S is.
   template <Edges edges>
-  FMHA_DEVICE Scores probs(const Scores& s, const Work& work, const QueryTile& at, Slopes& slopes) const {
-    Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, slopes);
+  FMHA_DEVICE Scores probs(const Scores& s, const Work& work, const QueryTile& at, const Biases& biases,
+                           Slopes& slopes) const {
+    Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, biases, slopes);
     pairs.template exponentiate<edges>(x, work, at.first_query);
     return x;
   }
@@ -291,12 +273,16 @@ struct Consumer {
     start_scores(s, q_slot.index);
     if constexpr (!tile.late_dp) take_v_and_start_dp(dp, work, blocks);
     const QueryTile at = query_tile(blocks);
+    const Biases biases = pairs.biases(work, at);
     Kept kept;
-    pairs.decide(kept, work, at);
+    pairs.template decide<0, tile.late_dp ? 2 : 1>(kept, work, at);
     ptx::wgmma_wait_group<tile.late_dp ? 0 : 1>();
     Slopes slopes;
-    Scores x = probs<edges>(s, work, at, slopes);
-    if constexpr (tile.late_dp) take_v_and_start_dp(dp, work, blocks);
+    Scores x = probs<edges>(s, work, at, biases, slopes);
+    if constexpr (tile.late_dp) {
+      take_v_and_start_dp(dp, work, blocks);
+      pairs.template decide<1, 2>(kept, work, at);
+    }
     mma::Accumulator<S::dq_columns> dq;
     start_gradients(dq, x, dp, slopes, kept);
     finish_step(dq, work, blocks);
@@ -347,7 +333,7 @@ struct Consumer {
     pairs.decide(kept, work, at);
     ptx::wgmma_wait_group<1>();
     Slopes slopes;
-    Scores x = probs<edges>(s, work, at, slopes);
+    Scores x = probs<edges>(s, work, at, pairs.biases(work, at), slopes);
     share_probs(x, kept);
     ptx::wgmma_wait_group<0>();
     share_own_ds(dp, x, slopes, kept);
@@ -370,7 +356,7 @@ struct Consumer {
                               Scores& dp, Kept& kept) {
     Slopes slopes;
     const QueryTile at = query_tile(blocks);
-    Scores x = probs<edges>(s, work, at, slopes);
+    Scores x = probs<edges>(s, work, at, pairs.biases(work, at), slopes);
     share_probs(x, kept);
     share_own_ds(dp, x, slopes, kept);
     mma::Accumulator<S::dq_columns> dq;
@@ -381,28 +367,27 @@ struct Consumer {
     advance_slots();
     constexpr int all = S::dq_columns / 2, half = all / 2;
     float* sums = share_of(work, blocks);
-    int32_t* turns = takes_turns<spec>() ? turns_of_block(work, blocks) : nullptr;
     if constexpr (!last) {
       QueryBlocks next = blocks;
       next.advance();
       take_q(work, next.current, q_slot);
       start_scores(s, q_slot.index);
       ptx::wgmma_wait_group<3>();  // dQ
-      const bool is_first = wait_for_turn(schedule, work, blocks);
+      const bool is_first = wait_for_turn();
       add_elems<0, half>(sums, dq, is_first);
       take_dout(work, next.current, dout_slot);
       start_dp(dp, dout_slot.index);
       add_elems<half, all>(sums, dq, is_first);
+      end_turn();
       pairs.decide(kept, work, query_tile(next));
       ptx::wgmma_wait_group<2>();  // dV, dK
       release(smem.dout_empty[done_dout]);
       release(smem.q_empty[done_q]);
       ptx::wgmma_wait_group<0>();
-      end_turn(turns);
     } else {
       ptx::wgmma_wait_group<2>();  // dQ
-      add_elems<0, all>(sums, dq, wait_for_turn(schedule, work, blocks));
-      end_turn(turns);
+      add_elems<0, all>(sums, dq, wait_for_turn());
+      end_turn();
       ptx::wgmma_wait_group<0>();
       release(smem.dout_empty[done_dout]);
       release(smem.q_empty[done_q]);
@@ -419,12 +404,11 @@ struct Consumer {
                                 Scores& dp, Kept& kept) {
     Slopes slopes;
     const QueryTile at = query_tile(blocks);
-    Scores x = probs<edges>(s, work, at, slopes);
+    Scores x = probs<edges>(s, work, at, pairs.biases(work, at), slopes);
     share_probs(x, kept);
     ptx::fence_proxy_async();
     sync_consumers();
     start_own_dv();
-    end_open_turn();
     share_own_ds(dp, x, slopes, kept);
     send_ds();
     start_own_dk();
@@ -439,7 +423,6 @@ struct Consumer {
     advance_slots();
     constexpr int all = S::dq_columns / 2, half = all / 2;
     float* sums = share_of(work, blocks);
-    int32_t* turns = takes_turns<spec>() ? turns_of_block(work, blocks) : nullptr;
     if constexpr (!last) {
       QueryBlocks next = blocks;
       next.advance();
@@ -448,20 +431,20 @@ struct Consumer {
       ptx::wgmma_wait_group<1>();  // dK, dQ
       release(done_q);
       ptx::mbarrier_arrive_at_if(done_ds, cluster_rank(tile) ^ 1, signals);
-      const bool is_first = wait_for_turn(schedule, work, blocks);
+      const bool is_first = wait_for_turn();
       add_elems<0, half>(sums, dq, is_first);
       take_dout(work, next.current, dout_slot);
       start_dp(dp, dout_slot.index);
       add_elems<half, all>(sums, dq, is_first);
-      open_turn = turns;
+      end_turn();
       pairs.decide(kept, work, query_tile(next));
       ptx::wgmma_wait_group<0>();
     } else {
       ptx::wgmma_wait_group<0>();
       release(done_q);
       ptx::mbarrier_arrive_at_if(done_ds, cluster_rank(tile) ^ 1, signals);
-      add_elems<0, all>(sums, dq, wait_for_turn(schedule, work, blocks));
-      end_turn(turns);
+      add_elems<0, all>(sums, dq, wait_for_turn());
+      end_turn();
     }
   }
   // This CTA's dS to the other one, by one thread.
@@ -517,7 +500,7 @@ struct Consumer {
   FMHA_DEVICE Scores carried(const Scores& s, const Work& work, const QueryBlocks& blocks) const {
     if constexpr (modifies) return s;
     Slopes none;
-    return pairs.exponents(s, smem.lse_log2[q_slot.index], work, query_tile(blocks), none);
+    return pairs.exponents(s, smem.lse_log2[q_slot.index], work, query_tile(blocks), {}, none);
   }
   template <bool last, Edges edges>
   FMHA_DEVICE void turn(const Work& work, const QueryBlocks& blocks, Scores& x, Kept& kept) {
@@ -526,23 +509,25 @@ struct Consumer {
     start_dp(dp, dout_slot.index);
     Slopes slopes;
     const QueryTile at = query_tile(blocks);
-    if constexpr (modifies) x = pairs.exponents(x, smem.lse_log2[q_slot.index], work, at, slopes);
+    if constexpr (modifies)
+      x = pairs.exponents(x, smem.lse_log2[q_slot.index], work, at, pairs.biases(work, at), slopes);
     pairs.template exponentiate<edges>(x, work, at.first_query);
     mma::Accumulator<S::dq_columns> dq;
     start_gradients(dq, x, dp, slopes, kept);
     const int32_t done = q_slot.index;
     advance_slots();
+    QueryBlocks next = blocks;
+    next.advance();
+    if constexpr (!last) pairs.template decide<0, 2>(kept, work, query_tile(next));
     ptx::wgmma_wait_group<1>();  // dQ
     store_share(dq, work, blocks);
     if constexpr (last) {
       ptx::wgmma_wait_group<0>();
     } else {
-      QueryBlocks next = blocks;
-      next.advance();
       Scores s;
       take_q(work, next.current, q_slot);
       start_scores(s, q_slot.index);
-      pairs.decide(kept, work, query_tile(next));
+      pairs.template decide<1, 2>(kept, work, query_tile(next));
       ptx::wgmma_wait_group<0>();
       x = carried(s, work, next);
     }

@@ -134,23 +134,29 @@ struct BiasConsumer {
   FMHA_DEVICE void step(const Work& work, const QueryTile& at) {
     const int32_t s = slot.index;
     Scores scores, dp;
+    const auto biases = pairs.biases(work, at);
     ptx::mbarrier_wait_parity(smem.full[s], slot.phase);
     mma::start_product_abt<dtype, 1>(scores, smem.k[s], index * mma::kRows, smem.q[s]);
     mma::start_product_abt<dtype, 1>(dp, smem.v[s], index * mma::kRows, smem.dout[s]);
-    ptx::wgmma_wait_group<1>();
-    typename Pairs<spec, tile>::Slopes unused;
-    Scores probs = pairs.exponents(scores, smem.lse_log2[s], work, at, unused);
-    pairs.exponentiate(probs, work, at.first_query);
-    ptx::wgmma_wait_group<0>();
     typename Pairs<spec, tile>::Kept kept;
     pairs.decide(kept, work, at);
+    ptx::wgmma_wait_group<1>();
+    typename Pairs<spec, tile>::Slopes unused;
+    Scores probs = pairs.exponents(scores, smem.lse_log2[s], work, at, biases, unused);
+    pairs.exponentiate(probs, work, at.first_query);
+    ptx::wgmma_wait_group<0>();
     pairs.differentiate(dp, probs, smem.delta[s], kept);
     ptx::mbarrier_arrive_if(smem.empty[s], threadIdx.x % 32 == 0);
     // A hidden V or dO may have made NaN of 0.
     if (pairs.is_edge(work, at.first_query)) pairs.mask(dp, work, at.first_query);
-    const int32_t there = work.span.seqlen_q - at.first_query - mma::fragment_column();
+    // So may rows behind the sequence.
+    if (work.span.seqlen_q - at.first_query < tile.block_m) {
+      const int32_t there = work.span.seqlen_q - at.first_query - mma::fragment_column();
 #pragma unroll
-    for (int e = 0; e < sums.num_elems; ++e) sums[e] += sums.column(e) < there ? dp[e] : 0.f;
+      for (int e = 0; e < dp.num_elems; ++e) dp[e] = dp.column(e) < there ? dp[e] : 0.f;
+    }
+#pragma unroll
+    for (int e = 0; e < sums.num_elems; ++e) sums[e] += dp[e];
     slot.advance();
   }
 

@@ -2,10 +2,11 @@
 //
 // The design of FlashAttention-3's backward (Shah et al., 2024): a CTA keeps a key block's K and V and walks the query
 // blocks; dK and dV stay in registers, dQ leaves at each step as a sum in memory. Of the first warpgroup's warps one
-// loads (load.cuh) and one stores dQ (store_dq.cuh); the others consume (consume.cuh). Before it preprocess.cuh, after
+// loads (load.cuh) and one stores dQ (store_dq.cuh) or keeps its turns (keep_turns.cuh); the others consume (consume.cuh). Before it preprocess.cuh, after
 // it postprocess.cuh.
 #pragma once
 #include <fmha/sm90/bwd/consume.cuh>
+#include <fmha/sm90/bwd/keep_turns.cuh>
 #include <fmha/sm90/bwd/load.cuh>
 #include <fmha/sm90/bwd/store_dq.cuh>
 
@@ -65,6 +66,8 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
     if (warp == 0 && first_lane) load<spec, tile>(p, maps, schedule, smem);
     if constexpr (!tile.direct_dq) {
       if (warp == 1 && first_lane) store_dq<spec, tile>(p, schedule, smem);
+    } else if constexpr (takes_turns<spec>()) {
+      if (warp == 1 && first_lane) keep_turns<spec, tile>(p, schedule, smem);
     }
   } else {
     ptx::setmaxnreg_inc<consume_regs(tile)>();

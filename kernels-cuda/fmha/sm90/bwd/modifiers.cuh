@@ -4,18 +4,19 @@
 // product. Its derivative is kept from S to dS as f16, since it lies in 0..1 and registers are scarce. Dropout changes
 // P as dV sees it, and dP.
 #pragma once
-#include <fmha/philox.h>
 #include <fmha/ptx/num.cuh>
 #include <fmha/ptx/warp.cuh>
 #include <fmha/score.h>
 #include <fmha/sm90/bwd/work.cuh>
+#include <fmha/sm90/common/philox_parts.cuh>
 
 namespace fmha::sm90::bwd {
 
 // Which elements of a thread's fragment dropout keeps, a bit to each.
 //
 // One call of the generator decides four keys of a query, which four lanes hold. They hold two queries of an 8-column
-// group in two rows each: four calls, one a lane, whose bits they exchange.
+// group in two rows each: four calls, one a lane, whose bits they exchange. A lane's calls have four keys in common, and so
+// what the generator's first rounds leave of those.
 template <int n>
 struct KeptBits {
   static constexpr int num_groups = n / 8, groups_a_word = 8, num_words = ceil_div(num_groups, groups_a_word);
@@ -23,58 +24,52 @@ struct KeptBits {
 
   FMHA_DEVICE bool keeps(int e) const { return words[e / 32] >> e % 32 & 1; }
 
-  // `first_key`: of the warpgroup's rows; `first_query`: of the columns.
+  // Part `part` of `parts`, one after the other: they are whole when the last has been asked for. `first_key`: of the
+  // warpgroup's rows; `first_query`: of the columns.
+  template <int part, int parts>
   FMHA_DEVICE void decide(const FwdParams& p, int32_t batch_head, int32_t first_key, int32_t first_query) {
+    constexpr int begin = num_groups * part / parts, end = num_groups * (part + 1) / parts, calls = 4;
+    static_assert(begin % calls == 0 && end % calls == 0, "calls are made several at a time");
     // Of the four lanes whose keys one call decides, this lane's number is its key and the call that it makes: for the
     // query of bit 0 and the row of bit 1.
     const int32_t own = threadIdx.x / 4 % 4;
     const int32_t quad = (first_key + mma::fragment_row() + (own & 2 ? 8 : 0)) / 4;
     const int32_t query = first_query + mma::fragment_column() + (own & 1);
+    const Array<uint32_t, 4> of_quad = dropout_quad(p, batch_head, quad);
 #pragma unroll
-    for (int w = 0; w < num_words; ++w) {
+    for (int g = begin; g < end; g += calls) {
+      Array<uint32_t, 4> decided[calls];
+#pragma unroll
+      for (int c = 0; c < calls; ++c)
+        decided[c] = dropout_counter(of_quad, dropout_row(p, batch_head, query + 8 * (g + c)));
+      philox_rounds<3>(decided, p.dropout_key_low, p.dropout_key_high);
       uint32_t called = 0;
 #pragma unroll
-      for (int g = w * groups_a_word; g < min((w + 1) * groups_a_word, num_groups); ++g) {
-        const Array<uint32_t, 4> decided = dropout_words(p, batch_head, query + 8 * g, quad);
+      for (int c = 0; c < calls; ++c) {
 #pragma unroll
-        for (int key = 0; key < 4; ++key)
-          called |= uint32_t(decided[key] < p.dropout_threshold) << (4 * (g - w * groups_a_word) + key);
+        for (int key = 0; key < 4; ++key) {
+          if (decided[c][key] < p.dropout_threshold) called |= 1u << (4 * ((g + c) % groups_a_word) + key);
+        }
       }
+      uint32_t& word = words[g / groups_a_word];
+      word = g % groups_a_word == 0 ? called : word | called;
+    }
+    if constexpr (part + 1 == parts) exchange(own);
+  }
+
+ private:
+  // The bits of the calls that four lanes made, to whom they belong.
+  FMHA_DEVICE void exchange(int32_t own) {
+#pragma unroll
+    for (int w = 0; w < num_words; ++w) {
       uint32_t kept = 0;
 #pragma unroll
       for (int away = 0; away < 4; ++away) {
-        const uint32_t bits = ptx::shfl_xor(called, 4 * away);
+        const uint32_t bits = ptx::shfl_xor(words[w], 4 * away);
         kept |= (bits >> own & 0x11111111u) << (own ^ away);
       }
       words[w] = kept;
     }
-  }
-};
-
-// An elementwise bias along a fragment, pair of columns after pair: one pointer that moves on, since the addresses of all
-// columns would take the registers of as many scores.
-template <FwdSpec spec>
-struct BiasCursor {
-  static constexpr int elem_bytes = size_bytes(spec.dtype_bias);
-  const char* at;  // of the thread's first key and the next column
-  const int64_t row_bytes;
-  int32_t queries, keys;  // there are from here on
-
-  // Of the keys `row` and the next: 0, or 8.
-  FMHA_DEVICE float elem(int row) const {
-    // There are no elements behind the lengths.
-    const bool there = queries > 0 && keys > row;
-    if constexpr (spec.dtype_bias == DType::F32) {
-      return ptx::ld_global_f32_if(at + row * elem_bytes, there);
-    } else {
-      float low, high;
-      ptx::unpack_x2<spec.dtype_bias>(ptx::ld_global_u16_if(at + row * elem_bytes, there), low, high);
-      return low;
-    }
-  }
-  FMHA_DEVICE void move(int columns) {
-    at += columns * row_bytes;
-    queries -= columns;
   }
 };
 
@@ -97,6 +92,22 @@ struct Modifiers {
       ptx::unpack_f16x2(pairs[e / 2], slopes[0], slopes[1]);
       low *= slopes[0];
       high *= slopes[1];
+    }
+  };
+
+  static constexpr bool has_biases = kFwd.bias == BiasKind::Elementwise;
+  // Elements of an elementwise bias, a register each: asked for before the scores are waited for, since memory answers late.
+  struct Biases {
+    uint32_t bits[has_biases ? num_columns(tile) / 2 : 1];
+
+    FMHA_DEVICE float operator[](int e) const {
+      if constexpr (kFwd.dtype_bias == DType::F32) {
+        return __uint_as_float(bits[e]);
+      } else {
+        float low, high;
+        ptx::unpack_x2<kFwd.dtype_bias>(bits[e], low, high);
+        return low;
+      }
     }
   };
 
@@ -131,14 +142,48 @@ struct Modifiers {
     const float distance = float(query + modifier.alibi_diag - key) + float(Scores::column(e) - 8 * Scores::row(e));
     return -modifier.alibi_slope * kLog2E * fabsf(distance);
   }
-  FMHA_DEVICE BiasCursor<kFwd> bias() const {
-    const int64_t row_bytes = modifier.bias_row * size_bytes(kFwd.dtype_bias);
-    return {static_cast<const char*>(modifier.bias) + query * row_bytes + key * int64_t(size_bytes(kFwd.dtype_bias)),
-            row_bytes, end_query - query, end_key - key};
+  FMHA_DEVICE Biases biases() const {
+    Biases biases;
+    if constexpr (has_biases) {
+      const bool whole = key + 8 < end_key && query + Scores::column(num_columns(tile) / 2 - 1) < end_query;
+      if (whole) {
+        fetch<true>(biases);
+      } else {
+        fetch<false>(biases);
+      }
+      __syncwarp();
+    }
+    return biases;
+  }
+  // There are no elements behind the lengths: zeros. One pointer moves on from column to column, since the addresses of all
+  // would take the registers of as many scores.
+  template <bool whole>
+  FMHA_DEVICE void fetch(Biases& biases) const {
+    constexpr int elem_bytes = size_bytes(kFwd.dtype_bias);
+    const int64_t row_bytes = modifier.bias_row * elem_bytes;
+    const char* at = static_cast<const char*>(modifier.bias) + query * row_bytes + key * int64_t(elem_bytes);
+#pragma unroll
+    for (int e = 0; e < num_columns(tile) / 2; e += 4) {
+#pragma unroll
+      for (int column = 0; column < 2; ++column) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const int k = e + 2 * row + column;
+          const bool there = whole || (key + 8 * row < end_key && query + Scores::column(k) < end_query);
+          const char* from = at + 8 * row * elem_bytes;
+          if constexpr (kFwd.dtype_bias == DType::F32) {
+            biases.bits[k] = __float_as_uint(ptx::ld_global_f32_if(from, there));
+          } else {
+            biases.bits[k] = ptx::ld_global_u16_if(from, there);
+          }
+        }
+        at += (column == 0 ? 1 : 7) * row_bytes;
+      }
+    }
   }
 
   // Raw scores to what P are exponentials of: two queries of two keys, elements `e` to `e + 3`.
-  FMHA_DEVICE void apply(Scores& s, int e, const float (&lse_log2)[2], BiasCursor<kFwd>& bias, Slopes& slopes) const {
+  FMHA_DEVICE void apply(Scores& s, int e, const float (&lse_log2)[2], const Biases& biases, Slopes& slopes) const {
     float slope[4];
 #pragma unroll
     for (int column = 0; column < 2; ++column) {
@@ -148,10 +193,9 @@ struct Modifiers {
         const ModifiedScore score = capped(s[e + k]);
         s[e + k] = score.log2 - lse_log2[column];
         if constexpr (kFwd.bias == BiasKind::Alibi) s[e + k] += alibi_log2(e + k);
-        if constexpr (kFwd.bias == BiasKind::Elementwise) s[e + k] = fmaf(bias.elem(8 * row), kLog2E, s[e + k]);
+        if constexpr (has_biases) s[e + k] = fmaf(biases[e + k], kLog2E, s[e + k]);
         slope[k] = score.slope;
       }
-      if constexpr (kFwd.bias == BiasKind::Elementwise) bias.move(column == 0 ? 1 : 7);
     }
     if constexpr (kFwd.softcap) {
       slopes.pairs[e / 2] = ptx::cvt_rn_x2<DType::F16>(slope[0], slope[1]);

@@ -21,6 +21,7 @@ struct Pairs {
   using Scores = mma::Accumulator<columns>;
   using Modifier = Modifiers<spec, tile>;
   using Slopes = typename Modifier::Slopes;
+  using Biases = typename Modifier::Biases;
   using Kept = KeptBits<spec.fwd.dropout ? columns : 8>;
   static constexpr bool modifies = modifies_score(spec.fwd);
   static constexpr bool has_hi = spec.fwd.mask != MaskKind::Full, has_lo = spec.fwd.mask == MaskKind::Band;
@@ -62,12 +63,16 @@ struct Pairs {
     return first_query < work.uncut.begin || first_query >= work.uncut.end;
   }
 
+  FMHA_DEVICE Modifier modifier_of(const Work& work, const QueryTile& at) const {
+    return Modifier::of(p, work, at.i_head, first_key(work), at.first_query);
+  }
+  FMHA_DEVICE Biases biases(const Work& work, const QueryTile& at) const { return modifier_of(work, at).biases(); }
+
   // What P are exponentials of, and where scores are soft-capped by which slopes.
   FMHA_DEVICE Scores exponents(const Scores& s, const float (&lse_log2)[tile.block_m], const Work& work,
-                               const QueryTile& at, Slopes& slopes) const {
+                               const QueryTile& at, const Biases& biases, Slopes& slopes) const {
     Scores x;
-    const Modifier modifier = Modifier::of(p, work, at.i_head, first_key(work), at.first_query);
-    BiasCursor<spec.fwd> bias = modifier.bias();
+    const Modifier modifier = modifier_of(work, at);
     const uint32_t lses = ptx::shared_address(&lse_log2[own_query() + mma::fragment_column()]);
 #pragma unroll
     for (int e = 0; e < s.num_elems; e += 4) {
@@ -75,7 +80,7 @@ struct Pairs {
       ptx::ld_shared_v2_f32(lse, lses + Scores::column(e) * sizeof(float));
 #pragma unroll
       for (int k = 0; k < 4; ++k) x[e + k] = modifies ? s[e + k] : fmaf(s[e + k], scale_log2, -lse[k & 1]);
-      if constexpr (modifies) modifier.apply(x, e, lse, bias, slopes);
+      if constexpr (modifies) modifier.apply(x, e, lse, biases, slopes);
     }
     return x;
   }
@@ -95,10 +100,11 @@ struct Pairs {
     }
   }
 
-  // Which elements dropout keeps: asked while products are under way that have nothing else beside them.
+  // Which elements dropout keeps, or a part of that: asked while products are under way that have nothing else beside them.
+  template <int part = 0, int parts = 1>
   FMHA_DEVICE void decide(Kept& kept, const Work& work, const QueryTile& at) const {
     const int32_t batch_head = work.span.i_batch * p.fwd.num_heads_q + at.i_head;
-    if constexpr (spec.fwd.dropout) kept.decide(p.fwd, batch_head, first_key(work), at.first_query);
+    if constexpr (spec.fwd.dropout) kept.template decide<part, parts>(p.fwd, batch_head, first_key(work), at.first_query);
   }
 
   // dP becomes the gradient of the score as the softmax sees it.

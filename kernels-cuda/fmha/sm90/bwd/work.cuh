@@ -182,6 +182,12 @@ FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& 
   return {work.q_blocks, start, none ? first_head : first_head + num_heads, first_head, start};
 }
 
+// Where a block's turns are counted.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE int32_t* turns_of_block(const BwdParams& p, const Work& work, const QueryBlocks& blocks) {
+  return p.turns + stats_offset(p, work.span, blocks.i_head, blocks.current * tile.block_m) / tile.block_m;
+}
+
 // Whether rows may have to be computed again: a mask hides a key from some queries of a block and not from others, and
 // through the tensor cores 0 times its infinity, or that of a query, reaches all.
 template <BwdSpec spec>

@@ -40,15 +40,16 @@ FMHA_DEVICE Array<uint32_t, 2> dropout_row(const FwdParams& p, int32_t batch_hea
   const uint64_t a2 = uint64_t(kPhiloxM0) * (uint32_t(b1 >> 32) ^ uint32_t(i) ^ p.dropout_key_low);
   return {{uint32_t(a2 >> 32) ^ (p.dropout_key_high + kPhiloxW1), uint32_t(a2)}};
 }
+// A quad to its counter of a query before the fourth round.
+FMHA_DEVICE Array<uint32_t, 4> dropout_counter(const Array<uint32_t, 4>& quad, const Array<uint32_t, 2>& row) {
+  const uint64_t b3 = uint64_t(kPhiloxM1) * (row[0] ^ quad[0]);
+  return {{uint32_t(b3 >> 32) ^ quad[1], uint32_t(b3), row[1] ^ quad[2], quad[3]}};
+}
 // Quads to their words for a query.
 template <int n>
 FMHA_DEVICE void dropout_words(Array<uint32_t, 4> (&quads)[n], const FwdParams& p, const Array<uint32_t, 2>& row) {
 #pragma unroll
-  for (int c = 0; c < n; ++c) {
-    Array<uint32_t, 4>& quad = quads[c];
-    const uint64_t b3 = uint64_t(kPhiloxM1) * (row[0] ^ quad[0]);
-    quad = {{uint32_t(b3 >> 32) ^ quad[1], uint32_t(b3), row[1] ^ quad[2], quad[3]}};
-  }
+  for (int c = 0; c < n; ++c) quads[c] = dropout_counter(quads[c], row);
   philox_rounds<3>(quads, p.dropout_key_low, p.dropout_key_high);
 }
 
