@@ -21,21 +21,22 @@ use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::cache::{CompiledKernel, KernelJob, only_plans};
 use fmha_core::error::{Error, ProblemError, Refusal, Result};
 use fmha_core::fields;
-use fmha_core::tune::{TileOptions, Tune, TunedTile, TunedTiles};
+use fmha_core::tune::{TileClass, TileOptions, Tune, TunedTile, TunedTiles};
 use fmha_core::{
     AnyProblem, BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevBuffer, DeviceMemory,
-    FmhaBackend, FwdArgs, FwdPlan, MemorySpace, PlanOptions, Precompile, Queues, Roofline, Stream, ValidBwd,
-    ValidCombine, ValidFwd,
+    FmhaBackend, FwdArgs, FwdPlan, MemorySpace, Operation, PlanOptions, Precompile, Queues, Roofline, Stream,
+    ValidBwd, ValidCombine, ValidFwd,
 };
 
 use fmha_kernels_cuda::sm90::Sm90Tile;
+use fmha_kernels_cuda::sm90_bwd::Sm90BwdTile;
 use fmha_kernels_cuda::sm100::Sm100Tile;
 
 use driver::Device;
 use driver::mapped::Mapped;
 use kernels::{
     BwdKernel, BwdRecipe as _, Call, Choice, CombineKernel, CombineRecipe as _, DeviceFacts, FwdKernel,
-    FwdRecipe as _, Launch, MatrixSums, Named as _, select, sm90, sm100,
+    FwdRecipe as _, Launch, MatrixSums, Named as _, select, sm90, sm90_bwd, sm100,
 };
 use modules::Modules;
 use steps::Handle;
@@ -272,30 +273,56 @@ impl FmhaBackend for CudaBackend {
 }
 
 impl CudaBackend {
-    /// Whether the kernel that is tuned here is Blackwell's.
+    /// Whether the forward that is tuned here is Blackwell's.
     fn is_blackwell(&self) -> bool {
         fmha_kernels_cuda::sm100::ARCHS.contains(&self.facts.arch.as_str())
     }
+
+    fn refused(&self, refusal: Refusal) -> Error {
+        Error::Unsupported { backend: self.name.clone(), refusals: vec![refusal] }
+    }
+}
+
+/// Of kernels that merge parts row by row.
+fn no_tile(operation: Operation) -> Refusal {
+    Refusal::new("combine", format!("{operation}: 0 of its kernels have a tile to tune"))
 }
 
 impl Tune for CudaBackend {
-    fn default_tile(&self, problem: &ValidFwd) -> Result<TileOptions> {
-        let own = if self.is_blackwell() { sm100::own_tile } else { sm90::own_tile };
-        own(problem, &self.facts)
-            .map_err(|refusal| Error::Unsupported { backend: self.name.clone(), refusals: vec![refusal] })
+    fn default_tile(&self, problem: AnyProblem<'_>, options: &PlanOptions) -> Result<TileOptions> {
+        let own = match problem {
+            AnyProblem::Forward(problem) if self.is_blackwell() => sm100::own_tile(problem, &self.facts),
+            AnyProblem::Forward(problem) => sm90::own_tile(problem, &self.facts),
+            AnyProblem::Backward(problem) => sm90_bwd::own_tile(problem, &self.facts, options),
+            AnyProblem::Combine(_) => Err(no_tile(problem.operation())),
+        };
+        own.map_err(|refusal| self.refused(refusal))
     }
 
-    fn knobs(&self) -> Vec<(&'static str, Vec<String>)> {
-        if self.is_blackwell() { fields::knobs::<Sm100Tile>() } else { fields::knobs::<Sm90Tile>() }
+    fn knobs(&self, operation: Operation) -> Vec<(&'static str, Vec<String>)> {
+        match operation {
+            Operation::Forward if self.is_blackwell() => fields::knobs::<Sm100Tile>(),
+            Operation::Forward => fields::knobs::<Sm90Tile>(),
+            Operation::Backward => fields::knobs::<Sm90BwdTile>(),
+            Operation::Combine => Vec::new(),
+        }
     }
 
-    fn keep(&self, problem: &ValidFwd, tile: TunedTile) -> Result<PathBuf> {
+    fn keep(&self, problem: AnyProblem<'_>, options: &PlanOptions, tile: TunedTile) -> Result<PathBuf> {
         if self.memory.emulated {
             return Err(Error::NoDevice("the device is emulated: its times are no device's".to_owned()));
         }
-        let kernel =
-            if self.is_blackwell() { fmha_kernels_cuda::sm100::NAME } else { fmha_kernels_cuda::sm90::NAME };
-        self.facts.tuned.keep(kernel, problem, tile)
+        let (label, class) = match problem {
+            AnyProblem::Forward(problem) if self.is_blackwell() => {
+                (fmha_kernels_cuda::sm100::NAME, TileClass::of_fwd(problem))
+            }
+            AnyProblem::Forward(problem) => (fmha_kernels_cuda::sm90::NAME, TileClass::of_fwd(problem)),
+            AnyProblem::Backward(problem) => {
+                (fmha_kernels_cuda::sm90_bwd::LABEL, sm90_bwd::tile_class(problem, options))
+            }
+            AnyProblem::Combine(_) => return Err(self.refused(no_tile(problem.operation()))),
+        };
+        self.facts.tuned.keep(label, &class, tile)
     }
 }
 

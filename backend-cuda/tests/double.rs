@@ -8,8 +8,8 @@ use std::cell::Cell;
 
 use fmha_core::tune::TunedTile;
 use fmha_core::{
-    Accuracy, DType, DevBuffer, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, MaskSpec,
-    PlanOptions, Stream, Totals,
+    Accuracy, AnyProblem, BwdProblem, DType, DevBuffer, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdPlan,
+    FwdProblem, MaskSpec, PlanOptions, Stream, Totals,
 };
 use fmha_cuda::CudaBackend;
 
@@ -295,19 +295,34 @@ fn a_run_is_captured_and_replayed() {
 #[test]
 fn an_emulated_device_keeps_no_tile_and_its_own_tile_spelt_out_is_its_plan() {
     let Some(backend) = device() else { return };
-    let problem = Call::new(&backend).plan.problem().clone();
+    let fwd = Call::new(&backend).plan.problem().clone();
+    let bwd = BwdProblem::new(FwdProblem::clone(&fwd)).validate().unwrap();
     let tuner = backend.tuner().unwrap();
-    let tile = tuner.default_tile(&problem).unwrap();
-    for (knob, _) in tuner.knobs() {
-        assert!(tile.iter().any(|(name, _)| name == knob), "{knob} is not spelt out");
-    }
-    let own = backend.plan_fwd(&problem, &PlanOptions::default()).unwrap();
-    let options = PlanOptions { tile: tile.clone(), ..PlanOptions::default() };
-    let spelt = backend.plan_fwd(&problem, &options).unwrap();
-    assert_eq!((own.details(), own.explain().launch), (spelt.details(), spelt.explain().launch));
+    let plan = |problem: AnyProblem<'_>, options: &PlanOptions| match problem {
+        AnyProblem::Backward(problem) => {
+            let plan = backend.plan_bwd(problem, options).unwrap();
+            (plan.details().to_vec(), plan.explain().launch)
+        }
+        _ => {
+            let plan = backend.plan_fwd(&fwd, options).unwrap();
+            (plan.details().to_vec(), plan.explain().launch)
+        }
+    };
+    for (problem, deterministic) in [
+        (AnyProblem::Forward(&fwd), false),
+        (AnyProblem::Backward(&bwd), false),
+        (AnyProblem::Backward(&bwd), true),
+    ] {
+        let options = PlanOptions { deterministic, ..PlanOptions::default() };
+        let tile = tuner.default_tile(problem, &options).unwrap();
+        let knobs = tuner.knobs(problem.operation()).into_iter().map(|(knob, _)| knob);
+        assert!(knobs.eq(tile.iter().map(|(name, _)| name)), "{tile:?}");
+        let spelt = PlanOptions { tile: tile.clone(), ..options.clone() };
+        assert_eq!(plan(problem, &options), plan(problem, &spelt));
 
-    let tile = TunedTile { tile, seconds: 1.0, default_seconds: 2.0 };
-    assert!(tuner.keep(&problem, tile).unwrap_err().to_string().contains("emulated"));
+        let tile = TunedTile { tile, seconds: 1.0, default_seconds: 2.0 };
+        assert!(tuner.keep(problem, &options, tile).unwrap_err().to_string().contains("emulated"));
+    }
     assert!(!backend.queues().unwrap().has_clock());
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use fmha::{BwdPlan, Dims, Extents, FmhaBackend, FwdPlan, PlanOptions, VLayout, ValidFwd, Workspace};
+use fmha::{BwdPlan, Dims, Extents, FmhaBackend, FwdPlan, PlanOptions, Stream, VLayout, ValidFwd, Workspace};
 use fmha_conformance::execute::{CallTime, Resident};
 use fmha_conformance::init::Init;
 use fmha_conformance::tensor::{Operand, Operands, Room};
@@ -51,6 +51,66 @@ pub(super) struct Job<'a> {
 pub(super) enum Call {
     Forward(Box<HostFwd>, Box<FwdPlan>),
     Backward(Box<HostBwd>, Box<BwdPlan>),
+}
+
+/// Of it alone, every type of a result makes a NaN.
+const NAN_BYTE: u8 = 0xFF;
+
+impl Call {
+    /// Plans it in another way.
+    pub(super) fn replan(
+        &mut self,
+        backend: &dyn FmhaBackend,
+        options: &PlanOptions,
+    ) -> Result<(), fmha::Error> {
+        match self {
+            Self::Forward(host, plan) => **plan = backend.plan_fwd(&host.problem, options)?,
+            Self::Backward(host, plan) => **plan = backend.plan_bwd(&host.problem, options)?,
+        }
+        Ok(())
+    }
+
+    pub(super) fn workspace(&self) -> Workspace {
+        match self {
+            Self::Forward(_, plan) => plan.workspace(),
+            Self::Backward(_, plan) => plan.workspace(),
+        }
+    }
+
+    pub(super) fn operands(&self) -> &Operands {
+        match self {
+            Self::Forward(host, _) => &host.operands,
+            Self::Backward(host, _) => &host.operands,
+        }
+    }
+
+    pub(super) fn operands_mut(&mut self) -> &mut Operands {
+        match self {
+            Self::Forward(host, _) => &mut host.operands,
+            Self::Backward(host, _) => &mut host.operands,
+        }
+    }
+
+    /// Makes every floating-point result NaN again, as it is before the first run.
+    pub(super) fn forget_results(&mut self) {
+        let results: &[Operand] = match self {
+            Self::Forward(..) => &[Operand::O, Operand::Lse],
+            Self::Backward(..) => &[Operand::Dq, Operand::Dk, Operand::Dv, Operand::Dbias, Operand::Dsink],
+        };
+        for &result in results {
+            if let Some(tensor) = self.operands_mut().get_mut(result) {
+                tensor.elems_mut().fill(NAN_BYTE);
+            }
+        }
+    }
+
+    /// Queues it over operands that were placed, and waits for nothing.
+    pub(super) fn queue(&mut self, resident: &mut Resident<'_>, stream: Stream) -> Result<(), fmha::Error> {
+        match self {
+            Self::Forward(host, plan) => resident.queue_fwd(plan, host, stream),
+            Self::Backward(host, plan) => resident.queue_bwd(plan, host, stream),
+        }
+    }
 }
 
 impl<'a> Job<'a> {
@@ -119,20 +179,19 @@ impl<'a> Job<'a> {
 
     /// Brings every result to the host.
     pub(super) fn read_back(&mut self) -> Result<&Call, Failure> {
-        match &mut self.call {
-            Call::Forward(host, _) => self.resident.read_back(&mut host.operands)?,
-            Call::Backward(host, _) => self.resident.read_back(&mut host.operands)?,
-        }
+        self.resident.read_back(self.call.operands_mut())?;
         Ok(&self.call)
+    }
+
+    /// What is called, as it is on the host.
+    pub(super) fn into_call(self) -> Call {
+        self.call
     }
 
     /// Every input of floating-point numbers, by the name that `--input` and `--operand` take.
     pub(super) fn inputs(&self) -> BTreeMap<String, Tensor> {
         let (fwd, iperm, extents) = (&self.setup.fwd, self.setup.iperm, self.setup.extents());
-        let operands = match &self.call {
-            Call::Forward(host, _) => &host.operands,
-            Call::Backward(host, _) => &host.operands,
-        };
+        let operands = self.call.operands();
         let v = match (fwd.v_layout, iperm) {
             (VLayout::RowMajor, _) => file_shape(extents.v, iperm, fwd.q_layout),
             (VLayout::ColMajor, _) => col_major_shape(extents.v, iperm, fwd.q_layout),
@@ -259,4 +318,47 @@ fn there_is_room(
          head_dim_qk {head_dim_qk}, head_dim_v {head_dim_v}"
     );
     room_for(&what, bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+    use crate::check::{Verify, check};
+    use crate::progress::Progress;
+    use crate::{Action, Command};
+
+    fn setup(options: &str) -> Setup {
+        let line = format!("fmha explain -b 1 --heads 2 -s 40 -d 16 --prec bf16 {options}");
+        match Command::try_parse_from(line.split(' ')).unwrap().action {
+            Action::Explain(args) => args.problem().setup(None).unwrap(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn results_that_were_forgotten_are_wrong_until_they_are_written_again() {
+        let backend = fmha::open(&"cpu".parse().unwrap()).unwrap();
+        let backend = &*backend;
+        let passes = |call: &Call| check(call, Verify::Full, None, &Progress::new("")).unwrap().passed();
+        for options in ["--lse", "--backward --sink --dsink --bias e --dbias"] {
+            let setup = setup(options);
+            let plan_options = PlanOptions::default();
+            let source = Source::made_up(Init::Normal, 0);
+            let mut job = Job::new(backend, &setup, &plan_options, source).unwrap();
+            job.run().unwrap();
+            job.read_back().unwrap();
+            let mut call = job.into_call();
+            assert!(passes(&call), "{options}");
+
+            call.forget_results();
+            assert!(!passes(&call), "{options}");
+            call.replan(backend, &plan_options).unwrap();
+            let mut resident = Resident::place(backend, call.operands(), call.workspace()).unwrap();
+            call.queue(&mut resident, Stream::DEFAULT).unwrap();
+            resident.read_back(call.operands_mut()).unwrap();
+            assert!(passes(&call), "{options}");
+        }
+    }
 }

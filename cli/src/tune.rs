@@ -4,18 +4,17 @@ use std::io::Write;
 
 use clap::Args;
 use fmha::core::tune::{Burst, Found, InTurns, TileOptions, Timer, Tried, Tune, TunedTile, clock, search};
-use fmha::{FmhaBackend, PlanOptions, Queues, Stream};
-use fmha_conformance::check::{Selection, check_fwd};
+use fmha::{AnyProblem, BwdProblem, FmhaBackend, Operation, PlanOptions, Queues, Stream};
 use fmha_conformance::execute::Resident;
 use fmha_conformance::init::Init;
-use fmha_conformance::tensor::{Operand, Room};
-use fmha_conformance::tensors::{Data, HostFwd};
 use serde_json::{Value, json};
 
 use crate::Verdict;
+use crate::check::{Verify, check};
 use crate::failure::Failure;
+use crate::job::{Call, Job, Source};
 use crate::options::{BackendArgs, ProblemArgs};
-use crate::setup::Setup;
+use crate::progress::Progress;
 use crate::timing::duration;
 
 /// Options of `fmha tune`.
@@ -26,10 +25,12 @@ Examples:
       try every knob of the tile, keep what is faster
   fmha tune -s 8192 -d 64 --knob block_m --knob block_n
       only these
+  fmha tune -b 4 -h 32 -s 4096 -d 128 --mask b --backward
+      the backward's; with --deterministic that of sums in one order, which is another
   fmha explain -b 4 -h 32 -s 4096 -d 128 --mask b
       the plan says that its tile was tuned
 
-Each tile's output is checked before it is timed: bursts of calls by the device's clock, those of two tiles
+What each tile writes is checked before it is timed: bursts of calls by the device's clock, those of two tiles
 in turns. A tile replaces another when the median of its rounds' gains is beyond 0.5 % and beyond their
 spread (first to third quartile); what is found is measured against the kernel's own tile anew, with three
 times as many rounds, and kept when that is a gain too. It is kept in the cache folder, for this device and
@@ -66,9 +67,6 @@ pub(super) struct TuneArgs {
 impl TuneArgs {
     pub(super) fn carry_out(&self, out: &mut dyn Write) -> Result<Verdict, Failure> {
         let setup = self.problem.setup(None)?;
-        if setup.bwd.is_some() {
-            return Err(Failure::wrong("backward 1: 0 of its kernels have a tile to tune"));
-        }
         let opened = self.backend.open()?;
         let backend = &*opened.backend;
         let tuner = backend.tuner().ok_or_else(|| {
@@ -78,15 +76,23 @@ impl TuneArgs {
                 backend.name()
             ))
         })?;
-        let knobs = self.knobs(tuner)?;
-        let problem = setup.fwd.clone().validate()?;
-        let own = tuner.default_tile(&problem)?;
+        let fwd = setup.fwd.clone().validate()?;
+        let bwd = setup.bwd.clone().map(BwdProblem::validate).transpose()?;
+        let problem = bwd.as_ref().map_or(AnyProblem::Forward(&fwd), AnyProblem::Backward);
+        let options = setup.options(&self.backend.plan_options());
+        let knobs = self.knobs(tuner, problem.operation())?;
+        let own = tuner.default_tile(problem, &options)?;
         if self.compile {
-            return self.compile(backend, &setup, &own, &knobs, out);
+            return compile(backend, problem, &options, &own, &knobs, out);
         }
         let queues = clock(backend)?;
+        let mut job =
+            Job::new(backend, &setup, &with_tile(&options, &own), Source::made_up(Init::Normal, 0))?;
+        // Of a backward call's inputs O and LSE are what a forward call has left on the device.
+        job.read_back()?;
+        let call = job.into_call();
         let stream = queues.create_stream()?;
-        let mut tiles = Tiles::new(backend, queues, stream, &setup, self.backend.plan_options())?;
+        let mut tiles = Tiles { backend, queues, stream, options: &options, call };
         let mut tried = Vec::new();
         if !self.json {
             writeln!(out, "{:<18} {}", "device", backend.name())?;
@@ -101,10 +107,11 @@ impl TuneArgs {
         drop(tiles);
         queues.destroy_stream(stream)?;
         let found = found.map_err(Failure::wrong)?;
-        let kept = self.keep(tuner, &problem, &found);
+        let kept = self.keep(tuner, problem, &options, &found);
         if self.json {
             let report = json!({
                 "device": backend.name(),
+                "operation": problem.operation().name(),
                 "tile": found.tile.iter().cloned().map(|(k, v)| (k, v.into())).collect::<serde_json::Map<_, _>>(),
                 "confirmed": found.confirmed.as_ref().map(numbers),
                 "tried": tried.iter().map(as_json).collect::<Vec<_>>(),
@@ -127,39 +134,28 @@ impl TuneArgs {
     }
 
     /// The knobs to try: all, or those that were named.
-    fn knobs(&self, tuner: &dyn Tune) -> Result<Vec<(&'static str, Vec<String>)>, Failure> {
-        let knobs = tuner.knobs();
+    fn knobs(
+        &self,
+        tuner: &dyn Tune,
+        operation: Operation,
+    ) -> Result<Vec<(&'static str, Vec<String>)>, Failure> {
+        let knobs = tuner.knobs(operation);
         if let Some(unknown) = self.knob.iter().find(|name| knobs.iter().all(|(knob, _)| knob != name)) {
             let known: Vec<_> = knobs.iter().map(|(knob, _)| *knob).collect();
-            return Err(Failure::wrong(format!("knob {unknown} is none of {}", known.join(", "))));
+            let known = known.join(", ");
+            return Err(Failure::wrong(format!("knob {unknown} is none of the {operation}'s: {known}")));
         }
         let wanted = |knob: &str| self.knob.is_empty() || self.knob.iter().any(|name| name == knob);
         Ok(knobs.into_iter().filter(|(knob, _)| wanted(knob)).collect())
     }
 
-    fn compile(
+    fn keep(
         &self,
-        backend: &dyn FmhaBackend,
-        setup: &Setup,
-        own: &TileOptions,
-        knobs: &[(&str, Vec<String>)],
-        out: &mut dyn Write,
-    ) -> Result<Verdict, Failure> {
-        let problem = setup.fwd.clone().validate()?;
-        let (mut compiled, mut refused) = (0, 0);
-        for (knob, value) in knobs.iter().flat_map(|(knob, values)| values.iter().map(move |v| (knob, v))) {
-            let mut tile: TileOptions = own.iter().filter(|(name, _)| name != knob).cloned().collect();
-            tile.push(((*knob).to_owned(), value.clone()));
-            match backend.plan_fwd(&problem, &PlanOptions { tile, ..self.backend.plan_options() }) {
-                Ok(_) => compiled += 1,
-                Err(_) => refused += 1,
-            }
-        }
-        writeln!(out, "{compiled} tiles compiled, {refused} refused")?;
-        Ok(Verdict::Right)
-    }
-
-    fn keep(&self, tuner: &dyn Tune, problem: &fmha::ValidFwd, found: &Found) -> Result<String, String> {
+        tuner: &dyn Tune,
+        problem: AnyProblem<'_>,
+        options: &PlanOptions,
+        found: &Found,
+    ) -> Result<String, String> {
         let Some(confirmed) = found.confirmed.as_ref() else {
             return Err("the kernel's own tile is the best".to_owned());
         };
@@ -171,19 +167,47 @@ impl TuneArgs {
         }
         let (default_seconds, seconds) = confirmed.medians();
         let tile = TunedTile { tile: found.tile.clone(), seconds, default_seconds };
-        let path = tuner.keep(problem, tile).map_err(|error| error.to_string())?;
+        let path = tuner.keep(problem, options, tile).map_err(|error| error.to_string())?;
         Ok(path.display().to_string())
     }
 }
 
-/// Tiles of one problem on one device, over the same numbers.
+fn with_tile(options: &PlanOptions, tile: &TileOptions) -> PlanOptions {
+    PlanOptions { tile: tile.clone(), ..options.clone() }
+}
+
+/// Compiles each tile that is one knob away from `own`, and counts.
+fn compile(
+    backend: &dyn FmhaBackend,
+    problem: AnyProblem<'_>,
+    options: &PlanOptions,
+    own: &TileOptions,
+    knobs: &[(&str, Vec<String>)],
+    out: &mut dyn Write,
+) -> Result<Verdict, Failure> {
+    let (mut compiled, mut refused) = (0, 0);
+    for (knob, value) in knobs.iter().flat_map(|(knob, values)| values.iter().map(move |v| (knob, v))) {
+        let mut tile: TileOptions = own.iter().filter(|(name, _)| name != knob).cloned().collect();
+        tile.push(((*knob).to_owned(), value.clone()));
+        let options = with_tile(options, &tile);
+        let planned = match problem {
+            AnyProblem::Forward(problem) => backend.plan_fwd(problem, &options).map(drop),
+            AnyProblem::Backward(problem) => backend.plan_bwd(problem, &options).map(drop),
+            AnyProblem::Combine(problem) => backend.plan_combine(problem, &options).map(drop),
+        };
+        *if planned.is_ok() { &mut compiled } else { &mut refused } += 1;
+    }
+    writeln!(out, "{compiled} tiles compiled, {refused} refused")?;
+    Ok(Verdict::Right)
+}
+
+/// Tiles of one call on one device, over the same numbers.
 struct Tiles<'a> {
     backend: &'a dyn FmhaBackend,
     queues: &'a dyn Queues,
     stream: Stream,
-    setup: &'a Setup,
-    options: PlanOptions,
-    host: HostFwd,
+    options: &'a PlanOptions,
+    call: Call,
 }
 
 /// A tile's calls, and what they compute with.
@@ -192,55 +216,36 @@ struct Ready<'a> {
     _resident: Resident<'a>,
 }
 
-/// Multiplications of the reference for one tile's check: a tenth of a second.
-const CHECK_BUDGET: f64 = 4e8;
-
 impl<'a> Tiles<'a> {
-    fn new(
-        backend: &'a dyn FmhaBackend,
-        queues: &'a dyn Queues,
-        stream: Stream,
-        setup: &'a Setup,
-        options: PlanOptions,
-    ) -> Result<Self, Failure> {
-        let data = Data { init: Init::Normal, seed: 0, room: Room::default() };
-        let mut host = HostFwd::new(setup.fwd.clone(), &setup.lengths(), data)?;
-        host.dropout = setup.dropout;
-        Ok(Self { backend, queues, stream, setup, options, host })
-    }
-
     fn record(&mut self, tile: &TileOptions) -> Result<Ready<'a>, Failure> {
-        let problem = self.setup.fwd.clone().validate()?;
-        let options = PlanOptions { tile: tile.clone(), ..self.options.clone() };
-        let plan = self.backend.plan_fwd(&problem, &options)?;
-        let (host, stream) = (&mut self.host, self.stream);
+        let Self { backend, queues, stream, options, ref mut call } = *self;
+        call.replan(backend, &with_tile(options, tile))?;
         // The tile before this one has written the same: what this one leaves out is to be seen.
-        if let Some(o) = host.operands.get_mut(Operand::O) {
-            o.elems_mut().fill(NAN_BYTE);
-        }
-        let mut resident = Resident::place(self.backend, &host.operands, plan.workspace())?;
-        let burst = Burst::record(self.queues, stream, &mut || resident.queue_fwd(&plan, host, stream))?;
-        self.backend.memory().synchronize(stream)?;
-        resident.read_back(&mut host.operands)?;
+        call.forget_results();
+        let mut resident = Resident::place(backend, call.operands(), call.workspace())?;
+        let burst = Burst::record(queues, stream, &mut || call.queue(&mut resident, stream))?;
+        backend.memory().synchronize(stream)?;
+        resident.read_back(call.operands_mut())?;
         Ok(Ready { burst, _resident: resident })
     }
-}
 
-/// Of it alone, every type of O makes a NaN.
-const NAN_BYTE: u8 = 0xFF;
+    fn ready_and_right(&mut self, tile: &TileOptions) -> Result<Ready<'a>, Failure> {
+        let ready = self.record(tile)?;
+        let progress = Progress::new("checking against f64");
+        let checked = check(&self.call, Verify::Sample, None, &progress)?;
+        progress.finish();
+        if checked.passed() {
+            return Ok(ready);
+        }
+        Err(Failure::wrong(format!("wrong: {}", checked.lines().join("; "))))
+    }
+}
 
 impl<'a> Timer for Tiles<'a> {
     type Ready = Ready<'a>;
 
     fn ready(&mut self, tile: &TileOptions) -> Result<Ready<'a>, String> {
-        let ready = self.record(tile).map_err(|failure| failure.to_string())?;
-        let selection = Selection::within(&self.host.problem, &self.host.spans, CHECK_BUDGET);
-        let verdict = check_fwd(&self.host, &selection, &|_, _| ()).map_err(|error| error.to_string())?;
-        if verdict.pass() {
-            return Ok(ready);
-        }
-        let found = verdict.tensors.iter().map(ToString::to_string).chain(verdict.faults.iter().cloned());
-        Err(format!("wrong: {}", found.collect::<Vec<_>>().join("; ")))
+        self.ready_and_right(tile).map_err(|failure| failure.to_string())
     }
 
     fn burst(&mut self, ready: &Ready<'a>) -> Result<f64, String> {

@@ -16,6 +16,7 @@ mod explain;
 mod problems;
 mod readme;
 mod run;
+mod tune;
 mod wrong_input;
 
 use std::path::Path;

@@ -242,7 +242,7 @@ const TABLE: &[(&str, &[&str])] = &[
     ("bundle --arch sm_90a --out no/k.fmha", &["out no/k.fmha", "no folder"]),
     ("conformance --filter edges --junit no/x.xml", &["junit no/x.xml", "no folder"]),
     ("run -h", &["heads", "0 given", "--help"]),
-    ("tune --backend cpu -s 16 --backward", &["backward 1"]),
+    ("tune --backend cpu -s 16 --backward --deterministic", &["cpu", "0 of its kernels"]),
     ("bench table.toml", &["table t, row 1", "seqlen_q -1"]),
     ("bench twice.toml", &["line 3", "duplicate"]),
     ("bench", &["FILE"]),

@@ -258,6 +258,14 @@ pub fn knobs<T: Fields>() -> Vec<(&'static str, Vec<String>)> {
     knobs.filter(|(_, values)| !values.is_empty()).collect()
 }
 
+/// A struct's [`knobs`], each with the value that it has.
+#[must_use]
+pub fn knob_values<T: Fields>(values: &T) -> Vec<(String, String)> {
+    let fields = T::fields().iter().zip(values.named_values());
+    let knobs = fields.filter(|(field, _)| !field.tried().is_empty());
+    knobs.map(|(_, (name, value))| (name.to_owned(), value)).collect()
+}
+
 #[cfg(test)]
 #[allow(unreachable_pub, reason = "the macros declare what a crate exports")]
 mod tests {
@@ -361,5 +369,8 @@ mod tests {
                 ("order", text(&["single", "one_by_one"])),
             ]
         );
+        let names: Vec<_> = knob_values(&tile()).into_iter().map(|(name, _)| name).collect();
+        assert_eq!(names, ["rows", "keys", "stages", "order"]);
+        assert_eq!(knob_values(&tile())[3].1, "single");
     }
 }

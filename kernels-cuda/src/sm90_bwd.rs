@@ -12,6 +12,19 @@ use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 /// The kernels' name in plans and refusals.
 pub const NAME: &str = "sm90";
 
+/// What their measured tiles are kept under: [`NAME`] is the forward kernel's too.
+pub const LABEL: &str = "sm90-bwd";
+
+/// The headers that their entries include.
+pub const HEADERS: [&str; 6] = [
+    "fmha/sm90/bwd/preprocess.cuh",
+    "fmha/sm90/bwd/main.cuh",
+    "fmha/sm90/bwd/postprocess.cuh",
+    "fmha/sm90/bwd/head_sums.cuh",
+    "fmha/sm90/bwd/repair.cuh",
+    "fmha/sm90/bwd/dbias.cuh",
+];
+
 abi_spec! {
     /// How the kernels compute.
     pub struct Sm90BwdTile {

@@ -2,8 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use fmha_core::source::includes;
 use fmha_core::spec::{BwdSpec, FwdSpec};
-use fmha_core::{BwdProblem, DType, Dims, FwdProblem, MaskSpec, Strides};
+use fmha_core::{BwdProblem, DType, Dims, FwdProblem, MaskKind, MaskSpec, Strides};
 use fmha_kernels_cuda::schedule::{MAX_TILES, TileOrder};
 use fmha_kernels_cuda::{sm90, sm90_bwd, sm100};
 
@@ -113,6 +114,26 @@ fn more_tiles_than_a_schedule_counts_are_refused_with_the_fields_that_make_them(
     }
     // Without the limit the number would have wrapped to 1024.
     assert!(of(1 << 22 | 1).unwrap_err().contains("tiles"));
+}
+
+/// A tile that was measured is forgotten when any of their text changes.
+#[test]
+fn the_headers_of_the_backward_are_those_that_its_entries_include() {
+    let spec = BwdSpec::plain(DType::Bf16, 64, MaskKind::Upper);
+    let tile = sm90_bwd::default_tile(&spec);
+    let entries = [
+        sm90_bwd::preprocess,
+        sm90_bwd::main,
+        sm90_bwd::postprocess,
+        sm90_bwd::head_sums,
+        sm90_bwd::repair,
+        sm90_bwd::dbias,
+    ]
+    .map(|source| source(&spec, &tile).entry);
+    for (header, entry) in sm90_bwd::HEADERS.into_iter().zip(&entries) {
+        assert!(includes(entry).any(|name| name == header), "{header}: {entry}");
+        assert!(fmha_kernels_cuda::headers().iter().any(|known| known.name == header), "{header}");
+    }
 }
 
 /// Without a mask each key block of a group waits for another of it, so all of them must be running.

@@ -232,12 +232,16 @@ impl<'a> Resident<'a> {
     /// # Errors
     /// What the backend said.
     pub fn run_bwd(&mut self, plan: &BwdPlan, host: &mut HostBwd) -> Result<CallTime> {
-        host.score_sums = plan.promises().score_sums;
-        timed(self.backend, || self.backward(plan, host))
+        timed(self.backend, || self.queue_bwd(plan, host, Stream::DEFAULT))
     }
 
-    fn backward(&mut self, plan: &BwdPlan, host: &mut HostBwd) -> Result<()> {
+    /// Queues a backward call over the operands of `host`, and waits for nothing.
+    ///
+    /// # Errors
+    /// What the backend said.
+    pub fn queue_bwd(&mut self, plan: &BwdPlan, host: &mut HostBwd, stream: Stream) -> Result<()> {
         let (backend, totals, dropout) = (self.backend, host.totals, host.dropout);
+        host.score_sums = plan.promises().score_sums;
         let scratch = plan.workspace().bytes > 0;
         let outputs = [Operand::Dq, Operand::Dk, Operand::Dv, Operand::Dbias, Operand::Dsink];
         self.call(&mut host.operands, &outputs, |mut views| {
@@ -258,7 +262,7 @@ impl<'a> Resident<'a> {
                 score: score_of(dropout, |operand| views.get(operand)),
                 workspace: views.workspace.filter(|_| scratch),
             };
-            backend.run_bwd(plan, &mut args, Stream::DEFAULT)
+            backend.run_bwd(plan, &mut args, stream)
         })
     }
 

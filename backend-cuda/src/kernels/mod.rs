@@ -7,16 +7,19 @@ pub(crate) mod simt_bwd;
 pub(crate) mod sm100;
 pub(crate) mod sm90;
 pub(crate) mod sm90_bwd;
+mod tile;
+
+use std::fmt::Debug;
 
 use enum_dispatch::enum_dispatch;
 use fmha_core::error::{Error, ProblemError, Refusal, Result};
 use fmha_core::source::KernelSource;
-use fmha_core::tune::TunedTiles;
+use fmha_core::tune::{TunedKernel, TunedTiles};
 use fmha_core::{
     BwdArgs, CombineArgs, DType, FwdArgs, PlanOptions, Promises, Roofline, ScoreSums, ValidBwd, ValidCombine,
     ValidFwd, Workspace,
 };
-use fmha_kernels_cuda::{sm90 as sm90_text, sm100 as sm100_text};
+use fmha_kernels_cuda::{sm90 as sm90_text, sm90_bwd as sm90_bwd_text, sm100 as sm100_text};
 
 use crate::driver::{Device, Grid};
 use crate::steps::Step;
@@ -47,6 +50,13 @@ pub(crate) struct DeviceFacts {
     /// Tiles that were measured on it.
     pub(crate) tuned: TunedTiles,
 }
+
+/// The kernels whose tiles are measured.
+const TUNED_KERNELS: [TunedKernel<'_>; 3] = [
+    TunedKernel { label: sm90_text::NAME, headers: &[sm90_text::HEADER] },
+    TunedKernel { label: sm90_bwd_text::LABEL, headers: &sm90_bwd_text::HEADERS },
+    TunedKernel { label: sm100_text::NAME, headers: &[sm100_text::HEADER] },
+];
 
 /// Dense f16 and bf16 tensor work of a Hopper SM in a clock: floating-point operations (NVIDIA H100
 /// Tensor Core GPU Architecture, 2022, table 2: 989 TFLOP/s at 1830 MHz with 132 SMs).
@@ -124,8 +134,18 @@ impl DeviceFacts {
     /// # Errors
     /// A value of `FMHA_CACHE_DIR` that is not UTF-8.
     fn load_tuned(&self) -> Result<TunedTiles> {
-        let kernels = [(sm90_text::NAME, sm90_text::HEADER), (sm100_text::NAME, sm100_text::HEADER)];
-        TunedTiles::load(&self.device, &kernels, &fmha_kernels_cuda::headers())
+        TunedTiles::load(&self.device, &TUNED_KERNELS, &fmha_kernels_cuda::headers())
+    }
+
+    /// That a CTA of a tile finds its shared memory, `smem_bytes` of it.
+    ///
+    /// # Errors
+    /// A text that names both numbers.
+    fn has_shared(&self, tile: &dyn Debug, smem_bytes: i32) -> Result<(), String> {
+        if smem_bytes.unsigned_abs() <= self.smem_bytes {
+            return Ok(());
+        }
+        Err(format!("{tile:?} takes {smem_bytes} bytes of shared memory, {} are there", self.smem_bytes))
     }
 
     /// An architecture without a device: the numbers that NVIDIA states of one that has it.

@@ -1,15 +1,16 @@
 //! The Blackwell kernel: which problems it takes, its tile, its tensor maps.
 
 use fmha_core::error::{ProblemError, Refusal, Result};
-use fmha_core::fields::Fields as _;
+use fmha_core::fields::knob_values;
 use fmha_core::spec::FwdSpec;
-use fmha_core::tune::TileOptions;
+use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidFwd, bind};
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm100::split::{self, KvParts};
 use fmha_kernels_cuda::sm100::{self, Sm100Tile};
 
 use super::maps::{Boxes, Maps};
+use super::tile::settle;
 use super::{Choice, DeviceFacts, FwdCall, FwdKernel, FwdRecipe, Launch, Named, ROW_CTAS_PER_SM};
 use crate::driver::Grid;
 use crate::steps::{Step, exactly};
@@ -41,44 +42,41 @@ impl FwdRecipe for Sm100 {
         }
         sm100::accepts(problem)?;
         let spec = FwdSpec::of(problem);
-        let mut tile = sm100::choose_tile(problem, &facts.arch);
+        let mut own = sm100::choose_tile(problem, &facts.arch);
         if options.accuracy == Accuracy::Exact {
-            tile.lazy_rescale_log2 = 0;
+            own.lazy_rescale_log2 = 0;
         }
         // Merged parts round differently from the whole, which a longer query has; a pair of CTAs, which a short query has
         // not, takes more keys a block.
         if options.batch_invariant {
-            tile.split_keys = 0;
-            tile = tile.alone(&spec);
+            own.split_keys = 0;
+            own = own.alone(&spec);
         }
+        let set = |fields: &TileOptions| {
+            let mut tile = own;
+            fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
+            tile.check(&spec, problem.gqa_ratio())?;
+            sm100::check_loads(problem, &tile)?;
+            if tile.load_max && facts.arch != sm100::REDUCING_ARCH {
+                return Err(format!(
+                    "tile load_max=1: loads from tensor memory find maxima on {}, not on {}",
+                    sm100::REDUCING_ARCH,
+                    facts.arch
+                ));
+            }
+            if tile.split_keys > 0 {
+                split::splits(problem)
+                    .map_err(|why| format!("tile split_keys={}: {why}", tile.split_keys))?;
+            }
+            facts.has_shared(&tile, tile.smem_bytes(&spec))?;
+            Ok(tile)
+        };
         // Tiles are measured as a plan without options has them.
-        let untold =
-            options.tile.is_empty() && options.accuracy == Accuracy::Fast && !options.batch_invariant;
-        let tuned = facts.tuned.get(sm100::NAME, problem).filter(|_| untold);
-        for (key, value) in tuned.map_or(&options.tile, |tuned| &tuned.tile) {
-            tile.set(key, value).map_err(refuse)?;
-        }
-        tile.check(&spec, problem.gqa_ratio()).map_err(refuse)?;
-        sm100::check_loads(problem, &tile).map_err(refuse)?;
-        if tile.load_max && facts.arch != sm100::REDUCING_ARCH {
-            return Err(refuse(format!(
-                "tile load_max=1: loads from tensor memory find maxima on {}, not on {}",
-                sm100::REDUCING_ARCH,
-                facts.arch
-            )));
-        }
+        let as_measured = options.accuracy == Accuracy::Fast && !options.batch_invariant;
+        let tuned = facts.tuned.get(sm100::NAME, &TileClass::of_fwd(problem)).filter(|_| as_measured);
+        let (tile, tile_from) = settle(&options.tile, tuned, set).map_err(refuse)?;
         let is_split = tile.split_keys > 0;
-        if is_split {
-            split::splits(problem)
-                .map_err(|why| refuse(format!("tile split_keys={}: {why}", tile.split_keys)))?;
-        }
         let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
-        if smem_bytes > facts.smem_bytes {
-            return Err(refuse(format!(
-                "{tile:?} takes {smem_bytes} bytes of shared memory, {} are there",
-                facts.smem_bytes
-            )));
-        }
         let schedule = tile.schedule(problem).map_err(refuse)?;
         let grid = Grid {
             dependent: tile.dependent_launch,
@@ -125,6 +123,7 @@ impl FwdRecipe for Sm100 {
             },
             details: vec![
                 ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),
+                tile_from.detail(),
                 ("order", format!("{:?}, L2 groups of {} heads", tile.order, schedule.heads_per_l2_group)),
                 ("schedule", schedule_words(&tile)),
                 ("tensor memory", format!("{} of {} columns", tile.tmem_columns(&spec), sm100::TMEM_COLUMNS)),
@@ -188,15 +187,13 @@ impl FwdRecipe for Sm100 {
     }
 }
 
-/// The tile that the table gives, as [`Sm100Tile::set`] takes it.
+/// The knobs of the tile that the table gives, as [`Sm100Tile::set`] takes them.
 ///
 /// # Errors
 /// Why the kernel does not take the problem.
 pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOptions, Refusal> {
     Sm100::default().choose(problem, facts, &PlanOptions::default())?;
-    let tile = sm100::choose_tile(problem, &facts.arch);
-    let set_by_users = tile.named_values().into_iter().filter(|(field, _)| *field != "cluster_heads");
-    Ok(set_by_users.map(|(field, value)| (field.to_owned(), value)).collect())
+    Ok(knob_values(&sm100::choose_tile(problem, &facts.arch)))
 }
 
 /// What TMA brings at once.

@@ -1,14 +1,15 @@
 //! The Hopper kernel: which problems it takes, its tile, its tensor maps.
 
 use fmha_core::error::{ProblemError, Refusal, Result};
-use fmha_core::fields::Fields as _;
+use fmha_core::fields::knob_values;
 use fmha_core::spec::FwdSpec;
-use fmha_core::tune::TileOptions;
+use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Accuracy, PlanOptions, Promises, VLayout, ValidFwd, Workspace, bind};
 use fmha_kernels_cuda::schedule::TileSchedule;
 use fmha_kernels_cuda::sm90::{self, Sm90Tile};
 
 use super::maps::{Boxes, Maps};
+use super::tile::settle;
 use super::{Choice, DeviceFacts, FwdCall, FwdKernel, FwdRecipe, Launch, Named};
 use crate::driver::Grid;
 use crate::steps::{Step, exactly};
@@ -40,34 +41,31 @@ impl FwdRecipe for Sm90 {
         }
         sm90::accepts(problem)?;
         let spec = FwdSpec::of(problem);
-        let mut tile = sm90::choose_tile(problem);
+        let mut own = sm90::choose_tile(problem);
         if options.accuracy == Accuracy::Exact {
-            (tile.lazy_rescale_log2, tile.skip_row_max) = (0, false);
+            (own.lazy_rescale_log2, own.skip_row_max) = (0, false);
         }
         if options.batch_invariant {
-            tile.make_batch_invariant(&spec);
+            own.make_batch_invariant(&spec);
         }
+        let set = |fields: &TileOptions| {
+            let mut tile = own;
+            fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
+            tile.check(&spec, problem.gqa_ratio())?;
+            if let (Some((axis, stride)), true) = (sm90::odd_bias_stride(problem), tile.bias_stages > 0) {
+                return Err(format!(
+                    "tile bias_stages={}: bias.{axis} stride {stride} is not a positive multiple of 8 below 2^39, as TMA needs",
+                    tile.bias_stages
+                ));
+            }
+            facts.has_shared(&tile, tile.smem_bytes(&spec))?;
+            Ok(tile)
+        };
         // Tiles are measured as a plan without options has them.
-        let untold =
-            options.tile.is_empty() && options.accuracy == Accuracy::Fast && !options.batch_invariant;
-        let tuned = facts.tuned.get(sm90::NAME, problem).filter(|_| untold);
-        for (key, value) in tuned.map_or(&options.tile, |tuned| &tuned.tile) {
-            tile.set(key, value).map_err(refuse)?;
-        }
-        tile.check(&spec, problem.gqa_ratio()).map_err(refuse)?;
-        if let (Some((axis, stride)), true) = (sm90::odd_bias_stride(problem), tile.bias_stages > 0) {
-            return Err(refuse(format!(
-                "tile bias_stages={}: bias.{axis} stride {stride} is not a positive multiple of 8 below 2^39, as TMA needs",
-                tile.bias_stages
-            )));
-        }
+        let as_measured = options.accuracy == Accuracy::Fast && !options.batch_invariant;
+        let tuned = facts.tuned.get(sm90::NAME, &TileClass::of_fwd(problem)).filter(|_| as_measured);
+        let (tile, tile_from) = settle(&options.tile, tuned, set).map_err(refuse)?;
         let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
-        if smem_bytes > facts.smem_bytes {
-            return Err(refuse(format!(
-                "{tile:?} takes {smem_bytes} bytes of shared memory, {} are there",
-                facts.smem_bytes
-            )));
-        }
         let schedule = tile.schedule(problem).map_err(refuse)?;
         let grid = Grid {
             dependent: tile.dependent_launch,
@@ -95,10 +93,7 @@ impl FwdRecipe for Sm90 {
             },
             details: vec![
                 ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),
-                (
-                    "tile from",
-                    if tuned.is_some() { "`fmha tune` on this device" } else { "the table" }.to_owned(),
-                ),
+                tile_from.detail(),
                 ("order", format!("{:?}, L2 groups of {} heads", tile.order, schedule.heads_per_l2_group)),
                 ("schedule", schedule_words(&tile)),
             ],
@@ -192,14 +187,13 @@ fn schedule_words(tile: &Sm90Tile) -> String {
     words.join(", ")
 }
 
-/// The tile that the table gives, as [`Sm90Tile::set`] takes it.
+/// The knobs of the tile that the table gives, as [`Sm90Tile::set`] takes them.
 ///
 /// # Errors
 /// Why the kernel does not take the problem.
 pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOptions, Refusal> {
     Sm90::default().choose(problem, facts, &PlanOptions::default())?;
-    let tile = sm90::choose_tile(problem);
-    Ok(tile.named_values().into_iter().map(|(field, value)| (field.to_owned(), value)).collect())
+    Ok(knob_values(&sm90::choose_tile(problem)))
 }
 
 /// What TMA brings at once.

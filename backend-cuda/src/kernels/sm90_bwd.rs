@@ -3,11 +3,13 @@
 use fmha_core::abi::DevPtr;
 use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
 use fmha_core::error::{ProblemError, Refusal, Result};
-use fmha_core::fields::Fields as _;
+use fmha_core::fields::{Fields as _, knob_values};
 use fmha_core::spec::BwdSpec;
+use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Accuracy, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind};
 use fmha_kernels_cuda::sm90_bwd::{self, Sm90BwdSchedule, Sm90BwdTile};
 
+use super::tile::settle;
 use super::{BwdCall, BwdKernel, BwdRecipe, Choice, DeviceFacts, Launch, Named};
 use crate::driver::{Grid, TensorMap, TensorMapFacts};
 use crate::steps::{Step, exactly};
@@ -59,27 +61,23 @@ impl BwdRecipe for Sm90Bwd {
             return Err(refuse(format!("the device is {}, not sm_90a", facts.arch)));
         }
         sm90_bwd::accepts(problem)?;
-        let spec = BwdSpec { deterministic: options.deterministic, ..BwdSpec::of(problem) };
-        let mut tile = sm90_bwd::choose_tile(problem, &spec);
-        tile.head_parts = tile.wants_head_parts(problem, &spec, facts.num_sms);
-        for (key, value) in &options.tile {
-            tile.set_field(key, value).map_err(refuse)?;
-        }
-        // Tiles are claimed from where the kernel before the main one has put a 0.
-        tile.persistent &= problem.fwd().dims.seqlen_q > 0;
-        tile.check(&spec).map_err(refuse)?;
-        let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
-        let dbias = problem.dbias.map(|_| tile.of_dbias());
-        let dbias_smem_bytes = dbias.map_or(0, |tile| tile.dbias_smem_bytes(&spec).unsigned_abs());
-        let most = smem_bytes.max(dbias_smem_bytes);
-        if most > facts.smem_bytes {
-            return Err(refuse(format!(
-                "{tile:?} takes {most} bytes of shared memory, {} are there",
-                facts.smem_bytes
-            )));
-        }
+        let spec = spec_of(problem, options);
+        let own = table_tile(problem, &spec, facts);
+        let dbias_tile = |tile: &Sm90BwdTile| problem.dbias.map(|_| tile.of_dbias());
+        let set = |fields: &TileOptions| {
+            let mut tile = own;
+            fields.iter().try_for_each(|(key, value)| tile.set_field(key, value))?;
+            // Tiles are claimed from where the kernel before the main one has put a 0.
+            tile.persistent &= problem.fwd().dims.seqlen_q > 0;
+            tile.check(&spec)?;
+            let dbias_bytes = dbias_tile(&tile).map_or(0, |tile| tile.dbias_smem_bytes(&spec));
+            facts.has_shared(&tile, tile.smem_bytes(&spec).max(dbias_bytes))?;
+            Ok(tile)
+        };
+        let tuned = facts.tuned.get(sm90_bwd::LABEL, &TileClass::of_bwd(problem, &spec));
+        let (tile, tile_from) = settle(&options.tile, tuned, set).map_err(refuse)?;
         let schedule = tile.schedule(problem, &spec, facts.num_sms)?;
-        let dbias = match dbias {
+        let dbias = match dbias_tile(&tile) {
             Some(tile) => Some((tile, tile.schedule(problem, &spec, facts.num_sms)?)),
             None => None,
         };
@@ -133,7 +131,7 @@ impl BwdRecipe for Sm90Bwd {
                     kernel: self.name(),
                     source: sm90_bwd::main(&spec, &tile),
                     grid: grid(ctas, tile.num_threads().unsigned_abs()),
-                    smem_bytes,
+                    smem_bytes: tile.smem_bytes(&spec).unsigned_abs(),
                     tiles: tiles.into(),
                     tiles_at_once: facts.num_sms.into(),
                 },
@@ -142,13 +140,13 @@ impl BwdRecipe for Sm90Bwd {
             .into_iter()
             .chain(sums)
             .chain(repair)
-            .chain(dbias.map(|(tile, schedule)| {
+            .chain(dbias.map(|(dbias, schedule)| {
                 let blocks = schedule.num_bias_blocks.unsigned_abs();
                 Launch {
                     kernel: "dbias",
-                    source: sm90_bwd::dbias(&spec, &tile),
-                    grid: Grid::new(blocks.clamp(1, facts.num_sms), tile.num_threads().unsigned_abs()),
-                    smem_bytes: dbias_smem_bytes,
+                    source: sm90_bwd::dbias(&spec, &dbias),
+                    grid: Grid::new(blocks.clamp(1, facts.num_sms), dbias.num_threads().unsigned_abs()),
+                    smem_bytes: dbias.dbias_smem_bytes(&spec).unsigned_abs(),
                     tiles: blocks.into(),
                     tiles_at_once: facts.num_sms.into(),
                 }
@@ -165,6 +163,7 @@ impl BwdRecipe for Sm90Bwd {
             },
             details: vec![
                 ("tile", format!("{} queries x {} keys", tile.block_m, tile.block_n)),
+                tile_from.detail(),
                 ("stages", format!("{} Q, {} dO, {} dS", tile.stages_q, tile.stages_dout, tile.stages_ds)),
                 ("dQ", "f32 sums in memory".to_owned()),
                 ("launches", "start while the one before ends".to_owned()),
@@ -258,6 +257,35 @@ impl BwdRecipe for Sm90Bwd {
         }
         Ok(())
     }
+}
+
+fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
+    BwdSpec { deterministic: options.deterministic, ..BwdSpec::of(problem) }
+}
+
+/// What the table gives, on a device.
+fn table_tile(problem: &ValidBwd, spec: &BwdSpec, facts: &DeviceFacts) -> Sm90BwdTile {
+    let tile = sm90_bwd::choose_tile(problem, spec);
+    Sm90BwdTile { head_parts: tile.wants_head_parts(problem, spec, facts.num_sms), ..tile }
+}
+
+/// The knobs of that tile.
+///
+/// # Errors
+/// Why the kernels do not take the problem.
+pub(crate) fn own_tile(
+    problem: &ValidBwd,
+    facts: &DeviceFacts,
+    options: &PlanOptions,
+) -> Result<TileOptions, Refusal> {
+    let without_tile = PlanOptions { tile: Vec::new(), ..options.clone() };
+    Sm90Bwd::default().choose(problem, facts, &without_tile)?;
+    Ok(knob_values(&table_tile(problem, &spec_of(problem, options), facts)))
+}
+
+/// The class of problems that a plan's tile is kept for.
+pub(crate) fn tile_class(problem: &ValidBwd, options: &PlanOptions) -> TileClass {
+    TileClass::of_bwd(problem, &spec_of(problem, options))
 }
 
 /// The tensor maps, `(dim, row, head, batch)`.

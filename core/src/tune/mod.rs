@@ -2,6 +2,7 @@
 //! it beside the compiled kernels, plans read it.
 
 mod burst;
+mod class;
 mod kept;
 mod search;
 
@@ -10,10 +11,12 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
-use crate::problem::ValidFwd;
+use crate::operation::{AnyProblem, Operation};
+use crate::plan::PlanOptions;
 
 pub use burst::{Burst, clock};
-pub use kept::TunedTiles;
+pub use class::TileClass;
+pub use kept::{TunedKernel, TunedTiles};
 pub use search::{Found, InTurns, LEAST_GAIN, Timer, Tried, search};
 
 /// `name=value` pairs, as [`PlanOptions::tile`](crate::PlanOptions::tile) takes them.
@@ -22,7 +25,7 @@ pub type TileOptions = Vec<(String, String)>;
 /// A tile that was faster than its kernel's own choice.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TunedTile {
-    /// All of its fields.
+    /// Its knobs. What else a tile has follows from the problem and is the kernel's own choice.
     pub tile: TileOptions,
     /// Median seconds of a call with it.
     pub seconds: f64,
@@ -31,20 +34,24 @@ pub struct TunedTile {
 }
 
 /// A backend whose tiles can be measured.
+///
+/// Of a plan's options one makes another problem: a backward call whose sums are to have one order
+/// (`deterministic`) has other tiles than one that leaves it open.
 pub trait Tune: Sync {
     /// The kernel's own choice for a problem, all knobs spelt out.
     ///
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) where no kernel with a tile takes the problem.
-    fn default_tile(&self, problem: &ValidFwd) -> Result<TileOptions>;
+    fn default_tile(&self, problem: AnyProblem<'_>, options: &PlanOptions) -> Result<TileOptions>;
 
-    /// Each knob's values, in the order to try them; not all go together.
-    fn knobs(&self) -> Vec<(&'static str, Vec<String>)>;
+    /// Each knob's values, in the order to try them; not all go together. None where an operation's
+    /// kernels have no tile.
+    fn knobs(&self, operation: Operation) -> Vec<(&'static str, Vec<String>)>;
 
     /// Keeps a tile for this device; returns where.
     ///
     /// # Errors
     /// What the system said; [`Error::NoDevice`](crate::Error::NoDevice) for an emulated device, whose
-    /// times are no device's.
-    fn keep(&self, problem: &ValidFwd, tile: TunedTile) -> Result<PathBuf>;
+    /// times are no device's; [`Error::Unsupported`](crate::Error::Unsupported) for an operation without tiles.
+    fn keep(&self, problem: AnyProblem<'_>, options: &PlanOptions, tile: TunedTile) -> Result<PathBuf>;
 }

@@ -1,0 +1,141 @@
+//! Whose tile a plan has: the user's, a measured one, or the kernel's own.
+
+use fmha_core::tune::{TileOptions, TunedTile};
+
+/// Where a plan's tile comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TileFrom {
+    /// The kernel's own choice, and what the user sets of it.
+    Table,
+    /// What `fmha tune` has kept.
+    Tuned,
+}
+
+impl TileFrom {
+    /// As a plan tells it.
+    pub(crate) fn detail(self) -> (&'static str, String) {
+        let words = match self {
+            Self::Table => "the table",
+            Self::Tuned => "`fmha tune` on this device",
+        };
+        ("tile from", words.to_owned())
+    }
+}
+
+/// The tile of a plan. `set` is the kernel's own with some fields set, if that fits the problem and the device. What the user
+/// sets comes before what was measured, which holds where it fits: problems of one class differ in numbers.
+///
+/// # Errors
+/// Why the kernel's own tile, with what the user sets, does not fit.
+pub(crate) fn settle<T>(
+    by_user: &TileOptions,
+    tuned: Option<&TunedTile>,
+    set: impl Fn(&TileOptions) -> Result<T, String>,
+) -> Result<(T, TileFrom), String> {
+    let tuned = tuned.filter(|_| by_user.is_empty());
+    match tuned.and_then(|tuned| set(&tuned.tile).ok()) {
+        Some(tile) => Ok((tile, TileFrom::Tuned)),
+        None => Ok((set(by_user)?, TileFrom::Table)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fmha_core::spec::BwdSpec;
+    use fmha_core::tune::{TileClass, TunedTiles};
+    use fmha_core::{Accuracy, BwdProblem, DType, Dims, FwdProblem, PlanOptions, ValidBwd, ValidFwd};
+    use fmha_kernels_cuda::{sm90, sm90_bwd};
+
+    use super::super::sm90::Sm90;
+    use super::super::sm90_bwd::Sm90Bwd;
+    use super::super::{BwdRecipe as _, DeviceFacts, FwdRecipe as _, TUNED_KERNELS};
+    use super::*;
+
+    fn fwd() -> ValidFwd {
+        let dims = Dims {
+            batch: 2,
+            seqlen_q: 4096,
+            seqlen_k: 4096,
+            num_heads_q: 16,
+            num_heads_kv: 16,
+            head_dim_qk: 128,
+            head_dim_v: 128,
+        };
+        FwdProblem::batch(DType::Bf16, dims).validate().unwrap()
+    }
+
+    fn bwd() -> ValidBwd {
+        BwdProblem::new(FwdProblem::clone(&fwd())).validate().unwrap()
+    }
+
+    /// An H200 for which one tile was kept.
+    fn facts(label: &str, class: &TileClass, (knob, value): (&str, &str)) -> DeviceFacts {
+        let folder = tempfile::tempdir().unwrap();
+        let headers = fmha_kernels_cuda::headers();
+        let load =
+            || TunedTiles::load_from(Some(folder.path().to_owned()), "an H200", &TUNED_KERNELS, &headers);
+        let tile = vec![(knob.to_owned(), value.to_owned())];
+        load().keep(label, class, TunedTile { tile, seconds: 1.0, default_seconds: 1.1 }).unwrap();
+        DeviceFacts { tuned: load(), ..DeviceFacts::stated("sm_90a").unwrap() }
+    }
+
+    fn tile_of<'a>(details: &'a [(&'static str, String)]) -> (&'a str, TileFrom) {
+        let detail = |name| &*details.iter().find(|(known, _)| *known == name).unwrap().1;
+        let tuned = detail("tile from") == TileFrom::Tuned.detail().1;
+        (detail("tile"), if tuned { TileFrom::Tuned } else { TileFrom::Table })
+    }
+
+    #[test]
+    fn a_backward_plan_has_the_tile_that_was_kept_for_its_class_where_it_fits() {
+        let class = TileClass::of_bwd(&bwd(), &BwdSpec::of(&bwd()));
+        let kept = |block_m| facts(sm90_bwd::LABEL, &class, ("block_m", block_m));
+        let user_sets =
+            PlanOptions { tile: vec![("stages_q".to_owned(), "2".to_owned())], ..PlanOptions::default() };
+        for (facts, options, expected) in [
+            (kept("80"), PlanOptions::default(), ("80 queries x 128 keys", TileFrom::Tuned)),
+            (
+                kept("80"),
+                PlanOptions { accuracy: Accuracy::Exact, ..PlanOptions::default() },
+                ("80 queries x 128 keys", TileFrom::Tuned),
+            ),
+            (kept("80"), user_sets, ("64 queries x 128 keys", TileFrom::Table)),
+            (
+                kept("80"),
+                PlanOptions { deterministic: true, ..PlanOptions::default() },
+                ("64 queries x 128 keys", TileFrom::Table),
+            ),
+            // It has too many accumulators; it was kept by a kernel that took it.
+            (kept("128"), PlanOptions::default(), ("64 queries x 128 keys", TileFrom::Table)),
+            // Under the label of the forward.
+            (
+                facts(sm90::NAME, &class, ("block_m", "80")),
+                PlanOptions::default(),
+                ("64 queries x 128 keys", TileFrom::Table),
+            ),
+        ] {
+            let choice = Sm90Bwd::default().choose(&bwd(), &facts, &options).unwrap();
+            assert_eq!(tile_of(&choice.details), expected, "{options:?}");
+        }
+    }
+
+    #[test]
+    fn a_forward_plan_has_the_tile_that_was_kept_for_its_class_where_it_fits() {
+        let class = TileClass::of_fwd(&fwd());
+        let chosen = |facts: &DeviceFacts, accuracy| {
+            let options = PlanOptions { accuracy, ..PlanOptions::default() };
+            Sm90::default().choose(&fwd(), facts, &options).unwrap().details
+        };
+        let of_table = chosen(&DeviceFacts::stated("sm_90a").unwrap(), Accuracy::Fast);
+        let (table, from) = tile_of(&of_table);
+        assert_eq!(from, TileFrom::Table);
+
+        let kept = facts(sm90::NAME, &class, ("block_n", "112"));
+        let (fast, exact) = (chosen(&kept, Accuracy::Fast), chosen(&kept, Accuracy::Exact));
+        assert!(tile_of(&fast).0.starts_with("128 x 112"), "{fast:?}");
+        assert_eq!(tile_of(&fast).1, TileFrom::Tuned);
+        assert_eq!(tile_of(&exact).1, TileFrom::Table, "it was measured with lazy rescaling");
+
+        let unfit = facts(sm90::NAME, &class, ("stages", "8"));
+        assert_eq!(tile_of(&chosen(&unfit, Accuracy::Fast)), (table, TileFrom::Table));
+    }
+}

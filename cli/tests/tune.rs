@@ -1,0 +1,46 @@
+//! `fmha tune`, where there is no device to measure on: what it refuses, and what it compiles all the same.
+
+use super::{Ran, fmha};
+
+/// `fmha tune` on an emulated H200; nothing where that or its compiler is absent.
+fn emulated(options: &str) -> Option<Ran> {
+    let ran = fmha(&format!("tune --backend cuda --emulate sm_90a -b 1 --heads 1 -s 128 {options}"));
+    let absent = ran.err.contains("NVRTC") || ran.err.contains("`cargo build` makes it");
+    if absent {
+        println!("absent: {}", ran.err.trim());
+    }
+    (!absent).then_some(ran)
+}
+
+#[test]
+fn what_cannot_be_tuned_is_refused_by_its_name() {
+    for (options, wanted) in [
+        ("-d 64", &["emulated", "times"][..]),
+        ("-d 64 --backward", &["emulated", "times"]),
+        ("-d 64 --backward --deterministic", &["emulated", "times"]),
+        ("-d 64 --knob early_dv", &["knob early_dv", "forward", "ping_pong"]),
+        ("-d 64 --backward --knob ping_pong", &["knob ping_pong", "backward", "early_dv"]),
+        ("-d 320 --backward", &["sm90", "head_dim_qk 320", "256"]),
+        ("-d 64 --prec fp32 --backward", &["sm90", "dtype_qk f32"]),
+    ] {
+        let Some(ran) = emulated(options) else { return };
+        assert_eq!(ran.status, 2, "{options}: {}{}", ran.out, ran.err);
+        assert_eq!(ran.err.lines().count(), 1, "{options}: {}", ran.err);
+        for words in wanted {
+            assert!(ran.err.contains(words), "{options} does not say `{words}`: {}", ran.err);
+        }
+    }
+}
+
+#[test]
+fn backward_tiles_are_compiled_without_a_device_to_measure_them_on() {
+    for (options, wanted) in [
+        ("--knob block_m", "1 tiles compiled, 3 refused"),
+        // A consumer that adds dQ itself keeps no order.
+        ("--knob direct_dq", "2 tiles compiled, 0 refused"),
+        ("--knob direct_dq --deterministic", "1 tiles compiled, 1 refused"),
+    ] {
+        let Some(ran) = emulated(&format!("-d 64 --backward --compile {options}")) else { return };
+        assert_eq!((ran.status, ran.err.as_str(), ran.out.trim()), (0, "", wanted), "{options}");
+    }
+}

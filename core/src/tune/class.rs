@@ -1,0 +1,241 @@
+//! Which problems one measured tile serves.
+
+use std::fmt::Debug;
+
+use crate::bwd::BwdProblem;
+use crate::dtype::DType;
+use crate::layout::{Shape, Strides};
+use crate::operation::Operation;
+use crate::problem::FwdProblem;
+use crate::score::Bias;
+use crate::spec::{BwdSpec, FwdSpec};
+
+/// Problems that one tile serves: they compile alike, have the same GQA ratio and alike strides, and their
+/// lengths, heads and batch have the same powers of two.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TileClass {
+    operation: Operation,
+    facts: String,
+}
+
+/// A tensor as its strides are looked at.
+type Tensor = (&'static str, Strides, Shape, DType);
+
+impl TileClass {
+    /// Of a forward problem.
+    #[must_use]
+    pub fn of_fwd(problem: &FwdProblem) -> Self {
+        Self::new(Operation::Forward, &FwdSpec::of(problem), problem, fwd_tensors(problem))
+    }
+
+    /// Of a backward problem that is compiled as `spec`, which says whether sums have one order.
+    #[must_use]
+    pub fn of_bwd(problem: &BwdProblem, spec: &BwdSpec) -> Self {
+        let fwd = &problem.fwd;
+        let mut tensors = fwd_tensors(fwd);
+        tensors.extend([
+            ("dout", problem.dout, fwd.shape_o(), fwd.dtype_o),
+            ("dq", problem.dq, fwd.shape_q(), problem.dtype_grad),
+            ("dk", problem.dk, fwd.shape_k(), problem.dtype_grad),
+            ("dv", problem.dv, fwd.shape_v(), problem.dtype_grad),
+        ]);
+        if let (Some(dbias), Bias::Elementwise(bias)) = (problem.dbias, fwd.bias) {
+            tensors.push(("dbias", dbias.strides, fwd.shape_bias(bias.broadcast), dbias.dtype));
+        }
+        Self::new(Operation::Backward, spec, fwd, tensors)
+    }
+
+    fn new(operation: Operation, spec: &dyn Debug, problem: &FwdProblem, tensors: Vec<Tensor>) -> Self {
+        let dims = problem.dims;
+        let power = |n: u32| n.checked_ilog2().map_or("0".to_owned(), |log| format!("2^{log}"));
+        let strides = tensors.into_iter().map(|tensor| tensor.0.to_owned() + &stride_class(tensor));
+        let mut facts = format!(
+            "{spec:?} q {} k {} heads {} of {} batch {} strides {}",
+            power(dims.seqlen_q),
+            power(dims.seqlen_k),
+            power(dims.num_heads_q),
+            problem.gqa_ratio(),
+            power(dims.batch),
+            strides.collect::<Vec<_>>().join(" ")
+        );
+        // Its matrices are read, and their gradients summed, by as many heads and sequences.
+        if let Bias::Elementwise(bias) = problem.bias {
+            facts += &format!(" bias {:?}", bias.broadcast);
+        }
+        Self { operation, facts }
+    }
+
+    /// What a kernel's tile for it is kept under.
+    pub(super) fn key(&self, label: &str) -> String {
+        format!("{} {label} {}", self.operation, self.facts)
+    }
+}
+
+fn fwd_tensors(problem: &FwdProblem) -> Vec<Tensor> {
+    let mut tensors = vec![
+        ("q", problem.q, problem.shape_q(), problem.dtype_qk),
+        ("k", problem.k, problem.shape_k(), problem.dtype_qk),
+        ("v", problem.v, problem.shape_v(), problem.dtype_v),
+        ("o", problem.o, problem.shape_o(), problem.dtype_o),
+    ];
+    if let Bias::Elementwise(bias) = problem.bias {
+        tensors.push(("bias", bias.strides, problem.shape_bias(bias.broadcast), bias.dtype));
+    }
+    tensors
+}
+
+/// What a kernel can make of a tensor's strides: the bytes, 16 at most, that divide each of them (which
+/// decides how it can be copied), whether heads or rows lie next to each other, whether anything is
+/// broadcast.
+fn stride_class((_, strides, shape, dtype): Tensor) -> String {
+    let size = dtype.size_bytes().cast_signed();
+    let axes = [
+        (strides.batch, shape.batch),
+        (strides.seq, shape.seq),
+        (strides.head, shape.head),
+        (strides.dim, shape.dim),
+    ];
+    // Along the axis of stride 1 a kernel reads on.
+    let counts = axes.into_iter().filter(|&(stride, extent)| extent > 1 && stride != 1);
+    let counts: Vec<i64> = counts.map(|(stride, _)| stride.saturating_mul(size)).collect();
+    let divides = |bytes: &i64| counts.iter().all(|stride| stride % bytes == 0);
+    let bytes = [16, 8, 4, 2].into_iter().find(divides).unwrap_or(1);
+    let order = match (shape.head > 1 && shape.seq > 1, strides.head < strides.seq) {
+        (true, true) => "-heads",
+        (true, false) => "-rows",
+        (false, _) => "",
+    };
+    let broadcast = if counts.contains(&0) { "-broadcast" } else { "" };
+    format!("{bytes}{order}{broadcast}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bwd::BiasGrad;
+    use crate::score::{BiasBroadcast, ElementwiseBias};
+    use crate::{Dims, MaskSpec};
+
+    const DIMS: Dims = Dims {
+        batch: 2,
+        seqlen_q: 4096,
+        seqlen_k: 4096,
+        num_heads_q: 12,
+        num_heads_kv: 4,
+        head_dim_qk: 64,
+        head_dim_v: 64,
+    };
+
+    fn base() -> FwdProblem {
+        FwdProblem::batch(DType::F16, DIMS)
+    }
+
+    fn of_fwd(change: fn(&mut FwdProblem)) -> TileClass {
+        let mut problem = base();
+        change(&mut problem);
+        TileClass::of_fwd(&problem)
+    }
+
+    fn of_bwd(change: impl FnOnce(&mut BwdProblem)) -> TileClass {
+        let mut problem = BwdProblem::new(base());
+        change(&mut problem);
+        TileClass::of_bwd(&problem, &BwdSpec::of(&problem))
+    }
+
+    fn biased(fwd: &mut FwdProblem, broadcast: BiasBroadcast) {
+        let strides = Strides::bhsd(fwd.shape_bias(broadcast));
+        fwd.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F16, broadcast, strides });
+    }
+
+    #[test]
+    fn a_tile_serves_problems_of_its_class_alone() {
+        let class = of_fwd(|_| ());
+        let same: [fn(&mut FwdProblem); 3] = [
+            |p| p.softmax_scale = Some(0.3),
+            // Longer, and as long a batch as before.
+            |p| *p = FwdProblem::batch(DType::F16, Dims { seqlen_q: 5000, batch: 3, ..DIMS }),
+            // Gaps between rows that 16 bytes divide.
+            |p| p.k.seq += 8,
+        ];
+        for (at, change) in same.into_iter().enumerate() {
+            assert_eq!(of_fwd(change), class, "{at}");
+        }
+        let others: [fn(&mut FwdProblem); 8] = [
+            |p| *p = FwdProblem::batch(DType::F16, Dims { seqlen_q: 2048, ..DIMS }),
+            |p| p.write_lse = !p.write_lse,
+            // Ratio 2, which has the same power of two as 3.
+            |p| *p = FwdProblem::batch(DType::F16, Dims { num_heads_kv: 6, ..DIMS }),
+            |p| p.k.seq += 1,
+            |p| p.o.seq += 4,
+            |p| p.q = Strides::bhsd(p.shape_q()),
+            |p| p.v.head = 0,
+            |p| p.v.batch = 0,
+        ];
+        for (at, change) in others.into_iter().enumerate() {
+            assert_ne!(of_fwd(change), class, "{at}");
+        }
+        assert_ne!(class.key("one"), class.key("two"));
+    }
+
+    #[test]
+    fn what_a_backward_tile_was_measured_for_is_told_apart() {
+        let class = of_bwd(|_| ());
+        let same: [fn(&mut BwdProblem); 5] = [
+            |p| p.fwd.softmax_scale = Some(0.3),
+            // What the forward call writes beside O plays no part.
+            |p| p.fwd.write_lse = !p.fwd.write_lse,
+            |p| *p = BwdProblem::new(FwdProblem::batch(DType::F16, Dims { seqlen_k: 5000, ..DIMS })),
+            |p| p.dout.seq += 8,
+            |p| p.dk.seq += 8,
+        ];
+        for (at, change) in same.into_iter().enumerate() {
+            assert_eq!(of_bwd(change), class, "{at}");
+        }
+        let mut others: Vec<TileClass> = [
+            (|p| p.fwd.mask = MaskSpec::CAUSAL) as fn(&mut BwdProblem),
+            |p| p.fwd.softcap = Some(30.0),
+            |p| p.fwd.p_drop = 0.1,
+            |p| p.fwd.bias = Bias::Alibi { per_batch: false },
+            |p| p.dtype_grad = DType::F32,
+            |p| p.has_dlse = true,
+            |p| *p = BwdProblem::new(FwdProblem::batch(DType::F16, Dims { head_dim_v: 128, ..DIMS })),
+            |p| *p = BwdProblem::new(FwdProblem::batch(DType::F16, Dims { num_heads_kv: 6, ..DIMS })),
+            |p| *p = BwdProblem::new(FwdProblem::batch(DType::F16, Dims { batch: 4, ..DIMS })),
+            |p| p.dout.seq += 4,
+            |p| p.dq = Strides::bhsd(p.fwd.shape_q()),
+            |p| p.dk.seq += 4,
+            |p| p.dv.seq += 4,
+        ]
+        .map(of_bwd)
+        .to_vec();
+        let problem = BwdProblem::new(base());
+        let in_order = BwdSpec { deterministic: true, ..BwdSpec::of(&problem) };
+        others.extend([class.clone(), TileClass::of_bwd(&problem, &in_order), of_fwd(|_| ())]);
+        // A bias in each way to share it out, and then its gradient.
+        for broadcast in [BiasBroadcast::OneOne, BiasBroadcast::OneHead, BiasBroadcast::BatchHead] {
+            for gradient in [None, Some(DType::F16), Some(DType::F32)] {
+                others.push(of_bwd(|p| {
+                    biased(&mut p.fwd, broadcast);
+                    let strides = Strides::bhsd(p.fwd.shape_bias(broadcast));
+                    p.dbias = gradient.map(|dtype| BiasGrad { dtype, strides });
+                }));
+            }
+        }
+        for (at, class) in others.iter().enumerate() {
+            assert!(!others[..at].contains(class), "{at}: {class:?}");
+        }
+    }
+
+    #[test]
+    fn a_bias_that_can_be_copied_in_fewer_bytes_is_another_class() {
+        let aligned = of_fwd(|p| biased(p, BiasBroadcast::OneOne));
+        assert_ne!(aligned, of_fwd(|_| ()));
+        let odd = of_fwd(|p| {
+            biased(p, BiasBroadcast::OneOne);
+            if let Bias::Elementwise(bias) = &mut p.bias {
+                bias.strides.seq += 1;
+            }
+        });
+        assert_ne!(aligned, odd);
+    }
+}
