@@ -119,16 +119,8 @@ impl TuneArgs {
                 "not_kept": kept.as_ref().err(),
             });
             writeln!(out, "{report:#}")?;
-            return Ok(Verdict::Right);
-        }
-        let tile: Vec<_> = found.tile.iter().map(|(knob, value)| format!("{knob}={value}")).collect();
-        writeln!(out, "{:<18} {}", "best", tile.join(" "))?;
-        if let Some(confirmed) = &found.confirmed {
-            writeln!(out, "{:<18} {}", "against the own", comparison(confirmed))?;
-        }
-        match kept {
-            Ok(path) => writeln!(out, "{:<18} {path}", "kept")?,
-            Err(why) => writeln!(out, "{:<18} {why}", "not kept")?,
+        } else {
+            conclude(&found, &kept, out)?;
         }
         Ok(Verdict::Right)
     }
@@ -149,6 +141,7 @@ impl TuneArgs {
         Ok(knobs.into_iter().filter(|(knob, _)| wanted(knob)).collect())
     }
 
+    /// Keeps what was found and says where, or why not.
     fn keep(
         &self,
         tuner: &dyn Tune,
@@ -251,6 +244,19 @@ impl<'a> Timer for Tiles<'a> {
     fn burst(&mut self, ready: &Ready<'a>) -> Result<f64, String> {
         // SAFETY: `ready` owns the memory that its calls were recorded with, and nothing else runs.
         unsafe { ready.burst.seconds(self.queues, self.stream) }.map_err(|error| error.to_string())
+    }
+}
+
+/// What was found, and what became of it.
+fn conclude(found: &Found, kept: &Result<String, String>, out: &mut dyn Write) -> std::io::Result<()> {
+    let tile: Vec<_> = found.tile.iter().map(|(knob, value)| format!("{knob}={value}")).collect();
+    writeln!(out, "{:<18} {}", "best", tile.join(" "))?;
+    if let Some(confirmed) = &found.confirmed {
+        writeln!(out, "{:<18} {}", "against the own", comparison(confirmed))?;
+    }
+    match kept {
+        Ok(path) => writeln!(out, "{:<18} {path}", "kept"),
+        Err(why) => writeln!(out, "{:<18} {why}", "not kept"),
     }
 }
 
