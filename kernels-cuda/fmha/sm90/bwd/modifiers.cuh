@@ -143,7 +143,7 @@ struct Modifiers {
     return -modifier.alibi_slope * kLog2E * fabsf(distance);
   }
   FMHA_DEVICE Biases biases() const {
-    Biases biases;
+    Biases biases = {};
     if constexpr (has_biases) {
       const bool whole = key + 8 < end_key && query + Scores::column(num_columns(tile) / 2 - 1) < end_query;
       if (whole) {
