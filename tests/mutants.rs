@@ -3,7 +3,7 @@
 //! a gap in the battery, unless `evidence/mutants.reasons` says why nothing can tell.
 //!
 //! Thousands of them take hours: `cargo xtask test --all` runs one in [`EVERY`]; with `MUTANTS=I/N` in the environment it
-//! is part I of N.
+//! is part I of N, with `MUTANTS_OF=sm90/bwd` that of the targets alone whose files have those words.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -48,6 +48,34 @@ const HOPPER_CASES: &[&str] = &[
     // A band that begins in the block of the sink columns and ends in the next.
     "edges/mask_sq_lt_sk/bf16/b:1,2,9",
 ];
+const HOPPER_BACKWARD_CASES: &[&str] = &[
+    "backward/edges/bf16/s65x130/b",
+    "backward/field/short_sequences/bf16/d128/b",
+    "backward/modifiers/bf16/d64/bias_softcap_dropout/group/0",
+    // Rows computed again behind a mask.
+    "backward/hidden/bf16/d64/b:60,3,2",
+    // Sums in turns: behind a mask and in circles, by the storing thread and by the consumers of clusters.
+    "backward/in_turns/bf16/d64/b:170,3,2",
+    "backward/in_turns/bf16/d128/0",
+    "backward/in_turns/bf16/d200/0",
+    "backward/in_turns/bf16/d64/b:0,0",
+    "backward/in_turns/bf16/d64/g:-30,1,2",
+    // Clusters whose second CTA has no keys; query heads in parts, where multiprocessors have few tiles.
+    "backward/wide/bf16/d256x256/used/b",
+    "backward/wide/bf16/d192x128/b:70,3",
+    "backward/head_dim/bf16/d64",
+    "backward/field/gradients_of_odd_strides/bf16",
+    "backward/modifiers/bf16/d64/dbias_one_one/batch/b:60,3,2",
+    "backward/modifiers/bf16/d64/dbias_batch_head/batch/0",
+    // Sequences that end amid a block of the bias, in front of others or of NaN.
+    "backward/modifiers/bf16/d64/dbias_one_head/group/b",
+    "backward/field/dbias_of_used_rows/bf16",
+    "backward/modifiers/bf16/d64/sink/batch/b",
+    "backward/field/sink_of_whole_blocks/bf16",
+    "backward/modifiers/bf16/d64/alibi/group/b",
+    "backward/modifiers/bf16/d64/large_softcap/batch/b:60,3,2",
+    "backward/modifiers/bf16/d128/dropout/group/b",
+];
 const CDNA_CASES: &[&str] = &[
     "edges/off_tile/bf16/s193x176/b",
     "heads/group/bf16/ratio3kv2/s70x45",
@@ -68,7 +96,7 @@ const ROW_CASES: &[&str] = &[
     "definition/pairs0_140/f32/group/d128x128/h9kv3/s1x65/b:9,4,3",
 ];
 
-const TARGETS: [Target; 4] = [
+const TARGETS: [Target; 5] = [
     Target {
         folder: "kernels-cuda",
         files: "fmha/(sm90/fwd|common)/",
@@ -78,6 +106,15 @@ const TARGETS: [Target; 4] = [
         // A worker has several tiles.
         environment: &[("FMHA_EMULATE_SMS", "2")],
         cases: HOPPER_CASES,
+    },
+    Target {
+        folder: "kernels-cuda",
+        files: "fmha/sm90/bwd/",
+        arch: "sm_90a",
+        kernel: "sm90",
+        tile: None,
+        environment: &[("FMHA_EMULATE_SMS", "4"), ("FMHA_EMULATE_MODE", "hb")],
+        cases: HOPPER_BACKWARD_CASES,
     },
     Target {
         folder: "kernels-hip",
@@ -247,7 +284,10 @@ fn each_mutant_of_the_device_text_is_found_or_has_a_reason() {
     let reasons = include_str!("evidence/mutants.reasons");
     let names: Vec<String> = fmha_conformance::case::all().into_iter().map(|case| case.name).collect();
     let (table, survivors) = (Mutex::new(BTreeMap::<&str, usize>::new()), Mutex::new(Vec::new()));
-    for target in &TARGETS {
+    let of = std::env::var("MUTANTS_OF").unwrap_or_default();
+    let wanted: Vec<&Target> = TARGETS.iter().filter(|target| target.files.contains(&of)).collect();
+    assert!(!wanted.is_empty(), "MUTANTS_OF={of}: no target has such files");
+    for target in wanted {
         let cases: Vec<String> = target
             .cases
             .iter()

@@ -54,6 +54,8 @@ pub struct Backward {
     pub data: Data,
     /// Whether the plan is asked for the same bits every run, whatever the caller of the case asks.
     pub deterministic: bool,
+    /// Numbers written over the inputs before the call, each at `[storage batch, row, head, dim]`.
+    pub planted: Vec<(Operand, [u32; 4], f64)>,
 }
 
 impl Backward {
@@ -108,7 +110,7 @@ impl Case {
     /// A backward case.
     #[must_use]
     pub fn backward(name: impl Into<String>, problem: BwdProblem, lengths: Lengths, data: Data) -> Self {
-        let body = Backward { problem, lengths, data, deterministic: false };
+        let body = Backward { problem, lengths, data, deterministic: false, planted: Vec::new() };
         Self { name: name.into(), body: Body::Backward(Box::new(body)) }
     }
 

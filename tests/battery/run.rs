@@ -137,6 +137,9 @@ pub(crate) fn run_forward(case: &Forward, backend: &dyn FmhaBackend, options: &O
 fn run_backward(case: &Backward, backend: &dyn FmhaBackend, options: &Options) -> Result<Verdict> {
     let plan = backend.plan_bwd(&case.problem.clone().validate()?, &case.options(&options.plan))?;
     let mut host = HostBwd::new(case.problem.clone(), &case.lengths, case.data)?;
+    for &(operand, at, value) in &case.planted {
+        host.operands.expect_mut(operand).set(at, value);
+    }
     host.fill_forward()?;
     run_bwd(backend, &plan, &mut host)?;
     let mut verdict = check_bwd(&host, &Selection::default(), &|_, _| ())?;

@@ -1,5 +1,5 @@
 //! `cargo xtask coverage`: which lines of the CUDA device text emulated runs execute: the battery's cases, the launches
-//! that `cargo xtask mutation` breaks, and those below.
+//! that `cargo xtask mutation` breaks, and those that its pages have beside.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::kernels::HOPPER_ARCH;
-use crate::mutation;
+use crate::mutation::pages::{PAGES, Page};
 use crate::setup::{self, loudly};
 
 const BEGIN: &str = "<!-- written by cargo xtask coverage -->";
@@ -18,19 +18,10 @@ const REASONS: &str = "tests/evidence/cuda-coverage.reasons";
 /// Kernels that are to be fast, and all that they are made of.
 const FAST: [&str; 5] = ["fmha/common/", "fmha/sm90/", "fmha/mma/", "fmha/ptx/", "fmha/combine.cuh"];
 
-/// Of the battery: one type in all its edges but the head dimensions, of which one kernel each would tell nothing new.
-const BATTERY: &str = "^(edges/[^h].*bf16|laws/column.*bf16|combine/|rare/.*bf16)";
-/// What neither that nor the mutants' launches run: knobs that no table chooses, values that lie hidden.
-const EXTRA: &[&str] = &[
-    "-b 1 --heads 2 -s 200 -d 64 --prec f16 --mask t --tile f16_scores=1,f16_output=1",
-    "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile copy_bytes=2",
-    "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile exp2_polynomial_every=4",
-    "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile warp_specialised=0 --vlayout c",
-    "--mode 1 -b 2 --heads 2 -s 50,30 --seqlen-k 24,32 -d 64 --prec bf16 --tile warp_specialised=0 --vlayout c --mask b",
-    "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile vector_store=0",
-    "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --prec-o fp32 --mask t --lse",
-    "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile dependent_launch=1",
-];
+/// Of the battery: one type in all its edges but the head dimensions, of which one kernel each would tell nothing new; its
+/// backward; FP8.
+const BATTERY: &str = "^(edges/[^h].*bf16|laws/column.*bf16|combine/|rare/.*bf16|backward/.*bf16\
+     |fp8/blocks/|(edges|fp8/(all|head_dim)|heads|rare)/.*(e4m3fn|e5m2)/)";
 
 /// Lines of one file: those that some kernel has code for, and whether it was executed.
 type Lines = BTreeMap<u32, bool>;
@@ -78,14 +69,18 @@ fn observe(root: &Path) -> Result<Vec<PathBuf>, String> {
     battery.args(["conformance", "--allow-fallback", "--backend", "cuda", "--emulate", HOPPER_ARCH]);
     loudly(battery.args(["--filter", BATTERY]))?;
     let mut paths = vec![path];
-    // What comes out right is the battery's and the mutants' business.
-    let launches =
-        mutation::KERNELS.iter().flat_map(|(title, all)| all.iter().map(|one| (mutation::sms(title), one)));
-    for (i, (sms, problem)) in launches.chain(EXTRA.iter().map(|one| ("1", one))).enumerate() {
+    let mut launches: Vec<(&Page, u32, &str)> = Vec::new();
+    for page in PAGES.iter().filter(|page| page.arch == HOPPER_ARCH) {
+        for broken in page.broken {
+            launches.extend(broken.problems.iter().map(|problem| (page, broken.multiprocessors, *problem)));
+        }
+        launches.extend(page.also_covered.iter().map(|problem| (page, 1, *problem)));
+    }
+    for (i, (page, multiprocessors, problem)) in launches.into_iter().enumerate() {
         let (path, mut one) = cover(&format!("{i}.txt"));
-        one.args(["run", "--backend", "cuda", "--kernel", "sm90", "--emulate", HOPPER_ARCH]);
-        one.args(["--warmup", "0", "--repeat", "1", "--verify", "none"]).args(problem.split_whitespace());
-        loudly(one.env("FMHA_EMULATE_SMS", sms))?;
+        // What comes out right is the battery's and the mutants' business.
+        one.args(page.run(problem)).args(["--verify", "none"]);
+        loudly(one.env("FMHA_EMULATE_SMS", multiprocessors.to_string()))?;
         paths.push(path);
     }
     Ok(paths)

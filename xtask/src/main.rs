@@ -31,9 +31,9 @@ usage: cargo xtask test      set up, build in release, test what CI has time for
        cargo xtask planted   faults in host code, each built in a copy and found by a case
        cargo xtask mutants [--shard I/N]
                              cargo-mutants over core, the backends' host code and the CPU backend
-       cargo xtask mutation [KERNEL]
-                             the sm90 and sm100 kernels (or one of them) broken instruction by instruction in the
-                             emulator, into tests/evidence/KERNEL-mutation.md; sound, under 100 schedules
+       cargo xtask mutation [PAGE]
+                             the sm90, sm90-bwd and sm100 kernels (or one of them) broken instruction by instruction in
+                             the emulator, into tests/evidence/PAGE-mutation.md; sound, under 100 schedules
        cargo xtask mutation-amd
                              the CDNA kernel's waits and barriers left out one by one in the emulator, into
                              tests/evidence/cdna-mutation.md
@@ -60,7 +60,7 @@ fn main() -> ExitCode {
         ["mutants", ref words @ ..] => ended(planted::mutants(words)),
         ["mutation-amd"] => ended(mutation_amd::run()),
         ["mutation"] => ended(mutation::run(None)),
-        ["mutation", kernel] => ended(mutation::run(Some(kernel))),
+        ["mutation", page] => ended(mutation::run(Some(page))),
         _ => {
             eprintln!("{USAGE}");
             ExitCode::from(2)

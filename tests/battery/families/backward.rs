@@ -10,7 +10,7 @@ use super::recipe::{AXES, Recipe, random_levels, recipe};
 use crate::case::{Backward, Body, Case, WIDE, seed_of};
 use crate::init::{Init, mix};
 use crate::memory::Placement;
-use crate::tensor::Room;
+use crate::tensor::{Operand, Room};
 use crate::tensors::{Data, Lengths};
 
 const RANDOM: u64 = 150;
@@ -29,12 +29,13 @@ pub(crate) fn cases() -> Vec<Case> {
         }
         (problem.scale_o, problem.write_keep_mask) = (false, false);
         let (problem, deterministic) = options(problem, lengths.totals, seed);
-        let body = Backward { problem, lengths, data, deterministic };
+        let body = Backward { problem, lengths, data, deterministic, planted: Vec::new() };
         cases.push(Case { name: format!("{name}/{label}"), body: Body::Backward(Box::new(body)) });
     }
     edges(&mut cases);
     modifiers(&mut cases);
     field(&mut cases);
+    over_blocks(&mut cases);
     cases
 }
 
@@ -158,11 +159,69 @@ fn field(cases: &mut Vec<Case>) {
             let problem = BwdProblem::new(masked(dtype, many, mask));
             cases.push(Case::backward(name, problem, Lengths::default(), data));
         }
+        // Rows of gradients that no whole number of 16 bytes lies between.
+        let name = format!("backward/field/gradients_of_odd_strides/{dtype}");
+        let numbers = data(&name);
+        let mut problem = BwdProblem::new(masked(dtype, Dims { num_heads_kv: 2, ..dims(64, 64) }, "b"));
+        for strides in [&mut problem.dq, &mut problem.dk, &mut problem.dv] {
+            let rows = strides.batch / strides.seq;
+            strides.seq += 2;
+            strides.batch = rows * strides.seq;
+        }
+        cases.push(Case::backward(name, problem, Lengths::default(), numbers));
+        // A block of dBias that a sequence's queries end in: NaN lies behind them.
+        let name = format!("backward/field/dbias_of_used_rows/{dtype}");
+        let numbers = data(&name);
+        let mut used = masked(dtype, dims(64, 64), "0");
+        (used.seqused_q, used.seqused_k) = (true, true);
+        let (seqused_q, seqused_k) = (vec![129, 70], vec![130, 9]);
+        let lengths = Lengths { seqused_q, seqused_k, ..Lengths::default() };
+        cases.push(Case::backward(name, modified(used, "dbias_one_one"), lengths, numbers));
+        // Rows that end where their blocks do: another head's follow at once.
+        let name = format!("backward/field/sink_of_whole_blocks/{dtype}");
+        let whole = masked(dtype, Dims { seqlen_q: 128, seqlen_k: 100, ..dims(64, 64) }, "b");
+        let numbers = data(&name);
+        cases.push(Case::backward(name, modified(whole, "sink"), Lengths::default(), numbers));
         let name = format!("backward/field/dout_of_its_own_strides/{dtype}");
         let data = data(&name);
         let mut problem = BwdProblem::new(masked(dtype, dims(64, 64), "b"));
         problem.dout = Strides::bhsd(problem.fwd.shape_o());
         cases.push(Case::backward(name, problem, Lengths::default(), data));
+    }
+}
+
+/// What takes several blocks of keys: sums of dQ in one order, and numbers that are not finite and that a mask hides from some
+/// queries of a block and shows to others.
+fn over_blocks(cases: &mut Vec<Case>) {
+    let mut push = |name: String, dims: Dims, dtype, mask: &str, deterministic, planted| {
+        let (problem, data) = (BwdProblem::new(masked(dtype, dims, mask)), data(&name));
+        let body = Backward { problem, lengths: Lengths::default(), data, deterministic, planted };
+        cases.push(Case { name, body: Body::Backward(Box::new(body)) });
+    };
+    for head_dim in [64, 128, 160, 200] {
+        let dims = |seqlen_q, seqlen_k| Dims {
+            batch: 1,
+            seqlen_q,
+            seqlen_k,
+            num_heads_q: 2,
+            num_heads_kv: 1,
+            head_dim_qk: head_dim,
+            head_dim_v: head_dim,
+        };
+        // The last one shows sink columns alone.
+        for mask in ["0", "b", "b:170,3,2", "b:0,0", "g:-30,1,2"] {
+            let name = format!("backward/in_turns/bf16/d{head_dim}/{mask}");
+            push(name, dims(290, 420), DType::Bf16, mask, true, Vec::new());
+        }
+        for (dtype, mask) in [DType::F16, DType::Bf16].into_iter().flat_map(|t| [(t, "b"), (t, "b:60,3,2")]) {
+            let planted = vec![
+                (Operand::K, [0, 140, 0, head_dim - 1], f64::NAN), // the last ten queries see it
+                (Operand::Q, [0, 2, 1, 0], f64::NAN),              // sees the first keys alone
+                (Operand::Dout, [0, 5, 1, 7], f64::NAN),
+            ];
+            let name = format!("backward/hidden/{dtype}/d{head_dim}/{mask}");
+            push(name, dims(150, 150), dtype, mask, false, planted);
+        }
     }
 }
 

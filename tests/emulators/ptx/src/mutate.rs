@@ -24,6 +24,13 @@ impl Mutant {
     pub fn apply(&self, ptx: &str) -> String {
         format!("{}{}{}", &ptx[..self.range.start], self.replacement, &ptx[self.range.end..])
     }
+
+    /// Whether other clusters may see the difference: what products and barriers in shared memory do stays in their own.
+    #[must_use]
+    pub fn may_order_clusters(&self) -> bool {
+        let own = ["wgmma.", "mbarrier.", "barrier.cluster.", "fence.proxy.async.shared"];
+        !own.iter().any(|own| self.instruction.starts_with(own))
+    }
 }
 
 /// One instruction in the text.
@@ -44,6 +51,13 @@ impl<'a> Found<'a> {
         };
         let (opcode, operands) = rest.split_once(char::is_whitespace).unwrap_or((rest, ""));
         Some(Self { guard, opcode, operands: operands.trim() })
+    }
+
+    /// Whether it goes round a loop again; `before`: the text up to it.
+    fn is_branch_back(&self, before: &str) -> bool {
+        !self.guard.is_empty()
+            && self.opcode.starts_with("bra")
+            && before.lines().any(|line| line.trim().strip_suffix(':') == Some(self.operands))
     }
 
     /// Nothing in its place.
@@ -109,7 +123,9 @@ impl<'a> Found<'a> {
             }
             ["mbarrier", "arrive" | "arrive_drop", ..]
             | ["wgmma", "fence" | "commit_group", ..]
-            | ["fence", "proxy" | "mbarrier_init", ..]
+            | ["fence", "proxy" | "mbarrier_init" | "acq_rel", ..]
+            | ["red", "release", ..]
+            | ["griddepcontrol", "wait", ..]
             | ["cp", "async", "wait_group" | "wait_all" | "commit_group", ..]
             | ["cp", "async", "bulk", "wait_group" | "commit_group", ..]
             | ["tcgen05", "wait" | "wait::ld" | "wait::st" | "commit" | "dealloc", ..]
@@ -146,6 +162,8 @@ fn split(operands: &str) -> Vec<&str> {
 pub fn mutants(ptx: &str) -> Vec<Mutant> {
     let mut out = Vec::new();
     let mut line_start = 0;
+    // An acquiring load whose value decides whether to go round again: the branch back is what waits.
+    let mut acquired = None;
     for (number, line) in ptx.split('\n').enumerate() {
         let code = line.split("//").next().unwrap_or(line);
         let mut start = 0;
@@ -156,6 +174,17 @@ pub fn mutants(ptx: &str) -> Vec<Mutant> {
             let body = body[skipped..].trim_end();
             let from = line_start + start + skipped;
             if let Some(found) = Found::of(body) {
+                if found.opcode.starts_with("ld.acquire") {
+                    acquired = Some(format!("{} {}", found.opcode, found.operands));
+                } else if found.is_branch_back(&ptx[..from]) {
+                    out.extend(acquired.take().map(|instruction| Mutant {
+                        line: number as u32 + 1,
+                        instruction,
+                        what: "not waited for",
+                        range: from..from + body.len(),
+                        replacement: found.skipped(),
+                    }));
+                }
                 out.extend(found.broken().into_iter().map(|(what, replacement)| Mutant {
                     line: number as u32 + 1,
                     instruction: format!("{} {}", found.opcode, found.operands),
@@ -202,5 +231,14 @@ mod tests {
         assert!(all[0].apply(ptx).contains("shr.u32 %mutant, 512, 1; @%p1 mbarrier"));
         assert!(all[3].apply(ptx).contains("setp.eq.u32 p, 0, 0;"));
         assert!(all[5].apply(ptx).contains("wait_group.sync.aligned 2;"));
+    }
+
+    #[test]
+    fn a_loop_that_reads_until_another_block_has_counted_is_left_at_once() {
+        let ptx = "$L1:\nld.acquire.gpu.global.s32 %r1, [%rd1];\nsetp.ne.s32 %p1, %r1, %r2;\n@%p1 bra $L1;\n\
+                   @%p1 bra $L1;\nld.acquire.gpu.global.s32 %r1, [%rd1];\n@%p1 bra $L2;\n$L2:\n";
+        let all = mutants(ptx);
+        assert_eq!(all.iter().map(|m| (m.line, m.what)).collect::<Vec<_>>(), [(4, "not waited for")]);
+        assert!(all[0].apply(ptx).contains("\n@%p1 nanosleep.u32 0;\n@%p1 bra $L1;"));
     }
 }

@@ -217,7 +217,8 @@ fn one(
     no_false_alarm(arguments.schedules, title, &sound)?;
     let map = SourceMap::of(ptx);
     let all = mutants(ptx);
-    let outcomes: Vec<Outcome> = all.par_iter().map(|mutant| outcome(mutant, &sound)).collect();
+    let outcomes: Vec<Outcome> =
+        all.par_iter().map(|mutant| outcome(mutant, &sound, arguments.schedules)).collect();
     let (mut executed, mut caught) = (0, 0);
     for (mutant, outcome) in all.iter().zip(outcomes) {
         let opcode = mutant.instruction.split_whitespace().next().unwrap_or("").to_owned();
@@ -251,11 +252,15 @@ fn one(
     ))
 }
 
+/// Asynchronous work late, clusters piece by piece: when and in which order, `seed` decides.
+fn scheduled(seed: u64) -> Options {
+    Options { asynchrony: Asynchrony::Late { seed }, cluster_order: Some(seed), ..options() }
+}
+
 /// The sound kernel gives no report and the same results under every schedule.
 fn no_false_alarm(schedules: u64, title: &str, sound: &[(&Recording, Ended)]) -> Result<(), String> {
     let alarm = |seed: u64| {
-        let mut options = options();
-        options.asynchrony = Asynchrony::Late { seed };
+        let options = scheduled(seed);
         sound.iter().find_map(|(launch, ended)| match launch.run_as(&launch.ptx, &options) {
             Err(fault) => Some(format!("{title}, the sound kernel, schedule {seed}: {fault}")),
             Ok(late) if late.memory != ended.memory => {
@@ -271,22 +276,31 @@ fn no_false_alarm(schedules: u64, title: &str, sound: &[(&Recording, Ended)]) ->
     }
 }
 
-/// One run of the broken kernel for each launch that executes the instruction, until something is reported.
-fn outcome(mutant: &Mutant, sound: &[(&Recording, Ended)]) -> Outcome {
+/// One run of the broken kernel for each launch that executes the instruction, until something is reported. Where clusters
+/// wait for each other by numbers in global memory, which happens-before does not see, what may order them is also run
+/// under the schedules under which the sound kernel has given the same results.
+fn outcome(mutant: &Mutant, sound: &[(&Recording, Ended)], schedules: u64) -> Outcome {
     let mut outcome = Outcome::NotExecuted;
     for (launch, ended) in sound {
         if ended.report.lines.get(&mutant.line).is_none_or(|&hits| hits == 0) {
             continue;
         }
         // A broken kernel may go round for ever and change something each time.
-        let limit = 1_000_000 + 10 * ended.report.counters.warp_instructions;
-        let options = Options { instruction_limit: limit, ..options() };
-        match launch.run_as(&mutant.apply(&launch.ptx), &options) {
-            Err(fault) => return Outcome::Caught(fault.kind.name().to_owned()),
-            Ok(broken) => {
-                let same = broken.memory == ended.memory && !matches!(outcome, Outcome::Survived(false));
-                outcome = Outcome::Survived(same);
+        let instruction_limit = 1_000_000 + 10 * ended.report.counters.warp_instructions;
+        let run = |options: Options| {
+            launch.run_as(&mutant.apply(&launch.ptx), &Options { instruction_limit, ..options })
+        };
+        let among_clusters = launch.ptx.contains("ld.acquire") && mutant.may_order_clusters();
+        let schedules = 1..=if among_clusters { schedules } else { 0 };
+        for options in std::iter::once(options()).chain(schedules.map(scheduled)) {
+            let same = match run(options) {
+                Err(fault) => return Outcome::Caught(fault.kind.name().to_owned()),
+                Ok(broken) => broken.memory == ended.memory,
+            };
+            if !same && among_clusters {
+                return Outcome::Caught("other results".to_owned());
             }
+            outcome = Outcome::Survived(same && !matches!(outcome, Outcome::Survived(false)));
         }
     }
     outcome

@@ -19,7 +19,7 @@ pub struct Recording {
     memory: Vec<(u64, Vec<u8>, Vec<u32>)>,
 }
 
-const MAGIC: &[u8; 8] = b"ptxlnch1";
+const MAGIC: &[u8; 8] = b"ptxlnch2";
 
 fn broken(what: &str) -> Fault {
     Fault::new(FaultKind::Launch, format!("recorded launch: {what}"))
@@ -76,7 +76,8 @@ impl Recording {
         put(&mut out, self.ptx.as_bytes());
         put(&mut out, self.kernel.as_bytes());
         let c = &self.config;
-        let shape = c.grid.iter().chain(&c.block).chain(&c.cluster).chain([&c.dynamic_shared]);
+        let scalars = [c.dynamic_shared, u32::from(c.dependent)];
+        let shape = c.grid.iter().chain(&c.block).chain(&c.cluster).chain(&scalars);
         out.extend(shape.flat_map(|n| u64::from(*n).to_le_bytes()));
         put(&mut out, &self.args);
         out.extend((self.memory.len() as u64).to_le_bytes());
@@ -99,7 +100,7 @@ impl Recording {
             return Err(broken("another kind of file"));
         }
         let (ptx, kernel) = (r.text()?, r.text()?);
-        let mut shape = [0u32; 10];
+        let mut shape = [0u32; 11];
         for n in &mut shape {
             *n = r.number()? as u32;
         }
@@ -109,7 +110,7 @@ impl Recording {
             block: three(3),
             cluster: three(6),
             dynamic_shared: shape[9],
-            dependent: false,
+            dependent: shape[10] != 0,
         };
         let args = r.block()?.to_vec();
         let count = r.number()?;

@@ -2,8 +2,8 @@
 
 mod common;
 
-use common::{HEADER, block, checked, run, upload};
-use fmha_emu_ptx::{Device, Fault, FaultKind, LaunchConfig, Options, Report};
+use common::{HEADER, block, checked, download, run, upload};
+use fmha_emu_ptx::{Asynchrony, Device, Fault, FaultKind, LaunchConfig, Options, Report};
 
 /// Runs `body` with `%t` the thread, `%s` shared memory of 4 KiB, `%g` 128 words of zeros.
 fn try_body(body: &str, config: &LaunchConfig, options: &Options) -> Result<Report, Fault> {
@@ -61,6 +61,30 @@ fn overwriting_the_source_of_a_bulk_store_needs_its_wait() {
     };
     assert_eq!(kind(&store(""), 1, &checked()), Some(FaultKind::Race));
     assert_eq!(kind(&store("cp.async.bulk.wait_group.read 0;"), 1, &checked()), None);
+}
+
+#[test]
+fn a_bulk_store_whose_reading_alone_was_waited_for_writes_later() {
+    let device = Device::new();
+    let data = upload(&device, &[0; 128]);
+    let ptx = |wait: &str| {
+        format!(
+            "{HEADER}.visible .entry k(.param .u64 d) {{ .shared .align 128 .b8 mem[4096];
+             .reg .b32 %s, %w; .reg .b64 %g; mov.u32 %s, mem; ld.param.u64 %g, [d];
+             st.shared.v4.b32 [%s], {{7, 7, 7, 7}}; fence.proxy.async.shared::cta;
+             cp.async.bulk.global.shared::cta.bulk_group [%g], [%s], 16; cp.async.bulk.commit_group;
+             {wait} st.shared.b32 [%s], 5; ld.global.b32 %w, [%g]; st.global.b32 [%g+64], %w; ret; }}"
+        )
+    };
+    let mut late = checked();
+    late.asynchrony = Asynchrony::Late { seed: 1 };
+    for (wait, seen) in [("cp.async.bulk.wait_group.read 0;", 0), ("cp.async.bulk.wait_group 0;", 7)] {
+        device.upload(data, &[0; 128]).unwrap();
+        run(&device, &ptx(wait), &block(1, 0), &data.to_le_bytes(), &late).unwrap();
+        let words = download(&device, data, 17);
+        // What it wrote in the end is what it had read, not what came there later.
+        assert_eq!((words[16], words[0]), (seen, 7), "{wait}");
+    }
 }
 
 #[test]

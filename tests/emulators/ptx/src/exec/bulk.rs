@@ -31,6 +31,8 @@ pub(crate) struct Job {
     pub(super) pc: u32,
     pub(super) group: u32,
     pub(super) clocks: Clocks,
+    /// What it has read of shared memory, where that has been waited for and its writes have not.
+    pub(super) taken: Option<Vec<u8>>,
 }
 
 impl Cluster {
@@ -141,6 +143,7 @@ impl Cluster {
                 pc: self.pc_of(warp),
                 group: warp.asynchrony.bulk_committed + 1,
                 clocks: self.tracker.as_ref().map(|t| t.snapshot(warp)).unwrap_or_default(),
+                taken: None,
             };
             if bulk.dims > 0 {
                 let at = if bulk.route == Route::SharedToGlobal { dst } else { src };
@@ -243,6 +246,14 @@ impl Cluster {
         self.carry_out(job).map_err(|f| self.placed_job(f, job))
     }
 
+    /// Reads what a store from shared memory will write.
+    fn take_source(&mut self, job: &mut Job) -> Exec<()> {
+        let mut data = vec![0; job.bytes as usize];
+        self.collect(job, &mut data).map_err(|f| self.placed_job(f, job))?;
+        job.taken = Some(data);
+        Ok(())
+    }
+
     fn placed_job(&self, mut f: Box<Fault>, job: &Job) -> Box<Fault> {
         let (line, source) = self.launch.program.lines[job.pc as usize];
         *f = f.at(line, source);
@@ -260,14 +271,20 @@ impl Cluster {
             Code::BulkWait { read } => {
                 let n = warp.w[inst.src[0].row()][0];
                 let upto = warp.asynchrony.bulk_committed.saturating_sub(n);
-                // In late mode this wait is what makes the copies happen.
+                // In late mode this wait is what makes the copies happen; one for reads leaves their writes for later.
                 while let Some(i) = self.pending.iter().position(|j| {
                     j.bulk.completion == Completion::BulkGroup
                         && (j.cta, j.warp) == (warp.cta, warp.index)
                         && j.group <= upto
+                        && !(read && j.taken.is_some())
                 }) {
-                    let job = self.pending.swap_remove(i);
-                    self.complete(&job)?;
+                    let mut job = self.pending.swap_remove(i);
+                    if read {
+                        self.take_source(&mut job)?;
+                        self.pending.push(job);
+                    } else {
+                        self.complete(&job)?;
+                    }
                 }
                 let a = &mut warp.asynchrony;
                 a.bulk_read = a.bulk_read.max(upto);
