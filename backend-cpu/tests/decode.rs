@@ -44,9 +44,12 @@ fn copy(from: &Tensor, to: &mut Tensor, shape: Shape, place: impl Fn(u32, u32) -
 fn few_queries_over_a_long_cache_keep_the_accuracy_promise() {
     for (isa, backend) in backends() {
         for dtype in DType::ALL {
-            for (seqlen_q, heads, head_dims) in
-                [(1, (8, 8), (64, 64)), (3, (6, 2), (40, 24)), (1, (5, 1), (128, 96))]
-            {
+            for (seqlen_q, heads, head_dims) in [
+                (1, (8, 8), (64, 64)),
+                (3, (6, 2), (40, 24)),
+                (1, (5, 1), (128, 96)),
+                (2, (20, 1), (96, 160)),
+            ] {
                 let problem = problem(dtype, seqlen_q, heads, head_dims);
                 let inputs = Inputs::random(problem, &[], 5);
                 check_fwd(&backend, &inputs, &format!("{isa} {dtype} {seqlen_q} {heads:?} {head_dims:?}"));
@@ -59,8 +62,8 @@ fn few_queries_over_a_long_cache_keep_the_accuracy_promise() {
 fn a_head_has_the_same_bits_alone_and_read_together_with_others() {
     for (isa, backend) in backends() {
         for dtype in [DType::F32, DType::F16, DType::Bf16, DType::E4m3Fn] {
-            for (seqlen_q, heads) in [(1, (8, 8)), (2, (12, 4))] {
-                let together = Inputs::random(problem(dtype, seqlen_q, heads, (48, 64)), &[], 6);
+            for (seqlen_q, heads, dim_qk) in [(1, (8, 8), 48), (2, (12, 4), 48), (2, (32, 4), 96)] {
+                let together = Inputs::random(problem(dtype, seqlen_q, heads, (dim_qk, 64)), &[], 6);
                 let mut apart = together.clone();
                 let (k, v) = (apart.problem.shape_k(), apart.problem.shape_v());
                 (apart.problem.k, apart.problem.v) = (Strides::bhsd(k), Strides::bhsd(v));
@@ -98,8 +101,8 @@ fn run_on(backend: &CpuBackend, inputs: &Inputs, table: Option<(&[i32], u32)>) -
 #[test]
 fn pages_in_any_order_are_the_strided_cache() {
     for (isa, backend) in backends() {
-        for dtype in [DType::F32, DType::Bf16] {
-            let strided = Inputs::random(problem(dtype, 2, (8, 4), (64, 40)), &[], 7);
+        for (dtype, heads_q, dim_v) in [(DType::F32, 8, 40), (DType::Bf16, 8, 40), (DType::Bf16, 32, 96)] {
+            let strided = Inputs::random(problem(dtype, 2, (heads_q, 4), (64, dim_v)), &[], 7);
             let wanted = run_on(&backend, &strided, None);
             for page_size in [1, 7, 16, 64, 1000] {
                 let max_pages = SEQLEN_K.div_ceil(page_size);
@@ -111,13 +114,13 @@ fn pages_in_any_order_are_the_strided_cache() {
                 (paged.problem.kv_layout, paged.problem.k, paged.problem.v) = (kv_layout, base.k, base.v);
                 let shape = |dim| Shape { batch: num_pages, seq: page_size, head: 4, dim };
                 paged.k = Tensor::poisoned(dtype, Strides::bshd(shape(64)), shape(64));
-                paged.v = Tensor::poisoned(dtype, Strides::bshd(shape(40)), shape(40));
+                paged.v = Tensor::poisoned(dtype, Strides::bshd(shape(dim_v)), shape(dim_v));
                 (paged.problem.k, paged.problem.v) = (paged.k.strides, paged.v.strides);
                 let place = |b: u32, s: u32| (num_pages - 1 - (b * max_pages + s / page_size), s % page_size);
                 copy(&strided.k, &mut paged.k, strided.problem.shape_k(), place);
                 copy(&strided.v, &mut paged.v, strided.problem.shape_v(), place);
                 let found = run_on(&backend, &paged, Some((&table, max_pages)));
-                assert!(found == wanted, "{isa} {dtype} pages of {page_size}");
+                assert!(found == wanted, "{isa} {dtype} {heads_q} heads, pages of {page_size}");
             }
         }
     }
@@ -132,6 +135,10 @@ fn an_fp8_cache_is_its_values_in_the_type_of_q() {
             // Rows that are no whole vectors of codes; queries that see different keys.
             (DType::Bf16, DType::E5m2, 3, (8, 2), (96, 40), [-0.7, 1e-3]),
             (DType::Bf16, DType::E4m3Fn, 1, (12, 1), (136, 200), [448.0, -1.3]),
+            // Tiles where there are some, the last of them half a vector of codes; more queries than a tile has.
+            (DType::Bf16, DType::E4m3Fn, 1, (16, 2), (96, 160), [0.7, 1.3]),
+            (DType::Bf16, DType::E5m2, 2, (20, 1), (128, 64), [-0.7, 1e-3]),
+            (DType::Bf16, DType::E4m3Fnuz, 1, (16, 2), (64, 128), [0.7, 1.3]),
             (DType::Bf16, DType::E4m3Fnuz, 2, (4, 4), (128, 128), [0.7, 1.3]),
         ] {
             let mut narrow = Inputs::random(problem(dtype, seqlen_q, heads, head_dims), &[], 8);

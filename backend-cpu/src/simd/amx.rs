@@ -8,7 +8,7 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::x86::{Avx512Bf16, EIGHTS, avx512_methods, bf16_methods};
-use super::{BytePlanes, Op, Simd};
+use super::{BytePlanes, Op, Simd, TileRows};
 
 /// [`Avx512Bf16`] with tiles of bf16.
 #[derive(Clone, Copy, Debug)]
@@ -176,6 +176,45 @@ pub(super) unsafe fn store(c: *mut f32, c_row: usize) {
     }
 }
 
+/// Two tiles of A, each by a tile of B of its own, to tiles 0 and 1.
+///
+/// # Safety
+/// What [`Simd::tile_two`](super::Simd::tile_two) says is readable.
+#[inline(always)]
+pub(super) unsafe fn two([left, right]: [TileRows; 2], b: [*const f32; 2]) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        asm!(
+            "tileloadd tmm4, [{a0} + {a0_row}*1]",
+            "tileloadd tmm6, [{b0} + {b_row}*1]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tileloadd tmm5, [{a1} + {a1_row}*1]",
+            "tileloadd tmm7, [{b1} + {b_row}*1]",
+            "tdpbf16ps tmm1, tmm5, tmm7",
+            a0 = in(reg) left.first, a0_row = in(reg) left.step,
+            a1 = in(reg) right.first, a1_row = in(reg) right.step,
+            b0 = in(reg) b[0], b1 = in(reg) b[1], b_row = in(reg) 64_usize,
+            out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack, preserves_flags, readonly),
+        );
+    }
+}
+
+/// # Safety
+/// What [`Simd::tile_store_upper`](super::Simd::tile_store_upper) says is writable.
+#[inline(always)]
+pub(super) unsafe fn store_upper(c: *mut f32) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        asm!(
+            "tilestored [{c} + {c_row}*1], tmm0",
+            "tilestored [{c} + {c_row}*1 + 64], tmm1",
+            c = in(reg) c, c_row = in(reg) 128_usize,
+            options(nostack, preserves_flags),
+        );
+    }
+}
+
 impl Simd for Amx {
     const TILES: bool = true;
     avx512_methods!(Amx, "avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512dq,avx512vbmi,avx512bf16");
@@ -215,6 +254,18 @@ impl Simd for Amx {
     unsafe fn tile_store(self, c: *mut f32, c_row: usize) {
         // SAFETY: see `tile_zero`.
         unsafe { store(c, c_row) };
+    }
+
+    #[inline(always)]
+    unsafe fn tile_two(self, a: [TileRows; 2], b: [*const f32; 2]) {
+        // SAFETY: see `tile_zero`.
+        unsafe { two(a, b) };
+    }
+
+    #[inline(always)]
+    unsafe fn tile_store_upper(self, c: *mut f32) {
+        // SAFETY: see `tile_zero`.
+        unsafe { store_upper(c) };
     }
 
     /// A quintic on [0, 1) that is 1 at 0, 1.5e-7 off at most: VREDUCEPS leaves the fraction and VSCALEFPS

@@ -52,6 +52,13 @@ pub(crate) struct TileProduct {
     pub(crate) add: bool,
 }
 
+/// The first row of a tile, and how many bytes lie from one to the next.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TileRows {
+    pub(crate) first: *const u8,
+    pub(crate) step: isize,
+}
+
 /// What runs beside tiles, a little after each of their steps.
 pub(crate) trait Between<S: Simd> {
     /// Implementations are `#[inline(always)]`.
@@ -339,6 +346,23 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// As for [`tile_load`](Self::tile_load), writable.
     unsafe fn tile_store(self, c: *mut f32, c_row: usize) {
         let _ = (c, c_row);
+    }
+
+    /// Adds two products, each of 16 x 32 by 32 x 16, to the left and to the right half of the upper 16 rows of the
+    /// accumulators. Rows of A are as many bytes apart as is said of each; B's, 16 pairs each, follow one another.
+    ///
+    /// # Safety
+    /// As for [`tile_zero`](Self::tile_zero); 16 rows of 64 bytes are readable of each.
+    unsafe fn tile_two(self, a: [TileRows; 2], b: [*const f32; 2]) {
+        let _ = (a, b);
+    }
+
+    /// Stores the upper 16 rows of the accumulators.
+    ///
+    /// # Safety
+    /// As for [`tile_zero`](Self::tile_zero); 16 x 32 f32 are writable at `c`, rows one after another.
+    unsafe fn tile_store_upper(self, c: *mut f32) {
+        let _ = c;
     }
 
     /// [`math::exp2_coarse`], or what keeps its promises in fewer instructions.

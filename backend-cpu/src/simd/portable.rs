@@ -2,6 +2,8 @@
 
 use half::{bf16, f16};
 
+#[cfg(test)]
+use super::TileRows;
 use super::{Op, Simd};
 
 /// No instruction beyond the target's baseline.
@@ -237,6 +239,32 @@ impl Simd for SoftTiles {
         for (row, sums) in ACCUMULATORS.get().iter().enumerate() {
             // SAFETY: see `tile_load`.
             unsafe { c.byte_add(row * c_row).cast::<[f32; 32]>().write(*sums) };
+        }
+    }
+
+    unsafe fn tile_two(self, a: [TileRows; 2], b: [*const f32; 2]) {
+        let half = |pair: u32| [pair << 16, pair & 0xffff_0000].map(f32::from_bits);
+        let mut sums = ACCUMULATORS.get();
+        for (row, sums) in sums[..16].iter_mut().enumerate() {
+            for (col, sum) in sums.iter_mut().enumerate() {
+                let (a, b) = (a[col / 16], b[col / 16]);
+                for unit in 0..16 {
+                    // SAFETY: see `tile_load`.
+                    let [a, b] = unsafe {
+                        let a = a.first.offset(row as isize * a.step).cast::<u32>().add(unit);
+                        [a.read_unaligned(), b.add(unit * 16 + col % 16).cast::<u32>().read()].map(half)
+                    };
+                    *sum += a[0] * b[0] + a[1] * b[1];
+                }
+            }
+        }
+        ACCUMULATORS.set(sums);
+    }
+
+    unsafe fn tile_store_upper(self, c: *mut f32) {
+        for (row, sums) in ACCUMULATORS.get()[..16].iter().enumerate() {
+            // SAFETY: see `tile_load`.
+            unsafe { c.add(32 * row).cast::<[f32; 32]>().write(*sums) };
         }
     }
 }

@@ -6,6 +6,7 @@
 
 mod dots;
 mod softmax;
+mod tiled;
 mod values;
 
 use fmha_core::DType;
@@ -14,6 +15,7 @@ use crate::simd::{BytePlanes, Simd};
 use crate::tensor::{Elem, of_type};
 pub(crate) use dots::Dots;
 pub(crate) use softmax::{RowSums, SoftmaxRow, exp_one};
+pub(crate) use tiled::{STAGED_LEN, TILED_QUERIES, TileDots, TileValues, place_of_query};
 pub(crate) use values::AddValues;
 
 /// Keys of a block.
@@ -80,6 +82,8 @@ pub(crate) struct Block<'a> {
     pub(crate) queries: usize,
     /// Whether they lie in the caller's memory; else in scratch, which is in the cache.
     pub(crate) in_place: bool,
+    /// How far ahead the second-level cache is asked for rows, in bytes.
+    pub(crate) reach: usize,
     /// The rows that are read after this block, and the bytes of each.
     pub(crate) next: (&'a [*const u8], usize),
 }
@@ -93,8 +97,8 @@ const VALUES_WINDOW: usize = 32 << 10;
 /// Bytes of a key that are taken together, of all heads.
 const KEY_BYTES: usize = 4 << 10;
 
-/// How far ahead the second-level cache is asked for rows.
-const AHEAD_BYTES: usize = 32 << 10;
+/// How far ahead rows are asked for.
+pub(crate) const AHEAD_BYTES: usize = 32 << 10;
 
 /// Keys whose sums are taken together.
 const FOUR: usize = 4;
@@ -134,10 +138,7 @@ impl<'a> Block<'a> {
         mut work: impl FnMut(usize, usize, usize, &mut Ahead<'a>),
     ) {
         let row_bytes = self.dim * E::BYTES;
-        let bytes = self.bytes_of_key(row_bytes);
-        let skipped = self.keys.len().min(keys_ahead(bytes));
-        let rows = if self.in_place { &self.keys[skipped..] } else { &[] };
-        let mut ahead = Ahead { rows, bytes, next: self.next, done: 0 };
+        let mut ahead = self.rows_ahead();
         let keys = (window / (self.heads * row_bytes)).max(FOUR) & !(FOUR - 1);
         let mut first = 0;
         while first < self.keys.len() {
@@ -150,15 +151,26 @@ impl<'a> Block<'a> {
     }
 
     /// From a key's first byte to its last, of all heads.
-    fn bytes_of_key(&self, row_bytes: usize) -> usize {
+    fn bytes_of_key(&self) -> usize {
+        let row_bytes = self.dim * self.dtype.size_bytes() as usize;
         row_bytes + (self.heads - 1) * self.head_step.max(0) as usize
     }
 
-    /// Its first [`AHEAD_BYTES`], for the block before it to ask for.
+    /// Keys that the block before asks for.
+    fn keys_ahead(&self) -> usize {
+        self.keys.len().min((self.reach / self.bytes_of_key()).max(FOUR))
+    }
+
+    /// Its first bytes, for the block before it to ask for.
     pub(crate) fn ahead(&self) -> (&'a [*const u8], usize) {
-        let bytes = self.bytes_of_key(self.dim * self.dtype.size_bytes() as usize);
-        let count = if self.in_place { self.keys.len().min(keys_ahead(bytes)) } else { 0 };
-        (&self.keys[..count], bytes)
+        let count = if self.in_place { self.keys_ahead() } else { 0 };
+        (&self.keys[..count], self.bytes_of_key())
+    }
+
+    /// What it asks for itself.
+    fn rows_ahead(&self) -> Ahead<'a> {
+        let rows = if self.in_place { &self.keys[self.keys_ahead()..] } else { &[] };
+        Ahead { rows, bytes: self.bytes_of_key(), next: self.next, done: 0 }
     }
 
     /// The row of a key of a head.
@@ -166,11 +178,6 @@ impl<'a> Block<'a> {
     fn at(&self, key: usize, head: usize) -> *const u8 {
         self.keys[key].wrapping_offset(head as isize * self.head_step)
     }
-}
-
-/// Keys of [`AHEAD_BYTES`].
-fn keys_ahead(bytes_of_key: usize) -> usize {
-    (AHEAD_BYTES / bytes_of_key).max(FOUR)
 }
 
 /// Rows that the second-level cache is asked for, one after another.

@@ -49,7 +49,7 @@ impl AddValues<'_> {
             for head in 0..self.values.heads {
                 let partial = self.partial.iter().map(|(row, _)| row);
                 for row in self.whole.iter().chain(partial) {
-                    self.pack_weights(s, head * self.values.queries + row);
+                    pack_weights(s, self.weights, head * self.values.queries + row);
                 }
             }
         }
@@ -89,19 +89,6 @@ impl AddValues<'_> {
                 }
             },
         );
-    }
-
-    /// A query's weights to bf16, which they are but for their type, in the place of the first half of them.
-    #[inline(always)]
-    fn pack_weights<S: Simd>(&self, s: S, row: usize) {
-        let weights = self.weights.wrapping_add(row * BLOCK_KEYS);
-        for at in (0..BLOCK_KEYS).step_by(unit::<S>()) {
-            // SAFETY: a row's block of weights; what is overwritten has been read.
-            unsafe {
-                let packed = s.pack_bf16(s.load(weights.add(at)), s.load(weights.add(at + S::LANES)));
-                s.store(weights.add(at / 2), packed);
-            }
-        }
     }
 
     #[inline(always)]
@@ -211,8 +198,21 @@ impl AddValues<'_> {
     }
 }
 
+/// A query's weights to bf16, which they are but for their type, in the place of the first half of them.
+#[inline(always)]
+pub(super) fn pack_weights<S: Simd>(s: S, weights: *mut f32, row: usize) {
+    let weights = weights.wrapping_add(row * BLOCK_KEYS);
+    for at in (0..BLOCK_KEYS).step_by(unit::<S>()) {
+        // SAFETY: a row's block of weights; what is overwritten has been read.
+        unsafe {
+            let packed = s.pack_bf16(s.load(weights.add(at)), s.load(weights.add(at + S::LANES)));
+            s.store(weights.add(at / 2), packed);
+        }
+    }
+}
+
 /// Units of bf16, or of codes of 0, in the place of a key that is not to be met.
-static ZEROS: [u8; 4 * UNIT_BYTES / 2] = [0; 4 * UNIT_BYTES / 2];
+pub(super) static ZEROS: [u8; 4 * UNIT_BYTES / 2] = [0; 4 * UNIT_BYTES / 2];
 
 /// Adds the products of two keys of bf16, or of codes of them: one multiplication for two, where rows are paired
 /// element by element.

@@ -6,9 +6,12 @@ use fmha_core::{BlockClass, SeqSpan};
 use super::super::cache::Cached;
 use super::modify::{Modify, drop_weights};
 use super::{CHUNK_KEYS, MAX_ROWS, Scratch, Shared, State, Task};
-use crate::blocks::{AddValues, BLOCK_KEYS, Block, Dots, SoftmaxRow};
+use crate::blocks::{AHEAD_BYTES, AddValues, BLOCK_KEYS, Block, Dots, SoftmaxRow, TileDots, TileValues};
 use crate::score::HeadScore;
 use crate::simd::{BytePlanes, Simd};
+
+/// How far ahead rows are asked for where products are in tiles, which take a head's rows of a whole block at once.
+const TILED_AHEAD_BYTES: usize = 64 << 10;
 
 /// The rows of a task, resolved.
 pub(super) struct Rows<'a> {
@@ -26,7 +29,7 @@ pub(super) struct Rows<'a> {
     widen_v: Vec<BytePlanes>,
     factors: Vec<f32>,
     /// Query, and query head of the group, of each row of a kv head.
-    of: Vec<(u32, usize)>,
+    pub(super) of: Vec<(u32, usize)>,
     tree: Option<TreeMask<'a>>,
 }
 
@@ -118,6 +121,7 @@ impl<'a> Shared<'a> {
             codes: if cached.in_codes { widen } else { &[] },
             queries: rows.of.len(),
             in_place: cached.reads_in_place(),
+            reach: if self.in_tiles::<S>() { TILED_AHEAD_BYTES } else { AHEAD_BYTES },
             next: (&[], 0),
         };
         let (k, v) = (&rows.widen_k[..], &rows.widen_v[..]);
@@ -133,15 +137,15 @@ impl<'a> Shared<'a> {
         keys: Block<'_>,
         seen: &Seen,
     ) {
-        s.run(Dots {
-            keys,
-            queries: scratch.queries.as_ptr(),
-            order: self.order_q::<S>(),
-            stride: self.stride_qk::<S>(),
-            live: seen.live(),
-            factors: &rows.factors,
-            scores: scratch.scores.as_mut_ptr(),
-        });
+        let (queries, scores) = (scratch.queries.as_ptr(), scratch.scores.as_mut_ptr());
+        let (live, factors) = (seen.live(), &rows.factors[..]);
+        if self.keys_in_tiles::<S>() {
+            let staged = scratch.staged.as_mut_ptr();
+            s.run(TileDots { keys, queries, live, factors, scores, staged });
+        } else {
+            let (order, stride) = (self.order_q::<S>(), self.stride_qk::<S>());
+            s.run(Dots { keys, queries, order, stride, live, factors, scores });
+        }
     }
 
     /// P of a block in the place of S, and what of it is to be dropped.
@@ -185,15 +189,17 @@ impl<'a> Shared<'a> {
 
     /// O of a block, for every head of the task.
     fn multiply_values<S: Simd>(&self, s: S, scratch: &mut Scratch, values: Block<'_>, seen: &Seen) {
-        s.run(AddValues {
-            values,
-            weights: scratch.scores.as_mut_ptr(),
-            alpha: scratch.alpha.as_ptr(),
-            whole: seen.whole(),
-            partial: seen.partial(),
-            out: scratch.out.as_mut_ptr(),
-            stride: self.stride_v::<S>(),
-        });
+        let (weights, alpha) = (scratch.scores.as_mut_ptr(), scratch.alpha.as_ptr());
+        let (out, stride) = (scratch.out.as_mut_ptr(), self.stride_v::<S>());
+        let (mut whole, partial) = (seen.whole(), seen.partial());
+        if self.values_in_tiles::<S>() && !whole.is_empty() {
+            let staged = scratch.staged.as_mut_ptr();
+            s.run(TileValues { values, weights, alpha, whole, out, stride, staged });
+            whole = &[];
+        }
+        if whole.len() + partial.len() > 0 {
+            s.run(AddValues { values, weights, alpha, whole, partial, out, stride });
+        }
     }
 }
 
