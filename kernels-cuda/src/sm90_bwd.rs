@@ -109,12 +109,11 @@ const MAX_ACCUMULATORS: i32 = 216;
 const SPLIT_QUERIES: i32 = 32;
 
 impl Sm90BwdTile {
-    /// Gives up what holds two products at a time: some modifiers want those registers (bytes that ptxas spills of D 64
-    /// with an elementwise bias: 500, then 0; of D 128 with soft-cap, bias and dropout: 320, then 0; of D 128 with a bias
-    /// alone 36, of D 64 with a soft-cap 40, with dropout 50).
+    /// Gives up what holds two products at a time, where dimensions are whole: some modifiers want those registers (bytes that
+    /// ptxas spills of D 64 with an elementwise bias: 500, then 0; of D 128 with soft-cap, bias and dropout: 320, then 0; of
+    /// D 64 with a soft-cap 40, with dropout 50).
     fn take_registers(&mut self) {
-        (self.early_scores, self.early_dv, self.late_dp, self.stages_q) = (false, false, true, 2);
-        (self.edges_apart, self.exp2_polynomials) = (false, 0);
+        (self.late_dp, self.edges_apart, self.exp2_polynomials) = (true, false, 0);
     }
 
     /// Consumer warpgroups.
@@ -502,17 +501,17 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
     let full = spec.fwd.mask == MaskKind::Full;
     let FwdSpec { bias, softcap, dropout, .. } = spec.fwd;
     let modifiers = i32::from(bias != BiasKind::None) + i32::from(softcap) + i32::from(dropout);
-    // TFLOP/s on an H200, bf16, S 4096. (block_m, transposed_dq, early_scores)
-    let (block_m, transposed_dq, early_scores) = match dim {
+    // TFLOP/s on an H200, bf16, S 4096. (block_m, transposed_dq)
+    let (block_m, transposed_dq) = match dim {
         // Without early scores 547, with 521; causal, with polynomials, 478 and 435, and 464 with dQ late.
-        64 => (128, false, false),
+        64 => (128, false),
         // Edges apart, without it and an early dV 615, with both 605; causal 521 and 516; with dropout 408 and 356. In turns,
         // S 8192, 582 and 548; causal 508 and 484.
-        128 => (64, true, false),
+        128 => (64, true),
         // 388; causal 328; with V of 128 315, 280. In turns, S 2048, 222, without 213.
-        192 => (96, true, true),
+        192 => (96, true),
         // 491; causal 439. A CTA without another 426, 393; a CTA to a multiprocessor 483, 427.
-        _ => (64, false, true),
+        _ => (64, false),
     };
     let split_dims = dim > 128;
     let cluster = if dim == 256 { 2 } else { 1 };
@@ -526,7 +525,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         stages_dbias: if split_dims { 1 } else { 2 },
         transposed_dq,
         split_dims,
-        early_scores,
+        early_scores: split_dims,
         early_dv: false,
         late_dp: false,
         direct_dq: split_dims,
