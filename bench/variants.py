@@ -8,6 +8,7 @@ kit's bound. One line a row: TFLOP/s of each, the median of three bursts.
 """
 
 import argparse
+import dataclasses
 import os
 import re
 import sys
@@ -22,6 +23,13 @@ sys.path.insert(0, arguments.kit)
 import compare  # noqa: E402
 import peers  # noqa: E402
 from peers import TABLES, torch  # noqa: E402
+
+
+def rows_of(table):
+    """A table of the kit; what it lacks with a name that ends in -bwd is the backward of one."""
+    if table not in TABLES and table.endswith("-bwd"):
+        return [dataclasses.replace(w, backward=True) for w in TABLES[table.removesuffix("-bwd")]]
+    return TABLES[table]
 
 
 def choose(words):
@@ -67,7 +75,7 @@ def row(w, kind, variants, names, repeats):
 started = time.monotonic()
 for job in arguments.jobs:
     table, rows, variants, names, kinds, repeats = (*job.split(";"), "normal", "0")[:6]
-    for w in (w for w in TABLES[table] if re.search(rows, str(w))):
+    for w in (w for w in rows_of(table) if re.search(rows, str(w))):
         for kind in kinds.split(","):
             if time.monotonic() - started > arguments.budget:
                 sys.exit("out of budget: the remaining rows were not run")

@@ -48,6 +48,9 @@ abi_spec! {
         /// All consumers have all keys of a CTA, and each 32 of the queries of S and a part of the dimension of dQ, dK and
         /// dV: what head dimensions beyond 128 leave registers for.
         pub split_dims: bool = Takes::nothing(),
+        /// A consumer makes P and dS of so many parts of a block's queries one after the other: two where dK and dV leave
+        /// registers for the scores of half a block.
+        pub score_parts: i32 = Takes::nothing(),
         /// The next block's scores are started before this block's dK is waited for; two blocks of Q are then held at a
         /// time, and a third stage hides their loading.
         pub early_scores: bool = Takes::all().tuned(),
@@ -122,9 +125,31 @@ impl Sm90BwdTile {
         if self.split_dims { self.block_m / SPLIT_QUERIES } else { self.block_n / 64 }
     }
 
-    /// Queries of a consumer's S; columns of its dK and dV.
-    const fn consumer_columns(&self, dim: i32) -> (i32, i32) {
-        if self.split_dims { (SPLIT_QUERIES, dim / self.num_consumers()) } else { (self.block_m, dim) }
+    /// Queries of a consumer's S; columns of its dK and of its dV.
+    const fn consumer_columns(&self, spec: &BwdSpec) -> (i32, i32, i32) {
+        let dim = padded_dim(spec);
+        if self.split_dims {
+            let columns = dim / self.num_consumers();
+            (SPLIT_QUERIES, columns, columns)
+        } else {
+            (self.block_m / self.score_parts, dim, self.v_columns(spec))
+        }
+    }
+
+    /// Columns of a consumer's share of dQ.
+    const fn dq_columns(&self, dim: i32) -> i32 {
+        if self.transposed_dq {
+            self.block_m
+        } else if self.split_dims || self.score_parts > 1 {
+            dim / self.num_consumers()
+        } else {
+            dim
+        }
+    }
+
+    /// V's dimension in shared memory: that of Q and K, or where there is no room for it its own.
+    const fn v_columns(&self, spec: &BwdSpec) -> i32 {
+        if self.score_parts > 1 { round_up(spec.fwd.head_dim_v, 64) } else { padded_dim(spec) }
     }
 
     /// Threads of a CTA of the main kernel.
@@ -156,8 +181,10 @@ impl Sm90BwdTile {
     #[must_use]
     pub const fn smem_bytes(&self, spec: &BwdSpec) -> i32 {
         let dim = padded_dim(spec);
-        let keys = 2 * tile_bytes(self.block_n, dim) + self.other_bytes(dim);
-        let queries = (self.stages_q + self.stages_dout) * tile_bytes(self.block_m, dim);
+        let of_v = self.v_columns(spec);
+        let keys = tile_bytes(self.block_n, dim) + tile_bytes(self.block_n, of_v) + self.other_bytes(dim);
+        let queries =
+            self.stages_q * tile_bytes(self.block_m, dim) + self.stages_dout * tile_bytes(self.block_m, of_v);
         let ds = self.ds_bytes();
         let dq = if self.direct_dq { 1024 } else { round_up(4 * self.block_m * dim, 1024) };
         let stats = 4 * self.block_m * (self.stages_q + self.stages_dout);
@@ -176,6 +203,7 @@ impl Sm90BwdTile {
             cluster: 1,
             head_parts: false,
             split_dims: false,
+            score_parts: 1,
             direct_dq: false,
             ..*self
         }
@@ -217,18 +245,34 @@ impl Sm90BwdTile {
                 self.cluster
             ));
         }
-        if self.direct_dq && spec.deterministic && !(self.split_dims && self.early_scores) {
-            return Err(
-                "direct_dq true: deterministic sums take turns, which the storing thread keeps".to_owned()
-            );
-        }
         // Without a mask key blocks take turns in circles: one claimed ahead would wait behind its own CTA's present one.
-        if spec.deterministic && self.persistent && (self.direct_dq || spec.fwd.mask == MaskKind::Full) {
+        if spec.deterministic && self.persistent && spec.fwd.mask == MaskKind::Full {
             return Err(
                 "persistent true: a key block that is claimed ahead does not take its turns".to_owned()
             );
         }
-        if self.split_dims != (dim > 128) {
+        if !(1..=2).contains(&self.score_parts) {
+            return Err(format!("score_parts {} is not 1 or 2", self.score_parts));
+        }
+        let in_parts = self.score_parts > 1;
+        if in_parts && !(dim == 192 && spec.fwd.head_dim_v <= 128) {
+            return Err(format!(
+                "score_parts {}: it is for padded head dimension 192 with V of at most 128, not {dim}",
+                self.score_parts
+            ));
+        }
+        let orders = [
+            ("transposed_dq", self.transposed_dq),
+            ("early_scores", self.early_scores),
+            ("early_dv", self.early_dv),
+            ("late_dp", self.late_dp),
+            ("direct_dq", self.direct_dq),
+            ("edges_apart", self.edges_apart),
+        ];
+        if let Some((field, _)) = orders.into_iter().find(|&(_, set)| in_parts && set) {
+            return Err(format!("{field} true: score_parts has an order of its own"));
+        }
+        if self.split_dims != (dim > 128 && !in_parts) {
             return Err(format!("split_dims {}: the padded head dimension is {dim}", self.split_dims));
         }
         // Two consumers with half of 256 each, or three with a third of 192.
@@ -272,7 +316,7 @@ impl Sm90BwdTile {
         }
         let (what, shared_out) =
             if self.transposed_dq { ("the padded head dimension", dim) } else { ("block_m", block_m) };
-        let rows_of_all = self.split_dims && !self.transposed_dq;
+        let rows_of_all = (self.split_dims || in_parts) && !self.transposed_dq;
         let wanted = if rows_of_all { 64 } else { 64 * self.num_consumers() };
         if shared_out != wanted {
             return Err(format!(
@@ -280,9 +324,8 @@ impl Sm90BwdTile {
                 self.num_consumers()
             ));
         }
-        let (queries, columns) = self.consumer_columns(dim);
-        let dq = if self.transposed_dq { block_m } else { columns } / 2;
-        let accumulators = queries.max(dq) + columns;
+        let (queries, of_dk, of_dv) = self.consumer_columns(spec);
+        let accumulators = queries.max(self.dq_columns(dim) / 2) + (of_dk + of_dv) / 2;
         if accumulators > MAX_ACCUMULATORS {
             return Err(format!(
                 "block_m {block_m}: {accumulators} accumulators a thread are more than {MAX_ACCUMULATORS}"
@@ -480,7 +523,7 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
     let slow_softcap = fwd.softcap.is_some_and(|cap| !(1e-3..=64.0).contains(&cap));
     if slow_softcap {
         tile.fast_softcap = false;
-        if !tile.split_dims {
+        if !tile.split_dims && tile.score_parts == 1 {
             tile.take_registers();
         }
     }
@@ -501,6 +544,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
     let full = spec.fwd.mask == MaskKind::Full;
     let FwdSpec { bias, softcap, dropout, .. } = spec.fwd;
     let modifiers = i32::from(bias != BiasKind::None) + i32::from(softcap) + i32::from(dropout);
+    let in_parts = dim == 192 && spec.fwd.head_dim_v <= 128;
     // TFLOP/s on an H200, bf16, S 4096. (block_m, transposed_dq)
     let (block_m, transposed_dq) = match dim {
         // Without early scores 547, with 521; causal, with polynomials, 478 and 435, and 464 with dQ late.
@@ -508,12 +552,14 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         // Edges apart, without it and an early dV 615, with both 605; causal 521 and 516; with dropout 408 and 356. In turns,
         // S 8192, 582 and 548; causal 508 and 484.
         128 => (64, true),
-        // 388; causal 328; with V of 128 315, 280. In turns, S 2048, 222, without 213.
+        // S 8192, 555; causal 522. As with a wider V, 315 and 280.
+        192 if in_parts => (64, false),
+        // 388; causal 328. In turns, S 2048, 222, without 213.
         192 => (96, true),
         // 491; causal 439. A CTA without another 426, 393; a CTA to a multiprocessor 483, 427.
         _ => (64, false),
     };
-    let split_dims = dim > 128;
+    let split_dims = dim > 128 && !in_parts;
     let cluster = if dim == 256 { 2 } else { 1 };
     let mut tile = Sm90BwdTile {
         block_m,
@@ -522,17 +568,26 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         stages_q: 2,
         stages_dout: if cluster > 1 { 1 } else { 2 },
         stages_ds: if dim == 192 { 1 } else { 2 },
-        stages_dbias: if split_dims { 1 } else { 2 },
+        stages_dbias: if dim > 128 { 1 } else { 2 },
         transposed_dq,
         split_dims,
+        score_parts: if in_parts { 2 } else { 1 },
         early_scores: split_dims,
         early_dv: false,
         late_dp: false,
-        direct_dq: split_dims,
+        // In turns at D 64 525 of 485, 541 of 521 without a mask; at D 128 503 of 506.
+        direct_dq: split_dims || (dim == 64 && spec.deterministic),
         // At D 128 a second loop of the early order spills: 492 of 603, causal 494 of 505.
-        edges_apart: !split_dims,
-        // 557 of 547; causal 478 of 462; at D 128 without early scores causal 523 of 504, edges apart as well.
-        exp2_polynomials: if !split_dims && modifiers == 0 { 4 } else { 0 },
+        edges_apart: !split_dims && !in_parts,
+        // 557 of 547; causal 478 of 462; at D 128 without early scores causal 523 of 504, edges apart as well. Of D 192 with
+        // V of 128 none, 2 and 4: 534, 555, 546; causal 522, 522, 514.
+        exp2_polynomials: if split_dims || modifiers > 0 {
+            0
+        } else if in_parts {
+            2
+        } else {
+            4
+        },
         head_parts: false,
         // Key blocks that take turns are launched in their order, or claimed in it: D 128 causal 508 of 494, D 64 488 of 484 but
         // at S 2048 355 of 376.
@@ -543,7 +598,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
     };
     let wants_registers =
         modifiers > 1 || (dim == 64 && (softcap || dropout || bias == BiasKind::Elementwise));
-    if !split_dims && wants_registers {
+    if !split_dims && !in_parts && wants_registers {
         tile.take_registers();
         tile.persistent &= !(dim == 64 && full);
     }
@@ -623,13 +678,20 @@ fn rows(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 fn rendered(spec: &BwdSpec, tile: &Sm90BwdTile) -> [Header; 2] {
     let dtype = spec.fwd.dtype_qk;
     let dim = padded_dim(spec);
-    let (queries, columns) = tile.consumer_columns(dim);
+    let (queries, of_dk, of_dv) = tile.consumer_columns(spec);
     let shape = |n, a| WgmmaShape { dtype, n, a, sums: Sums::F32 };
-    let shapes = [
+    let operand = if tile.split_dims { OperandA::Shared } else { OperandA::Registers };
+    let dq = tile.dq_columns(dim) / tile.cluster;
+    let mut shapes = vec![
         shape(queries, OperandA::Shared),
-        shape(columns, if tile.split_dims { OperandA::Shared } else { OperandA::Registers }),
-        shape(if tile.transposed_dq { tile.block_m } else { columns / tile.cluster }, OperandA::Shared),
+        shape(of_dk, operand),
+        shape(of_dv, operand),
+        shape(dq, OperandA::Shared),
     ];
+    if tile.score_parts > 1 {
+        // A chunk of dQ's columns, and half of one.
+        shapes.extend([64, dq - 64, of_dk].map(|n| shape(n, OperandA::Shared)));
+    }
     [wgmma::header(&shapes), host_header()]
 }
 

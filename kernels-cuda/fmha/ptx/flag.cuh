@@ -22,10 +22,6 @@ FMHA_DEVICE void red_release_gpu_add(int32_t* address, int32_t value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// needs: sm_70. Orders what this thread has done before what it does then, for every thread of the device.
-// PTX ISA: fence.
-FMHA_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-
 // needs: sm_90. Orders bulk copies and ordinary accesses of global memory, either way.
 // PTX ISA: fence.proxy.async.
 FMHA_DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

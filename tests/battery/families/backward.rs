@@ -58,7 +58,7 @@ const MODIFIERS: [&str; 12] = [
 
 fn modifiers(cases: &mut Vec<Case>) {
     for dtype in [DType::F16, DType::Bf16] {
-        for head_dim in [64, 72, 128, 136, 200] {
+        for (head_dim, head_dim_v) in [(64, 64), (72, 72), (128, 128), (136, 136), (168, 120), (200, 200)] {
             for (n, modifier) in MODIFIERS.into_iter().enumerate() {
                 // Either layout of the sequences and either kind of mask meets every modifier, not every combination.
                 let packed = (n + head_dim as usize / 8 + usize::from(dtype == DType::F16)).is_multiple_of(2);
@@ -70,7 +70,7 @@ fn modifiers(cases: &mut Vec<Case>) {
                     num_heads_q: 2,
                     num_heads_kv: 1,
                     head_dim_qk: head_dim,
-                    head_dim_v: head_dim,
+                    head_dim_v,
                 };
                 let sequences = [(140, 60), (30, 150)];
                 let (fwd, lengths) = if packed {
@@ -79,12 +79,17 @@ fn modifiers(cases: &mut Vec<Case>) {
                     (masked(dtype, dims, mask), Lengths::default())
                 };
                 let layout = if packed { "group" } else { "batch" };
-                let name = format!("backward/modifiers/{dtype}/d{head_dim}/{modifier}/{layout}/{mask}");
+                let of = label(head_dim, head_dim_v);
+                let name = format!("backward/modifiers/{dtype}/{of}/{modifier}/{layout}/{mask}");
                 let data = data(&name);
                 cases.push(Case::backward(name, modified(fwd, modifier), lengths, data));
             }
         }
     }
+}
+
+fn label(head_dim: u32, head_dim_v: u32) -> String {
+    if head_dim == head_dim_v { format!("d{head_dim}") } else { format!("d{head_dim}x{head_dim_v}") }
 }
 
 fn modified(mut fwd: FwdProblem, modifier: &str) -> BwdProblem {
@@ -198,7 +203,8 @@ fn over_blocks(cases: &mut Vec<Case>) {
         let body = Backward { problem, lengths: Lengths::default(), data, deterministic, planted };
         cases.push(Case { name, body: Body::Backward(Box::new(body)) });
     };
-    for head_dim in [64, 128, 160, 200] {
+    for (head_dim, head_dim_v) in [(64, 64), (128, 128), (160, 160), (192, 128), (200, 200)] {
+        let of = label(head_dim, head_dim_v);
         let dims = |seqlen_q, seqlen_k| Dims {
             batch: 1,
             seqlen_q,
@@ -206,12 +212,20 @@ fn over_blocks(cases: &mut Vec<Case>) {
             num_heads_q: 2,
             num_heads_kv: 1,
             head_dim_qk: head_dim,
-            head_dim_v: head_dim,
+            head_dim_v,
         };
         // The last one shows sink columns alone.
         for mask in ["0", "b", "b:170,3,2", "b:0,0", "g:-30,1,2"] {
-            let name = format!("backward/in_turns/bf16/d{head_dim}/{mask}");
+            let name = format!("backward/in_turns/bf16/{of}/{mask}");
             push(name, dims(290, 420), DType::Bf16, mask, true, Vec::new());
+        }
+        // Every eighth kv head takes its turns the other way round.
+        if matches!(head_dim, 64 | 128 | 200) {
+            for mask in ["b", "b:70,3,2", "b:0,0", "g:-30,1,2"] {
+                let name = format!("backward/in_turns/many_heads/bf16/{of}/{mask}");
+                let dims = Dims { batch: 2, num_heads_q: 9, num_heads_kv: 9, ..dims(180, 270) };
+                push(name, dims, DType::Bf16, mask, true, Vec::new());
+            }
         }
         for (dtype, mask) in [DType::F16, DType::Bf16].into_iter().flat_map(|t| [(t, "b"), (t, "b:60,3,2")]) {
             let planted = vec![
@@ -219,7 +233,7 @@ fn over_blocks(cases: &mut Vec<Case>) {
                 (Operand::Q, [0, 2, 1, 0], f64::NAN),              // sees the first keys alone
                 (Operand::Dout, [0, 5, 1, 7], f64::NAN),
             ];
-            let name = format!("backward/hidden/{dtype}/d{head_dim}/{mask}");
+            let name = format!("backward/hidden/{dtype}/{of}/{mask}");
             push(name, dims(150, 150), dtype, mask, false, planted);
         }
     }
@@ -311,9 +325,9 @@ fn edges(cases: &mut Vec<Case>) {
         }
     }
     // Lengths that end amid a pair of key blocks, or before its second one: what lies behind them is NaN.
-    for mask in ["0", "b"] {
-        let mut dims = dims(150, 260, 256);
-        (dims.batch, dims.num_heads_q, dims.num_heads_kv) = (4, 2, 1);
+    for (head_dim, head_dim_v, mask) in [(256, 256, "0"), (256, 256, "b"), (192, 128, "0"), (192, 128, "b")] {
+        let mut dims = dims(150, 260, head_dim);
+        (dims.batch, dims.num_heads_q, dims.num_heads_kv, dims.head_dim_v) = (4, 2, 1, head_dim_v);
         let mut fwd = masked(DType::Bf16, dims, mask);
         (fwd.seqused_q, fwd.seqused_k) = (true, true);
         let lengths = Lengths {
@@ -321,7 +335,7 @@ fn edges(cases: &mut Vec<Case>) {
             seqused_k: vec![193, 64, 257, 40],
             ..Lengths::default()
         };
-        let name = format!("backward/wide/bf16/d256x256/used/{mask}");
+        let name = format!("backward/wide/bf16/d{head_dim}x{head_dim_v}/used/{mask}");
         push(name, BwdProblem::new(fwd), lengths, plain, Init::Normal);
     }
     let mut long = BwdProblem::new(masked(DType::Bf16, dims(300, 520, 64), "b"));

@@ -46,20 +46,35 @@ FMHA_DEVICE void start_product_atb(D& d, const TileA& a, int column, const TileB
 }
 
 // d = A B, or d += A B: A's rows [row, row + 64) along their dim, B read across its rows from `b_column` on, which begins a
-// chunk. Starts, does not wait.
+// chunk, or lies in one that has all of D's columns. Starts, does not wait.
 template <DType dtype, bool adds = false, class D, class TileA, class TileB>
 FMHA_DEVICE void start_product_ab(D& d, const TileA& a, int row, const TileB& b, int b_column = 0) {
   static_assert(TileA::dim == TileB::rows && D::columns <= TileB::dim, "A's columns are B's rows");
   constexpr int depth = kDepth<Storage<dtype>>, steps_per_chunk = TileA::span / depth;
   const Descriptor a0 = descriptor<TileA::span_bytes>(a.offset() + row * TileA::span_bytes, 16);
-  const Descriptor b0 =
-      descriptor<TileB::span_bytes>(b.offset() + b_column / TileB::span * TileB::chunk_bytes, TileB::chunk_bytes);
+  const uint32_t column_bytes = b_column / TileB::span * TileB::chunk_bytes + b_column % TileB::span * 2;
+  const Descriptor b0 = descriptor<TileB::span_bytes>(b.offset() + column_bytes, TileB::chunk_bytes);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < TileA::dim / depth; ++step) {
     const int chunk = step / steps_per_chunk, within = step % steps_per_chunk * 32;
     ptx::wgmma_mma_async_ss<dtype, 1, 0, 1>(d.elems, a0.plus_bytes(chunk * TileA::chunk_bytes + within).bits(),
                                             b0.plus_bytes(step * depth * TileB::span_bytes).bits(), adds || step != 0);
+  }
+  ptx::wgmma_commit_group();
+}
+
+// d += A B: A in registers, B's rows from `b_row` on, as many as A has columns, read across. Starts, does not wait.
+template <DType dtype, int depth_a, class D, class TileB>
+FMHA_DEVICE void start_register_product_ab(D& d, const RegisterTile<Storage<dtype>, depth_a>& a, const TileB& b,
+                                           int b_row) {
+  constexpr int depth = kDepth<Storage<dtype>>;
+  const Descriptor b0 = descriptor<TileB::span_bytes>(b.offset() + b_row * TileB::span_bytes, TileB::chunk_bytes);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < depth_a / depth; ++step) {
+    ptx::wgmma_mma_async_rs<dtype, 1, 1>(d.elems, a.elems[step], b0.plus_bytes(step * depth * TileB::span_bytes).bits(),
+                                         true);
   }
   ptx::wgmma_commit_group();
 }

@@ -28,7 +28,7 @@ FMHA_DEVICE int32_t cluster_rank(const Sm90BwdTile& tile) { return tile.cluster 
 FMHA_DEVICE constexpr int cluster_keys(const Sm90BwdTile& tile) { return tile.block_n * tile.cluster; }
 // Queries of a consumer's fragment of S^T.
 FMHA_DEVICE constexpr int num_columns(const Sm90BwdTile& tile) {
-  return tile.split_dims ? tile.block_m / num_consumers(tile) : tile.block_m;
+  return tile.block_m / (tile.split_dims ? num_consumers(tile) : tile.score_parts);
 }
 FMHA_DEVICE constexpr int num_consumer_threads(const Sm90BwdTile& tile) { return mma::kWarpgroup * num_consumers(tile); }
 FMHA_DEVICE constexpr int num_threads(const Sm90BwdTile& tile) { return mma::kWarpgroup + num_consumer_threads(tile); }
@@ -59,6 +59,14 @@ struct Maps {
   TensorMap q, k, v, dout;
 };
 
+// dQ's columns where two consumers share out a dimension of three chunks of 64: a chunk each, and of the one between them
+// half each, since a product's columns lie in one chunk or begin one.
+struct ThreeChunks {
+  static constexpr int whole = 64, half = 32;
+  FMHA_DEVICE static constexpr int32_t first_of_whole(int32_t consumer) { return 2 * whole * consumer; }
+  FMHA_DEVICE static constexpr int32_t first_of_half(int32_t consumer) { return whole + half * consumer; }
+};
+
 template <BwdSpec spec, Sm90BwdTile tile>
 struct Shape {
   static constexpr DType dtype = spec.fwd.dtype_qk;
@@ -66,24 +74,32 @@ struct Shape {
   static constexpr int consumers = num_consumers(tile);
   // What of V's dimension its padding leaves to be multiplied.
   static constexpr int dim_v = round_up(spec.fwd.head_dim_v, 64);
+  // V's dimension in shared memory: where there is no room for that of Q and K, its own.
+  static constexpr int v_columns = tile.score_parts > 1 ? dim_v : dim;
+  // Of dK and dV, of a consumer.
+  static constexpr int dk_columns = tile.split_dims ? dim / consumers : dim;
+  static constexpr int dv_columns = tile.split_dims ? dim / consumers : v_columns;
   // dQ of a query block is shared out to the consumers: by its dimension, 64 of it each as the transpose of dQ or half of
   // it, or by its rows.
-  static constexpr int grad_columns = tile.split_dims ? dim / consumers : dim;  // of dK and dV, of a consumer
-  static constexpr int dq_columns = tile.transposed_dq ? tile.block_m : grad_columns / tile.cluster;
-  static constexpr int dq_rows = tile.transposed_dq ? dim : tile.split_dims ? tile.block_m * consumers : tile.block_m;
+  static constexpr bool dq_by_columns = tile.split_dims || tile.score_parts > 1;
+  static constexpr int dq_columns =
+      tile.transposed_dq ? tile.block_m : dim / (dq_by_columns ? consumers * tile.cluster : 1);
+  static constexpr int dq_rows = tile.transposed_dq ? dim : dq_by_columns ? tile.block_m * consumers : tile.block_m;
   // f32 numbers of one consumer's share, and of the block.
   static constexpr int dq_share = mma::kRows * dq_columns, dq_block = dq_share * consumers * tile.cluster;
   static constexpr int cluster_columns = dim / tile.cluster;  // of a CTA's share of dQ
+  using Chunks = ThreeChunks;
+  static_assert(tile.score_parts == 1 || dq_columns == Chunks::whole + Chunks::half, "in parts, three chunks of dQ");
   // Where a consumer's columns of dK and dV begin.
-  FMHA_DEVICE static int32_t first_column(int32_t consumer) { return tile.split_dims ? consumer * grad_columns : 0; }
+  FMHA_DEVICE static int32_t first_column(int32_t consumer) { return tile.split_dims ? consumer * dk_columns : 0; }
 
   using Elem = Storage<dtype>;
   template <int rows, int columns>
   using Tile = BwdTile<Elem, rows, columns, (tile.cluster > 1)>;
   using QTile = Tile<tile.block_m, dim>;
   using KTile = Tile<tile.block_n, dim>;
-  using VTile = Tile<tile.block_n, dim>;
-  using DoutTile = Tile<tile.block_m, dim>;
+  using VTile = Tile<tile.block_n, v_columns>;
+  using DoutTile = Tile<tile.block_m, v_columns>;
   using DsTile = Tile<tile.block_m, tile.block_n>;
   using OtherKTile = Tile<tile.block_n, cluster_columns>;
 };
@@ -125,7 +141,7 @@ struct Smem : ClusterSmem<spec, tile> {
   Barrier dq_full[S::consumers];         // one arrival per warp of the consumer: its share of dQ is there, or is being added
   Barrier dq_empty[S::consumers];        // the store role's arrival: the share has been read; or, of the first, its turn has come
   Barrier claim_full[kClaimSlots];       // the load role's arrival: the next tile is known
-  Barrier claim_empty[kClaimSlots];      // one arrival per consumer warp, and the store role's where there is one
+  Barrier claim_empty[kClaimSlots];      // one arrival per consumer warp, and that of who stores dQ or keeps its turns
   int32_t claims[kClaimSlots];
   int32_t is_first_turn;
 };

@@ -42,8 +42,8 @@ struct Consumer {
   Slot<tile.stages_dout> dout_slot;
   Slot<tile.stages_ds> ds_slot;
   uint32_t dq_phase = 0, tile_phase = 0;
-  mma::Accumulator<S::grad_columns> dk;
-  mma::Accumulator<S::grad_columns> dv;
+  mma::Accumulator<S::dk_columns> dk;
+  mma::Accumulator<S::dv_columns> dv;
 
   FMHA_DEVICE void arrive(Barrier& barrier) const { ptx::mbarrier_arrive_if(barrier, signals); }
   // A block of Q or dO has been used: said to all that load parts of it.
@@ -77,8 +77,8 @@ struct Consumer {
   }
   FMHA_DEVICE int32_t share() const { return cluster_rank(tile) * S::consumers + index; }
   FMHA_DEVICE float* share_of(const Work& work, const QueryBlocks& blocks) const {
-    const int64_t row = stats_offset(p, work.span, blocks.i_head, blocks.current * tile.block_m);
-    return p.dq_sums + row * S::dim + share() * S::dq_share + threadIdx.x % mma::kWarpgroup * 4;
+    const int32_t within = share() * S::dq_share + threadIdx.x % mma::kWarpgroup * 4;
+    return p.dq_sums + first_row_of<tile>(p, work, blocks) * S::dim + within;
   }
   template <int first, int last>
   FMHA_DEVICE void add_elems(float* to, const mma::Accumulator<S::dq_columns>& dq, bool is_first = false) const {
@@ -92,14 +92,15 @@ struct Consumer {
         ptx::red_global_add_v4_f32(to + e * mma::kWarpgroup, dq[e], dq[e + 1], dq[e + 2], dq[e + 3]);
     }
   }
-  FMHA_DEVICE void add_share(const mma::Accumulator<S::dq_columns>& dq, const Work& work,
-                             const QueryBlocks& blocks) const {
-    add_elems<0, S::dq_columns / 2>(share_of(work, blocks), dq);
+  FMHA_DEVICE void add_share(const mma::Accumulator<S::dq_columns>& dq, const Work& work, const QueryBlocks& blocks) {
+    float* sums = share_of(work, blocks);
+    add_elems<0, S::dq_columns / 2>(sums, dq, wait_for_turn());
+    end_turn();
   }
 
   // A turn at a block of dQ, where there are any: whether it is the first, when sums are stored, and nobody has to put zeros
-  // there before. Who keeps the turns (keep_turns.cuh) is asked in shared memory: the counter's answer takes a quarter of a
-  // step, and so does the fence behind the additions.
+  // there before. Who keeps the turns (keep_turns.cuh) is asked in shared memory: the counter's answer and the fence behind the
+  // additions took some 900 of a step's 4750 clocks at D 256, both together.
   FMHA_DEVICE bool wait_for_turn() const {
     if constexpr (!takes_turns<spec>()) return false;
     ptx::mbarrier_wait_parity(smem.dq_empty[0], dq_phase);
@@ -112,12 +113,17 @@ struct Consumer {
       dq_phase ^= 1;
     }
   }
-  FMHA_DEVICE void hand_over_share(const mma::Accumulator<S::dq_columns>& dq) {
+  // Accumulators, one behind the other.
+  template <class... Accumulators>
+  FMHA_DEVICE void hand_over_share(const Accumulators&... dq) {
     ptx::mbarrier_wait_parity(smem.dq_empty[index], dq_phase ^ 1);
-    const uint32_t to = ptx::shared_address(smem.dq[index]) + threadIdx.x % mma::kWarpgroup * 16;
+    uint32_t to = ptx::shared_address(smem.dq[index]) + threadIdx.x % mma::kWarpgroup * 16;
+    const auto store = [&](const auto& part) {
 #pragma unroll
-    for (int e = 0; e < dq.num_elems; e += 4)
-      ptx::st_shared_v4_f32(to + e / 4 * mma::kWarpgroup * 16, dq[e], dq[e + 1], dq[e + 2], dq[e + 3]);
+      for (int e = 0; e < part.num_elems; e += 4, to += mma::kWarpgroup * 16)
+        ptx::st_shared_v4_f32(to, part[e], part[e + 1], part[e + 2], part[e + 3]);
+    };
+    (store(dq), ...);
     ptx::fence_proxy_async();
     __syncwarp();
     arrive(smem.dq_full[index]);
@@ -142,11 +148,11 @@ struct Consumer {
     }
   }
 
-  FMHA_DEVICE void start_scores(Scores& s, int32_t slot) const {
-    mma::start_product_abt<dtype, 1>(s, smem.k, pairs.own_key(), smem.q[slot], pairs.own_query());
+  FMHA_DEVICE void start_scores(Scores& s, int32_t slot, int part = 0) const {
+    mma::start_product_abt<dtype, 1>(s, smem.k, pairs.own_key(), smem.q[slot], pairs.own_query(part));
   }
-  FMHA_DEVICE void start_dp(Scores& dp, int32_t slot) const {
-    mma::start_product_abt<dtype, 1, S::dim_v>(dp, smem.v, pairs.own_key(), smem.dout[slot], pairs.own_query());
+  FMHA_DEVICE void start_dp(Scores& dp, int32_t slot, int part = 0) const {
+    mma::start_product_abt<dtype, 1, S::dim_v>(dp, smem.v, pairs.own_key(), smem.dout[slot], pairs.own_query(part));
   }
   FMHA_DEVICE void start_dq(mma::Accumulator<S::dq_columns>& dq) const {
     const auto& ds = smem.ds[ds_slot.index][0];
@@ -158,10 +164,11 @@ struct Consumer {
   }
 
   // This consumer's rows of dS^T for all; they are there when `sync_consumers` says so.
+  template <int part = 0>
   FMHA_DEVICE void store_ds(const Operand& ds) const {
     // The other consumers have done their dQ with what a single slot held.
-    if constexpr (tile.stages_ds == 1) sync_consumers();
-    mma::store_transposed(smem.ds[ds_slot.index][0], ds, index * mma::kRows);
+    if constexpr (tile.stages_ds == 1 && part == 0) sync_consumers();
+    mma::store_transposed(smem.ds[ds_slot.index][0], ds, index * mma::kRows, pairs.own_query(part));
   }
 
   // P after dropout; 1 / (1 - p_drop) multiplies dV when it is stored.
@@ -183,8 +190,8 @@ struct Consumer {
   }
   // P and dS as operands of the products, dS stored, dV started: before dS is made where registers allow it, else behind
   // its stores, which are under way while the instructions of dV are issued.
-  FMHA_DEVICE void differentiate_and_start_dv(Scores& s, Scores& dp, Operand& ds, const Slopes& slopes,
-                                              const Kept& kept) {
+  FMHA_DEVICE void differentiate_and_start_dv(Scores& s, Scores& dp, Operand& ds, const QueryTile& at,
+                                              const Slopes& slopes, const Kept& kept) {
     Operand probs = operand_of_dv(s, kept);
     if constexpr (tile.early_dv) {
       start_dv(probs);
@@ -192,7 +199,7 @@ struct Consumer {
     } else {
       ptx::wgmma_wait_group<0>();
     }
-    pairs.differentiate(dp, s, smem.delta[dout_slot.index], kept);
+    pairs.differentiate(dp, s, smem.delta[dout_slot.index], at, kept);
     pairs.uncap(dp, slopes);
     ds.template from<dtype>(dp, 0);
     store_ds(ds);
@@ -200,10 +207,10 @@ struct Consumer {
   }
 
   // The three products that take P and dS; dV is done, dQ and dK are under way.
-  FMHA_DEVICE void start_gradients(mma::Accumulator<S::dq_columns>& dq, Scores& x, Scores& dp, const Slopes& slopes,
-                                   const Kept& kept) {
+  FMHA_DEVICE void start_gradients(mma::Accumulator<S::dq_columns>& dq, Scores& x, Scores& dp, const QueryTile& at,
+                                   const Slopes& slopes, const Kept& kept) {
     Operand ds;
-    differentiate_and_start_dv(x, dp, ds, slopes, kept);
+    differentiate_and_start_dv(x, dp, ds, at, slopes, kept);
     ptx::fence_proxy_async();
     sync_consumers();
     start_dq(dq);
@@ -212,8 +219,9 @@ struct Consumer {
     mma::start_product_ab<dtype>(dk, ds, smem.q[q_slot.index]);
   }
 
-  FMHA_DEVICE QueryTile query_tile(const QueryBlocks& blocks) const {
-    return {blocks.i_head, blocks.current * tile.block_m + pairs.own_query()};
+  FMHA_DEVICE QueryTile query_tile(const QueryBlocks& blocks, int part = 0) const {
+    const int32_t first_row = pairs.own_query(part);
+    return {blocks.i_head, blocks.current * tile.block_m + first_row, first_row};
   }
 
   FMHA_DEVICE void take_v_and_start_dp(Scores& dp, const Work& work, const QueryBlocks& blocks) const {
@@ -265,17 +273,18 @@ struct Consumer {
     return x;
   }
 
-  // A query block after another, each from its scores to its dK.
+  // A query block after another, each from its scores to its dK. Half of what dropout keeps of a block is decided beside the
+  // last block's dQ and dK, where P's registers are free, and half beside its own S.
+  static constexpr bool decides_ahead = spec.fwd.dropout && !tile.late_dp && tile.stages_ds != 3;
   template <Edges edges>
-  FMHA_DEVICE void step(const Work& work, const QueryBlocks& blocks) {
+  FMHA_DEVICE void step(const Work& work, const QueryBlocks& blocks, Kept& kept) {
     Scores s, dp;
     take_q(work, blocks.current, q_slot);
     start_scores(s, q_slot.index);
     if constexpr (!tile.late_dp) take_v_and_start_dp(dp, work, blocks);
     const QueryTile at = query_tile(blocks);
     const Biases biases = pairs.biases(work, at);
-    Kept kept;
-    pairs.template decide<0, tile.late_dp ? 2 : 1>(kept, work, at);
+    pairs.template decide<(decides_ahead ? 1 : 0), (decides_ahead || tile.late_dp ? 2 : 1)>(kept, work, at);
     ptx::wgmma_wait_group<tile.late_dp ? 0 : 1>();
     Slopes slopes;
     Scores x = probs<edges>(s, work, at, biases, slopes);
@@ -284,11 +293,84 @@ struct Consumer {
       pairs.template decide<1, 2>(kept, work, at);
     }
     mma::Accumulator<S::dq_columns> dq;
-    start_gradients(dq, x, dp, slopes, kept);
+    start_gradients(dq, x, dp, at, slopes, kept);
+    if constexpr (decides_ahead) {
+      QueryBlocks next = blocks;
+      next.advance();
+      if (next.more()) pairs.template decide<0, 2>(kept, work, query_tile(next));
+    }
     finish_step(dq, work, blocks);
   }
   FMHA_DEVICE void walk(const Work& work, QueryBlocks blocks) {
-    for_each_block(work, blocks, [&] { return blocks.more(); }, [&]<Edges edges>() { step<edges>(work, blocks); });
+    Kept kept;
+    if constexpr (decides_ahead) pairs.template decide<0, 2>(kept, work, query_tile(blocks));
+    for_each_block(work, blocks, [&] { return blocks.more(); },
+                   [&]<Edges edges>() { step<edges>(work, blocks, kept); });
+  }
+
+  // The same where dK and dV leave registers for the scores of half of a block's queries at a time (`score_parts`). The first
+  // half's dV is under way beside the second's P and dS; dK, of both, beside dQ's way out.
+  //
+  //   tensor cores   S(0)  dP(0)  S(1)         dV(0)  dP(1)               dV(1)  dQ    dK
+  //   this group              P(0)       dS(0)              P(1)   dS(1)               store dQ
+  FMHA_DEVICE Operand part_of_ds(Scores& dp, const Scores& probs, const QueryTile& at, const Slopes& slopes,
+                                 const Kept& kept) const {
+    pairs.differentiate(dp, probs, smem.delta[dout_slot.index], at, kept);
+    pairs.uncap(dp, slopes);
+    Operand ds;
+    ds.template from<dtype>(dp, 0);
+    return ds;
+  }
+  template <int part>
+  FMHA_DEVICE void start_part_of_dv(const Operand& probs) {
+    mma::start_register_product_ab<dtype>(dv, probs, smem.dout[dout_slot.index], pairs.own_query(part));
+  }
+  FMHA_DEVICE void step_parts(const Work& work, const QueryBlocks& blocks) {
+    Scores s, dp;
+    take_q(work, blocks.current, q_slot);
+    start_scores(s, q_slot.index, 0);
+    take_v_and_start_dp(dp, work, blocks);
+    QueryTile at = query_tile(blocks, 0);
+    Biases biases = pairs.biases(work, at);
+    Kept kept;
+    pairs.decide(kept, work, at);
+    ptx::wgmma_wait_group<1>();  // S(0)
+    Slopes slopes;
+    Scores x = probs<Edges::Some>(s, work, at, biases, slopes);
+    start_scores(s, q_slot.index, 1);
+    Operand of_dv = operand_of_dv(x, kept);
+    ptx::wgmma_wait_group<1>();  // dP(0)
+    store_ds<0>(part_of_ds(dp, x, at, slopes, kept));
+    start_part_of_dv<0>(of_dv);
+    start_dp(dp, dout_slot.index, 1);
+    at = query_tile(blocks, 1);
+    biases = pairs.biases(work, at);
+    pairs.decide(kept, work, at);
+    ptx::wgmma_wait_group<2>();  // S(1)
+    x = probs<Edges::Some>(s, work, at, biases, slopes);
+    ptx::wgmma_wait_group<0>();  // dV(0), dP(1)
+    of_dv = operand_of_dv(x, kept);
+    store_ds<1>(part_of_ds(dp, x, at, slopes, kept));
+    start_part_of_dv<1>(of_dv);
+    ptx::fence_proxy_async();
+    sync_consumers();
+    ptx::wgmma_wait_group<0>();  // dV(1): dQ takes its operand's registers
+    release(smem.dout_empty[dout_slot.index]);
+    const auto& ds = smem.ds[ds_slot.index][0];
+    mma::Accumulator<S::Chunks::whole> dq;
+    mma::Accumulator<S::Chunks::half> dq_of_half;
+    mma::start_product_ab<dtype>(dq, ds, 0, smem.k, S::Chunks::first_of_whole(index));
+    mma::start_product_ab<dtype>(dq_of_half, ds, 0, smem.k, S::Chunks::first_of_half(index));
+    mma::start_product_atb<dtype>(dk, ds, index * mma::kRows, smem.q[q_slot.index], 0);
+    ptx::wgmma_wait_group<1>();  // dQ
+    hand_over_share(dq, dq_of_half);
+    ptx::wgmma_wait_group<0>();  // dK
+    release(smem.q_empty[q_slot.index]);
+    advance_slots();
+  }
+  FMHA_DEVICE void walk_parts(const Work& work, QueryBlocks blocks) {
+#pragma unroll 1
+    for (; blocks.more(); blocks.advance()) step_parts(work, blocks);
   }
 
   // The same where consumers share out the dimension: P and dS go through shared memory for both.
@@ -297,8 +379,9 @@ struct Consumer {
     if constexpr (tile.stages_ds == 1) sync_consumers();
     mma::store_transposed(smem.ds[ds_slot.index][1], operand_of_dv(x, kept), 0, pairs.own_query());
   }
-  FMHA_DEVICE void share_own_ds(Scores& dp, const Scores& x, const Slopes& slopes, const Kept& kept) const {
-    pairs.differentiate(dp, x, smem.delta[dout_slot.index], kept);
+  FMHA_DEVICE void share_own_ds(Scores& dp, const Scores& x, const QueryTile& at, const Slopes& slopes,
+                                const Kept& kept) const {
+    pairs.differentiate(dp, x, smem.delta[dout_slot.index], at, kept);
     pairs.uncap(dp, slopes);
     Operand own;
     own.template from<dtype>(dp, 0);
@@ -336,7 +419,7 @@ struct Consumer {
     Scores x = probs<edges>(s, work, at, pairs.biases(work, at), slopes);
     share_probs(x, kept);
     ptx::wgmma_wait_group<0>();
-    share_own_ds(dp, x, slopes, kept);
+    share_own_ds(dp, x, at, slopes, kept);
     start_own_dv();
     mma::Accumulator<S::dq_columns> dq;
     start_own_dq(dq);
@@ -358,7 +441,7 @@ struct Consumer {
     const QueryTile at = query_tile(blocks);
     Scores x = probs<edges>(s, work, at, pairs.biases(work, at), slopes);
     share_probs(x, kept);
-    share_own_ds(dp, x, slopes, kept);
+    share_own_ds(dp, x, at, slopes, kept);
     mma::Accumulator<S::dq_columns> dq;
     start_own_dq(dq);
     start_own_dv();
@@ -366,8 +449,8 @@ struct Consumer {
     const int32_t done_q = q_slot.index, done_dout = dout_slot.index;
     advance_slots();
     constexpr int all = S::dq_columns / 2, half = all / 2;
-    float* sums = share_of(work, blocks);
     if constexpr (!last) {
+      float* sums = share_of(work, blocks);
       QueryBlocks next = blocks;
       next.advance();
       take_q(work, next.current, q_slot);
@@ -386,8 +469,7 @@ struct Consumer {
       ptx::wgmma_wait_group<0>();
     } else {
       ptx::wgmma_wait_group<2>();  // dQ
-      add_elems<0, all>(sums, dq, wait_for_turn());
-      end_turn();
+      add_share(dq, work, blocks);
       ptx::wgmma_wait_group<0>();
       release(smem.dout_empty[done_dout]);
       release(smem.q_empty[done_q]);
@@ -409,7 +491,7 @@ struct Consumer {
     ptx::fence_proxy_async();
     sync_consumers();
     start_own_dv();
-    share_own_ds(dp, x, slopes, kept);
+    share_own_ds(dp, x, at, slopes, kept);
     send_ds();
     start_own_dk();
     mma::Accumulator<S::dq_columns> dq;
@@ -422,8 +504,8 @@ struct Consumer {
     Barrier& done_ds = smem.other_ds_empty[ds_slot.index];
     advance_slots();
     constexpr int all = S::dq_columns / 2, half = all / 2;
-    float* sums = share_of(work, blocks);
     if constexpr (!last) {
+      float* sums = share_of(work, blocks);
       QueryBlocks next = blocks;
       next.advance();
       take_q(work, next.current, q_slot);
@@ -443,8 +525,7 @@ struct Consumer {
       ptx::wgmma_wait_group<0>();
       release(done_q);
       ptx::mbarrier_arrive_at_if(done_ds, cluster_rank(tile) ^ 1, signals);
-      add_elems<0, all>(sums, dq, wait_for_turn());
-      end_turn();
+      add_share(dq, work, blocks);
     }
   }
   // This CTA's dS to the other one, by one thread.
@@ -513,7 +594,7 @@ struct Consumer {
       x = pairs.exponents(x, smem.lse_log2[q_slot.index], work, at, pairs.biases(work, at), slopes);
     pairs.template exponentiate<edges>(x, work, at.first_query);
     mma::Accumulator<S::dq_columns> dq;
-    start_gradients(dq, x, dp, slopes, kept);
+    start_gradients(dq, x, dp, at, slopes, kept);
     const int32_t done = q_slot.index;
     advance_slots();
     QueryBlocks next = blocks;
@@ -571,7 +652,9 @@ struct Consumer {
     }
     if constexpr (tile.cluster > 1) zero_others_keys(work);
     const QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work);
-    if constexpr (tile.split_dims && tile.early_scores) {
+    if constexpr (tile.score_parts > 1) {
+      walk_parts(work, blocks);
+    } else if constexpr (tile.split_dims && tile.early_scores) {
       walk_split_ahead(schedule, work, blocks);
     } else if constexpr (tile.split_dims) {
       walk_split(work, blocks);

@@ -63,7 +63,7 @@ FMHA_DEVICE void walk_bias_blocks(const BwdParams& p, const Sm90BwdSchedule& sch
       if (block_class(work.band, queries, work.keys) == BlockClass::Skipped) continue;
       for (int32_t h = block.heads.begin; h < block.heads.end; ++h) {
         work.i_head_kv = h / p.fwd.gqa_ratio;
-        role.step(work, QueryTile{h, first_query});
+        role.step(work, QueryTile{h, first_query, 0});
       }
     }
     role.finish(block);
@@ -145,7 +145,7 @@ struct BiasConsumer {
     Scores probs = pairs.exponents(scores, smem.lse_log2[s], work, at, biases, unused);
     pairs.exponentiate(probs, work, at.first_query);
     ptx::wgmma_wait_group<0>();
-    pairs.differentiate(dp, probs, smem.delta[s], kept);
+    pairs.differentiate(dp, probs, smem.delta[s], at, kept);
     ptx::mbarrier_arrive_if(smem.empty[s], threadIdx.x % 32 == 0);
     // A hidden V or dO may have made NaN of 0.
     if (pairs.is_edge(work, at.first_query)) pairs.mask(dp, work, at.first_query);

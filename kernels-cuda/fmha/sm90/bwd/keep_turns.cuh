@@ -13,7 +13,7 @@ FMHA_DEVICE void keep_turns(const BwdParams& p, const Sm90BwdSchedule& schedule,
   for_each_tile<tile>(schedule, smem, true, [&](int32_t index) {
     const Work work = resolve_work<spec, tile>(p, schedule, index);
     for (QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work); blocks.more(); blocks.advance()) {
-      int32_t* turns = turns_of_block<spec, tile>(p, work, blocks);
+      int32_t* turns = turns_of_block<tile>(p, first_row_of<tile>(p, work, blocks));
       const int32_t turn = turn_at<spec, tile>(schedule, work, blocks.current);
       // Each CTA of a cluster counts for itself.
       while (ptx::ld_acquire_gpu(turns) < tile.cluster * turn) {
@@ -22,7 +22,6 @@ FMHA_DEVICE void keep_turns(const BwdParams& p, const Sm90BwdSchedule& schedule,
       ptx::mbarrier_arrive_if(smem.dq_empty[0], true);
 #pragma unroll
       for (int c = 0; c < num_consumers(tile); ++c) ptx::mbarrier_wait_parity(smem.dq_full[c], phase);
-      ptx::fence_gpu();
       ptx::red_release_gpu_add(turns, 1);
       phase ^= 1;
     }

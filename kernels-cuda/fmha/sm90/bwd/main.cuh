@@ -2,8 +2,8 @@
 //
 // The design of FlashAttention-3's backward (Shah et al., 2024): a CTA keeps a key block's K and V and walks the query
 // blocks; dK and dV stay in registers, dQ leaves at each step as a sum in memory. Of the first warpgroup's warps one
-// loads (load.cuh) and one stores dQ (store_dq.cuh) or keeps its turns (keep_turns.cuh); the others consume (consume.cuh). Before it preprocess.cuh, after
-// it postprocess.cuh.
+// loads (load.cuh) and one stores dQ (store_dq.cuh) or keeps its turns (keep_turns.cuh); the others consume
+// (consume.cuh). Before it preprocess.cuh, after it postprocess.cuh.
 #pragma once
 #include <fmha/sm90/bwd/consume.cuh>
 #include <fmha/sm90/bwd/keep_turns.cuh>
@@ -38,7 +38,7 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
   }
   for (int i = 0; i < kClaimSlots; ++i) {
     ptx::mbarrier_init(smem.claim_full[i], 1);
-    ptx::mbarrier_init(smem.claim_empty[i], warps + (tile.direct_dq ? 0 : 1));
+    ptx::mbarrier_init(smem.claim_empty[i], warps + (!tile.direct_dq || takes_turns<spec>() ? 1 : 0));
   }
   ptx::fence_mbarrier_init();
 }

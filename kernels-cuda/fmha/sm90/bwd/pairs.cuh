@@ -7,9 +7,9 @@
 
 namespace fmha::sm90::bwd {
 
-// The queries of a step, or a consumer's of them.
+// The queries of a step, or a consumer's of them: the first one of the sequence and of the block.
 struct QueryTile {
-  int32_t i_head, first_query;
+  int32_t i_head, first_query, first_row;
 };
 
 // Which of some blocks the mask or the end of the keys cuts.
@@ -32,7 +32,7 @@ struct Pairs {
 
   // The warpgroup's own, of a tile's keys and of a block's queries.
   FMHA_DEVICE int32_t own_key() const { return tile.split_dims ? 0 : index * mma::kRows; }
-  FMHA_DEVICE int32_t own_query() const { return tile.split_dims ? index * columns : 0; }
+  FMHA_DEVICE int32_t own_query(int part = 0) const { return (tile.split_dims ? index : part) * columns; }
   FMHA_DEVICE int32_t first_key(const Work& work) const { return work.keys.begin + own_key(); }
 
   // What the mask hides becomes 0.
@@ -73,7 +73,7 @@ struct Pairs {
                                const QueryTile& at, const Biases& biases, Slopes& slopes) const {
     Scores x;
     const Modifier modifier = modifier_of(work, at);
-    const uint32_t lses = ptx::shared_address(&lse_log2[own_query() + mma::fragment_column()]);
+    const uint32_t lses = ptx::shared_address(&lse_log2[at.first_row + mma::fragment_column()]);
 #pragma unroll
     for (int e = 0; e < s.num_elems; e += 4) {
       float lse[2];
@@ -109,8 +109,8 @@ struct Pairs {
 
   // dP becomes the gradient of the score as the softmax sees it.
   FMHA_DEVICE void differentiate(Scores& dp, const Scores& probs, const float (&delta)[tile.block_m],
-                                 const Kept& kept) const {
-    const uint32_t deltas = ptx::shared_address(&delta[own_query() + mma::fragment_column()]);
+                                 const QueryTile& at, const Kept& kept) const {
+    const uint32_t deltas = ptx::shared_address(&delta[at.first_row + mma::fragment_column()]);
 #pragma unroll
     for (int e = 0; e < dp.num_elems; e += 4) {
       float pair[2];

@@ -35,8 +35,18 @@ struct Unit {
     } else {
       const int32_t group = i % groups, row = i / groups % kSumRows, share = i / (groups * kSumRows);
       first = share * share_fours + group * mma::kWarpgroup + row * 4;
-      query = row / 8 * 16 + row % 8 + (tile.split_dims ? 0 : share * mma::kRows);
-      dim = 8 * group + (tile.split_dims ? share * S::dq_columns : 0);
+      query = row / 8 * 16 + row % 8 + (S::dq_by_columns ? 0 : share * mma::kRows);
+      dim = first_dim(share, group);
+    }
+  }
+  // Of a share's group of eight columns.
+  FMHA_DEVICE static int32_t first_dim(int32_t share, int32_t group) {
+    if constexpr (tile.score_parts > 1) {
+      const int32_t behind_whole = 8 * group - S::Chunks::whole;
+      return behind_whole < 0 ? S::Chunks::first_of_whole(share) + 8 * group
+                              : S::Chunks::first_of_half(share) + behind_whole;
+    } else {
+      return 8 * group + (S::dq_by_columns ? share * S::dq_columns : 0);
     }
   }
   // Element `k` of piece `piece` of the query `q`, 0 or 1, of the sums that `load` has put in order.

@@ -25,9 +25,9 @@ FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, S
   for_each_tile<tile>(schedule, smem, true, [&](int32_t index) {
     const Work work = resolve_work<spec, tile>(p, schedule, index);
     for (QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work); blocks.more(); blocks.advance()) {
-      const int64_t row = stats_offset(p, work.span, blocks.i_head, blocks.current * tile.block_m);
+      const int64_t row = first_row_of<tile>(p, work, blocks);
       float* sums = p.dq_sums + row * S::dim;
-      int32_t* turns = turns_of_block<spec, tile>(p, work, blocks);
+      int32_t* turns = turns_of_block<tile>(p, row);
       bool is_first = false;  // stores, so that nobody has to put zeros there before
       if constexpr (takes_turns<spec>()) {
         const int32_t turn = turn_at<spec, tile>(schedule, work, blocks.current);
