@@ -273,18 +273,17 @@ struct Consumer {
     return x;
   }
 
-  // A query block after another, each from its scores to its dK. Half of what dropout keeps of a block is decided beside the
-  // last block's dQ and dK, where P's registers are free, and half beside its own S.
-  static constexpr bool decides_ahead = spec.fwd.dropout && !tile.late_dp && tile.stages_ds != 3;
+  // A query block after another, each from its scores to its dK.
   template <Edges edges>
-  FMHA_DEVICE void step(const Work& work, const QueryBlocks& blocks, Kept& kept) {
+  FMHA_DEVICE void step(const Work& work, const QueryBlocks& blocks) {
     Scores s, dp;
     take_q(work, blocks.current, q_slot);
     start_scores(s, q_slot.index);
     if constexpr (!tile.late_dp) take_v_and_start_dp(dp, work, blocks);
     const QueryTile at = query_tile(blocks);
     const Biases biases = pairs.biases(work, at);
-    pairs.template decide<(decides_ahead ? 1 : 0), (decides_ahead || tile.late_dp ? 2 : 1)>(kept, work, at);
+    Kept kept;
+    pairs.template decide<0, tile.late_dp ? 2 : 1>(kept, work, at);
     ptx::wgmma_wait_group<tile.late_dp ? 0 : 1>();
     Slopes slopes;
     Scores x = probs<edges>(s, work, at, biases, slopes);
@@ -294,18 +293,10 @@ struct Consumer {
     }
     mma::Accumulator<S::dq_columns> dq;
     start_gradients(dq, x, dp, at, slopes, kept);
-    if constexpr (decides_ahead) {
-      QueryBlocks next = blocks;
-      next.advance();
-      if (next.more()) pairs.template decide<0, 2>(kept, work, query_tile(next));
-    }
     finish_step(dq, work, blocks);
   }
   FMHA_DEVICE void walk(const Work& work, QueryBlocks blocks) {
-    Kept kept;
-    if constexpr (decides_ahead) pairs.template decide<0, 2>(kept, work, query_tile(blocks));
-    for_each_block(work, blocks, [&] { return blocks.more(); },
-                   [&]<Edges edges>() { step<edges>(work, blocks, kept); });
+    for_each_block(work, blocks, [&] { return blocks.more(); }, [&]<Edges edges>() { step<edges>(work, blocks); });
   }
 
   // The same where dK and dV leave registers for the scores of half of a block's queries at a time (`score_parts`). The first

@@ -83,7 +83,7 @@ struct Place {
 // that order and each begins at its diagonal, a step behind its successor. The longest of a head is then its last, and so
 // would be the launch's. So every eighth kv head goes the other way, its key blocks from the first one on and its queries
 // from the last one down, and these heads come at the end, side by side: CTAs get there one by one, as those turns want it,
-// and the shortest are the last. (A simulation of D 128, S 8192: 0.93 of a launch without idle CTAs, 0.98 with it.)
+// and the shortest are the last. TFLOP/s, causal, S 8192: D 128 506 to 525, D 256 463 to 487.
 constexpr int32_t kUpwardPeriod = 8;
 FMHA_DEVICE bool goes_upward(int32_t i_head_kv) { return i_head_kv % kUpwardPeriod == kUpwardPeriod - 1; }
 FMHA_DEVICE Place place_in_turns(int32_t index, int32_t num_key_blocks, int32_t batch, int32_t num_heads_kv) {
