@@ -189,7 +189,7 @@ impl Sm90BwdTile {
         let dq = if self.direct_dq { 1024 } else { round_up(4 * self.block_m * dim, 1024) };
         let stats = 4 * self.block_m * (self.stages_q + self.stages_dout);
         let barriers =
-            8 * (3 + 2 * (self.stages_q + self.stages_dout + self.num_consumers() + 2 + self.stages_ds));
+            8 * (6 + 2 * (self.stages_q + self.stages_dout + self.num_consumers() + 2 + self.stages_ds));
         round_up(keys + queries + ds + dq + stats + barriers + 3 * 4, 1024)
     }
 

@@ -1,8 +1,8 @@
 // Attention backward on Hopper, its main kernel: dK and dV of a key block, and its share of dQ.
 //
 // The design of FlashAttention-3's backward (Shah et al., 2024): a CTA keeps a key block's K and V and walks the query
-// blocks; dK and dV stay in registers, dQ leaves at each step as a sum in memory. Of the first warpgroup's warps one
-// loads (load.cuh) and one stores dQ (store_dq.cuh) or keeps its turns (keep_turns.cuh); the others consume
+// blocks; dK and dV stay in registers, dQ leaves at each step as a sum in memory. Of the first warpgroup one thread loads
+// (load.cuh), one may store dQ (store_dq.cuh) and one or two may keep turns (keep_turns.cuh); the others consume
 // (consume.cuh). Before it preprocess.cuh, after it postprocess.cuh.
 #pragma once
 #include <fmha/sm90/bwd/consume.cuh>
@@ -36,9 +36,12 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
       ptx::mbarrier_init(smem.other_ds_empty[i], warps);
     }
   }
+  ptx::mbarrier_init(smem.turn_come, 1);
+  ptx::mbarrier_init(smem.turn_over, 1);
+  ptx::mbarrier_init(smem.turn_counted, 1);
   for (int i = 0; i < kClaimSlots; ++i) {
     ptx::mbarrier_init(smem.claim_full[i], 1);
-    ptx::mbarrier_init(smem.claim_empty[i], warps + (!tile.direct_dq || takes_turns<spec>() ? 1 : 0));
+    ptx::mbarrier_init(smem.claim_empty[i], warps + kNumStorers<spec, tile>);
   }
   ptx::fence_mbarrier_init();
 }
@@ -66,6 +69,10 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
     if (warp == 0 && first_lane) load<spec, tile>(p, maps, schedule, smem);
     if constexpr (!tile.direct_dq) {
       if (warp == 1 && first_lane) store_dq<spec, tile>(p, schedule, smem);
+      if constexpr (takes_turns<spec>()) {
+        if (warp == 2 && first_lane) announce_turns<spec, tile>(p, schedule, smem);
+        if (warp == 3 && first_lane) count_turns<spec, tile>(p, schedule, smem);
+      }
     } else if constexpr (takes_turns<spec>()) {
       if (warp == 1 && first_lane) keep_turns<spec, tile>(p, schedule, smem);
     }
