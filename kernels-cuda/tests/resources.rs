@@ -231,6 +231,10 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
         change(&mut spec);
         spec
     };
+    let narrow_v = |mut spec: BwdSpec| {
+        spec.fwd.head_dim_v = 128;
+        spec
+    };
     let specs = [
         ("64_full", plain(64, MaskKind::Full)),
         ("128_upper", plain(128, MaskKind::Upper)),
@@ -247,7 +251,13 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
         ("128_bias", modified(128, |spec| spec.fwd.bias = BiasKind::Elementwise)),
         ("128_dropout", modified(128, |spec| spec.fwd.dropout = true)),
         ("128_softcap_dropout", modified(128, |spec| (spec.fwd.softcap, spec.fwd.dropout) = (true, true))),
+        ("64_deterministic", modified(64, |spec| spec.deterministic = true)),
         ("128_deterministic", modified(128, |spec| spec.deterministic = true)),
+        ("192_128_full", narrow_v(plain(192, MaskKind::Full))),
+        ("192_128_upper", narrow_v(plain(192, MaskKind::Upper))),
+        ("192_128_bias", narrow_v(modified(192, |spec| spec.fwd.bias = BiasKind::Elementwise))),
+        ("192_128_dropout", narrow_v(modified(192, |spec| spec.fwd.dropout = true))),
+        ("192_128_deterministic", narrow_v(modified(192, |spec| spec.deterministic = true))),
         ("192_deterministic", modified(192, |spec| spec.deterministic = true)),
         ("256_deterministic", modified(256, |spec| spec.deterministic = true)),
     ];
