@@ -550,7 +550,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         // Without early scores 547, with 521; causal, with polynomials, 478 and 435, and 464 with dQ late.
         64 => (128, false),
         // Edges apart, without it and an early dV 615, with both 605; causal 521 and 516; with dropout 408 and 356. In turns,
-        // S 8192, 582 and 548; causal 508 and 484.
+        // S 8192, 582 and 548; causal 508 and 484 (635 and 608 with turns kept by threads of their own).
         128 => (64, true),
         // S 8192, 555; causal 522. As with a wider V, 315 and 280.
         192 if in_parts => (64, false),
@@ -575,7 +575,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         early_scores: split_dims,
         early_dv: false,
         late_dp: false,
-        // In turns at D 64 525 of 485, 541 of 521 without a mask; at D 128 503 of 506.
+        // In turns at D 64, S 8192, 525 of 485, 541 of 521 without a mask; at D 128 503, and stored 608.
         direct_dq: split_dims || (dim == 64 && spec.deterministic),
         // At D 128 a second loop of the early order spills: 492 of 603, causal 494 of 505.
         edges_apart: !split_dims && !in_parts,
@@ -689,7 +689,7 @@ fn rendered(spec: &BwdSpec, tile: &Sm90BwdTile) -> [Header; 2] {
         shape(dq, OperandA::Shared),
     ];
     if tile.score_parts > 1 {
-        // A chunk of dQ's columns, and half of one.
+        // A chunk of dQ's columns, half of one, and dK with dS from shared memory.
         shapes.extend([64, dq - 64, of_dk].map(|n| shape(n, OperandA::Shared)));
     }
     [wgmma::header(&shapes), host_header()]
