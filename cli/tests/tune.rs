@@ -36,9 +36,11 @@ fn what_cannot_be_tuned_is_refused_by_its_name() {
 fn backward_tiles_are_compiled_without_a_device_to_measure_them_on() {
     for (options, wanted) in [
         ("--knob block_m", "1 tiles compiled, 3 refused"),
-        // A consumer that adds dQ itself keeps no order.
         ("--knob direct_dq", "2 tiles compiled, 0 refused"),
-        ("--knob direct_dq --deterministic", "1 tiles compiled, 1 refused"),
+        // Consumers that add dQ themselves take turns too.
+        ("--knob direct_dq --deterministic", "2 tiles compiled, 0 refused"),
+        // A key block that is claimed ahead does not.
+        ("--knob persistent --deterministic", "1 tiles compiled, 1 refused"),
     ] {
         let Some(ran) = emulated(&format!("-d 64 --backward --compile {options}")) else { return };
         assert_eq!((ran.status, ran.err.as_str(), ran.out.trim()), (0, "", wanted), "{options}");
