@@ -188,7 +188,11 @@ fn compile(
             AnyProblem::Backward(problem) => backend.plan_bwd(problem, &options).map(drop),
             AnyProblem::Combine(problem) => backend.plan_combine(problem, &options).map(drop),
         };
-        *if planned.is_ok() { &mut compiled } else { &mut refused } += 1;
+        match planned {
+            Ok(()) => compiled += 1,
+            Err(fmha::Error::Unsupported { .. }) => refused += 1,
+            Err(error) => return Err(error.into()),
+        }
     }
     writeln!(out, "{compiled} tiles compiled, {refused} refused")?;
     Ok(Verdict::Right)
