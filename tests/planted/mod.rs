@@ -176,7 +176,10 @@ impl Fault {
                     return Err(Fate::Missed(format!("without it {outcome:?}: {text}")));
                 }
             }
-            let broken = self.broken(&*backend).map_err(|error| Fate::DoesNotCompile(error.to_string()))?;
+            let broken = self.broken(&*backend).map_err(|error| match error {
+                Error::Compile { .. } => Fate::DoesNotCompile(error.to_string()),
+                other => Fate::Absent(other.to_string()),
+            })?;
             if broken.is_empty() {
                 return Err(Fate::ChangesNothing);
             }

@@ -134,13 +134,29 @@ fn blocks(cases: &mut Vec<Case>) {
         push("nan_nobody_sees", plain("t"), Lengths::default(), Plant::HiddenKeys);
         // Behind a sequence's keys, where no mask can tell.
         let lengths = Lengths { seqused_k: vec![577], ..Lengths::default() };
-        push("nan_behind_the_keys", FwdProblem { seqused_k: true, ..plain("0") }, lengths, Plant::HiddenKeys);
+        let used = FwdProblem { seqused_k: true, ..plain("0") };
+        push("nan_behind_the_keys", used.clone(), lengths.clone(), Plant::HiddenKeys);
+        // The last of them amid a word of such a V.
+        let mut used = used;
+        columns(&mut used);
+        push("nan_behind_the_keys_in_columns", used, lengths, Plant::HiddenKeys);
         let (row, kv) = (40, 0);
+        let nan_in_v = Plant::At(Operand::V, [0, row, kv, 5], f64::NAN);
+        let seen = of(128, 128, (150, 150), "t");
+        push("nan_in_v", seen.clone(), Lengths::default(), nan_in_v);
+        // Rows computed again are scaled and rounded as the others.
         push(
-            "nan_in_v",
-            of(128, 128, (150, 150), "t"),
+            "nan_in_v_o_fp8",
+            FwdProblem { dtype_o: dtype, scale_o: true, ..seen },
             Lengths::default(),
-            Plant::At(Operand::V, [0, row, kv, 5], f64::NAN),
+            nan_in_v,
+        );
+        // Scores turn round, as with a negative scale.
+        push(
+            "negative_descale",
+            FwdProblem { descale_q: Descale::PerTensor, descale_k: Descale::PerTensor, ..plain("b") },
+            Lengths::default(),
+            Plant::At(Operand::DescaleK, [0; 4], -0.75),
         );
         let sequences = [(70, 70), (1, 300), (33, 0), (130, 257)];
         let dims = plain("b").dims;
