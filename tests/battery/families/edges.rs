@@ -267,14 +267,20 @@ fn numbers(cases: &mut Vec<Case>) {
             let name = format!("edges/softcap/{dtype}/{cap:e}");
             push_of(cases, Init::HugeLogits, name, problem);
         }
-        // Rows of the bias on 16 bytes and not; blocks of keys that are whole, and a last one that is not.
-        for seqlen_k in [288, 283] {
-            for mask in ["0", "b"] {
-                let mut problem = masked(dtype, dims(200, seqlen_k, 64), mask);
+        // Rows of the bias on 16 bytes and not; blocks of keys that are whole, and a last one that is not; heads that may be
+        // packed, whose rows the bias has not side by side, and heads that may not.
+        for (seqlen_k, mask) in [(288, "0"), (288, "b"), (283, "0"), (283, "b")] {
+            for heads in ["", "/mha"] {
+                let mut dims = dims(200, seqlen_k, 64);
+                if !heads.is_empty() {
+                    dims.num_heads_kv = dims.num_heads_q;
+                }
+                let mut problem = masked(dtype, dims, mask);
                 let broadcast = BiasBroadcast::OneHead;
                 let strides = Strides::bhsd(problem.shape_bias(broadcast));
                 problem.bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
-                push(cases, format!("edges/bias/{dtype}/k{seqlen_k}/{mask}"), problem, Lengths::default());
+                let name = format!("edges/bias/{dtype}/k{seqlen_k}/{mask}{heads}");
+                push(cases, name, problem, Lengths::default());
             }
         }
         for p_drop in [1e-9, 0.5, 0.999] {

@@ -27,7 +27,7 @@ enum Cause {
 }
 
 /// In which call.
-const VARIANTS: [&str; 18] = [
+const VARIANTS: [&str; 19] = [
     "batch",
     "f32_output",
     "group",
@@ -43,6 +43,7 @@ const VARIANTS: [&str; 18] = [
     "sink_columns",
     "softcap",
     "bias",
+    "narrow_bias",
     "alibi",
     "sink",
     "dropout",
@@ -123,6 +124,8 @@ fn problem(dtype: DType, variant: &str) -> (FwdProblem, Lengths) {
     match variant {
         "ratio4" | "ratio4_few_rows" => dims.num_heads_q = 4,
         "ratio3_group" => (dims.num_heads_q, dims.num_heads_kv) = (6, 2),
+        // A head's rows are not packed with another's: its bias may come by TMA.
+        "narrow_bias" => dims.num_heads_kv = 2,
         _ => {}
     }
     if variant == "ratio4_few_rows" {
@@ -150,10 +153,11 @@ fn problem(dtype: DType, variant: &str) -> (FwdProblem, Lengths) {
         "window" => problem.mask = "b:300,2".parse().unwrap_or(MaskSpec::NONE),
         "sink_columns" => problem.mask = "b:100,0,30".parse().unwrap_or(MaskSpec::NONE),
         "softcap" => problem.softcap = Some(30.0),
-        "bias" => {
+        "bias" | "narrow_bias" => {
             let broadcast = BiasBroadcast::BatchHead;
             let strides = Strides::bhsd(problem.shape_bias(broadcast));
-            problem.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
+            let of_bias = if variant == "bias" { DType::F32 } else { dtype };
+            problem.bias = Bias::Elementwise(ElementwiseBias { dtype: of_bias, broadcast, strides });
         }
         "alibi" => problem.bias = Bias::Alibi { per_batch: true },
         "sink" => problem.sink = true,
