@@ -176,13 +176,30 @@ fn judged(mutant: &Fault, cases: Vec<(String, Option<String>)>) -> Fate {
     last
 }
 
-/// Why nothing can tell: `header | part of the line | from | to | why`.
-fn reason<'a>(reasons: &'a str, mutant: &Fault) -> Option<&'a str> {
-    reasons.lines().filter(|line| !line.starts_with('#')).find_map(|line| {
-        let [header, part, from, to, why] = line.split(" | ").collect::<Vec<_>>()[..] else { return None };
-        let same = header == mutant.header && mutant.what.contains(part);
-        (same && from == mutant.text.trim() && to == mutant.put.trim()).then_some(why)
-    })
+/// Why nothing can tell: `header | part of the line | from | to | why`; `*` is every edit of such a line.
+struct Reason<'a> {
+    header: &'a str,
+    part: &'a str,
+    edit: [&'a str; 2],
+    why: &'a str,
+}
+
+fn reasons(text: &str) -> Vec<Reason<'_>> {
+    text.lines().filter(|line| !line.starts_with('#')).map(Reason::of).collect()
+}
+
+impl<'a> Reason<'a> {
+    fn of(line: &'a str) -> Self {
+        match line.split(" | ").collect::<Vec<_>>()[..] {
+            [header, part, from, to, why] => Self { header, part, edit: [from, to], why },
+            _ => panic!("mutants.reasons: {line}"),
+        }
+    }
+
+    fn is_of(&self, mutant: &Fault) -> bool {
+        let same = self.header == mutant.header && mutant.what.contains(self.part);
+        same && (self.edit == ["*", "*"] || self.edit == [mutant.text.trim(), mutant.put.trim()])
+    }
 }
 
 /// The process of one mutant; elsewhere there is nothing to do.
@@ -219,12 +236,25 @@ fn every_case_that_is_to_find_a_mutant_is_one_of_the_battery() {
 }
 
 #[test]
+fn every_reason_is_of_a_mutant_that_there_is() {
+    let all: Vec<Fault> = targets().iter().flat_map(mutants).collect();
+    for reason in reasons(&beside("evidence/mutants.reasons")) {
+        let Reason { header, part, edit, why } = &reason;
+        assert!(
+            !why.is_empty() && all.iter().any(|mutant| reason.is_of(mutant)),
+            "{header}: {part}: {edit:?}"
+        );
+    }
+}
+
+#[test]
 #[ignore = "a sample of thousands of mutants, each compiled: cargo xtask test --all"]
 fn each_mutant_of_the_device_text_is_found_or_has_a_reason() {
     let part = std::env::var("MUTANTS").unwrap_or_else(|_| format!("1/{EVERY}"));
     let (index, count) = part.split_once('/').expect("MUTANTS=I/N");
     let (index, count): (usize, usize) = (index.parse().unwrap(), count.parse().unwrap());
-    let reasons = beside("evidence/mutants.reasons");
+    let reasons_file = beside("evidence/mutants.reasons");
+    let reasons = reasons(&reasons_file);
     let names: Vec<String> = fmha_conformance::case::all().into_iter().map(|case| case.name).collect();
     let again = std::env::var("MUTANTS_AGAIN").ok().map(|path| std::fs::read_to_string(path).unwrap());
     let (table, survivors) = (Mutex::new(BTreeMap::<&str, usize>::new()), Mutex::new(Vec::new()));
@@ -249,7 +279,7 @@ fn each_mutant_of_the_device_text_is_found_or_has_a_reason() {
                 Fate::DoesNotCompile(_) => "does not compile",
                 Fate::ChangesNothing => "changes no code",
                 Fate::Absent(_) => "absent",
-                Fate::Missed(_) if reason(&reasons, mutant).is_some() => "has a reason",
+                Fate::Missed(_) if reasons.iter().any(|reason| reason.is_of(mutant)) => "has a reason",
                 Fate::Missed(_) => "survives",
             };
             println!("{sort}: {}", name(mutant));
