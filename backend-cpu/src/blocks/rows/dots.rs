@@ -7,8 +7,9 @@ use crate::tensor::{Elem, of_type};
 /// `scores[query][key] = factor[head] * Q[query] . K[key]`, for a block.
 pub(crate) struct Dots<'a> {
     pub(crate) keys: Block<'a>,
-    /// Rows of whole units, `stride` f32 apart, zeros beyond the head dimension.
+    /// Rows of whole units, of pairs of them beside codes, `stride` f32 apart, zeros beyond the head dimension.
     pub(crate) queries: *const f32,
+    /// Theirs: as bf16 where products are of pairs.
     pub(crate) order: Order,
     pub(crate) stride: usize,
     /// Which queries of each head.
@@ -41,9 +42,12 @@ impl<S: Simd> Op<S> for Dots<'_> {
 impl Dots<'_> {
     #[inline(always)]
     fn of<S: Simd, E: Elem>(&self, s: S, elem: E) {
-        if S::BF16_DOT && E::BYTES == 1 && !self.keys.codes.is_empty() {
-            self.windows::<S, E, { met::AS_CODES }>(s, elem);
-        } else if S::BF16_DOT && E::IS_BF16 && self.order == Order::Bf16 {
+        let (codes, pairs) = (!self.keys.codes.is_empty(), self.order == Order::Bf16);
+        if S::BF16_DOT && E::BYTES == 1 && codes && pairs {
+            self.windows::<S, E, { met::CODES_IN_PAIRS }>(s, elem);
+        } else if S::WIDENS_CODES && E::BYTES == 1 && codes {
+            self.windows::<S, E, { met::CODES_AS_F32 }>(s, elem);
+        } else if S::BF16_DOT && E::IS_BF16 && pairs {
             self.windows::<S, E, { met::IN_PAIRS }>(s, elem);
         } else {
             self.windows::<S, E, { met::AS_F32 }>(s, elem);
@@ -82,13 +86,13 @@ impl Dots<'_> {
         Group { row, head, first, last, asks }: Group,
         ahead: &mut Ahead<'_>,
     ) {
-        let unit = if MET == met::AS_CODES { 2 * unit::<S>() } else { unit::<S>() };
-        let of_query = |col: usize| if MET == met::AS_F32 { col } else { col / 2 };
+        let unit = if met::are_codes(MET) { 2 * unit::<S>() } else { unit::<S>() };
+        let of_query = |col: usize| if met::are_f32(MET) { col } else { col / 2 };
         let whole = self.keys.dim - self.keys.dim % unit;
         let queries = self.queries.wrapping_add(row * self.stride);
         let scores = self.scores.wrapping_add(row * BLOCK_KEYS);
         let factor = self.factors[head];
-        let codes = if MET == met::AS_CODES { self.keys.codes[head].lower(s) } else { [s.splat(0.0); 4] };
+        let codes = if met::are_codes(MET) { self.keys.codes[head].lower(s) } else { [s.splat(0.0); 4] };
         for first in (first..last).step_by(FOUR) {
             let count = FOUR.min(last - first);
             if asks {
@@ -158,7 +162,16 @@ unsafe fn add_unit<S: Simd, E: Elem, const Q: usize, const MET: u8>(
     // SAFETY: the caller's promise.
     unsafe {
         for (n, key) in keys.into_iter().enumerate() {
-            if MET == met::AS_CODES {
+            if MET == met::CODES_AS_F32 {
+                for (u, both) in s.widen_codes(codes, s.load_codes(key)).into_iter().enumerate() {
+                    let [a, b] = s.split_bf16(both);
+                    for (q, sums) in sums.iter_mut().enumerate() {
+                        let query = queries.add(q * stride + u * unit::<S>());
+                        let sum = s.fma(a, s.load(query), sums[n]);
+                        sums[n] = s.fma(b, s.load(query.add(S::LANES)), sum);
+                    }
+                }
+            } else if MET == met::CODES_IN_PAIRS {
                 let [a, b] = s.widen_codes(codes, s.load_codes(key));
                 for (q, sums) in sums.iter_mut().enumerate() {
                     let query = queries.add(q * stride);

@@ -51,11 +51,6 @@ impl Order {
         of_type!(dtype, elem => of(elem))
     }
 
-    /// That of sums of P and V's elements of `dtype`.
-    pub(crate) fn of_sums<S: Simd>(dtype: DType) -> Self {
-        if S::BF16_DOT && dtype == DType::Bf16 { Order::Fours } else { Order::beside(dtype) }
-    }
-
     /// Where element `d` of a row of f32 is.
     pub(crate) fn place<S: Simd>(self, d: usize) -> usize {
         match self {
@@ -115,7 +110,19 @@ mod met {
     /// As pairs of bf16.
     pub(super) const IN_PAIRS: u8 = 1;
     /// As codes of FP8 that are widened to pairs of bf16 in registers.
-    pub(super) const AS_CODES: u8 = 2;
+    pub(super) const CODES_IN_PAIRS: u8 = 2;
+    /// As codes of FP8 that are widened to bf16, and those to f32.
+    pub(super) const CODES_AS_F32: u8 = 3;
+
+    /// Whether elements are codes.
+    pub(super) const fn are_codes(met: u8) -> bool {
+        matches!(met, CODES_IN_PAIRS | CODES_AS_F32)
+    }
+
+    /// Whether they are multiplied as f32.
+    pub(super) const fn are_f32(met: u8) -> bool {
+        matches!(met, AS_F32 | CODES_AS_F32)
+    }
 }
 
 impl<'a> Block<'a> {

@@ -161,7 +161,7 @@ pub(crate) struct TileValues<'a> {
     pub(crate) alpha: *const f32,
     /// Queries of each head.
     pub(crate) whole: &'a [usize],
-    /// Rows in V's [`Order`](super::Order::of_sums), `stride` apart.
+    /// Rows in [fours](super::Order::Fours), `stride` apart.
     pub(crate) out: *mut f32,
     pub(crate) stride: usize,
     /// [`STAGED_LEN`], lines of the cache.

@@ -1,6 +1,6 @@
 //! What a block of values adds to O.
 
-use super::{Ahead, BLOCK_KEYS, Block, FOUR, UNIT_BYTES, VALUES_WINDOW, met, taken_together, unit};
+use super::{Ahead, BLOCK_KEYS, Block, FOUR, Order, UNIT_BYTES, VALUES_WINDOW, met, taken_together, unit};
 use crate::simd::{Op, Simd};
 use crate::tensor::{Elem, of_type};
 
@@ -15,8 +15,10 @@ pub(crate) struct AddValues<'a> {
     pub(crate) whole: &'a [usize],
     /// Queries that see some, and which: a bit for each key. What the others' V holds does not matter.
     pub(crate) partial: &'a [(usize, u64)],
-    /// Rows of whole units in V's [`Order`](super::Order::of_sums), `stride` apart.
+    /// Rows of whole units, `stride` apart.
     pub(crate) out: *mut f32,
+    /// Theirs: in fours where products are of pairs.
+    pub(crate) order: Order,
     pub(crate) stride: usize,
 }
 
@@ -45,7 +47,8 @@ impl AddValues<'_> {
     #[inline(always)]
     fn of<S: Simd, E: Elem>(&self, s: S, elem: E) {
         let codes = E::BYTES == 1 && !self.values.codes.is_empty();
-        if S::BF16_DOT && (E::IS_BF16 || codes) {
+        let pairs = S::BF16_DOT && self.order == Order::Fours;
+        if pairs {
             for head in 0..self.values.heads {
                 let partial = self.partial.iter().map(|(row, _)| row);
                 for row in self.whole.iter().chain(partial) {
@@ -53,9 +56,11 @@ impl AddValues<'_> {
                 }
             }
         }
-        if S::BF16_DOT && codes {
-            self.windows::<S, E, { met::AS_CODES }>(s, elem);
-        } else if S::BF16_DOT && E::IS_BF16 {
+        if S::BF16_DOT && E::BYTES == 1 && codes && pairs {
+            self.windows::<S, E, { met::CODES_IN_PAIRS }>(s, elem);
+        } else if S::WIDENS_CODES && E::BYTES == 1 && codes {
+            self.windows::<S, E, { met::CODES_AS_F32 }>(s, elem);
+        } else if S::BF16_DOT && E::IS_BF16 && pairs {
             self.windows::<S, E, { met::IN_PAIRS }>(s, elem);
         } else {
             self.windows::<S, E, { met::AS_F32 }>(s, elem);
@@ -110,7 +115,7 @@ impl AddValues<'_> {
             self.columns::<S, E, Q, 2, MET, false>(s, elem, of, col, ahead);
             col += 2 * unit::<S>();
         }
-        if MET == met::AS_CODES {
+        if met::are_codes(MET) {
             // A vector of codes is two units.
             if col < dim {
                 self.columns::<S, E, Q, 2, MET, true>(s, elem, of, col, ahead);
@@ -138,8 +143,7 @@ impl AddValues<'_> {
     ) {
         let columns = if REST { self.values.dim - col } else { UNITS * unit::<S>() };
         let out = self.out.wrapping_add(of.row * self.stride + col);
-        let codes =
-            if MET == met::AS_CODES { self.values.codes[of.head].lower(s) } else { [s.splat(0.0); 4] };
+        let codes = if met::are_codes(MET) { self.values.codes[of.head].lower(s) } else { [s.splat(0.0); 4] };
         let mut sums = [[[s.splat(0.0); 2]; UNITS]; Q];
         // SAFETY: rows and columns of the call.
         unsafe {
@@ -176,10 +180,11 @@ impl AddValues<'_> {
                         }
                     }
                     let weights = self.weights.wrapping_add(of.row * BLOCK_KEYS);
-                    if MET == met::AS_F32 {
+                    if met::are_f32(MET) {
                         for n in 0..2 {
                             if seen[n] {
-                                add_row(s, elem, &mut sums, from[n], weights.add(key + n));
+                                let weights = weights.add(key + n);
+                                add_row::<S, E, Q, UNITS, MET>(s, elem, &codes, &mut sums, from[n], weights);
                             }
                         }
                     } else if seen[0] || seen[1] {
@@ -235,7 +240,7 @@ unsafe fn add_pair<S: Simd, const Q: usize, const UNITS: usize, const MET: u8>(
         }
         let [a, b] = from;
         let mut units = [[p[0]; 2]; UNITS];
-        if MET == met::AS_CODES {
+        if MET == met::CODES_IN_PAIRS {
             for u in (0..UNITS).step_by(2) {
                 let at = 2 * u * S::LANES;
                 let halves = s.pair_codes(s.load_codes(a.add(at)), s.load_codes(b.add(at)));
@@ -263,9 +268,10 @@ unsafe fn add_pair<S: Simd, const Q: usize, const UNITS: usize, const MET: u8>(
 /// # Safety
 /// `UNITS` units are readable at `from`, weights of Q queries at `weights`.
 #[inline(always)]
-unsafe fn add_row<S: Simd, E: Elem, const Q: usize, const UNITS: usize>(
+unsafe fn add_row<S: Simd, E: Elem, const Q: usize, const UNITS: usize, const MET: u8>(
     s: S,
     elem: E,
+    codes: &[S::V; 4],
     sums: &mut [[[S::V; 2]; UNITS]; Q],
     from: *const u8,
     weights: *const f32,
@@ -276,8 +282,16 @@ unsafe fn add_row<S: Simd, E: Elem, const Q: usize, const UNITS: usize>(
         for (q, p) in p.iter_mut().enumerate() {
             *p = s.splat(*weights.add(q * BLOCK_KEYS));
         }
+        let mut codes_of_two = [p[0]; 2];
         for u in 0..UNITS {
-            let v = elem.unit(s, from.add(u * unit::<S>() * E::BYTES));
+            let from = from.add(u * unit::<S>() * E::BYTES);
+            if MET == met::CODES_AS_F32 && u % 2 == 0 {
+                codes_of_two = s.widen_codes(codes, s.load_codes(from));
+            }
+            let v = match MET {
+                met::CODES_AS_F32 => s.split_bf16(codes_of_two[u % 2]),
+                _ => elem.unit(s, from),
+            };
             for (sums, &p) in sums.iter_mut().zip(&p) {
                 sums[u][0] = s.fma(p, v[0], sums[u][0]);
                 sums[u][1] = s.fma(p, v[1], sums[u][1]);
