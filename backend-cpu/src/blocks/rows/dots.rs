@@ -1,6 +1,6 @@
 //! Scores of a block of keys.
 
-use super::{Ahead, BLOCK_KEYS, Block, FOUR, KEYS_WINDOW, Order, UNIT_BYTES, met, taken_together, unit};
+use super::{Ahead, BLOCK_KEYS, Block, FOUR, KEYS_WINDOW, Order, UNIT_BYTES, met, steps_of, taken_together, unit};
 use crate::simd::{Op, Simd};
 use crate::tensor::{Elem, of_type};
 
@@ -28,8 +28,6 @@ struct Group {
     head: usize,
     first: usize,
     last: usize,
-    /// Whether it asks for rows ahead.
-    asks: bool,
 }
 
 impl<S: Simd> Op<S> for Dots<'_> {
@@ -56,23 +54,24 @@ impl Dots<'_> {
 
     #[inline(always)]
     fn windows<S: Simd, E: Elem, const MET: u8>(&self, s: S, elem: E) {
+        // Sums of four keys for four queries fit thirty-two registers, for two sixteen.
+        let most = if S::TILE_ROWS > 6 { 4 } else { 2 };
         self.keys.windows(
             s,
             elem,
-            KEYS_WINDOW,
+            (KEYS_WINDOW, steps_of(self.live, most).max(1)),
             #[inline(always)]
             |head, first, last, ahead| {
-                let (mut live, mut asks) = (self.live, true);
+                let mut live = self.live;
                 while let &[row, ..] = live {
-                    let of = Group { row: head * self.keys.queries + row, head, first, last, asks };
-                    // Sums of four keys for four queries fit thirty-two registers, for two sixteen.
-                    let taken = taken_together(live, if S::TILE_ROWS > 6 { 4 } else { 2 });
+                    let of = Group { row: head * self.keys.queries + row, head, first, last };
+                    let taken = taken_together(live, most);
                     match taken {
                         4 => self.group::<S, E, 4, MET>(s, elem, of, ahead),
                         2 => self.group::<S, E, 2, MET>(s, elem, of, ahead),
                         _ => self.group::<S, E, 1, MET>(s, elem, of, ahead),
                     }
-                    (live, asks) = (&live[taken..], false);
+                    live = &live[taken..];
                 }
             },
         );
@@ -83,7 +82,7 @@ impl Dots<'_> {
         &self,
         s: S,
         elem: E,
-        Group { row, head, first, last, asks }: Group,
+        Group { row, head, first, last }: Group,
         ahead: &mut Ahead<'_>,
     ) {
         let unit = if met::are_codes(MET) { 2 * unit::<S>() } else { unit::<S>() };
@@ -95,9 +94,7 @@ impl Dots<'_> {
         let codes = if met::are_codes(MET) { self.keys.codes[head].lower(s) } else { [s.splat(0.0); 4] };
         for first in (first..last).step_by(FOUR) {
             let count = FOUR.min(last - first);
-            if asks {
-                ahead.ask_for(s, count * self.keys.dim * E::BYTES);
-            }
+            ahead.ask_for(s, count * self.keys.dim * E::BYTES);
             let mut keys = [self.keys.at(first, head); FOUR];
             for (n, key) in keys.iter_mut().enumerate().take(count) {
                 *key = self.keys.at(first + n, head);

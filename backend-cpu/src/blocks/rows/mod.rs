@@ -95,6 +95,9 @@ const KEY_BYTES: usize = 4 << 10;
 /// How far ahead rows are asked for.
 pub(crate) const AHEAD_BYTES: usize = 32 << 10;
 
+/// Bytes of a line of the cache.
+const LINE_BYTES: usize = 64;
+
 /// Keys whose sums are taken together.
 const FOUR: usize = 4;
 
@@ -141,11 +144,11 @@ impl<'a> Block<'a> {
         &self,
         _: S,
         _: E,
-        window: usize,
+        (window, passes): (usize, usize),
         mut work: impl FnMut(usize, usize, usize, &mut Ahead<'a>),
     ) {
         let row_bytes = self.dim * E::BYTES;
-        let mut ahead = self.rows_ahead();
+        let mut ahead = self.rows_ahead(passes);
         let keys = (window / (self.heads * row_bytes)).max(FOUR) & !(FOUR - 1);
         let mut first = 0;
         while first < self.keys.len() {
@@ -175,9 +178,9 @@ impl<'a> Block<'a> {
     }
 
     /// What it asks for itself.
-    fn rows_ahead(&self) -> Ahead<'a> {
+    fn rows_ahead(&self, passes: usize) -> Ahead<'a> {
         let rows = if self.in_place { &self.keys[self.keys_ahead()..] } else { &[] };
-        Ahead { rows, bytes: self.bytes_of_key(), next: self.next, done: 0 }
+        Ahead { rows, bytes: self.bytes_of_key(), next: self.next, done: 0, passes, owed: 0 }
     }
 
     /// The row of a key of a head.
@@ -187,7 +190,8 @@ impl<'a> Block<'a> {
     }
 }
 
-/// Rows that the second-level cache is asked for, one after another.
+/// Rows that the second-level cache is asked for, one after another, evenly over the passes that queries take over
+/// each row: asked for in the first of two, eight queries a key had 7.6 GB/s of 14, as if nothing overlapped.
 struct Ahead<'a> {
     rows: &'a [*const u8],
     bytes: usize,
@@ -195,12 +199,22 @@ struct Ahead<'a> {
     next: (&'a [*const u8], usize),
     /// Of the first row.
     done: usize,
+    /// How often each row is passed over.
+    passes: usize,
+    /// Bytes passed over that are not asked for yet.
+    owed: usize,
 }
 
 impl Ahead<'_> {
+    /// As much as `bytes` that one pass has come by.
     #[inline(always)]
     fn ask_for<S: Simd>(&mut self, s: S, bytes: usize) {
-        let mut left = bytes;
+        self.owed += bytes;
+        let mut left = 0;
+        while self.owed >= LINE_BYTES * self.passes {
+            self.owed -= LINE_BYTES * self.passes;
+            left += LINE_BYTES;
+        }
         while left > 0 {
             let Some((&row, rest)) = self.rows.split_first() else {
                 if self.next.0.is_empty() {
@@ -213,7 +227,7 @@ impl Ahead<'_> {
             let mut at = 0;
             while at < taken {
                 s.prefetch(row.wrapping_add(self.done + at));
-                at += 64;
+                at += LINE_BYTES;
             }
             (self.done, left) = (self.done + taken, left - taken);
             if self.done == self.bytes {
@@ -233,4 +247,14 @@ fn taken_together(live: &[usize], most: usize) -> usize {
         2.. if run(2) => 2,
         _ => 1,
     }
+}
+
+/// In how many steps [`taken_together`] takes all of `live`.
+fn steps_of(mut live: &[usize], most: usize) -> usize {
+    let mut steps = 0;
+    while !live.is_empty() {
+        live = &live[taken_together(live, most)..];
+        steps += 1;
+    }
+    steps
 }

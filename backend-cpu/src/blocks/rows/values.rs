@@ -1,6 +1,6 @@
 //! What a block of values adds to O.
 
-use super::{Ahead, BLOCK_KEYS, Block, FOUR, Order, UNIT_BYTES, VALUES_WINDOW, met, taken_together, unit};
+use super::{Ahead, BLOCK_KEYS, Block, FOUR, Order, UNIT_BYTES, VALUES_WINDOW, met, steps_of, taken_together, unit};
 use crate::simd::{Op, Simd};
 use crate::tensor::{Elem, of_type};
 
@@ -22,6 +22,9 @@ pub(crate) struct AddValues<'a> {
     pub(crate) stride: usize,
 }
 
+/// Queries that are taken together.
+const MOST: usize = 4;
+
 /// Queries of a head, one after another, and the keys of a window.
 #[derive(Clone, Copy)]
 struct Group {
@@ -32,8 +35,6 @@ struct Group {
     head: usize,
     first: usize,
     last: usize,
-    /// Whether it asks for rows ahead.
-    asks: bool,
 }
 
 impl<S: Simd> Op<S> for AddValues<'_> {
@@ -72,25 +73,24 @@ impl AddValues<'_> {
         self.values.windows(
             s,
             elem,
-            VALUES_WINDOW,
+            (VALUES_WINDOW, steps_of(self.whole, MOST) + self.partial.len()),
             #[inline(always)]
             |head, first, last, ahead| {
-                let (mut live, mut asks) = (self.whole, true);
+                let mut live = self.whole;
                 let first_row = head * self.values.queries;
                 while let &[row, ..] = live {
-                    let of = Group { row: first_row + row, seen: u64::MAX, head, first, last, asks };
-                    let taken = taken_together(live, 4);
+                    let of = Group { row: first_row + row, seen: u64::MAX, head, first, last };
+                    let taken = taken_together(live, MOST);
                     match taken {
                         4 => self.group::<S, E, 4, MET>(s, elem, of, ahead),
                         2 => self.group::<S, E, 2, MET>(s, elem, of, ahead),
                         _ => self.group::<S, E, 1, MET>(s, elem, of, ahead),
                     }
-                    (live, asks) = (&live[taken..], false);
+                    live = &live[taken..];
                 }
                 for &(row, seen) in self.partial {
-                    let of = Group { row: first_row + row, seen, head, first, last, asks };
+                    let of = Group { row: first_row + row, seen, head, first, last };
                     self.group::<S, E, 1, MET>(s, elem, of, ahead);
-                    asks = false;
                 }
             },
         );
@@ -157,9 +157,7 @@ impl AddValues<'_> {
             }
             for first in (of.first..of.last).step_by(FOUR) {
                 let last = of.last.min(first + FOUR);
-                if of.asks {
-                    ahead.ask_for(s, (last - first) * columns * E::BYTES);
-                }
+                ahead.ask_for(s, (last - first) * columns * E::BYTES);
                 // Two keys at once: bf16 are multiplied in pairs.
                 for key in (first..last).step_by(2) {
                     let mut rest = [[0u8; UNIT_BYTES]; 2];
