@@ -1,6 +1,8 @@
 //! Scores of a block of keys.
 
-use super::{Ahead, BLOCK_KEYS, Block, FOUR, KEYS_WINDOW, Order, UNIT_BYTES, met, steps_of, taken_together, unit};
+use super::{
+    Ahead, BLOCK_KEYS, Block, FOUR, KEYS_WINDOW, Order, UNIT_BYTES, met, steps_of, taken_together, unit,
+};
 use crate::simd::{Op, Simd};
 use crate::tensor::{Elem, of_type};
 

@@ -180,7 +180,8 @@ impl<'a> Block<'a> {
     /// What it asks for itself.
     fn rows_ahead(&self, passes: usize) -> Ahead<'a> {
         let rows = if self.in_place { &self.keys[self.keys_ahead()..] } else { &[] };
-        Ahead { rows, bytes: self.bytes_of_key(), next: self.next, done: 0, passes, owed: 0 }
+        let bytes = self.bytes_of_key();
+        Ahead { rows, bytes, next: self.next, done: 0, passes, owed: 0 }
     }
 
     /// The row of a key of a head.
@@ -209,11 +210,12 @@ impl Ahead<'_> {
     /// As much as `bytes` that one pass has come by.
     #[inline(always)]
     fn ask_for<S: Simd>(&mut self, s: S, bytes: usize) {
-        self.owed += bytes;
-        let mut left = 0;
-        while self.owed >= LINE_BYTES * self.passes {
-            self.owed -= LINE_BYTES * self.passes;
-            left += LINE_BYTES;
+        let mut left = bytes;
+        if self.passes > 1 {
+            (self.owed, left) = (self.owed + bytes, 0);
+            while self.owed >= LINE_BYTES * self.passes {
+                (self.owed, left) = (self.owed - LINE_BYTES * self.passes, left + LINE_BYTES);
+            }
         }
         while left > 0 {
             let Some((&row, rest)) = self.rows.split_first() else {

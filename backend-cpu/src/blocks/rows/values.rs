@@ -1,6 +1,8 @@
 //! What a block of values adds to O.
 
-use super::{Ahead, BLOCK_KEYS, Block, FOUR, Order, UNIT_BYTES, VALUES_WINDOW, met, steps_of, taken_together, unit};
+use super::{
+    Ahead, BLOCK_KEYS, Block, FOUR, Order, UNIT_BYTES, VALUES_WINDOW, met, steps_of, taken_together, unit,
+};
 use crate::simd::{Op, Simd};
 use crate::tensor::{Elem, of_type};
 
@@ -155,37 +157,44 @@ impl AddValues<'_> {
                     }
                 }
             }
-            for first in (of.first..of.last).step_by(FOUR) {
-                let last = of.last.min(first + FOUR);
-                ahead.ask_for(s, (last - first) * columns * E::BYTES);
+            let weights = self.weights.wrapping_add(of.row * BLOCK_KEYS);
+            let offset = of.head as isize * self.values.head_step + (col * E::BYTES) as isize;
+            for (four, keys) in self.values.keys[of.first..of.last].chunks(FOUR).enumerate() {
+                let first = of.first + four * FOUR;
+                ahead.ask_for(s, keys.len() * columns * E::BYTES);
+                if met::are_f32(MET) {
+                    for (n, key) in keys.iter().enumerate() {
+                        if of.seen >> (first + n) & 1 == 0 {
+                            continue;
+                        }
+                        let mut from = key.wrapping_offset(offset);
+                        let mut rest = [0u8; UNIT_BYTES];
+                        if REST {
+                            std::ptr::copy_nonoverlapping(from, rest.as_mut_ptr(), columns * E::BYTES);
+                            from = rest.as_ptr();
+                        }
+                        let weights = weights.add(first + n);
+                        add_row::<S, E, Q, UNITS, MET>(s, elem, &codes, &mut sums, from, weights);
+                    }
+                    continue;
+                }
                 // Two keys at once: bf16 are multiplied in pairs.
-                for key in (first..last).step_by(2) {
+                for (n, keys) in keys.chunks(2).enumerate() {
+                    let key = first + 2 * n;
+                    let seen = of.seen >> key;
                     let mut rest = [[0u8; UNIT_BYTES]; 2];
                     let mut from = [ZEROS.as_ptr(); 2];
-                    let mut seen = [false; 2];
-                    for n in 0..2 {
-                        seen[n] = key + n < last && of.seen >> (key + n) & 1 != 0;
-                        if seen[n] {
-                            from[n] = self.values.at(key + n, of.head).add(col * E::BYTES);
+                    for (n, (from, key)) in from.iter_mut().zip(keys).enumerate() {
+                        if seen >> n & 1 != 0 {
+                            *from = key.wrapping_offset(offset);
                             if REST {
-                                std::ptr::copy_nonoverlapping(
-                                    from[n],
-                                    rest[n].as_mut_ptr(),
-                                    columns * E::BYTES,
-                                );
-                                from[n] = rest[n].as_ptr();
+                                let rest = rest[n].as_mut_ptr();
+                                std::ptr::copy_nonoverlapping(*from, rest, columns * E::BYTES);
+                                *from = rest;
                             }
                         }
                     }
-                    let weights = self.weights.wrapping_add(of.row * BLOCK_KEYS);
-                    if met::are_f32(MET) {
-                        for n in 0..2 {
-                            if seen[n] {
-                                let weights = weights.add(key + n);
-                                add_row::<S, E, Q, UNITS, MET>(s, elem, &codes, &mut sums, from[n], weights);
-                            }
-                        }
-                    } else if seen[0] || seen[1] {
+                    if seen & 3 != 0 {
                         add_pair::<S, Q, UNITS, MET>(s, &codes, &mut sums, from, weights.add(key / 2));
                     }
                 }
