@@ -316,9 +316,39 @@ macro_rules! avx512_methods {
 /// Eights of bytes so that interleaving within 128 bits leaves them in order.
 pub(super) const EIGHTS: [u64; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
+/// What the lower seven bits of each byte stand for in two planes of two vectors.
+///
+/// # Safety
+/// AVX-512 VBMI.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+unsafe fn look_up([a, b, c, d]: [__m512; 4], codes: __m512) -> (__m512i, __m512i) {
+    let (a, b) = (_mm512_castps_si512(a), _mm512_castps_si512(b));
+    let (c, d) = (_mm512_castps_si512(c), _mm512_castps_si512(d));
+    let codes = _mm512_castps_si512(codes);
+    (_mm512_permutex2var_epi8(a, codes, b), _mm512_permutex2var_epi8(c, codes, d))
+}
+
+/// As [`look_up`], for Intel: there VPERMI2B is three micro-operations, VPERMB one. 64 codes widened and multiplied by a query
+/// take 0.91 to 0.94 of the time.
+///
+/// # Safety
+/// AVX-512 BW and VBMI.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+pub(super) unsafe fn look_up_by_halves([a, b, c, d]: [__m512; 4], codes: __m512) -> (__m512i, __m512i) {
+    let (a, b) = (_mm512_castps_si512(a), _mm512_castps_si512(b));
+    let (c, d) = (_mm512_castps_si512(c), _mm512_castps_si512(d));
+    let codes = _mm512_castps_si512(codes);
+    let upper = _mm512_test_epi8_mask(codes, _mm512_set1_epi8(0x40));
+    let low = _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(codes, a), upper, codes, b);
+    let high = _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(codes, c), upper, codes, d);
+    (low, high)
+}
+
 /// What [`Avx512Vbmi`], [`Avx512Bf16`] and [`Amx`](super::Amx) have: bytes that are looked up in tables.
 macro_rules! byte_methods {
-    () => {
+    ($look_up:path) => {
         const WIDENS_CODES: bool = true;
 
         #[inline(always)]
@@ -333,15 +363,11 @@ macro_rules! byte_methods {
         #[inline(always)]
         fn widen_codes(self, lower: &[Self::V; 4], codes: Self::V) -> [Self::V; 2] {
             const A_XOR_B_AND_C: i32 = 0x78;
-            // SAFETY: AVX-512 VBMI, as `self` proves.
+            // SAFETY: AVX-512 BW and VBMI, as `self` proves.
             unsafe {
-                let [a, b, c, d] = *lower;
-                let (a, b) = (_mm512_castps_si512(a), _mm512_castps_si512(b));
-                let (c, d) = (_mm512_castps_si512(c), _mm512_castps_si512(d));
+                let (low, high) = $look_up(*lower, codes);
                 let codes = _mm512_castps_si512(codes);
                 // An index has seven bits: the eighth is the sign, which may be that of a negative descale already.
-                let low = _mm512_permutex2var_epi8(a, codes, b);
-                let high = _mm512_permutex2var_epi8(c, codes, d);
                 let sign = _mm512_set1_epi8(i8::MIN);
                 let high = _mm512_ternarylogic_epi32::<A_XOR_B_AND_C>(high, codes, sign);
                 let (first, second) = (_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high));
@@ -485,14 +511,14 @@ impl Simd for Avx512 {
 
 impl Simd for Avx512Vbmi {
     avx512_methods!(Avx512Vbmi, "avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512vbmi");
-    byte_methods!();
+    byte_methods!(look_up_by_halves);
 }
 
 impl Simd for Avx512Bf16 {
     // On AMD they do. Where an Intel processor is to use them, its user has named them.
     const DOTS_OUTRUN_FMAS: bool = true;
     avx512_methods!(Avx512Bf16, "avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512vbmi,avx512bf16");
-    byte_methods!();
+    byte_methods!(look_up);
     bf16_methods!();
 }
 

@@ -219,8 +219,14 @@ impl Ahead<'_> {
     #[inline(always)]
     fn ask_for<S: Simd>(&mut self, s: S, bytes: usize) {
         self.owed += bytes;
+        let mut lines = 0;
+        if self.bytes_per_line == LINE_BYTES {
+            (lines, self.owed) = (self.owed / LINE_BYTES, self.owed % LINE_BYTES);
+        }
         while self.owed >= self.bytes_per_line {
-            self.owed -= self.bytes_per_line;
+            (lines, self.owed) = (lines + 1, self.owed - self.bytes_per_line);
+        }
+        while lines > 0 {
             if self.line >= self.end {
                 if self.rows.is_empty() {
                     (self.rows, self.bytes) = std::mem::take(&mut self.next);
@@ -228,8 +234,12 @@ impl Ahead<'_> {
                 let Some((&row, rest)) = self.rows.split_first() else { return };
                 (self.rows, self.line, self.end) = (rest, row, row.wrapping_add(self.bytes));
             }
-            s.prefetch(self.line);
-            self.line = self.line.wrapping_add(LINE_BYTES);
+            let of_row = (self.end as usize - self.line as usize).div_ceil(LINE_BYTES).min(lines);
+            for _ in 0..of_row {
+                s.prefetch(self.line);
+                self.line = self.line.wrapping_add(LINE_BYTES);
+            }
+            lines -= of_row;
         }
     }
 }
