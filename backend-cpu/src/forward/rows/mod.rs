@@ -18,6 +18,8 @@
 
 mod chunk;
 mod modify;
+#[cfg(test)]
+mod tests;
 
 use fmha_core::{DType, SeqSpan};
 
