@@ -13,7 +13,7 @@ use crate::forward::{Blocks, Forward};
 #[cfg(target_arch = "aarch64")]
 use crate::simd::Neon;
 #[cfg(target_arch = "x86_64")]
-use crate::simd::{Amx, Avx2, Avx512, Avx512Bf16};
+use crate::simd::{Amx, Avx2, Avx512, Avx512Bf16, Avx512Vbmi};
 use crate::simd::{Portable, Simd};
 use crate::tasks::Threads;
 
@@ -28,6 +28,8 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F and VL.
     Avx512,
+    /// AVX-512 VBMI: permutations of bytes, which widen FP8.
+    Avx512Vbmi,
     /// AVX-512 BF16: dot products of bf16 pairs.
     Avx512Bf16,
     /// AMX: products of tiles of bf16.
@@ -36,14 +38,17 @@ pub enum Isa {
 
 impl Isa {
     /// Every set, best first.
-    pub const ALL: [Isa; 6] = [Isa::Amx, Isa::Avx512Bf16, Isa::Avx512, Isa::Avx2, Isa::Neon, Isa::Portable];
+    pub const ALL: [Isa; 7] =
+        [Isa::Amx, Isa::Avx512Bf16, Isa::Avx512Vbmi, Isa::Avx512, Isa::Avx2, Isa::Neon, Isa::Portable];
 
     /// Whether processors of this program's architecture can have it.
     fn is_of_this_architecture(self) -> bool {
         match self {
             Isa::Portable => true,
             Isa::Neon => cfg!(target_arch = "aarch64"),
-            Isa::Avx2 | Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => cfg!(target_arch = "x86_64"),
+            Isa::Avx2 | Isa::Avx512 | Isa::Avx512Vbmi | Isa::Avx512Bf16 | Isa::Amx => {
+                cfg!(target_arch = "x86_64")
+            }
         }
     }
 
@@ -55,6 +60,7 @@ impl Isa {
             Isa::Neon => "neon",
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
+            Isa::Avx512Vbmi => "avx512vbmi",
             Isa::Avx512Bf16 => "avx512bf16",
             Isa::Amx => "amx",
         }
@@ -128,6 +134,7 @@ pub(crate) enum Engine {
     Portable,
     Avx2,
     Avx512,
+    Avx512Vbmi,
     Avx512Bf16,
     Amx,
 }
@@ -160,6 +167,8 @@ impl Engine {
             Isa::Avx2 => Avx2::detect().map(Into::into),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => Avx512::detect().map(Into::into),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vbmi => Avx512Vbmi::detect().map(Into::into),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 => Avx512Bf16::detect().map(Into::into),
             #[cfg(target_arch = "x86_64")]

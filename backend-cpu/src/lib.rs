@@ -8,7 +8,7 @@
 //!     Combine     rows of partial results                                     combine
 //!       blocks    the kernels of a tile: gather, scores, softmax, products    blocks, score
 //!         tile    the micro-tile that every product is made of                tile
-//!           simd  vectors of f32, one trait, six instruction sets            simd
+//!           simd  vectors of f32, one trait, seven instruction sets          simd
 //! ```
 //!
 //! Arithmetic is f32 with f32 sums, whatever the tensors' types: f16, bf16 and the four FP8 types

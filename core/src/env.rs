@@ -36,7 +36,7 @@ pub const NUM_THREADS: EnvVar =
 /// Which instructions the CPU backend may use.
 pub const CPU_ISA: EnvVar = EnvVar {
     name: "FMHA_CPU_ISA",
-    meaning: "highest instruction set of the CPU backend: amx, avx512bf16, avx512, avx2, neon, portable",
+    meaning: "highest instruction set of the CPU backend: amx, avx512bf16, avx512vbmi, avx512, avx2, neon, portable",
 };
 
 /// Where NVRTC is.

@@ -201,7 +201,7 @@ impl Cached<'_> {
                 None => widen(self.source.dtype(), wide, descale),
             });
         }
-        self.in_codes = S::BF16_DOT
+        self.in_codes = S::WIDENS_CODES
             && wide == DType::Bf16
             && self.source.matrix(0, 0, 0).has_dense_rows()
             && planes.iter().all(BytePlanes::is_odd);

@@ -7,7 +7,7 @@
 use std::arch::asm;
 use std::arch::x86_64::*;
 
-use super::x86::{Avx512Bf16, EIGHTS, avx512_methods, bf16_methods};
+use super::x86::{Avx512Bf16, EIGHTS, avx512_methods, bf16_methods, byte_methods, look_up_by_halves};
 use super::{BytePlanes, Op, Simd, TileRows};
 
 /// [`Avx512Bf16`] with tiles of bf16.
@@ -218,6 +218,7 @@ pub(super) unsafe fn store_upper(c: *mut f32) {
 impl Simd for Amx {
     const TILES: bool = true;
     avx512_methods!(Amx, "avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512dq,avx512vbmi,avx512bf16");
+    byte_methods!(look_up_by_halves);
     bf16_methods!();
 
     #[inline(always)]

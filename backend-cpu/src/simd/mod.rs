@@ -26,7 +26,7 @@ pub(crate) use portable::Portable;
 #[cfg(test)]
 pub(crate) use portable::SoftTiles;
 #[cfg(target_arch = "x86_64")]
-pub(crate) use x86::{Avx2, Avx512, Avx512Bf16};
+pub(crate) use x86::{Avx2, Avx512, Avx512Bf16, Avx512Vbmi};
 
 /// A kernel: what [`Simd::run`] compiles for one instruction set.
 pub(crate) trait Op<S: Simd> {
@@ -143,8 +143,13 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Rows of the micro-tile, which is two vectors wide: as many as leave registers for those two
     /// and a broadcast.
     const TILE_ROWS: usize;
-    /// Whether [`dot_bf16`](Self::dot_bf16) and what is said to go with it exist.
+    /// Whether [`load_codes`](Self::load_codes), [`widen_codes`](Self::widen_codes) and [`split_bf16`](Self::split_bf16)
+    /// exist.
+    const WIDENS_CODES: bool = false;
+    /// Whether [`dot_bf16`](Self::dot_bf16) and what is said to go with it exist; then those above do too.
     const BF16_DOT: bool = false;
+    /// Whether bf16 dot products do more in the same time than f32 FMAs.
+    const DOTS_OUTRUN_FMAS: bool = false;
     /// Whether [`tile_step`](Self::tile_step) and its like exist; then a panel has 32 columns.
     const TILES: bool = false;
     /// Columns of a panel: queries, or a head dimension's.
@@ -389,8 +394,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         [low, high]
     }
 
-    /// `4 * LANES` bytes for [`widen_codes`](Self::widen_codes), in the order that it takes; goes with
-    /// [`dot_bf16`](Self::dot_bf16), as do the two below.
+    /// `4 * LANES` bytes for [`widen_codes`](Self::widen_codes), in the order that it takes.
     ///
     /// # Safety
     /// They are readable at `from`, aligned or not.
@@ -406,8 +410,13 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         [codes, codes]
     }
 
+    /// Of `2 * LANES` bf16 those at even places, and those at odd ones.
+    fn split_bf16(self, both: Self::V) -> [Self::V; 2] {
+        [both, both]
+    }
+
     /// Two rows of loaded bytes, byte by byte: widened, each half is what [`pair_rows`](Self::pair_rows) makes of half of
-    /// the rows' numbers.
+    /// the rows' numbers. Goes with [`dot_bf16`](Self::dot_bf16).
     fn pair_codes(self, low: Self::V, high: Self::V) -> [Self::V; 2] {
         [low, high]
     }

@@ -158,6 +158,7 @@ thread_local! {
 #[cfg(test)]
 impl Simd for SoftTiles {
     const TILE_ROWS: usize = 12;
+    const WIDENS_CODES: bool = true;
     const BF16_DOT: bool = true;
     const TILES: bool = true;
     array_methods!(16);
@@ -194,6 +195,11 @@ impl Simd for SoftTiles {
         };
         let pair = |d: usize| f32::from_bits(wide(d) | wide(d + 1) << 16);
         [lanes!(i => pair(2 * i)), lanes!(i => pair(32 + 2 * i))]
+    }
+
+    fn split_bf16(self, both: Self::V) -> [Self::V; 2] {
+        let bits = both.map(f32::to_bits);
+        [lanes!(i => f32::from_bits(bits[i] << 16)), lanes!(i => f32::from_bits(bits[i] & 0xffff_0000))]
     }
 
     fn pair_codes(self, low: Self::V, high: Self::V) -> [Self::V; 2] {

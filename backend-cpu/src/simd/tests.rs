@@ -265,6 +265,7 @@ struct Codes<'a> {
     to_wide: &'a BytePlanes,
     rows: &'a [[u8; 64]; 2],
     wide: &'a mut [u16; 64],
+    split: &'a mut [[f32; 16]; 2],
     pairs: &'a mut [[u32; 32]; 2],
 }
 
@@ -279,6 +280,13 @@ impl<S: Simd> Op<S> for Codes<'_> {
             for (n, wide) in s.widen_codes(&lower, low).into_iter().enumerate() {
                 s.store(self.wide.as_mut_ptr().add(32 * n).cast(), wide);
             }
+            let halves = s.split_bf16(s.load(self.wide.as_ptr().cast()));
+            for (split, half) in self.split.iter_mut().zip(halves) {
+                s.store(split.as_mut_ptr(), half);
+            }
+            if !S::BF16_DOT {
+                return;
+            }
             for (pairs, half) in self.pairs.iter_mut().zip(s.pair_codes(low, high)) {
                 for (n, wide) in s.widen_codes(&lower, half).into_iter().enumerate() {
                     s.store(pairs.as_mut_ptr().add(16 * n).cast(), wide);
@@ -290,7 +298,7 @@ impl<S: Simd> Op<S> for Codes<'_> {
 
 /// In registers: a row's in its order, two rows' as [`Simd::pair_rows`] pairs what they become.
 fn widens_codes<S: Simd>(s: S) {
-    if !S::BF16_DOT {
+    if !S::WIDENS_CODES {
         return;
     }
     let wide = |byte: u8| (u16::from(byte & 0x7f) * 257) ^ (u16::from(byte & 0x80) << 8) ^ 0x8000;
@@ -298,9 +306,17 @@ fn widens_codes<S: Simd>(s: S) {
     assert!(to_wide.is_odd() && !BytePlanes::new(|byte| u16::from(byte) + 1).is_odd());
     for base in 0..=255u8 {
         let rows = [0, 101].map(|row| std::array::from_fn(|d| (usize::from(base) + row + 3 * d) as u8));
-        let (mut found, mut pairs) = ([0; 64], [[0; 32]; 2]);
-        s.run(Codes { to_wide: &to_wide, rows: &rows, wide: &mut found, pairs: &mut pairs });
+        let (mut found, mut split, mut pairs) = ([0; 64], [[0.0; 16]; 2], [[0; 32]; 2]);
+        let (wide_to, split_to) = (&mut found, &mut split);
+        s.run(Codes { to_wide: &to_wide, rows: &rows, wide: wide_to, split: split_to, pairs: &mut pairs });
         assert_eq!(found, rows[0].map(wide), "codes from {base}");
+        for (d, &number) in found[..32].iter().enumerate() {
+            let bits = split[d % 2][d / 2].to_bits();
+            assert_eq!(bits, u32::from(number) << 16, "element {d} from {base}, split");
+        }
+        if !S::BF16_DOT {
+            continue;
+        }
         for d in 0..64 {
             let wanted = u32::from(wide(rows[0][d])) | u32::from(wide(rows[1][d])) << 16;
             assert_eq!(
@@ -322,6 +338,7 @@ macro_rules! for_each_set {
             let absent = |name| eprintln!("absent: {name}, which this processor has not");
             Avx2::detect().map_or_else(|| absent("avx2"), $test);
             Avx512::detect().map_or_else(|| absent("avx512"), $test);
+            Avx512Vbmi::detect().map_or_else(|| absent("avx512vbmi"), $test);
             Avx512Bf16::detect().map_or_else(|| absent("avx512bf16"), $test);
             Amx::detect().map_or_else(|| absent("amx"), $test);
         }

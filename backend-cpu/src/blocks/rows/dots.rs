@@ -1,14 +1,17 @@
 //! Scores of a block of keys.
 
-use super::{Ahead, BLOCK_KEYS, Block, FOUR, KEYS_WINDOW, Order, UNIT_BYTES, met, taken_together, unit};
+use super::{
+    Ahead, BLOCK_KEYS, Block, FOUR, KEYS_WINDOW, Order, UNIT_BYTES, met, steps_of, taken_together, unit,
+};
 use crate::simd::{Op, Simd};
 use crate::tensor::{Elem, of_type};
 
 /// `scores[query][key] = factor[head] * Q[query] . K[key]`, for a block.
 pub(crate) struct Dots<'a> {
     pub(crate) keys: Block<'a>,
-    /// Rows of whole units, `stride` f32 apart, zeros beyond the head dimension.
+    /// Rows of whole units, of pairs of them beside codes, `stride` f32 apart, zeros beyond the head dimension.
     pub(crate) queries: *const f32,
+    /// Theirs: as bf16 where products are of pairs.
     pub(crate) order: Order,
     pub(crate) stride: usize,
     /// Which queries of each head.
@@ -27,8 +30,6 @@ struct Group {
     head: usize,
     first: usize,
     last: usize,
-    /// Whether it asks for rows ahead.
-    asks: bool,
 }
 
 impl<S: Simd> Op<S> for Dots<'_> {
@@ -41,9 +42,12 @@ impl<S: Simd> Op<S> for Dots<'_> {
 impl Dots<'_> {
     #[inline(always)]
     fn of<S: Simd, E: Elem>(&self, s: S, elem: E) {
-        if S::BF16_DOT && E::BYTES == 1 && !self.keys.codes.is_empty() {
-            self.windows::<S, E, { met::AS_CODES }>(s, elem);
-        } else if S::BF16_DOT && E::IS_BF16 && self.order == Order::Bf16 {
+        let (codes, pairs) = (!self.keys.codes.is_empty(), self.order == Order::Bf16);
+        if S::BF16_DOT && E::BYTES == 1 && codes && pairs {
+            self.windows::<S, E, { met::CODES_IN_PAIRS }>(s, elem);
+        } else if S::WIDENS_CODES && E::BYTES == 1 && codes {
+            self.windows::<S, E, { met::CODES_AS_F32 }>(s, elem);
+        } else if S::BF16_DOT && E::IS_BF16 && pairs {
             self.windows::<S, E, { met::IN_PAIRS }>(s, elem);
         } else {
             self.windows::<S, E, { met::AS_F32 }>(s, elem);
@@ -52,23 +56,24 @@ impl Dots<'_> {
 
     #[inline(always)]
     fn windows<S: Simd, E: Elem, const MET: u8>(&self, s: S, elem: E) {
+        // Sums of four keys for four queries fit thirty-two registers, for two sixteen.
+        let most = if S::TILE_ROWS > 6 { 4 } else { 2 };
         self.keys.windows(
             s,
             elem,
-            KEYS_WINDOW,
+            (KEYS_WINDOW, steps_of(self.live, most).max(1)),
             #[inline(always)]
             |head, first, last, ahead| {
-                let (mut live, mut asks) = (self.live, true);
+                let mut live = self.live;
                 while let &[row, ..] = live {
-                    let of = Group { row: head * self.keys.queries + row, head, first, last, asks };
-                    // Sums of four keys for four queries fit thirty-two registers, for two sixteen.
-                    let taken = taken_together(live, if S::TILE_ROWS > 6 { 4 } else { 2 });
+                    let of = Group { row: head * self.keys.queries + row, head, first, last };
+                    let taken = taken_together(live, most);
                     match taken {
                         4 => self.group::<S, E, 4, MET>(s, elem, of, ahead),
                         2 => self.group::<S, E, 2, MET>(s, elem, of, ahead),
                         _ => self.group::<S, E, 1, MET>(s, elem, of, ahead),
                     }
-                    (live, asks) = (&live[taken..], false);
+                    live = &live[taken..];
                 }
             },
         );
@@ -79,21 +84,19 @@ impl Dots<'_> {
         &self,
         s: S,
         elem: E,
-        Group { row, head, first, last, asks }: Group,
+        Group { row, head, first, last }: Group,
         ahead: &mut Ahead<'_>,
     ) {
-        let unit = if MET == met::AS_CODES { 2 * unit::<S>() } else { unit::<S>() };
-        let of_query = |col: usize| if MET == met::AS_F32 { col } else { col / 2 };
+        let unit = if met::are_codes(MET) { 2 * unit::<S>() } else { unit::<S>() };
+        let of_query = |col: usize| if met::are_f32(MET) { col } else { col / 2 };
         let whole = self.keys.dim - self.keys.dim % unit;
         let queries = self.queries.wrapping_add(row * self.stride);
         let scores = self.scores.wrapping_add(row * BLOCK_KEYS);
         let factor = self.factors[head];
-        let codes = if MET == met::AS_CODES { self.keys.codes[head].lower(s) } else { [s.splat(0.0); 4] };
+        let codes = if met::are_codes(MET) { self.keys.codes[head].lower(s) } else { [s.splat(0.0); 4] };
         for first in (first..last).step_by(FOUR) {
             let count = FOUR.min(last - first);
-            if asks {
-                ahead.ask_for(s, count * self.keys.dim * E::BYTES);
-            }
+            ahead.ask_for(s, count * self.keys.dim * E::BYTES);
             let mut keys = [self.keys.at(first, head); FOUR];
             for (n, key) in keys.iter_mut().enumerate().take(count) {
                 *key = self.keys.at(first + n, head);
@@ -158,7 +161,16 @@ unsafe fn add_unit<S: Simd, E: Elem, const Q: usize, const MET: u8>(
     // SAFETY: the caller's promise.
     unsafe {
         for (n, key) in keys.into_iter().enumerate() {
-            if MET == met::AS_CODES {
+            if MET == met::CODES_AS_F32 {
+                for (u, both) in s.widen_codes(codes, s.load_codes(key)).into_iter().enumerate() {
+                    let [a, b] = s.split_bf16(both);
+                    for (q, sums) in sums.iter_mut().enumerate() {
+                        let query = queries.add(q * stride + u * unit::<S>());
+                        let sum = s.fma(a, s.load(query), sums[n]);
+                        sums[n] = s.fma(b, s.load(query.add(S::LANES)), sum);
+                    }
+                }
+            } else if MET == met::CODES_IN_PAIRS {
                 let [a, b] = s.widen_codes(codes, s.load_codes(key));
                 for (q, sums) in sums.iter_mut().enumerate() {
                     let query = queries.add(q * stride);

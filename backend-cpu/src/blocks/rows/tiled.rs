@@ -62,7 +62,7 @@ impl TileDots<'_> {
     fn of<S: Simd, E: Elem>(&self, s: S, _: E) {
         let Block { keys, heads, dim, queries, .. } = self.keys;
         let groups = queries.div_ceil(ROWS);
-        let mut ahead = self.keys.rows_ahead();
+        let mut ahead = self.keys.rows_ahead(1);
         let mut steps = [None; BLOCK_KEYS / ROWS];
         for (tile, step) in steps.iter_mut().enumerate() {
             *step = if E::IS_BF16 { step_of(keys.get(ROWS * tile..).unwrap_or(&[])) } else { None };
@@ -161,7 +161,7 @@ pub(crate) struct TileValues<'a> {
     pub(crate) alpha: *const f32,
     /// Queries of each head.
     pub(crate) whole: &'a [usize],
-    /// Rows in V's [`Order`](super::Order::of_sums), `stride` apart.
+    /// Rows in [fours](super::Order::Fours), `stride` apart.
     pub(crate) out: *mut f32,
     pub(crate) stride: usize,
     /// [`STAGED_LEN`], lines of the cache.
@@ -188,7 +188,7 @@ impl TileValues<'_> {
     #[inline(always)]
     fn of<S: Simd, E: Elem>(&self, s: S, _: E) {
         let Block { keys, heads, dim, .. } = self.values;
-        let mut ahead = self.values.rows_ahead();
+        let mut ahead = self.values.rows_ahead(1);
         if keys.len() < BLOCK_KEYS {
             // Keys that are not there have weights of 0; what was here before may be anything.
             // SAFETY: scratch of this task's.

@@ -1,6 +1,8 @@
 //! What a block of values adds to O.
 
-use super::{Ahead, BLOCK_KEYS, Block, FOUR, UNIT_BYTES, VALUES_WINDOW, met, taken_together, unit};
+use super::{
+    Ahead, BLOCK_KEYS, Block, FOUR, Order, UNIT_BYTES, VALUES_WINDOW, met, steps_of, taken_together, unit,
+};
 use crate::simd::{Op, Simd};
 use crate::tensor::{Elem, of_type};
 
@@ -15,10 +17,15 @@ pub(crate) struct AddValues<'a> {
     pub(crate) whole: &'a [usize],
     /// Queries that see some, and which: a bit for each key. What the others' V holds does not matter.
     pub(crate) partial: &'a [(usize, u64)],
-    /// Rows of whole units in V's [`Order`](super::Order::of_sums), `stride` apart.
+    /// Rows of whole units, `stride` apart.
     pub(crate) out: *mut f32,
+    /// Theirs: in fours where products are of pairs.
+    pub(crate) order: Order,
     pub(crate) stride: usize,
 }
+
+/// Queries that are taken together.
+const MOST: usize = 4;
 
 /// Queries of a head, one after another, and the keys of a window.
 #[derive(Clone, Copy)]
@@ -30,8 +37,6 @@ struct Group {
     head: usize,
     first: usize,
     last: usize,
-    /// Whether it asks for rows ahead.
-    asks: bool,
 }
 
 impl<S: Simd> Op<S> for AddValues<'_> {
@@ -45,7 +50,8 @@ impl AddValues<'_> {
     #[inline(always)]
     fn of<S: Simd, E: Elem>(&self, s: S, elem: E) {
         let codes = E::BYTES == 1 && !self.values.codes.is_empty();
-        if S::BF16_DOT && (E::IS_BF16 || codes) {
+        let pairs = S::BF16_DOT && self.order == Order::Fours;
+        if pairs {
             for head in 0..self.values.heads {
                 let partial = self.partial.iter().map(|(row, _)| row);
                 for row in self.whole.iter().chain(partial) {
@@ -53,9 +59,11 @@ impl AddValues<'_> {
                 }
             }
         }
-        if S::BF16_DOT && codes {
-            self.windows::<S, E, { met::AS_CODES }>(s, elem);
-        } else if S::BF16_DOT && E::IS_BF16 {
+        if S::BF16_DOT && E::BYTES == 1 && codes && pairs {
+            self.windows::<S, E, { met::CODES_IN_PAIRS }>(s, elem);
+        } else if S::WIDENS_CODES && E::BYTES == 1 && codes {
+            self.windows::<S, E, { met::CODES_AS_F32 }>(s, elem);
+        } else if S::BF16_DOT && E::IS_BF16 && pairs {
             self.windows::<S, E, { met::IN_PAIRS }>(s, elem);
         } else {
             self.windows::<S, E, { met::AS_F32 }>(s, elem);
@@ -67,25 +75,24 @@ impl AddValues<'_> {
         self.values.windows(
             s,
             elem,
-            VALUES_WINDOW,
+            (VALUES_WINDOW, steps_of(self.whole, MOST) + self.partial.len()),
             #[inline(always)]
             |head, first, last, ahead| {
-                let (mut live, mut asks) = (self.whole, true);
+                let mut live = self.whole;
                 let first_row = head * self.values.queries;
                 while let &[row, ..] = live {
-                    let of = Group { row: first_row + row, seen: u64::MAX, head, first, last, asks };
-                    let taken = taken_together(live, 4);
+                    let of = Group { row: first_row + row, seen: u64::MAX, head, first, last };
+                    let taken = taken_together(live, MOST);
                     match taken {
                         4 => self.group::<S, E, 4, MET>(s, elem, of, ahead),
                         2 => self.group::<S, E, 2, MET>(s, elem, of, ahead),
                         _ => self.group::<S, E, 1, MET>(s, elem, of, ahead),
                     }
-                    (live, asks) = (&live[taken..], false);
+                    live = &live[taken..];
                 }
                 for &(row, seen) in self.partial {
-                    let of = Group { row: first_row + row, seen, head, first, last, asks };
+                    let of = Group { row: first_row + row, seen, head, first, last };
                     self.group::<S, E, 1, MET>(s, elem, of, ahead);
-                    asks = false;
                 }
             },
         );
@@ -110,7 +117,7 @@ impl AddValues<'_> {
             self.columns::<S, E, Q, 2, MET, false>(s, elem, of, col, ahead);
             col += 2 * unit::<S>();
         }
-        if MET == met::AS_CODES {
+        if met::are_codes(MET) {
             // A vector of codes is two units.
             if col < dim {
                 self.columns::<S, E, Q, 2, MET, true>(s, elem, of, col, ahead);
@@ -138,8 +145,7 @@ impl AddValues<'_> {
     ) {
         let columns = if REST { self.values.dim - col } else { UNITS * unit::<S>() };
         let out = self.out.wrapping_add(of.row * self.stride + col);
-        let codes =
-            if MET == met::AS_CODES { self.values.codes[of.head].lower(s) } else { [s.splat(0.0); 4] };
+        let codes = if met::are_codes(MET) { self.values.codes[of.head].lower(s) } else { [s.splat(0.0); 4] };
         let mut sums = [[[s.splat(0.0); 2]; UNITS]; Q];
         // SAFETY: rows and columns of the call.
         unsafe {
@@ -151,38 +157,44 @@ impl AddValues<'_> {
                     }
                 }
             }
-            for first in (of.first..of.last).step_by(FOUR) {
-                let last = of.last.min(first + FOUR);
-                if of.asks {
-                    ahead.ask_for(s, (last - first) * columns * E::BYTES);
+            let weights = self.weights.wrapping_add(of.row * BLOCK_KEYS);
+            let offset = of.head as isize * self.values.head_step + (col * E::BYTES) as isize;
+            for (four, keys) in self.values.keys[of.first..of.last].chunks(FOUR).enumerate() {
+                let first = of.first + four * FOUR;
+                ahead.ask_for(s, keys.len() * columns * E::BYTES);
+                if met::are_f32(MET) {
+                    for (n, key) in keys.iter().enumerate() {
+                        if of.seen >> (first + n) & 1 == 0 {
+                            continue;
+                        }
+                        let mut from = key.wrapping_offset(offset);
+                        let mut rest = [0u8; UNIT_BYTES];
+                        if REST {
+                            std::ptr::copy_nonoverlapping(from, rest.as_mut_ptr(), columns * E::BYTES);
+                            from = rest.as_ptr();
+                        }
+                        let weights = weights.add(first + n);
+                        add_row::<S, E, Q, UNITS, MET>(s, elem, &codes, &mut sums, from, weights);
+                    }
+                    continue;
                 }
                 // Two keys at once: bf16 are multiplied in pairs.
-                for key in (first..last).step_by(2) {
+                for (n, keys) in keys.chunks(2).enumerate() {
+                    let key = first + 2 * n;
+                    let seen = of.seen >> key;
                     let mut rest = [[0u8; UNIT_BYTES]; 2];
                     let mut from = [ZEROS.as_ptr(); 2];
-                    let mut seen = [false; 2];
-                    for n in 0..2 {
-                        seen[n] = key + n < last && of.seen >> (key + n) & 1 != 0;
-                        if seen[n] {
-                            from[n] = self.values.at(key + n, of.head).add(col * E::BYTES);
+                    for (n, (from, key)) in from.iter_mut().zip(keys).enumerate() {
+                        if seen >> n & 1 != 0 {
+                            *from = key.wrapping_offset(offset);
                             if REST {
-                                std::ptr::copy_nonoverlapping(
-                                    from[n],
-                                    rest[n].as_mut_ptr(),
-                                    columns * E::BYTES,
-                                );
-                                from[n] = rest[n].as_ptr();
+                                let rest = rest[n].as_mut_ptr();
+                                std::ptr::copy_nonoverlapping(*from, rest, columns * E::BYTES);
+                                *from = rest;
                             }
                         }
                     }
-                    let weights = self.weights.wrapping_add(of.row * BLOCK_KEYS);
-                    if MET == met::AS_F32 {
-                        for n in 0..2 {
-                            if seen[n] {
-                                add_row(s, elem, &mut sums, from[n], weights.add(key + n));
-                            }
-                        }
-                    } else if seen[0] || seen[1] {
+                    if seen & 3 != 0 {
                         add_pair::<S, Q, UNITS, MET>(s, &codes, &mut sums, from, weights.add(key / 2));
                     }
                 }
@@ -235,7 +247,7 @@ unsafe fn add_pair<S: Simd, const Q: usize, const UNITS: usize, const MET: u8>(
         }
         let [a, b] = from;
         let mut units = [[p[0]; 2]; UNITS];
-        if MET == met::AS_CODES {
+        if MET == met::CODES_IN_PAIRS {
             for u in (0..UNITS).step_by(2) {
                 let at = 2 * u * S::LANES;
                 let halves = s.pair_codes(s.load_codes(a.add(at)), s.load_codes(b.add(at)));
@@ -263,9 +275,10 @@ unsafe fn add_pair<S: Simd, const Q: usize, const UNITS: usize, const MET: u8>(
 /// # Safety
 /// `UNITS` units are readable at `from`, weights of Q queries at `weights`.
 #[inline(always)]
-unsafe fn add_row<S: Simd, E: Elem, const Q: usize, const UNITS: usize>(
+unsafe fn add_row<S: Simd, E: Elem, const Q: usize, const UNITS: usize, const MET: u8>(
     s: S,
     elem: E,
+    codes: &[S::V; 4],
     sums: &mut [[[S::V; 2]; UNITS]; Q],
     from: *const u8,
     weights: *const f32,
@@ -276,8 +289,16 @@ unsafe fn add_row<S: Simd, E: Elem, const Q: usize, const UNITS: usize>(
         for (q, p) in p.iter_mut().enumerate() {
             *p = s.splat(*weights.add(q * BLOCK_KEYS));
         }
+        let mut codes_of_two = [p[0]; 2];
         for u in 0..UNITS {
-            let v = elem.unit(s, from.add(u * unit::<S>() * E::BYTES));
+            let from = from.add(u * unit::<S>() * E::BYTES);
+            if MET == met::CODES_AS_F32 && u % 2 == 0 {
+                codes_of_two = s.widen_codes(codes, s.load_codes(from));
+            }
+            let v = match MET {
+                met::CODES_AS_F32 => s.split_bf16(codes_of_two[u % 2]),
+                _ => elem.unit(s, from),
+            };
             for (sums, &p) in sums.iter_mut().zip(&p) {
                 sums[u][0] = s.fma(p, v[0], sums[u][0]);
                 sums[u][1] = s.fma(p, v[1], sums[u][1]);

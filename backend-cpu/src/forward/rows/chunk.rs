@@ -190,7 +190,8 @@ impl<'a> Shared<'a> {
     /// O of a block, for every head of the task.
     fn multiply_values<S: Simd>(&self, s: S, scratch: &mut Scratch, values: Block<'_>, seen: &Seen) {
         let (weights, alpha) = (scratch.scores.as_mut_ptr(), scratch.alpha.as_ptr());
-        let (out, stride) = (scratch.out.as_mut_ptr(), self.stride_v::<S>());
+        let (out, stride, order) =
+            (scratch.out.as_mut_ptr(), self.stride_v::<S>(), self.order_of_sums::<S>());
         let (mut whole, partial) = (seen.whole(), seen.partial());
         if self.values_in_tiles::<S>() && !whole.is_empty() {
             let staged = scratch.staged.as_mut_ptr();
@@ -198,7 +199,7 @@ impl<'a> Shared<'a> {
             whole = &[];
         }
         if whole.len() + partial.len() > 0 {
-            s.run(AddValues { values, weights, alpha, whole, partial, out, stride });
+            s.run(AddValues { values, weights, alpha, whole, partial, out, order, stride });
         }
     }
 }

@@ -18,8 +18,10 @@
 
 mod chunk;
 mod modify;
+#[cfg(test)]
+mod tests;
 
-use fmha_core::SeqSpan;
+use fmha_core::{DType, SeqSpan};
 
 use super::{Shared, settle};
 use crate::blocks::{
@@ -108,19 +110,37 @@ impl Shared<'_> {
     }
 
     fn stride_qk<S: Simd>(&self) -> usize {
-        (self.problem.dims.head_dim_qk as usize).next_multiple_of(unit::<S>())
+        // A vector of FP8 codes is two units; so for V.
+        (self.problem.dims.head_dim_qk as usize).next_multiple_of(2 * unit::<S>())
     }
 
     fn stride_v<S: Simd>(&self) -> usize {
-        // A vector of FP8 codes is two units.
         (self.problem.dims.head_dim_v as usize).next_multiple_of(2 * unit::<S>())
     }
 
-    /// Q's order beside K: bf16 as it is where there are dot products of them.
+    /// Whether Q K^T is of bf16.
+    fn keys_are_bf16(&self) -> bool {
+        self.problem.dtype_qk == DType::Bf16 && self.k.taken_as() == DType::Bf16
+    }
+
+    /// Q's order beside K: bf16 as it is where dot products or tiles of them are taken.
     fn order_q<S: Simd>(&self) -> Order {
-        let both =
-            self.problem.dtype_qk == fmha_core::DType::Bf16 && self.k.taken_as() == self.problem.dtype_qk;
-        if S::BF16_DOT && both { Order::Bf16 } else { Order::beside(self.k.taken_as()) }
+        let pays = S::DOTS_OUTRUN_FMAS || self.keys_in_tiles::<S>();
+        if S::BF16_DOT && pays && self.keys_are_bf16() {
+            Order::Bf16
+        } else {
+            Order::beside(self.k.taken_as())
+        }
+    }
+
+    /// That of O's sums: of pairs of keys where dot products or tiles of bf16 are taken.
+    fn order_of_sums<S: Simd>(&self) -> Order {
+        let pays = S::DOTS_OUTRUN_FMAS || self.values_in_tiles::<S>();
+        if S::BF16_DOT && pays && self.v.taken_as() == DType::Bf16 {
+            Order::Fours
+        } else {
+            Order::beside(self.v.taken_as())
+        }
     }
 
     /// Whether enough queries share a key for products in tiles. The ratio of heads alone says so: a row's bits are not to
@@ -132,13 +152,13 @@ impl Shared<'_> {
     /// Whether Q K^T is computed in tiles of bf16.
     fn keys_in_tiles<S: Simd>(&self) -> bool {
         let whole = (self.problem.dims.head_dim_qk as usize).is_multiple_of(TILE);
-        self.shares_keys::<S>() && whole && self.order_q::<S>() == Order::Bf16
+        self.shares_keys::<S>() && whole && self.keys_are_bf16()
     }
 
     /// Whether P V is, where a query sees every key of a block.
     fn values_in_tiles<S: Simd>(&self) -> bool {
         let whole = (self.problem.dims.head_dim_v as usize).is_multiple_of(TILE);
-        self.shares_keys::<S>() && whole && self.v.taken_as() == fmha_core::DType::Bf16
+        self.shares_keys::<S>() && whole && self.v.taken_as() == DType::Bf16
     }
 
     /// Whether either is.
@@ -286,19 +306,20 @@ impl Shared<'_> {
     /// Q of a task, in the order that K's arithmetic takes.
     fn load_rows<S: Simd>(&self, _: S, scratch: &mut Scratch, rows: &Rows<'_>) {
         let (stride, order) = (self.stride_qk::<S>(), self.order_q::<S>());
+        let dim = self.problem.dims.head_dim_qk as usize;
         let tiled = self.keys_in_tiles::<S>();
         scratch.queries.fill(0.0);
         for (at, (i, head, i_head)) in rows.each().enumerate() {
             let from = self.q.q_rows(rows.span, i_head).skip(i as usize);
             let to = scratch.queries.as_mut_ptr().wrapping_add(if tiled { 0 } else { at * stride });
-            for d in 0..self.problem.dims.head_dim_qk as usize {
+            for d in 0..dim {
                 // SAFETY: a row of Q, and one of the scratch.
                 unsafe {
                     let x = from.get(0, d) * head.descale_q;
                     match order {
                         Order::Bf16 if tiled => {
                             let (head, r) = (at / rows.of.len(), at % rows.of.len());
-                            let at = place_of_query((head, rows.of.len()), r, d, stride);
+                            let at = place_of_query((head, rows.of.len()), r, d, dim);
                             to.cast::<u16>().add(at).write(half::bf16::from_f32(x).to_bits());
                         }
                         Order::Bf16 => to.cast::<u16>().add(d).write(half::bf16::from_f32(x).to_bits()),
@@ -389,7 +410,7 @@ impl Shared<'_> {
     /// O and LSE of a task's rows.
     fn finish<S: Simd>(&self, _: S, scratch: &mut Scratch, rows: &Rows<'_>, states: &[State]) {
         let (span, stride) = (rows.span, self.stride_v::<S>());
-        let order = Order::of_sums::<S>(self.v.taken_as());
+        let order = self.order_of_sums::<S>();
         let dim = self.problem.dims.head_dim_v as usize;
         // The chunks' O is of no use any more: a row in its own order.
         let row = scratch.out.as_mut_ptr();
