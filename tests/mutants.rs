@@ -166,7 +166,7 @@ fn files(folder: &Path) -> Vec<std::path::PathBuf> {
 fn judged(mutant: &Fault, cases: Vec<(String, Option<String>)>) -> Fate {
     let mut last = Fate::ChangesNothing;
     for (case, tile) in cases {
-        let fate = Fault { case, tile, ..mutant.clone() }.run("the_fault_of_this_process");
+        let fate = Fault { tile, case, ..mutant.clone() }.run("the_fault_of_this_process");
         match fate {
             Fate::Found(_) | Fate::DoesNotCompile(_) | Fate::Absent(_) => return fate,
             Fate::Missed(_) => last = fate,
