@@ -60,7 +60,8 @@ impl Target {
             self.nearer.iter().filter(|(part, _)| header.contains(*part)).flat_map(|(_, cases)| cases);
         let of = |text: &String| {
             let (start, tile) = text.split_once(" @ ").map_or((text.as_str(), None), |(a, b)| (a, Some(b)));
-            let name = names.iter().find(|name| name.starts_with(start)).expect(start);
+            let is_it = names.iter().find(|name| *name == start);
+            let name = is_it.or_else(|| names.iter().find(|name| name.starts_with(start))).expect(start);
             (name.clone(), tile.map(str::to_owned))
         };
         nearer.chain(&self.cases).map(of).collect()

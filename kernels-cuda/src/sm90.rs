@@ -48,7 +48,8 @@ abi_spec! {
         /// `P V`; 0: where it likes.
         pub wait_anchor: i32 = Takes::within(0, 128).tuned_over(&[0, 16, 32, 40, 48]),
         /// Every n-th exponential is a polynomial on the multiply-add pipe; 0: none.
-        pub exp2_polynomial_every: i32 = Takes::within(0, 128).tuned_over(&[0, 4, 8]),
+        // Not tuned: a cubic's error, 9e-5, is beyond the battery's bound of LSE (`rare/rising/bf16/batch`, 8.8e-5 of 4.7e-5).
+        pub exp2_polynomial_every: i32 = Takes::within(0, 128),
         /// Blocks that no mask cuts skip the row-max reduction and reuse the running maximum; their row sums tell
         /// afterwards whether it was high enough. Warp-specialised kernels only.
         pub skip_row_max: bool = Takes::all().tuned(),

@@ -197,11 +197,12 @@ impl Fault {
     }
 }
 
-/// An assembly text without what tells where its lines come from, nor the hash of its source in the names of its own
-/// constants; machine code as it is.
+/// An assembly text without what tells where its lines come from (files' names have the compiler's folder), nor the hash of
+/// its source in the names of its own constants; machine code as it is.
 fn without_lines(image: &[u8]) -> Vec<u8> {
     let Ok(text) = std::str::from_utf8(image) else { return image.to_owned() };
-    let kept = text.lines().filter(|line| !line.trim_start().starts_with(".loc") && !line.starts_with("//"));
+    let tells = |line: &str| [".loc", ".file", "//"].iter().any(|start| line.trim_start().starts_with(start));
+    let kept = text.lines().filter(|line| !tells(line));
     let kept = kept.collect::<Vec<_>>().join("\n");
     Regex::new("_entry_cu_[0-9a-f]{8}").unwrap().replace_all(&kept, "_entry_cu").into_owned().into_bytes()
 }

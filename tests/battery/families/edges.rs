@@ -106,9 +106,17 @@ fn lengths(cases: &mut Vec<Case>) {
 fn tiles(cases: &mut Vec<Case>) {
     for dtype in [DType::F32, DType::Bf16] {
         for mask in ["0", "b", "b:40,0"] {
-            for (q, k) in
-                [(63, 64), (65, 63), (127, 129), (129, 127), (128, 191), (193, 176), (15, 255), (257, 31)]
-            {
+            for (q, k) in [
+                (63, 64),
+                (65, 63),
+                (127, 129),
+                (129, 127),
+                (128, 191),
+                (193, 176),
+                (15, 255),
+                (257, 31),
+                (128, 193),
+            ] {
                 let mut dims = dims(q, k, 64);
                 dims.batch = 1;
                 dims.num_heads_q = 2;
@@ -130,7 +138,8 @@ fn tiles(cases: &mut Vec<Case>) {
 /// before a part, hidden NaN beside keys that are seen.
 fn short_queries(cases: &mut Vec<Case>) {
     for dtype in [DType::F32, DType::Bf16] {
-        for (q, k, mask) in [(1, 600, "0"), (3, 1100, "b:300,0"), (5, 700, "t")] {
+        // The last has more sink columns than queries.
+        for (q, k, mask) in [(1, 600, "0"), (3, 1100, "b:300,0"), (5, 700, "t"), (3, 1100, "b:300,0,200")] {
             let name = format!("edges/short_query/{dtype}/s{q}x{k}/{mask}");
             push(cases, name, masked(dtype, dims(q, k, 64), mask), Lengths::default());
         }
@@ -283,6 +292,28 @@ fn numbers(cases: &mut Vec<Case>) {
                 push(cases, name, problem, Lengths::default());
             }
         }
+        // Read by threads: rows on 16 bytes that end amid a block, with fewer keys than queries; rows that begin 28 bytes behind
+        // a multiple of 32; rows on 16 bytes of heads that are not.
+        for (what, seqlen_q, seqlen_k, gap) in
+            [("amid_block", 400, 280, 0), ("rows_of_540_bytes", 200, 270, 0), ("odd_heads", 200, 288, 1)]
+        {
+            let mut problem = masked(dtype, dims(seqlen_q, seqlen_k, 64), "0");
+            let broadcast = BiasBroadcast::OneHead;
+            let mut strides = Strides::bhsd(problem.shape_bias(broadcast));
+            strides.head += gap;
+            problem.bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
+            push(cases, format!("edges/bias_by_threads/{dtype}/{what}"), problem, Lengths::default());
+        }
+        // A first sequence without queries: nobody reads its bias, nor what lies before it.
+        let sequences = [(0, 128), (5, 128)];
+        let mut problem = group(dtype, dims(5, 128, 64), &sequences, "0");
+        let broadcast = BiasBroadcast::OneHead;
+        let strides = Strides::bhsd(problem.shape_bias(broadcast));
+        problem.bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
+        push(cases, format!("edges/bias_of_no_query/{dtype}"), problem, Lengths::packed(&sequences));
+        // A sink that is nothing beside a row's one key.
+        let sunk = FwdProblem { sink: true, softmax_scale: Some(50.0), ..masked(dtype, dims(9, 9, 64), "t") };
+        push(cases, format!("edges/sink_far_below_one_key/{dtype}"), sunk, Lengths::default());
         for p_drop in [1e-9, 0.5, 0.999] {
             let mut problem = masked(dtype, dims(37, 45, 32), "b");
             problem.p_drop = p_drop;
@@ -302,7 +333,8 @@ fn poison(cases: &mut Vec<Case>) {
         for (what, operand, at) in [
             ("q", Operand::Q, [1, 7, 2, 3]),
             ("k", Operand::K, [0, 11, 1, 0]),
-            ("v", Operand::V, [1, 9, 0, 5]),
+            // Of the last head: what lies behind it is nobody's.
+            ("v", Operand::V, [1, 9, 1, 5]),
         ] {
             for (value, text) in [(f64::NAN, "nan"), (f64::INFINITY, "inf")] {
                 // An infinite score makes NaN of its row by inf - inf, and what an infinite Q gives
@@ -317,6 +349,21 @@ fn poison(cases: &mut Vec<Case>) {
                 }
             }
         }
+        // Rows computed again that see sink columns: without a band, and more of them than there are queries.
+        for (row, mask) in [(9, "g:0,-3,12"), (38, "b:4,0,36")] {
+            let name = format!("edges/nan_beside_sink_columns/{dtype}/{mask}");
+            let plant = Plant::At(Operand::V, [1, row, 1, 5], f64::NAN);
+            push_planted(cases, name, masked(dtype, dims(30, 40, 16), mask), plant);
+        }
+        // The next sequence's NaN lies in the block with which this one's keys end, and no mask has its rows computed again.
+        let sequences = [(30, 40), (30, 40)];
+        let name = format!("edges/nan_in_the_next_sequence/{dtype}");
+        let problem = group(dtype, dims(30, 40, 16), &sequences, "0");
+        let mut case = Case::forward(name.clone(), problem, Lengths::packed(&sequences), data(&name));
+        if let Body::Forward(forward) = &mut case.body {
+            forward.plant = Plant::At(Operand::V, [0, 43, 1, 5], f64::NAN);
+        }
+        cases.push(case);
     }
 }
 
@@ -326,11 +373,24 @@ fn growth(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for init in Init::GROWING {
             for mask in ["0", "b", "b:350,2"] {
-                for (q, k, head_dim) in [(70, 600, 64), (70, 600, 128), (260, 260, 128), (40, 500, 200)] {
+                for (q, k, head_dim) in [
+                    (70, 600, 47),
+                    (70, 600, 64),
+                    (70, 600, 128),
+                    (260, 260, 128),
+                    (300, 270, 128),
+                    (40, 500, 200),
+                ] {
                     let name = format!("edges/growth/{init}/{dtype}/s{q}x{k}/d{head_dim}/{mask}");
                     push_of(cases, init, name, masked(dtype, dims(q, k, head_dim), mask));
                 }
             }
+        }
+        // How far a running maximum may lag is counted in scaled scores.
+        for mask in ["0", "b", "b:350,2"] {
+            let mut problem = masked(dtype, dims(70, 600, 64), mask);
+            problem.softmax_scale = Some(4.0);
+            push(cases, format!("edges/growth/scale_4/{dtype}/{mask}"), problem, Lengths::default());
         }
         // So far apart, and for so long, that a kernel may give up its guesses.
         for mask in ["0", "b"] {
@@ -375,6 +435,9 @@ fn head_dims(cases: &mut Vec<Case>) {
     }
     let many = Dims { batch: 5, num_heads_q: 24, num_heads_kv: 3, ..dims(7, 9, 16) };
     push(cases, "edges/many_heads/f32".into(), masked(DType::F32, many, "b"), Lengths::default());
+    // A prime number of heads: the last of those that share the L2 are fewer.
+    let prime = Dims { batch: 1, num_heads_q: 37, num_heads_kv: 37, ..dims(130, 40, 16) };
+    push(cases, "edges/prime_heads/bf16".into(), masked(DType::Bf16, prime, "b"), Lengths::default());
     let packed = FwdProblem::group(DType::Bf16, Dims { batch: 40, ..dims(3, 4, 16) });
     push(cases, "edges/many_sequences/bf16".into(), packed, Lengths::packed(&[(3, 4); 40]));
 }

@@ -103,7 +103,8 @@ fn blocks(cases: &mut Vec<Case>) {
         for (qk, v) in
             [(64, 64), (96, 96), (128, 128), (192, 128), (160, 160), (192, 192), (224, 224), (256, 256)]
         {
-            for (mask, letter) in [("0", "c"), ("b", "r")] {
+            // Without a mask no row is computed again.
+            for (mask, letter) in [("0", "c"), ("b", "r"), ("0", "r")] {
                 let mut problem = of(qk, v, (150, 610), mask);
                 (problem.descale_q, problem.descale_k, problem.descale_v) =
                     (Descale::PerKvHead, Descale::PerKvHead, Descale::PerKvHead);
@@ -122,6 +123,7 @@ fn blocks(cases: &mut Vec<Case>) {
             ("window", plain("b:200,0")),
             ("softcap", FwdProblem { softcap: Some(2.0), ..plain("b") }),
             ("dropout", FwdProblem { p_drop: 0.3, ..plain("b") }),
+            ("dropout_of_8_bits", FwdProblem { p_drop: 0.8, ..of(256, 256, (150, 610), "b") }),
             ("sink", FwdProblem { sink: true, ..plain("t") }),
             ("negative_scale", FwdProblem { softmax_scale: Some(-0.2), ..plain("b") }),
             ("few_queries", of(128, 128, (3, 610), "b")),
@@ -142,7 +144,13 @@ fn blocks(cases: &mut Vec<Case>) {
         push("nan_behind_the_keys_in_columns", used, lengths, Plant::HiddenKeys);
         let (row, kv) = (40, 0);
         let nan_in_v = Plant::At(Operand::V, [0, row, kv, 5], f64::NAN);
-        let seen = of(128, 128, (150, 150), "t");
+        let by_head = Descale::PerKvHead;
+        let seen = FwdProblem {
+            descale_q: by_head,
+            descale_k: by_head,
+            descale_v: by_head,
+            ..of(128, 128, (150, 150), "t")
+        };
         push("nan_in_v", seen.clone(), Lengths::default(), nan_in_v);
         // Rows computed again are scaled and rounded as the others.
         push(

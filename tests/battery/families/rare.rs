@@ -10,12 +10,13 @@ use crate::tensor::Operand;
 use crate::tensors::{Data, Lengths};
 
 /// Why something is computed again.
-const CAUSES: [(&str, Init, Cause); 5] = [
+const CAUSES: [(&str, Init, Cause); 6] = [
     ("rising", Init::Rising, Cause::Scores),
     ("towering", Init::Towering, Cause::Scores),
     ("nan_in_v", Init::Normal, Cause::NanInV),
     ("infinity_in_v", Init::Normal, Cause::InfinityInV),
     ("infinitely_far", Init::Normal, Cause::InfinitelyFar),
+    ("large_in_v", Init::Normal, Cause::LargeInV),
 ];
 
 #[derive(Clone, Copy, PartialEq)]
@@ -24,6 +25,8 @@ enum Cause {
     NanInV,
     InfinityInV,
     InfinitelyFar,
+    /// With which the weights of some rows sum beyond f32, and those of others do not.
+    LargeInV,
 }
 
 /// In which call.
@@ -54,8 +57,12 @@ pub(crate) fn cases() -> Vec<Case> {
     for dtype in [DType::F32, DType::Bf16] {
         for variant in VARIANTS {
             // A score of -inf times a scale below 0 is +inf, which no soft-max is defined for.
-            let defined = |cause| cause != Cause::InfinitelyFar || !variant.starts_with("negative_scale");
-            for cause in CAUSES.into_iter().filter(|cause| defined(cause.2)) {
+            let is_taken = |cause| match cause {
+                Cause::InfinitelyFar => !variant.starts_with("negative_scale"),
+                Cause::LargeInV => matches!(variant, "batch" | "group"),
+                _ => true,
+            };
+            for cause in CAUSES.into_iter().filter(|cause| is_taken(cause.2)) {
                 cases.push(case(dtype, variant, cause));
             }
         }
@@ -114,6 +121,7 @@ fn case(dtype: DType, variant: &str, (what, init, cause): (&str, Init, Cause)) -
         Cause::NanInV => Plant::At(Operand::V, key, f64::NAN),
         Cause::InfinityInV => Plant::At(Operand::V, key, f64::INFINITY),
         Cause::InfinitelyFar => Plant::InfinitelyFar { begin: 128, end: 300 },
+        Cause::LargeInV => Plant::At(Operand::V, key, dtype.max_finite()),
     };
     let data = Data { init, ..data(&name) };
     planted(name, problem, lengths, data, plant)

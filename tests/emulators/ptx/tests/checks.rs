@@ -379,6 +379,23 @@ fn halves_of_a_word_have_races_of_their_own() {
 }
 
 #[test]
+fn a_copy_that_nobody_has_waited_for_is_named_when_its_cta_ends() {
+    let copy = |wait: &str| {
+        format!(
+            "mbarrier.init.shared::cta.b64 [%s+1024], 1; fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;
+             mbarrier.arrive.expect_tx.shared::cta.b64 _, [%s+1024], 256;
+             cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%s], [%g], 256, [%s+1024];
+             {wait}"
+        )
+    };
+    let found = try_body(&copy(""), &block(1, 0), &checked()).unwrap_err();
+    assert_eq!(found.kind, FaultKind::Barrier, "{found}");
+    assert!(found.text.contains("no thread has waited for"), "{found}");
+    let wait = "W: mbarrier.try_wait.parity.shared::cta.b64 %p, [%s+1024], 0; @!%p bra W;";
+    assert_eq!(kind(&copy(wait), 1, &checked()), None);
+}
+
+#[test]
 fn one_word_amid_a_copy_races_for_itself() {
     // Warp 1 reads one word; the copy of warp 0 overwrites it and its neighbours, which saw nothing or the same warp's reads.
     let copy = |word: u32, others: &str, barrier: &str| {

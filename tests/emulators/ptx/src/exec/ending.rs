@@ -43,6 +43,13 @@ impl Cluster {
                     let text = format!("mbarrier at {at:#x} ends with a transaction count of {}", bar.tx);
                     return at_exit(FaultKind::Barrier, text);
                 }
+                if bar.is_unseen_copy {
+                    let text = format!(
+                        "mbarrier at {at:#x} announces bytes that no thread has waited for: they may still be under way \
+                         when this CTA's shared memory is another's"
+                    );
+                    return at_exit(FaultKind::Barrier, text);
+                }
             }
         }
         Ok(())

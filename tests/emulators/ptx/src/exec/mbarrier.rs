@@ -22,6 +22,10 @@ pub(crate) struct Mbarrier {
     pub(crate) tx: i64,
     /// Phases completed.
     pub(crate) phase: u64,
+    /// Whether copies have announced bytes in this phase.
+    copied: bool,
+    /// Whether they had in the last completed one, which nobody has seen yet.
+    pub(crate) is_unseen_copy: bool,
     /// Track of happens-before for the operations that complete on this barrier.
     pub(crate) track: u32,
     gathered: Clocks,
@@ -39,6 +43,7 @@ impl Mbarrier {
             self.phase += 1;
             self.pending = self.expected;
             self.published = std::mem::take(&mut self.gathered);
+            self.is_unseen_copy = std::mem::take(&mut self.copied);
             return true;
         }
         false
@@ -150,6 +155,7 @@ impl Cluster {
         self.events += 1;
         let bar = self.barrier_at(cta, at)?;
         bar.tx -= i64::from(bytes);
+        bar.copied = true;
         if bar.tx < -i64::from(MAX_COUNT) {
             let text = format!("transaction count {} below -{MAX_COUNT}", bar.tx);
             return Err(misuse(at, &text));
@@ -248,6 +254,7 @@ impl Cluster {
             };
             if complete {
                 done |= 1 << lane;
+                bar.is_unseen_copy = false;
                 let (phase, track) = (bar.phase, bar.track);
                 let published = std::mem::take(&mut bar.published);
                 if let Some(t) = &mut self.tracker {
