@@ -86,8 +86,10 @@ FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const CdnaPara
     // These elements of O were written by this very lane, so it needs no synchronisation to read them.
 #pragma nounroll
     for (int32_t dim = lane_half() * kRun; dim < params.head_dim_v; dim += dim % kRun == kRun - 1 ? kRun + 1 : 1) {
-      float value = load_elem<spec.dtype_v>(p.v.data, v + dim * p.v.dim) * scale;
+      float value = load_elem<spec.dtype_v>(p.v.data, v + dim * p.v.dim);
+      // Before it is scaled: of a product, the compiler makes the difference one FMA, which gives what rounding left.
       if (value - value == 0.f) continue;
+      value *= scale;
       if constexpr (spec.dropout) {
         const int32_t batch_head = job.span.i_batch * p.num_heads_q + job.i_head;
         if (params.drops && !dropout_keeps(p, batch_head, wave.query, key)) value *= 0.f;
