@@ -284,10 +284,7 @@ fn numbers(cases: &mut Vec<Case>) {
                 if !heads.is_empty() {
                     dims.num_heads_kv = dims.num_heads_q;
                 }
-                let mut problem = masked(dtype, dims, mask);
-                let broadcast = BiasBroadcast::OneHead;
-                let strides = Strides::bhsd(problem.shape_bias(broadcast));
-                problem.bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
+                let problem = with_bias(masked(dtype, dims, mask), 0);
                 let name = format!("edges/bias/{dtype}/k{seqlen_k}/{mask}{heads}");
                 push(cases, name, problem, Lengths::default());
             }
@@ -297,19 +294,12 @@ fn numbers(cases: &mut Vec<Case>) {
         for (what, seqlen_q, seqlen_k, gap) in
             [("amid_block", 400, 280, 0), ("rows_of_540_bytes", 200, 270, 0), ("odd_heads", 200, 288, 1)]
         {
-            let mut problem = masked(dtype, dims(seqlen_q, seqlen_k, 64), "0");
-            let broadcast = BiasBroadcast::OneHead;
-            let mut strides = Strides::bhsd(problem.shape_bias(broadcast));
-            strides.head += gap;
-            problem.bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
+            let problem = with_bias(masked(dtype, dims(seqlen_q, seqlen_k, 64), "0"), gap);
             push(cases, format!("edges/bias_by_threads/{dtype}/{what}"), problem, Lengths::default());
         }
         // A first sequence without queries: nobody reads its bias, nor what lies before it.
         let sequences = [(0, 128), (5, 128)];
-        let mut problem = group(dtype, dims(5, 128, 64), &sequences, "0");
-        let broadcast = BiasBroadcast::OneHead;
-        let strides = Strides::bhsd(problem.shape_bias(broadcast));
-        problem.bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
+        let problem = with_bias(group(dtype, dims(5, 128, 64), &sequences, "0"), 0);
         push(cases, format!("edges/bias_of_no_query/{dtype}"), problem, Lengths::packed(&sequences));
         // A sink that is nothing beside a row's one key.
         let sunk = FwdProblem { sink: true, softmax_scale: Some(50.0), ..masked(dtype, dims(9, 9, 64), "t") };
@@ -324,6 +314,15 @@ fn numbers(cases: &mut Vec<Case>) {
 }
 
 /// NaN and infinity: hidden ones reach nothing, seen ones what they touch.
+/// With a bias of the inputs' type for each head, whose heads lie `gap` elements further apart than they need.
+fn with_bias(mut problem: FwdProblem, gap: i64) -> FwdProblem {
+    let (dtype, broadcast) = (problem.dtype_qk, BiasBroadcast::OneHead);
+    let mut strides = Strides::bhsd(problem.shape_bias(broadcast));
+    strides.head += gap;
+    problem.bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
+    problem
+}
+
 fn poison(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for mask in ["t", "b:2,0", "g:4,-9", "t:3,1", "g:1,2,3"] {
