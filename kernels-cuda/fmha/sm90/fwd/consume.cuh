@@ -440,12 +440,14 @@ struct Consumer {
   FMHA_DEVICE bool is_row(int r) const { return query_of<tile>(p, rows.row + 8 * r) < work().seqlen_q; }
 
   // Raises running maxima that were too low for this block, after its exponentials. From a P that overflowed f32 the
-  // score cannot be recovered: it is computed again. False where no row of the sequence needed it.
+  // score cannot be recovered, nor from one a maximum that is itself rounded by much: it is computed again. False where no
+  // row of the sequence needed it.
   FMHA_DEVICE bool raise_row_max(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
     const float real_sums[2] = {is_row(0) ? sums[0] : 0.f, is_row(1) ? sums[1] : 0.f};
     if (!__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(real_sums))) return false;
-    const bool overflows = __any_sync(ptx::kAllLanes, softmax.overflows_f32(real_sums));
-    if (overflows) {
+    const float row_max[2] = {is_row(0) ? softmax.rows[0].row_max : 0.f, is_row(1) ? softmax.rows[1].row_max : 0.f};
+    const bool lost = softmax.overflows_f32(real_sums) || softmax.subtracts_first(row_max, scale_log2);
+    if (__any_sync(ptx::kAllLanes, lost)) {
       recompute_scores<spec, tile>(p, work(), rows.row, block, s);
       take_sign(s);
       modifiers().apply(s, bias, work(), rows.row, block);
@@ -463,13 +465,14 @@ struct Consumer {
   // maximum is above a lane's own, which the lane's share of the row sum tells, is how far four times as many keys may
   // raise it. A share may be 0 since it is so small, or since the lane has seen no key; eight keys show one to each.
   FMHA_DEVICE bool far_apart(int32_t block) const {
+    constexpr float kSmallShare = power_of_two(p_offset_log2(spec, tile) - tile.exact_max_spread_log2);
     bool apart = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int32_t end = has_hi ? query_of<tile>(p, rows.row + 8 * r) + work().hi + 1 : work().seqlen_k;
       const float share = softmax.rows[r].row_sum;
       const bool sees_keys = share > 0.f || end - (block + 1) * tile.block_n >= 8;
-      apart |= is_row(r) && sees_keys && share < exp2_of_negative<tile.exact_max_spread_log2>();
+      apart |= is_row(r) && sees_keys && share < kSmallShare;
     }
     return apart;
   }
