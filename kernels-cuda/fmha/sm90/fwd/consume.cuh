@@ -440,14 +440,12 @@ struct Consumer {
   FMHA_DEVICE bool is_row(int r) const { return query_of<tile>(p, rows.row + 8 * r) < work().seqlen_q; }
 
   // Raises running maxima that were too low for this block, after its exponentials. From a P that overflowed f32 the
-  // score cannot be recovered, nor from one a maximum that is itself rounded by much: it is computed again. False where no
-  // row of the sequence needed it.
+  // score cannot be recovered: it is computed again. False where no row of the sequence needed it.
   FMHA_DEVICE bool raise_row_max(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
     const float real_sums[2] = {is_row(0) ? sums[0] : 0.f, is_row(1) ? sums[1] : 0.f};
     if (!__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(real_sums))) return false;
-    const float row_max[2] = {is_row(0) ? softmax.rows[0].row_max : 0.f, is_row(1) ? softmax.rows[1].row_max : 0.f};
-    const bool lost = softmax.overflows_f32(real_sums) || softmax.subtracts_first(row_max, scale_log2);
-    if (__any_sync(ptx::kAllLanes, lost)) {
+    const bool overflows = __any_sync(ptx::kAllLanes, softmax.overflows_f32(real_sums));
+    if (overflows) {
       recompute_scores<spec, tile>(p, work(), rows.row, block, s);
       take_sign(s);
       modifiers().apply(s, bias, work(), rows.row, block);
