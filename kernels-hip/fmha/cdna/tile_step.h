@@ -31,7 +31,7 @@ struct Wave {
   OnlineRow row;    // row_sum: this lane's half, even keys only
   float odd_key_sum;  // the same of odd keys: two sums, so that no add waits for the one before
   float exp2_offset;  // P = exp2(score * scale_log2 + exp2_offset): p_scale_log2 - row_max
-  bool subtracted;    // the scores at hand are in log2 already, less their maxima (subtract_first)
+  bool subtracted;    // a maximum is so large that it is subtracted before (subtract_first)
   float opaque_neg_inf;  // -infinity whose value the compiler does not know, see RunningMax
   typename C::KMatrix::LaneAddresses k_lane;
   typename C::VMatrix::LaneAddresses v_lane;
@@ -185,6 +185,10 @@ FMHA_DEVICE float max_of(const Wave<spec, tile>& wave, const Scores<spec, tile>&
   return x.of_both_halves();
 }
 
+// Of a maximum beyond this half a last place is 2^-2 and more, which the exponent's one multiply-add, of exact products and a
+// maximum that is a rounded one, would have too much or too little of.
+constexpr float kLargestShift = 4194304.f;  // 2^22
+
 // Updates the running maximum. Sums and O are rescaled only if it rose for some query of the wave. Tolerating a rise
 // of up to 2^8 (lazy rescaling) was tried: the largest P is then rounded instead of exactly 1, and O's error reached
 // 1.007 of the contract's bound in one case of 148 (bf16, emulated gfx942).
@@ -195,23 +199,19 @@ FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Job& job, float til
   if (v_cmp_ballot(tile_max_log2 > wave.row.row_max) == 0) return;
   const float correction = wave.row.raise_to(v_max_f32(wave.row.row_max, tile_max_log2));
   wave.odd_key_sum *= correction;
-  wave.exp2_offset = C::p_scale_log2 - finite_or_zero(wave.row.row_max);
+  const float base = finite_or_zero(wave.row.row_max);
+  if constexpr (!spec.modifies || C::p_scale_log2 != 0.f) wave.subtracted = v_cmp_ballot(abs_of(base) >= kLargestShift) != 0;
+  wave.exp2_offset = wave.subtracted ? C::p_scale_log2 : C::p_scale_log2 - base;
 #pragma unroll
   for (int d = 0; d < C::d_blocks; ++d) wave.o[d] *= correction;
 }
-
-// Of a maximum beyond this half a last place is 2^-2 and more, which the exponent's one multiply-add, of exact products and a
-// maximum that is a rounded one, would have too much or too little of.
-constexpr float kLargestShift = 4194304.f;  // 2^22
 
 // Where a maximum of the wave is so large, its scores are scaled, rounded as the maximum was, and the maximum subtracted,
 // before the exponents are computed. Modified scores have been scaled before.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void subtract_first(Scores<spec, tile>& s, Wave<spec, tile>& wave, const Job& job) {
-  if constexpr (spec.modifies && Config<spec, tile>::p_scale_log2 == 0.f) return;
-  const float row_max = finite_or_zero(wave.row.row_max);
-  wave.subtracted = v_cmp_ballot(abs_of(row_max) >= kLargestShift) != 0;
   if (!wave.subtracted) return;
+  const float row_max = finite_or_zero(wave.row.row_max);
 #pragma unroll
   for (int n = 0; n < Config<spec, tile>::n_tiles; ++n) {
 #pragma unroll
@@ -250,7 +250,7 @@ struct Probabilities {
   FMHA_DEVICE Probabilities(PFrags<spec, tile>& frags, const Scores<spec, tile>& s, const Wave<spec, tile>& wave,
                             const Job& job)
       : frags(frags), scale_log2(spec.modifies || wave.subtracted ? 1.f : job.scale_log2),
-        base(wave.subtracted ? C::p_scale_log2 : wave.exp2_offset),
+        base(wave.exp2_offset),
         sum{wave.row.row_sum, wave.odd_key_sum} {
     products(s, 0);
   }
