@@ -474,8 +474,29 @@ struct Consumer {
     return apart;
   }
 
+  // Whether any of the warpgroup's rows is the sequence's.
+  FMHA_DEVICE bool has_rows() const {
+    return ptx::uniform(query_of<tile>(p, work().first_row + index * mma::kRows) < work().seqlen_q);
+  }
+  // The tile's blocks but the first, of a warpgroup without rows: released unread, its turns passed on. What O then
+  // holds is not stored.
+  FMHA_DEVICE void pass_blocks() {
+    const int32_t num_others = work().num_blocks - first_of(work()) - 1;
+#pragma unroll 1
+    for (int32_t i = 0; i < num_others; ++i) {
+      wait_ping_pong();
+      signal_ping_pong();
+      skip_k(1);
+      skip_v(1);
+    }
+    if constexpr (release_q_early) release_q(num_others > 0);
+  }
+
   // The tile's blocks but the first.
   FMHA_DEVICE void other_blocks() {
+    if constexpr (consumers > 1 && tile.bias_stages == 0) {
+      if (!has_rows()) return pass_blocks();
+    }
     if constexpr (tile.skip_row_max) {
       walk_skipping_row_max();
     } else {
