@@ -47,6 +47,7 @@ struct Consumer {
   // only so many are computed.
   static constexpr int half_n = round_up(tile.block_n / 2, mma::kDepth<Storage<type_v>>);
   static constexpr int consumers = num_consumers(tile);
+  static constexpr bool takes_turns = tile.ping_pong && consumers > 1;
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
 
   using Modifiers = sm90::Modifiers<spec, tile>;
@@ -117,10 +118,10 @@ struct Consumer {
 
   // Ping-pong: named barrier 1 + w tells warpgroup w that it may issue its products.
   FMHA_DEVICE void wait_ping_pong() const {
-    if constexpr (tile.ping_pong && consumers > 1) ptx::bar_sync<2 * mma::kWarpgroup>(1 + index);
+    if constexpr (takes_turns) ptx::bar_sync<2 * mma::kWarpgroup>(1 + index);
   }
   FMHA_DEVICE void signal_ping_pong() const {
-    if constexpr (tile.ping_pong && consumers > 1) {
+    if constexpr (takes_turns) {
       ptx::bar_arrive<2 * mma::kWarpgroup>(1 + (index + 1 == consumers ? 0 : index + 1));
     }
   }
@@ -420,18 +421,24 @@ struct Consumer {
     take_probs(s);
   }
 
-  // One block without the row-max reduction. Returns whether running maxima of the warp were too low for it.
-  FMHA_DEVICE bool step_reusing_row_max(int32_t block, bool last) {
+  // One block without the row-max reduction. Returns whether running maxima of the warp were too low for it. `end`
+  // becomes the next block if those of any of the warpgroup's warps were for the block before.
+  FMHA_DEVICE bool step_reusing_row_max(int32_t block, bool last, int32_t& end) {
     ScoreSums<tile.block_n> products;
     overlap_products(products, false, last, work(), block);
     auto&& s = mma::in_f32(products);
     take_sign(s);
     modify(s, work(), block);
     float sums[2];
+    // Written before this block's turn began, for which the four warps waited together: all read the same.
+    const bool raised_before = takes_turns && smem.raised[index][(block + 1) & 1] != 0;
     softmax.step_reusing_row_max(s, scale_log2, sums, never());
     finish_output();
     bool raised = false;
-    if (__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(sums))) raised = raise_row_max(s, sums, block);
+    if (__any_sync(ptx::kAllLanes, raised_before || softmax.exceeds_rescale_threshold(sums))) {
+      raised = raise_row_max(s, sums, block);
+      if (__any_sync(ptx::kAllLanes, raised_before)) end = block - 1;
+    }
     softmax.add(sums);
     take_probs(s);
     return raised;
@@ -455,7 +462,16 @@ struct Consumer {
       softmax.rescale_to_row_max(s, scale_log2, sums);
     }
     rescale();
+    if constexpr (takes_turns) {
+      if (signals) smem.raised[index][block & 1] = 1;
+    }
     return true;
+  }
+  // Before blocks that skip the reduction, and after the warpgroup's warps have met.
+  FMHA_DEVICE void forget_raised() {
+    if constexpr (takes_turns) {
+      if (signals) smem.raised[index][0] = smem.raised[index][1] = 0;
+    }
   }
 
   // Whether the scores of a row of the thread lie so far apart, in the blocks above `block`, that later ones would raise
@@ -513,7 +529,7 @@ struct Consumer {
   // the others skip the row-max reduction depends on this tile alone: before them, then after `vote_after` blocks, after
   // three times as many as before, and so on, the warpgroup votes. It takes exact maxima from then on if scores of its
   // rows lie far apart, or if one of its warps has had to raise running maxima since the last vote: to do so costs more
-  // than twenty row-max reductions.
+  // than twenty row-max reductions. Where warpgroups take turns, the block after such a one is the last before a vote.
   FMHA_DEVICE void walk_skipping_row_max() {
     static_assert(!has_lo, "without a lower bound the blocks go down to 0");
     int32_t block = work().last_block - first_of(work()) - 1;
@@ -528,12 +544,13 @@ struct Consumer {
         exact_down_to = 0;
         continue;
       }
+      forget_raised();
       rescale();
       raised = false;
       const int32_t trial = max(3 * (work().last_block - block), tile.vote_after);
-      const int32_t end = block + 1 > 2 * trial ? block - trial : -1;
+      int32_t end = block + 1 > 2 * trial ? block - trial : -1;
 #pragma unroll 1
-      for (; block > end; --block) raised |= step_reusing_row_max(block, block == 0);
+      for (; block > end; --block) raised |= step_reusing_row_max(block, block == 0, end);
       softmax.correction[0] = softmax.correction[1] = 1.f;
     }
   }
