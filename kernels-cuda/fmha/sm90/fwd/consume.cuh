@@ -414,11 +414,15 @@ struct Consumer {
   // One block, with the row-max reduction. `edge` and `last` are uniform over the warpgroup.
   FMHA_DEVICE void step(int32_t block, bool edge, bool last) {
     ScoreSums<tile.block_n> sums;
-    overlap_products(sums, true, last, work(), block, !tile.turn_after_max);
+    overlap_products(sums, tile.output_first, last, work(), block, !tile.turn_after_max);
     auto&& s = mma::in_f32(sums);
     exponentiate(s, work(), block, edge, tile.turn_after_max);
     finish_overlapped_output();
     take_probs(s);
+    if constexpr (!tile.output_first) {
+      rescale();
+      softmax.correction[0] = softmax.correction[1] = 1.f;
+    }
   }
 
   // One block without the row-max reduction. Returns whether running maxima of the warp were too low for it. `end`
