@@ -150,12 +150,16 @@ struct Consumer {
   template <class Sums>
   FMHA_DEVICE void start_scores(Sums& s) {
     constexpr int sign = spec.negative_scale ? -1 : 1;
+    int32_t q_index = q_slot.index;
+    // Else Q's descriptors, sixteen at D 256, are worked out before the loop, and as uniform registers have no room for
+    // them, brought back from ordinary ones between the turn's products: 25 moves a block.
+    if constexpr (dim_qk > 128) ptx::unknown_here(q_index);
     ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
     if constexpr (!tile.output_first) wait_ping_pong();
     if constexpr (tile.q_in_registers) {
       mma::start_register_product_abt<spec.dtype_qk, sign>(s, q, smem.k[k_slot.index], 0, false);
     } else {
-      mma::start_product_abt<spec.dtype_qk, sign>(s, smem.q[q_slot.index], q_row(), smem.k[k_slot.index]);
+      mma::start_product_abt<spec.dtype_qk, sign>(s, smem.q[q_index], q_row(), smem.k[k_slot.index]);
     }
   }
   FMHA_DEVICE void start_output() {
