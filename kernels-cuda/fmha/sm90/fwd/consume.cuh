@@ -1,9 +1,9 @@
 // The consume role: a warpgroup's 64 rows.
 //
 //   step i   tensor cores                     this warpgroup
-//            S = Q K(i)^T, O += P V(i-1)      O *= correction, waits for S
+//            S = Q K(i)^T, O += P V(i-1)      waits for S
 //            O += P V(i-1)                    mask, row maxima, P = exp2(S - row maximum)
-//            -                                P to 16 or 8 bits
+//            -                                P to 16 or 8 bits, O *= correction
 //
 // Where no mask cuts a block, the row-max reduction is skipped (`step_reusing_row_max`): P is computed with the
 // running maximum of the blocks before, and the block's row sums tell afterwards whether that was too low.
@@ -191,8 +191,8 @@ struct Consumer {
     release_k();
     if constexpr (release_q_early) release_q(last);
   }
-  // A block's S, and O += P V of the block before. O is rescaled here, and not with the softmax before, so that the
-  // multiplications run under the product of S. `passes_turn`: else the softmax does, once it has the maxima.
+  // A block's S, and O += P V of the block before. `rescales`: O is rescaled here, under the product of S; else it has
+  // been since its last product. `passes_turn`: else the softmax does, once it has the maxima.
   template <class Sums>
   FMHA_DEVICE void overlap_products(Sums& scores, bool rescales, bool last, const Work& work, int32_t block, bool passes_turn = true) {
     if constexpr (tile.output_first) {
