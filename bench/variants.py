@@ -3,7 +3,7 @@
 KIT is the peers' kit with bench/ours.py as its ours.py. A JOB is `TABLE;ROWS;VARIANT,...;PEER,...[;KIND,...[;REPEATS]]`: a
 table of the kit, a regular expression for its rows, what is timed, the kinds of inputs, and how many repeats beside other
 work are to have equal bits. A VARIANT is `NAME` or `NAME=WORDS`, WORDS with `+` between: tile fields (`stages_q=2`), or
-`deterministic`, `exact`. Every output is held to float64 first; WRONG and its error stand behind a figure that is beyond the
+`deterministic`, `exact`, `lib=FILE` (another build's library in place of $FMHA_LIB). Every output is held to float64 first; WRONG and its error stand behind a figure that is beyond the
 kit's bound. One line a row: TFLOP/s of each, the median of three bursts.
 """
 
@@ -21,8 +21,12 @@ parser.add_argument("--budget", type=float, default=1e9, metavar="SECONDS", help
 arguments = parser.parse_args()
 sys.path.insert(0, arguments.kit)
 import compare  # noqa: E402
+import ours  # noqa: E402
 import peers  # noqa: E402
 from peers import TABLES, torch  # noqa: E402
+
+
+LIBRARY = os.environ.get("FMHA_LIB", "")
 
 
 def rows_of(table):
@@ -34,7 +38,10 @@ def rows_of(table):
 
 def choose(words):
     """Sets what ours.py reads."""
-    fields = [word for word in words if "=" in word]
+    libraries = [word.removeprefix("lib=") for word in words if word.startswith("lib=")]
+    os.environ["FMHA_LIB"] = libraries[0] if libraries else LIBRARY
+    ours._library.cache_clear()
+    fields = [word for word in words if "=" in word and not word.startswith("lib=")]
     os.environ["OURS_TILE"] = ",".join(fields)
     os.environ["OURS_DETERMINISTIC"] = "1" if "deterministic" in words else ""
     os.environ.pop("OURS_ACCURACY", None)
@@ -74,7 +81,8 @@ def row(w, kind, variants, names, repeats):
 
 started = time.monotonic()
 for job in arguments.jobs:
-    table, rows, variants, names, kinds, repeats = (*job.split(";"), "normal", "0")[:6]
+    given = job.split(";")
+    table, rows, variants, names, kinds, repeats = given + ["normal", "0"][len(given) - 4 :]
     for w in (w for w in rows_of(table) if re.search(rows, str(w))):
         for kind in kinds.split(","):
             if time.monotonic() - started > arguments.budget:

@@ -137,6 +137,7 @@ fn mutants(target: &Target) -> Vec<Fault> {
                     put: to.to_owned(),
                     line: Some(at + 1),
                     case: String::new(),
+                    others: Vec::new(),
                     found_as: None,
                     environment: target.environment.clone(),
                     sound_is_known: true,
@@ -163,18 +164,48 @@ fn files(folder: &Path) -> Vec<std::path::PathBuf> {
     found
 }
 
-/// What the first case says that finds it, or of none that does.
-fn judged(mutant: &Fault, cases: Vec<(String, Option<String>)>) -> Fate {
-    let mut last = Fate::ChangesNothing;
-    for (case, tile) in cases {
-        let fate = Fault { tile, case, ..mutant.clone() }.run("the_fault_of_this_process");
+/// Of each header, which of its cases found a mutant last: those are tried first, since neighbouring lines mostly fall to
+/// the same case, and each case that finds nothing compiles its kernel anew.
+#[derive(Default)]
+struct LastFinders(Mutex<BTreeMap<String, Vec<usize>>>);
+
+impl LastFinders {
+    fn order(&self, header: &str, num_cases: usize) -> Vec<usize> {
+        let mut order = self.0.lock().unwrap().get(header).cloned().unwrap_or_default();
+        let others = (0..num_cases).filter(|case| !order.contains(case)).collect::<Vec<_>>();
+        order.extend(others);
+        order
+    }
+
+    fn found(&self, header: &str, case: usize) {
+        let mut finders = self.0.lock().unwrap();
+        let finders = finders.entry(header.to_owned()).or_default();
+        finders.retain(|&other| other != case);
+        finders.insert(0, case);
+    }
+}
+
+/// What the first case says that finds it, or the last one that the mutant changes something for; with that case.
+fn judged(mutant: &Fault, cases: &[(String, Option<String>)], finders: &LastFinders) -> (Fate, String) {
+    let (mut last, mut of) = (Fate::ChangesNothing, String::new());
+    let mut order = finders.order(&mutant.header, cases.len());
+    while let Some((&first, others)) = order.split_first() {
+        let (case, tile) = cases[first].clone();
+        let others = others.iter().map(|&at| cases[at].clone()).collect();
+        let (nth, fate) = Fault { tile, case, others, ..mutant.clone() }.run("the_fault_of_this_process");
+        let at = order[nth];
         match fate {
-            Fate::Found(_) | Fate::DoesNotCompile(_) | Fate::Absent(_) => return fate,
-            Fate::Missed(_) => last = fate,
+            Fate::Found(_) => {
+                finders.found(&mutant.header, at);
+                return (fate, cases[at].0.clone());
+            }
+            Fate::DoesNotCompile(_) | Fate::Absent(_) => return (fate, cases[at].0.clone()),
+            Fate::Missed(_) => (last, of) = (fate, cases[at].0.clone()),
             Fate::ChangesNothing => {}
         }
+        order.drain(..=nth);
     }
-    last
+    (last, of)
 }
 
 /// Why nothing can tell: `header | part of the line | from | to | why`; `*` is every edit of such a line.
@@ -273,17 +304,22 @@ fn each_mutant_of_the_device_text_is_found_or_has_a_reason() {
             }
             None => all.iter().skip(index - 1).step_by(count).collect(),
         };
+        let finders = LastFinders::default();
         each(&mine, |mutant| {
-            let fate = judged(mutant, target.cases(&mutant.header, &names));
-            let sort = match &fate {
-                Fate::Found(_) => "found",
-                Fate::DoesNotCompile(_) => "does not compile",
-                Fate::ChangesNothing => "changes no code",
-                Fate::Absent(_) => "absent",
-                Fate::Missed(_) if reasons.iter().any(|reason| reason.is_of(mutant)) => "has a reason",
-                Fate::Missed(_) => "survives",
+            let (sort, by) = if reasons.iter().any(|reason| reason.is_of(mutant)) {
+                ("has a reason", String::new())
+            } else {
+                let (fate, by) = judged(mutant, &target.cases(&mutant.header, &names), &finders);
+                match fate {
+                    Fate::Found(_) => ("found", by),
+                    Fate::DoesNotCompile(_) => ("does not compile", by),
+                    Fate::ChangesNothing => ("changes no code", by),
+                    Fate::Absent(_) => ("absent", by),
+                    Fate::Missed(text) => ("survives", format!("{by}: {text}")),
+                }
             };
-            println!("{sort}: {}", name(mutant));
+            let by = by.lines().next().unwrap_or_default().chars().take(160).collect::<String>();
+            println!("{sort}: {}\n  {by}", name(mutant));
             *table.lock().unwrap().entry(sort).or_default() += 1;
             if sort == "survives" {
                 survivors.lock().unwrap().push(name(mutant));

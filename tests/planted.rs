@@ -48,7 +48,7 @@ fn each_planted_fault_is_found_by_its_case_and_its_sound_twin_passes() {
     let missed = Mutex::new(Vec::new());
     each(&chosen, |fault| {
         let Fault { what, arch, case, .. } = fault;
-        match fault.run("the_fault_of_this_process") {
+        match fault.run("the_fault_of_this_process").1 {
             Fate::Found(text) => println!("found: {what} ({arch}), by {case}: {text}"),
             Fate::Absent(reason) => println!("absent: {what} ({arch}): {reason}"),
             other => missed.lock().unwrap().push(format!("{what} ({arch}), by {case}: {other:?}")),

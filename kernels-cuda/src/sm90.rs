@@ -279,6 +279,12 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             return refuse(format!("{field} {dim} is larger than 256"));
         }
     }
+    // ALiBi's slope is subtracted from scores that are not scaled yet; those of other types are 0 at such a scale.
+    let scale = problem.resolved_softmax_scale();
+    if qk == DType::Bf16 && matches!(problem.bias, Bias::Alibi { .. }) && scale != 0.0 && scale.abs() < 1e-30
+    {
+        return refuse(format!("softmax_scale {scale:e} is below 1e-30, beside ALiBi"));
+    }
     if problem.write_keep_mask {
         return refuse("write_keep_mask: it skips the blocks that the mask hides".to_owned());
     }

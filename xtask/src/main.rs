@@ -23,7 +23,7 @@ const USAGE: &str = "\
 usage: cargo xtask test      set up, build in release, test what CI has time for; counts, and seconds a step
        cargo xtask test --all [--part I/N]
                              everything, or a part of it: the N parts together are everything
-       cargo xtask setup     only the set-up
+       cargo xtask setup     only the set-up; prints what `fmha` finds the compilers by
        cargo xtask evidence ON FILE [CASES]
                              what `fmha conformance` printed into FILE (ON: `cuda, NVIDIA H200`, `rocm, gfx942 emulated`),
                              kept in tests/evidence with the hash of the text that it was counted on
@@ -49,7 +49,9 @@ fn main() -> ExitCode {
             Err(error) => ended(Err(error)),
         },
         ["setup"] => {
-            setup::run();
+            for (name, value) in setup::run() {
+                println!("export {name}='{value}'");
+            }
             ExitCode::SUCCESS
         }
         ["support"] => ended(evidence::write_table()),

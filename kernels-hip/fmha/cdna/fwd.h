@@ -93,6 +93,7 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& p, typename Config<spec, tile>::Lds&
 
   wave.row = OnlineRow{};
   wave.exp2_offset = C::p_scale_log2;
+  wave.subtracted = false;
   wave.odd_key_sum = 0.f;
 
   const TileWalk walk = TileWalk::of<spec, tile>(job, queries);

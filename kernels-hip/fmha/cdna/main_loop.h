@@ -255,6 +255,7 @@ class MainLoop {
     Scores<spec, tile> s = scores<spec, tile>(wave_, first.k);
     modify_and_mask(s, 0);
     raise_row_max<spec, tile>(wave_, job_, max_of<spec, tile>(wave_, s));
+    subtract_first<spec, tile>(s, wave_, job_);
 #pragma unroll
     for (int i = 0; i < ahead; ++i) k_ahead_[i] = k_operand<spec, tile>(wave_, second.k, i);
     s_barrier();  // all waves have read K0, which the first step overwrites
@@ -281,6 +282,7 @@ class MainLoop {
     const float next_max = interleaved_values(make, p_frags_, s_next, now, next, v_ahead);
     made.write_sums(wave_);
     raise_row_max<spec, tile>(wave_, job_, next_max);
+    subtract_first<spec, tile>(s_next, wave_, job_);
     hide(next.v, n + 1);
   }
 

@@ -175,6 +175,7 @@ class SimpleLoop {
     modify<spec, tile>(s, p, job_, wave_, first_key);
     if (!needs_no_mask<spec, tile>(job_, wave_, first_key)) mask<spec, tile>(s, job_, wave_, first_key);
     raise_row_max<spec, tile>(wave_, job_, max_of<spec, tile>(wave_, s));
+    subtract_first<spec, tile>(s, wave_, job_);
     const PFrags<spec, tile> p_frags = probabilities<spec, tile>(s, wave_, p, job_, first_key);
     weighted_values<spec, tile>(wave_, p_frags, stage_.v);
   }

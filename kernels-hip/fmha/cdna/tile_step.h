@@ -31,6 +31,7 @@ struct Wave {
   OnlineRow row;    // row_sum: this lane's half, even keys only
   float odd_key_sum;  // the same of odd keys: two sums, so that no add waits for the one before
   float exp2_offset;  // P = exp2(score * scale_log2 + exp2_offset): p_scale_log2 - row_max
+  bool subtracted;    // the scores at hand are in log2 already, less their maxima (subtract_first)
   float opaque_neg_inf;  // -infinity whose value the compiler does not know, see RunningMax
   typename C::KMatrix::LaneAddresses k_lane;
   typename C::VMatrix::LaneAddresses v_lane;
@@ -199,6 +200,29 @@ FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Job& job, float til
   for (int d = 0; d < C::d_blocks; ++d) wave.o[d] *= correction;
 }
 
+// Of a maximum beyond this half a last place is 2^-2 and more, which the exponent's one multiply-add, of exact products and a
+// maximum that is a rounded one, would have too much or too little of.
+constexpr float kLargestShift = 4194304.f;  // 2^22
+
+// Where a maximum of the wave is so large, its scores are scaled, rounded as the maximum was, and the maximum subtracted,
+// before the exponents are computed. Modified scores have been scaled before.
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE void subtract_first(Scores<spec, tile>& s, Wave<spec, tile>& wave, const Job& job) {
+  if constexpr (spec.modifies && Config<spec, tile>::p_scale_log2 == 0.f) return;
+  const float row_max = finite_or_zero(wave.row.row_max);
+  wave.subtracted = v_cmp_ballot(abs_of(row_max) >= kLargestShift) != 0;
+  if (!wave.subtracted) return;
+#pragma unroll
+  for (int n = 0; n < Config<spec, tile>::n_tiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      float scaled = spec.modifies ? s[n][i] : s[n][i] * job.scale_log2;
+      opaque_in_vgpr(scaled);  // else one multiply-add again
+      s[n][i] = scaled - row_max;
+    }
+  }
+}
+
 // Dropout for four consecutive keys, which one call of Philox serves.
 template <CdnaSpec spec>
 FMHA_DEVICE void drop_four(Acc& p_tile, int i, const CdnaParams& params, const Job& job, int32_t query,
@@ -225,7 +249,8 @@ struct Probabilities {
 
   FMHA_DEVICE Probabilities(PFrags<spec, tile>& frags, const Scores<spec, tile>& s, const Wave<spec, tile>& wave,
                             const Job& job)
-      : frags(frags), scale_log2(spec.modifies ? 1.f : job.scale_log2), base(wave.exp2_offset),
+      : frags(frags), scale_log2(spec.modifies || wave.subtracted ? 1.f : job.scale_log2),
+        base(wave.subtracted ? C::p_scale_log2 : wave.exp2_offset),
         sum{wave.row.row_sum, wave.odd_key_sum} {
     products(s, 0);
   }

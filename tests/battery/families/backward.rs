@@ -236,6 +236,10 @@ fn over_blocks(cases: &mut Vec<Case>) {
             let name = format!("backward/hidden/{dtype}/{of}/{mask}");
             push(name, dims(150, 150), dtype, mask, false, planted);
         }
+        // Where consumers share out the dimension, one of them alone has anything to say of these keys.
+        let planted = vec![(Operand::Q, [0, 2, 1, head_dim - 1], f64::NAN)];
+        let name = format!("backward/hidden/last_column/bf16/{of}/b");
+        push(name, dims(150, 150), DType::Bf16, "b", false, planted);
     }
 }
 

@@ -391,6 +391,22 @@ fn growth(cases: &mut Vec<Case>) {
             problem.softmax_scale = Some(4.0);
             push(cases, format!("edges/growth/scale_4/{dtype}/{mask}"), problem, Lengths::default());
         }
+        // Scores so large that half the last place of one is a weight of many powers of two: ties, and maxima that rise.
+        for (scale, init) in [
+            (1e6, Init::Rising),
+            (1e8, Init::Normal),
+            (1e8, Init::Integers),
+            (1e8, Init::Rising),
+            (1e8, Init::Towering),
+            (-1e8, Init::Integers),
+        ] {
+            for mask in ["0", "b"] {
+                let mut problem = masked(dtype, dims(70, 600, 64), mask);
+                problem.softmax_scale = Some(scale);
+                let name = format!("edges/growth/scale_{scale:e}/{init}/{dtype}/{mask}");
+                push_of(cases, init, name, problem);
+            }
+        }
         // So far apart, and for so long, that a kernel may give up its guesses.
         for mask in ["0", "b"] {
             let name = format!("edges/growth/huge_logits/{dtype}/s300x1500/d128/{mask}");

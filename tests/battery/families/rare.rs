@@ -30,8 +30,9 @@ enum Cause {
 }
 
 /// In which call.
-const VARIANTS: [&str; 19] = [
+const VARIANTS: [&str; 20] = [
     "batch",
+    "unmasked",
     "f32_output",
     "group",
     "gaps",
@@ -59,8 +60,8 @@ pub(crate) fn cases() -> Vec<Case> {
             // A score of -inf times a scale below 0 is +inf, which no soft-max is defined for.
             let is_taken = |cause| match cause {
                 Cause::InfinitelyFar => !variant.starts_with("negative_scale"),
-                Cause::LargeInV => matches!(variant, "batch" | "group"),
-                _ => true,
+                Cause::LargeInV => matches!(variant, "batch" | "unmasked" | "group"),
+                _ => variant != "unmasked",
             };
             for cause in CAUSES.into_iter().filter(|cause| is_taken(cause.2)) {
                 cases.push(case(dtype, variant, cause));
@@ -72,6 +73,23 @@ pub(crate) fn cases() -> Vec<Case> {
         for variant in ["batch", "group", "negative_scale"] {
             cases.extend(CAUSES[..3].iter().map(|&cause| case(dtype, variant, cause)));
         }
+    }
+    // A scale that is subnormal in f32, and a query whose scores it brings to some halves.
+    for (mask, plain) in [("0", true), ("b", true), ("b", false)] {
+        let mut problem = masked(DType::Bf16, dims(), mask);
+        problem.softmax_scale = Some(1e-38);
+        if !plain {
+            problem.bias = Bias::Alibi { per_batch: false };
+        }
+        let name = format!("rare/subnormal_scale/bf16/{mask}/{}", if plain { "plain" } else { "alibi" });
+        let data = data(&name);
+        cases.push(planted(
+            name,
+            problem,
+            Lengths::default(),
+            data,
+            Plant::At(Operand::Q, [1, 65, 0, 3], 5e37),
+        ));
     }
     for dtype in [DType::F16, DType::Bf16] {
         for (seqlen_q, seqlen_k) in [(20, 600), (70, 130)] {
@@ -158,6 +176,7 @@ fn problem(dtype: DType, variant: &str) -> (FwdProblem, Lengths) {
             let v = problem.extents(lengths.totals).v;
             (problem.v_layout, problem.v) = (VLayout::ColMajor, Strides::bhds(v));
         }
+        "unmasked" => problem.mask = MaskSpec::NONE,
         "window" => problem.mask = "b:300,2".parse().unwrap_or(MaskSpec::NONE),
         "sink_columns" => problem.mask = "b:100,0,30".parse().unwrap_or(MaskSpec::NONE),
         "softcap" => problem.softcap = Some(30.0),

@@ -183,14 +183,19 @@ FMHA_DEVICE float descale_qk(const FwdParams& p, const Work& work) {
 template <FwdSpec spec>
 FMHA_DEVICE float softmax_scale_log2(const FwdParams& p, const Work& work) {
   if constexpr (modifies_score(spec)) return kLog2E;
-  // A scale of 0 would make -inf * 0 of hidden scores; the smallest normal number scales to nothing too.
-  return fmaxf(fabsf(p.softmax_scale * descale_qk<spec>(p, work)), 1.17549435e-38f) * kLog2E;
+  // A scale of 0 would make -inf * 0 of hidden scores; f32's smallest number scales to nothing too.
+  return fmaxf(fabsf(p.softmax_scale * descale_qk<spec>(p, work)), 1.4e-45f) * kLog2E;
 }
+
+// P is scaled in the exponent: that of 8 bits to their range; that of bf16, whose values of V may reach f32's largest number,
+// to less than 1, since a product with a P above 1, or the sum of a few, would leave f32 where O does not.
+FMHA_DEVICE constexpr float scale_of_p(DType dtype_v) { return dtype_v == DType::Bf16 ? 0x1p-16f : p_scale(dtype_v); }
 
 // The exponent of a power of two.
 FMHA_DEVICE constexpr float log2_of_power(float power) {
   float exponent = 0.f;
   for (; power > 1.f; power /= 2.f) exponent += 1.f;
+  for (; power < 1.f; power *= 2.f) exponent -= 1.f;
   return exponent;
 }
 

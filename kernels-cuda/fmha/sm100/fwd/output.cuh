@@ -55,10 +55,11 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
   const int32_t i_head = tile.pack_gqa ? work.i_head + row - i * p.gqa_ratio : work.i_head;
   const bool stored = i < work.seqlen_q;
   // P's scale is in the sum and in O.
-  constexpr float of_p = 1.f / p_scale(spec.dtype_v);
+  constexpr float of_p = 1.f / scale_of_p(spec.dtype_v);
   RowResult result =
       finish_row<spec>(p, row_max * softmax_scale_log2<spec>(p, work), row_sum * of_p, stored ? i_head : 0);
-  if constexpr (is_fp8(spec.dtype_v)) result.factor *= of_p * scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f);
+  if constexpr (of_p != 1.f) result.factor *= of_p;
+  if constexpr (is_fp8(spec.dtype_v)) result.factor *= scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f);
   if constexpr (spec.dropout) result.factor *= p.dropout_scale;
   if constexpr (is_fp8(spec.dtype_o)) result.factor *= p.scale_o ? *p.scale_o : 1.f;
   const OutputPlace place = output_place<tile>(p, work);

@@ -265,8 +265,16 @@ struct SoftmaxRole {
     row_max = new_max;
     if (!first) tell(correction, 0.f, false);
 
-    // P of 8 bits is scaled to their range, in the exponent.
-    const float shift = reference * scale_log2 - log2_of_power(p_scale(spec.dtype_v));
+    constexpr float p_offset_log2 = log2_of_power(scale_of_p(spec.dtype_v));
+    float shift = reference * scale_log2 - p_offset_log2;
+    // Of a product so large half a last place is 2^-2 and more, which P would have too much or too little of: there the
+    // maximum is subtracted before scores are scaled.
+    constexpr float largest_shift = 4194304.f;  // 2^22
+    if (fabsf(reference * scale_log2) >= largest_shift) {
+      shift = -p_offset_log2;
+#pragma unroll
+      for (int e = 0; e < n; ++e) s[e] -= reference;
+    }
     exponentiate(s, shift);
     // Of all of P, before dropout; else behind P's handing over, which the products wait for.
     if constexpr (spec.dropout) row_sum = sum(s, row_sum * correction);

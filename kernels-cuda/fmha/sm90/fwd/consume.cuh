@@ -487,13 +487,14 @@ struct Consumer {
   // maximum is above a lane's own, which the lane's share of the row sum tells, is how far four times as many keys may
   // raise it. A share may be 0 since it is so small, or since the lane has seen no key; eight keys show one to each.
   FMHA_DEVICE bool far_apart(int32_t block) const {
+    constexpr float kSmallShare = power_of_two(p_offset_log2(spec, tile) - tile.exact_max_spread_log2);
     bool apart = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int32_t end = has_hi ? query_of<tile>(p, rows.row + 8 * r) + work().hi + 1 : work().seqlen_k;
       const float share = softmax.rows[r].row_sum;
       const bool sees_keys = share > 0.f || end - (block + 1) * tile.block_n >= 8;
-      apart |= is_row(r) && sees_keys && share < exp2_of_negative<tile.exact_max_spread_log2>();
+      apart |= is_row(r) && sees_keys && share < kSmallShare;
     }
     return apart;
   }

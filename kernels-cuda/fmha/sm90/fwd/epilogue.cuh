@@ -123,10 +123,11 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
     const bool stored = i < work.seqlen_q;
     const float row_sum = quad_reduce(rows[r].row_sum, [](float a, float b) { return a + b; });
     // P's offset is in the sum and in O.
-    constexpr float of_p = 1.f / (1 << p_offset_log2(spec, tile));
+    constexpr float of_p = power_of_two(-p_offset_log2(spec, tile));
     RowResult result =
         finish_row<spec>(p, rows[r].row_max * scale_log2 + offset_log2, row_sum * of_p, stored ? i_head : 0);
-    if constexpr (is_fp8(spec.dtype_v)) result.factor *= of_p * scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f);
+    if constexpr (of_p != 1.f) result.factor *= of_p;
+    if constexpr (is_fp8(spec.dtype_v)) result.factor *= scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f);
     if constexpr (is_fp8(spec.dtype_o)) result.factor *= p.scale_o ? *p.scale_o : 1.f;
     if constexpr (spec.dropout) result.factor *= p.dropout_scale;
     lse[r] = result.lse;

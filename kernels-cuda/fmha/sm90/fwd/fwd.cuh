@@ -48,7 +48,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
   static_assert(size_bytes(spec.dtype_qk) <= 2 && size_bytes(spec.dtype_v) <= 2, "sm90: types of 16 and 8 bits");
   static_assert(!is_fp8(spec.dtype_qk) || tile.copy_bytes == 0, "sm90: FP8 comes by TMA");
   static_assert(!is_fp8(operand_v(spec, tile)) || !tile.skip_row_max, "sm90: a P of 8 bits has no room above a row's maximum");
-  static_assert(p_offset_log2(spec, tile) >= 0, "sm90: FP8's range holds the rescale threshold");
+  static_assert(!is_fp8(operand_v(spec, tile)) || p_offset_log2(spec, tile) >= 0, "sm90: FP8's range holds the rescale threshold");
   static_assert(!prepares_v(spec, tile) || (tile.warp_specialised && tile.cluster == 1), "sm90: the load role's warpgroup prepares its own V");
   static_assert(!tile.flush || is_fp8(operand_v(spec, tile)), "sm90: 16-bit products are summed in f32");
   static_assert(tile.output_columns == 0 || (tile.flush && padded_dim(spec.head_dim_v) % tile.output_columns == 0),

@@ -29,9 +29,9 @@ struct Modifiers {
     const float scale = spec.negative_scale ? -p.softmax_scale : p.softmax_scale;
     return is_fp8(spec.dtype_qk) ? scale * descale : scale;
   }
-  // A scale of 0 would turn the -inf of hidden scores into NaN, and ALiBi's slope over it into infinity; a tiny one
-  // scales every score to 0 too.
-  FMHA_DEVICE float positive_scale() const { return fmaxf(fabsf(scale()), only_alibi ? 1e-30f : 1.17549435e-38f); }
+  // A scale of 0 would turn the -inf of hidden scores into NaN: f32's smallest number scales every score to 0 too. ALiBi's
+  // slope over it would be infinity; below 1e-30 there is 0 alone (the host refuses the others).
+  FMHA_DEVICE float positive_scale() const { return fmaxf(fabsf(scale()), only_alibi ? 1e-30f : 1.4e-45f); }
 
   // What an exponential multiplies the softmax's scores by.
   FMHA_DEVICE float scale_log2() const {

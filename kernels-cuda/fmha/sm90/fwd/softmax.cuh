@@ -13,15 +13,14 @@ struct RowStats {
   float row_sum = 0.f;          // this thread's share of sum exp2((S - row_max) * scale_log2)
 };
 
-// 2^-n.
-template <int n>
-FMHA_DEVICE float exp2_of_negative() {
-  return float_of(uint32_t(127 - n) << 23);
-}
+// Where a row's maximum times its scale is beyond this, the exponent's one multiply-add no longer does: it takes the product,
+// rounded, from exact ones, and a half of its last place is a power of two that P, the sums and O have too many or too few.
+constexpr float kLargestShift = 4194304.f;  // 2^22: half a last place is 2^-2
 
-// With `p_offset_log2` P and its sums are that many powers of two larger: FP8's range begins at 2^-9, and P's with it.
+// With `p_offset_log2` P and its sums are that many powers of two larger (config.cuh).
 template <Sm90Tile tile, int p_offset_log2>
 struct Softmax {
+  static constexpr float kPScale = power_of_two(p_offset_log2);
   RowStats rows[2];
   float correction[2];
 
@@ -41,6 +40,22 @@ struct Softmax {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(row_max[r], other_max[r]);
+  }
+  // Scores so large have the maximum subtracted before they are scaled.
+  FMHA_DEVICE static bool subtracts_first(const float (&base)[2], float scale_log2) {
+    return fabsf(base[0] * scale_log2) >= kLargestShift || fabsf(base[1] * scale_log2) >= kLargestShift;
+  }
+  // What is subtracted from scaled scores to have exponents; from S itself here, where `base` is too large for that.
+  template <int n>
+  FMHA_DEVICE void find_shift(mma::Accumulator<n>& s, float scale_log2, const float (&base)[2], float (&shift)[2]) const {
+    using S = mma::Accumulator<n>;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      shift[r] = p_offset_log2 == 0 ? base[r] * scale_log2 : fmaf(base[r], scale_log2, -float(p_offset_log2));
+    if (!__any_sync(ptx::kAllLanes, subtracts_first(base, scale_log2))) return;
+#pragma unroll
+    for (int e = 0; e < S::num_elems; ++e) s[e] -= base[S::row(e)];
+    shift[0] = shift[1] = -float(p_offset_log2);
   }
   // P = exp2(S - shift), and its sums.
   template <int n>
@@ -67,7 +82,7 @@ struct Softmax {
     float new_max[2] = {rows[0].row_max, rows[1].row_max};
     raise(new_max, s);
 
-    float shift[2], sums[2];
+    float base[2], sums[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       RowStats& row = rows[r];
@@ -77,12 +92,13 @@ struct Softmax {
       // (p_offset_log2).
       if (row.row_max != -infinity() && (new_max[r] - row.row_max) * scale_log2 <= float(tile.lazy_rescale_log2))
         new_max[r] = row.row_max;
-      const float base = finite_or_zero(new_max[r]);
-      correction[r] = ptx::ex2_approx_ftz((row.row_max - base) * scale_log2);
+      base[r] = finite_or_zero(new_max[r]);
+      correction[r] = ptx::ex2_approx_ftz((row.row_max - base[r]) * scale_log2);
       row.row_max = new_max[r];
       sums[r] = row.row_sum * correction[r];
-      shift[r] = p_offset_log2 == 0 ? base * scale_log2 : fmaf(base, scale_log2, -float(p_offset_log2));
     }
+    float shift[2];
+    find_shift(s, scale_log2, base, shift);
     have_max();
     exponentiate(s, scale_log2, shift, sums, never);
 #pragma unroll
@@ -93,14 +109,16 @@ struct Softmax {
   // high enough is told afterwards by the block's sums, which no P in it exceeds.
   template <int n>
   FMHA_DEVICE void step_reusing_row_max(mma::Accumulator<n>& s, float scale_log2, float (&sums)[2], uint32_t never) {
-    static_assert(p_offset_log2 == 0, "the thresholds below are for a P that is not scaled");
-    const float shift[2] = {rows[0].row_max * scale_log2, rows[1].row_max * scale_log2};
+    static_assert(p_offset_log2 <= 0, "a P that is scaled up has no room above a row's maximum");
+    const float base[2] = {rows[0].row_max, rows[1].row_max};
+    float shift[2];
+    find_shift(s, scale_log2, base, shift);
     sums[0] = sums[1] = 0.f;
     exponentiate(s, scale_log2, shift, sums, never);
   }
   // Whether some P may be beyond 2^lazy_rescale_log2. So does NaN count: it is the sum of a row whose running
   // maximum is still -inf.
-  FMHA_DEVICE static bool exceeds_rescale_threshold(const float (&sums)[2]) { return exceed(sums, float(1 << tile.lazy_rescale_log2)); }
+  FMHA_DEVICE static bool exceeds_rescale_threshold(const float (&sums)[2]) { return exceed(sums, power_of_two(tile.lazy_rescale_log2 + p_offset_log2)); }
   // Whether P may have overflowed f32, which leaves nothing to rescale. The limit is lower than f32's, since the
   // correction of a P beyond 2^126 would be 0.
   FMHA_DEVICE static bool overflows_f32(const float (&sums)[2]) { return exceed(sums, 1.2676506e30f); }  // 2^100
@@ -111,14 +129,14 @@ struct Softmax {
   template <int n>
   FMHA_DEVICE void rescale_to_row_max(mma::Accumulator<n>& p, float scale_log2, float (&sums)[2]) {
     using S = mma::Accumulator<n>;
-    float top[2] = {1.f, 1.f};
+    float top[2] = {kPScale, kPScale};
 #pragma unroll
     for (int e = 0; e < S::num_elems; ++e) top[S::row(e)] = fmaxf(top[S::row(e)], p[e]);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       RowStats& row = rows[r];
       top[r] = quad_reduce(top[r], [](float a, float b) { return fmaxf(a, b); });
-      const float new_max = row.row_max + ptx::lg2_approx_ftz(top[r]) / scale_log2;
+      const float new_max = row.row_max + (ptx::lg2_approx_ftz(top[r]) - float(p_offset_log2)) / scale_log2;
       correction[r] = ptx::ex2_approx_ftz((row.row_max - new_max) * scale_log2);
       row.row_max = new_max;
       row.row_sum *= correction[r];
