@@ -48,6 +48,8 @@ struct Consumer {
   static constexpr int half_n = round_up(tile.block_n / 2, mma::kDepth<Storage<type_v>>);
   static constexpr int consumers = num_consumers(tile);
   static constexpr bool takes_turns = tile.ping_pong && consumers > 1;
+  // Exact maxima rescale O before the next turn, else in it, under the product of S.
+  static constexpr bool rescales_before_turn = dim_v > 128 && !tile.output_first;
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
 
   using Modifiers = sm90::Modifiers<spec, tile>;
@@ -418,12 +420,12 @@ struct Consumer {
   // One block, with the row-max reduction. `edge` and `last` are uniform over the warpgroup.
   FMHA_DEVICE void step(int32_t block, bool edge, bool last) {
     ScoreSums<tile.block_n> sums;
-    overlap_products(sums, tile.output_first, last, work(), block, !tile.turn_after_max);
+    overlap_products(sums, !rescales_before_turn, last, work(), block, !tile.turn_after_max);
     auto&& s = mma::in_f32(sums);
     exponentiate(s, work(), block, edge, tile.turn_after_max);
     finish_overlapped_output();
     take_probs(s);
-    if constexpr (!tile.output_first) {
+    if constexpr (rescales_before_turn) {
       rescale();
       softmax.correction[0] = softmax.correction[1] = 1.f;
     }
