@@ -431,36 +431,28 @@ struct Consumer {
     }
   }
 
-  // One block without the row-max reduction. Returns whether running maxima of the warp were too low for it. `end`
-  // becomes the next block if those of any of the warpgroup's warps were for the block before.
-  FMHA_DEVICE bool step_reusing_row_max(int32_t block, bool last, int32_t& end) {
+  // One block without the row-max reduction.
+  FMHA_DEVICE void step_reusing_row_max(int32_t block, bool last) {
     ScoreSums<tile.block_n> products;
     overlap_products(products, false, last, work(), block);
     auto&& s = mma::in_f32(products);
     take_sign(s);
     modify(s, work(), block);
     float sums[2];
-    // Written before this block's turn began, for which the four warps waited together: all read the same.
-    const bool raised_before = takes_turns && smem.raised[index][(block + 1) & 1] != 0;
     softmax.step_reusing_row_max(s, scale_log2, sums, never());
     finish_output();
-    bool raised = false;
-    if (__any_sync(ptx::kAllLanes, raised_before || softmax.exceeds_rescale_threshold(sums))) {
-      raised = raise_row_max(s, sums, block);
-      if (__any_sync(ptx::kAllLanes, raised_before)) end = block - 1;
-    }
+    if (__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(sums))) raise_row_max(s, sums, block);
     softmax.add(sums);
     take_probs(s);
-    return raised;
   }
   // Whether one of the thread's two rows is the sequence's: what follows a packed sequence must not sway a vote.
   FMHA_DEVICE bool is_row(int r) const { return query_of<tile>(p, rows.row + 8 * r) < work().seqlen_q; }
 
   // Raises running maxima that were too low for this block, after its exponentials. From a P that overflowed f32 the
-  // score cannot be recovered: it is computed again. False where no row of the sequence needed it.
-  FMHA_DEVICE bool raise_row_max(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
+  // score cannot be recovered: it is computed again.
+  FMHA_DEVICE void raise_row_max(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
     const float real_sums[2] = {is_row(0) ? sums[0] : 0.f, is_row(1) ? sums[1] : 0.f};
-    if (!__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(real_sums))) return false;
+    if (!__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(real_sums))) return;
     const bool overflows = __any_sync(ptx::kAllLanes, softmax.overflows_f32(real_sums));
     if (overflows) {
       recompute_scores<spec, tile>(p, work(), rows.row, block, s);
@@ -472,16 +464,25 @@ struct Consumer {
       softmax.rescale_to_row_max(s, scale_log2, sums);
     }
     rescale();
-    if constexpr (takes_turns) {
-      if (signals) smem.raised[index][block & 1] = 1;
-    }
-    return true;
+    if (signals) smem.raised[index][ceil_div(block, kPiece) & 1] = 1;
   }
-  // Before blocks that skip the reduction, and after the warpgroup's warps have met.
+
+  // Where warpgroups take turns, blocks that skip the reduction are walked in pieces, each of which ends with a multiple
+  // of kPiece. `raised` has a word for such a last block and those up to the next one. It is read after that next one,
+  // whose turn the warps waited for together: marks of the word's blocks were written before, and until they have met for
+  // another turn, the last block's go to the other word. All four read the same. To read in every block cost D 64 5 %.
+  static constexpr int kPiece = 4;
+  // After the last block of a piece: whether a warp of the warpgroup has raised running maxima for the word's blocks.
+  FMHA_DEVICE bool has_raised(int32_t last_block) const {
+    return __any_sync(ptx::kAllLanes, smem.raised[index][(last_block / kPiece + 1) & 1] != 0);
+  }
+  // Whether this warp has, in lane 0: others of the warpgroup may be ahead or behind.
+  FMHA_DEVICE bool has_raised_itself() const {
+    return signals && (smem.raised[index][0] != 0 || smem.raised[index][1] != 0);
+  }
+  // Before a tile's first vote, which all four warps come to before one raises a maximum.
   FMHA_DEVICE void forget_raised() {
-    if constexpr (takes_turns) {
-      if (signals) smem.raised[index][0] = smem.raised[index][1] = 0;
-    }
+    if (signals) smem.raised[index][0] = smem.raised[index][1] = 0;
   }
 
   // Whether the scores of a row of the thread lie so far apart, in the blocks above `block`, that later ones would raise
@@ -540,28 +541,31 @@ struct Consumer {
   // the others skip the row-max reduction depends on this tile alone: before them, then after `vote_after` blocks, after
   // three times as many as before, and so on, the warpgroup votes. It takes exact maxima from then on if scores of its
   // rows lie far apart, or if one of its warps has had to raise running maxima since the last vote: to do so costs more
-  // than twenty row-max reductions. Where warpgroups take turns, the block after such a one is the last before a vote.
+  // than twenty row-max reductions. Where warpgroups take turns, a raised maximum brings the vote about at the end of
+  // its piece, or of the next.
   FMHA_DEVICE void walk_skipping_row_max() {
     static_assert(!has_lo, "without a lower bound the blocks go down to 0");
     int32_t block = work().last_block - first_of(work()) - 1;
     int32_t exact_down_to = has_hi ? max(rows.inside_end - 1, 0) / tile.block_n : block + 1;
-    bool raised = false;
+    forget_raised();
     while (true) {
 #pragma unroll 1
       for (; block >= exact_down_to; --block) step(block, has_hi && is_edge(block), block == 0);
       if (block < 0) return;
       // The vote of a warp is the same in each lane, as ptxas can tell: else slot indices leave the uniform registers.
-      if (any_warp(__any_sync(ptx::kAllLanes, raised || far_apart(block)))) {
+      if (any_warp(__any_sync(ptx::kAllLanes, has_raised_itself() || far_apart(block)))) {
         exact_down_to = 0;
         continue;
       }
-      forget_raised();
       rescale();
-      raised = false;
       const int32_t trial = max(3 * (work().last_block - block), tile.vote_after);
-      int32_t end = block + 1 > 2 * trial ? block - trial : -1;
+      const int32_t end = block + 1 > 2 * trial ? block - trial : -1;
 #pragma unroll 1
-      for (; block > end; --block) raised |= step_reusing_row_max(block, block == 0, end);
+      do {
+        const int32_t piece_end = takes_turns ? max(end, block / kPiece * kPiece - 1) : end;
+#pragma unroll 1
+        for (; block > piece_end; --block) step_reusing_row_max(block, block == 0);
+      } while (block > end && !has_raised(block + 1));
       softmax.correction[0] = softmax.correction[1] = 1.f;
     }
   }
