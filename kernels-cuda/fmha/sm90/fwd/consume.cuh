@@ -464,17 +464,23 @@ struct Consumer {
       softmax.rescale_to_row_max(s, scale_log2, sums);
     }
     rescale();
-    if (signals) smem.raised[index][ceil_div(block, kPiece) & 1] = 1;
+    if (signals) smem.raised[index][octave_of(block) & 1] = 1;
   }
 
-  // Where warpgroups take turns, blocks that skip the reduction are walked in pieces, each of which ends with a multiple
-  // of kPiece. `raised` has a word for such a last block and those up to the next one. It is read after that next one,
-  // whose turn the warps waited for together: marks of the word's blocks were written before, and until they have met for
-  // another turn, the last block's go to the other word. All four read the same. To read in every block cost D 64 5 %.
-  static constexpr int kPiece = 4;
-  // After the last block of a piece: whether a warp of the warpgroup has raised running maxima for the word's blocks.
-  FMHA_DEVICE bool has_raised(int32_t last_block) const {
-    return __any_sync(ptx::kAllLanes, smem.raised[index][(last_block / kPiece + 1) & 1] != 0);
+  // Where warpgroups take turns, blocks that skip the reduction are walked in pieces, which end with a tile's third,
+  // fifth, ninth block and so on: the further a tile is, the less another block is likely to raise a maximum. Of the
+  // two words of `raised`, one is of the blocks of this octave, from such a last block up to the next, and the other of
+  // those of the last. It is read after the block that begins the next octave, whose turn the warps waited for together:
+  // the marks of the octave before it were written by then, and until the warps have met for another turn, new ones go
+  // to the other word. All four read the same. To read in every block cost D 64 5 %.
+  FMHA_DEVICE int32_t octave_of(int32_t block) const { return 31 - __clz(work().last_block - block); }
+  // The last block of the piece that `block`, not the tile's first, is in.
+  FMHA_DEVICE int32_t last_of_piece(int32_t block) const {
+    return work().last_block - (1 << (32 - __clz(max(work().last_block - block - 1, 1))));
+  }
+  // After the last block of a piece: whether a warp of the warpgroup has raised running maxima in the octave before it.
+  FMHA_DEVICE bool has_raised(int32_t last_of_piece) const {
+    return __any_sync(ptx::kAllLanes, smem.raised[index][(octave_of(last_of_piece) & 1) ^ 1] != 0);
   }
   // Whether this warp has, in lane 0: others of the warpgroup may be ahead or behind.
   FMHA_DEVICE bool has_raised_itself() const {
@@ -542,7 +548,7 @@ struct Consumer {
   // three times as many as before, and so on, the warpgroup votes. It takes exact maxima from then on if scores of its
   // rows lie far apart, or if one of its warps has had to raise running maxima since the last vote: to do so costs more
   // than twenty row-max reductions. Where warpgroups take turns, a raised maximum brings the vote about at the end of
-  // its piece, or of the next.
+  // a piece.
   FMHA_DEVICE void walk_skipping_row_max() {
     static_assert(!has_lo, "without a lower bound the blocks go down to 0");
     int32_t block = work().last_block - first_of(work()) - 1;
@@ -562,7 +568,7 @@ struct Consumer {
       const int32_t end = block + 1 > 2 * trial ? block - trial : -1;
 #pragma unroll 1
       do {
-        const int32_t piece_end = takes_turns ? max(end, block / kPiece * kPiece - 1) : end;
+        const int32_t piece_end = takes_turns ? max(end, last_of_piece(block) - 1) : end;
 #pragma unroll 1
         for (; block > piece_end; --block) step_reusing_row_max(block, block == 0);
       } while (block > end && !has_raised(block + 1));
