@@ -147,7 +147,7 @@ impl Sm90Tile {
         let quads = if spec.dropout { self.num_consumers() * 4 * 512 } else { 0 };
         let bias_barriers = if bias_slots > 0 { 2 * bias_slots } else { 2 };
         let barriers = 8 * (2 * q_buffers + 6 * self.stages + bias_barriers + 8);
-        let work = (3 * 18 + 1) * 4;
+        let work = (3 * 18 + 2 + 2 * self.num_consumers()) * 4;
         (q + kv + bias + quads + barriers + work + 1023) / 1024 * 1024
     }
 

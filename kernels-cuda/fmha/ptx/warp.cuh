@@ -21,6 +21,10 @@ FMHA_DEVICE T shfl_xor(T value, int mask) {
 // PTX ISA: shfl.sync.
 FMHA_DEVICE int32_t uniform(int32_t value) { return __shfl_sync(kAllLanes, value, 0); }
 
+// needs: sm_70. No instruction: the compiler knows no more of the value from here on than its type. What is derived
+// from it stays where it is written, and takes no registers elsewhere.
+FMHA_DEVICE void unknown_here(int32_t& value) { asm volatile("" : "+r"(value)); }
+
 // needs: sm_70. Ends this thread; barriers of the cluster do not wait for it.
 // PTX ISA: exit.
 FMHA_DEVICE void exit_thread() { asm volatile("exit;"); }

@@ -1,9 +1,9 @@
 // The consume role: a warpgroup's 64 rows.
 //
 //   step i   tensor cores                     this warpgroup
-//            S = Q K(i)^T, O += P V(i-1)      O *= correction, waits for S
+//            S = Q K(i)^T, O += P V(i-1)      waits for S
 //            O += P V(i-1)                    mask, row maxima, P = exp2(S - row maximum)
-//            -                                P to 16 or 8 bits
+//            -                                P to 16 or 8 bits, O *= correction
 //
 // Where no mask cuts a block, the row-max reduction is skipped (`step_reusing_row_max`): P is computed with the
 // running maximum of the blocks before, and the block's row sums tell afterwards whether that was too low.
@@ -47,6 +47,9 @@ struct Consumer {
   // only so many are computed.
   static constexpr int half_n = round_up(tile.block_n / 2, mma::kDepth<Storage<type_v>>);
   static constexpr int consumers = num_consumers(tile);
+  static constexpr bool takes_turns = tile.ping_pong && consumers > 1;
+  // Exact maxima rescale O before the next turn, else in it, under the product of S.
+  static constexpr bool rescales_before_turn = dim_v > 128 && !tile.output_first;
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
 
   using Modifiers = sm90::Modifiers<spec, tile>;
@@ -117,10 +120,10 @@ struct Consumer {
 
   // Ping-pong: named barrier 1 + w tells warpgroup w that it may issue its products.
   FMHA_DEVICE void wait_ping_pong() const {
-    if constexpr (tile.ping_pong && consumers > 1) ptx::bar_sync<2 * mma::kWarpgroup>(1 + index);
+    if constexpr (takes_turns) ptx::bar_sync<2 * mma::kWarpgroup>(1 + index);
   }
   FMHA_DEVICE void signal_ping_pong() const {
-    if constexpr (tile.ping_pong && consumers > 1) {
+    if constexpr (takes_turns) {
       ptx::bar_arrive<2 * mma::kWarpgroup>(1 + (index + 1 == consumers ? 0 : index + 1));
     }
   }
@@ -149,12 +152,16 @@ struct Consumer {
   template <class Sums>
   FMHA_DEVICE void start_scores(Sums& s) {
     constexpr int sign = spec.negative_scale ? -1 : 1;
+    int32_t q_index = q_slot.index;
+    // Else Q's descriptors, sixteen at D 256, are worked out before the loop, and as uniform registers have no room for
+    // them, brought back from ordinary ones between the turn's products: 25 moves a block.
+    if constexpr (dim_qk > 128) ptx::unknown_here(q_index);
     ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
     if constexpr (!tile.output_first) wait_ping_pong();
     if constexpr (tile.q_in_registers) {
       mma::start_register_product_abt<spec.dtype_qk, sign>(s, q, smem.k[k_slot.index], 0, false);
     } else {
-      mma::start_product_abt<spec.dtype_qk, sign>(s, smem.q[q_slot.index], q_row(), smem.k[k_slot.index]);
+      mma::start_product_abt<spec.dtype_qk, sign>(s, smem.q[q_index], q_row(), smem.k[k_slot.index]);
     }
   }
   FMHA_DEVICE void start_output() {
@@ -186,8 +193,8 @@ struct Consumer {
     release_k();
     if constexpr (release_q_early) release_q(last);
   }
-  // A block's S, and O += P V of the block before. O is rescaled here, and not with the softmax before, so that the
-  // multiplications run under the product of S. `passes_turn`: else the softmax does, once it has the maxima.
+  // A block's S, and O += P V of the block before. `rescales`: O is rescaled here, under the product of S; else it has
+  // been since its last product. `passes_turn`: else the softmax does, once it has the maxima.
   template <class Sums>
   FMHA_DEVICE void overlap_products(Sums& scores, bool rescales, bool last, const Work& work, int32_t block, bool passes_turn = true) {
     if constexpr (tile.output_first) {
@@ -413,15 +420,19 @@ struct Consumer {
   // One block, with the row-max reduction. `edge` and `last` are uniform over the warpgroup.
   FMHA_DEVICE void step(int32_t block, bool edge, bool last) {
     ScoreSums<tile.block_n> sums;
-    overlap_products(sums, true, last, work(), block, !tile.turn_after_max);
+    overlap_products(sums, !rescales_before_turn, last, work(), block, !tile.turn_after_max);
     auto&& s = mma::in_f32(sums);
     exponentiate(s, work(), block, edge, tile.turn_after_max);
     finish_overlapped_output();
     take_probs(s);
+    if constexpr (rescales_before_turn) {
+      rescale();
+      softmax.correction[0] = softmax.correction[1] = 1.f;
+    }
   }
 
-  // One block without the row-max reduction. Returns whether running maxima of the warp were too low for it.
-  FMHA_DEVICE bool step_reusing_row_max(int32_t block, bool last) {
+  // One block without the row-max reduction.
+  FMHA_DEVICE void step_reusing_row_max(int32_t block, bool last) {
     ScoreSums<tile.block_n> products;
     overlap_products(products, false, last, work(), block);
     auto&& s = mma::in_f32(products);
@@ -430,20 +441,18 @@ struct Consumer {
     float sums[2];
     softmax.step_reusing_row_max(s, scale_log2, sums, never());
     finish_output();
-    bool raised = false;
-    if (__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(sums))) raised = raise_row_max(s, sums, block);
+    if (__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(sums))) raise_row_max(s, sums, block);
     softmax.add(sums);
     take_probs(s);
-    return raised;
   }
   // Whether one of the thread's two rows is the sequence's: what follows a packed sequence must not sway a vote.
   FMHA_DEVICE bool is_row(int r) const { return query_of<tile>(p, rows.row + 8 * r) < work().seqlen_q; }
 
   // Raises running maxima that were too low for this block, after its exponentials. From a P that overflowed f32 the
-  // score cannot be recovered: it is computed again. False where no row of the sequence needed it.
-  FMHA_DEVICE bool raise_row_max(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
+  // score cannot be recovered: it is computed again.
+  FMHA_DEVICE void raise_row_max(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
     const float real_sums[2] = {is_row(0) ? sums[0] : 0.f, is_row(1) ? sums[1] : 0.f};
-    if (!__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(real_sums))) return false;
+    if (!__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(real_sums))) return;
     const bool overflows = __any_sync(ptx::kAllLanes, softmax.overflows_f32(real_sums));
     if (overflows) {
       recompute_scores<spec, tile>(p, work(), rows.row, block, s);
@@ -455,7 +464,31 @@ struct Consumer {
       softmax.rescale_to_row_max(s, scale_log2, sums);
     }
     rescale();
-    return true;
+    if (signals) smem.raised[index][octave_of(block) & 1] = 1;
+  }
+
+  // Where warpgroups take turns, blocks that skip the reduction are walked in pieces, which end with a tile's third,
+  // fifth, ninth block and so on: the further a tile is, the less another block is likely to raise a maximum. Of the
+  // two words of `raised`, one is of the blocks of this octave, from such a last block up to the next, and the other of
+  // those of the last. It is read after the block that begins the next octave, whose turn the warps waited for together:
+  // the marks of the octave before it were written by then, and until the warps have met for another turn, new ones go
+  // to the other word. All four read the same. To read in every block cost D 64 5 %.
+  FMHA_DEVICE int32_t octave_of(int32_t block) const { return 31 - __clz(work().last_block - block); }
+  // The last block of the piece that `block`, not the tile's first, is in.
+  FMHA_DEVICE int32_t last_of_piece(int32_t block) const {
+    return work().last_block - (1 << (32 - __clz(max(work().last_block - block - 1, 1))));
+  }
+  // After the last block of a piece: whether a warp of the warpgroup has raised running maxima in the octave before it.
+  FMHA_DEVICE bool has_raised(int32_t last_of_piece) const {
+    return __any_sync(ptx::kAllLanes, smem.raised[index][(octave_of(last_of_piece) & 1) ^ 1] != 0);
+  }
+  // Whether this warp has, in lane 0: others of the warpgroup may be ahead or behind.
+  FMHA_DEVICE bool has_raised_itself() const {
+    return signals && (smem.raised[index][0] != 0 || smem.raised[index][1] != 0);
+  }
+  // Before a tile's first vote, which all four warps come to before one raises a maximum.
+  FMHA_DEVICE void forget_raised() {
+    if (signals) smem.raised[index][0] = smem.raised[index][1] = 0;
   }
 
   // Whether the scores of a row of the thread lie so far apart, in the blocks above `block`, that later ones would raise
@@ -475,8 +508,29 @@ struct Consumer {
     return apart;
   }
 
+  // Whether any of the warpgroup's rows is the sequence's.
+  FMHA_DEVICE bool has_rows() const {
+    return ptx::uniform(query_of<tile>(p, work().first_row + index * mma::kRows) < work().seqlen_q);
+  }
+  // The tile's blocks but the first, of a warpgroup without rows: released unread, its turns passed on. What O then
+  // holds is not stored.
+  FMHA_DEVICE void pass_blocks() {
+    const int32_t num_others = work().num_blocks - first_of(work()) - 1;
+#pragma unroll 1
+    for (int32_t i = 0; i < num_others; ++i) {
+      wait_ping_pong();
+      signal_ping_pong();
+      skip_k(1);
+      skip_v(1);
+    }
+    if constexpr (release_q_early) release_q(num_others > 0);
+  }
+
   // The tile's blocks but the first.
   FMHA_DEVICE void other_blocks() {
+    if constexpr (consumers > 1 && tile.bias_stages == 0) {
+      if (!has_rows()) return pass_blocks();
+    }
     if constexpr (tile.skip_row_max) {
       walk_skipping_row_max();
     } else {
@@ -493,27 +547,31 @@ struct Consumer {
   // the others skip the row-max reduction depends on this tile alone: before them, then after `vote_after` blocks, after
   // three times as many as before, and so on, the warpgroup votes. It takes exact maxima from then on if scores of its
   // rows lie far apart, or if one of its warps has had to raise running maxima since the last vote: to do so costs more
-  // than twenty row-max reductions.
+  // than twenty row-max reductions. Where warpgroups take turns, a raised maximum brings the vote about at the end of
+  // a piece.
   FMHA_DEVICE void walk_skipping_row_max() {
     static_assert(!has_lo, "without a lower bound the blocks go down to 0");
     int32_t block = work().last_block - first_of(work()) - 1;
     int32_t exact_down_to = has_hi ? max(rows.inside_end - 1, 0) / tile.block_n : block + 1;
-    bool raised = false;
+    forget_raised();
     while (true) {
 #pragma unroll 1
       for (; block >= exact_down_to; --block) step(block, has_hi && is_edge(block), block == 0);
       if (block < 0) return;
       // The vote of a warp is the same in each lane, as ptxas can tell: else slot indices leave the uniform registers.
-      if (any_warp(__any_sync(ptx::kAllLanes, raised || far_apart(block)))) {
+      if (any_warp(__any_sync(ptx::kAllLanes, has_raised_itself() || far_apart(block)))) {
         exact_down_to = 0;
         continue;
       }
       rescale();
-      raised = false;
       const int32_t trial = max(3 * (work().last_block - block), tile.vote_after);
       const int32_t end = block + 1 > 2 * trial ? block - trial : -1;
 #pragma unroll 1
-      for (; block > end; --block) raised |= step_reusing_row_max(block, block == 0);
+      do {
+        const int32_t piece_end = takes_turns ? max(end, last_of_piece(block) - 1) : end;
+#pragma unroll 1
+        for (; block > piece_end; --block) step_reusing_row_max(block, block == 0);
+      } while (block > end && !has_raised(block + 1));
       softmax.correction[0] = softmax.correction[1] = 1.f;
     }
   }

@@ -66,6 +66,7 @@ struct Multistage {
       refill(i);
     }
     consumer.finish_q();
+    consumer.rescale();
     consumer.start_output();
     consumer.finish_output();
     auto&& sums = mma::in_f32(consumer.o);
