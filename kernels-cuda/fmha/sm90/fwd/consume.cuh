@@ -51,6 +51,12 @@ struct Consumer {
   // Exact maxima rescale O before the next turn, else in it, under the product of S.
   static constexpr bool rescales_before_turn = dim_v > 128 && !tile.output_first;
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
+  // A warpgroup without rows of the sequence does not compute: a third of a tile of three may be so, and 4096 rows have one
+  // such tile in 22. D 64 full 587 and 616 TFLOP/s; tiles of two gain nothing.
+  static constexpr bool may_have_no_rows = consumers > 2 && tile.bias_stages == 0;
+  // A raised maximum ends the blocks that skip the row-max reduction. D 64 full, scores that grow from block to block: 498
+  // and 537; with a mask, and at D 128, normal scores lose 1 % by it and those gain as much.
+  static constexpr bool marks_raised = consumers > 2 && takes_turns && !has_hi;
 
   using Modifiers = sm90::Modifiers<spec, tile>;
 
@@ -431,8 +437,8 @@ struct Consumer {
     }
   }
 
-  // One block without the row-max reduction.
-  FMHA_DEVICE void step_reusing_row_max(int32_t block, bool last) {
+  // One block without the row-max reduction. Returns whether running maxima of the warp were too low for it.
+  FMHA_DEVICE bool step_reusing_row_max(int32_t block, bool last) {
     ScoreSums<tile.block_n> products;
     overlap_products(products, false, last, work(), block);
     auto&& s = mma::in_f32(products);
@@ -441,18 +447,20 @@ struct Consumer {
     float sums[2];
     softmax.step_reusing_row_max(s, scale_log2, sums, never());
     finish_output();
-    if (__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(sums))) raise_row_max(s, sums, block);
+    bool raised = false;
+    if (__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(sums))) raised = raise_row_max(s, sums, block);
     softmax.add(sums);
     take_probs(s);
+    return raised;
   }
   // Whether one of the thread's two rows is the sequence's: what follows a packed sequence must not sway a vote.
   FMHA_DEVICE bool is_row(int r) const { return query_of<tile>(p, rows.row + 8 * r) < work().seqlen_q; }
 
   // Raises running maxima that were too low for this block, after its exponentials. From a P that overflowed f32 the
-  // score cannot be recovered: it is computed again.
-  FMHA_DEVICE void raise_row_max(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
+  // score cannot be recovered: it is computed again. False where no row of the sequence needed it.
+  FMHA_DEVICE bool raise_row_max(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
     const float real_sums[2] = {is_row(0) ? sums[0] : 0.f, is_row(1) ? sums[1] : 0.f};
-    if (!__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(real_sums))) return;
+    if (!__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(real_sums))) return false;
     const bool overflows = __any_sync(ptx::kAllLanes, softmax.overflows_f32(real_sums));
     if (overflows) {
       recompute_scores<spec, tile>(p, work(), rows.row, block, s);
@@ -464,10 +472,13 @@ struct Consumer {
       softmax.rescale_to_row_max(s, scale_log2, sums);
     }
     rescale();
-    if (signals) smem.raised[index][octave_of(block) & 1] = 1;
+    if constexpr (marks_raised) {
+      if (signals) smem.raised[index][octave_of(block) & 1] = 1;
+    }
+    return true;
   }
 
-  // Where warpgroups take turns, blocks that skip the reduction are walked in pieces, which end with a tile's third,
+  // With `marks_raised`, blocks that skip the reduction are walked in pieces, which end with a tile's third,
   // fifth, ninth block and so on: the further a tile is, the less another block is likely to raise a maximum. Of the
   // two words of `raised`, one is of the blocks of this octave, from such a last block up to the next, and the other of
   // those of the last. It is read after the block that begins the next octave, whose turn the warps waited for together:
@@ -528,7 +539,7 @@ struct Consumer {
 
   // The tile's blocks but the first.
   FMHA_DEVICE void other_blocks() {
-    if constexpr (consumers > 1 && tile.bias_stages == 0) {
+    if constexpr (may_have_no_rows) {
       if (!has_rows()) return pass_blocks();
     }
     if constexpr (tile.skip_row_max) {
@@ -547,31 +558,38 @@ struct Consumer {
   // the others skip the row-max reduction depends on this tile alone: before them, then after `vote_after` blocks, after
   // three times as many as before, and so on, the warpgroup votes. It takes exact maxima from then on if scores of its
   // rows lie far apart, or if one of its warps has had to raise running maxima since the last vote: to do so costs more
-  // than twenty row-max reductions. Where warpgroups take turns, a raised maximum brings the vote about at the end of
-  // a piece.
+  // than twenty row-max reductions. With `marks_raised` a raised maximum brings the vote about at the end of a piece.
   FMHA_DEVICE void walk_skipping_row_max() {
     static_assert(!has_lo, "without a lower bound the blocks go down to 0");
     int32_t block = work().last_block - first_of(work()) - 1;
     int32_t exact_down_to = has_hi ? max(rows.inside_end - 1, 0) / tile.block_n : block + 1;
-    forget_raised();
+    bool raised = false;
+    if constexpr (marks_raised) forget_raised();
     while (true) {
 #pragma unroll 1
       for (; block >= exact_down_to; --block) step(block, has_hi && is_edge(block), block == 0);
       if (block < 0) return;
       // The vote of a warp is the same in each lane, as ptxas can tell: else slot indices leave the uniform registers.
-      if (any_warp(__any_sync(ptx::kAllLanes, has_raised_itself() || far_apart(block)))) {
+      if constexpr (marks_raised) raised = has_raised_itself();
+      if (any_warp(__any_sync(ptx::kAllLanes, raised || far_apart(block)))) {
         exact_down_to = 0;
         continue;
       }
       rescale();
+      raised = false;
       const int32_t trial = max(3 * (work().last_block - block), tile.vote_after);
       const int32_t end = block + 1 > 2 * trial ? block - trial : -1;
+      if constexpr (marks_raised) {
 #pragma unroll 1
-      do {
-        const int32_t piece_end = takes_turns ? max(end, last_of_piece(block) - 1) : end;
+        do {
+          const int32_t piece_end = max(end, last_of_piece(block) - 1);
 #pragma unroll 1
-        for (; block > piece_end; --block) step_reusing_row_max(block, block == 0);
-      } while (block > end && !has_raised(block + 1));
+          for (; block > piece_end; --block) step_reusing_row_max(block, block == 0);
+        } while (block > end && !has_raised(block + 1));
+      } else {
+#pragma unroll 1
+        for (; block > end; --block) raised |= step_reusing_row_max(block, block == 0);
+      }
       softmax.correction[0] = softmax.correction[1] = 1.f;
     }
   }
