@@ -67,7 +67,7 @@ pub(crate) enum Fate {
 /// Gives a process its fault.
 const OWN: &str = "PLANTED_FAULT";
 /// What a case may take. A broken kernel may go round for ever and change something each time; a sound one takes seconds.
-const LIMIT: Duration = Duration::from_secs(300);
+const LIMIT: Duration = Duration::from_secs(100);
 /// Before the fate, in the output of that process.
 const MARK: &str = "fate of the fault: ";
 

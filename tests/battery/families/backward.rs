@@ -168,7 +168,8 @@ fn field(cases: &mut Vec<Case>) {
         let name = format!("backward/field/one_query_block/{dtype}");
         let numbers = data(&name);
         let one = Dims { batch: 1, seqlen_q: 60, seqlen_k: 700, num_heads_q: 1, ..dims(64, 64) };
-        cases.push(Case::backward(name, BwdProblem::new(masked(dtype, one, "0")), Lengths::default(), numbers));
+        let problem = BwdProblem::new(masked(dtype, one, "0"));
+        cases.push(Case::backward(name, problem, Lengths::default(), numbers));
         // Rows of gradients that no whole number of 16 bytes lies between.
         let name = format!("backward/field/gradients_of_odd_strides/{dtype}");
         let numbers = data(&name);
