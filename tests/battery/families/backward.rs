@@ -225,6 +225,9 @@ fn over_blocks(cases: &mut Vec<Case>) {
             let name = format!("backward/in_turns/bf16/{of}/{mask}");
             push(name, dims(290, 420), DType::Bf16, mask, true, Vec::new());
         }
+        // More sink columns than queries, and a band in one block of keys.
+        let name = format!("backward/in_turns/many_sinks/bf16/{of}/b:4,3,300");
+        push(name, dims(30, 420), DType::Bf16, "b:4,3,300", true, Vec::new());
         // Blocks of queries at which nobody has a turn.
         let name = format!("backward/in_turns/queries_without_keys/bf16/{of}/b");
         push(name, dims(290, 100), DType::Bf16, "b", true, Vec::new());
@@ -235,6 +238,10 @@ fn over_blocks(cases: &mut Vec<Case>) {
                 let dims = Dims { batch: 2, num_heads_q: 9, num_heads_kv: 9, ..dims(180, 270) };
                 push(name, dims, DType::Bf16, mask, true, Vec::new());
             }
+            // Two such heads of a sequence, and one more than twice eight.
+            let name = format!("backward/in_turns/seventeen_heads/bf16/{of}/b");
+            let dims = Dims { batch: 2, num_heads_q: 17, num_heads_kv: 17, ..dims(100, 150) };
+            push(name, dims, DType::Bf16, "b", true, Vec::new());
         }
         for (dtype, mask) in [DType::F16, DType::Bf16].into_iter().flat_map(|t| [(t, "b"), (t, "b:60,3,2")]) {
             let planted = vec![
