@@ -225,6 +225,9 @@ fn over_blocks(cases: &mut Vec<Case>) {
             let name = format!("backward/in_turns/bf16/{of}/{mask}");
             push(name, dims(290, 420), DType::Bf16, mask, true, Vec::new());
         }
+        // A window that leaves a whole block of keys before the last queries do.
+        let name = format!("backward/in_turns/more_queries/bf16/{of}/b:150,3");
+        push(name, dims(290, 200), DType::Bf16, "b:150,3", true, Vec::new());
         // More sink columns than queries, and a band in one block of keys.
         let name = format!("backward/in_turns/many_sinks/bf16/{of}/b:4,3,300");
         push(name, dims(30, 420), DType::Bf16, "b:4,3,300", true, Vec::new());
