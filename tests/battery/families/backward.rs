@@ -193,6 +193,11 @@ fn field(cases: &mut Vec<Case>) {
         let whole = masked(dtype, Dims { seqlen_q: 128, seqlen_k: 100, ..dims(64, 64) }, "b");
         let numbers = data(&name);
         cases.push(Case::backward(name, modified(whole, "sink"), Lengths::default(), numbers));
+        // Rows for every warp that sums dSink, none of them a small part of it.
+        let name = format!("backward/field/sink_of_many_rows/{dtype}");
+        let many = masked(dtype, Dims { seqlen_q: 250, seqlen_k: 8, ..dims(64, 64) }, "0");
+        let numbers = data(&name);
+        cases.push(Case::backward(name, modified(many, "sink"), Lengths::default(), numbers));
         let name = format!("backward/field/dout_of_its_own_strides/{dtype}");
         let data = data(&name);
         let mut problem = BwdProblem::new(masked(dtype, dims(64, 64), "b"));
@@ -221,7 +226,7 @@ fn over_blocks(cases: &mut Vec<Case>) {
             head_dim_v,
         };
         // A window whose ends both lie beyond the diagonal's; and sink columns alone, a few and more than a block of keys.
-        for mask in ["0", "b", "b:170,3,2", "b:0,0", "b:60,140", "g:-30,1,2", "g:-100,-10,140"] {
+        for mask in ["0", "b", "b:170,3,2", "b:20,3,2", "b:0,0", "b:60,140", "g:-30,1,2", "g:-100,-10,140"] {
             let name = format!("backward/in_turns/bf16/{of}/{mask}");
             push(name, dims(290, 420), DType::Bf16, mask, true, Vec::new());
         }
@@ -241,7 +246,7 @@ fn over_blocks(cases: &mut Vec<Case>) {
                 let dims = Dims { batch: 2, num_heads_q: 9, num_heads_kv: 9, ..dims(180, 270) };
                 push(name, dims, DType::Bf16, mask, true, Vec::new());
             }
-            // Two such heads of a sequence, and one more than twice eight.
+            // Two such heads of a sequence, and one head more than twice eight.
             let name = format!("backward/in_turns/seventeen_heads/bf16/{of}/b");
             let dims = Dims { batch: 2, num_heads_q: 17, num_heads_kv: 17, ..dims(100, 150) };
             push(name, dims, DType::Bf16, "b", true, Vec::new());
