@@ -6,7 +6,7 @@
 mod intermediate;
 
 use std::borrow::Cow;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Arc, Mutex};
@@ -16,7 +16,7 @@ use fmha_conformance::Regex;
 use fmha_conformance::case::{Case, all};
 use fmha_conformance::deal::jobs;
 use fmha_conformance::run::{Options, Outcome};
-use fmha_core::cache::{Bundle, CompiledKernel, ImageKind, KernelJob, SourceKey, embed};
+use fmha_core::cache::{Bundle, CompiledKernel, KernelJob, embed};
 use fmha_core::{Error, FmhaBackend, PlanOptions};
 use fmha_cuda::CudaBackend;
 use fmha_rocm::RocmBackend;
@@ -66,8 +66,10 @@ pub(crate) enum Fate {
 
 /// Gives a process its fault.
 const OWN: &str = "PLANTED_FAULT";
-/// What a case may take. A broken kernel may go round for ever and change something each time; a sound one takes seconds.
+/// A broken kernel may go round for ever and change something each time; a sound one takes seconds.
 const LIMIT: Duration = Duration::from_secs(300);
+/// The same of a mutant, of which there are many.
+const LIMIT_OF_MUTANTS: Duration = Duration::from_secs(100);
 /// Before the fate, in the output of that process.
 const MARK: &str = "fate of the fault: ";
 
@@ -76,7 +78,8 @@ pub(crate) fn is_own_process() -> bool {
     let Ok(text) = std::env::var(OWN) else { return false };
     let fault: Fault = serde_json::from_str(&text).unwrap();
     let say = |at: usize, fate: &Fate| println!("{MARK}{}", serde_json::to_string(&(at, fate)).unwrap());
-    let goes_on = format!("no end within {LIMIT:?}");
+    let limit = if fault.line.is_some() { LIMIT_OF_MUTANTS } else { LIMIT };
+    let goes_on = format!("no end within {limit:?}");
     let late = if fault.found_as.is_none() { Fate::Found(goes_on) } else { Fate::Missed(goes_on) };
     // The case that is at work, by number, and since when.
     let at_work = Arc::new(Mutex::new((0, Instant::now())));
@@ -85,7 +88,7 @@ pub(crate) fn is_own_process() -> bool {
         loop {
             std::thread::sleep(Duration::from_secs(1));
             let (at, since) = *watched.lock().unwrap();
-            if since.elapsed() > LIMIT {
+            if since.elapsed() > limit {
                 say(at, &late);
                 std::process::exit(0);
             }
@@ -160,7 +163,7 @@ impl Fault {
     /// The case's kernels with the fault in them, under the sound ones' keys; those that it does not change left out.
     fn broken(&self, backend: &dyn FmhaBackend) -> Result<Vec<Arc<CompiledKernel>>, Error> {
         let compiler = backend.precompiler().unwrap();
-        let (mut kernels, mut may_differ) = (Vec::new(), MayDiffer::default());
+        let mut kernels = Vec::new();
         let mut includes = false;
         for sound in jobs(&self.case(), backend, &self.options().plan) {
             let mut broken = sound.clone();
@@ -168,7 +171,7 @@ impl Fault {
             let Some(header) = headers.iter_mut().find(|header| header.name == self.header) else { continue };
             header.text = Cow::Owned(self.edited(&header.text));
             includes = true;
-            if self.line.is_some() && !may_differ.asked(&sound, &broken) {
+            if self.line.is_some() && !may_differ(&sound, &broken) {
                 continue;
             }
             let image = |kernel: &CompiledKernel| kernel.image(sound.image).map(without_lines);
@@ -226,18 +229,13 @@ impl Fault {
 
 /// Whether two texts of a kernel may give different code: not where they already give the same before it is optimised, which
 /// takes a sixth of a compilation (0.07 s of 0.47 s).
-#[derive(Default)]
-struct MayDiffer(HashMap<SourceKey, bool>);
-
-impl MayDiffer {
-    fn asked(&mut self, sound: &KernelJob, broken: &KernelJob) -> bool {
-        if sound.image != ImageKind::Assembly || sound.arch.starts_with("gfx") {
-            return true;
-        }
-        *self.0.entry(broken.key()).or_insert_with(|| match (intermediate(sound), intermediate(broken)) {
-            (Some(was), Some(now)) => was != now,
-            _ => true,
-        })
+fn may_differ(sound: &KernelJob, broken: &KernelJob) -> bool {
+    if sound.arch.starts_with("gfx") {
+        return true;
+    }
+    match (intermediate(sound), intermediate(broken)) {
+        (Some(was), Some(now)) => was != now,
+        _ => true,
     }
 }
 

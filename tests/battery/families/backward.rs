@@ -164,6 +164,12 @@ fn field(cases: &mut Vec<Case>) {
             let problem = BwdProblem::new(masked(dtype, many, mask));
             cases.push(Case::backward(name, problem, Lengths::default(), data));
         }
+        // One block of queries, whose lone CTA prepares what those of many blocks of keys take.
+        let name = format!("backward/field/one_query_block/{dtype}");
+        let numbers = data(&name);
+        let one = Dims { batch: 1, seqlen_q: 60, seqlen_k: 700, num_heads_q: 1, ..dims(64, 64) };
+        let problem = BwdProblem::new(masked(dtype, one, "0"));
+        cases.push(Case::backward(name, problem, Lengths::default(), numbers));
         // Rows of gradients that no whole number of 16 bytes lies between.
         let name = format!("backward/field/gradients_of_odd_strides/{dtype}");
         let numbers = data(&name);
@@ -187,6 +193,11 @@ fn field(cases: &mut Vec<Case>) {
         let whole = masked(dtype, Dims { seqlen_q: 128, seqlen_k: 100, ..dims(64, 64) }, "b");
         let numbers = data(&name);
         cases.push(Case::backward(name, modified(whole, "sink"), Lengths::default(), numbers));
+        // Rows for every warp that sums dSink, none of them a small part of it.
+        let name = format!("backward/field/sink_of_many_rows/{dtype}");
+        let many = masked(dtype, Dims { seqlen_q: 250, seqlen_k: 8, ..dims(64, 64) }, "0");
+        let numbers = data(&name);
+        cases.push(Case::backward(name, modified(many, "sink"), Lengths::default(), numbers));
         let name = format!("backward/field/dout_of_its_own_strides/{dtype}");
         let data = data(&name);
         let mut problem = BwdProblem::new(masked(dtype, dims(64, 64), "b"));
@@ -214,11 +225,20 @@ fn over_blocks(cases: &mut Vec<Case>) {
             head_dim_qk: head_dim,
             head_dim_v,
         };
-        // The last one shows sink columns alone.
-        for mask in ["0", "b", "b:170,3,2", "b:0,0", "g:-30,1,2"] {
+        // A window whose ends both lie beyond the diagonal's; and sink columns alone, a few and more than a block of keys.
+        for mask in ["0", "b", "b:170,3,2", "b:20,3,2", "b:0,0", "b:60,140", "g:-30,1,2", "g:-100,-10,140"] {
             let name = format!("backward/in_turns/bf16/{of}/{mask}");
             push(name, dims(290, 420), DType::Bf16, mask, true, Vec::new());
         }
+        // A window that leaves a whole block of keys before the last queries do.
+        let name = format!("backward/in_turns/more_queries/bf16/{of}/b:150,3");
+        push(name, dims(290, 200), DType::Bf16, "b:150,3", true, Vec::new());
+        // More sink columns than queries, and a band in one block of keys.
+        let name = format!("backward/in_turns/many_sinks/bf16/{of}/b:4,3,300");
+        push(name, dims(30, 420), DType::Bf16, "b:4,3,300", true, Vec::new());
+        // Blocks of queries at which nobody has a turn.
+        let name = format!("backward/in_turns/queries_without_keys/bf16/{of}/b");
+        push(name, dims(290, 100), DType::Bf16, "b", true, Vec::new());
         // Every eighth kv head takes its turns the other way round.
         if matches!(head_dim, 64 | 128 | 200) {
             for mask in ["b", "b:70,3,2", "b:0,0", "g:-30,1,2"] {
@@ -226,6 +246,10 @@ fn over_blocks(cases: &mut Vec<Case>) {
                 let dims = Dims { batch: 2, num_heads_q: 9, num_heads_kv: 9, ..dims(180, 270) };
                 push(name, dims, DType::Bf16, mask, true, Vec::new());
             }
+            // Two such heads of a sequence, and one head more than twice eight.
+            let name = format!("backward/in_turns/seventeen_heads/bf16/{of}/b");
+            let dims = Dims { batch: 2, num_heads_q: 17, num_heads_kv: 17, ..dims(100, 150) };
+            push(name, dims, DType::Bf16, "b", true, Vec::new());
         }
         for (dtype, mask) in [DType::F16, DType::Bf16].into_iter().flat_map(|t| [(t, "b"), (t, "b:60,3,2")]) {
             let planted = vec![
@@ -236,10 +260,11 @@ fn over_blocks(cases: &mut Vec<Case>) {
             let name = format!("backward/hidden/{dtype}/{of}/{mask}");
             push(name, dims(150, 150), dtype, mask, false, planted);
         }
-        // Where consumers share out the dimension, one of them alone has anything to say of these keys.
+        // A query that sees no key, whose NaN stays in its column: where consumers share out the dimension, the last one alone
+        // has it.
         let planted = vec![(Operand::Q, [0, 2, 1, head_dim - 1], f64::NAN)];
         let name = format!("backward/hidden/last_column/bf16/{of}/b");
-        push(name, dims(150, 150), DType::Bf16, "b", false, planted);
+        push(name, dims(150, 140), DType::Bf16, "b", false, planted);
     }
 }
 
