@@ -48,8 +48,9 @@ struct Consumer {
   static constexpr int half_n = round_up(tile.block_n / 2, mma::kDepth<Storage<type_v>>);
   static constexpr int consumers = num_consumers(tile);
   static constexpr bool takes_turns = tile.ping_pong && consumers > 1;
-  // Exact maxima rescale O before the next turn, else in it, under the product of S.
-  static constexpr bool rescales_before_turn = dim_v > 128 && !tile.output_first;
+  // Exact maxima rescale O before the next turn, else in it, under the product of S. Beside sums of FP8, which have
+  // registers of their own, D 192 would spill 2 KB.
+  static constexpr bool rescales_before_turn = dim_v > 128 && !tile.flush;
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
   // A warpgroup without rows of the sequence does not compute: a third of a tile of three may be so, and 4096 rows have one
   // such tile in 22. D 64 full 587 and 616 TFLOP/s; tiles of two gain nothing.
@@ -161,7 +162,7 @@ struct Consumer {
     int32_t q_index = q_slot.index;
     // Else Q's descriptors, sixteen at D 256, are worked out before the loop, and as uniform registers have no room for
     // them, brought back from ordinary ones between the turn's products: 25 moves a block.
-    if constexpr (dim_qk > 128) ptx::unknown_here(q_index);
+    if constexpr (dim_qk > 128 && !is_fp8(spec.dtype_qk)) ptx::unknown_here(q_index);
     ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
     if constexpr (!tile.output_first) wait_ping_pong();
     if constexpr (tile.q_in_registers) {
