@@ -180,6 +180,16 @@ fn field(cases: &mut Vec<Case>) {
             strides.batch = rows * strides.seq;
         }
         cases.push(Case::backward(name, problem, Lengths::default(), numbers));
+        // Head dimensions of no whole number of 16 bytes, in rows of one.
+        let name = format!("backward/field/ragged_head_dim/{dtype}");
+        let numbers = data(&name);
+        let mut ragged = masked(dtype, Dims { num_heads_kv: 2, ..dims(60, 44) }, "b");
+        for strides in [&mut ragged.q, &mut ragged.k, &mut ragged.v, &mut ragged.o] {
+            let dim = strides.head;
+            (strides.seq, strides.batch) = (strides.seq / dim * 64, strides.batch / dim * 64);
+            strides.head = 64;
+        }
+        cases.push(Case::backward(name, BwdProblem::new(ragged), Lengths::default(), numbers));
         // A block of dBias that a sequence's queries end in: NaN lies behind them.
         let name = format!("backward/field/dbias_of_used_rows/{dtype}");
         let numbers = data(&name);
@@ -265,6 +275,10 @@ fn over_blocks(cases: &mut Vec<Case>) {
         let planted = vec![(Operand::Q, [0, 2, 1, head_dim - 1], f64::NAN)];
         let name = format!("backward/hidden/last_column/bf16/{of}/b");
         push(name, dims(150, 140), DType::Bf16, "b", false, planted);
+        // Queries behind the number of keys that a hidden key reaches.
+        let planted = vec![(Operand::K, [0, 95, 0, head_dim - 1], f64::NAN)];
+        let name = format!("backward/hidden/more_queries/bf16/{of}/b");
+        push(name, dims(150, 100), DType::Bf16, "b", false, planted);
     }
 }
 
