@@ -183,7 +183,7 @@ fn field(cases: &mut Vec<Case>) {
         // Head dimensions of no whole number of 16 bytes, in rows of one.
         let name = format!("backward/field/ragged_head_dim/{dtype}");
         let numbers = data(&name);
-        let mut ragged = masked(dtype, Dims { num_heads_kv: 2, ..dims(60, 44) }, "b");
+        let mut ragged = masked(dtype, dims(60, 44), "b");
         for strides in [&mut ragged.q, &mut ragged.k, &mut ragged.v, &mut ragged.o] {
             let dim = strides.head;
             (strides.seq, strides.batch) = (strides.seq / dim * 64, strides.batch / dim * 64);

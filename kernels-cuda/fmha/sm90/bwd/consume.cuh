@@ -670,8 +670,9 @@ struct Consumer {
       Work of_sequence = work;
       of_sequence.span.k_row = 0;
       constexpr int64_t to_next_key = kHeadSumsRow<spec, tile>;
-      store_elems<DType::F32, v>(dv, View{sums + S::dim, 0, to_next_key, 0, 1}, of_sequence, row, column, dv_factor);
-      store_elems<DType::F32, qk>(dk, View{sums, 0, to_next_key, 0, 1}, of_sequence, row, column, p.fwd.softmax_scale);
+      // By whole eights, as they are read; behind the dimension they are zeros.
+      store_elems<DType::F32, round_up(v, 8)>(dv, View{sums + S::dim, 0, to_next_key, 0, 1}, of_sequence, row, column, dv_factor);
+      store_elems<DType::F32, round_up(qk, 8)>(dk, View{sums, 0, to_next_key, 0, 1}, of_sequence, row, column, p.fwd.softmax_scale);
     } else if constexpr (tile.vector_store && dtype != DType::F32) {
       static_assert(num_consumer_warps(tile) * kStagingBytes <= sizeof(smem.ds), "rows find room where dS was");
       const uint32_t staging = ptx::shared_address(&smem.ds) + (threadIdx.x / 32 - 4) * kStagingBytes;
