@@ -102,6 +102,7 @@ pub fn headers() -> Vec<Header> {
         "score.h",
         "philox.h",
         "online_softmax.h",
+        "range.h",
         "row_bwd.h",
         "row_fwd.h",
         "num.h",

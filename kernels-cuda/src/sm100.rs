@@ -4,7 +4,7 @@ use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{FwdSpec, KvKind};
-use fmha_core::{DType, FwdProblem, KvLayout, MaskKind, Refusal, VLayout, Workspace, abi_spec};
+use fmha_core::{Bias, DType, FwdProblem, KvLayout, MaskKind, Refusal, VLayout, Workspace, abi_spec};
 
 use crate::schedule::{self, TileOrder, TileSchedule, UnitOfWork};
 use crate::sm90;
@@ -219,6 +219,12 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
         if dim > 256 {
             return refuse(format!("{field} {dim} is larger than 256"));
         }
+    }
+    // A subnormal factor of the exponents is 0 to this architecture's multiply-adds; scores of other types are 0 at such a scale.
+    let scale = problem.resolved_softmax_scale();
+    let is_subnormal = scale != 0.0 && scale.abs() * std::f32::consts::LOG2_E < f32::MIN_POSITIVE;
+    if qk == DType::Bf16 && is_subnormal && problem.softcap.is_none() && problem.bias == Bias::None {
+        return refuse(format!("softmax_scale {scale:e} is subnormal in log2"));
     }
     if problem.write_keep_mask {
         return refuse("write_keep_mask: it skips the blocks that the mask hides".to_owned());

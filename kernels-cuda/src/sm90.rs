@@ -281,8 +281,8 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     }
     // ALiBi's slope is subtracted from scores that are not scaled yet; those of other types are 0 at such a scale.
     let scale = problem.resolved_softmax_scale();
-    if qk == DType::Bf16 && matches!(problem.bias, Bias::Alibi { .. }) && scale != 0.0 && scale.abs() < 1e-30
-    {
+    let alibi_alone = matches!(problem.bias, Bias::Alibi { .. }) && problem.softcap.is_none();
+    if qk == DType::Bf16 && alibi_alone && scale != 0.0 && scale.abs() < 1e-30 {
         return refuse(format!("softmax_scale {scale:e} is below 1e-30, beside ALiBi"));
     }
     if problem.write_keep_mask {

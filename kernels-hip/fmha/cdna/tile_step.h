@@ -8,6 +8,7 @@
 #include <fmha/mask.h>
 #include <fmha/online_softmax.h>
 #include <fmha/philox.h>
+#include <fmha/range.h>
 #include <fmha/cdna/score.h>
 
 namespace fmha::cdna {
@@ -30,8 +31,8 @@ struct Wave {
   Array<Acc, C::d_blocks> o;
   OnlineRow row;    // row_sum: this lane's half, even keys only
   float odd_key_sum;  // the same of odd keys: two sums, so that no add waits for the one before
-  float exp2_offset;  // P = exp2(score * scale_log2 + exp2_offset): p_scale_log2 - row_max
-  bool subtracted;    // a maximum is so large that it is subtracted before (subtract_first)
+  float exp2_offset;  // P = exp2(score * scale_log2 + exp2_offset): p_scale_log2 - row_max, or without row_max if `subtracted`
+  bool subtracted;    // a maximum of the wave is so large that scores have theirs subtracted first (subtract_first)
   float opaque_neg_inf;  // -infinity whose value the compiler does not know, see RunningMax
   typename C::KMatrix::LaneAddresses k_lane;
   typename C::VMatrix::LaneAddresses v_lane;
@@ -185,10 +186,6 @@ FMHA_DEVICE float max_of(const Wave<spec, tile>& wave, const Scores<spec, tile>&
   return x.of_both_halves();
 }
 
-// Of a maximum beyond this half a last place is 2^-2 and more, which the exponent's one multiply-add, of exact products and a
-// maximum that is a rounded one, would have too much or too little of.
-constexpr float kLargestShift = 4194304.f;  // 2^22
-
 // Updates the running maximum. Sums and O are rescaled only if it rose for some query of the wave. Tolerating a rise
 // of up to 2^8 (lazy rescaling) was tried: the largest P is then rounded instead of exactly 1, and O's error reached
 // 1.007 of the contract's bound in one case of 148 (bf16, emulated gfx942).
@@ -209,7 +206,7 @@ FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Job& job, float til
 // Where a maximum of the wave is so large, its scores are scaled, rounded as the maximum was, and the maximum subtracted,
 // before the exponents are computed. Modified scores have been scaled before.
 template <CdnaSpec spec, CdnaTile tile>
-FMHA_DEVICE void subtract_first(Scores<spec, tile>& s, Wave<spec, tile>& wave, const Job& job) {
+FMHA_DEVICE void subtract_first(Scores<spec, tile>& s, const Wave<spec, tile>& wave, const Job& job) {
   if (!wave.subtracted) return;
   const float row_max = finite_or_zero(wave.row.row_max);
 #pragma unroll

@@ -1,6 +1,7 @@
 // The Blackwell forward kernel's derived numbers, shared memory, tensor memory, barriers and roles.
 #pragma once
 #include <fmha/common/copy_tile.cuh>
+#include <fmha/range.h>
 #include <fmha/common/pipeline.cuh>
 #include <fmha/common/work.cuh>
 #include <fmha/mma/sm100.cuh>
@@ -183,13 +184,19 @@ FMHA_DEVICE float descale_qk(const FwdParams& p, const Work& work) {
 template <FwdSpec spec>
 FMHA_DEVICE float softmax_scale_log2(const FwdParams& p, const Work& work) {
   if constexpr (modifies_score(spec)) return kLog2E;
-  // A scale of 0 would make -inf * 0 of hidden scores; f32's smallest number scales to nothing too.
-  return fmaxf(fabsf(p.softmax_scale * descale_qk<spec>(p, work)), 1.4e-45f) * kLog2E;
+  // A scale of 0 would make -inf * 0 of hidden scores, and so would a subnormal one, which the multiply-add takes for 0. The
+  // smallest normal number scales scores to nothing too (the host refuses the scales of bf16 that do not).
+  return fmaxf(fabsf(p.softmax_scale * descale_qk<spec>(p, work)) * kLog2E, 1.17549435e-38f);
 }
 
-// P is scaled in the exponent: that of 8 bits to their range; that of bf16, whose values of V may reach f32's largest number,
-// to less than 1, since a product with a P above 1, or the sum of a few, would leave f32 where O does not.
-FMHA_DEVICE constexpr float scale_of_p(DType dtype_v) { return dtype_v == DType::Bf16 ? 0x1p-16f : p_scale(dtype_v); }
+// P is scaled in the exponent: that of 8 bits to their range; that of bf16 to less (range.h).
+template <FwdSpec spec, Sm100Tile tile>
+FMHA_DEVICE constexpr float scale_of_p() {
+  if constexpr (spec.dtype_v != DType::Bf16) return p_scale(spec.dtype_v);
+  float scale = 1.f;
+  for (int n = offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2); n < 0; ++n) scale /= 2.f;
+  return scale;
+}
 
 // The exponent of a power of two.
 FMHA_DEVICE constexpr float log2_of_power(float power) {

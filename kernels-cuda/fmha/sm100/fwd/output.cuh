@@ -55,7 +55,7 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
   const int32_t i_head = tile.pack_gqa ? work.i_head + row - i * p.gqa_ratio : work.i_head;
   const bool stored = i < work.seqlen_q;
   // P's scale is in the sum and in O.
-  constexpr float of_p = 1.f / scale_of_p(spec.dtype_v);
+  constexpr float of_p = 1.f / scale_of_p<spec, tile>();
   RowResult result =
       finish_row<spec>(p, row_max * softmax_scale_log2<spec>(p, work), row_sum * of_p, stored ? i_head : 0);
   if constexpr (of_p != 1.f) result.factor *= of_p;

@@ -9,6 +9,7 @@
 // A row is one thread's, so maxima and sums need no exchange, and a row's bits depend on its own scores alone.
 #pragma once
 #include <fmha/online_softmax.h>
+#include <fmha/range.h>
 #include <fmha/philox.h>
 #include <fmha/ptx/f32x2.cuh>
 #include <fmha/ptx/fp8.cuh>
@@ -265,12 +266,9 @@ struct SoftmaxRole {
     row_max = new_max;
     if (!first) tell(correction, 0.f, false);
 
-    constexpr float p_offset_log2 = log2_of_power(scale_of_p(spec.dtype_v));
+    constexpr float p_offset_log2 = log2_of_power(scale_of_p<spec, tile>());
     float shift = reference * scale_log2 - p_offset_log2;
-    // Of a product so large half a last place is 2^-2 and more, which P would have too much or too little of: there the
-    // maximum is subtracted before scores are scaled.
-    constexpr float largest_shift = 4194304.f;  // 2^22
-    if (fabsf(reference * scale_log2) >= largest_shift) {
+    if (fabsf(reference * scale_log2) >= kLargestShift) {
       shift = -p_offset_log2;
 #pragma unroll
       for (int e = 0; e < n; ++e) s[e] -= reference;

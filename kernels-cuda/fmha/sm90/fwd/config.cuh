@@ -1,6 +1,7 @@
 // The Hopper forward kernel's derived numbers, shared memory, barriers and roles.
 #pragma once
 #include <fmha/common/copy_tile.cuh>
+#include <fmha/range.h>
 #include <fmha/common/pipeline.cuh>
 #include <fmha/common/work.cuh>
 #include <fmha/num.h>
@@ -81,10 +82,9 @@ FMHA_DEVICE constexpr float power_of_two(int n) {
 
 // P is scaled in the exponent, which costs nothing. That of 8 bits to their range: by as much as leaves room for the factor
 // by which a row's maximum may be surpassed before it is raised. Both together stay below the type's largest number
-// (448 = 2^8.8). That of bf16, whose values of V may reach f32's largest number, to as much less: else a product with a P
-// above 1, or the sum of a few, leaves f32 where O does not.
+// (448 = 2^8.8). That of bf16 to less (range.h).
 FMHA_DEVICE constexpr int p_offset_log2(const FwdSpec& spec, const Sm90Tile& tile) {
-  if (operand_v(spec, tile) == DType::Bf16) return -16;
+  if (operand_v(spec, tile) == DType::Bf16) return offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2);
   if (!is_fp8(operand_v(spec, tile))) return 0;
   int log2 = 0;
   for (float power = p_scale(spec.dtype_v); power > 1.f; power /= 2.f) ++log2;

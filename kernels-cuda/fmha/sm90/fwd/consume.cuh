@@ -1,9 +1,9 @@
 // The consume role: a warpgroup's 64 rows.
 //
 //   step i   tensor cores                     this warpgroup
-//            S = Q K(i)^T, O += P V(i-1)      waits for S
+//            S = Q K(i)^T, O += P V(i-1)      O *= correction, waits for S
 //            O += P V(i-1)                    mask, row maxima, P = exp2(S - row maximum)
-//            -                                P to 16 or 8 bits, O *= correction
+//            -                                P to 16 or 8 bits; above D 128 O *= correction here, before the next turn
 //
 // Where no mask cuts a block, the row-max reduction is skipped (`step_reusing_row_max`): P is computed with the
 // running maximum of the blocks before, and the block's row sums tell afterwards whether that was too low.
@@ -52,12 +52,14 @@ struct Consumer {
   // registers of their own, D 192 would spill 2 KB.
   static constexpr bool rescales_before_turn = dim_v > 128 && !tile.flush;
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
-  // A warpgroup without rows of the sequence does not compute: a third of a tile of three may be so, and 4096 rows have one
-  // such tile in 22. D 64 full 587 and 616 TFLOP/s; tiles of two gain nothing.
-  static constexpr bool may_have_no_rows = consumers > 2 && tile.bias_stages == 0;
-  // A raised maximum ends the blocks that skip the row-max reduction. D 64 full, scores that grow from block to block: 498
-  // and 537; with a mask, and at D 128, normal scores lose 1 % by it and those gain as much.
-  static constexpr bool marks_raised = consumers > 2 && takes_turns && !has_hi;
+  // Where these two were timed, and gained (TFLOP/s, H200).
+  static constexpr bool of_three = consumers == 3 && dim_v == 64 && !is_fp8(spec.dtype_qk);
+  // A warpgroup without rows of the sequence does not compute: two of three may be so, as in one tile of 22 at 4096 rows. Full 583
+  // and 600, causal 520 and 536.
+  static constexpr bool may_have_no_rows = of_three && tile.bias_stages == 0;
+  // A raised maximum ends the blocks that skip the row-max reduction. Full, scores that grow from block to block: 498 and 534.
+  // Causal 536 and 530 where they do not grow; D 128 causal 720 and 709, growing 635 and 639.
+  static constexpr bool marks_raised = of_three && takes_turns && !has_hi;
 
   using Modifiers = sm90::Modifiers<spec, tile>;
 
@@ -494,8 +496,8 @@ struct Consumer {
   FMHA_DEVICE bool has_raised(int32_t last_of_piece) const {
     return __any_sync(ptx::kAllLanes, smem.raised[index][(octave_of(last_of_piece) & 1) ^ 1] != 0);
   }
-  // Whether this warp has, in lane 0: others of the warpgroup may be ahead or behind.
-  FMHA_DEVICE bool has_raised_itself() const {
+  // Whether this warp has, or another whose mark has arrived: the vote is of all four.
+  FMHA_DEVICE bool sees_mark() const {
     return signals && (smem.raised[index][0] != 0 || smem.raised[index][1] != 0);
   }
   // Before a tile's first vote, which all four warps come to before one raises a maximum.
@@ -571,7 +573,7 @@ struct Consumer {
       for (; block >= exact_down_to; --block) step(block, has_hi && is_edge(block), block == 0);
       if (block < 0) return;
       // The vote of a warp is the same in each lane, as ptxas can tell: else slot indices leave the uniform registers.
-      if constexpr (marks_raised) raised = has_raised_itself();
+      if constexpr (marks_raised) raised = sees_mark();
       if (any_warp(__any_sync(ptx::kAllLanes, raised || far_apart(block)))) {
         exact_down_to = 0;
         continue;

@@ -30,7 +30,7 @@ struct Modifiers {
     return is_fp8(spec.dtype_qk) ? scale * descale : scale;
   }
   // A scale of 0 would turn the -inf of hidden scores into NaN: f32's smallest number scales every score to 0 too. ALiBi's
-  // slope over it would be infinity; below 1e-30 there is 0 alone (the host refuses the others).
+  // slope over it would be infinite: from 1e-30 down only bf16 has scores that are not 0, and the host refuses those.
   FMHA_DEVICE float positive_scale() const { return fmaxf(fabsf(scale()), only_alibi ? 1e-30f : 1.4e-45f); }
 
   // What an exponential multiplies the softmax's scores by.

@@ -1,6 +1,7 @@
 // The online softmax of a consumer thread's two rows.
 #pragma once
 #include <fmha/online_softmax.h>
+#include <fmha/range.h>
 #include <fmha/sm90/common/exp2.cuh>
 #include <fmha/sm90/common/fragment.cuh>
 #include <fmha/sm90_host.h>
@@ -12,10 +13,6 @@ struct RowStats {
   float row_max = -infinity();  // of S, before the scale
   float row_sum = 0.f;          // this thread's share of sum exp2((S - row_max) * scale_log2)
 };
-
-// Where a row's maximum times its scale is beyond this, the exponent's one multiply-add no longer does: it takes the product,
-// rounded, from exact ones, and a half of its last place is a power of two that P, the sums and O have too many or too few.
-constexpr float kLargestShift = 4194304.f;  // 2^22: half a last place is 2^-2
 
 // With `p_offset_log2` P and its sums are that many powers of two larger (config.cuh).
 template <Sm90Tile tile, int p_offset_log2>
@@ -41,7 +38,7 @@ struct Softmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(row_max[r], other_max[r]);
   }
-  // Scores so large have the maximum subtracted before they are scaled.
+  // Whether scores are so large that the maximum is to be subtracted before they are scaled (range.h).
   FMHA_DEVICE static bool subtracts_first(const float (&base)[2], float scale_log2) {
     return fabsf(base[0] * scale_log2) >= kLargestShift || fabsf(base[1] * scale_log2) >= kLargestShift;
   }
@@ -116,7 +113,7 @@ struct Softmax {
     sums[0] = sums[1] = 0.f;
     exponentiate(s, scale_log2, shift, sums, never);
   }
-  // Whether some P may be beyond 2^lazy_rescale_log2. So does NaN count: it is the sum of a row whose running
+  // Whether some P may be beyond 2^lazy_rescale_log2. So do NaN and infinity count: they are the sums of a row whose running
   // maximum is still -inf.
   FMHA_DEVICE static bool exceeds_rescale_threshold(const float (&sums)[2]) { return exceed(sums, power_of_two(tile.lazy_rescale_log2 + p_offset_log2)); }
   // Whether P may have overflowed f32, which leaves nothing to rescale. The limit is lower than f32's, since the

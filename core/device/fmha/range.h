@@ -1,0 +1,19 @@
+// Where f32 ends for a softmax whose exponents are one multiply-add: score * scale - shift, the shift being the running maximum
+// times the scale.
+#pragma once
+#include <fmha/portable.h>
+
+namespace fmha {
+
+// A shift is a rounded product, and the multiply-add takes it from exact ones: half of its last place is a power of two that P,
+// the sums and O have too many or too few. Beyond this the maximum is subtracted from scores before they are scaled.
+constexpr float kLargestShift = 4194304.f;  // 2^22: half a last place is 2^-2
+
+// A V of bf16 may reach f32's largest number, and a running maximum that is too low lets P reach 2^rescale_threshold_log2: a product,
+// or the sum of a few, would leave f32 where O does not. So P lies lower, in the exponent, where it costs nothing, with room for 32 values that
+// weigh 1. Under a mask rows that are not finite are computed again, and P stays, since an O that lies lower keeps less of tiny values.
+FMHA_DEVICE constexpr int offset_log2_of_bf16_p(bool is_masked, int rescale_threshold_log2) {
+  return is_masked ? 0 : -(rescale_threshold_log2 + 5);
+}
+
+}  // namespace fmha
