@@ -55,6 +55,12 @@ FMHA_DEVICE float add_rm_ftz(float x, float y) {
   return z;
 }
 
+// needs: sm_50. Adds `y` to `x` where a >= b.
+// PTX ISA: setp, add.
+FMHA_DEVICE void add_if_ge(float& x, float y, uint32_t a, uint32_t b) {
+  asm("{ .reg .pred p; setp.ge.u32 p, %1, %2; @p add.rn.f32 %0, %0, %3; }" : "+f"(x) : "r"(a), "r"(b), "f"(y));
+}
+
 // needs: sm_90. Two numbers to nearest even, packed; `low` in the low half.
 // PTX ISA: cvt.
 template <DType dtype>

@@ -2,6 +2,7 @@
 #pragma once
 #include <fmha/mma/sm90.cuh>
 #include <fmha/ptx/fp8.cuh>
+#include <fmha/ptx/num.cuh>
 #include <fmha/ptx/warp.cuh>
 #include <fmha/sm90/common/philox_parts.cuh>
 
@@ -14,6 +15,20 @@ struct alignas(16) DropoutQuad {
   Array<uint32_t, 4> words;
 };
 using DropoutQuads = DropoutQuad[32];
+
+// Up to 23 bits, each set once, as an f32 from 2^23 to 2^24. Who sets a bit under a predicate by adding it leaves the
+// pipe of the comparisons, which the generator's XORs fill, to those.
+struct CountedBits {
+  float sum = 0x1p23f;
+
+  FMHA_DEVICE void set_if_ge(int bit, uint32_t a, uint32_t b) { ptx::add_if_ge(sum, float(1 << bit), a, b); }
+  template <int count>
+  FMHA_DEVICE void shift() {
+    sum = fmaf(sum, float(1 << count), 0x1p23f - 0x1p23f * (1 << count));
+  }
+  // Bits from 23 on are of no meaning.
+  FMHA_DEVICE uint32_t word() const { return __float_as_uint(sum); }
+};
 
 // Which elements dropout zeros of a fragment of a block's `n` keys, known before the scores are.
 //
@@ -39,7 +54,9 @@ struct DroppedBits {
 #pragma unroll
     for (int w = 0; w < ceil_div(count / 8, groups_a_word); ++w) {
       const int num_pairs = min(groups_a_word, count / 8 - w * groups_a_word) / 2;
-      uint32_t called[2] = {};  // of this lane's row: the even lane's two keys, and the odd lane's
+      // Of this lane's row: the even lane's two keys, then the odd lane's; of either the lower half of a word, then the
+      // upper. Not [2][2]: of such an array NVRTC (12.9, 13.0, 13.3) gives the first row its initial value, the others 0.
+      CountedBits called[4];
       const int32_t first_quad = first_key / 4 + 2 * w * groups_a_word;
       if constexpr (one_head) {
         __syncwarp();
@@ -57,20 +74,20 @@ struct DroppedBits {
         for (int c = 0; c < calls; ++c)
           decided[c] = one_head ? quads[quad + 2 * c].words : dropout_quad(p, own_head, first_quad + quad + 2 * c);
         dropout_words(decided, p, row);
-        called[0] <<= calls / 2;
-        called[1] <<= calls / 2;
+#pragma unroll
+        for (CountedBits& half : called) half.template shift<calls / 2>();
 #pragma unroll
         for (int c = 0; c < calls; ++c) {
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            const uint32_t bit = 1u << (8 * (2 * (c % 2) + k % 2) + calls / 2 - 1 - c / 2);
-            if (decided[c][k] >= p.dropout_threshold) called[k / 2] |= bit;
-          }
+          for (int k = 0; k < 4; ++k)
+            called[k / 2 * 2 + c % 2].set_if_ge(8 * (k % 2) + calls / 2 - 1 - c / 2, decided[c][k], p.dropout_threshold);
         }
       }
+      const uint32_t shift = 8 - round_up(num_pairs, calls / 2);
+      uint32_t of_lane[2];
 #pragma unroll
-      for (int l = 0; l < 2; ++l) called[l] <<= 8 - round_up(num_pairs, calls / 2);
-      const uint32_t other = ptx::shfl_xor(odd ? called[0] : called[1], 1), own = odd ? called[1] : called[0];
+      for (int l = 0; l < 2; ++l) of_lane[l] = ptx::prmt(called[2 * l].word(), called[2 * l + 1].word(), 0x5410) << shift;
+      const uint32_t other = ptx::shfl_xor(odd ? of_lane[0] : of_lane[1], 1), own = odd ? of_lane[1] : of_lane[0];
       words[0][w] = odd ? other : own;
       words[1][w] = odd ? own : other;
     }
