@@ -1,6 +1,6 @@
 //! Which refusals are part of a backend's promise. Any other is a failure.
 
-use fmha_core::{DType, FwdProblem};
+use fmha_core::{Bias, DType, FwdProblem};
 
 use crate::case::{Body, Case};
 use crate::law::LawKind;
@@ -25,6 +25,11 @@ fn updates_the_cache(case: &Case, problem: Option<&FwdProblem>) -> bool {
         || matches!(&case.body, Body::Law(law) if matches!(law.kind, LawKind::AppendIsWritten(_)))
 }
 
+fn alibi_beside_a_tiny_scale(problem: &FwdProblem) -> bool {
+    let is_tiny = problem.softmax_scale.is_some_and(|scale| scale != 0.0 && scale.abs() < 1e-30);
+    is_tiny && matches!(problem.bias, Bias::Alibi { .. })
+}
+
 /// All of them. The CPU backend takes the whole contract and has none.
 pub const DECLARED: &[Declared] = &[
     Declared {
@@ -36,6 +41,11 @@ pub const DECLARED: &[Declared] = &[
         backend: "cuda",
         what: "NVIDIA computes in the OCP FP8 types, not in FNUZ",
         applies: |_, problem| uses(problem, |dtype| matches!(dtype, DType::E4m3Fnuz | DType::E5m2Fnuz)),
+    },
+    Declared {
+        backend: "cuda",
+        what: "Hopper's kernel takes ALiBi's slope from scores that are not scaled: a scale below 1e-30 is simt's",
+        applies: |_, problem| problem.is_some_and(alibi_beside_a_tiny_scale),
     },
     Declared {
         backend: "rocm",

@@ -23,6 +23,7 @@ FMHA_DEVICE int32_t uniform(int32_t value) { return __shfl_sync(kAllLanes, value
 
 // needs: sm_70. No instruction: the compiler knows no more of the value from here on than its type. What is derived
 // from it stays where it is written, and takes no registers elsewhere.
+// PTX ISA: none; Inline PTX Assembly in CUDA, constraints.
 FMHA_DEVICE void unknown_here(int32_t& value) { asm volatile("" : "+r"(value)); }
 
 // needs: sm_70. Ends this thread; barriers of the cluster do not wait for it.
