@@ -3,8 +3,9 @@
 KIT is the peers' kit with bench/ours.py as its ours.py. A JOB is `TABLE;ROWS;VARIANT,...;PEER,...[;KIND,...[;REPEATS]]`: a
 table of the kit, a regular expression for its rows, what is timed, the kinds of inputs, and how many repeats beside other
 work are to have equal bits. A VARIANT is `NAME` or `NAME=WORDS`, WORDS with `+` between: tile fields (`stages_q=2`), or
-`deterministic`, `exact`, `lib=FILE` (another build's library in place of $FMHA_LIB). Every output is held to float64 first; WRONG and its error stand behind a figure that is beyond the
-kit's bound. One line a row: TFLOP/s of each, the median of three bursts.
+`deterministic`, `exact`, `lib=FILE` (another build's library in place of $FMHA_LIB). Every output is held to float64
+first; WRONG and its error stand behind a figure that is beyond the kit's bound. One line a row: TFLOP/s of each, the median
+of three bursts.
 """
 
 import argparse
@@ -24,7 +25,6 @@ import compare  # noqa: E402
 import ours  # noqa: E402
 import peers  # noqa: E402
 from peers import TABLES, torch  # noqa: E402
-
 
 LIBRARY = os.environ.get("FMHA_LIB", "")
 

@@ -9,9 +9,18 @@ namespace fmha {
 // the sums and O have too many or too few. Beyond this the maximum is subtracted from scores before they are scaled.
 constexpr float kLargestShift = 4194304.f;  // 2^22: half a last place is 2^-2
 
-// A V of bf16 may reach f32's largest number, and a running maximum that is too low lets P reach 2^rescale_threshold_log2: a product,
-// or the sum of a few, would leave f32 where O does not. So P lies lower, in the exponent, where it costs nothing, with room for 32 values that
-// weigh 1. Under a mask rows that are not finite are computed again, and P stays, since an O that lies lower keeps less of tiny values.
+// 2^n.
+FMHA_DEVICE constexpr float power_of_two(int n) {
+  float power = 1.f;
+  for (; n > 0; --n) power *= 2.f;
+  for (; n < 0; ++n) power /= 2.f;
+  return power;
+}
+
+// A V of bf16 may reach f32's largest number, and a running maximum that is too low lets P reach 2^rescale_threshold_log2: a
+// product, or the sum of a few, would leave f32 where O does not. So P lies lower, in the exponent, where it costs nothing, with
+// room for 32 values that weigh 1. Under a mask rows that are not finite are computed again, and P stays, since an O that lies
+// lower keeps less of tiny values.
 FMHA_DEVICE constexpr int offset_log2_of_bf16_p(bool is_masked, int rescale_threshold_log2) {
   return is_masked ? 0 : -(rescale_threshold_log2 + 5);
 }

@@ -246,8 +246,7 @@ struct Probabilities {
 
   FMHA_DEVICE Probabilities(PFrags<spec, tile>& frags, const Scores<spec, tile>& s, const Wave<spec, tile>& wave,
                             const Job& job)
-      : frags(frags), scale_log2(spec.modifies || wave.subtracted ? 1.f : job.scale_log2),
-        base(wave.exp2_offset),
+      : frags(frags), scale_log2(spec.modifies || wave.subtracted ? 1.f : job.scale_log2), base(wave.exp2_offset),
         sum{wave.row.row_sum, wave.odd_key_sum} {
     products(s, 0);
   }

@@ -1,10 +1,10 @@
 // The Blackwell forward kernel's derived numbers, shared memory, tensor memory, barriers and roles.
 #pragma once
 #include <fmha/common/copy_tile.cuh>
-#include <fmha/range.h>
 #include <fmha/common/pipeline.cuh>
 #include <fmha/common/work.cuh>
 #include <fmha/mma/sm100.cuh>
+#include <fmha/range.h>
 #include <fmha/ptx/tma.cuh>
 #include <fmha/score.h>
 #include <fmha/sm100_host.h>
@@ -193,9 +193,7 @@ FMHA_DEVICE float softmax_scale_log2(const FwdParams& p, const Work& work) {
 template <FwdSpec spec, Sm100Tile tile>
 FMHA_DEVICE constexpr float scale_of_p() {
   if constexpr (spec.dtype_v != DType::Bf16) return p_scale(spec.dtype_v);
-  float scale = 1.f;
-  for (int n = offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2); n < 0; ++n) scale /= 2.f;
-  return scale;
+  return power_of_two(offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2));
 }
 
 // The exponent of a power of two.

@@ -9,7 +9,6 @@
 // A row is one thread's, so maxima and sums need no exchange, and a row's bits depend on its own scores alone.
 #pragma once
 #include <fmha/online_softmax.h>
-#include <fmha/range.h>
 #include <fmha/philox.h>
 #include <fmha/ptx/f32x2.cuh>
 #include <fmha/ptx/fp8.cuh>
@@ -17,6 +16,7 @@
 #include <fmha/ptx/tcgen05.cuh>
 #include <fmha/ptx/tmem.cuh>
 #include <fmha/ptx/warp.cuh>
+#include <fmha/range.h>
 #include <fmha/score.h>
 #include <fmha/sm100/fwd/pair.cuh>
 

@@ -27,7 +27,7 @@ struct CountedBits {
     sum = fmaf(sum, float(1 << count), 0x1p23f - 0x1p23f * (1 << count));
   }
   // Bits from 23 on are of no meaning.
-  FMHA_DEVICE uint32_t word() const { return __float_as_uint(sum); }
+  FMHA_DEVICE uint32_t word() const { return bits_of(sum); }
 };
 
 // Which elements dropout zeros of a fragment of a block's `n` keys, known before the scores are.

@@ -1,12 +1,12 @@
 // The Hopper forward kernel's derived numbers, shared memory, barriers and roles.
 #pragma once
 #include <fmha/common/copy_tile.cuh>
-#include <fmha/range.h>
 #include <fmha/common/pipeline.cuh>
 #include <fmha/common/work.cuh>
 #include <fmha/num.h>
 #include <fmha/mma/sm90.cuh>
 #include <fmha/ptx/tma.cuh>
+#include <fmha/range.h>
 #include <fmha/sm90/common/dropout.cuh>
 #include <fmha/sm90_host.h>
 
@@ -71,14 +71,6 @@ FMHA_DEVICE constexpr int padded_dim(int dim) { return dim <= 64 ? 64 : round_up
 struct Maps {
   TensorMap q, k, v, bias;
 };
-
-// 2^n.
-FMHA_DEVICE constexpr float power_of_two(int n) {
-  float power = 1.f;
-  for (; n > 0; --n) power *= 2.f;
-  for (; n < 0; ++n) power /= 2.f;
-  return power;
-}
 
 // P is scaled in the exponent, which costs nothing. That of 8 bits to their range: by as much as leaves room for the factor
 // by which a row's maximum may be surpassed before it is raised. Both together stay below the type's largest number
