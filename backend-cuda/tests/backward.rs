@@ -258,8 +258,8 @@ fn with(tile: &str) -> PlanOptions {
 }
 
 const TILES: [&str; 4] = [
-    "early_scores=0,early_dv=0,persistent=0",
-    "early_scores=1,stages_q=3,head_parts=0",
+    "early_scores=0,early_dv=0,persistent=0,first_stores=0",
+    "early_scores=1,stages_q=3,head_parts=0,first_stores=0",
     "early_scores=1,early_dv=1,persistent=1",
     "early_scores=0,edges_apart=1,head_parts=0",
 ];

@@ -23,8 +23,8 @@ pub struct BwdWorkspace {
 pub struct DqSums {
     /// Columns of a row.
     pub dim: u32,
-    /// One block after another, so that the sums have one order.
-    pub in_turns: bool,
+    /// With a number to each query block, of those that have added to it.
+    pub counted: bool,
 }
 
 impl BwdWorkspace {
@@ -43,14 +43,14 @@ impl BwdWorkspace {
         // A number of claimed tiles, then what has rows.
         let first = 256;
         let turns = stats.checked_mul(2)?.checked_add(sum_bytes)?.checked_add(first)?;
-        let takes_turns = sums.is_some_and(|sums| sums.in_turns);
-        let marks = turns.checked_add(if takes_turns { elems / block * 4 } else { 0 })?;
+        let is_counted = sums.is_some_and(|sums| sums.counted);
+        let marks = turns.checked_add(if is_counted { elems / block * 4 } else { 0 })?;
         let bytes = marks.checked_add(suspects.checked_mul(4)?)?;
         (bytes < 1 << 62).then_some(Self {
             lse_log2: first,
             delta: first + stats,
             dq_sums: sums.is_some().then_some(first + 2 * stats),
-            turns: takes_turns.then_some(turns),
+            turns: is_counted.then_some(turns),
             suspects: marks,
             bytes,
             stats_head: rows as i64,
@@ -135,9 +135,9 @@ mod tests {
 
     #[test]
     fn every_part_lies_behind_the_one_before_and_inside() {
-        for (block, in_turns) in [(1, false), (64, false), (64, true)] {
+        for (block, counted) in [(1, false), (64, false), (64, true)] {
             let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS));
-            let sums = Some(DqSums { dim: 8, in_turns });
+            let sums = Some(DqSums { dim: 8, counted });
             let workspace = BwdWorkspace::new(&problem, block, sums, 5).unwrap();
             let padded = u64::from(DIMS.seqlen_q.div_ceil(block) * block);
             assert_eq!(workspace.stats_batch, padded as i64);
@@ -149,8 +149,8 @@ mod tests {
                     && sums >= workspace.delta + rows * 4
             );
             let end = sums + rows * 8 * 4;
-            let turns = if in_turns { rows / u64::from(block) * 4 } else { 0 };
-            assert_eq!((workspace.turns, workspace.bytes), (in_turns.then_some(end), end + turns + 20));
+            let turns = if counted { rows / u64::from(block) * 4 } else { 0 };
+            assert_eq!((workspace.turns, workspace.bytes), (counted.then_some(end), end + turns + 20));
             assert_eq!(workspace.suspects, end + turns);
         }
     }
@@ -159,6 +159,6 @@ mod tests {
     fn a_workspace_that_no_memory_holds_is_none() {
         let dims = Dims { batch: 1 << 30, seqlen_q: 1 << 30, ..DIMS };
         let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims));
-        assert_eq!(BwdWorkspace::new(&problem, 64, Some(DqSums { dim: 128, in_turns: false }), 0), None);
+        assert_eq!(BwdWorkspace::new(&problem, 64, Some(DqSums { dim: 128, counted: false }), 0), None);
     }
 }

@@ -60,6 +60,9 @@ abi_spec! {
         pub late_dp: bool = Takes::all().tuned(),
         /// Consumers add dQ to memory from their registers; else a thread adds it from shared memory.
         pub direct_dq: bool = Takes::all().tuned(),
+        /// Of the key blocks that add to a query block's dQ the first to come stores it, and the others wait for that; else
+        /// preprocess puts zeros there. Of who stores by a thread, without turns.
+        pub first_stores: bool = Takes::all().tuned(),
         /// A kv head's query heads are shared out to several tiles, whose dK and dV a launch of its own adds; else one
         /// tile walks all of them.
         pub head_parts: bool = Takes::all(),
@@ -205,6 +208,7 @@ impl Sm90BwdTile {
             split_dims: false,
             score_parts: 1,
             direct_dq: false,
+            first_stores: false,
             ..*self
         }
     }
@@ -250,6 +254,9 @@ impl Sm90BwdTile {
             return Err(
                 "persistent true: a key block that is claimed ahead does not take its turns".to_owned()
             );
+        }
+        if self.first_stores && (self.direct_dq || spec.deterministic) {
+            return Err("first_stores true: a thread stores dQ, not direct_dq, and not in turns".to_owned());
         }
         if !(1..=2).contains(&self.score_parts) {
             return Err(format!("score_parts {} is not 1 or 2", self.score_parts));
@@ -359,10 +366,13 @@ impl Sm90BwdTile {
         keys * u64::from(dims.num_heads_kv) * u64::from(dims.batch)
     }
 
-    /// Of a kv head's query heads: so many parts of equal size that each multiprocessor has some four tiles.
+    /// Of a kv head's query heads: so many parts of equal size that each multiprocessor has some three tiles, behind a mask, where
+    /// their lengths differ, four. Of MQA 32/1, S 8192, causal, 2, 4 and 8 parts 522, 569 and 596 TFLOP/s; full, S 4096, 4 and 8
+    /// 616 and 592.
     fn num_head_parts(&self, problem: &BwdProblem, num_sms: u32) -> u32 {
         let ratio = problem.fwd.gqa_ratio();
-        let wanted = (4 * u64::from(num_sms)).div_ceil(self.tiles_of_all_heads(problem).max(1));
+        let tiles = if problem.fwd.mask.kind() == MaskKind::Full { 3 } else { 4 };
+        let wanted = (tiles * u64::from(num_sms)).div_ceil(self.tiles_of_all_heads(problem).max(1));
         let divides = |&parts: &u32| ratio.is_multiple_of(parts) && u64::from(parts) >= wanted;
         if self.head_parts { (1..ratio).find(divides).unwrap_or(ratio) } else { 1 }
     }
@@ -414,7 +424,9 @@ impl Sm90BwdTile {
         let num_heads = i64::from(dims.batch) * i64::from(dims.num_heads_kv) * i64::from(parts);
         let row_bytes = i64::from(dims.head_dim_qk) * 6 + i64::from(dims.head_dim_v) * 2;
         let head_bytes = i64::from(dims.seqlen_q) * i64::from(problem.fwd.gqa_ratio() / parts) * row_bytes;
-        let group_bytes = if in_groups { L2_GROUP_BYTES } else { 0 };
+        // At least two tiles to a multiprocessor, or the launch ends with few heads' longest ones.
+        let least = i64::from(2 * num_sms).div_euclid(i64::from(keys.max(1))) + 1;
+        let group_bytes = if in_groups { L2_GROUP_BYTES.max(least * head_bytes) } else { 0 };
         let heads_per_l2_group = heads_per_l2_group(num_heads, head_bytes, 1, group_bytes);
         Ok(Sm90BwdSchedule {
             num_bias_blocks,
@@ -527,6 +539,11 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
             tile.take_registers();
         }
     }
+    // Long sequences at D 128 lose more by asking than by zeros: causal S 512, 1k, 4k, 8k 226, 350, 556, 618 to 248, 363, 560, 613,
+    // full S 512, 1k, 4k 375, 487, 622 to 393, 497, 617; D 64 causal S 512, 4k 208, 497 to 217, 502, full S 512, 4k 340, 562 to 342,
+    // 563.
+    let shorter = if spec.fwd.mask == MaskKind::Full { 2048 } else { 4096 };
+    tile.first_stores &= padded_dim(spec) == 64 || dims.seqlen_k <= shorter;
     let whole = |strides, shape| odd_stride(strides, shape).is_none();
     tile.vector_load = dims.head_dim_v.is_multiple_of(8) && whole(fwd.o, fwd.shape_o());
     tile.vector_store = dims.head_dim_qk.is_multiple_of(8)
@@ -588,6 +605,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         } else {
             4
         },
+        first_stores: dim <= 128 && !spec.deterministic,
         head_parts: false,
         // Key blocks that take turns are launched in their order, or claimed in it: D 128 causal 508 of 494, D 64 488 of 484 but
         // at S 2048 355 of 376.

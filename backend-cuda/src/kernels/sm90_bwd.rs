@@ -69,6 +69,7 @@ impl BwdRecipe for Sm90Bwd {
             fields.iter().try_for_each(|(key, value)| tile.set_field(key, value))?;
             // Tiles are claimed from where the kernel before the main one has put a 0.
             tile.persistent &= problem.fwd().dims.seqlen_q > 0;
+            tile.first_stores &= !tile.direct_dq;
             tile.check(&spec)?;
             let dbias_bytes = dbias_tile(&tile).map_or(0, |tile| tile.dbias_smem_bytes(&spec));
             facts.has_shared(&tile, tile.smem_bytes(&spec).max(dbias_bytes))?;
@@ -81,7 +82,8 @@ impl BwdRecipe for Sm90Bwd {
             Some(tile) => Some((tile, tile.schedule(problem, &spec, facts.num_sms)?)),
             None => None,
         };
-        let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs(), in_turns: spec.deterministic };
+        let counted = spec.deterministic || tile.first_stores;
+        let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs(), counted };
         let dims = problem.fwd().dims;
         let q_blocks = schedule.num_q_blocks.unsigned_abs() * dims.num_heads_q * dims.batch;
         let (block_m, suspects) =

@@ -151,7 +151,10 @@ struct Smem : ClusterSmem<spec, tile> {
 
 // Threads that store dQ or keep its turns.
 template <BwdSpec spec, Sm90BwdTile tile>
-constexpr int kNumStorers = tile.direct_dq ? (spec.deterministic ? 1 : 0) : (spec.deterministic ? 3 : 1);
+constexpr int kNumStorers = tile.direct_dq       ? (spec.deterministic ? 1 : 0)
+                            : spec.deterministic ? 3
+                            : tile.first_stores  ? 2
+                                                 : 1;
 
 // Named barriers; 0 is that of __syncthreads.
 constexpr int kConsumersBarrier = 1;

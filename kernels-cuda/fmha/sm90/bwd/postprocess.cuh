@@ -97,7 +97,7 @@ FMHA_DEVICE void postprocess(const BwdParams& p, const Sm90BwdSchedule& schedule
     const int64_t first = stats_offset(p, span, block.i_head, block.first);
     const float4* block_sums = reinterpret_cast<const float4*>(p.dq_sums + first * Shape<spec, tile>::dim);
     // A query block that no key block has seen was never written.
-    const bool none = takes_turns<spec>() && p.turns[first / tile.block_m] == 0;
+    const bool none = counts_blocks<spec, tile>() && p.turns[first / tile.block_m] == 0;
     for (int32_t i = threadIdx.x; i < U::count; i += kPostprocessThreads) {
       const U unit(i);
       float4 sums[U::fours];

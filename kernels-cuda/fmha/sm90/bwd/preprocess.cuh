@@ -94,8 +94,7 @@ FMHA_DEVICE void preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule)
       p.delta[stats + row] = delta;
     }
   }
-  if constexpr (takes_turns<spec>()) {
-    // Who has the first turn stores.
+  if constexpr (counts_blocks<spec, tile>()) {
     if (threadIdx.x == 0) p.turns[stats / tile.block_m] = 0;
     return;
   }

@@ -69,6 +69,11 @@ template <BwdSpec spec>
 FMHA_DEVICE constexpr bool takes_turns() {
   return spec.deterministic;
 }
+// Whether who comes first to a query block stores its dQ, so that nobody has to put zeros there before.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE constexpr bool counts_blocks() {
+  return takes_turns<spec>() || tile.first_stores;
+}
 template <BwdSpec spec>
 FMHA_DEVICE constexpr bool takes_turns_masked() {
   return takes_turns<spec>() && spec.fwd.mask != MaskKind::Full;
@@ -214,7 +219,7 @@ FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& 
   const int32_t first_head = work.i_head_kv * p.fwd.gqa_ratio + work.i_part * num_heads;
   const bool none = work.q_blocks.empty();
   int32_t start = work.q_blocks.begin;
-  if constexpr (takes_turns<spec>() && spec.fwd.mask == MaskKind::Full) {
+  if constexpr (counts_blocks<spec, tile>() && spec.fwd.mask == MaskKind::Full) {
     if (!none) {
       const Turns turns = turns_of<spec, tile>(schedule, work);
       start += (work.key_block - turns.first) * turns.stride;

@@ -155,7 +155,7 @@ struct Smem : RawValues<RawTile<spec, tile>, tile.stages, prepares_v(spec, tile)
   Work work[kWorkSlots];
   int32_t claimed;  // index of the next tile
   uint32_t unread;  // what is stored here matters to nobody
-  uint32_t raised[num_consumers(tile)][2];  // 1 if a warp of a warpgroup raised running maxima (consume.cuh)
+  uint32_t raised[num_consumers(tile)][2];  // a byte of each warp, 1 if it raised running maxima (consume.cuh)
 };
 
 }  // namespace fmha::sm90

@@ -476,7 +476,7 @@ struct Consumer {
     }
     rescale();
     if constexpr (marks_raised) {
-      if (signals) smem.raised[index][octave_of(block) & 1] = 1;
+      if (signals) mark(octave_of(block)) = 1;
     }
     return true;
   }
@@ -487,6 +487,9 @@ struct Consumer {
   // those of the last. It is read after the block that begins the next octave, whose turn the warps waited for together:
   // the marks of the octave before it were written by then, and until the warps have met for another turn, new ones go
   // to the other word. All four read the same. To read in every block cost D 64 5 %.
+  FMHA_DEVICE uint8_t& mark(int32_t octave) const {
+    return reinterpret_cast<uint8_t*>(&smem.raised[index][octave & 1])[threadIdx.x / 32 % 4];
+  }
   FMHA_DEVICE int32_t octave_of(int32_t block) const { return 31 - __clz(work().last_block - block); }
   // The last block of the piece that `block`, not the tile's first, is in.
   FMHA_DEVICE int32_t last_of_piece(int32_t block) const {
@@ -496,13 +499,11 @@ struct Consumer {
   FMHA_DEVICE bool has_raised(int32_t last_of_piece) const {
     return __any_sync(ptx::kAllLanes, smem.raised[index][(octave_of(last_of_piece) & 1) ^ 1] != 0);
   }
-  // Whether this warp has, or another whose mark has arrived: the vote is of all four.
-  FMHA_DEVICE bool sees_mark() const {
-    return signals && (smem.raised[index][0] != 0 || smem.raised[index][1] != 0);
-  }
+  // Whether this warp has: the vote is of all four.
+  FMHA_DEVICE bool sees_mark() const { return signals && (mark(0) | mark(1)) != 0; }
   // Before a tile's first vote, which all four warps come to before one raises a maximum.
-  FMHA_DEVICE void forget_raised() {
-    if (signals) smem.raised[index][0] = smem.raised[index][1] = 0;
+  FMHA_DEVICE void forget_raised() const {
+    if (signals) mark(0) = mark(1) = 0;
   }
 
   // Whether the scores of a row of the thread lie so far apart, in the blocks above `block`, that later ones would raise
