@@ -134,9 +134,13 @@ fn carry_out(args: &[String]) -> Result<Verdict, Failure> {
     let threads = !matches!(command.action, Action::Devices(_) | Action::Explain(_));
     if threads {
         let threads = check_threads()?;
+        // Two threads that each lack memory say so on a line each: asked for together beforehand, it is one error.
+        let room = threads as u128 * (STACK_BYTES + BESIDE_STACK_BYTES) as u128;
+        memory::room_for(&format_args!("{threads} threads for the check"), room)?;
         // Started here, where a refusal of the system is an error; at first use it is a panic.
         rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
+            .stack_size(STACK_BYTES)
             .build_global()
             .map_err(|error| Failure::wrong(format!("threads for the check, {threads} wanted: {error}")))?;
     }
@@ -151,6 +155,11 @@ fn carry_out(args: &[String]) -> Result<Verdict, Failure> {
         Action::Tune(args) => args.carry_out(out),
     }
 }
+
+/// Of each thread of the check, as std has it.
+const STACK_BYTES: usize = 2 << 20;
+/// What a thread allocates when it starts, and the guards of its stacks: some 100 KiB.
+const BESIDE_STACK_BYTES: usize = 256 << 10;
 
 /// Threads of the check: `RAYON_NUM_THREADS`, or one a core.
 fn check_threads() -> Result<usize, Failure> {

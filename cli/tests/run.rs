@@ -183,7 +183,8 @@ fn too_little_memory_is_an_error_line() {
         env!("CARGO_BIN_EXE_fmha")
     );
     let ran = Ran::of(Command::new("sh").args(["-c", &script]).output().unwrap());
-    assert!(ran.status == 0 || ran.err.lines().count() == 1, "{}{}", ran.out, ran.err);
+    assert_eq!((ran.status, ran.err.lines().count()), (2, 1), "{}{}", ran.out, ran.err);
+    assert!(ran.err.contains("memory for 250 threads for the check, "), "{}", ran.err);
     // Wherever between too little and enough the limit falls, it is an error or a result.
     let binary = std::fs::metadata(env!("CARGO_BIN_EXE_fmha")).unwrap().len() / 1000;
     let mut refused = 0;

@@ -240,6 +240,16 @@ fn over_blocks(cases: &mut Vec<Case>) {
             let name = format!("backward/in_turns/bf16/{of}/{mask}");
             push(name, dims(290, 420), DType::Bf16, mask, true, Vec::new());
         }
+        // The same without an order: who comes first to a block of queries, and who comes later.
+        for mask in ["0", "b", "b:170,3,2", "b:20,3,2"] {
+            let name = format!("backward/over_blocks/bf16/{of}/{mask}");
+            push(name, dims(290, 420), DType::Bf16, mask, false, Vec::new());
+        }
+        let name = format!("backward/over_blocks/queries_without_keys/bf16/{of}/b");
+        push(name, dims(290, 100), DType::Bf16, "b", false, Vec::new());
+        // As many key blocks as blocks of 64 queries: each is the first at its own, and the last one's neighbour is the first.
+        let name = format!("backward/over_blocks/in_a_circle/bf16/{of}/0");
+        push(name, dims(256, 512), DType::Bf16, "0", false, Vec::new());
         // A window that leaves a whole block of keys before the last queries do.
         let name = format!("backward/in_turns/more_queries/bf16/{of}/b:150,3");
         push(name, dims(290, 200), DType::Bf16, "b:150,3", true, Vec::new());
