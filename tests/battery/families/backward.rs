@@ -36,6 +36,7 @@ pub(crate) fn cases() -> Vec<Case> {
     modifiers(&mut cases);
     field(&mut cases);
     over_blocks(&mut cases);
+    hidden_in_packed(&mut cases);
     cases
 }
 
@@ -271,6 +272,12 @@ fn over_blocks(cases: &mut Vec<Case>) {
             let dims = Dims { batch: 2, num_heads_q: 17, num_heads_kv: 17, ..dims(100, 150) };
             push(name, dims, DType::Bf16, "b", true, Vec::new());
         }
+        // Of such heads more key blocks in front of the last than four multiprocessors can claim ahead of their turns.
+        if head_dim == 128 {
+            let name = format!("backward/in_turns/many_keys/bf16/{of}/b");
+            let dims = Dims { batch: 2, num_heads_q: 8, num_heads_kv: 8, ..dims(60, 1200) };
+            push(name, dims, DType::Bf16, "b", true, Vec::new());
+        }
         for (dtype, mask) in [DType::F16, DType::Bf16].into_iter().flat_map(|t| [(t, "b"), (t, "b:60,3,2")]) {
             let planted = vec![
                 (Operand::K, [0, 140, 0, head_dim - 1], f64::NAN), // the last ten queries see it
@@ -289,6 +296,33 @@ fn over_blocks(cases: &mut Vec<Case>) {
         let planted = vec![(Operand::K, [0, 95, 0, head_dim - 1], f64::NAN)];
         let name = format!("backward/hidden/more_queries/bf16/{of}/b");
         push(name, dims(150, 100), DType::Bf16, "b", false, planted);
+    }
+}
+
+/// Rows of the second of two packed sequences that a hidden number reaches, where queries and keys begin at unlike rows.
+fn hidden_in_packed(cases: &mut Vec<Case>) {
+    let sequences = [(40, 90), (150, 150)];
+    for (head_dim, head_dim_v) in [(64, 64), (128, 128), (192, 128)] {
+        let dims = Dims {
+            batch: 2,
+            seqlen_q: 150,
+            seqlen_k: 150,
+            num_heads_q: 2,
+            num_heads_kv: 1,
+            head_dim_qk: head_dim,
+            head_dim_v,
+        };
+        for mask in ["b", "b:60,3,2"] {
+            let name = format!("backward/hidden/packed/bf16/{}/{mask}", label(head_dim, head_dim_v));
+            let planted = vec![
+                (Operand::K, [0, 90 + 140, 0, head_dim - 1], f64::NAN), // the last ten queries see it
+                (Operand::Q, [0, 40 + 2, 1, 0], f64::NAN),              // sees the first keys alone
+            ];
+            let (problem, data) = (BwdProblem::new(group(DType::Bf16, dims, &sequences, mask)), data(&name));
+            let lengths = Lengths::packed(&sequences);
+            let body = Backward { problem, lengths, data, deterministic: false, planted };
+            cases.push(Case { name, body: Body::Backward(Box::new(body)) });
+        }
     }
 }
 

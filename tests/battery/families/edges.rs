@@ -303,7 +303,10 @@ fn numbers(cases: &mut Vec<Case>) {
         push(cases, format!("edges/bias_of_no_query/{dtype}"), problem, Lengths::packed(&sequences));
         // A sink that is nothing beside a row's one key.
         let sunk = FwdProblem { sink: true, softmax_scale: Some(50.0), ..masked(dtype, dims(9, 9, 64), "t") };
-        push(cases, format!("edges/sink_far_below_one_key/{dtype}"), sunk, Lengths::default());
+        push(cases, format!("edges/sink_far_below_one_key/{dtype}"), sunk.clone(), Lengths::default());
+        // Beside scores so large that the maximum is taken off before they are scaled: that key weighs 1 to the last bit.
+        let sunk = FwdProblem { softmax_scale: Some(1e8), ..sunk };
+        push(cases, format!("edges/sink_far_below_one_key/{dtype}/scale_1e8"), sunk, Lengths::default());
         for p_drop in [1e-9, 0.5, 0.999] {
             let mut problem = masked(dtype, dims(37, 45, 32), "b");
             problem.p_drop = p_drop;

@@ -74,6 +74,19 @@ pub(crate) fn cases() -> Vec<Case> {
             cases.extend(CAUSES[..3].iter().map(|&cause| case(dtype, variant, cause)));
         }
     }
+    for dtype in [DType::F32, DType::Bf16] {
+        // An even column of O leaves f32, where the others of this cause have an odd one: threads have two side by side. And,
+        // where blocks skip the row-max reduction, a column of V beside a key of the block that raises the maximum.
+        for (what, variant, init, key) in [
+            ("even_column", "batch", Init::Normal, [1, 375, 0, 4]),
+            ("rising_unmasked", "unmasked", Init::Rising, [1, 20, 0, 5]),
+        ] {
+            let name = format!("rare/large_in_v/{dtype}/{what}");
+            let (problem, lengths) = problem(dtype, variant);
+            let data = Data { init, ..data(&name) };
+            cases.push(planted(name, problem, lengths, data, Plant::At(Operand::V, key, dtype.max_finite())));
+        }
+    }
     // A scale that is subnormal in f32, and a query whose scores it brings to some halves.
     for (mask, plain) in [("0", true), ("b", true), ("b", false)] {
         let mut problem = masked(DType::Bf16, dims(), mask);
