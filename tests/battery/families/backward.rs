@@ -248,9 +248,10 @@ fn over_blocks(cases: &mut Vec<Case>) {
         }
         let name = format!("backward/over_blocks/queries_without_keys/bf16/{of}/b");
         push(name, dims(290, 100), DType::Bf16, "b", false, Vec::new());
-        // As many key blocks as blocks of 64 queries: each is the first at its own, and the last one's neighbour is the first.
+        // Two key blocks and two blocks of 64 queries: each is the first at one, and comes to the other's next.
         let name = format!("backward/over_blocks/in_a_circle/bf16/{of}/0");
-        push(name, dims(256, 512), DType::Bf16, "0", false, Vec::new());
+        let two = Dims { num_heads_q: 12, num_heads_kv: 12, ..dims(128, 256) };
+        push(name, two, DType::Bf16, "0", false, Vec::new());
         // A window that leaves a whole block of keys before the last queries do.
         let name = format!("backward/in_turns/more_queries/bf16/{of}/b:150,3");
         push(name, dims(290, 200), DType::Bf16, "b:150,3", true, Vec::new());
