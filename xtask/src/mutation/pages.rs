@@ -253,6 +253,23 @@ const HOPPER_BACKWARD: &[Broken] = &[
         ..MAIN
     },
     Broken {
+        title: "several CTAs at a sum of dQ, full, D 128",
+        problems: &["-b 1 --heads 6 -s 250 --seqlen-k 200 -d 128 --prec bf16"],
+        multiprocessors: 4,
+        ..MAIN
+    },
+    Broken {
+        title: "several CTAs at a sum of dQ, causal, D 64",
+        problems: &["-b 1 --heads 6 -s 250 -d 64 --prec bf16 --mask t"],
+        multiprocessors: 4,
+        ..MAIN
+    },
+    Broken {
+        title: "zeros before the sums, causal, D 128",
+        problems: &["-b 1 --heads 3 -s 250 -d 128 --prec bf16 --mask t --tile first_stores=0"],
+        ..MAIN
+    },
+    Broken {
         title: "one slot of dS, causal, D 128",
         problems: &[
             "-b 1 --heads 3 -s 250 -d 128 --prec bf16 --mask t --tile stages_ds=1",
