@@ -539,9 +539,10 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
             tile.take_registers();
         }
     }
-    // Long sequences at D 128 lose more by asking than by zeros: causal S 512, 1k, 4k, 8k 226, 350, 556, 618 to 248, 363, 560, 613,
-    // full S 512, 1k, 4k 375, 487, 622 to 393, 497, 617; D 64 causal S 512, 4k 208, 497 to 217, 502, full S 512, 4k 340, 562 to 342,
-    // 563.
+    // Long sequences lose more by asking than by zeros. TFLOP/s with zeros and without: D 128 causal S 512, 1k, 4k, 8k 226, 350, 556,
+    // 618 and 248, 363, 560, 613, full S 512, 1k, 4k 375, 487, 622 and 393, 497, 617; D 192 with V of 128, causal S 512, 2k 191, 390
+    // and 206, 399, full 304, 480 and 310, 479. Not D 64: causal S 512, 4k, 8k 208, 497, 549 and 217, 502, 553, full 340, 562, 585
+    // and 342, 563, 587.
     let shorter = if spec.fwd.mask == MaskKind::Full { 2048 } else { 4096 };
     tile.first_stores &= padded_dim(spec) == 64 || dims.seqlen_k <= shorter;
     let whole = |strides, shape| odd_stride(strides, shape).is_none();
@@ -605,7 +606,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         } else {
             4
         },
-        first_stores: dim <= 128 && !spec.deterministic,
+        first_stores: !(split_dims || spec.deterministic),
         head_parts: false,
         // Key blocks that take turns are launched in their order, or claimed in it: D 128 causal 508 of 494, D 64 488 of 484 but
         // at S 2048 355 of 376.

@@ -28,12 +28,12 @@ FMHA_DEVICE void wait_for_turn(const int32_t* turns, int32_t turn) {
 
 // Without turns: of those who come by a query block the first one stores its dQ, and the others add when that is there. Nobody
 // waits in a circle: who is to store has everything but its own products.
-constexpr int32_t kStored = 1 << 30;  // in a block's counter, beside how many have asked
+constexpr int32_t kNobody = 0, kOneComes = 1, kStored = 2;  // a block's number
 
-FMHA_DEVICE bool comes_first(int32_t* counter) {
-  if (ptx::ld_acquire_gpu(counter) >= kStored) return false;
-  if (atomicAdd(counter, 1) == 0) return true;
-  while (ptx::ld_acquire_gpu(counter) < kStored) {
+FMHA_DEVICE bool comes_first(int32_t* number) {
+  if (ptx::ld_acquire_gpu(number) == kStored) return false;
+  if (atomicCAS(number, kNobody, kOneComes) == kNobody) return true;
+  while (ptx::ld_acquire_gpu(number) != kStored) {
   }
   return false;
 }

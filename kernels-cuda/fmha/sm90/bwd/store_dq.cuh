@@ -37,7 +37,7 @@ template <BwdSpec spec, Sm90BwdTile tile>
 struct StoringFirst {
   Smem<spec, tile>& smem;
   static constexpr bool tells_late = tile.block_n > tile.block_m;
-  int32_t* stored = nullptr;  // the counter of a block whose store is under way
+  int32_t* stored = nullptr;  // the number of a block whose store is under way
   uint32_t phase = 0;
 
   FMHA_DEVICE bool begin() {
@@ -53,7 +53,7 @@ struct StoringFirst {
     if (!stored) return;
     ptx::cp_async_bulk_wait_group<later>();
     ptx::fence_proxy_async_global();
-    ptx::red_release_gpu_add(stored, kStored);
+    ptx::red_release_gpu_add(stored, kStored - kOneComes);
     stored = nullptr;
   }
 };

@@ -107,6 +107,8 @@ pub(crate) struct Cluster {
 
 /// Rounds of expired waits, nothing changing, that count as a deadlock.
 const IDLE_LIMIT: u32 = 6;
+/// Warp instructions without any change of state after which warps count as waiting, for a number in memory.
+const PATIENCE: u64 = 4096;
 
 impl Cluster {
     /// Cluster number `index` of the grid.
@@ -216,12 +218,14 @@ impl Cluster {
                 self.idle_rounds = 0;
                 self.quiet = 0;
             }
-            // In late mode nothing asynchronous completes while a warp can still go on.
-            if executed == 0 || self.idle_rounds > 0 {
+            // In late mode nothing asynchronous completes while a warp can still go on and does not merely ask memory again.
+            if executed == 0 || self.idle_rounds > 0 || self.quiet > PATIENCE {
                 if self.complete_one()? {
-                    self.idle_rounds = 0;
+                    (self.idle_rounds, self.quiet) = (0, 0);
                     continue;
                 }
+            }
+            if executed == 0 || self.idle_rounds > 0 {
                 self.idle_rounds += 1;
                 self.expired = true;
                 if self.idle_rounds > IDLE_LIMIT && !self.waits_for_grid() {
