@@ -131,6 +131,10 @@ fn tiles(cases: &mut Vec<Case>) {
             let name = format!("edges/long/{dtype}/s{q}x{k}/{mask}");
             push(cases, name, masked(dtype, dims, mask), Lengths::default());
         }
+        // Tile after tile of several blocks each, with as few multiprocessors.
+        let mut dims = dims(300, 700, 64);
+        (dims.batch, dims.num_heads_q, dims.num_heads_kv) = (1, 3, 3);
+        push(cases, format!("edges/tile_after_tile/{dtype}/0"), masked(dtype, dims, "0"), Lengths::default());
     }
 }
 
