@@ -136,11 +136,10 @@ fn carry_out(args: &[String]) -> Result<Verdict, Failure> {
         let threads = check_threads()?;
         // Two threads that each lack memory say so on a line each: asked for together beforehand, it is one error.
         let room = threads as u128 * (STACK_BYTES + BESIDE_STACK_BYTES) as u128;
-        memory::room_for(&format_args!("{threads} threads for the check"), room)?;
+        memory::reservable(&format_args!("{threads} threads for the check"), room)?;
         // Started here, where a refusal of the system is an error; at first use it is a panic.
         rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
-            .stack_size(STACK_BYTES)
             .build_global()
             .map_err(|error| Failure::wrong(format!("threads for the check, {threads} wanted: {error}")))?;
     }

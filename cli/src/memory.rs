@@ -9,15 +9,24 @@ use crate::failure::Failure;
 
 /// Refuses `bytes` that the system or this process' limits do not have; `what` says what they are for.
 pub(super) fn room_for(what: &dyn fmt::Display, bytes: u128) -> Result<(), Failure> {
-    let refuse = |text: String| Error::System { what: format!("memory for {what}, {bytes} bytes"), text };
     if let Some(available) = available_bytes()
         && bytes > u128::from(available)
     {
-        return Err(refuse(format!("the system has {available} available")).into());
+        return Err(lack_of(what, bytes, format!("the system has {available} available")));
     }
-    let probe = usize::try_from(bytes).map_err(|error| refuse(error.to_string()))?;
+    reservable(what, bytes)
+}
+
+/// Refuses `bytes` of address space that this process' limits do not have. The memory itself may never be needed, as that
+/// of stacks.
+pub(super) fn reservable(what: &dyn fmt::Display, bytes: u128) -> Result<(), Failure> {
+    let probe = usize::try_from(bytes).map_err(|error| lack_of(what, bytes, error.to_string()))?;
     // A limit of the process shows at the reservation; given back at once.
-    Vec::<u8>::new().try_reserve_exact(probe).map_err(|error| refuse(error.to_string()).into())
+    Vec::<u8>::new().try_reserve_exact(probe).map_err(|error| lack_of(what, bytes, error.to_string()))
+}
+
+fn lack_of(what: &dyn fmt::Display, bytes: u128, text: String) -> Failure {
+    Error::System { what: format!("memory for {what}, {bytes} bytes"), text }.into()
 }
 
 /// What Linux says is free or can be freed, for the machine and for the control group; unknown elsewhere.

@@ -441,8 +441,8 @@ abi_struct! {
         /// In the workspace: f32 sums of dQ, blocks of rows in the order of the kernel's accumulators; null where
         /// dQ is not summed in memory.
         pub dq_sums: DevPtr<f32>,
-        /// In the workspace: of each block of rows of `dq_sums`, how many have added to it, or have come to
-        /// add; null where nobody counts.
+        /// In the workspace: of each block of rows of `dq_sums`, how many have added to it, where sums have an order, or
+        /// whether one comes to store it (1) or has (2), where the first to come stores; else null.
         pub turns: DevPtr<i32>,
         /// In the workspace: tiles that persistent CTAs have claimed.
         pub claimed: DevPtr<i32>,

@@ -23,7 +23,7 @@ pub struct BwdWorkspace {
 pub struct DqSums {
     /// Columns of a row.
     pub dim: u32,
-    /// With a number to each query block, of those that have added to it.
+    /// With a number to each query block: of those that have added to it, or whether one has stored it.
     pub counted: bool,
 }
 

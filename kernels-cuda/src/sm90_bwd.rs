@@ -256,7 +256,7 @@ impl Sm90BwdTile {
             );
         }
         if self.first_stores && (self.direct_dq || spec.deterministic) {
-            return Err("first_stores true: a thread stores dQ, not direct_dq, and not in turns".to_owned());
+            return Err("first_stores true: not with direct_dq, nor deterministic".to_owned());
         }
         if !(1..=2).contains(&self.score_parts) {
             return Err(format!("score_parts {} is not 1 or 2", self.score_parts));
@@ -424,7 +424,7 @@ impl Sm90BwdTile {
         let num_heads = i64::from(dims.batch) * i64::from(dims.num_heads_kv) * i64::from(parts);
         let row_bytes = i64::from(dims.head_dim_qk) * 6 + i64::from(dims.head_dim_v) * 2;
         let head_bytes = i64::from(dims.seqlen_q) * i64::from(problem.fwd.gqa_ratio() / parts) * row_bytes;
-        // At least two tiles to a multiprocessor, or the launch ends with few heads' longest ones.
+        // Some two tiles to a multiprocessor, or the launch ends with few heads' longest ones.
         let least = i64::from(2 * num_sms).div_euclid(i64::from(keys.max(1))) + 1;
         let group_bytes = if in_groups { L2_GROUP_BYTES.max(least * head_bytes) } else { 0 };
         let heads_per_l2_group = heads_per_l2_group(num_heads, head_bytes, 1, group_bytes);

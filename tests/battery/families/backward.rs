@@ -196,7 +196,7 @@ fn field(cases: &mut Vec<Case>) {
         let numbers = data(&name);
         let mut used = masked(dtype, dims(64, 64), "0");
         (used.seqused_q, used.seqused_k) = (true, true);
-        let (seqused_q, seqused_k) = (vec![129, 70], vec![130, 9]);
+        let (seqused_q, seqused_k) = (vec![129, 70], vec![9, 130]);
         let lengths = Lengths { seqused_q, seqused_k, ..Lengths::default() };
         cases.push(Case::backward(name, modified(used, "dbias_one_one"), lengths, numbers));
         // Rows that end where their blocks do: another head's follow at once.
@@ -252,6 +252,9 @@ fn over_blocks(cases: &mut Vec<Case>) {
         let name = format!("backward/over_blocks/in_a_circle/bf16/{of}/0");
         let two = Dims { num_heads_q: 12, num_heads_kv: 12, ..dims(128, 256) };
         push(name, two, DType::Bf16, "0", false, Vec::new());
+        // A last group of key blocks that is smaller than the others, with four multiprocessors.
+        let name = format!("backward/in_turns/short_group/bf16/{of}/0");
+        push(name, dims(290, 620), DType::Bf16, "0", true, Vec::new());
         // A window that leaves a whole block of keys before the last queries do.
         let name = format!("backward/in_turns/more_queries/bf16/{of}/b:150,3");
         push(name, dims(290, 200), DType::Bf16, "b:150,3", true, Vec::new());

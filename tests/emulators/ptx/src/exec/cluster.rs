@@ -219,11 +219,10 @@ impl Cluster {
                 self.quiet = 0;
             }
             // In late mode nothing asynchronous completes while a warp can still go on and does not merely ask memory again.
-            if executed == 0 || self.idle_rounds > 0 || self.quiet > PATIENCE {
-                if self.complete_one()? {
-                    (self.idle_rounds, self.quiet) = (0, 0);
-                    continue;
-                }
+            let asks_again = self.quiet > PATIENCE;
+            if (executed == 0 || self.idle_rounds > 0 || asks_again) && self.complete_one()? {
+                (self.idle_rounds, self.quiet) = (0, 0);
+                continue;
             }
             if executed == 0 || self.idle_rounds > 0 {
                 self.idle_rounds += 1;
