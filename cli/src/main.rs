@@ -135,7 +135,7 @@ fn carry_out(args: &[String]) -> Result<Verdict, Failure> {
     if threads {
         let threads = check_threads()?;
         // Two threads that each lack memory say so on a line each: asked for together beforehand, it is one error.
-        let room = threads as u128 * (STACK_BYTES + BESIDE_STACK_BYTES) as u128;
+        let room = threads as u128 * THREAD_BYTES;
         memory::reservable(&format_args!("{threads} threads for the check"), room)?;
         // Started here, where a refusal of the system is an error; at first use it is a panic.
         rayon::ThreadPoolBuilder::new()
@@ -155,10 +155,8 @@ fn carry_out(args: &[String]) -> Result<Verdict, Failure> {
     }
 }
 
-/// Of each thread of the check, as std has it.
-const STACK_BYTES: usize = 2 << 20;
-/// What a thread allocates when it starts, and the guards of its stacks: some 100 KiB.
-const BESIDE_STACK_BYTES: usize = 256 << 10;
+/// Address space of a thread of the check: the stack that std gives it, 2 MiB, and an eighth for what it allocates.
+const THREAD_BYTES: u128 = (2 << 20) + (256 << 10);
 
 /// Threads of the check: `RAYON_NUM_THREADS`, or one a core.
 fn check_threads() -> Result<usize, Failure> {
