@@ -140,7 +140,7 @@ struct Smem : ClusterSmem<spec, tile> {
   Barrier other_ds_empty[tile.stages_ds];  // one arrival per consumer warp there: what this CTA sent has been used
   Barrier dq_full[S::consumers];         // one arrival per warp of the consumer: its share of dQ is there, or is being added
   Barrier dq_empty[S::consumers];        // the store role's arrival: the share has been read; or, of the first, its turn has come
-  Barrier turn_come;                     // its announcer's arrival: the block's turn has come, or who stores it is known
+  Barrier turn_come;                     // its announcer's arrival, where a thread stores dQ in turns
   Barrier turn_over;                     // the store role's: what its turn has added is there
   Barrier turn_counted;                  // its counter's: that has been heard
   Barrier claim_full[kClaimSlots];       // the load role's arrival: the next tile is known

@@ -7,13 +7,14 @@
 
 namespace fmha::sm90::bwd {
 
-// Calls `keep` with each query block that this CTA adds to, in its order: its number in memory, the tile, and the block.
+// Calls `keep` with each turn of this CTA: its counter in memory, and how many add before.
 template <BwdSpec spec, Sm90BwdTile tile, class Keep>
-FMHA_DEVICE void for_each_block(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem, Keep keep) {
+FMHA_DEVICE void for_each_turn(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem, Keep keep) {
   for_each_tile<tile>(schedule, smem, true, [&](int32_t index) {
     const Work work = resolve_work<spec, tile>(p, schedule, index);
     for (QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work); blocks.more(); blocks.advance()) {
-      keep(turns_of_block<tile>(p, first_row_of<tile>(p, work, blocks)), work, blocks.current);
+      keep(turns_of_block<tile>(p, first_row_of<tile>(p, work, blocks)),
+           turn_at<spec, tile>(schedule, work, blocks.current));
     }
   });
 }
@@ -37,13 +38,28 @@ FMHA_DEVICE bool comes_first(int32_t* number) {
   return false;
 }
 
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE void announce_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
+  uint32_t phase = 0;
+  for_each_tile<tile>(schedule, smem, true, [&](int32_t index) {
+    const Work work = resolve_work<spec, tile>(p, schedule, index);
+    for (QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work); blocks.more(); blocks.advance()) {
+      const bool is_first = comes_first(turns_of_block<tile>(p, first_row_of<tile>(p, work, blocks)));
+      ptx::fence_proxy_async_global();
+      ptx::mbarrier_wait_parity(smem.dq_empty[0], phase ^ 1);  // the block before is under way
+      smem.is_first_turn = is_first;
+      ptx::mbarrier_arrive_if(smem.turn_come, true);
+      phase ^= 1;
+    }
+  });
+}
+
 // For consumers who add dQ from their registers: one thread waits for a block's turn, lets them add, and counts it when what
 // they added is there for all.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void keep_turns(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
   uint32_t phase = 0;
-  for_each_block(p, schedule, smem, [&](int32_t* turns, const Work& work, int32_t block) {
-    const int32_t turn = turn_at<spec, tile>(schedule, work, block);
+  for_each_turn(p, schedule, smem, [&](int32_t* turns, int32_t turn) {
     wait_for_turn<tile>(turns, turn);
     smem.is_first_turn = turn == 0;
     ptx::mbarrier_arrive_if(smem.dq_empty[0], true);
@@ -54,23 +70,15 @@ FMHA_DEVICE void keep_turns(const BwdParams& p, const Sm90BwdSchedule& schedule,
   });
 }
 
-// For a thread that stores dQ. One thread waits for the next block while it has this one: for the block's turn, or without
-// turns until somebody has stored there; and says whether it is to store. One counts the turns that are over.
+// For a thread that stores dQ: one thread waits for the next turn while it has this one, and one counts turns that are over.
 template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void announce_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
+FMHA_DEVICE void announce_turns(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
   uint32_t phase = 0;
-  for_each_block(p, schedule, smem, [&](int32_t* number, const Work& work, int32_t block) {
-    bool is_first;
-    if constexpr (takes_turns<spec>()) {
-      const int32_t turn = turn_at<spec, tile>(schedule, work, block);
-      wait_for_turn<tile>(number, turn);
-      is_first = turn == 0;
-    } else {
-      is_first = comes_first(number);
-    }
+  for_each_turn(p, schedule, smem, [&](int32_t* turns, int32_t turn) {
+    wait_for_turn<tile>(turns, turn);
     ptx::fence_proxy_async_global();
-    ptx::mbarrier_wait_parity(smem.dq_empty[0], phase ^ 1);  // the block before is under way
-    smem.is_first_turn = is_first;
+    ptx::mbarrier_wait_parity(smem.dq_empty[0], phase ^ 1);  // the turn before is under way
+    smem.is_first_turn = turn == 0;
     ptx::mbarrier_arrive_if(smem.turn_come, true);
     phase ^= 1;
   });
@@ -78,7 +86,7 @@ FMHA_DEVICE void announce_blocks(const BwdParams& p, const Sm90BwdSchedule& sche
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void count_turns(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
   uint32_t phase = 0;
-  for_each_block(p, schedule, smem, [&](int32_t* turns, const Work&, int32_t) {
+  for_each_turn(p, schedule, smem, [&](int32_t* turns, int32_t) {
     ptx::mbarrier_wait_parity(smem.turn_over, phase);
     ptx::mbarrier_arrive_if(smem.turn_counted, true);
     ptx::fence_proxy_async_global();

@@ -70,7 +70,7 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
     if constexpr (!tile.direct_dq) {
       if (warp == 1 && first_lane) store_dq<spec, tile>(p, schedule, smem);
       if constexpr (takes_turns<spec>()) {
-        if (warp == 2 && first_lane) announce_blocks<spec, tile>(p, schedule, smem);
+        if (warp == 2 && first_lane) announce_turns<spec, tile>(p, schedule, smem);
         if (warp == 3 && first_lane) count_turns<spec, tile>(p, schedule, smem);
       } else if constexpr (tile.first_stores) {
         if (warp == 2 && first_lane) announce_blocks<spec, tile>(p, schedule, smem);
