@@ -311,12 +311,17 @@ fn numbers(cases: &mut Vec<Case>) {
         // Beside scores so large that the maximum is taken off before they are scaled: that key weighs 1 to the last bit.
         let sunk = FwdProblem { softmax_scale: Some(1e8), ..sunk };
         push(cases, format!("edges/sink_far_below_one_key/{dtype}/scale_1e8"), sunk, Lengths::default());
+        let dropout = |p_drop: f64, (q, k): (u32, u32)| FwdProblem {
+            p_drop,
+            write_keep_mask: true,
+            ..masked(dtype, dims(q, k, 32), "b")
+        };
         for p_drop in [1e-9, 0.5, 0.999] {
-            let mut problem = masked(dtype, dims(37, 45, 32), "b");
-            problem.p_drop = p_drop;
-            problem.write_keep_mask = true;
-            push(cases, format!("edges/dropout/{dtype}/{p_drop:e}"), problem, Lengths::default());
+            let name = format!("edges/dropout/{dtype}/{p_drop:e}");
+            push(cases, name, dropout(p_drop, (37, 45)), Lengths::default());
         }
+        let name = format!("edges/dropout/{dtype}/more_queries");
+        push(cases, name, dropout(0.5, (45, 37)), Lengths::default());
     }
 }
 
@@ -458,7 +463,7 @@ fn head_dims(cases: &mut Vec<Case>) {
             let name = format!("edges/head_dim/{dtype}/d{head_dim}x{}", other.head_dim_v);
             push(cases, name, masked(dtype, other, "0"), Lengths::default());
         }
-        // Unlike ones of whole 16 bytes, whose steps of 32 bytes are an odd number together.
+        // Unlike ones of whole 16 bytes, which wide loads take.
         let unlike = Dims { head_dim_qk: 96, ..dims(18, 35, 64) };
         let name = format!("edges/head_dim/{dtype}/d96x64");
         push(cases, name, masked(dtype, unlike, "0"), Lengths::default());
