@@ -211,16 +211,10 @@ fn judged(mutant: &Fault, trials: &[Trial], finders: &LastFinders) -> (Fate, Str
         // A process has one architecture's device.
         let (mut same, elsewhere): (Vec<usize>, Vec<usize>) =
             order.into_iter().partition(|&at| trials[at].arch == first.arch);
-        let others =
-            same[1..].iter().map(|&at| (trials[at].case.clone(), trials[at].tile.clone())).collect();
+        let others = same[1..].iter().map(|&at| (trials[at].case.clone(), trials[at].tile.clone())).collect();
         let Trial { arch, case, tile } = first;
-        let fault = Fault {
-            arch: arch.clone(),
-            case: case.clone(),
-            tile: tile.clone(),
-            others,
-            ..mutant.clone()
-        };
+        let fault =
+            Fault { arch: arch.clone(), case: case.clone(), tile: tile.clone(), others, ..mutant.clone() };
         let (nth, fate) = fault.run("the_fault_of_this_process");
         let at = same[nth];
         match fate {

@@ -311,7 +311,7 @@ fn numbers(cases: &mut Vec<Case>) {
         // Beside scores so large that the maximum is taken off before they are scaled: that key weighs 1 to the last bit.
         let sunk = FwdProblem { softmax_scale: Some(1e8), ..sunk };
         push(cases, format!("edges/sink_far_below_one_key/{dtype}/scale_1e8"), sunk, Lengths::default());
-        let dropout = |p_drop: f64, (q, k): (u32, u32)| FwdProblem {
+        let dropout = |p_drop: f32, (q, k): (u32, u32)| FwdProblem {
             p_drop,
             write_keep_mask: true,
             ..masked(dtype, dims(q, k, 32), "b")
