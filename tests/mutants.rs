@@ -53,18 +53,36 @@ fn beside(name: &str) -> String {
     std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap()
 }
 
+/// What a mutant is tried with.
+struct Trial {
+    arch: String,
+    case: String,
+    tile: Option<String>,
+}
+
+impl Trial {
+    /// Of a line of the list: `CASE`, or `CASE @ field=value,...`, where `arch` is another architecture than the target's.
+    fn of(text: &str, arch: &str, names: &[String]) -> Self {
+        let (start, fields) = text.split_once(" @ ").unwrap_or((text, ""));
+        let is_it = names.iter().find(|name| *name == start);
+        let case = is_it.or_else(|| names.iter().find(|name| name.starts_with(start))).expect(start);
+        let (of_arch, tile): (Vec<&str>, Vec<&str>) =
+            fields.split(',').filter(|field| !field.is_empty()).partition(|field| field.starts_with("arch="));
+        let other_arch = of_arch.first().and_then(|field| field.strip_prefix("arch="));
+        Self {
+            arch: other_arch.unwrap_or(arch).to_owned(),
+            case: case.clone(),
+            tile: (!tile.is_empty()).then(|| tile.join(",")),
+        }
+    }
+}
+
 impl Target {
-    /// What is tried for a mistake in this header, as a case's name and a tile.
-    fn cases(&self, header: &str, names: &[String]) -> Vec<(String, Option<String>)> {
+    /// What is tried for a mistake in this header.
+    fn trials(&self, header: &str, names: &[String]) -> Vec<Trial> {
         let nearer =
             self.nearer.iter().filter(|(part, _)| header.contains(*part)).flat_map(|(_, cases)| cases);
-        let of = |text: &String| {
-            let (start, tile) = text.split_once(" @ ").map_or((text.as_str(), None), |(a, b)| (a, Some(b)));
-            let is_it = names.iter().find(|name| *name == start);
-            let name = is_it.or_else(|| names.iter().find(|name| name.starts_with(start))).expect(start);
-            (name.clone(), tile.map(str::to_owned))
-        };
-        nearer.chain(&self.cases).map(of).collect()
+        nearer.chain(&self.cases).map(|text| Trial::of(text, &self.arch, names)).collect()
     }
 }
 
@@ -164,46 +182,53 @@ fn files(folder: &Path) -> Vec<std::path::PathBuf> {
     found
 }
 
-/// Of each header, which of its cases found a mutant last: those are tried first, since neighbouring lines mostly fall to
+/// Of each header, which of its trials found a mutant last: those are tried first, since neighbouring lines mostly fall to
 /// the same case, and each case that finds nothing compiles its kernel anew.
 #[derive(Default)]
 struct LastFinders(Mutex<BTreeMap<String, Vec<usize>>>);
 
 impl LastFinders {
-    fn order(&self, header: &str, num_cases: usize) -> Vec<usize> {
+    fn order(&self, header: &str, num_trials: usize) -> Vec<usize> {
         let mut order = self.0.lock().unwrap().get(header).cloned().unwrap_or_default();
-        let others = (0..num_cases).filter(|case| !order.contains(case)).collect::<Vec<_>>();
+        let others = (0..num_trials).filter(|trial| !order.contains(trial)).collect::<Vec<_>>();
         order.extend(others);
         order
     }
 
-    fn found(&self, header: &str, case: usize) {
+    fn found(&self, header: &str, trial: usize) {
         let mut finders = self.0.lock().unwrap();
         let finders = finders.entry(header.to_owned()).or_default();
-        finders.retain(|&other| other != case);
-        finders.insert(0, case);
+        finders.retain(|&other| other != trial);
+        finders.insert(0, trial);
     }
 }
 
 /// What the first case says that finds it, or the last one that the mutant changes something for; with that case.
-fn judged(mutant: &Fault, cases: &[(String, Option<String>)], finders: &LastFinders) -> (Fate, String) {
+fn judged(mutant: &Fault, trials: &[Trial], finders: &LastFinders) -> (Fate, String) {
     let (mut last, mut of) = (Fate::ChangesNothing, String::new());
-    let mut order = finders.order(&mutant.header, cases.len());
-    while let Some((&first, others)) = order.split_first() {
-        let (case, tile) = cases[first].clone();
-        let others = others.iter().map(|&at| cases[at].clone()).collect();
-        let (nth, fate) = Fault { tile, case, others, ..mutant.clone() }.run("the_fault_of_this_process");
-        let at = order[nth];
+    let mut order = finders.order(&mutant.header, trials.len());
+    while let Some(first) = order.first().map(|&at| &trials[at]) {
+        // A process has one architecture's device.
+        let (mut same, elsewhere): (Vec<usize>, Vec<usize>) =
+            order.into_iter().partition(|&at| trials[at].arch == first.arch);
+        let others = same[1..].iter().map(|&at| (trials[at].case.clone(), trials[at].tile.clone())).collect();
+        let Trial { arch, case, tile } = first;
+        let fault =
+            Fault { arch: arch.clone(), case: case.clone(), tile: tile.clone(), others, ..mutant.clone() };
+        let (nth, fate) = fault.run("the_fault_of_this_process");
+        let at = same[nth];
         match fate {
             Fate::Found(_) => {
                 finders.found(&mutant.header, at);
-                return (fate, cases[at].0.clone());
+                return (fate, trials[at].case.clone());
             }
-            Fate::DoesNotCompile(_) | Fate::Absent(_) => return (fate, cases[at].0.clone()),
-            Fate::Missed(_) => (last, of) = (fate, cases[at].0.clone()),
+            Fate::DoesNotCompile(_) | Fate::Absent(_) => return (fate, trials[at].case.clone()),
+            Fate::Missed(_) => (last, of) = (fate, trials[at].case.clone()),
             Fate::ChangesNothing => {}
         }
-        order.drain(..=nth);
+        same.drain(..=nth);
+        same.extend(elsewhere);
+        order = same;
     }
     (last, of)
 }
@@ -309,7 +334,7 @@ fn each_mutant_of_the_device_text_is_found_or_has_a_reason() {
             let (sort, by) = if reasons.iter().any(|reason| reason.is_of(mutant)) {
                 ("has a reason", String::new())
             } else {
-                let (fate, by) = judged(mutant, &target.cases(&mutant.header, &names), &finders);
+                let (fate, by) = judged(mutant, &target.trials(&mutant.header, &names), &finders);
                 match fate {
                     Fate::Found(_) => ("found", by),
                     Fate::DoesNotCompile(_) => ("does not compile", by),

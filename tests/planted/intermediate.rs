@@ -1,6 +1,8 @@
-//! What NVRTC makes of a kernel's text before it optimises: its input to link-time optimisation.
+//! What a compiler makes of a kernel's text before it optimises: of NVRTC its input to link-time optimisation, of clang LLVM's
+//! bitcode.
 
 use std::ffi::{CString, c_char, c_int, c_void};
+use std::process::Command;
 
 use fmha_core::cache::KernelJob;
 use libloading::Library;
@@ -21,6 +23,46 @@ type Get = unsafe extern "C" fn(Program, *mut c_char) -> c_int;
 
 /// `None` where there is no such compiler or it refuses the text.
 pub(crate) fn intermediate(job: &KernelJob) -> Option<Vec<u8>> {
+    if job.arch.starts_with("gfx") { bitcode(job) } else { link_time_input(job) }
+}
+
+/// Flags beside the job's: as the backend's, without its line tables.
+const CLANG_FLAGS: [&str; 11] = [
+    "-x",
+    "hip",
+    "--offload-device-only",
+    "-nogpuinc",
+    "-nogpulib",
+    "--no-gpu-bundle-output",
+    "-fuse-cuid=none",
+    "-emit-llvm",
+    "-c",
+    "-Xclang",
+    "-disable-llvm-passes",
+];
+
+fn bitcode(job: &KernelJob) -> Option<Vec<u8>> {
+    let folder = tempfile::tempdir().ok()?;
+    let write = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::create_dir_all(path.parent()?).ok()?;
+        std::fs::write(path, text).ok()
+    };
+    write("entry.hip", &job.source.entry)?;
+    job.source.headers.iter().try_for_each(|header| write(&header.name, &header.text))?;
+    let clang = std::env::var("FMHA_HIP_CLANG").unwrap_or_else(|_| "clang-22".to_owned());
+    let arch = format!("--offload-arch={}", job.arch);
+    let output = Command::new(clang)
+        .args(CLANG_FLAGS)
+        .args(&job.flags)
+        .args([&arch, "-I.", "entry.hip", "-o", "-"])
+        .current_dir(folder.path())
+        .output()
+        .ok()?;
+    output.status.success().then_some(output.stdout)
+}
+
+fn link_time_input(job: &KernelJob) -> Option<Vec<u8>> {
     // The backend has opened it with what it needs, so it is the same library.
     let path = &fmha_cuda::nvrtc::nvrtc().ok()?.path;
     let text = |text: &str| CString::new(text).ok();

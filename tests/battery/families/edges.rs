@@ -311,12 +311,17 @@ fn numbers(cases: &mut Vec<Case>) {
         // Beside scores so large that the maximum is taken off before they are scaled: that key weighs 1 to the last bit.
         let sunk = FwdProblem { softmax_scale: Some(1e8), ..sunk };
         push(cases, format!("edges/sink_far_below_one_key/{dtype}/scale_1e8"), sunk, Lengths::default());
+        let dropout = |p_drop: f32, (q, k): (u32, u32)| FwdProblem {
+            p_drop,
+            write_keep_mask: true,
+            ..masked(dtype, dims(q, k, 32), "b")
+        };
         for p_drop in [1e-9, 0.5, 0.999] {
-            let mut problem = masked(dtype, dims(37, 45, 32), "b");
-            problem.p_drop = p_drop;
-            problem.write_keep_mask = true;
-            push(cases, format!("edges/dropout/{dtype}/{p_drop:e}"), problem, Lengths::default());
+            let name = format!("edges/dropout/{dtype}/{p_drop:e}");
+            push(cases, name, dropout(p_drop, (37, 45)), Lengths::default());
         }
+        let name = format!("edges/dropout/{dtype}/more_queries");
+        push(cases, name, dropout(0.5, (45, 37)), Lengths::default());
     }
 }
 
@@ -355,6 +360,10 @@ fn poison(cases: &mut Vec<Case>) {
                 }
             }
         }
+        // In the last row and column of a block of 64 keys, which the last queries see.
+        let name = format!("edges/nan_in_the_last_element_of_a_block/{dtype}");
+        let plant = Plant::At(Operand::V, [1, 63, 1, 63], f64::NAN);
+        push_planted(cases, name, masked(dtype, dims(70, 70, 64), "t"), plant);
         // Rows computed again that see sink columns: without a band, and more of them than there are queries.
         for (row, mask) in [(9, "g:0,-3,12"), (38, "b:4,0,36")] {
             let name = format!("edges/nan_beside_sink_columns/{dtype}/{mask}");
@@ -454,6 +463,10 @@ fn head_dims(cases: &mut Vec<Case>) {
             let name = format!("edges/head_dim/{dtype}/d{head_dim}x{}", other.head_dim_v);
             push(cases, name, masked(dtype, other, "0"), Lengths::default());
         }
+        // Unlike ones of whole 16 bytes, which wide loads take.
+        let unlike = Dims { head_dim_qk: 96, ..dims(18, 35, 64) };
+        let name = format!("edges/head_dim/{dtype}/d96x64");
+        push(cases, name, masked(dtype, unlike, "0"), Lengths::default());
     }
     let many = Dims { batch: 5, num_heads_q: 24, num_heads_kv: 3, ..dims(7, 9, 16) };
     push(cases, "edges/many_heads/f32".into(), masked(DType::F32, many, "b"), Lengths::default());

@@ -72,6 +72,8 @@ fn beside_unmapped(placement: Placement, cases: &mut Vec<Case>) {
 /// Offsets that do not fit 31 bits, along each axis; only the touched pages exist.
 fn far_apart(cases: &mut Vec<Case>) {
     const FAR: i64 = (1 << 31) + 4096;
+    // 65 rows end before 2^28 bytes: kernels that address tiles by 32 bits take them.
+    const FAR_KEYS: u64 = (1 << 22) - (1 << 17);
     let mut push = |name: String, problem: FwdProblem, lengths: Lengths| {
         let data = Data { room: Room { placement: Placement::Sparse, shift: 0 }, ..data(&name) };
         cases.push(Case::forward(name, problem, lengths, data));
@@ -91,6 +93,14 @@ fn far_apart(cases: &mut Vec<Case>) {
                 }
             }
             push(format!("guards/offsets_beyond_2_31/{dtype}/{axis}"), problem, Lengths::default());
+        }
+        // Keys so far apart that 32 bits address a few blocks of them: a kernel moves its base on and on.
+        for mask in ["0", "b"] {
+            let one = Dims { batch: 1, ..dims(3, 700, 32) };
+            let mut problem = masked(dtype, one, mask);
+            let seq = (FAR_KEYS / dtype.size_bytes()).cast_signed();
+            (problem.k.seq, problem.v.seq) = (seq, seq);
+            push(format!("guards/keys_far_apart/{dtype}/{mask}"), problem, Lengths::default());
         }
         let mut problem = FwdProblem::group(dtype, Dims { batch: 2, ..dims(4, 4, 16) });
         for strides in [&mut problem.q, &mut problem.k, &mut problem.v, &mut problem.o] {

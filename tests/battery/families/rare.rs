@@ -87,6 +87,14 @@ pub(crate) fn cases() -> Vec<Case> {
             cases.push(planted(name, problem, lengths, data, Plant::At(Operand::V, key, dtype.max_finite())));
         }
     }
+    // A query that sees one key alone has its V, be it the largest number of all.
+    for dtype in [DType::F32, DType::Bf16] {
+        let name = format!("rare/large_in_v/{dtype}/lone_key");
+        let problem = masked(dtype, dims(), "t");
+        let plant = Plant::At(Operand::V, [1, 0, 0, 5], dtype.max_finite());
+        let data = data(&name);
+        cases.push(planted(name, problem, Lengths::default(), data, plant));
+    }
     // A scale that is subnormal in f32, and a query whose scores it brings to some halves.
     for (mask, plain) in [("0", true), ("b", true), ("b", false)] {
         let mut problem = masked(DType::Bf16, dims(), mask);
