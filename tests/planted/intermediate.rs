@@ -2,9 +2,8 @@
 //! bitcode.
 
 use std::ffi::{CString, c_char, c_int, c_void};
-use std::process::Command;
 
-use fmha_core::cache::KernelJob;
+use fmha_core::cache::{ImageKind, KernelJob, Precompile};
 use libloading::Library;
 
 type Program = *mut c_void;
@@ -22,44 +21,17 @@ type Size = unsafe extern "C" fn(Program, *mut usize) -> c_int;
 type Get = unsafe extern "C" fn(Program, *mut c_char) -> c_int;
 
 /// `None` where there is no such compiler or it refuses the text.
-pub(crate) fn intermediate(job: &KernelJob) -> Option<Vec<u8>> {
-    if job.arch.starts_with("gfx") { bitcode(job) } else { link_time_input(job) }
+pub(crate) fn intermediate(compiler: &dyn Precompile, job: &KernelJob) -> Option<Vec<u8>> {
+    if job.arch.starts_with("gfx") { bitcode(compiler, job) } else { link_time_input(job) }
 }
 
-/// Flags beside the job's: as the backend's, without its line tables.
-const CLANG_FLAGS: [&str; 11] = [
-    "-x",
-    "hip",
-    "--offload-device-only",
-    "-nogpuinc",
-    "-nogpulib",
-    "--no-gpu-bundle-output",
-    "-fuse-cuid=none",
-    "-emit-llvm",
-    "-c",
-    "-Xclang",
-    "-disable-llvm-passes",
-];
+/// What makes clang leave a code object at LLVM's bitcode, without line tables.
+const TO_BITCODE: [&str; 5] = ["-g0", "-emit-llvm", "-c", "-Xclang", "-disable-llvm-passes"];
 
-fn bitcode(job: &KernelJob) -> Option<Vec<u8>> {
-    let folder = tempfile::tempdir().ok()?;
-    let write = |name: &str, text: &str| {
-        let path = folder.path().join(name);
-        std::fs::create_dir_all(path.parent()?).ok()?;
-        std::fs::write(path, text).ok()
-    };
-    write("entry.hip", &job.source.entry)?;
-    job.source.headers.iter().try_for_each(|header| write(&header.name, &header.text))?;
-    let clang = std::env::var("FMHA_HIP_CLANG").unwrap_or_else(|_| "clang-22".to_owned());
-    let arch = format!("--offload-arch={}", job.arch);
-    let output = Command::new(clang)
-        .args(CLANG_FLAGS)
-        .args(&job.flags)
-        .args([&arch, "-I.", "entry.hip", "-o", "-"])
-        .current_dir(folder.path())
-        .output()
-        .ok()?;
-    output.status.success().then_some(output.stdout)
+fn bitcode(compiler: &dyn Precompile, job: &KernelJob) -> Option<Vec<u8>> {
+    let mut job = job.clone();
+    job.flags.extend(TO_BITCODE.map(str::to_owned));
+    compiler.precompile(&job).ok()?.image(ImageKind::Machine).map(<[u8]>::to_vec)
 }
 
 fn link_time_input(job: &KernelJob) -> Option<Vec<u8>> {
