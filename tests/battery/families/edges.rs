@@ -463,10 +463,6 @@ fn head_dims(cases: &mut Vec<Case>) {
             let name = format!("edges/head_dim/{dtype}/d{head_dim}x{}", other.head_dim_v);
             push(cases, name, masked(dtype, other, "0"), Lengths::default());
         }
-        // Unlike ones of whole 16 bytes, which wide loads take.
-        let unlike = Dims { head_dim_qk: 96, ..dims(18, 35, 64) };
-        let name = format!("edges/head_dim/{dtype}/d96x64");
-        push(cases, name, masked(dtype, unlike, "0"), Lengths::default());
     }
     let many = Dims { batch: 5, num_heads_q: 24, num_heads_kv: 3, ..dims(7, 9, 16) };
     push(cases, "edges/many_heads/f32".into(), masked(DType::F32, many, "b"), Lengths::default());
