@@ -90,12 +90,14 @@ pub enum Plant {
     /// Scores of 12 at key 0, whose V is 0, and of 0 at all others: weights of `exp(-12)`, subnormal in f16, are all
     /// that O is made of. The problem's scale is 1.
     FaintWeights,
-    /// Scores of -inf in keys `begin..end` of every sequence: an infinity in K, taken by a negative Q.
-    InfinitelyFar {
+    /// Scores far below all others in keys `begin..end` of every sequence: `key` in K, taken by a negative Q.
+    FarBelow {
         /// The first such key.
         begin: u32,
         /// Behind the last.
         end: u32,
+        /// Infinity, or a large number.
+        key: f64,
     },
 }
 

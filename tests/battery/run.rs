@@ -216,7 +216,7 @@ fn plant(host: &mut HostFwd, plant: Plant) -> Result<()> {
                 }
             }
         }
-        Plant::InfinitelyFar { begin, end } => {
+        Plant::FarBelow { begin, end, key } => {
             for span in spans {
                 for (i, head) in
                     (0..span.seqlen_q).flat_map(|i| (0..dims.num_heads_q).map(move |head| (i, head)))
@@ -226,7 +226,7 @@ fn plant(host: &mut HostFwd, plant: Plant) -> Result<()> {
                 for (j, head) in (begin..end).flat_map(|j| (0..dims.num_heads_kv).map(move |head| (j, head)))
                 {
                     let at = [span.k_batch, span.k_row + j, head, 0];
-                    host.operands.expect_mut(Operand::K).set(at, f64::INFINITY);
+                    host.operands.expect_mut(Operand::K).set(at, key);
                 }
             }
         }

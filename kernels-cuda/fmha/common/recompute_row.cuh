@@ -1,9 +1,9 @@
-// A row of O computed again by a warp, key by visible key.
+// A row of O and its LSE computed again by a warp, key by visible key.
 //
 // A NaN or infinity of V that one query sees and the mask hides from another reaches both through the tensor
 // cores, since 0 times either is NaN. Looking for such values in V would cost every tile (two warps doing so:
 // 1 to 4 % on an H200), so they are found in O: a row that is not finite although its LSE is gets computed
-// again from memory. That is slow, and exact for every row that sees none of them.
+// again from memory. On Hopper rows of very large scores are, too (range.h). That is slow, and exact.
 //
 // Every branch is uniform over the warp in a way that ptxas can tell: else it would keep the calling kernel's
 // slot indices in per-lane registers from here on, which the descriptors of the products cannot use.
@@ -11,6 +11,7 @@
 #include <fmha/mask.h>
 #include <fmha/common/output_row.cuh>
 #include <fmha/num.h>
+#include <fmha/online_softmax.h>
 #include <fmha/philox.h>
 #include <fmha/score.h>
 #include <fmha/seq.h>
@@ -19,7 +20,7 @@
 
 namespace fmha {
 
-// One row: query i of a head, whose log-sum-exp over the keys of `among` is known.
+// One row: query i of a head, over the keys of `among`.
 template <FwdSpec spec>
 struct RecomputedRow {
   static constexpr int32_t columns = ceil_div(spec.head_dim_v, 32);  // of O, to a lane
@@ -27,11 +28,15 @@ struct RecomputedRow {
   const FwdParams& p;
   const SeqSpan span;
   const int32_t i_head, i;
-  const float lse;
   const int32_t o_batch = span.storage_batch, o_row = span.q_row + i;  // where O lies
   const Range among = {0, span.seqlen_k};
   const int32_t lane = threadIdx.x % 32;
   const int32_t i_head_kv = i_head / p.gqa_ratio;
+  const float scale = is_fp8(spec.dtype_qk) ? p.softmax_scale * descale(p.descale_q) * descale(p.descale_k) : p.softmax_scale;
+  // The softmax takes natural scores where they are modified; else products, which a scale cannot bring beyond f32, with its sign.
+  // A scale of 0 would turn a maximum of -inf into NaN: f32's smallest number scales every product to 0 too.
+  const float scale_log2 = modifies_score(spec) ? kLog2E : fmaxf(fabsf(scale), 1.4e-45f) * kLog2E;
+  float row_max = -infinity(), row_sum = 0.f;  // of exp2((score - row_max) * scale_log2)
   float o[columns] = {};
 
   // Q[i] . K[j], the dimension dealt out to the lanes.
@@ -56,9 +61,16 @@ struct RecomputedRow {
     const int32_t begin = ptx::uniform(keys.begin), end = ptx::uniform(keys.end);
 #pragma unroll 1
     for (int32_t j = begin; j < end; ++j) {
-      const float score = modified_score<spec>(modifier, product(j), i, j);
+      float score = product(j);
+      if constexpr (modifies_score(spec)) score = modified_score<spec>(modifier, score, i, j);
+      else score = scale < 0.f ? -score : score;
+      const float base = finite_or_zero(fmaxf(row_max, score));
+      const float correction = ptx::ex2_approx_ftz((row_max - base) * scale_log2);
+      const float prob = ptx::ex2_approx_ftz((score - base) * scale_log2);
+      row_max = fmaxf(row_max, score);
+      row_sum = row_sum * correction + prob;
       constexpr float of_p = p_scale(spec.dtype_v);
-      float weight = round_to<spec.dtype_v>(ptx::ex2_approx_ftz((score - lse) * kLog2E) * of_p) / of_p;
+      float weight = round_to<spec.dtype_v>(prob * of_p) / of_p;
       if constexpr (spec.dropout) {
         // Not words[j % 4], which would put them on the stack.
         const Array<uint32_t, 4> words = dropout_words(p, span.i_batch * p.num_heads_q + i_head, i, j / 4);
@@ -70,27 +82,31 @@ struct RecomputedRow {
       for (int32_t c = 0; c < columns; ++c) {
         const int32_t d = min(c * 32 + lane, spec.head_dim_v - 1);
         const int64_t at = spec.v_layout == VLayout::ColMajor ? v + d * p.v.dim : v + d;
-        o[c] += weight * load_elem<spec.dtype_v>(p.v.data, at);
+        o[c] = o[c] * correction + weight * load_elem<spec.dtype_v>(p.v.data, at);
       }
     }
   }
 
   FMHA_DEVICE void run() {
     const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
-    const float scale = is_fp8(spec.dtype_qk) ? p.softmax_scale * descale(p.descale_q) * descale(p.descale_k)
-                                              : p.softmax_scale;
     const ScoreModifier modifier = score_modifier<spec>(p, span, i_head, scale);
     const Range row = {i, i + 1};
     if constexpr (spec.sink_columns) take(sink_range(band, row, span.seqlen_k), modifier);
     const Range seen = row_range(band, i, span.seqlen_k);
     take({max(seen.begin, among.begin), min(seen.end, among.end)}, modifier);
-    const int64_t at = row_offset(p.o, o_batch, o_row, i_head);
-    float factor = is_fp8(spec.dtype_v) ? descale(p.descale_v) : 1.f;
+
+    const RowResult result = finish_row<spec>(p, row_max * scale_log2, row_sum, i_head);
+    float factor = result.factor;
+    if constexpr (is_fp8(spec.dtype_v)) factor *= descale(p.descale_v);
     if constexpr (is_fp8(spec.dtype_o)) factor *= p.scale_o ? *p.scale_o : 1.f;
+    const int64_t at = row_offset(p.o, o_batch, o_row, i_head);
 #pragma unroll
     for (int32_t c = 0; c < columns; ++c) {
       const int32_t d = c * 32 + lane;
       store_o<spec.dtype_o>(p.o.data, at + d, o[c] * factor, d < spec.head_dim_v);
+    }
+    if constexpr (spec.write_lse) {
+      ptx::st_global_f32_if(p.lse + o_batch * p.lse_batch + i_head * p.lse_head + o_row, result.lse, lane == 0);
     }
   }
 };

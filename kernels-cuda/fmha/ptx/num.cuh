@@ -47,6 +47,22 @@ FMHA_DEVICE float max_nan(float a, float b) {
   return c;
 }
 
+// needs: sm_50. The product, rounded up.
+// PTX ISA: mul.
+FMHA_DEVICE float mul_rp(float x, float y) {
+  float z;
+  asm("mul.rp.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
+// needs: sm_50. x * y + z, rounded up.
+// PTX ISA: fma.
+FMHA_DEVICE float fma_rp(float x, float y, float z) {
+  float w;
+  asm("fma.rp.f32 %0, %1, %2, %3;" : "=f"(w) : "f"(x), "f"(y), "f"(z));
+  return w;
+}
+
 // needs: sm_50. The sum, rounded down.
 // PTX ISA: add.
 FMHA_DEVICE float add_rm_ftz(float x, float y) {

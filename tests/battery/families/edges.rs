@@ -433,8 +433,14 @@ fn growth(cases: &mut Vec<Case>) {
             for mask in ["0", "b", "b:350,2"] {
                 let name = format!("edges/growth/infinitely_far_{begin}_to_{end}/{dtype}/{mask}");
                 let problem = masked(dtype, dims(70, 600, 64), mask);
-                push_planted(cases, name, problem, Plant::InfinitelyFar { begin, end });
+                push_planted(cases, name, problem, Plant::FarBelow { begin, end, key: f64::INFINITY });
             }
+        }
+        // What a kernel looks at first lies so far below the rest that to round its maximum times the scale makes P 2^(10^21).
+        for mask in ["0", "b"].iter().filter(|_| dtype != DType::F16) {
+            let problem = masked(dtype, dims(70, 600, 64), mask);
+            let far_below = Plant::FarBelow { begin: 300, end: 600, key: 1e30 };
+            push_planted(cases, format!("edges/growth/far_below/{dtype}/{mask}"), problem, far_below);
         }
         for (what, operand, at) in [
             ("q", Operand::Q, [1, 7, 2, 3]),

@@ -159,7 +159,7 @@ fn case(dtype: DType, variant: &str, (what, init, cause): (&str, Init, Cause)) -
         Cause::Scores => Plant::Nothing,
         Cause::NanInV => Plant::At(Operand::V, key, f64::NAN),
         Cause::InfinityInV => Plant::At(Operand::V, key, f64::INFINITY),
-        Cause::InfinitelyFar => Plant::InfinitelyFar { begin: 128, end: 300 },
+        Cause::InfinitelyFar => Plant::FarBelow { begin: 128, end: 300, key: f64::INFINITY },
         Cause::LargeInV => Plant::At(Operand::V, key, dtype.max_finite()),
     };
     let data = Data { init, ..data(&name) };

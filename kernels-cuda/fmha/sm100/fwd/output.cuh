@@ -24,7 +24,7 @@ FMHA_DEVICE OutputPlace output_place(const FwdParams& p, const Work& work) {
 // Rows of this warp that are not finite although their log-sum-exp is: a value of V that the mask hides has come
 // through. Each is computed again by the whole warp.
 template <FwdSpec spec, Sm100Tile tile>
-FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, bool suspect, float lse) {
+FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, bool suspect) {
   const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
   const uint32_t lanes = ptx::vote_ballot(suspect);
 #pragma unroll 1
@@ -33,14 +33,13 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
     const int32_t packed_row = ptx::shfl_idx(row, lane);
     const int32_t i = query_of<tile>(p, packed_row);
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
-    const float row_lse = ptx::shfl_idx(lse, lane);
     if constexpr (tile.split_keys > 0) {
       const Range keys = keys_of_part<tile>(part_of<tile>(work), work.seqlen_k);
       const OutputPlace place = output_place<tile>(p, work);
-      RecomputedRow<spec> again{p, span, i_head, i, row_lse, place.batch, place.row + i, keys};
+      RecomputedRow<spec> again{p, span, i_head, i, place.batch, place.row + i, keys};
       again.run();
     } else {
-      RecomputedRow<spec> again{p, span, i_head, i, row_lse};
+      RecomputedRow<spec> again{p, span, i_head, i};
       again.run();
     }
   }
@@ -118,7 +117,7 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
     // A row without a key is to be 0, and is none if hidden values have reached it.
     const bool suspect = stored && is_nan(zero) && result.lse < infinity();
     __syncwarp();
-    if (__any_sync(ptx::kAllLanes, suspect)) recompute_rows<spec, tile>(p, work, row, suspect, result.lse);
+    if (__any_sync(ptx::kAllLanes, suspect)) recompute_rows<spec, tile>(p, work, row, suspect);
   }
 }
 

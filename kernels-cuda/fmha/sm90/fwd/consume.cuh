@@ -460,12 +460,12 @@ struct Consumer {
   FMHA_DEVICE bool is_row(int r) const { return query_of<tile>(p, rows.row + 8 * r) < work().seqlen_q; }
 
   // Raises running maxima that were too low for this block, after its exponentials. From a P that overflowed f32 the
-  // score cannot be recovered: it is computed again. False where no row of the sequence needed it.
+  // score cannot be recovered, nor from one beside a maximum so large that it would not rise by the difference: it is
+  // computed again. False where no row of the sequence needed it.
   FMHA_DEVICE bool raise_row_max(Scores<tile.block_n>& s, float (&sums)[2], int32_t block) {
     const float real_sums[2] = {is_row(0) ? sums[0] : 0.f, is_row(1) ? sums[1] : 0.f};
     if (!__any_sync(ptx::kAllLanes, softmax.exceeds_rescale_threshold(real_sums))) return false;
-    const bool overflows = __any_sync(ptx::kAllLanes, softmax.overflows_f32(real_sums));
-    if (overflows) {
+    if (__any_sync(ptx::kAllLanes, softmax.overflows_f32(real_sums) || softmax.is_too_large(scale_log2))) {
       recompute_scores<spec, tile>(p, work(), rows.row, block, s);
       take_sign(s);
       modifiers().apply(s, bias, work(), rows.row, block);

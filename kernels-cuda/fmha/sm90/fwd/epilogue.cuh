@@ -8,12 +8,10 @@
 
 namespace fmha::sm90 {
 
-// Computes those of a warp's 16 rows again that any lane suspects. `row` is the thread's first in its tile; of its
-// two rows `suspect` says whether their values in this thread are not finite, and `lse` what their log-sum-exp is.
-// The rows have been stored, as they were, before the warp's last synchronisation.
+// Computes those of a warp's 16 rows again that any lane suspects. `row` is the thread's first in its tile. The rows have
+// been stored, as they were, before the warp's last synchronisation.
 template <FwdSpec spec, Sm90Tile tile>
-FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, const bool (&suspect)[2],
-                           const float (&lse)[2]) {
+FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, const bool (&suspect)[2]) {
   const int32_t first_row = row - threadIdx.x % 32 / 4;
   const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
   const uint32_t lanes[2] = {ptx::vote_ballot(suspect[0]), ptx::vote_ballot(suspect[1])};
@@ -24,8 +22,7 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
     const int32_t packed_row = ptx::uniform(first_row + within);
     const int32_t i = query_of<tile>(p, packed_row);
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
-    const float row_lse = ptx::shfl_idx(within < 8 ? lse[0] : lse[1], within % 8 * 4);
-    RecomputedRow<spec> recomputed{p, span, i_head, i, row_lse};
+    RecomputedRow<spec> recomputed{p, span, i_head, i};
     recomputed.run();
   }
 }
@@ -112,27 +109,24 @@ FMHA_DEVICE void store_elements(void* data, int64_t at, const mma::Accumulator<n
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, RowStats (&rows)[2], float scale_log2, float offset_log2,
                           mma::Accumulator<padded_dim(spec.head_dim_v)>& o) {
+  using RowSoftmax = Softmax<tile, p_offset_log2(spec, tile)>;
   constexpr bool turned = turns_v(spec, tile);
   const int32_t quad_lane = threadIdx.x % 4;
   bool suspect[2] = {false, false};
-  float lse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int32_t packed_row = row + 8 * r, i = query_of<tile>(p, packed_row);
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
     const bool stored = i < work.seqlen_q;
     const float row_sum = quad_reduce(rows[r].row_sum, [](float a, float b) { return a + b; });
-    // P's offset is in the sum and in O.
-    constexpr float of_p = power_of_two(-p_offset_log2(spec, tile));
     RowResult result =
-        finish_row<spec>(p, rows[r].row_max * scale_log2 + offset_log2, row_sum * of_p, stored ? i_head : 0);
-    if constexpr (of_p != 1.f) result.factor *= of_p;
+        finish_row<spec>(p, RowSoftmax::shift_of(rows[r].row_max, scale_log2) + offset_log2, row_sum, stored ? i_head : 0);
     if constexpr (is_fp8(spec.dtype_v)) result.factor *= scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f);
     if constexpr (is_fp8(spec.dtype_o)) result.factor *= p.scale_o ? *p.scale_o : 1.f;
     if constexpr (spec.dropout) result.factor *= p.dropout_scale;
-    lse[r] = result.lse;
+    suspect[r] = stored && RowSoftmax::is_too_large(rows[r].row_max, scale_log2);
     // A row that sees no key (LSE -inf) is among them: its O is to be 0, but 0 times a hidden NaN of V is NaN.
-    if constexpr (spec.mask != MaskKind::Full) suspect[r] = stored && has_non_finite(o, r) && result.lse < infinity();
+    if constexpr (spec.mask != MaskKind::Full) suspect[r] |= stored && has_non_finite(o, r) && result.lse < infinity();
     const int64_t at = work.storage_batch * p.o.batch + int64_t(work.q_row + i) * p.o.row + i_head * p.o.head;
 
     if constexpr (tile.vector_store && is_fp8(spec.dtype_o)) {
@@ -148,9 +142,7 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
     }
   }
   __syncwarp();
-  if constexpr (spec.mask != MaskKind::Full) {
-    if (__any_sync(ptx::kAllLanes, suspect[0] || suspect[1])) recompute_rows<spec, tile>(p, work, row, suspect, lse);
-  }
+  if (__any_sync(ptx::kAllLanes, suspect[0] || suspect[1])) recompute_rows<spec, tile>(p, work, row, suspect);
 }
 
 }  // namespace fmha::sm90

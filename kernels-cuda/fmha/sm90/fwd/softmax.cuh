@@ -38,21 +38,17 @@ struct Softmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(row_max[r], other_max[r]);
   }
-  // Whether scores are so large that the maximum is to be subtracted before they are scaled (range.h).
-  FMHA_DEVICE static bool subtracts_first(const float (&base)[2], float scale_log2) {
-    return fabsf(base[0] * scale_log2) >= kLargestShift || fabsf(base[1] * scale_log2) >= kLargestShift;
+  // What is subtracted from scaled scores to have exponents. P, sums and O are relative to this number, and not to the
+  // maximum that it is rounded from. Rounded up, so that no P is beyond 1 by rounding, however large the scores.
+  FMHA_DEVICE static float shift_of(float row_max, float scale_log2) {
+    return p_offset_log2 == 0 ? ptx::mul_rp(row_max, scale_log2) : ptx::fma_rp(row_max, scale_log2, -float(p_offset_log2));
   }
-  // What is subtracted from scaled scores to have exponents; from S itself here, where `base` is too large for that.
-  template <int n>
-  FMHA_DEVICE void find_shift(mma::Accumulator<n>& s, float scale_log2, const float (&base)[2], float (&shift)[2]) const {
-    using S = mma::Accumulator<n>;
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      shift[r] = p_offset_log2 == 0 ? base[r] * scale_log2 : fmaf(base[r], scale_log2, -float(p_offset_log2));
-    if (!__any_sync(ptx::kAllLanes, subtracts_first(base, scale_log2))) return;
-#pragma unroll
-    for (int e = 0; e < S::num_elems; ++e) s[e] -= base[S::row(e)];
-    shift[0] = shift[1] = -float(p_offset_log2);
+  // Whether a row's scores are so large that P is to be computed in another way (range.h).
+  FMHA_DEVICE static bool is_too_large(float row_max, float scale_log2) {
+    return fabsf(row_max) < infinity() && fabsf(row_max * scale_log2) >= kLargestShift;
+  }
+  FMHA_DEVICE bool is_too_large(float scale_log2) const {
+    return is_too_large(rows[0].row_max, scale_log2) || is_too_large(rows[1].row_max, scale_log2);
   }
   // P = exp2(S - shift), and its sums.
   template <int n>
@@ -79,7 +75,7 @@ struct Softmax {
     float new_max[2] = {rows[0].row_max, rows[1].row_max};
     raise(new_max, s);
 
-    float base[2], sums[2];
+    float shift[2], sums[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       RowStats& row = rows[r];
@@ -89,13 +85,11 @@ struct Softmax {
       // (p_offset_log2).
       if (row.row_max != -infinity() && (new_max[r] - row.row_max) * scale_log2 <= float(tile.lazy_rescale_log2))
         new_max[r] = row.row_max;
-      base[r] = finite_or_zero(new_max[r]);
-      correction[r] = ptx::ex2_approx_ftz((row.row_max - base[r]) * scale_log2);
+      shift[r] = shift_of(finite_or_zero(new_max[r]), scale_log2);
+      correction[r] = ptx::ex2_approx_ftz(shift_of(row.row_max, scale_log2) - shift[r]);
       row.row_max = new_max[r];
       sums[r] = row.row_sum * correction[r];
     }
-    float shift[2];
-    find_shift(s, scale_log2, base, shift);
     have_max();
     exponentiate(s, scale_log2, shift, sums, never);
 #pragma unroll
@@ -107,9 +101,7 @@ struct Softmax {
   template <int n>
   FMHA_DEVICE void step_reusing_row_max(mma::Accumulator<n>& s, float scale_log2, float (&sums)[2], uint32_t never) {
     static_assert(p_offset_log2 <= 0, "a P that is scaled up has no room above a row's maximum");
-    const float base[2] = {rows[0].row_max, rows[1].row_max};
-    float shift[2];
-    find_shift(s, scale_log2, base, shift);
+    const float shift[2] = {shift_of(rows[0].row_max, scale_log2), shift_of(rows[1].row_max, scale_log2)};
     sums[0] = sums[1] = 0.f;
     exponentiate(s, scale_log2, shift, sums, never);
   }
@@ -134,7 +126,7 @@ struct Softmax {
       RowStats& row = rows[r];
       top[r] = quad_reduce(top[r], [](float a, float b) { return fmaxf(a, b); });
       const float new_max = row.row_max + (ptx::lg2_approx_ftz(top[r]) - float(p_offset_log2)) / scale_log2;
-      correction[r] = ptx::ex2_approx_ftz((row.row_max - new_max) * scale_log2);
+      correction[r] = ptx::ex2_approx_ftz(shift_of(row.row_max, scale_log2) - shift_of(new_max, scale_log2));
       row.row_max = new_max;
       row.row_sum *= correction[r];
       sums[r] *= correction[r];
