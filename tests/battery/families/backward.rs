@@ -301,6 +301,12 @@ fn over_blocks(cases: &mut Vec<Case>) {
             let dims = Dims { batch: 2, num_heads_q: 8, num_heads_kv: 8, ..dims(60, 1200) };
             push(name, dims, DType::Bf16, "b", true, Vec::new());
         }
+        // Four key blocks in a circle that begin two blocks of queries apart.
+        if head_dim == 128 {
+            let name = format!("backward/in_turns/two_blocks_apart/bf16/{of}/0");
+            let dims = Dims { num_heads_q: 1, ..dims(460, 400) };
+            push(name, dims, DType::Bf16, "0", true, Vec::new());
+        }
         for (dtype, mask) in [DType::F16, DType::Bf16].into_iter().flat_map(|t| [(t, "b"), (t, "b:60,3,2")]) {
             let planted = vec![
                 (Operand::K, [0, 140, 0, head_dim - 1], f64::NAN), // the last ten queries see it
