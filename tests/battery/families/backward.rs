@@ -1,7 +1,8 @@
 //! Every gradient, over every axis that it knows.
 
 use fmha_core::{
-    Bias, BiasBroadcast, BiasGrad, BwdProblem, DType, Dims, ElementwiseBias, FwdProblem, Strides, Totals,
+    Bias, BiasBroadcast, BiasGrad, BwdProblem, DType, Dims, ElementwiseBias, FwdProblem, KvLayout, QLayout,
+    Strides, Totals,
 };
 
 use super::edges::{data, group, masked};
@@ -37,6 +38,7 @@ pub(crate) fn cases() -> Vec<Case> {
     field(&mut cases);
     over_blocks(&mut cases);
     hidden_in_packed(&mut cases);
+    packed_on_one_side(&mut cases);
     cases
 }
 
@@ -199,6 +201,23 @@ fn field(cases: &mut Vec<Case>) {
         let (seqused_q, seqused_k) = (vec![129, 70], vec![9, 130]);
         let lengths = Lengths { seqused_q, seqused_k, ..Lengths::default() };
         cases.push(Case::backward(name, modified(used, "dbias_one_one"), lengths, numbers));
+        // The same of keys that end amid a block behind the first, of which the mask hides none.
+        for mask in ["0", "b:200,200"] {
+            let name = format!("backward/field/dbias_of_used_rows/{dtype}/second_block/{mask}");
+            let numbers = data(&name);
+            let mut used = masked(dtype, Dims { seqlen_q: 40, seqlen_k: 180, ..dims(64, 64) }, mask);
+            (used.seqused_q, used.seqused_k) = (true, true);
+            let (seqused_q, seqused_k) = (vec![40, 30], vec![140, 180]);
+            let lengths = Lengths { seqused_q, seqused_k, ..Lengths::default() };
+            cases.push(Case::backward(name, modified(used, "dbias_one_one"), lengths, numbers));
+        }
+        // A bias that ends with its last row, whose queries fill their blocks and whose keys end amid eight of a thread's.
+        for bias in ["bias_16", "bias_f32"] {
+            let name = format!("backward/field/{bias}_of_whole_query_blocks/{dtype}");
+            let numbers = data(&name);
+            let whole = masked(dtype, Dims { batch: 1, seqlen_q: 128, seqlen_k: 74, ..dims(64, 64) }, "0");
+            cases.push(Case::backward(name, modified(whole, bias), Lengths::default(), numbers));
+        }
         // Rows that end where their blocks do: another head's follow at once.
         let name = format!("backward/field/sink_of_whole_blocks/{dtype}");
         let whole = masked(dtype, Dims { seqlen_q: 128, seqlen_k: 100, ..dims(64, 64) }, "b");
@@ -282,6 +301,12 @@ fn over_blocks(cases: &mut Vec<Case>) {
             let dims = Dims { batch: 2, num_heads_q: 8, num_heads_kv: 8, ..dims(60, 1200) };
             push(name, dims, DType::Bf16, "b", true, Vec::new());
         }
+        // Four key blocks in a circle that begin two blocks of queries apart.
+        if head_dim == 128 {
+            let name = format!("backward/in_turns/two_blocks_apart/bf16/{of}/0");
+            let dims = Dims { num_heads_q: 1, ..dims(460, 400) };
+            push(name, dims, DType::Bf16, "0", true, Vec::new());
+        }
         for (dtype, mask) in [DType::F16, DType::Bf16].into_iter().flat_map(|t| [(t, "b"), (t, "b:60,3,2")]) {
             let planted = vec![
                 (Operand::K, [0, 140, 0, head_dim - 1], f64::NAN), // the last ten queries see it
@@ -301,6 +326,18 @@ fn over_blocks(cases: &mut Vec<Case>) {
         let name = format!("backward/hidden/more_queries/bf16/{of}/b");
         push(name, dims(150, 100), DType::Bf16, "b", false, planted);
     }
+    // Clusters of key blocks in turns, more of them than four multiprocessors run at a time.
+    let name = "backward/in_turns/more_clusters_than_run/bf16/d256/0".to_owned();
+    let dims = Dims {
+        batch: 1,
+        seqlen_q: 200,
+        seqlen_k: 300,
+        num_heads_q: 1,
+        num_heads_kv: 1,
+        head_dim_qk: 256,
+        head_dim_v: 256,
+    };
+    push(name, dims, DType::Bf16, "0", true, Vec::new());
 }
 
 /// Rows of the second of two packed sequences that a hidden number reaches, where queries and keys begin at unlike rows.
@@ -324,6 +361,44 @@ fn hidden_in_packed(cases: &mut Vec<Case>) {
             ];
             let (problem, data) = (BwdProblem::new(group(DType::Bf16, dims, &sequences, mask)), data(&name));
             let lengths = Lengths::packed(&sequences);
+            let body = Backward { problem, lengths, data, deterministic: false, planted };
+            cases.push(Case { name, body: Body::Backward(Box::new(body)) });
+        }
+    }
+}
+
+/// Queries packed and keys not, or keys alone: the next sequence's NaN lies in the block with which this one's rows end, and no
+/// mask has rows computed again.
+fn packed_on_one_side(cases: &mut Vec<Case>) {
+    for (head_dim, head_dim_v) in [(64, 64), (192, 128), (256, 256)] {
+        let dims = Dims {
+            batch: 2,
+            seqlen_q: 70,
+            seqlen_k: 70,
+            num_heads_q: 2,
+            num_heads_kv: 1,
+            head_dim_qk: head_dim,
+            head_dim_v,
+        };
+        for side in ["queries", "keys"] {
+            let queries = side == "queries";
+            let name = format!("backward/field/packed_{side}/bf16/{}/0", label(head_dim, head_dim_v));
+            let (q_layout, kv_layout) = if queries {
+                (QLayout::Packed, KvLayout::Strided)
+            } else {
+                (QLayout::Batch, KvLayout::Packed)
+            };
+            let mut fwd = FwdProblem::new(q_layout, kv_layout, DType::Bf16, dims);
+            fwd.write_lse = true;
+            let mut lengths = Lengths::packed(&[(40, 40), (70, 70)]);
+            let planted = if queries {
+                (lengths.totals.total_k, lengths.cu_seqlens_k) = (None, Vec::new());
+                vec![(Operand::Q, [0, 40, 1, 5], f64::NAN), (Operand::Dout, [0, 41, 0, 7], f64::NAN)]
+            } else {
+                (lengths.totals.total_q, lengths.cu_seqlens_q) = (None, Vec::new());
+                vec![(Operand::K, [0, 40, 0, 5], f64::NAN), (Operand::V, [0, 41, 0, 7], f64::NAN)]
+            };
+            let (problem, data) = (BwdProblem::new(fwd), data(&name));
             let body = Backward { problem, lengths, data, deterministic: false, planted };
             cases.push(Case { name, body: Body::Backward(Box::new(body)) });
         }
