@@ -2,11 +2,13 @@
 
 use std::arch::x86_64::*;
 
-use super::{Avx2, Op, Simd};
+use super::x86::{tables_of_parts, widen_by_parts};
+use super::{Avx2, BytePlanes, Op, Simd, Tables};
 
 impl Simd for Avx2 {
     const LANES: usize = 8;
     const TILE_ROWS: usize = 6;
+    const WIDENS_CODES: bool = true;
     type V = __m256;
 
     #[inline(always)]
@@ -201,6 +203,54 @@ impl Simd for Avx2 {
         // SAFETY: the caller promised sixteen bf16.
         unsafe {
             let both = _mm256_loadu_si256(from.cast());
+            let odd = _mm256_and_si256(both, _mm256_set1_epi32(0xffff_0000_u32.cast_signed()));
+            [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(both)), _mm256_castsi256_ps(odd)]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_codes(self, from: *const u8) -> Self::V {
+        // SAFETY: AVX2, as `self` proves; the caller promised thirty-two bytes.
+        unsafe {
+            let codes = _mm256_loadu_si256(from.cast());
+            _mm256_castsi256_ps(_mm256_permute4x64_epi64::<0b11_01_10_00>(codes))
+        }
+    }
+
+    fn widens(planes: &BytePlanes) -> bool {
+        planes.parts.is_some()
+    }
+
+    #[inline(always)]
+    fn tables(self, planes: &BytePlanes) -> Tables<Self::V> {
+        let mut tables = [self.splat(0.0); 9];
+        // SAFETY: AVX2, as `self` proves.
+        unsafe {
+            for (table, of_parts) in tables.iter_mut().zip(tables_of_parts(planes)) {
+                *table = _mm256_castsi256_ps(of_parts);
+            }
+        }
+        tables
+    }
+
+    #[inline(always)]
+    fn widen_codes(self, tables: &Tables<Self::V>, codes: Self::V) -> [Self::V; 2] {
+        // SAFETY: AVX2, as `self` proves.
+        unsafe {
+            let mut of_parts = [_mm256_setzero_si256(); 9];
+            for (of_parts, &table) in of_parts.iter_mut().zip(tables) {
+                *of_parts = _mm256_castps_si256(table);
+            }
+            let [first, second] = widen_by_parts(&of_parts, _mm256_castps_si256(codes));
+            [_mm256_castsi256_ps(first), _mm256_castsi256_ps(second)]
+        }
+    }
+
+    #[inline(always)]
+    fn split_bf16(self, both: Self::V) -> [Self::V; 2] {
+        // SAFETY: AVX2, as `self` proves.
+        unsafe {
+            let both = _mm256_castps_si256(both);
             let odd = _mm256_and_si256(both, _mm256_set1_epi32(0xffff_0000_u32.cast_signed()));
             [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(both)), _mm256_castsi256_ps(odd)]
         }

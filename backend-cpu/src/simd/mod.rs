@@ -28,6 +28,8 @@ pub(crate) use portable::SoftTiles;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86::{Avx2, Avx512, Avx512Bf16, Avx512Vbmi};
 
+use fmha_core::DType;
+
 /// A kernel: what [`Simd::run`] compiles for one instruction set.
 pub(crate) trait Op<S: Simd> {
     /// Runs it. Implementations are `#[inline(always)]`.
@@ -100,9 +102,88 @@ impl TileProduct {
 
 /// A 16-bit number for each byte: the low halves of all, then the high halves.
 #[derive(Clone)]
-pub(crate) struct BytePlanes([[u8; 256]; 2]);
+pub(crate) struct BytePlanes {
+    planes: [[u8; 256]; 2],
+    parts: Option<CodeParts>,
+}
+
+/// The 16-bit number of an FP8 code times a descale, by its parts: the mantissa chooses one of a few numbers, and the
+/// exponent is added to that one's. To round and to multiply by a power of two can be done in either order.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct CodeParts {
+    /// Those numbers' low bytes, and high ones: by mantissa, of the exponent 0 as if there were a leading one; then of
+    /// subnormal codes; then of those that are infinite or NaN.
+    numbers: [[u8; 16]; 2],
+    /// The mantissa's bits, and the exponent's.
+    mantissa: u8,
+    exponent: u8,
+    /// What the exponent's bits are multiplied by to be the number's.
+    places: u16,
+    /// The bits that infinite and NaN codes have all of.
+    special: u8,
+    /// What is added to the mantissa of subnormal and of special codes to have their place in `numbers`. Where that has
+    /// bit 7, there is no place, and the number has the bits of `or`.
+    to_subnormal: u8,
+    to_special: u8,
+    or: u8,
+}
+
+impl CodeParts {
+    /// For codes of `from` that become `wide` of type `to`; `None` where that is not so for each.
+    fn new(from: DType, to: DType, wide: &impl Fn(u8) -> u16) -> Option<Self> {
+        let (mantissa, exponent, special, to_subnormal, to_special, or) = match from {
+            DType::E4m3Fn => (0x07, 0x78, 0x7f, 8, 0x80, 0xff),
+            DType::E5m2 => (0x03, 0x7c, 0x7c, 4, 8, 0),
+            _ => return None,
+        };
+        // Both types have the sign at bit 7; bf16 has seven bits of mantissa, f16 ten.
+        let (infinity, bits) = if to == DType::F16 { (0x7c00, 10) } else { (0x7f80, 7) };
+        let places = 1 << (bits - u32::from(mantissa).count_ones());
+        let mut numbers = [[0; 16]; 2];
+        let mut put = |at: u8, number: u16| {
+            for (numbers, byte) in numbers.iter_mut().zip(number.to_le_bytes()) {
+                numbers[usize::from(at)] = byte;
+            }
+        };
+        // An exponent in the middle of the range, so that it is no subnormal number by itself.
+        let middle = exponent & 0x40;
+        for at in 0..=mantissa {
+            put(at, wide(middle | at).wrapping_sub(u16::from(middle) * places));
+            put(to_subnormal + at, wide(at));
+            if to_special < 16 {
+                put(to_special + at, wide(special | at));
+            }
+        }
+        let parts = Self { numbers, mantissa, exponent, places, special, to_subnormal, to_special, or };
+        let is_nan = |bits: u16| bits & 0x7fff > infinity;
+        let same = |code: u8| {
+            let (found, wanted) = (parts.of(code), wide(code));
+            found == wanted || is_nan(found) && is_nan(wanted)
+        };
+        (0..=u8::MAX).all(same).then_some(parts)
+    }
+
+    /// That of one code.
+    pub(crate) fn of(&self, code: u8) -> u16 {
+        let is_special = code & self.special == self.special;
+        let exponent = if is_special { 0 } else { code & self.exponent };
+        let is_subnormal = code & self.exponent == 0;
+        let at = code & self.mantissa
+            | if is_subnormal { self.to_subnormal } else { 0 }
+            | if is_special { self.to_special } else { 0 };
+        let number = if at < 16 { self.numbers.map(|bytes| bytes[usize::from(at)]) } else { [0; 2] };
+        let number = number.map(|byte| if is_special { byte | self.or } else { byte });
+        let sign = u16::from(code & 0x80) << 8;
+        (u16::from_le_bytes(number) ^ sign).wrapping_add(u16::from(exponent) * self.places)
+    }
+}
 
 impl BytePlanes {
+    /// `wide`, of type `to`, for each byte, which is a code of `from`.
+    pub(crate) fn of_codes(from: DType, to: DType, wide: impl Fn(u8) -> u16) -> Self {
+        Self { parts: CodeParts::new(from, to, &wide), ..Self::new(wide) }
+    }
+
     /// `wide` for each byte.
     pub(crate) fn new(wide: impl Fn(u8) -> u16) -> Self {
         let mut planes = [[0; 256]; 2];
@@ -110,12 +191,13 @@ impl BytePlanes {
             let [low, high] = wide(byte).to_le_bytes();
             (planes[0][usize::from(byte)], planes[1][usize::from(byte)]) = (low, high);
         }
-        Self(planes)
+        Self { planes, parts: None }
     }
 
     /// That of one byte.
     pub(crate) fn of(&self, byte: u8) -> u16 {
-        u16::from_le_bytes([self.0[0][usize::from(byte)], self.0[1][usize::from(byte)]])
+        let [low, high] = &self.planes;
+        u16::from_le_bytes([low[usize::from(byte)], high[usize::from(byte)]])
     }
 
     /// Whether 0 becomes 0 and a byte's highest bit changes its number's highest bit alone, as the sign of FP8 does where
@@ -124,17 +206,22 @@ impl BytePlanes {
         (0..0x80).all(|byte| self.of(byte | 0x80) == self.of(byte) ^ 0x8000) && self.of(0) & 0x7fff == 0
     }
 
-    /// The lower 128 numbers for [`Simd::widen_codes`].
+    /// The lower 128 numbers.
     #[inline(always)]
     pub(crate) fn lower<S: Simd>(&self, s: S) -> [S::V; 4] {
         let mut lower = [s.splat(0.0); 4];
         for (n, lower) in lower.iter_mut().enumerate() {
             // SAFETY: half a plane is two vectors where there is `widen_codes`, at most two elsewhere.
-            *lower = unsafe { s.load(self.0[n / 2].as_ptr().add(n % 2 * 64).cast()) };
+            *lower = unsafe { s.load(self.planes[n / 2].as_ptr().add(n % 2 * 64).cast()) };
         }
         lower
     }
 }
+
+/// What [`Simd::widen_codes`] looks up, as many vectors as an instruction set has use for: halves of planes, or the
+/// numbers of [`CodeParts`] in their order. Each in a vector of its own: taken out of one of them where they were used,
+/// they made AVX2 three times as slow.
+pub(crate) type Tables<V> = [V; 9];
 
 /// One instruction set.
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
@@ -245,9 +332,19 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// They are readable at `from`, and as many u16 writable at `to`, aligned or not.
     #[inline(always)]
     unsafe fn widen_bytes(self, to_wide: &BytePlanes, from: *const u8, to: *mut u16, count: usize) {
-        for at in 0..count {
-            // SAFETY: the caller's promise.
-            unsafe { to.add(at).write_unaligned(to_wide.of(from.add(at).read())) };
+        let vector = 4 * Self::LANES;
+        let whole = if Self::WIDENS_CODES && Self::widens(to_wide) { count / vector * vector } else { 0 };
+        let tables = self.tables(to_wide);
+        // SAFETY: the caller's promise.
+        unsafe {
+            for at in (0..whole).step_by(vector) {
+                let [first, second] = self.widen_codes(&tables, self.load_codes(from.add(at)));
+                self.store(to.add(at).cast(), first);
+                self.store(to.add(at + vector / 2).cast(), second);
+            }
+            for at in whole..count {
+                to.add(at).write_unaligned(to_wide.of(from.add(at).read()));
+            }
         }
     }
 
@@ -403,10 +500,24 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         unsafe { self.load(from.cast()) }
     }
 
-    /// The 16-bit numbers of loaded bytes, in the bytes' order, by the [`lower`](BytePlanes::lower) half of a table that
-    /// [`is_odd`](BytePlanes::is_odd).
-    fn widen_codes(self, lower: &[Self::V; 4], codes: Self::V) -> [Self::V; 2] {
-        let _ = lower;
+    /// Whether [`widen_codes`](Self::widen_codes) can be right for these numbers.
+    fn widens(planes: &BytePlanes) -> bool {
+        planes.is_odd()
+    }
+
+    /// What [`widen_codes`](Self::widen_codes) looks up.
+    #[inline(always)]
+    fn tables(self, planes: &BytePlanes) -> Tables<Self::V> {
+        let mut tables = [self.splat(0.0); 9];
+        if Self::WIDENS_CODES {
+            tables[..4].copy_from_slice(&planes.lower(self));
+        }
+        tables
+    }
+
+    /// The 16-bit numbers of loaded bytes, in the bytes' order.
+    fn widen_codes(self, tables: &Tables<Self::V>, codes: Self::V) -> [Self::V; 2] {
+        let _ = tables;
         [codes, codes]
     }
 

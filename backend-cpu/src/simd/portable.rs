@@ -2,9 +2,9 @@
 
 use half::{bf16, f16};
 
-#[cfg(test)]
-use super::TileRows;
 use super::{Op, Simd};
+#[cfg(test)]
+use super::{Tables, TileRows};
 
 /// No instruction beyond the target's baseline.
 #[derive(Clone, Copy, Debug)]
@@ -185,9 +185,9 @@ impl Simd for SoftTiles {
         [lanes!(i => pair(i / 4 * 8 + i % 4)), lanes!(i => pair(i / 4 * 8 + 4 + i % 4))]
     }
 
-    fn widen_codes(self, lower: &[Self::V; 4], codes: Self::V) -> [Self::V; 2] {
+    fn widen_codes(self, tables: &Tables<Self::V>, codes: Self::V) -> [Self::V; 2] {
         let byte = |of: &[f32], at: usize| of[at / 4].to_bits().to_le_bytes()[at % 4];
-        let lower: &[f32] = lower.as_flattened();
+        let lower: &[f32] = tables.as_flattened();
         let wide = |d: usize| {
             let code = usize::from(byte(&codes, d));
             let number = [byte(lower, code % 128), byte(lower, 128 + code % 128)];

@@ -1,8 +1,9 @@
 //! Every instruction set of this processor against the definitions.
 
-use half::bf16;
+use half::{bf16, f16};
 
 use super::*;
+use crate::tensor::fp8_table;
 
 struct Transpose<'a> {
     from: &'a [f32],
@@ -252,11 +253,23 @@ fn widens<S: Simd>(s: S) {
     let wide = |byte: u8| u16::from(byte).wrapping_mul(40_503) ^ 0x1234;
     let to_wide = BytePlanes::new(wide);
     let from: Vec<u8> = (0..600).map(|i| (i * 7 + i / 256) as u8).collect();
+    let fp8 = |byte: u8| bf16::from_f32(fp8_table(DType::E4m3Fn)[usize::from(byte)] * 0.37).to_bits();
+    let of_fp8 = BytePlanes::of_codes(DType::E4m3Fn, DType::Bf16, fp8);
+    let to_f16 = |byte: u8| f16::from_f32(fp8_table(DType::E5m2)[usize::from(byte)]).to_bits();
+    let of_e5m2 = BytePlanes::of_codes(DType::E5m2, DType::F16, to_f16);
+    assert!(of_fp8.parts.is_some() && of_e5m2.parts.is_some());
+    // Of f16, and so of bf16.
+    let is_nan = |number: u16| number & 0x7fff > 0x7c00;
     for count in (0..=130).chain([255, 256, 257, 600]) {
-        let mut to = vec![0xabcd; 601];
-        s.run(Widened { to_wide: &to_wide, from: &from, to: &mut to, count });
-        for (at, &found) in to.iter().enumerate() {
-            assert_eq!(found, if at < count { wide(from[at]) } else { 0xabcd }, "{at} of {count}");
+        for (to_wide, wide) in [(&to_wide, &wide as &dyn Fn(u8) -> u16), (&of_fp8, &fp8), (&of_e5m2, &to_f16)]
+        {
+            let mut to = vec![0xabcd; 601];
+            s.run(Widened { to_wide, from: &from, to: &mut to, count });
+            for (at, &found) in to.iter().enumerate() {
+                let wanted = if at < count { wide(from[at]) } else { 0xabcd };
+                let same = found == wanted || is_nan(found) && is_nan(wanted) && to_wide.parts.is_some();
+                assert!(same, "{at} of {count}: {found:#x}, not {wanted:#x}");
+            }
         }
     }
 }
@@ -273,12 +286,12 @@ impl<S: Simd> Op<S> for Codes<'_> {
     #[inline(always)]
     fn call(self, s: S) {
         let [low, high] = self.rows;
-        let lower = self.to_wide.lower(s);
+        let tables = s.tables(self.to_wide);
         // SAFETY: sixty-four bytes each, and room for their numbers.
         unsafe {
             let (low, high) = (s.load_codes(low.as_ptr()), s.load_codes(high.as_ptr()));
-            for (n, wide) in s.widen_codes(&lower, low).into_iter().enumerate() {
-                s.store(self.wide.as_mut_ptr().add(32 * n).cast(), wide);
+            for (n, wide) in s.widen_codes(&tables, low).into_iter().enumerate() {
+                s.store(self.wide.as_mut_ptr().add(2 * S::LANES * n).cast(), wide);
             }
             let halves = s.split_bf16(s.load(self.wide.as_ptr().cast()));
             for (split, half) in self.split.iter_mut().zip(halves) {
@@ -288,7 +301,7 @@ impl<S: Simd> Op<S> for Codes<'_> {
                 return;
             }
             for (pairs, half) in self.pairs.iter_mut().zip(s.pair_codes(low, high)) {
-                for (n, wide) in s.widen_codes(&lower, half).into_iter().enumerate() {
+                for (n, wide) in s.widen_codes(&tables, half).into_iter().enumerate() {
                     s.store(pairs.as_mut_ptr().add(16 * n).cast(), wide);
                 }
             }
@@ -301,16 +314,39 @@ fn widens_codes<S: Simd>(s: S) {
     if !S::WIDENS_CODES {
         return;
     }
-    let wide = |byte: u8| (u16::from(byte & 0x7f) * 257) ^ (u16::from(byte & 0x80) << 8) ^ 0x8000;
-    let to_wide = BytePlanes::new(wide);
-    assert!(to_wide.is_odd() && !BytePlanes::new(|byte| u16::from(byte) + 1).is_odd());
+    let odd = |byte: u8| (u16::from(byte & 0x7f) * 257) ^ (u16::from(byte & 0x80) << 8) ^ 0x8000;
+    assert!(BytePlanes::new(odd).is_odd() && !BytePlanes::new(|byte| u16::from(byte) + 1).is_odd());
+    if S::widens(&BytePlanes::new(odd)) {
+        widens_codes_to(s, odd, &BytePlanes::new(odd));
+    }
+    for dtype in [DType::E4m3Fn, DType::E5m2] {
+        for descale in [1.0, 0.125, 0.37, -3.7, 1e-30, 1e30] {
+            let wide = |byte| bf16::from_f32(fp8_table(dtype)[usize::from(byte)] * descale).to_bits();
+            let to_wide = BytePlanes::of_codes(dtype, DType::Bf16, wide);
+            assert!(to_wide.parts.is_some(), "{dtype} times {descale}");
+            assert!(S::widens(&to_wide), "{dtype} times {descale}");
+            widens_codes_to(s, wide, &to_wide);
+        }
+    }
+    // A product that leaves bf16's normal numbers is not rounded as the others are; nor is there an infinity to scale.
+    for (dtype, descale) in [(DType::E4m3Fn, 1e-38), (DType::E4m3Fn, 1e37), (DType::E5m2, f32::INFINITY)] {
+        let wide = |byte| bf16::from_f32(fp8_table(dtype)[usize::from(byte)] * descale).to_bits();
+        assert!(BytePlanes::of_codes(dtype, DType::Bf16, wide).parts.is_none(), "{dtype} times {descale}");
+    }
+}
+
+/// A NaN may be any.
+fn widens_codes_to<S: Simd>(s: S, wide: impl Fn(u8) -> u16, to_wide: &BytePlanes) {
+    let quiet = |number: u16| if number & 0x7fff > 0x7f80 { 0x7fff } else { number };
+    let wide = |byte| quiet(wide(byte));
+    let count = 4 * S::LANES;
     for base in 0..=255u8 {
         let rows = [0, 101].map(|row| std::array::from_fn(|d| (usize::from(base) + row + 3 * d) as u8));
         let (mut found, mut split, mut pairs) = ([0; 64], [[0.0; 16]; 2], [[0; 32]; 2]);
         let (wide_to, split_to) = (&mut found, &mut split);
-        s.run(Codes { to_wide: &to_wide, rows: &rows, wide: wide_to, split: split_to, pairs: &mut pairs });
-        assert_eq!(found, rows[0].map(wide), "codes from {base}");
-        for (d, &number) in found[..32].iter().enumerate() {
+        s.run(Codes { to_wide, rows: &rows, wide: wide_to, split: split_to, pairs: &mut pairs });
+        assert_eq!(found.map(quiet)[..count], rows[0].map(wide)[..count], "codes from {base}");
+        for (d, &number) in found[..count / 2].iter().enumerate() {
             let bits = split[d % 2][d / 2].to_bits();
             assert_eq!(bits, u32::from(number) << 16, "element {d} from {base}, split");
         }
@@ -319,11 +355,9 @@ fn widens_codes<S: Simd>(s: S) {
         }
         for d in 0..64 {
             let wanted = u32::from(wide(rows[0][d])) | u32::from(wide(rows[1][d])) << 16;
-            assert_eq!(
-                pairs[d / 32][d / 4 % 2 * 16 + d % 32 / 8 * 4 + d % 4],
-                wanted,
-                "element {d} from {base}"
-            );
+            let pair = pairs[d / 32][d / 4 % 2 * 16 + d % 32 / 8 * 4 + d % 4];
+            let found = u32::from(quiet(pair as u16)) | u32::from(quiet((pair >> 16) as u16)) << 16;
+            assert_eq!(found, wanted, "element {d} from {base}");
         }
     }
 }

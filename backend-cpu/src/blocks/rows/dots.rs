@@ -3,7 +3,7 @@
 use super::{
     Ahead, BLOCK_KEYS, Block, FOUR, KEYS_WINDOW, Order, UNIT_BYTES, met, steps_of, taken_together, unit,
 };
-use crate::simd::{Op, Simd};
+use crate::simd::{Op, Simd, Tables};
 use crate::tensor::{Elem, of_type};
 
 /// `scores[query][key] = factor[head] * Q[query] . K[key]`, for a block.
@@ -93,7 +93,7 @@ impl Dots<'_> {
         let queries = self.queries.wrapping_add(row * self.stride);
         let scores = self.scores.wrapping_add(row * BLOCK_KEYS);
         let factor = self.factors[head];
-        let codes = if met::are_codes(MET) { self.keys.codes[head].lower(s) } else { [s.splat(0.0); 4] };
+        let codes = if met::are_codes(MET) { s.tables(&self.keys.codes[head]) } else { [s.splat(0.0); 9] };
         for first in (first..last).step_by(FOUR) {
             let count = FOUR.min(last - first);
             ahead.ask_for(s, count * self.keys.dim * E::BYTES);
@@ -153,7 +153,7 @@ fn sums_of<S: Simd, const Q: usize>(s: S, sums: &[[S::V; FOUR]; Q]) -> [[f32; FO
 unsafe fn add_unit<S: Simd, E: Elem, const Q: usize, const MET: u8>(
     s: S,
     elem: E,
-    codes: &[S::V; 4],
+    codes: &Tables<S::V>,
     sums: &mut [[S::V; FOUR]; Q],
     keys: [*const u8; FOUR],
     (queries, stride): (*const f32, usize),

@@ -120,7 +120,7 @@ impl TileDots<'_> {
                 if E::IS_BF16 {
                     s.store(to.add(columns / 2), s.load(from.cast()));
                 } else if columns == 0 {
-                    let codes = self.keys.codes[head].lower(s);
+                    let codes = s.tables(&self.keys.codes[head]);
                     let mut copy = [0u8; COLUMNS];
                     let [a, b] = s.widen_codes(&codes, s.load_codes(whole_codes(from, rest, &mut copy)));
                     s.store(to, a);
@@ -216,7 +216,7 @@ impl TileValues<'_> {
     unsafe fn pair<S: Simd, E: Elem>(&self, s: S, (head, col): (usize, usize), ahead: &mut Ahead<'_>) {
         let Block { keys, dim, codes, .. } = self.values;
         let columns = (dim - col).min(COLUMNS);
-        let codes = if E::IS_BF16 { [s.splat(0.0); 4] } else { codes[head].lower(s) };
+        let codes = if E::IS_BF16 { [s.splat(0.0); 9] } else { s.tables(&codes[head]) };
         for key in (0..keys.len()).step_by(2) {
             if key.is_multiple_of(KEYS_ASKED) {
                 ahead.ask_for(s, (keys.len() - key).min(KEYS_ASKED) * columns * E::BYTES);

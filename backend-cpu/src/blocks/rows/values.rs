@@ -3,7 +3,7 @@
 use super::{
     Ahead, BLOCK_KEYS, Block, FOUR, Order, UNIT_BYTES, VALUES_WINDOW, met, steps_of, taken_together, unit,
 };
-use crate::simd::{Op, Simd};
+use crate::simd::{Op, Simd, Tables};
 use crate::tensor::{Elem, of_type};
 
 /// `out[query] = alpha[query] out[query] + sum_key P[query][key] V[key]`, for a block.
@@ -24,8 +24,10 @@ pub(crate) struct AddValues<'a> {
     pub(crate) stride: usize,
 }
 
-/// Queries that are taken together.
-const MOST: usize = 4;
+/// Queries that are taken together: beside two units of codes, sixteen registers hold the sums of two.
+const fn most_queries<S: Simd>(met: u8) -> usize {
+    if met::are_codes(met) && S::TILE_ROWS <= 6 { 2 } else { 4 }
+}
 
 /// Queries of a head, one after another, and the keys of a window.
 #[derive(Clone, Copy)]
@@ -75,14 +77,14 @@ impl AddValues<'_> {
         self.values.windows(
             s,
             elem,
-            (VALUES_WINDOW, steps_of(self.whole, MOST) + self.partial.len()),
+            (VALUES_WINDOW, steps_of(self.whole, most_queries::<S>(MET)) + self.partial.len()),
             #[inline(always)]
             |head, first, last, ahead| {
                 let mut live = self.whole;
                 let first_row = head * self.values.queries;
                 while let &[row, ..] = live {
                     let of = Group { row: first_row + row, seen: u64::MAX, head, first, last };
-                    let taken = taken_together(live, MOST);
+                    let taken = taken_together(live, most_queries::<S>(MET));
                     match taken {
                         4 => self.group::<S, E, 4, MET>(s, elem, of, ahead),
                         2 => self.group::<S, E, 2, MET>(s, elem, of, ahead),
@@ -145,7 +147,8 @@ impl AddValues<'_> {
     ) {
         let columns = if REST { self.values.dim - col } else { UNITS * unit::<S>() };
         let out = self.out.wrapping_add(of.row * self.stride + col);
-        let codes = if met::are_codes(MET) { self.values.codes[of.head].lower(s) } else { [s.splat(0.0); 4] };
+        let codes =
+            if met::are_codes(MET) { s.tables(&self.values.codes[of.head]) } else { [s.splat(0.0); 9] };
         let mut sums = [[[s.splat(0.0); 2]; UNITS]; Q];
         // SAFETY: rows and columns of the call.
         unsafe {
@@ -234,7 +237,7 @@ pub(super) static ZEROS: [u8; 4 * UNIT_BYTES / 2] = [0; 4 * UNIT_BYTES / 2];
 #[inline(always)]
 unsafe fn add_pair<S: Simd, const Q: usize, const UNITS: usize, const MET: u8>(
     s: S,
-    codes: &[S::V; 4],
+    codes: &Tables<S::V>,
     sums: &mut [[[S::V; 2]; UNITS]; Q],
     from: [*const u8; 2],
     weights: *const f32,
@@ -278,7 +281,7 @@ unsafe fn add_pair<S: Simd, const Q: usize, const UNITS: usize, const MET: u8>(
 unsafe fn add_row<S: Simd, E: Elem, const Q: usize, const UNITS: usize, const MET: u8>(
     s: S,
     elem: E,
-    codes: &[S::V; 4],
+    codes: &Tables<S::V>,
     sums: &mut [[[S::V; 2]; UNITS]; Q],
     from: *const u8,
     weights: *const f32,

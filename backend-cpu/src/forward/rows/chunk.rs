@@ -56,8 +56,8 @@ impl<'a> Shared<'a> {
         };
         // What a widened cache was multiplied by is in it.
         let descale = |head: &HeadScore| if self.k.widened.is_some() { 1.0 } else { head.descale_k };
-        let (k, widen_k) = self.k.widened_by::<S>(&of_each(&|head| head.descale_k));
-        let (v, widen_v) = self.v.widened_by::<S>(&of_each(&|head| head.descale_v));
+        let (k, widen_k) = self.k.widened_by::<S>(&of_each(&|head| head.descale_k), task.rows);
+        let (v, widen_v) = self.v.widened_by::<S>(&of_each(&|head| head.descale_v), task.rows);
         let factors = of_each(&|head| head.softmax_scale * descale(head));
         let of = (task.first_row..task.first_row + task.rows).map(|r| (r / ratio, (r % ratio) as usize));
         let (heads_kv, of) = (task.heads, of.collect());
