@@ -2,8 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::x86::{tables_of_parts, widen_by_parts};
-use super::{Avx2, BytePlanes, Op, Simd, Tables};
+use super::{Avx2, BytePlanes, CodeParts, Op, Simd, Tables};
 
 impl Simd for Avx2 {
     const LANES: usize = 8;
@@ -260,5 +259,62 @@ impl Simd for Avx2 {
     unsafe fn load_f16(self, from: *const u16) -> Self::V {
         // SAFETY: the caller promised eight f16.
         unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
+    }
+}
+
+/// What [`widen_by_parts`] takes.
+///
+/// # Safety
+/// The processor has AVX2.
+#[inline(always)]
+unsafe fn tables_of_parts(planes: &BytePlanes) -> Tables<__m256i> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut tables = [_mm256_setzero_si256(); 9];
+        if let Some(parts) = planes.parts {
+            let CodeParts { numbers, mantissa, exponent, places, special, to_subnormal, to_special, or } =
+                parts;
+            for (table, bytes) in tables.iter_mut().zip(&numbers) {
+                *table = _mm256_broadcastsi128_si256(_mm_loadu_si128(bytes.as_ptr().cast()));
+            }
+            let bytes = [mantissa, exponent, special, to_subnormal, to_special, or];
+            for (table, byte) in tables[2..8].iter_mut().zip(bytes) {
+                *table = _mm256_set1_epi8(byte.cast_signed());
+            }
+            tables[8] = _mm256_set1_epi16(places.cast_signed());
+        }
+        tables
+    }
+}
+
+/// The numbers of thirty-two codes, whose eights are in the order 0, 2, 1, 3, as [`CodeParts::of`] has them.
+///
+/// # Safety
+/// The processor has AVX2.
+#[inline(always)]
+unsafe fn widen_by_parts(tables: &Tables<__m256i>, codes: __m256i) -> [__m256i; 2] {
+    let &[low, high, mantissa, exponents, special, to_subnormal, to_special, or, places] = tables;
+    // SAFETY: the caller's promise.
+    unsafe {
+        let zero = _mm256_setzero_si256();
+        let exponent = _mm256_and_si256(codes, exponents);
+        let is_subnormal = _mm256_cmpeq_epi8(exponent, zero);
+        let is_special = _mm256_cmpeq_epi8(_mm256_and_si256(codes, special), special);
+        let exponent = _mm256_andnot_si256(is_special, exponent);
+        let to_place = _mm256_or_si256(
+            _mm256_and_si256(is_subnormal, to_subnormal),
+            _mm256_and_si256(is_special, to_special),
+        );
+        let at = _mm256_or_si256(_mm256_and_si256(codes, mantissa), to_place);
+        let or = _mm256_and_si256(is_special, or);
+        let low = _mm256_or_si256(_mm256_shuffle_epi8(low, at), or);
+        let sign = _mm256_and_si256(codes, _mm256_set1_epi8(i8::MIN));
+        let high = _mm256_xor_si256(_mm256_or_si256(_mm256_shuffle_epi8(high, at), or), sign);
+        let first = _mm256_mullo_epi16(_mm256_unpacklo_epi8(exponent, zero), places);
+        let second = _mm256_mullo_epi16(_mm256_unpackhi_epi8(exponent, zero), places);
+        [
+            _mm256_add_epi16(_mm256_unpacklo_epi8(low, high), first),
+            _mm256_add_epi16(_mm256_unpackhi_epi8(low, high), second),
+        ]
     }
 }

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{BytePlanes, CodeParts, Op, Simd, Tables};
+use super::{BytePlanes, Op, Simd, Tables};
 
 /// AVX2, FMA, F16C: eight lanes, sixteen registers.
 #[derive(Clone, Copy, Debug)]
@@ -346,9 +346,11 @@ pub(super) unsafe fn look_up_by_halves([a, b, c, d]: [__m512; 4], codes: __m512)
     (low, high)
 }
 
-/// What goes with bytes that are widened.
-macro_rules! split_bf16 {
-    () => {
+/// What [`Avx512Vbmi`], [`Avx512Bf16`] and [`Amx`](super::Amx) have: bytes that are looked up in tables.
+macro_rules! byte_methods {
+    ($look_up:path) => {
+        const WIDENS_CODES: bool = true;
+
         #[inline(always)]
         fn split_bf16(self, both: Self::V) -> [Self::V; 2] {
             // SAFETY: AVX-512 F, as `self` proves.
@@ -358,14 +360,6 @@ macro_rules! split_bf16 {
                 [_mm512_castsi512_ps(_mm512_slli_epi32::<16>(both)), _mm512_castsi512_ps(odd)]
             }
         }
-    };
-}
-
-/// What [`Avx512Vbmi`], [`Avx512Bf16`] and [`Amx`](super::Amx) have: bytes that are looked up in tables.
-macro_rules! byte_methods {
-    ($look_up:path) => {
-        const WIDENS_CODES: bool = true;
-        split_bf16!();
 
         #[inline(always)]
         unsafe fn load_codes(self, from: *const u8) -> Self::V {
@@ -514,53 +508,6 @@ macro_rules! bf16_methods {
 
 impl Simd for Avx512 {
     avx512_methods!(Avx512, "avx2,fma,f16c,avx512f,avx512vl");
-    split_bf16!();
-
-    const WIDENS_CODES: bool = true;
-
-    #[inline(always)]
-    unsafe fn load_codes(self, from: *const u8) -> Self::V {
-        // SAFETY: AVX-512 F, as `self` proves; the caller promised sixty-four bytes.
-        unsafe {
-            let codes = _mm512_loadu_si512(from.cast());
-            _mm512_castsi512_ps(_mm512_permutex_epi64::<0b11_01_10_00>(codes))
-        }
-    }
-
-    fn widens(planes: &BytePlanes) -> bool {
-        planes.parts.is_some()
-    }
-
-    #[inline(always)]
-    fn tables(self, planes: &BytePlanes) -> Tables<Self::V> {
-        let mut tables = [self.splat(0.0); 9];
-        // SAFETY: AVX-512 F, as `self` proves.
-        unsafe {
-            for (table, half) in tables.iter_mut().zip(tables_of_parts(planes)) {
-                *table = _mm512_castsi512_ps(_mm512_broadcast_i64x4(half));
-            }
-        }
-        tables
-    }
-
-    #[inline(always)]
-    fn widen_codes(self, tables: &Tables<Self::V>, codes: Self::V) -> [Self::V; 2] {
-        // SAFETY: AVX-512 F, as `self` proves.
-        unsafe {
-            let mut halves = [_mm256_setzero_si256(); 9];
-            for (half, &table) in halves.iter_mut().zip(tables) {
-                *half = _mm512_castsi512_si256(_mm512_castps_si512(table));
-            }
-            let codes = _mm512_castps_si512(codes);
-            let codes = [_mm512_castsi512_si256(codes), _mm512_extracti64x4_epi64::<1>(codes)];
-            let mut wide = [self.splat(0.0); 2];
-            for (wide, codes) in wide.iter_mut().zip(codes) {
-                let [first, second] = widen_by_parts(&halves, codes);
-                *wide = _mm512_castsi512_ps(_mm512_inserti64x4::<1>(_mm512_castsi256_si512(first), second));
-            }
-            wide
-        }
-    }
 }
 
 impl Simd for Avx512Vbmi {
@@ -576,61 +523,4 @@ impl Simd for Avx512Bf16 {
     bf16_methods!();
 }
 
-/// What [`widen_by_parts`] takes.
-///
-/// # Safety
-/// The processor has AVX2.
-#[inline(always)]
-pub(super) unsafe fn tables_of_parts(planes: &BytePlanes) -> Tables<__m256i> {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let mut tables = [_mm256_setzero_si256(); 9];
-        if let Some(parts) = planes.parts {
-            let CodeParts { numbers, mantissa, exponent, places, special, to_subnormal, to_special, or } =
-                parts;
-            for (table, bytes) in tables.iter_mut().zip(&numbers) {
-                *table = _mm256_broadcastsi128_si256(_mm_loadu_si128(bytes.as_ptr().cast()));
-            }
-            let bytes = [mantissa, exponent, special, to_subnormal, to_special, or];
-            for (table, byte) in tables[2..8].iter_mut().zip(bytes) {
-                *table = _mm256_set1_epi8(byte.cast_signed());
-            }
-            tables[8] = _mm256_set1_epi16(places.cast_signed());
-        }
-        tables
-    }
-}
-
-/// The numbers of thirty-two codes, whose eights are in the order 0, 2, 1, 3, as [`CodeParts::of`](super::CodeParts::of) has them.
-///
-/// # Safety
-/// The processor has AVX2.
-#[inline(always)]
-pub(super) unsafe fn widen_by_parts(tables: &Tables<__m256i>, codes: __m256i) -> [__m256i; 2] {
-    let &[low, high, mantissa, exponents, special, to_subnormal, to_special, or, places] = tables;
-    // SAFETY: the caller's promise.
-    unsafe {
-        let zero = _mm256_setzero_si256();
-        let exponent = _mm256_and_si256(codes, exponents);
-        let is_subnormal = _mm256_cmpeq_epi8(exponent, zero);
-        let is_special = _mm256_cmpeq_epi8(_mm256_and_si256(codes, special), special);
-        let exponent = _mm256_andnot_si256(is_special, exponent);
-        let to_place = _mm256_or_si256(
-            _mm256_and_si256(is_subnormal, to_subnormal),
-            _mm256_and_si256(is_special, to_special),
-        );
-        let at = _mm256_or_si256(_mm256_and_si256(codes, mantissa), to_place);
-        let or = _mm256_and_si256(is_special, or);
-        let low = _mm256_or_si256(_mm256_shuffle_epi8(low, at), or);
-        let sign = _mm256_and_si256(codes, _mm256_set1_epi8(i8::MIN));
-        let high = _mm256_xor_si256(_mm256_or_si256(_mm256_shuffle_epi8(high, at), or), sign);
-        let first = _mm256_mullo_epi16(_mm256_unpacklo_epi8(exponent, zero), places);
-        let second = _mm256_mullo_epi16(_mm256_unpackhi_epi8(exponent, zero), places);
-        [
-            _mm256_add_epi16(_mm256_unpacklo_epi8(low, high), first),
-            _mm256_add_epi16(_mm256_unpackhi_epi8(low, high), second),
-        ]
-    }
-}
-
-pub(super) use {avx512_methods, bf16_methods, byte_methods, split_bf16};
+pub(super) use {avx512_methods, bf16_methods, byte_methods};
