@@ -4,7 +4,7 @@
 //!
 //! Thousands of them take hours: `cargo xtask test --all` runs one in [`EVERY`]; with `MUTANTS=I/N` in the environment it
 //! is part I of N, with `MUTANTS_OF=sm90/bwd` that of the targets alone whose files have those words, with
-//! `MUTANTS_AGAIN=FILE` those that survive in the output of an earlier run.
+//! `MUTANTS_IN=softmax.cuh` that of headers whose names have those, with `MUTANTS_AGAIN=FILE` those that survive in the output of an earlier run.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -316,11 +316,13 @@ fn each_mutant_of_the_device_text_is_found_or_has_a_reason() {
     let again = std::env::var("MUTANTS_AGAIN").ok().map(|path| std::fs::read_to_string(path).unwrap());
     let (table, survivors) = (Mutex::new(BTreeMap::<&str, usize>::new()), Mutex::new(Vec::new()));
     let of = std::env::var("MUTANTS_OF").unwrap_or_default();
+    let header = std::env::var("MUTANTS_IN").unwrap_or_default();
     let targets = targets();
     let wanted: Vec<&Target> = targets.iter().filter(|target| target.files.contains(&of)).collect();
     assert!(!wanted.is_empty(), "MUTANTS_OF={of}: no target has such files");
     for target in wanted {
-        let all = mutants(target);
+        let mut all = mutants(target);
+        all.retain(|mutant| mutant.header.contains(&header));
         let mine: Vec<&Fault> = match &again {
             Some(text) => {
                 let survived: Vec<_> =
