@@ -19,11 +19,6 @@ struct Span {
     end: Place,
 }
 
-#[derive(Clone, Debug, Deserialize)]
-struct Function {
-    function_name: String,
-}
-
 /// One mutant: what of a file is replaced by what.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Mutant {
@@ -33,7 +28,6 @@ pub(crate) struct Mutant {
     pub(crate) name: String,
     pub(crate) genre: String,
     pub(crate) replacement: String,
-    function: Option<Function>,
     span: Span,
 }
 
@@ -46,11 +40,6 @@ impl Mutant {
     /// Its name without line and column, by which a reason finds it after the file has moved.
     pub(crate) fn words(&self) -> &str {
         self.name.splitn(4, ':').nth(3).unwrap_or(&self.name).trim()
-    }
-
-    /// The function that it stands in.
-    pub(crate) fn function(&self) -> &str {
-        self.function.as_ref().map_or("", |function| &function.function_name)
     }
 }
 

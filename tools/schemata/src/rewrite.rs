@@ -61,7 +61,8 @@ pub(crate) fn rewrite(
     let Finder { by_start, mut sites, mut left_out, .. } = finder;
     left_out.extend(by_start.values().flatten().map(|(number, _)| (*number, "no place found")));
     sites.sort_by_key(|site| (site.range.start, site.form, std::cmp::Reverse(site.range.end)));
-    let mut writer = Writer { text, out: Rewritten { text: String::new(), branches: Vec::new(), sites: Vec::new() } };
+    let mut writer =
+        Writer { text, out: Rewritten { text: String::new(), branches: Vec::new(), sites: Vec::new() } };
     writer.emit(0..text.len(), &sites);
     Ok((writer.out, left_out))
 }
@@ -83,7 +84,8 @@ impl Finder<'_> {
         if self.constants > 0 {
             self.left_out.extend(found.iter().map(|(number, _)| (*number, "evaluated by the compiler")));
         } else if !found.is_empty() {
-            let mutants = found.iter().map(|(number, m)| (*number, key.clone(), m.replacement.clone())).collect();
+            let mutants =
+                found.iter().map(|(number, m)| (*number, key.clone(), m.replacement.clone())).collect();
             self.sites.push(Site { range, form, mutants });
         }
     }
@@ -219,7 +221,8 @@ impl Writer<'_> {
         let mut at = range.start;
         while let Some((site, rest)) = sites.split_first() {
             self.out.text.push_str(&self.text[at..site.range.start]);
-            let inner = rest.iter().take_while(|inner| inner.range.end <= site.range.end && !site.range.is_empty());
+            let inner =
+                rest.iter().take_while(|inner| inner.range.end <= site.range.end && !site.range.is_empty());
             let inner = inner.count();
             self.site(site, &rest[..inner]);
             at = site.range.end;

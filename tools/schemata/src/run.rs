@@ -13,8 +13,22 @@ const ALONE: usize = 4;
 /// A group of trials takes about so many seconds.
 const GROUP_SECONDS: f64 = 5.0;
 
-/// What became of a mutant, and by what.
-pub(crate) type Fates = BTreeMap<String, String>;
+/// What became of mutants, by their names.
+pub(crate) struct Fates {
+    pub(crate) of: BTreeMap<String, String>,
+    /// The hashes of the files' texts.
+    texts: BTreeMap<String, u64>,
+}
+
+impl Fates {
+    pub(crate) fn new(texts: BTreeMap<String, u64>) -> Self {
+        Self { of: BTreeMap::new(), texts }
+    }
+
+    pub(crate) fn text(&self, file: &str) -> u64 {
+        self.texts.get(file).copied().unwrap_or_default()
+    }
+}
 
 /// Tries those of `mutants` (their numbers) that `fates` does not know; each is appended to `file` as it ends.
 pub(crate) fn run(
@@ -29,7 +43,7 @@ pub(crate) fn run(
     let log = Mutex::new((open.map_err(|error| format!("{}: {error}", file.display()))?, fates));
     let todo: Vec<_> = {
         let known = &log.lock().expect("no thread yet").1;
-        mutants.iter().copied().filter(|(_, mutant)| !known.contains_key(&mutant.name)).collect()
+        mutants.iter().copied().filter(|(_, mutant)| !known.of.contains_key(&mutant.name)).collect()
     };
     let count = todo.len();
     let queue = Mutex::new(todo.into_iter().enumerate());
@@ -41,7 +55,9 @@ pub(crate) fn run(
             let (queue, log, finders) = (&queue, &log, &finders);
             scope.spawn(move || {
                 loop {
-                    let Some((at, (number, mutant))) = queue.lock().expect("no thread panics").next() else { break };
+                    let Some((at, (number, mutant))) = queue.lock().expect("no thread panics").next() else {
+                        break;
+                    };
                     let last = finders.lock().expect("no thread panics").get(&*mutant.file).cloned();
                     let (fate, finder) = fate(number, trials, &last.unwrap_or_default(), &place);
                     if let Some(finder) = finder {
@@ -51,12 +67,12 @@ pub(crate) fn run(
                         here.insert(0, finder);
                     }
                     let (file, fates) = &mut *log.lock().expect("no thread panics");
-                    let written = writeln!(file, "{fate}\t{}", mutant.name);
+                    let written = writeln!(file, "{fate}\t{}\t{}", fates.text(&mutant.file), mutant.name);
                     if let Err(error) = written {
                         eprintln!("{error}");
                     }
                     eprintln!("{at}/{count} {fate}: {}", mutant.name);
-                    fates.insert(mutant.name.clone(), fate);
+                    fates.of.insert(mutant.name.clone(), fate);
                 }
             });
         }

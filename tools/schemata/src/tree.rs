@@ -72,7 +72,11 @@ impl Tree {
             }
         }
         let programs = programs(&self.cargo("build", &["--lib", "--bins", "--tests"])?);
-        if programs.is_empty() { Err("the build makes no test program".to_owned()) } else { Ok((programs, left_out)) }
+        if programs.is_empty() {
+            Err("the build makes no test program".to_owned())
+        } else {
+            Ok((programs, left_out))
+        }
     }
 
     /// The files of the repository that git knows of or would; rewritten ones apart, which [`Self::rewrite`] writes.
@@ -81,11 +85,16 @@ impl Tree {
         git.args(["ls-files", "-z", "-co", "--exclude-standard"]).current_dir(&self.root);
         let output = git.output().map_err(|error| format!("git: {error}"))?;
         let names = String::from_utf8_lossy(&output.stdout).into_owned();
-        for name in names.split('\0').filter(|name| !name.is_empty() && !name.starts_with("tools/schemata/")) {
+        for name in names.split('\0').filter(|name| !name.is_empty() && !name.starts_with("tools/schemata/"))
+        {
             let Ok(bytes) = std::fs::read(self.root.join(name)) else { continue };
             let bytes = match name.strip_suffix("/Cargo.toml") {
                 Some(folder) if MUTATED.contains(&folder) => String::from_utf8_lossy(&bytes)
-                    .replacen("[dependencies]\n", "[dependencies]\nfmha-mutant = { path = \"../mutant\" }\n", 1)
+                    .replacen(
+                        "[dependencies]\n",
+                        "[dependencies]\nfmha-mutant = { path = \"../mutant\" }\n",
+                        1,
+                    )
                     .into_bytes(),
                 _ => bytes,
             };
@@ -121,7 +130,7 @@ impl Tree {
     /// What Cargo says of the copy, a JSON value a line.
     fn cargo(&self, action: &str, targets: &[&str]) -> Result<String, String> {
         let mut command = Command::new("cargo");
-        command.args([action, "--release", "--offline", "--keep-going", "--message-format=json"]).args(targets);
+        command.args([action, "--release", "--keep-going", "--message-format=json"]).args(targets);
         command.args(PACKAGES.iter().flat_map(|package| ["--package", package]));
         // The switch is read in functions that are `const` too, which takes an intrinsic; no other crate is let it.
         command.env("RUSTC_BOOTSTRAP", "fmha_mutant").env("RUSTFLAGS", "-Awarnings");
@@ -163,7 +172,9 @@ fn write_changed(path: &Path, bytes: &[u8]) -> Result<(), String> {
         return Ok(());
     }
     let folder = path.parent().unwrap_or(path);
-    std::fs::create_dir_all(folder).and_then(|()| std::fs::write(path, bytes)).map_err(|e| format!("{path:?}: {e}"))
+    std::fs::create_dir_all(folder)
+        .and_then(|()| std::fs::write(path, bytes))
+        .map_err(|e| format!("{path:?}: {e}"))
 }
 
 /// An error of the compiler: its text, and the files and bytes that it points at, the main one first.
@@ -207,7 +218,11 @@ fn errors(output: &str) -> Result<Vec<Fault>, String> {
             spans.sort_by_key(|span| span["is_primary"] != true);
             let place = |span: &&Value| {
                 let byte = |name: &str| span[name].as_u64().unwrap_or_default() as usize;
-                (span["file_name"].as_str().unwrap_or_default().to_owned(), byte("byte_start"), byte("byte_end"))
+                (
+                    span["file_name"].as_str().unwrap_or_default().to_owned(),
+                    byte("byte_start"),
+                    byte("byte_end"),
+                )
             };
             all.push(Fault { text, spans: spans.iter().map(place).collect() });
         }

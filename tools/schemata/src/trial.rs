@@ -1,6 +1,7 @@
 //! What a mutant is tried with: the crates' tests and cases of the battery, each with its seconds and the sites it comes by.
 
 use std::collections::BTreeSet;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
@@ -83,7 +84,12 @@ impl Trial {
     }
 
     /// Runs `trials`, which go with each other, in one process, with `switch` in its environment.
-    pub(crate) fn run(trials: &[&Self], switch: (&str, String), limit: u64, place: &Place) -> std::io::Result<Ended> {
+    pub(crate) fn run(
+        trials: &[&Self],
+        switch: (&str, String),
+        limit: u64,
+        place: &Place,
+    ) -> std::io::Result<Ended> {
         let Some(first) = trials.first() else { return Ok(Ended::Well) };
         place.refresh()?;
         // `timeout` ends the whole process group.
@@ -131,7 +137,8 @@ pub(crate) fn tests(programs: &[Program]) -> Vec<Trial> {
     for program in programs {
         let mut list = Command::new(&program.path);
         let output = list.args(["--list", "--format", "terse"]).current_dir(&program.folder).output();
-        let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
+        let text =
+            output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
         let names = text.lines().filter_map(|line| line.strip_suffix(": test"));
         for name in names.filter(|name| !SKIPPED.iter().any(|word| name.contains(word))) {
             all.push(Trial {
@@ -153,11 +160,11 @@ pub(crate) fn cases(list: &str, release: &Path) -> Vec<Trial> {
     let lines = list.lines().filter(|line| !line.starts_with('#'));
     let parse = |line: &str| {
         let (words, filter) = line.split_once(" --filter ")?;
-        let (environment, words): (Vec<&str>, Vec<&str>) = words
-            .split_whitespace()
-            .partition(|word| !word.starts_with('-') && word.contains('='));
+        let words: Vec<&str> = words.split_whitespace().collect();
+        let is_setting = |word: &&&str| !word.starts_with('-') && word.contains('=');
+        let (environment, words) = words.split_at(words.iter().take_while(is_setting).count());
         let environment = environment.iter().filter_map(|word| word.split_once('='));
-        let words = std::iter::once("conformance").chain(words).map(str::to_owned).collect();
+        let words = std::iter::once("conformance").chain(words.iter().copied()).map(str::to_owned).collect();
         Some(Trial {
             program: release.join("fmha"),
             folder: release.to_owned(),
@@ -193,4 +200,14 @@ pub(crate) fn measured(trials: Vec<Trial>, num_mutants: usize, scratch: &Path, j
     let mut done = done.into_inner().expect("no thread panics");
     done.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
     done
+}
+
+/// What trials are of: their words, and when their programs were built.
+pub(crate) fn stamp(trials: &[Trial]) -> String {
+    let mut hasher = DefaultHasher::new();
+    for trial in trials {
+        let built = std::fs::metadata(&trial.program).and_then(|data| data.modified()).ok();
+        (&trial.program, built, &trial.environment, &trial.words, &trial.filter).hash(&mut hasher);
+    }
+    hasher.finish().to_string()
 }
