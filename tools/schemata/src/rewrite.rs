@@ -2,9 +2,12 @@
 //!
 //! At most one mutant is on in a process, so the branch of one holds the sound text of what lies inside it; only the
 //! sound branch holds the guards of inner mutants. The text grows by depth times length, not by a power:
-//! `a + b * c` is `(if on(1) {(a - b * c)} else {(a + (if on(2) {(b / c)} else {(b * c)}))})`.
+//! `a + b * c` is `(if on(1) {(a - b * c)} else {(a + (if on(2) {(b / c)} else {(b * c)}))})`. Operands with calls are
+//! evaluated once, in front of the branches, since what is inlined always would be in each: `f(a) + b` is
+//! `(match (f(a), b) { (l, r) => if on(1) {(l - r)} else {(l + r)} })`.
 
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use syn::spanned::Spanned;
@@ -32,8 +35,24 @@ enum Form {
     Arm,
     /// A match arm's guard.
     Guard,
-    /// An expression.
+    /// An expression, a copy of it in each branch.
     Expr,
+    /// An expression whose operands are evaluated in front of the branches.
+    Once(Operands),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Operands {
+    /// Of a sum, a product, a shift.
+    Values,
+    /// Of a comparison, which borrows them.
+    Borrowed,
+    /// The right one of an assignment.
+    Assigned,
+    /// Of `-` and `!`.
+    Alone,
+    /// Of `&&` and `||`: the right one is evaluated where the left one says so.
+    Lazy,
 }
 
 /// A place that is rewritten.
@@ -42,13 +61,16 @@ struct Site {
     form: Form,
     /// Number, what is replaced, by what.
     mutants: Vec<(u32, Range<usize>, String)>,
+    /// Where the second operand begins; behind the end, of other forms.
+    second: usize,
 }
 
-/// Rewrites `text` with `mutants`, all of one file, but those in `dropped`.
+/// Rewrites `text` with `mutants`, all of one file, but those in `dropped`; a copy in each branch of those in `copied`.
 pub(crate) fn rewrite(
     text: &str,
     mutants: &[(u32, &Mutant)],
     dropped: &LeftOut,
+    copied: &BTreeSet<u32>,
 ) -> Result<(Rewritten, LeftOut), String> {
     let file = syn::parse_file(text).map_err(|error| error.to_string())?;
     let mut by_start: BTreeMap<(usize, usize), Vec<(u32, &Mutant)>> = BTreeMap::new();
@@ -56,11 +78,14 @@ pub(crate) fn rewrite(
         let range = mutant.range(text);
         by_start.entry((range.start, range.end)).or_default().push((number, mutant));
     }
-    let mut finder = Finder { text, by_start, sites: Vec::new(), left_out: LeftOut::new(), constants: 0 };
+    let mut finder =
+        Finder { text, copied, by_start, sites: Vec::new(), left_out: LeftOut::new(), constants: 0 };
     finder.visit_file(&file);
     let Finder { by_start, mut sites, mut left_out, .. } = finder;
     left_out.extend(by_start.values().flatten().map(|(number, _)| (*number, "no place found")));
-    sites.sort_by_key(|site| (site.range.start, site.form, std::cmp::Reverse(site.range.end)));
+    sites.sort_by_key(|site| {
+        (site.range.start, site.form != Form::Return, Reverse(site.range.end), site.form)
+    });
     let mut writer =
         Writer { text, out: Rewritten { text: String::new(), branches: Vec::new(), sites: Vec::new() } };
     writer.emit(0..text.len(), &sites);
@@ -69,6 +94,7 @@ pub(crate) fn rewrite(
 
 struct Finder<'a> {
     text: &'a str,
+    copied: &'a BTreeSet<u32>,
     by_start: BTreeMap<(usize, usize), Vec<(u32, &'a Mutant)>>,
     sites: Vec<Site>,
     left_out: LeftOut,
@@ -78,6 +104,17 @@ struct Finder<'a> {
 
 impl Finder<'_> {
     fn take(&mut self, key: Range<usize>, genre: &str, form: Form, range: Range<usize>) {
+        self.take_operands(key, genre, form, range, usize::MAX);
+    }
+
+    fn take_operands(
+        &mut self,
+        key: Range<usize>,
+        genre: &str,
+        form: Form,
+        range: Range<usize>,
+        second: usize,
+    ) {
         let Some(here) = self.by_start.get_mut(&(key.start, key.end)) else { return };
         let (found, others): (Vec<_>, Vec<_>) = here.drain(..).partition(|(_, mutant)| mutant.genre == genre);
         *here = others;
@@ -86,7 +123,9 @@ impl Finder<'_> {
         } else if !found.is_empty() {
             let mutants =
                 found.iter().map(|(number, m)| (*number, key.clone(), m.replacement.clone())).collect();
-            self.sites.push(Site { range, form, mutants });
+            let is_copied = found.iter().any(|(number, _)| self.copied.contains(number));
+            let form = if is_copied { Form::Expr } else { form };
+            self.sites.push(Site { range, form, mutants, second });
         }
     }
 
@@ -106,6 +145,20 @@ impl Finder<'_> {
         self.constants += 1;
         visit(self);
         self.constants -= 1;
+    }
+}
+
+fn operands(op: &syn::BinOp) -> Operands {
+    use syn::BinOp::{
+        Add, And, BitAnd, BitOr, BitXor, Div, Eq, Ge, Gt, Le, Lt, Mul, Ne, Or, Rem, Shl, Shr, Sub,
+    };
+    match op {
+        And(_) | Or(_) => Operands::Lazy,
+        Eq(_) | Ne(_) | Lt(_) | Le(_) | Gt(_) | Ge(_) => Operands::Borrowed,
+        Add(_) | Sub(_) | Mul(_) | Div(_) | Rem(_) | Shl(_) | Shr(_) | BitAnd(_) | BitOr(_) | BitXor(_) => {
+            Operands::Values
+        }
+        _ => Operands::Assigned,
     }
 }
 
@@ -144,12 +197,18 @@ impl<'ast> Visit<'ast> for Finder<'_> {
                 self.left_out.extend(found.iter().map(|(number, _)| (*number, "does not compile")));
             }
         }
-        self.take(op, "BinaryOperator", Form::Expr, expr.span().byte_range());
+        let has_call = self.text[expr.span().byte_range()].contains('(');
+        let form = if has_call { Form::Once(operands(&expr.op)) } else { Form::Expr };
+        let second = expr.right.span().byte_range().start;
+        self.take_operands(op, "BinaryOperator", form, expr.span().byte_range(), second);
         visit::visit_expr_binary(self, expr);
     }
 
     fn visit_expr_unary(&mut self, expr: &'ast syn::ExprUnary) {
-        self.take(expr.op.span().byte_range(), "UnaryOperator", Form::Expr, expr.span().byte_range());
+        let has_call = self.text[expr.span().byte_range()].contains('(');
+        let form = if has_call { Form::Once(Operands::Alone) } else { Form::Expr };
+        let (op, operand) = (expr.op.span().byte_range(), expr.expr.span().byte_range());
+        self.take_operands(op, "UnaryOperator", form, expr.span().byte_range(), operand.start);
         visit::visit_expr_unary(self, expr);
     }
 
@@ -244,6 +303,7 @@ impl Writer<'_> {
                     self.branch(*number, &format!(" if !::fmha_mutant::on({number})"));
                 }
             }
+            Form::Once(operands) => self.once(site, operands, inner),
             Form::Guard | Form::Expr => {
                 self.out.text.push('(');
                 for (number, replaced, put) in &site.mutants {
@@ -260,6 +320,57 @@ impl Writer<'_> {
         }
         let numbers = site.mutants.iter().map(|(number, ..)| *number).collect();
         self.out.sites.push((start..self.out.text.len(), numbers));
+    }
+
+    /// An expression whose operands are evaluated once.
+    fn once(&mut self, site: &Site, operands: Operands, inner: &[Site]) {
+        let Some((number, op, _)) = site.mutants.first().cloned() else { return };
+        let (of_first, of_second) =
+            inner.split_at(inner.partition_point(|inner| inner.range.start < site.second));
+        let (first, second) = (site.range.start..op.start, site.second..site.range.end);
+        let op = &self.text[op];
+        match operands {
+            Operands::Lazy => {
+                self.out.text.push_str("({ let fmha_l: bool = ");
+                self.emit(first, of_first);
+                let sign = if op == "&&" { "!=" } else { "==" };
+                self.out.text.push_str("; ");
+                self.branch(number, &format!("if fmha_l {sign} ::fmha_mutant::on({number})"));
+                self.out.text.push_str(" {");
+                self.emit(second, of_second);
+                self.out.text.push_str("} else { fmha_l } })");
+                return;
+            }
+            Operands::Values | Operands::Borrowed => {
+                let sign = if operands == Operands::Borrowed { "&" } else { "" };
+                self.out.text.push_str(&format!("(match ({sign}("));
+                self.emit(first.clone(), of_first);
+                self.out.text.push_str(&format!("), {sign}("));
+                self.emit(second, of_second);
+                self.out.text.push_str(")) { (fmha_l, fmha_r) => ");
+            }
+            Operands::Assigned | Operands::Alone => {
+                self.out.text.push_str("(match (");
+                self.emit(second, of_second);
+                self.out.text.push_str(") { fmha_r => ");
+            }
+        }
+        let left = match operands {
+            Operands::Assigned => &self.text[first.clone()],
+            Operands::Alone => "",
+            _ => "fmha_l ",
+        };
+        for (number, _, put) in &site.mutants {
+            self.out.text.push_str(&format!("if ::fmha_mutant::on({number}) {{"));
+            self.branch(*number, &format!("({left}{put} fmha_r)"));
+            self.out.text.push_str("} else ");
+        }
+        self.out.text.push_str("{(");
+        match operands {
+            Operands::Assigned => self.emit(first, of_first),
+            _ => self.out.text.push_str(left),
+        }
+        self.out.text.push_str(&format!("{op} fmha_r)}} }})"));
     }
 
     fn branch(&mut self, number: u32, text: &str) {

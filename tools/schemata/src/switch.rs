@@ -8,14 +8,15 @@
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 /// No mutant, and nothing recorded.
 const NONE: u32 = 0;
 /// No mutant; sites are recorded.
 const RECORD: u32 = u32::MAX;
 
-// Plain, not atomic: written once, before `main` and before any thread, so that loops may read them once.
-static mut ACTIVE: u32 = NONE;
+// Written once, before `main`. Atomic, since the optimiser would turn every loop into one for each answer of a plain one.
+static ACTIVE: AtomicU32 = AtomicU32::new(NONE);
 static mut SEEN: *mut u8 = std::ptr::null_mut();
 static mut LEN: usize = 0;
 
@@ -32,8 +33,7 @@ const fn never(_: u32) -> bool {
 
 #[inline(always)]
 fn is_active(n: u32) -> bool {
-    // SAFETY: written before `main` alone.
-    let active = unsafe { ACTIVE };
+    let active = ACTIVE.load(Relaxed);
     active == n || (active == RECORD && record(n))
 }
 
@@ -58,8 +58,7 @@ unsafe extern "C" {
 static START: extern "C" fn() = {
     extern "C" fn start() {
         if let Some(n) = std::env::var("FMHA_MUTANT").ok().and_then(|text| text.parse().ok()) {
-            // SAFETY: no thread runs yet.
-            unsafe { ACTIVE = n };
+            ACTIVE.store(n, Relaxed);
         } else if let Ok(path) = std::env::var("FMHA_MUTANT_REACH") {
             let file = std::fs::OpenOptions::new().read(true).write(true).open(path);
             let Some((file, len)) = file.ok().and_then(|file| Some((file.metadata().ok()?.len(), file)))
@@ -68,7 +67,8 @@ static START: extern "C" fn() = {
             unsafe {
                 let at = mmap(std::ptr::null_mut(), len, 3, 1, file.as_raw_fd(), 0);
                 if at as isize != -1 {
-                    (SEEN, LEN, ACTIVE) = (at.cast(), len, RECORD);
+                    (SEEN, LEN) = (at.cast(), len);
+                    ACTIVE.store(RECORD, Relaxed);
                 }
             }
         }
