@@ -86,7 +86,9 @@ pub(crate) fn mutants(words: &[&str]) -> Result<(), String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let environment = setup::run();
     let mut command = Command::new(env!("CARGO"));
-    command.args(["run", "--quiet", "--release", "--manifest-path", "tools/schemata/Cargo.toml", "--"]).args(words);
+    command
+        .args(["run", "--quiet", "--release", "--manifest-path", "tools/schemata/Cargo.toml", "--"])
+        .args(words);
     command.envs(environment).env("CARGO_TARGET_DIR", setup::target().join("schemata/tool"));
     loudly(command.current_dir(root))
 }
