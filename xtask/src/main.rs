@@ -29,8 +29,9 @@ usage: cargo xtask test      set up, build in release, test what CI has time for
                              kept in tests/evidence with the hash of the text that it was counted on
        cargo xtask support   the README's support table from tests/evidence
        cargo xtask planted   faults in host code, each built in a copy and found by a case
-       cargo xtask mutants [--shard I/N]
-                             cargo-mutants over core, the backends' host code and the CPU backend
+       cargo xtask mutants [--shard I/N] [--of WORDS] [--again FATE] [--jobs N]
+                             cargo-mutants' mutants of core, the backends' host code and the CPU backend, all in one
+                             build: `tools/schemata`
        cargo xtask mutation [PAGE]
                              the sm90, sm90-bwd and sm100 kernels (or one of them) broken instruction by instruction in
                              the emulator, into tests/evidence/PAGE-mutation.md; sound, under 100 schedules

@@ -81,15 +81,16 @@ fn is_found(
     Ok(status.code() == Some(1))
 }
 
-/// cargo-mutants over the host code, where it is installed: `.cargo/mutants.toml` says of what.
+/// Mutants of the host code, cargo-mutants' list of them in one build: `tools/schemata`.
 pub(crate) fn mutants(words: &[&str]) -> Result<(), String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let out = setup::target().join("cargo-mutants");
-    std::fs::create_dir_all(&out).map_err(|error| format!("{}: {error}", out.display()))?;
+    let environment = setup::run();
     let mut command = Command::new(env!("CARGO"));
-    // Without the word it takes the package of the root folder alone, and finds nothing of the globs there.
-    command.args(["mutants", "--workspace"]).args(words).arg("--output").arg(out).current_dir(root);
-    loudly(&mut command).map_err(|error| format!("{error} (`cargo install cargo-mutants` sets it up)"))
+    command
+        .args(["run", "--quiet", "--release", "--manifest-path", "tools/schemata/Cargo.toml", "--"])
+        .args(words);
+    command.envs(environment).env("CARGO_TARGET_DIR", setup::target().join("schemata/tool"));
+    loudly(command.current_dir(root))
 }
 
 #[cfg(test)]

@@ -1,0 +1,61 @@
+//! The list of mutants, which is cargo-mutants' own.
+
+use std::ops::Range;
+use std::path::Path;
+use std::process::Command;
+
+use serde::Deserialize;
+
+/// A line and a column, both from 1; the column counts characters.
+#[derive(Clone, Copy, Debug, Deserialize)]
+struct Place {
+    line: usize,
+    column: usize,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+struct Span {
+    start: Place,
+    end: Place,
+}
+
+/// One mutant: what of a file is replaced by what.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct Mutant {
+    /// From the repository's root.
+    pub(crate) file: String,
+    /// cargo-mutants' words for it, `FILE:LINE:COLUMN: ...` and all.
+    pub(crate) name: String,
+    pub(crate) genre: String,
+    pub(crate) replacement: String,
+    span: Span,
+}
+
+impl Mutant {
+    /// The bytes of `text` that it replaces.
+    pub(crate) fn range(&self, text: &str) -> Range<usize> {
+        offset(text, self.span.start)..offset(text, self.span.end)
+    }
+
+    /// Its name without line and column, by which a reason finds it after the file has moved.
+    pub(crate) fn words(&self) -> &str {
+        self.name.splitn(4, ':').nth(3).unwrap_or(&self.name).trim()
+    }
+}
+
+fn offset(text: &str, place: Place) -> usize {
+    let line: usize = text.split_inclusive('\n').take(place.line - 1).map(str::len).sum();
+    let column = text[line..].char_indices().nth(place.column - 1).map_or(text.len() - line, |(at, _)| at);
+    line + column
+}
+
+/// All of them, by `.cargo/mutants.toml`. The number of each is its place, from 1.
+pub(crate) fn list(root: &Path) -> Result<Vec<Mutant>, String> {
+    let words = ["mutants", "--workspace", "--list", "--json"];
+    let output = Command::new("cargo").args(words).current_dir(root).output().map_err(|e| e.to_string())?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        return Err(format!("cargo mutants: {said} (`cargo install cargo-mutants` sets it up)"));
+    }
+    serde_json::from_slice(&output.stdout).map_err(|error| format!("cargo mutants --list --json: {error}"))
+}

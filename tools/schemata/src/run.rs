@@ -1,0 +1,118 @@
+//! Each mutant on what comes by its site, the cheapest first, until something fails.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::Path;
+use std::sync::Mutex;
+
+use crate::mutant::Mutant;
+use crate::trial::{Ended, Place, Trial};
+
+/// So many trials run in a process each, then the rest in groups.
+const ALONE: usize = 4;
+/// A group of trials takes about so many seconds.
+const GROUP_SECONDS: f64 = 5.0;
+
+/// What became of mutants, by their names.
+pub(crate) struct Fates {
+    pub(crate) of: BTreeMap<String, String>,
+    /// The hashes of the files' texts.
+    texts: BTreeMap<String, u64>,
+}
+
+impl Fates {
+    pub(crate) fn new(texts: BTreeMap<String, u64>) -> Self {
+        Self { of: BTreeMap::new(), texts }
+    }
+
+    pub(crate) fn text(&self, file: &str) -> u64 {
+        self.texts.get(file).copied().unwrap_or_default()
+    }
+}
+
+/// Tries those of `mutants` (their numbers) that `fates` does not know; each is appended to `file` as it ends.
+pub(crate) fn run(
+    mutants: &[(u32, &Mutant)],
+    trials: &[Trial],
+    fates: &mut Fates,
+    file: &Path,
+    scratch: &Path,
+    jobs: usize,
+) -> Result<(), String> {
+    let open = std::fs::OpenOptions::new().create(true).append(true).open(file);
+    let log = Mutex::new((open.map_err(|error| format!("{}: {error}", file.display()))?, fates));
+    let todo: Vec<_> = {
+        let known = &log.lock().expect("no thread yet").1;
+        mutants.iter().copied().filter(|(_, mutant)| !known.of.contains_key(&mutant.name)).collect()
+    };
+    let count = todo.len();
+    let queue = Mutex::new(todo.into_iter().enumerate());
+    // Of each file, which trials found its mutants last: neighbours mostly fall to the same.
+    let finders: Mutex<BTreeMap<&str, Vec<usize>>> = Mutex::default();
+    std::thread::scope(|scope| {
+        for index in 0..jobs {
+            let place = Place::new(scratch, index);
+            let (queue, log, finders) = (&queue, &log, &finders);
+            scope.spawn(move || {
+                loop {
+                    let Some((at, (number, mutant))) = queue.lock().expect("no thread panics").next() else {
+                        break;
+                    };
+                    let last = finders.lock().expect("no thread panics").get(&*mutant.file).cloned();
+                    let (fate, finder) = fate(number, trials, &last.unwrap_or_default(), &place);
+                    if let Some(finder) = finder {
+                        let mut finders = finders.lock().expect("no thread panics");
+                        let here = finders.entry(&mutant.file).or_default();
+                        here.retain(|trial| *trial != finder);
+                        here.insert(0, finder);
+                    }
+                    let (file, fates) = &mut *log.lock().expect("no thread panics");
+                    let written = writeln!(file, "{fate}\t{}\t{}", fates.text(&mutant.file), mutant.name);
+                    if let Err(error) = written {
+                        eprintln!("{error}");
+                    }
+                    eprintln!("{at}/{count} {fate}: {}", mutant.name);
+                    fates.of.insert(mutant.name.clone(), fate);
+                }
+            });
+        }
+    });
+    Ok(())
+}
+
+/// Its fate, and the trial that found it.
+fn fate(number: u32, trials: &[Trial], last: &[usize], place: &Place) -> (String, Option<usize>) {
+    let reaching = |at: &usize| trials[*at].reach.contains(&number);
+    let mut order: Vec<usize> = last.iter().copied().filter(reaching).take(ALONE).collect();
+    let others: Vec<usize> = (0..trials.len()).filter(reaching).filter(|at| !order.contains(at)).collect();
+    order.extend(others);
+    if order.is_empty() {
+        return ("not reached".to_owned(), None);
+    }
+    let (alone, rest) = order.split_at(ALONE.min(order.len()));
+    let mut groups: Vec<Vec<usize>> = alone.iter().map(|at| vec![*at]).collect();
+    let mut open: Vec<Vec<usize>> = Vec::new();
+    for &at in rest {
+        let fits = |group: &&mut Vec<usize>| {
+            let seconds: f64 = group.iter().map(|at| trials[*at].seconds).sum();
+            trials[group[0]].goes_with(&trials[at]) && seconds < GROUP_SECONDS
+        };
+        match open.iter_mut().find(fits) {
+            Some(group) => group.push(at),
+            None => open.push(vec![at]),
+        }
+    }
+    groups.extend(open);
+    for group in groups {
+        let members: Vec<&Trial> = group.iter().map(|at| &trials[*at]).collect();
+        let seconds: f64 = members.iter().map(|trial| trial.seconds).sum();
+        let limit = (20.0 * seconds).ceil().max(10.0) as u64;
+        match Trial::run(&members, ("FMHA_MUTANT", number.to_string()), limit, place) {
+            Ok(Ended::Well) => {}
+            Ok(Ended::Badly) => return ("caught".to_owned(), Some(group[0])),
+            Ok(Ended::Late) => return ("timeout".to_owned(), Some(group[0])),
+            Err(error) => return (format!("not run ({error})"), None),
+        }
+    }
+    ("survives".to_owned(), None)
+}

@@ -1,0 +1,43 @@
+//! Few cases of the CPU's battery that evaluate every site that all of its cases do, several times over: how `cases.txt`
+//! was made.
+
+use std::path::Path;
+use std::process::Command;
+
+use crate::trial::{self, Trial};
+
+/// Each site is to be evaluated by so many of the chosen cases, where as many do.
+const TIMES: u8 = 3;
+
+/// Prints the lines of a list of cases: of those that `filter` finds, the one that brings most sites a second first.
+pub(crate) fn print(
+    filter: &str,
+    release: &Path,
+    num_mutants: usize,
+    scratch: &Path,
+    jobs: usize,
+) -> Result<(), String> {
+    let mut list = Command::new(release.join("fmha"));
+    list.args(["conformance", "--list", "--filter", filter]);
+    let output = list.output().map_err(|error| format!("fmha: {error}"))?;
+    let names = String::from_utf8_lossy(&output.stdout).into_owned();
+    let lines: String = names.lines().map(|name| format!("--backend cpu --filter ^{name}$\n")).collect();
+    let mut open = trial::measured(trial::cases(&lines, release), num_mutants, scratch, jobs);
+    let mut times = vec![0; num_mutants + 1];
+    let new = |trial: &Trial, times: &[u8]| {
+        trial.reach.iter().filter(|site| times[**site as usize] < TIMES).count() as f64 / trial.seconds
+    };
+    loop {
+        let gains = open.iter().map(|trial| new(trial, &times)).enumerate();
+        let best = gains.max_by(|a, b| a.1.total_cmp(&b.1)).filter(|(_, gain)| *gain > 0.0);
+        let Some((at, gain)) = best else { break };
+        let trial = open.swap_remove(at);
+        for site in &trial.reach {
+            times[*site as usize] = times[*site as usize].saturating_add(1);
+        }
+        println!("--backend cpu --filter {}", trial.filter);
+        eprintln!("{gain:.0} sites a second, {:.2} s: {}", trial.seconds, trial.filter);
+    }
+    eprintln!("{} sites are reached", times.iter().filter(|times| **times > 0).count());
+    Ok(())
+}

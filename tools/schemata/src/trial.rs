@@ -1,0 +1,225 @@
+//! What a mutant is tried with: the crates' tests and cases of the battery, each with its seconds and the sites it comes by.
+
+use std::collections::BTreeSet;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Mutex;
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+
+use crate::tree::Program;
+
+/// Virtual memory that a trial may take, in KiB: a mutant that allocates without end ends.
+const MEMORY_KIB: u64 = 24 << 20;
+/// Tests of names with these words run whole emulated batteries, or compile for minutes.
+const SKIPPED: [&str; 3] = ["emulated", "planted", "fallback"];
+/// A trial that takes longer, with no mutant on, is left out.
+const LONGEST_SECONDS: u64 = 180;
+
+/// One test, or one filter of `fmha conformance`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Trial {
+    program: PathBuf,
+    folder: PathBuf,
+    environment: Vec<(String, String)>,
+    /// In front of the filter.
+    words: Vec<String>,
+    /// A test's name, or a regular expression of cases.
+    pub(crate) filter: String,
+    pub(crate) seconds: f64,
+    /// Numbers of the mutants whose sites it evaluates.
+    pub(crate) reach: BTreeSet<u32>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ended {
+    Well,
+    Badly,
+    Late,
+}
+
+/// A folder of its own for each thread: what runs there has its kernel cache and its temporary files in it.
+pub(crate) struct Place {
+    folder: PathBuf,
+    /// Kernels that were compiled with no mutant on.
+    warm: PathBuf,
+}
+
+impl Place {
+    pub(crate) fn new(scratch: &Path, index: usize) -> Self {
+        Self { folder: scratch.join(format!("work/{index}")), warm: scratch.join("cache") }
+    }
+
+    fn cache(&self) -> PathBuf {
+        self.folder.join("cache")
+    }
+
+    /// An empty folder for temporary files; compiled kernels as they were.
+    fn refresh(&self) -> std::io::Result<()> {
+        let _ = std::fs::remove_dir_all(&self.folder);
+        std::fs::create_dir_all(self.folder.join("tmp"))?;
+        copy(&self.warm, &self.cache()).map(drop)
+    }
+}
+
+/// Copies what is not there; says whether something was not.
+fn copy(from: &Path, to: &Path) -> std::io::Result<bool> {
+    std::fs::create_dir_all(to)?;
+    let mut is_new = false;
+    for entry in std::fs::read_dir(from).into_iter().flatten().flatten() {
+        let (path, to) = (entry.path(), to.join(entry.file_name()));
+        if path.is_dir() {
+            is_new |= copy(&path, &to)?;
+        } else if !to.exists() {
+            std::fs::copy(path, to)?;
+            is_new = true;
+        }
+    }
+    Ok(is_new)
+}
+
+impl Trial {
+    fn is_case(&self) -> bool {
+        self.words.first().is_some_and(|word| word == "conformance")
+    }
+
+    /// Whether one process can run this and `other`.
+    pub(crate) fn goes_with(&self, other: &Self) -> bool {
+        self.program == other.program && self.environment == other.environment && self.words == other.words
+    }
+
+    /// Runs `trials`, which go with each other, in one process, with `switch` in its environment.
+    pub(crate) fn run(
+        trials: &[&Self],
+        switch: (&str, String),
+        limit: u64,
+        place: &Place,
+    ) -> std::io::Result<Ended> {
+        let Some(first) = trials.first() else { return Ok(Ended::Well) };
+        place.refresh()?;
+        // `timeout` ends the whole process group.
+        let script = format!("ulimit -v {MEMORY_KIB}; exec timeout -s KILL {limit} \"$0\" \"$@\"");
+        let mut command = Command::new("sh");
+        command.args(["-c", &script]).arg(&first.program).args(&first.words);
+        let filters = trials.iter().map(|trial| trial.filter.as_str());
+        if first.is_case() {
+            command.arg("--filter").arg(filters.collect::<Vec<_>>().join("|"));
+        } else {
+            command.args(filters);
+        }
+        command.env("FMHA_NUM_THREADS", "2").env("RAYON_NUM_THREADS", "2").env("FMHA_FUZZ_SECONDS", "0");
+        command.env("FMHA_CACHE_DIR", place.cache()).env("TMPDIR", place.folder.join("tmp"));
+        command.envs(first.environment.iter().cloned()).env(switch.0, switch.1);
+        command.current_dir(&first.folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let status = command.status()?;
+        // `timeout` is of the group that it kills.
+        Ok(match (status.code(), status.signal()) {
+            (Some(0), _) => Ended::Well,
+            (Some(124 | 137), _) | (_, Some(9)) => Ended::Late,
+            _ => Ended::Badly,
+        })
+    }
+
+    /// Runs it with no mutant on, for its seconds and its reach; says whether it ends well.
+    fn measure(&mut self, num_mutants: usize, place: &Place) -> std::io::Result<Ended> {
+        let seen = place.folder.with_extension("reach");
+        std::fs::create_dir_all(&place.folder)?;
+        std::fs::write(&seen, vec![0; num_mutants + 1])?;
+        let switch = ("FMHA_MUTANT_REACH", seen.display().to_string());
+        let mut start = Instant::now();
+        let mut ended = Self::run(&[&*self], switch.clone(), LONGEST_SECONDS, place)?;
+        // What was compiled then is not a mutant's time.
+        if copy(&place.cache(), &place.warm)? && ended == Ended::Well {
+            start = Instant::now();
+            ended = Self::run(&[&*self], switch, LONGEST_SECONDS, place)?;
+        }
+        self.seconds = start.elapsed().as_secs_f64();
+        let bytes = std::fs::read(&seen)?;
+        self.reach = (0..).zip(bytes).filter(|(_, byte)| *byte != 0).map(|(number, _)| number).collect();
+        Ok(ended)
+    }
+}
+
+/// The tests of `programs`.
+pub(crate) fn tests(programs: &[Program]) -> Vec<Trial> {
+    let mut all = Vec::new();
+    for program in programs {
+        let mut list = Command::new(&program.path);
+        let output = list.args(["--list", "--format", "terse"]).current_dir(&program.folder).output();
+        let text =
+            output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
+        let names = text.lines().filter_map(|line| line.strip_suffix(": test"));
+        for name in names.filter(|name| !SKIPPED.iter().any(|word| name.contains(word))) {
+            all.push(Trial {
+                program: program.path.clone(),
+                folder: program.folder.clone(),
+                environment: Vec::new(),
+                words: vec!["--test-threads=1".to_owned(), "--exact".to_owned()],
+                filter: name.to_owned(),
+                seconds: 0.0,
+                reach: BTreeSet::new(),
+            });
+        }
+    }
+    all
+}
+
+/// The cases of a list: a line is `NAME=VALUE... WORDS --filter REGEX`.
+pub(crate) fn cases(list: &str, release: &Path) -> Vec<Trial> {
+    let lines = list.lines().filter(|line| !line.starts_with('#'));
+    let parse = |line: &str| {
+        let (words, filter) = line.split_once(" --filter ")?;
+        let words: Vec<&str> = words.split_whitespace().collect();
+        let is_setting = |word: &&&str| !word.starts_with('-') && word.contains('=');
+        let (environment, words) = words.split_at(words.iter().take_while(is_setting).count());
+        let environment = environment.iter().filter_map(|word| word.split_once('='));
+        let words = std::iter::once("conformance").chain(words.iter().copied()).map(str::to_owned).collect();
+        Some(Trial {
+            program: release.join("fmha"),
+            folder: release.to_owned(),
+            environment: environment.map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
+            words,
+            filter: filter.to_owned(),
+            seconds: 0.0,
+            reach: BTreeSet::new(),
+        })
+    };
+    lines.filter_map(parse).collect()
+}
+
+/// Measures all; those that do not end well are left out, and named.
+pub(crate) fn measured(trials: Vec<Trial>, num_mutants: usize, scratch: &Path, jobs: usize) -> Vec<Trial> {
+    let queue = Mutex::new(trials.into_iter());
+    let done = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for index in 0..jobs {
+            let place = Place::new(scratch, index);
+            let (queue, done) = (&queue, &done);
+            scope.spawn(move || {
+                loop {
+                    let Some(mut trial) = queue.lock().expect("no thread panics").next() else { break };
+                    match trial.measure(num_mutants, &place) {
+                        Ok(Ended::Well) => done.lock().expect("no thread panics").push(trial),
+                        other => println!("left out, it ends {other:?} with no mutant on: {}", trial.filter),
+                    }
+                }
+            });
+        }
+    });
+    let mut done = done.into_inner().expect("no thread panics");
+    done.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
+    done
+}
+
+/// What trials are of: their words, and when their programs were built.
+pub(crate) fn stamp(trials: &[Trial]) -> String {
+    let mut hasher = DefaultHasher::new();
+    for trial in trials {
+        let built = std::fs::metadata(&trial.program).and_then(|data| data.modified()).ok();
+        (&trial.program, built, &trial.environment, &trial.words, &trial.filter).hash(&mut hasher);
+    }
+    hasher.finish().to_string()
+}
