@@ -364,6 +364,10 @@ fn poison(cases: &mut Vec<Case>) {
         let name = format!("edges/nan_in_the_last_element_of_a_block/{dtype}");
         let plant = Plant::At(Operand::V, [1, 63, 1, 63], f64::NAN);
         push_planted(cases, name, masked(dtype, dims(70, 70, 64), "t"), plant);
+        // In a column that begins a run of four, behind the first two of them.
+        let name = format!("edges/nan_in_a_late_column/{dtype}");
+        let plant = Plant::At(Operand::V, [1, 63, 1, 40], f64::NAN);
+        push_planted(cases, name, masked(dtype, dims(70, 70, 64), "t"), plant);
         // Rows computed again that see sink columns: without a band, and more of them than there are queries.
         for (row, mask) in [(9, "g:0,-3,12"), (38, "b:4,0,36")] {
             let name = format!("edges/nan_beside_sink_columns/{dtype}/{mask}");
