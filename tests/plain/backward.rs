@@ -88,10 +88,10 @@ pub(super) fn run(problem: &ValidBwd, args: &BwdArgs<'_>, fault: Option<Fault>) 
             }
             for j in 0..span.seqlen_k {
                 for d in 0..dim_qk {
-                    dk_out.put([batch, span.k_row + j, i_head_kv, d], dk[(j * dim_qk + d) as usize]);
+                    dk_out.put([span.k_batch, span.k_row + j, i_head_kv, d], dk[(j * dim_qk + d) as usize]);
                 }
                 for d in 0..dim_v {
-                    dv_out.put([batch, span.k_row + j, i_head_kv, d], dv[(j * dim_v + d) as usize]);
+                    dv_out.put([span.k_batch, span.k_row + j, i_head_kv, d], dv[(j * dim_v + d) as usize]);
                 }
             }
         }

@@ -1,6 +1,6 @@
 //! Mutation testing of the host code in one build, by mutant schemata (R. Untch, A. J. Offutt, M. J. Harrold: "Mutation
 //! analysis using mutant schemata", ISSTA 1993). The list of mutants is cargo-mutants' own, by `.cargo/mutants.toml`;
-//! there each takes a build of its own, here all are in one, and `FMHA_MUTANT=N` switches one on.
+//! there each takes a build of its own, here all are in one, and `SCHEMATA_MUTANT=N` switches one on.
 //!
 //! 1. `tree`, `rewrite`: a copy of the repository in which each site asks which mutant is on; what does not compile is
 //!    dropped, by where the compiler's errors point.

@@ -41,12 +41,12 @@ pub(crate) fn run(
 ) -> Result<(), String> {
     let open = std::fs::OpenOptions::new().create(true).append(true).open(file);
     let log = Mutex::new((open.map_err(|error| format!("{}: {error}", file.display()))?, fates));
-    let todo: Vec<_> = {
+    let pending: Vec<_> = {
         let known = &log.lock().expect("no thread yet").1;
         mutants.iter().copied().filter(|(_, mutant)| !known.of.contains_key(&mutant.name)).collect()
     };
-    let count = todo.len();
-    let queue = Mutex::new(todo.into_iter().enumerate());
+    let count = pending.len();
+    let queue = Mutex::new(pending.into_iter().enumerate());
     // Of each file, which trials found its mutants last: neighbours mostly fall to the same.
     let finders: Mutex<BTreeMap<&str, Vec<usize>>> = Mutex::default();
     std::thread::scope(|scope| {
@@ -107,7 +107,7 @@ fn fate(number: u32, trials: &[Trial], last: &[usize], place: &Place) -> (String
         let members: Vec<&Trial> = group.iter().map(|at| &trials[*at]).collect();
         let seconds: f64 = members.iter().map(|trial| trial.seconds).sum();
         let limit = (20.0 * seconds).ceil().max(10.0) as u64;
-        match Trial::run(&members, ("FMHA_MUTANT", number.to_string()), limit, place) {
+        match Trial::run(&members, ("SCHEMATA_MUTANT", number.to_string()), limit, place) {
             Ok(Ended::Well) => {}
             Ok(Ended::Badly) => return ("caught".to_owned(), Some(group[0])),
             Ok(Ended::Late) => return ("timeout".to_owned(), Some(group[0])),

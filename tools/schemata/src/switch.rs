@@ -1,6 +1,6 @@
 //! The switch of a build that holds all mutants: which one is on, or which sites are come by.
 //!
-//! `FMHA_MUTANT=N` switches mutant N on. `FMHA_MUTANT_REACH=FILE`, with no mutant on, sets byte N of FILE where the site of
+//! `SCHEMATA_MUTANT=N` switches mutant N on. `SCHEMATA_REACH=FILE`, with no mutant on, sets byte N of FILE where the site of
 //! mutant N is evaluated; FILE is mapped, so what aborts, forks or opens a shared library is recorded too.
 
 #![feature(core_intrinsics, const_eval_select)]
@@ -57,9 +57,9 @@ unsafe extern "C" {
 #[unsafe(link_section = ".init_array")]
 static START: extern "C" fn() = {
     extern "C" fn start() {
-        if let Some(n) = std::env::var("FMHA_MUTANT").ok().and_then(|text| text.parse().ok()) {
+        if let Some(n) = std::env::var("SCHEMATA_MUTANT").ok().and_then(|text| text.parse().ok()) {
             ACTIVE.store(n, Relaxed);
-        } else if let Ok(path) = std::env::var("FMHA_MUTANT_REACH") {
+        } else if let Ok(path) = std::env::var("SCHEMATA_REACH") {
             let file = std::fs::OpenOptions::new().read(true).write(true).open(path);
             let Some((file, len)) = file.ok().and_then(|file| Some((file.metadata().ok()?.len(), file)))
                 .map(|(len, file)| (file, len as usize)) else { return };

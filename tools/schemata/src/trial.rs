@@ -128,7 +128,7 @@ impl Trial {
         let seen = place.folder.with_extension("reach");
         std::fs::create_dir_all(&place.folder)?;
         std::fs::write(&seen, vec![0; num_mutants + 1])?;
-        let switch = ("FMHA_MUTANT_REACH", seen.display().to_string());
+        let switch = ("SCHEMATA_REACH", seen.display().to_string());
         let mut start = Instant::now();
         let mut ended = Self::run(&[&*self], switch.clone(), LONGEST_SECONDS, place)?;
         // What was compiled then is not a mutant's time.
