@@ -11,7 +11,7 @@
 #[path = "planted/mod.rs"]
 mod planting;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Mutex;
 
@@ -290,6 +290,45 @@ fn every_case_that_is_to_find_a_mutant_is_one_of_the_battery() {
             assert!(names.iter().any(|name| name.starts_with(start)), "{}: no case {start}", target.files);
         }
     }
+}
+
+/// A case that fails by itself would find every mutant.
+#[test]
+#[ignore = "each listed case's kernels are compiled: cargo xtask test --all"]
+fn every_case_that_is_to_find_a_mutant_passes_without_one() {
+    let names: Vec<String> = fmha_conformance::case::all().into_iter().map(|case| case.name).collect();
+    let mut unchanged = Vec::new();
+    for target in &targets() {
+        // A process has one architecture's device.
+        let mut of_arch: BTreeMap<String, BTreeSet<(String, Option<String>)>> = BTreeMap::new();
+        for text in target.nearer.values().flatten().chain(&target.cases) {
+            let Trial { arch, case, tile } = Trial::of(text, &target.arch, &names);
+            of_arch.entry(arch).or_default().insert((case, tile));
+        }
+        let any = mutants(target).swap_remove(0);
+        for (arch, cases) in of_arch {
+            for cases in cases.into_iter().collect::<Vec<_>>().chunks(8) {
+                let (case, tile) = cases[0].clone();
+                let others = cases[1..].to_vec();
+                let what = format!("{}: no edit", target.files);
+                let (arch, put, sound_is_known) = (arch.clone(), any.text.clone(), false);
+                unchanged.push(Fault { what, arch, case, tile, others, put, sound_is_known, ..any.clone() });
+            }
+        }
+    }
+    let failed = Mutex::new(Vec::new());
+    each(&unchanged.iter().collect::<Vec<_>>(), |fault| {
+        let (at, fate) = fault.run("the_fault_of_this_process");
+        let own = (fault.case.clone(), fault.tile.clone());
+        let (case, tile) = std::iter::once(&own).chain(&fault.others).nth(at).unwrap();
+        match fate {
+            Fate::ChangesNothing => println!("{}: {} cases pass", fault.arch, 1 + fault.others.len()),
+            Fate::Absent(why) => println!("absent: {}: {why}", fault.arch),
+            other => failed.lock().unwrap().push(format!("{}: {case} {tile:?}: {other:?}", fault.arch)),
+        }
+    });
+    let failed = failed.into_inner().unwrap();
+    assert!(failed.is_empty(), "{}", failed.join("\n"));
 }
 
 #[test]

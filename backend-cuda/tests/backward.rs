@@ -294,6 +294,17 @@ fn every_order_of_products_keeps_the_rule_under_every_kind_of_mask() {
 }
 
 #[test]
+fn a_field_that_another_leaves_no_room_for_is_refused() {
+    let Some(backend) = device() else { return };
+    let plan = |tile: &str| backend.plan_bwd(&problem("b", DIMS).validate().unwrap(), &with(tile));
+    for tile in ["direct_dq=1,early_scores=0", "first_stores=1,early_scores=0"] {
+        assert!(plan(tile).is_ok(), "{tile}: {}", plan(tile).err().unwrap());
+    }
+    let refused = plan("direct_dq=1,first_stores=1,early_scores=0").err().map(|error| error.to_string());
+    assert!(refused.as_ref().is_some_and(|text| text.contains("first_stores")), "{refused:?}");
+}
+
+#[test]
 fn packed_sequences_are_apart_and_rows_of_empty_ones_are_zeros() {
     let Some(backend) = device() else { return };
     let lengths = [(9, 0), (0, 6), (70, 140), (1, 1)];

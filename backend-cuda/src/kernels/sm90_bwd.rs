@@ -69,7 +69,9 @@ impl BwdRecipe for Sm90Bwd {
             fields.iter().try_for_each(|(key, value)| tile.set_field(key, value))?;
             // Tiles are claimed from where the kernel before the main one has put a 0.
             tile.persistent &= problem.fwd().dims.seqlen_q > 0;
-            tile.first_stores &= !tile.direct_dq;
+            // Where it was asked for, `check` refuses it.
+            let is_given = fields.iter().any(|(key, _)| *key == "first_stores");
+            tile.first_stores &= is_given || !tile.direct_dq;
             tile.check(&spec)?;
             let dbias_bytes = dbias_tile(&tile).map_or(0, |tile| tile.dbias_smem_bytes(&spec));
             facts.has_shared(&tile, tile.smem_bytes(&spec).max(dbias_bytes))?;

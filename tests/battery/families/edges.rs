@@ -131,6 +131,15 @@ fn tiles(cases: &mut Vec<Case>) {
             let name = format!("edges/long/{dtype}/s{q}x{k}/{mask}");
             push(cases, name, masked(dtype, dims, mask), Lengths::default());
         }
+        // Blocks whose K and V are of unlike width: a kernel may bring each by a way of its own.
+        let unlike =
+            Dims { batch: 1, num_heads_q: 2, num_heads_kv: 1, head_dim_v: 128, ..dims(300, 600, 192) };
+        push(
+            cases,
+            format!("edges/long/{dtype}/s300x600/d192x128/b"),
+            masked(dtype, unlike, "b"),
+            Lengths::default(),
+        );
         // Tile after tile of several blocks each, with as few multiprocessors.
         let mut dims = dims(300, 700, 64);
         (dims.batch, dims.num_heads_q, dims.num_heads_kv) = (1, 3, 3);
@@ -427,6 +436,16 @@ fn growth(cases: &mut Vec<Case>) {
                 push_of(cases, init, name, problem);
             }
         }
+        // The next sequence's queries, in the first one's block of rows, have such scores too and are done long before it.
+        let sequences = [(70, 600), (58, 30), (40, 300)];
+        let mut problem = group(dtype, dims(70, 600, 64), &sequences, "b");
+        problem.softmax_scale = Some(1e8);
+        push(
+            cases,
+            format!("edges/growth/scale_1e8/normal/{dtype}/group"),
+            problem,
+            Lengths::packed(&sequences),
+        );
         // So far apart, and for so long, that a kernel may give up its guesses.
         for mask in ["0", "b"] {
             let name = format!("edges/growth/huge_logits/{dtype}/s300x1500/d128/{mask}");
