@@ -87,9 +87,9 @@ pub enum Plant {
     At(Operand, [u32; 4], f64),
     /// Nothing is written: this operand alone lies so many elements beyond an aligned address.
     Shifted(Operand, u32),
-    /// Scores of 12 at key 0, whose V is 0, and of 0 at all others: weights of `exp(-12)`, subnormal in f16, are all
-    /// that O is made of. The problem's scale is 1.
-    FaintWeights,
+    /// Scores of `score` times the scale at key 0, whose V is 0, and of 0 at all others: faint weights, subnormal in P's type,
+    /// are all that O is made of.
+    FaintWeights { score: f64 },
     /// Scores far below all others in keys `begin..end` of every sequence: `key` in K, taken by a negative Q.
     FarBelow {
         /// The first such key.

@@ -199,7 +199,7 @@ fn plant(host: &mut HostFwd, plant: Plant) -> Result<()> {
         Plant::Nothing => {}
         Plant::At(operand, at, value) => host.operands.expect_mut(operand).set(at, value),
         Plant::Shifted(operand, elems) => host.operands.expect_mut(operand).shift(elems)?,
-        Plant::FaintWeights => faint_weights(host),
+        Plant::FaintWeights { score } => faint_weights(host, score),
         Plant::HiddenKeys => {
             for span in spans {
                 let band = host.problem.mask.band(span.seqlen_q, span.seqlen_k);
@@ -234,8 +234,8 @@ fn plant(host: &mut HostFwd, plant: Plant) -> Result<()> {
     Ok(())
 }
 
-/// Queries (1, 0, 0, ...), keys (12, 0, ...) and nought, V nought at key 0.
-fn faint_weights(host: &mut HostFwd) {
+/// Queries (1, 0, 0, ...), keys (`score`, 0, ...) and nought, V nought at key 0.
+fn faint_weights(host: &mut HostFwd, score: f64) {
     let dims = host.problem.dims;
     for span in host.spans.clone() {
         let mut set = |operand, at: [u32; 4], value| host.operands.expect_mut(operand).set(at, value);
@@ -248,7 +248,7 @@ fn faint_weights(host: &mut HostFwd) {
         for (head, j) in (0..dims.num_heads_kv).flat_map(|h| (0..span.seqlen_k).map(move |j| (h, j))) {
             for d in 0..dims.head_dim_qk {
                 let at = [span.k_batch, span.k_row + j, head, d];
-                set(Operand::K, at, if (j, d) == (0, 0) { 12.0 } else { 0.0 });
+                set(Operand::K, at, if (j, d) == (0, 0) { score } else { 0.0 });
             }
             for d in (0..dims.head_dim_v).filter(|_| j == 0) {
                 set(Operand::V, [span.k_batch, span.k_row, head, d], 0.0);

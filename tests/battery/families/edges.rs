@@ -423,6 +423,7 @@ fn growth(cases: &mut Vec<Case>) {
         // Scores so large that half the last place of one is a weight of many powers of two: ties, and maxima that rise.
         for (scale, init) in [
             (1e6, Init::Rising),
+            (1e6, Init::Towering),
             (1e8, Init::Normal),
             (1e8, Init::Integers),
             (1e8, Init::Rising),

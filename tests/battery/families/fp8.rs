@@ -171,6 +171,15 @@ fn blocks(cases: &mut Vec<Case>) {
         let dims = plain("b").dims;
         let packed = o_16_bits(group(dtype, dims, &sequences, "b"));
         push("group", packed, Lengths::packed(&sequences), Plant::Nothing);
+        // 2^-10: nothing in E4M3FN, but for what P is scaled by.
+        let faint = FwdProblem { softmax_scale: Some(std::f32::consts::LN_2), ..plain("b") };
+        let name = format!("fp8/blocks/{dtype}/faint_weights");
+        let data = Data { init: Init::ConstantV, ..data(&name) };
+        let mut case = Case::forward(name, faint, Lengths::default(), data);
+        if let Body::Forward(forward) = &mut case.body {
+            forward.plant = Plant::FaintWeights { score: 10.0 };
+        }
+        cases.push(case);
     }
 }
 

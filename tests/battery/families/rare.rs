@@ -118,7 +118,7 @@ pub(crate) fn cases() -> Vec<Case> {
             problem.softmax_scale = Some(1.0);
             let name = format!("rare/faint_weights/{dtype}/s{seqlen_q}x{seqlen_k}");
             let data = Data { init: Init::ConstantV, ..data(&name) };
-            cases.push(planted(name, problem, Lengths::default(), data, Plant::FaintWeights));
+            cases.push(planted(name, problem, Lengths::default(), data, Plant::FaintWeights { score: 12.0 }));
         }
     }
     cases

@@ -26,11 +26,13 @@ use mutant::Mutant;
 use trial::Trial;
 
 const USAGE: &str = "\
-usage: schemata [--of WORDS] [--shard I/N] [--again FATE] [--jobs N]
+usage: schemata [--of WORDS] [--shard I/N] [--again FATE] [--jobs N] [--within SECONDS]
   --of WORDS    only mutants with these words in their names (a file, a function)
   --shard I/N   part I of N
-  --again FATE  those that earlier ended so (`survives`, `timeout`, `not reached`) run again
+  --again FATE  those that earlier ended so (`survives`, `outlives`, `timeout`, `not reached`) run again
   --jobs N      so many beside each other (default: the processors)
+  --within SECONDS
+                each with what it meets first, so long at most; what is not caught by then `outlives`
   --spread REGEX
                 instead: of the battery's cases on the CPU, few that reach what all reach";
 
@@ -39,18 +41,27 @@ struct Options {
     shard: (usize, usize),
     again: Vec<String>,
     jobs: usize,
+    within: f64,
     spread: Option<String>,
 }
 
 fn options() -> Option<Options> {
     let jobs = std::thread::available_parallelism().map_or(1, usize::from);
-    let mut options = Options { of: String::new(), shard: (1, 1), again: Vec::new(), jobs, spread: None };
+    let mut options = Options {
+        of: String::new(),
+        shard: (1, 1),
+        again: Vec::new(),
+        jobs,
+        within: f64::INFINITY,
+        spread: None,
+    };
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
         let value = words.next()?;
         match word.as_str() {
             "--of" => options.of = value,
             "--again" => options.again.push(value),
+            "--within" => options.within = value.parse().ok().filter(|seconds| *seconds > 0.0)?,
             "--jobs" => options.jobs = value.parse().ok().filter(|jobs| *jobs > 0)?,
             "--spread" => options.spread = Some(value),
             "--shard" => {
@@ -107,7 +118,7 @@ fn carry_out(options: &Options) -> Result<bool, String> {
     let file = scratch.join("fates.tsv");
     let mut fates = report::read(&file, &root, &mutants, &options.again)?;
     let built: Vec<_> = chosen.iter().copied().filter(|(number, _)| !left_out.contains_key(number)).collect();
-    run::run(&built, &trials, &mut fates, &file, &scratch, options.jobs)?;
+    run::run(&built, &trials, &mut fates, &file, &scratch, (options.jobs, options.within))?;
     report::print(&root, &chosen, &left_out, &fates)
 }
 
@@ -126,6 +137,7 @@ fn known_trials(
     if let Some((_, kept)) = kept.filter(|(of, _)| *of == stamp) {
         return Ok(kept);
     }
+    eprintln!("{} trials are measured first (their stamp is {stamp})", trials.len());
     let measured = (stamp, trial::measured(trials, mutants.len(), scratch, jobs));
     let text = serde_json::to_vec(&measured).map_err(|error| error.to_string())?;
     std::fs::write(&file, text).map_err(|error| format!("{}: {error}", file.display()))?;

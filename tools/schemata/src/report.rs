@@ -82,7 +82,7 @@ pub(crate) fn print(
         let fate = match (left_out.get(number).copied(), found) {
             (Some("does not compile"), _) => "does not compile".to_owned(),
             (Some(why), _) => format!("not in the build ({why})"),
-            (None, Some(fate @ ("survives" | "not reached"))) => {
+            (None, Some(fate @ ("survives" | "outlives" | "not reached"))) => {
                 let reason = reasons.iter().position(|reason| reason.is_of(mutant));
                 reason.into_iter().for_each(|at| used[at] = true);
                 if reason.is_some() { format!("{fate}, with a reason") } else { fate.to_owned() }
@@ -105,7 +105,7 @@ pub(crate) fn print(
     for (reason, _) in reasons.iter().zip(used).filter(|(_, used)| is_all && !used) {
         println!("a reason of no mutant: {}", reason.line);
     }
-    Ok(!sums.contains_key("survives"))
+    Ok(!sums.contains_key("survives") && !sums.contains_key("outlives"))
 }
 
 fn words<'a>(counts: impl Iterator<Item = (&'a str, usize)>) -> String {

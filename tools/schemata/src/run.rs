@@ -30,14 +30,15 @@ impl Fates {
     }
 }
 
-/// Tries those of `mutants` (their numbers) that `fates` does not know; each is appended to `file` as it ends.
+/// Tries those of `mutants` (their numbers) that `fates` does not know, each with trials of `within` seconds together at
+/// most; each is appended to `file` as it ends.
 pub(crate) fn run(
     mutants: &[(u32, &Mutant)],
     trials: &[Trial],
     fates: &mut Fates,
     file: &Path,
     scratch: &Path,
-    jobs: usize,
+    (jobs, within): (usize, f64),
 ) -> Result<(), String> {
     let open = std::fs::OpenOptions::new().create(true).append(true).open(file);
     let log = Mutex::new((open.map_err(|error| format!("{}: {error}", file.display()))?, fates));
@@ -59,7 +60,7 @@ pub(crate) fn run(
                         break;
                     };
                     let last = finders.lock().expect("no thread panics").get(&*mutant.file).cloned();
-                    let (fate, finder) = fate(number, trials, &last.unwrap_or_default(), &place);
+                    let (fate, finder) = fate(number, trials, &last.unwrap_or_default(), &place, within);
                     if let Some(finder) = finder {
                         let mut finders = finders.lock().expect("no thread panics");
                         let here = finders.entry(&mutant.file).or_default();
@@ -81,7 +82,13 @@ pub(crate) fn run(
 }
 
 /// Its fate, and the trial that found it.
-fn fate(number: u32, trials: &[Trial], last: &[usize], place: &Place) -> (String, Option<usize>) {
+fn fate(
+    number: u32,
+    trials: &[Trial],
+    last: &[usize],
+    place: &Place,
+    within: f64,
+) -> (String, Option<usize>) {
     let reaching = |at: &usize| trials[*at].reach.contains(&number);
     let mut order: Vec<usize> = last.iter().copied().filter(reaching).take(ALONE).collect();
     let others: Vec<usize> = (0..trials.len()).filter(reaching).filter(|at| !order.contains(at)).collect();
@@ -103,9 +110,14 @@ fn fate(number: u32, trials: &[Trial], last: &[usize], place: &Place) -> (String
         }
     }
     groups.extend(open);
+    let mut spent = 0.0;
     for group in groups {
         let members: Vec<&Trial> = group.iter().map(|at| &trials[*at]).collect();
         let seconds: f64 = members.iter().map(|trial| trial.seconds).sum();
+        if spent > 0.0 && spent + seconds > within {
+            return ("outlives".to_owned(), None);
+        }
+        spent += seconds;
         let limit = (20.0 * seconds).ceil().max(10.0) as u64;
         match Trial::run(&members, ("SCHEMATA_MUTANT", number.to_string()), limit, place) {
             Ok(Ended::Well) => {}

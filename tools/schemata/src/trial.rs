@@ -59,22 +59,40 @@ impl Place {
 
     /// An empty folder for temporary files; compiled kernels as they were.
     fn refresh(&self) -> std::io::Result<()> {
-        let _ = std::fs::remove_dir_all(&self.folder);
-        std::fs::create_dir_all(self.folder.join("tmp"))?;
+        let temporary = self.folder.join("tmp");
+        let _ = std::fs::remove_dir_all(&temporary);
+        std::fs::create_dir_all(&temporary)?;
+        remove_new(&self.warm, &self.cache())?;
         copy(&self.warm, &self.cache()).map(drop)
     }
 }
 
-/// Copies what is not there; says whether something was not.
+/// Removes what `from` does not have.
+fn remove_new(from: &Path, to: &Path) -> std::io::Result<()> {
+    for entry in std::fs::read_dir(to).into_iter().flatten().flatten() {
+        let (path, from) = (entry.path(), from.join(entry.file_name()));
+        match (path.is_dir(), from.is_dir()) {
+            (true, true) => remove_new(&from, &path)?,
+            (true, false) => std::fs::remove_dir_all(path)?,
+            (false, _) if !from.is_file() => std::fs::remove_file(path)?,
+            (false, _) => {}
+        }
+    }
+    Ok(())
+}
+
+/// Copies what is not there, or is of another size or time; says whether something was.
 fn copy(from: &Path, to: &Path) -> std::io::Result<bool> {
     std::fs::create_dir_all(to)?;
     let mut is_new = false;
     for entry in std::fs::read_dir(from).into_iter().flatten().flatten() {
         let (path, to) = (entry.path(), to.join(entry.file_name()));
+        let state = |path: &Path| std::fs::metadata(path).and_then(|data| Ok((data.len(), data.modified()?)));
         if path.is_dir() {
             is_new |= copy(&path, &to)?;
-        } else if !to.exists() {
-            std::fs::copy(path, to)?;
+        } else if state(&to).ok() != Some(state(&path)?) {
+            std::fs::copy(&path, &to)?;
+            std::fs::File::options().write(true).open(&to)?.set_modified(state(&path)?.1)?;
             is_new = true;
         }
     }
@@ -214,12 +232,14 @@ pub(crate) fn measured(trials: Vec<Trial>, num_mutants: usize, scratch: &Path, j
     done
 }
 
-/// What trials are of: their words, and when their programs were built.
+/// What trials are of: their words, and when their programs were built; in any order, since Cargo names programs as they
+/// become ready.
 pub(crate) fn stamp(trials: &[Trial]) -> String {
-    let mut hasher = DefaultHasher::new();
-    for trial in trials {
+    let hash = |trial: &Trial| {
+        let mut hasher = DefaultHasher::new();
         let built = std::fs::metadata(&trial.program).and_then(|data| data.modified()).ok();
         (&trial.program, built, &trial.environment, &trial.words, &trial.filter).hash(&mut hasher);
-    }
-    hasher.finish().to_string()
+        hasher.finish()
+    };
+    trials.iter().map(hash).fold(0, u64::wrapping_add).to_string()
 }
