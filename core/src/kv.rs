@@ -74,3 +74,29 @@ impl Rotary {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_pair_turns_by_its_own_angle_and_what_lies_behind_stays() {
+        let angle = |i: u32| [(0.5, 2.0), (-3.0, 0.25)][i as usize];
+        for (pairs, turned) in [
+            // (1, 2) by the first, (3, 5) by the second.
+            (
+                RotaryPairs::Interleaved,
+                [1.0 * 0.5 - 2.0 * 2.0, 2.0 * 0.5 + 1.0 * 2.0, -9.0 - 1.25, -15.0 + 0.75],
+            ),
+            // (1, 3) and (2, 5).
+            (RotaryPairs::Half, [0.5 - 6.0, -6.0 - 1.25, 1.5 + 2.0, -15.0 + 0.5]),
+        ] {
+            let rotary = Rotary { dim: 4, pairs, max_pos: 3, dtype: DType::F32 };
+            let mut row = [1.0, 2.0, 3.0, 5.0, 7.0];
+            rotary.turn(&mut row, angle);
+            assert_eq!(row[..4], turned, "{pairs:?}");
+            assert_eq!(row[4].to_bits(), 7f32.to_bits());
+            assert_eq!(rotary.table_elems(), 6);
+        }
+    }
+}

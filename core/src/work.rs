@@ -116,6 +116,45 @@ mod tests {
     }
 
     #[test]
+    fn operations_and_bytes_are_of_what_each_sequence_has() {
+        let dims = Dims {
+            batch: 2,
+            seqlen_q: 5,
+            seqlen_k: 7,
+            num_heads_q: 6,
+            num_heads_kv: 2,
+            head_dim_qk: 24,
+            head_dim_v: 40,
+        };
+        let problem = FwdProblem {
+            dtype_v: DType::Bf16,
+            dtype_o: DType::F32,
+            mask: "t".parse().unwrap(),
+            ..FwdProblem::batch(DType::E4m3Fn, dims)
+        };
+        let span = |seqlen_q: u32, seqlen_k: u32| SeqSpan {
+            i_batch: 0,
+            q_row: 0,
+            k_row: 0,
+            q_batch: 0,
+            k_batch: 0,
+            seqlen_q,
+            seqlen_k,
+            lse_rows: 0,
+            seqlen_cached: seqlen_k,
+            new_batch: 0,
+            new_row: 0,
+        };
+        // 1 + 2 + 3 + 4 + 5 pairs of a head, and 1 + 2 + 2.
+        let work = Work::count(&problem, &[span(5, 7), span(3, 2)]).unwrap();
+        assert_eq!(work.pairs, (15 + 5) * 6);
+        assert_eq!(work.fwd_flops, work.pairs * 2 * (24 + 40));
+        assert_eq!(work.bwd_flops, work.pairs * 2 * (3 * 24 + 2 * 40));
+        let (row_of_q_and_o, row_of_k_and_v) = (24 + 40 * 4, 24 + 40 * 2);
+        assert_eq!(work.fwd_bytes, (5 + 3) * 6 * row_of_q_and_o + (7 + 2) * 2 * row_of_k_and_v);
+    }
+
+    #[test]
     fn visible_pairs_are_those_the_band_shows() {
         for text in ["0", "t", "b", "t:3,1", "b:2,0,2", "g:2,3", "g:-1,9,3", "b:0,-1,4"] {
             let mask: MaskSpec = text.parse().unwrap();
