@@ -23,7 +23,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use mutant::Mutant;
-use trial::Trial;
+use trial::{Measured, Trial};
 
 const USAGE: &str = "\
 usage: schemata [--of WORDS] [--shard I/N] [--again FATE] [--jobs N] [--within SECONDS]
@@ -122,7 +122,8 @@ fn carry_out(options: &Options) -> Result<bool, String> {
     report::print(&root, &chosen, &left_out, &fates)
 }
 
-/// The trials with their seconds and reach: as measured before, where the same build has the same trials.
+/// The trials that end well, the quickest first, with their seconds and reach: as measured before, where their programs are
+/// as they were.
 fn known_trials(
     trials: Vec<Trial>,
     mutants: &[Mutant],
@@ -130,16 +131,18 @@ fn known_trials(
     jobs: usize,
 ) -> Result<Vec<Trial>, String> {
     let file: PathBuf = scratch.join("trials.json");
-    let stamp = trial::stamp(&trials);
-    let kept = std::fs::read(&file)
-        .ok()
-        .and_then(|bytes| serde_json::from_slice::<(String, Vec<Trial>)>(&bytes).ok());
-    if let Some((_, kept)) = kept.filter(|(of, _)| *of == stamp) {
-        return Ok(kept);
+    let kept = std::fs::read(&file).ok();
+    let mut known: Measured = kept.and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
+    if let Some((_, old)) =
+        std::fs::read(&file).ok().and_then(|b| serde_json::from_slice::<(String, Vec<Trial>)>(&b).ok())
+    {
+        known = old.into_iter().map(|t| (trial::stamp(&t), Some(t))).collect();
     }
-    eprintln!("{} trials are measured first (their stamp is {stamp})", trials.len());
-    let measured = (stamp, trial::measured(trials, mutants.len(), scratch, jobs));
-    let text = serde_json::to_vec(&measured).map_err(|error| error.to_string())?;
+    let stamps: Vec<u64> = trials.iter().map(trial::stamp).collect();
+    trial::measure(trials, &mut known, mutants.len(), scratch, jobs);
+    let text = serde_json::to_vec(&known).map_err(|error| error.to_string())?;
     std::fs::write(&file, text).map_err(|error| format!("{}: {error}", file.display()))?;
-    Ok(measured.1)
+    let mut well: Vec<Trial> = stamps.iter().filter_map(|stamp| known.remove(stamp)?).collect();
+    well.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
+    Ok(well)
 }

@@ -22,7 +22,9 @@ pub(crate) fn print(
     let output = list.output().map_err(|error| format!("fmha: {error}"))?;
     let names = String::from_utf8_lossy(&output.stdout).into_owned();
     let lines: String = names.lines().map(|name| format!("--backend cpu --filter ^{name}$\n")).collect();
-    let mut open = trial::measured(trial::cases(&lines, release), num_mutants, scratch, jobs);
+    let mut known = trial::Measured::new();
+    trial::measure(trial::cases(&lines, release), &mut known, num_mutants, scratch, jobs);
+    let mut open: Vec<Trial> = known.into_values().flatten().collect();
     let mut times = vec![0; num_mutants + 1];
     let new = |trial: &Trial, times: &[u8]| {
         trial.reach.iter().filter(|site| times[**site as usize] < TIMES).count() as f64 / trial.seconds

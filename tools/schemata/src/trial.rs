@@ -1,6 +1,6 @@
 //! What a mutant is tried with: the crates' tests and cases of the battery, each with its seconds and the sites it comes by.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -208,10 +208,29 @@ pub(crate) fn cases(list: &str, release: &Path) -> Vec<Trial> {
     lines.filter_map(parse).collect()
 }
 
-/// Measures all; those that do not end well are left out, and named.
-pub(crate) fn measured(trials: Vec<Trial>, num_mutants: usize, scratch: &Path, jobs: usize) -> Vec<Trial> {
-    let queue = Mutex::new(trials.into_iter());
-    let done = Mutex::new(Vec::new());
+/// What a trial is of: its words, and when its program was built.
+pub(crate) fn stamp(trial: &Trial) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    let built = std::fs::metadata(&trial.program).and_then(|data| data.modified()).ok();
+    (&trial.program, built, &trial.environment, &trial.words, &trial.filter).hash(&mut hasher);
+    hasher.finish()
+}
+
+/// What was measured of trials, by their stamps; nothing of those that do not end well with no mutant on.
+pub(crate) type Measured = BTreeMap<u64, Option<Trial>>;
+
+/// Measures those of `trials` that `known` has not.
+pub(crate) fn measure(
+    trials: Vec<Trial>,
+    known: &mut Measured,
+    num_mutants: usize,
+    scratch: &Path,
+    jobs: usize,
+) {
+    let new: Vec<Trial> = trials.into_iter().filter(|trial| !known.contains_key(&stamp(trial))).collect();
+    eprintln!("{} trials are measured first", new.len());
+    let queue = Mutex::new(new.into_iter());
+    let done = Mutex::new(known);
     std::thread::scope(|scope| {
         for index in 0..jobs {
             let place = Place::new(scratch, index);
@@ -219,27 +238,15 @@ pub(crate) fn measured(trials: Vec<Trial>, num_mutants: usize, scratch: &Path, j
             scope.spawn(move || {
                 loop {
                     let Some(mut trial) = queue.lock().expect("no thread panics").next() else { break };
-                    match trial.measure(num_mutants, &place) {
-                        Ok(Ended::Well) => done.lock().expect("no thread panics").push(trial),
-                        other => println!("left out, it ends {other:?} with no mutant on: {}", trial.filter),
+                    let ended = trial.measure(num_mutants, &place);
+                    if !matches!(ended, Ok(Ended::Well)) {
+                        println!("left out, it ends {ended:?} with no mutant on: {}", trial.filter);
                     }
+                    let stamp = stamp(&trial);
+                    let kept = matches!(ended, Ok(Ended::Well)).then_some(trial);
+                    done.lock().expect("no thread panics").insert(stamp, kept);
                 }
             });
         }
     });
-    let mut done = done.into_inner().expect("no thread panics");
-    done.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
-    done
-}
-
-/// What trials are of: their words, and when their programs were built; in any order, since Cargo names programs as they
-/// become ready.
-pub(crate) fn stamp(trials: &[Trial]) -> String {
-    let hash = |trial: &Trial| {
-        let mut hasher = DefaultHasher::new();
-        let built = std::fs::metadata(&trial.program).and_then(|data| data.modified()).ok();
-        (&trial.program, built, &trial.environment, &trial.words, &trial.filter).hash(&mut hasher);
-        hasher.finish()
-    };
-    trials.iter().map(hash).fold(0, u64::wrapping_add).to_string()
 }
