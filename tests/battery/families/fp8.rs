@@ -52,6 +52,11 @@ pub(crate) fn cases() -> Vec<Case> {
             let data = data(&name);
             cases.push(Case::forward(name, masked(dtype, dims, "b"), Lengths::default(), data));
         }
+        // Rows of O that end amid a word.
+        let dims = Dims { head_dim_qk: 31, head_dim_v: 31, ..small(dtype, "b").dims };
+        let odd = FwdProblem { dtype_o: dtype, scale_o: true, ..masked(dtype, dims, "b") };
+        let name = format!("fp8/head_dim/{dtype}/d31_o_fp8");
+        cases.push(Case::forward(name.clone(), odd, Lengths::default(), data(&name)));
         // Beyond the type's range: a scaled O saturates, it does not wrap or become NaN. Query 0 sees key 0 alone, and
         // one element of its V is the type's largest number.
         let mut problem = small(dtype, "t");
