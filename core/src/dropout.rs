@@ -124,6 +124,19 @@ mod tests {
     }
 
     #[test]
+    fn a_word_that_is_the_threshold_is_dropped_and_the_one_below_it_kept() {
+        let at = DropoutSeed { seed: 9, offset: 4 };
+        let word = |i: u32| philox4x32_10([0, i, 0, 4], [9, 0])[0];
+        // A word of the uppermost 2^24 is 2^32 - n with an n that f32 holds: the threshold of p_drop = n / 2^32.
+        let i = (0..10_000).find(|&i| word(i) > 0xff00_0000).unwrap();
+        let n = word(i).wrapping_neg();
+        let p_drop = |n: u32| n as f32 / 4_294_967_296.0;
+        assert_eq!(keep_threshold(p_drop(n)), u64::from(word(i)));
+        let keeps = |n| KeepMask::new(p_drop(n), at, 0, 0, 1).keep(i, 0);
+        assert_eq!([keeps(n), keeps(n - 1)], [false, true]);
+    }
+
+    #[test]
     fn every_coordinate_of_the_counter_matters() {
         let base = |i_batch, i_head, offset| {
             let mask = KeepMask::new(0.5, DropoutSeed { seed: 1, offset }, i_batch, i_head, 4);

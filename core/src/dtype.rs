@@ -188,6 +188,22 @@ mod tests {
     }
 
     #[test]
+    fn an_exact_tie_goes_to_even_and_what_is_just_above_it_up() {
+        for (dtype, step) in [(DType::F16, f64::from(f16::EPSILON)), (DType::Bf16, f64::from(bf16::EPSILON))]
+        {
+            // f32 holds the tie, so nothing is inexact before the rounding to 16 bits.
+            let tie = 1.0 + step / 2.0;
+            assert_eq!(dtype.round(tie), 1.0, "{dtype}");
+            // Cut to f32 this is the number after the tie, whose last bit is odd already.
+            let above = tie + f64::from(f32::EPSILON) * 1.25;
+            assert_eq!(dtype.round(above), 1.0 + step, "{dtype}");
+            assert_eq!(dtype.round(-above), -1.0 - step, "{dtype}");
+            assert_eq!(dtype.round(f64::NEG_INFINITY), f64::NEG_INFINITY, "{dtype}");
+            assert!(dtype.round(f64::NAN).is_nan(), "{dtype}");
+        }
+    }
+
+    #[test]
     fn every_name_reads_back() {
         for dtype in DType::ALL {
             assert_eq!(dtype.name().parse(), Ok(dtype));

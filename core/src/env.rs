@@ -84,3 +84,17 @@ pub const FUZZ_SECONDS: EnvVar = EnvVar {
 /// Every variable, in the order of the README's table.
 pub const ALL: &[EnvVar] =
     &[NUM_THREADS, CPU_ISA, NVRTC, HIP_CLANG, CACHE_DIR, BUNDLE, DUMP, EMULATE, EMULATOR_DIR, FUZZ_SECONDS];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_variable_that_is_set_has_its_value_and_another_has_none() {
+        let get = |name| EnvVar { name, meaning: "" }.get().unwrap();
+        let path = std::env::var("PATH").unwrap();
+        assert!(!path.is_empty());
+        assert_eq!(get("PATH"), Some(path));
+        assert_eq!(get("FMHA_NOBODY_SETS_THIS"), None);
+    }
+}

@@ -358,6 +358,23 @@ mod tests {
     }
 
     #[test]
+    fn what_is_tuned_is_taken_as_before_and_what_is_not_is_never_tried() {
+        let field = |takes| Field { name: "stages", takes, value_names: i32::names };
+        let range = Takes::within(1, 4);
+        for (takes, tried) in [
+            (range, &[][..]),
+            (range.tuned(), &["1", "2", "3", "4"][..]),
+            (range.tuned_over(&[2, 3]), &["2", "3"]),
+        ] {
+            assert_eq!(field(takes).tried(), tried);
+            assert_eq!(field(takes).parse("4"), Ok(4));
+            assert_eq!(field(takes).parse::<i32>("5").unwrap_err(), "stages=5 is not in 1..=4");
+        }
+        let one = field(Takes::among(&[2]));
+        assert_eq!(one.parse::<i32>("3").unwrap_err(), "stages=3 is not 2");
+    }
+
+    #[test]
     fn tuning_tries_what_each_field_says() {
         let text = |values: &[&str]| values.iter().map(|&value| value.to_owned()).collect::<Vec<_>>();
         assert_eq!(

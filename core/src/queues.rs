@@ -59,3 +59,84 @@ pub trait Recording: Send {
     /// What the driver said.
     unsafe fn replay(&self, stream: Stream) -> Result<()>;
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+    use crate::tune::Burst;
+
+    /// A queue that does all at once and says that it took a second.
+    struct Device;
+
+    /// The same, without a clock.
+    struct Emulated;
+
+    struct Nothing;
+
+    impl Recording for Nothing {
+        unsafe fn replay(&self, _: Stream) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    impl Queues for Device {
+        fn create_stream(&self) -> Result<Stream> {
+            Ok(Stream(1))
+        }
+
+        fn destroy_stream(&self, _: Stream) -> Result<()> {
+            Ok(())
+        }
+
+        fn seconds(&self, _: Stream, queue: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
+            queue().map(|()| 1.0)
+        }
+
+        fn record(&self, _: Stream, queue: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Recording>> {
+            queue()?;
+            Ok(Box::new(Nothing))
+        }
+    }
+
+    impl Queues for Emulated {
+        fn create_stream(&self) -> Result<Stream> {
+            Device.create_stream()
+        }
+
+        fn destroy_stream(&self, stream: Stream) -> Result<()> {
+            Device.destroy_stream(stream)
+        }
+
+        fn has_clock(&self) -> bool {
+            false
+        }
+
+        fn seconds(&self, stream: Stream, queue: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
+            Device.seconds(stream, queue)
+        }
+
+        fn record(
+            &self,
+            stream: Stream,
+            queue: &mut dyn FnMut() -> Result<()>,
+        ) -> Result<Box<dyn Recording>> {
+            Device.record(stream, queue)
+        }
+    }
+
+    #[test]
+    fn calls_are_timed_on_a_device_unless_it_says_that_it_has_no_clock() {
+        let record = |queues: &dyn Queues| {
+            let mut calls = 0;
+            let burst = Burst::record(queues, Stream(1), &mut || {
+                calls += 1;
+                Ok(())
+            });
+            (burst.err(), calls)
+        };
+        // One call first, one to be timed, and the fewest that are recorded.
+        assert!(matches!(record(&Device), (None, 6)));
+        assert!(matches!(record(&Emulated), (Some(Error::NoDevice(_)), 0)));
+    }
+}

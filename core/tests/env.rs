@@ -4,11 +4,14 @@
 #![allow(clippy::unwrap_used)]
 
 use std::ffi::OsStr;
+use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
 use std::process::Command;
 
-use fmha_core::cache::Cache;
-use fmha_core::env;
+use fmha_core::cache::{Cache, Compiler, CompilerOutput, ImageKind, KernelJob, dump_source};
+use fmha_core::source::KernelSource;
+use fmha_core::{Result, env};
 
 /// What the child below prints.
 #[test]
@@ -44,4 +47,92 @@ fn a_value_is_itself_and_an_empty_one_is_none() {
     assert!(with(Some(b"none")).contains("value Ok(Some(\"none\")); cache Ok(())"));
     assert!(with(Some(b"")).contains("value Ok(None)"));
     assert!(with(None).contains("value Ok(None)"));
+}
+
+struct Made;
+
+impl Compiler for Made {
+    fn identity(&self) -> String {
+        "made 1".to_owned()
+    }
+
+    fn compile(&self, _: &KernelJob) -> Result<CompilerOutput> {
+        Ok(CompilerOutput { machine: vec![7], log: "fine".to_owned(), ..CompilerOutput::default() })
+    }
+}
+
+fn job(kernel: &'static str) -> KernelJob {
+    KernelJob {
+        kernel,
+        arch: "arch".to_owned(),
+        flags: Vec::new(),
+        source: KernelSource { entry: "entry".to_owned(), headers: Vec::new() },
+        image: ImageKind::Machine,
+    }
+}
+
+/// A kernel that compiles, and one that does not.
+#[test]
+#[ignore = "a process of the tests below, which start it"]
+fn a_process_that_compiles() {
+    let (_, from) = Cache::from_env().unwrap().get(&job("sound"), || Ok(Made)).unwrap();
+    println!("{from};");
+    println!("left at {};", dump_source(&job("unsound"), "what is wrong").display());
+}
+
+/// Starts it in `folder`, where it finds temporary files and these variables, and a cache in none of them.
+fn compile_in(folder: &Path, variables: &[(&str, &str)]) -> String {
+    let mut process = Command::new(std::env::current_exe().unwrap());
+    process.args(["a_process_that_compiles", "--exact", "--ignored", "--nocapture"]);
+    for name in [env::CACHE_DIR.name, env::BUNDLE.name, env::DUMP.name, "XDG_CACHE_HOME", "HOME"] {
+        process.env_remove(name);
+    }
+    process.current_dir(folder).env("TMPDIR", folder).envs(variables.iter().copied());
+    let output = process.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+#[test]
+fn compiled_kernels_are_kept_where_the_variables_say_and_nowhere_if_they_say_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let inside = |path: &str| folder.path().join(path).display().to_string();
+    for (variables, kept) in [
+        (&[("FMHA_CACHE_DIR", inside("a"))][..], "a/kernels"),
+        (&[("XDG_CACHE_HOME", inside("b")), ("HOME", inside("c"))], "b/fmha/kernels"),
+        // The specification has a path that is not absolute ignored.
+        (&[("XDG_CACHE_HOME", "d".to_owned()), ("HOME", inside("e"))], "e/.cache/fmha/kernels"),
+    ] {
+        let variables: Vec<_> = variables.iter().map(|(name, value)| (*name, value.as_str())).collect();
+        let text = compile_in(folder.path(), &variables);
+        assert!(text.contains("compiled by made 1;"), "{text}");
+        let text = compile_in(folder.path(), &variables);
+        assert!(text.contains(&format!("disk cache {};", inside(kept))), "{text}");
+    }
+    let none = tempfile::tempdir().unwrap();
+    let text = compile_in(none.path(), &[("FMHA_CACHE_DIR", "none"), ("HOME", &inside("e"))]);
+    assert!(text.contains("compiled by made 1, not kept: FMHA_CACHE_DIR is none;"), "{text}");
+    assert!(!none.path().join("none").exists());
+}
+
+#[test]
+fn sources_are_left_in_the_folder_for_dumps_and_without_one_those_that_fail_in_a_temporary_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let dumps = folder.path().join("dumps");
+    let log = |folder: &Path| {
+        assert_eq!(fs::read_to_string(folder.join("entry.txt")).unwrap(), "entry");
+        fs::read_to_string(folder.join("log.txt")).unwrap()
+    };
+    let left_at = |text: &str| text.split_once("left at ").unwrap().1.split_once(';').unwrap().0.to_owned();
+    let key = &job("sound").key().hex()[..12];
+
+    let text = compile_in(folder.path(), &[(env::DUMP.name, dumps.to_str().unwrap())]);
+    assert_eq!(log(&dumps.join(format!("sound-arch-{key}"))), "fine");
+    let failed = dumps.join(format!("unsound-arch-{key}"));
+    assert_eq!((log(&failed).as_str(), left_at(&text)), ("what is wrong", failed.display().to_string()));
+
+    let text = compile_in(folder.path(), &[]);
+    let failed = left_at(&text);
+    assert!(Path::new(&failed).starts_with(folder.path()) && failed.contains("/fmha-dump-"), "{failed}");
+    assert_eq!(log(Path::new(&failed)), "what is wrong");
 }

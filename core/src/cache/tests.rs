@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::*;
+use crate::layout::KvLayout;
 use crate::source::Header;
 
 fn job(entry: &str) -> KernelJob {
@@ -101,8 +102,49 @@ fn a_bundle_with_any_byte_changed_or_missing_is_refused() {
         changed[at] ^= 1;
         assert!(Bundle::from_bytes("b", &changed).is_err(), "byte {at}");
     }
-    let longer = [&bytes[..], &[0]].concat();
-    assert!(Bundle::from_bytes("b", &longer).is_err());
+    let why = |bytes: &[u8]| Bundle::from_bytes("b", bytes).unwrap_err().to_string();
+    let payload = bytes.len() - 52;
+    let longer = [&bytes[..], &[0, 0]].concat();
+    assert!(why(&longer).ends_with(&format!("it has {} or more bytes of {payload}", payload + 1)));
+    assert!(why(&bytes[..bytes.len() - 1]).ends_with(&format!("it has {} bytes of {payload}", payload - 1)));
+}
+
+#[test]
+fn a_bundle_is_written_beside_where_it_will_be_and_read_back_from_there() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("b");
+    let bundle = Bundle::new("b", [made("one")]);
+    bundle.write(&path).unwrap();
+    let read = Bundle::open(&path).unwrap();
+    assert!(read.kernels().eq(bundle.kernels()));
+    assert_eq!([read.is_empty(), Bundle::default().is_empty()], [false, true]);
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+
+    // A cache that several users share is read by all of them.
+    let ordinary = folder.path().join("ordinary");
+    std::fs::write(&ordinary, "").unwrap();
+    let permissions = |path| std::fs::metadata(path).unwrap().permissions();
+    assert_eq!(permissions(&path), permissions(&ordinary));
+
+    // It cannot even be begun in a folder that is not there: a file elsewhere might lie on another file system, from
+    // which none can be renamed.
+    let Error::System { text, .. } = bundle.write(&folder.path().join("absent/b")).unwrap_err() else {
+        panic!("another kind of error");
+    };
+    assert!(text.contains("absent") && text.contains(bundle::UNFINISHED), "{text}");
+}
+
+#[test]
+fn what_a_program_embeds_serves_whoever_opens_a_cache_later() {
+    embed(Bundle::new("embedded", [made("in the program")]));
+    let (kernel, from) = Cache::from_env().unwrap().get(&job("in the program"), no_compiler).unwrap();
+    assert_eq!((kernel, from), (made("in the program"), Origin::Bundle("embedded".to_owned())));
+}
+
+#[test]
+fn with_no_bundle_the_error_is_the_compilers_own() {
+    let error = Cache::new(Vec::new(), None).get(&job("one"), no_compiler).unwrap_err();
+    assert_eq!(error.to_string(), no_compiler().err().unwrap().to_string());
 }
 
 #[test]
@@ -140,6 +182,8 @@ fn another_compiler_or_another_flag_of_its_own_is_another_kernel_on_disk() {
             Ok(CompilerOutput { machine: vec![self.2], ..CompilerOutput::default() })
         }
     }
+    // A compiler that says nothing of flags adds none.
+    assert!(made("one").own_flags.is_empty());
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::new(Vec::new(), Some(folder.path()));
     let compilers = [
@@ -254,18 +298,50 @@ fn a_folder_that_cannot_be_made_costs_the_cache_and_nothing_else() {
     assert!(matches!(&from, Origin::Compiler { not_kept: Some(_), .. }), "{from}");
 }
 
+/// Stores a kernel that was used so many seconds ago.
+fn store_aged(disk: &Disk, kernel: &Arc<CompiledKernel>, seconds: u64) {
+    disk.store(kernel).unwrap();
+    let file = std::fs::OpenOptions::new().append(true).open(disk.path(&KernelName::of(kernel)));
+    let then = std::time::SystemTime::now() - std::time::Duration::from_secs(seconds);
+    file.unwrap().set_modified(then).unwrap();
+}
+
+#[test]
+fn as_many_kernels_go_as_the_limit_asks_and_no_more() {
+    let folder = tempfile::tempdir().unwrap();
+    // Names as long as each other, so files as large.
+    let kernels = ["one", "two", "six", "ten"].map(made);
+    let size = Bundle::new("", [Arc::clone(&kernels[0])]).to_bytes().unwrap().len() as u64;
+    let disk = Disk::new(folder.path());
+    for (kernel, age) in kernels.iter().zip([400, 300, 200]) {
+        store_aged(&disk, kernel, age);
+    }
+    let disk = Disk::with_limit(folder.path(), 2 * size);
+    disk.store(&kernels[3]).unwrap();
+    let there = kernels.each_ref().map(|kernel| disk.load(&KernelName::of(kernel)).is_some());
+    assert_eq!(there, [false, false, true, true]);
+}
+
+#[test]
+fn who_holds_a_kernels_lock_holds_it_alone_until_it_is_dropped() {
+    let folder = tempfile::tempdir().unwrap();
+    let disk = Disk::new(folder.path());
+    let lock = disk.lock(&KernelName::of(&made("one"))).unwrap();
+    let file = std::fs::read_dir(disk.folder()).unwrap().next().unwrap().unwrap().path();
+    let other = std::fs::OpenOptions::new().write(true).open(file).unwrap();
+    assert!(matches!(other.try_lock(), Err(std::fs::TryLockError::WouldBlock)));
+    drop(lock);
+    other.try_lock().unwrap();
+}
+
 #[test]
 fn beyond_its_limit_the_cache_forgets_what_was_unused_for_longest() {
     let folder = tempfile::tempdir().unwrap();
     let kernels = ["one", "two", "three"].map(made);
     let size = Bundle::new("", [Arc::clone(&kernels[0])]).to_bytes().unwrap().len() as u64;
     let disk = Disk::with_limit(folder.path(), 2 * size + 500);
-    for (age, kernel) in [(300, &kernels[0]), (200, &kernels[1])] {
-        disk.store(kernel).unwrap();
-        let file = std::fs::OpenOptions::new().append(true).open(disk.path(&KernelName::of(kernel)));
-        let then = std::time::SystemTime::now() - std::time::Duration::from_secs(age);
-        file.unwrap().set_modified(then).unwrap();
-    }
+    store_aged(&disk, &kernels[0], 300);
+    store_aged(&disk, &kernels[1], 200);
     // A use makes the older one the younger.
     assert!(disk.load(&KernelName::of(&kernels[0])).is_some());
     disk.store(&kernels[2]).unwrap();
@@ -296,4 +372,29 @@ fn the_table_names_each_problem_once() {
     let table = forward_table().unwrap();
     let names: std::collections::BTreeSet<_> = table.iter().map(|entry| &entry.name).collect();
     assert_eq!((names.len(), table.len()), (2160, 2160));
+}
+
+#[test]
+fn each_problem_of_the_table_is_what_its_name_says() {
+    for TableEntry { name, problem } in forward_table().unwrap() {
+        let dims = problem.dims;
+        let mask = match problem.mask.to_string().as_str() {
+            "0" => "full",
+            "b" => "causal",
+            "b:512,0" => "window",
+            other => panic!("{name}: {other}"),
+        };
+        let said = format!(
+            "{}/d{}x{}/{mask}/{}/{}/q{}k{}/gqa{}",
+            problem.dtype_qk,
+            dims.head_dim_qk,
+            dims.head_dim_v,
+            if problem.kv_layout == KvLayout::Packed { "group" } else { "batch" },
+            if problem.write_lse { "lse" } else { "no-lse" },
+            dims.seqlen_q,
+            dims.seqlen_k,
+            problem.gqa_ratio()
+        );
+        assert_eq!(name, said);
+    }
 }

@@ -2,12 +2,16 @@
 
 use approx::assert_relative_eq;
 
+use super::head::Head;
 use super::*;
-use crate::args::{BwdArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, PartialResult, ScoreArgs, SeqArgs};
+use crate::args::{
+    BwdArgs, CacheArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, PartialResult, ScoreArgs, SeqArgs,
+};
 use crate::bwd::{BiasGrad, BwdProblem};
 use crate::combine::CombineProblem;
-use crate::dropout::DropoutSeed;
+use crate::dropout::{DropoutSeed, KeepMask, keep_scale};
 use crate::dtype::DType;
+use crate::kv::{Append, Rotary, RotaryPairs};
 use crate::layout::{Shape, Strides, Totals};
 use crate::plan::ScoreSums;
 use crate::problem::{Dims, FwdProblem};
@@ -203,6 +207,7 @@ fn gradients_hold(mut problem: BwdProblem) {
             close(gradient, operands.slope(&problem, |o| &mut o.sink[at]), "dsink", at);
         }
     }
+    assert_eq!(all.dbias.len(), operands.bias.len());
     for (at, &gradient) in all.dbias.iter().enumerate() {
         close(gradient, operands.slope(&problem, |o| &mut o.bias[at]), "dbias", at);
     }
@@ -429,6 +434,156 @@ fn combining_the_halves_of_the_keys_gives_the_whole() {
             for d in 0..2 {
                 let at = whole.o.offset(head.span.q_batch, i, head.i_head, d) as usize;
                 assert_relative_eq!(o[at], head.o[(i * 2 + d) as usize], epsilon = 1e-6);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_spread_is_the_root_of_the_squares_of_the_definitions_terms() {
+    let (scale, cap, p_drop) = (1.5, 0.75, 0.3);
+    let mut fwd = small("0");
+    (fwd.softmax_scale, fwd.softcap, fwd.sink, fwd.p_drop) = (Some(scale), Some(cap), true, p_drop);
+    let mut problem = BwdProblem::new(fwd.clone());
+    problem.has_dlse = true;
+    let (scale, cap) = (f64::from(scale), f64::from(cap));
+    let operands = Operands::of(&fwd);
+    let root = |terms: &mut dyn Iterator<Item = f64>| terms.map(|x| x * x).sum::<f64>().sqrt();
+    for forward in operands.forward(&fwd) {
+        let (span, h) = (forward.span, forward.i_head);
+        let (b, h_kv) = (span.i_batch, h / 2);
+        let backward = operands.with_args(&problem, &[], &[], |args| {
+            backward_head(&problem, args, span, h, Precision::Exact).unwrap()
+        });
+        let q = |i, d| f64::from(operands.q[fwd.q.offset(b, i, h, d) as usize]);
+        let k = |j, d| f64::from(operands.k[fwd.k.offset(b, j, h_kv, d) as usize]);
+        let v = |j, d| f64::from(operands.v[fwd.v.offset(b, j, h_kv, d) as usize]);
+        let dout = |i, d| f64::from(operands.dout[fwd.o.offset(b, i, h, d) as usize]);
+        let dlse = |i| f64::from(operands.dlse[span.lse_index(&fwd, h, i)]);
+        let mask = KeepMask::new(p_drop, DropoutSeed { seed: 5, offset: 1 }, b, h, 4);
+        let z = |i, j| if mask.keep(i, j) { keep_scale(p_drop) } else { 0.0 };
+        let tanh = |i, j| (scale * (0..3).map(|d| q(i, d) * k(j, d)).sum::<f64>() / cap).tanh();
+        let p = |i, j| (cap * tanh(i, j) - forward.lse[i as usize]).exp();
+        // The terms of D, and D.
+        let of_d = |i| {
+            let terms = [0, 1].map(|d| dout(i, d) * forward.o[(i * 2 + d) as usize]);
+            root(&mut [terms[0], terms[1], terms[0] + terms[1]].into_iter())
+        };
+        let ds = |i, j| {
+            let dp = z(i, j) * (dout(i, 0) * v(j, 0) + dout(i, 1) * v(j, 1));
+            p(i, j) * root(&mut [dp, of_d(i), dlse(i)].into_iter())
+        };
+        let ds0 = |i, j| ds(i, j) * (1.0 - tanh(i, j) * tanh(i, j)) * scale;
+        let sink = f64::from(operands.sink[h as usize]);
+        let close = |name: &str, spread: &[f64], expected: Vec<f64>| {
+            assert_eq!(spread.len(), expected.len(), "{name}");
+            for (&spread, expected) in spread.iter().zip(expected) {
+                assert_relative_eq!(spread, expected, max_relative = 1e-9);
+            }
+        };
+        let all = |rows: u32, dim: u32, term: &dyn Fn(u32, u32) -> f64| -> Vec<f64> {
+            (0..rows).flat_map(|row| (0..dim).map(move |d| (row, d))).map(|(row, d)| term(row, d)).collect()
+        };
+        let over_keys = |term: &dyn Fn(u32) -> f64| root(&mut (0..5).map(term));
+        let over_queries = |term: &dyn Fn(u32) -> f64| root(&mut (0..4).map(term));
+        close("o", &forward.spread, all(4, 2, &|i, d| over_keys(&|j| z(i, j) * p(i, j) * v(j, d))));
+        let spread = backward.spread;
+        close("dq", &spread.dq, all(4, 3, &|i, d| over_keys(&|j| ds0(i, j) * k(j, d))));
+        close("dk", &spread.dk, all(5, 3, &|j, d| over_queries(&|i| ds0(i, j) * q(i, d))));
+        close("dv", &spread.dv, all(5, 2, &|j, d| over_queries(&|i| z(i, j) * p(i, j) * dout(i, d))));
+        close("ds", &spread.ds, all(4, 5, &ds));
+        let of_sink = |i: u32| (sink - forward.lse[i as usize]).exp() * dlse(i).hypot(of_d(i));
+        close("dsink", &[spread.dsink], vec![over_queries(&of_sink)]);
+    }
+}
+
+#[test]
+fn the_plain_algorithm_scales_an_fp8_p_up_before_it_is_rounded_and_down_after() {
+    let dims = Dims {
+        batch: 1,
+        seqlen_q: 1,
+        seqlen_k: 1,
+        num_heads_q: 1,
+        num_heads_kv: 1,
+        head_dim_qk: 1,
+        head_dim_v: 1,
+    };
+    let problem = FwdProblem::batch(DType::E4m3Fn, dims);
+    let one = [0x38u8];
+    let slice = DevSlice::host(&one);
+    let args = FwdArgs::new(slice, slice, slice, DevSliceMut::host::<u8>(&mut []));
+    let inputs = Inputs::from(&args);
+    let span = crate::seq::spans(&problem, &args.seq).unwrap()[0];
+    let probability = |p: f32, precision| {
+        Head::<f32>::gather(&problem, &inputs, span, 0, precision).unwrap().probability(p)
+    };
+    let plain = Precision::AsInput(ScoreSums::F32);
+    // 2^8 is the largest power of two of the type, 2^-9 the smallest.
+    let small = 2f32.powi(-12);
+    assert_eq!(DType::E4m3Fn.round(f64::from(small)), 0.0);
+    assert_eq!(probability(small, plain), small);
+    assert_eq!(probability(0.3, plain), 0.3125);
+    assert_eq!(probability(0.3, Precision::Exact), 0.3);
+}
+
+#[test]
+fn a_rotary_embedding_turns_queries_and_new_keys_by_the_angles_of_their_positions() {
+    const CACHED: [i32; 2] = [3, 1];
+    let dims = Dims {
+        batch: 2,
+        seqlen_q: 2,
+        seqlen_k: 8,
+        num_heads_q: 2,
+        num_heads_kv: 1,
+        head_dim_qk: 5,
+        head_dim_v: 2,
+    };
+    // Under a causal mask a query's position is its own; without one, all stand where the first does.
+    for (mask, advances) in [("b", 1), ("0", 0)] {
+        let mut problem = FwdProblem::batch(DType::F32, dims);
+        problem.mask = mask.parse().unwrap();
+        problem.seqused_k = true;
+        problem.append = Some(Append::batch(&problem, 2));
+        problem.rotary = Some(Rotary { dim: 4, pairs: RotaryPairs::Half, max_pos: 8, dtype: DType::F32 });
+        let operands = Operands::of(&problem);
+        let (k_new, v_new, cos, sin) = (noise(20, 9), noise(8, 10), noise(16, 11), noise(16, 12));
+        let mut args = FwdArgs::new(
+            DevSlice::host(&operands.q),
+            DevSlice::host(&operands.k),
+            DevSlice::host(&operands.v),
+            DevSliceMut::host::<f32>(&mut []),
+        );
+        args.seq.seqused_k = Some(DevSlice::host(&CACHED));
+        args.cache = CacheArgs {
+            k_new: Some(DevSlice::host(&k_new)),
+            v_new: Some(DevSlice::host(&v_new)),
+            cos: Some(DevSlice::host(&cos)),
+            sin: Some(DevSlice::host(&sin)),
+            tree_mask: None,
+        };
+        let heads = forward(&problem, &args, Precision::Exact).unwrap();
+
+        // By hand, each sequence alone: what is cached, then the new rows turned.
+        let turned = |rows: &[f32], position: &dyn Fn(usize) -> usize| -> Vec<f32> {
+            let turn = |(at, row): (usize, &[f32])| {
+                let angle = |pair| (cos[position(at) * 2 + pair], sin[position(at) * 2 + pair]);
+                let ((c0, s0), (c1, s1)) = (angle(0), angle(1));
+                let (first, second) = (row[0] * c0 - row[2] * s0, row[1] * c1 - row[3] * s1);
+                [first, second, row[2] * c0 + row[0] * s0, row[3] * c1 + row[1] * s1, row[4]]
+            };
+            rows.chunks(5).enumerate().flat_map(turn).collect()
+        };
+        for (b, cached) in CACHED.map(|cached| cached as usize).into_iter().enumerate() {
+            let dims = Dims { batch: 1, seqlen_k: cached as u32 + 2, ..dims };
+            let alone = FwdProblem { mask: problem.mask, ..FwdProblem::batch(DType::F32, dims) };
+            // A query's row of each of two heads.
+            let q = turned(&operands.q[b * 20..][..20], &|row| cached + advances * (row / 2));
+            let k_new = turned(&k_new[b * 10..][..10], &|row| cached + row);
+            let k = [&operands.k[b * 40..][..cached * 5], &k_new].concat();
+            let v = [&operands.v[b * 16..][..cached * 2], &v_new[b * 4..][..4]].concat();
+            let expected = Operands { q, k, v, ..operands.clone() }.forward(&alone);
+            for (head, expected) in heads[b * 2..][..2].iter().zip(&expected) {
+                assert_eq!((&head.o, &head.lse), (&expected.o, &expected.lse), "{mask} {b}");
             }
         }
     }
