@@ -282,6 +282,32 @@ mod tests {
     }
 
     #[test]
+    fn a_tensor_without_elements_along_any_axis_reaches_nothing() {
+        for shape in [
+            Shape { batch: 0, ..SHAPE },
+            Shape { seq: 0, ..SHAPE },
+            Shape { head: 0, ..SHAPE },
+            Shape { dim: 0, ..SHAPE },
+        ] {
+            assert!(shape.is_empty());
+            assert_eq!((shape.num_elems(), Strides::bshd(SHAPE).extent(shape)), (0, Some(0)));
+        }
+        assert!(!SHAPE.is_empty());
+    }
+
+    #[test]
+    fn the_first_negative_stride_that_is_used_is_found_and_no_other() {
+        let shape = Shape { batch: 1, ..SHAPE };
+        let found = |seq, head| Strides { batch: -7, seq, head, dim: 1 }.negative_axis(shape);
+        assert_eq!(found(0, 4), None);
+        assert_eq!(found(0, -3), Some(("head", -3)));
+        assert_eq!(found(-5, -3), Some(("seq", -5)));
+        // Its reach is no number; one row's memory for all rows has one.
+        let reach = |seq| Strides { batch: -7, seq, head: 4, dim: 1 }.extent(shape);
+        assert_eq!((reach(-1), reach(0)), (None, Some(12)));
+    }
+
+    #[test]
     fn a_count_or_a_stride_that_does_not_fit_saturates_and_never_wraps() {
         let most = u32::MAX;
         let huge = Shape { batch: 1 << 16, seq: 1 << 16, head: 1 << 16, dim: 1 << 16 };

@@ -243,3 +243,68 @@ impl CombineSpec {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::problem::Dims;
+
+    fn problem() -> FwdProblem {
+        let dims = Dims {
+            batch: 2,
+            seqlen_q: 3,
+            seqlen_k: 5,
+            num_heads_q: 4,
+            num_heads_kv: 2,
+            head_dim_qk: 16,
+            head_dim_v: 8,
+        };
+        FwdProblem::batch(DType::Bf16, dims)
+    }
+
+    #[test]
+    fn a_kernel_has_sink_columns_where_a_lower_bound_hides_keys_that_they_show() {
+        for (mask, sink_columns) in [("b:2,1", 0), ("b", 4), ("b:-1,0", 4)] {
+            let mut problem = problem();
+            problem.mask = mask.parse().unwrap();
+            problem.mask.sink_columns = sink_columns;
+            assert!(!FwdSpec::of(&problem).sink_columns, "{mask} with {sink_columns}");
+        }
+        let mut problem = problem();
+        problem.mask = "b:2,1,4".parse().unwrap();
+        let spec = FwdSpec::of(&problem);
+        assert_eq!((spec.mask, spec.sink_columns), (MaskKind::Band, true));
+    }
+
+    #[test]
+    fn a_scale_is_negative_below_zero_alone() {
+        let negative = |scale| FwdSpec::of(&FwdProblem { softmax_scale: scale, ..problem() }).negative_scale;
+        assert_eq!([None, Some(0.5), Some(0.0), Some(-0.5)].map(negative), [false, false, false, true]);
+    }
+
+    /// So that one backward kernel serves forward calls of either kind.
+    #[test]
+    fn what_a_forward_call_writes_is_alike_in_every_backward_spec() {
+        let spec = |write_lse, write_keep_mask| {
+            BwdSpec::of(&BwdProblem::new(FwdProblem { write_lse, write_keep_mask, ..problem() }))
+        };
+        let fwd = spec(false, true).fwd;
+        assert!(fwd.write_lse && !fwd.write_keep_mask);
+        assert_eq!(spec(false, true), spec(true, false));
+    }
+
+    #[test]
+    fn a_spec_within_a_spec_is_named_by_its_fields_and_cannot_be_set() {
+        let mut spec = BwdSpec::of(&BwdProblem::new(problem()));
+        let (field, value) = &spec.named_values()[0];
+        assert_eq!(*field, "fwd");
+        assert!(value.starts_with("dtype_qk=bf16,dtype_v=bf16,dtype_o=bf16,dtype_bias=f32,"), "{value}");
+        assert!(
+            value.contains(",head_dim_qk=16,head_dim_v=8,") && value.ends_with(",write_keep_mask=0"),
+            "{value}"
+        );
+        assert_eq!(FwdSpec::names(), Vec::<String>::new());
+        let error = spec.set_field("fwd", value).unwrap_err();
+        assert!(error.starts_with("fwd=dtype_qk=bf16,"), "{error}");
+    }
+}

@@ -2,10 +2,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use fmha_core::args::{check_bwd, check_fwd};
+use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::{
-    Bias, BlockTable, BwdArgs, BwdProblem, DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, KvLayout,
-    MemorySpace, QLayout, ScoreArgs, SeqArgs, Strides, Totals, Workspace,
+    Append, Bias, BiasBroadcast, BlockTable, BwdArgs, BwdProblem, CacheSlice, CombineArgs, CombineProblem,
+    DType, DevSlice, DevSliceMut, Dims, ElementwiseBias, FwdArgs, FwdProblem, KvLayout, MaskSpec,
+    MemorySpace, PartialResult, QLayout, Rotary, RotaryPairs, ScoreArgs, SeqArgs, Shape, Strides, Totals,
+    Workspace, bind,
 };
 
 const DIMS: Dims = Dims {
@@ -20,7 +22,7 @@ const DIMS: Dims = Dims {
 
 /// Host memory that no test reads: only addresses and sizes matter to the checks.
 fn input(address: usize, elems: u64) -> DevSlice<'static> {
-    // SAFETY: `check_fwd` and `check_bwd` never read through a slice.
+    // SAFETY: the checks, and `bind`, never read through a slice.
     unsafe { DevSlice::from_raw(MemorySpace::Host, address as *const u8, elems * 4) }
 }
 
@@ -94,6 +96,59 @@ fn an_output_over_an_input_or_another_output_is_refused() {
     one_row.o.seq = 960;
     let in_k = FwdArgs { o: output(0x20000 + 12 * 4, 8), ..args() };
     assert!(refusal(one_row, &in_k).starts_with("o (32 bytes at 0x20030) overlaps k (96 bytes"));
+}
+
+#[test]
+fn tensors_that_touch_end_to_end_share_no_byte() {
+    let problem = FwdProblem::batch(DType::F32, DIMS).validate().unwrap();
+    // O begins where K ends, and ends where V begins.
+    let (k, o, v) = (0x20000, 0x20000 + 640, 0x20000 + 640 + 768);
+    let touching = FwdArgs { k: input(k, 160).into(), v: input(v, 160).into(), o: output(o, 192), ..args() };
+    check_fwd(&problem, &touching, Workspace::NONE, MemorySpace::Host).unwrap();
+    for o in [o - 4, o + 4] {
+        let over = FwdArgs { o: output(o, 192), k: input(k, 160).into(), v: input(v, 160).into(), ..args() };
+        assert!(refusal((*problem).clone(), &over).contains("overlaps"));
+    }
+}
+
+#[test]
+fn tensors_of_unlike_types_or_batches_do_not_interleave() {
+    // Rows 64 elements apart, of 32 elements each: in bytes, O's are twice as long as Q's.
+    let dims = Dims { num_heads_kv: 4, ..DIMS };
+    let rows = Strides { batch: 192, seq: 64, head: 8, dim: 1 };
+    let types = FwdProblem { dtype_o: DType::F32, q: rows, o: rows, ..FwdProblem::batch(DType::F16, dims) };
+    let behind = FwdArgs { o: output(0x10000 + 128, 400), ..args() };
+    assert!(
+        refusal(types, &behind).starts_with("o (1408 bytes at 0x10080) overlaps q (704 bytes at 0x10000)")
+    );
+
+    // Six rows of O behind the three of K's first sequence and over its second, which begins amid them.
+    let dims = Dims { seqlen_k: 3, ..dims };
+    let rows = Strides { batch: 320, seq: 96, head: 8, dim: 1 };
+    let batches = FwdProblem::new(QLayout::Packed, KvLayout::Strided, DType::F32, dims);
+    let batches = FwdProblem { k: rows, o: rows, ..batches };
+    let mut behind = FwdArgs { o: output(0x20000 + 128, 600), k: input(0x20000, 600).into(), ..args() };
+    (behind.seq.totals.total_q, behind.seq.cu_seqlens_q) = (Some(6), Some(input(0x50000, 3)));
+    behind.v = input(0x30000, 192).into();
+    assert!(
+        refusal(batches, &behind).starts_with("o (2048 bytes at 0x20080) overlaps k (2176 bytes at 0x20000)")
+    );
+}
+
+/// A stride that nothing uses keeps nobody from interleaving.
+#[test]
+fn tensors_of_one_head_and_one_sequence_interleave_whatever_steps_between_others() {
+    let dims = Dims { batch: 1, seqlen_q: 3, seqlen_k: 3, num_heads_q: 1, num_heads_kv: 1, ..DIMS };
+    let problem = FwdProblem {
+        k: Strides { batch: 5, seq: 16, head: 3, dim: 1 },
+        o: Strides { batch: 999, seq: 16, head: 777, dim: 1 },
+        ..FwdProblem::batch(DType::F32, dims)
+    };
+    let problem = problem.validate().unwrap();
+    let between = |o| FwdArgs { o: output(o, 40), k: input(0x20000, 40).into(), ..args() };
+    let check = |args: &FwdArgs<'_>| check_fwd(&problem, args, Workspace::NONE, MemorySpace::Host);
+    assert_eq!(check(&between(0x20000 + 32)), Ok(()));
+    assert!(check(&between(0x20000 + 28)).unwrap_err().text.contains("overlaps"));
 }
 
 /// dQ, dK and dV in one buffer, dK and dV so many elements behind dQ; rows of dQ `q_row` elements apart, of the others
@@ -219,9 +274,15 @@ fn a_slice_says_where_it_lies_and_how_large_it_is() {
     let address = elems.as_mut_ptr().cast::<u8>();
     let read = DevSlice::host(&elems);
     assert_eq!((read.as_ptr(), read.bytes(), read.space()), (address.cast_const(), 12, MemorySpace::Host));
+    assert_eq!(CacheSlice::from(read).space(), Some(MemorySpace::Host));
     let written = DevSliceMut::host(&mut elems);
     assert_eq!((written.as_mut_ptr(), written.bytes(), written.space()), (address, 12, MemorySpace::Host));
     assert_eq!((written.as_input().as_ptr(), written.as_input().bytes()), (address.cast_const(), 12));
+    assert_eq!(CacheSlice::from(written).space(), Some(MemorySpace::Host));
+    // SAFETY: nothing is written to it.
+    let on_device = unsafe { DevSliceMut::from_raw(MemorySpace::Device, address, 12) };
+    assert_eq!(CacheSlice::from(on_device).space(), Some(MemorySpace::Device));
+    assert_eq!(CacheSlice::InK.space(), None);
 }
 
 #[test]
@@ -303,4 +364,179 @@ fn a_workspace_is_there_where_it_is_wanted_and_shares_no_byte() {
     assert!(check(&over_q, wanted).unwrap_err().text.contains("overlaps"));
     // One allocation serves plans with and without.
     assert_eq!(check(&over_q, Workspace::NONE), Ok(()));
+}
+
+/// Packed queries, keys and new keys, a rotary embedding and a tree mask: every array that a cache's update reads.
+fn update() -> FwdProblem {
+    let problem = FwdProblem::group(DType::F32, Dims { head_dim_v: 4, ..DIMS });
+    FwdProblem {
+        seqused_q: true,
+        seqused_k: true,
+        append: Some(Append::packed(&problem, 2)),
+        rotary: Some(Rotary { dim: 4, pairs: RotaryPairs::Half, max_pos: 16, dtype: DType::F32 }),
+        tree_mask: true,
+        mask: MaskSpec::CAUSAL,
+        ..problem
+    }
+}
+
+/// Six queries, ten keys and four new ones, no element more than is wanted.
+fn update_args() -> FwdArgs<'static> {
+    let mut args =
+        FwdArgs::new(input(0x10000, 192), output(0x20000, 160), output(0x30000, 80), output(0x40000, 96));
+    args.seq.totals = Totals { total_new: Some(4), ..Totals::packed(6, 10) };
+    args.seq.cu_seqlens_q = Some(input(0x50000, 3));
+    args.seq.cu_seqlens_k = Some(input(0x51000, 3));
+    args.seq.cu_seqlens_new = Some(input(0x52000, 3));
+    args.seq.seqused_q = Some(input(0x53000, 2));
+    args.seq.seqused_k = Some(input(0x54000, 2));
+    args.cache.k_new = Some(input(0x55000, 64));
+    args.cache.v_new = Some(input(0x56000, 32));
+    args.cache.cos = Some(input(0x57000, 32));
+    args.cache.sin = Some(input(0x58000, 32));
+    args.cache.tree_mask = Some(input(0x59000, 6));
+    args
+}
+
+#[test]
+fn each_count_of_an_argument_is_checked_to_the_element() {
+    let problem = update().validate().unwrap();
+    check_fwd(&problem, &update_args(), Workspace::NONE, MemorySpace::Host).unwrap();
+    type Take = for<'a> fn(&'a mut FwdArgs<'static>) -> &'a mut Option<DevSlice<'static>>;
+    let counts: [(&str, u64, Take); 10] = [
+        ("cu_seqlens_q", 3, |args| &mut args.seq.cu_seqlens_q),
+        ("cu_seqlens_k", 3, |args| &mut args.seq.cu_seqlens_k),
+        ("cu_seqlens_new", 3, |args| &mut args.seq.cu_seqlens_new),
+        ("seqused_q", 2, |args| &mut args.seq.seqused_q),
+        ("seqused_k", 2, |args| &mut args.seq.seqused_k),
+        ("k_new", 64, |args| &mut args.cache.k_new),
+        ("v_new", 32, |args| &mut args.cache.v_new),
+        ("cos", 32, |args| &mut args.cache.cos),
+        ("sin", 32, |args| &mut args.cache.sin),
+        ("tree_mask", 6, |args| &mut args.cache.tree_mask),
+    ];
+    for (name, count, argument) in counts {
+        let mut args = update_args();
+        *argument(&mut args) = Some(input(0x60000, count - 1));
+        let (has, wants) = (4 * (count - 1), 4 * count);
+        let text = format!("{name} has {has} bytes, but its extents and strides reach {wants}");
+        assert_eq!(refusal(update(), &args), text);
+
+        let mut args = update_args();
+        *argument(&mut args) = None;
+        let missing = refusal(update(), &args);
+        assert!(missing.starts_with(&format!("{name} is missing")), "{missing}");
+    }
+}
+
+#[test]
+fn an_argument_of_an_update_that_the_problem_lacks_is_refused() {
+    let plain = FwdProblem::batch(DType::F32, DIMS);
+    type Add = fn(&mut FwdArgs<'static>);
+    let added: [(&str, Add); 6] = [
+        ("cu_seqlens_new", |args| args.seq.cu_seqlens_new = Some(input(0x50000, 3))),
+        ("k_new", |args| args.cache.k_new = Some(input(0x50000, 64))),
+        ("v_new", |args| args.cache.v_new = Some(input(0x50000, 64))),
+        ("cos", |args| args.cache.cos = Some(input(0x50000, 32))),
+        ("sin", |args| args.cache.sin = Some(input(0x50000, 32))),
+        ("tree_mask", |args| args.cache.tree_mask = Some(input(0x50000, 6))),
+    ];
+    for (name, add) in added {
+        let mut args = args();
+        add(&mut args);
+        assert_eq!(refusal(plain.clone(), &args), format!("{name} is given, but the problem has none"));
+    }
+    // New values go with new keys, where V lies in K.
+    let in_k = FwdProblem {
+        seqused_k: true,
+        v_in_k: true,
+        v: plain.k,
+        append: Some(Append::batch(&plain, 2)),
+        ..plain
+    };
+    let appended = |v_new| {
+        let mut args = FwdArgs { k: output(0x20000, 160).into(), v: CacheSlice::InK, ..args() };
+        args.seq.seqused_k = Some(input(0x50000, 2));
+        (args.cache.k_new, args.cache.v_new) = (Some(input(0x51000, 64)), v_new);
+        args
+    };
+    let valid = in_k.clone().validate().unwrap();
+    check_fwd(&valid, &appended(None), Workspace::NONE, MemorySpace::Host).unwrap();
+    let both = appended(Some(input(0x52000, 64)));
+    assert_eq!(refusal(in_k, &both), "v_new is given, but the problem has none");
+}
+
+#[test]
+fn k_and_v_are_read_appended_to_or_in_ks_rows_as_the_problem_has_it() {
+    let read = FwdProblem::batch(DType::F32, DIMS);
+    let append = FwdProblem { seqused_k: true, append: Some(Append::batch(&read, 2)), ..read.clone() };
+    let in_k = |problem: &FwdProblem| FwdProblem { v_in_k: true, v: problem.k, ..problem.clone() };
+    let (read_in_k, append_in_k) = (in_k(&read), in_k(&append));
+    let reads = |address| CacheSlice::from(input(address, 160));
+    let appends = |address| CacheSlice::from(output(address, 160));
+    let (k, v) = (0x20000, 0x30000);
+    let table = [
+        (&read, appends(k), reads(v), "k is not memory to read"),
+        (&read, CacheSlice::InK, reads(v), "k is not memory to read"),
+        (&read, reads(k), appends(v), "v is not memory to read"),
+        (&read, reads(k), CacheSlice::InK, "v is not memory to read"),
+        (&append, reads(k), appends(v), "k is not memory to append to"),
+        (&append, appends(k), reads(v), "v is not memory to append to"),
+        (&append, appends(k), CacheSlice::InK, "v is not memory to append to"),
+        (&read_in_k, CacheSlice::InK, CacheSlice::InK, "k is not memory to read"),
+        (&read_in_k, reads(k), reads(v), "v is not in K's rows"),
+        (&read_in_k, reads(k), appends(v), "v is not in K's rows"),
+        (&append_in_k, appends(k), reads(v), "v is not in K's rows"),
+        (&append_in_k, appends(k), appends(v), "v is not in K's rows"),
+    ];
+    for (problem, k, v, wanted) in table {
+        let mut args = FwdArgs { k, v, ..args() };
+        args.seq.seqused_k = problem.seqused_k.then(|| input(0x50000, 2));
+        assert_eq!(refusal(problem.clone(), &args), format!("{wanted}, as the problem has it"));
+    }
+}
+
+#[test]
+fn combine_arguments_that_do_not_fit_are_named() {
+    let rows = Shape { batch: 2, seq: 3, head: 4, dim: 8 };
+    let problem = CombineProblem { write_lse: true, ..CombineProblem::new(2, DType::F32, DType::F32, rows) };
+    let problem = problem.validate().unwrap();
+    let part = |o, lse| PartialResult { o: input(0x10000, o), lse: input(0x20000, lse) };
+    let check = |parts: &[PartialResult<'_>], o, lse| {
+        let args = CombineArgs { parts, o, lse };
+        check_combine(&problem, &args, MemorySpace::Host).map_err(|error| error.text)
+    };
+    let lse = |elems| Some(output(0x40000, elems));
+    let parts = [part(192, 24); 2];
+    assert_eq!(check(&parts, output(0x30000, 192), lse(24)), Ok(()));
+    let refused = |parts: &[PartialResult<'_>], o, lse, text: &str| {
+        assert_eq!(check(parts, o, lse), Err(text.to_owned()));
+    };
+    let reach = |name: &str, has: u32| {
+        format!("{name} has {has} bytes, but its extents and strides reach {}", has + 4)
+    };
+    refused(&parts[..1], output(0x30000, 192), lse(24), "parts: 1 given, but num_parts is 2");
+    refused(&[parts[0], part(191, 24)], output(0x30000, 192), lse(24), &reach("parts.o", 764));
+    refused(&[parts[0], part(192, 23)], output(0x30000, 192), lse(24), &reach("parts.lse", 92));
+    refused(&parts, output(0x30000, 191), lse(24), &reach("o", 764));
+    refused(&parts, output(0x30000, 192), lse(23), &reach("lse", 92));
+    refused(&parts, output(0x30000, 192), None, "lse is missing: 96 bytes are wanted");
+    let over = check(&parts, output(0x10000 + 4, 192), lse(24)).unwrap_err();
+    assert!(over.starts_with("o (768 bytes at 0x10004) overlaps parts.o (768 bytes at 0x10000)"), "{over}");
+}
+
+#[test]
+fn a_bias_is_bound_with_steps_of_zero_along_the_axes_that_it_lacks() {
+    let strides = Strides { batch: 60, seq: 5, head: 15, dim: 1 };
+    for (broadcast, batch, head) in
+        [(BiasBroadcast::OneOne, 0, 0), (BiasBroadcast::OneHead, 0, 15), (BiasBroadcast::BatchHead, 60, 15)]
+    {
+        let bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
+        let problem = FwdProblem { bias, ..FwdProblem::batch(DType::F32, DIMS) };
+        let mut args = args();
+        args.score.bias = Some(input(0x50000, 120));
+        let bound = bind::fwd_params(&problem, &args).bias;
+        assert_eq!((bound.data.0, bound.row, bound.dim), (0x50000, 5, 1));
+        assert_eq!((bound.batch, bound.head), (batch, head), "{broadcast:?}");
+    }
 }

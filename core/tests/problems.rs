@@ -211,6 +211,7 @@ fn every_wrong_forward_problem_is_refused_by_field_and_number() {
         ("head_dim_qk", "1025", |p| p.dims.head_dim_qk = 1025),
         ("head_dim_v", "0", |p| p.dims.head_dim_v = 0),
         ("head_dim_v", "4096", |p| p.dims.head_dim_v = 4096),
+        ("num_heads_q", "4294967296", |p| (p.dims.batch, p.dims.num_heads_q) = (1 << 16, 1 << 16)),
         ("seqlen_q", "2147483648", |p| p.dims.seqlen_q = 1 << 31),
         ("seqlen_k", "4294967295", |p| p.dims.seqlen_k = u32::MAX),
         ("page_size", "0", |p| p.kv_layout = KvLayout::Paged { page_size: 0 }),
@@ -221,7 +222,7 @@ fn every_wrong_forward_problem_is_refused_by_field_and_number() {
         ("descale_k", "f32", |p| p.descale_k = Descale::PerKvHead),
         ("descale_v", "f32", |p| p.descale_v = Descale::PerTensor),
         ("scale_o", "f32", |p| p.scale_o = true),
-        ("q", "-32", |p| p.q.seq = -32),
+        ("q", "q.seq stride -32 is negative", |p| p.q.seq = -32),
         ("q", "3", |p| p.q.dim = 3),
         ("k", "2", |p| p.k.dim = 2),
         ("k", "9223372036854775807", |p| p.k.batch = i64::MAX),
@@ -239,6 +240,14 @@ fn every_wrong_forward_problem_is_refused_by_field_and_number() {
         ("p_drop", "-0.25", |p| p.p_drop = -0.25),
         ("p_drop", "NaN", |p| p.p_drop = f32::NAN),
         ("bias.dtype", "bf16", |p| p.bias = elementwise(DType::Bf16, 1)),
+        ("bias.dtype", "e4m3fn", |p| {
+            (p.dtype_qk, p.dtype_v, p.dtype_o) = (DType::E4m3Fn, DType::E4m3Fn, BF16);
+            p.bias = elementwise(DType::E4m3Fn, 1);
+        }),
+        ("bias.dtype", "e4m3fn", |p| {
+            (p.dtype_qk, p.dtype_v, p.dtype_o) = (DType::E4m3Fn, BF16, BF16);
+            p.bias = elementwise(DType::E4m3Fn, 1);
+        }),
         ("bias", "2", |p| p.bias = elementwise(DType::F32, 2)),
         ("dtype_cache", "f32", |p| p.dtype_cache = Some(DType::E4m3Fn)),
         ("dtype_cache", "f16", |p| (p.dtype_cache, p.dtype_qk, p.dtype_v) = (Some(DType::F16), BF16, BF16)),
@@ -262,6 +271,14 @@ fn every_wrong_forward_problem_is_refused_by_field_and_number() {
         ("v_new", "2", |p| appended(p, |append| append.v_new.dim = 2)),
         ("k_new", "-7", |p| {
             appended(p, |append| (append.layout, append.k_new.seq) = (QLayout::Packed, -7));
+        }),
+        ("k", "one address", |p| {
+            appended(p, |_| ());
+            p.k.head = 0;
+        }),
+        ("v", "one address", |p| {
+            appended(p, |_| ());
+            p.v.head = 0;
         }),
         ("rotary_dim", "0", |p| rotated(p, |rotary| rotary.dim = 0)),
         ("rotary_dim", "5", |p| rotated(p, |rotary| rotary.dim = 5)),
@@ -324,6 +341,79 @@ fn a_cache_update_without_a_mistake_validates() {
     (problem.tree_mask, problem.mask) = (true, mask("2"));
     (problem.v_in_k, problem.v) = (true, problem.k);
     problem.validate().unwrap();
+}
+
+#[test]
+fn what_the_numbers_leave_open_follows_from_them() {
+    let dims = Dims { head_dim_qk: 16, ..DIMS };
+    let problem = FwdProblem::batch(DType::F32, dims);
+    assert_eq!(problem.resolved_softmax_scale(), 0.25);
+    assert_eq!(FwdProblem { softmax_scale: Some(-3.0), ..problem.clone() }.resolved_softmax_scale(), -3.0);
+    // 1 - p_drop is 1 in 64 bits where p_drop is so small.
+    let drops = |p_drop| FwdProblem { p_drop, ..problem.clone() }.drops();
+    assert_eq!([0.0, 1e-20, 0.25].map(drops), [false, false, true]);
+
+    let k = Shape { batch: 2, seq: 5, head: 2, dim: 16 };
+    let q = Shape { batch: 2, seq: 3, head: 4, dim: 16 };
+    let extents = problem.extents(Totals::NONE);
+    assert_eq!((extents.q, extents.o), (q, Shape { dim: 8, ..q }));
+    assert_eq!((extents.k, extents.v), (k, Shape { dim: 8, ..k }));
+    assert_eq!(extents.lse_elems, 24);
+    let packed = FwdProblem::group(DType::F32, dims).extents(Totals::packed(4, 6));
+    assert_eq!(
+        (packed.q, packed.v),
+        (Shape { batch: 1, seq: 4, ..q }, Shape { batch: 1, seq: 6, dim: 8, ..k })
+    );
+    assert_eq!(packed.lse_elems, 16);
+    let append = Append::packed(&problem, 2);
+    let new = Shape { batch: 1, seq: 3, ..k };
+    let totals = Totals { total_new: Some(3), ..Totals::NONE };
+    assert_eq!(problem.shapes_new(&append, totals), (new, Shape { dim: 8, ..new }));
+}
+
+#[test]
+fn a_bias_has_an_index_of_zero_along_the_axes_that_it_lacks() {
+    assert_eq!(BiasBroadcast::OneOne.index(2, 3), (0, 0));
+    assert_eq!(BiasBroadcast::OneHead.index(2, 3), (0, 3));
+    assert_eq!(BiasBroadcast::BatchHead.index(2, 3), (2, 3));
+}
+
+#[test]
+fn layouts_that_differ_are_refused_in_a_kernels_name() {
+    let paged = KvLayout::Paged { page_size: 16 };
+    for (q, kv, taken) in [
+        (QLayout::Batch, KvLayout::Strided, true),
+        (QLayout::Packed, KvLayout::Packed, true),
+        (QLayout::Batch, KvLayout::Packed, false),
+        (QLayout::Packed, KvLayout::Strided, false),
+        (QLayout::Batch, paged, false),
+        (QLayout::Packed, paged, false),
+    ] {
+        let checked = FwdProblem::new(q, kv, DType::F32, DIMS).refuse_mixed_layouts("fast");
+        assert_eq!(checked.is_ok(), taken, "{checked:?}");
+        if let Err(refusal) = checked {
+            let both = format!("q_layout {q:?} with kv_layout {kv:?}");
+            assert!(refusal.kernel == "fast" && refusal.reason.starts_with(&both), "{refusal}");
+        }
+    }
+}
+
+#[test]
+fn each_update_of_a_cache_is_refused_in_a_kernels_name() {
+    type Change = fn(&mut FwdProblem);
+    let table: [(&str, Change); 4] = [
+        ("append of seqlen_new 2 is not taken", |p| appended(p, |_| ())),
+        ("rotary embedding of dim 4 is not taken", |p| rotated(p, |_| ())),
+        ("dtype_cache e4m3fn beside f32 is not taken", |p| p.dtype_cache = Some(DType::E4m3Fn)),
+        ("tree_mask of 3 queries is not taken", |p| p.tree_mask = true),
+    ];
+    for (text, change) in table {
+        let mut problem = FwdProblem::batch(DType::F32, DIMS);
+        assert_eq!(problem.refuse_cache_updates("fast"), Ok(()));
+        change(&mut problem);
+        let refusal = problem.refuse_cache_updates("fast").unwrap_err();
+        assert_eq!((refusal.kernel.as_str(), refusal.reason.as_str()), ("fast", text));
+    }
 }
 
 /// Where a rotary embedding turns query i: i rows after the first under a mask that looks back from it, with the first

@@ -166,4 +166,8 @@ fn tables_and_positions_that_do_not_fit_are_refused_by_number() {
     refused(&none_new, &pages(&[5, 1], &table), "max_pos 5 is less than the 6 positions of sequence 0");
     let no_query = FwdProblem { dims: Dims { seqlen_q: 0, ..DIMS }, rotary: Some(rotary(1)), ..none_new };
     spans(&no_query, &pages(&[5, 1], &table)).unwrap();
+    // New keys turn though no query does.
+    let keys_alone = |max_pos| FwdProblem { dims: Dims { seqlen_q: 0, ..DIMS }, ..turned(max_pos) };
+    spans(&keys_alone(6), &pages(&[3, 1], &table)).unwrap();
+    refused(&keys_alone(5), &pages(&[3, 1], &table), "max_pos 5 is less than the 6 positions of sequence 0");
 }

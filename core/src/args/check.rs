@@ -235,7 +235,7 @@ impl Operands {
                 };
                 return Err(ProblemError::new(
                     name,
-                    format!("{name} is not {wanted}, as the 1 problem has it"),
+                    format!("{name} is not {wanted}, as the problem has it"),
                 ));
             }
         };

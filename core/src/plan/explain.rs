@@ -127,5 +127,7 @@ mod tests {
         assert_eq!(explain.modelled_seconds(&roofline, 6, 8), Some(4.0));
         // A device of no known size has one tile at a time.
         assert_eq!(LaunchShape { tiles_at_once: 0, ..launch }.waves(), 6.0);
+        // A launch of nothing leaves nothing idle.
+        assert_eq!(LaunchShape { tiles: 0, ..launch }.wave_efficiency(), 1.0);
     }
 }

@@ -323,6 +323,53 @@ mod tests {
     }
 
     #[test]
+    fn a_sealed_plan_says_what_its_maker_said() {
+        let details = vec![("tile", "64".to_owned()), ("stages", "2".to_owned())];
+        let refusals = vec![Refusal::new("fast", "head_dim_qk 300 is larger than 256")];
+        let stands_in = PlanParts { details, refusals, is_fallback: true, ..parts() };
+        let plan = stands_in.clone().seal(&BackendId::unique(), ());
+        assert_eq!((plan.backend(), plan.kernel(), *plan.problem()), ("b", "main", 7));
+        assert_eq!(plan.details(), stands_in.details);
+        assert_eq!(plan.refusals(), stands_in.refusals);
+        assert!(plan.is_fallback());
+        let text = plan.to_string();
+        for line in [
+            "backend            b\n",
+            "stages             2\n",
+            "fallback           yes",
+            "refused            fast: head_dim_qk 300",
+        ] {
+            assert!(text.contains(line), "{line} is not in\n{text}");
+        }
+        let first_choice = parts().seal(&BackendId::unique(), ());
+        assert!(!first_choice.is_fallback() && !first_choice.to_string().contains("fallback"));
+    }
+
+    #[test]
+    fn what_is_known_of_a_step_is_said_and_no_more() {
+        let launch = LaunchShape { groups: 4, threads: 64, shared_bytes: 1024, tiles: 6, tiles_at_once: 4 };
+        let resources = ResourceUsage { registers: Some(168), ..ResourceUsage::default() };
+        let said = |explain| {
+            let steps = vec![Step { kernel: "main".to_owned(), explain }];
+            PlanParts { steps, ..parts() }.seal(&BackendId::unique(), ()).to_string()
+        };
+        let code = "from the bundle".to_owned();
+        let all = said(Explain { resources: Some(resources), launch: Some(launch), code });
+        for line in [
+            "grid               4 of 64 threads, 1024 bytes of shared memory each\n",
+            "waves              1.50: 6 tiles, 4 at a time\n",
+            "resources          168 registers a thread\n",
+            "code               from the bundle\n",
+        ] {
+            assert!(all.contains(line), "{line} is not in\n{all}");
+        }
+        let nothing = said(Explain::default());
+        for name in ["grid", "waves", "resources", "code"] {
+            assert!(!nothing.lines().any(|line| line.starts_with(name)), "{name} is in\n{nothing}");
+        }
+    }
+
+    #[test]
     fn a_single_step_and_what_is_not_cleared_go_unsaid() {
         let one = PlanParts {
             steps: vec![Step { kernel: "main".to_owned(), explain: Explain::default() }],

@@ -92,6 +92,17 @@ mod tests {
     }
 
     #[test]
+    fn a_products_exponent_is_the_sum_of_its_factors_and_that_of_zero_is_none() {
+        let small = 2f32.powi(-8);
+        assert_eq!(FP8.dot(&[1.0], &[small]), small);
+        // 2^-10 lies below the last bit of 4 * 4, though not of 4 / 4.
+        let wide = ScoreSums::Cut { products: 3, bits: 14 };
+        assert_eq!(wide.dot(&[4.0, -4.0, 2f32.powi(-10)], &[4.0, 4.0, 1.0]), 0.0);
+        let tiny = 2f64.powi(-40);
+        assert_eq!(FP8.dot(&[2f64.powi(1000), tiny], &[0.0, 1.0]), tiny);
+    }
+
+    #[test]
     fn a_sum_that_cancels_keeps_what_its_largest_part_lost() {
         let tiny = 2f32.powi(-14);
         assert_eq!(FP8.dot(&[1.0, tiny, -1.0, tiny], &[1.0; 4]), 0.0);
