@@ -73,3 +73,76 @@ pub fn clock(backend: &dyn FmhaBackend) -> Result<&dyn Queues> {
 fn emulated() -> Error {
     Error::NoDevice("the device is emulated: its times are no device's".to_owned())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Queues whose work takes so long, whatever it is.
+    struct Clocked {
+        has_clock: bool,
+        seconds: f64,
+    }
+
+    struct Recorded;
+
+    impl Recording for Recorded {
+        unsafe fn replay(&self, _: Stream) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    impl Queues for Clocked {
+        fn create_stream(&self) -> Result<Stream> {
+            Ok(Stream(1))
+        }
+
+        fn destroy_stream(&self, _: Stream) -> Result<()> {
+            Ok(())
+        }
+
+        fn has_clock(&self) -> bool {
+            self.has_clock
+        }
+
+        fn seconds(&self, _: Stream, queue: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
+            queue().map(|()| self.seconds)
+        }
+
+        fn record(&self, _: Stream, queue: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Recording>> {
+            queue()?;
+            Ok(Box::new(Recorded))
+        }
+    }
+
+    /// The burst of calls that take so long, and how often a call was queued for it.
+    fn burst(has_clock: bool, seconds: f64) -> (Result<Burst>, u32) {
+        let mut queued = 0;
+        let mut queue = || {
+            queued += 1;
+            Ok(())
+        };
+        let burst = Burst::record(&Clocked { has_clock, seconds }, Stream(1), &mut queue);
+        (burst, queued)
+    }
+
+    #[test]
+    fn a_burst_has_as_many_calls_as_fill_it_within_bounds() {
+        // 2 ms of 0.3 ms each; two calls go before: one that loads, one that is timed.
+        for (seconds, calls) in [(3e-4, 7), (1.0, FEWEST_CALLS), (0.0, MOST_CALLS)] {
+            let (burst, queued) = burst(true, seconds);
+            let burst = burst.unwrap();
+            assert_eq!((burst.calls, queued), (calls, 2 + calls), "{seconds}");
+            // SAFETY: nothing was recorded.
+            let each = unsafe { burst.seconds(&Clocked { has_clock: true, seconds: 1.0 }, Stream(1)) };
+            assert_eq!(each.unwrap(), 1.0 / f64::from(calls));
+        }
+    }
+
+    #[test]
+    fn an_emulated_device_is_not_timed() {
+        let (burst, queued) = burst(false, 3e-4);
+        assert!(matches!(burst, Err(Error::NoDevice(_))));
+        assert_eq!(queued, 0);
+    }
+}

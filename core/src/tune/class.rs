@@ -148,6 +148,20 @@ mod tests {
     }
 
     #[test]
+    fn strides_are_told_apart_by_what_divides_them_their_order_and_broadcasts() {
+        let shape = Shape { batch: 2, seq: 5, head: 3, dim: 8 };
+        let class = |strides, shape| stride_class(("q", strides, shape, DType::F16));
+        assert_eq!(class(Strides::bshd(shape), shape), "16-heads");
+        assert_eq!(class(Strides::bhsd(shape), shape), "16-rows");
+        // Strides of axes of one element, which nothing uses, and the order of no two axes.
+        let one = |shape| class(Strides { batch: 240, seq: 8, head: 3, dim: 1 }, shape);
+        assert_eq!((one(Shape { head: 1, ..shape }), one(shape)), ("16".to_owned(), "2-heads".to_owned()));
+        assert_eq!(one(Shape { seq: 1, ..shape }), "2");
+        let many = |seq, head| class(Strides { batch: 240, seq, head, dim: 1 }, Shape { batch: 1, ..shape });
+        assert_eq!((many(8, 8).as_str(), many(24, 0).as_str()), ("16-rows", "16-heads-broadcast"));
+    }
+
+    #[test]
     fn a_tile_serves_problems_of_its_class_alone() {
         let class = of_fwd(|_| ());
         let same: [fn(&mut FwdProblem); 3] = [

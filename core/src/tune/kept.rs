@@ -201,6 +201,13 @@ mod tests {
     }
 
     #[test]
+    fn tiles_are_of_the_cache_folder_where_the_caller_names_none() {
+        let tiles = TunedTiles::load("a device", &KERNELS, &headers()).unwrap();
+        assert_eq!((tiles.folder, tiles.device.as_str()), (cache::folder().unwrap(), "a device"));
+        assert_eq!(tiles.texts.into_keys().collect::<Vec<_>>(), ["one", "two"]);
+    }
+
+    #[test]
     fn tiles_that_are_kept_at_the_same_time_are_all_kept() {
         const WRITERS: u32 = 8;
         let folder = tempfile::tempdir().unwrap();

@@ -266,7 +266,9 @@ mod tests {
             let (found, tried) = run(Made { drift: 0.003, ..Made::new(seconds, 0.02, seed) });
             assert_eq!(found.tile[0].1, "4", "seed {seed}");
             assert!(found.is_gain());
-            let gain = found.confirmed.unwrap().gain();
+            let confirmed = found.confirmed.unwrap();
+            assert_eq!(confirmed.incumbent.len(), 3 * 7, "three times the rounds of a try");
+            let gain = confirmed.gain();
             assert!((gain - 0.111).abs() < 0.02, "{gain}");
             assert_eq!(tried.len(), 4);
             assert_eq!(tried[1].outcome, Err("3 does not go together".to_owned()));
@@ -283,6 +285,46 @@ mod tests {
         assert!(!turns([0.996; 5]).is_gain(), "less than the least gain");
         assert_eq!(turns([0.5; 5]).medians(), (1.0, 0.5));
         assert!(!InTurns::default().is_gain());
+        let as_far_apart = InTurns { incumbent: vec![1.25, 1.25, 1.25, 1.5, 1.5], challenger: vec![1.0; 5] };
+        assert_eq!((as_far_apart.gain(), as_far_apart.spread()), (0.25, 0.25));
+        assert!(!as_far_apart.is_gain(), "not beyond the spread");
+    }
+
+    #[test]
+    fn a_quantile_lies_between_its_neighbours_in_proportion() {
+        let sorted = [1.0, 3.0, 7.0];
+        assert_eq!(
+            [0.0, 0.25, 0.5, 0.75, 1.0].map(|part| quantile(&sorted, part)),
+            [1.0, 2.0, 3.0, 5.0, 7.0]
+        );
+        assert!(quantile(&[], 0.5).is_nan());
+    }
+
+    /// Which tile each burst was of.
+    struct Noted(Vec<u32>);
+
+    impl Timer for Noted {
+        type Ready = u32;
+
+        fn ready(&mut self, _: &TileOptions) -> Result<u32, String> {
+            Ok(0)
+        }
+
+        fn burst(&mut self, &tile: &u32) -> Result<f64, String> {
+            self.0.push(tile);
+            Ok(1.0)
+        }
+    }
+
+    #[test]
+    fn each_tile_is_first_in_every_other_round() {
+        let mut noted = Noted(Vec::new());
+        InTurns::run(&mut noted, &1, &2, 3).unwrap();
+        assert_eq!(
+            noted.0,
+            [1, 2, 1, 2, 2, 1, 1, 2],
+            "one burst of each that does not count, then three rounds"
+        );
     }
 
     #[test]
