@@ -133,11 +133,6 @@ fn known_trials(
     let file: PathBuf = scratch.join("trials.json");
     let kept = std::fs::read(&file).ok();
     let mut known: Measured = kept.and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
-    if let Some((_, old)) =
-        std::fs::read(&file).ok().and_then(|b| serde_json::from_slice::<(String, Vec<Trial>)>(&b).ok())
-    {
-        known = old.into_iter().map(|t| (trial::stamp(&t), Some(t))).collect();
-    }
     let stamps: Vec<u64> = trials.iter().map(trial::stamp).collect();
     trial::measure(trials, &mut known, mutants.len(), scratch, jobs);
     let text = serde_json::to_vec(&known).map_err(|error| error.to_string())?;
