@@ -145,7 +145,6 @@ fn attend<S: Simd>(s: S, problem: &FwdProblem, from: &Operands) -> (Vec<f64>, Ve
     let args = from.args(&mut o, &mut lse);
     let call = Forward { problem: &valid, args: &args, spans: &spans, blocks: FORWARD_BLOCKS };
     call.run(s, &Threads::new(1).unwrap()).unwrap();
-    drop(args);
     let o = o.bytes().chunks(size).map(|bytes| valid.dtype_o.read(bytes)).collect();
     (o, lse.into_iter().map(canonical).collect())
 }
@@ -294,7 +293,6 @@ fn a_task_stays_within_its_scratch_and_what_was_there_before_reaches_nothing() {
                 let used = columns.iter().rposition(|&x| x != before).unwrap();
                 assert!(ends[5] <= used + used / 2, "V's columns take {used} of {}", ends[5]);
             }
-            drop(args);
             (o.bytes().to_vec(), lse.into_iter().map(canonical).collect::<Vec<_>>())
         });
         assert!(found[0] == found[1], "old numbers reach the result");
