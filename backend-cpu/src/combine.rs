@@ -1,5 +1,7 @@
 //! Combine: `LSE = ln sum_n exp LSE_n`, `O = sum_n exp(LSE_n - LSE) O_n`, a row at a time.
 
+use std::ops::Range;
+
 use fmha_core::{CombineArgs, CombineProblem};
 
 use crate::memory::{Bytes, Floats, reserve};
@@ -15,6 +17,11 @@ pub(crate) struct Combine<'a> {
 
 /// Rows of a task.
 const ROWS: usize = 64;
+
+/// Those of the task of this number, of `rows` altogether.
+fn rows_of(task: usize, rows: usize) -> Range<usize> {
+    task * ROWS..rows.min((task + 1) * ROWS)
+}
 
 impl Combine<'_> {
     /// Computes it.
@@ -40,7 +47,7 @@ impl Combine<'_> {
         threads.for_each(&mut scratch, tasks, |scratch, task| {
             // SAFETY: `dim` zeroed numbers of this thread's.
             let out = unsafe { std::slice::from_raw_parts_mut(scratch.as_mut_ptr(), dim) };
-            for index in task * ROWS..rows.min((task + 1) * ROWS) {
+            for index in rows_of(task, rows) {
                 let seq = shape.seq as usize;
                 let (i, head) = ((index % seq) as u32, index / seq);
                 let (i_batch, i_head) = ((head / shape.head as usize) as u32, head as u32 % shape.head);
@@ -80,5 +87,20 @@ impl Combine<'_> {
             }
         });
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_row_is_in_one_task() {
+        for rows in [0, 1, ROWS - 1, ROWS, ROWS + 1, 5 * ROWS + 7] {
+            let tasks = rows.div_ceil(ROWS);
+            let found: Vec<usize> = (0..tasks).flat_map(|task| rows_of(task, rows)).collect();
+            assert_eq!(found, (0..rows).collect::<Vec<_>>());
+            assert!((0..tasks).all(|task| (1..=ROWS).contains(&rows_of(task, rows).len())), "{rows}");
+        }
     }
 }

@@ -113,6 +113,13 @@ impl Floats {
         self.0.as_ptr().cast()
     }
 
+    /// Every number, in whole lines.
+    #[cfg(test)]
+    pub(crate) fn numbers(&self) -> &[f32] {
+        // SAFETY: lines are arrays of sixteen f32 without gaps.
+        unsafe { std::slice::from_raw_parts(self.as_ptr(), 16 * self.0.len()) }
+    }
+
     /// Sets all of it, and a little more where a larger buffer was at hand.
     pub(crate) fn fill(&mut self, value: f32) {
         self.0.fill(Line([value; 16]));
@@ -172,12 +179,50 @@ impl Bytes {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
+    use std::sync::PoisonError;
+
     use super::*;
+
+    /// Held by tests to which it matters what the store has.
+    static STORE: Mutex<()> = Mutex::new(());
+
+    /// Does `work` with a store that was empty at first: what it asks for has its exact size.
+    pub(crate) fn with_empty_store<T>(work: impl FnOnce() -> T) -> T {
+        let _alone = STORE.lock().unwrap_or_else(PoisonError::into_inner);
+        SPARE.lock().unwrap().clear();
+        work()
+    }
 
     #[test]
     fn scratch_that_the_system_refuses_is_an_error_with_its_size() {
         let text = Floats::scratch(1 << 60).map(|_| ()).unwrap_err().to_string();
         assert!(text.contains(&(1u64 << 62).to_string()), "{text}");
+    }
+
+    /// The sizes are far above what other tests ask for, which run beside this one.
+    #[test]
+    fn dropped_scratch_is_kept_up_to_a_limit_and_given_to_who_wants_at_least_half_of_it() {
+        let scratch = |lines: usize| Floats::scratch(16 * lines).unwrap();
+        let kept = |lines: usize| SPARE.lock().unwrap().iter().filter(|spare| spare.len() == lines).count();
+        with_empty_store(|| {
+            let (first, second, beyond) = (200_000, 700_000, MAX_SPARE_BYTES / size_of::<Line>() + 1);
+            let [one, other] = [first, second].map(scratch);
+            drop(one);
+            drop(other);
+            assert_eq!([first, second].map(kept), [1, 1]);
+            drop(scratch(beyond));
+            assert_eq!(kept(beyond), 0, "alone it is more than the store may have");
+            drop(scratch(0));
+            assert_eq!(kept(0), 0, "nothing is worth no place");
+
+            let half = scratch(second / 2);
+            assert_eq!((half.0.len(), kept(second)), (second, 0));
+            let less = scratch(first / 2 - 1);
+            assert_eq!((less.0.len(), kept(first)), (first / 2 - 1, 1));
+            // What is so large is of no use to other tests.
+            drop((half, less));
+            SPARE.lock().unwrap().retain(|spare| spare.len() < first / 4);
+        });
     }
 }

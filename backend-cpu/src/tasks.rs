@@ -73,3 +73,44 @@ impl Threads {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+
+    use super::*;
+
+    #[test]
+    fn a_call_uses_no_more_threads_than_it_has_tasks_and_one_at_least() {
+        for (count, tasks, used) in [(3, 5, 3), (3, 3, 3), (3, 2, 2), (3, 0, 1), (1, 7, 1), (0, 7, 1)] {
+            assert_eq!(Threads::new(count).unwrap().used(tasks), used, "{tasks} tasks on {count} threads");
+        }
+        assert_eq!([0, 1, 2, 3].map(|count| Threads::new(count).unwrap().count()), [1, 1, 2, 3]);
+    }
+
+    /// Each task waits for the others: one thread alone would wait for ever.
+    #[test]
+    fn as_many_tasks_run_at_once_as_there_are_states() {
+        for states in [2, 3] {
+            let threads = Threads::new(3).unwrap();
+            let (barrier, mut done) = (Barrier::new(states), vec![Vec::new(); states]);
+            threads.for_each(&mut done, 2 * states, |done, task| {
+                barrier.wait();
+                done.push(task);
+            });
+            assert!(done.iter().all(|tasks| tasks.len() == 2), "{done:?}");
+            let mut all = done.concat();
+            all.sort_unstable();
+            assert_eq!(all, (0..2 * states).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn one_state_and_none_need_no_other_thread() {
+        let threads = Threads::new(2).unwrap();
+        let mut done = [Vec::new()];
+        threads.for_each(&mut done, 5, Vec::push);
+        assert_eq!(done, [[0, 1, 2, 3, 4]]);
+        threads.for_each(&mut [] as &mut [()], 0, |(), task| panic!("there is no task {task}"));
+    }
+}

@@ -148,3 +148,53 @@ fn backward_keeps_the_accuracy_promise() {
         }
     }
 }
+
+/// What the long ones above have too, in little: a mutant of a step is found at once.
+#[test]
+fn small_problems_keep_the_accuracy_promise() {
+    let small = |dtype, seqlens: (u32, u32), mask: &str| FwdProblem {
+        write_lse: true,
+        mask: mask.parse().unwrap(),
+        ..FwdProblem::batch(dtype, dims(1, seqlens.0, seqlens.1, (4, 2), (24, 40)))
+    };
+    for backend in backends() {
+        for (name, problem) in [
+            ("dropout", FwdProblem { p_drop: 0.3, ..small(DType::F32, (20, 20), "b:5,0") }),
+            ("dropout of two tiles", FwdProblem { p_drop: 0.3, ..small(DType::F32, (20, 150), "b") }),
+            ("dropout of a window", FwdProblem { p_drop: 0.3, ..small(DType::Bf16, (20, 150), "b:9,9") }),
+            ("softcap", FwdProblem { softcap: Some(1.5), ..small(DType::F32, (20, 150), "b") }),
+            ("f16", small(DType::F16, (20, 150), "b")),
+            ("bf16", small(DType::Bf16, (20, 150), "0")),
+            (
+                "alibi",
+                FwdProblem { bias: Bias::Alibi { per_batch: false }, ..small(DType::F32, (20, 150), "b") },
+            ),
+            ("nothing seen", small(DType::F32, (40, 20), "b")),
+            ("few queries", small(DType::Bf16, (3, 700), "b")),
+            ("few queries dropped", FwdProblem { p_drop: 0.3, ..small(DType::F32, (3, 700), "b") }),
+        ] {
+            let inputs = Inputs::random(problem.clone(), &[], 3);
+            let what = format!("{} {name}", backend.isa());
+            check_fwd(&backend, &inputs, &what);
+            if problem.dims.seqlen_k < 700 {
+                run_bwd(&backend, &inputs, BwdProblem::new(problem), Some(&what));
+            }
+        }
+    }
+}
+
+/// Of sequences that end amid a tile, and that share a bias.
+#[test]
+fn dbias_of_several_tiles_keeps_the_accuracy_promise() {
+    for backend in backends() {
+        let mut problem = FwdProblem::group(DType::F32, dims(2, 150, 250, (2, 1), (8, 8)));
+        problem.mask = "b".parse().unwrap();
+        problem.bias = bias(&problem, DType::F32, BiasBroadcast::OneHead);
+        let mut backward = BwdProblem::new(problem.clone());
+        let strides = Strides::bhsd(problem.shape_bias(BiasBroadcast::OneHead));
+        backward.dbias = Some(BiasGrad { dtype: DType::F32, strides });
+        let lengths = [[(150, 150), (250, 250)], [(120, 120), (220, 220)]];
+        let inputs = Inputs::random(problem, &lengths, 4);
+        run_bwd(&backend, &inputs, backward, Some(&backend.isa().to_string()));
+    }
+}

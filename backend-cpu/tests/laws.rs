@@ -4,8 +4,9 @@
 mod support;
 
 use fmha_core::{
-    Bias, BwdProblem, CombineArgs, CombineProblem, DType, DevSlice, DevSliceMut, Dims, FmhaBackend,
-    FwdProblem, MaskSpec, PartialResult, PlanOptions, Shape, Stream, Strides, Totals, VLayout,
+    Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineArgs, CombineProblem, DType, DevSlice, DevSliceMut,
+    Dims, ElementwiseBias, FmhaBackend, FwdProblem, MaskSpec, PartialResult, PlanOptions, Shape, Stream,
+    Strides, Totals, VLayout,
 };
 use fmha_cpu::{Config, CpuBackend, Isa};
 use support::{Inputs, Tensor, run_bwd, run_fwd};
@@ -296,6 +297,181 @@ fn combined_halves_are_the_whole() {
             assert!((ours - expected).abs() < 2e-6, "{isa} O {ours} {expected}");
         }
     }
+}
+
+/// The same with an f32 bias of every head's in place of its mask and bias.
+fn biased(inputs: &Inputs, value: impl Fn(u32, u32, u32) -> f64) -> Inputs {
+    let mut with = inputs.clone();
+    let broadcast = BiasBroadcast::OneHead;
+    let shape = with.problem.shape_bias(broadcast);
+    let strides = Strides::bhsd(shape);
+    with.problem.mask = MaskSpec::NONE;
+    with.problem.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
+    with.slopes = vec![];
+    let mut bias = Tensor::poisoned(DType::F32, strides, shape);
+    for (h, i, j) in
+        (0..shape.head).flat_map(|h| (0..shape.seq).flat_map(move |i| (0..shape.dim).map(move |j| (h, i, j))))
+    {
+        bias.set(0, i, h, j, value(h, i, j));
+    }
+    with.bias = Some(bias);
+    with
+}
+
+fn have_the_same_bits(backend: &CpuBackend, one: &Inputs, other: &Inputs, what: &str) {
+    let options = PlanOptions::default();
+    let (a, b) = (run_fwd(backend, one, &options), run_fwd(backend, other, &options));
+    assert!(a.o.bytes == b.o.bytes && a.lse == b.lse, "{what}: forward");
+    let gradients = |of: &Inputs| run_bwd(backend, of, BwdProblem::new(of.problem.clone()), None);
+    let (a, b) = (gradients(one), gradients(other));
+    assert!(a.dq == b.dq, "{what}: dQ");
+    assert!(a.dk == b.dk, "{what}: dK");
+    assert!(a.dv == b.dv, "{what}: dV");
+}
+
+/// More than a tile of queries and of keys: what a tile hides in part is computed as what it shows, and costs a row no
+/// other sum.
+#[test]
+fn a_mask_is_a_bias_of_minus_infinity_where_it_hides() {
+    for (isa, threads) in available().flat_map(|isa| [(isa, 1), (isa, 3)]) {
+        let backend = backend(isa, threads);
+        for mask in ["b", "b:60,5", "t:30,9,3"] {
+            let mut masked = Inputs::random(problem(DType::F32, dims(1, 150, 250, (2, 1))), &[], 14);
+            masked.problem.mask = mask.parse().unwrap();
+            let band = masked.problem.mask.band(150, 250);
+            let hides = |_, i, j| if band.visible(i, j) { 0.0 } else { f64::NEG_INFINITY };
+            let what = format!("{isa} {threads} {mask}");
+            have_the_same_bits(&backend, &masked, &biased(&masked, hides), &what);
+        }
+    }
+}
+
+/// Powers of two, so that a slope times a distance is exact.
+#[test]
+fn alibi_is_a_bias_of_slopes_times_distances() {
+    for isa in available() {
+        let mut sloped = Inputs::random(problem(DType::F32, dims(1, 200, 200, (2, 1))), &[], 15);
+        sloped.problem.mask = MaskSpec::NONE;
+        sloped.problem.bias = Bias::Alibi { per_batch: false };
+        sloped.slopes = vec![0.5, 0.0625];
+        let slopes = sloped.slopes.clone();
+        let term = |h: u32, i: u32, j: u32| f64::from(-slopes[h as usize]) * f64::from(i.abs_diff(j));
+        have_the_same_bits(&backend(isa, 2), &sloped, &biased(&sloped, term), &isa.to_string());
+    }
+}
+
+fn row_of(bytes: &[u64], strides: Strides, i: u32, dim: u32) -> Vec<f64> {
+    let bytes: &[u8] = bytemuck::cast_slice(bytes);
+    (0..dim).map(|d| DType::F32.read(&bytes[strides.offset(0, i, 0, d) as usize * 4..])).collect()
+}
+
+#[test]
+fn what_a_nan_does_not_touch_keeps_its_value() {
+    for (isa, threads) in available().flat_map(|isa| [(isa, 1), (isa, 5)]) {
+        let backend = backend(isa, threads);
+        let mut clean = Inputs::random(problem(DType::F32, dims(1, 150, 150, (1, 1))), &[], 16);
+        clean.problem.mask = "t".parse().unwrap();
+        let backward = BwdProblem::new(clean.problem.clone());
+        let mut poisoned = clean.clone();
+        // Keys up to its own are touched.
+        poisoned.q.set(0, 100, 0, 3, f64::NAN);
+        let [wanted, found] = [&clean, &poisoned].map(|of| run_bwd(&backend, of, backward.clone(), None));
+        for (name, wanted, found, strides, dim) in
+            [("dK", &wanted.dk, &found.dk, backward.dk, 40), ("dV", &wanted.dv, &found.dv, backward.dv, 24)]
+        {
+            for j in 101..150 {
+                let (wanted, found) = (row_of(wanted, strides, j, dim), row_of(found, strides, j, dim));
+                let near = |(a, b): (&f64, &f64)| (a - b).abs() <= 1e-5 * (1.0 + a.abs());
+                assert!(
+                    wanted.iter().zip(&found).all(near),
+                    "{isa} {threads} {name} {j}: {found:?}, {wanted:?}"
+                );
+            }
+        }
+    }
+}
+
+/// The query sees nothing: all its scores are minus infinity, whether it is infinite itself or only so large.
+#[test]
+fn an_infinite_column_of_queries_leaves_the_other_columns_of_dk_their_bits() {
+    for (isa, threads) in available().flat_map(|isa| [(isa, 1), (isa, 5)]) {
+        let mut inputs = Inputs::random(problem(DType::F32, dims(1, 150, 150, (1, 1))), &[], 17);
+        inputs.problem.mask = MaskSpec::NONE;
+        for row in 0..150 {
+            inputs.q.set(0, row, 0, 3, 0.0);
+            inputs.k.set(0, row, 0, 3, -100.0);
+        }
+        let backward = BwdProblem::new(inputs.problem.clone());
+        let [large, infinite] = [3e38, f64::INFINITY].map(|x| {
+            let mut inputs = inputs.clone();
+            inputs.q.set(0, 20, 0, 3, x);
+            run_bwd(&backend(isa, threads), &inputs, backward.clone(), None)
+        });
+        for j in 0..150 {
+            let [large, infinite] = [&large, &infinite].map(|of| row_of(&of.dk, backward.dk, j, 40));
+            for (d, (large, infinite)) in large.iter().zip(&infinite).enumerate() {
+                let as_wanted = if d == 3 { infinite.is_nan() } else { infinite == large };
+                assert!(as_wanted && large.is_finite(), "{isa} {threads} key {j}, column {d}: {infinite}");
+            }
+        }
+    }
+}
+
+/// Its rows lie further apart than they are long, and are longer than a tile.
+#[test]
+fn nothing_is_written_beside_the_rows_of_dbias() {
+    for isa in available() {
+        let plain = Inputs::random(problem(DType::F32, dims(1, 100, 250, (2, 1))), &[], 18);
+        let inputs = biased(&plain, |h, i, j| f64::from(h + i) * 0.01 - f64::from(j) * 0.003);
+        let mut backward = BwdProblem::new(inputs.problem.clone());
+        let strides = Strides { batch: 2 * 100 * 600, head: 100 * 600, seq: 600, dim: 1 };
+        backward.dbias = Some(BiasGrad { dtype: DType::F32, strides });
+        let gradients = run_bwd(&backend(isa, 2), &inputs, backward, Some(&isa.to_string()));
+        let bytes: &[u8] = bytemuck::cast_slice(&gradients.dbias);
+        for (h, i, j) in (0..2).flat_map(|h| (0..100).flat_map(move |i| (0..600).map(move |j| (h, i, j)))) {
+            let at = strides.offset(0, i, h, j) as usize * 4;
+            let Some(bytes) = bytes.get(at..at + 4) else { break };
+            assert_eq!(DType::F32.read(bytes).is_nan(), j >= 250, "{isa} head {h} row {i} column {j}");
+        }
+    }
+}
+
+#[test]
+fn o_of_fp8_is_multiplied_by_its_scale() {
+    for (isa, seqlen_q) in available().flat_map(|isa| [(isa, 2), (isa, 20)]) {
+        let mut problem = problem(DType::E4m3Fn, dims(1, seqlen_q, 30, (1, 1)));
+        (problem.dtype_o, problem.scale_o) = (DType::E4m3Fn, true);
+        let mut inputs = Inputs::random(problem, &[], 19);
+        for (j, d) in (0..30).flat_map(|j| (0..24).map(move |d| (j, d))) {
+            inputs.v.set(0, j, 0, d, 1.0);
+        }
+        assert_eq!(inputs.scale_o, [1.75]);
+        let o = run_fwd(&backend(isa, 1), &inputs, &PlanOptions::default()).o;
+        for (i, d) in (0..seqlen_q).flat_map(|i| (0..24).map(move |d| (i, d))) {
+            assert_eq!(o.get(0, i, 0, d), 1.75, "{isa} {seqlen_q} queries, row {i}");
+        }
+    }
+}
+
+#[test]
+fn the_lse_of_parts_is_none_where_one_of_them_has_none() {
+    let shape = Shape { batch: 1, seq: 4, head: 1, dim: 2 };
+    let mut problem = CombineProblem::new(2, DType::F32, DType::F32, shape);
+    problem.write_lse = true;
+    let problem = problem.validate().unwrap();
+    let infinity = f32::NEG_INFINITY;
+    let (left, right) = ([f32::NAN, infinity, infinity, 1.0], [infinity, f32::NAN, infinity, f32::NAN]);
+    let (part, mut o, mut lse) = ([1f32; 8], [9f32; 8], [9f32; 4]);
+    let parts = [left, right];
+    let parts =
+        parts.each_ref().map(|lse| PartialResult { o: DevSlice::host(&part), lse: DevSlice::host(lse) });
+    let backend = backend(Isa::Portable, 1);
+    let plan = backend.plan_combine(&problem, &PlanOptions::default()).unwrap();
+    let (o_slice, lse_slice) = (DevSliceMut::host(&mut o), DevSliceMut::host(&mut lse));
+    let mut args = CombineArgs { parts: &parts, o: o_slice, lse: Some(lse_slice) };
+    backend.run_combine(&plan, &mut args, Stream::DEFAULT).unwrap();
+    assert!([0, 1, 3].iter().all(|&row| lse[row].is_nan()) && lse[2] == infinity, "{lse:?}");
+    assert!([0, 1, 3].iter().all(|&row| o[2 * row].is_nan()) && o[4] == 0.0, "{o:?}");
 }
 
 #[test]

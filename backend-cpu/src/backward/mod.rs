@@ -15,6 +15,8 @@
 //! in one pass. Where there are fewer, tiles of keys (dK, dV) and tiles of queries (dQ) are tasks of
 //! their own: seven products instead of five, on every thread, with the same bits.
 
+#[cfg(test)]
+mod tests;
 mod tile;
 
 use fmha_core::{Bias, BwdArgs, SeqSpan, ValidBwd};
@@ -32,7 +34,7 @@ use tile::Tile;
 pub(crate) type Backward<'a> = Call<'a, ValidBwd, BwdArgs<'a>>;
 
 /// What a task computes.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 enum Task {
     /// dQ, dK and dV of a kv head.
     KvHead { span: usize, i_head_kv: u32 },
@@ -72,6 +74,14 @@ struct Shared<'a> {
     delta: Floats,
 }
 
+/// Adds to `tasks`, or says how much memory the system refused.
+fn add(tasks: &mut Vec<Task>, more: impl ExactSizeIterator<Item = Task>) -> fmha_core::Result<()> {
+    let bytes = (more.len() as u64).saturating_mul(size_of::<Task>() as u64);
+    tasks.try_reserve(more.len()).map_err(|_| crate::memory::no_memory(bytes))?;
+    tasks.extend(more);
+    Ok(())
+}
+
 // SAFETY: `delta` is only read while tasks run; the rest is read or written as `Source` and `Target` say.
 unsafe impl Sync for Shared<'_> {}
 
@@ -81,29 +91,7 @@ impl Backward<'_> {
     /// # Errors
     /// Memory for scratch that the system refuses, before anything is written.
     pub(crate) fn run<S: Simd>(&self, s: S, threads: &Threads) -> fmha_core::Result<()> {
-        let (problem, args) = (self.problem, self.args);
-        let fwd = problem.fwd();
-        let grad = problem.dtype_grad;
-        let dbias = match (problem.dbias, &args.dbias) {
-            (Some(wanted), Some(slice)) => Some(Target::new(slice, wanted.dtype, wanted.strides)),
-            _ => None,
-        };
-        let mut shared = Shared {
-            problem,
-            args,
-            spans: self.spans,
-            blocks: self.blocks,
-            score: ScoreInputs::new(fwd, &args.score),
-            q: Source::new(args.q, fwd.dtype_qk, fwd.q),
-            k: Source::new(args.k, fwd.dtype_qk, fwd.k),
-            v: Source::new(args.v, fwd.dtype_v, fwd.v),
-            dout: Source::new(args.dout, fwd.dtype_o, problem.dout),
-            dq: Target::new(&args.dq, grad, problem.dq),
-            dk: Target::new(&args.dk, grad, problem.dk),
-            dv: Target::new(&args.dv, grad, problem.dv),
-            dbias,
-            delta: Floats::scratch(fwd.extents(args.seq.totals).lse_elems as usize)?,
-        };
+        let mut shared = self.shared()?;
         let tasks = shared.tasks(threads.count())?;
         let used = threads.used(tasks.len());
         let mut scratch = reserve(used)?;
@@ -124,6 +112,35 @@ impl Backward<'_> {
     }
 }
 
+impl<'a> Backward<'a> {
+    /// What its tasks share; delta is still to be computed.
+    fn shared(&self) -> fmha_core::Result<Shared<'a>> {
+        let (problem, args) = (self.problem, self.args);
+        let fwd = problem.fwd();
+        let grad = problem.dtype_grad;
+        let dbias = match (problem.dbias, &args.dbias) {
+            (Some(wanted), Some(slice)) => Some(Target::new(slice, wanted.dtype, wanted.strides)),
+            _ => None,
+        };
+        Ok(Shared {
+            problem,
+            args,
+            spans: self.spans,
+            blocks: self.blocks,
+            score: ScoreInputs::new(fwd, &args.score),
+            q: Source::new(args.q, fwd.dtype_qk, fwd.q),
+            k: Source::new(args.k, fwd.dtype_qk, fwd.k),
+            v: Source::new(args.v, fwd.dtype_v, fwd.v),
+            dout: Source::new(args.dout, fwd.dtype_o, problem.dout),
+            dq: Target::new(&args.dq, grad, problem.dq),
+            dk: Target::new(&args.dk, grad, problem.dk),
+            dv: Target::new(&args.dv, grad, problem.dv),
+            dbias,
+            delta: Floats::scratch(fwd.extents(args.seq.totals).lse_elems as usize)?,
+        })
+    }
+}
+
 impl Shared<'_> {
     fn dims(&self) -> (usize, usize) {
         let dims = self.problem.fwd.dims;
@@ -136,14 +153,10 @@ impl Shared<'_> {
         let spans = || self.spans.iter().enumerate();
         let kv_heads = self.spans.len() * dims.num_heads_kv as usize;
         let mut tasks = vec![];
-        let grow = |tasks: &mut Vec<Task>, more: usize| {
-            let bytes = (more as u64).saturating_mul(size_of::<Task>() as u64);
-            tasks.try_reserve(more).map_err(|_| crate::memory::no_memory(bytes))
-        };
         if kv_heads >= threads {
-            grow(&mut tasks, kv_heads)?;
             for (span, _) in spans() {
-                tasks.extend((0..dims.num_heads_kv).map(|i_head_kv| Task::KvHead { span, i_head_kv }));
+                let heads = 0..dims.num_heads_kv;
+                add(&mut tasks, heads.map(|i_head_kv| Task::KvHead { span, i_head_kv }))?;
             }
             tasks.sort_by_key(|task| {
                 let Task::KvHead { span, .. } = *task else { return std::cmp::Reverse(0) };
@@ -152,28 +165,22 @@ impl Shared<'_> {
             });
         } else {
             for (span, lengths) in spans() {
-                let key_tiles = (lengths.seqlen_k as usize).div_ceil(block_n);
-                let query_tiles = (lengths.seqlen_q as usize).div_ceil(block_m);
-                let (heads, heads_kv) = (dims.num_heads_q, dims.num_heads_kv);
-                grow(&mut tasks, key_tiles * heads_kv as usize + query_tiles * heads as usize)?;
                 for j in (0..lengths.seqlen_k).step_by(block_n) {
-                    tasks.extend((0..heads_kv).map(|i_head_kv| Task::Keys { span, i_head_kv, j }));
+                    let heads = 0..dims.num_heads_kv;
+                    add(&mut tasks, heads.map(|i_head_kv| Task::Keys { span, i_head_kv, j }))?;
                 }
                 // The last queries see most under a causal mask: they come first.
-                for tile in (0..query_tiles).rev() {
-                    let i = (tile * block_m) as u32;
-                    tasks.extend((0..heads).map(|i_head| Task::Queries { span, i_head, i }));
+                for i in (0..lengths.seqlen_q).step_by(block_m).rev() {
+                    add(&mut tasks, (0..dims.num_heads_q).map(|i_head| Task::Queries { span, i_head, i }))?;
                 }
             }
         }
         if let (Some(_), Bias::Elementwise(bias)) = (&self.dbias, self.problem.fwd.bias) {
             let shape = self.problem.fwd.shape_bias(bias.broadcast);
-            let tiles = (shape.seq as usize).div_ceil(block_m);
-            grow(&mut tasks, tiles * shape.batch as usize * shape.head as usize)?;
             for i_batch in 0..shape.batch {
                 for i_head in 0..shape.head {
                     let rows = (0..shape.seq).step_by(block_m);
-                    tasks.extend(rows.map(|i| Task::Bias { i_batch, i_head, i }));
+                    add(&mut tasks, rows.map(|i| Task::Bias { i_batch, i_head, i }))?;
                 }
             }
         }

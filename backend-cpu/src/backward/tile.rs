@@ -137,24 +137,18 @@ impl Shared<'_> {
             let (from, to) = (to.as_ptr(), transposed.as_mut_ptr());
             s.run(TransposePanels { from, capacity, rows: queries, cols, to });
         }
-        for lane in 0..capacity {
-            let (mut lse, mut delta, mut dlse) = (f32::INFINITY, 0.0, 0.0);
-            if lane < queries {
-                let index = span.lse_index(self.problem.fwd(), i_head, i + lane as u32);
-                lse = f32_at(&self.args.lse, index);
-                // SAFETY: one number for each row.
-                delta = unsafe { *self.delta.as_ptr().add(index) };
-                dlse = self.dlse_at(index) as f32;
-                // A row that saw nothing has P = 0 = exp(S - inf).
-                if lse == f32::NEG_INFINITY {
-                    lse = f32::INFINITY;
-                }
-            }
-            // SAFETY: block_m numbers each.
+        tile.lse.fill(f32::INFINITY);
+        tile.delta.fill(0.0);
+        tile.dlse.fill(0.0);
+        for lane in 0..queries {
+            let index = span.lse_index(self.problem.fwd(), i_head, i + lane as u32);
+            let lse = f32_at(&self.args.lse, index);
+            // SAFETY: one number for each row of delta; block_m, no fewer than the queries, of the others.
             unsafe {
-                *tile.lse.as_mut_ptr().add(lane) = lse;
-                *tile.delta.as_mut_ptr().add(lane) = delta;
-                *tile.dlse.as_mut_ptr().add(lane) = dlse;
+                // A row that saw nothing has P = 0 = exp(S - inf).
+                *tile.lse.as_mut_ptr().add(lane) = if lse == f32::NEG_INFINITY { f32::INFINITY } else { lse };
+                *tile.delta.as_mut_ptr().add(lane) = *self.delta.as_ptr().add(index);
+                *tile.dlse.as_mut_ptr().add(lane) = self.dlse_at(index) as f32;
             }
         }
     }

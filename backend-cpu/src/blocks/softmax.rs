@@ -235,3 +235,62 @@ impl<S: Simd> Op<S> for AddTo {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+
+    use super::*;
+    use crate::simd::Portable;
+
+    const WIDTH: usize = Portable::PANEL;
+    const ROWS: usize = 6;
+
+    fn panel(rows: (usize, usize)) -> Panel {
+        Panel { i: 0, queries: WIDTH - 1, j: 0, rows, edge: true }
+    }
+
+    #[test]
+    fn live_rows_of_a_panel_are_multiplied_and_no_others() {
+        let (mut x, y) = ([2.0f32; ROWS * WIDTH], [3.0f32; ROWS * WIDTH]);
+        let wanted = |live: f32| -> Vec<f32> {
+            (0..ROWS * WIDTH).map(|at| if (2..5).contains(&(at / WIDTH)) { live } else { 2.0 }).collect()
+        };
+        Portable.run(Multiply { panel: panel((2, 5)), x: x.as_mut_ptr(), y: y.as_ptr() });
+        assert_eq!(x[..], wanted(6.0));
+        Portable.run(Scale { panel: panel((2, 5)), x: x.as_mut_ptr(), factor: 0.5 });
+        assert_eq!(x[..], wanted(3.0));
+    }
+
+    /// In two steps, so that the second one rescales.
+    #[test]
+    fn probabilities_are_rounded_to_the_type_of_v_and_their_sums_are_not() {
+        let softmax = |round: DType| {
+            let mut scores: [f32; ROWS * WIDTH] =
+                std::array::from_fn(|at| (at * 37 % 48) as f32 / 9.7 - 1.3 * (at % WIDTH) as f32);
+            let (mut row_max, mut row_sum, mut alpha) =
+                ([f32::NEG_INFINITY; WIDTH], [0.0f32; WIDTH], [0.0f32; WIDTH]);
+            for rows in [(0, 3), (3, ROWS)] {
+                let state = RowState {
+                    row_max: row_max.as_mut_ptr(),
+                    row_sum: row_sum.as_mut_ptr(),
+                    alpha: alpha.as_mut_ptr(),
+                };
+                let scores = scores.as_mut_ptr();
+                Portable.run(Softmax { panel: panel(rows), scores, state, round, pairs: false });
+            }
+            (scores, [row_max, row_sum, alpha])
+        };
+        let (exact, state) = softmax(DType::F32);
+        for (at, &p) in exact.iter().enumerate() {
+            assert!(p > 0.0 && p <= 1.0, "{at}: {p}");
+        }
+        for (round, rounded) in [
+            (DType::F16, exact.map(|p| f16::from_f32(p).to_f32())),
+            (DType::Bf16, exact.map(|p| bf16::from_f32(p).to_f32())),
+        ] {
+            assert_ne!(rounded, exact);
+            assert_eq!(softmax(round), (rounded, state), "{round}");
+        }
+    }
+}

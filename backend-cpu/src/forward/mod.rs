@@ -17,6 +17,8 @@
 
 mod cache;
 mod rows;
+#[cfg(test)]
+mod tests;
 mod tiles;
 
 pub(crate) use rows::FEW_QUERIES;
@@ -143,28 +145,7 @@ impl Forward<'_> {
         let rows = KvRows::of(problem, &args.seq)?;
         let turned = TurnedQueries::of(problem, args, self.spans, threads)?;
         cache::append(problem, args, self.spans, rows, threads)?;
-        let cached = |slice, dtype, strides, dim: u32| Cached {
-            source: Source::new(slice, dtype, strides),
-            rows,
-            dim: dim as usize,
-            widened: problem.dtype_cache.map(|_| problem.dtype_qk),
-            in_codes: false,
-        };
-        let q = Source::new(args.q, problem.dtype_qk, problem.q);
-        let shared = Shared {
-            problem,
-            spans: self.spans,
-            blocks: self.blocks_for::<S>(threads.count()),
-            score: ScoreInputs::new(problem, &args.score),
-            q: turned.as_ref().map_or(q, TurnedQueries::source),
-            k: cached(args.k_slice(), problem.stored_k(), problem.k, problem.dims.head_dim_qk),
-            v: cached(args.v_slice(), problem.stored_v(), problem.v, problem.dims.head_dim_v),
-            tree: TreeMask::of(problem, &args.cache, &args.seq),
-            o: Target::new(&args.o, problem.dtype_o, problem.o),
-            scale_o: args.scale_o.as_ref().map_or(1.0, |scale| f32_at(scale, 0)),
-            lse: args.lse.as_ref().map(Bytes::new),
-            keep_mask: args.keep_mask.as_ref().map(Bytes::new),
-        };
+        let shared = self.shared(rows, turned.as_ref(), self.blocks_for::<S>(threads.count()));
         let tasks = shared.tasks()?;
         let used = if tasks.is_empty() { 0 } else { threads.used(tasks.len()) };
         let mut scratch = reserve(used)?;
@@ -180,6 +161,35 @@ impl Forward<'_> {
             }
         });
         Ok(())
+    }
+}
+
+impl<'a> Forward<'a> {
+    /// What its tasks share.
+    fn shared(&self, rows: KvRows<'a>, turned: Option<&TurnedQueries>, blocks: Blocks) -> Shared<'a> {
+        let (problem, args) = (self.problem, self.args);
+        let cached = |slice, dtype, strides, dim: u32| Cached {
+            source: Source::new(slice, dtype, strides),
+            rows,
+            dim: dim as usize,
+            widened: problem.dtype_cache.map(|_| problem.dtype_qk),
+            in_codes: false,
+        };
+        let q = Source::new(args.q, problem.dtype_qk, problem.q);
+        Shared {
+            problem,
+            spans: self.spans,
+            blocks,
+            score: ScoreInputs::new(problem, &args.score),
+            q: turned.map_or(q, TurnedQueries::source),
+            k: cached(args.k_slice(), problem.stored_k(), problem.k, problem.dims.head_dim_qk),
+            v: cached(args.v_slice(), problem.stored_v(), problem.v, problem.dims.head_dim_v),
+            tree: TreeMask::of(problem, &args.cache, &args.seq),
+            o: Target::new(&args.o, problem.dtype_o, problem.o),
+            scale_o: args.scale_o.as_ref().map_or(1.0, |scale| f32_at(scale, 0)),
+            lse: args.lse.as_ref().map(Bytes::new),
+            keep_mask: args.keep_mask.as_ref().map(Bytes::new),
+        }
     }
 }
 

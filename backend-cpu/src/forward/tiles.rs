@@ -318,14 +318,23 @@ mod tests {
         let mut negative = problem(50, 60, (32, 32), "0");
         negative.softmax_scale = Some(-0.3);
         assert!(errors(&negative, FORWARD_BLOCKS, |_| {}).0 <= 2.0);
+        // Scores of one tile of keys far above those of another, so that O is rescaled.
+        for scale in [2.0, 30.0, -30.0] {
+            let mut steep = problem(70, 301, (64, 96), "b");
+            steep.softmax_scale = Some(scale);
+            let (o, _) = errors(&steep, FORWARD_BLOCKS, |_| {});
+            assert!(o <= 2.0, "scale {scale}: {o}");
+        }
     }
 
     #[test]
     fn a_nan_of_v_reaches_only_the_rows_that_see_it_through_tiles() {
-        let problem = problem(100, 100, (32, 32), "t");
-        let at = problem.v.offset(0, 50, 0, 3) as usize;
-        let (o, _) = errors(&problem, FORWARD_BLOCKS, |v| v[at] = bf16::NAN);
-        assert!(o <= 2.0, "{o}");
+        for (dims, column) in [((32, 32), 3), ((32, 96), 70)] {
+            let problem = problem(100, 100, dims, "t");
+            let at = problem.v.offset(0, 50, 0, column) as usize;
+            let (o, _) = errors(&problem, FORWARD_BLOCKS, |v| v[at] = bf16::NAN);
+            assert!(o <= 2.0, "{o}");
+        }
     }
 
     /// The two ways out of tiles: rounded before they are transposed, and transposed to f32.

@@ -24,7 +24,7 @@ pub(crate) use math::{exp, tanh};
 pub(crate) use neon::Neon;
 pub(crate) use portable::Portable;
 #[cfg(test)]
-pub(crate) use portable::SoftTiles;
+pub(crate) use portable::{SoftDots, SoftTiles};
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86::{Avx2, Avx512, Avx512Bf16, Avx512Vbmi};
 

@@ -143,6 +143,77 @@ impl Simd for Portable {
     array_methods!(4);
 }
 
+/// What [`Simd::BF16_DOT`] and [`Simd::WIDENS_CODES`] promise, of sixteen lanes.
+#[cfg(test)]
+macro_rules! bf16_methods {
+    () => {
+        fn dot_bf16(self, acc: Self::V, a: Self::V, b: Self::V) -> Self::V {
+            let half = |pair: f32| [pair.to_bits() << 16, pair.to_bits() & 0xffff_0000].map(f32::from_bits);
+            lanes!(i => acc[i] + half(a[i])[0] * half(b[i])[0] + half(a[i])[1] * half(b[i])[1])
+        }
+
+        fn pair_bf16(self, low: Self::V, high: Self::V) -> Self::V {
+            let bits = |x: f32| u32::from(bf16::from_f32(x).to_bits());
+            lanes!(i => f32::from_bits(bits(low[i]) | bits(high[i]) << 16))
+        }
+
+        fn pack_bf16(self, first: Self::V, second: Self::V) -> Self::V {
+            let both: [f32; 32] = std::array::from_fn(|i| if i < 16 { first[i] } else { second[i - 16] });
+            let bits = |x: f32| u32::from(bf16::from_f32(x).to_bits());
+            lanes!(i => f32::from_bits(bits(both[2 * i]) | bits(both[2 * i + 1]) << 16))
+        }
+
+        fn pair_rows(self, low: Self::V, high: Self::V) -> [Self::V; 2] {
+            let half = |of: &Self::V, d: usize| of[d / 2].to_bits() >> (d % 2 * 16) & 0xffff;
+            let pair = |d: usize| f32::from_bits(half(&low, d) | half(&high, d) << 16);
+            [lanes!(i => pair(i / 4 * 8 + i % 4)), lanes!(i => pair(i / 4 * 8 + 4 + i % 4))]
+        }
+
+        fn widen_codes(self, tables: &Tables<Self::V>, codes: Self::V) -> [Self::V; 2] {
+            let byte = |of: &[f32], at: usize| of[at / 4].to_bits().to_le_bytes()[at % 4];
+            let lower: &[f32] = tables.as_flattened();
+            let wide = |d: usize| {
+                let code = usize::from(byte(&codes, d));
+                let number = [byte(lower, code % 128), byte(lower, 128 + code % 128)];
+                u32::from(u16::from_le_bytes(number) ^ (code as u16 & 0x80) << 8)
+            };
+            let pair = |d: usize| f32::from_bits(wide(d) | wide(d + 1) << 16);
+            [lanes!(i => pair(2 * i)), lanes!(i => pair(32 + 2 * i))]
+        }
+
+        fn split_bf16(self, both: Self::V) -> [Self::V; 2] {
+            let bits = both.map(f32::to_bits);
+            [lanes!(i => f32::from_bits(bits[i] << 16)), lanes!(i => f32::from_bits(bits[i] & 0xffff_0000))]
+        }
+
+        fn pair_codes(self, low: Self::V, high: Self::V) -> [Self::V; 2] {
+            let byte = |of: &Self::V, at: usize| of[at / 4].to_bits().to_le_bytes()[at % 4];
+            // Byte `at` of a half: the even fours of elements come before the odd ones.
+            let paired = |half: usize, at: usize| {
+                let d = 32 * half + at / 2 % 16 / 4 * 8 + at / 32 * 4 + at / 2 % 4;
+                byte(if at.is_multiple_of(2) { &low } else { &high }, d)
+            };
+            let four = |half, i| f32::from_le_bytes(std::array::from_fn(|n| paired(half, 4 * i + n)));
+            [lanes!(i => four(0, i)), lanes!(i => four(1, i))]
+        }
+    };
+}
+
+/// What dot products of bf16 pairs compute, in software, for tests of what is around them.
+#[cfg(test)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SoftDots;
+
+#[cfg(test)]
+impl Simd for SoftDots {
+    const TILE_ROWS: usize = 12;
+    const WIDENS_CODES: bool = true;
+    const BF16_DOT: bool = true;
+    const DOTS_OUTRUN_FMAS: bool = true;
+    array_methods!(16);
+    bf16_methods!();
+}
+
 /// What tiles of bf16 compute, in software: sixteen lanes as AVX-512 has, for tests of everything around
 /// the tiles where no processor has them.
 #[cfg(test)]
@@ -163,55 +234,7 @@ impl Simd for SoftTiles {
     const TILES: bool = true;
     array_methods!(16);
 
-    fn dot_bf16(self, acc: Self::V, a: Self::V, b: Self::V) -> Self::V {
-        let half = |pair: f32| [pair.to_bits() << 16, pair.to_bits() & 0xffff_0000].map(f32::from_bits);
-        lanes!(i => acc[i] + half(a[i])[0] * half(b[i])[0] + half(a[i])[1] * half(b[i])[1])
-    }
-
-    fn pair_bf16(self, low: Self::V, high: Self::V) -> Self::V {
-        let bits = |x: f32| u32::from(bf16::from_f32(x).to_bits());
-        lanes!(i => f32::from_bits(bits(low[i]) | bits(high[i]) << 16))
-    }
-
-    fn pack_bf16(self, first: Self::V, second: Self::V) -> Self::V {
-        let both: [f32; 32] = std::array::from_fn(|i| if i < 16 { first[i] } else { second[i - 16] });
-        let bits = |x: f32| u32::from(bf16::from_f32(x).to_bits());
-        lanes!(i => f32::from_bits(bits(both[2 * i]) | bits(both[2 * i + 1]) << 16))
-    }
-
-    fn pair_rows(self, low: Self::V, high: Self::V) -> [Self::V; 2] {
-        let half = |of: &Self::V, d: usize| of[d / 2].to_bits() >> (d % 2 * 16) & 0xffff;
-        let pair = |d: usize| f32::from_bits(half(&low, d) | half(&high, d) << 16);
-        [lanes!(i => pair(i / 4 * 8 + i % 4)), lanes!(i => pair(i / 4 * 8 + 4 + i % 4))]
-    }
-
-    fn widen_codes(self, tables: &Tables<Self::V>, codes: Self::V) -> [Self::V; 2] {
-        let byte = |of: &[f32], at: usize| of[at / 4].to_bits().to_le_bytes()[at % 4];
-        let lower: &[f32] = tables.as_flattened();
-        let wide = |d: usize| {
-            let code = usize::from(byte(&codes, d));
-            let number = [byte(lower, code % 128), byte(lower, 128 + code % 128)];
-            u32::from(u16::from_le_bytes(number) ^ (code as u16 & 0x80) << 8)
-        };
-        let pair = |d: usize| f32::from_bits(wide(d) | wide(d + 1) << 16);
-        [lanes!(i => pair(2 * i)), lanes!(i => pair(32 + 2 * i))]
-    }
-
-    fn split_bf16(self, both: Self::V) -> [Self::V; 2] {
-        let bits = both.map(f32::to_bits);
-        [lanes!(i => f32::from_bits(bits[i] << 16)), lanes!(i => f32::from_bits(bits[i] & 0xffff_0000))]
-    }
-
-    fn pair_codes(self, low: Self::V, high: Self::V) -> [Self::V; 2] {
-        let byte = |of: &Self::V, at: usize| of[at / 4].to_bits().to_le_bytes()[at % 4];
-        // Byte `at` of a half: the even fours of elements come before the odd ones.
-        let paired = |half: usize, at: usize| {
-            let d = 32 * half + at / 2 % 16 / 4 * 8 + at / 32 * 4 + at / 2 % 4;
-            byte(if at.is_multiple_of(2) { &low } else { &high }, d)
-        };
-        let four = |half, i| f32::from_le_bytes(std::array::from_fn(|n| paired(half, 4 * i + n)));
-        [lanes!(i => four(0, i)), lanes!(i => four(1, i))]
-    }
+    bf16_methods!();
 
     unsafe fn tile_zero(self) {
         ACCUMULATORS.set([[0.0; 32]; 32]);

@@ -366,6 +366,7 @@ fn widens_codes_to<S: Simd>(s: S, wide: impl Fn(u8) -> u16, to_wide: &BytePlanes
 macro_rules! for_each_set {
     ($test:ident) => {
         $test(Portable);
+        $test(SoftDots);
         $test(SoftTiles);
         #[cfg(target_arch = "x86_64")]
         {
@@ -409,6 +410,16 @@ fn a_transposed_block_has_rows_where_columns_were_and_touches_nothing_else() {
 #[test]
 fn rows_are_paired_in_fours_and_weights_are_packed_in_order() {
     for_each_set!(pairs_rows);
+}
+
+#[test]
+fn a_table_is_odd_where_zero_is_zero_and_the_highest_bit_is_the_sign() {
+    let is_odd = |wide: fn(u8) -> u16| BytePlanes::new(wide).is_odd();
+    let sign = |byte: u8| u16::from(byte & 0x80) << 8;
+    assert!(is_odd(|byte| u16::from(byte & 0x7f) | u16::from(byte & 0x80) << 8));
+    assert!(!is_odd(u16::from), "0 is 0, but there is no sign");
+    let shifted = BytePlanes::new(|byte| (u16::from(byte & 0x7f) + 1) | sign(byte));
+    assert!(!shifted.is_odd(), "there is a sign, but 0 is 1");
 }
 
 #[test]

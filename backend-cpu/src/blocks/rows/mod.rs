@@ -261,3 +261,35 @@ fn steps_of(mut live: &[usize], most: usize) -> usize {
     }
     steps
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_that_follow_one_another_are_taken_by_fours_or_twos() {
+        for (live, most, taken) in [
+            (&[3, 4, 5, 6][..], 4, 4),
+            (&[3, 4, 5, 6], 9, 4),
+            (&[3, 4, 5, 6], 3, 2),
+            (&[3, 4, 5, 6], 1, 1),
+            (&[3, 4, 5, 7], 4, 2),
+            (&[3, 4, 5, 8], 4, 2),
+            (&[3, 5, 6, 8], 4, 1),
+            (&[3, 4, 5], 4, 2),
+            (&[3], 4, 1),
+        ] {
+            assert_eq!(taken_together(live, most), taken, "{live:?}, at most {most}");
+        }
+        for (live, most, steps) in
+            [(&[][..], 4, 0), (&[0, 1, 2, 3, 4], 4, 2), (&[0, 1, 2, 3, 4], 1, 5), (&[0, 2, 3, 9], 4, 3)]
+        {
+            assert_eq!(steps_of(live, most), steps, "{live:?}, at most {most}");
+        }
+    }
+
+    #[test]
+    fn a_block_takes_the_heads_of_four_kilobytes_and_one_at_least() {
+        assert_eq!([256, 1000, 4096, 4097, 100_000].map(heads_of_block), [16, 4, 1, 1, 1]);
+    }
+}

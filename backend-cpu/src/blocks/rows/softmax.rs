@@ -73,3 +73,33 @@ impl<S: Simd> Op<S> for SoftmaxRow<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+
+    use super::*;
+    use crate::simd::Portable;
+
+    /// Twice, so that the second block rescales.
+    #[test]
+    fn probabilities_of_a_row_are_rounded_to_the_type_of_v_and_their_sums_are_not() {
+        let softmax = |round: DType| {
+            let (mut state, mut alpha) = (RowSums::EMPTY, 0.0);
+            let blocks = [3.7, 9.1].map(|scale: f32| {
+                let mut scores: [f32; BLOCK_KEYS] =
+                    std::array::from_fn(|at| (at * 37 % BLOCK_KEYS) as f32 / BLOCK_KEYS as f32 * scale);
+                let (state, alpha) = (&mut state, &mut alpha);
+                Portable.run(SoftmaxRow { scores: scores.as_mut_ptr(), state, alpha, round });
+                scores
+            });
+            (blocks.concat(), [state.row_max, state.row_sum, alpha])
+        };
+        let (exact, state) = softmax(DType::F32);
+        let in_f16: Vec<f32> = exact.iter().map(|&p| f16::from_f32(p).to_f32()).collect();
+        let in_bf16: Vec<f32> = exact.iter().map(|&p| bf16::from_f32(p).to_f32()).collect();
+        assert!(in_f16 != exact && in_bf16 != exact && state[2] < 1.0);
+        assert!(softmax(DType::F16) == (in_f16, state));
+        assert!(softmax(DType::Bf16) == (in_bf16, state));
+    }
+}

@@ -1,0 +1,165 @@
+//! What a backend says of itself and of its plans, and the memory that it lends.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+use fmha_core::{
+    BwdProblem, CombineProblem, DType, Dims, Error, FmhaBackend, FwdProblem, PlanOptions, Shape,
+};
+use fmha_cpu::{Config, CpuBackend, Isa};
+
+fn backend(threads: usize) -> CpuBackend {
+    CpuBackend::with(Config { threads: Some(threads), isa: Some(Isa::Portable) }).unwrap()
+}
+
+#[test]
+fn an_instruction_set_has_one_name_everywhere() {
+    let names = ["amx", "avx512bf16", "avx512vbmi", "avx512", "avx2", "neon", "portable"];
+    assert_eq!(Isa::ALL.map(Isa::name), names);
+    for isa in Isa::ALL {
+        assert_eq!(isa.to_string(), isa.name());
+        assert_eq!(isa.name().parse(), Ok(isa));
+    }
+    let text = "sse".parse::<Isa>().unwrap_err();
+    assert!(text.contains("`sse`") && names.iter().all(|name| text.contains(name)), "{text}");
+}
+
+#[test]
+fn what_another_architecture_has_is_refused_and_what_this_one_lacks_is_not_taken() {
+    assert!(Isa::Portable.is_available());
+    let foreign = if cfg!(target_arch = "x86_64") { Isa::Neon } else { Isa::Avx2 };
+    assert!(!foreign.is_available());
+    let refused = CpuBackend::with(Config { threads: Some(1), isa: Some(foreign) }).map(|_| ()).unwrap_err();
+    assert!(matches!(&refused, Error::NoDevice(text) if text.contains(foreign.name())), "{refused}");
+    for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
+        let backend = CpuBackend::with(Config { threads: Some(1), isa: Some(isa) }).unwrap();
+        assert_eq!(backend.isa(), isa);
+    }
+}
+
+#[test]
+fn a_backend_names_its_kind_its_kernels_its_threads_and_its_instructions() {
+    let (one, three) = (backend(1), backend(3));
+    assert_eq!([one.threads(), three.threads()], [1, 3]);
+    assert_eq!(one.kind(), "cpu");
+    assert_eq!(one.kernels(), ["cpu-fwd", "cpu-bwd", "cpu-combine"]);
+    let name = |backend: &CpuBackend| backend.name().to_owned();
+    assert!(
+        name(&one).starts_with("cpu (") && name(&one).ends_with(", 1 thread, portable)"),
+        "{}",
+        name(&one)
+    );
+    assert!(name(&three).ends_with(", 3 threads, portable)"), "{}", name(&three));
+    // Linux says what the processor is called.
+    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model =
+        cpuinfo.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split_once(':'));
+    let processor = model.map_or(std::env::consts::ARCH, |(_, name)| name.trim());
+    assert!(!processor.is_empty() && name(&one).contains(processor), "{}: {processor}", name(&one));
+}
+
+/// Ten million operations a second are a thousandth of any processor's: no measure, but neither seconds nor
+/// nothing pass for a rate.
+#[test]
+fn the_roofline_is_a_measured_rate_with_its_source() {
+    let backend = backend(2);
+    let roofline = backend.roofline(DType::F32);
+    assert!(roofline.flops_per_second.unwrap() > 1e7, "{roofline}");
+    assert_eq!(roofline.bytes_per_second, None);
+    assert!(roofline.source.contains("FMA"), "{roofline}");
+    assert_eq!(backend.roofline(DType::F32).flops_per_second, roofline.flops_per_second, "measured once");
+}
+
+#[test]
+fn memory_takes_and_gives_back_what_fits() {
+    let backend = backend(1);
+    let memory = backend.memory();
+    let mut buffer = memory.alloc(8).unwrap();
+    memory.upload(&[1, 2, 3, 4, 5, 6, 7, 8], &mut buffer).unwrap();
+    memory.upload(&[9, 10], &mut buffer).unwrap();
+    let (mut all, mut front) = ([0; 8], [0; 3]);
+    memory.download(&buffer, &mut all).unwrap();
+    assert_eq!(all, [9, 10, 3, 4, 5, 6, 7, 8]);
+    memory.download(&buffer, &mut front).unwrap();
+    assert_eq!(front, [9, 10, 3]);
+    let text = memory.upload(&[0; 9], &mut buffer).unwrap_err().to_string();
+    assert!(text.contains("to has 8 bytes, fewer than the 9"), "{text}");
+    let text = memory.download(&buffer, &mut [0; 9]).unwrap_err().to_string();
+    assert!(text.contains("from has 8 bytes, fewer than the 9"), "{text}");
+}
+
+fn problem() -> FwdProblem {
+    let dims = Dims {
+        batch: 1,
+        seqlen_q: 16,
+        seqlen_k: 16,
+        num_heads_q: 1,
+        num_heads_kv: 1,
+        head_dim_qk: 8,
+        head_dim_v: 8,
+    };
+    FwdProblem::batch(DType::F32, dims)
+}
+
+fn options(tile: &[(&str, &str)]) -> PlanOptions {
+    let tile = tile.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
+    PlanOptions { tile, ..PlanOptions::default() }
+}
+
+fn detail<'a>(details: &'a [(&'static str, String)], name: &str) -> Option<&'a str> {
+    details.iter().find(|(found, _)| *found == name).map(|(_, value)| value.as_str())
+}
+
+#[test]
+fn a_plan_says_which_tile_it_has_and_whether_that_may_shrink() {
+    let backend = backend(2);
+    let fwd = problem().validate().unwrap();
+    let details = |tile: &[(&str, &str)]| backend.plan_fwd(&fwd, &options(tile)).unwrap().details().to_vec();
+    let shrinks = "halved while there are fewer than 3 tasks a thread";
+    let default = details(&[]);
+    assert_eq!(detail(&default, "block_m"), Some(&*format!("512, {shrinks}")));
+    assert_eq!(detail(&default, "block_n"), Some("128"));
+    assert_eq!(detail(&default, "isa"), Some("portable"));
+    assert_eq!(detail(&default, "threads"), Some("2"));
+    assert_eq!(detail(&default, "arithmetic"), Some("f32, f32 sums"));
+    let keys = details(&[("block_n", "36")]);
+    assert_eq!(detail(&keys, "block_m"), Some(&*format!("512, {shrinks}")));
+    assert_eq!(detail(&keys, "block_n"), Some("36"));
+    for tile in [[("block_m", "96"), ("block_n", "36")], [("block_n", "36"), ("block_m", "96")]] {
+        assert_eq!(detail(&details(&tile), "block_m"), Some("96"), "{tile:?}");
+    }
+
+    let bwd = BwdProblem::new(problem()).validate().unwrap();
+    let plan = backend.plan_bwd(&bwd, &PlanOptions::default()).unwrap();
+    assert_eq!(detail(plan.details(), "block_m"), Some("96"));
+    assert_eq!(detail(plan.details(), "block_n"), Some("192"));
+}
+
+#[test]
+fn a_forward_plan_alone_says_what_is_taken_in_rows_and_is_batch_invariant_on_request() {
+    let backend = backend(1);
+    let fwd = problem().validate().unwrap();
+    for batch_invariant in [false, true] {
+        let options = PlanOptions { batch_invariant, ..PlanOptions::default() };
+        let plan = backend.plan_fwd(&fwd, &options).unwrap();
+        assert_eq!(plan.promises().batch_invariant, batch_invariant);
+        let rows = detail(plan.details(), "rows").unwrap();
+        assert_eq!(rows.starts_with("every sequence"), batch_invariant, "{rows}");
+        assert_eq!(rows.starts_with("sequences of at most 8 queries"), !batch_invariant, "{rows}");
+    }
+    let bwd = BwdProblem::new(problem()).validate().unwrap();
+    let plan = backend.plan_bwd(&bwd, &PlanOptions::default()).unwrap();
+    assert!(plan.promises().batch_invariant && detail(plan.details(), "rows").is_none());
+}
+
+#[test]
+fn a_combine_plan_has_no_tile_to_set() {
+    let backend = backend(1);
+    let shape = Shape { batch: 1, seq: 8, head: 1, dim: 8 };
+    let problem = CombineProblem::new(2, DType::F32, DType::F32, shape).validate().unwrap();
+    let plan = backend.plan_combine(&problem, &PlanOptions::default()).unwrap();
+    assert_eq!(plan.kernel(), "cpu-combine");
+    assert!(detail(plan.details(), "rows").is_none() && plan.promises().batch_invariant);
+    for tile in [("block_m", "16"), ("block_n", "16"), ("block_k", "16")] {
+        let text = backend.plan_combine(&problem, &options(&[tile])).unwrap_err().to_string();
+        assert!(text.contains(&format!("{}=16: this kernel has no tile to set", tile.0)), "{text}");
+    }
+}
