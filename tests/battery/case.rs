@@ -89,7 +89,10 @@ pub enum Plant {
     Shifted(Operand, u32),
     /// Scores of `score` times the scale at key 0, whose V is 0, and of 0 at all others: faint weights, subnormal in P's type,
     /// are all that O is made of.
-    FaintWeights { score: f64 },
+    FaintWeights {
+        /// K's first element at key 0, which the scale multiplies.
+        score: f64,
+    },
     /// Scores far below all others in keys `begin..end` of every sequence: `key` in K, taken by a negative Q.
     FarBelow {
         /// The first such key.
