@@ -312,7 +312,7 @@ fn every_case_that_is_to_find_a_mutant_passes_without_one() {
                 let others = cases[1..].to_vec();
                 let what = format!("{}: no edit", target.files);
                 let (arch, put, sound_is_known) = (arch.clone(), any.text.clone(), false);
-                unchanged.push(Fault { what, arch, case, tile, others, put, sound_is_known, ..any.clone() });
+                unchanged.push(Fault { what, arch, tile, put, case, others, sound_is_known, ..any.clone() });
             }
         }
     }
