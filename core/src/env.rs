@@ -95,6 +95,6 @@ mod tests {
         let path = std::env::var("PATH").unwrap();
         assert!(!path.is_empty());
         assert_eq!(get("PATH"), Some(path));
-        assert_eq!(get("FMHA_NOBODY_SETS_THIS"), None);
+        assert_eq!(get("NOBODY_SETS_THIS"), None);
     }
 }
