@@ -81,7 +81,7 @@ impl Shared<'_> {
             to: tile.keys.as_mut_ptr(),
             capacity,
             pairs: false,
-            finite: &mut tile.keys_finite,
+            is_moderate: &mut tile.keys_finite,
         });
         for (from, cols, factor, to) in [
             (k, dim_qk, head.descale_k, &mut tile.key_rows),
@@ -132,7 +132,7 @@ impl Shared<'_> {
                 to: to.as_mut_ptr(),
                 capacity,
                 pairs: false,
-                finite,
+                is_moderate: finite,
             });
             let (from, to) = (to.as_ptr(), transposed.as_mut_ptr());
             s.run(TransposePanels { from, capacity, rows: queries, cols, to });

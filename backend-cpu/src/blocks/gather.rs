@@ -3,7 +3,8 @@
 use crate::simd::{Op, Simd};
 use crate::tensor::Matrix;
 
-/// Copies rows of a tensor into panels of the head dimension; says whether all were finite.
+/// Copies rows of a tensor into panels of the head dimension; says whether all were finite, and as pairs of bf16 below
+/// [`LARGE_BF16`](crate::simd::LARGE_BF16) in magnitude too.
 pub(crate) struct Gather<'a> {
     pub(crate) from: Matrix,
     pub(crate) rows: usize,
@@ -13,15 +14,15 @@ pub(crate) struct Gather<'a> {
     /// Rows of a panel, or pairs of them.
     pub(crate) capacity: usize,
     pub(crate) pairs: bool,
-    pub(crate) finite: &'a mut bool,
+    pub(crate) is_moderate: &'a mut bool,
 }
 
 impl<S: Simd> Op<S> for Gather<'_> {
     #[inline(always)]
     fn call(self, s: S) {
-        let Self { from, rows, cols, factor, to, capacity, pairs, finite } = self;
+        let Self { from, rows, cols, factor, to, capacity, pairs, is_moderate } = self;
         // SAFETY: rows and columns are inside the tensor and the scratch by construction of the task.
-        *finite = unsafe {
+        *is_moderate = unsafe {
             if S::BF16_DOT && pairs {
                 from.gather_pairs(s, rows, cols, to, capacity)
             } else {

@@ -88,7 +88,7 @@ impl<S: Simd> Op<S> for TransposeValues {
 /// Scores to pairs of probabilities, `P = 2^(factor S - row_max)`, zeros beside the live rows of the tiles
 /// that they touch, and the running state as [`Softmax`](super::Softmax) keeps it, but in powers of 2.
 ///
-/// `row_max` follows the maximum only when that is [`SLACK`] above it: any base serves that keeps P in
+/// `row_max` follows the maximum only when that is `slack` above it: any base serves that keeps P in
 /// range, and O is mostly spared its rescaling (Dao and others use it in FlashAttention-4).
 #[derive(Clone, Copy)]
 pub(crate) struct TileSoftmax {
@@ -96,11 +96,14 @@ pub(crate) struct TileSoftmax {
     pub(crate) scores: *mut f32,
     /// Above 0.
     pub(crate) factor: f32,
+    /// P stays below 2 to this power.
+    pub(crate) slack: f32,
     pub(crate) state: super::RowState,
 }
 
-/// P stays below 2 to this power.
-const SLACK: f32 = 8.0;
+/// A base is a rounded product, and a multiply-add takes it from exact ones. Beyond this, 2^22, half of its last place is
+/// more than 2^-2, a quarter of a power of 2 too many or too few of every P: there scores are scaled first.
+const LARGEST_BASE: f32 = 4_194_304.0;
 
 /// How far a [`TileSoftmax`] is: first the largest scores, then probabilities.
 struct Progress<S: Simd, const VECTORS: usize> {
@@ -134,6 +137,9 @@ impl<S: Simd, const VECTORS: usize> Between<S> for Progress<S, VECTORS> {
 }
 
 impl TileSoftmax {
+    /// Where V is moderate.
+    pub(crate) const SLACK: f32 = 8.0;
+
     #[inline(always)]
     fn begin<S: Simd, const VECTORS: usize>(self, s: S, pairs: usize) -> Progress<S, VECTORS> {
         let (zero, first) = ([s.splat(0.0); VECTORS], self.panel.rows.0);
@@ -179,6 +185,7 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
     fn settle(&mut self, s: S) {
         let state = self.softmax.state;
         let nothing = s.splat(f32::NEG_INFINITY);
+        let mut farthest = s.splat(0.0);
         for (v, base) in self.base.iter_mut().enumerate() {
             // SAFETY: PANEL numbers of each state.
             unsafe {
@@ -186,14 +193,32 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
                 let (old, seen) =
                     (s.load(row_max), s.mul(s.max(self.largest[0][v], self.largest[1][v]), self.factor));
                 // Where both are -inf, the difference is NaN, and the new one is as good.
-                let new = s.select_le(s.sub(seen, old), s.splat(SLACK), old, seen);
+                let new = s.select_le(s.sub(seen, old), s.splat(self.softmax.slack), old, seen);
                 // Where nothing is seen yet, 2^(-inf - 0) is the 0 that 2^(-inf - -inf) is not.
                 let finite = s.select_le(new, nothing, s.splat(0.0), new);
                 s.store(state.alpha.add(v * S::LANES), s.exp2_coarse(s.sub(old, finite)));
                 s.store(row_max, new);
                 *base = s.sub(s.splat(0.0), finite);
+                farthest = s.max(farthest, s.max(finite, *base));
             }
         }
+        if s.largest(farthest) > LARGEST_BASE {
+            self.scale(s);
+        }
+    }
+
+    /// Scores times the factor, as the base was: then their difference is exact.
+    #[inline(always)]
+    fn scale(&mut self, s: S) {
+        let (first, last) = self.softmax.panel.rows;
+        for row in first..last {
+            for v in 0..VECTORS {
+                let at = self.softmax.at::<S>(row, v);
+                // SAFETY: a row and a vector of the panel.
+                unsafe { s.store(at, s.mul(s.load(at), self.factor)) };
+            }
+        }
+        self.factor = s.splat(1.0);
     }
 
     /// Probabilities of a row's vector.

@@ -280,7 +280,7 @@ impl Shared<'_> {
         scratch.row_sum.fill(0.0);
     }
 
-    /// K in rows and V in panels of `capacity`, of `keys` keys from `j` on; whether V is finite.
+    /// K in rows and V in panels of `capacity`, of `keys` keys from `j` on; what [`Gather`] says of V.
     fn load_keys<S: Simd>(
         &self,
         s: S,
@@ -290,7 +290,7 @@ impl Shared<'_> {
         capacity: usize,
         pairs: bool,
     ) -> bool {
-        let mut finite = true;
+        let mut is_moderate = true;
         let factor = |descale: f32| if self.problem.dtype_cache.is_some() { 1.0 } else { descale };
         s.run(GatherRows {
             from: self.k.block(s, head, (j, keys), head.descale_k, false, &mut scratch.gathered),
@@ -308,9 +308,9 @@ impl Shared<'_> {
             to: scratch.values.as_mut_ptr(),
             capacity,
             pairs,
-            finite: &mut finite,
+            is_moderate: &mut is_moderate,
         });
-        finite
+        is_moderate
     }
 
     fn attend<S: Simd>(&self, s: S, scratch: &mut Scratch, task: Task) {
@@ -330,7 +330,7 @@ impl Shared<'_> {
         debug_assert!(block_m / S::PANEL <= 128);
 
         for (j, keys) in key_tiles(&head, task.i..task.i + task.queries, block_n) {
-            let values_finite = self.load_keys(s, scratch, &head, (j, keys), capacity_v, pairs);
+            let values_moderate = self.load_keys(s, scratch, &head, (j, keys), capacity_v, pairs);
             for first in (0..queries).step_by(S::PANEL) {
                 let live = S::PANEL.min(queries - first);
                 let Some(panel) = Panel::new(head.band, task.i + first as u32, live, j, keys) else {
@@ -373,7 +373,7 @@ impl Shared<'_> {
                     store: if is_fresh { Store::Scaled(1.0) } else { Store::Rescale(alpha) },
                     pairs,
                 };
-                if panel.edge && !values_finite {
+                if panel.edge && !values_moderate {
                     columns.visible_only::<S>(head.band);
                 } else {
                     s.run(columns);

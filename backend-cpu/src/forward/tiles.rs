@@ -35,8 +35,8 @@ struct Keys<'a> {
     keys: usize,
     /// Rows of a panel.
     capacity: usize,
-    /// Whether V is finite.
-    finite: bool,
+    /// Whether V is finite, and no P that a panel may have makes it more than f32 holds.
+    is_moderate: bool,
 }
 
 impl Keys<'_> {
@@ -66,10 +66,10 @@ impl Shared<'_> {
         self.load_queries(s, scratch, task, &head, true);
         let mut fresh = u128::MAX;
         for (j, keys) in key_tiles(&head, task.i..task.i + task.queries, block_n) {
-            let finite = self.load_keys(s, scratch, &head, (j, keys), capacity / 2, true);
+            let is_moderate = self.load_keys(s, scratch, &head, (j, keys), capacity / 2, true);
             let (from, to) = (scratch.values.as_mut_ptr(), scratch.columns.as_mut_ptr());
             s.run(TransposeValues { from, capacity: capacity / 2, keys, dim: dim_v, to });
-            let tile = Keys { head: &head, i: task.i, queries, j, keys, capacity, finite };
+            let tile = Keys { head: &head, i: task.i, queries, j, keys, capacity, is_moderate };
             self.pipeline(s, scratch, &tile, &mut fresh);
         }
         s.leave_tiles();
@@ -131,7 +131,8 @@ impl Shared<'_> {
                 row_sum: scratch.row_sum.as_mut_ptr().wrapping_add(first),
                 alpha,
             };
-            let softmax = Some(TileSoftmax { panel, scores, factor: factor * LOG2_E, state });
+            let slack = if tile.is_moderate { TileSoftmax::SLACK } else { 0.0 };
+            let softmax = Some(TileSoftmax { panel, scores, factor: factor * LOG2_E, slack, state });
             let after = next.map(|next| product(next, number + 1, scratch));
             s.run(TileStage { columns: before.take(), softmax, scores: after });
             let bit = 1u128 << (first / S::PANEL);
@@ -145,7 +146,7 @@ impl Shared<'_> {
                 alpha: (*fresh & bit == 0).then_some(alpha.cast_const()),
             };
             *fresh &= !bit;
-            if panel.edge && !tile.finite {
+            if panel.edge && !tile.is_moderate {
                 columns.visible_only(s, tile.head.band, scratch.values.as_ptr());
             } else {
                 before = Some(columns);
@@ -327,13 +328,31 @@ mod tests {
         }
     }
 
+    /// Where the last place of a score is worth many powers of 2: with the key that each row sees best in each tile.
     #[test]
-    fn a_nan_of_v_reaches_only_the_rows_that_see_it_through_tiles() {
-        for (dims, column) in [((32, 32), 3), ((32, 96), 70)] {
-            let problem = problem(100, 100, dims, "t");
-            let at = problem.v.offset(0, 50, 0, column) as usize;
-            let (o, _) = errors(&problem, FORWARD_BLOCKS, |v| v[at] = bf16::NAN);
-            assert!(o <= 2.0, "{o}");
+    fn scores_that_f32_hardly_tells_apart_pick_one_key_through_tiles() {
+        for (scale, mask) in [(1e8, "0"), (1e8, "b"), (-1e8, "0"), (1e6, "b:37,5")] {
+            let mut steep = problem(70, 301, (64, 96), mask);
+            steep.softmax_scale = Some(scale);
+            let (o, lse) = errors(&steep, FORWARD_BLOCKS, |_| {});
+            assert!(
+                o <= 2.0 && lse < 6.4e-5 * f64::from(scale.abs()),
+                "scale {scale} {mask}: O {o}, LSE {lse}"
+            );
+        }
+    }
+
+    /// In tiles of keys after the first, where P is beyond 1 in rows whose largest score that key has.
+    #[test]
+    fn a_value_near_the_end_of_f32_stays_finite_through_tiles() {
+        let blocks = Blocks { block_n: 36, ..FORWARD_BLOCKS };
+        for mask in ["0", "t"] {
+            let problem = problem(100, 100, (32, 32), mask);
+            for key in [40, 41, 60, 90] {
+                let at = problem.v.offset(0, key, 0, 3) as usize;
+                let (o, _) = errors(&problem, blocks, |v| v[at] = bf16::from_f32(3.3e38));
+                assert!(o <= 2.0, "{mask}, key {key}: {o}");
+            }
         }
     }
 

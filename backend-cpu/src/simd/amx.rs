@@ -8,7 +8,7 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::x86::{Avx512Bf16, EIGHTS, avx512_methods, bf16_methods, byte_methods, look_up_by_halves};
-use super::{BytePlanes, Op, Simd, Tables, TileRows};
+use super::{BytePlanes, LARGE_BF16, Op, Simd, Tables, TileRows};
 
 /// [`Avx512Bf16`] with tiles of bf16.
 #[derive(Clone, Copy, Debug)]

@@ -223,6 +223,9 @@ impl BytePlanes {
 /// they made AVX2 three times as slow.
 pub(crate) type Tables<V> = [V; 9];
 
+/// 2^100 in bf16. Of numbers below it a million, each times 2^8, add up to what f32 still holds.
+pub(crate) const LARGE_BF16: u16 = (100 + 127) << 7;
+
 /// One instruction set.
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// f32 in a vector.
@@ -305,25 +308,22 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         }
     }
 
-    /// Two rows of PANEL bf16 to one of pairs, `low` in the low halves; whether all of it was finite.
+    /// Two rows of PANEL bf16 to one of pairs, `low` in the low halves; whether all of it was below [`LARGE_BF16`] in magnitude.
     ///
     /// # Safety
     /// PANEL bf16 are readable at `low` and at `high`, PANEL f32 writable at `to`.
     #[inline(always)]
     unsafe fn interleave_bf16(self, low: *const u16, high: *const u16, to: *mut f32) -> bool {
-        const EXPONENT: u32 = 0x7f80;
-        let mut special = 0;
+        let mut is_moderate = true;
         for col in 0..Self::PANEL {
             // SAFETY: the caller's promise.
             unsafe {
-                let low = u32::from(low.add(col).read_unaligned());
-                let high = u32::from(high.add(col).read_unaligned());
-                special |= u32::from(low & EXPONENT == EXPONENT);
-                special |= u32::from(high & EXPONENT == EXPONENT);
-                to.add(col).cast::<u32>().write(low | high << 16);
+                let (low, high) = (low.add(col).read_unaligned(), high.add(col).read_unaligned());
+                is_moderate &= low & 0x7fff < LARGE_BF16 && high & 0x7fff < LARGE_BF16;
+                to.add(col).cast::<u32>().write(u32::from(low) | u32::from(high) << 16);
             }
         }
-        special == 0
+        is_moderate
     }
 
     /// The numbers of `count` bytes.

@@ -168,7 +168,7 @@ struct Interleaved<'a> {
     low: &'a [u16],
     high: &'a [u16],
     to: &'a mut [f32],
-    finite: &'a mut bool,
+    is_moderate: &'a mut bool,
 }
 
 impl<S: Simd> Op<S> for Interleaved<'_> {
@@ -176,23 +176,37 @@ impl<S: Simd> Op<S> for Interleaved<'_> {
     fn call(self, s: S) {
         assert!(self.low.len() >= S::PANEL && self.high.len() >= S::PANEL && self.to.len() >= S::PANEL);
         // SAFETY: a panel each.
-        *self.finite =
+        *self.is_moderate =
             unsafe { s.interleave_bf16(self.low.as_ptr(), self.high.as_ptr(), self.to.as_mut_ptr()) };
     }
 }
 
 fn interleaves<S: Simd>(s: S) {
     let (low, mut high): (Vec<u16>, Vec<u16>) = (0..32u16).map(|i| (7 * i + 1, 1000 + 11 * i)).unzip();
-    let (mut to, mut finite) = ([0.0; 32], false);
-    s.run(Interleaved { low: &low, high: &high, to: &mut to, finite: &mut finite });
+    let (mut to, mut is_moderate) = ([0.0; 32], false);
+    s.run(Interleaved { low: &low, high: &high, to: &mut to, is_moderate: &mut is_moderate });
     for col in 0..S::PANEL {
         assert_eq!(to[col].to_bits(), u32::from(low[col]) | u32::from(high[col]) << 16, "column {col}");
     }
-    assert!(finite);
-    for special in [bf16::INFINITY, bf16::NAN, bf16::NEG_INFINITY] {
-        high[S::PANEL - 1] = special.to_bits();
-        s.run(Interleaved { low: &high, high: &low, to: &mut to, finite: &mut finite });
-        assert!(!finite, "{special}");
+    assert!(is_moderate);
+    let large = bf16::from_bits(LARGE_BF16);
+    assert_eq!(large.to_f64(), 2f64.powi(100));
+    let below = bf16::from_bits(LARGE_BF16 - 1);
+    for (number, moderate) in [
+        (bf16::INFINITY, false),
+        (bf16::NAN, false),
+        (-bf16::NAN, false),
+        (bf16::NEG_INFINITY, false),
+        (large, false),
+        (-large, false),
+        (below, true),
+        (-below, true),
+    ] {
+        high[S::PANEL - 1] = number.to_bits();
+        for (low, high) in [(&low, &high), (&high, &low)] {
+            s.run(Interleaved { low, high, to: &mut to, is_moderate: &mut is_moderate });
+            assert_eq!(is_moderate, moderate, "{number}");
+        }
     }
 }
 
@@ -398,7 +412,7 @@ fn bf16_at_even_places_come_apart_from_those_at_odd_ones() {
 }
 
 #[test]
-fn rows_are_interleaved_column_by_column_and_what_is_not_finite_is_seen() {
+fn rows_are_interleaved_column_by_column_and_what_is_large_or_not_finite_is_seen() {
     for_each_set!(interleaves);
 }
 

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{BytePlanes, Op, Simd, Tables};
+use super::{BytePlanes, LARGE_BF16, Op, Simd, Tables};
 
 /// AVX2, FMA, F16C: eight lanes, sixteen registers.
 #[derive(Clone, Copy, Debug)]
@@ -472,9 +472,10 @@ macro_rules! bf16_methods {
                 let second = _mm512_loadu_si512(SECOND.as_ptr().cast());
                 _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi64(even, first, odd));
                 _mm512_storeu_si512(to.add(16).cast(), _mm512_permutex2var_epi64(even, second, odd));
-                let exponent = _mm512_set1_epi16(0x7f80);
-                let special = |x| _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent);
-                special(a) | special(b) == 0
+                let (magnitude, large) = (_mm512_set1_epi16(0x7fff), _mm512_set1_epi16(LARGE_BF16 as i16));
+                // Signed: no magnitude has the highest bit.
+                let is_large = |x| _mm512_cmpge_epi16_mask(_mm512_and_si512(x, magnitude), large);
+                is_large(a) | is_large(b) == 0
             }
         }
 

@@ -53,7 +53,7 @@ impl Matrix {
     }
 
     /// As [`gather`](Self::gather), pairs along rows: `capacity` of them a panel. Whether all of it
-    /// was finite.
+    /// was below [`LARGE_BF16`](crate::simd::LARGE_BF16) in magnitude.
     ///
     /// # Safety
     /// As there, with half the rows, rounded up.
@@ -67,7 +67,7 @@ impl Matrix {
         capacity: usize,
     ) -> bool {
         let width = S::PANEL;
-        let mut finite = true;
+        let mut is_moderate = true;
         for first in (0..cols).step_by(width) {
             let panel = to.wrapping_add(first * capacity);
             let live = width.min(cols - first);
@@ -77,7 +77,7 @@ impl Matrix {
                 // What is not there is 0; 32 columns are the widest panel.
                 let mut edge = [[0u16; 32]; 2];
                 // SAFETY: the caller's promise, element by element.
-                finite &= unsafe {
+                is_moderate &= unsafe {
                     if self.col == 2 && live == width {
                         let low = self.at(row, first).cast();
                         let high = if two { self.at(row + 1, first).cast() } else { edge[1].as_ptr() };
@@ -93,6 +93,6 @@ impl Matrix {
                 };
             }
         }
-        finite
+        is_moderate
     }
 }
