@@ -108,7 +108,8 @@ const LARGEST_BASE: f32 = 4_194_304.0;
 /// How far a [`TileSoftmax`] is: first the largest scores, then probabilities.
 struct Progress<S: Simd, const VECTORS: usize> {
     softmax: TileSoftmax,
-    factor: S::V,
+    /// What a score is still to be multiplied by.
+    factor: [S::V; VECTORS],
     /// The largest so far, of even and of odd rows: one chain of maxima would take twice as long.
     largest: [[S::V; VECTORS]; 2],
     /// The row that comes next to be compared.
@@ -145,7 +146,7 @@ impl TileSoftmax {
         let (zero, first) = ([s.splat(0.0); VECTORS], self.panel.rows.0);
         Progress {
             softmax: self,
-            factor: s.splat(self.factor),
+            factor: [s.splat(self.factor); VECTORS],
             largest: [[s.splat(f32::NEG_INFINITY); VECTORS]; 2],
             compared: first,
             base: zero,
@@ -184,41 +185,48 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
     #[inline(always)]
     fn settle(&mut self, s: S) {
         let state = self.softmax.state;
-        let nothing = s.splat(f32::NEG_INFINITY);
-        let mut farthest = s.splat(0.0);
+        let (nothing, zero) = (s.splat(f32::NEG_INFINITY), s.splat(0.0));
+        let mut farthest = zero;
         for (v, base) in self.base.iter_mut().enumerate() {
             // SAFETY: PANEL numbers of each state.
             unsafe {
                 let row_max = state.row_max.add(v * S::LANES);
                 let (old, seen) =
-                    (s.load(row_max), s.mul(s.max(self.largest[0][v], self.largest[1][v]), self.factor));
+                    (s.load(row_max), s.mul(s.max(self.largest[0][v], self.largest[1][v]), self.factor[v]));
                 // Where both are -inf, the difference is NaN, and the new one is as good.
                 let new = s.select_le(s.sub(seen, old), s.splat(self.softmax.slack), old, seen);
                 // Where nothing is seen yet, 2^(-inf - 0) is the 0 that 2^(-inf - -inf) is not.
-                let finite = s.select_le(new, nothing, s.splat(0.0), new);
+                let finite = s.select_le(new, nothing, zero, new);
                 s.store(state.alpha.add(v * S::LANES), s.exp2_coarse(s.sub(old, finite)));
                 s.store(row_max, new);
-                *base = s.sub(s.splat(0.0), finite);
+                *base = s.sub(zero, finite);
                 farthest = s.max(farthest, s.max(finite, *base));
             }
         }
+        // Some lanes may have no query, and any number: each lane is looked at for itself, so that no row's bits hang on another.
         if s.largest(farthest) > LARGEST_BASE {
-            self.scale(s);
+            self.scale_far_lanes(s);
         }
     }
 
-    /// Scores times the factor, as the base was: then their difference is exact.
+    /// Scores times the factor, as the base was, in lanes where that is far from 0: then their difference is exact.
     #[inline(always)]
-    fn scale(&mut self, s: S) {
+    fn scale_far_lanes(&mut self, s: S) {
         let (first, last) = self.softmax.panel.rows;
-        for row in first..last {
-            for v in 0..VECTORS {
+        let limit = s.splat(LARGEST_BASE);
+        for v in 0..VECTORS {
+            let (base, factor) = (self.base[v], self.factor[v]);
+            let distance = s.max(base, s.sub(s.splat(0.0), base));
+            for row in first..last {
                 let at = self.softmax.at::<S>(row, v);
                 // SAFETY: a row and a vector of the panel.
-                unsafe { s.store(at, s.mul(s.load(at), self.factor)) };
+                unsafe {
+                    let score = s.load(at);
+                    s.store(at, s.select_le(distance, limit, score, s.mul(score, factor)));
+                }
             }
+            self.factor[v] = s.select_le(distance, limit, factor, s.splat(1.0));
         }
-        self.factor = s.splat(1.0);
     }
 
     /// Probabilities of a row's vector.
@@ -226,7 +234,7 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
     fn exp(&mut self, s: S, row: usize, v: usize) -> S::V {
         // SAFETY: a row and a vector of the panel.
         let score = unsafe { s.load(self.softmax.at::<S>(row, v)) };
-        let p = s.exp2_coarse(s.fma(score, self.factor, self.base[v]));
+        let p = s.exp2_coarse(s.fma(score, self.factor[v], self.base[v]));
         self.row_sum[v] = s.add(self.row_sum[v], p);
         p
     }
