@@ -44,6 +44,8 @@ mod plan;
 mod roofline;
 mod score;
 mod simd;
+#[cfg(test)]
+mod soft;
 mod tasks;
 mod tensor;
 mod tile;

@@ -200,7 +200,7 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
                 s.store(state.alpha.add(v * S::LANES), s.exp2_coarse(s.sub(old, finite)));
                 s.store(row_max, new);
                 *base = s.sub(zero, finite);
-                farthest = s.max(farthest, s.max(finite, *base));
+                farthest = s.max(farthest, s.abs(finite));
             }
         }
         // Some lanes may have no query, and any number: each lane is looked at for itself, so that no row's bits hang on another.
@@ -216,7 +216,7 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
         let limit = s.splat(LARGEST_BASE);
         for v in 0..VECTORS {
             let (base, factor) = (self.base[v], self.factor[v]);
-            let distance = s.max(base, s.sub(s.splat(0.0), base));
+            let distance = s.abs(base);
             for row in first..last {
                 let at = self.softmax.at::<S>(row, v);
                 // SAFETY: a row and a vector of the panel.

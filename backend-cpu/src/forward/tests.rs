@@ -175,7 +175,7 @@ fn sixteen_lanes_and_dot_products_of_pairs_give_the_bits_of_four_lanes() {
                 let from = Operands::new(&problem, None);
                 let what = format!("{dtype} {seqlens:?} {dims:?} {mask}");
                 let wanted = attend(Portable, &problem, &from);
-                assert!(same(&attend(SoftTiles, &problem, &from), &wanted), "{what}: sixteen lanes");
+                assert!(same(&attend(SoftTiles::PLAIN, &problem, &from), &wanted), "{what}: sixteen lanes");
                 assert!(same(&attend(SoftDots, &problem, &from), &wanted), "{what}: pairs");
                 let unseen = problem.mask.band(seqlens.0, seqlens.1).k_range(0..1, seqlens.1).is_empty();
                 assert!(!unseen || wanted.0[..dims.1 as usize].iter().all(|&o| o == 0.0), "{what}");
@@ -195,7 +195,7 @@ fn few_queries_of_any_type_are_the_same_but_for_rounding() {
             let from = Operands::new(&problem, None);
             let wanted = attend(Portable, &problem, &from).0;
             for (name, found) in [
-                ("tiles", attend(SoftTiles, &problem, &from).0),
+                ("tiles", attend(SoftTiles::PLAIN, &problem, &from).0),
                 ("pairs", attend(SoftDots, &problem, &from).0),
             ] {
                 let near = |(a, b): (&f64, &f64)| (a - b).abs() <= 0.02 * (1.0 + a.abs());
@@ -211,7 +211,7 @@ fn beside_a_hidden_nan_pairs_give_the_bits_of_f32() {
     for (dims, mask, nan) in [((40, 72), "b", 139), ((41, 24), "b:20,3,2", 138), ((40, 40), "t", 60)] {
         let problem = problem(DType::Bf16, (70, 150), 2, dims, mask);
         let from = Operands::new(&problem, Some(nan));
-        let (wide, pairs) = (attend(SoftTiles, &problem, &from), attend(SoftDots, &problem, &from));
+        let (wide, pairs) = (attend(SoftTiles::PLAIN, &problem, &from), attend(SoftDots, &problem, &from));
         assert!(same(&wide, &pairs), "{dims:?} {mask}");
         let band = problem.mask.band(70, 150);
         for i in 0..70 {
@@ -241,7 +241,7 @@ fn no_byte_beyond_the_end_of_a_tensor_is_touched() {
         }
     }
     attends(Portable);
-    attends(SoftTiles);
+    attends(SoftTiles::PLAIN);
     attends(SoftDots);
     #[cfg(target_arch = "x86_64")]
     crate::simd::Avx2::detect().into_iter().for_each(attends);
@@ -301,8 +301,8 @@ fn a_task_stays_within_its_scratch_and_what_was_there_before_reaches_nothing() {
     for mask in ["0", "b", "b:20,3"] {
         for dtype_o in [DType::F32, DType::Bf16] {
             let of = |dtype, dims| FwdProblem { dtype_o, ..problem(dtype, (70, 150), 2, dims, mask) };
-            attends(SoftTiles, &of(DType::Bf16, (64, 96)));
-            attends(SoftTiles, &biased(of(DType::Bf16, (64, 96))));
+            attends(SoftTiles::PLAIN, &of(DType::Bf16, (64, 96)));
+            attends(SoftTiles::PLAIN, &biased(of(DType::Bf16, (64, 96))));
             attends(SoftDots, &of(DType::Bf16, (41, 72)));
             attends(SoftDots, &biased(of(DType::F32, (40, 72))));
             attends(Portable, &biased(of(DType::F32, (40, 24))));
@@ -315,7 +315,7 @@ fn a_task_stays_within_its_scratch_and_what_was_there_before_reaches_nothing() {
     for dtype_o in [DType::F32, DType::Bf16] {
         let of = |dtype, dims| FwdProblem { dtype_o, ..problem(dtype, (110, 20), 1, dims, "b") };
         attends(Portable, &of(DType::F32, (8, 24)));
-        attends(SoftTiles, &of(DType::Bf16, (32, 32)));
+        attends(SoftTiles::PLAIN, &of(DType::Bf16, (32, 32)));
     }
 }
 

@@ -200,7 +200,7 @@ mod tests {
 
     /// Largest difference of O and of LSE from f64, over the largest of the plain algorithm in bf16.
     fn errors(problem: &FwdProblem, blocks: Blocks, change: impl Fn(&mut [bf16])) -> (f64, f64) {
-        let soft = errors_of(SoftTiles, problem, blocks, &change);
+        let soft = errors_of(SoftTiles::FUSED, problem, blocks, &change);
         // What these tiles stand for, where it is there.
         #[cfg(target_arch = "x86_64")]
         if let Some(amx) = crate::simd::Amx::detect() {
@@ -375,7 +375,7 @@ mod tests {
 
     #[test]
     fn o_of_tiles_in_bf16_is_o_in_f32_rounded() {
-        writes_alike(SoftTiles);
+        writes_alike(SoftTiles::FUSED);
         #[cfg(target_arch = "x86_64")]
         crate::simd::Amx::detect()
             .map_or_else(|| eprintln!("absent: amx, which this processor has not"), writes_alike);

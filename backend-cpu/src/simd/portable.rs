@@ -19,8 +19,14 @@ macro_rules! lanes {
     };
 }
 
+/// `a * b + c`: without the instruction, `mul_add` is a library call.
+#[inline(always)]
+fn with_two_roundings<S>(_: S, a: f32, b: f32, c: f32) -> f32 {
+    a * b + c
+}
+
 macro_rules! array_methods {
-    ($n:literal) => {
+    ($n:literal, $multiply_add:path) => {
         const LANES: usize = $n;
         type V = [f32; $n];
 
@@ -68,8 +74,7 @@ macro_rules! array_methods {
 
         #[inline(always)]
         fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-            // Two roundings: without the instruction, `mul_add` is a library call.
-            lanes!(i => a[i] * b[i] + c[i])
+            lanes!(i => $multiply_add(self, a[i], b[i], c[i]))
         }
 
         #[inline(always)]
@@ -140,7 +145,7 @@ macro_rules! array_methods {
 
 impl Simd for Portable {
     const TILE_ROWS: usize = 6;
-    array_methods!(4);
+    array_methods!(4, with_two_roundings);
 }
 
 /// What [`Simd::BF16_DOT`] and [`Simd::WIDENS_CODES`] promise, of sixteen lanes.
@@ -210,7 +215,7 @@ impl Simd for SoftDots {
     const WIDENS_CODES: bool = true;
     const BF16_DOT: bool = true;
     const DOTS_OUTRUN_FMAS: bool = true;
-    array_methods!(16);
+    array_methods!(16, with_two_roundings);
     bf16_methods!();
 }
 
@@ -218,7 +223,22 @@ impl Simd for SoftDots {
 /// the tiles where no processor has them.
 #[cfg(test)]
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct SoftTiles;
+pub(crate) struct SoftTiles {
+    fused: bool,
+}
+
+#[cfg(test)]
+impl SoftTiles {
+    /// Whose vectors are as the portable ones, but for their width.
+    pub(crate) const PLAIN: Self = Self { fused: false };
+    /// Whose multiply-adds round once, as those of every processor with tiles do.
+    pub(crate) const FUSED: Self = Self { fused: true };
+
+    #[inline(always)]
+    fn multiply_add(self, a: f32, b: f32, c: f32) -> f32 {
+        if self.fused { a.mul_add(b, c) } else { with_two_roundings(self, a, b, c) }
+    }
+}
 
 #[cfg(test)]
 thread_local! {
@@ -232,7 +252,7 @@ impl Simd for SoftTiles {
     const WIDENS_CODES: bool = true;
     const BF16_DOT: bool = true;
     const TILES: bool = true;
-    array_methods!(16);
+    array_methods!(16, SoftTiles::multiply_add);
 
     bf16_methods!();
 

@@ -381,7 +381,7 @@ macro_rules! for_each_set {
     ($test:ident) => {
         $test(Portable);
         $test(SoftDots);
-        $test(SoftTiles);
+        $test(SoftTiles::PLAIN);
         #[cfg(target_arch = "x86_64")]
         {
             let absent = |name| eprintln!("absent: {name}, which this processor has not");

@@ -73,8 +73,9 @@ fn codes_have_the_bits_of_their_bf16_and_a_hidden_nan_stays_hidden_in_tiles_too(
                 v[at_last_key..].fill(nan);
             }
             let (q, k_wide, v_wide) = (wide(&q), wide(&k), wide(&v));
-            let tiles = attend(SoftTiles, &plain, &q, DevSlice::host(&k_wide), DevSlice::host(&v_wide));
-            let codes = attend(SoftTiles, &coded, &q, DevSlice::host(&k), DevSlice::host(&v));
+            let tiles =
+                attend(SoftTiles::PLAIN, &plain, &q, DevSlice::host(&k_wide), DevSlice::host(&v_wide));
+            let codes = attend(SoftTiles::PLAIN, &coded, &q, DevSlice::host(&k), DevSlice::host(&v));
             let f32s = attend(Portable, &plain, &q, DevSlice::host(&k_wide), DevSlice::host(&v_wide));
             let dots = attend(SoftDots, &plain, &q, DevSlice::host(&k_wide), DevSlice::host(&v_wide));
             let code_dots = attend(SoftDots, &coded, &q, DevSlice::host(&k), DevSlice::host(&v));
