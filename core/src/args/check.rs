@@ -189,15 +189,11 @@ impl Operands {
         self.numbers("block_table", table, problem.kv_layout.page_size().is_some(), table_elems)?;
 
         let bias = score.bias.as_ref().map(Access::input);
-        match (problem.bias, bias) {
-            (Bias::Elementwise(wanted), Some(access)) => {
-                let shape = problem.shape_bias(wanted.broadcast);
-                self.tensor("bias", access, wanted.strides, shape, wanted.dtype)?;
-            }
-            (wanted, access) => {
-                self.numbers("bias", access, matches!(wanted, Bias::Elementwise(_)), 0)?;
-            }
-        }
+        let wanted = match problem.bias {
+            Bias::Elementwise(bias) => Some((bias.strides, problem.shape_bias(bias.broadcast), bias.dtype)),
+            _ => None,
+        };
+        self.optional_tensor("bias", bias, wanted)?;
         let slopes = match problem.bias {
             Bias::Alibi { per_batch } => {
                 u64::from(dims.num_heads_q) * if per_batch { u64::from(dims.batch) } else { 1 }
@@ -252,21 +248,18 @@ impl Operands {
     ) -> Result<(), ProblemError> {
         let packs_new = problem.append.is_some_and(|append| append.layout == QLayout::Packed);
         self.read("cu_seqlens_new", &seq.cu_seqlens_new, packs_new, u64::from(problem.dims.batch) + 1)?;
-        for (name, slice, wanted) in [("k_new", &cache.k_new, true), ("v_new", &cache.v_new, !problem.v_in_k)]
-        {
-            let access = slice.as_ref().map(Access::input);
-            match (&problem.append, access) {
-                (Some(append), Some(access)) if wanted => {
-                    let (k, v) = problem.shapes_new(append, seq.totals);
-                    let (strides, shape, dtype) = match name {
-                        "k_new" => (append.k_new, k, problem.dtype_qk),
-                        _ => (append.v_new, v, problem.dtype_v),
-                    };
-                    check_input(name, strides, shape, dtype)?;
-                    self.tensor(name, access, strides, shape, dtype)?;
-                }
-                (append, access) => self.numbers(name, access, append.is_some() && wanted, 0)?,
+        let [mut k_new, mut v_new] = [None; 2];
+        if let Some(append) = &problem.append {
+            let (k, v) = problem.shapes_new(append, seq.totals);
+            k_new = Some((append.k_new, k, problem.dtype_qk));
+            v_new = Some((append.v_new, v, problem.dtype_v)).filter(|_| !problem.v_in_k);
+        }
+        for (name, slice, wanted) in [("k_new", &cache.k_new, k_new), ("v_new", &cache.v_new, v_new)] {
+            if let Some((strides, shape, dtype)) = wanted {
+                // Of packed rows the arguments say how many there are.
+                check_input(name, strides, shape, dtype)?;
             }
+            self.optional_tensor(name, slice.as_ref().map(Access::input), wanted)?;
         }
         for (name, slice) in [("cos", &cache.cos), ("sin", &cache.sin)] {
             let (elems, size) =
@@ -290,6 +283,24 @@ impl Operands {
     ) -> Result<(), ProblemError> {
         let bytes = ValidFwd::extent_bytes(strides, shape, dtype);
         self.push(name, access, bytes, dtype.size_bytes() as usize, Some((strides, shape, dtype)))
+    }
+
+    /// A tensor, there iff wanted.
+    #[inline(always)]
+    fn optional_tensor(
+        &mut self,
+        name: &'static str,
+        access: Option<Access>,
+        wanted: Option<(Strides, Shape, DType)>,
+    ) -> Result<(), ProblemError> {
+        match (access, wanted) {
+            (Some(access), Some((strides, shape, dtype))) => self.tensor(name, access, strides, shape, dtype),
+            (access, wanted) => {
+                let bytes =
+                    wanted.map_or(0, |(strides, shape, dtype)| ValidFwd::extent_bytes(strides, shape, dtype));
+                self.optional(name, access, wanted.is_some(), bytes, 1)
+            }
+        }
     }
 
     /// An i32 or f32 array that the call reads, there iff wanted.

@@ -357,7 +357,6 @@ impl FwdProblem {
             let takes = |dtype| {
                 dtype == DType::F32
                     || dtype == qk && !qk.is_fp8()
-                    || dtype == v && hybrid
                     || qk.is_fp8() && matches!(dtype, DType::F16 | DType::Bf16)
             };
             ensure!(
