@@ -220,11 +220,11 @@ fn vendor() -> String {
 
 /// Sizes of forward tiles when the caller names none.
 pub(crate) const FORWARD_BLOCKS: Blocks =
-    Blocks { block_m: 512, block_n: 128, may_shrink: true, rows_only: false };
+    Blocks { block_m: 512, block_n: 128, may_shrink: true, rows_only: false, exact_max: false };
 
 /// Sizes of backward tiles when the caller names none.
 pub(crate) const BACKWARD_BLOCKS: Blocks =
-    Blocks { block_m: 96, block_n: 192, may_shrink: false, rows_only: false };
+    Blocks { block_m: 96, block_n: 192, may_shrink: false, rows_only: false, exact_max: false };
 
 #[cfg(test)]
 mod tests {

@@ -14,7 +14,8 @@ use crate::isa::{BACKWARD_BLOCKS, FORWARD_BLOCKS, Isa, Kernels};
 pub(crate) const KERNELS: [&str; 3] = ["cpu-fwd", "cpu-bwd", "cpu-combine"];
 
 /// A row's sums have one order, and the maximum is the row's own. Forward is batch-invariant on request:
-/// otherwise sequences of few queries and of many are taken in two ways.
+/// otherwise sequences of few queries and of many are taken in two ways. In tiles of bf16 its maximum may lag, unless the
+/// true one is asked for.
 const PROMISES: Promises = Promises {
     deterministic: true,
     batch_invariant: true,
@@ -28,7 +29,9 @@ const MAX_BLOCK: usize = 1024;
 
 /// A forward plan.
 pub(crate) fn forward(backend: &CpuBackend, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
-    plan(backend, "cpu-fwd", problem.clone(), options, |blocks| {
+    // A tree mask is taken in rows.
+    let max_may_lag = backend.isa == Isa::Amx && fits_tiles(problem) && !problem.tree_mask;
+    plan(backend, "cpu-fwd", (problem.clone(), max_may_lag), options, |blocks| {
         vec![
             (
                 "block_m",
@@ -54,7 +57,7 @@ pub(crate) fn forward(backend: &CpuBackend, problem: &ValidFwd, options: &PlanOp
 
 /// A backward plan.
 pub(crate) fn backward(backend: &CpuBackend, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {
-    plan(backend, "cpu-bwd", problem.clone(), options, |blocks| {
+    plan(backend, "cpu-bwd", (problem.clone(), false), options, |blocks| {
         vec![
             ("block_m", blocks.block_m.to_string()),
             ("block_n", blocks.block_n.to_string()),
@@ -70,13 +73,14 @@ pub(crate) fn combine(
     problem: &ValidCombine,
     options: &PlanOptions,
 ) -> Result<CombinePlan> {
-    plan(backend, "cpu-combine", problem.clone(), options, |_| vec![("task", "64 rows".into())])
+    plan(backend, "cpu-combine", (problem.clone(), false), options, |_| vec![("task", "64 rows".into())])
 }
 
+/// A plan of a problem, and of whether the running maximum may lag where the true one is not asked for.
 fn plan<P>(
     backend: &CpuBackend,
     kernel: &'static str,
-    problem: P,
+    (problem, max_may_lag): (P, bool),
     options: &PlanOptions,
     details: impl FnOnce(Blocks) -> Vec<(&'static str, String)>,
 ) -> Result<Plan<P>> {
@@ -116,6 +120,10 @@ fn plan<P>(
     if kernel == "cpu-fwd" {
         blocks.rows_only = options.batch_invariant;
         promises.batch_invariant = options.batch_invariant;
+        blocks.exact_max = options.accuracy == Accuracy::Exact;
+        if max_may_lag && !blocks.rows_only && !blocks.exact_max {
+            promises.accuracy = Accuracy::Fast;
+        }
         let rows = match blocks.rows_only {
             true => "every sequence, by batch_invariant".to_owned(),
             false => format!("sequences of at most {FEW_QUERIES} queries, and any with a tree mask"),

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use fmha_core::{
-    BwdProblem, CombineProblem, DType, Dims, Error, FmhaBackend, FwdProblem, PlanOptions, Shape,
+    Accuracy, BwdProblem, CombineProblem, DType, Dims, Error, FmhaBackend, FwdProblem, PlanOptions, Shape,
 };
 use fmha_cpu::{Config, CpuBackend, Isa};
 
@@ -148,6 +148,25 @@ fn a_forward_plan_alone_says_what_is_taken_in_rows_and_is_batch_invariant_on_req
     let bwd = BwdProblem::new(problem()).validate().unwrap();
     let plan = backend.plan_bwd(&bwd, &PlanOptions::default()).unwrap();
     assert!(plan.promises().batch_invariant && detail(plan.details(), "rows").is_none());
+}
+
+#[test]
+fn a_plan_whose_running_maximum_may_lag_says_fast_and_is_exact_on_request() {
+    let dims = Dims { head_dim_qk: 64, head_dim_v: 32, ..problem().dims };
+    for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
+        let backend = CpuBackend::with(Config { threads: Some(1), isa: Some(isa) }).unwrap();
+        for (dtype, batch_invariant) in [(DType::Bf16, false), (DType::Bf16, true), (DType::F16, false)] {
+            let fwd = FwdProblem::batch(dtype, dims).validate().unwrap();
+            // In tiles of bf16 alone, and sequences that are taken in rows do without them.
+            let lags = isa == Isa::Amx && dtype == DType::Bf16 && !batch_invariant;
+            for accuracy in [Accuracy::Fast, Accuracy::Exact] {
+                let options = PlanOptions { accuracy, batch_invariant, ..PlanOptions::default() };
+                let promised = backend.plan_fwd(&fwd, &options).unwrap().promises().accuracy;
+                let wanted = if lags { accuracy } else { Accuracy::Exact };
+                assert_eq!(promised, wanted, "{isa}, {dtype}, batch_invariant {batch_invariant}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -53,6 +53,8 @@ pub(crate) struct Blocks {
     pub(crate) block_n: usize,
     /// Whether every sequence is taken in rows, however many queries it has.
     pub(crate) rows_only: bool,
+    /// Whether products in tiles subtract the true running maximum too, as everything else does.
+    pub(crate) exact_max: bool,
 }
 
 /// A call with its arguments checked.

@@ -131,7 +131,8 @@ impl Shared<'_> {
                 row_sum: scratch.row_sum.as_mut_ptr().wrapping_add(first),
                 alpha,
             };
-            let slack = if tile.is_moderate { TileSoftmax::SLACK } else { 0.0 };
+            let may_lag = tile.is_moderate && !self.blocks.exact_max;
+            let slack = if may_lag { TileSoftmax::SLACK } else { 0.0 };
             let softmax = Some(TileSoftmax { panel, scores, factor: factor * LOG2_E, slack, state });
             let after = next.map(|next| product(next, number + 1, scratch));
             s.run(TileStage { columns: before.take(), softmax, scores: after });
@@ -184,7 +185,7 @@ impl Shared<'_> {
 mod tests {
     use fmha_core::reference::{Inputs, Precision, forward_head};
     use fmha_core::{
-        DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, ScoreSums, SeqArgs, Totals, ValidFwd,
+        DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, ScoreSums, SeqArgs, Shape, Totals, ValidFwd,
     };
     use half::bf16;
 
@@ -308,7 +309,11 @@ mod tests {
             (90, 200, (32, 32), "t:3,0,2"),
             (40, 20, (32, 32), "b"),
         ] {
-            for blocks in [FORWARD_BLOCKS, Blocks { block_m: 64, block_n: 36, ..FORWARD_BLOCKS }] {
+            for blocks in [
+                FORWARD_BLOCKS,
+                Blocks { block_m: 64, block_n: 36, ..FORWARD_BLOCKS },
+                Blocks { block_n: 36, exact_max: true, ..FORWARD_BLOCKS },
+            ] {
                 let (o, lse) = errors(&problem(seqlen_q, seqlen_k, dims, mask), blocks, |_| {});
                 assert!(o <= 2.0 && lse < 1e-5, "{seqlen_q}x{seqlen_k} {dims:?} {mask}: O {o}, LSE {lse}");
             }
@@ -340,6 +345,41 @@ mod tests {
                 "scale {scale} {mask}: O {o}, LSE {lse}"
             );
         }
+    }
+
+    /// The last key, in a tile of its own, is seen e^3 times as well as each before: a true maximum leaves its P at 1, which
+    /// bf16 holds, and one that lags at e^3, which bf16 rounds.
+    fn subtracts_the_true_maximum_on_request<S: Simd>(s: S) {
+        let mut problem = problem(9, 37, (32, 32), "0");
+        (problem.dtype_o, problem.softmax_scale) = (DType::F32, Some(1.0));
+        let valid = problem.validate().unwrap();
+        let last_keys = |number: f32, shape: Shape| -> Vec<bf16> {
+            let row = (shape.head * shape.dim) as usize;
+            let is_last = |at: usize| at / row % shape.seq as usize == shape.seq as usize - 1;
+            let of = |at| if is_last(at) { number } else { 0.0 };
+            (0..shape.num_elems() as usize).map(|at| bf16::from_f32(of(at))).collect()
+        };
+        let q = vec![bf16::from_f32(0.25); valid.shape_q().num_elems() as usize];
+        let (k, v) = (last_keys(0.375, valid.shape_k()), last_keys(1.0, valid.shape_v()));
+        let wanted = 1.0 / (1.0 + 36.0 * (-3f64).exp());
+        for exact_max in [true, false] {
+            let mut o = vec![f32::NAN; valid.shape_o().num_elems() as usize];
+            let mut lse = vec![f32::NAN; valid.extents(Totals::NONE).lse_elems as usize];
+            let blocks = Blocks { block_n: 36, exact_max, ..FORWARD_BLOCKS };
+            attend(s, &valid, blocks, [&q, &k, &v], DevSliceMut::host(&mut o), &mut lse);
+            let error = o.iter().fold(0.0, |most: f64, &o| most.max((f64::from(o) / wanted - 1.0).abs()));
+            assert_eq!(error < 1e-6, exact_max, "exact_max {exact_max}: {error}");
+        }
+    }
+
+    #[test]
+    fn the_true_maximum_is_subtracted_through_tiles_where_it_is_asked_for() {
+        subtracts_the_true_maximum_on_request(SoftTiles);
+        #[cfg(target_arch = "x86_64")]
+        crate::simd::Amx::detect().map_or_else(
+            || eprintln!("absent: amx, which this processor has not"),
+            subtracts_the_true_maximum_on_request,
+        );
     }
 
     /// In tiles of keys after the first, where P is beyond 1 in rows whose largest score that key has.
