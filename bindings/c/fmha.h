@@ -177,7 +177,7 @@ typedef struct FmhaCall {
   const int32_t *seqused_q;
   // i32 [batch], keys in use of each sequence; null: all.
   const int32_t *seqused_k;
-  // Paged: i32 [batch, max_pages], the pages of each sequence; else null.
+  // Paged: i32 [batch, max_pages], the pages of each sequence (block_table in refusals); else null.
   const int32_t *page_table;
   // ALiBi slopes, f32 [num_heads_q], or [batch, num_heads_q] with alibi_per_batch; null: none.
   const float *alibi_slopes;

@@ -76,7 +76,7 @@ pub(super) struct ProblemArgs {
     pub(super) softcap: Option<f32>,
 
     /// 0; 1 or t (causal, top-left); 2 or b (causal, bottom-right); t:LEFT,RIGHT[,SINK] and
-    /// b:LEFT,RIGHT[,SINK] (window, -1 = unbounded); g:Y,X (generic coordinates)
+    /// b:LEFT,RIGHT[,SINK] (window, -1 = unbounded); g:Y,X[,SINK] (generic coordinates)
     #[arg(long, value_name = "MASK", default_value = "0", value_parser = mask)]
     pub(super) mask: MaskSpec,
 

@@ -116,6 +116,7 @@ const TABLE: &[(&str, &[&str])] = &[
     ("run --scale_s=inf", &["softmax_scale inf"]),
     ("run --scale_s=fast", &["softmax_scale", "fast"]),
     ("run --softcap -3", &["softcap -3"]),
+    ("run --qscale pt", &["qscale", "0", "f16"]),
     ("run --p_drop 1.5", &["p_drop 1.5"]),
     ("run --p-drop -0.1", &["p_drop -0.1"]),
     ("run --drop-seed -1", &["drop_seed", "-1"]),

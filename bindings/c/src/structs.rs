@@ -170,7 +170,7 @@ pub struct FmhaCall {
     pub seqused_q: *const i32,
     /// i32 [batch], keys in use of each sequence; null: all.
     pub seqused_k: *const i32,
-    /// Paged: i32 [batch, max_pages], the pages of each sequence; else null.
+    /// Paged: i32 [batch, max_pages], the pages of each sequence (block_table in refusals); else null.
     pub page_table: *const i32,
     /// ALiBi slopes, f32 [num_heads_q], or [batch, num_heads_q] with alibi_per_batch; null: none.
     pub alibi_slopes: *const f32,
