@@ -87,7 +87,7 @@ impl BwdProblem {
             return Err(ProblemError::new("fwd", format!("fwd: {} in 1 backward call", refusal.reason)));
         }
         ensure!(!fwd.v_in_k, "v_in_k", "v_in_k: V has 0 rows of its own, and no gradient");
-        self.check_tensors(&fwd.longest())?;
+        self.check_tensors(&fwd.fewest())?;
         if let Some(dbias) = self.dbias {
             let Bias::Elementwise(bias) = fwd.bias else {
                 return Err(ProblemError::new(

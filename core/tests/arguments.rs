@@ -428,6 +428,26 @@ fn each_count_of_an_argument_is_checked_to_the_element() {
     }
 }
 
+/// Of packed rows the lengths' bounds say nothing: a total may be less, and then a head's rows lie closer together.
+#[test]
+fn heads_before_rows_have_room_for_as_many_rows_as_a_call_has() {
+    let cu_seqlens = [0i32, 1, 2];
+    let mut problem = FwdProblem::group(DType::F32, DIMS);
+    problem.o = Strides::bhsd(Shape { batch: 1, seq: 2, head: DIMS.num_heads_q, dim: DIMS.head_dim_v });
+    let mut packed = args();
+    packed.seq.totals = Totals::packed(2, 10);
+    packed.seq.cu_seqlens_q = Some(DevSlice::host(&cu_seqlens));
+    packed.seq.cu_seqlens_k = Some(DevSlice::host(&cu_seqlens));
+    check_fwd(&problem.clone().validate().unwrap(), &packed, Workspace::NONE, MemorySpace::Host).unwrap();
+
+    packed.seq.totals = Totals::packed(3, 10);
+    let text = refusal(problem, &packed);
+    assert!(
+        text.starts_with("o strides") && text.contains("seq: 3") && text.contains("one address"),
+        "{text}"
+    );
+}
+
 #[test]
 fn an_argument_of_an_update_that_the_problem_lacks_is_refused() {
     let plain = FwdProblem::batch(DType::F32, DIMS);

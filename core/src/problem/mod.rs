@@ -201,13 +201,19 @@ impl FwdProblem {
         self.longest().o
     }
 
-    /// What planning knows of the tensors' extents: of packed rows and of pages two at least, since the
-    /// step from one to the next is used.
-    pub(crate) fn longest(&self) -> Extents {
+    /// The tensors' extents, of packed rows and of pages as many as the longest sequence may have, two at least.
+    fn longest(&self) -> Extents {
         let Dims { seqlen_q, seqlen_k, .. } = self.dims;
         let pages = self.kv_layout.page_size().map_or(0, |size| seqlen_k.div_ceil(size.max(1)));
         let [total_q, total_k, num_pages] = [seqlen_q, seqlen_k, pages].map(|count| Some(count.max(2)));
         self.extents(Totals { total_q, total_k, num_pages, total_new: None })
+    }
+
+    /// What planning knows of the tensors' extents: of packed rows and of pages two, since the step from one to the next is
+    /// used. How many there are, fewer than an upper bound of the lengths too, comes with the call, which is checked again.
+    pub(crate) fn fewest(&self) -> Extents {
+        let two = Some(2);
+        self.extents(Totals { total_q: two, total_k: two, num_pages: two, total_new: None })
     }
 
     /// The tensors' physical extents. Totals that the layouts have and `totals` lacks count as 0.
@@ -370,7 +376,7 @@ impl FwdProblem {
     }
 
     fn check_layouts(&self) -> Result<(), ProblemError> {
-        self.check_tensors(&self.longest())?;
+        self.check_tensors(&self.fewest())?;
         if let Bias::Elementwise(bias) = self.bias {
             let shape = self.shape_bias(bias.broadcast);
             check_input("bias", bias.strides, shape, bias.dtype)?;
