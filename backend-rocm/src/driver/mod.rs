@@ -319,3 +319,6 @@ pub(crate) unsafe fn owned(text: *const c_char) -> String {
     // SAFETY: promised by the caller.
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
+
+#[cfg(test)]
+mod tests;
