@@ -41,9 +41,10 @@ fn compilers() -> Vec<Compiler> {
         println!("absent: no clang with target amdgcn, nothing was compiled");
     }
     let mut all: Vec<_> = installed.into_iter().collect();
-    match hiprtc().filter(|_| clang(Path::new("clang-22")).is_some()) {
-        Some(hiprtc) => all.push(Compiler::Hiprtc(Box::new(hiprtc))),
-        None => println!("absent: the emulator's hipRTC, or its clang-22"),
+    if clang(Path::new("clang-22")).is_some() {
+        all.extend(hiprtc().map(|hiprtc| Compiler::Hiprtc(Box::new(hiprtc))));
+    } else {
+        println!("absent: clang-22 for the emulator's hipRTC");
     }
     all
 }
@@ -52,7 +53,8 @@ fn compilers() -> Vec<Compiler> {
 fn hiprtc() -> Option<Hiprtc> {
     let program = std::env::current_exe().unwrap();
     let places = program.ancestors().skip(1).take(3).map(|folder| folder.join("libfmha_emu_hiprtc.so"));
-    search::hiprtc_at(&places.collect::<Vec<_>>()).ok()
+    let found = search::hiprtc_at(&places.collect::<Vec<_>>());
+    found.map_err(|error| println!("absent: the emulator's hipRTC: {error}")).ok()
 }
 
 #[test]
