@@ -241,3 +241,6 @@ impl Drop for Program<'_> {
         }
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests;

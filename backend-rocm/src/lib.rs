@@ -22,10 +22,10 @@ use fmha_core::cache::{CompiledKernel, KernelJob};
 use fmha_core::lengths::check_lengths;
 use fmha_core::source::KernelSource;
 use fmha_core::{
-    Accuracy, AnyProblem, BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DevSliceMut,
-    DeviceMemory, Error, Explain, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, LaunchShape, MemorySpace,
-    PlanOptions, PlanParts, Precompile, Promises, Queues, Refusal, ResourceUsage, Result, Roofline,
-    ScoreSums, SeqArgs, Step, Stream, ValidBwd, ValidCombine, ValidFwd, Workspace,
+    Accuracy, AnyProblem, BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DeviceMemory, Error,
+    Explain, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, LaunchShape, MemorySpace, PlanOptions, PlanParts,
+    Precompile, Promises, Queues, Refusal, ResourceUsage, Result, Roofline, ScoreSums, SeqArgs, Step, Stream,
+    ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 use fmha_kernels_hip::simt_bwd::{self, SimtBwd};
 use fmha_kernels_hip::{Device, Grid, cdna, combine, simt};
@@ -264,7 +264,6 @@ impl FmhaBackend for RocmBackend {
         if handle.checks_lengths {
             self.check_lengths(problem, &args.seq, stream)?;
         }
-        self.clear(args.workspace.as_ref(), plan.workspace(), stream)?;
         let params = bind::fwd_params(problem, args);
         let FwdKernel { forward, ready } =
             match (handle.chosen.forward.takes_addresses(problem, args), &handle.stand_in) {
@@ -454,17 +453,6 @@ impl RocmBackend {
             // SAFETY: the argument check saw that the slice covers them; its maker promised the memory.
             unsafe { driver.download(slice.as_ptr().cast_mut(), bytes) }
         })
-    }
-
-    /// Queues zeros for the part of the workspace that a run wants so.
-    fn clear(&self, given: Option<&DevSliceMut<'_>>, wanted: Workspace, stream: Stream) -> Result<()> {
-        match given {
-            Some(given) if wanted.zeroed_bytes > 0 => {
-                // SAFETY: the argument check saw that `given` has as many bytes; its maker promised them.
-                unsafe { self.memory.driver()?.zero(given.as_mut_ptr(), wanted.zeroed_bytes, stream) }
-            }
-            _ => Ok(()),
-        }
     }
 
     fn launch<P: Copy>(&self, Ready(module): &Ready, grid: Grid, params: &P, stream: Stream) -> Result<()> {

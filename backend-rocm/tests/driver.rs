@@ -4,9 +4,11 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use std::ffi::c_int;
+use std::process::Command;
+use std::time::{Duration, Instant};
 
-use fmha_core::{DevBuffer, FmhaBackend as _, Stream, Workspace};
-use fmha_rocm::RocmBackend;
+use fmha_core::{DevBuffer, Error, FmhaBackend as _, Stream, Workspace};
+use fmha_rocm::{Arch, RocmBackend};
 use libloading::{Library, Symbol};
 
 /// An emulated device, or a word that it is absent.
@@ -111,4 +113,116 @@ fn the_threads_device_is_the_callers_again_after_each_call() {
         drop(device("gfx90a").unwrap());
         still("open");
     }
+}
+
+#[test]
+fn each_architecture_has_its_device_which_says_what_it_is() {
+    for (arch, units) in [(Arch::Gfx90a, 110), (Arch::Gfx942, 304), (Arch::Gfx950, 256)] {
+        let Some(backend) = device(arch.name()) else { return };
+        assert_eq!(backend.arch(), arch);
+        let (start, middle) = (format!("rocm:0 (fmha emulator ({0}), {0}:", arch.name()), backend.name());
+        assert!(middle.starts_with(&start), "{middle}");
+        assert!(middle.contains(&format!(", {units} compute units, HIP ")), "{middle}");
+        assert!(middle.ends_with(", emulated)"), "{middle}");
+    }
+}
+
+#[test]
+fn devices_after_the_last_are_refused_with_how_many_there_are() {
+    if device("gfx942").is_none() {
+        return;
+    }
+    // Three devices, of which the first one asked for is gfx942 and no second.
+    let Err(Error::NoDevice(text)) = RocmBackend::open(1, Some("gfx942")) else {
+        panic!("there is a second")
+    };
+    assert_eq!(text, "ordinal 3 is not below HIP's number of devices 3");
+}
+
+#[test]
+#[ignore = "a process of the test below, which starts it with three devices, two of them alike"]
+fn a_process_with_two_devices_alike() {
+    for ordinal in [0, 1] {
+        let backend = RocmBackend::open(ordinal, Some("gfx942")).unwrap();
+        assert_eq!(backend.arch(), Arch::Gfx942);
+        assert!(backend.name().starts_with(&format!("rocm:{ordinal} (")), "{}", backend.name());
+        assert_eq!(download(&backend, &upload(&backend, 7)), [7; 64]);
+    }
+    assert!(matches!(RocmBackend::open(2, Some("gfx942")), Err(Error::NoDevice(_))));
+}
+
+#[test]
+fn devices_are_counted_among_those_of_their_architecture() {
+    if device("gfx942").is_none() {
+        return;
+    }
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args(["a_process_with_two_devices_alike", "--exact", "--ignored"])
+        .env("FMHA_EMULATE", "gfx942,gfx90a,gfx942")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&child.stdout);
+    assert!(child.status.success() && text.contains("1 passed"), "{text}");
+}
+
+#[test]
+fn a_stream_that_was_ended_is_refused_and_the_default_one_goes_on() {
+    let Some(backend) = device("gfx942") else { return };
+    let queues = backend.queues().unwrap();
+    let streams = [backend.create_stream().unwrap(), queues.create_stream().unwrap()];
+    for stream in streams {
+        backend.memory().synchronize(stream).unwrap();
+    }
+    backend.destroy_stream(streams[0]).unwrap();
+    queues.destroy_stream(streams[1]).unwrap();
+    for stream in streams {
+        let error = backend.memory().synchronize(stream).unwrap_err().to_string();
+        assert!(error.starts_with("hipStreamSynchronize failed with 400"), "{error}");
+        assert!(backend.destroy_stream(stream).is_err());
+        backend.memory().synchronize(Stream::DEFAULT).unwrap();
+    }
+}
+
+/// The double's events tell the host's time, so that what the host measures around them is more.
+#[test]
+fn a_span_lies_between_the_wait_in_it_and_the_time_around_it_and_has_two_ends() {
+    const WAIT: Duration = Duration::from_millis(2);
+    let Some(backend) = device("gfx942") else { return };
+    let around = Instant::now();
+    let mut wait = || {
+        std::thread::sleep(WAIT);
+        Ok(())
+    };
+    let seconds = backend.queues().unwrap().seconds(Stream::DEFAULT, &mut wait).unwrap();
+    // The driver tells milliseconds in an f32.
+    let (least, most) = (WAIT.as_secs_f64() * (1.0 - 1e-6), around.elapsed().as_secs_f64() * (1.0 + 1e-6));
+    assert!(least <= seconds && seconds <= most, "{seconds} is not from {least} to {most}");
+    let (start, stop) = (backend.create_event().unwrap(), backend.create_event().unwrap());
+    start.record(Stream::DEFAULT).unwrap();
+    let error = stop.milliseconds_since(&start).unwrap_err().to_string();
+    assert!(error.starts_with("hipEventElapsedTime failed"), "{error}");
+}
+
+#[test]
+fn copies_that_are_longer_than_their_buffer_are_refused() {
+    let Some(backend) = device("gfx942") else { return };
+    let memory = backend.memory();
+    let mut buffer = upload(&backend, 5);
+    let error = memory.upload(&[1; 65], &mut buffer).unwrap_err();
+    assert_eq!(error.to_string(), "to has 64 bytes, but 65 are copied");
+    let error = memory.download(&buffer, &mut [0; 65]).unwrap_err();
+    assert_eq!(error.to_string(), "from has 64 bytes, but 65 are copied");
+    assert_eq!(download(&backend, &buffer), [5; 64]);
+}
+
+#[test]
+fn a_backend_without_a_device_has_neither_memory_nor_queues() {
+    let backend = RocmBackend::pretend("gfx942").unwrap();
+    let only_plans = "this backend only plans: it has no device";
+    let memory = backend.memory();
+    assert!(memory.alloc(64).unwrap_err().to_string().ends_with(only_plans));
+    assert!(memory.synchronize(Stream::DEFAULT).unwrap_err().to_string().ends_with(only_plans));
+    assert!(backend.create_stream().unwrap_err().to_string().ends_with(only_plans));
+    assert!(backend.destroy_stream(Stream::DEFAULT).unwrap_err().to_string().ends_with(only_plans));
+    assert!(backend.queues().is_none());
 }

@@ -47,6 +47,11 @@ impl Event {
         Ok(Self { driver: driver.clone(), event })
     }
 
+    #[cfg(test)]
+    pub(super) fn handle(&self) -> Handle {
+        self.event
+    }
+
     /// Marks the point of `stream` that its work has reached when it gets here.
     ///
     /// # Errors
@@ -114,6 +119,11 @@ impl Graph {
         unsafe { destroy(graph) };
         driver.check("hipGraphInstantiate", status)?;
         Ok(Self { driver: driver.clone(), executable })
+    }
+
+    #[cfg(test)]
+    pub(super) fn handle(&self) -> Handle {
+        self.executable
     }
 
     /// Queues the captured work on `stream`.

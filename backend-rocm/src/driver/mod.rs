@@ -152,20 +152,6 @@ impl Driver {
         self.check("hipMemcpyDtoH", status)
     }
 
-    /// Queues zeros for `bytes` at `to` on `stream`: in its order, and as a node of a captured graph.
-    ///
-    /// # Safety
-    /// `to .. to + bytes` is device memory that is the stream's to write by then.
-    pub(crate) unsafe fn zero(&self, to: *mut u8, bytes: u64, stream: Stream) -> Result<()> {
-        if bytes == 0 {
-            return Ok(());
-        }
-        let _selected = self.select()?;
-        // SAFETY: the caller promised `to`; a `Stream` is a handle of this driver's.
-        let status = unsafe { (self.hip.hipMemsetAsync)(to.cast(), 0, bytes as usize, handle(stream)) };
-        self.check("hipMemsetAsync", status)
-    }
-
     /// Waits for a stream's work.
     pub(crate) fn synchronize(&self, stream: Stream) -> Result<()> {
         let _selected = self.select()?;
@@ -333,3 +319,6 @@ pub(crate) unsafe fn owned(text: *const c_char) -> String {
     // SAFETY: promised by the caller.
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
+
+#[cfg(test)]
+mod tests;

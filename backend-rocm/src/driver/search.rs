@@ -35,6 +35,12 @@ pub(crate) fn hip_at(places: &[PathBuf]) -> Result<Hip, Error> {
     first(places, Hip::resolve)
 }
 
+/// libhiprtc at one of these places alone: the emulator's.
+#[cfg(test)]
+pub(crate) fn hiprtc_at(places: &[PathBuf]) -> Result<Hiprtc, Error> {
+    first(places, Hiprtc::resolve)
+}
+
 fn system(names: &[&str]) -> Vec<PathBuf> {
     let rocm = std::env::var_os("ROCM_PATH").map(PathBuf::from);
     let folders = rocm.into_iter().chain([PathBuf::from("/opt/rocm")]).map(|root| root.join("lib"));

@@ -96,7 +96,6 @@ functions! {
     required fn hipFree(address: Handle) -> HipStatus;
     required fn hipMemcpyHtoD(to: Handle, from: *const c_void, bytes: usize) -> HipStatus;
     required fn hipMemcpyDtoH(to: *mut c_void, from: Handle, bytes: usize) -> HipStatus;
-    required fn hipMemsetAsync(to: Handle, value: c_int, bytes: usize, stream: Handle) -> HipStatus;
     required fn hipDeviceSynchronize() -> HipStatus;
     required fn hipStreamCreate(stream: *mut Handle) -> HipStatus;
     required fn hipStreamDestroy(stream: Handle) -> HipStatus;

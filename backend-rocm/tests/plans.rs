@@ -1,0 +1,214 @@
+//! What plans say, and refusals. Most are made in a process that finds no compiler: a plan is whole without code.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::process::Command;
+
+use fmha_core::{
+    Accuracy, BwdProblem, CombineProblem, DType, Error, FmhaBackend, FwdPlan, FwdProblem, LaunchShape,
+    PlanOptions, Promises, Refusal, Result, ScoreSums, Shape, ValidBwd, ValidCombine, ValidFwd, Workspace,
+};
+use fmha_rocm::{Arch, Resources, RocmBackend};
+
+use support::DIMS;
+
+mod support;
+
+const NO_COMPILER: &str = "FMHA_HIP_CLANG is /nowhere/clang, which does not run or lists no target amdgcn";
+
+fn forward(dtype: DType) -> ValidFwd {
+    FwdProblem::batch(dtype, DIMS).validate().unwrap()
+}
+
+fn backward() -> ValidBwd {
+    BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS)).validate().unwrap()
+}
+
+/// 1200 elements.
+fn combine() -> ValidCombine {
+    let rows = Shape { batch: 2, seq: 5, head: 3, dim: 40 };
+    CombineProblem::new(3, DType::F16, DType::F16, rows).validate().unwrap()
+}
+
+fn asking(kernel: &str) -> PlanOptions {
+    PlanOptions { kernel: Some(kernel.to_owned()), ..PlanOptions::default() }
+}
+
+fn slow_too() -> PlanOptions {
+    PlanOptions { allow_fallback: true, ..PlanOptions::default() }
+}
+
+fn launch(groups: u64, threads: u32) -> LaunchShape {
+    // Nothing is known of the code: a compute unit of 304 is said to hold one group.
+    LaunchShape { groups, threads, shared_bytes: 0, tiles: groups, tiles_at_once: 304 }
+}
+
+fn refusals<T>(planned: Result<T>) -> Vec<Refusal> {
+    match planned {
+        Err(Error::Unsupported { refusals, .. }) => refusals,
+        Err(other) => panic!("{other}"),
+        Ok(_) => panic!("planned"),
+    }
+}
+
+/// Starts an ignored test below in a process that finds no compiler and no bundle.
+fn without_a_compiler(test: &str) {
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args([test, "--exact", "--ignored"])
+        .env("FMHA_HIP_CLANG", "/nowhere/clang")
+        .env_remove("FMHA_BUNDLE")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&child.stdout);
+    assert!(child.status.success() && text.contains("1 passed"), "{text}");
+}
+
+#[test]
+fn forward_plans_say_kernel_tile_refusals_and_launch() {
+    without_a_compiler("a_process_that_plans_forward");
+}
+
+#[test]
+#[ignore = "a process of the test above, which starts it"]
+fn a_process_that_plans_forward() {
+    let backend = RocmBackend::pretend("gfx942").unwrap();
+    let plan = |dtype, options: &PlanOptions| backend.plan_fwd(&forward(dtype), options);
+    let details = |plan: &FwdPlan| -> Vec<String> {
+        plan.details().iter().map(|(name, value)| format!("{name}: {value}")).collect()
+    };
+    let tiled = [
+        "tile: block_m 256 block_n 64",
+        // Two tiles of 256 for 300 queries, of four heads and two sequences.
+        "order: single (all fit the device at once)",
+        "loads: Chunks",
+        "stores: Vector",
+        // Twice 64 rows of K and of V, each of 128 elements of two bytes.
+        "lds: 65536 bytes",
+        "matrix type: bf16 x bf16, then bf16",
+    ];
+    let fast = plan(DType::Bf16, &PlanOptions::default()).unwrap();
+    assert_eq!((fast.kernel(), fast.is_fallback()), ("cdna_fwd", false));
+    assert_eq!(details(&fast), tiled);
+    assert_eq!(fast.refusals(), []);
+    assert_eq!(fast.workspace(), Workspace::NONE);
+    assert_eq!(fast.steps().len(), 1);
+    assert_eq!(fast.explain().launch, Some(launch(16, 512)));
+    assert_eq!(fast.explain().code, format!("none: {NO_COMPILER}"));
+    assert_eq!(fast.explain().resources, None);
+    assert!(backend.code_object(&fast).is_none());
+    let promises = Promises {
+        deterministic: true,
+        batch_invariant: true,
+        graph_capturable: true,
+        accuracy: Accuracy::Exact,
+        score_sums: ScoreSums::F32,
+    };
+    assert_eq!(fast.promises(), promises);
+    let checked = plan(DType::Bf16, &PlanOptions { check_lengths: true, ..PlanOptions::default() }).unwrap();
+    assert_eq!(checked.promises(), Promises { graph_capturable: false, ..promises });
+
+    // The kernel for other addresses is not there either.
+    let mut more = tiled.map(str::to_owned).to_vec();
+    more.push(format!("unaligned operands: refused: {NO_COMPILER}"));
+    assert_eq!(details(&plan(DType::Bf16, &slow_too()).unwrap()), more);
+
+    let f32_is_none = Refusal::new("cdna_fwd", "dtype_qk f32 is no operand of gfx942's matrix instructions");
+    let slow = plan(DType::F32, &slow_too()).unwrap();
+    assert_eq!((slow.kernel(), slow.is_fallback()), ("simt", true));
+    assert_eq!(details(&slow), ["tile: a wave to a row, 64 keys at a time"]);
+    assert_eq!(slow.refusals(), std::slice::from_ref(&f32_is_none));
+    // 2 x 4 x 300 rows, four a workgroup.
+    assert_eq!(slow.explain().launch, Some(launch(600, 256)));
+    let named = plan(DType::Bf16, &asking("simt")).unwrap();
+    assert_eq!((named.kernel(), named.is_fallback(), named.refusals()), ("simt", true, &[][..]));
+
+    let not_allowed = Refusal::new("simt", "it is the slow fallback, and allow_fallback is false");
+    assert_eq!(refusals(plan(DType::F32, &PlanOptions::default())), [f32_is_none, not_allowed]);
+    let unknown = Refusal::new("fast", "there is no such forward kernel (known: cdna_fwd, simt)");
+    assert_eq!(refusals(plan(DType::Bf16, &asking("fast"))), [unknown]);
+}
+
+#[test]
+fn backward_and_combine_plans_say_kernel_scratch_refusals_and_launches() {
+    without_a_compiler("a_process_that_plans_backward_and_combine");
+}
+
+#[test]
+#[ignore = "a process of the test above, which starts it"]
+fn a_process_that_plans_backward_and_combine() {
+    let backend = RocmBackend::pretend("gfx942").unwrap();
+    let plan = backend.plan_bwd(&backward(), &slow_too()).unwrap();
+    assert_eq!((plan.kernel(), plan.is_fallback()), ("simt", true));
+    assert_eq!(plan.details(), [("tile", "a wave to a row, 64 pairs at a time".to_owned())]);
+    // 2400 rows of queries, then 2000 of keys with them.
+    let steps: Vec<_> = plan.steps().iter().map(|step| (&*step.kernel, step.explain.launch)).collect();
+    assert_eq!(steps, [("simt_bwd_stats", Some(launch(600, 256))), ("simt", Some(launch(1100, 256)))]);
+    // Two f32 a row of queries, each kind in whole 256 bytes, after 256.
+    let bytes = 256 + 2 * (2400 * 4_u64).next_multiple_of(256);
+    assert_eq!(plan.workspace(), Workspace { bytes, zeroed_bytes: 0 });
+    let not_allowed = Refusal::new("simt", "backward: it is the slow fallback, and allow_fallback is false");
+    assert_eq!(refusals(backend.plan_bwd(&backward(), &PlanOptions::default())), [not_allowed]);
+
+    for options in [PlanOptions::default(), asking("combine")] {
+        let plan = backend.plan_combine(&combine(), &options).unwrap();
+        assert_eq!((plan.kernel(), plan.is_fallback()), ("combine", false));
+        assert_eq!((plan.details(), plan.workspace()), (&[][..], Workspace::NONE));
+        assert_eq!(plan.explain().launch, Some(launch(5, 256)));
+    }
+    let unknown = Refusal::new("simt", "there is no such combine kernel (known: combine)");
+    assert_eq!(refusals(backend.plan_combine(&combine(), &asking("simt"))), [unknown]);
+}
+
+/// Where it would be launched, a plan without code is none.
+#[test]
+fn a_device_without_a_compiler_has_no_plan() {
+    without_a_compiler("a_process_that_plans_for_a_device");
+}
+
+#[test]
+#[ignore = "a process of the test above, which starts it"]
+fn a_process_that_plans_for_a_device() {
+    match RocmBackend::open(0, Some("gfx942")) {
+        Ok(backend) => {
+            let Err(Error::NoDevice(text)) = backend.plan_fwd(&forward(DType::F16), &PlanOptions::default())
+            else {
+                panic!("planned")
+            };
+            assert_eq!(text, NO_COMPILER);
+        }
+        Err(error) => println!("absent: no emulated gfx942: {error}"),
+    }
+}
+
+#[test]
+fn the_backend_names_its_kind_its_kernels_and_the_peaks_of_its_architecture() {
+    for arch in Arch::ALL {
+        let backend = RocmBackend::pretend(arch.name()).unwrap();
+        assert_eq!((backend.kind(), backend.arch()), ("rocm", arch));
+        assert_eq!(backend.name(), format!("rocm ({}, no device)", arch.name()));
+        assert_eq!(backend.kernels(), ["cdna_fwd", "simt", "combine"]);
+        for dtype in [DType::Bf16, DType::E4m3Fn] {
+            assert_eq!(backend.roofline(dtype), arch.roofline(dtype));
+        }
+    }
+}
+
+#[test]
+fn a_plan_with_code_says_what_it_takes_and_hands_it_out() {
+    if !support::clang_is_there() {
+        return;
+    }
+    let backend = RocmBackend::pretend("gfx942").unwrap();
+    let plan = backend.plan_fwd(&forward(DType::F32), &slow_too()).unwrap();
+    let code = backend.code_object(&plan).unwrap();
+    assert!(code.starts_with(b"\x7fELF"));
+    let (takes, usage) = (Resources::of(code).unwrap(), plan.explain().resources.unwrap());
+    assert!(takes.vgprs > 0);
+    assert_eq!(usage.registers.map(u64::from), Some(takes.vgprs));
+    assert_eq!(usage.shared_bytes.map(u64::from), Some(takes.lds_bytes));
+    let held = u64::from(Arch::Gfx942.workgroups_per_compute_unit(&usage, 256));
+    assert_eq!(plan.explain().launch, Some(LaunchShape { tiles_at_once: 304 * held, ..launch(600, 256) }));
+    assert!(!plan.explain().code.is_empty() && !plan.explain().code.starts_with("none"));
+    let twin = RocmBackend::pretend("gfx942").unwrap();
+    assert!(twin.code_object(&plan).is_none(), "another backend's plan");
+}
