@@ -1,11 +1,11 @@
-//! What a backend keeps of tiles that were measured.
+//! What a backend keeps of tiles that were measured, and whether it measures.
 
 use fmha_core::tune::{TileClass, Tune as _, TunedTile, TunedTiles};
-use fmha_core::{AnyProblem, BwdProblem, DType, Dims, FwdProblem, PlanOptions};
+use fmha_core::{AnyProblem, BwdProblem, DType, Dims, FwdProblem, PlanOptions, Queues as _};
 use fmha_kernels_cuda as text;
 
-use crate::CudaBackend;
 use crate::kernels::{TUNED_KERNELS, sm90_bwd};
+use crate::{CudaBackend, CudaMemory};
 
 #[test]
 fn a_tile_is_kept_under_the_kernel_that_is_tuned_on_the_device() {
@@ -43,5 +43,12 @@ fn a_tile_is_kept_under_the_kernel_that_is_tuned_on_the_device() {
             let expected = (known == label).then_some(&kept);
             assert_eq!(load().get(known, class), expected, "{arch}, {known}");
         }
+    }
+}
+
+#[test]
+fn all_devices_but_emulated_ones_have_a_clock() {
+    for emulated in [false, true] {
+        assert_eq!(CudaMemory { device: None, emulated }.has_clock(), !emulated);
     }
 }
