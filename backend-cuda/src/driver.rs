@@ -40,6 +40,8 @@ macro_rules! call {
 }
 
 pub(crate) mod mapped;
+#[cfg(test)]
+mod tests;
 
 /// One GPU, with its primary context retained.
 #[derive(Debug)]
@@ -108,10 +110,15 @@ pub(crate) fn open(ordinal: usize) -> Result<Device> {
     let clock_khz = attribute(A::CU_DEVICE_ATTRIBUTE_CLOCK_RATE)?;
     let mut version = 0;
     call!(cuDriverGetVersion(&raw mut version))?;
-    let driver_version = (version / 1000, version % 1000 / 10);
+    let driver_version = parts_of_version(version);
     let mut context = std::ptr::null_mut();
     call!(cuDevicePrimaryCtxRetain(&raw mut context, handle))?;
     Ok(Device { context, handle, name, capability, num_sms, smem_bytes, memory, clock_khz, driver_version })
+}
+
+/// Of 12080, as the driver counts, 12.8.
+fn parts_of_version(version: i32) -> (i32, i32) {
+    (version / 1000, version % 1000 / 10)
 }
 
 impl Drop for Device {
@@ -335,6 +342,16 @@ pub(crate) struct TensorMapFacts<const AXES: usize, const STRIDES: usize> {
 impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
     const ONE_STRIDE_FEWER: () = assert!(STRIDES + 1 == AXES, "a map has a stride an axis, but for axis 0");
 
+    /// As wide as a row of the box.
+    fn swizzle(&self) -> sys::CUtensorMapSwizzle {
+        use sys::CUtensorMapSwizzle_enum as S;
+        match self.box_dims[0] * self.dtype.size_bytes() as u32 {
+            32 => S::CU_TENSOR_MAP_SWIZZLE_32B,
+            64 => S::CU_TENSOR_MAP_SWIZZLE_64B,
+            _ => S::CU_TENSOR_MAP_SWIZZLE_128B,
+        }
+    }
+
     /// Encodes the map, in the calling thread's context: the driver refuses without one (201, seen on an H200 with
     /// driver 580).
     ///
@@ -343,13 +360,7 @@ impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
     pub(crate) fn encode(&self) -> Result<TensorMap> {
         const { Self::ONE_STRIDE_FEWER };
         use sys::CUtensorMapDataType_enum as T;
-        use sys::CUtensorMapSwizzle_enum as S;
         let mut map = TensorMap([0; 16]);
-        let swizzle = match self.box_dims[0] * self.dtype.size_bytes() as u32 {
-            32 => S::CU_TENSOR_MAP_SWIZZLE_32B,
-            64 => S::CU_TENSOR_MAP_SWIZZLE_64B,
-            _ => S::CU_TENSOR_MAP_SWIZZLE_128B,
-        };
         let dtype = match self.dtype {
             DType::Bf16 => T::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             DType::F16 => T::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
@@ -366,7 +377,7 @@ impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
             self.box_dims.as_ptr(),
             element_strides.as_ptr(),
             sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE,
-            swizzle,
+            self.swizzle(),
             sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ))

@@ -11,6 +11,8 @@ mod modules;
 pub mod nvrtc;
 mod queues;
 mod steps;
+#[cfg(test)]
+mod tests;
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -364,6 +364,8 @@ impl Drop for Guard<'_> {
 
 #[cfg(test)]
 mod tests {
+    use fmha_core::source::KernelSource;
+
     use super::*;
 
     #[test]
@@ -407,5 +409,59 @@ mod tests {
         assert_eq!(resources(log), expected);
         assert_eq!(resources("Used 48 registers").shared_bytes, Some(0));
         assert_eq!(resources(""), ResourceUsage::default());
+    }
+
+    /// A translation unit of its own.
+    fn job(entry: &str, image: ImageKind) -> KernelJob {
+        let source = KernelSource { entry: entry.to_owned(), headers: Vec::new() };
+        KernelJob { kernel: "test", arch: "sm_90a".to_owned(), flags: Vec::new(), source, image }
+    }
+
+    #[test]
+    fn a_kernel_is_compiled_to_what_the_device_runs_and_what_is_wrong_is_told() {
+        let Ok(nvrtc) = nvrtc() else { return println!("absent: NVRTC") };
+        assert!(std::ptr::eq(nvrtc, super::nvrtc().unwrap()), "it is opened once");
+        let text = "extern \"C\" __global__ void test_kernel(int *p) { *p = 7; }";
+        let machine = nvrtc.compile(&job(text, ImageKind::Machine)).unwrap();
+        assert_eq!(machine.machine[..4], *b"\x7fELF");
+        assert!(machine.resources.registers.is_some_and(|registers| registers > 0), "{}", machine.log);
+        let assembly = nvrtc.compile(&job(text, ImageKind::Assembly)).unwrap();
+        assert!(assembly.machine.is_empty() && assembly.resources == ResourceUsage::default());
+        let ptx = String::from_utf8_lossy(&assembly.assembly);
+        assert!(ptx.contains(".target sm_90a") && ptx.contains(".entry test_kernel"), "{ptx}");
+        let wrong = nvrtc.run(&job("no_such_type x;", ImageKind::Assembly)).unwrap_err();
+        assert!(wrong.contains("NVRTC_ERROR_COMPILATION") && wrong.contains("no_such_type"), "{wrong}");
+    }
+
+    #[test]
+    fn a_compiler_says_which_build_it_is_and_what_it_adds() {
+        assert!(candidates().unwrap().iter().all(|path| !path.as_os_str().is_empty()));
+        assert!(!candidates().unwrap().is_empty());
+        let Ok(nvrtc) = nvrtc() else { return println!("absent: NVRTC") };
+        let (major, minor) = nvrtc.version;
+        let identity = nvrtc.identity();
+        let rest = identity.strip_prefix(&format!("NVRTC {major}.{minor}")).unwrap();
+        let bytes = std::fs::metadata(&nvrtc.path).map(|file| format!(" ({} bytes)", file.len()));
+        assert_eq!(rest, bytes.unwrap_or_default());
+        assert_eq!(nvrtc.own_flags(), ["--ptxas-options=-v"]);
+        assert_eq!(nvrtc.check(0), Ok(()));
+        assert_eq!(nvrtc.check(1), Err("NVRTC_ERROR_OUT_OF_MEMORY".to_owned()));
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn builtins_are_those_beside_the_library_by_their_name() {
+        let Ok(nvrtc) = nvrtc() else { return println!("absent: NVRTC") };
+        assert!(builtins_beside(Path::new("libnvrtc.so")).is_none(), "it has no folder");
+        for (name, found) in [
+            ("libnvrtc-builtins.so.1", nvrtc.path.exists()),
+            ("libnvrtc-builtins.so.alt", false),
+            ("libother.so", false),
+        ] {
+            let folder = tempfile::tempdir().unwrap();
+            // Any library opens.
+            std::os::unix::fs::symlink(&nvrtc.path, folder.path().join(name)).unwrap();
+            assert_eq!(builtins_beside(&folder.path().join("libnvrtc.so")).is_some(), found, "{name}");
+        }
     }
 }

@@ -5,7 +5,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use fmha_core::{FmhaBackend as _, Stream, Workspace};
+use fmha_core::{DType, FmhaBackend as _, Stream, Workspace};
 use fmha_cuda::CudaBackend;
 use libloading::os::unix::{Library, Symbol};
 
@@ -104,4 +104,30 @@ fn what_is_uploaded_is_there_for_every_stream_when_the_call_returns() {
     memory.synchronize(stream).unwrap();
     assert_eq!(seen, [7; 64]);
     queues.destroy_stream(stream).unwrap();
+}
+
+#[test]
+fn the_double_says_that_it_is_one_and_gives_back_what_was_made_on_it() {
+    let backend = device();
+    assert!(backend.name().ends_with("sm_90a, emulated)"), "{}", backend.name());
+    assert_eq!(backend.roofline(DType::Bf16).source, "emulated: it has no speed");
+    let real = CudaBackend::open(0, None).err().unwrap().to_string();
+    assert!(real.contains("this process runs on an emulated CUDA device"), "{real}");
+    let (memory, queues) = (backend.memory(), backend.queues().unwrap());
+    assert!(!queues.has_clock() && memory.checks_bounds() && backend.tuner().is_some());
+    assert!(memory.alloc_at_edge(64, true).unwrap().is_none());
+
+    let stream = queues.create_stream().unwrap();
+    memory.synchronize(stream).unwrap();
+    queues.destroy_stream(stream).unwrap();
+    assert!(memory.synchronize(stream).is_err() && queues.destroy_stream(stream).is_err());
+
+    let mut buffer = memory.alloc(64).unwrap();
+    let texts = [
+        memory.upload(&[0; 65], &mut buffer).unwrap_err().to_string(),
+        memory.download(&buffer, &mut [0; 65]).unwrap_err().to_string(),
+    ];
+    for (text, name) in texts.iter().zip(["to", "from"]) {
+        assert!(text.contains(&format!("{name} has 64 bytes, but 65 are to be copied")), "{text}");
+    }
 }

@@ -59,7 +59,7 @@ impl LastMaps {
         {
             return Ok(*maps);
         }
-        let maps = Maps::encode(call, boxes)?;
+        let maps = MapFacts::of(call, boxes).encode()?;
         if let Ok(mut last) = self.0.try_lock() {
             *last = Some((places, maps));
         }
@@ -71,13 +71,20 @@ impl Maps {
     /// For a kernel that copies without TMA.
     pub(crate) const UNREAD: Self =
         Self { q: TensorMap::UNREAD, k: TensorMap::UNREAD, v: TensorMap::UNREAD, bias: TensorMap::UNREAD };
+}
 
-    /// Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`, the bias `(key, query, head,
-    /// batch)`.
-    ///
-    /// # Errors
-    /// What the driver refuses.
-    fn encode(call: &FwdCall<'_>, boxes: &Boxes) -> Result<Self> {
+/// What the maps say: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`, the bias `(key,
+/// query, head, batch)`.
+pub(crate) struct MapFacts {
+    pub(crate) q: TensorMapFacts<5, 4>,
+    pub(crate) k: TensorMapFacts<4, 3>,
+    pub(crate) v: TensorMapFacts<4, 3>,
+    /// Where TMA brings it.
+    pub(crate) bias: Option<TensorMapFacts<4, 3>>,
+}
+
+impl MapFacts {
+    pub(crate) fn of(call: &FwdCall<'_>, boxes: &Boxes) -> Self {
         let problem = call.problem;
         let dims = problem.dims;
         let ratio = problem.gqa_ratio();
@@ -95,7 +102,7 @@ impl Maps {
 
         let q = extents.q;
         let q_address = call.args.q.as_ptr() as u64;
-        let q_map = TensorMapFacts {
+        let q_facts = TensorMapFacts {
             name: "q",
             dtype: problem.dtype_qk,
             address: q_address,
@@ -110,7 +117,7 @@ impl Maps {
         };
         let columns = |name| name == "v" && problem.v_layout == VLayout::ColMajor;
         let rows = |shape: Shape| shape.seq.max(1);
-        let kv_map =
+        let kv_facts =
             |name, address: u64, dtype: DType, strides: Strides, shape: Shape, box_dims: [i32; 4]| {
                 let size = dtype.size_bytes();
                 TensorMapFacts {
@@ -136,17 +143,26 @@ impl Maps {
                 }
             };
         let (k, v) = (call.args.k_slice().as_ptr() as u64, call.args.v_slice().as_ptr() as u64);
-        let k_map = kv_map("k", k, problem.dtype_qk, problem.k, extents.k, boxes.k);
-        let v_map = kv_map("v", v, problem.dtype_v, problem.v, extents.v, boxes.v);
-        let bias = boxes.bias.map_or(Ok(TensorMap::UNREAD), |box_dims| bias_map(call, box_dims))?;
-        Ok(Self { q: q_map.encode()?, k: k_map.encode()?, v: v_map.encode()?, bias })
+        Self {
+            q: q_facts,
+            k: kv_facts("k", k, problem.dtype_qk, problem.k, extents.k, boxes.k),
+            v: kv_facts("v", v, problem.dtype_v, problem.v, extents.v, boxes.v),
+            bias: boxes.bias.and_then(|box_dims| bias_facts(call, box_dims)),
+        }
+    }
+
+    /// # Errors
+    /// What the driver refuses.
+    fn encode(&self) -> Result<Maps> {
+        let bias = self.bias.as_ref().map_or(Ok(TensorMap::UNREAD), TensorMapFacts::encode)?;
+        Ok(Maps { q: self.q.encode()?, k: self.k.encode()?, v: self.v.encode()?, bias })
     }
 }
 
 /// The map of an elementwise bias; one of its kind where its stride is 0, as the kernel counts them.
-fn bias_map(call: &FwdCall<'_>, box_dims: [i32; 4]) -> Result<TensorMap> {
+fn bias_facts(call: &FwdCall<'_>, box_dims: [i32; 4]) -> Option<TensorMapFacts<4, 3>> {
     let (Bias::Elementwise(bias), Some(data)) = (call.problem.bias, &call.args.score.bias) else {
-        return Ok(TensorMap::UNREAD);
+        return None;
     };
     let shape = call.problem.shape_bias(bias.broadcast);
     let size = bias.dtype.size_bytes();
@@ -155,13 +171,12 @@ fn bias_map(call: &FwdCall<'_>, box_dims: [i32; 4]) -> Result<TensorMap> {
             if stride == 0 || extent <= 1 { (1 << 20, 1) } else { (stride.unsigned_abs() * size, extent) }
         });
     let rows = if shape.seq > 1 { bias.strides.seq.unsigned_abs() * size } else { 1 << 20 };
-    TensorMapFacts {
+    Some(TensorMapFacts {
         name: "bias",
         dtype: bias.dtype,
         address: data.as_ptr() as u64,
         dims: [shape.dim.max(1), shape.seq.max(1), axes[0].1, axes[1].1].map(u64::from),
         strides_bytes: [rows, axes[0].0, axes[1].0],
         box_dims: box_dims.map(i32::unsigned_abs),
-    }
-    .encode()
+    })
 }

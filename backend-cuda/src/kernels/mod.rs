@@ -2,6 +2,10 @@
 
 pub(crate) mod combine;
 mod maps;
+#[cfg(test)]
+mod operands;
+#[cfg(test)]
+mod plans;
 pub(crate) mod simt;
 pub(crate) mod simt_bwd;
 pub(crate) mod sm100;
@@ -52,7 +56,7 @@ pub(crate) struct DeviceFacts {
 }
 
 /// The kernels whose tiles are measured.
-const TUNED_KERNELS: [TunedKernel<'_>; 3] = [
+pub(crate) const TUNED_KERNELS: [TunedKernel<'_>; 3] = [
     TunedKernel { label: sm90_text::NAME, headers: &[sm90_text::HEADER] },
     TunedKernel { label: sm90_bwd_text::LABEL, headers: &sm90_bwd_text::HEADERS },
     TunedKernel { label: sm100_text::NAME, headers: &[sm100_text::HEADER] },

@@ -197,7 +197,7 @@ pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOp
 }
 
 /// What TMA brings at once.
-fn boxes(problem: &ValidFwd, tile: &Sm100Tile) -> Boxes {
+pub(super) fn boxes(problem: &ValidFwd, tile: &Sm100Tile) -> Boxes {
     let spec = FwdSpec::of(problem);
     Boxes {
         q: tile.q_box(&spec, problem.gqa_ratio() as i32),

@@ -197,7 +197,7 @@ pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOp
 }
 
 /// What TMA brings at once.
-fn boxes(problem: &ValidFwd, tile: &Sm90Tile) -> Boxes {
+pub(super) fn boxes(problem: &ValidFwd, tile: &Sm90Tile) -> Boxes {
     let heads = if tile.pack_gqa { problem.gqa_ratio() as i32 } else { 1 };
     let (q, v) = (problem.dims.head_dim_qk as i32, problem.dims.head_dim_v as i32);
     Boxes {

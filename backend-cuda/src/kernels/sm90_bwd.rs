@@ -268,7 +268,7 @@ fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
 }
 
 /// What the table gives, on a device.
-fn table_tile(problem: &ValidBwd, spec: &BwdSpec, facts: &DeviceFacts) -> Sm90BwdTile {
+pub(super) fn table_tile(problem: &ValidBwd, spec: &BwdSpec, facts: &DeviceFacts) -> Sm90BwdTile {
     let tile = sm90_bwd::choose_tile(problem, spec);
     Sm90BwdTile { head_parts: tile.wants_head_parts(problem, spec, facts.num_sms), ..tile }
 }
@@ -292,34 +292,37 @@ pub(crate) fn tile_class(problem: &ValidBwd, options: &PlanOptions) -> TileClass
     TileClass::of_bwd(problem, &spec_of(problem, options))
 }
 
-/// The tensor maps, `(dim, row, head, batch)`.
+/// The tensor maps.
 fn maps(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> Result<Maps> {
+    let [q, k, v, dout] = map_facts(call, tile);
+    Ok(Maps { q: q.encode()?, k: k.encode()?, v: v.encode()?, dout: dout.encode()? })
+}
+
+/// What the maps of Q, K, V and dO say, `(dim, row, head, batch)`.
+pub(super) fn map_facts(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> [TensorMapFacts<4, 3>; 4] {
     let (problem, args) = (call.problem, call.args);
     let fwd = problem.fwd();
     let extents = fwd.extents(args.seq.totals);
     // The driver wants a stride for an axis of one too: any that it takes.
     let bytes = |stride: i64, extent: u32| if extent > 1 { stride.unsigned_abs() * 2 } else { 1 << 20 };
     let k_address = args.k.as_ptr() as u64;
-    let map = |name, address: u64, strides: Strides, shape: Shape, rows: i32| {
-        TensorMapFacts {
-            name,
-            dtype: fwd.dtype_qk,
-            // A tensor without rows is never read, but a map needs an address.
-            address: if shape.seq == 0 { k_address } else { address },
-            dims: [shape.dim, shape.seq.max(1), shape.head, shape.batch].map(u64::from),
-            strides_bytes: [
-                bytes(strides.seq, shape.seq),
-                bytes(strides.head, shape.head),
-                bytes(strides.batch, shape.batch),
-            ],
-            box_dims: [64, rows.unsigned_abs(), 1, 1],
-        }
-        .encode()
+    let facts = |name, address: u64, strides: Strides, shape: Shape, rows: i32| TensorMapFacts {
+        name,
+        dtype: fwd.dtype_qk,
+        // A tensor without rows is never read, but a map needs an address.
+        address: if shape.seq == 0 { k_address } else { address },
+        dims: [shape.dim, shape.seq.max(1), shape.head, shape.batch].map(u64::from),
+        strides_bytes: [
+            bytes(strides.seq, shape.seq),
+            bytes(strides.head, shape.head),
+            bytes(strides.batch, shape.batch),
+        ],
+        box_dims: [64, rows.unsigned_abs(), 1, 1],
     };
-    Ok(Maps {
-        q: map("q", args.q.as_ptr() as u64, fwd.q, extents.q, tile.loaded_rows())?,
-        k: map("k", k_address, fwd.k, extents.k, tile.block_n)?,
-        v: map("v", args.v.as_ptr() as u64, fwd.v, extents.v, tile.block_n)?,
-        dout: map("dout", args.dout.as_ptr() as u64, problem.dout, extents.o, tile.loaded_rows())?,
-    })
+    [
+        facts("q", args.q.as_ptr() as u64, fwd.q, extents.q, tile.loaded_rows()),
+        facts("k", k_address, fwd.k, extents.k, tile.block_n),
+        facts("v", args.v.as_ptr() as u64, fwd.v, extents.v, tile.block_n),
+        facts("dout", args.dout.as_ptr() as u64, problem.dout, extents.o, tile.loaded_rows()),
+    ]
 }

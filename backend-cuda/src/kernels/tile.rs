@@ -44,10 +44,11 @@ mod tests {
     use fmha_core::spec::BwdSpec;
     use fmha_core::tune::{TileClass, TunedTiles};
     use fmha_core::{Accuracy, BwdProblem, DType, Dims, FwdProblem, PlanOptions, ValidBwd, ValidFwd};
-    use fmha_kernels_cuda::{sm90, sm90_bwd};
+    use fmha_kernels_cuda::{sm90, sm90_bwd, sm100};
 
     use super::super::sm90::Sm90;
     use super::super::sm90_bwd::Sm90Bwd;
+    use super::super::sm100::Sm100;
     use super::super::{BwdRecipe as _, DeviceFacts, FwdRecipe as _, TUNED_KERNELS};
     use super::*;
 
@@ -137,5 +138,22 @@ mod tests {
 
         let unfit = facts(sm90::NAME, &class, ("stages", "8"));
         assert_eq!(tile_of(&chosen(&unfit, Accuracy::Fast)), (table, TileFrom::Table));
+    }
+
+    #[test]
+    fn a_blackwell_plan_has_the_tile_that_was_kept_where_it_was_measured_as_it_is_planned() {
+        let class = TileClass::of_fwd(&fwd());
+        let kept = facts(sm100::NAME, &class, ("lazy_rescale_log2", "0"));
+        let kept = DeviceFacts { tuned: kept.tuned, ..DeviceFacts::stated("sm_100a").unwrap() };
+        for (accuracy, batch_invariant, expected) in [
+            (Accuracy::Fast, false, TileFrom::Tuned),
+            (Accuracy::Fast, true, TileFrom::Table),
+            (Accuracy::Exact, false, TileFrom::Table),
+            (Accuracy::Exact, true, TileFrom::Table),
+        ] {
+            let options = PlanOptions { accuracy, batch_invariant, ..PlanOptions::default() };
+            let details = Sm100::default().choose(&fwd(), &kept, &options).unwrap().details;
+            assert_eq!(tile_of(&details).1, expected, "{accuracy}, batch-invariant {batch_invariant}");
+        }
     }
 }

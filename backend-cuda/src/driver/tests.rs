@@ -1,0 +1,117 @@
+//! What is made through the driver and what is given back to it, on the test double. No compiler is needed.
+
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::emulated;
+use crate::kernels::DeviceFacts;
+
+fn device() -> Device {
+    emulated::install("sm_90a").unwrap();
+    open(0).unwrap()
+}
+
+#[test]
+fn a_version_of_cuda_has_two_numbers() {
+    assert_eq!([12080, 13000, 13010, 9020].map(parts_of_version), [(12, 8), (13, 0), (13, 1), (9, 2)]);
+}
+
+#[test]
+fn a_failure_has_the_call_the_code_and_the_drivers_words() {
+    let _device = device();
+    let error = failure("cuInit", sys::CUresult::CUDA_ERROR_INVALID_VALUE);
+    let Error::Driver { call, code, text } = error else { panic!("{error}") };
+    assert_eq!((call, code, &*text), ("cuInit", 1, "invalid argument"));
+}
+
+#[test]
+fn the_facts_of_a_device_follow_from_what_the_driver_says_of_it() {
+    let mut device = device();
+    // As the driver says of an H200.
+    (device.num_sms, device.clock_khz, device.memory) = (132, 1_980_000, (3_201_000, 6144));
+    device.name = "NVIDIA H200".to_owned();
+    let facts = DeviceFacts::of(&device).unwrap();
+    assert_eq!((&*facts.arch, facts.num_sms, facts.smem_bytes), ("sm_90a", 132, device.smem_bytes));
+    assert_eq!(facts.device, "NVIDIA H200, sm_90a, 132 SMs");
+    // 4096 operations a clock of each multiprocessor; 768 bytes twice a clock.
+    assert_eq!(facts.roofline.flops_per_second, Some(4096.0 * 132.0 * 1.98e9));
+    assert_eq!(facts.roofline.bytes_per_second, Some(768.0 * 2.0 * 3.201e9));
+    // Of a device that has a name: where there is a folder, its tiles are kept in it under that.
+    assert_ne!(facts.tuned, fmha_core::tune::TunedTiles::default());
+    for (capability, arch) in [((10, 0), "sm_100a"), ((8, 9), "sm_89")] {
+        device.capability = capability;
+        let facts = DeviceFacts::of(&device).unwrap();
+        assert_eq!((&*facts.arch, facts.roofline.flops_per_second), (arch, None));
+    }
+}
+
+#[test]
+fn what_is_freed_or_destroyed_is_gone() {
+    let device = Arc::new(device());
+    let address = device.alloc(64).unwrap();
+    device.free(address).unwrap();
+    assert!(device.free(address).is_err());
+
+    let stream = device.create_stream().unwrap();
+    device.synchronize(stream).unwrap();
+    device.destroy_stream(stream).unwrap();
+    assert!(device.destroy_stream(stream).is_err() && device.synchronize(stream).is_err());
+
+    let _entered = device.enter().unwrap();
+    let event = Event::new(&device).unwrap();
+    let handle = event.event;
+    drop(event);
+    assert!(call!(cuEventDestroy_v2(handle)).is_err());
+
+    let stream = device.create_stream().unwrap();
+    let graph = Graph::capture(&device, stream, &mut || Ok(())).unwrap();
+    let handle = graph.executable;
+    call!(cuGraphLaunch(handle, stream as sys::CUstream)).unwrap();
+    drop(graph);
+    assert!(call!(cuGraphLaunch(handle, stream as sys::CUstream)).is_err());
+    device.destroy_stream(stream).unwrap();
+
+    let ptx = b".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry nothing()\n{\n\tret;\n}\n";
+    let kernel = device.load(ptx, "nothing", 0).unwrap();
+    let handle = kernel.module;
+    drop(kernel);
+    assert!(call!(cuModuleUnload(handle)).is_err());
+}
+
+/// A wait has a least length, and lies within the one around it.
+#[test]
+fn seconds_between_events_are_seconds() {
+    let device = Arc::new(device());
+    let (start, stop) = (Event::new(&device).unwrap(), Event::new(&device).unwrap());
+    let around = Instant::now();
+    start.record(0).unwrap();
+    let waited = Duration::from_millis(2);
+    std::thread::sleep(waited);
+    stop.record(0).unwrap();
+    let seconds = stop.seconds_since(&start).unwrap();
+    // The driver counts milliseconds in f32.
+    assert!(seconds >= waited.as_secs_f64() * (1.0 - 1e-6), "{seconds}");
+    assert!(seconds <= around.elapsed().as_secs_f64() * (1.0 + 1e-6), "{seconds}");
+}
+
+#[test]
+fn a_maps_swizzle_is_as_wide_as_its_boxs_rows() {
+    use sys::CUtensorMapSwizzle_enum as S;
+    for (dtype, elems, swizzle) in [
+        (DType::Bf16, 16, S::CU_TENSOR_MAP_SWIZZLE_32B),
+        (DType::Bf16, 32, S::CU_TENSOR_MAP_SWIZZLE_64B),
+        (DType::Bf16, 64, S::CU_TENSOR_MAP_SWIZZLE_128B),
+        (DType::E4m3Fn, 32, S::CU_TENSOR_MAP_SWIZZLE_32B),
+        (DType::E4m3Fn, 128, S::CU_TENSOR_MAP_SWIZZLE_128B),
+    ] {
+        let facts = TensorMapFacts {
+            name: "q",
+            dtype,
+            address: 0,
+            dims: [128, 1],
+            strides_bytes: [256],
+            box_dims: [elems, 1],
+        };
+        assert_eq!(facts.swizzle(), swizzle, "{elems} of {dtype}");
+    }
+}

@@ -1,0 +1,280 @@
+//! Where kernels take operands, and what tensor maps say of them. No memory lies at these addresses.
+
+use fmha_core::spec::BwdSpec;
+use fmha_core::{
+    Bias, BiasBroadcast, BwdProblem, DType, DevSlice, DevSliceMut, ElementwiseBias, FwdProblem, MemorySpace,
+    ScoreArgs, SeqArgs, Strides, Totals, VLayout, ValidFwd,
+};
+use fmha_kernels_cuda::sm90_bwd as bwd_text;
+
+use super::maps::{Boxes, MapFacts};
+use super::plans::{biased, of_lengths, stated, tile};
+use super::sm90::Sm90;
+use super::sm90_bwd::{Sm90Bwd, map_facts};
+use super::sm100::Sm100;
+use super::*;
+
+/// Operands 64 KiB apart, one of them `off` bytes further on.
+#[derive(Clone, Copy)]
+struct Places {
+    moved: &'static str,
+    off: u64,
+}
+
+const NAMES: [&str; 10] = ["q", "k", "v", "o", "lse", "dout", "dq", "dk", "dv", "bias"];
+
+impl Places {
+    fn of(self, name: &str) -> u64 {
+        let at = NAMES.iter().position(|known| *known == name).unwrap() as u64;
+        ((at + 1) << 16) + if name == self.moved { self.off } else { 0 }
+    }
+
+    fn read(self, name: &str) -> DevSlice<'static> {
+        // SAFETY: nobody reads it.
+        unsafe { DevSlice::from_raw(MemorySpace::Device, self.of(name) as *const u8, 1) }
+    }
+
+    fn written(self, name: &str) -> DevSliceMut<'static> {
+        // SAFETY: nobody writes it.
+        unsafe { DevSliceMut::from_raw(MemorySpace::Device, self.of(name) as *mut u8, 1) }
+    }
+
+    fn forward(self, totals: Totals) -> FwdArgs<'static> {
+        let mut args = FwdArgs::new(self.read("q"), self.read("k"), self.read("v"), self.written("o"));
+        args.score.bias = Some(self.read("bias"));
+        args.seq.totals = totals;
+        args
+    }
+
+    fn backward(self) -> BwdArgs<'static> {
+        BwdArgs {
+            q: self.read("q"),
+            k: self.read("k"),
+            v: self.read("v"),
+            o: self.read("o"),
+            lse: self.read("lse"),
+            dout: self.read("dout"),
+            dlse: None,
+            dq: self.written("dq"),
+            dk: self.written("dk"),
+            dv: self.written("dv"),
+            dbias: None,
+            dsink: None,
+            seq: SeqArgs::default(),
+            score: ScoreArgs::default(),
+            workspace: None,
+        }
+    }
+}
+
+/// Each operand and how far from a multiple of 64 KiB it is moved, and what the kernel must lie at multiples of: 0 where
+/// it takes the operand there.
+type Rows = &'static [(&'static str, u64, u64)];
+
+fn takes(what: &str, rows: Rows, takes: impl Fn(Places) -> Result<(), ProblemError>) {
+    for &(moved, off, align) in rows {
+        match takes(Places { moved, off }) {
+            Ok(()) => assert_eq!(align, 0, "{what}: {moved} at {off}"),
+            Err(error) => {
+                let text = error.to_string();
+                let address = Places { moved, off }.of(moved);
+                let words = format!("starts at {address:#x}, which is no multiple of the {align} bytes");
+                assert!(text.contains(&words) && text.contains(moved), "{what}: {moved} at {off}: {text}");
+            }
+        }
+    }
+}
+
+fn forward_takes(what: &str, arch: &str, problem: FwdProblem, words: &str, rows: Rows) {
+    let problem = problem.validate().unwrap();
+    let (facts, options) = (stated(arch), tile(words));
+    let chosen = match arch {
+        "sm_90a" => Sm90::default().choose(&problem, &facts, &options),
+        _ => Sm100::default().choose(&problem, &facts, &options),
+    };
+    let kernel = chosen.unwrap().kernel;
+    takes(what, rows, |places| {
+        let args = places.forward(Totals::NONE);
+        kernel.takes_addresses(&Call { problem: &problem, args: &args, stream: 0 })
+    });
+}
+
+const LONG: [u32; 2] = [512, 512];
+const ALIGNED: Rows = &[("q", 16, 0), ("q", 8, 16), ("k", 8, 16), ("v", 8, 16), ("o", 8, 16), ("v", 1, 16)];
+const NO_KEYS: Rows = &[("q", 8, 16), ("k", 8, 0), ("v", 2, 0), ("o", 8, 16)];
+
+#[test]
+fn forward_kernels_take_what_their_loads_and_stores_reach() {
+    for arch in ["sm_90a", "sm_100a"] {
+        let plain = of_lengths(LONG, [4, 4], 128, "0");
+        forward_takes("TMA", arch, plain.clone(), "", ALIGNED);
+        forward_takes("no keys", arch, of_lengths([512, 0], [4, 4], 128, "0"), "", NO_KEYS);
+        let mut odd = plain.clone();
+        (odd.k.seq, odd.k.head) = (4 * 128 + 8 + 4, 128);
+        odd.k.batch = 0;
+        let copied = [("q", 8, 0), ("k", 8, 0), ("v", 8, 0), ("q", 4, 8), ("k", 4, 8), ("o", 8, 16)];
+        forward_takes("copies", arch, odd, "copy_bytes=8", Box::leak(Box::new(copied)));
+        // Stored element by element.
+        let mut scattered = plain;
+        scattered.o.seq += 1;
+        forward_takes("no vectors", arch, scattered, "vector_store=0", &[("o", 2, 0), ("q", 2, 16)]);
+    }
+    let bias = || biased(of_lengths(LONG, [4, 4], 128, "0"), 512);
+    forward_takes("bias by TMA", "sm_90a", bias(), "bias_stages=1", &[("bias", 16, 0), ("bias", 8, 16)]);
+    forward_takes("bias from memory", "sm_90a", bias(), "bias_stages=0", &[("bias", 2, 0)]);
+    // A part's O lies in the workspace; the rows of the whole are merged an element at a time.
+    let split = of_lengths([1, 4096], [4, 4], 128, "0");
+    forward_takes("parts", "sm_100a", split, "split_keys=512", &[("o", 2, 0), ("k", 2, 16)]);
+}
+
+#[test]
+fn the_backward_takes_what_its_loads_and_stores_reach() {
+    let backward_takes = |what: &str, problem: BwdProblem, rows: Rows| {
+        let problem = problem.validate().unwrap();
+        let chosen = Sm90Bwd::default().choose(&problem, &stated("sm_90a"), &PlanOptions::default());
+        let kernel = chosen.unwrap().kernel;
+        takes(what, rows, |places| {
+            let args = places.backward();
+            kernel.takes_addresses(&Call { problem: &problem, args: &args, stream: 0 })
+        });
+    };
+    let plain = BwdProblem::new(of_lengths(LONG, [4, 4], 128, "0"));
+    const ALL: Rows = &[
+        ("q", 16, 0),
+        ("q", 8, 16),
+        ("k", 8, 16),
+        ("v", 8, 16),
+        ("o", 8, 16),
+        ("dout", 8, 16),
+        ("dq", 8, 16),
+        ("dk", 8, 16),
+        ("dv", 8, 16),
+        ("lse", 4, 0),
+    ];
+    backward_takes("plain", plain.clone(), ALL);
+    let no_keys = BwdProblem::new(of_lengths([512, 0], [4, 4], 128, "0"));
+    backward_takes(
+        "no keys",
+        no_keys,
+        &[("k", 8, 0), ("v", 8, 0), ("dk", 8, 0), ("dv", 8, 0), ("dq", 8, 16)],
+    );
+    let mut scattered = plain;
+    scattered.dq.seq += 1;
+    backward_takes("no vectors", scattered, &[("dq", 2, 0), ("dk", 2, 0), ("dv", 2, 0), ("k", 2, 16)]);
+}
+
+const HOME: Places = Places { moved: "", off: 0 };
+
+fn facts_of(problem: FwdProblem, totals: Totals) -> MapFacts {
+    let problem: ValidFwd = problem.validate().unwrap();
+    let boxes = Boxes {
+        q: [64, 2, 64, 1, 1],
+        k: [64, 128, 1, 1],
+        v: [64, 112, 1, 1],
+        bias: matches!(problem.bias, Bias::Elementwise(_)).then_some([64, 64, 1, 1]),
+    };
+    let args = HOME.forward(totals);
+    MapFacts::of(&Call { problem: &problem, args: &args, stream: 0 }, &boxes)
+}
+
+/// The driver takes any positive multiple of 16 for an axis of one.
+const ANY: u64 = 1 << 20;
+
+#[test]
+fn forward_maps_say_where_elements_lie() {
+    let mut two = of_lengths([200, 300], [4, 2], 64, "0");
+    two.dims.batch = 2;
+    let two = FwdProblem::batch(DType::Bf16, two.dims);
+    // Rows of four heads of 64 elements of 2 bytes are 512 bytes; of two, 256.
+    let facts = facts_of(two.clone(), Totals::NONE);
+    assert_eq!((facts.q.dims, facts.q.strides_bytes), ([64, 2, 200, 2, 2], [128, 512, 256, 200 * 512]));
+    assert_eq!((facts.k.dims, facts.k.strides_bytes), ([64, 300, 2, 2], [256, 128, 300 * 256]));
+    assert_eq!((facts.v.dims, facts.v.strides_bytes), ([64, 300, 2, 2], [256, 128, 300 * 256]));
+    assert_eq!((facts.q.box_dims, facts.k.box_dims[1], facts.v.box_dims[1]), ([64, 2, 64, 1, 1], 128, 112));
+    let addresses = [facts.q.address, facts.k.address, facts.v.address];
+    assert_eq!(addresses, ["q", "k", "v"].map(|name| HOME.of(name)));
+    assert!(facts.bias.is_none());
+
+    let mut columns = two.clone();
+    columns.v_layout = VLayout::ColMajor;
+    columns.dims.seqlen_k = 304;
+    columns.v = Strides::bhds(columns.shape_v());
+    columns.k = Strides::bshd(columns.shape_k());
+    let v = facts_of(columns, Totals::NONE).v;
+    assert_eq!((v.dims, v.strides_bytes), ([304, 64, 2, 2], [608, 64 * 608, 2 * 64 * 608]));
+
+    // One row, head and sequence.
+    let one = facts_of(of_lengths([1, 1], [1, 1], 64, "0"), Totals::NONE);
+    assert_eq!((one.q.dims, one.q.strides_bytes), ([64, 1, 1, 1, 1], [ANY; 4]));
+    assert_eq!((one.k.dims, one.k.strides_bytes), ([64, 1, 1, 1], [ANY; 3]));
+
+    // Packed sequences are one, of the rows that there are.
+    let packed = facts_of(FwdProblem::group(DType::Bf16, two.dims), Totals::packed(333, 444));
+    assert_eq!((packed.q.dims, packed.q.strides_bytes), ([64, 2, 333, 2, 1], [128, 512, 256, ANY]));
+    assert_eq!((packed.k.dims, packed.k.strides_bytes), ([64, 444, 2, 1], [256, 128, ANY]));
+
+    // Nothing is read of keys that are not there.
+    let no_keys = facts_of(of_lengths([200, 0], [4, 2], 64, "0"), Totals::NONE);
+    assert_eq!([no_keys.k.address, no_keys.v.address], [HOME.of("q"); 2]);
+    assert_eq!(no_keys.k.dims, [64, 1, 2, 1]);
+}
+
+#[test]
+fn the_map_of_a_bias_has_the_axes_that_its_strides_have() {
+    let of = |seqlen_q: u32, broadcast, strides| {
+        let mut problem = of_lengths([seqlen_q, 96], [4, 4], 64, "0");
+        problem.dims.batch = 3;
+        let mut problem = FwdProblem::batch(DType::Bf16, problem.dims);
+        problem.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::Bf16, broadcast, strides });
+        let map = facts_of(problem, Totals::NONE).bias.unwrap();
+        assert_eq!((map.address, map.box_dims), (HOME.of("bias"), [64, 64, 1, 1]));
+        (map.dims, map.strides_bytes)
+    };
+    let strides = |batch, head| Strides { batch, seq: 104, head, dim: 1 };
+    let each = of(40, BiasBroadcast::BatchHead, strides(4 * 4160, 4160));
+    assert_eq!(each, ([96, 40, 4, 3], [208, 8320, 4 * 8320]));
+    // A stride of 0 is an axis of one to the kernel.
+    let shared = of(40, BiasBroadcast::BatchHead, strides(4160, 0));
+    assert_eq!(shared, ([96, 40, 1, 3], [208, ANY, 8320]));
+    let of_heads = of(40, BiasBroadcast::OneHead, strides(4160, 4160));
+    assert_eq!(of_heads, ([96, 40, 4, 1], [208, 8320, ANY]));
+    let one_row = of(1, BiasBroadcast::OneOne, strides(4160, 4160));
+    assert_eq!(one_row, ([96, 1, 1, 1], [ANY; 3]));
+}
+
+#[test]
+fn a_bias_has_a_map_where_its_tile_brings_it() {
+    let problem = biased(of_lengths(LONG, [4, 4], 128, "0"), 512).validate().unwrap();
+    let mut own = fmha_kernels_cuda::sm90::choose_tile(&problem);
+    for (stages, boxed) in [(0, false), (1, true), (2, true)] {
+        own.bias_stages = stages;
+        assert_eq!(sm90::boxes(&problem, &own).bias.is_some(), boxed, "{stages} stages");
+    }
+}
+
+#[test]
+fn backward_maps_say_where_elements_lie() {
+    let of = |fwd: FwdProblem| {
+        let problem = BwdProblem::new(fwd).validate().unwrap();
+        let tile = bwd_text::choose_tile(&problem, &BwdSpec::of(&problem));
+        let args = HOME.backward();
+        let maps = map_facts(&Call { problem: &problem, args: &args, stream: 0 }, &tile);
+        assert_eq!(maps[0].box_dims, [64, (tile.block_m / tile.cluster) as u32, 1, 1]);
+        assert_eq!(maps[1].box_dims, [64, tile.block_n as u32, 1, 1]);
+        maps.map(|map| (map.address, map.dims, map.strides_bytes))
+    };
+    let mut two = of_lengths([200, 300], [4, 2], 64, "0").dims;
+    two.batch = 2;
+    let queries = ([64, 200, 4, 2], [512, 128, 200 * 512]);
+    let keys = ([64, 300, 2, 2], [256, 128, 300 * 256]);
+    let expected = [("q", queries), ("k", keys), ("v", keys), ("dout", queries)]
+        .map(|(name, (dims, strides))| (HOME.of(name), dims, strides));
+    assert_eq!(of(FwdProblem::batch(DType::Bf16, two)), expected);
+
+    let one = of(of_lengths([1, 1], [1, 1], 64, "0"));
+    assert!(one.iter().all(|&(_, dims, strides)| (dims, strides) == ([64, 1, 1, 1], [ANY; 3])), "{one:?}");
+
+    // Nothing is read of queries that are not there.
+    let no_queries = of(of_lengths([0, 300], [2, 2], 64, "0"));
+    assert_eq!(no_queries.map(|(address, ..)| address), ["k", "k", "v", "k"].map(|name| HOME.of(name)));
+}

@@ -1,0 +1,334 @@
+//! What the kernels choose on the devices that NVIDIA states: launches, promises, words. Nothing is compiled or run.
+
+use fmha_core::{
+    Accuracy, BiasBroadcast, BiasGrad, BwdProblem, Dims, ElementwiseBias, FwdProblem, PlanOptions, Strides,
+};
+use fmha_core::{Bias, DType, ScoreSums, ValidBwd, ValidFwd};
+
+use super::sm90::Sm90;
+use super::sm90_bwd::Sm90Bwd;
+use super::sm100::Sm100;
+use super::*;
+use crate::driver::Grid;
+
+/// `seqlens` of `heads` query heads and as many kv heads, dimension `dim`, bf16.
+pub(super) fn of_lengths(seqlens: [u32; 2], heads: [u32; 2], dim: u32, mask: &str) -> FwdProblem {
+    let dims = Dims {
+        batch: 1,
+        seqlen_q: seqlens[0],
+        seqlen_k: seqlens[1],
+        num_heads_q: heads[0],
+        num_heads_kv: heads[1],
+        head_dim_qk: dim,
+        head_dim_v: dim,
+    };
+    FwdProblem { mask: mask.parse().unwrap(), ..FwdProblem::batch(DType::Bf16, dims) }
+}
+
+/// The same with a bf16 bias for each head, whose rows lie `row` elements apart.
+pub(super) fn biased(mut problem: FwdProblem, row: i64) -> FwdProblem {
+    let rows = i64::from(problem.dims.seqlen_q);
+    let strides = Strides { batch: 0, head: rows * row, seq: row, dim: 1 };
+    let broadcast = BiasBroadcast::OneHead;
+    problem.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::Bf16, broadcast, strides });
+    problem
+}
+
+pub(super) fn stated(arch: &str) -> DeviceFacts {
+    DeviceFacts::stated(arch).unwrap()
+}
+
+pub(super) fn tile(words: &str) -> PlanOptions {
+    let pairs = words.split(',').filter_map(|pair| pair.split_once('='));
+    let tile = pairs.map(|(knob, value)| (knob.to_owned(), value.to_owned())).collect();
+    PlanOptions { tile, ..PlanOptions::default() }
+}
+
+fn on_hopper(problem: &FwdProblem, words: &str) -> Result<Choice<FwdKernel>, Refusal> {
+    let problem = problem.clone().validate().unwrap();
+    Sm90::default().choose(&problem, &stated("sm_90a"), &tile(words))
+}
+
+fn on_blackwell(problem: &FwdProblem, options: &PlanOptions) -> Result<Choice<FwdKernel>, Refusal> {
+    let problem = problem.clone().validate().unwrap();
+    Sm100::default().choose(&problem, &stated("sm_100a"), options)
+}
+
+fn backward(problem: &BwdProblem, options: &PlanOptions) -> Result<Choice<BwdKernel>, Refusal> {
+    let problem = problem.clone().validate().unwrap();
+    Sm90Bwd::default().choose(&problem, &stated("sm_90a"), options)
+}
+
+fn detail<K>(choice: &Choice<K>, name: &str) -> Option<String> {
+    choice.details.iter().find(|(known, _)| *known == name).map(|(_, words)| words.clone())
+}
+
+fn schedule(choice: &Choice<FwdKernel>) -> Vec<String> {
+    detail(choice, "schedule").unwrap().split(", ").map(str::to_owned).collect()
+}
+
+/// The words of a choice that has a knob as `off` and as `on` say `words` of the second alone, and of the first with no
+/// other number either.
+fn says(choose: impl Fn(&str) -> Choice<FwdKernel>, [off, on, words]: [&str; 3]) {
+    let (off, on) = (schedule(&choose(off)), schedule(&choose(on)));
+    let no_digits = |words: &str| words.replace(|c: char| c.is_ascii_digit(), "");
+    assert!(!off.iter().any(|word| no_digits(word) == no_digits(words)), "{off:?} with {words}");
+    assert!(on.iter().any(|word| word == words), "{on:?} without {words}");
+}
+
+#[test]
+fn the_words_of_a_hopper_schedule_are_those_of_its_tile() {
+    let plain = of_lengths([4096, 4096], [4, 4], 128, "0");
+    let choose = |tile: &str| on_hopper(&plain, tile).unwrap();
+    assert_eq!(schedule(&choose("block_m=128"))[0], "2 consumer warpgroups");
+    for knobs in [
+        ["skip_row_max=0,lazy_rescale_log2=0", "skip_row_max=0,lazy_rescale_log2=8", "rescale beyond 2^8"],
+        ["cluster=1", "cluster=2", "clusters of 2 query blocks"],
+        ["cluster=1", "cluster=1,warp_specialised=0", "no load role"],
+        ["dependent_launch=0", "dependent_launch=1", "starts while the grid before ends"],
+    ] {
+        says(choose, knobs);
+    }
+    let bias = biased(of_lengths([512, 512], [4, 4], 128, "0"), 512);
+    let bias = |tile: &str| on_hopper(&bias, tile).unwrap();
+    says(bias, ["bias_stages=0", "bias_stages=1", "bias by TMA"]);
+    says(bias, ["bias_stages=0", "bias_stages=1", "1 blocks"]);
+    // Rows of K 132 elements apart: 264 bytes, which 8 divides.
+    let mut odd = plain.clone();
+    odd.k.seq = 4 * 128 + 4;
+    let odd = |tile: &str| on_hopper(&odd, tile).unwrap();
+    assert!(schedule(&odd("")).contains(&"loads by copies of 8 bytes".to_owned()));
+    assert!(!schedule(&choose("")).iter().any(|word| word.contains("copies")));
+}
+
+#[test]
+fn the_words_of_a_blackwell_schedule_are_those_of_its_tile() {
+    let plain = of_lengths([4096, 300], [4, 4], 128, "0");
+    let choose = |words: &str| on_blackwell(&plain, &tile(words)).unwrap();
+    assert_eq!(schedule(&choose(""))[0], "two query tiles");
+    let wide = of_lengths([4096, 300], [4, 4], 192, "0");
+    let first = schedule(&on_blackwell(&wide, &tile("")).unwrap());
+    assert_eq!(first[..2], ["one query tile", "two score slots"]);
+    for knobs in [
+        ["lazy_rescale_log2=0", "lazy_rescale_log2=8", "rescale beyond 2^8"],
+        ["exp2_polynomial_pairs=0", "exp2_polynomial_pairs=4", "4 of 16 exponentials by a polynomial"],
+        ["cluster=1", "cluster=2", "pairs of CTAs"],
+        ["dependent_launch=0", "dependent_launch=1", "starts while the grid before ends"],
+    ] {
+        says(choose, knobs);
+    }
+    let short = of_lengths([1, 4096], [4, 4], 128, "0");
+    let short = |words: &str| on_blackwell(&short, &tile(words)).unwrap();
+    says(short, ["split_keys=0", "split_keys=512", "keys in parts of 512"]);
+    // 1028 bytes from row to row, of which 4 is the largest power of two that divides.
+    let mut odd = plain.clone();
+    odd.k.seq = 4 * 128 + 2;
+    let odd = schedule(&on_blackwell(&odd, &tile("")).unwrap());
+    assert!(odd.contains(&"loads by copies of 4 bytes".to_owned()), "{odd:?}");
+    assert!(!schedule(&choose("")).iter().any(|word| word.contains("copies")));
+}
+
+#[test]
+fn a_forward_grid_starts_early_where_its_tile_says_so() {
+    let problem = of_lengths([4096, 4096], [4, 4], 128, "0");
+    for (words, dependent) in [("dependent_launch=0", false), ("dependent_launch=1", true)] {
+        assert_eq!(on_hopper(&problem, words).unwrap().launches[0].grid.dependent, dependent);
+        assert_eq!(on_blackwell(&problem, &tile(words)).unwrap().launches[0].grid.dependent, dependent);
+    }
+}
+
+#[test]
+fn a_bias_that_tma_does_not_take_is_refused_to_a_tile_that_brings_it_so() {
+    let problem = biased(of_lengths([512, 500], [4, 4], 128, "0"), 500);
+    assert!(on_hopper(&problem, "bias_stages=0").is_ok());
+    let refusal = on_hopper(&problem, "bias_stages=1").err().unwrap().to_string();
+    assert!(refusal.contains("tile bias_stages=1: bias.seq stride 500"), "{refusal}");
+}
+
+#[test]
+fn a_tile_that_wants_more_shared_memory_than_there_is_is_refused_with_both_numbers() {
+    let problem = of_lengths([4096, 4096], [4, 4], 128, "0").validate().unwrap();
+    let of = |smem_bytes| {
+        let facts = DeviceFacts { smem_bytes, ..stated("sm_90a") };
+        Sm90::default().choose(&problem, &facts, &PlanOptions::default())
+    };
+    let wanted = of(232_448).unwrap().launches[0].smem_bytes;
+    assert!(of(wanted).is_ok());
+    let refusal = of(wanted - 1).err().unwrap().to_string();
+    let words = format!("takes {wanted} bytes of shared memory, {} are there", wanted - 1);
+    assert!(refusal.contains(&words), "{refusal}");
+}
+
+#[test]
+fn exact_plans_of_blackwell_rescale_by_every_maximum() {
+    let problem = of_lengths([4096, 300], [4, 4], 128, "0");
+    for (accuracy, rescales_late) in [(Accuracy::Fast, true), (Accuracy::Exact, false)] {
+        let options = PlanOptions { accuracy, ..PlanOptions::default() };
+        let choice = on_blackwell(&problem, &options).unwrap();
+        assert_eq!(choice.promises.accuracy, accuracy);
+        assert_eq!(schedule(&choice).contains(&"rescale beyond 2^8".to_owned()), rescales_late);
+    }
+}
+
+#[test]
+fn a_long_cache_is_split_and_merged_where_no_sink_columns_forbid_it() {
+    let choice = on_blackwell(&of_lengths([1, 4096], [4, 4], 128, "0"), &tile("")).unwrap();
+    let [fwd, merge] = &choice.launches[..] else { panic!("{} launches", choice.launches.len()) };
+    assert_eq!((fwd.kernel, merge.kernel), ("sm100", "sm100_merge"));
+    // A multiprocessor holds 2048 threads, a CTA has 128, and there are 148.
+    assert_eq!(merge.tiles_at_once, 16 * 148);
+
+    let sinks = of_lengths([1, 4096], [4, 4], 128, "b:100,0,2");
+    assert_eq!(on_blackwell(&sinks, &tile("")).unwrap().launches.len(), 1);
+    let refusal = on_blackwell(&sinks, &tile("split_keys=512")).err().unwrap().to_string();
+    assert!(refusal.contains("tile split_keys=512: sink_columns 2"), "{refusal}");
+}
+
+/// A row's bits are its own where a short query's keys would not be split, and no problem of the spec has pairs of CTAs.
+#[test]
+fn blackwell_promises_bits_that_no_batch_changes_where_no_length_changes_the_arithmetic() {
+    let invariant = PlanOptions { batch_invariant: true, ..PlanOptions::default() };
+    for (what, seqlens, dim, options, promised) in [
+        ("few keys", [4096, 300], 128, tile(""), true),
+        ("so many that one query's are split", [4096, 4096], 128, tile(""), false),
+        ("as many, and it was asked for", [4096, 4096], 128, invariant.clone(), true),
+        ("split", [1, 4096], 128, tile(""), false),
+        ("one query, and it was asked for", [1, 4096], 128, invariant, true),
+        ("a pair of CTAs", [4096, 300], 128, tile("cluster=2"), false),
+        ("alone where others have pairs", [100, 300], 256, tile(""), false),
+    ] {
+        let choice = on_blackwell(&of_lengths(seqlens, [4, 4], dim, "0"), &options).unwrap();
+        assert_eq!(choice.promises.batch_invariant, promised, "{what}");
+    }
+}
+
+#[test]
+fn scores_are_summed_as_the_architecture_adds() {
+    let bf16 = of_lengths([512, 512], [4, 4], 128, "0");
+    let fp8 = FwdProblem { dtype_o: DType::Bf16, ..FwdProblem::batch(DType::E4m3Fn, bf16.dims) };
+    let sums = |problem: &FwdProblem| on_hopper(problem, "").unwrap().promises.score_sums;
+    assert_eq!(sums(&bf16), ScoreSums::Cut { products: 16, bits: 26 });
+    assert_eq!(sums(&fp8), ScoreSums::Cut { products: 32, bits: 14 });
+    let of_blackwell = stated("sm_100a").score_sums;
+    assert_eq!([DType::Bf16, DType::E4m3Fn].map(|dtype| of_blackwell.of(dtype)), [ScoreSums::F32; 2]);
+}
+
+#[test]
+fn a_stated_device_has_the_numbers_that_nvidia_states() {
+    for (arch, num_sms, flops, bytes) in
+        [("sm_90a", 132, 989e12, 4.8e12), ("sm_100a", 148, 2.25e15, 8e12), ("sm_103a", 148, 2.25e15, 8e12)]
+    {
+        let facts = stated(arch);
+        assert_eq!(facts.num_sms, num_sms);
+        let stated = facts.roofline.flops_per_second.unwrap();
+        assert!((stated / flops - 1.0).abs() < 1e-3, "{arch}: {stated}");
+        assert_eq!(facts.roofline.bytes_per_second, Some(bytes));
+    }
+    assert!(DeviceFacts::stated("sm_80").is_err());
+}
+
+/// 2 kv heads of 1024 keys are 16 blocks of 128; 1000 queries of 4 heads in blocks of 64 are 64.
+#[test]
+fn the_grids_of_a_backward_cover_its_rows_and_blocks() {
+    let fwd = FwdProblem { sink: true, ..of_lengths([1000, 1024], [4, 2], 128, "b") };
+    let mut problem = BwdProblem { write_dsink: true, ..BwdProblem::new(biased(fwd, 1024)) };
+    let Bias::Elementwise(bias) = problem.fwd.bias else { panic!("it has one") };
+    problem.dbias = Some(BiasGrad { dtype: DType::F32, strides: bias.strides });
+    let choice = backward(&problem, &tile("block_m=64,head_parts=0,persistent=0")).unwrap();
+    let launches: Vec<_> = choice.launches.iter().map(|launch| (launch.kernel, launch.grid)).collect();
+    let early = |ctas, threads| Grid { ctas, threads, dependent: true };
+    let (q_blocks, tiles) = (64, 16);
+    // The repair has a warp to a block, 8 to a CTA; dBias 4 heads of 16 by 8 blocks, a CTA to a multiprocessor at most.
+    let expected = [
+        ("preprocess", early(q_blocks, 256)),
+        ("sm90", early(tiles, 384)),
+        ("postprocess", early(q_blocks + 4, 256)),
+        ("repair", early((q_blocks + tiles) / 8, 256)),
+        ("dbias", Grid::new(132, 384)),
+    ];
+    assert_eq!(launches, expected);
+    let at_once: Vec<_> = choice.launches.iter().map(|launch| launch.tiles_at_once).collect();
+    // 2048 threads of a multiprocessor are 8 CTAs of 256.
+    assert_eq!(at_once, [8 * 132, 132, 8 * 132, 8 * 132, 132]);
+}
+
+#[test]
+fn a_kv_heads_query_heads_are_shared_out_where_tiles_are_few() {
+    let few = BwdProblem::new(of_lengths([1024, 1024], [8, 1], 128, "0"));
+    // 8 blocks of keys and 396 tiles wanted: as many parts as there are heads.
+    let choice = backward(&few, &tile("")).unwrap();
+    assert_eq!(detail(&choice, "query heads").unwrap(), "8 of a kv head shared by 8 tiles");
+    let sums: Vec<_> = choice.launches.iter().filter(|launch| launch.kernel == "head_sums").collect();
+    assert_eq!(sums.iter().map(|launch| launch.grid.ctas).collect::<Vec<_>>(), [8]);
+    let apart = BwdProblem::new(of_lengths([1024, 1024], [8, 8], 128, "0"));
+    assert_eq!(detail(&backward(&apart, &tile("")).unwrap(), "query heads"), None);
+}
+
+/// Tiles are claimed from a number that the launch over queries sets: without queries there is none.
+#[test]
+fn tiles_of_keys_are_claimed_where_there_are_queries() {
+    for (queries, ctas) in [(1024, 132), (0, 4 * 64)] {
+        let problem = BwdProblem::new(of_lengths([queries, 8192], [4, 4], 128, "0"));
+        let choice = backward(&problem, &tile("persistent=1")).unwrap();
+        assert_eq!(choice.launches[1].grid.ctas, ctas, "{queries} queries");
+    }
+}
+
+#[test]
+fn the_sums_of_dq_have_an_order_where_one_cluster_has_all_keys() {
+    for (keys, dim, deterministic) in
+        [(128, 128, true), (129, 128, false), (128, 256, true), (129, 256, false)]
+    {
+        let problem = BwdProblem::new(of_lengths([512, keys], [4, 4], dim, "0"));
+        let choice = backward(&problem, &tile("")).unwrap();
+        assert_eq!(choice.promises.deterministic, deterministic, "{keys} keys of {dim}");
+    }
+}
+
+#[test]
+fn pairs_of_backward_ctas_are_told_of() {
+    let wide = BwdProblem::new(of_lengths([512, 512], [4, 4], 256, "0"));
+    assert_eq!(detail(&backward(&wide, &tile("")).unwrap(), "clusters").unwrap(), "2 key blocks");
+    let narrow = BwdProblem::new(of_lengths([512, 512], [4, 4], 128, "0"));
+    assert_eq!(detail(&backward(&narrow, &tile("")).unwrap(), "clusters"), None);
+}
+
+#[test]
+fn the_row_kernels_count_16_ctas_to_a_multiprocessor() {
+    let problem = of_lengths([512, 512], [4, 4], 128, "0");
+    let bwd: ValidBwd = BwdProblem::new(problem.clone()).validate().unwrap();
+    let fwd: ValidFwd = problem.validate().unwrap();
+    let (facts, options) = (stated("sm_90a"), PlanOptions::default());
+    let forward = Simt.choose(&fwd, &facts, &options).unwrap().launches;
+    let backward = SimtBwd::default().choose(&bwd, &facts, &options).unwrap().launches;
+    for launch in forward.iter().chain(&backward) {
+        assert_eq!(launch.tiles_at_once, 16 * 132, "{}", launch.kernel);
+    }
+}
+
+#[test]
+fn the_fallback_is_taken_where_it_is_allowed_or_named() {
+    let problem = of_lengths([64, 64], [1, 1], 512, "0").validate().unwrap();
+    let backward = BwdProblem::new(FwdProblem::clone(&problem)).validate().unwrap();
+    let facts = stated("sm_90a");
+    let named = PlanOptions { kernel: Some("simt".to_owned()), ..PlanOptions::default() };
+    for (options, taken) in [
+        (PlanOptions { allow_fallback: false, ..PlanOptions::default() }, false),
+        (PlanOptions { allow_fallback: true, ..PlanOptions::default() }, true),
+        (PlanOptions { allow_fallback: false, ..named.clone() }, true),
+    ] {
+        let fwd = select("here", &FwdKernel::all(), &options, |k| k.choose(&problem, &facts, &options));
+        let bwd = select("here", &BwdKernel::all(), &options, |k| k.choose(&backward, &facts, &options));
+        assert_eq!((fwd.is_ok(), bwd.is_ok()), (taken, taken), "{options:?}");
+        let error = (fwd.err(), bwd.err());
+        if let (Some(fwd), Some(bwd)) = error {
+            for text in [fwd.to_string(), bwd.to_string()] {
+                assert!(text.contains("simt") && text.contains("the slow fallback"), "{text}");
+            }
+        }
+    }
+    let small = of_lengths([64, 64], [1, 1], 64, "0").validate().unwrap();
+    let (choice, refusals) =
+        select("here", &FwdKernel::all(), &named, |k| k.choose(&small, &facts, &named)).unwrap();
+    assert_eq!((choice.kernel.name(), refusals.len()), ("simt", 0), "others were not asked");
+}

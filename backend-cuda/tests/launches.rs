@@ -1,0 +1,178 @@
+//! Which kernels a run launches, on the test double of the driver: of tensors without rows none that has nothing to do,
+//! and of operands that the chosen kernel does not take the fallback's. Needs NVRTC; where there is none, a test says
+//! `absent` and checks nothing.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use fmha_core::{
+    Bias, BiasBroadcast, BiasGrad, BwdArgs, BwdPlan, BwdProblem, DType, DevBuffer, DevSlice, DevSliceMut,
+    Dims, ElementwiseBias, FmhaBackend, FwdArgs, FwdProblem, PlanOptions, ScoreArgs, SeqArgs, Shape, Stream,
+    Strides, Totals,
+};
+use fmha_cuda::{CudaBackend, emulated_launches};
+
+/// The emulated device, one test's at a time: the double tells of all launches.
+fn device() -> Option<(CudaBackend, MutexGuard<'static, ()>)> {
+    static ONE: Mutex<()> = Mutex::new(());
+    if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
+        println!("absent: {reason}");
+        return None;
+    }
+    let turn = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    Some((CudaBackend::open(0, Some("sm_90a")).unwrap(), turn))
+}
+
+fn of_lengths([seqlen_q, seqlen_k]: [u32; 2], num_heads_kv: u32, mask: &str) -> FwdProblem {
+    let dims =
+        Dims { batch: 1, seqlen_q, seqlen_k, num_heads_q: 2, num_heads_kv, head_dim_qk: 64, head_dim_v: 64 };
+    FwdProblem { mask: mask.parse().unwrap(), write_lse: true, ..FwdProblem::batch(DType::Bf16, dims) }
+}
+
+/// dBias of a bias for each head, its rows 8 elements longer than there are keys.
+fn with_dbias(fwd: &FwdProblem) -> BwdProblem {
+    let (rows, row) = (i64::from(fwd.dims.seqlen_q), i64::from(fwd.dims.seqlen_k) + 8);
+    let strides = Strides { batch: 0, head: rows * row, seq: row, dim: 1 };
+    let bias = ElementwiseBias { dtype: DType::Bf16, broadcast: BiasBroadcast::OneHead, strides };
+    let mut problem = BwdProblem::new(FwdProblem { bias: Bias::Elementwise(bias), ..fwd.clone() });
+    problem.dbias = Some(BiasGrad { dtype: DType::Bf16, strides });
+    problem
+}
+
+/// A buffer of zeros of which operands begin `off` bytes in.
+struct Room {
+    buffer: DevBuffer,
+    off: u64,
+}
+
+impl Room {
+    fn new(backend: &CudaBackend, bytes: u64, off: u64) -> Self {
+        let mut buffer = backend.memory().alloc(bytes + off + 64).unwrap();
+        backend.memory().upload(&vec![0; (bytes + off) as usize], &mut buffer).unwrap();
+        Self { buffer, off }
+    }
+
+    fn bytes(&self) -> u64 {
+        self.buffer.bytes() - self.off
+    }
+
+    fn read(&self) -> DevSlice<'_> {
+        let first = self.buffer.as_ptr().wrapping_add(self.off as usize);
+        // SAFETY: within the buffer.
+        unsafe { DevSlice::from_raw(fmha_core::MemorySpace::Device, first, self.bytes()) }
+    }
+
+    fn written(&mut self) -> DevSliceMut<'_> {
+        let first = self.buffer.as_ptr().wrapping_add(self.off as usize);
+        // SAFETY: within the buffer, which is borrowed.
+        unsafe { DevSliceMut::from_raw(fmha_core::MemorySpace::Device, first, self.bytes()) }
+    }
+}
+
+/// Launches of a backward run whose Q lies `off` bytes behind a multiple of 16.
+fn launches_of(backend: &CudaBackend, plan: &BwdPlan, off: u64) -> usize {
+    let problem = plan.problem();
+    let fwd = &problem.fwd;
+    let room = |elems: u64| Room::new(backend, elems * 4, 0);
+    let extents = fwd.extents(Totals::NONE);
+    let [q, k, v, o] = [extents.q, extents.k, extents.v, extents.o].map(Shape::num_elems);
+    let q_room = Room::new(backend, q * 2, off);
+    let [k_room, v_room, o_room, dout] = [k, v, o, o].map(room);
+    let [mut dq, mut dk, mut dv] = [q, k, v].map(room);
+    let lse = room(extents.lse_elems);
+    let bias_elems = match fwd.bias {
+        Bias::Elementwise(bias) => (bias.strides.head * 2).unsigned_abs(),
+        _ => 0,
+    };
+    let (bias, mut dbias) = (room(bias_elems), room(bias_elems));
+    let mut workspace = backend.memory().workspace(plan.workspace()).unwrap();
+    let mut args = BwdArgs {
+        q: q_room.read(),
+        k: k_room.read(),
+        v: v_room.read(),
+        o: o_room.read(),
+        lse: lse.read(),
+        dout: dout.read(),
+        dlse: None,
+        dq: dq.written(),
+        dk: dk.written(),
+        dv: dv.written(),
+        dbias: problem.dbias.map(|_| dbias.written()),
+        dsink: None,
+        seq: SeqArgs::default(),
+        score: ScoreArgs::default(),
+        workspace: workspace.as_mut().map(DevBuffer::slice_mut),
+    };
+    args.score.bias = problem.dbias.map(|_| bias.read());
+    let _ = emulated_launches();
+    backend.run_bwd(plan, &mut args, Stream::DEFAULT).unwrap();
+    backend.memory().synchronize(Stream::DEFAULT).unwrap();
+    count()
+}
+
+/// Launches since somebody asked.
+fn count() -> usize {
+    emulated_launches().unwrap().matches("\"kernel\"").count()
+}
+
+#[test]
+fn a_backward_launches_what_has_rows_to_work_on() {
+    let Some((backend, _turn)) = device() else { return };
+    for (what, problem, kernels, launched) in [
+        // Before, the main one, after; and of masked blocks the repair.
+        ("all", BwdProblem::new(of_lengths([16, 16], 2, "b")), 4, 4),
+        ("a bias", with_dbias(&of_lengths([16, 16], 2, "0")), 4, 4),
+        // Two heads share a kv head: sums of their parts of dK and dV. Zeros for them, and nothing of dQ.
+        ("no queries", BwdProblem::new(of_lengths([0, 16], 1, "b")), 5, 2),
+        // Zeros for dQ alone.
+        ("no keys", BwdProblem::new(of_lengths([16, 0], 1, "b")), 5, 3),
+        ("no keys of a bias", with_dbias(&of_lengths([16, 0], 2, "0")), 4, 2),
+    ] {
+        let options = PlanOptions { kernel: Some("sm90".to_owned()), ..PlanOptions::default() };
+        let plan = backend.plan_bwd(&problem.validate().unwrap(), &options).unwrap();
+        assert_eq!(plan.steps().len(), kernels, "{what}: {plan}");
+        assert_eq!(launches_of(&backend, &plan, 0), launched, "{what}");
+    }
+}
+
+/// It is the fallback's plan but for the tile, which that kernel has not.
+#[test]
+fn operands_that_lie_where_the_kernel_does_not_take_them_are_the_fallbacks() {
+    let Some((backend, _turn)) = device() else { return };
+    let fwd = of_lengths([16, 16], 2, "b").validate().unwrap();
+    let bwd = BwdProblem::new(FwdProblem::clone(&fwd)).validate().unwrap();
+    let tile = |knob: &str| vec![(knob.to_owned(), "0".to_owned())];
+    let with = |tile, allow_fallback| PlanOptions { tile, allow_fallback, ..PlanOptions::default() };
+    let simt =
+        |allow_fallback| PlanOptions { kernel: Some("simt".to_owned()), ..with(Vec::new(), allow_fallback) };
+    let tells = |details: &[(&str, String)]| details.iter().any(|(name, _)| *name == "unaligned operands");
+    for (options, told) in
+        [(with(tile("lookahead"), true), true), (with(Vec::new(), false), false), (simt(true), false)]
+    {
+        let plan = backend.plan_fwd(&fwd, &options).unwrap();
+        assert_eq!(tells(plan.details()), told, "{plan}");
+    }
+    for (options, told) in
+        [(with(tile("edges_apart"), true), true), (with(Vec::new(), false), false), (simt(true), false)]
+    {
+        let plan = backend.plan_bwd(&bwd, &options).unwrap();
+        assert_eq!(tells(plan.details()), told, "{plan}");
+    }
+
+    let plan = backend.plan_bwd(&bwd, &with(tile("edges_apart"), true)).unwrap();
+    assert_eq!(plan.kernel(), "sm90");
+    assert_eq!([0, 2].map(|off| launches_of(&backend, &plan, off)), [4, 2]);
+
+    let plan = backend.plan_fwd(&fwd, &with(tile("lookahead"), true)).unwrap();
+    assert_eq!(plan.kernel(), "sm90");
+    let room = |off| Room::new(&backend, 16 * 2 * 64 * 2, off);
+    let (q, k, v, mut o, mut lse) = (room(2), room(0), room(0), room(0), room(0));
+    let mut workspace = backend.memory().workspace(plan.workspace()).unwrap();
+    let mut args = FwdArgs::new(q.read(), k.read(), v.read(), o.written());
+    args.lse = Some(lse.written());
+    args.workspace = workspace.as_mut().map(DevBuffer::slice_mut);
+    backend.run_fwd(&plan, &mut args, Stream::DEFAULT).unwrap();
+    backend.memory().synchronize(Stream::DEFAULT).unwrap();
+    assert_eq!(count(), 1);
+}

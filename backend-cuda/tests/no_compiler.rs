@@ -1,0 +1,37 @@
+//! A process in which no compiler is found, nor anything that one has made: the only test of this program, since the
+//! environment is read by all of them.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use fmha_core::error::Error;
+use fmha_core::{DType, Dims, FmhaBackend as _, FwdProblem, PlanOptions};
+use fmha_cuda::CudaBackend;
+
+#[test]
+fn a_plan_for_no_device_is_there_without_a_compiler_and_one_for_a_device_is_not() {
+    let folder = tempfile::tempdir().unwrap();
+    // SAFETY: this program's only test, before any other thread that reads the environment.
+    unsafe {
+        std::env::set_var("FMHA_NVRTC", folder.path().join("none.so"));
+        std::env::set_var("FMHA_CACHE_DIR", folder.path());
+    }
+    let dims = Dims {
+        batch: 1,
+        seqlen_q: 64,
+        seqlen_k: 64,
+        num_heads_q: 1,
+        num_heads_kv: 1,
+        head_dim_qk: 64,
+        head_dim_v: 64,
+    };
+    let problem = FwdProblem::batch(DType::F16, dims).validate().unwrap();
+    let plan = |backend: &CudaBackend| backend.plan_fwd(&problem, &PlanOptions::default());
+
+    let plans = plan(&CudaBackend::pretend("sm_90a").unwrap()).unwrap();
+    assert!(plans.explain().code.starts_with("none: "), "{}", plans.explain().code);
+    assert_eq!((plans.kernel(), plans.explain().resources), ("sm90", None));
+    assert_eq!(plans.explain().launch.unwrap().groups, 1);
+
+    let runs = plan(&CudaBackend::open(0, Some("sm_90a")).unwrap()).unwrap_err();
+    assert!(matches!(runs, Error::NoDevice(_)) && runs.to_string().contains("none.so"), "{runs}");
+}
