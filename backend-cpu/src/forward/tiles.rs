@@ -374,7 +374,7 @@ mod tests {
 
     #[test]
     fn the_true_maximum_is_subtracted_through_tiles_where_it_is_asked_for() {
-        subtracts_the_true_maximum_on_request(SoftTiles);
+        subtracts_the_true_maximum_on_request(SoftTiles::FUSED);
         #[cfg(target_arch = "x86_64")]
         crate::simd::Amx::detect().map_or_else(
             || eprintln!("absent: amx, which this processor has not"),
