@@ -130,6 +130,19 @@ impl CpuBackend {
         self.isa
     }
 
+    /// Runs a forward call that has been checked.
+    fn checked_fwd(
+        &self,
+        plan: &FwdPlan,
+        args: &mut FwdArgs<'_>,
+        run: impl FnOnce(&forward::Forward<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let blocks = self.blocks_of(plan)?;
+        check_fwd(plan.problem(), args, plan.workspace(), MemorySpace::Host)?;
+        let spans = spans(plan.problem(), &args.seq)?;
+        run(&forward::Forward { problem: plan.problem(), args, spans: &spans, blocks })
+    }
+
     /// The number of threads.
     #[must_use]
     pub fn threads(&self) -> usize {
@@ -167,11 +180,7 @@ impl FmhaBackend for CpuBackend {
     }
 
     fn run_fwd(&self, plan: &FwdPlan, args: &mut FwdArgs<'_>, _stream: Stream) -> Result<()> {
-        let blocks = self.blocks_of(plan)?;
-        check_fwd(plan.problem(), args, plan.workspace(), MemorySpace::Host)?;
-        let spans = spans(plan.problem(), &args.seq)?;
-        let call = forward::Forward { problem: plan.problem(), args, spans: &spans, blocks };
-        self.engine.forward(&call, &self.threads)
+        self.checked_fwd(plan, args, |call| self.engine.forward(call, &self.threads))
     }
 
     fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {

@@ -31,7 +31,7 @@ const MAX_BLOCK: usize = 1024;
 pub(crate) fn forward(backend: &CpuBackend, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
     // A tree mask is taken in rows.
     let max_may_lag = backend.isa == Isa::Amx && fits_tiles(problem) && !problem.tree_mask;
-    plan(backend, "cpu-fwd", (problem.clone(), max_may_lag), options, |blocks| {
+    plan(backend, "cpu-fwd", problem.clone(), max_may_lag, options, |blocks| {
         vec![
             (
                 "block_m",
@@ -57,7 +57,7 @@ pub(crate) fn forward(backend: &CpuBackend, problem: &ValidFwd, options: &PlanOp
 
 /// A backward plan.
 pub(crate) fn backward(backend: &CpuBackend, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {
-    plan(backend, "cpu-bwd", (problem.clone(), false), options, |blocks| {
+    plan(backend, "cpu-bwd", problem.clone(), false, options, |blocks| {
         vec![
             ("block_m", blocks.block_m.to_string()),
             ("block_n", blocks.block_n.to_string()),
@@ -73,14 +73,15 @@ pub(crate) fn combine(
     problem: &ValidCombine,
     options: &PlanOptions,
 ) -> Result<CombinePlan> {
-    plan(backend, "cpu-combine", (problem.clone(), false), options, |_| vec![("task", "64 rows".into())])
+    plan(backend, "cpu-combine", problem.clone(), false, options, |_| vec![("task", "64 rows".into())])
 }
 
-/// A plan of a problem, and of whether the running maximum may lag where the true one is not asked for.
+/// A plan; `max_may_lag`: the running maximum does where the true one is not asked for.
 fn plan<P>(
     backend: &CpuBackend,
     kernel: &'static str,
-    (problem, max_may_lag): (P, bool),
+    problem: P,
+    max_may_lag: bool,
     options: &PlanOptions,
     details: impl FnOnce(Blocks) -> Vec<(&'static str, String)>,
 ) -> Result<Plan<P>> {

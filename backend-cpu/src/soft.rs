@@ -4,14 +4,11 @@
 use fmha_conformance::Regex;
 use fmha_conformance::report::run;
 use fmha_conformance::run::Options;
-use fmha_core::args::check_fwd;
-use fmha_core::seq::spans;
 use fmha_core::{
     BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DeviceMemory, FmhaBackend, FwdArgs, FwdPlan,
-    MemorySpace, PlanOptions, Result, Roofline, Stream, ValidBwd, ValidCombine, ValidFwd,
+    PlanOptions, Result, Roofline, Stream, ValidBwd, ValidCombine, ValidFwd,
 };
 
-use crate::forward::Forward;
 use crate::simd::{Simd, SoftDots, SoftTiles};
 use crate::{Config, CpuBackend, Isa};
 
@@ -54,11 +51,7 @@ impl<S: Simd> FmhaBackend for Soft<S> {
     }
 
     fn run_fwd(&self, plan: &FwdPlan, args: &mut FwdArgs<'_>, _stream: Stream) -> Result<()> {
-        let blocks = self.plans.blocks_of(plan)?;
-        check_fwd(plan.problem(), args, plan.workspace(), MemorySpace::Host)?;
-        let spans = spans(plan.problem(), &args.seq)?;
-        let call = Forward { problem: plan.problem(), args, spans: &spans, blocks };
-        call.run(self.s, &self.plans.threads)
+        self.plans.checked_fwd(plan, args, |call| call.run(self.s, &self.plans.threads))
     }
 
     fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {

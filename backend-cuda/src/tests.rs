@@ -1,24 +1,16 @@
 //! What a backend keeps of tiles that were measured, and whether it measures.
 
 use fmha_core::tune::{TileClass, Tune as _, TunedTile, TunedTiles};
-use fmha_core::{AnyProblem, BwdProblem, DType, Dims, FwdProblem, PlanOptions, Queues as _};
+use fmha_core::{AnyProblem, BwdProblem, FwdProblem, PlanOptions, Queues as _};
 use fmha_kernels_cuda as text;
 
+use crate::kernels::plans::of_lengths;
 use crate::kernels::{TUNED_KERNELS, sm90_bwd};
 use crate::{CudaBackend, CudaMemory};
 
 #[test]
 fn a_tile_is_kept_under_the_kernel_that_is_tuned_on_the_device() {
-    let dims = Dims {
-        batch: 1,
-        seqlen_q: 512,
-        seqlen_k: 512,
-        num_heads_q: 4,
-        num_heads_kv: 4,
-        head_dim_qk: 128,
-        head_dim_v: 128,
-    };
-    let fwd = FwdProblem::batch(DType::Bf16, dims).validate().unwrap();
+    let fwd = of_lengths([512, 512], [4, 4], 128, "0").validate().unwrap();
     let bwd = BwdProblem::new(FwdProblem::clone(&fwd)).validate().unwrap();
     let options = PlanOptions::default();
     let (of_fwd, of_bwd) = (TileClass::of_fwd(&fwd), sm90_bwd::tile_class(&bwd, &options));

@@ -4,12 +4,13 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use std::ffi::c_int;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use fmha_core::{DevBuffer, Error, FmhaBackend as _, Stream, Workspace};
 use fmha_rocm::{Arch, RocmBackend};
 use libloading::{Library, Symbol};
+
+mod support;
 
 /// An emulated device, or a word that it is absent.
 fn device(arch: &str) -> Option<RocmBackend> {
@@ -156,13 +157,7 @@ fn devices_are_counted_among_those_of_their_architecture() {
     if device("gfx942").is_none() {
         return;
     }
-    let child = Command::new(std::env::current_exe().unwrap())
-        .args(["a_process_with_two_devices_alike", "--exact", "--ignored"])
-        .env("FMHA_EMULATE", "gfx942,gfx90a,gfx942")
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&child.stdout);
-    assert!(child.status.success() && text.contains("1 passed"), "{text}");
+    support::in_a_process("a_process_with_two_devices_alike", &[("FMHA_EMULATE", "gfx942,gfx90a,gfx942")]);
 }
 
 #[test]

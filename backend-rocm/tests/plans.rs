@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::process::Command;
-
 use fmha_core::{
     Accuracy, BwdProblem, CombineProblem, DType, Error, FmhaBackend, FwdPlan, FwdProblem, LaunchShape,
     PlanOptions, Promises, Refusal, Result, ScoreSums, Shape, ValidBwd, ValidCombine, ValidFwd, Workspace,
@@ -53,14 +51,7 @@ fn refusals<T>(planned: Result<T>) -> Vec<Refusal> {
 
 /// Starts an ignored test below in a process that finds no compiler and no bundle.
 fn without_a_compiler(test: &str) {
-    let child = Command::new(std::env::current_exe().unwrap())
-        .args([test, "--exact", "--ignored"])
-        .env("FMHA_HIP_CLANG", "/nowhere/clang")
-        .env_remove("FMHA_BUNDLE")
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&child.stdout);
-    assert!(child.status.success() && text.contains("1 passed"), "{text}");
+    support::in_a_process(test, &[("FMHA_HIP_CLANG", "/nowhere/clang")]);
 }
 
 #[test]

@@ -326,15 +326,6 @@ impl ProblemArgs {
         let output = if self.operm { Strides::bhsd } else { Strides::bshd };
         let descale = |dtype: DType| if dtype.is_fp8() { self.qscale } else { fmha::Descale::None };
         let stored = |dtype| descale(self.cache.stored(dtype));
-        if self.qscale != fmha::Descale::None
-            && ![dtype_qk, self.cache.stored(dtype_qk), self.cache.stored(dtype_v)]
-                .iter()
-                .any(|it| it.is_fp8())
-        {
-            return Err(Failure::wrong(format!(
-                "qscale: 0 of Q, K and V are FP8; Q is {dtype_qk}, V {dtype_v}"
-            )));
-        }
         let made_up = if dtype_qk.is_fp8() { DType::F32 } else { dtype_qk };
         let bias_dtype = given.and_then(|given| given.bias).unwrap_or(made_up);
         let mut problem = FwdProblem {
@@ -373,6 +364,12 @@ impl ProblemArgs {
             ..base
         };
         self.cache.apply(&mut problem);
+        let descales = [problem.descale_q, problem.descale_k, problem.descale_v];
+        if !descales.contains(&self.qscale) {
+            return Err(Failure::wrong(format!(
+                "qscale: 0 of Q, K and V are FP8; Q is {dtype_qk}, V {dtype_v}"
+            )));
+        }
         Ok(problem)
     }
 

@@ -4,10 +4,10 @@
 
 use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::{
-    Append, Bias, BiasBroadcast, BlockTable, BwdArgs, BwdProblem, CacheSlice, CombineArgs, CombineProblem,
-    DType, DevSlice, DevSliceMut, Dims, ElementwiseBias, FwdArgs, FwdProblem, KvLayout, MaskSpec,
-    MemorySpace, PartialResult, QLayout, Rotary, RotaryPairs, ScoreArgs, SeqArgs, Shape, Strides, Totals,
-    Workspace, bind,
+    Append, Bias, BiasBroadcast, BiasGrad, BlockTable, BwdArgs, BwdProblem, CacheSlice, CombineArgs,
+    CombineProblem, DType, DevSlice, DevSliceMut, Dims, ElementwiseBias, FwdArgs, FwdProblem, KvLayout,
+    MaskSpec, MemorySpace, PartialResult, QLayout, Rotary, RotaryPairs, ScoreArgs, SeqArgs, Shape, Strides,
+    Totals, Workspace, bind,
 };
 
 const DIMS: Dims = Dims {
@@ -233,34 +233,52 @@ fn totals_are_checked_with_the_tensors_that_have_them() {
 }
 
 /// The gradients' strides too, of which a plan knows the longest sequence's rows alone.
+/// More than `DIMS` takes, of each.
+fn bwd_args() -> BwdArgs<'static> {
+    BwdArgs {
+        q: input(0x10000, 300),
+        k: input(0x20000, 300),
+        v: input(0x30000, 300),
+        o: input(0x40000, 300),
+        lse: input(0x50000, 40),
+        dout: input(0x60000, 300),
+        dlse: None,
+        dq: output(0x70000, 300),
+        dk: output(0x72000, 300),
+        dv: output(0x74000, 300),
+        dbias: None,
+        dsink: None,
+        seq: SeqArgs::default(),
+        score: ScoreArgs::default(),
+        workspace: None,
+    }
+}
+
+/// 3 x 5 elements of f32.
+#[test]
+fn a_missing_bias_or_its_gradient_is_refused_with_the_bytes_that_it_takes() {
+    let mut fwd = FwdProblem::batch(DType::F32, DIMS);
+    let broadcast = BiasBroadcast::OneOne;
+    let strides = Strides::bhsd(fwd.shape_bias(broadcast));
+    fwd.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
+    assert_eq!(refusal(fwd.clone(), &args()), "bias is missing: 60 bytes are wanted");
+    let mut problem = BwdProblem::new(fwd);
+    problem.dbias = Some(BiasGrad { dtype: DType::F32, strides });
+    let mut args = bwd_args();
+    args.score.bias = Some(input(0x80000, 15));
+    let error = check_bwd(&problem.validate().unwrap(), &args, Workspace::NONE, MemorySpace::Host);
+    assert_eq!(error.unwrap_err().text, "dbias is missing: 60 bytes are wanted");
+}
+
 #[test]
 fn totals_are_checked_with_the_gradients_that_have_them() {
     let mut group = BwdProblem::new(FwdProblem::group(DType::F32, DIMS));
     group.dq = Strides { batch: 0, seq: 8, head: 6 * 8, dim: 1 };
     let checked = |total_q| {
         let offsets = Some(input(0x80000, 3));
-        let args = BwdArgs {
-            q: input(0x10000, 300),
-            k: input(0x20000, 300),
-            v: input(0x30000, 300),
-            o: input(0x40000, 300),
-            lse: input(0x50000, 40),
-            dout: input(0x60000, 300),
-            dlse: None,
-            dq: output(0x70000, 300),
-            dk: output(0x72000, 300),
-            dv: output(0x74000, 300),
-            dbias: None,
-            dsink: None,
-            seq: SeqArgs {
-                totals: Totals::packed(total_q, 6),
-                cu_seqlens_q: offsets,
-                cu_seqlens_k: offsets,
-                ..SeqArgs::default()
-            },
-            score: ScoreArgs::default(),
-            workspace: None,
-        };
+        let mut args = bwd_args();
+        args.seq.totals = Totals::packed(total_q, 6);
+        (args.seq.cu_seqlens_q, args.seq.cu_seqlens_k) = (offsets, offsets);
         let problem = group.clone().validate().unwrap();
         check_bwd(&problem, &args, Workspace::NONE, MemorySpace::Host).map_err(|error| error.text)
     };

@@ -5,7 +5,7 @@ mod maps;
 #[cfg(test)]
 mod operands;
 #[cfg(test)]
-mod plans;
+pub(crate) mod plans;
 pub(crate) mod simt;
 pub(crate) mod simt_bwd;
 pub(crate) mod sm100;

@@ -12,7 +12,7 @@ use super::*;
 use crate::driver::Grid;
 
 /// `seqlens` of `heads` query heads and as many kv heads, dimension `dim`, bf16.
-pub(super) fn of_lengths(seqlens: [u32; 2], heads: [u32; 2], dim: u32, mask: &str) -> FwdProblem {
+pub(crate) fn of_lengths(seqlens: [u32; 2], heads: [u32; 2], dim: u32, mask: &str) -> FwdProblem {
     let dims = Dims {
         batch: 1,
         seqlen_q: seqlens[0],

@@ -1,5 +1,9 @@
 //! What the tests of this crate share.
-#![allow(dead_code)]
+#![allow(
+    dead_code,
+    clippy::unwrap_used,
+    reason = "a program uses a part of it, and a test fails by panicking"
+)]
 
 use std::process::Command;
 
@@ -15,6 +19,18 @@ pub(crate) const DIMS: Dims = Dims {
     head_dim_qk: 128,
     head_dim_v: 128,
 };
+
+/// Runs an ignored test of the calling program in a process of its own, with these variables and no bundle.
+pub(crate) fn in_a_process(test: &str, variables: &[(&str, &str)]) {
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args([test, "--exact", "--ignored"])
+        .envs(variables.iter().copied())
+        .env_remove("FMHA_BUNDLE")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&child.stdout);
+    assert!(child.status.success() && text.contains("1 passed"), "{text}");
+}
 
 /// Whether a clang that knows AMDGPU is there; says so where it is not.
 pub(crate) fn clang_is_there() -> bool {

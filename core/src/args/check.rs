@@ -67,13 +67,13 @@ pub fn check_bwd(
     operands.tensor("dk", Access::out(&args.dk), problem.dk, extents.k, grad)?;
     operands.tensor("dv", Access::out(&args.dv), problem.dv, extents.v, grad)?;
     let dbias = args.dbias.as_ref().map(Access::out);
-    match (problem.dbias, fwd.bias, dbias) {
-        (Some(wanted), Bias::Elementwise(bias), Some(access)) => {
-            let shape = fwd.shape_bias(bias.broadcast);
-            operands.tensor("dbias", access, wanted.strides, shape, wanted.dtype)?;
+    let wanted = match (problem.dbias, fwd.bias) {
+        (Some(wanted), Bias::Elementwise(bias)) => {
+            Some((wanted.strides, fwd.shape_bias(bias.broadcast), wanted.dtype))
         }
-        (wanted, _, access) => operands.numbers("dbias", access, wanted.is_some(), 0)?,
-    }
+        _ => None,
+    };
+    operands.optional_tensor("dbias", dbias, wanted)?;
     let dsink = args.dsink.as_ref().map(Access::out);
     operands.numbers("dsink", dsink, problem.write_dsink, fwd.dims.num_heads_q.into())?;
     operands.workspace(args.workspace.as_ref(), workspace)?;
