@@ -114,11 +114,30 @@ struct ClusterSmem<spec, tile, true> {
   typename S::DsTile other_ds[tile.stages_ds];
 };
 
+// What dropout's generator has of a warp's sixteen keys for every query of a head, and of a block's queries for every key: a
+// warp's own, in shared memory. At D 64, 128 queries a block, causal 292 to 299 TFLOP/s; at D 128, whose products leave less of
+// shared memory's bandwidth, 410 to 391, and with the keys' part alone 400.
+template <int queries>
+struct alignas(16) DropoutParts {
+  Array<uint32_t, 4> quads[4];
+  Array<uint32_t, 2> rows[queries];
+};
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE constexpr bool keeps_dropout_parts() {
+  return spec.fwd.dropout && tile.late_dp;
+}
+template <BwdSpec spec, Sm90BwdTile tile, bool = keeps_dropout_parts<spec, tile>()>
+struct DropoutSmem {};
+template <BwdSpec spec, Sm90BwdTile tile>
+struct DropoutSmem<spec, tile, true> {
+  DropoutParts<tile.block_m> dropout_parts[num_consumer_warps(tile)];
+};
+
 // Tiles that are known at a time: the one at work, and its successor, which is loaded meanwhile.
 constexpr int kClaimSlots = 2;
 
 template <BwdSpec spec, Sm90BwdTile tile>
-struct Smem : ClusterSmem<spec, tile> {
+struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile> {
   using S = Shape<spec, tile>;
   typename S::KTile k;
   typename S::VTile v;

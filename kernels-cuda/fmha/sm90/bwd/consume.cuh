@@ -42,6 +42,7 @@ struct Consumer {
   Slot<tile.stages_dout> dout_slot;
   Slot<tile.stages_ds> ds_slot;
   uint32_t dq_phase = 0, tile_phase = 0;
+  int32_t dropout_head = -1;  // whose parts the generator has, of the tile's keys
   mma::Accumulator<S::dk_columns> dk;
   mma::Accumulator<S::dv_columns> dv;
 
@@ -174,14 +175,8 @@ struct Consumer {
   // P after dropout; 1 / (1 - p_drop) multiplies dV when it is stored.
   FMHA_DEVICE Operand operand_of_dv(const Scores& s, const Kept& kept) const {
     Operand probs;
-    if constexpr (spec.fwd.dropout) {
-      Scores kept_probs;
-#pragma unroll
-      for (int e = 0; e < s.num_elems; ++e) kept_probs[e] = kept.keeps(e) ? s[e] : 0.f;
-      probs.template from<dtype>(kept_probs, 0);
-    } else {
-      probs.template from<dtype>(s, 0);
-    }
+    probs.template from<dtype>(s, 0);
+    if constexpr (spec.fwd.dropout) kept.drop(probs);
     return probs;
   }
 
@@ -273,29 +268,43 @@ struct Consumer {
     return x;
   }
 
+  FMHA_DEVICE int32_t batch_head(const Work& work, int32_t i_head) const { return work.span.i_batch * p.fwd.num_heads_q + i_head; }
+  FMHA_DEVICE auto& dropout_parts() const { return smem.dropout_parts[threadIdx.x / 32 - 4]; }
+  // What dropout's generator has of the keys is made once for all queries of a head.
+  FMHA_DEVICE void begin_head(const Work& work, int32_t i_head) {
+    if constexpr (keeps_dropout_parts<spec, tile>()) {
+      if (i_head == dropout_head) return;
+      dropout_head = i_head;
+      Kept::begin_head(p.fwd, dropout_parts(), batch_head(work, i_head), pairs.first_key(work));
+    }
+  }
+
   // A query block after another, each from its scores to its dK.
   template <Edges edges>
   FMHA_DEVICE void step(const Work& work, const QueryBlocks& blocks) {
     Scores s, dp;
+    const QueryTile at = query_tile(blocks);
+    begin_head(work, at.i_head);
     take_q(work, blocks.current, q_slot);
     start_scores(s, q_slot.index);
     if constexpr (!tile.late_dp) take_v_and_start_dp(dp, work, blocks);
-    const QueryTile at = query_tile(blocks);
     const Biases biases = pairs.biases(work, at);
     Kept kept;
-    pairs.template decide<0, tile.late_dp ? 2 : 1>(kept, work, at);
+    if constexpr (keeps_dropout_parts<spec, tile>()) {
+      kept.decide(p.fwd, dropout_parts(), batch_head(work, at.i_head), at.first_query);
+    } else {
+      pairs.decide(kept, work, at);
+    }
     ptx::wgmma_wait_group<tile.late_dp ? 0 : 1>();
     Slopes slopes;
     Scores x = probs<edges>(s, work, at, biases, slopes);
-    if constexpr (tile.late_dp) {
-      take_v_and_start_dp(dp, work, blocks);
-      pairs.template decide<1, 2>(kept, work, at);
-    }
+    if constexpr (tile.late_dp) take_v_and_start_dp(dp, work, blocks);
     mma::Accumulator<S::dq_columns> dq;
     start_gradients(dq, x, dp, at, slopes, kept);
     finish_step(dq, work, blocks);
   }
   FMHA_DEVICE void walk(const Work& work, QueryBlocks blocks) {
+    dropout_head = -1;
     for_each_block(work, blocks, [&] { return blocks.more(); }, [&]<Edges edges>() { step<edges>(work, blocks); });
   }
 
@@ -665,6 +674,7 @@ struct Consumer {
     constexpr DType dtype = spec.dtype_grad;
     const int32_t row = pairs.own_key() + mma::fragment_row(), column = S::first_column(index);
     const float dv_factor = spec.fwd.dropout ? p.fwd.dropout_scale : 1.f;
+    const float dk_factor = p.fwd.softmax_scale * dropout_factor_of_ds<spec>(p.fwd);
     if constexpr (tile.head_parts) {
       float* sums = head_sums_of<spec, tile>(p, schedule, work.span.i_batch, work.i_head_kv, work.i_part);
       Work of_sequence = work;
@@ -672,17 +682,17 @@ struct Consumer {
       constexpr int64_t to_next_key = kHeadSumsRow<spec, tile>;
       // By whole eights, as they are read; behind the dimension they are zeros.
       store_elems<DType::F32, round_up(v, 8)>(dv, View{sums + S::dim, 0, to_next_key, 0, 1}, of_sequence, row, column, dv_factor);
-      store_elems<DType::F32, round_up(qk, 8)>(dk, View{sums, 0, to_next_key, 0, 1}, of_sequence, row, column, p.fwd.softmax_scale);
+      store_elems<DType::F32, round_up(qk, 8)>(dk, View{sums, 0, to_next_key, 0, 1}, of_sequence, row, column, dk_factor);
     } else if constexpr (tile.vector_store && dtype != DType::F32) {
       static_assert(num_consumer_warps(tile) * kStagingBytes <= sizeof(smem.ds), "rows find room where dS was");
       const uint32_t staging = ptx::shared_address(&smem.ds) + (threadIdx.x / 32 - 4) * kStagingBytes;
       sync_consumers();  // All have done their products with dS.
       store_rows<dtype, v>(dv, p.dv, work, row, column, dv_factor, staging);
-      store_rows<dtype, qk>(dk, p.dk, work, row, column, p.fwd.softmax_scale, staging);
+      store_rows<dtype, qk>(dk, p.dk, work, row, column, dk_factor, staging);
       sync_consumers();
     } else {
       store_elems<dtype, v>(dv, p.dv, work, row, column, dv_factor);
-      store_elems<dtype, qk>(dk, p.dk, work, row, column, p.fwd.softmax_scale);
+      store_elems<dtype, qk>(dk, p.dk, work, row, column, dk_factor);
     }
   }
 

@@ -103,15 +103,16 @@ struct BiasLoader {
 // A fragment of a block, transposed: the thread's first key and query are `j` and `i`.
 template <BwdSpec spec, int n>
 FMHA_DEVICE void store_bias(const BwdParams& p, const mma::Accumulator<n>& sums, int64_t offset, int32_t i, int32_t j) {
+  const float factor = dropout_factor_of_ds<spec>(p.fwd);
 #pragma unroll
   for (int e = 0; e < n / 2; ++e) {
     const int32_t query = i + sums.column(e), key = j + 8 * sums.row(e);
     const bool there = query < p.fwd.seqlen_q && key < p.fwd.seqlen_k;
     const int64_t at = offset + query * p.dbias.row + key * p.dbias.dim;
     if constexpr (spec.dtype_dbias == DType::F32) {
-      ptx::st_global_f32_if(static_cast<float*>(p.dbias.data) + at, sums[e], there);
+      ptx::st_global_f32_if(static_cast<float*>(p.dbias.data) + at, sums[e] * factor, there);
     } else {
-      const uint16_t half = uint16_t(ptx::cvt_rn_x2<spec.dtype_dbias>(sums[e], 0.f));
+      const uint16_t half = uint16_t(ptx::cvt_rn_x2<spec.dtype_dbias>(sums[e] * factor, 0.f));
       ptx::st_global_u16_if(static_cast<uint16_t*>(p.dbias.data) + at, half, there);
     }
   }

@@ -4,6 +4,7 @@
 // product. Its derivative is kept from S to dS as f16, since it lies in 0..1 and registers are scarce. Dropout changes
 // P as dV sees it, and dP.
 #pragma once
+#include <fmha/ptx/fp8.cuh>
 #include <fmha/ptx/num.cuh>
 #include <fmha/ptx/warp.cuh>
 #include <fmha/score.h>
@@ -17,12 +18,26 @@ namespace fmha::sm90::bwd {
 // One call of the generator decides four keys of a query, which four lanes hold. They hold two queries of an 8-column
 // group in two rows each: four calls, one a lane, whose bits they exchange. A lane's calls have four keys in common, and so
 // what the generator's first rounds leave of those.
+//
+// Of an 8-column group a byte has the bit of each element, first those of the first row: the highest bit that of the first
+// group, and so on down. So a byte's sign, replicated, is the mask of a 16-bit element.
 template <int n>
 struct KeptBits {
   static constexpr int num_groups = n / 8, groups_a_word = 8, num_words = ceil_div(num_groups, groups_a_word);
   uint32_t words[num_words];
 
-  FMHA_DEVICE bool keeps(int e) const { return words[e / 32] >> e % 32 & 1; }
+  FMHA_DEVICE static constexpr uint32_t bit_of(int e) { return 1u << (8 * (e % 4) + 7 - e / 4 % groups_a_word); }
+
+  // sum += a * b if element e is kept.
+  FMHA_DEVICE void add_if_kept(float& sum, int e, float a, float b) const { ptx::fma_if_any(sum, a, b, words[e / 32], bit_of(e)); }
+  // P of 16 bits without what is dropped.
+  FMHA_DEVICE void drop(mma::RegisterTile<uint16_t, n>& probs) const {
+#pragma unroll
+    for (int pair = 0; pair < n / 4; ++pair) {
+      const uint32_t signs = words[pair / 16] << pair % 16 / 2;
+      probs.elems[pair / 4][pair % 4] &= ptx::prmt(signs, signs, pair % 2 == 0 ? 0x9988 : 0xbbaa);
+    }
+  }
 
   // Part `part` of `parts`, one after the other: they are whole when the last has been asked for. `first_key`: of the
   // warpgroup's rows; `first_query`: of the columns.
@@ -35,38 +50,65 @@ struct KeptBits {
     const int32_t own = threadIdx.x / 4 % 4;
     const int32_t quad = (first_key + mma::fragment_row() + (own & 2 ? 8 : 0)) / 4;
     const int32_t query = first_query + mma::fragment_column() + (own & 1);
-    const Array<uint32_t, 4> of_quad = dropout_quad(p, batch_head, quad);
+    call<begin, end>(p, dropout_quad(p, batch_head, quad), [&](int g) { return dropout_row(p, batch_head, query + 8 * g); });
+    if constexpr (part + 1 == parts) exchange(own);
+  }
+  // The same of all columns, with what `begin_head` has left of the warp's keys, and each lane making its share of what the
+  // columns have: with 128 of them 244 products a thread in place of 262.
+  template <class Parts>
+  FMHA_DEVICE void decide(const FwdParams& p, Parts& warp, int32_t batch_head, int32_t first_query) {
+    const int32_t lane = threadIdx.x % 32, own = lane / 4 % 4;
+    __syncwarp();
+#pragma unroll
+    for (int32_t i = 0; i < n; i += 32) warp.rows[i + lane] = dropout_row(p, batch_head, first_query + i + lane);
+    __syncwarp();
+    const auto& rows = warp.rows;
+    const int32_t query = mma::fragment_column() + (own & 1);
+    call<0, num_groups>(p, warp.quads[lane / 16 + (own & 2)], [&](int g) { return rows[query + 8 * g]; });
+    exchange(own);
+  }
+  template <class Parts>
+  FMHA_DEVICE static void begin_head(const FwdParams& p, Parts& warp, int32_t batch_head, int32_t first_key) {
+    const int32_t lane = threadIdx.x % 32;
+    if (lane < 4) warp.quads[lane] = dropout_quad(p, batch_head, (first_key + threadIdx.x % mma::kWarpgroup / 32 * 16) / 4 + lane);
+    __syncwarp();
+  }
+
+ private:
+  template <int begin, int end, class RowOf>
+  FMHA_DEVICE void call(const FwdParams& p, const Array<uint32_t, 4>& of_quad, RowOf row_of) {
+    constexpr int calls = 4;
 #pragma unroll
     for (int g = begin; g < end; g += calls) {
       Array<uint32_t, 4> decided[calls];
 #pragma unroll
-      for (int c = 0; c < calls; ++c)
-        decided[c] = dropout_counter(of_quad, dropout_row(p, batch_head, query + 8 * (g + c)));
+      for (int c = 0; c < calls; ++c) decided[c] = dropout_counter(of_quad, row_of(g + c));
       philox_rounds<3>(decided, p.dropout_key_low, p.dropout_key_high);
       uint32_t called = 0;
 #pragma unroll
       for (int c = 0; c < calls; ++c) {
 #pragma unroll
         for (int key = 0; key < 4; ++key) {
-          if (decided[c][key] < p.dropout_threshold) called |= 1u << (4 * ((g + c) % groups_a_word) + key);
+          if (decided[c][key] < p.dropout_threshold) called |= bit_of(4 * (g + c) + key);
         }
       }
       uint32_t& word = words[g / groups_a_word];
       word = g % groups_a_word == 0 ? called : word | called;
     }
-    if constexpr (part + 1 == parts) exchange(own);
   }
 
- private:
-  // The bits of the calls that four lanes made, to whom they belong.
+  // The bits of the calls that four lanes made, to whom they belong: the lane that calls for an element has its byte of all
+  // four keys, and gives each lane its key's.
   FMHA_DEVICE void exchange(int32_t own) {
 #pragma unroll
     for (int w = 0; w < num_words; ++w) {
       uint32_t kept = 0;
 #pragma unroll
       for (int away = 0; away < 4; ++away) {
-        const uint32_t bits = ptx::shfl_xor(words[w], 4 * away);
-        kept |= (bits >> own & 0x11111111u) << (own ^ away);
+        const uint32_t bits = away == 0 ? words[w] : ptx::shfl_xor(words[w], 4 * away);
+        // Byte `own` of it to byte `own ^ away`.
+        const int32_t to = 4 * (own ^ away);
+        kept = ptx::prmt(kept, bits, (0x3210 & ~(15 << to)) | (4 + own) << to);
       }
       words[w] = kept;
     }

@@ -111,15 +111,21 @@ struct Pairs {
   FMHA_DEVICE void differentiate(Scores& dp, const Scores& probs, const float (&delta)[tile.block_m],
                                  const QueryTile& at, const Kept& kept) const {
     const uint32_t deltas = ptx::shared_address(&delta[at.first_row + mma::fragment_column()]);
+    const float factor = leaves_dropout_factor<spec>() ? 1.f : p.fwd.dropout_scale, keep_rate = 1.f / p.fwd.dropout_scale;
 #pragma unroll
     for (int e = 0; e < dp.num_elems; e += 4) {
       float pair[2];
       ptx::ld_shared_v2_f32(pair, deltas + Scores::column(e) * sizeof(float));
+      if constexpr (leaves_dropout_factor<spec>()) pair[0] *= keep_rate, pair[1] *= keep_rate;
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        float x = dp[e + k];
-        if constexpr (spec.fwd.dropout) x = kept.keeps(e + k) ? x * p.fwd.dropout_scale : 0.f;
-        dp[e + k] = probs[e + k] * (x - pair[k & 1]);
+        if constexpr (spec.fwd.dropout) {
+          const float of_dp = dp[e + k] * factor;
+          dp[e + k] = -probs[e + k] * pair[k & 1];
+          kept.add_if_kept(dp[e + k], e + k, probs[e + k], of_dp);
+        } else {
+          dp[e + k] = probs[e + k] * (dp[e + k] - pair[k & 1]);
+        }
       }
     }
   }

@@ -114,7 +114,7 @@ FMHA_DEVICE void postprocess(const BwdParams& p, const Sm90BwdSchedule& schedule
           if (query >= span.seqlen_q || column >= dim) continue;
           float values[8], zero = 0.f;
 #pragma unroll
-          for (int k = 0; k < 8; ++k) values[k] = U::elem(sums, q, piece, k) * p.fwd.softmax_scale;
+          for (int k = 0; k < 8; ++k) values[k] = U::elem(sums, q, piece, k) * (p.fwd.softmax_scale * dropout_factor_of_ds<spec>(p.fwd));
           if constexpr (repairs<spec>()) {
 #pragma unroll
             for (int k = 0; k < 8; ++k) zero = fmaf(values[k], 0.f, zero);

@@ -262,6 +262,17 @@ FMHA_DEVICE int32_t* suspect_blocks(const BwdParams& p, const Sm90BwdSchedule& s
   return p.suspects + int64_t(schedule.num_tiles) * num_consumer_warps(tile);
 }
 
+// Dropout's factor 1 / (1 - p_drop) is in every term of dS but delta's, so dS is made without it, delta being divided, and the
+// gradients are multiplied. Not of f16, whose small numbers have fewer bits.
+template <BwdSpec spec>
+FMHA_DEVICE constexpr bool leaves_dropout_factor() {
+  return spec.fwd.dropout && spec.fwd.dtype_qk == DType::Bf16;
+}
+template <BwdSpec spec>
+FMHA_DEVICE float dropout_factor_of_ds(const FwdParams& p) {
+  return leaves_dropout_factor<spec>() ? p.dropout_scale : 1.f;
+}
+
 // Whether rows of a block that lie behind its sequence may hold anything: TMA has put zeros only behind the tensor.
 template <BwdSpec spec>
 FMHA_DEVICE bool may_be_dirty(const BwdParams& p) {

@@ -27,6 +27,10 @@ struct Softmax {
   template <int n>
   FMHA_DEVICE void raise(float (&row_max)[2], const mma::Accumulator<n>& s) const {
     using S = mma::Accumulator<n>;
+    // No branch may stand here while products are under way.
+    if constexpr (tile.output_first) {
+      if (__all_sync(ptx::kAllLanes, row_max[0] >= 0.f && row_max[1] >= 0.f)) return raise_nonnegative(row_max, s);
+    }
     // Two chains of dependent fmaxf a row: a single one of 32 takes 140 clocks, in which the warp has nothing else
     // to issue.
     float other_max[2] = {s[1], s[3]};
@@ -37,6 +41,20 @@ struct Softmax {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(row_max[r], other_max[r]);
+  }
+  // The same where no maximum so far is negative: then the numbers have the order of their bits as integers, of which one
+  // instruction takes the largest of three.
+  template <int n>
+  FMHA_DEVICE void raise_nonnegative(float (&row_max)[2], const mma::Accumulator<n>& s) const {
+    using S = mma::Accumulator<n>;
+    int32_t largest[2] = {int32_t(bits_of(row_max[0])), int32_t(bits_of(row_max[1]))}, other[2] = {0, 0};
+#pragma unroll
+    for (int e = 0; e < S::num_elems; e += 2) {
+      int32_t& chain = e & 4 ? other[S::row(e)] : largest[S::row(e)];
+      chain = max(max(chain, int32_t(bits_of(s[e]))), int32_t(bits_of(s[e + 1])));
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) row_max[r] = float_of(uint32_t(max(largest[r], other[r])));
   }
   // What is subtracted from scaled scores to have exponents. P, sums and O are relative to this number, and not to the
   // maximum that it is rounded from. Rounded up, so that no P is beyond 1 by rounding, however large the scores.
@@ -83,8 +101,10 @@ struct Softmax {
       // A maximum that grew by little is kept, so that O needs no rescaling: P then reaches up to
       // 2^lazy_rescale_log2, which f32 sums and a 16-bit P hold as exactly as 1; that of 8 bits has the room
       // (p_offset_log2).
-      if (row.row_max != -infinity() && (new_max[r] - row.row_max) * scale_log2 <= float(tile.lazy_rescale_log2))
-        new_max[r] = row.row_max;
+      if constexpr (tile.lazy_rescale_log2 > 0) {
+        if (row.row_max != -infinity() && (new_max[r] - row.row_max) * scale_log2 <= float(tile.lazy_rescale_log2))
+          new_max[r] = row.row_max;
+      }
       shift[r] = shift_of(finite_or_zero(new_max[r]), scale_log2);
       correction[r] = ptx::ex2_approx_ftz(shift_of(row.row_max, scale_log2) - shift[r]);
       row.row_max = new_max[r];
