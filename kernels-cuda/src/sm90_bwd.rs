@@ -338,6 +338,13 @@ impl Sm90BwdTile {
             ));
         }
         let (queries, of_dk, of_dv) = self.consumer_columns(spec);
+        // Four calls of the generator, of eight queries each; in two halves where the next scores are early.
+        let decided = if self.early_scores && !self.split_dims { 64 } else { 32 };
+        if spec.fwd.dropout && queries % decided != 0 {
+            return Err(format!(
+                "block_m {block_m}: of a consumer's {queries} queries dropout decides {decided} at a time"
+            ));
+        }
         let accumulators = queries.max(self.dq_columns(dim) / 2) + (of_dk + of_dv) / 2;
         if accumulators > MAX_ACCUMULATORS {
             return Err(format!(

@@ -150,3 +150,46 @@ fn key_blocks_that_take_turns_in_circles_are_not_claimed_ahead() {
         assert_eq!(tile.check(&BwdSpec { deterministic: false, ..spec }), Ok(()));
     }
 }
+
+/// A block of 80 queries did not compile beside dropout, which decides 32 at a time.
+#[test]
+fn blocks_that_dropout_does_not_decide_whole_are_refused_with_both_numbers() {
+    let fwd = FwdProblem::batch(DType::Bf16, dims(1, (512, 512), (128, 128)));
+    for (block_m, early_scores, p_drop, refused) in [
+        (80, false, 0.0, false),
+        (80, false, 0.1, true),
+        (64, false, 0.1, false),
+        (96, false, 0.0, false),
+        (96, false, 0.1, false),
+        (96, true, 0.1, true),
+        (64, true, 0.1, false),
+    ] {
+        let problem = BwdProblem::new(FwdProblem { p_drop, ..fwd.clone() });
+        let spec = BwdSpec::of(&problem);
+        let tile = sm90_bwd::Sm90BwdTile { block_m, early_scores, ..sm90_bwd::default_tile(&spec) };
+        let refusal = tile.check(&spec).err().unwrap_or_default();
+        let at_a_time = if early_scores { 64 } else { 32 };
+        let words = format!("of a consumer's {block_m} queries dropout decides {at_a_time} at a time");
+        assert_eq!(refusal.contains(&words), refused, "block_m {block_m}: {refusal}");
+    }
+}
+
+/// Long sequences without a mask are walked in larger blocks, where nothing is modified and nobody takes turns.
+#[test]
+fn long_backwards_without_a_mask_are_walked_in_blocks_of_80_queries() {
+    for (length, mask, p_drop, deterministic, block_m) in [
+        (8192, "0", 0.0, false, 80),
+        (8191, "0", 0.0, false, 64),
+        (8192, "b", 0.0, false, 64),
+        (8192, "0", 0.1, false, 64),
+        (8192, "0", 0.0, true, 64),
+    ] {
+        let dims = dims(1, (length, length), (128, 128));
+        let fwd = FwdProblem { mask: mask.parse().unwrap(), p_drop, ..FwdProblem::batch(DType::Bf16, dims) };
+        let problem = BwdProblem::new(fwd);
+        let spec = BwdSpec { deterministic, ..BwdSpec::of(&problem) };
+        let tile = sm90_bwd::choose_tile(&problem, &spec);
+        assert_eq!(tile.block_m, block_m, "{length} {mask} {p_drop} {deterministic}");
+        assert_eq!(tile.check(&spec), Ok(()));
+    }
+}

@@ -146,6 +146,19 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^backward/", deal: 1 },
         ..HOPPER
     },
+    // Blocks of 80 queries, as the table has them from 8192 on.
+    Row {
+        tile: Some("block_m=80,first_stores=0"),
+        in_test: Cases {
+            filter: "^backward/(head_dim/bf16/d128|modifiers/bf16/d128/sink/batch/0)$",
+            deal: 1,
+        },
+        in_all: Cases {
+            filter: "^backward/(head_dim/[a-z0-9]*/d128|modifiers/[a-z0-9]*/d128/(alibi|bias_16|dbias_one_head|sink)/)",
+            deal: 1,
+        },
+        ..HOPPER_WALKING
+    },
     // Clusters, whose CTAs send each other their dS.
     Row {
         in_test: Cases { filter: "^backward/wide/bf16/d256x256/(b|used/0)$", deal: 1 },
