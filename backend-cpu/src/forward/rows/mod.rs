@@ -120,7 +120,7 @@ impl Shared<'_> {
 
     /// Whether Q K^T is of bf16.
     fn keys_are_bf16(&self) -> bool {
-        self.problem.dtype_qk == DType::Bf16 && self.k.taken_as() == DType::Bf16
+        self.k.taken_as() == DType::Bf16
     }
 
     /// Q's order beside K: bf16 as it is where dot products or tiles of them are taken.
