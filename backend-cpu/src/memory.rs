@@ -60,7 +60,7 @@ fn check_fits(field: &'static str, wanted: usize, has: u64) -> Result<()> {
 }
 
 /// The error for memory that the system refused.
-pub(crate) fn no_memory(bytes: u64) -> Error {
+fn no_memory(bytes: u64) -> Error {
     Error::System { what: format!("{bytes} bytes of host memory"), text: "the system has not so much".into() }
 }
 
@@ -70,6 +70,14 @@ pub(crate) fn reserve<T>(count: usize) -> Result<Vec<T>> {
     let bytes = (count as u64).saturating_mul(size_of::<T>() as u64);
     vec.try_reserve_exact(count).map_err(|_| no_memory(bytes))?;
     Ok(vec)
+}
+
+/// Adds to a vector, or says how much memory the system refused.
+pub(crate) fn add<T>(all: &mut Vec<T>, more: impl ExactSizeIterator<Item = T>) -> Result<()> {
+    let bytes = (more.len() as u64).saturating_mul(size_of::<T>() as u64);
+    all.try_reserve(more.len()).map_err(|_| no_memory(bytes))?;
+    all.extend(more);
+    Ok(())
 }
 
 /// One cache line of f32.
