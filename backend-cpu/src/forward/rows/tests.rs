@@ -146,6 +146,8 @@ fn every_row_meets_every_chunk_in_one_task_and_split_chunks_have_slots_of_their_
         ((1, 3), &[(1, 1500), (30, 512), (2, 0)]),
         ((5, 2), &[(1, 1600), (3, 513)]),
         ((8, 1), &[(40, 100)]),
+        // Twenty rows of three heads at most.
+        ((8, 2), &[(10, 100)]),
     ] {
         for threads in [1, 2, 5, 40] {
             let (mut tasks, mut folds) = (Vec::new(), Vec::new());
