@@ -53,7 +53,8 @@ pub(crate) fn texts(root: &Path, mutants: &[Mutant]) -> BTreeMap<String, u64> {
 /// The fates of an earlier run, but those that are to be run again: they have no reason yet.
 pub(crate) fn read(file: &Path, root: &Path, mutants: &[Mutant], again: &[String]) -> Result<Fates, String> {
     let (texts, reasons) = (texts(root, mutants), reasons(root)?);
-    let named: BTreeMap<&str, &Mutant> = mutants.iter().map(|mutant| (mutant.name.as_str(), mutant)).collect();
+    let named: BTreeMap<&str, &Mutant> =
+        mutants.iter().map(|mutant| (mutant.name.as_str(), mutant)).collect();
     let mut fates = Fates::new(texts);
     for line in std::fs::read_to_string(file).unwrap_or_default().lines() {
         let [fate, text, name] = line.split('\t').collect::<Vec<_>>()[..] else { continue };
