@@ -60,7 +60,7 @@ fn check_fits(field: &'static str, wanted: usize, has: u64) -> Result<()> {
 }
 
 /// The error for memory that the system refused.
-pub(crate) fn no_memory(bytes: u64) -> Error {
+fn no_memory(bytes: u64) -> Error {
     Error::System { what: format!("{bytes} bytes of host memory"), text: "the system has not so much".into() }
 }
 
@@ -70,6 +70,14 @@ pub(crate) fn reserve<T>(count: usize) -> Result<Vec<T>> {
     let bytes = (count as u64).saturating_mul(size_of::<T>() as u64);
     vec.try_reserve_exact(count).map_err(|_| no_memory(bytes))?;
     Ok(vec)
+}
+
+/// Adds to a vector, or says how much memory the system refused.
+pub(crate) fn add<T>(all: &mut Vec<T>, more: impl ExactSizeIterator<Item = T>) -> Result<()> {
+    let bytes = (more.len() as u64).saturating_mul(size_of::<T>() as u64);
+    all.try_reserve(more.len()).map_err(|_| no_memory(bytes))?;
+    all.extend(more);
+    Ok(())
 }
 
 /// One cache line of f32.
@@ -93,6 +101,10 @@ impl Floats {
     /// `len` numbers of no meaning, or the refusal with its size.
     pub(crate) fn scratch(len: usize) -> Result<Self> {
         let lines = len.div_ceil(16);
+        #[cfg(test)]
+        if tests::wants_exact_sizes() {
+            return Self::new(lines);
+        }
         let fits = |spare: &Vec<Line>| (lines..=lines.saturating_mul(2)).contains(&spare.len());
         if lines > 0
             && let Ok(mut all) = SPARE.lock()
@@ -100,6 +112,10 @@ impl Floats {
         {
             return Ok(Self(all.swap_remove(found)));
         }
+        Self::new(lines)
+    }
+
+    fn new(lines: usize) -> Result<Self> {
         let mut new = reserve(lines)?;
         new.resize(lines, Line([0.0; 16]));
         Ok(Self(new))
@@ -180,18 +196,86 @@ impl Bytes {
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use std::cell::Cell;
     use std::sync::PoisonError;
 
+    use fmha_core::DevSlice;
+
     use super::*;
+
+    /// Memory that ends where every access stops the process.
+    pub(crate) struct Fenced {
+        pages: *mut libc::c_void,
+        mapped: usize,
+        first: *mut u8,
+        bytes: usize,
+    }
+
+    impl Fenced {
+        pub(crate) fn new(bytes: &[u8]) -> Self {
+            // SAFETY: new pages of this process; the fence is the last of them, and the bytes go right before it.
+            unsafe {
+                let page = libc::sysconf(libc::_SC_PAGESIZE) as usize;
+                let mapped = bytes.len().next_multiple_of(page) + page;
+                let (access, kind) =
+                    (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+                let pages = libc::mmap(std::ptr::null_mut(), mapped, access, kind, -1, 0);
+                assert_ne!(pages, libc::MAP_FAILED);
+                let fence = pages.byte_add(mapped - page);
+                assert_eq!(libc::mprotect(fence, page, libc::PROT_NONE), 0);
+                let first = fence.byte_sub(bytes.len()).cast::<u8>();
+                first.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
+                Self { pages, mapped, first, bytes: bytes.len() }
+            }
+        }
+
+        pub(crate) fn bytes(&self) -> &[u8] {
+            // SAFETY: as many are there before the fence; so for the two below.
+            unsafe { std::slice::from_raw_parts(self.first, self.bytes) }
+        }
+
+        pub(crate) fn slice(&self) -> DevSlice<'_> {
+            // SAFETY: see `bytes`.
+            unsafe { DevSlice::from_raw(MemorySpace::Host, self.first, self.bytes as u64) }
+        }
+
+        pub(crate) fn slice_mut(&mut self) -> DevSliceMut<'_> {
+            // SAFETY: see `bytes`.
+            unsafe { DevSliceMut::from_raw(MemorySpace::Host, self.first, self.bytes as u64) }
+        }
+    }
+
+    impl Drop for Fenced {
+        fn drop(&mut self) {
+            // SAFETY: mapped by `new`, and nothing borrows it any more.
+            unsafe { libc::munmap(self.pages, self.mapped) };
+        }
+    }
 
     /// Held by tests to which it matters what the store has.
     static STORE: Mutex<()> = Mutex::new(());
 
-    /// Does `work` with a store that was empty at first: what it asks for has its exact size.
-    pub(crate) fn with_empty_store<T>(work: impl FnOnce() -> T) -> T {
+    /// Does `work` with a store that was empty at first; tests beside it may fill it again.
+    fn with_empty_store<T>(work: impl FnOnce() -> T) -> T {
         let _alone = STORE.lock().unwrap_or_else(PoisonError::into_inner);
         SPARE.lock().unwrap().clear();
         work()
+    }
+
+    thread_local! {
+        static WANTS_EXACT_SIZES: Cell<bool> = const { Cell::new(false) };
+    }
+
+    pub(super) fn wants_exact_sizes() -> bool {
+        WANTS_EXACT_SIZES.get()
+    }
+
+    /// Does `work` without the store: what it asks for has its exact size, in whole lines.
+    pub(crate) fn in_exact_sizes<T>(work: impl FnOnce() -> T) -> T {
+        WANTS_EXACT_SIZES.set(true);
+        let done = work();
+        WANTS_EXACT_SIZES.set(false);
+        done
     }
 
     #[test]

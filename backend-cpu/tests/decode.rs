@@ -4,7 +4,7 @@
 mod support;
 
 use fmha_core::{
-    Append, BlockTable, CacheArgs, DType, Descale, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs,
+    Append, Bias, BlockTable, CacheArgs, DType, Descale, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs,
     FwdProblem, KvLayout, MaskSpec, PlanOptions, Rotary, RotaryPairs, SeqArgs, Shape, Stream, Strides,
 };
 use fmha_cpu::{Config, CpuBackend, Isa};
@@ -66,7 +66,11 @@ fn a_head_has_the_same_bits_alone_and_read_together_with_others() {
     for (isa, backend) in backends() {
         for dtype in [DType::F32, DType::F16, DType::Bf16, DType::E4m3Fn] {
             for (seqlen_q, heads, dim_qk) in [(1, (8, 8), 48), (2, (12, 4), 48), (2, (32, 4), 96)] {
-                let together = Inputs::random(problem(dtype, seqlen_q, heads, (dim_qk, 64)), &[], 6);
+                let mut problem = problem(dtype, seqlen_q, heads, (dim_qk, 64));
+                if dtype == DType::F16 {
+                    problem.bias = Bias::Alibi { per_batch: false };
+                }
+                let together = Inputs::random(problem, &[], 6);
                 let mut apart = together.clone();
                 let (k, v) = (apart.problem.shape_k(), apart.problem.shape_v());
                 (apart.problem.k, apart.problem.v) = (Strides::bhsd(k), Strides::bhsd(v));
@@ -103,7 +107,7 @@ fn run_on(backend: &CpuBackend, inputs: &Inputs, table: Option<(&[i32], u32)>) -
 
 /// The same cache in pages, the last ones first.
 fn run_on_pages(backend: &CpuBackend, strided: &Inputs, page_size: u32) -> (Vec<u64>, Vec<f32>) {
-    let (dtype, dims) = (strided.problem.dtype_qk, strided.problem.dims);
+    let (dtype, dims) = (strided.problem.stored_k(), strided.problem.dims);
     let max_pages = dims.seqlen_k.div_ceil(page_size);
     let num_pages = 2 * max_pages;
     let table: Vec<i32> = (0..num_pages as i32).rev().collect();
@@ -231,10 +235,11 @@ fn small_caches_in_pages_and_of_fp8_are_the_strided_ones_for_few_queries_and_for
             let problem = problem_of(dtype, (seqlen_q, 70), heads, head_dims);
             for kind in [Descale::PerTensor, Descale::PerKvHead] {
                 let (narrow, wide) = narrow_and_wide(problem.clone(), dtype_cache, kind, descales);
-                assert!(
-                    run_on(&backend, &narrow, None) == run_on(&backend, &wide, None),
-                    "{isa} {dtype} {dtype_cache} {seqlen_q} queries, {kind:?}"
-                );
+                let what = format!("{isa} {dtype} {dtype_cache} {seqlen_q} queries, {kind:?}");
+                let wanted = run_on(&backend, &wide, None);
+                assert!(run_on(&backend, &narrow, None) == wanted, "{what}");
+                // A block of 64 keys ends amid a page.
+                assert!(run_on_pages(&backend, &narrow, 48) == wanted, "{what}, in pages");
             }
         }
     }

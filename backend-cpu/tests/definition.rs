@@ -187,14 +187,16 @@ fn small_problems_keep_the_accuracy_promise() {
 #[test]
 fn dbias_of_several_tiles_keeps_the_accuracy_promise() {
     for backend in backends() {
-        let mut problem = FwdProblem::group(DType::F32, dims(2, 150, 250, (2, 1), (8, 8)));
-        problem.mask = "b".parse().unwrap();
-        problem.bias = bias(&problem, DType::F32, BiasBroadcast::OneHead);
-        let mut backward = BwdProblem::new(problem.clone());
-        let strides = Strides::bhsd(problem.shape_bias(BiasBroadcast::OneHead));
-        backward.dbias = Some(BiasGrad { dtype: DType::F32, strides });
-        let lengths = [[(150, 150), (250, 250)], [(120, 120), (220, 220)]];
-        let inputs = Inputs::random(problem, &lengths, 4);
-        run_bwd(&backend, &inputs, backward, Some(&backend.isa().to_string()));
+        for mask in ["b", "0"] {
+            let mut problem = FwdProblem::group(DType::F32, dims(2, 150, 250, (2, 1), (8, 8)));
+            problem.mask = mask.parse().unwrap();
+            problem.bias = bias(&problem, DType::F32, BiasBroadcast::OneHead);
+            let mut backward = BwdProblem::new(problem.clone());
+            let strides = Strides::bhsd(problem.shape_bias(BiasBroadcast::OneHead));
+            backward.dbias = Some(BiasGrad { dtype: DType::F32, strides });
+            let lengths = [[(150, 150), (250, 250)], [(120, 120), (220, 220)]];
+            let inputs = Inputs::random(problem, &lengths, 4);
+            run_bwd(&backend, &inputs, backward, Some(&format!("{} {mask}", backend.isa())));
+        }
     }
 }

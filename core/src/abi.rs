@@ -510,6 +510,11 @@ mod tests {
     }
 
     #[test]
+    fn what_cpp_has_by_itself_needs_no_definition() {
+        assert_eq!([bool::c_definition(), i32::c_definition()], ["", ""]);
+    }
+
+    #[test]
     fn mask_params_resolve_to_the_band_that_the_mask_has() {
         for text in [
             "0",

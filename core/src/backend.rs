@@ -244,3 +244,29 @@ impl std::fmt::Debug for DevBuffer {
 pub fn unsupported(backend: &str, refusals: Vec<crate::error::Refusal>) -> Error {
     Error::Unsupported { backend: backend.to_owned(), refusals }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use super::*;
+
+    thread_local! {
+        static FREED: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+    }
+
+    #[test]
+    fn a_buffer_is_given_back_once_when_it_is_dropped() {
+        let buffer = |address: usize| {
+            let free = Box::new(|ptr: *mut u8| FREED.with_borrow_mut(|freed| freed.push(ptr as usize)));
+            // SAFETY: nobody reads or writes it.
+            unsafe { DevBuffer::from_raw(MemorySpace::Host, address as *mut u8, 64, free) }
+        };
+        let (first, second) = (buffer(0x1000), buffer(0x2000));
+        assert!(FREED.take().is_empty());
+        drop(second);
+        assert_eq!(FREED.take(), [0x2000]);
+        drop(first);
+        assert_eq!(FREED.take(), [0x1000]);
+    }
+}

@@ -152,11 +152,15 @@ mod tests {
         assert_eq!(work.bwd_flops, work.pairs * 2 * (3 * 24 + 2 * 40));
         let (row_of_q_and_o, row_of_k_and_v) = (24 + 40 * 4, 24 + 40 * 2);
         assert_eq!(work.fwd_bytes, (5 + 3) * 6 * row_of_q_and_o + (7 + 2) * 2 * row_of_k_and_v);
+        let wide = FwdProblem { mask: problem.mask, ..FwdProblem::batch(DType::F32, dims) };
+        let bytes = (5 + 3) * 6 * (24 + 40) * 4 + (7 + 2) * 2 * (24 + 40) * 4;
+        assert_eq!(Work::count(&wide, &[span(5, 7), span(3, 2)]).unwrap().fwd_bytes, bytes);
     }
 
     #[test]
     fn visible_pairs_are_those_the_band_shows() {
-        for text in ["0", "t", "b", "t:3,1", "b:2,0,2", "g:2,3", "g:-1,9,3", "b:0,-1,4"] {
+        for text in ["0", "t", "b", "t:3,1", "b:2,0,2", "g:2,3", "g:-1,9,3", "b:0,-1,4", "t:0,0,4", "g:0,0,4"]
+        {
             let mask: MaskSpec = text.parse().unwrap();
             for (seqlen_q, seqlen_k) in [(0, 3), (3, 0), (5, 9), (9, 5), (7, 7)] {
                 let band = mask.band(seqlen_q, seqlen_k);

@@ -2,10 +2,11 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use fmha_core::abi::View;
 use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace, DqSums};
 use fmha_core::{
     Bias, BiasBroadcast, BiasGrad, BwdArgs, BwdProblem, DType, DevSlice, DevSliceMut, Dims, ElementwiseBias,
-    FwdProblem, ScoreArgs, SeqArgs, Strides, bind,
+    FwdProblem, KvLayout, QLayout, ScoreArgs, SeqArgs, Strides, bind,
 };
 
 const DIMS: Dims = Dims {
@@ -57,6 +58,45 @@ fn each_part_is_bound_behind_the_one_before() {
     assert_eq!((whole.stats_batch, whole.stats_head), (128, 128 * 3));
     let bare = workspace(None);
     assert_eq!((bare.dq_sums.0, bare.turns.0, bare.suspects.0), (0, 0, delta + rows * 4));
+}
+
+#[test]
+fn a_gradient_of_a_bias_is_bound_with_the_axes_that_the_bias_has() {
+    let strides = Strides { batch: 60, seq: 5, head: 15, dim: 1 };
+    for (broadcast, axes, batch, head) in [
+        (BiasBroadcast::OneOne, (0, 0), 0, 0),
+        (BiasBroadcast::OneHead, (0, 1), 0, 15),
+        (BiasBroadcast::BatchHead, (1, 1), 60, 15),
+    ] {
+        let mut problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS));
+        problem.fwd.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
+        problem.dbias = Some(BiasGrad { dtype: DType::F32, strides });
+        let bound = bind::bwd_params(&problem, &arguments());
+        assert_eq!((bound.dbias_per_batch, bound.dbias_per_head), axes, "{broadcast:?}");
+        assert_eq!((bound.dbias.batch, bound.dbias.head), (batch, head), "{broadcast:?}");
+        assert_eq!((bound.dbias.row, bound.dbias.dim), (5, 1), "{broadcast:?}");
+        problem.dbias = None;
+        let bound = bind::bwd_params(&problem, &arguments());
+        assert_eq!((bound.dbias, bound.dbias_per_batch, bound.dbias_per_head), (View::NULL, 0, 0));
+    }
+}
+
+#[test]
+fn packed_operands_are_bound_without_an_axis_of_sequences() {
+    let batches = |problem: &BwdProblem| {
+        let bound = bind::bwd_params(problem, &arguments());
+        let fwd = &bound.fwd;
+        let of_queries = [fwd.q.batch, fwd.o.batch, bound.dout.batch, bound.dq.batch, fwd.lse_batch];
+        (of_queries, [fwd.k.batch, fwd.v.batch, bound.dk.batch, bound.dv.batch])
+    };
+    let (of_q, of_k) = (70 * 4 * 8, 9 * 2 * 8);
+    let batch = BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS));
+    assert_eq!(batches(&batch), ([of_q, of_q, of_q, of_q, 4 * 70], [of_k; 4]));
+    let mut mixed = batch;
+    mixed.fwd.q_layout = QLayout::Packed;
+    assert_eq!(batches(&mixed), ([0; 5], [of_k; 4]));
+    mixed.fwd.kv_layout = KvLayout::Packed;
+    assert_eq!(batches(&mixed), ([0; 5], [0; 4]));
 }
 
 #[test]

@@ -23,7 +23,7 @@ use fmha_core::{Bias, BwdArgs, SeqSpan, ValidBwd};
 
 use crate::blocks::{AddTo, Factors, RowDots, Rows, WriteRows};
 use crate::forward::{Blocks, Call, key_tiles};
-use crate::memory::{Bytes, Floats, reserve};
+use crate::memory::{Bytes, Floats, add, reserve};
 use crate::score::{Panel, ScoreInputs};
 use crate::simd::Simd;
 use crate::tasks::Threads;
@@ -72,14 +72,6 @@ struct Shared<'a> {
     dv: Target,
     dbias: Option<Target>,
     delta: Floats,
-}
-
-/// Adds to `tasks`, or says how much memory the system refused.
-fn add(tasks: &mut Vec<Task>, more: impl ExactSizeIterator<Item = Task>) -> fmha_core::Result<()> {
-    let bytes = (more.len() as u64).saturating_mul(size_of::<Task>() as u64);
-    tasks.try_reserve(more.len()).map_err(|_| crate::memory::no_memory(bytes))?;
-    tasks.extend(more);
-    Ok(())
 }
 
 // SAFETY: `delta` is only read while tasks run; the rest is read or written as `Source` and `Target` say.

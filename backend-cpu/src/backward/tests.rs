@@ -1,18 +1,30 @@
-//! How a backward call is cut up.
+//! How a backward call is cut up, and what memory it takes and touches.
 
 use fmha_core::{
     BiasBroadcast, BiasGrad, BwdProblem, DType, DevSlice, DevSliceMut, Dims, ElementwiseBias, FwdProblem,
-    ScoreArgs, SeqArgs, Strides,
+    ScoreArgs, SeqArgs, Shape, Strides,
 };
 
 use super::*;
 use crate::isa::BACKWARD_BLOCKS;
+use crate::memory::tests::{Fenced, in_exact_sizes};
+use crate::simd::{Portable, SoftTiles};
 
 const HEADS_KV: u32 = 3;
 const RATIO: u32 = 2;
 
 /// Tasks of sequences of these lengths, with dBias if `dbias`.
 fn tasks(lengths: &[(u32, u32)], threads: usize, dbias: bool) -> Vec<Task> {
+    of_call(lengths, dbias, |_| {}, |shared| shared.tasks(threads).unwrap())
+}
+
+/// What `look` sees of a call of these lengths, whose problem `change` has changed.
+fn of_call<T>(
+    lengths: &[(u32, u32)],
+    dbias: bool,
+    change: fn(&mut FwdProblem),
+    look: impl FnOnce(&Shared<'_>) -> T,
+) -> T {
     let dims = Dims {
         batch: lengths.len() as u32,
         seqlen_q: 60,
@@ -28,6 +40,7 @@ fn tasks(lengths: &[(u32, u32)], threads: usize, dbias: bool) -> Vec<Task> {
     if dbias {
         fwd.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
     }
+    change(&mut fwd);
     let mut problem = BwdProblem::new(fwd);
     problem.dbias = dbias.then_some(BiasGrad { dtype: DType::F32, strides });
     let problem = problem.validate().unwrap();
@@ -51,12 +64,12 @@ fn tasks(lengths: &[(u32, u32)], threads: usize, dbias: bool) -> Vec<Task> {
         dbias: dbias.then(to),
         dsink: None,
         seq: SeqArgs::default(),
-        score: ScoreArgs::default(),
+        score: ScoreArgs { bias: dbias.then_some(from), ..ScoreArgs::default() },
         workspace: None,
     };
     let blocks = Blocks { block_m: 8, block_n: 12, ..BACKWARD_BLOCKS };
     let call = Backward { problem: &problem, args: &args, spans: &spans, blocks };
-    call.shared().unwrap().tasks(threads).unwrap()
+    look(&call.shared().unwrap())
 }
 
 #[test]
@@ -109,4 +122,95 @@ fn every_row_of_dbias_is_in_one_task() {
             .flat_map(|b| (0..RATIO * HEADS_KV).flat_map(move |head| (0..60).map(move |i| (b, head, i))));
         assert_eq!(rows, all.collect::<Vec<_>>());
     }
+}
+
+/// A fence stops the process: see [`Fenced`]. Neither queries nor keys nor columns fill their panels.
+#[test]
+fn no_byte_beyond_the_end_of_a_tensor_is_touched() {
+    fn differentiates<S: Simd>(s: S) {
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: 43,
+            seqlen_k: 50,
+            num_heads_q: 1,
+            num_heads_kv: 1,
+            head_dim_qk: 10,
+            head_dim_v: 7,
+        };
+        let mut fwd = FwdProblem::batch(DType::F32, dims);
+        let strides = Strides::bhsd(fwd.shape_bias(BiasBroadcast::OneHead));
+        let bias = ElementwiseBias { dtype: DType::F32, broadcast: BiasBroadcast::OneHead, strides };
+        (fwd.bias, fwd.write_lse) = (Bias::Elementwise(bias), true);
+        let mut problem = BwdProblem::new(fwd);
+        problem.dbias = Some(BiasGrad { dtype: DType::F32, strides });
+        let problem = problem.validate().unwrap();
+        let fwd = problem.fwd();
+        let fenced = |count: u64, number: f32| {
+            let numbers = (0..count).flat_map(|at| (number * (1.0 + (at % 7) as f32)).to_le_bytes());
+            Fenced::new(&numbers.collect::<Vec<u8>>())
+        };
+        let [q, k, v, o] = [fwd.shape_q(), fwd.shape_k(), fwd.shape_v(), fwd.shape_o()].map(Shape::num_elems);
+        let [bias, lse] = [43 * 50, 43];
+        let from = [q, k, v, o, o, bias].map(|count| fenced(count, 0.1));
+        let [in_q, in_k, in_v, in_o, dout, in_bias] = from.each_ref().map(Fenced::slice);
+        let sums = fenced(lse, 3.0);
+        let mut to = [q, k, v, bias].map(|count| fenced(count, f32::NAN));
+        let [dq, dk, dv, dbias] = to.each_mut().map(Fenced::slice_mut);
+        let args = BwdArgs {
+            q: in_q,
+            k: in_k,
+            v: in_v,
+            o: in_o,
+            lse: sums.slice(),
+            dout,
+            dlse: None,
+            dq,
+            dk,
+            dv,
+            dbias: Some(dbias),
+            dsink: None,
+            seq: SeqArgs::default(),
+            score: ScoreArgs { bias: Some(in_bias), ..ScoreArgs::default() },
+            workspace: None,
+        };
+        let spans = fmha_core::seq::spans(fwd, &SeqArgs::default()).unwrap();
+        let call = Backward { problem: &problem, args: &args, spans: &spans, blocks: BACKWARD_BLOCKS };
+        call.run(s, &Threads::new(1).unwrap()).unwrap();
+        for (number, to) in to.iter().enumerate() {
+            let mut numbers = to.bytes().chunks(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()));
+            assert!(numbers.all(f32::is_finite), "gradient {number}");
+        }
+    }
+    differentiates(Portable);
+    differentiates(SoftTiles::PLAIN);
+    #[cfg(target_arch = "x86_64")]
+    crate::simd::Avx2::detect().into_iter().for_each(differentiates);
+}
+
+/// Of eight queries, twelve keys and rows of eight numbers, or of panels that a wider vector makes of these.
+#[test]
+fn a_threads_scratch_has_what_a_tile_of_queries_and_one_of_keys_take() {
+    fn sizes<S: Simd>(shared: &Shared<'_>) -> ([usize; 5], [usize; 12]) {
+        let task = [Task::Queries { span: 0, i_head: 0, i: 0 }];
+        let Scratch { tile, dk, dv, dq, dbias, row } = in_exact_sizes(|| shared.scratch::<S>(&task).unwrap());
+        let of = |floats: &Floats| floats.numbers().len();
+        let tensors = [dk, dv, dq, dbias, row].each_ref().map(of);
+        let Tile { keys, key_rows, value_rows, queries, douts, queries_transposed, douts_transposed, .. } =
+            &tile;
+        let Tile { weights, gradients, extra, slope, lse, .. } = &tile;
+        let loaded = [keys, key_rows, value_rows, queries, douts, queries_transposed, douts_transposed];
+        let (loaded, more) = (loaded.map(of), [weights, gradients, extra, slope, lse].map(of));
+        (tensors, std::array::from_fn(|n| if n < 7 { loaded[n] } else { more[n - 7] }))
+    }
+    let narrow = |change, dbias| of_call(&[(60, 70)], dbias, change, sizes::<Portable>);
+    let loaded = [96, 192, 192, 64, 64, 64, 64];
+    let with = |more: [usize; 5]| std::array::from_fn(|n| if n < 7 { loaded[n] } else { more[n - 7] });
+    assert_eq!(narrow(|_| {}, false), ([96, 96, 64, 0, 16], with([96, 96, 0, 0, 16])));
+    assert_eq!(narrow(|_| {}, true), ([96, 96, 64, 96, 16], with([96, 96, 96, 0, 16])));
+    let dropping = |fwd: &mut FwdProblem| fwd.p_drop = 0.3;
+    assert_eq!(narrow(dropping, false).1, with([96, 96, 96, 0, 16]));
+    let capped = |fwd: &mut FwdProblem| fwd.softcap = Some(2.0);
+    assert_eq!(narrow(capped, false).1, with([96, 96, 0, 96, 16]));
+    let wide = of_call(&[(60, 70)], false, capped, sizes::<SoftTiles>);
+    assert_eq!(wide, ([384, 384, 256, 0, 32], [384, 192, 192, 256, 256, 64, 64, 96, 96, 0, 384, 16]));
 }

@@ -2,63 +2,13 @@
 
 use fmha_core::dropout::philox4x32_10;
 use fmha_core::{
-    Bias, BiasBroadcast, DevSlice, DevSliceMut, Dims, DropoutSeed, ElementwiseBias, MemorySpace, SeqArgs,
-    Strides, Totals,
+    Bias, BiasBroadcast, DevSlice, DevSliceMut, Dims, DropoutSeed, ElementwiseBias, SeqArgs, Strides, Totals,
 };
 
 use super::*;
 use crate::isa::FORWARD_BLOCKS;
-use crate::memory::tests::with_empty_store;
+use crate::memory::tests::{Fenced, in_exact_sizes};
 use crate::simd::{Portable, SoftDots, SoftTiles};
-
-/// Memory that ends where every access stops the process.
-struct Fenced {
-    pages: *mut libc::c_void,
-    mapped: usize,
-    first: *mut u8,
-    bytes: usize,
-}
-
-impl Fenced {
-    fn new(bytes: &[u8]) -> Self {
-        // SAFETY: new pages of this process; the fence is the last of them, and the bytes go right before it.
-        unsafe {
-            let page = libc::sysconf(libc::_SC_PAGESIZE) as usize;
-            let mapped = bytes.len().next_multiple_of(page) + page;
-            let (access, kind) =
-                (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-            let pages = libc::mmap(std::ptr::null_mut(), mapped, access, kind, -1, 0);
-            assert_ne!(pages, libc::MAP_FAILED);
-            let fence = pages.byte_add(mapped - page);
-            assert_eq!(libc::mprotect(fence, page, libc::PROT_NONE), 0);
-            let first = fence.byte_sub(bytes.len()).cast::<u8>();
-            first.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
-            Self { pages, mapped, first, bytes: bytes.len() }
-        }
-    }
-
-    fn bytes(&self) -> &[u8] {
-        // SAFETY: as many are there before the fence; so for the two below.
-        unsafe { std::slice::from_raw_parts(self.first, self.bytes) }
-    }
-
-    fn slice(&self) -> DevSlice<'_> {
-        // SAFETY: see `bytes`.
-        unsafe { DevSlice::from_raw(MemorySpace::Host, self.first, self.bytes as u64) }
-    }
-
-    fn slice_mut(&mut self) -> DevSliceMut<'_> {
-        // SAFETY: see `bytes`.
-        unsafe { DevSliceMut::from_raw(MemorySpace::Host, self.first, self.bytes as u64) }
-    }
-}
-
-impl Drop for Fenced {
-    fn drop(&mut self) {
-        // SAFETY: mapped by `new`, and nothing borrows it any more.
-        unsafe { libc::munmap(self.pages, self.mapped) };
-    }
-}
 
 /// A call's inputs, each before a fence.
 struct Operands {
@@ -227,7 +177,14 @@ fn beside_a_hidden_nan_pairs_give_the_bits_of_f32() {
 #[test]
 fn no_byte_beyond_the_end_of_a_tensor_is_touched() {
     fn attends<S: Simd>(s: S) {
-        for (dtype, dims) in [(DType::F32, (40, 72)), (DType::Bf16, (41, 24)), (DType::Bf16, (64, 41))] {
+        for (dtype, dims) in [
+            (DType::F32, (40, 72)),
+            (DType::Bf16, (41, 24)),
+            (DType::Bf16, (64, 41)),
+            (DType::Bf16, (64, 32)),
+            // Fewer than the narrowest vector has.
+            (DType::Bf16, (41, 3)),
+        ] {
             for (seqlens, mask) in [((70, 90), "b:20,3"), ((33, 150), "b:20,3"), ((9, 9), "0")] {
                 for dtype_o in [DType::F32, DType::Bf16, DType::F16] {
                     let problem = FwdProblem { dtype_o, ..problem(dtype, seqlens, 1, dims, mask) };
@@ -269,7 +226,7 @@ fn a_task_stays_within_its_scratch_and_what_was_there_before_reaches_nothing() {
             let blocks = Blocks { block_m: 64, ..FORWARD_BLOCKS };
             let call = Forward { problem: &valid, args: &args, spans: &spans, blocks };
             let shared = call.shared(KvRows::UNPAGED, None, blocks);
-            let mut scratch = with_empty_store(|| shared.scratch::<S>().unwrap());
+            let mut scratch = in_exact_sizes(|| shared.scratch::<S>().unwrap());
             let ends = floats(&mut scratch).map(|floats| {
                 let end = floats.numbers().len();
                 let mut larger = Floats::scratch(2 * end + 40_000).unwrap();
@@ -291,8 +248,7 @@ fn a_task_stays_within_its_scratch_and_what_was_there_before_reaches_nothing() {
             if before.is_finite() && in_tiles::<S>(&valid) {
                 let columns = scratch.columns.numbers();
                 let used = columns.iter().rposition(|&x| x != before).unwrap();
-                // The store may have one of twice the size, from a test beside this one.
-                assert!(ends[5] <= 2 * (used + 128), "V's columns take {used} of {}", ends[5]);
+                assert!(ends[5] <= used + 128, "V's columns take {used} of {}", ends[5]);
             }
             (o.bytes().to_vec(), lse.into_iter().map(canonical).collect::<Vec<_>>())
         });
@@ -311,12 +267,16 @@ fn a_task_stays_within_its_scratch_and_what_was_there_before_reaches_nothing() {
             attends(Portable, &dropping);
         }
     }
-    // More queries than keys: whole panels of the first rows see nothing.
-    for dtype_o in [DType::F32, DType::Bf16] {
-        let of = |dtype, dims| FwdProblem { dtype_o, ..problem(dtype, (110, 20), 1, dims, "b") };
+    // More queries than keys: whole panels of the first rows see nothing, or of the last ones, of which nobody wrote O before.
+    for (mask, dtype_o) in
+        ["b", "t:5,0"].into_iter().flat_map(|mask| [(mask, DType::F32), (mask, DType::Bf16)])
+    {
+        let of = |dtype, dims| FwdProblem { dtype_o, ..problem(dtype, (110, 20), 1, dims, mask) };
         attends(Portable, &of(DType::F32, (8, 24)));
         attends(SoftTiles::PLAIN, &of(DType::Bf16, (32, 32)));
     }
+    // A band that begins beyond the square of a micro-tile's rows and ends with the tile of keys.
+    attends(Portable, &problem(DType::F32, (70, 150), 1, (8, 24), "b:90,3"));
 }
 
 /// What `look` sees of a call of these lengths.
@@ -330,7 +290,8 @@ fn of_call<T>(
     let spans: Vec<SeqSpan> =
         lengths.iter().map(|&(seqlen_q, seqlen_k)| SeqSpan { seqlen_q, seqlen_k, ..span }).collect();
     let nothing = DevSlice::host::<f32>(&[]);
-    let args = FwdArgs::new(nothing, nothing, nothing, DevSliceMut::host::<f32>(&mut []));
+    let mut args = FwdArgs::new(nothing, nothing, nothing, DevSliceMut::host::<f32>(&mut []));
+    args.score.bias = matches!(problem.bias, Bias::Elementwise(_)).then_some(nothing);
     look(&Forward { problem, args: &args, spans: &spans, blocks })
 }
 
@@ -412,4 +373,32 @@ fn pairs_are_for_bf16_alone_without_dropout_and_tiles_for_whole_ones() {
         with(|problem| (problem.dtype_qk, problem.dtype_v) = (DType::F32, DType::F32)),
         [false, false]
     );
+}
+
+/// Of 64 queries and 36 keys.
+#[test]
+fn a_threads_scratch_has_what_a_tile_of_queries_and_one_of_keys_take() {
+    fn sizes<S: Simd>(problem: &FwdProblem) -> [usize; 14] {
+        let blocks = Blocks { block_m: 64, block_n: 36, ..FORWARD_BLOCKS };
+        of_call(problem, &[], blocks, |call| {
+            let shared = call.shared(KvRows::UNPAGED, None, blocks);
+            let mut scratch = in_exact_sizes(|| shared.scratch::<S>().unwrap());
+            let [row_max, row_sum] = [&scratch.row_max, &scratch.row_sum].map(|of| of.numbers().len());
+            let others = floats(&mut scratch).map(|of| of.numbers().len());
+            std::array::from_fn(|n| others.get(n).copied().unwrap_or([row_max, row_sum][n % 2]))
+        })
+    }
+    let of = |dtype, dims| problem(dtype, (70, 150), 2, dims, "0");
+    // Rows of K an odd number of lines apart; whole tiles of 32 keys, or micro-tiles of 12 or 6; panels of 32 or 8 columns.
+    let tiled = of(DType::Bf16, (96, 64));
+    let wanted = [6144, 3072, 64 * 112, 4096, 36 * 48, 64 * 48, 2 * 64 * 32, 0, 4096, 4096, 64, 64, 64, 64];
+    assert_eq!(sizes::<SoftTiles>(&tiled), wanted);
+    assert_eq!(sizes::<SoftTiles>(&biased(tiled))[7], 64 * 32);
+    let wide = of(DType::F32, (40, 41));
+    let wanted = [2560, 2048, 36 * 48, 36 * 64, 36 * 41 + 12, 0, 36 * 32, 0, 4096, 0, 32, 64, 64, 64];
+    assert_eq!(sizes::<SoftTiles>(&wide), wanted);
+    let wanted = [2560, 320, 36 * 48, 36 * 48, 36 * 41 + 12, 0, 36 * 8, 0, 64 * 48, 0, 16, 48, 64, 64];
+    assert_eq!(sizes::<Portable>(&wide), wanted);
+    assert_eq!(sizes::<Portable>(&biased(wide.clone()))[7], 36 * 8);
+    assert_eq!(sizes::<Portable>(&FwdProblem { p_drop: 0.3, ..wide })[7], 36 * 8);
 }

@@ -396,6 +396,20 @@ mod tests {
         }
     }
 
+    /// In the second panel of columns, and in tiles of keys that begin with the first key and behind it.
+    #[test]
+    fn a_nan_reaches_the_rows_that_see_its_key_and_no_others_through_tiles() {
+        let blocks = Blocks { block_n: 36, ..FORWARD_BLOCKS };
+        for (mask, keys) in [("t", [20, 60, 61]), ("b:9,2", [7, 40, 99])] {
+            let problem = problem(70, 100, (32, 64), mask);
+            for key in keys {
+                let at = problem.v.offset(0, key, 0, 35) as usize;
+                let (o, _) = errors(&problem, blocks, |v| v[at] = bf16::NAN);
+                assert!(o <= 2.0, "{mask}, key {key}: {o}");
+            }
+        }
+    }
+
     /// The two ways out of tiles: rounded before they are transposed, and transposed to f32.
     fn writes_alike<S: Simd>(s: S) {
         let problem = problem(70, 90, (32, 64), "t:40,3");

@@ -29,7 +29,7 @@ const USAGE: &str = "\
 usage: schemata [--of WORDS] [--shard I/N] [--again FATE] [--jobs N] [--within SECONDS]
   --of WORDS    only mutants with these words in their names (a file, a function)
   --shard I/N   part I of N
-  --again FATE  those that earlier ended so (`survives`, `outlives`, `timeout`, `not reached`) run again
+  --again FATE  those that earlier ended so (`survives`, `outlives`, `timeout`, `not reached`) and have no reason run again
   --jobs N      so many beside each other (default: the processors)
   --within SECONDS
                 each with what it meets first, so long at most; what is not caught by then `outlives`

@@ -50,18 +50,20 @@ pub(crate) fn texts(root: &Path, mutants: &[Mutant]) -> BTreeMap<String, u64> {
     texts
 }
 
-/// The fates of an earlier run, but those that are to be run again.
+/// The fates of an earlier run, but those that are to be run again: they have no reason yet.
 pub(crate) fn read(file: &Path, root: &Path, mutants: &[Mutant], again: &[String]) -> Result<Fates, String> {
-    let texts = texts(root, mutants);
-    let files: BTreeMap<&str, &str> = mutants.iter().map(|m| (m.name.as_str(), m.file.as_str())).collect();
+    let (texts, reasons) = (texts(root, mutants), reasons(root)?);
+    let named: BTreeMap<&str, &Mutant> =
+        mutants.iter().map(|mutant| (mutant.name.as_str(), mutant)).collect();
     let mut fates = Fates::new(texts);
     for line in std::fs::read_to_string(file).unwrap_or_default().lines() {
         let [fate, text, name] = line.split('\t').collect::<Vec<_>>()[..] else { continue };
-        let is_same = files.get(name).is_some_and(|file| fates.text(file).to_string() == text);
-        if is_same && !again.iter().any(|again| again == fate) {
+        fates.of.remove(name);
+        let Some(mutant) = named.get(name) else { continue };
+        let runs_again =
+            again.iter().any(|again| again == fate) && !reasons.iter().any(|reason| reason.is_of(mutant));
+        if fates.text(&mutant.file).to_string() == text && !runs_again {
             fates.of.insert(name.to_owned(), fate.to_owned());
-        } else {
-            fates.of.remove(name);
         }
     }
     Ok(fates)

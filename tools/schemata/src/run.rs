@@ -10,6 +10,8 @@ use crate::trial::{Ended, Place, Trial};
 
 /// So many trials run in a process each, then the rest in groups.
 const ALONE: usize = 4;
+/// A trial that takes longer waits for its turn: before the others it would leave many short ones no time.
+const FIRST_SECONDS: f64 = 1.0;
 /// A group of trials takes about so many seconds.
 const GROUP_SECONDS: f64 = 5.0;
 
@@ -90,7 +92,8 @@ fn fate(
     within: f64,
 ) -> (String, Option<usize>) {
     let reaching = |at: &usize| trials[*at].reach.contains(&number);
-    let mut order: Vec<usize> = last.iter().copied().filter(reaching).take(ALONE).collect();
+    let is_short = |at: &usize| trials[*at].seconds <= FIRST_SECONDS;
+    let mut order: Vec<usize> = last.iter().copied().filter(is_short).filter(reaching).take(ALONE).collect();
     let others: Vec<usize> = (0..trials.len()).filter(reaching).filter(|at| !order.contains(at)).collect();
     order.extend(others);
     if order.is_empty() {

@@ -14,8 +14,6 @@ use crate::tree::Program;
 
 /// Virtual memory that a trial may take, in KiB: a mutant that allocates without end ends.
 const MEMORY_KIB: u64 = 24 << 20;
-/// Tests of names with these words run whole emulated batteries, or compile for minutes.
-const SKIPPED: [&str; 3] = ["emulated", "planted", "fallback"];
 /// A trial that takes longer, with no mutant on, is left out.
 const LONGEST_SECONDS: u64 = 180;
 
@@ -170,7 +168,7 @@ pub(crate) fn tests(programs: &[Program]) -> Vec<Trial> {
         let text =
             output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
         let names = text.lines().filter_map(|line| line.strip_suffix(": test"));
-        for name in names.filter(|name| !SKIPPED.iter().any(|word| name.contains(word))) {
+        for name in names {
             all.push(Trial {
                 program: program.path.clone(),
                 folder: program.folder.clone(),

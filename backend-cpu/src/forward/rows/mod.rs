@@ -28,7 +28,7 @@ use crate::blocks::{
     BLOCK_KEYS, Order, RowSums, STAGED_LEN, TILE, TILED_QUERIES, exp_one, heads_of_block, place_of_query,
     unit,
 };
-use crate::memory::{Bytes, Floats, reserve};
+use crate::memory::{Bytes, Floats, add, reserve};
 use crate::simd::{Op, Simd};
 use crate::tasks::Threads;
 use chunk::Rows;
@@ -120,7 +120,7 @@ impl Shared<'_> {
 
     /// Whether Q K^T is of bf16.
     fn keys_are_bf16(&self) -> bool {
-        self.problem.dtype_qk == DType::Bf16 && self.k.taken_as() == DType::Bf16
+        self.k.taken_as() == DType::Bf16
     }
 
     /// Q's order beside K: bf16 as it is where dot products or tiles of them are taken.
@@ -250,21 +250,17 @@ impl Shared<'_> {
                         chunks: (0, chunks),
                         slot: None,
                     };
-                    let bytes = |len: usize| (len * size_of::<Task>()) as u64;
-                    let refused = |len| move |_| crate::memory::no_memory(bytes(len));
                     if chunks_of_part < chunks {
-                        let count = chunks.div_ceil(chunks_of_part) as usize;
-                        tasks.try_reserve(count).map_err(refused(count))?;
-                        tasks.extend((0..chunks).step_by(chunks_of_part as usize).map(|first| Task {
+                        let parts = (0..chunks).step_by(chunks_of_part as usize).map(|first| Task {
                             chunks: (first, chunks.min(first + chunks_of_part)),
                             slot: Some(slots + first as usize * task.states()),
                             ..task
-                        }));
-                        folds.push(Fold { slot: Some(slots), ..task });
+                        });
+                        add(tasks, parts)?;
+                        add(folds, std::iter::once(Fold { slot: Some(slots), ..task }))?;
                         slots += chunks as usize * task.states();
                     } else {
-                        tasks.try_reserve(1).map_err(refused(1))?;
-                        tasks.push(task);
+                        add(tasks, std::iter::once(task))?;
                     }
                 }
             }

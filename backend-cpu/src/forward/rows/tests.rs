@@ -9,8 +9,9 @@ use fmha_core::{
 use half::bf16;
 
 use super::super::{Blocks, Forward, Shared};
-use super::{CHUNK_KEYS, Fold, MAX_STATES, Task};
+use super::{CHUNK_KEYS, Fold, MAX_STATES, Order, State, Task};
 use crate::isa::FORWARD_BLOCKS;
+use crate::memory::tests::in_exact_sizes;
 use crate::simd::{Portable, Simd, SoftDots, SoftTiles};
 use crate::tasks::Threads;
 use crate::tensor::fp8_table;
@@ -18,7 +19,8 @@ use crate::tensor::fp8_table;
 const SEQLEN_Q: u32 = 2;
 const SEQLEN_K: u32 = 150;
 
-/// Two queries of one sequence; the last key is hidden from the first.
+/// Two queries of one sequence; the last key is hidden from the first. The numbers of Q and K are a hundredth: the scale makes
+/// scores of them that differ.
 fn problem(heads: (u32, u32), dims: (u32, u32), cache: Option<DType>) -> ValidFwd {
     let dims = Dims {
         batch: 1,
@@ -30,7 +32,7 @@ fn problem(heads: (u32, u32), dims: (u32, u32), cache: Option<DType>) -> ValidFw
         head_dim_v: dims.1,
     };
     let mut problem = FwdProblem::new(QLayout::Batch, KvLayout::Strided, DType::Bf16, dims);
-    problem.mask = "b".parse().unwrap();
+    (problem.mask, problem.softmax_scale) = ("b".parse().unwrap(), Some(500.0));
     problem.dtype_cache = cache;
     problem.validate().unwrap()
 }
@@ -58,6 +60,8 @@ fn codes_have_the_bits_of_their_bf16_and_a_hidden_nan_stays_hidden_in_tiles_too(
     for (heads, dims) in [
         ((8, 1), (96, 32)),
         ((16, 2), (64, 160)),
+        // Of each kv head two tiles of queries.
+        ((32, 2), (64, 32)),
         ((8, 1), (64, 40)),
         ((8, 1), (40, 64)),
         ((4, 2), (96, 80)),
@@ -101,6 +105,15 @@ fn codes_have_the_bits_of_their_bf16_and_a_hidden_nan_stays_hidden_in_tiles_too(
     }
 }
 
+/// What `look` sees of a call that has no tensors.
+fn of_problem<T>(problem: &FwdProblem, spans: &[SeqSpan], look: impl FnOnce(&Shared<'_>) -> T) -> T {
+    let nothing = DevSlice::host::<f32>(&[]);
+    let args = FwdArgs::new(nothing, nothing, nothing, DevSliceMut::host::<f32>(&mut []));
+    let blocks = Blocks { rows_only: true, ..FORWARD_BLOCKS };
+    let call = Forward { problem, args: &args, spans, blocks };
+    look(&call.shared(KvRows::UNPAGED, None, blocks))
+}
+
 /// What `look` sees of a call whose sequences have these lengths, all taken in rows.
 fn of_call<T>(
     (heads_kv, ratio): (u32, u32),
@@ -123,11 +136,7 @@ fn of_call<T>(
     let span = fmha_core::seq::spans(&problem, &SeqArgs::default()).unwrap()[0];
     let spans: Vec<SeqSpan> =
         lengths.iter().map(|&(seqlen_q, seqlen_k)| SeqSpan { seqlen_q, seqlen_k, ..span }).collect();
-    let nothing = DevSlice::host::<f32>(&[]);
-    let args = FwdArgs::new(nothing, nothing, nothing, DevSliceMut::host::<f32>(&mut []));
-    let blocks = Blocks { rows_only: true, ..FORWARD_BLOCKS };
-    let call = Forward { problem: &problem, args: &args, spans: &spans, blocks };
-    look(&call.shared(KvRows::UNPAGED, None, blocks))
+    of_problem(&problem, &spans, look)
 }
 
 #[test]
@@ -137,6 +146,8 @@ fn every_row_meets_every_chunk_in_one_task_and_split_chunks_have_slots_of_their_
         ((1, 3), &[(1, 1500), (30, 512), (2, 0)]),
         ((5, 2), &[(1, 1600), (3, 513)]),
         ((8, 1), &[(40, 100)]),
+        // Twenty rows of three heads at most.
+        ((8, 2), &[(10, 100)]),
     ] {
         for threads in [1, 2, 5, 40] {
             let (mut tasks, mut folds) = (Vec::new(), Vec::new());
@@ -198,7 +209,36 @@ fn every_row_meets_every_chunk_in_one_task_and_split_chunks_have_slots_of_their_
     of_call((1, 1), 8, Strides::bshd, &[(1, 1500)], |shared| {
         shared.row_tasks(40, &mut tasks, &mut folds).unwrap()
     });
-    assert_eq!((tasks.len(), folds.len()), (3, 1));
+    assert_eq!(folds.len(), 1);
+    assert_eq!(tasks.iter().map(|task| task.chunks).collect::<Vec<_>>(), [(0, 1), (1, 2), (2, 3)]);
+}
+
+/// Tasks, folds, and the most heads and chunks of a task.
+#[test]
+fn chunks_are_shared_out_and_where_they_are_too_few_heads_too_until_each_thread_has_four_tasks() {
+    let counts = |heads: (u32, u32), lengths: &[(u32, u32)]| {
+        [1, 2, 3, 4, 8, 16, 40].map(|threads| {
+            let (mut tasks, mut folds) = (Vec::new(), Vec::new());
+            of_call(heads, 8, Strides::bshd, lengths, |shared| {
+                shared.row_tasks(threads, &mut tasks, &mut folds).unwrap()
+            });
+            let heads = tasks.iter().map(|task| task.heads.1).max().unwrap();
+            let chunks = tasks.iter().map(|task| task.chunks.1 - task.chunks.0).max().unwrap();
+            (tasks.len(), folds.len(), heads, chunks)
+        })
+    };
+    // Eight heads together, of four chunks.
+    let wanted = [(1, 0, 8, 4), (8, 2, 4, 1), (12, 3, 3, 1), (16, 4, 2, 1)];
+    let most = [(32, 8, 1, 1); 3];
+    assert_eq!(counts((8, 2), &[(1, 2000)]), [wanted.as_slice(), &most].concat()[..]);
+    // 45 rows in two tasks, of three chunks, two heads each; six rows of four heads.
+    let wanted = [(5, 0, 4, 4), (10, 5, 4, 2), (14, 5, 4, 2), (16, 5, 4, 1), (32, 10, 2, 1)];
+    let most = [(40, 12, 1, 1); 2];
+    assert_eq!(counts((4, 3), &[(15, 1500), (2, 2000)]), [wanted.as_slice(), &most].concat()[..]);
+    // 75 rows in three tasks, of three chunks; five rows of one.
+    let wanted = [(4, 0, 2, 3), (7, 3, 2, 2), (14, 6, 1, 2), (14, 6, 1, 2), (14, 6, 1, 2)];
+    let most = [(20, 6, 1, 1); 2];
+    assert_eq!(counts((2, 5), &[(15, 1500), (1, 30)]), [wanted.as_slice(), &most].concat()[..]);
 }
 
 #[test]
@@ -210,4 +250,113 @@ fn heads_are_taken_together_where_they_lie_so_as_evenly_as_it_goes() {
     // Of one key, 2 KiB and 16 KiB a head.
     assert_eq!([512, 4096].map(|dim| together(dim, Strides::bshd, 1)), [2, 1]);
     assert_eq!(together(8, Strides::bhsd, 1), 1, "a head's keys lie together");
+}
+
+#[test]
+fn tiles_are_for_eight_heads_of_bf16_whose_dimension_is_whole_and_dot_products_where_they_are_fast() {
+    /// The orders of Q and of O's sums, and whether K's and V's products are in tiles.
+    fn ways<S: Simd>(problem: &FwdProblem) -> (Order, Order, [bool; 3]) {
+        of_problem(problem, &[], |shared| {
+            let tiles = [shared.keys_in_tiles::<S>(), shared.values_in_tiles::<S>(), shared.in_tiles::<S>()];
+            (shared.order_q::<S>(), shared.order_of_sums::<S>(), tiles)
+        })
+    }
+    use Order::{Bf16, EvenOdd, Fours, Plain};
+    let none = [false; 3];
+    let f16 = |cache: Option<DType>| {
+        let (mut problem, of) = (FwdProblem::clone(&problem((8, 1), (96, 32), cache)), DType::F16);
+        (problem.dtype_qk, problem.dtype_v) = (of, of);
+        problem
+    };
+    let of = |heads, dims, cache| FwdProblem::clone(&problem(heads, dims, cache));
+    let e4m3 = Some(DType::E4m3Fn);
+    for (problem, in_tiles, in_dots, in_f32) in [
+        (of((8, 1), (96, 32), None), (Bf16, Fours, [true; 3]), (Bf16, Fours), EvenOdd),
+        (of((16, 2), (96, 32), e4m3), (Bf16, Fours, [true; 3]), (Bf16, Fours), EvenOdd),
+        (of((8, 1), (40, 32), None), (EvenOdd, Fours, [false, true, true]), (Bf16, Fours), EvenOdd),
+        (of((8, 1), (96, 40), None), (Bf16, EvenOdd, [true, false, true]), (Bf16, Fours), EvenOdd),
+        (of((8, 1), (40, 40), None), (EvenOdd, EvenOdd, none), (Bf16, Fours), EvenOdd),
+        (of((14, 2), (96, 32), None), (EvenOdd, EvenOdd, none), (Bf16, Fours), EvenOdd),
+        (f16(None), (Plain, Plain, none), (Plain, Plain), Plain),
+        (f16(e4m3), (Plain, Plain, none), (Plain, Plain), Plain),
+    ] {
+        let what = format!("{} of {:?}, {:?}", problem.dtype_qk, problem.dtype_cache, problem.dims);
+        assert_eq!(ways::<SoftTiles>(&problem), in_tiles, "{what}, tiles");
+        assert_eq!(ways::<SoftDots>(&problem), (in_dots.0, in_dots.1, none), "{what}, dot products");
+        assert_eq!(ways::<Portable>(&problem), (in_f32, in_f32, none), "{what}, f32");
+    }
+}
+
+/// Of ten rows of two heads at most.
+#[test]
+fn a_threads_scratch_has_what_its_rows_and_a_block_of_its_heads_take() {
+    fn sizes<S: Simd>(problem: &FwdProblem) -> [usize; 9] {
+        of_problem(problem, &[], |shared| {
+            let task = Task { span: 0, heads: (0, 2), first_row: 0, rows: 5, chunks: (0, 1), slot: None };
+            assert_eq!(task.states(), 10);
+            let queries = shared.queries_len::<S>(&task);
+            let mut scratch = in_exact_sizes(|| shared.row_scratch::<S>(10, 2, queries).unwrap());
+            let super::Scratch { queries: q, scores, alpha, out, total, keys, values, staged } = &mut scratch;
+            let sizes = [q, scores, alpha, out, total, keys, values, staged].map(|of| of.numbers().len());
+            let [q, scores, alpha, out, total, keys, values, staged] = sizes;
+            [queries, q, scores, alpha, out, total, keys, values, staged]
+        })
+    }
+    // Rows of Q and O in whole vectors of codes, 64 and 16 numbers; blocks of 64 keys in bf16.
+    let tiled = problem((16, 2), (96, 32), Some(DType::E4m3Fn));
+    assert_eq!(sizes::<SoftTiles>(&tiled), [2048, 2048, 26 * 64, 16, 640, 640, 6144, 2048, 2048]);
+    assert_eq!(sizes::<Portable>(&tiled), [960, 960, 640, 16, 320, 320, 6144, 2048, 0]);
+    let values_alone = problem((16, 2), (40, 32), None);
+    assert_eq!(sizes::<SoftTiles>(&values_alone), [640, 640, 26 * 64, 16, 640, 640, 2560, 2048, 2048]);
+    let beside = problem((4, 2), (40, 24), None);
+    assert_eq!(sizes::<SoftTiles>(&beside), [640, 640, 640, 16, 640, 640, 2560, 1536, 0]);
+}
+
+/// Where every score is 0, a row's sum counts the keys that it has seen.
+#[test]
+fn a_chunk_has_512_keys_and_the_last_one_what_is_left() {
+    let dims = Dims { seqlen_k: 1100, ..problem((2, 1), (8, 8), None).dims };
+    let valid = FwdProblem::batch(DType::Bf16, dims).validate().unwrap();
+    let [q, k, v] = [valid.shape_q(), valid.shape_k(), valid.shape_v()]
+        .map(|shape| vec![bf16::ZERO; shape.num_elems() as usize]);
+    let spans = fmha_core::seq::spans(&valid, &SeqArgs::default()).unwrap();
+    let nothing = DevSliceMut::host::<bf16>(&mut []);
+    let args = FwdArgs::new(DevSlice::host(&q), DevSlice::host(&k), DevSlice::host(&v), nothing);
+    let blocks = Blocks { rows_only: true, ..FORWARD_BLOCKS };
+    let call = Forward { problem: &valid, args: &args, spans: &spans, blocks };
+    let shared = call.shared(KvRows::UNPAGED, None, blocks);
+    let task = Task { span: 0, heads: (0, 1), first_row: 0, rows: 4, chunks: (0, 3), slot: None };
+    let mut scratch = shared.row_scratch::<Portable>(4, 1, shared.queries_len::<Portable>(&task)).unwrap();
+    let rows = shared.rows::<Portable>(task);
+    shared.load_rows(Portable, &mut scratch, &rows);
+    let sums = [0, 1, 2].map(|chunk| {
+        let mut states = [State::EMPTY; 4];
+        scratch.out.fill(0.0);
+        shared.attend_chunk(Portable, &mut scratch, &rows, chunk, &mut states);
+        states.map(|state| state.chunk.row_sum)
+    });
+    assert_eq!(sums, [512.0, 512.0, 76.0].map(|count| [count; 4]));
+}
+
+/// Of two heads in one task: V of the second one's first block, which lies in scratch that the first one's last block finds.
+#[test]
+fn what_a_head_leaves_in_the_tiles_of_v_reaches_no_other_head() {
+    let valid = problem((16, 2), (64, 64), None);
+    let ones = |count: u64| vec![bf16::ONE; count as usize];
+    let (q, k) = (ones(valid.shape_q().num_elems()), ones(valid.shape_k().num_elems()));
+    let mut v = ones(valid.shape_v().num_elems());
+    for key in 64..128 {
+        v[valid.v.offset(0, key, 1, 40) as usize] = bf16::NAN;
+    }
+    let o = attend(SoftTiles::PLAIN, &valid, &q, DevSlice::host(&k), DevSlice::host(&v));
+    for (i, head, d) in
+        (0..SEQLEN_Q).flat_map(|i| (0..16).flat_map(move |head| (0..64).map(move |d| (i, head, d))))
+    {
+        let found = o[valid.o.offset(0, i, head, d) as usize];
+        let sees = head >= 8 && d == 40;
+        assert!(
+            if sees { found.is_nan() } else { found == bf16::ONE },
+            "query {i}, head {head}, column {d}: {found}"
+        );
+    }
 }
