@@ -37,6 +37,8 @@ pub enum Init {
     MixedHeads,
     /// Three query rows in ten have scores of standard deviation 50, the others of 1.
     MixedRows,
+    /// Normal, but K's first element 192 in every row: the scores of a query row are all positive, or all negative.
+    Slanted,
 }
 
 /// What [`Init::ConstantV`] fills V with; exact in every type.
@@ -60,6 +62,9 @@ impl Init {
     /// Scores that grow along a row.
     pub const GROWING: [Init; 2] = [Init::Rising, Init::Towering];
 
+    /// Kinds of scores that grow, and those of one sign, for maxima that are taken in another way.
+    pub const OF_MAXIMA: [Init; 3] = [Init::Rising, Init::HugeLogits, Init::Slanted];
+
     /// The name in case names and in the command.
     #[must_use]
     pub fn name(self) -> &'static str {
@@ -77,6 +82,7 @@ impl Init {
             Init::Spread64 => "spread64",
             Init::MixedHeads => "mixed_heads",
             Init::MixedRows => "mixed_rows",
+            Init::Slanted => "slanted",
         }
     }
 
@@ -118,6 +124,10 @@ impl Init {
             Init::MixedRows if operand == Operand::Q => {
                 scaled(key, if mix(key ^ 0x5eed) % 10 < 3 { 50.0 } else { 1.0 }, row);
             }
+            Init::Slanted if operand == Operand::K => {
+                normal(key, row);
+                row[..1].fill(192.0);
+            }
             Init::Rising if operand == Operand::K => growing(key, i, [5.0, 2.0], row),
             Init::Towering if operand == Operand::K => growing(key, i, [400.0, 20.0], row),
             _ => normal(key, row),
@@ -150,7 +160,7 @@ impl FromStr for Init {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let all = || Init::ALL.into_iter().chain(Init::GROWING).chain(Init::SPREAD);
+        let all = || Init::ALL.into_iter().chain(Init::GROWING).chain(Init::SPREAD).chain([Init::Slanted]);
         all().find(|init| init.name() == text).ok_or_else(|| {
             let known: Vec<_> = all().map(Init::name).collect();
             format!("init `{text}` is unknown (known: {})", known.join(", "))

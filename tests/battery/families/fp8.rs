@@ -176,6 +176,12 @@ fn blocks(cases: &mut Vec<Case>) {
         let dims = plain("b").dims;
         let packed = o_16_bits(group(dtype, dims, &sequences, "b"));
         push("group", packed, Lengths::packed(&sequences), Plant::Nothing);
+        // Beyond 192 dimensions of V maxima are taken as integers, where none is negative.
+        for init in Init::OF_MAXIMA {
+            let name = format!("fp8/blocks/{dtype}/d256x256/{init}");
+            let data = Data { init, ..data(&name) };
+            cases.push(Case::forward(name, of(256, 256, (150, 610), "0"), Lengths::default(), data));
+        }
         // 2^-10: nothing in E4M3FN, but for what P is scaled by.
         let faint = FwdProblem { softmax_scale: Some(std::f32::consts::LN_2), ..plain("b") };
         let name = format!("fp8/blocks/{dtype}/faint_weights");
