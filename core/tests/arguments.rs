@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod support;
+
 use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::{
     Append, Bias, BiasBroadcast, BiasGrad, BlockTable, BwdArgs, BwdProblem, CacheSlice, CombineArgs,
@@ -9,6 +11,8 @@ use fmha_core::{
     MaskSpec, MemorySpace, PartialResult, QLayout, Rotary, RotaryPairs, ScoreArgs, SeqArgs, Shape, Strides,
     Totals, Workspace, bind,
 };
+
+use support::{bwd_args, input, output};
 
 const DIMS: Dims = Dims {
     batch: 2,
@@ -19,17 +23,6 @@ const DIMS: Dims = Dims {
     head_dim_qk: 8,
     head_dim_v: 8,
 };
-
-/// Host memory that no test reads: only addresses and sizes matter to the checks.
-fn input(address: usize, elems: u64) -> DevSlice<'static> {
-    // SAFETY: the checks, and `bind`, never read through a slice.
-    unsafe { DevSlice::from_raw(MemorySpace::Host, address as *const u8, elems * 4) }
-}
-
-fn output(address: usize, elems: u64) -> DevSliceMut<'static> {
-    // SAFETY: as above.
-    unsafe { DevSliceMut::from_raw(MemorySpace::Host, address as *mut u8, elems * 4) }
-}
 
 fn args() -> FwdArgs<'static> {
     FwdArgs::new(input(0x10000, 192), input(0x20000, 160), input(0x30000, 160), output(0x40000, 192))
@@ -159,21 +152,10 @@ fn gradients(dims: Dims, [dk, dv]: [usize; 2], [q_row, kv_row]: [i64; 2]) -> Opt
     (problem.dq, problem.dk, problem.dv) = (strides(q_row), strides(kv_row), strides(kv_row));
     let address = |elems: usize| 0x70000 + elems * 4;
     let args = BwdArgs {
-        q: input(0x10000, 192),
-        k: input(0x20000, 192),
-        v: input(0x30000, 192),
-        o: input(0x40000, 192),
-        lse: input(0x50000, 24),
-        dout: input(0x60000, 192),
-        dlse: None,
         dq: output(address(0), 7000),
         dk: output(address(dk), 600),
         dv: output(address(dv), 600),
-        dbias: None,
-        dsink: None,
-        seq: SeqArgs::default(),
-        score: ScoreArgs::default(),
-        workspace: None,
+        ..bwd_args()
     };
     let checked = check_bwd(&problem.validate().unwrap(), &args, Workspace::NONE, MemorySpace::Host);
     checked.err().map(|error| format!("{}: {}", error.field, error.text))
@@ -232,28 +214,6 @@ fn totals_are_checked_with_the_tensors_that_have_them() {
     );
 }
 
-/// The gradients' strides too, of which a plan knows the longest sequence's rows alone.
-/// More than `DIMS` takes, of each.
-fn bwd_args() -> BwdArgs<'static> {
-    BwdArgs {
-        q: input(0x10000, 300),
-        k: input(0x20000, 300),
-        v: input(0x30000, 300),
-        o: input(0x40000, 300),
-        lse: input(0x50000, 40),
-        dout: input(0x60000, 300),
-        dlse: None,
-        dq: output(0x70000, 300),
-        dk: output(0x72000, 300),
-        dv: output(0x74000, 300),
-        dbias: None,
-        dsink: None,
-        seq: SeqArgs::default(),
-        score: ScoreArgs::default(),
-        workspace: None,
-    }
-}
-
 /// 3 x 5 elements of f32.
 #[test]
 fn a_missing_bias_or_its_gradient_is_refused_with_the_bytes_that_it_takes() {
@@ -270,6 +230,7 @@ fn a_missing_bias_or_its_gradient_is_refused_with_the_bytes_that_it_takes() {
     assert_eq!(error.unwrap_err().text, "dbias is missing: 60 bytes are wanted");
 }
 
+/// The gradients' strides too, of which a plan knows the longest sequence's rows alone.
 #[test]
 fn totals_are_checked_with_the_gradients_that_have_them() {
     let mut group = BwdProblem::new(FwdProblem::group(DType::F32, DIMS));

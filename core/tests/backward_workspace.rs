@@ -2,12 +2,16 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod support;
+
 use fmha_core::abi::View;
 use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace, DqSums};
 use fmha_core::{
     Bias, BiasBroadcast, BiasGrad, BwdArgs, BwdProblem, DType, DevSlice, DevSliceMut, Dims, ElementwiseBias,
     FwdProblem, KvLayout, QLayout, ScoreArgs, SeqArgs, Strides, bind,
 };
+
+use support::bwd_args;
 
 const DIMS: Dims = Dims {
     batch: 3,
@@ -19,32 +23,10 @@ const DIMS: Dims = Dims {
     head_dim_v: 8,
 };
 
-fn arguments() -> BwdArgs<'static> {
-    let input = DevSlice::host::<f32>(&[]);
-    let output = || DevSliceMut::host::<f32>(&mut []);
-    BwdArgs {
-        q: input,
-        k: input,
-        v: input,
-        o: input,
-        lse: input,
-        dout: input,
-        dlse: None,
-        dq: output(),
-        dk: output(),
-        dv: output(),
-        dbias: None,
-        dsink: None,
-        seq: SeqArgs::default(),
-        score: ScoreArgs::default(),
-        workspace: None,
-    }
-}
-
 #[test]
 fn each_part_is_bound_behind_the_one_before() {
     let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS));
-    let params = bind::bwd_params(&problem, &arguments());
+    let params = bind::bwd_params(&problem, &bwd_args());
     let workspace =
         |sums: Option<DqSums>| BwdWorkspace::new(&problem, 64, sums, 5).unwrap().bind(params, 1 << 20);
     // Two blocks of 64 rows a sequence, 3 sequences, 4 heads.
@@ -71,12 +53,12 @@ fn a_gradient_of_a_bias_is_bound_with_the_axes_that_the_bias_has() {
         let mut problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS));
         problem.fwd.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
         problem.dbias = Some(BiasGrad { dtype: DType::F32, strides });
-        let bound = bind::bwd_params(&problem, &arguments());
+        let bound = bind::bwd_params(&problem, &bwd_args());
         assert_eq!((bound.dbias_per_batch, bound.dbias_per_head), axes, "{broadcast:?}");
         assert_eq!((bound.dbias.batch, bound.dbias.head), (batch, head), "{broadcast:?}");
         assert_eq!((bound.dbias.row, bound.dbias.dim), (5, 1), "{broadcast:?}");
         problem.dbias = None;
-        let bound = bind::bwd_params(&problem, &arguments());
+        let bound = bind::bwd_params(&problem, &bwd_args());
         assert_eq!((bound.dbias, bound.dbias_per_batch, bound.dbias_per_head), (View::NULL, 0, 0));
     }
 }
@@ -84,7 +66,7 @@ fn a_gradient_of_a_bias_is_bound_with_the_axes_that_the_bias_has() {
 #[test]
 fn packed_operands_are_bound_without_an_axis_of_sequences() {
     let batches = |problem: &BwdProblem| {
-        let bound = bind::bwd_params(problem, &arguments());
+        let bound = bind::bwd_params(problem, &bwd_args());
         let fwd = &bound.fwd;
         let of_queries = [fwd.q.batch, fwd.o.batch, bound.dout.batch, bound.dq.batch, fwd.lse_batch];
         (of_queries, [fwd.k.batch, fwd.v.batch, bound.dk.batch, bound.dv.batch])

@@ -560,7 +560,7 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
     tile.first_stores &= padded_dim(spec) == 64 || dims.seqlen_k <= shorter;
     // Fewer steps, at the price of 56 bytes spilled: S 4096, 8192 and 16384 605, 639, 657 and 604, 645, 666 (an H100).
     let is_long = spec.fwd.mask == MaskKind::Full && dims.seqlen_q.min(dims.seqlen_k) >= 8192;
-    if is_long && padded_dim(spec) == 128 && tile.exp2_polynomials > 0 && !spec.deterministic {
+    if is_long && padded_dim(spec) == 128 && num_modifiers(spec) == 0 && !spec.deterministic {
         tile.block_m = 80;
     }
     let whole = |strides, shape| odd_stride(strides, shape).is_none();
@@ -573,13 +573,18 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
     tile
 }
 
+/// How many of bias, soft-cap and dropout there are: each wants registers.
+fn num_modifiers(spec: &BwdSpec) -> i32 {
+    let FwdSpec { bias, softcap, dropout, .. } = spec.fwd;
+    i32::from(bias != BiasKind::None) + i32::from(softcap) + i32::from(dropout)
+}
+
 /// The tile for long sequences of a spec.
 #[must_use]
 pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
     let dim = padded_dim(spec);
     let full = spec.fwd.mask == MaskKind::Full;
-    let FwdSpec { bias, softcap, dropout, .. } = spec.fwd;
-    let modifiers = i32::from(bias != BiasKind::None) + i32::from(softcap) + i32::from(dropout);
+    let modifiers = num_modifiers(spec);
     let in_parts = dim == 192 && spec.fwd.head_dim_v <= 128;
     // TFLOP/s on an H200, bf16, S 4096. (block_m, transposed_dq)
     let (block_m, transposed_dq) = match dim {
@@ -633,8 +638,8 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         vector_load: true,
         vector_store: spec.dtype_grad != DType::F32,
     };
-    let wants_registers =
-        modifiers > 1 || (dim == 64 && (softcap || dropout || bias == BiasKind::Elementwise));
+    // At D 64 one is too many already, but for ALiBi.
+    let wants_registers = modifiers > 1 || (dim == 64 && modifiers == 1 && spec.fwd.bias != BiasKind::Alibi);
     if !split_dims && !in_parts && wants_registers {
         tile.take_registers();
         tile.persistent &= !(dim == 64 && full);

@@ -37,7 +37,7 @@ pub enum Init {
     MixedHeads,
     /// Three query rows in ten have scores of standard deviation 50, the others of 1.
     MixedRows,
-    /// Normal, but K's first element 192 in every row: the scores of a query row are all positive, or all negative.
+    /// Normal, but K's first element 192 in every row: the scores of most query rows are all positive, or all negative.
     Slanted,
 }
 
@@ -126,7 +126,7 @@ impl Init {
             }
             Init::Slanted if operand == Operand::K => {
                 normal(key, row);
-                row[..1].fill(192.0);
+                row[0] = 192.0;
             }
             Init::Rising if operand == Operand::K => growing(key, i, [5.0, 2.0], row),
             Init::Towering if operand == Operand::K => growing(key, i, [400.0, 20.0], row),
