@@ -8,8 +8,8 @@ use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::{
     Append, Bias, BiasBroadcast, BiasGrad, BlockTable, BwdArgs, BwdProblem, CacheSlice, CombineArgs,
     CombineProblem, DType, DevSlice, DevSliceMut, Dims, ElementwiseBias, FwdArgs, FwdProblem, KvLayout,
-    MaskSpec, MemorySpace, PartialResult, QLayout, Rotary, RotaryPairs, ScoreArgs, SeqArgs, Shape, Strides,
-    Totals, Workspace, bind,
+    MaskSpec, MemorySpace, PartialResult, QLayout, Rotary, RotaryPairs, Shape, Strides, Totals, Workspace,
+    bind,
 };
 
 use support::{bwd_args, input, output};

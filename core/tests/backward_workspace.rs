@@ -7,8 +7,8 @@ mod support;
 use fmha_core::abi::View;
 use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace, DqSums};
 use fmha_core::{
-    Bias, BiasBroadcast, BiasGrad, BwdArgs, BwdProblem, DType, DevSlice, DevSliceMut, Dims, ElementwiseBias,
-    FwdProblem, KvLayout, QLayout, ScoreArgs, SeqArgs, Strides, bind,
+    Bias, BiasBroadcast, BiasGrad, BwdProblem, DType, Dims, ElementwiseBias, FwdProblem, KvLayout, QLayout,
+    Strides, bind,
 };
 
 use support::bwd_args;

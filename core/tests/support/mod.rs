@@ -3,19 +3,19 @@
 use fmha_core::{BwdArgs, DevSlice, DevSliceMut, MemorySpace, ScoreArgs, SeqArgs};
 
 /// So many f32 of host memory.
-pub fn input(address: usize, elems: u64) -> DevSlice<'static> {
+pub(crate) fn input(address: usize, elems: u64) -> DevSlice<'static> {
     // SAFETY: the checks, and `bind`, never read through a slice.
     unsafe { DevSlice::from_raw(MemorySpace::Host, address as *const u8, elems * 4) }
 }
 
 /// The same, to be written.
-pub fn output(address: usize, elems: u64) -> DevSliceMut<'static> {
+pub(crate) fn output(address: usize, elems: u64) -> DevSliceMut<'static> {
     // SAFETY: as above, nor write.
     unsafe { DevSliceMut::from_raw(MemorySpace::Host, address as *mut u8, elems * 4) }
 }
 
 /// What every backward call has: of each tensor more than two sequences of a few rows take.
-pub fn bwd_args() -> BwdArgs<'static> {
+pub(crate) fn bwd_args() -> BwdArgs<'static> {
     BwdArgs {
         q: input(0x10000, 300),
         k: input(0x20000, 300),
