@@ -125,7 +125,17 @@ fn tiles(cases: &mut Vec<Case>) {
                 push(cases, name, masked(dtype, dims, mask), Lengths::default());
             }
         }
-        for (q, k, mask) in [(600, 1100, "b"), (1023, 513, "t"), (300, 2049, "b:513,0,7")] {
+        // Also: a window that leaves out blocks before and behind; sinks of several blocks; rows without keys by the block; keys
+        // that end before a window to the right does.
+        for (q, k, mask) in [
+            (600, 1100, "b"),
+            (1023, 513, "t"),
+            (300, 2049, "b:513,0,7"),
+            (600, 1100, "b:200,30"),
+            (300, 1400, "b:300,0,300"),
+            (600, 100, "b"),
+            (300, 200, "b:300,150"),
+        ] {
             let mut dims = dims(q, k, 128);
             (dims.batch, dims.num_heads_q, dims.num_heads_kv) = (1, 1, 1);
             let name = format!("edges/long/{dtype}/s{q}x{k}/{mask}");
@@ -158,6 +168,8 @@ fn short_queries(cases: &mut Vec<Case>) {
         }
         let name = format!("edges/short_query_beside_nan/{dtype}");
         push_planted(cases, name, masked(dtype, dims(1, 600, 128), "b:199,0"), Plant::HiddenKeys);
+        let name = format!("edges/short_query_beside_nan/{dtype}/s3x600");
+        push_planted(cases, name, masked(dtype, dims(3, 600, 128), "b:199,0"), Plant::HiddenKeys);
         let sequences = [(3, 1100), (0, 700), (1, 0), (2, 255), (3, 513)];
         let packed = group(dtype, dims(3, 1100, 64), &sequences, "b");
         push(cases, format!("edges/short_query_packed/{dtype}"), packed, Lengths::packed(&sequences));
@@ -310,6 +322,10 @@ fn numbers(cases: &mut Vec<Case>) {
             let problem = with_bias(masked(dtype, dims(seqlen_q, seqlen_k, 64), "0"), gap);
             push(cases, format!("edges/bias_by_threads/{dtype}/{what}"), problem, Lengths::default());
         }
+        // Behind the last row of a lone head's bias is nobody's memory.
+        let lone = Dims { num_heads_q: 1, num_heads_kv: 1, ..dims(200, 283, 64) };
+        let problem = with_bias(masked(dtype, lone, "0"), 0);
+        push(cases, format!("edges/bias_of_one_head/{dtype}"), problem, Lengths::default());
         // A first sequence without queries: nobody reads its bias, nor what lies before it.
         let sequences = [(0, 128), (5, 128)];
         let problem = with_bias(group(dtype, dims(5, 128, 64), &sequences, "0"), 0);
