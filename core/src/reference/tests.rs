@@ -307,6 +307,17 @@ fn a_row_that_sees_no_key_is_zero_and_its_lse_minus_infinity_or_the_sink() {
     assert_relative_eq!(first.lse[0], f64::from(operands.sink[0]));
 }
 
+/// Nor where rows see no key: their LSE is as far down as the sink.
+#[test]
+fn a_sink_of_no_weight_has_no_gradient() {
+    let mut fwd = small("g:0,-2");
+    fwd.sink = true;
+    let mut operands = Operands::of(&fwd);
+    operands.sink.fill(f32::NEG_INFINITY);
+    let dsink = operands.backward(&BwdProblem::new(fwd)).dsink;
+    assert!(!dsink.is_empty() && dsink.iter().all(|&d| d == 0.0), "{dsink:?}");
+}
+
 #[test]
 fn the_plain_algorithm_sums_scores_as_the_matrix_unit_does_and_the_reference_exactly() {
     let problem = small("0");

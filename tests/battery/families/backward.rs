@@ -228,6 +228,19 @@ fn field(cases: &mut Vec<Case>) {
         let many = masked(dtype, Dims { seqlen_q: 250, seqlen_k: 8, ..dims(64, 64) }, "0");
         let numbers = data(&name);
         cases.push(Case::backward(name, modified(many, "sink"), Lengths::default(), numbers));
+        // More sink columns than queries.
+        let name = format!("backward/field/few_queries_many_sinks/{dtype}");
+        let few = masked(dtype, Dims { seqlen_q: 5, ..dims(64, 64) }, "b:9,4,40");
+        let numbers = data(&name);
+        cases.push(Case::backward(name, BwdProblem::new(few), Lengths::default(), numbers));
+        // Queries without a key beside a sink of no weight: their LSE and it are both -inf.
+        let name = format!("backward/field/sink_of_no_weight/{dtype}");
+        let (numbers, planted) = (data(&name), vec![(Operand::Sink, [0, 0, 0, 1], f64::NEG_INFINITY)]);
+        let few_keys = masked(dtype, Dims { seqlen_q: 129, seqlen_k: 60, ..dims(64, 64) }, "b");
+        let problem = modified(few_keys, "sink");
+        let (lengths, deterministic) = (Lengths::default(), false);
+        let body = Backward { problem, lengths, data: numbers, deterministic, planted };
+        cases.push(Case { name, body: Body::Backward(Box::new(body)) });
         let name = format!("backward/field/dout_of_its_own_strides/{dtype}");
         let data = data(&name);
         let mut problem = BwdProblem::new(masked(dtype, dims(64, 64), "b"));
