@@ -14,6 +14,10 @@ use super::{BytePlanes, LARGE_BF16, Op, Simd, Tables, TileRows};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Amx(());
 
+/// A block of f32, on cache lines.
+#[repr(C, align(64))]
+struct Block([f32; 256]);
+
 /// What LDTILECFG reads: every tile has 16 rows of 64 bytes.
 #[repr(C, align(64))]
 struct Config {
@@ -176,25 +180,46 @@ pub(super) unsafe fn store(c: *mut f32, c_row: usize) {
     }
 }
 
-/// Two tiles of A, each by a tile of B of its own, to tiles 0 and 1.
+/// Two tiles of A by one of B, to tiles 0 and 1.
 ///
 /// # Safety
-/// What [`Simd::tile_two`](super::Simd::tile_two) says is readable.
+/// What [`Simd::tile_down`](super::Simd::tile_down) says is readable.
 #[inline(always)]
-pub(super) unsafe fn two([left, right]: [TileRows; 2], b: [*const f32; 2]) {
+pub(super) unsafe fn down([left, right]: [TileRows; 2], b: *const f32) {
     // SAFETY: the caller's promise.
     unsafe {
         asm!(
+            "tileloadd tmm6, [{b} + {b_row}*1]",
             "tileloadd tmm4, [{a0} + {a0_row}*1]",
-            "tileloadd tmm6, [{b0} + {b_row}*1]",
             "tdpbf16ps tmm0, tmm4, tmm6",
             "tileloadd tmm5, [{a1} + {a1_row}*1]",
-            "tileloadd tmm7, [{b1} + {b_row}*1]",
-            "tdpbf16ps tmm1, tmm5, tmm7",
+            "tdpbf16ps tmm1, tmm5, tmm6",
             a0 = in(reg) left.first, a0_row = in(reg) left.step,
             a1 = in(reg) right.first, a1_row = in(reg) right.step,
+            b = in(reg) b, b_row = in(reg) 64_usize,
+            out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm5") _, out("tmm6") _,
+            options(nostack, preserves_flags, readonly),
+        );
+    }
+}
+
+/// One tile of A by two of B, to tiles 0 and 1.
+///
+/// # Safety
+/// What [`Simd::tile_across`](super::Simd::tile_across) says is readable.
+#[inline(always)]
+pub(super) unsafe fn across(a: TileRows, b: [*const f32; 2]) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        asm!(
+            "tileloadd tmm4, [{a} + {a_row}*1]",
+            "tileloadd tmm6, [{b0} + {b_row}*1]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tileloadd tmm7, [{b1} + {b_row}*1]",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            a = in(reg) a.first, a_row = in(reg) a.step,
             b0 = in(reg) b[0], b1 = in(reg) b[1], b_row = in(reg) 64_usize,
-            out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm6") _, out("tmm7") _,
             options(nostack, preserves_flags, readonly),
         );
     }
@@ -258,9 +283,63 @@ impl Simd for Amx {
     }
 
     #[inline(always)]
-    unsafe fn tile_two(self, a: [TileRows; 2], b: [*const f32; 2]) {
+    unsafe fn tile_down(self, a: [TileRows; 2], b: *const f32) {
         // SAFETY: see `tile_zero`.
-        unsafe { two(a, b) };
+        unsafe { down(a, b) };
+    }
+
+    #[inline(always)]
+    unsafe fn tile_across(self, a: TileRows, b: [*const f32; 2]) {
+        // SAFETY: see `tile_zero`.
+        unsafe { across(a, b) };
+    }
+
+    /// Of eight rows half of the vectors: rows `r` and `r + 4` of the block lie in one.
+    #[inline(always)]
+    unsafe fn transpose_scaled(
+        self,
+        (from, from_step): (*const f32, usize),
+        factor: Self::V,
+        (to, to_step): (*mut f32, usize),
+        rows: usize,
+    ) {
+        // SAFETY: the caller promised the block; AVX-512 DQ, as `self` proves.
+        unsafe {
+            if rows > 8 {
+                let mut turned = Block([0.0; 256]);
+                self.transpose(from, from_step, turned.0.as_mut_ptr(), 16);
+                for c in 0..16 {
+                    self.store(
+                        to.add(c * to_step),
+                        self.mul(self.load(turned.0.as_ptr().add(16 * c)), factor),
+                    );
+                }
+                return;
+            }
+            let mut fours = [[self.splat(0.0); 4]; 2];
+            for (half, four) in fours.iter_mut().enumerate() {
+                let mut r = [self.splat(0.0); 4];
+                for (i, r) in r.iter_mut().enumerate() {
+                    let low = from.add((8 * half + i) * from_step);
+                    let both = _mm512_castps256_ps512(_mm256_loadu_ps(low));
+                    let both = _mm512_insertf32x8::<1>(both, _mm256_loadu_ps(low.add(4 * from_step)));
+                    *r = _mm512_mul_ps(both, factor);
+                }
+                let (a, b) = (_mm512_unpacklo_ps(r[0], r[1]), _mm512_unpackhi_ps(r[0], r[1]));
+                let (c, d) = (_mm512_unpacklo_ps(r[2], r[3]), _mm512_unpackhi_ps(r[2], r[3]));
+                *four = [
+                    _mm512_shuffle_ps::<0x44>(a, c),
+                    _mm512_shuffle_ps::<0xee>(a, c),
+                    _mm512_shuffle_ps::<0x44>(b, d),
+                    _mm512_shuffle_ps::<0xee>(b, d),
+                ];
+            }
+            let [first, second] = fours;
+            for (c, (first, second)) in first.into_iter().zip(second).enumerate() {
+                _mm512_storeu_ps(to.add(c * to_step), _mm512_shuffle_f32x4::<0x88>(first, second));
+                _mm512_storeu_ps(to.add((c + 4) * to_step), _mm512_shuffle_f32x4::<0xdd>(first, second));
+            }
+        }
     }
 
     #[inline(always)]

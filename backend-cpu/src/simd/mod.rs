@@ -400,6 +400,30 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         let _ = at;
     }
 
+    /// The transpose of a block of LANES x LANES, times `factor`, of which `rows` rows are wanted:
+    /// `to[c * to_step + r] = factor * from[r * from_step + c]` for `c` below `rows` at least.
+    ///
+    /// # Safety
+    /// The block is readable at `from` and writable at `to`.
+    #[inline(always)]
+    unsafe fn transpose_scaled(
+        self,
+        (from, from_step): (*const f32, usize),
+        factor: Self::V,
+        (to, to_step): (*mut f32, usize),
+        rows: usize,
+    ) {
+        let _ = rows;
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.transpose(from, from_step, to, to_step);
+            for c in 0..Self::LANES {
+                let row = to.add(c * to_step);
+                self.store(row, self.mul(self.load(row), factor));
+            }
+        }
+    }
+
     /// Transposes a block of LANES x LANES: `to[c * to_step + r] = from[r * from_step + c]`.
     ///
     /// # Safety
@@ -451,11 +475,20 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     }
 
     /// Adds two products, each of 16 x 32 by 32 x 16, to the left and to the right half of the upper 16 rows of the
-    /// accumulators. Rows of A are as many bytes apart as is said of each; B's, 16 pairs each, follow one another.
+    /// accumulators: two tiles of A, by the same of B. Rows of A are as many bytes apart as is said of each; B's, 16 pairs
+    /// each, follow one another.
     ///
     /// # Safety
     /// As for [`tile_zero`](Self::tile_zero); 16 rows of 64 bytes are readable of each.
-    unsafe fn tile_two(self, a: [TileRows; 2], b: [*const f32; 2]) {
+    unsafe fn tile_down(self, a: [TileRows; 2], b: *const f32) {
+        let _ = (a, b);
+    }
+
+    /// As [`tile_down`](Self::tile_down), of one tile of A by two of B.
+    ///
+    /// # Safety
+    /// As for [`tile_down`](Self::tile_down).
+    unsafe fn tile_across(self, a: TileRows, b: [*const f32; 2]) {
         let _ = (a, b);
     }
 

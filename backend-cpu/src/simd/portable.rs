@@ -234,6 +234,27 @@ impl SoftTiles {
     /// Whose multiply-adds round once, as those of every processor with tiles do.
     pub(crate) const FUSED: Self = Self { fused: true };
 
+    /// # Safety
+    /// As for [`Simd::tile_down`].
+    unsafe fn two_products(self, a: [TileRows; 2], b: [*const f32; 2]) {
+        let half = |pair: u32| [pair << 16, pair & 0xffff_0000].map(f32::from_bits);
+        let mut sums = ACCUMULATORS.get();
+        for (row, sums) in sums[..16].iter_mut().enumerate() {
+            for (col, sum) in sums.iter_mut().enumerate() {
+                let (a, b) = (a[col / 16], b[col / 16]);
+                for unit in 0..16 {
+                    // SAFETY: the caller's promise.
+                    let [a, b] = unsafe {
+                        let a = a.first.offset(row as isize * a.step).cast::<u32>().add(unit);
+                        [a.read_unaligned(), b.add(unit * 16 + col % 16).cast::<u32>().read()].map(half)
+                    };
+                    *sum += a[0] * b[0] + a[1] * b[1];
+                }
+            }
+        }
+        ACCUMULATORS.set(sums);
+    }
+
     #[inline(always)]
     fn multiply_add(self, a: f32, b: f32, c: f32) -> f32 {
         if self.fused { a.mul_add(b, c) } else { with_two_roundings(self, a, b, c) }
@@ -291,23 +312,14 @@ impl Simd for SoftTiles {
         }
     }
 
-    unsafe fn tile_two(self, a: [TileRows; 2], b: [*const f32; 2]) {
-        let half = |pair: u32| [pair << 16, pair & 0xffff_0000].map(f32::from_bits);
-        let mut sums = ACCUMULATORS.get();
-        for (row, sums) in sums[..16].iter_mut().enumerate() {
-            for (col, sum) in sums.iter_mut().enumerate() {
-                let (a, b) = (a[col / 16], b[col / 16]);
-                for unit in 0..16 {
-                    // SAFETY: see `tile_load`.
-                    let [a, b] = unsafe {
-                        let a = a.first.offset(row as isize * a.step).cast::<u32>().add(unit);
-                        [a.read_unaligned(), b.add(unit * 16 + col % 16).cast::<u32>().read()].map(half)
-                    };
-                    *sum += a[0] * b[0] + a[1] * b[1];
-                }
-            }
-        }
-        ACCUMULATORS.set(sums);
+    unsafe fn tile_down(self, a: [TileRows; 2], b: *const f32) {
+        // SAFETY: see `tile_load`.
+        unsafe { self.two_products(a, [b, b]) };
+    }
+
+    unsafe fn tile_across(self, a: TileRows, b: [*const f32; 2]) {
+        // SAFETY: see `tile_load`.
+        unsafe { self.two_products([a, a], b) };
     }
 
     unsafe fn tile_store_upper(self, c: *mut f32) {

@@ -180,8 +180,12 @@ impl<'a> Block<'a> {
     /// What it asks for itself.
     fn rows_ahead(&self, passes: usize) -> Ahead<'a> {
         let rows = if self.in_place { &self.keys[self.keys_ahead()..] } else { &[] };
-        let bytes = self.bytes_of_key();
-        Ahead { rows, bytes, next: self.next, done: 0, passes, owed: 0 }
+        Ahead::new([(rows, self.bytes_of_key()), self.next], passes)
+    }
+
+    /// All its bytes, for who asks for them before.
+    pub(crate) fn whole(&self) -> (&'a [*const u8], usize) {
+        (if self.in_place { self.keys } else { &[] }, self.bytes_of_key())
     }
 
     /// The row of a key of a head.
@@ -191,52 +195,84 @@ impl<'a> Block<'a> {
     }
 }
 
+/// Lines that are asked for together: a row of 128 bf16.
+const RUN_LINES: usize = 4;
+
 /// Rows that the second-level cache is asked for, one after another, evenly over the passes that queries take over
 /// each row: asked for in the first of two, eight queries a key had 7.1 GB/s of 13, as if nothing overlapped;
 /// evenly 8.8.
-struct Ahead<'a> {
-    rows: &'a [*const u8],
-    bytes: usize,
-    /// Those after them.
-    next: (&'a [*const u8], usize),
-    /// Of the first row.
-    done: usize,
-    /// How often each row is passed over.
+#[derive(Clone, Copy)]
+pub(crate) struct Ahead<'a> {
+    /// With the bytes of each, those that come first and those after them.
+    rows: [(&'a [*const u8], usize); 2],
+    /// What comes next of the row that is being asked for, and how many bytes of it are left.
+    at: *const u8,
+    left: usize,
+    /// Lines that are asked for together, and each time so many bytes have been passed over.
+    run: usize,
+    every: usize,
     passes: usize,
-    /// Bytes passed over that are not asked for yet.
+    /// Bytes passed over that nothing is asked for yet.
     owed: usize,
 }
 
-impl Ahead<'_> {
+impl<'a> Ahead<'a> {
+    /// `passes`: how often each row is passed over.
+    pub(crate) fn new(rows: [(&'a [*const u8], usize); 2], passes: usize) -> Self {
+        let at = std::ptr::null();
+        let mut ahead = Self { rows, at, left: 0, run: 1, every: LINE_BYTES, passes, owed: 0 };
+        ahead.measure();
+        ahead
+    }
+
+    /// Bytes that are not asked for yet.
+    pub(crate) fn bytes(&self) -> usize {
+        self.left + self.rows.iter().map(|(rows, bytes)| rows.len() * bytes).sum::<usize>()
+    }
+
+    fn measure(&mut self) {
+        self.run = self.rows[0].1.div_ceil(LINE_BYTES).clamp(1, RUN_LINES);
+        self.every = self.run * LINE_BYTES * self.passes;
+    }
+
     /// As much as `bytes` that one pass has come by.
     #[inline(always)]
-    fn ask_for<S: Simd>(&mut self, s: S, bytes: usize) {
-        let mut left = bytes;
-        if self.passes > 1 {
-            (self.owed, left) = (self.owed + bytes, 0);
-            while self.owed >= LINE_BYTES * self.passes {
-                (self.owed, left) = (self.owed - LINE_BYTES * self.passes, left + LINE_BYTES);
+    pub(crate) fn ask_for<S: Simd>(&mut self, s: S, bytes: usize) {
+        self.owed += bytes;
+        while self.owed >= self.every {
+            self.owed -= self.every;
+            if self.left == 0 && !self.begin_row() {
+                return;
             }
-        }
-        while left > 0 {
-            let Some((&row, rest)) = self.rows.split_first() else {
-                if self.next.0.is_empty() {
-                    return;
+            // What lies beyond a row's end is another's, or nobody's: to ask for it is as good as not to.
+            if self.run == RUN_LINES {
+                for line in 0..RUN_LINES {
+                    s.prefetch(self.at.wrapping_add(line * LINE_BYTES));
                 }
-                (self.rows, self.bytes) = std::mem::take(&mut self.next);
-                continue;
-            };
-            let taken = left.min(self.bytes - self.done);
-            let mut at = 0;
-            while at < taken {
-                s.prefetch(row.wrapping_add(self.done + at));
-                at += LINE_BYTES;
+            } else {
+                for line in 0..self.run {
+                    s.prefetch(self.at.wrapping_add(line * LINE_BYTES));
+                }
             }
-            (self.done, left) = (self.done + taken, left - taken);
-            if self.done == self.bytes {
-                (self.rows, self.done) = (rest, 0);
-            }
+            let asked = self.run * LINE_BYTES;
+            (self.at, self.left) = (self.at.wrapping_add(asked), self.left.saturating_sub(asked));
         }
+    }
+
+    /// Whether there is one.
+    #[inline(always)]
+    fn begin_row(&mut self) -> bool {
+        if self.rows[0].0.is_empty() {
+            self.rows = [self.rows[1], (&[], 0)];
+            self.measure();
+        }
+        let (rows, bytes) = self.rows[0];
+        let Some((&row, rest)) = rows.split_first() else {
+            (self.every, self.owed) = (usize::MAX, 0);
+            return false;
+        };
+        (self.rows[0].0, self.at, self.left) = (rest, row, bytes);
+        true
     }
 }
 
@@ -286,6 +322,26 @@ mod tests {
         {
             assert_eq!(steps_of(live, most), steps, "{live:?}, at most {most}");
         }
+    }
+
+    #[test]
+    fn as_much_is_asked_for_as_has_been_passed_over_row_after_row_and_then_no_more() {
+        let byte = 0u8;
+        let (rows, next) = ([&raw const byte; 3], [&raw const byte; 2]);
+        let left_after = |passes: usize, asked: &[usize]| -> Vec<usize> {
+            let mut ahead = Ahead::new([(&rows, 512), (&next, 100)], passes);
+            let left = asked.iter().map(|&bytes| {
+                ahead.ask_for(crate::simd::Portable, bytes);
+                ahead.bytes()
+            });
+            left.collect()
+        };
+        // Rows of 512 bytes by four lines, of 100 by two.
+        assert_eq!(left_after(1, &[255, 1, 512, 768, 127, 129, 500]), [1736, 1480, 968, 200, 200, 100, 0]);
+        assert_eq!(left_after(2, &[511, 1, 512, 2048, 256, 9999]), [1736, 1480, 1224, 200, 200, 0]);
+        let mut nothing = Ahead::new([(&[], 0); 2], 1);
+        nothing.ask_for(crate::simd::Portable, usize::MAX);
+        assert_eq!(nothing.bytes(), 0);
     }
 
     #[test]

@@ -3,10 +3,16 @@
 //! K's rows are left operands where they lie; Q and V are right ones, Q packed once a task, V paired a few columns at a
 //! time in scratch that stays in the first-level cache. A tile's rows and columns do not meet: what lies in those that
 //! are nobody's does not matter.
+//!
+//! The next block is asked for meanwhile, as time passes and not as bytes do: most beside the softmax, which loads nothing
+//! itself, least beside K's products, whose loads wait for the same fill buffers; more there beside FP8, which is widened first
+//! (docs/kernels/cpu.md).
+
+use std::mem::MaybeUninit;
 
 use super::values::{ZEROS, pack_weights};
 use super::{Ahead, BLOCK_KEYS, Block};
-use crate::simd::{Op, Simd, TileRows};
+use crate::simd::{Op, Simd, Tables, TileRows};
 use crate::tensor::{Elem, of_type};
 
 /// Queries across a tile.
@@ -24,9 +30,23 @@ const TILE_LEN: usize = ROWS * ROWS;
 /// Columns that a vector of codes has.
 const COLUMNS: usize = 2 * DEPTH;
 
-/// Scratch whose rows are cache lines.
+/// Scratch whose rows are cache lines, written before it is read.
 #[repr(C, align(64))]
-struct Lines<const LEN: usize>([f32; LEN]);
+struct Lines<const LEN: usize>(MaybeUninit<[f32; LEN]>);
+
+impl<const LEN: usize> Lines<LEN> {
+    fn new() -> Self {
+        Self(MaybeUninit::uninit())
+    }
+
+    fn as_ptr(&self) -> *const f32 {
+        self.0.as_ptr().cast()
+    }
+
+    fn as_mut_ptr(&mut self) -> *mut f32 {
+        self.0.as_mut_ptr().cast()
+    }
+}
 
 /// Where element `d` of a head's row `r` is in the packed queries, counted in bf16.
 pub(crate) fn place_of_query((head, queries): (usize, usize), r: usize, d: usize, dim: usize) -> usize {
@@ -35,40 +55,42 @@ pub(crate) fn place_of_query((head, queries): (usize, usize), r: usize, d: usize
 }
 
 /// As [`Dots`](super::Dots), in tiles.
-pub(crate) struct TileDots<'a> {
+pub(crate) struct TileDots<'a, 'b> {
     /// Of bf16, or codes that are widened to it; the head dimension is a multiple of 32.
     pub(crate) keys: Block<'a>,
     /// As [`place_of_query`] says.
     pub(crate) queries: *const f32,
-    /// Which queries of each head.
-    pub(crate) live: &'a [usize],
     /// One for each head.
     pub(crate) factors: &'a [f32],
     /// [`BLOCK_KEYS`] for each of the queries.
     pub(crate) scores: *mut f32,
     /// [`STAGED_LEN`], lines of the cache.
     pub(crate) staged: *mut f32,
+    /// What is asked for meanwhile.
+    pub(crate) ahead: &'b mut Ahead<'a>,
 }
 
-impl<S: Simd> Op<S> for TileDots<'_> {
+impl<S: Simd> Op<S> for TileDots<'_, '_> {
     #[inline(always)]
-    fn call(self, s: S) {
+    fn call(mut self, s: S) {
         of_type!(self.keys.dtype, elem => self.of(s, elem));
     }
 }
 
-impl TileDots<'_> {
+impl TileDots<'_, '_> {
     #[inline(always)]
-    fn of<S: Simd, E: Elem>(&self, s: S, _: E) {
+    fn of<S: Simd, E: Elem>(&mut self, s: S, _: E) {
         let Block { keys, heads, dim, queries, .. } = self.keys;
+        // In registers: behind its reference every line that is asked for would be written there.
+        let mut ahead = *self.ahead;
         let groups = queries.div_ceil(ROWS);
-        let mut ahead = self.keys.rows_ahead(1);
         let mut steps = [None; BLOCK_KEYS / ROWS];
         for (tile, step) in steps.iter_mut().enumerate() {
             *step = if E::IS_BF16 { step_of(keys.get(ROWS * tile..).unwrap_or(&[])) } else { None };
         }
-        let mut sums = Lines([0.0; 2 * TILE_LEN]);
+        let mut sums = Lines::<{ 2 * TILE_LEN }>::new();
         for head in 0..heads {
+            let codes = if E::IS_BF16 { [s.splat(0.0); 9] } else { s.tables(&self.keys.codes[head]) };
             for first in (0..keys.len()).step_by(2 * ROWS) {
                 for group in 0..groups {
                     // SAFETY: the task has entered tiles; keys and queries of the call, whole tiles.
@@ -80,20 +102,28 @@ impl TileDots<'_> {
                                 let first = first + half * ROWS;
                                 if group == 0 {
                                     let count = keys.len().saturating_sub(first).min(ROWS);
-                                    ahead.ask_for(s, count * DEPTH * E::BYTES);
+                                    let quarters = if E::IS_BF16 { 1 } else { 2 };
+                                    ahead.ask_for(s, count * DEPTH * E::BYTES * quarters / 4);
                                 }
                                 let staged = self.staged.add(half * ROWS * COLUMNS / 2);
-                                *a = self.rows::<S, E>(s, steps[first / ROWS], (head, first, col), staged);
+                                *a = self.rows::<S, E>(
+                                    s,
+                                    &codes,
+                                    steps[first / ROWS],
+                                    (head, first, col),
+                                    staged,
+                                );
                             }
                             let b = self.queries.add(((head * groups + group) * dim + col) / 2 * ROWS);
-                            s.tile_two(a, [b, b]);
+                            s.tile_down(a, b);
                         }
-                        s.tile_store_upper(sums.0.as_mut_ptr());
+                        s.tile_store_upper(sums.as_mut_ptr());
                     }
-                    self.write(s, sums.0.as_ptr(), (head, group, first));
+                    self.write(s, sums.as_ptr(), (head, group, first));
                 }
             }
         }
+        *self.ahead = ahead;
     }
 
     /// A tile of rows: where they lie, if that is `step` bytes apart, else staged.
@@ -104,6 +134,7 @@ impl TileDots<'_> {
     unsafe fn rows<S: Simd, E: Elem>(
         &self,
         s: S,
+        codes: &Tables<S::V>,
         step: Option<isize>,
         (head, first, col): (usize, usize, usize),
         staged: *mut f32,
@@ -120,9 +151,8 @@ impl TileDots<'_> {
                 if E::IS_BF16 {
                     s.store(to.add(columns / 2), s.load(from.cast()));
                 } else if columns == 0 {
-                    let codes = s.tables(&self.keys.codes[head]);
                     let mut copy = [0u8; COLUMNS];
-                    let [a, b] = s.widen_codes(&codes, s.load_codes(whole_codes(from, rest, &mut copy)));
+                    let [a, b] = s.widen_codes(codes, s.load_codes(whole_codes(from, rest, &mut copy)));
                     s.store(to, a);
                     s.store(to.add(S::LANES), b);
                 }
@@ -135,24 +165,30 @@ impl TileDots<'_> {
     /// The scores of two tiles of keys from `first` on.
     #[inline(always)]
     fn write<S: Simd>(&self, s: S, sums: *const f32, (head, group, first): (usize, usize, usize)) {
-        let mut turned = Lines([0.0; TILE_LEN]);
         let factor = s.splat(self.factors[head]);
+        let row = head * self.keys.queries + group * ROWS;
+        let rows = (self.keys.queries - group * ROWS).min(ROWS);
         for at in (first..self.keys.keys.len().min(first + 2 * ROWS)).step_by(ROWS) {
-            // SAFETY: `sums` are 16 rows of both tiles. Scores beyond the last key too: a block of them has room,
-            // and they are hidden next.
+            // SAFETY: `sums` are 16 rows of both tiles. Scores beyond the last key too: a block of them has room, and they
+            // are hidden next. Scores of queries beyond the head's, for which there is room as well: the next head's
+            // are written later.
             unsafe {
-                s.transpose(sums.add(at - first), 2 * ROWS, turned.0.as_mut_ptr(), ROWS);
-                for &row in self.live.iter().filter(|&row| row / ROWS == group) {
-                    let dots = s.mul(s.load(turned.0.as_ptr().add(row % ROWS * ROWS)), factor);
-                    s.store(self.scores.add((head * self.keys.queries + row) * BLOCK_KEYS + at), dots);
-                }
+                let (from, to) = (sums.add(at - first), self.scores.add(row * BLOCK_KEYS + at));
+                s.transpose_scaled((from, 2 * ROWS), factor, (to, BLOCK_KEYS), rows);
             }
         }
     }
 }
 
+/// Those that are rows of a group.
+#[inline(always)]
+fn rows_of_group(rows: &[usize], group: usize) -> &[usize] {
+    let before = |end: usize| rows.iter().take_while(|&&row| row < end).count();
+    &rows[before(group * ROWS)..before((group + 1) * ROWS)]
+}
+
 /// As [`AddValues`](super::AddValues), in tiles, for the queries that see every key of the block.
-pub(crate) struct TileValues<'a> {
+pub(crate) struct TileValues<'a, 'b> {
     /// Of bf16, or codes that are widened to it; the head dimension is a multiple of 32.
     pub(crate) values: Block<'a>,
     /// [`BLOCK_KEYS`] for each query, and readable for 16 more. They are packed in place.
@@ -166,29 +202,30 @@ pub(crate) struct TileValues<'a> {
     pub(crate) stride: usize,
     /// [`STAGED_LEN`], lines of the cache.
     pub(crate) staged: *mut f32,
+    /// What is asked for meanwhile.
+    pub(crate) ahead: &'b mut Ahead<'a>,
 }
 
 /// f32 of V's columns of a block, paired: units, steps of 32 keys, halves of a unit. Two tiles of K are no more.
 pub(crate) const STAGED_LEN: usize = COLUMNS / DEPTH * STEPS * 2 * TILE_LEN;
 
-/// Keys of V after which rows ahead are asked for.
-const KEYS_ASKED: usize = 8;
+/// Keys of V that are paired at a time.
+const SOME_KEYS: usize = 8;
 
 /// Steps of 32 keys.
 const STEPS: usize = BLOCK_KEYS / DEPTH;
 
-impl<S: Simd> Op<S> for TileValues<'_> {
+impl<S: Simd> Op<S> for TileValues<'_, '_> {
     #[inline(always)]
-    fn call(self, s: S) {
+    fn call(mut self, s: S) {
         of_type!(self.values.dtype, elem => self.of(s, elem));
     }
 }
 
-impl TileValues<'_> {
+impl TileValues<'_, '_> {
     #[inline(always)]
-    fn of<S: Simd, E: Elem>(&self, s: S, _: E) {
+    fn of<S: Simd, E: Elem>(&mut self, s: S, _: E) {
         let Block { keys, heads, dim, .. } = self.values;
-        let mut ahead = self.values.rows_ahead(1);
         if keys.len() < BLOCK_KEYS {
             // Keys that are not there have weights of 0; what was here before may be anything.
             // SAFETY: scratch of this task's.
@@ -201,7 +238,7 @@ impl TileValues<'_> {
             for col in (0..dim).step_by(COLUMNS) {
                 // SAFETY: the task has entered tiles; rows and columns of the call.
                 unsafe {
-                    self.pair::<S, E>(s, (head, col), &mut ahead);
+                    self.pair::<S, E>(s, (head, col));
                     self.multiply(s, (head, col));
                 }
             }
@@ -213,36 +250,63 @@ impl TileValues<'_> {
     /// # Safety
     /// `col` is a column of the head's.
     #[inline(always)]
-    unsafe fn pair<S: Simd, E: Elem>(&self, s: S, (head, col): (usize, usize), ahead: &mut Ahead<'_>) {
-        let Block { keys, dim, codes, .. } = self.values;
+    unsafe fn pair<S: Simd, E: Elem>(&mut self, s: S, (head, col): (usize, usize)) {
+        let Block { keys, dim, codes, head_step, .. } = self.values;
         let columns = (dim - col).min(COLUMNS);
         let codes = if E::IS_BF16 { [s.splat(0.0); 9] } else { s.tables(&codes[head]) };
-        for key in (0..keys.len()).step_by(2) {
-            if key.is_multiple_of(KEYS_ASKED) {
-                ahead.ask_for(s, (keys.len() - key).min(KEYS_ASKED) * columns * E::BYTES);
-            }
-            let mut from = [ZEROS.as_ptr(); 2];
-            for (n, from) in from.iter_mut().enumerate().take(keys.len() - key) {
-                *from = self.values.at(key + n, head).wrapping_add(col * E::BYTES);
-            }
-            let to = self.staged.wrapping_add((key / DEPTH * 2 * TILE_LEN) + key % DEPTH / 2 * ROWS);
+        let offset = head as isize * head_step + (col * E::BYTES) as isize;
+        let mut ahead = *self.ahead;
+        for (some, keys) in keys.chunks(SOME_KEYS).enumerate() {
+            let first = some * SOME_KEYS;
+            let to = self.staged.wrapping_add(first / DEPTH * 2 * TILE_LEN + first % DEPTH / 2 * ROWS);
+            ahead.ask_for(s, keys.len() * columns * E::BYTES * 3 / 4);
             // SAFETY: the columns of the keys, or zeros, as many; both tiles of a step.
             unsafe {
-                let [a, b] = from;
-                if E::IS_BF16 {
-                    for u in 0..columns / DEPTH {
-                        let at = u * DEPTH * E::BYTES;
-                        let unit = s.pair_rows(s.load(a.add(at).cast()), s.load(b.add(at).cast()));
-                        store_unit(s, to.add(u * STEPS * 2 * TILE_LEN), unit);
+                if let (Ok(keys), COLUMNS) = (<&[*const u8; SOME_KEYS]>::try_from(keys), columns) {
+                    for (n, two) in keys.chunks_exact(2).enumerate() {
+                        let two = [two[0].wrapping_offset(offset), two[1].wrapping_offset(offset)];
+                        self.pair_two::<S, E>(s, &codes, two, COLUMNS, to.add(n * ROWS));
                     }
                 } else {
-                    let mut copies = [[0u8; COLUMNS]; 2];
-                    let [first, second] = &mut copies;
-                    let a = s.load_codes(whole_codes(a, columns, first));
-                    let b = s.load_codes(whole_codes(b, columns, second));
-                    for (u, half) in s.pair_codes(a, b).into_iter().enumerate() {
-                        store_unit(s, to.add(u * STEPS * 2 * TILE_LEN), s.widen_codes(&codes, half));
+                    for (n, two) in keys.chunks(2).enumerate() {
+                        let second = two.get(1).map_or(ZEROS.as_ptr(), |key| key.wrapping_offset(offset));
+                        let two = [two[0].wrapping_offset(offset), second];
+                        self.pair_two::<S, E>(s, &codes, two, columns, to.add(n * ROWS));
                     }
+                }
+            }
+        }
+        *self.ahead = ahead;
+    }
+
+    /// Those of two keys.
+    ///
+    /// # Safety
+    /// So many columns are readable at both; both tiles of a step.
+    #[inline(always)]
+    unsafe fn pair_two<S: Simd, E: Elem>(
+        &self,
+        s: S,
+        codes: &Tables<S::V>,
+        [a, b]: [*const u8; 2],
+        columns: usize,
+        to: *mut f32,
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if E::IS_BF16 {
+                for u in 0..columns / DEPTH {
+                    let at = u * DEPTH * E::BYTES;
+                    let unit = s.pair_rows(s.load(a.add(at).cast()), s.load(b.add(at).cast()));
+                    store_unit(s, to.add(u * STEPS * 2 * TILE_LEN), unit);
+                }
+            } else {
+                let mut copies = [[0u8; COLUMNS]; 2];
+                let [first, second] = &mut copies;
+                let a = s.load_codes(whole_codes(a, columns, first));
+                let b = s.load_codes(whole_codes(b, columns, second));
+                for (u, half) in s.pair_codes(a, b).into_iter().enumerate() {
+                    store_unit(s, to.add(u * STEPS * 2 * TILE_LEN), s.widen_codes(codes, half));
                 }
             }
         }
@@ -255,7 +319,7 @@ impl TileValues<'_> {
     #[inline(always)]
     unsafe fn multiply<S: Simd>(&self, s: S, (head, col): (usize, usize)) {
         let Block { keys, dim, queries, .. } = self.values;
-        let mut sums = Lines([0.0; 2 * TILE_LEN]);
+        let mut sums = Lines::<{ 2 * TILE_LEN }>::new();
         for unit in 0..((dim - col) / DEPTH).min(COLUMNS / DEPTH) {
             for group in 0..queries.div_ceil(ROWS) {
                 let weights = self.weights.wrapping_add((head * queries + group * ROWS) * BLOCK_KEYS);
@@ -266,11 +330,11 @@ impl TileValues<'_> {
                         let first = weights.add(step * DEPTH / 2).cast::<u8>().cast_const();
                         let p = TileRows { first, step: (BLOCK_KEYS * size_of::<f32>()) as isize };
                         let v = self.staged.cast_const().add((unit * STEPS + step) * 2 * TILE_LEN);
-                        s.tile_two([p, p], [v, v.add(TILE_LEN)]);
+                        s.tile_across(p, [v, v.add(TILE_LEN)]);
                     }
-                    s.tile_store_upper(sums.0.as_mut_ptr());
+                    s.tile_store_upper(sums.as_mut_ptr());
                 }
-                self.add(s, sums.0.as_ptr(), (head, group, col + unit * DEPTH));
+                self.add(s, sums.as_ptr(), (head, group, col + unit * DEPTH));
             }
         }
     }
@@ -278,7 +342,7 @@ impl TileValues<'_> {
     /// A unit of columns to the sums of each query.
     #[inline(always)]
     fn add<S: Simd>(&self, s: S, sums: *const f32, (head, group, col): (usize, usize, usize)) {
-        for &row in self.whole.iter().filter(|&row| row / ROWS == group) {
+        for &row in rows_of_group(self.whole, group) {
             let at = head * self.values.queries + row;
             // SAFETY: rows and columns of the call.
             unsafe {

@@ -215,7 +215,7 @@ impl AddValues<'_> {
     }
 }
 
-/// A query's weights to bf16, which they are but for their type, in the place of the first half of them.
+/// A query's weights rounded to bf16, in the place of the first half of them.
 #[inline(always)]
 pub(super) fn pack_weights<S: Simd>(s: S, weights: *mut f32, row: usize) {
     let weights = weights.wrapping_add(row * BLOCK_KEYS);
