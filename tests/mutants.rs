@@ -278,7 +278,7 @@ fn every_target_has_mutants_of_every_sort() {
             target.arch,
             mutants.len()
         );
-        assert!(mutants.len() > 50 && sorts > 10, "{}: {} of {sorts}", target.files, mutants.len());
+        assert!(mutants.len() > 100 && sorts > 10, "{}: {} of {sorts}", target.files, mutants.len());
     }
 }
 

@@ -7,16 +7,14 @@
 use std::arch::asm;
 use std::arch::x86_64::*;
 
-use super::x86::{Avx512Bf16, EIGHTS, avx512_methods, bf16_methods, byte_methods, look_up_by_halves};
+use super::x86::{
+    Avx512Bf16, EIGHTS, avx512_methods, bf16_methods, byte_methods, look_up_by_halves, turn_fours,
+};
 use super::{BytePlanes, LARGE_BF16, Op, Simd, Tables, TileRows};
 
 /// [`Avx512Bf16`] with tiles of bf16.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Amx(());
-
-/// A block of f32, on cache lines.
-#[repr(C, align(64))]
-struct Block([f32; 256]);
 
 /// What LDTILECFG reads: every tile has 16 rows of 64 bytes.
 #[repr(C, align(64))]
@@ -294,50 +292,25 @@ impl Simd for Amx {
         unsafe { across(a, b) };
     }
 
-    /// Of eight rows half of the vectors: rows `r` and `r + 4` of the block lie in one.
+    /// Half of the vectors: rows `r` and `r + 4` of the block lie in one.
     #[inline(always)]
-    unsafe fn transpose_scaled(
-        self,
-        (from, from_step): (*const f32, usize),
-        factor: Self::V,
-        (to, to_step): (*mut f32, usize),
-        rows: usize,
-    ) {
+    unsafe fn transpose_left(self, from: *const f32, from_step: usize, to: *mut f32, to_step: usize) {
         // SAFETY: the caller promised the block; AVX-512 DQ, as `self` proves.
         unsafe {
-            if rows > 8 {
-                let mut turned = Block([0.0; 256]);
-                self.transpose(from, from_step, turned.0.as_mut_ptr(), 16);
-                for c in 0..16 {
-                    self.store(
-                        to.add(c * to_step),
-                        self.mul(self.load(turned.0.as_ptr().add(16 * c)), factor),
-                    );
-                }
-                return;
-            }
             let mut fours = [[self.splat(0.0); 4]; 2];
             for (half, four) in fours.iter_mut().enumerate() {
                 let mut r = [self.splat(0.0); 4];
                 for (i, r) in r.iter_mut().enumerate() {
                     let low = from.add((8 * half + i) * from_step);
                     let both = _mm512_castps256_ps512(_mm256_loadu_ps(low));
-                    let both = _mm512_insertf32x8::<1>(both, _mm256_loadu_ps(low.add(4 * from_step)));
-                    *r = _mm512_mul_ps(both, factor);
+                    *r = _mm512_insertf32x8::<1>(both, _mm256_loadu_ps(low.add(4 * from_step)));
                 }
-                let (a, b) = (_mm512_unpacklo_ps(r[0], r[1]), _mm512_unpackhi_ps(r[0], r[1]));
-                let (c, d) = (_mm512_unpacklo_ps(r[2], r[3]), _mm512_unpackhi_ps(r[2], r[3]));
-                *four = [
-                    _mm512_shuffle_ps::<0x44>(a, c),
-                    _mm512_shuffle_ps::<0xee>(a, c),
-                    _mm512_shuffle_ps::<0x44>(b, d),
-                    _mm512_shuffle_ps::<0xee>(b, d),
-                ];
+                *four = turn_fours(r);
             }
             let [first, second] = fours;
             for (c, (first, second)) in first.into_iter().zip(second).enumerate() {
-                _mm512_storeu_ps(to.add(c * to_step), _mm512_shuffle_f32x4::<0x88>(first, second));
-                _mm512_storeu_ps(to.add((c + 4) * to_step), _mm512_shuffle_f32x4::<0xdd>(first, second));
+                self.store(to.add(c * to_step), _mm512_shuffle_f32x4::<0x88>(first, second));
+                self.store(to.add((c + 4) * to_step), _mm512_shuffle_f32x4::<0xdd>(first, second));
             }
         }
     }

@@ -400,30 +400,6 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         let _ = at;
     }
 
-    /// The transpose of a block of LANES x LANES, times `factor`, of which `rows` rows are wanted:
-    /// `to[c * to_step + r] = factor * from[r * from_step + c]` for `c` below `rows` at least.
-    ///
-    /// # Safety
-    /// The block is readable at `from` and writable at `to`.
-    #[inline(always)]
-    unsafe fn transpose_scaled(
-        self,
-        (from, from_step): (*const f32, usize),
-        factor: Self::V,
-        (to, to_step): (*mut f32, usize),
-        rows: usize,
-    ) {
-        let _ = rows;
-        // SAFETY: the caller's promise.
-        unsafe {
-            self.transpose(from, from_step, to, to_step);
-            for c in 0..Self::LANES {
-                let row = to.add(c * to_step);
-                self.store(row, self.mul(self.load(row), factor));
-            }
-        }
-    }
-
     /// Transposes a block of LANES x LANES: `to[c * to_step + r] = from[r * from_step + c]`.
     ///
     /// # Safety
@@ -436,6 +412,16 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
                 unsafe { *to.add(c * to_step + r) = *from.add(r * from_step + c) };
             }
         }
+    }
+
+    /// As [`transpose`](Self::transpose), of the left half of the columns at least.
+    ///
+    /// # Safety
+    /// As for [`transpose`](Self::transpose).
+    #[inline(always)]
+    unsafe fn transpose_left(self, from: *const f32, from_step: usize, to: *mut f32, to_step: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { self.transpose(from, from_step, to, to_step) };
     }
 
     /// Before the first [`tile_step`](Self::tile_step) of a thread's task.

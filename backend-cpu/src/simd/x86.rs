@@ -59,6 +59,24 @@ impl Avx512Bf16 {
     }
 }
 
+/// Of four rows, in each quarter of a vector the four-by-four block there transposed: vector `c` has columns c, c + 4, c + 8
+/// and c + 12.
+///
+/// # Safety
+/// AVX-512 F.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) unsafe fn turn_fours(r: [__m512; 4]) -> [__m512; 4] {
+    let (a, b) = (_mm512_unpacklo_ps(r[0], r[1]), _mm512_unpackhi_ps(r[0], r[1]));
+    let (c, d) = (_mm512_unpacklo_ps(r[2], r[3]), _mm512_unpackhi_ps(r[2], r[3]));
+    [
+        _mm512_shuffle_ps::<0x44>(a, c),
+        _mm512_shuffle_ps::<0xee>(a, c),
+        _mm512_shuffle_ps::<0x44>(b, d),
+        _mm512_shuffle_ps::<0xee>(b, d),
+    ]
+}
+
 /// The methods that all with AVX-512 share.
 macro_rules! avx512_methods {
     ($name:ident, $features:literal) => {
@@ -173,14 +191,7 @@ macro_rules! avx512_methods {
                     for (i, r) in r.iter_mut().enumerate() {
                         *r = _mm512_loadu_ps(from.add((4 * q + i) * from_step));
                     }
-                    let (a, b) = (_mm512_unpacklo_ps(r[0], r[1]), _mm512_unpackhi_ps(r[0], r[1]));
-                    let (c, d) = (_mm512_unpacklo_ps(r[2], r[3]), _mm512_unpackhi_ps(r[2], r[3]));
-                    *four = [
-                        _mm512_shuffle_ps::<0x44>(a, c),
-                        _mm512_shuffle_ps::<0xee>(a, c),
-                        _mm512_shuffle_ps::<0x44>(b, d),
-                        _mm512_shuffle_ps::<0xee>(b, d),
-                    ];
+                    *four = $crate::simd::x86::turn_fours(r);
                 }
                 for c in 0..4 {
                     let [q0, q1, q2, q3] = [fours[0][c], fours[1][c], fours[2][c], fours[3][c]];

@@ -77,8 +77,6 @@ pub(crate) struct Block<'a> {
     pub(crate) queries: usize,
     /// Whether they lie in the caller's memory; else in scratch, which is in the cache.
     pub(crate) in_place: bool,
-    /// How far ahead the second-level cache is asked for rows, in bytes.
-    pub(crate) reach: usize,
     /// The rows that are read after this block, and the bytes of each.
     pub(crate) next: (&'a [*const u8], usize),
 }
@@ -93,7 +91,7 @@ const VALUES_WINDOW: usize = 32 << 10;
 const KEY_BYTES: usize = 4 << 10;
 
 /// How far ahead rows are asked for.
-pub(crate) const AHEAD_BYTES: usize = 32 << 10;
+const AHEAD_BYTES: usize = 32 << 10;
 
 /// Bytes of a line of the cache.
 const LINE_BYTES: usize = 64;
@@ -168,7 +166,7 @@ impl<'a> Block<'a> {
 
     /// Keys that the block before asks for.
     fn keys_ahead(&self) -> usize {
-        self.keys.len().min((self.reach / self.bytes_of_key()).max(FOUR))
+        self.keys.len().min((AHEAD_BYTES / self.bytes_of_key()).max(FOUR))
     }
 
     /// Its first bytes, for the block before it to ask for.

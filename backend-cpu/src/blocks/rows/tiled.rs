@@ -174,7 +174,14 @@ impl TileDots<'_, '_> {
             // are written later.
             unsafe {
                 let (from, to) = (sums.add(at - first), self.scores.add(row * BLOCK_KEYS + at));
-                s.transpose_scaled((from, 2 * ROWS), factor, (to, BLOCK_KEYS), rows);
+                if rows > ROWS / 2 {
+                    s.transpose(from, 2 * ROWS, to, BLOCK_KEYS);
+                } else {
+                    s.transpose_left(from, 2 * ROWS, to, BLOCK_KEYS);
+                }
+                for row in (0..rows).map(|row| to.add(row * BLOCK_KEYS)) {
+                    s.store(row, s.mul(s.load(row), factor));
+                }
             }
         }
     }
@@ -262,6 +269,7 @@ impl TileValues<'_, '_> {
             ahead.ask_for(s, keys.len() * columns * E::BYTES * 3 / 4);
             // SAFETY: the columns of the keys, or zeros, as many; both tiles of a step.
             unsafe {
+                // Apart from the rest, whose loop alone has 0.95 of the speed with bf16 from the second-level cache.
                 if let (Ok(keys), COLUMNS) = (<&[*const u8; SOME_KEYS]>::try_from(keys), columns) {
                     for (n, two) in keys.chunks_exact(2).enumerate() {
                         let two = [two[0].wrapping_offset(offset), two[1].wrapping_offset(offset)];

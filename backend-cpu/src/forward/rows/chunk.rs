@@ -6,9 +6,7 @@ use fmha_core::{BlockClass, DType, KvLayout, SeqSpan};
 use super::super::cache::Cached;
 use super::modify::{Modify, drop_weights};
 use super::{CHUNK_KEYS, MAX_ROWS, Scratch, Shared, State, Task};
-use crate::blocks::{
-    AHEAD_BYTES, AddValues, Ahead, BLOCK_KEYS, Block, Dots, Order, SoftmaxRow, TileDots, TileValues,
-};
+use crate::blocks::{AddValues, Ahead, BLOCK_KEYS, Block, Dots, Order, SoftmaxRow, TileDots, TileValues};
 use crate::score::HeadScore;
 use crate::simd::{BytePlanes, Simd};
 
@@ -128,7 +126,6 @@ impl<'a> Shared<'a> {
             codes: if cached.in_codes { widen } else { &[] },
             queries: rows.of.len(),
             in_place: cached.reads_in_place(),
-            reach: AHEAD_BYTES,
             next: (&[], 0),
         };
         [block(&rows.k, &rows.widen_k, &located.keys), block(&rows.v, &rows.widen_v, &located.values)]
