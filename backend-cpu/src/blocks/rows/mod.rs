@@ -257,6 +257,22 @@ impl<'a> Ahead<'a> {
         }
     }
 
+    /// One line. One beside arithmetic that takes 5.9 ns costs 0.4 ns, eight beside eight times that 21: they wait for fill
+    /// buffers, and so does what is loaded meanwhile (a loop in C, docs/kernels/cpu.md).
+    #[inline(always)]
+    pub(crate) fn ask_for_line<S: Simd>(&mut self, s: S) {
+        if self.left == 0 {
+            if self.rows[0].0.is_empty() {
+                self.rows = [self.rows[1], (&[], 0)];
+            }
+            let (rows, bytes) = self.rows[0];
+            let Some((&row, rest)) = rows.split_first() else { return };
+            (self.rows[0].0, self.at, self.left) = (rest, row, bytes);
+        }
+        s.prefetch(self.at);
+        (self.at, self.left) = (self.at.wrapping_add(LINE_BYTES), self.left.saturating_sub(LINE_BYTES));
+    }
+
     /// Whether there is one.
     #[inline(always)]
     fn begin_row(&mut self) -> bool {
@@ -340,6 +356,19 @@ mod tests {
         let mut nothing = Ahead::new([(&[], 0); 2], 1);
         nothing.ask_for(crate::simd::Portable, usize::MAX);
         assert_eq!(nothing.bytes(), 0);
+    }
+
+    #[test]
+    fn a_line_at_a_time_is_asked_for_in_the_same_order_and_then_no_more() {
+        let byte = 0u8;
+        let (rows, next) = ([&raw const byte; 2], [&raw const byte; 1]);
+        // Rows of two lines, and one of a line and a part.
+        let mut ahead = Ahead::new([(&rows, 128), (&next, 100)], 1);
+        let left = [(); 8].map(|()| {
+            ahead.ask_for_line(crate::simd::Portable);
+            ahead.bytes()
+        });
+        assert_eq!(left, [292, 228, 164, 100, 36, 0, 0, 0]);
     }
 
     #[test]

@@ -5,8 +5,8 @@
 //! are nobody's does not matter.
 //!
 //! The next block is asked for meanwhile, as time passes and not as bytes do: most beside the softmax, which loads nothing
-//! itself, least beside K's products, whose loads wait for the same fill buffers; more there beside FP8, which is widened first
-//! (docs/kernels/cpu.md).
+//! itself, least beside K's products, whose loads wait for the same fill buffers. Beside FP8, which is widened first, a line at a
+//! time: a quarter with K, three eighths with the softmax, as much with V (docs/kernels/cpu.md).
 
 use std::mem::MaybeUninit;
 
@@ -84,6 +84,9 @@ impl TileDots<'_, '_> {
         // In registers: behind its reference every line that is asked for would be written there.
         let mut ahead = *self.ahead;
         let groups = queries.div_ceil(ROWS);
+        if !E::IS_BF16 && groups == 1 {
+            return self.of_codes(s);
+        }
         let mut steps = [None; BLOCK_KEYS / ROWS];
         for (tile, step) in steps.iter_mut().enumerate() {
             *step = if E::IS_BF16 { step_of(keys.get(ROWS * tile..).unwrap_or(&[])) } else { None };
@@ -124,6 +127,94 @@ impl TileDots<'_, '_> {
             }
         }
         *self.ahead = ahead;
+    }
+
+    /// Of codes, for the queries of one tile. A piece, two tiles of keys by a vector of codes, is widened while the tiles
+    /// multiply the one before, whose scores are written after the next: otherwise each waits for the other.
+    #[inline(always)]
+    fn of_codes<S: Simd>(&mut self, s: S) {
+        const PIECE_LEN: usize = 2 * ROWS * COLUMNS / 2;
+        let Block { keys, heads, dim, .. } = self.keys;
+        let mut ahead = *self.ahead;
+        let mut sums = Lines::<{ 2 * TILE_LEN }>::new();
+        let (mut widened, mut unwritten) = (None, None);
+        let mut piece = self.staged;
+        for head in 0..heads {
+            let codes = s.tables(&self.keys.codes[head]);
+            for first in (0..keys.len()).step_by(2 * ROWS) {
+                let rows = &keys[first..keys.len().min(first + 2 * ROWS)];
+                for col in (0..dim).step_by(COLUMNS) {
+                    let offset = head as isize * self.keys.head_step + col as isize;
+                    for (some, rows) in rows.chunks(SOME_KEYS).enumerate() {
+                        for (n, key) in rows.iter().enumerate() {
+                            if n % 2 != 0 {
+                                ahead.ask_for_line(s);
+                            }
+                            let mut copy = [0u8; COLUMNS];
+                            // SAFETY: a key's columns from `col` on; a piece has so many rows.
+                            unsafe {
+                                let from = whole_codes(key.wrapping_offset(offset), dim - col, &mut copy);
+                                let [a, b] = s.widen_codes(&codes, s.load_codes(from));
+                                let to = piece.add((some * SOME_KEYS + n) * COLUMNS / 2);
+                                s.store(to, a);
+                                s.store(to.add(S::LANES), b);
+                            }
+                        }
+                    }
+                    self.write_if(s, sums.as_ptr(), unwritten.take());
+                    // SAFETY: the task has entered tiles; whole tiles of the scratch.
+                    unwritten = unsafe { self.multiply_piece(s, widened, &mut sums) };
+                    widened = Some((head, first, col, piece.cast_const()));
+                    piece =
+                        if piece == self.staged { self.staged.wrapping_add(PIECE_LEN) } else { self.staged };
+                }
+            }
+        }
+        self.write_if(s, sums.as_ptr(), unwritten);
+        // SAFETY: as above.
+        let last = unsafe { self.multiply_piece(s, widened, &mut sums) };
+        self.write_if(s, sums.as_ptr(), last);
+        *self.ahead = ahead;
+    }
+
+    /// Of a piece of keys of a head; which sums are whole with that.
+    ///
+    /// # Safety
+    /// The task has entered tiles, and the piece is whole tiles.
+    #[inline(always)]
+    unsafe fn multiply_piece<S: Simd>(
+        &self,
+        s: S,
+        piece: Option<(usize, usize, usize, *const f32)>,
+        sums: &mut Lines<{ 2 * TILE_LEN }>,
+    ) -> Option<(usize, usize, usize)> {
+        let (head, first, col, rows) = piece?;
+        let dim = self.keys.dim;
+        // SAFETY: the caller's promise; queries of the call.
+        unsafe {
+            if col == 0 {
+                s.tile_zero();
+            }
+            for unit in (0..COLUMNS.min(dim - col)).step_by(DEPTH) {
+                let left = [0, ROWS].map(|row| TileRows {
+                    first: rows.add((row * COLUMNS + unit) / 2).cast(),
+                    step: (2 * COLUMNS) as isize,
+                });
+                s.tile_down(left, self.queries.add((head * dim + col + unit) / 2 * ROWS));
+            }
+            if col + COLUMNS < dim {
+                return None;
+            }
+            s.tile_store_upper(sums.as_mut_ptr());
+        }
+        Some((head, 0, first))
+    }
+
+    #[inline(always)]
+    fn write_if<S: Simd>(&self, s: S, sums: *const f32, of: Option<(usize, usize, usize)>) {
+        if let Some(of) = of {
+            self.write(s, sums, of);
+        }
     }
 
     /// A tile of rows: where they lie, if that is `step` bytes apart, else staged.
@@ -266,17 +357,28 @@ impl TileValues<'_, '_> {
         for (some, keys) in keys.chunks(SOME_KEYS).enumerate() {
             let first = some * SOME_KEYS;
             let to = self.staged.wrapping_add(first / DEPTH * 2 * TILE_LEN + first % DEPTH / 2 * ROWS);
-            ahead.ask_for(s, keys.len() * columns * E::BYTES * 3 / 4);
+            if E::IS_BF16 {
+                ahead.ask_for(s, keys.len() * columns * E::BYTES * 3 / 4);
+            }
             // SAFETY: the columns of the keys, or zeros, as many; both tiles of a step.
             unsafe {
                 // Apart from the rest, whose loop alone has 0.95 of the speed with bf16 from the second-level cache.
                 if let (Ok(keys), COLUMNS) = (<&[*const u8; SOME_KEYS]>::try_from(keys), columns) {
                     for (n, two) in keys.chunks_exact(2).enumerate() {
+                        if !E::IS_BF16 {
+                            ahead.ask_for_line(s);
+                            if n % 2 != 0 {
+                                ahead.ask_for_line(s);
+                            }
+                        }
                         let two = [two[0].wrapping_offset(offset), two[1].wrapping_offset(offset)];
                         self.pair_two::<S, E>(s, &codes, two, COLUMNS, to.add(n * ROWS));
                     }
                 } else {
                     for (n, two) in keys.chunks(2).enumerate() {
+                        if !E::IS_BF16 {
+                            ahead.ask_for_line(s);
+                        }
                         let second = two.get(1).map_or(ZEROS.as_ptr(), |key| key.wrapping_offset(offset));
                         let two = [two[0].wrapping_offset(offset), second];
                         self.pair_two::<S, E>(s, &codes, two, columns, to.add(n * ROWS));
