@@ -78,6 +78,7 @@ pub fn headers() -> Vec<Header> {
         "sm90/bwd/consume.cuh",
         "sm90/bwd/dbias.cuh",
         "sm90/bwd/epilogue.cuh",
+        "sm90/bwd/finish_dq.cuh",
         "sm90/bwd/head_sums.cuh",
         "sm90/bwd/keep_turns.cuh",
         "sm90/bwd/load.cuh",

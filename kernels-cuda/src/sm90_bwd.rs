@@ -7,6 +7,7 @@ use fmha_core::spec::{BiasKind, BwdSpec, FwdSpec};
 use fmha_core::{Bias, BwdProblem, DType, MaskKind, Refusal, Shape, Strides, VLayout, abi_spec, abi_struct};
 
 use crate::schedule::{L2_GROUP_BYTES, heads_per_l2_group};
+use crate::sm90::MAX_SMEM_BYTES;
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
 /// The kernels' name in plans and refusals.
@@ -63,6 +64,9 @@ abi_spec! {
         /// Of the key blocks that add to a query block's dQ the first to come stores it, and the others wait for that; else
         /// preprocess puts zeros there. Of who stores by a thread, without turns.
         pub first_stores: bool = Takes::all().tuned(),
+        /// The sums of dQ become dQ in the main kernel, by a warp of its own, while the L2 may still have them; else in a launch
+        /// after it. Of persistent CTAs that store dQ by a thread, without turns.
+        pub finishes_dq: bool = Takes::all().tuned(),
         /// A kv head's query heads are shared out to several tiles, whose dK and dV a launch of its own adds; else one
         /// tile walks all of them.
         pub head_parts: bool = Takes::all(),
@@ -190,16 +194,17 @@ impl Sm90BwdTile {
             self.stages_q * tile_bytes(self.block_m, dim) + self.stages_dout * tile_bytes(self.block_m, of_v);
         let ds = self.ds_bytes();
         let dq = if self.direct_dq { 1024 } else { round_up(4 * self.block_m * dim, 1024) };
+        let sums = if self.finishes_dq { round_up(4 * self.block_m * dim, 1024) } else { 0 };
         let stats = 4 * self.block_m * (self.stages_q + self.stages_dout);
         let barriers =
-            8 * (6 + 2 * (self.stages_q + self.stages_dout + self.num_consumers() + 2 + self.stages_ds));
+            8 * (7 + 2 * (self.stages_q + self.stages_dout + self.num_consumers() + 2 + self.stages_ds));
         // Of each warp four quads and the queries of a block: the device's `DropoutParts`.
         let parts = if spec.fwd.dropout && self.late_dp {
             round_up(4 * self.num_consumers() * (4 * 16 + 8 * self.block_m), 1024)
         } else {
             0
         };
-        parts + round_up(keys + queries + ds + dq + stats + barriers + 3 * 4, 1024)
+        parts + round_up(keys + queries + ds + dq + sums + stats + barriers + 3 * 4, 1024)
     }
 
     /// The tile of dBias' kernel: it keeps its own sums beside S and dP, and so has fewer queries in a block, which divide
@@ -215,6 +220,7 @@ impl Sm90BwdTile {
             score_parts: 1,
             direct_dq: false,
             first_stores: false,
+            finishes_dq: false,
             ..*self
         }
     }
@@ -263,6 +269,14 @@ impl Sm90BwdTile {
         }
         if self.first_stores && (self.direct_dq || spec.deterministic) {
             return Err("first_stores true: not with direct_dq, nor deterministic".to_owned());
+        }
+        if self.finishes_dq
+            && (self.direct_dq || spec.deterministic || !self.persistent || self.score_parts > 1)
+        {
+            return Err(
+                "finishes_dq true: not with direct_dq, score_parts, deterministic, nor without persistent"
+                    .to_owned(),
+            );
         }
         if !(1..=2).contains(&self.score_parts) {
             return Err(format!("score_parts {} is not 1 or 2", self.score_parts));
@@ -354,15 +368,17 @@ impl Sm90BwdTile {
         Ok(())
     }
 
+    /// Has a launch of its own finish dQ, where shared memory has no room for it.
+    pub fn settle_finish(&mut self, spec: &BwdSpec) {
+        self.finishes_dq &= self.smem_bytes(spec) <= MAX_SMEM_BYTES;
+    }
+
     /// Consumer warps of all tiles and query blocks of all heads, each of which says whether its dK and dV, or its dQ, are
     /// finite; 0 where nobody asks.
     #[must_use]
     pub fn num_suspects(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule, q_blocks: u32) -> u64 {
-        if repairs(spec) {
-            4 * u64::from((self.num_consumers() * schedule.num_tiles).unsigned_abs()) + u64::from(q_blocks)
-        } else {
-            0
-        }
+        let of_tiles = 4 * u64::from((self.num_consumers() * schedule.num_tiles).unsigned_abs());
+        if repairs(spec) { of_tiles + u64::from(q_blocks) } else { 0 }
     }
 
     /// Whether tiles are to share a kv head's query heads: where without it there are fewer tiles than two to a
@@ -558,6 +574,9 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
     // and 342, 563, 587.
     let shorter = if spec.fwd.mask == MaskKind::Full { 2048 } else { 4096 };
     tile.first_stores &= padded_dim(spec) == 64 || dims.seqlen_k <= shorter;
+    // Finishing dQ in the main kernel, an H100, without and with: D 64 full S 512, 1k, 2k, 4k, 8k 319, 427, 505, 557, 583 and 342, 444,
+    // 501 to 508, 545, 570.
+    tile.finishes_dq &= padded_dim(spec) != 64 || spec.fwd.mask != MaskKind::Full || dims.seqlen_k <= 1024;
     // Fewer steps, at the price of 56 bytes spilled: S 4096, 8192 and 16384 605, 639, 657 and 604, 645, 666 (an H100).
     let is_long = spec.fwd.mask == MaskKind::Full && dims.seqlen_q.min(dims.seqlen_k) >= 8192;
     if is_long && padded_dim(spec) == 128 && num_modifiers(spec) == 0 && !spec.deterministic {
@@ -570,6 +589,7 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
         && whole(problem.dq, fwd.shape_q())
         && whole(problem.dk, fwd.shape_k())
         && whole(problem.dv, fwd.shape_v());
+    tile.settle_finish(spec);
     tile
 }
 
@@ -630,6 +650,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
             4
         },
         first_stores: !(split_dims || spec.deterministic),
+        finishes_dq: !(split_dims || in_parts || spec.deterministic),
         head_parts: false,
         // Key blocks that take turns are launched in their order, or claimed in it: D 128 causal 508 of 494, D 64 488 of 484 but
         // at S 2048 355 of 376.
@@ -643,7 +664,9 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
     if !split_dims && !in_parts && wants_registers {
         tile.take_registers();
         tile.persistent &= !(dim == 64 && full);
+        tile.finishes_dq &= tile.persistent;
     }
+    tile.settle_finish(spec);
     tile
 }
 

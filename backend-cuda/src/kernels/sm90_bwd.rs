@@ -25,6 +25,7 @@ struct Chosen {
     schedule: Sm90BwdSchedule,
     /// Of the kernel of dBias, if that is wanted.
     dbias: Option<(Sm90BwdTile, Sm90BwdSchedule)>,
+    postprocesses: bool,
     repairs: bool,
     workspace: BwdWorkspace,
     /// Where in the workspace the sums of heads' parts begin.
@@ -72,6 +73,13 @@ impl BwdRecipe for Sm90Bwd {
             // Where it was asked for, `check` refuses it.
             let is_given = fields.iter().any(|(key, _)| *key == "first_stores");
             tile.first_stores &= is_given || !tile.direct_dq;
+            let is_given = fields.iter().any(|(key, _)| *key == "finishes_dq");
+            tile.finishes_dq &= is_given || (tile.persistent && !tile.direct_dq);
+            if !is_given {
+                tile.settle_finish(&spec);
+            }
+            // Without keys there are no tiles, and nobody to finish it.
+            tile.finishes_dq &= problem.fwd().dims.seqlen_k > 0;
             tile.check(&spec)?;
             let dbias_bytes = dbias_tile(&tile).map_or(0, |tile| tile.dbias_smem_bytes(&spec));
             facts.has_shared(&tile, tile.smem_bytes(&spec).max(dbias_bytes))?;
@@ -88,9 +96,10 @@ impl BwdRecipe for Sm90Bwd {
         let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs(), counted };
         let dims = problem.fwd().dims;
         let q_blocks = schedule.num_q_blocks.unsigned_abs() * dims.num_heads_q * dims.batch;
-        let (block_m, suspects) =
-            (tile.block_m.unsigned_abs(), tile.num_suspects(&spec, &schedule, q_blocks));
-        let workspace = BwdWorkspace::new(problem, block_m, Some(sums), suspects)
+        // Behind them, where the main kernel finishes dQ, the number of each head's key blocks that are done.
+        let suspects = tile.num_suspects(&spec, &schedule, q_blocks);
+        let done = if tile.finishes_dq { u64::from(schedule.num_heads.unsigned_abs()) } else { 0 };
+        let workspace = BwdWorkspace::new(problem, tile.block_m.unsigned_abs(), Some(sums), suspects + done)
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         // Behind it the sums of heads' parts.
         let head_sums = workspace.bytes.next_multiple_of(ALIGN);
@@ -105,8 +114,11 @@ impl BwdRecipe for Sm90Bwd {
             tiles: blocks.into(),
             tiles_at_once: u64::from(2048 / sm90_bwd::ROW_THREADS * facts.num_sms),
         };
-        // After it heads of dSink too.
+        // Where the main kernel does not finish dQ; after it heads of dSink too.
+        let finished = if tile.finishes_dq { 0 } else { q_blocks };
         let sinks = if problem.write_dsink { dims.num_heads_q } else { 0 };
+        let postprocess = (!tile.finishes_dq || problem.write_dsink)
+            .then(|| rows("postprocess", sm90_bwd::postprocess(&spec, &tile), finished + sinks));
         let sums = tile.head_parts.then(|| {
             let blocks = tiles / schedule.num_head_parts.unsigned_abs();
             rows("head_sums", sm90_bwd::head_sums(&spec, &tile), blocks)
@@ -123,6 +135,7 @@ impl BwdRecipe for Sm90Bwd {
                     tile,
                     schedule,
                     dbias,
+                    postprocesses: postprocess.is_some(),
                     repairs: repair.is_some(),
                     workspace,
                     head_sums,
@@ -139,9 +152,9 @@ impl BwdRecipe for Sm90Bwd {
                     tiles: tiles.into(),
                     tiles_at_once: facts.num_sms.into(),
                 },
-                rows("postprocess", sm90_bwd::postprocess(&spec, &tile), q_blocks + sinks),
             ]
             .into_iter()
+            .chain(postprocess)
             .chain(sums)
             .chain(repair)
             .chain(dbias.map(|(dbias, schedule)| {
@@ -210,11 +223,14 @@ impl BwdRecipe for Sm90Bwd {
     }
 
     fn launch(&self, steps: &[Step], call: &BwdCall<'_>) -> Result<()> {
-        let Some(Chosen { tile, mut schedule, dbias, repairs, workspace, head_sums }) = self.chosen else {
+        let Some(Chosen { tile, mut schedule, dbias, postprocesses, repairs, workspace, head_sums }) =
+            self.chosen
+        else {
             return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
         };
-        let (three, more) = steps.split_at(steps.len().min(3));
-        let [preprocess, main, postprocess] = exactly(three)?;
+        let (two, more) = steps.split_at(steps.len().min(2));
+        let [preprocess, main] = exactly(two)?;
+        let (postprocess, more) = more.split_at(usize::from(postprocesses).min(more.len()));
         let (sums, more) = more.split_at(usize::from(tile.head_parts).min(more.len()));
         let (repair, dbias_step) = more.split_at(usize::from(repairs).min(more.len()));
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
@@ -234,7 +250,8 @@ impl BwdRecipe for Sm90Bwd {
             unsafe { main.launch(&mut arguments, call.stream)? };
         }
         // Without queries dQ has no rows, and dK and dV are zeros; dSink is 0 then, but written.
-        if schedule.num_q_blocks > 0 || call.problem.write_dsink {
+        if postprocesses && (schedule.num_q_blocks > 0 || call.problem.write_dsink) {
+            let [postprocess] = exactly(postprocess)?;
             let mut arguments = [(&raw mut params).cast(), (&raw mut schedule).cast()];
             // SAFETY: as above.
             unsafe { postprocess.launch(&mut arguments, call.stream)? };

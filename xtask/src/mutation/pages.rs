@@ -400,6 +400,7 @@ const HOPPER_BACKWARD_KNOBS: &[&str] = &[
     "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile early_scores=1,early_dv=1,stages_q=3,edges_apart=0",
     "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile direct_dq=1",
     "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile first_stores=0",
+    "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile finishes_dq=0",
     "-b 1 --heads 2 -s 200 -d 192 --prec bf16 --mask t --tile early_scores=0",
     "-b 1 --heads 2 -s 200 -d 256 --prec bf16 --tile cluster=1,early_scores=0",
     "-b 1 --heads 2 -s 200 -d 64 --prec f16 --mask t",

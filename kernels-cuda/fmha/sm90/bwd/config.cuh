@@ -133,11 +133,19 @@ struct DropoutSmem<spec, tile, true> {
   DropoutParts<tile.block_m> dropout_parts[num_consumer_warps(tile)];
 };
 
+// The sums of a query block whose dQ is being finished, as `Smem::dq` has them.
+template <BwdSpec spec, Sm90BwdTile tile, bool = tile.finishes_dq>
+struct FinishSmem {};
+template <BwdSpec spec, Sm90BwdTile tile>
+struct FinishSmem<spec, tile, true> {
+  alignas(1024) float sums[Shape<spec, tile>::consumers][Shape<spec, tile>::dq_share];
+};
+
 // Tiles that are known at a time: the one at work, and its successor, which is loaded meanwhile.
 constexpr int kClaimSlots = 2;
 
 template <BwdSpec spec, Sm90BwdTile tile>
-struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile> {
+struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, FinishSmem<spec, tile> {
   using S = Shape<spec, tile>;
   typename S::KTile k;
   typename S::VTile v;
@@ -159,6 +167,7 @@ struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile> {
   Barrier other_ds_empty[tile.stages_ds];  // one arrival per consumer warp there: what this CTA sent has been used
   Barrier dq_full[S::consumers];         // one arrival per warp of the consumer: its share of dQ is there, or is being added
   Barrier dq_empty[S::consumers];        // the store role's arrival: the share has been read; or, of the first, its turn has come
+  Barrier sums_full;                     // the bytes of `sums`
   Barrier turn_come;                     // its announcer's arrival, where a thread stores dQ in turns
   Barrier turn_over;                     // the store role's: what its turn has added is there
   Barrier turn_counted;                  // its counter's: that has been heard

@@ -103,14 +103,16 @@ FMHA_DEVICE void load(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
     load_tile(blockIdx.x);
   } else {
     Slot<kClaimSlots> slot;
-    int32_t index = blockIdx.x;
+    // Where others wait for a head's tiles, none of them belongs to a CTA that may not run yet.
+    constexpr bool claims_all = tile.finishes_dq;
+    int32_t index = claims_all ? atomicAdd(p.claimed, 1) : int32_t(blockIdx.x);
     while (true) {
       ptx::mbarrier_wait_parity(smem.claim_empty[slot.index], slot.phase ^ 1);
       smem.claims[slot.index] = index;
       ptx::mbarrier_arrive_if(smem.claim_full[slot.index], true);
       if (index >= schedule.num_tiles) return;
       load_tile(index);
-      index = gridDim.x + atomicAdd(p.claimed, 1);
+      index = (claims_all ? 0 : gridDim.x) + atomicAdd(p.claimed, 1);
       slot.advance();
     }
   }

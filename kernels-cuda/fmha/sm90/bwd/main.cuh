@@ -2,10 +2,11 @@
 //
 // The design of FlashAttention-3's backward (Shah et al., 2024): a CTA keeps a key block's K and V and walks the query
 // blocks; dK and dV stay in registers, dQ leaves at each step as a sum in memory. Of the first warpgroup one thread loads
-// (load.cuh), one may store dQ (store_dq.cuh) and one or two may keep turns (keep_turns.cuh); the others consume
-// (consume.cuh). Before it preprocess.cuh, after it postprocess.cuh.
+// (load.cuh), one may store dQ (store_dq.cuh), one or two may keep turns (keep_turns.cuh), and a warp may finish dQ
+// (finish_dq.cuh); the others consume (consume.cuh). Before it preprocess.cuh, after it postprocess.cuh.
 #pragma once
 #include <fmha/sm90/bwd/consume.cuh>
+#include <fmha/sm90/bwd/finish_dq.cuh>
 #include <fmha/sm90/bwd/keep_turns.cuh>
 #include <fmha/sm90/bwd/load.cuh>
 #include <fmha/sm90/bwd/store_dq.cuh>
@@ -36,6 +37,7 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
       ptx::mbarrier_init(smem.other_ds_empty[i], warps);
     }
   }
+  ptx::mbarrier_init(smem.sums_full, 1);
   ptx::mbarrier_init(smem.turn_come, 1);
   ptx::mbarrier_init(smem.turn_over, 1);
   ptx::mbarrier_init(smem.turn_counted, 1);
@@ -75,12 +77,16 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
       } else if constexpr (tile.first_stores) {
         if (warp == 2 && first_lane) announce_blocks<spec, tile>(p, schedule, smem);
       }
+      if constexpr (tile.finishes_dq) {
+        if (warp == 3) Finisher<spec, tile>{p, schedule, smem}.run();
+      }
     } else if constexpr (takes_turns<spec>()) {
       if (warp == 1 && first_lane) keep_turns<spec, tile>(p, schedule, smem);
     }
   } else {
     ptx::setmaxnreg_inc<consume_regs(tile)>();
     consume<spec, tile>(p, schedule, smem);
+    if constexpr (tile.finishes_dq) Finisher<spec, tile>{p, schedule, smem}.run_from_memory();
   }
   // A CTA stays until the other one has sent and taken all.
   if constexpr (tile.cluster > 1) ptx::cluster_sync();

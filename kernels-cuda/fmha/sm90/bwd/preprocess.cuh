@@ -57,7 +57,13 @@ FMHA_DEVICE void preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule)
   wait_for_launch_before();
   const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, blockIdx.x);
   const SeqSpan& span = block.span;
-  if (tile.persistent && blockIdx.x == 0 && threadIdx.x == 0) *p.claimed = 0;
+  // Of key blocks and, where the main kernel finishes dQ, of query blocks.
+  if (tile.persistent && blockIdx.x == 0 && threadIdx.x < 2) p.claimed[threadIdx.x] = 0;
+  if constexpr (tile.finishes_dq) {
+    const int32_t head = blockIdx.x / schedule.num_q_blocks;
+    if (block.first == 0 && threadIdx.x == 0 && head % num_query_heads<tile>(p, schedule) == 0)
+      *done_key_blocks<spec, tile>(p, schedule, head) = 0;
+  }
   if (block.first >= span.seqlen_q) return;
 
   const int64_t stats = stats_offset(p, span, block.i_head, block.first);

@@ -213,10 +213,17 @@ struct QueryBlocks {
     if (current == start) ++i_head;
   }
 };
+template <Sm90BwdTile tile>
+FMHA_DEVICE int32_t num_query_heads(const BwdParams& p, const Sm90BwdSchedule& schedule) {
+  return tile.head_parts ? p.fwd.gqa_ratio / schedule.num_head_parts : p.fwd.gqa_ratio;
+}
+template <Sm90BwdTile tile>
+FMHA_DEVICE int32_t first_query_head(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work) {
+  return work.i_head_kv * p.fwd.gqa_ratio + work.i_part * num_query_heads<tile>(p, schedule);
+}
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work) {
-  const int32_t num_heads = tile.head_parts ? p.fwd.gqa_ratio / schedule.num_head_parts : p.fwd.gqa_ratio;
-  const int32_t first_head = work.i_head_kv * p.fwd.gqa_ratio + work.i_part * num_heads;
+  const int32_t num_heads = num_query_heads<tile>(p, schedule), first_head = first_query_head<tile>(p, schedule, work);
   const bool none = work.q_blocks.empty();
   int32_t start = work.q_blocks.begin;
   if constexpr (counts_blocks<spec, tile>() && spec.fwd.mask == MaskKind::Full) {
@@ -260,6 +267,19 @@ FMHA_DEVICE void wait_for_launch_before() {
 template <Sm90BwdTile tile>
 FMHA_DEVICE int32_t* suspect_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   return p.suspects + int64_t(schedule.num_tiles) * num_consumer_warps(tile);
+}
+
+FMHA_DEVICE int32_t num_q_blocks_of_all(const BwdParams& p, const Sm90BwdSchedule& schedule) {
+  return schedule.num_q_blocks * p.fwd.num_heads_q * p.fwd.batch;
+}
+
+// With `finishes_dq`: how many of the key blocks of a tile's query heads are done, for one of those heads, of all sequences
+// counted. Behind what is not finite.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE int32_t* done_key_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t head) {
+  int32_t* first = p.suspects;
+  if constexpr (repairs<spec>()) first = suspect_blocks<tile>(p, schedule) + num_q_blocks_of_all(p, schedule);
+  return first + head / num_query_heads<tile>(p, schedule);
 }
 
 // Dropout's factor 1 / (1 - p_drop) is in every term of dS but delta's, so dS is made without it, delta being divided, and the

@@ -1,0 +1,274 @@
+// dQ of a query block: the f32 sums of its key blocks, out of the order of the accumulators, scaled and rounded once. By a launch
+// after the main kernel, or in it, block by block, when all key blocks of a head have added theirs: the L2 has the sums of then,
+// and no launch has to read them from memory.
+#pragma once
+#include <fmha/num.h>
+#include <fmha/ptx/bulk.cuh>
+#include <fmha/ptx/flag.cuh>
+#include <fmha/ptx/shared.cuh>
+#include <fmha/sm90/bwd/epilogue.cuh>
+#include <fmha/sm90/bwd/preprocess.cuh>
+
+namespace fmha::sm90::bwd {
+
+// What a thread takes of a block's sums: 16 rows of an accumulator and the four threads' eight columns of it hold whole
+// pieces of 16 bytes of dQ. Of dQ these are eight dims of two queries eight apart; of its transpose 16 dims of two
+// neighbouring queries. Threads beside each other have the pieces of a query that lie beside each other.
+template <BwdSpec spec, Sm90BwdTile tile>
+struct Unit {
+  using S = Shape<spec, tile>;
+  static constexpr int fours = tile.transposed_dq ? 8 : 4;  // float4 of the sums
+  static constexpr int stride = tile.transposed_dq ? 4 : 1;  // from one to the next
+  static constexpr int pieces = fours / 4;  // 16-byte pieces of either query
+  static constexpr int count = S::dq_block / (4 * fours);
+  static constexpr int next_query = tile.transposed_dq ? 1 : 8;
+  int32_t first, query, dim;  // of the float4 in the block; of the elements
+
+  FMHA_DEVICE explicit Unit(int32_t i) {
+    constexpr int groups = S::dq_columns / 8, share_fours = S::dq_share / 4;
+    if constexpr (tile.transposed_dq) {
+      constexpr int row_blocks = S::dq_rows / 16;
+      const int32_t row_block = i % row_blocks, pair = i / row_blocks % 4, group = i / (4 * row_blocks);
+      first = row_block / 4 * share_fours + group * mma::kWarpgroup + row_block % 4 * 32 + pair;
+      query = 8 * group + 2 * pair;
+      dim = 16 * row_block;
+    } else {
+      const int32_t group = i % groups, row = i / groups % kSumRows, share = i / (groups * kSumRows);
+      first = share * share_fours + group * mma::kWarpgroup + row * 4;
+      query = row / 8 * 16 + row % 8 + (S::dq_by_columns ? 0 : share * mma::kRows);
+      dim = first_dim(share, group);
+    }
+  }
+  // Of a share's group of eight columns.
+  FMHA_DEVICE static int32_t first_dim(int32_t share, int32_t group) {
+    if constexpr (tile.score_parts > 1) {
+      const int32_t behind_whole = 8 * group - S::Chunks::whole;
+      return behind_whole < 0 ? S::Chunks::first_of_whole(share) + 8 * group
+                              : S::Chunks::first_of_half(share) + behind_whole;
+    } else {
+      return 8 * group + (S::dq_by_columns ? share * S::dq_columns : 0);
+    }
+  }
+  // Element `k` of piece `piece` of the query `q`, 0 or 1, of the sums that `load` has put in order.
+  FMHA_DEVICE static float elem(const float4 (&sums)[fours], int q, int piece, int k) {
+    const float4& four = tile.transposed_dq ? sums[k] : sums[k / 2];
+    const int i = tile.transposed_dq ? 2 * piece + q : 2 * q + k % 2;
+    return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+  }
+  static constexpr int kSumRows = mma::kRows / 2;  // rows eight apart are one thread's
+};
+
+// Whether key blocks have left sums of a query block. Of one behind its sequence there are none, and where comers are counted a
+// block that no key block has seen was never written.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE bool has_sums(const BwdParams& p, const QueryBlock& block) {
+  if (block.first >= block.span.seqlen_q) return false;
+  if constexpr (!counts_blocks<spec, tile>()) return true;
+  return ptx::ld_acquire_gpu(p.turns + stats_offset(p, block.span, block.i_head, block.first) / tile.block_m) != 0;
+}
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE const float* sums_of_block(const BwdParams& p, const QueryBlock& block) {
+  return p.dq_sums + stats_offset(p, block.span, block.i_head, block.first) * Shape<spec, tile>::dim;
+}
+template <BwdSpec spec>
+FMHA_DEVICE float dq_factor(const BwdParams& p) {
+  return p.fwd.softmax_scale * dropout_factor_of_ds<spec>(p.fwd);
+}
+
+// From the sums in memory, by `threads` threads; whether some of what this one wrote is not finite, where that matters.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE bool finish_from_memory(const BwdParams& p, const QueryBlock& block, int32_t thread, int32_t threads) {
+  using U = Unit<spec, tile>;
+  constexpr int dim = spec.fwd.head_dim_qk;
+  const SeqSpan& span = block.span;
+  bool suspect = false;
+  if (block.first >= span.seqlen_q) return suspect;
+  const float4* block_sums = reinterpret_cast<const float4*>(sums_of_block<spec, tile>(p, block));
+  const bool none = !has_sums<spec, tile>(p, block);
+  const float factor = dq_factor<spec>(p);
+  for (int32_t i = thread; i < U::count; i += threads) {
+    const U unit(i);
+    float4 sums[U::fours];
+#pragma unroll
+    for (int f = 0; f < U::fours; ++f)
+      sums[f] = none ? float4{0.f, 0.f, 0.f, 0.f} : block_sums[unit.first + f * U::stride];
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      const int32_t query = block.first + unit.query + q * U::next_query;
+      const int64_t row = row_offset(p.dq, span.storage_batch, int64_t(span.q_row) + query, block.i_head);
+#pragma unroll
+      for (int piece = 0; piece < U::pieces; ++piece) {
+        const int32_t column = unit.dim + 8 * piece;
+        if (query >= span.seqlen_q || column >= dim) continue;
+        float values[8], zero = 0.f;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) values[k] = U::elem(sums, q, piece, k) * factor;
+        if constexpr (repairs<spec>()) {
+#pragma unroll
+          for (int k = 0; k < 8; ++k) zero = fmaf(values[k], 0.f, zero);
+          suspect |= is_nan(zero);
+        }
+        store_eight<spec.dtype_grad, tile.vector_store>(p.dq.data, row + column, dim - column, values);
+      }
+    }
+  }
+  return suspect;
+}
+
+// A warp that claims query blocks, and waits for all key blocks of each. They are claimed in the order of heads, as key blocks
+// are, by CTAs that run: nobody waits for one that does not.
+template <BwdSpec spec, Sm90BwdTile tile>
+struct Finisher {
+  using S = Shape<spec, tile>;
+  const BwdParams& p;
+  const Sm90BwdSchedule& schedule;
+  Smem<spec, tile>& smem;
+  const bool first_lane = threadIdx.x % 32 == 0;
+
+  // Calls `finish` with block after block, of whether its sums are there; it says whether this lane has written something that
+  // is not finite.
+  template <class Finish>
+  FMHA_DEVICE void for_each_block(Finish finish) const {
+    const int32_t num_blocks = num_q_blocks_of_all(p, schedule);
+    while (true) {
+      const int32_t index = ptx::uniform(first_lane ? atomicAdd(p.claimed + 1, 1) : 0);
+      if (index >= num_blocks) return;
+      if (first_lane) {
+        const int32_t* done = done_key_blocks<spec, tile>(p, schedule, index / schedule.num_q_blocks);
+        while (ptx::ld_acquire_gpu(done) < schedule.num_key_blocks) {
+        }
+      }
+      __syncwarp();
+      const bool suspect = __any_sync(ptx::kAllLanes, finish(resolve_query_block<spec, tile>(p, schedule, index)));
+      if constexpr (repairs<spec>()) ptx::st_global_b32_if(suspect_blocks<tile>(p, schedule) + index, suspect, first_lane);
+      __syncwarp();
+    }
+  }
+
+  // The role beside the consumers. It has few registers: sums come by way of shared memory, and a lane works at eight dims of two
+  // queries at a time.
+  FMHA_DEVICE void run() const {
+    uint32_t phase = 0;
+    for_each_block([&](const QueryBlock& block) {
+      const bool there = has_sums<spec, tile>(p, block);
+      if (there && first_lane) {
+        ptx::fence_proxy_async_global();
+        constexpr uint32_t bytes = S::dq_block * sizeof(float);
+        ptx::mbarrier_arrive_expect_tx(smem.sums_full, bytes);
+        ptx::cp_async_bulk(ptx::shared_address(smem.sums), sums_of_block<spec, tile>(p, block), bytes, smem.sums_full);
+      }
+      if (there) {
+        ptx::mbarrier_wait_parity(smem.sums_full, phase);
+        phase ^= 1;
+      }
+      float zero = 0.f;
+      store(block, there, zero);
+      return is_nan(zero);
+    });
+  }
+  // What is left when no key block is, by a warp of consumers: else the launch would end with one warp a multiprocessor.
+  FMHA_DEVICE void run_from_memory() const {
+    for_each_block([&](const QueryBlock& block) { return finish_from_memory<spec, tile>(p, block, threadIdx.x % 32, 32); });
+  }
+
+  // What a lane has of 32 rows of a share's accumulators: of dQ^T eight dims of two neighbouring queries, whose sums lie side by
+  // side; of dQ those of two queries eight apart.
+  static constexpr int next_query = tile.transposed_dq ? 1 : 8;
+  static constexpr int steps = tile.transposed_dq ? tile.block_m / 8 : S::dq_columns / 16, warp_floats = S::dq_share / steps;
+  FMHA_DEVICE void store(const QueryBlock& block, bool there, float& zero) const {
+    const int32_t lane = threadIdx.x % 32;
+    int32_t query, dim;
+    uint32_t from = ptx::shared_address(smem.sums);
+    if constexpr (tile.transposed_dq) {
+      const int32_t pair = lane % 4, piece = lane / 4 % 2, row_block = lane / 8;
+      query = 2 * pair;
+      dim = 16 * row_block + 8 * piece;
+      from += (row_block * 32 + pair) * 16 + piece * 8;
+    } else {
+      const int32_t odd = lane % 2, row = lane / 2;
+      query = row / 8 * 16 + row % 8;
+      dim = 8 * odd;
+      from += (odd * mma::kWarpgroup + row * 4) * 16;
+    }
+    query += block.first;
+    // A share is 64 dims of all queries, or all dims of 64 queries; a step eight queries, or 16 dims, of half of a share's rows.
+    const int64_t row = row_offset(p.dq, block.span.storage_batch, int64_t(block.span.q_row) + query, block.i_head);
+    int64_t at = row + dim;
+    if constexpr (tile.transposed_dq) {
+#pragma unroll 1
+      for (int step = 0; step < steps; ++step, query += 8, at += 8 * p.dq.row, from += warp_floats * 4) {
+#pragma unroll
+        for (int share = 0; share < S::consumers; ++share)
+          store_two(block, there, from + share * S::dq_share * 4, query, dim + share * mma::kRows, at + share * mma::kRows, zero);
+      }
+    } else {
+#pragma unroll 1
+      for (int half = 0; half < 2 * S::consumers; ++half, query += 32, at += 32 * p.dq.row) {
+        // The second half of a share's rows, then the next share.
+        const uint32_t rows = from + half / 2 * S::dq_share * 4 + half % 2 * 16 * 4 * 16;
+#pragma unroll
+        for (int step = 0; step < steps; ++step)
+          store_two(block, there, rows + step * warp_floats * 4, query, dim + step * 16, at + step * 16, zero);
+      }
+    }
+  }
+  FMHA_DEVICE void store_two(const QueryBlock& block, bool there, uint32_t from, int32_t query, int32_t dim, int64_t at,
+                             float& zero) const {
+    if (query >= block.span.seqlen_q || dim >= spec.fwd.head_dim_qk) return;
+    const bool both = query + next_query < block.span.seqlen_q;
+    const float factor = dq_factor<spec>(p);
+    const int64_t next = at + next_query * p.dq.row;
+    if constexpr (tile.vector_store && spec.dtype_grad != DType::F32) {
+      uint32_t words[2][4] = {};
+      if (there) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          float values[2][2];
+          load(values, from, w);
+#pragma unroll
+          for (int q = 0; q < 2; ++q) {
+            words[q][w] = ptx::cvt_rn_x2<spec.dtype_grad>(values[q][0] * factor, values[q][1] * factor);
+            if constexpr (repairs<spec>()) zero = fmaf(values[q][1], 0.f, fmaf(values[q][0], 0.f, zero));
+          }
+        }
+      }
+      uint16_t* data = static_cast<uint16_t*>(p.dq.data);
+      *reinterpret_cast<uint4*>(data + at) = {words[0][0], words[0][1], words[0][2], words[0][3]};
+      if (both) *reinterpret_cast<uint4*>(data + next) = {words[1][0], words[1][1], words[1][2], words[1][3]};
+    } else {
+#pragma unroll 1
+      for (int w = 0; w < 4; ++w) {
+        float values[2][2] = {};
+        if (there) load(values, from, w);
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            if constexpr (repairs<spec>()) zero = fmaf(values[q][k], 0.f, zero);
+            if ((q == 0 || both) && dim + 2 * w + k < spec.fwd.head_dim_qk)
+              store_elem<spec.dtype_grad>(p.dq.data, (q == 0 ? at : next) + 2 * w + k, values[q][k] * factor);
+          }
+        }
+      }
+    }
+  }
+  // Dims 2 w and 2 w + 1 of either query.
+  FMHA_DEVICE static void load(float (&values)[2][2], uint32_t from, int w) {
+    if constexpr (tile.transposed_dq) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        float both[2];
+        ptx::ld_shared_v2_f32(both, from + (2 * w + k) * 64);
+        values[0][k] = both[0];
+        values[1][k] = both[1];
+      }
+    } else {
+      uint32_t four[4];
+      ptx::ld_shared_v4_b32(four, from + w * 16);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) values[k / 2][k % 2] = __uint_as_float(four[k]);
+    }
+  }
+};
+
+}  // namespace fmha::sm90::bwd
