@@ -270,9 +270,7 @@ impl Sm90BwdTile {
         if self.first_stores && (self.direct_dq || spec.deterministic) {
             return Err("first_stores true: not with direct_dq, nor deterministic".to_owned());
         }
-        if self.finishes_dq
-            && (self.direct_dq || spec.deterministic || !self.persistent || self.score_parts > 1)
-        {
+        if self.finishes_dq && !self.may_finish_dq(spec) {
             return Err(
                 "finishes_dq true: not with direct_dq, score_parts, deterministic, nor without persistent"
                     .to_owned(),
@@ -368,17 +366,25 @@ impl Sm90BwdTile {
         Ok(())
     }
 
-    /// Has a launch of its own finish dQ, where shared memory has no room for it.
+    /// Whether the main kernel may finish dQ, but for room in shared memory.
+    const fn may_finish_dq(&self, spec: &BwdSpec) -> bool {
+        self.persistent && !self.direct_dq && !spec.deterministic && self.score_parts == 1
+    }
+
+    /// Has a launch of its own finish dQ where the main kernel may not, or shared memory has no room for it.
     pub fn settle_finish(&mut self, spec: &BwdSpec) {
-        self.finishes_dq &= self.smem_bytes(spec) <= MAX_SMEM_BYTES;
+        self.finishes_dq &= self.may_finish_dq(spec) && self.smem_bytes(spec) <= MAX_SMEM_BYTES;
     }
 
     /// Consumer warps of all tiles and query blocks of all heads, each of which says whether its dK and dV, or its dQ, are
     /// finite; 0 where nobody asks.
     #[must_use]
     pub fn num_suspects(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule, q_blocks: u32) -> u64 {
-        let of_tiles = 4 * u64::from((self.num_consumers() * schedule.num_tiles).unsigned_abs());
-        if repairs(spec) { of_tiles + u64::from(q_blocks) } else { 0 }
+        if repairs(spec) {
+            4 * u64::from((self.num_consumers() * schedule.num_tiles).unsigned_abs()) + u64::from(q_blocks)
+        } else {
+            0
+        }
     }
 
     /// Whether tiles are to share a kv head's query heads: where without it there are fewer tiles than two to a
@@ -650,7 +656,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
             4
         },
         first_stores: !(split_dims || spec.deterministic),
-        finishes_dq: !(split_dims || in_parts || spec.deterministic),
+        finishes_dq: true,
         head_parts: false,
         // Key blocks that take turns are launched in their order, or claimed in it: D 128 causal 508 of 494, D 64 488 of 484 but
         // at S 2048 355 of 376.
@@ -664,7 +670,6 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
     if !split_dims && !in_parts && wants_registers {
         tile.take_registers();
         tile.persistent &= !(dim == 64 && full);
-        tile.finishes_dq &= tile.persistent;
     }
     tile.settle_finish(spec);
     tile

@@ -71,11 +71,9 @@ impl BwdRecipe for Sm90Bwd {
             // Tiles are claimed from where the kernel before the main one has put a 0.
             tile.persistent &= problem.fwd().dims.seqlen_q > 0;
             // Where it was asked for, `check` refuses it.
-            let is_given = fields.iter().any(|(key, _)| *key == "first_stores");
-            tile.first_stores &= is_given || !tile.direct_dq;
-            let is_given = fields.iter().any(|(key, _)| *key == "finishes_dq");
-            tile.finishes_dq &= is_given || (tile.persistent && !tile.direct_dq);
-            if !is_given {
+            let is_given = |field: &str| fields.iter().any(|(key, _)| *key == field);
+            tile.first_stores &= is_given("first_stores") || !tile.direct_dq;
+            if !is_given("finishes_dq") {
                 tile.settle_finish(&spec);
             }
             // Without keys there are no tiles, and nobody to finish it.
