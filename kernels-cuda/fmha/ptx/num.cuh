@@ -77,12 +77,12 @@ FMHA_DEVICE void add_if_ge(float& x, float y, uint32_t a, uint32_t b) {
   asm("{ .reg .pred p; setp.ge.u32 p, %1, %2; @p add.rn.f32 %0, %0, %3; }" : "+f"(x) : "r"(a), "r"(b), "f"(y));
 }
 
-// needs: sm_50. Adds `a * b` to `x` where `word` has any bit of `mask`.
-// PTX ISA: and, setp, fma.
-FMHA_DEVICE void fma_if_any(float& x, float a, float b, uint32_t word, uint32_t mask) {
-  asm("{ .reg .pred p; .reg .b32 t; and.b32 t, %3, %4; setp.ne.u32 p, t, 0; @p fma.rn.f32 %0, %1, %2, %0; }"
-      : "+f"(x)
-      : "f"(a), "f"(b), "r"(word), "r"(mask));
+// needs: sm_50. `word` rotated to the left.
+// PTX ISA: shf.
+FMHA_DEVICE uint32_t rotate_left(uint32_t word, uint32_t bits) {
+  uint32_t rotated;
+  asm("shf.l.wrap.b32 %0, %1, %1, %2;" : "=r"(rotated) : "r"(word), "r"(bits));
+  return rotated;
 }
 
 // needs: sm_90. Two numbers to nearest even, packed; `low` in the low half.

@@ -175,8 +175,11 @@ struct Consumer {
   // P after dropout; 1 / (1 - p_drop) multiplies dV when it is stored.
   FMHA_DEVICE Operand operand_of_dv(const Scores& s, const Kept& kept) const {
     Operand probs;
-    probs.template from<dtype>(s, 0);
-    if constexpr (spec.fwd.dropout) kept.drop(probs);
+    if constexpr (spec.fwd.dropout) {
+      probs.template from<dtype>(kept.kept_of(s), 0);
+    } else {
+      probs.template from<dtype>(s, 0);
+    }
     return probs;
   }
 

@@ -125,8 +125,8 @@ struct Finisher {
   Smem<spec, tile>& smem;
   const bool first_lane = threadIdx.x % 32 == 0;
 
-  // Calls `finish` with block after block, of whether its sums are there; it says whether this lane has written something that
-  // is not finite.
+  // Calls `finish` with block after block when all key blocks of its head are done; it says whether this lane has written
+  // something that is not finite.
   template <class Finish>
   FMHA_DEVICE void for_each_block(Finish finish) const {
     const int32_t num_blocks = num_q_blocks_of_all(p, schedule);

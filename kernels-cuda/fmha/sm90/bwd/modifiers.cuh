@@ -19,32 +19,29 @@ namespace fmha::sm90::bwd {
 // group in two rows each: four calls, one a lane, whose bits they exchange. A lane's calls have four keys in common, and so
 // what the generator's first rounds leave of those.
 //
-// Of an 8-column group a byte has the bit of each element, first those of the first row: the highest bit that of the first
-// group, and so on down. So a byte's sign, replicated, is the mask of a 16-bit element.
+// The bits lie in the order of the elements, so that ptxas can test them without shifts.
 template <int n>
 struct KeptBits {
   static constexpr int num_groups = n / 8, groups_a_word = 8, num_words = ceil_div(num_groups, groups_a_word);
   uint32_t words[num_words];
 
-  FMHA_DEVICE static constexpr uint32_t bit_of(int e) { return 1u << (8 * (e % 4) + 7 - e / 4 % groups_a_word); }
+  FMHA_DEVICE static constexpr uint32_t bit_of(int e) { return 1u << e % 32; }
+  FMHA_DEVICE bool has(int e) const { return words[e / 32] & bit_of(e); }
 
-  // sum += a * b if element e is kept.
-  FMHA_DEVICE void add_if_kept(float& sum, int e, float a, float b) const { ptx::fma_if_any(sum, a, b, words[e / 32], bit_of(e)); }
-  // P of 16 bits without what is dropped.
-  FMHA_DEVICE void drop(mma::RegisterTile<uint16_t, n>& probs) const {
+  // P without what is dropped.
+  FMHA_DEVICE mma::Accumulator<n> kept_of(const mma::Accumulator<n>& probs) const {
+    mma::Accumulator<n> kept;
 #pragma unroll
-    for (int pair = 0; pair < n / 4; ++pair) {
-      const uint32_t signs = words[pair / 16] << pair % 16 / 2;
-      probs.elems[pair / 4][pair % 4] &= ptx::prmt(signs, signs, pair % 2 == 0 ? 0x9988 : 0xbbaa);
-    }
+    for (int e = 0; e < probs.num_elems; ++e) kept[e] = has(e) ? probs[e] : 0.f;
+    return kept;
   }
 
   // Part `part` of `parts`, one after the other: they are whole when the last has been asked for. `first_key`: of the
   // warpgroup's rows; `first_query`: of the columns.
   template <int part, int parts>
   FMHA_DEVICE void decide(const FwdParams& p, int32_t batch_head, int32_t first_key, int32_t first_query) {
-    constexpr int begin = num_groups * part / parts, end = num_groups * (part + 1) / parts, calls = 4;
-    static_assert(begin % calls == 0 && end % calls == 0, "calls are made several at a time");
+    constexpr int begin = num_groups * part / parts, end = num_groups * (part + 1) / parts;
+    static_assert(begin % kCalls == 0 && end % kCalls == 0, "calls are made several at a time");
     // Of the four lanes whose keys one call decides, this lane's number is its key and the call that it makes: for the
     // query of bit 0 and the row of bit 1.
     const int32_t own = threadIdx.x / 4 % 4;
@@ -75,18 +72,20 @@ struct KeptBits {
   }
 
  private:
+  // Calls made beside each other.
+  static constexpr int kCalls = 2;
+
   template <int begin, int end, class RowOf>
   FMHA_DEVICE void call(const FwdParams& p, const Array<uint32_t, 4>& of_quad, RowOf row_of) {
-    constexpr int calls = 4;
 #pragma unroll
-    for (int g = begin; g < end; g += calls) {
-      Array<uint32_t, 4> decided[calls];
+    for (int g = begin; g < end; g += kCalls) {
+      Array<uint32_t, 4> decided[kCalls];
 #pragma unroll
-      for (int c = 0; c < calls; ++c) decided[c] = dropout_counter(of_quad, row_of(g + c));
+      for (int c = 0; c < kCalls; ++c) decided[c] = dropout_counter(of_quad, row_of(g + c));
       philox_rounds<3>(decided, p.dropout_key_low, p.dropout_key_high);
       uint32_t called = 0;
 #pragma unroll
-      for (int c = 0; c < calls; ++c) {
+      for (int c = 0; c < kCalls; ++c) {
 #pragma unroll
         for (int key = 0; key < 4; ++key) {
           if (decided[c][key] < p.dropout_threshold) called |= bit_of(4 * (g + c) + key);
@@ -97,20 +96,18 @@ struct KeptBits {
     }
   }
 
-  // The bits of the calls that four lanes made, to whom they belong: the lane that calls for an element has its byte of all
-  // four keys, and gives each lane its key's.
+  // The bits of the calls that four lanes made, to whom they belong: the lane that calls for an element has those of four
+  // keys, and gives each lane its key's. A matrix of four lanes by four bits is transposed, all groups' at once.
   FMHA_DEVICE void exchange(int32_t own) {
 #pragma unroll
-    for (int w = 0; w < num_words; ++w) {
-      uint32_t kept = 0;
+    for (int bit = 1; bit < 4; bit *= 2) {
+      const uint32_t low = bit == 1 ? 0x55555555u : 0x33333333u, stays = own & bit ? ~low : low;
+      const uint32_t rotation = own & bit ? 32 - bit : bit;
 #pragma unroll
-      for (int away = 0; away < 4; ++away) {
-        const uint32_t bits = away == 0 ? words[w] : ptx::shfl_xor(words[w], 4 * away);
-        // Byte `own` of it to byte `own ^ away`.
-        const int32_t to = 4 * (own ^ away);
-        kept = ptx::prmt(kept, bits, (0x3210 & ~(15 << to)) | (4 + own) << to);
+      for (int w = 0; w < num_words; ++w) {
+        const uint32_t other = ptx::rotate_left(ptx::shfl_xor(words[w], 4 * bit), rotation);
+        words[w] = (words[w] & stays) | (other & ~stays);
       }
-      words[w] = kept;
     }
   }
 };

@@ -122,7 +122,7 @@ struct Pairs {
         if constexpr (spec.fwd.dropout) {
           const float of_dp = dp[e + k] * factor;
           dp[e + k] = -probs[e + k] * pair[k & 1];
-          kept.add_if_kept(dp[e + k], e + k, probs[e + k], of_dp);
+          if (kept.has(e + k)) dp[e + k] = fmaf(probs[e + k], of_dp, dp[e + k]);
         } else {
           dp[e + k] = probs[e + k] * (dp[e + k] - pair[k & 1]);
         }

@@ -52,7 +52,7 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void repair(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   wait_for_launch_before();
   const int32_t index = blockIdx.x * (kRepairThreads / 32) + threadIdx.x / 32;
-  const int32_t num_q_blocks = schedule.num_q_blocks * p.fwd.num_heads_q * p.fwd.batch;
+  const int32_t num_q_blocks = num_q_blocks_of_all(p, schedule);
   if (index < num_q_blocks) {
     repair_queries<spec, tile>(p, schedule, index);
   } else if (index < num_q_blocks + schedule.num_tiles) {
