@@ -172,6 +172,7 @@ fn facts_of(problem: FwdProblem, totals: Totals) -> MapFacts {
         k: [64, 128, 1, 1],
         v: [64, 112, 1, 1],
         bias: matches!(problem.bias, Bias::Elementwise(_)).then_some([64, 64, 1, 1]),
+        prepared_v: None,
     };
     let args = HOME.forward(totals);
     MapFacts::of(&Call { problem: &problem, args: &args, stream: 0 }, &boxes)
@@ -248,7 +249,7 @@ fn a_bias_has_a_map_where_its_tile_brings_it() {
     let mut own = fmha_kernels_cuda::sm90::choose_tile(&problem);
     for (stages, boxed) in [(0, false), (1, true), (2, true)] {
         own.bias_stages = stages;
-        assert_eq!(sm90::boxes(&problem, &own).bias.is_some(), boxed, "{stages} stages");
+        assert_eq!(sm90::boxes(&problem, &own, None).bias.is_some(), boxed, "{stages} stages");
     }
 }
 

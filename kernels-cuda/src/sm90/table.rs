@@ -3,7 +3,7 @@
 use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
 use fmha_core::{DType, FwdProblem, MaskKind, VLayout};
 
-use super::{Sm90Tile, TileOrder, copy_bytes, elem_bytes, odd_bias_stride, padded_dim};
+use super::{PrepareV, Sm90Tile, TileOrder, copy_bytes, elem_bytes, odd_bias_stride, padded_dim};
 
 /// The tile for a problem that the kernel [`accepts`].
 #[must_use]
@@ -236,6 +236,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         f16_scores: false,
         f16_output: false,
         f16_values: false,
+        prepare_v: PrepareV::InTile,
         flush: false,
         output_columns: 0,
         output_first: false,
