@@ -389,8 +389,9 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     let beside = tile.prepare_v == PrepareV::Beside;
     let smem_assert = format!(
         "static_assert(sizeof(sm90::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
-         sm90::fwd<kSpec, kTile>(p, maps, schedule{});",
+         {}sm90::fwd<kSpec, kTile>(p, maps, schedule{});",
         tile.smem_bytes(spec),
+        if beside { values::assert_units(spec, tile) } else { String::new() },
         if beside { ", values" } else { "" },
     );
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];

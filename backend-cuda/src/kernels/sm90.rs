@@ -120,7 +120,7 @@ impl FwdRecipe for Sm90 {
         let (values, workspace) = match tile.prepare_v {
             PrepareV::InTile => (None, Workspace::zeroed(counter_bytes)),
             PrepareV::Before | PrepareV::Beside => {
-                let values = PreparedValues::new(problem, &tile, &schedule).map_err(refuse)?;
+                let values = PreparedValues::new(problem, &tile, &schedule, facts.num_sms).map_err(refuse)?;
                 let (values, workspace) = ValuesPlan::new(values, &tile, &spec, counter_bytes);
                 (Some(values), workspace)
             }

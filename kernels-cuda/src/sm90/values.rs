@@ -5,7 +5,7 @@ use fmha_core::source::{Entry, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
 use fmha_core::{FwdProblem, abi_enum, abi_struct};
 
-use super::{Sm90Tile, elem_bytes, rendered};
+use super::{Sm90Tile, elem_bytes, padded_dim, rendered};
 use crate::schedule::TileSchedule;
 
 /// The launch's name in plans.
@@ -51,24 +51,35 @@ impl PreparedValues {
     ///
     /// # Errors
     /// 2^30 units of work or more, with the fields that make them.
-    pub fn new(problem: &FwdProblem, tile: &Sm90Tile, schedule: &TileSchedule) -> Result<Self, String> {
+    pub fn new(
+        problem: &FwdProblem,
+        tile: &Sm90Tile,
+        schedule: &TileSchedule,
+        num_sms: u32,
+    ) -> Result<Self, String> {
+        let spec = FwdSpec::of(problem);
         let dims = problem.dims;
         let num_blocks = i64::from(dims.seqlen_k).div_euclid(tile.block_n.into())
             + i64::from(!dims.seqlen_k.is_multiple_of(tile.block_n.unsigned_abs()));
         let num_heads = i64::from(dims.batch) * i64::from(dims.num_heads_kv);
-        let num_units = num_heads.saturating_mul(num_blocks * units_per_block(tile));
+        let num_units = num_heads.saturating_mul(num_blocks * units_per_block(&spec, tile));
         if num_units >= 1 << 30 {
             return Err(format!(
                 "tile block_n={}: {num_heads} kv heads of {} keys are {num_units} units of V, not below 2^30",
                 tile.block_n, dims.seqlen_k
             ));
         }
-        // Those of an L2 head group, whose tiles run together; a launch takes all heads of a row, which lie side by side.
-        let of_group = i64::from(schedule.heads_per_l2_group) * i64::from(dims.num_heads_kv)
-            / (i64::from(schedule.num_heads) / i64::from(dims.batch).max(1)).max(1);
+        // Beside the tiles those of an L2 head group, whose tiles run together, or of the first tiles of all CTAs, which all
+        // wait for their first blocks. A launch takes all heads of a row, which lie side by side.
         let heads_per_group = match tile.prepare_v {
-            PrepareV::Beside => of_group.clamp(1, num_heads.max(1)),
-            _ => i64::from(dims.num_heads_kv),
+            PrepareV::Beside => {
+                let first_heads =
+                    tile.grid(schedule, num_sms).div_ceil((tile.cluster * schedule.num_m_blocks.max(1)).unsigned_abs());
+                let of_schedule = i64::from(first_heads).max(schedule.heads_per_l2_group.into());
+                let num_of_schedule = i64::from(schedule.num_heads.max(1));
+                ((of_schedule * num_heads + num_of_schedule - 1) / num_of_schedule).clamp(1, num_heads.max(1))
+            }
+            PrepareV::InTile | PrepareV::Before => i64::from(dims.num_heads_kv),
         };
         Ok(Self {
             blocks: DevPtr::NULL,
@@ -104,8 +115,19 @@ impl PreparedValues {
 }
 
 /// As the device's function of that name.
-fn units_per_block(tile: &Sm90Tile) -> i64 {
-    i64::from(if tile.block_n % 32 == 0 { tile.block_n / 32 } else { tile.block_n / 16 })
+fn units_per_block(spec: &FwdSpec, tile: &Sm90Tile) -> i64 {
+    let dim = padded_dim(spec.head_dim_v);
+    let keys = if (!tile.f16_values || dim <= 64) && tile.block_n % 32 == 0 { 32 } else { 16 };
+    let parts = if tile.f16_values { 1 } else { (dim + 63) / 64 };
+    i64::from(tile.block_n / keys * parts)
+}
+
+/// An entry's assertion that the device agrees.
+pub(super) fn assert_units(spec: &FwdSpec, tile: &Sm90Tile) -> String {
+    format!(
+        "static_assert(sm90::units_per_block(kSpec, kTile) == {}, \"units of V: host and device disagree\"); ",
+        units_per_block(spec, tile)
+    )
 }
 
 /// The launch before the kernel: arguments `FwdParams`, [`PreparedValues`].
@@ -119,7 +141,8 @@ pub fn prepare_values(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
         params: "const __grid_constant__ FwdParams p, const __grid_constant__ PreparedValues values",
         call: &format!(
             "static_assert(sm90::kPrepareThreads == {PREPARE_THREADS}, \"host and device disagree\"); \
-             sm90::prepare_values<kSpec, kTile>(p, values);"
+             {}sm90::prepare_values<kSpec, kTile>(p, values);",
+            assert_units(spec, tile)
         ),
     };
     crate::source(entry.render(), rendered(spec, tile))
