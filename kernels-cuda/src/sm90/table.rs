@@ -3,7 +3,9 @@
 use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
 use fmha_core::{DType, FwdProblem, MaskKind, VLayout};
 
-use super::{PrepareV, Sm90Tile, TileOrder, copy_bytes, elem_bytes, odd_bias_stride, padded_dim};
+use super::{
+    MAX_SMEM_BYTES, PrepareV, Sm90Tile, TileOrder, copy_bytes, elem_bytes, odd_bias_stride, padded_dim,
+};
 
 /// The tile for a problem that the kernel [`accepts`].
 #[must_use]
@@ -35,6 +37,8 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     match (widest(&spec), spec.mask) {
         (128, _) if tile.block_m == 192 && wasted_by_192_rows(seqlen_q) && takes_128_rows => {
             (tile.block_m, tile.block_n, tile.wait_anchor) = (128, 128, 32);
+            // Four of FP8 beside smaller blocks; of these they have no room.
+            tile.stages = tile.stages.min(3);
         }
         (128, MaskKind::Full) if !modifies(&spec) && !tile.f16_values && dims.seqlen_k < 4096 => {
             (tile.block_n, tile.wait_anchor) = (128, 32);
@@ -67,6 +71,7 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     if tile.copy_bytes == 0 {
         share_loads(problem, &spec, &mut tile);
     }
+    prepare_values_once(problem, &spec, &mut tile);
 
     let strides = problem.o;
     let shape = problem.shape_o();
@@ -99,6 +104,37 @@ fn take_short_rows(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
         }
         (_, MaskKind::Full) => tile.skip_row_max = false,
         _ => {}
+    }
+}
+
+/// Query rows of a kv head from which on its V is prepared once, beside the tiles: so many tiles would each do so again.
+pub const PREPARE_ONCE_ROWS: u64 = 1024;
+
+/// Bytes of workspace that V may take.
+pub const PREPARED_BYTES: u64 = 1 << 30;
+
+/// A row-major V of FP8 that many tiles read is prepared once, by spare warps of CTAs that are at work on other heads: the
+/// products wait for no value role, and shared memory has no second ring of V, which another stage takes. The bits of O are
+/// those of the same blocks of keys prepared in each tile.
+fn prepare_values_once(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
+    let dims = problem.dims;
+    let rows = u64::from(dims.seqlen_q) * u64::from(problem.gqa_ratio());
+    let of_v = spec.dtype_v.is_fp8() && spec.v_layout == VLayout::RowMajor;
+    if !of_v || modifies(spec) || rows < PREPARE_ONCE_ROWS {
+        return;
+    }
+    let mut once = Sm90Tile { prepare_v: PrepareV::Beside, stages: 3, ..*tile };
+    if widest(spec) == 128 && once.f16_values && once.block_m > 64 && !once.pack_gqa {
+        (once.block_m, once.block_n, once.wait_anchor) = (128, 128, 32);
+    }
+    let elems = [dims.batch, dims.num_heads_kv, dims.seqlen_k.next_multiple_of(once.block_n.unsigned_abs())]
+        .into_iter()
+        .fold(u64::from(padded_dim(spec.head_dim_v).unsigned_abs()), |elems, extent| {
+            elems.saturating_mul(extent.into())
+        });
+    let bytes = elems.saturating_mul(once.prepared_type(spec).size_bytes());
+    if bytes <= PREPARED_BYTES && once.smem_bytes(spec) <= MAX_SMEM_BYTES {
+        *tile = once;
     }
 }
 

@@ -73,8 +73,9 @@ impl PreparedValues {
         // wait for their first blocks. A launch takes all heads of a row, which lie side by side.
         let heads_per_group = match tile.prepare_v {
             PrepareV::Beside => {
-                let first_heads =
-                    tile.grid(schedule, num_sms).div_ceil((tile.cluster * schedule.num_m_blocks.max(1)).unsigned_abs());
+                let first_heads = tile
+                    .grid(schedule, num_sms)
+                    .div_ceil((tile.cluster * schedule.num_m_blocks.max(1)).unsigned_abs());
                 let of_schedule = i64::from(first_heads).max(schedule.heads_per_l2_group.into());
                 let num_of_schedule = i64::from(schedule.num_heads.max(1));
                 ((of_schedule * num_heads + num_of_schedule - 1) / num_of_schedule).clamp(1, num_heads.max(1))
