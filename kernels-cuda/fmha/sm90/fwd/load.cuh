@@ -231,8 +231,8 @@ FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const TileSchedule& 
     loader.run();
   } else if (threadIdx.x == 32) {
     schedule_tiles<spec, tile>(p, schedule, smem);
-  } else if constexpr (tile.prepare_v == PrepareV::Beside) {
-    if (threadIdx.x / 32 >= 4 - kValueWarps) prepare_beside<spec, tile>(p, values);
+  } else if (tile.prepare_v == PrepareV::Beside && threadIdx.x / 32 >= 4 - kValueWarps) {
+    if constexpr (tile.prepare_v == PrepareV::Beside) prepare_beside<spec, tile>(p, values);
   } else if constexpr (prepares_v(spec, tile)) {
     if (threadIdx.x / 32 >= 4 - kValueWarps) {
       ValueRole<spec, tile> values{smem};
