@@ -15,7 +15,7 @@ mod table;
 mod values;
 
 use table::adds_wide_elements;
-pub use table::{PREPARE_ONCE_ROWS, PREPARED_BYTES, choose_tile, default_tile};
+pub use table::{PREPARE_BEFORE_ROWS, PREPARE_BESIDE_ROWS, PREPARED_BYTES, choose_tile, default_tile};
 pub use values::{PREPARE_NAME, PREPARE_THREADS, PrepareV, PreparedValues, prepare_values};
 
 /// The kernel's name in plans and refusals.

@@ -144,16 +144,22 @@ fn of_fp8(seqlens: (u32, u32), ratio: u32, batch: u32) -> FwdProblem {
 /// Query rows of a kv head, of all its query heads, decide; and how much workspace V would take.
 #[test]
 fn a_v_of_fp8_is_prepared_once_where_many_tiles_read_it() {
-    let rows = u32::try_from(sm90::PREPARE_ONCE_ROWS).unwrap();
-    for (what, problem, once) in [
-        ("as many rows as it takes", of_fp8((rows, 300), 1, 2), true),
-        ("one row fewer", of_fp8((rows - 1, 300), 1, 2), false),
-        ("the rows of four heads", of_fp8((rows / 4, 300), 4, 2), true),
-        ("V in 16 bits", FwdProblem { dtype_v: DType::F16, ..of_fp8((rows, 300), 1, 2) }, false),
-        ("modified scores", FwdProblem { softcap: Some(3.0), ..of_fp8((rows, 300), 1, 2) }, false),
+    let beside = u32::try_from(sm90::PREPARE_BESIDE_ROWS).unwrap();
+    let before = u32::try_from(sm90::PREPARE_BEFORE_ROWS).unwrap();
+    let masked = |mask: &str, problem: FwdProblem| FwdProblem { mask: mask.parse().unwrap(), ..problem };
+    let many = || of_fp8((before, 300), 1, 2);
+    for (what, problem, expected) in [
+        ("as many rows as it takes", of_fp8((beside, 300), 1, 2), PrepareV::Beside),
+        ("one row fewer", of_fp8((beside - 1, 300), 1, 2), PrepareV::InTile),
+        ("the rows of four heads", of_fp8((beside / 4, 300), 4, 2), PrepareV::Beside),
+        ("causal", masked("b", many()), PrepareV::Before),
+        ("causal, one row fewer", masked("b", of_fp8((before - 1, 300), 1, 2)), PrepareV::InTile),
+        ("a window", masked("b:300,2", many()), PrepareV::InTile),
+        ("V in 16 bits", FwdProblem { dtype_v: DType::F16, ..many() }, PrepareV::InTile),
+        ("modified scores", FwdProblem { softcap: Some(3.0), ..many() }, PrepareV::InTile),
     ] {
         let tile = sm90::choose_tile(&problem);
-        assert_eq!(tile.prepare_v != PrepareV::InTile, once, "{what}: {tile:?}");
+        assert_eq!(tile.prepare_v, expected, "{what}: {tile:?}");
     }
     // Two kv heads of 4096 keys of 128 dimensions in 2 bytes are 2 MiB a sequence.
     let most = u32::try_from(sm90::PREPARED_BYTES >> 21).unwrap();
@@ -195,7 +201,7 @@ fn more_units_of_v_than_an_index_holds_are_refused_with_the_fields_that_make_the
     // 2^13 sequences of two kv heads of 2^13 blocks, eight units each.
     let of = |seqlen_k: u32| {
         let problem = of_fp8((1024, seqlen_k), 1, 1 << 13);
-        let tile = sm90::choose_tile(&of_fp8((1024, 1024), 1, 1));
+        let tile = sm90::choose_tile(&of_fp8((4096, 1024), 1, 1));
         assert_eq!((tile.prepare_v, tile.block_n), (PrepareV::Beside, 128));
         PreparedValues::new(&problem, &tile, &tile.schedule(&problem).unwrap(), 132)
     };
