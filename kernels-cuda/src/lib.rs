@@ -102,6 +102,7 @@ pub fn headers() -> Vec<Header> {
         "sm90/fwd/load_bias.cuh",
         "sm90/fwd/modifiers.cuh",
         "sm90/fwd/multistage.cuh",
+        "sm90/fwd/prepare_values.cuh",
         "sm90/fwd/recompute_scores.cuh",
         "sm90/fwd/softmax.cuh",
         "sm90/fwd/turn_values.cuh",

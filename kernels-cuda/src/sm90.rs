@@ -1,6 +1,6 @@
 //! The Hopper forward kernel: its tile, its schedule, its entry.
 
-use fmha_core::abi::AbiLiteral as _;
+use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
@@ -12,9 +12,11 @@ use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
 mod knobs;
 mod table;
+mod values;
 
 use table::adds_wide_elements;
-pub use table::{choose_tile, default_tile};
+pub use table::{PREPARE_BEFORE_ROWS, PREPARE_BESIDE_ROWS, PREPARED_BYTES, choose_tile, default_tile};
+pub use values::{PREPARE_NAME, PREPARE_THREADS, PrepareV, PreparedValues, prepare_values};
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm90";
@@ -87,6 +89,8 @@ abi_spec! {
         /// A V of FP8 is brought to f16 in shared memory, which holds it exactly, and P V is a product of f16, summed in f32;
         /// else of FP8.
         pub f16_values: bool,
+        /// Where a row-major V of FP8 is brought to the form that the products of P V take, to the same bits.
+        pub prepare_v: PrepareV = Takes::all().tuned(),
         /// A product P V of FP8, which the tensor cores sum in some 14 bits, is added to O in f32 registers after each block
         /// of keys; else they sum O throughout.
         pub flush: bool,
@@ -211,6 +215,29 @@ impl Sm90Tile {
         }
     }
 
+    /// The box of the tensor map of V: [`Self::kv_box`], or a CTA's share of a block that is prepared, `(column, row)`.
+    #[must_use]
+    pub const fn v_box(&self, spec: &FwdSpec) -> [i32; 4] {
+        if let PrepareV::InTile = self.prepare_v {
+            return self.kv_box(spec.head_dim_v, spec.dtype_v, matches!(spec.v_layout, VLayout::ColMajor));
+        }
+        let [rows, columns] = self.prepared_block(spec);
+        [swizzle_span(columns, operand_v(spec, self)), rows / self.cluster, 1, 1]
+    }
+
+    /// Rows and columns of a block of V that is prepared: `[keys, dim]` in f16, or `[dim, keys]`.
+    #[must_use]
+    pub const fn prepared_block(&self, spec: &FwdSpec) -> [i32; 2] {
+        let dim = padded_dim(spec.head_dim_v);
+        if self.f16_values { [self.block_n, dim] } else { [dim, self.block_n] }
+    }
+
+    /// Its elements.
+    #[must_use]
+    pub const fn prepared_type(&self, spec: &FwdSpec) -> DType {
+        operand_v(spec, self)
+    }
+
     /// The box of the bias's tensor map `(key, query, head, batch)`: a swizzle's keys of a warpgroup's rows.
     #[must_use]
     pub const fn bias_box(&self) -> [i32; 4] {
@@ -253,7 +280,8 @@ const fn operand_v(spec: &FwdSpec, tile: &Sm90Tile) -> DType {
 
 /// Whether a V of FP8 passes through shared memory twice: brought to f16, or turned.
 const fn prepares_v(spec: &FwdSpec, tile: &Sm90Tile) -> bool {
-    spec.dtype_v.is_fp8() && (tile.f16_values || matches!(spec.v_layout, VLayout::RowMajor))
+    let in_tile = matches!(tile.prepare_v, PrepareV::InTile);
+    in_tile && spec.dtype_v.is_fp8() && (tile.f16_values || matches!(spec.v_layout, VLayout::RowMajor))
 }
 
 /// Whether the kernel computes this problem, and if not, why. Addresses, which a problem has not, must
@@ -358,10 +386,13 @@ pub fn odd_bias_stride(problem: &FwdProblem) -> Option<(&'static str, i64)> {
 /// The kernel for a spec and a tile. What it binds is in the crate's README.
 #[must_use]
 pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
+    let beside = tile.prepare_v == PrepareV::Beside;
     let smem_assert = format!(
         "static_assert(sizeof(sm90::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
-         sm90::fwd<kSpec, kTile>(p, maps, schedule);",
-        tile.smem_bytes(spec)
+         {}sm90::fwd<kSpec, kTile>(p, maps, schedule{});",
+        tile.smem_bytes(spec),
+        if beside { values::assert_units(spec, tile) } else { String::new() },
+        if beside { ", values" } else { "" },
     );
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
     let entry = Entry {
@@ -372,10 +403,20 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
         } else {
             "__launch_bounds__(sm90::num_threads(kTile), 1)"
         },
-        params: "const __grid_constant__ FwdParams p, const __grid_constant__ sm90::Maps maps, \
-                 const __grid_constant__ TileSchedule schedule",
+        params: if beside {
+            "const __grid_constant__ FwdParams p, const __grid_constant__ sm90::Maps maps, \
+             const __grid_constant__ TileSchedule schedule, const __grid_constant__ PreparedValues values"
+        } else {
+            "const __grid_constant__ FwdParams p, const __grid_constant__ sm90::Maps maps, \
+             const __grid_constant__ TileSchedule schedule"
+        },
         call: &smem_assert,
     };
+    crate::source(entry.render(), rendered(spec, tile))
+}
+
+/// The headers of an entry that are rendered: its products, the schedule, what the host shares.
+fn rendered(spec: &FwdSpec, tile: &Sm90Tile) -> [Header; 3] {
     let sums = |f16| if f16 { Sums::F16 } else { Sums::F32 };
     let (q, scores) =
         (if tile.q_in_registers { OperandA::Registers } else { OperandA::Shared }, sums(tile.f16_scores));
@@ -397,15 +438,16 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
             sums: sums(tile.f16_output),
         },
     ];
-    let rendered = [wgmma::header(&shapes), schedule::header(), host_header()];
-    crate::source(entry.render(), rendered)
+    [wgmma::header(&shapes), schedule::header(), host_header()]
 }
 
 /// `fmha/sm90_host.h`: what this file shares with the device.
 fn host_header() -> Header {
     let text = format!(
-        "#pragma once\n#include <fmha/tile_schedule.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
-        Sm90Tile::c_definition()
+        "#pragma once\n#include <fmha/tile_schedule.h>\n\nnamespace fmha {{\n\n{}\n{}\n{}\n}}  // namespace fmha\n",
+        PrepareV::c_definition(),
+        Sm90Tile::c_definition(),
+        PreparedValues::c_definition(),
     );
     Header::rendered("fmha/sm90_host.h", text)
 }

@@ -11,7 +11,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use fmha_core::source::KernelSource;
 use fmha_core::spec::{BiasKind, BwdSpec, CombineSpec, FwdSpec, KvKind};
 use fmha_core::{DType, MaskKind, QLayout, VLayout};
-use fmha_kernels_cuda::sm90::{Sm90Tile, TileOrder};
+use fmha_kernels_cuda::sm90::{PrepareV, Sm90Tile, TileOrder};
 use fmha_kernels_cuda::sm100::Sm100Tile;
 use fmha_kernels_cuda::sm100::split;
 use fmha_kernels_cuda::{COMPILE_OPTIONS, combine, simt, sm90, sm90_bwd, sm100};
@@ -166,6 +166,25 @@ fn kernels() -> Vec<(String, KernelSource)> {
         ("128_upper_v_bf16", fp8(128, MaskKind::Upper, DType::Bf16)),
     ] {
         kernels.push((format!("sm90_fp8_{name}"), sm90::fwd(&spec, &sm90::default_tile(&spec))));
+    }
+    // V prepared in the workspace, with the blocks and stages that long sequences have.
+    for (name, dim, mask) in [
+        ("64_full", 64, MaskKind::Full),
+        ("96_upper", 96, MaskKind::Upper),
+        ("128_full", 128, MaskKind::Full),
+        ("128_upper", 128, MaskKind::Upper),
+        ("192_full", 192, MaskKind::Full),
+        ("256_full", 256, MaskKind::Full),
+    ] {
+        let spec = all(dim, mask);
+        let mut tile = Sm90Tile { prepare_v: PrepareV::Beside, stages: 3, ..sm90::default_tile(&spec) };
+        if dim == 128 {
+            (tile.block_m, tile.block_n, tile.wait_anchor) = (128, 128, 32);
+        }
+        kernels.push((format!("sm90_fp8_{name}_beside"), sm90::fwd(&spec, &tile)));
+        let tile = Sm90Tile { prepare_v: PrepareV::Before, ..tile };
+        kernels.push((format!("sm90_fp8_{name}_before"), sm90::fwd(&spec, &tile)));
+        kernels.push((format!("sm90_fp8_{name}_prepare"), sm90::prepare_values(&spec, &tile)));
     }
     kernels
 }

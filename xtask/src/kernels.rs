@@ -50,6 +50,10 @@ const FORWARD: &str = "^(addresses|combine|definition|edges|fp8|guards|heads|law
 /// Cases of masks and lengths, on which a pair of CTAs sees unlike numbers of blocks.
 const CLUSTER_CASES: &str = "^edges/(mask_sq_[a-z]*_sk/|nan|inf|group|gqa).*bf16";
 
+/// FP8 whose V has rows, of FP8 too.
+const PREPARED_CASES: &str = "^fp8/blocks/(e4m3fn|e5m2)/(d[0-9x]*/[0b]/r|d256x256/(slanted|rising)|group|group_of_heads|window|\
+    few_queries|softcap|dropout.*|sink|negative.*|o_.*|v_apart|nan_(nobody_sees.*|behind_(the|wide)_keys|in_.*))$";
+
 /// The architecture that mutation and coverage interpret.
 pub(crate) const HOPPER_ARCH: &str = "sm_90a";
 
@@ -126,6 +130,28 @@ pub(crate) const ROWS: &[Row] = &[
     Row {
         in_test: Cases { filter: "^fp8/blocks/e4m3fn/(d64x64/b/r|d128x128/0/c|v_bf16|group)$", deal: 1 },
         in_all: Cases { filter: "^fp8/blocks/(e4m3fn|e5m2)/", deal: 1 },
+        ..HOPPER_WALKING
+    },
+    // A row-major V of FP8 prepared once in the workspace, as longer queries have it: by spare warps beside the tiles, in a
+    // cluster's CTAs too, and by a launch before.
+    Row {
+        tile: Some("prepare_v=beside"),
+        in_test: Cases { filter: "^fp8/blocks/e4m3fn/(d256x256/0/r|d128x128/b/r|group_of_heads)$", deal: 1 },
+        in_all: Cases { filter: PREPARED_CASES, deal: 1 },
+        ..HOPPER_WALKING
+    },
+    Row {
+        tile: Some("prepare_v=beside,cluster=2,order=dynamic,block_m=64,block_n=64,stages=2,wait_anchor=0"),
+        in_all: Cases {
+            filter: "^fp8/blocks/e4m3fn/(d(128x128|256x256)/b/r|group|window|nan_in_v)$",
+            deal: 1,
+        },
+        ..HOPPER_WALKING
+    },
+    Row {
+        tile: Some("prepare_v=before"),
+        in_test: Cases { filter: "^fp8/blocks/e4m3fn/(nan_behind_wide_keys|group)$", deal: 1 },
+        in_all: Cases { filter: PREPARED_CASES, deal: 1 },
         ..HOPPER_WALKING
     },
     // The same bits whoever claims a tile.

@@ -28,6 +28,32 @@ pub(crate) struct Boxes {
     pub(crate) v: [i32; 4],
     /// (key, query, head, batch) of an elementwise bias, where TMA brings it.
     pub(crate) bias: Option<[i32; 4]>,
+    /// Where V comes from, if not from where the caller has it.
+    pub(crate) prepared_v: Option<BlocksOfV>,
+}
+
+/// A V that lies in the workspace block by block, as a kernel's tiles have it.
+#[derive(Clone, Copy)]
+pub(crate) struct BlocksOfV {
+    pub(crate) address: u64,
+    pub(crate) dtype: DType,
+    /// (columns, rows, blocks, sequences times kv heads).
+    pub(crate) dims: [u64; 4],
+}
+
+impl BlocksOfV {
+    fn facts(&self, box_dims: [i32; 4]) -> TensorMapFacts<4, 3> {
+        let row = self.dims[0] * self.dtype.size_bytes();
+        let block = row * self.dims[1];
+        TensorMapFacts {
+            name: "v",
+            dtype: self.dtype,
+            address: self.address,
+            dims: self.dims.map(|extent| extent.max(1)),
+            strides_bytes: [row, block, block * self.dims[2].max(1)],
+            box_dims: box_dims.map(i32::unsigned_abs),
+        }
+    }
 }
 
 /// What maps depend on besides the plan: addresses of Q, K, V and the bias, and rows of packed tensors.
@@ -50,8 +76,8 @@ impl LastMaps {
     pub(crate) fn of(&self, call: &FwdCall<'_>, boxes: &Boxes) -> Result<Maps> {
         let args = call.args;
         let bias = args.score.bias.as_ref().map_or(0, |bias| bias.as_ptr() as u64);
-        let addresses =
-            [args.q.as_ptr() as u64, args.k_slice().as_ptr() as u64, args.v_slice().as_ptr() as u64, bias];
+        let v = boxes.prepared_v.map_or(args.v_slice().as_ptr() as u64, |prepared| prepared.address);
+        let addresses = [args.q.as_ptr() as u64, args.k_slice().as_ptr() as u64, v, bias];
         let places = Places { addresses, totals: args.seq.totals };
         if let Ok(last) = self.0.try_lock()
             && let Some((known, maps)) = &*last
@@ -146,7 +172,10 @@ impl MapFacts {
         Self {
             q: q_facts,
             k: kv_facts("k", k, problem.dtype_qk, problem.k, extents.k, boxes.k),
-            v: kv_facts("v", v, problem.dtype_v, problem.v, extents.v, boxes.v),
+            v: match boxes.prepared_v {
+                Some(prepared) => prepared.facts(boxes.v),
+                None => kv_facts("v", v, problem.dtype_v, problem.v, extents.v, boxes.v),
+            },
             bias: boxes.bias.and_then(|box_dims| bias_facts(call, box_dims)),
         }
     }

@@ -2,12 +2,13 @@
 
 use fmha_core::spec::BwdSpec;
 use fmha_core::{
-    Bias, BiasBroadcast, BwdProblem, DType, DevSlice, DevSliceMut, ElementwiseBias, FwdProblem, MemorySpace,
-    ScoreArgs, SeqArgs, Strides, Totals, VLayout, ValidFwd,
+    Bias, BiasBroadcast, BwdProblem, DType, DevSlice, DevSliceMut, Dims, ElementwiseBias, FwdProblem,
+    MemorySpace, ScoreArgs, SeqArgs, Strides, Totals, VLayout, ValidFwd,
 };
+use fmha_kernels_cuda::sm90::PrepareV;
 use fmha_kernels_cuda::sm90_bwd as bwd_text;
 
-use super::maps::{Boxes, MapFacts};
+use super::maps::{BlocksOfV, Boxes, MapFacts};
 use super::plans::{biased, of_lengths, stated, tile};
 use super::sm90::Sm90;
 use super::sm90_bwd::{Sm90Bwd, map_facts};
@@ -172,6 +173,7 @@ fn facts_of(problem: FwdProblem, totals: Totals) -> MapFacts {
         k: [64, 128, 1, 1],
         v: [64, 112, 1, 1],
         bias: matches!(problem.bias, Bias::Elementwise(_)).then_some([64, 64, 1, 1]),
+        prepared_v: None,
     };
     let args = HOME.forward(totals);
     MapFacts::of(&Call { problem: &problem, args: &args, stream: 0 }, &boxes)
@@ -219,6 +221,32 @@ fn forward_maps_say_where_elements_lie() {
     assert_eq!(no_keys.k.dims, [64, 1, 2, 1]);
 }
 
+/// Blocks of V in the workspace: 4 of 96 keys for each of 2 sequences of 2 kv heads.
+#[test]
+fn the_map_of_a_v_that_is_prepared_has_its_blocks() {
+    let dims = Dims { batch: 2, ..of_lengths([200, 300], [4, 2], 64, "0").dims };
+    let problem = FwdProblem { dtype_o: DType::Bf16, ..FwdProblem::batch(DType::E4m3Fn, dims) };
+    let problem = problem.validate().unwrap();
+    let mut tile = fmha_kernels_cuda::sm90::choose_tile(&problem);
+    (tile.prepare_v, tile.block_n) = (PrepareV::Before, 96);
+    let prepared = |dtype, columns, rows| BlocksOfV { address: 1 << 30, dtype, dims: [columns, rows, 4, 4] };
+    for (f16_values, blocks, strides, box_dims) in [
+        (true, prepared(DType::F16, 64, 96), [128, 96 * 128, 4 * 96 * 128], [64, 96, 1, 1]),
+        (false, prepared(DType::E4m3Fn, 96, 64), [96, 64 * 96, 4 * 64 * 96], [32, 64, 1, 1]),
+    ] {
+        tile.f16_values = f16_values;
+        let args = HOME.forward(Totals::NONE);
+        let facts = MapFacts::of(
+            &Call { problem: &problem, args: &args, stream: 0 },
+            &sm90::boxes(&problem, &tile, Some(blocks)),
+        );
+        assert_eq!((facts.v.address, facts.v.dtype), (1 << 30, blocks.dtype));
+        assert_eq!((facts.v.dims, facts.v.strides_bytes), (blocks.dims, strides));
+        assert_eq!(facts.v.box_dims, box_dims);
+        assert_eq!(facts.k.address, HOME.of("k"));
+    }
+}
+
 #[test]
 fn the_map_of_a_bias_has_the_axes_that_its_strides_have() {
     let of = |seqlen_q: u32, broadcast, strides| {
@@ -248,7 +276,7 @@ fn a_bias_has_a_map_where_its_tile_brings_it() {
     let mut own = fmha_kernels_cuda::sm90::choose_tile(&problem);
     for (stages, boxed) in [(0, false), (1, true), (2, true)] {
         own.bias_stages = stages;
-        assert_eq!(sm90::boxes(&problem, &own).bias.is_some(), boxed, "{stages} stages");
+        assert_eq!(sm90::boxes(&problem, &own, None).bias.is_some(), boxed, "{stages} stages");
     }
 }
 

@@ -3,7 +3,7 @@
 use fmha_core::{
     Accuracy, BiasBroadcast, BiasGrad, BwdProblem, Dims, ElementwiseBias, FwdProblem, PlanOptions, Strides,
 };
-use fmha_core::{Bias, DType, ScoreSums, ValidBwd, ValidFwd};
+use fmha_core::{Bias, DType, ScoreSums, VLayout, ValidBwd, ValidFwd};
 
 use super::sm90::Sm90;
 use super::sm90_bwd::Sm90Bwd;
@@ -99,6 +99,91 @@ fn the_words_of_a_hopper_schedule_are_those_of_its_tile() {
     let odd = |tile: &str| on_hopper(&odd, tile).unwrap();
     assert!(schedule(&odd("")).contains(&"loads by copies of 8 bytes".to_owned()));
     assert!(!schedule(&choose("")).iter().any(|word| word.contains("copies")));
+}
+
+/// `of_lengths` in FP8, O in bf16.
+pub(super) fn in_fp8(seqlens: [u32; 2], heads: [u32; 2], dim: u32) -> FwdProblem {
+    let dims = of_lengths(seqlens, heads, dim, "0").dims;
+    FwdProblem { dtype_o: DType::Bf16, ..FwdProblem::batch(DType::E4m3Fn, dims) }
+}
+
+/// 8 blocks of 128 keys for each of 2 kv heads: 8 units of sixteen keys in f16, or 16 of 32 keys and 64 dimensions.
+#[test]
+fn a_v_of_fp8_is_prepared_by_a_launch_before_or_beside_the_tiles() {
+    for (dim, block_bytes, units) in [(128, 128 * 128 * 2, 8), (256, 128 * 256, 16)] {
+        let problem = in_fp8([1000, 1000], [4, 2], dim);
+        let choose = |words: &str| on_hopper(&problem, &format!("{words},block_m=128,block_n=128")).unwrap();
+        says(
+            choose,
+            [
+                "prepare_v=in_tile,stages=2",
+                "prepare_v=before",
+                "V prepared in the workspace by a launch before",
+            ],
+        );
+        says(
+            choose,
+            [
+                "prepare_v=in_tile,stages=2",
+                "prepare_v=beside",
+                "V prepared in the workspace beside the tiles",
+            ],
+        );
+        let before = choose("prepare_v=before");
+        let [prepare, main] = &before.launches[..] else { panic!("{} launches", before.launches.len()) };
+        assert_eq!((prepare.kernel, main.kernel), ("prepare_values", "sm90"));
+        assert_eq!(prepare.grid, Grid { ctas: 2 * 8 * units / 8, threads: 256, dependent: true });
+        assert_eq!((prepare.tiles, prepare.tiles_at_once), (u64::from(2 * units), 8 * 132));
+        let blocks = 2 * 8 * block_bytes;
+        // 32 tiles for 132 CTAs: nobody claims a second, and there is no counter.
+        assert_eq!(before.workspace, Workspace { bytes: blocks, zeroed_bytes: 0 });
+
+        let beside = choose("prepare_v=beside");
+        let [main] = &beside.launches[..] else { panic!("{} launches", beside.launches.len()) };
+        assert_eq!(main.kernel, "sm90");
+        // A number of units that are claimed, and one for each block; then whole lines.
+        let expected = Workspace { bytes: blocks + 128, zeroed_bytes: 4 * (1 + 2 * 8) };
+        assert_eq!(beside.workspace, expected);
+    }
+}
+
+/// Of a plan whose bits no batch may change V is prepared as of others: its bits are the same either way.
+#[test]
+fn a_plan_of_fp8_whose_bits_no_batch_changes_has_the_blocks_of_its_table() {
+    for (dim, block_n) in [(64, 128), (128, 80), (256, 128)] {
+        for rows in [70, 4096] {
+            let problem = in_fp8([rows, 4096], [4, 4], dim).validate().unwrap();
+            let options = PlanOptions { batch_invariant: true, ..PlanOptions::default() };
+            let choice = Sm90::default().choose(&problem, &stated("sm_90a"), &options).unwrap();
+            assert!(choice.promises.batch_invariant);
+            assert!(
+                detail(&choice, "tile").unwrap().contains(&format!(" x {block_n},")),
+                "{dim}, {rows} rows"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_v_that_cannot_be_prepared_once_is_refused_so_with_its_field() {
+    let fp8 = || in_fp8([4096, 4096], [4, 4], 128);
+    let mut columns = fp8();
+    columns.v_layout = VLayout::ColMajor;
+    columns.v = Strides::bhds(columns.shape_v());
+    let wide = FwdProblem { dtype_v: DType::F16, ..fp8() };
+    let sequences = of_lengths([1024, 1 << 20], [2, 2], 128, "0").dims;
+    let many = Dims { batch: 1 << 13, ..sequences };
+    let many = FwdProblem { dtype_o: DType::Bf16, ..FwdProblem::batch(DType::E4m3Fn, many) };
+    for (problem, words, said) in [
+        (columns, "prepare_v=before", &["prepare_v=before", "v_layout is column-major"][..]),
+        (wide, "prepare_v=beside", &["prepare_v=beside", "dtype_v is f16"]),
+        (of_lengths([64, 64], [1, 1], 64, "0"), "prepare_v=before", &["prepare_v=before", "dtype_v is bf16"]),
+        (fp8(), "prepare_v=beside,warp_specialised=0", &["prepare_v=beside", "warp_specialised=0"]),
+        (many, "prepare_v=beside,block_m=128,block_n=128", &["16384 kv heads of 1048576 keys", "2^30"]),
+    ] {
+        let refusal = on_hopper(&problem, words).err().unwrap().to_string();
+        assert!(said.iter().all(|word| refusal.contains(word)), "{words}: {refusal}");
+    }
 }
 
 #[test]

@@ -204,6 +204,7 @@ pub(super) fn boxes(problem: &ValidFwd, tile: &Sm100Tile) -> Boxes {
         k: tile.k_box(&spec),
         v: tile.v_box(&spec),
         bias: None,
+        prepared_v: None,
     }
 }
 

@@ -1,14 +1,15 @@
 //! The Hopper kernel: which problems it takes, its tile, its tensor maps.
 
+use fmha_core::abi::DevPtr;
 use fmha_core::error::{ProblemError, Refusal, Result};
 use fmha_core::fields::knob_values;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
-use fmha_core::{Accuracy, PlanOptions, Promises, VLayout, ValidFwd, Workspace, bind};
+use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, Workspace, bind};
 use fmha_kernels_cuda::schedule::TileSchedule;
-use fmha_kernels_cuda::sm90::{self, Sm90Tile};
+use fmha_kernels_cuda::sm90::{self, PrepareV, PreparedValues, Sm90Tile};
 
-use super::maps::{Boxes, Maps};
+use super::maps::{BlocksOfV, Boxes, Maps};
 use super::tile::settle;
 use super::{Choice, DeviceFacts, FwdCall, FwdKernel, FwdRecipe, Launch, Named};
 use crate::driver::Grid;
@@ -16,7 +17,50 @@ use crate::steps::{Step, exactly};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Sm90 {
-    chosen: Option<(Sm90Tile, TileSchedule)>,
+    chosen: Option<Chosen>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Chosen {
+    tile: Sm90Tile,
+    schedule: TileSchedule,
+    values: Option<ValuesPlan>,
+}
+
+/// A V that is prepared in the workspace: what of it, and where its parts begin.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct ValuesPlan {
+    values: PreparedValues,
+    counts: u64,
+    blocks: u64,
+}
+
+impl ValuesPlan {
+    /// Behind the tile counter, and the whole workspace.
+    fn new(values: PreparedValues, tile: &Sm90Tile, spec: &FwdSpec, counter_bytes: u64) -> (Self, Workspace) {
+        let counts = counter_bytes;
+        let zeroed_bytes = counts + values.counts_bytes(tile);
+        // Whole lines of the L2.
+        let blocks = zeroed_bytes.next_multiple_of(128);
+        let bytes = blocks + values.blocks_bytes(spec, tile);
+        (Self { values, counts, blocks }, Workspace { bytes, zeroed_bytes })
+    }
+
+    /// In a workspace.
+    fn at(&self, address: u64) -> PreparedValues {
+        let (blocks, counts) = (DevPtr::new(address + self.blocks), DevPtr::new(address + self.counts));
+        PreparedValues { blocks, counts, ..self.values }
+    }
+
+    fn map(&self, tile: &Sm90Tile, spec: &FwdSpec, address: u64) -> BlocksOfV {
+        let [rows, columns] = tile.prepared_block(spec);
+        let dims = [columns, rows, self.values.num_blocks, self.values.num_heads];
+        BlocksOfV {
+            address: address + self.blocks,
+            dtype: tile.prepared_type(spec),
+            dims: dims.map(|extent| u64::from(extent.unsigned_abs())),
+        }
+    }
 }
 
 /// What TMA and 16-byte stores ask of addresses.
@@ -71,19 +115,37 @@ impl FwdRecipe for Sm90 {
             dependent: tile.dependent_launch,
             ..Grid::new(tile.grid(&schedule, facts.num_sms), tile.num_threads().unsigned_abs())
         };
+        // The tile counter; behind it a V that is prepared.
+        let counter_bytes = tile.counter_bytes(&schedule, facts.num_sms);
+        let (values, workspace) = match tile.prepare_v {
+            PrepareV::InTile => (None, Workspace::zeroed(counter_bytes)),
+            PrepareV::Before | PrepareV::Beside => {
+                let values = PreparedValues::new(problem, &tile, &schedule, facts.num_sms).map_err(refuse)?;
+                let (values, workspace) = ValuesPlan::new(values, &tile, &spec, counter_bytes);
+                (Some(values), workspace)
+            }
+        };
+        let before = values.filter(|_| tile.prepare_v == PrepareV::Before).map(|plan| Launch {
+            kernel: sm90::PREPARE_NAME,
+            source: sm90::prepare_values(&spec, &tile),
+            grid: Grid { dependent: true, ..Grid::new(plan.values.grid(), sm90::PREPARE_THREADS) },
+            smem_bytes: 0,
+            tiles: plan.values.grid().into(),
+            tiles_at_once: u64::from(2048 / sm90::PREPARE_THREADS * facts.num_sms),
+        });
+        let main = Launch {
+            kernel: self.name(),
+            source: sm90::fwd(&spec, &tile),
+            grid,
+            smem_bytes,
+            tiles: u64::from(schedule.num_tiles.unsigned_abs()),
+            // One CTA an SM: two would not find the registers.
+            tiles_at_once: facts.num_sms.into(),
+        };
         Ok(Choice {
-            kernel: Sm90 { chosen: Some((tile, schedule)) }.into(),
-            launches: vec![Launch {
-                kernel: self.name(),
-                source: sm90::fwd(&spec, &tile),
-                grid,
-                smem_bytes,
-                tiles: u64::from(schedule.num_tiles.unsigned_abs()),
-                // One CTA an SM: two would not find the registers.
-                tiles_at_once: facts.num_sms.into(),
-            }],
-            // The tile counter.
-            workspace: Workspace::zeroed(tile.counter_bytes(&schedule, facts.num_sms)),
+            kernel: Sm90 { chosen: Some(Chosen { tile, schedule, values }) }.into(),
+            launches: before.into_iter().chain([main]).collect(),
+            workspace,
             promises: Promises {
                 deterministic: true,
                 batch_invariant: tile.is_batch_invariant(&spec),
@@ -101,7 +163,7 @@ impl FwdRecipe for Sm90 {
     }
 
     fn takes_addresses(&self, call: &FwdCall<'_>) -> Result<(), ProblemError> {
-        let tile = self.chosen.map(|(tile, _)| tile);
+        let tile = self.chosen.map(|chosen| chosen.tile);
         let stores_vectors = tile.is_some_and(|tile| tile.vector_store);
         let brings_bias = tile.is_some_and(|tile| tile.bias_stages > 0);
         let loads = match tile {
@@ -131,19 +193,32 @@ impl FwdRecipe for Sm90 {
     }
 
     fn launch(&self, steps: &[Step], call: &FwdCall<'_>) -> Result<()> {
-        let [fwd] = exactly(steps)?;
-        let Some((tile, mut schedule)) = self.chosen else {
+        let Some(Chosen { tile, mut schedule, values }) = self.chosen else {
             return Err(ProblemError::new("plan", "plan: kernel sm90 has 0 tiles chosen").into());
         };
+        let (before, main) = steps.split_at(usize::from(tile.prepare_v == PrepareV::Before).min(steps.len()));
+        let [fwd] = exactly(main)?;
+        let mut params = bind::fwd_params(call.problem, call.args);
+        let workspace = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
+        let prepared = values.map(|plan| plan.map(&tile, &FwdSpec::of(call.problem), workspace));
         let mut maps = match tile.copy_bytes {
-            0 => fwd.maps.of(call, &boxes(call.problem, &tile))?,
+            0 => fwd.maps.of(call, &boxes(call.problem, &tile, prepared))?,
             _ => Maps::UNREAD,
         };
-        let mut params = bind::fwd_params(call.problem, call.args);
-        let mut arguments = [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast()];
-        // SAFETY: the kernel takes FwdParams, Maps and TileSchedule; `check_fwd` saw that the memory
-        // covers the problem, and the maps were made for the same extents.
-        unsafe { fwd.launch(&mut arguments, call.stream) }
+        let mut prepared = values.map(|plan| plan.at(workspace));
+        if let ([prepare], Some(values)) = (before, &mut prepared) {
+            let mut arguments = [(&raw mut params).cast(), (&raw mut *values).cast()];
+            // SAFETY: the kernel takes FwdParams and PreparedValues; `check_fwd` saw that the memory covers the problem,
+            // and that the workspace is as large as the plan says.
+            unsafe { prepare.launch(&mut arguments, call.stream)? };
+        }
+        let last = prepared.as_mut().map_or(std::ptr::null_mut(), |values| (&raw mut *values).cast());
+        let mut arguments =
+            [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut schedule).cast(), last];
+        let count = if tile.prepare_v == PrepareV::Beside { 4 } else { 3 };
+        // SAFETY: the kernel takes FwdParams, Maps, TileSchedule and, where it prepares V, PreparedValues; `check_fwd` saw
+        // that the memory covers the problem, and the maps were made for the same extents.
+        unsafe { fwd.launch(&mut arguments[..count], call.stream) }
     }
 }
 
@@ -175,6 +250,11 @@ fn schedule_words(tile: &Sm90Tile) -> String {
     words.extend(tile.f16_scores.then(|| "scores summed in f16".to_owned()));
     words.extend(tile.f16_output.then(|| "O summed in f16".to_owned()));
     words.extend(tile.f16_values.then(|| "V brought to f16, P V summed in f32".to_owned()));
+    words.extend(match tile.prepare_v {
+        PrepareV::InTile => None,
+        PrepareV::Before => Some("V prepared in the workspace by a launch before".to_owned()),
+        PrepareV::Beside => Some("V prepared in the workspace beside the tiles".to_owned()),
+    });
     words.extend(tile.flush.then(|| {
         let parts = match tile.output_columns {
             0 => String::new(),
@@ -197,13 +277,14 @@ pub(crate) fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Result<TileOp
 }
 
 /// What TMA brings at once.
-pub(super) fn boxes(problem: &ValidFwd, tile: &Sm90Tile) -> Boxes {
+pub(super) fn boxes(problem: &ValidFwd, tile: &Sm90Tile, prepared_v: Option<BlocksOfV>) -> Boxes {
     let heads = if tile.pack_gqa { problem.gqa_ratio() as i32 } else { 1 };
-    let (q, v) = (problem.dims.head_dim_qk as i32, problem.dims.head_dim_v as i32);
+    let q = problem.dims.head_dim_qk as i32;
     Boxes {
         q: [Sm90Tile::box_dim(q, problem.dtype_qk), heads, tile.q_rows() / heads, 1, 1],
         k: tile.kv_box(q, problem.dtype_qk, false),
-        v: tile.kv_box(v, problem.dtype_v, problem.v_layout == VLayout::ColMajor),
+        v: tile.v_box(&FwdSpec::of(problem)),
         bias: (tile.bias_stages > 0).then(|| tile.bias_box()),
+        prepared_v,
     }
 }

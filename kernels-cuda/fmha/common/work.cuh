@@ -62,6 +62,11 @@ FMHA_DEVICE int32_t block_at(const Work& work, int32_t i) {
   return i < work.num_band_blocks ? work.last_block - i : work.last_sink_block - (i - work.num_band_blocks);
 }
 
+// Keys of a sequence that a query of it sees lie below.
+FMHA_DEVICE int32_t end_of_seen_keys(const MaskBand& band, int32_t seqlen_q, int32_t seqlen_k) {
+  return min(seqlen_k, seqlen_q + band.hi);
+}
+
 // Whether a block can be hidden from one CTA of a cluster and not from the other.
 template <FwdSpec spec, auto tile>
 FMHA_DEVICE constexpr bool can_hide_blocks() {
@@ -146,7 +151,7 @@ FMHA_DEVICE Work resolve_tile(const FwdParams& p, const TileSchedule& schedule, 
   }
 
   // Keys that no query of the sequence sees. Beyond the tensor, in block -1 too, TMA has put zeros.
-  const int32_t live_end = min(span.seqlen_k, span.seqlen_q + band.hi);
+  const int32_t live_end = end_of_seen_keys(band, span.seqlen_q, span.seqlen_k);
   const bool zeros_follow = spec.kv_layout == KvKind::Strided && !p.seqused_k && live_end == span.seqlen_k;
   const int32_t first_block_begin = block_at(work, 0) * tile.block_n;
   work.first_dirty = zeros_follow || work.last_block < 0 ? tile.block_n

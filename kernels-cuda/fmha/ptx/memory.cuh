@@ -101,6 +101,25 @@ FMHA_DEVICE uint32_t ld_global_u16_if(const void* from, bool condition) {
   return x;
 }
 
+// needs: sm_70. Four bytes, at a multiple of 4, likewise.
+// PTX ISA: ld.global.nc.
+FMHA_DEVICE uint32_t ld_global_b32_if(const void* from, bool condition) {
+  uint32_t x;
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.b32 %0, [%1]; }"
+               : "=r"(x)
+               : "l"(from), "r"(int(condition)));
+  return x;
+}
+
+// needs: sm_70. Eight bytes, at a multiple of 8, likewise.
+// PTX ISA: ld.global.nc.
+FMHA_DEVICE void ld_global_v2_b32_if(uint32_t (&v)[2], const void* from, bool condition) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0; @p ld.global.nc.v2.b32 {%0, %1}, [%2]; }"
+      : "=&r"(v[0]), "=&r"(v[1])
+      : "l"(from), "r"(int(condition)));
+}
+
 // needs: sm_70. 16 zero bytes; `address` is a multiple of 16.
 // PTX ISA: st.
 FMHA_DEVICE void st_shared_v4_zero(uint32_t address) {

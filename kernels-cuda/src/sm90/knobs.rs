@@ -1,10 +1,10 @@
 //! The tile by name: `block_m=128 stages=3`, as the command, the benches and plan options say it.
 
-use fmha_core::fields::Fields as _;
+use fmha_core::fields::{FieldValue as _, Fields as _};
 use fmha_core::spec::FwdSpec;
 use fmha_core::{DType, MaskKind, VLayout};
 
-use super::{MAX_SMEM_BYTES, Sm90Tile};
+use super::{MAX_SMEM_BYTES, PrepareV, Sm90Tile};
 
 impl Sm90Tile {
     /// Sets one field from its name and value. What a field cannot go with yields: `warp_specialised=0` ends
@@ -193,6 +193,18 @@ impl Sm90Tile {
         }
         if self.f16_values && !v.is_fp8() {
             return refuse(format!("f16_values=1: dtype_v is {v}, not FP8"));
+        }
+        if self.prepare_v != PrepareV::InTile {
+            let set = format!("prepare_v={}", self.prepare_v.name());
+            if !v.is_fp8() {
+                return refuse(format!("{set}: dtype_v is {v}, not FP8"));
+            }
+            if spec.v_layout == VLayout::ColMajor {
+                return refuse(format!("{set}: v_layout is column-major"));
+            }
+            if self.prepare_v == PrepareV::Beside && !self.warp_specialised {
+                return refuse(format!("{set} needs a load role, but warp_specialised=0"));
+            }
         }
         if super::prepares_v(spec, self) {
             for (field, on) in

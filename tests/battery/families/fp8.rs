@@ -6,7 +6,7 @@ use super::edges::{data, group, masked};
 use crate::case::{Body, Case, Plant};
 use crate::init::Init;
 use crate::tensor::Operand;
-use crate::tensors::{Data, Lengths};
+use crate::tensors::{Data, Lengths, padded};
 
 const FP8: [DType; 4] = [DType::E4m3Fn, DType::E5m2, DType::E4m3Fnuz, DType::E5m2Fnuz];
 
@@ -176,6 +176,21 @@ fn blocks(cases: &mut Vec<Case>) {
         let dims = plain("b").dims;
         let packed = o_16_bits(group(dtype, dims, &sequences, "b"));
         push("group", packed, Lengths::packed(&sequences), Plant::Nothing);
+        // Of two kv heads, whose query heads are four each.
+        let sequences = [(40, 70), (1, 200), (33, 0), (65, 157)];
+        let of_heads = Dims { num_heads_q: 8, num_heads_kv: 2, ..of(64, 64, (65, 200), "b").dims };
+        let packed = o_16_bits(group(dtype, of_heads, &sequences, "b"));
+        push("group_of_heads", packed, Lengths::packed(&sequences), Plant::Nothing);
+        // Rows of V beside others', and what a wide V has behind its keys, or where nobody sees it.
+        let wide = |mask| of(256, 256, (70, 300), mask);
+        let mut apart = FwdProblem { descale_v: by_head, ..wide("0") };
+        apart.v = padded(apart.shape_v(), 16);
+        push("v_apart", apart, Lengths::default(), Plant::Nothing);
+        let lengths = Lengths { seqused_k: vec![261], ..Lengths::default() };
+        let used = FwdProblem { seqused_k: true, ..wide("0") };
+        push("nan_behind_wide_keys", used, lengths, Plant::HiddenKeys);
+        push("nan_nobody_sees_of_a_wide_v", wide("t"), Lengths::default(), Plant::HiddenKeys);
+        push("nan_in_a_wide_v", wide("t"), Lengths::default(), nan_in_v);
         // Beyond 192 dimensions of V maxima are taken as integers, where none is negative.
         for init in Init::OF_MAXIMA {
             let name = format!("fp8/blocks/{dtype}/d256x256/{init}");

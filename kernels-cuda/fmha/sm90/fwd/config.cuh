@@ -40,13 +40,18 @@ FMHA_DEVICE constexpr DType operand_v(const FwdSpec& spec, const Sm90Tile& tile)
 FMHA_DEVICE constexpr bool turns_v(const FwdSpec& spec, const Sm90Tile& tile) {
   return is_fp8(operand_v(spec, tile)) && spec.v_layout == VLayout::RowMajor;
 }
-// Whether V passes through shared memory twice: as it comes, and as the products take it.
-FMHA_DEVICE constexpr bool prepares_v(const FwdSpec& spec, const Sm90Tile& tile) { return widens_v(spec, tile) || turns_v(spec, tile); }
+// Whether V comes from the workspace in the form that the products take, once for all tiles (prepare_values.cuh).
+FMHA_DEVICE constexpr bool takes_prepared_v(const Sm90Tile& tile) { return tile.prepare_v != PrepareV::InTile; }
+// Else whether V passes through shared memory twice: as it comes, and as the products take it (value_role.cuh).
+FMHA_DEVICE constexpr bool prepares_v(const FwdSpec& spec, const Sm90Tile& tile) {
+  return !takes_prepared_v(tile) && (widens_v(spec, tile) || turns_v(spec, tile));
+}
 constexpr int kValueWarps = 2;  // that bring it from one to the other: of the load role's warpgroup, the last two
 
 FMHA_DEVICE constexpr int num_work_readers(const FwdSpec& spec, const Sm90Tile& tile) {
   const int loaders = tile.copy_bytes > 0 ? CopyThreads::count / 32 : 1;
-  const int others = tile.copy_bytes > 0 ? 0 : prepares_v(spec, tile) ? kValueWarps : 1;  // that prepare V, or zero rows of it
+  // That prepare V, or zero rows of it.
+  const int others = tile.copy_bytes > 0 || takes_prepared_v(tile) ? 0 : prepares_v(spec, tile) ? kValueWarps : 1;
   return num_consumer_warps(tile) + loaders + others + (tile.bias_stages > 0);
 }
 
@@ -67,7 +72,8 @@ FMHA_DEVICE constexpr Regs regs(const Sm90Tile& tile) {
 FMHA_DEVICE constexpr int padded_dim(int dim) { return dim <= 64 ? 64 : round_up(dim, 32); }
 
 // Four maps: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`, the bias
-// `(key, query, head, batch)`, which has one head or one batch where it is the same for all.
+// `(key, query, head, batch)`, which has one head or one batch where it is the same for all. A V that is prepared in the
+// workspace `(column, row, block, sequence and kv head)`, of the tiles that it has in shared memory.
 struct Maps {
   TensorMap q, k, v, bias;
 };

@@ -3,7 +3,8 @@
 //
 // The schedule is that of FlashAttention-3 (Shah et al., 2024). Of the first warpgroup's warps one loads
 // (load.cuh), one claims and resolves tiles (common/scheduler.cuh), one zeroes V rows that are not the
-// sequence's (zero_values.cuh), or two do so and prepare a V of 8 bits (value_role.cuh).
+// sequence's (zero_values.cuh), or two do so and prepare a V of 8 bits (value_role.cuh), or prepare it in the workspace once
+// for all tiles (prepare_values.cuh).
 #pragma once
 #include <fmha/ptx/grid.cuh>
 #include <fmha/sm90/fwd/consume.cuh>
@@ -43,12 +44,15 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
 }
 
 template <FwdSpec spec, Sm90Tile tile>
-FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& schedule) {
+FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& schedule, const PreparedValues& values = {}) {
   static_assert(spec.dtype_qk == spec.dtype_v || is_fp8(spec.dtype_qk), "sm90: Q, K and V share a type, or Q and K are FP8");
   static_assert(size_bytes(spec.dtype_qk) <= 2 && size_bytes(spec.dtype_v) <= 2, "sm90: types of 16 and 8 bits");
   static_assert(!is_fp8(spec.dtype_qk) || tile.copy_bytes == 0, "sm90: FP8 comes by TMA");
   static_assert(!is_fp8(operand_v(spec, tile)) || !tile.skip_row_max, "sm90: a P of 8 bits has no room above a row's maximum");
   static_assert(!is_fp8(operand_v(spec, tile)) || p_offset_log2(spec, tile) >= 0, "sm90: FP8's range holds the rescale threshold");
+  static_assert(!takes_prepared_v(tile) || (is_fp8(spec.dtype_v) && spec.v_layout == VLayout::RowMajor),
+                "sm90: a row-major V of FP8 is prepared in the workspace");
+  static_assert(tile.prepare_v != PrepareV::Beside || tile.warp_specialised, "sm90: spare warps of the load role prepare V beside the tiles");
   static_assert(!prepares_v(spec, tile) || (tile.warp_specialised && tile.cluster == 1), "sm90: the load role's warpgroup prepares its own V");
   static_assert(!tile.flush || is_fp8(operand_v(spec, tile)), "sm90: 16-bit products are summed in f32");
   static_assert(tile.output_columns == 0 || (tile.flush && padded_dim(spec.head_dim_v) % tile.output_columns == 0),
@@ -81,9 +85,9 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
     ptx::wait_for_grids_before();
   }
   if constexpr (!tile.warp_specialised) {
-    multistage<spec, tile>(p, maps, schedule, smem);
+    multistage<spec, tile>(p, maps, schedule, values, smem);
   } else if (ptx::uniform(threadIdx.x / mma::kWarpgroup) == 0) {
-    load<spec, tile>(p, maps, schedule, smem);
+    load<spec, tile>(p, maps, schedule, values, smem);
   } else {
     consume<spec, tile>(p, smem);
   }

@@ -3,6 +3,7 @@
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/common/scheduler.cuh>
 #include <fmha/sm90/fwd/load_bias.cuh>
+#include <fmha/sm90/fwd/prepare_values.cuh>
 #include <fmha/sm90/fwd/value_role.cuh>
 #include <fmha/sm90/fwd/zero_values.cuh>
 
@@ -13,6 +14,7 @@ struct Loader {
   using Shared = Smem<spec, tile>;
   const FwdParams& p;
   const Maps& maps;
+  const PreparedValues& values;
   Shared& smem;
   Slot<Shared::q_buffers> q_slot;
   Slot<tile.stages> k_slot, v_slot;
@@ -63,10 +65,10 @@ struct Loader {
 
   // Where a tile's key blocks are; in registers, so that a load follows its slot's release at once.
   struct Keys {
-    int32_t i_head_kv, storage_batch, k_row, seqlen_k, last_block, num_band_blocks, last_sink_block, first_dirty;
+    int32_t i_batch, i_head_kv, storage_batch, k_row, seqlen_k, last_block, num_band_blocks, last_sink_block, first_dirty;
 
     FMHA_DEVICE explicit Keys(const Work& work)
-        : i_head_kv(work.i_head_kv), storage_batch(work.storage_batch), k_row(work.k_row),
+        : i_batch(work.i_batch), i_head_kv(work.i_head_kv), storage_batch(work.storage_batch), k_row(work.k_row),
           seqlen_k(work.seqlen_k), last_block(work.last_block), num_band_blocks(work.num_band_blocks), last_sink_block(work.last_sink_block),
           first_dirty(work.first_dirty) {}
 
@@ -85,6 +87,22 @@ struct Loader {
   FMHA_DEVICE void load_block(Tile (&tiles)[tile.stages], const TensorMap& map, Barrier& full,
                               Barrier (&empty)[tile.stages], Slot<tile.stages>& slot, const Keys& keys, int32_t i) {
     const int32_t row = keys.row(i);
+    load_box(tiles, map, full, empty, slot, {columns ? row : 0, columns ? 0 : row, keys.i_head_kv, keys.storage_batch});
+  }
+  // A block that lies in the workspace as its tile does. Of a tile without keys it has block -1, where TMA reads zeros.
+  FMHA_DEVICE void load_prepared(const Keys& keys, int32_t i) {
+    const int32_t block = keys.block(i), head = keys.i_batch * p.num_heads_kv + keys.i_head_kv;
+    if constexpr (tile.prepare_v == PrepareV::Beside) wait_until_prepared<spec, tile>(values, head, block);
+    load_box(smem.v, maps.v, smem.v_full[v_slot.index], smem.v_empty, v_slot, {0, 0, block, head});
+  }
+
+  // Where a block begins in its map.
+  struct Place {
+    int32_t c0, c1, c2, c3;
+  };
+  template <class Tile>
+  FMHA_DEVICE void load_box(Tile (&tiles)[tile.stages], const TensorMap& map, Barrier& full, Barrier (&empty)[tile.stages],
+                            Slot<tile.stages>& slot, const Place& at) {
     wait(empty[slot.index], slot.phase ^ 1);
     ptx::mbarrier_arrive_expect_tx(full, Tile::tile_bytes);
     // A cluster's CTAs load a share of the rows each, for all.
@@ -93,13 +111,12 @@ struct Loader {
 #pragma unroll
     for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
       const uint32_t to = tiles[slot.index].address() + chunk * Tile::chunk_bytes + first * Tile::span_bytes;
-      const int32_t c0 = chunk * Tile::span + (columns ? row : 0), c1 = first + (columns ? 0 : row);
+      const int32_t c0 = at.c0 + chunk * Tile::span, c1 = at.c1 + first;
       if constexpr (tile.cluster > 1) {
-        ptx::cp_async_bulk_tensor_4d_multicast(to, map, full, c0, c1, keys.i_head_kv, keys.storage_batch,
-                                               (1 << tile.cluster) - 1, ptx::CacheHint::EvictLast);
+        ptx::cp_async_bulk_tensor_4d_multicast(to, map, full, c0, c1, at.c2, at.c3, (1 << tile.cluster) - 1,
+                                               ptx::CacheHint::EvictLast);
       } else {
-        ptx::cp_async_bulk_tensor_4d(to, map, full, c0, c1, keys.i_head_kv, keys.storage_batch,
-                                     ptx::CacheHint::EvictLast);
+        ptx::cp_async_bulk_tensor_4d(to, map, full, c0, c1, at.c2, at.c3, ptx::CacheHint::EvictLast);
       }
     }
     slot.advance();
@@ -132,6 +149,8 @@ struct Loader {
   FMHA_DEVICE void load_v(const Keys& keys, int32_t i) {
     if constexpr (copies) {
       copy_block(smem.v, p.v, spec.head_dim_v, smem.v_full, smem.v_empty, v_slot, keys, i);
+    } else if constexpr (takes_prepared_v(tile)) {
+      load_prepared(keys, i);
     } else if constexpr (Shared::prepared) {
       load_block<spec.v_layout == VLayout::ColMajor>(smem.raw, maps.v, smem.v_raw[v_slot.index], smem.v_raw_empty, v_slot, keys, i);
     } else {
@@ -204,19 +223,22 @@ struct Loader {
 };
 
 template <FwdSpec spec, Sm90Tile tile>
-FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const TileSchedule& schedule, Smem<spec, tile>& smem) {
+FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const TileSchedule& schedule, const PreparedValues& values,
+                      Smem<spec, tile>& smem) {
   ptx::setmaxnreg_dec<regs(tile).load>();
   if (threadIdx.x == 0 || (tile.copy_bytes > 0 && threadIdx.x / 32 != 1)) {
-    Loader<spec, tile> loader{p, maps, smem};
+    Loader<spec, tile> loader{p, maps, values, smem};
     loader.run();
   } else if (threadIdx.x == 32) {
     schedule_tiles<spec, tile>(p, schedule, smem);
+  } else if (tile.prepare_v == PrepareV::Beside && threadIdx.x / 32 >= 4 - kValueWarps) {
+    if constexpr (tile.prepare_v == PrepareV::Beside) prepare_beside<spec, tile>(p, values);
   } else if constexpr (prepares_v(spec, tile)) {
     if (threadIdx.x / 32 >= 4 - kValueWarps) {
       ValueRole<spec, tile> values{smem};
       values.run();
     }
-  } else if (tile.copy_bytes == 0 && threadIdx.x / 32 == 2) {
+  } else if (tile.copy_bytes == 0 && !takes_prepared_v(tile) && threadIdx.x / 32 == 2) {
     ZeroRole<spec, tile> zero{smem};
     zero.run();
   } else if constexpr (tile.bias_stages > 0) {

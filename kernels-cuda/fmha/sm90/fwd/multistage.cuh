@@ -30,6 +30,7 @@ struct Multistage {
 
   // Zeros V rows that are not the sequence's, before the first product reads them.
   FMHA_DEVICE void zero_values() {
+    if constexpr (takes_prepared_v(tile)) return;
     const int32_t first_dirty = work().first_dirty;
     if (first_dirty >= tile.block_n) return;
     const int32_t stage = consumer.v_slot.index;
@@ -87,9 +88,9 @@ struct Multistage {
 };
 
 template <FwdSpec spec, Sm90Tile tile>
-FMHA_DEVICE void multistage(const FwdParams& p, const Maps& maps, const TileSchedule& schedule,
+FMHA_DEVICE void multistage(const FwdParams& p, const Maps& maps, const TileSchedule& schedule, const PreparedValues& values,
                             Smem<spec, tile>& smem) {
-  Multistage<spec, tile> role{consumer_of<spec, tile>(p, smem), {p, maps, smem}, smem};
+  Multistage<spec, tile> role{consumer_of<spec, tile>(p, smem), {p, maps, values, smem}, smem};
   role.run(p, schedule);
 }
 

@@ -1,0 +1,150 @@
+//! A V of FP8 that is brought once for all tiles to the form that the products take, in the workspace.
+
+use fmha_core::abi::{DevPtr, Untyped};
+use fmha_core::source::{Entry, KernelSource, Literal};
+use fmha_core::spec::FwdSpec;
+use fmha_core::{FwdProblem, abi_enum, abi_struct};
+
+use super::{Sm90Tile, elem_bytes, padded_dim, rendered};
+use crate::schedule::TileSchedule;
+
+/// The launch's name in plans.
+pub const PREPARE_NAME: &str = "prepare_values";
+
+/// Threads of a CTA of that launch, a warp to a unit of work.
+pub const PREPARE_THREADS: u32 = 256;
+
+/// Where a row-major V of FP8 is brought to f16, or turned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PrepareV {
+    /// In shared memory, by each tile's CTA, block by block. Another V comes as it is.
+    InTile,
+    /// In the workspace, by a launch before the kernel.
+    Before,
+    /// In the workspace, by spare warps of the kernel's CTAs, beside the tiles at work.
+    Beside,
+}
+
+abi_enum!(PrepareV { InTile, Before, Beside });
+
+abi_struct! {
+    /// A V that is prepared in the workspace, a kernel argument.
+    pub struct PreparedValues {
+        /// Its blocks, `[sequence, kv head, block]`.
+        pub blocks: DevPtr<Untyped>,
+        /// Beside the tiles: the number of units of work that were claimed, then of each block how many are finished. Zero
+        /// before each launch.
+        pub counts: DevPtr<i32>,
+        /// Blocks of the longest sequence.
+        pub num_blocks: i32,
+        /// Sequences times kv heads.
+        pub num_heads: i32,
+        /// Kv heads whose blocks are prepared together.
+        pub heads_per_group: i32,
+        /// Units of work: keys of a block of a kv head.
+        pub num_units: i32,
+    }
+}
+
+impl PreparedValues {
+    /// Of a problem's longest sequence, without addresses.
+    ///
+    /// # Errors
+    /// 2^30 units of work or more, with the fields that make them.
+    pub fn new(
+        problem: &FwdProblem,
+        tile: &Sm90Tile,
+        schedule: &TileSchedule,
+        num_sms: u32,
+    ) -> Result<Self, String> {
+        let spec = FwdSpec::of(problem);
+        let dims = problem.dims;
+        let num_blocks = i64::from(dims.seqlen_k).div_euclid(tile.block_n.into())
+            + i64::from(!dims.seqlen_k.is_multiple_of(tile.block_n.unsigned_abs()));
+        let num_heads = i64::from(dims.batch) * i64::from(dims.num_heads_kv);
+        let num_units = num_heads.saturating_mul(num_blocks * units_per_block(&spec, tile));
+        if num_units >= 1 << 30 {
+            return Err(format!(
+                "tile block_n={}: {num_heads} kv heads of {} keys are {num_units} units of V, not below 2^30",
+                tile.block_n, dims.seqlen_k
+            ));
+        }
+        // Beside the tiles those of an L2 head group, whose tiles run together, or of the first tiles of all CTAs, which all
+        // wait for their first blocks. A launch takes all heads of a row, which lie side by side.
+        let heads_per_group = match tile.prepare_v {
+            PrepareV::Beside => {
+                let first_heads = tile
+                    .grid(schedule, num_sms)
+                    .div_ceil((tile.cluster * schedule.num_m_blocks.max(1)).unsigned_abs());
+                let of_schedule = i64::from(first_heads).max(schedule.heads_per_l2_group.into());
+                let num_of_schedule = i64::from(schedule.num_heads.max(1));
+                ((of_schedule * num_heads + num_of_schedule - 1) / num_of_schedule).clamp(1, num_heads.max(1))
+            }
+            PrepareV::InTile | PrepareV::Before => i64::from(dims.num_heads_kv),
+        };
+        Ok(Self {
+            blocks: DevPtr::NULL,
+            counts: DevPtr::NULL,
+            num_blocks: num_blocks as i32,
+            num_heads: num_heads as i32,
+            heads_per_group: heads_per_group as i32,
+            num_units: num_units as i32,
+        })
+    }
+
+    /// CTAs of the launch before.
+    #[must_use]
+    pub fn grid(&self) -> u32 {
+        self.num_units.unsigned_abs().div_ceil(PREPARE_THREADS / 32).max(1)
+    }
+
+    /// Bytes of `counts`.
+    #[must_use]
+    pub fn counts_bytes(&self, tile: &Sm90Tile) -> u64 {
+        let counts = 1 + u64::from(self.num_heads.unsigned_abs()) * u64::from(self.num_blocks.unsigned_abs());
+        if tile.prepare_v == PrepareV::Beside { 4 * counts } else { 0 }
+    }
+
+    /// Bytes of `blocks`, one at least, which a tensor map needs.
+    #[must_use]
+    pub fn blocks_bytes(&self, spec: &FwdSpec, tile: &Sm90Tile) -> u64 {
+        let [rows, columns] = tile.prepared_block(spec);
+        let bytes = rows * columns * elem_bytes(tile.prepared_type(spec));
+        let blocks = u64::from(self.num_heads.unsigned_abs()) * u64::from(self.num_blocks.unsigned_abs());
+        blocks.max(1) * u64::from(bytes.unsigned_abs())
+    }
+}
+
+/// As the device's function of that name.
+fn units_per_block(spec: &FwdSpec, tile: &Sm90Tile) -> i64 {
+    let dim = padded_dim(spec.head_dim_v);
+    let keys = if (!tile.f16_values || dim <= 64) && tile.block_n % 32 == 0 { 32 } else { 16 };
+    let parts = if tile.f16_values { 1 } else { (dim + 63) / 64 };
+    i64::from(tile.block_n / keys * parts)
+}
+
+/// An entry's assertion that the device agrees.
+pub(super) fn assert_units(spec: &FwdSpec, tile: &Sm90Tile) -> String {
+    format!(
+        "static_assert(sm90::units_per_block(kSpec, kTile) == {}, \"units of V: host and device disagree\"); ",
+        units_per_block(spec, tile)
+    )
+}
+
+/// The launch before the kernel: arguments `FwdParams`, [`PreparedValues`].
+#[must_use]
+pub fn prepare_values(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
+    let entry = Entry {
+        include: "fmha/sm90/fwd/prepare_values.cuh",
+        constants: &constants,
+        bounds: &format!("__launch_bounds__({PREPARE_THREADS})"),
+        params: "const __grid_constant__ FwdParams p, const __grid_constant__ PreparedValues values",
+        call: &format!(
+            "static_assert(sm90::kPrepareThreads == {PREPARE_THREADS}, \"host and device disagree\"); \
+             {}sm90::prepare_values<kSpec, kTile>(p, values);",
+            assert_units(spec, tile)
+        ),
+    };
+    crate::source(entry.render(), rendered(spec, tile))
+}
