@@ -25,8 +25,8 @@ use fmha_core::{DType, SeqSpan};
 
 use super::{Shared, settle};
 use crate::blocks::{
-    BLOCK_KEYS, Order, RowSums, STAGED_LEN, TILE, TILED_QUERIES, exp_one, heads_of_block, place_of_query,
-    unit,
+    BLOCK_KEYS, Order, RowSums, TILE, TILED_QUERIES, exp_one, heads_of_block, packed_len, place_of_query,
+    staged_len, unit,
 };
 use crate::memory::{Bytes, Floats, add, reserve};
 use crate::simd::{Op, Simd};
@@ -86,6 +86,7 @@ struct Scratch {
     keys: Floats,
     values: Floats,
     staged: Floats,
+    packed: Floats,
 }
 
 /// A row's state over a chunk, and over all chunks so far.
@@ -134,10 +135,9 @@ impl Shared<'_> {
         }
     }
 
-    /// That of O's sums: of pairs of keys where dot products or tiles of bf16 are taken.
+    /// That of O's sums: of pairs of keys where dot products of bf16 are taken.
     fn order_of_sums<S: Simd>(&self) -> Order {
-        let pays = S::DOTS_OUTRUN_FMAS || self.values_in_tiles::<S>();
-        if S::BF16_DOT && pays && self.v.taken_as() == DType::Bf16 {
+        if S::BF16_DOT && S::DOTS_OUTRUN_FMAS && self.v.taken_as() == DType::Bf16 {
             Order::Fours
         } else {
             Order::beside(self.v.taken_as())
@@ -286,17 +286,19 @@ impl Shared<'_> {
         heads: usize,
         queries: usize,
     ) -> fmha_core::Result<Scratch> {
-        // A tile of weights is so many rows, wherever the last ones of a task begin.
-        let weights = states + if self.in_tiles::<S>() { TILED_QUERIES as usize } else { 0 };
+        // A tile of scores is so many rows, wherever the last ones of a task begin.
+        let dim_qk = self.problem.dims.head_dim_qk as usize;
+        let scores = states + if self.keys_in_tiles::<S>() { TILED_QUERIES as usize } else { 0 };
         Ok(Scratch {
             queries: Floats::scratch(queries)?,
-            scores: Floats::scratch(weights * BLOCK_KEYS)?,
+            scores: Floats::scratch(scores * BLOCK_KEYS)?,
             alpha: Floats::scratch(states)?,
             out: Floats::scratch(states * self.stride_v::<S>())?,
             total: Floats::scratch(states * self.stride_v::<S>())?,
             keys: Floats::scratch(heads * self.k.scratch_bytes(BLOCK_KEYS).div_ceil(4))?,
             values: Floats::scratch(heads * self.v.scratch_bytes(BLOCK_KEYS).div_ceil(4))?,
-            staged: Floats::scratch(if self.in_tiles::<S>() { STAGED_LEN } else { 0 })?,
+            staged: Floats::scratch(if self.in_tiles::<S>() { staged_len(dim_qk) } else { 0 })?,
+            packed: Floats::scratch(if self.values_in_tiles::<S>() { packed_len(MAX_ROWS) } else { 0 })?,
         })
     }
 
