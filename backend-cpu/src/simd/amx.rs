@@ -236,6 +236,24 @@ pub(super) unsafe fn down(quarter: usize, a: TileRows) {
     }
 }
 
+/// # Safety
+/// What [`Simd::tile_store_half`](super::Simd::tile_store_half) says is writable.
+#[inline(always)]
+pub(super) unsafe fn store_half(lower: bool, c: *mut f32) {
+    macro_rules! store {
+        ($left:literal, $right:literal) => {
+            asm!(
+                concat!("tilestored [{c} + {c_row}*1], ", $left),
+                concat!("tilestored [{c} + {c_row}*1 + 64], ", $right),
+                c = in(reg) c, c_row = in(reg) 128_usize,
+                options(nostack, preserves_flags),
+            )
+        };
+    }
+    // SAFETY: the caller's promise.
+    unsafe { if lower { store!("tmm2", "tmm3") } else { store!("tmm0", "tmm1") } }
+}
+
 impl Simd for Amx {
     const TILES: bool = true;
     avx512_methods!(Amx, "avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512dq,avx512vbmi,avx512bf16");
@@ -300,6 +318,12 @@ impl Simd for Amx {
     unsafe fn tile_down(self, quarter: usize, a: TileRows) {
         // SAFETY: see `tile_zero`.
         unsafe { down(quarter, a) };
+    }
+
+    #[inline(always)]
+    unsafe fn tile_store_half(self, lower: bool, c: *mut f32) {
+        // SAFETY: see `tile_zero`.
+        unsafe { store_half(lower, c) };
     }
 
     #[inline(always)]

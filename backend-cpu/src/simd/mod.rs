@@ -493,6 +493,14 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         let _ = (quarter, a);
     }
 
+    /// Stores the upper or the lower 16 rows of the accumulators, 128 bytes apart.
+    ///
+    /// # Safety
+    /// As for [`tile_zero`](Self::tile_zero); 16 x 32 f32 are writable at `c`.
+    unsafe fn tile_store_half(self, lower: bool, c: *mut f32) {
+        let _ = (lower, c);
+    }
+
     /// [`math::exp2_coarse`], or what keeps its promises in fewer instructions.
     #[inline(always)]
     fn exp2_coarse(self, x: Self::V) -> Self::V {

@@ -336,6 +336,13 @@ impl Simd for SoftTiles {
         self.add_product(quarter, &unsafe { tile_of(a) }, &LOADED.get());
     }
 
+    unsafe fn tile_store_half(self, lower: bool, c: *mut f32) {
+        for (row, sums) in ACCUMULATORS.get()[if lower { 16 } else { 0 }..][..16].iter().enumerate() {
+            // SAFETY: see `tile_load`.
+            unsafe { c.add(32 * row).cast::<[f32; 32]>().write(*sums) };
+        }
+    }
+
     fn low_and_high_bf16(self, v: Self::V) -> [Self::V; 2] {
         let bits = v.map(|lane| lane.to_bits().wrapping_add(0x8000));
         [lanes!(i => f32::from_bits(bits[i] >> 16)), lanes!(i => f32::from_bits(bits[i] & 0xffff_0000))]

@@ -60,12 +60,12 @@ impl TileDots<'_, '_> {
                     s.tile_zero();
                     if let ([Some(a), Some(b), Some(c), Some(d)], true) = (steps, E::IS_BF16) {
                         self.multiply_in_place(s, [a, b, c, d], (head, group), &mut ahead);
+                        s.tile_store(sums.as_mut_ptr(), SUMS_ROW_BYTES);
+                        self.write(s, sums.as_ptr(), (head, group), 0..TILES);
                     } else {
-                        self.multiply_pieces::<S, E>(s, &steps, (head, group), &mut ahead);
+                        self.multiply_pieces::<S, E>(s, &steps, (head, group), &mut sums, &mut ahead);
                     }
-                    s.tile_store(sums.as_mut_ptr(), SUMS_ROW_BYTES);
                 }
-                self.write(s, sums.as_ptr(), (head, group));
             }
         }
         *self.ahead = ahead;
@@ -108,34 +108,49 @@ impl TileDots<'_, '_> {
         s: S,
         steps: &[Option<isize>; TILES],
         (head, group): (usize, usize),
+        sums: &mut Lines<{ TILES * TILE_LEN }>,
         ahead: &mut Ahead<'_>,
     ) {
         let Block { keys, dim, queries, .. } = self.keys;
         let codes = if E::IS_BF16 { [s.splat(0.0); 9] } else { s.tables(&self.keys.codes[head]) };
         let pieces_kept = if queries > ROWS { usize::MAX } else { TILES };
-        let (mut staged, mut before) = (0, None);
-        for col in (0..dim).step_by(COLUMNS) {
-            for (tile, &step) in steps.iter().enumerate().take(keys.len().div_ceil(ROWS)) {
-                let rows = match step {
-                    Some(step) => {
-                        TileRows { first: self.keys.at(tile * ROWS, head).wrapping_add(col * E::BYTES), step }
-                    }
-                    None => {
-                        let to = self.staged.wrapping_add(staged % pieces_kept * PIECE_LEN);
-                        staged += 1;
-                        if group == 0 {
-                            // SAFETY: the caller's promise; a piece of the scratch.
-                            unsafe { self.stage::<S, E>(s, &codes, (head, tile, col), to, ahead) };
-                        }
-                        TileRows { first: to.cast(), step: (COLUMNS * 2) as isize }
-                    }
-                };
-                // SAFETY: the caller's promise.
-                unsafe { self.multiply(s, (head, group), before.replace(Piece { tile, col, rows })) };
+        let mut staged = 0;
+        let tiles = keys.len().div_ceil(ROWS);
+        // By halves, so that scores of the first one are written while the second one is staged.
+        for half in [0..tiles.min(2), 2..tiles] {
+            if half.is_empty() {
+                continue;
             }
+            let mut before = None;
+            for col in (0..dim).step_by(COLUMNS) {
+                for tile in half.clone() {
+                    let rows = match steps[tile] {
+                        Some(step) => TileRows {
+                            first: self.keys.at(tile * ROWS, head).wrapping_add(col * E::BYTES),
+                            step,
+                        },
+                        None => {
+                            let to = self.staged.wrapping_add(staged % pieces_kept * PIECE_LEN);
+                            staged += 1;
+                            if group == 0 {
+                                // SAFETY: the caller's promise; a piece of the scratch.
+                                unsafe { self.stage::<S, E>(s, &codes, (head, tile, col), to, ahead) };
+                            }
+                            TileRows { first: to.cast(), step: (COLUMNS * 2) as isize }
+                        }
+                    };
+                    // SAFETY: the caller's promise.
+                    unsafe { self.multiply(s, (head, group), before.replace(Piece { tile, col, rows })) };
+                }
+            }
+            // SAFETY: the caller's promise; half of the accumulators.
+            unsafe {
+                self.multiply(s, (head, group), before);
+                let lower = half.start > 0;
+                s.tile_store_half(lower, sums.as_mut_ptr().add(place_of_quarter(half.start)));
+            }
+            self.write(s, sums.as_ptr(), (head, group), half);
         }
-        // SAFETY: the caller's promise.
-        unsafe { self.multiply(s, (head, group), before) };
     }
 
     /// # Safety
@@ -202,11 +217,17 @@ impl TileDots<'_, '_> {
 
     /// The scores of a group of queries.
     #[inline(always)]
-    fn write<S: Simd>(&self, s: S, sums: *const f32, (head, group): (usize, usize)) {
+    fn write<S: Simd>(
+        &self,
+        s: S,
+        sums: *const f32,
+        (head, group): (usize, usize),
+        tiles: std::ops::Range<usize>,
+    ) {
         let factor = s.splat(self.factors[head]);
         let row = head * self.keys.queries + group * ROWS;
         let rows = (self.keys.queries - group * ROWS).min(ROWS);
-        for tile in 0..self.keys.keys.len().div_ceil(ROWS) {
+        for tile in tiles {
             // SAFETY: `sums` are the accumulators. Scores beyond the last key too: a block of them has room, and they
             // are hidden next. Scores of queries beyond the head's, for which there is room as well: the next head's
             // are written later.

@@ -134,7 +134,10 @@ impl TileValues<'_, '_> {
                         s.tile_right(unit, unit_of(rows[tile], unit));
                     }
                 }
-                s.tile_store(sums.as_mut_ptr(), SUMS_ROW_BYTES);
+                s.tile_store_half(false, sums.as_mut_ptr());
+                if UNITS > 2 {
+                    s.tile_store_half(true, sums.as_mut_ptr().add(place_of_quarter(2)));
+                }
                 let whole = rows_of_group(self.whole, group);
                 if !are_finite::<S, UNITS>(s, sums.as_ptr(), whole) {
                     multiply_apart(s, weights, &rows[..tiles], UNITS, sums.as_mut_ptr());
