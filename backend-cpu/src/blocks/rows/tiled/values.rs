@@ -101,7 +101,8 @@ impl TileValues<'_, '_> {
     }
 
     /// `UNITS` tiles' columns from `col` on.
-    #[inline(always)]
+    // Not in a debug build, as in `AddValues`: all of them in one function take much stack.
+    #[cfg_attr(not(debug_assertions), inline(always))]
     fn span<S: Simd, E: Elem, const UNITS: usize>(
         &mut self,
         s: S,
