@@ -10,8 +10,8 @@ mod write;
 pub(crate) use gather::{Gather, GatherRows, GatherTransposed, TransposePanels, row_stride};
 pub(crate) use product::{Columns, FmaLoop, RowDots, Rows, Scores};
 pub(crate) use rows::{
-    AddValues, Ahead, BLOCK_KEYS, Block, Dots, Order, RowSums, STAGED_LEN, SoftmaxRow, TILED_QUERIES,
-    TileDots, TileValues, exp_one, heads_of_block, place_of_query, unit,
+    AddValues, Ahead, BLOCK_KEYS, Block, Dots, Order, RowSums, SoftmaxRow, TILED_QUERIES, TileDots,
+    TileValues, exp_one, heads_of_block, packed_len, place_of_query, staged_len, unit,
 };
 pub(crate) use softmax::{AddTo, Gradient, Multiply, RowState, Scale, Softmax};
 pub(crate) use tiles::{

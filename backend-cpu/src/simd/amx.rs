@@ -178,64 +178,80 @@ pub(super) unsafe fn store(c: *mut f32, c_row: usize) {
     }
 }
 
-/// Two tiles of A by one of B, to tiles 0 and 1.
+/// A tile to tile 4, where it stays.
 ///
+/// # Safety
+/// 16 rows of 64 bytes are readable.
+#[inline(always)]
+pub(super) unsafe fn load_fourth(rows: TileRows) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        asm!(
+            "tileloadd tmm4, [{rows} + {step}*1]",
+            rows = in(reg) rows.first, step = in(reg) rows.step, out("tmm4") _,
+            options(nostack, preserves_flags, readonly),
+        );
+    }
+}
+
+/// Loads a tile to one of three by turns, and adds a product to the accumulators: of tile 4 by it, or of it by tile 4.
+macro_rules! add_product {
+    ($rows:expr, $sums:tt, $a:tt, $b:tt, $loaded:tt) => {
+        asm!(
+            concat!("tileloadd ", $loaded, ", [{rows} + {step}*1]"),
+            concat!("tdpbf16ps ", $sums, ", ", $a, ", ", $b),
+            rows = in(reg) $rows.first, step = in(reg) $rows.step, out($sums) _, out($loaded) _,
+            options(nostack, preserves_flags, readonly),
+        )
+    };
+}
+
+/// # Safety
+/// What [`Simd::tile_right`](super::Simd::tile_right) says is readable.
+#[inline(always)]
+pub(super) unsafe fn right(quarter: usize, b: TileRows) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match quarter {
+            0 => add_product!(b, "tmm0", "tmm4", "tmm5", "tmm5"),
+            1 => add_product!(b, "tmm1", "tmm4", "tmm6", "tmm6"),
+            2 => add_product!(b, "tmm2", "tmm4", "tmm7", "tmm7"),
+            _ => add_product!(b, "tmm3", "tmm4", "tmm5", "tmm5"),
+        }
+    }
+}
+
 /// # Safety
 /// What [`Simd::tile_down`](super::Simd::tile_down) says is readable.
 #[inline(always)]
-pub(super) unsafe fn down([left, right]: [TileRows; 2], b: *const f32) {
+pub(super) unsafe fn down(quarter: usize, a: TileRows) {
     // SAFETY: the caller's promise.
     unsafe {
-        asm!(
-            "tileloadd tmm6, [{b} + {b_row}*1]",
-            "tileloadd tmm4, [{a0} + {a0_row}*1]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tileloadd tmm5, [{a1} + {a1_row}*1]",
-            "tdpbf16ps tmm1, tmm5, tmm6",
-            a0 = in(reg) left.first, a0_row = in(reg) left.step,
-            a1 = in(reg) right.first, a1_row = in(reg) right.step,
-            b = in(reg) b, b_row = in(reg) 64_usize,
-            out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm5") _, out("tmm6") _,
-            options(nostack, preserves_flags, readonly),
-        );
-    }
-}
-
-/// One tile of A by two of B, to tiles 0 and 1.
-///
-/// # Safety
-/// What [`Simd::tile_across`](super::Simd::tile_across) says is readable.
-#[inline(always)]
-pub(super) unsafe fn across(a: TileRows, b: [*const f32; 2]) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        asm!(
-            "tileloadd tmm4, [{a} + {a_row}*1]",
-            "tileloadd tmm6, [{b0} + {b_row}*1]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tileloadd tmm7, [{b1} + {b_row}*1]",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            a = in(reg) a.first, a_row = in(reg) a.step,
-            b0 = in(reg) b[0], b1 = in(reg) b[1], b_row = in(reg) 64_usize,
-            out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm6") _, out("tmm7") _,
-            options(nostack, preserves_flags, readonly),
-        );
+        match quarter {
+            0 => add_product!(a, "tmm0", "tmm5", "tmm4", "tmm5"),
+            1 => add_product!(a, "tmm1", "tmm6", "tmm4", "tmm6"),
+            2 => add_product!(a, "tmm2", "tmm7", "tmm4", "tmm7"),
+            _ => add_product!(a, "tmm3", "tmm5", "tmm4", "tmm5"),
+        }
     }
 }
 
 /// # Safety
-/// What [`Simd::tile_store_upper`](super::Simd::tile_store_upper) says is writable.
+/// What [`Simd::tile_store_half`](super::Simd::tile_store_half) says is writable.
 #[inline(always)]
-pub(super) unsafe fn store_upper(c: *mut f32) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        asm!(
-            "tilestored [{c} + {c_row}*1], tmm0",
-            "tilestored [{c} + {c_row}*1 + 64], tmm1",
-            c = in(reg) c, c_row = in(reg) 128_usize,
-            options(nostack, preserves_flags),
-        );
+pub(super) unsafe fn store_half(lower: bool, c: *mut f32) {
+    macro_rules! store {
+        ($left:literal, $right:literal) => {
+            asm!(
+                concat!("tilestored [{c} + {c_row}*1], ", $left),
+                concat!("tilestored [{c} + {c_row}*1 + 64], ", $right),
+                c = in(reg) c, c_row = in(reg) 128_usize,
+                options(nostack, preserves_flags),
+            )
+        };
     }
+    // SAFETY: the caller's promise.
+    unsafe { if lower { store!("tmm2", "tmm3") } else { store!("tmm0", "tmm1") } }
 }
 
 impl Simd for Amx {
@@ -281,15 +297,43 @@ impl Simd for Amx {
     }
 
     #[inline(always)]
-    unsafe fn tile_down(self, a: [TileRows; 2], b: *const f32) {
+    unsafe fn tile_left(self, a: TileRows) {
         // SAFETY: see `tile_zero`.
-        unsafe { down(a, b) };
+        unsafe { load_fourth(a) };
     }
 
     #[inline(always)]
-    unsafe fn tile_across(self, a: TileRows, b: [*const f32; 2]) {
+    unsafe fn tile_right(self, quarter: usize, b: TileRows) {
         // SAFETY: see `tile_zero`.
-        unsafe { across(a, b) };
+        unsafe { right(quarter, b) };
+    }
+
+    #[inline(always)]
+    unsafe fn tile_top(self, b: TileRows) {
+        // SAFETY: see `tile_zero`.
+        unsafe { load_fourth(b) };
+    }
+
+    #[inline(always)]
+    unsafe fn tile_down(self, quarter: usize, a: TileRows) {
+        // SAFETY: see `tile_zero`.
+        unsafe { down(quarter, a) };
+    }
+
+    #[inline(always)]
+    unsafe fn tile_store_half(self, lower: bool, c: *mut f32) {
+        // SAFETY: see `tile_zero`.
+        unsafe { store_half(lower, c) };
+    }
+
+    #[inline(always)]
+    fn low_and_high_bf16(self, v: Self::V) -> [Self::V; 2] {
+        // SAFETY: AVX-512 F, as `self` proves.
+        unsafe {
+            let rounded = _mm512_add_epi32(_mm512_castps_si512(v), _mm512_set1_epi32(0x8000));
+            let high = _mm512_and_si512(rounded, _mm512_set1_epi32(0xffff_0000_u32.cast_signed()));
+            [_mm512_castsi512_ps(_mm512_srli_epi32::<16>(rounded)), _mm512_castsi512_ps(high)]
+        }
     }
 
     /// Half of the vectors: rows `r` and `r + 4` of the block lie in one.
@@ -313,12 +357,6 @@ impl Simd for Amx {
                 self.store(to.add((c + 4) * to_step), _mm512_shuffle_f32x4::<0xdd>(first, second));
             }
         }
-    }
-
-    #[inline(always)]
-    unsafe fn tile_store_upper(self, c: *mut f32) {
-        // SAFETY: see `tile_zero`.
-        unsafe { store_upper(c) };
     }
 
     /// A quintic on [0, 1) that is 1 at 0, 1.5e-7 off at most: VREDUCEPS leaves the fraction and VSCALEFPS

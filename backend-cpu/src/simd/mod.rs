@@ -460,30 +460,45 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         let _ = (c, c_row);
     }
 
-    /// Adds two products, each of 16 x 32 by 32 x 16, to the left and to the right half of the upper 16 rows of the
-    /// accumulators: two tiles of A, by the same of B. Rows of A are as many bytes apart as is said of each; B's, 16 pairs
-    /// each, follow one another.
+    /// Loads a tile of A for [`tile_right`](Self::tile_right).
     ///
     /// # Safety
-    /// As for [`tile_zero`](Self::tile_zero); 16 rows of 64 bytes are readable of each.
-    unsafe fn tile_down(self, a: [TileRows; 2], b: *const f32) {
-        let _ = (a, b);
+    /// As for [`tile_zero`](Self::tile_zero); 16 rows of 64 bytes are readable.
+    unsafe fn tile_left(self, a: TileRows) {
+        let _ = a;
     }
 
-    /// As [`tile_down`](Self::tile_down), of one tile of A by two of B.
+    /// Adds its product by a tile of B, 16 rows of 16 pairs, to a quarter of the accumulators: upper left, upper right, lower left,
+    /// lower right.
     ///
     /// # Safety
-    /// As for [`tile_down`](Self::tile_down).
-    unsafe fn tile_across(self, a: TileRows, b: [*const f32; 2]) {
-        let _ = (a, b);
+    /// As for [`tile_left`](Self::tile_left).
+    unsafe fn tile_right(self, quarter: usize, b: TileRows) {
+        let _ = (quarter, b);
     }
 
-    /// Stores the upper 16 rows of the accumulators.
+    /// Loads a tile of B, 16 rows of 16 pairs, for [`tile_down`](Self::tile_down).
     ///
     /// # Safety
-    /// As for [`tile_zero`](Self::tile_zero); 16 x 32 f32 are writable at `c`, rows one after another.
-    unsafe fn tile_store_upper(self, c: *mut f32) {
-        let _ = c;
+    /// As for [`tile_left`](Self::tile_left).
+    unsafe fn tile_top(self, b: TileRows) {
+        let _ = b;
+    }
+
+    /// Adds the product of a tile of A by it to a quarter of the accumulators, as [`tile_right`](Self::tile_right).
+    ///
+    /// # Safety
+    /// As for [`tile_left`](Self::tile_left).
+    unsafe fn tile_down(self, quarter: usize, a: TileRows) {
+        let _ = (quarter, a);
+    }
+
+    /// Stores the upper or the lower 16 rows of the accumulators, 128 bytes apart.
+    ///
+    /// # Safety
+    /// As for [`tile_zero`](Self::tile_zero); 16 x 32 f32 are writable at `c`.
+    unsafe fn tile_store_half(self, lower: bool, c: *mut f32) {
+        let _ = (lower, c);
     }
 
     /// [`math::exp2_coarse`], or what keeps its promises in fewer instructions.
@@ -502,6 +517,12 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn pack_bf16(self, first: Self::V, second: Self::V) -> Self::V {
         let _ = second;
         first
+    }
+
+    /// Numbers from 0 on rounded to bf16: in the low halves of lanes whose high ones are 0, and the other way round. Halves may be
+    /// rounded away from 0 and NaN may become anything. Goes with tiles.
+    fn low_and_high_bf16(self, v: Self::V) -> [Self::V; 2] {
+        [v, v]
     }
 
     /// Two rows of `2 * LANES` bf16 to pairs for [`dot_bf16`](Self::dot_bf16), `low` in the low halves: the even fours

@@ -234,22 +234,20 @@ impl SoftTiles {
     /// Whose multiply-adds round once, as those of every processor with tiles do.
     pub(crate) const FUSED: Self = Self { fused: true };
 
-    /// # Safety
-    /// As for [`Simd::tile_down`].
-    unsafe fn two_products(self, a: [TileRows; 2], b: [*const f32; 2]) {
+    /// Adds the product of a tile of A by one of B to a quarter of the accumulators, in the order that Intel's manual states: both
+    /// elements of a pair in sums of their own, which are added at the end.
+    fn add_product(self, quarter: usize, a: &[[u32; 16]; 16], b: &[[u32; 16]; 16]) {
         let half = |pair: u32| [pair << 16, pair & 0xffff_0000].map(f32::from_bits);
+        let (first_row, first_col) = (quarter / 2 * 16, quarter % 2 * 16);
         let mut sums = ACCUMULATORS.get();
-        for (row, sums) in sums[..16].iter_mut().enumerate() {
-            for (col, sum) in sums.iter_mut().enumerate() {
-                let (a, b) = (a[col / 16], b[col / 16]);
-                for unit in 0..16 {
-                    // SAFETY: the caller's promise.
-                    let [a, b] = unsafe {
-                        let a = a.first.offset(row as isize * a.step).cast::<u32>().add(unit);
-                        [a.read_unaligned(), b.add(unit * 16 + col % 16).cast::<u32>().read()].map(half)
-                    };
-                    *sum += a[0] * b[0] + a[1] * b[1];
+        for (a, sums) in a.iter().zip(&mut sums[first_row..]) {
+            for (col, sum) in sums[first_col..first_col + 16].iter_mut().enumerate() {
+                let mut of_pair = [0.0f32; 2];
+                for (&a, b) in a.iter().zip(b) {
+                    let (a, b) = (half(a), half(b[col]));
+                    of_pair = [a[0] * b[0] + of_pair[0], a[1] * b[1] + of_pair[1]];
                 }
+                *sum += of_pair[0] + of_pair[1];
             }
         }
         ACCUMULATORS.set(sums);
@@ -265,6 +263,20 @@ impl SoftTiles {
 thread_local! {
     /// Those of [`SoftTiles`].
     static ACCUMULATORS: std::cell::Cell<[[f32; 32]; 32]> = const { std::cell::Cell::new([[0.0; 32]; 32]) };
+    /// The tile of A or B that stays.
+    static LOADED: std::cell::Cell<[[u32; 16]; 16]> = const { std::cell::Cell::new([[0; 16]; 16]) };
+}
+
+/// A tile, in a register.
+///
+/// # Safety
+/// 16 rows of 64 bytes are readable.
+#[cfg(test)]
+unsafe fn tile_of(rows: TileRows) -> [[u32; 16]; 16] {
+    std::array::from_fn(|row| {
+        // SAFETY: the caller's promise.
+        unsafe { rows.first.wrapping_offset(row as isize * rows.step).cast::<[u32; 16]>().read_unaligned() }
+    })
 }
 
 #[cfg(test)]
@@ -288,21 +300,13 @@ impl Simd for SoftTiles {
     }
 
     unsafe fn tile_step(self, a: *const u8, a_row: usize, b: *const u8, b_row: usize) {
-        let half = |pair: u32| [pair << 16, pair & 0xffff_0000].map(f32::from_bits);
-        let mut sums = ACCUMULATORS.get();
-        for unit in 0..16 {
-            for (row, sums) in sums.iter_mut().enumerate() {
-                // SAFETY: see `tile_load`.
-                unsafe {
-                    let a = half(a.add(row * a_row).cast::<u32>().add(unit).read());
-                    for (col, sum) in sums.iter_mut().enumerate() {
-                        let b = half(b.add(unit * b_row).cast::<u32>().add(col).read());
-                        *sum += a[0] * b[0] + a[1] * b[1];
-                    }
-                }
-            }
+        let [a_step, b_step] = [a_row, b_row].map(usize::cast_signed);
+        for quarter in 0..4 {
+            let a = TileRows { first: a.wrapping_add(quarter / 2 * 16 * a_row), step: a_step };
+            let b = TileRows { first: b.wrapping_add(quarter % 2 * 64), step: b_step };
+            // SAFETY: see `tile_load`.
+            unsafe { self.add_product(quarter, &tile_of(a), &tile_of(b)) };
         }
-        ACCUMULATORS.set(sums);
     }
 
     unsafe fn tile_store(self, c: *mut f32, c_row: usize) {
@@ -312,20 +316,35 @@ impl Simd for SoftTiles {
         }
     }
 
-    unsafe fn tile_down(self, a: [TileRows; 2], b: *const f32) {
+    unsafe fn tile_left(self, a: TileRows) {
         // SAFETY: see `tile_load`.
-        unsafe { self.two_products(a, [b, b]) };
+        LOADED.set(unsafe { tile_of(a) });
     }
 
-    unsafe fn tile_across(self, a: TileRows, b: [*const f32; 2]) {
+    unsafe fn tile_right(self, quarter: usize, b: TileRows) {
         // SAFETY: see `tile_load`.
-        unsafe { self.two_products([a, a], b) };
+        self.add_product(quarter, &LOADED.get(), &unsafe { tile_of(b) });
     }
 
-    unsafe fn tile_store_upper(self, c: *mut f32) {
-        for (row, sums) in ACCUMULATORS.get()[..16].iter().enumerate() {
+    unsafe fn tile_top(self, b: TileRows) {
+        // SAFETY: see `tile_load`.
+        LOADED.set(unsafe { tile_of(b) });
+    }
+
+    unsafe fn tile_down(self, quarter: usize, a: TileRows) {
+        // SAFETY: see `tile_load`.
+        self.add_product(quarter, &unsafe { tile_of(a) }, &LOADED.get());
+    }
+
+    unsafe fn tile_store_half(self, lower: bool, c: *mut f32) {
+        for (row, sums) in ACCUMULATORS.get()[if lower { 16 } else { 0 }..][..16].iter().enumerate() {
             // SAFETY: see `tile_load`.
             unsafe { c.add(32 * row).cast::<[f32; 32]>().write(*sums) };
         }
+    }
+
+    fn low_and_high_bf16(self, v: Self::V) -> [Self::V; 2] {
+        let bits = v.map(|lane| lane.to_bits().wrapping_add(0x8000));
+        [lanes!(i => f32::from_bits(bits[i] >> 16)), lanes!(i => f32::from_bits(bits[i] & 0xffff_0000))]
     }
 }

@@ -390,6 +390,41 @@ fn widens_codes_to<S: Simd>(s: S, wide: impl Fn(u8) -> u16, to_wide: &BytePlanes
     }
 }
 
+/// Products of three tiles by one that stays on the left, then by one on top, then a step of all four: the accumulators.
+#[cfg(target_arch = "x86_64")]
+fn products_of_tiles<S: Simd>(s: S) -> Vec<u32> {
+    // Numbers of both signs and of magnitudes from 2^-8 to 2^8, which every order of sums rounds in its own way.
+    let number = |i: u32| {
+        let random = i.wrapping_mul(2_654_435_761) ^ (i >> 3).wrapping_mul(40_503);
+        (random >> 16 & 0x807f) as u16 | ((119 + (random >> 8 & 15) as u16) << 7)
+    };
+    let rows: Vec<u16> = (0..64 * 64).map(number).collect();
+    let tile = |n: usize| TileRows { first: rows[n * 512..].as_ptr().cast(), step: 64 };
+    let apart = TileRows { first: rows[63 * 64..].as_ptr().cast(), step: -128 };
+    let mut sums = vec![0f32; 32 * 32];
+    s.enter_tiles();
+    // SAFETY: tiles are entered; 16 rows of 64 bytes follow each, or lie before it, and 32 of 128.
+    unsafe {
+        s.tile_zero();
+        s.tile_left(tile(0));
+        (0..4).for_each(|quarter| s.tile_right(quarter, tile(1 + quarter)));
+        s.tile_top(tile(5));
+        (0..4).for_each(|quarter| s.tile_down(quarter, if quarter == 2 { apart } else { tile(quarter) }));
+        s.tile_step(rows.as_ptr().cast(), 64, rows[1024..].as_ptr().cast(), 128);
+        s.tile_store(sums.as_mut_ptr(), 128);
+    }
+    s.leave_tiles();
+    sums.into_iter().map(f32::to_bits).collect()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn tiles_in_software_have_the_bits_of_those_in_registers() {
+    let Some(amx) = Amx::detect() else { return eprintln!("absent: amx, which this processor has not") };
+    let (found, wanted) = (products_of_tiles(amx), products_of_tiles(SoftTiles::PLAIN));
+    assert!(wanted.iter().any(|&bits| bits & 0xffff != 0) && found == wanted);
+}
+
 /// Runs a test for every instruction set of this processor, and says which ones it has not.
 macro_rules! for_each_set {
     ($test:ident) => {

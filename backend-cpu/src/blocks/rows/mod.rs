@@ -15,7 +15,7 @@ use crate::simd::{BytePlanes, Simd};
 use crate::tensor::{Elem, of_type};
 pub(crate) use dots::Dots;
 pub(crate) use softmax::{RowSums, SoftmaxRow, exp_one};
-pub(crate) use tiled::{STAGED_LEN, TILED_QUERIES, TileDots, TileValues, place_of_query};
+pub(crate) use tiled::{TILED_QUERIES, TileDots, TileValues, packed_len, place_of_query, staged_len};
 pub(crate) use values::AddValues;
 
 /// Keys of a block.

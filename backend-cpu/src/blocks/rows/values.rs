@@ -217,7 +217,7 @@ impl AddValues<'_> {
 
 /// A query's weights rounded to bf16, in the place of the first half of them.
 #[inline(always)]
-pub(super) fn pack_weights<S: Simd>(s: S, weights: *mut f32, row: usize) {
+fn pack_weights<S: Simd>(s: S, weights: *mut f32, row: usize) {
     let weights = weights.wrapping_add(row * BLOCK_KEYS);
     for at in (0..BLOCK_KEYS).step_by(unit::<S>()) {
         // SAFETY: a row's block of weights; what is overwritten has been read.
@@ -229,7 +229,7 @@ pub(super) fn pack_weights<S: Simd>(s: S, weights: *mut f32, row: usize) {
 }
 
 /// Units of bf16, or of codes of 0, in the place of a key that is not to be met.
-pub(super) static ZEROS: [u8; 4 * UNIT_BYTES / 2] = [0; 4 * UNIT_BYTES / 2];
+static ZEROS: [u8; 4 * UNIT_BYTES / 2] = [0; 4 * UNIT_BYTES / 2];
 
 /// Adds the products of two keys of bf16, or of codes of them: one multiplication for two, where rows are paired
 /// element by element.

@@ -25,8 +25,8 @@ use fmha_core::{DType, SeqSpan};
 
 use super::{Shared, settle};
 use crate::blocks::{
-    BLOCK_KEYS, Order, RowSums, STAGED_LEN, TILE, TILED_QUERIES, exp_one, heads_of_block, place_of_query,
-    unit,
+    BLOCK_KEYS, Order, RowSums, TILE, TILED_QUERIES, exp_one, heads_of_block, packed_len, place_of_query,
+    staged_len, unit,
 };
 use crate::memory::{Bytes, Floats, add, reserve};
 use crate::simd::{Op, Simd};
@@ -46,10 +46,10 @@ const MAX_STATES: usize = 64;
 const TASKS_PER_THREAD: usize = 4;
 
 /// Query heads of a kv head from which on products are in tiles, where there are tiles. What a block costs then hardly
-/// depends on their number. On a Xeon, beside dot products, from the second-level cache: of bf16 four queries 1.1 times as fast,
-/// eight 1.6 times; two threads, from memory, four 0.96 and, in pages of 16, 0.84 times, eight 1.4 and 1.6 times. Of FP8 four are
-/// 1.1 times as fast; they have the bits of their bf16, and so its way.
-const TILED_RATIO: u32 = 8;
+/// depends on their number. On a Xeon, one thread, from memory, beside dot products: of bf16 two queries 1.15 to 1.3 times as fast,
+/// in pages of 16 1.2 times, four 1.2 and 1.3 times; of FP8, which has the bits of its bf16 and so its way, 1.15 and 1.2 times. One
+/// query was not compared.
+const TILED_RATIO: u32 = 2;
 
 /// Sequences of at most so many queries are taken in rows where both ways would do.
 pub(crate) const FEW_QUERIES: u32 = 8;
@@ -86,6 +86,7 @@ struct Scratch {
     keys: Floats,
     values: Floats,
     staged: Floats,
+    packed: Floats,
 }
 
 /// A row's state over a chunk, and over all chunks so far.
@@ -134,10 +135,9 @@ impl Shared<'_> {
         }
     }
 
-    /// That of O's sums: of pairs of keys where dot products or tiles of bf16 are taken.
+    /// That of O's sums: of pairs of keys where dot products of bf16 are taken.
     fn order_of_sums<S: Simd>(&self) -> Order {
-        let pays = S::DOTS_OUTRUN_FMAS || self.values_in_tiles::<S>();
-        if S::BF16_DOT && pays && self.v.taken_as() == DType::Bf16 {
+        if S::BF16_DOT && S::DOTS_OUTRUN_FMAS && self.v.taken_as() == DType::Bf16 {
             Order::Fours
         } else {
             Order::beside(self.v.taken_as())
@@ -286,17 +286,19 @@ impl Shared<'_> {
         heads: usize,
         queries: usize,
     ) -> fmha_core::Result<Scratch> {
-        // A tile of weights is so many rows, wherever the last ones of a task begin.
-        let weights = states + if self.in_tiles::<S>() { TILED_QUERIES as usize } else { 0 };
+        // A tile of scores is so many rows, wherever the last ones of a task begin.
+        let dim_qk = self.problem.dims.head_dim_qk as usize;
+        let scores = states + if self.keys_in_tiles::<S>() { TILED_QUERIES as usize } else { 0 };
         Ok(Scratch {
             queries: Floats::scratch(queries)?,
-            scores: Floats::scratch(weights * BLOCK_KEYS)?,
+            scores: Floats::scratch(scores * BLOCK_KEYS)?,
             alpha: Floats::scratch(states)?,
             out: Floats::scratch(states * self.stride_v::<S>())?,
             total: Floats::scratch(states * self.stride_v::<S>())?,
             keys: Floats::scratch(heads * self.k.scratch_bytes(BLOCK_KEYS).div_ceil(4))?,
             values: Floats::scratch(heads * self.v.scratch_bytes(BLOCK_KEYS).div_ceil(4))?,
-            staged: Floats::scratch(if self.in_tiles::<S>() { STAGED_LEN } else { 0 })?,
+            staged: Floats::scratch(if self.in_tiles::<S>() { staged_len(dim_qk) } else { 0 })?,
+            packed: Floats::scratch(if self.values_in_tiles::<S>() { packed_len(MAX_ROWS) } else { 0 })?,
         })
     }
 

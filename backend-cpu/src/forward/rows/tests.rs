@@ -3,8 +3,8 @@
 use fmha_core::dropout::philox4x32_10;
 use fmha_core::seq::KvRows;
 use fmha_core::{
-    DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, KvLayout, QLayout, SeqArgs, SeqSpan, Shape,
-    Strides, ValidFwd,
+    BlockTable, DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, KvLayout, QLayout, SeqArgs, SeqSpan,
+    Shape, Strides, ValidFwd,
 };
 use half::bf16;
 
@@ -12,6 +12,8 @@ use super::super::{Blocks, Forward, Shared};
 use super::{CHUNK_KEYS, Fold, MAX_STATES, Order, State, Task};
 use crate::isa::FORWARD_BLOCKS;
 use crate::memory::tests::in_exact_sizes;
+#[cfg(target_arch = "x86_64")]
+use crate::simd::Amx;
 use crate::simd::{Portable, Simd, SoftDots, SoftTiles};
 use crate::tasks::Threads;
 use crate::tensor::fp8_table;
@@ -38,9 +40,26 @@ fn problem(heads: (u32, u32), dims: (u32, u32), cache: Option<DType>) -> ValidFw
 }
 
 fn attend<S: Simd>(s: S, valid: &ValidFwd, q: &[bf16], k: DevSlice<'_>, v: DevSlice<'_>) -> Vec<bf16> {
+    attend_pages(s, valid, q, k, v, &[])
+}
+
+/// Of a cache in these pages, if there are any.
+fn attend_pages<S: Simd>(
+    s: S,
+    valid: &ValidFwd,
+    q: &[bf16],
+    k: DevSlice<'_>,
+    v: DevSlice<'_>,
+    pages: &[i32],
+) -> Vec<bf16> {
     let mut o = vec![bf16::ZERO; valid.shape_o().num_elems() as usize];
-    let spans = fmha_core::seq::spans(valid, &SeqArgs::default()).unwrap();
-    let args = FwdArgs::new(DevSlice::host(q), k, v, DevSliceMut::host(&mut o));
+    let mut args = FwdArgs::new(DevSlice::host(q), k, v, DevSliceMut::host(&mut o));
+    if !pages.is_empty() {
+        args.seq.totals.num_pages = Some(pages.len() as u32);
+        args.seq.block_table =
+            Some(BlockTable { pages: DevSlice::host(pages), max_pages: pages.len() as u32 });
+    }
+    let spans = fmha_core::seq::spans(valid, &args.seq).unwrap();
     let blocks = Blocks { rows_only: true, ..FORWARD_BLOCKS };
     Forward { problem: valid, args: &args, spans: &spans, blocks }.run(s, &Threads::new(1).unwrap()).unwrap();
     o
@@ -253,7 +272,7 @@ fn heads_are_taken_together_where_they_lie_so_as_evenly_as_it_goes() {
 }
 
 #[test]
-fn tiles_are_for_eight_heads_of_bf16_whose_dimension_is_whole_and_dot_products_where_they_are_fast() {
+fn tiles_are_for_two_heads_of_bf16_whose_dimension_is_whole_and_dot_products_where_they_are_fast() {
     /// The orders of Q and of O's sums, and whether K's and V's products are in tiles.
     fn ways<S: Simd>(problem: &FwdProblem) -> (Order, Order, [bool; 3]) {
         of_problem(problem, &[], |shared| {
@@ -271,12 +290,13 @@ fn tiles_are_for_eight_heads_of_bf16_whose_dimension_is_whole_and_dot_products_w
     let of = |heads, dims, cache| FwdProblem::clone(&problem(heads, dims, cache));
     let e4m3 = Some(DType::E4m3Fn);
     for (problem, in_tiles, in_dots, in_f32) in [
-        (of((8, 1), (96, 32), None), (Bf16, Fours, [true; 3]), (Bf16, Fours), EvenOdd),
-        (of((16, 2), (96, 32), e4m3), (Bf16, Fours, [true; 3]), (Bf16, Fours), EvenOdd),
-        (of((8, 1), (40, 32), None), (EvenOdd, Fours, [false, true, true]), (Bf16, Fours), EvenOdd),
+        (of((8, 1), (96, 32), None), (Bf16, EvenOdd, [true; 3]), (Bf16, Fours), EvenOdd),
+        (of((16, 2), (96, 32), e4m3), (Bf16, EvenOdd, [true; 3]), (Bf16, Fours), EvenOdd),
+        (of((8, 1), (40, 32), None), (EvenOdd, EvenOdd, [false, true, true]), (Bf16, Fours), EvenOdd),
         (of((8, 1), (96, 40), None), (Bf16, EvenOdd, [true, false, true]), (Bf16, Fours), EvenOdd),
         (of((8, 1), (40, 40), None), (EvenOdd, EvenOdd, none), (Bf16, Fours), EvenOdd),
-        (of((14, 2), (96, 32), None), (EvenOdd, EvenOdd, none), (Bf16, Fours), EvenOdd),
+        (of((4, 2), (96, 32), None), (Bf16, EvenOdd, [true; 3]), (Bf16, Fours), EvenOdd),
+        (of((2, 2), (96, 32), None), (EvenOdd, EvenOdd, none), (Bf16, Fours), EvenOdd),
         (f16(None), (Plain, Plain, none), (Plain, Plain), Plain),
         (f16(e4m3), (Plain, Plain, none), (Plain, Plain), Plain),
     ] {
@@ -290,26 +310,29 @@ fn tiles_are_for_eight_heads_of_bf16_whose_dimension_is_whole_and_dot_products_w
 /// Of ten rows of two heads at most.
 #[test]
 fn a_threads_scratch_has_what_its_rows_and_a_block_of_its_heads_take() {
-    fn sizes<S: Simd>(problem: &FwdProblem) -> [usize; 9] {
+    fn sizes<S: Simd>(problem: &FwdProblem) -> [usize; 10] {
         of_problem(problem, &[], |shared| {
             let task = Task { span: 0, heads: (0, 2), first_row: 0, rows: 5, chunks: (0, 1), slot: None };
             assert_eq!(task.states(), 10);
             let queries = shared.queries_len::<S>(&task);
             let mut scratch = in_exact_sizes(|| shared.row_scratch::<S>(10, 2, queries).unwrap());
-            let super::Scratch { queries: q, scores, alpha, out, total, keys, values, staged } = &mut scratch;
-            let sizes = [q, scores, alpha, out, total, keys, values, staged].map(|of| of.numbers().len());
-            let [q, scores, alpha, out, total, keys, values, staged] = sizes;
-            [queries, q, scores, alpha, out, total, keys, values, staged]
+            let super::Scratch { queries: q, scores, alpha, out, total, keys, values, staged, packed } =
+                &mut scratch;
+            let all = [q, scores, alpha, out, total, keys, values, staged, packed];
+            let [q, scores, alpha, out, total, keys, values, staged, packed] =
+                all.map(|of| of.numbers().len());
+            [queries, q, scores, alpha, out, total, keys, values, staged, packed]
         })
     }
-    // Rows of Q and O in whole vectors of codes, 64 and 16 numbers; blocks of 64 keys in bf16.
+    // Rows of Q and O in whole vectors of codes, 64 and 16 numbers; blocks of 64 keys in bf16; what is staged of K, whole vectors
+    // of codes too; weights of four tiles of eight queries.
     let tiled = problem((16, 2), (96, 32), Some(DType::E4m3Fn));
-    assert_eq!(sizes::<SoftTiles>(&tiled), [2048, 2048, 26 * 64, 16, 640, 640, 6144, 2048, 2048]);
-    assert_eq!(sizes::<Portable>(&tiled), [960, 960, 640, 16, 320, 320, 6144, 2048, 0]);
+    assert_eq!(sizes::<SoftTiles>(&tiled), [2048, 2048, 26 * 64, 16, 640, 640, 6144, 2048, 4096, 4096]);
+    assert_eq!(sizes::<Portable>(&tiled), [960, 960, 640, 16, 320, 320, 6144, 2048, 0, 0]);
     let values_alone = problem((16, 2), (40, 32), None);
-    assert_eq!(sizes::<SoftTiles>(&values_alone), [640, 640, 26 * 64, 16, 640, 640, 2560, 2048, 2048]);
+    assert_eq!(sizes::<SoftTiles>(&values_alone), [640, 640, 640, 16, 640, 640, 2560, 2048, 2048, 4096]);
     let beside = problem((4, 2), (40, 24), None);
-    assert_eq!(sizes::<SoftTiles>(&beside), [640, 640, 640, 16, 640, 640, 2560, 1536, 0]);
+    assert_eq!(sizes::<SoftTiles>(&beside), [640, 640, 640, 16, 640, 640, 2560, 1536, 0, 0]);
 }
 
 /// Where every score is 0, a row's sum counts the keys that it has seen.
@@ -359,4 +382,78 @@ fn what_a_head_leaves_in_the_tiles_of_v_reaches_no_other_head() {
             "query {i}, head {head}, column {d}: {found}"
         );
     }
+}
+
+/// What [`keeps_columns_apart`] plants in V: the key and the column of a head.
+const PLANTED: [(u32, u32); 6] = [(3, 0), (17, 33), (17, 62), (70, 7), (149, 94), (149, 95)];
+
+/// Tiles multiply pairs of columns: neither element of a pair is to reach the other one's sums. Rows of V lie a page or one
+/// distance apart, or neither.
+fn keeps_columns_apart<S: Simd>(s: S) {
+    // Numbers up to 1, and NaN and both infinities, in e5m2: its codes are the high halves of f16.
+    let code = |i: u64, salt: u32| philox4x32_10([i as u32, salt, 0, 0], [3, 4])[0] as u8 & 0xbc;
+    let planted = [0x7e, 0x7c, 0xfc];
+    let wide = |codes: &[u8]| -> Vec<bf16> {
+        let values = fp8_table(DType::E5m2);
+        codes.iter().map(|&code| bf16::from_f32(values[usize::from(code)])).collect()
+    };
+    for ratio in [2, 5, 8, 9, 13, 16] {
+        for page_size in [0, 5, 16] {
+            let mut plain = FwdProblem::clone(&problem((2 * ratio, 2), (32, 96), None));
+            let pages: Vec<i32> = match page_size {
+                0 => Vec::new(),
+                _ => (0..SEQLEN_K.div_ceil(page_size) as i32).rev().collect(),
+            };
+            if page_size > 0 {
+                let problem =
+                    FwdProblem::new(QLayout::Batch, KvLayout::Paged { page_size }, DType::Bf16, plain.dims);
+                (plain.kv_layout, plain.k, plain.v) = (problem.kv_layout, problem.k, problem.v);
+            }
+            let coded = FwdProblem { dtype_cache: Some(DType::E5m2), ..plain.clone() }.validate().unwrap();
+            let plain = plain.validate().unwrap();
+            let rows = if page_size == 0 { SEQLEN_K } else { pages.len() as u32 * page_size };
+            let q: Vec<u8> = (0..plain.shape_q().num_elems()).map(|i| code(i, 1) & 0xaf).collect();
+            let k: Vec<u8> = (0..u64::from(rows * 2 * 32)).map(|i| code(i, 2) & 0xaf).collect();
+            let v: Vec<u8> = (0..u64::from(rows * 2 * 96)).map(|i| code(i, 3)).collect();
+            let mut spoilt = v.clone();
+            for (n, (key, d)) in PLANTED.into_iter().enumerate() {
+                let row = match page_size {
+                    0 => key,
+                    _ => pages[(key / page_size) as usize] as u32 * page_size + key % page_size,
+                };
+                // Of the second head.
+                spoilt[((row * 2 + 1) * 96 + d) as usize] = planted[n % 3];
+            }
+            let of = |k: DevSlice<'_>, v: DevSlice<'_>, problem: &ValidFwd| {
+                attend_pages(s, problem, &wide(&q), k, v, &pages)
+            };
+            let (wide_k, wide_v, wide_spoilt) = (wide(&k), wide(&v), wide(&spoilt));
+            let clean = of(DevSlice::host(&wide_k), DevSlice::host(&wide_v), &plain);
+            let found = of(DevSlice::host(&wide_k), DevSlice::host(&wide_spoilt), &plain);
+            let found_of_codes = of(DevSlice::host(&k), DevSlice::host(&spoilt), &coded);
+            for i in 0..SEQLEN_Q {
+                for (head, d) in (0..2 * ratio).flat_map(|head| (0..96).map(move |d| (head, d))) {
+                    let at = plain.o.offset(0, i, head, d) as usize;
+                    let what =
+                        format!("ratio {ratio}, pages of {page_size}, query {i}, head {head}, column {d}");
+                    // The last key is hidden from the first query.
+                    let is_spoilt = head >= ratio
+                        && PLANTED.iter().any(|&(key, col)| col == d && (key < SEQLEN_K - 1 || i == 1));
+                    let bits = [found[at], found_of_codes[at]];
+                    if is_spoilt {
+                        assert!(bits.iter().all(|o| !o.is_finite()), "{what}: {bits:?}");
+                    } else {
+                        assert!(bits.iter().all(|o| o.to_bits() == clean[at].to_bits()), "{what}: {bits:?}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_not_finite_in_v_reaches_no_other_column() {
+    keeps_columns_apart(SoftTiles::FUSED);
+    #[cfg(target_arch = "x86_64")]
+    Amx::detect().map_or_else(|| eprintln!("absent: amx, which this processor has not"), keeps_columns_apart);
 }

@@ -1,0 +1,248 @@
+//! Scores of a block of keys, in tiles.
+
+use super::{
+    COLUMNS, DEPTH, Lines, PIECE_LEN, ROWS, SUMS_ROW_BYTES, TILE_LEN, TILES, place_of_quarter,
+    steps_of_tiles, whole_codes,
+};
+use crate::blocks::rows::{Ahead, BLOCK_KEYS, Block};
+use crate::simd::{Op, Simd, Tables, TileRows};
+use crate::tensor::{Elem, of_type};
+
+/// Where element `d` of a head's row `r` is in the packed queries, counted in bf16.
+pub(crate) fn place_of_query((head, queries): (usize, usize), r: usize, d: usize, dim: usize) -> usize {
+    let group = head * queries.div_ceil(ROWS) + r / ROWS;
+    (group * dim / 2 + d / 2) * 2 * ROWS + r % ROWS * 2 + d % 2
+}
+
+/// As [`Dots`](crate::blocks::Dots), in tiles.
+pub(crate) struct TileDots<'a, 'b> {
+    /// Of bf16, or codes that are widened to it; the head dimension is a multiple of 32.
+    pub(crate) keys: Block<'a>,
+    /// As [`place_of_query`] says.
+    pub(crate) queries: *const f32,
+    /// One for each head.
+    pub(crate) factors: &'a [f32],
+    /// [`BLOCK_KEYS`] for each of the queries.
+    pub(crate) scores: *mut f32,
+    /// As [`staged_len`](super::staged_len) says, lines of the cache.
+    pub(crate) staged: *mut f32,
+    /// What is asked for meanwhile.
+    pub(crate) ahead: &'b mut Ahead<'a>,
+}
+
+impl<S: Simd> Op<S> for TileDots<'_, '_> {
+    #[inline(always)]
+    fn call(mut self, s: S) {
+        of_type!(self.keys.dtype, elem => self.of(s, elem));
+    }
+}
+
+/// Columns of a tile of keys that are multiplied together.
+#[derive(Clone, Copy)]
+struct Piece {
+    tile: usize,
+    col: usize,
+    rows: TileRows,
+}
+
+impl TileDots<'_, '_> {
+    #[inline(always)]
+    fn of<S: Simd, E: Elem>(&mut self, s: S, _: E) {
+        let Block { keys, heads, queries, .. } = self.keys;
+        let steps = if E::IS_BF16 { steps_of_tiles(keys) } else { [None; TILES] };
+        // In registers: behind its reference every line that is asked for would be written there.
+        let mut ahead = *self.ahead;
+        let mut sums = Lines::<{ TILES * TILE_LEN }>::new();
+        for head in 0..heads {
+            for group in 0..queries.div_ceil(ROWS) {
+                // SAFETY: the task has entered tiles; keys and queries of the call, whole tiles.
+                unsafe {
+                    s.tile_zero();
+                    if let ([Some(a), Some(b), Some(c), Some(d)], true) = (steps, E::IS_BF16) {
+                        self.multiply_in_place(s, [a, b, c, d], (head, group), &mut ahead);
+                        s.tile_store(sums.as_mut_ptr(), SUMS_ROW_BYTES);
+                        self.write(s, sums.as_ptr(), (head, group), 0..TILES);
+                    } else {
+                        self.multiply_pieces::<S, E>(s, &steps, (head, group), &mut sums, &mut ahead);
+                    }
+                }
+            }
+        }
+        *self.ahead = ahead;
+    }
+
+    /// A block of bf16 that is whole tiles where it lies.
+    ///
+    /// # Safety
+    /// The task has entered tiles; rows of a tile are as many bytes apart.
+    #[inline(always)]
+    unsafe fn multiply_in_place<S: Simd>(
+        &self,
+        s: S,
+        steps: [isize; TILES],
+        (head, group): (usize, usize),
+        ahead: &mut Ahead<'_>,
+    ) {
+        for col in (0..self.keys.dim).step_by(DEPTH) {
+            // SAFETY: the caller's promise; queries of the call.
+            unsafe { s.tile_top(self.queries_of((head, group), col)) };
+            for (tile, &step) in steps.iter().enumerate() {
+                if group == 0 {
+                    ahead.ask_for(s, ROWS * DEPTH * 2 / 4);
+                }
+                let first = self.keys.at(tile * ROWS, head).wrapping_add(col * 2);
+                // SAFETY: the caller's promise.
+                unsafe { s.tile_down(tile, TileRows { first, step }) };
+            }
+        }
+    }
+
+    /// A block by pieces, which the first group of queries finds or stages. Each is multiplied after the next one is staged:
+    /// otherwise one waits for the other.
+    ///
+    /// # Safety
+    /// As for [`multiply_in_place`](Self::multiply_in_place), of the tiles that have steps.
+    #[inline(always)]
+    unsafe fn multiply_pieces<S: Simd, E: Elem>(
+        &self,
+        s: S,
+        steps: &[Option<isize>; TILES],
+        (head, group): (usize, usize),
+        sums: &mut Lines<{ TILES * TILE_LEN }>,
+        ahead: &mut Ahead<'_>,
+    ) {
+        let Block { keys, dim, queries, .. } = self.keys;
+        let codes = if E::IS_BF16 { [s.splat(0.0); 9] } else { s.tables(&self.keys.codes[head]) };
+        let pieces_kept = if queries > ROWS { usize::MAX } else { TILES };
+        let mut staged = 0;
+        let tiles = keys.len().div_ceil(ROWS);
+        // By halves, so that scores of the first one are written while the second one is staged.
+        for half in [0..tiles.min(2), 2..tiles] {
+            if half.is_empty() {
+                continue;
+            }
+            let mut before = None;
+            for col in (0..dim).step_by(COLUMNS) {
+                for tile in half.clone() {
+                    let rows = match steps[tile] {
+                        Some(step) => TileRows {
+                            first: self.keys.at(tile * ROWS, head).wrapping_add(col * E::BYTES),
+                            step,
+                        },
+                        None => {
+                            let to = self.staged.wrapping_add(staged % pieces_kept * PIECE_LEN);
+                            staged += 1;
+                            if group == 0 {
+                                // SAFETY: the caller's promise; a piece of the scratch.
+                                unsafe { self.stage::<S, E>(s, &codes, (head, tile, col), to, ahead) };
+                            }
+                            TileRows { first: to.cast(), step: (COLUMNS * 2) as isize }
+                        }
+                    };
+                    // SAFETY: the caller's promise.
+                    unsafe { self.multiply(s, (head, group), before.replace(Piece { tile, col, rows })) };
+                }
+            }
+            // SAFETY: the caller's promise; half of the accumulators.
+            unsafe {
+                self.multiply(s, (head, group), before);
+                let lower = half.start > 0;
+                s.tile_store_half(lower, sums.as_mut_ptr().add(place_of_quarter(half.start)));
+            }
+            self.write(s, sums.as_ptr(), (head, group), half);
+        }
+    }
+
+    /// # Safety
+    /// The task has entered tiles, and the piece is whole tiles.
+    #[inline(always)]
+    unsafe fn multiply<S: Simd>(&self, s: S, of: (usize, usize), piece: Option<Piece>) {
+        let Some(Piece { tile, col, rows }) = piece else { return };
+        for unit in (0..COLUMNS.min(self.keys.dim - col)).step_by(DEPTH) {
+            // SAFETY: the caller's promise; queries of the call.
+            unsafe {
+                s.tile_top(self.queries_of(of, col + unit));
+                s.tile_down(tile, TileRows { first: rows.first.wrapping_add(unit * 2), ..rows });
+            }
+        }
+    }
+
+    /// A piece in bf16, to `to`.
+    ///
+    /// # Safety
+    /// `col` is a column of the head's; a piece is writable at `to`.
+    #[inline(always)]
+    unsafe fn stage<S: Simd, E: Elem>(
+        &self,
+        s: S,
+        codes: &Tables<S::V>,
+        (head, tile, col): (usize, usize, usize),
+        to: *mut f32,
+        ahead: &mut Ahead<'_>,
+    ) {
+        let Block { keys, head_step, dim, .. } = self.keys;
+        let offset = head as isize * head_step + (col * E::BYTES) as isize;
+        for (n, key) in keys[tile * ROWS..keys.len().min((tile + 1) * ROWS)].iter().enumerate() {
+            let (from, to) = (key.wrapping_offset(offset), to.wrapping_add(n * COLUMNS / 2));
+            // SAFETY: the caller's promise: a key's columns from `col` on.
+            unsafe {
+                if E::IS_BF16 {
+                    if n % 4 == 0 {
+                        ahead.ask_for(s, 4 * COLUMNS.min(dim - col) * 2 / 4);
+                    }
+                    for at in (0..COLUMNS.min(dim - col)).step_by(2 * S::LANES) {
+                        s.store(to.add(at / 2), s.load(from.add(at * 2).cast()));
+                    }
+                } else {
+                    if n % 2 != 0 {
+                        ahead.ask_for_line(s);
+                    }
+                    let mut copy = [0u8; COLUMNS];
+                    let from = whole_codes(from, dim - col, &mut copy);
+                    let [a, b] = s.widen_codes(codes, s.load_codes(from));
+                    s.store(to, a);
+                    s.store(to.add(S::LANES), b);
+                }
+            }
+        }
+    }
+
+    /// A tile of a group's queries.
+    #[inline(always)]
+    fn queries_of(&self, (head, group): (usize, usize), col: usize) -> TileRows {
+        let group = head * self.keys.queries.div_ceil(ROWS) + group;
+        let first = self.queries.wrapping_add((group * self.keys.dim + col) / 2 * ROWS).cast();
+        TileRows { first, step: (ROWS * size_of::<f32>()) as isize }
+    }
+
+    /// The scores of a group of queries.
+    #[inline(always)]
+    fn write<S: Simd>(
+        &self,
+        s: S,
+        sums: *const f32,
+        (head, group): (usize, usize),
+        tiles: std::ops::Range<usize>,
+    ) {
+        let factor = s.splat(self.factors[head]);
+        let row = head * self.keys.queries + group * ROWS;
+        let rows = (self.keys.queries - group * ROWS).min(ROWS);
+        for tile in tiles {
+            // SAFETY: `sums` are the accumulators. Scores beyond the last key too: a block of them has room, and they
+            // are hidden next. Scores of queries beyond the head's, for which there is room as well: the next head's
+            // are written later.
+            unsafe {
+                let from = sums.add(place_of_quarter(tile));
+                let to = self.scores.add(row * BLOCK_KEYS + tile * ROWS);
+                if rows > ROWS / 2 {
+                    s.transpose(from, 2 * ROWS, to, BLOCK_KEYS);
+                } else {
+                    s.transpose_left(from, 2 * ROWS, to, BLOCK_KEYS);
+                }
+                for row in (0..rows).map(|row| to.add(row * BLOCK_KEYS)) {
+                    s.store(row, s.mul(s.load(row), factor));
+                }
+            }
+        }
+    }
+}

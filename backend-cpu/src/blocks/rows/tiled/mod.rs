@@ -1,0 +1,99 @@
+//! The products of a block in tiles of bf16: what several queries of a kv head cost one.
+//!
+//! K's rows are left operands and V's right ones, both where they lie; Q, the other right one, is packed once a task. A tile's
+//! rows and columns do not meet: what lies in those that are nobody's does not matter.
+//!
+//! The next block of K is asked for meanwhile, as time passes and not as bytes do: a quarter beside K's products, a quarter of what is
+//! left beside the softmax, the rest beside V's. Beside FP8, which is widened first, V too and a line at a time: a quarter with K, three
+//! eighths with the softmax, as much with V (docs/kernels/cpu.md).
+
+mod keys;
+mod values;
+
+use std::mem::MaybeUninit;
+
+use super::BLOCK_KEYS;
+pub(crate) use keys::{TileDots, place_of_query};
+pub(crate) use values::{TileValues, packed_len};
+
+/// Queries across a tile.
+pub(crate) const TILED_QUERIES: u32 = 16;
+
+/// As many keys are a tile's rows.
+const ROWS: usize = 16;
+
+/// Tiles of a block of keys.
+const TILES: usize = BLOCK_KEYS / ROWS;
+
+/// Elements along a tile's row.
+const DEPTH: usize = 32;
+
+/// f32 of a tile.
+const TILE_LEN: usize = ROWS * ROWS;
+
+/// Columns that a vector of codes has.
+const COLUMNS: usize = 2 * DEPTH;
+
+/// f32 of a piece: a vector of codes wide, of a tile's rows. What is staged is staged by pieces: 2 KiB, so that one can be written
+/// while the one before is loaded. 4 KiB apart, each load waited for the store at the same place of a page: a block of FP8 took
+/// 1.5 times as long.
+const PIECE_LEN: usize = ROWS * COLUMNS / 2;
+
+/// f32 of what is staged: of V a few columns, of K, whose head dimension is `dim`, all of them.
+pub(crate) const fn staged_len(dim: usize) -> usize {
+    dim.div_ceil(COLUMNS) * TILES * PIECE_LEN
+}
+
+/// Bytes from row to row of the accumulators where they are stored.
+const SUMS_ROW_BYTES: usize = 2 * ROWS * size_of::<f32>();
+
+/// Where one of their four tiles begins there.
+const fn place_of_quarter(quarter: usize) -> usize {
+    quarter / 2 * ROWS * 2 * ROWS + quarter % 2 * ROWS
+}
+
+/// Scratch whose rows are cache lines, written before it is read.
+#[repr(C, align(64))]
+struct Lines<const LEN: usize>(MaybeUninit<[f32; LEN]>);
+
+impl<const LEN: usize> Lines<LEN> {
+    fn new() -> Self {
+        Self(MaybeUninit::uninit())
+    }
+
+    fn as_ptr(&self) -> *const f32 {
+        self.0.as_ptr().cast()
+    }
+
+    fn as_mut_ptr(&mut self) -> *mut f32 {
+        self.0.as_mut_ptr().cast()
+    }
+}
+
+/// Of each tile of rows the bytes from one to the next, if all are as far apart and there are as many as a tile has.
+#[inline(always)]
+fn steps_of_tiles(rows: &[*const u8]) -> [Option<isize>; TILES] {
+    let mut steps = [None; TILES];
+    for (step, rows) in steps.iter_mut().zip(rows.chunks_exact(ROWS)) {
+        let from_to = |two: &[*const u8]| (two[1] as isize).wrapping_sub(two[0] as isize);
+        let first = from_to(rows);
+        // All of them, without a branch: in vectors.
+        let differs = rows.windows(2).fold(0, |differs, two| differs | (from_to(two) ^ first));
+        *step = (differs == 0).then_some(first);
+    }
+    steps
+}
+
+/// A vector of codes, of which `rest` are there: where they lie if all are, else a copy.
+///
+/// # Safety
+/// `rest` bytes are readable at `from`.
+#[inline(always)]
+unsafe fn whole_codes(from: *const u8, rest: usize, copy: &mut [u8; COLUMNS]) -> *const u8 {
+    if rest >= COLUMNS {
+        return from;
+    }
+    // SAFETY: the caller's promise.
+    unsafe { std::ptr::copy_nonoverlapping(from, copy.as_mut_ptr(), rest) };
+    copy.as_ptr()
+}
