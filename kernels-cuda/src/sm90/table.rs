@@ -139,7 +139,10 @@ fn prepare_values_once(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile
         return;
     }
     let mut once = Sm90Tile { prepare_v, stages: tile.stages.max(3), ..*tile };
-    if (widest(spec), once.block_m, prepare_v) == (128, 192, PrepareV::Beside) && rows < 2 * least && !once.pack_gqa {
+    if (widest(spec), once.block_m, prepare_v) == (128, 192, PrepareV::Beside)
+        && rows < 2 * least
+        && !once.pack_gqa
+    {
         (once.block_m, once.block_n, once.wait_anchor, once.stages) = (128, 128, 32, 3);
     }
     let elems = [dims.batch, dims.num_heads_kv, dims.seqlen_k.next_multiple_of(once.block_n.unsigned_abs())]

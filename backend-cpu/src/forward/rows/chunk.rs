@@ -80,7 +80,7 @@ impl<'a> Shared<'a> {
                 here.bring(s, scratch, rows, j);
                 let [keys, values] = self.blocks_of(rows, &here);
                 let [next_keys, next_values] = self.blocks_of(rows, &next);
-                let mut ahead = self.asked_for::<S>(&next_keys, &next_values);
+                let mut ahead = self.asked_for::<S>(scratch.beside_many, &next_keys, &next_values);
                 self.ask_for_pages(s, next_keys.whole());
                 self.multiply_keys(
                     s,
@@ -103,15 +103,19 @@ impl<'a> Shared<'a> {
         }
     }
 
-    /// What is asked for beside tiles: the block of K after this one. Beside codes, which are loaded by vectors, V too; bf16 is loaded
-    /// by tiles of sixteen lines, many at once, which overlap with one another and with the processor's own prefetches: asked for as
-    /// well, one thread had 0.74 of plain reads, and 0.83 without (8/1; 64/8 0.73 and 0.86, in pages of 16 0.65 and 0.81).
-    fn asked_for<'p, S: Simd>(&self, next_keys: &Block<'p>, next_values: &Block<'p>) -> Ahead<'p> {
+    /// What is asked for beside tiles: the block after this one. Of bf16, where few threads run, K alone: V is loaded by tiles of
+    /// sixteen lines, many at once, which overlap with one another and with the processor's own prefetches: asked for as well, one
+    /// thread had 0.74 of plain reads, and 0.83 without (8/1; 64/8 0.73 and 0.86, in pages of 16 0.65 and 0.81). Sixteen threads,
+    /// whose memory answers later, have 84 GB/s with V and 66 without (64/8 76 and 69, 16/1 69 and 60, in pages of 16 83 and 66).
+    fn asked_for<'p, S: Simd>(&self, beside_many: bool, keys: &Block<'p>, values: &Block<'p>) -> Ahead<'p> {
         let nothing: (&[*const u8], usize) = (&[], 0);
-        let keys = if self.in_tiles::<S>() { next_keys.whole() } else { nothing };
-        let values =
-            if self.in_tiles::<S>() && !next_values.codes.is_empty() { next_values.whole() } else { nothing };
-        Ahead::new([keys, values], 1)
+        let asks_for_v = beside_many || !values.codes.is_empty();
+        let blocks = match (self.in_tiles::<S>(), asks_for_v) {
+            (true, true) => [keys.whole(), values.whole()],
+            (true, false) => [keys.whole(), nothing],
+            (false, _) => [nothing; 2],
+        };
+        Ahead::new(blocks, 1)
     }
 
     /// The first line of each page of a block, early, so that its address is translated by when the others are asked for: where
@@ -172,8 +176,8 @@ impl<'a> Shared<'a> {
     ) {
         // What is packed to bf16 afterwards is rounded by that.
         let packs = S::BF16_DOT && self.order_of_sums::<S>() == Order::Fours;
-        // Where codes are, half of what is left; of bf16, whose V's products ask for more, a quarter.
-        let part = if rows.v.in_codes { 2 } else { 4 };
+        // Half of what is left; of K alone a quarter: V's products ask for the rest.
+        let part = if scratch.beside_many || rows.v.in_codes { 2 } else { 4 };
         let asked_beside_a_row = ahead.bytes() / part / states.len();
         for head_kv in 0..rows.heads_kv.1 as usize {
             let mut partial = seen.partial().iter().peekable();

@@ -45,11 +45,14 @@ const MAX_STATES: usize = 64;
 /// Tasks for each thread that are enough to keep all of them busy to the end.
 const TASKS_PER_THREAD: usize = 4;
 
+/// Threads that leave memory quick to answer: one and two do, sixteen do not, and between them nothing was measured.
+const FEW_THREADS: usize = 4;
+
 /// Query heads of a kv head from which on products are in tiles, where there are tiles. What a block costs then hardly
 /// depends on their number. On a Xeon, one thread, from memory, beside dot products: of bf16 two queries 1.15 to 1.3 times as fast,
-/// in pages of 16 1.2 times, four 1.2 and 1.3 times; of FP8, which has the bits of its bf16 and so its way, 1.15 and 1.2 times. One
-/// query was not compared.
-const TILED_RATIO: u32 = 2;
+/// in pages of 16 1.2 times, four 1.2 and 1.3 times; of FP8, which has the bits of its bf16 and so its way, 1.15 and 1.2 times. Sixteen
+/// threads have 84 to 91 GB/s of four queries in tiles and 91 by dot products, of two 68 to 87 and 104 to 108.
+const TILED_RATIO: u32 = 4;
 
 /// Sequences of at most so many queries are taken in rows where both ways would do.
 pub(crate) const FEW_QUERIES: u32 = 8;
@@ -87,6 +90,8 @@ struct Scratch {
     values: Floats,
     staged: Floats,
     packed: Floats,
+    /// Whether more threads run than [`FEW_THREADS`].
+    beside_many: bool,
 }
 
 /// A row's state over a chunk, and over all chunks so far.
@@ -183,7 +188,8 @@ impl Shared<'_> {
         let heads = tasks.iter().map(|task| task.heads.1 as usize).max().unwrap_or(0);
         let queries = tasks.iter().map(|task| self.queries_len::<S>(task)).max().unwrap_or(0);
         for _ in 0..used {
-            scratch.push(self.row_scratch::<S>(states, heads, queries)?);
+            let own = self.row_scratch::<S>(states, heads, queries)?;
+            scratch.push(Scratch { beside_many: used > FEW_THREADS, ..own });
         }
         let slot_of = |task: &Task, first_chunk: u32, chunk: u32, row: usize| {
             let before = (chunk - first_chunk) as usize * task.states() + row;
@@ -299,6 +305,7 @@ impl Shared<'_> {
             values: Floats::scratch(heads * self.v.scratch_bytes(BLOCK_KEYS).div_ceil(4))?,
             staged: Floats::scratch(if self.in_tiles::<S>() { staged_len(dim_qk) } else { 0 })?,
             packed: Floats::scratch(if self.values_in_tiles::<S>() { packed_len(MAX_ROWS) } else { 0 })?,
+            beside_many: false,
         })
     }
 

@@ -3,9 +3,9 @@
 //! K's rows are left operands and V's right ones, both where they lie; Q, the other right one, is packed once a task. A tile's
 //! rows and columns do not meet: what lies in those that are nobody's does not matter.
 //!
-//! The next block of K is asked for meanwhile, as time passes and not as bytes do: a quarter beside K's products, a quarter of what is
-//! left beside the softmax, the rest beside V's. Beside FP8, which is widened first, V too and a line at a time: a quarter with K, three
-//! eighths with the softmax, as much with V (docs/kernels/cpu.md).
+//! The next block is asked for meanwhile, as time passes and not as bytes do: an eighth beside K's products, half beside the softmax,
+//! three eighths beside V's. Beside FP8, which is widened first, a line at a time: a quarter with K, three eighths with the softmax,
+//! as much with V (docs/kernels/cpu.md).
 
 mod keys;
 mod values;
