@@ -316,8 +316,9 @@ fn a_threads_scratch_has_what_its_rows_and_a_block_of_its_heads_take() {
             assert_eq!(task.states(), 10);
             let queries = shared.queries_len::<S>(&task);
             let mut scratch = in_exact_sizes(|| shared.row_scratch::<S>(10, 2, queries).unwrap());
-            let super::Scratch { queries: q, scores, alpha, out, total, keys, values, staged, packed } =
-                &mut scratch;
+            let super::Scratch {
+                queries: q, scores, alpha, out, total, keys, values, staged, packed, ..
+            } = &mut scratch;
             let all = [q, scores, alpha, out, total, keys, values, staged, packed];
             let [q, scores, alpha, out, total, keys, values, staged, packed] =
                 all.map(|of| of.numbers().len());
