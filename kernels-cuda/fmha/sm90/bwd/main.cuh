@@ -37,7 +37,7 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
       ptx::mbarrier_init(smem.other_ds_empty[i], warps);
     }
   }
-  ptx::mbarrier_init(smem.sums_full, 1);
+  if constexpr (tile.finishes_dq) ptx::mbarrier_init(smem.sums_full, 1);
   ptx::mbarrier_init(smem.turn_come, 1);
   ptx::mbarrier_init(smem.turn_over, 1);
   ptx::mbarrier_init(smem.turn_counted, 1);
