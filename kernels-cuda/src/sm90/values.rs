@@ -59,8 +59,7 @@ impl PreparedValues {
     ) -> Result<Self, String> {
         let spec = FwdSpec::of(problem);
         let dims = problem.dims;
-        let num_blocks = i64::from(dims.seqlen_k).div_euclid(tile.block_n.into())
-            + i64::from(!dims.seqlen_k.is_multiple_of(tile.block_n.unsigned_abs()));
+        let num_blocks = i64::from(dims.seqlen_k.div_ceil(tile.block_n.unsigned_abs()));
         let num_heads = i64::from(dims.batch) * i64::from(dims.num_heads_kv);
         let num_units = num_heads.saturating_mul(num_blocks * units_per_block(&spec, tile));
         if num_units >= 1 << 30 {

@@ -310,7 +310,7 @@ fn outcome(mutant: &Mutant, sound: &[(&Recording, Ended)], schedules: u64) -> Ou
 fn place(map: &SourceMap, line: u32, wrappers: Option<&str>) -> Vec<SourceLine> {
     let chain = map.chain(line);
     let wraps = |s: &SourceLine| wrappers.is_some_and(|prefix| s.file.starts_with(prefix));
-    let outside: Vec<SourceLine> = chain.iter().skip_while(|s| wraps(s)).take(5).cloned().collect();
+    let outside: Vec<SourceLine> = chain.iter().skip_while(|s| wraps(s)).take(6).cloned().collect();
     if outside.is_empty() { vec![SourceLine { file: "PTX".to_owned(), line }] } else { outside }
 }
 
