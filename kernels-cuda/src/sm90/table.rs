@@ -3,6 +3,7 @@
 use fmha_core::spec::{BiasKind, FwdSpec, KvKind};
 use fmha_core::{DType, FwdProblem, MaskKind, VLayout};
 
+use super::values::block_bytes;
 use super::{
     MAX_SMEM_BYTES, PrepareV, Sm90Tile, TileOrder, copy_bytes, elem_bytes, odd_bias_stride, padded_dim,
 };
@@ -145,12 +146,10 @@ fn prepare_values_once(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile
     {
         (once.block_m, once.block_n, once.wait_anchor, once.stages) = (128, 128, 32, 3);
     }
-    let elems = [dims.batch, dims.num_heads_kv, dims.seqlen_k.next_multiple_of(once.block_n.unsigned_abs())]
+    let blocks = [dims.batch, dims.num_heads_kv, dims.seqlen_k.div_ceil(once.block_n.unsigned_abs())];
+    let bytes = blocks
         .into_iter()
-        .fold(u64::from(padded_dim(spec.head_dim_v).unsigned_abs()), |elems, extent| {
-            elems.saturating_mul(extent.into())
-        });
-    let bytes = elems.saturating_mul(once.prepared_type(spec).size_bytes());
+        .fold(block_bytes(spec, &once), |bytes, extent| bytes.saturating_mul(extent.into()));
     if bytes <= PREPARED_BYTES && once.smem_bytes(spec) <= MAX_SMEM_BYTES {
         *tile = once;
     }

@@ -107,11 +107,15 @@ impl PreparedValues {
     /// Bytes of `blocks`, one at least, which a tensor map needs.
     #[must_use]
     pub fn blocks_bytes(&self, spec: &FwdSpec, tile: &Sm90Tile) -> u64 {
-        let [rows, columns] = tile.prepared_block(spec);
-        let bytes = rows * columns * elem_bytes(tile.prepared_type(spec));
         let blocks = u64::from(self.num_heads.unsigned_abs()) * u64::from(self.num_blocks.unsigned_abs());
-        blocks.max(1) * u64::from(bytes.unsigned_abs())
+        blocks.max(1) * block_bytes(spec, tile)
     }
+}
+
+/// Bytes of a block.
+pub(super) fn block_bytes(spec: &FwdSpec, tile: &Sm90Tile) -> u64 {
+    let [rows, columns] = tile.prepared_block(spec);
+    u64::from((rows * columns * elem_bytes(tile.prepared_type(spec))).unsigned_abs())
 }
 
 /// As the device's function of that name.

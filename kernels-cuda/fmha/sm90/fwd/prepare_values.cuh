@@ -72,19 +72,6 @@ FMHA_DEVICE void load_bytes(uint32_t (&words)[count / 4], const uint8_t* row, in
   }
 }
 
-// Eight elements to f16: those of e5m2 are the upper halves of f16.
-template <DType dtype>
-FMHA_DEVICE void widen_pairs(uint32_t (&wide)[4], const uint32_t (&bytes)[2]) {
-#pragma unroll
-  for (int w = 0; w < 2; ++w) {
-    if constexpr (dtype == DType::E5m2) {
-      wide[2 * w] = ptx::prmt(bytes[w], 0, 0x1404), wide[2 * w + 1] = ptx::prmt(bytes[w], 0, 0x3424);
-    } else {
-      wide[2 * w] = ptx::cvt_rn_f16x2_e4m3x2(bytes[w]), wide[2 * w + 1] = ptx::cvt_rn_f16x2_e4m3x2(bytes[w] >> 16);
-    }
-  }
-}
-
 // Of `number`, up to `most`.
 FMHA_DEVICE constexpr int largest_divisor(int number, int most) {
   while (number % most != 0) --most;
@@ -115,7 +102,7 @@ FMHA_DEVICE void widen_unit(const uint8_t* from, int64_t row_stride, int32_t num
     }
 #pragma unroll
     for (int i = 0; i < at_once; ++i) {
-      widen_pairs<spec.dtype_v>(wide, bytes[i]);
+      widen_pairs<spec.dtype_v>(wide, bytes[i][0], bytes[i][1]);
       ptx::st_global_v4_b32_if(to + i * 32 * 8, wide, true);
     }
     to += at_once * 32 * 8;

@@ -12,10 +12,9 @@
 
 namespace fmha::sm90 {
 
-// Eight elements to f16 at `address`. Those of e5m2 are the upper halves of f16.
+// Eight elements to f16. Those of e5m2 are the upper halves of f16.
 template <DType dtype>
-FMHA_DEVICE void widen_word(uint32_t address, uint32_t first, uint32_t second) {
-  uint32_t wide[4];
+FMHA_DEVICE void widen_pairs(uint32_t (&wide)[4], uint32_t first, uint32_t second) {
   if constexpr (dtype == DType::E5m2) {
     wide[0] = ptx::prmt(first, 0, 0x1404), wide[1] = ptx::prmt(first, 0, 0x3424);
     wide[2] = ptx::prmt(second, 0, 0x1404), wide[3] = ptx::prmt(second, 0, 0x3424);
@@ -23,6 +22,11 @@ FMHA_DEVICE void widen_word(uint32_t address, uint32_t first, uint32_t second) {
     wide[0] = ptx::cvt_rn_f16x2_e4m3x2(first), wide[1] = ptx::cvt_rn_f16x2_e4m3x2(first >> 16);
     wide[2] = ptx::cvt_rn_f16x2_e4m3x2(second), wide[3] = ptx::cvt_rn_f16x2_e4m3x2(second >> 16);
   }
+}
+template <DType dtype>
+FMHA_DEVICE void widen_word(uint32_t address, uint32_t first, uint32_t second) {
+  uint32_t wide[4];
+  widen_pairs<dtype>(wide, first, second);
   ptx::st_shared_v4(address, wide);
 }
 
