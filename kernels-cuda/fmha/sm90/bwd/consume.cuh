@@ -31,6 +31,8 @@ struct Consumer {
   using Biases = typename Pairs<spec, tile>::Biases;
   using Kept = typename Pairs<spec, tile>::Kept;
   static constexpr bool modifies = modifies_score(spec.fwd);
+  // Where a query block is shorter than a key block, a mask leaves some of a warpgroup's blocks nothing to do.
+  static constexpr bool passes_hidden = spec.fwd.mask != MaskKind::Full && tile.block_m < tile.block_n;
 
   const BwdParams& p;
   Smem<spec, tile>& smem;
@@ -282,11 +284,31 @@ struct Consumer {
     }
   }
 
+  // A block whose queries see none of this warpgroup's keys: zeros of dS, and its share of the others' dQ.
+  FMHA_DEVICE void pass_step(const Work& work, const QueryBlocks& blocks) {
+    take_q(work, blocks.current, q_slot);
+    take_dout(work, blocks.current, dout_slot);
+    release(smem.dout_empty[dout_slot.index]);
+    Operand ds = {};
+    store_ds(ds);
+    ptx::fence_proxy_async();
+    sync_consumers();
+    mma::Accumulator<S::dq_columns> dq;
+    start_dq(dq);
+    ptx::wgmma_wait_group<0>();
+    store_share(dq, work, blocks);
+    release(smem.q_empty[q_slot.index]);
+    advance_slots();
+  }
+
   // A query block after another, each from its scores to its dK.
   template <Edges edges>
   FMHA_DEVICE void step(const Work& work, const QueryBlocks& blocks) {
     Scores s, dp;
     const QueryTile at = query_tile(blocks);
+    if constexpr (edges == Edges::All && passes_hidden) {
+      if (pairs.sees_none(work, at.first_query)) return pass_step(work, blocks);
+    }
     begin_head(work, at.i_head);
     take_q(work, blocks.current, q_slot);
     start_scores(s, q_slot.index);

@@ -63,6 +63,19 @@ struct Pairs {
     return first_query < work.uncut.begin || first_query >= work.uncut.end;
   }
 
+  // Whether no query of a block sees any of the warpgroup's keys: those of the upper half of a key block's first block on the
+  // diagonal.
+  FMHA_DEVICE bool sees_none(const Work& work, int32_t first_query) const {
+    const int32_t first = first_key(work), last = min(first + mma::kRows, work.keys.end) - 1;
+    bool none = first > last;
+    if constexpr (has_hi) none |= first - work.band.hi >= first_query + columns;
+    if constexpr (has_lo) {
+      const bool is_sink = spec.fwd.sink_columns && first < work.band.sink_columns;
+      none |= !is_sink && last - work.band.lo < first_query;
+    }
+    return none;
+  }
+
   FMHA_DEVICE Modifier modifier_of(const Work& work, const QueryTile& at) const {
     return Modifier::of(p, work, at.i_head, first_key(work), at.first_query);
   }
