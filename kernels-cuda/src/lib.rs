@@ -83,6 +83,7 @@ pub fn headers() -> Vec<Header> {
         "sm90/bwd/keep_turns.cuh",
         "sm90/bwd/load.cuh",
         "sm90/bwd/main.cuh",
+        "sm90/bwd/make_delta.cuh",
         "sm90/bwd/modifiers.cuh",
         "sm90/bwd/pairs.cuh",
         "sm90/bwd/postprocess.cuh",

@@ -4,7 +4,9 @@ use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr};
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{BiasKind, BwdSpec, FwdSpec};
-use fmha_core::{Bias, BwdProblem, DType, MaskKind, Refusal, Shape, Strides, VLayout, abi_spec, abi_struct};
+use fmha_core::{
+    Bias, BwdProblem, DType, MaskKind, QLayout, Refusal, Shape, Strides, VLayout, abi_spec, abi_struct,
+};
 
 use crate::schedule::{L2_GROUP_BYTES, heads_per_l2_group};
 use crate::sm90::MAX_SMEM_BYTES;
@@ -67,6 +69,12 @@ abi_spec! {
         /// The sums of dQ become dQ in the main kernel, by a warp of its own, while the L2 may still have them; else in a launch
         /// after it. Of persistent CTAs that store dQ by a thread, without turns.
         pub finishes_dq: bool = Takes::all().tuned(),
+        /// LSE in log2 and delta of all heads' rows but those of the first tiles are made in the main kernel, by the warp that
+        /// finishes dQ while none waits for it; else preprocess makes all. With `finishes_dq`, `first_stores`,
+        /// `vector_load` and whole 32 of `block_m`.
+        pub delta_beside: bool = Takes::all().tuned(),
+        /// Registers of a thread beside the consumers, who have the others.
+        pub load_registers: i32 = Takes::among(&[24, 32, 40]).tuned_over(&[24, 40]),
         /// A kv head's query heads are shared out to several tiles, whose dK and dV a launch of its own adds; else one
         /// tile walks all of them.
         pub head_parts: bool = Takes::all(),
@@ -104,6 +112,10 @@ abi_struct! {
         pub num_sms: i32,
         /// Tiles that share a kv head's query heads.
         pub num_head_parts: i32,
+        /// With `delta_beside`: query heads of all sequences whose rows preprocess takes care of; else all of them.
+        pub num_first_query_heads: i32,
+        /// Their query blocks.
+        pub num_first_q_blocks: i32,
         /// With `head_parts` f32 sums of dK and dV, part by part; set at each run.
         pub head_sums: DevPtr<f32>,
     }
@@ -221,6 +233,8 @@ impl Sm90BwdTile {
             direct_dq: false,
             first_stores: false,
             finishes_dq: false,
+            delta_beside: false,
+            load_registers: 24,
             ..*self
         }
     }
@@ -275,6 +289,22 @@ impl Sm90BwdTile {
                 "finishes_dq true: not with direct_dq, score_parts, deterministic, nor without persistent"
                     .to_owned(),
             );
+        }
+        if self.delta_beside && !self.may_make_delta() {
+            return Err(
+                "delta_beside true: it is for finishes_dq, first_stores, vector_load and whole 32 of block_m"
+                    .to_owned(),
+            );
+        }
+        // Three consumers of 160 leave 32; of two, half the rest is to be whole eights.
+        let of_three = self.num_consumers() == 3;
+        if of_three != (self.load_registers == 32) {
+            let wanted = if of_three { "32" } else { "24 or 40" };
+            let consumers = self.num_consumers();
+            return Err(format!(
+                "load_registers {} is not {wanted} beside {consumers} consumers",
+                self.load_registers
+            ));
         }
         if !(1..=2).contains(&self.score_parts) {
             return Err(format!("score_parts {} is not 1 or 2", self.score_parts));
@@ -371,9 +401,15 @@ impl Sm90BwdTile {
         self.persistent && !self.direct_dq && !spec.deterministic && self.score_parts == 1
     }
 
-    /// Has a launch of its own finish dQ where the main kernel may not, or shared memory has no room for it.
+    /// Whether the warp that finishes dQ has the room and the time for delta: where preprocess has no zeros to write either.
+    const fn may_make_delta(&self) -> bool {
+        self.finishes_dq && self.first_stores && self.vector_load && self.block_m % 32 == 0
+    }
+
+    /// Has a launch of its own finish dQ where the main kernel may not, or shared memory has no room for it; likewise delta.
     pub fn settle_finish(&mut self, spec: &BwdSpec) {
         self.finishes_dq &= self.may_finish_dq(spec) && self.smem_bytes(spec) <= MAX_SMEM_BYTES;
+        self.delta_beside &= self.may_make_delta();
     }
 
     /// Consumer warps of all tiles and query blocks of all heads, each of which says whether its dK and dV, or its dQ, are
@@ -440,7 +476,7 @@ impl Sm90BwdTile {
                 Refusal::new(NAME, format!("{name}: {all} blocks of all heads are 2^31 or more"))
             })
         };
-        count("seqlen_q", queries, dims.num_heads_q)?;
+        let q_blocks = count("seqlen_q", queries, dims.num_heads_q)?;
         let bias_shape = match (problem.dbias, problem.fwd.bias) {
             (Some(_), Bias::Elementwise(bias)) => Some(problem.fwd.shape_bias(bias.broadcast)),
             _ => None,
@@ -463,7 +499,17 @@ impl Sm90BwdTile {
         let least = i64::from(2 * num_sms).div_euclid(i64::from(keys.max(1))) + 1;
         let group_bytes = if in_groups { L2_GROUP_BYTES.max(least * head_bytes) } else { 0 };
         let heads_per_l2_group = heads_per_l2_group(num_heads, head_bytes, 1, group_bytes);
+        // Those of the first tiles.
+        let first_heads =
+            if self.delta_beside { heads_per_l2_group.max(least).min(num_heads) } else { num_heads };
+        let num_first_query_heads = first_heads as i32 * (problem.fwd.gqa_ratio() / parts) as i32;
         Ok(Sm90BwdSchedule {
+            num_first_query_heads,
+            num_first_q_blocks: if self.delta_beside {
+                num_first_query_heads * queries as i32
+            } else {
+                q_blocks
+            },
             num_bias_blocks,
             num_heads: num_heads as i32,
             heads_per_l2_group: heads_per_l2_group as i32,
@@ -574,17 +620,43 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
             tile.take_registers();
         }
     }
-    // Long sequences lose more by asking than by zeros. TFLOP/s with zeros and without: D 128 causal S 512, 1k, 4k, 8k 226, 350, 556,
-    // 618 and 248, 363, 560, 613, full S 512, 1k, 4k 375, 487, 622 and 393, 497, 617; D 192 with V of 128, causal S 512, 2k 191, 390
-    // and 206, 399, full 304, 480 and 310, 479. Not D 64: causal S 512, 4k, 8k 208, 497, 549 and 217, 502, 553, full 340, 562, 585
-    // and 342, 563, 587.
-    let shorter = if spec.fwd.mask == MaskKind::Full { 2048 } else { 4096 };
+    // Where a query block has work enough that a warp of each multiprocessor makes delta of the next ones meanwhile; a band leaves
+    // each block few keys, and packed sequences may be short. TFLOP/s on an H200, without and with: D 128 causal S 512, 1k, 2k, 4k
+    // 263, 385, 497, 575 and 204, 344, 514, 585, full 512, 1k, 2k 412, 510, 580 and 366, 532, 591; D 64 causal 1k, 2k 328, 435 and
+    // 297, 446, full 512, 1k 358, 449 and 328, 474; dropout D 128 causal 4k 428 and 431; packed 32/8 causal 548 and 535.
+    let is_full = spec.fwd.mask == MaskKind::Full;
+    let enough_keys = match spec.fwd.mask {
+        MaskKind::Full => dims.seqlen_k >= 1024,
+        MaskKind::Upper => dims.seqlen_k >= 2048 && dims.seqlen_q <= dims.seqlen_k,
+        MaskKind::Band => false,
+    };
+    let of_dropout_alone = num_modifiers(spec) == i32::from(spec.fwd.dropout);
+    tile.delta_beside =
+        tile.finishes_dq && enough_keys && of_dropout_alone && spec.fwd.q_layout == QLayout::Batch;
+    // Long sequences lose more by asking than by zeros, those whose delta is made beside the products less soon. TFLOP/s with zeros
+    // and without: D 128 causal S 512, 1k, 4k, 8k 226, 350, 556, 618 and 248, 363, 560, 613, full S 512, 1k, 4k 375, 487, 622 and
+    // 393, 497, 617; delta beside, causal 8k, 16k 621, 653 and 627, 647, full 4k 620 and 625; D 192 with V of 128, causal S 512, 2k
+    // 191, 390 and 206, 399, full 304, 480 and 310, 479. Not D 64: causal S 512, 4k, 8k 208, 497, 549 and 217, 502, 553, full 340,
+    // 562, 585 and 342, 563, 587.
+    let shorter = match (is_full, tile.delta_beside && num_modifiers(spec) == 0) {
+        (true, false) => 2048,
+        (true, true) | (false, false) => 4096,
+        (false, true) => 8192,
+    };
     tile.first_stores &= padded_dim(spec) == 64 || dims.seqlen_k <= shorter;
     // Finishing dQ in the main kernel, an H100, without and with: D 64 full S 512, 1k, 2k, 4k, 8k 319, 427, 505, 557, 583 and 342, 444,
-    // 501 to 508, 545, 570.
-    tile.finishes_dq &= padded_dim(spec) != 64 || spec.fwd.mask != MaskKind::Full || dims.seqlen_k <= 1024;
+    // 501 to 508, 545, 570; with delta too, an H200, 2k, 4k 519, 561 and 535, 572.
+    let shorter = if tile.delta_beside { 4096 } else { 1024 };
+    tile.finishes_dq &= padded_dim(spec) != 64 || !is_full || dims.seqlen_k <= shorter;
+    tile.delta_beside &= tile.finishes_dq && tile.first_stores;
+    // Both beside each other spill with 24 registers (254 bytes at D 128 causal, with 40 none), and the consumers have enough in 232:
+    // S 512 causal 263 and 269, delta beside 4k 578 and 585. Dropout's do not: 431 and 428.
+    let measured = padded_dim(spec) <= 128 && (dims.seqlen_k <= 4096 || tile.delta_beside);
+    if num_modifiers(spec) == 0 && tile.first_stores && measured {
+        tile.load_registers = 40;
+    }
     // Fewer steps, at the price of 56 bytes spilled: S 4096, 8192 and 16384 605, 639, 657 and 604, 645, 666 (an H100).
-    let is_long = spec.fwd.mask == MaskKind::Full && dims.seqlen_q.min(dims.seqlen_k) >= 8192;
+    let is_long = is_full && dims.seqlen_q.min(dims.seqlen_k) >= 8192;
     if is_long && padded_dim(spec) == 128 && num_modifiers(spec) == 0 && !spec.deterministic {
         tile.block_m = 80;
     }
@@ -657,6 +729,8 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         },
         first_stores: !(split_dims || spec.deterministic),
         finishes_dq: true,
+        delta_beside: false,
+        load_registers: if dim == 192 && !in_parts { 32 } else { 24 },
         head_parts: false,
         // Key blocks that take turns are launched in their order, or claimed in it: D 128 causal 508 of 494, D 64 488 of 484 but
         // at S 2048 355 of 376.
@@ -675,7 +749,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
     tile
 }
 
-/// The main kernel: arguments `BwdParams`, four tensor maps, `Sm90BwdSchedule`.
+/// The main kernel: arguments `BwdParams`, five tensor maps, `Sm90BwdSchedule`.
 #[must_use]
 pub fn main(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     with_maps("main", "Smem", tile.smem_bytes(spec), spec, tile)
@@ -738,7 +812,12 @@ fn rows(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     let entry = Entry {
         include: &format!("fmha/sm90/bwd/{name}.cuh"),
         constants: &constants,
-        bounds: &format!("__launch_bounds__({ROW_THREADS})"),
+        // Six CTAs a multiprocessor keep enough reads under way; with more registers there are five.
+        bounds: &if name == "preprocess" {
+            format!("__launch_bounds__({ROW_THREADS}, 6)")
+        } else {
+            format!("__launch_bounds__({ROW_THREADS})")
+        },
         params: "const __grid_constant__ BwdParams p, const __grid_constant__ Sm90BwdSchedule schedule",
         call: &format!("sm90::bwd::{name}<kSpec, kTile>(p, schedule);"),
     };

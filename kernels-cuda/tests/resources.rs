@@ -303,6 +303,20 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
         let tile = sm90_bwd::default_tile(&masked);
         kernels.push((format!("sm90_bwd_{dim}_repair"), sm90_bwd::repair(&masked, &tile)));
     }
+    // Delta beside the products, with the registers that the table gives the roles beside the consumers.
+    let dropout = modified(128, |spec| spec.fwd.dropout = true);
+    for (name, spec, load_registers) in [
+        ("64_upper", plain(64, MaskKind::Upper), 40),
+        ("128_upper", plain(128, MaskKind::Upper), 40),
+        ("128_full", plain(128, MaskKind::Full), 40),
+        ("128_dropout", dropout, 24),
+    ] {
+        let tile = sm90_bwd::default_tile(&spec);
+        let delta = sm90_bwd::Sm90BwdTile { delta_beside: true, load_registers, ..tile };
+        kernels.push((format!("sm90_bwd_{name}_delta"), sm90_bwd::main(&spec, &delta)));
+        let tile = sm90_bwd::Sm90BwdTile { load_registers: 40, ..tile };
+        kernels.push((format!("sm90_bwd_{name}_40_registers"), sm90_bwd::main(&spec, &tile)));
+    }
     kernels
 }
 

@@ -295,14 +295,18 @@ fn backward_maps_say_where_elements_lie() {
     two.batch = 2;
     let queries = ([64, 200, 4, 2], [512, 128, 200 * 512]);
     let keys = ([64, 300, 2, 2], [256, 128, 300 * 256]);
-    let expected = [("q", queries), ("k", keys), ("v", keys), ("dout", queries)]
+    let expected = [("q", queries), ("k", keys), ("v", keys), ("dout", queries), ("dout", queries)]
         .map(|(name, (dims, strides))| (HOME.of(name), dims, strides));
     assert_eq!(of(FwdProblem::batch(DType::Bf16, two)), expected);
 
     let one = of(of_lengths([1, 1], [1, 1], 64, "0"));
     assert!(one.iter().all(|&(_, dims, strides)| (dims, strides) == ([64, 1, 1, 1], [ANY; 3])), "{one:?}");
 
+    // O has a map where delta is made by it.
+    let long = of(of_lengths([2048, 2048], [4, 2], 64, "0"));
+    assert_eq!(long[4].0, HOME.of("o"));
+
     // Nothing is read of queries that are not there.
     let no_queries = of(of_lengths([0, 300], [2, 2], 64, "0"));
-    assert_eq!(no_queries.map(|(address, ..)| address), ["k", "k", "v", "k"].map(|name| HOME.of(name)));
+    assert_eq!(no_queries.map(|(address, ..)| address), ["k", "k", "v", "k", "k"].map(|name| HOME.of(name)));
 }

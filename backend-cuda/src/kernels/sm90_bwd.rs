@@ -39,6 +39,7 @@ struct Maps {
     k: TensorMap,
     v: TensorMap,
     dout: TensorMap,
+    o: TensorMap,
 }
 
 /// What TMA and 16-byte loads and stores ask of addresses.
@@ -78,6 +79,7 @@ impl BwdRecipe for Sm90Bwd {
             }
             // Without keys there are no tiles, and nobody to finish it.
             tile.finishes_dq &= problem.fwd().dims.seqlen_k > 0;
+            tile.delta_beside &= is_given("delta_beside") || (tile.finishes_dq && tile.first_stores);
             tile.check(&spec)?;
             let dbias_bytes = dbias_tile(&tile).map_or(0, |tile| tile.dbias_smem_bytes(&spec));
             facts.has_shared(&tile, tile.smem_bytes(&spec).max(dbias_bytes))?;
@@ -94,11 +96,14 @@ impl BwdRecipe for Sm90Bwd {
         let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs(), counted };
         let dims = problem.fwd().dims;
         let q_blocks = schedule.num_q_blocks.unsigned_abs() * dims.num_heads_q * dims.batch;
-        // Behind them, where the main kernel finishes dQ, the number of each head's key blocks that are done.
+        // Behind them, where the main kernel finishes dQ, the number of each head's key blocks that are done; and where it makes
+        // delta, of each query head's blocks that are made.
         let suspects = tile.num_suspects(&spec, &schedule, q_blocks);
         let done = if tile.finishes_dq { u64::from(schedule.num_heads.unsigned_abs()) } else { 0 };
-        let workspace = BwdWorkspace::new(problem, tile.block_m.unsigned_abs(), Some(sums), suspects + done)
-            .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
+        let made = if tile.delta_beside { u64::from(dims.num_heads_q) * u64::from(dims.batch) } else { 0 };
+        let workspace =
+            BwdWorkspace::new(problem, tile.block_m.unsigned_abs(), Some(sums), suspects + done + made)
+                .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         // Behind it the sums of heads' parts.
         let head_sums = workspace.bytes.next_multiple_of(ALIGN);
         let bytes = head_sums + tile.head_sums_bytes(&spec, &schedule);
@@ -141,7 +146,11 @@ impl BwdRecipe for Sm90Bwd {
             }
             .into(),
             launches: [
-                rows("preprocess", sm90_bwd::preprocess(&spec, &tile), q_blocks),
+                rows(
+                    "preprocess",
+                    sm90_bwd::preprocess(&spec, &tile),
+                    schedule.num_first_q_blocks.unsigned_abs(),
+                ),
                 Launch {
                     kernel: self.name(),
                     source: sm90_bwd::main(&spec, &tile),
@@ -187,6 +196,10 @@ impl BwdRecipe for Sm90Bwd {
             .chain(tile.head_parts.then(|| {
                 let (heads, parts) = (problem.fwd().gqa_ratio(), schedule.num_head_parts);
                 ("query heads", format!("{heads} of a kv head shared by {parts} tiles"))
+            }))
+            .chain(tile.delta_beside.then(|| {
+                let first = schedule.num_first_query_heads;
+                ("delta", format!("of {first} query heads before the products, of the others beside them"))
             }))
             .chain((tile.cluster > 1).then(|| ("clusters", format!("{} key blocks", tile.cluster))))
             .collect(),
@@ -309,12 +322,13 @@ pub(crate) fn tile_class(problem: &ValidBwd, options: &PlanOptions) -> TileClass
 
 /// The tensor maps.
 fn maps(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> Result<Maps> {
-    let [q, k, v, dout] = map_facts(call, tile);
-    Ok(Maps { q: q.encode()?, k: k.encode()?, v: v.encode()?, dout: dout.encode()? })
+    let [q, k, v, dout, o] = map_facts(call, tile);
+    Ok(Maps { q: q.encode()?, k: k.encode()?, v: v.encode()?, dout: dout.encode()?, o: o.encode()? })
 }
 
-/// What the maps of Q, K, V and dO say, `(dim, row, head, batch)`.
-pub(super) fn map_facts(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> [TensorMapFacts<4, 3>; 4] {
+/// What the maps of Q, K, V, dO and O say, `(dim, row, head, batch)`. Where nobody brings O by its map, whose strides it may not
+/// take, there is dO again.
+pub(super) fn map_facts(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> [TensorMapFacts<4, 3>; 5] {
     let (problem, args) = (call.problem, call.args);
     let fwd = problem.fwd();
     let extents = fwd.extents(args.seq.totals);
@@ -334,10 +348,13 @@ pub(super) fn map_facts(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> [TensorMapFac
         ],
         box_dims: [64, rows.unsigned_abs(), 1, 1],
     };
+    let dout = || facts("dout", args.dout.as_ptr() as u64, problem.dout, extents.o, tile.loaded_rows());
+    let o = || facts("o", args.o.as_ptr() as u64, fwd.o, extents.o, tile.loaded_rows());
     [
         facts("q", args.q.as_ptr() as u64, fwd.q, extents.q, tile.loaded_rows()),
         facts("k", k_address, fwd.k, extents.k, tile.block_n),
         facts("v", args.v.as_ptr() as u64, fwd.v, extents.v, tile.block_n),
-        facts("dout", args.dout.as_ptr() as u64, problem.dout, extents.o, tile.loaded_rows()),
+        dout(),
+        if tile.delta_beside { o() } else { dout() },
     ]
 }

@@ -37,6 +37,7 @@ pub(crate) fn cases() -> Vec<Case> {
     modifiers(&mut cases);
     field(&mut cases);
     over_blocks(&mut cases);
+    beside_the_products(&mut cases);
     hidden_in_packed(&mut cases);
     packed_on_one_side(&mut cases);
     cases
@@ -245,6 +246,24 @@ fn field(cases: &mut Vec<Case>) {
         let data = data(&name);
         let mut problem = BwdProblem::new(masked(dtype, dims(64, 64), "b"));
         problem.dout = Strides::bhsd(problem.fwd.shape_o());
+        cases.push(Case::backward(name, problem, Lengths::default(), data));
+    }
+}
+
+/// Heads and keys enough that a kernel can make what it wants of the last heads' rows while it is at the first ones.
+fn beside_the_products(cases: &mut Vec<Case>) {
+    for (head_dim, heads, seqlen, mask) in [(64, 36, 1024, "0"), (128, 18, 2048, "b")] {
+        let name = format!("backward/delta_beside/bf16/{}/{mask}", label(head_dim, head_dim));
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: seqlen,
+            seqlen_k: seqlen,
+            num_heads_q: heads,
+            num_heads_kv: heads,
+            head_dim_qk: head_dim,
+            head_dim_v: head_dim,
+        };
+        let (problem, data) = (BwdProblem::new(masked(DType::Bf16, dims, mask)), data(&name));
         cases.push(Case::backward(name, problem, Lengths::default(), data));
     }
 }

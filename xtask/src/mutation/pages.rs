@@ -259,8 +259,10 @@ const HOPPER_BACKWARD: &[Broken] = &[
         ..MAIN
     },
     Broken {
-        title: "several CTAs at a sum of dQ, causal, D 64",
-        problems: &["-b 1 --heads 6 -s 250 -d 64 --prec bf16 --mask t"],
+        title: "several CTAs at a sum of dQ, delta beside the products, causal, D 64",
+        problems: &[
+            "-b 1 --heads 8 -s 250 -d 64 --prec bf16 --mask t --tile delta_beside=1,load_registers=40",
+        ],
         multiprocessors: 4,
         ..MAIN
     },

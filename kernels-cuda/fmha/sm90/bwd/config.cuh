@@ -34,9 +34,10 @@ FMHA_DEVICE constexpr int num_consumer_threads(const Sm90BwdTile& tile) { return
 FMHA_DEVICE constexpr int num_threads(const Sm90BwdTile& tile) { return mma::kWarpgroup + num_consumer_threads(tile); }
 FMHA_DEVICE constexpr int num_consumer_warps(const Sm90BwdTile& tile) { return 4 * num_consumers(tile); }
 
-// Registers a thread after setmaxnreg; role by role they sum to the file's 64 K.
-FMHA_DEVICE constexpr int load_regs(const Sm90BwdTile& tile) { return num_consumers(tile) == 2 ? 24 : 32; }
-FMHA_DEVICE constexpr int consume_regs(const Sm90BwdTile& tile) { return num_consumers(tile) == 2 ? 240 : 160; }
+// Registers a thread of the consumers after setmaxnreg; role by role they sum to the file's 64 K.
+FMHA_DEVICE constexpr int consume_regs(const Sm90BwdTile& tile) {
+  return num_consumers(tile) == 2 ? (504 - tile.load_registers) / 2 : 160;
+}
 
 // Both head dimensions as the tiles have them: TMA fills with zeros what the tensors lack.
 FMHA_DEVICE constexpr int padded_dim(const FwdSpec& spec) {
@@ -57,6 +58,7 @@ struct BwdTile : SmemTile<Elem, rows, dim, clustered> {
 // Maps of `(dim, row, head, batch)`.
 struct Maps {
   TensorMap q, k, v, dout;
+  TensorMap o;  // where delta is made beside the products
 };
 
 // dQ's columns where two consumers share out a dimension of three chunks of 64: a chunk each, and of the one between them
@@ -133,12 +135,18 @@ struct DropoutSmem<spec, tile, true> {
   DropoutParts<tile.block_m> dropout_parts[num_consumer_warps(tile)];
 };
 
-// The sums of a query block whose dQ is being finished, as `Smem::dq` has them.
+// The sums of a query block whose dQ is being finished, as `Smem::dq` has them; or O and dO of one whose delta is being made.
 template <BwdSpec spec, Sm90BwdTile tile, bool = tile.finishes_dq>
 struct FinishSmem {};
 template <BwdSpec spec, Sm90BwdTile tile>
 struct FinishSmem<spec, tile, true> {
-  alignas(1024) float sums[Shape<spec, tile>::consumers][Shape<spec, tile>::dq_share];
+  using Rows = typename Shape<spec, tile>::DoutTile;
+  union {
+    alignas(1024) float sums[Shape<spec, tile>::consumers][Shape<spec, tile>::dq_share];
+    struct {
+      Rows rows_of_o, rows_of_dout;
+    };
+  };
 };
 
 // Tiles that are known at a time: the one at work, and its successor, which is loaded meanwhile.

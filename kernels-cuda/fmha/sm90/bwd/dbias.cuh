@@ -180,7 +180,7 @@ FMHA_DEVICE void dbias(const BwdParams& p, const Maps& maps, const Sm90BwdSchedu
   }
   __syncthreads();
   if (ptx::uniform(threadIdx.x / mma::kWarpgroup) == 0) {
-    ptx::setmaxnreg_dec<load_regs(tile)>();
+    ptx::setmaxnreg_dec<tile.load_registers>();
     BiasLoader<spec, tile> loader{p, maps, smem};
     if (threadIdx.x == 0) walk_bias_blocks<spec, tile>(p, schedule, loader);
   } else {

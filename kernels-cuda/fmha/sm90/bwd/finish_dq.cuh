@@ -7,7 +7,7 @@
 #include <fmha/ptx/flag.cuh>
 #include <fmha/ptx/shared.cuh>
 #include <fmha/sm90/bwd/epilogue.cuh>
-#include <fmha/sm90/bwd/preprocess.cuh>
+#include <fmha/sm90/bwd/make_delta.cuh>
 
 namespace fmha::sm90::bwd {
 
@@ -121,20 +121,27 @@ template <BwdSpec spec, Sm90BwdTile tile>
 struct Finisher {
   using S = Shape<spec, tile>;
   const BwdParams& p;
+  const Maps& maps;
   const Sm90BwdSchedule& schedule;
   Smem<spec, tile>& smem;
   const bool first_lane = threadIdx.x % 32 == 0;
 
   // Calls `finish` with block after block when all key blocks of its head are done; it says whether this lane has written
-  // something that is not finite.
-  template <class Finish>
-  FMHA_DEVICE void for_each_block(Finish finish) const {
+  // something that is not finite. While they are not, `busy` is called, until it says that there is nothing else to do.
+  template <class Finish, class Busy>
+  FMHA_DEVICE void for_each_block(Finish finish, Busy busy) const {
     const int32_t num_blocks = num_q_blocks_of_all(p, schedule);
+    bool is_busy = true;
     while (true) {
-      const int32_t index = ptx::uniform(first_lane ? atomicAdd(p.claimed + 1, 1) : 0);
-      if (index >= num_blocks) return;
+      const int32_t index = ptx::uniform(first_lane ? atomicAdd(p.claimed + kClaimOfDq, 1) : 0);
+      if (index >= num_blocks) {
+        // All are others', who may wait for what is left to do here.
+        while (is_busy) is_busy = busy();
+        return;
+      }
+      const int32_t* done = done_key_blocks<spec, tile>(p, schedule, index / schedule.num_q_blocks);
+      while (is_busy && ptx::uniform(first_lane ? ptx::ld_acquire_gpu(done) : 0) < schedule.num_key_blocks) is_busy = busy();
       if (first_lane) {
-        const int32_t* done = done_key_blocks<spec, tile>(p, schedule, index / schedule.num_q_blocks);
         while (ptx::ld_acquire_gpu(done) < schedule.num_key_blocks) {
         }
       }
@@ -164,11 +171,15 @@ struct Finisher {
       float zero = 0.f;
       store(block, there, zero);
       return is_nan(zero);
+    }, [&] {
+      if constexpr (tile.delta_beside) return DeltaMaker<spec, tile>{p, maps, schedule, smem}.make_one(phase);
+      return false;
     });
   }
   // What is left when no key block is, by a warp of consumers: else the launch would end with one warp a multiprocessor.
   FMHA_DEVICE void run_from_memory() const {
-    for_each_block([&](const QueryBlock& block) { return finish_from_memory<spec, tile>(p, block, threadIdx.x % 32, 32); });
+    for_each_block([&](const QueryBlock& block) { return finish_from_memory<spec, tile>(p, block, threadIdx.x % 32, 32); },
+                   [] { return false; });
   }
 
   // What a lane has of 32 rows of a share's accumulators: of dQ^T eight dims of two neighbouring queries, whose sums lie side by

@@ -1,6 +1,7 @@
 // The load role: one thread keeps TMA fed.
 #pragma once
 #include <fmha/ptx/bulk.cuh>
+#include <fmha/ptx/flag.cuh>
 #include <fmha/sm90/bwd/work.cuh>
 
 namespace fmha::sm90::bwd {
@@ -67,6 +68,16 @@ struct Loader {
     slot.advance();
   }
 
+  // A head's LSE and delta are there, where they are made beside the products.
+  FMHA_DEVICE void wait_for_delta(const Work& work, int32_t i_head) const {
+    const int32_t head = work.span.i_batch * p.fwd.num_heads_q + i_head;
+    if (head < schedule.num_first_query_heads) return;
+    const int32_t* made = made_query_blocks<spec, tile>(p, schedule, head);
+    while (ptx::ld_acquire_gpu(made) < schedule.num_q_blocks) {
+    }
+    ptx::fence_proxy_async_global();
+  }
+
   FMHA_DEVICE void load_tile(const Work& work) {
     const int32_t k_row = work.span.k_row + work.keys.begin;
     const int32_t k_batch = k_batch_of<spec>(work.span);
@@ -74,7 +85,12 @@ struct Loader {
     ptx::mbarrier_arrive_expect_tx(smem.k_full, S::KTile::tile_bytes);
     load_rows(smem.k, maps.k, smem.k_full, k_batch, k_row, work.i_head_kv, ptx::CacheHint::EvictFirst);
     bool first = true;
+    int32_t head_of_delta = -1;
     for (QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work); blocks.more(); blocks.advance()) {
+      if constexpr (tile.delta_beside) {
+        if (blocks.i_head != head_of_delta) wait_for_delta(work, blocks.i_head);
+        head_of_delta = blocks.i_head;
+      }
       load_queries(smem.q, smem.lse_log2, smem.q_full, smem.q_empty, q_slot, maps.q, p.lse_log2, work, blocks);
       if (first) {  // S can start before V is there
         constexpr uint32_t other_bytes = tile.cluster > 1 ? S::OtherKTile::tile_bytes : 0;
@@ -105,14 +121,14 @@ FMHA_DEVICE void load(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
     Slot<kClaimSlots> slot;
     // Where others wait for a head's tiles, none of them belongs to a CTA that may not run yet.
     constexpr bool claims_all = tile.finishes_dq;
-    int32_t index = claims_all ? atomicAdd(p.claimed, 1) : int32_t(blockIdx.x);
+    int32_t index = claims_all ? atomicAdd(p.claimed + kClaimOfTiles, 1) : int32_t(blockIdx.x);
     while (true) {
       ptx::mbarrier_wait_parity(smem.claim_empty[slot.index], slot.phase ^ 1);
       smem.claims[slot.index] = index;
       ptx::mbarrier_arrive_if(smem.claim_full[slot.index], true);
       if (index >= schedule.num_tiles) return;
       load_tile(index);
-      index = (claims_all ? 0 : gridDim.x) + atomicAdd(p.claimed, 1);
+      index = (claims_all ? 0 : gridDim.x) + atomicAdd(p.claimed + kClaimOfTiles, 1);
       slot.advance();
     }
   }

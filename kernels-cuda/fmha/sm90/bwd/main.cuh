@@ -2,8 +2,8 @@
 //
 // The design of FlashAttention-3's backward (Shah et al., 2024): a CTA keeps a key block's K and V and walks the query
 // blocks; dK and dV stay in registers, dQ leaves at each step as a sum in memory. Of the first warpgroup one thread loads
-// (load.cuh), one may store dQ (store_dq.cuh), one or two may keep turns (keep_turns.cuh), and a warp may finish dQ
-// (finish_dq.cuh); the others consume (consume.cuh). Before it preprocess.cuh, after it postprocess.cuh.
+// (load.cuh), one may store dQ (store_dq.cuh), one or two may keep turns (keep_turns.cuh), and a warp may make delta
+// (make_delta.cuh) and finish dQ (finish_dq.cuh); the others consume (consume.cuh). Before it preprocess.cuh, after it postprocess.cuh.
 #pragma once
 #include <fmha/sm90/bwd/consume.cuh>
 #include <fmha/sm90/bwd/finish_dq.cuh>
@@ -57,7 +57,13 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
   static_assert(S::dq_rows == mma::kRows * S::consumers && S::dq_block == tile.block_m * S::dim, "a consumer has 64 rows of dQ, or of its transpose");
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
-  if (threadIdx.x == 0) init_barriers(smem);
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensormap(maps.q);
+    ptx::prefetch_tensormap(maps.k);
+    ptx::prefetch_tensormap(maps.v);
+    ptx::prefetch_tensormap(maps.dout);
+    init_barriers(smem);
+  }
   if constexpr (tile.cluster > 1) {
     ptx::cluster_sync();
   } else {
@@ -65,7 +71,7 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
   }
   wait_for_launch_before();
   if (ptx::uniform(threadIdx.x / mma::kWarpgroup) == 0) {
-    ptx::setmaxnreg_dec<load_regs(tile)>();
+    ptx::setmaxnreg_dec<tile.load_registers>();
     const int32_t warp = ptx::uniform(threadIdx.x / 32);
     const bool first_lane = threadIdx.x % 32 == 0;
     if (warp == 0 && first_lane) load<spec, tile>(p, maps, schedule, smem);
@@ -78,7 +84,7 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
         if (warp == 2 && first_lane) announce_blocks<spec, tile>(p, schedule, smem);
       }
       if constexpr (tile.finishes_dq) {
-        if (warp == 3) Finisher<spec, tile>{p, schedule, smem}.run();
+        if (warp == 3) Finisher<spec, tile>{p, maps, schedule, smem}.run();
       }
     } else if constexpr (takes_turns<spec>()) {
       if (warp == 1 && first_lane) keep_turns<spec, tile>(p, schedule, smem);
@@ -86,7 +92,7 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
   } else {
     ptx::setmaxnreg_inc<consume_regs(tile)>();
     consume<spec, tile>(p, schedule, smem);
-    if constexpr (tile.finishes_dq) Finisher<spec, tile>{p, schedule, smem}.run_from_memory();
+    if constexpr (tile.finishes_dq) Finisher<spec, tile>{p, maps, schedule, smem}.run_from_memory();
   }
   // A CTA stays until the other one has sent and taken all.
   if constexpr (tile.cluster > 1) ptx::cluster_sync();

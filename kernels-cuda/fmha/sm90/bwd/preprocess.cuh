@@ -1,5 +1,6 @@
 // What the main kernel wants of each query row: LSE in log2, and delta = dO . O - dLSE; and zeros where it sums dQ,
-// or that nobody has had a turn.
+// or that nobody has had a turn. With `delta_beside` of the first heads' rows alone: the others' are made beside the products
+// (make_delta.cuh).
 //
 // Rows behind a sequence in its last block get LSE = +infinity, so that their P are 0 and add nothing; so do rows that
 // see no key, whose LSE is -infinity.
@@ -26,12 +27,9 @@ FMHA_DEVICE QueryBlock resolve_query_block(const BwdParams& p, const Sm90BwdSche
           (index - head * schedule.num_q_blocks) * tile.block_m};
 }
 
-// dO . O of eight columns; 16 bytes of each at a time.
+// `dot`, and dO . O of eight columns, 16 bytes of each.
 template <DType dtype>
-FMHA_DEVICE float dot8(const void* a, const void* b) {
-  const uint4 x = *static_cast<const uint4*>(a), y = *static_cast<const uint4*>(b);
-  const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
-  float dot = 0.f;
+FMHA_DEVICE float plus_dot8(float dot, const uint32_t (&xs)[4], const uint32_t (&ys)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if constexpr (dtype == DType::Bf16) {
@@ -47,6 +45,41 @@ FMHA_DEVICE float dot8(const void* a, const void* b) {
   }
   return dot;
 }
+template <DType dtype>
+FMHA_DEVICE float dot8(const void* a, const void* b) {
+  const uint4 x = *static_cast<const uint4*>(a), y = *static_cast<const uint4*>(b);
+  const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+  return plus_dot8<dtype>(0.f, xs, ys);
+}
+
+// What becomes of a row whose dO . O is known: `there` is whether the sequence has it.
+template <BwdSpec spec>
+FMHA_DEVICE void store_row_stats(const BwdParams& p, const QueryBlock& block, int32_t i, bool there, float lse, float dot) {
+  float lse_log2 = infinity(), delta = 0.f;
+  if (there) {
+    if (lse != -infinity()) lse_log2 = lse * kLog2E;
+    delta = spec.has_dlse ? dot - p.dlse[lse_offset(p.fwd, block.span, block.i_head, i)] : dot;
+  }
+  const int64_t at = stats_offset(p, block.span, block.i_head, i);
+  p.lse_log2[at] = lse_log2;
+  p.delta[at] = delta;
+}
+
+// Zeros in what is counted: claims, and by all CTAs of the launch turns and heads.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE void clear_counts(const BwdParams& p, const Sm90BwdSchedule& schedule) {
+  const int32_t thread = blockIdx.x * kPreprocessThreads + threadIdx.x, threads = gridDim.x * kPreprocessThreads;
+  if (tile.persistent && thread < kNumClaims) p.claimed[thread] = thread == kClaimOfDelta ? schedule.num_first_q_blocks : 0;
+  if constexpr (counts_blocks<spec, tile>()) {
+    for (int32_t i = thread; i < num_q_blocks_of_all(p, schedule); i += threads) p.turns[i] = 0;
+  }
+  if constexpr (tile.finishes_dq) {
+    int32_t num = schedule.num_heads;
+    if constexpr (tile.delta_beside) num += p.fwd.batch * p.fwd.num_heads_q;
+    int32_t* first = done_key_blocks<spec, tile>(p, schedule, 0);
+    for (int32_t i = thread; i < num; i += threads) first[i] = 0;
+  }
+}
 
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule) {
@@ -55,18 +88,11 @@ FMHA_DEVICE void preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule)
   constexpr int dim = spec.fwd.head_dim_v;
   constexpr int lanes = tile.vector_load && S::dim <= 128 ? S::dim / 8 : 32;  // of a row: a power of two
   wait_for_launch_before();
+  clear_counts<spec, tile>(p, schedule);
   const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, blockIdx.x);
   const SeqSpan& span = block.span;
-  // Of key blocks and, where the main kernel finishes dQ, of query blocks.
-  if (tile.persistent && blockIdx.x == 0 && threadIdx.x < 2) p.claimed[threadIdx.x] = 0;
-  if constexpr (tile.finishes_dq) {
-    const int32_t head = blockIdx.x / schedule.num_q_blocks;
-    if (block.first == 0 && threadIdx.x == 0 && head % num_query_heads<tile>(p, schedule) == 0)
-      *done_key_blocks<spec, tile>(p, schedule, head) = 0;
-  }
   if (block.first >= span.seqlen_q) return;
 
-  const int64_t stats = stats_offset(p, span, block.i_head, block.first);
   const int32_t lane = threadIdx.x % lanes;
 #pragma unroll 2
   for (int32_t row = threadIdx.x / lanes; row < tile.block_m; row += kPreprocessThreads / lanes) {
@@ -89,23 +115,14 @@ FMHA_DEVICE void preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule)
 #pragma unroll
     for (int step = lanes / 2; step > 0; step /= 2) dot += ptx::shfl_xor(dot, step);
     if (lane == 0) {
-      float lse_log2 = infinity(), delta = 0.f;
-      if (there) {
-        const int64_t at = lse_offset(p.fwd, span, block.i_head, i);
-        const float lse = p.fwd.lse[at];
-        if (lse != -infinity()) lse_log2 = lse * kLog2E;
-        delta = spec.has_dlse ? dot - p.dlse[at] : dot;
-      }
-      p.lse_log2[stats + row] = lse_log2;
-      p.delta[stats + row] = delta;
+      const float lse = there ? p.fwd.lse[lse_offset(p.fwd, span, block.i_head, i)] : 0.f;
+      store_row_stats<spec>(p, block, i, there, lse, dot);
     }
   }
-  if constexpr (counts_blocks<spec, tile>()) {
-    if (threadIdx.x == 0) p.turns[stats / tile.block_m] = 0;
-    return;
+  if constexpr (!counts_blocks<spec, tile>()) {
+    float4* sums = reinterpret_cast<float4*>(p.dq_sums + stats_offset(p, span, block.i_head, block.first) * S::dim);
+    for (int32_t at = threadIdx.x; at < S::dq_block / 4; at += kPreprocessThreads) sums[at] = {0.f, 0.f, 0.f, 0.f};
   }
-  float4* sums = reinterpret_cast<float4*>(p.dq_sums + stats * S::dim);
-  for (int32_t at = threadIdx.x; at < S::dq_block / 4; at += kPreprocessThreads) sums[at] = {0.f, 0.f, 0.f, 0.f};
 }
 
 }  // namespace fmha::sm90::bwd

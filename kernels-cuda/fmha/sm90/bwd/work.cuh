@@ -282,6 +282,16 @@ FMHA_DEVICE int32_t* done_key_blocks(const BwdParams& p, const Sm90BwdSchedule& 
   return first + head / num_query_heads<tile>(p, schedule);
 }
 
+// What CTAs claim, as `BwdParams::claimed` counts it.
+constexpr int32_t kClaimOfTiles = 0, kClaimOfDq = 1, kClaimOfDelta = 2, kNumClaims = 3;
+
+// With `delta_beside`: of how many of a query head's blocks LSE and delta are made; of the first heads nobody counts. Behind the
+// key blocks that are done.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE int32_t* made_query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t head) {
+  return done_key_blocks<spec, tile>(p, schedule, 0) + schedule.num_heads + head;
+}
+
 // Dropout's factor 1 / (1 - p_drop) is in every term of dS but delta's, so dS is made without it, delta being divided, and the
 // gradients are multiplied. Not of f16, whose small numbers have fewer bits.
 template <BwdSpec spec>

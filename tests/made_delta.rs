@@ -1,0 +1,55 @@
+//! On Hopper delta that is made beside the products, by the main kernel, is as right as what a launch before them makes. Emulated.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use fmha_conformance::case::Case;
+use fmha_conformance::run::{Options, Outcome};
+use fmha_conformance::tensors::{Data, Lengths};
+use fmha_core::{BwdProblem, DType, Dims, FwdProblem, PlanOptions};
+use fmha_cuda::CudaBackend;
+
+/// Sequences, query heads, kv heads, queries, keys, head dimension, mask, type. The first 265 kv heads of one key block, or 133
+/// of two, are those of preprocess, with 132 multiprocessors.
+const PROBLEMS: [(u32, u32, u32, u32, u32, u32, &str, DType); 6] = [
+    (5, 60, 60, 70, 70, 64, "b", DType::Bf16),
+    (3, 100, 100, 130, 60, 128, "0", DType::F16),
+    (3, 200, 100, 66, 66, 96, "b", DType::Bf16),
+    (2, 70, 70, 140, 200, 72, "b:150,3", DType::F16),
+    (2, 69, 69, 200, 140, 128, "b", DType::Bf16),
+    (3, 100, 100, 1, 5, 64, "0", DType::Bf16),
+];
+
+#[test]
+fn gradients_are_right_with_delta_made_beside_the_products() {
+    let backend = match CudaBackend::open(0, Some("sm_90a")) {
+        Ok(backend) => backend,
+        Err(error) => return println!("absent: {error}"),
+    };
+    for (batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_k, dim, mask, dtype) in PROBLEMS {
+        for registers in ["24", "40"] {
+            let dims = Dims {
+                batch,
+                seqlen_q,
+                seqlen_k,
+                num_heads_q,
+                num_heads_kv,
+                head_dim_qk: dim,
+                head_dim_v: dim,
+            };
+            let mut fwd = FwdProblem::batch(dtype, dims);
+            fwd.mask = mask.parse().unwrap();
+            let name = format!(
+                "delta/b{batch}/h{num_heads_q}kv{num_heads_kv}/s{seqlen_q}x{seqlen_k}/d{dim}/{mask}/{dtype}"
+            );
+            let case = Case::backward(&name, BwdProblem::new(fwd), Lengths::default(), Data::default());
+            let tile = [("delta_beside", "true"), ("load_registers", registers)];
+            let tile = tile.map(|(field, value)| (field.to_owned(), value.to_owned())).to_vec();
+            let plan = PlanOptions { tile, kernel: Some("sm90".to_owned()), ..PlanOptions::default() };
+            let (outcome, said) = case.run(&backend, &Options { plan, ..Options::default() });
+            if said.contains("libnvrtc") && outcome == Outcome::Failed {
+                return println!("absent: {said}");
+            }
+            assert_eq!(outcome, Outcome::Passed, "{name}, {registers} registers: {said}");
+        }
+    }
+}
