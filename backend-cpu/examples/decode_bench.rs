@@ -154,7 +154,7 @@ impl<'a> Readers<'a> {
     }
 
     fn read_part(&self, thread: usize) {
-        let way = *self.way.lock().unwrap();
+        let way = *self.way.lock().expect("no reader panics");
         let part = |len: usize| {
             let part = len.div_ceil(self.threads);
             (part * thread).min(len)..(part * (thread + 1)).min(len)
@@ -184,7 +184,7 @@ impl<'a> Readers<'a> {
     }
 
     fn read(&self, way: Way) {
-        *self.way.lock().unwrap() = way;
+        *self.way.lock().expect("no reader panics") = way;
         self.start.wait();
         self.read_part(0);
         self.done.wait();
