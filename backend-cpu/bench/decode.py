@@ -6,9 +6,10 @@
 
 One query over many keys of dimension 128, keys and heads as in a cache, b·s·h·d. Each row is `decode_bench` (ours and
 plain reads in turns), then PyTorch on as many threads; each figure is the best over the turns, in GB of K and V a second.
-What PyTorch has no kernel for (pages, an FP8 cache) has no figure of its. By the clock: the machine should be otherwise
-idle. `--busy` takes one thread alone and its processor time, which other programs do not lengthen, though they do take
-their share of caches and of the memory. About three minutes.
+"By lines" are reads of 64 bytes at once, which one core does faster, in the order in which the cache lies, pages in that
+of their table. What PyTorch has no kernel for (pages, an FP8 cache) has no figure of its. By the clock: the machine should
+be otherwise idle. `--busy` takes one thread alone and its processor time, which other programs do not lengthen, though they
+do take their share of caches and of the memory. About three minutes.
 """
 
 import argparse
@@ -44,15 +45,16 @@ ROWS = [
 
 
 def ours(binary, row, keys, threads, turns, busy):
-    """The backend's name, and GB/s of decode and of plain reads."""
+    """The backend's name, and GB/s of decode, of plain reads, and of reads by lines in the order in which the cache lies."""
     batch, heads_q, heads_kv, types, page = row
     command = [binary, *map(str, (keys, batch, heads_q, heads_kv, DIM, types, page, turns))]
     env = {**os.environ, "FMHA_NUM_THREADS": str(threads)}
     text = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
     clock = "processor time" if busy else "by the clock"
     (line,) = [line for line in text.splitlines() if clock in line]
-    decode, reads = re.search(r"decode ([\d.]+) GB/s, reads ([\d.]+) GB/s", line).groups()
-    return text.split(" (")[1].split(",")[0], float(decode), float(reads)
+    pattern = r"decode ([\d.]+) GB/s, reads ([\d.]+) GB/s.*lines in its order ([\d.]+) GB/s"
+    speeds = re.search(pattern, line).groups()
+    return text.split(" (")[1].split(",")[0], *map(float, speeds)
 
 
 def theirs(row, keys, threads, turns, busy):
@@ -88,13 +90,14 @@ def main():
     name, lines = "", []
     for threads in counts:
         for row in (row for row in ROWS if row[3] in args.types.split(",")):
-            name, decode, reads = ours(args.binary, row, args.keys, threads, args.turns, args.busy)
+            name, decode, reads, by_lines = ours(args.binary, row, args.keys, threads, args.turns, args.busy)
             torch_speed = theirs(row, args.keys, threads, args.turns, args.busy)
             batch, heads_q, heads_kv, types, page = row
             beside = "absent | " if torch_speed is None else f"{torch_speed:.1f} | {decode / torch_speed:.2f}"
             lines.append(
                 f"| {threads} | {batch} | {heads_q}/{heads_kv} | {types} | {page or 'strided'} "
-                f"| {decode:.1f} | {reads:.1f} | {decode / reads:.2f} | {beside} |"
+                f"| {decode:.1f} | {reads:.1f} | {decode / reads:.2f} | {by_lines:.1f} | {decode / by_lines:.2f} "
+                f"| {beside} |"
             )
             print(lines[-1], file=sys.stderr, flush=True)
     version = f"PyTorch {torch.__version__}" if torch else "PyTorch absent"
@@ -109,8 +112,8 @@ def main():
         f"{'processor time' if args.busy else 'by the clock'}, {platform.system()}, load average at the end "
         f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores. The last column is our speed by PyTorch's.",
         "",
-        "| threads | batch | heads | type | page size | GB/s | reads, GB/s | ratio | PyTorch, GB/s | ratio |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| threads | batch | heads | type | page size | GB/s | reads, GB/s | ratio | by lines, GB/s | ratio | PyTorch, GB/s | ratio |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
         *lines,
     ]
     text = "\n".join(text) + "\n"

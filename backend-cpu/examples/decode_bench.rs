@@ -3,11 +3,12 @@
 //!
 //! `decode_bench SEQLEN_K BATCH HEADS_Q HEADS_KV HEAD_DIM TYPE PAGE_SIZE(0: strided) TURNS`, where TYPE is f32, f16 or
 //! bf16, or two types: `bf16/fp8` is queries of bf16 over a cache of FP8. `FMHA_NUM_THREADS` and `FMHA_CPU_ISA` apply to
-//! both. Reads are those of as many threads, which wait for their turn, with lines asked for ahead and without. Tensors begin on a cache line, as PyTorch's do. Prints the best of each over the turns, and their ratio; by the
-//! clock, and with one thread by processor time too, which other programs do not lengthen.
+//! both. Reads are those of as many threads, which wait for their turn, with lines asked for ahead and without. Tensors begin on a cache line, as PyTorch's do. Beside them stand reads of a line at once, where there is
+//! AVX-512, in the order in which the cache lies: in pages that of the block table, some lines of later pages asked for or none. Prints
+//! the best of each over the turns, and the ratios; by the clock, and with one thread by processor time too, which other programs do not lengthen.
 
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Barrier, Mutex};
 use std::time::Instant;
 
 use fmha_core::{
@@ -36,48 +37,137 @@ fn timed(work: impl FnOnce()) -> (f64, f64) {
     (start.elapsed().as_secs_f64(), thread_seconds() - start_cpu)
 }
 
+fn prefetch(line: *const Line) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a prefetch faults nowhere.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) }
+    }
+    let _ = line;
+}
+
 /// The sum of a part of the memory, with lines asked for ahead or left to the processor's own prefetchers.
 fn sum(part: &[Line], asks: bool) -> u64 {
     const AHEAD_LINES: usize = 128;
     let mut sums = [0u64; 8];
     for line in part {
-        #[cfg(target_arch = "x86_64")]
         if asks {
-            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            let ahead = std::ptr::from_ref(line).wrapping_add(AHEAD_LINES);
-            // SAFETY: a prefetch faults nowhere.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead.cast()) }
+            prefetch(std::ptr::from_ref(line).wrapping_add(AHEAD_LINES));
         }
         for (sum, &x) in sums.iter_mut().zip(&line.0) {
             *sum = sum.wrapping_add(x);
         }
     }
-    let _ = (asks, AHEAD_LINES);
     sums.iter().fold(0u64, |sum, &x| sum.wrapping_add(x))
+}
+
+/// So, a line at once in four sums: what one core can.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn sum_of_whole_lines(part: &[Line], asks: bool) -> u64 {
+    use std::arch::x86_64::{
+        _mm512_add_epi64, _mm512_load_si512, _mm512_reduce_add_epi64, _mm512_setzero_si512,
+    };
+    const FOUR: usize = 4;
+    const AHEAD_LINES: usize = 128;
+    let mut sums = [_mm512_setzero_si512(); FOUR];
+    let (fours, rest) = part.as_chunks::<FOUR>();
+    for four in fours {
+        for (sum, line) in sums.iter_mut().zip(four) {
+            let line = std::ptr::from_ref(line);
+            if asks {
+                prefetch(line.wrapping_add(AHEAD_LINES));
+            }
+            // SAFETY: a line, which is aligned.
+            *sum = _mm512_add_epi64(*sum, unsafe { _mm512_load_si512(line.cast()) });
+        }
+    }
+    let [a, b, c, d] = sums;
+    let fours = _mm512_reduce_add_epi64(_mm512_add_epi64(_mm512_add_epi64(a, b), _mm512_add_epi64(c, d)));
+    sum(rest, false).wrapping_add(fours.cast_unsigned())
+}
+
+/// [`sum`] by whole lines where there is AVX-512.
+fn sum_by_lines(part: &[Line], asks: bool) -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    if std::is_x86_feature_detected!("avx512f") {
+        // SAFETY: the processor has it.
+        return unsafe { sum_of_whole_lines(part, asks) };
+    }
+    sum(part, asks)
+}
+
+/// A cache in pages: some pages of a block table, and lines of each.
+#[derive(Clone, Copy)]
+struct Pages<'a>(&'a [i32], usize);
+
+impl Pages<'_> {
+    /// Their sum. Asked for are the first lines of a piece of a page some pieces ahead, from which on the processor goes ahead by
+    /// itself to the end of a page of the system.
+    fn sum(self, memory: &[Line], asks: bool) -> u64 {
+        const PIECE_LINES: usize = 4096 / 64;
+        const AHEAD_PIECES: usize = 4;
+        const ASKED_LINES: usize = 8;
+        let Self(pages, page_lines) = self;
+        let piece_lines = page_lines.min(PIECE_LINES);
+        let pieces_of_page = page_lines / piece_lines;
+        let piece = |at: usize| {
+            let (page, part) = (pages[at / pieces_of_page] as usize, at % pieces_of_page);
+            let rest = if part + 1 == pieces_of_page { page_lines % piece_lines } else { 0 };
+            &memory[page * page_lines + part * piece_lines..][..piece_lines + rest]
+        };
+        let pieces = pages.len() * pieces_of_page;
+        let mut total = 0u64;
+        for at in 0..pieces {
+            let asked: &[Line] = if asks { piece((at + AHEAD_PIECES).min(pieces - 1)) } else { &[] };
+            asked.iter().take(ASKED_LINES).for_each(|line| prefetch(line));
+            total = total.wrapping_add(sum_by_lines(piece(at), false));
+        }
+        total
+    }
+}
+
+/// How memory is read, and whether lines are asked for ahead.
+#[derive(Clone, Copy)]
+enum Way {
+    Plain { asks: bool },
+    ByLines { asks: bool },
 }
 
 /// Threads that read memory whenever they are told to, each a part of it.
 struct Readers<'a> {
     memory: [&'a [Line]; 2],
+    pages: Option<Pages<'a>>,
     threads: usize,
-    asks: AtomicBool,
+    way: Mutex<Way>,
     ends: AtomicBool,
     start: Barrier,
     done: Barrier,
 }
 
 impl<'a> Readers<'a> {
-    fn new(memory: [&'a [Line]; 2], threads: usize) -> Self {
+    fn new(memory: [&'a [Line]; 2], pages: Option<Pages<'a>>, threads: usize) -> Self {
         let (start, done) = (Barrier::new(threads), Barrier::new(threads));
-        Self { memory, threads, asks: AtomicBool::new(false), ends: AtomicBool::new(false), start, done }
+        let way = Mutex::new(Way::Plain { asks: false });
+        Self { memory, pages, threads, way, ends: AtomicBool::new(false), start, done }
     }
 
     fn read_part(&self, thread: usize) {
-        let asks = self.asks.load(Ordering::Relaxed);
+        let way = *self.way.lock().expect("no reader panics");
+        let part = |len: usize| {
+            let part = len.div_ceil(self.threads);
+            (part * thread).min(len)..(part * (thread + 1)).min(len)
+        };
         for memory in self.memory {
-            let part = memory.len().div_ceil(self.threads);
-            let part = &memory[(part * thread).min(memory.len())..(part * (thread + 1)).min(memory.len())];
-            std::hint::black_box(sum(part, asks));
+            let sum = match (way, self.pages) {
+                (Way::Plain { asks }, _) => sum(&memory[part(memory.len())], asks),
+                (Way::ByLines { asks }, None) => sum_by_lines(&memory[part(memory.len())], asks),
+                (Way::ByLines { asks }, Some(Pages(pages, page_lines))) => {
+                    Pages(&pages[part(pages.len())], page_lines).sum(memory, asks)
+                }
+            };
+            std::hint::black_box(sum);
         }
     }
 
@@ -93,8 +183,8 @@ impl<'a> Readers<'a> {
         }
     }
 
-    fn read(&self, asks: bool) {
-        self.asks.store(asks, Ordering::Relaxed);
+    fn read(&self, way: Way) {
+        *self.way.lock().expect("no reader panics") = way;
         self.start.wait();
         self.read_part(0);
         self.done.wait();
@@ -159,8 +249,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let backend = CpuBackend::new()?;
     let plan = backend.plan_fwd(&problem.validate()?, &PlanOptions::default())?;
     println!("{}, {types}, page_size {page_size}", backend.name());
-    let mut best = [[f64::INFINITY; 2]; 2];
-    let readers = Readers::new([&k, &v], backend.threads());
+    let mut best = [[f64::INFINITY; 2]; 3];
+    let page_lines = cache_bytes / table.len().max(1) / size_of::<Line>();
+    if page_size > 0 && table.len() * page_lines * size_of::<Line>() != cache_bytes {
+        return Err(format!("pages of {page_size} are no whole lines of the cache").into());
+    }
+    let in_pages = (page_size > 0).then_some(Pages(&table, page_lines));
+    let readers = Readers::new([&k, &v], in_pages, backend.threads());
     let mut measure = || -> Result<(), fmha_core::Error> {
         for _ in 0..turns {
             let mut result = Ok(());
@@ -175,9 +270,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 result = backend.run_fwd(&plan, &mut args, Stream::DEFAULT);
             });
             result?;
-            let plain = [false, true].map(|asks| timed(|| readers.read(asks)));
-            for (at, time) in [(0, ours), (1, plain[0]), (1, plain[1])] {
+            let mut keep = |at: usize, time: (f64, f64)| {
                 best[at] = [best[at][0].min(time.0), best[at][1].min(time.1)];
+            };
+            keep(0, ours);
+            for asks in [false, true] {
+                keep(1, timed(|| readers.read(Way::Plain { asks })));
+                keep(2, timed(|| readers.read(Way::ByLines { asks })));
             }
         }
         Ok(())
@@ -197,8 +296,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         if at == 1 && backend.threads() > 1 {
             continue;
         }
-        let [ours, plain] = best.map(|times| bytes / times[at] / 1e9);
-        println!("{clock}: decode {ours:.2} GB/s, reads {plain:.2} GB/s, ratio {:.3}", ours / plain);
+        let [ours, plain, by_lines] = best.map(|times| bytes / times[at] / 1e9);
+        let ratios = [ours / plain, ours / by_lines];
+        println!(
+            "{clock}: decode {ours:.2} GB/s, reads {plain:.2} GB/s, ratio {:.3}, lines in its order {by_lines:.2} GB/s, ratio {:.3}",
+            ratios[0], ratios[1]
+        );
     }
     Ok(())
 }

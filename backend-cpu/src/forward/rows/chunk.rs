@@ -6,7 +6,9 @@ use fmha_core::{BlockClass, DType, KvLayout, SeqSpan};
 use super::super::cache::Cached;
 use super::modify::{Modify, drop_weights};
 use super::{CHUNK_KEYS, MAX_ROWS, Scratch, Shared, State, Task};
-use crate::blocks::{AddValues, Ahead, BLOCK_KEYS, Block, Dots, Order, SoftmaxRow, TileDots, TileValues};
+use crate::blocks::{
+    AddValues, Ahead, BLOCK_KEYS, Block, Dots, Order, Pieces, SoftmaxRow, TileDots, TileValues,
+};
 use crate::score::HeadScore;
 use crate::simd::{BytePlanes, Simd};
 
@@ -72,6 +74,7 @@ impl<'a> Shared<'a> {
     ) {
         let end = rows.span.seqlen_k.min((chunk + 1).saturating_mul(CHUNK_KEYS));
         let mut next = rows.locate(chunk * CHUNK_KEYS);
+        let mut pieces = Pieces::new();
         for j in (chunk * CHUNK_KEYS..end).step_by(BLOCK_KEYS) {
             let mut here = next;
             next = rows.locate(j + here.count as u32);
@@ -80,18 +83,23 @@ impl<'a> Shared<'a> {
                 here.bring(s, scratch, rows, j);
                 let [keys, values] = self.blocks_of(rows, &here);
                 let [next_keys, next_values] = self.blocks_of(rows, &next);
-                let mut ahead = self.asked_for::<S>(scratch.beside_many, &next_keys, &next_values);
-                self.ask_for_pages(s, next_keys.whole());
+                let order = self.asked_order::<S>(scratch.beside_many, &next_keys, &next_values);
+                let mut ahead = order.of([&next_keys, &next_values], &mut pieces);
+                if order != AskedOrder::Pieces {
+                    self.ask_for_pages(s, next_keys.whole());
+                }
                 self.multiply_keys(
                     s,
                     scratch,
                     rows,
                     Block { next: values.ahead(), ..keys },
                     &seen,
-                    &mut ahead,
+                    (order, &mut ahead),
                 );
-                self.ask_for_pages(s, next_values.whole());
-                self.weigh(s, scratch, rows, (j, here.count), &seen, (&mut *states, &mut ahead));
+                if order != AskedOrder::Pieces {
+                    self.ask_for_pages(s, next_values.whole());
+                }
+                self.weigh(s, scratch, rows, (j, here.count), &seen, (&mut *states, order, &mut ahead));
                 self.multiply_values(
                     s,
                     scratch,
@@ -103,19 +111,18 @@ impl<'a> Shared<'a> {
         }
     }
 
-    /// What is asked for beside tiles: the block after this one. Of bf16, where few threads run, K alone: V is loaded by tiles of
-    /// sixteen lines, many at once, which overlap with one another and with the processor's own prefetches: asked for as well, one
-    /// thread had 0.74 of plain reads, and 0.83 without (8/1; 64/8 0.73 and 0.86, in pages of 16 0.65 and 0.81). Sixteen threads,
-    /// whose memory answers later, have 84 GB/s with V and 66 without (64/8 76 and 69, 16/1 69 and 60, in pages of 16 83 and 66).
-    fn asked_for<'p, S: Simd>(&self, beside_many: bool, keys: &Block<'p>, values: &Block<'p>) -> Ahead<'p> {
-        let nothing: (&[*const u8], usize) = (&[], 0);
-        let asks_for_v = beside_many || !values.codes.is_empty();
-        let blocks = match (self.in_tiles::<S>(), asks_for_v) {
-            (true, true) => [keys.whole(), values.whole()],
-            (true, false) => [keys.whole(), nothing],
-            (false, _) => [nothing; 2],
-        };
-        Ahead::new(blocks, 1)
+    /// In what order tiles ask for the next block. Sixteen threads, whose memory answers later, have 84 GB/s of K and then V, and 66 of
+    /// K alone (64/8 76 and 69, 16/1 69 and 60, in pages of 16 83 and 66); pieces were not measured there.
+    fn asked_order<S: Simd>(&self, beside_many: bool, keys: &Block<'_>, values: &Block<'_>) -> AskedOrder {
+        if !self.in_tiles::<S>() {
+            AskedOrder::Nothing
+        } else if beside_many || !values.codes.is_empty() {
+            AskedOrder::KeysThenValues
+        } else if keys.whole().1 == values.whole().1 {
+            AskedOrder::Pieces
+        } else {
+            AskedOrder::KeysAlone
+        }
     }
 
     /// The first line of each page of a block, early, so that its address is translated by when the others are asked for: where
@@ -151,13 +158,14 @@ impl<'a> Shared<'a> {
         rows: &'p Rows<'_>,
         keys: Block<'p>,
         seen: &'p Seen,
-        ahead: &mut Ahead<'p>,
+        (order, ahead): (AskedOrder, &mut Ahead<'p>),
     ) {
         let (queries, scores) = (scratch.queries.as_ptr(), scratch.scores.as_mut_ptr());
         let (live, factors) = (seen.live(), &rows.factors[..]);
         if self.keys_in_tiles::<S>() {
             let staged = scratch.staged.as_mut_ptr();
-            s.run(TileDots { keys, queries, factors, scores, staged, ahead });
+            let quarters = order.quarters_beside_keys();
+            s.run(TileDots { keys, queries, factors, scores, staged, quarters, ahead });
         } else {
             let (order, stride) = (self.order_q::<S>(), self.stride_qk::<S>());
             s.run(Dots { keys, queries, order, stride, live, factors, scores });
@@ -172,13 +180,11 @@ impl<'a> Shared<'a> {
         rows: &Rows<'_>,
         (j, count): (u32, usize),
         seen: &Seen,
-        (states, ahead): (&mut [State], &mut Ahead<'_>),
+        (states, order, ahead): (&mut [State], AskedOrder, &mut Ahead<'_>),
     ) {
         // What is packed to bf16 afterwards is rounded by that.
         let packs = S::BF16_DOT && self.order_of_sums::<S>() == Order::Fours;
-        // Half of what is left; of K alone a quarter: V's products ask for the rest.
-        let part = if scratch.beside_many || rows.v.in_codes { 2 } else { 4 };
-        let asked_beside_a_row = ahead.bytes() / part / states.len();
+        let asked_beside_a_row = ahead.bytes() / order.part_beside_softmax() / states.len();
         for head_kv in 0..rows.heads_kv.1 as usize {
             let mut partial = seen.partial().iter().peekable();
             for &r in seen.live() {
@@ -231,6 +237,49 @@ impl<'a> Shared<'a> {
         }
         if whole.len() + partial.len() > 0 {
             s.run(AddValues { values, weights, alpha, whole, partial, out, order, stride });
+        }
+    }
+}
+
+/// In what order the next block is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum AskedOrder {
+    /// Where there are no tiles: rows of this block go ahead of themselves.
+    Nothing,
+    KeysThenValues,
+    /// K and V in turn.
+    Pieces,
+    /// Where their rows are of different lengths. V is loaded by tiles of sixteen lines, many at once, which overlap with one another and
+    /// with the processor's own prefetches: asked for after K as well, one thread had 0.74 of plain reads, and 0.83 without.
+    KeysAlone,
+}
+
+impl AskedOrder {
+    fn of<'p>(self, [keys, values]: [&Block<'p>; 2], pieces: &'p mut Pieces) -> Ahead<'p> {
+        let nothing: (&[*const u8], usize) = (&[], 0);
+        let blocks = match self {
+            AskedOrder::Nothing => [nothing; 2],
+            AskedOrder::KeysThenValues => [keys.whole(), values.whole()],
+            AskedOrder::Pieces => {
+                let ((keys, bytes), (values, _)) = (keys.whole(), values.whole());
+                [pieces.of([keys, values], bytes), nothing]
+            }
+            AskedOrder::KeysAlone => [keys.whole(), nothing],
+        };
+        Ahead::new(blocks, 1)
+    }
+
+    /// How much is asked for beside K's products, in quarters of what is multiplied.
+    fn quarters_beside_keys(self) -> usize {
+        if self == AskedOrder::Pieces { 4 } else { 1 }
+    }
+
+    /// Which part of what is left then is asked for beside the softmax; V's products ask for the rest.
+    fn part_beside_softmax(self) -> usize {
+        match self {
+            AskedOrder::Nothing | AskedOrder::KeysThenValues => 2,
+            AskedOrder::Pieces => 3,
+            AskedOrder::KeysAlone => 4,
         }
     }
 }

@@ -26,7 +26,8 @@ pub(crate) struct TileDots<'a, 'b> {
     pub(crate) scores: *mut f32,
     /// As [`staged_len`](super::staged_len) says, lines of the cache.
     pub(crate) staged: *mut f32,
-    /// What is asked for meanwhile.
+    /// What is asked for meanwhile, and beside a tile's bytes how many quarters of them.
+    pub(crate) quarters: usize,
     pub(crate) ahead: &'b mut Ahead<'a>,
 }
 
@@ -88,7 +89,7 @@ impl TileDots<'_, '_> {
             unsafe { s.tile_top(self.queries_of((head, group), col)) };
             for (tile, &step) in steps.iter().enumerate() {
                 if group == 0 {
-                    ahead.ask_for(s, ROWS * DEPTH * 2 / 4);
+                    ahead.ask_for(s, ROWS * DEPTH * 2 / 4 * self.quarters);
                 }
                 let first = self.keys.at(tile * ROWS, head).wrapping_add(col * 2);
                 // SAFETY: the caller's promise.
@@ -188,7 +189,7 @@ impl TileDots<'_, '_> {
             unsafe {
                 if E::IS_BF16 {
                     if n % 4 == 0 {
-                        ahead.ask_for(s, 4 * COLUMNS.min(dim - col) * 2 / 4);
+                        ahead.ask_for(s, COLUMNS.min(dim - col) * 2 * self.quarters);
                     }
                     for at in (0..COLUMNS.min(dim - col)).step_by(2 * S::LANES) {
                         s.store(to.add(at / 2), s.load(from.add(at * 2).cast()));

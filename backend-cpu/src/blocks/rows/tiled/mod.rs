@@ -3,8 +3,8 @@
 //! K's rows are left operands and V's right ones, both where they lie; Q, the other right one, is packed once a task. A tile's
 //! rows and columns do not meet: what lies in those that are nobody's does not matter.
 //!
-//! The next block is asked for meanwhile, as time passes and not as bytes do: an eighth beside K's products, half beside the softmax,
-//! three eighths beside V's. Beside FP8, which is widened first, a line at a time: a quarter with K, three eighths with the softmax,
+//! The next block is asked for meanwhile, as time passes and not as bytes do: where few threads run half beside K's products, a sixth
+//! beside the softmax, a third beside V's; where many do an eighth, half and three eighths. Beside FP8, which is widened first, a line at a time: a quarter with K, three eighths with the softmax,
 //! as much with V (docs/kernels/cpu.md).
 
 mod keys;
@@ -20,7 +20,7 @@ pub(crate) use values::{TileValues, packed_len};
 pub(crate) const TILED_QUERIES: u32 = 16;
 
 /// As many keys are a tile's rows.
-const ROWS: usize = 16;
+pub(super) const ROWS: usize = 16;
 
 /// Tiles of a block of keys.
 const TILES: usize = BLOCK_KEYS / ROWS;
