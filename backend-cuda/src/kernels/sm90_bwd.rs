@@ -24,7 +24,7 @@ struct Chosen {
     tile: Sm90BwdTile,
     schedule: Sm90BwdSchedule,
     /// Of the kernel of dBias, if that is wanted.
-    dbias: Option<(Sm90BwdTile, Sm90BwdSchedule)>,
+    dbias: Option<Sm90BwdSchedule>,
     postprocesses: bool,
     repairs: bool,
     workspace: BwdWorkspace,
@@ -88,10 +88,8 @@ impl BwdRecipe for Sm90Bwd {
         let tuned = facts.tuned.get(sm90_bwd::LABEL, &TileClass::of_bwd(problem, &spec));
         let (tile, tile_from) = settle(&options.tile, tuned, set).map_err(refuse)?;
         let schedule = tile.schedule(problem, &spec, facts.num_sms)?;
-        let dbias = match dbias_tile(&tile) {
-            Some(tile) => Some((tile, tile.schedule(problem, &spec, facts.num_sms)?)),
-            None => None,
-        };
+        let dbias = dbias_tile(&tile);
+        let dbias_schedule = dbias.map(|dbias| dbias.schedule(problem, &spec, facts.num_sms)).transpose()?;
         let counted = spec.deterministic || tile.first_stores;
         let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs(), counted };
         let dims = problem.fwd().dims;
@@ -137,7 +135,7 @@ impl BwdRecipe for Sm90Bwd {
                 chosen: Some(Chosen {
                     tile,
                     schedule,
-                    dbias,
+                    dbias: dbias_schedule,
                     postprocesses: postprocess.is_some(),
                     repairs: repair.is_some(),
                     workspace,
@@ -164,7 +162,7 @@ impl BwdRecipe for Sm90Bwd {
             .chain(postprocess)
             .chain(sums)
             .chain(repair)
-            .chain(dbias.map(|(dbias, schedule)| {
+            .chain(dbias.zip(dbias_schedule).map(|(dbias, schedule)| {
                 let blocks = schedule.num_bias_blocks.unsigned_abs();
                 Launch {
                     kernel: "dbias",
@@ -279,7 +277,8 @@ impl BwdRecipe for Sm90Bwd {
             // SAFETY: as above.
             unsafe { repair.launch(&mut arguments, call.stream)? };
         }
-        if let Some((tile, mut schedule)) = dbias.filter(|(_, schedule)| schedule.num_bias_blocks > 0) {
+        if let Some(mut schedule) = dbias.filter(|schedule| schedule.num_bias_blocks > 0) {
+            let tile = tile.of_dbias();
             let [dbias] = exactly(dbias_step)?;
             let mut maps = maps(call, &tile)?;
             let mut arguments =
