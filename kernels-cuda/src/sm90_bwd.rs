@@ -812,12 +812,7 @@ fn rows(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     let entry = Entry {
         include: &format!("fmha/sm90/bwd/{name}.cuh"),
         constants: &constants,
-        // Six CTAs a multiprocessor keep enough reads under way; with more registers there are five.
-        bounds: &if name == "preprocess" {
-            format!("__launch_bounds__({ROW_THREADS}, 6)")
-        } else {
-            format!("__launch_bounds__({ROW_THREADS})")
-        },
+        bounds: &format!("__launch_bounds__({ROW_THREADS})"),
         params: "const __grid_constant__ BwdParams p, const __grid_constant__ Sm90BwdSchedule schedule",
         call: &format!("sm90::bwd::{name}<kSpec, kTile>(p, schedule);"),
     };

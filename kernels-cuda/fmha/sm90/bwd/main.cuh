@@ -57,13 +57,7 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
   static_assert(S::dq_rows == mma::kRows * S::consumers && S::dq_block == tile.block_m * S::dim, "a consumer has 64 rows of dQ, or of its transpose");
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
-  if (threadIdx.x == 0) {
-    ptx::prefetch_tensormap(maps.q);
-    ptx::prefetch_tensormap(maps.k);
-    ptx::prefetch_tensormap(maps.v);
-    ptx::prefetch_tensormap(maps.dout);
-    init_barriers(smem);
-  }
+  if (threadIdx.x == 0) init_barriers(smem);
   if constexpr (tile.cluster > 1) {
     ptx::cluster_sync();
   } else {
