@@ -112,14 +112,17 @@ impl<'a> Shared<'a> {
     }
 
     /// In what order tiles ask for the next block. Sixteen threads, whose memory answers later, have 84 GB/s of K and then V, and 66 of
-    /// K alone (64/8 76 and 69, 16/1 69 and 60, in pages of 16 83 and 66); pieces were not measured there.
+    /// K alone (64/8 76 and 69, 16/1 69 and 60, in pages of 16 83 and 66); on another such machine 75 of K and then V, and 86 in pieces
+    /// (64/8 64 and 72, 16/1 64 and 62, in pages of 16 81 and 79).
     fn asked_order<S: Simd>(&self, beside_many: bool, keys: &Block<'_>, values: &Block<'_>) -> AskedOrder {
         if !self.in_tiles::<S>() {
             AskedOrder::Nothing
-        } else if beside_many || !values.codes.is_empty() {
+        } else if !values.codes.is_empty() {
             AskedOrder::KeysThenValues
         } else if keys.whole().1 == values.whole().1 {
             AskedOrder::Pieces
+        } else if beside_many {
+            AskedOrder::KeysThenValues
         } else {
             AskedOrder::KeysAlone
         }
