@@ -3,9 +3,10 @@
 //! K's rows are left operands and V's right ones, both where they lie; Q, the other right one, is packed once a task. A tile's
 //! rows and columns do not meet: what lies in those that are nobody's does not matter.
 //!
-//! The next block is asked for meanwhile, as time passes and not as bytes do: where few threads run half beside K's products, a sixth
-//! beside the softmax, a third beside V's; where many do an eighth, half and three eighths. Beside FP8, which is widened first, a line at a time: a quarter with K, three eighths with the softmax,
-//! as much with V (docs/kernels/cpu.md).
+//! The next block is asked for meanwhile, as time passes and not as bytes do: of bf16 half beside K's products, a sixth beside the
+//! softmax, a third beside V's, K and V in turn by half a kilobyte of each tile; where these have no common shape many threads ask
+//! for K and then V, an eighth, half and three eighths, and few for K alone. Beside FP8, which is widened first, a line at a time: a
+//! quarter with K, three eighths with the softmax, as much with V (docs/kernels/cpu.md).
 
 mod keys;
 mod values;
