@@ -48,8 +48,11 @@ fn every_synchronising_instruction_of_the_hopper_kernel_is_missed_when_broken() 
         std::env::set_var("FMHA_EMULATE_RECORD", &folder);
     }
     let backend = CudaBackend::open(0, Some("sm_90a")).unwrap();
+    // One text for all, though the table gives few keys another.
+    let tile = [("lookahead", "true"), ("skip_row_max", "true")];
+    let tile = tile.map(|(field, value)| (field.to_owned(), value.to_owned())).to_vec();
     let options = Options {
-        plan: PlanOptions { kernel: Some("sm90".to_owned()), ..PlanOptions::default() },
+        plan: PlanOptions { kernel: Some("sm90".to_owned()), tile, ..PlanOptions::default() },
         ..Options::default()
     };
     // Long tiles; then tiles of two blocks before tiles of one, in both buffers of Q; then diagonals that begin inside a
