@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use fmha_conformance::case::Case;
-use fmha_conformance::run::{Options, Outcome};
+use fmha_conformance::run::{Options, Outcome, tile_fields};
 use fmha_conformance::tensors::{Data, Lengths};
 use fmha_core::{BwdProblem, DType, Dims, FwdProblem, PlanOptions};
 use fmha_cuda::CudaBackend;
@@ -42,8 +42,7 @@ fn gradients_are_right_with_delta_made_beside_the_products() {
                 "delta/b{batch}/h{num_heads_q}kv{num_heads_kv}/s{seqlen_q}x{seqlen_k}/d{dim}/{mask}/{dtype}"
             );
             let case = Case::backward(&name, BwdProblem::new(fwd), Lengths::default(), Data::default());
-            let tile = [("delta_beside", "true"), ("load_registers", registers)];
-            let tile = tile.map(|(field, value)| (field.to_owned(), value.to_owned())).to_vec();
+            let tile = tile_fields(&format!("delta_beside=true,load_registers={registers}"));
             let plan = PlanOptions { tile, kernel: Some("sm90".to_owned()), ..PlanOptions::default() };
             let (outcome, said) = case.run(&backend, &Options { plan, ..Options::default() });
             if said.contains("libnvrtc") && outcome == Outcome::Failed {

@@ -4,6 +4,7 @@
 
 use fmha_conformance::case::{Body, Case, Forward, all};
 use fmha_conformance::execute::run_fwd;
+use fmha_conformance::run::tile_fields;
 use fmha_conformance::tensor::Operand;
 use fmha_conformance::tensors::HostFwd;
 use fmha_core::{Error, FmhaBackend, PlanOptions};
@@ -30,9 +31,8 @@ fn forward(name: &str) -> Box<Forward> {
 
 /// The bits of every element of O.
 fn output(backend: &dyn FmhaBackend, case: &Forward, tile: &str) -> Result<Vec<u64>, Error> {
-    let tile = tile.split(',').filter_map(|field| field.split_once('='));
-    let tile = tile.map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
-    let options = PlanOptions { tile, kernel: Some("sm90".to_owned()), ..PlanOptions::default() };
+    let options =
+        PlanOptions { tile: tile_fields(tile), kernel: Some("sm90".to_owned()), ..PlanOptions::default() };
     let mut host = HostFwd::new(case.problem.clone(), &case.lengths, case.data)?;
     let plan = backend.plan_fwd(&host.problem, &options)?;
     run_fwd(backend, &plan, &mut host)?;

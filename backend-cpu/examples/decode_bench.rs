@@ -37,6 +37,9 @@ fn timed(work: impl FnOnce()) -> (f64, f64) {
     (start.elapsed().as_secs_f64(), thread_seconds() - start_cpu)
 }
 
+/// How far ahead of a read its line is asked for.
+const AHEAD_LINES: usize = 128;
+
 fn prefetch(line: *const Line) {
     #[cfg(target_arch = "x86_64")]
     {
@@ -49,7 +52,6 @@ fn prefetch(line: *const Line) {
 
 /// The sum of a part of the memory, with lines asked for ahead or left to the processor's own prefetchers.
 fn sum(part: &[Line], asks: bool) -> u64 {
-    const AHEAD_LINES: usize = 128;
     let mut sums = [0u64; 8];
     for line in part {
         if asks {
@@ -70,7 +72,6 @@ fn sum_of_whole_lines(part: &[Line], asks: bool) -> u64 {
         _mm512_add_epi64, _mm512_load_si512, _mm512_reduce_add_epi64, _mm512_setzero_si512,
     };
     const FOUR: usize = 4;
-    const AHEAD_LINES: usize = 128;
     let mut sums = [_mm512_setzero_si512(); FOUR];
     let (fours, rest) = part.as_chunks::<FOUR>();
     for four in fours {

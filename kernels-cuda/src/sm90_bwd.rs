@@ -406,9 +406,13 @@ impl Sm90BwdTile {
         self.finishes_dq && self.first_stores && self.vector_load && self.block_m % 32 == 0
     }
 
-    /// Has a launch of its own finish dQ where the main kernel may not, or shared memory has no room for it; likewise delta.
+    /// Has a launch of its own finish dQ where the main kernel may not, or shared memory has no room for it.
     pub fn settle_finish(&mut self, spec: &BwdSpec) {
         self.finishes_dq &= self.may_finish_dq(spec) && self.smem_bytes(spec) <= MAX_SMEM_BYTES;
+    }
+
+    /// Has preprocess make delta where the main kernel may not.
+    pub const fn settle_delta(&mut self) {
         self.delta_beside &= self.may_make_delta();
     }
 
@@ -476,7 +480,7 @@ impl Sm90BwdTile {
                 Refusal::new(NAME, format!("{name}: {all} blocks of all heads are 2^31 or more"))
             })
         };
-        let q_blocks = count("seqlen_q", queries, dims.num_heads_q)?;
+        count("seqlen_q", queries, dims.num_heads_q)?;
         let bias_shape = match (problem.dbias, problem.fwd.bias) {
             (Some(_), Bias::Elementwise(bias)) => Some(problem.fwd.shape_bias(bias.broadcast)),
             _ => None,
@@ -502,14 +506,10 @@ impl Sm90BwdTile {
         // Those of the first tiles.
         let first_heads =
             if self.delta_beside { heads_per_l2_group.max(least).min(num_heads) } else { num_heads };
-        let num_first_query_heads = first_heads as i32 * (problem.fwd.gqa_ratio() / parts) as i32;
+        let first_query_heads = first_heads * i64::from(problem.fwd.gqa_ratio() / parts);
         Ok(Sm90BwdSchedule {
-            num_first_query_heads,
-            num_first_q_blocks: if self.delta_beside {
-                num_first_query_heads * queries as i32
-            } else {
-                q_blocks
-            },
+            num_first_query_heads: first_query_heads as i32,
+            num_first_q_blocks: (first_query_heads * i64::from(queries)) as i32,
             num_bias_blocks,
             num_heads: num_heads as i32,
             heads_per_l2_group: heads_per_l2_group as i32,
@@ -648,7 +648,7 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
     // 501 to 508, 545, 570; with delta too, an H200, 2k, 4k 519, 561 and 535, 572.
     let shorter = if tile.delta_beside { 4096 } else { 1024 };
     tile.finishes_dq &= padded_dim(spec) != 64 || !is_full || dims.seqlen_k <= shorter;
-    tile.delta_beside &= tile.finishes_dq && tile.first_stores;
+    tile.settle_delta();
     // Both beside each other spill with 24 registers (254 bytes at D 128 causal, with 40 none), and the consumers have enough in 232:
     // S 512 causal 263 and 269, delta beside 4k 578 and 585. Dropout's do not: 431 and 428.
     let measured = padded_dim(spec) <= 128 && (dims.seqlen_k <= 4096 || tile.delta_beside);
@@ -668,6 +668,7 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
         && whole(problem.dk, fwd.shape_k())
         && whole(problem.dv, fwd.shape_v());
     tile.settle_finish(spec);
+    tile.settle_delta();
     tile
 }
 

@@ -2,6 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use fmha_core::tune::TileOptions;
 use fmha_core::{Error, FmhaBackend, MemorySpace, PlanOptions, Result};
 use serde::Serialize;
 
@@ -47,6 +48,13 @@ impl Default for Options {
             repro_words: String::new(),
         }
     }
+}
+
+/// Fields of a tile, `block_m=128,stages=3`, as a plan is asked for them.
+#[must_use]
+pub fn tile_fields(words: &str) -> TileOptions {
+    let fields = words.split(',').filter_map(|word| word.split_once('='));
+    fields.map(|(field, value)| (field.to_owned(), value.to_owned())).collect()
 }
 
 /// A case's outcome and the sentence that goes with it.

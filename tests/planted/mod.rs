@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use fmha_conformance::Regex;
 use fmha_conformance::case::{Case, all};
 use fmha_conformance::deal::jobs;
-use fmha_conformance::run::{Options, Outcome};
+use fmha_conformance::run::{Options, Outcome, tile_fields};
 use fmha_core::cache::{Bundle, CompiledKernel, KernelJob, Precompile, embed};
 use fmha_core::{Error, FmhaBackend, PlanOptions};
 use fmha_cuda::CudaBackend;
@@ -131,11 +131,8 @@ impl Fault {
     }
 
     fn options(&self) -> Options {
-        let words = self.tile.iter().flat_map(|tile| tile.split(','));
-        let tile = words.filter_map(|word| word.split_once('=')).map(|(k, v)| (k.to_owned(), v.to_owned()));
-        let kernel = self.kernel.clone();
-        let plan =
-            PlanOptions { kernel, allow_fallback: true, tile: tile.collect(), ..PlanOptions::default() };
+        let (kernel, tile) = (self.kernel.clone(), tile_fields(self.tile.as_deref().unwrap_or_default()));
+        let plan = PlanOptions { kernel, allow_fallback: true, tile, ..PlanOptions::default() };
         Options { plan, ..Options::default() }
     }
 

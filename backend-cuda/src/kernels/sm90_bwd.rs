@@ -74,13 +74,14 @@ impl BwdRecipe for Sm90Bwd {
             // Where it was asked for, `check` refuses it.
             let is_given = |field: &str| fields.iter().any(|(key, _)| *key == field);
             tile.first_stores &= is_given("first_stores") || !tile.direct_dq;
-            let wants_delta = tile.delta_beside && is_given("delta_beside");
             if !is_given("finishes_dq") {
                 tile.settle_finish(&spec);
             }
             // Without keys there are no tiles, and nobody to finish it.
             tile.finishes_dq &= problem.fwd().dims.seqlen_k > 0;
-            tile.delta_beside = wants_delta || (tile.delta_beside && tile.finishes_dq && tile.first_stores);
+            if !is_given("delta_beside") {
+                tile.settle_delta();
+            }
             tile.check(&spec)?;
             let dbias_bytes = dbias_tile(&tile).map_or(0, |tile| tile.dbias_smem_bytes(&spec));
             facts.has_shared(&tile, tile.smem_bytes(&spec).max(dbias_bytes))?;

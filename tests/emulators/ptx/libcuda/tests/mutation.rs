@@ -7,7 +7,7 @@ use std::path::Path;
 
 use fmha_conformance::case::Case;
 use fmha_conformance::init::Init;
-use fmha_conformance::run::{Options, Outcome};
+use fmha_conformance::run::{Options, Outcome, tile_fields};
 use fmha_conformance::tensors::{Data, Lengths};
 use fmha_core::{DType, Dims, FwdProblem, MaskSpec, PlanOptions};
 use fmha_cuda::CudaBackend;
@@ -49,8 +49,7 @@ fn every_synchronising_instruction_of_the_hopper_kernel_is_missed_when_broken() 
     }
     let backend = CudaBackend::open(0, Some("sm_90a")).unwrap();
     // One text for all, though the table gives few keys another.
-    let tile = [("lookahead", "true"), ("skip_row_max", "true")];
-    let tile = tile.map(|(field, value)| (field.to_owned(), value.to_owned())).to_vec();
+    let tile = tile_fields("lookahead=true,skip_row_max=true");
     let options = Options {
         plan: PlanOptions { kernel: Some("sm90".to_owned()), tile, ..PlanOptions::default() },
         ..Options::default()
