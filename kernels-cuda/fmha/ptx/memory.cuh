@@ -120,6 +120,16 @@ FMHA_DEVICE void ld_global_v2_b32_if(uint32_t (&v)[2], const void* from, bool co
       : "l"(from), "r"(int(condition)));
 }
 
+// needs: sm_70. Sixteen bytes, at a multiple of 16, likewise.
+// PTX ISA: ld.global.nc.
+FMHA_DEVICE void ld_global_v4_b32_if(uint32_t (&v)[4], const void* from, bool condition) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; "
+      "@p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
+      : "=&r"(v[0]), "=&r"(v[1]), "=&r"(v[2]), "=&r"(v[3])
+      : "l"(from), "r"(int(condition)));
+}
+
 // needs: sm_70. 16 zero bytes; `address` is a multiple of 16.
 // PTX ISA: st.
 FMHA_DEVICE void st_shared_v4_zero(uint32_t address) {

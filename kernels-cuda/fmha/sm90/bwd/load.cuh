@@ -81,9 +81,6 @@ struct Loader {
   FMHA_DEVICE void load_tile(const Work& work) {
     const int32_t k_row = work.span.k_row + work.keys.begin;
     const int32_t k_batch = k_batch_of<spec>(work.span);
-    ptx::mbarrier_wait_parity(smem.kv_empty, tile_phase ^ 1);
-    ptx::mbarrier_arrive_expect_tx(smem.k_full, S::KTile::tile_bytes);
-    load_rows(smem.k, maps.k, smem.k_full, k_batch, k_row, work.i_head_kv, ptx::CacheHint::EvictFirst);
     bool first = true;
     int32_t head_of_delta = -1;
     for (QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work); blocks.more(); blocks.advance()) {
@@ -92,7 +89,11 @@ struct Loader {
         head_of_delta = blocks.i_head;
       }
       load_queries(smem.q, smem.lse_log2, smem.q_full, smem.q_empty, q_slot, maps.q, p.lse_log2, work, blocks);
-      if (first) {  // S can start before V is there
+      // Q's place is free before those of K and V are. S can start before V is there.
+      if (first) {
+        ptx::mbarrier_wait_parity(smem.kv_empty, tile_phase ^ 1);
+        ptx::mbarrier_arrive_expect_tx(smem.k_full, S::KTile::tile_bytes);
+        load_rows(smem.k, maps.k, smem.k_full, k_batch, k_row, work.i_head_kv, ptx::CacheHint::EvictFirst);
         constexpr uint32_t other_bytes = tile.cluster > 1 ? S::OtherKTile::tile_bytes : 0;
         ptx::mbarrier_arrive_expect_tx(smem.v_full, S::VTile::tile_bytes + other_bytes);
         load_rows(smem.v, maps.v, smem.v_full, k_batch, k_row, work.i_head_kv, ptx::CacheHint::EvictFirst);

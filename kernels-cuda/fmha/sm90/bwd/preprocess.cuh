@@ -7,6 +7,7 @@
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/num.h>
+#include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/warp.cuh>
 #include <fmha/sm90/bwd/work.cuh>
 
@@ -45,13 +46,6 @@ FMHA_DEVICE float plus_dot8(float dot, const uint32_t (&xs)[4], const uint32_t (
   }
   return dot;
 }
-template <DType dtype>
-FMHA_DEVICE float dot8(const void* a, const void* b) {
-  const uint4 x = *static_cast<const uint4*>(a), y = *static_cast<const uint4*>(b);
-  const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
-  return plus_dot8<dtype>(0.f, xs, ys);
-}
-
 // What becomes of a row whose dO . O is known: `there` is whether the sequence has it.
 template <BwdSpec spec>
 FMHA_DEVICE void store_row_stats(const BwdParams& p, const QueryBlock& block, int32_t i, bool there, float lse, float dot) {
@@ -65,11 +59,14 @@ FMHA_DEVICE void store_row_stats(const BwdParams& p, const QueryBlock& block, in
   p.delta[at] = delta;
 }
 
-// Zeros in what is counted: claims, and by all CTAs of the launch turns and heads.
+// Zeros in what is counted or may stay unsaid, by all CTAs of the launch: claims, turns, heads, what tiles find that is not finite.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void clear_counts(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   const int32_t thread = blockIdx.x * kPreprocessThreads + threadIdx.x, threads = gridDim.x * kPreprocessThreads;
   if (tile.persistent && thread < kNumClaims) p.claimed[thread] = thread == kClaimOfDelta ? schedule.num_first_q_blocks : 0;
+  if constexpr (repairs<spec>()) {
+    for (int32_t i = thread; i < schedule.num_tiles * num_consumer_warps(tile); i += threads) p.suspects[i] = 0;
+  }
   if constexpr (counts_blocks<spec, tile>()) {
     for (int32_t i = thread; i < num_q_blocks_of_all(p, schedule); i += threads) p.turns[i] = 0;
   }
@@ -81,48 +78,77 @@ FMHA_DEVICE void clear_counts(const BwdParams& p, const Sm90BwdSchedule& schedul
   }
 }
 
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule) {
-  using S = Shape<spec, tile>;
-  constexpr DType dtype = spec.fwd.dtype_o;
-  constexpr int dim = spec.fwd.head_dim_v;
-  constexpr int lanes = tile.vector_load && S::dim <= 128 ? S::dim / 8 : 32;  // of a row: a power of two
-  wait_for_launch_before();
-  clear_counts<spec, tile>(p, schedule);
-  const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, blockIdx.x);
-  const SeqSpan& span = block.span;
-  if (block.first >= span.seqlen_q) return;
+// A lane's share of dO . O of a row, eight columns of each 8 * `lanes`; `ask` asks memory for it, so that several rows' are under
+// way at a time.
+template <BwdSpec spec, Sm90BwdTile tile, int lanes>
+struct DotOfRow {
+  static constexpr DType dtype = spec.fwd.dtype_o;
+  static constexpr int dim = spec.fwd.head_dim_v;
+  uint32_t os[4], douts[4];
+  float dot = 0.f;
 
-  const int32_t lane = threadIdx.x % lanes;
-#pragma unroll 2
-  for (int32_t row = threadIdx.x / lanes; row < tile.block_m; row += kPreprocessThreads / lanes) {
-    const int32_t i = block.first + row;
-    const bool there = i < span.seqlen_q;
-    float dot = 0.f;
-    if (there) {
-      const int64_t o = row_offset(p.fwd.o, span.storage_batch, int64_t(span.q_row) + i, block.i_head);
-      const int64_t dout = row_offset(p.dout, span.storage_batch, int64_t(span.q_row) + i, block.i_head);
-      if constexpr (tile.vector_load) {
-        if (8 * lane < dim) {
-          dot = dot8<dtype>(static_cast<const uint16_t*>(p.fwd.o.data) + o + 8 * lane,
-                            static_cast<const uint16_t*>(p.dout.data) + dout + 8 * lane);
-        }
-      } else {
-        for (int32_t d = lane; d < dim; d += lanes)
-          dot += load_elem<dtype>(p.fwd.o.data, o + d) * load_elem<dtype>(p.dout.data, dout + d);
-      }
+  FMHA_DEVICE void ask(const BwdParams& p, int64_t o, int64_t dout, int32_t lane, bool there) {
+    if constexpr (tile.vector_load) {
+      const bool inside = there && 8 * lane < dim;
+      ptx::ld_global_v4_b32_if(os, static_cast<const uint16_t*>(p.fwd.o.data) + o + 8 * lane, inside);
+      ptx::ld_global_v4_b32_if(douts, static_cast<const uint16_t*>(p.dout.data) + dout + 8 * lane, inside);
+    } else if (there) {
+      for (int32_t d = lane; d < dim; d += lanes)
+        dot += load_elem<dtype>(p.fwd.o.data, o + d) * load_elem<dtype>(p.dout.data, dout + d);
     }
+  }
+  // Of all lanes.
+  FMHA_DEVICE float sum() {
+    if constexpr (tile.vector_load) dot = plus_dot8<dtype>(0.f, os, douts);
 #pragma unroll
     for (int step = lanes / 2; step > 0; step /= 2) dot += ptx::shfl_xor(dot, step);
-    if (lane == 0) {
-      const float lse = there ? p.fwd.lse[lse_offset(p.fwd, span, block.i_head, i)] : 0.f;
-      store_row_stats<spec>(p, block, i, there, lse, dot);
+    return dot;
+  }
+};
+
+// Rows of a group of lanes whose loads are under way at a time.
+constexpr int kRowsAhead = 4;
+
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE void preprocess_block(const BwdParams& p, const QueryBlock& block) {
+  using S = Shape<spec, tile>;
+  constexpr int lanes = tile.vector_load && S::dim <= 128 ? S::dim / 8 : 32;  // of a row: a power of two
+  constexpr int rows_at_once = kPreprocessThreads / lanes;
+  const SeqSpan& span = block.span;
+  const int64_t first_o = row_offset(p.fwd.o, span.storage_batch, int64_t(span.q_row) + block.first, block.i_head);
+  const int64_t first_dout = row_offset(p.dout, span.storage_batch, int64_t(span.q_row) + block.first, block.i_head);
+  const float* lse = p.fwd.lse + lse_offset(p.fwd, span, block.i_head, block.first);
+  const int32_t lane = threadIdx.x % lanes;
+#pragma unroll 1
+  for (int32_t first = threadIdx.x / lanes; first < tile.block_m; first += kRowsAhead * rows_at_once) {
+    DotOfRow<spec, tile, lanes> dots[kRowsAhead];
+    float lses[kRowsAhead];
+#pragma unroll
+    for (int n = 0; n < kRowsAhead; ++n) {
+      const int32_t row = first + n * rows_at_once;
+      const bool there = row < tile.block_m && block.first + row < span.seqlen_q;
+      dots[n].ask(p, first_o + row * p.fwd.o.row, first_dout + row * p.dout.row, lane, there);
+      lses[n] = ptx::ld_global_f32_if(lse + row, there);
+    }
+#pragma unroll
+    for (int n = 0; n < kRowsAhead; ++n) {
+      const int32_t row = first + n * rows_at_once, i = block.first + row;
+      const float dot = dots[n].sum();
+      if (lane == 0 && row < tile.block_m) store_row_stats<spec>(p, block, i, i < span.seqlen_q, lses[n], dot);
     }
   }
   if constexpr (!counts_blocks<spec, tile>()) {
     float4* sums = reinterpret_cast<float4*>(p.dq_sums + stats_offset(p, span, block.i_head, block.first) * S::dim);
     for (int32_t at = threadIdx.x; at < S::dq_block / 4; at += kPreprocessThreads) sums[at] = {0.f, 0.f, 0.f, 0.f};
   }
+}
+
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE void preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule) {
+  wait_for_launch_before();
+  const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, blockIdx.x);
+  if (block.first < block.span.seqlen_q) preprocess_block<spec, tile>(p, block);
+  clear_counts<spec, tile>(p, schedule);
 }
 
 }  // namespace fmha::sm90::bwd

@@ -72,7 +72,15 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
                 "sm90: without a load role no ping-pong, no lookahead, no copies");
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
-  if (threadIdx.x == 0) init_barriers(smem);
+  if (threadIdx.x == 0) {
+    // Before the grid before is over: the maps are arguments.
+    if constexpr (tile.copy_bytes == 0) {
+      ptx::prefetch_tensormap(maps.q);
+      ptx::prefetch_tensormap(maps.k);
+      ptx::prefetch_tensormap(maps.v);
+    }
+    init_barriers(smem);
+  }
   if constexpr (tile.cluster > 1) {
     ptx::cluster_sync();
   } else {

@@ -171,8 +171,10 @@ struct Loader {
     wait(smem.work_full[work_slot.index], work_slot.phase);
     const Work& work = smem.work[work_slot.index];
     if (work.num_blocks > 0) {
+      // Without lookahead there is one place for Q, and it is free last.
+      if constexpr (!tile.lookahead) load_k(Keys(work), 0);
       load_q(work, 0);
-      load_k(Keys(work), 0);
+      if constexpr (tile.lookahead) load_k(Keys(work), 0);
     }
     return work.num_blocks;
   }
@@ -184,11 +186,6 @@ struct Loader {
   }
 
   FMHA_DEVICE void run() {
-    if constexpr (!copies) {
-      ptx::prefetch_tensormap(maps.q);
-      ptx::prefetch_tensormap(maps.k);
-      ptx::prefetch_tensormap(maps.v);
-    }
     ask();
     int32_t num_blocks = begin_tile();
     while (num_blocks > 0) {
