@@ -58,6 +58,14 @@ struct StoringFirst {
   }
 };
 
+// To consumers `c` and those after it their shared memory, each as soon as its copy has read it; the last copies are theirs, in order.
+template <int c, int consumers, class Shared>
+FMHA_DEVICE void hand_back(Shared& smem) {
+  ptx::cp_async_bulk_wait_group_read<consumers - 1 - c>();
+  ptx::mbarrier_arrive_if(smem.dq_empty[c], true);
+  if constexpr (c + 1 < consumers) hand_back<c + 1, consumers>(smem);
+}
+
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
   using S = Shape<spec, tile>;
@@ -95,9 +103,7 @@ FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, S
         if constexpr (StoringFirst<spec, tile>::tells_late) first.template end<S::consumers>();
         if (is_first) first.stored = turns_of_block<tile>(p, row);
       }
-      ptx::cp_async_bulk_wait_group_read<0>();
-#pragma unroll
-      for (int c = 0; c < S::consumers; ++c) ptx::mbarrier_arrive_if(smem.dq_empty[c], true);
+      hand_back<0, S::consumers>(smem);
       phase ^= 1;
     }
     if constexpr (takes_turns<spec>()) turn.end();
