@@ -16,7 +16,7 @@ use crate::simd::{BytePlanes, Simd};
 use crate::tensor::{Elem, of_type};
 pub(crate) use ahead::{Ahead, Pieces};
 pub(crate) use dots::Dots;
-pub(crate) use softmax::{RowSums, SoftmaxRow, SoftmaxRows, WeighAlone, exp_one};
+pub(crate) use softmax::{RowSums, SoftmaxRow, SoftmaxRows, exp_one};
 use tiled::ROWS as TILE_KEYS;
 pub(crate) use tiled::{TILED_QUERIES, TileDots, TileValues, packed_len, place_of_query, staged_len};
 pub(crate) use values::AddValues;

@@ -2,7 +2,7 @@
 
 use fmha_core::DType;
 
-use super::{Ahead, BLOCK_KEYS};
+use super::BLOCK_KEYS;
 use crate::simd::{Op, Simd, exp};
 
 /// The running state of one query.
@@ -132,35 +132,6 @@ impl<'a> SoftmaxRows<'a> {
             sums.row_sum = sums.row_sum * *self.alpha.add(self.done) + sum;
         }
         self.done += 1;
-    }
-}
-
-/// Beside nothing but what is asked for of the next block.
-pub(crate) struct WeighAlone<'a, 'b> {
-    pub(crate) rows: SoftmaxRows<'a>,
-    pub(crate) ahead: &'b mut Ahead<'a>,
-    /// Bytes beside a row.
-    pub(crate) asked: usize,
-}
-
-impl<S: Simd> Op<S> for WeighAlone<'_, '_> {
-    #[inline(always)]
-    fn call(self, s: S) {
-        let SoftmaxRows { scores, sums, alpha, round, .. } = self.rows;
-        let mut ahead = *self.ahead;
-        // A few at a time: of 64 rows the first ones' scores would have left the first-level cache.
-        for (n, sums) in sums.chunks_mut(TOGETHER).enumerate() {
-            let first = n * TOGETHER;
-            let count = sums.len();
-            let scores = scores.wrapping_add(first * BLOCK_KEYS);
-            let mut rows = SoftmaxRows::new(scores, sums, alpha.wrapping_add(first), round);
-            rows.begin(s, count);
-            for _ in 0..count {
-                ahead.ask_for(s, self.asked);
-                rows.go_on(s);
-            }
-        }
-        *self.ahead = ahead;
     }
 }
 

@@ -9,7 +9,7 @@ use super::seen::Seen;
 use super::{CHUNK_KEYS, MAX_STATES, Scratch, Shared, State, Task};
 use crate::blocks::{
     AddValues, Ahead, BLOCK_KEYS, Block, Dots, Order, Pieces, RowSums, SoftmaxRow, SoftmaxRows,
-    TILED_QUERIES, TileDots, TileValues, WeighAlone,
+    TILED_QUERIES, TileDots, TileValues,
 };
 use crate::score::HeadScore;
 use crate::simd::{BytePlanes, Simd};
@@ -143,9 +143,10 @@ impl<'a> Shared<'a> {
         here.bring(s, scratch, rows, j);
         let [keys, values] = self.blocks_of(rows, here);
         let [next_keys, next_values] = self.blocks_of(rows, next);
-        let is_plain = rows.is_plain && seen.whole().len() == rows.of.len() && here.count == BLOCK_KEYS;
-        let goes_ahead = is_plain
-            && self.goes_ahead::<S>()
+        let goes_ahead = self.goes_ahead::<S>()
+            && rows.is_plain
+            && seen.whole().len() == rows.of.len()
+            && here.count == BLOCK_KEYS
             && keys.in_place
             && last - j > BLOCK_KEYS as u32
             && rows.some_see(j + BLOCK_KEYS as u32, next.count);
@@ -163,18 +164,12 @@ impl<'a> Shared<'a> {
         if order != AskedOrder::Pieces {
             self.ask_for_pages(s, next_values.whole());
         }
-        if is_plain {
+        if goes_ahead {
             states.iter_mut().for_each(|state| state.seen = true);
-            let asked =
-                if rows.are_codes() { 0 } else { ahead.bytes() / order.part_beside_softmax() / states.len() };
             let (sums, alpha) = (&mut scores.sums[..states.len()], scratch.alpha.as_mut_ptr());
             let weighed = SoftmaxRows::new(scores.here, sums, alpha, self.round_weights::<S>(true));
-            if goes_ahead {
-                let scores = (scores.next, weighed);
-                self.multiply_keys(s, scratch, rows, (next_keys, seen), (order, &mut ahead), scores);
-            } else {
-                s.run(WeighAlone { rows: weighed, ahead: &mut ahead, asked });
-            }
+            let scores = (scores.next, weighed);
+            self.multiply_keys(s, scratch, rows, (next_keys, seen), (order, &mut ahead), scores);
         } else {
             self.weigh(s, scratch, rows, (j, here.count, seen), (scores, states), (order, &mut ahead));
         }
