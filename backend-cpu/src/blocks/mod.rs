@@ -10,8 +10,9 @@ mod write;
 pub(crate) use gather::{Gather, GatherRows, GatherTransposed, TransposePanels, row_stride};
 pub(crate) use product::{Columns, FmaLoop, RowDots, Rows, Scores};
 pub(crate) use rows::{
-    AddValues, Ahead, BLOCK_KEYS, Block, Dots, Order, Pieces, RowSums, SoftmaxRow, TILED_QUERIES, TileDots,
-    TileValues, exp_one, heads_of_block, packed_len, place_of_query, staged_len, unit,
+    AddValues, Ahead, BLOCK_KEYS, Block, Dots, Order, Pieces, RowSums, SoftmaxRow, SoftmaxRows,
+    TILED_QUERIES, TileDots, TileValues, exp_one, heads_of_block, packed_len, place_of_query, staged_len,
+    unit,
 };
 pub(crate) use softmax::{AddTo, Gradient, Multiply, RowState, Scale, Softmax};
 pub(crate) use tiles::{

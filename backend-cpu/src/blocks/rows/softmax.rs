@@ -47,31 +47,128 @@ impl<S: Simd> Op<S> for SoftmaxRow<'_> {
     fn call(self, s: S) {
         let Self { scores, state, alpha, round } = self;
         let old = state.row_max;
-        // SAFETY: a block of scores is whole vectors.
+        // SAFETY: a block of scores.
         unsafe {
-            let mut most = s.splat(f32::NEG_INFINITY);
-            for at in (0..BLOCK_KEYS).step_by(S::LANES) {
-                // A NaN leaves the maximum alone and shows in P.
-                most = s.max(s.load(scores.add(at)), most);
-            }
-            let most = s.largest(most);
+            let most = largest_of_block(s, scores);
             state.row_max = if most > old { most } else { old };
             let base = state.base();
             *alpha = if old == state.row_max { 1.0 } else { exp_one(s, old - base) };
-            let mut sum = s.splat(0.0);
-            for at in (0..BLOCK_KEYS).step_by(S::LANES) {
-                let p = exp(s, s.sub(s.load(scores.add(at)), s.splat(base)));
-                sum = s.add(sum, p);
-                let kept = match round {
-                    DType::Bf16 => s.round_to_bf16(p),
-                    DType::F16 => s.round_to_f16(p),
-                    _ => p,
-                };
-                s.store(scores.add(at), kept);
-            }
-            state.row_sum = state.row_sum * *alpha + s.sum(sum);
+            state.row_sum = state.row_sum * *alpha + exponentials(s, scores, base, round);
         }
     }
+}
+
+/// Rows whose factors are one vector at least.
+const TOGETHER: usize = 16;
+
+/// [`SoftmaxRow`] of rows that see all of a block, step by step beside other work: to the same bits, without a branch that guesses
+/// whether a row has a new maximum.
+pub(crate) struct SoftmaxRows<'a> {
+    /// [`BLOCK_KEYS`] for each row.
+    pub(crate) scores: *mut f32,
+    pub(crate) sums: &'a mut [RowSums],
+    /// One for each row, of which there is room for a multiple of sixteen.
+    pub(crate) alpha: *mut f32,
+    pub(crate) round: DType,
+    /// Steps in which they are to be done, what of a row is due, and how many are done.
+    steps: usize,
+    due: usize,
+    done: usize,
+}
+
+impl<'a> SoftmaxRows<'a> {
+    pub(crate) fn new(scores: *mut f32, sums: &'a mut [RowSums], alpha: *mut f32, round: DType) -> Self {
+        Self { scores, sums, alpha, round, steps: 1, due: 0, done: 0 }
+    }
+
+    /// Maxima, and what was summed before is to be multiplied by.
+    #[inline(always)]
+    pub(super) fn begin<S: Simd>(&mut self, s: S, steps: usize) {
+        self.steps = steps.max(1);
+        for (n, sums) in self.sums.chunks_mut(TOGETHER).enumerate() {
+            let mut fall = [0.0f32; TOGETHER];
+            // SAFETY: a block of scores is whole vectors; sixteen factors.
+            unsafe {
+                for (row, (sums, fall)) in sums.iter_mut().zip(&mut fall).enumerate() {
+                    let scores = self.scores.add((n * TOGETHER + row) * BLOCK_KEYS);
+                    let old = sums.row_max;
+                    let most = largest_of_block(s, scores);
+                    sums.row_max = if most > old { most } else { old };
+                    *fall = if old == sums.row_max { 0.0 } else { old - sums.base() };
+                }
+                for at in (0..TOGETHER).step_by(S::LANES) {
+                    s.store(self.alpha.add(n * TOGETHER + at), exp(s, s.load(fall.as_ptr().add(at))));
+                }
+            }
+        }
+    }
+
+    /// The rows that are due after one of the steps.
+    #[inline(always)]
+    pub(super) fn go_on<S: Simd>(&mut self, s: S) {
+        self.due += self.sums.len();
+        while self.due >= self.steps {
+            self.due -= self.steps;
+            self.row(s);
+        }
+    }
+
+    /// Those that are left.
+    #[inline(always)]
+    pub(super) fn finish<S: Simd>(&mut self, s: S) {
+        while self.done < self.sums.len() {
+            self.row(s);
+        }
+    }
+
+    /// The next row.
+    #[inline(always)]
+    fn row<S: Simd>(&mut self, s: S) {
+        let Some(sums) = self.sums.get_mut(self.done) else { return };
+        // SAFETY: a row's scores and factor.
+        unsafe {
+            let scores = self.scores.add(self.done * BLOCK_KEYS);
+            let sum = exponentials(s, scores, sums.base(), self.round);
+            sums.row_sum = sums.row_sum * *self.alpha.add(self.done) + sum;
+        }
+        self.done += 1;
+    }
+}
+
+/// # Safety
+/// [`BLOCK_KEYS`] f32 are readable at `scores`.
+#[inline(always)]
+unsafe fn largest_of_block<S: Simd>(s: S, scores: *const f32) -> f32 {
+    let mut most = s.splat(f32::NEG_INFINITY);
+    for at in (0..BLOCK_KEYS).step_by(S::LANES) {
+        // A NaN leaves the maximum alone and shows in P.
+        // SAFETY: the caller's promise; a block is whole vectors.
+        most = s.max(unsafe { s.load(scores.add(at)) }, most);
+    }
+    s.largest(most)
+}
+
+/// `e^(score - base)` in the place of scores, rounded to `round` when that is a 16-bit type; the sum of what they were before that.
+///
+/// # Safety
+/// [`BLOCK_KEYS`] f32 are there at `scores`.
+#[inline(always)]
+unsafe fn exponentials<S: Simd>(s: S, scores: *mut f32, base: f32, round: DType) -> f32 {
+    let mut sum = s.splat(0.0);
+    for at in (0..BLOCK_KEYS).step_by(S::LANES) {
+        // SAFETY: the caller's promise; a block is whole vectors.
+        unsafe {
+            let p = exp(s, s.sub(s.load(scores.add(at)), s.splat(base)));
+            sum = s.add(sum, p);
+            let kept = match round {
+                DType::Bf16 => s.round_to_bf16(p),
+                DType::F16 => s.round_to_f16(p),
+                _ => p,
+            };
+            s.store(scores.add(at), kept);
+        }
+    }
+    s.sum(sum)
 }
 
 #[cfg(test)]
@@ -101,5 +198,38 @@ mod tests {
         assert!(in_f16 != exact && in_bf16 != exact && state[2] < 1.0);
         assert!(softmax(DType::F16) == (in_f16, state));
         assert!(softmax(DType::Bf16) == (in_bf16, state));
+    }
+    /// Twenty rows in seven steps and what is left; the second block has new maxima for some, and a row has seen nothing.
+    #[test]
+    fn rows_step_by_step_have_the_bits_of_each_alone() {
+        const ROWS: usize = 20;
+        let (mut alone, mut together) = ([RowSums::EMPTY; ROWS], [RowSums::EMPTY; ROWS]);
+        let (mut alphas, mut alpha) = ([0.0f32; ROWS], [0.0f32; 2 * TOGETHER]);
+        for scale in [3.7, 9.1, 2.0f32] {
+            let score = |at: usize| match at / BLOCK_KEYS {
+                7 => f32::NEG_INFINITY,
+                row => {
+                    ((at * 37 + row * row * 11) % 97) as f32 / 97.0 * if row % 3 == 0 { 3.7 } else { scale }
+                }
+            };
+            let mut one: Vec<f32> = (0..ROWS * BLOCK_KEYS).map(score).collect();
+            let mut other = one.clone();
+            for (row, (state, alpha)) in alone.iter_mut().zip(&mut alphas).enumerate() {
+                let scores = one[row * BLOCK_KEYS..].as_mut_ptr();
+                Portable.run(SoftmaxRow { scores, state, alpha, round: DType::Bf16 });
+            }
+            let mut rows =
+                SoftmaxRows::new(other.as_mut_ptr(), &mut together, alpha.as_mut_ptr(), DType::Bf16);
+            rows.begin(Portable, 7);
+            (0..6).for_each(|_| rows.go_on(Portable));
+            assert_eq!(rows.done, 6 * ROWS / 7);
+            rows.finish(Portable);
+            let bits = |all: &[f32]| all.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
+            let states =
+                |all: &[RowSums]| all.iter().flat_map(|s| [s.row_max, s.row_sum]).collect::<Vec<f32>>();
+            assert_eq!(bits(&one), bits(&other));
+            assert_eq!(bits(&alphas), bits(&alpha[..ROWS]));
+            assert_eq!(bits(&states(&alone)), bits(&states(&together)));
+        }
     }
 }

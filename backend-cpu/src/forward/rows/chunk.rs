@@ -1,13 +1,15 @@
 //! A chunk of keys against the rows of a task.
 
 use fmha_core::tree::TreeMask;
-use fmha_core::{BlockClass, DType, KvLayout, SeqSpan};
+use fmha_core::{DType, KvLayout, SeqSpan};
 
 use super::super::cache::Cached;
 use super::modify::{Modify, drop_weights};
-use super::{CHUNK_KEYS, MAX_ROWS, Scratch, Shared, State, Task};
+use super::seen::Seen;
+use super::{CHUNK_KEYS, MAX_STATES, Scratch, Shared, State, Task};
 use crate::blocks::{
-    AddValues, Ahead, BLOCK_KEYS, Block, Dots, Order, Pieces, SoftmaxRow, TileDots, TileValues,
+    AddValues, Ahead, BLOCK_KEYS, Block, Dots, Order, Pieces, RowSums, SoftmaxRow, SoftmaxRows,
+    TILED_QUERIES, TileDots, TileValues,
 };
 use crate::score::HeadScore;
 use crate::simd::{BytePlanes, Simd};
@@ -20,7 +22,7 @@ pub(super) struct Rows<'a> {
     /// Query heads of each kv head.
     ratio: u32,
     /// Query heads of all kv heads.
-    heads: Vec<HeadScore>,
+    pub(super) heads: Vec<HeadScore>,
     k: Cached<'a>,
     v: Cached<'a>,
     /// Of each kv head: what widens K and V, and what the product of Q and K is multiplied by after that.
@@ -29,19 +31,15 @@ pub(super) struct Rows<'a> {
     factors: Vec<f32>,
     /// Query, and query head of the group, of each row of a kv head.
     pub(super) of: Vec<(u32, usize)>,
-    tree: Option<TreeMask<'a>>,
+    /// Whether weights are nothing but exponentials of scaled products.
+    is_plain: bool,
+    /// What is seen where every row sees every key.
+    pub(super) all: Seen,
+    pub(super) tree: Option<TreeMask<'a>>,
 }
 
-/// Which rows of a kv head see a block.
-struct Seen {
-    live: [usize; MAX_ROWS],
-    num_live: usize,
-    whole: [usize; MAX_ROWS],
-    num_whole: usize,
-    /// With a bit for each key.
-    partial: [(usize, u64); MAX_ROWS],
-    num_partial: usize,
-}
+/// Codes that are widened together.
+const CODES: usize = 64;
 
 impl<'a> Shared<'a> {
     pub(super) fn rows<S: Simd>(&self, task: Task) -> Rows<'a> {
@@ -59,55 +57,127 @@ impl<'a> Shared<'a> {
         let (v, widen_v) = self.v.widened_by::<S>(&of_each(&|head| head.descale_v), task.rows);
         let factors = of_each(&|head| head.softmax_scale * descale(head));
         let of = (task.first_row..task.first_row + task.rows).map(|r| (r / ratio, (r % ratio) as usize));
-        let (heads_kv, of) = (task.heads, of.collect());
-        Rows { span, heads_kv, ratio, heads, k, v, widen_k, widen_v, factors, of, tree: self.tree }
+        let heads_kv = task.heads;
+        let is_plain = heads.iter().all(|head| !head.changes() && !head.drops);
+        let of: Vec<(u32, usize)> = of.collect();
+        let all = Seen::by_all(of.len());
+        Rows {
+            is_plain,
+            all,
+            span,
+            heads_kv,
+            ratio,
+            heads,
+            k,
+            v,
+            widen_k,
+            widen_v,
+            factors,
+            of,
+            tree: self.tree,
+        }
     }
 
-    /// One chunk of keys.
-    pub(super) fn attend_chunk<S: Simd>(
+    /// Some chunks of keys, and `done` after each.
+    pub(super) fn attend_chunks<S: Simd>(
         &self,
         s: S,
         scratch: &mut Scratch,
         rows: &Rows<'_>,
-        chunk: u32,
+        chunks: (u32, u32),
         states: &mut [State],
+        mut done: impl FnMut(u32, &mut Scratch, &mut [State]),
     ) {
-        let end = rows.span.seqlen_k.min((chunk + 1).saturating_mul(CHUNK_KEYS));
-        let mut next = rows.locate(chunk * CHUNK_KEYS);
+        let last = rows.span.seqlen_k.min(chunks.1.saturating_mul(CHUNK_KEYS));
+        // A block and the two after it, by turns.
+        let mut located = [Located::NOWHERE; 3];
+        for (located, n) in located.iter_mut().zip(0..) {
+            rows.locate((chunks.0 * CHUNK_KEYS).saturating_add(n * BLOCK_KEYS as u32), located);
+        }
+        let mut turn = 0;
         let mut pieces = Pieces::new();
-        for j in (chunk * CHUNK_KEYS..end).step_by(BLOCK_KEYS) {
-            let mut here = next;
-            next = rows.locate(j + here.count as u32);
-            let seen = rows.who_sees(j, here.count);
-            if seen.num_live > 0 {
-                here.bring(s, scratch, rows, j);
-                let [keys, values] = self.blocks_of(rows, &here);
-                let [next_keys, next_values] = self.blocks_of(rows, &next);
-                let order = self.asked_order::<S>(scratch.beside_many, &next_keys, &next_values);
-                let mut ahead = order.of([&next_keys, &next_values], &mut pieces);
-                if order != AskedOrder::Pieces {
-                    self.ask_for_pages(s, next_keys.whole());
-                }
-                self.multiply_keys(
-                    s,
-                    scratch,
-                    rows,
-                    Block { next: values.ahead(), ..keys },
-                    &seen,
-                    (order, &mut ahead),
-                );
-                if order != AskedOrder::Pieces {
-                    self.ask_for_pages(s, next_values.whole());
-                }
-                self.weigh(s, scratch, rows, (j, here.count), &seen, (&mut *states, order, &mut ahead));
-                self.multiply_values(
-                    s,
-                    scratch,
-                    Block { next: next_keys.ahead(), ..values },
-                    &seen,
-                    &mut ahead,
-                );
+        let mut scores = Scores::nowhere(scratch, states.len());
+        for chunk in chunks.0..chunks.1 {
+            for state in &mut *states {
+                (state.chunk, state.seen) = (RowSums::EMPTY, false);
             }
+            scores.sums = [RowSums::EMPTY; MAX_STATES];
+            scratch.out.fill(0.0);
+            let end = rows.span.seqlen_k.min((chunk + 1).saturating_mul(CHUNK_KEYS));
+            for j in (chunk * CHUNK_KEYS..end).step_by(BLOCK_KEYS) {
+                let [a, b, c] = &mut located;
+                let (here, next, after) = match turn {
+                    0 => (a, b, c),
+                    1 => (b, c, a),
+                    _ => (c, a, b),
+                };
+                let blocks = (here, &*next, &*after);
+                self.attend_block(s, scratch, rows, (j, last), blocks, (&mut pieces, &mut scores, states));
+                rows.locate(j.saturating_add(3 * BLOCK_KEYS as u32), &mut located[turn]);
+                turn = (turn + 1) % 3;
+            }
+            for (state, sums) in states.iter_mut().zip(&scores.sums) {
+                state.chunk = *sums;
+            }
+            done(chunk, scratch, states);
+        }
+    }
+
+    /// The block of keys from `j` on, of keys up to `last`. Where softmax is all that lies between its two products, it may go on
+    /// beside the scores of the next block.
+    fn attend_block<S: Simd>(
+        &self,
+        s: S,
+        scratch: &mut Scratch,
+        rows: &Rows<'_>,
+        (j, last): (u32, u32),
+        (here, next, after): (&mut Located, &Located, &Located),
+        (pieces, scores, states): (&mut Pieces, &mut Scores, &mut [State]),
+    ) {
+        let has_scores = std::mem::replace(&mut scores.are_there, false);
+        let mut some = Seen::NOTHING;
+        let seen = rows.who_sees(j, here.count, &mut some);
+        if seen.live().is_empty() {
+            return;
+        }
+        here.bring(s, scratch, rows, j);
+        let [keys, values] = self.blocks_of(rows, here);
+        let [next_keys, next_values] = self.blocks_of(rows, next);
+        let goes_ahead = self.goes_ahead::<S>()
+            && rows.is_plain
+            && seen.whole().len() == rows.of.len()
+            && here.count == BLOCK_KEYS
+            && keys.in_place
+            && last - j > BLOCK_KEYS as u32
+            && rows.some_see(j + BLOCK_KEYS as u32, next.count);
+        let asked_keys = if goes_ahead { self.blocks_of(rows, after)[0] } else { next_keys };
+        let order = self.asked_order::<S>(scratch.beside_many, &asked_keys, &next_values);
+        let mut ahead = order.of([&asked_keys, &next_values], pieces);
+        if !has_scores {
+            if order != AskedOrder::Pieces {
+                self.ask_for_pages(s, next_keys.whole());
+            }
+            let keys = Block { next: values.ahead(), ..keys };
+            let nothing = SoftmaxRows::new(scores.here, &mut [], scratch.alpha.as_mut_ptr(), DType::F32);
+            self.multiply_keys(s, scratch, rows, (keys, seen), (order, &mut ahead), (scores.here, nothing));
+        }
+        if order != AskedOrder::Pieces {
+            self.ask_for_pages(s, next_values.whole());
+        }
+        if goes_ahead {
+            states.iter_mut().for_each(|state| state.seen = true);
+            let (sums, alpha) = (&mut scores.sums[..states.len()], scratch.alpha.as_mut_ptr());
+            let weighed = SoftmaxRows::new(scores.here, sums, alpha, self.round_weights::<S>(true));
+            let scores = (scores.next, weighed);
+            self.multiply_keys(s, scratch, rows, (next_keys, seen), (order, &mut ahead), scores);
+        } else {
+            self.weigh(s, scratch, rows, (j, here.count, seen), (scores, states), (order, &mut ahead));
+        }
+        let values = Block { next: next_keys.ahead(), ..values };
+        self.multiply_values(s, scratch, (values, seen), scores.here, &mut ahead);
+        if goes_ahead {
+            scores.are_there = true;
+            std::mem::swap(&mut scores.here, &mut scores.next);
         }
     }
 
@@ -117,8 +187,6 @@ impl<'a> Shared<'a> {
     fn asked_order<S: Simd>(&self, beside_many: bool, keys: &Block<'_>, values: &Block<'_>) -> AskedOrder {
         if !self.in_tiles::<S>() {
             AskedOrder::Nothing
-        } else if !values.codes.is_empty() {
-            AskedOrder::KeysThenValues
         } else if keys.whole().1 == values.whole().1 {
             AskedOrder::Pieces
         } else if beside_many {
@@ -153,26 +221,32 @@ impl<'a> Shared<'a> {
         [block(&rows.k, &rows.widen_k, &located.keys), block(&rows.v, &rows.widen_v, &located.values)]
     }
 
-    /// S of a block, for every head of the task.
+    /// S of a block, for every head of the task; beside it the softmax of the one before, where S is computed in tiles.
     fn multiply_keys<'p, S: Simd>(
         &self,
         s: S,
         scratch: &mut Scratch,
         rows: &'p Rows<'_>,
-        keys: Block<'p>,
-        seen: &'p Seen,
+        (keys, seen): (Block<'p>, &'p Seen),
         (order, ahead): (AskedOrder, &mut Ahead<'p>),
+        (scores, before): (*mut f32, SoftmaxRows<'p>),
     ) {
-        let (queries, scores) = (scratch.queries.as_ptr(), scratch.scores.as_mut_ptr());
+        let queries = scratch.queries.as_ptr();
         let (live, factors) = (seen.live(), &rows.factors[..]);
         if self.keys_in_tiles::<S>() {
             let staged = scratch.staged.as_mut_ptr();
             let quarters = order.quarters_beside_keys();
-            s.run(TileDots { keys, queries, factors, scores, staged, quarters, ahead });
+            s.run(TileDots { keys, queries, factors, scores, staged, quarters, ahead, before });
         } else {
             let (order, stride) = (self.order_q::<S>(), self.stride_qk::<S>());
             s.run(Dots { keys, queries, order, stride, live, factors, scores });
         }
+    }
+
+    /// What weights are rounded to where they are stored: those that are packed to bf16 afterwards are rounded by that.
+    fn round_weights<S: Simd>(&self, sees_all: bool) -> DType {
+        let packs = S::BF16_DOT && self.order_of_sums::<S>() == Order::Fours;
+        if packs || self.values_in_tiles::<S>() && sees_all { DType::F32 } else { self.problem.dtype_v }
     }
 
     /// P of a block in the place of S, and what of it is to be dropped.
@@ -181,12 +255,10 @@ impl<'a> Shared<'a> {
         s: S,
         scratch: &mut Scratch,
         rows: &Rows<'_>,
-        (j, count): (u32, usize),
-        seen: &Seen,
-        (states, order, ahead): (&mut [State], AskedOrder, &mut Ahead<'_>),
+        (j, count, seen): (u32, usize, &Seen),
+        (block, states): (&mut Scores, &mut [State]),
+        (order, ahead): (AskedOrder, &mut Ahead<'_>),
     ) {
-        // What is packed to bf16 afterwards is rounded by that.
-        let packs = S::BF16_DOT && self.order_of_sums::<S>() == Order::Fours;
         let asked_beside_a_row = ahead.bytes() / order.part_beside_softmax() / states.len();
         for head_kv in 0..rows.heads_kv.1 as usize {
             let mut partial = seen.partial().iter().peekable();
@@ -194,13 +266,12 @@ impl<'a> Shared<'a> {
                 let (i, g) = rows.of[r];
                 let head = &rows.heads[head_kv * rows.ratio as usize + g];
                 let at = head_kv * rows.of.len() + r;
-                let scores = scratch.scores.as_mut_ptr().wrapping_add(at * BLOCK_KEYS);
+                let scores = block.here.wrapping_add(at * BLOCK_KEYS);
                 if head.changes() {
                     s.run(Modify { head, i, j, count, scores });
                 }
                 let seen = partial.next_if(|(row, _)| *row == r).map(|&(_, bits)| bits);
-                let in_tiles = self.values_in_tiles::<S>() && seen.is_none();
-                let round = if packs || in_tiles { DType::F32 } else { self.problem.dtype_v };
+                let round = self.round_weights::<S>(seen.is_none());
                 let mut hidden = !seen.unwrap_or(u64::MAX >> (BLOCK_KEYS - count));
                 while hidden != 0 {
                     // SAFETY: a row's block of scores.
@@ -209,10 +280,11 @@ impl<'a> Shared<'a> {
                 }
                 // SAFETY: one for each row.
                 let alpha = unsafe { &mut *scratch.alpha.as_mut_ptr().add(at) };
-                let state = &mut states[at];
-                state.seen = true;
-                ahead.ask_for(s, asked_beside_a_row);
-                s.run(SoftmaxRow { scores, state: &mut state.chunk, alpha, round });
+                states[at].seen = true;
+                if !rows.are_codes() {
+                    ahead.ask_for(s, asked_beside_a_row);
+                }
+                s.run(SoftmaxRow { scores, state: &mut block.sums[at], alpha, round });
                 if head.drops {
                     drop_weights(head, i, j, count, scores);
                 }
@@ -225,11 +297,11 @@ impl<'a> Shared<'a> {
         &self,
         s: S,
         scratch: &mut Scratch,
-        values: Block<'p>,
-        seen: &'p Seen,
+        (values, seen): (Block<'p>, &'p Seen),
+        weights: *mut f32,
         ahead: &mut Ahead<'p>,
     ) {
-        let (weights, alpha) = (scratch.scores.as_mut_ptr(), scratch.alpha.as_ptr());
+        let alpha = scratch.alpha.as_ptr();
         let (out, stride, order) =
             (scratch.out.as_mut_ptr(), self.stride_v::<S>(), self.order_of_sums::<S>());
         let (mut whole, partial) = (seen.whole(), seen.partial());
@@ -241,6 +313,23 @@ impl<'a> Shared<'a> {
         if whole.len() + partial.len() > 0 {
             s.run(AddValues { values, weights, alpha, whole, partial, out, order, stride });
         }
+    }
+}
+
+/// The scores of a block, or its weights, and of the one after it where that is ahead; the rows' maxima and sums.
+struct Scores {
+    here: *mut f32,
+    next: *mut f32,
+    /// Whether `here` they are already.
+    are_there: bool,
+    sums: [RowSums; MAX_STATES],
+}
+
+impl Scores {
+    fn nowhere(scratch: &mut Scratch, rows: usize) -> Self {
+        let here = scratch.scores.as_mut_ptr();
+        let next = here.wrapping_add((rows + TILED_QUERIES as usize) * BLOCK_KEYS);
+        Self { here, next, are_there: false, sums: [RowSums::EMPTY; MAX_STATES] }
     }
 }
 
@@ -260,11 +349,17 @@ enum AskedOrder {
 impl AskedOrder {
     fn of<'p>(self, [keys, values]: [&Block<'p>; 2], pieces: &'p mut Pieces) -> Ahead<'p> {
         let nothing: (&[*const u8], usize) = (&[], 0);
+        let of_whole_codes = |block: &Block<'_>| !block.codes.is_empty() && block.dim.is_multiple_of(CODES);
+        let whole_vectors = [keys, values].into_iter().all(of_whole_codes);
         let blocks = match self {
             AskedOrder::Nothing => [nothing; 2],
             AskedOrder::KeysThenValues => [keys.whole(), values.whole()],
             AskedOrder::Pieces => {
                 let ((keys, bytes), (values, _)) = (keys.whole(), values.whole());
+                let by_lines = whole_vectors.then(|| Ahead::by_turns([keys, values], bytes));
+                if let Some(ahead) = by_lines.flatten() {
+                    return ahead;
+                }
                 [pieces.of([keys, values], bytes), nothing]
             }
             AskedOrder::KeysAlone => [keys.whole(), nothing],
@@ -288,7 +383,6 @@ impl AskedOrder {
 }
 
 /// Where the rows of a block lie.
-#[derive(Clone, Copy)]
 struct Located {
     keys: [*const u8; BLOCK_KEYS],
     values: [*const u8; BLOCK_KEYS],
@@ -296,6 +390,9 @@ struct Located {
 }
 
 impl Located {
+    const NOWHERE: Self =
+        Self { keys: [std::ptr::null(); BLOCK_KEYS], values: [std::ptr::null(); BLOCK_KEYS], count: 0 };
+
     /// Brings those together that are not read where they lie.
     fn bring<S: Simd>(&mut self, s: S, scratch: &mut Scratch, rows: &Rows<'_>, j: u32) {
         for (cached, at, scratch, widen) in [
@@ -307,20 +404,6 @@ impl Located {
                 cached.rows_in_scratch(s, &rows.span, rows.heads_kv, widen, scratch, (j, keys));
             }
         }
-    }
-}
-
-impl Seen {
-    fn live(&self) -> &[usize] {
-        &self.live[..self.num_live]
-    }
-
-    fn whole(&self) -> &[usize] {
-        &self.whole[..self.num_whole]
-    }
-
-    fn partial(&self) -> &[(usize, u64)] {
-        &self.partial[..self.num_partial]
     }
 }
 
@@ -336,71 +419,18 @@ impl Rows<'_> {
     }
 
     /// The block of keys from `j` on, of which there may be none; its rows where they are read where they lie.
-    fn locate(&self, j: u32) -> Located {
+    fn locate(&self, j: u32, located: &mut Located) {
         let count = BLOCK_KEYS.min(self.span.seqlen_k.saturating_sub(j) as usize);
-        let [mut keys, mut values] = [[std::ptr::null(); BLOCK_KEYS]; 2];
-        for (cached, at) in [(&self.k, &mut keys), (&self.v, &mut values)] {
+        for (cached, at) in [(&self.k, &mut located.keys), (&self.v, &mut located.values)] {
             if cached.reads_in_place() {
                 cached.rows_in_place(&self.span, self.heads_kv.0, j, &mut at[..count]);
             }
         }
-        Located { keys, values, count }
+        located.count = count;
     }
 
-    /// Which rows see the keys `j .. j + count`.
-    fn who_sees(&self, j: u32, count: usize) -> Seen {
-        let mut seen = Seen {
-            live: [0; MAX_ROWS],
-            num_live: 0,
-            whole: [0; MAX_ROWS],
-            num_whole: 0,
-            partial: [(0, 0); MAX_ROWS],
-            num_partial: 0,
-        };
-        // Rows of a query follow one another, and see the same.
-        let mut of_query = None;
-        for (r, &(i, _)) in self.of.iter().enumerate() {
-            let bits = match of_query {
-                Some((query, bits)) if query == i => bits,
-                _ => self.seen(i, j, count),
-            };
-            of_query = Some((i, bits));
-            if bits == 0 {
-                continue;
-            }
-            seen.live[seen.num_live] = r;
-            seen.num_live += 1;
-            if bits.count_ones() as usize == count {
-                seen.whole[seen.num_whole] = r;
-                seen.num_whole += 1;
-            } else {
-                seen.partial[seen.num_partial] = (r, bits);
-                seen.num_partial += 1;
-            }
-        }
-        seen
-    }
-
-    /// Which of the keys `j .. j + count` query `i` sees: a bit for each.
-    fn seen(&self, i: u32, j: u32, count: usize) -> u64 {
-        // The mask is the sequence's: every head has the same.
-        let head = &self.heads[0];
-        let all = u64::MAX >> (BLOCK_KEYS - count);
-        let keys = j..j + count as u32;
-        if let Some(tree) = &self.tree {
-            if keys.end + head.span.seqlen_q <= head.span.seqlen_k {
-                return all;
-            }
-            let bit = |key: u32| u64::from(tree.visible(&head.span, i, key)) << (key - j);
-            return keys.map(bit).fold(0, |seen, bit| seen | bit);
-        }
-        match head.band.block_class(i..i + 1, keys.clone()) {
-            BlockClass::Skipped => 0,
-            BlockClass::Inside => all,
-            BlockClass::Edge => {
-                let bit = |key: u32| u64::from(head.band.visible(i, key)) << (key - j);
-                keys.map(bit).fold(0, |seen, bit| seen | bit)
-            }
-        }
+    /// Whether lines are asked for one by one beside codes, and none beside the softmax.
+    fn are_codes(&self) -> bool {
+        !self.widen_v.is_empty()
     }
 }

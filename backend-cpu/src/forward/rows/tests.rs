@@ -326,9 +326,9 @@ fn a_threads_scratch_has_what_its_rows_and_a_block_of_its_heads_take() {
         })
     }
     // Rows of Q and O in whole vectors of codes, 64 and 16 numbers; blocks of 64 keys in bf16; what is staged of K, whole vectors
-    // of codes too; weights of four tiles of eight queries.
+    // of codes too; weights of four tiles of eight queries; scores of codes twice, of a block and the next.
     let tiled = problem((16, 2), (96, 32), Some(DType::E4m3Fn));
-    assert_eq!(sizes::<SoftTiles>(&tiled), [2048, 2048, 26 * 64, 16, 640, 640, 6144, 2048, 4096, 4096]);
+    assert_eq!(sizes::<SoftTiles>(&tiled), [2048, 2048, 2 * 26 * 64, 16, 640, 640, 6144, 2048, 4096, 4096]);
     assert_eq!(sizes::<Portable>(&tiled), [960, 960, 640, 16, 320, 320, 6144, 2048, 0, 0]);
     let values_alone = problem((16, 2), (40, 32), None);
     assert_eq!(sizes::<SoftTiles>(&values_alone), [640, 640, 640, 16, 640, 640, 2560, 2048, 2048, 4096]);
@@ -353,13 +353,51 @@ fn a_chunk_has_512_keys_and_the_last_one_what_is_left() {
     let mut scratch = shared.row_scratch::<Portable>(4, 1, shared.queries_len::<Portable>(&task)).unwrap();
     let rows = shared.rows::<Portable>(task);
     shared.load_rows(Portable, &mut scratch, &rows);
-    let sums = [0, 1, 2].map(|chunk| {
-        let mut states = [State::EMPTY; 4];
-        scratch.out.fill(0.0);
-        shared.attend_chunk(Portable, &mut scratch, &rows, chunk, &mut states);
-        states.map(|state| state.chunk.row_sum)
+    let (mut states, mut sums) = ([State::EMPTY; 4], Vec::new());
+    shared.attend_chunks(Portable, &mut scratch, &rows, task.chunks, &mut states, |chunk, _, states| {
+        assert!(states.iter().all(|state| state.seen));
+        sums.push((chunk, states.iter().map(|state| state.chunk.row_sum).collect::<Vec<f32>>()));
     });
-    assert_eq!(sums, [512.0, 512.0, 76.0].map(|count| [count; 4]));
+    assert_eq!(sums, [(0, 512.0), (1, 512.0), (2, 76.0)].map(|(chunk, count)| (chunk, vec![count; 4])));
+}
+
+/// With every query's softmax beside the scores of the next block: from chunk to chunk, and where blocks are skipped or seen by half.
+#[test]
+fn codes_have_the_bits_of_their_bf16_from_chunk_to_chunk() {
+    let values = fp8_table(DType::E4m3Fn);
+    for (mask, heads, dims) in [
+        ("0", (8, 1), (128, 128)),
+        ("b:300,0,3", (8, 2), (64, 128)),
+        ("b", (16, 1), (256, 64)),
+        // More rows of a head than a tile has.
+        ("0", (20, 1), (64, 64)),
+        ("b", (4, 1), (32, 96)),
+    ] {
+        let with_cache = |cache| {
+            let dims = Dims { seqlen_k: 700, ..problem(heads, dims, None).dims };
+            let mut problem = FwdProblem::new(QLayout::Batch, KvLayout::Strided, DType::Bf16, dims);
+            (problem.mask, problem.dtype_cache) = (mask.parse().unwrap(), cache);
+            problem.validate().unwrap()
+        };
+        let (plain, coded) = (with_cache(None), with_cache(Some(DType::E4m3Fn)));
+        let codes = |count: u64, salt: u32| -> Vec<u8> {
+            (0..count).map(|i| philox4x32_10([i as u32, salt, 0, 0], [5, 6])[0] as u8 & 0xaf).collect()
+        };
+        let wide = |codes: &[u8]| -> Vec<bf16> {
+            codes.iter().map(|&code| bf16::from_f32(values[usize::from(code)])).collect()
+        };
+        let q = wide(&codes(plain.shape_q().num_elems(), 1));
+        let (k, v) = (codes(plain.shape_k().num_elems(), 2), codes(plain.shape_v().num_elems(), 3));
+        let (k_wide, v_wide) = (wide(&k), wide(&v));
+        let tiles = attend(SoftTiles::PLAIN, &plain, &q, DevSlice::host(&k_wide), DevSlice::host(&v_wide));
+        let found = attend(SoftTiles::PLAIN, &coded, &q, DevSlice::host(&k), DevSlice::host(&v));
+        let f32s = attend(Portable, &plain, &q, DevSlice::host(&k_wide), DevSlice::host(&v_wide));
+        for (at, ((tiles, found), f32s)) in tiles.iter().zip(&found).zip(&f32s).enumerate() {
+            let what = format!("{mask} {heads:?} {dims:?} element {at}: {tiles}, {found}, {f32s}");
+            assert_eq!(tiles.to_bits(), found.to_bits(), "{what}");
+            assert!((tiles.to_f32() - f32s.to_f32()).abs() <= 0.02 * (1.0 + f32s.to_f32().abs()), "{what}");
+        }
+    }
 }
 
 /// Of two heads in one task: V of the second one's first block, which lies in scratch that the first one's last block finds.

@@ -2,9 +2,9 @@
 
 use super::{
     COLUMNS, DEPTH, Lines, PIECE_LEN, ROWS, SUMS_ROW_BYTES, TILE_LEN, TILES, place_of_quarter,
-    steps_of_tiles, whole_codes,
+    steps_of_tiles, whole_codes, widen_tile,
 };
-use crate::blocks::rows::{Ahead, BLOCK_KEYS, Block};
+use crate::blocks::rows::{Ahead, BLOCK_KEYS, Block, SoftmaxRows};
 use crate::simd::{Op, Simd, Tables, TileRows};
 use crate::tensor::{Elem, of_type};
 
@@ -29,6 +29,8 @@ pub(crate) struct TileDots<'a, 'b> {
     /// What is asked for meanwhile, and beside a tile's bytes how many quarters of them.
     pub(crate) quarters: usize,
     pub(crate) ahead: &'b mut Ahead<'a>,
+    /// The block before, whose softmax goes on beside the products: each waits for what the other does not use.
+    pub(crate) before: SoftmaxRows<'a>,
 }
 
 impl<S: Simd> Op<S> for TileDots<'_, '_> {
@@ -54,6 +56,9 @@ impl TileDots<'_, '_> {
         // In registers: behind its reference every line that is asked for would be written there.
         let mut ahead = *self.ahead;
         let mut sums = Lines::<{ TILES * TILE_LEN }>::new();
+        let tiles = keys.len().div_ceil(ROWS);
+        let across = self.keys.dim.div_ceil(if E::IS_BF16 { DEPTH } else { COLUMNS });
+        self.before.begin(s, heads * queries.div_ceil(ROWS) * tiles * across);
         for head in 0..heads {
             for group in 0..queries.div_ceil(ROWS) {
                 // SAFETY: the task has entered tiles; keys and queries of the call, whole tiles.
@@ -69,6 +74,7 @@ impl TileDots<'_, '_> {
                 }
             }
         }
+        self.before.finish(s);
         *self.ahead = ahead;
     }
 
@@ -78,7 +84,7 @@ impl TileDots<'_, '_> {
     /// The task has entered tiles; rows of a tile are as many bytes apart.
     #[inline(always)]
     unsafe fn multiply_in_place<S: Simd>(
-        &self,
+        &mut self,
         s: S,
         steps: [isize; TILES],
         (head, group): (usize, usize),
@@ -94,6 +100,7 @@ impl TileDots<'_, '_> {
                 let first = self.keys.at(tile * ROWS, head).wrapping_add(col * 2);
                 // SAFETY: the caller's promise.
                 unsafe { s.tile_down(tile, TileRows { first, step }) };
+                self.before.go_on(s);
             }
         }
     }
@@ -105,7 +112,7 @@ impl TileDots<'_, '_> {
     /// As for [`multiply_in_place`](Self::multiply_in_place), of the tiles that have steps.
     #[inline(always)]
     unsafe fn multiply_pieces<S: Simd, E: Elem>(
-        &self,
+        &mut self,
         s: S,
         steps: &[Option<isize>; TILES],
         (head, group): (usize, usize),
@@ -142,6 +149,7 @@ impl TileDots<'_, '_> {
                     };
                     // SAFETY: the caller's promise.
                     unsafe { self.multiply(s, (head, group), before.replace(Piece { tile, col, rows })) };
+                    self.before.go_on(s);
                 }
             }
             // SAFETY: the caller's promise; half of the accumulators.
@@ -183,6 +191,13 @@ impl TileDots<'_, '_> {
     ) {
         let Block { keys, head_step, dim, .. } = self.keys;
         let offset = head as isize * head_step + (col * E::BYTES) as isize;
+        if let (false, true, Some((rows, _))) =
+            (E::IS_BF16, dim - col >= COLUMNS, keys[tile * ROWS..].split_first_chunk::<ROWS>())
+        {
+            // SAFETY: the caller's promise.
+            unsafe { widen_tile(s, codes, (rows, offset), to, ahead) };
+            return;
+        }
         for (n, key) in keys[tile * ROWS..keys.len().min((tile + 1) * ROWS)].iter().enumerate() {
             let (from, to) = (key.wrapping_offset(offset), to.wrapping_add(n * COLUMNS / 2));
             // SAFETY: the caller's promise: a key's columns from `col` on.
@@ -195,9 +210,7 @@ impl TileDots<'_, '_> {
                         s.store(to.add(at / 2), s.load(from.add(at * 2).cast()));
                     }
                 } else {
-                    if n % 2 != 0 {
-                        ahead.ask_for_line(s);
-                    }
+                    ahead.ask_for_line(s);
                     let mut copy = [0u8; COLUMNS];
                     let from = whole_codes(from, dim - col, &mut copy);
                     let [a, b] = s.widen_codes(codes, s.load_codes(from));

@@ -5,15 +5,17 @@
 //!
 //! The next block is asked for meanwhile, as time passes and not as bytes do: of bf16 half beside K's products, a sixth beside the
 //! softmax, a third beside V's, K and V in turn by half a kilobyte of each tile; where these have no common shape many threads ask
-//! for K and then V, an eighth, half and three eighths, and few for K alone. Beside FP8, which is widened first, a line at a time: a
-//! quarter with K, three eighths with the softmax, as much with V (docs/kernels/cpu.md).
+//! for K and then V, an eighth, half and three eighths, and few for K alone. Of FP8, which is widened first, a line beside each vector of
+//! codes, in turn too; its softmax goes on beside the scores of the next block, so that nothing waits for lines meanwhile
+//! (docs/kernels/cpu.md).
 
 mod keys;
 mod values;
 
 use std::mem::MaybeUninit;
 
-use super::BLOCK_KEYS;
+use super::{Ahead, BLOCK_KEYS};
+use crate::simd::{Simd, Tables};
 pub(crate) use keys::{TileDots, place_of_query};
 pub(crate) use values::{TileValues, packed_len};
 
@@ -97,4 +99,29 @@ unsafe fn whole_codes(from: *const u8, rest: usize, copy: &mut [u8; COLUMNS]) ->
     // SAFETY: the caller's promise.
     unsafe { std::ptr::copy_nonoverlapping(from, copy.as_mut_ptr(), rest) };
     copy.as_ptr()
+}
+
+/// A tile's rows, a vector of codes each, widened to a piece. Beside each a line is asked for: what is asked for in bursts waits for
+/// fill buffers, and so do the loads beside it.
+///
+/// # Safety
+/// [`COLUMNS`] codes are readable `offset` bytes behind each of `rows`; a piece is writable at `to`.
+#[inline(always)]
+unsafe fn widen_tile<S: Simd>(
+    s: S,
+    codes: &Tables<S::V>,
+    (rows, offset): (&[*const u8; ROWS], isize),
+    to: *mut f32,
+    ahead: &mut Ahead<'_>,
+) {
+    let lines = ahead.lines();
+    for n in 0..ROWS {
+        s.prefetch(lines[n]);
+        // SAFETY: the caller's promise.
+        unsafe {
+            let [a, b] = s.widen_codes(codes, s.load_codes(rows[n].wrapping_offset(offset)));
+            s.store(to.add(n * COLUMNS / 2), a);
+            s.store(to.add(n * COLUMNS / 2 + S::LANES), b);
+        }
+    }
 }

@@ -11,7 +11,7 @@
 
 use super::{
     COLUMNS, DEPTH, Lines, PIECE_LEN, ROWS, SUMS_ROW_BYTES, TILE_LEN, TILES, place_of_quarter,
-    steps_of_tiles, whole_codes,
+    steps_of_tiles, whole_codes, widen_tile,
 };
 use crate::blocks::rows::{Ahead, BLOCK_KEYS, Block};
 use crate::simd::{Op, Simd, Tables, TileRows};
@@ -169,6 +169,13 @@ impl TileValues<'_, '_> {
             return TileRows { first: keys[0].wrapping_offset(offset), step };
         }
         let piece = self.staged.wrapping_add(tile * PIECE_LEN);
+        let staged = TileRows { first: piece.cast(), step: (COLUMNS * 2) as isize };
+        if let (false, true, Ok(rows)) = (E::IS_BF16, UNITS * DEPTH >= COLUMNS, <&[_; ROWS]>::try_from(keys))
+        {
+            // SAFETY: the caller's promise.
+            unsafe { widen_tile(s, codes, (rows, offset), piece, ahead) };
+            return staged;
+        }
         for (n, key) in keys.iter().enumerate() {
             let (from, to) = (key.wrapping_offset(offset), piece.wrapping_add(n * COLUMNS / 2));
             // SAFETY: the caller's promise; a row of the piece.
@@ -178,9 +185,7 @@ impl TileValues<'_, '_> {
                         s.store(to.add(at / 2), s.load(from.add(at * 2).cast()));
                     }
                 } else {
-                    if n % 4 != 0 {
-                        ahead.ask_for_line(s);
-                    }
+                    ahead.ask_for_line(s);
                     let mut copy = [0u8; COLUMNS];
                     let from = whole_codes(from, UNITS * DEPTH, &mut copy);
                     let [a, b] = s.widen_codes(codes, s.load_codes(from));
@@ -194,7 +199,7 @@ impl TileValues<'_, '_> {
             // SAFETY: rows of the piece.
             unsafe { piece.add(keys.len() * COLUMNS / 2).write_bytes(0, (ROWS - keys.len()) * COLUMNS / 2) };
         }
-        TileRows { first: piece.cast(), step: (COLUMNS * 2) as isize }
+        staged
     }
 
     /// The sums to O of each query.
