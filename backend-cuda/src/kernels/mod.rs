@@ -141,15 +141,20 @@ impl DeviceFacts {
         TunedTiles::load(&self.device, &TUNED_KERNELS, &fmha_kernels_cuda::headers())
     }
 
-    /// That a CTA of a tile finds its shared memory, `smem_bytes` of it.
+    /// That a CTA of a tile finds its shared memory, `smem_bytes` of it, and each of a cluster of `cluster` a multiprocessor.
     ///
     /// # Errors
     /// A text that names both numbers.
-    fn has_shared(&self, tile: &dyn Debug, smem_bytes: i32) -> Result<(), String> {
-        if smem_bytes.unsigned_abs() <= self.smem_bytes {
-            return Ok(());
+    fn has_room_for(&self, tile: &dyn Debug, smem_bytes: i32, cluster: i32) -> Result<(), String> {
+        if smem_bytes.unsigned_abs() > self.smem_bytes {
+            let there = self.smem_bytes;
+            return Err(format!("{tile:?} takes {smem_bytes} bytes of shared memory, {there} are there"));
         }
-        Err(format!("{tile:?} takes {smem_bytes} bytes of shared memory, {} are there", self.smem_bytes))
+        if cluster.unsigned_abs() > self.num_sms {
+            let there = self.num_sms;
+            return Err(format!("tile cluster={cluster}: multiprocessors of the device are {there}"));
+        }
+        Ok(())
     }
 
     /// An architecture without a device: the numbers that NVIDIA states of one that has it.

@@ -245,6 +245,17 @@ fn a_tile_that_wants_more_shared_memory_than_there_is_is_refused_with_both_numbe
 }
 
 #[test]
+fn a_cluster_of_more_ctas_than_there_are_multiprocessors_is_refused() {
+    let problem = of_lengths([4096, 4096], [4, 4], 128, "0").validate().unwrap();
+    let forward = |num_sms| {
+        let facts = DeviceFacts { num_sms, ..stated("sm_90a") };
+        Sm90::default().choose(&problem, &facts, &tile("cluster=2")).err().map(|why| why.to_string())
+    };
+    assert_eq!(forward(2), None);
+    assert!(forward(1).unwrap().contains("tile cluster=2: multiprocessors of the device are 1"));
+}
+
+#[test]
 fn exact_plans_of_blackwell_rescale_by_every_maximum() {
     let problem = of_lengths([4096, 300], [4, 4], 128, "0");
     for (accuracy, rescales_late) in [(Accuracy::Fast, true), (Accuracy::Exact, false)] {

@@ -68,7 +68,7 @@ impl FwdRecipe for Sm100 {
                 split::splits(problem)
                     .map_err(|why| format!("tile split_keys={}: {why}", tile.split_keys))?;
             }
-            facts.has_shared(&tile, tile.smem_bytes(&spec))?;
+            facts.has_room_for(&tile, tile.smem_bytes(&spec), tile.cluster)?;
             Ok(tile)
         };
         // Tiles are measured as a plan without options has them.

@@ -102,7 +102,7 @@ impl FwdRecipe for Sm90 {
                     tile.bias_stages
                 ));
             }
-            facts.has_shared(&tile, tile.smem_bytes(&spec))?;
+            facts.has_room_for(&tile, tile.smem_bytes(&spec), tile.cluster)?;
             Ok(tile)
         };
         // Tiles are measured as a plan without options has them.

@@ -84,7 +84,7 @@ impl BwdRecipe for Sm90Bwd {
             }
             tile.check(&spec)?;
             let dbias_bytes = dbias_tile(&tile).map_or(0, |tile| tile.dbias_smem_bytes(&spec));
-            facts.has_shared(&tile, tile.smem_bytes(&spec).max(dbias_bytes))?;
+            facts.has_room_for(&tile, tile.smem_bytes(&spec).max(dbias_bytes), tile.cluster)?;
             Ok(tile)
         };
         let tuned = facts.tuned.get(sm90_bwd::LABEL, &TileClass::of_bwd(problem, &spec));
