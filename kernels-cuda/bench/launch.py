@@ -45,7 +45,7 @@ def tensor_map(x, dims, strides, box):
     status = cuda.cuTensorMapEncodeTiled(
         c_void_p(address), c_int(kind), c_uint32(n), c_void_p(x.data_ptr()), (c_uint64 * n)(*dims),
         (c_uint64 * (n - 1))(*(s * x.element_size() for s in strides)), (c_uint32 * n)(*box),
-        (c_uint32 * n)(*[1] * n), c_int(0), c_int(swizzle), c_int(3), c_int(0),
+        (c_uint32 * n)(*[1] * n), c_int(0), c_int(swizzle), c_int(1), c_int(0),
     )  # fmt: skip
     check(status, f"cuTensorMapEncodeTiled dims {dims} strides {strides} box {box}")
     return ctypes.string_at(address, 128)

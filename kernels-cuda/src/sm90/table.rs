@@ -90,7 +90,8 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
 ///
 /// TFLOP/s on an H200, bf16, B64 H16, before and after (cuDNN): D 64 full 128 keys 164, 168 (167), 256 keys 289, 316 (302);
 /// causal 74, 79 (79) and 159, 166 (163), at 512 248 and 204; D 128 full 203, 208 (208) and 439, 446 (418). D 128 causal
-/// gains by neither alone: 100, 100 (101) and 213, 205 (225); without lookahead too 102 (102) and 217 (225).
+/// gains by neither alone: 100, 100 (101) and 213, 205 (225); without lookahead too 102 (102) and 217 (225). There its
+/// warpgroups have no order either: 224 and 225 (223), the other figures of that run level.
 fn take_short_rows(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
     let dims = problem.dims;
     if dims.seqlen_k > 256 || dims.seqlen_k > 2 * tile.block_n.unsigned_abs() || modifies(spec) {
@@ -104,7 +105,7 @@ fn take_short_rows(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
             }
         }
         (_, MaskKind::Full) => tile.skip_row_max = false,
-        (128, MaskKind::Upper) => (tile.skip_row_max, tile.lookahead) = (false, false),
+        (128, MaskKind::Upper) => (tile.skip_row_max, tile.lookahead, tile.ping_pong) = (false, false, false),
         _ => {}
     }
 }
