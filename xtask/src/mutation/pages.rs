@@ -84,9 +84,9 @@ const HOPPER: &[Broken] = &[
         title: "causal, D 128",
         problems: &[
             "-b 1 --heads 2 -s 700 -d 128 --prec bf16 --mask t",
-            "-b 1 --heads 4 -s 200 -d 128 --prec bf16 --mask t --tile lookahead=1,skip_row_max=1",
-            "-b 1 --heads 3 -s 200 -d 128 --prec bf16 --mask t --tile lookahead=1,skip_row_max=1",
-            "-b 1 --heads 3 -s 138 --seqlen-k 202 -d 128 --prec bf16 --mask b --tile lookahead=1,skip_row_max=1",
+            "-b 1 --heads 4 -s 200 -d 128 --prec bf16 --mask t --tile lookahead=1,skip_row_max=1,ping_pong=1",
+            "-b 1 --heads 3 -s 200 -d 128 --prec bf16 --mask t --tile lookahead=1,skip_row_max=1,ping_pong=1",
+            "-b 1 --heads 3 -s 138 --seqlen-k 202 -d 128 --prec bf16 --mask b --tile lookahead=1,skip_row_max=1,ping_pong=1",
         ],
         ..HOPPER_FORWARD
     },
@@ -104,7 +104,7 @@ const HOPPER: &[Broken] = &[
         problems: &[
             "-b 1 --heads 2 -s 700 -d 128 --prec bf16 --mask b --tile lookahead=0",
             "-b 1 --heads 1 -s 300 --seqlen-k 437 -d 128 --prec bf16 --mask b --tile lookahead=0",
-            "-b 1 --heads 4 -s 70 -d 128 --prec bf16 --mask b --tile lookahead=0,skip_row_max=1",
+            "-b 1 --heads 4 -s 70 -d 128 --prec bf16 --mask b --tile lookahead=0,skip_row_max=1,ping_pong=1",
         ],
         ..HOPPER_FORWARD
     },
@@ -123,7 +123,7 @@ const HOPPER: &[Broken] = &[
         title: "packed query heads, one consumer",
         problems: &[
             "-b 3 --heads 8 --heads-kv 2 -s 5 --seqlen-k 600 -d 128 --prec bf16 --mask b",
-            "-b 5 --heads 8 --heads-kv 2 -s 5 --seqlen-k 60 -d 128 --prec bf16 --mask b --tile lookahead=1,skip_row_max=1",
+            "-b 5 --heads 8 --heads-kv 2 -s 5 --seqlen-k 60 -d 128 --prec bf16 --mask b --tile lookahead=1,skip_row_max=1,ping_pong=1",
         ],
         ..HOPPER_FORWARD
     },

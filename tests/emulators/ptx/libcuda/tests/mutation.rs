@@ -49,7 +49,7 @@ fn every_synchronising_instruction_of_the_hopper_kernel_is_missed_when_broken() 
     }
     let backend = CudaBackend::open(0, Some("sm_90a")).unwrap();
     // One text for all, though the table gives few keys another.
-    let tile = tile_fields("lookahead=true,skip_row_max=true");
+    let tile = tile_fields("lookahead=true,skip_row_max=true,ping_pong=true");
     let options = Options {
         plan: PlanOptions { kernel: Some("sm90".to_owned()), tile, ..PlanOptions::default() },
         ..Options::default()
