@@ -21,6 +21,15 @@ impl RowSums {
     pub(crate) fn base(self) -> f32 {
         if self.row_max == f32::NEG_INFINITY { 0.0 } else { self.row_max }
     }
+
+    /// Raises the maximum to a block's. What was summed before is to be multiplied by `e` to the power of what this gives, 0 where the
+    /// maximum was as large already.
+    #[inline(always)]
+    fn raise_to(&mut self, most: f32) -> f32 {
+        let old = self.row_max;
+        self.row_max = if most > old { most } else { old };
+        if old == self.row_max { 0.0 } else { old - self.base() }
+    }
 }
 
 /// `e^x` of one number, to the bits that a vector of it has.
@@ -46,14 +55,11 @@ impl<S: Simd> Op<S> for SoftmaxRow<'_> {
     #[inline(always)]
     fn call(self, s: S) {
         let Self { scores, state, alpha, round } = self;
-        let old = state.row_max;
         // SAFETY: a block of scores.
         unsafe {
-            let most = largest_of_block(s, scores);
-            state.row_max = if most > old { most } else { old };
-            let base = state.base();
-            *alpha = if old == state.row_max { 1.0 } else { exp_one(s, old - base) };
-            state.row_sum = state.row_sum * *alpha + exponentials(s, scores, base, round);
+            let fall = state.raise_to(largest_of_block(s, scores));
+            *alpha = if fall == 0.0 { 1.0 } else { exp_one(s, fall) };
+            state.row_sum = state.row_sum * *alpha + exponentials(s, scores, state.base(), round);
         }
     }
 }
@@ -91,10 +97,7 @@ impl<'a> SoftmaxRows<'a> {
             unsafe {
                 for (row, (sums, fall)) in sums.iter_mut().zip(&mut fall).enumerate() {
                     let scores = self.scores.add((n * TOGETHER + row) * BLOCK_KEYS);
-                    let old = sums.row_max;
-                    let most = largest_of_block(s, scores);
-                    sums.row_max = if most > old { most } else { old };
-                    *fall = if old == sums.row_max { 0.0 } else { old - sums.base() };
+                    *fall = sums.raise_to(largest_of_block(s, scores));
                 }
                 for at in (0..TOGETHER).step_by(S::LANES) {
                     s.store(self.alpha.add(n * TOGETHER + at), exp(s, s.load(fall.as_ptr().add(at))));

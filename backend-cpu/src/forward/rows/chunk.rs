@@ -95,6 +95,7 @@ impl<'a> Shared<'a> {
             rows.locate((chunks.0 * CHUNK_KEYS).saturating_add(n * BLOCK_KEYS as u32), located);
         }
         let mut turn = 0;
+        let mut some = Seen::NOTHING;
         let mut pieces = Pieces::new();
         let mut scores = Scores::nowhere(scratch, states.len());
         for chunk in chunks.0..chunks.1 {
@@ -112,7 +113,14 @@ impl<'a> Shared<'a> {
                     _ => (c, a, b),
                 };
                 let blocks = (here, &*next, &*after);
-                self.attend_block(s, scratch, rows, (j, last), blocks, (&mut pieces, &mut scores, states));
+                self.attend_block(
+                    s,
+                    scratch,
+                    rows,
+                    (j, last),
+                    blocks,
+                    (&mut pieces, &mut some, &mut scores, states),
+                );
                 rows.locate(j.saturating_add(3 * BLOCK_KEYS as u32), &mut located[turn]);
                 turn = (turn + 1) % 3;
             }
@@ -132,11 +140,10 @@ impl<'a> Shared<'a> {
         rows: &Rows<'_>,
         (j, last): (u32, u32),
         (here, next, after): (&mut Located, &Located, &Located),
-        (pieces, scores, states): (&mut Pieces, &mut Scores, &mut [State]),
+        (pieces, some, scores, states): (&mut Pieces, &mut Seen, &mut Scores, &mut [State]),
     ) {
         let has_scores = std::mem::replace(&mut scores.are_there, false);
-        let mut some = Seen::NOTHING;
-        let seen = rows.who_sees(j, here.count, &mut some);
+        let seen = rows.who_sees(j, here.count, some);
         if seen.live().is_empty() {
             return;
         }

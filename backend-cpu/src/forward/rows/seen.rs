@@ -52,8 +52,7 @@ impl Seen {
 impl Rows<'_> {
     /// Whether any row sees one of the keys `j .. j + count`.
     pub(super) fn some_see(&self, j: u32, count: usize) -> bool {
-        let mut some = Seen::NOTHING;
-        self.who_sees(j, count, &mut some).num_live > 0
+        self.of.iter().any(|&(i, _)| self.seen(i, j, count) != 0)
     }
 
     /// Which rows see the keys `j .. j + count`: all of them as is known already, or in `seen`.
@@ -64,6 +63,7 @@ impl Rows<'_> {
         {
             return &self.all;
         }
+        (seen.num_live, seen.num_whole, seen.num_partial) = (0, 0, 0);
         // Rows of a query follow one another, and see the same.
         let mut of_query = None;
         for (r, &(i, _)) in self.of.iter().enumerate() {

@@ -53,13 +53,20 @@ impl TileDots<'_, '_> {
     fn of<S: Simd, E: Elem>(&mut self, s: S, _: E) {
         let Block { keys, heads, queries, .. } = self.keys;
         let steps = if E::IS_BF16 { steps_of_tiles(keys) } else { [None; TILES] };
-        // In registers: behind its reference every line that is asked for would be written there.
-        let mut ahead = *self.ahead;
         let mut sums = Lines::<{ TILES * TILE_LEN }>::new();
         let tiles = keys.len().div_ceil(ROWS);
         let across = self.keys.dim.div_ceil(if E::IS_BF16 { DEPTH } else { COLUMNS });
         self.before.begin(s, heads * queries.div_ceil(ROWS) * tiles * across);
+        let whole = !E::IS_BF16 && queries <= ROWS && self.keys.dim.is_multiple_of(COLUMNS);
+        let rows = keys.as_chunks::<ROWS>().0.first_chunk::<TILES>().filter(|_| whole);
         for head in 0..heads {
+            if let Some(rows) = rows {
+                // SAFETY: the task has entered tiles; keys and queries of the call.
+                unsafe { self.multiply_codes(s, rows, head, &mut sums) };
+                continue;
+            }
+            // In registers: behind its reference every line that is asked for would be written there.
+            let mut ahead = *self.ahead;
             for group in 0..queries.div_ceil(ROWS) {
                 // SAFETY: the task has entered tiles; keys and queries of the call, whole tiles.
                 unsafe {
@@ -73,9 +80,9 @@ impl TileDots<'_, '_> {
                     }
                 }
             }
+            *self.ahead = ahead;
         }
         self.before.finish(s);
-        *self.ahead = ahead;
     }
 
     /// A block of bf16 that is whole tiles where it lies.
@@ -102,6 +109,65 @@ impl TileDots<'_, '_> {
                 unsafe { s.tile_down(tile, TileRows { first, step }) };
                 self.before.go_on(s);
             }
+        }
+    }
+
+    /// A whole block of codes against one group of queries: what [`multiply_pieces`](Self::multiply_pieces) does, with nothing to find
+    /// out on the way.
+    ///
+    /// # Safety
+    /// The task has entered tiles; the head dimension is whole vectors of codes.
+    #[inline(always)]
+    unsafe fn multiply_codes<S: Simd>(
+        &mut self,
+        s: S,
+        rows: &[[*const u8; ROWS]; TILES],
+        head: usize,
+        sums: &mut Lines<{ TILES * TILE_LEN }>,
+    ) {
+        // By halves, so that scores of the first one are written while the second one is staged.
+        // SAFETY: the caller's promise; half of the accumulators.
+        unsafe {
+            s.tile_zero();
+            self.multiply_half_of_codes::<S, 0, 1>(s, rows, head);
+            s.tile_store_half(false, sums.as_mut_ptr().add(place_of_quarter(0)));
+            self.write(s, sums.as_ptr(), (head, 0), 0..2);
+            self.multiply_half_of_codes::<S, 2, 3>(s, rows, head);
+            s.tile_store_half(true, sums.as_mut_ptr().add(place_of_quarter(2)));
+            self.write(s, sums.as_ptr(), (head, 0), 2..4);
+        }
+    }
+
+    /// Two tiles of keys, vector after vector of their codes. A piece is multiplied after the next one is widened.
+    ///
+    /// # Safety
+    /// As for [`multiply_codes`](Self::multiply_codes).
+    #[cfg_attr(not(debug_assertions), inline(always))]
+    unsafe fn multiply_half_of_codes<S: Simd, const UPPER: usize, const LOWER: usize>(
+        &mut self,
+        s: S,
+        rows: &[[*const u8; ROWS]; TILES],
+        head: usize,
+    ) {
+        let codes = s.tables(&self.keys.codes[head]);
+        let offset = head as isize * self.keys.head_step;
+        let queries = self.queries_of((head, 0), 0);
+        let piece = |n: usize| self.staged.wrapping_add(n % TILES * PIECE_LEN);
+        let vectors = self.keys.dim / COLUMNS;
+        // SAFETY: the caller's promise; pieces of the scratch.
+        unsafe {
+            for n in 0..vectors {
+                let offset = offset + (n * COLUMNS) as isize;
+                widen_tile(s, &codes, (&rows[UPPER], offset), piece(2 * n), self.ahead);
+                if n > 0 {
+                    multiply_piece::<S, LOWER>(s, queries, n - 1, piece(2 * n - 1));
+                }
+                self.before.go_on(s);
+                widen_tile(s, &codes, (&rows[LOWER], offset), piece(2 * n + 1), self.ahead);
+                multiply_piece::<S, UPPER>(s, queries, n, piece(2 * n));
+                self.before.go_on(s);
+            }
+            multiply_piece::<S, LOWER>(s, queries, vectors - 1, piece(2 * vectors - 1));
         }
     }
 
@@ -257,6 +323,23 @@ impl TileDots<'_, '_> {
                     s.store(row, s.mul(s.load(row), factor));
                 }
             }
+        }
+    }
+}
+
+/// A piece of a tile of keys, of the `n`-th vector of codes.
+///
+/// # Safety
+/// The task has entered tiles; the piece is there, and a tile of queries for each of its halves.
+#[inline(always)]
+unsafe fn multiply_piece<S: Simd, const TILE: usize>(s: S, queries: TileRows, n: usize, piece: *const f32) {
+    for half in 0..2 {
+        let queries = queries.first.wrapping_add((2 * n + half) * TILE_LEN * size_of::<f32>());
+        // SAFETY: the caller's promise.
+        unsafe {
+            s.tile_top(TileRows { first: queries, step: (ROWS * size_of::<f32>()) as isize });
+            let first = piece.cast::<u8>().wrapping_add(half * DEPTH * 2);
+            s.tile_down(TILE, TileRows { first, step: (COLUMNS * 2) as isize });
         }
     }
 }

@@ -64,8 +64,15 @@ impl TileValues<'_, '_> {
         let Block { keys, heads, dim, .. } = self.values;
         let steps = if E::IS_BF16 { steps_of_tiles(keys) } else { [None; TILES] };
         let span = if steps.iter().all(Option::is_some) { SPAN } else { COLUMNS };
+        let whole = !E::IS_BF16 && dim.is_multiple_of(COLUMNS);
+        let rows = keys.as_chunks::<ROWS>().0.first_chunk::<TILES>().filter(|_| whole);
         for head in 0..heads {
             self.pack_weights(s, head);
+            if let Some(rows) = rows {
+                // SAFETY: the task has entered tiles; rows and columns of the call.
+                unsafe { self.add_codes(s, rows, head) };
+                continue;
+            }
             for col in (0..dim).step_by(span) {
                 match (dim - col).min(span) / DEPTH {
                     1 => self.span::<S, E, 1>(s, &steps, (head, col)),
@@ -97,6 +104,65 @@ impl TileValues<'_, '_> {
                     s.store(even.add(GROUP * BLOCK_KEYS + at), high);
                 }
             }
+        }
+    }
+
+    /// A whole block of codes, a vector of them after the other. A tile is widened while the one before is multiplied.
+    ///
+    /// # Safety
+    /// The task has entered tiles; the head dimension is whole vectors of codes.
+    #[cfg_attr(not(debug_assertions), inline(always))]
+    unsafe fn add_codes<S: Simd>(&mut self, s: S, rows: &[[*const u8; ROWS]; TILES], head: usize) {
+        const UNITS: usize = COLUMNS / DEPTH;
+        let Block { head_step, dim, queries, codes, .. } = self.values;
+        let codes = s.tables(&codes[head]);
+        let mut sums = Lines::<{ 4 * TILE_LEN }>::new();
+        for col in (0..dim).step_by(COLUMNS) {
+            let offset = head as isize * head_step + col as isize;
+            for group in 0..queries.div_ceil(GROUP) {
+                let weights = self.weights_of_group(group);
+                // SAFETY: the caller's promise; pieces of the scratch.
+                unsafe {
+                    s.tile_zero();
+                    self.multiply_codes(s, &codes, (rows, offset), weights, group > 0);
+                    s.tile_store_half(false, sums.as_mut_ptr());
+                    let whole = rows_of_group(self.whole, group);
+                    if !are_finite::<S, UNITS>(s, sums.as_ptr(), whole) {
+                        let rows: [TileRows; TILES] =
+                            std::array::from_fn(|tile| staged_tile(self.staged, tile));
+                        multiply_apart(s, weights, &rows, UNITS, sums.as_mut_ptr());
+                    }
+                    self.add::<S, UNITS>(s, sums.as_ptr(), whole, (head, col));
+                }
+            }
+        }
+    }
+
+    /// Products of a group's weights and a vector of codes of each key, which the first group widens and the others find.
+    ///
+    /// # Safety
+    /// As for [`add_codes`](Self::add_codes).
+    #[inline(always)]
+    unsafe fn multiply_codes<S: Simd>(
+        &mut self,
+        s: S,
+        codes: &Tables<S::V>,
+        (rows, offset): (&[[*const u8; ROWS]; TILES], isize),
+        weights: *const f32,
+        are_widened: bool,
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            for (tile, rows) in rows.iter().enumerate() {
+                if !are_widened {
+                    let to = self.staged.wrapping_add(tile * PIECE_LEN);
+                    widen_tile(s, codes, (rows, offset), to, self.ahead);
+                }
+                if tile > 0 {
+                    multiply_tile(s, self.staged, weights, tile - 1);
+                }
+            }
+            multiply_tile(s, self.staged, weights, TILES - 1);
         }
     }
 
@@ -169,7 +235,7 @@ impl TileValues<'_, '_> {
             return TileRows { first: keys[0].wrapping_offset(offset), step };
         }
         let piece = self.staged.wrapping_add(tile * PIECE_LEN);
-        let staged = TileRows { first: piece.cast(), step: (COLUMNS * 2) as isize };
+        let staged = staged_tile(self.staged, tile);
         if let (false, true, Ok(rows)) = (E::IS_BF16, UNITS * DEPTH >= COLUMNS, <&[_; ROWS]>::try_from(keys))
         {
             // SAFETY: the caller's promise.
@@ -250,6 +316,26 @@ fn left_tile(weights: *const f32, tile: usize) -> TileRows {
 #[inline(always)]
 fn unit_of(rows: TileRows, unit: usize) -> TileRows {
     TileRows { first: rows.first.wrapping_add(unit * DEPTH * 2), ..rows }
+}
+
+/// A tile of rows where it is staged.
+#[inline(always)]
+fn staged_tile(staged: *mut f32, tile: usize) -> TileRows {
+    TileRows { first: staged.wrapping_add(tile * PIECE_LEN).cast(), step: (COLUMNS * 2) as isize }
+}
+
+/// A tile of weights by a vector of codes of as many keys.
+///
+/// # Safety
+/// The task has entered tiles; the tile's piece is there.
+#[inline(always)]
+unsafe fn multiply_tile<S: Simd>(s: S, staged: *mut f32, weights: *const f32, tile: usize) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        s.tile_left(left_tile(weights, tile));
+        s.tile_right(0, unit_of(staged_tile(staged, tile), 0));
+        s.tile_right(1, unit_of(staged_tile(staged, tile), 1));
+    }
 }
 
 /// Those that are rows of a group.
