@@ -2,6 +2,7 @@
 
 mod cache;
 mod check;
+mod overlap;
 
 use std::marker::PhantomData;
 
