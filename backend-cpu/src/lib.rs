@@ -51,6 +51,7 @@ mod tensor;
 mod tile;
 
 use fmha_core::args::{check_bwd, check_combine, check_fwd};
+use fmha_core::fork::PerProcess;
 use fmha_core::seq::spans;
 use fmha_core::{
     BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DeviceMemory, Error, FmhaBackend, FwdArgs,
@@ -62,10 +63,14 @@ use isa::{Engine, Kernels};
 use memory::HostMemory;
 use tasks::Threads;
 
+/// More are not made, whatever is asked for: idle threads of a pool look for work in each other's queues, and 1024 on
+/// two processors took 4 s to begin and 0.5 s for an empty call; 256 took 20 ms, 16 30 us (2026-11-27).
+const MAX_THREADS_A_PROCESSOR: usize = 8;
+
 /// How a [`CpuBackend`] runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Config {
-    /// Threads; `None` = `FMHA_NUM_THREADS`, or one for each core.
+    /// Threads, 1 to 4096; `None` = `FMHA_NUM_THREADS`, or one for each core. Never more than eight a core are made.
     pub threads: Option<usize>,
     /// The highest instruction set to use; `None` = `FMHA_CPU_ISA`, or the best there is.
     pub isa: Option<Isa>,
@@ -77,8 +82,9 @@ pub struct CpuBackend {
     name: String,
     isa: Isa,
     engine: Engine,
-    threads: Threads,
-    roofline: roofline::Measured,
+    num_threads: usize,
+    threads: PerProcess<Threads>,
+    roofline: PerProcess<roofline::Measured>,
 }
 
 impl CpuBackend {
@@ -105,6 +111,8 @@ impl CpuBackend {
         if !(1..=4096).contains(&threads) {
             return Err(misset(env::NUM_THREADS, format!("{threads} threads are not in 1..=4096")));
         }
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = threads.min(processors.saturating_mul(MAX_THREADS_A_PROCESSOR));
         let cap = match (config.isa, env::CPU_ISA.get()?) {
             (Some(isa), _) => Some(isa),
             (None, Some(text)) => Some(text.parse().map_err(|text| misset(env::CPU_ISA, text))?),
@@ -119,8 +127,9 @@ impl CpuBackend {
             name,
             isa,
             engine,
-            threads,
-            roofline: roofline::Measured::default(),
+            num_threads: threads.count(),
+            threads: PerProcess::new(threads),
+            roofline: PerProcess::new(roofline::Measured::default()),
         })
     }
 
@@ -146,7 +155,12 @@ impl CpuBackend {
     /// The number of threads.
     #[must_use]
     pub fn threads(&self) -> usize {
-        self.threads.count()
+        self.num_threads
+    }
+
+    /// The threads of this process: a forked child has none until it asks.
+    fn own_threads(&self) -> Result<&Threads> {
+        self.threads.get_or_try(|| Threads::new(self.num_threads))
     }
 }
 
@@ -164,7 +178,8 @@ impl FmhaBackend for CpuBackend {
     }
 
     fn roofline(&self, _dtype: DType) -> Roofline {
-        self.roofline.get(self.engine, &self.threads)
+        let measured = self.roofline.get(roofline::Measured::default);
+        self.own_threads().map_or_else(|_| Roofline::default(), |threads| measured.get(self.engine, threads))
     }
 
     fn kernels(&self) -> Vec<&'static str> {
@@ -180,7 +195,7 @@ impl FmhaBackend for CpuBackend {
     }
 
     fn run_fwd(&self, plan: &FwdPlan, args: &mut FwdArgs<'_>, _stream: Stream) -> Result<()> {
-        self.checked_fwd(plan, args, |call| self.engine.forward(call, &self.threads))
+        self.checked_fwd(plan, args, |call| self.engine.forward(call, self.own_threads()?))
     }
 
     fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {
@@ -192,7 +207,7 @@ impl FmhaBackend for CpuBackend {
         check_bwd(plan.problem(), args, plan.workspace(), MemorySpace::Host)?;
         let spans = spans(plan.problem().fwd(), &args.seq)?;
         let call = backward::Backward { problem: plan.problem(), args, spans: &spans, blocks };
-        self.engine.backward(&call, &self.threads)
+        self.engine.backward(&call, self.own_threads()?)
     }
 
     fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<CombinePlan> {
@@ -203,6 +218,6 @@ impl FmhaBackend for CpuBackend {
         self.blocks_of(plan)?;
         check_combine(plan.problem(), args, MemorySpace::Host)?;
         let call = combine::Combine { problem: plan.problem(), args };
-        self.engine.combine(&call, &self.threads)
+        self.engine.combine(&call, self.own_threads()?)
     }
 }

@@ -1,8 +1,9 @@
 //! Host memory: for callers who have no tensors of their own, and scratch that may be refused.
 
-use std::alloc::{Layout, alloc, dealloc};
-use std::sync::Mutex;
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::sync::{Mutex, MutexGuard};
 
+use fmha_core::fork::PerProcess;
 use fmha_core::{DevBuffer, DevSliceMut, DeviceMemory, Error, MemorySpace, ProblemError, Result, Stream};
 
 /// The processor's own memory.
@@ -16,19 +17,24 @@ impl DeviceMemory for HostMemory {
         MemorySpace::Host
     }
 
+    /// Zeros, since [`DevBuffer::slice`] and `download` give the bytes to safe code, whoever has written them.
     fn alloc(&self, bytes: u64) -> Result<DevBuffer> {
+        // `alloc_zeroed` of a larger alignment than malloc's own writes every byte; of malloc's, new pages of the
+        // system are zeros already and are not touched. So the alignment comes from room before the first byte.
         let layout = usize::try_from(bytes)
             .ok()
-            .and_then(|size| Layout::from_size_align(size.max(1), ALIGN).ok())
+            .and_then(|size| Layout::from_size_align(size.checked_add(ALIGN)?, 1).ok())
             .ok_or_else(|| no_memory(bytes))?;
         // SAFETY: the layout has at least one byte.
-        let ptr = unsafe { alloc(layout) };
-        if ptr.is_null() {
+        let memory = unsafe { alloc_zeroed(layout) };
+        if memory.is_null() {
             return Err(no_memory(bytes));
         }
-        // SAFETY: allocated above with this layout.
-        let free = Box::new(move |ptr| unsafe { dealloc(ptr, layout) });
-        // SAFETY: `ptr` is ours alone until `free` has run.
+        let before = memory.addr().next_multiple_of(ALIGN) - memory.addr();
+        let ptr = memory.wrapping_add(before);
+        // SAFETY: `ptr - before` was allocated above with this layout.
+        let free = Box::new(move |ptr: *mut u8| unsafe { dealloc(ptr.sub(before), layout) });
+        // SAFETY: `bytes` from `ptr` on lie inside the allocation and are ours alone until `free` has run.
         Ok(unsafe { DevBuffer::from_raw(MemorySpace::Host, ptr, bytes, free) })
     }
 
@@ -92,7 +98,11 @@ struct Line([f32; 16]);
 pub(crate) struct Floats(Vec<Line>);
 
 /// What dropped [`Floats`] leave for later ones, while it is below [`MAX_SPARE_BYTES`].
-static SPARE: Mutex<Vec<Vec<Line>>> = Mutex::new(Vec::new());
+static SPARE: PerProcess<Mutex<Vec<Vec<Line>>>> = PerProcess::of_first(Mutex::new(Vec::new()));
+
+fn spare() -> Option<MutexGuard<'static, Vec<Vec<Line>>>> {
+    SPARE.get(Mutex::default).lock().ok()
+}
 
 /// Enough for the scratch of a hundred threads at head dimension 128.
 const MAX_SPARE_BYTES: usize = 128 << 20;
@@ -107,7 +117,7 @@ impl Floats {
         }
         let fits = |spare: &Vec<Line>| (lines..=lines.saturating_mul(2)).contains(&spare.len());
         if lines > 0
-            && let Ok(mut all) = SPARE.lock()
+            && let Some(mut all) = spare()
             && let Some(found) = all.iter().position(fits)
         {
             return Ok(Self(all.swap_remove(found)));
@@ -144,7 +154,7 @@ impl Floats {
 
 impl Drop for Floats {
     fn drop(&mut self) {
-        let Ok(mut all) = SPARE.lock() else { return };
+        let Some(mut all) = spare() else { return };
         let kept: usize = all.iter().map(|spare| size_of_val(spare.as_slice())).sum();
         if !self.0.is_empty()
             && kept + size_of_val(self.0.as_slice()) <= MAX_SPARE_BYTES
@@ -258,7 +268,7 @@ pub(crate) mod tests {
     /// Does `work` with a store that was empty at first; tests beside it may fill it again.
     fn with_empty_store<T>(work: impl FnOnce() -> T) -> T {
         let _alone = STORE.lock().unwrap_or_else(PoisonError::into_inner);
-        SPARE.lock().unwrap().clear();
+        spare().unwrap().clear();
         work()
     }
 
@@ -288,7 +298,7 @@ pub(crate) mod tests {
     #[test]
     fn dropped_scratch_is_kept_up_to_a_limit_and_given_to_who_wants_at_least_half_of_it() {
         let scratch = |lines: usize| Floats::scratch(16 * lines).unwrap();
-        let kept = |lines: usize| SPARE.lock().unwrap().iter().filter(|spare| spare.len() == lines).count();
+        let kept = |lines: usize| spare().unwrap().iter().filter(|spare| spare.len() == lines).count();
         with_empty_store(|| {
             let (first, second, beyond) = (200_000, 700_000, MAX_SPARE_BYTES / size_of::<Line>() + 1);
             let [one, other] = [first, second].map(scratch);
@@ -306,7 +316,7 @@ pub(crate) mod tests {
             assert_eq!((less.0.len(), kept(first)), (first / 2 - 1, 1));
             // What is so large is of no use to other tests.
             drop((half, less));
-            SPARE.lock().unwrap().retain(|spare| spare.len() < first / 4);
+            spare().unwrap().retain(|spare| spare.len() < first / 4);
         });
     }
 }

@@ -115,7 +115,7 @@ fn plan<P>(
             }
         }
     }
-    let mut facts = vec![("isa", backend.isa.to_string()), ("threads", backend.threads.count().to_string())];
+    let mut facts = vec![("isa", backend.isa.to_string()), ("threads", backend.threads().to_string())];
     facts.extend(details(blocks));
     let mut promises = PROMISES;
     if kernel == "cpu-fwd" {

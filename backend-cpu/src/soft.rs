@@ -51,7 +51,7 @@ impl<S: Simd> FmhaBackend for Soft<S> {
     }
 
     fn run_fwd(&self, plan: &FwdPlan, args: &mut FwdArgs<'_>, _stream: Stream) -> Result<()> {
-        self.plans.checked_fwd(plan, args, |call| call.run(self.s, &self.plans.threads))
+        self.plans.checked_fwd(plan, args, |call| call.run(self.s, self.plans.own_threads()?))
     }
 
     fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {

@@ -87,6 +87,41 @@ fn memory_takes_and_gives_back_what_fits() {
     assert!(text.contains("from has 8 bytes, fewer than the 9"), "{text}");
 }
 
+/// The bytes of whoever had the memory before are nobody's to read.
+#[test]
+fn new_memory_is_zeros_and_aligned_whatever_lay_there() {
+    let backend = backend(1);
+    let memory = backend.memory();
+    for bytes in [1, 24, 256, 1000, 4096, 100_000, 3 << 20] {
+        let secret = vec![0xab; bytes];
+        for _ in 0..3 {
+            let mut buffer = memory.alloc(bytes as u64).unwrap();
+            assert!(buffer.as_ptr().addr().is_multiple_of(256), "{bytes}");
+            let mut read = vec![1; bytes];
+            memory.download(&buffer, &mut read).unwrap();
+            assert!(read.iter().all(|&byte| byte == 0), "{bytes}");
+            assert_eq!(buffer.slice().as_host(), Some(read.as_slice()));
+            memory.upload(&secret, &mut buffer).unwrap();
+        }
+    }
+    let none = memory.alloc(0).unwrap();
+    assert_eq!(none.slice().as_host(), Some([].as_slice()));
+}
+
+#[test]
+fn more_threads_than_a_processor_can_use_are_not_made_and_nonsense_is_refused() {
+    let with = |threads| CpuBackend::with(Config { threads: Some(threads), isa: None });
+    let backend = with(4096).unwrap();
+    let most = 8 * std::thread::available_parallelism().map_or(1, usize::from);
+    assert_eq!(backend.threads(), most.min(4096));
+    let plan = backend.plan_fwd(&problem().validate().unwrap(), &PlanOptions::default()).unwrap();
+    assert_eq!(detail(plan.details(), "threads"), Some(backend.threads().to_string().as_str()));
+    for threads in [0, 4097, usize::MAX] {
+        let text = with(threads).err().unwrap().to_string();
+        assert!(text.contains("FMHA_NUM_THREADS") && text.contains(&format!("{threads} threads")), "{text}");
+    }
+}
+
 fn problem() -> FwdProblem {
     let dims = Dims {
         batch: 1,

@@ -119,7 +119,8 @@ pub trait DeviceMemory: Send + Sync {
     /// Where a backend's arguments must lie.
     fn space(&self) -> MemorySpace;
 
-    /// New memory, contents undefined; aligned to 256 bytes at least.
+    /// New memory, aligned to 256 bytes at least. Of the host: zeros, since safe code may read them; of a device:
+    /// whatever the device's memory held.
     ///
     /// # Errors
     /// [`Error::System`] or [`Error::Driver`] with the size that was asked for.

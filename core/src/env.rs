@@ -30,8 +30,10 @@ impl EnvVar {
 }
 
 /// How many threads the CPU backend uses.
-pub const NUM_THREADS: EnvVar =
-    EnvVar { name: "FMHA_NUM_THREADS", meaning: "threads of the CPU backend (default: one a core)" };
+pub const NUM_THREADS: EnvVar = EnvVar {
+    name: "FMHA_NUM_THREADS",
+    meaning: "threads of the CPU backend, at most eight a core (default: one a core)",
+};
 
 /// Which instructions the CPU backend may use.
 pub const CPU_ISA: EnvVar = EnvVar {

@@ -40,6 +40,7 @@ pub mod dtype;
 pub mod env;
 pub mod error;
 pub mod fields;
+pub mod fork;
 pub mod fp8;
 pub mod kv;
 pub mod layout;

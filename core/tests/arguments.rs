@@ -183,6 +183,194 @@ fn gradients_may_interleave_in_one_packed_buffer_but_not_collide() {
     collides(narrow, [200, 4], [8, 8], ["dq", "dv"]);
 }
 
+/// Q, K and V of one buffer: which axes it has from the outermost on, and where K and V begin.
+struct Fused {
+    name: &'static str,
+    /// Of Q's gradient; K's and V's but for the batch axis are the same.
+    strides: Strides,
+    /// Elements from dQ to dK and to dV.
+    places: [usize; 2],
+}
+
+fn fused(dims: Dims) -> [Fused; 5] {
+    let Dims { batch, seqlen_q: s, num_heads_q: hq, num_heads_kv: hkv, head_dim_qk: d, .. } = dims;
+    let [b, s, hq, hkv, d] = [batch, s, hq, hkv, d].map(i64::from);
+    let strides = |batch, seq, head| Strides { batch, seq, head, dim: 1 };
+    let places = |k: i64, v: i64| [k as usize, v as usize];
+    let all = hq + 2 * hkv;
+    [
+        Fused {
+            name: "[b, s, hq + 2 hkv, d]",
+            strides: strides(s * all * d, all * d, d),
+            places: places(hq * d, (hq + hkv) * d),
+        },
+        Fused {
+            name: "[b, hq + 2 hkv, s, d]",
+            strides: strides(s * all * d, d, s * d),
+            places: places(hq * s * d, (hq + hkv) * s * d),
+        },
+        Fused {
+            name: "[s, b, (hq + 2 hkv) d]",
+            strides: strides(all * d, b * all * d, d),
+            places: places(hq * d, (hq + hkv) * d),
+        },
+        // Where there are as many heads of keys as of queries; else of the first ones.
+        Fused {
+            name: "[b, s, h, 3, d]",
+            strides: strides(s * hq * 3 * d, hq * 3 * d, 3 * d),
+            places: places(d, 2 * d),
+        },
+        Fused {
+            name: "[s, b, h, 3 d]",
+            strides: strides(hq * 3 * d, b * hq * 3 * d, 3 * d),
+            places: places(d, 2 * d),
+        },
+    ]
+}
+
+#[test]
+fn gradients_in_any_fused_buffer_are_apart_and_one_element_nearer_collide() {
+    let small = Dims { seqlen_k: 3, ..DIMS };
+    let large = Dims {
+        batch: 7,
+        seqlen_q: 4099,
+        seqlen_k: 4099,
+        num_heads_q: 48,
+        num_heads_kv: 8,
+        head_dim_qk: 128,
+        head_dim_v: 128,
+    };
+    let mha = |dims: Dims| Dims { num_heads_kv: dims.num_heads_q, ..dims };
+    for dims in [small, mha(small), large, mha(large)] {
+        for dtype in [DType::F32, DType::Bf16] {
+            for Fused { name, strides, places } in fused(dims) {
+                let mut problem = BwdProblem::new(FwdProblem::batch(dtype, dims));
+                (problem.dq, problem.dk, problem.dv) = (strides, strides, strides);
+                let problem = problem.validate().unwrap();
+                let check = |[dk, dv]: [usize; 2]| {
+                    let base = 0x1000_0000_0000;
+                    let slice = |elems: usize| output(base + elems * dtype.size_bytes() as usize, 1 << 40);
+                    let read = |nth: usize| input(nth << 40, 1 << 37);
+                    let args = BwdArgs {
+                        q: read(1),
+                        k: read(2),
+                        v: read(3),
+                        o: read(4),
+                        lse: read(5),
+                        dout: read(6),
+                        dq: slice(0),
+                        dk: slice(dk),
+                        dv: slice(dv),
+                        ..bwd_args()
+                    };
+                    check_bwd(&problem, &args, Workspace::NONE, MemorySpace::Host)
+                };
+                assert_eq!(check(places), Ok(()), "{name} {dims:?}");
+                let [dk, dv] = places;
+                for near in [[dk - 1, dv], [dk, dv - 1], [dk, dk + 1]] {
+                    let text = check(near).map_err(|error| error.text).unwrap_err();
+                    assert!(text.contains("overlaps"), "{name} {dims:?} {near:?}: {text}");
+                }
+            }
+        }
+    }
+}
+
+/// [b, s, hq + 2 hkv + hq, d]: what is written lies between what is read.
+#[test]
+fn an_output_may_lie_between_the_rows_of_an_input() {
+    let strides = Strides { batch: 3 * 96, seq: 96, head: 8, dim: 1 };
+    let dims = Dims { seqlen_k: 3, ..DIMS };
+    let problem =
+        FwdProblem { q: strides, k: strides, v: strides, o: strides, ..FwdProblem::batch(DType::F32, dims) };
+    let checked = |o: usize| {
+        let place = |elems: usize| 0x10000 + 4 * elems;
+        let (q, k, v) = (input(place(0), 600), input(place(32), 600), input(place(48), 600));
+        let args = FwdArgs::new(q, k, v, output(place(o), 600));
+        let problem = problem.clone().validate().unwrap();
+        check_fwd(&problem, &args, Workspace::NONE, MemorySpace::Host).map_err(|error| error.text)
+    };
+    assert_eq!(checked(64), Ok(()));
+    assert!(checked(63).unwrap_err().contains("overlaps v "));
+    assert!(checked(65).unwrap_err().contains("overlaps q "));
+}
+
+/// The cache of a server: K and V of a page side by side, both of them written.
+#[test]
+fn an_append_may_write_keys_and_values_that_lie_in_turns() {
+    let paged = KvLayout::Paged { page_size: 4 };
+    let problem = FwdProblem::new(QLayout::Batch, paged, DType::F32, DIMS);
+    let page = Strides { batch: 2 * 4 * 2 * 8, seq: 2 * 8, head: 8, dim: 1 };
+    let append = Some(Append::batch(&problem, 2));
+    let problem = FwdProblem { k: page, v: page, seqused_k: true, append, ..problem };
+    let checked = |v: usize| {
+        let (k, v) = (output(0x20000, 2000), output(0x20000 + 4 * v, 2000));
+        let mut args = FwdArgs::new(input(0x10000, 192), k, v, output(0x40000, 192));
+        args.seq.totals.num_pages = Some(9);
+        args.seq.block_table = Some(BlockTable { pages: input(0x50000, 4), max_pages: 2 });
+        args.seq.seqused_k = Some(input(0x51000, 2));
+        args.cache.k_new = Some(input(0x52000, 64));
+        args.cache.v_new = Some(input(0x53000, 64));
+        let problem = problem.clone().validate().unwrap();
+        check_fwd(&problem, &args, Workspace::NONE, MemorySpace::Host).map_err(|error| error.text)
+    };
+    assert_eq!(checked(64), Ok(()));
+    assert!(checked(63).unwrap_err().contains("overlaps"));
+}
+
+#[test]
+fn what_may_share_a_byte_and_would_take_too_long_to_know_is_refused_in_these_words() {
+    let dims = Dims {
+        batch: 3000,
+        seqlen_q: 3000,
+        seqlen_k: 1,
+        num_heads_q: 1,
+        num_heads_kv: 1,
+        head_dim_qk: 1,
+        head_dim_v: 1,
+    };
+    let problem = FwdProblem {
+        q: Strides { batch: 100_000_000_000_007, seq: 30_000_000_013, head: 0, dim: 1 },
+        o: Strides { batch: 100_000_007_000_043, seq: 30_000_037_001, head: 0, dim: 1 },
+        ..FwdProblem::batch(DType::F32, dims)
+    };
+    let at = |place: usize| input(place << 61, 1 << 59);
+    let args = FwdArgs::new(at(1), at(2), at(3), output((1 << 61) + 4, 1 << 59));
+    let text = refusal(problem, &args);
+    assert!(
+        text.starts_with("o (") && text.contains("lies between the first and the last byte of q ("),
+        "{text}"
+    );
+    assert!(text.ends_with("is not searched out"), "{text}");
+}
+
+/// A tensor of nothing has no byte to share, and may lie anywhere.
+#[test]
+fn a_tensor_of_no_elements_may_lie_inside_another_or_nowhere() {
+    let none = |address: usize| output(address, 0);
+    let problem = FwdProblem::batch(DType::F32, Dims { seqlen_q: 0, ..DIMS });
+    let problem = FwdProblem { write_lse: true, ..problem }.validate().unwrap();
+    for address in [0, 0x20004] {
+        let args = FwdArgs { q: input(address, 0), o: none(address), lse: Some(none(address)), ..args() };
+        assert_eq!(check_fwd(&problem, &args, Workspace::NONE, MemorySpace::Host), Ok(()));
+    }
+    let mut problem = BwdProblem::new(FwdProblem::batch(DType::F32, Dims { seqlen_q: 0, ..DIMS }));
+    problem.has_dlse = true;
+    let problem = problem.validate().unwrap();
+    for address in [0, 0x72004] {
+        let args = BwdArgs {
+            q: input(address, 0),
+            o: input(address, 0),
+            lse: input(address, 0),
+            dout: input(address, 0),
+            dlse: Some(input(address, 0)),
+            dq: none(address),
+            ..bwd_args()
+        };
+        assert_eq!(check_bwd(&problem, &args, Workspace::NONE, MemorySpace::Host), Ok(()));
+    }
+}
+
 /// Rows of packed tensors are not known to a plan, so what depends on them is checked with the tensors.
 #[test]
 fn totals_are_checked_with_the_tensors_that_have_them() {

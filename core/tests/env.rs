@@ -97,11 +97,16 @@ fn compile_in(folder: &Path, variables: &[(&str, &str)]) -> String {
 fn compiled_kernels_are_kept_where_the_variables_say_and_nowhere_if_they_say_none() {
     let folder = tempfile::tempdir().unwrap();
     let inside = |path: &str| folder.path().join(path).display().to_string();
+    for there in ["b", "e", "f"] {
+        fs::create_dir(folder.path().join(there)).unwrap();
+    }
     for (variables, kept) in [
-        (&[("FMHA_CACHE_DIR", inside("a"))][..], "a/kernels"),
+        // What is asked for by name is made.
+        (&[("FMHA_CACHE_DIR", inside("a/a"))][..], "a/a/kernels"),
         (&[("XDG_CACHE_HOME", inside("b")), ("HOME", inside("c"))], "b/fmha/kernels"),
         // The specification has a path that is not absolute ignored.
         (&[("XDG_CACHE_HOME", "d".to_owned()), ("HOME", inside("e"))], "e/.cache/fmha/kernels"),
+        (&[("XDG_CACHE_HOME", inside("f/g")), ("HOME", inside("f"))], "f/g/fmha/kernels"),
     ] {
         let variables: Vec<_> = variables.iter().map(|(name, value)| (*name, value.as_str())).collect();
         let text = compile_in(folder.path(), &variables);
@@ -113,6 +118,27 @@ fn compiled_kernels_are_kept_where_the_variables_say_and_nowhere_if_they_say_non
     let text = compile_in(none.path(), &[("FMHA_CACHE_DIR", "none"), ("HOME", &inside("e"))]);
     assert!(text.contains("compiled by made 1, not kept: FMHA_CACHE_DIR is none;"), "{text}");
     assert!(!none.path().join("none").exists());
+}
+
+/// As root anything can be made: `HOME=/nonexistent` is what accounts of services have.
+#[test]
+fn a_home_that_is_not_there_is_not_made() {
+    let folder = tempfile::tempdir().unwrap();
+    let inside = |path: &str| folder.path().join(path).display().to_string();
+    fs::create_dir(folder.path().join("home")).unwrap();
+    fs::write(folder.path().join("file"), "").unwrap();
+    for variables in [
+        &[("HOME", inside("nonexistent/x"))][..],
+        &[("HOME", inside("file"))],
+        &[("XDG_CACHE_HOME", inside("nonexistent")), ("HOME", inside("home"))],
+        &[("XDG_CACHE_HOME", inside("nonexistent")), ("HOME", inside("nonexistent"))],
+        &[],
+    ] {
+        let variables: Vec<_> = variables.iter().map(|(name, value)| (*name, value.as_str())).collect();
+        let text = compile_in(folder.path(), &variables);
+        assert!(text.contains("compiled by made 1, not kept: FMHA_CACHE_DIR is not set, and of"), "{text}");
+        assert!(!folder.path().join("nonexistent").exists() && !folder.path().join("home/.cache").exists());
+    }
 }
 
 #[test]

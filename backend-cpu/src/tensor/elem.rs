@@ -1,25 +1,25 @@
 //! Types of elements, settled before the loops over them.
 
-use std::sync::LazyLock;
-
 use fmha_core::DType;
 use fmha_core::fp8::{E4m3Fn, E4m3Fnuz, E5m2, E5m2Fnuz};
 use half::{bf16, f16};
+use once_cell::race::OnceBox;
 
 use crate::simd::Simd;
 
 /// The value of every FP8 byte.
 pub(crate) fn fp8_table(dtype: DType) -> &'static [f32; 256] {
-    type Table = LazyLock<[f32; 256]>;
-    static E4M3FN: Table = LazyLock::new(|| std::array::from_fn(|b| E4m3Fn::from_bits(b as u8).to_f32()));
-    static E5M2: Table = LazyLock::new(|| std::array::from_fn(|b| E5m2::from_bits(b as u8).to_f32()));
-    static E4M3FNUZ: Table = LazyLock::new(|| std::array::from_fn(|b| E4m3Fnuz::from_bits(b as u8).to_f32()));
-    static E5M2FNUZ: Table = LazyLock::new(|| std::array::from_fn(|b| E5m2Fnuz::from_bits(b as u8).to_f32()));
+    /// Made without a lock, which a fork at that moment would leave locked.
+    type Table = OnceBox<[f32; 256]>;
+    static TABLES: [Table; 4] = [const { OnceBox::new() }; 4];
+    let of = |at: usize, value: fn(u8) -> f32| {
+        TABLES[at].get_or_init(|| Box::new(std::array::from_fn(|b| value(b as u8))))
+    };
     match dtype {
-        DType::E5m2 => &E5M2,
-        DType::E4m3Fnuz => &E4M3FNUZ,
-        DType::E5m2Fnuz => &E5M2FNUZ,
-        _ => &E4M3FN,
+        DType::E5m2 => of(0, |bits| E5m2::from_bits(bits).to_f32()),
+        DType::E4m3Fnuz => of(1, |bits| E4m3Fnuz::from_bits(bits).to_f32()),
+        DType::E5m2Fnuz => of(2, |bits| E5m2Fnuz::from_bits(bits).to_f32()),
+        _ => of(3, |bits| E4m3Fn::from_bits(bits).to_f32()),
     }
 }
 

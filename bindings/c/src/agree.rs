@@ -108,9 +108,22 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
     if p_drop.to_bits() != planned.p_drop.to_bits() {
         return Err(differs("p_drop", p_drop, &planned.p_drop).into());
     }
-    presence!(planned, lse, keep_mask, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table);
+    presence!(planned, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k);
     presence!(planned, alibi_slopes, sink, descale_q, descale_k, descale_v, scale_o);
-    presence("bias.data", bias.data, planned.bias.data)?;
+    // What has no elements may be null, and not null, in any run.
+    let (no_rows, no_scores) = (host::has_no_rows(given), host::has_no_scores(given));
+    // Gradients always take LSE, whatever a plan of no rows had.
+    if !no_rows && given.gradients.is_null() {
+        presence!(planned, lse);
+    }
+    if !no_scores {
+        presence!(planned, keep_mask);
+        presence("bias.data", bias.data, planned.bias.data)?;
+    }
+    // With pages `totals` asks for the table, unless it has no entries.
+    if *page_size == 0 {
+        presence!(planned, page_table);
+    }
     lattice!(planned, q, k, v, o, bias);
     // SAFETY: passed on.
     let (softmax_scale, softcap, gradients, cache) = unsafe {
@@ -127,8 +140,10 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
     }
     optional("softmax_scale", softmax_scale.copied(), pointed.softmax_scale)?;
     optional("softcap", softcap.copied(), pointed.softcap)?;
-    both("gradients", gradients, pointed.gradients.as_ref(), self::gradients)?;
-    both("cache", cache, pointed.cache.as_ref(), self::cache)
+    both("gradients", gradients, pointed.gradients.as_ref(), |planned, given| {
+        self::gradients(planned, given, no_rows, no_scores)
+    })?;
+    both("cache", cache, pointed.cache.as_ref(), |planned, given| self::cache(planned, given, no_rows))
 }
 
 /// Two numbers of host memory, which are there or not alike.
@@ -147,7 +162,7 @@ fn both<T>(
     field: &'static str,
     given: Option<&T>,
     planned: Option<&T>,
-    agree: fn(&T, &T) -> Result<()>,
+    agree: impl FnOnce(&T, &T) -> Result<()>,
 ) -> Result<()> {
     match (given, planned) {
         (None, None) => Ok(()),
@@ -159,7 +174,7 @@ fn both<T>(
     }
 }
 
-fn cache(planned: &FmhaCache, given: &FmhaCache) -> Result<()> {
+fn cache(planned: &FmhaCache, given: &FmhaCache, no_rows: bool) -> Result<()> {
     let FmhaCache {
         struct_bytes,
         seqlen_new,
@@ -180,18 +195,34 @@ fn cache(planned: &FmhaCache, given: &FmhaCache) -> Result<()> {
     } = given;
     number!(planned, struct_bytes, seqlen_new, max_pos);
     number!(planned, rotary_dim, rotary_interleaved, dtype_rotary, dtype_cache, v_in_k, reserved);
-    presence("k_new.data", k_new.data, planned.k_new.data)?;
-    presence("v_new.data", v_new.data, planned.v_new.data)?;
-    presence!(planned, cu_seqlens_new, rotary_cos, rotary_sin, tree_mask);
+    presence!(planned, cu_seqlens_new);
+    // Packed, there may be no new rows in one run and some in another: whoever makes the slices asks for them.
+    if cu_seqlens_new.is_null() {
+        presence("k_new.data", k_new.data, planned.k_new.data)?;
+    }
+    if cu_seqlens_new.is_null() || *v_in_k != 0 {
+        presence("v_new.data", v_new.data, planned.v_new.data)?;
+    }
+    if *max_pos != 0 {
+        presence!(planned, rotary_cos, rotary_sin);
+    }
+    if !no_rows {
+        presence!(planned, tree_mask);
+    }
     lattice!(planned, k_new, v_new);
     Ok(())
 }
 
-fn gradients(planned: &FmhaGradients, given: &FmhaGradients) -> Result<()> {
+fn gradients(planned: &FmhaGradients, given: &FmhaGradients, no_rows: bool, no_scores: bool) -> Result<()> {
     let FmhaGradients { struct_bytes, dout, dq, dk, dv, dbias, dlse, dsink, dtype_grad, dtype_dbias } = given;
     number!(planned, struct_bytes, dtype_grad, dtype_dbias);
-    presence!(planned, dlse, dsink);
-    presence("dbias.data", dbias.data, planned.dbias.data)?;
+    presence!(planned, dsink);
+    if !no_rows {
+        presence!(planned, dlse);
+    }
+    if !no_scores {
+        presence("dbias.data", dbias.data, planned.dbias.data)?;
+    }
     lattice!(planned, dout, dq, dk, dv, dbias);
     Ok(())
 }
@@ -218,7 +249,9 @@ pub(crate) fn combine(
         dtype_o,
     } = given;
     number!(planned, struct_bytes, num_parts, batch, seqlen_q, num_heads_q, head_dim_v, dtype_part, dtype_o);
-    presence!(planned, lse);
+    if *seqlen_q != 0 {
+        presence!(planned, lse);
+    }
     lattice!(planned, o);
     strides("parts[0].o", &first.o, &planned_part.o, "the plan's")
 }

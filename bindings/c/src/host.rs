@@ -113,11 +113,14 @@ impl Pointed {
     /// The backward problem of a call with `gradients`.
     pub(crate) fn backward(&self, call: &FmhaCall, gradients: &FmhaGradients) -> Result<BwdProblem> {
         let fwd = self.forward(call)?;
-        if call.lse.is_null() {
+        if call.lse.is_null() && !has_no_rows(call) {
             return Err(ProblemError::new("lse", "lse is null (0), but gradients are wanted of it").into());
         }
-        let dbias = if gradients.dbias.data.is_null() {
-            none_of("dtype_dbias", gradients.dtype_dbias, "dbias.data")?;
+        let no_bias = call.bias.data.is_null() && has_no_scores(call);
+        let dbias = if gradients.dbias.data.is_null() || no_bias {
+            if !has_no_scores(call) {
+                none_of("dtype_dbias", gradients.dtype_dbias, "dbias.data")?;
+            }
             None
         } else {
             let dtype = dtype("dtype_dbias", gradients.dtype_dbias)?;
@@ -212,7 +215,7 @@ fn rotary(cache: &FmhaCache) -> Result<Option<Rotary>, ProblemError> {
         return Ok(None);
     }
     for (field, pointer) in [("rotary_cos", cache.rotary_cos), ("rotary_sin", cache.rotary_sin)] {
-        if pointer.is_null() {
+        if pointer.is_null() && max_pos > 0 {
             return Err(ProblemError::new(field, format!("{field} is null (0), but rotary_dim is {dim}")));
         }
     }
@@ -235,7 +238,7 @@ pub(crate) unsafe fn parts(call: &FmhaCombine) -> Result<&[FmhaPartial]> {
     let parts = unsafe { std::slice::from_raw_parts(call.parts, num_parts as usize) };
     for (i, part) in parts.iter().enumerate() {
         crate::agree::strides(format_args!("parts[{i}].o"), &part.o, &parts[0].o, "that of parts[0].o")?;
-        if part.lse.is_null() {
+        if part.lse.is_null() && call.seqlen_q != 0 {
             return Err(ProblemError::new("parts", format!("parts[{i}].lse is null (0)")).into());
         }
     }
@@ -343,7 +346,10 @@ fn layouts(call: &FmhaCall) -> Result<(QLayout, KvLayout), ProblemError> {
             return Err(ProblemError::new("cu_seqlens_k", text));
         }
     };
-    if call.page_table.is_null() != (page_size == 0) {
+    // A table of no entries may be null.
+    let may_be_null = page_size == 0 || call.max_pages == 0;
+    let (is_null, paged) = (call.page_table.is_null(), page_size != 0);
+    if is_null && !may_be_null || !is_null && !paged {
         let is = if call.page_table.is_null() { "null" } else { "given" };
         let text = format!("page_table is {is}, but page_size is {page_size}");
         return Err(ProblemError::new("page_table", text));
@@ -382,6 +388,16 @@ fn given_totals(call: &FmhaCall, cache: Option<&FmhaCache>) -> Result<Totals, Pr
     })
 }
 
+/// Whether no sequence has a query: LSE and its gradient then have no elements, and null is their address.
+pub(crate) fn has_no_rows(call: &FmhaCall) -> bool {
+    0 == if call.cu_seqlens_q.is_null() { call.seqlen_q } else { call.total_q }
+}
+
+/// Whether no query has a key: the bias, its gradient and the keep mask then have no elements.
+pub(crate) fn has_no_scores(call: &FmhaCall) -> bool {
+    call.seqlen_q == 0 || call.seqlen_k == 0
+}
+
 /// Strides of 0 over batch, or over batch and head, are a bias that is shared.
 fn bias(call: &FmhaCall) -> Result<Bias, ProblemError> {
     let per_batch = flag("alibi_per_batch", call.alibi_per_batch)?;
@@ -390,7 +406,8 @@ fn bias(call: &FmhaCall) -> Result<Bias, ProblemError> {
         let text = "alibi_per_batch 1 goes with alibi_slopes, which is null";
         return Err(ProblemError::new("alibi_per_batch", text));
     }
-    if !elementwise {
+    // Of no elements a bias may be null whatever its type, and adds to no score.
+    if !elementwise && !has_no_scores(call) {
         none_of("dtype_bias", call.dtype_bias, "bias.data")?;
     }
     match (elementwise, alibi) {

@@ -15,6 +15,7 @@ use std::ffi::{CString, c_char, c_int};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use fmha::core::fork::PerProcess;
 use fmha::{Backend, Error, FmhaBackend, ProblemError, Result};
 
 use host::Choice;
@@ -23,9 +24,10 @@ pub use structs::*;
 
 /// A backend is opened once: its kernels stay loaded from plan to plan.
 fn open(choice: Option<&Backend>) -> Result<Arc<dyn FmhaBackend>> {
-    static OPEN: Mutex<Vec<(Backend, Arc<dyn FmhaBackend>)>> = Mutex::new(Vec::new());
+    type Open = Mutex<Vec<(Backend, Arc<dyn FmhaBackend>)>>;
+    static OPEN: PerProcess<Open> = PerProcess::of_first(Mutex::new(Vec::new()));
     let choice = choice.unwrap_or(&Backend::CUDA);
-    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut open = OPEN.get(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((_, backend)) = open.iter().find(|(name, _)| name == choice) {
         return Ok(Arc::clone(backend));
     }

@@ -131,8 +131,9 @@ impl FmhaPlan {
             if let Some(cache) = cache {
                 args.cache = memory.cache(problem, cache, totals)?;
             }
-            args.lse = memory.optional_mut(call.lse.cast(), extents.lse_elems * 4);
-            args.keep_mask = memory.optional_mut(call.keep_mask, problem.keep_mask_bytes());
+            args.lse = memory.write_if(problem.write_lse, call.lse.cast(), extents.lse_elems * 4);
+            args.keep_mask =
+                memory.write_if(problem.write_keep_mask, call.keep_mask, problem.keep_mask_bytes());
             args.scale_o = memory.optional(call.scale_o.cast(), 4);
             args.seq = memory.seq(problem, call, cache, totals);
             args.score = memory.score(problem, call)?;
@@ -168,12 +169,15 @@ impl FmhaPlan {
             CombineArgs {
                 parts: &inputs,
                 o: memory.output("o", &call.o, problem.shape(), problem.dtype_o)?,
-                lse: memory.optional_mut(call.lse.cast(), lse_bytes),
+                lse: memory.write_if(problem.write_lse, call.lse.cast(), lse_bytes),
             }
         };
         self.backend.run_combine(plan, &mut args, Stream(call.stream as u64))
     }
 }
+
+/// Where a tensor of no elements lies whose pointer is null: no kernel is chosen by its alignment.
+const NOWHERE: *const u8 = std::ptr::without_provenance(256);
 
 fn wrong_kind(function: &str, planned: &str, instead: &str) -> Result<()> {
     let text = format!("plan: {function} was given 1 plan of {planned}, which {instead} runs");
@@ -228,6 +232,9 @@ impl Memory {
         let totals = host::totals(call, None)?;
         let extents = fwd.extents(totals);
         let lse_bytes = extents.lse_elems * 4;
+        if call.lse.is_null() && lse_bytes > 0 {
+            return Err(ProblemError::new("lse", "lse is null (0), but gradients are wanted of it").into());
+        }
         // SAFETY: passed on, here and below.
         unsafe {
             let grad = |name, tensor, shape| self.output(name, tensor, shape, problem.dtype_grad);
@@ -245,12 +252,16 @@ impl Memory {
                 o: self.input("o", &call.o, extents.o, fwd.dtype_o)?,
                 lse: self.read(call.lse.cast(), lse_bytes),
                 dout: self.input("dout", &gradients.dout, extents.o, fwd.dtype_o)?,
-                dlse: self.optional(gradients.dlse.cast(), lse_bytes),
+                dlse: self.read_if(problem.has_dlse, gradients.dlse.cast(), lse_bytes),
                 dq: grad("dq", &gradients.dq, extents.q)?,
                 dk: grad("dk", &gradients.dk, extents.k)?,
                 dv: grad("dv", &gradients.dv, extents.v)?,
                 dbias,
-                dsink: self.optional_mut(gradients.dsink.cast(), u64::from(fwd.dims.num_heads_q) * 4),
+                dsink: self.write_if(
+                    problem.write_dsink,
+                    gradients.dsink.cast(),
+                    u64::from(fwd.dims.num_heads_q) * 4,
+                ),
                 seq: self.seq(fwd, call, None, totals),
                 score: self.score(fwd, call)?,
                 workspace: workspace.map(|buffer| self.write(buffer.as_ptr(), buffer.bytes())),
@@ -278,13 +289,13 @@ impl Memory {
             }
             if let Some(rotary) = &problem.rotary {
                 let bytes = rotary.table_elems() * rotary.dtype.size_bytes();
-                args.cos = self.optional(cache.rotary_cos.cast(), bytes);
-                args.sin = self.optional(cache.rotary_sin.cast(), bytes);
+                args.cos = self.read_if(true, cache.rotary_cos.cast(), bytes);
+                args.sin = self.read_if(true, cache.rotary_sin.cast(), bytes);
             }
             let dims = problem.dims;
             let rows = totals.total_q.map_or(u64::from(dims.batch) * u64::from(dims.seqlen_q), u64::from);
             let bytes = rows.saturating_mul(u64::from(problem.tree_mask_words()) * 4);
-            args.tree_mask = self.optional(cache.tree_mask.cast(), bytes);
+            args.tree_mask = self.read_if(problem.tree_mask, cache.tree_mask.cast(), bytes);
         }
         Ok(args)
     }
@@ -308,7 +319,7 @@ impl Memory {
             SeqArgs {
                 totals,
                 block_table: self
-                    .optional(call.page_table.cast(), entries.saturating_mul(4))
+                    .read_if(problem.kv_layout.is_paged(), call.page_table.cast(), entries.saturating_mul(4))
                     .map(|pages| BlockTable { pages, max_pages }),
                 cu_seqlens_q: self.optional(call.cu_seqlens_q.cast(), used + 4),
                 cu_seqlens_k: self.optional(call.cu_seqlens_k.cast(), used + 4),
@@ -386,16 +397,22 @@ impl Memory {
 
     /// # Safety
     /// As [`FmhaPlan::run`].
-    unsafe fn optional_mut<'a>(self, pointer: *mut u8, bytes: u64) -> Option<DevSliceMut<'a>> {
-        // SAFETY: passed on.
-        (!pointer.is_null()).then(|| unsafe { self.write(pointer, bytes) })
+    unsafe fn read_if<'a>(self, wanted: bool, pointer: *const u8, bytes: u64) -> Option<DevSlice<'a>> {
+        // SAFETY: passed on. Null is of no bytes: any other is not as the plan has it.
+        wanted.then(|| unsafe { self.read(pointer, bytes) })
+    }
+
+    /// # Safety
+    /// As [`FmhaPlan::run`].
+    unsafe fn write_if<'a>(self, wanted: bool, pointer: *mut u8, bytes: u64) -> Option<DevSliceMut<'a>> {
+        // SAFETY: as above.
+        wanted.then(|| unsafe { self.write(pointer, bytes) })
     }
 
     /// # Safety
     /// As [`FmhaPlan::run`].
     unsafe fn read<'a>(self, pointer: *const u8, bytes: u64) -> DevSlice<'a> {
-        // A tensor of nothing may be null in C, and may not in Rust.
-        let pointer = if pointer.is_null() { std::ptr::dangling() } else { pointer };
+        let pointer = if pointer.is_null() { NOWHERE } else { pointer };
         // SAFETY: passed on.
         unsafe { DevSlice::from_raw(self.0, pointer, bytes) }
     }
@@ -403,7 +420,7 @@ impl Memory {
     /// # Safety
     /// As [`FmhaPlan::run`].
     unsafe fn write<'a>(self, pointer: *mut u8, bytes: u64) -> DevSliceMut<'a> {
-        let pointer = if pointer.is_null() { std::ptr::dangling_mut() } else { pointer };
+        let pointer = if pointer.is_null() { NOWHERE.cast_mut() } else { pointer };
         // SAFETY: passed on.
         unsafe { DevSliceMut::from_raw(self.0, pointer, bytes) }
     }

@@ -11,8 +11,8 @@ use proptest::prelude::*;
 
 use crate::host::Choice;
 use crate::{
-    FMHA_F16, FMHA_F32, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaPlan, FmhaTensor, fmha_drop,
-    fmha_last_error, fmha_plan, fmha_run, guard,
+    FMHA_F16, FMHA_F32, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaPartial, FmhaPlan,
+    FmhaTensor, fmha_drop, fmha_last_error, fmha_plan, fmha_run, guard,
 };
 
 const NONE: FmhaTensor =
@@ -441,6 +441,129 @@ proptest! {
         }
         // SAFETY: null or from `fmha_plan`.
         unsafe { fmha_drop(made) };
+    }
+}
+
+/// Frameworks give null as the address of a tensor without elements.
+#[test]
+fn a_packed_call_without_queries_takes_null_for_what_has_no_elements_and_for_nothing_else() {
+    let (q, k, v) = (numbers(1, 2 * ROWS), numbers(77, 2 * ROWS), numbers(300, 2 * ROWS));
+    let (mut o, mut lse) = (vec![0u16; q.len()], vec![0f32; HEADS * 2 * ROWS]);
+    let cu = [0, ROWS as i32, 2 * ROWS as i32];
+    let none = [0i32; 3];
+    let planned = FmhaCall { lse: lse.as_mut_ptr(), ..call(&q, &k, &v, &mut o, 2, &cu) };
+    let plan = plan(&planned).unwrap();
+    let nothing = FmhaTensor { data: null_mut(), ..planned.q };
+    let empty = FmhaCall {
+        total_q: 0,
+        cu_seqlens_q: none.as_ptr(),
+        q: nothing,
+        o: nothing,
+        lse: null_mut(),
+        ..planned
+    };
+    // SAFETY: as in `plan`; of 0 elements nothing is read or written.
+    unsafe {
+        plan.run(&empty).unwrap();
+        plan.run(&planned).unwrap();
+        let text = plan.run(&FmhaCall { lse: null_mut(), ..planned }).unwrap_err().to_string();
+        assert!(text.contains("lse is null (0), but the plan has it"), "{text}");
+        let text = plan.run(&FmhaCall { q: nothing, ..planned }).unwrap_err().to_string();
+        assert!(text.contains("q.data is null, but"), "{text}");
+    }
+    assert!(o.iter().all(|&x| x != 0) && lse.iter().all(|&x| x != 0.0));
+}
+
+#[test]
+fn gradients_and_bias_of_no_queries_may_be_null_and_the_gradients_of_keys_are_zero() {
+    let (k, v) = (numbers(77, ROWS), numbers(300, ROWS));
+    let (mut dk, mut dv) = (vec![0x7e01u16; k.len()], vec![0x7e01u16; k.len()]);
+    let base = call(&[], &k, &v, &mut [], 1, &[]);
+    let nothing = FmhaTensor { data: null_mut(), ..base.q };
+    let written = |data: &mut Vec<u16>| FmhaTensor { data: data.as_mut_ptr().cast(), ..base.k };
+    let bias = FmhaTensor { batch_stride: 0, seqlen_stride: ROWS as i64, head_stride: 0, dim_stride: 1, ..NONE };
+    let gradients = FmhaGradients {
+        struct_bytes: size_of::<FmhaGradients>() as u64,
+        dout: nothing,
+        dq: nothing,
+        dk: written(&mut dk),
+        dv: written(&mut dv),
+        dbias: bias,
+        dlse: null(),
+        dsink: null_mut(),
+        dtype_grad: FMHA_F16,
+        dtype_dbias: FMHA_F32,
+    };
+    let forward = FmhaCall { seqlen_q: 0, q: nothing, o: nothing, bias, dtype_bias: FMHA_F32, ..base };
+    let backward = FmhaCall { gradients: &raw const gradients, ..forward };
+    run_on_cpu(&forward);
+    run_on_cpu(&backward);
+    assert!(dk.iter().chain(&dv).all(|&bits| bits == 0));
+    // With queries the same nulls are refused.
+    let text = plan(&FmhaCall { seqlen_q: ROWS as i64, ..backward }).map(|_| ()).unwrap_err().to_string();
+    assert!(text.contains("dtype_bias 6 goes with bias.data, which is null"), "{text}");
+}
+
+#[test]
+fn gradients_planned_without_rows_take_lse_when_there_are_some() {
+    let (q, k, v) = (numbers(1, ROWS), numbers(77, ROWS), numbers(300, ROWS));
+    let (mut o, mut lse) = (vec![0u16; q.len()], vec![0f32; HEADS * ROWS]);
+    let mut grads = vec![vec![0u16; q.len()]; 3];
+    let (cu, none) = ([0, ROWS as i32], [0i32; 2]);
+    let forward = FmhaCall { lse: lse.as_mut_ptr(), ..call(&q, &k, &v, &mut o, 1, &cu) };
+    run_on_cpu(&forward);
+    let tensors: Vec<FmhaTensor> =
+        grads.iter_mut().map(|data| FmhaTensor { data: data.as_mut_ptr().cast(), ..forward.q }).collect();
+    let gradients = FmhaGradients {
+        struct_bytes: size_of::<FmhaGradients>() as u64,
+        dout: forward.q,
+        dq: tensors[0],
+        dk: tensors[1],
+        dv: tensors[2],
+        dbias: NONE,
+        dlse: null(),
+        dsink: null_mut(),
+        dtype_grad: FMHA_F16,
+        dtype_dbias: 0,
+    };
+    let backward = FmhaCall { gradients: &raw const gradients, ..forward };
+    let empty = FmhaCall { total_q: 0, cu_seqlens_q: none.as_ptr(), lse: null_mut(), ..backward };
+    let plan = plan(&empty).unwrap();
+    // SAFETY: as in `plan`.
+    unsafe {
+        plan.run(&empty).unwrap();
+        plan.run(&backward).unwrap();
+        let text = plan.run(&FmhaCall { lse: null_mut(), ..backward }).unwrap_err().to_string();
+        assert!(text.contains("lse is null (0), but gradients are wanted of it"), "{text}");
+    }
+    assert!(grads[2].iter().any(|&bits| bits != 0));
+}
+
+#[test]
+fn parts_of_no_rows_may_be_null() {
+    let rows = FmhaTensor { data: null_mut(), ..call(&[], &[], &[], &mut [], 1, &[]).q };
+    let parts = [FmhaPartial { o: rows, lse: null() }; 3];
+    let combine = FmhaCombine {
+        struct_bytes: size_of::<FmhaCombine>() as u64,
+        num_parts: 3,
+        batch: 1,
+        seqlen_q: 0,
+        num_heads_q: HEADS as i64,
+        head_dim_v: DIM as i64,
+        parts: parts.as_ptr(),
+        o: rows,
+        lse: null_mut(),
+        stream: null_mut(),
+        dtype_part: FMHA_F16,
+        dtype_o: FMHA_F16,
+    };
+    // SAFETY: of 0 elements nothing is read or written.
+    unsafe {
+        let plan = FmhaPlan::combine(&cpu(), &combine, &Choice::default()).unwrap();
+        plan.run_combine(&combine).unwrap();
+        let text = FmhaPlan::combine(&cpu(), &FmhaCombine { seqlen_q: 1, ..combine }, &Choice::default());
+        let text = text.map(|_| ()).unwrap_err().to_string();
+        assert!(text.contains("parts[0].lse is null (0)"), "{text}");
     }
 }
 

@@ -2,6 +2,7 @@
 
 use smallvec::SmallVec;
 
+use super::overlap::{Lattice, Meeting};
 use super::{
     BwdArgs, CacheArgs, CacheSlice, CombineArgs, DevSlice, DevSliceMut, FwdArgs, MemorySpace, ScoreArgs,
     SeqArgs,
@@ -398,21 +399,15 @@ impl Operands {
         ProblemError::new(name, text)
     }
 
-    /// No output shares a byte with another operand, except tensors that interleave.
+    /// No output shares a byte with another operand: slices of one buffer may lie between each other's rows.
     fn disjoint(&self) -> Result<(), ProblemError> {
         for (index, output) in self.all.iter().enumerate().filter(|(_, operand)| operand.access.writes) {
             for (other_index, other) in self.all.iter().enumerate() {
-                if index == other_index || !output.overlaps(other) || output.interleaves(other) {
-                    continue;
+                // Two outputs are compared once.
+                let is_pair = other_index > index || other_index < index && !other.access.writes;
+                if is_pair && output.spans_meet(other) {
+                    output.apart_from(other)?;
                 }
-                let (a, b) = (output.access.address, other.access.address);
-                return Err(ProblemError::new(
-                    output.name,
-                    format!(
-                        "{} ({} bytes at {a:#x}) overlaps {} ({} bytes at {b:#x})",
-                        output.name, output.touched, other.name, other.touched
-                    ),
-                ));
             }
         }
         Ok(())
@@ -420,42 +415,41 @@ impl Operands {
 }
 
 impl Operand {
-    fn overlaps(&self, other: &Operand) -> bool {
+    /// Whether a byte of either lies between the other's first and last.
+    #[inline]
+    fn spans_meet(&self, other: &Operand) -> bool {
         let (a, b) = (self.access.address as u128, other.access.address as u128);
-        a < b + u128::from(other.touched) && b < a + u128::from(self.touched)
+        a < b + u128::from(other.touched)
+            && b < a + u128::from(self.touched)
+            && self.touched > 0
+            && other.touched > 0
     }
 
-    /// Whether two tensors of the same strides, such as dQ, dK and dV of one packed b·s·3·h·d
-    /// buffer, are slices along an axis that neither has.
-    fn interleaves(&self, other: &Operand) -> bool {
-        let (Some((strides, shape, dtype)), Some((other_strides, other_shape, other_dtype))) =
-            (self.lattice, other.lattice)
-        else {
-            return false;
-        };
-        let size = dtype.size_bytes() as usize;
-        let apart = self.access.address.abs_diff(other.access.address);
-        if dtype != other_dtype || !apart.is_multiple_of(size) || shape.batch != other_shape.batch {
-            return false;
+    fn lattice(&self) -> Lattice {
+        match self.lattice {
+            Some((strides, shape, dtype)) => Lattice::strided(self.access.address, strides, shape, dtype),
+            None => Lattice::dense(self.access.address, self.touched),
         }
-        let same = |a: i64, b: i64, extent: u32, other: u32| a == b || extent <= 1 && other <= 1;
-        let aligned = same(strides.batch, other_strides.batch, shape.batch, other_shape.batch)
-            && same(strides.seq, other_strides.seq, shape.seq, other_shape.seq)
-            && same(strides.head, other_strides.head, shape.head, other_shape.head)
-            && same(strides.dim, other_strides.dim, shape.dim, other_shape.dim);
-        // Rows and heads as one axis pair of the larger extents; batch stays; the slices are two
-        // along a fourth axis. `Strides` has four axes, so the innermost of stride 1 joins the head
-        // axis: heads are contiguous or the rule says no.
-        let dim = shape.dim.max(other_shape.dim);
-        let heads = shape.head.max(other_shape.head);
-        let dense_heads = heads <= 1 || strides.head == i64::from(dim);
-        let joined = Shape {
-            batch: shape.batch,
-            seq: shape.seq.max(other_shape.seq),
-            head: 2,
-            dim: heads.saturating_mul(dim),
+    }
+
+    /// Refuses an operand that shares a byte with this output.
+    #[cold]
+    fn apart_from(&self, other: &Operand) -> Result<(), ProblemError> {
+        let (verb, why) = match self.lattice().meets(&other.lattice()) {
+            Meeting::Apart => return Ok(()),
+            Meeting::Shared => ("overlaps", ""),
+            Meeting::Undecided => (
+                "lies between the first and the last byte of",
+                ": with strides that have so little in common, whether they share a byte is not searched out",
+            ),
         };
-        let slices = Strides { head: (apart / size) as i64, ..strides };
-        aligned && dense_heads && slices.is_injective(joined)
+        let (a, b) = (self.access.address, other.access.address);
+        Err(ProblemError::new(
+            self.name,
+            format!(
+                "{} ({} bytes at {a:#x}) {verb} {} ({} bytes at {b:#x}){why}",
+                self.name, self.touched, other.name, other.touched
+            ),
+        ))
     }
 }

@@ -2,6 +2,7 @@
 
 mod cache;
 mod check;
+mod overlap;
 
 use std::marker::PhantomData;
 
@@ -58,7 +59,7 @@ impl<'a> DevSlice<'a> {
         Self { space: MemorySpace::Host, ptr: bytes.as_ptr(), bytes: bytes.len() as u64, memory: PhantomData }
     }
 
-    /// Memory of any kind.
+    /// Memory of any kind; of 0 bytes, at any address, null among them.
     ///
     /// # Safety
     /// `ptr .. ptr + bytes` is readable memory of `space` that lives, and is not written by others,
@@ -89,9 +90,13 @@ impl<'a> DevSlice<'a> {
     /// The bytes, if they are in host memory.
     #[must_use]
     pub fn as_host(&self) -> Option<&'a [u8]> {
+        if self.space != MemorySpace::Host {
+            return None;
+        }
+        // The address of nothing may be null, which a slice's may not.
+        let ptr = if self.bytes == 0 { std::ptr::dangling() } else { self.ptr };
         // SAFETY: `from_raw` or `host` promised readable host memory for 'a.
-        (self.space == MemorySpace::Host)
-            .then(|| unsafe { std::slice::from_raw_parts(self.ptr, self.bytes as usize) })
+        Some(unsafe { std::slice::from_raw_parts(ptr, self.bytes as usize) })
     }
 }
 
@@ -108,7 +113,7 @@ impl<'a> DevSliceMut<'a> {
         }
     }
 
-    /// Memory of any kind.
+    /// Memory of any kind; of 0 bytes, at any address, null among them.
     ///
     /// # Safety
     /// `ptr .. ptr + bytes` is writable memory of `space` that lives, and is not touched by others,

@@ -1,13 +1,14 @@
 //! The disk cache: a folder of bundles of one kernel each. Safe with any number of processes at once:
 //! a file appears whole by being renamed, and one that is not whole is not taken.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use super::bundle::{Bundle, UNFINISHED, write_whole};
+use super::lock::{FileLock, Locked, Patience, lock};
 use super::{CompiledKernel, KernelName};
 use crate::env;
 use crate::error::Result;
@@ -19,7 +20,8 @@ const LIMIT_BYTES: u64 = 1 << 30;
 const ORPHANED_AFTER: Duration = Duration::from_secs(600);
 
 /// `FMHA_CACHE_DIR`, else `fmha` in the user's cache folder as the XDG Base Directory Specification
-/// (0.8) has it; none if the variable says `none`, or where there is no home.
+/// (0.8) has it; none if the variable says `none`, or where there is no home: a home is never made, and a cache folder
+/// only beneath one, so that a process of root leaves nothing where a variable is wrong.
 pub(super) fn folder() -> Result<Option<PathBuf>> {
     Ok(match env::CACHE_DIR.get()? {
         Some(none) if none == "none" => None,
@@ -28,31 +30,48 @@ pub(super) fn folder() -> Result<Option<PathBuf>> {
             let absolute = |variable| {
                 std::env::var_os(variable).map(PathBuf::from).filter(|folder: &PathBuf| folder.is_absolute())
             };
-            let cache = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")));
+            let home = absolute("HOME").filter(|home| home.is_dir());
+            let beneath_home = |folder: &Path| home.as_ref().is_some_and(|home| folder.starts_with(home));
+            let cache = match absolute("XDG_CACHE_HOME") {
+                Some(cache) => Some(cache).filter(|cache| cache.is_dir() || beneath_home(cache)),
+                None => home.map(|home| home.join(".cache")),
+            };
             cache.map(|cache| cache.join("fmha"))
         }
     })
+}
+
+/// Why there is no [`folder`].
+pub(super) fn why_no_folder() -> String {
+    let name = env::CACHE_DIR.name;
+    match (env::CACHE_DIR.get(), folder()) {
+        (Ok(None), Ok(None)) => {
+            format!("{name} is not set, and of XDG_CACHE_HOME and HOME 0 are folders that are there")
+        }
+        _ => format!("{name} is none"),
+    }
 }
 
 #[derive(Clone, Debug)]
 pub(super) struct Disk {
     folder: PathBuf,
     limit_bytes: u64,
-}
-
-/// Unlocks when dropped.
-pub(super) struct Lock {
-    _file: File,
+    patience: Patience,
 }
 
 impl Disk {
     pub(super) fn new(folder: &Path) -> Self {
-        Self { folder: folder.join("kernels"), limit_bytes: LIMIT_BYTES }
+        Self { folder: folder.join("kernels"), limit_bytes: LIMIT_BYTES, patience: Patience::USUAL }
     }
 
     #[cfg(test)]
     pub(super) fn with_limit(folder: &Path, limit_bytes: u64) -> Self {
         Self { limit_bytes, ..Self::new(folder) }
+    }
+
+    #[cfg(test)]
+    pub(super) fn with_patience(folder: &Path, patience: Patience) -> Self {
+        Self { patience, ..Self::new(folder) }
     }
 
     pub(super) fn folder(&self) -> &Path {
@@ -86,16 +105,24 @@ impl Disk {
         self.trim()
     }
 
-    /// Waits until no other process compiles what this one is about to; `None` on a file system
-    /// without locks, where two may compile the same.
-    pub(super) fn lock(&self, name: &KernelName) -> Option<Lock> {
+    /// Waits until no other process compiles what this one is about to; `None` on a file system without locks, and where
+    /// another process holds the lock for longer than any kernel compiles: two may then compile the same. `say` is
+    /// given a line for the user.
+    pub(super) fn lock(&self, name: &KernelName, mut say: impl FnMut(&str)) -> Option<FileLock> {
         fs::create_dir_all(&self.folder).ok()?;
-        // 256 files, however many kernels there are.
-        let file = format!("{}.lock", &name.hex()[..2]);
-        let file =
-            OpenOptions::new().create(true).truncate(false).write(true).open(self.folder.join(file)).ok()?;
-        file.lock().ok()?;
-        Some(Lock { _file: file })
+        let path = self.lock_path(name);
+        match lock(&path, self.patience, &mut say).ok()? {
+            Locked::Alone(lock) => Some(lock),
+            Locked::Held => {
+                say(&format!("fmha: {} is still held; this process compiles without it", path.display()));
+                None
+            }
+        }
+    }
+
+    /// One of 256 files, however many kernels there are.
+    pub(super) fn lock_path(&self, name: &KernelName) -> PathBuf {
+        self.folder.join(format!("{}.lock", &name.hex()[..2]))
     }
 
     /// Removes what writers that were killed have left, and what was unused for longest until the rest is

@@ -6,6 +6,7 @@
 mod bundle;
 mod disk;
 mod dump;
+mod lock;
 mod modules;
 mod table;
 
@@ -27,6 +28,7 @@ use crate::operation::AnyProblem;
 use crate::plan::{PlanOptions, ResourceUsage};
 use crate::source::{Header, KernelSource};
 use disk::Disk;
+pub(crate) use lock::{FileLock, Locked, Patience, lock, say};
 
 /// What a kernel is compiled from: its text, the headers that it reaches, the architecture and the
 /// flags, hashed (SHA-256, FIPS 180-4).
@@ -54,6 +56,11 @@ impl fmt::Debug for SourceKey {
 /// A value of `FMHA_CACHE_DIR` that is not UTF-8.
 pub(crate) fn folder() -> Result<Option<PathBuf>> {
     disk::folder()
+}
+
+/// Why there is no [`folder`].
+pub(crate) fn why_no_folder() -> String {
+    disk::why_no_folder()
 }
 
 /// Writes a file of the cache, whole or not at all.
@@ -322,7 +329,7 @@ impl Cache {
         let name = KernelName::new(key, &compiler);
         let identity = name.compiler.clone();
         let Some(disk) = &self.disk else {
-            let not_kept = Some(format!("{} is none", env::CACHE_DIR.name));
+            let not_kept = Some(why_no_folder());
             let kernel = Arc::new(compile(job, name, &compiler)?);
             return Ok((kernel, Origin::Compiler { compiler: identity, not_kept }));
         };
@@ -331,8 +338,8 @@ impl Cache {
             return Ok((Arc::new(kernel), Origin::Disk(disk.folder().to_owned())));
         }
         // One process compiles; the others wait for it, and find the kernel.
-        let locked = disk.lock(&name);
-        if let Some(kernel) = locked.as_ref().and_then(|_| on_disk()) {
+        let _locked = disk.lock(&name, lock::say);
+        if let Some(kernel) = on_disk() {
             return Ok((Arc::new(kernel), Origin::Disk(disk.folder().to_owned())));
         }
         let kernel = Arc::new(compile(job, name, &compiler)?);

@@ -326,12 +326,59 @@ fn as_many_kernels_go_as_the_limit_asks_and_no_more() {
 fn who_holds_a_kernels_lock_holds_it_alone_until_it_is_dropped() {
     let folder = tempfile::tempdir().unwrap();
     let disk = Disk::new(folder.path());
-    let lock = disk.lock(&KernelName::of(&made("one"))).unwrap();
+    let lock = disk.lock(&KernelName::of(&made("one")), |line| panic!("{line}")).unwrap();
     let file = std::fs::read_dir(disk.folder()).unwrap().next().unwrap().unwrap().path();
     let other = std::fs::OpenOptions::new().write(true).open(file).unwrap();
     assert!(matches!(other.try_lock(), Err(std::fs::TryLockError::WouldBlock)));
     drop(lock);
     other.try_lock().unwrap();
+}
+
+fn patience(says: u64, ends: u64) -> Patience {
+    let [says_after, ends_after] = [says, ends].map(std::time::Duration::from_millis);
+    Patience { says_after, ends_after }
+}
+
+#[test]
+fn a_lock_that_stays_held_is_named_once_and_then_gone_without() {
+    let folder = tempfile::tempdir().unwrap();
+    let name = KernelName::of(&made("one"));
+    let disk = Disk::with_patience(folder.path(), patience(20, 120));
+    let held = disk.lock(&name, |line| panic!("{line}")).unwrap();
+    let (start, mut lines) = (std::time::Instant::now(), Vec::new());
+    assert!(disk.lock(&name, |line| lines.push(line.to_owned())).is_none());
+    let waited = start.elapsed().as_millis();
+    assert!((120..60_000).contains(&waited), "{waited} ms");
+    let path = disk.lock_path(&name).display().to_string();
+    assert_eq!(lines.len(), 2, "{lines:?}");
+    assert!(lines.iter().all(|line| line.contains(&path)), "{lines:?}");
+
+    // The whole of it: the kernel is compiled, and kept for those who come later.
+    let cache = Cache { disk: Some(disk.clone()), ..Cache::new(Vec::new(), None) };
+    let (kernel, from) = cache.get(&job("one"), || Ok(Counting::default())).unwrap();
+    assert_eq!(kernel, made("one"));
+    assert!(matches!(from, Origin::Compiler { not_kept: None, .. }), "{from}");
+    let (_, from) = cache.get(&job("one"), || Ok(Counting::default())).unwrap();
+    assert!(matches!(from, Origin::Disk(_)), "{from}");
+    drop(held);
+    assert!(disk.lock(&name, |line| panic!("{line}")).is_some());
+}
+
+#[test]
+fn a_lock_that_is_released_in_time_is_had_and_no_word_said_before_it_is_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let name = KernelName::of(&made("one"));
+    let disk = Disk::with_patience(folder.path(), patience(60_000, 120_000));
+    let held = disk.lock(&name, |line| panic!("{line}")).unwrap();
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| disk.lock(&name, |line| panic!("{line}")).is_some());
+        std::thread::sleep(std::time::Duration::from_millis(30));
+        assert!(!waiting.is_finished());
+        drop(held);
+        assert!(waiting.join().unwrap());
+    });
+    let Patience { says_after, ends_after } = Patience::USUAL;
+    assert_eq!([says_after, ends_after].map(|time| time.as_secs()), [5, 60]);
 }
 
 #[test]

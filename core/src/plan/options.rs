@@ -59,7 +59,8 @@ pub struct PlanOptions {
     /// backward plan then has a kernel whose sums have one order.
     pub deterministic: bool,
     /// The bits of a sequence depend on its own lengths and contents alone: not on the batch around
-    /// it, nor on how many of its queries come in one call.
+    /// it, nor on how many of its queries come in one call. Off, the last of several tokens and the same token
+    /// alone may differ in their last bits.
     pub batch_invariant: bool,
     /// Whether each run reads the lengths back and checks them before it launches: offsets that
     /// decrease or leave their tensor are then an error. Costs a run a wait for its stream, and the

@@ -1,14 +1,12 @@
 //! The file of a device's measured tiles.
 
 use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use super::{TileClass, TunedTile};
-use crate::cache;
-use crate::env;
+use crate::cache::{self, FileLock, Locked, Patience};
 use crate::error::{Error, Result};
 use crate::source::{Header, KernelSource};
 
@@ -91,7 +89,7 @@ impl TunedTiles {
     pub fn keep(&self, label: &str, class: &TileClass, tile: TunedTile) -> Result<PathBuf> {
         let folder = self.folder.as_deref().ok_or_else(|| Error::System {
             what: "tiles".to_owned(),
-            text: format!("{} is none: 0 folders to keep them in", env::CACHE_DIR.name),
+            text: format!("{}: 0 folders to keep them in", cache::why_no_folder()),
         })?;
         let path = file(folder, &self.device);
         let failed = |error: std::io::Error| Error::System {
@@ -99,7 +97,7 @@ impl TunedTiles {
             text: error.to_string(),
         };
         // Between the reading and the writing nobody else writes.
-        let _lock = lock(&path).map_err(failed)?;
+        let _lock = lock(&path, Patience::USUAL).map_err(failed)?;
         let mut tiles = read(&path, &self.device);
         let text = self.texts.get(label).cloned().unwrap_or_default();
         tiles.insert(class.key(label), Kept { kernel: label.to_owned(), text, tile });
@@ -121,21 +119,38 @@ fn read(path: &Path, device: &str) -> BTreeMap<String, Kept> {
 }
 
 /// Unlocks when dropped. The file beside stays, for a lock on a file that is replaced locks nothing.
-fn lock(path: &Path) -> std::io::Result<File> {
+fn lock(path: &Path, patience: Patience) -> std::io::Result<FileLock> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)?;
     }
     let beside = path.with_extension("lock");
-    let file = OpenOptions::new().create(true).truncate(false).write(true).open(beside)?;
-    file.lock()?;
-    Ok(file)
+    match cache::lock(&beside, patience, cache::say)? {
+        Locked::Alone(lock) => Ok(lock),
+        Locked::Held => {
+            let text = format!("another process has held it for {} s", patience.ends_after.as_secs());
+            Err(std::io::Error::new(std::io::ErrorKind::TimedOut, format!("{}: {text}", beside.display())))
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use std::sync::Barrier;
+    use std::time::Duration;
 
     use super::*;
+
+    #[test]
+    fn tiles_whose_file_another_process_holds_are_an_error_and_no_wait_without_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = file(folder.path(), "a device");
+        let patience = Patience { says_after: Duration::ZERO, ends_after: Duration::from_millis(20) };
+        let held = lock(&path, patience).unwrap();
+        let text = lock(&path, patience).unwrap_err().to_string();
+        assert!(text.contains("a-device.lock") && text.contains("0 s"), "{text}");
+        drop(held);
+        lock(&path, patience).unwrap();
+    }
     use crate::{DType, Dims, FwdProblem};
 
     /// The class of calls of so many sequences.

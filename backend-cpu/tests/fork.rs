@@ -1,0 +1,161 @@
+//! A child of fork has one thread, whatever its parent had: a backend that the parent used serves it all the same.
+
+#![cfg(unix)]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use fmha_core::{
+    BwdArgs, BwdPlan, BwdProblem, DType, DevSlice, DevSliceMut, Dims, FmhaBackend, FwdArgs, FwdPlan,
+    FwdProblem, MaskSpec, PlanOptions, ScoreArgs, SeqArgs, Stream,
+};
+use fmha_cpu::{Config, CpuBackend};
+
+const DIMS: Dims = Dims {
+    batch: 2,
+    seqlen_q: 40,
+    seqlen_k: 40,
+    num_heads_q: 4,
+    num_heads_kv: 2,
+    head_dim_qk: 16,
+    head_dim_v: 16,
+};
+const ELEMS_Q: usize = 2 * 40 * 4 * 16;
+const ELEMS_K: usize = ELEMS_Q / 2;
+
+/// One test at a time forks: what another does meanwhile is in the child for good.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A backend with its plans.
+struct Calls {
+    backend: CpuBackend,
+    fwd: FwdPlan,
+    bwd: BwdPlan,
+}
+
+impl Calls {
+    fn on(threads: usize) -> Self {
+        let backend = CpuBackend::with(Config { threads: Some(threads), isa: None }).unwrap();
+        let mut problem = FwdProblem::batch(DType::F32, DIMS);
+        (problem.write_lse, problem.mask) = (true, MaskSpec::CAUSAL);
+        let options = PlanOptions { deterministic: true, ..PlanOptions::default() };
+        let fwd = backend.plan_fwd(&problem.clone().validate().unwrap(), &options).unwrap();
+        let bwd = backend.plan_bwd(&BwdProblem::new(problem).validate().unwrap(), &options).unwrap();
+        Self { backend, fwd, bwd }
+    }
+
+    /// O, dQ, dK and dV of numbers that are always the same.
+    fn run(&self) -> [Vec<f32>; 4] {
+        let numbers = |len: usize, step: usize| -> Vec<f32> {
+            (0..len).map(|i| (i * step % 31) as f32 / 16.0 - 1.0).collect()
+        };
+        let (q, k, v) = (numbers(ELEMS_Q, 7), numbers(ELEMS_K, 5), numbers(ELEMS_K, 3));
+        let (mut o, mut lse, mut dq) = (vec![0f32; ELEMS_Q], vec![0f32; 2 * 4 * 40], vec![0f32; ELEMS_Q]);
+        let (mut dk, mut dv) = (vec![0f32; ELEMS_K], vec![0f32; ELEMS_K]);
+        let inputs = [&q, &k, &v].map(|numbers| DevSlice::host(numbers));
+        let mut args = FwdArgs::new(inputs[0], inputs[1], inputs[2], DevSliceMut::host(&mut o));
+        args.lse = Some(DevSliceMut::host(&mut lse));
+        self.backend.run_fwd(&self.fwd, &mut args, Stream::DEFAULT).unwrap();
+        let mut args = BwdArgs {
+            q: inputs[0],
+            k: inputs[1],
+            v: inputs[2],
+            o: DevSlice::host(&o),
+            lse: DevSlice::host(&lse),
+            dout: inputs[0],
+            dlse: None,
+            dq: DevSliceMut::host(&mut dq),
+            dk: DevSliceMut::host(&mut dk),
+            dv: DevSliceMut::host(&mut dv),
+            dbias: None,
+            dsink: None,
+            seq: SeqArgs::default(),
+            score: ScoreArgs::default(),
+            workspace: None,
+        };
+        self.backend.run_bwd(&self.bwd, &mut args, Stream::DEFAULT).unwrap();
+        [o, dq, dk, dv]
+    }
+}
+
+/// Whether a child says that `work` held, within a minute; a child that hangs is killed.
+fn in_a_child(work: impl FnOnce() -> bool) -> bool {
+    // SAFETY: the child runs `work` and ends without returning to the test's harness.
+    let child = unsafe { libc::fork() };
+    assert!(child >= 0);
+    if child == 0 {
+        let held = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or(false);
+        // SAFETY: ends this process, and nothing that its parent registered for an exit runs.
+        unsafe { libc::_exit(i32::from(!held)) };
+    }
+    let (start, mut status) = (Instant::now(), 0);
+    // SAFETY: a child of this process, waited for until it is gone.
+    while unsafe { libc::waitpid(child, &raw mut status, libc::WNOHANG) } == 0 {
+        if start.elapsed() > Duration::from_secs(60) {
+            // SAFETY: as above.
+            unsafe {
+                libc::kill(child, libc::SIGKILL);
+                libc::waitpid(child, &raw mut status, 0);
+            }
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0
+}
+
+#[test]
+fn a_child_computes_what_its_parent_does_with_the_backend_that_the_parent_used() {
+    let _alone = alone();
+    for threads in [1, 2, 3] {
+        let calls = Calls::on(threads);
+        let expected = calls.run();
+        assert!(in_a_child(|| calls.run() == expected && calls.run() == expected), "{threads} threads");
+        assert!(
+            in_a_child(|| calls.run() == expected && in_a_child(|| calls.run() == expected)),
+            "{threads} threads, a child's child"
+        );
+        // The parent's threads are still there.
+        assert_eq!(calls.run(), expected);
+    }
+}
+
+#[test]
+fn a_child_may_open_drop_and_ask_a_backend_of_its_parent() {
+    let _alone = alone();
+    let calls = Calls::on(2);
+    let expected = calls.run();
+    let mut once = Some(calls);
+    assert!(in_a_child(|| {
+        let calls = once.take();
+        let rate = calls.as_ref().and_then(|calls| calls.backend.roofline(DType::F32).flops_per_second);
+        drop(calls);
+        rate.is_some_and(|rate| rate > 0.0) && Calls::on(2).run() == expected
+    }));
+}
+
+/// Threads of the parent hold the locks that they hold, at any moment, when it forks.
+#[test]
+fn a_child_that_is_forked_amid_its_parents_calls_computes_too() {
+    let _alone = alone();
+    let calls = Calls::on(2);
+    let expected = calls.run();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !done.load(Ordering::Relaxed) {
+                    calls.run();
+                }
+            });
+        }
+        let all = (0..40).all(|_| in_a_child(|| calls.run() == expected));
+        done.store(true, Ordering::Relaxed);
+        assert!(all);
+    });
+}

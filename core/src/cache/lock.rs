@@ -1,0 +1,73 @@
+//! Locks on files, among processes: waited for in words, and not for ever.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// How long a lock is waited for that another process holds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Patience {
+    /// When the user is told.
+    pub(crate) says_after: Duration,
+    /// When the lock is gone without.
+    pub(crate) ends_after: Duration,
+}
+
+impl Patience {
+    /// A kernel compiles in 1 to 20 s: what is held for a minute may be held by a process that is stopped.
+    pub(crate) const USUAL: Self =
+        Self { says_after: Duration::from_secs(5), ends_after: Duration::from_secs(60) };
+}
+
+/// What came of waiting for a lock.
+#[derive(Debug)]
+pub(crate) enum Locked {
+    /// Until it is dropped.
+    Alone(FileLock),
+    /// Another process has held it all the time.
+    Held,
+}
+
+/// Unlocks when dropped: the system does, with the file.
+#[derive(Debug)]
+pub(crate) struct FileLock {
+    _file: File,
+}
+
+/// Locks the file at `path`, which is made if it is not there. `say` is given a line for the user where that takes
+/// long.
+///
+/// # Errors
+/// What the system said, also where its file system has no locks.
+pub(crate) fn lock(path: &Path, patience: Patience, mut say: impl FnMut(&str)) -> io::Result<Locked> {
+    let file = OpenOptions::new().create(true).truncate(false).write(true).open(path)?;
+    let (start, mut said, mut pause) = (Instant::now(), false, Duration::from_millis(1));
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(Locked::Alone(FileLock { _file: file })),
+            Err(TryLockError::WouldBlock) => (),
+            Err(TryLockError::Error(error)) => return Err(error),
+        }
+        let waited = start.elapsed();
+        if waited >= patience.ends_after {
+            return Ok(Locked::Held);
+        }
+        if waited >= patience.says_after && !said {
+            say(&format!(
+                "fmha: another process has held {} for {} s; it is waited for until {} s have passed",
+                path.display(),
+                waited.as_secs(),
+                patience.ends_after.as_secs()
+            ));
+            said = true;
+        }
+        std::thread::sleep(pause.min(patience.ends_after.saturating_sub(waited)));
+        pause = (2 * pause).min(Duration::from_millis(100));
+    }
+}
+
+/// A line on standard error.
+pub(crate) fn say(line: &str) {
+    eprintln!("{line}");
+}

@@ -1,0 +1,93 @@
+//! What a forked child cannot take over from its parent: threads, which fork does not copy, and locks that another
+//! thread held in that moment, which nobody will ever release.
+
+use std::mem::ManuallyDrop;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use once_cell::race::OnceBox;
+
+/// Forks that lie between this process and the one that loaded this library, as far as [`watch`] has counted them.
+static FORKS: AtomicU64 = AtomicU64::new(0);
+
+/// Counts forks from now on. Counted by a handler of fork: a process id comes back when its process is gone, and to
+/// ask for it is a system call.
+fn watch() {
+    static WATCHED: AtomicBool = AtomicBool::new(false);
+    if WATCHED.load(Ordering::Acquire) {
+        return;
+    }
+    #[cfg(unix)]
+    {
+        unsafe extern "C" fn count() {
+            FORKS.fetch_add(1, Ordering::Relaxed);
+        }
+        // SAFETY: the handler touches one atomic and no lock. Two threads may both register it: that a child counts
+        // two forks at once makes no difference.
+        let refused = unsafe { libc::pthread_atfork(None, None, Some(count)) } != 0;
+        if refused {
+            // No memory; the next caller asks again.
+            return;
+        }
+    }
+    WATCHED.store(true, Ordering::Release);
+}
+
+/// A value of each process for itself: a child makes its own at its first use, and leaves its parent's alone, even when
+/// both are dropped. Holds no lock that a fork could leave locked.
+pub struct PerProcess<T> {
+    value: ManuallyDrop<T>,
+    /// [`FORKS`] of the process that made it.
+    forks: u64,
+    of_child: OnceBox<PerProcess<T>>,
+}
+
+impl<T> PerProcess<T> {
+    /// This process's.
+    pub fn new(value: T) -> Self {
+        watch();
+        Self::made_after(FORKS.load(Ordering::Relaxed), value)
+    }
+
+    /// That of the process that loads this library, for statics.
+    pub const fn of_first(value: T) -> Self {
+        Self::made_after(0, value)
+    }
+
+    const fn made_after(forks: u64, value: T) -> Self {
+        Self { value: ManuallyDrop::new(value), forks, of_child: OnceBox::new() }
+    }
+
+    /// The value of the process that asks; `make` makes a child's. Of several threads that ask first each may make one,
+    /// and one is kept.
+    pub fn get(&self, make: impl Fn() -> T) -> &T {
+        match self.get_or_try(|| Ok::<_, std::convert::Infallible>(make())) {
+            Ok(value) => value,
+            Err(never) => match never {},
+        }
+    }
+
+    /// As [`get`](Self::get).
+    ///
+    /// # Errors
+    /// What `make` said.
+    #[inline]
+    pub fn get_or_try<E>(&self, make: impl Fn() -> Result<T, E>) -> Result<&T, E> {
+        watch();
+        let now = FORKS.load(Ordering::Relaxed);
+        let mut own = self;
+        while own.forks != now {
+            own = own.of_child.get_or_try_init(|| Ok(Box::new(Self::made_after(now, make()?))))?;
+        }
+        Ok(&own.value)
+    }
+}
+
+impl<T> Drop for PerProcess<T> {
+    fn drop(&mut self) {
+        // To drop a parent's pool of threads in a child would wait for threads that are not there.
+        if self.forks == FORKS.load(Ordering::Relaxed) {
+            // SAFETY: dropped here, once.
+            unsafe { ManuallyDrop::drop(&mut self.value) };
+        }
+    }
+}
