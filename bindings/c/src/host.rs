@@ -346,8 +346,8 @@ fn layouts(call: &FmhaCall) -> Result<(QLayout, KvLayout), ProblemError> {
             return Err(ProblemError::new("cu_seqlens_k", text));
         }
     };
-    // A table of no entries may be null.
-    let may_be_null = page_size == 0 || call.max_pages == 0;
+    // A table of no entries may be null, where no sequence has a key.
+    let may_be_null = page_size == 0 || call.max_pages == 0 && call.seqlen_k == 0;
     let (is_null, paged) = (call.page_table.is_null(), page_size != 0);
     if is_null && !may_be_null || !is_null && !paged {
         let is = if call.page_table.is_null() { "null" } else { "given" };

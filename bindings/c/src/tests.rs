@@ -11,8 +11,8 @@ use proptest::prelude::*;
 
 use crate::host::Choice;
 use crate::{
-    FMHA_F16, FMHA_F32, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaPartial, FmhaPlan,
-    FmhaTensor, fmha_drop, fmha_last_error, fmha_plan, fmha_run, guard,
+    FMHA_F16, FMHA_F32, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaPartial,
+    FmhaPlan, FmhaTensor, fmha_drop, fmha_last_error, fmha_plan, fmha_run, guard,
 };
 
 const NONE: FmhaTensor =
@@ -481,7 +481,8 @@ fn gradients_and_bias_of_no_queries_may_be_null_and_the_gradients_of_keys_are_ze
     let base = call(&[], &k, &v, &mut [], 1, &[]);
     let nothing = FmhaTensor { data: null_mut(), ..base.q };
     let written = |data: &mut Vec<u16>| FmhaTensor { data: data.as_mut_ptr().cast(), ..base.k };
-    let bias = FmhaTensor { batch_stride: 0, seqlen_stride: ROWS as i64, head_stride: 0, dim_stride: 1, ..NONE };
+    let bias =
+        FmhaTensor { batch_stride: 0, seqlen_stride: ROWS as i64, head_stride: 0, dim_stride: 1, ..NONE };
     let gradients = FmhaGradients {
         struct_bytes: size_of::<FmhaGradients>() as u64,
         dout: nothing,
