@@ -1,7 +1,7 @@
 //! The emulated device: a test double of the driver's library, put in the real one's place.
 //!
 //! The double is opened by path and bears the driver's own soname, so that whoever asks the loader
-//! for the driver afterwards, as `cudarc` does, is given the double. A process has one driver: a real
+//! for the driver afterwards, as `driver::sys` does, is given the double. A process has one driver: a real
 //! device and an emulated one do not go together.
 
 use std::ffi::{CStr, CString, c_char, c_int};
