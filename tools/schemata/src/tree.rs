@@ -10,9 +10,10 @@ use crate::mutant::Mutant;
 use crate::rewrite::{LeftOut, Rewritten, rewrite};
 
 /// What is built: the crates with mutants and their tests, the command, and the doubles that it and they open.
-const PACKAGES: [&str; 8] = [
+const PACKAGES: [&str; 9] = [
     "fmha-core",
     "fmha-cpu",
+    "fmha-gpu",
     "fmha-cuda",
     "fmha-rocm",
     "fmha-cli",
@@ -22,7 +23,7 @@ const PACKAGES: [&str; 8] = [
 ];
 
 /// Of those, the ones that have mutants.
-const MUTATED: [&str; 4] = ["core", "backend-cpu", "backend-cuda", "backend-rocm"];
+const MUTATED: [&str; 5] = ["core", "backend-cpu", "backend-gpu", "backend-cuda", "backend-rocm"];
 
 /// What is inlined into one function throughout takes the optimiser's passes half an hour with all mutants in it: here the
 /// CPU's kernels are functions of their own, but for the vectors' ([`VECTORS`]), and less is done to them.
