@@ -22,7 +22,7 @@ pub(super) fn init(text: &str) -> Result<Init, String> {
         "nf" => Ok(Init::Normal),
         "ui" | "ni" | "0" => Ok(Init::Integers),
         "tf" | "2" => Ok(Init::Trig),
-        other => other.parse().map_err(|error| format!("{error}, and uf, nf, ui, ni, tf")),
+        other => other.parse().map_err(|error: fmha::ProblemError| format!("{error}, and uf, nf, ui, ni, tf")),
     }
 }
 

@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::sums::ScoreSums;
-use crate::error::Refusal;
+use crate::error::{ProblemError, Refusal};
 
 /// How closely a kernel follows the running maximum of a row. Both keep the rule that
 /// `tests/battery/tolerance.rs` derives; a plan says which it is.
@@ -36,11 +36,12 @@ impl fmt::Display for Accuracy {
 }
 
 impl FromStr for Accuracy {
-    type Err = String;
+    type Err = ProblemError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let found = [Self::Fast, Self::Exact].into_iter().find(|accuracy| accuracy.name() == text);
-        found.ok_or_else(|| format!("`{text}` is no accuracy (known: fast, exact)"))
+        let unknown = || format!("accuracy `{text}` is no accuracy (known: fast, exact)");
+        found.ok_or_else(|| ProblemError::new("accuracy", unknown()))
     }
 }
 
@@ -145,7 +146,8 @@ mod tests {
         for accuracy in [Accuracy::Fast, Accuracy::Exact] {
             assert_eq!(accuracy.name().parse(), Ok(accuracy));
         }
-        assert!("best".parse::<Accuracy>().is_err_and(|error| error.contains("`best`")));
+        let error = "best".parse::<Accuracy>().unwrap_err();
+        assert!(error.field == "accuracy" && error.text.starts_with("accuracy `best` is"), "{error}");
     }
 
     #[test]
