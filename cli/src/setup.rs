@@ -343,7 +343,7 @@ impl ProblemArgs {
             o: output(extents.o),
             v_layout: self.vlayout,
             mask: self.mask,
-            softmax_scale: self.softmax_scale.filter(|&scale| scale != 0.0),
+            softmax_scale: self.softmax_scale,
             softcap: self.softcap.filter(|&softcap| softcap != 0.0),
             bias: match self.bias {
                 BiasChoice::None => Bias::None,
