@@ -149,7 +149,7 @@ typedef struct FmhaCall {
   int64_t page_size;
   // Paged: pages of K and V, used or not; else 0.
   int64_t num_pages;
-  // Paged: entries of a row of page_table, times page_size at least seqlen_k; else 0.
+  // Paged: entries of a row of block_table, times page_size at least seqlen_k; else 0.
   int64_t max_pages;
   // Q [batch, seqlen_q, num_heads_q, head_dim_qk]; packed [total_q, num_heads_q, head_dim_qk].
   struct FmhaTensor q;
@@ -178,7 +178,7 @@ typedef struct FmhaCall {
   // i32 [batch], keys in use of each sequence; null: all.
   const int32_t *seqused_k;
   // Paged: i32 [batch, max_pages], the pages of each sequence (block_table in refusals); else null.
-  const int32_t *page_table;
+  const int32_t *block_table;
   // ALiBi slopes, f32 [num_heads_q], or [batch, num_heads_q] with alibi_per_batch; null: none.
   const float *alibi_slopes;
   // Sinks, f32 [num_heads_q], in the softmax's denominator; null: none.

@@ -66,7 +66,7 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
         cu_seqlens_k,
         seqused_q,
         seqused_k,
-        page_table,
+        block_table,
         alibi_slopes,
         sink,
         descale_q,
@@ -79,6 +79,8 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
         stream: _,
         gradients: _,
         cache: _,
+        workspace: _,
+        workspace_bytes: _,
         dropout_seed: _,
         dropout_offset: _,
         p_drop,
@@ -108,7 +110,7 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
     if p_drop.to_bits() != planned.p_drop.to_bits() {
         return Err(differs("p_drop", p_drop, &planned.p_drop).into());
     }
-    presence!(planned, lse, keep_mask, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table);
+    presence!(planned, lse, keep_mask, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table);
     presence!(planned, alibi_slopes, sink, descale_q, descale_k, descale_v, scale_o);
     presence("bias.data", bias.data, planned.bias.data)?;
     lattice!(planned, q, k, v, o, bias);

@@ -263,6 +263,8 @@ pub(crate) fn combine(call: &FmhaCombine, first: &FmhaPartial) -> Result<Combine
 pub(crate) struct Choice {
     pub(crate) backend: Option<Backend>,
     pub(crate) plan: PlanOptions,
+    /// Whether each run brings its scratch.
+    pub(crate) caller_workspace: bool,
 }
 
 impl Choice {
@@ -286,11 +288,8 @@ impl Choice {
             batch_invariant: flag("batch_invariant", options.batch_invariant)?,
             check_lengths: flag("check_lengths", options.check_lengths)?,
         };
-        if options.reserved != 0 {
-            let text = format!("reserved {} is not 0", options.reserved);
-            return Err(ProblemError::new("reserved", text).into());
-        }
-        Ok(Self { backend, plan })
+        let caller_workspace = flag("caller_workspace", options.caller_workspace)?;
+        Ok(Self { backend, plan, caller_workspace })
     }
 }
 
@@ -343,10 +342,10 @@ fn layouts(call: &FmhaCall) -> Result<(QLayout, KvLayout), ProblemError> {
             return Err(ProblemError::new("cu_seqlens_k", text));
         }
     };
-    if call.page_table.is_null() != (page_size == 0) {
-        let is = if call.page_table.is_null() { "null" } else { "given" };
-        let text = format!("page_table is {is}, but page_size is {page_size}");
-        return Err(ProblemError::new("page_table", text));
+    if call.block_table.is_null() != (page_size == 0) {
+        let is = if call.block_table.is_null() { "null" } else { "given" };
+        let text = format!("block_table is {is}, but page_size is {page_size}");
+        return Err(ProblemError::new("block_table", text));
     }
     Ok((q, kv))
 }
@@ -355,7 +354,7 @@ fn layouts(call: &FmhaCall) -> Result<(QLayout, KvLayout), ProblemError> {
 #[inline]
 pub(crate) fn totals(call: &FmhaCall, cache: Option<&FmhaCache>) -> Result<Totals, ProblemError> {
     let numbers = call.total_q | call.total_k | call.num_pages | call.max_pages | call.page_size;
-    let pointers = [call.cu_seqlens_q, call.cu_seqlens_k, call.page_table];
+    let pointers = [call.cu_seqlens_q, call.cu_seqlens_k, call.block_table];
     if numbers == 0 && pointers.iter().all(|pointer| pointer.is_null()) && cache.is_none() {
         return Ok(Totals::NONE);
     }

@@ -18,8 +18,16 @@ use crate::structs::{FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaPartia
 pub struct FmhaPlan {
     backend: Arc<dyn FmhaBackend>,
     planned: Box<Planned>,
-    workspace: Option<DevBuffer>,
+    scratch: Scratch,
     text: CString,
+}
+
+/// Where a run's scratch comes from.
+enum Scratch {
+    /// The plan's own; nothing where it needs none.
+    Own(Option<DevBuffer>),
+    /// Each call brings so many bytes.
+    Callers { bytes: u64 },
 }
 
 /// The plan, and the struct that later ones are held to.
@@ -52,7 +60,7 @@ impl FmhaPlan {
                 (Planned::Backward { plan, call: *call, pointed }, scratch, text)
             }
         };
-        Self::with(Arc::clone(backend), planned, scratch, text)
+        Self::with(Arc::clone(backend), planned, (scratch, choice.caller_workspace), text)
     }
 
     /// # Safety
@@ -66,18 +74,56 @@ impl FmhaPlan {
         let first = unsafe { host::parts(call)? }[0];
         let plan = backend.plan_combine(&host::combine(call, &first)?.validate()?, &choice.plan)?;
         let (scratch, text) = (plan.workspace(), plan.to_string());
-        Self::with(Arc::clone(backend), Planned::Combine { plan, call: *call, first }, scratch, text)
+        let planned = Planned::Combine { plan, call: *call, first };
+        Self::with(Arc::clone(backend), planned, (scratch, choice.caller_workspace), text)
     }
 
     fn with(
         backend: Arc<dyn FmhaBackend>,
         planned: Planned,
-        scratch: Workspace,
+        (wanted, callers): (Workspace, bool),
         text: String,
     ) -> Result<Self> {
-        let workspace = backend.memory().workspace(scratch)?;
+        let scratch = match callers {
+            true => Scratch::Callers { bytes: wanted.bytes },
+            false => Scratch::Own(backend.memory().workspace(wanted)?),
+        };
         let text = CString::new(text).unwrap_or_default();
-        Ok(Self { backend, planned: Box::new(planned), workspace, text })
+        Ok(Self { backend, planned: Box::new(planned), scratch, text })
+    }
+
+    /// Bytes that each call has to bring.
+    pub(crate) fn workspace_bytes(&self) -> u64 {
+        match self.scratch {
+            Scratch::Own(_) => 0,
+            Scratch::Callers { bytes } => bytes,
+        }
+    }
+
+    /// The scratch of a run of `call`: whether it is large enough is for the backend to say.
+    ///
+    /// # Safety
+    /// As [`Self::run`].
+    #[inline]
+    unsafe fn workspace(&self, memory: Memory, call: &FmhaCall) -> Result<Option<DevSliceMut<'_>>> {
+        let (given, bytes) = (call.workspace, call.workspace_bytes);
+        let refused = |field, text| Err(ProblemError::new(field, text).into());
+        match &self.scratch {
+            _ if given.is_null() && bytes > 0 => {
+                refused("workspace_bytes", format!("workspace_bytes {bytes} goes with workspace, which is null"))
+            }
+            Scratch::Own(_) if !given.is_null() => {
+                refused("workspace", "workspace is given (1), but the plan has its own: caller_workspace 0".into())
+            }
+            // SAFETY: the buffer is this plan's, whose runs are one at a time.
+            Scratch::Own(own) => Ok(own.as_ref().map(|own| unsafe { memory.write(own.as_ptr(), own.bytes()) })),
+            Scratch::Callers { bytes: wanted } if *wanted == 0 => Ok(None),
+            Scratch::Callers { bytes: wanted } if bytes < *wanted => {
+                refused("workspace_bytes", format!("workspace_bytes {bytes} is less than the plan's {wanted}"))
+            }
+            // SAFETY: passed on.
+            Scratch::Callers { .. } => Ok(Some(unsafe { memory.write(given.cast(), bytes) })),
+        }
     }
 
     /// The plan for a reader.
@@ -106,7 +152,10 @@ impl FmhaPlan {
                     return Err(ProblemError::new("gradients", "gradients is null (0)").into());
                 };
                 // SAFETY: passed on.
-                let mut args = unsafe { memory.backward(plan, call, gradients, self.workspace.as_ref())? };
+                let mut args = unsafe {
+                    let workspace = self.workspace(memory, call)?;
+                    memory.backward(plan, call, gradients, workspace)?
+                };
                 self.backend.run_bwd(plan, &mut args, stream)
             }
             Planned::Combine { .. } => wrong_kind("fmha_run", "combine", "fmha_run_combine"),
@@ -136,8 +185,7 @@ impl FmhaPlan {
             args.scale_o = memory.optional(call.scale_o.cast(), 4);
             args.seq = memory.seq(problem, call, cache, totals);
             args.score = memory.score(problem, call)?;
-            args.workspace =
-                self.workspace.as_ref().map(|buffer| memory.write(buffer.as_ptr(), buffer.bytes()));
+            args.workspace = self.workspace(memory, call)?;
         }
         self.backend.run_fwd(plan, &mut args, Stream(call.stream as u64))
     }
@@ -221,7 +269,7 @@ impl Memory {
         plan: &BwdPlan,
         call: &FmhaCall,
         gradients: &FmhaGradients,
-        workspace: Option<&'a DevBuffer>,
+        workspace: Option<DevSliceMut<'a>>,
     ) -> Result<BwdArgs<'a>> {
         let problem = plan.problem();
         let fwd = problem.fwd();
@@ -253,7 +301,7 @@ impl Memory {
                 dsink: self.optional_mut(gradients.dsink.cast(), u64::from(fwd.dims.num_heads_q) * 4),
                 seq: self.seq(fwd, call, None, totals),
                 score: self.score(fwd, call)?,
-                workspace: workspace.map(|buffer| self.write(buffer.as_ptr(), buffer.bytes())),
+                workspace,
             })
         }
     }
@@ -308,7 +356,7 @@ impl Memory {
             SeqArgs {
                 totals,
                 block_table: self
-                    .optional(call.page_table.cast(), entries.saturating_mul(4))
+                    .optional(call.block_table.cast(), entries.saturating_mul(4))
                     .map(|pages| BlockTable { pages, max_pages }),
                 cu_seqlens_q: self.optional(call.cu_seqlens_q.cast(), used + 4),
                 cu_seqlens_k: self.optional(call.cu_seqlens_k.cast(), used + 4),
