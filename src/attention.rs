@@ -29,8 +29,9 @@ pub struct Attention {
     pub p_drop: f32,
     /// Where the dropout generator stands.
     pub dropout: DropoutSeed,
-    /// Whether a kernel that is correct but far from fast may serve where no fast one takes the
-    /// problem.
+    /// Whether a kernel that is correct but far from fast may serve where no fast one takes the problem, as
+    /// none takes f32 on a GPU. On: a first call is to give numbers on every machine. Off: such a problem is refused
+    /// with every kernel's reason, as a plan refuses it by default.
     pub allow_fallback: bool,
     /// Which backend [`attention`] runs on.
     pub backend: Backend,
@@ -47,7 +48,7 @@ impl Attention {
             softcap: None,
             p_drop: 0.0,
             dropout: DropoutSeed::default(),
-            allow_fallback: false,
+            allow_fallback: true,
             backend: Backend::Auto,
         }
     }
@@ -98,6 +99,11 @@ element!(f32 = F32, f16 = F16, bf16 = Bf16);
 /// Attention over contiguous tensors in host memory: Q `[batch, seqlen_q, num_heads_q,
 /// head_dim_qk]`, K `[batch, seqlen_k, num_heads_kv, head_dim_qk]`, V `[batch, seqlen_k,
 /// num_heads_kv, head_dim_v]`.
+///
+/// It works on every machine and is not the fast way: each call plans anew, copies the tensors to a device and back,
+/// and may run on the fallback kernel, which is correct and slow, where no fast kernel takes the problem
+/// ([`Attention::allow_fallback`]). A [plan](FmhaBackend::plan_fwd) is made once, works on tensors where they lie, and
+/// takes a fallback only where [`PlanOptions::allow_fallback`] says so.
 ///
 /// # Errors
 /// [`Error::Problem`] when sizes and slices do not fit, with the field and the numbers;

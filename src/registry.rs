@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use fmha_core::{Error, FmhaBackend, ProblemError, Result};
+use fmha_core::{Error, FmhaBackend, ProblemError, Result, env};
 
 /// Which backend to run on. As text: `auto`, `cpu`, `cuda`, `cuda:1`, `rocm`, `rocm:0`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -122,7 +122,8 @@ pub struct Device {
 }
 
 /// Opens the backend that `choice` names. An explicit choice is honoured or refused; `auto` takes
-/// the best that is present, and [`open_explained`] says what it passed over.
+/// the best that is present, and [`open_explained`] says what it passed over. Where the environment has
+/// `FMHA_EMULATE`, `auto` is the emulated device of that architecture (`sm_90a`, `gfx942`).
 ///
 /// # Errors
 /// [`Error::NoDevice`] with the reason; for `auto`, only when not even the CPU can serve.
@@ -137,6 +138,10 @@ pub fn open(choice: &Backend) -> Result<Arc<dyn FmhaBackend>> {
 pub fn open_explained(choice: &Backend) -> Result<Opened> {
     let mut passed_over = Vec::new();
     if *choice == Backend::Auto {
+        if let Some(archs) = env::EMULATE.get()? {
+            let arch = archs.split(',').next().unwrap_or_default();
+            return Ok(Opened { backend: open_one(&Backend::Auto.emulated(arch)?)?, passed_over });
+        }
         for backend in [Backend::CUDA, Backend::ROCM] {
             match open_one(&backend) {
                 Ok(backend) => return Ok(Opened { backend, passed_over }),
