@@ -15,9 +15,32 @@
 //!
 //! - [`attention`] takes slices of `f32`, `f16` or `bf16` and gives O and LSE: where to start.
 //! - [`open`] gives the [`FmhaBackend`] that a [`Backend`] names; [`devices`] lists what there is, and
-//!   why the rest is absent. With a backend, a [`FwdProblem`] becomes a plan and the plan runs: the
-//!   life of a call, told in [`core`].
-//! - Everything of [`core`] is re-exported here, so that a user needs this crate alone.
+//!   why the rest is absent. With a backend, a [`FwdProblem`] becomes a plan and the plan runs:
+//!
+//! ```text
+//!  FwdProblem      shapes, dtypes, strides, mask, bias; no pointers
+//!      │ validate()                     Err(Problem): the caller's, names field and number
+//!  ValidFwd        cannot be made otherwise
+//!      │ backend.plan_fwd()             Err(Unsupported): every kernel's refusal
+//!  FwdPlan         opaque: kernel, tile, steps, workspace, promises
+//!      │ backend.run_fwd(plan, &mut args, stream)      many times
+//!  O, LSE                               Err(Driver): which call, which code
+//! ```
+//!
+//! - What a user needs of `fmha-core` is re-exported here by name. `use fmha::*` hides nothing of the language:
+//!
+//! ```
+//! use fmha::*;
+//!
+//! fn bytes_of_dims(batch: &str) -> Result<usize, String> {
+//!     let batch = batch.parse().map_err(|_| format!("batch {batch}"))?;
+//!     let one = Dims {
+//!         batch, seqlen_q: 4, seqlen_k: 4, num_heads_q: 2, num_heads_kv: 1, head_dim_qk: 8, head_dim_v: 8,
+//!     };
+//!     Ok(core::mem::size_of_val(&one))
+//! }
+//! assert_eq!(bytes_of_dims("3"), Ok(core::mem::size_of::<Dims>()));
+//! ```
 //!
 //! The command `fmha`, a crate of its own (`cli/`), is this library's first user.
 
@@ -25,9 +48,19 @@ mod attention;
 mod memory;
 mod registry;
 
-pub use fmha_core as core;
-pub use fmha_core::*;
 pub use half::{bf16, f16};
+
+// By name, each of them: a glob would bring what is internal to the workspace, a `Result` that hides std's, and
+// modules that hide `core`'s.
+pub use fmha_core::{
+    Accuracy, AnyProblem, Append, BackendId, Bias, BiasBroadcast, BiasGrad, BlockTable, BwdArgs, BwdPlan, BwdProblem,
+    CacheArgs, CacheSlice, CombineArgs, CombinePlan, CombineProblem, DType, Descale, DevBuffer, DevSlice, DevSliceMut,
+    DeviceMemory, Dims, DropoutSeed, ElementwiseBias, Error, Explain, Extents, FmhaBackend, FwdArgs, FwdPlan, FwdProblem,
+    KvLayout, LaunchShape, MaskAlign, MaskShape, MaskSpec, MemorySpace, Operation, PartialResult, Plan, PlanOptions,
+    PlanParts, ProblemError, Promises, QLayout, Queues, Recording, Refusal, ResourceUsage, Roofline, Rotary, RotaryPairs,
+    ScoreArgs, ScoreSums, SeqArgs, Shape, Step, Stream, Strides, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd,
+    Workspace,
+};
 
 pub use attention::{Attention, AttentionOutput, Element, attention, attention_on};
 pub use registry::{

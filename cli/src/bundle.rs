@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use clap::Args;
-use fmha::core::cache::{Bundle, CompiledKernel, KernelJob, Precompile, SourceKey, forward_table};
+use fmha_core::cache::{Bundle, CompiledKernel, KernelJob, Precompile, SourceKey, forward_table};
 use fmha::{AnyProblem, BwdProblem, Error, FmhaBackend, FwdProblem, PlanOptions};
 use rayon::prelude::*;
 

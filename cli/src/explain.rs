@@ -4,8 +4,8 @@ use std::fmt;
 use std::io::Write;
 
 use clap::Args;
-use fmha::core::plan::Plan;
-use fmha::core::work::Work;
+use fmha_core::plan::Plan;
+use fmha_core::work::Work;
 use fmha::{Error, Explain, Opened, Roofline};
 use serde_json::{Value, json};
 

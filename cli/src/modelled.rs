@@ -2,7 +2,8 @@
 
 use std::io::Write;
 
-use fmha::{FmhaBackend, FwdPlan, MaskKind, PlanOptions};
+use fmha::{FmhaBackend, FwdPlan, PlanOptions};
+use fmha_core::MaskKind;
 use fmha_conformance::init::Init;
 use serde_json::Value;
 

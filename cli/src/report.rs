@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use fmha::core::work::Work;
+use fmha_core::work::Work;
 use fmha::{Bias, BiasBroadcast, KvLayout, QLayout, Roofline, Totals, VLayout};
 
 use crate::failure::Failure;

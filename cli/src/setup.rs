@@ -1,6 +1,6 @@
 //! From options to a problem and its lengths.
 
-use fmha::core::seq::{SeqSpan, spans};
+use fmha_core::seq::{SeqSpan, spans};
 use fmha::{
     Bias, BiasBroadcast, BiasGrad, BlockTable, BwdProblem, DType, DevSlice, Dims, DropoutSeed,
     ElementwiseBias, Extents, FwdProblem, PlanOptions, ProblemError, QLayout, SeqArgs, Shape, Strides,

@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use clap::Args;
-use fmha::core::tune::{Burst, Found, InTurns, TileOptions, Timer, Tried, Tune, TunedTile, clock, search};
+use fmha_core::tune::{Burst, Found, InTurns, TileOptions, Timer, Tried, Tune, TunedTile, clock, search};
 use fmha::{AnyProblem, BwdProblem, FmhaBackend, Operation, PlanOptions, Queues, Stream};
 use fmha_conformance::execute::Resident;
 use fmha_conformance::init::Init;

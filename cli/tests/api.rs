@@ -1,7 +1,7 @@
 //! Wrong input at the library's door: what the command cannot express.
 
-use fmha::core::args::check_fwd;
-use fmha::core::seq::spans;
+use fmha_core::args::check_fwd;
+use fmha_core::seq::spans;
 use fmha::{
     Backend, DType, DevSlice, DevSliceMut, Dims, Error, FwdArgs, FwdProblem, MaskSpec, MemorySpace,
     PlanOptions, Stream, Workspace,
@@ -22,7 +22,7 @@ fn said_of(cu_seqlens_q: &[i32]) -> String {
     let problem = FwdProblem::group(DType::F32, DIMS);
     let good = [0, 4, 8];
     let seq = fmha::SeqArgs {
-        totals: fmha::core::Totals::packed(8, 8),
+        totals: fmha::Totals::packed(8, 8),
         cu_seqlens_q: Some(DevSlice::host(cu_seqlens_q)),
         cu_seqlens_k: Some(DevSlice::host(&good)),
         ..fmha::SeqArgs::default()

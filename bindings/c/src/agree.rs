@@ -4,8 +4,9 @@
 
 use std::fmt;
 
-use fmha::{ProblemError, Result};
+use fmha::ProblemError;
 
+use crate::Result;
 use crate::host::{self, Pointed};
 use crate::structs::{FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaPartial, FmhaTensor};
 

@@ -4,10 +4,10 @@ use std::ffi::{CStr, CString, c_char};
 
 use fmha::{
     Accuracy, Append, Backend, Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale,
-    Dims, ElementwiseBias, FwdProblem, KvLayout, MaskSpec, PlanOptions, ProblemError, QLayout, Result,
-    Rotary, RotaryPairs, Strides, Totals, VLayout,
+    Dims, ElementwiseBias, FwdProblem, KvLayout, MaskSpec, PlanOptions, ProblemError, QLayout, Rotary, RotaryPairs, Strides, Totals, VLayout,
 };
 
+use crate::Result;
 use crate::structs::{
     FMHA_BF16, FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ, FMHA_EXACT, FMHA_F16, FMHA_F32,
     FMHA_FAST, FMHA_V_COL_MAJOR, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaCombine, FmhaGradients,

@@ -15,11 +15,14 @@ use std::ffi::{CString, c_char, c_int};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use fmha::{Backend, Error, FmhaBackend, ProblemError, Result};
+use fmha::{Backend, Error, FmhaBackend, ProblemError};
 
 use host::Choice;
 pub use plan::FmhaPlan;
 pub use structs::*;
+
+/// What a call gives here: the library's error where none is named.
+type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// A backend is opened once: its kernels stay loaded from plan to plan.
 fn open(choice: Option<&Backend>) -> Result<Arc<dyn FmhaBackend>> {

@@ -6,10 +6,11 @@ use std::sync::Arc;
 use fmha::{
     BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CombineArgs, CombinePlan, DType, Descale, DevBuffer,
     DevSlice, DevSliceMut, Dims, Extents, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, MemorySpace,
-    PartialResult, ProblemError, Result, ScoreArgs, SeqArgs, Shape, Stream, Strides, Totals, ValidFwd,
+    PartialResult, ProblemError, ScoreArgs, SeqArgs, Shape, Stream, Strides, Totals, ValidFwd,
     Workspace,
 };
 
+use crate::Result;
 use crate::agree;
 use crate::host::{self, Choice, Pointed, strides};
 use crate::structs::{FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaPartial, FmhaTensor};

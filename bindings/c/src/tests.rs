@@ -108,7 +108,7 @@ fn last_error() -> String {
     unsafe { CStr::from_ptr(fmha_last_error()) }.to_string_lossy().into_owned()
 }
 
-fn plan(call: &FmhaCall) -> fmha::Result<FmhaPlan> {
+fn plan(call: &FmhaCall) -> Result<FmhaPlan, fmha::Error> {
     // SAFETY: every pointer of a test's call is memory of the test, as large as the call says.
     unsafe { FmhaPlan::new(&cpu(), call, &Choice::default()) }
 }
@@ -460,7 +460,7 @@ fn cases() -> u32 {
 
 /// A second does some `per_second` of them.
 fn fuzz_cases(per_second: u32) -> u32 {
-    let seconds = std::env::var(fmha::core::env::FUZZ_SECONDS.name);
+    let seconds = std::env::var(fmha_core::env::FUZZ_SECONDS.name);
     let seconds = seconds.map_or(1, |seconds| seconds.parse::<u32>().unwrap());
     per_second * seconds.max(1)
 }
