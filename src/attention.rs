@@ -11,11 +11,12 @@ use once_cell::sync::OnceCell;
 use crate::memory::{Input, Output, zeros};
 use crate::registry::{Backend, Opened, open_explained};
 
-/// What to compute. [`Attention::new`] has every option off; set the rest by field.
+/// What to compute. [`Attention::new`] has every option off; the setters turn them on.
 ///
 /// This is the common part of what there is: for packed sequences, bias, sinks, strides, FP8 and
 /// gradients build an [`FwdProblem`] and plan it on a backend.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Attention {
     /// The sizes.
     pub dims: Dims,
@@ -53,17 +54,57 @@ impl Attention {
         }
     }
 
+    /// Which keys a query sees: [`MaskSpec::CAUSAL`], or parsed from text such as `b:128,0`.
+    #[must_use]
+    pub fn mask(mut self, mask: MaskSpec) -> Self {
+        self.mask = mask;
+        self
+    }
+
+    /// Multiplies `Q K^T`; 0 is 0, and only `None` is `1 / sqrt(head_dim_qk)`.
+    #[must_use]
+    pub fn softmax_scale(mut self, softmax_scale: impl Into<Option<f32>>) -> Self {
+        self.softmax_scale = softmax_scale.into();
+        self
+    }
+
+    /// `softcap * tanh(S / softcap)`.
+    #[must_use]
+    pub fn softcap(mut self, softcap: impl Into<Option<f32>>) -> Self {
+        self.softcap = softcap.into();
+        self
+    }
+
+    /// Probability that a `P` is dropped, and where the generator stands.
+    #[must_use]
+    pub fn dropout(mut self, p_drop: f32, seed: DropoutSeed) -> Self {
+        (self.p_drop, self.dropout) = (p_drop, seed);
+        self
+    }
+
+    /// Whether a kernel that is correct but far from fast may serve.
+    #[must_use]
+    pub fn allow_fallback(mut self, allow_fallback: bool) -> Self {
+        self.allow_fallback = allow_fallback;
+        self
+    }
+
+    /// Which backend [`attention`] runs on.
+    #[must_use]
+    pub fn backend(mut self, backend: Backend) -> Self {
+        self.backend = backend;
+        self
+    }
+
     /// The problem it stands for: batch mode, contiguous b·s·h·d, LSE written.
     #[must_use]
     pub fn problem(&self, dtype: DType) -> FwdProblem {
-        FwdProblem {
-            mask: self.mask,
-            softmax_scale: self.softmax_scale,
-            softcap: self.softcap,
-            p_drop: self.p_drop,
-            write_lse: true,
-            ..FwdProblem::batch(dtype, self.dims)
-        }
+        FwdProblem::batch(dtype, self.dims)
+            .mask(self.mask)
+            .softmax_scale(self.softmax_scale)
+            .softcap(self.softcap)
+            .p_drop(self.p_drop)
+            .write_lse(true)
     }
 }
 
@@ -146,7 +187,7 @@ pub fn attention_on<T: Element>(
             return Err(Error::Problem(ProblemError::new(field, text)));
         }
     }
-    let plan_options = PlanOptions { allow_fallback: options.allow_fallback, ..PlanOptions::default() };
+    let plan_options = PlanOptions::default().allow_fallback(options.allow_fallback);
     let plan = backend.plan_fwd(&problem, &plan_options)?;
     let mut result = AttentionOutput {
         o: zeros("o", problem.shape_o().num_elems())?,
@@ -191,7 +232,7 @@ mod tests {
 
     fn equals_the_reference<T: Element>(to: impl Fn(f32) -> T, read: impl Fn(T) -> f64, tolerance: f64) {
         let (q, k, v) = tensors(to);
-        let options = Attention { mask: MaskSpec::CAUSAL, ..Attention::new(DIMS) };
+        let options = Attention::new(DIMS).mask(MaskSpec::CAUSAL);
         let result = attention(&q, &k, &v, &options).unwrap();
 
         let problem = options.problem(T::DTYPE);

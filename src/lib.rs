@@ -7,7 +7,7 @@
 //!     batch: 1, seqlen_q: 4, seqlen_k: 4, num_heads_q: 2, num_heads_kv: 1, head_dim_qk: 8, head_dim_v: 8,
 //! };
 //! let (q, k, v) = (vec![0.5f32; 64], vec![0.5f32; 32], vec![2.0f32; 32]);
-//! let options = Attention { mask: MaskSpec::CAUSAL, ..Attention::new(dims) };
+//! let options = Attention::new(dims).mask(MaskSpec::CAUSAL);
 //! let result = fmha::attention(&q, &k, &v, &options)?;
 //! assert!(result.o.iter().all(|&o| (o - 2.0).abs() < 1e-6));
 //! # Ok::<(), fmha::Error>(())
@@ -53,13 +53,13 @@ pub use half::{bf16, f16};
 // By name, each of them: a glob would bring what is internal to the workspace, a `Result` that hides std's, and
 // modules that hide `core`'s.
 pub use fmha_core::{
-    Accuracy, AnyProblem, Append, BackendId, Bias, BiasBroadcast, BiasGrad, BlockTable, BwdArgs, BwdPlan, BwdProblem,
-    CacheArgs, CacheSlice, CombineArgs, CombinePlan, CombineProblem, DType, Descale, DevBuffer, DevSlice, DevSliceMut,
-    DeviceMemory, Dims, DropoutSeed, ElementwiseBias, Error, Explain, Extents, FmhaBackend, FwdArgs, FwdPlan, FwdProblem,
-    KvLayout, LaunchShape, MaskAlign, MaskShape, MaskSpec, MemorySpace, Operation, PartialResult, Plan, PlanOptions,
-    PlanParts, ProblemError, Promises, QLayout, Queues, Recording, Refusal, ResourceUsage, Roofline, Rotary, RotaryPairs,
-    ScoreArgs, ScoreSums, SeqArgs, Shape, Step, Stream, Strides, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd,
-    Workspace,
+    Accuracy, AnyProblem, Append, BackendId, Bias, BiasBroadcast, BiasGrad, BlockTable, BwdArgs, BwdPlan,
+    BwdProblem, CacheArgs, CacheSlice, CombineArgs, CombinePlan, CombineProblem, DType, Descale, DevBuffer,
+    DevSlice, DevSliceMut, DeviceMemory, Dims, DropoutSeed, ElementwiseBias, Error, Explain, Extents,
+    FmhaBackend, FwdArgs, FwdPlan, FwdProblem, KvLayout, LaunchShape, MaskAlign, MaskShape, MaskSpec,
+    MemorySpace, Operation, PartialResult, Plan, PlanOptions, PlanParts, ProblemError, Promises, QLayout,
+    Queues, Recording, Refusal, ResourceUsage, Roofline, Rotary, RotaryPairs, ScoreArgs, ScoreSums, SeqArgs,
+    Shape, Step, Stream, Strides, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 
 pub use attention::{Attention, AttentionOutput, Element, attention, attention_on};

@@ -54,7 +54,8 @@ use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::seq::spans;
 use fmha_core::{
     BackendId, BwdArgs, BwdPlan, CombineArgs, CombinePlan, DType, DeviceMemory, Error, FmhaBackend, FwdArgs,
-    FwdPlan, MemorySpace, PlanOptions, ProblemError, Result, Roofline, Stream, ValidBwd, ValidCombine, ValidFwd, env,
+    FwdPlan, MemorySpace, PlanOptions, ProblemError, Result, Roofline, Stream, ValidBwd, ValidCombine,
+    ValidFwd, env,
 };
 
 pub use isa::Isa;
@@ -107,7 +108,9 @@ impl CpuBackend {
         }
         let cap = match (config.isa, env::CPU_ISA.get()?) {
             (Some(isa), _) => Some(isa),
-            (None, Some(text)) => Some(text.parse().map_err(|error: ProblemError| misset(env::CPU_ISA, error.text))?),
+            (None, Some(text)) => {
+                Some(text.parse().map_err(|error: ProblemError| misset(env::CPU_ISA, error.text))?)
+            }
             (None, None) => None,
         };
         let (isa, engine) = Engine::best(cap)?;

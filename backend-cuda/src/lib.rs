@@ -190,7 +190,7 @@ impl FmhaBackend for CudaBackend {
         let (mut choice, refusals) = self.choose_fwd(problem, options)?;
         let (chosen, steps) = self.ready(&mut choice)?;
         let stand_in = if options.allow_fallback && !chosen.kernel.is_fallback() {
-            let any = PlanOptions { kernel: Some("simt".to_owned()), tile: Vec::new(), ..options.clone() };
+            let any = options.clone().kernel("simt").tile(Vec::<(String, String)>::new());
             let (mut other, _) = self.choose_fwd(problem, &any)?;
             choice.workspace = choice.workspace.max(other.workspace);
             choice
@@ -226,7 +226,7 @@ impl FmhaBackend for CudaBackend {
         let (mut choice, refusals) = self.choose_bwd(problem, options)?;
         let (chosen, steps) = self.ready(&mut choice)?;
         let stand_in = if options.allow_fallback && !chosen.kernel.is_fallback() {
-            let any = PlanOptions { kernel: Some("simt".to_owned()), tile: Vec::new(), ..options.clone() };
+            let any = options.clone().kernel("simt").tile(Vec::<(String, String)>::new());
             let (mut other, _) = self.choose_bwd(problem, &any)?;
             choice.workspace = choice.workspace.max(other.workspace);
             choice

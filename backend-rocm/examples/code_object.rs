@@ -21,13 +21,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut problem = FwdProblem::batch(dtype.parse()?, dims);
     problem.mask = mask.parse()?;
     problem.write_lse = true;
-    let tile = tile
-        .iter()
-        .filter_map(|pair| pair.split_once('='))
-        .map(|(name, value)| (name.to_owned(), value.to_owned()))
-        .collect();
+    let tile = tile.iter().filter_map(|pair| pair.split_once('='));
     let backend = RocmBackend::pretend(arch)?;
-    let plan = backend.plan_fwd(&problem.validate()?, &PlanOptions { tile, ..PlanOptions::default() })?;
+    let plan = backend.plan_fwd(&problem.validate()?, &PlanOptions::default().tile(tile))?;
     print!("{plan}");
     std::fs::write(file, backend.code_object(&plan).ok_or("no code object")?)?;
     Ok(())

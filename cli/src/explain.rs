@@ -4,9 +4,9 @@ use std::fmt;
 use std::io::Write;
 
 use clap::Args;
+use fmha::{Error, Explain, Opened, Roofline};
 use fmha_core::plan::Plan;
 use fmha_core::work::Work;
-use fmha::{Error, Explain, Opened, Roofline};
 use serde_json::{Value, json};
 
 use crate::Verdict;

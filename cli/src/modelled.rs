@@ -3,8 +3,8 @@
 use std::io::Write;
 
 use fmha::{FmhaBackend, FwdPlan, PlanOptions};
-use fmha_core::MaskKind;
 use fmha_conformance::init::Init;
+use fmha_core::MaskKind;
 use serde_json::Value;
 
 use crate::failure::Failure;

@@ -212,15 +212,14 @@ impl BackendArgs {
 
     /// How to plan; what the problem itself wishes is added by [`Setup::options`](crate::setup::Setup::options).
     pub(super) fn plan_options(&self) -> PlanOptions {
-        PlanOptions {
-            kernel: self.kernel.clone(),
-            tile: self.tile.clone(),
-            allow_fallback: self.allow_fallback,
-            accuracy: self.accuracy,
-            deterministic: false,
-            batch_invariant: self.batch_invariant,
-            check_lengths: self.check_lengths,
-        }
+        let mut options = PlanOptions::default()
+            .tile(self.tile.clone())
+            .allow_fallback(self.allow_fallback)
+            .accuracy(self.accuracy)
+            .batch_invariant(self.batch_invariant)
+            .check_lengths(self.check_lengths);
+        options.kernel.clone_from(&self.kernel);
+        options
     }
 }
 

@@ -80,6 +80,7 @@ pub mod roofline;
 pub mod score;
 #[doc(hidden)]
 pub mod seq;
+mod setters;
 #[doc(hidden)]
 pub mod source;
 #[doc(hidden)]
@@ -105,9 +106,9 @@ pub use dtype::DType;
 pub use error::{Error, ProblemError, Refusal, Result};
 pub use kv::{Append, Rotary, RotaryPairs};
 pub use layout::{KvLayout, QLayout, Shape, Strides, Totals, VLayout};
-pub use mask::{MaskAlign, MaskShape, MaskSpec};
 #[doc(hidden)]
 pub use mask::{BlockClass, MaskBand, MaskBounds, MaskKind};
+pub use mask::{MaskAlign, MaskShape, MaskSpec};
 pub use operation::{AnyProblem, Operation};
 pub use plan::{
     Accuracy, BackendId, BwdPlan, CombinePlan, Explain, FwdPlan, LaunchShape, Plan, PlanOptions, PlanParts,

@@ -109,7 +109,7 @@ fn tensors_of_unlike_types_or_batches_do_not_interleave() {
     // Rows 64 elements apart, of 32 elements each: in bytes, O's are twice as long as Q's.
     let dims = Dims { num_heads_kv: 4, ..DIMS };
     let rows = Strides { batch: 192, seq: 64, head: 8, dim: 1 };
-    let types = FwdProblem { dtype_o: DType::F32, q: rows, o: rows, ..FwdProblem::batch(DType::F16, dims) };
+    let types = FwdProblem::batch(DType::F16, dims).dtype_o(DType::F32).strides_q(rows).strides_o(rows);
     let behind = FwdArgs { o: output(0x10000 + 128, 400), ..args() };
     assert!(
         refusal(types, &behind).starts_with("o (1408 bytes at 0x10080) overlaps q (704 bytes at 0x10000)")
@@ -119,7 +119,7 @@ fn tensors_of_unlike_types_or_batches_do_not_interleave() {
     let dims = Dims { seqlen_k: 3, ..dims };
     let rows = Strides { batch: 320, seq: 96, head: 8, dim: 1 };
     let batches = FwdProblem::new(QLayout::Packed, KvLayout::Strided, DType::F32, dims);
-    let batches = FwdProblem { k: rows, o: rows, ..batches };
+    let batches = batches.clone().strides_k(rows).strides_o(rows);
     let mut behind = FwdArgs { o: output(0x20000 + 128, 600), k: input(0x20000, 600).into(), ..args() };
     (behind.seq.totals.total_q, behind.seq.cu_seqlens_q) = (Some(6), Some(input(0x50000, 3)));
     behind.v = input(0x30000, 192).into();
@@ -132,11 +132,9 @@ fn tensors_of_unlike_types_or_batches_do_not_interleave() {
 #[test]
 fn tensors_of_one_head_and_one_sequence_interleave_whatever_steps_between_others() {
     let dims = Dims { batch: 1, seqlen_q: 3, seqlen_k: 3, num_heads_q: 1, num_heads_kv: 1, ..DIMS };
-    let problem = FwdProblem {
-        k: Strides { batch: 5, seq: 16, head: 3, dim: 1 },
-        o: Strides { batch: 999, seq: 16, head: 777, dim: 1 },
-        ..FwdProblem::batch(DType::F32, dims)
-    };
+    let problem = FwdProblem::batch(DType::F32, dims)
+        .strides_k(Strides { batch: 5, seq: 16, head: 3, dim: 1 })
+        .strides_o(Strides { batch: 999, seq: 16, head: 777, dim: 1 });
     let problem = problem.validate().unwrap();
     let between = |o| FwdArgs { o: output(o, 40), k: input(0x20000, 40).into(), ..args() };
     let check = |args: &FwdArgs<'_>| check_fwd(&problem, args, Workspace::NONE, MemorySpace::Host);
@@ -348,15 +346,14 @@ fn a_workspace_is_there_where_it_is_wanted_and_shares_no_byte() {
 /// Packed queries, keys and new keys, a rotary embedding and a tree mask: every array that a cache's update reads.
 fn update() -> FwdProblem {
     let problem = FwdProblem::group(DType::F32, Dims { head_dim_v: 4, ..DIMS });
-    FwdProblem {
-        seqused_q: true,
-        seqused_k: true,
-        append: Some(Append::packed(&problem, 2)),
-        rotary: Some(Rotary { dim: 4, pairs: RotaryPairs::Half, max_pos: 16, dtype: DType::F32 }),
-        tree_mask: true,
-        mask: MaskSpec::CAUSAL,
-        ..problem
-    }
+    problem
+        .clone()
+        .seqused_q(true)
+        .seqused_k(true)
+        .append(Append::packed(&problem, 2))
+        .rotary(Rotary { dim: 4, pairs: RotaryPairs::Half, max_pos: 16, dtype: DType::F32 })
+        .tree_mask(true)
+        .mask(MaskSpec::CAUSAL)
 }
 
 /// Six queries, ten keys and four new ones, no element more than is wanted.
@@ -445,13 +442,7 @@ fn an_argument_of_an_update_that_the_problem_lacks_is_refused() {
         assert_eq!(refusal(plain.clone(), &args), format!("{name} is given, but the problem has none"));
     }
     // New values go with new keys, where V lies in K.
-    let in_k = FwdProblem {
-        seqused_k: true,
-        v_in_k: true,
-        v: plain.k,
-        append: Some(Append::batch(&plain, 2)),
-        ..plain
-    };
+    let in_k = plain.clone().seqused_k(true).v_in_k(true).strides_v(plain.k).append(Append::batch(&plain, 2));
     let appended = |v_new| {
         let mut args = FwdArgs { k: output(0x20000, 160).into(), v: CacheSlice::InK, ..args() };
         args.seq.seqused_k = Some(input(0x50000, 2));
@@ -467,8 +458,8 @@ fn an_argument_of_an_update_that_the_problem_lacks_is_refused() {
 #[test]
 fn k_and_v_are_read_appended_to_or_in_ks_rows_as_the_problem_has_it() {
     let read = FwdProblem::batch(DType::F32, DIMS);
-    let append = FwdProblem { seqused_k: true, append: Some(Append::batch(&read, 2)), ..read.clone() };
-    let in_k = |problem: &FwdProblem| FwdProblem { v_in_k: true, v: problem.k, ..problem.clone() };
+    let append = read.clone().seqused_k(true).append(Append::batch(&read, 2));
+    let in_k = |problem: &FwdProblem| problem.clone().v_in_k(true).strides_v(problem.k);
     let (read_in_k, append_in_k) = (in_k(&read), in_k(&append));
     let reads = |address| CacheSlice::from(input(address, 160));
     let appends = |address| CacheSlice::from(output(address, 160));
@@ -497,7 +488,7 @@ fn k_and_v_are_read_appended_to_or_in_ks_rows_as_the_problem_has_it() {
 #[test]
 fn combine_arguments_that_do_not_fit_are_named() {
     let rows = Shape { batch: 2, seq: 3, head: 4, dim: 8 };
-    let problem = CombineProblem { write_lse: true, ..CombineProblem::new(2, DType::F32, DType::F32, rows) };
+    let problem = CombineProblem::new(2, DType::F32, DType::F32, rows).write_lse(true);
     let problem = problem.validate().unwrap();
     let part = |o, lse| PartialResult { o: input(0x10000, o), lse: input(0x20000, lse) };
     let check = |parts: &[PartialResult<'_>], o, lse| {
@@ -530,7 +521,7 @@ fn a_bias_is_bound_with_steps_of_zero_along_the_axes_that_it_lacks() {
         [(BiasBroadcast::OneOne, 0, 0), (BiasBroadcast::OneHead, 0, 15), (BiasBroadcast::BatchHead, 60, 15)]
     {
         let bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
-        let problem = FwdProblem { bias, ..FwdProblem::batch(DType::F32, DIMS) };
+        let problem = FwdProblem::batch(DType::F32, DIMS).bias(bias);
         let mut args = args();
         args.score.bias = Some(input(0x50000, 120));
         let bound = bind::fwd_params(&problem, &args).bias;

@@ -353,7 +353,7 @@ pub fn run_bwd(
     check: Option<&str>,
 ) -> Gradients {
     let mut forward = inputs.clone();
-    forward.problem = FwdProblem { write_lse: true, ..problem.fwd.clone() };
+    forward.problem = problem.fwd.clone().write_lse(true);
     let outputs = run_fwd(backend, &forward, &PlanOptions::default());
     let valid = problem.validate().unwrap();
     let fwd = valid.fwd();

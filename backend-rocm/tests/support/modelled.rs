@@ -69,8 +69,7 @@ pub(crate) fn row(arch: Arch, dtype: DType, head_dim: u32, mask: &str, order: &s
     problem.mask = mask.parse().unwrap();
     problem.write_lse = true;
     let backend = RocmBackend::pretend(arch.name()).unwrap();
-    let options =
-        PlanOptions { tile: vec![("order".to_owned(), order.to_owned())], ..PlanOptions::default() };
+    let options = PlanOptions::default().tile([("order", order)]);
     let plan = backend.plan_fwd(&problem.validate().unwrap(), &options).unwrap();
     let code = backend.code_object(&plan).unwrap();
     let waves = u64::from(plan.explain().launch.unwrap().threads / 64);

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use fmha::{
     BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CombineArgs, CombinePlan, DType, Descale, DevBuffer,
     DevSlice, DevSliceMut, Dims, Extents, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, MemorySpace,
-    PartialResult, ProblemError, ScoreArgs, SeqArgs, Shape, Stream, Strides, Totals, ValidFwd,
-    Workspace,
+    PartialResult, ProblemError, ScoreArgs, SeqArgs, Shape, Stream, Strides, Totals, ValidFwd, Workspace,
 };
 
 use crate::Result;
@@ -110,18 +109,23 @@ impl FmhaPlan {
         let (given, bytes) = (call.workspace, call.workspace_bytes);
         let refused = |field, text| Err(ProblemError::new(field, text).into());
         match &self.scratch {
-            _ if given.is_null() && bytes > 0 => {
-                refused("workspace_bytes", format!("workspace_bytes {bytes} goes with workspace, which is null"))
-            }
-            Scratch::Own(_) if !given.is_null() => {
-                refused("workspace", "workspace is given (1), but the plan has its own: caller_workspace 0".into())
-            }
+            _ if given.is_null() && bytes > 0 => refused(
+                "workspace_bytes",
+                format!("workspace_bytes {bytes} goes with workspace, which is null"),
+            ),
+            Scratch::Own(_) if !given.is_null() => refused(
+                "workspace",
+                "workspace is given (1), but the plan has its own: caller_workspace 0".into(),
+            ),
             // SAFETY: the buffer is this plan's, whose runs are one at a time.
-            Scratch::Own(own) => Ok(own.as_ref().map(|own| unsafe { memory.write(own.as_ptr(), own.bytes()) })),
-            Scratch::Callers { bytes: wanted } if *wanted == 0 => Ok(None),
-            Scratch::Callers { bytes: wanted } if bytes < *wanted => {
-                refused("workspace_bytes", format!("workspace_bytes {bytes} is less than the plan's {wanted}"))
+            Scratch::Own(own) => {
+                Ok(own.as_ref().map(|own| unsafe { memory.write(own.as_ptr(), own.bytes()) }))
             }
+            Scratch::Callers { bytes: wanted } if *wanted == 0 => Ok(None),
+            Scratch::Callers { bytes: wanted } if bytes < *wanted => refused(
+                "workspace_bytes",
+                format!("workspace_bytes {bytes} is less than the plan's {wanted}"),
+            ),
             // SAFETY: passed on.
             Scratch::Callers { .. } => Ok(Some(unsafe { memory.write(given.cast(), bytes) })),
         }

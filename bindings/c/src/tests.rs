@@ -11,8 +11,8 @@ use proptest::prelude::*;
 
 use crate::host::Choice;
 use crate::{
-    FMHA_F16, FMHA_F32, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaGradients, FmhaPlan, FmhaTensor, fmha_drop,
-    fmha_last_error, fmha_plan, fmha_run, guard,
+    FMHA_F16, FMHA_F32, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaGradients, FmhaPlan, FmhaTensor,
+    fmha_drop, fmha_last_error, fmha_plan, fmha_run, guard,
 };
 
 const NONE: FmhaTensor =
@@ -363,7 +363,7 @@ fn a_run_with_the_callers_scratch_is_the_run_with_the_plans_own() {
         ..call(&[], &[], &[], &mut [], 1, &[])
     };
     let written = |caller_workspace: bool| {
-        let plan = fmha::PlanOptions { kernel: Some("simt".to_owned()), ..Default::default() };
+        let plan = fmha::PlanOptions::default().kernel("simt");
         let choice = Choice { plan, caller_workspace, ..Choice::default() };
         let outputs = [(); 3].map(|()| device(&vec![0x7e01; ROWS * HEADS * DIM]));
         let gradients = gradients_of(&outputs);

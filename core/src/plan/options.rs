@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use super::sums::ScoreSums;
 use crate::error::{ProblemError, Refusal};
+use crate::setters::setters;
 
 /// How closely a kernel follows the running maximum of a row. Both keep the rule that
 /// `tests/battery/tolerance.rs` derives; a plan says which it is.
@@ -46,7 +47,15 @@ impl FromStr for Accuracy {
 }
 
 /// What the caller wants of the choice of kernel. Every wish is honoured, or the kernel refuses.
+///
+/// ```
+/// use fmha_core::PlanOptions;
+///
+/// let options = PlanOptions::default().kernel("sm90").tile([("block_m", "128")]).deterministic(true);
+/// assert_eq!(options.tile, [("block_m".to_owned(), "128".to_owned())]);
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PlanOptions {
     /// This kernel or a refusal; `None` = the backend's choice.
     pub kernel: Option<String>,
@@ -71,6 +80,33 @@ pub struct PlanOptions {
 }
 
 impl PlanOptions {
+    /// This kernel or a refusal.
+    #[must_use]
+    pub fn kernel(mut self, kernel: impl Into<String>) -> Self {
+        self.kernel = Some(kernel.into());
+        self
+    }
+
+    /// `name=value` pairs for that kernel's tile, in place of those that were set.
+    #[must_use]
+    pub fn tile<N: Into<String>, V: Into<String>>(mut self, tile: impl IntoIterator<Item = (N, V)>) -> Self {
+        self.tile = tile.into_iter().map(|(name, value)| (name.into(), value.into())).collect();
+        self
+    }
+
+    setters! {
+        /// Whether a kernel that is correct but far from fast may serve.
+        allow_fallback: bool => allow_fallback;
+        /// How closely the running maximum is followed.
+        accuracy: Accuracy => accuracy;
+        /// The same bits on every run.
+        deterministic: bool => deterministic;
+        /// The bits of a sequence depend on its own lengths and contents alone.
+        batch_invariant: bool => batch_invariant;
+        /// Whether each run reads the lengths back and checks them first.
+        check_lengths: bool => check_lengths;
+    }
+
     /// Whether a kernel that makes these promises does what is wished.
     ///
     /// # Errors
@@ -153,9 +189,9 @@ mod tests {
     #[test]
     fn a_wish_that_a_kernel_does_not_keep_is_refused_by_its_name() {
         let wishes = [
-            ("accuracy", PlanOptions { accuracy: Accuracy::Exact, ..PlanOptions::default() }),
-            ("deterministic", PlanOptions { deterministic: true, ..PlanOptions::default() }),
-            ("batch_invariant", PlanOptions { batch_invariant: true, ..PlanOptions::default() }),
+            ("accuracy", PlanOptions::default().accuracy(Accuracy::Exact)),
+            ("deterministic", PlanOptions::default().deterministic(true)),
+            ("batch_invariant", PlanOptions::default().batch_invariant(true)),
         ];
         let all = Promises {
             deterministic: true,
