@@ -14,6 +14,7 @@
 //! ```
 //!
 //! - [`attention`] takes slices of `f32`, `f16` or `bf16` and gives O and LSE: where to start.
+//! - [`attention_into`] takes [`TensorView`]s: any strides, host or device memory, and with the feature `ndarray` arrays.
 //! - [`open`] gives the [`FmhaBackend`] that a [`Backend`] names; [`devices`] lists what there is, and
 //!   why the rest is absent. With a backend, a [`FwdProblem`] becomes a plan and the plan runs:
 //!
@@ -47,6 +48,7 @@
 mod attention;
 mod memory;
 mod registry;
+mod view;
 
 pub use half::{bf16, f16};
 
@@ -62,7 +64,8 @@ pub use fmha_core::{
     Shape, Step, Stream, Strides, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 
-pub use attention::{Attention, AttentionOutput, Element, attention, attention_on};
+pub use attention::{Attention, AttentionOutput, attention, attention_into, attention_into_on, attention_on};
 pub use registry::{
     Backend, Device, Opened, PassedOver, all, devices, emulated_launches, open, open_explained, pretend,
 };
+pub use view::{Element, TensorView, TensorViewMut};
