@@ -139,6 +139,22 @@ fn steps(
         steps.push(Step::tests(name.clone(), words, folder.clone()));
     }
     steps.push(Step::cargo("doc tests", &["test", "--release", "--workspace", "--doc", "--quiet"]));
+    // As on a machine with such a device: `auto` opens it.
+    for arch in ["sm_90a", "sm_100a", "gfx942"] {
+        let compiler_is_there = match arch.starts_with("sm_") {
+            true => environment.iter().any(|(name, _)| name == "FMHA_NVRTC"),
+            false => setup::clang_is_there(),
+        };
+        let name = format!("doc tests on {arch}");
+        if !compiler_is_there {
+            tally.say(&format!("absent: {name}: no compiler for its kernels"));
+            continue;
+        }
+        let doubles = setup::target().join("release").display().to_string();
+        let device = [("FMHA_EMULATE", arch.to_owned()), ("FMHA_EMULATOR_DIR", doubles)];
+        let step = Step::cargo(&name, &["test", "--release", "--workspace", "--doc", "--quiet"]);
+        steps.push(step.with(device.map(|(name, value)| (name.to_owned(), value)).into()));
+    }
     let fmha = setup::target().join("release/fmha").display().to_string();
     for row in ROWS {
         if row.backend == "cuda" && !environment.iter().any(|(name, _)| name == "FMHA_NVRTC") {
