@@ -33,7 +33,9 @@ fn main() -> Result<()> {
         if let Some(compiler) = device.precompiler() {
             let named = || {
                 let jobs = compiler.jobs(AnyProblem::Forward(&fwd), &options)?;
-                jobs.iter().for_each(|job| drop(std::hint::black_box(job.key())));
+                for job in &jobs {
+                    std::hint::black_box(job.key());
+                }
                 Ok(())
             };
             report("forward by its text", seqlen, named)?;
