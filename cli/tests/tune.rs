@@ -38,9 +38,9 @@ fn backward_tiles_are_compiled_without_a_device_to_measure_them_on() {
         ("--knob block_m", "1 tiles compiled, 3 refused"),
         // The tile of the table has first_stores, which direct_dq is refused beside.
         ("--knob direct_dq", "1 tiles compiled, 1 refused"),
-        // Consumers that add dQ themselves take turns too.
+        // Consumers that add dQ themselves add in order too.
         ("--knob direct_dq --deterministic", "2 tiles compiled, 0 refused"),
-        // A key block that is claimed ahead does not.
+        // A tile whose index is taken ahead would wait behind its own CTA's present one.
         ("--knob persistent --deterministic", "1 tiles compiled, 1 refused"),
     ] {
         let Some(ran) = emulated(&format!("-d 64 --backward --compile {options}")) else { return };

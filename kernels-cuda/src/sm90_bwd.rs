@@ -64,10 +64,10 @@ abi_spec! {
         /// Consumers add dQ to memory from their registers; else a thread adds it from shared memory.
         pub direct_dq: bool = Takes::all().tuned(),
         /// Of the key blocks that add to a query block's dQ the first to come stores it, and the others wait for that; else
-        /// preprocess puts zeros there. Of who stores by a thread, without turns.
+        /// preprocess puts zeros there. Of tiles whose store warp adds dQ, where sums have no order.
         pub first_stores: bool = Takes::all().tuned(),
         /// The sums of dQ become dQ in the main kernel, by a warp of its own, while the L2 may still have them; else in a launch
-        /// after it. Of persistent CTAs that store dQ by a thread, without turns.
+        /// after it. Of persistent CTAs whose store warp adds dQ, where sums have no order.
         pub finishes_dq: bool = Takes::all().tuned(),
         /// LSE in log2 and delta of all heads' rows but those of the first tiles are made in the main kernel, by the warp that
         /// finishes dQ while none waits for it; else preprocess makes all. With `finishes_dq`, `first_stores`,
@@ -275,10 +275,12 @@ impl Sm90BwdTile {
                 self.cluster
             ));
         }
-        // Without a mask key blocks take turns in circles: one claimed ahead would wait behind its own CTA's present one.
+        // Without a mask ordered key blocks of a group wait for each other: a tile whose index is taken ahead would wait behind
+        // its own CTA's present one.
         if spec.deterministic && self.persistent && spec.fwd.mask == MaskKind::Full {
             return Err(
-                "persistent true: a key block that is claimed ahead does not take its turns".to_owned()
+                "persistent true: without a mask, ordered sums of dQ want all key blocks of a group at work"
+                    .to_owned(),
             );
         }
         if self.first_stores && (self.direct_dq || spec.deterministic) {
@@ -416,10 +418,10 @@ impl Sm90BwdTile {
         self.delta_beside &= self.may_make_delta();
     }
 
-    /// Consumer warps of all tiles and query blocks of all heads, each of which says whether its dK and dV, or its dQ, are
-    /// finite; 0 where nobody asks.
+    /// Flags, one to each consumer warp of each tile and one to each query block of each head: whether its dK and dV, or its dQ, have
+    /// a number that is not finite. None without [`repairs`].
     #[must_use]
-    pub fn num_suspects(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule, q_blocks: u32) -> u64 {
+    pub fn num_non_finite_flags(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule, q_blocks: u32) -> u64 {
         if repairs(spec) {
             4 * u64::from((self.num_consumers() * schedule.num_tiles).unsigned_abs()) + u64::from(q_blocks)
         } else {
@@ -490,8 +492,8 @@ impl Sm90BwdTile {
         });
         let num_bias_blocks = i32::try_from(bias_blocks)
             .map_err(|_| Refusal::new(NAME, format!("dbias: {bias_blocks} blocks of it are 2^31 or more")))?;
-        // Masked, key blocks differ in length, and the last head's longest would end alone; turns want a head's one after
-        // another. Causal on an H200, a head at a time and in groups, TFLOP/s: D 128 337, 344 at 1k, 518, 542 at 4k, 575, 600
+        // Masked, key blocks differ in length, and the last head's longest would end alone; ordered additions want a
+        // head's one after another. Causal on an H200, a head at a time and in groups, TFLOP/s: D 128 337, 344 at 1k, 518, 542 at 4k, 575, 600
         // at 8k, 633, 635 at 16k; D 64 484, 493 at 4k; D 256 337, 348 at 2k. D 64 at 512 207, 201.
         let in_groups =
             problem.fwd.mask.kind() != MaskKind::Full && !spec.deterministic && dims.seqlen_k >= 1024;
@@ -689,12 +691,12 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
     let (block_m, transposed_dq) = match dim {
         // Without early scores 547, with 521; causal, with polynomials, 478 and 435, and 464 with dQ late.
         64 => (128, false),
-        // Edges apart, without it and an early dV 615, with both 605; causal 521 and 516; with dropout 408 and 356. In turns,
-        // S 8192, 582 and 548; causal 508 and 484 (635 and 608 with turns kept by threads of their own).
+        // Edges apart, without it and an early dV 615, with both 605; causal 521 and 516; with dropout 408 and 356. Deterministic,
+        // S 8192, 582 and 548; causal 508 and 484 (635 and 608 with semaphores polled by threads of their own).
         128 => (64, true),
         // S 8192, 555; causal 522. As with a wider V, 315 and 280.
         192 if in_parts => (64, false),
-        // 388; causal 328. In turns, S 2048, 222, without 213.
+        // 388; causal 328. Deterministic, S 2048, 222, without 213.
         192 => (96, true),
         // 491; causal 439. A CTA without another 426, 393; a CTA to a multiprocessor 483, 427.
         _ => (64, false),
@@ -715,7 +717,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         early_scores: split_dims,
         early_dv: false,
         late_dp: false,
-        // In turns at D 64, S 8192, 525 of 485, 541 of 521 without a mask; at D 128 503, and stored 608.
+        // Deterministic at D 64, S 8192, 525 of 485, 541 of 521 without a mask; at D 128 503, and stored 608.
         direct_dq: split_dims || (dim == 64 && spec.deterministic),
         // At D 128 a second loop of the early order spills: 492 of 603, causal 494 of 505.
         edges_apart: !split_dims && !in_parts,
@@ -733,7 +735,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         delta_beside: false,
         load_registers: if dim == 192 && !in_parts { 32 } else { 24 },
         head_parts: false,
-        // Key blocks that take turns are launched in their order, or claimed in it: D 128 causal 508 of 494, D 64 488 of 484 but
+        // Deterministic key blocks are launched in the order of their additions, or take their indices in it: D 128 causal 508 of 494, D 64 488 of 484 but
         // at S 2048 355 of 376.
         persistent: cluster == 1 && (!spec.deterministic || (dim == 128 && !full)),
         fast_softcap: spec.fwd.softcap,

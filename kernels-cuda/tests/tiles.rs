@@ -270,7 +270,7 @@ fn the_headers_of_the_backward_are_those_that_its_entries_include() {
 
 /// Without a mask each key block of a group waits for another of it, so all of them must be running.
 #[test]
-fn key_blocks_that_take_turns_in_circles_are_not_claimed_ahead() {
+fn staggered_key_blocks_in_an_order_have_no_tile_index_ahead() {
     for (mask, taken) in [(MaskSpec::NONE, false), (MaskSpec::CAUSAL, true)] {
         let dims = dims(1, (512, 512), (128, 128));
         let fwd = FwdProblem { mask, ..FwdProblem::batch(DType::Bf16, dims) };
@@ -306,7 +306,7 @@ fn blocks_that_dropout_does_not_decide_whole_are_refused_with_both_numbers() {
     }
 }
 
-/// Long sequences without a mask are walked in larger blocks, where nothing is modified and nobody takes turns.
+/// Long sequences without a mask are walked in larger blocks, where nothing is modified and additions to dQ have no order.
 #[test]
 fn long_backwards_without_a_mask_are_walked_in_blocks_of_80_queries() {
     for (length, mask, p_drop, deterministic, block_m) in [

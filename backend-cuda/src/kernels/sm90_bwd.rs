@@ -69,7 +69,7 @@ impl BwdRecipe for Sm90Bwd {
         let set = |fields: &TileOptions| {
             let mut tile = own;
             fields.iter().try_for_each(|(key, value)| tile.set_field(key, value))?;
-            // Tiles are claimed from where the kernel before the main one has put a 0.
+            // The kernel before the main one clears the counter from which persistent CTAs take their tiles.
             tile.persistent &= problem.fwd().dims.seqlen_q > 0;
             // Where it was asked for, `check` refuses it.
             let is_given = |field: &str| fields.iter().any(|(key, _)| *key == field);
@@ -92,17 +92,17 @@ impl BwdRecipe for Sm90Bwd {
         let schedule = tile.schedule(problem, &spec, facts.num_sms)?;
         let dbias = dbias_tile(&tile);
         let dbias_schedule = dbias.map(|dbias| dbias.schedule(problem, &spec, facts.num_sms)).transpose()?;
-        let counted = spec.deterministic || tile.first_stores;
-        let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs(), counted };
+        let has_semaphores = spec.deterministic || tile.first_stores;
+        let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs(), has_semaphores };
         let dims = problem.fwd().dims;
         let q_blocks = schedule.num_q_blocks.unsigned_abs() * dims.num_heads_q * dims.batch;
         // Behind them, where the main kernel finishes dQ, the number of each head's key blocks that are done; and where it makes
         // delta, of each query head's blocks that are made.
-        let suspects = tile.num_suspects(&spec, &schedule, q_blocks);
+        let non_finite = tile.num_non_finite_flags(&spec, &schedule, q_blocks);
         let done = if tile.finishes_dq { u64::from(schedule.num_heads.unsigned_abs()) } else { 0 };
         let made = if tile.delta_beside { u64::from(dims.num_heads_q) * u64::from(dims.batch) } else { 0 };
         let workspace =
-            BwdWorkspace::new(problem, tile.block_m.unsigned_abs(), Some(sums), suspects + done + made)
+            BwdWorkspace::new(problem, tile.block_m.unsigned_abs(), Some(sums), non_finite + done + made)
                 .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         // Behind it the sums of heads' parts.
         let head_sums = workspace.bytes.next_multiple_of(ALIGN);

@@ -22,15 +22,17 @@ constexpr int kSplitQueries = 32;
 FMHA_DEVICE constexpr int num_consumers(const Sm90BwdTile& tile) {
   return tile.split_dims ? tile.block_m / kSplitQueries : tile.block_n / mma::kRows;
 }
-// A cluster's CTAs have neighbouring key blocks of one head. Each adds its share of dQ's dimension for both, from both CTAs'
-// dS, so that half as many bytes are added; and each loads half of the rows of Q and dO for both.
+// A cluster's CTAs have neighbouring key blocks of one head. Each adds its share of dQ's dimension for both, from both
+// CTAs' dS, so that half as many bytes are added; and each loads half of the rows of Q and dO for both.
 FMHA_DEVICE int32_t cluster_rank(const Sm90BwdTile& tile) { return tile.cluster > 1 ? blockIdx.x % tile.cluster : 0; }
 FMHA_DEVICE constexpr int cluster_keys(const Sm90BwdTile& tile) { return tile.block_n * tile.cluster; }
 // Queries of a consumer's fragment of S^T.
 FMHA_DEVICE constexpr int num_columns(const Sm90BwdTile& tile) {
   return tile.block_m / (tile.split_dims ? num_consumers(tile) : tile.score_parts);
 }
-FMHA_DEVICE constexpr int num_consumer_threads(const Sm90BwdTile& tile) { return mma::kWarpgroup * num_consumers(tile); }
+FMHA_DEVICE constexpr int num_consumer_threads(const Sm90BwdTile& tile) {
+  return mma::kWarpgroup * num_consumers(tile);
+}
 FMHA_DEVICE constexpr int num_threads(const Sm90BwdTile& tile) { return mma::kWarpgroup + num_consumer_threads(tile); }
 FMHA_DEVICE constexpr int num_consumer_warps(const Sm90BwdTile& tile) { return 4 * num_consumers(tile); }
 
@@ -45,8 +47,9 @@ FMHA_DEVICE constexpr int padded_dim(const FwdSpec& spec) {
   return round_up(dim, 64);
 }
 
-// A tile whose address, in a cluster, is no constant: the compiler is to make the descriptors of a product's steps of it each
-// time, not to keep all of them beside the accumulators from step to step (it spilled some 40 registers in the loop).
+// A tile whose address, in a cluster, is no constant: the compiler is to make the descriptors of a product's steps of
+// it each time, not to keep all of them beside the accumulators from step to step (it spilled some 40 registers in the
+// loop).
 template <class Elem, int rows, int dim, bool clustered>
 struct BwdTile : SmemTile<Elem, rows, dim, clustered> {
   FMHA_DEVICE uint32_t offset() const {
@@ -61,8 +64,8 @@ struct Maps {
   TensorMap o;  // where delta is made beside the products
 };
 
-// dQ's columns where two consumers share out a dimension of three chunks of 64: a chunk each, and of the one between them
-// half each, since a product's columns lie in one chunk or begin one.
+// dQ's columns where two consumers share out a dimension of three chunks of 64: a chunk each, and of the one between
+// them half each, since a product's columns lie in one chunk or begin one.
 struct ThreeChunks {
   static constexpr int whole = 64, half = 32;
   FMHA_DEVICE static constexpr int32_t first_of_whole(int32_t consumer) { return 2 * whole * consumer; }
@@ -81,8 +84,8 @@ struct Shape {
   // Of dK and dV, of a consumer.
   static constexpr int dk_columns = tile.split_dims ? dim / consumers : dim;
   static constexpr int dv_columns = tile.split_dims ? dim / consumers : v_columns;
-  // dQ of a query block is shared out to the consumers: by its dimension, 64 of it each as the transpose of dQ or half of
-  // it, or by its rows.
+  // dQ of a query block is shared out to the consumers: by its dimension, 64 of it each as the transpose of dQ or half
+  // of it, or by its rows.
   static constexpr bool dq_by_columns = tile.split_dims || tile.score_parts > 1;
   static constexpr int dq_columns =
       tile.transposed_dq ? tile.block_m : dim / (dq_by_columns ? consumers * tile.cluster : 1);
@@ -116,9 +119,9 @@ struct ClusterSmem<spec, tile, true> {
   typename S::DsTile other_ds[tile.stages_ds];
 };
 
-// What dropout's generator has of a warp's sixteen keys for every query of a head, and of a block's queries for every key: a
-// warp's own, in shared memory. At D 64, 128 queries a block, causal 292 to 299 TFLOP/s; at D 128, whose products leave less of
-// shared memory's bandwidth, 410 to 391, and with the keys' part alone 400.
+// What dropout's generator has of a warp's sixteen keys for every query of a head, and of a block's queries for every
+// key: a warp's own, in shared memory. At D 64, 128 queries a block, causal 292 to 299 TFLOP/s; at D 128, whose
+// products leave less of shared memory's bandwidth, 410 to 391, and with the keys' part alone 400.
 template <int queries>
 struct alignas(16) DropoutParts {
   Array<uint32_t, 4> quads[4];
@@ -135,7 +138,8 @@ struct DropoutSmem<spec, tile, true> {
   DropoutParts<tile.block_m> dropout_parts[num_consumer_warps(tile)];
 };
 
-// The sums of a query block whose dQ is being finished, as `Smem::dq` has them; or O and dO of one whose delta is being made.
+// The sums of a query block whose dQ is being finished, as `Smem::dq` has them; or O and dO of one whose delta is being
+// made.
 template <BwdSpec spec, Sm90BwdTile tile, bool = tile.finishes_dq>
 struct FinishSmem {};
 template <BwdSpec spec, Sm90BwdTile tile>
@@ -149,8 +153,8 @@ struct FinishSmem<spec, tile, true> {
   };
 };
 
-// Tiles that are known at a time: the one at work, and its successor, which is loaded meanwhile.
-constexpr int kClaimSlots = 2;
+// Tile indices that are known at a time: the tile at work, and its successor, which is loaded meanwhile.
+constexpr int kTileIndexSlots = 2;
 
 template <BwdSpec spec, Sm90BwdTile tile>
 struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, FinishSmem<spec, tile> {
@@ -173,21 +177,24 @@ struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, FinishSmem<spec,
   Barrier dout_empty[tile.stages_dout];  // one arrival per consumer warp of the cluster
   Barrier other_ds_full[tile.stages_ds];   // the bytes of the other CTA's dS
   Barrier other_ds_empty[tile.stages_ds];  // one arrival per consumer warp there: what this CTA sent has been used
-  Barrier dq_full[S::consumers];         // one arrival per warp of the consumer: its share of dQ is there, or is being added
-  Barrier dq_empty[S::consumers];        // the store role's arrival: the share has been read; or, of the first, its turn has come
+  // One arrival per warp of the consumer: its share is in `dq`; with `direct_dq`, it has issued its additions.
+  Barrier dq_full[S::consumers];
+  // The store role's arrival: the share has been read. With `direct_dq`, of the first one the polling thread's: the consumers
+  // may add to the block.
+  Barrier dq_empty[S::consumers];
   Barrier sums_full;                     // the bytes of `sums`
-  Barrier turn_come;                     // its announcer's arrival, where a thread stores dQ in turns
-  Barrier turn_over;                     // the store role's: what its turn has added is there
-  Barrier turn_counted;                  // its counter's: that has been heard
-  Barrier claim_full[kClaimSlots];       // the load role's arrival: the next tile is known
-  Barrier claim_empty[kClaimSlots];      // one arrival per consumer warp, and those of who stores dQ or keeps its turns
-  int32_t claims[kClaimSlots];
-  int32_t is_first_turn;
+  Barrier dq_admitted;                   // the polling thread's arrival: the store role may store or add the next block
+  Barrier dq_added;                      // the store role's arrival: what it has added to a block is in memory
+  Barrier dq_added_seen;                 // the releasing thread's arrival: it has waited for `dq_added`
+  Barrier tile_index_full[kTileIndexSlots];   // the load role's arrival: the next tile's index is there
+  Barrier tile_index_empty[kTileIndexSlots];  // one arrival per consumer warp and per thread of `kNumDqThreads`
+  int32_t tile_index[kTileIndexSlots];
+  int32_t dq_is_first;  // beside `dq_admitted`, or `dq_empty[0]`: nothing has been added to the block yet
 };
 
-// Threads that store dQ or keep its turns.
+// Threads of the loading warpgroup that store dQ, or poll or release its semaphores (dq/).
 template <BwdSpec spec, Sm90BwdTile tile>
-constexpr int kNumStorers = tile.direct_dq       ? (spec.deterministic ? 1 : 0)
+constexpr int kNumDqThreads = tile.direct_dq       ? (spec.deterministic ? 1 : 0)
                             : spec.deterministic ? 3
                             : tile.first_stores  ? 2
                                                  : 1;
