@@ -312,7 +312,8 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
         ("128_dropout", dropout, 24),
     ] {
         let tile = sm90_bwd::default_tile(&spec);
-        let delta = sm90_bwd::Sm90BwdTile { delta_beside: true, load_registers, ..tile };
+        let delta =
+            sm90_bwd::Sm90BwdTile { dq_finish: sm90_bwd::DqFinish::BesideWithDelta, load_registers, ..tile };
         kernels.push((format!("sm90_bwd_{name}_delta"), sm90_bwd::main(&spec, &delta)));
         let tile = sm90_bwd::Sm90BwdTile { load_registers: 40, ..tile };
         kernels.push((format!("sm90_bwd_{name}_40_registers"), sm90_bwd::main(&spec, &tile)));

@@ -287,20 +287,21 @@ fn staggered_key_blocks_in_an_order_have_no_tile_index_ahead() {
 #[test]
 fn blocks_that_dropout_does_not_decide_whole_are_refused_with_both_numbers() {
     let fwd = FwdProblem::batch(DType::Bf16, dims(1, (512, 512), (128, 128)));
-    for (block_m, early_scores, p_drop, refused) in [
-        (80, false, 0.0, false),
-        (80, false, 0.1, true),
-        (64, false, 0.1, false),
-        (96, false, 0.0, false),
-        (96, false, 0.1, false),
-        (96, true, 0.1, true),
-        (64, true, 0.1, false),
+    use sm90_bwd::BwdWalk::{EarlyScores, InOrder};
+    for (block_m, walk, p_drop, refused) in [
+        (80, InOrder, 0.0, false),
+        (80, InOrder, 0.1, true),
+        (64, InOrder, 0.1, false),
+        (96, InOrder, 0.0, false),
+        (96, InOrder, 0.1, false),
+        (96, EarlyScores, 0.1, true),
+        (64, EarlyScores, 0.1, false),
     ] {
         let problem = BwdProblem::new(FwdProblem { p_drop, ..fwd.clone() });
         let spec = BwdSpec::of(&problem);
-        let tile = sm90_bwd::Sm90BwdTile { block_m, early_scores, ..sm90_bwd::default_tile(&spec) };
+        let tile = sm90_bwd::Sm90BwdTile { block_m, walk, ..sm90_bwd::default_tile(&spec) };
         let refusal = tile.check(&spec).err().unwrap_or_default();
-        let at_a_time = if early_scores { 64 } else { 32 };
+        let at_a_time = if walk == EarlyScores { 64 } else { 32 };
         let words = format!("of a consumer's {block_m} queries dropout decides {at_a_time} at a time");
         assert_eq!(refusal.contains(&words), refused, "block_m {block_m}: {refusal}");
     }

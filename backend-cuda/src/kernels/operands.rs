@@ -287,7 +287,7 @@ fn backward_maps_say_where_elements_lie() {
         let tile = bwd_text::choose_tile(&problem, &BwdSpec::of(&problem));
         let args = HOME.backward();
         let maps = map_facts(&Call { problem: &problem, args: &args, stream: 0 }, &tile);
-        assert_eq!(maps[0].box_dims, [64, (tile.block_m / tile.cluster) as u32, 1, 1]);
+        assert_eq!(maps[0].box_dims, [64, (tile.block_m / tile.walk.cluster()) as u32, 1, 1]);
         assert_eq!(maps[1].box_dims, [64, tile.block_n as u32, 1, 1]);
         maps.map(|map| (map.address, map.dims, map.strides_bytes))
     };

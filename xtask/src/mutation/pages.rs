@@ -261,14 +261,14 @@ const HOPPER_BACKWARD: &[Broken] = &[
     Broken {
         title: "several CTAs at a sum of dQ, delta beside the products, causal, D 64",
         problems: &[
-            "-b 1 --heads 8 -s 250 -d 64 --prec bf16 --mask t --tile delta_beside=1,load_registers=40",
+            "-b 1 --heads 8 -s 250 -d 64 --prec bf16 --mask t --tile dq_finish=beside_with_delta,load_registers=40",
         ],
         multiprocessors: 4,
         ..MAIN
     },
     Broken {
         title: "zeros before the sums, causal, D 128",
-        problems: &["-b 1 --heads 3 -s 250 -d 128 --prec bf16 --mask t --tile first_stores=0"],
+        problems: &["-b 1 --heads 3 -s 250 -d 128 --prec bf16 --mask t --tile dq_path=store_warp"],
         ..MAIN
     },
     Broken {
@@ -399,12 +399,12 @@ const HOPPER_BACKWARD: &[Broken] = &[
 ];
 
 const HOPPER_BACKWARD_KNOBS: &[&str] = &[
-    "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile early_scores=1,early_dv=1,stages_q=3,edges_apart=0",
-    "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile direct_dq=1",
-    "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile first_stores=0",
-    "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile finishes_dq=0",
-    "-b 1 --heads 2 -s 200 -d 192 --prec bf16 --mask t --tile early_scores=0",
-    "-b 1 --heads 2 -s 200 -d 256 --prec bf16 --tile cluster=1,early_scores=0",
+    "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile walk=early_scores,stages_q=3,edges_apart=0",
+    "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile dq_path=registers",
+    "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile dq_path=store_warp",
+    "-b 1 --heads 2 -s 200 -d 128 --prec bf16 --mask t --tile dq_finish=launch",
+    "-b 1 --heads 2 -s 200 -d 192 --prec bf16 --mask t --tile walk=split_dims",
+    "-b 1 --heads 2 -s 200 -d 256 --prec bf16 --tile walk=split_dims",
     "-b 1 --heads 2 -s 200 -d 64 --prec f16 --mask t",
 ];
 

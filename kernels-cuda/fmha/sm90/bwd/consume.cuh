@@ -11,22 +11,22 @@
 
 namespace fmha::sm90::bwd {
 
-// The loop of a tile. Of these the tables have InOrder to D 128, HalfBlocks at D 192 with V of at most 128, else
-// SplitEarly at D 192, and InClusters at D 256.
+// The loop of a tile. The tables have InOrder and LateDp to D 128, HalfBlocks at D 192 with V of at most 128, else SplitEarly at
+// D 192, and InClusters at D 256.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE auto loop_of(Consumer<spec, tile>& consumer) {
-  if constexpr (tile.score_parts > 1) {
-    return HalfBlocks<spec, tile>{consumer};
-  } else if constexpr (tile.cluster > 1) {
-    return InClusters<spec, tile>{consumer};
-  } else if constexpr (tile.split_dims && tile.early_scores) {
-    return SplitEarly<spec, tile>{consumer};
-  } else if constexpr (tile.split_dims) {
-    return SplitDims<spec, tile>{consumer};
-  } else if constexpr (tile.early_scores) {
-    return EarlyScores<spec, tile>{consumer};
-  } else {
+  if constexpr (tile.walk == BwdWalk::InOrder || tile.walk == BwdWalk::LateDp) {
     return InOrder<spec, tile>{consumer};
+  } else if constexpr (tile.walk == BwdWalk::EarlyScores) {
+    return EarlyScores<spec, tile>{consumer};
+  } else if constexpr (tile.walk == BwdWalk::HalfBlocks) {
+    return HalfBlocks<spec, tile>{consumer};
+  } else if constexpr (tile.walk == BwdWalk::SplitDims) {
+    return SplitDims<spec, tile>{consumer};
+  } else if constexpr (tile.walk == BwdWalk::SplitEarly) {
+    return SplitEarly<spec, tile>{consumer};
+  } else {
+    return InClusters<spec, tile>{consumer};
   }
 }
 
@@ -51,12 +51,12 @@ FMHA_DEVICE void walk_tile(Consumer<spec, tile>& c, const Sm90BwdSchedule& sched
     c.zero_rows(c.smem.v, max(there, 0));
     c.finish_zeros();
   }
-  if constexpr (tile.cluster > 1) zero_others_keys(c, work);
+  if constexpr (in_clusters(tile)) zero_others_keys(c, work);
   auto loop = loop_of(c);
   loop.walk(work, query_blocks<spec, tile>(c.p, schedule, work));
   c.arrive(c.smem.kv_empty);
   c.tile_phase ^= 1;
-  if constexpr (tile.cluster > 1) loop.wait_until_sent();
+  if constexpr (in_clusters(tile)) loop.wait_until_sent();
 }
 
 // dK and dV to memory, through that of dS where rows are stored 16 bytes at a time.

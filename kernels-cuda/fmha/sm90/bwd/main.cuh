@@ -22,23 +22,23 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
   ptx::mbarrier_init(smem.kv_empty, warps);
   for (int i = 0; i < tile.stages_q; ++i) {
     ptx::mbarrier_init(smem.q_full[i], 1);
-    ptx::mbarrier_init(smem.q_empty[i], warps * tile.cluster);
+    ptx::mbarrier_init(smem.q_empty[i], warps * cluster_size(tile));
   }
   for (int i = 0; i < tile.stages_dout; ++i) {
     ptx::mbarrier_init(smem.dout_full[i], 1);
-    ptx::mbarrier_init(smem.dout_empty[i], warps * tile.cluster);
+    ptx::mbarrier_init(smem.dout_empty[i], warps * cluster_size(tile));
   }
   for (int i = 0; i < num_consumers(tile); ++i) {
     ptx::mbarrier_init(smem.dq_full[i], 4);
     ptx::mbarrier_init(smem.dq_empty[i], 1);
   }
-  if constexpr (tile.cluster > 1) {
+  if constexpr (in_clusters(tile)) {
     for (int i = 0; i < tile.stages_ds; ++i) {
       ptx::mbarrier_init(smem.other_ds_full[i], 1);
       ptx::mbarrier_init(smem.other_ds_empty[i], warps);
     }
   }
-  if constexpr (tile.finishes_dq) ptx::mbarrier_init(smem.sums_full, 1);
+  if constexpr (finishes_dq(tile)) ptx::mbarrier_init(smem.sums_full, 1);
   ptx::mbarrier_init(smem.dq_admitted, 1);
   ptx::mbarrier_init(smem.dq_added, 1);
   ptx::mbarrier_init(smem.dq_added_seen, 1);
@@ -60,7 +60,7 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
   if (threadIdx.x == 0) init_barriers(smem);
-  if constexpr (tile.cluster > 1) {
+  if constexpr (in_clusters(tile)) {
     ptx::cluster_sync();
   } else {
     __syncthreads();
@@ -71,7 +71,7 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
     const int32_t warp = ptx::uniform(threadIdx.x / 32);
     const bool first_lane = threadIdx.x % 32 == 0;
     if (warp == 0 && first_lane) load<spec, tile>(p, maps, schedule, smem);
-    if constexpr (!tile.direct_dq) {
+    if constexpr (!adds_from_registers(tile)) {
       if (warp == 1 && first_lane) store_dq<spec, tile>(p, schedule, smem);
       if constexpr (kDqStart<spec, tile> == DqStart::Ordered) {
         if (warp == 2 && first_lane) poll_order<spec, tile>(p, schedule, smem);
@@ -79,7 +79,7 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
       } else if constexpr (kDqStart<spec, tile> == DqStart::FirstStores) {
         if (warp == 2 && first_lane) poll_first_stores<spec, tile>(p, schedule, smem);
       }
-      if constexpr (tile.finishes_dq) {
+      if constexpr (finishes_dq(tile)) {
         if (warp == 3) Finisher<spec, tile>{p, maps, schedule, smem}.run();
       }
     } else if constexpr (is_ordered<spec>()) {
@@ -88,10 +88,10 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
   } else {
     ptx::setmaxnreg_inc<consume_regs(tile)>();
     consume<spec, tile>(p, schedule, smem);
-    if constexpr (tile.finishes_dq) Finisher<spec, tile>{p, maps, schedule, smem}.run_from_memory();
+    if constexpr (finishes_dq(tile)) Finisher<spec, tile>{p, maps, schedule, smem}.run_from_memory();
   }
   // A CTA stays until the other one has sent and taken all.
-  if constexpr (tile.cluster > 1) ptx::cluster_sync();
+  if constexpr (in_clusters(tile)) ptx::cluster_sync();
 }
 
 }  // namespace fmha::sm90::bwd

@@ -1,4 +1,4 @@
-// With `delta_beside`: LSE in log2 and delta of the rows of all heads but the first, beside the products, by the warp
+// With DqFinish::BesideWithDelta: LSE in log2 and delta of the rows of all heads but the first, beside the products, by the warp
 // that finishes dQ when no dQ waits for it. To read O and dO takes a tenth of a short call's time, and in a launch of
 // its own the tensor cores have nothing to do meanwhile.
 //

@@ -11,7 +11,7 @@ namespace fmha::sm90::bwd {
 // to the first ones, one of every head in turn. Ordered additions behind a mask have a launch order of their own.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index) {
-  const int32_t num_key_blocks = schedule.num_key_blocks / tile.cluster, i_cluster = index / tile.cluster;
+  const int32_t num_key_blocks = schedule.num_key_blocks / cluster_size(tile), i_cluster = index / cluster_size(tile);
   const int32_t group_tiles = schedule.heads_per_l2_group * num_key_blocks;
   const int32_t group = i_cluster / group_tiles, within = i_cluster - group * group_tiles;
   const int32_t first_head = group * schedule.heads_per_l2_group;
@@ -30,7 +30,7 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
     key_block = place.key_block;
   }
   const int32_t cluster_key = key_block * cluster_keys(tile);
-  const int32_t first_key = cluster_key + (index - i_cluster * tile.cluster) * tile.block_n;
+  const int32_t first_key = cluster_key + (index - i_cluster * cluster_size(tile)) * tile.block_n;
   const int32_t i_batch = head / p.fwd.num_heads_kv;
   Work work;
   work.i_part = i_part;

@@ -36,7 +36,7 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void postprocess(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   wait_for_launch_before();
   // CTAs: query blocks, then a head of dSink each.
-  const int32_t num_q_blocks = tile.finishes_dq ? 0 : num_q_blocks_of_all(p, schedule);
+  const int32_t num_q_blocks = finishes_dq(tile) ? 0 : num_q_blocks_of_all(p, schedule);
   if (spec.write_dsink && int32_t(blockIdx.x) >= num_q_blocks) {
     sink_gradient<spec>(p, blockIdx.x - num_q_blocks);
     return;

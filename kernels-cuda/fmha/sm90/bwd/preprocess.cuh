@@ -1,5 +1,5 @@
 // What the main kernel wants of each query row: LSE in log2, and delta = dO . O - dLSE; and zeros where it sums dQ,
-// or in the semaphore that a block of dQ has. With `delta_beside` of the first heads' rows alone: the others' are made beside the products
+// or in the semaphore that a block of dQ has. With DqFinish::BesideWithDelta of the first heads' rows alone: the others' are made beside the products
 // (make_delta.cuh).
 //
 // Rows behind a sequence in its last block get LSE = +infinity, so that their P are 0 and add nothing; so do rows that
@@ -71,9 +71,9 @@ FMHA_DEVICE void clear_counts(const BwdParams& p, const Sm90BwdSchedule& schedul
   if constexpr (has_semaphores<spec, tile>()) {
     for (int32_t i = thread; i < num_q_blocks_of_all(p, schedule); i += threads) p.dq_semaphores[i] = 0;
   }
-  if constexpr (tile.finishes_dq) {
+  if constexpr (finishes_dq(tile)) {
     int32_t num = schedule.num_heads;
-    if constexpr (tile.delta_beside) num += p.fwd.batch * p.fwd.num_heads_q;
+    if constexpr (makes_delta(tile)) num += p.fwd.batch * p.fwd.num_heads_q;
     int32_t* first = done_key_blocks<spec, tile>(p, schedule, 0);
     for (int32_t i = thread; i < num; i += threads) first[i] = 0;
   }

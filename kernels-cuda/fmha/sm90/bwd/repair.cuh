@@ -33,7 +33,7 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index, uint32_t warps) {
   const Work work = resolve_work<spec, tile>(p, schedule, index);
   // A consumer warp has 16 keys; where consumers share out the dimension, one of each has the same.
-  constexpr int sharers = tile.split_dims ? num_consumers(tile) : 1;
+  constexpr int sharers = splits_dims(tile) ? num_consumers(tile) : 1;
   for (int32_t row = 0; work.keys.begin + row < work.keys.end; ++row) {
     bool non_finite = false;
 #pragma unroll

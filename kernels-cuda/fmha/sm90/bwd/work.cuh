@@ -29,7 +29,7 @@ FMHA_DEVICE int32_t first_key_of_other(const Work& work) {
 // from the scheduler's counter. Of each warp `signals` is true in one lane of those that call.
 template <Sm90BwdTile tile, class Shared, class Run>
 FMHA_DEVICE void for_each_tile(const Sm90BwdSchedule& schedule, Shared& smem, bool signals, Run run) {
-  if constexpr (!tile.persistent && tile.split_dims && tile.direct_dq) {
+  if constexpr (!tile.persistent && splits_dims(tile) && adds_from_registers(tile)) {
     // Once: a loop, since ptxas spills without one (0 bytes and 300).
 #pragma unroll 1
     for (int32_t index = blockIdx.x; index < schedule.num_tiles; index += gridDim.x) run(index);

@@ -1,4 +1,4 @@
-// The loop of `split_dims` by the CTAs of a cluster, who have neighbouring key blocks, walk the same query blocks and
+// The loop of split dimensions by the CTAs of a cluster, who have neighbouring key blocks, walk the same query blocks and
 // send each other their dS while the tensor cores have dK and dQ of their own keys: each adds a half of dQ's dimension
 // for both. dV is started before dS is made: dO, of which there is one block at a time, is then free for the next.
 //

@@ -45,9 +45,9 @@ struct Consumer {
   FMHA_DEVICE void arrive(Barrier& barrier) const { ptx::mbarrier_arrive_if(barrier, signals); }
   // A block of Q or dO has been read: an arrival at each CTA that loads parts of it.
   FMHA_DEVICE void release(Barrier& empty) const {
-    if constexpr (tile.cluster > 1) {
+    if constexpr (in_clusters(tile)) {
       const uint32_t rank = threadIdx.x % 32;
-      ptx::mbarrier_arrive_at_if(empty, rank, rank < uint32_t(tile.cluster));
+      ptx::mbarrier_arrive_at_if(empty, rank, rank < uint32_t(cluster_size(tile)));
     } else {
       arrive(empty);
     }
@@ -82,7 +82,7 @@ struct Consumer {
     }
   }
 
-  // S and dP of part `part` of the block's queries (`score_parts`).
+  // S and dP of part `part` of the block's queries, where it has parts (half_blocks.cuh).
   FMHA_DEVICE void start_scores(Scores& s, int32_t slot, int part = 0) const {
     mma::start_product_abt<dtype, 1>(s, smem.k, pairs.own_key(), smem.q[slot], pairs.own_query(part));
   }

@@ -1,4 +1,4 @@
-// The loop of head dimensions to 128 with `early_scores`: as in_order.cuh, with the next block's scores started behind
+// The loop of head dimensions to 128 with early scores: as in_order.cuh, with the next block's scores started behind
 // this block's dK, so that the tensor cores have work while dQ is stored and, with dP, while P is made. No product is
 // under way from one iteration to the next: ptxas would wait for each (C7514, C7515).
 //

@@ -1,4 +1,4 @@
-// The loop of head dimension 192 with a V of at most 128 (`score_parts`): dK and dV leave registers for the scores of
+// The loop of head dimension 192 with a V of at most 128: dK and dV leave registers for the scores of
 // half of a block's queries at a time. The first half's dV is under way beside the second's P and dS; dK, of both,
 // beside dQ's way out.
 //

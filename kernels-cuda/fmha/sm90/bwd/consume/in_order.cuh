@@ -3,7 +3,7 @@
 //   tensor cores    S  dP      dV            dQ  dK
 //   this consumer          P       dS               store dQ
 //
-// With `late_dp` dP is started when P is made, which leaves modifiers its registers.
+// Of BwdWalk::LateDp dP is started when P is made, which leaves modifiers its registers.
 #pragma once
 #include <fmha/sm90/bwd/consume/whole_dims.cuh>
 
@@ -35,7 +35,7 @@ struct InOrder {
     begin_head(work, at.i_head);
     c.take_q(work, blocks.current, c.q_slot);
     c.start_scores(s, c.q_slot.index);
-    if constexpr (!tile.late_dp) c.take_v_and_start_dp(dp, work, blocks);
+    if constexpr (!starts_dp_late(tile)) c.take_v_and_start_dp(dp, work, blocks);
     const typename C::Biases biases = c.pairs.biases(work, at);
     Kept kept;
     if constexpr (keeps_dropout_parts<spec, tile>()) {
@@ -43,10 +43,10 @@ struct InOrder {
     } else {
       c.pairs.decide(kept, work, at);
     }
-    ptx::wgmma_wait_group<tile.late_dp ? 0 : 1>();
+    ptx::wgmma_wait_group<starts_dp_late(tile) ? 0 : 1>();
     typename C::Slopes slopes;
     Scores x = c.template probs<edges>(s, work, at, biases, slopes);
-    if constexpr (tile.late_dp) c.take_v_and_start_dp(dp, work, blocks);
+    if constexpr (starts_dp_late(tile)) c.take_v_and_start_dp(dp, work, blocks);
     typename C::Dq dq;
     start_gradients(c, dq, x, dp, at, slopes, kept);
     c.finish_step(dq, work, blocks);

@@ -1,4 +1,4 @@
-// Steps of the loops with `split_dims`, and the plainest of these loops. All consumers have the same 64 keys; each
+// Steps of the loops that split dimensions, and the plainest of these loops. All consumers have the same 64 keys; each
 // makes S and P of 32 of the block's queries and shares P and dS through shared memory, and has a part of the dimension
 // of dQ, dK and dV.
 //
@@ -26,7 +26,7 @@ FMHA_DEVICE void share_ds(const C& c, typename C::Scores& dp, const typename C::
   typename C::Operand own;
   own.template from<C::dtype>(dp, 0);
   // The copy to the other CTA has read this slot.
-  if constexpr (C::tile.cluster > 1)
+  if constexpr (in_clusters(C::tile))
     ptx::mbarrier_wait_parity(c.smem.other_ds_empty[c.ds_slot.index], c.ds_slot.phase ^ 1);
   mma::store_transposed(c.smem.ds[c.ds_slot.index][0], own, 0, c.pairs.own_query());
   ptx::fence_proxy_async();
@@ -37,7 +37,7 @@ FMHA_DEVICE void share_ds(const C& c, typename C::Scores& dp, const typename C::
 template <class C>
 FMHA_DEVICE void start_own_dq(const C& c, typename C::Dq& dq) {
   const auto& ds = c.smem.ds[c.ds_slot.index][0];
-  if constexpr (C::tile.transposed_dq) {
+  if constexpr (C::S::transposes_dq) {
     mma::start_product_atbt<C::dtype>(dq, c.smem.k, C::S::first_column(c.index), ds);
   } else {
     mma::start_product_ab<C::dtype>(dq, ds, 0, c.smem.k, C::S::first_column(c.index));

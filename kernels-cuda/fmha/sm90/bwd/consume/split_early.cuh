@@ -1,4 +1,4 @@
-// The loop of `split_dims` with `early_scores`: as split_dims.cuh, with the next block's S started behind this block's
+// The early loop of split dimensions: as split_dims.cuh, with the next block's S started behind this block's
 // three products, and its dP where half of dQ has left the registers. L2 takes longer to add dQ than the tensor cores
 // need for any one product, and a warp waits for it.
 //

@@ -16,7 +16,7 @@ FMHA_DEVICE void store_ds(const C& c, const typename C::Operand& ds) {
 template <class C>
 FMHA_DEVICE void start_dq(const C& c, typename C::Dq& dq) {
   const auto& ds = c.smem.ds[c.ds_slot.index][0];
-  if constexpr (C::tile.transposed_dq) {
+  if constexpr (C::S::transposes_dq) {
     mma::start_product_atbt<C::dtype>(dq, c.smem.k, c.index * mma::kRows, ds);
   } else {
     mma::start_product_ab<C::dtype>(dq, ds, c.index * mma::kRows, c.smem.k);
@@ -28,24 +28,19 @@ FMHA_DEVICE void start_dv(C& c, const typename C::Operand& probs) {
   mma::start_product_ab<C::dtype>(c.dv, probs, c.smem.dout[c.dout_slot.index]);
 }
 
-// P and dS as operands of the products, dS stored, dV started: before dS is made where registers allow it (`early_dv`),
-// else behind its stores, which are under way while the instructions of dV are issued.
+// P and dS as operands of the products, dS stored, and dV started behind its stores, which are under way while the instructions
+// of dV are issued. dV is in flight, nothing else.
 template <class C>
 FMHA_DEVICE void differentiate_and_start_dv(C& c, typename C::Scores& s, typename C::Scores& dp,
-                                            typename C::Operand& ds, const QueryTile& at, const typename C::Slopes& slopes,
-                                            const typename C::Kept& kept) {
+                                            typename C::Operand& ds, const QueryTile& at,
+                                            const typename C::Slopes& slopes, const typename C::Kept& kept) {
   typename C::Operand probs = c.operand_of_dv(s, kept);
-  if constexpr (C::tile.early_dv) {
-    start_dv(c, probs);
-    ptx::wgmma_wait_group<1>();  // dP
-  } else {
-    ptx::wgmma_wait_group<0>();
-  }
+  ptx::wgmma_wait_group<0>();  // dP
   c.pairs.differentiate(dp, s, c.smem.delta[c.dout_slot.index], at, kept);
   c.pairs.uncap(dp, slopes);
   ds.template from<C::dtype>(dp, 0);
   store_ds(c, ds);
-  if constexpr (!C::tile.early_dv) start_dv(c, probs);
+  start_dv(c, probs);
 }
 
 // The three products that take P and dS; dV is done behind it, dQ and dK are under way.

@@ -17,16 +17,16 @@ namespace fmha::sm90::bwd {
 template <BwdSpec spec, Sm90BwdTile tile>
 struct Unit {
   using S = Shape<spec, tile>;
-  static constexpr int fours = tile.transposed_dq ? 8 : 4;  // float4 of the sums
-  static constexpr int stride = tile.transposed_dq ? 4 : 1;  // from one to the next
+  static constexpr int fours = S::transposes_dq ? 8 : 4;  // float4 of the sums
+  static constexpr int stride = S::transposes_dq ? 4 : 1;  // from one to the next
   static constexpr int pieces = fours / 4;  // 16-byte pieces of either query
   static constexpr int count = S::dq_block / (4 * fours);
-  static constexpr int next_query = tile.transposed_dq ? 1 : 8;
+  static constexpr int next_query = S::transposes_dq ? 1 : 8;
   int32_t first, query, dim;  // of the float4 in the block; of the elements
 
   FMHA_DEVICE explicit Unit(int32_t i) {
     constexpr int groups = S::dq_columns / 8, share_fours = S::dq_share / 4;
-    if constexpr (tile.transposed_dq) {
+    if constexpr (S::transposes_dq) {
       constexpr int row_blocks = S::dq_rows / 16;
       const int32_t row_block = i % row_blocks, pair = i / row_blocks % 4, group = i / (4 * row_blocks);
       first = row_block / 4 * share_fours + group * mma::kWarpgroup + row_block % 4 * 32 + pair;
@@ -41,7 +41,7 @@ struct Unit {
   }
   // Of a share's group of eight columns.
   FMHA_DEVICE static int32_t first_dim(int32_t share, int32_t group) {
-    if constexpr (tile.score_parts > 1) {
+    if constexpr (halves_blocks(tile)) {
       const int32_t behind_whole = 8 * group - S::Chunks::whole;
       return behind_whole < 0 ? S::Chunks::first_of_whole(share) + 8 * group
                               : S::Chunks::first_of_half(share) + behind_whole;
@@ -51,8 +51,8 @@ struct Unit {
   }
   // Element `k` of piece `piece` of the query `q`, 0 or 1, of the sums that `load` has put in order.
   FMHA_DEVICE static float elem(const float4 (&sums)[fours], int q, int piece, int k) {
-    const float4& four = tile.transposed_dq ? sums[k] : sums[k / 2];
-    const int i = tile.transposed_dq ? 2 * piece + q : 2 * q + k % 2;
+    const float4& four = S::transposes_dq ? sums[k] : sums[k / 2];
+    const int i = S::transposes_dq ? 2 * piece + q : 2 * q + k % 2;
     return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
   }
   static constexpr int kSumRows = mma::kRows / 2;  // rows eight apart are one thread's
@@ -175,7 +175,7 @@ struct Finisher {
       store(block, there, zero);
       return is_nan(zero);
     }, [&] {
-      if constexpr (tile.delta_beside) return DeltaMaker<spec, tile>{p, maps, schedule, smem}.make_one(phase);
+      if constexpr (makes_delta(tile)) return DeltaMaker<spec, tile>{p, maps, schedule, smem}.make_one(phase);
       return false;
     });
   }
@@ -189,14 +189,14 @@ struct Finisher {
 
   // What a lane has of 32 rows of a share's accumulators: of dQ^T eight dims of two neighbouring queries, whose sums
   // lie side by side; of dQ those of two queries eight apart.
-  static constexpr int next_query = tile.transposed_dq ? 1 : 8;
-  static constexpr int steps = tile.transposed_dq ? tile.block_m / 8 : S::dq_columns / 16;
+  static constexpr int next_query = S::transposes_dq ? 1 : 8;
+  static constexpr int steps = S::transposes_dq ? tile.block_m / 8 : S::dq_columns / 16;
   static constexpr int warp_floats = S::dq_share / steps;
   FMHA_DEVICE void store(const QueryBlock& block, bool there, float& zero) const {
     const int32_t lane = threadIdx.x % 32;
     int32_t query, dim;
     uint32_t from = ptx::shared_address(smem.sums);
-    if constexpr (tile.transposed_dq) {
+    if constexpr (S::transposes_dq) {
       const int32_t pair = lane % 4, piece = lane / 4 % 2, row_block = lane / 8;
       query = 2 * pair;
       dim = 16 * row_block + 8 * piece;
@@ -212,7 +212,7 @@ struct Finisher {
     // share's rows.
     const int64_t row = row_offset(p.dq, block.span.storage_batch, int64_t(block.span.q_row) + query, block.i_head);
     int64_t at = row + dim;
-    if constexpr (tile.transposed_dq) {
+    if constexpr (S::transposes_dq) {
 #pragma unroll 1
       for (int step = 0; step < steps; ++step, query += 8, at += 8 * p.dq.row, from += warp_floats * 4) {
 #pragma unroll
@@ -273,7 +273,7 @@ struct Finisher {
   }
   // Dims 2 w and 2 w + 1 of either query.
   FMHA_DEVICE static void load(float (&values)[2][2], uint32_t from, int w) {
-    if constexpr (tile.transposed_dq) {
+    if constexpr (S::transposes_dq) {
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         float both[2];

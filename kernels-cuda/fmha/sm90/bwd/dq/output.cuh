@@ -1,5 +1,5 @@
 // A consumer's share of a query block's dQ on its way from registers to the sums in memory: through shared memory to
-// the store warp (store.cuh), or with `direct_dq` by the consumer's own additions.
+// the store warp (store.cuh), or of DqPath::Registers by the consumer's own additions.
 #pragma once
 #include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/warp.cuh>
@@ -19,7 +19,7 @@ struct DqOutput {
   uint32_t phase = 0;  // of `dq_empty`
 
   FMHA_DEVICE void store(const Dq& dq, const Work& work, const QueryBlocks& blocks) {
-    if constexpr (tile.direct_dq) {
+    if constexpr (adds_from_registers(tile)) {
       add(dq, work, blocks);
     } else {
       hand_over(dq);

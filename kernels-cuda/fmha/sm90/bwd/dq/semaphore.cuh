@@ -24,7 +24,7 @@ FMHA_DEVICE void for_each_addition(const BwdParams& p, const Sm90BwdSchedule& sc
 template <Sm90BwdTile tile>
 FMHA_DEVICE void wait_for_position(const int32_t* semaphore, int32_t position) {
   // Each CTA of a cluster counts for itself.
-  while (ptx::ld_acquire_gpu(semaphore) < tile.cluster * position) {
+  while (ptx::ld_acquire_gpu(semaphore) < cluster_size(tile) * position) {
   }
 }
 

@@ -113,7 +113,7 @@ FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, S
     }
     if constexpr (start == DqStart::Ordered) ordered.end();
     if constexpr (start == DqStart::FirstStores) first.template end<0>();
-    if constexpr (tile.finishes_dq) {
+    if constexpr (finishes_dq(tile)) {
       ptx::cp_async_bulk_wait_group<0>();
       ptx::fence_proxy_async_global();
       const int32_t head = work.span.i_batch * p.fwd.num_heads_q + first_query_head<tile>(p, schedule, work);

@@ -21,8 +21,8 @@ enum class DqStart {
 };
 template <BwdSpec spec, Sm90BwdTile tile>
 constexpr DqStart kDqStart = spec.deterministic ? DqStart::Ordered
-                             : tile.first_stores ? DqStart::FirstStores
-                                                 : DqStart::Zeros;
+                             : tile.dq_path == DqPath::FirstStores ? DqStart::FirstStores
+                                                                   : DqStart::Zeros;
 template <BwdSpec spec>
 FMHA_DEVICE constexpr bool is_ordered() {
   return spec.deterministic;
@@ -59,7 +59,7 @@ FMHA_DEVICE int32_t* non_finite_queries(const BwdParams& p, const Sm90BwdSchedul
   return p.non_finite + int64_t(schedule.num_tiles) * num_consumer_warps(tile);
 }
 
-// With `finishes_dq`: how many key blocks of a tile's query heads have added all of theirs, for one of those heads, of
+// Where the main kernel finishes dQ: how many key blocks of a tile's query heads have added all of theirs, for one of those heads, of
 // all sequences counted.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t* done_key_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t head) {
@@ -68,7 +68,7 @@ FMHA_DEVICE int32_t* done_key_blocks(const BwdParams& p, const Sm90BwdSchedule& 
   return first + head / num_query_heads<tile>(p, schedule);
 }
 
-// With `delta_beside`: of how many of a query head's blocks LSE and delta are made; preprocess makes the first heads',
+// Where it makes delta: of how many of a query head's blocks LSE and delta are made; preprocess makes the first heads',
 // uncounted.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t* made_query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t head) {
@@ -112,7 +112,7 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE Stagger stagger_of(const Sm90BwdSchedule& schedule, const Work& work) {
   // From the sequence's own length, so that its bits do not depend on the batch.
   const int32_t num_blocks = ceil_div(work.span.seqlen_k, cluster_keys(tile));
-  const int32_t group = ceil_div(num_blocks, ceil_div(num_blocks, schedule.num_sms / tile.cluster));
+  const int32_t group = ceil_div(num_blocks, ceil_div(num_blocks, schedule.num_sms / cluster_size(tile)));
   const int32_t first = work.key_block / group * group, size = min(group, num_blocks - first);
   return {first, size, (work.q_blocks.end - work.q_blocks.begin) / size};
 }
