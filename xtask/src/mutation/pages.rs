@@ -84,9 +84,9 @@ const HOPPER: &[Broken] = &[
         title: "causal, D 128",
         problems: &[
             "-b 1 --heads 2 -s 700 -d 128 --prec bf16 --mask t",
-            "-b 1 --heads 4 -s 200 -d 128 --prec bf16 --mask t --tile lookahead=1,skip_row_max=1,ping_pong=1",
-            "-b 1 --heads 3 -s 200 -d 128 --prec bf16 --mask t --tile lookahead=1,skip_row_max=1,ping_pong=1",
-            "-b 1 --heads 3 -s 138 --seqlen-k 202 -d 128 --prec bf16 --mask b --tile lookahead=1,skip_row_max=1,ping_pong=1",
+            "-b 1 --heads 4 -s 200 -d 128 --prec bf16 --mask t --tile lookahead=second_q,skip_row_max=1,ping_pong=at_issue",
+            "-b 1 --heads 3 -s 200 -d 128 --prec bf16 --mask t --tile lookahead=second_q,skip_row_max=1,ping_pong=at_issue",
+            "-b 1 --heads 3 -s 138 --seqlen-k 202 -d 128 --prec bf16 --mask b --tile lookahead=second_q,skip_row_max=1,ping_pong=at_issue",
         ],
         ..HOPPER_FORWARD
     },
@@ -102,9 +102,9 @@ const HOPPER: &[Broken] = &[
     Broken {
         title: "causal, D 128, no lookahead",
         problems: &[
-            "-b 1 --heads 2 -s 700 -d 128 --prec bf16 --mask b --tile lookahead=0",
-            "-b 1 --heads 1 -s 300 --seqlen-k 437 -d 128 --prec bf16 --mask b --tile lookahead=0",
-            "-b 1 --heads 4 -s 70 -d 128 --prec bf16 --mask b --tile lookahead=0,skip_row_max=1,ping_pong=1",
+            "-b 1 --heads 2 -s 700 -d 128 --prec bf16 --mask b --tile lookahead=off",
+            "-b 1 --heads 1 -s 300 --seqlen-k 437 -d 128 --prec bf16 --mask b --tile lookahead=off",
+            "-b 1 --heads 4 -s 70 -d 128 --prec bf16 --mask b --tile lookahead=off,skip_row_max=1,ping_pong=at_issue",
         ],
         ..HOPPER_FORWARD
     },
@@ -123,7 +123,7 @@ const HOPPER: &[Broken] = &[
         title: "packed query heads, one consumer",
         problems: &[
             "-b 3 --heads 8 --heads-kv 2 -s 5 --seqlen-k 600 -d 128 --prec bf16 --mask b",
-            "-b 5 --heads 8 --heads-kv 2 -s 5 --seqlen-k 60 -d 128 --prec bf16 --mask b --tile lookahead=1,skip_row_max=1,ping_pong=1",
+            "-b 5 --heads 8 --heads-kv 2 -s 5 --seqlen-k 60 -d 128 --prec bf16 --mask b --tile lookahead=second_q,skip_row_max=1,ping_pong=at_issue",
         ],
         ..HOPPER_FORWARD
     },
@@ -164,8 +164,8 @@ const HOPPER: &[Broken] = &[
     Broken {
         title: "Q in registers, one buffer, causal, D 64",
         problems: &[
-            "-b 1 --heads 2 -s 500 -d 64 --prec bf16 --mask t --tile q_in_registers=1,lookahead=0",
-            "-b 1 --heads 3 -s 138 --seqlen-k 250 -d 64 --prec bf16 --mask b --tile q_in_registers=1,lookahead=0",
+            "-b 1 --heads 2 -s 500 -d 64 --prec bf16 --mask t --tile q_in_registers=1,lookahead=off",
+            "-b 1 --heads 3 -s 138 --seqlen-k 250 -d 64 --prec bf16 --mask b --tile q_in_registers=1,lookahead=off",
         ],
         ..HOPPER_FORWARD
     },
@@ -208,24 +208,10 @@ const HOPPER: &[Broken] = &[
         ],
         ..HOPPER_FORWARD
     },
-    Broken {
-        title: "no load role, packed sequences, causal, D 128",
-        problems: &[
-            "--mode 1 -b 3 --heads 2 -s 150,300,40 --seqlen-k 200,330,100 -d 128 --prec bf16 --mask b \
-             --tile warp_specialised=0",
-            "--mode 1 -b 4 --heads 3 -s 50,30,40,100 --seqlen-k 20,30,200,70 -d 128 --prec bf16 --mask b \
-             --tile warp_specialised=0",
-        ],
-        ..HOPPER_FORWARD
-    },
 ];
 
 const HOPPER_KNOBS: &[&str] = &[
-    "-b 1 --heads 2 -s 200 -d 64 --prec f16 --mask t --tile f16_scores=1,f16_output=1",
     "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile copy_bytes=2",
-    "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile exp2_polynomial_every=4",
-    "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile warp_specialised=0 --vlayout c",
-    "--mode 1 -b 2 --heads 2 -s 50,30 --seqlen-k 24,32 -d 64 --prec bf16 --tile warp_specialised=0 --vlayout c --mask b",
     "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile vector_store=0",
     "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --prec-o fp32 --mask t --lse",
     "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile dependent_launch=1",
