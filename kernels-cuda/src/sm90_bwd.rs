@@ -13,6 +13,10 @@ use crate::schedule::{L2_GROUP_BYTES, heads_per_l2_group};
 use crate::sm90::MAX_SMEM_BYTES;
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
+mod cost;
+
+pub use cost::HeadParts;
+
 /// The kernels' name in plans and refusals.
 pub const NAME: &str = "sm90";
 
@@ -498,12 +502,41 @@ impl Sm90BwdTile {
         }
     }
 
-    /// Whether tiles are to share a kv head's query heads: where without it there are fewer tiles than two to a
-    /// multiprocessor. Not where the bits of a sequence are to be the same in any batch.
+    /// Whether tiles are to share a kv head's query heads: where without it there are fewer tiles than two to a multiprocessor, or
+    /// where the [model](Self::head_parts_candidates) has it faster. Not where the bits of a sequence are to be the same in any
+    /// batch.
     #[must_use]
     pub fn wants_head_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> bool {
-        let tiles = self.tiles_of_all_heads(problem);
-        !spec.deterministic && problem.fwd.gqa_ratio() > 1 && tiles < 2 * u64::from(num_sms)
+        if spec.deterministic || problem.fwd.gqa_ratio() == 1 {
+            return false;
+        }
+        let is_short = self.tiles_of_all_heads(problem) < 2 * u64::from(num_sms);
+        let modelled = cost::best(&self.head_parts_candidates(problem, spec, num_sms));
+        is_short || modelled.is_some_and(|best| best.parts > 1)
+    }
+
+    /// In how many parts a kv head's query heads may be shared out to tiles, with what the model says of each; the first is that of
+    /// the rule. Empty for packed sequences, deterministic calls and equal heads.
+    #[must_use]
+    pub fn head_parts_candidates(
+        &self,
+        problem: &BwdProblem,
+        spec: &BwdSpec,
+        num_sms: u32,
+    ) -> Vec<HeadParts> {
+        if spec.deterministic || problem.fwd.gqa_ratio() == 1 || num_sms == 0 {
+            return Vec::new();
+        }
+        let is_short = self.tiles_of_all_heads(problem) < 2 * u64::from(num_sms);
+        let least = if is_short { self.parts_by_rule(problem, num_sms) } else { 1 };
+        cost::head_parts(self, problem, spec, num_sms, least)
+    }
+
+    /// Microseconds that the main kernel takes, by the model, where `parts` tiles share a kv head's query heads: a divisor of the GQA
+    /// ratio.
+    #[must_use]
+    pub fn model_of_head_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32, parts: u32) -> f64 {
+        cost::of_parts(self, problem, spec, num_sms, parts)
     }
 
     fn tiles_of_all_heads(&self, problem: &BwdProblem) -> u64 {
@@ -515,12 +548,21 @@ impl Sm90BwdTile {
     /// Of a kv head's query heads: so many parts of equal size that each multiprocessor has some three tiles, behind a mask, where
     /// their lengths differ, four. Of MQA 32/1, S 8192, causal, 2, 4 and 8 parts 522, 569 and 596 TFLOP/s; full, S 4096, 4 and 8
     /// 616 and 592.
-    fn num_head_parts(&self, problem: &BwdProblem, num_sms: u32) -> u32 {
+    fn parts_by_rule(&self, problem: &BwdProblem, num_sms: u32) -> u32 {
         let ratio = problem.fwd.gqa_ratio();
         let tiles = if problem.fwd.mask.kind() == MaskKind::Full { 3 } else { 4 };
         let wanted = (tiles * u64::from(num_sms)).div_ceil(self.tiles_of_all_heads(problem).max(1));
         let divides = |&parts: &u32| ratio.is_multiple_of(parts) && u64::from(parts) >= wanted;
-        if self.head_parts { (1..ratio).find(divides).unwrap_or(ratio) } else { 1 }
+        (1..ratio).find(divides).unwrap_or(ratio)
+    }
+
+    /// As many parts as the model takes, or the rule where the model knows no lengths.
+    fn num_head_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> u32 {
+        if !self.head_parts {
+            return 1;
+        }
+        let modelled = cost::best(&self.head_parts_candidates(problem, spec, num_sms));
+        modelled.map_or_else(|| self.parts_by_rule(problem, num_sms), |best| best.parts)
     }
 
     /// The f32 sums of dK and dV of all tiles, in bytes; 0 where each tile has a kv head's query heads alone.
@@ -566,7 +608,7 @@ impl Sm90BwdTile {
         // at 8k, 633, 635 at 16k; D 64 484, 493 at 4k; D 256 337, 348 at 2k. D 64 at 512 207, 201.
         let in_groups =
             problem.fwd.mask.kind() != MaskKind::Full && !spec.deterministic && dims.seqlen_k >= 1024;
-        let parts = self.num_head_parts(problem, num_sms);
+        let parts = self.num_head_parts(problem, spec, num_sms);
         let num_heads = i64::from(dims.batch) * i64::from(dims.num_heads_kv) * i64::from(parts);
         let row_bytes = i64::from(dims.head_dim_qk) * 6 + i64::from(dims.head_dim_v) * 2;
         let head_bytes = i64::from(dims.seqlen_q) * i64::from(problem.fwd.gqa_ratio() / parts) * row_bytes;

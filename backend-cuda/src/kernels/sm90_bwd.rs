@@ -7,7 +7,7 @@ use fmha_core::fields::{Fields as _, knob_values};
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Accuracy, PlanOptions, Promises, Shape, Strides, ValidBwd, Workspace, bind};
-use fmha_kernels_cuda::sm90_bwd::{self, DqFinish, DqPath, Sm90BwdSchedule, Sm90BwdTile};
+use fmha_kernels_cuda::sm90_bwd::{self, DqFinish, DqPath, HeadParts, Sm90BwdSchedule, Sm90BwdTile};
 
 use super::tile::settle;
 use super::{BwdCall, BwdKernel, BwdRecipe, Choice, DeviceFacts, Launch, Named};
@@ -87,6 +87,7 @@ impl BwdRecipe for Sm90Bwd {
         let tuned = facts.tuned.get(sm90_bwd::LABEL, &TileClass::of_bwd(problem, &spec));
         let (tile, tile_from) = settle(&options.tile, tuned, set).map_err(refuse)?;
         let schedule = tile.schedule(problem, &spec, facts.num_sms)?;
+        let modelled = tile.head_parts_candidates(problem, &spec, facts.num_sms);
         let dbias = dbias_tile(&tile);
         let dbias_schedule = dbias.map(|dbias| dbias.schedule(problem, &spec, facts.num_sms)).transpose()?;
         let has_semaphores = spec.deterministic || tile.dq_path == DqPath::FirstStores;
@@ -194,6 +195,7 @@ impl BwdRecipe for Sm90Bwd {
                 let (heads, parts) = (problem.fwd().gqa_ratio(), schedule.num_head_parts);
                 ("query heads", format!("{heads} of a kv head shared by {parts} tiles"))
             }))
+            .chain((!modelled.is_empty()).then(|| ("modelled", words_of(&modelled))))
             .chain(tile.makes_delta().then(|| {
                 let first = schedule.num_first_query_heads;
                 ("delta", format!("of {first} query heads before the products, of the others beside them"))
@@ -290,6 +292,13 @@ impl BwdRecipe for Sm90Bwd {
         }
         Ok(())
     }
+}
+
+/// What the model says of the numbers of tiles that may share a kv head's query heads.
+fn words_of(candidates: &[HeadParts]) -> String {
+    let words =
+        |one: &HeadParts| format!("{:.0} us with {} tiles to a kv head's query heads", one.micros, one.parts);
+    candidates.iter().map(words).collect::<Vec<_>>().join(", ")
 }
 
 fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
