@@ -33,26 +33,27 @@ pub const HEADERS: [&str; 6] = [
     "fmha/sm90/bwd/dbias.cuh",
 ];
 
-/// The loop of the consume role: what a consumer has of keys and of the dimension, and how the products of a block follow each
-/// other (`consume/`, a file each).
+/// The loop of the consume role: what a consumer has of keys and of the dimension, and how the products of a
+/// block follow each other (`consume/`, a file each).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BwdWalk {
-    /// To head dimension 128: 64 keys and the whole dimension; a query block after another, dP started beside the scores.
+    /// To head dimension 128: 64 keys and the whole dimension; a query block after another, dP started beside
+    /// the scores.
     InOrder,
     /// The same, with dP started when P is made, which leaves modifiers its registers.
     LateDp,
-    /// The same, with the next block's scores started before this block's dK is waited for; two blocks of Q are then held at a
-    /// time, and a third stage hides their loading.
+    /// The same, with the next block's scores started before this block's dK is waited for; two blocks of Q
+    /// are then held at a time, and a third stage hides their loading.
     EarlyScores,
     /// At 192 with a V of at most 128: P and dS of half of a block's queries at a time.
     HalfBlocks,
-    /// Beyond 128: all consumers have the CTA's 64 keys, and each 32 of the queries of S and a part of the dimension of dQ, dK
-    /// and dV.
+    /// Beyond 128: all consumers have the CTA's 64 keys, and each 32 of the queries of S and a part of the
+    /// dimension of dQ, dK and dV.
     SplitDims,
     /// The same, with the next block's scores started before this block's products are done.
     SplitEarly,
-    /// The same at 256 by two CTAs of a cluster, which have neighbouring key blocks, send each other their dS, and each add a half
-    /// of dQ's dimension for both.
+    /// The same at 256 by two CTAs of a cluster, which have neighbouring key blocks, send each other their
+    /// dS, and each add a half of dQ's dimension for both.
     InClusters,
 }
 
@@ -97,15 +98,16 @@ impl BwdWalk {
 
 abi_enum!(BwdWalk { InOrder, LateDp, EarlyScores, HalfBlocks, SplitDims, SplitEarly, InClusters });
 
-/// How a key block's share of dQ comes to the sums in memory (`dq/`). In deterministic calls additions have an order, and the first
-/// of it stores.
+/// How a key block's share of dQ comes to the sums in memory (`dq/`). In deterministic calls additions have
+/// an order, and the first of it stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DqPath {
     /// Consumers add from their registers.
     Registers,
     /// The store warp adds from shared memory; else than in an order to zeros that preprocess has written.
     StoreWarp,
-    /// Of the key blocks that add to a query block's dQ the store warp of the first to come stores, the others' add behind it.
+    /// Of the key blocks that add to a query block's dQ the store warp of the first to come stores, the
+    /// others' add behind it.
     FirstStores,
 }
 
@@ -118,8 +120,8 @@ pub enum DqFinish {
     Launch,
     /// In the main kernel, by a warp of its own, while the L2 may still have them. Of persistent CTAs.
     Beside,
-    /// The same; while no dQ waits for it, the warp makes LSE in log2 and delta of all heads' rows but those of the first tiles,
-    /// which preprocess makes.
+    /// The same; while no dQ waits for it, the warp makes LSE in log2 and delta of all heads' rows but those
+    /// of the first tiles, which preprocess makes.
     BesideWithDelta,
 }
 
@@ -185,7 +187,8 @@ abi_struct! {
         pub num_sms: i32,
         /// Tiles that share a kv head's query heads.
         pub num_head_parts: i32,
-        /// Where the main kernel makes delta: query heads of all sequences whose rows preprocess takes care of; else all of them.
+        /// Where the main kernel makes delta: query heads of all sequences whose rows preprocess takes care
+        /// of; else all of them.
         pub num_first_query_heads: i32,
         /// Their query blocks.
         pub num_first_q_blocks: i32,
@@ -204,9 +207,9 @@ const MAX_ACCUMULATORS: i32 = 216;
 const SPLIT_QUERIES: i32 = 32;
 
 impl Sm90BwdTile {
-    /// Gives up what holds two products at a time, where dimensions are whole: some modifiers want those registers (bytes that
-    /// ptxas spills of D 64 with an elementwise bias: 500, then 0; of D 128 with soft-cap, bias and dropout: 320, then 0; of
-    /// D 64 with a soft-cap 40, with dropout 50).
+    /// Gives up what holds two products at a time, where dimensions are whole: some modifiers want those
+    /// registers (bytes that ptxas spills of D 64 with an elementwise bias: 500, then 0; of D 128 with
+    /// soft-cap, bias and dropout: 320, then 0; of D 64 with a soft-cap 40, with dropout 50).
     fn take_registers(&mut self) {
         (self.walk, self.edges_apart, self.exp2_polynomials) = (BwdWalk::LateDp, false, 0);
     }
@@ -293,8 +296,8 @@ impl Sm90BwdTile {
         parts + round_up(keys + queries + ds + dq + sums + stats + barriers + 3 * 4, 1024)
     }
 
-    /// The tile of dBias' kernel: it keeps its own sums beside S and dP, and so has fewer queries in a block, which divide
-    /// the main kernel's, since that lays the rows' numbers out.
+    /// The tile of dBias' kernel: it keeps its own sums beside S and dP, and so has fewer queries in a block,
+    /// which divide the main kernel's, since that lays the rows' numbers out.
     #[must_use]
     pub const fn of_dbias(&self) -> Self {
         Self {
@@ -309,7 +312,8 @@ impl Sm90BwdTile {
         }
     }
 
-    /// Dynamic shared memory of a CTA of dBias' kernel, of its [tile](Self::of_dbias); the entry asserts that the device agrees.
+    /// Dynamic shared memory of a CTA of dBias' kernel, of its [tile](Self::of_dbias); the entry asserts that
+    /// the device agrees.
     #[must_use]
     pub const fn dbias_smem_bytes(&self, spec: &BwdSpec) -> i32 {
         let dim = padded_dim(spec);
@@ -347,8 +351,8 @@ impl Sm90BwdTile {
                 "persistent true: the CTAs of a cluster have a key block each (walk in_clusters)".to_owned()
             );
         }
-        // Without a mask ordered key blocks of a group wait for each other: a tile whose index is taken ahead would wait behind
-        // its own CTA's present one.
+        // Without a mask ordered key blocks of a group wait for each other: a tile whose index is taken ahead
+        // would wait behind its own CTA's present one.
         if spec.deterministic && self.persistent && spec.fwd.mask == MaskKind::Full {
             return Err(
                 "persistent true: without a mask, ordered sums of dQ want all key blocks of a group at work"
@@ -475,13 +479,14 @@ impl Sm90BwdTile {
         self.persistent && !self.adds_from_registers() && !spec.deterministic && self.walk.score_parts() == 1
     }
 
-    /// Whether the warp that finishes dQ has the room and the time for delta: where preprocess has no zeros to write either.
+    /// Whether the warp that finishes dQ has the room and the time for delta: where preprocess has no zeros
+    /// to write either.
     const fn may_make_delta(&self) -> bool {
         matches!(self.dq_path, DqPath::FirstStores) && self.vector_load && self.block_m % 32 == 0
     }
 
-    /// Takes the nearest finish of dQ that the other fields allow and shared memory has room for: a launch of its own where the main
-    /// kernel may not finish it, and delta by preprocess where that may not make it.
+    /// Takes the nearest finish of dQ that the other fields allow and shared memory has room for: a launch of
+    /// its own where the main kernel may not finish it, and delta by preprocess where that may not make it.
     pub const fn fit_finish(&mut self, spec: &BwdSpec) {
         if self.makes_delta() && !self.may_make_delta() {
             self.dq_finish = DqFinish::Beside;
@@ -491,8 +496,8 @@ impl Sm90BwdTile {
         }
     }
 
-    /// Flags, one to each consumer warp of each tile and one to each query block of each head: whether its dK and dV, or its dQ, have
-    /// a number that is not finite. None without [`repairs`].
+    /// Flags, one to each consumer warp of each tile and one to each query block of each head: whether its dK
+    /// and dV, or its dQ, have a number that is not finite. None without [`repairs`].
     #[must_use]
     pub fn num_non_finite_flags(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule, q_blocks: u32) -> u64 {
         if repairs(spec) {
@@ -502,9 +507,9 @@ impl Sm90BwdTile {
         }
     }
 
-    /// Whether tiles are to share a kv head's query heads: where without it there are fewer tiles than two to a multiprocessor, or
-    /// where the [model](Self::head_parts_candidates) has it faster. Not where the bits of a sequence are to be the same in any
-    /// batch.
+    /// Whether tiles are to share a kv head's query heads: where without it there are fewer tiles than two to
+    /// a multiprocessor, or where the [model](Self::head_parts_candidates) has it faster. Not where the bits
+    /// of a sequence are to be the same in any batch.
     #[must_use]
     pub fn wants_head_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> bool {
         if spec.deterministic || problem.fwd.gqa_ratio() == 1 {
@@ -515,8 +520,8 @@ impl Sm90BwdTile {
         is_short || modelled.is_some_and(|best| best.parts > 1)
     }
 
-    /// In how many parts a kv head's query heads may be shared out to tiles, with what the model says of each; the first is that of
-    /// the rule. Empty for packed sequences, deterministic calls and equal heads.
+    /// In how many parts a kv head's query heads may be shared out to tiles, with what the model says of
+    /// each; the first is that of the rule. Empty for packed sequences, deterministic calls and equal heads.
     #[must_use]
     pub fn head_parts_candidates(
         &self,
@@ -532,8 +537,8 @@ impl Sm90BwdTile {
         cost::head_parts(self, problem, spec, num_sms, least)
     }
 
-    /// Microseconds that the main kernel takes, by the model, where `parts` tiles share a kv head's query heads: a divisor of the GQA
-    /// ratio.
+    /// Microseconds that the main kernel takes, by the model, where `parts` tiles share a kv head's query
+    /// heads: a divisor of the GQA ratio.
     #[must_use]
     pub fn model_of_head_parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32, parts: u32) -> f64 {
         cost::of_parts(self, problem, spec, num_sms, parts)
@@ -545,9 +550,9 @@ impl Sm90BwdTile {
         keys * u64::from(dims.num_heads_kv) * u64::from(dims.batch)
     }
 
-    /// Of a kv head's query heads: so many parts of equal size that each multiprocessor has some three tiles, behind a mask, where
-    /// their lengths differ, four. Of MQA 32/1, S 8192, causal, 2, 4 and 8 parts 522, 569 and 596 TFLOP/s; full, S 4096, 4 and 8
-    /// 616 and 592.
+    /// Of a kv head's query heads: so many parts of equal size that each multiprocessor has some three tiles,
+    /// behind a mask, where their lengths differ, four. Of MQA 32/1, S 8192, causal, 2, 4 and 8 parts 522,
+    /// 569 and 596 TFLOP/s; full, S 4096, 4 and 8 616 and 592.
     fn parts_by_rule(&self, problem: &BwdProblem, num_sms: u32) -> u32 {
         let ratio = problem.fwd.gqa_ratio();
         let tiles = if problem.fwd.mask.kind() == MaskKind::Full { 3 } else { 4 };
@@ -603,9 +608,10 @@ impl Sm90BwdTile {
         });
         let num_bias_blocks = i32::try_from(bias_blocks)
             .map_err(|_| Refusal::new(NAME, format!("dbias: {bias_blocks} blocks of it are 2^31 or more")))?;
-        // Masked, key blocks differ in length, and the last head's longest would end alone; ordered additions want a
-        // head's one after another. Causal on an H200, a head at a time and in groups, TFLOP/s: D 128 337, 344 at 1k, 518, 542 at 4k, 575, 600
-        // at 8k, 633, 635 at 16k; D 64 484, 493 at 4k; D 256 337, 348 at 2k. D 64 at 512 207, 201.
+        // Masked, key blocks differ in length, and the last head's longest would end alone; ordered additions
+        // want a head's one after another. Causal on an H200, a head at a time and in groups, TFLOP/s: D 128
+        // 337, 344 at 1k, 518, 542 at 4k, 575, 600 at 8k, 633, 635 at 16k; D 64 484, 493 at 4k; D 256 337,
+        // 348 at 2k. D 64 at 512 207, 201.
         let in_groups =
             problem.fwd.mask.kind() != MaskKind::Full && !spec.deterministic && dims.seqlen_k >= 1024;
         let parts = self.num_head_parts(problem, spec, num_sms);
@@ -733,10 +739,11 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
             tile.take_registers();
         }
     }
-    // Where a query block has work enough that a warp of each multiprocessor makes delta of the next ones meanwhile; a band leaves
-    // each block few keys, and packed sequences may be short. TFLOP/s on an H200, without and with: D 128 causal S 512, 1k, 2k, 4k
-    // 263, 385, 497, 575 and 204, 344, 514, 585, full 512, 1k, 2k 412, 510, 580 and 366, 532, 591; D 64 causal 1k, 2k 328, 435 and
-    // 297, 446, full 512, 1k 358, 449 and 328, 474; dropout D 128 causal 4k 428 and 431; packed 32/8 causal 548 and 535.
+    // Where a query block has work enough that a warp of each multiprocessor makes delta of the next ones
+    // meanwhile; a band leaves each block few keys, and packed sequences may be short. TFLOP/s on an H200,
+    // without and with: D 128 causal S 512, 1k, 2k, 4k 263, 385, 497, 575 and 204, 344, 514, 585, full 512,
+    // 1k, 2k 412, 510, 580 and 366, 532, 591; D 64 causal 1k, 2k 328, 435 and 297, 446, full 512, 1k 358, 449
+    // and 328, 474; dropout D 128 causal 4k 428 and 431; packed 32/8 causal 548 and 535.
     let is_full = spec.fwd.mask == MaskKind::Full;
     let enough_keys = match spec.fwd.mask {
         MaskKind::Full => dims.seqlen_k >= 1024,
@@ -747,11 +754,12 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
     if tile.finishes_dq() && enough_keys && of_dropout_alone && spec.fwd.q_layout == QLayout::Batch {
         tile.dq_finish = DqFinish::BesideWithDelta;
     }
-    // Long sequences lose more by asking than by zeros, those whose delta is made beside the products less soon. TFLOP/s with zeros
-    // and without: D 128 causal S 512, 1k, 4k, 8k 226, 350, 556, 618 and 248, 363, 560, 613, full S 512, 1k, 4k 375, 487, 622 and
-    // 393, 497, 617; delta beside, causal 8k, 16k 621, 653 and 627, 647, full 4k 620 and 625; D 192 with V of 128, causal S 512, 2k
-    // 191, 390 and 206, 399, full 304, 480 and 310, 479. Not D 64: causal S 512, 4k, 8k 208, 497, 549 and 217, 502, 553, full 340,
-    // 562, 585 and 342, 563, 587.
+    // Long sequences lose more by asking than by zeros, those whose delta is made beside the products less
+    // soon. TFLOP/s with zeros and without: D 128 causal S 512, 1k, 4k, 8k 226, 350, 556, 618 and 248, 363,
+    // 560, 613, full S 512, 1k, 4k 375, 487, 622 and 393, 497, 617; delta beside, causal 8k, 16k 621, 653 and
+    // 627, 647, full 4k 620 and 625; D 192 with V of 128, causal S 512, 2k 191, 390 and 206, 399, full 304,
+    // 480 and 310, 479. Not D 64: causal S 512, 4k, 8k 208, 497, 549 and 217, 502, 553, full 340, 562, 585
+    // and 342, 563, 587.
     let shorter = match (is_full, tile.makes_delta() && num_modifiers(spec) == 0) {
         (true, false) => 2048,
         (true, true) | (false, false) => 4096,
@@ -760,15 +768,17 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
     if tile.dq_path == DqPath::FirstStores && padded_dim(spec) != 64 && dims.seqlen_k > shorter {
         tile.dq_path = DqPath::StoreWarp;
     }
-    // Finishing dQ in the main kernel, an H100, without and with: D 64 full S 512, 1k, 2k, 4k, 8k 319, 427, 505, 557, 583 and 342, 444,
-    // 501 to 508, 545, 570; with delta too, an H200, 2k, 4k 519, 561 and 535, 572.
+    // Finishing dQ in the main kernel, an H100, without and with: D 64 full S 512, 1k, 2k, 4k, 8k 319, 427,
+    // 505, 557, 583 and 342, 444, 501 to 508, 545, 570; with delta too, an H200, 2k, 4k 519, 561 and 535,
+    // 572.
     let shorter = if tile.makes_delta() { 4096 } else { 1024 };
     if padded_dim(spec) == 64 && is_full && dims.seqlen_k > shorter {
         tile.dq_finish = DqFinish::Launch;
     }
     tile.fit_finish(spec);
-    // Both beside each other spill with 24 registers (254 bytes at D 128 causal, with 40 none), and the consumers have enough in 232:
-    // S 512 causal 263 and 269, delta beside 4k 578 and 585. Dropout's do not: 431 and 428.
+    // Both beside each other spill with 24 registers (254 bytes at D 128 causal, with 40 none), and the
+    // consumers have enough in 232: S 512 causal 263 and 269, delta beside 4k 578 and 585. Dropout's do not:
+    // 431 and 428.
     let measured = padded_dim(spec) <= 128 && (dims.seqlen_k <= 4096 || tile.makes_delta());
     if num_modifiers(spec) == 0 && tile.dq_path == DqPath::FirstStores && measured {
         tile.load_registers = 40;
@@ -806,8 +816,9 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
     let (block_m, walk) = match dim {
         // Without early scores 547, with 521; causal, with polynomials, 478 and 435, and 464 with dQ late.
         64 => (128, BwdWalk::InOrder),
-        // Edges apart, without it and an early dV 615, with both 605; causal 521 and 516; with dropout 408 and 356. Deterministic,
-        // S 8192, 582 and 548; causal 508 and 484 (635 and 608 with semaphores polled by threads of their own).
+        // Edges apart, without it and an early dV 615, with both 605; causal 521 and 516; with dropout 408
+        // and 356. Deterministic, S 8192, 582 and 548; causal 508 and 484 (635 and 608 with semaphores polled
+        // by threads of their own).
         128 => (64, BwdWalk::InOrder),
         // S 8192, 555; causal 522. As with a wider V, 315 and 280.
         192 if in_parts => (64, BwdWalk::HalfBlocks),
@@ -838,8 +849,8 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         dq_finish: DqFinish::Beside,
         // At D 128 a second loop of the early order spills: 492 of 603, causal 494 of 505.
         edges_apart: !split_dims && !in_parts,
-        // 557 of 547; causal 478 of 462; at D 128 without early scores causal 523 of 504, edges apart as well. Of D 192 with
-        // V of 128 none, 2 and 4: 534, 555, 546; causal 522, 522, 514.
+        // 557 of 547; causal 478 of 462; at D 128 without early scores causal 523 of 504, edges apart as
+        // well. Of D 192 with V of 128 none, 2 and 4: 534, 555, 546; causal 522, 522, 514.
         exp2_polynomials: if split_dims || modifiers > 0 {
             0
         } else if in_parts {
@@ -849,8 +860,8 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         },
         load_registers: if dim == 192 && !in_parts { 32 } else { 24 },
         head_parts: false,
-        // Deterministic key blocks are launched in the order of their additions, or take their indices in it: D 128 causal 508
-        // of 494, D 64 488 of 484 but at S 2048 355 of 376.
+        // Deterministic key blocks are launched in the order of their additions, or take their indices in it:
+        // D 128 causal 508 of 494, D 64 488 of 484 but at S 2048 355 of 376.
         persistent: !in_clusters && (!spec.deterministic || (dim == 128 && !full)),
         fast_softcap: spec.fwd.softcap,
         vector_load: true,

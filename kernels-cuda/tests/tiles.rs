@@ -29,7 +29,8 @@ fn dims(ratio: u32, (seqlen_q, seqlen_k): (u32, u32), (head_dim_qk, head_dim_v):
     Dims { batch: 2, seqlen_q, seqlen_k, num_heads_q: 2 * ratio, num_heads_kv: 2, head_dim_qk, head_dim_v }
 }
 
-/// Every size with every ratio, mask and kind of sequences; rows that TMA takes and rows that it does not; each modifier.
+/// Every size with every ratio, mask and kind of sequences; rows that TMA takes and rows that it does not;
+/// each modifier.
 fn problems() -> impl Iterator<Item = FwdProblem> {
     let sizes = RATIOS
         .into_iter()
@@ -308,7 +309,8 @@ fn blocks_that_dropout_does_not_decide_whole_are_refused_with_both_numbers() {
     }
 }
 
-/// Long sequences without a mask are walked in larger blocks, where nothing is modified and additions to dQ have no order.
+/// Long sequences without a mask are walked in larger blocks, where nothing is modified and additions to dQ
+/// have no order.
 #[test]
 fn long_backwards_without_a_mask_are_walked_in_blocks_of_80_queries() {
     for (length, mask, p_drop, deterministic, block_m) in [
@@ -422,7 +424,8 @@ fn the_model_of_head_parts_has_the_measured_rates() {
     assert_eq!(checked, 6);
 }
 
-/// 432 tiles of one length on 132 multiprocessors are four rounds, of which the last is a quarter full: 864 are seven of 6.5.
+/// 432 tiles of one length on 132 multiprocessors are four rounds, of which the last is a quarter full: 864
+/// are seven of 6.5.
 #[test]
 fn tiles_that_leave_a_round_empty_share_a_heads_query_heads() {
     let of = |batch, num_heads_kv, mask| {

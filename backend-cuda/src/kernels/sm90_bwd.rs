@@ -94,8 +94,8 @@ impl BwdRecipe for Sm90Bwd {
         let sums = DqSums { dim: sm90_bwd::padded_dim(&spec).unsigned_abs(), has_semaphores };
         let dims = problem.fwd().dims;
         let q_blocks = schedule.num_q_blocks.unsigned_abs() * dims.num_heads_q * dims.batch;
-        // Behind them, where the main kernel finishes dQ, the number of each head's key blocks that are done; and where it makes
-        // delta, of each query head's blocks that are made.
+        // Behind them, where the main kernel finishes dQ, the number of each head's key blocks that are done;
+        // and where it makes delta, of each query head's blocks that are made.
         let non_finite = tile.num_non_finite_flags(&spec, &schedule, q_blocks);
         let done = if tile.finishes_dq() { u64::from(schedule.num_heads.unsigned_abs()) } else { 0 };
         let made = if tile.makes_delta() { u64::from(dims.num_heads_q) * u64::from(dims.batch) } else { 0 };
@@ -336,8 +336,8 @@ fn maps(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> Result<Maps> {
     Ok(Maps { q: q.encode()?, k: k.encode()?, v: v.encode()?, dout: dout.encode()?, o: o.encode()? })
 }
 
-/// What the maps of Q, K, V, dO and O say, `(dim, row, head, batch)`. Where nobody brings O by its map, whose strides it may not
-/// take, there is dO again.
+/// What the maps of Q, K, V, dO and O say, `(dim, row, head, batch)`. Where nobody brings O by its map, whose
+/// strides it may not take, there is dO again.
 pub(super) fn map_facts(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> [TensorMapFacts<4, 3>; 5] {
     let (problem, args) = (call.problem, call.args);
     let fwd = problem.fwd();

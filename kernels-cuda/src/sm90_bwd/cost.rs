@@ -1,8 +1,10 @@
-//! What a call's choices cost, by a model of the main kernel: so far of how many tiles share a kv head's query heads.
+//! What a call's choices cost, by a model of the main kernel: so far of how many tiles share a kv head's
+//! query heads.
 //!
-//! A multiprocessor takes tiles one after another, each a key block against the query blocks that see it, of its query heads. Few
-//! long tiles leave multiprocessors idle at the end; many short ones leave more sums of dK and dV to write, read and add. The
-//! model's three numbers were fitted to the rows `parts` and `one_part` of `measured.tsv`, which a test holds it to.
+//! A multiprocessor takes tiles one after another, each a key block against the query blocks that see it, of
+//! its query heads. Few long tiles leave multiprocessors idle at the end; many short ones leave more sums of
+//! dK and dV to write, read and add. The model's three numbers were fitted to the rows `parts` and `one_part`
+//! of `measured.tsv`, which a test holds it to.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -12,8 +14,8 @@ use fmha_core::{BwdProblem, MaskKind, QLayout};
 
 use super::{Sm90BwdTile, padded_dim};
 
-/// Rate of a multiprocessor that always has a tile, TFLOP/s of the padded head dimension's operations: a 132nd of an H200's. From long
-/// full rows.
+/// Rate of a multiprocessor that always has a tile, TFLOP/s of the padded head dimension's operations: a
+/// 132nd of an H200's. From long full rows.
 fn tflops_of_sm(dim: i32) -> f64 {
     let device = match dim {
         64 => 600.0,
@@ -24,17 +26,19 @@ fn tflops_of_sm(dim: i32) -> f64 {
     device / 132.0
 }
 
-/// Of a masked call's longest tile, the part for which the launch waits at its end, and for tiles that have come apart from those
-/// whose Q and dO they share in the L2.
+/// Of a masked call's longest tile, the part for which the launch waits at its end, and for tiles that have
+/// come apart from those whose Q and dO they share in the L2.
 const TAIL_BEHIND_MASK: f64 = 0.22;
 
 /// Microseconds a megabyte of f32 sums of dK and dV, written and read again.
 const SUMS_MICROS_A_MB: f64 = 0.5;
 
-/// More tiles of unlike length a multiprocessor than this come out even but for the tail: they are not gone through one by one.
+/// More tiles of unlike length a multiprocessor than this come out even but for the tail: they are not gone
+/// through one by one.
 const EVEN_TILES: usize = 4;
 
-/// Another number of parts than the rule's is taken where the model has it faster by more than this: more than its own error.
+/// Another number of parts than the rule's is taken where the model has it faster by more than this: more
+/// than its own error.
 const LEAST_GAIN: f64 = 0.05;
 
 /// A kv head's query heads shared out to so many tiles, and what the model says of it.
@@ -46,7 +50,8 @@ pub struct HeadParts {
     pub micros: f64,
 }
 
-/// The candidates for a problem, from `least` parts on, each a divisor of the GQA ratio; none where lengths are not the problem's.
+/// The candidates for a problem, from `least` parts on, each a divisor of the GQA ratio; none where lengths
+/// are not the problem's.
 pub(super) fn head_parts(
     tile: &Sm90BwdTile,
     problem: &BwdProblem,
@@ -149,8 +154,8 @@ fn micros(
     in_steps * f64::from(heads_a_tile) * step_micros + sums_mb * SUMS_MICROS_A_MB
 }
 
-/// When the last of `units` has done its tiles, in steps of a tile with one query head: each takes the next tile when it has none,
-/// key block after key block of all heads.
+/// When the last of `units` has done its tiles, in steps of a tile with one query head: each takes the next
+/// tile when it has none, key block after key block of all heads.
 fn end_of_last(steps: &[u32], heads: usize, units: u32) -> u32 {
     let mut free: BinaryHeap<Reverse<u32>> = (0..units).map(|_| Reverse(0)).collect();
     let mut last = 0;

@@ -192,8 +192,8 @@ struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, FinishSmem<spec,
   Barrier other_ds_empty[tile.stages_ds];  // one arrival per consumer warp there: what this CTA sent has been used
   // One arrival per warp of the consumer: its share is in `dq`; of DqPath::Registers, it has issued its additions.
   Barrier dq_full[S::consumers];
-  // The store role's arrival: the share has been read. Of DqPath::Registers, of the first one the polling thread's: the consumers
-  // may add to the block.
+  // The store role's arrival: the share has been read. Of DqPath::Registers, of the first one the polling thread's:
+  // the consumers may add to the block.
   Barrier dq_empty[S::consumers];
   Barrier sums_full;                     // the bytes of `sums`
   Barrier dq_admitted;                   // the polling thread's arrival: the store role may store or add the next block

@@ -11,8 +11,8 @@
 
 namespace fmha::sm90::bwd {
 
-// The loop of a tile. The tables have InOrder and LateDp to D 128, HalfBlocks at D 192 with V of at most 128, else SplitEarly at
-// D 192, and InClusters at D 256.
+// The loop of a tile. The tables have InOrder and LateDp to D 128, HalfBlocks at D 192 with V of at most 128, else
+// SplitEarly at D 192, and InClusters at D 256.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE auto loop_of(Consumer<spec, tile>& consumer) {
   if constexpr (tile.walk == BwdWalk::InOrder || tile.walk == BwdWalk::LateDp) {

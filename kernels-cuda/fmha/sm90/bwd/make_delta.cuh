@@ -1,9 +1,9 @@
-// With DqFinish::BesideWithDelta: LSE in log2 and delta of the rows of all heads but the first, beside the products, by the warp
-// that finishes dQ when no dQ waits for it. To read O and dO takes a tenth of a short call's time, and in a launch of
-// its own the tensor cores have nothing to do meanwhile.
+// With DqFinish::BesideWithDelta: LSE in log2 and delta of the rows of all heads but the first, beside the products,
+// by the warp that finishes dQ when no dQ waits for it. To read O and dO takes a tenth of a short call's time, and in
+// a launch of its own the tensor cores have nothing to do meanwhile.
 //
-// On the diagonal of `mma.sync`, eight rows at a time, a row's dO . O takes a third of the instructions and more time.
-// With fewer than 40 registers ptxas gives up `setmaxnreg` beside one (C7507).
+// On the diagonal of `mma.sync`, eight rows at a time, a row's dO . O takes a third of the instructions and more
+// time. With fewer than 40 registers ptxas gives up `setmaxnreg` beside one (C7507).
 #pragma once
 #include <fmha/ptx/shared.cuh>
 #include <fmha/sm90/bwd/load.cuh>

@@ -29,9 +29,8 @@ FMHA_DEVICE constexpr int num_consumer_warps(const Sm90Tile& tile) { return 4 * 
 // Warps 0, 2 and 3; warp 1 is the schedule role's.
 using CopyThreads = CopyWarps<0, 0b1101>;
 FMHA_DEVICE constexpr int num_load_arrivals(const Sm90Tile& tile) { return tile.copy_bytes > 0 ? CopyThreads::count : 1; }
-// Whether a V of 8 bits is brought to f16 in shared memory (widen_values.cuh), and P V a product of f16.
-// The next tile's first scores are started with this tile's last output; Q then has a second buffer, or lies in pieces of which one
-// is spare.
+// The next tile's first scores are started with this tile's last output; Q then has a second buffer, or lies in pieces
+// of which one is spare.
 FMHA_DEVICE constexpr bool looks_ahead(const Sm90Tile& tile) { return tile.lookahead != Lookahead::Off; }
 FMHA_DEVICE constexpr bool splits_q(const Sm90Tile& tile) { return tile.lookahead == Lookahead::SparePiece; }
 // A block's P V of 8-bit operands is added to O in f32 registers; and that before the next block's S is started.
@@ -39,7 +38,10 @@ FMHA_DEVICE constexpr bool flushes_output(const Sm90Tile& tile) {
   return tile.pv == ValueProduct::Flushed || tile.pv == ValueProduct::FlushedFirst;
 }
 FMHA_DEVICE constexpr bool sums_output_first(const Sm90Tile& tile) { return tile.pv == ValueProduct::FlushedFirst; }
-FMHA_DEVICE constexpr bool widens_v(const FwdSpec& spec, const Sm90Tile& tile) { return is_fp8(spec.dtype_v) && tile.pv == ValueProduct::F16; }
+// Whether a V of 8 bits is brought to f16 in shared memory (widen_values.cuh), and P V a product of f16.
+FMHA_DEVICE constexpr bool widens_v(const FwdSpec& spec, const Sm90Tile& tile) {
+  return is_fp8(spec.dtype_v) && tile.pv == ValueProduct::F16;
+}
 FMHA_DEVICE constexpr DType operand_v(const FwdSpec& spec, const Sm90Tile& tile) {
   return widens_v(spec, tile) ? DType::F16 : spec.dtype_v;
 }

@@ -52,7 +52,8 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
                 "sm90: a row-major V of FP8 is prepared in the workspace");
   static_assert(!prepares_v(spec, tile) || tile.cluster == 1, "sm90: the load role's warpgroup prepares its own V");
   static_assert(!flushes_output(tile) || is_fp8(operand_v(spec, tile)), "sm90: 16-bit products are summed in f32");
-  static_assert(tile.output_columns == 0 || (flushes_output(tile) && padded_dim(spec.head_dim_v) % tile.output_columns == 0),
+  static_assert(tile.output_columns == 0 ||
+                    (flushes_output(tile) && padded_dim(spec.head_dim_v) % tile.output_columns == 0),
                 "sm90: parts of O are flushed with every block");
   static_assert(tile.bias_stages == 0 || (Modifiers<spec, tile>::adds_wide_elements && tile.copy_bytes == 0 &&
                                           tile.cluster == 1 && !tile.pack_gqa),

@@ -1,6 +1,7 @@
-// The loop of split dimensions by the CTAs of a cluster, who have neighbouring key blocks, walk the same query blocks and
-// send each other their dS while the tensor cores have dK and dQ of their own keys: each adds a half of dQ's dimension
-// for both. dV is started before dS is made: dO, of which there is one block at a time, is then free for the next.
+// The loop of split dimensions by the CTAs of a cluster, who have neighbouring key blocks, walk the same query blocks
+// and send each other their dS while the tensor cores have dK and dQ of their own keys: each adds a half of dQ's
+// dimension for both. dV is started before dS is made: dO, of which there is one block at a time, is then free for
+// the next.
 //
 //   tensor cores           dV(i)    dK(i)  dQ(i)  dQ(i) of the other's dS  S(i+1)        dP(i+1)
 //   this consumer   P(i)   dS(i)    send dS(i)                             half of dQ    the rest   P(i+1)

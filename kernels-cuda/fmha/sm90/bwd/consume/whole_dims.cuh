@@ -28,8 +28,8 @@ FMHA_DEVICE void start_dv(C& c, const typename C::Operand& probs) {
   mma::start_product_ab<C::dtype>(c.dv, probs, c.smem.dout[c.dout_slot.index]);
 }
 
-// P and dS as operands of the products, dS stored, and dV started behind its stores, which are under way while the instructions
-// of dV are issued. dV is in flight, nothing else.
+// P and dS as operands of the products, dS stored, and dV started behind its stores, which are under way while the
+// instructions of dV are issued. dV is in flight, nothing else.
 template <class C>
 FMHA_DEVICE void differentiate_and_start_dv(C& c, typename C::Scores& s, typename C::Scores& dp,
                                             typename C::Operand& ds, const QueryTile& at,

@@ -59,8 +59,8 @@ FMHA_DEVICE int32_t* non_finite_queries(const BwdParams& p, const Sm90BwdSchedul
   return p.non_finite + int64_t(schedule.num_tiles) * num_consumer_warps(tile);
 }
 
-// Where the main kernel finishes dQ: how many key blocks of a tile's query heads have added all of theirs, for one of those heads, of
-// all sequences counted.
+// Where the main kernel finishes dQ: how many key blocks of a tile's query heads have added all of theirs, for one of
+// those heads, of all sequences counted.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t* done_key_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t head) {
   int32_t* first = p.non_finite;
