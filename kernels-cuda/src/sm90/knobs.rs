@@ -144,12 +144,10 @@ impl Sm90Tile {
                 return refuse(format!("{set}: v_layout is column-major"));
             }
         }
-        if super::prepares_v(spec, self) {
-            if self.cluster > 1 {
-                return refuse(format!(
-                    "cluster=2: a V of dtype_v {v} is prepared by the load role's warpgroup, for its own CTA"
-                ));
-            }
+        if super::prepares_v(spec, self) && self.cluster > 1 {
+            return refuse(format!(
+                "cluster=2: a V of dtype_v {v} is prepared by the load role's warpgroup, for its own CTA"
+            ));
         }
         if self.pv == ValueProduct::F16 && spec.v_layout == VLayout::ColMajor && self.block_n % 32 != 0 {
             return refuse(format!(

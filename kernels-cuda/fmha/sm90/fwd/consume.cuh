@@ -12,7 +12,7 @@
 // under another's exponentials. With `lookahead` the next tile's first S is started together with
 // this tile's last P V, so that the tensor cores do not wait at a tile's end either.
 //
-// Products of 8-bit elements are summed in some 14 bits. With `flush` those of P V go to accumulators of their own
+// Products of 8-bit elements are summed in some 14 bits. Where they are flushed those of P V go to accumulators of their own
 // (`recent`), which are added to O in f32 with every block; where O leaves no registers for a second one, a part of its
 // columns at a time (`output_columns`). Of ValueProduct::FlushedFirst that is over before the next block's S begins:
 //
