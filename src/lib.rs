@@ -56,12 +56,13 @@ pub use half::{bf16, f16};
 // modules that hide `core`'s.
 pub use fmha_core::{
     Accuracy, AnyProblem, Append, BackendId, Bias, BiasBroadcast, BiasGrad, BlockTable, BwdArgs, BwdPlan,
-    BwdProblem, CacheArgs, CacheSlice, CombineArgs, CombinePlan, CombineProblem, DType, Descale, DevBuffer,
-    DevSlice, DevSliceMut, DeviceMemory, Dims, DropoutSeed, ElementwiseBias, Error, Explain, Extents,
-    FmhaBackend, FwdArgs, FwdPlan, FwdProblem, KvLayout, LaunchShape, MaskAlign, MaskShape, MaskSpec,
-    MemorySpace, Operation, PartialResult, Plan, PlanOptions, PlanParts, ProblemError, Promises, QLayout,
-    Queues, Recording, Refusal, ResourceUsage, Roofline, Rotary, RotaryPairs, ScoreArgs, ScoreSums, SeqArgs,
-    Shape, Step, Stream, Strides, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd, Workspace,
+    BwdProblem, CacheArgs, CacheSlice, CacheUse, CombineArgs, CombinePlan, CombineProblem, DType, DTypes,
+    Descale, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, Dims, Dropout, DropoutSeed, ElementwiseBias,
+    Error, Explain, Extents, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, KvLayout, LaunchShape, Layouts,
+    MaskAlign, MaskShape, MaskSpec, MemorySpace, Operation, PartialResult, Plan, PlanOptions, PlanParts,
+    ProblemError, Promises, QLayout, Queues, Recording, Refusal, ResourceUsage, Roofline, Rotary,
+    RotaryPairs, Scales, Score, ScoreArgs, ScoreSums, SeqArgs, Shape, Step, Stream, Strides, TensorStrides,
+    Totals, VLayout, ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 
 pub use attention::{Attention, AttentionOutput, attention, attention_into, attention_into_on, attention_on};

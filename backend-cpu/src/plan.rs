@@ -30,7 +30,7 @@ const MAX_BLOCK: usize = 1024;
 /// A forward plan.
 pub(crate) fn forward(backend: &CpuBackend, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
     // A tree mask is taken in rows.
-    let max_may_lag = backend.isa == Isa::Amx && fits_tiles(problem) && !problem.tree_mask;
+    let max_may_lag = backend.isa == Isa::Amx && fits_tiles(problem) && !problem.cache.tree_mask;
     plan(backend, "cpu-fwd", problem.clone(), max_may_lag, options, |blocks| {
         vec![
             (

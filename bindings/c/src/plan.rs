@@ -252,14 +252,14 @@ impl Memory {
         let (stored_k, stored_v) = (problem.stored_k(), problem.stored_v());
         // SAFETY: passed on, here and below.
         unsafe {
-            let q = self.input("q", &call.q, extents.q, problem.dtype_qk)?;
-            let o = self.output("o", &call.o, extents.o, problem.dtype_o)?;
-            let k: CacheSlice<'a> = match problem.append {
+            let q = self.input("q", &call.q, extents.q, problem.dtypes.qk)?;
+            let o = self.output("o", &call.o, extents.o, problem.dtypes.o)?;
+            let k: CacheSlice<'a> = match problem.cache.append {
                 Some(_) => self.output("k", &call.k, extents.k, stored_k)?.into(),
                 None => self.input("k", &call.k, extents.k, stored_k)?.into(),
             };
-            let v: CacheSlice<'a> = match problem.append {
-                _ if problem.v_in_k => CacheSlice::InK,
+            let v: CacheSlice<'a> = match problem.cache.append {
+                _ if problem.cache.v_in_k => CacheSlice::InK,
                 Some(_) => self.output("v", &call.v, extents.v, stored_v)?.into(),
                 None => self.input("v", &call.v, extents.v, stored_v)?.into(),
             };
@@ -284,7 +284,7 @@ impl Memory {
         // SAFETY: passed on, here and below.
         unsafe {
             let grad = |name, tensor, shape| self.output(name, tensor, shape, problem.dtype_grad);
-            let dbias = match (problem.dbias, fwd.bias) {
+            let dbias = match (problem.dbias, fwd.score.bias) {
                 (Some(wanted), fmha::Bias::Elementwise(bias)) => {
                     let shape = fwd.shape_bias(bias.broadcast);
                     Some(self.output("dbias", &gradients.dbias, shape, wanted.dtype)?)
@@ -292,12 +292,12 @@ impl Memory {
                 _ => None,
             };
             Ok(BwdArgs {
-                q: self.input("q", &call.q, extents.q, fwd.dtype_qk)?,
-                k: self.input("k", &call.k, extents.k, fwd.dtype_qk)?,
-                v: self.input("v", &call.v, extents.v, fwd.dtype_v)?,
-                o: self.input("o", &call.o, extents.o, fwd.dtype_o)?,
+                q: self.input("q", &call.q, extents.q, fwd.dtypes.qk)?,
+                k: self.input("k", &call.k, extents.k, fwd.dtypes.qk)?,
+                v: self.input("v", &call.v, extents.v, fwd.dtypes.v)?,
+                o: self.input("o", &call.o, extents.o, fwd.dtypes.o)?,
                 lse: self.read(call.lse.cast(), lse_bytes),
-                dout: self.input("dout", &gradients.dout, extents.o, fwd.dtype_o)?,
+                dout: self.input("dout", &gradients.dout, extents.o, fwd.dtypes.o)?,
                 dlse: self.optional(gradients.dlse.cast(), lse_bytes),
                 dq: grad("dq", &gradients.dq, extents.q)?,
                 dk: grad("dk", &gradients.dk, extents.k)?,
@@ -322,14 +322,14 @@ impl Memory {
         let mut args = CacheArgs::default();
         // SAFETY: passed on.
         unsafe {
-            if let Some(append) = &problem.append {
+            if let Some(append) = &problem.cache.append {
                 let (k, v) = problem.shapes_new(append, totals);
-                args.k_new = Some(self.input("k_new", &cache.k_new, k, problem.dtype_qk)?);
-                if !problem.v_in_k {
-                    args.v_new = Some(self.input("v_new", &cache.v_new, v, problem.dtype_v)?);
+                args.k_new = Some(self.input("k_new", &cache.k_new, k, problem.dtypes.qk)?);
+                if !problem.cache.v_in_k {
+                    args.v_new = Some(self.input("v_new", &cache.v_new, v, problem.dtypes.v)?);
                 }
             }
-            if let Some(rotary) = &problem.rotary {
+            if let Some(rotary) = &problem.cache.rotary {
                 let bytes = rotary.table_elems() * rotary.dtype.size_bytes();
                 args.cos = self.optional(cache.rotary_cos.cast(), bytes);
                 args.sin = self.optional(cache.rotary_sin.cast(), bytes);
@@ -382,7 +382,7 @@ impl Memory {
         let descale = |kind: Descale| kind.num_elems(batch, num_heads_kv) * 4;
         // SAFETY: passed on.
         unsafe {
-            let bias = match problem.bias {
+            let bias = match problem.score.bias {
                 fmha::Bias::Elementwise(bias) => {
                     Some(self.input("bias", &call.bias, problem.shape_bias(bias.broadcast), bias.dtype)?)
                 }
@@ -392,9 +392,9 @@ impl Memory {
                 bias,
                 alibi_slopes: self.optional(call.alibi_slopes.cast(), slopes),
                 sink: self.optional(call.sink.cast(), heads),
-                descale_q: self.optional(call.descale_q.cast(), descale(problem.descale_q)),
-                descale_k: self.optional(call.descale_k.cast(), descale(problem.descale_k)),
-                descale_v: self.optional(call.descale_v.cast(), descale(problem.descale_v)),
+                descale_q: self.optional(call.descale_q.cast(), descale(problem.scales.descale_q)),
+                descale_k: self.optional(call.descale_k.cast(), descale(problem.scales.descale_k)),
+                descale_v: self.optional(call.descale_v.cast(), descale(problem.scales.descale_v)),
                 dropout: fmha::DropoutSeed { seed: call.dropout_seed, offset: call.dropout_offset },
             })
         }

@@ -98,7 +98,7 @@ fn attend<T: Float>(head: &Head<'_, T>, problem: &FwdProblem, rows: &[u32]) -> H
                 *square = *square + (p * v) * (p * v);
             }
         }
-        o.extend(row_o.iter().map(|&o| head.as_result(o / softmax.row_sum, problem.dtype_o)));
+        o.extend(row_o.iter().map(|&o| head.as_result(o / softmax.row_sum, problem.dtypes.o)));
         spread.extend(
             squares.iter().map(|square| (square.sqrt() / softmax.row_sum).to_f64().unwrap_or(f64::NAN)),
         );
