@@ -117,10 +117,10 @@ impl FmhaPlan {
                 "workspace",
                 "workspace is given (1), but the plan has its own: caller_workspace 0".into(),
             ),
-            // SAFETY: the buffer is this plan's, whose runs are one at a time.
-            Scratch::Own(own) => {
-                Ok(own.as_ref().map(|own| unsafe { memory.write(own.as_ptr(), own.bytes()) }))
-            }
+            Scratch::Own(own) => Ok(own.as_ref().map(|own| {
+                // SAFETY: the buffer is this plan's, whose runs are one at a time.
+                unsafe { memory.write(own.as_ptr(), own.bytes()) }
+            })),
             Scratch::Callers { bytes: wanted } if *wanted == 0 => Ok(None),
             Scratch::Callers { bytes: wanted } if bytes < *wanted => refused(
                 "workspace_bytes",
