@@ -119,9 +119,9 @@ fn plan(backend: &Device, batch: u32) -> Result<FwdPlan, Error> {
         head_dim_v: HEAD_DIM,
     };
     let mut problem = FwdProblem::new(QLayout::Packed, KvLayout::Paged { page_size: PAGE }, DType::F32, dims);
-    (problem.mask, problem.seqused_k) = (MaskSpec::CAUSAL, true);
-    problem.append = Some(Append::packed(&problem, MAX_LEN));
-    problem.rotary =
+    (problem.mask, problem.layout.seqused_k) = (MaskSpec::CAUSAL, true);
+    problem.cache.append = Some(Append::packed(&problem, MAX_LEN));
+    problem.cache.rotary =
         Some(Rotary { dim: HEAD_DIM, pairs: RotaryPairs::Half, max_pos: MAX_LEN, dtype: DType::F32 });
     backend.plan_fwd(&problem.validate()?, &PlanOptions::default().batch_invariant(true))
 }

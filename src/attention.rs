@@ -321,7 +321,7 @@ mod tests {
         for head in heads {
             for i in 0..3 {
                 for d in 0..6 {
-                    let at = problem.o.offset(head.span.i_batch, i, head.i_head, d) as usize;
+                    let at = problem.strides.o.offset(head.span.i_batch, i, head.i_head, d) as usize;
                     let error = (read(result.o[at]) - head.o[(i * 6 + d) as usize]).abs();
                     assert!(error <= tolerance, "{error}");
                 }

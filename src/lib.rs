@@ -57,13 +57,13 @@ pub use half::{bf16, f16};
 // modules that hide `core`'s.
 pub use fmha_core::{
     Accuracy, AnyProblem, Append, Bias, BiasBroadcast, BiasGrad, BlockTable, BwdArgs, BwdPlan, BwdProblem,
-    CacheArgs, CacheSlice, Call, CombineArgs, CombinePlan, CombineProblem, DType, Descale, DevBuffer,
-    DevSlice, DevSliceMut, DeviceMemory, Dims, DropoutSeed, ElementwiseBias, Error, Event, Explain, Extents,
-    FmhaBackend, FwdArgs, FwdPlan, FwdProblem, KvLayout, Launch, LaunchShape, MaskAlign, MaskShape, MaskSpec,
-    MemorySpace, Operation, PartialResult, Plan, PlanOptions, PlanParts, Planned, Problem, ProblemError,
-    Promises, QLayout, Queues, Recording, Refusal, ResourceUsage, Roofline, Rotary, RotaryPairs, ScoreArgs,
-    ScoreSums, SeqArgs, Shape, Step, Stream, Strides, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd,
-    Workspace,
+    CacheArgs, CacheSlice, CacheUse, Call, CombineArgs, CombinePlan, CombineProblem, DType, DTypes, Descale,
+    DevBuffer, DevSlice, DevSliceMut, DeviceMemory, Dims, Dropout, DropoutSeed, ElementwiseBias, Error,
+    Event, Explain, Extents, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, KvLayout, Launch, LaunchShape,
+    Layouts, MaskAlign, MaskShape, MaskSpec, MemorySpace, Operation, PartialResult, Plan, PlanOptions,
+    PlanParts, Planned, Problem, ProblemError, Promises, QLayout, Queues, Recording, Refusal, ResourceUsage,
+    Roofline, Rotary, RotaryPairs, Scales, Score, ScoreArgs, ScoreSums, SeqArgs, Shape, Step, Stream,
+    Strides, TensorStrides, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 
 pub use attention::{Attention, AttentionOutput, attention, attention_into, attention_into_on, attention_on};

@@ -47,8 +47,8 @@ unsafe impl FmhaBackend for Alike {
     }
 
     fn plan_fwd(&self, problem: &ValidFwd, _: &PlanOptions) -> Result<Planned<ValidFwd>> {
-        if problem.dtype_v != DType::F32 || problem.dtype_o != DType::F32 {
-            return self.refused(format!("dtype_v {} is not f32", problem.dtype_v));
+        if problem.dtypes.v != DType::F32 || problem.dtypes.o != DType::F32 {
+            return self.refused(format!("dtype_v {} is not f32", problem.dtypes.v));
         }
         let parts = PlanParts {
             kernel: "alike".to_owned(),

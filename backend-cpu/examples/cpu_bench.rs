@@ -52,7 +52,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         problem.mask = MaskSpec::CAUSAL;
     }
     let strides = Strides::bhsd(problem.shape_q());
-    (problem.q, problem.k, problem.v, problem.o) = (strides, strides, strides, strides);
+    (problem.strides.q, problem.strides.k, problem.strides.v, problem.strides.o) =
+        (strides, strides, strides, strides);
     let mut options = PlanOptions::default();
     for (i, name) in [(7, "block_m"), (8, "block_n")] {
         if let Some(value) = args.get(i) {

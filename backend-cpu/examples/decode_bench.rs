@@ -218,7 +218,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let layout = if page_size == 0 { KvLayout::Strided } else { KvLayout::Paged { page_size } };
     let mut problem = FwdProblem::new(QLayout::Batch, layout, dtype, dims);
     if dtype_cache != dtype {
-        problem.dtype_cache = Some(dtype_cache);
+        problem.cache.dtype = Some(dtype_cache);
     }
     let pages = if page_size == 0 { 0 } else { seqlen_k.div_ceil(page_size) };
     let rows = if page_size == 0 { batch * seqlen_k } else { batch * pages * page_size };

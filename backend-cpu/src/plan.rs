@@ -40,7 +40,7 @@ pub(crate) fn forward<E: Kernels + Send + Sync + 'static>(
     options: &PlanOptions,
 ) -> Result<Planned<ValidFwd>> {
     // A tree mask is taken in rows.
-    let max_may_lag = backend.isa == Isa::Amx && fits_tiles(problem) && !problem.tree_mask;
+    let max_may_lag = backend.isa == Isa::Amx && fits_tiles(problem) && !problem.cache.tree_mask;
     let planned = plan(backend, "cpu-fwd", max_may_lag, options, |blocks| {
         vec![
             (

@@ -16,7 +16,7 @@ pub(crate) struct ScoreInputs<'a> {
 
 impl<'a> ScoreInputs<'a> {
     pub(crate) fn new(problem: &'a FwdProblem, args: &ScoreArgs<'a>) -> Self {
-        let bias = match (problem.bias, args.bias) {
+        let bias = match (problem.score.bias, args.bias) {
             (Bias::Elementwise(bias), Some(slice)) => Some(Source::new(slice, bias.dtype, bias.strides)),
             _ => None,
         };
@@ -38,7 +38,7 @@ impl<'a> ScoreInputs<'a> {
                 .as_ref()
                 .map_or(1.0, |slice| f32_at(slice, kind.index(span.i_batch, i_head_kv, dims.num_heads_kv)))
         };
-        let alibi = match (problem.bias, &args.alibi_slopes) {
+        let alibi = match (problem.score.bias, &args.alibi_slopes) {
             (Bias::Alibi { per_batch }, Some(slopes)) => {
                 let i_batch = if per_batch { span.i_batch as usize } else { 0 };
                 let slope = f32_at(slopes, i_batch * dims.num_heads_q as usize + i_head as usize);
@@ -46,7 +46,7 @@ impl<'a> ScoreInputs<'a> {
             }
             _ => None,
         };
-        let bias = match (problem.bias, &self.bias) {
+        let bias = match (problem.score.bias, &self.bias) {
             (Bias::Elementwise(bias), Some(source)) => {
                 let (b, h) = bias.broadcast.index(span.i_batch, i_head);
                 Some(source.matrix(b, h, 0))
@@ -58,16 +58,16 @@ impl<'a> ScoreInputs<'a> {
             i_head_kv,
             band: problem.mask.band(span.seqlen_q, span.seqlen_k),
             softmax_scale: problem.resolved_softmax_scale(),
-            softcap: problem.softcap,
+            softcap: problem.score.softcap,
             bias,
             alibi,
             drops: problem.drops(),
-            keep: KeepMask::new(problem.p_drop, args.dropout, span.i_batch, i_head, dims.num_heads_q),
-            keep_scale: if problem.drops() { keep_scale(problem.p_drop) as f32 } else { 1.0 },
+            keep: KeepMask::new(problem.dropout.p_drop, args.dropout, span.i_batch, i_head, dims.num_heads_q),
+            keep_scale: if problem.drops() { keep_scale(problem.dropout.p_drop) as f32 } else { 1.0 },
             sink: args.sink.as_ref().map(|sink| f32_at(sink, i_head as usize)),
-            descale_q: descale(&args.descale_q, problem.descale_q),
-            descale_k: descale(&args.descale_k, problem.descale_k),
-            descale_v: descale(&args.descale_v, problem.descale_v),
+            descale_q: descale(&args.descale_q, problem.scales.descale_q),
+            descale_k: descale(&args.descale_k, problem.scales.descale_k),
+            descale_v: descale(&args.descale_v, problem.scales.descale_v),
         }
     }
 }

@@ -70,14 +70,14 @@ fn a_head_has_the_same_bits_alone_and_read_together_with_others() {
             for (seqlen_q, heads, dim_qk) in [(1, (8, 8), 48), (2, (12, 4), 48), (2, (32, 4), 96)] {
                 let mut problem = problem(dtype, seqlen_q, heads, (dim_qk, 64));
                 if dtype == DType::F16 {
-                    problem.bias = Bias::Alibi { per_batch: false };
+                    problem.score.bias = Bias::Alibi { per_batch: false };
                 }
                 let together = Inputs::random(problem, &[], 6);
                 let mut apart = together.clone();
                 let (k, v) = (apart.problem.shape_k(), apart.problem.shape_v());
-                (apart.problem.k, apart.problem.v) = (Strides::bhsd(k), Strides::bhsd(v));
-                apart.k = Tensor::poisoned(dtype, apart.problem.k, k);
-                apart.v = Tensor::poisoned(dtype, apart.problem.v, v);
+                (apart.problem.strides.k, apart.problem.strides.v) = (Strides::bhsd(k), Strides::bhsd(v));
+                apart.k = Tensor::poisoned(dtype, apart.problem.strides.k, k);
+                apart.v = Tensor::poisoned(dtype, apart.problem.strides.v, v);
                 copy(&together.k, &mut apart.k, k, |b, s| (b, s));
                 copy(&together.v, &mut apart.v, v, |b, s| (b, s));
                 let options = PlanOptions::default();
@@ -92,7 +92,7 @@ fn a_head_has_the_same_bits_alone_and_read_together_with_others() {
 /// O and LSE of a call on a paged cache, or on one of FP8.
 fn run_on(backend: &Device, inputs: &Inputs, table: Option<(&[i32], u32)>) -> (Vec<u64>, Vec<f32>) {
     let problem = &inputs.problem;
-    let mut o = Tensor::poisoned(problem.dtype_o, problem.o, problem.shape_o());
+    let mut o = Tensor::poisoned(problem.dtypes.o, problem.strides.o, problem.shape_o());
     let mut lse =
         vec![f32::NAN; (problem.dims.batch * problem.dims.num_heads_q * problem.dims.seqlen_q) as usize];
     let plan = backend.plan_fwd(&problem.clone().validate().unwrap(), &PlanOptions::default()).unwrap();
@@ -115,13 +115,14 @@ fn run_on_pages(backend: &Device, strided: &Inputs, page_size: u32) -> (Vec<u64>
     let table: Vec<i32> = (0..num_pages as i32).rev().collect();
     let mut paged = strided.clone();
     let kv_layout = KvLayout::Paged { page_size };
-    let base = FwdProblem::new(paged.problem.q_layout, kv_layout, dtype, dims);
-    (paged.problem.kv_layout, paged.problem.k, paged.problem.v) = (kv_layout, base.k, base.v);
+    let base = FwdProblem::new(paged.problem.layout.q, kv_layout, dtype, dims);
+    (paged.problem.layout.kv, paged.problem.strides.k, paged.problem.strides.v) =
+        (kv_layout, base.strides.k, base.strides.v);
     let shape = |dim| Shape { batch: num_pages, seq: page_size, head: dims.num_heads_kv, dim };
     let (shape_k, shape_v) = (shape(dims.head_dim_qk), shape(dims.head_dim_v));
     paged.k = Tensor::poisoned(dtype, Strides::bshd(shape_k), shape_k);
     paged.v = Tensor::poisoned(dtype, Strides::bshd(shape_v), shape_v);
-    (paged.problem.k, paged.problem.v) = (paged.k.strides, paged.v.strides);
+    (paged.problem.strides.k, paged.problem.strides.v) = (paged.k.strides, paged.v.strides);
     let place = |b: u32, s: u32| (num_pages - 1 - (b * max_pages + s / page_size), s % page_size);
     copy(&strided.k, &mut paged.k, strided.problem.shape_k(), place);
     copy(&strided.v, &mut paged.v, strided.problem.shape_v(), place);
@@ -151,8 +152,8 @@ fn narrow_and_wide(
 ) -> (Inputs, Inputs) {
     let mut narrow = Inputs::random(problem, &[], 8);
     let dims = narrow.problem.dims;
-    narrow.problem.dtype_cache = Some(dtype_cache);
-    (narrow.problem.descale_k, narrow.problem.descale_v) = (kind, kind);
+    narrow.problem.cache.dtype = Some(dtype_cache);
+    (narrow.problem.scales.descale_k, narrow.problem.scales.descale_v) = (kind, kind);
     // Alike and unlike ones.
     let descales = descales.map(|descale| {
         let count = kind.num_elems(dims.batch, dims.num_heads_kv) as usize;
@@ -160,8 +161,8 @@ fn narrow_and_wide(
     });
     (narrow.descales[1], narrow.descales[2]) = (descales[0].clone(), descales[1].clone());
     let mut wide = narrow.clone();
-    (wide.problem.dtype_cache, wide.descales) = (None, Default::default());
-    (wide.problem.descale_k, wide.problem.descale_v) = (Descale::None, Descale::None);
+    (wide.problem.cache.dtype, wide.descales) = (None, Default::default());
+    (wide.problem.scales.descale_k, wide.problem.scales.descale_v) = (Descale::None, Descale::None);
     let shapes = [narrow.problem.shape_k(), narrow.problem.shape_v()];
     for (n, (narrow, wide)) in
         [(&mut narrow.k, &mut wide.k), (&mut narrow.v, &mut wide.v)].into_iter().enumerate()
@@ -272,7 +273,7 @@ fn new_rows_are_written_turned_and_queries_are_turned_to_their_positions() {
         for (seqlen_q, mask) in [(2, "b"), (12, "b"), (12, "0")] {
             let what = format!("{isa} {seqlen_q} queries, mask {mask}");
             let mut plain = problem_of(DType::F32, (seqlen_q, 40), (4, 2), (24, 16));
-            (plain.mask, plain.seqused_k) = (mask.parse().unwrap(), true);
+            (plain.mask, plain.layout.seqused_k) = (mask.parse().unwrap(), true);
             let lengths = BEFORE.map(|before| [(seqlen_q, seqlen_q), (40, before + NEW)]);
             let raw = Inputs::random(plain.clone(), &lengths, 10);
             let mut turned = raw.clone();
@@ -288,9 +289,9 @@ fn new_rows_are_written_turned_and_queries_are_turned_to_their_positions() {
             let wanted = support::run_fwd(&backend, &turned, &PlanOptions::default());
 
             let mut problem = plain;
-            problem.append = Some(Append::batch(&problem, NEW));
-            problem.rotary = Some(rotary);
-            let append = problem.append.unwrap();
+            problem.cache.append = Some(Append::batch(&problem, NEW));
+            problem.cache.rotary = Some(rotary);
+            let append = problem.cache.append.unwrap();
             let rows = |from: &Tensor, strides: Strides, dim: u32| {
                 let shape = Shape { batch: 2, seq: NEW, head: 2, dim };
                 let mut new = Tensor::poisoned(DType::F32, strides, shape);
@@ -307,7 +308,7 @@ fn new_rows_are_written_turned_and_queries_are_turned_to_their_positions() {
             let (k_new, mut k) = rows(&raw.k, append.k_new, 24);
             let (v_new, mut v) = rows(&raw.v, append.v_new, 16);
             let valid = problem.validate().unwrap();
-            let mut o = Tensor::poisoned(DType::F32, valid.o, valid.shape_o());
+            let mut o = Tensor::poisoned(DType::F32, valid.strides.o, valid.shape_o());
             let mut lse = vec![f32::NAN; wanted.lse.len()];
             let before = BEFORE.map(u32::cast_signed);
             let mut args = FwdArgs::new(raw.q.slice(), k.slice_mut(), v.slice_mut(), o.slice_mut());

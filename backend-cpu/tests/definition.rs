@@ -66,11 +66,11 @@ fn problems() -> Vec<(String, FwdProblem, Vec<Lengths>)> {
     }
     for broadcast in [BiasBroadcast::OneOne, BiasBroadcast::OneHead, BiasBroadcast::BatchHead] {
         let mut problem = plain().mask(MaskSpec::CAUSAL);
-        problem.bias = bias(&problem, DType::F32, broadcast);
+        problem.score.bias = bias(&problem, DType::F32, broadcast);
         add(&format!("bias {broadcast:?}"), problem, &[]);
     }
     let mut bf16 = FwdProblem::batch(DType::Bf16, dims(1, 50, 140, (2, 1), (64, 64)));
-    bf16.bias = bias(&bf16, DType::Bf16, BiasBroadcast::OneHead);
+    bf16.score.bias = bias(&bf16, DType::Bf16, BiasBroadcast::OneHead);
     add("bf16 bias", bf16, &[]);
     for per_batch in [false, true] {
         add("alibi", plain().bias(Bias::Alibi { per_batch }), &[]);
@@ -101,18 +101,18 @@ fn problems() -> Vec<(String, FwdProblem, Vec<Lengths>)> {
     for mask in ["0", "t", "b", "b:30,5,2"] {
         let mut problem = FwdProblem::group(DType::F32, dims(4, 50, 200, (4, 2), (32, 32)));
         problem.mask = mask.parse().unwrap();
-        (problem.seqused_q, problem.seqused_k) = (true, true);
+        (problem.layout.seqused_q, problem.layout.seqused_k) = (true, true);
         add(&format!("group {mask}"), problem, &lengths);
     }
     let mut column = FwdProblem::batch(DType::F16, dims(2, 60, 131, (2, 2), (64, 40)));
-    column.v_layout = VLayout::ColMajor;
-    column.v = Strides::bhds(column.shape_v());
+    column.layout.v = VLayout::ColMajor;
+    column.strides.v = Strides::bhds(column.shape_v());
     add("V col-major", column, &[]);
     let mut packed = FwdProblem::batch(DType::F32, dims(2, 60, 60, (2, 2), (20, 20)));
-    packed.q = Strides { batch: 60 * 120, seq: 120, head: 20, dim: 1 };
-    packed.k = packed.q;
-    packed.v = Strides { head: 0, ..packed.q };
-    packed.o = Strides::bhsd(packed.shape_o());
+    packed.strides.q = Strides { batch: 60 * 120, seq: 120, head: 20, dim: 1 };
+    packed.strides.k = packed.strides.q;
+    packed.strides.v = Strides { head: 0, ..packed.strides.q };
+    packed.strides.o = Strides::bhsd(packed.shape_o());
     add("packed, shared head", packed, &[]);
     all
 }
@@ -131,14 +131,14 @@ fn forward_keeps_the_accuracy_promise() {
 fn backward_keeps_the_accuracy_promise() {
     for (isa, backend) in backends() {
         for (name, problem, lengths) in problems() {
-            if problem.dtype_o.is_fp8() {
+            if problem.dtypes.o.is_fp8() {
                 continue;
             }
             let inputs = Inputs::random(problem.clone(), &lengths, 2);
             let mut backward = BwdProblem::new(problem.clone());
             backward.has_dlse = true;
-            backward.write_dsink = problem.sink;
-            if let Bias::Elementwise(bias) = problem.bias {
+            backward.write_dsink = problem.score.sink;
+            if let Bias::Elementwise(bias) = problem.score.bias {
                 backward.dbias = Some(BiasGrad { dtype: DType::F32, strides: bias.strides });
             }
             run_bwd(&backend, &inputs, backward, Some(&format!("{isa} {name}")));
@@ -184,7 +184,7 @@ fn dbias_of_several_tiles_keeps_the_accuracy_promise() {
         for mask in ["b", "0"] {
             let mut problem = FwdProblem::group(DType::F32, dims(2, 150, 250, (2, 1), (8, 8)));
             problem.mask = mask.parse().unwrap();
-            problem.bias = bias(&problem, DType::F32, BiasBroadcast::OneHead);
+            problem.score.bias = bias(&problem, DType::F32, BiasBroadcast::OneHead);
             let mut backward = BwdProblem::new(problem.clone());
             let strides = Strides::bhsd(problem.shape_bias(BiasBroadcast::OneHead));
             backward.dbias = Some(BiasGrad { dtype: DType::F32, strides });

@@ -103,9 +103,9 @@ fn col_major_v_is_row_major_v() {
     for (isa, seqlen_q) in available().flat_map(|isa| [(isa, 50), (isa, 3)]) {
         let inputs = Inputs::random(problem(DType::F16, dims(2, seqlen_q, 140, (2, 2))), &[], 6);
         let mut column = inputs.clone();
-        column.problem.v_layout = VLayout::ColMajor;
-        column.problem.v = Strides::bhds(inputs.problem.shape_v());
-        column.v = Tensor::poisoned(DType::F16, column.problem.v, inputs.problem.shape_v());
+        column.problem.layout.v = VLayout::ColMajor;
+        column.problem.strides.v = Strides::bhds(inputs.problem.shape_v());
+        column.v = Tensor::poisoned(DType::F16, column.problem.strides.v, inputs.problem.shape_v());
         copy(&inputs.v, &mut column.v, |b, s, h| (b, s, h), inputs.problem.shape_v());
         let backend = backend(isa, 1);
         let (row, column) = (
@@ -122,8 +122,8 @@ fn gqa_is_mha_with_repeated_keys() {
         let inputs = Inputs::random(problem(DType::F32, dims(1, 90, 150, (6, 2))), &[], 7);
         let mut repeated = inputs.clone();
         repeated.problem = problem(DType::F32, dims(1, 90, 150, (6, 6)));
-        repeated.k = Tensor::poisoned(DType::F32, repeated.problem.k, repeated.problem.shape_k());
-        repeated.v = Tensor::poisoned(DType::F32, repeated.problem.v, repeated.problem.shape_v());
+        repeated.k = Tensor::poisoned(DType::F32, repeated.problem.strides.k, repeated.problem.shape_k());
+        repeated.v = Tensor::poisoned(DType::F32, repeated.problem.strides.v, repeated.problem.shape_v());
         for g in 0..3 {
             let place = |b: u32, s: u32, h: u32| (b, s, h * 3 + g);
             copy(&inputs.k, &mut repeated.k, place, inputs.problem.shape_k());
@@ -202,7 +202,7 @@ fn under_a_soft_cap_too_what_the_mask_hides_reaches_no_gradient() {
             [(40, 40, "b:1,19"), (20, 40, "b:1,19"), (60, 20, "b:1,19"), (70, 70, "b")]
         {
             let mut problem = problem(DType::F32, dims(1, seqlen_q, seqlen_k, (1, 1)));
-            (problem.mask, problem.softcap) = (mask.parse().unwrap(), Some(3.0));
+            (problem.mask, problem.score.softcap) = (mask.parse().unwrap(), Some(3.0));
             let inputs = Inputs::random(problem, &[], 11);
             let band = inputs.problem.mask.band(seqlen_q, seqlen_k);
             let backward = BwdProblem::new(inputs.problem.clone());
@@ -260,8 +260,8 @@ fn combined_halves_are_the_whole() {
             let mut part = whole.clone();
             part.problem = problem(DType::F32, dims(2, 40, count, (2, 1)));
             part.problem.mask = MaskSpec::NONE;
-            part.k = Tensor::poisoned(DType::F32, part.problem.k, part.problem.shape_k());
-            part.v = Tensor::poisoned(DType::F32, part.problem.v, part.problem.shape_v());
+            part.k = Tensor::poisoned(DType::F32, part.problem.strides.k, part.problem.shape_k());
+            part.v = Tensor::poisoned(DType::F32, part.problem.strides.v, part.problem.shape_v());
             for (from, to, dim) in [(&whole.k, &mut part.k, 40), (&whole.v, &mut part.v, 24)] {
                 for (b, s, d) in
                     (0..2).flat_map(|b| (0..count).flat_map(move |s| (0..dim).map(move |d| (b, s, d))))
@@ -274,7 +274,7 @@ fn combined_halves_are_the_whole() {
         };
         let (left, right) = (half(0, 77), half(77, 123));
         // A part that saw nothing is neutral, whatever its O holds.
-        let empty_o = Tensor::poisoned(DType::F32, whole.problem.o, whole.problem.shape_o());
+        let empty_o = Tensor::poisoned(DType::F32, whole.problem.strides.o, whole.problem.shape_o());
         let empty_lse = vec![f32::NEG_INFINITY; left.lse.len()];
         let rows = Shape { batch: 2, seq: 40, head: 2, dim: 24 };
         let mut problem = CombineProblem::new(3, DType::F32, DType::F32, rows);
@@ -306,7 +306,7 @@ fn biased(inputs: &Inputs, value: impl Fn(u32, u32, u32) -> f64) -> Inputs {
     let shape = with.problem.shape_bias(broadcast);
     let strides = Strides::bhsd(shape);
     with.problem.mask = MaskSpec::NONE;
-    with.problem.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
+    with.problem.score.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
     with.slopes = vec![];
     let mut bias = Tensor::poisoned(DType::F32, strides, shape);
     for (h, i, j) in
@@ -352,7 +352,7 @@ fn alibi_is_a_bias_of_slopes_times_distances() {
     for isa in available() {
         let mut sloped = Inputs::random(problem(DType::F32, dims(1, 200, 200, (2, 1))), &[], 15);
         sloped.problem.mask = MaskSpec::NONE;
-        sloped.problem.bias = Bias::Alibi { per_batch: false };
+        sloped.problem.score.bias = Bias::Alibi { per_batch: false };
         sloped.slopes = vec![0.5, 0.0625];
         let slopes = sloped.slopes.clone();
         let term = |h: u32, i: u32, j: u32| f64::from(-slopes[h as usize]) * f64::from(i.abs_diff(j));
@@ -440,7 +440,7 @@ fn nothing_is_written_beside_the_rows_of_dbias() {
 fn o_of_fp8_is_multiplied_by_its_scale() {
     for (isa, seqlen_q) in available().flat_map(|isa| [(isa, 2), (isa, 20)]) {
         let mut problem = problem(DType::E4m3Fn, dims(1, seqlen_q, 30, (1, 1)));
-        (problem.dtype_o, problem.scale_o) = (DType::E4m3Fn, true);
+        (problem.dtypes.o, problem.scales.scale_o) = (DType::E4m3Fn, true);
         let mut inputs = Inputs::random(problem, &[], 19);
         for (j, d) in (0..30).flat_map(|j| (0..24).map(move |d| (j, d))) {
             inputs.v.set(0, j, 0, d, 1.0);
@@ -477,7 +477,7 @@ fn the_lse_of_parts_is_none_where_one_of_them_has_none() {
 #[test]
 fn the_keep_mask_is_that_of_the_definition() {
     let mut problem = problem(DType::F32, dims(2, 20, 33, (2, 1)));
-    (problem.p_drop, problem.write_keep_mask) = (0.4, true);
+    (problem.dropout.p_drop, problem.dropout.write_keep_mask) = (0.4, true);
     let inputs = Inputs::random(problem, &[], 11);
     let outputs = run_fwd(&backend(Isa::Portable, 2), &inputs, &PlanOptions::default());
     for (b, h, i, j) in (0..2)
@@ -522,7 +522,7 @@ fn wrong_requests_are_refused_by_name_and_number() {
     assert!(text.contains("lse is missing"), "{text}");
 
     let mut group = FwdProblem::group(DType::F32, dims(2, 8, 8, (1, 1)));
-    group.bias = Bias::None;
+    group.score.bias = Bias::None;
     let mut group = Inputs::random(group, &[[(4, 4), (4, 4)], [(4, 4), (4, 4)]], 13);
     let valid = group.problem.clone().validate().unwrap();
     group.cu_q[1] = 9;

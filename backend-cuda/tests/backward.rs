@@ -116,7 +116,7 @@ impl Host {
             let dim = fwd.dims.head_dim_v;
             for (at, &o) in head.o.iter().enumerate() {
                 let (i, d) = (at as u32 / dim, at as u32 % dim);
-                let offset = fwd.o.offset(head.span.q_batch, head.span.q_row + i, head.i_head, d);
+                let offset = fwd.strides.o.offset(head.span.q_batch, head.span.q_row + i, head.i_head, d);
                 self.o[offset as usize] = bf16::from_f64(o);
             }
             for (i, &lse) in head.lse.iter().enumerate() {

@@ -81,7 +81,7 @@ fn eight_and_thirty_two_heads() {
 #[test]
 fn every_query_head_reads_one_kv_head_by_stride_0() {
     let mut mqa = problem(130, 140, 4, 4, MaskSpec::CAUSAL);
-    (mqa.k.head, mqa.v.head) = (0, 0);
+    (mqa.strides.k.head, mqa.strides.v.head) = (0, 0);
     passes("stride 0", mqa);
     passes("one kv head", problem(130, 140, 4, 1, MaskSpec::CAUSAL));
 }
@@ -160,7 +160,7 @@ fn o_of_8_bits_is_scaled_and_rounded_once() {
             let fp8 = FwdProblem::batch(dtype_o, dims);
             let mut fp8 = fp8.clone().dtype_o(dtype_o).scale_o(true).mask(MaskSpec::CAUSAL);
             // Rows that are no multiple of 16 bytes are stored a byte at a time.
-            fp8.o.seq += i64::from(tokens == 40);
+            fp8.strides.o.seq += i64::from(tokens == 40);
             passes(&format!("{tokens} x {keys}, {dim}, {dtype_o}"), fp8);
         }
     }
@@ -286,8 +286,8 @@ fn pairs_of_ctas_compute_as_one() {
     plain("unlike dimensions", wide(DType::F16, [200, 248], [280, 200], "b:100,50,3"));
     plain("8 bits", wide(DType::E4m3Fn, [256, 256], [200, 300], "b"));
     let mut columns = wide(DType::Bf16, [256, 224], [200, 264], "b");
-    columns.v_layout = VLayout::ColMajor;
-    columns.v = Strides::bhds(columns.shape_v());
+    columns.layout.v = VLayout::ColMajor;
+    columns.strides.v = Strides::bhds(columns.shape_v());
     plain("column-major V", columns);
     let sequences = [(300, 200), (0, 30), (140, 333)];
     let dims = Dims { batch: 3, ..wide(DType::Bf16, [256, 256], [300, 333], "b").dims };
@@ -319,20 +319,20 @@ fn strides_that_tma_does_not_take_are_copied() {
     {
         for gap in [1, 4, 8] {
             let mut odd = wide(dtype, [72, 100], [140, 150], "b");
-            odd.dtype_v = dtype_v;
-            odd.k.seq += gap;
-            odd.v.seq += gap;
+            odd.dtypes.v = dtype_v;
+            odd.strides.k.seq += gap;
+            odd.strides.v.seq += gap;
             passes(&format!("{dtype}, {dtype_v}, rows {gap} apart"), odd.clone());
-            odd.v_layout = VLayout::ColMajor;
-            odd.v = Strides::bhds(odd.shape_v());
-            odd.v.dim += gap;
+            odd.layout.v = VLayout::ColMajor;
+            odd.strides.v = Strides::bhds(odd.shape_v());
+            odd.strides.v.dim += gap;
             passes(&format!("{dtype}, {dtype_v}, columns {gap} apart"), odd);
         }
         let dims = Dims { batch: 2, ..wide(dtype, [64, 64], [130, 201], "b").dims };
         let mut packed = FwdProblem::group(dtype, dims).mask(MaskSpec::CAUSAL).dtype_o(DType::F16);
-        packed.dtype_v = dtype_v;
-        packed.v_layout = VLayout::ColMajor;
-        (packed.v.dim, packed.v.head, packed.v.seq) = (335, 335 * 64, 1);
+        packed.dtypes.v = dtype_v;
+        packed.layout.v = VLayout::ColMajor;
+        (packed.strides.v.dim, packed.strides.v.head, packed.strides.v.seq) = (335, 335 * 64, 1);
         passes_with("packed columns", packed, Lengths::packed(&[(130, 133), (40, 201)]), Plant::HiddenKeys);
     }
 }

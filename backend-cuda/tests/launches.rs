@@ -81,7 +81,7 @@ fn launches_of(backend: &Device, plan: &BwdPlan, off: u64) -> usize {
     let [k_room, v_room, o_room, dout] = [k, v, o, o].map(room);
     let [mut dq, mut dk, mut dv] = [q, k, v].map(room);
     let lse = room(extents.lse_elems);
-    let bias_elems = match fwd.bias {
+    let bias_elems = match fwd.score.bias {
         Bias::Elementwise(bias) => (bias.strides.head * 2).unsigned_abs(),
         _ => 0,
     };

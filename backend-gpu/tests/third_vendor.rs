@@ -247,8 +247,8 @@ impl Recipe<ValidFwd, Third> for Staged {
         facts: &ToyFacts,
         options: &PlanOptions,
     ) -> Result<Choice<Kernel<ValidFwd, Third>>, Refusal> {
-        if problem.dtype_o != DType::F32 {
-            return Err(Refusal::new("staged", format!("dtype_o {} is not f32", problem.dtype_o)));
+        if problem.dtypes.o != DType::F32 {
+            return Err(Refusal::new("staged", format!("dtype_o {} is not f32", problem.dtypes.o)));
         }
         let tuned = facts.0.get("staged", &TileClass::of_fwd(problem));
         let (adds, from) = settle(&options.tile, tuned, |tile| match tile.first() {

@@ -32,17 +32,17 @@ fn problems(fp8: DType, fp8_wide: DType) -> Vec<(String, FwdProblem)> {
     for dtype in [fp8, fp8_wide] {
         for (qk, v) in [(64, 64), (128, 128), (256, 256), (72, 40)] {
             let mut problem = FwdProblem::batch(dtype, dims(qk, v));
-            problem.descale_q = Descale::PerTensor;
-            problem.descale_k = Descale::PerKvHead;
-            problem.descale_v = Descale::PerKvHead;
+            problem.scales.descale_q = Descale::PerTensor;
+            problem.scales.descale_k = Descale::PerKvHead;
+            problem.scales.descale_v = Descale::PerKvHead;
             add(&format!("{dtype}/d{qk}x{v}"), problem.clone());
-            problem.descale_v = Descale::None;
-            problem.dtype_v = DType::Bf16;
+            problem.scales.descale_v = Descale::None;
+            problem.dtypes.v = DType::Bf16;
             add(&format!("{dtype}+bf16/d{qk}x{v}"), problem.clone());
         }
         let mut problem = FwdProblem::batch(dtype, DIMS);
-        problem.dtype_o = dtype;
-        problem.scale_o = true;
+        problem.dtypes.o = dtype;
+        problem.scales.scale_o = true;
         add(&format!("{dtype}/o-fp8"), problem);
     }
     let base = FwdProblem::batch(DType::Bf16, DIMS);
@@ -50,7 +50,7 @@ fn problems(fp8: DType, fp8_wide: DType) -> Vec<(String, FwdProblem)> {
         add(&format!("mask/{mask}"), base.clone().mask(mask.parse().unwrap()));
     }
     let mut group = FwdProblem::group(DType::Bf16, DIMS);
-    group.seqused_k = true;
+    group.layout.seqused_k = true;
     add("group", group);
     for dtype in [DType::F32, DType::Bf16] {
         let strides = Strides { batch: 4 * 150_000, seq: 500, head: 150_000, dim: 1 };
@@ -62,14 +62,14 @@ fn problems(fp8: DType, fp8_wide: DType) -> Vec<(String, FwdProblem)> {
     add("sink", base.clone().sink(true));
     add("dropout", base.clone().p_drop(0.2).write_keep_mask(true));
     let mut col_major = base.clone();
-    col_major.v_layout = VLayout::ColMajor;
-    col_major.v = Strides::bhds(col_major.shape_v());
+    col_major.layout.v = VLayout::ColMajor;
+    col_major.strides.v = Strides::bhds(col_major.shape_v());
     add("v-col-major", col_major);
     let mut odd = base.clone();
-    odd.q.seq += 1;
-    odd.o.seq += 1;
-    odd.o.batch += 300;
-    odd.q.batch += 300;
+    odd.strides.q.seq += 1;
+    odd.strides.o.seq += 1;
+    odd.strides.o.batch += 300;
+    odd.strides.q.batch += 300;
     add("odd-strides", odd);
     add("f32-output", base.clone().dtype_o(DType::F32));
     all
@@ -108,7 +108,7 @@ fn spilled_on(arch: Arch, compiles: &dyn Fn(usize) -> bool) -> Vec<String> {
         if arch == Arch::Gfx950 { (DType::E4m3Fn, DType::E5m2) } else { (DType::E4m3Fnuz, DType::E5m2Fnuz) };
     let dealt = problems(fp8, wide).into_iter().enumerate().filter(|(at, _)| compiles(*at));
     for (_, (name, problem)) in dealt {
-        let is_fp8 = problem.dtype_qk.is_fp8();
+        let is_fp8 = problem.dtypes.qk.is_fp8();
         let problem = problem.validate().unwrap();
         let planned = backend.plan_fwd(&problem, &PlanOptions::default());
         if is_fp8 && arch == Arch::Gfx90a {

@@ -77,7 +77,7 @@ fn reference_o(problem: &FwdProblem, q: &[u8], k: &[u8], v: &[u8]) -> Vec<f64> {
     for head in forward(problem, &args, Precision::Exact).unwrap() {
         for (at, value) in head.o.iter().enumerate() {
             let (i, d) = (at as u32 / DIMS.head_dim_v, at as u32 % DIMS.head_dim_v);
-            o[problem.o.offset(head.span.q_batch, i, head.i_head, d) as usize] = *value;
+            o[problem.strides.o.offset(head.span.q_batch, i, head.i_head, d) as usize] = *value;
         }
     }
     o
@@ -246,18 +246,18 @@ fn workgroups_that_walk_over_tiles_write_the_bits_of_those_that_have_one() {
     let offsets = |ends: [i32; 5]| ends.iter().flat_map(|end| end.to_le_bytes()).collect::<Vec<u8>>();
     let lengths = [offsets([0, 0, 150, 260, 300]), offsets([0, 130, 130, 170, 300])];
     let mut dropped = FwdProblem::batch(DType::F16, dims);
-    (dropped.mask, dropped.p_drop) = ("t:20,0".parse().unwrap(), 0.3);
+    (dropped.mask, dropped.dropout.p_drop) = ("t:20,0".parse().unwrap(), 0.3);
     for (arch, problem) in
         ["gfx90a", "gfx942", "gfx950"].into_iter().flat_map(|arch| [(arch, &packed), (arch, &dropped)])
     {
         let Some(backend) = device(arch) else { return };
         let mut problem = problem.clone();
         problem.write_lse = true;
-        let is_packed = problem.p_drop == 0.0;
+        let is_packed = problem.dropout.p_drop == 0.0;
         let problem = problem.validate().unwrap();
         let totals = if is_packed { Totals::packed(ROWS, ROWS) } else { Totals::NONE };
         let extents = problem.extents(totals);
-        let dtype = problem.dtype_qk;
+        let dtype = problem.dtypes.qk;
         let tensor = |shape: Shape, seed| upload(&backend, &numbers(dtype, shape.num_elems() as usize, seed));
         let (q, k, v) = (tensor(extents.q, 1), tensor(extents.k, 2), tensor(extents.v, 3));
         let [cu_q, cu_k] = [0, 1].map(|which| upload(&backend, &lengths[which]));

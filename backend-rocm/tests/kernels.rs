@@ -38,12 +38,12 @@ fn changes_of_numbers(base: &FwdProblem) -> Calls {
     let group = FwdProblem::group(DType::Bf16, DIMS).mask(base.mask);
     vec![
         ("lse", with(&|p| p.write_lse = true)),
-        ("sink", with(&|p| p.sink = true)),
-        ("scale below 0", with(&|p| p.softmax_scale = Some(-0.3))),
-        ("scale 0", with(&|p| p.softmax_scale = Some(0.0))),
-        ("f32 output", with(&|p| p.dtype_o = DType::F32)),
-        ("f16 output", with(&|p| p.dtype_o = DType::F16)),
-        ("used lengths", with(&|p| p.seqused_k = true)),
+        ("sink", with(&|p| p.score.sink = true)),
+        ("scale below 0", with(&|p| p.score.softmax_scale = Some(-0.3))),
+        ("scale 0", with(&|p| p.score.softmax_scale = Some(0.0))),
+        ("f32 output", with(&|p| p.dtypes.o = DType::F32)),
+        ("f16 output", with(&|p| p.dtypes.o = DType::F16)),
+        ("used lengths", with(&|p| p.layout.seqused_k = true)),
         ("group mode", group),
         ("head dim 104", bf16(Dims { head_dim_qk: 104, ..DIMS }).mask(base.mask)),
         ("head dim 120 of V", bf16(Dims { head_dim_v: 120, ..DIMS }).mask(base.mask)),
@@ -92,14 +92,14 @@ fn all_modifiers_of_scores_share_a_kernel_and_dropout_has_another() {
 #[test]
 fn rows_of_odd_addresses_share_a_kernel() {
     let odd = |mut problem: FwdProblem| {
-        problem.q.seq += 1;
-        problem.q.batch += 300;
+        problem.strides.q.seq += 1;
+        problem.strides.q.batch += 300;
         problem
     };
     let plain = odd(bf16(DIMS));
     let mut col_major = bf16(DIMS);
-    col_major.v_layout = VLayout::ColMajor;
-    col_major.v = Strides::bhds(col_major.shape_v());
+    col_major.layout.v = VLayout::ColMajor;
+    col_major.strides.v = Strides::bhds(col_major.shape_v());
     for other in [
         bf16(DIMS).p_drop(0.2).mask("b:3,1,2".parse().unwrap()),
         bf16(DIMS).softcap(3.0).dtype_o(DType::F32),

@@ -133,17 +133,18 @@ impl CacheOptions {
 
     /// The problem with what is asked for.
     pub(super) fn apply(&self, problem: &mut FwdProblem) {
-        (problem.dtype_cache, problem.v_in_k, problem.tree_mask) = (self.dtype_cache, self.v_in_k, self.tree);
+        (problem.cache.dtype, problem.cache.v_in_k, problem.cache.tree_mask) =
+            (self.dtype_cache, self.v_in_k, self.tree);
         if self.v_in_k {
-            (problem.v, problem.dtype_v, problem.descale_v) =
-                (problem.k, problem.dtype_qk, problem.descale_k);
+            (problem.strides.v, problem.dtypes.v, problem.scales.descale_v) =
+                (problem.strides.k, problem.dtypes.qk, problem.scales.descale_k);
         }
         if self.append > 0 {
-            problem.append = Some(Append::batch(problem, self.append));
+            problem.cache.append = Some(Append::batch(problem, self.append));
         }
         if self.rotary_dim > 0 {
             let positions = problem.dims.seqlen_k.saturating_add(problem.dims.seqlen_q);
-            problem.rotary = Some(Rotary {
+            problem.cache.rotary = Some(Rotary {
                 dim: self.rotary_dim,
                 pairs: if self.interleaved { RotaryPairs::Interleaved } else { RotaryPairs::Half },
                 max_pos: self.max_pos.unwrap_or(positions),

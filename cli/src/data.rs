@@ -98,7 +98,7 @@ pub(super) fn operands_of(setup: &Setup) -> Vec<Wanted> {
     let (batch, heads) = (u64::from(dims.batch), u64::from(dims.num_heads_q));
     let mut wanted = Vec::new();
     let mut add = |name, operand, dtype, shape| wanted.push(Wanted { name, operand, dtype, shape });
-    match fwd.bias {
+    match fwd.score.bias {
         Bias::None => {}
         Bias::Elementwise(bias) => {
             let shape = fwd.shape_bias(bias.broadcast);
@@ -110,13 +110,13 @@ pub(super) fn operands_of(setup: &Setup) -> Vec<Wanted> {
             add("alibi_slopes", Operand::AlibiSlopes, DType::F32, shape);
         }
     }
-    if fwd.sink {
+    if fwd.score.sink {
         add("sink", Operand::Sink, DType::F32, vec![heads]);
     }
     for (name, operand, kind) in [
-        ("descale_q", Operand::DescaleQ, fwd.descale_q),
-        ("descale_k", Operand::DescaleK, fwd.descale_k),
-        ("descale_v", Operand::DescaleV, fwd.descale_v),
+        ("descale_q", Operand::DescaleQ, fwd.scales.descale_q),
+        ("descale_k", Operand::DescaleK, fwd.scales.descale_k),
+        ("descale_v", Operand::DescaleV, fwd.scales.descale_v),
     ] {
         match kind {
             Descale::None => {}
@@ -124,12 +124,12 @@ pub(super) fn operands_of(setup: &Setup) -> Vec<Wanted> {
             Descale::PerKvHead => add(name, operand, DType::F32, vec![batch, u64::from(dims.num_heads_kv)]),
         }
     }
-    if fwd.scale_o && setup.bwd.is_none() {
+    if fwd.scales.scale_o && setup.bwd.is_none() {
         add("scale_o", Operand::ScaleO, DType::F32, vec![1]);
     }
     if let Some(bwd) = &setup.bwd {
-        let shape = file_shape(setup.extents().o, setup.operm, fwd.q_layout);
-        add("dout", Operand::Dout, fwd.dtype_o, shape);
+        let shape = file_shape(setup.extents().o, setup.operm, fwd.layout.q);
+        add("dout", Operand::Dout, fwd.dtypes.o, shape);
         if bwd.has_dlse {
             add("dlse", Operand::Dlse, DType::F32, lse_shape(setup));
         }
@@ -281,7 +281,7 @@ impl DataArgs {
             let kinds: &[&str] = if setup.bwd.is_some() { &["safetensors"] } else { &["npy", "safetensors"] };
             target::check("out", path, kinds)?;
             if path.extension().is_some_and(|kind| kind == "npy") {
-                check_npy_dtype(path, setup.fwd.dtype_o)?;
+                check_npy_dtype(path, setup.fwd.dtypes.o)?;
             }
         }
         if let Some(path) = &self.export {
@@ -333,9 +333,9 @@ impl DataArgs {
         }
         let tensor = match own.and_then(|own| own.archive.as_ref()) {
             Some(archive) => archive.tensor(name)?,
-            None => read_npy(Path::new(name), Some(setup.fwd.dtype_o))?,
+            None => read_npy(Path::new(name), Some(setup.fwd.dtypes.o))?,
         };
-        let shape = file_shape(setup.extents().o, setup.operm, setup.fwd.q_layout);
+        let shape = file_shape(setup.extents().o, setup.operm, setup.fwd.layout.q);
         let given: Vec<u64> = tensor.shape.iter().copied().skip_while(|&extent| extent == 1).collect();
         let wanted: Vec<u64> = shape.iter().copied().skip_while(|&extent| extent == 1).collect();
         if given != wanted {
@@ -395,7 +395,7 @@ fn of_batch(batch: u64, rows: Vec<u64>, layout: QLayout) -> Vec<u64> {
 pub(super) fn lse_shape(setup: &Setup) -> Vec<u64> {
     let dims = setup.fwd.dims;
     let (batch, heads) = (u64::from(dims.batch), u64::from(dims.num_heads_q));
-    match setup.fwd.q_layout {
+    match setup.fwd.layout.q {
         QLayout::Batch => vec![batch, heads, u64::from(dims.seqlen_q)],
         QLayout::Packed => vec![heads, u64::from(setup.extents().q.seq)],
     }

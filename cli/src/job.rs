@@ -190,13 +190,13 @@ impl<'a> Job<'a> {
     pub(super) fn inputs(&self) -> BTreeMap<String, Tensor> {
         let (fwd, iperm, extents) = (&self.setup.fwd, self.setup.iperm, self.setup.extents());
         let operands = self.call.operands();
-        let v = match (fwd.v_layout, iperm) {
-            (VLayout::RowMajor, _) => file_shape(extents.v, iperm, fwd.q_layout),
-            (VLayout::ColMajor, _) => col_major_shape(extents.v, iperm, fwd.q_layout),
+        let v = match (fwd.layout.v, iperm) {
+            (VLayout::RowMajor, _) => file_shape(extents.v, iperm, fwd.layout.q),
+            (VLayout::ColMajor, _) => col_major_shape(extents.v, iperm, fwd.layout.q),
         };
         let rows = [
-            ("q", Operand::Q, file_shape(extents.q, iperm, fwd.q_layout)),
-            ("k", Operand::K, file_shape(extents.k, iperm, fwd.q_layout)),
+            ("q", Operand::Q, file_shape(extents.q, iperm, fwd.layout.q)),
+            ("k", Operand::K, file_shape(extents.k, iperm, fwd.layout.q)),
             ("v", Operand::V, v),
         ];
         let others =
@@ -216,7 +216,7 @@ impl<'a> Job<'a> {
         let fwd = &self.setup.fwd;
         let extents = self.setup.extents();
         let (iperm, operm) = (self.setup.iperm, self.setup.operm);
-        let rows = |shape, permuted| file_shape(shape, permuted, fwd.q_layout);
+        let rows = |shape, permuted| file_shape(shape, permuted, fwd.layout.q);
         let (operands, operand, shape) = match (&self.call, name) {
             (Call::Forward(host, _), "o") => (&host.operands, Operand::O, rows(extents.o, operm)),
             (Call::Forward(host, _), "lse") => (&host.operands, Operand::Lse, lse_shape(self.setup)),
@@ -225,7 +225,7 @@ impl<'a> Job<'a> {
                     "dq" => (Operand::Dq, rows(extents.q, iperm)),
                     "dk" => (Operand::Dk, rows(extents.k, iperm)),
                     // Row-major whatever V is, and b*s*h*d where V is not.
-                    "dv" => (Operand::Dv, rows(extents.v, iperm && fwd.v_layout == VLayout::RowMajor)),
+                    "dv" => (Operand::Dv, rows(extents.v, iperm && fwd.layout.v == VLayout::RowMajor)),
                     "dbias" => {
                         let shape = host.operands.get(Operand::Dbias)?.shape;
                         (
@@ -294,16 +294,16 @@ fn there_is_room(
 ) -> Result<(), Failure> {
     let mut bytes = u128::from(workspace.bytes);
     for (strides, shape, dtype) in [
-        (valid.q, extents.q, valid.dtype_qk),
-        (valid.k, extents.k, valid.stored_k()),
-        (valid.v, extents.v, valid.stored_v()),
-        (valid.o, extents.o, valid.dtype_o),
+        (valid.strides.q, extents.q, valid.dtypes.qk),
+        (valid.strides.k, extents.k, valid.stored_k()),
+        (valid.strides.v, extents.v, valid.stored_v()),
+        (valid.strides.o, extents.o, valid.dtypes.o),
     ] {
         bytes += u128::from(ValidFwd::extent_bytes(strides, shape, dtype)) * u128::from(copies);
         // An index entry for each row while it is filled.
         bytes += u128::from(shape.batch) * u128::from(shape.seq) * 16;
     }
-    if let fmha::Bias::Elementwise(bias) = valid.bias {
+    if let fmha::Bias::Elementwise(bias) = valid.score.bias {
         let shape = valid.shape_bias(bias.broadcast);
         bytes += u128::from(ValidFwd::extent_bytes(bias.strides, shape, bias.dtype)) * u128::from(copies);
     }

@@ -13,7 +13,7 @@ use crate::timing::{Timing, duration};
 pub(super) fn label(setup: &Setup) -> String {
     let dims = setup.fwd.dims;
     let pair = |a: u32, b: u32| if a == b { a.to_string() } else { format!("{a}/{b}") };
-    let length = match setup.fwd.q_layout {
+    let length = match setup.fwd.layout.q {
         QLayout::Batch => format!("S{}", pair(dims.seqlen_q, dims.seqlen_k)),
         QLayout::Packed => "varlen".to_owned(),
     };
@@ -22,12 +22,12 @@ pub(super) fn label(setup: &Setup) -> String {
         "b" => "causal".to_owned(),
         other => other.to_owned(),
     };
-    let dtype = match (setup.fwd.dtype_qk.name(), setup.fwd.dtype_v == setup.fwd.dtype_qk) {
+    let dtype = match (setup.fwd.dtypes.qk.name(), setup.fwd.dtypes.v == setup.fwd.dtypes.qk) {
         ("f16", _) => "fp16".to_owned(),
         ("f32", _) => "fp32".to_owned(),
         ("e4m3fn", true) => "e4m3".to_owned(),
         (name, true) => name.to_owned(),
-        (name, false) => format!("{name}+{}", setup.fwd.dtype_v),
+        (name, false) => format!("{name}+{}", setup.fwd.dtypes.v),
     };
     let backward = if setup.bwd.is_some() { " bwd" } else { "" };
     format!(
@@ -45,10 +45,10 @@ pub(super) fn describe(setup: &Setup) -> String {
     if let Totals { total_q: Some(total_q), total_k: Some(total_k), .. } = setup.totals() {
         let _ = write!(text, ", {total_q} rows of q, {total_k} of k");
     }
-    if fwd.dtype_o != fwd.dtype_qk {
-        let _ = write!(text, ", O {}", fwd.dtype_o);
+    if fwd.dtypes.o != fwd.dtypes.qk {
+        let _ = write!(text, ", O {}", fwd.dtypes.o);
     }
-    match fwd.bias {
+    match fwd.score.bias {
         Bias::None => {}
         Bias::Alibi { per_batch } => text.push_str(if per_batch { ", ALiBi b*h" } else { ", ALiBi h" }),
         Bias::Elementwise(bias) => text.push_str(match bias.broadcast {
@@ -57,24 +57,24 @@ pub(super) fn describe(setup: &Setup) -> String {
             BiasBroadcast::BatchHead => ", bias b*h",
         }),
     }
-    if let KvLayout::Paged { page_size } = fwd.kv_layout {
+    if let KvLayout::Paged { page_size } = fwd.layout.kv {
         let _ = write!(text, ", pages of {page_size}");
     }
-    if let Some(append) = &fwd.append {
+    if let Some(append) = &fwd.cache.append {
         let _ = write!(text, ", {} new rows", append.seqlen_new);
     }
-    if let Some(rotary) = &fwd.rotary {
+    if let Some(rotary) = &fwd.cache.rotary {
         let _ = write!(text, ", rotary {}", rotary.dim);
     }
-    if let Some(cache) = fwd.dtype_cache {
+    if let Some(cache) = fwd.cache.dtype {
         let _ = write!(text, ", {cache} cache");
     }
     for (on, word) in [
-        (fwd.v_in_k, "V in K"),
-        (fwd.tree_mask, "tree"),
-        (fwd.seqused_q || fwd.seqused_k, "padded"),
-        (fwd.sink, "sinks"),
-        (fwd.v_layout == VLayout::ColMajor, "V column-major"),
+        (fwd.cache.v_in_k, "V in K"),
+        (fwd.cache.tree_mask, "tree"),
+        (fwd.layout.seqused_q || fwd.layout.seqused_k, "padded"),
+        (fwd.score.sink, "sinks"),
+        (fwd.layout.v == VLayout::ColMajor, "V column-major"),
         (fwd.write_lse && setup.bwd.is_none(), "LSE"),
         (setup.deterministic && setup.bwd.is_some(), "deterministic"),
     ] {
@@ -82,13 +82,13 @@ pub(super) fn describe(setup: &Setup) -> String {
             let _ = write!(text, ", {word}");
         }
     }
-    for (value, word) in [(fwd.softmax_scale, "scale"), (fwd.softcap, "softcap")] {
+    for (value, word) in [(fwd.score.softmax_scale, "scale"), (fwd.score.softcap, "softcap")] {
         if let Some(value) = value {
             let _ = write!(text, ", {word} {value}");
         }
     }
-    if fwd.p_drop > 0.0 {
-        let _ = write!(text, ", dropout {}", fwd.p_drop);
+    if fwd.dropout.p_drop > 0.0 {
+        let _ = write!(text, ", dropout {}", fwd.dropout.p_drop);
     }
     text
 }

@@ -54,7 +54,7 @@ struct Side {
 impl Setup {
     /// The type whose peak a run is held against: where its two products differ, the wider one.
     pub(super) fn product_dtype(&self) -> DType {
-        let (qk, v) = (self.fwd.dtype_qk, self.fwd.dtype_v);
+        let (qk, v) = (self.fwd.dtypes.qk, self.fwd.dtypes.v);
         if qk.size_bytes() > v.size_bytes() { qk } else { v }
     }
 
@@ -321,7 +321,7 @@ impl ProblemArgs {
             Some(_) => FwdProblem::group(dtype_qk, dims),
         };
         let extents = base.extents(totals);
-        let dtype_o = self.dtype_o.or(asked.and_then(|asked| asked.o)).unwrap_or(base.dtype_o);
+        let dtype_o = self.dtype_o.or(asked.and_then(|asked| asked.o)).unwrap_or(base.dtypes.o);
         let inputs = if self.iperm { Strides::bhsd } else { Strides::bshd };
         let output = if self.operm { Strides::bhsd } else { Strides::bshd };
         let descale = |dtype: DType| if dtype.is_fp8() { self.qscale } else { fmha::Descale::None };
@@ -363,7 +363,7 @@ impl ProblemArgs {
             .scale_o(dtype_o.is_fp8())
             .write_lse(self.lse || self.backward);
         self.cache.apply(&mut problem);
-        let descales = [problem.descale_q, problem.descale_k, problem.descale_v];
+        let descales = [problem.scales.descale_q, problem.scales.descale_k, problem.scales.descale_v];
         if !descales.contains(&self.qscale) {
             return Err(Failure::wrong(format!(
                 "qscale: 0 of Q, K and V are FP8; Q is {dtype_qk}, V {dtype_v}"
@@ -373,10 +373,10 @@ impl ProblemArgs {
     }
 
     fn backward_of(&self, fwd: &FwdProblem) -> BwdProblem {
-        let dbias = match (self.dbias, fwd.bias) {
+        let dbias = match (self.dbias, fwd.score.bias) {
             (true, Bias::Elementwise(bias)) => Some(BiasGrad { dtype: bias.dtype, strides: bias.strides }),
             // `validate` refuses it by name.
-            (true, _) => Some(BiasGrad { dtype: DType::F32, strides: fwd.o }),
+            (true, _) => Some(BiasGrad { dtype: DType::F32, strides: fwd.strides.o }),
             (false, _) => None,
         };
         BwdProblem::new(fwd.clone()).dbias(dbias).write_dsink(self.dsink).has_dlse(self.dlse)

@@ -107,10 +107,10 @@ fn layouts_that_contradict_themselves_are_refused() {
         change(&mut problem);
         problem.validate().unwrap_err().to_string()
     };
-    assert!(said(&|p| p.q.dim = 2).contains("q.dim stride 2 is not 1"));
-    assert!(said(&|p| p.k.seq = -16).contains("k.seq stride -16 is negative"));
-    assert!(said(&|p| p.o.head = 0).contains("o strides"));
-    assert!(said(&|p| p.softmax_scale = Some(f32::NAN)).contains("softmax_scale NaN"));
-    assert!(said(&|p| p.q.batch = i64::MAX).contains("q strides"));
+    assert!(said(&|p| p.strides.q.dim = 2).contains("q.dim stride 2 is not 1"));
+    assert!(said(&|p| p.strides.k.seq = -16).contains("k.seq stride -16 is negative"));
+    assert!(said(&|p| p.strides.o.head = 0).contains("o strides"));
+    assert!(said(&|p| p.score.softmax_scale = Some(f32::NAN)).contains("softmax_scale NaN"));
+    assert!(said(&|p| p.strides.q.batch = i64::MAX).contains("q strides"));
     assert!("b:1,2,3,4".parse::<MaskSpec>().is_err());
 }

@@ -74,20 +74,20 @@ fn problem() -> impl Strategy<Value = FwdProblem> {
     (layouts, types, dims(), score, layout).prop_map(|(layouts, types, dims, score, layout)| {
         let (scale, softcap, p_drop, flags, bias, mask) = score;
         let mut problem = FwdProblem::new(layouts.0, layouts.1, types.0, dims);
-        problem.dtype_v = types.1.unwrap_or(problem.dtype_v);
-        problem.dtype_o = types.2.unwrap_or(problem.dtype_o);
-        problem.q = layout.0.unwrap_or(problem.q);
-        problem.k = layout.1.unwrap_or(problem.k);
-        problem.v = layout.2.unwrap_or(problem.v);
-        problem.o = layout.3.unwrap_or(problem.o);
+        problem.dtypes.v = types.1.unwrap_or(problem.dtypes.v);
+        problem.dtypes.o = types.2.unwrap_or(problem.dtypes.o);
+        problem.strides.q = layout.0.unwrap_or(problem.strides.q);
+        problem.strides.k = layout.1.unwrap_or(problem.strides.k);
+        problem.strides.v = layout.2.unwrap_or(problem.strides.v);
+        problem.strides.o = layout.3.unwrap_or(problem.strides.o);
         if layout.4 && flags[5] {
-            problem.v_layout = VLayout::ColMajor;
+            problem.layout.v = VLayout::ColMajor;
         }
         problem.mask = mask.parse::<MaskSpec>().unwrap();
-        problem.softmax_scale = scale;
-        problem.softcap = softcap;
-        problem.p_drop = if flags[4] { p_drop } else { 0.0 };
-        problem.bias = match bias {
+        problem.score.softmax_scale = scale;
+        problem.score.softcap = softcap;
+        problem.dropout.p_drop = if flags[4] { p_drop } else { 0.0 };
+        problem.score.bias = match bias {
             0 => Bias::None,
             1 => Bias::Alibi { per_batch: flags[3] },
             _ => {
@@ -96,10 +96,10 @@ fn problem() -> impl Strategy<Value = FwdProblem> {
                 Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides })
             }
         };
-        problem.sink = flags[0];
+        problem.score.sink = flags[0];
         problem.write_lse = flags[1];
-        if flags[2] && problem.dtype_qk.is_fp8() {
-            problem.descale_q = Descale::PerTensor;
+        if flags[2] && problem.dtypes.qk.is_fp8() {
+            problem.scales.descale_q = Descale::PerTensor;
         }
         problem
     })
@@ -130,20 +130,20 @@ impl Tensors {
         let work = pairs.checked_mul(u64::from(dims.seqlen_k))?.checked_mul(64)?;
         // A head of nothing is work too.
         let work = work.max(u64::from(dims.batch) * u64::from(dims.num_heads_q));
-        if work > 1 << 22 || problem.q_layout == QLayout::Packed || problem.kv_layout != KvLayout::Strided {
+        if work > 1 << 22 || problem.layout.q == QLayout::Packed || problem.layout.kv != KvLayout::Strided {
             return None;
         }
         let extents = problem.extents(Totals::NONE);
-        let bias = match problem.bias {
+        let bias = match problem.score.bias {
             Bias::Elementwise(bias) => few(bias.strides, problem.shape_bias(bias.broadcast), bias.dtype)?,
             _ => 0,
         };
         let heads = usize::try_from(u64::from(dims.batch) * u64::from(dims.num_heads_q)).ok()?;
         Some(Self {
-            q: vec![0x30; few(problem.q, extents.q, problem.dtype_qk)?],
-            k: vec![0x31; few(problem.k, extents.k, problem.dtype_qk)?],
-            v: vec![0x32; few(problem.v, extents.v, problem.dtype_v)?],
-            o: vec![0; few(problem.o, extents.o, problem.dtype_o)?],
+            q: vec![0x30; few(problem.strides.q, extents.q, problem.dtypes.qk)?],
+            k: vec![0x31; few(problem.strides.k, extents.k, problem.dtypes.qk)?],
+            v: vec![0x32; few(problem.strides.v, extents.v, problem.dtypes.v)?],
+            o: vec![0; few(problem.strides.o, extents.o, problem.dtypes.o)?],
             lse: vec![0.0; usize::try_from(extents.lse_elems).ok().filter(|&elems| elems < 1 << 18)?],
             bias: vec![0; bias],
             heads: vec![0.5; heads.min(1 << 18)],
@@ -158,9 +158,9 @@ impl Tensors {
         let mut args = FwdArgs::new(q, k, v, DevSliceMut::host(&mut self.o));
         args.lse = problem.write_lse.then(|| DevSliceMut::host(&mut self.lse));
         let heads = |count: u32| DevSlice::host(&self.heads[..count as usize]);
-        args.score.sink = problem.sink.then(|| heads(dims.num_heads_q));
-        args.score.descale_q = (problem.descale_q != Descale::None).then(|| DevSlice::host(&self.one));
-        match problem.bias {
+        args.score.sink = problem.score.sink.then(|| heads(dims.num_heads_q));
+        args.score.descale_q = (problem.scales.descale_q != Descale::None).then(|| DevSlice::host(&self.one));
+        match problem.score.bias {
             Bias::None => {}
             Bias::Alibi { per_batch } => {
                 let rows = if per_batch { dims.batch } else { 1 };

@@ -16,7 +16,7 @@ use crate::score::{Bias, BiasBroadcast, Descale};
 #[must_use]
 pub fn fwd_params(problem: &FwdProblem, args: &FwdArgs<'_>) -> FwdParams {
     let mut params = inputs(problem, [&args.q, &args.k_slice(), &args.v_slice()], &args.seq, &args.score);
-    params.o = View::new(address_mut(&args.o), problem.o, is_packed_q(problem));
+    params.o = View::new(address_mut(&args.o), problem.strides.o, is_packed_q(problem));
     params.lse = pointer_mut(args.lse.as_ref());
     params.keep_mask = pointer_mut(args.keep_mask.as_ref());
     params.scale_o = pointer(args.scale_o.as_ref());
@@ -30,7 +30,7 @@ pub fn fwd_params(problem: &FwdProblem, args: &FwdArgs<'_>) -> FwdParams {
 pub fn bwd_params(problem: &BwdProblem, args: &BwdArgs<'_>) -> BwdParams {
     let fwd = &problem.fwd;
     let (packed_q, packed_k) = (is_packed_q(fwd), is_packed_k(fwd));
-    let (dbias_strides, per_batch, per_head) = match (problem.dbias, fwd.bias) {
+    let (dbias_strides, per_batch, per_head) = match (problem.dbias, fwd.score.bias) {
         (Some(dbias), Bias::Elementwise(bias)) => {
             let (batch, head) = broadcast_strides(bias.broadcast, dbias.strides);
             let strides = Strides { batch, head, ..dbias.strides };
@@ -40,7 +40,7 @@ pub fn bwd_params(problem: &BwdProblem, args: &BwdArgs<'_>) -> BwdParams {
     };
     BwdParams {
         fwd: FwdParams {
-            o: View::new(address(&args.o), fwd.o, packed_q),
+            o: View::new(address(&args.o), fwd.strides.o, packed_q),
             lse: pointer(Some(&args.lse)),
             ..inputs(fwd, [&args.q, &args.k, &args.v], &args.seq, &args.score)
         },
@@ -65,11 +65,11 @@ pub fn bwd_params(problem: &BwdProblem, args: &BwdArgs<'_>) -> BwdParams {
 }
 
 fn is_packed_q(problem: &FwdProblem) -> bool {
-    problem.q_layout == QLayout::Packed
+    problem.layout.q == QLayout::Packed
 }
 
 fn is_packed_k(problem: &FwdProblem) -> bool {
-    problem.kv_layout == KvLayout::Packed
+    problem.layout.kv == KvLayout::Packed
 }
 
 /// Batch and head strides of a bias, 0 along the axes that it lacks.
@@ -96,7 +96,7 @@ fn inputs(
     let lse_batch = if packed_q { 0 } else { i64::from(dims.num_heads_q) * i64::from(total_q) };
     let lse_head = i64::from(total_q);
     let block_table = seq.block_table;
-    let (bias, slopes_batch) = match problem.bias {
+    let (bias, slopes_batch) = match problem.score.bias {
         Bias::Elementwise(bias) => {
             let (batch, head) = broadcast_strides(bias.broadcast, bias.strides);
             let strides = Strides { batch, head, ..bias.strides };
@@ -111,9 +111,9 @@ fn inputs(
         Descale::PerKvHead => scalars(slice, dims.num_heads_kv, 1),
     };
     FwdParams {
-        q: View::new(address(q), problem.q, packed_q),
-        k: View::new(address(k), problem.k, packed_k),
-        v: View::new(address(v), problem.v, packed_k),
+        q: View::new(address(q), problem.strides.q, packed_q),
+        k: View::new(address(k), problem.strides.k, packed_k),
+        v: View::new(address(v), problem.strides.v, packed_k),
         o: View::NULL,
         bias,
         lse: DevPtr::NULL,
@@ -128,9 +128,9 @@ fn inputs(
         block_table_batch: block_table.map_or(0, |table| i64::from(table.max_pages)),
         alibi_slopes: scalars(score.alibi_slopes.as_ref(), slopes_batch, 1),
         sink: scalars(score.sink.as_ref(), 0, 1),
-        descale_q: descale(problem.descale_q, score.descale_q.as_ref()),
-        descale_k: descale(problem.descale_k, score.descale_k.as_ref()),
-        descale_v: descale(problem.descale_v, score.descale_v.as_ref()),
+        descale_q: descale(problem.scales.descale_q, score.descale_q.as_ref()),
+        descale_k: descale(problem.scales.descale_k, score.descale_k.as_ref()),
+        descale_v: descale(problem.scales.descale_v, score.descale_v.as_ref()),
         scale_o: DevPtr::NULL,
         workspace: DevPtr::NULL,
         batch: dims.batch as i32,
@@ -139,17 +139,17 @@ fn inputs(
         total_q: total_q as i32,
         total_k: totals.total_k.unwrap_or(dims.seqlen_k) as i32,
         num_pages: totals.num_pages.unwrap_or(0) as i32,
-        page_size: problem.kv_layout.page_size().unwrap_or(1) as i32,
+        page_size: problem.layout.kv.page_size().unwrap_or(1) as i32,
         num_heads_q: dims.num_heads_q as i32,
         num_heads_kv: dims.num_heads_kv as i32,
         gqa_ratio: problem.gqa_ratio() as i32,
         mask: MaskParams::from(problem.mask),
         alibi_bottom_right: i32::from(problem.mask.alibi_align() == MaskAlign::BottomRight),
         softmax_scale: problem.resolved_softmax_scale(),
-        softcap: problem.softcap.unwrap_or(0.0),
+        softcap: problem.score.softcap.unwrap_or(0.0),
         // 2^32 (keep all) is a kernel compiled without dropout.
-        dropout_threshold: u32::try_from(keep_threshold(problem.p_drop)).unwrap_or(u32::MAX),
-        dropout_scale: keep_scale(problem.p_drop) as f32,
+        dropout_threshold: u32::try_from(keep_threshold(problem.dropout.p_drop)).unwrap_or(u32::MAX),
+        dropout_scale: keep_scale(problem.dropout.p_drop) as f32,
         dropout_key_low: score.dropout.seed as u32,
         dropout_key_high: (score.dropout.seed >> 32) as u32,
         dropout_offset: score.dropout.offset as u32,

@@ -50,15 +50,15 @@ impl BwdProblem {
         let like = |strides: Strides, shape| {
             if strides.is_injective(shape) { strides } else { Strides::bshd(shape) }
         };
-        let dv = match fwd.v_layout {
-            VLayout::RowMajor => like(fwd.v, fwd.shape_v()),
+        let dv = match fwd.layout.v {
+            VLayout::RowMajor => like(fwd.strides.v, fwd.shape_v()),
             VLayout::ColMajor => Strides::bshd(fwd.shape_v()),
         };
         Self {
-            dtype_grad: if fwd.dtype_qk.is_fp8() { DType::Bf16 } else { fwd.dtype_qk },
-            dout: fwd.o,
-            dq: like(fwd.q, fwd.shape_q()),
-            dk: like(fwd.k, fwd.shape_k()),
+            dtype_grad: if fwd.dtypes.qk.is_fp8() { DType::Bf16 } else { fwd.dtypes.qk },
+            dout: fwd.strides.o,
+            dq: like(fwd.strides.q, fwd.shape_q()),
+            dk: like(fwd.strides.k, fwd.shape_k()),
             dv,
             dbias: None,
             write_dsink: false,
@@ -93,24 +93,24 @@ impl BwdProblem {
     pub fn validate(self) -> Result<ValidBwd, ProblemError> {
         let fwd = self.fwd.clone().validate()?;
         ensure!(
-            !fwd.dtype_o.is_fp8(),
+            !fwd.dtypes.o.is_fp8(),
             "dtype_o",
             "dtype_o {}: there is no gradient of an FP8 O",
-            fwd.dtype_o
+            fwd.dtypes.o
         );
         let grad = self.dtype_grad;
         ensure!(!grad.is_fp8(), "dtype_grad", "dtype_grad {grad} is not f32, f16 or bf16");
-        if let Some(page_size) = fwd.kv_layout.page_size() {
+        if let Some(page_size) = fwd.layout.kv.page_size() {
             let text = format!("kv_layout: pages of page_size {page_size} have no gradient");
             return Err(ProblemError::new("kv_layout", text));
         }
         if let Err(refusal) = fwd.refuse_cache_updates("backward") {
             return Err(ProblemError::new("fwd", format!("fwd: {} in 1 backward call", refusal.reason)));
         }
-        ensure!(!fwd.v_in_k, "v_in_k", "v_in_k: V has 0 rows of its own, and no gradient");
+        ensure!(!fwd.cache.v_in_k, "v_in_k", "v_in_k: V has 0 rows of its own, and no gradient");
         self.check_tensors(&fwd.fewest())?;
         if let Some(dbias) = self.dbias {
-            let Bias::Elementwise(bias) = fwd.bias else {
+            let Bias::Elementwise(bias) = fwd.score.bias else {
                 return Err(ProblemError::new(
                     "dbias",
                     "dbias is wanted, but there is no elementwise bias (0 given)",
@@ -119,14 +119,18 @@ impl BwdProblem {
             ensure!(!dbias.dtype.is_fp8(), "dbias", "dbias.dtype {} is not f32, f16 or bf16", dbias.dtype);
             check_output("dbias", dbias.strides, fwd.shape_bias(bias.broadcast), dbias.dtype)?;
         }
-        ensure!(fwd.sink || !self.write_dsink, "dsink", "dsink is wanted, but there are no sinks (0 given)");
+        ensure!(
+            fwd.score.sink || !self.write_dsink,
+            "dsink",
+            "dsink is wanted, but there are no sinks (0 given)"
+        );
         Ok(ValidBwd { fwd, problem: self })
     }
 
     /// Checks the strides of gradients that have these extents.
     fn check_tensors(&self, extents: &Extents) -> Result<(), ProblemError> {
         let grad = self.dtype_grad;
-        check_input("dout", self.dout, extents.o, self.fwd.dtype_o)?;
+        check_input("dout", self.dout, extents.o, self.fwd.dtypes.o)?;
         check_unit_stride("dout", "dim", self.dout.dim, extents.o.dim)?;
         check_output("dq", self.dq, extents.q, grad)?;
         check_output("dk", self.dk, extents.k, grad)?;

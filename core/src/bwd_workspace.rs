@@ -96,7 +96,7 @@ impl BwdRows {
         let rows = |heads: u32, rows: u32, batch: u32| {
             (u64::from(heads) * u64::from(rows)).saturating_mul(u64::from(batch))
         };
-        let bias = match (problem.dbias, problem.fwd.bias) {
+        let bias = match (problem.dbias, problem.fwd.score.bias) {
             (Some(_), Bias::Elementwise(bias)) => {
                 let shape = problem.fwd.shape_bias(bias.broadcast);
                 rows(shape.head, shape.seq, shape.batch)

@@ -85,7 +85,7 @@ impl Problem for ValidFwd {
 
     fn is_empty(&self) -> bool {
         // Without a query there may still be rows to append to K and V.
-        self.dims.seqlen_q == 0 && self.append.is_none()
+        self.dims.seqlen_q == 0 && self.cache.append.is_none()
     }
 
     fn borrowed<'a>(args: &'a FwdArgs<'_>) -> &'a FwdArgs<'a> {

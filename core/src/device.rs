@@ -548,7 +548,7 @@ mod tests {
 
     #[test]
     fn lengths_are_read_back_from_a_device_where_that_was_asked_for_and_on_the_host_always() {
-        let problem = FwdProblem { seqused_k: true, ..FwdProblem::batch(DType::F32, TWO) };
+        let problem = FwdProblem::batch(DType::F32, TWO).seqused_k(true);
         let problem = problem.validate().unwrap();
         let checks = PlanOptions { check_lengths: true, ..PlanOptions::default() };
         for (options, checked) in [(checks, true), (PlanOptions::default(), false)] {

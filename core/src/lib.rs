@@ -127,7 +127,9 @@ pub use plan::{
     Accuracy, BwdPlan, CombinePlan, Explain, FwdPlan, LaunchShape, Plan, PlanOptions, PlanParts, Promises,
     ResourceUsage, ScoreSums, Step, Workspace,
 };
-pub use problem::{Dims, Extents, FwdProblem, ValidFwd};
+pub use problem::{
+    CacheUse, DTypes, Dims, Dropout, Extents, FwdProblem, Layouts, Scales, Score, TensorStrides, ValidFwd,
+};
 pub use queues::Queues;
 pub use roofline::Roofline;
 pub use score::{Bias, BiasBroadcast, Descale, ElementwiseBias};

@@ -49,15 +49,17 @@ impl SeqSpan {
 pub fn spans(problem: &FwdProblem, seq: &SeqArgs<'_>) -> Result<Vec<SeqSpan>, ProblemError> {
     let dims = problem.dims;
     problem.check_totals(seq.totals)?;
-    let (packed_q, packed_k) = (problem.q_layout == QLayout::Packed, problem.kv_layout == KvLayout::Packed);
+    let (packed_q, packed_k) = (problem.layout.q == QLayout::Packed, problem.layout.kv == KvLayout::Packed);
     let total_q = seq.totals.total_q.unwrap_or(dims.seqlen_q);
     let total_k = seq.totals.total_k.unwrap_or(dims.seqlen_k);
     let q = Side { cu_name: "cu_seqlens_q", used_name: "seqused_q", total: total_q, longest: dims.seqlen_q };
     let k = Side { cu_name: "cu_seqlens_k", used_name: "seqused_k", total: total_k, longest: dims.seqlen_k };
     let cu_q = host_i32(q.cu_name, seq.cu_seqlens_q.as_ref(), packed_q, dims.batch as usize + 1)?;
     let cu_k = host_i32(k.cu_name, seq.cu_seqlens_k.as_ref(), packed_k, dims.batch as usize + 1)?;
-    let used_q = host_i32(q.used_name, seq.seqused_q.as_ref(), problem.seqused_q, dims.batch as usize)?;
-    let used_k = host_i32(k.used_name, seq.seqused_k.as_ref(), problem.seqused_k, dims.batch as usize)?;
+    let used_q =
+        host_i32(q.used_name, seq.seqused_q.as_ref(), problem.layout.seqused_q, dims.batch as usize)?;
+    let used_k =
+        host_i32(k.used_name, seq.seqused_k.as_ref(), problem.layout.seqused_k, dims.batch as usize)?;
     let new = NewRows::of(problem, seq)?;
     let spans: Vec<SeqSpan> = (0..dims.batch)
         .map(|i_batch| {
@@ -91,7 +93,7 @@ pub fn spans(problem: &FwdProblem, seq: &SeqArgs<'_>) -> Result<Vec<SeqSpan>, Pr
     let rows = KvRows::of(problem, seq)?;
     rows.check(&spans, seq.totals)?;
     rows.check_written_once(&spans)?;
-    if let Some(rotary) = problem.rotary {
+    if let Some(rotary) = problem.cache.rotary {
         check_positions(problem, &spans, rotary.max_pos)?;
     }
     Ok(spans)
@@ -113,7 +115,7 @@ impl<'a> KvRows<'a> {
     /// # Errors
     /// A block table that is missing, too small, or not in host memory.
     pub fn of(problem: &FwdProblem, seq: &SeqArgs<'a>) -> Result<Self, ProblemError> {
-        let Some(page_size) = problem.kv_layout.page_size() else { return Ok(Self::UNPAGED) };
+        let Some(page_size) = problem.layout.kv.page_size() else { return Ok(Self::UNPAGED) };
         let missing =
             || ProblemError::new("block_table", "block_table is missing (0 given): K and V are paged");
         let table = seq.block_table.ok_or_else(missing)?;
@@ -232,7 +234,9 @@ struct NewRows {
 
 impl NewRows {
     fn of(problem: &FwdProblem, seq: &SeqArgs<'_>) -> Result<Self, ProblemError> {
-        let Some(append) = &problem.append else { return Ok(Self { cu: None, seqlen_new: 0, total: 0 }) };
+        let Some(append) = &problem.cache.append else {
+            return Ok(Self { cu: None, seqlen_new: 0, total: 0 });
+        };
         let packed = append.layout == QLayout::Packed;
         let count = problem.dims.batch as usize + 1;
         let cu = host_i32("cu_seqlens_new", seq.cu_seqlens_new.as_ref(), packed, count)?;

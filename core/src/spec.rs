@@ -95,32 +95,32 @@ impl FwdSpec {
     /// The compile-time facts of a problem.
     #[must_use]
     pub fn of(problem: &FwdProblem) -> Self {
-        let (bias, dtype_bias) = match problem.bias {
+        let (bias, dtype_bias) = match problem.score.bias {
             Bias::None => (BiasKind::None, DType::F32),
             Bias::Elementwise(bias) => (BiasKind::Elementwise, bias.dtype),
             Bias::Alibi { .. } => (BiasKind::Alibi, DType::F32),
         };
         let mask = problem.mask.kind();
         Self {
-            dtype_qk: problem.dtype_qk,
-            dtype_v: problem.dtype_v,
-            dtype_o: problem.dtype_o,
+            dtype_qk: problem.dtypes.qk,
+            dtype_v: problem.dtypes.v,
+            dtype_o: problem.dtypes.o,
             dtype_bias,
             head_dim_qk: problem.dims.head_dim_qk as i32,
             head_dim_v: problem.dims.head_dim_v as i32,
-            q_layout: problem.q_layout,
-            kv_layout: problem.kv_layout.into(),
-            v_layout: problem.v_layout,
+            q_layout: problem.layout.q,
+            kv_layout: problem.layout.kv.into(),
+            v_layout: problem.layout.v,
             mask,
             // Without a lower bound nothing is hidden that a sink column could show.
             sink_columns: mask == MaskKind::Band && problem.mask.sink_columns > 0,
             bias,
-            softcap: problem.softcap.is_some(),
-            sink: problem.sink,
+            softcap: problem.score.softcap.is_some(),
+            sink: problem.score.sink,
             dropout: problem.drops(),
             negative_scale: problem.resolved_softmax_scale() < 0.0,
             write_lse: problem.write_lse,
-            write_keep_mask: problem.write_keep_mask,
+            write_keep_mask: problem.dropout.write_keep_mask,
         }
     }
 

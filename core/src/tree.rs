@@ -18,7 +18,7 @@ impl<'a> TreeMask<'a> {
     /// That of a call whose arguments have passed the check; `None` where it has none.
     #[must_use]
     pub fn of(problem: &FwdProblem, cache: &CacheArgs<'a>, seq: &SeqArgs<'_>) -> Option<Self> {
-        let words = cache.tree_mask.as_ref().filter(|_| problem.tree_mask)?.as_host()?;
+        let words = cache.tree_mask.as_ref().filter(|_| problem.cache.tree_mask)?.as_host()?;
         let rows = seq.totals.total_q.unwrap_or(problem.dims.seqlen_q);
         Some(Self { words, row_words: problem.tree_mask_words(), rows })
     }

@@ -34,8 +34,8 @@ impl Work {
         for span in spans {
             pairs += u128::from(visible_pairs(problem.mask, span.seqlen_q, span.seqlen_k));
             let (rows_q, rows_k) = (u128::from(span.seqlen_q), u128::from(span.seqlen_k));
-            bytes += rows_q * heads_q * (qk * size(problem.dtype_qk) + v * size(problem.dtype_o))
-                + rows_k * heads_kv * (qk * size(problem.dtype_qk) + v * size(problem.dtype_v));
+            bytes += rows_q * heads_q * (qk * size(problem.dtypes.qk) + v * size(problem.dtypes.o))
+                + rows_k * heads_kv * (qk * size(problem.dtypes.qk) + v * size(problem.dtypes.v));
         }
         let fits = |what: &str, count: Option<u128>| {
             count.and_then(|count| u64::try_from(count).ok()).ok_or_else(|| {

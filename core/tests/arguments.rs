@@ -60,7 +60,7 @@ fn short_misplaced_missing_and_superfluous_arguments_are_named() {
         "lse has 92 bytes, but its extents and strides reach 96"
     );
     let mut group = FwdProblem::group(DType::F32, DIMS);
-    group.seqused_k = true;
+    group.layout.seqused_k = true;
     assert_eq!(refusal(group.clone(), &args()), "total_q is missing (0 given): Q is packed");
     let mut packed = args();
     packed.seq.totals = Totals::packed(6, 10);
@@ -86,7 +86,7 @@ fn an_output_over_an_input_or_another_output_is_refused() {
     // One row of O among K's three: the stride from row to row, which nothing uses, steps over none of them.
     let dims = Dims { batch: 1, seqlen_q: 1, seqlen_k: 3, num_heads_q: 1, num_heads_kv: 1, ..DIMS };
     let mut one_row = FwdProblem::batch(DType::F32, dims);
-    one_row.o.seq = 960;
+    one_row.strides.o.seq = 960;
     let in_k = FwdArgs { o: output(0x20000 + 12 * 4, 8), ..args() };
     assert!(refusal(one_row, &in_k).starts_with("o (32 bytes at 0x20030) overlaps k (96 bytes"));
 }
@@ -374,7 +374,7 @@ fn totals_are_checked_with_the_tensors_that_have_them() {
     let lengths = DevSlice::host(&offsets);
     let mut group = FwdProblem::group(DType::F32, DIMS);
     // b·h·s·d of 6 rows: heads are 6 rows apart, whatever the number of rows turns out to be.
-    group.o = Strides { batch: 0, seq: 8, head: 6 * 8, dim: 1 };
+    group.strides.o = Strides { batch: 0, seq: 8, head: 6 * 8, dim: 1 };
     let packed = |totals| {
         let mut args = FwdArgs { o: output(0x40000, 4000), ..args() };
         (args.seq.totals, args.seq.cu_seqlens_q, args.seq.cu_seqlens_k) =
@@ -404,7 +404,7 @@ fn a_missing_bias_or_its_gradient_is_refused_with_the_bytes_that_it_takes() {
     let mut fwd = FwdProblem::batch(DType::F32, DIMS);
     let broadcast = BiasBroadcast::OneOne;
     let strides = Strides::bhsd(fwd.shape_bias(broadcast));
-    fwd.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
+    fwd.score.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
     assert_eq!(refusal(fwd.clone(), &args()), "bias is missing: 60 bytes are wanted");
     let mut problem = BwdProblem::new(fwd);
     problem.dbias = Some(BiasGrad { dtype: DType::F32, strides });
@@ -467,19 +467,19 @@ fn a_block_table_has_room_for_the_longest_sequence() {
         "block_table has 16 bytes, but its extents and strides reach 24"
     );
     assert!(refusal(problem.clone(), &paged(2, None)).starts_with("num_pages is missing (0 given)"));
-    problem.kv_layout = KvLayout::Strided;
-    problem.k = Strides::bshd(problem.shape_k());
-    problem.v = Strides::bshd(problem.shape_v());
+    problem.layout.kv = KvLayout::Strided;
+    problem.strides.k = Strides::bshd(problem.shape_k());
+    problem.strides.v = Strides::bshd(problem.shape_v());
     assert_eq!(refusal(problem, &paged(3, None)), "block_table is given, but the problem has none");
 }
 
 #[test]
 fn every_argument_is_aligned_to_its_elements() {
     let mut problem = FwdProblem::group(DType::F32, DIMS);
-    problem.sink = true;
+    problem.score.sink = true;
     problem.write_lse = true;
-    problem.seqused_q = true;
-    problem.bias = Bias::Alibi { per_batch: false };
+    problem.layout.seqused_q = true;
+    problem.score.bias = Bias::Alibi { per_batch: false };
     let problem = problem.validate().unwrap();
     let workspace = Workspace { bytes: 512, zeroed_bytes: 4 };
     let fitting = || {
@@ -595,7 +595,8 @@ fn each_count_of_an_argument_is_checked_to_the_element() {
 fn heads_before_rows_have_room_for_as_many_rows_as_a_call_has() {
     let cu_seqlens = [0i32, 1, 2];
     let mut problem = FwdProblem::group(DType::F32, DIMS);
-    problem.o = Strides::bhsd(Shape { batch: 1, seq: 2, head: DIMS.num_heads_q, dim: DIMS.head_dim_v });
+    problem.strides.o =
+        Strides::bhsd(Shape { batch: 1, seq: 2, head: DIMS.num_heads_q, dim: DIMS.head_dim_v });
     let mut packed = args();
     packed.seq.totals = Totals::packed(2, 10);
     packed.seq.cu_seqlens_q = Some(DevSlice::host(&cu_seqlens));
@@ -628,7 +629,12 @@ fn an_argument_of_an_update_that_the_problem_lacks_is_refused() {
         assert_eq!(refusal(plain.clone(), &args), format!("{name} is given, but the problem has none"));
     }
     // New values go with new keys, where V lies in K.
-    let in_k = plain.clone().seqused_k(true).v_in_k(true).strides_v(plain.k).append(Append::batch(&plain, 2));
+    let in_k = plain
+        .clone()
+        .seqused_k(true)
+        .v_in_k(true)
+        .strides_v(plain.strides.k)
+        .append(Append::batch(&plain, 2));
     let appended = |v_new| {
         let mut args = FwdArgs { k: output(0x20000, 160).into(), v: CacheSlice::InK, ..args() };
         args.seq.seqused_k = Some(input(0x50000, 2));
@@ -645,7 +651,7 @@ fn an_argument_of_an_update_that_the_problem_lacks_is_refused() {
 fn k_and_v_are_read_appended_to_or_in_ks_rows_as_the_problem_has_it() {
     let read = FwdProblem::batch(DType::F32, DIMS);
     let append = read.clone().seqused_k(true).append(Append::batch(&read, 2));
-    let in_k = |problem: &FwdProblem| problem.clone().v_in_k(true).strides_v(problem.k);
+    let in_k = |problem: &FwdProblem| problem.clone().v_in_k(true).strides_v(problem.strides.k);
     let (read_in_k, append_in_k) = (in_k(&read), in_k(&append));
     let reads = |address| CacheSlice::from(input(address, 160));
     let appends = |address| CacheSlice::from(output(address, 160));
@@ -666,7 +672,7 @@ fn k_and_v_are_read_appended_to_or_in_ks_rows_as_the_problem_has_it() {
     ];
     for (problem, k, v, wanted) in table {
         let mut args = FwdArgs { k, v, ..args() };
-        args.seq.seqused_k = problem.seqused_k.then(|| input(0x50000, 2));
+        args.seq.seqused_k = problem.layout.seqused_k.then(|| input(0x50000, 2));
         assert_eq!(refusal(problem.clone(), &args), format!("{wanted}, as the problem has it"));
     }
 }

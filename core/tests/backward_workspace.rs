@@ -51,7 +51,7 @@ fn a_gradient_of_a_bias_is_bound_with_the_axes_that_the_bias_has() {
         (BiasBroadcast::BatchHead, (1, 1), 60, 15),
     ] {
         let mut problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS));
-        problem.fwd.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
+        problem.fwd.score.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
         problem.dbias = Some(BiasGrad { dtype: DType::F32, strides });
         let bound = bind::bwd_params(&problem, &bwd_args());
         assert_eq!((bound.dbias_per_batch, bound.dbias_per_head), axes, "{broadcast:?}");
@@ -75,9 +75,9 @@ fn packed_operands_are_bound_without_an_axis_of_sequences() {
     let batch = BwdProblem::new(FwdProblem::batch(DType::Bf16, DIMS));
     assert_eq!(batches(&batch), ([of_q, of_q, of_q, of_q, 4 * 70], [of_k; 4]));
     let mut mixed = batch;
-    mixed.fwd.q_layout = QLayout::Packed;
+    mixed.fwd.layout.q = QLayout::Packed;
     assert_eq!(batches(&mixed), ([0; 5], [of_k; 4]));
-    mixed.fwd.kv_layout = KvLayout::Packed;
+    mixed.fwd.layout.kv = KvLayout::Packed;
     assert_eq!(batches(&mixed), ([0; 5], [0; 4]));
 }
 
@@ -89,7 +89,7 @@ fn rows_are_counted_by_what_is_written() {
     assert_eq!(rows.all(), 894);
     let shape = problem.fwd.shape_bias(BiasBroadcast::OneHead);
     let strides = Strides::bhsd(shape);
-    problem.fwd.bias =
+    problem.fwd.score.bias =
         Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast: BiasBroadcast::OneHead, strides });
     problem.dbias = Some(BiasGrad { dtype: DType::F32, strides });
     problem.write_dsink = true;

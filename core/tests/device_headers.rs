@@ -128,7 +128,7 @@ fn keys_lie_in_the_same_places() {
     for layout in layouts.chain((1..9).map(|page_size| KvLayout::Paged { page_size })) {
         let mut problem = FwdProblem::new(QLayout::Batch, layout, DType::F32, dims);
         let (packed, paged) = (layout == KvLayout::Packed, layout.page_size().is_some());
-        problem.seqused_k = !packed;
+        problem.layout.seqused_k = !packed;
         let seq = SeqArgs {
             totals: Totals { total_k: packed.then_some(11), num_pages: paged.then_some(10), ..Totals::NONE },
             cu_seqlens_k: packed.then(|| DevSlice::host(&cu_seqlens_k)),

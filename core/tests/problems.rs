@@ -64,28 +64,28 @@ prop_compose! {
             (dims.head_dim_qk, dims.head_dim_v) = (dims.head_dim_qk + 1, dims.head_dim_v + 1);
         }
         let mut problem = FwdProblem::batch(DType::ALL[dtypes.0], dims);
-        problem.q_layout = if packed.0 { QLayout::Packed } else { QLayout::Batch };
-        problem.kv_layout = if packed.1 { KvLayout::Packed } else { KvLayout::Strided };
+        problem.layout.q = if packed.0 { QLayout::Packed } else { QLayout::Batch };
+        problem.layout.kv = if packed.1 { KvLayout::Packed } else { KvLayout::Strided };
         if dtypes.1 > 3 && !sound {
-            problem.dtype_v = DType::ALL[dtypes.1];
+            problem.dtypes.v = DType::ALL[dtypes.1];
         }
         if dtypes.2 > 3 && !sound {
-            problem.dtype_o = DType::ALL[dtypes.2];
+            problem.dtypes.o = DType::ALL[dtypes.2];
         }
         if col_major {
-            problem.v_layout = VLayout::ColMajor;
+            problem.layout.v = VLayout::ColMajor;
         }
         let pick = |contiguous, shape, other| if contiguous { Strides::bshd(shape) } else { other };
-        problem.q = pick(contiguous[0], problem.shape_q(), layouts.0);
-        problem.k = pick(contiguous[1], problem.shape_k(), layouts.1);
-        problem.v = match (contiguous[2], col_major) {
+        problem.strides.q = pick(contiguous[0], problem.shape_q(), layouts.0);
+        problem.strides.k = pick(contiguous[1], problem.shape_k(), layouts.1);
+        problem.strides.v = match (contiguous[2], col_major) {
             (true, true) => Strides::bhds(problem.shape_v()),
             (contiguous, _) => pick(contiguous, problem.shape_v(), layouts.2),
         };
-        problem.o = pick(contiguous[3], problem.shape_o(), layouts.3);
+        problem.strides.o = pick(contiguous[3], problem.shape_o(), layouts.3);
         if !sound {
-            (problem.softmax_scale, problem.softcap, problem.p_drop) = (scale, softcap, p_drop);
-            problem.descale_q = if descale { Descale::PerTensor } else { Descale::None };
+            (problem.score.softmax_scale, problem.score.softcap, problem.dropout.p_drop) = (scale, softcap, p_drop);
+            problem.scales.descale_q = if descale { Descale::PerTensor } else { Descale::None };
         }
         problem
     }
@@ -122,10 +122,10 @@ proptest! {
     fn what_validates_never_indexes_out_of_its_extents(problem in problem(true)) {
         prop_assume!(problem.clone().validate().is_ok());
         let Ok(valid) = problem.validate() else { return Ok(()) };
-        let dtypes = [valid.dtype_qk, valid.dtype_qk, valid.dtype_v, valid.dtype_o];
+        let dtypes = [valid.dtypes.qk, valid.dtypes.qk, valid.dtypes.v, valid.dtypes.o];
         // Of packed rows planning knows no number; each call's is checked with its arguments.
         let Extents { q, k, v, o, .. } = valid.extents(Totals::packed(2, 2));
-        let tensors = [(valid.q, q), (valid.k, k), (valid.v, v), (valid.o, o)];
+        let tensors = [(valid.strides.q, q), (valid.strides.k, k), (valid.strides.v, v), (valid.strides.o, o)];
         for ((strides, shape), dtype) in tensors.into_iter().zip(dtypes) {
             let extent = i128::from(ValidFwd::extent_bytes(strides, shape, dtype));
             let size = i128::from(dtype.size_bytes());
@@ -133,7 +133,7 @@ proptest! {
                 prop_assert!(offset >= 0 && (offset + 1) * size <= extent, "{strides:?} {shape:?}");
             }
         }
-        let mut written = offsets(valid.o, o);
+        let mut written = offsets(valid.strides.o, o);
         written.sort_unstable();
         prop_assert!(written.windows(2).all(|pair| pair[0] != pair[1]), "an element of O is written twice");
     }
@@ -155,7 +155,7 @@ proptest! {
             batch: 3, seqlen_q: 6, seqlen_k: 6, num_heads_q: 1, num_heads_kv: 1, head_dim_qk: 2, head_dim_v: 2,
         };
         let mut problem = FwdProblem::group(DType::F32, dims);
-        problem.seqused_k = true;
+        problem.layout.seqused_k = true;
         let args = SeqArgs {
             totals: Totals::packed(10, 11),
             cu_seqlens_q: Some(DevSlice::host(&cu_q)),
@@ -211,55 +211,55 @@ fn every_wrong_forward_problem_is_refused_by_field_and_number() {
         ("num_heads_q", "4294967296", |p| (p.dims.batch, p.dims.num_heads_q) = (1 << 16, 1 << 16)),
         ("seqlen_q", "2147483648", |p| p.dims.seqlen_q = 1 << 31),
         ("seqlen_k", "4294967295", |p| p.dims.seqlen_k = u32::MAX),
-        ("page_size", "0", |p| p.kv_layout = KvLayout::Paged { page_size: 0 }),
-        ("page_size", "2147483648", |p| p.kv_layout = KvLayout::Paged { page_size: 1 << 31 }),
-        ("dtype_v", "f16", |p| p.dtype_v = DType::F16),
-        ("dtype_o", "e4m3fn", |p| p.dtype_o = DType::E4m3Fn),
-        ("descale_q", "f32", |p| p.descale_q = Descale::PerTensor),
-        ("descale_k", "f32", |p| p.descale_k = Descale::PerKvHead),
-        ("descale_v", "f32", |p| p.descale_v = Descale::PerTensor),
-        ("scale_o", "f32", |p| p.scale_o = true),
-        ("q", "q.seq stride -32 is negative", |p| p.q.seq = -32),
-        ("q", "3", |p| p.q.dim = 3),
-        ("k", "2", |p| p.k.dim = 2),
-        ("k", "9223372036854775807", |p| p.k.batch = i64::MAX),
-        ("v", "0", |p| p.v.dim = 0),
-        ("v", "16", |p| p.v_layout = VLayout::ColMajor),
-        ("o", "0", |p| p.o.head = 0),
-        ("o", "7", |p| p.o.head = 7),
-        ("o", "-1", |p| p.o.batch = -1),
-        ("softmax_scale", "NaN", |p| p.softmax_scale = Some(f32::NAN)),
-        ("softmax_scale", "inf", |p| p.softmax_scale = Some(f32::INFINITY)),
-        ("softcap", "0", |p| p.softcap = Some(0.0)),
-        ("softcap", "-3", |p| p.softcap = Some(-3.0)),
-        ("softcap", "NaN", |p| p.softcap = Some(f32::NAN)),
-        ("p_drop", "1", |p| p.p_drop = 1.0),
-        ("p_drop", "-0.25", |p| p.p_drop = -0.25),
-        ("p_drop", "NaN", |p| p.p_drop = f32::NAN),
-        ("bias.dtype", "bf16", |p| p.bias = elementwise(DType::Bf16, 1)),
+        ("page_size", "0", |p| p.layout.kv = KvLayout::Paged { page_size: 0 }),
+        ("page_size", "2147483648", |p| p.layout.kv = KvLayout::Paged { page_size: 1 << 31 }),
+        ("dtype_v", "f16", |p| p.dtypes.v = DType::F16),
+        ("dtype_o", "e4m3fn", |p| p.dtypes.o = DType::E4m3Fn),
+        ("descale_q", "f32", |p| p.scales.descale_q = Descale::PerTensor),
+        ("descale_k", "f32", |p| p.scales.descale_k = Descale::PerKvHead),
+        ("descale_v", "f32", |p| p.scales.descale_v = Descale::PerTensor),
+        ("scale_o", "f32", |p| p.scales.scale_o = true),
+        ("q", "q.seq stride -32 is negative", |p| p.strides.q.seq = -32),
+        ("q", "3", |p| p.strides.q.dim = 3),
+        ("k", "2", |p| p.strides.k.dim = 2),
+        ("k", "9223372036854775807", |p| p.strides.k.batch = i64::MAX),
+        ("v", "0", |p| p.strides.v.dim = 0),
+        ("v", "16", |p| p.layout.v = VLayout::ColMajor),
+        ("o", "0", |p| p.strides.o.head = 0),
+        ("o", "7", |p| p.strides.o.head = 7),
+        ("o", "-1", |p| p.strides.o.batch = -1),
+        ("softmax_scale", "NaN", |p| p.score.softmax_scale = Some(f32::NAN)),
+        ("softmax_scale", "inf", |p| p.score.softmax_scale = Some(f32::INFINITY)),
+        ("softcap", "0", |p| p.score.softcap = Some(0.0)),
+        ("softcap", "-3", |p| p.score.softcap = Some(-3.0)),
+        ("softcap", "NaN", |p| p.score.softcap = Some(f32::NAN)),
+        ("p_drop", "1", |p| p.dropout.p_drop = 1.0),
+        ("p_drop", "-0.25", |p| p.dropout.p_drop = -0.25),
+        ("p_drop", "NaN", |p| p.dropout.p_drop = f32::NAN),
+        ("bias.dtype", "bf16", |p| p.score.bias = elementwise(DType::Bf16, 1)),
         ("bias.dtype", "e4m3fn", |p| {
-            (p.dtype_qk, p.dtype_v, p.dtype_o) = (DType::E4m3Fn, DType::E4m3Fn, BF16);
-            p.bias = elementwise(DType::E4m3Fn, 1);
+            (p.dtypes.qk, p.dtypes.v, p.dtypes.o) = (DType::E4m3Fn, DType::E4m3Fn, BF16);
+            p.score.bias = elementwise(DType::E4m3Fn, 1);
         }),
         ("bias.dtype", "e4m3fn", |p| {
-            (p.dtype_qk, p.dtype_v, p.dtype_o) = (DType::E4m3Fn, BF16, BF16);
-            p.bias = elementwise(DType::E4m3Fn, 1);
+            (p.dtypes.qk, p.dtypes.v, p.dtypes.o) = (DType::E4m3Fn, BF16, BF16);
+            p.score.bias = elementwise(DType::E4m3Fn, 1);
         }),
-        ("bias", "2", |p| p.bias = elementwise(DType::F32, 2)),
-        ("dtype_cache", "f32", |p| p.dtype_cache = Some(DType::E4m3Fn)),
-        ("dtype_cache", "f16", |p| (p.dtype_cache, p.dtype_qk, p.dtype_v) = (Some(DType::F16), BF16, BF16)),
+        ("bias", "2", |p| p.score.bias = elementwise(DType::F32, 2)),
+        ("dtype_cache", "f32", |p| p.cache.dtype = Some(DType::E4m3Fn)),
+        ("dtype_cache", "f16", |p| (p.cache.dtype, p.dtypes.qk, p.dtypes.v) = (Some(DType::F16), BF16, BF16)),
         ("dtype_cache", "0", |p| {
             appended(p, |_| ());
-            (p.dtype_cache, p.dtype_qk, p.dtype_v) = (Some(DType::E4m3Fn), BF16, BF16);
+            (p.cache.dtype, p.dtypes.qk, p.dtypes.v) = (Some(DType::E4m3Fn), BF16, BF16);
         }),
-        ("v_in_k", "head_dim_qk 4", |p| (p.v_in_k, p.dims.head_dim_qk) = (true, 4)),
-        ("v_in_k", "32", |p| (p.v_in_k, p.v.seq) = (true, 32)),
+        ("v_in_k", "head_dim_qk 4", |p| (p.cache.v_in_k, p.dims.head_dim_qk) = (true, 4)),
+        ("v_in_k", "32", |p| (p.cache.v_in_k, p.strides.v.seq) = (true, 32)),
         ("v_in_k", "16", |p| {
-            (p.v_in_k, p.v_layout, p.v) = (true, VLayout::ColMajor, Strides::bhds(p.shape_v()));
+            (p.cache.v_in_k, p.layout.v, p.strides.v) = (true, VLayout::ColMajor, Strides::bhds(p.shape_v()));
         }),
         ("append", "2", |p| {
             appended(p, |_| ());
-            p.seqused_k = false;
+            p.layout.seqused_k = false;
         }),
         ("seqlen_new", "2147483648", |p| appended(p, |append| append.seqlen_new = 1 << 31)),
         ("k_new", "-16", |p| appended(p, |append| append.k_new.seq = -16)),
@@ -271,11 +271,11 @@ fn every_wrong_forward_problem_is_refused_by_field_and_number() {
         }),
         ("k", "one address", |p| {
             appended(p, |_| ());
-            p.k.head = 0;
+            p.strides.k.head = 0;
         }),
         ("v", "one address", |p| {
             appended(p, |_| ());
-            p.v.head = 0;
+            p.strides.v.head = 0;
         }),
         ("rotary_dim", "0", |p| rotated(p, |rotary| rotary.dim = 0)),
         ("rotary_dim", "5", |p| rotated(p, |rotary| rotary.dim = 5)),
@@ -285,17 +285,17 @@ fn every_wrong_forward_problem_is_refused_by_field_and_number() {
         ("rotary.dtype", "bf16", |p| rotated(p, |rotary| rotary.dtype = BF16)),
         ("rotary.dtype", "e4m3fn", |p| {
             rotated(p, |_| ());
-            (p.dtype_qk, p.dtype_v, p.dtype_o) = (DType::E4m3Fn, DType::E4m3Fn, BF16);
+            (p.dtypes.qk, p.dtypes.v, p.dtypes.o) = (DType::E4m3Fn, DType::E4m3Fn, BF16);
         }),
         ("rotary", "4", |p| {
             rotated(p, |_| ());
-            p.seqused_k = false;
+            p.layout.seqused_k = false;
         }),
-        ("tree_mask", "0", |p| p.tree_mask = true),
+        ("tree_mask", "0", |p| p.cache.tree_mask = true),
         ("tree_mask", "mask 2 (causal, bottom-right), not for t", |p| {
-            (p.tree_mask, p.mask) = (true, mask("1"));
+            (p.cache.tree_mask, p.mask) = (true, mask("1"));
         }),
-        ("tree_mask", "b:-1,0,2", |p| (p.tree_mask, p.mask) = (true, mask("b:-1,0,2"))),
+        ("tree_mask", "b:-1,0,2", |p| (p.cache.tree_mask, p.mask) = (true, mask("b:-1,0,2"))),
     ];
     for (field, number, change) in table {
         let mut problem = FwdProblem::batch(DType::F32, DIMS);
@@ -320,14 +320,14 @@ fn mask(text: &str) -> MaskSpec {
 fn appended(problem: &mut FwdProblem, change: fn(&mut Append)) {
     let mut append = Append::batch(problem, 2);
     change(&mut append);
-    (problem.append, problem.seqused_k) = (Some(append), true);
+    (problem.cache.append, problem.layout.seqused_k) = (Some(append), true);
 }
 
 /// Four elements of a row turn, and what is wrong with that.
 fn rotated(problem: &mut FwdProblem, change: fn(&mut Rotary)) {
     let mut rotary = Rotary { dim: 4, pairs: RotaryPairs::Half, max_pos: 16, dtype: DType::F32 };
     change(&mut rotary);
-    (problem.rotary, problem.seqused_k) = (Some(rotary), true);
+    (problem.cache.rotary, problem.layout.seqused_k) = (Some(rotary), true);
 }
 
 #[test]
@@ -335,8 +335,8 @@ fn a_cache_update_without_a_mistake_validates() {
     let mut problem = FwdProblem::batch(DType::F32, DIMS);
     appended(&mut problem, |_| ());
     rotated(&mut problem, |_| ());
-    (problem.tree_mask, problem.mask) = (true, mask("2"));
-    (problem.v_in_k, problem.v) = (true, problem.k);
+    (problem.cache.tree_mask, problem.mask) = (true, mask("2"));
+    (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
     problem.validate().unwrap();
 }
 
@@ -401,8 +401,8 @@ fn each_update_of_a_cache_is_refused_in_a_kernels_name() {
     let table: [(&str, Change); 4] = [
         ("append of seqlen_new 2 is not taken", |p| appended(p, |_| ())),
         ("rotary embedding of dim 4 is not taken", |p| rotated(p, |_| ())),
-        ("dtype_cache e4m3fn beside f32 is not taken", |p| p.dtype_cache = Some(DType::E4m3Fn)),
-        ("tree_mask of 3 queries is not taken", |p| p.tree_mask = true),
+        ("dtype_cache e4m3fn beside f32 is not taken", |p| p.cache.dtype = Some(DType::E4m3Fn)),
+        ("tree_mask of 3 queries is not taken", |p| p.cache.tree_mask = true),
     ];
     for (text, change) in table {
         let mut problem = FwdProblem::batch(DType::F32, DIMS);
@@ -432,7 +432,7 @@ fn every_total_is_there_where_its_layout_wants_it_and_nowhere_else() {
     const ALL: Totals = Totals { total_q: Some(6), total_k: Some(7), num_pages: Some(8), total_new: Some(9) };
     let everything = |p: &mut FwdProblem| {
         appended(p, |append| append.layout = QLayout::Packed);
-        p.q_layout = QLayout::Packed;
+        p.layout.q = QLayout::Packed;
     };
     for (kv_layout, right) in [
         (KvLayout::Packed, Totals { num_pages: None, ..ALL }),
@@ -541,7 +541,7 @@ fn a_count_that_would_wrap_is_refused_by_its_field() {
     let dims = Dims { batch: 1 << 16, seqlen_q: side, seqlen_k: side, num_heads_q: 1 << 14, ..dims };
     let dims = Dims { num_heads_kv: 1, head_dim_qk: 1, ..dims };
     let mut masked = FwdProblem::batch(DType::F16, dims).write_keep_mask(true);
-    (masked.q, masked.k, masked.v) = (none, none, none);
+    (masked.strides.q, masked.strides.k, masked.strides.v) = (none, none, none);
     assert_eq!(masked.validate().unwrap_err().field, "write_keep_mask");
 }
 

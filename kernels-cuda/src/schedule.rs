@@ -69,7 +69,7 @@ impl TileSchedule {
         let num_heads = heads.saturating_mul(kv_parts);
         let kv_bytes = i64::from(dims.seqlen_k).div_euclid(kv_parts)
             * i64::from(dims.head_dim_qk + dims.head_dim_v)
-            * problem.dtype_qk.size_bytes() as i64;
+            * problem.dtypes.qk.size_bytes() as i64;
         // Adjacent query heads of one kv head share its K and V.
         let sharing = if unit.pack_gqa { 1 } else { i64::from(problem.gqa_ratio()) / i64::from(unit.heads) };
         // Unmasked, tiles are alike: the row blocks of a head run together and share its K and V.

@@ -203,7 +203,7 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     problem.refuse_mixed_layouts(NAME)?;
     problem.refuse_cache_updates(NAME)?;
-    let (qk, v) = (problem.dtype_qk, problem.dtype_v);
+    let (qk, v) = (problem.dtypes.qk, problem.dtypes.v);
     let wide = |dtype| matches!(dtype, DType::F16 | DType::Bf16);
     let fp8 = |dtype| matches!(dtype, DType::E4m3Fn | DType::E5m2);
     if !(wide(qk) && v == qk || fp8(qk) && (fp8(v) || wide(v))) {
@@ -211,8 +211,8 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             "dtype_qk {qk} with dtype_v {v} is not one 16-bit type, OCP FP8, or OCP FP8 with a 16-bit V"
         ));
     }
-    if problem.dtype_o.is_fp8() && !fp8(problem.dtype_o) {
-        return refuse(format!("dtype_o {} is not f16, bf16, f32 or OCP FP8", problem.dtype_o));
+    if problem.dtypes.o.is_fp8() && !fp8(problem.dtypes.o) {
+        return refuse(format!("dtype_o {} is not f16, bf16, f32 or OCP FP8", problem.dtypes.o));
     }
     let dims = problem.dims;
     for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
@@ -223,10 +223,14 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     // A subnormal factor of the exponents is 0 to this architecture's multiply-adds; scores of other types are 0 at such a scale.
     let scale = problem.resolved_softmax_scale();
     let is_subnormal = scale != 0.0 && scale.abs() * std::f32::consts::LOG2_E < f32::MIN_POSITIVE;
-    if qk == DType::Bf16 && is_subnormal && problem.softcap.is_none() && problem.bias == Bias::None {
+    if qk == DType::Bf16
+        && is_subnormal
+        && problem.score.softcap.is_none()
+        && problem.score.bias == Bias::None
+    {
         return refuse(format!("softmax_scale {scale:e} is subnormal in log2"));
     }
-    if problem.write_keep_mask {
+    if problem.dropout.write_keep_mask {
         return refuse("write_keep_mask: it skips the blocks that the mask hides".to_owned());
     }
     for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
@@ -240,7 +244,7 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
 /// The strides in bytes, with the tensor and the axis.
 fn stride_bytes(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static str, i64)> {
     sm90::strides(problem).map(|(name, axis, stride)| {
-        let size = if name == "v" { problem.dtype_v } else { problem.dtype_qk }.size_bytes() as i64;
+        let size = if name == "v" { problem.dtypes.v } else { problem.dtypes.qk }.size_bytes() as i64;
         (name, axis, stride.saturating_mul(size))
     })
 }
@@ -253,8 +257,8 @@ fn tma_loads(problem: &FwdProblem) -> bool {
 /// The most bytes that threads can copy at a time.
 fn most_copied(problem: &FwdProblem) -> i32 {
     // A packed sequence's keys begin anywhere, which are a column-major V's elements.
-    let anywhere = problem.v_layout == VLayout::ColMajor && problem.kv_layout == KvLayout::Packed;
-    let most = if anywhere { problem.dtype_v.size_bytes() as i64 } else { 16 };
+    let anywhere = problem.layout.v == VLayout::ColMajor && problem.layout.kv == KvLayout::Packed;
+    let most = if anywhere { problem.dtypes.v.size_bytes() as i64 } else { 16 };
     let divides = |&bytes: &i64| stride_bytes(problem).all(|(_, _, stride)| stride % bytes == 0);
     [16, 8, 4, 2].into_iter().filter(|&bytes| bytes <= most).find(divides).unwrap_or(1) as i32
 }
@@ -320,8 +324,8 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
     if copies {
         tile.copy_bytes = most_copied(problem);
     }
-    let (strides, shape) = (problem.o, problem.shape_o());
-    let elems = 16 / problem.dtype_o.size_bytes() as i64;
+    let (strides, shape) = (problem.strides.o, problem.shape_o());
+    let elems = 16 / problem.dtypes.o.size_bytes() as i64;
     let whole = |stride: i64, extent: u32| extent <= 1 || stride % elems == 0;
     tile.vector_store = i64::from(dims.head_dim_v) % elems == 0
         && whole(strides.batch, shape.batch)

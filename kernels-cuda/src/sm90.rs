@@ -332,7 +332,7 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     problem.refuse_mixed_layouts(NAME)?;
     problem.refuse_cache_updates(NAME)?;
-    let (qk, v) = (problem.dtype_qk, problem.dtype_v);
+    let (qk, v) = (problem.dtypes.qk, problem.dtypes.v);
     let wide = |dtype| matches!(dtype, DType::F16 | DType::Bf16);
     let fp8 = |dtype| matches!(dtype, DType::E4m3Fn | DType::E5m2);
     if !(wide(qk) && v == qk || fp8(qk) && (fp8(v) || wide(v))) {
@@ -348,11 +348,11 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     }
     // ALiBi's slope is subtracted from scores that are not scaled yet; those of other types are 0 at such a scale.
     let scale = problem.resolved_softmax_scale();
-    let alibi_alone = matches!(problem.bias, Bias::Alibi { .. }) && problem.softcap.is_none();
+    let alibi_alone = matches!(problem.score.bias, Bias::Alibi { .. }) && problem.score.softcap.is_none();
     if qk == DType::Bf16 && alibi_alone && scale != 0.0 && scale.abs() < 1e-30 {
         return refuse(format!("softmax_scale {scale:e} is below 1e-30, beside ALiBi"));
     }
-    if problem.write_keep_mask {
+    if problem.dropout.write_keep_mask {
         return refuse("write_keep_mask: it skips the blocks that the mask hides".to_owned());
     }
     for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
@@ -360,7 +360,7 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
             return refuse(format!("{field} {length} is not below 2^29"));
         }
     }
-    let can_copy = problem.v_layout == VLayout::RowMajor && !fp8(qk);
+    let can_copy = problem.layout.v == VLayout::RowMajor && !fp8(qk);
     if let (Some((name, axis, stride, multiple)), false) = (odd_stride(problem), can_copy) {
         return refuse(format!(
             "{name}.{axis} stride {stride} is not a multiple of {multiple} below 2^40 bytes, as TMA needs, which \
@@ -373,9 +373,9 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
 /// The strides that are used, but those of 1 between the elements of a row.
 pub(crate) fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static str, i64)> {
     let operands = [
-        ("q", problem.q, problem.shape_q(), true),
-        ("k", problem.k, problem.shape_k(), true),
-        ("v", problem.v, problem.shape_v(), problem.v_layout == VLayout::RowMajor),
+        ("q", problem.strides.q, problem.shape_q(), true),
+        ("k", problem.strides.k, problem.shape_k(), true),
+        ("v", problem.strides.v, problem.shape_v(), problem.layout.v == VLayout::RowMajor),
     ];
     operands.into_iter().flat_map(|(name, strides, shape, rows)| {
         let inner = if rows { ("seq", strides.seq, shape.seq) } else { ("dim", strides.dim, shape.dim) };
@@ -389,7 +389,7 @@ pub(crate) fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static st
 /// The first stride that TMA does not take, and what it would have to be a multiple of: of 16 bytes.
 fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64, i64)> {
     strides(problem).find_map(|(name, axis, stride)| {
-        let size = i64::from(elem_bytes(if name == "v" { problem.dtype_v } else { problem.dtype_qk }));
+        let size = i64::from(elem_bytes(if name == "v" { problem.dtypes.v } else { problem.dtypes.qk }));
         let odd = stride % (16 / size) != 0 || stride >= (1 << 40) / size;
         odd.then_some((name, axis, stride, 16 / size))
     })
@@ -408,7 +408,7 @@ pub(crate) fn copy_bytes(problem: &FwdProblem) -> i32 {
 /// The first stride of an elementwise bias that TMA does not take, if there is one.
 #[must_use]
 pub fn odd_bias_stride(problem: &FwdProblem) -> Option<(&'static str, i64)> {
-    let Bias::Elementwise(bias) = problem.bias else {
+    let Bias::Elementwise(bias) = problem.score.bias else {
         return None;
     };
     let shape = problem.shape_bias(bias.broadcast);

@@ -599,7 +599,7 @@ impl Sm90BwdTile {
             })
         };
         count("seqlen_q", queries, dims.num_heads_q)?;
-        let bias_shape = match (problem.dbias, problem.fwd.bias) {
+        let bias_shape = match (problem.dbias, problem.fwd.score.bias) {
             (Some(_), Bias::Elementwise(bias)) => Some(problem.fwd.shape_bias(bias.broadcast)),
             _ => None,
         };
@@ -673,14 +673,14 @@ const fn tile_bytes(rows: i32, dim: i32) -> i32 {
 pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     let fwd = &problem.fwd;
-    let (qk, v) = (fwd.dtype_qk, fwd.dtype_v);
+    let (qk, v) = (fwd.dtypes.qk, fwd.dtypes.v);
     if qk.is_fp8() || v.is_fp8() {
         return refuse(format!("backward: dtype_qk {qk} with dtype_v {v}: its products are of 16-bit types"));
     }
-    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk || fwd.dtype_o != qk {
+    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk || fwd.dtypes.o != qk {
         return refuse(format!(
             "backward: dtype_qk {qk}, dtype_v {v}, dtype_o {} are not three times f16 or three times bf16",
-            fwd.dtype_o
+            fwd.dtypes.o
         ));
     }
     let dims = fwd.dims;
@@ -689,7 +689,7 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
             return refuse(format!("backward: {field} {dim} is larger than 256"));
         }
     }
-    if fwd.v_layout == VLayout::ColMajor {
+    if fwd.layout.v == VLayout::ColMajor {
         return refuse("backward: v_layout col-major: its products read V along its rows".to_owned());
     }
     for (field, length) in [("seqlen_q", dims.seqlen_q), ("seqlen_k", dims.seqlen_k)] {
@@ -698,9 +698,9 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
         }
     }
     let read = [
-        ("q", fwd.q, fwd.shape_q()),
-        ("k", fwd.k, fwd.shape_k()),
-        ("v", fwd.v, fwd.shape_v()),
+        ("q", fwd.strides.q, fwd.shape_q()),
+        ("k", fwd.strides.k, fwd.shape_k()),
+        ("v", fwd.strides.v, fwd.shape_v()),
         ("dout", problem.dout, fwd.shape_o()),
     ];
     for (name, strides, shape) in read {
@@ -732,7 +732,7 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
     let dims = fwd.dims;
     let mut tile = default_tile(spec);
     // Beyond, 2 c / (1 + exp(2 y / c)) loses what of y is far below c: its error is some 3e-7 c.
-    let slow_softcap = fwd.softcap.is_some_and(|cap| !(1e-3..=64.0).contains(&cap));
+    let slow_softcap = fwd.score.softcap.is_some_and(|cap| !(1e-3..=64.0).contains(&cap));
     if slow_softcap {
         tile.fast_softcap = false;
         if !tile.walk.splits_dims() && tile.walk != BwdWalk::HalfBlocks {
@@ -789,7 +789,7 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
         tile.block_m = 80;
     }
     let whole = |strides, shape| odd_stride(strides, shape).is_none();
-    tile.vector_load = dims.head_dim_v.is_multiple_of(8) && whole(fwd.o, fwd.shape_o());
+    tile.vector_load = dims.head_dim_v.is_multiple_of(8) && whole(fwd.strides.o, fwd.shape_o());
     tile.vector_store = dims.head_dim_qk.is_multiple_of(8)
         && dims.head_dim_v.is_multiple_of(8)
         && whole(problem.dq, fwd.shape_q())

@@ -42,11 +42,12 @@ fn problems() -> impl Iterator<Item = FwdProblem> {
                 let make = if bits & 1 == 0 { FwdProblem::batch } else { FwdProblem::group };
                 let mut problem = make(DType::F16, dims).mask(mask.parse().unwrap());
                 if bits & 2 != 0 {
-                    let seq = problem.k.seq + 1;
-                    problem.k = Strides { seq, batch: seq * i64::from(dims.seqlen_k), ..problem.k };
+                    let seq = problem.strides.k.seq + 1;
+                    problem.strides.k =
+                        Strides { seq, batch: seq * i64::from(dims.seqlen_k), ..problem.strides.k };
                 }
-                problem.softcap = (bits & 4 != 0).then_some(30.0);
-                problem.p_drop = if bits & 8 != 0 { 0.5 } else { 0.0 };
+                problem.score.softcap = (bits & 4 != 0).then_some(30.0);
+                problem.dropout.p_drop = if bits & 8 != 0 { 0.5 } else { 0.0 };
                 problem
             })
         })
@@ -65,7 +66,7 @@ fn the_tile_that_the_hopper_table_chooses_is_one_that_its_kernel_takes() {
                 tile.make_batch_invariant(&spec);
             }
             let refusal = tile.check(&spec, problem.gqa_ratio());
-            assert_eq!(refusal, Ok(()), "{:?} {:?} {tile:?}", problem.dims, problem.kv_layout);
+            assert_eq!(refusal, Ok(()), "{:?} {:?} {tile:?}", problem.dims, problem.layout.kv);
         }
         packed += usize::from(tile.pack_gqa);
     }
@@ -78,7 +79,7 @@ fn the_tile_that_the_blackwell_table_chooses_is_one_that_its_kernel_takes() {
         for arch in sm100::ARCHS {
             let tile = sm100::choose_tile(&problem, arch);
             let refusal = tile.check(&FwdSpec::of(&problem), problem.gqa_ratio());
-            assert_eq!(refusal, Ok(()), "{arch} {:?} {:?} {tile:?}", problem.dims, problem.kv_layout);
+            assert_eq!(refusal, Ok(()), "{arch} {:?} {:?} {tile:?}", problem.dims, problem.layout.kv);
         }
     }
 }
@@ -96,18 +97,18 @@ fn problems_of_fp8() -> impl Iterator<Item = FwdProblem> {
             (0..16).map(move |bits| {
                 let make = if bits & 1 == 0 { FwdProblem::batch } else { FwdProblem::group };
                 let mut problem = make(DType::E4m3Fn, dims).mask(mask.parse().unwrap()).dtype_o(DType::Bf16);
-                for strides in [&mut problem.q, &mut problem.k] {
+                for strides in [&mut problem.strides.q, &mut problem.strides.k] {
                     (strides.head, strides.seq, strides.batch) = (256, 1 << 16, 0);
                 }
                 if bits & 2 != 0 {
-                    problem.dtype_v = DType::F16;
+                    problem.dtypes.v = DType::F16;
                 }
                 if bits & 4 != 0 {
-                    problem.v_layout = VLayout::ColMajor;
+                    problem.layout.v = VLayout::ColMajor;
                     let shape = problem.shape_v();
-                    problem.v = Strides::bhds(Shape { seq: shape.seq.next_multiple_of(16), ..shape });
+                    problem.strides.v = Strides::bhds(Shape { seq: shape.seq.next_multiple_of(16), ..shape });
                 }
-                problem.softcap = (bits & 8 != 0).then_some(30.0);
+                problem.score.softcap = (bits & 8 != 0).then_some(30.0);
                 problem
             })
         })
@@ -127,7 +128,7 @@ fn the_tile_that_the_hopper_table_chooses_for_fp8_is_one_that_its_kernel_takes()
                 assert!(tile.is_batch_invariant(&spec), "{tile:?}");
             }
             let refusal = tile.check(&spec, problem.gqa_ratio());
-            assert_eq!(refusal, Ok(()), "{:?} {:?} {tile:?}", problem.dims, problem.kv_layout);
+            assert_eq!(refusal, Ok(()), "{:?} {:?} {tile:?}", problem.dims, problem.layout.kv);
         }
         once += usize::from(tile.prepare_v != PrepareV::InTile);
     }

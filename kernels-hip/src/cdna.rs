@@ -51,13 +51,13 @@ pub fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Re
     let arch = device.arch;
     problem.refuse_mixed_layouts(NAME)?;
     problem.refuse_cache_updates(NAME)?;
-    for (field, dtype) in [("dtype_qk", problem.dtype_qk), ("dtype_v", problem.dtype_v)] {
+    for (field, dtype) in [("dtype_qk", problem.dtypes.qk), ("dtype_v", problem.dtypes.v)] {
         if !arch.multiplies(dtype) {
             refuse!(NAME, "{field} {dtype} is no operand of {}'s matrix instructions", arch.name());
         }
     }
-    if problem.dtype_o.is_fp8() && !arch.multiplies(problem.dtype_o) {
-        refuse!(NAME, "dtype_o {} has no conversion on {}", problem.dtype_o, arch.name());
+    if problem.dtypes.o.is_fp8() && !arch.multiplies(problem.dtypes.o) {
+        refuse!(NAME, "dtype_o {} has no conversion on {}", problem.dtypes.o, arch.name());
     }
     let dims = problem.dims;
     for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
@@ -129,24 +129,24 @@ impl Knobs {
 /// columns, and rows of 64, 128, 192 (Q and K alone) and 256; and so has what no wide load can read.
 fn spec(problem: &FwdProblem, load: LoadPath) -> CdnaSpec {
     let by_element = load == LoadPath::Element;
-    let dropout = by_element || problem.drops() || problem.write_keep_mask;
-    let modifies = dropout || problem.softcap.is_some() || problem.bias != Bias::None;
+    let dropout = by_element || problem.drops() || problem.dropout.write_keep_mask;
+    let modifies = dropout || problem.score.softcap.is_some() || problem.score.bias != Bias::None;
     let banded = modifies || problem.mask.kind() != MaskKind::Full;
     let padded = |dim: u32, wide: &[i32]| {
         let whole = dim.max(1).next_multiple_of(WAVE_ROWS.unsigned_abs()).cast_signed();
         wide.iter().copied().find(|&wide| modifies && whole <= wide).unwrap_or(whole)
     };
     CdnaSpec {
-        dtype_qk: problem.dtype_qk,
-        dtype_v: problem.dtype_v,
-        output: match problem.dtype_o.is_fp8() {
+        dtype_qk: problem.dtypes.qk,
+        dtype_v: problem.dtypes.v,
+        output: match problem.dtypes.o.is_fp8() {
             _ if by_element => OutputKind::Any,
             true => OutputKind::Fp8,
             false => OutputKind::Wide,
         },
         head_dim_qk: padded(problem.dims.head_dim_qk, &[64, 128, 192, 256]),
         head_dim_v: padded(problem.dims.head_dim_v, &[64, 128, 256]),
-        v_layout: if by_element { VLayout::RowMajor } else { problem.v_layout },
+        v_layout: if by_element { VLayout::RowMajor } else { problem.layout.v },
         mask: if banded { MaskKind::Band } else { MaskKind::Full },
         // Without a lower bound nothing is hidden that a sink column could show.
         sink_columns: modifies || problem.mask.kind() == MaskKind::Band && problem.mask.sink_columns > 0,
@@ -216,16 +216,16 @@ fn lds_bytes(spec: &CdnaSpec, tile: &CdnaTile) -> i64 {
 
 /// Whether every row of Q, K and V is whole chunks long.
 fn loads_chunks(problem: &FwdProblem) -> bool {
-    let qk_bytes = u64::from(problem.dims.head_dim_qk) * problem.dtype_qk.size_bytes();
-    let v_bytes = u64::from(problem.dims.head_dim_v) * problem.dtype_v.size_bytes();
-    qk_bytes.is_multiple_of(CHUNK) && (problem.v_layout == VLayout::ColMajor || v_bytes.is_multiple_of(CHUNK))
+    let qk_bytes = u64::from(problem.dims.head_dim_qk) * problem.dtypes.qk.size_bytes();
+    let v_bytes = u64::from(problem.dims.head_dim_v) * problem.dtypes.v.size_bytes();
+    qk_bytes.is_multiple_of(CHUNK) && (problem.layout.v == VLayout::ColMajor || v_bytes.is_multiple_of(CHUNK))
 }
 
 /// Whether every row of Q, K and V starts and ends on a dword, and a tile's rows lie within 2^28 bytes: a descriptor
 /// reaches several tiles.
 fn loads_dwords(problem: &FwdProblem, tile: &CdnaTile) -> bool {
     let (q, k, v) = (problem.shape_q(), problem.shape_k(), problem.shape_v());
-    let (qk_size, v_size) = (problem.dtype_qk.size_bytes() as i64, problem.dtype_v.size_bytes() as i64);
+    let (qk_size, v_size) = (problem.dtypes.qk.size_bytes() as i64, problem.dtypes.v.size_bytes() as i64);
     let fits = |strides: Strides, rows: i64, row_stride: i64, row_bytes: i64, size: i64| {
         [strides.batch * size, strides.head * size, row_stride * size, row_bytes]
             .iter()
@@ -233,14 +233,18 @@ fn loads_dwords(problem: &FwdProblem, tile: &CdnaTile) -> bool {
             && (rows + 1).saturating_mul(row_stride * size) < 1 << 28
     };
     let qk_bytes = i64::from(q.dim) * qk_size;
-    let v_fits = match problem.v_layout {
-        VLayout::RowMajor => {
-            fits(problem.v, tile.block_n.into(), problem.v.seq, i64::from(v.dim) * v_size, v_size)
-        }
+    let v_fits = match problem.layout.v {
+        VLayout::RowMajor => fits(
+            problem.strides.v,
+            tile.block_n.into(),
+            problem.strides.v.seq,
+            i64::from(v.dim) * v_size,
+            v_size,
+        ),
         // A packed sequence may start at any key, so at any byte of the row.
         VLayout::ColMajor => {
-            problem.kv_layout == KvLayout::Strided
-                && fits(problem.v, MAX_HEAD_DIM.into(), problem.v.dim, DWORD, v_size)
+            problem.layout.kv == KvLayout::Strided
+                && fits(problem.strides.v, MAX_HEAD_DIM.into(), problem.strides.v.dim, DWORD, v_size)
         }
     };
     let live = |strides: Strides, shape: fmha_core::Shape| Strides {
@@ -248,14 +252,14 @@ fn loads_dwords(problem: &FwdProblem, tile: &CdnaTile) -> bool {
         head: if shape.head > 1 { strides.head } else { 0 },
         ..strides
     };
-    fits(live(problem.q, q), tile.block_m.into(), problem.q.seq, qk_bytes, qk_size)
-        && fits(live(problem.k, k), tile.block_n.into(), problem.k.seq, qk_bytes, qk_size)
+    fits(live(problem.strides.q, q), tile.block_m.into(), problem.strides.q.seq, qk_bytes, qk_size)
+        && fits(live(problem.strides.k, k), tile.block_n.into(), problem.strides.k.seq, qk_bytes, qk_size)
         && v_fits
 }
 
 /// Whether every run of four elements of O is aligned to its size.
 fn stores_runs(problem: &FwdProblem) -> bool {
-    let (o, shape) = (problem.o, problem.shape_o());
+    let (o, shape) = (problem.strides.o, problem.shape_o());
     problem.dims.head_dim_v.is_multiple_of(4)
         && (shape.batch <= 1 || o.batch % 4 == 0)
         && (shape.head <= 1 || o.head % 4 == 0)
@@ -319,7 +323,8 @@ impl Cdna {
     /// The operand, its address and the alignment that it lacks.
     pub fn takes_addresses(&self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Result<(), ProblemError> {
         let loads = if self.tile.load == LoadPath::Element { 1 } else { DWORD.unsigned_abs() };
-        let stores = if self.tile.store == StorePath::Element { 1 } else { 4 * problem.dtype_o.size_bytes() };
+        let stores =
+            if self.tile.store == StorePath::Element { 1 } else { 4 * problem.dtypes.o.size_bytes() };
         for (name, address, align) in [
             ("q", args.q.as_ptr() as u64, loads),
             ("k", args.k_slice().as_ptr() as u64, loads),
@@ -348,7 +353,7 @@ impl Cdna {
     /// What a launch reads.
     #[must_use]
     pub fn params(problem: &FwdProblem, fwd: &FwdParams) -> CdnaParams {
-        let dtype_bias = match problem.bias {
+        let dtype_bias = match problem.score.bias {
             Bias::Elementwise(bias) => bias.dtype,
             Bias::None | Bias::Alibi { .. } => DType::F32,
         };
@@ -356,7 +361,7 @@ impl Cdna {
             fwd: *fwd,
             head_dim_qk: problem.dims.head_dim_qk as i32,
             head_dim_v: problem.dims.head_dim_v as i32,
-            dtype_o: problem.dtype_o as i32,
+            dtype_o: problem.dtypes.o as i32,
             dtype_bias: dtype_bias as i32,
             drops: problem.drops().into(),
         }

@@ -95,10 +95,10 @@ impl Tiles<'_> {
         if self.num <= places {
             return (TileOrder::Single, Why::OneRound);
         }
-        let lengths_on_device = self.problem.q_layout == QLayout::Packed
-            || self.problem.kv_layout != KvLayout::Strided
-            || self.problem.seqused_q
-            || self.problem.seqused_k;
+        let lengths_on_device = self.problem.layout.q == QLayout::Packed
+            || self.problem.layout.kv != KvLayout::Strided
+            || self.problem.layout.seqused_q
+            || self.problem.layout.seqused_k;
         if lengths_on_device {
             return (TileOrder::Single, Why::UnknownLengths);
         }
@@ -254,7 +254,7 @@ mod tests {
     #[test]
     fn lengths_that_are_known_on_the_device_alone_are_left_to_its_dispatcher() {
         let mut problem = problem(512, "0");
-        problem.seqused_k = true;
+        problem.layout.seqused_k = true;
         assert_eq!(tiles(&problem).order(8, 64), (TileOrder::Single, Why::UnknownLengths));
     }
 }

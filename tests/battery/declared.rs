@@ -16,7 +16,7 @@ pub struct Declared {
 }
 
 fn uses(problem: Option<&FwdProblem>, dtype: impl Fn(DType) -> bool) -> bool {
-    problem.is_some_and(|p| dtype(p.dtype_qk) || dtype(p.dtype_v))
+    problem.is_some_and(|p| dtype(p.dtypes.qk) || dtype(p.dtypes.v))
 }
 
 /// The problem does, or the other call that a law makes beside it.
@@ -26,8 +26,8 @@ fn updates_the_cache(case: &Case, problem: Option<&FwdProblem>) -> bool {
 }
 
 fn alibi_beside_a_tiny_scale(problem: &FwdProblem) -> bool {
-    let is_tiny = problem.softmax_scale.is_some_and(|scale| scale != 0.0 && scale.abs() < 1e-30);
-    is_tiny && matches!(problem.bias, Bias::Alibi { .. })
+    let is_tiny = problem.score.softmax_scale.is_some_and(|scale| scale != 0.0 && scale.abs() < 1e-30);
+    is_tiny && matches!(problem.score.bias, Bias::Alibi { .. })
 }
 
 /// All of them. The CPU backend takes the whole contract and has none.

@@ -185,7 +185,7 @@ impl<'a> Resident<'a> {
         stream: &Stream,
     ) -> Result<()> {
         let scratch = plan.workspace().bytes > 0;
-        let appends = plan.problem().append.is_some();
+        let appends = plan.problem().cache.append.is_some();
         let facts = (totals, plan.problem().dims.batch);
         let mut outputs = vec![Operand::O, Operand::Lse, Operand::KeepMask];
         if appends {

@@ -129,19 +129,19 @@ impl Law {
             LawKind::GroupIsBatch => {
                 let dims = problem.dims;
                 let packed = vec![(dims.seqlen_q, dims.seqlen_k); dims.batch as usize];
-                (other.q_layout, other.kv_layout) = (QLayout::Packed, KvLayout::Packed);
+                (other.layout.q, other.layout.kv) = (QLayout::Packed, KvLayout::Packed);
                 contiguous(&mut other);
                 HostFwd::new(other, &Lengths::packed(&packed), *data)
             }
             LawKind::ColMajorIsRowMajor => {
-                other.v_layout = VLayout::ColMajor;
-                other.v = Strides::bhds(other.shape_v());
+                other.layout.v = VLayout::ColMajor;
+                other.strides.v = Strides::bhds(other.shape_v());
                 HostFwd::new(other, lengths, *data)
             }
             LawKind::AnyLayout => {
-                other.q = Strides::bhsd(other.shape_q());
-                other.k = Strides::bhsd(other.shape_k());
-                other.o = Strides::bhsd(other.shape_o());
+                other.strides.q = Strides::bhsd(other.shape_q());
+                other.strides.k = Strides::bhsd(other.shape_k());
+                other.strides.o = Strides::bhsd(other.shape_o());
                 HostFwd::new(other, lengths, *data)
             }
             LawKind::WideWindowIsNone => {
@@ -170,7 +170,7 @@ impl Law {
             }
             LawKind::PagedIsStrided(page_size) => {
                 let (table, num_pages) = crate::families::pages(problem, page_size, data.seed);
-                other.kv_layout = KvLayout::Paged { page_size };
+                other.layout.kv = KvLayout::Paged { page_size };
                 contiguous(&mut other);
                 let mut paged = lengths.clone();
                 (paged.block_table, paged.totals.num_pages) = (table, Some(num_pages));
@@ -183,17 +183,17 @@ impl Law {
                 HostFwd::new(other, &permuted, *data)
             }
             LawKind::AppendIsWritten(new) => {
-                other.append = Some(Append::batch(&other, new));
+                other.cache.append = Some(Append::batch(&other, new));
                 let mut before = lengths.clone();
                 before.seqused_k.iter_mut().for_each(|length| *length -= new.cast_signed());
                 HostFwd::new(other, &before, *data)
             }
             LawKind::WidenedCache => {
-                other.dtype_cache = None;
-                (other.descale_k, other.descale_v) = (Descale::None, Descale::None);
+                other.cache.dtype = None;
+                (other.scales.descale_k, other.scales.descale_v) = (Descale::None, Descale::None);
                 let mut b = HostFwd::new(other, lengths, *data)?;
-                widen(a, &mut b, Operand::K, Operand::DescaleK, problem.descale_k);
-                widen(a, &mut b, Operand::V, Operand::DescaleV, problem.descale_v);
+                widen(a, &mut b, Operand::K, Operand::DescaleK, problem.scales.descale_k);
+                widen(a, &mut b, Operand::V, Operand::DescaleV, problem.scales.descale_v);
                 Ok(b)
             }
             LawKind::LastOfMany => {
@@ -218,11 +218,11 @@ fn run(backend: &Device, options: &PlanOptions, host: &mut HostFwd) -> Result<Fw
 
 /// Contiguous b·s·h·d throughout, V row-major.
 fn contiguous(problem: &mut FwdProblem) {
-    problem.v_layout = VLayout::RowMajor;
-    problem.q = Strides::bshd(problem.shape_q());
-    problem.k = Strides::bshd(problem.shape_k());
-    problem.v = Strides::bshd(problem.shape_v());
-    problem.o = Strides::bshd(problem.shape_o());
+    problem.layout.v = VLayout::RowMajor;
+    problem.strides.q = Strides::bshd(problem.shape_q());
+    problem.strides.k = Strides::bshd(problem.shape_k());
+    problem.strides.v = Strides::bshd(problem.shape_v());
+    problem.strides.o = Strides::bshd(problem.shape_o());
 }
 
 /// Whether two plans compute a row alike. In which order they take their tiles, and how many at a time, is to change
@@ -377,7 +377,7 @@ fn split_and_merge(
     let problem = &forward.problem;
     let dims = problem.dims;
     let rows = problem.shape_o();
-    let mut merge = CombineProblem::new(parts, DType::F32, problem.dtype_o, rows);
+    let mut merge = CombineProblem::new(parts, DType::F32, problem.dtypes.o, rows);
     merge.write_lse = problem.write_lse;
     let mut merged = HostCombine::new(merge, Data::default())?;
     for part in 0..parts {
@@ -386,7 +386,7 @@ fn split_and_merge(
         let (start, end) = if part + 1 == parts { (start, dims.seqlen_k) } else { (start, end) };
         let mut piece = problem.clone();
         piece.dims.seqlen_k = end - start;
-        piece.dtype_o = DType::F32;
+        piece.dtypes.o = DType::F32;
         piece.write_lse = true;
         if let MaskShape::Generic { y, x } = problem.mask.shape {
             let shift = start.cast_signed();

@@ -168,12 +168,12 @@ fn run_merge(case: &Combine, backend: &Device, options: &Options) -> Result<Verd
 /// P's rounding, whatever the reference says. Needs every weight in the sum: no sink, no dropout.
 fn constant_v_fault(case: &Forward, host: &HostFwd) -> Option<String> {
     let problem = &case.problem;
-    let wide = !problem.dtype_v.is_fp8() && !problem.dtype_o.is_fp8();
+    let wide = !problem.dtypes.v.is_fp8() && !problem.dtypes.o.is_fp8();
     let plain = case.data.init == crate::init::Init::ConstantV && case.plant == Plant::Nothing;
-    if !plain || !wide || problem.sink || problem.drops() {
+    if !plain || !wide || problem.score.sink || problem.drops() {
         return None;
     }
-    let u = problem.dtype_v.unit_roundoff() + problem.dtype_o.unit_roundoff() + 1e-5;
+    let u = problem.dtypes.v.unit_roundoff() + problem.dtypes.o.unit_roundoff() + 1e-5;
     let most = 2.0 * u * crate::init::CONSTANT_V;
     let o = host.operands.expect(Operand::O);
     for span in &host.spans {

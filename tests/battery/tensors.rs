@@ -104,15 +104,15 @@ impl HostFwd {
         let spans = inputs(&problem, lengths, data, fill, &mut operands)?;
         let tensor = |dtype, shape, strides| Tensor::new(dtype, shape, strides, data.room);
         let extents = problem.extents(lengths.totals);
-        operands.put(Operand::O, tensor(problem.dtype_o, extents.o, problem.o)?);
+        operands.put(Operand::O, tensor(problem.dtypes.o, extents.o, problem.strides.o)?);
         if problem.write_lse {
             operands.put(Operand::Lse, Tensor::row(DType::F32, extents.lse_elems, data.room)?);
         }
-        if problem.scale_o {
+        if problem.scales.scale_o {
             // No power of two, and nowhere near the largest number of any type.
             operands.put(Operand::ScaleO, Tensor::f32s(&[11.0], data.room)?);
         }
-        if problem.write_keep_mask {
+        if problem.dropout.write_keep_mask {
             operands.put(Operand::KeepMask, Tensor::u8s(problem.keep_mask_bytes(), data.room)?);
         }
         let (totals, dropout) = (lengths.totals, dropout_seed(data.seed));
@@ -156,9 +156,9 @@ impl HostBwd {
         let spans = inputs(&fwd, lengths, data, filled, &mut operands)?;
         let tensor = |dtype, shape, strides| Tensor::new(dtype, shape, strides, data.room);
         let extents = fwd.extents(lengths.totals);
-        operands.put(Operand::O, tensor(fwd.dtype_o, extents.o, fwd.o)?);
+        operands.put(Operand::O, tensor(fwd.dtypes.o, extents.o, fwd.strides.o)?);
         operands.put(Operand::Lse, Tensor::row(DType::F32, extents.lse_elems, data.room)?);
-        let mut dout = tensor(fwd.dtype_o, extents.o, problem.dout)?;
+        let mut dout = tensor(fwd.dtypes.o, extents.o, problem.dout)?;
         fill(&mut dout, Operand::Dout, &q_rows(&spans), data);
         operands.put(Operand::Dout, dout);
         if problem.has_dlse {
@@ -176,7 +176,7 @@ impl HostBwd {
         operands.put(Operand::Dq, tensor(grad, extents.q, problem.dq)?);
         operands.put(Operand::Dk, tensor(grad, extents.k, problem.dk)?);
         operands.put(Operand::Dv, tensor(grad, extents.v, problem.dv)?);
-        if let (Some(dbias), Bias::Elementwise(bias)) = (problem.dbias, fwd.bias) {
+        if let (Some(dbias), Bias::Elementwise(bias)) = (problem.dbias, fwd.score.bias) {
             let shape = fwd.shape_bias(bias.broadcast);
             operands.put(Operand::Dbias, tensor(dbias.dtype, shape, dbias.strides)?);
         }
@@ -352,15 +352,15 @@ fn inputs(
     operands: &mut Operands,
 ) -> Result<Vec<SeqSpan>> {
     let facts = (lengths.totals, problem.dims.batch);
-    let packs_new = problem.append.is_some_and(|append| append.layout == QLayout::Packed);
+    let packs_new = problem.cache.append.is_some_and(|append| append.layout == QLayout::Packed);
     for (operand, wanted, values) in [
-        (Operand::BlockTable, problem.kv_layout.is_paged(), &lengths.block_table),
+        (Operand::BlockTable, problem.layout.kv.is_paged(), &lengths.block_table),
         (Operand::CuSeqlensNew, packs_new, &lengths.cu_seqlens_new),
-        (Operand::TreeMask, problem.tree_mask, &lengths.tree_mask),
-        (Operand::CuSeqlensQ, problem.q_layout == QLayout::Packed, &lengths.cu_seqlens_q),
-        (Operand::CuSeqlensK, problem.kv_layout == KvLayout::Packed, &lengths.cu_seqlens_k),
-        (Operand::SequsedQ, problem.seqused_q, &lengths.seqused_q),
-        (Operand::SequsedK, problem.seqused_k, &lengths.seqused_k),
+        (Operand::TreeMask, problem.cache.tree_mask, &lengths.tree_mask),
+        (Operand::CuSeqlensQ, problem.layout.q == QLayout::Packed, &lengths.cu_seqlens_q),
+        (Operand::CuSeqlensK, problem.layout.kv == KvLayout::Packed, &lengths.cu_seqlens_k),
+        (Operand::SequsedQ, problem.layout.seqused_q, &lengths.seqused_q),
+        (Operand::SequsedK, problem.layout.seqused_k, &lengths.seqused_k),
     ] {
         if wanted {
             operands.put(operand, Tensor::i32s(values, data.room)?);
@@ -373,11 +373,11 @@ fn inputs(
     let extents = problem.extents(lengths.totals);
     let (rows_q, rows_k) = (q_rows(&spans), k_rows(&spans, kv_rows));
     for (operand, dtype, shape, strides, rows) in [
-        (Operand::Q, problem.dtype_qk, extents.q, problem.q, &rows_q),
-        (Operand::K, problem.stored_k(), extents.k, problem.k, &rows_k),
-        (Operand::V, problem.stored_v(), extents.v, problem.v, &rows_k),
+        (Operand::Q, problem.dtypes.qk, extents.q, problem.strides.q, &rows_q),
+        (Operand::K, problem.stored_k(), extents.k, problem.strides.k, &rows_k),
+        (Operand::V, problem.stored_v(), extents.v, problem.strides.v, &rows_k),
     ] {
-        if operand == Operand::V && problem.v_in_k {
+        if operand == Operand::V && problem.cache.v_in_k {
             continue;
         }
         let mut tensor = Tensor::new(dtype, shape, strides, data.room)?;
@@ -388,7 +388,7 @@ fn inputs(
 
     let dims = problem.dims;
     let heads = dims.num_heads_q;
-    match problem.bias {
+    match problem.score.bias {
         Bias::None => {}
         Bias::Elementwise(bias) => {
             let shape = problem.shape_bias(bias.broadcast);
@@ -404,15 +404,15 @@ fn inputs(
             operands.put(Operand::AlibiSlopes, Tensor::f32s(&slopes, data.room)?);
         }
     }
-    if problem.sink {
+    if problem.score.sink {
         let mut sinks = vec![0.0; heads as usize];
         data.init.fill(Operand::Sink, data.seed, [0, 0, 0], &mut sinks);
         operands.put(Operand::Sink, Tensor::f32s(&sinks, data.room)?);
     }
     for (operand, kind, least) in [
-        (Operand::DescaleQ, problem.descale_q, 0.6),
-        (Operand::DescaleK, problem.descale_k, 0.7),
-        (Operand::DescaleV, problem.descale_v, 0.8),
+        (Operand::DescaleQ, problem.scales.descale_q, 0.6),
+        (Operand::DescaleK, problem.scales.descale_k, 0.7),
+        (Operand::DescaleV, problem.scales.descale_v, 0.8),
     ] {
         let count = kind.num_elems(dims.batch, dims.num_heads_kv);
         if kind != Descale::None {
@@ -471,12 +471,12 @@ fn cache_operands(
     data: Data,
     operands: &mut Operands,
 ) -> Result<()> {
-    if let Some(append) = &problem.append {
+    if let Some(append) = &problem.cache.append {
         let (k, v) = problem.shapes_new(append, lengths.totals);
         let rows = new_rows(spans);
         for (operand, dtype, shape, strides, wanted) in [
-            (Operand::KNew, problem.dtype_qk, k, append.k_new, true),
-            (Operand::VNew, problem.dtype_v, v, append.v_new, !problem.v_in_k),
+            (Operand::KNew, problem.dtypes.qk, k, append.k_new, true),
+            (Operand::VNew, problem.dtypes.v, v, append.v_new, !problem.cache.v_in_k),
         ] {
             if wanted {
                 let mut tensor = Tensor::new(dtype, shape, strides, data.room)?;
@@ -485,7 +485,7 @@ fn cache_operands(
             }
         }
     }
-    if let Some(rotary) = &problem.rotary {
+    if let Some(rotary) = &problem.cache.rotary {
         // The angles of Su et al., "RoFormer": position / 10000^(2 i / dim).
         let half = rotary.dim / 2;
         let angle = |at: u64| {

@@ -13,11 +13,11 @@ pub(super) fn run(problem: &ValidBwd, args: &BwdArgs<'_>, fault: Option<Fault>) 
     let dq_out = Output::new(&args.dq, grad, problem.dq, fault);
     let dk_out = Output::new(&args.dk, grad, problem.dk, fault);
     let dv_out = Output::new(&args.dv, grad, problem.dv, fault);
-    let o = Input::new(args.o, fwd.dtype_o, fwd.o, fault);
-    let dout = Input::new(args.dout, fwd.dtype_o, problem.dout, fault);
+    let o = Input::new(args.o, fwd.dtypes.o, fwd.strides.o, fault);
+    let dout = Input::new(args.dout, fwd.dtypes.o, problem.dout, fault);
     let (lse, dlse) = (floats(Some(&args.lse)), floats(args.dlse.as_ref()));
     let (dim_qk, dim_v) = (dims.head_dim_qk, dims.head_dim_v);
-    let bias = match (problem.dbias, fwd.bias) {
+    let bias = match (problem.dbias, fwd.score.bias) {
         (Some(_), Bias::Elementwise(bias)) => Some((bias.broadcast, fwd.shape_bias(bias.broadcast))),
         _ => None,
     };
@@ -64,8 +64,8 @@ pub(super) fn run(problem: &ValidBwd, args: &BwdArgs<'_>, fault: Option<Fault>) 
                             dbias[to as usize] += ds;
                         }
                         // The gradient of a dequantised Q holds K's descale, not its own.
-                        let descale_q = descale(args.score.descale_q.as_ref(), fwd.descale_q, &head);
-                        let descale_k = descale(args.score.descale_k.as_ref(), fwd.descale_k, &head);
+                        let descale_q = descale(args.score.descale_q.as_ref(), fwd.scales.descale_q, &head);
+                        let descale_k = descale(args.score.descale_k.as_ref(), fwd.scales.descale_k, &head);
                         let scale = if is(Fault::ScaleDropped) { 1.0 } else { fwd.resolved_softmax_scale() };
                         let ds = ds * slope * scale;
                         let ds_q = if is(Fault::DqWithoutScale) { ds / scale } else { ds };

@@ -13,7 +13,7 @@ pub(super) fn run(
     args: &FwdArgs<'_>,
     fault: Option<Fault>,
 ) -> Result<(), ProblemError> {
-    let o = Output::new(&args.o, problem.dtype_o, problem.o, fault);
+    let o = Output::new(&args.o, problem.dtypes.o, problem.strides.o, fault);
     let lse = args.lse.as_ref().map(Output::floats);
     let scale_o = match fault {
         Some(Fault::ScaleOForgotten) => 1.0,
@@ -37,8 +37,8 @@ pub(super) fn run(
                 let (row, row_lse) = attend(&head, i);
                 for (d, value) in row.iter().enumerate() {
                     let at = [span.q_batch, span.q_row + i, i_head, d as u32];
-                    let overflows = problem.dtype_o.is_fp8()
-                        && f64::from(value * scale_o).abs() > problem.dtype_o.max_finite();
+                    let overflows = problem.dtypes.o.is_fp8()
+                        && f64::from(value * scale_o).abs() > problem.dtypes.o.max_finite();
                     let saturates = !overflows || fault != Some(Fault::SaturationForgotten);
                     o.put(at, if saturates { value * scale_o } else { f32::NAN });
                 }

@@ -47,13 +47,13 @@ impl<'a> Head<'a> {
             let values = floats(slice.as_ref());
             values.get(kind.index(span.i_batch, head, dims.num_heads_kv)).copied().unwrap_or(1.0)
         };
-        let bias = match (problem.bias, score.bias) {
+        let bias = match (problem.score.bias, score.bias) {
             (Bias::Elementwise(bias), Some(slice)) => {
                 Some(Input::new(slice, bias.dtype, bias.strides, fault))
             }
             _ => None,
         };
-        let slope = match problem.bias {
+        let slope = match problem.score.bias {
             Bias::Alibi { per_batch } => {
                 let batch = if per_batch && !is(Fault::AlibiBatchForgotten) { span.i_batch } else { 0 };
                 floats(score.alibi_slopes.as_ref())[(batch * dims.num_heads_q + i_head) as usize]
@@ -66,20 +66,27 @@ impl<'a> Head<'a> {
             span,
             i_head,
             i_head_kv,
-            q: Input::new(q, problem.dtype_qk, problem.q, fault),
-            k: Input::new(k, problem.dtype_qk, problem.k, fault),
-            v: Input::new(v, problem.dtype_v, problem.v, fault),
+            q: Input::new(q, problem.dtypes.qk, problem.strides.q, fault),
+            k: Input::new(k, problem.dtypes.qk, problem.strides.k, fault),
+            v: Input::new(v, problem.dtypes.v, problem.strides.v, fault),
             band: band(problem, span, fault),
             sink: problem
+                .score
                 .sink
                 .then(|| floats(score.sink.as_ref())[i_head as usize])
                 .filter(|_| !is(Fault::SinkForgotten)),
-            descale_v: descale(&score.descale_v, problem.descale_v),
-            descale_qk: descale(&score.descale_q, problem.descale_q)
-                * descale(&score.descale_k, problem.descale_k),
+            descale_v: descale(&score.descale_v, problem.scales.descale_v),
+            descale_qk: descale(&score.descale_q, problem.scales.descale_q)
+                * descale(&score.descale_k, problem.scales.descale_k),
             bias,
             slope,
-            keep: KeepMask::new(problem.p_drop, score.dropout, span.i_batch, i_head, dims.num_heads_q),
+            keep: KeepMask::new(
+                problem.dropout.p_drop,
+                score.dropout,
+                span.i_batch,
+                i_head,
+                dims.num_heads_q,
+            ),
         }
     }
 
@@ -116,7 +123,7 @@ impl<'a> Head<'a> {
             s += bias;
         }
         let mut slope = 1.0;
-        if let (Some(cap), false) = (self.problem.softcap, self.is(Fault::SoftcapForgotten)) {
+        if let (Some(cap), false) = (self.problem.score.softcap, self.is(Fault::SoftcapForgotten)) {
             let tanh = (s / cap).tanh();
             (s, slope) = (cap * tanh, 1.0 - tanh * tanh);
         }
@@ -127,7 +134,7 @@ impl<'a> Head<'a> {
     }
 
     fn bias(&self, i: u32, j: u32) -> f32 {
-        match (self.problem.bias, self.bias) {
+        match (self.problem.score.bias, self.bias) {
             (Bias::Elementwise(kind), Some(bias)) => {
                 let (b, h) = kind.broadcast.index(self.span.i_batch, self.i_head);
                 bias.at(b, i, if self.is(Fault::BiasHeadForgotten) { 0 } else { h }, j)
@@ -151,7 +158,7 @@ impl<'a> Head<'a> {
         match (self.kept(i, j), self.is(Fault::DropoutNotRescaled)) {
             (false, _) => 0.0,
             (true, true) => 1.0,
-            (true, false) => keep_scale(self.problem.p_drop) as f32,
+            (true, false) => keep_scale(self.problem.dropout.p_drop) as f32,
         }
     }
 }
@@ -190,7 +197,7 @@ pub(super) fn spans(
         seqused_k: seq.seqused_k.map(host),
     };
     let mut spans = fmha_core::seq::spans(problem, &seq)?;
-    if fault == Some(Fault::SequenceLengthPhysical) && problem.kv_layout == fmha_core::KvLayout::Strided {
+    if fault == Some(Fault::SequenceLengthPhysical) && problem.layout.kv == fmha_core::KvLayout::Strided {
         spans.iter_mut().for_each(|span| span.seqlen_k = problem.dims.seqlen_k);
     }
     Ok(spans)

@@ -120,10 +120,10 @@ impl<'a> Backward<'a> {
             spans: self.spans,
             blocks: self.blocks,
             score: ScoreInputs::new(fwd, &args.score),
-            q: Source::new(args.q, fwd.dtype_qk, fwd.q),
-            k: Source::new(args.k, fwd.dtype_qk, fwd.k),
-            v: Source::new(args.v, fwd.dtype_v, fwd.v),
-            dout: Source::new(args.dout, fwd.dtype_o, problem.dout),
+            q: Source::new(args.q, fwd.dtypes.qk, fwd.strides.q),
+            k: Source::new(args.k, fwd.dtypes.qk, fwd.strides.k),
+            v: Source::new(args.v, fwd.dtypes.v, fwd.strides.v),
+            dout: Source::new(args.dout, fwd.dtypes.o, problem.dout),
             dq: Target::new(&args.dq, grad, problem.dq),
             dk: Target::new(&args.dk, grad, problem.dk),
             dv: Target::new(&args.dv, grad, problem.dv),
@@ -167,7 +167,7 @@ impl Shared<'_> {
                 }
             }
         }
-        if let (Some(_), Bias::Elementwise(bias)) = (&self.dbias, self.problem.fwd.bias) {
+        if let (Some(_), Bias::Elementwise(bias)) = (&self.dbias, self.problem.fwd.score.bias) {
             let shape = self.problem.fwd.shape_bias(bias.broadcast);
             for i_batch in 0..shape.batch {
                 for i_head in 0..shape.head {
@@ -218,7 +218,7 @@ impl Shared<'_> {
     /// `delta = dO . O` of every row.
     fn row_sums<S: Simd>(&mut self, s: S, threads: &Threads) -> fmha_core::Result<()> {
         let fwd = self.problem.fwd();
-        let o = Source::new(self.args.o, fwd.dtype_o, fwd.o);
+        let o = Source::new(self.args.o, fwd.dtypes.o, fwd.strides.o);
         let heads = fwd.dims.num_heads_q;
         let cols = fwd.dims.head_dim_v as usize;
         let to = Bytes::of(&mut self.delta);
@@ -400,7 +400,7 @@ impl Shared<'_> {
     /// dBias of rows of one matrix: the sum over every sequence and head that it serves.
     fn bias_rows<S: Simd>(&self, s: S, scratch: &mut Scratch, b: u32, h: u32, i: u32) {
         let fwd = self.problem.fwd();
-        let (Some(to), Bias::Elementwise(bias)) = (&self.dbias, fwd.bias) else {
+        let (Some(to), Bias::Elementwise(bias)) = (&self.dbias, fwd.score.bias) else {
             return;
         };
         let Blocks { block_m, block_n, .. } = self.blocks;

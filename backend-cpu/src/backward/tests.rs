@@ -38,7 +38,7 @@ fn of_call<T>(
     let broadcast = BiasBroadcast::BatchHead;
     let strides = Strides::bhsd(fwd.shape_bias(broadcast));
     if dbias {
-        fwd.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
+        fwd.score.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
     }
     change(&mut fwd);
     let mut problem = BwdProblem::new(fwd);
@@ -140,7 +140,7 @@ fn no_byte_beyond_the_end_of_a_tensor_is_touched() {
         let mut fwd = FwdProblem::batch(DType::F32, dims);
         let strides = Strides::bhsd(fwd.shape_bias(BiasBroadcast::OneHead));
         let bias = ElementwiseBias { dtype: DType::F32, broadcast: BiasBroadcast::OneHead, strides };
-        (fwd.bias, fwd.write_lse) = (Bias::Elementwise(bias), true);
+        (fwd.score.bias, fwd.write_lse) = (Bias::Elementwise(bias), true);
         let mut problem = BwdProblem::new(fwd);
         problem.dbias = Some(BiasGrad { dtype: DType::F32, strides });
         let problem = problem.validate().unwrap();
@@ -207,9 +207,9 @@ fn a_threads_scratch_has_what_a_tile_of_queries_and_one_of_keys_take() {
     let with = |more: [usize; 5]| std::array::from_fn(|n| if n < 7 { loaded[n] } else { more[n - 7] });
     assert_eq!(narrow(|_| {}, false), ([96, 96, 64, 0, 16], with([96, 96, 0, 0, 16])));
     assert_eq!(narrow(|_| {}, true), ([96, 96, 64, 96, 16], with([96, 96, 96, 0, 16])));
-    let dropping = |fwd: &mut FwdProblem| fwd.p_drop = 0.3;
+    let dropping = |fwd: &mut FwdProblem| fwd.dropout.p_drop = 0.3;
     assert_eq!(narrow(dropping, false).1, with([96, 96, 96, 0, 16]));
-    let capped = |fwd: &mut FwdProblem| fwd.softcap = Some(2.0);
+    let capped = |fwd: &mut FwdProblem| fwd.score.softcap = Some(2.0);
     assert_eq!(narrow(capped, false).1, with([96, 96, 0, 96, 16]));
     let wide = of_call(&[(60, 70)], false, capped, sizes::<SoftTiles>);
     assert_eq!(wide, ([384, 384, 256, 0, 32], [384, 192, 192, 256, 256, 64, 64, 96, 96, 0, 384, 16]));

@@ -57,7 +57,7 @@ impl Shared<'_> {
             weights: Floats::scratch(block_m * keys)?,
             gradients: Floats::scratch(block_m * keys)?,
             extra: optional(fwd.drops() || self.score.has_bias(), keys * S::PANEL)?,
-            slope: optional(fwd.softcap.is_some(), keys * S::PANEL)?,
+            slope: optional(fwd.score.softcap.is_some(), keys * S::PANEL)?,
             lse: Floats::scratch(block_m)?,
             delta: Floats::scratch(block_m)?,
             dlse: Floats::scratch(block_m)?,

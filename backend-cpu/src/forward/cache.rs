@@ -53,12 +53,28 @@ pub(crate) fn append(
     rows: KvRows<'_>,
     threads: &Threads,
 ) -> fmha_core::Result<()> {
-    let Some(append) = &problem.append else { return Ok(()) };
-    let angles = problem.rotary.map(|rotary| Angles::new(rotary, &args.cache));
+    let Some(append) = &problem.cache.append else { return Ok(()) };
+    let angles = problem.cache.rotary.map(|rotary| Angles::new(rotary, &args.cache));
     let dims = problem.dims;
     let tensors = [
-        (&args.k, &args.cache.k_new, append.k_new, problem.k, problem.dtype_qk, dims.head_dim_qk, angles),
-        (&args.v, &args.cache.v_new, append.v_new, problem.v, problem.dtype_v, dims.head_dim_v, None),
+        (
+            &args.k,
+            &args.cache.k_new,
+            append.k_new,
+            problem.strides.k,
+            problem.dtypes.qk,
+            dims.head_dim_qk,
+            angles,
+        ),
+        (
+            &args.v,
+            &args.cache.v_new,
+            append.v_new,
+            problem.strides.v,
+            problem.dtypes.v,
+            dims.head_dim_v,
+            None,
+        ),
     ];
     let used = threads.used(spans.len());
     for (to, new, from_strides, to_strides, dtype, dim, angles) in tensors {
@@ -107,13 +123,13 @@ impl TurnedQueries {
         spans: &[SeqSpan],
         threads: &Threads,
     ) -> fmha_core::Result<Option<Self>> {
-        let Some(rotary) = problem.rotary else { return Ok(None) };
+        let Some(rotary) = problem.cache.rotary else { return Ok(None) };
         let angles = Angles::new(rotary, &args.cache);
         let shape: Shape = problem.extents(args.seq.totals).q;
-        let (dtype, strides) = (problem.dtype_qk, Strides::bshd(shape));
+        let (dtype, strides) = (problem.dtypes.qk, Strides::bshd(shape));
         let bytes = shape.num_elems() * dtype.size_bytes();
         let mut memory = Floats::scratch(bytes.div_ceil(4) as usize)?;
-        let from = Source::new(args.q, dtype, problem.q);
+        let from = Source::new(args.q, dtype, problem.strides.q);
         let to = Target::of_scratch(memory.as_mut_ptr().cast(), dtype, strides);
         let used = threads.used(spans.len());
         let mut scratch = reserve(used)?;

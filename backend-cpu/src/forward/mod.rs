@@ -175,20 +175,20 @@ impl<'a> Forward<'a> {
             source: Source::new(slice, dtype, strides),
             rows,
             dim: dim as usize,
-            widened: problem.dtype_cache.map(|_| problem.dtype_qk),
+            widened: problem.cache.dtype.map(|_| problem.dtypes.qk),
             in_codes: false,
         };
-        let q = Source::new(args.q, problem.dtype_qk, problem.q);
+        let q = Source::new(args.q, problem.dtypes.qk, problem.strides.q);
         Shared {
             problem,
             spans: self.spans,
             blocks,
             score: ScoreInputs::new(problem, &args.score),
             q: turned.map_or(q, TurnedQueries::source),
-            k: cached(args.k_slice(), problem.stored_k(), problem.k, problem.dims.head_dim_qk),
-            v: cached(args.v_slice(), problem.stored_v(), problem.v, problem.dims.head_dim_v),
+            k: cached(args.k_slice(), problem.stored_k(), problem.strides.k, problem.dims.head_dim_qk),
+            v: cached(args.v_slice(), problem.stored_v(), problem.strides.v, problem.dims.head_dim_v),
             tree: TreeMask::of(problem, &args.cache, &args.seq),
-            o: Target::new(&args.o, problem.dtype_o, problem.o),
+            o: Target::new(&args.o, problem.dtypes.o, problem.strides.o),
             scale_o: args.scale_o.as_ref().map_or(1.0, |scale| f32_at(scale, 0)),
             lse: args.lse.as_ref().map(Bytes::new),
             keep_mask: args.keep_mask.as_ref().map(Bytes::new),
@@ -294,7 +294,7 @@ impl Shared<'_> {
         pairs: bool,
     ) -> bool {
         let mut is_moderate = true;
-        let factor = |descale: f32| if self.problem.dtype_cache.is_some() { 1.0 } else { descale };
+        let factor = |descale: f32| if self.problem.cache.dtype.is_some() { 1.0 } else { descale };
         s.run(GatherRows {
             from: self.k.block(s, head, (j, keys), head.descale_k, false, &mut scratch.gathered),
             rows: keys,
@@ -357,7 +357,7 @@ impl Shared<'_> {
                 let is_fresh = fresh & bit != 0;
                 fresh &= !bit;
                 let alpha = scratch.alpha.as_ptr();
-                let round = self.problem.dtype_v;
+                let round = self.problem.dtypes.v;
                 s.run(Softmax { panel, scores, state, round, pairs });
                 if head.drops {
                     let keep = scratch.extra.as_mut_ptr();
@@ -490,7 +490,7 @@ fn exp(x: f64) -> f64 {
 
 /// Whether an instruction set with dot products of bf16 pairs computes this problem with them.
 pub(crate) fn dots_pairs(problem: &FwdProblem) -> bool {
-    problem.dtype_qk == DType::Bf16 && problem.dtype_v == DType::Bf16 && !problem.drops()
+    problem.dtypes.qk == DType::Bf16 && problem.dtypes.v == DType::Bf16 && !problem.drops()
 }
 
 /// Whether an instruction set with tiles of bf16 computes this problem in them.

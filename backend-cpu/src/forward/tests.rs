@@ -37,19 +37,19 @@ impl Operands {
             .flat_map(|head| (0..problem.dims.head_dim_v).map(move |d| (head, d)))
         {
             if let Some(nan) = nan {
-                v[problem.v.offset(0, nan, head, d) as usize] = f64::NAN;
+                v[problem.strides.v.offset(0, nan, head, d) as usize] = f64::NAN;
             }
         }
-        let bias = match problem.bias {
+        let bias = match problem.score.bias {
             Bias::Elementwise(bias) => {
                 Some(fenced(bias.dtype, &noise(problem.shape_bias(bias.broadcast).num_elems(), 4)))
             }
             _ => None,
         };
         Self {
-            q: fenced(problem.dtype_qk, &noise(problem.shape_q().num_elems(), 1)),
-            k: fenced(problem.dtype_qk, &noise(problem.shape_k().num_elems(), 2)),
-            v: fenced(problem.dtype_v, &v),
+            q: fenced(problem.dtypes.qk, &noise(problem.shape_q().num_elems(), 1)),
+            k: fenced(problem.dtypes.qk, &noise(problem.shape_k().num_elems(), 2)),
+            v: fenced(problem.dtypes.v, &v),
             bias,
         }
     }
@@ -74,14 +74,14 @@ fn problem(dtype: DType, seqlens: (u32, u32), heads: u32, dims: (u32, u32), mask
         head_dim_v: dims.1,
     };
     let mut problem = FwdProblem::batch(dtype, dims);
-    (problem.mask, problem.write_lse, problem.dtype_o) = (mask.parse().unwrap(), true, DType::F32);
+    (problem.mask, problem.write_lse, problem.dtypes.o) = (mask.parse().unwrap(), true, DType::F32);
     problem
 }
 
 fn biased(mut problem: FwdProblem) -> FwdProblem {
     let broadcast = BiasBroadcast::OneHead;
     let strides = Strides::bhsd(problem.shape_bias(broadcast));
-    problem.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
+    problem.score.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
     problem
 }
 
@@ -89,13 +89,13 @@ fn biased(mut problem: FwdProblem) -> FwdProblem {
 fn attend<S: Simd>(s: S, problem: &FwdProblem, from: &Operands) -> (Vec<f64>, Vec<u32>) {
     let valid = problem.clone().validate().unwrap();
     let spans = fmha_core::seq::spans(&valid, &SeqArgs::default()).unwrap();
-    let size = valid.dtype_o.size_bytes() as usize;
+    let size = valid.dtypes.o.size_bytes() as usize;
     let mut o = Fenced::new(&vec![0x7f; valid.shape_o().num_elems() as usize * size]);
     let mut lse = vec![f32::NAN; valid.extents(Totals::NONE).lse_elems as usize];
     let args = from.args(&mut o, &mut lse);
     let call = Forward { problem: &valid, args: &args, spans: &spans, blocks: FORWARD_BLOCKS };
     call.run(s, &Threads::new(1).unwrap()).unwrap();
-    let o = o.bytes().chunks(size).map(|bytes| valid.dtype_o.read(bytes)).collect();
+    let o = o.bytes().chunks(size).map(|bytes| valid.dtypes.o.read(bytes)).collect();
     (o, lse.into_iter().map(canonical).collect())
 }
 
@@ -120,7 +120,7 @@ fn sixteen_lanes_and_dot_products_of_pairs_give_the_bits_of_four_lanes() {
             ((70, 150), (40, 40), "t", 0.3),
         ] {
             let mut problem = problem(dtype, seqlens, 2, dims, mask);
-            problem.p_drop = p_drop;
+            problem.dropout.p_drop = p_drop;
             for problem in [problem.clone(), biased(problem)] {
                 let from = Operands::new(&problem, None);
                 let what = format!("{dtype} {seqlens:?} {dims:?} {mask}");
@@ -165,7 +165,7 @@ fn beside_a_hidden_nan_pairs_give_the_bits_of_f32() {
         assert!(same(&wide, &pairs), "{dims:?} {mask}");
         let band = problem.mask.band(70, 150);
         for i in 0..70 {
-            let at = problem.o.offset(0, i, 1, 0) as usize;
+            let at = problem.strides.o.offset(0, i, 1, 0) as usize;
             let row = &pairs.0[at..at + dims.1 as usize];
             let sees = band.visible(i, nan);
             assert!(row.iter().all(|o| o.is_nan() == sees), "{dims:?} {mask}, row {i}: {row:?}");
@@ -218,7 +218,7 @@ fn a_task_stays_within_its_scratch_and_what_was_there_before_reaches_nothing() {
         let valid = problem.clone().validate().unwrap();
         let spans = fmha_core::seq::spans(&valid, &SeqArgs::default()).unwrap();
         let from = Operands::new(problem, None);
-        let size = valid.dtype_o.size_bytes() as usize;
+        let size = valid.dtypes.o.size_bytes() as usize;
         let found = [1234.5f32, f32::NAN].map(|before| {
             let mut o = Fenced::new(&vec![0; valid.shape_o().num_elems() as usize * size]);
             let mut lse = vec![f32::NAN; valid.extents(Totals::NONE).lse_elems as usize];
@@ -263,7 +263,7 @@ fn a_task_stays_within_its_scratch_and_what_was_there_before_reaches_nothing() {
             attends(SoftDots, &biased(of(DType::F32, (40, 72))));
             attends(Portable, &biased(of(DType::F32, (40, 24))));
             let mut dropping = of(DType::F16, (40, 24));
-            dropping.p_drop = 0.3;
+            dropping.dropout.p_drop = 0.3;
             attends(Portable, &dropping);
         }
     }
@@ -291,7 +291,7 @@ fn of_call<T>(
         lengths.iter().map(|&(seqlen_q, seqlen_k)| SeqSpan { seqlen_q, seqlen_k, ..span }).collect();
     let nothing = DevSlice::host::<f32>(&[]);
     let mut args = FwdArgs::new(nothing, nothing, nothing, DevSliceMut::host::<f32>(&mut []));
-    args.score.bias = matches!(problem.bias, Bias::Elementwise(_)).then_some(nothing);
+    args.score.bias = matches!(problem.score.bias, Bias::Elementwise(_)).then_some(nothing);
     look(&Forward { problem, args: &args, spans: &spans, blocks })
 }
 
@@ -364,13 +364,13 @@ fn pairs_are_for_bf16_alone_without_dropout_and_tiles_for_whole_ones() {
         [dots_pairs(&problem), fits_tiles(&problem)]
     };
     assert_eq!(with(|_| {}), [true, true]);
-    assert_eq!(with(|problem| problem.dtype_qk = DType::F16), [false, false]);
-    assert_eq!(with(|problem| problem.dtype_v = DType::F16), [false, false]);
-    assert_eq!(with(|problem| problem.p_drop = 0.5), [false, false]);
+    assert_eq!(with(|problem| problem.dtypes.qk = DType::F16), [false, false]);
+    assert_eq!(with(|problem| problem.dtypes.v = DType::F16), [false, false]);
+    assert_eq!(with(|problem| problem.dropout.p_drop = 0.5), [false, false]);
     assert_eq!(with(|problem| problem.dims.head_dim_qk = 48), [true, false]);
     assert_eq!(with(|problem| problem.dims.head_dim_v = 80), [true, false]);
     assert_eq!(
-        with(|problem| (problem.dtype_qk, problem.dtype_v) = (DType::F32, DType::F32)),
+        with(|problem| (problem.dtypes.qk, problem.dtypes.v) = (DType::F32, DType::F32)),
         [false, false]
     );
 }

@@ -277,7 +277,7 @@ mod tests {
                         lse_worst = lse_worst.max((found - wanted).abs());
                     }
                     for d in 0..dim {
-                        let at = valid.o.offset(span.q_batch, i, i_head, d) as usize;
+                        let at = valid.strides.o.offset(span.q_batch, i, i_head, d) as usize;
                         let found = o[at].to_f64();
                         let index = (i * dim + d) as usize;
                         if exact.o[index].is_nan() {
@@ -331,15 +331,15 @@ mod tests {
             }
         }
         let mut capped = problem(50, 60, (32, 32), "b");
-        (capped.softcap, capped.softmax_scale) = (Some(1.5), Some(-0.3));
+        (capped.score.softcap, capped.score.softmax_scale) = (Some(1.5), Some(-0.3));
         assert!(errors(&capped, FORWARD_BLOCKS, |_| {}).0 <= 2.0);
         let mut negative = problem(50, 60, (32, 32), "0");
-        negative.softmax_scale = Some(-0.3);
+        negative.score.softmax_scale = Some(-0.3);
         assert!(errors(&negative, FORWARD_BLOCKS, |_| {}).0 <= 2.0);
         // Scores of one tile of keys far above those of another, so that O is rescaled.
         for scale in [2.0, 30.0, -30.0] {
             let mut steep = problem(70, 301, (64, 96), "b");
-            steep.softmax_scale = Some(scale);
+            steep.score.softmax_scale = Some(scale);
             let (o, _) = errors(&steep, FORWARD_BLOCKS, |_| {});
             assert!(o <= 2.0, "scale {scale}: {o}");
         }
@@ -350,7 +350,7 @@ mod tests {
     fn scores_that_f32_hardly_tells_apart_pick_one_key_through_tiles() {
         for (scale, mask) in [(1e8, "0"), (1e8, "b"), (-1e8, "0"), (1e6, "b:37,5")] {
             let mut steep = problem(70, 301, (64, 96), mask);
-            steep.softmax_scale = Some(scale);
+            steep.score.softmax_scale = Some(scale);
             let (o, lse) = errors(&steep, FORWARD_BLOCKS, |_| {});
             assert!(
                 o <= 2.0 && lse < 6.4e-5 * f64::from(scale.abs()),
@@ -363,7 +363,7 @@ mod tests {
     /// bf16 holds, and one that lags at e^3, which bf16 rounds.
     fn subtracts_the_true_maximum_on_request<S: Simd>(s: S) {
         let mut problem = problem(9, 37, (32, 32), "0");
-        (problem.dtype_o, problem.softmax_scale) = (DType::F32, Some(1.0));
+        (problem.dtypes.o, problem.score.softmax_scale) = (DType::F32, Some(1.0));
         let valid = problem.validate().unwrap();
         let last_keys = |number: f32, shape: Shape| -> Vec<bf16> {
             let row = (shape.head * shape.dim) as usize;
@@ -401,7 +401,7 @@ mod tests {
         for mask in ["0", "t"] {
             let problem = problem(100, 100, (32, 32), mask);
             for key in [40, 41, 60, 90] {
-                let at = problem.v.offset(0, key, 0, 3) as usize;
+                let at = problem.strides.v.offset(0, key, 0, 3) as usize;
                 let (o, _) = errors(&problem, blocks, |v| v[at] = bf16::from_f32(3.3e38));
                 assert!(o <= 2.0, "{mask}, key {key}: {o}");
             }
@@ -415,7 +415,7 @@ mod tests {
         for (mask, keys) in [("t", [20, 60, 61]), ("b:9,2", [7, 40, 99])] {
             let problem = problem(70, 100, (32, 64), mask);
             for key in keys {
-                let at = problem.v.offset(0, key, 0, 35) as usize;
+                let at = problem.strides.v.offset(0, key, 0, 35) as usize;
                 let (o, _) = errors(&problem, blocks, |v| v[at] = bf16::NAN);
                 assert!(o <= 2.0, "{mask}, key {key}: {o}");
             }

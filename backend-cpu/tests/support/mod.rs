@@ -134,7 +134,7 @@ impl Inputs {
         };
         let used = |side: usize| lengths.iter().map(|lengths| lengths[side].1 as i32).collect::<Vec<_>>();
         let (cu_q, cu_k, used_q, used_k) = (prefix(0), prefix(1), used(0), used(1));
-        let totals = match problem.q_layout {
+        let totals = match problem.layout.q {
             fmha_core::QLayout::Batch => Totals::NONE,
             fmha_core::QLayout::Packed => {
                 let [total_q, total_k] =
@@ -152,13 +152,13 @@ impl Inputs {
             seqused_k: Some(DevSlice::host(&used_k)),
         };
         let spans = fmha_core::seq::spans(&problem, &seq).unwrap();
-        let mut q = Tensor::poisoned(problem.dtype_qk, problem.q, problem.extents(totals).q);
-        let mut k = Tensor::poisoned(problem.dtype_qk, problem.k, problem.extents(totals).k);
-        let mut v = Tensor::poisoned(problem.dtype_v, problem.v, problem.extents(totals).v);
+        let mut q = Tensor::poisoned(problem.dtypes.qk, problem.strides.q, problem.extents(totals).q);
+        let mut k = Tensor::poisoned(problem.dtypes.qk, problem.strides.k, problem.extents(totals).k);
+        let mut v = Tensor::poisoned(problem.dtypes.v, problem.strides.v, problem.extents(totals).v);
         q.fill(&spans, true, dims.num_heads_q, dims.head_dim_qk, &mut random);
         k.fill(&spans, false, dims.num_heads_kv, dims.head_dim_qk, &mut random);
         v.fill(&spans, false, dims.num_heads_kv, dims.head_dim_v, &mut random);
-        let bias = match problem.bias {
+        let bias = match problem.score.bias {
             Bias::Elementwise(wanted) => {
                 let shape = problem.shape_bias(wanted.broadcast);
                 let mut bias = Tensor::poisoned(wanted.dtype, wanted.strides, shape);
@@ -179,14 +179,14 @@ impl Inputs {
             (0..count).map(|_| (low + (high - low) * random.unit()) as f32).collect::<Vec<_>>()
         };
         let (batch, heads) = (dims.batch as usize, dims.num_heads_q as usize);
-        let slopes = match problem.bias {
+        let slopes = match problem.score.bias {
             Bias::Alibi { per_batch } => numbers(if per_batch { batch * heads } else { heads }, 0.01, 0.5),
             _ => vec![],
         };
-        let sink = numbers(if problem.sink { heads } else { 0 }, -1.0, 2.0);
-        let descales = [problem.descale_q, problem.descale_k, problem.descale_v]
+        let sink = numbers(if problem.score.sink { heads } else { 0 }, -1.0, 2.0);
+        let descales = [problem.scales.descale_q, problem.scales.descale_k, problem.scales.descale_v]
             .map(|kind| numbers(kind.num_elems(dims.batch, dims.num_heads_kv) as usize, 0.5, 1.5));
-        let scale_o = if problem.scale_o { vec![1.75] } else { vec![] };
+        let scale_o = if problem.scales.scale_o { vec![1.75] } else { vec![] };
         Self {
             problem,
             spans,
@@ -214,8 +214,8 @@ impl Inputs {
             cu_seqlens_new: None,
             cu_seqlens_q: group.then(|| DevSlice::host(&self.cu_q)),
             cu_seqlens_k: group.then(|| DevSlice::host(&self.cu_k)),
-            seqused_q: self.problem.seqused_q.then(|| DevSlice::host(&self.used_q)),
-            seqused_k: self.problem.seqused_k.then(|| DevSlice::host(&self.used_k)),
+            seqused_q: self.problem.layout.seqused_q.then(|| DevSlice::host(&self.used_q)),
+            seqused_k: self.problem.layout.seqused_k.then(|| DevSlice::host(&self.used_k)),
         }
     }
 
@@ -245,15 +245,15 @@ pub struct Outputs {
 pub fn run_fwd(backend: &Device, inputs: &Inputs, options: &PlanOptions) -> Outputs {
     let problem = inputs.problem.clone().validate().unwrap();
     let plan = backend.plan_fwd(&problem, options).unwrap();
-    let mut o = Tensor::poisoned(problem.dtype_o, problem.o, problem.extents(inputs.totals).o);
+    let mut o = Tensor::poisoned(problem.dtypes.o, problem.strides.o, problem.extents(inputs.totals).o);
     let mut lse = vec![f32::NAN; problem.extents(inputs.totals).lse_elems as usize];
     let mut keep = vec![9; problem.keep_mask_bytes() as usize];
     let mut args = FwdArgs {
         lse: problem.write_lse.then(|| DevSliceMut::host(&mut lse)),
-        keep_mask: problem.write_keep_mask.then(|| DevSliceMut::host(&mut keep)),
+        keep_mask: problem.dropout.write_keep_mask.then(|| DevSliceMut::host(&mut keep)),
         seq: inputs.seq(),
         score: inputs.score(),
-        scale_o: problem.scale_o.then(|| DevSlice::host(&inputs.scale_o)),
+        scale_o: problem.scales.scale_o.then(|| DevSlice::host(&inputs.scale_o)),
         ..FwdArgs::new(inputs.q.slice(), inputs.k.slice(), inputs.v.slice(), o.slice_mut())
     };
     plan.run(&mut args, &backend.default_stream()).unwrap();
@@ -315,10 +315,10 @@ pub fn check_fwd(backend: &Device, inputs: &Inputs, what: &str) {
                 let row = span.q_row + i;
                 let ours = o.get(span.q_batch, row, exact.i_head, d);
                 let round =
-                    |x: f64| if problem.dtype_o.is_fp8() { problem.dtype_o.round(x * scale_o) } else { x };
-                let limit = problem.dtype_o.max_finite();
+                    |x: f64| if problem.dtypes.o.is_fp8() { problem.dtypes.o.round(x * scale_o) } else { x };
+                let limit = problem.dtypes.o.max_finite();
                 let clamp =
-                    |x: f64| if problem.dtype_o.is_fp8() { (x * scale_o).clamp(-limit, limit) } else { x };
+                    |x: f64| if problem.dtypes.o.is_fp8() { (x * scale_o).clamp(-limit, limit) } else { x };
                 error_o.add(ours, round(same.o[at]), clamp(exact.o[at]));
                 o.set(span.q_batch, row, exact.i_head, d, f64::NAN);
             }
@@ -331,7 +331,7 @@ pub fn check_fwd(backend: &Device, inputs: &Inputs, what: &str) {
     }
     error_o.check(2.0, 0.0, &format!("{what}: O"));
     error_lse.check(2.0, 0.0, &format!("{what}: LSE"));
-    let untouched = Tensor::poisoned(problem.dtype_o, problem.o, problem.extents(inputs.totals).o);
+    let untouched = Tensor::poisoned(problem.dtypes.o, problem.strides.o, problem.extents(inputs.totals).o);
     assert!(o.bytes == untouched.bytes, "{what}: a row beyond the lengths was written");
 }
 
@@ -354,13 +354,13 @@ pub fn run_bwd(backend: &Device, inputs: &Inputs, problem: BwdProblem, check: Op
     let fwd = valid.fwd();
     let dims = fwd.dims;
     let mut random = Random(99);
-    let mut dout = Tensor::poisoned(fwd.dtype_o, valid.dout, fwd.extents(inputs.totals).o);
+    let mut dout = Tensor::poisoned(fwd.dtypes.o, valid.dout, fwd.extents(inputs.totals).o);
     dout.fill(&inputs.spans, true, dims.num_heads_q, dims.head_dim_v, &mut random);
     let dlse: Vec<f32> = (0..fwd.extents(inputs.totals).lse_elems).map(|_| random.normal() as f32).collect();
     let mut dq = Tensor::poisoned(valid.dtype_grad, valid.dq, fwd.extents(inputs.totals).q);
     let mut dk = Tensor::poisoned(valid.dtype_grad, valid.dk, fwd.extents(inputs.totals).k);
     let mut dv = Tensor::poisoned(valid.dtype_grad, valid.dv, fwd.extents(inputs.totals).v);
-    let mut dbias = match (valid.dbias, fwd.bias) {
+    let mut dbias = match (valid.dbias, fwd.score.bias) {
         (Some(wanted), Bias::Elementwise(bias)) => {
             Some(Tensor::poisoned(wanted.dtype, wanted.strides, fwd.shape_bias(bias.broadcast)))
         }
@@ -410,7 +410,7 @@ pub fn run_bwd(backend: &Device, inputs: &Inputs, problem: BwdProblem, check: Op
             }
             error.check(3.0, largest_lse, &format!("{what}: {name}"));
         }
-        if let (Some(ours), Bias::Elementwise(bias)) = (&dbias, fwd.bias) {
+        if let (Some(ours), Bias::Elementwise(bias)) = (&dbias, fwd.score.bias) {
             let shape = fwd.shape_bias(bias.broadcast);
             let mut error = Error::default();
             for (at, (&exact, &same)) in exact.dbias.iter().zip(&same.dbias).enumerate() {

@@ -116,8 +116,8 @@ impl MapFacts {
         let ratio = problem.gqa_ratio();
         let extents = problem.extents(call.args.seq.totals);
         // Forward kernels take problems that are packed on both sides or on neither.
-        let packed = problem.q_layout == QLayout::Packed;
-        let size = problem.dtype_qk.size_bytes();
+        let packed = problem.layout.q == QLayout::Packed;
+        let size = problem.dtypes.qk.size_bytes();
         // The driver wants a stride for an axis of one too: any that it takes.
         let bytes = |stride: i64, extent: u32, size: u64| {
             if extent > 1 { stride.unsigned_abs() * size } else { 1 << 20 }
@@ -130,18 +130,18 @@ impl MapFacts {
         let q_address = call.args.q.as_ptr() as u64;
         let q_facts = TensorMapFacts {
             name: "q",
-            dtype: problem.dtype_qk,
+            dtype: problem.dtypes.qk,
             address: q_address,
             dims: [q.dim, ratio, q.seq.max(1), dims.num_heads_kv, q.batch].map(u64::from),
             strides_bytes: [
-                bytes(problem.q.head, ratio, size),
-                bytes(problem.q.seq, q.seq, size),
-                bytes(problem.q.head * i64::from(ratio), dims.num_heads_kv, size),
-                batch_bytes(problem.q.batch, q, size),
+                bytes(problem.strides.q.head, ratio, size),
+                bytes(problem.strides.q.seq, q.seq, size),
+                bytes(problem.strides.q.head * i64::from(ratio), dims.num_heads_kv, size),
+                batch_bytes(problem.strides.q.batch, q, size),
             ],
             box_dims: boxes.q.map(i32::unsigned_abs),
         };
-        let columns = |name| name == "v" && problem.v_layout == VLayout::ColMajor;
+        let columns = |name| name == "v" && problem.layout.v == VLayout::ColMajor;
         let rows = |shape: Shape| shape.seq.max(1);
         let kv_facts =
             |name, address: u64, dtype: DType, strides: Strides, shape: Shape, box_dims: [i32; 4]| {
@@ -171,10 +171,10 @@ impl MapFacts {
         let (k, v) = (call.args.k_slice().as_ptr() as u64, call.args.v_slice().as_ptr() as u64);
         Self {
             q: q_facts,
-            k: kv_facts("k", k, problem.dtype_qk, problem.k, extents.k, boxes.k),
+            k: kv_facts("k", k, problem.dtypes.qk, problem.strides.k, extents.k, boxes.k),
             v: match boxes.prepared_v {
                 Some(prepared) => prepared.facts(boxes.v),
-                None => kv_facts("v", v, problem.dtype_v, problem.v, extents.v, boxes.v),
+                None => kv_facts("v", v, problem.dtypes.v, problem.strides.v, extents.v, boxes.v),
             },
             bias: boxes.bias.and_then(|box_dims| bias_facts(call, box_dims)),
         }
@@ -190,7 +190,7 @@ impl MapFacts {
 
 /// The map of an elementwise bias; one of its kind where its stride is 0, as the kernel counts them.
 fn bias_facts(call: &FwdCall<'_>, box_dims: [i32; 4]) -> Option<TensorMapFacts<4, 3>> {
-    let (Bias::Elementwise(bias), Some(data)) = (call.problem.bias, &call.args.score.bias) else {
+    let (Bias::Elementwise(bias), Some(data)) = (call.problem.score.bias, &call.args.score.bias) else {
         return None;
     };
     let shape = call.problem.shape_bias(bias.broadcast);

@@ -118,13 +118,13 @@ fn forward_kernels_take_what_their_loads_and_stores_reach() {
         forward_takes("TMA", arch, plain.clone(), "", ALIGNED);
         forward_takes("no keys", arch, of_lengths([512, 0], [4, 4], 128, "0"), "", NO_KEYS);
         let mut odd = plain.clone();
-        (odd.k.seq, odd.k.head) = (4 * 128 + 8 + 4, 128);
-        odd.k.batch = 0;
+        (odd.strides.k.seq, odd.strides.k.head) = (4 * 128 + 8 + 4, 128);
+        odd.strides.k.batch = 0;
         let copied = [("q", 8, 0), ("k", 8, 0), ("v", 8, 0), ("q", 4, 8), ("k", 4, 8), ("o", 8, 16)];
         forward_takes("copies", arch, odd, "copy_bytes=8", Box::leak(Box::new(copied)));
         // Stored element by element.
         let mut scattered = plain;
-        scattered.o.seq += 1;
+        scattered.strides.o.seq += 1;
         forward_takes("no vectors", arch, scattered, "vector_store=0", &[("o", 2, 0), ("q", 2, 16)]);
     }
     let bias = || biased(of_lengths(LONG, [4, 4], 128, "0"), 512);
@@ -179,7 +179,7 @@ fn facts_of(problem: FwdProblem, totals: Totals) -> MapFacts {
         q: [64, 2, 64, 1, 1],
         k: [64, 128, 1, 1],
         v: [64, 112, 1, 1],
-        bias: matches!(problem.bias, Bias::Elementwise(_)).then_some([64, 64, 1, 1]),
+        bias: matches!(problem.score.bias, Bias::Elementwise(_)).then_some([64, 64, 1, 1]),
         prepared_v: None,
     };
     let args = HOME.forward(totals);
@@ -205,10 +205,10 @@ fn forward_maps_say_where_elements_lie() {
     assert!(facts.bias.is_none());
 
     let mut columns = two.clone();
-    columns.v_layout = VLayout::ColMajor;
+    columns.layout.v = VLayout::ColMajor;
     columns.dims.seqlen_k = 304;
-    columns.v = Strides::bhds(columns.shape_v());
-    columns.k = Strides::bshd(columns.shape_k());
+    columns.strides.v = Strides::bhds(columns.shape_v());
+    columns.strides.k = Strides::bshd(columns.shape_k());
     let v = facts_of(columns, Totals::NONE).v;
     assert_eq!((v.dims, v.strides_bytes), ([304, 64, 2, 2], [608, 64 * 608, 2 * 64 * 608]));
 
@@ -257,7 +257,7 @@ fn the_map_of_a_bias_has_the_axes_that_its_strides_have() {
         let mut problem = of_lengths([seqlen_q, 96], [4, 4], 64, "0");
         problem.dims.batch = 3;
         let mut problem = FwdProblem::batch(DType::Bf16, problem.dims);
-        problem.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::Bf16, broadcast, strides });
+        problem.score.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::Bf16, broadcast, strides });
         let map = facts_of(problem, Totals::NONE).bias.unwrap();
         assert_eq!((map.address, map.box_dims), (HOME.of("bias"), [64, 64, 1, 1]));
         (map.dims, map.strides_bytes)

@@ -32,7 +32,7 @@ pub(super) fn biased(mut problem: FwdProblem, row: i64) -> FwdProblem {
     let rows = i64::from(problem.dims.seqlen_q);
     let strides = Strides { batch: 0, head: rows * row, seq: row, dim: 1 };
     let broadcast = BiasBroadcast::OneHead;
-    problem.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::Bf16, broadcast, strides });
+    problem.score.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::Bf16, broadcast, strides });
     problem
 }
 
@@ -96,7 +96,7 @@ fn the_words_of_a_hopper_schedule_are_those_of_its_tile() {
     says(bias, ["bias_stages=0", "bias_stages=1", "1 blocks"]);
     // Rows of K 132 elements apart: 264 bytes, which 8 divides.
     let mut odd = plain.clone();
-    odd.k.seq = 4 * 128 + 4;
+    odd.strides.k.seq = 4 * 128 + 4;
     let odd = |tile: &str| on_hopper(&odd, tile).unwrap();
     assert!(schedule(&odd("")).contains(&"loads by copies of 8 bytes".to_owned()));
     assert!(!schedule(&choose("")).iter().any(|word| word.contains("copies")));
@@ -169,8 +169,8 @@ fn a_plan_of_fp8_whose_bits_no_batch_changes_has_the_blocks_of_its_table() {
 fn a_v_that_cannot_be_prepared_once_is_refused_so_with_its_field() {
     let fp8 = || in_fp8([4096, 4096], [4, 4], 128);
     let mut columns = fp8();
-    columns.v_layout = VLayout::ColMajor;
-    columns.v = Strides::bhds(columns.shape_v());
+    columns.layout.v = VLayout::ColMajor;
+    columns.strides.v = Strides::bhds(columns.shape_v());
     let wide = fp8().dtype_v(DType::F16);
     let sequences = of_lengths([1024, 1 << 20], [2, 2], 128, "0").dims;
     let many = Dims { batch: 1 << 13, ..sequences };
@@ -207,7 +207,7 @@ fn the_words_of_a_blackwell_schedule_are_those_of_its_tile() {
     says(short, ["split_keys=0", "split_keys=512", "keys in parts of 512"]);
     // 1028 bytes from row to row, of which 4 is the largest power of two that divides.
     let mut odd = plain.clone();
-    odd.k.seq = 4 * 128 + 2;
+    odd.strides.k.seq = 4 * 128 + 2;
     let odd = schedule(&on_blackwell(&odd, &tile("")).unwrap());
     assert!(odd.contains(&"loads by copies of 4 bytes".to_owned()), "{odd:?}");
     assert!(!schedule(&choose("")).iter().any(|word| word.contains("copies")));
@@ -328,7 +328,7 @@ fn a_stated_device_has_the_numbers_that_nvidia_states() {
 fn the_grids_of_a_backward_cover_its_rows_and_blocks() {
     let fwd = of_lengths([1000, 1024], [4, 2], 128, "b").sink(true);
     let mut problem = BwdProblem::new(biased(fwd, 1024)).write_dsink(true);
-    let Bias::Elementwise(bias) = problem.fwd.bias else { panic!("it has one") };
+    let Bias::Elementwise(bias) = problem.fwd.score.bias else { panic!("it has one") };
     problem.dbias = Some(BiasGrad { dtype: DType::F32, strides: bias.strides });
     let choice = backward(&problem, &tile("block_m=64,head_parts=0,persistent=0")).unwrap();
     let launches: Vec<_> = choice.launches.iter().map(|launch| (launch.kernel, launch.grid)).collect();

@@ -146,7 +146,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
                 batch_invariant: tile.is_batch_invariant(&spec),
                 graph_capturable: true,
                 accuracy: accuracy(&tile),
-                score_sums: facts.score_sums.of(problem.dtype_qk),
+                score_sums: facts.score_sums.of(problem.dtypes.qk),
             },
             details: vec![
                 ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),
@@ -309,8 +309,8 @@ pub(super) fn boxes(problem: &ValidFwd, tile: &Sm90Tile, prepared_v: Option<Bloc
     let heads = if tile.pack_gqa { problem.gqa_ratio() as i32 } else { 1 };
     let q = problem.dims.head_dim_qk as i32;
     Boxes {
-        q: [Sm90Tile::box_dim(q, problem.dtype_qk), heads, tile.q_rows() / heads, 1, 1],
-        k: tile.kv_box(q, problem.dtype_qk, false),
+        q: [Sm90Tile::box_dim(q, problem.dtypes.qk), heads, tile.q_rows() / heads, 1, 1],
+        k: tile.kv_box(q, problem.dtypes.qk, false),
         v: tile.v_box(&FwdSpec::of(problem)),
         bias: (tile.bias_stages > 0).then(|| tile.bias_box()),
         prepared_v,

@@ -176,7 +176,7 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
                 batch_invariant: false,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
-                score_sums: facts.score_sums.of(problem.fwd().dtype_qk),
+                score_sums: facts.score_sums.of(problem.fwd().dtypes.qk),
             },
             details: vec![
                 ("tile", format!("{} queries x {} keys", tile.block_m, tile.block_n)),
@@ -364,7 +364,7 @@ pub(super) fn map_facts(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> [TensorMapFac
     let k_address = args.k.as_ptr() as u64;
     let facts = |name, address: u64, strides: Strides, shape: Shape, rows: i32| TensorMapFacts {
         name,
-        dtype: fwd.dtype_qk,
+        dtype: fwd.dtypes.qk,
         // A tensor without rows is never read, but a map needs an address.
         address: if shape.seq == 0 { k_address } else { address },
         dims: [shape.dim, shape.seq.max(1), shape.head, shape.batch].map(u64::from),
@@ -376,11 +376,11 @@ pub(super) fn map_facts(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> [TensorMapFac
         box_dims: [64, rows.unsigned_abs(), 1, 1],
     };
     let dout = || facts("dout", args.dout.as_ptr() as u64, problem.dout, extents.o, tile.loaded_rows());
-    let o = || facts("o", args.o.as_ptr() as u64, fwd.o, extents.o, tile.loaded_rows());
+    let o = || facts("o", args.o.as_ptr() as u64, fwd.strides.o, extents.o, tile.loaded_rows());
     [
-        facts("q", args.q.as_ptr() as u64, fwd.q, extents.q, tile.loaded_rows()),
-        facts("k", k_address, fwd.k, extents.k, tile.block_n),
-        facts("v", args.v.as_ptr() as u64, fwd.v, extents.v, tile.block_n),
+        facts("q", args.q.as_ptr() as u64, fwd.strides.q, extents.q, tile.loaded_rows()),
+        facts("k", k_address, fwd.strides.k, extents.k, tile.block_n),
+        facts("v", args.v.as_ptr() as u64, fwd.strides.v, extents.v, tile.block_n),
         dout(),
         if tile.makes_delta() { o() } else { dout() },
     ]

@@ -109,10 +109,10 @@ impl FmhaPlan {
                 "workspace",
                 "workspace is given (1), but the plan has its own: caller_workspace 0".into(),
             ),
-            // SAFETY: the buffer is this plan's, whose runs are one at a time.
-            Scratch::Own(own) => {
-                Ok(own.as_ref().map(|own| unsafe { memory.write(own.as_ptr(), own.bytes()) }))
-            }
+            Scratch::Own(own) => Ok(own.as_ref().map(|own| {
+                // SAFETY: the buffer is this plan's, whose runs are one at a time.
+                unsafe { memory.write(own.as_ptr(), own.bytes()) }
+            })),
             Scratch::Callers { bytes: wanted } if *wanted == 0 => Ok(None),
             Scratch::Callers { bytes: wanted } if bytes < *wanted => refused(
                 "workspace_bytes",
@@ -187,7 +187,7 @@ impl FmhaPlan {
             }
             args.lse = memory.write_if(problem.write_lse, call.lse.cast(), extents.lse_elems * 4);
             args.keep_mask =
-                memory.write_if(problem.write_keep_mask, call.keep_mask, problem.keep_mask_bytes());
+                memory.write_if(problem.dropout.write_keep_mask, call.keep_mask, problem.keep_mask_bytes());
             args.scale_o = memory.optional(call.scale_o.cast(), 4);
             args.seq = memory.seq(problem, call, cache, totals);
             args.score = memory.score(problem, call)?;
@@ -257,14 +257,14 @@ impl Memory {
         let (stored_k, stored_v) = (problem.stored_k(), problem.stored_v());
         // SAFETY: passed on, here and below.
         unsafe {
-            let q = self.input("q", &call.q, extents.q, problem.dtype_qk)?;
-            let o = self.output("o", &call.o, extents.o, problem.dtype_o)?;
-            let k: CacheSlice<'a> = match problem.append {
+            let q = self.input("q", &call.q, extents.q, problem.dtypes.qk)?;
+            let o = self.output("o", &call.o, extents.o, problem.dtypes.o)?;
+            let k: CacheSlice<'a> = match problem.cache.append {
                 Some(_) => self.output("k", &call.k, extents.k, stored_k)?.into(),
                 None => self.input("k", &call.k, extents.k, stored_k)?.into(),
             };
-            let v: CacheSlice<'a> = match problem.append {
-                _ if problem.v_in_k => CacheSlice::InK,
+            let v: CacheSlice<'a> = match problem.cache.append {
+                _ if problem.cache.v_in_k => CacheSlice::InK,
                 Some(_) => self.output("v", &call.v, extents.v, stored_v)?.into(),
                 None => self.input("v", &call.v, extents.v, stored_v)?.into(),
             };
@@ -292,7 +292,7 @@ impl Memory {
         // SAFETY: passed on, here and below.
         unsafe {
             let grad = |name, tensor, shape| self.output(name, tensor, shape, problem.dtype_grad);
-            let dbias = match (problem.dbias, fwd.bias) {
+            let dbias = match (problem.dbias, fwd.score.bias) {
                 (Some(wanted), fmha::Bias::Elementwise(bias)) => {
                     let shape = fwd.shape_bias(bias.broadcast);
                     Some(self.output("dbias", &gradients.dbias, shape, wanted.dtype)?)
@@ -300,12 +300,12 @@ impl Memory {
                 _ => None,
             };
             Ok(BwdArgs {
-                q: self.input("q", &call.q, extents.q, fwd.dtype_qk)?,
-                k: self.input("k", &call.k, extents.k, fwd.dtype_qk)?,
-                v: self.input("v", &call.v, extents.v, fwd.dtype_v)?,
-                o: self.input("o", &call.o, extents.o, fwd.dtype_o)?,
+                q: self.input("q", &call.q, extents.q, fwd.dtypes.qk)?,
+                k: self.input("k", &call.k, extents.k, fwd.dtypes.qk)?,
+                v: self.input("v", &call.v, extents.v, fwd.dtypes.v)?,
+                o: self.input("o", &call.o, extents.o, fwd.dtypes.o)?,
                 lse: self.read(call.lse.cast(), lse_bytes),
-                dout: self.input("dout", &gradients.dout, extents.o, fwd.dtype_o)?,
+                dout: self.input("dout", &gradients.dout, extents.o, fwd.dtypes.o)?,
                 dlse: self.read_if(problem.has_dlse, gradients.dlse.cast(), lse_bytes),
                 dq: grad("dq", &gradients.dq, extents.q)?,
                 dk: grad("dk", &gradients.dk, extents.k)?,
@@ -334,14 +334,14 @@ impl Memory {
         let mut args = CacheArgs::default();
         // SAFETY: passed on.
         unsafe {
-            if let Some(append) = &problem.append {
+            if let Some(append) = &problem.cache.append {
                 let (k, v) = problem.shapes_new(append, totals);
-                args.k_new = Some(self.input("k_new", &cache.k_new, k, problem.dtype_qk)?);
-                if !problem.v_in_k {
-                    args.v_new = Some(self.input("v_new", &cache.v_new, v, problem.dtype_v)?);
+                args.k_new = Some(self.input("k_new", &cache.k_new, k, problem.dtypes.qk)?);
+                if !problem.cache.v_in_k {
+                    args.v_new = Some(self.input("v_new", &cache.v_new, v, problem.dtypes.v)?);
                 }
             }
-            if let Some(rotary) = &problem.rotary {
+            if let Some(rotary) = &problem.cache.rotary {
                 let bytes = rotary.table_elems() * rotary.dtype.size_bytes();
                 args.cos = self.read_if(true, cache.rotary_cos.cast(), bytes);
                 args.sin = self.read_if(true, cache.rotary_sin.cast(), bytes);
@@ -349,7 +349,7 @@ impl Memory {
             let dims = problem.dims;
             let rows = totals.total_q.map_or(u64::from(dims.batch) * u64::from(dims.seqlen_q), u64::from);
             let bytes = rows.saturating_mul(u64::from(problem.tree_mask_words()) * 4);
-            args.tree_mask = self.read_if(problem.tree_mask, cache.tree_mask.cast(), bytes);
+            args.tree_mask = self.read_if(problem.cache.tree_mask, cache.tree_mask.cast(), bytes);
         }
         Ok(args)
     }
@@ -373,7 +373,7 @@ impl Memory {
             SeqArgs {
                 totals,
                 block_table: self
-                    .read_if(problem.kv_layout.is_paged(), call.block_table.cast(), entries.saturating_mul(4))
+                    .read_if(problem.layout.kv.is_paged(), call.block_table.cast(), entries.saturating_mul(4))
                     .map(|pages| BlockTable { pages, max_pages }),
                 cu_seqlens_q: self.optional(call.cu_seqlens_q.cast(), used + 4),
                 cu_seqlens_k: self.optional(call.cu_seqlens_k.cast(), used + 4),
@@ -394,7 +394,7 @@ impl Memory {
         let descale = |kind: Descale| kind.num_elems(batch, num_heads_kv) * 4;
         // SAFETY: passed on.
         unsafe {
-            let bias = match problem.bias {
+            let bias = match problem.score.bias {
                 fmha::Bias::Elementwise(bias) => {
                     Some(self.input("bias", &call.bias, problem.shape_bias(bias.broadcast), bias.dtype)?)
                 }
@@ -404,9 +404,9 @@ impl Memory {
                 bias,
                 alibi_slopes: self.optional(call.alibi_slopes.cast(), slopes),
                 sink: self.optional(call.sink.cast(), heads),
-                descale_q: self.optional(call.descale_q.cast(), descale(problem.descale_q)),
-                descale_k: self.optional(call.descale_k.cast(), descale(problem.descale_k)),
-                descale_v: self.optional(call.descale_v.cast(), descale(problem.descale_v)),
+                descale_q: self.optional(call.descale_q.cast(), descale(problem.scales.descale_q)),
+                descale_k: self.optional(call.descale_k.cast(), descale(problem.scales.descale_k)),
+                descale_v: self.optional(call.descale_v.cast(), descale(problem.scales.descale_v)),
                 dropout: fmha::DropoutSeed { seed: call.dropout_seed, offset: call.dropout_offset },
             })
         }

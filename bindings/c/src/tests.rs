@@ -339,7 +339,7 @@ fn a_run_with_the_callers_scratch_is_the_run_with_the_plans_own() {
         buffer
     };
     let inputs = [1, 77, 300, 500, 700].map(|seed| device(&numbers(seed, ROWS)));
-    let lse = device(&vec![0; ROWS * HEADS * DIM]);
+    let lse = device(&[0; ROWS * HEADS * DIM]);
     let at = |buffer: &fmha::DevBuffer| FmhaTensor { data: buffer.as_ptr().cast(), ..tensor(&[]) };
     let gradients_of = |outputs: &[fmha::DevBuffer; 3]| FmhaGradients {
         struct_bytes: size_of::<FmhaGradients>() as u64,
@@ -364,7 +364,7 @@ fn a_run_with_the_callers_scratch_is_the_run_with_the_plans_own() {
     let written = |caller_workspace: bool| {
         let plan = fmha::PlanOptions::default().kernel("simt");
         let choice = Choice { plan, caller_workspace, ..Choice::default() };
-        let outputs = [(); 3].map(|()| device(&vec![0x7e01; ROWS * HEADS * DIM]));
+        let outputs = [(); 3].map(|()| device(&[0x7e01; ROWS * HEADS * DIM]));
         let gradients = gradients_of(&outputs);
         let call = FmhaCall { gradients: &raw const gradients, ..base };
         // SAFETY: every pointer is the emulated device's memory, as large as the call says.

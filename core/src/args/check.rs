@@ -29,15 +29,21 @@ pub fn check_fwd(
 ) -> Result<(), ProblemError> {
     let mut operands = Operands::new(space);
     let extents = operands.inputs(problem, args.q, &args.seq, &args.score)?;
-    operands.cache("k", &args.k, problem, (problem.k, extents.k, problem.stored_k()))?;
-    operands.cache("v", &args.v, problem, (problem.v, extents.v, problem.stored_v()))?;
+    operands.cache("k", &args.k, problem, (problem.strides.k, extents.k, problem.stored_k()))?;
+    operands.cache("v", &args.v, problem, (problem.strides.v, extents.v, problem.stored_v()))?;
     operands.cache_operands(problem, &args.cache, &args.seq, extents)?;
-    operands.tensor("o", Access::out(&args.o), problem.o, extents.o, problem.dtype_o)?;
+    operands.tensor("o", Access::out(&args.o), problem.strides.o, extents.o, problem.dtypes.o)?;
     let lse = args.lse.as_ref().map(Access::out);
     operands.numbers("lse", lse, problem.write_lse, extents.lse_elems)?;
-    operands.read("scale_o", &args.scale_o, problem.scale_o, 1)?;
+    operands.read("scale_o", &args.scale_o, problem.scales.scale_o, 1)?;
     let keep_mask = args.keep_mask.as_ref().map(Access::out);
-    operands.optional("keep_mask", keep_mask, problem.write_keep_mask, problem.keep_mask_bytes(), 1)?;
+    operands.optional(
+        "keep_mask",
+        keep_mask,
+        problem.dropout.write_keep_mask,
+        problem.keep_mask_bytes(),
+        1,
+    )?;
     operands.workspace(args.workspace.as_ref(), workspace)?;
     operands.disjoint()
 }
@@ -57,18 +63,18 @@ pub fn check_bwd(
     let lse_elems = extents.lse_elems;
     let mut operands = Operands::new(space);
     operands.inputs(fwd, args.q, &args.seq, &args.score)?;
-    operands.tensor("k", Access::input(&args.k), fwd.k, extents.k, fwd.dtype_qk)?;
-    operands.tensor("v", Access::input(&args.v), fwd.v, extents.v, fwd.dtype_v)?;
-    operands.tensor("o", Access::input(&args.o), fwd.o, extents.o, fwd.dtype_o)?;
+    operands.tensor("k", Access::input(&args.k), fwd.strides.k, extents.k, fwd.dtypes.qk)?;
+    operands.tensor("v", Access::input(&args.v), fwd.strides.v, extents.v, fwd.dtypes.v)?;
+    operands.tensor("o", Access::input(&args.o), fwd.strides.o, extents.o, fwd.dtypes.o)?;
     operands.numbers("lse", Some(Access::input(&args.lse)), true, lse_elems)?;
-    operands.tensor("dout", Access::input(&args.dout), problem.dout, extents.o, fwd.dtype_o)?;
+    operands.tensor("dout", Access::input(&args.dout), problem.dout, extents.o, fwd.dtypes.o)?;
     operands.read("dlse", &args.dlse, problem.has_dlse, lse_elems)?;
     let grad = problem.dtype_grad;
     operands.tensor("dq", Access::out(&args.dq), problem.dq, extents.q, grad)?;
     operands.tensor("dk", Access::out(&args.dk), problem.dk, extents.k, grad)?;
     operands.tensor("dv", Access::out(&args.dv), problem.dv, extents.v, grad)?;
     let dbias = args.dbias.as_ref().map(Access::out);
-    let wanted = match (problem.dbias, fwd.bias) {
+    let wanted = match (problem.dbias, fwd.score.bias) {
         (Some(wanted), Bias::Elementwise(bias)) => {
             Some((wanted.strides, fwd.shape_bias(bias.broadcast), wanted.dtype))
         }
@@ -161,18 +167,18 @@ impl Operands {
         score: &ScoreArgs<'_>,
     ) -> Result<Extents, ProblemError> {
         let extents = problem.checked_extents(seq.totals)?;
-        self.tensor("q", Access::input(&q), problem.q, extents.q, problem.dtype_qk)?;
+        self.tensor("q", Access::input(&q), problem.strides.q, extents.q, problem.dtypes.qk)?;
 
         let dims = problem.dims;
         let (packed_q, packed_k) =
-            (problem.q_layout == QLayout::Packed, problem.kv_layout == KvLayout::Packed);
+            (problem.layout.q == QLayout::Packed, problem.layout.kv == KvLayout::Packed);
         let batch = u64::from(dims.batch);
         self.read("cu_seqlens_q", &seq.cu_seqlens_q, packed_q, batch + 1)?;
         self.read("cu_seqlens_k", &seq.cu_seqlens_k, packed_k, batch + 1)?;
-        self.read("seqused_q", &seq.seqused_q, problem.seqused_q, batch)?;
-        self.read("seqused_k", &seq.seqused_k, problem.seqused_k, batch)?;
+        self.read("seqused_q", &seq.seqused_q, problem.layout.seqused_q, batch)?;
+        self.read("seqused_k", &seq.seqused_k, problem.layout.seqused_k, batch)?;
 
-        let table_elems = match (problem.kv_layout.page_size(), &seq.block_table) {
+        let table_elems = match (problem.layout.kv.page_size(), &seq.block_table) {
             (Some(page_size), Some(table)) => {
                 let keys = u64::from(table.max_pages) * u64::from(page_size);
                 ensure!(
@@ -187,24 +193,25 @@ impl Operands {
             _ => 0,
         };
         let table = seq.block_table.as_ref().map(|table| Access::input(&table.pages));
-        self.numbers("block_table", table, problem.kv_layout.page_size().is_some(), table_elems)?;
+        self.numbers("block_table", table, problem.layout.kv.page_size().is_some(), table_elems)?;
 
         let bias = score.bias.as_ref().map(Access::input);
-        let wanted = match problem.bias {
+        let wanted = match problem.score.bias {
             Bias::Elementwise(bias) => Some((bias.strides, problem.shape_bias(bias.broadcast), bias.dtype)),
             _ => None,
         };
         self.optional_tensor("bias", bias, wanted)?;
-        let slopes = match problem.bias {
+        let slopes = match problem.score.bias {
             Bias::Alibi { per_batch } => {
                 u64::from(dims.num_heads_q) * if per_batch { u64::from(dims.batch) } else { 1 }
             }
             _ => 0,
         };
         self.read("alibi_slopes", &score.alibi_slopes, slopes > 0, slopes)?;
-        self.read("sink", &score.sink, problem.sink, dims.num_heads_q.into())?;
+        self.read("sink", &score.sink, problem.score.sink, dims.num_heads_q.into())?;
         let descale = |kind: Descale| kind.num_elems(dims.batch, dims.num_heads_kv);
-        let [q, k, v] = [problem.descale_q, problem.descale_k, problem.descale_v].map(descale);
+        let [q, k, v] =
+            [problem.scales.descale_q, problem.scales.descale_k, problem.scales.descale_v].map(descale);
         self.read("descale_q", &score.descale_q, q > 0, q)?;
         self.read("descale_k", &score.descale_k, k > 0, k)?;
         self.read("descale_v", &score.descale_v, v > 0, v)?;
@@ -219,13 +226,13 @@ impl Operands {
         problem: &FwdProblem,
         (strides, shape, dtype): (Strides, Shape, DType),
     ) -> Result<(), ProblemError> {
-        let in_k = problem.v_in_k && name == "v";
+        let in_k = problem.cache.v_in_k && name == "v";
         let access = match slice {
             CacheSlice::InK if in_k => return Ok(()),
-            CacheSlice::Read(slice) if problem.append.is_none() && !in_k => Access::input(slice),
-            CacheSlice::Append(slice) if problem.append.is_some() && !in_k => Access::out(slice),
+            CacheSlice::Read(slice) if problem.cache.append.is_none() && !in_k => Access::input(slice),
+            CacheSlice::Append(slice) if problem.cache.append.is_some() && !in_k => Access::out(slice),
             _ => {
-                let wanted = match (in_k, problem.append.is_some()) {
+                let wanted = match (in_k, problem.cache.append.is_some()) {
                     (true, _) => "in K's rows",
                     (_, true) => "memory to append to",
                     (_, false) => "memory to read",
@@ -247,13 +254,13 @@ impl Operands {
         seq: &SeqArgs<'_>,
         extents: Extents,
     ) -> Result<(), ProblemError> {
-        let packs_new = problem.append.is_some_and(|append| append.layout == QLayout::Packed);
+        let packs_new = problem.cache.append.is_some_and(|append| append.layout == QLayout::Packed);
         self.read("cu_seqlens_new", &seq.cu_seqlens_new, packs_new, u64::from(problem.dims.batch) + 1)?;
         let [mut k_new, mut v_new] = [None; 2];
-        if let Some(append) = &problem.append {
+        if let Some(append) = &problem.cache.append {
             let (k, v) = problem.shapes_new(append, seq.totals);
-            k_new = Some((append.k_new, k, problem.dtype_qk));
-            v_new = Some((append.v_new, v, problem.dtype_v)).filter(|_| !problem.v_in_k);
+            k_new = Some((append.k_new, k, problem.dtypes.qk));
+            v_new = Some((append.v_new, v, problem.dtypes.v)).filter(|_| !problem.cache.v_in_k);
         }
         for (name, slice, wanted) in [("k_new", &cache.k_new, k_new), ("v_new", &cache.v_new, v_new)] {
             if let Some((strides, shape, dtype)) = wanted {
@@ -263,14 +270,16 @@ impl Operands {
             self.optional_tensor(name, slice.as_ref().map(Access::input), wanted)?;
         }
         for (name, slice) in [("cos", &cache.cos), ("sin", &cache.sin)] {
-            let (elems, size) =
-                problem.rotary.map_or((0, 4), |rotary| (rotary.table_elems(), rotary.dtype.size_bytes()));
+            let (elems, size) = problem
+                .cache
+                .rotary
+                .map_or((0, 4), |rotary| (rotary.table_elems(), rotary.dtype.size_bytes()));
             let access = slice.as_ref().map(Access::input);
-            self.optional(name, access, problem.rotary.is_some(), elems * size, size as usize)?;
+            self.optional(name, access, problem.cache.rotary.is_some(), elems * size, size as usize)?;
         }
         let rows = u64::from(extents.q.batch) * u64::from(extents.q.seq);
         let words = rows.saturating_mul(problem.tree_mask_words().into());
-        self.read("tree_mask", &cache.tree_mask, problem.tree_mask, words)
+        self.read("tree_mask", &cache.tree_mask, problem.cache.tree_mask, words)
     }
 
     #[inline]

@@ -462,10 +462,10 @@ fn each_problem_of_the_table_is_what_its_name_says() {
         };
         let said = format!(
             "{}/d{}x{}/{mask}/{}/{}/q{}k{}/gqa{}",
-            problem.dtype_qk,
+            problem.dtypes.qk,
             dims.head_dim_qk,
             dims.head_dim_v,
-            if problem.kv_layout == KvLayout::Packed { "group" } else { "batch" },
+            if problem.layout.kv == KvLayout::Packed { "group" } else { "batch" },
             if problem.write_lse { "lse" } else { "no-lse" },
             dims.seqlen_q,
             dims.seqlen_k,

@@ -1,6 +1,6 @@
 //! What a problem does with a KV cache: its checks, and what follows from it.
 
-use super::{Dims, FwdProblem, MAX_SEQLEN, check_input, check_output, check_unit_stride};
+use super::{CacheUse, Dims, FwdProblem, MAX_SEQLEN, check_input, check_output, check_unit_stride};
 use crate::dtype::DType;
 use crate::error::{ProblemError, Refusal, ensure};
 use crate::kv::{Append, Rotary};
@@ -31,19 +31,19 @@ impl FwdProblem {
     /// The type that K is stored in.
     #[must_use]
     pub fn stored_k(&self) -> DType {
-        self.dtype_cache.unwrap_or(self.dtype_qk)
+        self.cache.dtype.unwrap_or(self.dtypes.qk)
     }
 
     /// The type that V is stored in.
     #[must_use]
     pub fn stored_v(&self) -> DType {
-        self.dtype_cache.unwrap_or(self.dtype_v)
+        self.cache.dtype.unwrap_or(self.dtypes.v)
     }
 
     /// Whether query i of a sequence stands i rows after its first one, and not all on one position.
     #[must_use]
     pub fn positions_advance(&self) -> bool {
-        matches!(self.mask.shape, MaskShape::Causal(_) | MaskShape::Window { .. }) || self.tree_mask
+        matches!(self.mask.shape, MaskShape::Causal(_) | MaskShape::Window { .. }) || self.cache.tree_mask
     }
 
     /// Words of a query's row of the tree mask.
@@ -65,31 +65,31 @@ impl FwdProblem {
     }
 
     pub(crate) fn check_cache(&self) -> Result<(), ProblemError> {
-        if let Some(cache) = self.dtype_cache {
-            let (qk, v) = (self.dtype_qk, self.dtype_v);
+        if let Some(cache) = self.cache.dtype {
+            let (qk, v) = (self.dtypes.qk, self.dtypes.v);
             ensure!(
                 cache.is_fp8() && matches!(qk, DType::F16 | DType::Bf16) && v == qk,
                 "dtype_cache",
                 "dtype_cache {cache} does not go with dtype_qk {qk} and dtype_v {v} (FP8 beside 16 bits)"
             );
             ensure!(
-                self.append.is_none(),
+                self.cache.append.is_none(),
                 "dtype_cache",
                 "dtype_cache {cache} takes no append: 0 ways to round new keys to it are defined"
             );
         }
-        if self.v_in_k {
+        if self.cache.v_in_k {
             self.check_v_in_k()?;
         }
-        if let Some(append) = &self.append {
+        if let Some(append) = &self.cache.append {
             self.check_append(append)?;
         }
-        if let Some(rotary) = &self.rotary {
+        if let Some(rotary) = &self.cache.rotary {
             self.check_rotary(rotary)?;
         }
         let plain = MaskSpec { shape: MaskShape::Causal(MaskAlign::BottomRight), sink_columns: 0 };
         ensure!(
-            !self.tree_mask || self.mask == plain,
+            !self.cache.tree_mask || self.mask == plain,
             "tree_mask",
             "tree_mask stands in for the mask 2 (causal, bottom-right), not for {}",
             self.mask
@@ -106,13 +106,13 @@ impl FwdProblem {
             dims.head_dim_v,
             dims.head_dim_qk
         );
-        let alike = self.v == self.k && self.dtype_v == self.dtype_qk;
+        let alike = self.strides.v == self.strides.k && self.dtypes.v == self.dtypes.qk;
         ensure!(
-            alike && self.v_layout == VLayout::RowMajor && self.descale_v == self.descale_k,
+            alike && self.layout.v == VLayout::RowMajor && self.scales.descale_v == self.scales.descale_k,
             "v_in_k",
             "v_in_k: V's strides {:?}, type, layout or descale are not K's {:?}",
-            self.v,
-            self.k
+            self.strides.v,
+            self.strides.k
         );
         Ok(())
     }
@@ -122,15 +122,15 @@ impl FwdProblem {
         let new = append.seqlen_new;
         ensure!(new <= most, "seqlen_new", "seqlen_new {new} is larger than {most}");
         ensure!(
-            self.seqused_k,
+            self.layout.seqused_k,
             "append",
             "append of seqlen_new {new} needs seqused_k, the rows that are there before"
         );
         let (k, v) = self.shapes_new(append, Totals { total_new: Some(new.max(2)), ..Totals::NONE });
-        check_input("k_new", append.k_new, k, self.dtype_qk)?;
+        check_input("k_new", append.k_new, k, self.dtypes.qk)?;
         check_unit_stride("k_new", "dim", append.k_new.dim, k.dim)?;
-        if !self.v_in_k {
-            check_input("v_new", append.v_new, v, self.dtype_v)?;
+        if !self.cache.v_in_k {
+            check_input("v_new", append.v_new, v, self.dtypes.v)?;
             check_unit_stride("v_new", "dim", append.v_new.dim, v.dim)?;
         }
         Ok(())
@@ -146,7 +146,7 @@ impl FwdProblem {
         let positions = i32::MAX.unsigned_abs();
         let max_pos = rotary.max_pos;
         ensure!((1..=positions).contains(&max_pos), "max_pos", "max_pos {max_pos} is not in 1..={positions}");
-        let qk = self.dtype_qk;
+        let qk = self.dtypes.qk;
         ensure!(
             (rotary.dtype == DType::F32 || rotary.dtype == qk) && !qk.is_fp8(),
             "rotary.dtype",
@@ -154,7 +154,7 @@ impl FwdProblem {
             rotary.dtype
         );
         ensure!(
-            self.seqused_k,
+            self.layout.seqused_k,
             "rotary",
             "rotary of dim {dim} needs seqused_k, the position that it begins at"
         );
@@ -163,16 +163,16 @@ impl FwdProblem {
 
     /// The strides of what an append writes, for these extents.
     pub(crate) fn check_written_cache(&self, k: Shape, v: Shape) -> Result<(), ProblemError> {
-        if self.append.is_none() {
+        if self.cache.append.is_none() {
             return Ok(());
         }
-        check_output("k", self.k, k, self.dtype_qk)?;
+        check_output("k", self.strides.k, k, self.dtypes.qk)?;
         // A column-major V is written by elements: no two of them may share an address either.
         ensure!(
-            self.v_in_k || self.v.is_injective(v),
+            self.cache.v_in_k || self.strides.v.is_injective(v),
             "v",
             "v strides {:?} give two elements of {v:?} one address",
-            self.v
+            self.strides.v
         );
         Ok(())
     }
@@ -182,7 +182,7 @@ impl FwdProblem {
     /// # Errors
     /// Both layouts.
     pub fn refuse_mixed_layouts(&self, kernel: &'static str) -> Result<(), Refusal> {
-        match (self.q_layout, self.kv_layout) {
+        match (self.layout.q, self.layout.kv) {
             (QLayout::Batch, KvLayout::Strided) | (QLayout::Packed, KvLayout::Packed) => Ok(()),
             (q, kv) => Err(Refusal::new(
                 kernel,
@@ -196,11 +196,11 @@ impl FwdProblem {
     /// # Errors
     /// The first of append, rotary embedding, quantised cache and tree mask that the problem has.
     pub fn refuse_cache_updates(&self, kernel: &'static str) -> Result<(), Refusal> {
-        let text = match self {
-            Self { append: Some(append), .. } => format!("append of seqlen_new {}", append.seqlen_new),
-            Self { rotary: Some(rotary), .. } => format!("rotary embedding of dim {}", rotary.dim),
-            Self { dtype_cache: Some(cache), .. } => format!("dtype_cache {cache} beside {}", self.dtype_qk),
-            Self { tree_mask: true, .. } => format!("tree_mask of {} queries", self.dims.seqlen_q),
+        let text = match self.cache {
+            CacheUse { append: Some(append), .. } => format!("append of seqlen_new {}", append.seqlen_new),
+            CacheUse { rotary: Some(rotary), .. } => format!("rotary embedding of dim {}", rotary.dim),
+            CacheUse { dtype: Some(cache), .. } => format!("dtype_cache {cache} beside {}", self.dtypes.qk),
+            CacheUse { tree_mask: true, .. } => format!("tree_mask of {} queries", self.dims.seqlen_q),
             _ => return Ok(()),
         };
         Err(Refusal::new(kernel, format!("{text} is not taken")))
@@ -212,11 +212,11 @@ impl FwdProblem {
     /// The first that is missing, given without need, or larger than [`MAX_SEQLEN`].
     #[inline]
     pub fn check_totals(&self, totals: Totals) -> Result<(), ProblemError> {
-        let packs_new = self.append.is_some_and(|append| append.layout == QLayout::Packed);
-        check_total("total_q", totals.total_q, self.q_layout == QLayout::Packed, "Q is packed")?;
-        let packs_k = self.kv_layout == KvLayout::Packed;
+        let packs_new = self.cache.append.is_some_and(|append| append.layout == QLayout::Packed);
+        check_total("total_q", totals.total_q, self.layout.q == QLayout::Packed, "Q is packed")?;
+        let packs_k = self.layout.kv == KvLayout::Packed;
         check_total("total_k", totals.total_k, packs_k, "K and V are packed")?;
-        check_total("num_pages", totals.num_pages, self.kv_layout.is_paged(), "K and V are paged")?;
+        check_total("num_pages", totals.num_pages, self.layout.kv.is_paged(), "K and V are paged")?;
         check_total("total_new", totals.total_new, packs_new, "k_new and v_new are packed")
     }
 }

@@ -1,12 +1,14 @@
 //! The forward problem: every fact of a call but its pointers.
 
 mod cache;
+mod groups;
 mod strides;
 
 use crate::dropout::keep_threshold;
 use crate::dtype::DType;
 use crate::error::{ProblemError, ensure};
 use crate::kv::{Append, Rotary};
+pub use groups::{CacheUse, DTypes, Dropout, Layouts, Scales, Score, TensorStrides};
 pub(crate) use strides::{MAX_EXTENT_BYTES, check_input, check_output, check_unit_stride, check_v};
 
 use crate::layout::{KvLayout, QLayout, Shape, Strides, Totals, VLayout};
@@ -50,6 +52,9 @@ pub const MAX_HEAD_DIM: u32 = 1024;
 /// num_heads_q, head_dim_v]`; packed, batch and sequence are one axis of `total_q` or `total_k` rows;
 /// paged, K and V are `[num_pages, page_size, ..]`. Every tensor has strides of its own.
 ///
+/// Fields stand in groups; the setters bear the contract's names, which errors use too: `problem.score.softcap` is read,
+/// and `problem.softcap(30.0)` is the problem with it.
+///
 /// ```
 /// use fmha_core::{DType, Dims, FwdProblem, MaskSpec};
 ///
@@ -62,72 +67,27 @@ pub const MAX_HEAD_DIM: u32 = 1024;
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct FwdProblem {
-    /// How Q and O lie.
-    pub q_layout: QLayout,
-    /// How K and V lie.
-    pub kv_layout: KvLayout,
     /// The sizes.
     pub dims: Dims,
-    /// Whether `seqused_q` gives each sequence's logical number of queries.
-    pub seqused_q: bool,
-    /// Whether `seqused_k` gives each sequence's logical number of keys.
-    pub seqused_k: bool,
-    /// The type of Q, and of K in products with it.
-    pub dtype_qk: DType,
-    /// The type of V: that of Q and K, or f16/bf16 beside FP8 Q and K (the hybrid scheme).
-    pub dtype_v: DType,
-    /// The type of O.
-    pub dtype_o: DType,
-    /// Strides of Q.
-    pub q: Strides,
-    /// Strides of K.
-    pub k: Strides,
-    /// Strides of V.
-    pub v: Strides,
-    /// Strides of O. No two elements share an address.
-    pub o: Strides,
-    /// Which axis of V has stride 1.
-    pub v_layout: VLayout,
-    /// The FP8 type that K and V are stored in beside a 16-bit Q; `None`: their own. Each element is
-    /// multiplied by its descale and rounded to `dtype_qk` before anything else happens to it.
-    pub dtype_cache: Option<DType>,
-    /// Whether V is the first `head_dim_v` elements of K's rows (MLA), and no tensor of its own.
-    pub v_in_k: bool,
-    /// New keys and values to write to the cache first.
-    pub append: Option<Append>,
-    /// Rotary embedding of Q and of new keys.
-    pub rotary: Option<Rotary>,
-    /// Whether a tree mask, u32 `[batch, seqlen_q, words]` or packed `[total_q, words]` with
-    /// `words = ceil(seqlen_q / 32)`, replaces the causal mask among a sequence's last `seqlen_q` keys: bit
-    /// `n % 32` of word `n / 32` shows the n-th of them. All keys before are seen.
-    pub tree_mask: bool,
+    /// How the tensors lie, and which of their rows are in use.
+    pub layout: Layouts,
+    /// The types of their elements.
+    pub dtypes: DTypes,
+    /// Where their elements lie.
+    pub strides: TensorStrides,
     /// Which keys a query sees.
     pub mask: MaskSpec,
-    /// Multiplies `Q K^T`; `None` = `1 / sqrt(head_dim_qk)`. Any finite number.
-    #[doc(alias = "sm_scale")]
-    pub softmax_scale: Option<f32>,
-    /// `softcap * tanh(S / softcap)`, before the bias. Finite and positive.
-    pub softcap: Option<f32>,
-    /// What is added to a score.
-    pub bias: Bias,
-    /// Whether a learnable sink f32 `[num_heads_q]` enters the denominator.
-    pub sink: bool,
-    /// Probability that a `P` is dropped: `0 <= p_drop < 1`.
-    pub p_drop: f32,
-    /// What FP8 Q is multiplied by.
-    pub descale_q: Descale,
-    /// What FP8 K is multiplied by.
-    pub descale_k: Descale,
-    /// What FP8 V is multiplied by.
-    pub descale_v: Descale,
-    /// Whether FP8 O is multiplied by a number `scale_o`, f32 `[1]`, before it is rounded.
-    pub scale_o: bool,
+    /// What happens to a score before the softmax.
+    pub score: Score,
+    /// Which elements of P are dropped.
+    pub dropout: Dropout,
+    /// What FP8 tensors are multiplied by.
+    pub scales: Scales,
+    /// What happens to the KV cache besides that it is read.
+    pub cache: CacheUse,
     /// Whether LSE is written: f32 `[batch, num_heads_q, seqlen_q]`, or `[num_heads_q, total_q]`.
     #[doc(alias = "softmax_lse")]
     pub write_lse: bool,
-    /// Whether the dropout keep mask is written, for tests: u8 `[batch, num_heads_q, seqlen_q,
-    /// seqlen_k]`, 1 = kept; positions beyond a sequence's lengths are not written.
-    pub write_keep_mask: bool,
 }
 
 impl FwdProblem {
@@ -148,42 +108,25 @@ impl FwdProblem {
     /// These layouts, contiguous, one type throughout; every option off.
     #[must_use]
     pub fn new(q_layout: QLayout, kv_layout: KvLayout, dtype: DType, dims: Dims) -> Self {
+        let dtype_o = if dtype.is_fp8() { DType::Bf16 } else { dtype };
+        let unset = Strides { batch: 0, seq: 0, head: 0, dim: 1 };
+        let (descale, v) = (Descale::None, VLayout::RowMajor);
         let mut problem = Self {
-            q_layout,
-            kv_layout,
             dims,
-            seqused_q: false,
-            seqused_k: false,
-            dtype_qk: dtype,
-            dtype_v: dtype,
-            dtype_o: if dtype.is_fp8() { DType::Bf16 } else { dtype },
-            q: Strides { batch: 0, seq: 0, head: 0, dim: 1 },
-            k: Strides { batch: 0, seq: 0, head: 0, dim: 1 },
-            v: Strides { batch: 0, seq: 0, head: 0, dim: 1 },
-            o: Strides { batch: 0, seq: 0, head: 0, dim: 1 },
-            v_layout: VLayout::RowMajor,
-            dtype_cache: None,
-            v_in_k: false,
-            append: None,
-            rotary: None,
-            tree_mask: false,
+            layout: Layouts { q: q_layout, kv: kv_layout, v, seqused_q: false, seqused_k: false },
+            dtypes: DTypes { qk: dtype, v: dtype, o: dtype_o },
+            strides: TensorStrides { q: unset, k: unset, v: unset, o: unset },
             mask: MaskSpec::NONE,
-            softmax_scale: None,
-            softcap: None,
-            bias: Bias::None,
-            sink: false,
-            p_drop: 0.0,
-            descale_q: Descale::None,
-            descale_k: Descale::None,
-            descale_v: Descale::None,
-            scale_o: false,
+            score: Score { softmax_scale: None, softcap: None, bias: Bias::None, sink: false },
+            dropout: Dropout { p_drop: 0.0, write_keep_mask: false },
+            scales: Scales { descale_q: descale, descale_k: descale, descale_v: descale, scale_o: false },
+            cache: CacheUse::default(),
             write_lse: false,
-            write_keep_mask: false,
         };
-        problem.q = Strides::bshd(problem.shape_q());
-        problem.k = Strides::bshd(problem.shape_k());
-        problem.v = Strides::bshd(problem.shape_v());
-        problem.o = Strides::bshd(problem.shape_o());
+        problem.strides.q = Strides::bshd(problem.shape_q());
+        problem.strides.k = Strides::bshd(problem.shape_k());
+        problem.strides.v = Strides::bshd(problem.shape_v());
+        problem.strides.o = Strides::bshd(problem.shape_o());
         problem
     }
 
@@ -191,63 +134,63 @@ impl FwdProblem {
         /// The sizes. Strides stay as they are.
         dims: Dims => dims;
         /// How Q and O lie.
-        q_layout: QLayout => q_layout;
+        q_layout: QLayout => layout.q;
         /// How K and V lie.
-        kv_layout: KvLayout => kv_layout;
+        kv_layout: KvLayout => layout.kv;
         /// Which axis of V has stride 1.
-        v_layout: VLayout => v_layout;
+        v_layout: VLayout => layout.v;
         /// Whether `seqused_q` gives each sequence's logical number of queries.
-        seqused_q: bool => seqused_q;
+        seqused_q: bool => layout.seqused_q;
         /// Whether `seqused_k` gives each sequence's logical number of keys.
-        seqused_k: bool => seqused_k;
+        seqused_k: bool => layout.seqused_k;
         /// The type of Q, and of K in products with it.
-        dtype_qk: DType => dtype_qk;
+        dtype_qk: DType => dtypes.qk;
         /// The type of V: that of Q and K, or f16/bf16 beside FP8 Q and K.
-        dtype_v: DType => dtype_v;
+        dtype_v: DType => dtypes.v;
         /// The type of O.
-        dtype_o: DType => dtype_o;
+        dtype_o: DType => dtypes.o;
         /// Strides of Q.
-        strides_q: Strides => q;
+        strides_q: Strides => strides.q;
         /// Strides of K.
-        strides_k: Strides => k;
+        strides_k: Strides => strides.k;
         /// Strides of V.
-        strides_v: Strides => v;
+        strides_v: Strides => strides.v;
         /// Strides of O.
-        strides_o: Strides => o;
+        strides_o: Strides => strides.o;
         /// Which keys a query sees.
         mask: MaskSpec => mask;
         /// Multiplies `Q K^T`; `None` = `1 / sqrt(head_dim_qk)`.
-        softmax_scale: impl Into<Option<f32>> => softmax_scale;
+        softmax_scale: impl Into<Option<f32>> => score.softmax_scale;
         /// `softcap * tanh(S / softcap)`, before the bias.
-        softcap: impl Into<Option<f32>> => softcap;
+        softcap: impl Into<Option<f32>> => score.softcap;
         /// What is added to a score.
-        bias: Bias => bias;
+        bias: Bias => score.bias;
         /// Whether a learnable sink enters the denominator.
-        sink: bool => sink;
+        sink: bool => score.sink;
         /// Probability that a `P` is dropped.
-        p_drop: f32 => p_drop;
+        p_drop: f32 => dropout.p_drop;
         /// What FP8 Q is multiplied by.
-        descale_q: Descale => descale_q;
+        descale_q: Descale => scales.descale_q;
         /// What FP8 K is multiplied by.
-        descale_k: Descale => descale_k;
+        descale_k: Descale => scales.descale_k;
         /// What FP8 V is multiplied by.
-        descale_v: Descale => descale_v;
+        descale_v: Descale => scales.descale_v;
         /// Whether FP8 O is multiplied by a number before it is rounded.
-        scale_o: bool => scale_o;
+        scale_o: bool => scales.scale_o;
         /// The FP8 type that K and V are stored in beside a 16-bit Q.
-        dtype_cache: impl Into<Option<DType>> => dtype_cache;
+        dtype_cache: impl Into<Option<DType>> => cache.dtype;
         /// Whether V is the first `head_dim_v` elements of K's rows.
-        v_in_k: bool => v_in_k;
+        v_in_k: bool => cache.v_in_k;
         /// New keys and values to write to the cache first.
-        append: impl Into<Option<Append>> => append;
+        append: impl Into<Option<Append>> => cache.append;
         /// Rotary embedding of Q and of new keys.
-        rotary: impl Into<Option<Rotary>> => rotary;
+        rotary: impl Into<Option<Rotary>> => cache.rotary;
         /// Whether a tree mask replaces the causal mask among the last keys.
-        tree_mask: bool => tree_mask;
+        tree_mask: bool => cache.tree_mask;
         /// Whether LSE is written.
         write_lse: bool => write_lse;
         /// Whether the dropout keep mask is written.
-        write_keep_mask: bool => write_keep_mask;
+        write_keep_mask: bool => dropout.write_keep_mask;
     }
 
     /// Q's shape (and dQ's) as far as planning knows it: of a packed tensor, a sequence of the longest
@@ -279,7 +222,7 @@ impl FwdProblem {
     /// The tensors' extents, of packed rows and of pages as many as the longest sequence may have, two at least.
     fn longest(&self) -> Extents {
         let Dims { seqlen_q, seqlen_k, .. } = self.dims;
-        let pages = self.kv_layout.page_size().map_or(0, |size| seqlen_k.div_ceil(size.max(1)));
+        let pages = self.layout.kv.page_size().map_or(0, |size| seqlen_k.div_ceil(size.max(1)));
         let [total_q, total_k, num_pages] = [seqlen_q, seqlen_k, pages].map(|count| Some(count.max(2)));
         self.extents(Totals { total_q, total_k, num_pages, total_new: None })
     }
@@ -297,11 +240,11 @@ impl FwdProblem {
     pub fn extents(&self, totals: Totals) -> Extents {
         let Dims { batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v } =
             self.dims;
-        let (batch_q, seq_q) = match self.q_layout {
+        let (batch_q, seq_q) = match self.layout.q {
             QLayout::Batch => (batch, seqlen_q),
             QLayout::Packed => (1, totals.total_q.unwrap_or(0)),
         };
-        let (batch_k, seq_k) = match self.kv_layout {
+        let (batch_k, seq_k) = match self.layout.kv {
             KvLayout::Strided => (batch, seqlen_k),
             KvLayout::Packed => (1, totals.total_k.unwrap_or(0)),
             KvLayout::Paged { page_size } => (totals.num_pages.unwrap_or(0), page_size),
@@ -334,7 +277,7 @@ impl FwdProblem {
     /// The scale in force: the caller's, or `1 / sqrt(head_dim_qk)`.
     #[must_use]
     pub fn resolved_softmax_scale(&self) -> f32 {
-        self.softmax_scale.unwrap_or_else(|| 1.0 / (self.dims.head_dim_qk as f32).sqrt())
+        self.score.softmax_scale.unwrap_or_else(|| 1.0 / (self.dims.head_dim_qk as f32).sqrt())
     }
 
     /// Query heads per key and value head; 0 where there are no such heads, which no valid problem has.
@@ -346,7 +289,7 @@ impl FwdProblem {
     /// Whether any score can be dropped.
     #[must_use]
     pub fn drops(&self) -> bool {
-        keep_threshold(self.p_drop) < 1 << 32
+        keep_threshold(self.dropout.p_drop) < 1 << 32
     }
 
     /// Checks everything that can be checked without the device.
@@ -381,7 +324,7 @@ impl FwdProblem {
         for (field, value) in [("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)] {
             ensure!(value <= MAX_SEQLEN, field, "{field} {value} is larger than {MAX_SEQLEN}");
         }
-        if let KvLayout::Paged { page_size } = self.kv_layout {
+        if let KvLayout::Paged { page_size } = self.layout.kv {
             ensure!(
                 (1..=MAX_SEQLEN).contains(&page_size),
                 "page_size",
@@ -401,7 +344,7 @@ impl FwdProblem {
         );
         let keep_mask = self.keep_mask_bytes();
         ensure!(
-            !self.write_keep_mask || keep_mask <= MAX_EXTENT_BYTES,
+            !self.dropout.write_keep_mask || keep_mask <= MAX_EXTENT_BYTES,
             "write_keep_mask",
             "write_keep_mask: batch {batch}, num_heads_q {num_heads_q}, seqlen_q {seqlen_q} and seqlen_k \
              {seqlen_k} make a mask beyond 2^62 bytes"
@@ -410,7 +353,7 @@ impl FwdProblem {
     }
 
     fn check_dtypes(&self) -> Result<(), ProblemError> {
-        let (qk, v, o) = (self.dtype_qk, self.dtype_v, self.dtype_o);
+        let (qk, v, o) = (self.dtypes.qk, self.dtypes.v, self.dtypes.o);
         let hybrid = qk.is_fp8() && matches!(v, DType::F16 | DType::Bf16);
         ensure!(
             v == qk || hybrid,
@@ -423,9 +366,9 @@ impl FwdProblem {
             "dtype_o {o} does not go with dtype_qk {qk} (f32, f16, bf16, or the type of FP8 Q and K)"
         );
         for (field, descale, dtype) in [
-            ("descale_q", self.descale_q, qk),
-            ("descale_k", self.descale_k, self.stored_k()),
-            ("descale_v", self.descale_v, self.stored_v()),
+            ("descale_q", self.scales.descale_q, qk),
+            ("descale_k", self.scales.descale_k, self.stored_k()),
+            ("descale_v", self.scales.descale_v, self.stored_v()),
         ] {
             ensure!(
                 descale == Descale::None || dtype.is_fp8(),
@@ -433,8 +376,12 @@ impl FwdProblem {
                 "{field} is given, but that tensor is {dtype}, not FP8"
             );
         }
-        ensure!(!self.scale_o || o.is_fp8(), "scale_o", "scale_o is given, but dtype_o is {o}, not FP8");
-        if let Bias::Elementwise(bias) = self.bias {
+        ensure!(
+            !self.scales.scale_o || o.is_fp8(),
+            "scale_o",
+            "scale_o is given, but dtype_o is {o}, not FP8"
+        );
+        if let Bias::Elementwise(bias) = self.score.bias {
             let takes = |dtype| {
                 dtype == DType::F32
                     || dtype == qk && !qk.is_fp8()
@@ -452,7 +399,7 @@ impl FwdProblem {
 
     fn check_layouts(&self) -> Result<(), ProblemError> {
         self.check_tensors(&self.fewest())?;
-        if let Bias::Elementwise(bias) = self.bias {
+        if let Bias::Elementwise(bias) = self.score.bias {
             let shape = self.shape_bias(bias.broadcast);
             check_input("bias", bias.strides, shape, bias.dtype)?;
             check_unit_stride("bias", "dim", bias.strides.dim, shape.dim)?;
@@ -462,13 +409,13 @@ impl FwdProblem {
 
     /// Checks the strides of tensors that have these extents.
     fn check_tensors(&self, extents: &Extents) -> Result<(), ProblemError> {
-        check_input("q", self.q, extents.q, self.dtype_qk)?;
-        check_input("k", self.k, extents.k, self.stored_k())?;
-        check_unit_stride("q", "dim", self.q.dim, extents.q.dim)?;
-        check_unit_stride("k", "dim", self.k.dim, extents.k.dim)?;
-        check_v("v", self.v, self.v_layout, extents.v, self.stored_v())?;
+        check_input("q", self.strides.q, extents.q, self.dtypes.qk)?;
+        check_input("k", self.strides.k, extents.k, self.stored_k())?;
+        check_unit_stride("q", "dim", self.strides.q.dim, extents.q.dim)?;
+        check_unit_stride("k", "dim", self.strides.k.dim, extents.k.dim)?;
+        check_v("v", self.strides.v, self.layout.v, extents.v, self.stored_v())?;
         self.check_written_cache(extents.k, extents.v)?;
-        check_output("o", self.o, extents.o, self.dtype_o)
+        check_output("o", self.strides.o, extents.o, self.dtypes.o)
     }
 
     /// The extents of a call's tensors, checked: what planning could not know of packed and paged ones.
@@ -486,17 +433,17 @@ impl FwdProblem {
     }
 
     fn check_score(&self) -> Result<(), ProblemError> {
-        if let Some(scale) = self.softmax_scale {
+        if let Some(scale) = self.score.softmax_scale {
             ensure!(scale.is_finite(), "softmax_scale", "softmax_scale {scale} is not finite");
         }
-        if let Some(softcap) = self.softcap {
+        if let Some(softcap) = self.score.softcap {
             ensure!(
                 softcap.is_finite() && softcap > 0.0,
                 "softcap",
                 "softcap {softcap} is not finite and positive"
             );
         }
-        let p_drop = self.p_drop;
+        let p_drop = self.dropout.p_drop;
         ensure!((0.0..1.0).contains(&p_drop), "p_drop", "p_drop {p_drop} is not in 0 <= p_drop < 1");
         Ok(())
     }

@@ -95,7 +95,7 @@ pub fn backward(
         dbias: vec![],
         dsink: vec![0.0; dims.num_heads_q as usize],
     };
-    let bias_shape = match problem.fwd.bias {
+    let bias_shape = match problem.fwd.score.bias {
         Bias::Elementwise(bias) => Some((bias.broadcast, problem.fwd.shape_bias(bias.broadcast))),
         _ => None,
     };
@@ -210,7 +210,7 @@ impl<'a> OneHead<'a> {
             for (&j, &p) in softmax.visible.iter().zip(&p) {
                 axpy(&mut o, head.probability(p) * head.keep_factor(i, j), row(&head.v, j, head.head_dim_v));
             }
-            let o: Vec<T> = o.iter().map(|&o| real(head.as_result(o, fwd.dtype_o))).collect();
+            let o: Vec<T> = o.iter().map(|&o| real(head.as_result(o, fwd.dtypes.o))).collect();
             let dlse = self.dlse_at(i)?;
             let query = Query::new(&head, i, row(&dout, i, head.head_dim_v), &o, softmax.lse, dlse);
             for (&j, &p) in softmax.visible.iter().zip(&p) {
@@ -231,7 +231,7 @@ impl<'a> OneHead<'a> {
         let (head, dout) = self.gather::<T>(precision)?;
         let Self { problem, args, span, i_head } = self;
         let fwd = &problem.fwd;
-        let o = Rows { name: "o", slice: args.o, dtype: fwd.dtype_o, strides: fwd.o };
+        let o = Rows { name: "o", slice: args.o, dtype: fwd.dtypes.o, strides: fwd.strides.o };
         let dim_v = head.head_dim_v;
         let o: Vec<T> =
             o.gather(|i| (span.q_batch, span.q_row + i), i_head, span.seqlen_q, dim_v as u32, T::one())?;
@@ -269,7 +269,7 @@ impl<'a> OneHead<'a> {
         let Self { problem, args, span, i_head } = self;
         let fwd = &problem.fwd;
         let head = Head::<T>::gather(fwd, &Inputs::from(args), span, i_head, precision)?;
-        let dout = Rows { name: "dout", slice: args.dout, dtype: fwd.dtype_o, strides: problem.dout };
+        let dout = Rows { name: "dout", slice: args.dout, dtype: fwd.dtypes.o, strides: problem.dout };
         let dout = dout.gather(
             |i| (span.q_batch, span.q_row + i),
             i_head,

@@ -23,7 +23,7 @@ impl<'a> Cached<'a> {
     /// Q `[seqlen_q, head_dim_qk]` of one head.
     pub(super) fn queries<T: Float>(self, head: u32, descale: T) -> Result<Vec<T>, ProblemError> {
         let Self { problem, inputs, span } = self;
-        let q = Rows { name: "q", slice: inputs.q, dtype: problem.dtype_qk, strides: problem.q };
+        let q = Rows { name: "q", slice: inputs.q, dtype: problem.dtypes.qk, strides: problem.strides.q };
         let dim = problem.dims.head_dim_qk;
         let mut rows = q.gather(|i| (span.q_batch, span.q_row + i), head, span.seqlen_q, dim, descale)?;
         let advances = u32::from(problem.positions_advance());
@@ -34,11 +34,11 @@ impl<'a> Cached<'a> {
     /// K `[seqlen_k, head_dim_qk]` of one kv head.
     pub(super) fn keys<T: Float>(self, head: u32, descale: T) -> Result<Vec<T>, ProblemError> {
         let Self { problem, inputs, span } = self;
-        let rows = Rows { name: "k", slice: inputs.k, dtype: problem.stored_k(), strides: problem.k };
+        let rows = Rows { name: "k", slice: inputs.k, dtype: problem.stored_k(), strides: problem.strides.k };
         let mut keys = self.cached(&rows, head, problem.dims.head_dim_qk, descale)?;
-        if let (Some(append), Some(new)) = (&problem.append, inputs.cache.k_new) {
+        if let (Some(append), Some(new)) = (&problem.cache.append, inputs.cache.k_new) {
             let mut new: Vec<T> =
-                self.new_rows("k_new", new, append.k_new, problem.dtype_qk, head, problem.dims.head_dim_qk)?;
+                self.new_rows("k_new", new, append.k_new, problem.dtypes.qk, head, problem.dims.head_dim_qk)?;
             self.turn(&mut new, |n| span.seqlen_cached + n)?;
             keys.extend(new);
         }
@@ -48,16 +48,16 @@ impl<'a> Cached<'a> {
     /// V `[seqlen_k, head_dim_v]` of one kv head.
     pub(super) fn values<T: Float>(self, head: u32, descale: T) -> Result<Vec<T>, ProblemError> {
         let Self { problem, inputs, .. } = self;
-        if problem.v_in_k {
+        if problem.cache.v_in_k {
             let (qk, v) = (problem.dims.head_dim_qk as usize, problem.dims.head_dim_v as usize);
             let keys: Vec<T> = self.keys(head, descale)?;
             return Ok(keys.chunks(qk).flat_map(|row| &row[..v]).copied().collect());
         }
-        let rows = Rows { name: "v", slice: inputs.v, dtype: problem.stored_v(), strides: problem.v };
+        let rows = Rows { name: "v", slice: inputs.v, dtype: problem.stored_v(), strides: problem.strides.v };
         let mut values = self.cached(&rows, head, problem.dims.head_dim_v, descale)?;
-        if let (Some(append), Some(new)) = (&problem.append, inputs.cache.v_new) {
+        if let (Some(append), Some(new)) = (&problem.cache.append, inputs.cache.v_new) {
             let new: Vec<T> =
-                self.new_rows("v_new", new, append.v_new, problem.dtype_v, head, problem.dims.head_dim_v)?;
+                self.new_rows("v_new", new, append.v_new, problem.dtypes.v, head, problem.dims.head_dim_v)?;
             values.extend(new);
         }
         Ok(values)
@@ -74,13 +74,13 @@ impl<'a> Cached<'a> {
         let Self { problem, inputs, span } = self;
         let places = KvRows::of(problem, &inputs.seq)?;
         let place = |j| places.at(&span, j);
-        if problem.dtype_cache.is_none() {
+        if problem.cache.dtype.is_none() {
             return rows.gather(place, head, span.seqlen_cached, dim, descale);
         }
         // The product in f32, rounded to Q's type once, as the contract has it.
         let stored: Vec<f32> = rows.gather(place, head, span.seqlen_cached, dim, 1.0)?;
         let descale = descale.to_f32().unwrap_or(f32::NAN);
-        let widened = |x: f32| real(problem.dtype_qk.round(f64::from(x * descale)));
+        let widened = |x: f32| real(problem.dtypes.qk.round(f64::from(x * descale)));
         Ok(stored.into_iter().map(widened).collect())
     }
 
@@ -106,7 +106,7 @@ impl<'a> Cached<'a> {
 
     /// Turns rows of Q or K to their positions: in f32, rounded to the input's type once.
     fn turn<T: Float>(self, rows: &mut [T], position: impl Fn(u32) -> u32) -> Result<(), ProblemError> {
-        let Some(rotary) = self.problem.rotary else { return Ok(()) };
+        let Some(rotary) = self.problem.cache.rotary else { return Ok(()) };
         let cache = &self.inputs.cache;
         let (cos, sin) = (host("cos", cache.cos.as_ref())?, host("sin", cache.sin.as_ref())?);
         let (half, size) = (rotary.dim as usize / 2, rotary.dtype.size_bytes() as usize);
@@ -118,7 +118,7 @@ impl<'a> Cached<'a> {
             let mut turned: Vec<f32> = row.iter().map(|x| x.to_f32().unwrap_or(f32::NAN)).collect();
             rotary.turn(&mut turned, |pair| (at(cos, pair), at(sin, pair)));
             for (x, turned) in row.iter_mut().zip(turned).take(rotary.dim as usize) {
-                *x = real(self.problem.dtype_qk.round(f64::from(turned)));
+                *x = real(self.problem.dtypes.qk.round(f64::from(turned)));
             }
         }
         Ok(())

@@ -95,7 +95,7 @@ fn attend<T: Float>(head: &Head<'_, T>, problem: &FwdProblem, rows: &[u32]) -> H
             }
         }
         let row_o = softmax.output(head, i);
-        o.extend(row_o.iter().map(|&o| head.as_result(o, problem.dtype_o)));
+        o.extend(row_o.iter().map(|&o| head.as_result(o, problem.dtypes.o)));
         spread.extend(
             squares.iter().map(|square| (square.sqrt() / softmax.row_sum).to_f64().unwrap_or(f64::NAN)),
         );

@@ -98,7 +98,7 @@ impl<'a, T: Float> Head<'a, T> {
             _ => f32_at(name, slice.as_ref(), kind.index(span.i_batch, i_head_kv, dims.num_heads_kv)),
         };
         let cached = Cached { problem, inputs, span };
-        let alibi = match problem.bias {
+        let alibi = match problem.score.bias {
             Bias::Alibi { per_batch } => {
                 let i_batch = if per_batch { span.i_batch as usize } else { 0 };
                 let index = i_batch * dims.num_heads_q as usize + i_head as usize;
@@ -107,25 +107,28 @@ impl<'a, T: Float> Head<'a, T> {
             }
             _ => None,
         };
-        let bias = match problem.bias {
+        let bias = match problem.score.bias {
             Bias::Elementwise(_) => Some(host("bias", score.bias.as_ref())?),
             _ => None,
         };
-        let sink =
-            if problem.sink { Some(f32_at("sink", score.sink.as_ref(), i_head as usize)?) } else { None };
-        let keep = problem
-            .drops()
-            .then(|| KeepMask::new(problem.p_drop, score.dropout, span.i_batch, i_head, dims.num_heads_q));
+        let sink = if problem.score.sink {
+            Some(f32_at("sink", score.sink.as_ref(), i_head as usize)?)
+        } else {
+            None
+        };
+        let keep = problem.drops().then(|| {
+            KeepMask::new(problem.dropout.p_drop, score.dropout, span.i_batch, i_head, dims.num_heads_q)
+        });
         Ok(Self {
             span,
             i_head,
             head_dim_qk: dims.head_dim_qk as usize,
             head_dim_v: dims.head_dim_v as usize,
-            q: cached.queries(i_head, descale("descale_q", &score.descale_q, problem.descale_q)?)?,
-            k: cached.keys(i_head_kv, descale("descale_k", &score.descale_k, problem.descale_k)?)?,
-            v: cached.values(i_head_kv, descale("descale_v", &score.descale_v, problem.descale_v)?)?,
+            q: cached.queries(i_head, descale("descale_q", &score.descale_q, problem.scales.descale_q)?)?,
+            k: cached.keys(i_head_kv, descale("descale_k", &score.descale_k, problem.scales.descale_k)?)?,
+            v: cached.values(i_head_kv, descale("descale_v", &score.descale_v, problem.scales.descale_v)?)?,
             softmax_scale: real(f64::from(problem.resolved_softmax_scale())),
-            softcap: problem.softcap.map(|softcap| real(f64::from(softcap))),
+            softcap: problem.score.softcap.map(|softcap| real(f64::from(softcap))),
             sink,
             band: problem.mask.band(span.seqlen_q, span.seqlen_k),
             tree: TreeMask::of(problem, &inputs.cache, &inputs.seq),
@@ -170,7 +173,7 @@ impl<'a, T: Float> Head<'a, T> {
 
     /// What is added to the score of (i, j).
     pub(super) fn bias(&self, i: u32, j: u32) -> T {
-        if let (Bias::Elementwise(bias), Some(bytes)) = (self.problem.bias, self.bias) {
+        if let (Bias::Elementwise(bias), Some(bytes)) = (self.problem.score.bias, self.bias) {
             let (b, h) = bias.broadcast.index(self.span.i_batch, self.i_head);
             let at = bias.strides.offset(b, i, h, j) as usize * bias.dtype.size_bytes() as usize;
             return real(bias.dtype.read(&bytes[at..]));
@@ -185,7 +188,7 @@ impl<'a, T: Float> Head<'a, T> {
     pub(super) fn keep_factor(&self, i: u32, j: u32) -> T {
         match &self.keep {
             None => T::one(),
-            Some(mask) if mask.keep(i, j) => real(keep_scale(self.problem.p_drop)),
+            Some(mask) if mask.keep(i, j) => real(keep_scale(self.problem.dropout.p_drop)),
             Some(_) => T::zero(),
         }
     }
@@ -195,7 +198,7 @@ impl<'a, T: Float> Head<'a, T> {
     /// An FP8 P is scaled by a power of two up to the type's largest number first, as every FP8
     /// kernel does: unscaled, the small ones would vanish.
     pub(super) fn probability(&self, value: T) -> T {
-        let dtype = self.problem.dtype_v;
+        let dtype = self.problem.dtypes.v;
         let scale = if dtype.is_fp8() { 2f64.powi(dtype.max_finite().log2().floor() as i32) } else { 1.0 };
         self.rounded(value, scale, dtype)
     }
@@ -203,7 +206,7 @@ impl<'a, T: Float> Head<'a, T> {
     /// What the input's precision keeps of a dS before its products with K and Q; FP8 inputs have
     /// theirs in the gradients' type.
     pub(super) fn score_gradient(&self, value: T, dtype_grad: DType) -> T {
-        let dtype = self.problem.dtype_qk;
+        let dtype = self.problem.dtypes.qk;
         self.rounded(value, 1.0, if dtype.is_fp8() { dtype_grad } else { dtype })
     }
 

@@ -42,7 +42,7 @@ fn noise(count: u64, salt: u32) -> Vec<f32> {
 
 impl Operands {
     fn of(problem: &FwdProblem) -> Self {
-        let bias = match problem.bias {
+        let bias = match problem.score.bias {
             Bias::Elementwise(bias) => problem.shape_bias(bias.broadcast).num_elems(),
             _ => 0,
         };
@@ -61,9 +61,10 @@ impl Operands {
 
     fn score(&self, problem: &FwdProblem) -> ScoreArgs<'_> {
         ScoreArgs {
-            bias: matches!(problem.bias, Bias::Elementwise(_)).then(|| DevSlice::host(&self.bias)),
-            alibi_slopes: matches!(problem.bias, Bias::Alibi { .. }).then(|| DevSlice::host(&self.slopes)),
-            sink: problem.sink.then(|| DevSlice::host(&self.sink)),
+            bias: matches!(problem.score.bias, Bias::Elementwise(_)).then(|| DevSlice::host(&self.bias)),
+            alibi_slopes: matches!(problem.score.bias, Bias::Alibi { .. })
+                .then(|| DevSlice::host(&self.slopes)),
+            sink: problem.score.sink.then(|| DevSlice::host(&self.sink)),
             dropout: DropoutSeed { seed: 5, offset: 1 },
             ..ScoreArgs::default()
         }
@@ -86,7 +87,7 @@ impl Operands {
         for head in self.forward(problem) {
             let dim = problem.dims.head_dim_v as usize;
             for i in 0..head.span.seqlen_q {
-                let at = problem.o.offset(head.span.q_batch, i, head.i_head, 0) as usize;
+                let at = problem.strides.o.offset(head.span.q_batch, i, head.i_head, 0) as usize;
                 for d in 0..dim {
                     loss += f64::from(self.dout[at + d]) * head.o[i as usize * dim + d];
                 }
@@ -165,7 +166,7 @@ fn small(mask: &str) -> FwdProblem {
 
 fn elementwise(problem: &mut FwdProblem, broadcast: BiasBroadcast) {
     let strides = Strides::bhsd(problem.shape_bias(broadcast));
-    problem.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
+    problem.score.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
 }
 
 /// Every gradient of every operand equals its finite difference.
@@ -188,21 +189,27 @@ fn gradients_hold(mut problem: BwdProblem) {
     };
     let dims = fwd.dims;
     for (span, head, dq) in &all.dq {
-        for (&gradient, at) in dq.iter().zip(places(span, fwd.q, *head, span.seqlen_q, dims.head_dim_qk)) {
+        for (&gradient, at) in
+            dq.iter().zip(places(span, fwd.strides.q, *head, span.seqlen_q, dims.head_dim_qk))
+        {
             close(gradient, operands.slope(&problem, |o| &mut o.q[at]), "dq", at);
         }
     }
     for (span, head, dk) in &all.dk {
-        for (&gradient, at) in dk.iter().zip(places(span, fwd.k, *head, span.seqlen_k, dims.head_dim_qk)) {
+        for (&gradient, at) in
+            dk.iter().zip(places(span, fwd.strides.k, *head, span.seqlen_k, dims.head_dim_qk))
+        {
             close(gradient, operands.slope(&problem, |o| &mut o.k[at]), "dk", at);
         }
     }
     for (span, head, dv) in &all.dv {
-        for (&gradient, at) in dv.iter().zip(places(span, fwd.v, *head, span.seqlen_k, dims.head_dim_v)) {
+        for (&gradient, at) in
+            dv.iter().zip(places(span, fwd.strides.v, *head, span.seqlen_k, dims.head_dim_v))
+        {
             close(gradient, operands.slope(&problem, |o| &mut o.v[at]), "dv", at);
         }
     }
-    if fwd.sink {
+    if fwd.score.sink {
         for (at, &gradient) in all.dsink.iter().enumerate() {
             close(gradient, operands.slope(&problem, |o| &mut o.sink[at]), "dsink", at);
         }
@@ -224,10 +231,10 @@ fn gradients_are_finite_differences_for_every_mask() {
 fn gradients_are_finite_differences_through_cap_bias_sink_and_dropout() {
     for broadcast in [BiasBroadcast::OneOne, BiasBroadcast::OneHead, BiasBroadcast::BatchHead] {
         let mut fwd = small("b:2,1");
-        fwd.softcap = Some(0.75);
-        fwd.softmax_scale = Some(1.5);
-        fwd.sink = true;
-        fwd.p_drop = 0.3;
+        fwd.score.softcap = Some(0.75);
+        fwd.score.softmax_scale = Some(1.5);
+        fwd.score.sink = true;
+        fwd.dropout.p_drop = 0.3;
         elementwise(&mut fwd, broadcast);
         let mut problem = BwdProblem::new(fwd);
         problem.write_dsink = true;
@@ -240,7 +247,7 @@ fn gradients_are_finite_differences_through_cap_bias_sink_and_dropout() {
 #[test]
 fn gradients_are_finite_differences_under_alibi() {
     let mut fwd = small("t");
-    fwd.bias = Bias::Alibi { per_batch: false };
+    fwd.score.bias = Bias::Alibi { per_batch: false };
     gradients_hold(BwdProblem::new(fwd));
 }
 
@@ -248,7 +255,7 @@ fn gradients_are_finite_differences_under_alibi() {
 fn a_part_of_the_gradients_from_o_and_lse_is_that_part_of_the_whole() {
     for mask in ["0", "b:2,1", "g:0,-2"] {
         let mut fwd = small(mask);
-        (fwd.softcap, fwd.sink, fwd.p_drop) = (Some(0.75), mask == "b:2,1", 0.3);
+        (fwd.score.softcap, fwd.score.sink, fwd.dropout.p_drop) = (Some(0.75), mask == "b:2,1", 0.3);
         elementwise(&mut fwd, BiasBroadcast::OneHead);
         let mut problem = BwdProblem::new(fwd.clone());
         problem.has_dlse = true;
@@ -259,7 +266,7 @@ fn a_part_of_the_gradients_from_o_and_lse_is_that_part_of_the_whole() {
             for i in 0..head.span.seqlen_q {
                 lse[head.span.lse_index(&fwd, head.i_head, i)] = head.lse[i as usize] as f32;
                 for d in 0..2 {
-                    let at = fwd.o.offset(head.span.q_batch, i, head.i_head, d) as usize;
+                    let at = fwd.strides.o.offset(head.span.q_batch, i, head.i_head, d) as usize;
                     o[at] = head.o[(i * 2 + d) as usize] as f32;
                 }
             }
@@ -301,7 +308,7 @@ fn a_row_that_sees_no_key_is_zero_and_its_lse_minus_infinity_or_the_sink() {
     let first = &operands.forward(&problem)[0];
     assert!(first.o[..2].iter().all(|&o| o == 0.0));
     assert_eq!(first.lse[0], f64::NEG_INFINITY);
-    problem.sink = true;
+    problem.score.sink = true;
     let first = &operands.forward(&problem)[0];
     assert!(first.o[..2].iter().all(|&o| o == 0.0));
     assert_relative_eq!(first.lse[0], f64::from(operands.sink[0]));
@@ -311,7 +318,7 @@ fn a_row_that_sees_no_key_is_zero_and_its_lse_minus_infinity_or_the_sink() {
 #[test]
 fn a_sink_of_no_weight_has_no_gradient() {
     let mut fwd = small("g:0,-2");
-    fwd.sink = true;
+    fwd.score.sink = true;
     let mut operands = Operands::of(&fwd);
     operands.sink.fill(f32::NEG_INFINITY);
     let dsink = operands.backward(&BwdProblem::new(fwd)).dsink;
@@ -354,7 +361,7 @@ fn a_hidden_nan_reaches_nothing_and_a_seen_one_its_rows_alone() {
     let problem = small("t");
     let mut operands = Operands::of(&problem);
     let clean = operands.forward(&problem);
-    let at = problem.v.offset(0, 2, 0, 0) as usize;
+    let at = problem.strides.v.offset(0, 2, 0, 0) as usize;
     operands.v[at] = f32::NAN;
     let poisoned = operands.forward(&problem);
     for (clean, poisoned) in clean.iter().zip(&poisoned) {
@@ -372,10 +379,10 @@ fn a_hidden_nan_reaches_nothing_and_a_seen_one_its_rows_alone() {
 fn under_a_soft_cap_what_the_mask_hides_reaches_no_gradient() {
     // Four queries and five keys: b:0,0 hides key 0, and with two keys queries 0 and 1 see none.
     let mut fwd = small("b:0,0");
-    fwd.softcap = Some(3.0);
+    fwd.score.softcap = Some(3.0);
     let mut operands = Operands::of(&fwd);
     for head in 0..2 {
-        operands.k[fwd.k.offset(0, 0, head, 0) as usize] = f32::NAN;
+        operands.k[fwd.strides.k.offset(0, 0, head, 0) as usize] = f32::NAN;
     }
     let all = operands.backward(&BwdProblem::new(fwd.clone()));
     for (_, _, dk) in &all.dk {
@@ -384,10 +391,10 @@ fn under_a_soft_cap_what_the_mask_hides_reaches_no_gradient() {
     assert!(all.dq.iter().all(|(_, _, dq)| dq.iter().all(|x| x.is_finite())));
 
     let few = FwdProblem::batch(DType::F32, Dims { seqlen_k: 2, ..fwd.dims });
-    let fwd = few.clone().mask(fwd.mask).softcap(fwd.softcap);
+    let fwd = few.clone().mask(fwd.mask).softcap(fwd.score.softcap);
     let mut operands = Operands::of(&fwd);
     for head in 0..4 {
-        operands.q[fwd.q.offset(0, 1, head, 0) as usize] = f32::INFINITY;
+        operands.q[fwd.strides.q.offset(0, 1, head, 0) as usize] = f32::INFINITY;
     }
     let all = operands.backward(&BwdProblem::new(fwd));
     for (_, _, dq) in &all.dq {
@@ -408,8 +415,8 @@ fn combining_the_halves_of_the_keys_gives_the_whole() {
         problem.dims.seqlen_k = range.end - range.start;
         let mut operands = operands.clone();
         // The same strides, from a later first row: K and V keep their batch stride.
-        operands.k.drain(..(i64::from(range.start) * problem.k.seq) as usize);
-        operands.v.drain(..(i64::from(range.start) * problem.v.seq) as usize);
+        operands.k.drain(..(i64::from(range.start) * problem.strides.k.seq) as usize);
+        operands.v.drain(..(i64::from(range.start) * problem.strides.v.seq) as usize);
         let heads = operands.forward(&problem);
         let mut o = vec![0f32; problem.shape_o().num_elems() as usize];
         let mut lse = vec![0f32; problem.extents(Totals::NONE).lse_elems as usize];
@@ -417,7 +424,7 @@ fn combining_the_halves_of_the_keys_gives_the_whole() {
             for i in 0..head.span.seqlen_q {
                 lse[head.span.lse_index(&problem, head.i_head, i)] = head.lse[i as usize] as f32;
                 for d in 0..2 {
-                    let at = problem.o.offset(head.span.q_batch, i, head.i_head, d) as usize;
+                    let at = problem.strides.o.offset(head.span.q_batch, i, head.i_head, d) as usize;
                     o[at] = head.o[(i * 2 + d) as usize] as f32;
                 }
             }
@@ -443,7 +450,7 @@ fn combining_the_halves_of_the_keys_gives_the_whole() {
             let at = head.span.lse_index(&whole, head.i_head, i);
             assert_relative_eq!(lse[at], head.lse[i as usize], epsilon = 1e-6);
             for d in 0..2 {
-                let at = whole.o.offset(head.span.q_batch, i, head.i_head, d) as usize;
+                let at = whole.strides.o.offset(head.span.q_batch, i, head.i_head, d) as usize;
                 assert_relative_eq!(o[at], head.o[(i * 2 + d) as usize], epsilon = 1e-6);
             }
         }
@@ -454,7 +461,8 @@ fn combining_the_halves_of_the_keys_gives_the_whole() {
 fn a_spread_is_the_root_of_the_squares_of_the_definitions_terms() {
     let (scale, cap, p_drop) = (1.5, 0.75, 0.3);
     let mut fwd = small("0");
-    (fwd.softmax_scale, fwd.softcap, fwd.sink, fwd.p_drop) = (Some(scale), Some(cap), true, p_drop);
+    (fwd.score.softmax_scale, fwd.score.softcap, fwd.score.sink, fwd.dropout.p_drop) =
+        (Some(scale), Some(cap), true, p_drop);
     let mut problem = BwdProblem::new(fwd.clone());
     problem.has_dlse = true;
     let (scale, cap) = (f64::from(scale), f64::from(cap));
@@ -466,10 +474,10 @@ fn a_spread_is_the_root_of_the_squares_of_the_definitions_terms() {
         let backward = operands.with_args(&problem, &[], &[], |args| {
             backward_head(&problem, args, span, h, Precision::Exact).unwrap()
         });
-        let q = |i, d| f64::from(operands.q[fwd.q.offset(b, i, h, d) as usize]);
-        let k = |j, d| f64::from(operands.k[fwd.k.offset(b, j, h_kv, d) as usize]);
-        let v = |j, d| f64::from(operands.v[fwd.v.offset(b, j, h_kv, d) as usize]);
-        let dout = |i, d| f64::from(operands.dout[fwd.o.offset(b, i, h, d) as usize]);
+        let q = |i, d| f64::from(operands.q[fwd.strides.q.offset(b, i, h, d) as usize]);
+        let k = |j, d| f64::from(operands.k[fwd.strides.k.offset(b, j, h_kv, d) as usize]);
+        let v = |j, d| f64::from(operands.v[fwd.strides.v.offset(b, j, h_kv, d) as usize]);
+        let dout = |i, d| f64::from(operands.dout[fwd.strides.o.offset(b, i, h, d) as usize]);
         let dlse = |i| f64::from(operands.dlse[span.lse_index(&fwd, h, i)]);
         let mask = KeepMask::new(p_drop, DropoutSeed { seed: 5, offset: 1 }, b, h, 4);
         let z = |i, j| if mask.keep(i, j) { keep_scale(p_drop) } else { 0.0 };
@@ -553,9 +561,10 @@ fn a_rotary_embedding_turns_queries_and_new_keys_by_the_angles_of_their_position
     for (mask, advances) in [("b", 1), ("0", 0)] {
         let mut problem = FwdProblem::batch(DType::F32, dims);
         problem.mask = mask.parse().unwrap();
-        problem.seqused_k = true;
-        problem.append = Some(Append::batch(&problem, 2));
-        problem.rotary = Some(Rotary { dim: 4, pairs: RotaryPairs::Half, max_pos: 8, dtype: DType::F32 });
+        problem.layout.seqused_k = true;
+        problem.cache.append = Some(Append::batch(&problem, 2));
+        problem.cache.rotary =
+            Some(Rotary { dim: 4, pairs: RotaryPairs::Half, max_pos: 8, dtype: DType::F32 });
         let operands = Operands::of(&problem);
         let (k_new, v_new, cos, sin) = (noise(20, 9), noise(8, 10), noise(16, 11), noise(16, 12));
         let mut args = FwdArgs::new(

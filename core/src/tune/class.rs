@@ -34,12 +34,12 @@ impl TileClass {
         let fwd = &problem.fwd;
         let mut tensors = fwd_tensors(fwd);
         tensors.extend([
-            ("dout", problem.dout, fwd.shape_o(), fwd.dtype_o),
+            ("dout", problem.dout, fwd.shape_o(), fwd.dtypes.o),
             ("dq", problem.dq, fwd.shape_q(), problem.dtype_grad),
             ("dk", problem.dk, fwd.shape_k(), problem.dtype_grad),
             ("dv", problem.dv, fwd.shape_v(), problem.dtype_grad),
         ]);
-        if let (Some(dbias), Bias::Elementwise(bias)) = (problem.dbias, fwd.bias) {
+        if let (Some(dbias), Bias::Elementwise(bias)) = (problem.dbias, fwd.score.bias) {
             tensors.push(("dbias", dbias.strides, fwd.shape_bias(bias.broadcast), dbias.dtype));
         }
         Self::new(Operation::Backward, spec, fwd, tensors)
@@ -59,7 +59,7 @@ impl TileClass {
             strides.collect::<Vec<_>>().join(" ")
         );
         // Its matrices are read, and their gradients summed, by as many heads and sequences.
-        if let Bias::Elementwise(bias) = problem.bias {
+        if let Bias::Elementwise(bias) = problem.score.bias {
             facts += &format!(" bias {:?}", bias.broadcast);
         }
         Self { operation, facts }
@@ -73,12 +73,12 @@ impl TileClass {
 
 fn fwd_tensors(problem: &FwdProblem) -> Vec<Tensor> {
     let mut tensors = vec![
-        ("q", problem.q, problem.shape_q(), problem.dtype_qk),
-        ("k", problem.k, problem.shape_k(), problem.dtype_qk),
-        ("v", problem.v, problem.shape_v(), problem.dtype_v),
-        ("o", problem.o, problem.shape_o(), problem.dtype_o),
+        ("q", problem.strides.q, problem.shape_q(), problem.dtypes.qk),
+        ("k", problem.strides.k, problem.shape_k(), problem.dtypes.qk),
+        ("v", problem.strides.v, problem.shape_v(), problem.dtypes.v),
+        ("o", problem.strides.o, problem.shape_o(), problem.dtypes.o),
     ];
-    if let Bias::Elementwise(bias) = problem.bias {
+    if let Bias::Elementwise(bias) = problem.score.bias {
         tensors.push(("bias", bias.strides, problem.shape_bias(bias.broadcast), bias.dtype));
     }
     tensors
@@ -144,7 +144,7 @@ mod tests {
 
     fn biased(fwd: &mut FwdProblem, broadcast: BiasBroadcast) {
         let strides = Strides::bhsd(fwd.shape_bias(broadcast));
-        fwd.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F16, broadcast, strides });
+        fwd.score.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F16, broadcast, strides });
     }
 
     #[test]
@@ -165,11 +165,11 @@ mod tests {
     fn a_tile_serves_problems_of_its_class_alone() {
         let class = of_fwd(|_| ());
         let same: [fn(&mut FwdProblem); 3] = [
-            |p| p.softmax_scale = Some(0.3),
+            |p| p.score.softmax_scale = Some(0.3),
             // Longer, and as long a batch as before.
             |p| *p = FwdProblem::batch(DType::F16, Dims { seqlen_q: 5000, batch: 3, ..DIMS }),
             // Gaps between rows that 16 bytes divide.
-            |p| p.k.seq += 8,
+            |p| p.strides.k.seq += 8,
         ];
         for (at, change) in same.into_iter().enumerate() {
             assert_eq!(of_fwd(change), class, "{at}");
@@ -179,11 +179,11 @@ mod tests {
             |p| p.write_lse = !p.write_lse,
             // Ratio 2, which has the same power of two as 3.
             |p| *p = FwdProblem::batch(DType::F16, Dims { num_heads_kv: 6, ..DIMS }),
-            |p| p.k.seq += 1,
-            |p| p.o.seq += 4,
-            |p| p.q = Strides::bhsd(p.shape_q()),
-            |p| p.v.head = 0,
-            |p| p.v.batch = 0,
+            |p| p.strides.k.seq += 1,
+            |p| p.strides.o.seq += 4,
+            |p| p.strides.q = Strides::bhsd(p.shape_q()),
+            |p| p.strides.v.head = 0,
+            |p| p.strides.v.batch = 0,
         ];
         for (at, change) in others.into_iter().enumerate() {
             assert_ne!(of_fwd(change), class, "{at}");
@@ -195,7 +195,7 @@ mod tests {
     fn what_a_backward_tile_was_measured_for_is_told_apart() {
         let class = of_bwd(|_| ());
         let same: [fn(&mut BwdProblem); 5] = [
-            |p| p.fwd.softmax_scale = Some(0.3),
+            |p| p.fwd.score.softmax_scale = Some(0.3),
             // What the forward call writes beside O plays no part.
             |p| p.fwd.write_lse = !p.fwd.write_lse,
             |p| *p = BwdProblem::new(FwdProblem::batch(DType::F16, Dims { seqlen_k: 5000, ..DIMS })),
@@ -207,9 +207,9 @@ mod tests {
         }
         let mut others: Vec<TileClass> = [
             (|p| p.fwd.mask = MaskSpec::CAUSAL) as fn(&mut BwdProblem),
-            |p| p.fwd.softcap = Some(30.0),
-            |p| p.fwd.p_drop = 0.1,
-            |p| p.fwd.bias = Bias::Alibi { per_batch: false },
+            |p| p.fwd.score.softcap = Some(30.0),
+            |p| p.fwd.dropout.p_drop = 0.1,
+            |p| p.fwd.score.bias = Bias::Alibi { per_batch: false },
             |p| p.dtype_grad = DType::F32,
             |p| p.has_dlse = true,
             |p| *p = BwdProblem::new(FwdProblem::batch(DType::F16, Dims { head_dim_v: 128, ..DIMS })),
@@ -246,7 +246,7 @@ mod tests {
         assert_ne!(aligned, of_fwd(|_| ()));
         let odd = of_fwd(|p| {
             biased(p, BiasBroadcast::OneOne);
-            if let Bias::Elementwise(bias) = &mut p.bias {
+            if let Bias::Elementwise(bias) = &mut p.score.bias {
                 bias.strides.seq += 1;
             }
         });

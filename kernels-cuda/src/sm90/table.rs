@@ -62,7 +62,7 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     }
 
     // Beyond, 2 c / (1 + exp(2 y / c)) loses what of y is far below c: its error is some 3e-7 c.
-    if problem.softcap.is_some_and(|cap| !(1e-3..=64.0).contains(&cap)) {
+    if problem.score.softcap.is_some_and(|cap| !(1e-3..=64.0).contains(&cap)) {
         tile.fast_softcap = false;
         tile.take_registers(&spec);
     }
@@ -75,7 +75,7 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     }
     prepare_values_once(problem, &spec, &mut tile);
 
-    let strides = problem.o;
+    let strides = problem.strides.o;
     let shape = problem.shape_o();
     let sixteen_bytes = 16 / elem_bytes(spec.dtype_o);
     let whole = |stride: i64, extent: u32| extent <= 1 || stride % i64::from(sixteen_bytes) == 0;

@@ -59,7 +59,7 @@ pub(super) fn head_parts(
     num_sms: u32,
     least: u32,
 ) -> Vec<HeadParts> {
-    if problem.fwd.q_layout == QLayout::Packed {
+    if problem.fwd.layout.q == QLayout::Packed {
         return Vec::new();
     }
     let ratio = problem.fwd.gqa_ratio();

@@ -123,7 +123,7 @@ pub fn check_bwd(host: &HostBwd, selection: &Selection, progress: Progress<'_>) 
             u_out: tensor.dtype.unit_roundoff(),
             tiny_out: smallest_subnormal(tensor.dtype),
             // D is made of a rounded O whatever P is.
-            u_inner: inner_roundoff(fwd).max(fwd.dtype_o.unit_roundoff()),
+            u_inner: inner_roundoff(fwd).max(fwd.dtypes.o.unit_roundoff()),
             reference: stat.reference(),
             spread: stat.spread(),
             logits,
@@ -138,7 +138,7 @@ pub fn check_bwd(host: &HostBwd, selection: &Selection, progress: Progress<'_>) 
 }
 
 fn bias_len(host: &HostBwd) -> usize {
-    match (host.problem.dbias, host.problem.fwd().bias) {
+    match (host.problem.dbias, host.problem.fwd().score.bias) {
         (Some(_), Bias::Elementwise(bias)) => {
             host.problem.fwd().shape_bias(bias.broadcast).num_elems() as usize
         }
@@ -183,7 +183,7 @@ fn check_kv_head(host: &HostBwd, selection: &Selection, i_span: usize, i_head_kv
             check_forward(host, i_span, i_head, &rows, &mut part.forward)?;
         }
         part.dsink.add(i_head as usize, exact.dsink, same.dsink, spread.dsink);
-        if let (true, Bias::Elementwise(bias)) = (!part.dbias.exact.is_empty(), fwd.bias) {
+        if let (true, Bias::Elementwise(bias)) = (!part.dbias.exact.is_empty(), fwd.score.bias) {
             let shape = fwd.shape_bias(bias.broadcast);
             let (b, h) = bias.broadcast.index(span.i_batch, i_head);
             for at in 0..exact.ds.len() {
@@ -257,7 +257,7 @@ fn whole_dsink(host: &HostBwd) -> Result<Shared> {
 /// sequence and head that shares it.
 fn compare_dbias_rows(host: &HostBwd, selection: &Selection, stat: &mut Stat) -> Result<()> {
     let fwd = host.problem.fwd();
-    let (Some(tensor), Bias::Elementwise(bias)) = (host.operands.get(Operand::Dbias), fwd.bias) else {
+    let (Some(tensor), Bias::Elementwise(bias)) = (host.operands.get(Operand::Dbias), fwd.score.bias) else {
         return Ok(());
     };
     let (shape, ratio) = (tensor.shape, fwd.gqa_ratio());
@@ -350,10 +350,10 @@ mod tests {
             head_dim_v: 4,
         };
         let mut fwd = FwdProblem::batch(DType::F32, dims);
-        (fwd.mask, fwd.sink) = ("b".parse().unwrap(), true);
+        (fwd.mask, fwd.score.sink) = ("b".parse().unwrap(), true);
         let broadcast = BiasBroadcast::OneHead;
         let strides = Strides::bhsd(fwd.shape_bias(broadcast));
-        fwd.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
+        fwd.score.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
         let mut problem = BwdProblem::new(fwd);
         (problem.write_dsink, problem.dbias) = (true, Some(BiasGrad { dtype: DType::F32, strides }));
         let mut host = HostBwd::new(problem, &Lengths::default(), Data::default()).unwrap();

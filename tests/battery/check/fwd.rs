@@ -34,8 +34,8 @@ pub fn check_fwd(host: &HostFwd, selection: &Selection, progress: Progress<'_>) 
     let done = AtomicU64::new(0);
     // The reference stores O before `scale_o`; FP8 O is scaled and rounded here.
     let mut unscaled = (*host.problem).clone();
-    if unscaled.dtype_o.is_fp8() {
-        unscaled.dtype_o = fmha_core::DType::F32;
+    if unscaled.dtypes.o.is_fp8() {
+        unscaled.dtypes.o = fmha_core::DType::F32;
     }
     let inputs = host.inputs();
     let parts = pairs
@@ -69,8 +69,12 @@ fn check_head(
     let same = forward_rows(unscaled, inputs, span, i_head, &rows, Precision::AsInput(host.score_sums))?;
     let scale = host.operands.get(Operand::ScaleO).map_or(1.0, |scale| scale.nth(0));
     let stored = |value: f64| {
-        let most = problem.dtype_o.max_finite();
-        if problem.dtype_o.is_fp8() && value.is_finite() { (value * scale).clamp(-most, most) } else { value }
+        let most = problem.dtypes.o.max_finite();
+        if problem.dtypes.o.is_fp8() && value.is_finite() {
+            (value * scale).clamp(-most, most)
+        } else {
+            value
+        }
     };
     let mut part =
         Forward { logits: logits_bound(problem, &host.operands, span, i_head), ..Forward::default() };
@@ -112,8 +116,8 @@ impl Forward {
                     got: o.get(span.q_batch, span.q_row + i, i_head, d),
                     want: stored(exact.o[index]),
                 };
-                let same = if problem.dtype_o.is_fp8() {
-                    problem.dtype_o.round(stored(same.o[index]))
+                let same = if problem.dtypes.o.is_fp8() {
+                    problem.dtypes.o.round(stored(same.o[index]))
                 } else {
                     same.o[index]
                 };
@@ -139,13 +143,13 @@ impl Forward {
 
     /// Of O, and of LSE if it is wanted.
     pub(super) fn verdicts(&self, problem: &FwdProblem, with_lse: bool) -> Vec<TensorVerdict> {
-        let (u_out, u_inner) = (problem.dtype_o.unit_roundoff(), inner_roundoff(problem));
+        let (u_out, u_inner) = (problem.dtypes.o.unit_roundoff(), inner_roundoff(problem));
         let yardstick = Yardstick {
             factor: 2.0,
             max_same: self.o.max_same,
             rmse_same: self.o.rmse_same(),
             u_out,
-            tiny_out: smallest_subnormal(problem.dtype_o),
+            tiny_out: smallest_subnormal(problem.dtypes.o),
             u_inner,
             reference: self.o.reference(),
             spread: self.o.spread(),
@@ -169,7 +173,7 @@ fn check_keep_mask(host: &HostFwd, i_span: usize, i_head: u32, rows: &[u32], fau
     let Some(written) = host.operands.get(Operand::KeepMask) else { return };
     let (problem, span) = (&*host.problem, host.spans[i_span]);
     let dims = problem.dims;
-    let mask = KeepMask::new(problem.p_drop, host.dropout, span.i_batch, i_head, dims.num_heads_q);
+    let mask = KeepMask::new(problem.dropout.p_drop, host.dropout, span.i_batch, i_head, dims.num_heads_q);
     let head = (span.i_batch * dims.num_heads_q + i_head) as usize;
     for &i in rows {
         let row = (head * dims.seqlen_q as usize + i as usize) * dims.seqlen_k as usize;

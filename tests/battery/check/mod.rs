@@ -105,7 +105,7 @@ fn spread(total: u32, count: u32) -> impl Iterator<Item = u32> {
 
 /// The rounding that P and dS meet before their products.
 fn inner_roundoff(problem: &FwdProblem) -> f64 {
-    match problem.dtype_v {
+    match problem.dtypes.v {
         // Its own rounding is part of f32's arithmetic.
         DType::F32 => 0.0,
         dtype => dtype.unit_roundoff(),
@@ -133,7 +133,7 @@ fn logits_bound(problem: &FwdProblem, operands: &Operands, span: SeqSpan, i_head
         let Some(shape) = operands.get(operand).map(|tensor| tensor.shape) else { return 0.0 };
         (0..shape.batch).map(|batch| norm(operand, i_head_kv, batch, 0..shape.seq)).fold(0.0, f64::max)
     };
-    let keys = if problem.kv_layout.is_paged() || problem.append.is_some() {
+    let keys = if problem.layout.kv.is_paged() || problem.cache.append.is_some() {
         of_all(Operand::K).max(of_all(Operand::KNew))
     } else {
         norm(Operand::K, i_head_kv, span.k_batch, span.k_row..span.k_row + span.seqlen_k)
@@ -144,11 +144,11 @@ fn logits_bound(problem: &FwdProblem, operands: &Operands, span: SeqSpan, i_head
     };
     let product = norm(Operand::Q, i_head, span.q_batch, span.q_row..span.q_row + span.seqlen_q)
         * keys
-        * scale_of(Operand::DescaleQ, problem.descale_q)
-        * scale_of(Operand::DescaleK, problem.descale_k)
+        * scale_of(Operand::DescaleQ, problem.scales.descale_q)
+        * scale_of(Operand::DescaleK, problem.scales.descale_k)
         * f64::from(problem.resolved_softmax_scale()).abs();
-    let capped = problem.softcap.map_or(product, |cap| product.min(f64::from(cap)));
-    let bias = match problem.bias {
+    let capped = problem.score.softcap.map_or(product, |cap| product.min(f64::from(cap)));
+    let bias = match problem.score.bias {
         Bias::None => 0.0,
         Bias::Elementwise(bias) => {
             let tensor = operands.expect(Operand::Bias);

@@ -41,8 +41,8 @@ fn ragged_columns(dtype: DType, cases: &mut Vec<Case>) {
                 let mut problem = masked(dtype, dims(40, seqlen_k, head_dim), "0");
                 let dim = i64::from(seqlen_k) + gap;
                 let head = dim * i64::from(head_dim);
-                problem.v_layout = VLayout::ColMajor;
-                problem.v = Strides { batch: head, seq: 1, head, dim };
+                problem.layout.v = VLayout::ColMajor;
+                problem.strides.v = Strides { batch: head, seq: 1, head, dim };
                 let name = format!("addresses/ragged_columns/{dtype}/k{seqlen_k}/d{head_dim}/{what}");
                 let data = data(&name);
                 cases.push(Case::forward(name, problem, Lengths::default(), data));
@@ -57,7 +57,7 @@ fn apart(dtype: DType, cases: &mut Vec<Case>) {
         let mut problem = masked(dtype, dims(37, 150, 64), "b");
         let broadcast = BiasBroadcast::OneHead;
         let strides = Strides::bhsd(problem.shape_bias(broadcast));
-        problem.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
+        problem.score.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
         problem
     };
     let tensors = [("q", Operand::Q), ("k", Operand::K), ("v", Operand::V), ("o", Operand::O)];
@@ -89,9 +89,9 @@ fn apart(dtype: DType, cases: &mut Vec<Case>) {
 
 fn strides_of(problem: &mut FwdProblem, operand: Operand) -> &mut Strides {
     match operand {
-        Operand::Q => &mut problem.q,
-        Operand::K => &mut problem.k,
-        Operand::V => &mut problem.v,
-        _ => &mut problem.o,
+        Operand::Q => &mut problem.strides.q,
+        Operand::K => &mut problem.strides.k,
+        Operand::V => &mut problem.strides.v,
+        _ => &mut problem.strides.o,
     }
 }

@@ -25,10 +25,10 @@ pub(crate) fn cases() -> Vec<Case> {
     for (name, levels) in pairs.chain(random) {
         let seed = seed_of(&name);
         let Recipe { label, mut problem, lengths, data } = recipe(&levels, seed);
-        if problem.dtype_o.is_fp8() {
-            problem.dtype_o = DType::Bf16;
+        if problem.dtypes.o.is_fp8() {
+            problem.dtypes.o = DType::Bf16;
         }
-        (problem.scale_o, problem.write_keep_mask) = (false, false);
+        (problem.scales.scale_o, problem.dropout.write_keep_mask) = (false, false);
         let (problem, deterministic) = options(problem, lengths.totals, seed);
         let body = Backward { problem, lengths, data, deterministic, planted: Vec::new() };
         cases.push(Case { name: format!("{name}/{label}"), body: Body::Backward(Box::new(body)) });
@@ -99,32 +99,32 @@ fn label(head_dim: u32, head_dim_v: u32) -> String {
 fn modified(mut fwd: FwdProblem, modifier: &str) -> BwdProblem {
     let has = |what: &str| modifier.contains(what);
     if has("softcap") {
-        fwd.softcap = Some(if has("large") { 70.0 } else { 2.0 });
+        fwd.score.softcap = Some(if has("large") { 70.0 } else { 2.0 });
     }
     if has("large") {
         // So that the largest scores of a row, which alone have a gradient, lie where the cap bends.
-        fwd.softmax_scale = Some(30.0 / (fwd.dims.head_dim_qk as f32).sqrt());
+        fwd.score.softmax_scale = Some(30.0 / (fwd.dims.head_dim_qk as f32).sqrt());
     }
     if has("dropout") {
-        fwd.p_drop = 0.3;
+        fwd.dropout.p_drop = 0.3;
     }
-    fwd.sink = has("sink");
+    fwd.score.sink = has("sink");
     let broadcast = match modifier {
         "dbias_one_one" => BiasBroadcast::OneOne,
         "dbias_batch_head" => BiasBroadcast::BatchHead,
         _ => BiasBroadcast::OneHead,
     };
     if has("alibi") {
-        fwd.bias = Bias::Alibi { per_batch: true };
+        fwd.score.bias = Bias::Alibi { per_batch: true };
     } else if has("bias") {
-        let dtype = if has("bias_16") || has("one_head") { fwd.dtype_qk } else { DType::F32 };
+        let dtype = if has("bias_16") || has("one_head") { fwd.dtypes.qk } else { DType::F32 };
         let strides = Strides::bhsd(fwd.shape_bias(broadcast));
-        fwd.bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
+        fwd.score.bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
     }
     let mut problem = BwdProblem::new(fwd);
-    problem.write_dsink = problem.fwd.sink;
+    problem.write_dsink = problem.fwd.score.sink;
     problem.has_dlse = has("sink") || modifier == "alibi";
-    if let (Bias::Elementwise(bias), true) = (problem.fwd.bias, has("dbias")) {
+    if let (Bias::Elementwise(bias), true) = (problem.fwd.score.bias, has("dbias")) {
         problem.dbias = Some(BiasGrad { dtype: bias.dtype, strides: bias.strides });
     }
     problem
@@ -188,7 +188,9 @@ fn field(cases: &mut Vec<Case>) {
         let name = format!("backward/field/ragged_head_dim/{dtype}");
         let numbers = data(&name);
         let mut ragged = masked(dtype, dims(60, 44), "b");
-        for strides in [&mut ragged.q, &mut ragged.k, &mut ragged.v, &mut ragged.o] {
+        for strides in
+            [&mut ragged.strides.q, &mut ragged.strides.k, &mut ragged.strides.v, &mut ragged.strides.o]
+        {
             let dim = strides.head;
             (strides.seq, strides.batch) = (strides.seq / dim * 64, strides.batch / dim * 64);
             strides.head = 64;
@@ -198,7 +200,7 @@ fn field(cases: &mut Vec<Case>) {
         let name = format!("backward/field/dbias_of_used_rows/{dtype}");
         let numbers = data(&name);
         let mut used = masked(dtype, dims(64, 64), "0");
-        (used.seqused_q, used.seqused_k) = (true, true);
+        (used.layout.seqused_q, used.layout.seqused_k) = (true, true);
         let (seqused_q, seqused_k) = (vec![129, 70], vec![9, 130]);
         let lengths = Lengths { seqused_q, seqused_k, ..Lengths::default() };
         cases.push(Case::backward(name, modified(used, "dbias_one_one"), lengths, numbers));
@@ -207,7 +209,7 @@ fn field(cases: &mut Vec<Case>) {
             let name = format!("backward/field/dbias_of_used_rows/{dtype}/second_block/{mask}");
             let numbers = data(&name);
             let mut used = masked(dtype, Dims { seqlen_q: 40, seqlen_k: 180, ..dims(64, 64) }, mask);
-            (used.seqused_q, used.seqused_k) = (true, true);
+            (used.layout.seqused_q, used.layout.seqused_k) = (true, true);
             let (seqused_q, seqused_k) = (vec![40, 30], vec![140, 180]);
             let lengths = Lengths { seqused_q, seqused_k, ..Lengths::default() };
             cases.push(Case::backward(name, modified(used, "dbias_one_one"), lengths, numbers));
@@ -442,11 +444,11 @@ fn options(fwd: FwdProblem, totals: Totals, seed: u64) -> (BwdProblem, bool) {
     let word = mix(seed ^ 0xb);
     let mut problem = BwdProblem::new(fwd);
     problem.has_dlse = word & 1 == 1;
-    problem.write_dsink = problem.fwd.sink;
+    problem.write_dsink = problem.fwd.score.sink;
     if word & 12 == 12 {
         problem.dtype_grad = DType::F32;
     }
-    if let (Bias::Elementwise(bias), true) = (problem.fwd.bias, word & 16 == 16) {
+    if let (Bias::Elementwise(bias), true) = (problem.fwd.score.bias, word & 16 == 16) {
         let strides = Strides::bhsd(problem.fwd.shape_bias(bias.broadcast));
         let dtype = if word & 32 == 32 { DType::F32 } else { bias.dtype };
         problem.dbias = Some(BiasGrad { dtype, strides });
@@ -506,7 +508,7 @@ fn edges(cases: &mut Vec<Case>) {
         }
         let sequences = [(9, 0), (0, 6), (33, 40), (1, 1)];
         let mut group = FwdProblem::group(dtype, Dims { batch: 4, ..dims(33, 40, 32) });
-        group.sink = true;
+        group.score.sink = true;
         let mut problem = BwdProblem::new(group);
         problem.write_dsink = true;
         let name = format!("backward/group_with_empty_sequences/{dtype}");
@@ -527,7 +529,7 @@ fn edges(cases: &mut Vec<Case>) {
         let mut dims = dims(150, 260, head_dim);
         (dims.batch, dims.num_heads_q, dims.num_heads_kv, dims.head_dim_v) = (4, 2, 1, head_dim_v);
         let mut fwd = masked(DType::Bf16, dims, mask);
-        (fwd.seqused_q, fwd.seqused_k) = (true, true);
+        (fwd.layout.seqused_q, fwd.layout.seqused_k) = (true, true);
         let lengths = Lengths {
             seqused_q: vec![150, 65, 3, 0],
             seqused_k: vec![193, 64, 257, 40],

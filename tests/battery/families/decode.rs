@@ -78,9 +78,9 @@ fn in_pages(
     name: &str,
 ) -> (FwdProblem, Lengths) {
     let (table, num_pages) = pages(&problem, page_size, data(name).seed);
-    problem.kv_layout = KvLayout::Paged { page_size };
-    problem.k = Strides::bshd(problem.shape_k());
-    problem.v = Strides::bshd(problem.shape_v());
+    problem.layout.kv = KvLayout::Paged { page_size };
+    problem.strides.k = Strides::bshd(problem.shape_k());
+    problem.strides.v = Strides::bshd(problem.shape_v());
     (lengths.block_table, lengths.totals.num_pages) = (table, Some(num_pages));
     (problem, lengths)
 }
@@ -88,7 +88,7 @@ fn in_pages(
 /// Lengths of three caches, the longest among them.
 fn used(problem: &mut FwdProblem) -> Lengths {
     let most = problem.dims.seqlen_k.cast_signed();
-    problem.seqused_k = true;
+    problem.layout.seqused_k = true;
     Lengths { seqused_k: vec![most, most / 3, 1.min(most)], ..Lengths::default() }
 }
 
@@ -107,8 +107,8 @@ fn paged(cases: &mut Vec<Case>) {
                         let lengths = used(&mut problem);
                         let (mut problem, lengths) = in_pages(problem, page_size, lengths, &name);
                         if heads_first {
-                            problem.k = Strides::bhsd(problem.shape_k());
-                            problem.v = Strides::bhsd(problem.shape_v());
+                            problem.strides.k = Strides::bhsd(problem.shape_k());
+                            problem.strides.v = Strides::bhsd(problem.shape_v());
                         }
                         push(cases, name, problem, lengths);
                     }
@@ -118,7 +118,7 @@ fn paged(cases: &mut Vec<Case>) {
         // Two sequences begin with one page; sequences of no keys; tables without a page.
         let name = format!("decode/shared_pages/{dtype}");
         let mut problem = masked(dtype, dims(2, 40, (4, 2), 64), "b");
-        problem.seqused_k = true;
+        problem.layout.seqused_k = true;
         let lengths = Lengths { seqused_k: vec![40, 29, 16], ..Lengths::default() };
         let (problem, mut lengths) = in_pages(problem, 16, lengths, &name);
         let columns = lengths.block_table.len() / 3;
@@ -128,7 +128,7 @@ fn paged(cases: &mut Vec<Case>) {
         push(cases, name, problem, lengths);
         let name = format!("decode/no_keys/{dtype}");
         let mut problem = masked(dtype, dims(2, 8, (2, 1), 32), "b");
-        problem.seqused_k = true;
+        problem.layout.seqused_k = true;
         let lengths = Lengths { seqused_k: vec![0, 8, 0], ..Lengths::default() };
         let (problem, lengths) = in_pages(problem, 3, lengths, &name);
         push(cases, name, problem, lengths);
@@ -144,8 +144,8 @@ fn appended(cases: &mut Vec<Case>) {
                     let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
                     let name = format!("decode/append/{dtype}/new{new}/q{seqlen_q}/{layout}/{mask}");
                     let mut problem = masked(dtype, dims(seqlen_q, 60, (4, 2), 32), mask);
-                    problem.seqused_k = true;
-                    problem.append = Some(Append::batch(&problem, new));
+                    problem.layout.seqused_k = true;
+                    problem.cache.append = Some(Append::batch(&problem, new));
                     let mut lengths =
                         Lengths { seqused_k: vec![60 - new.cast_signed(), 0, 31], ..Lengths::default() };
                     if let Some(page_size) = page_size {
@@ -159,8 +159,8 @@ fn appended(cases: &mut Vec<Case>) {
             let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
             let name = format!("decode/append_packed/{dtype}/{layout}");
             let mut problem = masked(dtype, dims(9, 50, (4, 2), 32), "b");
-            (problem.q_layout, problem.seqused_k) = (QLayout::Packed, true);
-            problem.append = Some(Append::packed(&problem, 9));
+            (problem.layout.q, problem.layout.seqused_k) = (QLayout::Packed, true);
+            problem.cache.append = Some(Append::packed(&problem, 9));
             let mut lengths = Lengths {
                 totals: Totals { total_q: Some(12), total_new: Some(13), ..Totals::NONE },
                 cu_seqlens_q: vec![0, 1, 1, 10],
@@ -189,9 +189,9 @@ fn rotated(cases: &mut Vec<Case>) {
                             continue;
                         }
                         let mut problem = masked(dtype, dims(3, 40, (4, 2), 40), mask);
-                        problem.seqused_k = true;
-                        problem.rotary = Some(Rotary { dim, pairs, max_pos: 64, dtype: table });
-                        problem.append = (new > 0).then(|| Append::batch(&problem, new));
+                        problem.layout.seqused_k = true;
+                        problem.cache.rotary = Some(Rotary { dim, pairs, max_pos: 64, dtype: table });
+                        problem.cache.append = (new > 0).then(|| Append::batch(&problem, new));
                         let lengths = Lengths { seqused_k: vec![37, 5, 0], ..Lengths::default() };
                         push(cases, name, problem, lengths);
                     }
@@ -228,8 +228,8 @@ fn quantised(cases: &mut Vec<Case>) {
 
 fn fp8_cache(dtype: DType, cache: DType, descale: Descale, seqlen_q: u32) -> (FwdProblem, Lengths) {
     let mut problem = masked(dtype, dims(seqlen_q, 75, (4, 2), 48), "b");
-    problem.dtype_cache = Some(cache);
-    (problem.descale_k, problem.descale_v) = (descale, descale);
+    problem.cache.dtype = Some(cache);
+    (problem.scales.descale_k, problem.scales.descale_v) = (descale, descale);
     let lengths = used(&mut problem);
     (problem, lengths)
 }
@@ -244,13 +244,13 @@ fn latent(cases: &mut Vec<Case>) {
                     let name = format!("decode/v_in_k/{dtype}/d{qk}x{v}/q{seqlen_q}/{layout}/new{new}");
                     let sizes = Dims { head_dim_v: v, batch: 2, ..dims(seqlen_q, 33, (4, 1), qk) };
                     let mut problem = masked(dtype, sizes, "b");
-                    problem.seqused_k = true;
+                    problem.layout.seqused_k = true;
                     let mut lengths = Lengths { seqused_k: vec![31, 14], ..Lengths::default() };
                     if let Some(page_size) = page_size {
                         (problem, lengths) = in_pages(problem, page_size, lengths, &name);
                     }
-                    (problem.v_in_k, problem.v) = (true, problem.k);
-                    problem.append = (new > 0).then(|| Append::batch(&problem, new));
+                    (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+                    problem.cache.append = (new > 0).then(|| Append::batch(&problem, new));
                     push(cases, name, problem, lengths);
                 }
             }
@@ -270,7 +270,7 @@ fn trees(cases: &mut Vec<Case>) {
             for (word, seqlen_k) in [("chain", 70), ("siblings", 70), ("random", 70), ("short", 20)] {
                 let name = format!("decode/tree/{word}/{dtype}/q{seqlen_q}");
                 let mut problem = masked(dtype, dims(seqlen_q, seqlen_k, (4, 2), 32), "b");
-                problem.tree_mask = true;
+                problem.cache.tree_mask = true;
                 let words = problem.tree_mask_words();
                 let seed = data(&name).seed;
                 let sees = |row: u32, n: u32| match word {
@@ -337,17 +337,18 @@ fn modified(cases: &mut Vec<Case>) {
                     let name = format!("decode/score/{word}/{dtype}/q{seqlen_q}/{mask}");
                     let mut problem = masked(dtype, dims(seqlen_q, 140, (6, 2), 40), mask);
                     match word {
-                        "softcap" => problem.softcap = Some(1.5),
-                        "alibi" => problem.bias = Bias::Alibi { per_batch: true },
+                        "softcap" => problem.score.softcap = Some(1.5),
+                        "alibi" => problem.score.bias = Bias::Alibi { per_batch: true },
                         "bias" => {
                             let broadcast = BiasBroadcast::OneHead;
                             let strides = Strides::bhsd(problem.shape_bias(broadcast));
-                            problem.bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
+                            problem.score.bias =
+                                Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
                         }
-                        "sink" => problem.sink = true,
-                        "dropout" => (problem.p_drop, problem.write_keep_mask) = (0.3, true),
-                        "negative" => problem.softmax_scale = Some(-0.4),
-                        _ => problem.dtype_o = DType::F32,
+                        "sink" => problem.score.sink = true,
+                        "dropout" => (problem.dropout.p_drop, problem.dropout.write_keep_mask) = (0.3, true),
+                        "negative" => problem.score.softmax_scale = Some(-0.4),
+                        _ => problem.dtypes.o = DType::F32,
                     }
                     push(cases, name, problem, Lengths::default());
                 }

@@ -91,12 +91,12 @@ fn lengths(cases: &mut Vec<Case>) {
             let name = format!("edges/group_with_empty_sequences/{dtype}/{mask}");
             push(cases, name, problem.clone(), Lengths::packed(&sequences));
 
-            problem.sink = true;
+            problem.score.sink = true;
             let name = format!("edges/group_with_empty_sequences_and_sinks/{dtype}/{mask}");
             push(cases, name, problem, Lengths::packed(&sequences));
         }
         let mut problem = masked(dtype, dims(9, 9, 32), "b");
-        (problem.seqused_q, problem.seqused_k) = (true, true);
+        (problem.layout.seqused_q, problem.layout.seqused_k) = (true, true);
         let lengths = Lengths { seqused_q: vec![0, 9], seqused_k: vec![9, 0], ..Lengths::default() };
         push(cases, format!("edges/nothing_used/{dtype}"), problem, lengths);
     }
@@ -211,7 +211,7 @@ fn masks(cases: &mut Vec<Case>) {
                 push(cases, name, masked(dtype, dims(q, k, 32), mask), Lengths::default());
                 if dtype == DType::F32 {
                     let mut problem = masked(dtype, dims(q, k, 32), mask);
-                    problem.sink = true;
+                    problem.score.sink = true;
                     let name = format!("edges/mask_{shape}_sinks/{dtype}/{mask}");
                     push(cases, name, problem, Lengths::default());
                 }
@@ -229,10 +229,10 @@ fn strides(cases: &mut Vec<Case>) {
             Strides { batch: seq * i64::from(shape.seq) + 7, seq, head, dim: 1 }
         };
         let mut problem = masked(dtype, dims(19, 23, 33), "b");
-        problem.q = odd(problem.shape_q(), 1);
-        problem.k = odd(problem.shape_k(), 3);
-        problem.v = odd(problem.shape_v(), 2);
-        problem.o = odd(problem.shape_o(), 5);
+        problem.strides.q = odd(problem.shape_q(), 1);
+        problem.strides.k = odd(problem.shape_k(), 3);
+        problem.strides.v = odd(problem.shape_v(), 2);
+        problem.strides.o = odd(problem.shape_o(), 5);
         push(cases, format!("edges/odd_strides/{dtype}"), problem, Lengths::default());
 
         // [seq, head, batch, dim] and [head, batch, seq, dim].
@@ -241,15 +241,15 @@ fn strides(cases: &mut Vec<Case>) {
             let (dim, batch, head) = (i64::from(s.dim), i64::from(s.batch), i64::from(s.head));
             Strides { batch: dim, head: dim * batch, seq: dim * batch * head, dim: 1 }
         };
-        (problem.q, problem.k) = (sbhd(problem.shape_q()), sbhd(problem.shape_k()));
-        (problem.v, problem.o) = (sbhd(problem.shape_v()), sbhd(problem.shape_o()));
+        (problem.strides.q, problem.strides.k) = (sbhd(problem.shape_q()), sbhd(problem.shape_k()));
+        (problem.strides.v, problem.strides.o) = (sbhd(problem.shape_v()), sbhd(problem.shape_o()));
         push(cases, format!("edges/batch_inside_sequence/{dtype}"), problem, Lengths::default());
 
         for (what, batch, head) in
             [("batch", true, false), ("head", false, true), ("batch_and_head", true, true)]
         {
             let mut problem = masked(dtype, dims(19, 23, 16), "0");
-            for strides in [&mut problem.k, &mut problem.v] {
+            for strides in [&mut problem.strides.k, &mut problem.strides.v] {
                 strides.batch *= i64::from(!batch);
                 strides.head *= i64::from(!head);
             }
@@ -257,21 +257,25 @@ fn strides(cases: &mut Vec<Case>) {
             push(cases, name, problem, Lengths::default());
         }
         let mut problem = masked(dtype, dims(19, 23, 16), "0");
-        (problem.k.seq, problem.v.seq, problem.q.seq) = (0, 0, 0);
+        (problem.strides.k.seq, problem.strides.v.seq, problem.strides.q.seq) = (0, 0, 0);
         push(cases, format!("edges/stride_0_over_sequence/{dtype}"), problem, Lengths::default());
 
         let one = Dims { batch: 1, num_heads_q: 1, num_heads_kv: 1, ..dims(1, 1, 24) };
         let mut problem = masked(dtype, one, "b");
         let bogus = Strides { batch: i64::MIN, seq: i64::MAX, head: -17, dim: 1 };
-        (problem.q, problem.k, problem.v, problem.o) = (bogus, bogus, bogus, bogus);
+        (problem.strides.q, problem.strides.k, problem.strides.v, problem.strides.o) =
+            (bogus, bogus, bogus, bogus);
         push(cases, format!("edges/bogus_strides_of_ones/{dtype}"), problem, Lengths::default());
 
         let mut problem = masked(dtype, Dims { head_dim_qk: 1, head_dim_v: 1, ..dims(9, 11, 1) }, "b");
-        (problem.q.dim, problem.k.dim, problem.v.dim, problem.o.dim) = (-3, 1 << 40, 0, i64::MAX);
+        (problem.strides.q.dim, problem.strides.k.dim, problem.strides.v.dim, problem.strides.o.dim) =
+            (-3, 1 << 40, 0, i64::MAX);
         push(cases, format!("edges/bogus_dim_stride_of_one/{dtype}"), problem, Lengths::default());
 
         let mut problem = FwdProblem::group(dtype, Dims { batch: 1, ..dims(9, 11, 8) });
-        for strides in [&mut problem.q, &mut problem.k, &mut problem.v, &mut problem.o] {
+        for strides in
+            [&mut problem.strides.q, &mut problem.strides.k, &mut problem.strides.v, &mut problem.strides.o]
+        {
             strides.batch = -(1 << 50);
         }
         let lengths = Lengths::packed(&[(9, 11)]);
@@ -292,12 +296,12 @@ fn numbers(cases: &mut Vec<Case>) {
         }
         for scale in [0.0, -0.5, 4.0, 1e-30] {
             let mut problem = masked(dtype, dims(20, 30, 32), "b");
-            problem.softmax_scale = Some(scale);
+            problem.score.softmax_scale = Some(scale);
             push(cases, format!("edges/scale/{dtype}/{scale:e}"), problem, Lengths::default());
         }
         for cap in [0.01, 1.0, 50.0, 1e6] {
             let mut problem = masked(dtype, dims(20, 30, 32), "b");
-            problem.softcap = Some(cap);
+            problem.score.softcap = Some(cap);
             let name = format!("edges/softcap/{dtype}/{cap:e}");
             push_of(cases, Init::HugeLogits, name, problem);
         }
@@ -351,10 +355,10 @@ fn numbers(cases: &mut Vec<Case>) {
 /// NaN and infinity: hidden ones reach nothing, seen ones what they touch.
 /// With a bias of the inputs' type for each head, whose heads lie `gap` elements further apart than they need.
 fn with_bias(mut problem: FwdProblem, gap: i64) -> FwdProblem {
-    let (dtype, broadcast) = (problem.dtype_qk, BiasBroadcast::OneHead);
+    let (dtype, broadcast) = (problem.dtypes.qk, BiasBroadcast::OneHead);
     let mut strides = Strides::bhsd(problem.shape_bias(broadcast));
     strides.head += gap;
-    problem.bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
+    problem.score.bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
     problem
 }
 
@@ -431,7 +435,7 @@ fn growth(cases: &mut Vec<Case>) {
         // How far a running maximum may lag is counted in scaled scores.
         for mask in ["0", "b", "b:350,2"] {
             let mut problem = masked(dtype, dims(70, 600, 64), mask);
-            problem.softmax_scale = Some(4.0);
+            problem.score.softmax_scale = Some(4.0);
             push(cases, format!("edges/growth/scale_4/{dtype}/{mask}"), problem, Lengths::default());
         }
         // Scores so large that half the last place of one is a weight of many powers of two: ties, and maxima that rise.
@@ -446,7 +450,7 @@ fn growth(cases: &mut Vec<Case>) {
         ] {
             for mask in ["0", "b"] {
                 let mut problem = masked(dtype, dims(70, 600, 64), mask);
-                problem.softmax_scale = Some(scale);
+                problem.score.softmax_scale = Some(scale);
                 let name = format!("edges/growth/scale_{scale:e}/{init}/{dtype}/{mask}");
                 push_of(cases, init, name, problem);
             }
@@ -454,7 +458,7 @@ fn growth(cases: &mut Vec<Case>) {
         // The next sequence's queries, in the first one's block of rows, have such scores too and are done long before it.
         let sequences = [(70, 600), (58, 30), (40, 300)];
         let mut problem = group(dtype, dims(70, 600, 64), &sequences, "b");
-        problem.softmax_scale = Some(1e8);
+        problem.score.softmax_scale = Some(1e8);
         push(
             cases,
             format!("edges/growth/scale_1e8/normal/{dtype}/group"),

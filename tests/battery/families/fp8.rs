@@ -23,16 +23,16 @@ pub(crate) fn cases() -> Vec<Case> {
                         let letter = if layout == VLayout::RowMajor { 'r' } else { 'c' };
                         let name = format!("fp8/{scheme}/{dtype}/o_{dtype_o}/descale_{kind}/{letter}/{mask}");
                         let mut problem = small(dtype, mask);
-                        problem.dtype_v = dtype_v;
-                        problem.dtype_o = dtype_o;
-                        problem.scale_o = dtype_o.is_fp8();
-                        (problem.descale_q, problem.descale_k) = (descale, descale);
+                        problem.dtypes.v = dtype_v;
+                        problem.dtypes.o = dtype_o;
+                        problem.scales.scale_o = dtype_o.is_fp8();
+                        (problem.scales.descale_q, problem.scales.descale_k) = (descale, descale);
                         if dtype_v.is_fp8() {
-                            problem.descale_v = descale;
+                            problem.scales.descale_v = descale;
                         }
                         if layout == VLayout::ColMajor {
-                            problem.v_layout = layout;
-                            problem.v = Strides::bhds(problem.shape_v());
+                            problem.layout.v = layout;
+                            problem.strides.v = Strides::bhds(problem.shape_v());
                         }
                         let data = data(&name);
                         cases.push(Case::forward(name, problem, Lengths::default(), data));
@@ -60,9 +60,9 @@ pub(crate) fn cases() -> Vec<Case> {
         // Beyond the type's range: a scaled O saturates, it does not wrap or become NaN. Query 0 sees key 0 alone, and
         // one element of its V is the type's largest number.
         let mut problem = small(dtype, "t");
-        problem.dtype_o = dtype;
-        problem.scale_o = true;
-        problem.descale_v = Descale::PerTensor;
+        problem.dtypes.o = dtype;
+        problem.scales.scale_o = true;
+        problem.scales.descale_v = Descale::PerTensor;
         let data = data(dtype.name());
         for (what, sign) in [("", 1.0), ("_below", -1.0)] {
             let (problem, name) = (problem.clone(), format!("fp8/output_saturates{what}/{dtype}"));
@@ -82,7 +82,7 @@ pub(crate) fn cases() -> Vec<Case> {
 fn blocks(cases: &mut Vec<Case>) {
     for dtype in FP8 {
         let o_16_bits = |mut problem: FwdProblem| {
-            problem.dtype_o = DType::Bf16;
+            problem.dtypes.o = DType::Bf16;
             problem
         };
         let of = |qk: u32, v: u32, (seqlen_q, seqlen_k): (u32, u32), mask: &str| {
@@ -112,7 +112,7 @@ fn blocks(cases: &mut Vec<Case>) {
             let turned = (v > 128).then_some(("0", "r"));
             for (mask, letter) in [("0", "c"), ("b", "r")].into_iter().chain(turned) {
                 let mut problem = of(qk, v, (150, 610), mask);
-                (problem.descale_q, problem.descale_k, problem.descale_v) =
+                (problem.scales.descale_q, problem.scales.descale_k, problem.scales.descale_v) =
                     (Descale::PerKvHead, Descale::PerKvHead, Descale::PerKvHead);
                 if letter == "c" {
                     columns(&mut problem);
@@ -174,7 +174,7 @@ fn blocks(cases: &mut Vec<Case>) {
         // Rows of V beside others', and what a wide V has behind its keys, or where nobody sees it.
         let wide = |mask| of(256, 256, (70, 300), mask);
         let mut apart = wide("0").descale_v(by_head);
-        apart.v = padded(apart.shape_v(), 16);
+        apart.strides.v = padded(apart.shape_v(), 16);
         push("v_apart", apart, Lengths::default(), Plant::Nothing);
         let lengths = Lengths { seqused_k: vec![261], ..Lengths::default() };
         let used = wide("0").seqused_k(true);
@@ -202,8 +202,8 @@ fn blocks(cases: &mut Vec<Case>) {
 /// V as `[batch, head, dim, seq]`, the keys of a row padded to 16.
 fn columns(problem: &mut FwdProblem) {
     let shape = problem.shape_v();
-    problem.v_layout = VLayout::ColMajor;
-    problem.v = Strides::bhds(Shape { seq: shape.seq.next_multiple_of(16), ..shape });
+    problem.layout.v = VLayout::ColMajor;
+    problem.strides.v = Strides::bhds(Shape { seq: shape.seq.next_multiple_of(16), ..shape });
 }
 
 fn small(dtype: DType, mask: &str) -> FwdProblem {

@@ -46,20 +46,20 @@ fn beside_unmapped(placement: Placement, cases: &mut Vec<Case>) {
             }
         }
         let mut problem = masked(dtype, dims(21, 37, 40), "b");
-        problem.v_layout = VLayout::ColMajor;
-        problem.v = Strides::bhds(problem.shape_v());
-        problem.q = Strides::bhsd(problem.shape_q());
-        problem.k = Strides::bhsd(problem.shape_k());
-        problem.o = Strides::bhsd(problem.shape_o());
+        problem.layout.v = VLayout::ColMajor;
+        problem.strides.v = Strides::bhds(problem.shape_v());
+        problem.strides.q = Strides::bhsd(problem.shape_q());
+        problem.strides.k = Strides::bhsd(problem.shape_k());
+        problem.strides.o = Strides::bhsd(problem.shape_o());
         push(format!("guards/{side}_unmapped_column_major/{dtype}"), problem, Lengths::default());
 
         let mut problem = masked(dtype, dims(21, 37, 40), "t:7,2");
         let broadcast = BiasBroadcast::OneHead;
         let strides = Strides::bhsd(problem.shape_bias(broadcast));
-        problem.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
-        problem.p_drop = 0.3;
-        problem.write_keep_mask = true;
-        problem.sink = true;
+        problem.score.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
+        problem.dropout.p_drop = 0.3;
+        problem.dropout.write_keep_mask = true;
+        problem.score.sink = true;
         push(format!("guards/{side}_unmapped_every_operand/{dtype}"), problem, Lengths::default());
 
         let sequences = [(5, 9), (0, 3), (30, 17)];
@@ -85,7 +85,12 @@ fn far_apart(cases: &mut Vec<Case>) {
                 // Three rows: the last lies beyond 2^31.
                 (problem.dims.seqlen_q, problem.dims.seqlen_k) = (3, 3);
             }
-            for strides in [&mut problem.q, &mut problem.k, &mut problem.v, &mut problem.o] {
+            for strides in [
+                &mut problem.strides.q,
+                &mut problem.strides.k,
+                &mut problem.strides.v,
+                &mut problem.strides.o,
+            ] {
                 match axis {
                     "batch" => strides.batch = FAR,
                     "head" => strides.head = FAR,
@@ -99,11 +104,13 @@ fn far_apart(cases: &mut Vec<Case>) {
             let one = Dims { batch: 1, ..dims(3, 700, 32) };
             let mut problem = masked(dtype, one, mask);
             let seq = (FAR_KEYS / dtype.size_bytes()).cast_signed();
-            (problem.k.seq, problem.v.seq) = (seq, seq);
+            (problem.strides.k.seq, problem.strides.v.seq) = (seq, seq);
             push(format!("guards/keys_far_apart/{dtype}/{mask}"), problem, Lengths::default());
         }
         let mut problem = FwdProblem::group(dtype, Dims { batch: 2, ..dims(4, 4, 16) });
-        for strides in [&mut problem.q, &mut problem.k, &mut problem.v, &mut problem.o] {
+        for strides in
+            [&mut problem.strides.q, &mut problem.strides.k, &mut problem.strides.v, &mut problem.strides.o]
+        {
             strides.seq = FAR / 4;
         }
         let lengths = Lengths::packed(&[(4, 4), (4, 4)]);

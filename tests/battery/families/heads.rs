@@ -59,10 +59,10 @@ fn ratios(ratio: u32, num_heads_kv: u32, cases: &mut Vec<Case>) {
             push(cases, format!("heads/group/{what}"), problem, Lengths::packed(&sequences));
 
             let mut problem = masked(dtype, dims, "0");
-            problem.sink = true;
+            problem.score.sink = true;
             push(cases, format!("heads/sinks/{what}"), problem, Lengths::default());
             let mut problem = masked(dtype, dims, "0");
-            problem.bias = Bias::Alibi { per_batch: true };
+            problem.score.bias = Bias::Alibi { per_batch: true };
             push(cases, format!("heads/alibi/{what}"), problem, Lengths::default());
         }
         let problem = BwdProblem::new(masked(dtype, dims(33, 20, ratio, num_heads_kv), "b"));

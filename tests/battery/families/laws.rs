@@ -76,13 +76,13 @@ fn lengths(kind: LawKind, dims: Dims) -> Lengths {
 fn modify(problem: &mut FwdProblem, kind: LawKind) {
     match kind {
         LawKind::GroupIsBatch | LawKind::Twice => {
-            problem.p_drop = 0.2;
-            problem.sink = true;
-            problem.bias = Bias::Alibi { per_batch: true };
+            problem.dropout.p_drop = 0.2;
+            problem.score.sink = true;
+            problem.score.bias = Bias::Alibi { per_batch: true };
         }
-        LawKind::ColMajorIsRowMajor | LawKind::AnyLayout => problem.softcap = Some(9.0),
-        LawKind::GqaIsMha => problem.bias = Bias::Alibi { per_batch: false },
-        LawKind::Recorded => (problem.seqused_q, problem.seqused_k) = (true, true),
+        LawKind::ColMajorIsRowMajor | LawKind::AnyLayout => problem.score.softcap = Some(9.0),
+        LawKind::GqaIsMha => problem.score.bias = Bias::Alibi { per_batch: false },
+        LawKind::Recorded => (problem.layout.seqused_q, problem.layout.seqused_k) = (true, true),
         _ => {}
     }
 }

@@ -98,9 +98,9 @@ pub(crate) fn cases() -> Vec<Case> {
     // A scale that is subnormal in f32, and a query whose scores it brings to some halves.
     for (mask, plain) in [("0", true), ("b", true), ("b", false)] {
         let mut problem = masked(DType::Bf16, dims(), mask);
-        problem.softmax_scale = Some(1e-38);
+        problem.score.softmax_scale = Some(1e-38);
         if !plain {
-            problem.bias = Bias::Alibi { per_batch: false };
+            problem.score.bias = Bias::Alibi { per_batch: false };
         }
         let name = format!("rare/subnormal_scale/bf16/{mask}/{}", if plain { "plain" } else { "alibi" });
         let data = data(&name);
@@ -117,7 +117,7 @@ pub(crate) fn cases() -> Vec<Case> {
     for dtype in [DType::F16, DType::Bf16] {
         for (seqlen_q, seqlen_k) in [(20, 600), (70, 130)] {
             let mut problem = masked(dtype, Dims { seqlen_q, seqlen_k, ..dims() }, "0");
-            problem.softmax_scale = Some(1.0);
+            problem.score.softmax_scale = Some(1.0);
             let name = format!("rare/faint_weights/{dtype}/s{seqlen_q}x{seqlen_k}");
             let data = Data { init: Init::ConstantV, ..data(&name) };
             cases.push(planted(name, problem, Lengths::default(), data, Plant::FaintWeights { score: 12.0 }));
@@ -181,12 +181,12 @@ fn far_scores(cases: &mut Vec<Case>) {
                     let name =
                         format!("rare/far/{what}/{dtype}{}/{}", if narrow { "/narrow" } else { "" }, mode.0);
                     let (mut problem, lengths) = in_mode(dtype, mode);
-                    problem.sink = sink.is_some();
+                    problem.score.sink = sink.is_some();
                     if bias.is_some() {
                         let broadcast = BiasBroadcast::BatchHead;
                         let strides = Strides::bhsd(problem.shape_bias(broadcast));
                         let dtype = if narrow { dtype } else { DType::F32 };
-                        problem.bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
+                        problem.score.bias = Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides });
                     }
                     let data = data(&name);
                     cases.push(planted(name, problem, lengths, data, Plant::FarRows { bias, sink }));
@@ -199,7 +199,7 @@ fn far_scores(cases: &mut Vec<Case>) {
                 }
                 let name = format!("rare/far/softcap_{cap:e}/{dtype}/{}", mode.0);
                 let (mut problem, lengths) = in_mode(dtype, mode);
-                problem.softcap = Some(cap);
+                problem.score.softcap = Some(cap);
                 let data = Data { init, ..data(&name) };
                 cases.push(planted(name, problem, lengths, data, Plant::Nothing));
             }
@@ -228,11 +228,11 @@ fn large_values(cases: &mut Vec<Case>) {
                 }
                 let name = format!("rare/large_values/{what}/{dtype}{with}/{}", mode.0);
                 let (mut problem, lengths) = in_mode(dtype, mode);
-                problem.softmax_scale = Some(0.0);
+                problem.score.softmax_scale = Some(0.0);
                 match with {
-                    "/sink" => problem.sink = true,
-                    "/dropout" => problem.p_drop = 0.5,
-                    "/f32_output" => problem.dtype_o = DType::F32,
+                    "/sink" => problem.score.sink = true,
+                    "/dropout" => problem.dropout.p_drop = 0.5,
+                    "/f32_output" => problem.dtypes.o = DType::F32,
                     _ => {}
                 }
                 let data = data(&name);
@@ -304,30 +304,30 @@ fn problem(dtype: DType, variant: &str) -> (FwdProblem, Lengths) {
         (masked(dtype, dims, "b"), Lengths::default())
     };
     match variant {
-        "f32_output" => problem.dtype_o = DType::F32,
+        "f32_output" => problem.dtypes.o = DType::F32,
         "gaps" => {
-            (problem.seqused_q, problem.seqused_k) = (true, true);
+            (problem.layout.seqused_q, problem.layout.seqused_k) = (true, true);
             (lengths.seqused_q, lengths.seqused_k) = (vec![50, 66], vec![330, 415]);
         }
-        "negative_scale" | "negative_scale_group" => problem.softmax_scale = Some(-0.2),
+        "negative_scale" | "negative_scale_group" => problem.score.softmax_scale = Some(-0.2),
         "column_major_v" | "column_major_v_group" => {
             // Of all rows that lie side by side, not of the longest sequence's.
             let v = problem.extents(lengths.totals).v;
-            (problem.v_layout, problem.v) = (VLayout::ColMajor, Strides::bhds(v));
+            (problem.layout.v, problem.strides.v) = (VLayout::ColMajor, Strides::bhds(v));
         }
         "unmasked" => problem.mask = MaskSpec::NONE,
         "window" => problem.mask = "b:300,2".parse().unwrap_or(MaskSpec::NONE),
         "sink_columns" => problem.mask = "b:100,0,30".parse().unwrap_or(MaskSpec::NONE),
-        "softcap" => problem.softcap = Some(30.0),
+        "softcap" => problem.score.softcap = Some(30.0),
         "bias" | "narrow_bias" => {
             let broadcast = BiasBroadcast::BatchHead;
             let strides = Strides::bhsd(problem.shape_bias(broadcast));
             let of_bias = if variant == "bias" { DType::F32 } else { dtype };
-            problem.bias = Bias::Elementwise(ElementwiseBias { dtype: of_bias, broadcast, strides });
+            problem.score.bias = Bias::Elementwise(ElementwiseBias { dtype: of_bias, broadcast, strides });
         }
-        "alibi" => problem.bias = Bias::Alibi { per_batch: true },
-        "sink" => problem.sink = true,
-        "dropout" => problem.p_drop = 0.2,
+        "alibi" => problem.score.bias = Bias::Alibi { per_batch: true },
+        "sink" => problem.score.sink = true,
+        "dropout" => problem.dropout.p_drop = 0.2,
         _ => {}
     }
     (problem, lengths)

@@ -94,25 +94,25 @@ pub(crate) fn recipe(levels: &Levels, seed: u64) -> Recipe {
         problem.mask = mask;
     }
     if dtype.is_fp8() {
-        problem.dtype_v = [dtype, DType::F16, DType::Bf16][levels[1]];
+        problem.dtypes.v = [dtype, DType::F16, DType::Bf16][levels[1]];
         let kind = DESCALES[levels[16]];
-        (problem.descale_q, problem.descale_k) = (kind, kind);
-        problem.descale_v = if problem.dtype_v.is_fp8() { kind } else { Descale::None };
+        (problem.scales.descale_q, problem.scales.descale_k) = (kind, kind);
+        problem.scales.descale_v = if problem.dtypes.v.is_fp8() { kind } else { Descale::None };
     }
-    problem.dtype_o = match levels[2] {
-        0 => problem.dtype_o,
+    problem.dtypes.o = match levels[2] {
+        0 => problem.dtypes.o,
         1 => DType::F32,
         2 if dtype.is_fp8() => dtype,
         2 => DType::F16,
         _ => DType::Bf16,
     };
-    problem.scale_o = problem.dtype_o.is_fp8();
-    problem.softcap = SOFTCAPS[levels[9]];
-    problem.sink = levels[10] == 1;
-    problem.p_drop = DROPS[levels[11]];
-    problem.softmax_scale = SCALES[levels[14]];
+    problem.scales.scale_o = problem.dtypes.o.is_fp8();
+    problem.score.softcap = SOFTCAPS[levels[9]];
+    problem.score.sink = levels[10] == 1;
+    problem.dropout.p_drop = DROPS[levels[11]];
+    problem.score.softmax_scale = SCALES[levels[14]];
     problem.write_lse = levels[17] > 0;
-    problem.write_keep_mask = levels[17] > 1 && problem.drops();
+    problem.dropout.write_keep_mask = levels[17] > 1 && problem.drops();
 
     let (mode, lengths) = sequences(levels[3], &mut problem);
     layouts(levels[12], levels[13], lengths.totals, &mut problem);
@@ -132,7 +132,7 @@ fn sequences(level: usize, problem: &mut FwdProblem) -> (&'static str, Lengths) 
     match level {
         0 => ("batch", Lengths::default()),
         1 => {
-            (problem.seqused_q, problem.seqused_k) = (true, true);
+            (problem.layout.seqused_q, problem.layout.seqused_k) = (true, true);
             let [q_used, k_used, _] = signed([q - q / 3, k - k / 4, 0]);
             let lengths = Lengths {
                 seqused_q: vec![q.cast_signed(), q_used],
@@ -144,18 +144,18 @@ fn sequences(level: usize, problem: &mut FwdProblem) -> (&'static str, Lengths) 
         2 => {
             dims.batch = 3;
             let lengths = Lengths::packed(&[(q, k), (0, k / 2), (q / 2 + 1, k)]);
-            (problem.q_layout, problem.kv_layout) = (QLayout::Packed, KvLayout::Packed);
+            (problem.layout.q, problem.layout.kv) = (QLayout::Packed, KvLayout::Packed);
             ("group", lengths)
         }
         _ => {
             dims.batch = 3;
-            (problem.seqused_q, problem.seqused_k) = (true, true);
+            (problem.layout.seqused_q, problem.layout.seqused_k) = (true, true);
             let mut lengths = Lengths::packed(&[(q + 3, k + 2), (q, 5), (1, k)]);
             // The logical lengths; rows past the last offset belong to nobody.
             lengths.seqused_q = signed([q, q - q / 2, 1]).to_vec();
             lengths.seqused_k = signed([k, 0, k]).to_vec();
             lengths.totals = Totals::packed(2 * q + 4 + 2, 2 * k + 7 + 3);
-            (problem.q_layout, problem.kv_layout) = (QLayout::Packed, KvLayout::Packed);
+            (problem.layout.q, problem.layout.kv) = (QLayout::Packed, KvLayout::Packed);
             dims.seqlen_k = k.max(5);
             ("gaps", lengths)
         }
@@ -175,24 +175,25 @@ fn layouts(level: usize, v_level: usize, totals: Totals, problem: &mut FwdProble
             Strides { batch: one.batch * 3, seq: one.seq * 3, ..one }
         }
     };
-    (problem.q, problem.k, problem.v, problem.o) = (of(q), of(k), of(v), of(o));
+    (problem.strides.q, problem.strides.k, problem.strides.v, problem.strides.o) =
+        (of(q), of(k), of(v), of(o));
     if v_level == 1 {
-        problem.v_layout = VLayout::ColMajor;
-        problem.v = Strides::bhds(v);
+        problem.layout.v = VLayout::ColMajor;
+        problem.strides.v = Strides::bhds(v);
         if level == 2 {
             let dim = i64::from(v.seq) + 3;
             let head = dim * i64::from(v.dim) + 1;
-            problem.v = Strides { batch: head * i64::from(v.head), seq: 1, head, dim };
+            problem.strides.v = Strides { batch: head * i64::from(v.head), seq: 1, head, dim };
         }
     }
 }
 
 /// No bias, an elementwise one, or ALiBi.
 fn bias(level: usize, layout: usize, problem: &mut FwdProblem) {
-    let sixteen_bit = match (problem.dtype_qk.is_fp8(), problem.dtype_v.is_fp8()) {
+    let sixteen_bit = match (problem.dtypes.qk.is_fp8(), problem.dtypes.v.is_fp8()) {
         (true, true) => DType::F16,
-        (true, false) => problem.dtype_v,
-        _ => problem.dtype_qk,
+        (true, false) => problem.dtypes.v,
+        _ => problem.dtypes.qk,
     };
     let elementwise = |dtype, broadcast, problem: &FwdProblem| {
         let shape = problem.shape_bias(broadcast);
@@ -205,7 +206,7 @@ fn bias(level: usize, layout: usize, problem: &mut FwdProblem) {
         };
         Bias::Elementwise(ElementwiseBias { dtype, broadcast, strides })
     };
-    problem.bias = match level {
+    problem.score.bias = match level {
         0 | 1 => Bias::None,
         2 => elementwise(DType::F32, BiasBroadcast::OneOne, problem),
         3 => elementwise(sixteen_bit, BiasBroadcast::OneHead, problem),

@@ -65,7 +65,7 @@ fn alone(together: &HostFwd, span: &SeqSpan, law: &Law) -> Result<HostFwd> {
     let mut one = problem.clone();
     one.dims.batch = 1;
     let mut lengths = Lengths::default();
-    if problem.q_layout == QLayout::Packed {
+    if problem.layout.q == QLayout::Packed {
         (one.dims.seqlen_q, one.dims.seqlen_k) = (span.seqlen_q, span.seqlen_k);
         lengths = Lengths::packed(&[(span.seqlen_q, span.seqlen_k)]);
     }

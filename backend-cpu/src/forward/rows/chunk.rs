@@ -207,7 +207,7 @@ impl<'a> Shared<'a> {
     /// pages are of 16 tokens of a head, 0.53 and 0.63 of what plain reads have. Not where rows follow one another, where the
     /// processor goes ahead by itself: FP8 for eight queries 0.64 and 0.57.
     fn ask_for_pages<S: Simd>(&self, s: S, (rows, _): (&[*const u8], usize)) {
-        if let (KvLayout::Paged { page_size }, true) = (self.problem.kv_layout, self.in_tiles::<S>()) {
+        if let (KvLayout::Paged { page_size }, true) = (self.problem.layout.kv, self.in_tiles::<S>()) {
             rows.iter().step_by(page_size.max(1) as usize).for_each(|&row| s.prefetch(row));
         }
     }
@@ -253,7 +253,7 @@ impl<'a> Shared<'a> {
     /// What weights are rounded to where they are stored: those that are packed to bf16 afterwards are rounded by that.
     fn round_weights<S: Simd>(&self, sees_all: bool) -> DType {
         let packs = S::BF16_DOT && self.order_of_sums::<S>() == Order::Fours;
-        if packs || self.values_in_tiles::<S>() && sees_all { DType::F32 } else { self.problem.dtype_v }
+        if packs || self.values_in_tiles::<S>() && sees_all { DType::F32 } else { self.problem.dtypes.v }
     }
 
     /// P of a block in the place of S, and what of it is to be dropped.

@@ -114,7 +114,7 @@ const HEADER: usize = 16;
 impl Shared<'_> {
     /// Whether a sequence is taken in rows.
     pub(super) fn in_rows(&self, span: &SeqSpan) -> bool {
-        self.blocks.rows_only || self.problem.tree_mask || span.seqlen_q <= FEW_QUERIES
+        self.blocks.rows_only || self.problem.cache.tree_mask || span.seqlen_q <= FEW_QUERIES
     }
 
     fn stride_qk<S: Simd>(&self) -> usize {

@@ -34,8 +34,8 @@ fn problem(heads: (u32, u32), dims: (u32, u32), cache: Option<DType>) -> ValidFw
         head_dim_v: dims.1,
     };
     let mut problem = FwdProblem::new(QLayout::Batch, KvLayout::Strided, DType::Bf16, dims);
-    (problem.mask, problem.softmax_scale) = ("b".parse().unwrap(), Some(500.0));
-    problem.dtype_cache = cache;
+    (problem.mask, problem.score.softmax_scale) = ("b".parse().unwrap(), Some(500.0));
+    problem.cache.dtype = cache;
     problem.validate().unwrap()
 }
 
@@ -109,7 +109,7 @@ fn codes_have_the_bits_of_their_bf16_and_a_hidden_nan_stays_hidden_in_tiles_too(
             }
             for (at, ((tiles, codes), f32s)) in tiles.iter().zip(&codes).zip(&f32s).enumerate() {
                 let what = format!("{heads:?} {dims:?} {last:?} element {at}: {tiles}, {codes}, {f32s}");
-                let hides_last = (at as u64) < plain.o.offset(0, 1, 0, 0) as u64;
+                let hides_last = (at as u64) < plain.strides.o.offset(0, 1, 0, 0) as u64;
                 if last.is_some() && !hides_last {
                     assert!(tiles.is_nan() && codes.is_nan(), "{what}");
                     continue;
@@ -151,7 +151,7 @@ fn of_call<T>(
         head_dim_v: dim,
     };
     let mut problem = FwdProblem::batch(DType::F32, dims);
-    (problem.k, problem.v) = (strides(problem.shape_k()), strides(problem.shape_v()));
+    (problem.strides.k, problem.strides.v) = (strides(problem.shape_k()), strides(problem.shape_v()));
     let span = fmha_core::seq::spans(&problem, &SeqArgs::default()).unwrap()[0];
     let spans: Vec<SeqSpan> =
         lengths.iter().map(|&(seqlen_q, seqlen_k)| SeqSpan { seqlen_q, seqlen_k, ..span }).collect();
@@ -284,7 +284,7 @@ fn tiles_are_for_four_heads_of_bf16_whose_dimension_is_whole_and_dot_products_wh
     let none = [false; 3];
     let f16 = |cache: Option<DType>| {
         let (mut problem, of) = (FwdProblem::clone(&problem((8, 1), (96, 32), cache)), DType::F16);
-        (problem.dtype_qk, problem.dtype_v) = (of, of);
+        (problem.dtypes.qk, problem.dtypes.v) = (of, of);
         problem
     };
     let of = |heads, dims, cache| FwdProblem::clone(&problem(heads, dims, cache));
@@ -300,7 +300,7 @@ fn tiles_are_for_four_heads_of_bf16_whose_dimension_is_whole_and_dot_products_wh
         (f16(None), (Plain, Plain, none), (Plain, Plain), Plain),
         (f16(e4m3), (Plain, Plain, none), (Plain, Plain), Plain),
     ] {
-        let what = format!("{} of {:?}, {:?}", problem.dtype_qk, problem.dtype_cache, problem.dims);
+        let what = format!("{} of {:?}, {:?}", problem.dtypes.qk, problem.cache.dtype, problem.dims);
         assert_eq!(ways::<SoftTiles>(&problem), in_tiles, "{what}, tiles");
         assert_eq!(ways::<SoftDots>(&problem), (in_dots.0, in_dots.1, none), "{what}, dot products");
         assert_eq!(ways::<Portable>(&problem), (in_f32, in_f32, none), "{what}, f32");
@@ -376,7 +376,7 @@ fn codes_have_the_bits_of_their_bf16_from_chunk_to_chunk() {
         let with_cache = |cache| {
             let dims = Dims { seqlen_k: 700, ..problem(heads, dims, None).dims };
             let mut problem = FwdProblem::new(QLayout::Batch, KvLayout::Strided, DType::Bf16, dims);
-            (problem.mask, problem.dtype_cache) = (mask.parse().unwrap(), cache);
+            (problem.mask, problem.cache.dtype) = (mask.parse().unwrap(), cache);
             problem.validate().unwrap()
         };
         let (plain, coded) = (with_cache(None), with_cache(Some(DType::E4m3Fn)));
@@ -408,13 +408,13 @@ fn what_a_head_leaves_in_the_tiles_of_v_reaches_no_other_head() {
     let (q, k) = (ones(valid.shape_q().num_elems()), ones(valid.shape_k().num_elems()));
     let mut v = ones(valid.shape_v().num_elems());
     for key in 64..128 {
-        v[valid.v.offset(0, key, 1, 40) as usize] = bf16::NAN;
+        v[valid.strides.v.offset(0, key, 1, 40) as usize] = bf16::NAN;
     }
     let o = attend(SoftTiles::PLAIN, &valid, &q, DevSlice::host(&k), DevSlice::host(&v));
     for (i, head, d) in
         (0..SEQLEN_Q).flat_map(|i| (0..16).flat_map(move |head| (0..64).map(move |d| (i, head, d))))
     {
-        let found = o[valid.o.offset(0, i, head, d) as usize];
+        let found = o[valid.strides.o.offset(0, i, head, d) as usize];
         let sees = head >= 8 && d == 40;
         assert!(
             if sees { found.is_nan() } else { found == bf16::ONE },
@@ -446,7 +446,8 @@ fn keeps_columns_apart<S: Simd>(s: S) {
             if page_size > 0 {
                 let problem =
                     FwdProblem::new(QLayout::Batch, KvLayout::Paged { page_size }, DType::Bf16, plain.dims);
-                (plain.kv_layout, plain.k, plain.v) = (problem.kv_layout, problem.k, problem.v);
+                (plain.layout.kv, plain.strides.k, plain.strides.v) =
+                    (problem.layout.kv, problem.strides.k, problem.strides.v);
             }
             let coded = plain.clone().dtype_cache(DType::E5m2).validate().unwrap();
             let plain = plain.validate().unwrap();
@@ -472,7 +473,7 @@ fn keeps_columns_apart<S: Simd>(s: S) {
             let found_of_codes = of(DevSlice::host(&k), DevSlice::host(&spoilt), &coded);
             for i in 0..SEQLEN_Q {
                 for (head, d) in (0..2 * ratio).flat_map(|head| (0..96).map(move |d| (head, d))) {
-                    let at = plain.o.offset(0, i, head, d) as usize;
+                    let at = plain.strides.o.offset(0, i, head, d) as usize;
                     let what =
                         format!("ratio {ratio}, pages of {page_size}, query {i}, head {head}, column {d}");
                     // The last key is hidden from the first query.

@@ -65,9 +65,9 @@ impl Call {
             head_dim_v: self.head_dim,
         };
         let mut problem = FwdProblem::batch(self.dtype_qk, dims);
-        problem.dtype_v = self.dtype_v;
+        problem.dtypes.v = self.dtype_v;
         if self.v_layout == VLayout::ColMajor {
-            (problem.v_layout, problem.v) = (VLayout::ColMajor, Strides::bhds(problem.shape_v()));
+            (problem.layout.v, problem.strides.v) = (VLayout::ColMajor, Strides::bhds(problem.shape_v()));
         }
         problem
     }

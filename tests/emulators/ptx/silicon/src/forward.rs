@@ -127,32 +127,33 @@ fn features(list: &mut List) {
                     change(&mut problem);
                     list.push(format!("{what}/{dtype}/d{d}/s{q}x{k}"), problem);
                 };
-                add("softcap", &|p| p.softcap = Some(2.5));
-                add("sink", &|p| p.sink = true);
-                add("dropout", &|p| p.p_drop = 0.17);
-                add("alibi", &|p| p.bias = Bias::Alibi { per_batch: true });
+                add("softcap", &|p| p.score.softcap = Some(2.5));
+                add("sink", &|p| p.score.sink = true);
+                add("dropout", &|p| p.dropout.p_drop = 0.17);
+                add("alibi", &|p| p.score.bias = Bias::Alibi { per_batch: true });
                 add("bias", &|p| {
                     let broadcast = BiasBroadcast::BatchHead;
                     let strides = Strides::bhsd(p.shape_bias(broadcast));
-                    p.bias = Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
+                    p.score.bias =
+                        Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
                 });
                 add("column_major_v", &|p| {
                     // Rows padded to what the copy engine takes.
                     let shape = p.shape_v();
                     let dim = i64::from(shape.seq.next_multiple_of(8));
                     let head = dim * i64::from(shape.dim);
-                    p.v_layout = VLayout::ColMajor;
-                    p.v = Strides { batch: head * i64::from(shape.head), seq: 1, head, dim };
+                    p.layout.v = VLayout::ColMajor;
+                    p.strides.v = Strides { batch: head * i64::from(shape.head), seq: 1, head, dim };
                 });
                 add("heads_outside", &|p| {
-                    (p.q, p.k, p.v) =
+                    (p.strides.q, p.strides.k, p.strides.v) =
                         (Strides::bhsd(p.shape_q()), Strides::bhsd(p.shape_k()), Strides::bhsd(p.shape_v()));
                 });
-                add("o_f32", &|p| p.dtype_o = DType::F32);
-                add("negative_scale", &|p| p.softmax_scale = Some(-0.2));
+                add("o_f32", &|p| p.dtypes.o = DType::F32);
+                add("negative_scale", &|p| p.score.softmax_scale = Some(-0.2));
                 add("empty_rows", &|p| p.mask = "b:-1,-90".parse().unwrap_or(MaskSpec::NONE));
                 add("sink_columns", &|p| p.mask = "b:30,0,4".parse().unwrap_or(MaskSpec::NONE));
-                add("used", &|p| (p.seqused_q, p.seqused_k) = (true, true));
+                add("used", &|p| (p.layout.seqused_q, p.layout.seqused_k) = (true, true));
                 list.0.last_mut().into_iter().for_each(|call| {
                     let signed = |lengths: [u32; 2]| lengths.map(u32::cast_signed).to_vec();
                     call.lengths.seqused_q = signed([q, q / 2]);
@@ -207,7 +208,7 @@ fn exact(list: &mut List) {
             list.push(format!("exact/one_key/{dtype}/d{d}"), one).exact = true;
             for k in [16, 64, 256] {
                 let mut mean = plain(dtype, dims(140, k, (2, 1), (d, d)), "0");
-                mean.softmax_scale = Some(0.0);
+                mean.score.softmax_scale = Some(0.0);
                 let call = list.push(format!("exact/mean/{dtype}/d{d}/k{k}"), mean);
                 (call.exact, call.init) = (true, Init::Integers);
             }
@@ -220,15 +221,15 @@ fn second_opinion(list: &mut List) {
     for dtype in [DType::E4m3Fn, DType::E5m2] {
         for dtype_v in [dtype, DType::Bf16] {
             let mut problem = plain(dtype, dims(50, 70, (4, 2), (64, 64)), "b");
-            problem.dtype_v = dtype_v;
-            (problem.descale_q, problem.descale_k) = (Descale::PerKvHead, Descale::PerTensor);
+            problem.dtypes.v = dtype_v;
+            (problem.scales.descale_q, problem.scales.descale_k) = (Descale::PerKvHead, Descale::PerTensor);
             list.push(format!("simt/{dtype}/v_{dtype_v}"), problem).kernel = Some("simt");
         }
     }
     for dtype in WIDE {
         for mask in ["0", "b", "t:9,3"] {
             let mut problem = plain(dtype, dims(50, 70, (4, 2), (64, 64)), mask);
-            (problem.p_drop, problem.write_keep_mask) = (0.4, true);
+            (problem.dropout.p_drop, problem.dropout.write_keep_mask) = (0.4, true);
             list.push(format!("simt/keep_mask/{dtype}/{mask}"), problem).kernel = Some("simt");
         }
         let problem = plain(dtype, dims(90, 111, (2, 1), (128, 128)), "b");
@@ -262,8 +263,9 @@ fn asked(call: &Call, host: &HostFwd) -> String {
     ];
     // Packed sequences follow each other row by row: no batch stride is read.
     let batch = i64::from(lengths.cu_seqlens_q.is_empty());
-    let strides = [p.q, p.k, p.v, p.o].map(|s| [batch * s.batch, s.seq, s.head, s.dim]);
-    let bias = match p.bias {
+    let strides =
+        [p.strides.q, p.strides.k, p.strides.v, p.strides.o].map(|s| [batch * s.batch, s.seq, s.head, s.dim]);
+    let bias = match p.score.bias {
         Bias::None => "none".to_owned(),
         Bias::Alibi { per_batch } => format!("alibi {per_batch}"),
         Bias::Elementwise(bias) => {
@@ -274,19 +276,19 @@ fn asked(call: &Call, host: &HostFwd) -> String {
     };
     let words = format!(
         "{dims:?} {} {} {} {strides:?} {} {} {:?} {:?} {bias} {} {} {:?} {:?} {:?} {} {:?} {:?} {:?} {:?}",
-        p.dtype_qk,
-        p.dtype_v,
-        p.dtype_o,
-        p.v_layout == VLayout::ColMajor,
+        p.dtypes.qk,
+        p.dtypes.v,
+        p.dtypes.o,
+        p.layout.v == VLayout::ColMajor,
         p.mask,
-        p.softmax_scale,
-        p.softcap,
-        p.sink,
-        p.p_drop,
-        p.descale_q,
-        p.descale_k,
-        p.descale_v,
-        p.write_keep_mask,
+        p.score.softmax_scale,
+        p.score.softcap,
+        p.score.sink,
+        p.dropout.p_drop,
+        p.scales.descale_q,
+        p.scales.descale_k,
+        p.scales.descale_v,
+        p.dropout.write_keep_mask,
         lengths.cu_seqlens_q,
         lengths.cu_seqlens_k,
         lengths.seqused_q,
@@ -412,12 +414,12 @@ struct Bound {
 const U32: f64 = 1.0 / (1u64 << 24) as f64;
 
 fn bound(problem: &FwdProblem, o: f64, spread: f64, lse: f64, logits: f64) -> Bound {
-    let u_p = if problem.dtype_v.is_fp8() {
+    let u_p = if problem.dtypes.v.is_fp8() {
         DType::E4m3Fn.unit_roundoff()
     } else {
-        problem.dtype_v.unit_roundoff()
+        problem.dtypes.v.unit_roundoff()
     };
-    let u_o = problem.dtype_o.unit_roundoff();
+    let u_o = problem.dtypes.o.unit_roundoff();
     Bound {
         o: 2.0 * u_o * o.abs() + 2.0 * u_p * spread + 64.0 * U32 * (o.abs() + spread),
         lse: 16.0 * U32 * (lse.abs() + 1.0) + 8.0 * U32 * logits,
@@ -473,7 +475,7 @@ pub fn compare(backend: &Device, call: &Call, device: &CallRecord) -> Result<Agr
             }
         };
         let most = bound(problem, exact.o[dim as usize], exact.spread[dim as usize], exact.lse[0], logits);
-        let read = |bits: u32| problem.dtype_o.read(&bits.to_le_bytes());
+        let read = |bits: u32| problem.dtypes.o.read(&bits.to_le_bytes());
         let single = |bits: u32| f64::from(f32::from_bits(bits));
         let mut hold = |what: &str, bits: [u32; 2], values: [f64; 2], most: f64| {
             let equal = bits[0] == bits[1];

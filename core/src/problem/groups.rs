@@ -1,0 +1,107 @@
+//! What belongs together in a forward problem.
+
+use crate::dtype::DType;
+use crate::kv::{Append, Rotary};
+use crate::layout::{KvLayout, QLayout, Strides, VLayout};
+use crate::score::{Bias, Descale};
+
+/// How the tensors lie, and which of their rows are in use.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Layouts {
+    /// How Q and O lie.
+    pub q: QLayout,
+    /// How K and V lie.
+    pub kv: KvLayout,
+    /// Which axis of V has stride 1.
+    pub v: VLayout,
+    /// Whether `seqused_q` gives each sequence's logical number of queries.
+    pub seqused_q: bool,
+    /// Whether `seqused_k` gives each sequence's logical number of keys.
+    pub seqused_k: bool,
+}
+
+/// The types of the tensors' elements.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct DTypes {
+    /// Of Q, and of K in products with it: `dtype_qk`.
+    pub qk: DType,
+    /// Of V: that of Q and K, or f16/bf16 beside FP8 Q and K (the hybrid scheme): `dtype_v`.
+    pub v: DType,
+    /// Of O: `dtype_o`.
+    pub o: DType,
+}
+
+/// Where the tensors' elements lie.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct TensorStrides {
+    /// Of Q.
+    pub q: Strides,
+    /// Of K.
+    pub k: Strides,
+    /// Of V.
+    pub v: Strides,
+    /// Of O. No two elements share an address.
+    pub o: Strides,
+}
+
+/// What happens to a score before the softmax, in this order, and the sink beside it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Score {
+    /// Multiplies `Q K^T`; `None` = `1 / sqrt(head_dim_qk)`. Any finite number; 0 is 0.
+    #[doc(alias = "sm_scale")]
+    pub softmax_scale: Option<f32>,
+    /// `softcap * tanh(S / softcap)`, before the bias. Finite and positive.
+    pub softcap: Option<f32>,
+    /// What is added to a score.
+    pub bias: Bias,
+    /// Whether a learnable sink f32 `[num_heads_q]` enters the denominator.
+    pub sink: bool,
+}
+
+/// Which elements of P are dropped.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Dropout {
+    /// Probability that a `P` is dropped: `0 <= p_drop < 1`.
+    pub p_drop: f32,
+    /// Whether the keep mask is written, for tests: u8 `[batch, num_heads_q, seqlen_q, seqlen_k]`, 1 = kept; positions
+    /// beyond a sequence's lengths are not written.
+    pub write_keep_mask: bool,
+}
+
+/// What FP8 tensors are multiplied by.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Scales {
+    /// FP8 Q, where it is read.
+    pub descale_q: Descale,
+    /// FP8 K, where it is read.
+    pub descale_k: Descale,
+    /// FP8 V, where it is read.
+    pub descale_v: Descale,
+    /// Whether FP8 O is multiplied by a number `scale_o`, f32 `[1]`, before it is rounded.
+    pub scale_o: bool,
+}
+
+/// What a call does with a KV cache besides reading it, and how the cache is stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct CacheUse {
+    /// The FP8 type that K and V are stored in beside a 16-bit Q; `None`: their own. Each element is multiplied by its
+    /// descale and rounded to `dtype_qk` before anything else happens to it: `dtype_cache`.
+    pub dtype: Option<DType>,
+    /// Whether V is the first `head_dim_v` elements of K's rows (MLA), and no tensor of its own.
+    pub v_in_k: bool,
+    /// New keys and values to write to the cache first.
+    pub append: Option<Append>,
+    /// Rotary embedding of Q and of new keys.
+    pub rotary: Option<Rotary>,
+    /// Whether a tree mask, u32 `[batch, seqlen_q, words]` or packed `[total_q, words]` with `words =
+    /// ceil(seqlen_q / 32)`, replaces the causal mask among a sequence's last `seqlen_q` keys: bit `n % 32` of word
+    /// `n / 32` shows the n-th of them. All keys before are seen.
+    pub tree_mask: bool,
+}
