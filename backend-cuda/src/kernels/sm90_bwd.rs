@@ -190,7 +190,9 @@ impl Recipe<ValidBwd, Cuda> for Sm90Bwd {
                 let (heads, parts) = (problem.fwd().gqa_ratio(), schedule.num_head_parts);
                 ("query heads", format!("{heads} of a kv head shared by {parts} tiles"))
             }))
-            .chain((!modelled.is_empty()).then(|| ("modelled", words_of(&modelled))))
+            .chain(
+                (!modelled.is_empty()).then(|| ("tiles to a kv head", words_of(&modelled) + " by the model")),
+            )
             .chain(tile.makes_delta().then(|| {
                 let first = schedule.num_first_query_heads;
                 ("delta", format!("of {first} query heads before the products, of the others beside them"))
@@ -330,10 +332,9 @@ impl Tunable<ValidBwd, Cuda> for Sm90Bwd {
     }
 }
 
-/// What the model says of the numbers of tiles that may share a kv head's query heads.
+/// What the model has of each number of tiles that may share a kv head's query heads: `1: 6492 us, 2: 5793 us`.
 fn words_of(candidates: &[HeadParts]) -> String {
-    let words =
-        |one: &HeadParts| format!("{:.0} us with {} tiles to a kv head's query heads", one.micros, one.parts);
+    let words = |one: &HeadParts| format!("{}: {:.0} us", one.parts, one.micros);
     candidates.iter().map(words).collect::<Vec<_>>().join(", ")
 }
 
