@@ -106,7 +106,7 @@ impl FromStr for Backend {
                 Ok(Self::Registered { name: name.to_owned(), ordinal })
             }
             _ => {
-                let mut known = vec!["auto", "cpu", "cuda", "cuda:N", "rocm", "rocm:N"].join(", ");
+                let mut known = ["auto", "cpu", "cuda", "cuda:N", "rocm", "rocm:N"].join(", ");
                 let mut others: Vec<String> = registered().keys().cloned().collect();
                 others.sort();
                 for name in others {

@@ -16,7 +16,7 @@ use fmha_core::{
 use crate::driver::{Driver, Toolchain};
 use crate::memory::Memory;
 use crate::recipe::{AnyAddress, Choice, Facts as _, Family, Kernel, Launch, Tunable, Vendor};
-use crate::select::select;
+use crate::select::{Selected, select};
 use crate::steps::{Handle, Ready, Step, Steps};
 
 /// A GPU behind its vendor's driver, or only its architecture.
@@ -45,6 +45,12 @@ impl<V: Vendor> Loader for DeviceLoader<V> {
     }
 }
 
+/// What takes operands wherever they lie, and how a plan tells it.
+type Other<P, V> = (Choice<Kernel<P, V>>, String);
+
+/// Steps, and what a plan says of each.
+type Compiled<V> = (Vec<Step<<V as Vendor>::Driver>>, Vec<Explained>);
+
 impl<V: Vendor> Backend<V> {
     /// Over a device; without one (`driver` is `None`) it plans, compiles where there is a compiler, and runs nothing.
     /// `flags` are the compiler's options, but for the architecture; `image` is what the device runs.
@@ -67,11 +73,7 @@ impl<V: Vendor> Backend<V> {
         self.memory.driver.as_ref()
     }
 
-    fn choose<P: Problem>(
-        &self,
-        problem: &P,
-        options: &PlanOptions,
-    ) -> Result<(Choice<Kernel<P, V>>, Vec<Refusal>)>
+    fn choose<P: Problem>(&self, problem: &P, options: &PlanOptions) -> Result<Selected<P, V>>
     where
         V: Family<P>,
     {
@@ -131,7 +133,7 @@ impl<V: Vendor> Backend<V> {
         chosen: &Kernel<P, V>,
         problem: &P,
         options: &PlanOptions,
-    ) -> Result<Option<(Choice<Kernel<P, V>>, String)>>
+    ) -> Result<Option<Other<P, V>>>
     where
         V: Family<P>,
     {
@@ -159,11 +161,7 @@ impl<V: Vendor> Backend<V> {
     ///
     /// # Errors
     /// What the compiler or the driver said.
-    fn compiled<P: Problem>(
-        &self,
-        kernel: &Kernel<P, V>,
-        launches: Vec<Launch>,
-    ) -> Result<(Vec<Step<V::Driver>>, Vec<Explained>)> {
+    fn compiled<P: Problem>(&self, kernel: &Kernel<P, V>, launches: Vec<Launch>) -> Result<Compiled<V>> {
         let mut steps = Vec::with_capacity(launches.len());
         let mut explained = Vec::with_capacity(launches.len());
         for mut launch in launches {

@@ -26,6 +26,6 @@ pub use recipe::{
     AnyAddress, BwdKernel, Choice, CombineKernel, Facts, Family, FwdKernel, Grid, Kernel, Launch, Launches,
     Recipe, Tunable, Vendor, deterministic_rows,
 };
-pub use select::select;
+pub use select::{Selected, select};
 pub use steps::{Step, Steps, exactly};
 pub use tile::{TileFrom, settle};

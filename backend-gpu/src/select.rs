@@ -5,6 +5,9 @@ use fmha_core::{Operation, PlanOptions, Problem, Refusal, Result};
 
 use crate::recipe::{Choice, Kernel, Vendor};
 
+/// A choice, and why the recipes before it refused.
+pub type Selected<P, V> = (Choice<Kernel<P, V>>, Vec<Refusal>);
+
 /// The first recipe of a family that takes the problem, and why the ones before it did not.
 ///
 /// # Errors
@@ -15,7 +18,7 @@ pub fn select<P: Problem, V: Vendor>(
     family: &[Kernel<P, V>],
     options: &PlanOptions,
     choose: impl Fn(&Kernel<P, V>) -> Result<Choice<Kernel<P, V>>, Refusal>,
-) -> Result<(Choice<Kernel<P, V>>, Vec<Refusal>)> {
+) -> Result<Selected<P, V>> {
     let mut refusals = Vec::new();
     for kernel in family {
         let wanted = match &options.kernel {

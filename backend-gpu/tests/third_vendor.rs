@@ -284,7 +284,8 @@ impl Recipe<ValidFwd, Third> for Staged {
 
     unsafe fn launch(&self, steps: &Steps<Toy>, call: &Call<'_, ValidFwd>) -> Result<()> {
         let ([before], main, [after]) = (exactly(steps.before())?, steps.main(), exactly(steps.after())?);
-        let scratch = call.args.workspace.as_ref().map_or(std::ptr::null_mut(), |slice| slice.as_mut_ptr());
+        let scratch =
+            call.args.workspace.as_ref().map_or(std::ptr::null_mut(), fmha_core::DevSliceMut::as_mut_ptr);
         let mut scratch = Params { at: scratch.cast(), count: 1 };
         let mut whole = params(call.args, call.problem);
         // SAFETY: each takes one Params; core saw that O and the workspace are there.

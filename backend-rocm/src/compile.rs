@@ -139,7 +139,7 @@ fn lay_out(source: &KernelSource) -> Result<TempDir> {
             .map_err(|error| failed(&path, error))
     };
     write("entry.hip", &source.entry)?;
-    for header in source.headers().iter() {
+    for header in source.headers() {
         write(&header.name, &header.text)?;
     }
     Ok(folder)
