@@ -131,7 +131,12 @@ impl<T: Float> Softmax<T> {
             o
         };
         let o: Vec<T> = sums(T::one()).into_iter().map(|o| o / self.row_sum).collect();
-        if o.iter().all(|o| o.is_finite()) { o } else { sums(self.row_sum.recip()) }
+        if o.iter().all(|o| o.is_finite()) {
+            return o;
+        }
+        // Elements that have not stay as they are.
+        let again = sums(self.row_sum.recip());
+        o.into_iter().zip(again).map(|(o, again)| if o.is_finite() { o } else { again }).collect()
     }
 
     pub(super) fn of_row(head: &Head<'_, T>, i: u32) -> Self {
