@@ -4,9 +4,9 @@
 // A warp merges one row: its lanes read the parts' LSE side by side for the maximum and the sum, then every part's O in
 // turn, with all weights known, so that no load waits for another.
 #pragma once
+#include <fmha/exp_sum.h>
 #include <fmha/kv_parts.h>
 #include <fmha/num.h>
-#include <fmha/online_softmax.h>
 #include <fmha/ptx/warp.cuh>
 #include <fmha/seq.h>
 
@@ -25,25 +25,25 @@ FMHA_DEVICE void merge_row(const FwdParams& p, const KvParts& parts, int32_t i_b
   const int64_t row = (int64_t(i_batch) * p.num_heads_q + i_head) * p.seqlen_q + i;
   const int64_t part_rows = int64_t(p.batch) * p.num_heads_q * p.seqlen_q;
 
-  const float sink = spec.sink ? scalar_of(p.sink, 0, i_head, -infinity()) * kLog2E : -infinity();
+  // Natural, as every LSE is: `exp_sum.h` says why.
+  const float sink = spec.sink ? scalar_of(p.sink, 0, i_head, -infinity()) : -infinity();
   float top = sink;
-  for (int32_t n = lane; n < num_parts; n += kWarp) top = max(top, parts.lse[n * part_rows + row] * kLog2E);
+  for (int32_t n = lane; n < num_parts; n += kWarp) top = max(top, parts.lse[n * part_rows + row]);
 #pragma unroll
   for (int32_t step = 16; step > 0; step /= 2) top = max(top, ptx::shfl_xor(top, step));
-  const float reference = finite_or_zero(top);
   float sum = 0.f;
-  for (int32_t n = lane; n < num_parts; n += kWarp) sum += exp2_of(parts.lse[n * part_rows + row] * kLog2E - reference);
+  for (int32_t n = lane; n < num_parts; n += kWarp) sum += exp_of_difference(parts.lse[n * part_rows + row], top);
 #pragma unroll
   for (int32_t step = 16; step > 0; step /= 2) sum += ptx::shfl_xor(sum, step);
-  if constexpr (spec.sink) sum += exp2_of(sink - reference);
+  if constexpr (spec.sink) sum += exp_of_difference(sink, top);
 
   Array<float, columns> o = {};
 #pragma unroll 4
   for (int32_t n = 0; n < num_parts; ++n) {
-    const float part_lse = parts.lse[n * part_rows + row] * kLog2E;
+    const float part_lse = parts.lse[n * part_rows + row];
     // A part without a visible key is neutral, whatever lies there.
     if (part_lse == -infinity()) continue;
-    const float weight = exp2_of(part_lse - reference);
+    const float weight = exp_of_difference(part_lse, top);
     const int64_t at = (n * part_rows + row) * parts.row;
 #pragma unroll
     for (int32_t c = 0; c < columns; ++c) {
@@ -61,7 +61,7 @@ FMHA_DEVICE void merge_row(const FwdParams& p, const KvParts& parts, int32_t i_b
     if (d < spec.head_dim_v) store_elem<spec.dtype_o>(p.o.data, at + d, o[c] * factor);
   }
   if constexpr (spec.write_lse) {
-    if (lane == 0) p.lse[lse_offset(p, span, i_head, i)] = sum == 0.f ? -infinity() : (top + log2_of(sum)) * kLn2;
+    if (lane == 0) p.lse[lse_offset(p, span, i_head, i)] = ExpSum{top, sum}.log();
   }
 }
 
