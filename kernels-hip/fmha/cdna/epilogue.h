@@ -98,7 +98,10 @@ FMHA_DEVICE void epilogue(Wave<spec, tile>& wave, typename Config<spec, tile>::L
   row.row_sum *= unscale;
   float o_scale = unscale;
   if (p.sink.data) {
-    const float sink_log2 = kLog2E * scalar_of(p.sink, job.span.i_batch, job.i_head, -infinity());
+    // Rounded once, here: of the product and a difference from it the compiler makes one multiply-add, which differs by as
+    // much as the product's rounding: at a sink of 1e10 by 500.
+    float sink_log2 = kLog2E * scalar_of(p.sink, job.span.i_batch, job.i_head, -infinity());
+    opaque_in_vgpr(sink_log2);
     o_scale *= row.raise_to(v_max_f32(row.row_max, sink_log2));
     row.row_sum += v_exp_f32(sink_log2 - finite_or_zero(row.row_max));
   }
