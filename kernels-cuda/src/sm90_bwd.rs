@@ -290,9 +290,10 @@ impl Sm90BwdTile {
                     .to_owned(),
             );
         }
-        if self.delta_beside && !self.may_make_delta() {
+        if self.delta_beside && !self.may_make_delta(spec) {
             return Err(
-                "delta_beside true: it is for finishes_dq, first_stores, vector_load and whole 32 of block_m"
+                "delta_beside true: it is for finishes_dq, first_stores, vector_load, whole 32 of block_m and \
+                 scores without bias or softcap"
                     .to_owned(),
             );
         }
@@ -402,8 +403,10 @@ impl Sm90BwdTile {
     }
 
     /// Whether the warp that finishes dQ has the room and the time for delta: where preprocess has no zeros to write either.
-    const fn may_make_delta(&self) -> bool {
-        self.finishes_dq && self.first_stores && self.vector_load && self.block_m % 32 == 0
+    /// Modified scores of some rows are measured from an origin, for which preprocess alone has the registers.
+    fn may_make_delta(&self, spec: &BwdSpec) -> bool {
+        let fits = self.finishes_dq && self.first_stores && self.vector_load && self.block_m % 32 == 0;
+        fits && !modifies_score(spec)
     }
 
     /// Has a launch of its own finish dQ where the main kernel may not, or shared memory has no room for it.
@@ -412,8 +415,8 @@ impl Sm90BwdTile {
     }
 
     /// Has preprocess make delta where the main kernel may not.
-    pub const fn settle_delta(&mut self) {
-        self.delta_beside &= self.may_make_delta();
+    pub fn settle_delta(&mut self, spec: &BwdSpec) {
+        self.delta_beside &= self.may_make_delta(spec);
     }
 
     /// Consumer warps of all tiles and query blocks of all heads, each of which says whether its dK and dV, or its dQ, are
@@ -648,7 +651,7 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
     // 501 to 508, 545, 570; with delta too, an H200, 2k, 4k 519, 561 and 535, 572.
     let shorter = if tile.delta_beside { 4096 } else { 1024 };
     tile.finishes_dq &= padded_dim(spec) != 64 || !is_full || dims.seqlen_k <= shorter;
-    tile.settle_delta();
+    tile.settle_delta(spec);
     // Both beside each other spill with 24 registers (254 bytes at D 128 causal, with 40 none), and the consumers have enough in 232:
     // S 512 causal 263 and 269, delta beside 4k 578 and 585. Dropout's do not: 431 and 428.
     let measured = padded_dim(spec) <= 128 && (dims.seqlen_k <= 4096 || tile.delta_beside);
@@ -668,8 +671,14 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
         && whole(problem.dk, fwd.shape_k())
         && whole(problem.dv, fwd.shape_v());
     tile.settle_finish(spec);
-    tile.settle_delta();
+    tile.settle_delta(spec);
     tile
+}
+
+/// Whether a score is more than a scaled product, so that its rows have origins.
+#[must_use]
+pub fn modifies_score(spec: &BwdSpec) -> bool {
+    spec.fwd.softcap || spec.fwd.bias != BiasKind::None
 }
 
 /// How many of bias, soft-cap and dropout there are: each wants registers.
