@@ -1,4 +1,6 @@
 //! Combine: `LSE = ln sum_n exp LSE_n`, `O = sum_n exp(LSE_n - LSE) O_n`, a row at a time.
+//!
+//! Weights are divided by their own sum: of equal parts at −1e30 LSE itself, rounded, is that of each.
 
 use std::ops::Range;
 
@@ -57,16 +59,17 @@ impl Combine<'_> {
                     any_nan |= lse(n).is_nan();
                     top = top.max(lse(n));
                 }
-                let total = if any_nan {
+                let sum = if any_nan {
                     f64::NAN
                 } else if top == f64::NEG_INFINITY {
-                    top
+                    0.0
                 } else {
-                    top + (0..parts.len()).map(|n| (lse(n) - top).exp()).sum::<f64>().ln()
+                    (0..parts.len()).map(|n| (lse(n) - top).exp()).sum()
                 };
+                let total = top + sum.ln();
                 out.fill(0.0);
                 for (n, source) in sources.iter().enumerate() {
-                    let weight = (lse(n) - total).exp() as f32;
+                    let weight = ((lse(n) - top).exp() / sum) as f32;
                     // A part that saw nothing may hold anything.
                     if lse(n) == f64::NEG_INFINITY {
                         continue;

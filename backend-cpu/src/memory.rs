@@ -96,6 +96,7 @@ struct Line([f32; 16]);
 ///
 /// Buffers go back to a store when dropped: at 16 threads and 512 keys, to get and touch new pages
 /// took longer than the whole of attention.
+#[derive(Default)]
 pub(crate) struct Floats(Vec<Line>);
 
 /// What dropped [`Floats`] leave for later ones, while it is below [`MAX_SPARE_BYTES`].

@@ -163,6 +163,12 @@ impl HeadScore {
         score
     }
 
+    /// The same, not rounded.
+    pub(crate) fn alibi_exact(&self, i: u32, j: u32) -> Option<f64> {
+        let (slope, diag) = self.alibi?;
+        Some(-f64::from(slope) * (i64::from(i) + diag - i64::from(j)).abs() as f64)
+    }
+
     /// Whether visible scores are more than a scaled product.
     pub(crate) fn changes(&self) -> bool {
         self.softcap.is_some() || self.bias.is_some() || self.alibi.is_some()

@@ -433,9 +433,12 @@ abi_struct! {
         pub dlse: DevPtr<f32>,
         /// Gradient of the sinks, `[num_heads_q]`; null when not wanted.
         pub dsink: DevPtr<f32>,
-        /// In the workspace, of each query row (`fmha/bwd.h` says which): LSE in log2, +infinity for a row that adds
-        /// nothing.
+        /// In the workspace, of each query row (`fmha/bwd.h` says which): LSE less `score_origin` in log2, +infinity for
+        /// a row that adds nothing.
         pub lse_log2: DevPtr<f32>,
+        /// Likewise what the row's scores are measured from: 0, or where LSE is so large that its own rounding would
+        /// show in P, about LSE (`fmha/row_bwd.h`); null in kernels that measure every row from 0.
+        pub score_origin: DevPtr<f32>,
         /// Likewise `dO . O - dLSE`.
         pub delta: DevPtr<f32>,
         /// In the workspace: f32 sums of dQ, blocks of rows in the order of the kernel's accumulators; null where
@@ -450,7 +453,7 @@ abi_struct! {
         /// In the workspace: of each warp of each tile, whether its dK or dV have a number that is not
         /// finite; behind them the main kernel's other flags and counters.
         pub non_finite: DevPtr<i32>,
-        /// Rows of `lse_log2` and `delta` from query head to query head.
+        /// Rows of `lse_log2`, `score_origin` and `delta` from query head to query head.
         pub stats_head: i64,
         /// Rows from sequence to sequence.
         pub stats_batch: i64,

@@ -52,6 +52,7 @@ pub fn bwd_params(problem: &BwdProblem, args: &BwdArgs<'_>) -> BwdParams {
         dlse: pointer(args.dlse.as_ref()),
         dsink: pointer_mut(args.dsink.as_ref()),
         lse_log2: DevPtr::NULL,
+        score_origin: DevPtr::NULL,
         delta: DevPtr::NULL,
         dq_sums: DevPtr::NULL,
         dq_semaphores: DevPtr::NULL,

@@ -149,6 +149,7 @@ pub fn headers() -> Vec<Header> {
         "seq.h",
         "score.h",
         "philox.h",
+        "exp_sum.h",
         "online_softmax.h",
         "range.h",
         "row_bwd.h",

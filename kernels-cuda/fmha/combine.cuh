@@ -1,10 +1,11 @@
 // Partial results over the same rows, merged by their log-sum-exp: LSE = ln sum_n exp LSE_n,
-// O = sum_n exp(LSE_n - LSE) O_n. A part whose LSE is -inf is neutral: its O is not read.
+// O = sum_n exp(LSE_n - LSE) O_n. A part whose LSE is -inf is neutral: its O is not read. Weights are divided by their own
+// sum, since LSE itself, rounded, may be far from what they add up to: of equal parts at -1e30 it is that of each.
 //
 // A warp merges one row. It is bound by the bytes of the parts' O, which it reads once, in order.
 #pragma once
+#include <fmha/exp_sum.h>
 #include <fmha/num.h>
-#include <fmha/online_softmax.h>
 #include <fmha/seq.h>
 
 namespace fmha::combine {
@@ -17,31 +18,29 @@ FMHA_DEVICE void merge_row(const CombineParams& p, int32_t i_batch, int32_t i_he
   const int32_t lane = threadIdx.x % kWarp;
   const int64_t lse_at = (int64_t(i_batch) * p.num_heads_q + i_head) * p.seqlen_q + i;
 
-  OnlineRow row;
+  ExpSum sum;
   Array<float, columns> o = {};
   for (int32_t n = 0; n < p.num_parts; ++n) {
-    const float part_lse = p.parts[n].lse[lse_at] * kLog2E;
+    const float part_lse = p.parts[n].lse[lse_at];
     if (part_lse == -infinity()) continue;
-    const float correction = row.raise_to(max(row.row_max, part_lse));
-    const float weight = exp2_of(part_lse - finite_or_zero(row.row_max));
-    row.row_sum += weight;
+    const ExpSum::Weights weights = sum.add(part_lse);
     const int64_t at = row_offset(p.part, i_batch, i, i_head);
 #pragma unroll
     for (int32_t c = 0; c < columns; ++c) {
       const int32_t d = c * kWarp + lane;
       if (d < spec.head_dim_v)
-        o[c] = o[c] * correction + weight * load_elem<spec.dtype_part>(p.parts[n].o, at + d);
+        o[c] = o[c] * weights.old + weights.other * load_elem<spec.dtype_part>(p.parts[n].o, at + d);
     }
   }
 
-  const float factor = row.normaliser();
+  const float factor = sum.normaliser();
   const int64_t at = row_offset(p.o, i_batch, i, i_head);
 #pragma unroll
   for (int32_t c = 0; c < columns; ++c) {
     const int32_t d = c * kWarp + lane;
     if (d < spec.head_dim_v) store_elem<spec.dtype_o>(p.o.data, at + d, o[c] * factor);
   }
-  if (p.lse && lane == 0) p.lse[lse_at] = row.lse();
+  if (p.lse && lane == 0) p.lse[lse_at] = sum.log();
 }
 
 // Any grid of whole warps: each takes rows until none is left.

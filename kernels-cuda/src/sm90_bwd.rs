@@ -370,9 +370,10 @@ impl Sm90BwdTile {
                 self.dq_finish.name()
             ));
         }
-        if self.makes_delta() && !self.may_make_delta() {
+        if self.makes_delta() && !self.may_make_delta(spec) {
             return Err(
-                "dq_finish beside_with_delta: it is for dq_path first_stores, vector_load and whole 32 of block_m"
+                "dq_finish beside_with_delta: it is for dq_path first_stores, vector_load, whole 32 of block_m and scores \
+                 without bias or softcap"
                     .to_owned(),
             );
         }
@@ -479,16 +480,17 @@ impl Sm90BwdTile {
         self.persistent && !self.adds_from_registers() && !spec.deterministic && self.walk.score_parts() == 1
     }
 
-    /// Whether the warp that finishes dQ has the room and the time for delta: where preprocess has no zeros
-    /// to write either.
-    const fn may_make_delta(&self) -> bool {
-        matches!(self.dq_path, DqPath::FirstStores) && self.vector_load && self.block_m % 32 == 0
+    /// Whether the warp that finishes dQ has the room and the time for delta: where preprocess has no zeros to write
+    /// either. Modified scores of some rows are measured from an origin, for which preprocess alone has the registers.
+    fn may_make_delta(&self, spec: &BwdSpec) -> bool {
+        let fits = matches!(self.dq_path, DqPath::FirstStores) && self.vector_load && self.block_m % 32 == 0;
+        fits && !modifies_score(spec)
     }
 
     /// Takes the nearest finish of dQ that the other fields allow and shared memory has room for: a launch of
     /// its own where the main kernel may not finish it, and delta by preprocess where that may not make it.
-    pub const fn fit_finish(&mut self, spec: &BwdSpec) {
-        if self.makes_delta() && !self.may_make_delta() {
+    pub fn fit_finish(&mut self, spec: &BwdSpec) {
+        if self.makes_delta() && !self.may_make_delta(spec) {
             self.dq_finish = DqFinish::Beside;
         }
         if self.finishes_dq() && !(self.may_finish_dq(spec) && self.smem_bytes(spec) <= MAX_SMEM_BYTES) {
@@ -797,6 +799,12 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
         && whole(problem.dv, fwd.shape_v());
     tile.fit_finish(spec);
     tile
+}
+
+/// Whether a score is more than a scaled product, so that its rows have origins.
+#[must_use]
+pub fn modifies_score(spec: &BwdSpec) -> bool {
+    spec.fwd.softcap || spec.fwd.bias != BiasKind::None
 }
 
 /// How many of bias, soft-cap and dropout there are: each wants registers.

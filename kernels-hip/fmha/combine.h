@@ -1,8 +1,9 @@
-// Merges partial results over the same rows by their LSE: a thread has one element of O.
+// Merges partial results over the same rows by their LSE: a thread has one element of O. Weights are divided by their own
+// sum, since LSE itself, rounded, may be far from what they add up to: of equal parts at -1e30 it is that of each.
 #pragma once
+#include <fmha/exp_sum.h>
 #include <fmha/isa/lane.h>
 #include <fmha/num.h>
-#include <fmha/online_softmax.h>
 #include <fmha/params.h>
 
 namespace fmha {
@@ -20,20 +21,18 @@ FMHA_DEVICE void combine(const CombineParams& p) {
   const int32_t i_head = int32_t(row / p.seqlen_q % p.num_heads_q);
   const int32_t i_batch = int32_t(row / p.seqlen_q / p.num_heads_q);
 
-  OnlineRow merged;
+  ExpSum sum;
   float o = 0.f;
   const int64_t at = i_batch * p.part.batch + i * p.part.row + i_head * p.part.head + dim;
   for (int32_t n = 0; n < p.num_parts; ++n) {
-    const float lse_log2 = p.parts[n].lse[row] * kLog2E;
-    if (lse_log2 == -infinity()) continue;  // neutral, whatever its O holds
-    const float old_share = merged.raise_to(max(merged.row_max, lse_log2));
-    const float weight = exp2_of(lse_log2 - merged.row_max);
-    merged.row_sum += weight;
-    o = o * old_share + weight * load_elem<spec.dtype_part>(p.parts[n].o, at);
+    const float part_lse = p.parts[n].lse[row];
+    if (part_lse == -infinity()) continue;  // neutral, whatever its O holds
+    const ExpSum::Weights weights = sum.add(part_lse);
+    o = o * weights.old + weights.other * load_elem<spec.dtype_part>(p.parts[n].o, at);
   }
   const int64_t to = i_batch * p.o.batch + i * p.o.row + i_head * p.o.head + dim;
-  store_elem<spec.dtype_o>(p.o.data, to, o * merged.normaliser());
-  if (p.lse && dim == 0) p.lse[row] = merged.lse();
+  store_elem<spec.dtype_o>(p.o.data, to, o * sum.normaliser());
+  if (p.lse && dim == 0) p.lse[row] = sum.log();
 }
 
 }  // namespace fmha

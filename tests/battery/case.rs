@@ -73,6 +73,8 @@ pub struct Combine {
     pub problem: CombineProblem,
     /// The numbers.
     pub data: Data,
+    /// Added to the LSE of every part.
+    pub lse_offset: f64,
 }
 
 /// A number written over the inputs before the call.

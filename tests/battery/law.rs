@@ -379,7 +379,7 @@ fn split_and_merge(
     let rows = problem.shape_o();
     let mut merge = CombineProblem::new(parts, DType::F32, problem.dtypes.o, rows);
     merge.write_lse = problem.write_lse;
-    let mut merged = HostCombine::new(merge, Data::default())?;
+    let mut merged = HostCombine::new(merge, Data::default(), 0.0)?;
     for part in 0..parts {
         let cut = |part: u32| if parts > 2 && part == 1 { 0 } else { part * dims.seqlen_k / parts };
         let (start, end) = if parts > 2 && part == 0 { (0, 0) } else { (cut(part), cut(part + 1)) };

@@ -157,7 +157,7 @@ fn run_backward(case: &Backward, backend: &Device, options: &Options) -> Result<
 
 fn run_merge(case: &Combine, backend: &Device, options: &Options) -> Result<Verdict> {
     let plan = backend.plan_combine(&case.problem.clone().validate()?, &options.plan)?;
-    let mut host = HostCombine::new(case.problem.clone(), case.data)?;
+    let mut host = HostCombine::new(case.problem.clone(), case.data, case.lse_offset)?;
     run_combine(backend, &plan, &mut host)?;
     let mut verdict = check_combine(&host)?;
     verdict.faults.extend(intact_combine(&host));

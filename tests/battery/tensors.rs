@@ -229,11 +229,11 @@ pub struct HostCombine {
 
 impl HostCombine {
     /// Fills the parts: their O as `data` says, their LSE normal. One row in four has one part that
-    /// saw nothing (LSE −inf, its O NaN), one row in sixteen no part that saw anything.
+    /// saw nothing (LSE −inf, its O NaN), one row in sixteen no part that saw anything. To every LSE `lse_offset` is added.
     ///
     /// # Errors
     /// A problem that contradicts itself, or too little memory.
-    pub fn new(problem: CombineProblem, data: Data) -> Result<Self> {
+    pub fn new(problem: CombineProblem, data: Data, lse_offset: f64) -> Result<Self> {
         let problem = problem.validate()?;
         let shape = problem.shape();
         let mut operands = Operands::default();
@@ -253,7 +253,7 @@ impl HostCombine {
                     continue;
                 }
                 data.init.fill(Operand::PartLse(part), data.seed, [batch, head, i], &mut row[..1]);
-                lse.set_nth(index, f64::from(row[0]));
+                lse.set_nth(index, f64::from(row[0]) + lse_offset);
                 data.init.fill(Operand::PartO(part), data.seed, [batch, head, i], &mut row);
                 for (d, &value) in row.iter().enumerate() {
                     o.set([batch, i, head, d as u32], f64::from(value));

@@ -12,6 +12,10 @@
 //! - f32 arithmetic: a score of size `logits` is off by a few `u_32 logits`, so its exponential is
 //!   off by that share, and the exponential itself and the sums by a few `u_32`.
 //!
+//! Far rows (`reference::is_far`) have scores that f32 tells apart to a tenth at most, so that their P may be anything; but P
+//! are shares of 1: of an element's terms in far rows that last share is their own size, not more. Elements that such terms
+//! are in are judged apart from all others, whose bounds they leave alone.
+//!
 //! The largest error is insensitive: a gain of 1 % hides in bf16. The root mean square is not: over
 //! `count` elements that of `O_same` is known to a share of `1 / sqrt(count)`, so `rmse <= 2 rmse_same`
 //! with an `eps` that shrinks alike. f32's part does not shrink: an approximate `exp` may be biased.
@@ -37,8 +41,12 @@ pub struct Yardstick {
     pub reference: MaxRms,
     /// Largest spread, and its root mean square.
     pub spread: MaxRms,
-    /// A bound of the scores' magnitude.
+    /// A bound of the scores' magnitude, but in far rows.
     pub logits: f64,
+    /// Largest size of an element's terms in far rows, and its root mean square.
+    pub far: MaxRms,
+    /// A bound of the scores' magnitude in far rows.
+    pub far_logits: f64,
     /// Elements.
     pub count: u64,
 }
@@ -71,13 +79,14 @@ pub fn f32_error(logits: f64) -> f64 {
 #[must_use]
 pub fn bound(y: &Yardstick) -> Bound {
     let f32_share = f32_error(y.logits);
+    let far_share = f32_error(y.far_logits).min(1.0);
     let size = |m: fn(&MaxRms) -> f64| m(&y.spread).max(m(&y.reference));
     let store = |m: fn(&MaxRms) -> f64| y.u_out * m(&y.reference) + y.tiny_out / 2.0;
     let max = |m: &MaxRms| m.max;
     let rms = |m: &MaxRms| m.rms;
-    let eps_max = store(max) + 2.0 * y.u_inner * y.spread.max + f32_share * size(max);
+    let eps_max = store(max) + 2.0 * y.u_inner * y.spread.max + f32_share * size(max) + far_share * y.far.max;
     let shrinking = (store(rms) + 2.0 * y.u_inner * y.spread.rms) / (y.count.max(1) as f64).sqrt();
-    let eps_rmse = shrinking + f32_share * size(rms);
+    let eps_rmse = shrinking + f32_share * size(rms) + far_share * y.far.rms;
     Bound { max: y.factor * y.max_same + eps_max, rmse: y.factor * y.rmse_same + eps_rmse }
 }
 
@@ -127,6 +136,8 @@ mod tests {
             reference: MaxRms { max: 1.0, rms: 0.25 },
             spread: MaxRms { max: 1.0, rms: 0.25 },
             logits: 10.0,
+            far: MaxRms::default(),
+            far_logits: 0.0,
             count,
         }
     }

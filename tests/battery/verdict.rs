@@ -26,7 +26,7 @@ pub struct Place {
 /// How one tensor stands to the reference.
 #[derive(Clone, Debug, Serialize)]
 pub struct TensorVerdict {
-    /// Its name: `o`, `lse`, `dq`, ...
+    /// Its name: `o`, `lse`, `dq`, ...; `o of far rows`, ... for what is judged apart.
     pub tensor: &'static str,
     /// Elements compared.
     pub checked: u64,
@@ -57,7 +57,8 @@ pub struct Verdict {
     pub faults: Vec<String>,
     /// What a reader should know of how it was found: whether a law held bit for bit.
     pub note: Option<&'static str>,
-    /// A bound of the scores' magnitude, which the bounds of attention's outputs grow with.
+    /// A bound of the scores' magnitude, which the bounds of attention's outputs grow with; but in far rows, if there are
+    /// others.
     pub logits: f64,
 }
 
@@ -133,6 +134,8 @@ pub(crate) struct Stat {
     square_ref: f64,
     max_spread: f64,
     square_spread: f64,
+    max_far: f64,
+    square_far: f64,
     square_got: f64,
     product: f64,
     /// Results that are NaN or infinite where the reference is neither.
@@ -177,6 +180,13 @@ impl Stat {
         }
     }
 
+    /// As `add`, with the size of the element's terms in far rows.
+    fn add_far(&mut self, place: Place, same: f64, spread: f64, far: f64) {
+        self.add(place, same, spread);
+        self.max_far = self.max_far.max(far);
+        self.square_far += far * far;
+    }
+
     pub(crate) fn merge(&mut self, other: &Stat) {
         if other.count == 0 {
             return;
@@ -193,6 +203,8 @@ impl Stat {
         self.square_ref += other.square_ref;
         self.max_spread = self.max_spread.max(other.max_spread);
         self.square_spread += other.square_spread;
+        self.max_far = self.max_far.max(other.max_far);
+        self.square_far += other.square_far;
         self.square_got += other.square_got;
         self.product += other.product;
         self.strays += other.strays;
@@ -212,6 +224,10 @@ impl Stat {
 
     pub(crate) fn spread(&self) -> MaxRms {
         MaxRms { max: self.max_spread, rms: self.rms(self.square_spread) }
+    }
+
+    pub(crate) fn far(&self) -> MaxRms {
+        MaxRms { max: self.max_far, rms: self.rms(self.square_far) }
     }
 
     pub(crate) fn verdict(
@@ -244,6 +260,41 @@ impl Stat {
             worst: self.worst,
             pass,
         }
+    }
+}
+
+/// A tensor's elements without terms in far rows, and those with.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Groups {
+    pub(crate) near: Stat,
+    pub(crate) far: Stat,
+}
+
+impl Groups {
+    /// As [`Stat::add`]; `far` is the size of the element's terms in far rows, 0 without any.
+    pub(crate) fn add(&mut self, place: Place, same: f64, spread: f64, far: f64) {
+        if far > 0.0 {
+            self.far.add_far(place, same, spread, far);
+        } else {
+            self.near.add(place, same, spread);
+        }
+    }
+
+    pub(crate) fn merge(&mut self, other: &Groups) {
+        self.near.merge(&other.near);
+        self.far.merge(&other.far);
+    }
+
+    /// The verdict of each group that has elements, under these names; of the near one in any case if neither has.
+    pub(crate) fn verdicts(
+        &self,
+        [near, far]: [&'static str; 2],
+        verdict: impl Fn(&Stat, &'static str) -> TensorVerdict,
+    ) -> Vec<TensorVerdict> {
+        let groups = [(&self.near, near), (&self.far, far)];
+        let all =
+            groups.into_iter().filter(|(stat, name)| stat.count > 0 || *name == near && self.far.count == 0);
+        all.map(|(stat, name)| verdict(stat, name)).collect()
     }
 }
 

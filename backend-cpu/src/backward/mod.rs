@@ -14,7 +14,12 @@
 //! Where there are at least as many kv heads as threads, a task is a kv head and computes all three
 //! in one pass. Where there are fewer, tiles of keys (dK, dV) and tiles of queries (dQ) are tasks of
 //! their own: seven products instead of five, on every thread, with the same bits.
+//!
+//! f32 has LSE to half its last place, so that all P of a row are off by one factor: by 0.1 % of an LSE of 16384, by exp(32)
+//! of 1e9, as whole rows have that a bias masks. Such rows' scores are measured from about their LSE, and their own sum of
+//! exponentials takes its place (`far.rs`).
 
+mod far;
 #[cfg(test)]
 mod tests;
 mod tile;
@@ -28,6 +33,7 @@ use crate::score::{Panel, ScoreInputs};
 use crate::simd::Simd;
 use crate::tasks::Threads;
 use crate::tensor::{Source, Target, f32_at};
+use far::FarRows;
 use tile::Tile;
 
 /// A backward call.
@@ -72,9 +78,10 @@ struct Shared<'a> {
     dv: Target,
     dbias: Option<Target>,
     delta: Floats,
+    far: FarRows,
 }
 
-// SAFETY: `delta` is only read while tasks run; the rest is read or written as `Source` and `Target` say.
+// SAFETY: `delta` and `far` are only read while tasks run; the rest is read or written as `Source` and `Target` say.
 unsafe impl Sync for Shared<'_> {}
 
 impl Backward<'_> {
@@ -87,10 +94,12 @@ impl Backward<'_> {
         let tasks = shared.tasks(threads.count())?;
         let used = threads.used(tasks.len());
         let mut scratch = reserve(used)?;
+        shared.far = FarRows::reserve(shared.problem.fwd(), self.args)?;
         for _ in 0..used {
             scratch.push(shared.scratch::<S>(&tasks)?);
         }
         shared.row_sums(s, threads)?;
+        shared.measure_far_rows(threads)?;
         shared.write_dsink();
         threads.for_each(&mut scratch, tasks.len(), |scratch, task| match tasks[task] {
             Task::KvHead { span, i_head_kv } => shared.kv_head(s, scratch, span, i_head_kv),
@@ -129,6 +138,7 @@ impl<'a> Backward<'a> {
             dv: Target::new(&args.dv, grad, problem.dv),
             dbias,
             delta: Floats::scratch(fwd.extents(args.seq.totals).lse_elems as usize)?,
+            far: FarRows::default(),
         })
     }
 }
@@ -252,11 +262,12 @@ impl Shared<'_> {
             for span in self.spans {
                 for i in 0..span.seqlen_q {
                     let index = span.lse_index(fwd, i_head, i);
-                    let lse = f64::from(f32_at(&self.args.lse, index));
-                    if lse != f64::NEG_INFINITY {
+                    let (origin, lse) = self.far.row(index).unwrap_or((0.0, f32_at(&self.args.lse, index)));
+                    if lse != f32::NEG_INFINITY {
                         // SAFETY: one number for each row.
                         let delta = unsafe { *self.delta.as_ptr().add(index) };
-                        sum += (sink - lse).exp() * (self.dlse_at(index) - f64::from(delta));
+                        let p = (sink - f64::from(origin) - f64::from(lse)).min(0.0).exp();
+                        sum += p * (self.dlse_at(index) - f64::from(delta));
                     }
                 }
             }

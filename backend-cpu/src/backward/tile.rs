@@ -25,6 +25,9 @@ pub(super) struct Tile {
     pub(super) extra: Floats,
     pub(super) slope: Floats,
     pub(super) lse: Floats,
+    /// What each query's scores are measured from, where not all are measured from 0.
+    pub(super) origin: Floats,
+    pub(super) has_origin: bool,
     pub(super) delta: Floats,
     pub(super) dlse: Floats,
     /// Which rows of each panel are live.
@@ -59,6 +62,8 @@ impl Shared<'_> {
             extra: optional(fwd.drops() || self.score.has_bias(), keys * S::PANEL)?,
             slope: optional(fwd.score.softcap.is_some(), keys * S::PANEL)?,
             lse: Floats::scratch(block_m)?,
+            origin: optional(self.far.any(), block_m)?,
+            has_origin: false,
             delta: Floats::scratch(block_m)?,
             dlse: Floats::scratch(block_m)?,
             panels: live,
@@ -138,11 +143,18 @@ impl Shared<'_> {
             s.run(TransposePanels { from, capacity, rows: queries, cols, to });
         }
         tile.lse.fill(f32::INFINITY);
+        tile.origin.fill(0.0);
+        tile.has_origin = false;
         tile.delta.fill(0.0);
         tile.dlse.fill(0.0);
         for lane in 0..queries {
             let index = span.lse_index(self.problem.fwd(), i_head, i + lane as u32);
-            let lse = f32_at(&self.args.lse, index);
+            let (origin, lse) = self.far.row(index).unwrap_or((0.0, f32_at(&self.args.lse, index)));
+            if origin != 0.0 {
+                tile.has_origin = true;
+                // SAFETY: of a call with origins a tile has block_m, no fewer than the queries.
+                unsafe { *tile.origin.as_mut_ptr().add(lane) = origin };
+            }
             // SAFETY: one number for each row of delta; block_m, no fewer than the queries, of the others.
             unsafe {
                 // A row that saw nothing has P = 0 = exp(S - inf).
@@ -190,7 +202,8 @@ impl Shared<'_> {
             let capped = capped && head.softcap.is_some();
             if head.adjusts(&panel) {
                 let slope = capped.then(|| tile.slope.as_mut_ptr());
-                s.run(Adjust { head, panel, scores: weights, bias: tile.extra.as_mut_ptr(), slope });
+                let bias = tile.extra.as_mut_ptr();
+                s.run(Adjust { head, panel, scores: weights, bias, slope });
             }
             s.run(Scores {
                 panel,
@@ -211,6 +224,7 @@ impl Shared<'_> {
                 weights,
                 gradients,
                 keep: head.drops.then_some(keep.cast_const()),
+                origin: tile.has_origin.then(|| tile.origin.as_ptr().wrapping_add(first)),
                 lse: tile.lse.as_ptr().wrapping_add(first),
                 delta: tile.delta.as_ptr().wrapping_add(first),
                 dlse: tile.dlse.as_ptr().wrapping_add(first),

@@ -158,6 +158,8 @@ pub(crate) struct Gradient {
     pub(crate) gradients: *mut f32,
     /// Keep factors, a panel.
     pub(crate) keep: Option<*const f32>,
+    /// What each query's scores and LSE are measured from, if not from 0.
+    pub(crate) origin: Option<*const f32>,
     pub(crate) lse: *const f32,
     pub(crate) delta: *const f32,
     pub(crate) dlse: *const f32,
@@ -176,10 +178,13 @@ impl<S: Simd> Op<S> for Gradient {
                 let lane = v * S::LANES;
                 let (lse, delta) = (s.load(self.lse.add(lane)), s.load(self.delta.add(lane)));
                 let dlse = s.load(self.dlse.add(lane));
+                let origin = self.origin.map(|origin| s.load(origin.add(lane)));
                 for row in first..last {
                     let at = row * width + lane;
                     let (score, dp) = (s.load(self.weights.add(at)), s.load(self.gradients.add(at)));
-                    let p = exp(s, s.sub(score, lse));
+                    let from_origin = origin.map_or(score, |origin| s.sub(score, origin));
+                    // 1 at most: of a large score LSE's rounding is more.
+                    let p = exp(s, s.min(zero, s.sub(from_origin, lse)));
                     // Where a row's LSE is NaN, its hidden keys still have P = 0.
                     let p = if self.panel.edge { s.select_le(score, hidden, zero, p) } else { p };
                     let (kept, dp) = match self.keep {

@@ -6,6 +6,7 @@
 // `Lanes` is the vendor's: `count`, `index()`, `ballot(bool)` and `from(x, lane)`.
 #pragma once
 #include <fmha/bwd.h>
+#include <fmha/exp_sum.h>
 #include <fmha/mask.h>
 #include <fmha/num.h>
 #include <fmha/philox.h>
@@ -21,6 +22,28 @@ FMHA_DEVICE float lane_sum(float x) {
   for (int32_t step = Lanes::count / 2; step > 0; step /= 2) x += Lanes::from(x, Lanes::index() ^ step);
   return x;
 }
+
+// A row's P are exp(S - LSE), and f32 has LSE to half its last place, so that they are all off by one factor: by 0.1 %
+// from this size on, by exp(32) at 1e9. Such a row is measured from an origin about its LSE, and its own sum of
+// exponentials takes the place of LSE.
+constexpr float kLargestPlainLse = 16384.f;
+FMHA_DEVICE bool is_far(float lse) { return abs_of(lse) >= kLargestPlainLse && abs_of(lse) != infinity(); }
+
+// What a query row's P are made of: exp2((S - origin) log2(e) - lse_log2).
+struct RowOrigin {
+  float origin, lse_log2;
+};
+// A far row's `lse_log2` as a number that no other row's is, for kernels which find such rows by it: beyond 2^110, with an
+// error of 2^-12.
+FMHA_DEVICE float marked_far(float lse_log2) { return (clamp(lse_log2, -2047.f, 2047.f) + 4096.f) * 0x1p100f; }
+FMHA_DEVICE bool is_marked_far(float lse_log2) { return lse_log2 > 0x1p110f && lse_log2 != infinity(); }
+FMHA_DEVICE float unmarked(float lse_log2) { return is_marked_far(lse_log2) ? lse_log2 * 0x1p-100f - 4096.f : lse_log2; }
+
+FMHA_DEVICE RowOrigin row_origin(const BwdParams& p, int64_t stats) {
+  return {p.score_origin ? p.score_origin[stats] : 0.f, unmarked(p.lse_log2[stats])};
+}
+// exp(score - LSE) of a score less the origin: 1 at most, whatever has been rounded.
+FMHA_DEVICE float probability(float score, float lse_log2) { return exp2_of(min(score * kLog2E - lse_log2, 0.f)); }
 
 // What a query and a key that it sees give.
 struct BwdPair {
@@ -53,11 +76,38 @@ struct BwdHead {
     return row_offset(x, kv_row(p.fwd, kFwd.kv_layout, span, j), i_head_kv);
   }
 
-  FMHA_DEVICE BwdPair pair(int32_t i, int32_t j) const {
-    const int64_t q = q_row(p.fwd.q, i), k = k_row(p.fwd.k, j), v = k_row(p.fwd.v, j), dout = q_row(p.dout, i);
-    float product = 0.f, dp = 0.f;
+  // Q[i] . K[j], as stored.
+  FMHA_DEVICE float product(int32_t i, int32_t j) const {
+    const int64_t q = q_row(p.fwd.q, i), k = k_row(p.fwd.k, j);
+    float product = 0.f;
     for (int32_t d = 0; d < kFwd.head_dim_qk; ++d)
       product += load_elem<kFwd.dtype_qk>(p.fwd.q.data, q + d) * load_elem<kFwd.dtype_qk>(p.fwd.k.data, k + d);
+    return product;
+  }
+
+  // The exponentials of the scores that query i sees, its sink's among them, measured from `origin`.
+  FMHA_DEVICE ExpSum sum_from(float origin, int32_t i) const {
+    ExpSum sum;
+    const auto take = [&](Range keys) {
+      for (int32_t j = keys.begin + Lanes::index(); j < keys.end; j += Lanes::count)
+        if (visible(band, i, j)) sum.add(modified_score<kFwd>(modifier, product(i, j), i, j) - origin);
+    };
+    const Range row = {i, i + 1};
+    take(sink_range(band, row, span.seqlen_k));
+    take(k_range(band, row, span.seqlen_k));
+#pragma unroll
+    for (int32_t step = Lanes::count / 2; step > 0; step /= 2) {
+      const int32_t other = Lanes::index() ^ step;
+      sum.merge({Lanes::from(sum.top, other), Lanes::from(sum.sum, other)});
+    }
+    if constexpr (kFwd.sink) sum.add(scalar_of(p.fwd.sink, 0, i_head, -infinity()) - origin);
+    return sum;
+  }
+
+  FMHA_DEVICE BwdPair pair(int32_t i, int32_t j) const {
+    const int64_t v = k_row(p.fwd.v, j), dout = q_row(p.dout, i);
+    const float score = product(i, j);
+    float dp = 0.f;
     for (int32_t d = 0; d < kFwd.head_dim_v; ++d)
       dp += load_elem<kFwd.dtype_o>(p.dout.data, dout + d) *
             load_elem<kFwd.dtype_v>(p.fwd.v.data, v + d * p.fwd.v.dim);
@@ -65,14 +115,15 @@ struct BwdHead {
 
     const int64_t stats = stats_offset(p, span, i_head, i);
     BwdPair pair;
-    const float prob = exp2_of(modified_score<kFwd>(modifier, product, i, j) * kLog2E - p.lse_log2[stats]);
+    const RowOrigin row = row_origin(p, stats);
+    const float prob = probability(modified_score<kFwd>(modifier, score, i, j) - row.origin, row.lse_log2);
     float kept = 1.f;
     if constexpr (kFwd.dropout) kept = dropout_keeps(p.fwd, batch_head, i, j) ? p.fwd.dropout_scale : 0.f;
     pair.prob = kept == 0.f ? 0.f : prob * kept;
     pair.ds = prob * ((kept == 0.f ? 0.f : dp * kept) - p.delta[stats]);
     pair.dscore = pair.ds;
     if constexpr (kFwd.softcap) {
-      const float t = tanh_of(product * modifier.scale / modifier.softcap);
+      const float t = tanh_of(score * modifier.scale / modifier.softcap);
       pair.dscore *= 1.f - t * t;
     }
     return pair;
@@ -103,7 +154,28 @@ struct RowSums {
   }
 };
 
-// LSE in log2 and delta = dO . O - dLSE of query i: what `BwdHead::pair` reads.
+// What a far row is measured from. A row without a gradient of O or LSE adds nothing, and takes no sum: rows that are masked as
+// a whole, by a bias of -1e9 in each key, are mostly so.
+template <BwdSpec spec, class Lanes>
+FMHA_DEVICE RowOrigin origin_of_far_row(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t i, float lse,
+                                        float delta) {
+  const BwdHead<spec, Lanes> head{p, span, i_head};
+  const int64_t dout = head.q_row(p.dout, i);
+  bool adds = delta != 0.f;
+  for (int32_t d = Lanes::index(); d < spec.fwd.head_dim_v; d += Lanes::count)
+    adds |= load_elem<spec.fwd.dtype_o>(p.dout.data, dout + d) != 0.f;
+  if (Lanes::ballot(adds) == 0) return {0.f, infinity()};
+  float origin = lse;
+  ExpSum sum = head.sum_from(origin, i);
+  // LSE may be some of its last places off, each of them 2e31 at the most: once more from where the scores are.
+  if (abs_of(sum.top) >= 1024.f && abs_of(sum.top) != infinity()) {
+    origin += sum.top;
+    sum = head.sum_from(origin, i);
+  }
+  return {origin, sum.sum == 0.f ? infinity() : sum.log() * kLog2E};
+}
+
+// LSE in log2, its origin, and delta = dO . O - dLSE of query i: what `BwdHead::pair` reads.
 template <BwdSpec spec, class Lanes>
 FMHA_DEVICE void bwd_stats_row(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t i) {
   constexpr DType dtype = spec.fwd.dtype_o;
@@ -113,12 +185,15 @@ FMHA_DEVICE void bwd_stats_row(const BwdParams& p, const SeqSpan& span, int32_t 
   for (int32_t d = Lanes::index(); d < spec.fwd.head_dim_v; d += Lanes::count)
     dot += load_elem<dtype>(p.fwd.o.data, o + d) * load_elem<dtype>(p.dout.data, dout + d);
   dot = lane_sum<Lanes>(dot);
-  if (Lanes::index() != 0) return;
   const int64_t at = lse_offset(p.fwd, span, i_head, i), stats = stats_offset(p, span, i_head, i);
-  const float lse = p.fwd.lse[at];
+  const float lse = p.fwd.lse[at], delta = spec.has_dlse ? dot - p.dlse[at] : dot;
   // A row that sees nothing adds nothing: its P are 0.
-  p.lse_log2[stats] = lse == -infinity() ? infinity() : lse * kLog2E;
-  p.delta[stats] = spec.has_dlse ? dot - p.dlse[at] : dot;
+  RowOrigin row = {0.f, lse == -infinity() ? infinity() : lse * kLog2E};
+  if (is_far(lse)) row = origin_of_far_row<spec, Lanes>(p, span, i_head, i, lse, delta);
+  if (Lanes::index() != 0) return;
+  p.score_origin[stats] = row.origin;
+  p.lse_log2[stats] = row.lse_log2;
+  p.delta[stats] = delta;
 }
 
 // dQ of query i.
@@ -193,21 +268,22 @@ FMHA_DEVICE void bwd_bias_row(const BwdParams& p, int32_t i_batch, int32_t i_hea
 }
 
 // What the query whose LSE and delta are at `stats` adds to dSink: exp(sink - LSE) (dLSE - dO . O).
-FMHA_DEVICE float sink_term(const BwdParams& p, int64_t stats, float sink_log2) {
+FMHA_DEVICE float sink_term(const BwdParams& p, int64_t stats, float sink) {
+  const RowOrigin row = row_origin(p, stats);
   // +infinity stands for a row that saw nothing, its sink neither: both are -infinity.
-  if (p.lse_log2[stats] == infinity()) return 0.f;
-  return -exp2_of(sink_log2 - p.lse_log2[stats]) * p.delta[stats];
+  if (row.lse_log2 == infinity()) return 0.f;
+  return -probability(sink - row.origin, row.lse_log2) * p.delta[stats];
 }
 
 // dSink of a head, over all its queries.
 template <BwdSpec spec, class Lanes>
 FMHA_DEVICE void bwd_sink(const BwdParams& p, int32_t i_head) {
-  const float sink_log2 = scalar_of(p.fwd.sink, 0, i_head, -infinity()) * kLog2E;
+  const float sink = scalar_of(p.fwd.sink, 0, i_head, -infinity());
   float sum = 0.f;
   for (int32_t b = 0; b < p.fwd.batch; ++b) {
     const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, b);
     for (int32_t i = Lanes::index(); i < span.seqlen_q; i += Lanes::count)
-      sum += sink_term(p, stats_offset(p, span, i_head, i), sink_log2);
+      sum += sink_term(p, stats_offset(p, span, i_head, i), sink);
   }
   sum = lane_sum<Lanes>(sum);
   if (Lanes::index() == 0) p.dsink[i_head] = sum;

@@ -61,7 +61,25 @@ pub struct BackwardSpread {
     pub ds: Vec<f64>,
     /// Of dSink.
     pub dsink: f64,
+    /// Of dK, from [far](is_far) queries alone.
+    pub far_dk: Vec<f64>,
+    /// Of dV, likewise.
+    pub far_dv: Vec<f64>,
+    /// Of dSink, likewise.
+    pub far_dsink: f64,
 }
+
+/// Rows with an LSE beyond this size are *far*: f32 tells their scores apart to a tenth of a natural unit, or less.
+pub const FAR_LSE: f64 = 2e5;
+
+/// Whether a row of this LSE is far.
+#[must_use]
+pub fn is_far(lse: f64) -> bool {
+    lse.is_finite() && lse.abs() > FAR_LSE
+}
+
+/// From this size on the rounding of an LSE to f32 shows in P; such a row's P are divided by their own sum.
+const ROUNDED_LSE: f64 = 16384.0;
 
 /// Gradients of a whole problem.
 #[derive(Clone, Debug, PartialEq)]
@@ -218,7 +236,7 @@ impl<'a> OneHead<'a> {
                 sums.add_to_row(&head, i as usize, j, &pair);
                 sums.add_to_key(j as usize, &query, &pair);
             }
-            sums.add_sink(&head, &query);
+            sums.add_sink(&head, &query, softmax.sink / softmax.row_sum);
         }
         Ok(sums.finish(span, i_head))
     }
@@ -244,11 +262,20 @@ impl<'a> OneHead<'a> {
             .collect::<Result<Vec<_>, ProblemError>>()?;
 
         let mut sums = HeadSums::zeros(&head, part.rows.len(), part.keys.len());
+        let rounded = |lse: T| lse.is_finite() && lse.abs() >= real(ROUNDED_LSE);
+        let own: Vec<Option<Softmax<T>>> =
+            queries.iter().map(|query| rounded(query.lse).then(|| Softmax::of_row(&head, query.i))).collect();
         let pair = |query: &Query<'_, T>, j: u32| {
             let score = head.capped(query.i, j).0 + head.bias(query.i, j);
             // A row that saw nothing has P = 0 = exp(S - inf).
             let lse = if query.lse == T::neg_infinity() { T::infinity() } else { query.lse };
-            query.pair(&head, j, (score - lse).exp(), problem.dtype_grad)
+            let p = match &own[query.i as usize] {
+                None => (score - lse).exp(),
+                Some(row) => {
+                    row.visible.binary_search(&j).map_or(T::zero(), |at| row.weights[at] / row.row_sum)
+                }
+            };
+            query.pair(&head, j, p, problem.dtype_grad)
         };
         for (at, &i) in part.rows.iter().enumerate() {
             for j in head.visible(i) {
@@ -260,7 +287,14 @@ impl<'a> OneHead<'a> {
                 sums.add_to_key(at, query, &pair(query, j));
             }
         }
-        queries.iter().for_each(|query| sums.add_sink(&head, query));
+        for (query, own) in queries.iter().zip(&own) {
+            let share = match (own, head.sink) {
+                (Some(row), _) => row.sink / row.row_sum,
+                (None, Some(sink)) => (sink - query.lse).exp(),
+                (None, None) => T::zero(),
+            };
+            sums.add_sink(&head, query, share);
+        }
         Ok(sums.finish(span, i_head))
     }
 

@@ -39,15 +39,16 @@ pub fn combine(
         if row_max == f64::NEG_INFINITY {
             continue;
         }
-        let total = row_max + lses.iter().map(|l| (l - row_max).exp()).sum::<f64>().ln();
-        lse[at_lse] = total;
+        // Not weights against `lse`: f64 too has nothing left of ln 13 beside 1e30.
+        let sum: f64 = lses.iter().map(|l| (l - row_max).exp()).sum();
+        lse[at_lse] = row_max + sum.ln();
         let row = ((b as usize * shape.seq as usize + i as usize) * shape.head as usize + h as usize)
             * shape.dim as usize;
         for ((part_o, _), &part_lse) in parts.iter().zip(&lses) {
             if part_lse == f64::NEG_INFINITY {
                 continue;
             }
-            let weight = (part_lse - total).exp();
+            let weight = (part_lse - row_max).exp() / sum;
             for d in 0..shape.dim {
                 let at = problem.part.offset(b, i, h, d) as usize * size;
                 o[row + d as usize] += weight * problem.dtype_part.read(&part_o[at..]);

@@ -110,7 +110,9 @@ pub(super) struct Softmax<T> {
     pub(super) visible: Vec<u32>,
     /// `exp(S[j] - row_max)` of each.
     pub(super) weights: Vec<T>,
-    /// Their sum, and the sink's share; 1 for a row that sees nothing.
+    /// `exp(sink - row_max)`; 0 without a sink.
+    pub(super) sink: T,
+    /// The sum of all; 1 for a row that sees nothing.
     pub(super) row_sum: T,
     /// `ln sum_j exp S[j]`; −inf for a row that sees nothing.
     pub(super) lse: T,
@@ -150,11 +152,11 @@ impl<T: Float> Softmax<T> {
         if row_max == nothing {
             // exp(-inf - -inf) would be NaN: a row that sees nothing has no weights.
             let weights = vec![T::zero(); visible.len()];
-            return Self { visible, weights, row_sum: T::one(), lse: nothing };
+            return Self { visible, weights, sink: T::zero(), row_sum: T::one(), lse: nothing };
         }
         let weights: Vec<T> = scores.iter().map(|&s| (s - row_max).exp()).collect();
         let sink = head.sink.map_or(T::zero(), |sink| (sink - row_max).exp());
         let row_sum = weights.iter().fold(sink, |sum, &weight| sum + weight);
-        Self { visible, weights, row_sum, lse: row_max + row_sum.ln() }
+        Self { visible, weights, sink, row_sum, lse: row_max + row_sum.ln() }
     }
 }

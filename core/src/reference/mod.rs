@@ -11,7 +11,9 @@ mod forward;
 mod head;
 mod pair;
 
-pub use backward::{Backward, BackwardSpread, HeadBackward, Part, backward, backward_head, backward_part};
+pub use backward::{
+    Backward, BackwardSpread, FAR_LSE, HeadBackward, Part, backward, backward_head, backward_part, is_far,
+};
 pub use combine::combine;
 pub use forward::{HeadForward, forward, forward_head, forward_rows};
 pub use head::{Inputs, Precision};

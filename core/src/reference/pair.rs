@@ -2,7 +2,7 @@
 
 use num_traits::Float;
 
-use super::backward::{BackwardSpread, HeadBackward};
+use super::backward::{BackwardSpread, HeadBackward, is_far};
 use super::head::{Head, dot, row};
 use crate::dtype::DType;
 use crate::seq::SeqSpan;
@@ -18,6 +18,7 @@ pub(super) struct Query<'a, T> {
     d: T,
     /// Its square, and those of its terms.
     d_square: T,
+    is_far: bool,
 }
 
 /// What one (query, key) adds to the gradients.
@@ -36,7 +37,8 @@ impl<'a, T: Float> Query<'a, T> {
     pub(super) fn new(head: &'a Head<'_, T>, i: u32, dout: &'a [T], o: &[T], lse: T, dlse: T) -> Self {
         let d = dot(dout, o);
         let d_square = dout.iter().zip(o).fold(d * d, |sum, (&x, &y)| sum + (x * y) * (x * y));
-        Self { i, q: row(&head.q, i, head.head_dim_qk), dout, lse, dlse, d, d_square }
+        let is_far = is_far(plain(lse));
+        Self { i, q: row(&head.q, i, head.head_dim_qk), dout, lse, dlse, d, d_square, is_far }
     }
 
     /// With key `j`, whose P is `p`.
@@ -61,28 +63,40 @@ impl<'a, T: Float> Query<'a, T> {
 struct Sums<T> {
     sums: Vec<T>,
     squares: Vec<T>,
+    /// Those of far queries; empty where a row is one query's.
+    far_squares: Vec<T>,
     dim: usize,
 }
 
 impl<T: Float> Sums<T> {
     fn zeros(head: &Head<'_, T>, rows: usize, dim: usize) -> Self {
         let zeros = |len: usize| vec![T::zero(); len];
-        Self { sums: zeros(rows * dim), squares: zeros(if head.is_exact() { rows * dim } else { 0 }), dim }
+        let squares = zeros(if head.is_exact() { rows * dim } else { 0 });
+        Self { sums: zeros(rows * dim), squares, far_squares: Vec::new(), dim }
+    }
+
+    fn over_queries(head: &Head<'_, T>, rows: usize, dim: usize) -> Self {
+        let sums = Self::zeros(head, rows, dim);
+        Self { far_squares: vec![T::zero(); sums.squares.len()], ..sums }
     }
 
     /// `sums[row] += weight * x`, a weight of this size.
-    fn add(&mut self, row: usize, weight: T, size: T, x: &[T]) {
+    fn add(&mut self, row: usize, weight: T, size: T, x: &[T], is_far: bool) {
         axpy(&mut self.sums[row * self.dim..][..self.dim], weight, x);
-        if !self.squares.is_empty() {
-            let squares = &mut self.squares[row * self.dim..][..self.dim];
-            squares.iter_mut().zip(x).for_each(|(y, &x)| *y = *y + (size * x) * (size * x));
+        let far_squares = if is_far { self.far_squares.as_mut_slice() } else { &mut [] };
+        for squares in [&mut self.squares, far_squares] {
+            if !squares.is_empty() {
+                let squares = &mut squares[row * self.dim..][..self.dim];
+                squares.iter_mut().zip(x).for_each(|(y, &x)| *y = *y + (size * x) * (size * x));
+            }
         }
     }
 
-    /// The sums, and the roots of the squares.
-    fn finish(self) -> (Vec<f64>, Vec<f64>) {
-        let plain = |values: Vec<T>| values.into_iter().map(plain).collect::<Vec<_>>();
-        (plain(self.sums), plain(self.squares).into_iter().map(f64::sqrt).collect())
+    /// The sums, and the roots of the squares, of all and of those of far queries.
+    fn finish(self) -> [Vec<f64>; 3] {
+        let plain = |values: Vec<T>| values.into_iter().map(plain);
+        let roots = |values: Vec<T>| plain(values).map(f64::sqrt).collect();
+        [plain(self.sums).collect(), roots(self.squares), roots(self.far_squares)]
     }
 }
 
@@ -98,22 +112,24 @@ pub(super) struct HeadSums<T> {
     ds: Sums<T>,
     dsink: T,
     dsink_square: T,
+    far_dsink_square: T,
 }
 
 impl<T: Float> HeadSums<T> {
     pub(super) fn zeros(head: &Head<'_, T>, rows: usize, keys: usize) -> Self {
         Self {
             dq: Sums::zeros(head, rows, head.head_dim_qk),
-            dk: Sums::zeros(head, keys, head.head_dim_qk),
-            dv: Sums::zeros(head, keys, head.head_dim_v),
+            dk: Sums::over_queries(head, keys, head.head_dim_qk),
+            dv: Sums::over_queries(head, keys, head.head_dim_v),
             ds: Sums::zeros(head, rows, head.span.seqlen_k as usize),
             dsink: T::zero(),
             dsink_square: T::zero(),
+            far_dsink_square: T::zero(),
         }
     }
 
     pub(super) fn add_to_row(&mut self, head: &Head<'_, T>, row_at: usize, j: u32, pair: &Pair<T>) {
-        self.dq.add(row_at, pair.scaled, pair.scaled_size, row(&head.k, j, head.head_dim_qk));
+        self.dq.add(row_at, pair.scaled, pair.scaled_size, row(&head.k, j, head.head_dim_qk), false);
         let at = row_at * self.ds.dim + j as usize;
         self.ds.sums[at] = pair.ds;
         if let Some(square) = self.ds.squares.get_mut(at) {
@@ -122,23 +138,26 @@ impl<T: Float> HeadSums<T> {
     }
 
     pub(super) fn add_to_key(&mut self, key_at: usize, query: &Query<'_, T>, pair: &Pair<T>) {
-        self.dv.add(key_at, pair.weight, pair.weight, query.dout);
-        self.dk.add(key_at, pair.scaled, pair.scaled_size, query.q);
+        self.dv.add(key_at, pair.weight, pair.weight, query.dout, query.is_far);
+        self.dk.add(key_at, pair.scaled, pair.scaled_size, query.q, query.is_far);
     }
 
-    pub(super) fn add_sink(&mut self, head: &Head<'_, T>, query: &Query<'_, T>) {
+    /// `share`: the sink's of the row, `exp(sink - LSE)`.
+    pub(super) fn add_sink(&mut self, head: &Head<'_, T>, query: &Query<'_, T>, share: T) {
         // A sink of no weight has no share of a row without keys either, whose LSE is as far down.
-        if let Some(sink) = head.sink.filter(|&sink| sink != T::neg_infinity()) {
-            let share = (sink - query.lse).exp();
+        if head.sink.is_some_and(|sink| sink != T::neg_infinity()) {
             self.dsink = self.dsink + share * (query.dlse - query.d);
-            let square = query.dlse * query.dlse + query.d_square;
-            self.dsink_square = self.dsink_square + share * share * square;
+            let square = share * share * (query.dlse * query.dlse + query.d_square);
+            self.dsink_square = self.dsink_square + square;
+            if query.is_far {
+                self.far_dsink_square = self.far_dsink_square + square;
+            }
         }
     }
 
     pub(super) fn finish(self, span: SeqSpan, i_head: u32) -> HeadBackward {
-        let ((dq, spread_dq), (dk, spread_dk)) = (self.dq.finish(), self.dk.finish());
-        let ((dv, spread_dv), (ds, spread_ds)) = (self.dv.finish(), self.ds.finish());
+        let ([dq, spread_dq, _], [dk, spread_dk, far_dk]) = (self.dq.finish(), self.dk.finish());
+        let ([dv, spread_dv, far_dv], [ds, spread_ds, _]) = (self.dv.finish(), self.ds.finish());
         HeadBackward {
             span,
             i_head,
@@ -153,6 +172,9 @@ impl<T: Float> HeadSums<T> {
                 dv: spread_dv,
                 ds: spread_ds,
                 dsink: plain(self.dsink_square.sqrt()),
+                far_dk,
+                far_dv,
+                far_dsink: plain(self.far_dsink_square.sqrt()),
             },
         }
     }

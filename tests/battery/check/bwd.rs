@@ -1,7 +1,7 @@
 //! Gradients.
 
 use fmha_core::reference::{
-    BackwardSpread, HeadBackward, Part as Rows, Precision, backward_head, backward_part, forward_rows,
+    BackwardSpread, HeadBackward, Part as Rows, Precision, backward_head, backward_part, forward_rows, is_far,
 };
 use fmha_core::{Bias, BwdArgs, DevSliceMut, Result};
 use rayon::prelude::*;
@@ -12,37 +12,46 @@ use super::{Progress, Selection, inner_roundoff, logits_bound, spread};
 use crate::tensor::{Operand, Tensor};
 use crate::tensors::{HostBwd, score_of, seq_of};
 use crate::tolerance::{Yardstick, bound, smallest_subnormal};
-use crate::verdict::{Place, Stat, Verdict};
+use crate::verdict::{Groups, Place, Verdict};
 
 /// Sums of every gradient, in the order of [`NAMES`].
-type Stats = [Stat; 5];
+type Stats = [Groups; 5];
 
-const NAMES: [(&str, Operand); 5] = [
-    ("dq", Operand::Dq),
-    ("dk", Operand::Dk),
-    ("dv", Operand::Dv),
-    ("dbias", Operand::Dbias),
-    ("dsink", Operand::Dsink),
+/// Of each what has no terms in far rows, and what has.
+const NAMES: [([&str; 2], Operand); 5] = [
+    (["dq", "dq of far rows"], Operand::Dq),
+    (["dk", "dk with far rows"], Operand::Dk),
+    (["dv", "dv with far rows"], Operand::Dv),
+    (["dbias", "dbias of far rows"], Operand::Dbias),
+    (["dsink", "dsink with far rows"], Operand::Dsink),
 ];
 
 /// dBias or dSink, summed over the heads that share it: exact, in the input's precision, and the
-/// squares of the spread.
+/// squares of the spread, of all terms and of those in far rows.
 #[derive(Clone)]
 struct Shared {
     exact: Vec<f64>,
     same: Vec<f64>,
     square: Vec<f64>,
+    far_square: Vec<f64>,
 }
 
 impl Shared {
     fn zeros(len: usize) -> Self {
-        Self { exact: vec![0.0; len], same: vec![0.0; len], square: vec![0.0; len] }
+        let zeros = || vec![0.0; len];
+        Self { exact: zeros(), same: zeros(), square: zeros(), far_square: zeros() }
     }
 
-    fn add(&mut self, at: usize, exact: f64, same: f64, spread: f64) {
+    fn add(&mut self, at: usize, exact: f64, same: f64, spread: f64, far: f64) {
         self.exact[at] += exact;
         self.same[at] += same;
         self.square[at] += spread * spread;
+        self.far_square[at] += far * far;
+    }
+
+    /// Compares element `at` with what was found there; `stored` rounds.
+    fn compare(&self, at: usize, place: Place, stored: impl Fn(f64) -> f64, groups: &mut Groups) {
+        groups.add(place, stored(self.same[at]), self.square[at].sqrt(), self.far_square[at].sqrt());
     }
 
     fn merge(mut self, other: &Self) -> Self {
@@ -50,6 +59,7 @@ impl Shared {
             (&mut self.exact, &other.exact),
             (&mut self.same, &other.same),
             (&mut self.square, &other.square),
+            (&mut self.far_square, &other.far_square),
         ] {
             sums.iter_mut().zip(terms).for_each(|(sum, term)| *sum += term);
         }
@@ -61,7 +71,8 @@ impl Shared {
 struct Part {
     stats: Stats,
     forward: Forward,
-    logits: f64,
+    /// Of rows that are not far, and of those that are.
+    logits: [f64; 2],
     dbias: Shared,
     dsink: Shared,
 }
@@ -90,12 +101,12 @@ pub fn check_bwd(host: &HostBwd, selection: &Selection, progress: Progress<'_>) 
 
     let mut stats = Stats::default();
     let mut forward = Forward::default();
-    let mut logits: f64 = 0.0;
+    let mut logits = [0.0_f64; 2];
     let mut dbias = Shared::zeros(bias_len(host));
     let mut dsink = Shared::zeros(fwd.dims.num_heads_q as usize);
     for part in parts {
         stats.iter_mut().zip(&part.stats).for_each(|(sum, stat)| sum.merge(stat));
-        logits = logits.max(part.logits);
+        logits = [logits[0].max(part.logits[0]), logits[1].max(part.logits[1])];
         forward.merge(part.forward);
         dbias = dbias.merge(&part.dbias);
         dsink = dsink.merge(&part.dsink);
@@ -109,27 +120,32 @@ pub fn check_bwd(host: &HostBwd, selection: &Selection, progress: Progress<'_>) 
     if let Some(tensor) = host.operands.get(Operand::Dsink) {
         for (head, &want) in dsink.exact.iter().enumerate() {
             let place = Place { head: head as u32, got: tensor.nth(head), want, ..Place::default() };
-            stats[4].add(place, dsink.same[head], dsink.square[head].sqrt());
+            dsink.compare(head, place, |same| same, &mut stats[4]);
         }
     }
 
-    let mut verdict = Verdict { logits, ..Verdict::default() };
-    for ((name, operand), stat) in NAMES.into_iter().zip(&stats) {
+    let all_far = stats[..3].iter().all(|groups| groups.near.count == 0);
+    let mut verdict = Verdict { logits: logits[usize::from(all_far)], ..Verdict::default() };
+    for ((names, operand), groups) in NAMES.into_iter().zip(&stats) {
         let Some(tensor) = host.operands.get(operand) else { continue };
-        let yardstick = Yardstick {
-            factor: 3.0,
-            max_same: stat.max_same,
-            rmse_same: stat.rmse_same(),
-            u_out: tensor.dtype.unit_roundoff(),
-            tiny_out: smallest_subnormal(tensor.dtype),
-            // D is made of a rounded O whatever P is.
-            u_inner: inner_roundoff(fwd).max(fwd.dtypes.o.unit_roundoff()),
-            reference: stat.reference(),
-            spread: stat.spread(),
-            logits,
-            count: stat.count,
-        };
-        verdict.tensors.push(stat.verdict(name, bound(&yardstick), None));
+        verdict.tensors.extend(groups.verdicts(names, |stat, name| {
+            let yardstick = Yardstick {
+                factor: 3.0,
+                max_same: stat.max_same,
+                rmse_same: stat.rmse_same(),
+                u_out: tensor.dtype.unit_roundoff(),
+                tiny_out: smallest_subnormal(tensor.dtype),
+                // D is made of a rounded O whatever P is.
+                u_inner: inner_roundoff(fwd).max(fwd.dtypes.o.unit_roundoff()),
+                reference: stat.reference(),
+                spread: stat.spread(),
+                logits: logits[0],
+                far: stat.far(),
+                far_logits: logits[1],
+                count: stat.count,
+            };
+            stat.verdict(name, bound(&yardstick), None)
+        }));
     }
     if selection.is_partial() {
         verdict.tensors.extend(forward.verdicts(fwd, true));
@@ -152,7 +168,7 @@ fn check_kv_head(host: &HostBwd, selection: &Selection, i_span: usize, i_head_kv
     let mut part = Part {
         stats: Stats::default(),
         forward: Forward::default(),
-        logits: 0.0,
+        logits: [0.0; 2],
         dbias: Shared::zeros(if selection.is_partial() { 0 } else { bias_len(host) }),
         dsink: Shared::zeros(dims.num_heads_q as usize),
     };
@@ -163,7 +179,11 @@ fn check_kv_head(host: &HostBwd, selection: &Selection, i_span: usize, i_head_kv
     let mut dk = Shared::zeros(keys.len() * dims.head_dim_qk as usize);
     let mut dv = Shared::zeros(keys.len() * dims.head_dim_v as usize);
     for i_head in i_head_kv * fwd.gqa_ratio()..(i_head_kv + 1) * fwd.gqa_ratio() {
-        part.logits = part.logits.max(logits_bound(fwd, &host.operands, span, i_head));
+        let far = |i: u32| is_far(host.operands.expect(Operand::Lse).nth(span.lse_index(fwd, i_head, i)));
+        for (logits, kind) in part.logits.iter_mut().zip([false, true]) {
+            let of_kind = (0..span.seqlen_q).filter(|&i| far(i) == kind);
+            *logits = logits.max(logits_bound(fwd, &host.operands, span, i_head, of_kind));
+        }
         let exact = head(host, i_span, i_head, chosen, Precision::Exact)?;
         let same = head(host, i_span, i_head, chosen, Precision::AsInput(host.score_sums))?;
         let spread: &BackwardSpread = &exact.spread;
@@ -171,18 +191,19 @@ fn check_kv_head(host: &HostBwd, selection: &Selection, i_span: usize, i_head_kv
             let (row, dim) = (rows[at / dims.head_dim_qk as usize], at as u32 % dims.head_dim_qk);
             let got = host.operands.expect(Operand::Dq).get(span.q_batch, span.q_row + row, i_head, dim);
             let place = Place { batch: span.i_batch, head: i_head, row, dim, got, want };
-            part.stats[0].add(place, rounded(same.dq[at]), spread.dq[at]);
+            let of_far = if far(row) { spread.dq[at] } else { 0.0 };
+            part.stats[0].add(place, rounded(same.dq[at]), spread.dq[at], of_far);
         }
         for at in 0..exact.dk.len() {
-            dk.add(at, exact.dk[at], same.dk[at], spread.dk[at]);
+            dk.add(at, exact.dk[at], same.dk[at], spread.dk[at], spread.far_dk[at]);
         }
         for at in 0..exact.dv.len() {
-            dv.add(at, exact.dv[at], same.dv[at], spread.dv[at]);
+            dv.add(at, exact.dv[at], same.dv[at], spread.dv[at], spread.far_dv[at]);
         }
         if chosen.is_some() {
             check_forward(host, i_span, i_head, &rows, &mut part.forward)?;
         }
-        part.dsink.add(i_head as usize, exact.dsink, same.dsink, spread.dsink);
+        part.dsink.add(i_head as usize, exact.dsink, same.dsink, spread.dsink, spread.far_dsink);
         if let (true, Bias::Elementwise(bias)) = (!part.dbias.exact.is_empty(), fwd.score.bias) {
             let shape = fwd.shape_bias(bias.broadcast);
             let (b, h) = bias.broadcast.index(span.i_batch, i_head);
@@ -190,7 +211,8 @@ fn check_kv_head(host: &HostBwd, selection: &Selection, i_span: usize, i_head_kv
                 let (i, j) = (at / span.seqlen_k as usize, at % span.seqlen_k as usize);
                 let row = (b * shape.head + h) as usize * shape.seq as usize + i;
                 let to = row * shape.dim as usize + j;
-                part.dbias.add(to, exact.ds[at], same.ds[at], spread.ds[at]);
+                let of_far = if far(i as u32) { spread.ds[at] } else { 0.0 };
+                part.dbias.add(to, exact.ds[at], same.ds[at], spread.ds[at], of_far);
             }
         }
     }
@@ -200,14 +222,14 @@ fn check_kv_head(host: &HostBwd, selection: &Selection, i_span: usize, i_head_kv
             let (row, dim) = (keys[at / width as usize], at as u32 % width);
             let got = tensor.get(span.k_batch, span.k_row + row, i_head_kv, dim);
             let place = Place { batch: span.i_batch, head: i_head_kv, row, dim, got, want };
-            part.stats[which].add(place, rounded(sums.same[at]), sums.square[at].sqrt());
+            sums.compare(at, place, rounded, &mut part.stats[which]);
         }
     }
     Ok(part)
 }
 
 /// dBias is written whole: 0 where no score used it.
-fn compare_dbias(tensor: &Tensor, sums: &Shared, stat: &mut Stat) {
+fn compare_dbias(tensor: &Tensor, sums: &Shared, groups: &mut Groups) {
     let shape = tensor.shape;
     for (at, &want) in sums.exact.iter().enumerate() {
         let at32 = at as u32;
@@ -216,7 +238,7 @@ fn compare_dbias(tensor: &Tensor, sums: &Shared, stat: &mut Stat) {
             (at32 / shape.dim / shape.seq % shape.head, at32 / shape.dim / shape.seq / shape.head);
         let got = tensor.get(batch, row, head, dim);
         let place = Place { batch, head, row, dim, got, want };
-        stat.add(place, tensor.dtype.round(sums.same[at]), sums.square[at].sqrt());
+        sums.compare(at, place, |same| tensor.dtype.round(same), groups);
     }
 }
 
@@ -232,7 +254,6 @@ fn check_forward(
     let exact = forward_rows(fwd, &host.inputs(), span, i_head, rows, Precision::Exact)?;
     let same = forward_rows(fwd, &host.inputs(), span, i_head, rows, Precision::AsInput(host.score_sums))?;
     forward.add(fwd, &host.operands, rows, [&exact, &same], |o| o);
-    forward.logits = forward.logits.max(logits_bound(fwd, &host.operands, span, i_head));
     Ok(())
 }
 
@@ -246,7 +267,8 @@ fn whole_dsink(host: &HostBwd) -> Result<Shared> {
                 let none = Some(Rows::default());
                 let exact = head(host, i_span, i_head, none, Precision::Exact)?;
                 let same = head(host, i_span, i_head, none, Precision::AsInput(host.score_sums))?;
-                dsink.add(i_head as usize, exact.dsink, same.dsink, exact.spread.dsink);
+                let spread = &exact.spread;
+                dsink.add(i_head as usize, exact.dsink, same.dsink, spread.dsink, spread.far_dsink);
             }
         }
     }
@@ -255,7 +277,7 @@ fn whole_dsink(host: &HostBwd) -> Result<Shared> {
 
 /// Some rows of dBias, of at most as many of its matrices as heads were chosen: each the sum over every
 /// sequence and head that shares it.
-fn compare_dbias_rows(host: &HostBwd, selection: &Selection, stat: &mut Stat) -> Result<()> {
+fn compare_dbias_rows(host: &HostBwd, selection: &Selection, groups: &mut Groups) -> Result<()> {
     let fwd = host.problem.fwd();
     let (Some(tensor), Bias::Elementwise(bias)) = (host.operands.get(Operand::Dbias), fwd.score.bias) else {
         return Ok(());
@@ -286,13 +308,16 @@ fn compare_dbias_rows(host: &HostBwd, selection: &Selection, stat: &mut Stat) ->
             let same = head(host, i_span, i_head, part, Precision::AsInput(host.score_sums))?;
             for at in 0..exact.ds.len() {
                 let (row, j) = (at / span.seqlen_k as usize, at % span.seqlen_k as usize);
-                sums.add(row * dim + j, exact.ds[at], same.ds[at], exact.spread.ds[at]);
+                let index = span.lse_index(fwd, i_head, live[row]);
+                let far = is_far(host.operands.expect(Operand::Lse).nth(index));
+                let spread = exact.spread.ds[at];
+                sums.add(row * dim + j, exact.ds[at], same.ds[at], spread, if far { spread } else { 0.0 });
             }
         }
         for (at, &want) in sums.exact.iter().enumerate() {
             let (row, dim) = (rows[at / dim], (at % dim) as u32);
             let place = Place { batch: b, head: h, row, dim, got: tensor.get(b, row, h, dim), want };
-            stat.add(place, tensor.dtype.round(sums.same[at]), sums.square[at].sqrt());
+            sums.compare(at, place, |same| tensor.dtype.round(same), groups);
         }
     }
     Ok(())
@@ -340,6 +365,11 @@ mod tests {
 
     /// A call whose results are right: two heads of queries to one of keys, every gradient wanted.
     fn solved() -> HostBwd {
+        solved_with(|_| ())
+    }
+
+    /// Of inputs that `change` has changed.
+    fn solved_with(change: impl FnOnce(&mut HostBwd)) -> HostBwd {
         let dims = Dims {
             batch: 1,
             seqlen_q: 40,
@@ -357,6 +387,7 @@ mod tests {
         let mut problem = BwdProblem::new(fwd);
         (problem.write_dsink, problem.dbias) = (true, Some(BiasGrad { dtype: DType::F32, strides }));
         let mut host = HostBwd::new(problem, &Lengths::default(), Data::default()).unwrap();
+        change(&mut host);
         host.fill_forward().unwrap();
         let heads = [0, 1].map(|i_head| super::head(&host, 0, i_head, None, Precision::Exact).unwrap());
         let sum = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a + b).collect::<Vec<_>>();
@@ -382,6 +413,38 @@ mod tests {
     fn failing(host: &HostBwd, selection: &Selection) -> Vec<&'static str> {
         let verdict = check_bwd(host, selection, &|_, _| ()).unwrap();
         verdict.tensors.iter().filter(|tensor| !tensor.pass).map(|tensor| tensor.tensor).collect()
+    }
+
+    #[test]
+    fn a_far_row_loosens_no_other_row_and_is_judged_itself() {
+        let far = || {
+            solved_with(|host| {
+                for (head, key) in (0..2).flat_map(|head| (0..30).map(move |key| (head, key))) {
+                    host.operands.expect_mut(Operand::Bias).set([0, 35, head, key], -1e10);
+                }
+            })
+        };
+        let sample = Selection { heads: Some(vec![(0, 0)]), rows: Some(40) };
+        for selection in [&Selection::default(), &sample] {
+            assert_eq!(failing(&far(), selection), [""; 0]);
+        }
+        for (operand, place, error, name) in [
+            (Operand::Dq, [0, 34, 1, 2], 1e-3, "dq"),
+            (Operand::Dbias, [0, 34, 1, 7], 1e-3, "dbias"),
+            (Operand::Dq, [0, 35, 1, 2], 9.0, "dq of far rows"),
+            (Operand::Dbias, [0, 35, 1, 7], 9.0, "dbias of far rows"),
+            (Operand::Dk, [0, 29, 0, 2], 9.0, "dk with far rows"),
+            // That row's P of 1 in place of 1 / 30.
+            (Operand::Dv, [0, 29, 0, 2], 4.0, "dv with far rows"),
+        ] {
+            for selection in [&Selection::default(), &sample] {
+                let mut host = far();
+                let tensor = host.operands.expect_mut(operand);
+                let value = tensor.get(place[0], place[1], place[2], place[3]);
+                tensor.set(place, value + error);
+                assert_eq!(failing(&host, selection), [name]);
+            }
+        }
     }
 
     #[test]

@@ -1,11 +1,11 @@
 //! Merged partial results.
 
-use fmha_core::reference::combine;
+use fmha_core::reference::{combine, is_far};
 use fmha_core::{CombineArgs, DType, DevSliceMut, PartialResult, Result};
 
 use crate::tensor::Operand;
 use crate::tensors::HostCombine;
-use crate::tolerance::{Yardstick, bound, lse_bound, smallest_subnormal};
+use crate::tolerance::{MaxRms, Yardstick, bound, lse_bound, smallest_subnormal};
 use crate::verdict::{Place, Stat, Verdict};
 
 /// Compares the merged O and LSE that `host` holds with the reference.
@@ -29,15 +29,23 @@ pub fn check_combine(host: &HostCombine) -> Result<Verdict> {
 
     let shape = problem.shape();
     let (mut o_stat, mut lse_stat) = (Stat::default(), Stat::default());
-    let mut max_lse: f64 = 0.0;
+    // LSE's own roundings are shares of it: relative to a far one, whose bound is so nobody else's.
+    let (mut max_lse, mut range, mut lse_range): (f64, f64, f64) = (0.0, 0.0, 0.0);
     let mut faults = Vec::new();
     for (index, &want_lse) in lse.iter().enumerate() {
         let at = index as u32;
         let (row, head, batch) = (at % shape.seq, at / shape.seq % shape.head, at / shape.seq / shape.head);
         let first = ((batch * shape.seq + row) * shape.head + head) as usize * shape.dim as usize;
-        let weights: Vec<f64> = (0..problem.num_parts)
-            .map(|part| (operands.expect(Operand::PartLse(part)).nth(index) - want_lse).exp())
-            .collect();
+        let lses = (0..problem.num_parts).map(|part| operands.expect(Operand::PartLse(part)).nth(index));
+        let top = lses.clone().fold(f64::NEG_INFINITY, f64::max);
+        let weights: Vec<f64> = lses.map(|lse| (lse - top).exp()).collect();
+        let sum: f64 = weights.iter().sum();
+        // A weight is the exponential of a difference of two LSE, which is off by a share of itself alone; in f32 it is 0 from
+        // e^-104 on.
+        let seen = weights.iter().map(|weight| -weight.ln()).filter(|&below| below < 110.0);
+        let row_range = seen.fold(0.0, f64::max);
+        range = range.max(row_range);
+        let weights: Vec<f64> = weights.into_iter().map(|weight| weight / sum).collect();
         for dim in 0..shape.dim {
             let got = operands.expect(Operand::O).get(batch, row, head, dim);
             let want = o[first + dim as usize];
@@ -57,10 +65,13 @@ pub fn check_combine(host: &HostCombine) -> Result<Verdict> {
             }
         }
         if let Some(written) = operands.get(Operand::Lse) {
-            let place = Place { batch, head, row, dim: 0, got: written.nth(index), want: want_lse };
-            lse_stat.add(place, DType::F32.round(want_lse), 0.0);
+            let unit = if is_far(want_lse) { want_lse.abs() } else { 1.0 };
+            let (got, want) = (written.nth(index) / unit, want_lse / unit);
+            lse_range = lse_range.max(row_range / unit);
+            let place = Place { batch, head, row, dim: 0, got, want };
+            lse_stat.add(place, DType::F32.round(want_lse) / unit, 0.0);
             if want_lse.is_finite() {
-                max_lse = max_lse.max(want_lse.abs());
+                max_lse = max_lse.max(want.abs());
             }
         }
     }
@@ -74,13 +85,15 @@ pub fn check_combine(host: &HostCombine) -> Result<Verdict> {
         u_inner: 0.0,
         reference: o_stat.reference(),
         spread: o_stat.spread(),
-        logits: max_lse,
+        logits: range,
+        far: MaxRms::default(),
+        far_logits: 0.0,
         count: o_stat.count,
     };
     let mut verdict =
         Verdict { tensors: vec![o_stat.verdict("o", bound(&yardstick), None)], faults, ..Verdict::default() };
     if problem.write_lse {
-        let bound = lse_bound(lse_stat.max_same, max_lse, max_lse);
+        let bound = lse_bound(lse_stat.max_same, lse_range, max_lse);
         verdict.tensors.push(lse_stat.verdict("lse", bound, None));
     }
     Ok(verdict)

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use fmha_core::dropout::KeepMask;
-use fmha_core::reference::{HeadForward, Inputs, Precision, forward_rows};
+use fmha_core::reference::{HeadForward, Inputs, Precision, forward_rows, is_far};
 use fmha_core::{FwdProblem, ProblemError, Result};
 use rayon::prelude::*;
 
@@ -11,15 +11,19 @@ use super::{Progress, Selection, inner_roundoff, logits_bound};
 use crate::tensor::{Operand, Operands};
 use crate::tensors::HostFwd;
 use crate::tolerance::{Yardstick, bound, least_cosine, lse_bound, smallest_subnormal};
-use crate::verdict::{Place, Stat, TensorVerdict, Verdict};
+use crate::verdict::{Groups, Place, Stat, TensorVerdict, Verdict};
 
 /// O and LSE of some (sequence, head) pairs against the reference.
 #[derive(Default)]
 pub(super) struct Forward {
-    o: Stat,
-    lse: Stat,
-    pub(super) logits: f64,
+    o: Groups,
+    /// Of far rows relative to the reference.
+    lse: Groups,
+    /// Of rows that are not far, and of those that are.
+    logits: [f64; 2],
     max_lse: f64,
+    /// Of far rows, scores over LSE.
+    far_ratio: f64,
     faults: Vec<String>,
 }
 
@@ -51,7 +55,7 @@ pub fn check_fwd(host: &HostFwd, selection: &Selection, progress: Progress<'_>) 
     parts.into_iter().for_each(|part| all.merge(part));
     let tensors = all.verdicts(&host.problem, host.problem.write_lse);
     all.faults.truncate(4);
-    Ok(Verdict { tensors, faults: all.faults, note: None, logits: all.logits })
+    Ok(Verdict { logits: all.logits(), tensors, faults: all.faults, note: None })
 }
 
 fn check_head(
@@ -76,8 +80,7 @@ fn check_head(
             value
         }
     };
-    let mut part =
-        Forward { logits: logits_bound(problem, &host.operands, span, i_head), ..Forward::default() };
+    let mut part = Forward::default();
     part.add(problem, &host.operands, &rows, [&exact, &same], stored);
     check_keep_mask(host, i_span, i_head, &rows, &mut part.faults);
     Ok(part)
@@ -87,9 +90,17 @@ impl Forward {
     pub(super) fn merge(&mut self, other: Self) {
         self.o.merge(&other.o);
         self.lse.merge(&other.lse);
-        self.logits = self.logits.max(other.logits);
+        for (logits, other) in self.logits.iter_mut().zip(other.logits) {
+            *logits = logits.max(other);
+        }
         self.max_lse = self.max_lse.max(other.max_lse);
+        self.far_ratio = self.far_ratio.max(other.far_ratio);
         self.faults.extend(other.faults);
+    }
+
+    /// A bound of the scores' magnitude, but in far rows, if there are others.
+    pub(super) fn logits(&self) -> f64 {
+        self.logits[usize::from(self.o.near.count == 0)]
     }
 
     /// Compares `rows` of O and, where it was written, LSE with [exact, as the input's precision has
@@ -105,7 +116,15 @@ impl Forward {
         let (span, i_head, dim) = (exact.span, exact.i_head, problem.dims.head_dim_v);
         let o = operands.expect(Operand::O);
         let scale = operands.get(Operand::ScaleO).map_or(1.0, |scale| scale.nth(0));
+        let of_kind = |far: bool| {
+            let lses = rows.iter().zip(&exact.lse);
+            lses.filter(move |&(_, &lse)| is_far(lse) == far).map(|(&i, _)| i)
+        };
+        for (logits, far) in self.logits.iter_mut().zip([false, true]) {
+            *logits = logits.max(logits_bound(problem, operands, span, i_head, of_kind(far)));
+        }
         for (at, &i) in rows.iter().enumerate() {
+            let far = is_far(exact.lse[at]);
             for d in 0..dim {
                 let index = at * dim as usize + d as usize;
                 let place = Place {
@@ -121,7 +140,8 @@ impl Forward {
                 } else {
                     same.o[index]
                 };
-                self.o.add(place, same, exact.spread[index] * scale);
+                let spread = exact.spread[index] * scale;
+                self.o.add(place, same, spread, if far { spread.max(place.want.abs()) } else { 0.0 });
                 if exact.lse[at] == f64::NEG_INFINITY && place.got != 0.0 {
                     self.faults.push(format!(
                         "o at batch {} head {i_head} row {i} dim {d} is {}, but that row sees no key: 0",
@@ -132,9 +152,14 @@ impl Forward {
             if let Some(lse) = operands.get(Operand::Lse) {
                 let got = lse.nth(span.lse_index(problem, i_head, i));
                 let want = exact.lse[at];
+                let unit = if far { want.abs() } else { 1.0 };
+                let (got, want) = (got / unit, want / unit);
                 let place = Place { batch: span.i_batch, head: i_head, row: i, dim: 0, got, want };
-                self.lse.add(place, same.lse[at], 0.0);
-                if want.is_finite() {
+                self.lse.add(place, same.lse[at] / unit, 0.0, f64::from(u8::from(far)));
+                if far {
+                    let logits = logits_bound(problem, operands, span, i_head, std::iter::once(i));
+                    self.far_ratio = self.far_ratio.max(logits / unit);
+                } else if want.is_finite() {
                     self.max_lse = self.max_lse.max(want.abs());
                 }
             }
@@ -144,25 +169,34 @@ impl Forward {
     /// Of O, and of LSE if it is wanted.
     pub(super) fn verdicts(&self, problem: &FwdProblem, with_lse: bool) -> Vec<TensorVerdict> {
         let (u_out, u_inner) = (problem.dtypes.o.unit_roundoff(), inner_roundoff(problem));
-        let yardstick = Yardstick {
-            factor: 2.0,
-            max_same: self.o.max_same,
-            rmse_same: self.o.rmse_same(),
-            u_out,
-            tiny_out: smallest_subnormal(problem.dtypes.o),
-            u_inner,
-            reference: self.o.reference(),
-            spread: self.o.spread(),
-            logits: self.logits,
-            count: self.o.count,
+        let of_o = |o: &Stat, name| {
+            let yardstick = Yardstick {
+                factor: 2.0,
+                max_same: o.max_same,
+                rmse_same: o.rmse_same(),
+                u_out,
+                tiny_out: smallest_subnormal(problem.dtypes.o),
+                u_inner,
+                reference: o.reference(),
+                spread: o.spread(),
+                logits: self.logits[0],
+                far: o.far(),
+                far_logits: self.logits[1],
+                count: o.count,
+            };
+            // Few elements, sums that cancel and far rows have no direction to speak of.
+            let directed = o.count >= 64
+                && yardstick.far.max == 0.0
+                && yardstick.reference.rms >= yardstick.spread.rms / 2.0;
+            o.verdict(name, bound(&yardstick), directed.then(|| least_cosine(u_out, u_inner)))
         };
-        // Few elements, or sums that cancel, have no direction to speak of.
-        let directed = self.o.count >= 64 && yardstick.reference.rms >= yardstick.spread.rms / 2.0;
-        let least = directed.then(|| least_cosine(u_out, u_inner));
-        let mut tensors = vec![self.o.verdict("o", bound(&yardstick), least)];
+        let mut tensors = self.o.verdicts(["o", "o of far rows"], of_o);
         if with_lse {
-            let bound = lse_bound(self.lse.max_same, self.logits, self.max_lse);
-            tensors.push(self.lse.verdict("lse", bound, None));
+            tensors.extend(self.lse.verdicts(["lse", "lse of far rows, relative"], |lse, name| {
+                let [logits, size] =
+                    if lse.far().max > 0.0 { [self.far_ratio, 1.0] } else { [self.logits[0], self.max_lse] };
+                lse.verdict(name, lse_bound(lse.max_same, logits, size), None)
+            }));
         }
         tensors
     }

@@ -116,17 +116,27 @@ fn abs_max(most: f64, x: f64) -> f64 {
     most.max(x.abs())
 }
 
-/// A bound of the scores of one (sequence, query head): by Cauchy and Schwarz, the cap, the bias.
-fn logits_bound(problem: &FwdProblem, operands: &Operands, span: SeqSpan, i_head: u32) -> f64 {
+/// A bound of the scores of these queries of one (sequence, query head): by Cauchy and Schwarz, the cap, the bias.
+fn logits_bound(
+    problem: &FwdProblem,
+    operands: &Operands,
+    span: SeqSpan,
+    i_head: u32,
+    rows: impl Iterator<Item = u32> + Clone,
+) -> f64 {
+    if rows.clone().next().is_none() {
+        return 0.0;
+    }
     let i_head_kv = i_head / problem.gqa_ratio();
     // Rotary embedding turns rows and changes no norm.
-    let norm = |operand, head, batch: u32, rows: std::ops::Range<u32>| {
+    let norm_of = |operand, head, batch: u32, row: u32| {
         let Some(tensor) = operands.get(operand) else { return 0.0 };
-        rows.map(|row| {
-            (0..problem.dims.head_dim_qk).map(|d| tensor.get(batch, row, head, d).powi(2)).sum::<f64>().sqrt()
-        })
-        .filter(|norm| norm.is_finite())
-        .fold(0.0, f64::max)
+        let square = |d| tensor.get(batch, row, head, d).powi(2);
+        let norm = (0..problem.dims.head_dim_qk).map(square).sum::<f64>().sqrt();
+        if norm.is_finite() { norm } else { 0.0 }
+    };
+    let norm = |operand, head, batch: u32, rows: std::ops::Range<u32>| {
+        rows.map(|row| norm_of(operand, head, batch, row)).fold(0.0, f64::max)
     };
     // Pages are anybody's: the longest key of all of them bounds those of one sequence.
     let of_all = |operand| {
@@ -142,7 +152,8 @@ fn logits_bound(problem: &FwdProblem, operands: &Operands, span: SeqSpan, i_head
         let index = kind.index(span.i_batch, i_head_kv, problem.dims.num_heads_kv);
         operands.get(operand).map_or(1.0, |tensor| tensor.nth(index).abs())
     };
-    let product = norm(Operand::Q, i_head, span.q_batch, span.q_row..span.q_row + span.seqlen_q)
+    let queries = rows.clone().map(|i| norm_of(Operand::Q, i_head, span.q_batch, span.q_row + i));
+    let product = queries.fold(0.0, f64::max)
         * keys
         * scale_of(Operand::DescaleQ, problem.scales.descale_q)
         * scale_of(Operand::DescaleK, problem.scales.descale_k)
@@ -160,7 +171,7 @@ fn logits_bound(problem: &FwdProblem, operands: &Operands, span: SeqSpan, i_head
                 // A key so far below its row's best has no weight in f32, whatever its score's error.
                 numbers.filter(|x| x.is_finite() && *x >= largest - 2.0 * capped - 110.0).fold(0.0, abs_max)
             };
-            (0..span.seqlen_q).map(row).fold(0.0, abs_max)
+            rows.map(row).fold(0.0, abs_max)
         }
         Bias::Alibi { per_batch } => {
             let batch = if per_batch { span.i_batch } else { 0 };

@@ -40,6 +40,7 @@ pub(crate) fn cases() -> Vec<Case> {
     beside_the_products(&mut cases);
     hidden_in_packed(&mut cases);
     packed_on_one_side(&mut cases);
+    far_rows(&mut cases);
     cases
 }
 
@@ -435,6 +436,75 @@ fn packed_on_one_side(cases: &mut Vec<Case>) {
             let (problem, data) = (BwdProblem::new(fwd), data(&name));
             let body = Backward { problem, lengths, data, deterministic: false, planted };
             cases.push(Case { name, body: Body::Backward(Box::new(body)) });
+        }
+    }
+}
+
+/// Rows whose LSE is so large that f32 has nothing left of what P are told apart by, beside rows of the usual size in the same
+/// block: a bias as masks are written, the same on every key of a row or with one key above the rest; and the gradients of
+/// what else moves a row's scores. Two such rows have a dO, one has none, and adds nothing.
+fn far_rows(cases: &mut Vec<Case>) {
+    const ROWS: [u32; 3] = [3, 17, 41];
+    let dims = |head_dim| Dims {
+        batch: 1,
+        seqlen_q: 70,
+        seqlen_k: 90,
+        num_heads_q: 2,
+        num_heads_kv: 1,
+        head_dim_qk: head_dim,
+        head_dim_v: head_dim,
+    };
+    let without_dout = |planted: &mut Vec<_>, head_dim: u32| {
+        for (head, d) in (0..2).flat_map(|head| (0..head_dim).map(move |d| (head, d))) {
+            planted.push((Operand::Dout, [0, ROWS[2], head, d], 0.0));
+        }
+    };
+    let mut push = |name: String, problem: BwdProblem, planted| {
+        let (lengths, deterministic, data) = (Lengths::default(), false, data(&name));
+        let body = Backward { problem, lengths, data, deterministic, planted };
+        cases.push(Case { name, body: Body::Backward(Box::new(body)) });
+    };
+    for dtype in WIDE {
+        let of_inputs = (dtype != DType::F32).then_some("bias_16");
+        for (modifier, bias) in [(Some("dbias_batch_head"), DType::F32), (of_inputs, dtype)] {
+            let Some(modifier) = modifier else { continue };
+            let values = [-65504.0, -1e9, -1e10, 1e10, DType::Bf16.max_finite(), -DType::Bf16.max_finite()];
+            let all = values.into_iter().chain([-DType::F32.max_finite()]);
+            for value in all.filter(|value: &f64| value.abs() <= bias.max_finite()) {
+                for (head_dim, mask) in [(64, "0"), (128, "b")] {
+                    let problem = modified(masked(dtype, dims(head_dim), mask), modifier);
+                    let at = |row, key, value| (0..2).map(move |h| (Operand::Bias, [0, row, h, key], value));
+                    let mut planted: Vec<_> = ROWS
+                        .into_iter()
+                        .flat_map(|row| (0..90).flat_map(move |key| at(row, key, value)))
+                        .collect();
+                    planted.extend(at(ROWS[1], 5, value / 2.0));
+                    without_dout(&mut planted, head_dim);
+                    push(
+                        format!("backward/far_rows/{dtype}/{modifier}/{value:e}/d{head_dim}/{mask}"),
+                        problem,
+                        planted,
+                    );
+                }
+            }
+        }
+        // Keys on the diagonal, whose distance is 0, are hidden.
+        let mut problem = modified(masked(dtype, dims(64), "g:40,-2"), "alibi");
+        problem.fwd.score.bias = Bias::Alibi { per_batch: false };
+        let slopes = [1e9, -3e8].into_iter().zip(0..);
+        let planted = slopes.map(|(slope, head)| (Operand::AlibiSlopes, [0, 0, 0, head], slope)).collect();
+        push(format!("backward/far_rows/{dtype}/alibi/g:40,-2"), problem, planted);
+        // The sink is far above every key, or, in rows that a bias masks, among them.
+        for (sink, value) in [(1e10, 0.0), (-1e10, -1e10)] {
+            let mut problem = modified(masked(dtype, dims(64), "b"), "bias_f32");
+            (problem.fwd.score.sink, problem.write_dsink, problem.has_dlse) = (true, true, true);
+            let mut planted: Vec<_> = (0..2).map(|head| (Operand::Sink, [0, 0, 0, head], sink)).collect();
+            let rows = ROWS.into_iter().flat_map(|row| (0..90).map(move |key| (row, key)));
+            planted.extend(
+                rows.flat_map(|(row, key)| (0..2).map(move |h| (Operand::Bias, [0, row, h, key], value))),
+            );
+            without_dout(&mut planted, 64);
+            push(format!("backward/far_rows/{dtype}/sink/{sink:e}"), problem, planted);
         }
     }
 }

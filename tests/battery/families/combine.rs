@@ -13,7 +13,8 @@ pub(crate) fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     let mut push = |name: String, problem: CombineProblem, init: Init, room: Room| {
         let data = Data { init, room, ..data(&name) };
-        cases.push(Case { name, body: Body::Combine(Box::new(Combine { problem, data })) });
+        let body = Combine { problem, data, lse_offset: 0.0 };
+        cases.push(Case { name, body: Body::Combine(Box::new(body)) });
     };
     for dtype_part in WIDE {
         for dtype_o in WIDE {
@@ -43,5 +44,25 @@ pub(crate) fn cases() -> Vec<Case> {
         let empty = CombineProblem::new(2, dtype_part, DType::F32, Shape { seq: 0, ..rows });
         push(format!("combine/no_rows/{dtype_part}"), empty, Init::Normal, Room::default());
     }
+    far(&mut cases);
     cases
+}
+
+/// LSE so large that f32 keeps little of what tells parts apart, or of their sum: equal parts are a mean of their O all the
+/// same, and parts a few last places apart have the weights of just these. The smallest and the largest are what a mask of
+/// finfo.min and its opposite give; times log2(e) they are infinite.
+fn far(cases: &mut Vec<Case>) {
+    for dtype in WIDE {
+        for lse_offset in [1e4, -1e4, 3e5, -1e9, -4.34e29, 1e30, -3.4028e38, 3.4028e38] {
+            for num_parts in [2, 13, 40] {
+                let rows = Shape { batch: 1, seq: 17, head: 3, dim: 40 };
+                let mut problem = CombineProblem::new(num_parts, dtype, dtype, rows);
+                problem.write_lse = true;
+                let name = format!("combine/far/{dtype}/n{num_parts}/{lse_offset:e}");
+                let data = data(&name);
+                let body = Combine { problem, data, lse_offset };
+                cases.push(Case { name, body: Body::Combine(Box::new(body)) });
+            }
+        }
+    }
 }

@@ -340,6 +340,12 @@ fn numbers(cases: &mut Vec<Case>) {
         // Beside scores so large that the maximum is taken off before they are scaled: that key weighs 1 to the last bit.
         let sunk = sunk.clone().softmax_scale(1e8);
         push(cases, format!("edges/sink_far_below_one_key/{dtype}/scale_1e8"), sunk, Lengths::default());
+        // Sinks that are as large as scores never are, beside queries that see keys and some that see none.
+        for sink in [1e10, -1e10, -1e30, 1e30] {
+            let sunk = masked(dtype, dims(19, 9, 64), "b").sink(true);
+            let name = format!("edges/far_sink/{dtype}/{sink:e}");
+            push_planted(cases, name, sunk, Plant::At(Operand::Sink, [0, 0, 0, 1], sink));
+        }
         let dropout = |p_drop: f32, (q, k): (u32, u32)| {
             masked(dtype, dims(q, k, 32), "b").p_drop(p_drop).write_keep_mask(true)
         };

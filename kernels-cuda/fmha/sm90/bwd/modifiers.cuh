@@ -7,6 +7,7 @@
 #include <fmha/ptx/fp8.cuh>
 #include <fmha/ptx/num.cuh>
 #include <fmha/ptx/warp.cuh>
+#include <fmha/row_bwd.h>
 #include <fmha/score.h>
 #include <fmha/sm90/bwd/work.cuh>
 #include <fmha/sm90/common/philox_parts.cuh>
@@ -135,6 +136,7 @@ struct Modifiers {
   };
 
   static constexpr bool has_biases = kFwd.bias == BiasKind::Elementwise;
+  static constexpr bool modifies = modifies_score(kFwd);
   // Elements of an elementwise bias, a register each: asked for before the scores are waited for, since memory answers late.
   struct Biases {
     uint32_t bits[has_biases ? num_columns(tile) / 2 : 1];
@@ -154,12 +156,13 @@ struct Modifiers {
   const ScoreModifier modifier;
   const int32_t key, query;          // the thread's first
   const int32_t end_key, end_query;  // of the sequence
+  const float* const origins;        // of the block's first query
 
   FMHA_DEVICE static Modifiers of(const BwdParams& p, const Work& work, int32_t i_head, int32_t first_key,
                                   int32_t first_query) {
     return {p.fwd, score_modifier<kFwd>(p.fwd, work.span, i_head, p.fwd.softmax_scale),
             first_key + mma::fragment_row(), first_query + mma::fragment_column(), work.span.seqlen_k,
-            work.span.seqlen_q};
+            work.span.seqlen_q, modifies ? p.score_origin + stats_offset(p, work.span, i_head, first_query) : nullptr};
   }
 
   // c tanh(scale s / c) in log2, where that is wanted.
@@ -177,10 +180,11 @@ struct Modifiers {
     }
   }
 
-  FMHA_DEVICE float alibi_log2(int e) const {
-    const float distance = float(query + modifier.alibi_diag - key) + float(Scores::column(e) - 8 * Scores::row(e));
-    return -modifier.alibi_slope * kLog2E * fabsf(distance);
+  // ALiBi's.
+  FMHA_DEVICE float distance(int e) const {
+    return fabsf(float(query + modifier.alibi_diag - key) + float(Scores::column(e) - 8 * Scores::row(e)));
   }
+  FMHA_DEVICE float alibi_log2(int e) const { return -modifier.alibi_slope * kLog2E * distance(e); }
   FMHA_DEVICE Biases biases() const {
     Biases biases = {};
     if constexpr (has_biases) {
@@ -221,6 +225,40 @@ struct Modifiers {
     }
   }
 
+  // Whether any of a fragment's queries, whose LSE in log2 these are, is far: each is asked by one lane of a warp.
+  FMHA_DEVICE static bool any_far(const float* lse_log2) {
+    bool any = false;
+#pragma unroll
+    for (int first = 0; first < num_columns(tile); first += 32) {
+      const int32_t at = first + threadIdx.x % 32;
+      any |= is_marked_far(lse_log2[num_columns(tile) % 32 == 0 ? at : min(at, num_columns(tile) - 1)]);
+    }
+    return __any_sync(ptx::kAllLanes, any);
+  }
+
+  // As `apply`, of queries some of which have an origin: natural scores, rounded as the forward's are, then measured from
+  // there, and a P of 1 at most.
+  FMHA_DEVICE void apply_from_origins(Scores& s, int e, const float (&lse_log2)[2], const Biases& biases,
+                                      Slopes& slopes) const {
+    float slope[4];
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      const float origin = origins[mma::fragment_column() + Scores::column(e) + column];
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const int k = 2 * row + column;
+        float added = 0.f;
+        if constexpr (kFwd.bias == BiasKind::Alibi) added = -modifier.alibi_slope * distance(e + k);
+        if constexpr (has_biases) added = biases[e + k];
+        const ModifiedScore cap = capped(s[e + k]);
+        const float score = kFwd.softcap ? fmaf(cap.log2, kLn2, added) : fmaf(s[e + k], modifier.scale, added);
+        s[e + k] = min(fmaf(score - origin, kLog2E, -unmarked(lse_log2[column])), 0.f);
+        slope[k] = cap.slope;
+      }
+    }
+    keep_slopes(slopes, e, slope);
+  }
+
   // Raw scores to what P are exponentials of: two queries of two keys, elements `e` to `e + 3`.
   FMHA_DEVICE void apply(Scores& s, int e, const float (&lse_log2)[2], const Biases& biases, Slopes& slopes) const {
     float slope[4];
@@ -236,6 +274,9 @@ struct Modifiers {
         slope[k] = score.slope;
       }
     }
+    keep_slopes(slopes, e, slope);
+  }
+  FMHA_DEVICE static void keep_slopes(Slopes& slopes, int e, const float (&slope)[4]) {
     if constexpr (kFwd.softcap) {
       slopes.pairs[e / 2] = ptx::cvt_rn_x2<DType::F16>(slope[0], slope[1]);
       slopes.pairs[e / 2 + 1] = ptx::cvt_rn_x2<DType::F16>(slope[2], slope[3]);

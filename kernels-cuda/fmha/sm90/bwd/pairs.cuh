@@ -87,13 +87,26 @@ struct Pairs {
     Scores x;
     const Modifier modifier = modifier_of(work, at);
     const uint32_t lses = ptx::shared_address(&lse_log2[at.first_row + mma::fragment_column()]);
+    const auto for_each_four = [&](auto of_four) {
 #pragma unroll
-    for (int e = 0; e < s.num_elems; e += 4) {
-      float lse[2];
-      ptx::ld_shared_v2_f32(lse, lses + Scores::column(e) * sizeof(float));
+      for (int e = 0; e < s.num_elems; e += 4) {
+        float lse[2];
+        ptx::ld_shared_v2_f32(lse, lses + Scores::column(e) * sizeof(float));
+        of_four(e, lse);
+      }
+    };
+    if constexpr (modifies) {
+      x = s;
+      if (modifier.any_far(&lse_log2[at.first_row])) {
+        for_each_four([&](int e, const float(&lse)[2]) { modifier.apply_from_origins(x, e, lse, biases, slopes); });
+      } else {
+        for_each_four([&](int e, const float(&lse)[2]) { modifier.apply(x, e, lse, biases, slopes); });
+      }
+    } else {
+      for_each_four([&](int e, const float(&lse)[2]) {
 #pragma unroll
-      for (int k = 0; k < 4; ++k) x[e + k] = modifies ? s[e + k] : fmaf(s[e + k], scale_log2, -lse[k & 1]);
-      if constexpr (modifies) modifier.apply(x, e, lse, biases, slopes);
+        for (int k = 0; k < 4; ++k) x[e + k] = fmaf(s[e + k], scale_log2, -lse[k & 1]);
+      });
     }
     return x;
   }

@@ -16,13 +16,13 @@ constexpr int kPostprocessThreads = 256;
 template <BwdSpec spec>
 FMHA_DEVICE void sink_gradient(const BwdParams& p, int32_t i_head) {
   __shared__ float sums[kPostprocessThreads / 32];
-  const float sink_log2 = scalar_of(p.fwd.sink, 0, i_head, -infinity()) * kLog2E;
+  const float sink = scalar_of(p.fwd.sink, 0, i_head, -infinity());
   float sum = 0.f;
   for (int32_t b = 0; b < p.fwd.batch; ++b) {
     const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, b);
 #pragma unroll 4
     for (int32_t i = threadIdx.x; i < span.seqlen_q; i += kPostprocessThreads)
-      sum += sink_term(p, stats_offset(p, span, i_head, i), sink_log2);
+      sum += sink_term(p, stats_offset(p, span, i_head, i), sink);
   }
   sum = lane_sum<simt::Warp>(sum);
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;

@@ -1,5 +1,6 @@
-// What the main kernel wants of each query row: LSE in log2, and delta = dO . O - dLSE; and zeros where it sums dQ,
-// or in the semaphore that a block of dQ has. With DqFinish::BesideWithDelta of the first heads' rows alone: the others' are made beside the products
+// What the main kernel wants of each query row: LSE in log2, where scores are modified what they are measured from, and
+// delta = dO . O - dLSE; and zeros where it sums dQ, or in the semaphore that a block of dQ has. With
+// DqFinish::BesideWithDelta of the first heads' rows alone: the others' are made beside the products
 // (make_delta.cuh).
 //
 // Rows behind a sequence in its last block get LSE = +infinity, so that their P are 0 and add nothing; so do rows that
@@ -7,8 +8,10 @@
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/num.h>
+#include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/warp.cuh>
+#include <fmha/simt/bwd.cuh>
 #include <fmha/sm90/bwd/dq/sums.cuh>
 
 namespace fmha::sm90::bwd {
@@ -46,17 +49,47 @@ FMHA_DEVICE float plus_dot8(float dot, const uint32_t (&xs)[4], const uint32_t (
   }
   return dot;
 }
+// An exponent is the difference of an exact product and LSE in log2. From this size on LSE's errors, three of its last places
+// at most, are more than the exponents of f16 bear, so that P could be infinite.
+constexpr float kLargestExponent = 1 << 25;
+// LSE in log2 for scores that nothing modifies, which have no origin but 0 (modified ones: `is_far`): beyond that size so
+// much larger that no P exceeds 1, and P of 0 where f32 has no LSE in log2.
+FMHA_DEVICE float lse_log2_from_zero(float lse) {
+  const float lse_log2 = lse * kLog2E, size = abs_of(lse_log2);
+  if (size == infinity()) return infinity();
+  return size >= kLargestExponent ? lse_log2 + size / (1 << 21) : lse_log2;
+}
+
 // What becomes of a row whose dO . O is known: `there` is whether the sequence has it.
 template <BwdSpec spec>
 FMHA_DEVICE void store_row_stats(const BwdParams& p, const QueryBlock& block, int32_t i, bool there, float lse, float dot) {
   float lse_log2 = infinity(), delta = 0.f;
   if (there) {
-    if (lse != -infinity()) lse_log2 = lse * kLog2E;
+    if (lse != -infinity()) lse_log2 = modifies_score(spec.fwd) ? lse * kLog2E : lse_log2_from_zero(lse);
     delta = spec.has_dlse ? dot - p.dlse[lse_offset(p.fwd, block.span, block.i_head, i)] : dot;
   }
   const int64_t at = stats_offset(p, block.span, block.i_head, i);
   p.lse_log2[at] = lse_log2;
   p.delta[at] = delta;
+  if constexpr (modifies_score(spec.fwd)) p.score_origin[at] = 0.f;
+}
+
+// The origins of a block's far rows, a warp to a row.
+template <BwdSpec spec, Sm90BwdTile tile>
+FMHA_DEVICE void measure_far_rows(const BwdParams& p, const QueryBlock& block) {
+  const int32_t end = min(block.first + tile.block_m, block.span.seqlen_q);
+#pragma unroll 1
+  for (int32_t i = block.first + threadIdx.x / 32; i < end; i += kPreprocessThreads / 32) {
+    const float lse = p.fwd.lse[lse_offset(p.fwd, block.span, block.i_head, i)];
+    if (!is_far(lse)) continue;
+    const int64_t at = stats_offset(p, block.span, block.i_head, i);
+    const RowOrigin row = origin_of_far_row<spec, simt::Warp>(p, block.span, block.i_head, i, lse, p.delta[at]);
+    if (threadIdx.x % 32 == 0) {
+      p.score_origin[at] = row.origin;
+      p.lse_log2[at] = row.origin == 0.f ? row.lse_log2 : marked_far(row.lse_log2);
+    }
+    __syncwarp();
+  }
 }
 
 // Zeros in the counters (dq/sums.cuh) and in the tiles' flags of what is not finite, by all CTAs of the launch.
@@ -120,6 +153,7 @@ FMHA_DEVICE void preprocess_block(const BwdParams& p, const QueryBlock& block) {
   const int64_t first_dout = row_offset(p.dout, span.storage_batch, int64_t(span.q_row) + block.first, block.i_head);
   const float* lse = p.fwd.lse + lse_offset(p.fwd, span, block.i_head, block.first);
   const int32_t lane = threadIdx.x % lanes;
+  bool any_far = false;
 #pragma unroll 1
   for (int32_t first = threadIdx.x / lanes; first < tile.block_m; first += kRowsAhead * rows_at_once) {
     DotOfRow<spec, tile, lanes> dots[kRowsAhead];
@@ -130,6 +164,7 @@ FMHA_DEVICE void preprocess_block(const BwdParams& p, const QueryBlock& block) {
       const bool there = row < tile.block_m && block.first + row < span.seqlen_q;
       dots[n].ask(p, first_o + row * p.fwd.o.row, first_dout + row * p.dout.row, lane, there);
       lses[n] = ptx::ld_global_f32_if(lse + row, there);
+      if constexpr (modifies_score(spec.fwd)) any_far |= there && is_far(lses[n]);
     }
 #pragma unroll
     for (int n = 0; n < kRowsAhead; ++n) {
@@ -137,6 +172,9 @@ FMHA_DEVICE void preprocess_block(const BwdParams& p, const QueryBlock& block) {
       const float dot = dots[n].sum();
       if (lane == 0 && row < tile.block_m) store_row_stats<spec>(p, block, i, i < span.seqlen_q, lses[n], dot);
     }
+  }
+  if constexpr (modifies_score(spec.fwd)) {
+    if (!ptx::bar_red_and<kPreprocessThreads>(0, !any_far)) measure_far_rows<spec, tile>(p, block);
   }
   if constexpr (!has_semaphores<spec, tile>()) {
     float4* sums = reinterpret_cast<float4*>(p.dq_sums + stats_offset(p, span, block.i_head, block.first) * S::dim);

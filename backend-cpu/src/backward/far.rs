@@ -1,0 +1,140 @@
+//! Rows whose LSE is so large that its own rounding would show in P: what their scores are measured from.
+
+use fmha_core::{Bias, BwdArgs, FwdProblem};
+
+use super::Shared;
+use crate::memory::{Bytes, Floats, reserve};
+use crate::score::HeadScore;
+use crate::tasks::Threads;
+use crate::tensor::f32_at;
+
+/// From this size on, as the device kernels have it (`fmha/row_bwd.h`).
+const LARGEST_PLAIN_LSE: f32 = 16384.0;
+
+fn is_far(lse: f32) -> bool {
+    lse.is_finite() && lse.abs() >= LARGEST_PLAIN_LSE
+}
+
+/// Origins of the rows of a call, laid out as LSE is.
+#[derive(Default)]
+pub(super) struct FarRows {
+    /// 0 where no row of the call has an origin.
+    rows: usize,
+    origin: Floats,
+    /// The LSE of scores so measured; of other rows LSE.
+    lse: Floats,
+}
+
+impl FarRows {
+    /// With room for all rows, if the scores have a bias and some row is far. Without a bias scores are as LSE's were,
+    /// and P at most 1.
+    pub(super) fn reserve(fwd: &FwdProblem, args: &BwdArgs<'_>) -> fmha_core::Result<Self> {
+        let rows = fwd.extents(args.seq.totals).lse_elems as usize;
+        let any = fwd.score.bias != Bias::None && (0..rows).any(|index| is_far(f32_at(&args.lse, index)));
+        let rows = if any { rows } else { 0 };
+        Ok(Self { rows, origin: Floats::scratch(rows)?, lse: Floats::scratch(rows)? })
+    }
+
+    /// Whether some row of the call has an origin.
+    pub(super) fn any(&self) -> bool {
+        self.rows > 0
+    }
+
+    /// Origin of the row at this index of LSE, and LSE from there; `None` where no row of the call has any.
+    pub(super) fn row(&self, index: usize) -> Option<(f32, f32)> {
+        // SAFETY: `rows` numbers of each, which `measure_far_rows` has written before anything asks.
+        (index < self.rows)
+            .then(|| unsafe { (*self.origin.as_ptr().add(index), *self.lse.as_ptr().add(index)) })
+    }
+}
+
+impl Shared<'_> {
+    /// Fills `far`, once delta is known.
+    pub(super) fn measure_far_rows(&mut self, threads: &Threads) -> fmha_core::Result<()> {
+        if !self.far.any() {
+            return Ok(());
+        }
+        let mut far = std::mem::take(&mut self.far);
+        let (origins, lses) = (Bytes::of(&mut far.origin), Bytes::of(&mut far.lse));
+        let (this, fwd) = (&*self, self.problem.fwd());
+        let heads = fwd.dims.num_heads_q;
+        let tasks = this.spans.len() * heads as usize;
+        let used = threads.used(tasks);
+        let mut states = reserve(used)?;
+        states.resize(used, ());
+        threads.for_each(&mut states, tasks, |(), task| {
+            let (span, i_head) = (this.spans[task / heads as usize], (task % heads as usize) as u32);
+            let head = this.score.head(span, i_head);
+            for i in 0..span.seqlen_q {
+                let index = span.lse_index(fwd, i_head, i);
+                let lse = f32_at(&this.args.lse, index);
+                let (origin, lse) =
+                    if is_far(lse) { this.origin_of(&head, i_head, i, index, lse) } else { (0.0, lse) };
+                // SAFETY: one number for each row, and this row is this task's.
+                unsafe {
+                    origins.write_f32(index, origin);
+                    lses.write_f32(index, lse);
+                }
+            }
+        });
+        self.far = far;
+        Ok(())
+    }
+
+    /// What a far row is measured from, and its LSE from there. A row without a gradient of O or LSE adds nothing, and takes
+    /// no sum: rows that are masked as a whole are mostly so.
+    fn origin_of(&self, head: &HeadScore, i_head: u32, i: u32, index: usize, lse: f32) -> (f32, f32) {
+        let dout = self.dout.q_rows(head.span, i_head).skip(i as usize);
+        // SAFETY: delta has a number for each row, dO head_dim_v.
+        let adds = unsafe {
+            f64::from(*self.delta.as_ptr().add(index)) != self.dlse_at(index)
+                || (0..self.dims().1).any(|d| dout.get(0, d) != 0.0)
+        };
+        if !adds {
+            return (0.0, f32::INFINITY);
+        }
+        let mut origin = lse;
+        let (mut top, mut sum) = self.sum_from(head, i_head, i, origin);
+        // LSE may be some of its last places off, each of them 2e31 at the most: once more from where the scores are.
+        if top.is_finite() && top.abs() >= 1024.0 {
+            origin += top as f32;
+            (top, sum) = self.sum_from(head, i_head, i, origin);
+        }
+        (origin, if sum == 0.0 { f32::INFINITY } else { (top + sum.ln()) as f32 })
+    }
+
+    /// `(top, sum)`: the exponentials of the scores that query `i` sees, its sink's among them, measured from `origin`, are
+    /// `exp(top) * sum`.
+    fn sum_from(&self, head: &HeadScore, i_head: u32, i: u32, origin: f32) -> (f64, f64) {
+        let (q, k) = (self.q.q_rows(head.span, i_head), self.k.k_rows(head.span, head.i_head_kv));
+        let seqlen_k = head.span.seqlen_k;
+        let factor = f64::from(head.softmax_scale) * f64::from(head.descale_q) * f64::from(head.descale_k);
+        let keys = head.band.sink_range(i..i + 1, seqlen_k).chain(head.band.row_range(i, seqlen_k));
+        let scores = keys.map(|j| {
+            let elem = |d: usize| {
+                // SAFETY: the argument check measured Q and K.
+                let (q, k) = unsafe { (q.get(i as usize, d), k.get(j as usize, d)) };
+                f64::from(q) * f64::from(k)
+            };
+            let scaled = factor * (0..self.dims().0).map(elem).sum::<f64>();
+            let capped = head.softcap.map_or(scaled, |cap| f64::from(cap) * (scaled / f64::from(cap)).tanh());
+            // SAFETY: the argument check measured the bias.
+            let bias = head.bias.map_or(0.0, |bias| unsafe { bias.get(i as usize, j as usize) });
+            // Rounded as the tiles' scores are.
+            let score =
+                (f64::from(capped as f32) + f64::from(bias) + head.alibi_exact(i, j).unwrap_or(0.0)) as f32;
+            f64::from(score - origin)
+        });
+        let sink = head.sink.map(|sink| f64::from(sink) - f64::from(origin));
+        let (mut top, mut sum) = (f64::NEG_INFINITY, 0.0);
+        for score in scores.chain(sink) {
+            if score > top {
+                sum = sum * (top - score).exp() + 1.0;
+                top = score;
+            } else if score != f64::NEG_INFINITY {
+                sum += (score - top).exp();
+            }
+        }
+        (top, sum)
+    }
+}

@@ -1,0 +1,39 @@
+// A sum of exponentials of natural numbers of any size, as exp(top) * sum with the largest of them as `top`.
+//
+// Differences are taken before they are multiplied by log2(e): of numbers within a factor of two of each other they are
+// exact, however large both are (Sterbenz), and no compiler makes one multiply-add of them, whose product would be exact
+// beside a rounded `top`.
+#pragma once
+#include <fmha/portable.h>
+
+namespace fmha {
+
+// exp(x - from); 0 for an x of -infinity, whatever `from` is.
+FMHA_DEVICE float exp_of_difference(float x, float from) {
+  return x == -infinity() ? 0.f : exp2_of((x - from) * kLog2E);
+}
+
+struct ExpSum {
+  float top = -infinity();
+  float sum = 0.f;
+
+  // What a sum of weighted terms is multiplied by when another comes, and the other's weight.
+  struct Weights {
+    float old, other;
+  };
+
+  FMHA_DEVICE Weights merge(const ExpSum& x) {
+    const float higher = max(top, x.top);
+    const Weights weights = {exp_of_difference(top, higher), exp_of_difference(x.top, higher)};
+    sum = sum * weights.old + x.sum * weights.other;
+    top = higher;
+    return weights;
+  }
+  FMHA_DEVICE Weights add(float x) { return merge({x, 1.f}); }
+
+  // What weighted terms are multiplied by at the end; 0 where there are none.
+  FMHA_DEVICE float normaliser() const { return sum == 0.f ? 0.f : 1.f / sum; }
+  FMHA_DEVICE float log() const { return sum == 0.f ? -infinity() : top + log2_of(sum) * kLn2; }
+};
+
+}  // namespace fmha
