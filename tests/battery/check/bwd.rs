@@ -417,11 +417,17 @@ mod tests {
 
     #[test]
     fn a_far_row_loosens_no_other_row_and_is_judged_itself() {
+        let masked = |host: &mut HostBwd| {
+            for (head, key) in (0..2).flat_map(|head| (0..30).map(move |key| (head, key))) {
+                host.operands.expect_mut(Operand::Bias).set([0, 35, head, key], -1e10);
+            }
+        };
         let far = || {
             solved_with(|host| {
-                for (head, key) in (0..2).flat_map(|head| (0..30).map(move |key| (head, key))) {
-                    host.operands.expect_mut(Operand::Bias).set([0, 35, head, key], -1e10);
-                }
+                masked(host);
+                (0..2).for_each(|head| {
+                    host.operands.expect_mut(Operand::Sink).set_nth(head, f64::NEG_INFINITY)
+                });
             })
         };
         let sample = Selection { heads: Some(vec![(0, 0)]), rows: Some(40) };
@@ -433,9 +439,10 @@ mod tests {
             (Operand::Dbias, [0, 34, 1, 7], 1e-3, "dbias"),
             (Operand::Dq, [0, 35, 1, 2], 9.0, "dq of far rows"),
             (Operand::Dbias, [0, 35, 1, 7], 9.0, "dbias of far rows"),
-            (Operand::Dk, [0, 29, 0, 2], 9.0, "dk with far rows"),
+            (Operand::Dk, [0, 20, 0, 2], 9.0, "dk with far rows"),
+            (Operand::Dk, [0, 29, 0, 2], 1e-3, "dk"), // that row does not see this key
             // That row's P of 1 in place of 1 / 30.
-            (Operand::Dv, [0, 29, 0, 2], 4.0, "dv with far rows"),
+            (Operand::Dv, [0, 20, 0, 2], 4.0, "dv with far rows"),
         ] {
             for selection in [&Selection::default(), &sample] {
                 let mut host = far();
@@ -445,6 +452,12 @@ mod tests {
                 assert_eq!(failing(&host, selection), [name]);
             }
         }
+        // With a sink beside them its keys weigh nothing, and the row is like any other.
+        let mut host = solved_with(masked);
+        assert_eq!(failing(&host, &sample), [""; 0]);
+        let value = host.operands.expect(Operand::Dq).get(0, 35, 1, 2);
+        host.operands.expect_mut(Operand::Dq).set([0, 35, 1, 2], value + 1e-3);
+        assert_eq!(failing(&host, &sample), ["dq"]);
     }
 
     #[test]

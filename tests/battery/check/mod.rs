@@ -163,13 +163,16 @@ fn logits_bound(
         Bias::None => 0.0,
         Bias::Elementwise(bias) => {
             let tensor = operands.expect(Operand::Bias);
+            let sink =
+                operands.get(Operand::Sink).map_or(f64::NEG_INFINITY, |sink| sink.nth(i_head as usize));
             let head = if bias.broadcast == BiasBroadcast::OneOne { 0 } else { i_head };
             let batch = if bias.broadcast == BiasBroadcast::BatchHead { span.i_batch } else { 0 };
             let row = |i| {
                 let numbers = (0..span.seqlen_k).map(move |j| tensor.get(batch, i, head, j));
                 let largest = numbers.clone().filter(|x| x.is_finite()).fold(f64::NEG_INFINITY, f64::max);
-                // A key so far below its row's best has no weight in f32, whatever its score's error.
-                numbers.filter(|x| x.is_finite() && *x >= largest - 2.0 * capped - 110.0).fold(0.0, abs_max)
+                // A key so far below its row's best, or below its sink, has no weight in f32, whatever its score's error.
+                let least = (largest - 2.0 * capped).max(sink - capped) - 110.0;
+                numbers.filter(|x| x.is_finite() && *x >= least).fold(0.0, abs_max)
             };
             rows.map(row).fold(0.0, abs_max)
         }
