@@ -164,7 +164,7 @@ FMHA_DEVICE RowOrigin origin_of_far_row(const BwdParams& p, const SeqSpan& span,
   bool adds = delta != 0.f;
   for (int32_t d = Lanes::index(); d < spec.fwd.head_dim_v; d += Lanes::count)
     adds |= load_elem<spec.fwd.dtype_o>(p.dout.data, dout + d) != 0.f;
-  if (Lanes::ballot(adds) == 0) return {0.f, infinity()};
+  if (Lanes::ballot(adds) == 0) return {lse, infinity()};
   float origin = lse;
   ExpSum sum = head.sum_from(origin, i);
   // LSE may be some of its last places off, each of them 2e31 at the most: once more from where the scores are.

@@ -86,7 +86,7 @@ FMHA_DEVICE void measure_far_rows(const BwdParams& p, const QueryBlock& block) {
     const RowOrigin row = origin_of_far_row<spec, simt::Warp>(p, block.span, block.i_head, i, lse, p.delta[at]);
     if (threadIdx.x % 32 == 0) {
       p.score_origin[at] = row.origin;
-      p.lse_log2[at] = row.origin == 0.f ? row.lse_log2 : marked_far(row.lse_log2);
+      p.lse_log2[at] = row.lse_log2 == infinity() ? infinity() : marked_far(row.lse_log2);
     }
     __syncwarp();
   }
