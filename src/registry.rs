@@ -133,8 +133,8 @@ pub struct PassedOver {
 /// ```
 /// use fmha::Device;
 ///
-/// let device = Device::open("cpu".parse()?)?;
-/// assert!(device.is(&Device::open("cpu".parse()?)?), "it is opened once");
+/// let (device, again) = (Device::open("cpu".parse()?)?, Device::open("cpu".parse()?)?);
+/// assert!(device.is(&again), "it is opened once");
 /// # Ok::<(), fmha::Error>(())
 /// ```
 #[derive(Clone, Debug)]
