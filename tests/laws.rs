@@ -168,7 +168,7 @@ fn the_arrows_between_crates_are_as_drawn() {
             "fmha-cuda" => &["fmha-core", "fmha-gpu", "fmha-kernels-cuda"],
             "fmha-rocm" => &["fmha-core", "fmha-gpu", "fmha-kernels-hip"],
             "fmha" => &["fmha-core", "fmha-cpu", "fmha-cuda", "fmha-rocm"],
-            "fmha-cli" => &["fmha", "fmha-conformance"],
+            "fmha-cli" => &["fmha", "fmha-core", "fmha-conformance"],
             "fmha-c" => &["fmha"],
             "fmha-emu-hip" | "fmha-emu-hiprtc" => &["fmha-emu-cdna"],
             "fmha-emu-libcuda" => &["fmha-emu-ptx"],

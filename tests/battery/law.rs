@@ -401,7 +401,10 @@ fn split_and_merge(
         merged.operands.put(Operand::PartO(part), o);
         merged.operands.put(Operand::PartLse(part), lse);
     }
-    let plan = backend.plan_combine(&merged.problem, &options.plan)?;
+    // The tile is the forward's: what combines has none to set.
+    let mut combines = options.plan.clone();
+    combines.tile.clear();
+    let plan = backend.plan_combine(&merged.problem, &combines)?;
     run_combine(backend, &plan, &mut merged)?;
     for operand in [Operand::O, Operand::Lse] {
         if let Some(tensor) = merged.operands.0.remove(&operand) {

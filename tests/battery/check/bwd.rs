@@ -426,7 +426,7 @@ mod tests {
             solved_with(|host| {
                 masked(host);
                 (0..2).for_each(|head| {
-                    host.operands.expect_mut(Operand::Sink).set_nth(head, f64::NEG_INFINITY)
+                    host.operands.expect_mut(Operand::Sink).set_nth(head, f64::NEG_INFINITY);
                 });
             })
         };
