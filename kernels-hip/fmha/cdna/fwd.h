@@ -105,8 +105,9 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& p, typename Config<spec, tile>::Lds&
     using Loop = typename Choose<C::is_simple, SimpleLoop<spec, tile>, MainLoop<spec, tile>>::type;
     hidden = Loop(wave, lds, p, job, queries, walk).run();
   }
-  // Reloaded here: kept across the main loop, the parameters would fill the scalar registers.
+  // Reloaded here, and worked out again from them: kept across the main loop, they would fill the scalar registers.
   const CdnaParams& then = reload_params<CdnaParams>();
+  job = job_of<spec>(then.fwd, i_batch, i_head);
   epilogue<spec, tile>(wave, lds, then, job);
   if (hidden) {
 #pragma nounroll
