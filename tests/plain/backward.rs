@@ -45,10 +45,11 @@ pub(super) fn run(problem: &ValidBwd, args: &BwdArgs<'_>, fault: Option<Fault>) 
                     let delta = if is(Fault::DeltaForgotten) { 0.0 } else { delta };
                     let dlse =
                         if is(Fault::DlseForgotten) { 0.0 } else { dlse.get(at).copied().unwrap_or(0.0) };
+                    let (origin, log_sum) = normaliser(&head, i, lse[at]);
                     let mut dq = vec![0f32; dim_qk as usize];
                     for j in (0..span.seqlen_k).filter(|&j| head.band.visible(i, j)) {
                         let (s, slope) = head.score(i, j);
-                        let p = (s - lse[at]).exp();
+                        let p = (s - origin - log_sum).exp();
                         let z = head.keep_factor(i, j);
                         let zv = if is(Fault::DvWithoutDropout) { 1.0 } else { z };
                         let mut dp = 0.0;
@@ -79,7 +80,7 @@ pub(super) fn run(problem: &ValidBwd, args: &BwdArgs<'_>, fault: Option<Fault>) 
                     }
                     // One of no weight has no share of a row without keys, whose LSE is as far down.
                     if let Some(sink) = head.sink.filter(|&sink| sink != f32::NEG_INFINITY) {
-                        let share = (sink - lse[at]).exp() * (dlse - delta);
+                        let share = (sink - origin - log_sum).exp() * (dlse - delta);
                         dsink[i_head as usize] += if is(Fault::DsinkSign) { -share } else { share };
                     }
                     for (d, &value) in dq.iter().enumerate() {
@@ -112,6 +113,19 @@ pub(super) fn run(problem: &ValidBwd, args: &BwdArgs<'_>, fault: Option<Fault>) 
         dsink.iter().enumerate().for_each(|(head, &value)| out.put_at(head, value));
     }
     Ok(())
+}
+
+/// What a row's P are made of, exp(S - origin - log_sum): its LSE and 0. One so large that half its last place is seen
+/// in P is replaced by the row's maximum and the logarithm of its own sum.
+fn normaliser(head: &Head<'_>, i: u32, lse: f32) -> (f32, f32) {
+    const LARGEST_PLAIN_LSE: f32 = 16384.0;
+    if lse.is_infinite() || lse.abs() < LARGEST_PLAIN_LSE {
+        return (lse, 0.0);
+    }
+    let keys = (0..head.span.seqlen_k).filter(|&j| head.band.visible(i, j));
+    let scores: Vec<f32> = keys.map(|j| head.score(i, j).0).chain(head.sink).collect();
+    let origin = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    (origin, scores.iter().map(|s| (s - origin).exp()).sum::<f32>().ln())
 }
 
 fn descale(slice: Option<&fmha_core::DevSlice<'_>>, kind: fmha_core::Descale, head: &Head<'_>) -> f32 {

@@ -63,7 +63,8 @@ fn attend(head: &Head<'_>, i: u32) -> (Vec<f32>, f32) {
     let is = |fault| head.fault == Some(fault);
     let seqlen_k = head.span.seqlen_k;
     let dim = head.problem.dims.head_dim_v;
-    let mut o = vec![0f32; dim as usize];
+    // f64: before it is divided by the sum, O of values beside f32's largest leaves f32.
+    let mut o = vec![0f64; dim as usize];
     let (mut row_max, mut row_sum) = (f32::NEG_INFINITY, 0f32);
     let tiles = match seqlen_k.div_ceil(BLOCK_N) {
         tiles if is(Fault::TileCountRoundedDown) => tiles.min((seqlen_k / BLOCK_N).max(1)),
@@ -84,22 +85,22 @@ fn attend(head: &Head<'_>, i: u32) -> (Vec<f32>, f32) {
         row_max = new_max;
         row_sum *= rescale;
         if !is(Fault::RescaleForgotten) {
-            o.iter_mut().for_each(|o| *o *= rescale);
+            o.iter_mut().for_each(|o| *o *= f64::from(rescale));
         }
         for &(j, s) in &scores {
             let weight = (s - row_max).exp();
             if head.kept(i, j) || !is(Fault::DropoutInTheSum) {
                 row_sum += weight;
             }
-            let p = weight * head.keep_factor(i, j);
+            let p = f64::from(weight * head.keep_factor(i, j));
             for (d, o) in o.iter_mut().enumerate() {
-                *o += p * head.v(j, d as u32);
+                *o += p * f64::from(head.v(j, d as u32));
             }
         }
         if is(Fault::HiddenValuesTimesZero) {
             for j in keys.filter(|&j| !head.band.visible(i, j)) {
                 for (d, o) in o.iter_mut().enumerate() {
-                    *o += 0.0 * head.v(j, d as u32);
+                    *o += 0.0 * f64::from(head.v(j, d as u32));
                 }
             }
         }
@@ -107,10 +108,10 @@ fn attend(head: &Head<'_>, i: u32) -> (Vec<f32>, f32) {
     if let Some(sink) = head.sink {
         let new_max = row_max.max(sink);
         let rescale = if row_max == f32::NEG_INFINITY { 0.0 } else { (row_max - new_max).exp() };
-        o.iter_mut().for_each(|o| *o *= rescale);
+        o.iter_mut().for_each(|o| *o *= f64::from(rescale));
         row_sum = row_sum * rescale + (sink - new_max).exp();
         if is(Fault::SinkInTheNumerator) {
-            o.iter_mut().for_each(|o| *o += (sink - new_max).exp());
+            o.iter_mut().for_each(|o| *o += f64::from((sink - new_max).exp()));
         }
         row_max = new_max;
     }
@@ -119,7 +120,7 @@ fn attend(head: &Head<'_>, i: u32) -> (Vec<f32>, f32) {
         return (vec![0.0; dim as usize], f32::NEG_INFINITY);
     }
     let gain = if is(Fault::GainOfOnePercent) { 1.01 } else { 1.0 };
-    o.iter_mut().for_each(|o| *o = *o / row_sum * gain);
+    let o = o.iter().map(|o| (o / f64::from(row_sum) * gain) as f32).collect();
     let lse = match head.fault {
         Some(Fault::LseInLog2) => row_max * std::f32::consts::LOG2_E + row_sum.log2(),
         Some(Fault::LseWithoutMax) => row_sum.ln(),

@@ -294,7 +294,6 @@ fn combine(problem: &ValidCombine, args: &CombineArgs<'_>, fault: Option<Fault>)
         let row_max = parts.iter().fold(f32::NEG_INFINITY, |max, (_, lse)| max.max(lse[index]));
         let shift = if row_max == f32::NEG_INFINITY { 0.0 } else { row_max };
         let sum: f32 = parts.iter().map(|(_, lse)| (lse[index] - shift).exp()).sum();
-        let total = shift + sum.ln();
         for d in 0..shape.dim {
             let mut value = 0.0;
             for (part, part_lse) in &parts {
@@ -303,14 +302,15 @@ fn combine(problem: &ValidCombine, args: &CombineArgs<'_>, fault: Option<Fault>)
                 }
                 let weight = match fault {
                     Some(Fault::CombineNotNormalised) => (part_lse[index] - shift).exp(),
-                    _ => (part_lse[index] - total).exp(),
+                    // By the sum, not its logarithm: of equal parts at -1e30 that is, rounded, each part's own.
+                    _ => (part_lse[index] - shift).exp() / sum,
                 };
                 value += weight * part.at(batch, i, head, d);
             }
             o.put([batch, i, head, d], value);
         }
         if let Some(lse) = &lse {
-            lse.put_at(index, total);
+            lse.put_at(index, shift + sum.ln());
         }
     }
 }
