@@ -55,7 +55,7 @@ impl Recipe<ValidFwd, Cuda> for Sm100 {
             if tile.load_max {
                 let reducing = facts.instructions.reducing_loads;
                 facts
-                    .needs(reducing, "loads from tensor memory that find maxima")
+                    .needs(reducing, "loads from tensor memory that find maxima (sm_103a has)")
                     .map_err(|why| format!("tile load_max=1: {why}"))?;
             }
             if tile.split_keys > 0 {
