@@ -136,8 +136,8 @@ fn a_process_that_plans_backward_and_combine() {
     // 2400 rows of queries, then 2000 of keys with them.
     let steps: Vec<_> = plan.steps().iter().map(|step| (&*step.kernel, step.explain.launch)).collect();
     assert_eq!(steps, [("simt_bwd_stats", Some(launch(600, 256))), ("simt", Some(launch(1100, 256)))]);
-    // Two f32 a row of queries, each kind in whole 256 bytes, after 256.
-    let bytes = 256 + 2 * (2400 * 4_u64).next_multiple_of(256);
+    // Three f32 a row of queries (LSE, delta, its scores' origin), each kind in whole 256 bytes, after 256.
+    let bytes = 256 + 3 * (2400 * 4_u64).next_multiple_of(256);
     assert_eq!(plan.workspace(), Workspace { bytes, zeroed_bytes: 0 });
     let not_allowed = Refusal::new("simt", "it is the slow fallback, and allow_fallback is false");
     assert_eq!(refusals(backend.plan_bwd(&backward(), &PlanOptions::default())), [not_allowed]);

@@ -3,5 +3,5 @@
 fn main() {
     println!("{:?}", cudarc::driver::CudaContext::device_count());
     let Ok(choice) = "auto".parse::<fmha::Backend>() else { return };
-    println!("{:?}", fmha::open(&choice).map(|backend| backend.name().to_owned()));
+    println!("{:?}", fmha::Device::open(choice).map(|device| device.name().to_owned()));
 }

@@ -47,7 +47,7 @@ fn every_synchronising_instruction_of_the_hopper_kernel_is_missed_when_broken() 
     }
     let backend = fmha_cuda::open(0, Some("sm_90a")).unwrap();
     // One text for all, though the table gives few keys another.
-    let tile = tile_fields("lookahead=true,skip_row_max=true,ping_pong=true");
+    let tile = tile_fields("lookahead=second_q,skip_row_max=true,ping_pong=at_issue");
     let options = Options { plan: PlanOptions::default().kernel("sm90").tile(tile), ..Options::default() };
     // Long tiles; then tiles of two blocks before tiles of one, in both buffers of Q; then diagonals that begin inside a
     // block, so that no warpgroup's wait is covered by the turn it takes from one that has waited already.
