@@ -95,27 +95,21 @@ pub(crate) struct Handle<P: Problem, V: Vendor> {
     pub(crate) fallback: Option<Ready<P, V>>,
 }
 
-impl<P: Problem, V: Vendor> Handle<P, V> {
-    /// The kernel that serves a call's operands.
-    fn for_operands(&self, call: &Call<'_, P>) -> Result<&Ready<P, V>, ProblemError> {
-        match (self.chosen.kernel.takes_addresses(call), &self.fallback) {
-            (Ok(()), _) => Ok(&self.chosen),
-            (Err(_), Some(fallback)) => Ok(fallback),
-            (Err(unaligned), None) => Err(unaligned),
-        }
-    }
-}
-
 impl<P: Problem, V: Vendor> fmha_core::Launch<P> for Handle<P, V> {
     fn takes_addresses(&self, call: &Call<'_, P>) -> Result<(), ProblemError> {
-        self.for_operands(call).map(drop)
+        // The fallback takes them all, and `launch` asks which of the two it is.
+        if self.fallback.is_some() { Ok(()) } else { self.chosen.kernel.takes_addresses(call) }
     }
 
     unsafe fn launch(&self, call: &Call<'_, P>) -> Result<()> {
         // For all of the run: what a recipe asks of the driver needs the device too.
         let _entered = self.driver.as_ref().ok_or_else(only_plans)?.enter()?;
-        let Ready { kernel, steps } = self.for_operands(call)?;
-        // SAFETY: the caller's promise; the kernel takes these addresses, and the device is entered.
+        let Ready { kernel, steps } = match &self.fallback {
+            Some(fallback) if self.chosen.kernel.takes_addresses(call).is_err() => fallback,
+            _ => &self.chosen,
+        };
+        // SAFETY: the caller's promise; the kernel takes these addresses, as `takes_addresses` saw before or just now, and the
+        // device is entered.
         unsafe { kernel.launch(steps, call) }
     }
 }

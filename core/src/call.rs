@@ -189,6 +189,7 @@ pub trait Launch<P: Problem>: Send + Sync {
     /// # Safety
     /// `call.problem` is the one that was planned. `call.args` has passed [`Problem::check`] for it, for the plan's
     /// workspace and for the backend's memory, and its slices are memory that nobody else uses until the work is done;
+    /// [`takes_addresses`](Self::takes_addresses) took them;
     /// the first [`zeroed_bytes`](Workspace::zeroed_bytes) of the workspace are cleared before it on the same stream.
     /// `call.stream` is a live queue of the backend's device.
     ///

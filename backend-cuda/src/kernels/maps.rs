@@ -70,13 +70,19 @@ pub(crate) struct LastMaps(Mutex<Option<(Places, Maps)>>);
 
 impl LastMaps {
     /// Of a call of the plan whose step this is. Beside another thread's call they are encoded anew, nobody waits.
+    /// `v` is a V that lies in the workspace; the boxes are asked for where the maps are encoded.
     ///
     /// # Errors
     /// What the driver refuses.
-    pub(crate) fn of(&self, call: &FwdCall<'_>, boxes: &Boxes) -> Result<Maps> {
+    pub(crate) fn of(
+        &self,
+        call: &FwdCall<'_>,
+        v: Option<BlocksOfV>,
+        boxes: impl FnOnce() -> Boxes,
+    ) -> Result<Maps> {
         let args = call.args;
         let bias = args.score.bias.as_ref().map_or(0, |bias| bias.as_ptr() as u64);
-        let v = boxes.prepared_v.map_or(args.v_slice().as_ptr() as u64, |prepared| prepared.address);
+        let v = v.map_or(args.v_slice().as_ptr() as u64, |prepared| prepared.address);
         let addresses = [args.q.as_ptr() as u64, args.k_slice().as_ptr() as u64, v, bias];
         let places = Places { addresses, totals: args.seq.totals };
         if let Ok(last) = self.0.try_lock()
@@ -85,7 +91,7 @@ impl LastMaps {
         {
             return Ok(*maps);
         }
-        let maps = MapFacts::of(call, boxes).encode()?;
+        let maps = MapFacts::of(call, &boxes()).encode()?;
         if let Ok(mut last) = self.0.try_lock() {
             *last = Some((places, maps));
         }

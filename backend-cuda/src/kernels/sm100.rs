@@ -159,7 +159,7 @@ impl Recipe<ValidFwd, Cuda> for Sm100 {
         };
         let fwd = steps.main();
         let mut maps = match tile.copy_bytes {
-            0 => fwd.kept.of(call, &boxes(call.problem, &tile))?,
+            0 => fwd.kept.of(call, None, || boxes(call.problem, &tile))?,
             _ => Maps::UNREAD,
         };
         let mut whole = bind::fwd_params(call.problem, call.args);

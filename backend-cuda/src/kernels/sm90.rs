@@ -196,7 +196,7 @@ impl Recipe<ValidFwd, Cuda> for Sm90 {
         let workspace = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let prepared = values.map(|plan| plan.map(&tile, &FwdSpec::of(call.problem), workspace));
         let mut maps = match tile.copy_bytes {
-            0 => fwd.kept.of(call, &boxes(call.problem, &tile, prepared))?,
+            0 => fwd.kept.of(call, prepared, || boxes(call.problem, &tile, prepared))?,
             _ => Maps::UNREAD,
         };
         let mut prepared = values.map(|plan| plan.at(workspace));

@@ -1,11 +1,11 @@
 //! A plan behind the C pointer: made from one call's struct, run with others that agree with it.
 
-use std::ffi::{CString, c_void};
+use std::ffi::CString;
 
 use fmha::{
     BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CombineArgs, CombinePlan, DType, Descale, DevBuffer,
     DevSlice, DevSliceMut, Device, Dims, Extents, FwdArgs, FwdPlan, FwdProblem, MemorySpace, PartialResult,
-    ProblemError, ScoreArgs, SeqArgs, Shape, Stream, Strides, Totals, ValidFwd, Workspace,
+    ProblemError, ScoreArgs, SeqArgs, Shape, Strides, Totals, ValidFwd, Workspace,
 };
 
 use crate::Result;
@@ -15,7 +15,6 @@ use crate::structs::{FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaPartia
 
 /// A chosen and loaded kernel with its scratch memory, of the backend that it was planned on.
 pub struct FmhaPlan {
-    device: Device,
     space: MemorySpace,
     planned: Box<Planned>,
     scratch: Scratch,
@@ -81,7 +80,7 @@ impl FmhaPlan {
             false => Scratch::Own(device.memory().workspace(wanted)?),
         };
         let (text, space) = (CString::new(text).unwrap_or_default(), device.memory().space());
-        Ok(Self { device: device.clone(), space, planned: Box::new(planned), scratch, text })
+        Ok(Self { space, planned: Box::new(planned), scratch, text })
     }
 
     /// Bytes that each call has to bring.
@@ -129,25 +128,17 @@ impl FmhaPlan {
     }
 
     /// # Safety
-    /// `stream` is null or a stream of the device's, which lives until its work is done.
-    unsafe fn stream(&self, stream: *mut c_void) -> Stream {
-        // SAFETY: passed on.
-        unsafe { Stream::from_raw(&self.device, stream as u64) }
-    }
-
-    /// # Safety
     /// Every pointer of `call` that is not null is memory of the plan's backend, as large as `fmha.h`
-    /// says, and nobody else touches it until the work is done; host pointers are as for [`Self::new`].
+    /// says, and nobody else touches it until the work is done; its stream is null or one of the plan's device that lives
+    /// until then; host pointers are as for [`Self::new`].
     pub(crate) unsafe fn run(&self, call: &FmhaCall) -> Result<()> {
-        // SAFETY: the caller promised a stream of the device's that lives until the work is done.
-        let stream = unsafe { self.stream(call.stream) };
         let memory = Memory(self.space);
         match &*self.planned {
             Planned::Forward { plan, call: planned, pointed } => {
                 // SAFETY: passed on.
                 unsafe { agree::call(planned, pointed, call)? };
                 // SAFETY: passed on.
-                unsafe { self.run_forward(plan, call, &stream) }
+                unsafe { self.run_forward(plan, call) }
             }
             Planned::Backward { plan, call: planned, pointed } => {
                 // SAFETY: passed on.
@@ -161,7 +152,8 @@ impl FmhaPlan {
                     let workspace = self.workspace(memory, call)?;
                     memory.backward(plan, call, gradients, workspace)?
                 };
-                plan.run(&mut args, &stream)
+                // SAFETY: passed on.
+                unsafe { plan.run_on_raw(&mut args, call.stream as u64) }
             }
             Planned::Combine { .. } => wrong_kind("fmha_run", "combine", "fmha_run_combine"),
         }
@@ -170,7 +162,7 @@ impl FmhaPlan {
     /// # Safety
     /// As [`Self::run`].
     #[inline]
-    unsafe fn run_forward(&self, plan: &FwdPlan, call: &FmhaCall, stream: &Stream) -> Result<()> {
+    unsafe fn run_forward(&self, plan: &FwdPlan, call: &FmhaCall) -> Result<()> {
         let (problem, memory) = (plan.problem(), Memory(self.space));
         // SAFETY: passed on.
         let cache = unsafe { call.cache.as_ref() };
@@ -193,7 +185,8 @@ impl FmhaPlan {
             args.score = memory.score(problem, call)?;
             args.workspace = self.workspace(memory, call)?;
         }
-        plan.run(&mut args, stream)
+        // SAFETY: passed on.
+        unsafe { plan.run_on_raw(&mut args, call.stream as u64) }
     }
 
     /// # Safety
@@ -225,8 +218,8 @@ impl FmhaPlan {
                 lse: memory.write_if(problem.write_lse, call.lse.cast(), lse_bytes),
             }
         };
-        // SAFETY: as above, of the stream.
-        plan.run(&mut args, &unsafe { self.stream(call.stream) })
+        // SAFETY: passed on.
+        unsafe { plan.run_on_raw(&mut args, call.stream as u64) }
     }
 }
 

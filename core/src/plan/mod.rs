@@ -156,9 +156,23 @@ impl<P: Problem> Plan<P> {
     /// # Errors
     /// [`Error::Problem`](crate::Error::Problem) for a stream of another device, operands that do not fit, lengths that
     /// are wrong where they are checked; what the driver said.
+    #[inline]
     pub fn run(&self, args: &mut P::Args<'_>, stream: &Stream) -> Result<()> {
+        let stream = stream.of(&self.0.device)?;
+        // SAFETY: `Stream::of` gave a live handle of this device's.
+        unsafe { self.run_on_raw(args, stream) }
+    }
+
+    /// As [`run`](Self::run), on a stream by its driver's handle (0: the default one): for callers who have nothing else,
+    /// as those of the C library.
+    ///
+    /// # Safety
+    /// As [`Stream::from_raw`].
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub unsafe fn run_on_raw(&self, args: &mut P::Args<'_>, stream: u64) -> Result<()> {
         let Sealed { problem, device, space, parts, launch, checks_lengths } = &*self.0;
-        let stream = stream.of(device)?;
         problem.check(args, parts.workspace, *space)?;
         let args = P::borrowed(args);
         let queues = device.queues()?;
@@ -166,7 +180,7 @@ impl<P: Problem> Plan<P> {
         match (problem.lengths(args), queues) {
             (Some((problem, seq)), _) if *space == MemorySpace::Host => sequences = spans(problem, seq)?,
             (Some((problem, seq)), Some(queues)) if *checks_lengths => {
-                // SAFETY: `Stream::of` gave a live handle.
+                // SAFETY: the caller promised a live stream of the device.
                 unsafe { queues.synchronize(stream)? };
                 check_lengths(problem, seq, |slice, bytes| {
                     // SAFETY: the check saw that the slice covers them; its maker promised the memory.
