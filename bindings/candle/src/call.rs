@@ -1,0 +1,459 @@
+//! One call: candle's layouts become a problem, a plan is made and run, forward and, as candle asks for it, backward.
+
+use std::sync::{Arc, OnceLock};
+
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp3, DType, Error, Layout, Result, Shape, Storage, Tensor, bail,
+};
+use fmha::{
+    Bias, BlockTable, BwdArgs, BwdProblem, Dims, DropoutSeed, FwdArgs, FwdProblem, KvLayout, MaskAlign,
+    MaskShape, MaskSpec, PlanOptions, QLayout, ScoreArgs, SeqArgs, Totals,
+};
+
+use crate::memory::{Input, Output, Place, Stored, extent};
+use crate::{Options, Sequences};
+
+/// Packed sequences, their tables contiguous, as the kernels read them.
+#[derive(Clone)]
+pub(crate) struct Packed {
+    cu_seqlens_q: Tensor,
+    /// Where each sequence's keys begin; of a paged cache, each sequence's number of keys.
+    keys: Tensor,
+    batch: usize,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    block_table: Option<Tensor>,
+}
+
+/// An index table as the kernels read it: contiguous, 32 bits.
+fn table(field: &'static str, tensor: &Tensor, axes: usize) -> Result<Tensor> {
+    if !matches!(tensor.dtype(), DType::U32 | DType::I32) {
+        bail!("{field} is {}, where u32 or i32 is wanted", tensor.dtype().as_str());
+    }
+    if tensor.rank() != axes {
+        bail!("{field} has {} axes, where {axes} are wanted", tensor.rank());
+    }
+    tensor.detach().contiguous()
+}
+
+impl Packed {
+    pub(crate) fn new(sequences: &Sequences) -> Result<Self> {
+        let cu_seqlens_q = table("seqlens_q", &sequences.seqlens_q, 1)?;
+        let cu_seqlens_k = table("seqlens_k", &sequences.seqlens_k, 1)?;
+        let (offsets, offsets_k) = (cu_seqlens_q.dim(0)?, cu_seqlens_k.dim(0)?);
+        if offsets == 0 || offsets != offsets_k {
+            bail!("seqlens_k has {offsets_k} offsets, seqlens_q {offsets}: each has batch + 1");
+        }
+        let batch = offsets - 1;
+        let block_table = match &sequences.block_table {
+            Some(block_table) => Some(table("block_table", block_table, 2)?),
+            None => None,
+        };
+        let keys = match &block_table {
+            None => cu_seqlens_k,
+            Some(block_table) if block_table.dim(0)? != batch => {
+                bail!("block_table has {} rows, but there are {batch} sequences", block_table.dim(0)?)
+            }
+            // A difference of the offsets, on their device, so that the host waits for nothing.
+            Some(_) => (cu_seqlens_k.narrow(0, 1, batch)? - cu_seqlens_k.narrow(0, 0, batch)?)?,
+        };
+        let Sequences { max_seqlen_q, max_seqlen_k, .. } = *sequences;
+        Ok(Self { cu_seqlens_q, keys, batch, max_seqlen_q, max_seqlen_k, block_table })
+    }
+}
+
+/// The custom op: what is asked for, and LSE once the forward has run.
+#[derive(Clone)]
+pub(crate) struct Attend {
+    options: Options,
+    packed: Option<Packed>,
+    lse: Arc<OnceLock<Tensor>>,
+}
+
+impl Attend {
+    pub(crate) fn new(options: &Options, packed: Option<Packed>) -> Result<Self> {
+        let mut options = options.clone();
+        if let Some(slopes) = &options.alibi_slopes {
+            if slopes.dtype() != DType::F32 {
+                bail!("alibi_slopes is {}, where f32 is wanted", slopes.dtype().as_str());
+            }
+            options.alibi_slopes = Some(slopes.detach().contiguous()?);
+        }
+        Ok(Self { options, packed, lse: Arc::default() })
+    }
+
+    /// O, whose gradient candle asks this op for, and LSE.
+    pub(crate) fn apply(self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
+        let lse = Arc::clone(&self.lse);
+        let o = q.apply_op3(k, v, self)?;
+        match lse.get() {
+            Some(lse) => Ok((o, lse.clone())),
+            None => bail!("lse: the forward has not run"),
+        }
+    }
+
+    fn mask(&self, seqlen_k: u32) -> MaskSpec {
+        // As in candle-flash-attn, a bound beyond the number of keys is none.
+        let bound = |size: Option<usize>| {
+            size.and_then(|size| u32::try_from(size).ok()).filter(|&size| size <= seqlen_k)
+        };
+        match (bound(self.options.window_size_left), bound(self.options.window_size_right)) {
+            (None, None) => MaskSpec::NONE,
+            (None, Some(0)) => MaskSpec::CAUSAL,
+            (left, right) => {
+                let shape = MaskShape::Window { left, right, align: MaskAlign::BottomRight };
+                MaskSpec { shape, ..MaskSpec::NONE }
+            }
+        }
+    }
+
+    fn problem(&self, q: &Input<'_>, k: &Input<'_>, v: &Input<'_>) -> Result<FwdProblem> {
+        let dtype = q.float()?;
+        for tensor in [k, v] {
+            if tensor.float()? != dtype {
+                bail!("{} is {}, but q is {}", tensor.field, tensor.dtype.as_str(), q.dtype.as_str());
+            }
+        }
+        let axes = |input: &Input<'_>| -> Result<[u32; 4]> {
+            let mut extents = [1; 4];
+            let given = input.dims();
+            let names = &["batch", "seq", "head", "dim"][4usize.saturating_sub(given.len())..];
+            for (place, (&size, name)) in given.iter().zip(names).enumerate() {
+                extents[place + 4 - names.len()] = extent(input.field, name, size)?;
+            }
+            Ok(extents)
+        };
+        let paged = self.packed.as_ref().is_some_and(|packed| packed.block_table.is_some());
+        for (input, wanted) in [
+            (q, if self.packed.is_some() { 3 } else { 4 }),
+            (k, if self.packed.is_some() && !paged { 3 } else { 4 }),
+            (v, if self.packed.is_some() && !paged { 3 } else { 4 }),
+        ] {
+            if input.dims().len() != wanted {
+                bail!(
+                    "{} has {} axes {:?}, where {wanted} are wanted",
+                    input.field,
+                    input.dims().len(),
+                    input.dims()
+                );
+            }
+        }
+        let [batch, seqlen_q, num_heads_q, head_dim_qk] = axes(q)?;
+        let [batch_k, seqlen_k, num_heads_kv, head_dim_k] = axes(k)?;
+        let [batch_v, seqlen_v, num_heads_v, head_dim_v] = axes(v)?;
+        for (what, of_k, wanted) in [
+            ("k has head_dim", head_dim_k, head_dim_qk),
+            ("v has batch", batch_v, batch_k),
+            ("v has seqlen", seqlen_v, seqlen_k),
+            ("v has num_heads_kv", num_heads_v, num_heads_kv),
+        ] {
+            if of_k != wanted {
+                bail!("{what} {of_k}, where {wanted} is wanted");
+            }
+        }
+        let (q_layout, kv_layout, dims) = match &self.packed {
+            None if batch_k != batch => bail!("k has batch {batch_k}, but q has {batch}"),
+            None => {
+                let dims =
+                    Dims { batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v };
+                (QLayout::Batch, KvLayout::Strided, dims)
+            }
+            Some(packed) => {
+                let dims = Dims {
+                    batch: extent("seqlens_q", "batch", packed.batch)?,
+                    seqlen_q: extent("max_seqlen_q", "seq", packed.max_seqlen_q)?,
+                    seqlen_k: extent("max_seqlen_k", "seq", packed.max_seqlen_k)?,
+                    num_heads_q,
+                    num_heads_kv,
+                    head_dim_qk,
+                    head_dim_v,
+                };
+                let kv_layout =
+                    if paged { KvLayout::Paged { page_size: seqlen_k } } else { KvLayout::Packed };
+                (QLayout::Packed, kv_layout, dims)
+            }
+        };
+        let bias = match &self.options.alibi_slopes {
+            None => Bias::None,
+            Some(slopes) => {
+                let (heads, sequences) = (num_heads_q as usize, dims.batch as usize);
+                match *slopes.dims() {
+                    [given] if given == heads => Bias::Alibi { per_batch: false },
+                    [rows, given] if given == heads && rows == sequences => Bias::Alibi { per_batch: true },
+                    ref given => bail!(
+                        "alibi_slopes has dims {given:?}, where [{heads}] or [{sequences}, {heads}] is wanted"
+                    ),
+                }
+            }
+        };
+        Ok(FwdProblem::new(q_layout, kv_layout, dtype, dims)
+            .seqused_k(paged)
+            .strides_q(q.strides()?)
+            .strides_k(k.strides()?)
+            .strides_v(v.strides()?)
+            .mask(self.mask(dims.seqlen_k))
+            .softmax_scale(self.options.softmax_scale)
+            .softcap(self.options.softcap.filter(|&softcap| softcap != 0.0))
+            .bias(bias)
+            .p_drop(self.options.p_drop)
+            .write_lse(true))
+    }
+
+    fn plan_options(&self, place: &Place) -> PlanOptions {
+        PlanOptions::default()
+            .allow_fallback(self.options.allow_fallback)
+            .deterministic(self.options.deterministic)
+            .batch_invariant(self.options.batch_invariant)
+            // On the CPU it costs nothing, and an offset that decreases is an error.
+            .check_lengths(place.is_cpu() && self.packed.is_some())
+    }
+
+    /// O and LSE.
+    fn forward(
+        &self,
+        q: &Input<'_>,
+        k: &Input<'_>,
+        v: &Input<'_>,
+        place: &Place,
+    ) -> Result<(Output, Output)> {
+        let problem = self.problem(q, k, v)?;
+        let totals = self.totals(q, k)?;
+        let shape_o: Vec<usize> = with_last(q.dims(), problem.dims.head_dim_v);
+        let shape_lse = match totals.total_q {
+            Some(total) => vec![problem.dims.num_heads_q as usize, total as usize],
+            None => [problem.dims.batch, problem.dims.num_heads_q, problem.dims.seqlen_q]
+                .map(|n| n as usize)
+                .to_vec(),
+        };
+        let problem = problem.validate().map_err(Error::wrap)?;
+        let plan = place.device.plan_fwd(&problem, &self.plan_options(place)).map_err(Error::wrap)?;
+        let mut o = place.zeros(shape_o, q.dtype)?;
+        let mut lse = place.zeros(shape_lse, DType::F32)?;
+        let mut workspace = place.zeros(plan.workspace().bytes as usize, DType::U8)?;
+        {
+            let held = Held::new(self)?;
+            let inputs = held.inputs(place)?;
+            let (mut o, mut lse) = (o.write()?, lse.write()?);
+            let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice()?);
+            args.lse = Some(lse.slice()?);
+            (args.seq, args.score) = inputs.args(totals, self);
+            let bytes = workspace.bytes();
+            let mut scratch = workspace.write()?;
+            args.workspace = if bytes == 0 { None } else { Some(scratch.slice()?) };
+            plan.run(&mut args, &place.stream()).map_err(Error::wrap)?;
+        }
+        Ok((o, lse))
+    }
+
+    /// dQ, dK and dV.
+    fn backward(&self, given: [(&'static str, &Tensor); 6]) -> Result<[Tensor; 3]> {
+        let storages = given.map(|(field, tensor)| (field, tensor.storage_and_layout()));
+        let (_, (first, _)) = &storages[0];
+        let place = Stored::of("q", first)?.place()?;
+        let mut inputs = Vec::with_capacity(storages.len());
+        for (field, (storage, layout)) in &storages {
+            inputs.push(Input::new(field, Stored::of(field, storage)?, layout, &place)?);
+        }
+        let [q, k, v, o, lse, dout] = &inputs[..] else { bail!("a backward has six inputs") };
+        let problem = self.problem(q, k, v)?;
+        let totals = self.totals(q, k)?;
+        let contiguous = fmha::Strides::bshd;
+        let extents = problem.extents(totals);
+        let problem = BwdProblem::new(problem.strides_o(o.strides()?))
+            .strides_dout(dout.strides()?)
+            .strides_dq(contiguous(extents.q))
+            .strides_dk(contiguous(extents.k))
+            .strides_dv(contiguous(extents.v));
+        let problem = problem.validate().map_err(Error::wrap)?;
+        let plan = place.device.plan_bwd(&problem, &self.plan_options(&place)).map_err(Error::wrap)?;
+        let mut gradients = [
+            place.zeros(q.dims(), q.dtype)?,
+            place.zeros(k.dims(), q.dtype)?,
+            place.zeros(v.dims(), q.dtype)?,
+        ];
+        let mut workspace = place.zeros(plan.workspace().bytes as usize, DType::U8)?;
+        {
+            let held = Held::new(self)?;
+            let tables = held.inputs(&place)?;
+            let [dq, dk, dv] = &mut gradients;
+            let (mut dq, mut dk, mut dv) = (dq.write()?, dk.write()?, dv.write()?);
+            let bytes = workspace.bytes();
+            let mut scratch = workspace.write()?;
+            let (seq, score) = tables.args(totals, self);
+            let mut args = BwdArgs {
+                q: q.slice(),
+                k: k.slice(),
+                v: v.slice(),
+                o: o.slice(),
+                lse: lse.slice(),
+                dout: dout.slice(),
+                dlse: None,
+                dq: dq.slice()?,
+                dk: dk.slice()?,
+                dv: dv.slice()?,
+                dbias: None,
+                dsink: None,
+                seq,
+                score,
+                workspace: if bytes == 0 { None } else { Some(scratch.slice()?) },
+            };
+            plan.run(&mut args, &place.stream()).map_err(Error::wrap)?;
+        }
+        Ok(gradients.map(Output::into_tensor))
+    }
+
+    fn totals(&self, q: &Input<'_>, k: &Input<'_>) -> Result<Totals> {
+        let Some(packed) = &self.packed else { return Ok(Totals::NONE) };
+        let rows = |input: &Input<'_>| Ok::<_, Error>(Some(extent(input.field, "seq", input.dims()[0])?));
+        let (total_q, keys) = (rows(q)?, rows(k)?);
+        Ok(match packed.block_table {
+            Some(_) => Totals { total_q, num_pages: keys, ..Totals::NONE },
+            None => Totals { total_q, total_k: keys, ..Totals::NONE },
+        })
+    }
+
+    fn run(&self, given: [(&'static str, Stored<'_>, &Layout); 3]) -> Result<(Storage, Shape)> {
+        let place = given[0].1.place()?;
+        let [q, k, v] = given.map(|(field, stored, layout)| Input::new(field, stored, layout, &place));
+        let (o, lse) = self.forward(&q?, &k?, &v?, &place)?;
+        if self.lse.set(lse.into_tensor()).is_err() {
+            bail!("lse: this op has run before");
+        }
+        Ok(o.into_storage())
+    }
+}
+
+fn with_last(dims: &[usize], last: u32) -> Vec<usize> {
+    let mut dims = dims.to_vec();
+    if let Some(end) = dims.last_mut() {
+        *end = last as usize;
+    }
+    dims
+}
+
+type Guard<'a> = (&'static str, (candle_core::StorageRef<'a>, &'a Layout));
+
+/// The tables and slopes of a call, their storages locked for reading.
+struct Held<'a> {
+    guards: Vec<Guard<'a>>,
+}
+
+impl<'a> Held<'a> {
+    fn new(op: &'a Attend) -> Result<Self> {
+        let mut guards = Vec::new();
+        let mut hold = |field, tensor: &'a Tensor| guards.push((field, tensor.storage_and_layout()));
+        if let Some(packed) = &op.packed {
+            hold("seqlens_q", &packed.cu_seqlens_q);
+            hold("seqlens_k", &packed.keys);
+            if let Some(block_table) = &packed.block_table {
+                hold("block_table", block_table);
+            }
+        }
+        if let Some(slopes) = &op.options.alibi_slopes {
+            hold("alibi_slopes", slopes);
+        }
+        Ok(Self { guards })
+    }
+
+    fn inputs<'b>(&'b self, place: &'b Place) -> Result<Tables<'b>> {
+        let mut inputs = Vec::with_capacity(self.guards.len());
+        for (field, (storage, layout)) in &self.guards {
+            inputs.push(Input::new(field, Stored::of(field, storage)?, layout, place)?);
+        }
+        Ok(Tables { inputs })
+    }
+}
+
+/// The tables and slopes of a call as it takes them.
+struct Tables<'a> {
+    inputs: Vec<Input<'a>>,
+}
+
+impl<'a> Tables<'a> {
+    fn find(&self, field: &str) -> Option<&Input<'a>> {
+        self.inputs.iter().find(|input| input.field == field)
+    }
+
+    fn args(&self, totals: Totals, op: &Attend) -> (SeqArgs<'a>, ScoreArgs<'a>) {
+        let slice = |field: &str| self.find(field).map(Input::slice);
+        let paged = totals.num_pages.is_some();
+        let mut seq = SeqArgs::default();
+        seq.totals = totals;
+        seq.cu_seqlens_q = slice("seqlens_q");
+        seq.cu_seqlens_k = slice("seqlens_k").filter(|_| !paged);
+        seq.seqused_k = slice("seqlens_k").filter(|_| paged);
+        seq.block_table = self.find("block_table").map(|table| BlockTable {
+            pages: table.slice(),
+            max_pages: table.dims().get(1).map_or(0, |&pages| pages as u32),
+        });
+        let mut score = ScoreArgs::default();
+        score.alibi_slopes = slice("alibi_slopes");
+        score.dropout = DropoutSeed { seed: op.options.seed, offset: 0 };
+        (seq, score)
+    }
+}
+
+impl CustomOp3 for Attend {
+    fn name(&self) -> &'static str {
+        "fmha"
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        q_layout: &Layout,
+        k: &CpuStorage,
+        k_layout: &Layout,
+        v: &CpuStorage,
+        v_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let run = self.run([
+            ("q", Stored::Cpu(q), q_layout),
+            ("k", Stored::Cpu(k), k_layout),
+            ("v", Stored::Cpu(v), v_layout),
+        ]);
+        match run? {
+            (Storage::Cpu(storage), shape) => Ok((storage, shape)),
+            _ => bail!("O of tensors on the CPU lies there"),
+        }
+    }
+
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        q_layout: &Layout,
+        k: &CudaStorage,
+        k_layout: &Layout,
+        v: &CudaStorage,
+        v_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let run = self.run([
+            ("q", Stored::Cuda(q), q_layout),
+            ("k", Stored::Cuda(k), k_layout),
+            ("v", Stored::Cuda(v), v_layout),
+        ]);
+        match run? {
+            (Storage::Cuda(storage), shape) => Ok((storage, shape)),
+            _ => bail!("O of tensors on a CUDA device lies there"),
+        }
+    }
+
+    fn bwd(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        o: &Tensor,
+        dout: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        if self.packed.as_ref().is_some_and(|packed| packed.block_table.is_some()) {
+            bail!("block_table: a paged cache has no gradient");
+        }
+        let Some(lse) = self.lse.get() else { bail!("lse: the forward has not run") };
+        // A gradient that candle broadcasts has no stride of 1.
+        let dout = if dout.stride().last() == Some(&1) { dout.clone() } else { dout.contiguous()? };
+        let [dq, dk, dv] =
+            self.backward([("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse), ("dout", &dout)])?;
+        Ok((Some(dq), Some(dk), Some(dv)))
+    }
+}

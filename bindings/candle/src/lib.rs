@@ -1,0 +1,301 @@
+//! Fused multi-head attention for [candle](candle_core): the functions of `candle-flash-attn` by name, argument order and
+//! meaning, and what they lack: the CPU, f32, gradients, LSE, dropout, head dimensions that are no multiple of 8. Nothing
+//! here is built by nvcc; the kernels of a CUDA device are compiled at the first call that needs them, and kept.
+//!
+//! A model changes over by one line, `use fmha_candle as candle_flash_attn;`:
+//!
+//! ```
+//! use candle_core::{Device, Tensor, Var};
+//!
+//! let q = Var::randn(0f32, 1.0, (1, 16, 4, 32), &Device::Cpu)?; // batch, seqlen_q, num_heads_q, head_dim
+//! let k = Tensor::randn(0f32, 1.0, (1, 24, 2, 32), &Device::Cpu)?; // batch, seqlen_k, num_heads_kv, head_dim
+//! let v = Tensor::randn(0f32, 1.0, (1, 24, 2, 32), &Device::Cpu)?;
+//! let o = fmha_candle::flash_attn(&q, &k, &v, 1.0 / 32f32.sqrt(), true)?;
+//! assert_eq!(o.dims(), [1, 16, 4, 32]);
+//!
+//! let gradients = o.sum_all()?.backward()?;
+//! assert_eq!(gradients.get(&q).map(Tensor::dims), Some(&[1, 16, 4, 32][..]));
+//! # Ok::<(), candle_core::Error>(())
+//! ```
+//!
+//! [`attention`] and [`attention_varlen`] have everything, by the names of fmha's contract.
+//!
+//! Q, K and V are f32, f16 or bf16, of one type, on one device, with any strides whose last is 1. A causal mask or a window
+//! stands at the last key: the last query sees the last key. A query that sees no key has O = 0. Where no fast kernel
+//! takes a call, it runs on the fallback kernel, which is right and slow ([`Options::allow_fallback`]).
+//!
+//! # Errors
+//! Every function refuses what it cannot do before anything is launched, with the field's name and the number.
+
+mod call;
+mod memory;
+
+use candle_core::{Result, Tensor, bail};
+
+use call::{Attend, Packed};
+
+/// How scores are made and which of them count. [`Options::default`]: every key is seen, `1 / sqrt(head_dim)`.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Options {
+    /// Multiplies `Q K^T`; `None` = `1 / sqrt(head_dim)`.
+    pub softmax_scale: Option<f32>,
+    /// Keys before the diagonal that a query sees; `None` = all.
+    pub window_size_left: Option<usize>,
+    /// Keys beyond the diagonal that a query sees; `None` = all; 0 with no bound to the left is the causal mask.
+    pub window_size_right: Option<usize>,
+    /// `softcap * tanh(S / softcap)`, before the bias; `None` or 0 = none.
+    pub softcap: Option<f32>,
+    /// Slopes of ALiBi, f32 `[num_heads_q]` or `[batch, num_heads_q]`; they get no gradient.
+    pub alibi_slopes: Option<Tensor>,
+    /// Probability that a P is dropped.
+    pub p_drop: f32,
+    /// Which P are dropped: the same on every device.
+    pub seed: u64,
+    /// Gradients with the same bits on every run.
+    pub deterministic: bool,
+    /// The bits of a sequence do not depend on the batch around it.
+    pub batch_invariant: bool,
+    /// Whether the fallback kernel, which is right and slow, may serve where no fast one takes the call.
+    pub allow_fallback: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            softmax_scale: None,
+            window_size_left: None,
+            window_size_right: None,
+            softcap: None,
+            alibi_slopes: None,
+            p_drop: 0.0,
+            seed: 0,
+            deterministic: false,
+            batch_invariant: false,
+            allow_fallback: true,
+        }
+    }
+}
+
+macro_rules! setters {
+    ($($(#[$doc:meta])* $name:ident: $type:ty;)*) => {$(
+        $(#[$doc])*
+        #[must_use]
+        pub fn $name(mut self, $name: $type) -> Self {
+            self.$name = $name.into();
+            self
+        }
+    )*};
+}
+
+impl Options {
+    /// A query sees no key beyond its own position, counted from the last key.
+    #[must_use]
+    pub fn causal(self) -> Self {
+        self.window(None, Some(0))
+    }
+
+    /// A query sees `left` keys before its own position and `right` beyond it; `None` = all on that side.
+    #[must_use]
+    pub fn window(mut self, left: Option<usize>, right: Option<usize>) -> Self {
+        (self.window_size_left, self.window_size_right) = (left, right);
+        self
+    }
+
+    /// Drops each P with probability `p_drop`; `seed` says which.
+    #[must_use]
+    pub fn dropout(mut self, p_drop: f32, seed: u64) -> Self {
+        (self.p_drop, self.seed) = (p_drop, seed);
+        self
+    }
+
+    setters! {
+        /// Multiplies `Q K^T`.
+        softmax_scale: impl Into<Option<f32>>;
+        /// `softcap * tanh(S / softcap)`, before the bias.
+        softcap: impl Into<Option<f32>>;
+        /// Slopes of ALiBi, f32 `[num_heads_q]` or `[batch, num_heads_q]`.
+        alibi_slopes: impl Into<Option<Tensor>>;
+        /// Gradients with the same bits on every run.
+        deterministic: bool;
+        /// The bits of a sequence do not depend on the batch around it.
+        batch_invariant: bool;
+        /// Whether the fallback kernel may serve.
+        allow_fallback: bool;
+    }
+}
+
+/// Attention of equal lengths: q `[batch, seqlen_q, num_heads_q, head_dim]`, k and v `[batch, seqlen_k, num_heads_kv,
+/// head_dim]`, the head dimension of v as it likes. Gives O, shaped like q with v's head dimension, and LSE, f32
+/// `[batch, num_heads_q, seqlen_q]`, the natural logarithm of each row's sum (-inf for a row that sees no key), which
+/// carries no gradient.
+///
+/// # Errors
+/// As [the crate](crate) says.
+pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Result<(Tensor, Tensor)> {
+    Attend::new(options, None)?.apply(q, k, v)
+}
+
+/// Sequences one after another: which rows of Q, K and V are whose.
+#[derive(Clone, Debug)]
+pub struct Sequences {
+    /// Where each sequence's queries begin and the last one's end, u32 or i32 `[batch + 1]`.
+    pub seqlens_q: Tensor,
+    /// Where each sequence's keys begin and the last one's end, u32 or i32 `[batch + 1]`; of a paged cache, whose keys lie in
+    /// pages, each sequence's number of keys is taken from it.
+    pub seqlens_k: Tensor,
+    /// No sequence has more queries.
+    pub max_seqlen_q: usize,
+    /// No sequence has more keys.
+    pub max_seqlen_k: usize,
+    /// Which pages hold a sequence's keys, u32 or i32 `[batch, max_pages]`, where k and v are paged.
+    pub block_table: Option<Tensor>,
+}
+
+/// Attention of packed sequences: q `[total_q, num_heads_q, head_dim]`, k and v `[total_k, num_heads_kv, head_dim]`, or of a
+/// paged cache `[num_pages, page_size, num_heads_kv, head_dim]`. Gives O, shaped like q, and LSE, f32 `[num_heads_q,
+/// total_q]`. Rows that belong to no sequence are 0, in gradients too. A paged cache has no gradient.
+///
+/// # Errors
+/// As [the crate](crate) says.
+pub fn attention_varlen(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    sequences: &Sequences,
+    options: &Options,
+) -> Result<(Tensor, Tensor)> {
+    Attend::new(options, Some(Packed::new(sequences)?))?.apply(q, k, v)
+}
+
+fn causal_window(causal: bool) -> Option<usize> {
+    causal.then_some(0)
+}
+
+/// Declares a function of candle-flash-attn: its arguments in their order, and the options and sequences that they mean.
+macro_rules! flash_attn {
+    ($($(#[$doc:meta])* $name:ident($($argument:ident: $type:ty),*) => $options:expr $(, $sequences:expr)?;)*) => {$(
+        $(#[$doc])*
+        ///
+        /// # Errors
+        /// As [the crate](crate) says.
+        #[allow(clippy::too_many_arguments, reason = "the signature is candle-flash-attn's")]
+        pub fn $name(q: &Tensor, k: &Tensor, v: &Tensor, $($argument: $type),*) -> Result<Tensor> {
+            flash_attn!(@run q, k, v, $options $(, $sequences)?)
+        }
+    )*};
+    (@run $q:ident, $k:ident, $v:ident, $options:expr) => { Ok(attention($q, $k, $v, &$options)?.0) };
+    (@run $q:ident, $k:ident, $v:ident, $options:expr, $sequences:expr) => {
+        Ok(attention_varlen($q, $k, $v, &$sequences, &$options)?.0)
+    };
+}
+
+fn scaled(softmax_scale: f32, left: Option<usize>, right: Option<usize>) -> Options {
+    Options::default().softmax_scale(softmax_scale).window(left, right)
+}
+
+fn sequences(seqlens_q: &Tensor, seqlens_k: &Tensor, max_seqlen_q: usize, max_seqlen_k: usize) -> Sequences {
+    let (seqlens_q, seqlens_k) = (seqlens_q.clone(), seqlens_k.clone());
+    Sequences { seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k, block_table: None }
+}
+
+flash_attn! {
+    /// Attention of equal lengths, `[batch, seqlen, num_heads, head_dim]` each; K and V may have fewer heads.
+    flash_attn(softmax_scale: f32, causal: bool) => scaled(softmax_scale, None, causal_window(causal));
+
+    /// As [`flash_attn`], each query seeing a window of the keys.
+    flash_attn_windowed(
+        softmax_scale: f32, window_size_left: Option<usize>, window_size_right: Option<usize>
+    ) => scaled(softmax_scale, window_size_left, window_size_right);
+
+    /// As [`flash_attn`], with ALiBi's slopes, f32 `[num_heads_q]`.
+    flash_attn_alibi(alibi_slopes: &Tensor, softmax_scale: f32, causal: bool) =>
+        scaled(softmax_scale, None, causal_window(causal)).alibi_slopes(alibi_slopes.clone());
+
+    /// As [`flash_attn_alibi`], each query seeing a window of the keys.
+    flash_attn_alibi_windowed(
+        alibi_slopes: &Tensor, softmax_scale: f32, window_size_left: Option<usize>, window_size_right: Option<usize>
+    ) => scaled(softmax_scale, window_size_left, window_size_right).alibi_slopes(alibi_slopes.clone());
+
+    /// As [`flash_attn_windowed`], with ALiBi's slopes where there are any, and scores capped softly.
+    flash_attn_alibi_windowed_softcap(
+        alibi_slopes: Option<&Tensor>, softmax_scale: f32, window_size_left: Option<usize>,
+        window_size_right: Option<usize>, softcap: f32
+    ) => scaled(softmax_scale, window_size_left, window_size_right).alibi_slopes(alibi_slopes.cloned()).softcap(softcap);
+
+    /// Attention of packed sequences, `[total, num_heads, head_dim]` each. `seqlens_q` and `seqlens_k`, u32 `[batch + 1]`, say
+    /// where each begins.
+    flash_attn_varlen(
+        seqlens_q: &Tensor, seqlens_k: &Tensor, max_seqlen_q: usize, max_seqlen_k: usize, softmax_scale: f32,
+        causal: bool
+    ) => scaled(softmax_scale, None, causal_window(causal)),
+        sequences(seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k);
+
+    /// As [`flash_attn_varlen`], each query seeing a window of its sequence's keys.
+    flash_attn_varlen_windowed(
+        seqlens_q: &Tensor, seqlens_k: &Tensor, max_seqlen_q: usize, max_seqlen_k: usize, softmax_scale: f32,
+        window_size_left: Option<usize>, window_size_right: Option<usize>
+    ) => scaled(softmax_scale, window_size_left, window_size_right),
+        sequences(seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k);
+
+    /// As [`flash_attn_varlen`], with ALiBi's slopes, f32 `[num_heads_q]`.
+    flash_attn_varlen_alibi(
+        alibi_slopes: &Tensor, seqlens_q: &Tensor, seqlens_k: &Tensor, max_seqlen_q: usize, max_seqlen_k: usize,
+        softmax_scale: f32, causal: bool
+    ) => scaled(softmax_scale, None, causal_window(causal)).alibi_slopes(alibi_slopes.clone()),
+        sequences(seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k);
+
+    /// As [`flash_attn_varlen_alibi`], each query seeing a window of its sequence's keys.
+    flash_attn_varlen_alibi_windowed(
+        alibi_slopes: &Tensor, seqlens_q: &Tensor, seqlens_k: &Tensor, max_seqlen_q: usize, max_seqlen_k: usize,
+        softmax_scale: f32, window_size_left: Option<usize>, window_size_right: Option<usize>
+    ) => scaled(softmax_scale, window_size_left, window_size_right).alibi_slopes(alibi_slopes.clone()),
+        sequences(seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k);
+
+    /// As [`flash_attn_varlen_windowed`], with ALiBi's slopes where there are any, and scores capped softly.
+    flash_attn_varlen_alibi_windowed_softcap(
+        alibi_slopes: Option<&Tensor>, seqlens_q: &Tensor, seqlens_k: &Tensor, max_seqlen_q: usize,
+        max_seqlen_k: usize, softmax_scale: f32, window_size_left: Option<usize>, window_size_right: Option<usize>,
+        softcap: f32
+    ) => scaled(softmax_scale, window_size_left, window_size_right).alibi_slopes(alibi_slopes.cloned()).softcap(softcap),
+        sequences(seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k);
+}
+
+/// As [`flash_attn_varlen_windowed`], K and V in pages, `[num_pages, page_block_size, num_heads_kv, head_dim]`; `block_table`,
+/// u32 `[batch, max_pages]`, says which pages hold a sequence's keys, and `seqlens_k` how many there are, summed up.
+///
+/// # Errors
+/// As [the crate](crate) says; `mm_prefix_ranges` where there are any, since the contract has no such mask;
+/// `page_block_size` where K's pages have another size.
+#[allow(clippy::too_many_arguments, reason = "the signature is candle-flash-attn's")]
+pub fn flash_attn_varlen_paged_windowed(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    block_table: &Tensor,
+    mm_prefix_ranges: Option<&Tensor>,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+    page_block_size: usize,
+    softcap: Option<f32>,
+) -> Result<Tensor> {
+    if let Some(ranges) = mm_prefix_ranges {
+        bail!(
+            "mm_prefix_ranges {:?}: keys that a range of queries sees beyond the mask are not in fmha's contract",
+            ranges.dims()
+        );
+    }
+    let (_, page_size, _, _) = k.dims4()?;
+    if page_size != page_block_size {
+        bail!("page_block_size {page_block_size}: the pages of k have {page_size} rows");
+    }
+    let mut sequences = sequences(seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k);
+    sequences.block_table = Some(block_table.clone());
+    let options = scaled(softmax_scale, window_size_left, window_size_right).softcap(softcap);
+    Ok(attention_varlen(q, k, v, &sequences, &options)?.0)
+}

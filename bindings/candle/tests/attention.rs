@@ -1,0 +1,528 @@
+//! Every function against attention written out in f64 with candle's own operations, whose autograd gives the gradients.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use fmha_candle::{Options, Sequences};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+/// What the tests compare: heads of one sequence, `[seqlen, heads, head_dim]`, in f64.
+struct Plain {
+    scale: f64,
+    left: Option<usize>,
+    right: Option<usize>,
+    softcap: Option<f64>,
+    slopes: Option<Vec<f64>>,
+}
+
+impl Plain {
+    fn new(head_dim: usize) -> Self {
+        Self { scale: 1.0 / (head_dim as f64).sqrt(), left: None, right: None, softcap: None, slopes: None }
+    }
+
+    fn causal(head_dim: usize) -> Self {
+        Self { right: Some(0), ..Self::new(head_dim) }
+    }
+
+    /// O `[seqlen_q, heads, head_dim]` and LSE `[heads, seqlen_q]`.
+    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
+        let (seqlen_q, heads, _) = q.dims3()?;
+        let (seqlen_k, heads_kv, _) = k.dims3()?;
+        let shared = |t: &Tensor| -> Result<Tensor> {
+            let (seq, _, dim) = t.dims3()?;
+            let t = t.transpose(0, 1)?.unsqueeze(1)?;
+            t.broadcast_as((heads_kv, heads / heads_kv, seq, dim))?.reshape((heads, seq, dim))
+        };
+        let (q, k, v) = (q.transpose(0, 1)?.contiguous()?, shared(k)?, shared(v)?);
+        let mut scores = (q.matmul(&k.transpose(1, 2)?.contiguous()?)? * self.scale)?;
+        if let Some(softcap) = self.softcap {
+            scores = ((scores / softcap)?.tanh()? * softcap)?;
+        }
+        let mut added = vec![0f64; heads * seqlen_q * seqlen_k];
+        for (at, added) in added.iter_mut().enumerate() {
+            let (head, i, j) = (at / (seqlen_q * seqlen_k), at / seqlen_k % seqlen_q, at % seqlen_k);
+            let distance = (i + seqlen_k) as i64 - seqlen_q as i64 - j as i64;
+            let hidden = self.left.is_some_and(|left| distance > left as i64)
+                || self.right.is_some_and(|right| -distance > right as i64);
+            if let Some(slopes) = &self.slopes {
+                *added -= slopes[head] * distance.abs() as f64;
+            }
+            if hidden {
+                *added = f64::NEG_INFINITY;
+            }
+        }
+        let scores = (scores + Tensor::from_vec(added, (heads, seqlen_q, seqlen_k), &Device::Cpu)?)?;
+        // A row without a key has a maximum of -inf, which must not be subtracted.
+        let max = scores.max_keepdim(2)?.detach().maximum(-1e300)?;
+        let p = scores.broadcast_sub(&max)?.exp()?;
+        let sum = p.sum_keepdim(2)?;
+        let lse = (sum.log()? + max)?.squeeze(2)?;
+        let o = p.broadcast_div(&sum.maximum(1e-100)?)?.matmul(&v)?;
+        Ok((o.transpose(0, 1)?.contiguous()?, lse))
+    }
+}
+
+fn random(rng: &mut StdRng, dims: &[usize]) -> Tensor {
+    let count = dims.iter().product();
+    let elems: Vec<f32> = (0..count).map(|_| rng.random_range(-1.5..1.5)).collect();
+    Tensor::from_vec(elems, dims, &Device::Cpu).unwrap()
+}
+
+fn f64s(tensor: &Tensor) -> Vec<f64> {
+    tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// The largest difference, -inf and -inf being equal; NaN where either has one.
+fn difference(left: &Tensor, right: &Tensor) -> f64 {
+    assert_eq!(left.dims(), right.dims());
+    let pairs = f64s(left).into_iter().zip(f64s(right));
+    pairs.map(|(left, right)| if left == right { 0.0 } else { (left - right).abs() }).fold(
+        0.0,
+        |most, next| {
+            if next.is_nan() || most.is_nan() { f64::NAN } else { most.max(next) }
+        },
+    )
+}
+
+fn close(left: &Tensor, right: &Tensor, tolerance: f64) {
+    let found = difference(left, right);
+    assert!(found <= tolerance, "they differ by {found}");
+}
+
+const F32: f64 = 2e-6;
+const GRADIENT: f64 = 1e-5;
+
+/// Q, K and V `[batch, seqlen, heads, head_dim]` as variables, in f32 and in f64.
+struct Case {
+    f32s: [Var; 3],
+    f64s: [Var; 3],
+}
+
+impl Case {
+    fn new(seed: u64, dims: [&[usize]; 3], dtype: DType) -> Self {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let f32s =
+            dims.map(|dims| Var::from_tensor(&random(&mut rng, dims).to_dtype(dtype).unwrap()).unwrap());
+        let f64s = [0, 1, 2].map(|at| Var::from_tensor(&f32s[at].to_dtype(DType::F64).unwrap()).unwrap());
+        Self { f32s, f64s }
+    }
+
+    /// O and LSE of each sequence of the batch, written out.
+    fn plain(&self, plain: &Plain) -> (Tensor, Tensor) {
+        let [q, k, v] = &self.f64s;
+        let batch = q.dim(0).unwrap();
+        let (mut os, mut lses) = (Vec::new(), Vec::new());
+        for b in 0..batch {
+            let (o, lse) = plain.attend(&q.get(b).unwrap(), &k.get(b).unwrap(), &v.get(b).unwrap()).unwrap();
+            os.push(o);
+            lses.push(lse);
+        }
+        (Tensor::stack(&os, 0).unwrap(), Tensor::stack(&lses, 0).unwrap())
+    }
+
+    /// Compares `o` and its gradients with those of `plain`, for a random dO.
+    fn check(&self, o: &Tensor, plain: &Tensor, tolerance: f64, gradient: f64) {
+        close(o, plain, tolerance);
+        let dout = random(&mut StdRng::seed_from_u64(99), o.dims());
+        let loss =
+            (o * dout.to_dtype(o.dtype()).unwrap()).unwrap().to_dtype(DType::F32).unwrap().sum_all().unwrap();
+        let found = loss.backward().unwrap();
+        let right =
+            (plain * dout.to_dtype(DType::F64).unwrap()).unwrap().sum_all().unwrap().backward().unwrap();
+        for (name, (found_of, right_of)) in ["q", "k", "v"].iter().zip(self.f32s.iter().zip(&self.f64s)) {
+            let differ = difference(found.get(found_of).unwrap(), right.get(right_of).unwrap());
+            assert!(differ <= gradient, "d{name} differs by {differ}");
+        }
+    }
+}
+
+#[test]
+fn flash_attn_of_equal_lengths_and_its_gradients() {
+    for (seed, causal, dims) in [
+        (1, false, [[2, 9, 4, 24], [2, 13, 2, 24], [2, 13, 2, 24]]),
+        (2, true, [[2, 9, 4, 24], [2, 13, 2, 24], [2, 13, 2, 24]]),
+        (3, true, [[1, 17, 3, 5], [1, 6, 1, 5], [1, 6, 1, 7]]),
+    ] {
+        let case = Case::new(seed, [&dims[0], &dims[1], &dims[2]], DType::F32);
+        let [q, k, v] = &case.f32s;
+        let plain = if causal { Plain::causal(dims[0][3]) } else { Plain::new(dims[0][3]) };
+        let o = fmha_candle::flash_attn(q, k, v, plain.scale as f32, causal).unwrap();
+        case.check(&o, &case.plain(&plain).0, F32, GRADIENT);
+    }
+}
+
+#[test]
+fn sixteen_bits_are_as_good_as_sixteen_bits_allow() {
+    for (dtype, tolerance) in [(DType::F16, 2e-3), (DType::BF16, 1.6e-2)] {
+        let case = Case::new(4, [&[2, 33, 4, 64], &[2, 40, 2, 64], &[2, 40, 2, 64]], dtype);
+        let [q, k, v] = &case.f32s;
+        let plain = Plain::causal(64);
+        let o = fmha_candle::flash_attn(q, k, v, 0.125, true).unwrap();
+        assert_eq!(o.dtype(), dtype);
+        case.check(&o, &case.plain(&plain).0, tolerance, 8.0 * tolerance);
+    }
+}
+
+#[test]
+fn windows_alibi_and_softcap() {
+    let dims: [&[usize]; 3] = [&[2, 11, 4, 16], &[2, 15, 2, 16], &[2, 15, 2, 16]];
+    let slopes = [0.5f32, 0.25, 0.125, 0.0625];
+    let tensor = Tensor::new(&slopes, &Device::Cpu).unwrap();
+    let of_slopes = || Some(slopes.iter().map(|&slope| f64::from(slope)).collect());
+    let case = Case::new(5, dims, DType::F32);
+    let [q, k, v] = &case.f32s;
+    let scale = 0.25;
+
+    for (left, right) in
+        [(Some(3), Some(0)), (Some(2), Some(4)), (None, Some(1)), (Some(5), None), (Some(400), Some(0))]
+    {
+        let plain = Plain { left, right, ..Plain::new(16) };
+        let o = fmha_candle::flash_attn_windowed(q, k, v, scale, left, right).unwrap();
+        case.check(&o, &case.plain(&plain).0, F32, GRADIENT);
+    }
+    let plain = Plain { slopes: of_slopes(), ..Plain::causal(16) };
+    let o = fmha_candle::flash_attn_alibi(q, k, v, &tensor, scale, true).unwrap();
+    case.check(&o, &case.plain(&plain).0, F32, GRADIENT);
+
+    let plain = Plain { slopes: of_slopes(), left: Some(6), right: Some(2), ..Plain::new(16) };
+    let o = fmha_candle::flash_attn_alibi_windowed(q, k, v, &tensor, scale, Some(6), Some(2)).unwrap();
+    case.check(&o, &case.plain(&plain).0, F32, GRADIENT);
+
+    let plain = Plain { softcap: Some(0.75), left: Some(6), right: Some(0), ..Plain::new(16) };
+    let o =
+        fmha_candle::flash_attn_alibi_windowed_softcap(q, k, v, None, scale, Some(6), Some(0), 0.75).unwrap();
+    case.check(&o, &case.plain(&plain).0, F32, GRADIENT);
+}
+
+#[test]
+fn lse_is_the_natural_logarithm_and_minus_infinity_without_a_key() {
+    let case = Case::new(6, [&[1, 9, 2, 8], &[1, 4, 2, 8], &[1, 4, 2, 8]], DType::F32);
+    let [q, k, v] = &case.f32s;
+    let (o, lse) = fmha_candle::attention(q, k, v, &Options::default().causal()).unwrap();
+    let (plain_o, plain_lse) = case.plain(&Plain::causal(8));
+    close(&lse, &plain_lse, F32);
+    assert_eq!(f64s(&lse)[0], f64::NEG_INFINITY);
+    case.check(&o, &plain_o, F32, GRADIENT);
+}
+
+/// Three sequences of a packed batch, one of them without queries, one without keys.
+struct PackedCase {
+    case: Case,
+    lengths: [(usize, usize); 4],
+    sequences: Sequences,
+}
+
+impl PackedCase {
+    fn new(seed: u64, dtype: DType) -> Self {
+        let lengths = [(7, 9), (0, 3), (5, 0), (6, 12)];
+        let total = |of: fn(&(usize, usize)) -> usize| lengths.iter().map(of).sum::<usize>();
+        let (total_q, total_k) = (total(|l| l.0), total(|l| l.1));
+        let case = Case::new(seed, [&[total_q, 4, 16], &[total_k, 2, 16], &[total_k, 2, 16]], dtype);
+        let offsets = |of: fn(&(usize, usize)) -> usize| {
+            let mut sum = 0u32;
+            let offsets = std::iter::once(0).chain(lengths.iter().map(|length| {
+                sum += of(length) as u32;
+                sum
+            }));
+            Tensor::new(offsets.collect::<Vec<_>>(), &Device::Cpu).unwrap()
+        };
+        let sequences = Sequences {
+            seqlens_q: offsets(|l| l.0),
+            seqlens_k: offsets(|l| l.1),
+            max_seqlen_q: 7,
+            max_seqlen_k: 12,
+            block_table: None,
+        };
+        Self { case, lengths, sequences }
+    }
+
+    /// O and LSE of the packed batch, written out.
+    fn plain(&self, plain: &Plain) -> (Tensor, Tensor) {
+        let [q, k, v] = &self.case.f64s;
+        let (mut at_q, mut at_k) = (0, 0);
+        let (mut os, mut lses) = (Vec::new(), Vec::new());
+        for (seqlen_q, seqlen_k) in self.lengths {
+            if seqlen_q > 0 && seqlen_k > 0 {
+                let [q, k, v] = [(q, at_q, seqlen_q), (k, at_k, seqlen_k), (v, at_k, seqlen_k)]
+                    .map(|(tensor, from, count)| tensor.narrow(0, from, count).unwrap());
+                let (o, lse) = plain.attend(&q, &k, &v).unwrap();
+                os.push(o);
+                lses.push(lse);
+            } else if seqlen_q > 0 {
+                os.push(Tensor::zeros((seqlen_q, 4, 16), DType::F64, &Device::Cpu).unwrap());
+                lses.push(Tensor::full(f64::NEG_INFINITY, (4, seqlen_q), &Device::Cpu).unwrap());
+            }
+            (at_q, at_k) = (at_q + seqlen_q, at_k + seqlen_k);
+        }
+        (Tensor::cat(&os, 0).unwrap(), Tensor::cat(&lses, 1).unwrap())
+    }
+}
+
+#[test]
+fn packed_sequences_and_their_gradients() {
+    let packed = PackedCase::new(7, DType::F32);
+    let [q, k, v] = &packed.case.f32s;
+    let Sequences { seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k, .. } = &packed.sequences;
+    let (max_q, max_k) = (*max_seqlen_q, *max_seqlen_k);
+    let slopes = Tensor::new(&[0.5f32, 0.25, 0.125, 0.0625], &Device::Cpu).unwrap();
+    let of_slopes = || Some(vec![0.5, 0.25, 0.125, 0.0625]);
+    let check = |o: &Tensor, plain: Plain| packed.case.check(o, &packed.plain(&plain).0, F32, GRADIENT);
+
+    let o = fmha_candle::flash_attn_varlen(q, k, v, seqlens_q, seqlens_k, max_q, max_k, 0.25, true).unwrap();
+    check(&o, Plain::causal(16));
+    let (_, lse) =
+        fmha_candle::attention_varlen(q, k, v, &packed.sequences, &Options::default().causal()).unwrap();
+    close(&lse, &packed.plain(&Plain::causal(16)).1, F32);
+
+    let (left, right) = (Some(3), Some(1));
+    let o = fmha_candle::flash_attn_varlen_windowed(
+        q, k, v, seqlens_q, seqlens_k, max_q, max_k, 0.25, left, right,
+    )
+    .unwrap();
+    check(&o, Plain { left, right, ..Plain::new(16) });
+    let o = fmha_candle::flash_attn_varlen_alibi(
+        q, k, v, &slopes, seqlens_q, seqlens_k, max_q, max_k, 0.25, false,
+    )
+    .unwrap();
+    check(&o, Plain { slopes: of_slopes(), ..Plain::new(16) });
+    let o = fmha_candle::flash_attn_varlen_alibi_windowed(
+        q, k, v, &slopes, seqlens_q, seqlens_k, max_q, max_k, 0.25, left, right,
+    )
+    .unwrap();
+    check(&o, Plain { slopes: of_slopes(), left, right, ..Plain::new(16) });
+    let o = fmha_candle::flash_attn_varlen_alibi_windowed_softcap(
+        q,
+        k,
+        v,
+        Some(&slopes),
+        seqlens_q,
+        seqlens_k,
+        max_q,
+        max_k,
+        0.25,
+        left,
+        right,
+        0.75,
+    )
+    .unwrap();
+    check(&o, Plain { slopes: of_slopes(), left, right, softcap: Some(0.75), ..Plain::new(16) });
+}
+
+#[test]
+fn a_paged_cache_is_its_keys_in_their_order() {
+    let packed = PackedCase::new(8, DType::F32);
+    let [q, k, v] = &packed.case.f32s;
+    let page = 4;
+    // The pages of sequences of 9, 3, 0 and 12 keys, shuffled; NaN where no key lies.
+    let rows = [3usize, 1, 0, 3];
+    let order = [5u32, 0, 3, 6, 2, 1, 4];
+    let mut table = vec![0u32; 4 * 3];
+    let mut pages = vec![vec![None; page]; order.len()];
+    let (mut next, mut key) = (0, 0);
+    for (sequence, (&count, &(_, keys))) in rows.iter().zip(&packed.lengths).enumerate() {
+        for at in 0..count {
+            let number = order[next];
+            next += 1;
+            table[sequence * 3 + at] = number;
+            for row in 0..page.min(keys - at * page) {
+                pages[number as usize][row] = Some(key);
+                key += 1;
+            }
+        }
+    }
+    let paged = |tensor: &Tensor| {
+        let nan = Tensor::full(f32::NAN, (2, 16), &Device::Cpu).unwrap();
+        let rows: Vec<Tensor> = pages
+            .iter()
+            .flatten()
+            .map(|row| row.map_or_else(|| nan.clone(), |row| tensor.get(row).unwrap()))
+            .collect();
+        Tensor::stack(&rows, 0).unwrap().reshape((order.len(), page, 2, 16)).unwrap()
+    };
+    let table = Tensor::from_vec(table, (4, 3), &Device::Cpu).unwrap();
+    let Sequences { seqlens_q, seqlens_k, .. } = &packed.sequences;
+    let run = |page_size, ranges: Option<&Tensor>| {
+        fmha_candle::flash_attn_varlen_paged_windowed(
+            q,
+            &paged(k),
+            &paged(v),
+            seqlens_q,
+            seqlens_k,
+            &table,
+            ranges,
+            7,
+            12,
+            0.25,
+            Some(5),
+            Some(0),
+            page_size,
+            Some(2.0),
+        )
+    };
+    let plain = Plain { left: Some(5), softcap: Some(2.0), ..Plain::causal(16) };
+    let o = run(page, None).unwrap();
+    close(&o, &packed.plain(&plain).0, F32);
+
+    let no_gradient = o.sum_all().unwrap().backward().unwrap_err().to_string();
+    assert!(no_gradient.contains("block_table"), "{no_gradient}");
+    let other = run(16, None).unwrap_err().to_string();
+    assert!(other.contains("page_block_size 16") && other.contains("4 rows"), "{other}");
+    let ranges =
+        run(page, Some(&Tensor::new(&[[[0i32, 2]]], &Device::Cpu).unwrap())).unwrap_err().to_string();
+    assert!(ranges.contains("mm_prefix_ranges"), "{ranges}");
+}
+
+#[test]
+fn tensors_are_taken_as_they_lie() {
+    let fused = Case::new(9, [&[2, 12, 8, 16], &[2, 12, 8, 16], &[2, 12, 8, 16]], DType::F32);
+    let qkv = &fused.f32s[0];
+    let [q, k, v] = [(0, 4), (4, 2), (6, 2)].map(|(from, heads)| qkv.narrow(2, from, heads).unwrap());
+    let [pq, pk, pv] =
+        [(0, 4), (4, 2), (6, 2)].map(|(from, heads)| fused.f64s[0].narrow(2, from, heads).unwrap());
+    let o = fmha_candle::flash_attn(&q, &k, &v, 0.25, true).unwrap();
+    let plain: Vec<Tensor> = (0..2)
+        .map(|b| {
+            Plain::causal(16).attend(&pq.get(b).unwrap(), &pk.get(b).unwrap(), &pv.get(b).unwrap()).unwrap().0
+        })
+        .collect();
+    close(&o, &Tensor::stack(&plain, 0).unwrap(), F32);
+    // A broadcast gradient has strides of 0, and the gradient of the fused tensor is the three in their places.
+    let found = o.sum_all().unwrap().backward().unwrap();
+    let right = Tensor::stack(&plain, 0).unwrap().sum_all().unwrap().backward().unwrap();
+    close(found.get(qkv).unwrap(), right.get(&fused.f64s[0]).unwrap(), GRADIENT);
+
+    // `[batch, heads, seqlen, head_dim]` in memory.
+    let [q, k, v] =
+        [&q, &k, &v].map(|t| t.transpose(1, 2).unwrap().contiguous().unwrap().transpose(1, 2).unwrap());
+    close(&fmha_candle::flash_attn(&q, &k, &v, 0.25, true).unwrap(), &o, 0.0);
+}
+
+#[test]
+fn dropout_is_linear_in_v_with_its_own_gradient_and_repeats_by_its_seed() {
+    let case = Case::new(10, [&[2, 20, 2, 8], &[2, 30, 2, 8], &[2, 30, 2, 8]], DType::F32);
+    let [q, k, v] = &case.f32s;
+    let run = |seed| fmha_candle::attention(q, k, v, &Options::default().dropout(0.4, seed)).unwrap().0;
+    assert_eq!(difference(&run(3), &run(3)), 0.0);
+    assert!(difference(&run(3), &run(4)) > 0.1);
+    let dout = random(&mut StdRng::seed_from_u64(1), &[2, 20, 2, 8]);
+    let loss = (run(3) * &dout).unwrap().sum_all().unwrap();
+    let gradients = loss.backward().unwrap();
+    let by_v = (gradients.get(v).unwrap() * v.as_tensor()).unwrap().sum_all().unwrap();
+    close(&by_v, &loss, 1e-4);
+}
+
+#[test]
+fn what_does_not_fit_is_refused_by_its_name_and_number() {
+    let cpu = &Device::Cpu;
+    let zeros = |dims: &[usize], dtype| Tensor::zeros(dims, dtype, cpu).unwrap();
+    let q = zeros(&[2, 8, 4, 16], DType::F32);
+    let kv = zeros(&[2, 8, 2, 16], DType::F32);
+    let refused = |q: &Tensor, k: &Tensor, v: &Tensor, options: Options, words: &[&str]| {
+        let error = fmha_candle::attention(q, k, v, &options).unwrap_err().to_string();
+        for word in words {
+            assert!(error.contains(word), "`{error}` has no `{word}`");
+        }
+    };
+    let plain = Options::default;
+    refused(
+        &q,
+        &zeros(&[2, 8, 3, 16], DType::F32),
+        &zeros(&[2, 8, 3, 16], DType::F32),
+        plain(),
+        &["num_heads_q 4", "3"],
+    );
+    refused(&q, &zeros(&[2, 8, 2, 12], DType::F32), &kv, plain(), &["k has head_dim 12", "16"]);
+    refused(&q, &kv, &zeros(&[2, 9, 2, 16], DType::F32), plain(), &["v has seqlen 9", "8"]);
+    refused(
+        &q,
+        &zeros(&[3, 8, 2, 16], DType::F32),
+        &zeros(&[3, 8, 2, 16], DType::F32),
+        plain(),
+        &["k has batch 3", "2"],
+    );
+    refused(&q, &kv.to_dtype(DType::F16).unwrap(), &kv, plain(), &["k is f16", "q is f32"]);
+    refused(&q.to_dtype(DType::F64).unwrap(), &kv, &kv, plain(), &["q is f64"]);
+    refused(&q.get(0).unwrap(), &kv, &kv, plain(), &["q has 3 axes", "4"]);
+    refused(
+        &q.transpose(1, 3).unwrap(),
+        &zeros(&[2, 8, 4, 8], DType::F32),
+        &zeros(&[2, 8, 4, 8], DType::F32),
+        plain(),
+        &["q.dim stride"],
+    );
+    refused(&q, &kv, &kv, plain().softcap(-1.0), &["softcap", "-1"]);
+    refused(&q, &kv, &kv, plain().softmax_scale(f32::NAN), &["softmax_scale", "NaN"]);
+    refused(&q, &kv, &kv, plain().dropout(1.5, 0), &["p_drop 1.5"]);
+    refused(&q, &kv, &kv, plain().alibi_slopes(zeros(&[3], DType::F32)), &["alibi_slopes", "[3]", "[4]"]);
+    refused(&q, &kv, &kv, plain().alibi_slopes(zeros(&[4], DType::F16)), &["alibi_slopes is f16"]);
+
+    let packed = |seqlens_q: &[u32], seqlens_k: &[u32], words: &[&str]| {
+        let sequences = Sequences {
+            seqlens_q: Tensor::new(seqlens_q, cpu).unwrap(),
+            seqlens_k: Tensor::new(seqlens_k, cpu).unwrap(),
+            max_seqlen_q: 8,
+            max_seqlen_k: 8,
+            block_table: None,
+        };
+        let (q, kv) = (q.reshape((16, 4, 16)).unwrap(), kv.reshape((16, 2, 16)).unwrap());
+        let error =
+            fmha_candle::attention_varlen(&q, &kv, &kv, &sequences, &plain()).unwrap_err().to_string();
+        for word in words {
+            assert!(error.contains(word), "`{error}` has no `{word}`");
+        }
+    };
+    packed(&[0, 8, 16], &[0, 8], &["seqlens_k has 2 offsets", "3"]);
+    packed(&[0, 8, 4], &[0, 8, 16], &["cu_seqlens_q"]);
+    packed(&[0, 8, 16], &[0, 8, 24], &["cu_seqlens_k"]);
+    packed(&[0, 8, 16], &[0, 8, u32::MAX], &["cu_seqlens_k"]);
+}
+
+#[test]
+fn a_small_model_trains_as_with_attention_written_out() {
+    // One block of attention learns to give each position the sum of the one before it and itself.
+    let (seq, model, heads) = (12, 16, 2);
+    let mut rng = StdRng::seed_from_u64(11);
+    let x = random(&mut rng, &[4, seq, model]);
+    let shifted = x.pad_with_zeros(1, 1, 0).unwrap().narrow(1, 0, seq).unwrap();
+    let target = (&x + shifted).unwrap();
+    let weights: Vec<Tensor> = (0..4).map(|_| (random(&mut rng, &[model, model]) * 0.3).unwrap()).collect();
+
+    let train = |fused: bool| -> Vec<f32> {
+        let weights: Vec<Var> = weights.iter().map(|weight| Var::from_tensor(weight).unwrap()).collect();
+        let mut losses = Vec::new();
+        for _ in 0..30 {
+            let projected = |at: usize| {
+                let y = x.broadcast_matmul(weights[at].as_tensor()).unwrap();
+                y.reshape((4, seq, heads, model / heads)).unwrap()
+            };
+            let (q, k, v) = (projected(0), projected(1), projected(2));
+            let scale = 1.0 / ((model / heads) as f32).sqrt();
+            let attended = if fused {
+                fmha_candle::flash_attn(&q, &k, &v, scale, true).unwrap()
+            } else {
+                let each = (0..4).map(|b| {
+                    let [q, k, v] = [&q, &k, &v].map(|t| t.get(b).unwrap().to_dtype(DType::F64).unwrap());
+                    Plain::causal(model / heads).attend(&q, &k, &v).unwrap().0.to_dtype(DType::F32).unwrap()
+                });
+                Tensor::stack(&each.collect::<Vec<_>>(), 0).unwrap()
+            };
+            let y =
+                attended.reshape((4, seq, model)).unwrap().broadcast_matmul(weights[3].as_tensor()).unwrap();
+            let loss = (y - &target).unwrap().sqr().unwrap().mean_all().unwrap();
+            let gradients = loss.backward().unwrap();
+            for weight in &weights {
+                weight
+                    .set(&(weight.as_tensor() - (gradients.get(weight).unwrap() * 0.5).unwrap()).unwrap())
+                    .unwrap();
+            }
+            losses.push(loss.to_scalar::<f32>().unwrap());
+        }
+        losses
+    };
+    let (fused, plain) = (train(true), train(false));
+    assert!(fused[29] < 0.6 * fused[0], "{} to {}", fused[0], fused[29]);
+    for (step, (fused, plain)) in fused.iter().zip(&plain).enumerate() {
+        assert!((fused - plain).abs() <= 1e-4 * plain, "step {step}: {fused} and {plain}");
+    }
+}
