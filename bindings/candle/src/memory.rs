@@ -98,7 +98,15 @@ impl Place {
             }
             _ => bail!("fmha has no kernels for {:?}", self.candle.location()),
         };
-        Ok(Output { storage, shape, dtype })
+        #[cfg(feature = "cuda")]
+        let stream = self.candle.as_cuda_device().ok().map(|device| device.cuda_stream());
+        Ok(Output {
+            storage,
+            shape,
+            dtype,
+            #[cfg(feature = "cuda")]
+            stream,
+        })
     }
 }
 
@@ -221,6 +229,9 @@ pub(crate) struct Output {
     storage: Storage,
     shape: Shape,
     dtype: DType,
+    /// What its memory is ordered by.
+    #[cfg(feature = "cuda")]
+    stream: Option<std::sync::Arc<candle_core::cuda_backend::cudarc::driver::CudaStream>>,
 }
 
 /// An [`Output`] while a call writes it.
@@ -264,17 +275,16 @@ impl Output {
             }
             #[cfg(feature = "cuda")]
             Storage::Cuda(storage) => {
-                let stream = storage.device.cuda_stream();
+                let Some(stream) = &self.stream else { return Err(unwritten(self.dtype)) };
                 macro_rules! whole {
                     ($elems:expr) => {{
-                        let (ptr, in_use) = $elems.device_ptr_mut(&stream);
+                        let (ptr, in_use) = $elems.device_ptr_mut(stream);
                         // SAFETY: memory that this output alone has; `in_use` orders what frees it behind the call.
                         let slice =
                             unsafe { DevSliceMut::from_raw(fmha::MemorySpace::Device, ptr as usize as *mut u8, bytes) };
                         (slice, in_use)
                     }};
                 }
-                let _ = &stream;
                 let (slice, in_use) = match &mut storage.slice {
                     CudaStorageSlice::U8(elems) => whole!(elems),
                     CudaStorageSlice::F32(elems) => whole!(elems),
