@@ -1,9 +1,9 @@
 //! NVRTC, found at run time: never linked, never a panic.
 //!
-//! Looked for in `FMHA_NVRTC` (the library's path), `CUDA_HOME`, the `nvidia` packages that PyTorch's wheels bring along
-//! (of the virtual environment, of each Python on the path, of the user and the system), and last on the loader's path. The
-//! first whose machine code the driver takes is used. Its companion `libnvrtc-builtins` is opened first by path where it
-//! lies beside: NVRTC 13.0 looks for it on the loader's path alone.
+//! Looked for in `FMHA_NVRTC` (the library's path), `CUDA_HOME`, the `nvidia` packages that PyTorch's wheels bring
+//! along (of the virtual environment, of each Python on the path, of the user and the system), and last on the
+//! loader's path. The first whose machine code the driver takes is used. Its companion `libnvrtc-builtins` is opened
+//! first by path where it lies beside: NVRTC 13.0 looks for it on the loader's path alone.
 
 use std::ffi::{CStr, CString, OsString, c_char, c_int};
 use std::path::{Path, PathBuf};
