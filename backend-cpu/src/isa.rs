@@ -108,11 +108,11 @@ impl<S: Simd> Kernels for S {
     }
 
     fn backward(&self, call: &Backward<'_>, threads: &Threads) -> Result<()> {
-        call.run(*self, threads)
+        call.run(self.plain(), threads)
     }
 
     fn combine(&self, call: &Combine<'_>, threads: &Threads) -> Result<()> {
-        call.run(*self, threads)
+        call.run(self.plain(), threads)
     }
 
     fn fma_loop(&self) -> f64 {

@@ -1,53 +1,59 @@
-//! The driver, in the few calls that attention needs: the only file that says `cudarc::driver`.
-//!
-//! `cudarc` opens the library at the first call and panics where there is none, so nothing here is
-//! reachable before [`open`] has found it.
+//! The driver, in the few calls that attention needs: none is made before [`open`] has found the library.
 
-use std::ffi::{CStr, CString, c_void};
+use std::ffi::{CStr, CString, c_int, c_void};
 use std::sync::Arc;
 
-use cudarc::driver::sys;
 use fmha_core::DType;
 use fmha_core::error::{Error, Result};
 
 /// A driver's answer as a [`Result`], with the call's name.
 #[inline]
-fn check(call: &'static str, status: sys::CUresult) -> Result<()> {
-    if status == sys::CUresult::CUDA_SUCCESS { Ok(()) } else { Err(failure(call, status)) }
+fn check(call: &'static str, status: sys::Status) -> Result<()> {
+    if status == sys::CUDA_SUCCESS { Ok(()) } else { Err(failure(call, status)) }
 }
 
 #[cold]
-fn failure(call: &'static str, status: sys::CUresult) -> Error {
+fn failure(call: &'static str, status: sys::Status) -> Error {
     let mut words = std::ptr::null();
+    let error_string = sys::functions().and_then(|driver| driver.cuGetErrorString);
     // SAFETY: `words` is a valid place for a pointer; the driver's strings are static.
-    let known = unsafe { sys::cuGetErrorString(status, &raw mut words) } == sys::CUresult::CUDA_SUCCESS;
+    let known = error_string.is_some_and(|get| unsafe { get(status, &raw mut words) } == sys::CUDA_SUCCESS);
     let text = if known && !words.is_null() {
         // SAFETY: the driver gave a NUL-terminated static string.
         unsafe { CStr::from_ptr(words) }.to_string_lossy().into_owned()
     } else {
         "unknown error".to_owned()
     };
-    Error::Driver { call, code: status as i32, text }
+    Error::Driver { call, code: status, text }
+}
+
+#[cold]
+fn lacking(call: &'static str) -> Error {
+    let text = "the driver's library has no such function".to_owned();
+    Error::Driver { call, code: sys::CUDA_ERROR_NOT_FOUND, text }
 }
 
 /// Calls a driver function by name and checks its answer.
 macro_rules! call {
     ($function:ident($($argument:expr),* $(,)?)) => {
-        // SAFETY: the library is open (`open` came first), and each caller here passes places and
-        // handles that live across the call.
-        check(stringify!($function), unsafe { sys::$function($($argument),*) })
+        match sys::functions().and_then(|driver| driver.$function) {
+            // SAFETY: each caller here passes places and handles that live across the call.
+            Some(function) => check(stringify!($function), unsafe { function($($argument),*) }),
+            None => Err(lacking(stringify!($function))),
+        }
     };
 }
 
 pub(crate) mod mapped;
+mod sys;
 #[cfg(test)]
 mod tests;
 
 /// One GPU, with its primary context retained.
 #[derive(Debug)]
 pub(crate) struct Device {
-    context: sys::CUcontext,
-    handle: sys::CUdevice,
+    context: sys::Handle,
+    handle: sys::DeviceHandle,
     /// `NVIDIA H200`.
     pub(crate) name: String,
     /// Compute capability, `(9, 0)`.
@@ -74,10 +80,7 @@ unsafe impl Sync for Device {}
 /// # Errors
 /// [`Error::NoDevice`] where there is no driver library or no such device; what the driver said.
 pub(crate) fn open(ordinal: usize) -> Result<Device> {
-    // SAFETY: only looks for the library.
-    if !unsafe { sys::is_culib_present() } {
-        return Err(Error::NoDevice("no CUDA driver: libcuda.so.1 is not on the loader's path".to_owned()));
-    }
+    sys::load().map_err(|said| Error::NoDevice(format!("no CUDA driver on the loader's path: {said}")))?;
     if let Err(error) = call!(cuInit(0)) {
         return Err(Error::NoDevice(format!("the CUDA driver has no device: {error}")));
     }
@@ -96,18 +99,12 @@ pub(crate) fn open(ordinal: usize) -> Result<Device> {
         let mut value = 0;
         call!(cuDeviceGetAttribute(&raw mut value, attribute, handle)).map(|()| value)
     };
-    use sys::CUdevice_attribute_enum as A;
-    let capability = (
-        attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-        attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-    );
-    let num_sms = attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.unsigned_abs();
-    let smem_bytes = attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.unsigned_abs();
-    let memory = (
-        attribute(A::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE)?,
-        attribute(A::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)?,
-    );
-    let clock_khz = attribute(A::CU_DEVICE_ATTRIBUTE_CLOCK_RATE)?;
+    use sys::attribute as a;
+    let capability = (attribute(a::COMPUTE_CAPABILITY_MAJOR)?, attribute(a::COMPUTE_CAPABILITY_MINOR)?);
+    let num_sms = attribute(a::MULTIPROCESSOR_COUNT)?.unsigned_abs();
+    let smem_bytes = attribute(a::MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.unsigned_abs();
+    let memory = (attribute(a::MEMORY_CLOCK_RATE)?, attribute(a::GLOBAL_MEMORY_BUS_WIDTH)?);
+    let clock_khz = attribute(a::CLOCK_RATE)?;
     let mut version = 0;
     call!(cuDriverGetVersion(&raw mut version))?;
     let driver_version = parts_of_version(version);
@@ -132,7 +129,7 @@ impl Drop for Device {
 #[must_use = "the context is the caller's again at once"]
 pub(crate) struct Entered {
     /// None where it was the device's already.
-    callers: Option<sys::CUcontext>,
+    callers: Option<sys::Handle>,
 }
 
 impl Drop for Entered {
@@ -192,27 +189,25 @@ impl Device {
             return Ok(());
         }
         let _entered = self.enter()?;
-        call!(cuMemsetD8Async(address, 0, bytes as usize, stream as sys::CUstream))
+        call!(cuMemsetD8Async(address, 0, bytes as usize, stream as sys::Handle))
     }
 
     pub(crate) fn synchronize(&self, stream: u64) -> Result<()> {
         let _entered = self.enter()?;
-        call!(cuStreamSynchronize(stream as sys::CUstream))
+        call!(cuStreamSynchronize(stream as sys::Handle))
     }
 
     pub(crate) fn create_stream(&self) -> Result<u64> {
         let _entered = self.enter()?;
         let mut stream = std::ptr::null_mut();
-        // One that does not wait for the default stream.
-        let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
-        call!(cuStreamCreate(&raw mut stream, flags))?;
+        call!(cuStreamCreate(&raw mut stream, sys::STREAM_NON_BLOCKING))?;
         Ok(stream as u64)
     }
 
     /// Ends what [`create_stream`](Self::create_stream) made.
     pub(crate) fn destroy_stream(&self, stream: u64) -> Result<()> {
         let _entered = self.enter()?;
-        call!(cuStreamDestroy_v2(stream as sys::CUstream))
+        call!(cuStreamDestroy_v2(stream as sys::Handle))
     }
 
     /// Loads a cubin or PTX, and finds its kernel.
@@ -230,9 +225,8 @@ impl Device {
             Kernel { device: Arc::clone(self), module, function: std::ptr::null_mut(), smem_bytes };
         let symbol = CString::new(kernel).unwrap_or_default();
         call!(cuModuleGetFunction(&raw mut loaded.function, module, symbol.as_ptr()))?;
-        use sys::CUfunction_attribute_enum as F;
         if smem_bytes > 0 {
-            let attribute = F::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            let attribute = sys::FUNC_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             call!(cuFuncSetAttribute(loaded.function, attribute, smem_bytes as i32))?;
         }
         Ok(loaded)
@@ -242,8 +236,8 @@ impl Device {
 /// A loaded kernel.
 pub(crate) struct Kernel {
     device: Arc<Device>,
-    module: sys::CUmodule,
-    function: sys::CUfunction,
+    module: sys::Handle,
+    function: sys::Handle,
     smem_bytes: u32,
 }
 
@@ -286,22 +280,19 @@ impl Kernel {
     /// `arguments` point to the kernel's parameters, in order and of their types, and the device
     /// memory they name is what the kernel's contract asks for.
     pub(crate) unsafe fn launch(&self, grid: Grid, arguments: &mut [*mut c_void], stream: u64) -> Result<()> {
-        let mut dependent = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        let mut dependent = sys::LaunchAttribute {
+            id: sys::LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION,
             pad: [0; 4],
-            value: sys::CUlaunchAttributeValue_union { programmaticStreamSerializationAllowed: 1 },
+            value: 1,
+            rest: [0; 15],
         };
-        let config = sys::CUlaunchConfig {
-            gridDimX: grid.ctas,
-            gridDimY: 1,
-            gridDimZ: 1,
-            blockDimX: grid.threads,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: self.smem_bytes,
-            hStream: stream as sys::CUstream,
-            attrs: &raw mut dependent,
-            numAttrs: grid.dependent.into(),
+        let config = sys::LaunchConfig {
+            grid: [grid.ctas, 1, 1],
+            block: [grid.threads, 1, 1],
+            shared_bytes: self.smem_bytes,
+            stream: stream as sys::Handle,
+            attributes: &raw mut dependent,
+            num_attributes: grid.dependent.into(),
         };
         call!(cuLaunchKernelEx(
             &raw const config,
@@ -343,12 +334,11 @@ impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
     const ONE_STRIDE_FEWER: () = assert!(STRIDES + 1 == AXES, "a map has a stride an axis, but for axis 0");
 
     /// As wide as a row of the box.
-    fn swizzle(&self) -> sys::CUtensorMapSwizzle {
-        use sys::CUtensorMapSwizzle_enum as S;
+    fn swizzle(&self) -> c_int {
         match self.box_dims[0] * self.dtype.size_bytes() as u32 {
-            32 => S::CU_TENSOR_MAP_SWIZZLE_32B,
-            64 => S::CU_TENSOR_MAP_SWIZZLE_64B,
-            _ => S::CU_TENSOR_MAP_SWIZZLE_128B,
+            32 => sys::tensor_map::SWIZZLE_32B,
+            64 => sys::tensor_map::SWIZZLE_64B,
+            _ => sys::tensor_map::SWIZZLE_128B,
         }
     }
 
@@ -359,12 +349,12 @@ impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
     /// What the driver refuses.
     pub(crate) fn encode(&self) -> Result<TensorMap> {
         const { Self::ONE_STRIDE_FEWER };
-        use sys::CUtensorMapDataType_enum as T;
+        use sys::tensor_map as t;
         let mut map = TensorMap([0; 16]);
         let dtype = match self.dtype {
-            DType::Bf16 => T::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            DType::F16 => T::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-            _ => T::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            DType::Bf16 => t::DATA_TYPE_BFLOAT16,
+            DType::F16 => t::DATA_TYPE_FLOAT16,
+            _ => t::DATA_TYPE_UINT8,
         };
         let element_strides = [1u32; AXES];
         call!(cuTensorMapEncodeTiled(
@@ -376,13 +366,13 @@ impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
             self.strides_bytes.as_ptr(),
             self.box_dims.as_ptr(),
             element_strides.as_ptr(),
-            sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            t::INTERLEAVE_NONE,
             self.swizzle(),
             // A box asks for whole rows of 64 or 128 bytes. Promoted to 256 the L2 reads more than was asked for: of the
             // forward at B64 H16 S256 D 128 causal 13.6 in place of 11.9 million sectors, and 219 in place of 225 TFLOP/s
             // (an H200; none and 128 bytes 224). Long rows, FP8 and backward are level.
-            sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_64B,
-            sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            t::L2_PROMOTION_L2_64B,
+            t::FLOAT_OOB_FILL_NONE,
         ))
         .map_err(|error| match error {
             Error::Driver { call, code, text } => {
@@ -397,21 +387,21 @@ impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
 /// A moment on a stream.
 pub(crate) struct Event {
     device: Arc<Device>,
-    event: sys::CUevent,
+    event: sys::Handle,
 }
 
 impl Event {
     pub(crate) fn new(device: &Arc<Device>) -> Result<Self> {
         let _entered = device.enter()?;
         let mut event = std::ptr::null_mut();
-        call!(cuEventCreate(&raw mut event, sys::CUevent_flags_enum::CU_EVENT_DEFAULT as u32))?;
+        call!(cuEventCreate(&raw mut event, sys::EVENT_DEFAULT))?;
         Ok(Self { device: Arc::clone(device), event })
     }
 
     /// Is reached when the stream's work so far is done.
     pub(crate) fn record(&self, stream: u64) -> Result<()> {
         let _entered = self.device.enter()?;
-        call!(cuEventRecord(self.event, stream as sys::CUstream))
+        call!(cuEventRecord(self.event, stream as sys::Handle))
     }
 
     /// Waits for both; the device's clock has half a microsecond.
@@ -434,7 +424,7 @@ impl Drop for Event {
 /// Work captured from a stream.
 pub(crate) struct Graph {
     device: Arc<Device>,
-    executable: sys::CUgraphExec,
+    executable: sys::Handle,
 }
 
 // SAFETY: the handle may be used from any thread that has the context, one at a time.
@@ -451,10 +441,8 @@ impl Graph {
         queue: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Self> {
         let _entered = device.enter()?;
-        let stream = stream as sys::CUstream;
-        // Other threads' calls do not disturb the capture.
-        let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        call!(cuStreamBeginCapture_v2(stream, mode))?;
+        let stream = stream as sys::Handle;
+        call!(cuStreamBeginCapture_v2(stream, sys::CAPTURE_MODE_THREAD_LOCAL))?;
         let queued = queue();
         let mut graph = std::ptr::null_mut();
         let ended = call!(cuStreamEndCapture(stream, &raw mut graph));
@@ -473,7 +461,7 @@ impl Graph {
     /// The device memory that it names is there, and nothing else uses it until the work is done.
     pub(crate) unsafe fn launch(&self, stream: u64) -> Result<()> {
         let _entered = self.device.enter()?;
-        call!(cuGraphLaunch(self.executable, stream as sys::CUstream))
+        call!(cuGraphLaunch(self.executable, stream as sys::Handle))
     }
 }
 

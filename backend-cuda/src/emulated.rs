@@ -1,19 +1,18 @@
 //! The emulated device: a test double of the driver's library, put in the real one's place.
 //!
 //! The double is opened by path and bears the driver's own soname, so that whoever asks the loader
-//! for the driver afterwards, as `cudarc` does, is given the double. A process has one driver: a real
+//! for the driver afterwards, as `driver::sys` does, is given the double. A process has one driver: a real
 //! device and an emulated one do not go together.
 
 use std::ffi::{CStr, CString, c_char, c_int};
-use std::path::{Path, PathBuf};
 
-use fmha_core::env;
+use fmha_core::emulators::Double;
 use fmha_core::error::{Error, ProblemError, Result};
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use once_cell::sync::OnceCell;
 
-/// The double's file, as Cargo builds it.
-const FILE: &str = "libfmha_emu_libcuda.so";
+/// The double's library.
+const DRIVER: Double = Double { file: "libfmha_emu_libcuda.so", package: "fmha-emu-libcuda" };
 
 /// The double that this process runs on, and its architecture.
 static DOUBLE: OnceCell<(Library, String)> = OnceCell::new();
@@ -25,14 +24,7 @@ static DOUBLE: OnceCell<(Library, String)> = OnceCell::new();
 /// this process emulates another architecture already.
 pub(crate) fn install(arch: &str) -> Result<()> {
     let (_, installed) = DOUBLE.get_or_try_init(|| {
-        let tried = candidates()?;
-        let Some(path) = tried.iter().find(|path| path.exists()) else {
-            let tried: Vec<_> = tried.iter().map(|path| path.display().to_string()).collect();
-            return Err(Error::NoDevice(format!(
-                "no emulated CUDA device: {FILE} is not there (tried {}); `cargo build` makes it",
-                tried.join(", ")
-            )));
-        };
+        let path = &DRIVER.find()?;
         let does_not_serve = |why: String| Error::NoDevice(format!("{}: {why}", path.display()));
         // SAFETY: the double's initialisers only set up itself.
         let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }
@@ -81,14 +73,4 @@ pub fn emulated_launches() -> Option<String> {
     // SAFETY: it came from there, and is not used again.
     unsafe { forget(text) };
     Some(launches)
-}
-
-/// In `FMHA_EMULATOR_DIR`; else beside the executable (an installation, `target/release`) or above it
-/// (tests in `deps`).
-fn candidates() -> Result<Vec<PathBuf>> {
-    if let Some(folder) = env::EMULATOR_DIR.get()? {
-        return Ok(vec![PathBuf::from(folder).join(FILE)]);
-    }
-    let exe = std::env::current_exe().unwrap_or_default();
-    Ok(exe.ancestors().skip(1).take(3).map(|folder: &Path| folder.join(FILE)).collect())
 }

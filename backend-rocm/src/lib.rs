@@ -12,13 +12,13 @@ mod memory;
 mod modules;
 mod resources;
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use fmha_core::args::{check_bwd, check_combine, check_fwd};
 use fmha_core::backend::unsupported;
 use fmha_core::bind;
 use fmha_core::cache::{CompiledKernel, KernelJob};
+use fmha_core::emulators::Double;
 use fmha_core::lengths::check_lengths;
 use fmha_core::source::KernelSource;
 use fmha_core::{
@@ -179,7 +179,7 @@ impl RocmBackend {
 
 /// The `ordinal`-th device of `arch` among those of the emulator's library.
 fn emulated(arch: Arch, ordinal: usize) -> Result<Driver> {
-    let mut driver = Driver::open(search::hip_at(&emulator_places()?)?, 0, true)?;
+    let mut driver = Driver::open(search::hip_at(&[EMULATED_HIP.find()?])?, 0, true)?;
     let mut left = ordinal;
     loop {
         if driver.info()?.gcn_arch_name.split(':').next() == Some(arch.name()) {
@@ -192,16 +192,8 @@ fn emulated(arch: Arch, ordinal: usize) -> Result<Driver> {
     }
 }
 
-/// Beside the program, and one and two folders up: tests lie in `deps`, examples in `examples`. Not
-/// named like the real library, which a loader's path must never confuse with this one.
-fn emulator_places() -> Result<Vec<PathBuf>> {
-    const FILE: &str = "libfmha_emu_amdhip64.so";
-    if let Some(folder) = fmha_core::env::EMULATOR_DIR.get()? {
-        return Ok(vec![PathBuf::from(folder).join(FILE)]);
-    }
-    let program = std::env::current_exe().unwrap_or_default();
-    Ok(program.ancestors().skip(1).take(3).map(|folder| folder.join(FILE)).collect())
-}
+/// HIP's test double.
+const EMULATED_HIP: Double = Double { file: "libfmha_emu_amdhip64.so", package: "fmha-emu-hip" };
 
 /// A row is one wave's, its keys in one order, and every tile's maxima are taken.
 const PROMISES: Promises = Promises {

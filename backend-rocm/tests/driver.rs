@@ -6,6 +6,7 @@
 use std::ffi::c_int;
 use std::time::{Duration, Instant};
 
+use fmha_core::emulators::Double;
 use fmha_core::{DevBuffer, Error, FmhaBackend as _, Stream, Workspace};
 use fmha_rocm::{Arch, RocmBackend};
 use libloading::{Library, Symbol};
@@ -19,11 +20,9 @@ fn device(arch: &str) -> Option<RocmBackend> {
 
 /// The emulator's library, which the backends have opened from the same place.
 fn library() -> Library {
-    const FILE: &str = "libfmha_emu_amdhip64.so";
-    let program = std::env::current_exe().unwrap();
-    let path = program.ancestors().skip(1).map(|folder| folder.join(FILE)).find(|path| path.exists());
+    let double = Double { file: "libfmha_emu_amdhip64.so", package: "fmha-emu-hip" };
     // SAFETY: it is open already, so nothing runs.
-    unsafe { Library::new(path.unwrap()) }.unwrap()
+    unsafe { Library::new(double.find().unwrap()) }.unwrap()
 }
 
 fn current(hip: &Library) -> c_int {

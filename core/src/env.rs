@@ -74,7 +74,7 @@ pub const HIP_CLANG: EnvVar = EnvVar {
 /// Where the emulator's driver library lies.
 pub const EMULATOR_DIR: EnvVar = EnvVar {
     name: "FMHA_EMULATOR_DIR",
-    meaning: "folder of the emulators' driver libraries (default: beside the program)",
+    meaning: "folder of the emulators' driver libraries (default: the source tree's, built when asked for, or beside the program)",
 };
 
 /// How long the tests try random input.

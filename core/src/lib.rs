@@ -37,6 +37,7 @@ pub mod cache;
 pub mod combine;
 pub mod dropout;
 pub mod dtype;
+pub mod emulators;
 pub mod env;
 pub mod error;
 pub mod fields;

@@ -7,7 +7,6 @@ mod intermediate;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -17,6 +16,7 @@ use fmha_conformance::case::{Case, all};
 use fmha_conformance::deal::jobs;
 use fmha_conformance::run::{Options, Outcome, tile_fields};
 use fmha_core::cache::{Bundle, CompiledKernel, KernelJob, Precompile, embed};
+use fmha_core::emulators::Double;
 use fmha_core::{Error, FmhaBackend, PlanOptions};
 use fmha_cuda::CudaBackend;
 use fmha_rocm::RocmBackend;
@@ -252,10 +252,8 @@ fn without_lines(image: &[u8]) -> Vec<u8> {
 
 /// The AMD emulator's words of the last launch that it stopped.
 fn last_fault() -> Option<String> {
-    const FILE: &str = "libfmha_emu_amdhip64.so";
     type LastFault = unsafe extern "C" fn(*mut u8, usize) -> usize;
-    let program = std::env::current_exe().ok()?;
-    let path: PathBuf = program.ancestors().skip(1).map(|up| up.join(FILE)).find(|path| path.exists())?;
+    let path = Double { file: "libfmha_emu_amdhip64.so", package: "fmha-emu-hip" }.find().ok()?;
     let mut text = [0; 2000];
     // SAFETY: the library is ours; the function has this type, and as much room as it is told.
     let bytes = unsafe {

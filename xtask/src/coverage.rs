@@ -10,9 +10,6 @@ use crate::kernels::HOPPER_ARCH;
 use crate::mutation::pages::{PAGES, Page};
 use crate::setup::{self, loudly};
 
-const BEGIN: &str = "<!-- written by cargo xtask coverage -->";
-const END: &str = "<!-- end of what cargo xtask coverage wrote -->";
-const PAGE: &str = "tests/evidence/cuda-coverage.md";
 /// `file | part of the line | why it is not executed`.
 const REASONS: &str = "tests/evidence/cuda-coverage.reasons";
 /// Kernels that are to be fast, and all that they are made of.
@@ -26,7 +23,7 @@ const BATTERY: &str = "^(edges/[^h].*bf16|laws/column.*bf16|combine/|rare/.*bf16
 /// Lines of one file: those that some kernel has code for, and whether it was executed.
 type Lines = BTreeMap<u32, bool>;
 
-/// Runs all that on the emulated device and rewrites the page. With `lines`, the files of earlier runs are taken.
+/// Runs all that on the emulated device and writes `target/nightly/cuda-coverage.md`. With `lines`, the files of earlier runs are taken.
 pub(crate) fn run(lines: &[&str]) -> Result<(), String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let paths = if lines.is_empty() { observe(&root)? } else { lines.iter().map(PathBuf::from).collect() };
@@ -39,28 +36,21 @@ pub(crate) fn run(lines: &[&str]) -> Result<(), String> {
         std::fs::read_to_string(root.join(REASONS)).map_err(|error| format!("{REASONS}: {error}"))?;
     let (page, faults) = page(&files, &root, &reasons);
     print!("{page}");
-    let old = std::fs::read_to_string(root.join(PAGE)).map_err(|error| format!("{PAGE}: {error}"))?;
-    let (before, rest) = old.split_once(BEGIN).ok_or_else(|| format!("{PAGE} has no `{BEGIN}`"))?;
-    let (_, after) = rest.split_once(END).ok_or_else(|| format!("{PAGE} has no `{END}`"))?;
-    std::fs::write(root.join(PAGE), format!("{before}{BEGIN}\n\n{page}\n{END}{after}"))
-        .map_err(|error| format!("{PAGE}: {error}"))?;
+    let path = setup::page("cuda-coverage.md", "cargo xtask coverage")?;
+    std::fs::write(&path, page).map_err(|error| format!("{}: {error}", path.display()))?;
     if faults.is_empty() { Ok(()) } else { Err(faults.join("\n")) }
 }
 
 /// Runs everything with lines noted; returns the files that tell of them.
 fn observe(root: &Path) -> Result<Vec<PathBuf>, String> {
     let environment = setup::run();
-    let cargo = |packages: &[&str]| {
-        loudly(Command::new(env!("CARGO")).args(["build", "--release"]).args(packages).current_dir(root))
-    };
-    cargo(&[])?;
-    cargo(&["-p", "fmha-emu-ptx"])?;
+    setup::build_with_emulators()?;
     let release = setup::target().join("release");
     let folder = setup::target().join("coverage");
     std::fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     let cover = |name: &str| {
         let path = folder.join(name);
-        let mut command = Command::new(release.join("ptx-emu"));
+        let mut command = Command::new(setup::emulators().join("ptx-emu"));
         command.arg("cover").arg(&path).arg("--").arg(release.join("fmha")).current_dir(root);
         command.envs(environment.iter().cloned());
         (path, command)

@@ -18,6 +18,7 @@ pub(crate) enum Mode {
 }
 
 /// One kernel on one architecture.
+#[derive(Clone, Copy)]
 pub(crate) struct Row {
     /// As plans name it, where every case must run on it; `None` lets the backend choose, fallbacks included.
     pub(crate) kernel: Option<&'static str>,
@@ -82,7 +83,7 @@ pub(crate) const ROWS: &[Row] = &[
     },
     Row { in_test: Cases { filter: "^addresses/.*bf16", deal: 2 }, ..HOPPER },
     Row {
-        in_test: Cases { filter: "^(combine|definition|edges|fp8|guards|laws)/", deal: 40 },
+        in_test: Cases { filter: "^(combine|definition|edges|fp8|guards|laws)/", deal: 72 },
         in_all: Cases { filter: FORWARD, deal: 1 },
         ..HOPPER
     },
@@ -262,6 +263,25 @@ pub(crate) const ROWS: &[Row] = &[
     amd("gfx950", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
 ];
 
+/// One case of each kernel for `cargo xtask test --quick`, where it can show most: accesses ordered by vector clocks where
+/// they can be.
+pub(crate) const QUICK: &[Row] = &[
+    quick("sm90", OFF_TILE, HOPPER_WALKING),
+    quick("sm90", "^backward/head_dim/bf16/d64$", HOPPER_WALKING),
+    quick("simt", OFF_TILE, HOPPER),
+    quick("combine", "^combine/f32_to_f32/n3/s17/d128$", HOPPER),
+    quick("sm100", OFF_TILE, Row { mode: Mode::HappensBefore, ..BLACKWELL }),
+    quick("cdna_fwd", OFF_TILE, amd("gfx942", NONE)),
+    quick("simt", "^backward/head_dim/bf16/d64$", amd("gfx942", NONE)),
+];
+
+/// Two tiles of queries, the second one row long, under a causal mask.
+const OFF_TILE: &str = "^edges/off_tile/bf16/s65x63/b$";
+
+const fn quick(kernel: &'static str, case: &'static str, of: Row) -> Row {
+    Row { kernel: Some(kernel), in_test: Cases { filter: case, deal: 1 }, ..of }
+}
+
 /// The tile kernel of an AMD architecture. The rest of its battery is dealt out by `tests/emulated_amd.rs`.
 const fn amd(arch: &'static str, in_test: Cases) -> Row {
     Row {
@@ -345,6 +365,15 @@ mod tests {
         for family in families.iter().filter(|family| !elsewhere.contains(family)) {
             assert!(FORWARD.contains(family), "no row of --all takes {family}");
         }
+    }
+
+    #[test]
+    fn a_quick_run_has_every_kernel_that_another_run_names() {
+        let quick: Vec<&str> = QUICK.iter().filter_map(|row| row.kernel).collect();
+        for kernel in ROWS.iter().filter_map(|row| row.kernel) {
+            assert!(quick.contains(&kernel), "{kernel}");
+        }
+        assert!(QUICK.iter().all(|row| row.in_test.deal == 1 && row.in_test.filter.ends_with('$')));
     }
 
     #[test]

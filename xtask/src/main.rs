@@ -21,8 +21,12 @@ use suite::Extent;
 
 const USAGE: &str = "\
 usage: cargo xtask test      set up, build in release, test what CI has time for; counts, and seconds a step
+       cargo xtask test --quick
+                             before a commit: the crates' own tests, the laws of the house, a slice of the battery on the
+                             CPU, one emulated case of each kernel; two minutes, once it is built
        cargo xtask test --all [--part I/N]
                              everything, or a part of it: the N parts together are everything
+       cargo xtask nightly   all of it, and what follows but for the mutants of host code; tables into target/nightly
        cargo xtask setup     only the set-up; prints what `fmha` finds the compilers by
        cargo xtask evidence ON FILE [CASES]
                              what `fmha conformance` printed into FILE (ON: `cuda, NVIDIA H200`, `rocm, gfx942 emulated`),
@@ -34,21 +38,22 @@ usage: cargo xtask test      set up, build in release, test what CI has time for
                              build: `tools/schemata`
        cargo xtask mutation [PAGE]
                              the sm90, sm90-bwd and sm100 kernels (or one of them) broken instruction by instruction in
-                             the emulator, into tests/evidence/PAGE-mutation.md; sound, under 100 schedules
+                             the emulator, into target/nightly/PAGE-mutation.md; sound, under 100 schedules
        cargo xtask mutation-amd
                              the CDNA kernel's waits and barriers left out one by one in the emulator, into
-                             tests/evidence/cdna-mutation.md
+                             target/nightly/cdna-mutation.md
        cargo xtask coverage [FILE]...
                              lines of the CUDA device text that emulated runs execute, into
-                             tests/evidence/cuda-coverage.md; FILE: what earlier runs of `ptx-emu cover` wrote";
+                             target/nightly/cuda-coverage.md; FILE: what earlier runs of `ptx-emu cover` wrote";
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
     match words.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["test", ref words @ ..] => match Extent::parse(words) {
-            Ok(extent) => suite::run(extent),
+            Ok(extent) => ended(suite::run(extent)),
             Err(error) => ended(Err(error)),
         },
+        ["nightly"] => ended(nightly()),
         ["setup"] => {
             for (name, value) in setup::run() {
                 println!("export {name}='{value}'");
@@ -69,6 +74,19 @@ fn main() -> ExitCode {
             ExitCode::from(2)
         }
     }
+}
+
+/// Everything that takes hours, one after another, each whatever became of those before it.
+fn nightly() -> Result<(), String> {
+    let runs: [fn() -> Result<(), String>; 5] = [
+        || suite::run(Extent::All { index: 1, count: 1 }),
+        planted::run,
+        || mutation::run(None),
+        mutation_amd::run,
+        || coverage::run(&[]),
+    ];
+    let failed: Vec<String> = runs.iter().filter_map(|run| run().err()).collect();
+    if failed.is_empty() { Ok(()) } else { Err(failed.join("\n")) }
 }
 
 fn ended(result: Result<(), String>) -> ExitCode {

@@ -11,7 +11,7 @@ use pages::{Broken, PAGES, Page};
 /// The sound kernel's, each with other delays and in another order of its CTAs.
 const SCHEDULES: u32 = 100;
 
-/// Records the launches, breaks them, rewrites `tests/evidence/PAGE-mutation.md` of each page, or of `only` one.
+/// Records the launches, breaks them, writes `target/nightly/PAGE-mutation.md` of each page, or of `only` one.
 pub(crate) fn run(only: Option<&str>) -> Result<(), String> {
     let known: Vec<&str> = PAGES.iter().map(|page| page.name).collect();
     if let Some(name) = only.filter(|name| !known.contains(name)) {
@@ -23,14 +23,10 @@ pub(crate) fn run(only: Option<&str>) -> Result<(), String> {
 fn run_page(page: &Page) -> Result<(), String> {
     let environment = setup::run();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let build = |packages: &[&str]| {
-        loudly(Command::new(env!("CARGO")).args(["build", "--release"]).args(packages).current_dir(&root))
-    };
-    build(&[])?;
-    build(&["-p", "fmha-emu-ptx"])?;
+    setup::build_with_emulators()?;
     let release = setup::target().join("release");
     let launches = setup::target().join("mutation").join(page.name);
-    let mut mutate = Command::new(release.join("ptx-emu"));
+    let mut mutate = Command::new(setup::emulators().join("ptx-emu"));
     mutate.arg("mutate").current_dir(&root);
     for (i, broken) in page.broken.iter().enumerate() {
         for (j, problem) in broken.problems.iter().enumerate() {
@@ -39,7 +35,7 @@ fn run_page(page: &Page) -> Result<(), String> {
             if folder.exists() {
                 std::fs::remove_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
             }
-            let mut record = Command::new(release.join("ptx-emu"));
+            let mut record = Command::new(setup::emulators().join("ptx-emu"));
             record.arg("record").arg(&folder).args(["--sms", &broken.multiprocessors.to_string(), "--"]);
             record.arg(release.join("fmha")).args(page.run(problem));
             loudly(record.envs(environment.iter().cloned()).current_dir(&root))?;
@@ -52,7 +48,8 @@ fn run_page(page: &Page) -> Result<(), String> {
         .args(["--schedules", &SCHEDULES.to_string(), "--wrappers", "fmha/ptx/"])
         .args(["--sources", "kernels-cuda", "--sources", "core/device"])
         .args(["--reasons", &format!("tests/evidence/{}-mutation.reasons", page.name)])
-        .args(["--out", &format!("tests/evidence/{}-mutation.md", page.name)]);
+        .arg("--out")
+        .arg(setup::page(&format!("{}-mutation.md", page.name), "ptx-emu mutate")?);
     loudly(&mut mutate)
 }
 

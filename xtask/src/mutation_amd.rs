@@ -31,17 +31,13 @@ const KERNELS: [(&str, &str); 7] = [
     ),
 ];
 
-/// Records the launches, breaks them, rewrites `tests/evidence/cdna-mutation.md`.
+/// Records the launches, breaks them, writes `target/nightly/cdna-mutation.md`.
 pub(crate) fn run() -> Result<(), String> {
     let environment = setup::run();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let build = |packages: &[&str]| {
-        loudly(Command::new(env!("CARGO")).args(["build", "--release"]).args(packages).current_dir(&root))
-    };
-    build(&[])?;
-    build(&["-p", "fmha-emu-cdna"])?;
+    setup::build_with_emulators()?;
     let release = setup::target().join("release");
-    let mut mutate = Command::new(release.join("cdna-emu"));
+    let mut mutate = Command::new(setup::emulators().join("cdna-emu"));
     mutate.arg("mutate").current_dir(&root);
     for arch in ARCHS {
         for (i, (title, problem)) in KERNELS.iter().enumerate() {
@@ -81,7 +77,7 @@ pub(crate) fn run() -> Result<(), String> {
         "--reasons",
         "tests/evidence/cdna-mutation.reasons",
         "--out",
-        "tests/evidence/cdna-mutation.md",
     ]);
+    mutate.arg(setup::page("cdna-mutation.md", "cdna-emu mutate")?);
     loudly(&mut mutate)
 }

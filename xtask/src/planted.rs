@@ -31,6 +31,8 @@ pub(crate) fn run() -> Result<(), String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let environment = setup::run();
     let list = std::fs::read_to_string(root.join(FAULTS)).map_err(|error| format!("{FAULTS}: {error}"))?;
+    // The copies have the emulators of this tree.
+    setup::build_emulators()?;
     let copy = setup::target().join("planted/tree");
     let mut missed = Vec::new();
     let faults = list.lines().filter(|line| !line.starts_with('#') && !line.is_empty());
@@ -85,6 +87,7 @@ fn is_found(
 pub(crate) fn mutants(words: &[&str]) -> Result<(), String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let environment = setup::run();
+    setup::build_emulators()?;
     let mut command = Command::new(env!("CARGO"));
     command
         .args(["run", "--quiet", "--release", "--manifest-path", "tools/schemata/Cargo.toml", "--"])

@@ -22,6 +22,8 @@ pub(crate) fn run() -> Vec<(String, String)> {
         Ok(library) => environment.push(("FMHA_NVRTC".to_owned(), library.display().to_string())),
         Err(reason) => println!("absent: NVRTC ({reason}); NVIDIA kernels are not compiled"),
     }
+    // Of this tree, and current: what runs here builds them before it runs anything.
+    environment.push(("FMHA_EMULATOR_DIR".to_owned(), emulators().display().to_string()));
     environment
 }
 
@@ -79,6 +81,51 @@ fn nvrtc() -> Result<PathBuf, String> {
 /// Where Cargo builds, and downloads are kept.
 pub(crate) fn target() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../target")
+}
+
+/// Where the emulators' programs and libraries are built: their workspace is one of its own.
+pub(crate) fn emulators() -> PathBuf {
+    emulators_target().join("release")
+}
+
+fn emulators_target() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/emulators/target")
+}
+
+/// `cargo WORDS` in the emulators' workspace.
+pub(crate) fn cargo_of_emulators(words: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO"));
+    command.args(words).arg("--target-dir").arg(emulators_target());
+    command.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/emulators"));
+    command
+}
+
+/// What `--emulate` opens, and the programs that drive the interpreters.
+pub(crate) fn build_emulators() -> Result<(), String> {
+    let packages = ["fmha-emu-hip", "fmha-emu-hiprtc", "fmha-emu-libcuda", "fmha-emu-cdna", "fmha-emu-ptx"];
+    loudly(cargo_of_emulators(&["build", "--release"]).args(packages.map(|package| format!("-p={package}"))))
+}
+
+/// The command in release, and the emulators.
+pub(crate) fn build_with_emulators() -> Result<(), String> {
+    loudly(Command::new(env!("CARGO")).args(["build", "--release"]))?;
+    build_emulators()
+}
+
+/// Where results of long runs go: for whoever ran them, not for the repository.
+pub(crate) fn nightly() -> PathBuf {
+    target().join("nightly")
+}
+
+/// A page in [`nightly`] that `tool` is to write its table into.
+pub(crate) fn page(name: &str, tool: &str) -> Result<PathBuf, String> {
+    let folder = nightly();
+    let path = folder.join(name);
+    let text = format!("<!-- written by {tool} -->\n<!-- end of what {tool} wrote -->\n");
+    std::fs::create_dir_all(&folder)
+        .and_then(|()| std::fs::write(&path, text))
+        .map_err(|error| format!("{}: {error}", path.display()))?;
+    Ok(path)
 }
 
 /// Whether a program is there and works.

@@ -1,10 +1,10 @@
 //! `cargo xtask test`: the steps of a run, and the parts that a whole run can be cut into.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use crate::kernels::ROWS;
+use crate::kernels::{QUICK, ROWS, Row};
 use crate::setup;
 use crate::step::{Step, Took, run_all, table};
 use crate::tally::Tally;
@@ -12,6 +12,8 @@ use crate::tally::Tally;
 /// How much to test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Extent {
+    /// What two minutes have time for, once it is built: for a change before it is committed.
+    Quick,
     /// What CI has time for.
     Test,
     /// Everything, or part `index` (from 1) of `count` that together are everything.
@@ -23,6 +25,7 @@ impl Extent {
     pub(crate) fn parse(words: &[&str]) -> Result<Self, String> {
         match words {
             [] => Ok(Self::Test),
+            ["--quick"] => Ok(Self::Quick),
             ["--all"] => Ok(Self::All { index: 1, count: 1 }),
             ["--all", "--part", part] => {
                 let numbers = part.split_once('/').map(|(i, n)| (i.parse(), n.parse()));
@@ -33,7 +36,9 @@ impl Extent {
                     _ => Err(format!("part `{part}` is not I/N with I from 1 to N")),
                 }
             }
-            _ => Err(format!("test {}: there is --all, and --part I/N with it", words.join(" "))),
+            _ => {
+                Err(format!("test {}: there is --quick, and --all, and --part I/N with it", words.join(" ")))
+            }
         }
     }
 }
@@ -52,13 +57,16 @@ const LONGEST: [&str; 9] = [
 ];
 
 /// Builds, runs, prints counts and seconds.
-pub(crate) fn run(extent: Extent) -> ExitCode {
+///
+/// # Errors
+/// How many failed.
+pub(crate) fn run(extent: Extent) -> Result<(), String> {
     let start = Instant::now();
     let mut environment = setup::run();
     // Tests share what they compile, with each other and with the next run of the same text.
     let cache = setup::target().join("test-cache");
     environment.push(("FMHA_CACHE_DIR".to_owned(), cache.display().to_string()));
-    if extent != Extent::Test {
+    if matches!(extent, Extent::All { .. }) {
         // Minutes of random input, where a second serves otherwise.
         environment.push(("FMHA_FUZZ_SECONDS".to_owned(), "60".to_owned()));
     }
@@ -66,7 +74,7 @@ pub(crate) fn run(extent: Extent) -> ExitCode {
     let mut took = vec![Took::building("set-up", start.elapsed().as_secs_f64())];
 
     let building = Instant::now();
-    let built = build(&environment);
+    let built = if extent == Extent::Quick { build_quick(&environment) } else { build(&environment) };
     took.push(Took::building("building", building.elapsed().as_secs_f64()));
     let steps = match built {
         Ok(programs) => steps(&programs, extent, &environment, &mut tally),
@@ -79,7 +87,7 @@ pub(crate) fn run(extent: Extent) -> ExitCode {
     took.extend(run_all(&steps, &environment, &mut tally));
     println!("{}", table(&mut took, start.elapsed().as_secs_f64()));
     println!("{tally}");
-    if tally.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if tally.failed == 0 { Ok(()) } else { Err(format!("{} failed", tally.failed)) }
 }
 
 /// A test program: the target's name, its file, the folder of its package.
@@ -89,17 +97,34 @@ struct Program {
     folder: PathBuf,
 }
 
-/// One build of all there is; the drivers' doubles lie beside the command then, where tests of it look for them.
+/// What builds every target of a workspace. One invocation: another selection would have other features, and build crates
+/// twice.
+const BUILD: [&str; 5] =
+    ["build", "--release", "--workspace", "--all-targets", "--message-format=json-render-diagnostics"];
+
+/// All there is of both workspaces. The emulators come last: what runs on them is built by then.
 fn build(environment: &[(String, String)]) -> Result<Vec<Program>, String> {
-    let cargo = |words: &[&str]| {
-        let mut command = Command::new(env!("CARGO"));
-        command.args(words).envs(environment.iter().cloned());
-        command
-    };
-    // One invocation with every target in it: another selection would have other features, and build crates twice.
-    let words =
-        ["build", "--release", "--workspace", "--all-targets", "--message-format=json-render-diagnostics"];
-    let output = cargo(&words).stderr(Stdio::inherit()).output().map_err(|error| error.to_string())?;
+    let mut own = Command::new(env!("CARGO"));
+    let mut programs = built(own.args(BUILD), environment)?;
+    programs.extend(built(&mut setup::cargo_of_emulators(&BUILD), environment)?);
+    Ok(programs)
+}
+
+/// The crates' own tests, the laws of the house, the command, and what `--emulate` opens.
+fn build_quick(environment: &[(String, String)]) -> Result<Vec<Program>, String> {
+    let mut own = Command::new(env!("CARGO"));
+    own.args(["test", "--no-run", "--release", "--workspace", "--lib", "--bins"]);
+    // The command's own test program has Cargo build the command.
+    own.args(["--test", "laws", "--test", "command", "--message-format=json-render-diagnostics"]);
+    let mut programs = built(&mut own, environment)?;
+    programs.retain(|program| program.name != "cli command");
+    setup::build_emulators()?;
+    Ok(programs)
+}
+
+fn built(cargo: &mut Command, environment: &[(String, String)]) -> Result<Vec<Program>, String> {
+    cargo.envs(environment.iter().cloned()).stderr(Stdio::inherit());
+    let output = cargo.output().map_err(|error| error.to_string())?;
     if !output.status.success() {
         return Err("cargo build does not end well".to_owned());
     }
@@ -124,13 +149,16 @@ fn program(line: &str) -> Option<Program> {
     Some(Program { name: format!("{package} {name}"), path, folder })
 }
 
+/// What of the CPU's battery a quick run takes: ten seconds of four minutes.
+const SLICE: &str = "1/50";
+
 fn steps(
     programs: &[Program],
     extent: Extent,
     environment: &[(String, String)],
     tally: &mut Tally,
 ) -> Vec<Step> {
-    let all = extent != Extent::Test;
+    let all = matches!(extent, Extent::All { .. });
     let mut steps = Vec::new();
     for Program { name, path, folder } in programs {
         // `--show-output`: the batteries' counts stand in the output of tests that pass.
@@ -138,9 +166,18 @@ fn steps(
         words.extend(all.then(|| "--include-ignored".to_owned()));
         steps.push(Step::tests(name.clone(), words, folder.clone()));
     }
-    steps.push(Step::cargo("doc tests", &["test", "--release", "--workspace", "--doc", "--quiet"]));
     let fmha = setup::target().join("release/fmha").display().to_string();
-    for row in ROWS {
+    let rows: &[Row] = if extent == Extent::Quick {
+        let words = ["conformance", "--backend", "cpu", "--deal", SLICE].map(str::to_owned);
+        let words = std::iter::once(fmha.clone()).chain(words).collect();
+        steps.push(Step::battery(format!("cpu, part {SLICE}"), words, Vec::new()));
+        tally.say("absent: all but a slice of the tests: cargo xtask test");
+        QUICK
+    } else {
+        steps.push(Step::cargo("doc tests", &["test", "--release", "--workspace", "--doc", "--quiet"]));
+        ROWS
+    };
+    for row in rows {
         if row.backend == "cuda" && !environment.iter().any(|(name, _)| name == "FMHA_NVRTC") {
             tally.say(&format!("absent: {}: it needs NVRTC", row.name()));
             continue;
@@ -151,7 +188,7 @@ fn steps(
         }
         let cases = if all { row.in_all } else { row.in_test };
         steps.extend(row.step(cases, &fmha));
-        if let Some(line) = row.left_out().filter(|_| !all) {
+        if let Some(line) = row.left_out().filter(|_| extent == Extent::Test) {
             tally.say(&line);
         }
     }
@@ -159,7 +196,7 @@ fn steps(
         |step: &Step| LONGEST.iter().position(|name| step.name.contains(name)).unwrap_or(LONGEST.len());
     steps.sort_by_key(place);
     match extent {
-        Extent::Test => steps,
+        Extent::Quick | Extent::Test => steps,
         Extent::All { index, count } => part(steps, index, count),
     }
 }
@@ -188,6 +225,8 @@ mod tests {
             assert!(Extent::parse(&["--all", "--part", part]).is_err_and(|text| text.contains(part)));
         }
         assert!(Extent::parse(&["--part", "1/2"]).is_err());
+        assert_eq!(Extent::parse(&["--quick"]), Ok(Extent::Quick));
+        assert!(Extent::parse(&["--quick", "--all"]).is_err());
     }
 
     #[test]

@@ -345,7 +345,7 @@ impl Shared<'_> {
                 s.run(Scores { panel, keys, queries, dim: dim_units, factor, scores, pairs });
                 if head.adjusts(&panel) {
                     let bias = scratch.extra.as_mut_ptr();
-                    s.run(Adjust { head: &head, panel, scores, bias, slope: None });
+                    s.plain().run(Adjust { head: &head, panel, scores, bias, slope: None });
                 }
                 let state = RowState {
                     row_max: scratch.row_max.as_mut_ptr().wrapping_add(first),
@@ -361,8 +361,8 @@ impl Shared<'_> {
                 if head.drops {
                     let keep = scratch.extra.as_mut_ptr();
                     // 1 / (1 - p_drop) is a factor of the whole row: it comes at the end.
-                    s.run(Keep { mask: head.keep, panel, factor: 1.0, to: keep });
-                    s.run(Multiply { panel, x: scores, y: keep });
+                    s.plain().run(Keep { mask: head.keep, panel, factor: 1.0, to: keep });
+                    s.plain().run(Multiply { panel, x: scores, y: keep });
                 }
                 let columns = Columns {
                     panel,
@@ -419,7 +419,7 @@ impl Shared<'_> {
     /// Writes O, which was `found` in panels of the head dimension; where `fresh` has a bit, a panel of queries has
     /// seen nothing.
     fn write_rows<S: Simd>(&self, s: S, scratch: &mut Scratch, task: Task, fresh: u128, found: *const f32) {
-        s.run(WriteRows {
+        s.plain().run(WriteRows {
             to: &self.o,
             at: self.first_row(task),
             rows: task.queries as usize,

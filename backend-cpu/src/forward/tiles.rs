@@ -171,11 +171,11 @@ impl Shared<'_> {
     ) -> f32 {
         let mut factor = head.softmax_scale;
         if head.changes() || factor <= 0.0 {
-            s.run(Scale { panel, x: scores, factor });
+            s.plain().run(Scale { panel, x: scores, factor });
             factor = 1.0;
         }
         if head.adjusts(&panel) {
-            s.run(Adjust { head, panel, scores, bias: scratch.extra.as_mut_ptr(), slope: None });
+            s.plain().run(Adjust { head, panel, scores, bias: scratch.extra.as_mut_ptr(), slope: None });
         }
         factor
     }

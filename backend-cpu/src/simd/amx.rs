@@ -8,7 +8,7 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::x86::{
-    Avx512Bf16, EIGHTS, avx512_methods, bf16_methods, byte_methods, look_up_by_halves, turn_fours,
+    Avx512, Avx512Bf16, EIGHTS, avx512_methods, bf16_methods, byte_methods, look_up_by_halves, turn_fours,
 };
 use super::{BytePlanes, LARGE_BF16, Op, Simd, Tables, TileRows};
 

@@ -9,6 +9,12 @@ impl Simd for Avx2 {
     const TILE_ROWS: usize = 6;
     const WIDENS_CODES: bool = true;
     type V = __m256;
+    type Plain = Self;
+
+    #[inline(always)]
+    fn plain(self) -> Self {
+        self
+    }
 
     #[inline(always)]
     fn run<O: Op<Self>>(self, op: O) {

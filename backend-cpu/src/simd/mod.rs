@@ -248,6 +248,14 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// A vector.
     type V: Copy;
 
+    /// The instruction set for kernels that use neither codes, nor pairs of bf16, nor tiles: it has the same vectors,
+    /// and a set that extends it would have the same code. Such kernels, the whole backward among them, are compiled
+    /// once for the four sets of AVX-512.
+    type Plain: Simd;
+
+    /// It, which this processor has too.
+    fn plain(self) -> Self::Plain;
+
     /// Runs `op`, compiled for these instructions.
     fn run<O: Op<Self>>(self, op: O);
 

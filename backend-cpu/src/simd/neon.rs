@@ -21,6 +21,12 @@ impl Simd for Neon {
     const LANES: usize = 4;
     const TILE_ROWS: usize = 12;
     type V = float32x4_t;
+    type Plain = Self;
+
+    #[inline(always)]
+    fn plain(self) -> Self {
+        self
+    }
 
     #[inline(always)]
     fn run<O: Op<Self>>(self, op: O) {

@@ -29,6 +29,12 @@ macro_rules! array_methods {
     ($n:literal, $multiply_add:path) => {
         const LANES: usize = $n;
         type V = [f32; $n];
+        type Plain = Self;
+
+        #[inline(always)]
+        fn plain(self) -> Self {
+            self
+        }
 
         #[inline(always)]
         fn run<O: Op<Self>>(self, op: O) {

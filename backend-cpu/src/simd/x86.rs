@@ -10,7 +10,7 @@ pub(crate) struct Avx2(());
 
 /// AVX-512 F (and what [`Avx2`] has): sixteen lanes, thirty-two registers.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Avx512(());
+pub(crate) struct Avx512(pub(super) ());
 
 /// [`Avx512`] with the permutations of bytes of AVX-512 VBMI.
 #[derive(Clone, Copy, Debug)]
@@ -83,6 +83,12 @@ macro_rules! avx512_methods {
         const LANES: usize = 16;
         const TILE_ROWS: usize = 12;
         type V = __m512;
+        type Plain = Avx512;
+
+        #[inline(always)]
+        fn plain(self) -> Avx512 {
+            Avx512(())
+        }
 
         #[inline(always)]
         fn run<O: Op<Self>>(self, op: O) {

@@ -1,12 +1,11 @@
 //! Device memory beside addresses where nothing is mapped: an access past it stops the launch (CUDA Driver API,
 //! "Virtual Memory Management"). For tests: each allocation takes megabytes.
 
-use std::ffi::c_int;
 use std::sync::Arc;
 
 use fmha_core::error::Result;
 
-use super::{Device, check, sys};
+use super::{Device, check, lacking, sys};
 
 /// Kernels and copies take addresses of this alignment as they take any greater one.
 const ALIGN: u64 = 16;
@@ -20,7 +19,7 @@ pub(crate) struct Mapped {
     granule: u64,
     mapped_bytes: u64,
     /// The memory behind the mapped range, once it is mapped.
-    handle: Option<sys::CUmemGenericAllocationHandle>,
+    handle: Option<sys::MemoryHandle>,
     /// The address of the bytes that were asked for.
     pub(crate) address: u64,
 }
@@ -33,25 +32,20 @@ impl Mapped {
     /// What the driver said.
     pub(crate) fn new(device: &Arc<Device>, bytes: u64, at_end: bool) -> Result<Self> {
         let _entered = device.enter()?;
-        let location = sys::CUmemLocation {
-            type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
-            id: device.handle as c_int,
-        };
-        let prop = sys::CUmemAllocationProp {
-            type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
-            requestedHandleTypes: sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE,
+        let location = sys::MemLocation { kind: sys::MEM_LOCATION_DEVICE, id: device.handle };
+        let prop = sys::MemAllocationProp {
+            kind: sys::MEM_ALLOCATION_PINNED,
+            handle_types: 0,
             location,
-            win32HandleMetaData: std::ptr::null_mut(),
-            allocFlags: sys::CUmemAllocationProp_st__bindgen_ty_1 {
-                compressionType: 0,
-                gpuDirectRDMACapable: 0,
-                usage: 0,
-                reserved: [0; 4],
-            },
+            win32_metadata: std::ptr::null_mut(),
+            flags: [0; 8],
         };
         let mut granule = 0;
-        let minimum = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
-        call!(cuMemGetAllocationGranularity(&raw mut granule, &raw const prop, minimum))?;
+        call!(cuMemGetAllocationGranularity(
+            &raw mut granule,
+            &raw const prop,
+            sys::MEM_GRANULARITY_MINIMUM
+        ))?;
         let mapped_bytes = bytes.max(1).next_multiple_of(granule as u64);
         let reserved = mapped_bytes as usize + 2 * granule;
         let mut base = 0;
@@ -68,10 +62,7 @@ impl Mapped {
             return Err(error);
         }
         mapped.handle = Some(handle);
-        let access = sys::CUmemAccessDesc {
-            location,
-            flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
-        };
+        let access = sys::MemAccessDesc { location, flags: sys::MEM_ACCESS_READWRITE };
         call!(cuMemSetAccess(first, mapped_bytes as usize, &raw const access, 1))?;
         Ok(mapped)
     }

@@ -19,7 +19,7 @@ fn a_version_of_cuda_has_two_numbers() {
 #[test]
 fn a_failure_has_the_call_the_code_and_the_drivers_words() {
     let _device = device();
-    let error = failure("cuInit", sys::CUresult::CUDA_ERROR_INVALID_VALUE);
+    let error = failure("cuInit", 1);
     let Error::Driver { call, code, text } = error else { panic!("{error}") };
     assert_eq!((call, code, &*text), ("cuInit", 1, "invalid argument"));
 }
@@ -66,9 +66,9 @@ fn what_is_freed_or_destroyed_is_gone() {
     let stream = device.create_stream().unwrap();
     let graph = Graph::capture(&device, stream, &mut || Ok(())).unwrap();
     let handle = graph.executable;
-    call!(cuGraphLaunch(handle, stream as sys::CUstream)).unwrap();
+    call!(cuGraphLaunch(handle, stream as sys::Handle)).unwrap();
     drop(graph);
-    assert!(call!(cuGraphLaunch(handle, stream as sys::CUstream)).is_err());
+    assert!(call!(cuGraphLaunch(handle, stream as sys::Handle)).is_err());
     device.destroy_stream(stream).unwrap();
 
     let ptx = b".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry nothing()\n{\n\tret;\n}\n";
@@ -96,13 +96,13 @@ fn seconds_between_events_are_seconds() {
 
 #[test]
 fn a_maps_swizzle_is_as_wide_as_its_boxs_rows() {
-    use sys::CUtensorMapSwizzle_enum as S;
+    use sys::tensor_map as t;
     for (dtype, elems, swizzle) in [
-        (DType::Bf16, 16, S::CU_TENSOR_MAP_SWIZZLE_32B),
-        (DType::Bf16, 32, S::CU_TENSOR_MAP_SWIZZLE_64B),
-        (DType::Bf16, 64, S::CU_TENSOR_MAP_SWIZZLE_128B),
-        (DType::E4m3Fn, 32, S::CU_TENSOR_MAP_SWIZZLE_32B),
-        (DType::E4m3Fn, 128, S::CU_TENSOR_MAP_SWIZZLE_128B),
+        (DType::Bf16, 16, t::SWIZZLE_32B),
+        (DType::Bf16, 32, t::SWIZZLE_64B),
+        (DType::Bf16, 64, t::SWIZZLE_128B),
+        (DType::E4m3Fn, 32, t::SWIZZLE_32B),
+        (DType::E4m3Fn, 128, t::SWIZZLE_128B),
     ] {
         let facts = TensorMapFacts {
             name: "q",

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use fmha_core::cache::{Compiler as _, ImageKind};
+use fmha_core::emulators::Double;
 use fmha_core::source::Header;
 
 use super::*;
@@ -49,11 +50,10 @@ fn compilers() -> Vec<Compiler> {
     all
 }
 
-/// The emulator's, which is built beside the program or a folder up.
+/// The emulator's.
 fn hiprtc() -> Option<Hiprtc> {
-    let program = std::env::current_exe().unwrap();
-    let places = program.ancestors().skip(1).take(3).map(|folder| folder.join("libfmha_emu_hiprtc.so"));
-    let found = search::hiprtc_at(&places.collect::<Vec<_>>());
+    let double = Double { file: "libfmha_emu_hiprtc.so", package: "fmha-emu-hiprtc" };
+    let found = double.find().and_then(|path| search::hiprtc_at(&[path]));
     found.map_err(|error| println!("absent: the emulator's hipRTC: {error}")).ok()
 }
 

@@ -9,17 +9,9 @@ use serde_json::Value;
 use crate::mutant::Mutant;
 use crate::rewrite::{LeftOut, Rewritten, rewrite};
 
-/// What is built: the crates with mutants and their tests, the command, and the doubles that it and they open.
-const PACKAGES: [&str; 8] = [
-    "fmha-core",
-    "fmha-cpu",
-    "fmha-cuda",
-    "fmha-rocm",
-    "fmha-cli",
-    "fmha-emu-libcuda",
-    "fmha-emu-hip",
-    "fmha-emu-hiprtc",
-];
+/// What is built: the crates with mutants and their tests, and the command. The doubles that they open are not of the copy:
+/// `FMHA_EMULATOR_DIR` names their folder.
+const PACKAGES: [&str; 5] = ["fmha-core", "fmha-cpu", "fmha-cuda", "fmha-rocm", "fmha-cli"];
 
 /// Of those, the ones that have mutants.
 const MUTATED: [&str; 4] = ["core", "backend-cpu", "backend-cuda", "backend-rocm"];
@@ -52,7 +44,7 @@ impl Tree {
         self.scratch.join("tree")
     }
 
-    /// Where the command and the doubles lie.
+    /// Where the command lies.
     pub(crate) fn release(&self) -> PathBuf {
         self.scratch.join("build/release")
     }

@@ -275,7 +275,7 @@ impl<'a> Shared<'a> {
                 let at = head_kv * rows.of.len() + r;
                 let scores = block.here.wrapping_add(at * BLOCK_KEYS);
                 if head.changes() {
-                    s.run(Modify { head, i, j, count, scores });
+                    s.plain().run(Modify { head, i, j, count, scores });
                 }
                 let seen = partial.next_if(|(row, _)| *row == r).map(|&(_, bits)| bits);
                 let round = self.round_weights::<S>(seen.is_none());
@@ -291,7 +291,7 @@ impl<'a> Shared<'a> {
                 if !rows.are_codes() {
                     ahead.ask_for(s, asked_beside_a_row);
                 }
-                s.run(SoftmaxRow { scores, state: &mut block.sums[at], alpha, round });
+                s.plain().run(SoftmaxRow { scores, state: &mut block.sums[at], alpha, round });
                 if head.drops {
                     drop_weights(head, i, j, count, scores);
                 }

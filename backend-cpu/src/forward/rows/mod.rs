@@ -373,7 +373,7 @@ impl Shared<'_> {
                     }
                 } else if state.seen {
                     let total = scratch.total.as_mut_ptr().wrapping_add(r * stride_v);
-                    s.run(Folding { out, total, stride: stride_v, state });
+                    s.plain().run(Folding { out, total, stride: stride_v, state });
                 }
             }
         });
@@ -408,7 +408,7 @@ impl Shared<'_> {
                 };
                 if seen {
                     let total = scratch.total.as_mut_ptr().wrapping_add(r * stride);
-                    s.run(Folding { out: from.wrapping_add(HEADER), total, stride, state });
+                    s.plain().run(Folding { out: from.wrapping_add(HEADER), total, stride, state });
                 }
             }
         }

@@ -211,7 +211,7 @@ def one(case):
 
 def main():
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--driver", default=str(ROOT / "target/release/libfmha_emu_libcuda.so"))
+    options.add_argument("--driver", default=str(ROOT / "tests/emulators/target/release/libfmha_emu_libcuda.so"))
     options.add_argument("--mode", default="eager")
     options.add_argument("--only", default="", help="cases whose names have this text")
     options.add_argument("--counters", action="store_true", help="what the last kernel did, a JSON object a case")

@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+#[path = "../../../../amd/mod.rs"]
 mod amd;
 
 use std::fmt::Write as _;
@@ -110,6 +111,6 @@ fn the_committed_table_of_what_the_main_loop_asks_of_memory_is_current() {
         }
     }
     std::fs::remove_dir_all(folder).unwrap();
-    let committed = include_str!("evidence/cdna-loop-memory.tsv");
+    let committed = include_str!("../../../../evidence/cdna-loop-memory.tsv");
     assert_eq!(table, committed, "tests/evidence/cdna-loop-memory.tsv is to be:\n{table}");
 }

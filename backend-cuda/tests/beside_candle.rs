@@ -1,0 +1,27 @@
+//! A program that has candle's cudarc beside this crate: Cargo unites the features that the two ask for.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::path::Path;
+use std::process::Command;
+
+/// With cudarc's `dynamic-loading` among this crate's dependencies, as it once was, cudarc's build script panics here.
+#[test]
+fn a_program_with_candles_features_of_cudarc_builds() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let cargo = |verb: &str| {
+        let mut command = Command::new(env!("CARGO"));
+        command.args([verb, "--manifest-path"]);
+        command.arg(root.join("tests/beside_candle/Cargo.toml"));
+        command.env("CARGO_TARGET_DIR", root.join("target/beside_candle"));
+        // In place of an installed nvcc, which cudarc would ask.
+        command.env("CUDARC_CUDA_VERSION", "12080");
+        command.output().unwrap()
+    };
+    let fetched = cargo("fetch");
+    if !fetched.status.success() {
+        return println!("absent: beside candle: {}", String::from_utf8_lossy(&fetched.stderr));
+    }
+    let checked = cargo("check");
+    assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stderr));
+}

@@ -1,0 +1,150 @@
+//! The test doubles of the drivers' libraries, which `--emulate` opens: where they are, and how they come there.
+//!
+//! They are a workspace of their own, `tests/emulators`. A program that was built in a checkout of the repository
+//! builds the double that it opens, and says so; elsewhere the double lies beside the program or where
+//! `FMHA_EMULATOR_DIR` says.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::SystemTime;
+
+use crate::env;
+use crate::error::{Error, Result};
+
+/// A double's file, and the package that makes it.
+#[derive(Clone, Copy, Debug)]
+pub struct Double {
+    /// `lib….so`, a name that no loader takes for a driver's.
+    pub file: &'static str,
+    /// In the workspace `tests/emulators`.
+    pub package: &'static str,
+}
+
+impl Double {
+    /// The path of its file: in the folder `FMHA_EMULATOR_DIR`, if that is set; in the source tree that this program
+    /// was built from, built anew where the file is missing or older than its sources; else beside the program, or one
+    /// or two folders up (tests lie in `deps`).
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] where there is none, with the places and what to do; what `cargo` ended with.
+    pub fn find(self) -> Result<PathBuf> {
+        if let Some(folder) = env::EMULATOR_DIR.get()? {
+            let path = Path::new(&folder).join(self.file);
+            return if path.exists() {
+                Ok(path)
+            } else {
+                Err(self.absent(&[path], "FMHA_EMULATOR_DIR is set"))
+            };
+        }
+        let program = std::env::current_exe().unwrap_or_default();
+        let tree = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/emulators");
+        let tree = tree.canonicalize().ok().filter(|tree| tree.join("Cargo.toml").exists());
+        let beside: Vec<PathBuf> =
+            program.ancestors().skip(1).take(3).map(|folder| folder.join(self.file)).collect();
+        let found = beside.iter().find(|path| path.exists()).cloned();
+        match (tree, found) {
+            // The emulators' own tests: Cargo has built it for them.
+            (Some(tree), Some(found)) if program.starts_with(&tree) => Ok(found),
+            (Some(tree), _) => self.built(&tree),
+            (None, Some(found)) => Ok(found),
+            (None, None) => Err(self.absent(
+                &beside,
+                "a checkout of the repository builds it by itself, or by `cargo build --release` in tests/emulators; \
+                 FMHA_EMULATOR_DIR names the folder of one that was built elsewhere",
+            )),
+        }
+    }
+
+    fn absent(self, tried: &[PathBuf], advice: &str) -> Error {
+        let tried: Vec<_> = tried.iter().map(|path| path.display().to_string()).collect();
+        Error::NoDevice(format!(
+            "no emulated device: {} is not there (tried {}); {advice}",
+            self.file,
+            tried.join(", ")
+        ))
+    }
+
+    /// The file in the build folder of `tree`, current.
+    fn built(self, tree: &Path) -> Result<PathBuf> {
+        let target = tree.join("target");
+        let path = target.join("release").join(self.file);
+        // When the last build of it began: an edit made meanwhile counts as newer.
+        let stamp = target.join(format!("{}.built", self.package));
+        let began = modified(&stamp).filter(|_| path.exists());
+        if began.is_some_and(|began| newest(tree) <= began) {
+            return Ok(path);
+        }
+        eprintln!("building the emulated device's library, once: cargo build --release -p {}", self.package);
+        let now = SystemTime::now();
+        let failed = |text: String| {
+            Error::NoDevice(format!("no emulated device: {} in {}: {text}", self.package, tree.display()))
+        };
+        let status = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+            .args(["build", "--release", "--quiet", "--package", self.package, "--target-dir"])
+            .arg(&target)
+            .current_dir(tree)
+            .status()
+            .map_err(|error| failed(format!("cargo does not start: {error}")))?;
+        if !status.success() || !path.exists() {
+            return Err(failed(format!("cargo build ended with {status}")));
+        }
+        // Where the stamp cannot be written, the next call asks Cargo again.
+        let _ = std::fs::File::create(&stamp).and_then(|file| file.set_modified(now));
+        Ok(path)
+    }
+}
+
+fn modified(path: &Path) -> Option<SystemTime> {
+    std::fs::metadata(path).and_then(|file| file.modified()).ok()
+}
+
+/// When the newest source or manifest below `folder` was written, build output apart.
+fn newest(folder: &Path) -> SystemTime {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries
+        .map(|entry| {
+            let path = entry.path();
+            if !path.is_dir() {
+                modified(&path).unwrap_or(SystemTime::UNIX_EPOCH)
+            } else if entry.file_name() == "target" {
+                SystemTime::UNIX_EPOCH
+            } else {
+                newest(&path)
+            }
+        })
+        .max()
+        .unwrap_or(SystemTime::UNIX_EPOCH)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DOUBLE: Double = Double { file: "libof_no_package.so", package: "of-no-package" };
+
+    #[test]
+    fn a_file_as_new_as_its_sources_is_taken_and_an_older_one_is_built_anew() {
+        let tree = tempfile::tempdir().unwrap();
+        let put = |name: &str| {
+            let path = tree.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(&path, "").unwrap();
+            path
+        };
+        put("src/lib.rs");
+        let file = put("target/release/libof_no_package.so");
+        put("target/of-no-package.built");
+        assert_eq!(DOUBLE.built(tree.path()).unwrap(), file);
+        let source = std::fs::File::open(put("src/later.rs")).unwrap();
+        source.set_modified(SystemTime::now() + std::time::Duration::from_secs(5)).unwrap();
+        // Cargo finds no package there.
+        let error = DOUBLE.built(tree.path()).unwrap_err().to_string();
+        assert!(error.contains("of-no-package") && error.contains("cargo"), "{error}");
+    }
+
+    #[test]
+    fn what_is_missing_is_told_with_its_places_and_what_to_do() {
+        let error = DOUBLE.absent(&["/nowhere/libof_no_package.so".into()], "do so").to_string();
+        assert!(error.contains("/nowhere/libof_no_package.so") && error.contains("do so"), "{error}");
+    }
+}

@@ -1,0 +1,7 @@
+//! One program that names both; it is checked, not run: `backend-cuda/tests/beside_candle.rs`.
+
+fn main() {
+    println!("{:?}", cudarc::driver::CudaContext::device_count());
+    let Ok(choice) = "auto".parse::<fmha::Backend>() else { return };
+    println!("{:?}", fmha::open(&choice).map(|backend| backend.name().to_owned()));
+}
